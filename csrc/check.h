@@ -1,0 +1,230 @@
+// check.h - user errors, and the way from tensors to views. Every message reads
+// "sparse_ce: <argument> must be <expectation>, got <value>".
+#pragma once
+
+#include "cross_entropy.h"
+
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+
+#include <cmath>
+#include <optional>
+#include <sstream>
+#include <stdexcept>
+#include <string>
+
+namespace sparse_ce {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+using OptionalTensor = std::optional<Tensor>;
+
+template <typename... parts_t>
+[[noreturn]] void fail(const parts_t&... parts) {
+  std::ostringstream out;
+  out << "sparse_ce: ";
+  ((out << parts), ...);
+  throw std::runtime_error(out.str());
+}
+
+template <typename... parts_t>
+void check(bool condition, const parts_t&... parts) {
+  if (!condition) fail(parts...);
+}
+
+inline std::string shape(const Tensor& t) {
+  std::ostringstream out;
+  out << "[";
+  for (int64_t i = 0; i < t.dim(); ++i) out << (i ? ", " : "") << t.size(i);
+  out << "]";
+  return out.str();
+}
+
+inline std::string name(ScalarType dtype) { return torch::headeronly::toString(dtype); }
+
+inline DType to_dtype(const Tensor& t, const char* argument, bool integer) {
+  switch (t.scalar_type()) {
+    case ScalarType::Int:
+      if (integer) return DType::kInt32;
+      break;
+    case ScalarType::Long:
+      if (integer) return DType::kInt64;
+      break;
+    case ScalarType::Float:
+      if (!integer) return DType::kFloat32;
+      break;
+    case ScalarType::Double:
+      if (!integer) return DType::kFloat64;
+      break;
+    case ScalarType::Half:
+      if (!integer) return DType::kFloat16;
+      break;
+    case ScalarType::BFloat16:
+      if (!integer) return DType::kBFloat16;
+      break;
+    default:
+      break;
+  }
+  fail(argument, " must be of dtype ", integer ? "int32 or int64" : "float16, bfloat16, float32 or float64", ", got ",
+       name(t.scalar_type()));
+}
+
+// The arguments that every op takes, in the order of the schema.
+struct Options {
+  int64_t ignore_index;
+  double label_smoothing, z_loss, logit_scale;
+  std::optional<double> softcap;
+  std::optional<int64_t> num_classes;
+};
+
+struct Target {
+  Tensor indices;
+  OptionalTensor values, offsets, weight, row_mask;
+};
+
+// Keeps what the views point to: contiguous copies where a tensor was strided, the sum of the class weights.
+struct Held {
+  Tensor logits, indices;
+  OptionalTensor values, offsets, row_mask, weight, weight_sum;
+};
+
+inline void check_same_device(const Tensor& t, const Tensor& logits, const char* argument) {
+  check(t.is_cpu() == logits.is_cpu() && t.get_device_index() == logits.get_device_index(), argument,
+        " must be on the device of logits (", logits.is_cpu() ? "cpu" : "cuda", "), got a tensor on ",
+        t.is_cpu() ? "cpu" : "cuda");
+}
+
+inline void check_options(const Options& options, int64_t vocab) {
+  check(options.label_smoothing >= 0 && options.label_smoothing <= 1, "label_smoothing must be in [0, 1], got ",
+        options.label_smoothing);
+  check(std::isfinite(options.z_loss), "z_loss must be finite, got ", options.z_loss);
+  check(std::isfinite(options.logit_scale), "logit_scale must be finite, got ", options.logit_scale);
+  check(!options.softcap || (std::isfinite(*options.softcap) && *options.softcap > 0),
+        "softcap must be a positive number or None, got ", options.softcap.value_or(0));
+  check(!options.num_classes || (*options.num_classes > 0 && *options.num_classes <= vocab),
+        "num_classes must be in [1, ", vocab, "], the columns of logits, got ", options.num_classes.value_or(0));
+}
+
+// Logits (rows, vocab) may have any row stride; only a column stride other than 1 costs a copy.
+inline void view_logits(const Tensor& logits, Held& held, CrossEntropyArgs& args) {
+  check(logits.dim() == 2, "logits must be (rows, vocab), got ", shape(logits));
+  args.dtype = to_dtype(logits, "logits", /*integer=*/false);
+  args.rows = logits.size(0);
+  args.vocab = logits.size(1);
+  check(args.vocab > 0, "logits must have at least one class, got ", shape(logits));
+  held.logits = logits.stride(1) == 1 || args.vocab == 1 ? logits : torch::stable::contiguous(logits);
+  args.logits = held.logits.const_data_ptr();
+  args.row_stride = held.logits.stride(0);
+}
+
+inline void view_target(const Target& parts, const Options& options, Held& held, CrossEntropyArgs& args) {
+  const Tensor &logits = held.logits, &indices = parts.indices;
+  const OptionalTensor &values = parts.values, &offsets = parts.offsets, &row_mask = parts.row_mask;
+  TargetView& target = args.target;
+  target = TargetView{};
+  check_same_device(indices, logits, "indices");
+  target.indices_dtype = to_dtype(indices, "indices", /*integer=*/true);
+  if (offsets) {
+    check_same_device(*offsets, logits, "offsets");
+    check(indices.dim() == 1, "indices must be (entries,) where there are offsets, got ", shape(indices));
+    const bool ends = offsets->dim() == 1 && offsets->size(0) == args.rows + 1;
+    const bool ranges = offsets->dim() == 2 && offsets->size(0) == args.rows && offsets->size(1) == 2;
+    check(ends || ranges, "offsets must be (", args.rows + 1, ",) or (", args.rows, ", 2) for ", args.rows,
+          " rows of logits, got ", shape(*offsets));
+    target.offsets_dtype = to_dtype(*offsets, "offsets", /*integer=*/true);
+    target.offsets_step = ends ? 1 : 2;
+    held.offsets = torch::stable::contiguous(*offsets);
+    target.offsets = held.offsets->const_data_ptr();
+  } else {
+    check((indices.dim() == 1 || indices.dim() == 2) && indices.size(0) == args.rows, "indices must be (", args.rows,
+          ",) or (", args.rows, ", K) for ", args.rows, " rows of logits, got ", shape(indices));
+    target.width = indices.dim() == 1 ? 1 : indices.size(1);
+  }
+  held.indices = torch::stable::contiguous(indices);
+  target.indices = held.indices.const_data_ptr();
+  target.entries = indices.numel();
+  target.rows = args.rows;
+  if (values) {
+    check_same_device(*values, logits, "values");
+    check(values->dim() == indices.dim() && values->numel() == indices.numel() &&
+              (values->dim() == 0 || values->size(0) == indices.size(0)),
+          "values must have the shape of indices ", shape(indices), ", got ", shape(*values));
+    target.values_dtype = to_dtype(*values, "values", /*integer=*/false);
+    held.values = torch::stable::contiguous(*values);
+    target.values = held.values->const_data_ptr();
+  }
+  if (row_mask) {
+    check_same_device(*row_mask, logits, "row_mask");
+    check(row_mask->scalar_type() == ScalarType::Bool, "row_mask must be of dtype bool, got ",
+          name(row_mask->scalar_type()));
+    check(row_mask->dim() == 1 && row_mask->size(0) == args.rows, "row_mask must be (", args.rows, ",), got ",
+          shape(*row_mask));
+    held.row_mask = torch::stable::contiguous(*row_mask);
+    target.row_mask = static_cast<const bool*>(held.row_mask->const_data_ptr());
+  }
+  target.num_classes = options.num_classes.value_or(args.vocab);
+  target.ignore_index = options.ignore_index;
+}
+
+inline ScalarType arithmetic_dtype(const Tensor& logits) {
+  return logits.scalar_type() == ScalarType::Double ? ScalarType::Double : ScalarType::Float;
+}
+
+inline void view_weight(const OptionalTensor& weight, const Options& options, Held& held, CrossEntropyArgs& args) {
+  args.weight_sum = nullptr;
+  if (!weight) return;
+  check_same_device(*weight, held.logits, "weight");
+  const ScalarType dtype = arithmetic_dtype(held.logits);
+  check(weight->scalar_type() == dtype, "weight must be of dtype ", name(dtype), " (the arithmetic of ",
+        name(held.logits.scalar_type()), " logits), got ", name(weight->scalar_type()));
+  check(weight->dim() == 1 && weight->size(0) == args.target.num_classes, "weight must be (", args.target.num_classes,
+        ",), one weight a class, got ", shape(*weight));
+  held.weight = torch::stable::contiguous(*weight);
+  args.target.weight = held.weight->const_data_ptr();
+  if (options.label_smoothing != 0) {
+    held.weight_sum = torch::stable::sum(*held.weight);
+    args.weight_sum = held.weight_sum->const_data_ptr();
+  }
+}
+
+inline void make_args(const Tensor& logits, const Target& target, const Options& options, Held& held,
+                      CrossEntropyArgs& args) {
+  view_logits(logits, held, args);
+  check_options(options, args.vocab);
+  view_target(target, options, held, args);
+  view_weight(target.weight, options, held, args);
+  args.options.label_smoothing = options.label_smoothing;
+  args.options.z_loss = options.z_loss;
+  args.options.logit_scale = options.logit_scale;
+  args.options.softcap = options.softcap.value_or(0);
+}
+
+// A vector (rows,) of the arithmetic dtype with any stride, 0 included.
+inline const void* view_rows(const Tensor& t, const Tensor& logits, const char* argument, int64_t& stride) {
+  check_same_device(t, logits, argument);
+  check(t.dim() == 1 && t.size(0) == logits.size(0), argument, " must be (", logits.size(0), ",), got ", shape(t));
+  const ScalarType dtype = arithmetic_dtype(logits);
+  check(t.scalar_type() == dtype, argument, " must be of dtype ", name(dtype), ", got ", name(t.scalar_type()));
+  stride = t.stride(0);
+  return t.const_data_ptr();
+}
+
+// Names the first entry whose index is outside the classes; `target` points to host memory.
+inline void check_entries(const TargetView& target) {
+  for (int64_t r = 0; r < target.rows; ++r) {
+    if (target.ignored(r)) continue;
+    const EntryRange range = target.row(r);
+    check(range.valid, "offsets must lead to entries in [0, ", target.entries, "], got a range outside of it in row ", r);
+    for (int64_t i = range.begin; i < range.end; ++i) {
+      const auto entry = target.entry<double>(i);
+      if (entry.column < 0 && entry.value != 0) {
+        const int64_t index = load_int(target.indices, target.indices_dtype, i);
+        if (index >= 0 && index < target.num_classes) continue;  // the weight itself is NaN: the loss will say so
+        fail("indices must be in [0, ", target.num_classes, ") or ignore_index ", target.ignore_index, ", got ", index,
+             " in row ", r);
+      }
+    }
+  }
+}
+
+}  // namespace sparse_ce

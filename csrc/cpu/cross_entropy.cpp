@@ -1,0 +1,289 @@
+#include "../cross_entropy.h"
+#include "tile.h"
+
+#include <torch/csrc/stable/ops.h>
+
+#include <algorithm>
+#include <vector>
+
+namespace sparse_ce {
+namespace cpu {
+namespace {
+
+// Fewer logits than this are not worth waking a thread for.
+constexpr int64_t kGrain = 16384;
+
+int64_t tiles_of(int64_t columns) { return (columns + kTile - 1) / kTile; }
+
+// Rows are shared out whole while there are enough of them; a few long rows are shared out by tiles. Both orders merge
+// the same tiles in the same sequence, so the result does not depend on the number of threads.
+bool split_rows(int64_t rows, int64_t columns) {
+  const int64_t threads = torch::stable::get_num_threads();
+  return rows < threads && tiles_of(columns) > 1;
+}
+
+template <typename function_t>
+void parallel_rows(int64_t rows, int64_t columns, const function_t& f) {
+  const int64_t grain = std::max<int64_t>(1, kGrain / std::max<int64_t>(1, columns));
+  torch::stable::parallel_for(0, rows, grain, f);
+}
+
+template <typename scalar_t>
+const acc_type<scalar_t>* weights_at(const TargetView& target, int64_t column) {
+  const auto* weight = static_cast<const acc_type<scalar_t>*>(target.weight);
+  return weight ? weight + column : nullptr;
+}
+
+template <typename scalar_t>
+class Forward {
+  using acc_t = acc_type<scalar_t>;
+
+ public:
+  explicit Forward(const ForwardArgs& args) : args_(args), columns_(args.target.num_classes), transform_(args.options) {}
+
+  void run() const {
+    if (!split_rows(args_.rows, columns_)) {
+      parallel_rows(args_.rows, columns_, [this](int64_t begin, int64_t end) {
+        for (int64_t r = begin; r < end; ++r) {
+          RowStats<acc_t> stats;
+          if (!args_.target.ignored(r))
+            for (int64_t t = 0; t < tiles_of(columns_); ++t) stats.merge(tile(r, t));
+          finish(r, stats);
+        }
+      });
+      return;
+    }
+    const int64_t tiles = tiles_of(columns_);
+    std::vector<RowStats<acc_t>> partial(args_.rows * tiles);
+    torch::stable::parallel_for(0, args_.rows * tiles, std::max<int64_t>(1, kGrain / kTile), [&](int64_t begin, int64_t end) {
+      for (int64_t i = begin; i < end; ++i)
+        if (!args_.target.ignored(i / tiles)) partial[i] = tile(i / tiles, i % tiles);
+    });
+    for (int64_t r = 0; r < args_.rows; ++r) {
+      RowStats<acc_t> stats;
+      for (int64_t t = 0; t < tiles; ++t) stats.merge(partial[r * tiles + t]);
+      finish(r, stats);
+    }
+  }
+
+ private:
+  const scalar_t* row(int64_t r) const { return static_cast<const scalar_t*>(args_.logits) + r * args_.row_stride; }
+
+  RowStats<acc_t> tile(int64_t r, int64_t t) const {
+    const int64_t column = t * kTile;
+    return tile_kernels<scalar_t>().stats(row(r) + column, std::min(kTile, columns_ - column), transform_,
+                                          args_.options.label_smoothing != 0, weights_at<scalar_t>(args_.target, column));
+  }
+
+  void finish(int64_t r, const RowStats<acc_t>& stats) const {
+    acc_t* loss = static_cast<acc_t*>(args_.loss);
+    acc_t* lse = static_cast<acc_t*>(args_.lse);
+    acc_t* residual = static_cast<acc_t*>(args_.lse_residual);
+    if (args_.target.ignored(r)) {
+      loss[r] = lse[r] = acc_t(0);
+      if (residual) residual[r] = acc_t(0);
+      return;
+    }
+    TargetStats<acc_t> target;
+    const EntryRange range = args_.target.row(r);
+    for (int64_t i = range.begin; i < range.end; ++i) {
+      const auto entry = args_.target.template entry<acc_t>(i);
+      if (entry.column < 0) continue;  // padding: an index out of range was refused before
+      const acc_t w = entry.value * args_.target.template class_weight<acc_t>(entry.column);
+      if (w == acc_t(0)) continue;  // a class of weight 0 at a -inf logit adds 0, not 0 * inf
+      target.merge({w * (transform_(to_acc(row(r)[entry.column])) - stats.max), w});
+    }
+    const RowLoss<acc_t> out(stats, target, args_.options, columns_);
+    loss[r] = out.loss;
+    lse[r] = out.lse;
+    if (residual) residual[r] = out.lse_residual;
+  }
+
+  const ForwardArgs& args_;
+  const int64_t columns_;
+  const LogitTransform<acc_t> transform_;
+};
+
+// The weights of a row by class: equal columns add up in the order of their entries, so sums are reproducible.
+// An open-addressing table of twice the entries: no sorting, and no memory of the vocabulary's size.
+template <typename acc_t>
+class ClassSums {
+ public:
+  struct Sum {
+    int64_t column;
+    acc_t weight;
+  };
+
+  void start(int64_t entries) {
+    sums_.clear();
+    size_t slots = 2;
+    while (slots < 2 * static_cast<size_t>(entries)) slots *= 2;
+    slots_.assign(slots, -1);
+  }
+
+  void add(int64_t column, acc_t weight) {
+    const size_t mask = slots_.size() - 1;
+    size_t slot = (static_cast<uint64_t>(column) * 0x9e3779b97f4a7c15u >> 32) & mask;
+    while (slots_[slot] >= 0 && sums_[slots_[slot]].column != column) slot = (slot + 1) & mask;
+    if (slots_[slot] < 0) {
+      slots_[slot] = static_cast<int64_t>(sums_.size());
+      sums_.push_back({column, weight});
+    } else {
+      sums_[slots_[slot]].weight += weight;
+    }
+  }
+
+  const std::vector<Sum>& sums() const { return sums_; }
+
+ private:
+  std::vector<Sum> sums_;
+  std::vector<int64_t> slots_;  // position in sums_, -1 where free
+};
+
+template <typename scalar_t>
+class Backward {
+  using acc_t = acc_type<scalar_t>;
+
+  // The gradient where a row has entries. It is made before the dense pass, which may overwrite the logits, and written
+  // after it: rounded to storage once, so p - 1 near p = 1 keeps its digits in 16 bits.
+  struct EntryGradient {
+    int64_t column;
+    acc_t value;
+  };
+  struct RowPlan {
+    bool zero;
+    GradientCoefficients<acc_t> coefficients;
+    std::vector<EntryGradient> entries;
+  };
+
+ public:
+  explicit Backward(const BackwardArgs& args) : args_(args), columns_(args.target.num_classes), transform_(args.options) {
+    weight_sum_ = args.weight_sum ? *static_cast<const acc_t*>(args.weight_sum) : static_cast<acc_t>(columns_);
+  }
+
+  void run() const {
+    if (!split_rows(args_.rows, columns_)) {
+      parallel_rows(args_.rows, columns_, [this](int64_t begin, int64_t end) {
+        ClassSums<acc_t> sums;
+        RowPlan plan{true, coefficients(0, acc_t(0)), {}};
+        for (int64_t r = begin; r < end; ++r) {
+          make_plan(r, sums, plan);
+          for (int64_t t = 0; t < tiles_of(args_.vocab); ++t) write_tile(r, t, plan);
+          write_entries(r, plan);
+        }
+      });
+      return;
+    }
+    ClassSums<acc_t> sums;
+    std::vector<RowPlan> plans(args_.rows, RowPlan{true, coefficients(0, acc_t(0)), {}});
+    for (int64_t r = 0; r < args_.rows; ++r) make_plan(r, sums, plans[r]);
+    const int64_t tiles = tiles_of(args_.vocab);
+    torch::stable::parallel_for(0, args_.rows * tiles, std::max<int64_t>(1, kGrain / kTile), [&](int64_t begin, int64_t end) {
+      for (int64_t i = begin; i < end; ++i) write_tile(i / tiles, i % tiles, plans[i / tiles]);
+    });
+    for (int64_t r = 0; r < args_.rows; ++r) write_entries(r, plans[r]);
+  }
+
+  // d loss / d w_k of every entry, from the logits at the entries alone.
+  void run_values() const {
+    acc_t* grad_values = static_cast<acc_t*>(args_.grad_values);
+    parallel_rows(args_.rows, args_.target.entries / std::max<int64_t>(1, args_.rows), [&](int64_t begin, int64_t end) {
+      for (int64_t r = begin; r < end; ++r) {
+        if (args_.target.ignored(r)) continue;
+        const GradientCoefficients<acc_t> c = coefficients(r, acc_t(0));
+        const EntryRange range = args_.target.row(r);
+        for (int64_t i = range.begin; i < range.end; ++i) {
+          const auto entry = args_.target.template entry<acc_t>(i);
+          if (entry.column < 0) continue;
+          const acc_t o = args_.target.template class_weight<acc_t>(entry.column);
+          grad_values[i] = -c.d * o * c.log_prob(z_at(r, entry.column));
+        }
+      }
+    });
+  }
+
+ private:
+  const scalar_t* row(int64_t r) const { return static_cast<const scalar_t*>(args_.logits) + r * args_.row_stride; }
+  scalar_t* gradient_row(int64_t r) const { return static_cast<scalar_t*>(args_.grad_logits) + r * args_.grad_row_stride; }
+  acc_t z_at(int64_t r, int64_t column) const { return transform_(to_acc(row(r)[column])); }
+  acc_t grad(int64_t r) const { return static_cast<const acc_t*>(args_.grad_loss)[r * args_.grad_loss_stride]; }
+  acc_t grad_lse(int64_t r) const {
+    return args_.grad_lse ? static_cast<const acc_t*>(args_.grad_lse)[r * args_.grad_lse_stride] : acc_t(0);
+  }
+
+  GradientCoefficients<acc_t> coefficients(int64_t r, acc_t mass) const {
+    const acc_t* residual = static_cast<const acc_t*>(args_.lse_residual);
+    return {grad(r), grad_lse(r), mass, static_cast<const acc_t*>(args_.lse)[r], residual ? residual[r] : acc_t(0),
+            weight_sum_, args_.options, columns_};
+  }
+
+  void make_plan(int64_t r, ClassSums<acc_t>& sums, RowPlan& plan) const {
+    plan.entries.clear();
+    plan.zero = args_.target.ignored(r) || (grad(r) == acc_t(0) && grad_lse(r) == acc_t(0));
+    if (plan.zero) return;
+    acc_t mass = 0;
+    const EntryRange range = args_.target.row(r);
+    sums.start(range.end - range.begin);
+    for (int64_t i = range.begin; i < range.end; ++i) {
+      const auto entry = args_.target.template entry<acc_t>(i);
+      if (entry.column < 0) continue;
+      const acc_t w = entry.value * args_.target.template class_weight<acc_t>(entry.column);
+      mass += w;
+      sums.add(entry.column, w);
+    }
+    plan.coefficients = coefficients(r, mass);
+    for (const auto& sum : sums.sums()) {
+      const acc_t z = z_at(r, sum.column);
+      const acc_t o = args_.target.template class_weight<acc_t>(sum.column);
+      plan.entries.push_back({sum.column, plan.coefficients.at(z, o, sum.weight) * transform_.slope(z)});
+    }
+  }
+
+  // Every element of the tile is written: zeros for an ignored row and for columns beyond the classes.
+  void write_tile(int64_t r, int64_t t, const RowPlan& plan) const {
+    const int64_t begin = t * kTile, end = std::min(begin + kTile, args_.vocab);
+    const int64_t live = plan.zero ? begin : std::max(begin, std::min(end, columns_));
+    scalar_t* gradient = gradient_row(r);
+    if (live > begin)
+      tile_kernels<scalar_t>().gradient(row(r) + begin, live - begin, transform_, plan.coefficients,
+                                        weights_at<scalar_t>(args_.target, begin), gradient + begin);
+    std::fill(reinterpret_cast<char*>(gradient + live), reinterpret_cast<char*>(gradient + end), 0);
+  }
+
+  void write_entries(int64_t r, const RowPlan& plan) const {
+    for (const auto& entry : plan.entries) from_acc(entry.value, gradient_row(r)[entry.column]);
+  }
+
+  const BackwardArgs& args_;
+  const int64_t columns_;
+  const LogitTransform<acc_t> transform_;
+  acc_t weight_sum_;
+};
+
+}  // namespace
+
+void cross_entropy_forward(const ForwardArgs& args) {
+  with_storage(args.dtype, [&](auto storage) { Forward<decltype(storage)>(args).run(); });
+}
+
+void cross_entropy_backward(const BackwardArgs& args) {
+  with_storage(args.dtype, [&](auto storage) { Backward<decltype(storage)>(args).run(); });
+}
+
+void cross_entropy_backward_values(const BackwardArgs& args) {
+  with_storage(args.dtype, [&](auto storage) { Backward<decltype(storage)>(args).run_values(); });
+}
+
+const char* instruction_set() {
+  switch (instruction_set_in_use()) {
+    case InstructionSet::kAvx512:
+      return "avx512";
+    case InstructionSet::kAvx2:
+      return "avx2";
+    default:
+      return "default";
+  }
+}
+
+}  // namespace cpu
+}  // namespace sparse_ce

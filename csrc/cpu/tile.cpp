@@ -1,0 +1,126 @@
+#include "tile.h"
+
+#include <cstdlib>
+#include <cstring>
+
+namespace sparse_ce {
+namespace cpu {
+namespace {
+
+// z of a tile; the logits themselves where there is nothing to convert.
+template <typename scalar_t, typename acc_t>
+SCE_HD const acc_t* transformed(const scalar_t* logits, int64_t n, const LogitTransform<acc_t> transform,
+                                acc_t* __restrict__ z) {
+  if (transform.identity()) {
+    if constexpr (std::is_same_v<scalar_t, acc_t>) return logits;
+    SCE_SIMD()
+    for (int64_t i = 0; i < n; ++i) z[i] = to_acc(logits[i]);
+  } else if (transform.softcap != acc_t(0)) {
+    SCE_SIMD()
+    for (int64_t i = 0; i < n; ++i) z[i] = transform(to_acc(logits[i]));
+  } else {
+    SCE_SIMD()
+    for (int64_t i = 0; i < n; ++i) z[i] = transform.scale * to_acc(logits[i]);
+  }
+  return z;
+}
+
+template <typename scalar_t, typename acc_t>
+SCE_HD RowStats<acc_t> stats_body(const scalar_t* logits, int64_t n, const LogitTransform<acc_t>& transform,
+                                  bool weighted, const acc_t* class_weight) {
+  alignas(64) acc_t buffer[kTile];
+  const acc_t* z = transformed(logits, n, transform, buffer);
+  RowStats<acc_t> stats;
+  stats.push(z, n);
+  if (weighted) stats.push_weighted(z, class_weight, n);
+  return stats;
+}
+
+template <typename scalar_t, typename acc_t>
+SCE_HD void gradient_body(const scalar_t* logits, int64_t n, const LogitTransform<acc_t>& transform,
+                          const GradientCoefficients<acc_t>& coefficients, const acc_t* class_weight,
+                          scalar_t* gradient) {
+  const GradientCoefficients<acc_t> c = coefficients;
+  if (transform.identity() && c.b == acc_t(0)) {
+    SCE_SIMD()
+    for (int64_t i = 0; i < n; ++i) from_acc(c.at(to_acc(logits[i])), gradient[i]);
+    return;
+  }
+  alignas(64) acc_t buffer[kTile];
+  const LogitTransform<acc_t> t = transform;
+  const acc_t* z = transformed(logits, n, t, buffer);
+  SCE_SIMD()
+  for (int64_t i = 0; i < n; ++i)
+    from_acc(c.at(z[i], class_weight ? class_weight[i] : acc_t(1)) * t.slope(z[i]), gradient[i]);
+}
+
+template <typename scalar_t, InstructionSet set>
+struct Instance;
+
+#define SCE_INSTANCE(SET, TARGET)                                                                                    \
+  template <typename scalar_t>                                                                                       \
+  struct Instance<scalar_t, InstructionSet::SET> {                                                                   \
+    using acc_t = acc_type<scalar_t>;                                                                                \
+    TARGET static RowStats<acc_t> stats(const scalar_t* logits, int64_t n, const LogitTransform<acc_t>& transform,   \
+                                        bool weighted, const acc_t* class_weight) {                                  \
+      return stats_body(logits, n, transform, weighted, class_weight);                                               \
+    }                                                                                                                \
+    TARGET static void gradient(const scalar_t* logits, int64_t n, const LogitTransform<acc_t>& transform,           \
+                                const GradientCoefficients<acc_t>& coefficients, const acc_t* class_weight,          \
+                                scalar_t* gradient) {                                                                \
+      gradient_body(logits, n, transform, coefficients, class_weight, gradient);                                     \
+    }                                                                                                                \
+    static constexpr TileKernels<scalar_t> kernels{stats, gradient};                                                 \
+  };
+
+SCE_INSTANCE(kDefault, )
+#ifdef SCE_X86
+SCE_INSTANCE(kAvx2, SCE_AVX2)
+SCE_INSTANCE(kAvx512, SCE_AVX512)
+#endif
+
+// SPARSE_CE_CPU forces a path so that each can be tested; one that the processor lacks is not taken.
+InstructionSet choose() {
+#ifdef SCE_X86
+  const char* wish = std::getenv("SPARSE_CE_CPU");
+  const bool any = !wish || !*wish;
+  __builtin_cpu_init();
+  const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("bmi2");
+  const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                      __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
+                      __builtin_cpu_supports("avx512cd");
+  if (avx512 && (any || !std::strcmp(wish, "avx512"))) return InstructionSet::kAvx512;
+  if (avx2 && (any || !std::strcmp(wish, "avx2"))) return InstructionSet::kAvx2;
+#endif
+  return InstructionSet::kDefault;
+}
+
+}  // namespace
+
+InstructionSet instruction_set_in_use() {
+  static const InstructionSet set = choose();
+  return set;
+}
+
+template <typename scalar_t>
+const TileKernels<scalar_t>& tile_kernels() {
+#ifdef SCE_X86
+  switch (instruction_set_in_use()) {
+    case InstructionSet::kAvx512:
+      return Instance<scalar_t, InstructionSet::kAvx512>::kernels;
+    case InstructionSet::kAvx2:
+      return Instance<scalar_t, InstructionSet::kAvx2>::kernels;
+    default:
+      break;
+  }
+#endif
+  return Instance<scalar_t, InstructionSet::kDefault>::kernels;
+}
+
+template const TileKernels<float>& tile_kernels<float>();
+template const TileKernels<double>& tile_kernels<double>();
+template const TileKernels<Half>& tile_kernels<Half>();
+template const TileKernels<BFloat16>& tile_kernels<BFloat16>();
+
+}  // namespace cpu
+}  // namespace sparse_ce

@@ -1,0 +1,44 @@
+// tile.h - the two loops over logits that take the CPU's time, for every instruction set.
+//
+// The bodies are plain C++ marked always_inline; each instruction set instantiates them inside a function with its own
+// target attribute, so that one file compiled with the baseline flags holds them all.
+#pragma once
+
+#include "../math.h"
+
+#if defined(__x86_64__)
+#define SCE_X86 1
+#define SCE_AVX2 __attribute__((target("arch=x86-64-v3")))
+#if defined(__clang__)
+#define SCE_AVX512 __attribute__((target("arch=x86-64-v4")))
+#else
+#define SCE_AVX512 __attribute__((target("arch=x86-64-v4,prefer-vector-width=512")))
+#endif
+#endif
+
+namespace sparse_ce {
+namespace cpu {
+
+enum class InstructionSet { kDefault, kAvx2, kAvx512 };
+
+// Columns of a tile: 16 KiB of float32, half of a 32 KiB L1.
+constexpr int64_t kTile = 4096;
+
+template <typename scalar_t>
+struct TileKernels {
+  using acc_t = acc_type<scalar_t>;
+  // Statistics of n <= kTile logits. With `weighted`, also those of label smoothing; class_weight (n,) may be null.
+  RowStats<acc_t> (*stats)(const scalar_t* logits, int64_t n, const LogitTransform<acc_t>& transform, bool weighted,
+                           const acc_t* class_weight);
+  // Gradient of n <= kTile logits as if none had an entry; gradient may be logits.
+  void (*gradient)(const scalar_t* logits, int64_t n, const LogitTransform<acc_t>& transform,
+                   const GradientCoefficients<acc_t>& coefficients, const acc_t* class_weight, scalar_t* gradient);
+};
+
+InstructionSet instruction_set_in_use();
+
+template <typename scalar_t>
+const TileKernels<scalar_t>& tile_kernels();
+
+}  // namespace cpu
+}  // namespace sparse_ce

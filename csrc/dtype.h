@@ -1,0 +1,121 @@
+// dtype.h - the dtypes that logits and targets may have and how they become numbers to compute with.
+// Included by host code and, through nvcc or in emulation, by device code.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+#include <type_traits>
+
+#if defined(__CUDACC__) || defined(COC_H_)
+#define SCE_CUDA 1
+#define SCE_HD __host__ __device__ __forceinline__
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#else
+#define SCE_HD inline __attribute__((always_inline))
+#endif
+
+namespace sparse_ce {
+
+enum class DType : int32_t { kFloat32, kFloat64, kFloat16, kBFloat16, kInt32, kInt64 };
+
+#ifdef SCE_CUDA
+using Half = __half;
+using BFloat16 = __nv_bfloat16;
+
+SCE_HD float to_acc(Half x) { return __half2float(x); }
+SCE_HD float to_acc(BFloat16 x) { return __bfloat162float(x); }
+SCE_HD void from_acc(float x, Half& out) { out = __float2half_rn(x); }
+SCE_HD void from_acc(float x, BFloat16& out) { out = __float2bfloat16_rn(x); }
+#else
+// 16-bit floats as bits: integer arithmetic vectorises on every instruction set, library types do not.
+struct Half {
+  uint16_t bits;
+};
+struct BFloat16 {
+  uint16_t bits;
+};
+
+template <typename to_t, typename from_t>
+SCE_HD to_t bit_cast(from_t x) {
+  static_assert(sizeof(to_t) == sizeof(from_t));
+  to_t out;
+  std::memcpy(&out, &x, sizeof(out));
+  return out;
+}
+
+SCE_HD float to_acc(BFloat16 x) { return bit_cast<float>(static_cast<uint32_t>(x.bits) << 16); }
+
+SCE_HD void from_acc(float x, BFloat16& out) {
+  const uint32_t bits = bit_cast<uint32_t>(x);
+  const uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;  // to nearest, ties to even
+  out.bits = static_cast<uint16_t>(x != x ? 0x7fc0u : rounded);
+}
+
+SCE_HD float to_acc(Half x) {
+  const uint32_t sign = static_cast<uint32_t>(x.bits & 0x8000u) << 16;
+  const uint32_t magnitude = static_cast<uint32_t>(x.bits & 0x7fffu) << 13;
+  // 2^112 moves the exponent's bias from 15 to 127 and makes subnormals normal.
+  const uint32_t finite = bit_cast<uint32_t>(bit_cast<float>(magnitude) * 0x1p112f);
+  const uint32_t special = magnitude | 0x7f800000u;  // inf and NaN keep their mantissa
+  return bit_cast<float>(sign | (magnitude >= 0x0f800000u ? special : finite));
+}
+
+SCE_HD void from_acc(float x, Half& out) {
+  const uint32_t bits = bit_cast<uint32_t>(x);
+  const uint32_t sign = (bits >> 16) & 0x8000u;
+  const uint32_t magnitude = bits & 0x7fffffffu;
+  const uint32_t normal = (magnitude - 0x38000000u + 0xfffu + ((magnitude >> 13) & 1u)) >> 13;
+  // Below 2^-14 adding 0.5 leaves a mantissa of 2^-24 steps: the FPU rounds to nearest even.
+  const uint32_t subnormal = bit_cast<uint32_t>(bit_cast<float>(magnitude) + 0.5f) - 0x3f000000u;
+  const uint32_t finite = magnitude < 0x38800000u ? subnormal : normal;
+  const uint32_t overflow = magnitude > 0x7f800000u ? 0x7e00u : 0x7c00u;
+  out.bits = static_cast<uint16_t>(sign | (magnitude >= 0x477ff000u ? overflow : finite));
+}
+#endif
+
+SCE_HD float to_acc(float x) { return x; }
+SCE_HD double to_acc(double x) { return x; }
+SCE_HD void from_acc(float x, float& out) { out = x; }
+SCE_HD void from_acc(double x, double& out) { out = x; }
+
+// Arithmetic is float32, or float64 for float64 storage.
+template <typename scalar_t>
+using acc_type = std::conditional_t<std::is_same<scalar_t, double>::value, double, float>;
+
+// Element i of an array whose dtype is known at run time. Targets are below 1 % of the bytes: a uniform branch costs
+// nothing there and saves one template parameter per dtype.
+template <typename acc_t>
+SCE_HD acc_t load_float(const void* array, DType dtype, int64_t i) {
+  switch (dtype) {
+    case DType::kFloat64:
+      return static_cast<acc_t>(static_cast<const double*>(array)[i]);
+    case DType::kFloat16:
+      return static_cast<acc_t>(to_acc(static_cast<const Half*>(array)[i]));
+    case DType::kBFloat16:
+      return static_cast<acc_t>(to_acc(static_cast<const BFloat16*>(array)[i]));
+    default:
+      return static_cast<acc_t>(static_cast<const float*>(array)[i]);
+  }
+}
+
+SCE_HD int64_t load_int(const void* array, DType dtype, int64_t i) {
+  return dtype == DType::kInt64 ? static_cast<const int64_t*>(array)[i] : static_cast<const int32_t*>(array)[i];
+}
+
+// Calls f(storage{}) with the C++ type that stores a floating dtype.
+template <typename function_t>
+inline auto with_storage(DType dtype, function_t f) {
+  switch (dtype) {
+    case DType::kFloat64:
+      return f(double{});
+    case DType::kFloat16:
+      return f(Half{});
+    case DType::kBFloat16:
+      return f(BFloat16{});
+    default:
+      return f(float{});
+  }
+}
+
+}  // namespace sparse_ce

@@ -1,0 +1,184 @@
+// math.h - the loss and its gradient, once for the CPU and for CUDA.
+//
+// Per row, with z_j = transform(x_j), entries (c_k, w_k), class weights o_j, w~_k = w_k o_{c_k}, s = sum_k w~_k,
+// lse = log sum_j exp z_j, O = sum_j o_j, smoothing e, z-loss l and n classes:
+//
+//   loss     = (1-e) sum_k w~_k (lse - z_{c_k}) + (e/n) sum_j o_j (lse - z_j) + l lse^2
+//   dloss/dz_j = a q_j - b o_j - d sum_{k: c_k = j} w~_k,          q_j = exp(z_j - lse)
+//   a = g [(1-e) s + (e/n) O + 2 l lse] + g_lse,   b = g e/n,   d = g (1-e)
+//   dloss/dw_k = g (1-e) o_{c_k} (lse - z_{c_k})
+#pragma once
+
+#include "dtype.h"
+
+#include <limits>
+
+#ifdef SCE_CUDA
+#include <math.h>
+#define SCE_SIMD(...) _Pragma("unroll")
+#else
+#include <cmath>
+#include "cpu/vector_math.h"
+#define SCE_PRAGMA(text) _Pragma(#text)
+#define SCE_SIMD(...) SCE_PRAGMA(omp simd __VA_ARGS__)
+#endif
+
+namespace sparse_ce {
+
+struct LossOptions {
+  double label_smoothing = 0, z_loss = 0, logit_scale = 1;
+  double softcap = 0;  // 0: none
+};
+
+#ifdef SCE_CUDA
+// ex2.approx.ftz: 2 ulp, and exactly 0 for -inf. The plain exp2f spends three more instructions on subnormals.
+SCE_HD float exponential(float x) {
+#if defined(__CUDA_ARCH__)
+  float out;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(out) : "f"(x * 1.44269504f));
+  return out;
+#else
+  return expf(x);
+#endif
+}
+SCE_HD double exponential(double x) { return exp(x); }
+SCE_HD float hyperbolic_tangent(float x) { return tanhf(x); }
+SCE_HD double hyperbolic_tangent(double x) { return tanh(x); }
+SCE_HD float logarithm(float x) { return logf(x); }
+SCE_HD double logarithm(double x) { return log(x); }
+#else
+inline float logarithm(float x) { return std::log(x); }
+inline double logarithm(double x) { return std::log(x); }
+#endif
+
+// z = softcap tanh(scale x / softcap), or scale x without a softcap.
+template <typename acc_t>
+struct LogitTransform {
+  acc_t scale, softcap;
+
+  SCE_HD explicit LogitTransform(const LossOptions& options)
+      : scale(static_cast<acc_t>(options.logit_scale)), softcap(static_cast<acc_t>(options.softcap)) {}
+
+  SCE_HD bool identity() const { return scale == acc_t(1) && softcap == acc_t(0); }
+  SCE_HD acc_t operator()(acc_t x) const {
+    const acc_t scaled = scale * x;
+    return softcap == acc_t(0) ? scaled : softcap * hyperbolic_tangent(scaled / softcap);
+  }
+  // dz/dx, from z.
+  SCE_HD acc_t slope(acc_t z) const {
+    if (softcap == acc_t(0)) return scale;
+    const acc_t t = z / softcap;
+    return scale * (acc_t(1) - t * t);
+  }
+};
+
+// Statistics of some of a row's logits: a monoid, so a tile, a thread, a block and a shard merge alike.
+template <typename acc_t>
+struct RowStats {
+  // Lowest finite value, not -inf: a tile of -inf logits then adds exp(-inf) = 0, without a branch and without NaN.
+  acc_t max = std::numeric_limits<acc_t>::lowest();
+  acc_t sum = 0;       // sum_j exp(z_j - max)
+  acc_t weighted = 0;  // sum_j o_j (z_j - max), where label smoothing needs it
+  acc_t weight = 0;    // sum_j o_j over the same j
+
+  SCE_HD void move_max(acc_t to) {
+    const acc_t shift = max - to;  // <= 0
+    sum *= exponential(shift);
+    if (weight != acc_t(0)) weighted += weight * shift;
+    max = to;
+  }
+
+  SCE_HD void merge(RowStats other) {
+    const acc_t to = other.max > max ? other.max : max;
+    move_max(to);
+    other.move_max(to);
+    sum += other.sum;
+    weighted += other.weighted;
+    weight += other.weight;
+  }
+
+  // Adds n logits z. NaN loses the comparison but enters the sum.
+  SCE_HD void push(const acc_t* z, int64_t n) {
+    acc_t to = max;
+    SCE_SIMD(reduction(max : to))
+    for (int64_t i = 0; i < n; ++i) to = z[i] > to ? z[i] : to;
+    if (to != max) move_max(to);
+    acc_t added = 0;
+    SCE_SIMD(reduction(+ : added))
+    for (int64_t i = 0; i < n; ++i) added += exponential(z[i] - to);
+    sum += added;
+  }
+
+  // Adds the smoothing's share of the same n logits, after push. A class of weight 0 adds 0 even at -inf.
+  SCE_HD void push_weighted(const acc_t* z, const acc_t* class_weight, int64_t n) {
+    acc_t added = 0, added_weight = 0;
+    const acc_t to = max;
+    SCE_SIMD(reduction(+ : added, added_weight))
+    for (int64_t i = 0; i < n; ++i) {
+      const acc_t o = class_weight ? class_weight[i] : acc_t(1);
+      added += o == acc_t(0) ? acc_t(0) : o * (z[i] - to);
+      added_weight += o;
+    }
+    weighted += added;
+    weight += added_weight;
+  }
+};
+
+// What the entries of a row add up to; z is taken relative to the row's maximum, which keeps the loss exact when all
+// logits are large.
+template <typename acc_t>
+struct TargetStats {
+  acc_t dot = 0;   // sum_k w~_k (z_{c_k} - max)
+  acc_t mass = 0;  // sum_k w~_k
+
+  SCE_HD void merge(const TargetStats& other) {
+    dot += other.dot;
+    mass += other.mass;
+  }
+};
+
+template <typename acc_t>
+struct RowLoss {
+  acc_t loss, lse;
+  acc_t lse_residual;  // what rounding took from lse: lse + lse_residual is good to twice the precision
+
+  // A row whose logits are all -inf has no distribution: lse is -inf and the loss NaN, as log_softmax has it.
+  SCE_HD RowLoss(const RowStats<acc_t>& row, const TargetStats<acc_t>& target, const LossOptions& options,
+                 int64_t num_classes) {
+    const acc_t log_sum = logarithm(row.sum);
+    lse = row.max + log_sum;
+    lse_residual = (row.max - lse) + log_sum;
+    const acc_t e = static_cast<acc_t>(options.label_smoothing);
+    loss = (acc_t(1) - e) * (target.mass * log_sum - target.dot);
+    if (e != acc_t(0)) loss += e / static_cast<acc_t>(num_classes) * (row.weight * log_sum - row.weighted);
+    if (options.z_loss != 0) loss += static_cast<acc_t>(options.z_loss) * lse * lse;
+  }
+};
+
+template <typename acc_t>
+struct GradientCoefficients {
+  acc_t a, b, d, lse, lse_residual;
+
+  // weight_sum is O; grad is g, grad_lse is g_lse.
+  SCE_HD GradientCoefficients(acc_t grad, acc_t grad_lse, acc_t mass, acc_t lse, acc_t lse_residual, acc_t weight_sum,
+                              const LossOptions& options, int64_t num_classes)
+      : lse(lse), lse_residual(lse_residual) {
+    const acc_t e = static_cast<acc_t>(options.label_smoothing);
+    const acc_t share = e / static_cast<acc_t>(num_classes);
+    acc_t per_q = (acc_t(1) - e) * mass + share * weight_sum;
+    if (options.z_loss != 0) per_q += acc_t(2) * static_cast<acc_t>(options.z_loss) * lse;
+    a = grad * per_q + grad_lse;
+    b = grad * share;
+    d = grad * (acc_t(1) - e);
+  }
+
+  SCE_HD acc_t log_prob(acc_t z) const { return (z - lse) - lse_residual; }
+  // dloss/dz_j: a q_j alone for most classes, less b o_j where labels are smoothed, less d sum w~ where there are entries.
+  SCE_HD acc_t at(acc_t z) const { return a * exponential(log_prob(z)); }
+  SCE_HD acc_t at(acc_t z, acc_t class_weight) const { return at(z) - b * class_weight; }
+  SCE_HD acc_t at(acc_t z, acc_t class_weight, acc_t target_weight) const {
+    return at(z, class_weight) - d * target_weight;
+  }
+};
+
+}  // namespace sparse_ce

@@ -1,0 +1,135 @@
+// ops.h - the ops on tensors, for the CPU and for CUDA alike: check, allocate, hand over to the device.
+//
+// `device_t` has forward, backward and backward_values on the plain arguments of cross_entropy.h, `prepare_output` for
+// large fresh tensors, and `check_target`, called before any work.
+#pragma once
+
+#include "check.h"
+
+#include <array>
+#include <tuple>
+
+namespace sparse_ce {
+
+inline Tensor empty(const Tensor& like, std::initializer_list<int64_t> size, ScalarType dtype) {
+  return torch::stable::new_empty(like, torch::headeronly::IntHeaderOnlyArrayRef(size.begin(), size.size()), dtype);
+}
+
+// The schema's target and options, which every op takes last.
+#define SCE_PARAMETERS                                                                                                \
+  Tensor indices, OptionalTensor values, OptionalTensor offsets, OptionalTensor weight, OptionalTensor row_mask,      \
+      int64_t ignore_index, double label_smoothing, double z_loss, double logit_scale, std::optional<double> softcap, \
+      std::optional<int64_t> num_classes
+#define SCE_TARGET_ARGUMENTS {indices, values, offsets, weight, row_mask}
+#define SCE_OPTION_ARGUMENTS {ignore_index, label_smoothing, z_loss, logit_scale, softcap, num_classes}
+
+template <typename device_t>
+struct Ops {
+  static std::tuple<Tensor, Tensor> forward(
+      Tensor logits, SCE_PARAMETERS) {
+    const Target target SCE_TARGET_ARGUMENTS;
+    const Options options SCE_OPTION_ARGUMENTS;
+    auto [loss, lse, residual] = run_forward(logits, target, options, false);
+    return {loss, lse};
+  }
+
+  static std::tuple<Tensor, Tensor, Tensor> forward_with_residual(
+      Tensor logits, SCE_PARAMETERS) {
+    const Target target SCE_TARGET_ARGUMENTS;
+    const Options options SCE_OPTION_ARGUMENTS;
+    auto [loss, lse, residual] = run_forward(logits, target, options, true);
+    return {loss, lse, *residual};
+  }
+
+  static Tensor backward(
+      Tensor grad_loss, OptionalTensor grad_lse, Tensor logits, Tensor lse, OptionalTensor lse_residual, SCE_PARAMETERS) {
+    const Target target SCE_TARGET_ARGUMENTS;
+    const Options options SCE_OPTION_ARGUMENTS;
+    Held held;
+    BackwardArgs args = backward_args(grad_loss, grad_lse, logits, lse, lse_residual, target, options, held);
+    Tensor grad_logits = empty(logits, {args.rows, args.vocab}, logits.scalar_type());
+    if (args.rows == 0) return grad_logits;
+    device_t::check_target(args.target);
+    args.grad_logits = grad_logits.mutable_data_ptr();
+    args.grad_row_stride = args.vocab;
+    device_t::prepare_output(args.grad_logits, static_cast<size_t>(args.rows * args.vocab) * logits.element_size());
+    device_t::backward(args, logits);
+    return grad_logits;
+  }
+
+  static void backward_(
+      Tensor grad_loss, OptionalTensor grad_lse, Tensor logits, Tensor lse, OptionalTensor lse_residual, SCE_PARAMETERS) {
+    const Target target SCE_TARGET_ARGUMENTS;
+    const Options options SCE_OPTION_ARGUMENTS;
+    Held held;
+    BackwardArgs args = backward_args(grad_loss, grad_lse, logits, lse, lse_residual, target, options, held);
+    check(args.rows <= 1 || args.row_stride >= args.vocab,
+          "logits must be rows that do not overlap to be overwritten, got row stride ", args.row_stride);
+    check(args.logits == logits.const_data_ptr(), "logits must have column stride 1 to be overwritten, got ",
+          logits.stride(1));
+    if (args.rows == 0) return;
+    device_t::check_target(args.target);
+    args.grad_logits = logits.mutable_data_ptr();
+    args.grad_row_stride = args.row_stride;
+    device_t::backward(args, logits);
+  }
+
+  static Tensor backward_values(
+      Tensor grad_loss, Tensor logits, Tensor lse, OptionalTensor lse_residual, SCE_PARAMETERS) {
+    const Target target SCE_TARGET_ARGUMENTS;
+    const Options options SCE_OPTION_ARGUMENTS;
+    Held held;
+    BackwardArgs args = backward_args(grad_loss, std::nullopt, logits, lse, lse_residual, target, options, held);
+    Tensor grad_values = torch::stable::new_zeros(indices, indices.sizes(), arithmetic_dtype(logits));
+    if (args.rows == 0 || args.target.entries == 0) return grad_values;
+    device_t::check_target(args.target);
+    args.grad_values = grad_values.mutable_data_ptr();
+    device_t::backward_values(args, logits);
+    return grad_values;
+  }
+
+ private:
+  static std::tuple<Tensor, Tensor, OptionalTensor> run_forward(
+      const Tensor& logits, const Target& target, const Options& options, bool with_residual) {
+    Held held;
+    ForwardArgs args{};
+    make_args(logits, target, options, held, args);
+    const ScalarType dtype = arithmetic_dtype(logits);
+    Tensor loss = empty(logits, {args.rows}, dtype), lse = empty(logits, {args.rows}, dtype);
+    OptionalTensor residual;
+    if (with_residual) residual = empty(logits, {args.rows}, dtype);
+    if (args.rows == 0) return {loss, lse, residual};
+    device_t::check_target(args.target);
+    args.loss = loss.mutable_data_ptr();
+    args.lse = lse.mutable_data_ptr();
+    args.lse_residual = residual ? residual->mutable_data_ptr() : nullptr;
+    device_t::forward(args, logits);
+    return {loss, lse, residual};
+  }
+
+  static BackwardArgs backward_args(const Tensor& grad_loss, const OptionalTensor& grad_lse, const Tensor& logits,
+                                    const Tensor& lse, const OptionalTensor& lse_residual, const Target& target,
+                                    const Options& options, Held& held) {
+    BackwardArgs args{};
+    make_args(logits, target, options, held, args);
+    int64_t stride = 1;
+    args.grad_loss = view_rows(grad_loss, logits, "grad_loss", args.grad_loss_stride);
+    if (grad_lse) args.grad_lse = view_rows(*grad_lse, logits, "grad_lse", args.grad_lse_stride);
+    args.lse = view_rows(lse, logits, "lse", stride);
+    check(args.rows <= 1 || stride == 1, "lse must be contiguous, got stride ", stride);
+    if (lse_residual) {
+      args.lse_residual = view_rows(*lse_residual, logits, "lse_residual", stride);
+      check(args.rows <= 1 || stride == 1, "lse_residual must be contiguous, got stride ", stride);
+    }
+    return args;
+  }
+};
+
+#define SCE_REGISTER_OPS(m, ops_t)                                        \
+  m.impl("forward", TORCH_BOX(&ops_t::forward));                          \
+  m.impl("forward_with_residual", TORCH_BOX(&ops_t::forward_with_residual)); \
+  m.impl("backward", TORCH_BOX(&ops_t::backward));                        \
+  m.impl("backward_", TORCH_BOX(&ops_t::backward_));                      \
+  m.impl("backward_values", TORCH_BOX(&ops_t::backward_values))
+
+}  // namespace sparse_ce

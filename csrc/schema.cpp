@@ -1,0 +1,53 @@
+// schema.cpp - every op, in one place. Shapes: rows N, columns V, K entries a row or E in all; A is the arithmetic dtype,
+// float32, or float64 for float64 logits. Formulas in math.h.
+//
+// A target is `indices` int32 or int64 with
+//   (N,)    and nothing else                          class labels
+//   (N, K)  and values (N, K)                         padded top-k
+//   (E,)    and values (E,), offsets (N + 1,)         CSR: row r has the entries [offsets[r], offsets[r + 1])
+//   (E,)    and values (E,), offsets (N, 2)           row r has the entries [offsets[r, 0], offsets[r, 1]); no entry
+//                                                     belongs to two rows
+// Without values every weight is 1. An entry of weight 0 or of class ignore_index is padding. weight (V,) A are class
+// weights; row_mask (N,) bool is true where a row counts.
+#include "check.h"
+
+#include <torch/csrc/stable/library.h>
+
+#define SCE_TARGET "Tensor indices, Tensor? values=None, Tensor? offsets=None, Tensor? weight=None, Tensor? row_mask=None"
+#define SCE_OPTIONS                                                                                          \
+  "int ignore_index=-100, float label_smoothing=0., float z_loss=0., float logit_scale=1., float? softcap=None, " \
+  "int? num_classes=None"
+
+STABLE_TORCH_LIBRARY(sparse_ce, m) {
+  // loss (N,) A and lse = logsumexp(z) (N,) A; both 0 in ignored rows.
+  m.def("forward(Tensor logits, " SCE_TARGET ", " SCE_OPTIONS ") -> (Tensor loss, Tensor lse)");
+
+  // The same with lse_residual (N,) A, what rounding took from lse. The gradient needs it: exp(z - lse) alone is off by
+  // eps * |lse|, which near p = 1 is most of p - 1.
+  m.def("forward_with_residual(Tensor logits, " SCE_TARGET ", " SCE_OPTIONS
+        ") -> (Tensor loss, Tensor lse, Tensor lse_residual)");
+
+  // grad_logits (N, V), dtype of logits, of sum(grad_loss * loss + grad_lse * lse). Rows that are ignored or whose
+  // upstream gradient is 0 get 0 and are not read.
+  m.def("backward(Tensor grad_loss, Tensor? grad_lse, Tensor logits, Tensor lse, Tensor? lse_residual, " SCE_TARGET
+        ", " SCE_OPTIONS ") -> Tensor");
+
+  // The same gradient, written over the logits.
+  m.def("backward_(Tensor grad_loss, Tensor? grad_lse, Tensor(a!) logits, Tensor lse, Tensor? lse_residual, " SCE_TARGET
+        ", " SCE_OPTIONS ") -> ()");
+
+  // grad_values, shape of values, A: the gradient of sum(grad_loss * loss) for the weights of the entries; 0 for padding.
+  m.def("backward_values(Tensor grad_loss, Tensor logits, Tensor lse, Tensor? lse_residual, " SCE_TARGET ", " SCE_OPTIONS
+        ") -> Tensor");
+
+  // "avx512", "avx2" or "default": the path that the CPU kernels take.
+  m.def("cpu_instruction_set() -> str");
+}
+
+namespace {
+std::string cpu_instruction_set() { return sparse_ce::cpu::instruction_set(); }
+}  // namespace
+
+STABLE_TORCH_LIBRARY_IMPL(sparse_ce, CompositeExplicitAutograd, m) {
+  m.impl("cpu_instruction_set", TORCH_BOX(&cpu_instruction_set));
+}

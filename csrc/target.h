@@ -1,0 +1,67 @@
+// target.h - the one layout that every form of target becomes before a kernel sees it. Host and device.
+#pragma once
+
+#include "dtype.h"
+
+#include <limits>
+
+namespace sparse_ce {
+
+// Entry i gives class column the weight value. column is -1 when there is no logit to read: with value 0 the entry is
+// padding, with value NaN its index is out of range, and the NaN reaches the row's loss and gradient.
+template <typename acc_t>
+struct Entry {
+  int64_t column;
+  acc_t value;
+};
+
+// The entries [begin, end) of a row. `valid` is false when the offsets lead outside the entries.
+struct EntryRange {
+  int64_t begin, end;
+  bool valid;
+};
+
+struct TargetView {
+  const void* indices;      // (rows,), (rows, width) or (entries,): class of each entry
+  const void* values;       // shape of indices, or null: every weight is 1
+  const void* offsets;      // (rows + 1,) or (rows, 2), or null: width entries a row
+  const bool* row_mask;     // (rows,), or null: true where the row counts
+  const void* weight;       // (num_classes,) class weights in the arithmetic dtype, or null
+  DType indices_dtype, values_dtype, offsets_dtype;
+  int64_t rows, entries, width, num_classes, ignore_index;
+  int64_t offsets_step;     // 1: row r ends where r + 1 begins; 2: each row has its own [begin, end)
+
+  SCE_HD EntryRange row(int64_t r) const {
+    if (!offsets) return {r * width, (r + 1) * width, true};
+    const int64_t begin = load_int(offsets, offsets_dtype, r * offsets_step);
+    const int64_t end = load_int(offsets, offsets_dtype, r * offsets_step + 1);
+    const bool valid = 0 <= begin && begin <= end && end <= entries;
+    return valid ? EntryRange{begin, end, true} : EntryRange{0, 0, false};
+  }
+
+  // An ignored row is never read and never counted. A row without entries is not ignored: it is a target of mass 0.
+  SCE_HD bool ignored(int64_t r) const {
+    if (row_mask && !row_mask[r]) return true;
+    if (offsets || width == 0) return false;
+    for (int64_t i = r * width; i < (r + 1) * width; ++i)
+      if (load_int(indices, indices_dtype, i) != ignore_index) return false;
+    return true;
+  }
+
+  // Padding is recognised by weight or by ignore_index before its index is used for anything else.
+  template <typename acc_t>
+  SCE_HD Entry<acc_t> entry(int64_t i) const {
+    const acc_t value = values ? load_float<acc_t>(values, values_dtype, i) : acc_t(1);
+    const int64_t column = load_int(indices, indices_dtype, i);
+    if (value == acc_t(0) || column == ignore_index) return {-1, acc_t(0)};
+    if (column < 0 || column >= num_classes) return {-1, std::numeric_limits<acc_t>::quiet_NaN()};
+    return {column, value};
+  }
+
+  template <typename acc_t>
+  SCE_HD acc_t class_weight(int64_t column) const {
+    return weight && column >= 0 ? static_cast<const acc_t*>(weight)[column] : acc_t(1);
+  }
+};
+
+}  // namespace sparse_ce

@@ -1,0 +1,10 @@
+"""Cross entropy for sparse targets: a few weighted classes out of a huge vocabulary."""
+
+from . import ops
+from ._version import __version__
+from .collate import collate
+from .functional import cross_entropy
+from .modules import SparseCrossEntropyLoss
+from .target import SparseTarget
+
+__all__ = ["SparseCrossEntropyLoss", "SparseTarget", "__version__", "collate", "cross_entropy"]

@@ -1,0 +1,110 @@
+"""``collate``: batches of samples that hold sparse targets, for ``DataLoader(collate_fn=sparse_ce.collate)``."""
+
+from collections.abc import Mapping
+from typing import Any, List, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.data import default_collate
+
+from .target import IGNORE_INDEX, SparseTarget, _check, _ranges
+
+
+def collate(samples: Sequence[Any]) -> Any:
+    """Stacks samples into a batch as PyTorch's ``default_collate`` does, with sparse targets among their parts.
+
+    A ``SparseTarget``, a sparse COO or CSR tensor, and an ``(indices, values)`` tuple inside a sample become one
+    ``SparseTarget`` of the batch. Samples of different K are padded with padding entries, samples of different length
+    with ignored rows. Everything else goes to ``default_collate``.
+
+    A tuple of two tensors of one shape, integers and then floats, counts as ``(indices, values)`` only inside a sample:
+    a sample that is itself such a tuple is a pair of an input and a label.
+    """
+    return _collate(samples, top=True)
+
+
+def _collate(samples: Sequence[Any], top: bool) -> Any:
+    first = samples[0]
+    if isinstance(first, SparseTarget):
+        return stack(samples)
+    if isinstance(first, Tensor):
+        return stack([_from_sparse(s) for s in samples]) if first.layout != torch.strided else default_collate(samples)
+    if isinstance(first, Mapping):
+        return {key: _collate([s[key] for s in samples], top=False) for key in first}
+    if isinstance(first, (tuple, list)):
+        if not top and all(_is_topk(s) for s in samples):
+            return stack([SparseTarget.from_topk(*s) for s in samples])
+        _check(all(len(s) == len(first) for s in samples), "samples must have equally many parts, got "
+               f"{sorted({len(s) for s in samples})}")
+        parts = [_collate(part, top=False) for part in zip(*samples)]
+        return type(first)(*parts) if hasattr(first, "_fields") else type(first)(parts)
+    return default_collate(samples)
+
+
+def _is_topk(sample: Any) -> bool:
+    if len(sample) != 2 or not all(isinstance(part, Tensor) and part.layout == torch.strided for part in sample):
+        return False
+    indices, values = sample
+    return (indices.dim() >= 1 and indices.shape == values.shape and values.dtype.is_floating_point
+            and not indices.dtype.is_floating_point and indices.dtype != torch.bool)
+
+
+def _from_sparse(t: Tensor) -> SparseTarget:
+    return SparseTarget.from_coo(t) if t.layout == torch.sparse_coo else SparseTarget.from_csr(t)
+
+
+def stack(targets: Sequence[SparseTarget]) -> SparseTarget:
+    """One target with a new first dimension; pads K and every leading dimension to the largest."""
+    layouts, dims, classes = ({f(t) for t in targets} for f in (
+        lambda t: t.layout, lambda t: t.dim(), lambda t: t.num_classes))
+    _check(len(dims) == 1, f"samples must have targets of one number of dimensions, got {sorted(dims)}")
+    classes.discard(None)
+    _check(len(classes) <= 1, f"samples must have targets of one number of classes, got {sorted(classes)}")
+    if len(layouts) > 1:  # what is left of a jagged target's row is a top-k; both are jagged rows
+        _check("index" not in layouts, f"samples must have targets of one form, got {sorted(layouts)}")
+        targets = [_as_jagged(t) for t in targets]
+    shape = [max(sizes) for sizes in zip(*(t.shape for t in targets))]
+    num_classes = classes.pop() if classes else None
+    row_mask = None
+    if any(t.row_mask is not None or list(t.shape) != shape for t in targets):
+        row_mask = torch.stack([_pad(_mask_of(t), shape, False) for t in targets])
+    if targets[0].layout == "jagged":
+        return _stack_jagged(targets, shape, row_mask, num_classes)
+    if targets[0].layout == "index":
+        indices = torch.stack([_pad(t.indices, shape, IGNORE_INDEX) for t in targets])
+        return SparseTarget(indices, row_mask=row_mask, num_classes=num_classes)
+    shape = shape + [max(t.indices.shape[-1] for t in targets)]
+    indices = torch.stack([_pad(t.indices, shape, IGNORE_INDEX) for t in targets])
+    values = torch.stack([_pad(t.values, shape, 0.0) for t in targets])
+    return SparseTarget(indices, values, None, row_mask, num_classes)
+
+
+def _stack_jagged(targets: Sequence[SparseTarget], shape: List[int], row_mask, num_classes) -> SparseTarget:
+    ranges, base = [], 0
+    for t in targets:
+        ranges.append(_pad(_ranges(t.offsets) + base, shape + [2], 0))  # [0, 0): a row without entries
+        base += t.nnz
+    values = None
+    if any(t.values is not None for t in targets):
+        values = torch.cat([torch.ones(t.nnz) if t.values is None else t.values for t in targets])
+    return SparseTarget(torch.cat([t.indices for t in targets]), values, torch.stack(ranges), row_mask, num_classes)
+
+
+def _as_jagged(t: SparseTarget) -> SparseTarget:
+    if t.layout == "jagged":
+        return t
+    k = t.indices.shape[-1]
+    begin = torch.arange(t.shape.numel(), device=t.device).reshape(t.shape) * k
+    return SparseTarget(t.indices.reshape(-1), t.values.reshape(-1), torch.stack((begin, begin + k), -1), t.row_mask,
+                        t.num_classes)
+
+
+def _mask_of(t: SparseTarget) -> Tensor:
+    return torch.ones(t.shape, dtype=torch.bool, device=t.device) if t.row_mask is None else t.row_mask
+
+
+def _pad(t: Tensor, shape: Sequence[int], value) -> Tensor:
+    """``t`` filled up to ``shape`` at the end of each dimension."""
+    pad = [n for have, want in zip(reversed(t.shape), reversed(shape)) for n in (0, want - have)]
+    return F.pad(t, pad, value=value) if any(pad) else t

@@ -1,0 +1,170 @@
+"""Losses as functions. Formulas: ``csrc/math.h``; the same in plain PyTorch: ``reference.py``."""
+
+from typing import Optional, Tuple, Union
+
+import torch
+from torch import Tensor
+
+from . import ops, reference
+from .target import IGNORE_INDEX, SparseTarget, _as_index, _check
+
+Target = Union[Tensor, SparseTarget, Tuple[Tensor, Tensor]]
+Normalizer = Union[int, float, Tensor]
+
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+def as_target(target: Target, shape: torch.Size) -> SparseTarget:
+    """Any of the five forms of target as a :class:`SparseTarget`, for logits of ``shape`` (..., V)."""
+    if isinstance(target, SparseTarget):
+        return target
+    if isinstance(target, (tuple, list)):
+        _check(len(target) == 2, f"target must be (indices, values) where it is a tuple, got {len(target)} elements")
+        return SparseTarget.from_topk(*target)
+    _check(isinstance(target, Tensor), "target must be a tensor, an (indices, values) tuple or a SparseTarget, got "
+           f"{type(target).__name__}", TypeError)
+    if target.layout == torch.sparse_coo:
+        return SparseTarget.from_coo(target)
+    if target.layout == torch.sparse_csr:
+        return SparseTarget.from_csr(target)
+    _check(target.layout == torch.strided, "target must be strided, sparse COO or sparse CSR, got layout "
+           f"{target.layout}; convert it with .to_sparse_csr()")
+    _check(not target.dtype.is_floating_point, f"target must be sparse, got a dense {target.dtype} tensor of shape "
+           f"{list(target.shape)}; pass target.to_sparse(), or use torch.nn.functional.cross_entropy", TypeError)
+    return SparseTarget.from_index(target)
+
+
+def cross_entropy(
+    input: Tensor,
+    target: Target,
+    weight: Optional[Tensor] = None,
+    *,
+    ignore_index: int = IGNORE_INDEX,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    logit_scale: float = 1.0,
+    softcap: Optional[float] = None,
+    normalizer: Optional[Normalizer] = None,
+    num_classes: Optional[int] = None,
+    inplace_backward: bool = False,
+    return_lse: bool = False,
+) -> Union[Tensor, Tuple[Tensor, Tensor]]:
+    """Cross entropy between logits and a sparse target; equals ``F.cross_entropy`` with the target made dense.
+
+    Args:
+        input: logits (..., V), classes last; float16, bfloat16, float32 or float64, any strides. Arithmetic and result
+            are float32 (float64 for float64).
+        target: one of
+            class indices, integer, ``input.shape[:-1]``;
+            ``(indices, values)``, padded top-k, (..., K) each;
+            a sparse COO tensor of the shape of ``input``, coalesced or not;
+            a sparse CSR tensor (N, V);
+            a :class:`SparseTarget`.
+            Entries of weight 0 or of class ``ignore_index`` are padding; duplicates add up; weights need not sum to 1.
+        weight: class weights (V,), as in ``F.cross_entropy``. May not require grad.
+        ignore_index: rows whose label, or whose every top-k index, has this value are ignored: loss 0, gradient 0
+            whatever their logits hold, not counted by the mean.
+        reduction: ``"none"`` (shape ``input.shape[:-1]``), ``"sum"`` or ``"mean"``. The mean divides by the sum of the
+            labels' class weights for class indices, else by the number of rows not ignored. A mean over nothing is 0.
+        label_smoothing: in [0, 1]; the share of the target that is spread over all classes.
+        z_loss: adds ``z_loss * lse ** 2`` to each row, in nats squared.
+        logit_scale, softcap: the loss of ``softcap * tanh(logit_scale * input / softcap)``, or of
+            ``logit_scale * input`` without a softcap.
+        normalizer: divides the sum instead of the mean's own count; a number, or a tensor of any shape whose elements
+            are equal (Hugging Face's ``num_items_in_batch``). 0 gives a loss of 0. Only with ``reduction="mean"``.
+        num_classes: only the first ``num_classes`` columns exist (a padded head); the rest get gradient 0.
+        inplace_backward: the gradient may overwrite ``input``'s storage during backward.
+        return_lse: also return ``lse``, log sum exp of each row's transformed logits, differentiable; 0 where ignored.
+
+    Returns:
+        The loss, a fresh tensor, or ``(loss, lse)``.
+
+    Raises:
+        TypeError, ValueError: an argument has the wrong type, shape or value; raised before any work.
+        RuntimeError: dtype or device do not fit, or (CPU) an index is outside of the classes. On CUDA the row's loss is
+            NaN instead, unless ``SPARSE_CE_VALIDATE=1`` is set.
+    """
+    _check(isinstance(input, Tensor), f"input must be a tensor, got {type(input).__name__}", TypeError)
+    _check(input.dtype in _DTYPES, f"input must be float16, bfloat16, float32 or float64, got {input.dtype}", TypeError)
+    _check(input.layout == torch.strided, f"input must be strided, got layout {input.layout}")
+    _check(input.dim() >= 1, "input must be (..., V), got shape []")
+    _check(reduction in ("none", "sum", "mean"), f"reduction must be 'none', 'sum' or 'mean', got {reduction!r}")
+    _check(normalizer is None or reduction == "mean", "normalizer must be None unless reduction is 'mean', got "
+           f"reduction={reduction!r}")
+    if input.is_cuda and ops.why_no_cuda is not None:
+        raise RuntimeError("sparse_ce: input must be on a device with kernels, got a CUDA tensor, but "
+                           f"{ops.why_no_cuda}; reinstall sparse_ce with nvcc on the PATH")
+    target = as_target(target, input.shape)
+    _check_target(target, input, num_classes)
+    leading, vocab = input.shape[:-1], input.shape[-1]
+    classes = vocab if num_classes is None else num_classes
+    if weight is not None:
+        weight = _class_weights(weight, input, vocab, classes)
+
+    flat = target.flatten()
+    loss, lse = ops.cross_entropy(
+        input.reshape(-1, vocab), flat.indices, flat.values, flat.offsets, weight, flat.row_mask,
+        (ignore_index, float(label_smoothing), float(z_loss), float(logit_scale),
+         None if softcap is None else float(softcap), num_classes),
+        inplace_backward)
+
+    if reduction == "none":
+        loss = loss.reshape(leading)
+    else:
+        loss = loss.sum()
+        if normalizer is not None:
+            loss = _divide(loss, _first_element(normalizer, loss))
+        elif reduction == "mean":
+            loss = _mean(loss, flat, weight, ignore_index, classes)
+    return (loss, lse.reshape(leading)) if return_lse else loss
+
+
+def _check_target(target: SparseTarget, input: Tensor, num_classes: Optional[int]) -> None:
+    leading, vocab = input.shape[:-1], input.shape[-1]
+    form = {"index": "input.shape[:-1]", "topk": "input.shape[:-1] + (K,)", "jagged": "that of input"}[target.layout]
+    _check(target.shape == leading, f"target must have leading shape {list(leading)}, for input {list(input.shape)} "
+           f"({target.layout}: shape {form}), got {list(target.shape)}")
+    _check(target.device == input.device, f"target must be on the device of input, {input.device}, got "
+           f"{target.device}; move it with .to({str(input.device)!r})", RuntimeError)
+    _check(num_classes is None or 0 < num_classes <= vocab,
+           f"num_classes must be in [1, {vocab}], the last dimension of input, got {num_classes}")
+    _check(target.num_classes is None or target.num_classes in (vocab, num_classes),
+           f"target must have {vocab if num_classes is None else num_classes} classes, got {target.num_classes}")
+
+
+def _class_weights(weight: Tensor, input: Tensor, vocab: int, classes: int) -> Tensor:
+    """(classes,) in the arithmetic dtype."""
+    _check(isinstance(weight, Tensor), f"weight must be a tensor, got {type(weight).__name__}", TypeError)
+    _check(not weight.requires_grad, "weight must be a tensor that does not require grad, got one that does; pass "
+           "weight.detach()")
+    _check(weight.dim() == 1 and weight.shape[0] in (vocab, classes),
+           f"weight must be ({classes},), one weight a class, got {list(weight.shape)}")
+    _check(weight.device == input.device, f"weight must be on the device of input, {input.device}, got "
+           f"{weight.device}", RuntimeError)
+    return weight[:classes].to(reference.arithmetic_dtype(input.dtype))
+
+
+def _first_element(normalizer: Normalizer, like: Tensor) -> Union[float, Tensor]:
+    if not isinstance(normalizer, Tensor):
+        return float(normalizer)
+    _check(normalizer.numel() > 0, f"normalizer must have at least one element, got {list(normalizer.shape)}")
+    return normalizer.detach().reshape(-1)[0].to(device=like.device, dtype=like.dtype, non_blocking=True)
+
+
+def _divide(total: Tensor, divisor: Union[float, Tensor]) -> Tensor:
+    """total / divisor, and 0 with gradient 0 where the divisor is 0; static, without a look at the value."""
+    if isinstance(divisor, float):
+        return total / divisor if divisor else total * 0.0
+    empty = divisor == 0
+    return torch.where(empty, 0.0, total / torch.where(empty, 1.0, divisor))
+
+
+def _mean(total: Tensor, target: SparseTarget, weight: Optional[Tensor], ignore_index: int, classes: int) -> Tensor:
+    if weight is None or target.layout != "index":
+        if target.row_mask is None and target.layout == "jagged":
+            return total / max(target.shape[0], 1)  # every row counts; over no rows the sum is 0
+        return total / target.ne(ignore_index).sum().clamp(min=1)
+    counts = target.ne(ignore_index)
+    label_weights = weight[torch.where(counts, target.indices, 0).clamp(0, classes - 1).long()]
+    return _divide(total, torch.where(counts, label_weights, 0.0).sum())

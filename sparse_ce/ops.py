@@ -1,0 +1,171 @@
+"""The only file that talks to ``torch.library``: loads the kernels and gives them autograd and shape functions.
+
+``torch.ops.sparse_ce.forward`` has a Python kernel on the Autograd key. It runs the composite of ``reference.py`` where
+only plain PyTorch ops can follow (``torch.func`` transforms, forward-mode AD, devices without kernels of ours), an
+``autograd.Function`` where a gradient is needed, and the C++ kernel alone otherwise. ``backward`` is itself an op:
+its Autograd kernel is the composite, which makes second derivatives right.
+"""
+
+import glob
+import os
+from typing import Optional, Tuple
+
+import torch
+from torch import Tensor
+
+from . import reference
+
+_ops = torch.ops.sparse_ce
+
+
+def _load(name: str) -> Optional[str]:
+    """Loads one library of the package; returns why it could not be loaded, or None."""
+    found = glob.glob(os.path.join(os.path.dirname(__file__), name + ".*so"))
+    if not found:
+        return f"{name} was not built"
+    try:
+        torch.ops.load_library(found[0])
+    except OSError as error:
+        return str(error)
+    return None
+
+
+def _load_all() -> Optional[str]:
+    reason = _load("_C")
+    if reason:
+        raise ImportError(f"sparse_ce: the compiled library must be loadable under torch {torch.__version__}, "
+                          f"got: {reason}. Install the package ('pip install .'), do not import it from its source.")
+    if torch.version.cuda is None:
+        return f"torch {torch.__version__} is a build without CUDA"
+    return _load("_C_cuda")
+
+
+why_no_cuda = _load_all()
+"""None where the CUDA kernels are loaded, else the reason why they are not."""
+
+
+def _composite(logits: Tensor) -> bool:
+    """Whether only a composition of PyTorch's own ops can follow: functorch, a dual level, a foreign device."""
+    return (torch._C._are_functorch_transforms_active()
+            or torch.autograd.forward_ad._current_level >= 0
+            or logits.device.type not in ("cpu", "cuda", "meta"))
+
+
+def _needs_grad(*tensors: Optional[Tensor]) -> bool:
+    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+
+
+class _CrossEntropy(torch.autograd.Function):
+    """(loss, lse) with the gradient for logits and for the values of the entries."""
+
+    @staticmethod
+    def forward(ctx, logits, indices, values, offsets, weight, row_mask, options, inplace_backward):
+        with torch._C._AutoDispatchBelowAutograd():
+            loss, lse, lse_residual = _ops.forward_with_residual(
+                logits, indices, values, offsets, weight, row_mask, *options)
+        ctx.save_for_backward(logits, indices, values, offsets, weight, row_mask, lse, lse_residual)
+        ctx.options, ctx.inplace_backward = options, inplace_backward
+        ctx.set_materialize_grads(False)
+        return loss, lse
+
+    @staticmethod
+    def backward(ctx, grad_loss, grad_lse):
+        logits, indices, values, offsets, weight, row_mask, lse, lse_residual = ctx.saved_tensors
+        target = (indices, values, offsets, weight, row_mask, *ctx.options)
+        grad_logits = grad_values = None
+        if grad_loss is None:
+            if grad_lse is None:
+                return (None,) * 8
+            grad_loss = torch.zeros_like(grad_lse)
+        if ctx.needs_input_grad[2]:
+            grad_values = _ops.backward_values(grad_loss, logits, lse, lse_residual, *target).to(values.dtype)
+        if ctx.needs_input_grad[0]:
+            if ctx.inplace_backward and not torch.is_grad_enabled():
+                grad_logits = logits.detach()
+                _ops.backward_(grad_loss, grad_lse, grad_logits, lse, lse_residual, *target)
+                # Whoever saved these logits, a second backward included, now gets autograd's own error.
+                torch.autograd.graph.increment_version(logits)
+            else:
+                grad_logits = _ops.backward(grad_loss, grad_lse, logits, lse, lse_residual, *target)
+        return grad_logits, None, grad_values, None, None, None, None, None
+
+
+def _forward_autograd(logits, indices, values=None, offsets=None, weight=None, row_mask=None, *options):
+    if _composite(logits):
+        return reference.forward(logits, indices, values, offsets, weight, row_mask, *options)
+    if _needs_grad(logits, values, weight):
+        if weight is not None and weight.requires_grad:
+            raise RuntimeError("sparse_ce: weight must be a tensor that does not require grad, got one that does; "
+                               "pass weight.detach()")
+        return _CrossEntropy.apply(logits, indices, values, offsets, weight, row_mask, options, False)
+    with torch._C._AutoDispatchBelowAutograd():
+        return _ops.forward(logits, indices, values, offsets, weight, row_mask, *options)
+
+
+def _backward_autograd(grad_loss, grad_lse, logits, lse, lse_residual, indices, values=None, *rest):
+    if _composite(logits) or _needs_grad(grad_loss, grad_lse, logits, values):
+        return reference.backward(grad_loss, grad_lse, logits, lse, lse_residual, indices, values, *rest)
+    with torch._C._AutoDispatchBelowAutograd():
+        return _ops.backward(grad_loss, grad_lse, logits, lse, lse_residual, indices, values, *rest)
+
+
+def _backward_values_autograd(grad_loss, logits, lse, lse_residual, indices, values=None, *rest):
+    if _composite(logits) or _needs_grad(grad_loss, logits, values):
+        return reference.backward_values(grad_loss, logits, lse, lse_residual, indices, values, *rest)
+    with torch._C._AutoDispatchBelowAutograd():
+        return _ops.backward_values(grad_loss, logits, lse, lse_residual, indices, values, *rest)
+
+
+_library = torch.library.Library("sparse_ce", "IMPL")
+_library.impl("forward", _forward_autograd, "Autograd")
+_library.impl("backward", _backward_autograd, "Autograd")
+_library.impl("backward_values", _backward_values_autograd, "Autograd")
+
+
+def _per_row(logits: Tensor) -> Tensor:
+    return logits.new_empty(logits.shape[0], dtype=reference.arithmetic_dtype(logits.dtype))
+
+
+@torch.library.register_fake("sparse_ce::forward")
+def _(logits, indices, *args, **kwargs):
+    return _per_row(logits), _per_row(logits)
+
+
+@torch.library.register_fake("sparse_ce::forward_with_residual")
+def _(logits, indices, *args, **kwargs):
+    return _per_row(logits), _per_row(logits), _per_row(logits)
+
+
+@torch.library.register_fake("sparse_ce::backward")
+def _(grad_loss, grad_lse, logits, lse, lse_residual, indices, *args, **kwargs):
+    return logits.new_empty(logits.shape)
+
+
+@torch.library.register_fake("sparse_ce::backward_")
+def _(grad_loss, grad_lse, logits, lse, lse_residual, indices, *args, **kwargs):
+    return None
+
+
+@torch.library.register_fake("sparse_ce::backward_values")
+def _(grad_loss, logits, lse, lse_residual, indices, *args, **kwargs):
+    return indices.new_empty(indices.shape, dtype=reference.arithmetic_dtype(logits.dtype))
+
+
+def cross_entropy(logits: Tensor, indices: Tensor, values: Optional[Tensor], offsets: Optional[Tensor],
+                  weight: Optional[Tensor], row_mask: Optional[Tensor], options: tuple,
+                  inplace_backward: bool) -> Tuple[Tensor, Tensor]:
+    """``torch.ops.sparse_ce.forward``, with the choice of a gradient that overwrites the logits.
+
+    Under ``torch.compile`` and functorch the gradient is a fresh tensor: their graphs do not let a backward write to an
+    input. So it is for logits whose rows overlap or whose columns are strided.
+    """
+    if (inplace_backward and _needs_grad(logits) and not torch.compiler.is_compiling() and not _composite(logits)
+            and logits.stride(1) == 1 and (logits.shape[0] <= 1 or logits.stride(0) >= logits.shape[1])
+            and not (weight is not None and weight.requires_grad)):
+        return _CrossEntropy.apply(logits, indices, values, offsets, weight, row_mask, options, True)
+    return _ops.forward(logits, indices, values, offsets, weight, row_mask, *options)
+
+
+def instruction_set() -> str:
+    """The CPU kernels' path: ``"avx512"``, ``"avx2"`` or ``"default"``."""
+    return _ops.cpu_instruction_set()

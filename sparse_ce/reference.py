@@ -1,0 +1,170 @@
+"""The specification: every op of ``sparse_ce`` in plain PyTorch.
+
+Slow (it holds the N x V log-probabilities and, for second derivatives, the dense target), and differentiable any number
+of times in any mode. The kernels must agree with it; under ``torch.func`` transforms, forward-mode AD and double backward
+it is what runs. Arguments and shapes are those of ``torch.ops.sparse_ce`` (``csrc/schema.cpp``); the formulas are
+derived in ``csrc/math.h``.
+"""
+
+from typing import NamedTuple, Optional, Tuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def arithmetic_dtype(dtype: torch.dtype) -> torch.dtype:
+    """float32, or float64 for float64: the dtype of ``loss`` and ``lse`` for logits of ``dtype``."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+class Entries(NamedTuple):
+    """The entries of a target, in the shape of ``indices``: (N, K), or (E,) with the row that each belongs to."""
+
+    rows: Optional[Tensor]  # (E,) int64 where there are offsets, else None: entry (r, k) belongs to row r
+    columns: Tensor  # int64, 0 where there is nothing to read
+    values: Tensor  # arithmetic dtype; 0 for padding, NaN for an index out of range
+    invalid_rows: Optional[Tensor]  # (N,) bool: offsets that lead outside the entries
+
+    def gather(self, dense: Tensor) -> Tensor:
+        """The elements of ``dense`` (N, V) at the entries."""
+        return dense.gather(1, self.columns) if self.rows is None else dense[self.rows, self.columns]
+
+    def sum(self, terms: Tensor, num_rows: int) -> Tensor:
+        """(N,): ``terms``, one for each entry, summed by row; NaN for an invalid row."""
+        if self.rows is None:
+            return terms.sum(1)
+        total = terms.new_zeros(num_rows).index_add(0, self.rows, terms)
+        return torch.where(self.invalid_rows, float("nan"), total)
+
+    def to_dense(self, terms: Tensor, num_rows: int, num_classes: int) -> Tensor:
+        """(N, V) with ``terms`` added up at the entries."""
+        if self.rows is None:
+            return terms.new_zeros(num_rows, num_classes).scatter_add(1, self.columns, terms)
+        flat = terms.new_zeros(num_rows * num_classes)
+        return flat.index_add(0, self.rows * num_classes + self.columns, terms).view(num_rows, num_classes)
+
+
+def ignored_rows(indices: Tensor, offsets: Optional[Tensor], row_mask: Optional[Tensor], ignore_index: int,
+                 num_rows: int) -> Tensor:
+    """(N,) bool: the label, or every index of a top-k row, is ``ignore_index``, or ``row_mask`` is False."""
+    if offsets is not None:
+        ignored = torch.zeros(num_rows, dtype=torch.bool, device=indices.device)
+    elif indices.dim() == 1:
+        ignored = indices == ignore_index
+    else:
+        ignored = (indices == ignore_index).all(1) if indices.shape[1] else torch.zeros_like(indices[:, :0].any(1))
+    return ignored if row_mask is None else ignored | ~row_mask
+
+
+def entries_of(indices: Tensor, values: Optional[Tensor], offsets: Optional[Tensor], ignore_index: int,
+               num_classes: int, dtype: torch.dtype) -> Entries:
+    rows, invalid_rows = None, None
+    if offsets is None and indices.dim() == 1:
+        indices = indices[:, None]
+        values = None if values is None else values[:, None]
+    columns = indices.long()
+    values = torch.ones_like(columns, dtype=dtype) if values is None else values.to(dtype)
+    padding = (values == 0) | (columns == ignore_index)
+    if offsets is not None:
+        begin, end = (offsets[:-1], offsets[1:]) if offsets.dim() == 1 else offsets.unbind(1)
+        count = columns.shape[0]
+        invalid_rows = (begin < 0) | (begin > end) | (end > count)
+        end = torch.where(invalid_rows, begin, end)
+        begin = torch.where(end > begin, begin, count)  # an empty row must not hide the one that shares its begin
+        begin, order = torch.sort(begin)
+        position = torch.arange(count, device=columns.device)
+        rows = order[(torch.searchsorted(begin.contiguous(), position, right=True) - 1).clamp(min=0)]
+        padding = padding | (position >= end[rows]) | (position < begin[0])
+    outside = ~padding & ((columns < 0) | (columns >= num_classes))
+    columns = torch.where(padding | outside, 0, columns)
+    values = torch.where(padding, 0.0, torch.where(outside, float("nan"), values))
+    return Entries(rows, columns, values, invalid_rows)
+
+
+def transform(logits: Tensor, logit_scale: float, softcap: Optional[float]) -> Tensor:
+    z = logits if logit_scale == 1.0 else logits * logit_scale
+    return z if softcap is None else softcap * torch.tanh(z / softcap)
+
+
+class Row(NamedTuple):
+    """What forward and backward share: everything per row and per entry, before any gradient."""
+
+    ignored: Tensor  # (N,) bool
+    z: Tensor  # (N, num_classes) transformed logits, 0 in ignored rows
+    lse: Tensor  # (N,)
+    log_probs: Tensor  # (N, num_classes)
+    entries: Entries
+    entry_weights: Tensor  # shape of entries.values: w~
+    class_weights: Tensor  # (num_classes,)
+
+
+def _row(logits, indices, values, offsets, weight, row_mask, ignore_index, logit_scale, softcap, num_classes) -> Row:
+    dtype = arithmetic_dtype(logits.dtype)
+    num_classes = logits.shape[1] if num_classes is None else num_classes
+    num_rows = logits.shape[0]
+    ignored = ignored_rows(indices, offsets, row_mask, ignore_index, num_rows)
+    # where, not a product: NaN and inf in an ignored row must touch neither the loss nor the gradient.
+    z = transform(torch.where(ignored[:, None], 0.0, logits[:, :num_classes].to(dtype)), logit_scale, softcap)
+    lse = torch.logsumexp(z, 1)
+    entries = entries_of(indices, values, offsets, ignore_index, num_classes, dtype)
+    class_weights = z.new_ones(num_classes) if weight is None else weight.to(dtype)
+    return Row(ignored, z, lse, torch.log_softmax(z, 1), entries, entries.values * class_weights[entries.columns],
+               class_weights)
+
+
+def forward(logits: Tensor, indices: Tensor, values: Optional[Tensor] = None, offsets: Optional[Tensor] = None,
+            weight: Optional[Tensor] = None, row_mask: Optional[Tensor] = None, ignore_index: int = -100,
+            label_smoothing: float = 0.0, z_loss: float = 0.0, logit_scale: float = 1.0,
+            softcap: Optional[float] = None, num_classes: Optional[int] = None) -> Tuple[Tensor, Tensor]:
+    """``torch.ops.sparse_ce.forward``: (loss (N,), lse (N,)) in the arithmetic dtype."""
+    row = _row(logits, indices, values, offsets, weight, row_mask, ignore_index, logit_scale, softcap, num_classes)
+    w = row.entry_weights
+    # A weight of 0 at a logit of -inf adds 0, not 0 * inf.
+    terms = torch.where(w == 0, 0.0, -w * row.entries.gather(row.log_probs))
+    loss = (1 - label_smoothing) * row.entries.sum(terms, logits.shape[0])
+    if label_smoothing:
+        o = row.class_weights
+        smoothed = torch.where(o == 0, 0.0, -o * row.log_probs).sum(1)
+        loss = loss + label_smoothing / row.z.shape[1] * smoothed
+    if z_loss:
+        loss = loss + z_loss * row.lse.square()
+    return torch.where(row.ignored, 0.0, loss), torch.where(row.ignored, 0.0, row.lse)
+
+
+def backward(grad_loss: Tensor, grad_lse: Optional[Tensor], logits: Tensor, lse: Tensor,
+             lse_residual: Optional[Tensor], indices: Tensor, values: Optional[Tensor] = None,
+             offsets: Optional[Tensor] = None, weight: Optional[Tensor] = None, row_mask: Optional[Tensor] = None,
+             ignore_index: int = -100, label_smoothing: float = 0.0, z_loss: float = 0.0, logit_scale: float = 1.0,
+             softcap: Optional[float] = None, num_classes: Optional[int] = None) -> Tensor:
+    """``torch.ops.sparse_ce.backward``: grad_logits (N, V). Recomputes ``lse``, so that it too is differentiated."""
+    row = _row(logits, indices, values, offsets, weight, row_mask, ignore_index, logit_scale, softcap, num_classes)
+    num_rows, vocab = logits.shape
+    share = label_smoothing / row.z.shape[1]
+    mass = row.entries.sum(row.entry_weights, num_rows)
+    per_q = (1 - label_smoothing) * mass + share * row.class_weights.sum() + 2 * z_loss * row.lse
+    a = grad_loss * per_q
+    if grad_lse is not None:
+        a = a + grad_lse
+    target = row.entries.to_dense(row.entry_weights, num_rows, row.z.shape[1])
+    grad = a[:, None] * row.log_probs.exp() - grad_loss[:, None] * (share * row.class_weights
+                                                                   + (1 - label_smoothing) * target)
+    slope = logit_scale if softcap is None else logit_scale * (1 - (row.z / softcap).square())
+    untouched = row.ignored if grad_lse is not None else row.ignored | (grad_loss == 0)
+    grad = torch.where(untouched[:, None], 0.0, grad * slope)
+    return F.pad(grad, (0, vocab - row.z.shape[1])).to(logits.dtype)
+
+
+def backward_values(grad_loss: Tensor, logits: Tensor, lse: Tensor, lse_residual: Optional[Tensor], indices: Tensor,
+                    values: Optional[Tensor] = None, offsets: Optional[Tensor] = None,
+                    weight: Optional[Tensor] = None, row_mask: Optional[Tensor] = None, ignore_index: int = -100,
+                    label_smoothing: float = 0.0, z_loss: float = 0.0, logit_scale: float = 1.0,
+                    softcap: Optional[float] = None, num_classes: Optional[int] = None) -> Tensor:
+    """``torch.ops.sparse_ce.backward_values``: the gradient for the entries' weights, 0 for padding."""
+    row = _row(logits, indices, values, offsets, weight, row_mask, ignore_index, logit_scale, softcap, num_classes)
+    entries = row.entries
+    grad = torch.where(row.ignored, 0.0, grad_loss)
+    grad = grad[:, None] if entries.rows is None else grad[entries.rows]
+    terms = -(1 - label_smoothing) * grad * row.class_weights[entries.columns] * entries.gather(row.log_probs)
+    skipped = (entries.values == 0) | entries.values.isnan() | (grad == 0)
+    return torch.where(skipped, 0.0, terms).reshape(indices.shape)

@@ -1,0 +1,406 @@
+"""``SparseTarget``: a sparse target as plain dense tensors, which move, slice, pickle and compile."""
+
+import math
+from typing import Any, Optional, Sequence, Tuple, Union
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+IGNORE_INDEX = -100  # PyTorch's default, and the mark of padding inside a SparseTarget
+_NO_CLASS = torch.iinfo(torch.int32).max  # an index that no vocabulary holds
+
+
+def _check(condition: bool, message: str, error: type = ValueError) -> None:
+    if not condition:
+        raise error("sparse_ce: " + message)
+
+
+def _check_index_dtype(t: Tensor, argument: str) -> None:
+    _check(not (t.dtype.is_floating_point or t.dtype.is_complex or t.dtype == torch.bool),
+           f"{argument} must be of an integer dtype, got {t.dtype}", TypeError)
+
+
+def _as_index(t: Tensor, argument: str) -> Tensor:
+    """int64 and int32 as they are, narrower integers widened: the kernels know these two."""
+    _check(isinstance(t, Tensor), f"{argument} must be a tensor, got {type(t).__name__}", TypeError)
+    _check_index_dtype(t, argument)
+    return t if t.dtype in (torch.int64, torch.int32) else t.long()
+
+
+def _as_values(t: Tensor, argument: str = "values") -> Tensor:
+    """Floating dtypes as they are; counts become float32."""
+    _check(isinstance(t, Tensor), f"{argument} must be a tensor, got {type(t).__name__}", TypeError)
+    _check(not t.dtype.is_complex, f"{argument} must be of a real dtype, got {t.dtype}", TypeError)
+    return t if t.dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64) else t.float()
+
+
+def _ranges(offsets: Tensor) -> Tensor:
+    """(..., 2) [begin, end) of each row; CSR offsets (rows + 1,) are converted."""
+    return torch.stack((offsets[:-1], offsets[1:]), -1) if offsets.dim() == 1 else offsets
+
+
+class SparseTarget:
+    """A few weighted classes for each row of the logits. Build it with one of the ``from_*`` constructors.
+
+    Args:
+        indices: class of each entry, int64 or int32. Labels: ``shape``. Top-k: ``(*shape, K)``. Jagged: ``(entries,)``.
+        values: weight of each entry, any floating dtype, in the shape of ``indices``; None means 1.
+        offsets: None for labels and top-k. Jagged: ``(rows + 1,)``, where row ``r`` has the entries
+            ``[offsets[r], offsets[r + 1])``, or ``(*shape, 2)``, the ``[begin, end)`` of each row. No entry may belong
+            to two rows.
+        row_mask: ``shape``, bool, True where the row counts; None means all.
+        num_classes: width of the vocabulary, where it is known.
+
+    It is immutable and behaves like a tensor over its leading ``shape``: ``len``, ``t[:2]``, ``t[..., 1:]``, ``to``,
+    ``pin_memory``, ``ne``. It is a pytree node, so it may be an argument of compiled and exported functions.
+
+    An entry of weight 0 or index -100 is padding. A row is ignored when its label, or every index of its top-k, is
+    -100, or when ``row_mask`` is False there; a row that has no entries counts, with a target of all zeros.
+    """
+
+    __slots__ = ("indices", "values", "offsets", "row_mask", "num_classes")
+    indices: Tensor
+    values: Optional[Tensor]
+    offsets: Optional[Tensor]
+    row_mask: Optional[Tensor]
+    num_classes: Optional[int]
+
+    def __init__(self, indices: Tensor, values: Optional[Tensor] = None, offsets: Optional[Tensor] = None,
+                 row_mask: Optional[Tensor] = None, num_classes: Optional[int] = None):
+        for name, value in (("indices", indices), ("values", values), ("offsets", offsets), ("row_mask", row_mask),
+                            ("num_classes", num_classes)):
+            object.__setattr__(self, name, value)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        raise AttributeError(f"sparse_ce: a SparseTarget must not be changed, got an assignment to {name!r}; "
+                             "build another one")
+
+    def __reduce__(self):
+        return SparseTarget, (self.indices, self.values, self.offsets, self.row_mask, self.num_classes)
+
+    # ------------------------------------------------------------------------------------------------ constructors
+
+    @classmethod
+    def from_index(cls, labels: Tensor, ignore_index: int = IGNORE_INDEX, *, row_mask: Optional[Tensor] = None,
+                   num_classes: Optional[int] = None) -> "SparseTarget":
+        """One class a row. ``labels``: any shape, integer; rows labelled ``ignore_index`` are ignored."""
+        labels = _as_index(labels, "labels")
+        if ignore_index != IGNORE_INDEX:
+            counts = labels.ne(ignore_index)
+            row_mask = counts if row_mask is None else row_mask & counts
+        return cls(labels, row_mask=_check_mask(row_mask, labels.shape), num_classes=num_classes)
+
+    @classmethod
+    def from_topk(cls, indices: Tensor, values: Tensor, *, mask: Optional[Tensor] = None, kind: str = "probs",
+                  row_mask: Optional[Tensor] = None, num_classes: Optional[int] = None,
+                  ignore_empty: bool = False) -> "SparseTarget":
+        """Padded top-k. ``indices``, ``values``, ``mask``: ``(..., K)``.
+
+        ``kind`` says what ``values`` are: ``"probs"`` (weights, used as they are), ``"logprobs"`` (the weight is
+        ``exp(value)``; -inf is padding) or ``"logits"`` (the weights are the softmax over the K entries that are not
+        padding). Where ``mask`` is False the entry is padding, whatever its index and value hold.
+        ``ignore_empty=True`` ignores rows in which every entry is padding.
+        """
+        indices, values = _as_index(indices, "indices"), _as_values(values)
+        _check(indices.dim() >= 1 and indices.shape == values.shape,
+               f"values must have the shape (..., K) of indices, {list(indices.shape)}, got {list(values.shape)}")
+        _check(kind in ("probs", "logprobs", "logits"),
+               f"kind must be 'probs', 'logprobs' or 'logits', got {kind!r}")
+        if mask is not None:
+            _check(mask.shape == indices.shape,
+                   f"mask must have the shape of indices, {list(indices.shape)}, got {list(mask.shape)}")
+            mask = mask.bool()
+        if kind == "logits":
+            live = indices.ne(IGNORE_INDEX) if mask is None else mask & indices.ne(IGNORE_INDEX)
+            # A row without entries: any finite logits do, its weights are all 0.
+            logits = values.masked_fill(~live, -math.inf).masked_fill(~live.any(-1, keepdim=True), 0.0)
+            values = torch.softmax(logits, -1).masked_fill(~live, 0.0)
+        elif kind == "logprobs":
+            values = values.exp()
+        if mask is not None and kind != "logits":
+            values = torch.where(mask, values, 0.0)
+        shape = indices.shape[:-1]
+        row_mask = _check_mask(row_mask, shape)
+        if ignore_empty:
+            row_mask = _and(row_mask, (values.ne(0) & indices.ne(IGNORE_INDEX)).any(-1))
+        return cls(indices, values, row_mask=row_mask, num_classes=num_classes)
+
+    @classmethod
+    def from_jagged(cls, indices: Tensor, values: Optional[Tensor], offsets: Tensor, *,
+                    row_mask: Optional[Tensor] = None, num_classes: Optional[int] = None,
+                    ignore_empty: bool = False) -> "SparseTarget":
+        """Rows of different lengths, one behind the other.
+
+        ``indices``: (entries,). ``values``: (entries,), or None for weights of 1. ``offsets``: (rows + 1,), or
+        (..., 2) with the [begin, end) of each row. ``ignore_empty=True`` ignores rows without entries.
+        """
+        indices, offsets = _as_index(indices, "indices"), _as_index(offsets, "offsets")
+        _check(indices.dim() == 1, f"indices must be (entries,), got {list(indices.shape)}")
+        if values is not None:
+            values = _as_values(values)
+            _check(values.shape == indices.shape,
+                   f"values must be (entries,) like indices, {list(indices.shape)}, got {list(values.shape)}")
+        _check(offsets.dim() >= 1 and (offsets.dim() == 1 and offsets.shape[0] >= 1 or offsets.shape[-1] == 2),
+               f"offsets must be (rows + 1,) or (..., 2), got {list(offsets.shape)}")
+        target = cls(indices, values, offsets, None, num_classes)
+        row_mask = _check_mask(row_mask, target.shape)
+        if ignore_empty:
+            ranges = _ranges(offsets)
+            row_mask = _and(row_mask, ranges[..., 1] > ranges[..., 0])
+        return cls(indices, values, offsets, row_mask, num_classes)
+
+    @classmethod
+    def from_coo(cls, t: Tensor, *, row_mask: Optional[Tensor] = None, ignore_empty: bool = False) -> "SparseTarget":
+        """A ``torch.sparse_coo_tensor`` of shape (..., V), coalesced or not; duplicates add up.
+
+        Needs no synchronisation. Gradients reach the tensor's values.
+        """
+        _check(t.layout == torch.sparse_coo, f"target must be a sparse COO tensor, got layout {t.layout}", TypeError)
+        _check(t.dim() >= 1 and t.dense_dim() == 0,
+               "target must be sparse in every dimension (dense_dim 0), got a hybrid tensor with dense_dim "
+               f"{t.dense_dim()}")
+        if t.requires_grad:
+            t = t.coalesce()  # the one road on which autograd follows the values of a COO tensor
+            positions, values = t.indices(), t.values()
+        else:
+            positions, values = t._indices(), t._values().detach()
+        *shape, num_classes = t.shape
+        rows, columns, outside = _flatten_positions(positions, shape)
+        num_rows = math.prod(shape)
+        if not t.is_cuda and bool(outside.any()):
+            bad = positions[:-1, outside][:, 0].tolist()
+            raise RuntimeError(f"sparse_ce: target must have its leading indices inside {shape}, got {bad}")
+        # On a GPU nothing may wait for the check: the entry goes to some row, with a class that spoils its loss.
+        columns = torch.where(outside, _NO_CLASS, columns)
+        if not t.is_coalesced():
+            rows, order = torch.sort(rows, stable=True)
+            columns, values = columns[order], values[order]
+        if not shape:  # a single row: a top-k of all its entries
+            return cls.from_topk(columns, values, row_mask=row_mask, num_classes=num_classes, ignore_empty=ignore_empty)
+        offsets = torch.searchsorted(rows, torch.arange(num_rows + 1, device=rows.device))
+        if len(shape) != 1:
+            offsets = _ranges(offsets).reshape(*shape, 2)
+        return cls.from_jagged(columns, values, offsets, row_mask=row_mask, num_classes=num_classes,
+                               ignore_empty=ignore_empty)
+
+    @classmethod
+    def from_csr(cls, t: Tensor, *, row_mask: Optional[Tensor] = None, ignore_empty: bool = False) -> "SparseTarget":
+        """A ``torch.sparse_csr_tensor`` (N, V) with int32 or int64 indices, taken as it is."""
+        _check(t.layout == torch.sparse_csr, f"target must be a sparse CSR tensor, got layout {t.layout}", TypeError)
+        _check(t.dim() == 2 and t.dense_dim() == 0, f"target must be (N, V), got {list(t.shape)}")
+        values = t.values() if t.requires_grad else t.values().detach()
+        return cls.from_jagged(t.col_indices().detach(), values, t.crow_indices().detach(), row_mask=row_mask,
+                               num_classes=t.shape[1], ignore_empty=ignore_empty)
+
+    # ------------------------------------------------------------------------------------------------ like a tensor
+
+    @property
+    def layout(self) -> str:
+        """``"index"``, ``"topk"`` or ``"jagged"``."""
+        return "jagged" if self.offsets is not None else "index" if self.values is None else "topk"
+
+    @property
+    def shape(self) -> torch.Size:
+        """The leading shape: that of the logits without their last dimension."""
+        if self.offsets is None:
+            return self.indices.shape if self.values is None else self.indices.shape[:-1]
+        return torch.Size((self.offsets.shape[0] - 1,)) if self.offsets.dim() == 1 else self.offsets.shape[:-1]
+
+    def size(self, dim: Optional[int] = None) -> Union[torch.Size, int]:
+        return self.shape if dim is None else self.shape[dim]
+
+    def dim(self) -> int:
+        return len(self.shape)
+
+    ndim = property(dim)
+
+    @property
+    def nnz(self) -> int:
+        """Stored entries, padding included."""
+        return self.indices.numel()
+
+    @property
+    def device(self) -> torch.device:
+        return self.indices.device
+
+    def __len__(self) -> int:
+        _check(len(self.shape) > 0, "target must have a leading dimension to have a length, got shape []", TypeError)
+        return self.shape[0]
+
+    def __iter__(self):
+        return (self[i] for i in range(len(self)))
+
+    def __repr__(self) -> str:
+        parts = [f"{self.layout}, shape={list(self.shape)}"]
+        if self.layout == "topk":
+            parts.append(f"k={self.indices.shape[-1]}")
+        if self.layout == "jagged":
+            parts.append(f"nnz={self.nnz}")
+        parts.append(f"num_classes={self.num_classes}")
+        if self.values is not None:
+            parts.append(f"values={str(self.values.dtype).removeprefix('torch.')}")
+        if self.row_mask is not None:
+            parts.append("row_mask")
+        return f"SparseTarget({', '.join(parts)}, device={self.device})"
+
+    def _map(self, f) -> "SparseTarget":
+        def each(t):
+            return None if t is None else f(t)
+        return SparseTarget(each(self.indices), each(self.values), each(self.offsets), each(self.row_mask),
+                            self.num_classes)
+
+    def to(self, device: Union[torch.device, str, int, None] = None, non_blocking: bool = False) -> "SparseTarget":
+        """The same target on another device; itself if it is there already."""
+        _check(not isinstance(device, torch.dtype), f"device must be a device, got {device}; the dtypes of a "
+               "SparseTarget need no change, the kernels read them as they are", TypeError)
+        return self if device is None else self._map(lambda t: t.to(device, non_blocking=non_blocking))
+
+    def cuda(self, device: Union[torch.device, int, None] = None, non_blocking: bool = False) -> "SparseTarget":
+        return self._map(lambda t: t.cuda(device, non_blocking=non_blocking))
+
+    def cpu(self) -> "SparseTarget":
+        return self.to("cpu")
+
+    def pin_memory(self) -> "SparseTarget":
+        return self._map(lambda t: t.pin_memory())
+
+    def is_pinned(self) -> bool:
+        return self.indices.is_pinned()
+
+    def detach(self) -> "SparseTarget":
+        return self._map(lambda t: t.detach())
+
+    def ne(self, ignore_index: int) -> Tensor:
+        """``shape``, bool: True for the rows that count, given the index that marks rows and entries to ignore."""
+        if self.layout == "index":
+            counts = self.indices.ne(ignore_index)
+        elif self.layout == "topk" and self.indices.shape[-1] > 0:
+            counts = self.indices.ne(ignore_index).any(-1)
+        else:
+            counts = torch.ones(self.shape, dtype=torch.bool, device=self.device)
+        return counts if self.row_mask is None else counts & self.row_mask
+
+    def __getitem__(self, key: Any) -> "SparseTarget":
+        """Rows by integers, slices and ``...`` over the leading shape; nothing is copied but, at most, offsets.
+
+        Integers that leave a single row of a jagged target read its offsets, for which a GPU is waited for.
+        """
+        key = self._leading_key(key)
+        row_mask = None if self.row_mask is None else self.row_mask[key]
+        if self.offsets is None:
+            values = None if self.values is None else self.values[key]
+            return SparseTarget(self.indices[key], values, None, row_mask, self.num_classes)
+        first = key[0]  # a jagged target has at least one leading dimension
+        if self.offsets.dim() == 1 and isinstance(first, slice) and first.step in (None, 1):
+            begin, end, _ = first.indices(self.shape[0])
+            offsets = self.offsets[begin:max(begin, end) + 1]
+        else:
+            offsets = _ranges(self.offsets)[key]
+            if offsets.dim() == 1:  # one row alone is a top-k of as many entries as it has
+                begin, end = offsets.tolist()
+                indices = self.indices[begin:end]
+                values = torch.ones_like(indices, dtype=torch.float32) if self.values is None else self.values[begin:end]
+                return SparseTarget(indices, values, None, row_mask, self.num_classes)
+        return SparseTarget(self.indices, self.values, offsets, row_mask, self.num_classes)
+
+    def shift(self, n: int) -> "SparseTarget":
+        """For causal models: position i of each sequence (the last leading dimension) gets the target of i + n.
+
+        The last n positions become ignored, the first -n for a negative n; the shape is kept.
+        """
+        _check(len(self.shape) > 0, "target must have a leading dimension to be shifted, got shape []")
+        if n == 0:
+            return self
+        length = self.shape[-1]
+        keep = max(0, length - abs(n))
+        begin, pad = (length - keep, (0, length - keep)) if n > 0 else (0, (length - keep, 0))
+
+        def moved(t: Tensor, trailing: int, fill) -> Tensor:
+            kept = t.narrow(t.dim() - 1 - trailing, begin, keep)
+            return F.pad(kept, (0, 0) * trailing + pad, value=fill)
+
+        mask = torch.ones(self.shape, dtype=torch.bool, device=self.device) if self.row_mask is None else self.row_mask
+        mask = moved(mask, 0, False)
+        if self.layout == "jagged":
+            return SparseTarget(self.indices, self.values, moved(_ranges(self.offsets), 1, 0), mask, self.num_classes)
+        trailing = int(self.layout == "topk")
+        values = None if self.values is None else moved(self.values, trailing, 0.0)
+        return SparseTarget(moved(self.indices, trailing, IGNORE_INDEX), values, None, mask, self.num_classes)
+
+    def to_dense(self, dtype: Optional[torch.dtype] = None) -> Tensor:
+        """``(*shape, num_classes)``, zeros in ignored rows. For tests and inspection: it is what this library avoids."""
+        from . import reference
+        _check(self.num_classes is not None, "num_classes must be known for to_dense, got None; pass num_classes= to "
+               "the constructor")
+        flat, rows = self.flatten(), math.prod(self.shape)
+        dtype = dtype or (torch.float32 if self.values is None else self.values.dtype)
+        entries = reference.entries_of(flat.indices, flat.values, flat.offsets, IGNORE_INDEX, self.num_classes, dtype)
+        dense = entries.to_dense(entries.values, rows, self.num_classes)
+        return torch.where(flat.ne(IGNORE_INDEX)[:, None], dense, 0.0).reshape(*self.shape, self.num_classes)
+
+    def flatten(self) -> "SparseTarget":
+        """The same rows with a leading shape of one dimension: what the ops take."""
+        if self.dim() == 1:
+            return self
+        trailing = () if self.values is None else self.indices.shape[-1:]
+        indices, values, offsets = self.indices, self.values, self.offsets
+        if offsets is None:
+            rows = (math.prod(self.shape),)
+            indices = indices.reshape(rows + tuple(trailing))
+            values = None if values is None else values.reshape(rows + tuple(trailing))
+        else:
+            offsets = offsets.reshape(-1, 2)
+        row_mask = None if self.row_mask is None else self.row_mask.reshape(-1)
+        return SparseTarget(indices, values, offsets, row_mask, self.num_classes)
+
+    def _leading_key(self, key: Any) -> Tuple[Any, ...]:
+        key = key if isinstance(key, tuple) else (key,)
+        for k in key:
+            _check(k is Ellipsis or isinstance(k, (int, slice)),
+                   f"target must be sliced with integers, slices and '...', got {type(k).__name__}", TypeError)
+        used = len(key) - key.count(Ellipsis)
+        _check(used <= len(self.shape) and key.count(Ellipsis) <= 1,
+               f"target must be sliced with at most {len(self.shape)} indices, got {key}", IndexError)
+        at = key.index(Ellipsis) if Ellipsis in key else len(key)
+        fill = (slice(None),) * (len(self.shape) - used)
+        return key[:at] + fill + key[at + 1:]
+
+
+def _and(a: Optional[Tensor], b: Tensor) -> Tensor:
+    return b if a is None else a & b
+
+
+def _check_mask(row_mask: Optional[Tensor], shape: Sequence[int]) -> Optional[Tensor]:
+    if row_mask is None:
+        return None
+    _check(isinstance(row_mask, Tensor) and row_mask.shape == torch.Size(shape),
+           f"row_mask must be a tensor of the leading shape {list(shape)}, got "
+           f"{list(row_mask.shape) if isinstance(row_mask, Tensor) else type(row_mask).__name__}")
+    return row_mask.bool()
+
+
+def _flatten_positions(positions: Tensor, shape: Sequence[int]) -> Tuple[Tensor, Tensor, Tensor]:
+    """Row number, column and "leading index out of range" of COO positions (ndim, nnz)."""
+    rows = torch.zeros_like(positions[-1])
+    outside = torch.zeros_like(rows, dtype=torch.bool)
+    for position, size in zip(positions[:-1], shape):
+        outside = outside | (position < 0) | (position >= size)
+        rows = rows * size + position.clamp(0, max(size - 1, 0))
+    return rows, positions[-1], outside
+
+
+def _flatten_target(t: SparseTarget):
+    return [t.indices, t.values, t.offsets, t.row_mask], t.num_classes
+
+
+def _unflatten_target(children, num_classes) -> SparseTarget:
+    return SparseTarget(*children, num_classes)
+
+
+torch.utils._pytree.register_pytree_node(
+    SparseTarget, _flatten_target, _unflatten_target, serialized_type_name="sparse_ce.SparseTarget",
+    to_dumpable_context=lambda n: n, from_dumpable_context=lambda n: n,
+    flatten_with_keys_fn=lambda t: (
+        [(torch.utils._pytree.GetAttrKey(n), getattr(t, n)) for n in ("indices", "values", "offsets", "row_mask")],
+        t.num_classes))
