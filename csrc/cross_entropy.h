@@ -14,6 +14,7 @@ struct CrossEntropyArgs {
   TargetView target;
   LossOptions options;
   const void* weight_sum;   // (1,) sum of the class weights, or null: it is num_classes
+  int64_t max_blocks;       // 0: no limit. Tests lower it, so that blocks take several rows
 };
 
 struct ForwardArgs : CrossEntropyArgs {

@@ -4,6 +4,7 @@
 
 #include <cstdint>
 #include <cstring>
+#include <limits>
 #include <type_traits>
 
 #if defined(__CUDACC__) || defined(COC_H_)
@@ -44,7 +45,7 @@ SCE_HD to_t bit_cast(from_t x) {
   return out;
 }
 
-SCE_HD float to_acc(BFloat16 x) { return bit_cast<float>(static_cast<uint32_t>(x.bits) << 16); }
+SCE_HD float to_acc(const BFloat16& x) { return bit_cast<float>(static_cast<uint32_t>(x.bits) << 16); }
 
 SCE_HD void from_acc(float x, BFloat16& out) {
   const uint32_t bits = bit_cast<uint32_t>(x);
@@ -52,7 +53,7 @@ SCE_HD void from_acc(float x, BFloat16& out) {
   out.bits = static_cast<uint16_t>(x != x ? 0x7fc0u : rounded);
 }
 
-SCE_HD float to_acc(Half x) {
+SCE_HD float to_acc(const Half& x) {
   const uint32_t sign = static_cast<uint32_t>(x.bits & 0x8000u) << 16;
   const uint32_t magnitude = static_cast<uint32_t>(x.bits & 0x7fffu) << 13;
   // 2^112 moves the exponent's bias from 15 to 127 and makes subnormals normal.
@@ -82,6 +83,13 @@ SCE_HD void from_acc(double x, double& out) { out = x; }
 // Arithmetic is float32, or float64 for float64 storage.
 template <typename scalar_t>
 using acc_type = std::conditional_t<std::is_same<scalar_t, double>::value, double, float>;
+
+// Constants rather than calls: device code may use them.
+template <typename acc_t>
+struct Limits {
+  static constexpr acc_t kNaN = std::numeric_limits<acc_t>::quiet_NaN();
+  static constexpr acc_t kLowest = std::numeric_limits<acc_t>::lowest();
+};
 
 // Element i of an array whose dtype is known at run time. Targets are below 1 % of the bytes: a uniform branch costs
 // nothing there and saves one template parameter per dtype.

@@ -11,8 +11,6 @@
 
 #include "dtype.h"
 
-#include <limits>
-
 #ifdef SCE_CUDA
 #include <math.h>
 #define SCE_SIMD(...) _Pragma("unroll")
@@ -42,6 +40,7 @@ SCE_HD float exponential(float x) {
 #endif
 }
 SCE_HD double exponential(double x) { return exp(x); }
+SCE_HD float exponential_rough(float x) { return exponential(x); }
 SCE_HD float hyperbolic_tangent(float x) { return tanhf(x); }
 SCE_HD double hyperbolic_tangent(double x) { return tanh(x); }
 SCE_HD float logarithm(float x) { return logf(x); }
@@ -76,7 +75,7 @@ struct LogitTransform {
 template <typename acc_t>
 struct RowStats {
   // Lowest finite value, not -inf: a tile of -inf logits then adds exp(-inf) = 0, without a branch and without NaN.
-  acc_t max = std::numeric_limits<acc_t>::lowest();
+  acc_t max = Limits<acc_t>::kLowest;
   acc_t sum = 0;       // sum_j exp(z_j - max)
   acc_t weighted = 0;  // sum_j o_j (z_j - max), where label smoothing needs it
   acc_t weight = 0;    // sum_j o_j over the same j
@@ -97,16 +96,36 @@ struct RowStats {
     weight += other.weight;
   }
 
-  // Adds n logits z. NaN loses the comparison but enters the sum.
-  SCE_HD void push(const acc_t* z, int64_t n) {
+  // Adds the logits z[begin, end). NaN loses the comparison but enters the sum.
+  template <typename logits_t>
+  SCE_HD void push(const logits_t& z, int64_t begin, int64_t end) {
     acc_t to = max;
     SCE_SIMD(reduction(max : to))
-    for (int64_t i = 0; i < n; ++i) to = z[i] > to ? z[i] : to;
+    for (int64_t i = begin; i < end; ++i) to = z[i] > to ? z[i] : to;
     if (to != max) move_max(to);
     acc_t added = 0;
     SCE_SIMD(reduction(+ : added))
-    for (int64_t i = 0; i < n; ++i) added += exponential(z[i] - to);
+    for (int64_t i = begin; i < end; ++i) added += exponential(z[i] - to);
     sum += added;
+  }
+
+  // The same in one pass, for long streams: exponents are taken relative to the maximum so far, which overflows nothing
+  // while the new one is near. Returns false, with nothing added, when it is not.
+  template <typename logits_t>
+  SCE_HD bool push_near(const logits_t& z, int64_t begin, int64_t end) {
+    constexpr acc_t kNear = 60;
+    const acc_t from = max;
+    acc_t to = max, added = 0;
+    SCE_SIMD(reduction(max : to) reduction(+ : added))
+    for (int64_t i = begin; i < end; ++i) {
+      const acc_t x = z[i];
+      to = x > to ? x : to;
+      added += exponential(x - from);
+    }
+    if (!(to - from <= kNear)) return false;
+    sum += added;
+    if (to != max) move_max(to);
+    return true;
   }
 
   // Adds the smoothing's share of the same n logits, after push. A class of weight 0 adds 0 even at -inf.
@@ -175,6 +194,8 @@ struct GradientCoefficients {
   SCE_HD acc_t log_prob(acc_t z) const { return (z - lse) - lse_residual; }
   // dloss/dz_j: a q_j alone for most classes, less b o_j where labels are smoothed, less d sum w~ where there are entries.
   SCE_HD acc_t at(acc_t z) const { return a * exponential(log_prob(z)); }
+  // a q_j for storage of 16 bits, whose rounding hides both the residual and a rough exponential.
+  SCE_HD acc_t at_rough(acc_t z) const { return a * exponential_rough(z - lse); }
   SCE_HD acc_t at(acc_t z, acc_t class_weight) const { return at(z) - b * class_weight; }
   SCE_HD acc_t at(acc_t z, acc_t class_weight, acc_t target_weight) const {
     return at(z, class_weight) - d * target_weight;

@@ -1,7 +1,7 @@
 // ops.h - the ops on tensors, for the CPU and for CUDA alike: check, allocate, hand over to the device.
 //
-// `device_t` has forward, backward and backward_values on the plain arguments of cross_entropy.h, `prepare_output` for
-// large fresh tensors, and `check_target`, called before any work.
+// `device_t` has forward, backward and backward_values on the plain arguments of cross_entropy.h, `empty_output` for the
+// large fresh gradient, and `check_target`, called before any work.
 #pragma once
 
 #include "check.h"
@@ -47,12 +47,11 @@ struct Ops {
     const Options options SCE_OPTION_ARGUMENTS;
     Held held;
     BackwardArgs args = backward_args(grad_loss, grad_lse, logits, lse, lse_residual, target, options, held);
-    Tensor grad_logits = empty(logits, {args.rows, args.vocab}, logits.scalar_type());
+    if (args.rows > 0) device_t::check_target(args.target);
+    Tensor grad_logits = device_t::empty_output(logits, args.rows, args.vocab);
     if (args.rows == 0) return grad_logits;
-    device_t::check_target(args.target);
     args.grad_logits = grad_logits.mutable_data_ptr();
     args.grad_row_stride = args.vocab;
-    device_t::prepare_output(args.grad_logits, static_cast<size_t>(args.rows * args.vocab) * logits.element_size());
     device_t::backward(args, logits);
     return grad_logits;
   }

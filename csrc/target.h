@@ -3,8 +3,6 @@
 
 #include "dtype.h"
 
-#include <limits>
-
 namespace sparse_ce {
 
 // Entry i gives class column the weight value. column is -1 when there is no logit to read: with value 0 the entry is
@@ -54,7 +52,7 @@ struct TargetView {
     const acc_t value = values ? load_float<acc_t>(values, values_dtype, i) : acc_t(1);
     const int64_t column = load_int(indices, indices_dtype, i);
     if (value == acc_t(0) || column == ignore_index) return {-1, acc_t(0)};
-    if (column < 0 || column >= num_classes) return {-1, std::numeric_limits<acc_t>::quiet_NaN()};
+    if (column < 0 || column >= num_classes) return {-1, Limits<acc_t>::kNaN};
     return {column, value};
   }
 

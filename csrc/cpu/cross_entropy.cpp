@@ -13,19 +13,29 @@ namespace {
 // Fewer logits than this are not worth waking a thread for.
 constexpr int64_t kGrain = 16384;
 
-int64_t tiles_of(int64_t columns) { return (columns + kTile - 1) / kTile; }
+int64_t spans_of(int64_t columns) { return (columns + kSpan - 1) / kSpan; }
 
-// Rows are shared out whole while there are enough of them; a few long rows are shared out by tiles. Both orders merge
-// the same tiles in the same sequence, so the result does not depend on the number of threads.
+// Rows are shared out whole while there are enough of them; a few long rows are shared out by spans. Both orders merge
+// the same spans in the same sequence, so the result does not depend on the number of threads.
 bool split_rows(int64_t rows, int64_t columns) {
   const int64_t threads = torch::stable::get_num_threads();
-  return rows < threads && tiles_of(columns) > 1;
+  return rows < threads && spans_of(columns) > 1;
 }
 
 template <typename function_t>
 void parallel_rows(int64_t rows, int64_t columns, const function_t& f) {
   const int64_t grain = std::max<int64_t>(1, kGrain / std::max<int64_t>(1, columns));
   torch::stable::parallel_for(0, rows, grain, f);
+}
+
+// The logits at a row's entries lie far apart: asked for together, they arrive together.
+template <typename scalar_t>
+void prefetch_entries(const TargetView& target, int64_t r, const scalar_t* row) {
+  const EntryRange range = target.row(r);
+  for (int64_t i = range.begin; i < range.end; ++i) {
+    const int64_t column = load_int(target.indices, target.indices_dtype, i);
+    if (0 <= column && column < target.num_classes) __builtin_prefetch(row + column);
+  }
 }
 
 template <typename scalar_t>
@@ -47,21 +57,21 @@ class Forward {
         for (int64_t r = begin; r < end; ++r) {
           RowStats<acc_t> stats;
           if (!args_.target.ignored(r))
-            for (int64_t t = 0; t < tiles_of(columns_); ++t) stats.merge(tile(r, t));
+            for (int64_t t = 0; t < spans_of(columns_); ++t) stats.merge(span(r, t));
           finish(r, stats);
         }
       });
       return;
     }
-    const int64_t tiles = tiles_of(columns_);
-    std::vector<RowStats<acc_t>> partial(args_.rows * tiles);
-    torch::stable::parallel_for(0, args_.rows * tiles, std::max<int64_t>(1, kGrain / kTile), [&](int64_t begin, int64_t end) {
+    const int64_t spans = spans_of(columns_);
+    std::vector<RowStats<acc_t>> partial(args_.rows * spans);
+    torch::stable::parallel_for(0, args_.rows * spans, std::max<int64_t>(1, kGrain / kSpan), [&](int64_t begin, int64_t end) {
       for (int64_t i = begin; i < end; ++i)
-        if (!args_.target.ignored(i / tiles)) partial[i] = tile(i / tiles, i % tiles);
+        if (!args_.target.ignored(i / spans)) partial[i] = span(i / spans, i % spans);
     });
     for (int64_t r = 0; r < args_.rows; ++r) {
       RowStats<acc_t> stats;
-      for (int64_t t = 0; t < tiles; ++t) stats.merge(partial[r * tiles + t]);
+      for (int64_t t = 0; t < spans; ++t) stats.merge(partial[r * spans + t]);
       finish(r, stats);
     }
   }
@@ -69,9 +79,9 @@ class Forward {
  private:
   const scalar_t* row(int64_t r) const { return static_cast<const scalar_t*>(args_.logits) + r * args_.row_stride; }
 
-  RowStats<acc_t> tile(int64_t r, int64_t t) const {
-    const int64_t column = t * kTile;
-    return tile_kernels<scalar_t>().stats(row(r) + column, std::min(kTile, columns_ - column), transform_,
+  RowStats<acc_t> span(int64_t r, int64_t t) const {
+    const int64_t column = t * kSpan;
+    return tile_kernels<scalar_t>().stats(row(r) + column, std::min(kSpan, columns_ - column), transform_,
                                           args_.options.label_smoothing != 0, weights_at<scalar_t>(args_.target, column));
   }
 
@@ -84,6 +94,7 @@ class Forward {
       if (residual) residual[r] = acc_t(0);
       return;
     }
+    prefetch_entries(args_.target, r, row(r));
     TargetStats<acc_t> target;
     const EntryRange range = args_.target.row(r);
     for (int64_t i = range.begin; i < range.end; ++i) {
@@ -166,9 +177,11 @@ class Backward {
       parallel_rows(args_.rows, columns_, [this](int64_t begin, int64_t end) {
         ClassSums<acc_t> sums;
         RowPlan plan{true, coefficients(0, acc_t(0)), {}};
-        for (int64_t r = begin; r < end; ++r) {
+        // Backwards: the rows that forward read last may still be in a cache.
+        for (int64_t r = end - 1; r >= begin; --r) {
+          if (r > begin) prefetch_entries(args_.target, r - 1, row(r - 1));
           make_plan(r, sums, plan);
-          for (int64_t t = 0; t < tiles_of(args_.vocab); ++t) write_tile(r, t, plan);
+          for (int64_t t = 0; t < spans_of(args_.vocab); ++t) write_span(r, t, plan);
           write_entries(r, plan);
         }
       });
@@ -177,9 +190,9 @@ class Backward {
     ClassSums<acc_t> sums;
     std::vector<RowPlan> plans(args_.rows, RowPlan{true, coefficients(0, acc_t(0)), {}});
     for (int64_t r = 0; r < args_.rows; ++r) make_plan(r, sums, plans[r]);
-    const int64_t tiles = tiles_of(args_.vocab);
-    torch::stable::parallel_for(0, args_.rows * tiles, std::max<int64_t>(1, kGrain / kTile), [&](int64_t begin, int64_t end) {
-      for (int64_t i = begin; i < end; ++i) write_tile(i / tiles, i % tiles, plans[i / tiles]);
+    const int64_t spans = spans_of(args_.vocab);
+    torch::stable::parallel_for(0, args_.rows * spans, std::max<int64_t>(1, kGrain / kSpan), [&](int64_t begin, int64_t end) {
+      for (int64_t i = begin; i < end; ++i) write_span(i / spans, i % spans, plans[i / spans]);
     });
     for (int64_t r = 0; r < args_.rows; ++r) write_entries(r, plans[r]);
   }
@@ -239,9 +252,9 @@ class Backward {
     }
   }
 
-  // Every element of the tile is written: zeros for an ignored row and for columns beyond the classes.
-  void write_tile(int64_t r, int64_t t, const RowPlan& plan) const {
-    const int64_t begin = t * kTile, end = std::min(begin + kTile, args_.vocab);
+  // Every element of the span is written: zeros for an ignored row and for columns beyond the classes.
+  void write_span(int64_t r, int64_t t, const RowPlan& plan) const {
+    const int64_t begin = t * kSpan, end = std::min(begin + kSpan, args_.vocab);
     const int64_t live = plan.zero ? begin : std::max(begin, std::min(end, columns_));
     scalar_t* gradient = gradient_row(r);
     if (live > begin)

@@ -7,12 +7,18 @@ namespace sparse_ce {
 namespace cpu {
 namespace {
 
-// z of a tile; the logits themselves where there is nothing to convert.
+// Logits as they are, converted where they are used.
+template <typename scalar_t>
+struct Converted {
+  const scalar_t* logits;
+  SCE_HD acc_type<scalar_t> operator[](int64_t i) const { return to_acc(logits[i]); }
+};
+
+// z of a tile.
 template <typename scalar_t, typename acc_t>
 SCE_HD const acc_t* transformed(const scalar_t* logits, int64_t n, const LogitTransform<acc_t> transform,
                                 acc_t* __restrict__ z) {
   if (transform.identity()) {
-    if constexpr (std::is_same_v<scalar_t, acc_t>) return logits;
     SCE_SIMD()
     for (int64_t i = 0; i < n; ++i) z[i] = to_acc(logits[i]);
   } else if (transform.softcap != acc_t(0)) {
@@ -25,14 +31,33 @@ SCE_HD const acc_t* transformed(const scalar_t* logits, int64_t n, const LogitTr
   return z;
 }
 
+// One pass over memory, so that loads and exponentials overlap; the first few logits find a maximum to start from.
+template <typename acc_t, typename logits_t>
+SCE_HD void push_tile(RowStats<acc_t>& stats, const logits_t& z, int64_t n) {
+  constexpr int64_t kFirst = 256;
+  int64_t begin = 0;
+  if (stats.sum == acc_t(0)) {
+    begin = n < kFirst ? n : kFirst;
+    stats.push(z, 0, begin);
+  }
+  if (begin < n && !stats.push_near(z, begin, n)) stats.push(z, begin, n);
+}
+
 template <typename scalar_t, typename acc_t>
 SCE_HD RowStats<acc_t> stats_body(const scalar_t* logits, int64_t n, const LogitTransform<acc_t>& transform,
                                   bool weighted, const acc_t* class_weight) {
-  alignas(64) acc_t buffer[kTile];
-  const acc_t* z = transformed(logits, n, transform, buffer);
   RowStats<acc_t> stats;
-  stats.push(z, n);
-  if (weighted) stats.push_weighted(z, class_weight, n);
+  alignas(64) acc_t buffer[kTile];
+  for (int64_t begin = 0; begin < n; begin += kTile) {
+    const int64_t m = n - begin < kTile ? n - begin : kTile;
+    if (std::is_same_v<scalar_t, acc_t> && transform.identity() && !weighted) {
+      push_tile(stats, Converted<scalar_t>{logits + begin}, m);
+      continue;
+    }
+    const acc_t* z = transformed(logits + begin, m, transform, buffer);
+    push_tile(stats, z, m);
+    if (weighted) stats.push_weighted(z, class_weight ? class_weight + begin : nullptr, m);
+  }
   return stats;
 }
 
@@ -42,16 +67,25 @@ SCE_HD void gradient_body(const scalar_t* logits, int64_t n, const LogitTransfor
                           scalar_t* gradient) {
   const GradientCoefficients<acc_t> c = coefficients;
   if (transform.identity() && c.b == acc_t(0)) {
-    SCE_SIMD()
-    for (int64_t i = 0; i < n; ++i) from_acc(c.at(to_acc(logits[i])), gradient[i]);
+    if constexpr (sizeof(scalar_t) == 2) {
+      SCE_SIMD()
+      for (int64_t i = 0; i < n; ++i) from_acc(c.at_rough(to_acc(logits[i])), gradient[i]);
+    } else {
+      SCE_SIMD()
+      for (int64_t i = 0; i < n; ++i) from_acc(c.at(to_acc(logits[i])), gradient[i]);
+    }
     return;
   }
   alignas(64) acc_t buffer[kTile];
   const LogitTransform<acc_t> t = transform;
-  const acc_t* z = transformed(logits, n, t, buffer);
-  SCE_SIMD()
-  for (int64_t i = 0; i < n; ++i)
-    from_acc(c.at(z[i], class_weight ? class_weight[i] : acc_t(1)) * t.slope(z[i]), gradient[i]);
+  for (int64_t begin = 0; begin < n; begin += kTile) {
+    const int64_t m = n - begin < kTile ? n - begin : kTile;
+    const acc_t* z = transformed(logits + begin, m, t, buffer);
+    const acc_t* o = class_weight ? class_weight + begin : nullptr;
+    SCE_SIMD()
+    for (int64_t i = 0; i < m; ++i)
+      from_acc(c.at(z[i], o ? o[i] : acc_t(1)) * t.slope(z[i]), gradient[begin + i]);
+  }
 }
 
 template <typename scalar_t, InstructionSet set>

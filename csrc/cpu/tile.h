@@ -21,16 +21,19 @@ namespace cpu {
 
 enum class InstructionSet { kDefault, kAvx2, kAvx512 };
 
-// Columns of a tile: 16 KiB of float32, half of a 32 KiB L1.
-constexpr int64_t kTile = 4096;
+// Columns that are converted at a time: few enough that the next ones arrive from memory while these are worked on.
+constexpr int64_t kTile = 1024;
+
+// Columns of a span, the least part of a row that a thread takes. The result depends on it, not on the threads.
+constexpr int64_t kSpan = 32 * kTile;
 
 template <typename scalar_t>
 struct TileKernels {
   using acc_t = acc_type<scalar_t>;
-  // Statistics of n <= kTile logits. With `weighted`, also those of label smoothing; class_weight (n,) may be null.
+  // Statistics of n <= kSpan logits. With `weighted`, also those of label smoothing; class_weight (n,) may be null.
   RowStats<acc_t> (*stats)(const scalar_t* logits, int64_t n, const LogitTransform<acc_t>& transform, bool weighted,
                            const acc_t* class_weight);
-  // Gradient of n <= kTile logits as if none had an entry; gradient may be logits.
+  // Gradient of n <= kSpan logits as if none had an entry; gradient may be logits.
   void (*gradient)(const scalar_t* logits, int64_t n, const LogitTransform<acc_t>& transform,
                    const GradientCoefficients<acc_t>& coefficients, const acc_t* class_weight, scalar_t* gradient);
 };

@@ -7,15 +7,24 @@
 
 namespace sparse_ce {
 
+// x = n ln2 + r with |r| <= ln2 / 2 and power = 2^n, for x <= 88; power is 0 from x = -88 on, and r NaN where x is.
+struct Reduced {
+  float r, power;
+
+  SCE_HD explicit Reduced(float x) {
+    constexpr float kLog2e = 1.44269504f, kLn2 = 0.693147181f;
+    // Adding 1.5 * 2^23 rounds to an integer n in the low bits of the mantissa; 127 more makes them the exponent of 2^n.
+    constexpr float kRound = 12582912.0f + 127.0f;
+    x = x < -88.0f ? -88.0f : x;
+    const float rounded = x * kLog2e + kRound;
+    power = bit_cast<float>(bit_cast<uint32_t>(rounded) << 23);
+    r = x - (rounded - kRound) * kLn2;
+  }
+};
+
 // exp(x) for x <= 88: exactly 0 for -inf, NaN for NaN, 3e-9 + rounding relative error (minimax fit on +-ln2/2).
 SCE_HD float exponential(float x) {
-  constexpr float kLog2e = 1.44269504f, kLn2 = 0.693147181f;
-  // Adding 1.5 * 2^23 rounds to an integer n in the low bits of the mantissa; 127 more makes them the exponent of 2^n.
-  constexpr float kRound = 12582912.0f + 127.0f;
-  x = x < -88.0f ? -88.0f : x;  // n = -127: 2^n becomes 0; NaN stays
-  const float rounded = x * kLog2e + kRound;
-  const float power = bit_cast<float>(bit_cast<uint32_t>(rounded) << 23);
-  const float r = x - (rounded - kRound) * kLn2;
+  const auto [r, power] = Reduced(x);
   float p = 0.001381459879f;
   p = p * r + 0.008368717507f;
   p = p * r + 0.04166838899f;
@@ -26,6 +35,17 @@ SCE_HD float exponential(float x) {
 }
 
 SCE_HD double exponential(double x) { return std::exp(x); }
+
+// The same to 3e-6, for results that are rounded to 16 bits.
+SCE_HD float exponential_rough(float x) {
+  const auto [r, power] = Reduced(x);
+  float p = 0.04145856574f;
+  p = p * r + 0.1679093242f;
+  p = p * r + 0.5000436306f;
+  p = p * r + 0.9999634027f;
+  p = p * r + 0.9999992847f;
+  return p * power;
+}
 
 // Relative error below 1e-7: a polynomial near 0, where 1 - 2 / (exp(2x) + 1) would cancel.
 SCE_HD float hyperbolic_tangent(float x) {

@@ -1,0 +1,102 @@
+#include "gradient_memory.h"
+
+#if defined(__linux__)
+
+#include <sys/mman.h>
+
+#include <cstdint>
+#include <mutex>
+#include <unordered_map>
+#include <vector>
+
+namespace sparse_ce {
+namespace cpu {
+namespace {
+
+constexpr size_t kBlocks = 2;  // a step of the usual loop needs one; a model with two losses, two
+constexpr size_t kHugePage = size_t(1) << 21;
+
+struct Block {
+  void* address;
+  size_t bytes;
+};
+
+// New memory whose address and size are multiples of a huge page.
+void* map_block(size_t bytes) {
+  void* mapped = mmap(nullptr, bytes + kHugePage, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  if (mapped == MAP_FAILED) return nullptr;
+  char* begin = static_cast<char*>(mapped);
+  const size_t before = (kHugePage - reinterpret_cast<uintptr_t>(begin) % kHugePage) % kHugePage;
+  if (before > 0) munmap(begin, before);
+  munmap(begin + before + bytes, kHugePage - before);
+#ifdef MADV_HUGEPAGE
+  madvise(begin + before, bytes, MADV_HUGEPAGE);  // advice: nothing depends on it
+#endif
+  return begin + before;
+}
+
+class BlockCache {
+ public:
+  void* take(size_t bytes) {
+    bytes = (bytes + kHugePage - 1) / kHugePage * kHugePage;
+    const std::lock_guard<std::mutex> lock(mutex_);
+    for (size_t i = 0; i < free_.size(); ++i) {
+      const Block block = free_[i];
+      if (block.bytes < bytes || block.bytes > bytes + bytes / 4) continue;
+      free_.erase(free_.begin() + static_cast<std::ptrdiff_t>(i));
+      in_use_[block.address] = block.bytes;
+      return block.address;
+    }
+    void* address = map_block(bytes);
+    if (address) in_use_[address] = bytes;
+    return address;
+  }
+
+  void give(void* address) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    const auto found = in_use_.find(address);
+    if (found == in_use_.end()) return;
+    const Block block{address, found->second};
+    in_use_.erase(found);
+#ifdef MADV_FREE
+    if (madvise(block.address, block.bytes, MADV_FREE) == 0) {
+      free_.push_back(block);
+      if (free_.size() <= kBlocks) return;
+      munmap(free_.front().address, free_.front().bytes);
+      free_.erase(free_.begin());
+      return;
+    }
+#endif
+    munmap(block.address, block.bytes);
+  }
+
+ private:
+  std::mutex mutex_;
+  std::vector<Block> free_;                     // oldest first
+  std::unordered_map<void*, size_t> in_use_;
+};
+
+// Never destroyed: a tensor may be freed after the destructors of statics have run.
+BlockCache& cache() {
+  static BlockCache* cache = new BlockCache;
+  return *cache;
+}
+
+}  // namespace
+
+void* take_gradient_memory(size_t bytes) { return cache().take(bytes); }
+void give_gradient_memory(void* block) { cache().give(block); }
+
+}  // namespace cpu
+}  // namespace sparse_ce
+
+#else
+
+namespace sparse_ce {
+namespace cpu {
+void* take_gradient_memory(size_t) { return nullptr; }
+void give_gradient_memory(void*) {}
+}  // namespace cpu
+}  // namespace sparse_ce
+
+#endif

@@ -1,0 +1,29 @@
+// cuda/cross_entropy.h - the launchers. They enqueue on `stream`, never wait, and need `workspace` device bytes.
+#pragma once
+
+#include "../cross_entropy.h"
+
+#include <cuda_runtime_api.h>
+
+#include <cstddef>
+
+namespace sparse_ce {
+namespace cuda {
+
+// How the rows go to threads, decided on the host from the shape.
+struct Plan {
+  int width;         // threads that share a row: 32 or kThreads
+  int64_t splits;    // blocks that share a row
+  unsigned blocks;
+};
+Plan plan_of(const CrossEntropyArgs& args, int multiprocessors);
+
+size_t cross_entropy_forward_workspace(const CrossEntropyArgs& args);
+cudaError_t cross_entropy_forward(const ForwardArgs& args, void* workspace, cudaStream_t stream);
+
+size_t cross_entropy_backward_workspace(const CrossEntropyArgs& args);
+cudaError_t cross_entropy_backward(const BackwardArgs& args, void* workspace, cudaStream_t stream);
+cudaError_t cross_entropy_backward_values(const BackwardArgs& args, cudaStream_t stream);
+
+}  // namespace cuda
+}  // namespace sparse_ce

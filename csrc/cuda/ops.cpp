@@ -1,0 +1,99 @@
+#include "../ops.h"
+#include "cross_entropy.h"
+
+#include <torch/csrc/inductor/aoti_torch/c/shim.h>
+#include <torch/csrc/stable/accelerator.h>
+#include <torch/csrc/stable/library.h>
+
+#include <cuda_runtime.h>
+
+#include <cstdlib>
+#include <vector>
+
+namespace sparse_ce {
+namespace {
+
+#ifdef SPARSE_CE_EMULATED
+struct DeviceGuard {
+  explicit DeviceGuard(int32_t) {}
+};
+cudaStream_t stream_of(const Tensor&) { return nullptr; }
+#else
+using torch::stable::accelerator::DeviceGuard;
+cudaStream_t stream_of(const Tensor& t) {
+  void* stream = nullptr;
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(t.get_device_index(), &stream));
+  return static_cast<cudaStream_t>(stream);
+}
+#endif
+
+void check_cuda(cudaError_t error) { check(error == cudaSuccess, "CUDA must run the kernel, got ", cudaGetErrorString(error)); }
+
+// Host copies of what a target view points to. Waits for the device: only under SPARSE_CE_VALIDATE=1.
+class HostTarget {
+ public:
+  explicit HostTarget(const TargetView& device) : view_(device) {
+    const int64_t offsets = device.offsets_step == 2 ? 2 * device.rows : device.rows + 1;
+    view_.indices = copy(device.indices, device.entries, size_of(device.indices_dtype));
+    view_.values = copy(device.values, device.entries, size_of(device.values_dtype));
+    view_.offsets = copy(device.offsets, offsets, size_of(device.offsets_dtype));
+    view_.row_mask = static_cast<const bool*>(copy(device.row_mask, device.rows, sizeof(bool)));
+  }
+  const TargetView& view() const { return view_; }
+
+ private:
+  static size_t size_of(DType dtype) {
+    return dtype == DType::kFloat64 || dtype == DType::kInt64 ? 8 : dtype == DType::kFloat32 || dtype == DType::kInt32 ? 4 : 2;
+  }
+  const void* copy(const void* device, int64_t count, size_t size) {
+    if (!device) return nullptr;
+    copies_.emplace_back(static_cast<size_t>(count) * size + 1);
+    check_cuda(cudaMemcpy(copies_.back().data(), device, static_cast<size_t>(count) * size, cudaMemcpyDeviceToHost));
+    return copies_.back().data();
+  }
+
+  TargetView view_;
+  std::vector<std::vector<char>> copies_;
+};
+
+struct Cuda {
+  static void forward(const ForwardArgs& args, const Tensor& like) {
+    const DeviceGuard guard(like.get_device_index());
+    const Tensor workspace = bytes(like, cuda::cross_entropy_forward_workspace(args));
+    check_cuda(cuda::cross_entropy_forward(args, workspace.mutable_data_ptr(), stream_of(like)));
+  }
+  static void backward(const BackwardArgs& args, const Tensor& like) {
+    const DeviceGuard guard(like.get_device_index());
+    const Tensor workspace = bytes(like, cuda::cross_entropy_backward_workspace(args));
+    check_cuda(cuda::cross_entropy_backward(args, workspace.mutable_data_ptr(), stream_of(like)));
+  }
+  static void backward_values(const BackwardArgs& args, const Tensor& like) {
+    const DeviceGuard guard(like.get_device_index());
+    check_cuda(cuda::cross_entropy_backward_values(args, stream_of(like)));
+  }
+  static void check_target(const TargetView& target) {
+    const char* validate = std::getenv("SPARSE_CE_VALIDATE");
+    if (validate && validate[0] == '1') check_entries(HostTarget(target).view());
+  }
+  static Tensor empty_output(const Tensor& like, int64_t rows, int64_t columns) {
+    return empty(like, {rows, columns}, like.scalar_type());
+  }
+
+ private:
+  // From torch's caching allocator: freed at return, reused by later work of the same stream only.
+  static Tensor bytes(const Tensor& like, size_t size) {
+    return empty(like, {static_cast<int64_t>(size)}, ScalarType::Byte);
+  }
+};
+
+using CudaOps = Ops<Cuda>;
+
+}  // namespace
+}  // namespace sparse_ce
+
+// In emulation (tests/emulation) the same bindings serve tensors of the CPU.
+#ifdef SPARSE_CE_EMULATED
+STABLE_TORCH_LIBRARY_IMPL(sparse_ce, CPU, m) { SCE_REGISTER_OPS(m, sparse_ce::CudaOps); }
+#else
+STABLE_TORCH_LIBRARY_IMPL(sparse_ce, CUDA, m) { SCE_REGISTER_OPS(m, sparse_ce::CudaOps); }
+#endif

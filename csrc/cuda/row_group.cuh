@@ -1,0 +1,122 @@
+// row_group.cuh - the threads that share a row, and how they read it.
+#pragma once
+
+#include "launch.cuh"
+
+#include <cstdint>
+#include <cstring>
+
+namespace sparse_ce {
+namespace cuda {
+
+constexpr int kThreads = 256;  // of every block
+constexpr int kWarp = 32;
+
+// kWidth threads share a row: a warp (several rows a block, for short rows) or the block. Every thread of the group must
+// call each function, with the group's other threads.
+template <int kWidth>
+struct RowGroup {
+  static_assert(kWidth == kWarp || kWidth == kThreads, "a warp or the block");
+  static constexpr int kPerBlock = kThreads / kWidth;
+
+  __device__ static int rank() { return threadIdx.x % kWidth; }
+  // Groups of the whole grid, in the order in which they take rows.
+  __device__ static int64_t number() { return blockIdx.x * int64_t(kPerBlock) + threadIdx.x / kWidth; }
+  __device__ static int64_t count() { return gridDim.x * int64_t(kPerBlock); }
+
+  // A barrier that also orders memory among the group.
+  __device__ static void sync() {
+    if (kWidth == kWarp)
+      __syncwarp();
+    else
+      __syncthreads();
+  }
+
+  __device__ static bool all(bool value) {
+    return kWidth == kWarp ? __all_sync(0xffffffffu, value) : __syncthreads_and(value);
+  }
+
+  // Merges one stats_t of each thread in a fixed order. Lane 0's result counts: other lanes may differ in the last bit
+  // of `sum`, since a contracted multiply-add is not symmetric. Contains barriers; none follows the last read.
+  template <template <typename> class stats_t, typename acc_t>
+  __device__ static stats_t<acc_t> reduce(stats_t<acc_t> mine) {
+    constexpr int kFields = sizeof(stats_t<acc_t>) / sizeof(acc_t);
+#pragma unroll
+    for (int offset = kWarp / 2; offset > 0; offset /= 2) mine.merge(shuffle_xor<stats_t, acc_t, kFields>(mine, offset));
+    if (kWidth == kWarp) return mine;
+
+    constexpr int kWarps = kThreads / kWarp;
+    COC_SHARED(acc_t, partial, [kWarps][kFields]);
+    __syncthreads();  // the last call's values may still be read
+    if (threadIdx.x % kWarp == 0) std::memcpy(partial[threadIdx.x / kWarp], &mine, sizeof(mine));
+    __syncthreads();
+    stats_t<acc_t> total;
+    for (int w = 0; w < kWarps; ++w) {
+      stats_t<acc_t> part;
+      std::memcpy(&part, partial[w], sizeof(part));
+      total.merge(part);
+    }
+    return total;
+  }
+
+ private:
+  template <template <typename> class stats_t, typename acc_t, int kFields>
+  __device__ static stats_t<acc_t> shuffle_xor(const stats_t<acc_t>& mine, int offset) {
+    acc_t fields[kFields];
+    std::memcpy(fields, &mine, sizeof(mine));
+#pragma unroll
+    for (int i = 0; i < kFields; ++i) fields[i] = __shfl_xor_sync(0xffffffffu, fields[i], offset);
+    stats_t<acc_t> other;
+    std::memcpy(&other, fields, sizeof(other));
+    return other;
+  }
+};
+
+// 16 bytes of a row: one load or store instruction.
+template <typename scalar_t>
+struct Pack {
+  static constexpr int kSize = 16 / sizeof(scalar_t);
+  scalar_t at[kSize];
+
+  __device__ static Pack load(const scalar_t* p) {
+    const uint4 bits = *reinterpret_cast<const uint4*>(p);
+    Pack pack;
+    std::memcpy(&pack, &bits, sizeof(pack));
+    return pack;
+  }
+  __device__ void store(scalar_t* p) const {
+    uint4 bits;
+    std::memcpy(&bits, this, sizeof(bits));
+    *reinterpret_cast<uint4*>(p) = bits;
+  }
+};
+
+template <int n>
+struct Count {
+  static constexpr int value = n;
+};
+
+// Shares the columns [begin, end) of a row among a group: singles up to the first 16-byte boundary, then packs of which
+// each thread has kUnroll in flight, then single packs and singles. `packs(column, Count<n>)` stands for the n packs at
+// column, column + stride, ..., with stride kWidth * Pack::kSize; `single(column)` for one element. A row that cannot be
+// read by packs (`by_packs` false) is all singles.
+template <int kWidth, int kUnroll, typename scalar_t, typename packs_t, typename single_t>
+__device__ __forceinline__ void for_columns(const scalar_t* row, int64_t begin, int64_t end, bool by_packs,
+                                            const packs_t& packs, const single_t& single) {
+  constexpr int kSize = Pack<scalar_t>::kSize;
+  const int rank = RowGroup<kWidth>::rank();
+  const auto misalignment = static_cast<int64_t>(reinterpret_cast<uintptr_t>(row + begin) % 16 / sizeof(scalar_t));
+  int64_t body = begin + (kSize - misalignment) % kSize;
+  if (body > end || !by_packs) body = end;
+  const int64_t tail = body + (end - body) / kSize * kSize;
+
+  for (int64_t c = begin + rank; c < body; c += kWidth) single(c);
+  constexpr int64_t kStride = int64_t(kWidth) * kSize;
+  int64_t c = body + int64_t(rank) * kSize;
+  for (; c + (kUnroll - 1) * kStride < tail; c += kUnroll * kStride) packs(c, Count<kUnroll>{});
+  for (; c < tail; c += kStride) packs(c, Count<1>{});
+  for (int64_t s = tail + rank; s < end; s += kWidth) single(s);
+}
+
+}  // namespace cuda
+}  // namespace sparse_ce
