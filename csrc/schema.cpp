@@ -9,8 +9,6 @@
 //                                                     belongs to two rows
 // Without values every weight is 1. An entry of weight 0 or of class ignore_index is padding. weight (V,) A are class
 // weights; row_mask (N,) bool is true where a row counts.
-#include "check.h"
-
 #include <torch/csrc/stable/library.h>
 
 #define SCE_TARGET "Tensor indices, Tensor? values=None, Tensor? offsets=None, Tensor? weight=None, Tensor? row_mask=None"
@@ -42,12 +40,4 @@ STABLE_TORCH_LIBRARY(sparse_ce, m) {
 
   // "avx512", "avx2" or "default": the path that the CPU kernels take.
   m.def("cpu_instruction_set() -> str");
-}
-
-namespace {
-std::string cpu_instruction_set() { return sparse_ce::cpu::instruction_set(); }
-}  // namespace
-
-STABLE_TORCH_LIBRARY_IMPL(sparse_ce, CompositeExplicitAutograd, m) {
-  m.impl("cpu_instruction_set", TORCH_BOX(&cpu_instruction_set));
 }

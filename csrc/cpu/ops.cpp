@@ -24,7 +24,13 @@ struct Cpu {
 
 using CpuOps = Ops<Cpu>;
 
+std::string cpu_instruction_set() { return cpu::instruction_set(); }
+
 }  // namespace
 }  // namespace sparse_ce
 
 STABLE_TORCH_LIBRARY_IMPL(sparse_ce, CPU, m) { SCE_REGISTER_OPS(m, sparse_ce::CpuOps); }
+
+STABLE_TORCH_LIBRARY_IMPL(sparse_ce, CompositeExplicitAutograd, m) {
+  m.impl("cpu_instruction_set", TORCH_BOX(&sparse_ce::cpu_instruction_set));
+}

@@ -93,7 +93,13 @@ using CudaOps = Ops<Cuda>;
 
 // In emulation (tests/emulation) the same bindings serve tensors of the CPU.
 #ifdef SPARSE_CE_EMULATED
+namespace {
+std::string cpu_instruction_set() { return "emulated CUDA"; }
+}  // namespace
 STABLE_TORCH_LIBRARY_IMPL(sparse_ce, CPU, m) { SCE_REGISTER_OPS(m, sparse_ce::CudaOps); }
+STABLE_TORCH_LIBRARY_IMPL(sparse_ce, CompositeExplicitAutograd, m) {
+  m.impl("cpu_instruction_set", TORCH_BOX(&cpu_instruction_set));
+}
 #else
 STABLE_TORCH_LIBRARY_IMPL(sparse_ce, CUDA, m) { SCE_REGISTER_OPS(m, sparse_ce::CudaOps); }
 #endif

@@ -1,0 +1,111 @@
+"""Compiles the CUDA kernels' source for a CPU (plain, sanitizers) and, with nvcc, the same cases for the device.
+
+    python tests/emulation/build.py [plain asan tsan | --device | --package DIR]
+
+--package DIR makes a copy of the Python package whose CPU tensors are served by the emulated CUDA kernels, so that the
+whole Python suite runs on them.
+"""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parent.parent
+LAYER = ROOT / "tests" / "cuda_on_cpu"
+BUILD = HERE / "build"
+FLAVOURS = {
+    "plain": ["-O2"],
+    "asan": ["-O1", "-fno-omit-frame-pointer", "-fsanitize=address,undefined", "-fno-sanitize-recover=undefined"],
+    "tsan": ["-O1", "-fno-omit-frame-pointer", "-fsanitize=thread"],
+}
+
+
+def cuda_home() -> str:
+    """The toolkit's root, asked of nvcc itself: the nvcc on the PATH may be a wrapper script."""
+    if "CUDA_HOME" in os.environ:
+        return os.environ["CUDA_HOME"]
+    plan = subprocess.run(["nvcc", "--dryrun", "-x", "cu", os.devnull], capture_output=True, text=True).stderr
+    return os.path.realpath(re.search(r"^#\$ TOP=(.*)$", plan, re.M).group(1))
+
+
+def flags() -> list:
+    return ["g++", "-std=c++17", "-g", "-fPIC", "-fno-strict-aliasing", "-Wall", "-Wno-unknown-pragmas",
+            "-Wno-unused-function", f"-I{LAYER / 'include'}", "-isystem", f"{cuda_home()}/include"]
+
+
+def newer(output: Path, *folders: Path) -> bool:
+    """Whether `output` is younger than every source."""
+    sources = [p for folder in folders for p in folder.rglob("*") if p.suffix in (".cu", ".cuh", ".h", ".cpp", ".py")
+               and BUILD not in p.parents]
+    return output.exists() and output.stat().st_mtime > max(p.stat().st_mtime for p in sources)
+
+
+def run(command: list) -> None:
+    done = subprocess.run([str(c) for c in command], capture_output=True, text=True)
+    if done.returncode:
+        sys.exit(f"{' '.join(map(str, command))}\n{done.stdout}{done.stderr}")
+
+
+def runtime() -> Path:
+    """The emulation's scheduler, always without sanitizers."""
+    out = BUILD / "runtime.o"
+    if not newer(out, LAYER):
+        BUILD.mkdir(exist_ok=True)
+        run(flags() + ["-O2", "-fno-omit-frame-pointer", "-c", LAYER / "src" / "coc_runtime.cpp", "-o", out])
+    return out
+
+
+def build_flavour(flavour: str) -> Path:
+    out = BUILD / f"cases_{flavour}"
+    if not newer(out, ROOT / "csrc", LAYER, HERE):
+        run(flags() + FLAVOURS[flavour] + [HERE / "cases.cpp", runtime(), "-o", out])
+    return out
+
+
+def build_flavours(names: list) -> list:
+    runtime()
+    with ThreadPoolExecutor(2) as pool:
+        return list(pool.map(build_flavour, names))
+
+
+def build_device() -> Path:
+    """The same cases for the GPU of this machine."""
+    BUILD.mkdir(exist_ok=True)
+    out = BUILD / "cases_device"
+    run(["nvcc", "-std=c++17", "-O2", "-lineinfo", "-arch=native", "-x", "cu", HERE / "cases.cpp", "-o", out])
+    return out
+
+
+def build_package(folder: Path) -> Path:
+    """A package `sparse_ce` under `folder` with the emulated kernels as its compiled library."""
+    from torch.utils.cpp_extension import include_paths, library_paths
+    package = folder / "sparse_ce"
+    shutil.rmtree(package, ignore_errors=True)
+    shutil.copytree(ROOT / "sparse_ce", package, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
+    common = flags() + ["-O2", "-DSPARSE_CE_EMULATED", "-DTORCH_TARGET_VERSION=0x020b000000000000"]
+    common += [part for path in include_paths() for part in ("-isystem", path)]
+    sources = {"ops": ["-include", "coc.h", ROOT / "csrc" / "cuda" / "ops.cpp"],
+               "kernels": ["-include", "coc.h", "-x", "c++", ROOT / "csrc" / "cuda" / "cross_entropy.cu"],
+               "schema": [ROOT / "csrc" / "schema.cpp"]}
+    objects = [runtime()]
+    for name, source in sources.items():
+        objects.append(BUILD / f"{name}.o")
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(lambda item: run(common + ["-c", *item[1], "-o", BUILD / f"{item[0]}.o"]), sources.items()))
+    run(["g++", "-shared", *objects, "-o", package / "_C.so", *[f"-L{path}" for path in library_paths()], "-ltorch",
+         "-ltorch_cpu", "-lc10"])
+    return package
+
+
+if __name__ == "__main__":
+    if "--device" in sys.argv:
+        print(build_device())
+    elif "--package" in sys.argv:
+        print(build_package(Path(sys.argv[sys.argv.index("--package") + 1])))
+    else:
+        print(*build_flavours(sys.argv[1:] or list(FLAVOURS)), sep="\n")
