@@ -1,0 +1,276 @@
+"""Targets of every form, each with the dense float64 target that it stands for.
+
+``FORMS[name](shape, classes, draw, ignore_index)`` makes a :class:`Case` with leading ``shape`` (at least 6 rows) over
+``classes`` classes. Every case has rows that are empty or ignored, and what else its form allows: duplicates, padding with
+any index, negative and unnormalised weights.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any, Callable, Optional, Sequence, Tuple
+
+import torch
+from torch import Tensor
+
+import sparse_ce
+from sparse_ce import SparseTarget
+
+IGNORE = -100
+DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
+
+
+def devices():
+    with_cuda = torch.cuda.is_available() and sparse_ce.ops.why_no_cuda is None
+    return ["cpu", "cuda"] if with_cuda else ["cpu"]
+
+
+class Draw:
+    """Random numbers that are the same on every device."""
+
+    def __init__(self, device: str, seed: int = 0):
+        self.device, self.generator = device, torch.Generator().manual_seed(seed)
+
+    def normal(self, *size: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.randn(size, generator=self.generator, dtype=torch.float64).to(self.device, dtype)
+
+    def uniform(self, *size: int, low: float = 0.0, high: float = 1.0, dtype: torch.dtype = torch.float32) -> Tensor:
+        values = low + (high - low) * torch.rand(size, generator=self.generator, dtype=torch.float64)
+        return values.to(self.device, dtype)
+
+    def integers(self, high: int, *size: int, dtype: torch.dtype = torch.int64) -> Tensor:
+        return torch.randint(high, size, generator=self.generator).to(self.device, dtype)
+
+    def logits(self, dense: Tensor, dtype: torch.dtype, vocab: Optional[int] = None) -> Tensor:
+        """Peaked: in two rows of three the target's largest class has most of the probability. ``dense`` (..., n)."""
+        z = 2 * self.normal(*dense.shape, dtype=torch.float64)
+        peaks = self.uniform(*dense.shape[:-1], low=-6, high=12, dtype=torch.float64)
+        z.scatter_add_(-1, dense.argmax(-1, keepdim=True), peaks[..., None])
+        if vocab is not None and vocab > z.shape[-1]:  # columns that do not exist
+            z = torch.cat([z, z.new_full((*z.shape[:-1], vocab - z.shape[-1]), math.nan)], -1)
+        return z.to(dtype)
+
+
+@dataclass(frozen=True)
+class Case:
+    shape: Tuple[int, ...]
+    classes: int
+    build: Callable[[Optional[Tensor]], Any]  # values -> the target, in the form that is tested
+    dense_of: Callable[[Optional[Tensor]], Tensor]  # values, float64 -> (*shape, classes) float64, differentiable
+    ignored: Tensor  # shape, bool
+    values: Optional[Tensor] = None
+    labels: Optional[Tensor] = None  # shape, for class indices
+
+    @property
+    def target(self) -> Any:
+        return self.build(self.values)
+
+    @property
+    def dense(self) -> Tensor:
+        return self.dense_of(None if self.values is None else self.values.double())
+
+
+def _dense(rows: Tensor, columns: Tensor, values: Tensor, shape: Sequence[int], classes: int) -> Tensor:
+    """Entries (row number, column, value), all of one shape, added up; those with column < 0 are left out."""
+    live = columns >= 0
+    flat = torch.where(live, rows * classes + columns, 0).reshape(-1)
+    out = values.new_zeros(math.prod(shape) * classes)
+    return out.index_add(0, flat, torch.where(live, values, 0.0).reshape(-1)).reshape(*shape, classes)
+
+
+# ------------------------------------------------------------------------------------------------------- class indices
+
+
+def _index(dtype: torch.dtype, wrap: bool = False):
+    def form(shape, classes, draw, ignore_index=IGNORE):
+        labels = draw.integers(classes, *shape, dtype=dtype)
+        if ignore_index >= 0 or dtype != torch.uint8:
+            labels.view(-1)[1::4] = ignore_index
+        ignored = labels == ignore_index
+        mask = draw.uniform(*shape) > 0.25 if wrap else None
+        if wrap:
+            ignored = ignored | ~mask
+
+        def build(_):
+            return SparseTarget.from_index(labels, ignore_index, row_mask=mask, num_classes=classes) if wrap else labels
+
+        def dense_of(_):
+            columns = torch.where(ignored, -1, labels.long()).reshape(-1)
+            ones = torch.ones(columns.shape, dtype=torch.float64, device=labels.device)
+            return _dense(torch.arange(columns.numel(), device=labels.device), columns, ones, shape, classes)
+
+        return Case(tuple(shape), classes, build, dense_of, ignored, labels=labels)
+
+    return form
+
+
+# --------------------------------------------------------------------------------------------------------------- top-k
+
+
+def _topk_parts(shape, classes, draw, ignore_index, index_dtype):
+    """indices (*shape, 5), and which entries are live: duplicates in row 0, row 2 ignored, row 4 without weight."""
+    rows = math.prod(shape)
+    indices = draw.integers(classes, rows, 5)
+    indices[0, 1] = indices[0, 0]
+    live = draw.uniform(rows, 5) < 0.7
+    live[0], live[2], live[4] = True, False, False
+    marks = torch.tensor([ignore_index, -1, 0, 2**31 - 1, classes], device=draw.device)
+    indices = torch.where(live, indices, marks)
+    indices[2] = ignore_index
+    live = live & (indices != ignore_index)
+    ignored = (indices == ignore_index).all(-1)
+    return indices.reshape(*shape, 5).to(index_dtype), live.reshape(*shape, 5), ignored.reshape(shape)
+
+
+def _topk(index_dtype=torch.int64, values_dtype=torch.float32, kind="probs", wrap=False, masked=False):
+    def form(shape, classes, draw, ignore_index=IGNORE):
+        indices, live, ignored = _topk_parts(shape, classes, draw, ignore_index, index_dtype)
+        # -1 beside another ignore_index must be padding by its weight or mask.
+        if kind == "probs":
+            values = torch.where(live, draw.uniform(*indices.shape, low=-0.4, high=1.6), 0.0)
+        else:
+            values = torch.where(live, draw.uniform(*indices.shape, low=-4, high=0.5), -math.inf)
+        if masked:  # what the mask hides may hold anything
+            values = torch.where(live, values, math.nan)
+        values = values.to(values_dtype)
+        mask = live if masked else None
+        rows = torch.arange(math.prod(shape), device=draw.device).reshape(*shape, 1).expand(indices.shape)
+        columns = torch.where(live, indices.long(), -1)
+
+        def build(v):
+            if not wrap:
+                return indices, v
+            return SparseTarget.from_topk(indices, v, mask=mask, kind=kind, num_classes=classes)
+
+        def dense_of(v):
+            v = torch.where(live, v, 0.0)
+            if kind == "logprobs":
+                v = v.exp()
+            elif kind == "logits":
+                some = live.any(-1, keepdim=True)
+                v = torch.softmax(torch.where(live | ~some, v, -math.inf), -1)
+            return _dense(rows, columns, v, shape, classes)
+
+        return Case(tuple(shape), classes, build, dense_of, ignored, values)
+
+    return form
+
+
+# ---------------------------------------------------------------------------------------------------------- COO and CSR
+
+
+def _entries(shape, classes, draw, distinct):
+    """Row numbers, sorted, and columns of some entries; rows 1 and 4 have none."""
+    counts = 1 + draw.integers(4, math.prod(shape))
+    counts[1] = counts[4] = 0
+    rows = torch.repeat_interleave(torch.arange(counts.numel(), device=draw.device), counts)
+    columns = draw.integers(classes, rows.numel())
+    if distinct:  # and sorted within a row, as CSR has them
+        flat = torch.unique(rows * classes + columns)
+        rows, columns = flat // classes, flat % classes
+        counts = torch.bincount(rows, minlength=math.prod(shape))
+    return rows, columns, counts
+
+
+def _spoilt(columns, ignore_index):
+    return torch.where(columns == ignore_index, -1, columns)
+
+
+def _coo(coalesced=True, values_dtype=torch.float32, wrap=False):
+    def form(shape, classes, draw, ignore_index=IGNORE):
+        rows, columns, _ = _entries(shape, classes, draw, distinct=coalesced)
+        if not coalesced:
+            rows, columns = torch.cat([rows, rows[:5]]), torch.cat([columns, columns[:5]])
+            order = torch.randperm(rows.numel(), generator=draw.generator).to(rows.device)
+            rows, columns = rows[order], columns[order]
+        values = draw.uniform(rows.numel(), low=-0.4, high=1.6).to(values_dtype)
+        positions = torch.stack([*torch.unravel_index(rows, shape), columns])
+        mask = draw.uniform(*shape) > 0.25
+        ignored = ~mask if wrap else torch.zeros_like(mask)
+
+        def build(v):
+            t = torch.sparse_coo_tensor(positions, v, (*shape, classes), is_coalesced=coalesced)
+            return SparseTarget.from_coo(t, row_mask=mask) if wrap else t
+
+        def dense_of(v):
+            return _dense(rows, _spoilt(columns, ignore_index), v, shape, classes) * ~ignored[..., None]
+
+        return Case(tuple(shape), classes, build, dense_of, ignored, values)
+
+    return form
+
+
+def _csr(index_dtype=torch.int64, values_dtype=torch.float32, wrap=False):
+    def form(shape, classes, draw, ignore_index=IGNORE):
+        shape = (math.prod(shape),)
+        rows, columns, counts = _entries(shape, classes, draw, distinct=True)
+        crow = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
+        values = draw.uniform(rows.numel(), low=-0.4, high=1.6).to(values_dtype)
+        empty = counts == 0
+
+        def build(v):
+            t = torch.sparse_csr_tensor(crow.to(index_dtype), columns.to(index_dtype), v, (*shape, classes))
+            return SparseTarget.from_csr(t, ignore_empty=True) if wrap else t
+
+        def dense_of(v):
+            return _dense(rows, _spoilt(columns, ignore_index), v, shape, classes)
+
+        return Case(shape, classes, build, dense_of, empty if wrap else torch.zeros_like(empty), values)
+
+    return form
+
+
+# -------------------------------------------------------------------------------------------------------------- jagged
+
+
+def _jagged(ranges: bool, with_values: bool, index_dtype=torch.int64):
+    """Offsets (rows + 1,), or (*shape, 2) in any order and with gaps between the rows; rows may hold duplicates."""
+
+    def form(shape, classes, draw, ignore_index=IGNORE):
+        shape = tuple(shape) if ranges else (math.prod(shape),)
+        rows, columns, counts = _entries(shape, classes, draw, distinct=False)
+        ends = counts.cumsum(0)
+        offsets = torch.cat([ends.new_zeros(1), ends])
+        if ranges:
+            order = torch.randperm(counts.numel(), generator=draw.generator).to(counts.device)
+            begin = ends - counts
+            offsets = torch.empty(counts.numel(), 2, dtype=torch.int64, device=counts.device)
+            offsets[order] = torch.stack([begin, begin + (counts - 1).clamp(min=0)], 1)  # the last entry: in no row
+            rows = torch.where(torch.arange(rows.numel(), device=rows.device) == ends[rows] - 1, -1, order[rows])
+            offsets = offsets.reshape(*shape, 2)
+        values = draw.uniform(columns.numel(), low=-0.4, high=1.6) if with_values else None
+        owned, owner = torch.where(rows >= 0, _spoilt(columns, ignore_index), -1), rows.clamp(min=0)
+
+        def build(v):
+            return SparseTarget.from_jagged(columns.to(index_dtype), v, offsets.to(index_dtype), num_classes=classes)
+
+        def dense_of(v):
+            v = torch.ones(columns.shape, dtype=torch.float64, device=columns.device) if v is None else v
+            return _dense(owner, owned, v, shape, classes)
+
+        return Case(shape, classes, build, dense_of, torch.zeros(shape, dtype=torch.bool, device=draw.device), values)
+
+    return form
+
+
+FORMS = {
+    "labels-int64": _index(torch.int64),
+    "labels-int32": _index(torch.int32),
+    "labels-uint8": _index(torch.uint8),
+    "labels-target": _index(torch.int64, wrap=True),
+    "tuple": _topk(),
+    "tuple-int32-float64": _topk(torch.int32, torch.float64),
+    "topk-target": _topk(values_dtype=torch.float16, wrap=True),
+    "topk-masked": _topk(torch.int32, wrap=True, masked=True),
+    "topk-logprobs": _topk(values_dtype=torch.float64, kind="logprobs", wrap=True),
+    "topk-logits-masked": _topk(torch.int64, torch.float64, kind="logits", wrap=True, masked=True),
+    "coo": _coo(),
+    "coo-uncoalesced": _coo(coalesced=False, values_dtype=torch.bfloat16),
+    "coo-target": _coo(coalesced=False, wrap=True),
+    "csr-int64": _csr(),
+    "csr-int32": _csr(torch.int32, torch.float64),
+    "csr-target-ignore-empty": _csr(wrap=True),
+    "jagged": _jagged(ranges=False, with_values=True, index_dtype=torch.int32),
+    "jagged-unweighted": _jagged(ranges=False, with_values=False),
+    "jagged-ranges": _jagged(ranges=True, with_values=True),
+}
+WITH_VALUES = [name for name in FORMS if not name.startswith("labels") and name != "jagged-unweighted"]

@@ -1,0 +1,185 @@
+"""Wrong arguments: every error reads ``sparse_ce: <argument> must be <expectation>, got <value>`` and changes nothing."""
+
+import re
+
+import numpy as np
+import pytest
+import torch
+
+import sparse_ce
+from cases import Draw
+from close import assert_bitwise_equal
+from sparse_ce import SparseTarget, cross_entropy
+
+FORM = re.compile(r"sparse_ce: \w+ must .+, got .+", re.S)
+
+
+def good(device):
+    draw = Draw(device)
+    return draw.normal(4, 7), torch.tensor([1, 2, 3, 4], device=device)
+
+
+def assert_refused(call, *words, error=(TypeError, ValueError, RuntimeError)):
+    with pytest.raises(error) as caught:
+        call()
+    message = str(caught.value)
+    assert FORM.search(message), f"not in the documented form: {type(caught.value).__name__}: {message}"
+    for word in words:
+        assert str(word) in message, f"{word!r} is not in: {message}"
+
+
+# ------------------------------------------------------------------------------------------------------------ options
+
+OPTIONS = [
+    ("reduction", "avg", "'avg'"), ("reduction", None, "None"), ("reduction", "MEAN", "'MEAN'"),
+    ("label_smoothing", -0.1, "[0, 1]"), ("label_smoothing", 1.5, "[0, 1]"), ("label_smoothing", float("nan"), "nan"),
+    ("label_smoothing", "a", "'a'"), ("label_smoothing", None, "None"),
+    ("z_loss", float("inf"), "finite"), ("z_loss", float("nan"), "nan"), ("z_loss", None, "None"), ("z_loss", [1.0], "[1.0]"),
+    ("logit_scale", float("inf"), "finite"), ("logit_scale", float("nan"), "nan"), ("logit_scale", "1", "'1'"),
+    ("softcap", 0.0, "positive"), ("softcap", -30.0, "-30"), ("softcap", float("inf"), "inf"), ("softcap", "30", "'30'"),
+    ("num_classes", 0, "[1, 7]"), ("num_classes", 8, "8"), ("num_classes", -1, "-1"), ("num_classes", "3", "'3'"),
+    ("num_classes", 2.5, "2.5"),
+    ("ignore_index", 1.5, "1.5"), ("ignore_index", None, "None"), ("ignore_index", "pad", "'pad'"),
+    ("normalizer", "8", "'8'"), ("normalizer", torch.tensor([]), "[0]"), ("normalizer", [4], "[4]"),
+    ("normalizer", torch.tensor([1j]), "complex"),
+]
+
+
+@pytest.mark.parametrize("option,value,word", OPTIONS, ids=[f"{o}={v!r}" for o, v, _ in OPTIONS])
+def test_an_option_of_the_wrong_type_or_value_is_refused(option, value, word, device):
+    x, labels = good(device)
+    assert_refused(lambda: cross_entropy(x, labels, **{option: value}), option, word)
+    assert_refused(lambda: sparse_ce.SparseCrossEntropyLoss(**{option: value})(x, labels), option, word)
+
+
+RANGES = [o for o in OPTIONS if o[0] in ("label_smoothing", "z_loss", "logit_scale", "softcap", "num_classes")
+          and isinstance(o[1], (int, float)) and o[1] != 2.5]
+
+
+@pytest.mark.parametrize("option,value,word", RANGES, ids=[f"{o}={v!r}" for o, v, _ in RANGES])
+def test_a_wrong_option_is_refused_in_every_mode(option, value, word, device):
+    x, labels = good(device)
+
+    def loss(x):
+        return cross_entropy(x, labels, **{option: value})
+
+    assert_refused(lambda: loss(x.requires_grad_()), option, word)
+    assert_refused(lambda: torch.func.grad(loss)(x.detach()), option, word)
+    assert_refused(lambda: torch.func.jvp(loss, (x.detach(),), (torch.ones_like(x),)), option, word)
+    assert_refused(lambda: torch.ops.sparse_ce.forward(x, labels, **{option: value}), option, word)
+
+
+@pytest.mark.parametrize("reduction", ["sum", "none"])
+def test_a_normalizer_without_a_mean_is_refused(reduction, device):
+    x, labels = good(device)
+    assert_refused(lambda: cross_entropy(x, labels, reduction=reduction, normalizer=4), "normalizer", reduction,
+                   error=ValueError)
+
+
+# ---------------------------------------------------------------------------------------------------- input and weight
+
+
+def test_a_wrong_input_is_refused(device):
+    x, labels = good(device)
+    assert_refused(lambda: cross_entropy(np.zeros((4, 7)), labels), "input", "ndarray", error=TypeError)
+    assert_refused(lambda: cross_entropy(None, labels), "input", "NoneType", error=TypeError)
+    for dtype in (torch.int64, torch.bool, torch.complex64, torch.float8_e4m3fn):
+        assert_refused(lambda: cross_entropy(x.to(dtype), labels), "input", dtype, error=TypeError)
+    assert_refused(lambda: cross_entropy(x.to_sparse(), labels), "input", "sparse_coo", error=(TypeError, ValueError))
+    assert_refused(lambda: cross_entropy(x[0, 0], labels[0]), "input", "[]", error=ValueError)
+
+
+def test_logits_without_classes_are_refused(device):
+    for rows in (0, 4):
+        labels = torch.zeros(rows, dtype=torch.int64, device=device)
+        assert_refused(lambda: cross_entropy(torch.zeros(rows, 0, device=device), labels), f"[{rows}, 0]")
+
+
+def test_a_wrong_class_weight_is_refused(device):
+    x, labels = good(device)
+    for weight, word in ((torch.ones(6), "[6]"), (torch.ones(8), "[8]"), (torch.ones(7, 1), "[7, 1]"),
+                         (torch.tensor(1.0), "[]")):
+        assert_refused(lambda: cross_entropy(x, labels, weight.to(device)), "weight", word, error=ValueError)
+    assert_refused(lambda: cross_entropy(x, labels, [1.0] * 7), "weight", "list", error=TypeError)
+    assert_refused(lambda: cross_entropy(x, labels, torch.ones(7, dtype=torch.complex64, device=device)), "weight")
+    needs_grad = torch.ones(7, device=device, requires_grad=True)
+    assert_refused(lambda: cross_entropy(x, labels, needs_grad), "weight", "detach()")
+    assert_refused(lambda: torch.ops.sparse_ce.forward(x.requires_grad_(), labels, weight=needs_grad), "weight", "detach()")
+    assert_refused(lambda: cross_entropy(x, labels, torch.ones(7, device="meta")), "weight", "meta")
+
+
+# --------------------------------------------------------------------------------------------------------------- target
+
+
+def targets(device):
+    """What is wrong, the target, and what the message must name."""
+    x, labels = good(device)
+    column, ones = labels[:, None], torch.ones(4, 1, device=device)
+    dense = torch.softmax(x, 1)
+    return {
+        "None": (None, "NoneType"),
+        "a list of labels": ([1, 2, 3, 4], "4"),
+        "a tuple of three": ((column, ones, ones), "3"),
+        "a dense distribution": (dense, ".to_sparse()", "functional.cross_entropy"),
+        "a dense distribution in float64": (dense.double(), ".to_sparse()"),
+        "too few labels": (labels[:3], "[4]", "[3]"),
+        "labels with a dimension too many": (column, "[4]", "[4, 1]"),
+        "bool labels": (labels > 2, "bool"),
+        "CSC": (dense.to_sparse_csc(), "sparse_csc", "to_sparse_csr"),
+        "BSR": (torch.ones(4, 8, device=device).to_sparse_bsr((2, 2)), "sparse_bsr"),
+        "hybrid COO": (dense.to_sparse(1), "dense_dim"),
+        "COO too wide": (torch.zeros(4, 8, device=device).to_sparse(), "7", "8"),
+        "CSR too narrow": (torch.zeros(4, 6, device=device).to_sparse_csr(), "7", "6"),
+        "COO with too many rows": (torch.zeros(5, 7, device=device).to_sparse(), "[4]", "[5]"),
+        "COO with a dimension too many": (torch.zeros(1, 4, 7, device=device).to_sparse(), "[4]", "[1, 4]"),
+        "complex values": ((column, ones.to(torch.complex64)), "complex64"),
+        "float indices": ((column.float(), ones), "float32"),
+        "values of another shape": ((column, ones.expand(4, 2)), "[4, 1]", "[4, 2]"),
+        "top-k with too few rows": ((column[:2], ones[:2]), "[4]", "[2]"),
+        "values that are no tensor": ((column, [[1.0]] * 4), "list"),
+        "a target of another width": (SparseTarget.from_topk(column, ones, num_classes=9), "7", "9"),
+        "a target of another shape": (SparseTarget.from_index(labels.view(2, 2)), "[4]", "[2, 2]"),
+        "a target on another device": (SparseTarget.from_index(labels.to("meta")), "meta", ".to("),
+        "numpy labels": (np.arange(4), "ndarray"),
+    }
+
+
+@pytest.mark.parametrize("wrong", targets("cpu"))
+def test_a_wrong_target_is_refused(wrong, device):
+    target, *words = targets(device)[wrong]
+    x = good(device)[0].requires_grad_()
+    before = x.detach().clone()
+    assert_refused(lambda: cross_entropy(x, target), *words)
+    assert_bitwise_equal(x.detach(), before)
+    assert x.grad is None and x._version == 0
+
+
+def test_wrong_parts_of_a_target_are_refused(device):
+    _, labels = good(device)
+    column, ones, offsets = labels[:, None], torch.ones(4, 1, device=device), torch.tensor([0, 2, 4], device=device)
+    refused = [
+        (lambda: SparseTarget.from_index(labels.float()), "labels", "float32"),
+        (lambda: SparseTarget.from_index([1, 2]), "labels", "list"),
+        (lambda: SparseTarget.from_index(labels, row_mask=torch.ones(3, device=device)), "row_mask", "[4]", "[3]"),
+        (lambda: SparseTarget.from_index(labels, row_mask=[True] * 4), "row_mask", "list"),
+        (lambda: SparseTarget.from_topk(column, ones, kind="odds"), "kind", "'odds'"),
+        (lambda: SparseTarget.from_topk(column, ones, mask=ones[:2]), "mask", "[4, 1]", "[2, 1]"),
+        (lambda: SparseTarget.from_topk(labels[0], ones[0, 0]), "[]"),
+        (lambda: SparseTarget.from_coo(ones), "COO"),
+        (lambda: SparseTarget.from_csr(ones.to_sparse()), "CSR"),
+        (lambda: SparseTarget.from_jagged(column, ones, offsets), "indices", "[4, 1]"),
+        (lambda: SparseTarget.from_jagged(labels, ones, offsets), "values", "[4]", "[4, 1]"),
+        (lambda: SparseTarget.from_jagged(labels, None, offsets.float()), "offsets", "float32"),
+        (lambda: SparseTarget.from_jagged(labels, None, offsets[0]), "offsets", "[]"),
+        (lambda: SparseTarget.from_jagged(labels, None, offsets.expand(2, 3)), "offsets", "[2, 3]"),
+        (lambda: SparseTarget.from_index(labels)[labels > 1], "Tensor"),
+        (lambda: SparseTarget.from_index(labels)[0, 0], "1"),
+        (lambda: SparseTarget.from_index(labels).to(torch.float32), "float32"),
+        (lambda: len(SparseTarget.from_index(labels[0])), "[]"),
+        (lambda: SparseTarget.from_index(labels[0]).shift(1), "[]"),
+        (lambda: SparseTarget.from_index(labels).to_dense(), "num_classes", "None"),
+        (lambda: sparse_ce.collate([SparseTarget.from_index(labels), SparseTarget.from_index(labels.view(2, 2))]), "[1, 2]"),
+        (lambda: sparse_ce.collate([SparseTarget.from_index(labels, num_classes=c) for c in (7, 8)]), "[7, 8]"),
+    ]
+    for call, *words in refused:
+        assert_refused(call, *words, error=(TypeError, ValueError, IndexError))

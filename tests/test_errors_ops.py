@@ -1,0 +1,197 @@
+"""The checks of the ops themselves, and indices that are out of range."""
+
+import pytest
+import torch
+
+from cases import Draw
+from close import assert_bitwise_equal
+from sparse_ce import SparseTarget, cross_entropy
+from test_errors import assert_refused, good
+
+ops = torch.ops.sparse_ce
+
+
+def arguments(device):
+    """Good arguments of forward, by name."""
+    draw = Draw(device)
+    return dict(logits=draw.normal(4, 7), indices=draw.integers(7, 4, 3), values=draw.uniform(4, 3),
+                weight=draw.uniform(7), row_mask=torch.ones(4, dtype=torch.bool, device=device))
+
+
+def jagged(device):
+    a = arguments(device)
+    return dict(a, indices=a["indices"].view(-1), values=a["values"].view(-1), offsets=torch.arange(0, 13, 3, device=device))
+
+
+WRONG = {  # (argument, what it becomes, what the message must name besides the argument)
+    "logits of one dimension": ("logits", lambda t: t[0], "[7]"),
+    "logits of three dimensions": ("logits", lambda t: t[None], "[1, 4, 7]"),
+    "logits of integers": ("logits", lambda t: t.long(), "Long"),
+    "logits without classes": ("logits", lambda t: t[:, :0], "[4, 0]"),
+    "indices of too few rows": ("indices", lambda t: t[:3], "[3, 3]"),
+    "indices of three dimensions": ("indices", lambda t: t[None], "[1, 4, 3]"),
+    "indices of no dimension": ("indices", lambda t: t[0, 0], "[]"),
+    "indices in uint8": ("indices", lambda t: t.byte(), "Byte"),
+    "indices in int16": ("indices", lambda t: t.short(), "Short"),
+    "indices in float": ("indices", lambda t: t.float(), "Float"),
+    "values of another shape": ("values", lambda t: t[:, :2], "[4, 2]"),
+    "values transposed": ("values", lambda t: t.t(), "[3, 4]"),
+    "values flat": ("values", lambda t: t.reshape(-1), "[12]"),
+    "values in int64": ("values", lambda t: t.long(), "Long"),
+    "weight of another length": ("weight", lambda t: t[:6], "[6]"),
+    "weight of two dimensions": ("weight", lambda t: t[None], "[1, 7]"),
+    "weight in float64": ("weight", lambda t: t.double(), "Double"),
+    "row_mask in uint8": ("row_mask", lambda t: t.byte(), "Byte"),
+    "row_mask of another length": ("row_mask", lambda t: t[:3], "[3]"),
+}
+WRONG_JAGGED = {
+    "offsets too short": ("offsets", lambda t: t[:-1], "[4]"),
+    "offsets of three columns": ("offsets", lambda t: torch.stack([t[:-1]] * 3, 1), "[4, 3]"),
+    "offsets of too few rows": ("offsets", lambda t: torch.stack([t[:-2], t[1:-1]], 1), "[3, 2]"),
+    "offsets in float": ("offsets", lambda t: t.float(), "Float"),
+    "indices of two dimensions": ("indices", lambda t: t.view(4, 3), "[4, 3]"),
+    "values of another length": ("values", lambda t: t[:-1], "[11]"),
+}
+
+
+@pytest.mark.parametrize("name", ["forward", "forward_with_residual", "backward", "backward_", "backward_values"])
+@pytest.mark.parametrize("wrong", [*WRONG, *WRONG_JAGGED])
+def test_every_op_refuses_a_wrong_tensor(wrong, name, device):
+    given = jagged(device) if wrong in WRONG_JAGGED else arguments(device)
+    argument, change, word = {**WRONG, **WRONG_JAGGED}[wrong]
+    rows = torch.ones(4, device=device)
+    given[argument] = change(given[argument])
+    if name.startswith("backward"):
+        given.update(grad_loss=rows, lse=rows, lse_residual=rows)
+        if name != "backward_values":
+            given["grad_lse"] = None
+    before = given["logits"].clone()
+    assert_refused(lambda: getattr(ops, name)(**given), argument, word, error=RuntimeError)
+    assert_bitwise_equal(given["logits"], before)
+
+
+@pytest.mark.parametrize("name", ["backward", "backward_", "backward_values"])
+def test_the_backward_ops_refuse_wrong_rows(name, device):
+    rows = torch.ones(4, device=device)
+    given = dict(arguments(device), grad_loss=rows, lse=rows, lse_residual=rows)
+    if name != "backward_values":
+        given["grad_lse"] = rows
+    getattr(ops, name)(**dict(given, logits=given["logits"].clone()))
+    for argument in set(given) & {"grad_loss", "grad_lse", "lse", "lse_residual"}:
+        for bad, word in ((rows[:3], "[3]"), (rows[:, None], "[4, 1]"), (rows.double(), "Double"), (rows.half(), "Half")):
+            assert_refused(lambda: getattr(ops, name)(**dict(given, **{argument: bad})), argument, word, error=RuntimeError)
+    for argument in ("lse", "lse_residual"):
+        assert_refused(lambda: getattr(ops, name)(**dict(given, **{argument: rows[:1].expand(4)})), argument, "contiguous")
+
+
+def test_overwriting_logits_that_overlap_is_refused(device):
+    rows = torch.ones(4, device=device)
+    given = dict(arguments(device), grad_loss=rows, grad_lse=None, lse=rows, lse_residual=rows)
+    logits = given["logits"]
+    for bad, word in ((logits[:1].expand(4, 7), "0"), (logits.t().contiguous().t(), "4")):
+        before = bad.clone()
+        assert_refused(lambda: ops.backward_(**dict(given, logits=bad)), "logits", word, error=RuntimeError)
+        assert_bitwise_equal(bad.contiguous(), before)
+
+
+# ------------------------------------------------------------------------------------------------- indices out of range
+
+
+def out_of_range(device):
+    """Targets over 7 classes with a wrong index in row 2, and the index."""
+    ones = torch.ones(4, device=device)
+    crow = torch.arange(5, device=device)
+
+    def put(index, dtype=torch.int64):
+        return torch.tensor([1, 2, index, 4], device=device).to(dtype)
+
+    def coo(columns, rows=crow[:4]):
+        return torch.sparse_coo_tensor(torch.stack([rows, columns]), ones, (4, 7), check_invariants=False)
+
+    return {
+        "label": (put(7), 7), "label, negative": (put(-1), -1), "label, int32": (put(-(2**31), torch.int32), -(2**31)),
+        "label, uint8": (put(255, torch.uint8), 255), "label, far": (put(2**40), 2**40),
+        "top-k": ((torch.stack([put(7), put(7)], 1)[:, :1], ones[:, None]), 7),
+        "top-k, last entry": ((torch.stack([put(3), put(9)], 1), torch.ones(4, 2, device=device)), 9),
+        "COO column": (coo(put(8)), 8), "COO column, negative": (coo(put(-2)), -2),
+        "CSR column": (torch.sparse_csr_tensor(crow, put(70), ones, (4, 7), check_invariants=False), 70),
+        "CSR column, int32": (torch.sparse_csr_tensor(crow.int(), put(-70).int(), ones, (4, 7), check_invariants=False), -70),
+        "jagged": (SparseTarget.from_jagged(put(7), None, crow), 7),
+        "jagged ranges": (SparseTarget.from_jagged(put(7), ones, torch.stack([crow[:-1], crow[1:]], 1)), 7),
+        "ignore_index of another value": (put(-100), -100),
+    }
+
+
+@pytest.mark.parametrize("wrong", out_of_range("cpu"))
+@pytest.mark.parametrize("requires_grad", [False, True])
+def test_an_index_out_of_range_is_named_with_its_row_and_the_classes(wrong, requires_grad, device):
+    target, index = out_of_range(device)[wrong]
+    x = good(device)[0].requires_grad_(requires_grad)
+    before = x.detach().clone()
+    options = dict(ignore_index=-1) if "another" in wrong else {}
+    if "negative" in wrong and "label" in wrong:
+        options = dict(ignore_index=-100)
+    if device == "cpu":
+        assert_refused(lambda: cross_entropy(x, target, **options), index, "row 2", "[0, 7)", error=RuntimeError)
+    else:
+        loss = cross_entropy(x, target, reduction="none", **options)
+        assert loss[2].isnan() and loss[[0, 1, 3]].isfinite().all()
+    assert_bitwise_equal(x.detach(), before)
+
+
+def test_a_column_that_a_padded_head_does_not_have_is_out_of_range(device):
+    x, labels = good(device)
+    for target in (labels, torch.eye(7, device=device)[labels].to_sparse()):
+        if device == "cpu":
+            assert_refused(lambda: cross_entropy(x, target, num_classes=4), "[0, 4)", "4 in row 3")
+        else:
+            assert cross_entropy(x, target, num_classes=4, reduction="none").isnan().tolist() == [False] * 3 + [True]
+
+
+def corrupt_rows(device):
+    columns, ones = torch.arange(4, device=device), torch.ones(4, device=device)
+
+    def csr(*crow):
+        return torch.sparse_csr_tensor(torch.tensor(crow, device=device), columns, ones, (4, 7), check_invariants=False)
+
+    return {"past the end": csr(0, 1, 2, 3, 9), "decreasing": csr(0, 3, 1, 3, 4), "negative": csr(-1, 1, 2, 3, 4),
+            "far": csr(0, 1, 2, 2**40, 4)}
+
+
+@pytest.mark.parametrize("wrong", corrupt_rows("cpu"))
+def test_a_corrupt_crow_is_refused(wrong, device):
+    x, target = good(device)[0].requires_grad_(), corrupt_rows(device)[wrong]
+    if device == "cpu":
+        assert_refused(lambda: cross_entropy(x, target), "offsets", "row", error=RuntimeError)
+    else:
+        assert cross_entropy(x, target).isnan()
+
+
+@pytest.mark.parametrize("row", [4, -1, 2**40])
+def test_a_coo_row_out_of_range_is_refused(row, device):
+    x = good(device)[0]
+    target = torch.sparse_coo_tensor(torch.tensor([[0, row], [1, 2]], device=device), torch.ones(2, device=device), (4, 7),
+                                     check_invariants=False)
+    if device == "cpu":
+        assert_refused(lambda: cross_entropy(x, target), row, "[4]", error=RuntimeError)
+    else:
+        assert cross_entropy(x, target).isnan()
+    tensor = torch.sparse_coo_tensor(torch.tensor([[0, row], [1, 2]], device=device), torch.tensor([1.0, 0.0], device=device),
+                                     (4, 7), check_invariants=False)
+    expected = cross_entropy(x, torch.tensor([1, -100, -100, -100], device=device), reduction="sum")
+    torch.testing.assert_close(cross_entropy(x, tensor, reduction="sum"), expected)  # a weight of 0: padding
+
+
+def test_a_failed_call_leaves_nothing_behind(device):
+    """The next good call, on the same tensors, is right."""
+    x, labels = good(device)
+    x.requires_grad_()
+    expected = cross_entropy(x, labels)
+    expected_grad, = torch.autograd.grad(expected, x, retain_graph=True)
+    for bad in (dict(label_smoothing=2.0), dict(num_classes=3), dict(softcap=-1.0), dict(normalizer=torch.tensor([]))):
+        if device == "cpu" or "num_classes" not in bad:
+            with pytest.raises((ValueError, RuntimeError)):
+                cross_entropy(x, labels, **bad)
+        assert x.grad is None and x._version == 0
+        assert_bitwise_equal(cross_entropy(x, labels), expected)
+    assert_bitwise_equal(torch.autograd.grad(expected, x)[0], expected_grad)

@@ -1,0 +1,251 @@
+"""Cases that some published loss got wrong: upstream gradients, repeated backward, peaked rows, second order, normalizer."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from cases import FORMS, Draw
+from close import assert_bitwise_equal, assert_close_to_float64
+from sparse_ce import SparseTarget, cross_entropy
+
+
+def soft(labels, classes, dtype=torch.float64):
+    """The labels as top-1 with their ignored rows, and as what is ignored."""
+    return SparseTarget.from_topk(labels[:, None], torch.ones_like(labels[:, None], dtype=dtype))
+
+
+# ------------------------------------------------------------------------------------------------- 7, 9: upstream gradients
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("kind", ["labels", "soft"])
+def test_7_every_row_has_its_own_upstream_gradient(kind, dtype, device):
+    """Backward multiplied every row by grad_output[0]: if row 0 is ignored, all vanish (Liger#678, TransformerEngine#2139)."""
+    draw = Draw(device)
+    labels = draw.integers(15, 8)
+    labels[0] = -100
+    upstream = torch.tensor([0, 1, -2, 3, 0, 0.5, 7, 1e-3], device=device)
+    logits = draw.normal(8, 15).to(dtype)
+    for first in (0.0, 5.0):  # 5: what the ignored row must not pass on
+        upstream[0] = first
+        x, y = logits.clone().requires_grad_(), logits.to(torch.float64, copy=True).requires_grad_()
+        loss = cross_entropy(x, labels if kind == "labels" else soft(labels, 15), reduction="none")
+        loss.backward(upstream.to(loss.dtype))
+        F.cross_entropy(y, labels, reduction="none").backward(upstream.double())
+        assert x.grad[0].eq(0).all() and x.grad[4].eq(0).all()
+        for row in (1, 2, 3, 5, 6, 7):  # each by itself: 1e-3 must not hide behind 7
+            torch.testing.assert_close(x.grad[row].double(), y.grad[row], rtol=4 * torch.finfo(dtype).eps,
+                                       atol=1e-6 * float(upstream[row].abs()))
+
+
+UPSTREAM = {
+    "expanded": lambda n, device: torch.full((1,), 1.7, device=device).expand(n),
+    "every third element": lambda n, device: torch.randn(3 * n, device=device)[::3],
+    "column of a matrix": lambda n, device: torch.randn(n, 4, device=device)[:, 1],
+    "zero": lambda n, device: torch.zeros(n, device=device),
+    "expanded zero": lambda n, device: torch.zeros(1, device=device).expand(n),
+    "one NaN": lambda n, device: torch.arange(n, device=device).float().masked_fill_(
+        torch.arange(n, device=device) == 2, torch.nan),
+}
+
+
+@pytest.mark.parametrize("which", ["loss", "lse", "both"])
+@pytest.mark.parametrize("upstream", UPSTREAM)
+def test_9_upstream_gradients_of_any_stride(upstream, which, device):
+    """Stride 0 (expand), non-contiguous, all zero (quack)."""
+    make, draw = UPSTREAM[upstream], Draw(device)
+    logits, labels = draw.normal(10, 33), draw.integers(33, 10)
+    gradients = make(10, device), make(10, device)
+    x, y = logits.clone().requires_grad_(), logits.clone().requires_grad_()
+    outputs = cross_entropy(x, labels, reduction="none", return_lse=True)
+    expected = F.cross_entropy(y, labels, reduction="none"), torch.logsumexp(y, 1)
+    pick = {"loss": slice(0, 1), "lse": slice(1, 2), "both": slice(0, 2)}[which]
+    torch.autograd.backward(outputs[pick], gradients[pick])
+    torch.autograd.backward(expected[pick], gradients[pick])
+    torch.testing.assert_close(x.grad, y.grad, equal_nan=True)
+
+
+def test_9_upstream_gradients_through_views_and_sums(device):
+    draw = Draw(device)
+    logits, labels = draw.normal(2, 6, 33), draw.integers(33, 2, 6)
+    factors = draw.normal(6, 2)
+    x, y = logits.clone().requires_grad_(), logits.clone().requires_grad_()
+    (cross_entropy(x, labels, reduction="none").t() * factors).sum().backward()
+    (F.cross_entropy(y.transpose(1, 2), labels, reduction="none").t() * factors).sum().backward()
+    torch.testing.assert_close(x.grad, y.grad)
+    x.grad = None
+    cross_entropy(x, labels, reduction="none").mean().backward()  # a 0-d gradient, expanded
+    torch.testing.assert_close(x.grad, torch.autograd.grad(F.cross_entropy(y.transpose(1, 2), labels), y)[0])
+
+
+@pytest.mark.parametrize("scale", [1 / 65536, 65536.0])
+@pytest.mark.parametrize("reduction", ["none", "sum", "mean"])
+def test_9_gradients_scaled_for_half_precision(scale, reduction, device):
+    """GradScaler's factors with fp16 logits (TransformerEngine#2402, #3193)."""
+    draw = Draw(device)
+    logits, labels = draw.normal(64, 50).half(), draw.integers(50, 64)
+    x, y = logits.clone().requires_grad_(), logits.double().requires_grad_()
+    loss = cross_entropy(x, labels, reduction=reduction)
+    (loss * scale).sum().backward()
+    (F.cross_entropy(y, labels, reduction=reduction) * scale).sum().backward()
+    exact = y.grad.half()  # rounds once; overflows to inf at 65536 where an element exceeds 65504
+    torch.testing.assert_close(x.grad, exact, rtol=2e-3, atol=2e-7)
+    assert x.grad.ne(0).any()
+
+
+# ------------------------------------------------------------------------------------------------ 10: backward, repeated
+
+
+@pytest.mark.parametrize("form", ["labels-int64", "tuple", "coo", "csr-int64", "jagged-ranges"])
+def test_10_backward_twice_with_another_upstream(form, device):
+    """With retain_graph the second result was silently wrong (Liger, TransformerEngine)."""
+    draw = Draw(device)
+    case = FORMS[form]((3, 4), 37, draw)
+    x = draw.normal(*case.shape, 37).requires_grad_()
+    loss = cross_entropy(x, case.target, reduction="none", label_smoothing=0.1)
+    upstreams = draw.normal(*case.shape), draw.normal(*case.shape)
+
+    def fresh(upstream):
+        return torch.autograd.grad(cross_entropy(x, case.target, reduction="none", label_smoothing=0.1), x, upstream)[0]
+
+    for upstream in (*upstreams, upstreams[0]):
+        assert_bitwise_equal(torch.autograd.grad(loss, x, upstream, retain_graph=True)[0], fresh(upstream))
+    loss.backward(upstreams[0], retain_graph=True)
+    loss.backward(upstreams[1])
+    torch.testing.assert_close(x.grad, fresh(upstreams[0]) + fresh(upstreams[1]))
+
+
+def test_10_a_scaled_loss_has_a_scaled_gradient(device):
+    draw = Draw(device)
+    x, labels = draw.normal(8, 15).requires_grad_(), draw.integers(15, 8)
+    for reduction in ("mean", "sum"):
+        plain, = torch.autograd.grad(cross_entropy(x, labels, reduction=reduction), x)
+        scaled, = torch.autograd.grad(2 * cross_entropy(x, labels, reduction=reduction), x)
+        assert_bitwise_equal(scaled, 2 * plain)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_10_nothing_that_was_passed_is_changed(form, device):
+    """Megatron-Bridge#5947 writes its gradient over the user's logits."""
+    draw = Draw(device)
+    case = FORMS[form]((3, 4), 37, draw)
+    x, weight, target = draw.normal(*case.shape, 37).requires_grad_(), draw.uniform(37), case.target
+    parts = [t for t in torch.utils._pytree.tree_leaves(target) if isinstance(t, torch.Tensor)]
+    before = [t.detach().clone() for t in (x, weight, *parts)]
+    versions = [t._version for t in (x, weight, *parts)]
+    cross_entropy(x, target, weight, label_smoothing=0.1, softcap=3.0, z_loss=0.1).backward()
+    for now, then, version in zip((x, weight, *parts), before, versions):
+        assert now._version == version
+        now, then = (now.to_dense(), then.to_dense()) if now.layout != torch.strided else (now, then)
+        assert_bitwise_equal(now.detach(), then)
+
+
+# -------------------------------------------------------------------------------------------- 11, 14: peaks, second order
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("p", [0.9, 0.99, 0.999, 0.9999])
+def test_11_the_true_class_of_a_confident_row_keeps_its_gradient(p, dtype, device):
+    """p - 1 computed from a p of 16 bits is 100 % off (Liger#1329)."""
+    vocab, rows = 1000, 4
+    labels = torch.tensor([0, 17, 998, 999], device=device)
+    at = torch.arange(rows, device=device), labels
+    logits = Draw(device).normal(rows, vocab)
+    logits[at] = -torch.inf
+    logits[at] = torch.logsumexp(logits, 1) + torch.tensor(p / (1 - p)).log()
+    for base in (0.0, 8.0):
+        x = (logits + base).to(dtype).requires_grad_()
+        exact_leaf, peer_leaf = x.detach().double().requires_grad_(), x.detach().clone().requires_grad_()
+        exact, = torch.autograd.grad(F.cross_entropy(exact_leaf, labels, reduction="sum"), exact_leaf)
+        peer, = torch.autograd.grad(F.cross_entropy(peer_leaf.float(), labels, reduction="sum"), peer_leaf)
+        for target in (labels, soft(labels, vocab), torch.eye(vocab, device=device)[labels].to_sparse_csr()):
+            grad, = torch.autograd.grad(cross_entropy(x, target, reduction="sum"), x)
+            assert_close_to_float64(grad, peer, exact, terms=torch.ones(rows, 1, device=device))
+            assert (grad[at].double() / exact[at] - 1).abs().max() < 0.03
+
+
+@pytest.mark.parametrize("form", ["labels-int64", "tuple", "coo", "csr-int64", "jagged", "topk-logprobs"])
+@pytest.mark.parametrize("options", [dict(), dict(label_smoothing=0.2, z_loss=0.1, logit_scale=2.0, softcap=4.0,
+                                                  num_classes=6)], ids=["plain", "all"])
+def test_14_the_second_derivative(form, options, device):
+    draw = Draw(device)
+    case = FORMS[form]((2, 3), 6, draw)
+    x = (2 * draw.normal(*case.shape, 7, dtype=torch.float64)).requires_grad_()
+    inputs = [x]
+    if case.values is not None:
+        inputs.append(case.values.double().requires_grad_())
+    weight = draw.uniform(6, low=0.5, dtype=torch.float64)
+    options = dict(options, num_classes=6)
+
+    def f(x, *values):
+        return cross_entropy(x, case.build(*values or (None,)), weight, reduction="none", return_lse=True, **options)
+
+    # Padding has no gradient whatever its weight: perturbing it would bring it to life.
+    if form in ("tuple", "topk-logprobs"):
+        live = case.values.ne(0) & case.values.isfinite()
+        inputs[1] = case.values[live].double().requires_grad_()
+        build = case.build
+        case = type(case)(case.shape, 6, lambda v: build(case_values.masked_scatter(live, v)), case.dense_of, case.ignored)
+        case_values = torch.full(live.shape, 0.0 if form == "tuple" else -torch.inf, dtype=torch.float64, device=device)
+    assert torch.autograd.gradgradcheck(f, inputs)
+
+
+# ----------------------------------------------------------------------------------------------------------- 21: normalizer
+
+
+NORMALIZERS = {
+    "int": lambda n, d: n, "float": lambda n, d: float(n), "0-d": lambda n, d: torch.tensor(n, device=d),
+    "(1,)": lambda n, d: torch.tensor([n], device=d), "(n_gpu,)": lambda n, d: torch.tensor([n] * 4, device=d),
+    "(n_gpu, 1)": lambda n, d: torch.tensor([[n]] * 4, device=d), "expanded": lambda n, d: torch.tensor(n, device=d).expand(3),
+    "uint8": lambda n, d: torch.tensor(n, dtype=torch.uint8, device=d), "int32": lambda n, d: torch.tensor([n], device=d).int(),
+    "bfloat16": lambda n, d: torch.tensor(n, dtype=torch.bfloat16, device=d),
+    "float64": lambda n, d: torch.tensor([n], dtype=torch.float64, device=d), "on the cpu": lambda n, d: torch.tensor([n]),
+    "requires grad": lambda n, d: torch.tensor([float(n)], device=d, requires_grad=True),
+}
+
+
+@pytest.mark.parametrize("kind", NORMALIZERS)
+def test_21_a_normalizer_of_any_type_gives_the_same_scalar(kind, device):
+    """num_items_in_batch: "chunk expects at least a 1-dimensional tensor" (transformers#36492, #37151)."""
+    draw = Draw(device)
+    x, labels = draw.normal(8, 15).requires_grad_(), draw.integers(15, 8)
+    labels[2] = -100
+    for n in (13, 1):
+        loss = cross_entropy(x, labels, normalizer=NORMALIZERS[kind](n, device))
+        assert loss.shape == () and loss.dtype == torch.float32 and loss.device.type == device
+        expected = F.cross_entropy(x, labels, reduction="sum") / n
+        torch.testing.assert_close(loss, expected)
+        torch.testing.assert_close(torch.autograd.grad(loss, x)[0], torch.autograd.grad(expected, x)[0])
+
+
+def test_21_a_bool_normalizer_is_one_or_zero(device):
+    x, labels = torch.randn(8, 15, device=device), torch.arange(8, device=device)
+    for true in (True, torch.tensor(True, device=device), torch.tensor([True])):
+        torch.testing.assert_close(cross_entropy(x, labels, normalizer=true), F.cross_entropy(x, labels, reduction="sum"))
+    assert cross_entropy(x, labels, normalizer=torch.tensor([False, False], device=device)) == 0
+
+
+@pytest.mark.parametrize("kind", NORMALIZERS)
+def test_21_a_normalizer_of_zero_gives_zero(kind, device):
+    """Also where the sum that it divides is infinite."""
+    for peak in (0.0, -torch.inf):
+        x = torch.zeros(8, 15, device=device)
+        x[1, 3] = peak
+        x.requires_grad_()
+        loss = cross_entropy(x, torch.full((8,), 3, device=device), normalizer=NORMALIZERS[kind](0, device))
+        assert loss.shape == () and loss == 0
+        loss.backward()
+        assert x.grad.eq(0).all()
+
+
+@pytest.mark.parametrize("options", [dict(), dict(normalizer=3), dict(normalizer=torch.tensor([3])), dict(reduction="sum"),
+                                     dict(reduction="none")], ids=str)
+def test_21_the_result_may_be_changed_in_place(options, device):
+    """unsloth#2435: loss *= 2; loss.backward()."""
+    draw = Draw(device)
+    x, labels = draw.normal(8, 15).requires_grad_(), draw.integers(15, 8)
+    loss = cross_entropy(x, labels, **options)
+    expected, = torch.autograd.grad(2 * loss.sum(), x, retain_graph=True)
+    loss *= 2
+    loss.sum().backward()
+    torch.testing.assert_close(x.grad, expected)

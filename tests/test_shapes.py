@@ -1,0 +1,229 @@
+"""Odd widths, strides, alignment, row counts, large logits, threads and instruction sets."""
+
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import sparse_ce
+from cases import FORMS, Draw
+from close import assert_bitwise_equal, assert_close_to_float64
+from dense import arithmetic, dense_cross_entropy
+
+
+def topk(rows, vocab, device, seed=0, k=4):
+    """(indices, values, dense float64): distinct or not, as it comes."""
+    draw = Draw(device, seed)
+    indices, values = draw.integers(vocab, rows, k), draw.uniform(rows, k, low=0.05)
+    dense = torch.zeros(rows, vocab, dtype=torch.float64, device=device).scatter_add_(1, indices, values.double())
+    return indices, values, dense
+
+
+def check(logits, indices, values, dense, **options):
+    """Loss and gradient of logits (N, V) in any memory layout; the gradient is that for the logits as they are given."""
+    ignored = torch.zeros(logits.shape[:-1], dtype=torch.bool, device=logits.device)
+    upstream = Draw(logits.device.type, 9).normal(*logits.shape[:-1])
+    x = logits.detach().requires_grad_()  # keeps the strides
+    assert x.stride() == logits.stride()
+    loss = sparse_ce.cross_entropy(x, (indices, values), reduction="none", **options)
+    grad, = torch.autograd.grad(loss, x, upstream.to(loss.dtype))
+
+    def reference(dtype, leaf):
+        loss, _ = dense_cross_entropy(leaf, dense, ignored, dtype=dtype, reduction="none", **options)
+        return loss, *torch.autograd.grad(loss, leaf, upstream.to(loss.dtype))
+
+    exact = reference(torch.float64, logits.detach().double().requires_grad_())
+    peer = reference(arithmetic(logits.dtype), logits.detach().clone().requires_grad_())
+    assert_close_to_float64(loss, peer[0], exact[0])
+    terms = upstream.abs()[..., None] * (1 + values.abs().sum(-1, keepdim=True))
+    assert_close_to_float64(grad, peer[1], exact[1], terms)
+    return loss, grad
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
+@pytest.mark.parametrize("vocab", [1, 2, 7, 8, 513, 4095, 4096, 4097, 4099, 8193, 50257])
+def test_any_number_of_classes(vocab, dtype, device):
+    rows = 3 if vocab > 5000 else 9
+    indices, values, dense = topk(rows, vocab, device)
+    if vocab == 1:  # the loss is 0, as is its gradient: nothing to compare by size
+        x = torch.randn(rows, 1, device=device, dtype=dtype, requires_grad=True)
+        loss = sparse_ce.cross_entropy(x, (indices, values), reduction="none")
+        assert loss.eq(0).all()
+        loss.backward(torch.randn_like(loss))
+        assert x.grad.abs().max() < 1e-6
+        return
+    check(Draw(device).logits(dense, dtype), indices, values, dense)
+    check(Draw(device).logits(dense, dtype), indices, values, dense, label_smoothing=0.1, softcap=9.0, z_loss=1e-3)
+
+
+def test_the_last_class_and_the_first_are_read(device):
+    for vocab in (5, 4096, 4097, 50257):
+        x = torch.zeros(2, vocab, device=device)
+        x[0, -1] = x[1, 0] = 30.0
+        loss = sparse_ce.cross_entropy(x, torch.tensor([vocab - 1, 0], device=device), reduction="none")
+        assert (loss < 1e-6).all()
+
+
+LAYOUTS = {
+    "columns strided": lambda x: x.repeat_interleave(2, 1)[:, ::2],
+    "transposed": lambda x: x.t().contiguous().t(),
+    "rows strided": lambda x: torch.cat([x, x], 1)[:, :x.shape[1]],
+    "every other row": lambda x: x.repeat_interleave(2, 0)[::2],
+    "one element off": lambda x: torch.cat([x.new_zeros(1), x.reshape(-1)])[1:].view(x.shape),
+    "three elements off": lambda x: torch.cat([x.new_zeros(3), x.reshape(-1)])[3:].view(x.shape),
+    "odd row stride, off": lambda x: torch.nn.functional.pad(x, (1, 2))[:, 1:-2],
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_any_strides_and_alignment(layout, dtype, device):
+    for vocab in (67, 4099):
+        indices, values, dense = topk(5, vocab, device)
+        logits = Draw(device).logits(dense, dtype)
+        strided = LAYOUTS[layout](logits)
+        assert torch.equal(strided, logits)
+        loss, grad = check(strided, indices, values, dense)
+        assert_bitwise_equal(loss, check(logits, indices, values, dense)[0])
+
+
+def test_expanded_rows_add_their_gradients(device):
+    indices, values, dense = topk(6, 67, device)
+    row = torch.randn(67, device=device, requires_grad=True)
+    sparse_ce.cross_entropy(row.expand(6, 67), (indices, values), reduction="sum").backward()
+    exact = row.detach().double().requires_grad_()
+    dense_cross_entropy(exact.expand(6, 67), dense, torch.zeros(6, dtype=torch.bool, device=device), reduction="sum")[
+        0].backward()
+    torch.testing.assert_close(row.grad.double(), exact.grad, rtol=1e-5, atol=1e-5)
+
+
+def test_targets_may_be_strided(device):
+    indices, values, dense = topk(6, 67, device)
+    logits = Draw(device).logits(dense, torch.float32)
+    plain = sparse_ce.cross_entropy(logits, (indices, values), reduction="none")
+    strided = sparse_ce.cross_entropy(logits, (indices.t().contiguous().t(), values.repeat_interleave(2, 1)[:, ::2]),
+                                      reduction="none", weight=torch.ones(134, device=device)[::2])
+    assert_bitwise_equal(plain, strided)
+    labels = indices[:, 0]  # stride 4
+    assert_bitwise_equal(sparse_ce.cross_entropy(logits, labels, reduction="none"),
+                         sparse_ce.cross_entropy(logits, labels.contiguous(), reduction="none"))
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (2, 3), (2, 1, 3), (1, 2, 2, 2)])
+def test_any_leading_shape(shape, device):
+    rows = max(1, torch.Size(shape).numel())
+    indices, values, dense = topk(rows, 11, device)
+    logits = Draw(device).logits(dense, torch.float32)
+    flat, grad = check(logits, indices, values, dense)
+    x = logits.view(*shape, 11).requires_grad_()
+    loss, lse = sparse_ce.cross_entropy(x, (indices.view(*shape, 4), values.view(*shape, 4)), reduction="none",
+                                        return_lse=True)
+    assert loss.shape == lse.shape == torch.Size(shape)
+    assert_bitwise_equal(loss.reshape(-1), flat)
+    upstream = Draw(device, 9).normal(rows).view(shape)
+    assert_bitwise_equal(torch.autograd.grad(loss, x, upstream)[0].view(rows, 11), grad)
+
+
+@pytest.mark.parametrize("rows", [1, 255, 70001])
+def test_many_rows(rows, device):
+    indices, values, dense = topk(rows, 13, device)
+    check(Draw(device).logits(dense, torch.float32), indices, values, dense)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_logits_shifted_by_a_thousand_give_the_same_loss(form, device):
+    """Subtracting lse - z at the end costs 1000 eps; the float32 grid at 1000 is 6e-5, so the logits are on it."""
+    draw = Draw(device)
+    case = FORMS[form]((3, 4), 37, draw)
+    logits = (draw.logits(case.dense, torch.float32) * 2**13).round() / 2**13
+    shifted = logits + 1000
+    assert torch.equal(shifted - 1000, logits)
+    for options in ({}, dict(label_smoothing=0.1, weight=draw.uniform(37, low=0.2))):
+        x, y = logits.clone().requires_grad_(), shifted.clone().requires_grad_()
+        losses = [sparse_ce.cross_entropy(t.view(*case.shape, 37), case.target, reduction="none", **options)
+                  for t in (x, y)]
+        torch.testing.assert_close(losses[1], losses[0], rtol=1e-6, atol=1e-6)
+        upstream = draw.normal(*case.shape)
+        for loss in losses:
+            loss.backward(upstream)
+        torch.testing.assert_close(y.grad, x.grad, rtol=1e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("shift", [-1000.0, 1000.0, 30000.0])
+def test_half_logits_far_from_zero(shift, device):
+    draw = Draw(device)
+    dense = topk(5, 100, device)[2]
+    for dtype in (torch.float16, torch.bfloat16):
+        logits = draw.logits(dense, dtype) + shift  # rounded: peaks survive at 16 or 128 apart
+        logits[:, 3] = shift + abs(shift) / 8
+        indices, values, dense = topk(5, 100, device)
+        check(logits, indices, values, dense)
+
+
+# ------------------------------------------------------------------------------------------ threads, instruction sets
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("rows", [1, 2, 3])
+def test_a_few_long_rows_do_not_depend_on_the_number_of_threads(rows, dtype, threads):
+    vocab = 50257
+    indices, values, dense = topk(rows, vocab, "cpu", k=50)
+    logits = Draw("cpu").logits(dense, dtype)
+    for options in ({}, dict(weight=torch.rand(vocab), label_smoothing=0.1, softcap=20.0, z_loss=1e-4),
+                    dict(num_classes=50000, label_smoothing=0.2)):
+        indices = indices.clamp(max=options.get("num_classes", vocab) - 1)
+        results = []
+        for n in (1, 2, 3):
+            threads(n)
+            x = logits.clone().requires_grad_()
+            loss, lse = sparse_ce.cross_entropy(x, (indices, values), reduction="none", return_lse=True, **options)
+            (loss * torch.arange(1, rows + 1)).sum().backward()
+            results.append((loss, lse, x.grad))
+        for other in results[1:]:
+            for a, b in zip(results[0], other):
+                assert_bitwise_equal(a, b)
+    threads(2)
+    check(logits, *topk(rows, vocab, "cpu", k=50))
+
+
+def test_many_rows_do_not_depend_on_the_number_of_threads(threads):
+    indices, values, dense = topk(300, 1000, "cpu")
+    logits = Draw("cpu").logits(dense, torch.float32)
+    results = []
+    for n in (1, 2):
+        threads(n)
+        results.append(check(logits, indices, values, dense))
+    for a, b in zip(*results):
+        assert_bitwise_equal(a, b)
+
+
+def available_instruction_sets():
+    flags = set(re.findall(r"\w+", open("/proc/cpuinfo").read())) if os.path.exists("/proc/cpuinfo") else set()
+    sets = ["default"]
+    if {"avx2", "fma", "bmi2"} <= flags:
+        sets.append("avx2")
+        if {"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512cd"} <= flags:
+            sets.append("avx512")
+    return sets
+
+
+@pytest.mark.parametrize("instruction_set", available_instruction_sets())
+def test_every_instruction_set_of_this_processor(instruction_set, tmp_path):
+    tests = os.path.dirname(os.path.abspath(__file__))
+    subset = ("instruction_set_is_the_one or number_of_classes or strides_and_alignment or confident_row "
+              "or ((dense_target or shifted) and (labels-int64 or tuple-int32 or jagged-ranges) and (plain or all))")
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-k", f"({subset}) and not cuda",
+         *(os.path.join(tests, f"test_{name}.py") for name in ("cross_entropy", "shapes", "failures_gradients"))],
+        cwd=tmp_path, env={**os.environ, "SPARSE_CE_CPU": instruction_set}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-4000:]
+    passed = int(re.search(r"(\d+) passed", done.stdout).group(1))
+    assert passed > 100 and "skipped" not in done.stdout
+
+
+def test_the_best_instruction_set_is_taken_unasked():
+    if not os.environ.get("SPARSE_CE_CPU"):
+        assert sparse_ce.ops.instruction_set() == available_instruction_sets()[-1]
