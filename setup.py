@@ -61,7 +61,7 @@ def why_no_cuda():
 def extensions():
     sanitize = os.environ.get("SPARSE_CE_SANITIZE")
     cxx = ["-std=c++17", "-O3", "-fvisibility=hidden", "-fopenmp-simd", "-fno-math-errno", "-fno-trapping-math",
-           STABLE_ABI]
+           "-g0", STABLE_ABI]
     link = []
     if sanitize:
         cxx += [f"-fsanitize={sanitize}", "-fno-sanitize-recover=undefined", "-fno-omit-frame-pointer", "-g", "-O1"]
@@ -74,15 +74,17 @@ def extensions():
             sys.exit(f"sparse_ce: SPARSE_CE_CUDA=1 asks for CUDA kernels, but {reason}")
         print(f"sparse_ce: building CPU kernels only ({reason}), against torch {torch.__version__}")
         return found
-    if not torch.cuda.is_available():  # torch would look for a GPU to name the architecture
-        os.environ.setdefault("TORCH_CUDA_ARCH_LIST", RELEASE_ARCHITECTURES)
-    print(f"sparse_ce: building CPU and CUDA kernels, toolkit {HOME}, architectures "
-          f"{os.environ.get('TORCH_CUDA_ARCH_LIST', 'of this GPU')}, against torch {torch.__version__}")
+    if torch.cuda.is_available():
+        own = sorted({"%d.%d" % torch.cuda.get_device_capability(i) for i in range(torch.cuda.device_count())})
+        os.environ.setdefault("TORCH_CUDA_ARCH_LIST", ";".join(own))
+    architectures = os.environ.setdefault("TORCH_CUDA_ARCH_LIST", RELEASE_ARCHITECTURES)
+    print(f"sparse_ce: building CPU and CUDA kernels, toolkit {HOME}, architectures {architectures}, against torch "
+          f"{torch.__version__}")
     nvcc = ["-std=c++17", "-O3", "--threads=2", "-Xcompiler=-fvisibility=hidden", "-U__CUDA_NO_HALF_CONVERSIONS__",
             "-U__CUDA_NO_HALF_OPERATORS__", "-U__CUDA_NO_BFLOAT16_CONVERSIONS__", STABLE_ABI]
     found.append(CUDAExtension(
         "sparse_ce._C_cuda", sorted(glob("csrc/cuda/*.cpp") + glob("csrc/cuda/*.cu")), py_limited_api=True,
-        extra_compile_args={"cxx": cxx[:-1] + [STABLE_ABI, "-DUSE_CUDA"], "nvcc": nvcc}))
+        extra_compile_args={"cxx": cxx + ["-DUSE_CUDA", f'-DSPARSE_CE_CUDA_ARCHITECTURES="{architectures}"'], "nvcc": nvcc}))
     return found
 
 

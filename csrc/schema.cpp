@@ -40,4 +40,7 @@ STABLE_TORCH_LIBRARY(sparse_ce, m) {
 
   // "avx512", "avx2" or "default": the path that the CPU kernels take.
   m.def("cpu_instruction_set() -> str");
+
+  // The architectures that the CUDA kernels were compiled for, as TORCH_CUDA_ARCH_LIST writes them.
+  m.def("cuda_architectures() -> str");
 }

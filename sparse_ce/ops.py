@@ -169,3 +169,8 @@ def cross_entropy(logits: Tensor, indices: Tensor, values: Optional[Tensor], off
 def instruction_set() -> str:
     """The CPU kernels' path: ``"avx512"``, ``"avx2"`` or ``"default"``."""
     return _ops.cpu_instruction_set()
+
+
+def cuda_architectures() -> str:
+    """The architectures that the CUDA kernels were compiled for, e.g. ``"8.0;9.0+PTX"``."""
+    return _ops.cuda_architectures()

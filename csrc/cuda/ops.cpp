@@ -88,6 +88,11 @@ struct Cuda {
 
 using CudaOps = Ops<Cuda>;
 
+#ifndef SPARSE_CE_CUDA_ARCHITECTURES
+#define SPARSE_CE_CUDA_ARCHITECTURES "unknown"
+#endif
+std::string cuda_architectures() { return SPARSE_CE_CUDA_ARCHITECTURES; }
+
 }  // namespace
 }  // namespace sparse_ce
 
@@ -102,4 +107,7 @@ STABLE_TORCH_LIBRARY_IMPL(sparse_ce, CompositeExplicitAutograd, m) {
 }
 #else
 STABLE_TORCH_LIBRARY_IMPL(sparse_ce, CUDA, m) { SCE_REGISTER_OPS(m, sparse_ce::CudaOps); }
+STABLE_TORCH_LIBRARY_IMPL(sparse_ce, CompositeExplicitAutograd, m) {
+  m.impl("cuda_architectures", TORCH_BOX(&sparse_ce::cuda_architectures));
+}
 #endif

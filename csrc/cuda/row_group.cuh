@@ -110,11 +110,16 @@ __device__ __forceinline__ void for_columns(const scalar_t* row, int64_t begin, 
   if (body > end || !by_packs) body = end;
   const int64_t tail = body + (end - body) / kSize * kSize;
 
+  // The loops that run a few times stay as they are: unrolled by the compiler they would be most of the kernel.
+#pragma unroll 1
   for (int64_t c = begin + rank; c < body; c += kWidth) single(c);
   constexpr int64_t kStride = int64_t(kWidth) * kSize;
   int64_t c = body + int64_t(rank) * kSize;
+#pragma unroll 1
   for (; c + (kUnroll - 1) * kStride < tail; c += kUnroll * kStride) packs(c, Count<kUnroll>{});
+#pragma unroll 1
   for (; c < tail; c += kStride) packs(c, Count<1>{});
+#pragma unroll 1
   for (int64_t s = tail + rank; s < end; s += kWidth) single(s);
 }
 

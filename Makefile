@@ -1,0 +1,41 @@
+# make demo    trains a small language model on sparse labels: a few minutes on two cores
+# make test    everything: builds, installs, runs all tests
+# make bench   speed and memory beside the peers
+# make test-wheel   one wheel, built with a CUDA torch, tested under a CPU torch (3 GB of downloads)
+#
+# Each makes its own environment in .venv. TORCH chooses the torch to build against: make test TORCH=torch==2.14.1
+PYTHON ?= python3
+TORCH ?= torch==2.13.0
+VENV ?= .venv
+export TORCH_CUDA_ARCH_LIST ?= 8.0;9.0
+
+BIN := $(VENV)/bin
+SOURCES := setup.py pyproject.toml build_backend.py $(wildcard csrc/*.* csrc/*/*.* sparse_ce/*.py)
+
+.PHONY: demo test bench test-wheel clean
+
+demo: $(VENV)/.installed
+	$(BIN)/python examples/train_next_distribution.py
+
+test: $(VENV)/.installed
+	$(BIN)/python -m sparse_ce
+	$(BIN)/python -m pytest
+
+bench: $(VENV)/.installed
+	$(BIN)/python benchmarks/run.py
+
+$(VENV)/.environment: pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install -q --upgrade pip
+	$(BIN)/python -m pip install -q "$(TORCH)" "pytest>=8" expecttest numpy "matplotlib>=3.8" "tqdm>=4.66" setuptools ninja
+	touch $@
+
+$(VENV)/.installed: $(VENV)/.environment $(SOURCES)
+	$(BIN)/python -m pip install --no-deps --force-reinstall .
+	touch $@
+
+test-wheel:
+	bash .ci/wheel
+
+clean:
+	rm -rf $(VENV) .venv-cuda build dist *.egg-info tests/emulation/build

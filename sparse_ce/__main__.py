@@ -1,0 +1,43 @@
+"""``python -m sparse_ce``: what a bug report needs."""
+
+import platform
+import sys
+
+import torch
+
+from . import __version__, ops
+
+
+def _has_kernel(op: str, key: str) -> bool:
+    return torch._C._dispatch_has_kernel_for_dispatch_key(f"sparse_ce::{op}", key)
+
+
+def _kernels() -> list:
+    names = sorted({name.split("::")[1].split(".")[0] for name in torch._C._dispatch_get_all_op_names()
+                    if name.startswith("sparse_ce::")})
+    keys = {"CPU": "CPU", "CUDA": "CUDA", "CompositeExplicitAutograd": "any", "AutogradCPU": "autograd"}
+    return [(name, ", ".join(label for key, label in keys.items() if _has_kernel(name, key))) for name in names]
+
+
+def _gpus() -> str:
+    if not torch.cuda.is_available():
+        return "none visible"
+    return "; ".join(f"{torch.cuda.get_device_name(i)} (sm_{''.join(map(str, torch.cuda.get_device_capability(i)))})"
+                     for i in range(torch.cuda.device_count()))
+
+
+def main() -> None:
+    rows = [
+        ("sparse_ce", f"{__version__}, {ops.__file__.rsplit('ops', 1)[0]}"),
+        ("python", f"{platform.python_version()}, {platform.platform()}"),
+        ("torch", f"{torch.__version__}, built for CUDA {torch.version.cuda}"),
+        ("cpu kernels", f"{ops.instruction_set()}, {torch.get_num_threads()} threads"),
+        ("cuda kernels", ops.cuda_architectures() if ops.why_no_cuda is None else f"not loaded: {ops.why_no_cuda}"),
+        ("gpu", _gpus()),
+    ] + [(f"op {name}", kernels) for name, kernels in _kernels()]
+    width = max(len(name) for name, _ in rows)
+    sys.stdout.writelines(f"{name:<{width}}  {value}\n" for name, value in rows)
+
+
+if __name__ == "__main__":
+    main()

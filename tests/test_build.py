@@ -1,0 +1,112 @@
+"""What the compiler made of the kernels, what the libraries depend on, and the other ways to build."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import sparse_ce
+
+ROOT = Path(__file__).resolve().parent.parent
+LIBRARIES = sorted(Path(sparse_ce.__file__).parent.glob("_C*.so"))
+needs_nvcc = pytest.mark.skipif(shutil.which("nvcc") is None and "CI" not in os.environ, reason="needs nvcc")
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory):
+    """The kernels for sm_80 and sm_90, and ptxas' report: {(architecture, kernel): (spilled bytes, registers)}."""
+    out = tmp_path_factory.mktemp("cuda") / "cross_entropy.o"
+    done = subprocess.run(
+        ["nvcc", "-std=c++17", "-O3", "--threads=2", "-gencode", "arch=compute_80,code=sm_80", "-gencode",
+         "arch=compute_90,code=sm_90", "-Xptxas", "-v", "-c", str(ROOT / "csrc/cuda/cross_entropy.cu"), "-o", str(out)],
+        capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    pattern = (r"entry function '(\S+)' for '(\S+)'\n.*\n\s*(\d+) bytes stack frame, (\d+) bytes spill stores, "
+               r"(\d+) bytes spill loads\n.*Used (\d+) registers")
+    report = {}
+    for name, architecture, stack, stores, loads, registers in re.findall(pattern, done.stderr):
+        name = subprocess.run(["c++filt", name], capture_output=True, text=True).stdout
+        kernel = re.search(r"(\w+_kernel<[^>]*>)", name)[1]
+        report[architecture, kernel] = (int(stack) + int(stores) + int(loads), int(registers))
+    return out, report
+
+
+@needs_nvcc
+def test_no_kernel_spills_registers_for_half_bfloat16_and_float(compiled):
+    report = {key: value for key, value in compiled[1].items() if "double" not in key[1]}
+    assert len(report) == 2 * 3 * (2 + 2 + 1 + 1)  # architectures, dtypes, kernels
+    assert {key: spilled for key, (spilled, _) in report.items() if spilled} == {}
+
+
+@needs_nvcc
+def test_blocks_fit_three_to_a_multiprocessor(compiled):
+    assert max(registers for _, registers in compiled[1].values()) * 256 * 3 <= 65536
+
+
+@needs_nvcc
+def test_logits_are_read_and_gradients_written_by_16_bytes(compiled):
+    cuobjdump = shutil.which("cuobjdump") or next(iter(
+        str(p) for path in sys.path for p in Path(path).glob("nvidia/cu13/bin/cuobjdump")), None)
+    assert cuobjdump, "cuobjdump must be installed (pip install nvidia-cuda-cuobjdump nvidia-cuda-nvdisasm)"
+    sass = subprocess.run([cuobjdump, "-sass", str(compiled[0])], capture_output=True, text=True,
+                          env={**os.environ, "PATH": os.path.dirname(cuobjdump) + os.pathsep + os.environ["PATH"]}).stdout
+    functions = dict(re.findall(r"Function : (\S+)\n(.*?)(?=\n\s*Function :|\Z)", sass, re.S))
+    dense = {name: body for name, body in functions.items() if re.search(r"\d(forward|backward)_kernel", name)}
+    assert len(dense) >= 2 * 4
+    for name, body in dense.items():
+        assert body.count("LDG.E.128") >= 4, name  # the loads in flight of one thread
+        assert ("backward" not in name) or body.count("STG.E.128") >= 4, name
+
+
+def test_libraries_use_nothing_but_the_stable_abi():
+    assert LIBRARIES
+    for library in LIBRARIES:
+        symbols = subprocess.run(["nm", "-D", "--undefined-only", library], capture_output=True, text=True).stdout
+        assert "torch_library_impl" in symbols
+        assert re.findall(r"_ZN?K?(?:2at|3c10|5torch)\w*|\bPy\w+", symbols) == []
+
+
+def test_module_run_prints_what_a_bug_report_needs(tmp_path):
+    done = subprocess.run([sys.executable, "-m", "sparse_ce"], capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    for part in (sparse_ce.__version__, torch.__version__, sparse_ce.ops.instruction_set(), "cuda kernels",
+                 "op forward", "op backward_"):
+        assert part in done.stdout
+
+
+def test_cmake_builds_the_same_ops(tmp_path):
+    if shutil.which("cmake") is None and "CI" not in os.environ:
+        pytest.skip("needs cmake")
+    subprocess.run(["cmake", "-S", ROOT, "-B", tmp_path, f"-DPython_EXECUTABLE={sys.executable}"], check=True,
+                   capture_output=True)
+    subprocess.run(["cmake", "--build", tmp_path, "-j2", "--target", "sparse_ce_C"], check=True, capture_output=True)
+    program = (f"import torch; torch.ops.load_library({str(tmp_path / 'libsparse_ce_C.so')!r}); "
+               "print(*torch.ops.sparse_ce.forward(torch.zeros(1, 4), torch.tensor([2])))")
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=tmp_path)
+    assert done.stdout.split() == ["tensor([1.3863])", "tensor([1.3863])"], done.stderr
+
+
+def test_cpu_kernels_pass_under_address_and_undefined_behaviour_sanitizers(tmp_path):
+    """The suite's core once more, with the CPU kernels built with sanitizers."""
+    from torch.utils.cpp_extension import include_paths, library_paths
+    package = tmp_path / "sparse_ce"
+    shutil.copytree(ROOT / "sparse_ce", package, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
+    flags = ["-std=c++17", "-O1", "-g", "-fPIC", "-fvisibility=hidden", "-fopenmp-simd", "-fno-math-errno",
+             "-fno-trapping-math", "-fno-omit-frame-pointer", "-fsanitize=address,undefined",
+             "-fno-sanitize-recover=undefined", "-DTORCH_TARGET_VERSION=0x020b000000000000"]
+    sources = sorted([*ROOT.glob("csrc/*.cpp"), *ROOT.glob("csrc/cpu/*.cpp")])
+    subprocess.run(["g++", "-shared", *flags, *[f"-isystem{path}" for path in include_paths()], *sources, "-o",
+                    package / "_C.so", *[f"-L{path}" for path in library_paths()], "-ltorch_cpu", "-lc10"], check=True)
+    runtime = subprocess.run(["g++", "-print-file-name=libasan.so"], capture_output=True, text=True).stdout.strip()
+    env = {**os.environ, "PYTHONPATH": str(tmp_path), "LD_PRELOAD": runtime, "OMP_NUM_THREADS": "2",
+           "ASAN_OPTIONS": "detect_leaks=0:verify_asan_link_order=0", "UBSAN_OPTIONS": "print_stacktrace=1"}
+    suite = [str(ROOT / "tests" / name) for name in ("test_cross_entropy.py", "test_shapes.py", "test_errors.py")]
+    done = subprocess.run([sys.executable, "-m", "pytest", "-m", "not slow", "-x", *suite], capture_output=True,
+                          text=True, env=env, cwd=ROOT)
+    assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
+    assert int(re.search(r"(\d+) passed", done.stdout)[1]) > 300
