@@ -1,0 +1,170 @@
+"""``collate``: batches of samples with sparse targets, through a ``DataLoader`` and by hand."""
+
+from collections import OrderedDict, namedtuple
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from sparse_ce import SparseTarget, collate, cross_entropy
+
+VOCAB = 9
+Sample = namedtuple("Sample", "x target")
+
+
+def sparse_rows(rows, seed):
+    dense = torch.zeros(rows, VOCAB)
+    generator = torch.Generator().manual_seed(seed)
+    for r in range(rows):
+        if r != 1:
+            dense[r, torch.randperm(VOCAB, generator=generator)[:1 + (r + seed) % 3]] = torch.rand(1, generator=generator)
+    return dense
+
+
+def sample(form, rows, seed):
+    """A target of ``rows`` rows, and it dense."""
+    dense = sparse_rows(rows, seed)
+    top = dense.topk(2 + seed % 2 + (dense > 0).sum(1).max() // 3)
+    labels = dense.argmax(1)
+    return {
+        "labels": lambda: (SparseTarget.from_index(labels), torch.nn.functional.one_hot(labels, VOCAB).float()),
+        "topk": lambda: ((top.indices, top.values), torch.zeros_like(dense).scatter(1, top.indices, top.values)),
+        "topk target": lambda: (SparseTarget.from_topk(top.indices, top.values, num_classes=VOCAB),
+                                torch.zeros_like(dense).scatter(1, top.indices, top.values)),
+        "coo": lambda: (dense.to_sparse(), dense),
+        "csr": lambda: (dense.to_sparse_csr(), dense),
+        "jagged target": lambda: (SparseTarget.from_csr(dense.to_sparse_csr()), dense),
+    }[form]()
+
+
+FORMS = ["labels", "topk", "topk target", "coo", "csr", "jagged target"]
+
+
+def assert_stands_for(batch, denses, lengths):
+    """The batch is a target of shape (samples, longest) whose rows beyond a sample's length are ignored."""
+    assert isinstance(batch, SparseTarget) and batch.shape == (len(denses), max(lengths))
+    logits = torch.randn(*batch.shape, VOCAB)
+    loss = cross_entropy(logits, batch, reduction="none")
+    counts = batch.ne(-100)
+    for i, (dense, length) in enumerate(zip(denses, lengths)):
+        expected = (-torch.log_softmax(logits[i, :length], -1) * dense).sum(-1)
+        torch.testing.assert_close(loss[i, :length], expected)
+        assert counts[i].tolist() == [True] * length + [False] * (max(lengths) - length)
+    torch.testing.assert_close(cross_entropy(logits, batch), loss.sum() / sum(lengths))
+
+
+@pytest.mark.parametrize("lengths", [(3, 3, 3), (2, 5, 3)], ids=["one length", "different lengths"])
+@pytest.mark.parametrize("form", FORMS)
+def test_targets_of_every_form_become_one(form, lengths):
+    targets, denses = zip(*(sample(form, n, i) for i, n in enumerate(lengths)))
+    batch = collate([{"x": torch.zeros(2), "target": t} for t in targets])
+    assert batch["x"].shape == (3, 2)
+    assert_stands_for(batch["target"], denses, lengths)
+
+
+def test_rows_without_entries_count_after_padding():
+    """K = 0 beside K = 1, and a sample of nothing but padding."""
+    none = SparseTarget.from_topk(torch.zeros(2, 0, dtype=torch.int64), torch.zeros(2, 0))
+    one = SparseTarget.from_topk(torch.tensor([[1], [2]]), torch.ones(2, 1))
+    batch = collate([none, one])
+    assert none.ne(-100).all() and batch.ne(-100).tolist() == [[True, True], [True, True]]
+
+
+@pytest.mark.parametrize("first", ["topk", "jagged"])
+def test_ignored_rows_stay_ignored_when_forms_are_mixed(first):
+    topk = SparseTarget.from_topk(torch.tensor([[1, 2], [-100, -100]]), torch.ones(2, 2), num_classes=VOCAB)
+    jagged = SparseTarget.from_csr(torch.eye(2, VOCAB).to_sparse_csr())
+    samples = [topk, jagged] if first == "topk" else [jagged, topk]
+    batch = collate(samples)
+    assert batch.ne(-100).tolist() == [t.ne(-100).tolist() for t in samples]
+    torch.testing.assert_close(batch.to_dense(), torch.stack([t.to_dense() for t in samples]))
+
+
+def test_row_masks_survive():
+    mask = torch.tensor([True, False, True])
+    for make in (lambda m: SparseTarget.from_index(torch.arange(3), row_mask=m),
+                 lambda m: SparseTarget.from_topk(torch.arange(6).view(3, 2), torch.ones(3, 2), row_mask=m),
+                 lambda m: SparseTarget.from_csr(torch.eye(3, VOCAB).to_sparse_csr(), row_mask=m)):
+        batch = collate([make(mask), make(None), make(mask)[:2]])
+        assert batch.ne(-100).tolist() == [[True, False, True], [True, True, True], [True, False, False]]
+        assert collate([make(None), make(None)]).row_mask is None
+
+
+def test_targets_of_two_dimensions_and_of_single_rows():
+    grid = [SparseTarget.from_index(torch.arange(n * 3).view(n, 3) % VOCAB) for n in (2, 4)]
+    assert collate(grid).shape == (2, 4, 3) and collate(grid).ne(-100).sum() == 18
+    rows = list(SparseTarget.from_csr(sparse_rows(4, 0).to_sparse_csr()))
+    batch = collate(rows)
+    assert batch.shape == (4,)
+    torch.testing.assert_close(batch.to_dense(), sparse_rows(4, 0))
+    dense = sparse_rows(6, 1).view(2, 3, VOCAB)
+    torch.testing.assert_close(collate([dense.to_sparse(), dense.to_sparse()]).to_dense(), torch.stack([dense, dense]))
+
+
+def test_values_of_different_dtypes_and_without():
+    half = SparseTarget.from_topk(torch.tensor([[1]]), torch.ones(1, 1).half())
+    single = SparseTarget.from_topk(torch.tensor([[1]]), torch.full((1, 1), 0.1))
+    assert collate([half, single]).values[1, 0, 0] == torch.tensor(0.1)
+    offsets = torch.tensor([0, 1])
+    batch = collate([SparseTarget.from_jagged(torch.tensor([1]), None, offsets, num_classes=VOCAB),
+                     SparseTarget.from_jagged(torch.tensor([2]), torch.tensor([0.5]), offsets, num_classes=VOCAB)])
+    assert batch.to_dense()[0, 0, 1] == 1 and batch.to_dense()[1, 0, 2] == 0.5
+    narrow = SparseTarget.from_jagged(torch.tensor([1], dtype=torch.int32), None, offsets.int(), num_classes=VOCAB)
+    assert collate([narrow, SparseTarget.from_jagged(torch.tensor([2]), None, offsets)]).to_dense()[:, 0].argmax(-1).tolist(
+        ) == [1, 2]
+
+
+# --------------------------------------------------------------------------------------------------------- containers
+
+
+def test_nested_containers_keep_their_types():
+    def one(i):
+        target, _ = sample("coo", 2, i)
+        pair = sample("topk", 2, i)[0]
+        return OrderedDict(a=Sample(torch.ones(3) * i, target), b=[i, (pair, "text"), {"deep": {"target": target}}], c=0.5 * i)
+
+    batch = collate([one(i) for i in range(3)])
+    assert isinstance(batch, dict) and isinstance(batch["a"], Sample)
+    assert batch["a"].x.shape == (3, 3) and batch["a"].target.shape == (3, 2)
+    assert isinstance(batch["b"], list) and batch["b"][0].tolist() == [0, 1, 2]
+    assert isinstance(batch["b"][1], tuple) and isinstance(batch["b"][1][0], SparseTarget)
+    assert list(batch["b"][1][1]) == ["text"] * 3
+    assert batch["b"][2]["deep"]["target"].shape == (3, 2) and batch["c"].dtype == torch.float64
+
+
+def test_a_sample_that_is_a_pair_of_tensors_is_an_input_and_a_label():
+    batch = collate([(torch.tensor([1, 2]), torch.tensor([0.5, 0.5])) for _ in range(3)])
+    assert isinstance(batch, (tuple, list)) and batch[0].shape == (3, 2) and batch[1].shape == (3, 2)
+    assert isinstance(collate([((torch.tensor([1, 2]), torch.tensor([0.5, 0.5])), 1) for _ in range(3)])[0], SparseTarget)
+
+
+class Rows(Dataset):
+    """Ten samples (x, target); the lengths differ."""
+
+    def __init__(self, form):
+        self.form = form
+
+    def __len__(self):
+        return 10
+
+    def __getitem__(self, i):
+        return {"x": torch.full((3,), float(i)), "target": sample(self.form, 2 + i % 3, i)[0]}
+
+
+@pytest.mark.parametrize("workers,form", [(0, "coo"), (2, "coo"), (0, "csr"), (2, "topk")])
+def test_a_data_loader_with_workers_and_pinned_memory(workers, form):
+    pin = torch.cuda.is_available()
+    loader = DataLoader(Rows(form), batch_size=4, collate_fn=collate, num_workers=workers, pin_memory=pin)
+    seen = 0
+    for batch in loader:
+        rows = batch["x"][:, 0].int().tolist()
+        assert_stands_for(batch["target"], [sample(form, 2 + i % 3, i)[1] for i in rows], [2 + i % 3 for i in rows])
+        assert batch["target"].is_pinned() == pin
+        seen += len(rows)
+    assert seen == 10
+
+
+def test_a_data_loader_may_convert_sparse_tensors_in_the_main_process_alone():
+    tensors = [sparse_rows(3, i).to_sparse() for i in range(4)]
+    batch, = DataLoader(tensors, batch_size=4, collate_fn=collate)
+    torch.testing.assert_close(batch.to_dense(), torch.stack([t.to_dense() for t in tensors]))

@@ -1,0 +1,316 @@
+"""opcheck, torch.compile, torch.export, AOTInductor, compiled autograd and CUDA graphs."""
+
+import io
+import warnings
+
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounterWithBackend
+
+import sparse_ce
+from cases import FORMS, Draw, devices
+from close import assert_bitwise_equal
+from sparse_ce import SparseTarget, cross_entropy
+
+ops = torch.ops.sparse_ce
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler(monkeypatch):
+    torch._dynamo.reset()
+    monkeypatch.setenv("TORCHINDUCTOR_VEC_ISA_OK", "1")  # Inductor's check compiles and runs programs for half a minute
+    yield
+    torch._dynamo.reset()
+
+
+# ------------------------------------------------------------------------------------------------------------ opcheck
+
+
+def op_arguments(kind, requires_grad, device, dtype=torch.float32):
+    draw = Draw(device)
+    logits = draw.normal(4, 7).to(dtype).requires_grad_(requires_grad)
+    values = draw.uniform(4, 3).requires_grad_(requires_grad)
+    indices, weight = draw.integers(7, 4, 3), draw.uniform(7)
+    mask = torch.tensor([True, True, False, True], device=device)
+    target = {
+        "labels": (indices[:, 0], None, None, None, None),
+        "topk": (indices.int(), values, None, weight, mask),
+        "csr": (indices.view(-1), values.detach().view(-1).requires_grad_(requires_grad),
+                torch.tensor([0, 3, 3, 9, 12], device=device), weight, None),
+        "ranges": (indices.view(-1), None, torch.tensor([[0, 3], [5, 5], [6, 9], [9, 12]], device=device), None, mask),
+    }[kind]
+    return logits, target, draw.normal(4).requires_grad_(requires_grad)
+
+
+@pytest.mark.parametrize("kind,requires_grad", [("labels", False), ("topk", False), ("csr", True), ("ranges", False)])
+def test_opcheck_of_the_differentiable_ops(kind, requires_grad, device):
+    """Schema, fake tensors, autograd registration and AOT dispatch with dynamic shapes."""
+    logits, target, rows = op_arguments(kind, requires_grad, device)
+    options = dict(label_smoothing=0.1, z_loss=0.1, softcap=5.0, num_classes=7)
+    torch.library.opcheck(ops.forward.default, (logits, *target), options)
+    lse = torch.logsumexp(logits.detach(), 1)
+    torch.library.opcheck(ops.backward.default, (rows, None, logits, lse, torch.zeros_like(lse), *target), options)
+    torch.library.opcheck(ops.backward.default, (rows, rows.detach(), logits, lse, None, *target))
+    if target[1] is not None:
+        torch.library.opcheck(ops.backward_values.default, (rows, logits, lse, torch.zeros_like(lse), *target), options)
+
+
+@pytest.mark.parametrize("kind", ["labels", "topk", "csr", "ranges"])
+def test_opcheck_of_the_ops_without_a_derivative(kind, device):
+    for dtype in (torch.float32, torch.bfloat16):
+        logits, target, rows = op_arguments(kind, False, device, dtype)
+        torch.library.opcheck(ops.forward_with_residual.default, (logits, *target), dict(label_smoothing=0.1))
+        lse = torch.logsumexp(logits.float(), 1)
+        torch.library.opcheck(ops.backward_.default, (rows, rows, logits, lse, torch.zeros_like(lse), *target))
+
+
+def test_every_op_is_checked_here():
+    known = {"forward", "forward_with_residual", "backward", "backward_", "backward_values"}  # checked above
+    strings = {"cpu_instruction_set", "cuda_architectures"}  # return a str, which opcheck cannot compare
+    defined = {s.name.split("::")[1] for s in torch._C._jit_get_all_schemas() if s.name.startswith("sparse_ce::")}
+    assert defined - strings == known, "add the new op to this file"
+    torch.library.opcheck(ops.cpu_instruction_set.default, (), test_utils="test_schema")
+
+
+def test_ops_without_a_derivative_do_not_pretend_to_have_one(device):
+    """A silent zero gradient would be the worst of the answers: PyTorch warns, or raises, and there is no gradient."""
+    logits, target, rows = op_arguments("topk", True, device)
+    loss = ops.forward_with_residual(logits, *target)[0]
+    if loss.requires_grad:
+        with pytest.warns(UserWarning, match="autograd kernel was not registered"):
+            loss.sum().backward()
+    assert logits.grad is None
+    logits = logits.detach()
+    ops.backward_(rows, None, logits, loss.detach(), None, *target)
+    assert logits._version == 1  # whoever saved the logits for a backward will notice
+
+
+# ------------------------------------------------------------------------------------------------------------ compile
+
+
+def jagged(nnz, draw, rows=6, classes=11):
+    owner = draw.integers(rows, nnz).sort().values
+    offsets = torch.searchsorted(owner, torch.arange(rows + 1, device=draw.device))
+    return SparseTarget.from_jagged(draw.integers(classes, nnz), draw.uniform(nnz), offsets, num_classes=classes)
+
+
+def coo(nnz, draw, rows=6, classes=11):
+    positions = torch.stack([draw.integers(rows, nnz), draw.integers(classes, nnz)])
+    return SparseTarget.from_coo(torch.sparse_coo_tensor(positions, draw.uniform(nnz), (rows, classes)))
+
+
+DYNAMIC = {
+    "jagged": jagged, "coo": coo,
+    "topk": lambda n, draw: SparseTarget.from_topk(draw.integers(11, 6, n), draw.uniform(6, n)),
+    "tuple": lambda n, draw: (draw.integers(11, 6, n), draw.uniform(6, n)),
+    "masked": lambda n, draw: SparseTarget.from_topk(draw.integers(11, 6, n), draw.uniform(6, n),
+                                                    row_mask=draw.uniform(6) > 0.5),
+}
+
+
+@pytest.mark.parametrize("form", DYNAMIC)
+@pytest.mark.parametrize("options", [dict(), dict(reduction="none", label_smoothing=0.1, return_lse=True)], ids=str)
+def test_a_changing_number_of_entries_compiles_twice_at_most(form, options, device):
+    counter = CompileCounterWithBackend("aot_eager")
+    draw = Draw(device)
+
+    def f(x, target):
+        out = cross_entropy(x, target, **options)
+        return out[0] + out[1] if isinstance(out, tuple) else out
+
+    compiled = torch.compile(f, backend=counter, fullgraph=True)
+    for nnz in (5, 9, 12, 3, 20):  # 0 and 1 are special to torch.compile, whatever it compiles
+        x, target = draw.normal(6, 11).requires_grad_(), DYNAMIC[form](nnz, draw)
+        y = x.detach().clone().requires_grad_()
+        ours, eager = compiled(x, target), f(y, target)
+        assert_bitwise_equal(ours, eager)
+        upstream = torch.randn_like(eager)
+        ours.backward(upstream)
+        eager.backward(upstream)
+        assert_bitwise_equal(x.grad, y.grad)
+    assert counter.frame_count <= 2
+
+
+def test_a_changing_number_of_rows_compiles_twice_at_most(device):
+    counter = CompileCounterWithBackend("aot_eager")
+    module = sparse_ce.SparseCrossEntropyLoss(torch.rand(11), label_smoothing=0.1).to(device)
+    compiled = torch.compile(module, backend=counter, fullgraph=True)
+    draw = Draw(device)
+    for rows in (5, 9, 12, 3, 20):
+        x, labels = draw.normal(rows, 11).requires_grad_(), draw.integers(11, rows)
+        labels[0] = -100
+        torch.testing.assert_close(compiled(x, labels), module(x, labels))
+    assert counter.frame_count <= 2
+
+
+def test_a_changing_normalizer_compiles_once(device):
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(lambda x, y, n: cross_entropy(x, y, normalizer=n), backend=counter, fullgraph=True)
+    draw = Draw(device)
+    x, labels = draw.normal(6, 11), draw.integers(11, 6)
+    for n in (3, 7, 0, 11):
+        torch.testing.assert_close(compiled(x, labels, torch.tensor([n], device=device)),
+                                   cross_entropy(x, labels, normalizer=n))
+    assert counter.frame_count == 1
+
+
+def test_a_target_can_be_made_and_shifted_inside_the_graph(device):
+    draw = Draw(device)
+
+    def f(x, i, v):
+        target = SparseTarget.from_topk(i, v, kind="logprobs", mask=i > 2, ignore_empty=True, num_classes=11).shift(1)
+        return cross_entropy(x[:, :5], target[:, :5], label_smoothing=0.1, softcap=3.0), target[..., 1:]
+
+    x, i, v = draw.normal(2, 6, 11), draw.integers(11, 2, 6, 3), draw.normal(2, 6, 3)
+    loss, target = torch.compile(f, backend="aot_eager", fullgraph=True)(x, i, v)
+    expected, expected_target = f(x, i, v)
+    assert_bitwise_equal(loss, expected)
+    assert_bitwise_equal(target.to_dense(), expected_target.to_dense())
+
+
+def test_values_and_second_use_of_the_logits_in_a_graph(device):
+    draw = Draw(device)
+
+    def f(x, i, v):
+        z = x * 2
+        return cross_entropy(z, (i, v), inplace_backward=True) + z.square().sum()
+
+    i, grads = draw.integers(11, 6, 2), []
+    inputs = draw.normal(6, 11), draw.uniform(6, 2)
+    compiled = torch.compile(f, backend="aot_eager", fullgraph=True)
+    for run, options in ((compiled, {}), (lambda x, i, v: cross_entropy(x * 2, (i, v)) + (x * 2).square().sum(), {})):
+        x, v = (t.clone().requires_grad_() for t in inputs)
+        run(x, i, v).backward()
+        grads.append((x.grad, v.grad))
+    torch.testing.assert_close(*grads)
+
+
+def test_a_sparse_tensor_outside_of_the_graph_and_a_compiled_model_inside(device):
+    """The conversion at the boundary is eager, the loss is not."""
+    draw = Draw(device)
+    model = torch.nn.Linear(5, 11).to(device)
+    target = torch.eye(6, 11, device=device).to_sparse()
+    step = torch.compile(lambda x, t: cross_entropy(model(x), t), backend="aot_eager", fullgraph=True)
+    x = draw.normal(6, 5)
+    torch.testing.assert_close(step(x, SparseTarget.from_coo(target)), cross_entropy(model(x), target))
+
+
+def dirty_allocator(device):
+    for n in (120, 120 * 1001):
+        blocks = [torch.full((n,), 1e30, device=device) for _ in range(4)]
+        del blocks
+
+
+@pytest.mark.slow
+def test_20_compiled_every_element_of_every_output_is_written(device):
+    """torch.compile with 30 % ignored rows and a dirty allocator equals eager (Liger#1338)."""
+    draw = Draw(device)
+    case = FORMS["tuple"]((120,), 1001, draw)
+    target = SparseTarget.from_topk(*case.target, row_mask=draw.uniform(120) > 0.3)
+    logits, upstream = draw.normal(120, 1001), draw.normal(120)
+
+    def f(x, target, upstream):
+        loss, lse = cross_entropy(x * 2, target, reduction="none", return_lse=True)
+        return (loss * upstream).sum() + lse.sum(), loss, lse
+
+    results = []
+    for run in (torch.compile(f, fullgraph=True), f):
+        x = logits.clone().requires_grad_()
+        dirty_allocator(device)
+        total, loss, lse = run(x, target, upstream)
+        dirty_allocator(device)
+        total.backward()
+        results.append((loss, lse, x.grad))
+    for ours, eager in zip(*results):
+        torch.testing.assert_close(ours, eager, rtol=1e-5, atol=1e-5)
+    assert results[0][2][~target.row_mask].eq(0).all()
+
+
+def test_compiled_autograd(device):
+    from torch._dynamo import compiled_autograd
+    draw = Draw(device)
+    x, labels = draw.normal(6, 11).requires_grad_(), draw.integers(11, 6)
+    with compiled_autograd._enable(torch.compile(backend="aot_eager", fullgraph=True)):
+        cross_entropy(x * 1, labels, label_smoothing=0.1).backward()
+    torch.testing.assert_close(x.grad, torch.autograd.grad(cross_entropy(x, labels, label_smoothing=0.1), x)[0])
+
+
+# ----------------------------------------------------------------------------------------------- export, AOTInductor
+
+
+def test_export_with_dynamic_rows_and_back_from_a_file(device):
+    module = sparse_ce.SparseCrossEntropyLoss(torch.rand(11), label_smoothing=0.1).to(device)
+    draw = Draw(device)
+    rows = torch.export.Dim("rows", min=1, max=1000)
+    program = torch.export.export(module, (draw.normal(6, 11), draw.integers(11, 6)),
+                                  dynamic_shapes=({0: rows}, {0: rows}))
+    assert any("sparse_ce.forward" in str(node.target) for node in program.graph.nodes)
+    file = io.BytesIO()
+    torch.export.save(program, file)
+    file.seek(0)
+    x, labels = draw.normal(17, 11), draw.integers(11, 17)
+    for again in (program, torch.export.load(file), program.run_decompositions()):
+        assert_bitwise_equal(again.module()(x, labels), module(x, labels))
+
+
+def test_export_with_a_sparse_target_of_dynamic_size(device):
+    module = sparse_ce.SparseCrossEntropyLoss(reduction="none")
+    draw = Draw(device)
+    nnz = torch.export.Dim("nnz", min=1, max=1000)
+    parts = torch.utils._pytree.tree_leaves(jagged(8, draw))
+    shapes = {}, [None if t is None else {0: nnz} if len(t) == 8 else {} for t in parts]
+    program = torch.export.export(module, (draw.normal(6, 11), jagged(8, draw)), dynamic_shapes=shapes)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for n in (1, 8, 30):
+            x, target = draw.normal(6, 11), jagged(n, draw)
+            assert_bitwise_equal(program.module()(x, target), module(x, target))
+
+
+@pytest.mark.slow
+def test_aot_inductor(device, tmp_path, monkeypatch):
+    module = sparse_ce.SparseCrossEntropyLoss(torch.rand(11), label_smoothing=0.1, softcap=5.0).to(device)
+    draw = Draw(device)
+    example = draw.normal(6, 11), (draw.integers(11, 6, 3), draw.uniform(6, 3))
+    program = torch.export.export(module, example)
+    path = torch._inductor.aoti_compile_and_package(program, package_path=str(tmp_path / "loss.pt2"), inductor_configs={
+        "aot_inductor.compile_wrapper_opt_level": "O0"})
+    loaded = torch._inductor.aoti_load_package(path)
+    for _ in range(2):
+        x, target = draw.normal(6, 11), (draw.integers(11, 6, 3), draw.uniform(6, 3))
+        torch.testing.assert_close(loaded(x, target), module(x, target))
+
+
+# -------------------------------------------------------------------------------------------------- GPUs: no waiting
+
+
+@pytest.mark.parametrize("gpu", [d for d in devices() if d == "cuda"])
+@pytest.mark.parametrize("form", FORMS)
+def test_nothing_waits_for_the_gpu(form, gpu):
+    draw = Draw(gpu)
+    case = FORMS[form]((3, 4), 37, draw)
+    x, upstream = draw.normal(*case.shape, 37).requires_grad_(), draw.normal(*case.shape)
+    weight = draw.uniform(37)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        target = case.target
+        for reduction in ("none", "mean"):
+            loss = cross_entropy(x, target, weight, reduction=reduction, label_smoothing=0.1)
+            loss.backward(upstream if reduction == "none" else None)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("gpu", [d for d in devices() if d == "cuda"])
+@pytest.mark.parametrize("form", ["labels-int64", "tuple", "coo-target", "csr-target-ignore-empty", "jagged-ranges"])
+def test_a_cuda_graph_replays_with_other_logits(form, gpu):
+    draw = Draw(gpu)
+    case = FORMS[form]((3, 4), 37, draw)
+    x, target = draw.normal(*case.shape, 37).requires_grad_(), case.target
+    step = torch.cuda.make_graphed_callables(lambda x: cross_entropy(x, target, label_smoothing=0.1), (x,))
+    for _ in range(3):
+        y = draw.normal(*case.shape, 37).requires_grad_()
+        expected = cross_entropy(y, target, label_smoothing=0.1)
+        replayed = step(y)
+        assert_bitwise_equal(replayed.detach().clone(), expected.detach())
+        assert_bitwise_equal(torch.autograd.grad(replayed, y)[0].clone(), torch.autograd.grad(expected, y)[0])

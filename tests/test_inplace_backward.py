@@ -1,0 +1,130 @@
+"""``inplace_backward``: whose memory the gradient takes, and what notices. Without it nothing is overwritten."""
+
+import pytest
+import torch
+
+from cases import FORMS, Draw
+from close import assert_bitwise_equal
+from sparse_ce import cross_entropy
+
+FORM_SAMPLE = ["labels-int64", "tuple", "coo-uncoalesced", "csr-int64", "jagged-ranges"]
+
+
+def example(form, device, dtype=torch.float32):
+    draw = Draw(device)
+    case = FORMS[form]((3, 4), 37, draw)
+    return draw.normal(*case.shape, 41).to(dtype), case.target, draw.normal(*case.shape)
+
+
+OPTIONS = dict(reduction="none", num_classes=37, label_smoothing=0.1, softcap=9.0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("form", FORM_SAMPLE)
+def test_the_gradient_is_the_same_and_takes_the_memory_of_the_logits(form, dtype, device):
+    x, target, upstream = example(form, device, dtype)
+    leaf = x.clone().requires_grad_()
+    expected, = torch.autograd.grad(cross_entropy(leaf, target, **OPTIONS), leaf, upstream)
+    leaf = x.clone().requires_grad_()
+    logits = leaf * 1
+    loss = cross_entropy(logits, target, inplace_backward=True, **OPTIONS)
+    assert_bitwise_equal(logits.detach(), x)  # forward does not write
+    grad, = torch.autograd.grad(loss, logits, upstream)
+    assert grad.data_ptr() == logits.data_ptr()
+    assert_bitwise_equal(grad, expected)
+    assert_bitwise_equal(leaf.detach(), x)
+
+
+def test_the_gradient_flows_on(device):
+    draw = Draw(device)
+    hidden, labels = draw.normal(6, 5), draw.integers(11, 6)
+    results = []
+    for inplace in (False, True):
+        head = draw.normal(11, 5).mul(0).add(torch.arange(5, device=device)).requires_grad_()
+        cross_entropy(hidden @ head.t(), labels, inplace_backward=inplace).backward()
+        results.append(head.grad)
+    assert_bitwise_equal(*results)
+
+
+@pytest.mark.parametrize("form", FORM_SAMPLE)
+def test_a_second_backward_is_an_error_and_not_a_wrong_number(form, device):
+    x, target, upstream = example(form, device)
+    logits = x.requires_grad_() * 1
+    loss = cross_entropy(logits, target, inplace_backward=True, **OPTIONS)
+    loss.backward(upstream, retain_graph=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward(upstream)
+
+
+def test_another_user_of_the_logits_gets_its_gradient_or_an_error(device):
+    draw = Draw(device)
+    x, labels = draw.normal(6, 11), draw.integers(11, 6)
+
+    def total(x, inplace, order):
+        logits = x * 1
+        parts = [lambda: cross_entropy(logits, labels, inplace_backward=inplace), lambda: logits.square().sum()]
+        return sum(part() for part in parts[::order])
+
+    for order, raises in ((1, False), (-1, True)):  # autograd runs the latest first
+        leaf, expected = x.clone().requires_grad_(), x.clone().requires_grad_()
+        total(expected, False, order).backward()
+        if raises:
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                total(leaf, True, order).backward()
+        else:
+            total(leaf, True, order).backward()
+            torch.testing.assert_close(leaf.grad, expected.grad)
+
+
+@pytest.mark.parametrize("layout", ["expanded rows", "strided columns", "strided rows", "higher derivative"])
+def test_what_cannot_be_overwritten_gets_a_gradient_of_its_own(layout, device):
+    draw = Draw(device)
+    labels = draw.integers(11, 6)
+    make = {"expanded rows": lambda: draw.normal(11).expand(6, 11), "strided columns": lambda: draw.normal(11, 6).t(),
+            "strided rows": lambda: draw.normal(6, 20)[:, :11], "higher derivative": lambda: draw.normal(6, 11)}[layout]
+    base = make()
+    create_graph = layout == "higher derivative"
+    results = []
+    for inplace in (False, True):
+        leaf = base.detach().requires_grad_()
+        loss = cross_entropy(leaf, labels, inplace_backward=inplace)
+        results.append(torch.autograd.grad(loss, leaf, create_graph=create_graph)[0])
+        if layout != "strided rows":
+            assert_bitwise_equal(leaf.detach(), base)
+        if create_graph:
+            results[-1], = torch.autograd.grad(results[-1].square().sum(), leaf)
+        results[-1] = results[-1].clone()
+        base = base.clone() if layout == "strided rows" else base
+    if layout != "strided rows":
+        assert_bitwise_equal(*results)
+
+
+def test_columns_beside_strided_rows_are_not_written(device):
+    draw = Draw(device)
+    wide, labels = draw.normal(6, 20), draw.integers(11, 6)
+    leaf = wide.requires_grad_()
+    logits = (leaf * 1)[:, :11]
+    beside = logits._base.detach()[:, 11:].clone()
+    expected, = torch.autograd.grad(cross_entropy(logits, labels), logits, retain_graph=True)
+    grad, = torch.autograd.grad(cross_entropy(logits, labels, inplace_backward=True), logits)
+    assert_bitwise_equal(grad, expected)
+    assert_bitwise_equal(logits._base.detach()[:, 11:], beside)
+
+
+def test_without_it_the_logits_are_never_written(device):
+    x, target, upstream = example("tuple", device)
+    logits = x.clone().requires_grad_()
+    loss = cross_entropy(logits, target, **OPTIONS)
+    for _ in range(2):
+        loss.backward(upstream, retain_graph=True)
+        assert_bitwise_equal(logits.detach(), x)
+        assert logits._version == 0
+
+
+def test_evaluation_writes_nothing(device):
+    x, target, _ = example("tuple", device)
+    before = x.clone()
+    with torch.no_grad():
+        cross_entropy(x, target, inplace_backward=True, **OPTIONS)
+    cross_entropy(x, target, inplace_backward=True, **OPTIONS)
+    assert_bitwise_equal(x, before)
