@@ -1,0 +1,125 @@
+"""The problem that everybody solves, and the peers: other ways to the same loss, each a function of the same inputs.
+
+A peer that knows class indices only is run on those, and its row says so. cut-cross-entropy is not here: it starts from
+hidden states and never sees logits.
+"""
+
+import functools
+import math
+from dataclasses import dataclass
+from typing import Callable, List
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Sizes of a problem: logits (rows, vocab), ``entries`` weighted classes in each row."""
+
+    rows: int
+    vocab: int
+    entries: int
+    dtype: torch.dtype
+    small: bool = False  # bound by the time of starting work, not by memory: see bench.py
+
+    @property
+    def logits_bytes(self) -> int:
+        """E: the bytes of the logits, and of their gradient."""
+        return self.rows * self.vocab * self.dtype.itemsize
+
+    def __str__(self) -> str:
+        return f"{self.rows} x {self.vocab}, K={self.entries}, {str(self.dtype)[6:]}"
+
+
+class Problem:
+    """Peaked random logits with a soft target of K classes a row, and labels that are the first of them."""
+
+    def __init__(self, shape: Shape, device: torch.device):
+        generator = torch.Generator().manual_seed(1)
+        rows, vocab, entries = shape.rows, shape.vocab, shape.entries
+        self.shape, self.device = shape, device
+        # One class out of each of K equal parts of the vocabulary: scattered, and none twice in a row.
+        stride = vocab // entries
+        columns = torch.arange(entries) * stride + torch.randint(stride, (rows, entries), generator=generator)
+        self.indices = columns.gather(1, torch.rand(rows, entries, generator=generator).argsort(1)).to(device)
+        values = torch.softmax(2 * torch.randn(rows, entries, generator=generator), 1)
+        # Exact in every dtype: a dense target in bfloat16 is the same target.
+        self.values = values.bfloat16().float().to(device)
+        self.labels = self.indices[:, 0].contiguous()
+        noise = torch.Generator(device).manual_seed(2)
+        logits = torch.randn(rows, vocab, generator=noise, device=device, dtype=torch.float32).mul_(2)
+        # The target's classes then hold about nine tenths of the probability, in the proportions of the target.
+        logits.scatter_add_(1, self.indices, math.log(vocab) + 2 + self.values.log())
+        self.logits = logits.to(shape.dtype).requires_grad_()
+        del logits
+        self.overwritten = self.logits.detach().clone().requires_grad_()  # the logits of whoever writes over them
+
+    def restore(self) -> None:
+        self.overwritten.data.copy_(self.logits.data)
+
+    @functools.cached_property
+    def dense(self) -> Tensor:
+        """(rows, vocab): the soft target as ``F.cross_entropy`` takes it."""
+        zeros = torch.zeros_like(self.logits, requires_grad=False)
+        return zeros.scatter_(1, self.indices, self.values.to(zeros.dtype))
+
+
+@dataclass(frozen=True)
+class Peer:
+    name: str
+    loss: Callable[[Tensor], Tensor]  # mean loss of logits (rows, vocab)
+    soft: bool  # solves the soft target; else the class indices
+    overwrites: bool = False  # the gradient takes the place of the logits
+    note: str = ""
+
+
+def gather_route(logits: Tensor, indices: Tensor, values: Tensor) -> Tensor:
+    """``-(log_softmax(x)[rows, cols] * values).sum() / N``"""
+    return -(F.log_softmax(logits, 1).gather(1, indices) * values).sum() / logits.shape[0]
+
+
+def logsumexp_route(logits: Tensor, indices: Tensor, values: Tensor) -> Tensor:
+    """``((logsumexp(x) - x[rows, cols]) * values).sum() / N``"""
+    return ((torch.logsumexp(logits, 1, keepdim=True) - logits.gather(1, indices)) * values).sum() / logits.shape[0]
+
+
+def peers(problem: Problem) -> List[Peer]:
+    """Those that there are for the device of the problem."""
+    labels, indices, values = problem.labels, problem.indices, problem.values
+    torch.compiler.reset()
+    compiled = torch.compile(F.cross_entropy, dynamic=False)
+    beside_input = "its dense target, E more, is not counted in its memory"
+    found = [
+        Peer("F.cross_entropy, class index", lambda x: F.cross_entropy(x, labels), soft=False),
+        Peer("F.cross_entropy, dense probability", lambda x: F.cross_entropy(x, problem.dense), soft=True,
+             note=beside_input),
+        Peer("torch.compile, class index", lambda x: compiled(x, labels), soft=False),
+        Peer("torch.compile, dense probability", lambda x: compiled(x, problem.dense), soft=True, note=beside_input),
+        Peer("log_softmax + gather", lambda x: gather_route(x, indices, values), soft=True),
+        Peer("logsumexp + gather", lambda x: logsumexp_route(x, indices, values), soft=True),
+    ]
+    if problem.device.type == "cuda":
+        no_soft = "it has no soft targets"
+        found += [
+            Peer("liger-kernel, class index, in place", lambda x: _liger(x, labels), soft=False, overwrites=True,
+                 note=no_soft + ", and its forward writes the gradient"),
+            Peer("quack-kernels, class index", lambda x: _quack(x, labels), soft=False, note=no_soft),
+            Peer("quack-kernels, class index, in place", lambda x: _quack(x, labels, inplace_backward=True), soft=False,
+                 overwrites=True, note=no_soft),
+        ]
+    return found
+
+
+# Imported where they are called: one that is not installed, or does not load, is reported as not run.
+
+
+def _liger(logits: Tensor, labels: Tensor) -> Tensor:
+    from liger_kernel.transformers.functional import liger_cross_entropy
+    return liger_cross_entropy(logits, labels)
+
+
+def _quack(logits: Tensor, labels: Tensor, **options: bool) -> Tensor:
+    from quack.cross_entropy import cross_entropy
+    return cross_entropy(logits, labels, **options)

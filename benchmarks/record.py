@@ -1,0 +1,134 @@
+"""The record of a run: where it was made, its rows and goals; and the tables made from it."""
+
+import datetime
+import json
+import os
+import platform
+import re
+import subprocess
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Dict, List, Optional
+
+import torch
+
+import sparse_ce
+from bench import Samples, Spread, ratio, total
+from goals import Goal
+from peers import Shape
+from work import BOTH, Work
+
+Record = Dict[str, Any]
+
+
+def machine(device: torch.device) -> Record:
+    """What a number means nothing without."""
+    cuda = device.type == "cuda"
+    return {
+        "device": torch.cuda.get_device_name(device) if cuda else _cpu_model(),
+        "device_type": device.type,
+        "driver": _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader") if cuda else None,
+        "system": f"{platform.system()} {platform.release()}",
+        "torch": torch.__version__,
+        "threads": torch.get_num_threads(),
+        "instruction_set": sparse_ce.ops.instruction_set(),
+        "date": datetime.date.today().isoformat(),
+        "csrc": csrc_tree(),
+    }
+
+
+def csrc_tree() -> Optional[str]:
+    """``git rev-parse HEAD:csrc``, marked where files differ from it; SPARSE_CE_CSRC_TREE speaks where git cannot."""
+    given = os.environ.get("SPARSE_CE_CSRC_TREE")
+    if given:
+        return given
+    tree = _output("git", "rev-parse", "HEAD:csrc")
+    return tree + " + changes" if tree and _output("git", "status", "--porcelain", "csrc") else tree
+
+
+def row(shape: Shape, work: Work, seconds: Dict[str, Samples], extra: Optional[int], error: Optional[float]) -> Record:
+    floor = total(*(seconds[name] for name in work.floor))
+    return {
+        "name": work.name,
+        "side": work.side,
+        "target": f"K={shape.entries}" if work.soft else "class index",
+        "bytes": work.moves,
+        "ms": asdict(Spread.of([1e3 * t for t in seconds[work.name]])),
+        "gb_per_s": work.moves / Spread.of(seconds[work.name]).median / 1e9,
+        "floor": list(work.floor),
+        "over_floor": asdict(ratio(seconds[work.name], floor)),
+        # How many times as long as ours: only for the same work.
+        "over_ours": asdict(ratio(seconds[work.name], seconds[BOTH])) if work.side == "peer" else None,
+        "extra_mib": None if extra is None else extra / 2**20,
+        "gradient_error": error,
+        "note": work.note,
+    }
+
+
+def goal_row(goal: Goal) -> Record:
+    return {**asdict(goal), "met": goal.met}
+
+
+def problem_table(problem: Record) -> str:
+    """Markdown: the rows of one problem, and under them its goals."""
+    lines = ["| | time, ms (p20 - p80) | moves, MB | GB/s | time / floor | / ours | extra MiB | gradient error |",
+             "|---|---|---|---|---|---|---|---|"]
+    for r in problem["rows"]:
+        ms, over = r["ms"], r["over_floor"]
+        cells = [r["name"], f"{ms['median']:.3g} ({ms['p20']:.3g} - {ms['p80']:.3g})", f"{r['bytes'] / 1e6:.0f}",
+                 f"{r['gb_per_s']:.1f}", f"{over['median']:.2f}",
+                 "" if r["over_ours"] is None else f"{r['over_ours']['median']:.1f}",
+                 "" if r["extra_mib"] is None else f"{r['extra_mib']:.1f}",
+                 "" if r["gradient_error"] is None else f"{r['gradient_error']:.0e}"]
+        if r["side"] == "ours":
+            cells[0] = f"**{cells[0]}**"
+        lines.append("| " + " | ".join(cells) + " |")
+    notes = [f"{r['name']}: {r['note']}." for r in problem["rows"] if r["note"]]
+    notes += [f"{name}: not run, {reason}." for name, reason in problem["not_run"].items()]
+    lines += ["", " ".join(notes), "", "| goal | limit | measured (p20 - p80) | |", "|---|---|---|---|"]
+    for g in problem["goals"]:
+        value = g["value"]
+        limit = f"{'at least' if g['at_least'] else 'at most'} {g['limit']:.3g}"
+        lines.append(f"| {g['text']} | {limit} | {value['median']:.3g} ({value['p20']:.3g} - {value['p80']:.3g}) | "
+                     f"{'met' if g['met'] else '**missed**'} |")
+    return "\n".join(lines)
+
+
+def markdown(record: Record) -> str:
+    """One record as a section."""
+    about = [record["device"], f"driver {record['driver']}" if record["driver"] else f"{record['threads']} threads, "
+             f"{record['instruction_set']}", f"torch {record['torch']}", record["system"], record["date"],
+             f"csrc {record['csrc']}", f"{record['repeats']} rounds"]
+    parts = [f"## {record['device']}", ", ".join(about) + "."]
+    if record["quick"]:
+        parts.append("A quick run: fewer rows and rounds than the goals are made for.")
+    for problem in record["problems"]:
+        parts += [f"### {problem['title']}", problem_table(problem)]
+    return "\n\n".join(parts) + "\n"
+
+
+def save(record: Record, path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(record, indent=1) + "\n")
+
+
+def slug(record: Record) -> str:
+    """A file name: date and device."""
+    device = re.sub(r"\((r|tm)\)", "", record["device"].lower())
+    return record["date"] + "-" + re.sub(r"[^a-z0-9.]+", "-", device).strip("-")
+
+
+def _cpu_model() -> str:
+    try:
+        found = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.M)
+    except OSError:
+        found = None
+    return found.group(1) if found else platform.processor() or platform.machine()
+
+
+def _output(*command: str) -> Optional[str]:
+    try:
+        return subprocess.run(command, cwd=Path(__file__).parent.parent, capture_output=True, text=True,
+                              check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return None

@@ -1,0 +1,177 @@
+"""Times sparse_ce and its peers against the floor: ``python benchmarks/run.py [--quick] [--device cpu|cuda]``.
+
+Every result is checked against float64 before it is timed. Writes <date>-<device>.json, .md and .png to --out;
+--update-results also keeps the record in benchmarks/records and makes RESULTS.md and the plots again from the records.
+With a file, a record of this program or of gpu_acceptance.py, it keeps that one and measures nothing.
+"""
+
+import argparse
+import dataclasses
+import gc
+import json
+import sys
+from pathlib import Path
+from typing import Any, Dict, List, Tuple
+
+import torch
+
+import record as records
+from bench import Call, extra_bytes, time_by_turns
+from check import WrongResult, check, exact
+from goals import goals
+from peers import Problem, Shape
+from work import Work, work_on
+
+HERE = Path(__file__).parent
+
+SHAPES = {
+    "cpu": [
+        Shape(256, 128256, 64, torch.float32),
+        Shape(256, 128256, 64, torch.bfloat16),
+        Shape(512, 32000, 64, torch.float32),
+        Shape(512, 32000, 64, torch.bfloat16),
+        Shape(1024, 1000, 2, torch.float32, small=True),  # MixUp
+    ],
+    "cuda": [
+        Shape(8192, 128256, 64, torch.bfloat16),
+        Shape(16384, 32000, 64, torch.bfloat16),
+        Shape(4096, 128256, 64, torch.float32),
+        Shape(1024, 1000, 2, torch.float32, small=True),  # MixUp
+    ],
+}
+REPEATS = {"cpu": 31, "cuda": 101}
+MEASURED = "what was just measured"
+SMALL_REPEATS = 10  # times as many where a call takes a millisecond
+
+INTRODUCTION = """# Results
+
+Made by `python benchmarks/run.py --update-results` from `benchmarks/records`. How it is measured: [bench.py](bench.py);
+what is run: [work.py](work.py); the peers: [peers.py](peers.py). Rows in bold are ours; a peer that has no soft
+targets is given class indices and says so. MB and GB/s count the bytes that the work cannot avoid, whoever does it.
+"Time / floor" is in units of the floors that move as much: reading the logits once (forward), copying them once
+(backward), or both; "/ ours" is in units of our forward + backward. Ratios are medians over rounds; a goal is met by
+the median.
+"""
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--quick", action="store_true", help="an eighth of the rows, 5 rounds: does it work?")
+    parser.add_argument("--threads", type=int, default=2, help="CPU threads")
+    parser.add_argument("--repeats", type=int, help="rounds of each problem (31 on CPU, 101 on CUDA)")
+    parser.add_argument("--only", default="", help="only problems whose title contains this, e.g. bfloat16")
+    parser.add_argument("--out", type=Path, default=HERE / "out")
+    parser.add_argument("--update-results", nargs="?", const=MEASURED, metavar="RECORD", help="see above")
+    return parser.parse_args()
+
+
+def run(work: Work) -> Tuple[Any, Any]:
+    """(loss, gradient), None where the call does not yield it."""
+    if work.call.prepare is not None:
+        work.call.prepare()
+    result = work.call.run()
+    return {"loss": lambda: (result, None), "grad": lambda: (None, result), "both": lambda: result}[work.yields]()
+
+
+def check_all(problem: Problem, works: List[Work]) -> Tuple[Dict[str, float], Dict[str, str]]:
+    """Gradient errors by row; and why a peer is not run. What is wrong with ours ends the run."""
+    errors: Dict[str, float] = {}
+    not_run: Dict[str, str] = {}
+    for soft in (True, False):
+        truth = exact(problem, soft)
+        for work in works:
+            if work.side == "floor" or work.soft != soft:
+                continue
+            try:
+                errors[work.name] = check(work.name, *run(work), truth, strict=work.side == "ours")
+            except Exception as error:  # a peer's own failure, whatever it is, must not end the run
+                if work.side == "ours":
+                    raise
+                not_run[work.name] = str(error).strip().split("\n")[0] or type(error).__name__
+            gc.collect()
+    return errors, not_run
+
+
+def measure(shape: Shape, device: torch.device, repeats: int) -> Dict[str, Any]:
+    """Everything about one problem, ready for JSON."""
+    problem = Problem(shape, device)
+    works = work_on(problem)
+    errors, not_run = check_all(problem, works)
+    works = [work for work in works if work.name not in not_run]
+    calls: Dict[str, Call] = {work.name: work.call for work in works}
+    rounds = repeats * SMALL_REPEATS if shape.small else repeats
+    seconds = time_by_turns(calls, device, rounds, max(2, rounds // 10), shape.small)
+    extra = {work.name: None if work.side == "floor" else extra_bytes(work.call, device) for work in works}
+    return {
+        "title": str(shape),
+        "logits_bytes": shape.logits_bytes,
+        "rows": [records.row(shape, work, seconds, extra[work.name], errors.get(work.name)) for work in works],
+        "goals": [records.goal_row(goal) for goal in goals(shape, device.type, seconds, extra)],
+        "not_run": not_run,
+    }
+
+
+def update_results(found: records.Record) -> None:
+    """Keeps the record; RESULTS.md from the latest of each device, a plot from the latest of each type of device."""
+    from plot import plot
+    records.save(found, HERE / "records" / f"{records.slug(found)}.json")
+    latest: Dict[str, records.Record] = {}
+    for path in sorted((HERE / "records").glob("*.json")):  # by date
+        kept = json.loads(path.read_text())
+        latest.pop(kept["device"], None)
+        latest[kept["device"]] = kept
+    drawn = {kept["device_type"]: kept["device"] for kept in latest.values()}
+    parts = [INTRODUCTION]
+    for kept in latest.values():
+        parts.append(records.markdown(kept))
+        if drawn[kept["device_type"]] == kept["device"]:
+            picture = f"results-{kept['device_type']}.png"
+            plot(kept, HERE / picture)
+            parts.append(f"![time over the floor]({picture})\n")
+    (HERE / "RESULTS.md").write_text("\n".join(parts))
+
+
+def main() -> int:
+    args = arguments()
+    if args.update_results not in (None, MEASURED):
+        kept = json.loads(Path(args.update_results).read_text())
+        update_results(kept.get("benchmark", kept))
+        return 0
+    if args.device == "cuda" and not torch.cuda.is_available():
+        sys.exit(f"--device cuda needs a GPU and a CUDA build of torch, got torch {torch.__version__} without one")
+    torch.set_num_threads(args.threads)
+    device = torch.device(args.device)
+    repeats = args.repeats or (5 if args.quick else REPEATS[args.device])
+    shapes = SHAPES[args.device]
+    if args.quick:
+        shapes = [dataclasses.replace(shape, rows=shape.rows // 8) for shape in shapes]
+    found = {**records.machine(device), "quick": args.quick, "repeats": repeats, "problems": []}
+    out = args.out / f"{records.slug(found)}.json"
+    print(f"{found['device']}, torch {found['torch']}, {found['threads']} threads, {found['instruction_set']}, "
+          f"csrc {found['csrc']}", flush=True)
+    for shape in shapes:
+        if args.only not in str(shape):
+            continue
+        problem = measure(shape, device, repeats)
+        found["problems"].append(problem)
+        records.save(found, out)  # after each problem: what is measured is not lost
+        print(f"\n{problem['title']}\n\n{records.problem_table(problem)}", flush=True)
+        gc.collect()
+    out.with_suffix(".md").write_text(records.markdown(found))
+    try:
+        from plot import plot
+        plot(found, out.with_suffix(".png"))
+    except ImportError as error:
+        print(f"no plot: {error}")
+    print(f"\nwritten: {out}")
+    if args.update_results:
+        update_results(found)
+    return 0
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except WrongResult as error:
+        sys.exit(f"wrong result, nothing timed: {error}")
