@@ -100,7 +100,7 @@ struct Case {
   bool has_values, has_weight, has_mask, has_grad_lse, in_place, unit_stride_grad;
   LossOptions options;
   int64_t max_blocks;
-  double logit_size;
+  double logit_size, shift;
   std::string text() const {
     char out[512];
     std::snprintf(out, sizeof(out),
@@ -145,6 +145,7 @@ Case draw(bool small) {
   if (chance(0.2)) c.options.softcap = uniform(3, 30);
   c.max_blocks = chance(0.4) ? 1 + below(3) : 0;
   c.logit_size = one_of<double>({1, 5, 12});
+  c.shift = chance(0.3) ? one_of<double>({-1000, -100, 100, 1000}) : 0;
   return c;
 }
 
@@ -173,7 +174,7 @@ struct Problem {
         grad_lse(c.arithmetic, c.rows),
         mask(size_t(c.rows), 1) {
     const double nan = std::nan(""), inf = INFINITY;
-    for (int64_t i = 0; i < logits.count(); ++i) logits.set(i, chance(0.02) ? -inf : uniform(-c.logit_size, c.logit_size));
+    for (int64_t i = 0; i < logits.count(); ++i) logits.set(i, chance(0.02) ? -inf : c.shift + uniform(-c.logit_size, c.logit_size));
     double sum = 0;
     for (int64_t v = 0; v < c.num_classes; ++v) {
       weight.set(v, chance(0.1) ? 0 : uniform(0, 2));
@@ -292,11 +293,14 @@ struct Exact {
       if (std::isfinite(z[v])) size = std::fmax(size, std::fabs(z[v]));
     }
     long double sum = 0;
-    for (double x : z) sum += std::exp(x - max);
-    lse = max == -INFINITY ? max : max + double(std::log(sum));  // a row of nothing but -inf: lse -inf, the rest NaN
+    for (double x : z) sum += std::exp((long double)(x - max));
+    const long double exact_lse = max == -INFINITY ? max : max + std::log(sum);
+    lse = double(exact_lse);  // a row of nothing but -inf: lse -inf, the rest NaN
     lse_bound = few * (size + std::fabs(lse) + 1);
 
     const double e = c.options.label_smoothing;
+    // A logit that was scaled or capped was rounded: exp makes its absolute error a relative one.
+    const double rounded_z = c.options.logit_scale != 1 || c.options.softcap != 0 ? size : 0;
     double mass = 0, absolute = 0;
     for (int64_t i = p.begin[r]; i < p.end[r]; ++i) {
       const int64_t column = int64_t(p.indices.get(i));
@@ -307,17 +311,17 @@ struct Exact {
         continue;
       }
       const double w = value * p.weight_of(column);
-      const double g = p.grad_of(r) * (1 - e) * p.weight_of(column) * (lse - z[column]);
+      const double g = p.grad_of(r) * (1 - e) * p.weight_of(column) * double(exact_lse - z[column]);
       if (p.grad_of(r) != 0) grad_values[i - p.begin[r]] = g, grad_values_bound[i - p.begin[r]] = few * (std::fabs(g) + 3 * size + 1);
       mass += w, absolute += std::fabs(w);
       target[column] += w;
-      if (w != 0) loss += (1 - e) * w * (lse - z[column]);
+      if (w != 0) loss += (1 - e) * w * double(exact_lse - z[column]);
     }
     loss_bound = few * (absolute * (2 * size + std::fabs(lse) + 1) + c.options.z_loss * (lse * lse + 1) + 1e-3);
     long double total = 0, smooth = 0;
     for (int64_t v = 0; v < n; ++v) {
       total += p.weight_of(v);
-      if (e != 0 && p.weight_of(v) != 0) smooth += p.weight_of(v) * (lse - z[v]);
+      if (e != 0 && p.weight_of(v) != 0) smooth += p.weight_of(v) * double(exact_lse - z[v]);
     }
     const double total_weight = double(total);
     loss += e / double(n) * double(smooth) + c.options.z_loss * lse * lse;
@@ -331,9 +335,9 @@ struct Exact {
                                           2 * c.options.z_loss * std::fabs(lse)) + std::fabs(g_lse);
     const double ulp = c.dtype == DType::kFloat16 ? 0x1p-11 : c.dtype == DType::kBFloat16 ? 0x1p-8 : eps;
     for (int64_t v = 0; v < n; ++v) {
-      const double q = std::exp(z[v] - lse), o = p.weight_of(v);
+      const double q = double(std::exp(z[v] - exact_lse)), o = p.weight_of(v);
       grad[v] = (a * q - g * e / double(n) * o - g * (1 - e) * target[v]) * slope[v];
-      const double parts = (q > 0 ? a_size * q * (1 + std::fabs(z[v] - lse)) : 0) + std::fabs(g) * (e / double(n) * o + absolute * (target[v] != 0));
+      const double parts = (q > 0 ? a_size * q * (1 + std::fabs(z[v] - lse) + rounded_z) : 0) + std::fabs(g) * (e / double(n) * o + absolute * (target[v] != 0));
       grad_bound[v] = ulp * std::fabs(grad[v]) + few * parts * (std::fabs(slope[v]) + 1) + 6e-8 * (c.dtype == DType::kFloat16) + 1e-37;
     }
   }

@@ -1,0 +1,140 @@
+"""Breaks the code on purpose, one change at a time, and checks that a test notices.
+
+    python tests/mutants.py [cuda | cpu | python]
+
+Not part of `make test`: each mutant costs a build. A change to a kernel's logic should come with a mutant of it.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+
+# (file, text, replacement); `tsan` marks what only a race detector can see.
+CUDA = [
+    ("csrc/math.h", "a = grad * per_q + grad_lse;", "a = grad * per_q;"),
+    ("csrc/math.h", "return (z - lse) - lse_residual;", "return (z - lse) + 64 * lse_residual;"),
+    ("csrc/math.h", "weight != acc_t(0)) weighted += weight * shift;", "false) weighted += weight * shift;"),
+    ("csrc/math.h", "per_q += acc_t(2) *", "per_q += acc_t(1) *"),
+    ("csrc/math.h", "return scale * (acc_t(1) - t * t);", "return scale;"),
+    ("csrc/math.h", "acc_t max = Limits<acc_t>::kLowest;", "acc_t max = 0;"),
+    ("csrc/target.h", "if (value == acc_t(0) || column == ignore_index) return", "if (column == ignore_index) return"),
+    ("csrc/target.h", "if (row_mask && !row_mask[r]) return true;", ""),
+    ("csrc/target.h", "if (load_int(indices, indices_dtype, i) != ignore_index) return false;\n    return true;",
+     "if (load_int(indices, indices_dtype, i) != ignore_index) return false;\n    return false;"),
+    ("csrc/target.h", "column >= num_classes) return", "column > num_classes) return"),
+    ("csrc/cuda/cross_entropy.cu", "if (k < i && value != acc_t(0)) return acc_t(0);", "// tsan"),
+    ("csrc/cuda/cross_entropy.cu", "if (sorted) break;\n      continue;", "break;"),
+    ("csrc/cuda/cross_entropy.cu", "if (column < begin || column >= end) continue;  // padding, or another group's",
+     "if (column < 0) continue;"),
+    ("csrc/cuda/cross_entropy.cu", "write_zeros<kWidth>(gradient, begin, end);\n      continue;", "continue;"),
+    ("csrc/cuda/cross_entropy.cu", "if (split == splits - 1) write_zeros<kWidth>(gradient, columns, args.vocab);", ""),
+    ("csrc/cuda/cross_entropy.cu", "for (int64_t split = Group::rank(); split < splits; split += kWarp)",
+     "for (int64_t split = Group::rank(); split + 1 < splits; split += kWarp)"),
+    ("csrc/cuda/row_group.cuh", "for (int64_t s = tail + rank; s < end; s += kWidth) single(s);", ""),
+    ("csrc/cuda/row_group.cuh", "for (; c < tail; c += kStride) packs(c, Count<1>{});", ""),
+    ("csrc/cuda/row_group.cuh", "if (body > end || !by_packs) body = end;", "if (body > end) body = end;"),
+    ("csrc/cuda/row_group.cuh", "__syncthreads();  // the last call's values may still be read", "// tsan"),
+    ("csrc/cuda/cross_entropy.cu", "Group::sync();  // the logits at the entries are read", "// tsan"),
+    ("csrc/cuda/cross_entropy.cu", "Group::sync();  // the dense gradient is written", "// tsan"),
+]
+CPU = [
+    ("csrc/cpu/cross_entropy.cpp", "if (w == acc_t(0)) continue;", ""),
+    ("csrc/cpu/cross_entropy.cpp", "sums_[slots_[slot]].weight += weight;", ""),
+    ("csrc/cpu/cross_entropy.cpp", "(grad(r) == acc_t(0) && grad_lse(r) == acc_t(0))", "grad(r) == acc_t(0)"),
+    ("csrc/cpu/cross_entropy.cpp", "r * args_.grad_loss_stride", "0 * args_.grad_loss_stride"),
+    ("csrc/cpu/cross_entropy.cpp", "std::min(end, columns_)", "end"),
+    ("csrc/cpu/cross_entropy.cpp", "for (int64_t r = 0; r < args_.rows; ++r) write_entries(r, plans[r]);", ""),
+    ("csrc/cpu/cross_entropy.cpp", "write_entries(r, plan);\n", "\n"),
+    ("csrc/cpu/tile.cpp", "if (begin < n && !stats.push_near(z, begin, n)) stats.push(z, begin, n);",
+     "if (begin < n) stats.push_near(z, begin, n);"),
+    ("csrc/cpu/tile.cpp", "class_weight ? class_weight + begin : nullptr, m)", "class_weight, m)"),
+    ("csrc/cpu/vector_math.h", "x = x < -88.0f ? -88.0f : x;", ""),
+    ("csrc/cpu/vector_math.h", "return size < 0.625f ? near : far;", "return near;"),
+    ("csrc/dtype.h", "+ 0x7fffu + ((bits >> 16) & 1u)", ""),
+    ("csrc/dtype.h", "magnitude >= 0x0f800000u ? special : finite", "finite"),
+    ("csrc/check.h", "if (entry.column < 0 && entry.value != 0) {", "if (false) {"),
+]
+PYTHON = [
+    ("sparse_ce/ops.py", "torch.autograd.graph.increment_version(logits)", "pass"),
+    ("sparse_ce/ops.py", "grad_loss = torch.zeros_like(grad_lse)", "return (None,) * 8"),
+    ("sparse_ce/ops.py", "or torch.autograd.forward_ad._current_level >= 0", ""),
+    ("sparse_ce/functional.py", ".sum().clamp(min=1)", ".sum()"),
+    ("sparse_ce/functional.py", "empty = divisor == 0", "empty = divisor != divisor"),
+    ("sparse_ce/functional.py", 'if weight is None or target.layout != "index":', "if weight is None:"),
+    ("sparse_ce/reference.py", "torch.where(ignored[:, None], 0.0, logits[:, :num_classes].to(dtype))",
+     "logits[:, :num_classes].to(dtype)"),
+    ("sparse_ce/reference.py", "a = a + grad_lse", "pass"),
+    ("sparse_ce/target.py", "rows, order = torch.sort(rows, stable=True)", "order = torch.arange(len(rows))"),
+    ("sparse_ce/target.py", "mask = moved(mask, 0, False)", "mask = moved(mask, 0, True)"),
+    ("sparse_ce/target.py", "values = torch.where(mask, values, 0.0)", "pass"),
+    ("sparse_ce/collate.py", "ranges.append(_pad(_ranges(t.offsets) + base", "ranges.append(_pad(_ranges(t.offsets)"),
+]
+
+
+def run(command, cwd, env=None) -> bool:
+    return subprocess.run([str(c) for c in command], cwd=cwd, capture_output=True, env={**os.environ, **(env or {})}
+                          ).returncode == 0
+
+
+def cuda_passes(tree: Path, replacement: str) -> bool:
+    flavour = "tsan" if replacement == "// tsan" else "plain"
+    if not run([sys.executable, "tests/emulation/build.py", flavour], tree):
+        return False
+    options = ["--small", "--seeds", "1", "100"] if flavour == "tsan" else ["--seeds", "1", "800"]
+    return run([f"tests/emulation/build/cases_{flavour}", *options], tree)
+
+
+def suite_passes(tree: Path, package: Path) -> bool:
+    return run([sys.executable, "-m", "pytest", "-x", "-q", "-m", "not slow", "--ignore=tests/test_emulation.py",
+                "--ignore=tests/test_build.py", "tests"], tree, {"PYTHONPATH": str(package)})
+
+
+def cpu_passes(tree: Path, _: str) -> bool:
+    from torch.utils.cpp_extension import include_paths, library_paths
+    package = tree / "package"
+    shutil.copytree(tree / "sparse_ce", package / "sparse_ce", ignore=shutil.ignore_patterns("*.so"))
+    sources = sorted([*tree.glob("csrc/*.cpp"), *tree.glob("csrc/cpu/*.cpp")])
+    if not run(["g++", "-std=c++17", "-O2", "-ftree-vectorize", "-fPIC", "-shared", "-fopenmp-simd", "-fno-math-errno",
+                "-fno-trapping-math", "-DTORCH_TARGET_VERSION=0x020b000000000000",
+                *[f"-isystem{path}" for path in include_paths()], *sources, "-o", package / "sparse_ce" / "_C.so",
+                *[f"-L{path}" for path in library_paths()], "-ltorch_cpu", "-lc10"], tree):
+        return False
+    return suite_passes(tree, package)
+
+
+def python_passes(tree: Path, _: str) -> bool:
+    import sparse_ce
+    package = tree / "package"
+    shutil.copytree(tree / "sparse_ce", package / "sparse_ce")
+    for library in Path(sparse_ce.__file__).parent.glob("_C*.so"):
+        shutil.copy(library, package / "sparse_ce")
+    return suite_passes(tree, package)
+
+
+def main() -> int:
+    groups = {"cuda": (CUDA, cuda_passes), "cpu": (CPU, cpu_passes), "python": (PYTHON, python_passes)}
+    survived = 0
+    for name in sys.argv[1:] or groups:
+        mutants, passes = groups[name]
+        for file, text, replacement in mutants:
+            with tempfile.TemporaryDirectory() as folder:
+                tree = Path(folder) / "tree"
+                shutil.copytree(ROOT, tree, ignore=shutil.ignore_patterns(".git", ".venv*", "build", "*.so", "out"))
+                source = (tree / file).read_text()
+                if text not in source:
+                    sys.exit(f"{file} no longer has {text!r}: bring the mutant up to date")
+                (tree / file).write_text(source.replace(text, replacement, 1))
+                alive = passes(tree, replacement)
+            survived += alive
+            print("SURVIVED" if alive else "caught  ", file, "|", text.split("\n")[0][:90], flush=True)
+    print(f"{survived} mutants survived")
+    return survived != 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
