@@ -88,6 +88,9 @@ struct Held {
   OptionalTensor values, offsets, row_mask, weight, weight_sum;
 };
 
+// A call of the dispatcher only where there is something to copy.
+inline Tensor packed(const Tensor& t) { return t.is_contiguous() ? t : torch::stable::contiguous(t); }
+
 inline void check_same_device(const Tensor& t, const Tensor& logits, const char* argument) {
   check(t.is_cpu() == logits.is_cpu() && t.get_device_index() == logits.get_device_index(), argument,
         " must be on the device of logits (", logits.is_cpu() ? "cpu" : "cuda", "), got a tensor on ",
@@ -112,7 +115,7 @@ inline void view_logits(const Tensor& logits, Held& held, CrossEntropyArgs& args
   args.rows = logits.size(0);
   args.vocab = logits.size(1);
   check(args.vocab > 0, "logits must have at least one class, got ", shape(logits));
-  held.logits = logits.stride(1) == 1 || args.vocab == 1 ? logits : torch::stable::contiguous(logits);
+  held.logits = logits.stride(1) == 1 || args.vocab == 1 ? logits : packed(logits);
   args.logits = held.logits.const_data_ptr();
   args.row_stride = held.logits.stride(0);
 }
@@ -133,14 +136,14 @@ inline void view_target(const Target& parts, const Options& options, Held& held,
           " rows of logits, got ", shape(*offsets));
     target.offsets_dtype = to_dtype(*offsets, "offsets", /*integer=*/true);
     target.offsets_step = ends ? 1 : 2;
-    held.offsets = torch::stable::contiguous(*offsets);
+    held.offsets = packed(*offsets);
     target.offsets = held.offsets->const_data_ptr();
   } else {
     check((indices.dim() == 1 || indices.dim() == 2) && indices.size(0) == args.rows, "indices must be (", args.rows,
           ",) or (", args.rows, ", K) for ", args.rows, " rows of logits, got ", shape(indices));
     target.width = indices.dim() == 1 ? 1 : indices.size(1);
   }
-  held.indices = torch::stable::contiguous(indices);
+  held.indices = packed(indices);
   target.indices = held.indices.const_data_ptr();
   target.entries = indices.numel();
   target.rows = args.rows;
@@ -150,7 +153,7 @@ inline void view_target(const Target& parts, const Options& options, Held& held,
               (values->dim() == 0 || values->size(0) == indices.size(0)),
           "values must have the shape of indices ", shape(indices), ", got ", shape(*values));
     target.values_dtype = to_dtype(*values, "values", /*integer=*/false);
-    held.values = torch::stable::contiguous(*values);
+    held.values = packed(*values);
     target.values = held.values->const_data_ptr();
   }
   if (row_mask) {
@@ -159,7 +162,7 @@ inline void view_target(const Target& parts, const Options& options, Held& held,
           name(row_mask->scalar_type()));
     check(row_mask->dim() == 1 && row_mask->size(0) == args.rows, "row_mask must be (", args.rows, ",), got ",
           shape(*row_mask));
-    held.row_mask = torch::stable::contiguous(*row_mask);
+    held.row_mask = packed(*row_mask);
     target.row_mask = static_cast<const bool*>(held.row_mask->const_data_ptr());
   }
   target.num_classes = options.num_classes.value_or(args.vocab);
@@ -179,7 +182,7 @@ inline void view_weight(const OptionalTensor& weight, const Options& options, He
         name(held.logits.scalar_type()), " logits), got ", name(weight->scalar_type()));
   check(weight->dim() == 1 && weight->size(0) == args.target.num_classes, "weight must be (", args.target.num_classes,
         ",), one weight a class, got ", shape(*weight));
-  held.weight = torch::stable::contiguous(*weight);
+  held.weight = packed(*weight);
   args.target.weight = held.weight->const_data_ptr();
   if (options.label_smoothing != 0) {
     held.weight_sum = torch::stable::sum(*held.weight);

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from . import ops, reference
-from .target import IGNORE_INDEX, SparseTarget, _as_index, _check
+from .target import IGNORE_INDEX, SparseTarget, _check, _fail
 
 Target = Union[Tensor, SparseTarget, Tuple[Tensor, Tensor]]
 Normalizer = Union[int, float, Tensor]
@@ -85,13 +85,7 @@ def cross_entropy(
         RuntimeError: dtype or device do not fit, or (CPU) an index is outside of the classes. On CUDA the row's loss is
             NaN instead, unless ``SPARSE_CE_VALIDATE=1`` is set.
     """
-    _check(isinstance(input, Tensor), f"input must be a tensor, got {type(input).__name__}", TypeError)
-    _check(input.dtype in _DTYPES, f"input must be float16, bfloat16, float32 or float64, got {input.dtype}", TypeError)
-    _check(input.layout == torch.strided, f"input must be strided, got layout {input.layout}")
-    _check(input.dim() >= 1, "input must be (..., V), got shape []")
-    _check(reduction in ("none", "sum", "mean"), f"reduction must be 'none', 'sum' or 'mean', got {reduction!r}")
-    _check(normalizer is None or reduction == "mean", "normalizer must be None unless reduction is 'mean', got "
-           f"reduction={reduction!r}")
+    _check_call(input, reduction, normalizer)
     if input.is_cuda and ops.why_no_cuda is not None:
         raise RuntimeError("sparse_ce: input must be on a device with kernels, got a CUDA tensor, but "
                            f"{ops.why_no_cuda}; reinstall sparse_ce with nvcc on the PATH")
@@ -120,17 +114,35 @@ def cross_entropy(
     return (loss, lse.reshape(leading)) if return_lse else loss
 
 
+def _check_call(input: Tensor, reduction: str, normalizer: Optional[Normalizer]) -> None:
+    if not isinstance(input, Tensor):
+        _fail(f"input must be a tensor, got {type(input).__name__}", TypeError)
+    if input.dtype not in _DTYPES:
+        _fail(f"input must be float16, bfloat16, float32 or float64, got {input.dtype}", TypeError)
+    if input.layout != torch.strided:
+        _fail(f"input must be strided, got layout {input.layout}")
+    if input.dim() == 0:
+        _fail("input must be (..., V), got shape []")
+    if reduction not in ("none", "sum", "mean"):
+        _fail(f"reduction must be 'none', 'sum' or 'mean', got {reduction!r}")
+    if normalizer is not None and reduction != "mean":
+        _fail(f"normalizer must be None unless reduction is 'mean', got reduction={reduction!r}")
+
+
 def _check_target(target: SparseTarget, input: Tensor, num_classes: Optional[int]) -> None:
     leading, vocab = input.shape[:-1], input.shape[-1]
     form = {"index": "input.shape[:-1]", "topk": "input.shape[:-1] + (K,)", "jagged": "that of input"}[target.layout]
-    _check(target.shape == leading, f"target must have leading shape {list(leading)}, for input {list(input.shape)} "
-           f"({target.layout}: shape {form}), got {list(target.shape)}")
-    _check(target.device == input.device, f"target must be on the device of input, {input.device}, got "
-           f"{target.device}; move it with .to({str(input.device)!r})", RuntimeError)
-    _check(num_classes is None or 0 < num_classes <= vocab,
-           f"num_classes must be in [1, {vocab}], the last dimension of input, got {num_classes}")
-    _check(target.num_classes is None or target.num_classes in (vocab, num_classes),
-           f"target must have {vocab if num_classes is None else num_classes} classes, got {target.num_classes}")
+    if target.shape != leading:
+        form = {"index": "input.shape[:-1]", "topk": "input.shape[:-1] + (K,)", "jagged": "that of input"}
+        _fail(f"target must have leading shape {list(leading)}, for input {list(input.shape)} ({target.layout}: shape "
+              f"{form[target.layout]}), got {list(target.shape)}")
+    if target.device != input.device:
+        _fail(f"target must be on the device of input, {input.device}, got {target.device}; move it with "
+              f".to({str(input.device)!r})", RuntimeError)
+    if num_classes is not None and not 0 < num_classes <= vocab:
+        _fail(f"num_classes must be in [1, {vocab}], the last dimension of input, got {num_classes}")
+    if target.num_classes is not None and target.num_classes not in (vocab, num_classes):
+        _fail(f"target must have {vocab if num_classes is None else num_classes} classes, got {target.num_classes}")
 
 
 def _class_weights(weight: Tensor, input: Tensor, vocab: int, classes: int) -> Tensor:

@@ -90,14 +90,15 @@ class _CrossEntropy(torch.autograd.Function):
         return grad_logits, None, grad_values, None, None, None, None, None
 
 
-def _forward_autograd(logits, indices, values=None, offsets=None, weight=None, row_mask=None, *options):
+def _forward_autograd(logits, indices, values=None, offsets=None, weight=None, row_mask=None, *options,
+                      inplace_backward=False):
     if _composite(logits):
         return reference.forward(logits, indices, values, offsets, weight, row_mask, *options)
     if _needs_grad(logits, values, weight):
         if weight is not None and weight.requires_grad:
             raise RuntimeError("sparse_ce: weight must be a tensor that does not require grad, got one that does; "
                                "pass weight.detach()")
-        return _CrossEntropy.apply(logits, indices, values, offsets, weight, row_mask, options, False)
+        return _CrossEntropy.apply(logits, indices, values, offsets, weight, row_mask, options, inplace_backward)
     with torch._C._AutoDispatchBelowAutograd():
         return _ops.forward(logits, indices, values, offsets, weight, row_mask, *options)
 
@@ -151,6 +152,11 @@ def _(grad_loss, logits, lse, lse_residual, indices, *args, **kwargs):
     return indices.new_empty(indices.shape, dtype=reference.arithmetic_dtype(logits.dtype))
 
 
+def _eager() -> bool:
+    """Whether nobody traces this call: then the dispatcher's way to the Autograd kernel (20 us) can be skipped."""
+    return not torch.compiler.is_compiling() and torch._C._len_torch_dispatch_stack() == 0
+
+
 def cross_entropy(logits: Tensor, indices: Tensor, values: Optional[Tensor], offsets: Optional[Tensor],
                   weight: Optional[Tensor], row_mask: Optional[Tensor], options: tuple,
                   inplace_backward: bool) -> Tuple[Tensor, Tensor]:
@@ -159,11 +165,11 @@ def cross_entropy(logits: Tensor, indices: Tensor, values: Optional[Tensor], off
     Under ``torch.compile`` and functorch the gradient is a fresh tensor: their graphs do not let a backward write to an
     input. So it is for logits whose rows overlap or whose columns are strided.
     """
-    if (inplace_backward and _needs_grad(logits) and not torch.compiler.is_compiling() and not _composite(logits)
-            and logits.stride(1) == 1 and (logits.shape[0] <= 1 or logits.stride(0) >= logits.shape[1])
-            and not (weight is not None and weight.requires_grad)):
-        return _CrossEntropy.apply(logits, indices, values, offsets, weight, row_mask, options, True)
-    return _ops.forward(logits, indices, values, offsets, weight, row_mask, *options)
+    if not _eager():
+        return _ops.forward(logits, indices, values, offsets, weight, row_mask, *options)
+    writable = logits.stride(1) == 1 and (logits.shape[0] <= 1 or logits.stride(0) >= logits.shape[1])
+    return _forward_autograd(logits, indices, values, offsets, weight, row_mask, *options,
+                             inplace_backward=inplace_backward and writable)
 
 
 def instruction_set() -> str:

@@ -1,7 +1,7 @@
 """``SparseTarget``: a sparse target as plain dense tensors, which move, slice, pickle and compile."""
 
 import math
-from typing import Any, Optional, Sequence, Tuple, Union
+from typing import Any, NoReturn, Optional, Sequence, Tuple, Union
 
 import torch
 import torch.nn.functional as F
@@ -11,28 +11,36 @@ IGNORE_INDEX = -100  # PyTorch's default, and the mark of padding inside a Spars
 _NO_CLASS = torch.iinfo(torch.int32).max  # an index that no vocabulary holds
 
 
+def _fail(message: str, error: type = ValueError) -> NoReturn:
+    raise error("sparse_ce: " + message)
+
+
 def _check(condition: bool, message: str, error: type = ValueError) -> None:
+    """For checks off the path of every call: the message is made whether it is needed or not."""
     if not condition:
-        raise error("sparse_ce: " + message)
-
-
-def _check_index_dtype(t: Tensor, argument: str) -> None:
-    _check(not (t.dtype.is_floating_point or t.dtype.is_complex or t.dtype == torch.bool),
-           f"{argument} must be of an integer dtype, got {t.dtype}", TypeError)
+        _fail(message, error)
 
 
 def _as_index(t: Tensor, argument: str) -> Tensor:
     """int64 and int32 as they are, narrower integers widened: the kernels know these two."""
-    _check(isinstance(t, Tensor), f"{argument} must be a tensor, got {type(t).__name__}", TypeError)
-    _check_index_dtype(t, argument)
-    return t if t.dtype in (torch.int64, torch.int32) else t.long()
+    if not isinstance(t, Tensor):
+        _fail(f"{argument} must be a tensor, got {type(t).__name__}", TypeError)
+    if t.dtype in (torch.int64, torch.int32):
+        return t
+    if t.dtype.is_floating_point or t.dtype.is_complex or t.dtype == torch.bool:
+        _fail(f"{argument} must be of an integer dtype, got {t.dtype}", TypeError)
+    return t.long()
 
 
 def _as_values(t: Tensor, argument: str = "values") -> Tensor:
     """Floating dtypes as they are; counts become float32."""
-    _check(isinstance(t, Tensor), f"{argument} must be a tensor, got {type(t).__name__}", TypeError)
-    _check(not t.dtype.is_complex, f"{argument} must be of a real dtype, got {t.dtype}", TypeError)
-    return t if t.dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64) else t.float()
+    if not isinstance(t, Tensor):
+        _fail(f"{argument} must be a tensor, got {type(t).__name__}", TypeError)
+    if t.dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
+        return t
+    if t.dtype.is_complex:
+        _fail(f"{argument} must be of a real dtype, got {t.dtype}", TypeError)
+    return t.float()
 
 
 def _ranges(offsets: Tensor) -> Tensor:
@@ -103,10 +111,10 @@ class SparseTarget:
         ``ignore_empty=True`` ignores rows in which every entry is padding.
         """
         indices, values = _as_index(indices, "indices"), _as_values(values)
-        _check(indices.dim() >= 1 and indices.shape == values.shape,
-               f"values must have the shape (..., K) of indices, {list(indices.shape)}, got {list(values.shape)}")
-        _check(kind in ("probs", "logprobs", "logits"),
-               f"kind must be 'probs', 'logprobs' or 'logits', got {kind!r}")
+        if indices.dim() == 0 or indices.shape != values.shape:
+            _fail(f"values must have the shape (..., K) of indices, {list(indices.shape)}, got {list(values.shape)}")
+        if kind not in ("probs", "logprobs", "logits"):
+            _fail(f"kind must be 'probs', 'logprobs' or 'logits', got {kind!r}")
         if mask is not None:
             _check(mask.shape == indices.shape,
                    f"mask must have the shape of indices, {list(indices.shape)}, got {list(mask.shape)}")
@@ -116,10 +124,10 @@ class SparseTarget:
             # A row without entries: any finite logits do, its weights are all 0.
             logits = values.masked_fill(~live, -math.inf).masked_fill(~live.any(-1, keepdim=True), 0.0)
             values = torch.softmax(logits, -1).masked_fill(~live, 0.0)
-        elif kind == "logprobs":
+        elif mask is not None:  # before exp, so that NaN under the mask reaches no gradient either
+            values = torch.where(mask, values, -math.inf if kind == "logprobs" else 0.0)
+        if kind == "logprobs":
             values = values.exp()
-        if mask is not None and kind != "logits":
-            values = torch.where(mask, values, 0.0)
         shape = indices.shape[:-1]
         row_mask = _check_mask(row_mask, shape)
         if ignore_empty:

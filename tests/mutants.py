@@ -71,7 +71,7 @@ PYTHON = [
     ("sparse_ce/reference.py", "a = a + grad_lse", "pass"),
     ("sparse_ce/target.py", "rows, order = torch.sort(rows, stable=True)", "order = torch.arange(len(rows))"),
     ("sparse_ce/target.py", "mask = moved(mask, 0, False)", "mask = moved(mask, 0, True)"),
-    ("sparse_ce/target.py", "values = torch.where(mask, values, 0.0)", "pass"),
+    ("sparse_ce/target.py", 'values = torch.where(mask, values, -math.inf if kind == "logprobs" else 0.0)', "pass"),
     ("sparse_ce/collate.py", "ranges.append(_pad(_ranges(t.offsets) + base", "ranges.append(_pad(_ranges(t.offsets)"),
 ]
 
