@@ -1,8 +1,8 @@
 """Targets of every form, each with the dense float64 target that it stands for.
 
 ``FORMS[name](shape, classes, draw, ignore_index)`` makes a :class:`Case` with leading ``shape`` (at least 6 rows) over
-``classes`` classes. Every case has rows that are empty or ignored, and what else its form allows: duplicates, padding with
-any index, negative and unnormalised weights.
+``classes`` classes. Every case has rows that are empty or ignored, and what else its form allows: duplicates, padding
+with any index, negative and unnormalised weights.
 """
 
 import math

@@ -11,8 +11,8 @@ def assert_close_to_float64(ours: Tensor, peer: Tensor, exact: Tensor, terms: Op
     """``peer`` is PyTorch's result in the arithmetic and storage dtypes of ``ours``, ``exact`` the one in float64.
 
     An error counts against the largest element of ``exact``. With ``terms`` (..., 1) it counts against the largest
-    element of its own row, so that a row of small gradients cannot hide behind a row of large ones; ``terms`` is the size
-    of what is subtracted in the row (p and 1, where p - 1 is the result), whose last bits nobody has. What is 0
+    element of its own row, so that a row of small gradients cannot hide behind a row of large ones; ``terms`` is the
+    size of what is subtracted in the row (p and 1, where p - 1 is the result), whose last bits nobody has. What is 0
     throughout must be 0. ``arithmetic``: where it is coarser than the dtype of ``ours``.
     """
     assert ours.shape == exact.shape, f"shape {list(ours.shape)}, expected {list(exact.shape)}"

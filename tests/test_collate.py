@@ -17,7 +17,8 @@ def sparse_rows(rows, seed):
     generator = torch.Generator().manual_seed(seed)
     for r in range(rows):
         if r != 1:
-            dense[r, torch.randperm(VOCAB, generator=generator)[:1 + (r + seed) % 3]] = torch.rand(1, generator=generator)
+            classes = torch.randperm(VOCAB, generator=generator)[:1 + (r + seed) % 3]
+            dense[r, classes] = torch.rand(1, generator=generator)
     return dense
 
 
@@ -110,8 +111,8 @@ def test_values_of_different_dtypes_and_without():
                      SparseTarget.from_jagged(torch.tensor([2]), torch.tensor([0.5]), offsets, num_classes=VOCAB)])
     assert batch.to_dense()[0, 0, 1] == 1 and batch.to_dense()[1, 0, 2] == 0.5
     narrow = SparseTarget.from_jagged(torch.tensor([1], dtype=torch.int32), None, offsets.int(), num_classes=VOCAB)
-    assert collate([narrow, SparseTarget.from_jagged(torch.tensor([2]), None, offsets)]).to_dense()[:, 0].argmax(-1).tolist(
-        ) == [1, 2]
+    batch = collate([narrow, SparseTarget.from_jagged(torch.tensor([2]), None, offsets)])
+    assert batch.to_dense()[:, 0].argmax(-1).tolist() == [1, 2]
 
 
 # --------------------------------------------------------------------------------------------------------- containers
@@ -121,7 +122,8 @@ def test_nested_containers_keep_their_types():
     def one(i):
         target, _ = sample("coo", 2, i)
         pair = sample("topk", 2, i)[0]
-        return OrderedDict(a=Sample(torch.ones(3) * i, target), b=[i, (pair, "text"), {"deep": {"target": target}}], c=0.5 * i)
+        return OrderedDict(a=Sample(torch.ones(3) * i, target), b=[i, (pair, "text"), {"deep": {"target": target}}],
+                           c=0.5 * i)
 
     batch = collate([one(i) for i in range(3)])
     assert isinstance(batch, dict) and isinstance(batch["a"], Sample)
@@ -133,9 +135,10 @@ def test_nested_containers_keep_their_types():
 
 
 def test_a_sample_that_is_a_pair_of_tensors_is_an_input_and_a_label():
-    batch = collate([(torch.tensor([1, 2]), torch.tensor([0.5, 0.5])) for _ in range(3)])
+    pair = torch.tensor([1, 2]), torch.tensor([0.5, 0.5])
+    batch = collate([pair] * 3)
     assert isinstance(batch, (tuple, list)) and batch[0].shape == (3, 2) and batch[1].shape == (3, 2)
-    assert isinstance(collate([((torch.tensor([1, 2]), torch.tensor([0.5, 0.5])), 1) for _ in range(3)])[0], SparseTarget)
+    assert isinstance(collate([(pair, 1)] * 3)[0], SparseTarget)
 
 
 class Rows(Dataset):

@@ -54,7 +54,7 @@ def gradients(loss, lse, leaves, upstream, upstream_lse):
 def dense_result(case, logits, keywords, upstream, upstream_lse, exact):
     """(loss, lse, gradient for logits, gradient for values or None) of the dense target.
 
-    ``exact``: all float64. Else as PyTorch would have it, in the arithmetic dtype with gradients in their tensors' dtypes.
+    ``exact``: all float64. Else as PyTorch would have it: in the arithmetic dtype, gradients in their tensors' dtypes.
     """
     dtype = torch.float64 if exact else arithmetic(logits.dtype)
     keywords = {k: v for k, v in keywords.items() if k not in ("return_lse", "ignore_index")}

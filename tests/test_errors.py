@@ -1,4 +1,4 @@
-"""Wrong arguments: every error reads ``sparse_ce: <argument> must be <expectation>, got <value>`` and changes nothing."""
+"""Wrong arguments: an error reads ``sparse_ce: <argument> must be <expectation>, got <value>`` and changes nothing."""
 
 import re
 
@@ -34,9 +34,11 @@ OPTIONS = [
     ("reduction", "avg", "'avg'"), ("reduction", None, "None"), ("reduction", "MEAN", "'MEAN'"),
     ("label_smoothing", -0.1, "[0, 1]"), ("label_smoothing", 1.5, "[0, 1]"), ("label_smoothing", float("nan"), "nan"),
     ("label_smoothing", "a", "'a'"), ("label_smoothing", None, "None"),
-    ("z_loss", float("inf"), "finite"), ("z_loss", float("nan"), "nan"), ("z_loss", None, "None"), ("z_loss", [1.0], "[1.0]"),
+    ("z_loss", float("inf"), "finite"), ("z_loss", float("nan"), "nan"), ("z_loss", None, "None"),
+    ("z_loss", [1.0], "[1.0]"),
     ("logit_scale", float("inf"), "finite"), ("logit_scale", float("nan"), "nan"), ("logit_scale", "1", "'1'"),
-    ("softcap", 0.0, "positive"), ("softcap", -30.0, "-30"), ("softcap", float("inf"), "inf"), ("softcap", "30", "'30'"),
+    ("softcap", 0.0, "positive"), ("softcap", -30.0, "-30"), ("softcap", float("inf"), "inf"),
+    ("softcap", "30", "'30'"),
     ("num_classes", 0, "[1, 7]"), ("num_classes", 8, "8"), ("num_classes", -1, "-1"), ("num_classes", "3", "'3'"),
     ("num_classes", 2.5, "2.5"),
     ("ignore_index", 1.5, "1.5"), ("ignore_index", None, "None"), ("ignore_index", "pad", "'pad'"),
@@ -104,7 +106,8 @@ def test_a_wrong_class_weight_is_refused(device):
     assert_refused(lambda: cross_entropy(x, labels, torch.ones(7, dtype=torch.complex64, device=device)), "weight")
     needs_grad = torch.ones(7, device=device, requires_grad=True)
     assert_refused(lambda: cross_entropy(x, labels, needs_grad), "weight", "detach()")
-    assert_refused(lambda: torch.ops.sparse_ce.forward(x.requires_grad_(), labels, weight=needs_grad), "weight", "detach()")
+    x.requires_grad_()
+    assert_refused(lambda: torch.ops.sparse_ce.forward(x, labels, weight=needs_grad), "weight", "detach()")
     assert_refused(lambda: cross_entropy(x, labels, torch.ones(7, device="meta")), "weight", "meta")
 
 
@@ -178,7 +181,7 @@ def test_wrong_parts_of_a_target_are_refused(device):
         (lambda: len(SparseTarget.from_index(labels[0])), "[]"),
         (lambda: SparseTarget.from_index(labels[0]).shift(1), "[]"),
         (lambda: SparseTarget.from_index(labels).to_dense(), "num_classes", "None"),
-        (lambda: sparse_ce.collate([SparseTarget.from_index(labels), SparseTarget.from_index(labels.view(2, 2))]), "[1, 2]"),
+        (lambda: sparse_ce.collate([SparseTarget.from_index(t) for t in (labels, labels.view(2, 2))]), "[1, 2]"),
         (lambda: sparse_ce.collate([SparseTarget.from_index(labels, num_classes=c) for c in (7, 8)]), "[7, 8]"),
     ]
     for call, *words in refused:

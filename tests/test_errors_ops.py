@@ -20,7 +20,8 @@ def arguments(device):
 
 def jagged(device):
     a = arguments(device)
-    return dict(a, indices=a["indices"].view(-1), values=a["values"].view(-1), offsets=torch.arange(0, 13, 3, device=device))
+    offsets = torch.arange(0, 13, 3, device=device)
+    return dict(a, indices=a["indices"].view(-1), values=a["values"].view(-1), offsets=offsets)
 
 
 WRONG = {  # (argument, what it becomes, what the message must name besides the argument)
@@ -77,11 +78,13 @@ def test_the_backward_ops_refuse_wrong_rows(name, device):
     if name != "backward_values":
         given["grad_lse"] = rows
     getattr(ops, name)(**dict(given, logits=given["logits"].clone()))
-    for argument in set(given) & {"grad_loss", "grad_lse", "lse", "lse_residual"}:
-        for bad, word in ((rows[:3], "[3]"), (rows[:, None], "[4, 1]"), (rows.double(), "Double"), (rows.half(), "Half")):
-            assert_refused(lambda: getattr(ops, name)(**dict(given, **{argument: bad})), argument, word, error=RuntimeError)
-    for argument in ("lse", "lse_residual"):
-        assert_refused(lambda: getattr(ops, name)(**dict(given, **{argument: rows[:1].expand(4)})), argument, "contiguous")
+    wrong = [(rows[:3], "[3]"), (rows[:, None], "[4, 1]"), (rows.double(), "Double"), (rows.half(), "Half")]
+    refused = [(argument, *bad) for argument in set(given) & {"grad_loss", "grad_lse", "lse", "lse_residual"}
+               for bad in wrong]
+    refused += [(argument, rows[:1].expand(4), "contiguous") for argument in ("lse", "lse_residual")]
+    for argument, bad, word in refused:
+        call = dict(given, **{argument: bad})
+        assert_refused(lambda: getattr(ops, name)(**call), argument, word, error=RuntimeError)
 
 
 def test_overwriting_logits_that_overlap_is_refused(device):
@@ -105,8 +108,11 @@ def out_of_range(device):
     def put(index, dtype=torch.int64):
         return torch.tensor([1, 2, index, 4], device=device).to(dtype)
 
-    def coo(columns, rows=crow[:4]):
-        return torch.sparse_coo_tensor(torch.stack([rows, columns]), ones, (4, 7), check_invariants=False)
+    def coo(columns):
+        return torch.sparse_coo_tensor(torch.stack([crow[:4], columns]), ones, (4, 7), check_invariants=False)
+
+    def csr(crow, columns):
+        return torch.sparse_csr_tensor(crow, columns, ones, (4, 7), check_invariants=False)
 
     return {
         "label": (put(7), 7), "label, negative": (put(-1), -1), "label, int32": (put(-(2**31), torch.int32), -(2**31)),
@@ -114,8 +120,7 @@ def out_of_range(device):
         "top-k": ((torch.stack([put(7), put(7)], 1)[:, :1], ones[:, None]), 7),
         "top-k, last entry": ((torch.stack([put(3), put(9)], 1), torch.ones(4, 2, device=device)), 9),
         "COO column": (coo(put(8)), 8), "COO column, negative": (coo(put(-2)), -2),
-        "CSR column": (torch.sparse_csr_tensor(crow, put(70), ones, (4, 7), check_invariants=False), 70),
-        "CSR column, int32": (torch.sparse_csr_tensor(crow.int(), put(-70).int(), ones, (4, 7), check_invariants=False), -70),
+        "CSR column": (csr(crow, put(70)), 70), "CSR column, int32": (csr(crow.int(), put(-70).int()), -70),
         "jagged": (SparseTarget.from_jagged(put(7), None, crow), 7),
         "jagged ranges": (SparseTarget.from_jagged(put(7), ones, torch.stack([crow[:-1], crow[1:]], 1)), 7),
         "ignore_index of another value": (put(-100), -100),
@@ -169,17 +174,18 @@ def test_a_corrupt_crow_is_refused(wrong, device):
 
 @pytest.mark.parametrize("row", [4, -1, 2**40])
 def test_a_coo_row_out_of_range_is_refused(row, device):
-    x = good(device)[0]
-    target = torch.sparse_coo_tensor(torch.tensor([[0, row], [1, 2]], device=device), torch.ones(2, device=device), (4, 7),
-                                     check_invariants=False)
+    x, positions = good(device)[0], torch.tensor([[0, row], [1, 2]], device=device)
+
+    def coo(*values):
+        return torch.sparse_coo_tensor(positions, torch.tensor(values, device=device), (4, 7), check_invariants=False)
+
+    target = coo(1.0, 1.0)
     if device == "cpu":
         assert_refused(lambda: cross_entropy(x, target), row, "[4]", error=RuntimeError)
     else:
         assert cross_entropy(x, target).isnan()
-    tensor = torch.sparse_coo_tensor(torch.tensor([[0, row], [1, 2]], device=device), torch.tensor([1.0, 0.0], device=device),
-                                     (4, 7), check_invariants=False)
     expected = cross_entropy(x, torch.tensor([1, -100, -100, -100], device=device), reduction="sum")
-    torch.testing.assert_close(cross_entropy(x, tensor, reduction="sum"), expected)  # a weight of 0: padding
+    torch.testing.assert_close(cross_entropy(x, coo(1.0, 0.0), reduction="sum"), expected)  # a weight of 0: padding
 
 
 def test_a_failed_call_leaves_nothing_behind(device):

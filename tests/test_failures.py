@@ -1,5 +1,5 @@
-"""Cases that some published loss got wrong: the target and the gradient. Tests are named by what must hold; the docstring
-says what failed, and where."""
+"""Cases that some published loss got wrong: targets. Tests are named by what must hold; the docstring says what failed,
+and where."""
 
 import pytest
 import torch
@@ -44,7 +44,8 @@ def test_1_a_sparse_tensor_equals_the_dense_target(layout, reduction, device):
     logits, positions, values, dense = five_classes(device)
     target = dense.to_sparse() if layout == "coo" else dense.to_sparse_csr()
     if layout == "csr-int32":
-        target = torch.sparse_csr_tensor(target.crow_indices().int(), target.col_indices().int(), target.values(), (3, 5))
+        crow, columns = target.crow_indices().int(), target.col_indices().int()
+        target = torch.sparse_csr_tensor(crow, columns, target.values(), (3, 5))
     equals_dense(logits, target, dense, reduction)
     assert cross_entropy(logits, target, reduction=reduction).layout == torch.strided
 
@@ -119,13 +120,14 @@ def test_1_values_that_require_grad(layout, dtype, device):
         target = torch.sparse_coo_tensor(positions, v, (3, 5))
     upstream = torch.randn(3, dtype=torch.float64, device=device)
     cross_entropy(logits, target, reduction="none").backward(upstream)
-    dense = torch.zeros(3, 5, dtype=torch.float64, device=device).index_put(tuple(positions), w.double(), accumulate=True)
+    dense = torch.zeros(3, 5, dtype=torch.float64, device=device)
+    dense = dense.index_put(tuple(positions), w.double(), accumulate=True)
     F.cross_entropy(logits, dense, reduction="none").backward(upstream)
     assert v.grad.dtype == dtype
     torch.testing.assert_close(v.grad, w.grad)
 
 
-# ------------------------------------------------------------------------------------------ 2 - 6: what entries may hold
+# ----------------------------------------------------------------------------------------- 2 - 6: what entries may hold
 
 
 def test_2_duplicate_indices_add_up(device):
@@ -165,7 +167,7 @@ def test_3_padding_is_not_read_as_an_index(pad, how, device):
     """axolotl gives NaN, DistillKit pads with uninitialised ids."""
     live, padded = torch.tensor([[1, 3]], device=device), torch.tensor([[1, pad, 3, pad]], device=device)
     probs = torch.tensor([[0.6, 0.4]], device=device, dtype=torch.float64)
-    garbage = {"weight 0": 0.0, "log-probability -inf": 0.0, "mask False": 0.7, "mask False, values NaN": torch.nan}[how]
+    garbage = {"mask False": 0.7, "mask False, values NaN": torch.nan}.get(how, 0.0)
     values = torch.full((1, 4), garbage, device=device, dtype=torch.float64)
     values[:, ::2] = probs
     if how == "weight 0":
@@ -209,7 +211,8 @@ def test_3_an_explicit_zero_weight_at_a_logit_of_minus_infinity_stays_finite(for
     expected = -torch.log_softmax(logits.detach(), 1)[0, 0]
     torch.testing.assert_close(loss, expected)
     loss.backward()
-    torch.testing.assert_close(logits.grad, torch.softmax(logits.detach(), 1) - torch.tensor([1.0, 0, 0], device=device))
+    label = torch.tensor([1.0, 0, 0], device=device)
+    torch.testing.assert_close(logits.grad, torch.softmax(logits.detach(), 1) - label)
 
 
 @pytest.mark.parametrize("form", ["topk", "coo", "csr"])
@@ -229,8 +232,8 @@ def test_4_mass_other_than_one_scales_the_softmax_term(form, device):
 
 
 @pytest.mark.parametrize("options", [
-    dict(), dict(label_smoothing=0.2), dict(z_loss=0.1), dict(logit_scale=1 / 3), dict(softcap=4.0), dict(num_classes=6),
-    dict(label_smoothing=0.2, z_loss=0.1, logit_scale=2.0, softcap=4.0, num_classes=6)], ids=str)
+    dict(), dict(label_smoothing=0.2), dict(z_loss=0.1), dict(logit_scale=1 / 3), dict(softcap=4.0),
+    dict(num_classes=6), dict(label_smoothing=0.2, z_loss=0.1, logit_scale=2.0, softcap=4.0, num_classes=6)], ids=str)
 def test_5_the_gradient_is_that_of_the_reported_loss(options, device):
     """axolotl's loss and gradient disagree by the temperature squared."""
     draw = Draw(device)

@@ -11,7 +11,7 @@ from sparse_ce import SparseTarget, cross_entropy
 ops = torch.ops.sparse_ce
 
 
-# ----------------------------------------------------------------------------------------------------------- the smallest
+# --------------------------------------------------------------------------------------------------------- the smallest
 
 
 @pytest.mark.parametrize("options", [dict(), dict(label_smoothing=0.1, z_loss=0.1, softcap=3.0)], ids=["plain", "all"])
@@ -84,13 +84,14 @@ def test_one_row_holds_every_entry(device):
     dense = torch.zeros(50, 3000, device=device)
     dense[17] = draw.uniform(3000)
     x = draw.normal(50, 3000)
+    expected = F.cross_entropy(x, dense, reduction="none")
     for target in (dense.to_sparse(), dense.to_sparse_csr()):
-        torch.testing.assert_close(cross_entropy(x, target, reduction="none"), F.cross_entropy(x, dense, reduction="none"))
+        torch.testing.assert_close(cross_entropy(x, target, reduction="none"), expected)
 
 
-# ------------------------------------------------------------------------------------------------------------ the largest
+# ---------------------------------------------------------------------------------------------------------- the largest
 
-LARGE = [(2**31 // 131072 + 2, 131072), (2**32 // 1048576 + 2, 1048576)]  # (rows, vocab), rows * vocab beyond 2^31 and 2^32
+LARGE = [(2**31 // 131072 + 2, 131072), (2**32 // 1048576 + 2, 1048576)]  # (rows, vocab): elements beyond 2^31 and 2^32
 
 
 def expanded(rows, vocab, device):
@@ -120,8 +121,8 @@ def test_18_rows_whose_logits_begin_beyond_two_to_the_31(rows, vocab, device, th
 
 @pytest.mark.slow
 def test_18_rows_far_apart_in_memory(device, threads):
-    """A row stride that takes the last of a few rows beyond 2^31 elements; in place, backward writes them where they lie.
-    The memory between the rows is never touched."""
+    """A row stride that takes the last of a few rows beyond 2^31 elements; in place, backward writes them where they
+    lie. The memory between the rows is never touched."""
     threads(2)
     rows, vocab, stride = 3, 1000, 2**30 + 2**29 + 3  # row 2 begins at element 3 * 2^30 + 6
     storage = torch.empty(stride * 2 + vocab, dtype=torch.float16, device=device)

@@ -49,7 +49,8 @@ def sparse_forms(logits, target, keywords):
     csr = dense.reshape(-1, dense.shape[-1]).to_sparse_csr()
     if dense.dim() == 2:
         yield "CSR", csr
-        yield "CSR int32", torch.sparse_csr_tensor(csr.crow_indices().int(), csr.col_indices().int(), csr.values(), csr.shape)
+        yield "CSR int32", torch.sparse_csr_tensor(
+            csr.crow_indices().int(), csr.col_indices().int(), csr.values(), csr.shape)
     crow = csr.crow_indices()
     yield "ranges", SparseTarget.from_jagged(csr.col_indices(), csr.values(), torch.stack(
         [crow[:-1], crow[1:]], 1).reshape(*dense.shape[:-1], 2))

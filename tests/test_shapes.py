@@ -23,7 +23,7 @@ def topk(rows, vocab, device, seed=0, k=4):
 
 
 def check(logits, indices, values, dense, **options):
-    """Loss and gradient of logits (N, V) in any memory layout; the gradient is that for the logits as they are given."""
+    """Loss and gradient of logits (N, V) in any memory layout; returns both."""
     ignored = torch.zeros(logits.shape[:-1], dtype=torch.bool, device=logits.device)
     upstream = Draw(logits.device.type, 9).normal(*logits.shape[:-1])
     x = logits.detach().requires_grad_()  # keeps the strides

@@ -59,7 +59,8 @@ def test_kinds_of_topk_values(device):
     indices = torch.tensor([[1, 2, 3], [4, 5, 6]], device=device)
     logits = torch.tensor([[1.0, 2.0, -1.0], [0.0, 3.0, 0.5]], device=device)
     probs = torch.softmax(logits, 1)
-    for target in (SparseTarget.from_topk(indices, probs), SparseTarget.from_topk(indices, probs.log(), kind="logprobs"),
+    for target in (SparseTarget.from_topk(indices, probs),
+                   SparseTarget.from_topk(indices, probs.log(), kind="logprobs"),
                    SparseTarget.from_topk(indices, logits, kind="logits")):
         torch.testing.assert_close(target.values, probs)
     padded = torch.cat([indices, torch.full((2, 1), -100, device=device)], 1)
@@ -67,6 +68,8 @@ def test_kinds_of_topk_values(device):
         wide = torch.cat([logits, torch.full((2, 1), fill, device=device)], 1)
         target = SparseTarget.from_topk(padded, wide, kind="logits")
         torch.testing.assert_close(target.values, torch.cat([probs, torch.zeros(2, 1, device=device)], 1))
+        everything = SparseTarget.from_topk(padded, wide, kind="logits", mask=torch.ones_like(padded))
+        torch.testing.assert_close(everything.values, target.values)
         target = SparseTarget.from_topk(padded.clamp(min=0), wide, kind="logits", mask=padded >= 0)
         torch.testing.assert_close(target.values[:, :3], probs)
     entries_of_minus_infinity = torch.tensor([[1.0, 2.0, -torch.inf]], device=device)
@@ -154,9 +157,9 @@ def test_counts_are_weights(device):
 
 # ------------------------------------------------------------------------------------------------------ like a tensor
 
-KEYS = [0, -1, slice(None), slice(1, None), slice(None, 2), slice(-2, None), slice(5, 9), slice(2, 1), slice(None, None, 2),
-        Ellipsis, (Ellipsis, slice(1, None)), (Ellipsis, 2), (slice(None), 1), (1, slice(None, 2)), (slice(0, 2), slice(1, 3)),
-        (0, Ellipsis), (1, 2), (-1, -1)]
+KEYS = [0, -1, slice(None), slice(1, None), slice(None, 2), slice(-2, None), slice(5, 9), slice(2, 1),
+        slice(None, None, 2), Ellipsis, (Ellipsis, slice(1, None)), (Ellipsis, 2), (slice(None), 1),
+        (1, slice(None, 2)), (slice(0, 2), slice(1, 3)), (0, Ellipsis), (1, 2), (-1, -1)]
 
 
 @pytest.mark.parametrize("form", LAYOUTS)
@@ -228,11 +231,12 @@ def test_ne_with_another_mark(device):
     assert SparseTarget.from_index(torch.tensor([1, -1, 2], device=device)).ne(-1).tolist() == [True, False, True]
     target = SparseTarget.from_topk(torch.tensor([[1, -1], [-1, -1]], device=device), torch.ones(2, 2, device=device))
     assert target.ne(-1).tolist() == [True, False] and target.ne(-100).dtype == torch.bool
-    empty = SparseTarget.from_topk(torch.zeros(2, 0, dtype=torch.int64, device=device), torch.zeros(2, 0, device=device))
+    nothing = torch.zeros(2, 0, device=device)
+    empty = SparseTarget.from_topk(nothing.long(), nothing)
     assert empty.ne(-100).tolist() == [True, True]
 
 
-# -------------------------------------------------------------------------------------- moving, copying, saving, showing
+# ------------------------------------------------------------------------------------- moving, copying, saving, showing
 
 
 @pytest.mark.parametrize("form", LAYOUTS)

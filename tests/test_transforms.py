@@ -1,4 +1,4 @@
-"""Under gradcheck, torch.func, forward-mode AD, checkpointing, autocast and whatever else runs a loss in its own way."""
+"""Under gradcheck, torch.func, forward-mode AD, checkpointing, autocast and what else runs a loss in its own way."""
 
 import copy
 
@@ -154,7 +154,24 @@ def test_no_rows_under_torch_func(device):
         assert loss == 0 and grad.shape == (0, 7)
 
 
-# ------------------------------------------------------------------------------- checkpointing, autocast, modes, threads
+# ------------------------------------------------------------------------------ checkpointing, autocast, modes, threads
+
+
+def test_a_zero_weight_at_a_logit_of_minus_infinity_stays_finite_in_every_mode(device):
+    """The plain PyTorch formula of the transforms, too, must not make 0 * -inf."""
+    x = torch.tensor([[1.0, -torch.inf, 2.0]], device=device)
+    indices, values = torch.tensor([[0, 1]], device=device), torch.tensor([[1.0, 0.0]], device=device)
+    weight = torch.tensor([1.0, 0.0, 1.0], device=device)
+    expected = torch.softmax(x, 1) - torch.tensor([1.0, 0, 0], device=device)
+    for target, w in (((indices, values), None), ((indices, torch.ones_like(values)), weight)):
+        grad, loss = torch.func.grad_and_value(lambda x: cross_entropy(x, target, w))(x)
+        torch.testing.assert_close(loss, -torch.log_softmax(x, 1)[0, 0])
+        torch.testing.assert_close(grad, expected)
+    smoothed = torch.func.grad_and_value(lambda x: cross_entropy(x, (indices, values), weight, label_smoothing=0.1))(x)
+    leaf = x.clone().requires_grad_()
+    loss = cross_entropy(leaf, (indices, values), weight, label_smoothing=0.1)
+    assert loss.isfinite()
+    torch.testing.assert_close(smoothed, (torch.autograd.grad(loss, leaf)[0], loss.detach()))
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
