@@ -111,6 +111,12 @@ SCE_HD int64_t load_int(const void* array, DType dtype, int64_t i) {
   return dtype == DType::kInt64 ? static_cast<const int64_t*>(array)[i] : static_cast<const int32_t*>(array)[i];
 }
 
+// Calls f(index{}) with the C++ type that stores an integer dtype.
+template <typename function_t>
+inline auto with_index(DType dtype, function_t f) {
+  return dtype == DType::kInt64 ? f(int64_t{}) : f(int32_t{});
+}
+
 // Calls f(storage{}) with the C++ type that stores a floating dtype.
 template <typename function_t>
 inline auto with_storage(DType dtype, function_t f) {

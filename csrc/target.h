@@ -48,12 +48,14 @@ struct TargetView {
 
   // Padding is recognised by weight or by ignore_index before its index is used for anything else.
   template <typename acc_t>
-  SCE_HD Entry<acc_t> entry(int64_t i) const {
-    const acc_t value = values ? load_float<acc_t>(values, values_dtype, i) : acc_t(1);
-    const int64_t column = load_int(indices, indices_dtype, i);
+  SCE_HD Entry<acc_t> entry_of(int64_t column, acc_t value) const {
     if (value == acc_t(0) || column == ignore_index) return {-1, acc_t(0)};
     if (column < 0 || column >= num_classes) return {-1, Limits<acc_t>::kNaN};
     return {column, value};
+  }
+  template <typename acc_t>
+  SCE_HD Entry<acc_t> entry(int64_t i) const {
+    return entry_of(load_int(indices, indices_dtype, i), values ? load_float<acc_t>(values, values_dtype, i) : acc_t(1));
   }
 
   template <typename acc_t>

@@ -44,6 +44,104 @@ const acc_type<scalar_t>* weights_at(const TargetView& target, int64_t column) {
   return weight ? weight + column : nullptr;
 }
 
+// The entries of a row as arrays, padding left out: each step over them is a loop of independent iterations.
+template <typename acc_t>
+class RowEntries {
+ public:
+  std::vector<int64_t> columns;
+  std::vector<acc_t> class_weights;  // o, empty where there are no class weights
+  std::vector<acc_t> weights;        // w~
+  std::vector<acc_t> logits;         // transformed; in backward then the gradient
+
+  int64_t size() const { return static_cast<int64_t>(columns.size()); }
+
+  void clear() { resize(0); }
+
+  void collect(const TargetView& target, int64_t r) {
+    const EntryRange range = target.row(r);
+    const size_t most = static_cast<size_t>(range.end - range.begin);
+    columns.resize(most);
+    weights.resize(most);
+    size_t kept = 0;
+    const auto keep = [&](const Entry<acc_t>& entry) {  // an index out of range was refused before
+      columns[kept] = entry.column;
+      weights[kept] = entry.value;
+      kept += entry.column >= 0;
+    };
+    with_index(target.indices_dtype, [&](auto index) {
+      const auto* indices = static_cast<const decltype(index)*>(target.indices);
+      if (!target.values) {
+        for (int64_t i = range.begin; i < range.end; ++i) keep(target.entry_of(indices[i], acc_t(1)));
+        return;
+      }
+      with_storage(target.values_dtype, [&](auto storage) {
+        const auto* values = static_cast<const decltype(storage)*>(target.values);
+        for (int64_t i = range.begin; i < range.end; ++i)
+          keep(target.entry_of(indices[i], static_cast<acc_t>(to_acc(values[i]))));
+      });
+    });
+    resize(kept);
+    if (target.weight) {
+      class_weights.resize(kept);
+      for (size_t k = 0; k < kept; ++k) {
+        class_weights[k] = target.template class_weight<acc_t>(columns[k]);
+        weights[k] *= class_weights[k];
+      }
+    }
+  }
+
+  // Adds up the weights of equal columns in the order of their entries, so that sums are reproducible. Costs nothing
+  // where columns ascend, as in COO and CSR; else a table of the columns seen, without sorting and without memory of the
+  // vocabulary's size.
+  void merge_duplicates() {
+    const size_t count = columns.size();
+    bool ascending = true;
+    for (size_t k = 1; k < count; ++k) ascending &= columns[k - 1] < columns[k];
+    if (ascending) return;
+    size_t slots = 8;
+    while (slots < 4 * count) slots *= 2;
+    if (seen_.size() < slots) seen_.assign(slots, Seen{0, 0});
+    const size_t mask = seen_.size() - 1;
+    ++row_;
+    size_t kept = 0;
+    for (size_t k = 0; k < count; ++k) {
+      size_t slot = (static_cast<uint64_t>(columns[k]) * 0x9e3779b97f4a7c15u >> 32) & mask;
+      while (seen_[slot].row == row_ && columns[seen_[slot].position] != columns[k]) slot = (slot + 1) & mask;
+      if (seen_[slot].row == row_) {
+        weights[seen_[slot].position] += weights[k];
+        continue;
+      }
+      seen_[slot] = {row_, kept};
+      columns[kept] = columns[k];
+      if (!class_weights.empty()) class_weights[kept] = class_weights[k];
+      weights[kept++] = weights[k];
+    }
+    resize(kept);
+  }
+
+  template <typename scalar_t>
+  void gather(const scalar_t* row, const LogitTransform<acc_t>& transform) {
+    logits.resize(columns.size());
+    for (size_t k = 0; k < columns.size(); ++k) logits[k] = to_acc(row[columns[k]]);
+    if (transform.identity()) return;
+    for (acc_t& z : logits) z = transform(z);
+  }
+
+ private:
+  void resize(size_t count) {
+    columns.resize(count);
+    weights.resize(count);
+    if (!class_weights.empty()) class_weights.resize(count);
+  }
+
+  struct Seen {
+    size_t row;       // of another row: the slot is free
+    size_t position;  // in columns
+  };
+  std::vector<Seen> seen_;
+  size_t row_ = 0;
+};
+
 template <typename scalar_t>
 class Forward {
   using acc_t = acc_type<scalar_t>;
@@ -54,11 +152,12 @@ class Forward {
   void run() const {
     if (!split_rows(args_.rows, columns_)) {
       parallel_rows(args_.rows, columns_, [this](int64_t begin, int64_t end) {
+        RowEntries<acc_t> entries;
         for (int64_t r = begin; r < end; ++r) {
           RowStats<acc_t> stats;
           if (!args_.target.ignored(r))
             for (int64_t t = 0; t < spans_of(columns_); ++t) stats.merge(span(r, t));
-          finish(r, stats);
+          finish(r, stats, entries);
         }
       });
       return;
@@ -69,10 +168,11 @@ class Forward {
       for (int64_t i = begin; i < end; ++i)
         if (!args_.target.ignored(i / spans)) partial[i] = span(i / spans, i % spans);
     });
+    RowEntries<acc_t> entries;
     for (int64_t r = 0; r < args_.rows; ++r) {
       RowStats<acc_t> stats;
       for (int64_t t = 0; t < spans; ++t) stats.merge(partial[r * spans + t]);
-      finish(r, stats);
+      finish(r, stats, entries);
     }
   }
 
@@ -85,7 +185,7 @@ class Forward {
                                           args_.options.label_smoothing != 0, weights_at<scalar_t>(args_.target, column));
   }
 
-  void finish(int64_t r, const RowStats<acc_t>& stats) const {
+  void finish(int64_t r, const RowStats<acc_t>& stats, RowEntries<acc_t>& entries) const {
     acc_t* loss = static_cast<acc_t*>(args_.loss);
     acc_t* lse = static_cast<acc_t*>(args_.lse);
     acc_t* residual = static_cast<acc_t*>(args_.lse_residual);
@@ -94,15 +194,13 @@ class Forward {
       if (residual) residual[r] = acc_t(0);
       return;
     }
-    prefetch_entries(args_.target, r, row(r));
+    entries.collect(args_.target, r);
+    entries.gather(row(r), transform_);
     TargetStats<acc_t> target;
-    const EntryRange range = args_.target.row(r);
-    for (int64_t i = range.begin; i < range.end; ++i) {
-      const auto entry = args_.target.template entry<acc_t>(i);
-      if (entry.column < 0) continue;  // padding: an index out of range was refused before
-      const acc_t w = entry.value * args_.target.template class_weight<acc_t>(entry.column);
-      if (w == acc_t(0)) continue;  // a class of weight 0 at a -inf logit adds 0, not 0 * inf
-      target.merge({w * (transform_(to_acc(row(r)[entry.column])) - stats.max), w});
+    for (int64_t k = 0; k < entries.size(); ++k) {
+      const acc_t w = entries.weights[k];
+      // A class of weight 0 at a -inf logit adds 0, not 0 * inf.
+      if (w != acc_t(0)) target.merge({w * (entries.logits[k] - stats.max), w});
     }
     const RowLoss<acc_t> out(stats, target, args_.options, columns_);
     loss[r] = out.loss;
@@ -115,56 +213,16 @@ class Forward {
   const LogitTransform<acc_t> transform_;
 };
 
-// The weights of a row by class: equal columns add up in the order of their entries, so sums are reproducible.
-// An open-addressing table of twice the entries: no sorting, and no memory of the vocabulary's size.
-template <typename acc_t>
-class ClassSums {
- public:
-  struct Sum {
-    int64_t column;
-    acc_t weight;
-  };
-
-  void start(int64_t entries) {
-    sums_.clear();
-    size_t slots = 2;
-    while (slots < 2 * static_cast<size_t>(entries)) slots *= 2;
-    slots_.assign(slots, -1);
-  }
-
-  void add(int64_t column, acc_t weight) {
-    const size_t mask = slots_.size() - 1;
-    size_t slot = (static_cast<uint64_t>(column) * 0x9e3779b97f4a7c15u >> 32) & mask;
-    while (slots_[slot] >= 0 && sums_[slots_[slot]].column != column) slot = (slot + 1) & mask;
-    if (slots_[slot] < 0) {
-      slots_[slot] = static_cast<int64_t>(sums_.size());
-      sums_.push_back({column, weight});
-    } else {
-      sums_[slots_[slot]].weight += weight;
-    }
-  }
-
-  const std::vector<Sum>& sums() const { return sums_; }
-
- private:
-  std::vector<Sum> sums_;
-  std::vector<int64_t> slots_;  // position in sums_, -1 where free
-};
-
 template <typename scalar_t>
 class Backward {
   using acc_t = acc_type<scalar_t>;
 
-  // The gradient where a row has entries. It is made before the dense pass, which may overwrite the logits, and written
+  // The gradient where a row has entries is made before the dense pass, which may overwrite the logits, and written
   // after it: rounded to storage once, so p - 1 near p = 1 keeps its digits in 16 bits.
-  struct EntryGradient {
-    int64_t column;
-    acc_t value;
-  };
   struct RowPlan {
     bool zero;
     GradientCoefficients<acc_t> coefficients;
-    std::vector<EntryGradient> entries;
+    RowEntries<acc_t> entries;
   };
 
  public:
@@ -175,21 +233,19 @@ class Backward {
   void run() const {
     if (!split_rows(args_.rows, columns_)) {
       parallel_rows(args_.rows, columns_, [this](int64_t begin, int64_t end) {
-        ClassSums<acc_t> sums;
         RowPlan plan{true, coefficients(0, acc_t(0)), {}};
         // Backwards: the rows that forward read last may still be in a cache.
         for (int64_t r = end - 1; r >= begin; --r) {
           if (r > begin) prefetch_entries(args_.target, r - 1, row(r - 1));
-          make_plan(r, sums, plan);
+          make_plan(r, plan);
           for (int64_t t = 0; t < spans_of(args_.vocab); ++t) write_span(r, t, plan);
           write_entries(r, plan);
         }
       });
       return;
     }
-    ClassSums<acc_t> sums;
     std::vector<RowPlan> plans(args_.rows, RowPlan{true, coefficients(0, acc_t(0)), {}});
-    for (int64_t r = 0; r < args_.rows; ++r) make_plan(r, sums, plans[r]);
+    for (int64_t r = 0; r < args_.rows; ++r) make_plan(r, plans[r]);
     const int64_t spans = spans_of(args_.vocab);
     torch::stable::parallel_for(0, args_.rows * spans, std::max<int64_t>(1, kGrain / kSpan), [&](int64_t begin, int64_t end) {
       for (int64_t i = begin; i < end; ++i) write_span(i / spans, i % spans, plans[i / spans]);
@@ -230,26 +286,20 @@ class Backward {
             weight_sum_, args_.options, columns_};
   }
 
-  void make_plan(int64_t r, ClassSums<acc_t>& sums, RowPlan& plan) const {
-    plan.entries.clear();
+  void make_plan(int64_t r, RowPlan& plan) const {
+    RowEntries<acc_t>& entries = plan.entries;
+    entries.clear();
     plan.zero = args_.target.ignored(r) || (grad(r) == acc_t(0) && grad_lse(r) == acc_t(0));
     if (plan.zero) return;
+    entries.collect(args_.target, r);
     acc_t mass = 0;
-    const EntryRange range = args_.target.row(r);
-    sums.start(range.end - range.begin);
-    for (int64_t i = range.begin; i < range.end; ++i) {
-      const auto entry = args_.target.template entry<acc_t>(i);
-      if (entry.column < 0) continue;
-      const acc_t w = entry.value * args_.target.template class_weight<acc_t>(entry.column);
-      mass += w;
-      sums.add(entry.column, w);
-    }
+    for (const acc_t w : entries.weights) mass += w;
     plan.coefficients = coefficients(r, mass);
-    for (const auto& sum : sums.sums()) {
-      const acc_t z = z_at(r, sum.column);
-      const acc_t o = args_.target.template class_weight<acc_t>(sum.column);
-      plan.entries.push_back({sum.column, plan.coefficients.at(z, o, sum.weight) * transform_.slope(z)});
-    }
+    entries.merge_duplicates();
+    entries.gather(row(r), transform_);
+    tile_kernels<scalar_t>().entries(entries.logits.data(), entries.size(), transform_, plan.coefficients,
+                                     entries.class_weights.empty() ? nullptr : entries.class_weights.data(),
+                                     entries.weights.data());
   }
 
   // Every element of the span is written: zeros for an ignored row and for columns beyond the classes.
@@ -264,7 +314,9 @@ class Backward {
   }
 
   void write_entries(int64_t r, const RowPlan& plan) const {
-    for (const auto& entry : plan.entries) from_acc(entry.value, gradient_row(r)[entry.column]);
+    scalar_t* gradient = gradient_row(r);
+    for (int64_t k = 0; k < plan.entries.size(); ++k)
+      from_acc(plan.entries.logits[k], gradient[plan.entries.columns[k]]);
   }
 
   const BackwardArgs& args_;

@@ -88,6 +88,17 @@ SCE_HD void gradient_body(const scalar_t* logits, int64_t n, const LogitTransfor
   }
 }
 
+template <typename acc_t>
+SCE_HD void entries_body(acc_t* z, int64_t n, const LogitTransform<acc_t>& transform,
+                         const GradientCoefficients<acc_t>& coefficients, const acc_t* class_weight,
+                         const acc_t* target_weight) {
+  const GradientCoefficients<acc_t> c = coefficients;
+  const LogitTransform<acc_t> t = transform;
+  SCE_SIMD()
+  for (int64_t i = 0; i < n; ++i)
+    z[i] = c.at(z[i], class_weight ? class_weight[i] : acc_t(1), target_weight[i]) * t.slope(z[i]);
+}
+
 template <typename scalar_t, InstructionSet set>
 struct Instance;
 
@@ -104,7 +115,12 @@ struct Instance;
                                 scalar_t* gradient) {                                                                \
       gradient_body(logits, n, transform, coefficients, class_weight, gradient);                                     \
     }                                                                                                                \
-    static constexpr TileKernels<scalar_t> kernels{stats, gradient};                                                 \
+    TARGET static void entries(acc_t* z, int64_t n, const LogitTransform<acc_t>& transform,                          \
+                               const GradientCoefficients<acc_t>& coefficients, const acc_t* class_weight,           \
+                               const acc_t* target_weight) {                                                         \
+      entries_body(z, n, transform, coefficients, class_weight, target_weight);                                      \
+    }                                                                                                                \
+    static constexpr TileKernels<scalar_t> kernels{stats, gradient, entries};                                        \
   };
 
 SCE_INSTANCE(kDefault, )

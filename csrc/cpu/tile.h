@@ -36,6 +36,10 @@ struct TileKernels {
   // Gradient of n <= kSpan logits as if none had an entry; gradient may be logits.
   void (*gradient)(const scalar_t* logits, int64_t n, const LogitTransform<acc_t>& transform,
                    const GradientCoefficients<acc_t>& coefficients, const acc_t* class_weight, scalar_t* gradient);
+  // Gradient at n logits that have entries of the given summed weights; class_weight (n,) may be null. In place of the
+  // logits `z`, which are transformed but not yet rounded to storage.
+  void (*entries)(acc_t* z, int64_t n, const LogitTransform<acc_t>& transform,
+                  const GradientCoefficients<acc_t>& coefficients, const acc_t* class_weight, const acc_t* target_weight);
 };
 
 InstructionSet instruction_set_in_use();
