@@ -1,0 +1,180 @@
+"""What a training run and a loss cost: measured, as a table, and as a picture."""
+
+import json
+import resource
+import sys
+import time
+from pathlib import Path
+from typing import Any, Callable, Dict, List, NamedTuple, Tuple
+
+import matplotlib
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from tqdm import tqdm
+
+import sparse_ce
+
+matplotlib.use("Agg")  # no display is needed
+import matplotlib.pyplot as plt  # noqa: E402
+
+COLORS = ("#8a8f98", "#1f6feb")  # PyTorch's way, and ours
+
+
+class Run(NamedTuple):
+    """Curves and cost of one training run."""
+
+    train_loss: List[float]  # one a step, in nats, against the run's own labels
+    held_out: List[Tuple[int, float]]  # (step, perplexity)
+    tokens_per_second: float
+    peak_mib: float
+
+
+class LossCost(NamedTuple):
+    """One loss, forward and backward, with sparse_ce and with PyTorch's dense target; keys are their names."""
+
+    logits: List[int]  # shape (rows, V)
+    dtype: str
+    entries: int  # K
+    seconds: Dict[str, float]  # and "rest": a training step without its loss
+    peak_mib: Dict[str, float]
+
+
+def autocast(device: torch.device) -> torch.autocast:
+    return torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda")
+
+
+def peak_mib(device: torch.device) -> float:
+    """On a GPU the peak since the last reset; on the CPU that of the process so far, which can only grow."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**20
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**20 if sys.platform == "darwin" else 2**10)
+
+
+def median_seconds(steps: Dict[str, Callable[[], object]], repeats: int, device: torch.device) -> Dict[str, float]:
+    """Median time of each step; they take turns, so that a busy machine slows all of them alike."""
+    seconds: Dict[str, List[float]] = {name: [] for name in steps}
+    for repeat in tqdm(range(repeats + 2), desc="timing the loss", unit="round"):
+        for name, step in steps.items():
+            started = time.perf_counter()
+            step()
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            if repeat >= 2:  # warm-up
+                seconds[name].append(time.perf_counter() - started)
+    return {name: float(np.median(s)) for name, s in seconds.items()}
+
+
+def compare_losses(model: nn.Module, batch: Dict[str, Any], repeats: int, device: torch.device) -> LossCost:
+    """Measures both losses on the model's logits for ``batch``: tokens (B, S), target of shape (B, S) with K entries."""
+    tokens = batch["tokens"].to(device)
+    with autocast(device):
+        logits = model(tokens)[:, :-1].detach().flatten(0, 1).requires_grad_()  # (rows, V)
+    target = batch["target"].to(device)[:, 1:].flatten()  # (rows,), K entries each
+    optimizer = torch.optim.AdamW(model.parameters(), 0.0)
+
+    def ours() -> Tensor:
+        return sparse_ce.cross_entropy(logits, target)
+
+    def dense() -> Tensor:
+        # A dense copy of the labels: scatter_add_, because classes may repeat in a row.
+        probs = torch.zeros(logits.shape, device=device).scatter_add_(1, target.indices, target.values)
+        return F.cross_entropy(logits.float(), probs)
+
+    def gradient(loss: Callable[[], Tensor]) -> Tensor:
+        return torch.autograd.grad(loss(), logits)[0]
+
+    def rest() -> None:
+        """The step without its loss: the model there and back, and the optimizer."""
+        with autocast(device):
+            out = model(tokens)
+        out.backward(upstream)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    torch.testing.assert_close(ours(), dense(), rtol=1e-4, atol=1e-5)
+    grad = gradient(ours)
+    torch.testing.assert_close(grad, gradient(dense), rtol=2e-2 if device.type == "cuda" else 1e-3, atol=1e-7)
+    upstream = F.pad(grad.unflatten(0, (len(tokens), -1)), (0, 0, 0, 1))  # (B, S, V)
+
+    peaks = {}
+    for name, loss in (("sparse_ce", ours), ("dense target", dense)):
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+        gradient(loss)
+        peaks[name] = peak_mib(device)
+    seconds = median_seconds({"sparse_ce": lambda: gradient(ours), "dense target": lambda: gradient(dense),
+                              "rest": rest}, repeats, device)
+    return LossCost(list(logits.shape), str(logits.dtype).removeprefix("torch."), target.indices.shape[-1], seconds,
+                    peaks)
+
+
+def shares(losses: LossCost) -> Dict[str, float]:
+    """The part of a training step that each loss takes."""
+    rest = losses.seconds["rest"]
+    return {name: s / (s + rest) for name, s in losses.seconds.items() if name != "rest"}
+
+
+def print_table(runs: Dict[str, Run], losses: LossCost) -> None:
+    print(f"\n{'trained on':<24}{'held-out perplexity':>20}{'tokens/s':>10}{'peak MiB':>10}")
+    for name, run in runs.items():
+        print(f"{name:<24}{run.held_out[-1][1]:>20.1f}{run.tokens_per_second:>10,.0f}{run.peak_mib:>10,.0f}")
+    print(f"\nloss of logits {losses.logits} {losses.dtype}, {losses.entries} entries a row, forward and backward")
+    print(f"{'':<24}{'ms':>20}{'of step':>10}{'peak MiB':>10}")
+    for name, share in shares(losses).items():
+        print(f"{name:<24}{losses.seconds[name] * 1e3:>20.1f}{share:>10.0%}{losses.peak_mib[name]:>10,.0f}")
+
+
+def save_numbers(path: Path, sizes: Any, device: torch.device, runs: Dict[str, Run], losses: LossCost) -> None:
+    numbers = {"torch": torch.__version__, "device": device_name(device), "sizes": sizes._asdict(),
+               "runs": {name: run._asdict() for name, run in runs.items()},
+               "loss": {**losses._asdict(), "share_of_step": shares(losses)}}
+    path.write_text(json.dumps(numbers, indent=1) + "\n")
+
+
+def device_name(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"CPU, {torch.get_num_threads()} threads, {torch.backends.cpu.get_cpu_capability()}"
+
+
+def draw(path: Path, device: torch.device, runs: Dict[str, Run], losses: LossCost) -> None:
+    with plt.rc_context({"font.size": 10, "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True,
+                         "axes.grid.axis": "y", "grid.color": "#e3e5e8", "axes.axisbelow": True,
+                         "axes.titlesize": 11, "axes.titlelocation": "left", "legend.frameon": False}):
+        figure, (left, middle, right) = plt.subplots(1, 3, figsize=(13, 4), width_ratios=(1, 1, 0.75),
+                                                     layout="constrained")
+        for color, (name, run) in zip(COLORS, runs.items()):
+            smooth = smoothed(run.train_loss)
+            left.plot(range(1, len(smooth) + 1), smooth, color=color, label=name)
+            steps, values = zip(*run.held_out)
+            middle.plot(steps, values, color=color, marker="o", markersize=4, label=name)
+            middle.annotate(f"{values[-1]:.1f}", (steps[-1], values[-1]), (6, 0), textcoords="offset points",
+                            color=color, va="center", fontweight="bold", annotation_clip=False)
+        left.set(title="training loss, nats, against each run's own labels", xlabel="step")
+        left.legend()
+        middle.set(title="held-out perplexity of the true next token", xlabel="step", yscale="log")
+        middle.yaxis.set_major_formatter("{x:.0f}")
+        middle.yaxis.set_minor_formatter("{x:.0f}")
+        middle.grid(True, "minor", "y")
+
+        names = list(shares(losses))[::-1]
+        milliseconds = [losses.seconds[name] * 1e3 for name in names]
+        bars = right.bar(names, milliseconds, color=COLORS, width=0.6)
+        labels = [f"{ms:.1f} ms\n{shares(losses)[name]:.0%} of the step" for ms, name in zip(milliseconds, names)]
+        right.bar_label(bars, labels, padding=3)
+        right.set(title="loss, forward and backward", ylabel="ms", ylim=(0, 1.2 * max(milliseconds)))
+        figure.supxlabel(f"logits {losses.logits} {losses.dtype}, {losses.entries} entries a row; {device_name(device)}",
+                         fontsize=9, color="#5b616a")
+        figure.savefig(path, dpi=140)
+        plt.close(figure)
+
+
+def smoothed(values: List[float], decay: float = 0.95) -> List[float]:
+    """Exponential moving average, unbiased at its start."""
+    average, out = 0.0, []
+    for step, value in enumerate(values, 1):
+        average = decay * average + (1 - decay) * value
+        out.append(average / (1 - decay**step))
+    return out

@@ -1,0 +1,183 @@
+"""Trains a small causal language model on next-token distributions instead of next tokens.
+
+    python examples/train_next_distribution.py            # minutes on two CPU cores; uses a GPU where there is one
+    python examples/train_next_distribution.py --quick    # seconds: the same code on a toy size
+
+The text is the source of Python's standard library. What follows a few tokens is counted over the whole training split,
+and each position's label is the counted distribution: a few dozen weighted classes out of the vocabulary, a sparse soft
+label. The same model is trained on the same batches with one-hot labels. Both are judged by the tokens that really come
+next in files that neither has seen. At the end the loss is timed against PyTorch's dense-target route.
+"""
+
+import argparse
+import math
+import time
+from pathlib import Path
+from typing import Any, Dict, List, NamedTuple, Optional, Tuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset, RandomSampler, Subset
+from tqdm import tqdm
+
+import sparse_ce
+from corpus import NextTokenCounts, read_corpus
+from report import Run, autocast, compare_losses, draw, peak_mib, print_table, save_numbers
+from sparse_ce import SparseTarget
+
+
+class Sizes(NamedTuple):
+    vocab: int = 16384
+    files: int = 100_000  # more than there are: all
+    dim: int = 128
+    layers: int = 2
+    heads: int = 4
+    length: int = 128
+    batch: int = 4
+    steps: int = 600
+    evaluations: int = 6
+    held_out_chunks: int = 128
+    learning_rate: float = 3e-3
+    observed: float = 0.1  # share of a soft label that the observed token has by right
+
+
+QUICK = Sizes(vocab=1024, files=40, dim=32, length=64, batch=4, steps=16, evaluations=2, held_out_chunks=8)
+
+
+class Chunks(Dataset):
+    """Chunks of ``length`` tokens. ``target`` is what to predict *of* each token: one-hot, or counted."""
+
+    def __init__(self, tokens: np.ndarray, length: int, counts: Optional[NextTokenCounts] = None, observed: float = 0.0):
+        self.tokens, self.length, self.counts, self.observed = tokens, length, counts, observed
+
+    def __len__(self) -> int:
+        return len(self.tokens) // self.length
+
+    def __getitem__(self, i: int) -> Dict[str, Any]:
+        """tokens: (S,) int64. target: SparseTarget of shape (S,), labels or top-k."""
+        begin, end = i * self.length, (i + 1) * self.length
+        tokens = torch.from_numpy(self.tokens[begin:end])
+        if self.counts is None:
+            return {"tokens": tokens, "target": SparseTarget.from_index(tokens)}
+        indices, values = self.counts.next_distribution(begin, end, self.observed)
+        return {"tokens": tokens, "target": SparseTarget.from_topk(torch.from_numpy(indices), torch.from_numpy(values))}
+
+
+class CausalLM(nn.Module):
+    """A pre-norm Transformer whose head is its token embedding."""
+
+    def __init__(self, sizes: Sizes):
+        super().__init__()
+        self.token = nn.Embedding(sizes.vocab, sizes.dim)
+        self.position = nn.Parameter(torch.empty(sizes.length, sizes.dim))
+        nn.init.normal_(self.token.weight, std=0.02)
+        nn.init.normal_(self.position, std=0.02)
+        layer = nn.TransformerEncoderLayer(sizes.dim, sizes.heads, 4 * sizes.dim, dropout=0.0, activation="gelu",
+                                           batch_first=True, norm_first=True)
+        self.layers = nn.TransformerEncoder(layer, sizes.layers, norm=nn.LayerNorm(sizes.dim),
+                                            enable_nested_tensor=False)
+        self.register_buffer("causal", nn.Transformer.generate_square_subsequent_mask(sizes.length))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """tokens (B, S) -> logits (B, S, V) for the token behind each."""
+        hidden = self.layers(self.token(tokens) + self.position, mask=self.causal, is_causal=True)
+        return F.linear(hidden, self.token.weight)
+
+
+@torch.no_grad()
+def perplexity(model: CausalLM, batches: DataLoader, device: torch.device) -> float:
+    """exp of the mean cross entropy with the tokens that really come next."""
+    total = rows = 0.0
+    for batch in batches:
+        target = batch["target"].shift(1).to(device)
+        with autocast(device):
+            logits = model(batch["tokens"].to(device))
+        total += sparse_ce.cross_entropy(logits, target, reduction="sum").item()
+        rows += target.ne(-100).sum().item()
+    return math.exp(total / rows)
+
+
+def train(name: str, chunks: Chunks, held_out: DataLoader, sizes: Sizes, args: argparse.Namespace,
+          device: torch.device) -> Tuple[CausalLM, Run]:
+    torch.manual_seed(args.seed)  # the same initial weights for every run
+    model = CausalLM(sizes).to(device)
+    loss_fn = sparse_ce.SparseCrossEntropyLoss()
+    optimizer = torch.optim.AdamW(model.parameters(), sizes.learning_rate, betas=(0.9, 0.98))
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, sizes.learning_rate, sizes.steps, pct_start=0.1)
+    # A generator of its own: the same batches for every run.
+    sampler = RandomSampler(chunks, num_samples=sizes.steps * sizes.batch,
+                            generator=torch.Generator().manual_seed(args.seed))
+    batches = DataLoader(chunks, sizes.batch, sampler=sampler, collate_fn=sparse_ce.collate,
+                         num_workers=args.workers, pin_memory=device.type == "cuda")
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+
+    train_loss: List[Tensor] = []
+    curve: List[Tuple[int, float]] = []
+    evaluating, started = 0.0, time.perf_counter()
+    every = max(1, sizes.steps // sizes.evaluations)
+    progress = tqdm(batches, desc=name, unit="step")
+    for step, batch in enumerate(progress, 1):
+        tokens = batch["tokens"].to(device, non_blocking=True)
+        target = batch["target"].to(device, non_blocking=True)
+        with autocast(device):
+            logits = model(tokens)
+        # The logits at i predict token i + 1, so row i takes that token's label; the last row has none and is ignored.
+        loss = loss_fn(logits, target.shift(1))
+        optimizer.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+        train_loss.append(loss.detach())  # not .item(), for which a GPU would be waited for at every step
+        if step % every == 0 or step == sizes.steps:
+            paused = time.perf_counter()
+            curve.append((step, perplexity(model, held_out, device)))
+            progress.set_postfix_str(f"held-out perplexity {curve[-1][1]:.1f}")
+            evaluating += time.perf_counter() - paused
+    seconds = time.perf_counter() - started - evaluating
+    tokens_per_second = sizes.steps * sizes.batch * sizes.length / seconds
+    return model, Run(torch.stack(train_loss).tolist(), curve, tokens_per_second, peak_mib(device))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="a toy size, for tests")
+    parser.add_argument("--steps", type=int, help="training steps of each run")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--workers", type=int, default=2, help="DataLoader workers")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--out", type=Path, default=Path("demo-output"), help="folder of the picture and the numbers")
+    args = parser.parse_args()
+    sizes = QUICK if args.quick else Sizes()
+    sizes = sizes._replace(steps=args.steps or sizes.steps)
+    device = torch.device(args.device)
+
+    started = time.perf_counter()
+    train_tokens, held_out_tokens = read_corpus(sizes.vocab, sizes.files)
+    counts = NextTokenCounts(train_tokens, sizes.vocab)
+    print(f"{len(train_tokens):,} training and {len(held_out_tokens):,} held-out tokens, vocabulary {sizes.vocab:,}; "
+          f"read and counted in {time.perf_counter() - started:.1f} s")
+
+    held_out = Chunks(held_out_tokens, sizes.length)
+    spread = np.linspace(0, len(held_out) - 1, min(sizes.held_out_chunks, len(held_out))).astype(int).tolist()
+    held_out_batches = DataLoader(Subset(held_out, spread), sizes.batch, collate_fn=sparse_ce.collate)
+    one_hot = Chunks(train_tokens, sizes.length)
+    counted = Chunks(train_tokens, sizes.length, counts, sizes.observed)
+    runs = {}
+    for name, chunks in (("one-hot labels", one_hot), ("counted distributions", counted)):
+        model, runs[name] = train(name, chunks, held_out_batches, sizes, args, device)
+
+    batch = sparse_ce.collate([counted[i] for i in range(sizes.batch)])
+    losses = compare_losses(model, batch, repeats=3 if args.quick else 9, device=device)
+    print_table(runs, losses)
+    args.out.mkdir(parents=True, exist_ok=True)
+    save_numbers(args.out / "numbers.json", sizes, device, runs, losses)
+    draw(args.out / "learning_curves.png", device, runs, losses)
+    print(f"{args.out}/learning_curves.png and numbers.json written; {time.perf_counter() - started:.0f} s in all")
+
+
+if __name__ == "__main__":
+    main()
