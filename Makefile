@@ -18,7 +18,7 @@ demo: $(VENV)/.installed
 	$(BIN)/python examples/train_next_distribution.py
 
 test: $(VENV)/.installed
-	$(BIN)/python -m sparse_ce
+	cd $(BIN) && ./python -m sparse_ce  # here the source tree, which has no libraries, would hide the installed package
 	$(BIN)/python -m pytest
 
 bench: $(VENV)/.installed
@@ -27,7 +27,8 @@ bench: $(VENV)/.installed
 $(VENV)/.environment: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install -q --upgrade pip
-	$(BIN)/python -m pip install -q "$(TORCH)" "pytest>=8" expecttest numpy "matplotlib>=3.8" "tqdm>=4.66" setuptools ninja
+	$(BIN)/python -m pip install -q "$(TORCH)" "pytest>=8" expecttest numpy "matplotlib>=3.8" "tqdm>=4.66" setuptools ninja \
+		nvidia-cuda-cuobjdump nvidia-cuda-nvdisasm
 	touch $@
 
 $(VENV)/.installed: $(VENV)/.environment $(SOURCES)
