@@ -75,9 +75,18 @@ def stack(targets: Sequence[SparseTarget]) -> SparseTarget:
         indices = torch.stack([_pad(t.indices, shape, IGNORE_INDEX) for t in targets])
         return SparseTarget(indices, row_mask=row_mask, num_classes=num_classes)
     shape = shape + [max(t.indices.shape[-1] for t in targets)]
-    indices = torch.stack([_pad(t.indices, shape, IGNORE_INDEX) for t in targets])
+    indices = torch.stack([_pad(_pad_entries(t.indices, shape[-1]), shape, IGNORE_INDEX) for t in targets])
     values = torch.stack([_pad(t.values, shape, 0.0) for t in targets])
     return SparseTarget(indices, values, None, row_mask, num_classes)
+
+
+def _pad_entries(indices: Tensor, k: int) -> Tensor:
+    """(..., K) indices filled up to ``k`` with each row's last: a row that is ignored stays so, as does one that counts."""
+    missing = k - indices.shape[-1]
+    if missing == 0:
+        return indices
+    last = indices[..., -1:] if indices.shape[-1] else indices.new_zeros(*indices.shape[:-1], 1)
+    return torch.cat((indices, last.expand(*last.shape[:-1], missing)), -1)
 
 
 def _stack_jagged(targets: Sequence[SparseTarget], shape: List[int], row_mask, num_classes) -> SparseTarget:
@@ -94,10 +103,10 @@ def _stack_jagged(targets: Sequence[SparseTarget], shape: List[int], row_mask, n
 def _as_jagged(t: SparseTarget) -> SparseTarget:
     if t.layout == "jagged":
         return t
-    k = t.indices.shape[-1]
+    k = t.indices.shape[-1]  # ignored rows by the mask: that all indices are -100 says nothing in a jagged target
     begin = torch.arange(t.shape.numel(), device=t.device).reshape(t.shape) * k
-    return SparseTarget(t.indices.reshape(-1), t.values.reshape(-1), torch.stack((begin, begin + k), -1), t.row_mask,
-                        t.num_classes)
+    return SparseTarget(t.indices.reshape(-1), t.values.reshape(-1), torch.stack((begin, begin + k), -1),
+                        t.ne(IGNORE_INDEX), t.num_classes)
 
 
 def _mask_of(t: SparseTarget) -> Tensor:

@@ -1,5 +1,7 @@
 """Losses as functions. Formulas: ``csrc/math.h``; the same in plain PyTorch: ``reference.py``."""
 
+import math
+from numbers import Integral, Real
 from typing import Optional, Tuple, Union
 
 import torch
@@ -86,6 +88,7 @@ def cross_entropy(
             NaN instead, unless ``SPARSE_CE_VALIDATE=1`` is set.
     """
     _check_call(input, reduction, normalizer)
+    _check_options(input.shape[-1], ignore_index, label_smoothing, z_loss, logit_scale, softcap, num_classes)
     if input.is_cuda and ops.why_no_cuda is not None:
         raise RuntimeError("sparse_ce: input must be on a device with kernels, got a CUDA tensor, but "
                            f"{ops.why_no_cuda}; reinstall sparse_ce with nvcc on the PATH")
@@ -123,10 +126,38 @@ def _check_call(input: Tensor, reduction: str, normalizer: Optional[Normalizer])
         _fail(f"input must be strided, got layout {input.layout}")
     if input.dim() == 0:
         _fail("input must be (..., V), got shape []")
+    if input.shape[-1] == 0:
+        _fail(f"input must have at least one class, got shape {list(input.shape)}")
     if reduction not in ("none", "sum", "mean"):
         _fail(f"reduction must be 'none', 'sum' or 'mean', got {reduction!r}")
     if normalizer is not None and reduction != "mean":
         _fail(f"normalizer must be None unless reduction is 'mean', got reduction={reduction!r}")
+    if normalizer is not None and not isinstance(normalizer, (Real, Tensor)):
+        _fail(f"normalizer must be a number or a tensor, got {normalizer!r}", TypeError)
+    if isinstance(normalizer, Tensor) and (normalizer.dtype.is_complex or normalizer.layout != torch.strided):
+        _fail(f"normalizer must be a strided tensor of real numbers, got {normalizer.dtype}, {normalizer.layout}",
+              TypeError)
+
+
+def _check_options(vocab: int, ignore_index: int, label_smoothing: float, z_loss: float, logit_scale: float,
+                   softcap: Optional[float], num_classes: Optional[int]) -> None:
+    for name, value in (("label_smoothing", label_smoothing), ("z_loss", z_loss), ("logit_scale", logit_scale),
+                        ("softcap", 1.0 if softcap is None else softcap)):
+        if not isinstance(value, Real):
+            _fail(f"{name} must be a number, got {value!r}", TypeError)
+    for name, value in (("ignore_index", ignore_index), ("num_classes", 1 if num_classes is None else num_classes)):
+        if not isinstance(value, Integral):
+            _fail(f"{name} must be an integer, got {value!r}", TypeError)
+    if not 0 <= label_smoothing <= 1:
+        _fail(f"label_smoothing must be in [0, 1], got {label_smoothing}")
+    if not math.isfinite(z_loss):
+        _fail(f"z_loss must be finite, got {z_loss}")
+    if not math.isfinite(logit_scale):
+        _fail(f"logit_scale must be finite, got {logit_scale}")
+    if softcap is not None and not (softcap > 0 and math.isfinite(softcap)):
+        _fail(f"softcap must be a positive number or None, got {softcap}")
+    if num_classes is not None and not 0 < num_classes <= vocab:
+        _fail(f"num_classes must be in [1, {vocab}], the last dimension of input, got {num_classes}")
 
 
 def _check_target(target: SparseTarget, input: Tensor, num_classes: Optional[int]) -> None:
@@ -139,8 +170,6 @@ def _check_target(target: SparseTarget, input: Tensor, num_classes: Optional[int
     if target.device != input.device:
         _fail(f"target must be on the device of input, {input.device}, got {target.device}; move it with "
               f".to({str(input.device)!r})", RuntimeError)
-    if num_classes is not None and not 0 < num_classes <= vocab:
-        _fail(f"num_classes must be in [1, {vocab}], the last dimension of input, got {num_classes}")
     if target.num_classes is not None and target.num_classes not in (vocab, num_classes):
         _fail(f"target must have {vocab if num_classes is None else num_classes} classes, got {target.num_classes}")
 
@@ -148,6 +177,7 @@ def _check_target(target: SparseTarget, input: Tensor, num_classes: Optional[int
 def _class_weights(weight: Tensor, input: Tensor, vocab: int, classes: int) -> Tensor:
     """(classes,) in the arithmetic dtype."""
     _check(isinstance(weight, Tensor), f"weight must be a tensor, got {type(weight).__name__}", TypeError)
+    _check(weight.dtype.is_floating_point, f"weight must be of a floating dtype, got {weight.dtype}", TypeError)
     _check(not weight.requires_grad, "weight must be a tensor that does not require grad, got one that does; pass "
            "weight.detach()")
     _check(weight.dim() == 1 and weight.shape[0] in (vocab, classes),
@@ -167,7 +197,7 @@ def _first_element(normalizer: Normalizer, like: Tensor) -> Union[float, Tensor]
 def _divide(total: Tensor, divisor: Union[float, Tensor]) -> Tensor:
     """total / divisor, and 0 with gradient 0 where the divisor is 0; static, without a look at the value."""
     if isinstance(divisor, float):
-        return total / divisor if divisor else total * 0.0
+        return total / divisor if divisor else torch.where(torch.zeros_like(total, dtype=torch.bool), total, 0.0)
     empty = divisor == 0
     return torch.where(empty, 0.0, total / torch.where(empty, 1.0, divisor))
 

@@ -84,8 +84,6 @@ class _CrossEntropy(torch.autograd.Function):
             if ctx.inplace_backward and not torch.is_grad_enabled():
                 grad_logits = logits.detach()
                 _ops.backward_(grad_loss, grad_lse, grad_logits, lse, lse_residual, *target)
-                # Whoever saved these logits, a second backward included, now gets autograd's own error.
-                torch.autograd.graph.increment_version(logits)
             else:
                 grad_logits = _ops.backward(grad_loss, grad_lse, logits, lse, lse_residual, *target)
         return grad_logits, None, grad_values, None, None, None, None, None
@@ -118,7 +116,15 @@ def _backward_values_autograd(grad_loss, logits, lse, lse_residual, indices, val
         return _ops.backward_values(grad_loss, logits, lse, lse_residual, indices, values, *rest)
 
 
+def _backward_counted(grad_loss, grad_lse, logits, *rest):
+    """Whoever saved these logits, a second backward included, gets autograd's own error afterwards."""
+    with torch._C._AutoDispatchBelowADInplaceOrView():
+        _ops.backward_(grad_loss, grad_lse, logits, *rest)
+    torch.autograd.graph.increment_version(logits)
+
+
 _library = torch.library.Library("sparse_ce", "IMPL")
+_library.impl("backward_", _backward_counted, "ADInplaceOrView")
 _library.impl("forward", _forward_autograd, "Autograd")
 _library.impl("backward", _backward_autograd, "Autograd")
 _library.impl("backward_values", _backward_values_autograd, "Autograd")

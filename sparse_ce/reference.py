@@ -68,6 +68,8 @@ def entries_of(indices: Tensor, values: Optional[Tensor], offsets: Optional[Tens
     padding = (values == 0) | (columns == ignore_index)
     if offsets is not None:
         begin, end = (offsets[:-1], offsets[1:]) if offsets.dim() == 1 else offsets.unbind(1)
+        if begin.shape[0] == 0:  # no rows: no entry belongs to one
+            return Entries(columns[:0], columns[:0], values[:0], begin.bool())
         count = columns.shape[0]
         invalid_rows = (begin < 0) | (begin > end) | (end > count)
         end = torch.where(invalid_rows, begin, end)
@@ -166,5 +168,7 @@ def backward_values(grad_loss: Tensor, logits: Tensor, lse: Tensor, lse_residual
     grad = torch.where(row.ignored, 0.0, grad_loss)
     grad = grad[:, None] if entries.rows is None else grad[entries.rows]
     terms = -(1 - label_smoothing) * grad * row.class_weights[entries.columns] * entries.gather(row.log_probs)
+    if logits.shape[0] == 0:
+        return torch.zeros_like(indices, dtype=terms.dtype)
     skipped = (entries.values == 0) | entries.values.isnan() | (grad == 0)
     return torch.where(skipped, 0.0, terms).reshape(indices.shape)

@@ -84,6 +84,9 @@ class SparseTarget:
         raise AttributeError(f"sparse_ce: a SparseTarget must not be changed, got an assignment to {name!r}; "
                              "build another one")
 
+    def __delattr__(self, name: str) -> None:
+        self.__setattr__(name, None)
+
     def __reduce__(self):
         return SparseTarget, (self.indices, self.values, self.offsets, self.row_mask, self.num_classes)
 
@@ -119,8 +122,11 @@ class SparseTarget:
             _check(mask.shape == indices.shape,
                    f"mask must have the shape of indices, {list(indices.shape)}, got {list(mask.shape)}")
             mask = mask.bool()
+        if kind != "probs" and values.dtype in (torch.float16, torch.bfloat16):
+            values = values.float()
         if kind == "logits":
             live = indices.ne(IGNORE_INDEX) if mask is None else mask & indices.ne(IGNORE_INDEX)
+            live = live & ~values.isneginf()
             # A row without entries: any finite logits do, its weights are all 0.
             logits = values.masked_fill(~live, -math.inf).masked_fill(~live.any(-1, keepdim=True), 0.0)
             values = torch.softmax(logits, -1).masked_fill(~live, 0.0)
@@ -169,13 +175,15 @@ class SparseTarget:
                "target must be sparse in every dimension (dense_dim 0), got a hybrid tensor with dense_dim "
                f"{t.dense_dim()}")
         if t.requires_grad:
-            t = t.coalesce()  # the one road on which autograd follows the values of a COO tensor
+            # The one road on which autograd follows the values of a COO tensor. In float64, since it adds duplicates.
+            t = t if t.is_coalesced() else t.to(torch.float64).coalesce()
             positions, values = t.indices(), t.values()
         else:
             positions, values = t._indices(), t._values().detach()
         *shape, num_classes = t.shape
         rows, columns, outside = _flatten_positions(positions, shape)
         num_rows = math.prod(shape)
+        outside = outside & values.detach().ne(0)  # of padding, no index is looked at
         if not t.is_cuda and bool(outside.any()):
             bad = positions[:-1, outside][:, 0].tolist()
             raise RuntimeError(f"sparse_ce: target must have its leading indices inside {shape}, got {bad}")
@@ -309,6 +317,9 @@ class SparseTarget:
                 begin, end = offsets.tolist()
                 indices = self.indices[begin:end]
                 values = torch.ones_like(indices, dtype=torch.float32) if self.values is None else self.values[begin:end]
+                # A top-k of nothing but -100 would be ignored, the jagged row counts: its padding is padding by weight.
+                padding = indices.eq(IGNORE_INDEX)
+                indices, values = indices.masked_fill(padding, 0), values.masked_fill(padding, 0)
                 return SparseTarget(indices, values, None, row_mask, self.num_classes)
         return SparseTarget(self.indices, self.values, offsets, row_mask, self.num_classes)
 
@@ -398,17 +409,27 @@ def _flatten_positions(positions: Tensor, shape: Sequence[int]) -> Tuple[Tensor,
     return rows, positions[-1], outside
 
 
+_PARTS = ("indices", "values", "offsets", "row_mask")
+
+
 def _flatten_target(t: SparseTarget):
-    return [t.indices, t.values, t.offsets, t.row_mask], t.num_classes
+    """The tensors that are there, and which they are: transforms such as vmap take no None among their leaves."""
+    present = [name for name in _PARTS if getattr(t, name) is not None]
+    return [getattr(t, name) for name in present], (t.num_classes, present)
 
 
-def _unflatten_target(children, num_classes) -> SparseTarget:
-    return SparseTarget(*children, num_classes)
+def _unflatten_target(tensors, context) -> SparseTarget:
+    num_classes, present = context
+    return SparseTarget(**dict(zip(present, tensors)), num_classes=num_classes)
+
+
+def _flatten_target_with_keys(t: SparseTarget):
+    tensors, context = _flatten_target(t)
+    return [(torch.utils._pytree.GetAttrKey(name), x) for name, x in zip(context[1], tensors)], context
 
 
 torch.utils._pytree.register_pytree_node(
     SparseTarget, _flatten_target, _unflatten_target, serialized_type_name="sparse_ce.SparseTarget",
-    to_dumpable_context=lambda n: n, from_dumpable_context=lambda n: n,
-    flatten_with_keys_fn=lambda t: (
-        [(torch.utils._pytree.GetAttrKey(n), getattr(t, n)) for n in ("indices", "values", "offsets", "row_mask")],
-        t.num_classes))
+    to_dumpable_context=list, from_dumpable_context=lambda context: (context[0], context[1]),
+    flatten_with_keys_fn=_flatten_target_with_keys)
+torch.serialization.add_safe_globals([SparseTarget])  # torch.load of a saved batch

@@ -43,8 +43,9 @@ CUDA = [
     ("csrc/cuda/cross_entropy.cu", "Group::sync();  // the dense gradient is written", "// tsan"),
 ]
 CPU = [
-    ("csrc/cpu/cross_entropy.cpp", "if (w == acc_t(0)) continue;", ""),
-    ("csrc/cpu/cross_entropy.cpp", "sums_[slots_[slot]].weight += weight;", ""),
+    ("csrc/cpu/cross_entropy.cpp", "if (w != acc_t(0)) target.merge", "target.merge"),
+    ("csrc/cpu/cross_entropy.cpp", "weights[seen_[slot].position] += weights[k];", ""),
+    ("csrc/cpu/cross_entropy.cpp", "++row_;", ""),
     ("csrc/cpu/cross_entropy.cpp", "(grad(r) == acc_t(0) && grad_lse(r) == acc_t(0))", "grad(r) == acc_t(0)"),
     ("csrc/cpu/cross_entropy.cpp", "r * args_.grad_loss_stride", "0 * args_.grad_loss_stride"),
     ("csrc/cpu/cross_entropy.cpp", "std::min(end, columns_)", "end"),
