@@ -102,7 +102,9 @@ def test_cpu_kernels_pass_under_address_and_undefined_behaviour_sanitizers(tmp_p
     sources = sorted([*ROOT.glob("csrc/*.cpp"), *ROOT.glob("csrc/cpu/*.cpp")])
     subprocess.run(["g++", "-shared", *flags, *[f"-isystem{path}" for path in include_paths()], *sources, "-o",
                     package / "_C.so", *[f"-L{path}" for path in library_paths()], "-ltorch_cpu", "-lc10"], check=True)
-    runtime = subprocess.run(["g++", "-print-file-name=libasan.so"], capture_output=True, text=True).stdout.strip()
+    # libstdc++ too: the sanitizer looks for the real __cxa_throw when it starts, before Python has loaded anything.
+    runtime = " ".join(subprocess.run(["g++", f"-print-file-name={name}"], capture_output=True, text=True).stdout.strip()
+                       for name in ("libasan.so", "libstdc++.so.6"))
     env = {**os.environ, "PYTHONPATH": str(tmp_path), "LD_PRELOAD": runtime, "OMP_NUM_THREADS": "2",
            "ASAN_OPTIONS": "detect_leaks=0:verify_asan_link_order=0", "UBSAN_OPTIONS": "print_stacktrace=1"}
     suite = [str(ROOT / "tests" / name) for name in ("test_cross_entropy.py", "test_shapes.py", "test_errors.py")]
