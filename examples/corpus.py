@@ -4,7 +4,7 @@ import re
 import sysconfig
 from collections import Counter
 from pathlib import Path
-from typing import Iterable, List, NamedTuple, Tuple
+from typing import Iterable, List, NamedTuple, Optional, Tuple
 
 import numpy as np
 
@@ -39,7 +39,8 @@ class Tokenizer:
         return tokens + [self.END]
 
 
-def read_corpus(vocab_size: int, max_files: int, held_out_every: int = 10) -> Tuple[np.ndarray, np.ndarray]:
+def read_corpus(vocab_size: int, max_files: Optional[int] = None,
+                held_out_every: int = 10) -> Tuple[np.ndarray, np.ndarray]:
     """(train, held_out) token ids of the standard library's source, int64 (tokens,) each.
 
     Whole files are held out, and the vocabulary is that of the training split.
@@ -50,8 +51,8 @@ def read_corpus(vocab_size: int, max_files: int, held_out_every: int = 10) -> Tu
     train = [text for i, text in enumerate(texts) if i % held_out_every]
     held_out = texts[::held_out_every]
     tokenizer = Tokenizer(train, vocab_size)
-    return (np.array([token for text in train for token in tokenizer.encode(text)]),
-            np.array([token for text in held_out for token in tokenizer.encode(text)]))
+    return (np.concatenate([np.array(tokenizer.encode(text)) for text in train]),
+            np.concatenate([np.array(tokenizer.encode(text)) for text in held_out]))
 
 
 class Order(NamedTuple):
@@ -92,7 +93,9 @@ class NextTokenCounts:
             offsets = np.searchsorted(owner, np.arange(context.max() + 2))
             self.orders.append(Order(context, offsets, following[by_count], count[by_count],
                                      np.bincount(context)))
-            context = np.roll(pair, 1)  # a context and the token behind it: the next position's context, one longer
+            # A context and the token behind it are the next position's context, one longer. The first position gets
+            # the last pair: the text is read as a ring.
+            context = np.roll(pair, 1)
 
     def next_distribution(self, begin: int, end: int, observed: float) -> Tuple[np.ndarray, np.ndarray]:
         """Soft labels of the tokens at positions ``[begin, end)``: (indices, values), int64 and float32, (S, K).
@@ -100,7 +103,7 @@ class NextTokenCounts:
         ``observed`` is the share of the token that is really there; it also gets the mass that no entry has. A class
         may stand in a row several times, once for each order: sparse_ce adds duplicates up.
         """
-        own = self.tokens[begin:end, None]
+        own = self.tokens[begin:end, None]  # (S, 1)
         mass = np.full(own.shape, 1.0 - observed)  # (S, 1): what the orders so far have not given away
         indices, values = [], []
         for order in reversed(self.orders):
