@@ -1,18 +1,13 @@
 #include "tile.h"
 
+#include "avx512.h"
+
 #include <cstdlib>
 #include <cstring>
 
 namespace sparse_ce {
 namespace cpu {
 namespace {
-
-// Logits as they are, converted where they are used.
-template <typename scalar_t>
-struct Converted {
-  const scalar_t* logits;
-  SCE_HD acc_type<scalar_t> operator[](int64_t i) const { return to_acc(logits[i]); }
-};
 
 // z of a tile.
 template <typename scalar_t, typename acc_t>
@@ -43,15 +38,21 @@ SCE_HD void push_tile(RowStats<acc_t>& stats, const logits_t& z, int64_t n) {
   if (begin < n && !stats.push_near(z, begin, n)) stats.push(z, begin, n);
 }
 
-template <typename scalar_t, typename acc_t>
+template <InstructionSet set, typename scalar_t, typename acc_t>
 SCE_HD RowStats<acc_t> stats_body(const scalar_t* logits, int64_t n, const LogitTransform<acc_t>& transform,
                                   bool weighted, const acc_t* class_weight) {
   RowStats<acc_t> stats;
+  if constexpr (set == InstructionSet::kAvx512 && std::is_same_v<acc_t, float>) {
+    if (transform.softcap == acc_t(0) && transform.scale > acc_t(0) && !weighted) {
+      avx512::push(logits, n, transform.scale, stats);
+      return stats;
+    }
+  }
   alignas(64) acc_t buffer[kTile];
   for (int64_t begin = 0; begin < n; begin += kTile) {
     const int64_t m = n - begin < kTile ? n - begin : kTile;
-    if (std::is_same_v<scalar_t, acc_t> && transform.identity() && !weighted) {
-      push_tile(stats, Converted<scalar_t>{logits + begin}, m);
+    if (std::is_same_v<scalar_t, acc_t> && transform.softcap == acc_t(0) && !weighted) {
+      push_tile(stats, Scaled<scalar_t>{logits + begin, transform.scale}, m);
       continue;
     }
     const acc_t* z = transformed(logits + begin, m, transform, buffer);
@@ -61,11 +62,15 @@ SCE_HD RowStats<acc_t> stats_body(const scalar_t* logits, int64_t n, const Logit
   return stats;
 }
 
-template <typename scalar_t, typename acc_t>
+template <InstructionSet set, typename scalar_t, typename acc_t>
 SCE_HD void gradient_body(const scalar_t* logits, int64_t n, const LogitTransform<acc_t>& transform,
                           const GradientCoefficients<acc_t>& coefficients, const acc_t* class_weight,
                           scalar_t* gradient) {
   const GradientCoefficients<acc_t> c = coefficients;
+  if constexpr (set == InstructionSet::kAvx512 && std::is_same_v<acc_t, float>) {
+    const bool plain = transform.softcap == acc_t(0) && transform.scale > acc_t(0) && c.b == acc_t(0);
+    if (plain && avx512::gradient(logits, n, transform.scale, coefficients, gradient)) return;
+  }
   if (transform.identity() && c.b == acc_t(0)) {
     if constexpr (sizeof(scalar_t) == 2) {
       SCE_SIMD()
@@ -108,12 +113,12 @@ struct Instance;
     using acc_t = acc_type<scalar_t>;                                                                                \
     TARGET static RowStats<acc_t> stats(const scalar_t* logits, int64_t n, const LogitTransform<acc_t>& transform,   \
                                         bool weighted, const acc_t* class_weight) {                                  \
-      return stats_body(logits, n, transform, weighted, class_weight);                                               \
+      return stats_body<InstructionSet::SET>(logits, n, transform, weighted, class_weight);                                               \
     }                                                                                                                \
     TARGET static void gradient(const scalar_t* logits, int64_t n, const LogitTransform<acc_t>& transform,           \
                                 const GradientCoefficients<acc_t>& coefficients, const acc_t* class_weight,          \
                                 scalar_t* gradient) {                                                                \
-      gradient_body(logits, n, transform, coefficients, class_weight, gradient);                                     \
+      gradient_body<InstructionSet::SET>(logits, n, transform, coefficients, class_weight, gradient);                                     \
     }                                                                                                                \
     TARGET static void entries(acc_t* z, int64_t n, const LogitTransform<acc_t>& transform,                          \
                                const GradientCoefficients<acc_t>& coefficients, const acc_t* class_weight,           \

@@ -27,6 +27,14 @@ constexpr int64_t kTile = 1024;
 // Columns of a span, the least part of a row that a thread takes. The result depends on it, not on the threads.
 constexpr int64_t kSpan = 32 * kTile;
 
+// Logits without a softcap, converted and scaled where they are used.
+template <typename scalar_t>
+struct Scaled {
+  const scalar_t* logits;
+  acc_type<scalar_t> scale;
+  SCE_HD acc_type<scalar_t> operator[](int64_t i) const { return scale * to_acc(logits[i]); }
+};
+
 template <typename scalar_t>
 struct TileKernels {
   using acc_t = acc_type<scalar_t>;
