@@ -20,6 +20,10 @@ namespace sparse_ce {
 
 enum class DType : int32_t { kFloat32, kFloat64, kFloat16, kBFloat16, kInt32, kInt64 };
 
+constexpr int64_t size_of(DType dtype) {
+  return dtype == DType::kFloat64 || dtype == DType::kInt64 ? 8 : dtype == DType::kFloat32 || dtype == DType::kInt32 ? 4 : 2;
+}
+
 #ifdef SCE_CUDA
 using Half = __half;
 using BFloat16 = __nv_bfloat16;

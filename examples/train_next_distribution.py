@@ -39,7 +39,7 @@ class Sizes(NamedTuple):
     heads: int = 4
     length: int = 128
     batch: int = 4
-    steps: int = 400
+    steps: int = 800
     evaluations: int = 8
     held_out_chunks: int = 96
     learning_rate: float = 3e-3
@@ -108,8 +108,7 @@ def train(name: str, model: CausalLM, chunks: Chunks, held_out: DataLoader, size
     """Trains ``model`` in place for ``sizes.steps`` batches; the labels of ``chunks`` are all that differs."""
     loss_fn = sparse_ce.SparseCrossEntropyLoss()
     optimizer = torch.optim.AdamW(model.parameters(), sizes.learning_rate, betas=(0.9, 0.98), fused=True)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, sizes.learning_rate, sizes.steps, pct_start=0.1,
-                                                   cycle_momentum=False)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, sizes.learning_rate, sizes.steps, pct_start=0.1)
     # A generator of its own: the same batches for every run.
     sampler = RandomSampler(chunks, num_samples=sizes.steps * sizes.batch,
                             generator=torch.Generator().manual_seed(args.seed))

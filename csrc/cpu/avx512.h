@@ -77,12 +77,15 @@ SCE_AVX512_INLINE __m512i narrow(__m512 a, __m512 b, Half) {
   return _mm512_inserti64x4(_mm512_castsi256_si512(low), high, 1);
 }
 
-// Asks for a block one page ahead: the hardware does not look beyond the page that it reads.
+// Asks for a block that is needed later: the hardware looks ahead no further than the page that it reads.
 template <typename scalar_t>
+constexpr int64_t kPage = 4096 / sizeof(scalar_t);  // columns
+
+template <int hint, typename scalar_t>
 SCE_AVX512_INLINE void prefetch_block(const scalar_t* x) {
-  constexpr int kLine = 64, kPage = 4096;
-  const char* line = reinterpret_cast<const char*>(x) + kPage;
-  SCE_EACH(k, static_cast<int>(16 * kWide * sizeof(scalar_t)) / kLine) _mm_prefetch(line + kLine * k, _MM_HINT_T0);
+  constexpr int kLine = 64;
+  const char* line = reinterpret_cast<const char*>(x);
+  SCE_EACH(k, static_cast<int>(16 * kWide * sizeof(scalar_t)) / kLine) _mm_prefetch(line + kLine * k, static_cast<_mm_hint>(hint));
 }
 
 template <int count>
@@ -200,7 +203,7 @@ SCE_AVX512 int64_t push_stretch(const scalar_t* x, int64_t n, float scale, RowSt
     Lanes tile;
     int64_t i = begin;
     for (; i + 16 * kWide <= end; i += 16 * kWide) {
-      prefetch_block(x + i);
+      prefetch_block<_MM_HINT_T0>(x + i + kPage<scalar_t>);
       load(x + i, wide);
       tile.push(wide, exponential);
     }
@@ -245,7 +248,7 @@ SCE_AVX512 void push(const scalar_t* x, int64_t n, float scale, RowStats<float>&
 // plain formula is right: beyond the range of the exponent's fraction and for factors near the ends of float's.
 template <typename scalar_t>
 SCE_AVX512 bool gradient(const scalar_t* x, int64_t n, float scale, const GradientCoefficients<float>& c,
-                         scalar_t* gradient) {
+                         const scalar_t* next, scalar_t* gradient) {
   const float offset = -c.lse * kLog2e, slope = scale * kLog2e;
   const double where = (static_cast<double>(c.lse) + c.lse_residual) / scale;  // x whose probability is 1
   const float factor = c.a * scale * static_cast<float>(std::exp2(-(where * slope + offset)));
@@ -256,7 +259,8 @@ SCE_AVX512 bool gradient(const scalar_t* x, int64_t n, float scale, const Gradie
   Columns<kNarrow> narrow;
   int64_t i = 0;
   for (; i + 16 * kWide <= n; i += 16 * kWide) {
-    prefetch_block(x + i);
+    prefetch_block<_MM_HINT_T0>(x + i + kPage<scalar_t>);
+    prefetch_block<_MM_HINT_T1>(next + i);  // whoever gathers from the next span finds it in the second cache
     load(x + i, wide);
     exponential(wide);
     store(wide, gradient + i);

@@ -13,14 +13,11 @@ namespace {
 // Fewer logits than this are not worth waking a thread for.
 constexpr int64_t kGrain = 16384;
 
-int64_t spans_of(int64_t columns) { return (columns + kSpan - 1) / kSpan; }
+constexpr int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-// Rows are shared out whole while there are enough of them; a few long rows are shared out by spans. Both orders merge
-// the same spans in the same sequence, so the result does not depend on the number of threads.
-bool split_rows(int64_t rows, int64_t columns) {
-  const int64_t threads = torch::stable::get_num_threads();
-  return rows < threads && spans_of(columns) > 1;
-}
+// Rows are shared out whole while there are enough of them; a few long rows are shared out by parts. Both orders work on
+// the same parts and merge them in the same sequence, so the result does not depend on the number of threads.
+bool split_rows(int64_t rows, int64_t parts) { return rows < int64_t(torch::stable::get_num_threads()) && parts > 1; }
 
 template <typename function_t>
 void parallel_rows(int64_t rows, int64_t columns, const function_t& f) {
@@ -28,14 +25,16 @@ void parallel_rows(int64_t rows, int64_t columns, const function_t& f) {
   torch::stable::parallel_for(0, rows, grain, f);
 }
 
-// The logits at a row's entries lie far apart: asked for together, they arrive together.
-template <typename scalar_t>
-void prefetch_entries(const TargetView& target, int64_t r, const scalar_t* row) {
+// Asks for the entries of a row that will soon be collected.
+void prefetch_entries(const TargetView& target, int64_t r) {
+  const auto prefetch = [](const void* array, int64_t begin, int64_t end) {
+    constexpr int64_t kLine = 64;
+    for (int64_t byte = begin; byte < end; byte += kLine) __builtin_prefetch(static_cast<const char*>(array) + byte);
+  };
   const EntryRange range = target.row(r);
-  for (int64_t i = range.begin; i < range.end; ++i) {
-    const int64_t column = load_int(target.indices, target.indices_dtype, i);
-    if (0 <= column && column < target.num_classes) __builtin_prefetch(row + column);
-  }
+  const int64_t index_size = size_of(target.indices_dtype), value_size = size_of(target.values_dtype);
+  prefetch(target.indices, range.begin * index_size, range.end * index_size);
+  if (target.values) prefetch(target.values, range.begin * value_size, range.end * value_size);
 }
 
 template <typename scalar_t>
@@ -53,7 +52,7 @@ class RowEntries {
   std::vector<acc_t> weights;        // w~
   std::vector<acc_t> logits;         // transformed; in backward then the gradient
 
-  int64_t size() const { return static_cast<int64_t>(columns.size()); }
+  size_t size() const { return columns.size(); }
 
   void clear() { resize(0); }
 
@@ -90,14 +89,66 @@ class RowEntries {
     }
   }
 
-  // Adds up the weights of equal columns in the order of their entries, so that sums are reproducible. Costs nothing
-  // where columns ascend, as in COO and CSR; else a table of the columns seen, without sorting and without memory of the
-  // vocabulary's size.
-  void merge_duplicates() {
-    const size_t count = columns.size();
+  // Adds up the weights of equal columns, in the order of their entries so that sums are reproducible, and orders the
+  // entries by span. Where columns ascend, as in COO and CSR, both are done.
+  void arrange(size_t spans) {
     bool ascending = true;
-    for (size_t k = 1; k < count; ++k) ascending &= columns[k - 1] < columns[k];
-    if (ascending) return;
+    for (size_t k = 1; k < size(); ++k) ascending &= columns[k - 1] < columns[k];
+    if (!ascending && may_repeat()) merge_duplicates();
+    span_begin_.assign(spans + 1, 0);
+    for (const int64_t column : columns) ++span_begin_[span_of(column) + 1];
+    for (size_t t = 1; t <= spans; ++t) span_begin_[t] += span_begin_[t - 1];
+    if (!ascending && spans > 1) order_by_span();
+    logits.resize(size());
+  }
+
+  // In four sums, because one would wait for each addition.
+  acc_t mass() const {
+    constexpr size_t kSums = 4;
+    acc_t sums[kSums] = {};
+    size_t k = 0;
+    for (; k + kSums <= size(); k += kSums)
+      for (size_t i = 0; i < kSums; ++i) sums[i] += weights[k + i];
+    for (; k < size(); ++k) sums[0] += weights[k];
+    return (sums[0] + sums[1]) + (sums[2] + sums[3]);
+  }
+
+  size_t span_begin(size_t t) const { return span_begin_[t]; }
+
+  template <typename scalar_t>
+  void gather(const scalar_t* row, const LogitTransform<acc_t>& transform, size_t begin, size_t end) {
+    for (size_t k = begin; k < end; ++k) logits[k] = to_acc(row[columns[k]]);
+    if (transform.identity()) return;
+    for (size_t k = begin; k < end; ++k) logits[k] = transform(logits[k]);
+  }
+
+ private:
+  static size_t span_of(int64_t column) { return static_cast<uint64_t>(column) / kSpan; }
+
+  void resize(size_t count) {
+    columns.resize(count);
+    weights.resize(count);
+    if (!class_weights.empty()) class_weights.resize(count);
+  }
+
+  // False where no column comes twice, as nearly always: a bit for each column modulo 65536.
+  bool may_repeat() {
+    constexpr size_t kWords = 1024;
+    marks_.resize(kWords);
+    const auto word = [this](int64_t column) -> uint64_t& { return marks_[static_cast<uint64_t>(column) / 64 % kWords]; };
+    uint64_t repeated = 0;
+    for (const int64_t column : columns) {
+      const uint64_t bit = uint64_t(1) << (column & 63);
+      repeated |= word(column) & bit;
+      word(column) |= bit;
+    }
+    for (const int64_t column : columns) word(column) = 0;
+    return repeated != 0;
+  }
+
+  // By a table of the columns seen: without sorting, and without memory of the vocabulary's size.
+  void merge_duplicates() {
+    const size_t count = size();
     size_t slots = 8;
     while (slots < 4 * count) slots *= 2;
     if (seen_.size() < slots) seen_.assign(slots, Seen{0, 0});
@@ -119,19 +170,19 @@ class RowEntries {
     resize(kept);
   }
 
-  template <typename scalar_t>
-  void gather(const scalar_t* row, const LogitTransform<acc_t>& transform) {
-    logits.resize(columns.size());
-    for (size_t k = 0; k < columns.size(); ++k) logits[k] = to_acc(row[columns[k]]);
-    if (transform.identity()) return;
-    for (acc_t& z : logits) z = transform(z);
-  }
-
- private:
-  void resize(size_t count) {
-    columns.resize(count);
-    weights.resize(count);
-    if (!class_weights.empty()) class_weights.resize(count);
+  // A counting sort.
+  void order_by_span() {
+    position_.resize(size());
+    cursor_ = span_begin_;
+    for (size_t k = 0; k < size(); ++k) position_[k] = cursor_[span_of(columns[k])]++;
+    const auto move = [this](auto& array, auto& scratch) {
+      scratch.resize(array.size());
+      for (size_t k = 0; k < array.size(); ++k) scratch[position_[k]] = array[k];
+      array.swap(scratch);
+    };
+    move(columns, moved_columns_);
+    move(weights, moved_weights_);
+    move(class_weights, moved_weights_);
   }
 
   struct Seen {
@@ -140,6 +191,10 @@ class RowEntries {
   };
   std::vector<Seen> seen_;
   size_t row_ = 0;
+  std::vector<uint64_t> marks_;  // all 0 between calls
+  std::vector<size_t> span_begin_, cursor_, position_;
+  std::vector<int64_t> moved_columns_;
+  std::vector<acc_t> moved_weights_;
 };
 
 template <typename scalar_t>
@@ -147,31 +202,32 @@ class Forward {
   using acc_t = acc_type<scalar_t>;
 
  public:
-  explicit Forward(const ForwardArgs& args) : args_(args), columns_(args.target.num_classes), transform_(args.options) {}
+  explicit Forward(const ForwardArgs& args)
+      : args_(args), columns_(args.target.num_classes), spans_(divide_up(columns_, kSpan)), transform_(args.options) {}
 
   void run() const {
-    if (!split_rows(args_.rows, columns_)) {
+    if (!split_rows(args_.rows, spans_)) {
       parallel_rows(args_.rows, columns_, [this](int64_t begin, int64_t end) {
         RowEntries<acc_t> entries;
         for (int64_t r = begin; r < end; ++r) {
+          prefetch_entries(args_.target, r);
           RowStats<acc_t> stats;
           if (!args_.target.ignored(r))
-            for (int64_t t = 0; t < spans_of(columns_); ++t) stats.merge(span(r, t));
+            for (int64_t t = 0; t < spans_; ++t) stats.merge(span(r, t));
           finish(r, stats, entries);
         }
       });
       return;
     }
-    const int64_t spans = spans_of(columns_);
-    std::vector<RowStats<acc_t>> partial(args_.rows * spans);
-    torch::stable::parallel_for(0, args_.rows * spans, std::max<int64_t>(1, kGrain / kSpan), [&](int64_t begin, int64_t end) {
+    std::vector<RowStats<acc_t>> partial(args_.rows * spans_);
+    torch::stable::parallel_for(0, args_.rows * spans_, 1, [&](int64_t begin, int64_t end) {
       for (int64_t i = begin; i < end; ++i)
-        if (!args_.target.ignored(i / spans)) partial[i] = span(i / spans, i % spans);
+        if (!args_.target.ignored(i / spans_)) partial[i] = span(i / spans_, i % spans_);
     });
     RowEntries<acc_t> entries;
     for (int64_t r = 0; r < args_.rows; ++r) {
       RowStats<acc_t> stats;
-      for (int64_t t = 0; t < spans; ++t) stats.merge(partial[r * spans + t]);
+      for (int64_t t = 0; t < spans_; ++t) stats.merge(partial[r * spans_ + t]);
       finish(r, stats, entries);
     }
   }
@@ -195,9 +251,10 @@ class Forward {
       return;
     }
     entries.collect(args_.target, r);
-    entries.gather(row(r), transform_);
+    entries.logits.resize(entries.size());
+    entries.gather(row(r), transform_, 0, entries.size());
     TargetStats<acc_t> target;
-    for (int64_t k = 0; k < entries.size(); ++k) {
+    for (size_t k = 0; k < entries.size(); ++k) {
       const acc_t w = entries.weights[k];
       // A class of weight 0 at a -inf logit adds 0, not 0 * inf.
       if (w != acc_t(0)) target.merge({w * (entries.logits[k] - stats.max), w});
@@ -209,7 +266,7 @@ class Forward {
   }
 
   const ForwardArgs& args_;
-  const int64_t columns_;
+  const int64_t columns_, spans_;
   const LogitTransform<acc_t> transform_;
 };
 
@@ -217,8 +274,9 @@ template <typename scalar_t>
 class Backward {
   using acc_t = acc_type<scalar_t>;
 
-  // The gradient where a row has entries is made before the dense pass, which may overwrite the logits, and written
-  // after it: rounded to storage once, so p - 1 near p = 1 keeps its digits in 16 bits.
+  // The logits where a row has entries are read before the dense pass over their span, which may overwrite them and
+  // finds them in the second cache; the gradient there is written when the row is done: rounded to storage once, so
+  // p - 1 near p = 1 keeps its digits in 16 bits.
   struct RowPlan {
     bool zero;
     GradientCoefficients<acc_t> coefficients;
@@ -226,19 +284,22 @@ class Backward {
   };
 
  public:
-  explicit Backward(const BackwardArgs& args) : args_(args), columns_(args.target.num_classes), transform_(args.options) {
+  explicit Backward(const BackwardArgs& args)
+      : args_(args), columns_(args.target.num_classes), spans_(divide_up(args.vocab, kSpan)), transform_(args.options) {
     weight_sum_ = args.weight_sum ? *static_cast<const acc_t*>(args.weight_sum) : static_cast<acc_t>(columns_);
   }
 
   void run() const {
-    if (!split_rows(args_.rows, columns_)) {
+    if (!split_rows(args_.rows, spans_)) {
       parallel_rows(args_.rows, columns_, [this](int64_t begin, int64_t end) {
         RowPlan plan{true, coefficients(0, acc_t(0)), {}};
         // Backwards: the rows that forward read last may still be in a cache.
         for (int64_t r = end - 1; r >= begin; --r) {
-          if (r > begin) prefetch_entries(args_.target, r - 1, row(r - 1));
+          const int64_t after = std::max(begin, r - 1);
+          prefetch_entries(args_.target, after);
           make_plan(r, plan);
-          for (int64_t t = 0; t < spans_of(args_.vocab); ++t) write_span(r, t, plan);
+          for (int64_t t = 0; t < spans_; ++t)
+            write_span(r, t, plan, t + 1 < spans_ ? row(r) + (t + 1) * kSpan : row(after));
           write_entries(r, plan);
         }
       });
@@ -246,9 +307,11 @@ class Backward {
     }
     std::vector<RowPlan> plans(args_.rows, RowPlan{true, coefficients(0, acc_t(0)), {}});
     for (int64_t r = 0; r < args_.rows; ++r) make_plan(r, plans[r]);
-    const int64_t spans = spans_of(args_.vocab);
-    torch::stable::parallel_for(0, args_.rows * spans, std::max<int64_t>(1, kGrain / kSpan), [&](int64_t begin, int64_t end) {
-      for (int64_t i = begin; i < end; ++i) write_span(i / spans, i % spans, plans[i / spans]);
+    torch::stable::parallel_for(0, args_.rows * spans_, 1, [&](int64_t begin, int64_t end) {
+      for (int64_t i = begin; i < end; ++i) {
+        const int64_t r = i / spans_, t = i % spans_;
+        write_span(r, t, plans[r], row(r) + (t + 1) * kSpan);
+      }
     });
     for (int64_t r = 0; r < args_.rows; ++r) write_entries(r, plans[r]);
   }
@@ -292,35 +355,34 @@ class Backward {
     plan.zero = args_.target.ignored(r) || (grad(r) == acc_t(0) && grad_lse(r) == acc_t(0));
     if (plan.zero) return;
     entries.collect(args_.target, r);
-    acc_t mass = 0;
-    for (const acc_t w : entries.weights) mass += w;
-    plan.coefficients = coefficients(r, mass);
-    entries.merge_duplicates();
-    entries.gather(row(r), transform_);
-    tile_kernels<scalar_t>().entries(entries.logits.data(), entries.size(), transform_, plan.coefficients,
-                                     entries.class_weights.empty() ? nullptr : entries.class_weights.data(),
-                                     entries.weights.data());
+    plan.coefficients = coefficients(r, entries.mass());
+    entries.arrange(spans_);
   }
 
   // Every element of the span is written: zeros for an ignored row and for columns beyond the classes.
-  void write_span(int64_t r, int64_t t, const RowPlan& plan) const {
+  void write_span(int64_t r, int64_t t, RowPlan& plan, const scalar_t* next) const {
     const int64_t begin = t * kSpan, end = std::min(begin + kSpan, args_.vocab);
     const int64_t live = plan.zero ? begin : std::max(begin, std::min(end, columns_));
     scalar_t* gradient = gradient_row(r);
-    if (live > begin)
+    if (live > begin) {
+      plan.entries.gather(row(r), transform_, plan.entries.span_begin(t), plan.entries.span_begin(t + 1));
       tile_kernels<scalar_t>().gradient(row(r) + begin, live - begin, transform_, plan.coefficients,
-                                        weights_at<scalar_t>(args_.target, begin), gradient + begin);
+                                        weights_at<scalar_t>(args_.target, begin), next, gradient + begin);
+    }
     std::fill(reinterpret_cast<char*>(gradient + live), reinterpret_cast<char*>(gradient + end), 0);
   }
 
-  void write_entries(int64_t r, const RowPlan& plan) const {
+  void write_entries(int64_t r, RowPlan& plan) const {
+    RowEntries<acc_t>& entries = plan.entries;
+    tile_kernels<scalar_t>().entries(entries.logits.data(), entries.size(), transform_, plan.coefficients,
+                                     entries.class_weights.empty() ? nullptr : entries.class_weights.data(),
+                                     entries.weights.data());
     scalar_t* gradient = gradient_row(r);
-    for (int64_t k = 0; k < plan.entries.size(); ++k)
-      from_acc(plan.entries.logits[k], gradient[plan.entries.columns[k]]);
+    for (size_t k = 0; k < entries.size(); ++k) from_acc(entries.logits[k], gradient[entries.columns[k]]);
   }
 
   const BackwardArgs& args_;
-  const int64_t columns_;
+  const int64_t columns_, spans_;
   const LogitTransform<acc_t> transform_;
   acc_t weight_sum_;
 };

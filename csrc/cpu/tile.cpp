@@ -65,11 +65,11 @@ SCE_HD RowStats<acc_t> stats_body(const scalar_t* logits, int64_t n, const Logit
 template <InstructionSet set, typename scalar_t, typename acc_t>
 SCE_HD void gradient_body(const scalar_t* logits, int64_t n, const LogitTransform<acc_t>& transform,
                           const GradientCoefficients<acc_t>& coefficients, const acc_t* class_weight,
-                          scalar_t* gradient) {
+                          [[maybe_unused]] const scalar_t* next, scalar_t* gradient) {
   const GradientCoefficients<acc_t> c = coefficients;
   if constexpr (set == InstructionSet::kAvx512 && std::is_same_v<acc_t, float>) {
     const bool plain = transform.softcap == acc_t(0) && transform.scale > acc_t(0) && c.b == acc_t(0);
-    if (plain && avx512::gradient(logits, n, transform.scale, coefficients, gradient)) return;
+    if (plain && avx512::gradient(logits, n, transform.scale, coefficients, next, gradient)) return;
   }
   if (transform.identity() && c.b == acc_t(0)) {
     if constexpr (sizeof(scalar_t) == 2) {
@@ -117,8 +117,8 @@ struct Instance;
     }                                                                                                                \
     TARGET static void gradient(const scalar_t* logits, int64_t n, const LogitTransform<acc_t>& transform,           \
                                 const GradientCoefficients<acc_t>& coefficients, const acc_t* class_weight,          \
-                                scalar_t* gradient) {                                                                \
-      gradient_body<InstructionSet::SET>(logits, n, transform, coefficients, class_weight, gradient);                                     \
+                                const scalar_t* next, scalar_t* gradient) {                                          \
+      gradient_body<InstructionSet::SET>(logits, n, transform, coefficients, class_weight, next, gradient);                                     \
     }                                                                                                                \
     TARGET static void entries(acc_t* z, int64_t n, const LogitTransform<acc_t>& transform,                          \
                                const GradientCoefficients<acc_t>& coefficients, const acc_t* class_weight,           \

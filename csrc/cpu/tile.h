@@ -24,7 +24,8 @@ enum class InstructionSet { kDefault, kAvx2, kAvx512 };
 // Columns that are converted at a time: few enough that the next ones arrive from memory while these are worked on.
 constexpr int64_t kTile = 1024;
 
-// Columns of a span, the least part of a row that a thread takes. The result depends on it, not on the threads.
+// Columns of a span, the least part of a row that a thread takes. The result depends on it, not on the threads. While
+// backward writes one span, the next one arrives in the second cache, which has to hold both and a gradient.
 constexpr int64_t kSpan = 32 * kTile;
 
 // Logits without a softcap, converted and scaled where they are used.
@@ -41,9 +42,11 @@ struct TileKernels {
   // Statistics of n <= kSpan logits. With `weighted`, also those of label smoothing; class_weight (n,) may be null.
   RowStats<acc_t> (*stats)(const scalar_t* logits, int64_t n, const LogitTransform<acc_t>& transform, bool weighted,
                            const acc_t* class_weight);
-  // Gradient of n <= kSpan logits as if none had an entry; gradient may be logits.
+  // Gradient of n <= kSpan logits as if none had an entry; gradient may be logits. `next` is where the logits lie that
+  // will be worked on afterwards.
   void (*gradient)(const scalar_t* logits, int64_t n, const LogitTransform<acc_t>& transform,
-                   const GradientCoefficients<acc_t>& coefficients, const acc_t* class_weight, scalar_t* gradient);
+                   const GradientCoefficients<acc_t>& coefficients, const acc_t* class_weight, const scalar_t* next,
+                   scalar_t* gradient);
   // Gradient at n logits that have entries of the given summed weights; class_weight (n,) may be null. In place of the
   // logits `z`, which are transformed but not yet rounded to storage.
   void (*entries)(acc_t* z, int64_t n, const LogitTransform<acc_t>& transform,

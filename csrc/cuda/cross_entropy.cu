@@ -340,12 +340,10 @@ unsigned blocks_for(const CrossEntropyArgs& args, int64_t groups, int per_block)
   return static_cast<unsigned>(std::min(most, (groups + per_block - 1) / per_block));
 }
 
-size_t size_of(DType dtype) { return dtype == DType::kFloat64 ? 8 : dtype == DType::kFloat32 ? 4 : 2; }
-
 }  // namespace
 
 Plan plan_of(const CrossEntropyArgs& args, int multiprocessors) {
-  const int64_t row_bytes = args.target.num_classes * static_cast<int64_t>(size_of(args.dtype));
+  const int64_t row_bytes = args.target.num_classes * size_of(args.dtype);
   if (row_bytes <= kWarpRowBytes) return {kWarp, 1, blocks_for(args, args.rows, kThreads / kWarp)};
   const int64_t wanted = int64_t(kBlocksPerMultiprocessor) * multiprocessors;
   const int64_t by_rows = (wanted + args.rows - 1) / args.rows, by_bytes = row_bytes / kSplitBytes;

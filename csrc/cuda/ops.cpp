@@ -42,13 +42,11 @@ class HostTarget {
   const TargetView& view() const { return view_; }
 
  private:
-  static size_t size_of(DType dtype) {
-    return dtype == DType::kFloat64 || dtype == DType::kInt64 ? 8 : dtype == DType::kFloat32 || dtype == DType::kInt32 ? 4 : 2;
-  }
-  const void* copy(const void* device, int64_t count, size_t size) {
+  const void* copy(const void* device, int64_t count, int64_t size) {
     if (!device) return nullptr;
-    copies_.emplace_back(static_cast<size_t>(count) * size + 1);
-    check_cuda(cudaMemcpy(copies_.back().data(), device, static_cast<size_t>(count) * size, cudaMemcpyDeviceToHost));
+    const auto bytes = static_cast<size_t>(count * size);
+    copies_.emplace_back(bytes + 1);
+    check_cuda(cudaMemcpy(copies_.back().data(), device, bytes, cudaMemcpyDeviceToHost));
     return copies_.back().data();
   }
 

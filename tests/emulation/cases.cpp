@@ -42,16 +42,12 @@ void must(cudaError_t error, const char* what) {
   std::exit(1);
 }
 
-size_t size_of(DType dtype) {
-  return dtype == DType::kFloat64 || dtype == DType::kInt64 ? 8 : dtype == DType::kFloat32 || dtype == DType::kInt32 ? 4 : 2;
-}
-
 // Numbers in one of the dtypes, on both sides. The device buffer has exactly the elements asked for behind `offset`
 // more, so that a sanitizer sees the first byte beyond.
 class Array {
  public:
   Array(DType dtype, int64_t count, int64_t offset = 0) : dtype_(dtype), offset_(offset), count_(count) {
-    host_.resize(size_t(offset + count) * size_of(dtype));
+    host_.resize(size_t((offset + count) * size_of(dtype)));
     if (!host_.empty()) must(cudaMalloc(&device_, host_.size()), "malloc");
   }
   ~Array() {
@@ -61,9 +57,9 @@ class Array {
 
   int64_t count() const { return count_; }
   DType dtype() const { return dtype_; }
-  void* device() const { return static_cast<char*>(device_) + size_t(offset_) * size_of(dtype_); }
+  void* device() const { return static_cast<char*>(device_) + offset_ * size_of(dtype_); }
   void set(int64_t i, double x) {
-    void* at = host_.data() + size_t(offset_ + i) * size_of(dtype_);
+    void* at = host_.data() + (offset_ + i) * size_of(dtype_);
     switch (dtype_) {
       case DType::kFloat64: *static_cast<double*>(at) = x; break;
       case DType::kFloat32: *static_cast<float*>(at) = float(x); break;
