@@ -1,5 +1,6 @@
 """Odd widths, strides, alignment, row counts, large logits, threads and instruction sets."""
 
+import math
 import os
 import re
 import subprocess
@@ -57,6 +58,7 @@ def test_any_number_of_classes(vocab, dtype, device):
         assert x.grad.abs().max() < 1e-6
         return
     check(Draw(device).logits(dense, dtype), indices, values, dense)
+    check(Draw(device).logits(dense, dtype), indices, values, dense, logit_scale=0.31)
     check(Draw(device).logits(dense, dtype), indices, values, dense, label_smoothing=0.1, softcap=9.0, z_loss=1e-3)
     weight = Draw(device).uniform(vocab, low=0.1)
     check(Draw(device).logits(dense, dtype), indices, values, dense, label_smoothing=0.5, weight=weight)
@@ -181,6 +183,46 @@ def test_half_logits_far_from_zero(shift, device):
         check(logits, indices, values, dense)
 
 
+JUMPS = {
+    "up": [0, 50, 200, 1000], "down": [1000, 200, 50, 0], "up and down": [0, 300, -300, 100], "masked first": [-math.inf, 0],
+    "masked by a large number": [-1e4, 0, -1e4, 3], "masked last": [0, -math.inf, -math.inf], "very large": [0, 30000, 0],
+    "beyond a million": [0, 3e6, 0], "far below a million": [-4e6, 2, -2e6],
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("jumps", JUMPS)
+def test_logits_may_jump_along_a_row(jumps, dtype, device):
+    """A sum that is kept relative to the maximum so far has to move, overflow or vanish."""
+    shifts = torch.tensor(JUMPS[jumps], dtype=torch.float64, device=device)
+    if dtype == torch.float16:
+        shifts = torch.where(shifts.isfinite(), shifts.clamp(-6e4, 6e4), shifts)
+    part = 1031
+    indices, values, dense = topk(5, part * len(shifts), device)
+    highest = int(shifts.argmax())
+    indices = indices % part + part * highest  # a class that is masked has an infinite loss
+    dense = torch.zeros_like(dense).scatter_add_(1, indices, values.double())
+    logits = Draw(device).logits(dense, torch.float64) + shifts.repeat_interleave(part)
+    check(logits.to(dtype), indices, values, dense)
+    check(logits.to(dtype), indices, values, dense, logit_scale=0.25)  # exact: rounding z at 1000 is not what is tested
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("size", [1e-37, 1e-31, 1e-29, 1e29, 1e31, 1e37])
+def test_upstream_gradients_of_any_size(size, dtype, device):
+    indices, values, dense = topk(5, 700, device)
+    logits = Draw(device).logits(dense, dtype)
+    gradients = []
+    for scale in (1.0, size):
+        x = logits.clone().requires_grad_()
+        cross_entropy(x, (indices, values), reduction="none").backward(torch.full((5,), scale, device=device))
+        gradients.append(x.grad.double() / scale)
+    largest = gradients[0].abs().amax(-1, keepdim=True)
+    smallest_normal = torch.finfo(torch.float32).smallest_normal / size
+    error = (gradients[1] - gradients[0]).abs() - 2 * torch.finfo(dtype).eps * gradients[0].abs()
+    assert (error <= 4e-7 * largest + smallest_normal).all()
+
+
 # ------------------------------------------------------------------------------------------ threads, instruction sets
 
 
@@ -232,6 +274,7 @@ def available_instruction_sets():
 def test_every_instruction_set_of_this_processor(instruction_set, tmp_path):
     tests = os.path.dirname(os.path.abspath(__file__))
     subset = ("instruction_set_is_the_one or number_of_classes or strides_and_alignment or confident_row or rounded "
+              "or jump_along_a_row or gradients_of_any_size or far_from_zero "
               "or ((dense_target or shifted) and (labels-int64 or tuple-int32 or jagged-ranges) and (plain or all))")
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-k", f"({subset}) and not cuda",
