@@ -48,6 +48,16 @@ struct Columns {
 };
 constexpr int kWide = 8;
 constexpr int kNarrow = 2;  // the least that a load of 16-bit logits fills
+constexpr int64_t kPack = 16 * kNarrow;
+
+// The eight come from four places of a block, which the hardware prefetches as four streams: it follows each no further
+// than the page that it reads. Two lines more than a page keep the four out of the same sets of the first cache.
+constexpr int kStreams = kWide / kNarrow;
+template <typename scalar_t>
+constexpr int64_t kBlock = kStreams * (4096 + 128) / sizeof(scalar_t);  // columns
+
+// Columns of a stream in a block of n; what is left of the block comes behind the streams.
+SCE_AVX512_INLINE int64_t stream_columns(int64_t n) { return n / (kStreams * kPack) * kPack; }
 
 #define SCE_EACH(k, count) _Pragma("GCC unroll 8") for (int k = 0; k < count; ++k)
 
@@ -77,15 +87,16 @@ SCE_AVX512_INLINE __m512i narrow(__m512 a, __m512 b, Half) {
   return _mm512_inserti64x4(_mm512_castsi256_si512(low), high, 1);
 }
 
-// Asks for a block that is needed later: the hardware looks ahead no further than the page that it reads.
+// Asks for the lines of each stream that come half a kilobyte later, and in the second cache for those of the next span.
 template <typename scalar_t>
-constexpr int64_t kPage = 4096 / sizeof(scalar_t);  // columns
-
-template <int hint, typename scalar_t>
-SCE_AVX512_INLINE void prefetch_block(const scalar_t* x) {
-  constexpr int kLine = 64;
-  const char* line = reinterpret_cast<const char*>(x);
-  SCE_EACH(k, static_cast<int>(16 * kWide * sizeof(scalar_t)) / kLine) _mm_prefetch(line + kLine * k, static_cast<_mm_hint>(hint));
+SCE_AVX512_INLINE void prefetch_streams(const scalar_t* x, const scalar_t* next, int64_t step) {
+  constexpr int kLine = 64, kNear = 512, kLines = kPack * sizeof(scalar_t) / kLine;
+  SCE_EACH(k, kStreams) {
+    const char* soon = reinterpret_cast<const char*>(x + k * step) + kNear;
+    const char* later = reinterpret_cast<const char*>(next + k * step);
+    SCE_EACH(i, kLines) _mm_prefetch(soon + kLine * i, _MM_HINT_T0);
+    SCE_EACH(i, kLines) _mm_prefetch(later + kLine * i, _MM_HINT_T1);
+  }
 }
 
 template <int count>
@@ -97,6 +108,17 @@ SCE_AVX512_INLINE void load(const scalar_t* x, Columns<count>& out) {
   SCE_EACH(k, count / 2) widen(_mm512_loadu_si512(x + 32 * k), scalar_t{}, out.vector[2 * k], out.vector[2 * k + 1]);
 }
 
+// 32 columns of each stream, `step` columns apart.
+template <typename scalar_t>
+SCE_AVX512_INLINE void load_streams(const scalar_t* x, int64_t step, Columns<kWide>& out) {
+  SCE_EACH(k, kStreams) {
+    Columns<kNarrow> part;
+    load(x + k * step, part);
+    out.vector[2 * k] = part.vector[0];
+    out.vector[2 * k + 1] = part.vector[1];
+  }
+}
+
 template <int count>
 SCE_AVX512_INLINE void store(const Columns<count>& x, float* out) {
   SCE_EACH(k, count) _mm512_storeu_ps(out + 16 * k, x.vector[k]);
@@ -104,6 +126,11 @@ SCE_AVX512_INLINE void store(const Columns<count>& x, float* out) {
 template <int count, typename scalar_t>
 SCE_AVX512_INLINE void store(const Columns<count>& x, scalar_t* out) {
   SCE_EACH(k, count / 2) _mm512_storeu_si512(out + 32 * k, narrow(x.vector[2 * k], x.vector[2 * k + 1], scalar_t{}));
+}
+
+template <typename scalar_t>
+SCE_AVX512_INLINE void store_streams(const Columns<kWide>& x, int64_t step, scalar_t* out) {
+  SCE_EACH(k, kStreams) store(Columns<kNarrow>{{x.vector[2 * k], x.vector[2 * k + 1]}}, out + k * step);
 }
 
 // The first n < 32 columns; -inf in the others, which changes neither a maximum nor a sum of exponentials.
@@ -179,17 +206,17 @@ struct Lanes {
 template <typename scalar_t>
 SCE_AVX512_INLINE float first_maximum(const scalar_t* x, int64_t n) {
   Columns<kNarrow> first;
-  if (n < 16 * kNarrow)
+  if (n < kPack)
     load_first(x, n, first);
   else
     load(x, first);
   return _mm512_reduce_max_ps(_mm512_max_ps(first.vector[0], first.vector[1]));
 }
 
-// Adds tiles of scale * x to `row` for as long as they stay near the logits that they begin with; returns how many
+// Adds blocks of scale * x to `row` for as long as they stay near the logits that they begin with; returns how many
 // columns it added.
 template <typename scalar_t>
-SCE_AVX512 int64_t push_stretch(const scalar_t* x, int64_t n, float scale, RowStats<float>& row) {
+SCE_AVX512 int64_t push_stretch(const scalar_t* x, int64_t n, float scale, const scalar_t* next, RowStats<float>& row) {
   const float first = first_maximum(x, n), reference = scale * first;
   if (!(std::fabs(reference) < kLargest)) return 0;
   const Exponential<5> exponential(scale, reference, 1.0f);
@@ -199,25 +226,25 @@ SCE_AVX512 int64_t push_stretch(const scalar_t* x, int64_t n, float scale, RowSt
   Lanes stretch;
   int64_t begin = 0;
   while (begin < n) {
-    const int64_t end = std::min(begin + kTile, n);
-    Lanes tile;
+    const int64_t end = std::min(begin + kBlock<scalar_t>, n), step = stream_columns(end - begin);
+    Lanes block;
     int64_t i = begin;
-    for (; i + 16 * kWide <= end; i += 16 * kWide) {
-      prefetch_block<_MM_HINT_T0>(x + i + kPage<scalar_t>);
-      load(x + i, wide);
-      tile.push(wide, exponential);
+    for (; i < begin + step; i += kPack) {
+      prefetch_streams(x + i, next + i, step);
+      load_streams(x + i, step, wide);
+      block.push(wide, exponential);
     }
-    for (; i + 16 * kNarrow <= end; i += 16 * kNarrow) {
+    for (i = begin + kStreams * step; i + kPack <= end; i += kPack) {
       load(x + i, narrow);
-      tile.push(narrow, exponential);
+      block.push(narrow, exponential);
     }
     if (i < end) {
       load_first(x + i, end - i, narrow);
-      tile.push(narrow, exponential);
+      block.push(narrow, exponential);
     }
-    if (_mm512_cmp_ps_mask(tile.max, limit, _CMP_NLE_UQ)) break;
-    stretch.max = _mm512_max_ps(tile.max, stretch.max);
-    stretch.sum = _mm512_add_ps(tile.sum, stretch.sum);
+    if (_mm512_cmp_ps_mask(block.max, limit, _CMP_NLE_UQ)) break;
+    stretch.max = _mm512_max_ps(block.max, stretch.max);
+    stretch.sum = _mm512_add_ps(block.sum, stretch.sum);
     begin = end;
   }
   if (begin == 0) return 0;
@@ -234,10 +261,10 @@ SCE_AVX512 int64_t push_stretch(const scalar_t* x, int64_t n, float scale, RowSt
 
 // Adds scale * x to `row`; scale > 0.
 template <typename scalar_t>
-SCE_AVX512 void push(const scalar_t* x, int64_t n, float scale, RowStats<float>& row) {
+SCE_AVX512 void push(const scalar_t* x, int64_t n, float scale, const scalar_t* next, RowStats<float>& row) {
   const FlushSubnormals flush;
   for (int64_t begin = 0; begin < n;) {
-    begin += push_stretch(x + begin, n - begin, scale, row);
+    begin += push_stretch(x + begin, n - begin, scale, next + begin, row);
     const int64_t end = std::min(begin + kTile, n);
     if (begin < end) row.push(Scaled<scalar_t>{x, scale}, begin, end);
     begin = end;
@@ -257,23 +284,25 @@ SCE_AVX512 bool gradient(const scalar_t* x, int64_t n, float scale, const Gradie
   const Exponential<sizeof(scalar_t) == 2 ? 4 : 6> exponential(scale, c.lse, factor);
   Columns<kWide> wide;
   Columns<kNarrow> narrow;
-  int64_t i = 0;
-  for (; i + 16 * kWide <= n; i += 16 * kWide) {
-    prefetch_block<_MM_HINT_T0>(x + i + kPage<scalar_t>);
-    prefetch_block<_MM_HINT_T1>(next + i);  // whoever gathers from the next span finds it in the second cache
-    load(x + i, wide);
-    exponential(wide);
-    store(wide, gradient + i);
-  }
-  for (; i + 16 * kNarrow <= n; i += 16 * kNarrow) {
-    load(x + i, narrow);
-    exponential(narrow);
-    store(narrow, gradient + i);
-  }
-  if (i < n) {
-    load_first(x + i, n - i, narrow);
-    exponential(narrow);
-    store_first(narrow, n - i, gradient + i);
+  for (int64_t begin = 0; begin < n; begin += kBlock<scalar_t>) {
+    const int64_t end = std::min(begin + kBlock<scalar_t>, n), step = stream_columns(end - begin);
+    int64_t i = begin;
+    for (; i < begin + step; i += kPack) {
+      prefetch_streams(x + i, next + i, step);
+      load_streams(x + i, step, wide);
+      exponential(wide);
+      store_streams(wide, step, gradient + i);
+    }
+    for (i = begin + kStreams * step; i + kPack <= end; i += kPack) {
+      load(x + i, narrow);
+      exponential(narrow);
+      store(narrow, gradient + i);
+    }
+    if (i < end) {
+      load_first(x + i, end - i, narrow);
+      exponential(narrow);
+      store_first(narrow, end - i, gradient + i);
+    }
   }
   return true;
 }

@@ -213,7 +213,7 @@ class Forward {
           prefetch_entries(args_.target, r);
           RowStats<acc_t> stats;
           if (!args_.target.ignored(r))
-            for (int64_t t = 0; t < spans_; ++t) stats.merge(span(r, t));
+            for (int64_t t = 0; t < spans_; ++t) stats.merge(span(r, t, std::min(r + 1, end - 1)));
           finish(r, stats, entries);
         }
       });
@@ -222,7 +222,7 @@ class Forward {
     std::vector<RowStats<acc_t>> partial(args_.rows * spans_);
     torch::stable::parallel_for(0, args_.rows * spans_, 1, [&](int64_t begin, int64_t end) {
       for (int64_t i = begin; i < end; ++i)
-        if (!args_.target.ignored(i / spans_)) partial[i] = span(i / spans_, i % spans_);
+        if (!args_.target.ignored(i / spans_)) partial[i] = span(i / spans_, i % spans_, i / spans_);
     });
     RowEntries<acc_t> entries;
     for (int64_t r = 0; r < args_.rows; ++r) {
@@ -235,10 +235,13 @@ class Forward {
  private:
   const scalar_t* row(int64_t r) const { return static_cast<const scalar_t*>(args_.logits) + r * args_.row_stride; }
 
-  RowStats<acc_t> span(int64_t r, int64_t t) const {
+  // `after` is the row that will follow this one.
+  RowStats<acc_t> span(int64_t r, int64_t t, int64_t after) const {
     const int64_t column = t * kSpan;
+    const scalar_t* next = t + 1 < spans_ ? row(r) + column + kSpan : row(after);
     return tile_kernels<scalar_t>().stats(row(r) + column, std::min(kSpan, columns_ - column), transform_,
-                                          args_.options.label_smoothing != 0, weights_at<scalar_t>(args_.target, column));
+                                          args_.options.label_smoothing != 0, weights_at<scalar_t>(args_.target, column),
+                                          next);
   }
 
   void finish(int64_t r, const RowStats<acc_t>& stats, RowEntries<acc_t>& entries) const {
@@ -298,8 +301,7 @@ class Backward {
           const int64_t after = std::max(begin, r - 1);
           prefetch_entries(args_.target, after);
           make_plan(r, plan);
-          for (int64_t t = 0; t < spans_; ++t)
-            write_span(r, t, plan, t + 1 < spans_ ? row(r) + (t + 1) * kSpan : row(after));
+          for (int64_t t = 0; t < spans_; ++t) write_span(r, t, plan, after);
           write_entries(r, plan);
         }
       });
@@ -309,8 +311,8 @@ class Backward {
     for (int64_t r = 0; r < args_.rows; ++r) make_plan(r, plans[r]);
     torch::stable::parallel_for(0, args_.rows * spans_, 1, [&](int64_t begin, int64_t end) {
       for (int64_t i = begin; i < end; ++i) {
-        const int64_t r = i / spans_, t = i % spans_;
-        write_span(r, t, plans[r], row(r) + (t + 1) * kSpan);
+        const int64_t r = i / spans_;
+        write_span(r, i % spans_, plans[r], r);
       }
     });
     for (int64_t r = 0; r < args_.rows; ++r) write_entries(r, plans[r]);
@@ -359,10 +361,11 @@ class Backward {
     entries.arrange(spans_);
   }
 
-  // Every element of the span is written: zeros for an ignored row and for columns beyond the classes.
-  void write_span(int64_t r, int64_t t, RowPlan& plan, const scalar_t* next) const {
+  // Every element of the span is written; `after` is the row that will follow this one. Zeros for an ignored row and for columns beyond the classes.
+  void write_span(int64_t r, int64_t t, RowPlan& plan, int64_t after) const {
     const int64_t begin = t * kSpan, end = std::min(begin + kSpan, args_.vocab);
     const int64_t live = plan.zero ? begin : std::max(begin, std::min(end, columns_));
+    const scalar_t* next = t + 1 < spans_ ? row(r) + end : row(after);
     scalar_t* gradient = gradient_row(r);
     if (live > begin) {
       plan.entries.gather(row(r), transform_, plan.entries.span_begin(t), plan.entries.span_begin(t + 1));

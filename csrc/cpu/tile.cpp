@@ -40,11 +40,11 @@ SCE_HD void push_tile(RowStats<acc_t>& stats, const logits_t& z, int64_t n) {
 
 template <InstructionSet set, typename scalar_t, typename acc_t>
 SCE_HD RowStats<acc_t> stats_body(const scalar_t* logits, int64_t n, const LogitTransform<acc_t>& transform,
-                                  bool weighted, const acc_t* class_weight) {
+                                  bool weighted, const acc_t* class_weight, [[maybe_unused]] const scalar_t* next) {
   RowStats<acc_t> stats;
   if constexpr (set == InstructionSet::kAvx512 && std::is_same_v<acc_t, float>) {
     if (transform.softcap == acc_t(0) && transform.scale > acc_t(0) && !weighted) {
-      avx512::push(logits, n, transform.scale, stats);
+      avx512::push(logits, n, transform.scale, next, stats);
       return stats;
     }
   }
@@ -112,8 +112,8 @@ struct Instance;
   struct Instance<scalar_t, InstructionSet::SET> {                                                                   \
     using acc_t = acc_type<scalar_t>;                                                                                \
     TARGET static RowStats<acc_t> stats(const scalar_t* logits, int64_t n, const LogitTransform<acc_t>& transform,   \
-                                        bool weighted, const acc_t* class_weight) {                                  \
-      return stats_body<InstructionSet::SET>(logits, n, transform, weighted, class_weight);                                               \
+                                        bool weighted, const acc_t* class_weight, const scalar_t* next) {            \
+      return stats_body<InstructionSet::SET>(logits, n, transform, weighted, class_weight, next);                                               \
     }                                                                                                                \
     TARGET static void gradient(const scalar_t* logits, int64_t n, const LogitTransform<acc_t>& transform,           \
                                 const GradientCoefficients<acc_t>& coefficients, const acc_t* class_weight,          \

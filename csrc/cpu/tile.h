@@ -40,10 +40,10 @@ template <typename scalar_t>
 struct TileKernels {
   using acc_t = acc_type<scalar_t>;
   // Statistics of n <= kSpan logits. With `weighted`, also those of label smoothing; class_weight (n,) may be null.
+  // `next` is where the logits lie that will be worked on afterwards.
   RowStats<acc_t> (*stats)(const scalar_t* logits, int64_t n, const LogitTransform<acc_t>& transform, bool weighted,
-                           const acc_t* class_weight);
-  // Gradient of n <= kSpan logits as if none had an entry; gradient may be logits. `next` is where the logits lie that
-  // will be worked on afterwards.
+                           const acc_t* class_weight, const scalar_t* next);
+  // Gradient of n <= kSpan logits as if none had an entry; gradient may be logits.
   void (*gradient)(const scalar_t* logits, int64_t n, const LogitTransform<acc_t>& transform,
                    const GradientCoefficients<acc_t>& coefficients, const acc_t* class_weight, const scalar_t* next,
                    scalar_t* gradient);
