@@ -202,6 +202,22 @@ inline void make_args(const Tensor& logits, const Target& target, const Options&
   args.options.softcap = options.softcap.value_or(0);
 }
 
+// The losses of the rows take the place of the logits that they come from.
+inline MeanArgs mean_args(const Tensor& loss, const Target& target, int64_t ignore_index, int64_t num_classes, Held& held) {
+  check(loss.dim() == 1, "loss must be (rows,), got ", shape(loss));
+  const DType dtype = to_dtype(loss, "loss", /*integer=*/false);
+  check(dtype == DType::kFloat32 || dtype == DType::kFloat64, "loss must be of dtype float32 or float64, got ",
+        name(loss.scalar_type()));
+  CrossEntropyArgs rows{};
+  rows.rows = loss.size(0);
+  rows.vocab = num_classes;
+  held.logits = loss;
+  const Options options{ignore_index, 0, 0, 1, std::nullopt, num_classes};
+  view_target(target, options, held, rows);
+  view_weight(target.weight, options, held, rows);
+  return {loss.const_data_ptr(), loss.stride(0), dtype, rows.target, nullptr, nullptr};
+}
+
 // A vector (rows,) of the arithmetic dtype with any stride, 0 included.
 inline const void* view_rows(const Tensor& t, const Tensor& logits, const char* argument, int64_t& stride) {
   check_same_device(t, logits, argument);

@@ -35,7 +35,17 @@ struct BackwardArgs : CrossEntropyArgs {
   void* grad_values;        // shape of target.values, arithmetic dtype; zero on entry (values' gradient only)
 };
 
+struct MeanArgs {
+  const void* loss;         // (rows,), any stride
+  int64_t loss_stride;
+  DType dtype;              // float32 or float64, of all that is not the target's
+  TargetView target;
+  void* mean;               // (1,)
+  void* divisor;            // (1,)
+};
+
 namespace cpu {
+void mean(const MeanArgs& args);
 void cross_entropy_forward(const ForwardArgs& args);
 void cross_entropy_backward(const BackwardArgs& args);
 void cross_entropy_backward_values(const BackwardArgs& args);

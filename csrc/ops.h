@@ -1,7 +1,7 @@
 // ops.h - the ops on tensors, for the CPU and for CUDA alike: check, allocate, hand over to the device.
 //
-// `device_t` has forward, backward and backward_values on the plain arguments of cross_entropy.h, `empty_output` for the
-// large fresh gradient, and `check_target`, called before any work.
+// `device_t` has forward, backward, backward_values and mean on the plain arguments of cross_entropy.h, `empty_output`
+// for the large fresh gradient, and `check_target`, called before any work.
 #pragma once
 
 #include "check.h"
@@ -87,6 +87,19 @@ struct Ops {
     return grad_values;
   }
 
+  static std::tuple<Tensor, Tensor> mean(Tensor loss, Tensor indices, OptionalTensor values, OptionalTensor offsets,
+                                         OptionalTensor weight, OptionalTensor row_mask, int64_t ignore_index,
+                                         int64_t num_classes) {
+    const Target target SCE_TARGET_ARGUMENTS;
+    Held held;
+    MeanArgs args = mean_args(loss, target, ignore_index, num_classes, held);
+    Tensor out = empty(loss, {}, loss.scalar_type()), divisor = empty(loss, {}, loss.scalar_type());
+    args.mean = out.mutable_data_ptr();
+    args.divisor = divisor.mutable_data_ptr();
+    device_t::mean(args, loss);
+    return {out, divisor};
+  }
+
  private:
   static std::tuple<Tensor, Tensor, OptionalTensor> run_forward(
       const Tensor& logits, const Target& target, const Options& options, bool with_residual) {
@@ -129,6 +142,7 @@ struct Ops {
   m.impl("forward_with_residual", TORCH_BOX(&ops_t::forward_with_residual)); \
   m.impl("backward", TORCH_BOX(&ops_t::backward));                        \
   m.impl("backward_", TORCH_BOX(&ops_t::backward_));                      \
-  m.impl("backward_values", TORCH_BOX(&ops_t::backward_values))
+  m.impl("backward_values", TORCH_BOX(&ops_t::backward_values));          \
+  m.impl("mean", TORCH_BOX(&ops_t::mean))
 
 }  // namespace sparse_ce

@@ -38,6 +38,10 @@ STABLE_TORCH_LIBRARY(sparse_ce, m) {
   m.def("backward_values(Tensor grad_loss, Tensor logits, Tensor lse, Tensor? lse_residual, " SCE_TARGET ", " SCE_OPTIONS
         ") -> Tensor");
 
+  // The mean of loss (N,) A over the rows that count, and what the sum was divided by, both () A: the sum of the labels'
+  // class weights for class labels, else the number of rows that are not ignored. Over nothing: 0 and inf.
+  m.def("mean(Tensor loss, " SCE_TARGET ", int ignore_index=-100, int num_classes=0) -> (Tensor mean, Tensor divisor)");
+
   // "avx512", "avx2" or "default": the path that the CPU kernels take.
   m.def("cpu_instruction_set() -> str");
 

@@ -46,6 +46,14 @@ struct TargetView {
     return true;
   }
 
+  // What a row counts for in a mean: nothing where it is ignored, its class weight where the target is class labels.
+  template <typename acc_t>
+  SCE_HD acc_t count(int64_t r) const {
+    if (ignored(r)) return acc_t(0);
+    const bool labels = !offsets && !values && entries == rows;
+    return weight && labels ? class_weight<acc_t>(entry<acc_t>(r).column) : acc_t(1);
+  }
+
   // Padding is recognised by weight or by ignore_index before its index is used for anything else.
   template <typename acc_t>
   SCE_HD Entry<acc_t> entry_of(int64_t column, acc_t value) const {

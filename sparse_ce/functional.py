@@ -13,6 +13,7 @@ from .target import IGNORE_INDEX, SparseTarget, _check, _fail
 Target = Union[Tensor, SparseTarget, Tuple[Tensor, Tensor]]
 Normalizer = Union[int, float, Tensor]
 
+_DEFAULTS = (0.0, 0.0, 1.0, None, None)  # label_smoothing, z_loss, logit_scale, softcap, num_classes
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -100,20 +101,19 @@ def cross_entropy(
         weight = _class_weights(weight, input, vocab, classes)
 
     flat = target.flatten()
+    mean = reduction == "mean" and normalizer is None
     loss, lse = ops.cross_entropy(
         input.reshape(-1, vocab), flat.indices, flat.values, flat.offsets, weight, flat.row_mask,
         (ignore_index, float(label_smoothing), float(z_loss), float(logit_scale),
          None if softcap is None else float(softcap), num_classes),
-        inplace_backward)
+        inplace_backward, mean)
 
     if reduction == "none":
         loss = loss.reshape(leading)
-    else:
+    elif not mean:
         loss = loss.sum()
         if normalizer is not None:
             loss = _divide(loss, _first_element(normalizer, loss))
-        elif reduction == "mean":
-            loss = _mean(loss, flat, weight, ignore_index, classes)
     return (loss, lse.reshape(leading)) if return_lse else loss
 
 
@@ -141,6 +141,8 @@ def _check_call(input: Tensor, reduction: str, normalizer: Optional[Normalizer])
 
 def _check_options(vocab: int, ignore_index: int, label_smoothing: float, z_loss: float, logit_scale: float,
                    softcap: Optional[float], num_classes: Optional[int]) -> None:
+    if type(ignore_index) is int and (label_smoothing, z_loss, logit_scale, softcap, num_classes) == _DEFAULTS:
+        return  # most calls: nothing to look at
     for name, value in (("label_smoothing", label_smoothing), ("z_loss", z_loss), ("logit_scale", logit_scale),
                         ("softcap", 1.0 if softcap is None else softcap)):
         if not isinstance(value, Real):
@@ -162,7 +164,6 @@ def _check_options(vocab: int, ignore_index: int, label_smoothing: float, z_loss
 
 def _check_target(target: SparseTarget, input: Tensor, num_classes: Optional[int]) -> None:
     leading, vocab = input.shape[:-1], input.shape[-1]
-    form = {"index": "input.shape[:-1]", "topk": "input.shape[:-1] + (K,)", "jagged": "that of input"}[target.layout]
     if target.shape != leading:
         form = {"index": "input.shape[:-1]", "topk": "input.shape[:-1] + (K,)", "jagged": "that of input"}
         _fail(f"target must have leading shape {list(leading)}, for input {list(input.shape)} ({target.layout}: shape "
@@ -200,13 +201,3 @@ def _divide(total: Tensor, divisor: Union[float, Tensor]) -> Tensor:
         return total / divisor if divisor else torch.where(torch.zeros_like(total, dtype=torch.bool), total, 0.0)
     empty = divisor == 0
     return torch.where(empty, 0.0, total / torch.where(empty, 1.0, divisor))
-
-
-def _mean(total: Tensor, target: SparseTarget, weight: Optional[Tensor], ignore_index: int, classes: int) -> Tensor:
-    if weight is None or target.layout != "index":
-        if target.row_mask is None and target.layout == "jagged":
-            return total / max(target.shape[0], 1)  # every row counts; over no rows the sum is 0
-        return total / target.ne(ignore_index).sum().clamp(min=1)
-    counts = target.ne(ignore_index)
-    label_weights = weight[torch.where(counts, target.indices, 0).clamp(0, classes - 1).long()]
-    return _divide(total, torch.where(counts, label_weights, 0.0).sum())

@@ -57,27 +57,31 @@ def _needs_grad(*tensors: Optional[Tensor]) -> bool:
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """(loss, lse) with the gradient for logits and for the values of the entries."""
+    """(loss, lse), or (mean, lse), with the gradient for logits and for the values of the entries."""
 
     @staticmethod
-    def forward(ctx, logits, indices, values, offsets, weight, row_mask, options, inplace_backward):
+    def forward(ctx, logits, indices, values, offsets, weight, row_mask, options, inplace_backward, mean):
+        target, divisor = (indices, values, offsets, weight, row_mask), None
         with torch._C._AutoDispatchBelowAutograd():
-            loss, lse, lse_residual = _ops.forward_with_residual(
-                logits, indices, values, offsets, weight, row_mask, *options)
-        ctx.save_for_backward(logits, indices, values, offsets, weight, row_mask, lse, lse_residual)
+            loss, lse, lse_residual = _ops.forward_with_residual(logits, *target, *options)
+            if mean:
+                loss, divisor = _ops.mean(loss, *target, options[0], _classes(logits, options))
+        ctx.save_for_backward(logits, *target, lse, lse_residual, divisor)
         ctx.options, ctx.inplace_backward = options, inplace_backward
         ctx.set_materialize_grads(False)
         return loss, lse
 
     @staticmethod
     def backward(ctx, grad_loss, grad_lse):
-        logits, indices, values, offsets, weight, row_mask, lse, lse_residual = ctx.saved_tensors
+        logits, indices, values, offsets, weight, row_mask, lse, lse_residual, divisor = ctx.saved_tensors
         target = (indices, values, offsets, weight, row_mask, *ctx.options)
         grad_logits = grad_values = None
         if grad_loss is None:
             if grad_lse is None:
-                return (None,) * 8
+                return (None,) * 9
             grad_loss = torch.zeros_like(grad_lse)
+        elif divisor is not None:
+            grad_loss = (grad_loss / divisor).expand(lse.shape)
         if ctx.needs_input_grad[2]:
             grad_values = _ops.backward_values(grad_loss, logits, lse, lse_residual, *target).to(values.dtype)
         if ctx.needs_input_grad[0]:
@@ -86,20 +90,53 @@ class _CrossEntropy(torch.autograd.Function):
                 _ops.backward_(grad_loss, grad_lse, grad_logits, lse, lse_residual, *target)
             else:
                 grad_logits = _ops.backward(grad_loss, grad_lse, logits, lse, lse_residual, *target)
-        return grad_logits, None, grad_values, None, None, None, None, None
+        return grad_logits, None, grad_values, None, None, None, None, None, None
+
+
+def _classes(logits: Tensor, options: tuple) -> int:
+    return logits.shape[1] if len(options) < 6 or options[5] is None else options[5]
 
 
 def _forward_autograd(logits, indices, values=None, offsets=None, weight=None, row_mask=None, *options,
-                      inplace_backward=False):
+                      inplace_backward=False, mean=False):
+    target = (indices, values, offsets, weight, row_mask)
     if _composite(logits):
-        return reference.forward(logits, indices, values, offsets, weight, row_mask, *options)
+        loss, lse = reference.forward(logits, *target, *options)
+        return (reference.mean(loss, *target, options[0], _classes(logits, options))[0] if mean else loss), lse
     if _needs_grad(logits, values, weight):
         if weight is not None and weight.requires_grad:
             raise RuntimeError("sparse_ce: weight must be a tensor that does not require grad, got one that does; "
                                "pass weight.detach()")
-        return _CrossEntropy.apply(logits, indices, values, offsets, weight, row_mask, options, inplace_backward)
+        return _CrossEntropy.apply(logits, *target, options, inplace_backward, mean)
     with torch._C._AutoDispatchBelowAutograd():
-        return _ops.forward(logits, indices, values, offsets, weight, row_mask, *options)
+        loss, lse = _ops.forward(logits, *target, *options)
+        return (_ops.mean(loss, *target, options[0], _classes(logits, options))[0] if mean else loss), lse
+
+
+class _Mean(torch.autograd.Function):
+
+    @staticmethod
+    def forward(ctx, loss, *target):
+        with torch._C._AutoDispatchBelowAutograd():
+            mean, divisor = _ops.mean(loss, *target)
+        ctx.save_for_backward(divisor)
+        ctx.mark_non_differentiable(divisor)
+        ctx.rows, ctx.arguments = loss.shape, 1 + len(target)
+        return mean, divisor
+
+    @staticmethod
+    def backward(ctx, grad_mean, _):
+        divisor, = ctx.saved_tensors
+        return (grad_mean / divisor).expand(ctx.rows), *(None,) * (ctx.arguments - 1)
+
+
+def _mean_autograd(loss, indices, values=None, offsets=None, weight=None, *rest):
+    if _composite(loss):
+        return reference.mean(loss, indices, values, offsets, weight, *rest)
+    if _needs_grad(loss):
+        return _Mean.apply(loss, indices, values, offsets, weight, *rest)
+    with torch._C._AutoDispatchBelowAutograd():
+        return _ops.mean(loss, indices, values, offsets, weight, *rest)
 
 
 def _backward_autograd(grad_loss, grad_lse, logits, lse, lse_residual, indices, values=None, *rest):
@@ -128,6 +165,7 @@ _library.impl("backward_", _backward_counted, "ADInplaceOrView")
 _library.impl("forward", _forward_autograd, "Autograd")
 _library.impl("backward", _backward_autograd, "Autograd")
 _library.impl("backward_values", _backward_values_autograd, "Autograd")
+_library.impl("mean", _mean_autograd, "Autograd")
 
 
 def _per_row(logits: Tensor) -> Tensor:
@@ -159,6 +197,11 @@ def _(grad_loss, logits, lse, lse_residual, indices, *args, **kwargs):
     return indices.new_empty(indices.shape, dtype=reference.arithmetic_dtype(logits.dtype))
 
 
+@torch.library.register_fake("sparse_ce::mean")
+def _(loss, indices, *args, **kwargs):
+    return loss.new_empty(()), loss.new_empty(())
+
+
 def _eager() -> bool:
     """Whether nobody traces this call: then the dispatcher's way to the Autograd kernel (20 us) can be skipped."""
     return not torch.compiler.is_compiling() and torch._C._len_torch_dispatch_stack() == 0
@@ -166,17 +209,21 @@ def _eager() -> bool:
 
 def cross_entropy(logits: Tensor, indices: Tensor, values: Optional[Tensor], offsets: Optional[Tensor],
                   weight: Optional[Tensor], row_mask: Optional[Tensor], options: tuple,
-                  inplace_backward: bool) -> Tuple[Tensor, Tensor]:
-    """``torch.ops.sparse_ce.forward``, with the choice of a gradient that overwrites the logits.
+                  inplace_backward: bool, mean: bool) -> Tuple[Tensor, Tensor]:
+    """``torch.ops.sparse_ce.forward``, with the choices of a loss that is the mean already and of a gradient that
+    overwrites the logits.
 
     Under ``torch.compile`` and functorch the gradient is a fresh tensor: their graphs do not let a backward write to an
     input. So it is for logits whose rows overlap or whose columns are strided.
     """
     if not _eager():
-        return _ops.forward(logits, indices, values, offsets, weight, row_mask, *options)
+        loss, lse = _ops.forward(logits, indices, values, offsets, weight, row_mask, *options)
+        if mean:
+            loss, _ = _ops.mean(loss, indices, values, offsets, weight, row_mask, options[0], _classes(logits, options))
+        return loss, lse
     writable = logits.stride(1) == 1 and (logits.shape[0] <= 1 or logits.stride(0) >= logits.shape[1])
     return _forward_autograd(logits, indices, values, offsets, weight, row_mask, *options,
-                             inplace_backward=inplace_backward and writable)
+                             inplace_backward=inplace_backward and writable, mean=mean)
 
 
 def instruction_set() -> str:

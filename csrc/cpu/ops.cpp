@@ -10,6 +10,7 @@ struct Cpu {
   static void forward(const ForwardArgs& args, const Tensor&) { cpu::cross_entropy_forward(args); }
   static void backward(const BackwardArgs& args, const Tensor&) { cpu::cross_entropy_backward(args); }
   static void backward_values(const BackwardArgs& args, const Tensor&) { cpu::cross_entropy_backward_values(args); }
+  static void mean(const MeanArgs& args, const Tensor&) { cpu::mean(args); }
   static void check_target(const TargetView& target) { check_entries(target); }
 
   static Tensor empty_output(const Tensor& logits, int64_t rows, int64_t columns) {

@@ -69,6 +69,10 @@ struct Cuda {
     const DeviceGuard guard(like.get_device_index());
     check_cuda(cuda::cross_entropy_backward_values(args, stream_of(like)));
   }
+  static void mean(const MeanArgs& args, const Tensor& like) {
+    const DeviceGuard guard(like.get_device_index());
+    check_cuda(cuda::mean(args, stream_of(like)));
+  }
   static void check_target(const TargetView& target) {
     const char* validate = std::getenv("SPARSE_CE_VALIDATE");
     if (validate && validate[0] == '1') check_entries(HostTarget(target).view());

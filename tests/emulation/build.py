@@ -90,7 +90,7 @@ def build_package(folder: Path) -> Path:
     common = flags() + ["-O2", "-DSPARSE_CE_EMULATED", "-DTORCH_TARGET_VERSION=0x020b000000000000"]
     common += [part for path in include_paths() for part in ("-isystem", path)]
     sources = {"ops": ["-include", "coc.h", ROOT / "csrc" / "cuda" / "ops.cpp"],
-               "kernels": ["-include", "coc.h", "-x", "c++", ROOT / "csrc" / "cuda" / "cross_entropy.cu"],
+               **{path.stem: ["-include", "coc.h", "-x", "c++", path] for path in (ROOT / "csrc" / "cuda").glob("*.cu")},
                "schema": [ROOT / "csrc" / "schema.cpp"]}
     objects = [runtime()]
     for name, source in sources.items():

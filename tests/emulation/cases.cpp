@@ -9,6 +9,7 @@
 #endif
 
 #include "../../csrc/cuda/cross_entropy.cu"
+#include "../../csrc/cuda/mean.cu"
 
 #include <cmath>
 #include <cstdio>
@@ -360,6 +361,9 @@ void run_case(const Case& c) {
   Array forward_space(DType::kInt32, int64_t(cuda::cross_entropy_forward_workspace(forward) + 3) / 4);
   must(cuda::cross_entropy_forward(forward, forward_space.device(), nullptr), "forward");
 
+  Array mean(c.arithmetic, 1), divisor(c.arithmetic, 1);
+  must(cuda::mean({loss.device(), 1, c.arithmetic, forward.target, mean.device(), divisor.device()}, nullptr), "mean");
+
   BackwardArgs backward{};
   p.fill(backward);
   backward.grad_loss = p.grad_loss.device(), backward.grad_loss_stride = c.unit_stride_grad ? 1 : 0;
@@ -384,7 +388,16 @@ void run_case(const Case& c) {
   for (int64_t r = 0; r < c.rows; ++r) exact.emplace_back(p, r);
 
   must(cuda::cross_entropy_backward(backward, entries.device(), nullptr), "backward");
-  for (Array* a : {&loss, &lse, &residual, &gradient, &grad_values}) a->download();
+  for (Array* a : {&loss, &lse, &residual, &mean, &divisor, &gradient, &grad_values}) a->download();
+  double total = 0, count = 0, size = 0;
+  for (int64_t r = 0; r < c.rows; ++r) {
+    const int64_t label = c.layout == Case::kIndex ? int64_t(p.indices.get(r)) : 0;
+    const bool is_label = c.layout == Case::kIndex && 0 <= label && label < c.num_classes;
+    total += loss.get(r), size += std::fabs(loss.get(r));
+    count += p.ignored(r) ? 0 : is_label && c.has_weight ? p.weight.get(label) : 1;
+  }
+  compare("mean", 0, 0, mean.get(0), count == 0 ? 0 : total / count, 1e-6 * size / count);
+  compare("divisor", 0, 0, divisor.get(0), count == 0 ? INFINITY : count, 1e-6 * count);
   for (int64_t r = 0; r < c.rows; ++r) {
     compare("loss", r, 0, loss.get(r), exact[r].loss, exact[r].loss_bound);
     compare("lse", r, 0, lse.get(r), exact[r].lse, exact[r].lse_bound);

@@ -1,0 +1,34 @@
+// One block: a loss has a few thousand rows, and a second launch would cost more than it saves.
+#include "cross_entropy.h"
+#include "row_group.cuh"
+
+namespace sparse_ce {
+namespace cuda {
+namespace {
+
+template <typename acc_t>
+__global__ void __launch_bounds__(kThreads) mean_kernel(MeanArgs args) {
+  using Group = RowGroup<kThreads>;
+  MeanStats<double> mine;
+#pragma unroll 4
+  for (int64_t r = Group::rank(); r < args.target.rows; r += kThreads)
+    mine.merge({double(static_cast<const acc_t*>(args.loss)[r * args.loss_stride]),
+                double(args.target.template count<acc_t>(r))});
+  const MeanStats<double> stats = Group::reduce(mine);
+  if (Group::rank() != 0) return;
+  *static_cast<acc_t*>(args.mean) = static_cast<acc_t>(stats.mean());
+  *static_cast<acc_t*>(args.divisor) = static_cast<acc_t>(stats.divisor());
+}
+
+}  // namespace
+
+cudaError_t mean(const MeanArgs& args, cudaStream_t stream) {
+  coc_launch_config c;
+  c.grid = dim3(1);
+  c.block = dim3(kThreads);
+  c.stream = stream;
+  return args.dtype == DType::kFloat64 ? coc_launch(c, mean_kernel<double>, args) : coc_launch(c, mean_kernel<float>, args);
+}
+
+}  // namespace cuda
+}  // namespace sparse_ce
