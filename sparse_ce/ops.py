@@ -85,9 +85,13 @@ class _CrossEntropy(torch.autograd.Function):
         if ctx.needs_input_grad[2]:
             grad_values = _ops.backward_values(grad_loss, logits, lse, lse_residual, *target).to(values.dtype)
         if ctx.needs_input_grad[0]:
-            if ctx.inplace_backward and not torch.is_grad_enabled():
+            once = not torch.is_grad_enabled()
+            if once and ctx.inplace_backward:
                 grad_logits = logits.detach()
                 _ops.backward_(grad_loss, grad_lse, grad_logits, lse, lse_residual, *target)
+            elif once and _eager():
+                with torch._C._AutoDispatchBelowAutograd():
+                    grad_logits = _ops.backward(grad_loss, grad_lse, logits, lse, lse_residual, *target)
             else:
                 grad_logits = _ops.backward(grad_loss, grad_lse, logits, lse, lse_residual, *target)
         return grad_logits, None, grad_values, None, None, None, None, None, None
