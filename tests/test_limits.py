@@ -1,9 +1,15 @@
 """The smallest sizes and the largest: rows times vocabulary beyond 2^31 on memory that is expanded or sparse."""
 
+import ctypes
+import re
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 import torch.nn.functional as F
 
+import sparse_ce
 from cases import Draw, devices
 from close import assert_bitwise_equal
 from sparse_ce import SparseTarget, cross_entropy
@@ -171,3 +177,39 @@ def test_18_indices_near_the_ends_of_their_types(device):
                                       torch.tensor([0, 1, 2], device=device).int())
     expected = F.cross_entropy(x.double(), torch.tensor([vocab - 1, vocab - 1], device=device), reduction="none")
     torch.testing.assert_close(cross_entropy(x, target, reduction="none").double(), expected, rtol=1e-5, atol=1e-5)
+
+
+# ------------------------------------------------------------------------------------- memory of gradients on the CPU
+
+
+def _mapping_of(tensor):
+    """/proc/self/smaps of the mapping that holds a CPU tensor."""
+    for mapping in re.split(r"^(?=[0-9a-f]+-[0-9a-f]+ )", Path("/proc/self/smaps").read_text(), flags=re.M):
+        if mapping:
+            begin, end = (int(address, 16) for address in mapping.split()[0].split("-"))
+            if begin <= tensor.data_ptr() < end:
+                return {name: int(kib) for name, kib in re.findall(r"^(\w+): +(\d+) kB$", mapping, re.M)}
+    raise AssertionError("no such mapping")
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="smaps and madvise are Linux")
+@pytest.mark.skipif(sparse_ce.ops.instruction_set() == "emulated CUDA", reason="gradients come from torch's allocator")
+def test_a_large_gradient_after_the_system_took_its_memory_back():
+    """Freed gradients stay mapped, for the system to take (MADV_FREE): what comes next is right and has huge pages again."""
+    x, labels = torch.randn(64, 65536), torch.arange(64)
+    loss, lse = ops.forward(x, labels)
+
+    def gradient():
+        return ops.backward(torch.ones(64), None, x, lse, None, labels)
+
+    grad = gradient()
+    first, address = grad.clone(), grad.data_ptr()
+    huge = _mapping_of(grad)["AnonHugePages"]  # 0 where the system has none
+    del grad
+    again = gradient()
+    assert again.data_ptr() == address
+    del again
+    ctypes.CDLL(None).madvise(ctypes.c_void_p(address), ctypes.c_size_t(first.nbytes), 21)  # MADV_PAGEOUT
+    grad = gradient()
+    assert_bitwise_equal(grad, first)
+    assert _mapping_of(grad)["AnonHugePages"] >= huge / 2

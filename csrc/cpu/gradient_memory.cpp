@@ -35,6 +35,16 @@ void* map_block(size_t bytes) {
   return begin + before;
 }
 
+// Whether the system has left a free block its memory. What it took away would come back in pages of 4 KiB: page tables
+// that were once split are not used for huge pages again.
+bool intact(const Block& block) {
+  for (size_t at = 0; at < block.bytes; at += kHugePage) {
+    unsigned char resident = 0;
+    if (mincore(static_cast<char*>(block.address) + at, 1, &resident) != 0 || !(resident & 1)) return false;
+  }
+  return true;
+}
+
 class BlockCache {
  public:
   void* take(size_t bytes) {
@@ -44,6 +54,10 @@ class BlockCache {
       const Block block = free_[i];
       if (block.bytes < bytes || block.bytes > bytes + bytes / 4) continue;
       free_.erase(free_.begin() + static_cast<std::ptrdiff_t>(i));
+      if (!intact(block)) {
+        munmap(block.address, block.bytes);
+        break;
+      }
       in_use_[block.address] = block.bytes;
       return block.address;
     }
