@@ -1,6 +1,7 @@
 // avx512.h - the loops over plain logits with the instructions that make an exponential cheap and that compilers do not
 // find: vreduceps takes the fraction of an exponent and vscalefps applies its integer part, for any exponent there is.
-// With them 16 logits cost 9 to 12 instructions where plain C++ takes 17 to 24 (tile.cpp, which takes over for the rest).
+// With them 16 logits cost 9 to 12 instructions where plain C++ takes 17 to 24 (tile.cpp, which takes over for the
+// rest).
 #pragma once
 
 #include "tile.h"
@@ -57,12 +58,18 @@ template <typename scalar_t>
 constexpr int64_t kBlock = kStreams * (4096 + 128) / sizeof(scalar_t);  // columns
 
 // Columns of a stream in a block of n; what is left of the block comes behind the streams.
-SCE_AVX512_INLINE int64_t stream_columns(int64_t n) { return n / (kStreams * kPack) * kPack; }
+SCE_AVX512_INLINE int64_t stream_columns(int64_t n) {
+  return n / (kStreams * kPack) * kPack;
+}
 
 #define SCE_EACH(k, count) _Pragma("GCC unroll 8") for (int k = 0; k < count; ++k)
 
-SCE_AVX512_INLINE __mmask16 low16(int64_t n) { return static_cast<__mmask16>(n >= 16 ? 0xffff : n <= 0 ? 0 : (1 << n) - 1); }
-SCE_AVX512_INLINE __mmask32 low32(int64_t n) { return static_cast<__mmask32>((uint64_t(1) << n) - 1); }
+SCE_AVX512_INLINE __mmask16 low16(int64_t n) {
+  return static_cast<__mmask16>(n >= 16 ? 0xffff : n <= 0 ? 0 : (1 << n) - 1);
+}
+SCE_AVX512_INLINE __mmask32 low32(int64_t n) {
+  return static_cast<__mmask32>((uint64_t(1) << n) - 1);
+}
 
 // 32 logits of 16 bits. Of BFloat16 `a` gets the even ones and `b` the odd ones: one instruction each, not two.
 SCE_AVX512_INLINE void widen(__m512i bits, BFloat16, __m512& a, __m512& b) {
@@ -87,7 +94,8 @@ SCE_AVX512_INLINE __m512i narrow(__m512 a, __m512 b, Half) {
   return _mm512_inserti64x4(_mm512_castsi256_si512(low), high, 1);
 }
 
-// Asks for the lines of each stream that come half a kilobyte later, and in the second cache for those of the next span.
+// Asks for the lines of each stream that come half a kilobyte later, and in the second cache for those of the next
+// span.
 template <typename scalar_t>
 SCE_AVX512_INLINE void prefetch_streams(const scalar_t* x, const scalar_t* next, int64_t step) {
   constexpr int kLine = 64, kNear = 512, kLines = kPack * sizeof(scalar_t) / kLine;
@@ -155,9 +163,9 @@ SCE_AVX512_INLINE void store_first(const Columns<kNarrow>& x, int64_t n, scalar_
   _mm512_mask_storeu_epi16(out, low32(n), narrow(x.vector[0], x.vector[1], scalar_t{}));
 }
 
-// exp(scale x - reference) times `factor` and times a constant near 1, as 2^(slope x + offset) with a polynomial for the
-// fraction of the exponent. The constant is what rounding slope and offset does to every x alike.
-// Minimax fits on [0, 1]: relative error 1.9e-9 (degree 6), 7.5e-8 (degree 5), 2.6e-6 (degree 4).
+// exp(scale x - reference) times `factor` and times a constant near 1, as 2^(slope x + offset) with a polynomial for
+// the fraction of the exponent. The constant is what rounding slope and offset does to every x alike. Minimax fits on
+// [0, 1]: relative error 1.9e-9 (degree 6), 7.5e-8 (degree 5), 2.6e-6 (degree 4).
 template <int degree>
 class Exponential {
  public:
@@ -179,7 +187,7 @@ class Exponential {
     SCE_EACH(k, count) fraction[k] = _mm512_reduce_ps(x.vector[k], kFloor);
     SCE_EACH(k, count) p[k] = _mm512_fmadd_ps(coefficients_[degree], fraction[k], coefficients_[degree - 1]);
     SCE_EACH(i, degree - 1)
-      SCE_EACH(k, count) p[k] = _mm512_fmadd_ps(p[k], fraction[k], coefficients_[degree - 2 - i]);
+    SCE_EACH(k, count) p[k] = _mm512_fmadd_ps(p[k], fraction[k], coefficients_[degree - 2 - i]);
     SCE_EACH(k, count) x.vector[k] = _mm512_scalef_ps(p[k], x.vector[k]);
   }
 
@@ -271,8 +279,8 @@ SCE_AVX512 void push(const scalar_t* x, int64_t n, float scale, const scalar_t* 
   }
 }
 
-// gradient = dz/dx a exp(scale x - lse), which may be in place; scale > 0. Writes nothing and returns false where only the
-// plain formula is right: beyond the range of the exponent's fraction and for factors near the ends of float's.
+// gradient = dz/dx a exp(scale x - lse), which may be in place; scale > 0. Writes nothing and returns false where only
+// the plain formula is right: beyond the range of the exponent's fraction and for factors near the ends of float's.
 template <typename scalar_t>
 SCE_AVX512 bool gradient(const scalar_t* x, int64_t n, float scale, const GradientCoefficients<float>& c,
                          const scalar_t* next, scalar_t* gradient) {

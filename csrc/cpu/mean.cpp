@@ -15,7 +15,9 @@ void mean_of(const MeanArgs& args) {
 
 }  // namespace
 
-void mean(const MeanArgs& args) { args.dtype == DType::kFloat64 ? mean_of<double>(args) : mean_of<float>(args); }
+void mean(const MeanArgs& args) {
+  args.dtype == DType::kFloat64 ? mean_of<double>(args) : mean_of<float>(args);
+}
 
 }  // namespace cpu
 }  // namespace sparse_ce

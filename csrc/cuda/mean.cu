@@ -27,7 +27,8 @@ cudaError_t mean(const MeanArgs& args, cudaStream_t stream) {
   c.grid = dim3(1);
   c.block = dim3(kThreads);
   c.stream = stream;
-  return args.dtype == DType::kFloat64 ? coc_launch(c, mean_kernel<double>, args) : coc_launch(c, mean_kernel<float>, args);
+  return args.dtype == DType::kFloat64 ? coc_launch(c, mean_kernel<double>, args)
+                                       : coc_launch(c, mean_kernel<float>, args);
 }
 
 }  // namespace cuda
