@@ -59,7 +59,7 @@ CPU = [
     ("csrc/cpu/tile.cpp", "class_weight ? class_weight + begin : nullptr, m)", "class_weight, m)"),
     # Only a processor with AVX-512 notices these.
     ("csrc/cpu/avx512.h", "if (!(std::fabs(reference) < kLargest)) return 0;", ""),
-    ("csrc/cpu/avx512.h", "if (_mm512_cmp_ps_mask(tile.max, limit, _CMP_NLE_UQ)) break;", ""),
+    ("csrc/cpu/avx512.h", "if (_mm512_cmp_ps_mask(block.max, limit, _CMP_NLE_UQ)) break;", ""),
     ("csrc/cpu/avx512.h", " / _mm512_cvtss_f32(top.vector[0])", ""),
     ("csrc/cpu/avx512.h", "if (i < end) {", "if (false) {"),
     ("csrc/cpu/avx512.h", "static_cast<float>(std::exp2(-(where * slope + offset)))", "1.0f"),

@@ -35,6 +35,23 @@ def test_the_gradient_is_the_same_and_takes_the_memory_of_the_logits(form, dtype
     assert_bitwise_equal(leaf.detach(), x)
 
 
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("rows", [1, 5])
+def test_entries_in_any_order_are_read_before_they_are_overwritten(rows, dtype, weighted, device):
+    """The CPU takes a row in parts of 32768 columns, on several threads where there are few rows."""
+    draw, vocab = Draw(device), 100_003
+    x = draw.normal(rows, vocab).to(dtype)
+    target = draw.integers(vocab, rows, 200), draw.uniform(rows, 200, low=0.05)
+    weight = draw.uniform(vocab, low=0.2) if weighted else None
+    grads = []
+    for inplace in (False, True):
+        logits = x.clone().requires_grad_()
+        loss = cross_entropy(logits, target, weight, reduction="sum", inplace_backward=inplace)
+        grads.append(torch.autograd.grad(loss, logits)[0])
+    assert_bitwise_equal(*grads)
+
+
 def test_the_gradient_flows_on(device):
     draw = Draw(device)
     hidden, labels = draw.normal(6, 5), draw.integers(11, 6)
