@@ -34,8 +34,8 @@ def _load_all() -> Optional[str]:
     reason = _load("_C")
     if reason:
         raise ImportError(f"sparse_ce: the compiled library must be loadable under torch {torch.__version__}, "
-                          f"got: {reason}. Install it (pip install .) and run from outside of the source tree, which hides the "
-                          "installed package.")
+                          f"got: {reason}. Install it (pip install .) and run from outside of the source tree, which "
+                          "hides the installed package.")
     if torch.version.cuda is None:
         return f"torch {torch.__version__} is a build without CUDA"
     return _load("_C_cuda")

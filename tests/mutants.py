@@ -72,6 +72,8 @@ CPU = [
     ("csrc/dtype.h", "+ 0x7fffu + ((bits >> 16) & 1u)", ""),
     ("csrc/dtype.h", "magnitude >= 0x0f800000u ? special : finite", "finite"),
     ("csrc/check.h", "if (entry.column < 0 && entry.value != 0) {", "if (false) {"),
+    ("csrc/target.h", "weight && labels ? class_weight", "weight ? class_weight"),
+    ("csrc/math.h", "return count == acc_t(0) ? acc_t(INFINITY) : count;", "return count;"),
 ]
 PYTHON = [
     ("sparse_ce/ops.py", "torch.autograd.graph.increment_version(logits)", "pass"),

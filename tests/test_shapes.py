@@ -184,8 +184,9 @@ def test_half_logits_far_from_zero(shift, device):
 
 
 JUMPS = {
-    "up": [0, 50, 200, 1000], "down": [1000, 200, 50, 0], "up and down": [0, 300, -300, 100], "masked first": [-math.inf, 0],
-    "masked by a large number": [-1e4, 0, -1e4, 3], "masked last": [0, -math.inf, -math.inf], "very large": [0, 30000, 0],
+    "up": [0, 50, 200, 1000], "down": [1000, 200, 50, 0], "up and down": [0, 300, -300, 100],
+    "masked first": [-math.inf, 0], "masked last": [0, -math.inf, -math.inf],
+    "masked by a large number": [-1e4, 0, -1e4, 3], "very large": [0, 30000, 0],
     "beyond a million": [0, 3e6, 0], "far below a million": [-4e6, 2, -2e6],
 }
 

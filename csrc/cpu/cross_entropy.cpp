@@ -15,8 +15,8 @@ constexpr int64_t kGrain = 16384;
 
 constexpr int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-// Rows are shared out whole while there are enough of them; a few long rows are shared out by parts. Both orders work on
-// the same parts and merge them in the same sequence, so the result does not depend on the number of threads.
+// Rows are shared out whole while there are enough of them; a few long rows are shared out by parts. Both orders work
+// on the same parts and merge them in the same sequence, so the result does not depend on the number of threads.
 bool split_rows(int64_t rows, int64_t parts) { return rows < int64_t(torch::stable::get_num_threads()) && parts > 1; }
 
 template <typename function_t>
@@ -135,7 +135,9 @@ class RowEntries {
   bool may_repeat() {
     constexpr size_t kWords = 1024;
     marks_.resize(kWords);
-    const auto word = [this](int64_t column) -> uint64_t& { return marks_[static_cast<uint64_t>(column) / 64 % kWords]; };
+    const auto word = [this](int64_t column) -> uint64_t& {
+      return marks_[static_cast<uint64_t>(column) / 64 % kWords];
+    };
     uint64_t repeated = 0;
     for (const int64_t column : columns) {
       const uint64_t bit = uint64_t(1) << (column & 63);
@@ -239,9 +241,9 @@ class Forward {
   RowStats<acc_t> span(int64_t r, int64_t t, int64_t after) const {
     const int64_t column = t * kSpan;
     const scalar_t* next = t + 1 < spans_ ? row(r) + column + kSpan : row(after);
-    return tile_kernels<scalar_t>().stats(row(r) + column, std::min(kSpan, columns_ - column), transform_,
-                                          args_.options.label_smoothing != 0, weights_at<scalar_t>(args_.target, column),
-                                          next);
+    const bool weighted = args_.options.label_smoothing != 0;
+    return tile_kernels<scalar_t>().stats(row(r) + column, std::min(kSpan, columns_ - column), transform_, weighted,
+                                          weights_at<scalar_t>(args_.target, column), next);
   }
 
   void finish(int64_t r, const RowStats<acc_t>& stats, RowEntries<acc_t>& entries) const {
@@ -361,7 +363,8 @@ class Backward {
     entries.arrange(spans_);
   }
 
-  // Every element of the span is written; `after` is the row that will follow this one. Zeros for an ignored row and for columns beyond the classes.
+  // Every element of the span is written: zeros for an ignored row and for columns beyond the classes. `after` is the row
+  // that will follow this one.
   void write_span(int64_t r, int64_t t, RowPlan& plan, int64_t after) const {
     const int64_t begin = t * kSpan, end = std::min(begin + kSpan, args_.vocab);
     const int64_t live = plan.zero ? begin : std::max(begin, std::min(end, columns_));

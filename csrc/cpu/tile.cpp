@@ -113,12 +113,12 @@ struct Instance;
     using acc_t = acc_type<scalar_t>;                                                                                \
     TARGET static RowStats<acc_t> stats(const scalar_t* logits, int64_t n, const LogitTransform<acc_t>& transform,   \
                                         bool weighted, const acc_t* class_weight, const scalar_t* next) {            \
-      return stats_body<InstructionSet::SET>(logits, n, transform, weighted, class_weight, next);                                               \
+      return stats_body<InstructionSet::SET>(logits, n, transform, weighted, class_weight, next);       \
     }                                                                                                                \
     TARGET static void gradient(const scalar_t* logits, int64_t n, const LogitTransform<acc_t>& transform,           \
                                 const GradientCoefficients<acc_t>& coefficients, const acc_t* class_weight,          \
                                 const scalar_t* next, scalar_t* gradient) {                                          \
-      gradient_body<InstructionSet::SET>(logits, n, transform, coefficients, class_weight, next, gradient);                                     \
+      gradient_body<InstructionSet::SET>(logits, n, transform, coefficients, class_weight, next, gradient);           \
     }                                                                                                                \
     TARGET static void entries(acc_t* z, int64_t n, const LogitTransform<acc_t>& transform,                          \
                                const GradientCoefficients<acc_t>& coefficients, const acc_t* class_weight,           \
