@@ -98,7 +98,7 @@ class _CrossEntropy(torch.autograd.Function):
 
 
 def _classes(logits: Tensor, options: tuple) -> int:
-    return logits.shape[1] if len(options) < 6 or options[5] is None else options[5]
+    return logits.shape[1] if options[5] is None else options[5]
 
 
 def _forward_autograd(logits, indices, values=None, offsets=None, weight=None, row_mask=None, *options,

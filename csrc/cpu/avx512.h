@@ -98,22 +98,21 @@ SCE_AVX512_INLINE __m512i narrow(__m512 a, __m512 b, Half) {
 // span.
 template <typename scalar_t>
 SCE_AVX512_INLINE void prefetch_streams(const scalar_t* x, const scalar_t* next, int64_t step) {
-  constexpr int kLine = 64, kNear = 512, kLines = kPack * sizeof(scalar_t) / kLine;
+  constexpr int kLine = 64, kSoon = 512, kLines = kPack * sizeof(scalar_t) / kLine;
   SCE_EACH(k, kStreams) {
-    const char* soon = reinterpret_cast<const char*>(x + k * step) + kNear;
+    const char* soon = reinterpret_cast<const char*>(x + k * step) + kSoon;
     const char* later = reinterpret_cast<const char*>(next + k * step);
     SCE_EACH(i, kLines) _mm_prefetch(soon + kLine * i, _MM_HINT_T0);
     SCE_EACH(i, kLines) _mm_prefetch(later + kLine * i, _MM_HINT_T1);
   }
 }
 
-template <int count>
-SCE_AVX512_INLINE void load(const float* x, Columns<count>& out) {
-  SCE_EACH(k, count) out.vector[k] = _mm512_loadu_ps(x + 16 * k);
+SCE_AVX512_INLINE void load(const float* x, Columns<kNarrow>& out) {
+  SCE_EACH(k, kNarrow) out.vector[k] = _mm512_loadu_ps(x + 16 * k);
 }
-template <int count, typename scalar_t>
-SCE_AVX512_INLINE void load(const scalar_t* x, Columns<count>& out) {
-  SCE_EACH(k, count / 2) widen(_mm512_loadu_si512(x + 32 * k), scalar_t{}, out.vector[2 * k], out.vector[2 * k + 1]);
+template <typename scalar_t>
+SCE_AVX512_INLINE void load(const scalar_t* x, Columns<kNarrow>& out) {
+  widen(_mm512_loadu_si512(x), scalar_t{}, out.vector[0], out.vector[1]);
 }
 
 // 32 columns of each stream, `step` columns apart.
@@ -127,13 +126,12 @@ SCE_AVX512_INLINE void load_streams(const scalar_t* x, int64_t step, Columns<kWi
   }
 }
 
-template <int count>
-SCE_AVX512_INLINE void store(const Columns<count>& x, float* out) {
-  SCE_EACH(k, count) _mm512_storeu_ps(out + 16 * k, x.vector[k]);
+SCE_AVX512_INLINE void store(const Columns<kNarrow>& x, float* out) {
+  SCE_EACH(k, kNarrow) _mm512_storeu_ps(out + 16 * k, x.vector[k]);
 }
-template <int count, typename scalar_t>
-SCE_AVX512_INLINE void store(const Columns<count>& x, scalar_t* out) {
-  SCE_EACH(k, count / 2) _mm512_storeu_si512(out + 32 * k, narrow(x.vector[2 * k], x.vector[2 * k + 1], scalar_t{}));
+template <typename scalar_t>
+SCE_AVX512_INLINE void store(const Columns<kNarrow>& x, scalar_t* out) {
+  _mm512_storeu_si512(out, narrow(x.vector[0], x.vector[1], scalar_t{}));
 }
 
 template <typename scalar_t>
@@ -163,14 +161,20 @@ SCE_AVX512_INLINE void store_first(const Columns<kNarrow>& x, int64_t n, scalar_
   _mm512_mask_storeu_epi16(out, low32(n), narrow(x.vector[0], x.vector[1], scalar_t{}));
 }
 
-// exp(scale x - reference) times `factor` and times a constant near 1, as 2^(slope x + offset) with a polynomial for
-// the fraction of the exponent. The constant is what rounding slope and offset does to every x alike. Minimax fits on
-// [0, 1]: relative error 1.9e-9 (degree 6), 7.5e-8 (degree 5), 2.6e-6 (degree 4).
+// exp(scale x - reference) as 2^(slope x + offset). Rounding the two is the same factor near 1 for every x.
+struct Line {
+  float slope, offset;
+
+  SCE_AVX512_INLINE Line(float scale, float reference) : slope(scale * kLog2e), offset(-reference * kLog2e) {}
+};
+
+// factor 2^(slope x + offset), with a polynomial for the fraction of the exponent. Minimax fits on [0, 1]: relative error
+// 1.9e-9 (degree 6), 7.5e-8 (degree 5), 2.6e-6 (degree 4).
 template <int degree>
 class Exponential {
  public:
-  SCE_AVX512_INLINE Exponential(float scale, float reference, float factor)
-      : slope_(_mm512_set1_ps(scale * kLog2e)), offset_(_mm512_set1_ps(-reference * kLog2e)) {
+  SCE_AVX512_INLINE Exponential(Line line, float factor)
+      : slope_(_mm512_set1_ps(line.slope)), offset_(_mm512_set1_ps(line.offset)) {
     constexpr float kFits[3][7] = {
         {1.0000026f, 0.69300383f, 0.24144275f, 0.052011464f, 0.013534168f},
         {0.99999994f, 0.6931531f, 0.24015361f, 0.055826318f, 0.008989341f, 0.0018775767f},
@@ -227,10 +231,10 @@ template <typename scalar_t>
 SCE_AVX512 int64_t push_stretch(const scalar_t* x, int64_t n, float scale, const scalar_t* next, RowStats<float>& row) {
   const float first = first_maximum(x, n), reference = scale * first;
   if (!(std::fabs(reference) < kLargest)) return 0;
-  const Exponential<5> exponential(scale, reference, 1.0f);
+  const Exponential<5> exponential(Line(scale, reference), 1.0f);
   const __m512 limit = _mm512_set1_ps(first + kNear / scale);
   Columns<kWide> wide;
-  Columns<kNarrow> narrow;
+  Columns<kNarrow> pack;
   Lanes stretch;
   int64_t begin = 0;
   while (begin < n) {
@@ -243,12 +247,12 @@ SCE_AVX512 int64_t push_stretch(const scalar_t* x, int64_t n, float scale, const
       block.push(wide, exponential);
     }
     for (i = begin + kStreams * step; i + kPack <= end; i += kPack) {
-      load(x + i, narrow);
-      block.push(narrow, exponential);
+      load(x + i, pack);
+      block.push(pack, exponential);
     }
     if (i < end) {
-      load_first(x + i, end - i, narrow);
-      block.push(narrow, exponential);
+      load_first(x + i, end - i, pack);
+      block.push(pack, exponential);
     }
     if (_mm512_cmp_ps_mask(block.max, limit, _CMP_NLE_UQ)) break;
     stretch.max = _mm512_max_ps(block.max, stretch.max);
@@ -284,14 +288,14 @@ SCE_AVX512 void push(const scalar_t* x, int64_t n, float scale, const scalar_t* 
 template <typename scalar_t>
 SCE_AVX512 bool gradient(const scalar_t* x, int64_t n, float scale, const GradientCoefficients<float>& c,
                          const scalar_t* next, scalar_t* gradient) {
-  const float offset = -c.lse * kLog2e, slope = scale * kLog2e;
+  const Line line(scale, c.lse);
   const double where = (static_cast<double>(c.lse) + c.lse_residual) / scale;  // x whose probability is 1
-  const float factor = c.a * scale * static_cast<float>(std::exp2(-(where * slope + offset)));
+  const float factor = c.a * scale * static_cast<float>(std::exp2(-(where * line.slope + line.offset)));
   if (!(std::fabs(c.lse) < kLargest && std::fabs(factor) > 1e-30f && std::fabs(factor) < 1e30f)) return false;
   const FlushSubnormals flush;
-  const Exponential<sizeof(scalar_t) == 2 ? 4 : 6> exponential(scale, c.lse, factor);
+  const Exponential<sizeof(scalar_t) == 2 ? 4 : 6> exponential(line, factor);
   Columns<kWide> wide;
-  Columns<kNarrow> narrow;
+  Columns<kNarrow> pack;
   for (int64_t begin = 0; begin < n; begin += kBlock<scalar_t>) {
     const int64_t end = std::min(begin + kBlock<scalar_t>, n), step = stream_columns(end - begin);
     int64_t i = begin;
@@ -302,14 +306,14 @@ SCE_AVX512 bool gradient(const scalar_t* x, int64_t n, float scale, const Gradie
       store_streams(wide, step, gradient + i);
     }
     for (i = begin + kStreams * step; i + kPack <= end; i += kPack) {
-      load(x + i, narrow);
-      exponential(narrow);
-      store(narrow, gradient + i);
+      load(x + i, pack);
+      exponential(pack);
+      store(pack, gradient + i);
     }
     if (i < end) {
-      load_first(x + i, end - i, narrow);
-      exponential(narrow);
-      store_first(narrow, end - i, gradient + i);
+      load_first(x + i, end - i, pack);
+      exponential(pack);
+      store_first(pack, end - i, gradient + i);
     }
   }
   return true;

@@ -1,0 +1,170 @@
+// row_entries.h - the entries of one row, ready to be worked on.
+#pragma once
+
+#include "../math.h"
+#include "../target.h"
+#include "tile.h"
+
+#include <vector>
+
+namespace sparse_ce {
+namespace cpu {
+
+// The entries of a row as arrays, padding left out: each step over them is a loop of independent iterations.
+template <typename acc_t>
+class RowEntries {
+ public:
+  std::vector<int64_t> columns;
+  std::vector<acc_t> class_weights;  // o, empty where there are no class weights
+  std::vector<acc_t> weights;        // w~
+  std::vector<acc_t> logits;         // transformed; in backward then the gradient
+
+  size_t size() const { return columns.size(); }
+
+  void clear() { resize(0); }
+
+  void collect(const TargetView& target, int64_t r) {
+    const EntryRange range = target.row(r);
+    const size_t most = static_cast<size_t>(range.end - range.begin);
+    columns.resize(most);
+    weights.resize(most);
+    size_t kept = 0;
+    const auto keep = [&](const Entry<acc_t>& entry) {  // an index out of range was refused before
+      columns[kept] = entry.column;
+      weights[kept] = entry.value;
+      kept += entry.column >= 0;
+    };
+    with_index(target.indices_dtype, [&](auto index) {
+      const auto* indices = static_cast<const decltype(index)*>(target.indices);
+      if (!target.values) {
+        for (int64_t i = range.begin; i < range.end; ++i) keep(target.entry_of(indices[i], acc_t(1)));
+        return;
+      }
+      with_storage(target.values_dtype, [&](auto storage) {
+        const auto* values = static_cast<const decltype(storage)*>(target.values);
+        for (int64_t i = range.begin; i < range.end; ++i)
+          keep(target.entry_of(indices[i], static_cast<acc_t>(to_acc(values[i]))));
+      });
+    });
+    resize(kept);
+    if (target.weight) {
+      class_weights.resize(kept);
+      for (size_t k = 0; k < kept; ++k) {
+        class_weights[k] = target.template class_weight<acc_t>(columns[k]);
+        weights[k] *= class_weights[k];
+      }
+    }
+  }
+
+  // Adds up the weights of equal columns, in the order of their entries so that sums are reproducible, and orders the
+  // entries by span. Where columns ascend, as in COO and CSR, both are done.
+  void arrange(size_t spans) {
+    bool ascending = true;
+    for (size_t k = 1; k < size(); ++k) ascending &= columns[k - 1] < columns[k];
+    if (!ascending && may_repeat()) merge_duplicates();
+    span_begin_.assign(spans + 1, 0);
+    for (const int64_t column : columns) ++span_begin_[span_of(column) + 1];
+    for (size_t t = 1; t <= spans; ++t) span_begin_[t] += span_begin_[t - 1];
+    if (!ascending && spans > 1) order_by_span();
+    logits.resize(size());
+  }
+
+  // In four sums, because one would wait for each addition.
+  acc_t mass() const {
+    constexpr size_t kSums = 4;
+    acc_t sums[kSums] = {};
+    size_t k = 0;
+    for (; k + kSums <= size(); k += kSums)
+      for (size_t i = 0; i < kSums; ++i) sums[i] += weights[k + i];
+    for (; k < size(); ++k) sums[0] += weights[k];
+    return (sums[0] + sums[1]) + (sums[2] + sums[3]);
+  }
+
+  size_t span_begin(size_t t) const { return span_begin_[t]; }
+
+  template <typename scalar_t>
+  void gather(const scalar_t* row, const LogitTransform<acc_t>& transform, size_t begin, size_t end) {
+    for (size_t k = begin; k < end; ++k) logits[k] = to_acc(row[columns[k]]);
+    if (transform.identity()) return;
+    for (size_t k = begin; k < end; ++k) logits[k] = transform(logits[k]);
+  }
+
+ private:
+  static size_t span_of(int64_t column) { return static_cast<uint64_t>(column) / kSpan; }
+
+  void resize(size_t count) {
+    columns.resize(count);
+    weights.resize(count);
+    if (!class_weights.empty()) class_weights.resize(count);
+  }
+
+  // False where no column comes twice, as nearly always: a bit for each column modulo 65536.
+  bool may_repeat() {
+    constexpr size_t kWords = 1024;
+    marks_.resize(kWords);
+    const auto word = [this](int64_t column) -> uint64_t& {
+      return marks_[static_cast<uint64_t>(column) / 64 % kWords];
+    };
+    uint64_t repeated = 0;
+    for (const int64_t column : columns) {
+      const uint64_t bit = uint64_t(1) << (column & 63);
+      repeated |= word(column) & bit;
+      word(column) |= bit;
+    }
+    for (const int64_t column : columns) word(column) = 0;
+    return repeated != 0;
+  }
+
+  // By a table of the columns seen: without sorting, and without memory of the vocabulary's size.
+  void merge_duplicates() {
+    const size_t count = size();
+    size_t slots = 8;
+    while (slots < 4 * count) slots *= 2;
+    if (seen_.size() < slots) seen_.assign(slots, Seen{0, 0});
+    const size_t mask = seen_.size() - 1;
+    ++row_;
+    size_t kept = 0;
+    for (size_t k = 0; k < count; ++k) {
+      size_t slot = (static_cast<uint64_t>(columns[k]) * 0x9e3779b97f4a7c15u >> 32) & mask;
+      while (seen_[slot].row == row_ && columns[seen_[slot].position] != columns[k]) slot = (slot + 1) & mask;
+      if (seen_[slot].row == row_) {
+        weights[seen_[slot].position] += weights[k];
+        continue;
+      }
+      seen_[slot] = {row_, kept};
+      columns[kept] = columns[k];
+      if (!class_weights.empty()) class_weights[kept] = class_weights[k];
+      weights[kept++] = weights[k];
+    }
+    resize(kept);
+  }
+
+  // A counting sort.
+  void order_by_span() {
+    position_.resize(size());
+    cursor_ = span_begin_;
+    for (size_t k = 0; k < size(); ++k) position_[k] = cursor_[span_of(columns[k])]++;
+    const auto move = [this](auto& array, auto& scratch) {
+      scratch.resize(array.size());
+      for (size_t k = 0; k < array.size(); ++k) scratch[position_[k]] = array[k];
+      array.swap(scratch);
+    };
+    move(columns, moved_columns_);
+    move(weights, moved_weights_);
+    move(class_weights, moved_weights_);
+  }
+
+  struct Seen {
+    size_t row;       // of another row: the slot is free
+    size_t position;  // in columns
+  };
+  std::vector<Seen> seen_;
+  size_t row_ = 0;
+  std::vector<uint64_t> marks_;  // all 0 between calls
+  std::vector<size_t> span_begin_, cursor_, position_;
+  std::vector<int64_t> moved_columns_;
+  std::vector<acc_t> moved_weights_;
+};
+
+}  // namespace cpu
+}  // namespace sparse_ce
