@@ -4,23 +4,15 @@
 // rest).
 #pragma once
 
-#include "tile.h"
+#include "avx512_columns.h"
 
 #ifdef SCE_X86
-#if defined(__GNUC__) && !defined(__clang__) && __GNUC__ < 13
-#pragma GCC diagnostic ignored "-Wuninitialized"
-#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"  // the intrinsics' own headers (GCC bug 105593)
-#endif
-#include <immintrin.h>
-
 #include <algorithm>
 #include <cmath>
 
 namespace sparse_ce {
 namespace cpu {
 namespace avx512 {
-
-#define SCE_AVX512_INLINE SCE_AVX512 inline __attribute__((always_inline))
 
 constexpr float kLog2e = 1.44269504f;
 
@@ -41,126 +33,6 @@ class FlushSubnormals {
   const unsigned saved_;
 };
 
-// `count` vectors of 16 columns. An exponential is a chain of 40 cycles and the processor looks 97 instructions ahead:
-// each step is written for eight vectors before the next, so that it finds work.
-template <int count>
-struct Columns {
-  __m512 vector[count];
-};
-constexpr int kWide = 8;
-constexpr int kNarrow = 2;  // the least that a load of 16-bit logits fills
-constexpr int64_t kPack = 16 * kNarrow;
-
-// The eight come from four places of a block, which the hardware prefetches as four streams: it follows each no further
-// than the page that it reads. Two lines more than a page keep the four out of the same sets of the first cache.
-constexpr int kStreams = kWide / kNarrow;
-template <typename scalar_t>
-constexpr int64_t kBlock = kStreams * (4096 + 128) / sizeof(scalar_t);  // columns
-
-// Columns of a stream in a block of n; what is left of the block comes behind the streams.
-SCE_AVX512_INLINE int64_t stream_columns(int64_t n) {
-  return n / (kStreams * kPack) * kPack;
-}
-
-#define SCE_EACH(k, count) _Pragma("GCC unroll 8") for (int k = 0; k < count; ++k)
-
-SCE_AVX512_INLINE __mmask16 low16(int64_t n) {
-  return static_cast<__mmask16>(n >= 16 ? 0xffff : n <= 0 ? 0 : (1 << n) - 1);
-}
-SCE_AVX512_INLINE __mmask32 low32(int64_t n) {
-  return static_cast<__mmask32>((uint64_t(1) << n) - 1);
-}
-
-// 32 logits of 16 bits. Of BFloat16 `a` gets the even ones and `b` the odd ones: one instruction each, not two.
-SCE_AVX512_INLINE void widen(__m512i bits, BFloat16, __m512& a, __m512& b) {
-  a = _mm512_castsi512_ps(_mm512_slli_epi32(bits, 16));
-  b = _mm512_castsi512_ps(_mm512_and_si512(bits, _mm512_set1_epi32(static_cast<int>(0xffff0000u))));
-}
-SCE_AVX512_INLINE void widen(__m512i bits, Half, __m512& a, __m512& b) {
-  a = _mm512_cvtph_ps(_mm512_castsi512_si256(bits));
-  b = _mm512_cvtph_ps(_mm512_extracti64x4_epi64(bits, 1));
-}
-
-// The inverse, to nearest. A tie of BFloat16 goes away from zero: the exponentials are not exact enough to tell one.
-SCE_AVX512_INLINE __m512i narrow(__m512 a, __m512 b, BFloat16) {
-  const __m512i half = _mm512_set1_epi32(0x8000);
-  const __m512i even = _mm512_add_epi32(_mm512_castps_si512(a), half);
-  const __m512i odd = _mm512_add_epi32(_mm512_castps_si512(b), half);
-  return _mm512_mask_blend_epi16(0xaaaaaaaau, _mm512_srli_epi32(even, 16), odd);
-}
-SCE_AVX512_INLINE __m512i narrow(__m512 a, __m512 b, Half) {
-  const __m256i low = _mm512_cvtps_ph(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-  const __m256i high = _mm512_cvtps_ph(b, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-  return _mm512_inserti64x4(_mm512_castsi256_si512(low), high, 1);
-}
-
-// Asks for the lines of each stream that come half a kilobyte later, and in the second cache for those of the next
-// span.
-template <typename scalar_t>
-SCE_AVX512_INLINE void prefetch_streams(const scalar_t* x, const scalar_t* next, int64_t step) {
-  constexpr int kLine = 64, kSoon = 512, kLines = kPack * sizeof(scalar_t) / kLine;
-  SCE_EACH(k, kStreams) {
-    const char* soon = reinterpret_cast<const char*>(x + k * step) + kSoon;
-    const char* later = reinterpret_cast<const char*>(next + k * step);
-    SCE_EACH(i, kLines) _mm_prefetch(soon + kLine * i, _MM_HINT_T0);
-    SCE_EACH(i, kLines) _mm_prefetch(later + kLine * i, _MM_HINT_T1);
-  }
-}
-
-SCE_AVX512_INLINE void load(const float* x, Columns<kNarrow>& out) {
-  SCE_EACH(k, kNarrow) out.vector[k] = _mm512_loadu_ps(x + 16 * k);
-}
-template <typename scalar_t>
-SCE_AVX512_INLINE void load(const scalar_t* x, Columns<kNarrow>& out) {
-  widen(_mm512_loadu_si512(x), scalar_t{}, out.vector[0], out.vector[1]);
-}
-
-// 32 columns of each stream, `step` columns apart.
-template <typename scalar_t>
-SCE_AVX512_INLINE void load_streams(const scalar_t* x, int64_t step, Columns<kWide>& out) {
-  SCE_EACH(k, kStreams) {
-    Columns<kNarrow> part;
-    load(x + k * step, part);
-    out.vector[2 * k] = part.vector[0];
-    out.vector[2 * k + 1] = part.vector[1];
-  }
-}
-
-SCE_AVX512_INLINE void store(const Columns<kNarrow>& x, float* out) {
-  SCE_EACH(k, kNarrow) _mm512_storeu_ps(out + 16 * k, x.vector[k]);
-}
-template <typename scalar_t>
-SCE_AVX512_INLINE void store(const Columns<kNarrow>& x, scalar_t* out) {
-  _mm512_storeu_si512(out, narrow(x.vector[0], x.vector[1], scalar_t{}));
-}
-
-template <typename scalar_t>
-SCE_AVX512_INLINE void store_streams(const Columns<kWide>& x, int64_t step, scalar_t* out) {
-  SCE_EACH(k, kStreams) store(Columns<kNarrow>{{x.vector[2 * k], x.vector[2 * k + 1]}}, out + k * step);
-}
-
-// The first n < 32 columns; -inf in the others, which changes neither a maximum nor a sum of exponentials.
-SCE_AVX512_INLINE void load_first(const float* x, int64_t n, Columns<kNarrow>& out) {
-  const __m512 fill = _mm512_set1_ps(-INFINITY);
-  out.vector[0] = _mm512_mask_loadu_ps(fill, low16(n), x);
-  out.vector[1] = _mm512_mask_loadu_ps(fill, low16(n - 16), x + 16);
-}
-template <typename scalar_t>
-SCE_AVX512_INLINE void load_first(const scalar_t* x, int64_t n, Columns<kNarrow>& out) {
-  constexpr short kMinusInfinity = static_cast<short>(std::is_same_v<scalar_t, Half> ? 0xfc00 : 0xff80);
-  const __m512i bits = _mm512_mask_loadu_epi16(_mm512_set1_epi16(kMinusInfinity), low32(n), x);
-  widen(bits, scalar_t{}, out.vector[0], out.vector[1]);
-}
-
-SCE_AVX512_INLINE void store_first(const Columns<kNarrow>& x, int64_t n, float* out) {
-  _mm512_mask_storeu_ps(out, low16(n), x.vector[0]);
-  _mm512_mask_storeu_ps(out + 16, low16(n - 16), x.vector[1]);
-}
-template <typename scalar_t>
-SCE_AVX512_INLINE void store_first(const Columns<kNarrow>& x, int64_t n, scalar_t* out) {
-  _mm512_mask_storeu_epi16(out, low32(n), narrow(x.vector[0], x.vector[1], scalar_t{}));
-}
-
 // exp(scale x - reference) as 2^(slope x + offset). Rounding the two is the same factor near 1 for every x.
 struct Line {
   float slope, offset;
@@ -168,8 +40,8 @@ struct Line {
   SCE_AVX512_INLINE Line(float scale, float reference) : slope(scale * kLog2e), offset(-reference * kLog2e) {}
 };
 
-// factor 2^(slope x + offset), with a polynomial for the fraction of the exponent. Minimax fits on [0, 1]: relative error
-// 1.9e-9 (degree 6), 7.5e-8 (degree 5), 2.6e-6 (degree 4).
+// factor 2^(slope x + offset), with a polynomial for the fraction of the exponent. Minimax fits on [0, 1]: relative
+// error 1.9e-9 (degree 6), 7.5e-8 (degree 5), 2.6e-6 (degree 4).
 template <int degree>
 class Exponential {
  public:
