@@ -202,8 +202,18 @@ inline void make_args(const Tensor& logits, const Target& target, const Options&
   args.options.softcap = options.softcap.value_or(0);
 }
 
+// A scalar of the arithmetic dtype of `like`, beside it.
+inline const void* view_scalar(const Tensor& t, const Tensor& like, const char* argument) {
+  check_same_device(t, like, argument);
+  check(t.dim() == 0, argument, " must be (), got ", shape(t));
+  check(t.scalar_type() == arithmetic_dtype(like), argument, " must be of dtype ", name(arithmetic_dtype(like)), ", got ",
+        name(t.scalar_type()));
+  return t.const_data_ptr();
+}
+
 // The losses of the rows take the place of the logits that they come from.
-inline MeanArgs mean_args(const Tensor& loss, const Target& target, int64_t ignore_index, int64_t num_classes, Held& held) {
+inline MeanArgs mean_args(const Tensor& loss, const Target& target, int64_t ignore_index, int64_t num_classes,
+                          const OptionalTensor& normalizer, Held& held) {
   check(loss.dim() == 1, "loss must be (rows,), got ", shape(loss));
   const DType dtype = to_dtype(loss, "loss", /*integer=*/false);
   check(dtype == DType::kFloat32 || dtype == DType::kFloat64, "loss must be of dtype float32 or float64, got ",
@@ -215,7 +225,13 @@ inline MeanArgs mean_args(const Tensor& loss, const Target& target, int64_t igno
   const Options options{ignore_index, 0, 0, 1, std::nullopt, num_classes};
   view_target(target, options, held, rows);
   view_weight(target.weight, options, held, rows);
-  return {loss.const_data_ptr(), loss.stride(0), dtype, rows.target, nullptr, nullptr};
+  MeanArgs args{};
+  args.loss = loss.const_data_ptr();
+  args.loss_stride = loss.stride(0);
+  args.dtype = dtype;
+  args.target = rows.target;
+  args.normalizer = normalizer ? view_scalar(*normalizer, loss, "normalizer") : nullptr;
+  return args;
 }
 
 // A vector (rows,) of the arithmetic dtype with any stride, 0 included.

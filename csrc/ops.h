@@ -1,6 +1,6 @@
 // ops.h - the ops on tensors, for the CPU and for CUDA alike: check, allocate, hand over to the device.
 //
-// `device_t` has forward, backward, backward_values and mean on the plain arguments of cross_entropy.h, `empty_output`
+// `device_t` has forward, forward_with_gradient, backward, backward_values and mean on the plain arguments of cross_entropy.h, `empty_output`
 // for the large fresh gradient, and `check_target`, called before any work.
 #pragma once
 
@@ -39,6 +39,48 @@ struct Ops {
     const Options options SCE_OPTION_ARGUMENTS;
     auto [loss, lse, residual] = run_forward(logits, target, options, true);
     return {loss, lse, *residual};
+  }
+
+  static std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> forward_with_gradient(
+      Tensor grad_mean, OptionalTensor normalizer, Tensor logits, SCE_PARAMETERS) {
+    const Target target SCE_TARGET_ARGUMENTS;
+    const Options options SCE_OPTION_ARGUMENTS;
+    Held held;
+    ForwardArgs forward{};
+    make_args(logits, target, options, held, forward);
+    device_t::check_target(forward.target);
+    const ScalarType dtype = arithmetic_dtype(logits);
+    const Tensor loss = empty(logits, {forward.rows}, dtype), grad_loss = empty(logits, {}, dtype);
+    Tensor mean = empty(logits, {}, dtype), divisor = empty(logits, {}, dtype);
+    Tensor lse = empty(logits, {forward.rows}, dtype), residual = empty(logits, {forward.rows}, dtype);
+    Tensor grad_logits = device_t::empty_output(logits, forward.rows, forward.vocab);
+
+    MeanArgs count{};
+    count.dtype = to_dtype(lse, "lse", /*integer=*/false);
+    count.target = forward.target;
+    count.normalizer = normalizer ? view_scalar(*normalizer, logits, "normalizer") : nullptr;
+    count.grad_mean = view_scalar(grad_mean, logits, "grad_mean");
+    count.grad_loss = grad_loss.mutable_data_ptr();
+    count.divisor = divisor.mutable_data_ptr();
+    device_t::mean(count, logits);
+
+    BackwardArgs backward{};
+    static_cast<CrossEntropyArgs&>(backward) = forward;
+    backward.grad_loss = count.grad_loss;
+    forward.loss = loss.mutable_data_ptr();
+    backward.lse = forward.lse = lse.mutable_data_ptr();
+    backward.lse_residual = forward.lse_residual = residual.mutable_data_ptr();
+    backward.grad_logits = grad_logits.mutable_data_ptr();
+    backward.grad_row_stride = backward.vocab;
+    if (forward.rows > 0) device_t::forward_with_gradient(forward, backward, logits);
+
+    MeanArgs all = count;
+    all.grad_mean = nullptr;
+    all.loss = forward.loss;
+    all.loss_stride = 1;
+    all.mean = mean.mutable_data_ptr();
+    device_t::mean(all, logits);
+    return {mean, divisor, lse, residual, grad_logits};
   }
 
   static Tensor backward(
@@ -89,10 +131,10 @@ struct Ops {
 
   static std::tuple<Tensor, Tensor> mean(Tensor loss, Tensor indices, OptionalTensor values, OptionalTensor offsets,
                                          OptionalTensor weight, OptionalTensor row_mask, int64_t ignore_index,
-                                         int64_t num_classes) {
+                                         int64_t num_classes, OptionalTensor normalizer) {
     const Target target SCE_TARGET_ARGUMENTS;
     Held held;
-    MeanArgs args = mean_args(loss, target, ignore_index, num_classes, held);
+    MeanArgs args = mean_args(loss, target, ignore_index, num_classes, normalizer, held);
     Tensor out = empty(loss, {}, loss.scalar_type()), divisor = empty(loss, {}, loss.scalar_type());
     args.mean = out.mutable_data_ptr();
     args.divisor = divisor.mutable_data_ptr();
@@ -140,6 +182,7 @@ struct Ops {
 #define SCE_REGISTER_OPS(m, ops_t)                                        \
   m.impl("forward", TORCH_BOX(&ops_t::forward));                          \
   m.impl("forward_with_residual", TORCH_BOX(&ops_t::forward_with_residual)); \
+  m.impl("forward_with_gradient", TORCH_BOX(&ops_t::forward_with_gradient)); \
   m.impl("backward", TORCH_BOX(&ops_t::backward));                        \
   m.impl("backward_", TORCH_BOX(&ops_t::backward_));                      \
   m.impl("backward_values", TORCH_BOX(&ops_t::backward_values));          \

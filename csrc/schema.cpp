@@ -25,6 +25,12 @@ STABLE_TORCH_LIBRARY(sparse_ce, m) {
   m.def("forward_with_residual(Tensor logits, " SCE_TARGET ", " SCE_OPTIONS
         ") -> (Tensor loss, Tensor lse, Tensor lse_residual)");
 
+  // What `mean` makes of the losses and `backward` of grad_mean () A: mean (), divisor (), lse (N,), lse_residual (N,),
+  // all A, and grad_logits (N, V). On a CPU each row's gradient is written while its logits are in a cache: one read and
+  // one write in all. Bit for bit what the ops one after the other give.
+  m.def("forward_with_gradient(Tensor grad_mean, Tensor? normalizer, Tensor logits, " SCE_TARGET ", " SCE_OPTIONS
+        ") -> (Tensor mean, Tensor divisor, Tensor lse, Tensor lse_residual, Tensor grad_logits)");
+
   // grad_logits (N, V), dtype of logits, of sum(grad_loss * loss + grad_lse * lse). Rows that are ignored or whose
   // upstream gradient is 0 get 0 and are not read.
   m.def("backward(Tensor grad_loss, Tensor? grad_lse, Tensor logits, Tensor lse, Tensor? lse_residual, " SCE_TARGET
@@ -39,8 +45,10 @@ STABLE_TORCH_LIBRARY(sparse_ce, m) {
         ") -> Tensor");
 
   // The mean of loss (N,) A over the rows that count, and what the sum was divided by, both () A: the sum of the labels'
-  // class weights for class labels, else the number of rows that are not ignored. Over nothing: 0 and inf.
-  m.def("mean(Tensor loss, " SCE_TARGET ", int ignore_index=-100, int num_classes=0) -> (Tensor mean, Tensor divisor)");
+  // class weights for class labels, else the number of rows that are not ignored; `normalizer` () A where there is one.
+  // Over nothing, or by 0: 0 and inf.
+  m.def("mean(Tensor loss, " SCE_TARGET ", int ignore_index=-100, int num_classes=0, Tensor? normalizer=None)"
+        " -> (Tensor mean, Tensor divisor)");
 
   // "avx512", "avx2" or "default": the path that the CPU kernels take.
   m.def("cpu_instruction_set() -> str");

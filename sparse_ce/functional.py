@@ -101,19 +101,16 @@ def cross_entropy(
         weight = _class_weights(weight, input, vocab, classes)
 
     flat = target.flatten()
-    mean = reduction == "mean" and normalizer is None
+    if reduction == "sum":
+        normalizer = 1.0  # a mean that divides by 1
     loss, lse = ops.cross_entropy(
         input.reshape(-1, vocab), flat.indices, flat.values, flat.offsets, weight, flat.row_mask,
         (ignore_index, float(label_smoothing), float(z_loss), float(logit_scale),
          None if softcap is None else float(softcap), num_classes),
-        inplace_backward, mean)
+        inplace_backward, reduction != "none", None if normalizer is None else _scalar(normalizer, input))
 
     if reduction == "none":
         loss = loss.reshape(leading)
-    elif not mean:
-        loss = loss.sum()
-        if normalizer is not None:
-            loss = _divide(loss, _first_element(normalizer, loss))
     return (loss, lse.reshape(leading)) if return_lse else loss
 
 
@@ -188,16 +185,10 @@ def _class_weights(weight: Tensor, input: Tensor, vocab: int, classes: int) -> T
     return weight[:classes].to(reference.arithmetic_dtype(input.dtype))
 
 
-def _first_element(normalizer: Normalizer, like: Tensor) -> Union[float, Tensor]:
+def _scalar(normalizer: Normalizer, input: Tensor) -> Tensor:
+    """(), in the arithmetic dtype, on the device of ``input``."""
+    dtype = reference.arithmetic_dtype(input.dtype)
     if not isinstance(normalizer, Tensor):
-        return float(normalizer)
+        return torch.full((), float(normalizer), dtype=dtype, device=input.device)
     _check(normalizer.numel() > 0, f"normalizer must have at least one element, got {list(normalizer.shape)}")
-    return normalizer.detach().reshape(-1)[0].to(device=like.device, dtype=like.dtype, non_blocking=True)
-
-
-def _divide(total: Tensor, divisor: Union[float, Tensor]) -> Tensor:
-    """total / divisor, and 0 with gradient 0 where the divisor is 0; static, without a look at the value."""
-    if isinstance(divisor, float):
-        return total / divisor if divisor else torch.where(torch.zeros_like(total, dtype=torch.bool), total, 0.0)
-    empty = divisor == 0
-    return torch.where(empty, 0.0, total / torch.where(empty, 1.0, divisor))
+    return normalizer.detach().reshape(-1)[0].to(device=input.device, dtype=dtype, non_blocking=True)

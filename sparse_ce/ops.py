@@ -13,7 +13,7 @@ from typing import Optional, Tuple
 import torch
 from torch import Tensor
 
-from . import reference
+from . import foresight, reference
 
 _ops = torch.ops.sparse_ce
 
@@ -52,6 +52,11 @@ def _composite(logits: Tensor) -> bool:
             or logits.device.type not in ("cpu", "cuda", "meta"))
 
 
+def _batched(grad: Tensor) -> bool:
+    """Whether a gradient stands for several: under ``torch.func.vmap`` or ``is_grads_batched``."""
+    return torch._C._are_functorch_transforms_active() or torch._C._functorch.is_legacy_batchedtensor(grad)
+
+
 def _needs_grad(*tensors: Optional[Tensor]) -> bool:
     return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
 
@@ -60,14 +65,21 @@ class _CrossEntropy(torch.autograd.Function):
     """(loss, lse), or (mean, lse), with the gradient for logits and for the values of the entries."""
 
     @staticmethod
-    def forward(ctx, logits, indices, values, offsets, weight, row_mask, options, inplace_backward, mean):
-        target, divisor = (indices, values, offsets, weight, row_mask), None
+    def forward(ctx, logits, indices, values, offsets, weight, row_mask, options, inplace_backward, mean, normalizer):
+        target, divisor, upstream, gradient = (indices, values, offsets, weight, row_mask), None, None, None
+        ctx.foresee = mean and logits.is_cpu and ctx.needs_input_grad[0] and not inplace_backward
+        if ctx.foresee:
+            upstream = foresight.forecast(logits.device, reference.arithmetic_dtype(logits.dtype))
         with torch._C._AutoDispatchBelowAutograd():
-            loss, lse, lse_residual = _ops.forward_with_residual(logits, *target, *options)
-            if mean:
-                loss, divisor = _ops.mean(loss, *target, options[0], _classes(logits, options))
+            if upstream is not None:
+                loss, divisor, lse, lse_residual, gradient = _ops.forward_with_gradient(
+                    upstream, normalizer, logits, *target, *options)
+            else:
+                loss, lse, lse_residual = _ops.forward_with_residual(logits, *target, *options)
+                if mean:
+                    loss, divisor = _ops.mean(loss, *target, options[0], _classes(logits, options), normalizer)
         ctx.save_for_backward(logits, *target, lse, lse_residual, divisor)
-        ctx.options, ctx.inplace_backward = options, inplace_backward
+        ctx.options, ctx.inplace_backward, ctx.made = options, inplace_backward, (upstream, gradient)
         ctx.set_materialize_grads(False)
         return loss, lse
 
@@ -76,16 +88,21 @@ class _CrossEntropy(torch.autograd.Function):
         logits, indices, values, offsets, weight, row_mask, lse, lse_residual, divisor = ctx.saved_tensors
         target = (indices, values, offsets, weight, row_mask, *ctx.options)
         grad_logits = grad_values = None
+        once = not torch.is_grad_enabled()
+        (upstream, gradient), ctx.made = ctx.made, (None, None)  # handed out once: its new owner may overwrite it
         if grad_loss is None:
             if grad_lse is None:
-                return (None,) * 9
+                return (None,) * 10
             grad_loss = torch.zeros_like(grad_lse)
         elif divisor is not None:
+            if ctx.foresee and once and grad_lse is None and _eager() and not _batched(grad_loss):
+                foresight.remember(grad_loss)
+                if upstream is not None and torch.equal(upstream, grad_loss):
+                    grad_logits = gradient
             grad_loss = (grad_loss / divisor).expand(lse.shape)
         if ctx.needs_input_grad[2]:
             grad_values = _ops.backward_values(grad_loss, logits, lse, lse_residual, *target).to(values.dtype)
-        if ctx.needs_input_grad[0]:
-            once = not torch.is_grad_enabled()
+        if ctx.needs_input_grad[0] and grad_logits is None:
             if once and ctx.inplace_backward:
                 grad_logits = logits.detach()
                 _ops.backward_(grad_loss, grad_lse, grad_logits, lse, lse_residual, *target)
@@ -94,7 +111,7 @@ class _CrossEntropy(torch.autograd.Function):
                     grad_logits = _ops.backward(grad_loss, grad_lse, logits, lse, lse_residual, *target)
             else:
                 grad_logits = _ops.backward(grad_loss, grad_lse, logits, lse, lse_residual, *target)
-        return grad_logits, None, grad_values, None, None, None, None, None, None
+        return grad_logits, None, grad_values, *(None,) * 7
 
 
 def _classes(logits: Tensor, options: tuple) -> int:
@@ -102,19 +119,23 @@ def _classes(logits: Tensor, options: tuple) -> int:
 
 
 def _forward_autograd(logits, indices, values=None, offsets=None, weight=None, row_mask=None, *options,
-                      inplace_backward=False, mean=False):
+                      inplace_backward=False, mean=False, normalizer=None):
     target = (indices, values, offsets, weight, row_mask)
     if _composite(logits):
         loss, lse = reference.forward(logits, *target, *options)
-        return (reference.mean(loss, *target, options[0], _classes(logits, options))[0] if mean else loss), lse
+        if mean:
+            loss, _ = reference.mean(loss, *target, options[0], _classes(logits, options), normalizer)
+        return loss, lse
     if _needs_grad(logits, values, weight):
         if weight is not None and weight.requires_grad:
             raise RuntimeError("sparse_ce: weight must be a tensor that does not require grad, got one that does; "
                                "pass weight.detach()")
-        return _CrossEntropy.apply(logits, *target, options, inplace_backward, mean)
+        return _CrossEntropy.apply(logits, *target, options, inplace_backward, mean, normalizer)
     with torch._C._AutoDispatchBelowAutograd():
         loss, lse = _ops.forward(logits, *target, *options)
-        return (_ops.mean(loss, *target, options[0], _classes(logits, options))[0] if mean else loss), lse
+        if mean:
+            loss, _ = _ops.mean(loss, *target, options[0], _classes(logits, options), normalizer)
+        return loss, lse
 
 
 class _Mean(torch.autograd.Function):
@@ -186,6 +207,12 @@ def _(logits, indices, *args, **kwargs):
     return _per_row(logits), _per_row(logits), _per_row(logits)
 
 
+@torch.library.register_fake("sparse_ce::forward_with_gradient")
+def _(grad_mean, normalizer, logits, indices, *args, **kwargs):
+    scalar = torch.empty_like(grad_mean)
+    return scalar, torch.empty_like(scalar), _per_row(logits), _per_row(logits), logits.new_empty(logits.shape)
+
+
 @torch.library.register_fake("sparse_ce::backward")
 def _(grad_loss, grad_lse, logits, lse, lse_residual, indices, *args, **kwargs):
     return logits.new_empty(logits.shape)
@@ -213,9 +240,9 @@ def _eager() -> bool:
 
 def cross_entropy(logits: Tensor, indices: Tensor, values: Optional[Tensor], offsets: Optional[Tensor],
                   weight: Optional[Tensor], row_mask: Optional[Tensor], options: tuple,
-                  inplace_backward: bool, mean: bool) -> Tuple[Tensor, Tensor]:
-    """``torch.ops.sparse_ce.forward``, with the choices of a loss that is the mean already and of a gradient that
-    overwrites the logits.
+                  inplace_backward: bool, mean: bool, normalizer: Optional[Tensor]) -> Tuple[Tensor, Tensor]:
+    """``torch.ops.sparse_ce.forward``, with the choices of a loss that is the mean already (``normalizer``, (), divides
+    instead of the count of rows) and of a gradient that overwrites the logits.
 
     Under ``torch.compile`` and functorch the gradient is a fresh tensor: their graphs do not let a backward write to an
     input. So it is for logits whose rows overlap or whose columns are strided.
@@ -223,11 +250,12 @@ def cross_entropy(logits: Tensor, indices: Tensor, values: Optional[Tensor], off
     if not _eager():
         loss, lse = _ops.forward(logits, indices, values, offsets, weight, row_mask, *options)
         if mean:
-            loss, _ = _ops.mean(loss, indices, values, offsets, weight, row_mask, options[0], _classes(logits, options))
+            loss, _ = _ops.mean(loss, indices, values, offsets, weight, row_mask, options[0], _classes(logits, options),
+                                normalizer)
         return loss, lse
     writable = logits.stride(1) == 1 and (logits.shape[0] <= 1 or logits.stride(0) >= logits.shape[1])
     return _forward_autograd(logits, indices, values, offsets, weight, row_mask, *options,
-                             inplace_backward=inplace_backward and writable, mean=mean)
+                             inplace_backward=inplace_backward and writable, mean=mean, normalizer=normalizer)
 
 
 def instruction_set() -> str:

@@ -59,16 +59,24 @@ def ignored_rows(indices: Tensor, offsets: Optional[Tensor], row_mask: Optional[
 
 def mean(loss: Tensor, indices: Tensor, values: Optional[Tensor] = None, offsets: Optional[Tensor] = None,
          weight: Optional[Tensor] = None, row_mask: Optional[Tensor] = None, ignore_index: int = -100,
-         num_classes: int = 0) -> Tuple[Tensor, Tensor]:
-    """The mean of ``loss`` (N,) over the rows that count, () , and the divisor, (): inf over nothing, for a mean of 0."""
+         num_classes: int = 0, normalizer: Optional[Tensor] = None) -> Tuple[Tensor, Tensor]:
+    """The mean of ``loss`` (N,) over the rows that count, (), and the divisor, (): inf over nothing, for a mean of 0.
+
+    ``normalizer``, (), divides instead of the count.
+    """
+    divisor = _count(loss, indices, values, offsets, weight, row_mask, ignore_index,
+                     num_classes) if normalizer is None else normalizer
+    empty = divisor == 0
+    divisor = torch.where(empty, torch.inf, divisor)
+    return torch.where(empty, 0.0, loss.sum() / divisor), divisor
+
+
+def _count(loss, indices, values, offsets, weight, row_mask, ignore_index, num_classes) -> Tensor:
     counts = ~ignored_rows(indices, offsets, row_mask, ignore_index, loss.shape[0])
     if weight is not None and offsets is None and values is None and indices.numel() == loss.shape[0]:
         labels = torch.where(counts, indices.reshape(-1), 0).clamp(0, num_classes - 1).long()
         counts = torch.where(counts, weight[labels], 0.0)
-    divisor = counts.sum(dtype=loss.dtype)
-    empty = divisor == 0
-    divisor = torch.where(empty, torch.inf, divisor)
-    return torch.where(empty, 0.0, loss.sum() / divisor), divisor
+    return counts.sum(dtype=loss.dtype)
 
 
 def entries_of(indices: Tensor, values: Optional[Tensor], offsets: Optional[Tensor], ignore_index: int,

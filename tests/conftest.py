@@ -19,6 +19,7 @@ if TESTS not in sys.path:  # --import-mode=importlib leaves it out
 import torch  # noqa: E402
 
 import cases  # noqa: E402
+from sparse_ce import foresight  # noqa: E402
 
 torch.sparse.check_sparse_tensor_invariants.disable()  # PyTorch's default, said aloud: it warns where nobody chose
 
@@ -26,6 +27,12 @@ torch.sparse.check_sparse_tensor_invariants.disable()  # PyTorch's default, said
 @pytest.fixture(params=cases.devices())
 def device(request):
     return request.param
+
+
+@pytest.fixture(autouse=True)
+def no_forecast():
+    """Otherwise it would hang on the test before whether forward makes the gradient."""
+    foresight._upstream.clear()
 
 
 @pytest.fixture(autouse=True)

@@ -53,6 +53,7 @@ def test_opcheck_of_the_differentiable_ops(kind, requires_grad, device):
     torch.library.opcheck(ops.backward.default, (rows, rows.detach(), logits, lse, None, *target))
     loss = rows.detach().requires_grad_(requires_grad)
     torch.library.opcheck(ops.mean.default, (loss, *target), dict(num_classes=logits.shape[1]))
+    torch.library.opcheck(ops.mean.default, (loss, *target), dict(num_classes=7, normalizer=rows.detach()[0].clone()))
     if target[1] is not None:
         torch.library.opcheck(ops.backward_values.default, (rows, logits, lse, torch.zeros_like(lse), *target), options)
 
@@ -64,10 +65,13 @@ def test_opcheck_of_the_ops_without_a_derivative(kind, device):
         torch.library.opcheck(ops.forward_with_residual.default, (logits, *target), dict(label_smoothing=0.1))
         lse = torch.logsumexp(logits.float(), 1)
         torch.library.opcheck(ops.backward_.default, (rows, rows, logits, lse, torch.zeros_like(lse), *target))
+        torch.library.opcheck(ops.forward_with_gradient.default, (rows[0].clone(), None, logits, *target))
+        torch.library.opcheck(ops.forward_with_gradient.default, (rows[0].clone(), rows[1].clone(), logits, *target))
 
 
 def test_every_op_is_checked_here():
-    known = {"forward", "forward_with_residual", "backward", "backward_", "backward_values", "mean"}  # checked above
+    known = {"forward", "forward_with_residual", "forward_with_gradient", "backward", "backward_", "backward_values",
+             "mean"}  # checked above
     strings = {"cpu_instruction_set", "cuda_architectures"}  # return a str, which opcheck cannot compare
     defined = {s.name.split("::")[1] for s in torch._C._jit_get_all_schemas() if s.name.startswith("sparse_ce::")}
     assert defined - strings == known, "add the new op to this file"

@@ -173,6 +173,7 @@ SCE_AVX512 bool gradient(const scalar_t* x, int64_t n, float scale, const Gradie
     int64_t i = begin;
     for (; i < begin + step; i += kPack) {
       prefetch_streams(x + i, next + i, step);
+      prefetch_stores(gradient + i, step);
       load_streams(x + i, step, wide);
       exponential(wide);
       store_streams(wide, step, gradient + i);

@@ -7,10 +7,8 @@ namespace {
 template <typename acc_t>
 void mean_of(const MeanArgs& args) {
   MeanStats<double> stats;
-  for (int64_t r = 0; r < args.target.rows; ++r)
-    stats.merge({static_cast<const acc_t*>(args.loss)[r * args.loss_stride], args.target.count<acc_t>(r)});
-  *static_cast<acc_t*>(args.mean) = static_cast<acc_t>(stats.mean());
-  *static_cast<acc_t*>(args.divisor) = static_cast<acc_t>(stats.divisor());
+  for (int64_t r = 0; r < args.target.rows; ++r) stats.merge(args.row<acc_t>(r));
+  args.finish<acc_t>(stats);
 }
 
 }  // namespace

@@ -8,6 +8,9 @@ namespace {
 
 struct Cpu {
   static void forward(const ForwardArgs& args, const Tensor&) { cpu::cross_entropy_forward(args); }
+  static void forward_with_gradient(const ForwardArgs& forward, const BackwardArgs& backward, const Tensor&) {
+    cpu::cross_entropy_forward_with_gradient(forward, backward);
+  }
   static void backward(const BackwardArgs& args, const Tensor&) { cpu::cross_entropy_backward(args); }
   static void backward_values(const BackwardArgs& args, const Tensor&) { cpu::cross_entropy_backward_values(args); }
   static void mean(const MeanArgs& args, const Tensor&) { cpu::mean(args); }

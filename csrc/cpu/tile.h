@@ -10,9 +10,9 @@
 #define SCE_X86 1
 #define SCE_AVX2 __attribute__((target("arch=x86-64-v3")))
 #if defined(__clang__)
-#define SCE_AVX512 __attribute__((target("arch=x86-64-v4")))
+#define SCE_AVX512 __attribute__((target("arch=x86-64-v4,prfchw")))
 #else
-#define SCE_AVX512 __attribute__((target("arch=x86-64-v4,prefer-vector-width=512")))
+#define SCE_AVX512 __attribute__((target("arch=x86-64-v4,prfchw,prefer-vector-width=512")))
 #endif
 #endif
 

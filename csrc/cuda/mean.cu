@@ -11,13 +11,9 @@ __global__ void __launch_bounds__(kThreads) mean_kernel(MeanArgs args) {
   using Group = RowGroup<kThreads>;
   MeanStats<double> mine;
 #pragma unroll 4
-  for (int64_t r = Group::rank(); r < args.target.rows; r += kThreads)
-    mine.merge({double(static_cast<const acc_t*>(args.loss)[r * args.loss_stride]),
-                double(args.target.template count<acc_t>(r))});
+  for (int64_t r = Group::rank(); r < args.target.rows; r += kThreads) mine.merge(args.template row<acc_t>(r));
   const MeanStats<double> stats = Group::reduce(mine);
-  if (Group::rank() != 0) return;
-  *static_cast<acc_t*>(args.mean) = static_cast<acc_t>(stats.mean());
-  *static_cast<acc_t*>(args.divisor) = static_cast<acc_t>(stats.divisor());
+  if (Group::rank() == 0) args.template finish<acc_t>(stats);
 }
 
 }  // namespace

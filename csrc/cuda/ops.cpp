@@ -60,6 +60,12 @@ struct Cuda {
     const Tensor workspace = bytes(like, cuda::cross_entropy_forward_workspace(args));
     check_cuda(cuda::cross_entropy_forward(args, workspace.mutable_data_ptr(), stream_of(like)));
   }
+  // Two kernels; where the logits fit into the second cache, the second finds them there.
+  static void forward_with_gradient(const ForwardArgs& forward_args, const BackwardArgs& backward_args,
+                                    const Tensor& like) {
+    forward(forward_args, like);
+    backward(backward_args, like);
+  }
   static void backward(const BackwardArgs& args, const Tensor& like) {
     const DeviceGuard guard(like.get_device_index());
     const Tensor workspace = bytes(like, cuda::cross_entropy_backward_workspace(args));

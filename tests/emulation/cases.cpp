@@ -361,8 +361,19 @@ void run_case(const Case& c) {
   Array forward_space(DType::kInt32, int64_t(cuda::cross_entropy_forward_workspace(forward) + 3) / 4);
   must(cuda::cross_entropy_forward(forward, forward_space.device(), nullptr), "forward");
 
-  Array mean(c.arithmetic, 1), divisor(c.arithmetic, 1);
-  must(cuda::mean({loss.device(), 1, c.arithmetic, forward.target, mean.device(), divisor.device()}, nullptr), "mean");
+  Array mean(c.arithmetic, 1), divisor(c.arithmetic, 1), normalizer(c.arithmetic, 1), upstream(c.arithmetic, 1);
+  const bool normalized = below(3) == 0;
+  normalizer.set(0, double(below(4)) - 0.5 * below(2)), upstream.set(0, 0.75);
+  normalizer.upload(), upstream.upload();
+  MeanArgs average{};
+  average.loss = loss.device(), average.loss_stride = 1, average.dtype = c.arithmetic, average.target = forward.target;
+  average.normalizer = normalized ? normalizer.device() : nullptr;
+  average.mean = mean.device(), average.divisor = divisor.device();
+  must(cuda::mean(average, nullptr), "mean");
+  Array ahead_divisor(c.arithmetic, 1), ahead_grad(c.arithmetic, 1);  // as before the losses are known
+  average.loss = average.mean = nullptr;
+  average.grad_mean = upstream.device(), average.grad_loss = ahead_grad.device(), average.divisor = ahead_divisor.device();
+  must(cuda::mean(average, nullptr), "divisor");
 
   BackwardArgs backward{};
   p.fill(backward);
@@ -388,7 +399,7 @@ void run_case(const Case& c) {
   for (int64_t r = 0; r < c.rows; ++r) exact.emplace_back(p, r);
 
   must(cuda::cross_entropy_backward(backward, entries.device(), nullptr), "backward");
-  for (Array* a : {&loss, &lse, &residual, &mean, &divisor, &gradient, &grad_values}) a->download();
+  for (Array* a : {&loss, &lse, &residual, &mean, &divisor, &ahead_divisor, &ahead_grad, &gradient, &grad_values}) a->download();
   double total = 0, count = 0, size = 0;
   for (int64_t r = 0; r < c.rows; ++r) {
     const int64_t label = c.layout == Case::kIndex ? int64_t(p.indices.get(r)) : 0;
@@ -396,8 +407,11 @@ void run_case(const Case& c) {
     total += loss.get(r), size += std::fabs(loss.get(r));
     count += p.ignored(r) ? 0 : is_label && c.has_weight ? p.weight.get(label) : 1;
   }
-  compare("mean", 0, 0, mean.get(0), count == 0 ? 0 : total / count, 1e-6 * size / count);
-  compare("divisor", 0, 0, divisor.get(0), count == 0 ? INFINITY : count, 1e-6 * count);
+  if (normalized) count = normalizer.get(0);
+  compare("mean", 0, 0, mean.get(0), count == 0 ? 0 : total / count, 1e-6 * size / std::fabs(count));
+  compare("divisor", 0, 0, divisor.get(0), count == 0 ? INFINITY : count, 1e-6 * std::fabs(count));
+  compare("divisor ahead", 0, 0, ahead_divisor.get(0), divisor.get(0), 0);
+  compare("gradient ahead", 0, 0, ahead_grad.get(0), 0.75 / divisor.get(0), 1e-6 / std::fabs(divisor.get(0)));
   for (int64_t r = 0; r < c.rows; ++r) {
     compare("loss", r, 0, loss.get(r), exact[r].loss, exact[r].loss_bound);
     compare("lse", r, 0, lse.get(r), exact[r].lse, exact[r].lse_bound);

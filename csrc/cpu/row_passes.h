@@ -1,0 +1,194 @@
+// row_passes.h - what is done with one row, and with a part of one: its loss, then its gradient.
+#pragma once
+
+#include "../cross_entropy.h"
+#include "row_entries.h"
+#include "tile.h"
+
+#include <algorithm>
+
+namespace sparse_ce {
+namespace cpu {
+
+constexpr int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+// Asks for the entries of a row that will soon be collected.
+inline void prefetch_entries(const TargetView& target, int64_t r) {
+  const auto prefetch = [](const void* array, int64_t begin, int64_t end) {
+    constexpr int64_t kLine = 64;
+    for (int64_t byte = begin; byte < end; byte += kLine) __builtin_prefetch(static_cast<const char*>(array) + byte);
+  };
+  const EntryRange range = target.row(r);
+  const int64_t index_size = size_of(target.indices_dtype), value_size = size_of(target.values_dtype);
+  prefetch(target.indices, range.begin * index_size, range.end * index_size);
+  if (target.values) prefetch(target.values, range.begin * value_size, range.end * value_size);
+}
+
+template <typename scalar_t>
+const acc_type<scalar_t>* weights_at(const TargetView& target, int64_t column) {
+  const auto* weight = static_cast<const acc_type<scalar_t>*>(target.weight);
+  return weight ? weight + column : nullptr;
+}
+
+// Rows are shared out whole, or by spans of kSpan columns. Both orders work on the same spans and merge them in the same
+// sequence, so the result does not depend on the number of threads.
+template <typename scalar_t>
+class Forward {
+  using acc_t = acc_type<scalar_t>;
+
+ public:
+  explicit Forward(const ForwardArgs& args)
+      : args_(args), columns_(args.target.num_classes), spans_(divide_up(columns_, kSpan)), transform_(args.options) {}
+
+  int64_t spans() const { return spans_; }
+  bool ignored(int64_t r) const { return args_.target.ignored(r); }
+
+  // `after` is the row that will be read next; `entries` is memory to work in.
+  void write(int64_t r, int64_t after, RowEntries<acc_t>& entries) const {
+    prefetch_entries(args_.target, r);
+    RowStats<acc_t> stats;
+    if (!ignored(r))
+      for (int64_t t = 0; t < spans_; ++t) stats.merge(span(r, t, after));
+    finish(r, stats, entries);
+  }
+
+  RowStats<acc_t> span(int64_t r, int64_t t, int64_t after) const {
+    const int64_t column = t * kSpan;
+    const scalar_t* next = t + 1 < spans_ ? row(r) + column + kSpan : row(after);
+    const bool weighted = args_.options.label_smoothing != 0;
+    return tile_kernels<scalar_t>().stats(row(r) + column, std::min(kSpan, columns_ - column), transform_, weighted,
+                                          weights_at<scalar_t>(args_.target, column), next);
+  }
+
+  // Adds the entries and writes what belongs to the row.
+  void finish(int64_t r, const RowStats<acc_t>& stats, RowEntries<acc_t>& entries) const {
+    acc_t* loss = static_cast<acc_t*>(args_.loss);
+    acc_t* lse = static_cast<acc_t*>(args_.lse);
+    acc_t* residual = static_cast<acc_t*>(args_.lse_residual);
+    if (ignored(r)) {
+      loss[r] = lse[r] = acc_t(0);
+      if (residual) residual[r] = acc_t(0);
+      return;
+    }
+    entries.collect(args_.target, r);
+    entries.logits.resize(entries.size());
+    entries.gather(row(r), transform_, 0, entries.size());
+    TargetStats<acc_t> target;
+    for (size_t k = 0; k < entries.size(); ++k) {
+      const acc_t w = entries.weights[k];
+      // A class of weight 0 at a -inf logit adds 0, not 0 * inf.
+      if (w != acc_t(0)) target.merge({w * (entries.logits[k] - stats.max), w});
+    }
+    const RowLoss<acc_t> out(stats, target, args_.options, columns_);
+    loss[r] = out.loss;
+    lse[r] = out.lse;
+    if (residual) residual[r] = out.lse_residual;
+  }
+
+ private:
+  const scalar_t* row(int64_t r) const { return static_cast<const scalar_t*>(args_.logits) + r * args_.row_stride; }
+
+  const ForwardArgs& args_;
+  const int64_t columns_, spans_;
+  const LogitTransform<acc_t> transform_;
+};
+
+template <typename scalar_t>
+class Backward {
+  using acc_t = acc_type<scalar_t>;
+
+ public:
+  // The logits where a row has entries are read before the dense pass over their span, which may overwrite them and
+  // finds them in the second cache; the gradient there is written when the row is done: rounded to storage once, so
+  // p - 1 near p = 1 keeps its digits in 16 bits.
+  struct RowPlan {
+    bool zero;
+    GradientCoefficients<acc_t> coefficients;
+    RowEntries<acc_t> entries;
+  };
+
+  explicit Backward(const BackwardArgs& args)
+      : args_(args), columns_(args.target.num_classes), spans_(divide_up(args.vocab, kSpan)), transform_(args.options) {
+    weight_sum_ = args.weight_sum ? *static_cast<const acc_t*>(args.weight_sum) : static_cast<acc_t>(columns_);
+  }
+
+  int64_t spans() const { return spans_; }
+  RowPlan empty_plan() const { return {true, {0, 0, 0, 0, 0, weight_sum_, args_.options, columns_}, {}}; }
+
+  // `after` is the row that will be read next; `plan` is memory to work in.
+  void write(int64_t r, int64_t after, RowPlan& plan) const {
+    prefetch_entries(args_.target, after);
+    make_plan(r, plan);
+    for (int64_t t = 0; t < spans_; ++t) write_span(r, t, after, plan);
+    write_entries(r, plan);
+  }
+
+  void make_plan(int64_t r, RowPlan& plan) const {
+    RowEntries<acc_t>& entries = plan.entries;
+    entries.clear();
+    plan.zero = args_.target.ignored(r) || (grad(r) == acc_t(0) && grad_lse(r) == acc_t(0));
+    if (plan.zero) return;
+    entries.collect(args_.target, r);
+    plan.coefficients = coefficients(r, entries.mass());
+    entries.arrange(spans_);
+  }
+
+  // Every element of the span is written: zeros for an ignored row and for columns beyond the classes.
+  void write_span(int64_t r, int64_t t, int64_t after, RowPlan& plan) const {
+    const int64_t begin = t * kSpan, end = std::min(begin + kSpan, args_.vocab);
+    const int64_t live = plan.zero ? begin : std::max(begin, std::min(end, columns_));
+    const scalar_t* next = t + 1 < spans_ ? row(r) + end : row(after);
+    scalar_t* gradient = gradient_row(r);
+    if (live > begin) {
+      plan.entries.gather(row(r), transform_, plan.entries.span_begin(t), plan.entries.span_begin(t + 1));
+      tile_kernels<scalar_t>().gradient(row(r) + begin, live - begin, transform_, plan.coefficients,
+                                        weights_at<scalar_t>(args_.target, begin), next, gradient + begin);
+    }
+    std::fill(reinterpret_cast<char*>(gradient + live), reinterpret_cast<char*>(gradient + end), 0);
+  }
+
+  void write_entries(int64_t r, RowPlan& plan) const {
+    RowEntries<acc_t>& entries = plan.entries;
+    tile_kernels<scalar_t>().entries(entries.logits.data(), entries.size(), transform_, plan.coefficients,
+                                     entries.class_weights.empty() ? nullptr : entries.class_weights.data(),
+                                     entries.weights.data());
+    scalar_t* gradient = gradient_row(r);
+    for (size_t k = 0; k < entries.size(); ++k) from_acc(entries.logits[k], gradient[entries.columns[k]]);
+  }
+
+  // d loss / d w_k of the row's entries, from the logits at the entries alone.
+  void write_values(int64_t r) const {
+    if (args_.target.ignored(r)) return;
+    acc_t* grad_values = static_cast<acc_t*>(args_.grad_values);
+    const GradientCoefficients<acc_t> c = coefficients(r, acc_t(0));
+    const EntryRange range = args_.target.row(r);
+    for (int64_t i = range.begin; i < range.end; ++i) {
+      const auto entry = args_.target.template entry<acc_t>(i);
+      if (entry.column < 0) continue;
+      const acc_t o = args_.target.template class_weight<acc_t>(entry.column);
+      grad_values[i] = -c.d * o * c.log_prob(transform_(to_acc(row(r)[entry.column])));
+    }
+  }
+
+ private:
+  const scalar_t* row(int64_t r) const { return static_cast<const scalar_t*>(args_.logits) + r * args_.row_stride; }
+  scalar_t* gradient_row(int64_t r) const { return static_cast<scalar_t*>(args_.grad_logits) + r * args_.grad_row_stride; }
+  acc_t grad(int64_t r) const { return static_cast<const acc_t*>(args_.grad_loss)[r * args_.grad_loss_stride]; }
+  acc_t grad_lse(int64_t r) const {
+    return args_.grad_lse ? static_cast<const acc_t*>(args_.grad_lse)[r * args_.grad_lse_stride] : acc_t(0);
+  }
+
+  GradientCoefficients<acc_t> coefficients(int64_t r, acc_t mass) const {
+    const acc_t* residual = static_cast<const acc_t*>(args_.lse_residual);
+    return {grad(r), grad_lse(r), mass, static_cast<const acc_t*>(args_.lse)[r], residual ? residual[r] : acc_t(0),
+            weight_sum_, args_.options, columns_};
+  }
+
+  const BackwardArgs& args_;
+  const int64_t columns_, spans_;
+  const LogitTransform<acc_t> transform_;
+  acc_t weight_sum_;
+};
+
+}  // namespace cpu
+}  // namespace sparse_ce

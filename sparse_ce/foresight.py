@@ -1,0 +1,30 @@
+"""Which upstream gradient will come: known in forward, the gradient can be written while the logits are in a cache.
+
+A training loop gives the same one to each backward: 1, one by the number of accumulated steps, a GradScaler's scale. The
+forecast is the last one. Backward compares; where another one came it computes the gradient anew, which gives the same
+bits. A forecast serves one forward: where no backward follows (an evaluation that forgot ``torch.no_grad``), or one that
+is not the plain one (second derivatives, a gradient for ``lse``), the next forward makes no gradient.
+"""
+
+from typing import Dict, Optional, Tuple
+
+import torch
+from torch import Tensor
+
+_upstream: Dict[Tuple[torch.device, torch.dtype], Tensor] = {}
+
+
+def remember(grad: Tensor) -> None:
+    """``grad``: (), the upstream gradient of a loss. Copied: its owner may overwrite it."""
+    _upstream[grad.device, grad.dtype] = grad.detach().clone()
+
+
+def forecast(device: torch.device, dtype: torch.dtype) -> Optional[Tensor]:
+    """The upstream gradient, (), that a loss of ``dtype`` may expect; None where there is no saying.
+
+    None as well while saved tensors go through hooks: checkpointing and offloading free memory between forward and
+    backward, which a gradient would take again.
+    """
+    if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
+        return None
+    return _upstream.pop((device, dtype), None)

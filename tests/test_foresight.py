@@ -1,0 +1,204 @@
+"""The gradient that forward makes ahead of backward: the same bits as backward's own, whatever comes between."""
+
+import gc
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+import sparse_ce
+from cases import DTYPES, FORMS, Draw
+from close import assert_bitwise_equal
+from sparse_ce import cross_entropy, foresight
+
+OPTIONS = {
+    "plain": {},
+    "everything": dict(label_smoothing=0.1, z_loss=0.01, logit_scale=1.5, softcap=9.0, num_classes=37),
+    "sum": dict(reduction="sum"),
+    "normalizer": dict(normalizer=torch.tensor([3, 3])),
+    "normalizer of zero": dict(normalizer=0),
+}
+
+
+@pytest.fixture
+def makes(monkeypatch):
+    """The forwards that made a gradient, as a list that grows."""
+    calls, op = [], sparse_ce.ops._ops.forward_with_gradient
+
+    class Ops:
+        def __getattr__(self, name):
+            return getattr(torch.ops.sparse_ce, name)
+
+        def forward_with_gradient(self, *args):
+            calls.append(args[0].item())
+            return op(*args)
+
+    monkeypatch.setattr(sparse_ce.ops, "_ops", Ops())
+    return calls
+
+
+def example(dtype=torch.float32, rows=6, vocab=50):
+    draw = Draw("cpu")
+    return draw.normal(rows, vocab).to(dtype).requires_grad_(), draw.integers(vocab, rows, 3), draw.uniform(rows, 3)
+
+
+def grad_of(loss, logits, upstream=1.0, **keywords):
+    return torch.autograd.grad(loss, logits, torch.tensor(upstream, dtype=loss.dtype), **keywords)[0]
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("form", FORMS)
+def test_the_same_loss_and_gradient_bit_for_bit(form, dtype, options, makes):
+    draw = Draw("cpu")
+    case = FORMS[form]((3, 4), 37, draw)
+    x = draw.normal(*case.shape, 41 if options == "everything" else 37).to(dtype).requires_grad_()
+    keywords = dict(OPTIONS[options], return_lse=True)
+    results = []
+    for _ in range(2):
+        loss, lse = cross_entropy(x, case.target, **keywords)
+        results.append((loss.detach(), lse.detach(), grad_of(loss, x, -0.375)))
+    assert makes == [-0.375]
+    for a, b in zip(*results):
+        assert_bitwise_equal(a, b)
+
+
+@pytest.mark.parametrize("rows,vocab", [(1, 100_003), (5, 100_003), (700, 33), (0, 7), (4, 1)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_rows_in_parts_many_rows_and_none(rows, vocab, dtype, makes):
+    x, *target = example(dtype, rows, vocab)
+    weight = Draw("cpu", 1).uniform(vocab)
+    grads = [grad_of(cross_entropy(x, tuple(target), weight), x, 3.0) for _ in range(2)]
+    assert makes == [3.0]
+    assert_bitwise_equal(*grads)
+    assert grads[0].shape == (rows, vocab)
+
+
+def test_another_upstream_gradient_gives_another_gradient(makes):
+    x, *target = example(torch.float16)
+    upstream = [1.0, 1.0, 65536.0, 65536.0, 0.0, float("nan"), 1 / 65536]
+    ahead = [grad_of(cross_entropy(x, tuple(target)), x, u) for u in upstream]
+    assert makes[:5] == [1.0, 1.0, 65536.0, 65536.0, 0.0] and len(makes) == 6
+    for u, grad in zip(upstream, ahead):
+        foresight._upstream.clear()
+        assert_bitwise_equal(grad, grad_of(cross_entropy(x, tuple(target)), x, u))
+
+
+def test_an_upstream_gradient_that_its_owner_overwrites(makes):
+    """Forward must not take another value for the one that its gradient was made with."""
+    x, *target = example()
+    upstream = torch.tensor(2.0)
+    torch.autograd.grad(cross_entropy(x, tuple(target)), x, upstream)
+    loss = cross_entropy(x, tuple(target))
+    upstream.mul_(3)
+    grad, = torch.autograd.grad(loss, x, upstream)
+    foresight._upstream.clear()
+    assert_bitwise_equal(grad, grad_of(cross_entropy(x, tuple(target)), x, 6.0))
+    assert makes == [2.0]
+
+
+def test_backward_twice_gives_two_gradients(makes):
+    x, *target = example()
+    grad_of(cross_entropy(x, tuple(target)), x)
+    loss = cross_entropy(x, tuple(target))
+    first = grad_of(loss, x, retain_graph=True)
+    kept = first.clone()
+    first.mul_(0)  # as an optimizer or a hook may
+    second, third = grad_of(loss, x, retain_graph=True), grad_of(loss, x, 2.0)
+    assert makes == [1.0]
+    assert_bitwise_equal(second, kept)
+    assert_bitwise_equal(third, 2 * kept)
+
+
+def test_second_derivatives_and_gradients_of_lse_and_of_values(makes):
+    x, indices, values = example(torch.float64)
+    values = values.double().requires_grad_()
+
+    def derivatives():
+        loss, lse = cross_entropy(x, (indices, values), return_lse=True)
+        first = torch.autograd.grad(loss, (x, values), create_graph=True)
+        second = torch.autograd.grad(first[0].square().sum(), (x, values), retain_graph=True)
+        mixed = torch.autograd.grad(loss + lse.sin().sum(), (x, values))
+        return (*first, *second, *mixed)
+
+    expected = derivatives()
+    plain = torch.autograd.grad(cross_entropy(x, (indices, values)), (x, values))
+    ahead = derivatives()
+    grad_of(cross_entropy(x, (indices, values)), x)
+    again = torch.autograd.grad(cross_entropy(x, (indices, values)), (x, values))
+    assert makes == [1.0, 1.0]
+    for a, b in zip(expected, ahead):
+        torch.testing.assert_close(a, b)
+    for a, b in zip(plain, again):
+        assert_bitwise_equal(a, b)
+
+
+def test_logits_changed_before_backward_are_noticed():
+    x, *target = example()
+    grad_of(cross_entropy(x, tuple(target)), x)
+    loss = cross_entropy(x, tuple(target))
+    with torch.no_grad():
+        x.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_a_forward_without_a_backward_makes_one_gradient_and_no_more(makes):
+    x, *target = example()
+    grad_of(cross_entropy(x, tuple(target)), x)
+    for _ in range(5):
+        cross_entropy(x, tuple(target))
+    assert makes == [1.0]
+    grad_of(cross_entropy(x, tuple(target)), x)
+    with torch.no_grad():
+        cross_entropy(x, tuple(target))
+    cross_entropy(x.detach(), tuple(target))
+    cross_entropy(x, tuple(target), reduction="none")
+    cross_entropy(x, tuple(target), inplace_backward=True)
+    assert makes == [1.0]
+    cross_entropy(x, tuple(target))
+    assert makes == [1.0, 1.0]
+
+
+def test_no_gradient_waits_where_checkpointing_and_offloading_save_memory(makes):
+    x, *target = example()
+    grad_of(cross_entropy(x, tuple(target)), x)
+    expected = grad_of(cross_entropy(x, tuple(target)), x)
+    loss = checkpoint(lambda x: cross_entropy(x, tuple(target)), x, use_reentrant=False)
+    assert_bitwise_equal(grad_of(loss, x), expected)
+    with torch.autograd.graph.save_on_cpu():
+        loss = cross_entropy(x, tuple(target))
+    assert_bitwise_equal(grad_of(loss, x), expected)
+    assert makes == [1.0]
+
+
+def test_the_gradient_belongs_to_the_graph_alone():
+    x, *target = example(rows=64, vocab=5000)
+
+    def gradients():
+        gc.collect()
+        alive = {o.data_ptr() for o in gc.get_objects() if type(o) is torch.Tensor and o.shape == x.shape}
+        return len(alive - {x.data_ptr()})
+
+    grad_of(cross_entropy(x, tuple(target)), x)
+    loss = cross_entropy(x, tuple(target))
+    assert gradients() == 1
+    grad = grad_of(loss, x, retain_graph=True)
+    assert gradients() == 1  # the one that was handed out
+    del grad
+    assert gradients() == 0
+    grad_of(cross_entropy(x, tuple(target)), x)
+    loss = cross_entropy(x, tuple(target))
+    del loss
+    assert gradients() == 0
+
+
+def test_a_dtype_has_a_forecast_of_its_own(makes):
+    single, double = example(), example(torch.float64)
+    for x, *target in (single, double):
+        cross_entropy(x, tuple(target)).backward()
+    assert makes == []
+    for x, *target in (double, single):
+        cross_entropy(x, tuple(target)).backward()
+    assert makes == [1.0, 1.0]
+    torch.testing.assert_close(double[0].grad.float(), single[0].grad)
