@@ -105,7 +105,7 @@ class _CrossEntropy(torch.autograd.Function):
         if ctx.needs_input_grad[0] and grad_logits is None:
             if once and ctx.inplace_backward:
                 grad_logits = logits.detach()
-                _ops.backward_(grad_loss, grad_lse, grad_logits, lse, lse_residual, *target)
+                _backward_counted(grad_loss, grad_lse, grad_logits, lse, lse_residual, *target)
             elif once and _eager():
                 with torch._C._AutoDispatchBelowAutograd():
                     grad_logits = _ops.backward(grad_loss, grad_lse, logits, lse, lse_residual, *target)

@@ -59,12 +59,12 @@ void run_backward(const BackwardArgs& args) {
     parallel_rows(args.rows, args.vocab, [&](int64_t begin, int64_t end) {
       auto plan = backward.empty_plan();
       // Backwards: the rows that forward read last may still be in a cache.
-      for (int64_t r = end - 1; r >= begin; --r) backward.write(r, std::max(begin, r - 1), plan);
+      for (int64_t r = end - 1; r >= begin; --r) backward.write(r, std::max(begin, r - 1), false, plan);
     });
     return;
   }
   std::vector<typename Backward<scalar_t>::RowPlan> plans(args.rows, backward.empty_plan());
-  for (int64_t r = 0; r < args.rows; ++r) backward.make_plan(r, plans[r]);
+  for (int64_t r = 0; r < args.rows; ++r) backward.make_plan(r, false, plans[r]);
   parallel_spans(args.rows, spans, [&](int64_t r, int64_t t) { backward.write_span(r, t, r, plans[r]); });
   for (int64_t r = 0; r < args.rows; ++r) backward.write_entries(r, plans[r]);
 }
@@ -80,11 +80,10 @@ void run_both(const ForwardArgs& forward_args, const BackwardArgs& backward_args
     return;
   }
   parallel_rows(forward_args.rows, forward_args.vocab, [&](int64_t begin, int64_t end) {
-    RowEntries<acc_type<scalar_t>> entries;
     auto plan = backward.empty_plan();
     for (int64_t r = begin; r < end; ++r) {
-      forward.write(r, r, entries);
-      backward.write(r, std::min(r + 1, end - 1), plan);
+      forward.write(r, r, plan.entries);
+      backward.write(r, std::min(r + 1, end - 1), true, plan);
     }
   });
 }

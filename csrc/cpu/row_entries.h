@@ -63,9 +63,12 @@ class RowEntries {
     for (size_t k = 1; k < size(); ++k) ascending &= columns[k - 1] < columns[k];
     if (!ascending && may_repeat()) merge_duplicates();
     span_begin_.assign(spans + 1, 0);
-    for (const int64_t column : columns) ++span_begin_[span_of(column) + 1];
-    for (size_t t = 1; t <= spans; ++t) span_begin_[t] += span_begin_[t - 1];
-    if (!ascending && spans > 1) order_by_span();
+    if (spans > 1) {
+      for (const int64_t column : columns) ++span_begin_[span_of(column) + 1];
+      for (size_t t = 1; t < spans; ++t) span_begin_[t] += span_begin_[t - 1];
+      if (!ascending) order_by_span();
+    }
+    span_begin_[spans] = size();
     logits.resize(size());
   }
 

@@ -43,7 +43,7 @@ class Forward {
   int64_t spans() const { return spans_; }
   bool ignored(int64_t r) const { return args_.target.ignored(r); }
 
-  // `after` is the row that will be read next; `entries` is memory to work in.
+  // `after` is the row that will be read next; `entries` receives those of a row that is not ignored.
   void write(int64_t r, int64_t after, RowEntries<acc_t>& entries) const {
     prefetch_entries(args_.target, r);
     RowStats<acc_t> stats;
@@ -115,20 +115,20 @@ class Backward {
   int64_t spans() const { return spans_; }
   RowPlan empty_plan() const { return {true, {0, 0, 0, 0, 0, weight_sum_, args_.options, columns_}, {}}; }
 
-  // `after` is the row that will be read next; `plan` is memory to work in.
-  void write(int64_t r, int64_t after, RowPlan& plan) const {
+  // `after` is the row that will be read next; `plan` is memory to work in, with the row's entries where Forward has
+  // collected them.
+  void write(int64_t r, int64_t after, bool collected, RowPlan& plan) const {
     prefetch_entries(args_.target, after);
-    make_plan(r, plan);
+    make_plan(r, collected, plan);
     for (int64_t t = 0; t < spans_; ++t) write_span(r, t, after, plan);
     write_entries(r, plan);
   }
 
-  void make_plan(int64_t r, RowPlan& plan) const {
+  void make_plan(int64_t r, bool collected, RowPlan& plan) const {
     RowEntries<acc_t>& entries = plan.entries;
-    entries.clear();
     plan.zero = args_.target.ignored(r) || (grad(r) == acc_t(0) && grad_lse(r) == acc_t(0));
-    if (plan.zero) return;
-    entries.collect(args_.target, r);
+    if (plan.zero) return entries.clear();
+    if (!collected) entries.collect(args_.target, r);
     plan.coefficients = coefficients(r, entries.mass());
     entries.arrange(spans_);
   }
