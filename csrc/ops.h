@@ -1,7 +1,7 @@
 // ops.h - the ops on tensors, for the CPU and for CUDA alike: check, allocate, hand over to the device.
 //
-// `device_t` has forward, forward_with_gradient, backward, backward_values and mean on the plain arguments of cross_entropy.h, `empty_output`
-// for the large fresh gradient, and `check_target`, called before any work.
+// `device_t` has forward, forward_with_gradient, backward, backward_values and mean on the plain arguments of
+// cross_entropy.h, `empty_output` for the large fresh gradient, and `check_target`, called before any work.
 #pragma once
 
 #include "check.h"

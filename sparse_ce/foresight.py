@@ -1,9 +1,9 @@
 """Which upstream gradient will come: known in forward, the gradient can be written while the logits are in a cache.
 
-A training loop gives the same one to each backward: 1, one by the number of accumulated steps, a GradScaler's scale. The
-forecast is the last one. Backward compares; where another one came it computes the gradient anew, which gives the same
-bits. A forecast serves one forward: where no backward follows (an evaluation that forgot ``torch.no_grad``), or one that
-is not the plain one (second derivatives, a gradient for ``lse``), the next forward makes no gradient.
+A training loop gives the same one to each backward: 1, one by the number of accumulated steps, a GradScaler's scale.
+The forecast is the last one. Backward compares; where another one came it computes the gradient anew, which gives the
+same bits. A forecast serves one forward: where no backward follows (an evaluation that forgot ``torch.no_grad``), or one
+that is not the plain one (second derivatives, a gradient for ``lse``), the next forward makes no gradient.
 """
 
 from typing import Dict, Optional, Tuple

@@ -30,8 +30,8 @@ const acc_type<scalar_t>* weights_at(const TargetView& target, int64_t column) {
   return weight ? weight + column : nullptr;
 }
 
-// Rows are shared out whole, or by spans of kSpan columns. Both orders work on the same spans and merge them in the same
-// sequence, so the result does not depend on the number of threads.
+// Rows are shared out whole, or by spans of kSpan columns. Both orders work on the same spans and merge them in the
+// same sequence, so the result does not depend on the number of threads.
 template <typename scalar_t>
 class Forward {
   using acc_t = acc_type<scalar_t>;
