@@ -50,6 +50,13 @@ STABLE_TORCH_LIBRARY(sparse_ce, m) {
   m.def("mean(Tensor loss, " SCE_TARGET ", int ignore_index=-100, int num_classes=0, Tensor? normalizer=None)"
         " -> (Tensor mean, Tensor divisor)");
 
+  // Softmax, or its logarithm, over the entries of each row of a sparse matrix: values (E,) or (E, D), each of D positions
+  // alone. Row r has the entries [offsets[r], offsets[r + 1]) of order (E,) int64, or of 0, 1, 2, ... without it.
+  m.def("sparse_softmax(Tensor values, Tensor offsets, Tensor? order, bool log) -> Tensor");
+
+  // Its gradient for the values, from the output.
+  m.def("sparse_softmax_backward(Tensor grad, Tensor output, Tensor offsets, Tensor? order, bool log) -> Tensor");
+
   // "avx512", "avx2" or "default": the path that the CPU kernels take.
   m.def("cpu_instruction_set() -> str");
 

@@ -5,6 +5,7 @@ from ._version import __version__
 from .collate import collate
 from .functional import cross_entropy
 from .modules import SparseCrossEntropyLoss
+from .sparse_softmax import log_softmax
 from .target import SparseTarget
 
-__all__ = ["SparseCrossEntropyLoss", "SparseTarget", "__version__", "collate", "cross_entropy"]
+__all__ = ["SparseCrossEntropyLoss", "SparseTarget", "__version__", "collate", "cross_entropy", "log_softmax"]

@@ -178,6 +178,38 @@ def _backward_values_autograd(grad_loss, logits, lse, lse_residual, indices, val
         return _ops.backward_values(grad_loss, logits, lse, lse_residual, indices, values, *rest)
 
 
+class _SparseSoftmax(torch.autograd.Function):
+
+    @staticmethod
+    def forward(ctx, values, offsets, order, log):
+        with torch._C._AutoDispatchBelowAutograd():
+            output = _ops.sparse_softmax(values, offsets, order, log)
+        ctx.save_for_backward(output, offsets, order)
+        ctx.log = log
+        return output
+
+    @staticmethod
+    def backward(ctx, grad):
+        output, offsets, order = ctx.saved_tensors
+        return _ops.sparse_softmax_backward(grad, output, offsets, order, ctx.log), None, None, None
+
+
+def _sparse_softmax_autograd(values, offsets, order, log):
+    if _composite(values):
+        return reference.sparse_softmax(values, offsets, order, log)
+    if _needs_grad(values):
+        return _SparseSoftmax.apply(values, offsets, order, log)
+    with torch._C._AutoDispatchBelowAutograd():
+        return _ops.sparse_softmax(values, offsets, order, log)
+
+
+def _sparse_softmax_backward_autograd(grad, output, offsets, order, log):
+    if _composite(output) or _needs_grad(grad, output):
+        return reference.sparse_softmax_backward(grad, output, offsets, order, log)
+    with torch._C._AutoDispatchBelowAutograd():
+        return _ops.sparse_softmax_backward(grad, output, offsets, order, log)
+
+
 def _backward_counted(grad_loss, grad_lse, logits, *rest):
     """Whoever saved these logits, a second backward included, gets autograd's own error afterwards."""
     with torch._C._AutoDispatchBelowADInplaceOrView():
@@ -191,6 +223,8 @@ _library.impl("forward", _forward_autograd, "Autograd")
 _library.impl("backward", _backward_autograd, "Autograd")
 _library.impl("backward_values", _backward_values_autograd, "Autograd")
 _library.impl("mean", _mean_autograd, "Autograd")
+_library.impl("sparse_softmax", _sparse_softmax_autograd, "Autograd")
+_library.impl("sparse_softmax_backward", _sparse_softmax_backward_autograd, "Autograd")
 
 
 def _per_row(logits: Tensor) -> Tensor:
@@ -231,6 +265,16 @@ def _(grad_loss, logits, lse, lse_residual, indices, *args, **kwargs):
 @torch.library.register_fake("sparse_ce::mean")
 def _(loss, indices, *args, **kwargs):
     return loss.new_empty(()), loss.new_empty(())
+
+
+@torch.library.register_fake("sparse_ce::sparse_softmax")
+def _(values, offsets, order, log):
+    return values.new_empty(values.shape)
+
+
+@torch.library.register_fake("sparse_ce::sparse_softmax_backward")
+def _(grad, output, offsets, order, log):
+    return output.new_empty(output.shape)
 
 
 def _eager() -> bool:

@@ -113,7 +113,8 @@ def cuda_passes(tree: Path, replacement: str) -> bool:
     if not run([sys.executable, "tests/emulation/build.py", flavour], tree):
         return False
     options = ["--small", "--seeds", "1", "100"] if flavour == "tsan" else ["--seeds", "1", "800"]
-    return run([f"tests/emulation/build/cases_{flavour}", *options], tree)
+    return all(run([f"tests/emulation/build/{op}_{flavour}", *options], tree)
+               for op in ("cross_entropy", "sparse_softmax"))
 
 
 def suite_passes(tree: Path, package: Path) -> bool:

@@ -69,9 +69,21 @@ def test_opcheck_of_the_ops_without_a_derivative(kind, device):
         torch.library.opcheck(ops.forward_with_gradient.default, (rows[0].clone(), rows[1].clone(), logits, *target))
 
 
+@pytest.mark.parametrize("requires_grad", [False, True])
+@pytest.mark.parametrize("shape", [(12,), (12, 3)])
+def test_opcheck_of_the_sparse_softmax(shape, requires_grad, device):
+    draw = Draw(device)
+    values, grad = (draw.normal(*shape).requires_grad_(requires_grad) for _ in range(2))
+    offsets, order = torch.tensor([0, 4, 4, 12], device=device), torch.arange(12, device=device).flip(0)
+    output = ops.sparse_softmax(values.detach(), offsets, order, True).requires_grad_(requires_grad)
+    torch.library.opcheck(ops.sparse_softmax.default, (values, offsets, order, True))
+    torch.library.opcheck(ops.sparse_softmax.default, (values, offsets.int(), None, False))
+    torch.library.opcheck(ops.sparse_softmax_backward.default, (grad, output, offsets, order, True))
+
+
 def test_every_op_is_checked_here():
     known = {"forward", "forward_with_residual", "forward_with_gradient", "backward", "backward_", "backward_values",
-             "mean"}  # checked above
+             "mean", "sparse_softmax", "sparse_softmax_backward"}  # checked above
     strings = {"cpu_instruction_set", "cuda_architectures"}  # return a str, which opcheck cannot compare
     defined = {s.name.split("::")[1] for s in torch._C._jit_get_all_schemas() if s.name.startswith("sparse_ce::")}
     assert defined - strings == known, "add the new op to this file"

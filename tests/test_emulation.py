@@ -20,9 +20,9 @@ pytestmark = pytest.mark.skipif(shutil.which("nvcc") is None and "CI" not in os.
                                 reason="needs the CUDA toolkit (headers and nvcc)")
 
 
-@pytest.fixture(scope="module")
-def flavours():
-    return dict(zip(build.FLAVOURS, build.build_flavours(list(build.FLAVOURS))))
+@pytest.fixture(scope="module", autouse=True)
+def programs():
+    build.build_flavours(list(build.FLAVOURS))
 
 
 def run_cases(executable, *arguments, env=None):
@@ -35,31 +35,41 @@ def kinds(output):
     return {kind: int(count) for kind, count in re.findall(r"^(.*): (\d+) cases$", output, re.M)}
 
 
-def test_random_cases_equal_float64(flavours):
-    output = run_cases(flavours["plain"], "--seeds", "1", "800")
+KINDS = {"cross_entropy": ("warp a row", "block a row", "blocks a row"),
+         "sparse_softmax": ("rows for warps", "a row for a block")}
+each_op = pytest.mark.parametrize("op", build.OPS)
+
+
+@each_op
+def test_random_cases_equal_float64(op):
+    output = run_cases(build.program(op, "plain"), "--seeds", "1", "800")
     assert "800 passed, 0 failed" in output
-    assert min(kinds(output).get(k, 0) for k in ("warp a row", "block a row", "blocks a row")) > 50
+    assert min(kinds(output).get(k, 0) for k in KINDS[op]) > 50
 
 
+@each_op
 @pytest.mark.parametrize("schedule", ["ordered", "reverse", "random", "pct"])
-def test_every_schedule_of_the_threads_gives_the_same(flavours, schedule):
-    assert "120 passed, 0 failed" in run_cases(flavours["plain"], "--seeds", "2001", "2120",
+def test_every_schedule_of_the_threads_gives_the_same(schedule, op):
+    assert "120 passed, 0 failed" in run_cases(build.program(op, "plain"), "--seeds", "2001", "2120",
                                                env={"COC_SCHED": schedule})
 
 
-def test_no_access_is_out_of_bounds_or_misaligned(flavours):
-    assert "300 passed, 0 failed" in run_cases(flavours["asan"], "--seeds", "5001", "5300")
+@each_op
+def test_no_access_is_out_of_bounds_or_misaligned(op):
+    assert "300 passed, 0 failed" in run_cases(build.program(op, "asan"), "--seeds", "5001", "5300")
 
 
-def test_no_two_threads_race(flavours):
-    output = run_cases(flavours["tsan"], "--small", "--seeds", "1", "100")
+@each_op
+def test_no_two_threads_race(op):
+    output = run_cases(build.program(op, "tsan"), "--small", "--seeds", "1", "100")
     assert "100 passed, 0 failed" in output
-    assert len(kinds(output)) == 3
+    assert set(KINDS[op]) <= set(kinds(output))
 
 
 @pytest.mark.skipif(not shutil.which("nvidia-smi"), reason="needs an NVIDIA GPU")
 def test_the_same_cases_pass_on_the_device():
-    assert "2000 passed, 0 failed" in run_cases(build.build_device(), "--seeds", "1", "2000")
+    for executable in build.build_device():
+        assert "2000 passed, 0 failed" in run_cases(executable, "--seeds", "1", "2000")
 
 
 def test_the_python_suite_passes_on_the_emulated_kernels(tmp_path):
@@ -69,7 +79,7 @@ def test_the_python_suite_passes_on_the_emulated_kernels(tmp_path):
                            capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(tmp_path)}, cwd=tmp_path)
     assert probe.stdout.strip() == "emulated CUDA", probe.stderr
     suite = [str(HERE / name) for name in ("test_cross_entropy.py", "test_failures.py", "test_failures_gradients.py",
-                                           "test_failures_extreme.py")]
+                                           "test_failures_extreme.py", "test_foresight.py", "test_sparse_softmax.py")]
     done = subprocess.run([sys.executable, "-m", "pytest", "-m", "not slow", "-x", *suite], capture_output=True,
                           text=True, cwd=HERE.parent,
                           env={**os.environ, "PYTHONPATH": str(tmp_path), "SPARSE_CE_VALIDATE": "1"})

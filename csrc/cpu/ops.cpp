@@ -1,4 +1,5 @@
 #include "../ops.h"
+#include "../sparse_softmax_ops.h"
 #include "gradient_memory.h"
 
 #include <torch/csrc/stable/library.h>
@@ -15,6 +16,11 @@ struct Cpu {
   static void backward_values(const BackwardArgs& args, const Tensor&) { cpu::cross_entropy_backward_values(args); }
   static void mean(const MeanArgs& args, const Tensor&) { cpu::mean(args); }
   static void check_target(const TargetView& target) { check_entries(target); }
+  static void sparse_softmax(const SparseSoftmaxArgs& args, const Tensor&) { cpu::sparse_softmax(args); }
+  static void sparse_softmax_backward(const SparseSoftmaxArgs& args, const Tensor&) {
+    cpu::sparse_softmax_backward(args);
+  }
+  static void check_rows(const SparseSoftmaxArgs& args) { check_rows_on_host(args); }
 
   static Tensor empty_output(const Tensor& logits, int64_t rows, int64_t columns) {
     const size_t bytes = static_cast<size_t>(rows * columns) * logits.element_size();
@@ -27,13 +33,17 @@ struct Cpu {
 };
 
 using CpuOps = Ops<Cpu>;
+using CpuSparseSoftmaxOps = SparseSoftmaxOps<Cpu>;
 
 std::string cpu_instruction_set() { return cpu::instruction_set(); }
 
 }  // namespace
 }  // namespace sparse_ce
 
-STABLE_TORCH_LIBRARY_IMPL(sparse_ce, CPU, m) { SCE_REGISTER_OPS(m, sparse_ce::CpuOps); }
+STABLE_TORCH_LIBRARY_IMPL(sparse_ce, CPU, m) {
+  SCE_REGISTER_OPS(m, sparse_ce::CpuOps);
+  SCE_REGISTER_SPARSE_SOFTMAX_OPS(m, sparse_ce::CpuSparseSoftmaxOps);
+}
 
 STABLE_TORCH_LIBRARY_IMPL(sparse_ce, CompositeExplicitAutograd, m) {
   m.impl("cpu_instruction_set", TORCH_BOX(&sparse_ce::cpu_instruction_set));

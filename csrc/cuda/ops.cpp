@@ -1,5 +1,7 @@
 #include "../ops.h"
+#include "../sparse_softmax_ops.h"
 #include "cross_entropy.h"
+#include "sparse_softmax.h"
 
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
 #include <torch/csrc/stable/accelerator.h>
@@ -83,6 +85,15 @@ struct Cuda {
     const char* validate = std::getenv("SPARSE_CE_VALIDATE");
     if (validate && validate[0] == '1') check_entries(HostTarget(target).view());
   }
+  static void sparse_softmax(const SparseSoftmaxArgs& args, const Tensor& like) {
+    const DeviceGuard guard(like.get_device_index());
+    check_cuda(cuda::sparse_softmax(args, stream_of(like)));
+  }
+  static void sparse_softmax_backward(const SparseSoftmaxArgs& args, const Tensor& like) {
+    const DeviceGuard guard(like.get_device_index());
+    check_cuda(cuda::sparse_softmax_backward(args, stream_of(like)));
+  }
+  static void check_rows(const SparseSoftmaxArgs&) {}  // the kernels stay within the entries
   static Tensor empty_output(const Tensor& like, int64_t rows, int64_t columns) {
     return empty(like, {rows, columns}, like.scalar_type());
   }
@@ -95,6 +106,7 @@ struct Cuda {
 };
 
 using CudaOps = Ops<Cuda>;
+using CudaSparseSoftmaxOps = SparseSoftmaxOps<Cuda>;
 
 #ifndef SPARSE_CE_CUDA_ARCHITECTURES
 #define SPARSE_CE_CUDA_ARCHITECTURES "unknown"
@@ -109,12 +121,18 @@ std::string cuda_architectures() { return SPARSE_CE_CUDA_ARCHITECTURES; }
 namespace {
 std::string cpu_instruction_set() { return "emulated CUDA"; }
 }  // namespace
-STABLE_TORCH_LIBRARY_IMPL(sparse_ce, CPU, m) { SCE_REGISTER_OPS(m, sparse_ce::CudaOps); }
+STABLE_TORCH_LIBRARY_IMPL(sparse_ce, CPU, m) {
+  SCE_REGISTER_OPS(m, sparse_ce::CudaOps);
+  SCE_REGISTER_SPARSE_SOFTMAX_OPS(m, sparse_ce::CudaSparseSoftmaxOps);
+}
 STABLE_TORCH_LIBRARY_IMPL(sparse_ce, CompositeExplicitAutograd, m) {
   m.impl("cpu_instruction_set", TORCH_BOX(&cpu_instruction_set));
 }
 #else
-STABLE_TORCH_LIBRARY_IMPL(sparse_ce, CUDA, m) { SCE_REGISTER_OPS(m, sparse_ce::CudaOps); }
+STABLE_TORCH_LIBRARY_IMPL(sparse_ce, CUDA, m) {
+  SCE_REGISTER_OPS(m, sparse_ce::CudaOps);
+  SCE_REGISTER_SPARSE_SOFTMAX_OPS(m, sparse_ce::CudaSparseSoftmaxOps);
+}
 STABLE_TORCH_LIBRARY_IMPL(sparse_ce, CompositeExplicitAutograd, m) {
   m.impl("cuda_architectures", TORCH_BOX(&sparse_ce::cuda_architectures));
 }

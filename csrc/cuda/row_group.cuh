@@ -32,6 +32,20 @@ struct RowGroup {
       __syncthreads();
   }
 
+  // What reduce gave lane 0, for all: the threads of a block have the same already.
+  template <template <typename> class stats_t, typename acc_t>
+  __device__ static stats_t<acc_t> broadcast(const stats_t<acc_t>& reduced) {
+    if (kWidth != kWarp) return reduced;
+    constexpr int kFields = sizeof(stats_t<acc_t>) / sizeof(acc_t);
+    acc_t fields[kFields];
+    std::memcpy(fields, &reduced, sizeof(reduced));
+#pragma unroll
+    for (int i = 0; i < kFields; ++i) fields[i] = __shfl_sync(0xffffffffu, fields[i], 0);
+    stats_t<acc_t> first;
+    std::memcpy(&first, fields, sizeof(first));
+    return first;
+  }
+
   __device__ static bool all(bool value) {
     return kWidth == kWarp ? __all_sync(0xffffffffu, value) : __syncthreads_and(value);
   }

@@ -2,6 +2,8 @@
 
     python tests/emulation/build.py [plain asan tsan | --device | --package DIR]
 
+The programs are <op>_<flavour> in build/, one for each .cpp beside this file.
+
 --package DIR makes a copy of the Python package whose CPU tensors are served by the emulated CUDA kernels, so that the
 whole Python suite runs on them.
 """
@@ -18,6 +20,7 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
 LAYER = ROOT / "tests" / "cuda_on_cpu"
 BUILD = HERE / "build"
+OPS = sorted(path.stem for path in HERE.glob("*.cpp"))
 FLAVOURS = {
     "plain": ["-O2"],
     "asan": ["-O1", "-fno-omit-frame-pointer", "-fsanitize=address,undefined", "-fno-sanitize-recover=undefined"],
@@ -60,25 +63,30 @@ def runtime() -> Path:
     return out
 
 
-def build_flavour(flavour: str) -> Path:
-    out = BUILD / f"cases_{flavour}"
+def program(op: str, flavour: str) -> Path:
+    return BUILD / f"{op}_{flavour}"
+
+
+def build_program(op: str, flavour: str) -> Path:
+    out = program(op, flavour)
     if not newer(out, ROOT / "csrc", LAYER, HERE):
-        run(flags() + FLAVOURS[flavour] + [HERE / "cases.cpp", runtime(), "-o", out])
+        run(flags() + FLAVOURS[flavour] + [HERE / f"{op}.cpp", runtime(), "-o", out])
     return out
 
 
 def build_flavours(names: list) -> list:
     runtime()
     with ThreadPoolExecutor(2) as pool:
-        return list(pool.map(build_flavour, names))
+        return list(pool.map(lambda pair: build_program(*pair), [(op, flavour) for flavour in names for op in OPS]))
 
 
-def build_device() -> Path:
+def build_device() -> list:
     """The same cases for the GPU of this machine."""
     BUILD.mkdir(exist_ok=True)
-    out = BUILD / "cases_device"
-    run(["nvcc", "-std=c++17", "-O2", "-lineinfo", "-arch=native", "-x", "cu", HERE / "cases.cpp", "-o", out])
-    return out
+    for op in OPS:
+        run(["nvcc", "-std=c++17", "-O2", "-lineinfo", "-arch=native", "-x", "cu", HERE / f"{op}.cpp", "-o",
+             program(op, "device")])
+    return [program(op, "device") for op in OPS]
 
 
 def build_package(folder: Path) -> Path:
@@ -104,7 +112,7 @@ def build_package(folder: Path) -> Path:
 
 if __name__ == "__main__":
     if "--device" in sys.argv:
-        print(build_device())
+        print(*build_device(), sep="\n")
     elif "--package" in sys.argv:
         print(build_package(Path(sys.argv[sys.argv.index("--package") + 1])))
     else:

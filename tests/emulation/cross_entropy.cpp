@@ -1,93 +1,10 @@
-// cases.cpp - the CUDA kernels' real source against a float64 reference, on random cases. Compiled by g++ it runs in
-// emulation, plain and under sanitizers; compiled by nvcc, on the device. See build.py.
-//
-// usage: cases [--small] [--seeds FIRST LAST]     a case is its seed; a failure prints it and exits with 1
-#if defined(__CUDACC__)
-#include <cuda_runtime.h>
-#else
-#include "coc.h"
-#endif
+// The loss against a float64 reference.
+#include "harness.h"
 
 #include "../../csrc/cuda/cross_entropy.cu"
 #include "../../csrc/cuda/mean.cu"
 
-#include <cmath>
-#include <cstdio>
-#include <cstdlib>
-#include <map>
-#include <string>
-#include <vector>
-
-using namespace sparse_ce;
-
 namespace {
-
-uint64_t random_state = 1;
-uint64_t random_bits() {  // splitmix64
-  uint64_t z = (random_state += 0x9e3779b97f4a7c15u);
-  z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9u;
-  z = (z ^ (z >> 27)) * 0x94d049bb133111ebu;
-  return z ^ (z >> 31);
-}
-double uniform(double low, double high) { return low + (high - low) * double(random_bits() >> 11) / double(1ull << 53); }
-int64_t below(int64_t n) { return int64_t(random_bits() % uint64_t(n)); }
-bool chance(double p) { return uniform(0, 1) < p; }
-template <typename T>
-T one_of(const std::vector<T>& choices) {
-  return choices[size_t(below(int64_t(choices.size())))];
-}
-
-void must(cudaError_t error, const char* what) {
-  if (error == cudaSuccess) return;
-  std::printf("CUDA error in %s: %s\n", what, cudaGetErrorString(error));
-  std::exit(1);
-}
-
-// Numbers in one of the dtypes, on both sides. The device buffer has exactly the elements asked for behind `offset`
-// more, so that a sanitizer sees the first byte beyond.
-class Array {
- public:
-  Array(DType dtype, int64_t count, int64_t offset = 0) : dtype_(dtype), offset_(offset), count_(count) {
-    host_.resize(size_t((offset + count) * size_of(dtype)));
-    if (!host_.empty()) must(cudaMalloc(&device_, host_.size()), "malloc");
-  }
-  ~Array() {
-    if (device_) cudaFree(device_);
-  }
-  Array(const Array&) = delete;
-
-  int64_t count() const { return count_; }
-  DType dtype() const { return dtype_; }
-  void* device() const { return static_cast<char*>(device_) + offset_ * size_of(dtype_); }
-  void set(int64_t i, double x) {
-    void* at = host_.data() + (offset_ + i) * size_of(dtype_);
-    switch (dtype_) {
-      case DType::kFloat64: *static_cast<double*>(at) = x; break;
-      case DType::kFloat32: *static_cast<float*>(at) = float(x); break;
-      case DType::kFloat16: *static_cast<__half*>(at) = __float2half_rn(float(x)); break;
-      case DType::kBFloat16: *static_cast<__nv_bfloat16*>(at) = __float2bfloat16_rn(float(x)); break;
-      case DType::kInt64: *static_cast<int64_t*>(at) = int64_t(x); break;
-      case DType::kInt32: *static_cast<int32_t*>(at) = int32_t(x); break;
-    }
-  }
-  double get(int64_t i) const {
-    if (dtype_ == DType::kInt32 || dtype_ == DType::kInt64)
-      return double(load_int(host_.data(), dtype_, offset_ + i));
-    return load_float<double>(host_.data(), dtype_, offset_ + i);
-  }
-  void upload() {
-    if (device_) must(cudaMemcpy(device_, host_.data(), host_.size(), cudaMemcpyHostToDevice), "upload");
-  }
-  void download() {
-    if (device_) must(cudaMemcpy(host_.data(), device_, host_.size(), cudaMemcpyDeviceToHost), "download");
-  }
-
- private:
-  DType dtype_;
-  int64_t offset_, count_;
-  std::vector<char> host_;
-  void* device_ = nullptr;
-};
 
 struct Case {
   DType dtype, arithmetic;
@@ -340,14 +257,6 @@ struct Exact {
   }
 };
 
-int failures = 0;
-
-void compare(const char* what, int64_t r, int64_t v, double ours, double exact, double bound) {
-  if (std::isnan(exact) ? std::isnan(ours) : ours == exact || std::fabs(ours - exact) <= bound) return;
-  if (failures++ < 5)
-    std::printf("  %s row %ld column %ld: %.9g, exact %.9g, bound %.3g\n", what, long(r), long(v), ours, exact, bound);
-}
-
 void run_case(const Case& c) {
   Problem p(c);
   Array loss(c.arithmetic, c.rows), lse(c.arithmetic, c.rows), residual(c.arithmetic, c.rows);
@@ -422,49 +331,14 @@ void run_case(const Case& c) {
   }
 }
 
+std::string kind_of(const Case& c) {
+  CrossEntropyArgs shape{};
+  shape.rows = c.rows, shape.dtype = c.dtype, shape.target.num_classes = c.num_classes;
+  if (c.rows == 0) return "nothing";
+  const cuda::Plan plan = cuda::plan_of(shape, cuda::multiprocessors());
+  return plan.width == cuda::kWarp ? "warp a row" : plan.splits == 1 ? "block a row" : "blocks a row";
+}
+
 }  // namespace
 
-int main(int argc, char** argv) {
-  bool small = false;
-  uint64_t first = 1, last = 100;
-  for (int i = 1; i < argc; ++i) {
-    if (std::string(argv[i]) == "--small") small = true;
-    if (std::string(argv[i]) == "--seeds" && i + 2 < argc) first = std::strtoull(argv[i + 1], nullptr, 10), last = std::strtoull(argv[i + 2], nullptr, 10);
-  }
-  std::map<std::string, int> seen;  // a run that misses a kind of launch proves less than it says
-  int bad = 0;
-  for (uint64_t seed = first; seed <= last; ++seed) {
-    random_state = seed * 1000003;
-#if !defined(__CUDACC__)
-    coc::options().seed = seed;
-#endif
-    const Case c = draw(small);
-    const int before = failures;
-    CrossEntropyArgs shape{};
-    shape.rows = c.rows, shape.dtype = c.dtype, shape.target.num_classes = c.num_classes;
-    if (c.rows > 0) {
-      const cuda::Plan plan = cuda::plan_of(shape, cuda::multiprocessors());
-      ++seen[plan.width == cuda::kWarp ? "warp a row" : plan.splits == 1 ? "block a row" : "blocks a row"];
-    }
-#if defined(__CUDACC__)
-    run_case(c);
-#else
-    try {
-      run_case(c);
-    } catch (const coc::KernelError& error) {
-      ++failures;
-      std::printf("  %s\n", error.what());
-    }
-#endif
-    if (failures != before) {
-      ++bad;
-      std::printf("seed %llu failed: %s\n", static_cast<unsigned long long>(seed), c.text().c_str());
-    }
-  }
-#if !defined(__CUDACC__)
-  bad += coc::race_reports() != 0;
-#endif
-  for (const auto& kind : seen) std::printf("%s: %d cases\n", kind.first.c_str(), kind.second);
-  std::printf("%d passed, %d failed\n", int(last - first + 1) - bad, bad);
-  return bad != 0;
-}
+int main(int argc, char** argv) { return run_seeds(argc, argv, draw, kind_of, run_case); }

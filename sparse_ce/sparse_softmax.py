@@ -1,0 +1,160 @@
+"""Softmax over the entries that a sparse tensor has. Formulas: ``csrc/math.h``."""
+
+from typing import List, Optional, Tuple
+
+import torch
+from torch import Tensor
+
+from .target import _check, _fail
+
+_ops = torch.ops.sparse_ce
+
+
+def log_softmax(input: Tensor, dim: int) -> Tensor:
+    """Logarithm of the softmax of a sparse tensor along ``dim``, as if the elements that it does not store were -inf.
+
+    Args:
+        input: sparse COO, coalesced or not, with or without dense dimensions, or sparse CSR, with or without batch and
+            dense dimensions; float16, bfloat16, float32 or float64, with float32 (float64) arithmetic.
+        dim: any dimension of ``input``. The last sparse one needs no sorting.
+
+    Returns:
+        A tensor of the layout, pattern and dtype of ``input`` (coalesced). Differentiable twice. NaN in a row whose
+        elements are all -inf, as ``torch.log_softmax`` has it.
+
+    Raises:
+        TypeError, ValueError: ``input`` is not sparse COO or CSR, or not floating; ``dim`` is not one of its dimensions.
+        RuntimeError: (CPU) the offsets of a CSR tensor do not ascend from 0 to its number of elements.
+    """
+    _check(isinstance(input, Tensor), f"input must be a tensor, got {type(input).__name__}", TypeError)
+    if input.layout not in (torch.sparse_coo, torch.sparse_csr):
+        _fail(f"input must be sparse COO or CSR, got layout {input.layout}; " + (
+            "torch.log_softmax takes strided tensors" if input.layout == torch.strided else "convert it with "
+            ".to_sparse_csr()"))
+    _check(input.dtype.is_floating_point, f"input must be of a floating dtype, got {input.dtype}", TypeError)
+    _check(-input.dim() <= dim < input.dim(), f"dim must be in [{-input.dim()}, {input.dim()}), got {dim}")
+    if input.layout == torch.sparse_coo:
+        input = input.coalesce()
+    dim %= input.dim()
+    values = _Values.apply(input)
+    if dim >= _sparse_dims(input):  # rows of dense elements, all there
+        return _Assemble.apply(torch.log_softmax(values, dim - input.dim()), input.detach())
+    offsets, order = rows_along(input, dim)
+    flat = _ops.sparse_softmax(_flat(values, input), offsets, order, True)
+    return _Assemble.apply(flat.view(values.shape), input.detach())
+
+
+class _Values(torch.autograd.Function):
+    """``input.values()``; of CSR its own derivative has no derivative (torch 2.13: a second one is silently partial)."""
+
+    @staticmethod
+    def forward(ctx, input):
+        ctx.save_for_backward(input.detach())
+        return input.values().detach()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return _Assemble.apply(grad, *ctx.saved_tensors)
+
+
+class _Assemble(torch.autograd.Function):
+    """The inverse: values in the pattern of a sparse tensor. Its own derivative would look the pattern up again."""
+
+    @staticmethod
+    def forward(ctx, values, pattern):
+        ctx.save_for_backward(pattern)
+        return with_values(pattern, values)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return values_at(grad, *ctx.saved_tensors), None
+
+
+def rows_along(input: Tensor, dim: int) -> Tuple[Tensor, Optional[Tensor]]:
+    """``offsets`` and ``order`` of ``torch.ops.sparse_ce.sparse_softmax``: the rows along a sparse dimension.
+
+    Without a look at the device's memory, and where entries lie row by row already, without sorting.
+    """
+    if input.layout == torch.sparse_csr and dim == _sparse_dims(input) - 1:
+        return _csr_offsets(input), None
+    coordinates, sizes = _coordinates(input)
+    count = coordinates[0].shape[0]
+    key, rows, order = None, 1, None
+    for axis, (index, size) in enumerate(zip(coordinates, sizes)):
+        if axis != dim:
+            key, rows = index if key is None else key * size + index, rows * size
+    if key is None:
+        return torch.arange(2, device=input.device) * count, None
+    if dim != len(sizes) - 1:
+        key, order = torch.sort(key, stable=True)
+    if rows > count:  # most rows have no entry: count those that have
+        key = torch.cat([key.new_zeros(min(count, 1)), (key[1:] != key[:-1]).long()]).cumsum(0)
+        rows = count
+    return torch.searchsorted(key, torch.arange(rows + 1, device=key.device)), order
+
+
+def values_at(grad: Tensor, pattern: Tensor) -> Tensor:
+    """The elements of ``grad``, of any layout, that ``pattern`` stores, in the shape of ``pattern.values()``."""
+    if grad.layout == pattern.layout:
+        if all(map(_same, _indices(pattern), _indices(grad))):
+            return _Values.apply(grad if grad.layout == torch.sparse_csr else grad.coalesce())
+    if grad.layout == pattern.layout == torch.sparse_coo:
+        return _Values.apply(grad.coalesce().sparse_mask(pattern))
+    dense = grad if grad.layout == torch.strided else grad.to_dense()
+    coordinates, _ = _coordinates(pattern)
+    return dense[tuple(coordinates)].view(pattern.values().shape)
+
+
+def _indices(t: Tensor) -> Tuple[Tensor, ...]:
+    return (t._indices(),) if t.layout == torch.sparse_coo else (t.crow_indices(), t.col_indices())
+
+
+def _same(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors are known to be equal: on a GPU a comparison would wait for it."""
+    return a.shape == b.shape and a.dtype == b.dtype and (
+        a.data_ptr() == b.data_ptr() and a.stride() == b.stride() or a.is_cpu and torch.equal(a, b))
+
+
+def _sparse_dims(t: Tensor) -> int:
+    """Dimensions before the dense ones, batch dimensions included."""
+    return t.dim() - t.dense_dim()
+
+
+def _flat(values: Tensor, pattern: Tensor) -> Tensor:
+    """(entries,), or (entries, width) where there are dense dimensions."""
+    dense = pattern.dense_dim()
+    return values.reshape(-1, *([values.shape[-dense:].numel()] if dense else []))
+
+
+def with_values(pattern: Tensor, values: Tensor) -> Tensor:
+    if pattern.layout == torch.sparse_coo:
+        return torch.sparse_coo_tensor(pattern._indices(), values, pattern.shape, is_coalesced=True,
+                                       check_invariants=False)
+    return torch.sparse_csr_tensor(pattern.crow_indices(), pattern.col_indices(), values, pattern.shape,
+                                   check_invariants=False)
+
+
+def _csr_offsets(t: Tensor) -> Tensor:
+    """(rows + 1,): the batches of a CSR tensor one below the other."""
+    crow = t.crow_indices()
+    if crow.dim() == 1:
+        return crow
+    entries = t.col_indices().shape[-1]
+    crow = crow.reshape(-1, crow.shape[-1]).long()
+    first = torch.arange(crow.shape[0], device=crow.device)[:, None] * entries
+    return torch.cat([(crow[:, :-1] + first).flatten(), first.new_full((1,), crow.shape[0] * entries)])
+
+
+def _coordinates(t: Tensor) -> Tuple[List[Tensor], torch.Size]:
+    """Of every entry, an int64 index for each sparse dimension, and the sizes of these."""
+    sizes = t.shape[:_sparse_dims(t)]
+    if t.layout == torch.sparse_coo:
+        return list(t._indices()), sizes
+    offsets, columns = _csr_offsets(t).long(), t.col_indices().reshape(-1).long()
+    position = torch.arange(columns.shape[0], device=columns.device)
+    row = torch.searchsorted(offsets, position, right=True) - 1
+    found = [columns]
+    for size in reversed(sizes[:-1]):
+        found.insert(0, row % size)
+        row = torch.div(row, size, rounding_mode="floor")
+    return found, sizes

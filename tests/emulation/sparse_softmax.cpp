@@ -1,0 +1,110 @@
+// Softmax over the entries of each row against a float64 reference.
+#include "harness.h"
+
+#include "../../csrc/cuda/sparse_softmax.cu"
+
+namespace {
+
+struct Case {
+  DType dtype, offsets_dtype;
+  std::vector<int64_t> lengths;  // of the rows
+  int64_t width, max_blocks;
+  int64_t offset;                // elements in front of the values: their alignment
+  bool log, ordered;
+  double size, masked;           // of the values; the share of those that are -inf
+  int64_t entries() const {
+    int64_t sum = 0;
+    for (const int64_t n : lengths) sum += n;
+    return sum;
+  }
+  std::string text() const {
+    char out[256];
+    std::snprintf(out, sizeof(out), "dtype %d rows %zu entries %ld width %ld offset %ld log %d ordered %d max_blocks %ld",
+                  int(dtype), lengths.size(), long(entries()), long(width), long(offset), log, ordered,
+                  long(max_blocks));
+    return out;
+  }
+};
+
+Case draw(bool small) {
+  Case c{};
+  c.dtype = one_of<DType>({DType::kFloat32, DType::kFloat64, DType::kFloat16, DType::kBFloat16});
+  c.offsets_dtype = chance(0.5) ? DType::kInt64 : DType::kInt32;
+  c.log = chance(0.6), c.ordered = chance(0.25);
+  c.width = chance(0.3) ? 1 + below(5) : 1;
+  c.offset = below(9), c.max_blocks = below(3);
+  c.size = one_of<double>({1, 5, 60}), c.masked = chance(0.3) ? 0.2 : 0;
+  const bool with_long = chance(small ? 0.15 : 0.3);
+  const int64_t rows = 1 + below(small ? 12 : 40);
+  for (int64_t r = 0; r < rows; ++r) c.lengths.push_back(chance(0.2) ? 0 : 1 + below(chance(0.3) ? 300 : 40));
+  if (with_long) c.lengths[size_t(below(rows))] = 2049 + below(small ? 9 : 3000);
+  return c;
+}
+
+std::string kind_of(const Case& c) {
+  bool any_long = false;
+  for (const int64_t n : c.lengths) any_long = any_long || n > cuda::kLongRow;
+  return any_long ? "a row for a block" : "rows for warps";
+}
+
+void run_case(const Case& c) {
+  const int64_t entries = c.entries(), count = entries * c.width, rows = int64_t(c.lengths.size());
+  Array values(c.dtype, count, c.offset), grad(c.dtype, count, chance(0.5) ? c.offset : below(9));
+  Array output(c.dtype, count, chance(0.5) ? 0 : below(9)), result(c.dtype, count);
+  Array offsets(c.offsets_dtype, rows + 1), order(DType::kInt64, entries);
+  for (int64_t i = 0; i < count; ++i) {
+    values.set(i, chance(c.masked) ? -INFINITY : uniform(-c.size, c.size));
+    grad.set(i, uniform(-1, 1)), output.set(i, 777), result.set(i, 777);
+  }
+  std::vector<int64_t> begin{0}, at;
+  for (const int64_t n : c.lengths) begin.push_back(begin.back() + n);
+  for (int64_t r = 0; r <= rows; ++r) offsets.set(r, double(begin[size_t(r)]));
+  for (int64_t i = 0; i < entries; ++i) at.push_back(i);
+  for (int64_t i = entries - 1; c.ordered && i > 0; --i) std::swap(at[size_t(i)], at[size_t(below(i + 1))]);
+  for (int64_t i = 0; i < entries; ++i) order.set(i, double(at[size_t(i)]));
+  for (Array* a : {&values, &grad, &output, &result, &offsets, &order}) a->upload();
+
+  SparseSoftmaxArgs args{};
+  args.offsets = offsets.device(), args.order = c.ordered ? static_cast<const int64_t*>(order.device()) : nullptr;
+  args.offsets_dtype = c.offsets_dtype, args.dtype = c.dtype, args.max_blocks = c.max_blocks;
+  args.rows = rows, args.entries = entries, args.width = c.width, args.log = c.log;
+  args.values = values.device(), args.result = output.device();
+  must(cuda::sparse_softmax(args, nullptr), "sparse_softmax");
+  args.values = nullptr, args.grad = grad.device(), args.output = output.device(), args.result = result.device();
+  must(cuda::sparse_softmax_backward(args, nullptr), "sparse_softmax_backward");
+  output.download(), result.download();
+
+  const double ulp = c.dtype == DType::kFloat16 ? 0x1p-11 : c.dtype == DType::kBFloat16 ? 0x1p-8 : 0;
+  const double least = c.dtype == DType::kFloat16 ? 6e-8 : 1e-37;  // where numbers end
+  const double eps = c.dtype == DType::kFloat64 ? 4e-16 : 3e-7;  // of the arithmetic
+  for (int64_t r = 0; r < rows; ++r) {
+    for (int64_t d = 0; d < c.width; ++d) {
+      const auto place = [&](int64_t i) { return at[size_t(i)] * c.width + d; };
+      long double max = -INFINITY, total = 0, sum = 0, absolute = 0;
+      for (int64_t i = begin[size_t(r)]; i < begin[size_t(r) + 1]; ++i)
+        max = std::max(max, (long double)values.get(place(i)));
+      for (int64_t i = begin[size_t(r)]; i < begin[size_t(r) + 1]; ++i)
+        total += std::exp((long double)values.get(place(i)) - max);
+      for (int64_t i = begin[size_t(r)]; i < begin[size_t(r) + 1]; ++i) {
+        const double g = grad.get(place(i)) * (c.log ? 1 : output.get(place(i)));
+        sum += g, absolute += std::fabs(g);
+      }
+      for (int64_t i = begin[size_t(r)]; i < begin[size_t(r) + 1]; ++i) {
+        const long double y = (long double)values.get(place(i)) - max - std::log(total);
+        const double exact = double(c.log ? y : std::exp(y)), size = c.log ? std::fabs(exact) + 10 : exact * 80;
+        compare("output", r, i, output.get(place(i)), exact, ulp * std::fabs(exact) + eps * size + least);
+        // From the output as it was rounded: that is what backward is given.
+        const long double q = output.get(place(i)), g = grad.get(place(i));
+        const double slope = double(c.log ? g - std::exp(q) * sum : q * (g - sum));
+        const double parts = double(c.log ? std::fabs(g) + std::exp(q) * (absolute + 1) * (std::fabs(q) + 1)
+                                          : q * (std::fabs(g) + absolute));
+        compare("gradient", r, i, result.get(place(i)), slope,
+                ulp * std::fabs(slope) + 4 * eps * parts + least);
+      }
+    }
+  }
+}
+
+}  // namespace
+
+int main(int argc, char** argv) { return run_seeds(argc, argv, draw, kind_of, run_case); }

@@ -1,0 +1,350 @@
+"""``log_softmax`` of sparse tensors and the ops below it, against dense softmax in float64 with -inf where nothing is."""
+
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch.autograd import gradcheck, gradgradcheck
+
+import sparse_ce
+from cases import DTYPES, Draw
+from close import assert_bitwise_equal, assert_close_to_float64
+from sparse_ce import log_softmax, reference, sparse_softmax
+from test_shapes import available_instruction_sets
+
+ops = torch.ops.sparse_ce
+
+
+def pattern(draw, *shape, share=0.4):
+    """bool, with a row and a column that have nothing."""
+    stored = draw.uniform(*shape) < share
+    stored[..., 1, :] = False
+    stored[..., 2] = False
+    return stored
+
+
+def coo(stored, values, coalesced=True):
+    """``values``: the shape of ``stored`` and perhaps more, the dense dimensions."""
+    index, shape = stored.nonzero().T, values.shape
+    values = values[stored]
+    if coalesced:
+        return torch.sparse_coo_tensor(index, values, shape, is_coalesced=True)
+    order = torch.randperm(len(values), device=values.device)  # twice, with shares that add up exactly
+    index, values = index[:, order], values[order]
+    return torch.sparse_coo_tensor(torch.cat([index, index], 1), torch.cat([values * 0.25, values * 0.75]), shape)
+
+
+def csr(stored, values, index_dtype=torch.int64):
+    crow = torch.nn.functional.pad(stored.sum(-1).cumsum(-1), (1, 0)).to(index_dtype)
+    columns = stored.nonzero()[:, -1].to(index_dtype).view(*stored.shape[:-2], -1)
+    dense = values.shape[stored.dim():]
+    return torch.sparse_csr_tensor(crow, columns, values[stored].view(*columns.shape, *dense), values.shape)
+
+
+def batched(draw, *shape):
+    """A pattern with as many entries in every batch, as CSR wants it."""
+    stored = torch.zeros(shape, dtype=torch.bool)
+    for batch in stored.view(-1, *shape[-2:]):
+        batch.view(-1)[torch.randperm(batch.numel(), generator=draw.generator)[:batch.numel() // 3]] = True
+    return stored.to(draw.device)
+
+
+FORMS = {
+    "coo": lambda draw: (pattern(draw, 6, 9), (), coo),
+    "coo, three dimensions": lambda draw: (pattern(draw, 4, 5, 6), (), coo),
+    "coo, uncoalesced": lambda draw: (pattern(draw, 4, 5, 6), (), lambda s, v: coo(s, v, coalesced=False)),
+    "coo, hybrid": lambda draw: (pattern(draw, 5, 6), (3, 2), coo),
+    "coo, one dimension": lambda draw: (draw.uniform(30) < 0.5, (), coo),
+    "csr": lambda draw: (pattern(draw, 6, 9), (), csr),
+    "csr, int32": lambda draw: (pattern(draw, 6, 9), (), lambda s, v: csr(s, v, torch.int32)),
+    "csr, batches": lambda draw: (batched(draw, 2, 3, 5, 6), (), csr),
+    "csr, batches, hybrid": lambda draw: (batched(draw, 2, 5, 6), (4,), csr),
+}
+DIMENSIONS = [(name, dim) for name in FORMS for dim in range(sum(map(len, (lambda f: (f[0].shape, f[1]))(
+    FORMS[name](Draw("cpu"))))))]
+
+
+def example(form, device, dtype, size=4.0):
+    draw = Draw(device)
+    stored, dense, build = FORMS[form](draw)
+    values = size * draw.normal(*stored.shape, *dense)
+    if form == "coo, uncoalesced":
+        values = (values * 8).round() / 8
+    stored_everywhere = stored.view(*stored.shape, *[1] * len(dense)).expand_as(values)
+    return build(stored, values.to(dtype)), stored_everywhere, draw
+
+
+def coordinates(y):
+    """Of each entry; one index tensor for each sparse dimension."""
+    if y.layout == torch.sparse_coo:
+        return tuple(y.indices())
+    crow, columns = y.crow_indices(), y.col_indices()
+    batches = columns.shape[:-1]
+    rows = [torch.repeat_interleave(torch.arange(len(c) - 1, device=c.device), c.diff())
+            for c in crow.reshape(-1, crow.shape[-1])]
+    batch = torch.cartesian_prod(*[torch.arange(n, device=crow.device) for n in batches]) if batches else None
+    index = [] if batch is None else list(
+        batch.reshape(-1, len(batches)).repeat_interleave(columns.shape[-1], 0).T)
+    return (*index, torch.cat(rows), columns.reshape(-1).long())
+
+
+def values_at(dense, y):
+    return dense[coordinates(y)].view(y.values().shape)
+
+
+def with_values(y, values):
+    if y.layout == torch.sparse_coo:
+        return torch.sparse_coo_tensor(y.indices(), values, y.shape, is_coalesced=True)
+    return torch.sparse_csr_tensor(y.crow_indices(), y.col_indices(), values, y.shape)
+
+
+def full(x, stored, dtype):
+    """Dense, -inf where nothing is stored."""
+    return torch.where(stored, x.to_dense().to(dtype), -torch.inf)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("form,dim", DIMENSIONS)
+def test_equals_dense_log_softmax_with_minus_infinity_where_nothing_is_stored(form, dim, dtype, device):
+    x, stored, draw = example(form, device, dtype)
+    exact_x = full(x.detach(), stored, torch.float64).requires_grad_()
+    peer_x = full(x.detach(), stored, dtype).requires_grad_()
+    upstream = draw.normal(*x.shape)
+
+    x.requires_grad_()
+    y = log_softmax(x, dim)
+    assert y.layout == x.layout and y.dtype == dtype and y.shape == x.shape
+    exact, peer = (torch.log_softmax(t, dim) for t in (exact_x, peer_x))
+    assert_close_to_float64(y.detach().to_dense()[stored], peer[stored], exact[stored])
+    assert not y.detach().to_dense()[~stored].any()
+
+    grad, = torch.autograd.grad(y, x, with_values(y.detach(), values_at(upstream.to(dtype), y.detach())))
+    assert grad.layout == x.layout
+    exact_grad, = torch.autograd.grad(torch.where(stored, exact, 0.0), exact_x, upstream.to(dtype).double())
+    peer_grad, = torch.autograd.grad(torch.where(stored, peer, 0.0), peer_x, upstream.to(dtype))
+    assert_close_to_float64(grad.to_dense()[stored], peer_grad[stored], exact_grad[stored])
+
+
+@pytest.mark.parametrize("dim", [0, 1, 2])  # stock's gradient is wrong for a negative one (torch 2.13, 2.14)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_equals_what_stock_does_where_stock_can(dtype, dim, device):
+    x, _, draw = example("coo, uncoalesced", device, dtype)
+    results = []
+    for f in (log_softmax, torch.sparse.log_softmax):
+        leaf = x.clone().requires_grad_()
+        y = f(leaf, dim)
+        grad, = torch.autograd.grad(torch.sparse.sum(y * y), leaf)
+        results.append((y.detach().to_dense(), grad.to_dense()))
+    for ours, stock in zip(*results):
+        torch.testing.assert_close(ours, stock)
+
+
+@pytest.mark.parametrize("form,dims", [(form, len(draw[0].shape) + len(draw[1])) for form, draw in
+                                       ((form, FORMS[form](Draw("cpu"))) for form in FORMS)])
+def test_a_negative_dimension_counts_from_the_end(form, dims, device):
+    x, _, draw = example(form, device, torch.float64)
+    for dim in range(dims):
+        grads = []
+        for d in (dim, dim - dims):
+            y = log_softmax(x.requires_grad_(), d)
+            grads += torch.autograd.grad(y.values().sin().sum(), x)
+        torch.testing.assert_close(grads[0].values() if x.layout != torch.sparse_coo else grads[0].coalesce().values(),
+                                   grads[1].values() if x.layout != torch.sparse_coo else grads[1].coalesce().values())
+
+
+@pytest.mark.parametrize("form", ["coo", "csr", "coo, hybrid", "csr, batches"])
+def test_upstream_gradients_of_every_kind(form, device):
+    x, stored, draw = example(form, device, torch.float64)
+    dim = stored.dim() - 1 if form != "coo, hybrid" else 1
+    leaf = x.clone().requires_grad_()
+    y = log_softmax(leaf, dim)
+    dense = draw.normal(*x.shape, dtype=torch.float64)
+    everywhere = torch.where(stored, dense, 0.0)
+    pattern = with_values(y.detach(), values_at(dense, y.detach()))
+    expected = torch.autograd.grad(y, leaf, pattern, retain_graph=True)[0].to_dense()
+    others = [pattern.clone()]  # the same pattern in other memory
+    if y.layout == torch.sparse_coo:
+        others.append(dense.to_sparse(y.sparse_dim()))
+        doubled = torch.sparse_coo_tensor(torch.cat([pattern.indices()] * 2, 1), torch.cat([pattern.values() / 2] * 2),
+                                          y.shape)
+        others.append(doubled)
+    elif form == "csr":
+        others.append(dense.to_sparse_csr())
+    for grad in others:
+        torch.testing.assert_close(torch.autograd.grad(y, leaf, grad, retain_graph=True)[0].to_dense(), expected)
+    by_values, = torch.autograd.grad(y.values(), leaf, pattern.values(), retain_graph=True)
+    torch.testing.assert_close(by_values.to_dense(), expected)
+    if form != "csr, batches":  # to_dense of batches has no derivative in PyTorch
+        by_dense, = torch.autograd.grad(y.to_dense(), leaf, everywhere, retain_graph=True)
+        torch.testing.assert_close(by_dense.to_dense(), expected)
+
+
+@pytest.mark.parametrize("log", [True, False])
+@pytest.mark.parametrize("shape", [(12,), (12, 3)])
+@pytest.mark.parametrize("ordered", [False, True])
+def test_the_op_and_its_derivatives_of_any_order(ordered, shape, log, device):
+    draw = Draw(device)
+    values = 2 * draw.normal(*shape, dtype=torch.float64).requires_grad_()
+    values = values.detach().requires_grad_()
+    offsets = torch.tensor([0, 4, 4, 5, 12], device=device)
+    order = torch.randperm(12, generator=draw.generator).to(device) if ordered else None
+
+    def f(v):
+        return ops.sparse_softmax(v, offsets, order, log)
+
+    assert gradcheck(f, values, check_forward_ad=True, check_batched_grad=True)
+    assert gradgradcheck(f, values)
+    assert_close_to_float64(f(values.float()), reference.sparse_softmax(values.float(), offsets, order, log),
+                            reference.sparse_softmax(values, offsets, order, log))
+    batch = draw.normal(3, *shape, dtype=torch.float64)
+    torch.testing.assert_close(torch.func.vmap(f)(batch), torch.stack([f(v) for v in batch]))
+
+
+def entries(t, stored):
+    return t[stored] if t.layout == torch.strided else sparse_softmax._Values.apply(t)
+
+
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr], ids=str)
+def test_second_derivatives(layout, device):
+    x, stored, _ = example("coo", device, torch.float64)
+    results = []
+    for f, leaf in ((log_softmax, x.to_sparse(layout=layout) if layout != x.layout else x.clone()),
+                    (lambda t, dim: torch.log_softmax(t, dim), full(x, stored, torch.float64))):
+        leaf = leaf.detach().requires_grad_()
+        first, = torch.autograd.grad(entries(f(leaf, 1), stored).sin().sum(), leaf, create_graph=True)
+        second, = torch.autograd.grad(entries(first, stored).pow(3).sum(), leaf)
+        results.append([t.detach().to_dense()[stored] for t in (first, second)])
+    for ours, dense in zip(*results):
+        torch.testing.assert_close(ours, dense)
+
+
+@pytest.mark.parametrize("log", [True, False])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_rows_of_every_length(dtype, log, threads, device):
+    """Longer than a warp, a block, a part and with values far from zero; any number of threads gives the same."""
+    draw, lengths = Draw(device), [0, 1, 2, 31, 33, 0, 700, 2049, 5000, 70_001, 3, 0]
+    offsets = torch.tensor(lengths, device=device).cumsum(0)
+    offsets = torch.nn.functional.pad(offsets, (1, 0)).int()
+    values = (3 * draw.normal(int(offsets[-1])) + (100 if dtype != torch.float16 else 10)).to(dtype)
+    grad = draw.normal(len(values)).to(dtype)
+    results = []
+    for count in (1, 2, 3):
+        threads(count)
+        output = ops.sparse_softmax(values, offsets, None, log)
+        results.append((output, ops.sparse_softmax_backward(grad, output, offsets, None, log)))
+    for result in results[1:]:
+        assert_bitwise_equal(result[0], results[0][0])
+        assert_bitwise_equal(result[1], results[0][1])
+    output, gradient = results[0]
+    for begin, end in zip(offsets[:-1].tolist(), offsets[1:].tolist()):
+        row = values[begin:end]
+        dense = torch.log_softmax if log else torch.softmax
+        assert_close_to_float64(output[begin:end], dense(row, 0), dense(row.double(), 0))
+        exact, peer = (reference.sparse_softmax_backward(
+            grad[begin:end].to(t), output[begin:end].to(t), torch.tensor([0, end - begin], device=device), None, log)
+            for t in (torch.float64, dtype))
+        if end - begin > 1:  # a single entry's gradient is 0 but for rounding
+            assert_close_to_float64(gradient[begin:end], peer, exact)
+
+
+@pytest.mark.parametrize("instruction_set", available_instruction_sets())
+def test_on_every_instruction_set(instruction_set, tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-k", "rows_of_every_length and not cuda",
+         os.path.abspath(__file__)], cwd=tmp_path, capture_output=True, text=True,
+        env={**os.environ, "SPARSE_CE_CPU": instruction_set})
+    assert done.returncode == 0, done.stdout[-4000:]
+    assert int(re.search(r"(\d+) passed", done.stdout).group(1)) == 8
+
+
+def test_minus_infinity_is_an_entry_like_any_other(device):
+    x = torch.tensor([[0.0, -torch.inf, 2.0], [-torch.inf, -torch.inf, 0.0], [1.0, 0.0, 0.0]], device=device)
+    index = torch.tensor([[0, 0, 0, 1, 1, 2], [0, 1, 2, 0, 1, 0]], device=device)
+    leaf = torch.sparse_coo_tensor(index, x[index[0], index[1]], (3, 3), is_coalesced=True).requires_grad_()
+    y = log_softmax(leaf, 1)
+    expected = torch.cat([torch.log_softmax(x[0], 0), torch.full((2,), torch.nan, device=device), x.new_zeros(1)])
+    torch.testing.assert_close(y.values(), expected, equal_nan=True)
+    grad, = torch.autograd.grad(y.values()[:3].exp().sum(), leaf)
+    assert grad.values()[:3].abs().max() < 1e-6 and grad.values()[3:5].isnan().all() and grad.values()[5] == 0
+
+
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr], ids=str)
+@pytest.mark.parametrize("shape", [(0, 5), (5, 0), (3, 4)])
+def test_nothing_stored(shape, layout, device):
+    x = torch.zeros(shape, device=device).to_sparse(layout=layout).requires_grad_()
+    for dim in (0, 1):
+        y = log_softmax(x, dim)
+        assert y.shape == shape and y.layout == layout and y.values().numel() == 0
+        assert torch.autograd.grad(y.values().sum(), x)[0].shape == shape
+
+
+def test_more_rows_than_entries(device):
+    """Rows are counted by the entries: a matrix of 10**12 rows takes no memory."""
+    index = torch.tensor([[0, 5, 5, 999_999], [3, 1, 999_998, 0], [1, 0, 1, 1]], device=device)
+    x = torch.sparse_coo_tensor(index, torch.tensor([1.0, 2.0, 3.0, 4.0], device=device), (10**6, 10**6, 2))
+    assert log_softmax(x, 2).values().tolist() == [0, 0, 0, 0]
+    torch.testing.assert_close(log_softmax(x, 1).values(), torch.zeros(4, device=device))
+    two = torch.sparse_coo_tensor(torch.tensor([[7, 7], [1, 2]], device=device), torch.tensor([0.0, 0.0], device=device),
+                                  (10**6, 10**6))
+    torch.testing.assert_close(log_softmax(two, 1).values().exp(), torch.full((2,), 0.5, device=device))
+
+
+def test_the_input_is_left_alone_and_runs_are_equal(device):
+    x, _, _ = example("coo, uncoalesced", device, torch.float32)
+    before = x._values().clone(), x._indices().clone()
+    runs = [log_softmax(x, 0) for _ in range(5)]
+    assert_bitwise_equal(x._values(), before[0])
+    assert torch.equal(x._indices(), before[1]) and not x.is_coalesced()
+    for run in runs[1:]:
+        assert_bitwise_equal(run.values(), runs[0].values())
+
+
+def test_the_op_compiles(device):
+    offsets, values = torch.tensor([0, 2, 5], device=device), Draw(device).normal(5)
+    compiled = torch.compile(lambda v: ops.sparse_softmax(v * 2, offsets, None, True).exp(), fullgraph=True,
+                             backend="aot_eager")
+    for leaf in (values, values.clone()):
+        leaf.requires_grad_()
+    a, b = compiled(values), ops.sparse_softmax(leaf * 2, offsets, None, True).exp()
+    torch.testing.assert_close(a, b)
+    upstream = Draw(device, 1).normal(5)
+    torch.testing.assert_close(torch.autograd.grad(a, values, upstream), torch.autograd.grad(b, leaf, upstream))
+
+
+@pytest.mark.parametrize("call,error,message", [
+    (lambda: log_softmax(torch.zeros(3, 4), 1), ValueError, "must be sparse COO or CSR.*torch.log_softmax"),
+    (lambda: log_softmax(torch.zeros(3, 4).to_sparse_csc(), 1), ValueError, "got layout torch.sparse_csc.*to_sparse_csr"),
+    (lambda: log_softmax([1.0], 0), TypeError, "input must be a tensor, got list"),
+    (lambda: log_softmax(torch.ones(3, 4).long().to_sparse(), 1), TypeError, "floating dtype, got torch.int64"),
+    (lambda: log_softmax(torch.ones(3, 4).to_sparse(), 2), ValueError, r"dim must be in \[-2, 2\), got 2"),
+    (lambda: ops.sparse_softmax(torch.zeros(2, 3, 4), torch.tensor([0, 2]), None, True), RuntimeError,
+     r"values must be \(entries,\) or \(entries, width\), got \[2, 3, 4\]"),
+    (lambda: ops.sparse_softmax(torch.zeros(2), torch.tensor([0.0, 2.0]), None, True), RuntimeError,
+     "offsets must be of dtype int32 or int64, got Float"),
+    (lambda: ops.sparse_softmax(torch.zeros(2), torch.tensor([0, 2]), torch.tensor([0, 1, 2]), True), RuntimeError,
+     r"order must be \(2,\), got \[3\]"),
+    (lambda: ops.sparse_softmax_backward(torch.zeros(3), torch.zeros(2), torch.tensor([0, 2]), None, True),
+     RuntimeError, r"grad must have the shape of output, \[2\], got \[3\]"),
+    (lambda: ops.sparse_softmax_backward(torch.zeros(2).half(), torch.zeros(2), torch.tensor([0, 2]), None, True),
+     RuntimeError, "grad must be of the dtype of output, Float, got Half"),
+])
+def test_what_is_refused(call, error, message):
+    with pytest.raises(error, match=message):
+        call()
+
+
+@pytest.mark.skipif(sparse_ce.ops.instruction_set() == "emulated CUDA", reason="on a GPU these stay within bounds")
+@pytest.mark.parametrize("offsets,order,message", [
+    ([0, 2, 1, 4], None, "offsets must ascend from 0 to 4, the number of entries, got 1 at 2"),
+    ([1, 2, 4], None, "got 1 at 0"),
+    ([0, 2, 3], None, "got 3 at 2"),
+    ([0, 2, 9, 4], None, "got 9 at 2"),
+    ([0, 4], [0, 1, 2, 4], r"order must be in \[0, 4\), got 4 at 3"),
+])
+def test_rows_outside_of_the_entries_are_refused(offsets, order, message):
+    order = None if order is None else torch.tensor(order)
+    with pytest.raises(RuntimeError, match=message):
+        ops.sparse_softmax(torch.zeros(4), torch.tensor(offsets), order, True)
