@@ -20,6 +20,7 @@ from bench import Call, extra_bytes, time_by_turns
 from check import WrongResult, check, exact
 from goals import goals
 from peers import Problem, Shape
+from sparse_problems import SPARSE_SHAPES, STOCK_SHAPES, measure_log_softmax, measure_stock
 from work import Work, work_on
 
 HERE = Path(__file__).parent
@@ -60,7 +61,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="an eighth of the rows, 5 rounds: does it work?")
     parser.add_argument("--threads", type=int, default=2, help="CPU threads")
     parser.add_argument("--repeats", type=int, help="rounds of each problem (31 on CPU, 101 on CUDA)")
-    parser.add_argument("--only", default="", help="only problems whose title contains this, e.g. bfloat16")
+    parser.add_argument("--only", default="", help="only problems whose measurement and title "
+                        "contain this, e.g. bfloat16, measure_stock")
     parser.add_argument("--out", type=Path, default=HERE / "out")
     parser.add_argument("--update-results", nargs="?", const=MEASURED, metavar="RECORD", help="see above")
     return parser.parse_args()
@@ -150,10 +152,14 @@ def main() -> int:
     out = args.out / f"{records.slug(found)}.json"
     print(f"{found['device']}, torch {found['torch']}, {found['threads']} threads, {found['instruction_set']}, "
           f"csrc {found['csrc']}", flush=True)
-    for shape in shapes:
-        if args.only not in str(shape):
+    sparse = [dataclasses.replace(shape, rows=shape.rows // 8) if args.quick else shape for shape in SPARSE_SHAPES]
+    stock = [dataclasses.replace(shape, rows=shape.rows // 8) if args.quick else shape for shape in STOCK_SHAPES]
+    for shape, measure_one in [*((shape, measure) for shape in shapes),
+                               *((shape, measure_log_softmax) for shape in sparse),
+                               *((shape, measure_stock) for shape in stock)]:
+        if args.only not in f"{measure_one.__name__} {shape}":
             continue
-        problem = measure(shape, device, repeats)
+        problem = measure_one(shape, device, repeats)
         found["problems"].append(problem)
         records.save(found, out)  # after each problem: what is measured is not lost
         print(f"\n{problem['title']}\n\n{records.problem_table(problem)}", flush=True)

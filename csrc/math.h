@@ -194,14 +194,14 @@ struct MeanStats {
 //   softmax       y_k = exp(z_k - lse)      dloss/dz_k = y_k (g_k - sum_i g_i y_i)
 template <typename acc_t>
 struct SoftmaxRow {
-  acc_t max, log_sum;
+  acc_t max, log_sum, share;
 
   // NaN everywhere in a row whose entries are all -inf.
-  SCE_HD explicit SoftmaxRow(const RowStats<acc_t>& stats) : max(stats.max), log_sum(logarithm(stats.sum)) {}
+  SCE_HD explicit SoftmaxRow(const RowStats<acc_t>& stats)
+      : max(stats.max), log_sum(logarithm(stats.sum)), share(acc_t(1) / stats.sum) {}
   template <bool log>
   SCE_HD acc_t at(acc_t z) const {
-    const acc_t y = (z - max) - log_sum;
-    return log ? y : exponential(y);
+    return log ? (z - max) - log_sum : exponential(z - max) * share;
   }
 };
 

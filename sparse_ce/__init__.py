@@ -6,6 +6,8 @@ from .collate import collate
 from .functional import cross_entropy
 from .modules import SparseCrossEntropyLoss
 from .sparse_softmax import log_softmax
+from .stock import disable_stock, enable_stock
 from .target import SparseTarget
 
-__all__ = ["SparseCrossEntropyLoss", "SparseTarget", "__version__", "collate", "cross_entropy", "log_softmax"]
+__all__ = ["SparseCrossEntropyLoss", "SparseTarget", "__version__", "collate", "cross_entropy",
+           "disable_stock", "enable_stock", "log_softmax"]

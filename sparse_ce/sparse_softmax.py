@@ -158,3 +158,30 @@ def _coordinates(t: Tensor) -> Tuple[List[Tensor], torch.Size]:
         found.insert(0, row % size)
         row = torch.div(row, size, rounding_mode="floor")
     return found, sizes
+
+
+# ------------------------------------------------------------------------- what aten lacks for CSR: see stock.py
+
+
+@torch.no_grad()
+def csr_softmax(input: Tensor, dim: int, half_to_float: bool, log: bool) -> Tensor:
+    """``aten::_sparse_softmax`` and ``_sparse_log_softmax`` of a CSR tensor, any floating dtype."""
+    _check(not half_to_float, "half_to_float must be False for CSR, got True; convert the input instead", RuntimeError)
+    _check(input.dtype.is_floating_point, f"input must be of a floating dtype, got {input.dtype}", RuntimeError)
+    dim, values = dim % input.dim(), input.values()
+    if dim >= _sparse_dims(input):
+        return with_values(input, (torch.log_softmax if log else torch.softmax)(values, dim - input.dim()))
+    flat = _ops.sparse_softmax(_flat(values, input), *rows_along(input, dim), log)
+    return with_values(input, flat.view(values.shape))
+
+
+@torch.no_grad()
+def csr_softmax_backward(grad: Tensor, output: Tensor, dim: int, input: Tensor, log: bool) -> Tensor:
+    """``aten::_sparse_softmax_backward_data`` and ``_sparse_log_softmax_backward_data`` of a CSR tensor."""
+    dim, values = dim % output.dim(), output.values()
+    grad_values = values_at(grad, output).to(values.dtype)
+    if dim >= _sparse_dims(output):
+        backward = torch._log_softmax_backward_data if log else torch._softmax_backward_data
+        return with_values(output, backward(grad_values, values, dim - output.dim(), values.dtype))
+    flat = _ops.sparse_softmax_backward(_flat(grad_values, output), _flat(values, output), *rows_along(output, dim), log)
+    return with_values(output, flat.view(values.shape))

@@ -348,3 +348,39 @@ def test_rows_outside_of_the_entries_are_refused(offsets, order, message):
     order = None if order is None else torch.tensor(order)
     with pytest.raises(RuntimeError, match=message):
         ops.sparse_softmax(torch.zeros(4), torch.tensor(offsets), order, True)
+
+
+# -------------------------------------------------------------------------------------- torch.sparse.softmax of CSR
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("log", [True, False])
+@pytest.mark.parametrize("form,dim", [(form, dim) for form, dim in DIMENSIONS if form.startswith("csr")])
+def test_stock_softmax_takes_csr(form, dim, log, dtype, device):
+    x, stored, draw = example(form, device, dtype)
+    stock, dense_softmax = (torch.sparse.log_softmax, torch.log_softmax) if log else (torch.sparse.softmax, torch.softmax)
+    exact_x = full(x.detach(), stored, torch.float64).requires_grad_()
+    peer_x = full(x.detach(), stored, dtype).requires_grad_()
+    upstream = draw.normal(*x.shape).to(dtype)
+    x.requires_grad_()
+    for d in (dim, dim - x.dim()):
+        y = stock(x, d)
+        assert y.layout == torch.sparse_csr and y.dtype == dtype and torch.equal(y.col_indices(), x.col_indices())
+        exact, peer = (torch.where(stored, dense_softmax(t, dim), 0.0) for t in (exact_x, peer_x))
+        assert_close_to_float64(y.detach().to_dense()[stored], peer[stored], exact[stored])
+        grad, = torch.autograd.grad(y, x, with_values(y.detach(), values_at(upstream, y.detach())))
+        exact_grad, = torch.autograd.grad(exact, exact_x, upstream.double())
+        peer_grad, = torch.autograd.grad(peer, peer_x, upstream)
+        terms = upstream.double().abs().max().view(1)  # what is subtracted from what
+        assert_close_to_float64(grad.to_dense()[stored], peer_grad[stored], exact_grad[stored], terms)
+    torch.testing.assert_close(stock(x.detach(), dim, dtype=torch.float64).to_dense()[stored], exact[stored].detach(),
+                               rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("offsets,covered", [([1, 3, 4], [1, 2, 3]), ([0, 1, 3], [0, 1, 2]), ([0, 9], [0, 1, 2, 3]),
+                                             ([-5, 2], [0, 1]), ([3, 1], [])])
+def test_on_a_gpu_rows_outside_of_the_entries_give_nan_and_reach_no_other_memory(offsets, covered, device):
+    if device == "cpu" and sparse_ce.ops.instruction_set() != "emulated CUDA":
+        pytest.skip("the CPU refuses them")
+    result = ops.sparse_softmax(torch.zeros(4, device=device), torch.tensor(offsets, device=device), None, True)
+    assert result.isfinite().nonzero().flatten().tolist() == covered
