@@ -5,7 +5,7 @@ from typing import List, Optional, Tuple
 import torch
 from torch import Tensor
 
-from .target import _check, _fail
+from .target import _check, _fail, lies_in_order
 
 _ops = torch.ops.sparse_ce
 
@@ -85,7 +85,8 @@ def rows_along(input: Tensor, dim: int) -> Tuple[Tensor, Optional[Tensor]]:
             key, rows = index if key is None else key * size + index, rows * size
     if key is None:
         return torch.arange(2, device=input.device) * count, None
-    if dim != len(sizes) - 1:
+    in_order = dim == len(sizes) - 1 and (input.layout == torch.sparse_csr or lies_in_order(input, key))
+    if not in_order:
         key, order = torch.sort(key, stable=True)
     if rows > count:  # most rows have no entry: count those that have
         key = torch.cat([key.new_zeros(min(count, 1)), (key[1:] != key[:-1]).long()]).cumsum(0)

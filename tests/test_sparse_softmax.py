@@ -292,6 +292,16 @@ def test_more_rows_than_entries(device):
     torch.testing.assert_close(log_softmax(two, 1).values().exp(), torch.full((2,), 0.5, device=device))
 
 
+def test_entries_that_permute_left_out_of_order(device):
+    """torch 2.13 goes on calling the tensor coalesced."""
+    x, stored, _ = example("coo, three dimensions", device, torch.float64)
+    moved = x.movedim(1, -1)
+    for dim in range(3):
+        exact = torch.log_softmax(full(moved, stored.movedim(1, -1), torch.float64), dim)
+        y = log_softmax(moved, dim).to_dense()
+        torch.testing.assert_close(y[stored.movedim(1, -1)], exact[stored.movedim(1, -1)])
+
+
 def test_the_input_is_left_alone_and_runs_are_equal(device):
     x, _, _ = example("coo, uncoalesced", device, torch.float32)
     before = x._values().clone(), x._indices().clone()

@@ -298,3 +298,13 @@ def test_the_repr_helps():
     csr = SparseTarget.from_csr(torch.eye(4, 6).to_sparse_csr())
     assert repr(csr) == "SparseTarget(jagged, shape=[4], nnz=4, num_classes=6, values=float32, device=cpu)"
     assert csr.nnz == 4 and topk.nnz == 24
+
+
+@pytest.mark.parametrize("requires_grad", [False, True])
+def test_a_coo_tensor_that_permute_left_out_of_order(requires_grad, device):
+    """torch 2.13 goes on calling it coalesced."""
+    draw = Draw(device)
+    x, dense = draw.normal(4, 7, 5), draw.uniform(4, 7, 5) * (draw.uniform(4, 7, 5) < 0.4)
+    target = dense.to_sparse().requires_grad_(requires_grad).movedim(1, -1)
+    loss = sparse_ce.cross_entropy(x.movedim(1, -1), target)
+    torch.testing.assert_close(loss, torch.nn.functional.cross_entropy(x, dense))
