@@ -394,3 +394,29 @@ def test_on_a_gpu_rows_outside_of_the_entries_give_nan_and_reach_no_other_memory
         pytest.skip("the CPU refuses them")
     result = ops.sparse_softmax(torch.zeros(4, device=device), torch.tensor(offsets, device=device), None, True)
     assert result.isfinite().nonzero().flatten().tolist() == covered
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("log", [True, False])
+@pytest.mark.parametrize("shape,sparse_dim", [((7,), 1), ((3, 4), 2), ((4, 3, 5), 3), ((3, 4, 2, 5), 4), ((3, 4, 5), 2),
+                                              ((5, 3, 2), 1), ((4, 0), 2), ((0, 3, 2), 2)])
+@pytest.mark.parametrize("stored", ["all", "half", "none"])
+def test_stock_softmax_of_coo_is_what_it_was(stored, shape, sparse_dim, log, dtype, device):
+    """With this package imported PyTorch's own kernels for COO must go on passing PyTorch's kind of tests."""
+    draw = Draw(device)
+    share = {"all": 2.0, "half": 0.5, "none": -1.0}[stored]
+    keep = (draw.uniform(*shape[:sparse_dim]) < share).view(*shape[:sparse_dim], *[1] * (len(shape) - sparse_dim))
+    keep = keep.expand(shape)
+    values = draw.normal(*shape, dtype=dtype)
+    place = keep[(..., *[0] * (len(shape) - sparse_dim))] if values.numel() else torch.zeros(
+        shape[:sparse_dim], dtype=torch.bool, device=device)
+    x = coo(place, values, coalesced=False)
+    f, dense_f = (torch.sparse.log_softmax, torch.log_softmax) if log else (torch.sparse.softmax, torch.softmax)
+    for dim in range(len(shape)):
+        leaf, y_leaf = x.clone().requires_grad_(), full(x, keep, dtype).requires_grad_()
+        y, expected = f(leaf, dim), torch.where(keep, dense_f(y_leaf, dim), 0.0)
+        torch.testing.assert_close(y.to_dense(), expected)
+        upstream = torch.where(keep, draw.normal(*shape, dtype=dtype), 0.0)
+        grad, = torch.autograd.grad(y.to_dense(), leaf, upstream)
+        exact, = torch.autograd.grad(expected, y_leaf, upstream)
+        torch.testing.assert_close(grad.to_dense(), torch.where(keep, exact, 0.0), rtol=1e-4, atol=1e-5)
