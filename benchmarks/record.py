@@ -85,7 +85,10 @@ def problem_table(problem: Record) -> str:
         lines.append("| " + " | ".join(cells) + " |")
     notes = [f"{r['name']}: {r['note']}." for r in problem["rows"] if r["note"]]
     notes += [f"{name}: not run, {reason}." for name, reason in problem["not_run"].items()]
-    lines += ["", " ".join(notes), "", "| goal | limit | measured (p20 - p80) | |", "|---|---|---|---|"]
+    if notes:
+        lines += ["", " ".join(notes)]
+    if problem["goals"]:
+        lines += ["", "| goal | limit | measured (p20 - p80) | |", "|---|---|---|---|"]
     for g in problem["goals"]:
         value = g["value"]
         limit = f"{'at least' if g['at_least'] else 'at most'} {g['limit']:.3g}"
