@@ -53,7 +53,7 @@ struct Ops {
     const Tensor loss = empty(logits, {forward.rows}, dtype), grad_loss = empty(logits, {}, dtype);
     Tensor mean = empty(logits, {}, dtype), divisor = empty(logits, {}, dtype);
     Tensor lse = empty(logits, {forward.rows}, dtype), residual = empty(logits, {forward.rows}, dtype);
-    Tensor grad_logits = device_t::empty_output(logits, forward.rows, forward.vocab);
+    Tensor grad_logits = device_t::empty_output(logits, {forward.rows, forward.vocab});
 
     MeanArgs count{};
     count.dtype = to_dtype(lse, "lse", /*integer=*/false);
@@ -90,7 +90,7 @@ struct Ops {
     Held held;
     BackwardArgs args = backward_args(grad_loss, grad_lse, logits, lse, lse_residual, target, options, held);
     if (args.rows > 0) device_t::check_target(args.target);
-    Tensor grad_logits = device_t::empty_output(logits, args.rows, args.vocab);
+    Tensor grad_logits = device_t::empty_output(logits, {args.rows, args.vocab});
     if (args.rows == 0) return grad_logits;
     args.grad_logits = grad_logits.mutable_data_ptr();
     args.grad_row_stride = args.vocab;

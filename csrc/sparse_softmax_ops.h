@@ -1,5 +1,5 @@
 // sparse_softmax_ops.h - the ops on tensors, for the CPU and for CUDA alike. `device_t` has sparse_softmax,
-// sparse_softmax_backward and check_rows, called before any work.
+// sparse_softmax_backward, empty_output for the large fresh result, and check_rows, called before any work.
 #pragma once
 
 #include "check.h"
@@ -13,7 +13,7 @@ struct SparseSoftmaxOps {
     const Tensor packed_values = packed(values), packed_offsets = packed(offsets);
     const OptionalTensor packed_order = order ? OptionalTensor(packed(*order)) : order;
     SparseSoftmaxArgs args = view(packed_values, packed_offsets, packed_order, log, "values");
-    Tensor result = torch::stable::empty_like(packed_values);
+    Tensor result = empty_result(values, args);
     args.values = packed_values.const_data_ptr();
     args.result = result.mutable_data_ptr();
     if (values.numel() > 0) device_t::sparse_softmax(args, values);
@@ -28,7 +28,7 @@ struct SparseSoftmaxOps {
     check(grad.scalar_type() == output.scalar_type(), "grad must be of the dtype of output, ",
           name(output.scalar_type()), ", got ", name(grad.scalar_type()));
     check(shape(grad) == shape(output), "grad must have the shape of output, ", shape(output), ", got ", shape(grad));
-    Tensor result = torch::stable::empty_like(packed_output);
+    Tensor result = empty_result(output, args);
     args.grad = packed_grad.const_data_ptr();
     args.output = packed_output.const_data_ptr();
     args.result = result.mutable_data_ptr();
@@ -37,6 +37,11 @@ struct SparseSoftmaxOps {
   }
 
  private:
+  static Tensor empty_result(const Tensor& like, const SparseSoftmaxArgs& args) {
+    return like.dim() == 1 ? device_t::empty_output(like, {args.entries})
+                           : device_t::empty_output(like, {args.entries, args.width});
+  }
+
   static SparseSoftmaxArgs view(const Tensor& values, const Tensor& offsets, const OptionalTensor& order, bool log,
                                 const char* argument) {
     SparseSoftmaxArgs args{};

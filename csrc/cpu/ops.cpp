@@ -22,13 +22,14 @@ struct Cpu {
   }
   static void check_rows(const SparseSoftmaxArgs& args) { check_rows_on_host(args); }
 
-  static Tensor empty_output(const Tensor& logits, int64_t rows, int64_t columns) {
-    const size_t bytes = static_cast<size_t>(rows * columns) * logits.element_size();
+  static Tensor empty_output(const Tensor& like, std::initializer_list<int64_t> sizes) {
+    size_t bytes = like.element_size();
+    for (const int64_t size : sizes) bytes *= static_cast<size_t>(size);
     void* block = bytes < cpu::kLeastCachedBytes ? nullptr : cpu::take_gradient_memory(bytes);
-    if (!block) return empty(logits, {rows, columns}, logits.scalar_type());
-    const std::array<int64_t, 2> sizes{rows, columns}, strides{columns, 1};
-    return torch::stable::from_blob(block, {sizes.data(), 2}, {strides.data(), 2}, logits.device(),
-                                    logits.scalar_type(), &cpu::give_gradient_memory);
+    if (!block) return empty(like, sizes, like.scalar_type());
+    const std::array<int64_t, 2> strides{sizes.begin()[sizes.size() - 1], 1};
+    return torch::stable::from_blob(block, {sizes.begin(), sizes.size()}, {strides.end() - sizes.size(), sizes.size()},
+                                    like.device(), like.scalar_type(), &cpu::give_gradient_memory);
   }
 };
 
