@@ -182,6 +182,18 @@ def test_upstream_gradients_of_every_kind(form, device):
         torch.testing.assert_close(by_dense.to_dense(), expected)
 
 
+@pytest.mark.parametrize("form", ["coo", "csr"])
+def test_an_upstream_gradient_with_as_many_entries_elsewhere(form, device):
+    x, stored, draw = example(form, device, torch.float64)
+    y = log_softmax(x.requires_grad_(), 1)
+    elsewhere = draw.normal(*x.shape, dtype=torch.float64) * stored.flip(-1)
+    grad = elsewhere.to_sparse(layout=x.layout)
+    assert grad.values().shape == y.values().shape
+    moved, = torch.autograd.grad(y, x, grad, retain_graph=True)
+    expected, = torch.autograd.grad(y, x, with_values(y.detach(), values_at(elsewhere, y.detach())))
+    torch.testing.assert_close(moved.to_dense(), expected.to_dense())
+
+
 @pytest.mark.parametrize("log", [True, False])
 @pytest.mark.parametrize("shape", [(12,), (12, 3)])
 @pytest.mark.parametrize("ordered", [False, True])
