@@ -1,4 +1,4 @@
-"""Where this package's ops meet ``torch.library`` (PyTorch's own: ``stock.py``): loads the kernels and gives them autograd and shape functions.
+"""Where this package's ops meet ``torch.library``: loads the kernels and gives them autograd and shape functions.
 
 ``torch.ops.sparse_ce.forward`` has a Python kernel on the Autograd key. It runs the composite of ``reference.py`` where
 only plain PyTorch ops can follow (``torch.func`` transforms, forward-mode AD, devices without kernels of ours), an

@@ -402,8 +402,8 @@ def _check_mask(row_mask: Optional[Tensor], shape: Sequence[int]) -> Optional[Te
 def lies_in_order(coo: Tensor, rows: Tensor) -> bool:
     """Whether the entries of a COO tensor are known to ascend by ``rows``, (nnz,), their row-major number.
 
-    ``permute`` and ``movedim`` that keep the first of three or more dimensions leave a tensor marked as coalesced with its
-    entries out of order (torch 2.13). On a GPU a look at them would wait.
+    ``permute`` and ``movedim`` that keep the first of three or more dimensions leave a tensor marked as coalesced with
+    its entries out of order (torch 2.13). On a GPU a look at them would wait.
     """
     if not coo.is_coalesced():
         return False

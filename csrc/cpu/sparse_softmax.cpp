@@ -66,17 +66,7 @@ SCE_INSTANCE(kAvx512, SCE_AVX512)
 
 template <typename scalar_t>
 const RowKernels<scalar_t>& row_kernels() {
-#ifdef SCE_X86
-  switch (instruction_set_in_use()) {
-    case InstructionSet::kAvx512:
-      return Instance<scalar_t, InstructionSet::kAvx512>::kernels;
-    case InstructionSet::kAvx2:
-      return Instance<scalar_t, InstructionSet::kAvx2>::kernels;
-    default:
-      break;
-  }
-#endif
-  return Instance<scalar_t, InstructionSet::kDefault>::kernels;
+  return kernels_in_use<Instance, scalar_t>();
 }
 
 template <typename scalar_t>

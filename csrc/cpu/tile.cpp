@@ -159,17 +159,7 @@ InstructionSet instruction_set_in_use() {
 
 template <typename scalar_t>
 const TileKernels<scalar_t>& tile_kernels() {
-#ifdef SCE_X86
-  switch (instruction_set_in_use()) {
-    case InstructionSet::kAvx512:
-      return Instance<scalar_t, InstructionSet::kAvx512>::kernels;
-    case InstructionSet::kAvx2:
-      return Instance<scalar_t, InstructionSet::kAvx2>::kernels;
-    default:
-      break;
-  }
-#endif
-  return Instance<scalar_t, InstructionSet::kDefault>::kernels;
+  return kernels_in_use<Instance, scalar_t>();
 }
 
 template const TileKernels<float>& tile_kernels<float>();

@@ -55,6 +55,22 @@ struct TileKernels {
 
 InstructionSet instruction_set_in_use();
 
+// The kernels of the set in use, of a table that has them for each.
+template <template <typename, InstructionSet> class instance_t, typename scalar_t>
+const auto& kernels_in_use() {
+#ifdef SCE_X86
+  switch (instruction_set_in_use()) {
+    case InstructionSet::kAvx512:
+      return instance_t<scalar_t, InstructionSet::kAvx512>::kernels;
+    case InstructionSet::kAvx2:
+      return instance_t<scalar_t, InstructionSet::kAvx2>::kernels;
+    default:
+      break;
+  }
+#endif
+  return instance_t<scalar_t, InstructionSet::kDefault>::kernels;
+}
+
 template <typename scalar_t>
 const TileKernels<scalar_t>& tile_kernels();
 
