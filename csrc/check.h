@@ -40,6 +40,21 @@ inline std::string shape(const Tensor& t) {
   return out.str();
 }
 
+// Of the dtypes that the ops make.
+inline int64_t size_in_bytes(ScalarType dtype) {
+  switch (dtype) {
+    case ScalarType::Byte:
+      return 1;
+    case ScalarType::Half:
+    case ScalarType::BFloat16:
+      return 2;
+    case ScalarType::Float:
+      return 4;
+    default:
+      return 8;
+  }
+}
+
 inline std::string name(ScalarType dtype) { return torch::headeronly::toString(dtype); }
 
 inline DType to_dtype(const Tensor& t, const char* argument, bool integer) {
@@ -190,16 +205,20 @@ inline void view_weight(const OptionalTensor& weight, const Options& options, He
   }
 }
 
+inline void view_options(const Options& options, CrossEntropyArgs& args) {
+  args.options.label_smoothing = options.label_smoothing;
+  args.options.z_loss = options.z_loss;
+  args.options.logit_scale = options.logit_scale;
+  args.options.softcap = options.softcap.value_or(0);
+}
+
 inline void make_args(const Tensor& logits, const Target& target, const Options& options, Held& held,
                       CrossEntropyArgs& args) {
   view_logits(logits, held, args);
   check_options(options, args.vocab);
   view_target(target, options, held, args);
   view_weight(target.weight, options, held, args);
-  args.options.label_smoothing = options.label_smoothing;
-  args.options.z_loss = options.z_loss;
-  args.options.logit_scale = options.logit_scale;
-  args.options.softcap = options.softcap.value_or(0);
+  view_options(options, args);
 }
 
 // A scalar of the arithmetic dtype of `like`, beside it.
@@ -242,6 +261,23 @@ inline const void* view_rows(const Tensor& t, const Tensor& logits, const char* 
   check(t.scalar_type() == dtype, argument, " must be of dtype ", name(dtype), ", got ", name(t.scalar_type()));
   stride = t.stride(0);
   return t.const_data_ptr();
+}
+
+// What every backward is given for its rows. `like`: of the device and dtype of the logits, with their rows.
+inline BackwardArgs view_upstream(const CrossEntropyArgs& rows, const Tensor& like, const Tensor& grad_loss,
+                                  const OptionalTensor& grad_lse, const Tensor& lse, const OptionalTensor& lse_residual) {
+  BackwardArgs args{};
+  static_cast<CrossEntropyArgs&>(args) = rows;
+  int64_t stride = 1;
+  args.grad_loss = view_rows(grad_loss, like, "grad_loss", args.grad_loss_stride);
+  if (grad_lse) args.grad_lse = view_rows(*grad_lse, like, "grad_lse", args.grad_lse_stride);
+  args.lse = view_rows(lse, like, "lse", stride);
+  check(args.rows <= 1 || stride == 1, "lse must be contiguous, got stride ", stride);
+  if (lse_residual) {
+    args.lse_residual = view_rows(*lse_residual, like, "lse_residual", stride);
+    check(args.rows <= 1 || stride == 1, "lse_residual must be contiguous, got stride ", stride);
+  }
+  return args;
 }
 
 // Whether any index is not a class. One cheap pass: most targets hold neither padding nor mistakes.

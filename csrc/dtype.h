@@ -24,6 +24,14 @@ constexpr int64_t size_of(DType dtype) {
   return dtype == DType::kFloat64 || dtype == DType::kInt64 ? 8 : dtype == DType::kFloat32 || dtype == DType::kInt32 ? 4 : 2;
 }
 
+template <typename to_t, typename from_t>
+SCE_HD to_t bit_cast(from_t x) {
+  static_assert(sizeof(to_t) == sizeof(from_t));
+  to_t out;
+  std::memcpy(&out, &x, sizeof(out));
+  return out;
+}
+
 #ifdef SCE_CUDA
 using Half = __half;
 using BFloat16 = __nv_bfloat16;
@@ -40,14 +48,6 @@ struct Half {
 struct BFloat16 {
   uint16_t bits;
 };
-
-template <typename to_t, typename from_t>
-SCE_HD to_t bit_cast(from_t x) {
-  static_assert(sizeof(to_t) == sizeof(from_t));
-  to_t out;
-  std::memcpy(&out, &x, sizeof(out));
-  return out;
-}
 
 SCE_HD float to_acc(const BFloat16& x) { return bit_cast<float>(static_cast<uint32_t>(x.bits) << 16); }
 
@@ -114,6 +114,12 @@ SCE_HD acc_t load_float(const void* array, DType dtype, int64_t i) {
 SCE_HD int64_t load_int(const void* array, DType dtype, int64_t i) {
   return dtype == DType::kInt64 ? static_cast<const int64_t*>(array)[i] : static_cast<const int32_t*>(array)[i];
 }
+
+// The address of element i.
+inline const void* advance(const void* array, DType dtype, int64_t i) {
+  return static_cast<const char*>(array) + i * size_of(dtype);
+}
+inline void* advance(void* array, DType dtype, int64_t i) { return static_cast<char*>(array) + i * size_of(dtype); }
 
 // Calls f(index{}) with the C++ type that stores an integer dtype.
 template <typename function_t>

@@ -1,7 +1,7 @@
 // ops.h - the ops on tensors, for the CPU and for CUDA alike: check, allocate, hand over to the device.
 //
 // `device_t` has forward, forward_with_gradient, backward, backward_values and mean on the plain arguments of
-// cross_entropy.h, `empty_output` for the large fresh gradient, and `check_target`, called before any work.
+// cross_entropy.h, `empty_output` for large fresh tensors, and `check_target`, called before any work.
 #pragma once
 
 #include "check.h"
@@ -22,6 +22,43 @@ inline Tensor empty(const Tensor& like, std::initializer_list<int64_t> size, Sca
       std::optional<int64_t> num_classes
 #define SCE_TARGET_ARGUMENTS {indices, values, offsets, weight, row_mask}
 #define SCE_OPTION_ARGUMENTS {ignore_index, label_smoothing, z_loss, logit_scale, softcap, num_classes}
+
+// The two ends of a loss that is a mean: the upstream gradient of every row's loss, known from the target alone, and the
+// mean itself once the losses are there.
+template <typename device_t>
+class Mean {
+ public:
+  Mean(const TargetView& target, const Tensor& like, const OptionalTensor& normalizer, const Tensor& grad_mean)
+      : mean(empty(like, {}, arithmetic_dtype(like))),
+        divisor(empty(like, {}, arithmetic_dtype(like))),
+        like_(like),
+        grad_loss_(empty(like, {}, arithmetic_dtype(like))) {
+    args_.dtype = to_dtype(mean, "mean", /*integer=*/false);
+    args_.target = target;
+    args_.normalizer = normalizer ? view_scalar(*normalizer, like, "normalizer") : nullptr;
+    args_.divisor = divisor.mutable_data_ptr();
+    MeanArgs count = args_;
+    count.grad_mean = view_scalar(grad_mean, like, "grad_mean");
+    count.grad_loss = grad_loss_.mutable_data_ptr();
+    device_t::mean(count, like);
+  }
+
+  const void* grad_loss() const { return grad_loss_.const_data_ptr(); }
+
+  // loss (rows,), contiguous.
+  void finish(const Tensor& loss) {
+    args_.loss = loss.const_data_ptr();
+    args_.loss_stride = 1;
+    args_.mean = mean.mutable_data_ptr();
+    device_t::mean(args_, like_);
+  }
+
+  Tensor mean, divisor;
+
+ private:
+  Tensor like_, grad_loss_;
+  MeanArgs args_{};
+};
 
 template <typename device_t>
 struct Ops {
@@ -50,37 +87,22 @@ struct Ops {
     make_args(logits, target, options, held, forward);
     device_t::check_target(forward.target);
     const ScalarType dtype = arithmetic_dtype(logits);
-    const Tensor loss = empty(logits, {forward.rows}, dtype), grad_loss = empty(logits, {}, dtype);
-    Tensor mean = empty(logits, {}, dtype), divisor = empty(logits, {}, dtype);
-    Tensor lse = empty(logits, {forward.rows}, dtype), residual = empty(logits, {forward.rows}, dtype);
-    Tensor grad_logits = device_t::empty_output(logits, {forward.rows, forward.vocab});
-
-    MeanArgs count{};
-    count.dtype = to_dtype(lse, "lse", /*integer=*/false);
-    count.target = forward.target;
-    count.normalizer = normalizer ? view_scalar(*normalizer, logits, "normalizer") : nullptr;
-    count.grad_mean = view_scalar(grad_mean, logits, "grad_mean");
-    count.grad_loss = grad_loss.mutable_data_ptr();
-    count.divisor = divisor.mutable_data_ptr();
-    device_t::mean(count, logits);
+    Mean<device_t> mean(forward.target, logits, normalizer, grad_mean);
+    Tensor loss = empty(logits, {forward.rows}, dtype), lse = empty(logits, {forward.rows}, dtype);
+    Tensor residual = empty(logits, {forward.rows}, dtype);
+    Tensor grad_logits = device_t::empty_output(logits, {forward.rows, forward.vocab}, logits.scalar_type());
 
     BackwardArgs backward{};
     static_cast<CrossEntropyArgs&>(backward) = forward;
-    backward.grad_loss = count.grad_loss;
+    backward.grad_loss = mean.grad_loss();
     forward.loss = loss.mutable_data_ptr();
     backward.lse = forward.lse = lse.mutable_data_ptr();
     backward.lse_residual = forward.lse_residual = residual.mutable_data_ptr();
     backward.grad_logits = grad_logits.mutable_data_ptr();
     backward.grad_row_stride = backward.vocab;
     if (forward.rows > 0) device_t::forward_with_gradient(forward, backward, logits);
-
-    MeanArgs all = count;
-    all.grad_mean = nullptr;
-    all.loss = forward.loss;
-    all.loss_stride = 1;
-    all.mean = mean.mutable_data_ptr();
-    device_t::mean(all, logits);
-    return {mean, divisor, lse, residual, grad_logits};
+    mean.finish(loss);
+    return {mean.mean, mean.divisor, lse, residual, grad_logits};
   }
 
   static Tensor backward(
@@ -90,7 +112,7 @@ struct Ops {
     Held held;
     BackwardArgs args = backward_args(grad_loss, grad_lse, logits, lse, lse_residual, target, options, held);
     if (args.rows > 0) device_t::check_target(args.target);
-    Tensor grad_logits = device_t::empty_output(logits, {args.rows, args.vocab});
+    Tensor grad_logits = device_t::empty_output(logits, {args.rows, args.vocab}, logits.scalar_type());
     if (args.rows == 0) return grad_logits;
     args.grad_logits = grad_logits.mutable_data_ptr();
     args.grad_row_stride = args.vocab;
@@ -164,18 +186,9 @@ struct Ops {
   static BackwardArgs backward_args(const Tensor& grad_loss, const OptionalTensor& grad_lse, const Tensor& logits,
                                     const Tensor& lse, const OptionalTensor& lse_residual, const Target& target,
                                     const Options& options, Held& held) {
-    BackwardArgs args{};
+    CrossEntropyArgs args{};
     make_args(logits, target, options, held, args);
-    int64_t stride = 1;
-    args.grad_loss = view_rows(grad_loss, logits, "grad_loss", args.grad_loss_stride);
-    if (grad_lse) args.grad_lse = view_rows(*grad_lse, logits, "grad_lse", args.grad_lse_stride);
-    args.lse = view_rows(lse, logits, "lse", stride);
-    check(args.rows <= 1 || stride == 1, "lse must be contiguous, got stride ", stride);
-    if (lse_residual) {
-      args.lse_residual = view_rows(*lse_residual, logits, "lse_residual", stride);
-      check(args.rows <= 1 || stride == 1, "lse_residual must be contiguous, got stride ", stride);
-    }
-    return args;
+    return view_upstream(args, logits, grad_loss, grad_lse, lse, lse_residual);
   }
 };
 

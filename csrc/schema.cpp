@@ -15,6 +15,9 @@
 #define SCE_OPTIONS                                                                                          \
   "int ignore_index=-100, float label_smoothing=0., float z_loss=0., float logit_scale=1., float? softcap=None, " \
   "int? num_classes=None"
+#define SCE_HEAD "Tensor input, Tensor linear_weight, Tensor? linear_bias"
+#define SCE_WANTED "bool input_grad=True, bool weight_grad=True, bool bias_grad=True, bool values_grad=False"
+#define SCE_GRADIENTS "(Tensor grad_input, Tensor grad_weight, Tensor grad_bias, Tensor grad_values)"
 
 STABLE_TORCH_LIBRARY(sparse_ce, m) {
   // loss (N,) A and lse = logsumexp(z) (N,) A; both 0 in ignored rows.
@@ -49,6 +52,30 @@ STABLE_TORCH_LIBRARY(sparse_ce, m) {
   // Over nothing, or by 0: 0 and inf.
   m.def("mean(Tensor loss, " SCE_TARGET ", int ignore_index=-100, int num_classes=0, Tensor? normalizer=None)"
         " -> (Tensor mean, Tensor divisor)");
+
+  // The same for logits that never exist: z = input linear_weight^T + linear_bias, chunk_rows rows at a time (as many as
+  // fit a budget by default). input (N, D), linear_weight (V, D), linear_bias (V,): of one dtype, or weight and bias of
+  // float32 with an input of 16 bits. Only the first num_classes rows of the weight are read.
+  m.def("linear_forward(" SCE_HEAD ", " SCE_TARGET ", " SCE_OPTIONS ", int? chunk_rows=None) -> (Tensor loss, Tensor lse)");
+  m.def("linear_forward_with_residual(" SCE_HEAD ", " SCE_TARGET ", " SCE_OPTIONS
+        ", int? chunk_rows=None) -> (Tensor loss, Tensor lse, Tensor lse_residual)");
+
+  // The mean of these losses, as `mean` makes it, () A, and lse (N,) A. Its gradients are made in forward.
+  m.def("linear_mean(" SCE_HEAD ", " SCE_TARGET ", " SCE_OPTIONS
+        ", Tensor? normalizer=None, int? chunk_rows=None) -> (Tensor mean, Tensor lse)");
+
+  // The gradients of sum(grad_loss * loss + grad_lse * lse) for input, linear_weight, linear_bias and values (A), each of
+  // the shape and dtype of its tensor; (0,) where it is not asked for. The logits are made anew.
+  m.def("linear_backward(Tensor grad_loss, Tensor? grad_lse, " SCE_HEAD ", Tensor lse, Tensor? lse_residual, " SCE_TARGET
+        ", " SCE_OPTIONS ", int? chunk_rows=None, " SCE_WANTED ") -> " SCE_GRADIENTS);
+
+  // linear_mean and its gradients for the upstream gradient grad_mean () A, with one GEMM for the logits.
+  m.def("linear_forward_with_gradient(Tensor grad_mean, Tensor? normalizer, " SCE_HEAD ", " SCE_TARGET ", " SCE_OPTIONS
+        ", int? chunk_rows=None, " SCE_WANTED ") -> (Tensor mean, Tensor divisor, Tensor lse, Tensor lse_residual, "
+        "Tensor grad_input, Tensor grad_weight, Tensor grad_bias, Tensor grad_values)");
+
+  // gradient *= scale () A, in place. Where scale is 1 nothing is read or written; it is looked at where it lies.
+  m.def("scale_(Tensor(a!) gradient, Tensor scale) -> ()");
 
   // Softmax, or its logarithm, over the entries of each row of a sparse matrix: values (E,) or (E, D), each of D positions
   // alone. Row r has the entries [offsets[r], offsets[r + 1]) of order (E,) int64, or of 0, 1, 2, ... without it.

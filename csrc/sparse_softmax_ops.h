@@ -38,8 +38,8 @@ struct SparseSoftmaxOps {
 
  private:
   static Tensor empty_result(const Tensor& like, const SparseSoftmaxArgs& args) {
-    return like.dim() == 1 ? device_t::empty_output(like, {args.entries})
-                           : device_t::empty_output(like, {args.entries, args.width});
+    return like.dim() == 1 ? device_t::empty_output(like, {args.entries}, like.scalar_type())
+                           : device_t::empty_output(like, {args.entries, args.width}, like.scalar_type());
   }
 
   static SparseSoftmaxArgs view(const Tensor& values, const Tensor& offsets, const OptionalTensor& order, bool log,

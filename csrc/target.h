@@ -37,6 +37,21 @@ struct TargetView {
     return valid ? EntryRange{begin, end, true} : EntryRange{0, 0, false};
   }
 
+  // The rows [begin, end) alone; what the offsets lead to stays where it is.
+  TargetView slice(int64_t begin, int64_t end) const {
+    TargetView rows_of = *this;
+    rows_of.rows = end - begin;
+    if (row_mask) rows_of.row_mask = row_mask + begin;
+    if (offsets) {
+      rows_of.offsets = advance(offsets, offsets_dtype, begin * offsets_step);
+      return rows_of;
+    }
+    rows_of.indices = advance(indices, indices_dtype, begin * width);
+    if (values) rows_of.values = advance(values, values_dtype, begin * width);
+    rows_of.entries = rows_of.rows * width;
+    return rows_of;
+  }
+
   // An ignored row is never read and never counted. A row without entries is not ignored: it is a target of mass 0.
   SCE_HD bool ignored(int64_t r) const {
     if (row_mask && !row_mask[r]) return true;

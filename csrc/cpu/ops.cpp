@@ -1,7 +1,8 @@
-#include "../ops.h"
+#include "../linear_ops.h"
 #include "../sparse_softmax_ops.h"
 #include "gradient_memory.h"
 
+#include <torch/csrc/inductor/aoti_torch/generated/c_shim_cpu.h>
 #include <torch/csrc/stable/library.h>
 
 namespace sparse_ce {
@@ -22,18 +23,44 @@ struct Cpu {
   }
   static void check_rows(const SparseSoftmaxArgs& args) { check_rows_on_host(args); }
 
-  static Tensor empty_output(const Tensor& like, std::initializer_list<int64_t> sizes) {
-    size_t bytes = like.element_size();
+  static void accumulate(const AccumulateArgs& args, const Tensor&) { cpu::accumulate(args); }
+  static void clear_ignored_rows(const ClearRowsArgs& args, const Tensor&) { cpu::clear_ignored_rows(args); }
+  static void scale(const ScaleArgs& args, const Tensor&) { cpu::scale(args); }
+
+  static bool may_ignore(const TargetView& target) {
+    for (int64_t r = 0; r < target.rows; ++r)
+      if (target.ignored(r)) return true;
+    return false;
+  }
+
+  static ScalarType work_dtype(ScalarType input) {
+    const bool native = input == ScalarType::BFloat16 && cpu::multiplies_bfloat16();
+    return size_in_bytes(input) > 2 || native ? input : ScalarType::Float;
+  }
+  static ScalarType product_dtype(ScalarType work) { return work; }
+
+  // A thirty-second of the logits, or 128 MiB of float32 and 64 MiB of bfloat16: below 256 rows the GEMMs slow down.
+  static int64_t chunk_bytes(int64_t logits, int64_t logit_bytes) {
+    return std::max(logits / 32, int64_t(1) << 25) * logit_bytes;
+  }
+
+  static void add_product(const Tensor& out, const Tensor& a, const Tensor& b) {
+    STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_cpu_addmm_out(out.get(), out.get(), a.get(), b.get(), 1, 1));
+  }
+
+  static Tensor empty_output(const Tensor& like, std::initializer_list<int64_t> sizes, ScalarType dtype) {
+    size_t bytes = static_cast<size_t>(size_in_bytes(dtype));
     for (const int64_t size : sizes) bytes *= static_cast<size_t>(size);
     void* block = bytes < cpu::kLeastCachedBytes ? nullptr : cpu::take_gradient_memory(bytes);
-    if (!block) return empty(like, sizes, like.scalar_type());
+    if (!block) return empty(like, sizes, dtype);
     const std::array<int64_t, 2> strides{sizes.begin()[sizes.size() - 1], 1};
     return torch::stable::from_blob(block, {sizes.begin(), sizes.size()}, {strides.end() - sizes.size(), sizes.size()},
-                                    like.device(), like.scalar_type(), &cpu::give_gradient_memory);
+                                    like.device(), dtype, &cpu::give_gradient_memory);
   }
 };
 
 using CpuOps = Ops<Cpu>;
+using CpuLinearOps = LinearOps<Cpu>;
 using CpuSparseSoftmaxOps = SparseSoftmaxOps<Cpu>;
 
 std::string cpu_instruction_set() { return cpu::instruction_set(); }
@@ -43,6 +70,7 @@ std::string cpu_instruction_set() { return cpu::instruction_set(); }
 
 STABLE_TORCH_LIBRARY_IMPL(sparse_ce, CPU, m) {
   SCE_REGISTER_OPS(m, sparse_ce::CpuOps);
+  SCE_REGISTER_LINEAR_OPS(m, sparse_ce::CpuLinearOps);
   SCE_REGISTER_SPARSE_SOFTMAX_OPS(m, sparse_ce::CpuSparseSoftmaxOps);
 }
 

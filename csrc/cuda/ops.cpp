@@ -94,8 +94,8 @@ struct Cuda {
     check_cuda(cuda::sparse_softmax_backward(args, stream_of(like)));
   }
   static void check_rows(const SparseSoftmaxArgs&) {}  // the kernels stay within the entries
-  static Tensor empty_output(const Tensor& like, std::initializer_list<int64_t> sizes) {
-    return empty(like, sizes, like.scalar_type());
+  static Tensor empty_output(const Tensor& like, std::initializer_list<int64_t> sizes, ScalarType dtype) {
+    return empty(like, sizes, dtype);
   }
 
  private:

@@ -1,0 +1,119 @@
+#include "../linear.h"
+#include "tile.h"
+
+#include <torch/csrc/stable/ops.h>
+
+#include <cstdlib>
+#include <cstring>
+
+namespace sparse_ce {
+namespace cpu {
+namespace {
+
+constexpr int64_t kGrain = 32768;  // fewer elements are not worth waking a thread for
+
+template <typename scalar_t>
+struct LinearKernels {
+  void (*accumulate)(const AccumulateArgs& args, int64_t begin, int64_t end);
+  void (*scale)(scalar_t* values, acc_type<scalar_t> by, int64_t count);
+};
+
+template <typename scalar_t, typename product_t>
+SCE_HD void accumulate_elements(const AccumulateArgs& args, int64_t begin, int64_t end) {
+  const product_t* __restrict product = static_cast<const product_t*>(args.product);
+  scalar_t* __restrict total = static_cast<scalar_t*>(args.total);
+  uint8_t* __restrict low = args.low;
+  const bool first = args.first, last = args.last;
+  for (int64_t i = begin; i < end; ++i) {
+    const acc_type<scalar_t> x = to_acc(product[i]);
+    if constexpr (sizeof(scalar_t) == 2)
+      accumulate_split(x, first, last, total[i], low + i);
+    else
+      accumulate_plain(x, first, total[i]);
+  }
+}
+
+template <typename scalar_t>
+SCE_HD void accumulate_body(const AccumulateArgs& args, int64_t begin, int64_t end) {
+  switch (args.product_dtype) {
+    case DType::kBFloat16:
+      return accumulate_elements<scalar_t, BFloat16>(args, begin, end);
+    case DType::kFloat16:
+      return accumulate_elements<scalar_t, Half>(args, begin, end);
+    default:
+      return accumulate_elements<scalar_t, acc_type<scalar_t>>(args, begin, end);
+  }
+}
+
+template <typename scalar_t>
+SCE_HD void scale_body(scalar_t* values, acc_type<scalar_t> by, int64_t count) {
+  for (int64_t i = 0; i < count; ++i) from_acc(to_acc(values[i]) * by, values[i]);
+}
+
+template <typename scalar_t, InstructionSet set>
+struct Instance;
+
+#define SCE_INSTANCE(SET, TARGET)                                                                          \
+  template <typename scalar_t>                                                                             \
+  struct Instance<scalar_t, InstructionSet::SET> {                                                         \
+    TARGET static void accumulate(const AccumulateArgs& args, int64_t begin, int64_t end) {                \
+      accumulate_body<scalar_t>(args, begin, end);                                                         \
+    }                                                                                                      \
+    TARGET static void scale(scalar_t* values, acc_type<scalar_t> by, int64_t count) {                     \
+      scale_body(values, by, count);                                                                       \
+    }                                                                                                      \
+    static constexpr LinearKernels<scalar_t> kernels{accumulate, scale};                                   \
+  };
+
+SCE_INSTANCE(kDefault, )
+#ifdef SCE_X86
+SCE_INSTANCE(kAvx2, SCE_AVX2)
+SCE_INSTANCE(kAvx512, SCE_AVX512)
+#endif
+
+}  // namespace
+
+void accumulate(const AccumulateArgs& args) {
+  with_storage(args.dtype, [&](auto storage) {
+    const auto& kernels = kernels_in_use<Instance, decltype(storage)>();
+    torch::stable::parallel_for(0, args.count, kGrain,
+                                [&](int64_t begin, int64_t end) { kernels.accumulate(args, begin, end); });
+  });
+}
+
+void clear_ignored_rows(const ClearRowsArgs& args) {
+  for (int64_t r = 0; r < args.target.rows; ++r) {
+    if (args.target.ignored(r))
+      std::memset(static_cast<char*>(args.rows) + r * args.row_bytes, 0, static_cast<size_t>(args.row_bytes));
+  }
+}
+
+void scale(const ScaleArgs& args) {
+  with_storage(args.dtype, [&](auto storage) {
+    using scalar_t = decltype(storage);
+    const auto by = *static_cast<const acc_type<scalar_t>*>(args.scale);
+    if (by == 1) return;
+    const auto& kernels = kernels_in_use<Instance, scalar_t>();
+    torch::stable::parallel_for(0, args.count, kGrain, [&](int64_t begin, int64_t end) {
+      kernels.scale(static_cast<scalar_t*>(args.values) + begin, by, end - begin);
+    });
+  });
+}
+
+// SPARSE_CE_CPU_BFLOAT16 = native | float32 forces the one or the other, so that each can be tested.
+bool multiplies_bfloat16() {
+  static const bool native = [] {
+    const char* wish = std::getenv("SPARSE_CE_CPU_BFLOAT16");
+    if (wish && *wish) return std::strcmp(wish, "native") == 0;
+#ifdef SCE_X86
+    __builtin_cpu_init();
+    return __builtin_cpu_supports("avx512bf16") != 0;
+#else
+    return false;
+#endif
+  }();
+  return native;
+}
+
+}  // namespace cpu
+}  // namespace sparse_ce

@@ -1,0 +1,38 @@
+// gemm.h - matrix products, left to the vendor's library through PyTorch. Shapes: a (m, k), b (k, n), out (m, n).
+#pragma once
+
+#include "check.h"
+
+#include <array>
+
+namespace sparse_ce {
+
+// The rows [begin, end), or the columns; no copy.
+inline Tensor rows_of(Tensor t, int64_t begin, int64_t end) { return torch::stable::narrow(t, 0, begin, end - begin); }
+inline Tensor columns_of(Tensor t, int64_t begin, int64_t end) { return torch::stable::narrow(t, 1, begin, end - begin); }
+inline Tensor transposed(const Tensor& t) { return torch::stable::transpose(t, 0, 1); }
+
+// Without its history: products into given memory are refused where one is kept.
+inline Tensor detached(const Tensor& t) {
+  std::array<StableIValue, 1> stack{torch::stable::detail::from(t)};
+  STABLE_TORCH_ERROR_CODE_CHECK(torch_call_dispatcher("aten::detach", "", stack.data(), TORCH_ABI_VERSION));
+  return torch::stable::detail::to<Tensor>(stack[0]);
+}
+
+// out = a b, all of one dtype.
+inline void multiply(const Tensor& out, const Tensor& a, const Tensor& b) {
+  std::array<StableIValue, 3> stack{torch::stable::detail::from(a), torch::stable::detail::from(b),
+                                    torch::stable::detail::from(out)};
+  STABLE_TORCH_ERROR_CODE_CHECK(torch_call_dispatcher("aten::mm", "out", stack.data(), TORCH_ABI_VERSION));
+  (void)torch::stable::detail::to<Tensor>(stack[0]);  // owns the handle that was returned
+}
+
+// out = a b with out in float32 and a, b of 16 bits: the GEMM's accumulators as they are. CUDA only.
+inline void multiply_widening(const Tensor& out, const Tensor& a, const Tensor& b) {
+  std::array<StableIValue, 4> stack{torch::stable::detail::from(a), torch::stable::detail::from(b),
+                                    torch::stable::detail::from(ScalarType::Float), torch::stable::detail::from(out)};
+  STABLE_TORCH_ERROR_CODE_CHECK(torch_call_dispatcher("aten::mm", "dtype_out", stack.data(), TORCH_ABI_VERSION));
+  (void)torch::stable::detail::to<Tensor>(stack[0]);
+}
+
+}  // namespace sparse_ce

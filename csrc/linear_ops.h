@@ -1,0 +1,242 @@
+// linear_ops.h - the ops of the linear head on tensors, for the CPU and for CUDA alike. `device_t` as for ops.h and
+// linear_head.h.
+#pragma once
+
+#include "linear_head.h"
+
+namespace sparse_ce {
+
+#define SCE_HEAD Tensor input, Tensor linear_weight, OptionalTensor linear_bias
+#define SCE_WANTED bool input_grad, bool weight_grad, bool bias_grad, bool values_grad
+
+template <typename device_t>
+class LinearOps {
+ public:
+  static std::tuple<Tensor, Tensor> forward(SCE_HEAD, SCE_PARAMETERS, std::optional<int64_t> chunk_rows) {
+    const Call call({input, linear_weight, linear_bias}, SCE_TARGET_ARGUMENTS, SCE_OPTION_ARGUMENTS, chunk_rows);
+    const auto [loss, lse, residual] = run_forward(call);
+    return {loss, lse};
+  }
+
+  static std::tuple<Tensor, Tensor, Tensor> forward_with_residual(SCE_HEAD, SCE_PARAMETERS,
+                                                                  std::optional<int64_t> chunk_rows) {
+    const Call call({input, linear_weight, linear_bias}, SCE_TARGET_ARGUMENTS, SCE_OPTION_ARGUMENTS, chunk_rows);
+    return run_forward(call);
+  }
+
+  static std::tuple<Tensor, Tensor> mean(SCE_HEAD, SCE_PARAMETERS, OptionalTensor normalizer,
+                                         std::optional<int64_t> chunk_rows) {
+    const Call call({input, linear_weight, linear_bias}, SCE_TARGET_ARGUMENTS, SCE_OPTION_ARGUMENTS, chunk_rows);
+    const auto [loss, lse, residual] = run_forward(call);
+    Tensor one = empty(input, {}, arithmetic_dtype(input));
+    torch::stable::fill_(one, 1.0);
+    Mean<device_t> mean(call.args.target, input, normalizer, one);
+    mean.finish(loss);
+    return {mean.mean, lse};
+  }
+
+  static std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> forward_with_gradient(
+      Tensor grad_mean, OptionalTensor normalizer, SCE_HEAD, SCE_PARAMETERS, std::optional<int64_t> chunk_rows, SCE_WANTED) {
+    const Call call({input, linear_weight, linear_bias}, SCE_TARGET_ARGUMENTS, SCE_OPTION_ARGUMENTS, chunk_rows);
+    Mean<device_t> mean(call.args.target, input, normalizer, grad_mean);
+    const Rows rows(call);
+    Gradients gradients(call, {input_grad, weight_grad, bias_grad, values_grad});
+    BackwardArgs backward{};
+    static_cast<CrossEntropyArgs&>(backward) = call.args;
+    backward.grad_loss = mean.grad_loss();
+    backward.lse = rows.lse.const_data_ptr();
+    backward.lse_residual = rows.residual.const_data_ptr();
+    for_each_chunk(call, gradients.head, [&](int64_t begin, const Tensor& z) {
+      const ForwardArgs forward = rows.chunk(call.args, begin, z);
+      const BackwardArgs chunk = gradients.chunk(backward, begin, z);
+      if (values_grad) {  // needs the logits, which the gradient overwrites
+        device_t::forward(forward, input);
+        device_t::backward_values(chunk, input);
+        device_t::backward(chunk, input);
+      } else {
+        device_t::forward_with_gradient(forward, chunk, input);
+      }
+      gradients.head.add_gradients(begin, z);
+    });
+    mean.finish(rows.loss);
+    auto [grad_input, grad_weight, grad_bias, grad_values] = gradients.tensors();
+    return {mean.mean, mean.divisor, rows.lse, rows.residual, grad_input, grad_weight, grad_bias, grad_values};
+  }
+
+  static std::tuple<Tensor, Tensor, Tensor, Tensor> backward(
+      Tensor grad_loss, OptionalTensor grad_lse, SCE_HEAD, Tensor lse, OptionalTensor lse_residual, SCE_PARAMETERS,
+      std::optional<int64_t> chunk_rows, SCE_WANTED) {
+    const Call call({input, linear_weight, linear_bias}, SCE_TARGET_ARGUMENTS, SCE_OPTION_ARGUMENTS, chunk_rows);
+    const BackwardArgs backward = view_upstream(call.args, input, grad_loss, grad_lse, lse, lse_residual);
+    Gradients gradients(call, {input_grad, weight_grad, bias_grad, values_grad});
+    for_each_chunk(call, gradients.head, [&](int64_t begin, const Tensor& z) {
+      const BackwardArgs chunk = gradients.chunk(backward, begin, z);
+      if (values_grad) device_t::backward_values(chunk, input);
+      if (!(input_grad || weight_grad || bias_grad)) return;
+      device_t::backward(chunk, input);
+      gradients.head.add_gradients(begin, z);
+    });
+    return gradients.tensors();
+  }
+
+  static void scale_(Tensor gradient, Tensor scale) {
+    ScaleArgs args{};
+    args.scale = view_scalar(scale, gradient, "scale");
+    args.dtype = to_dtype(gradient, "gradient", /*integer=*/false);
+    check(gradient.is_contiguous(), "gradient must be contiguous, got shape ", shape(gradient));
+    args.values = gradient.mutable_data_ptr();
+    args.count = gradient.numel();
+    if (args.count > 0) device_t::scale(args, gradient);
+  }
+
+ private:
+  struct Head {
+    Head(const Tensor& i, const Tensor& w, const OptionalTensor& b) : input(detached(i)), weight(detached(w)) {
+      if (b) bias = detached(*b);
+    }
+    Tensor input, weight;
+    OptionalTensor bias;
+  };
+
+  // What every op is called with, checked. The target's rows are the input's; logits come later, chunk by chunk.
+  struct Call {
+    Call(const Head& given, const Target& target, const Options& options, std::optional<int64_t> rows)
+        : head(given), chunk_rows(rows) {
+      const Tensor &input = head.input, &weight = head.weight;
+      check(input.dim() == 2, "input must be (rows, width), got ", shape(input));
+      to_dtype(input, "input", /*integer=*/false);
+      check(weight.dim() == 2 && weight.size(1) == input.size(1), "linear_weight must be (vocab, ", input.size(1),
+            "), as wide as input, got ", shape(weight));
+      check(weight.size(0) > 0, "linear_weight must have at least one class, got ", shape(weight));
+      check_operand(weight, "linear_weight");
+      if (head.bias) {
+        check(head.bias->dim() == 1 && head.bias->size(0) == weight.size(0), "linear_bias must be (", weight.size(0),
+              ",), got ", shape(*head.bias));
+        check_operand(*head.bias, "linear_bias");
+      }
+      check(!chunk_rows || *chunk_rows > 0, "chunk_rows must be positive, got ", chunk_rows.value_or(0));
+      check_options(options, weight.size(0));
+      held.logits = input;
+      args.rows = input.size(0);
+      args.vocab = options.num_classes.value_or(weight.size(0));
+      view_target(target, options, held, args);
+      view_weight(target.weight, options, held, args);
+      view_options(options, args);
+      if (args.rows > 0) device_t::check_target(args.target);
+    }
+
+    // 16-bit inputs may meet float32 weights: mixed precision converts them on the way.
+    void check_operand(const Tensor& t, const char* argument) const {
+      check_same_device(t, head.input, argument);
+      const bool mixed = head.input.element_size() == 2 && t.scalar_type() == ScalarType::Float;
+      check(mixed || t.scalar_type() == head.input.scalar_type(), argument, " must be of the dtype of input, ",
+            name(head.input.scalar_type()), head.input.element_size() == 2 ? ", or float32" : "", ", got ",
+            name(t.scalar_type()));
+    }
+
+    LinearHead<device_t> chunks() const { return {head.input, head.weight, head.bias, args.vocab, chunk_rows}; }
+
+    Head head;
+    std::optional<int64_t> chunk_rows;
+    Held held;
+    CrossEntropyArgs args{};
+  };
+
+  // What forward gives for every row.
+  struct Rows {
+    explicit Rows(const Call& call)
+        : loss(per_row(call)), lse(per_row(call)), residual(per_row(call)) {}
+    static Tensor per_row(const Call& call) {
+      return empty(call.head.input, {call.args.rows}, arithmetic_dtype(call.head.input));
+    }
+
+    ForwardArgs chunk(const CrossEntropyArgs& all, int64_t begin, const Tensor& z) const {
+      ForwardArgs args{};
+      static_cast<CrossEntropyArgs&>(args) = chunk_args(all, begin, z);
+      const DType dtype = to_dtype(loss, "loss", /*integer=*/false);
+      args.loss = advance(loss.mutable_data_ptr(), dtype, begin);
+      args.lse = advance(lse.mutable_data_ptr(), dtype, begin);
+      args.lse_residual = advance(residual.mutable_data_ptr(), dtype, begin);
+      return args;
+    }
+
+    Tensor loss, lse, residual;
+  };
+
+  // The gradients of a call, and the arguments for those of a chunk's logits, which are written over them.
+  struct Gradients {
+    Gradients(const Call& call, const Wanted& wanted) : head(call.chunks()), like(call.head.input) {
+      head.begin_gradients(wanted, call.head.weight, call.head.bias);
+      if (wanted.values)
+        values = torch::stable::new_zeros(call.held.indices, call.held.indices.sizes(), arithmetic_dtype(like));
+    }
+
+    BackwardArgs chunk(const BackwardArgs& all, int64_t begin, const Tensor& z) const {
+      BackwardArgs args = all;
+      static_cast<CrossEntropyArgs&>(args) = chunk_args(all, begin, z);
+      const DType dtype = arithmetic_dtype(like) == ScalarType::Double ? DType::kFloat64 : DType::kFloat32;
+      args.grad_loss = advance(all.grad_loss, dtype, begin * all.grad_loss_stride);
+      if (all.grad_lse) args.grad_lse = advance(all.grad_lse, dtype, begin * all.grad_lse_stride);
+      args.lse = advance(all.lse, dtype, begin);
+      if (all.lse_residual) args.lse_residual = advance(all.lse_residual, dtype, begin);
+      args.grad_logits = z.mutable_data_ptr();
+      args.grad_row_stride = args.row_stride;
+      if (values) {
+        const int64_t first = all.target.offsets ? 0 : begin * all.target.width;
+        args.grad_values = advance(values->mutable_data_ptr(), dtype, first);
+      }
+      return args;
+    }
+
+    std::tuple<Tensor, Tensor, Tensor, Tensor> tensors() const {
+      const Tensor none = empty(like, {0}, like.scalar_type());
+      return {head.grad_input.value_or(none), head.grad_weight.value_or(none), head.grad_bias.value_or(none),
+              values.value_or(none)};
+    }
+
+    LinearHead<device_t> head;
+    Tensor like;
+    OptionalTensor values;
+  };
+
+  static CrossEntropyArgs chunk_args(const CrossEntropyArgs& all, int64_t begin, const Tensor& z) {
+    CrossEntropyArgs args = all;
+    args.logits = z.const_data_ptr();
+    args.dtype = to_dtype(z, "logits", /*integer=*/false);
+    args.rows = z.size(0);
+    args.row_stride = all.vocab;
+    args.target = all.target.slice(begin, begin + args.rows);
+    return args;
+  }
+
+  // f(begin, z) for the logits z of the rows from `begin` on.
+  template <typename function_t>
+  static void for_each_chunk(const Call& call, LinearHead<device_t>& head, const function_t& f) {
+    for (int64_t begin = 0; begin < head.rows(); begin += head.chunk_rows()) {
+      const int64_t end = std::min(head.rows(), begin + head.chunk_rows());
+      f(begin, head.logits(begin, call.args.target.slice(begin, end)));
+    }
+  }
+
+  static std::tuple<Tensor, Tensor, Tensor> run_forward(const Call& call) {
+    const Rows rows(call);
+    LinearHead<device_t> head = call.chunks();
+    for_each_chunk(call, head, [&](int64_t begin, const Tensor& z) {
+      device_t::forward(rows.chunk(call.args, begin, z), call.head.input);
+    });
+    return {rows.loss, rows.lse, rows.residual};
+  }
+};
+
+#undef SCE_HEAD
+#undef SCE_WANTED
+
+#define SCE_REGISTER_LINEAR_OPS(m, ops_t)                                               \
+  m.impl("linear_forward", TORCH_BOX(&ops_t::forward));                                 \
+  m.impl("linear_forward_with_residual", TORCH_BOX(&ops_t::forward_with_residual));     \
+  m.impl("linear_forward_with_gradient", TORCH_BOX(&ops_t::forward_with_gradient));     \
+  m.impl("linear_backward", TORCH_BOX(&ops_t::backward));                               \
+  m.impl("linear_mean", TORCH_BOX(&ops_t::mean));                                       \
+  m.impl("scale_", TORCH_BOX(&ops_t::scale_))
+
+}  // namespace sparse_ce
