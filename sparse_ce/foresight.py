@@ -11,20 +11,20 @@ from typing import Dict, Optional, Tuple
 import torch
 from torch import Tensor
 
-_upstream: Dict[Tuple[torch.device, torch.dtype], Tensor] = {}
+_upstream: Dict[Tuple[str, torch.device, torch.dtype], Tensor] = {}
 
 
-def remember(grad: Tensor) -> None:
-    """``grad``: (), the upstream gradient of a loss. Copied: its owner may overwrite it."""
-    _upstream[grad.device, grad.dtype] = grad.detach().clone()
+def remember(op: str, grad: Tensor) -> None:
+    """``grad``: (), the upstream gradient of a loss that ``op`` made. Copied: its owner may overwrite it."""
+    _upstream[op, grad.device, grad.dtype] = grad.detach().clone()
 
 
-def forecast(device: torch.device, dtype: torch.dtype) -> Optional[Tensor]:
-    """The upstream gradient, (), that a loss of ``dtype`` may expect; None where there is no saying.
+def forecast(op: str, device: torch.device, dtype: torch.dtype) -> Optional[Tensor]:
+    """The upstream gradient, (), that a loss of ``dtype`` made by ``op`` may expect; None where there is no saying."""
+    return None if hooked() else _upstream.pop((op, device, dtype), None)
 
-    None as well while saved tensors go through hooks: checkpointing and offloading free memory between forward and
-    backward, which a gradient would take again.
-    """
-    if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
-        return None
-    return _upstream.pop((device, dtype), None)
+
+def hooked() -> bool:
+    """Whether saved tensors go through hooks: checkpointing and offloading free memory between forward and backward,
+    which a gradient made ahead would take again."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None

@@ -7,7 +7,7 @@ from typing import Optional, Tuple, Union
 import torch
 from torch import Tensor
 
-from . import ops, reference
+from . import linear, ops, reference
 from .target import IGNORE_INDEX, SparseTarget, _check, _fail
 
 Target = Union[Tensor, SparseTarget, Tuple[Tensor, Tensor]]
@@ -88,33 +88,117 @@ def cross_entropy(
         RuntimeError: dtype or device do not fit, or (CPU) an index is outside of the classes. On CUDA the row's loss is
             NaN instead, unless ``SPARSE_CE_VALIDATE=1`` is set.
     """
-    _check_call(input, reduction, normalizer)
+    _check_call(input, "V", reduction, normalizer)
+    if input.shape[-1] == 0:
+        _fail(f"input must have at least one class, got shape {list(input.shape)}")
     _check_options(input.shape[-1], ignore_index, label_smoothing, z_loss, logit_scale, softcap, num_classes)
+    flat, weight, normalizer = _dense_parts(input, input.shape, target, weight, reduction, normalizer, num_classes)
+    loss, lse = ops.cross_entropy(
+        input.reshape(-1, input.shape[-1]), flat.indices, flat.values, flat.offsets, weight, flat.row_mask,
+        (ignore_index, float(label_smoothing), float(z_loss), float(logit_scale),
+         None if softcap is None else float(softcap), num_classes),
+        inplace_backward, reduction != "none", normalizer)
+    return _result(loss, lse, input.shape[:-1], reduction, return_lse)
+
+
+def linear_cross_entropy(
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Target,
+    *,
+    linear_bias: Optional[Tensor] = None,
+    weight: Optional[Tensor] = None,
+    ignore_index: int = IGNORE_INDEX,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    logit_scale: float = 1.0,
+    softcap: Optional[float] = None,
+    normalizer: Optional[Normalizer] = None,
+    num_classes: Optional[int] = None,
+    inplace_backward: bool = False,
+    return_lse: bool = False,
+    chunk_rows: Optional[int] = None,
+) -> Union[Tensor, Tuple[Tensor, Tensor]]:
+    """``cross_entropy(F.linear(input, linear_weight, linear_bias), target)`` without the logits.
+
+    They are made, used and overwritten ``chunk_rows`` rows at a time; only the gradients that are needed are computed.
+    With a scalar reduction they are made in forward (three matrix products in all) and scaled in backward; with
+    ``reduction="none"``, for a second backward and under checkpointing, backward makes the logits anew (four). Second
+    derivatives are right, but computed from all logits at once.
+
+    Args:
+        input: hidden states (..., D); float16, bfloat16, float32 or float64, any strides. Rows whose target is ignored
+            may hold anything: their gradient is 0, and nothing of them reaches the weight's.
+        linear_weight: the head's weight (V, D), of the dtype of ``input``, or float32 with an ``input`` of 16 bits. Under
+            autocast both may be what ``F.linear`` takes there. Its gradient is summed over the chunks in float32 (between
+            two chunks, a 16-bit one keeps 24 bits).
+        target: as for :func:`cross_entropy`, for logits (..., V).
+        linear_bias: (V,), dtype as for ``linear_weight``.
+        weight, ignore_index, reduction, label_smoothing, z_loss, logit_scale, softcap, normalizer, return_lse: as for
+            :func:`cross_entropy`.
+        num_classes: only the first ``num_classes`` rows of ``linear_weight`` exist; the rest are not read and get
+            gradient 0.
+        inplace_backward: accepted like everywhere; there are no logits to spare, they are always overwritten.
+        chunk_rows: rows whose logits exist at a time; by default what fits a share of all logits (README, Memory).
+
+    Returns:
+        The loss, float32 (float64 for float64), a fresh tensor, or ``(loss, lse)``.
+
+    Raises:
+        As :func:`cross_entropy`.
+    """
+    _check_call(input, "D", reduction, normalizer)
+    _check_head(input, linear_weight, linear_bias, chunk_rows)
+    _check_options(linear_weight.shape[0], ignore_index, label_smoothing, z_loss, logit_scale, softcap, num_classes)
+    input, linear_weight, linear_bias = _autocast(input, linear_weight, linear_bias)
+    shape = torch.Size((*input.shape[:-1], linear_weight.shape[0]))
+    flat, weight, normalizer = _dense_parts(input, shape, target, weight, reduction, normalizer, num_classes)
+    loss, lse = linear.linear_cross_entropy(
+        (input.reshape(-1, input.shape[-1]), linear_weight, linear_bias),
+        (flat.indices, flat.values, flat.offsets, weight, flat.row_mask),
+        (ignore_index, float(label_smoothing), float(z_loss), float(logit_scale),
+         None if softcap is None else float(softcap), num_classes),
+        chunk_rows, reduction != "none", normalizer)
+    return _result(loss, lse, input.shape[:-1], reduction, return_lse)
+
+
+def _dense_parts(input: Tensor, shape: torch.Size, target: Target, weight: Optional[Tensor], reduction: str,
+                 normalizer: Optional[Normalizer], num_classes: Optional[int]):
+    """The target with one leading dimension, the class weights and the normalizer, as the ops take them, for logits of
+    ``shape`` on the device of ``input``."""
     if input.is_cuda and ops.why_no_cuda is not None:
         raise RuntimeError("sparse_ce: input must be on a device with kernels, got a CUDA tensor, but "
                            f"{ops.why_no_cuda}; reinstall sparse_ce with nvcc on the PATH")
-    target = as_target(target, input.shape)
-    _check_target(target, input, num_classes)
-    leading, vocab = input.shape[:-1], input.shape[-1]
-    classes = vocab if num_classes is None else num_classes
+    target = as_target(target, shape)
+    _check_target(target, shape, input.device, num_classes)
     if weight is not None:
-        weight = _class_weights(weight, input, vocab, classes)
-
-    flat = target.flatten()
+        weight = _class_weights(weight, input, shape[-1], shape[-1] if num_classes is None else num_classes)
     if reduction == "sum":
         normalizer = 1.0  # a mean that divides by 1
-    loss, lse = ops.cross_entropy(
-        input.reshape(-1, vocab), flat.indices, flat.values, flat.offsets, weight, flat.row_mask,
-        (ignore_index, float(label_smoothing), float(z_loss), float(logit_scale),
-         None if softcap is None else float(softcap), num_classes),
-        inplace_backward, reduction != "none", None if normalizer is None else _scalar(normalizer, input))
+    return target.flatten(), weight, None if normalizer is None else _scalar(normalizer, input)
 
+
+def _result(loss: Tensor, lse: Tensor, leading: torch.Size, reduction: str, return_lse: bool):
     if reduction == "none":
         loss = loss.reshape(leading)
     return (loss, lse.reshape(leading)) if return_lse else loss
 
 
-def _check_call(input: Tensor, reduction: str, normalizer: Optional[Normalizer]) -> None:
+def _autocast(input: Tensor, linear_weight: Tensor, linear_bias: Optional[Tensor]):
+    """The head as autocast would have ``F.linear`` multiply it; float32 weights are converted on the way, not here."""
+    device = input.device.type
+    if input.dtype == torch.float64 or not torch.is_autocast_enabled(device):
+        return input, linear_weight, linear_bias
+    dtype = torch.get_autocast_dtype(device)
+
+    def cast(t: Optional[Tensor]) -> Optional[Tensor]:
+        return t if t is None or t.dtype in (dtype, torch.float32) else t.to(dtype)
+
+    return input.to(dtype), cast(linear_weight), cast(linear_bias)
+
+
+def _check_call(input: Tensor, last: str, reduction: str, normalizer: Optional[Normalizer]) -> None:
     if not isinstance(input, Tensor):
         _fail(f"input must be a tensor, got {type(input).__name__}", TypeError)
     if input.dtype not in _DTYPES:
@@ -122,9 +206,7 @@ def _check_call(input: Tensor, reduction: str, normalizer: Optional[Normalizer])
     if input.layout != torch.strided:
         _fail(f"input must be strided, got layout {input.layout}")
     if input.dim() == 0:
-        _fail("input must be (..., V), got shape []")
-    if input.shape[-1] == 0:
-        _fail(f"input must have at least one class, got shape {list(input.shape)}")
+        _fail(f"input must be (..., {last}), got shape []")
     if reduction not in ("none", "sum", "mean"):
         _fail(f"reduction must be 'none', 'sum' or 'mean', got {reduction!r}")
     if normalizer is not None and reduction != "mean":
@@ -134,6 +216,28 @@ def _check_call(input: Tensor, reduction: str, normalizer: Optional[Normalizer])
     if isinstance(normalizer, Tensor) and (normalizer.dtype.is_complex or normalizer.layout != torch.strided):
         _fail(f"normalizer must be a strided tensor of real numbers, got {normalizer.dtype}, {normalizer.layout}",
               TypeError)
+
+
+def _check_head(input: Tensor, linear_weight: Tensor, linear_bias: Optional[Tensor], chunk_rows: Optional[int]) -> None:
+    for name, t in (("linear_weight", linear_weight), ("linear_bias", linear_bias)):
+        if t is None and name == "linear_bias":
+            continue
+        if not isinstance(t, Tensor):
+            _fail(f"{name} must be a tensor, got {type(t).__name__}", TypeError)
+        if t.dtype not in _DTYPES:
+            _fail(f"{name} must be float16, bfloat16, float32 or float64, got {t.dtype}", TypeError)
+        if t.layout != torch.strided:
+            _fail(f"{name} must be strided, got layout {t.layout}")
+        if t.device != input.device:
+            _fail(f"{name} must be on the device of input, {input.device}, got {t.device}", RuntimeError)
+    if linear_weight.dim() != 2 or linear_weight.shape[1] != input.shape[-1]:
+        _fail(f"linear_weight must be (V, {input.shape[-1]}), as wide as input, got {list(linear_weight.shape)}")
+    if linear_weight.shape[0] == 0:
+        _fail(f"linear_weight must have at least one class, got shape {list(linear_weight.shape)}")
+    if linear_bias is not None and linear_bias.shape != linear_weight.shape[:1]:
+        _fail(f"linear_bias must be ({linear_weight.shape[0]},), got {list(linear_bias.shape)}")
+    if chunk_rows is not None and not (isinstance(chunk_rows, Integral) and chunk_rows > 0):
+        _fail(f"chunk_rows must be a positive integer or None, got {chunk_rows!r}")
 
 
 def _check_options(vocab: int, ignore_index: int, label_smoothing: float, z_loss: float, logit_scale: float,
@@ -159,15 +263,15 @@ def _check_options(vocab: int, ignore_index: int, label_smoothing: float, z_loss
         _fail(f"num_classes must be in [1, {vocab}], the last dimension of input, got {num_classes}")
 
 
-def _check_target(target: SparseTarget, input: Tensor, num_classes: Optional[int]) -> None:
-    leading, vocab = input.shape[:-1], input.shape[-1]
+def _check_target(target: SparseTarget, shape: torch.Size, device: torch.device, num_classes: Optional[int]) -> None:
+    leading, vocab = shape[:-1], shape[-1]
     if target.shape != leading:
         form = {"index": "input.shape[:-1]", "topk": "input.shape[:-1] + (K,)", "jagged": "that of input"}
-        _fail(f"target must have leading shape {list(leading)}, for input {list(input.shape)} ({target.layout}: shape "
+        _fail(f"target must have leading shape {list(leading)}, for logits {list(shape)} ({target.layout}: shape "
               f"{form[target.layout]}), got {list(target.shape)}")
-    if target.device != input.device:
-        _fail(f"target must be on the device of input, {input.device}, got {target.device}; move it with "
-              f".to({str(input.device)!r})", RuntimeError)
+    if target.device != device:
+        _fail(f"target must be on the device of input, {device}, got {target.device}; move it with "
+              f".to({str(device)!r})", RuntimeError)
     if target.num_classes is not None and target.num_classes not in (vocab, num_classes):
         _fail(f"target must have {vocab if num_classes is None else num_classes} classes, got {target.num_classes}")
 

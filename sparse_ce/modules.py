@@ -8,14 +8,27 @@ from . import functional
 from .target import IGNORE_INDEX
 
 
-class SparseCrossEntropyLoss(nn.Module):
+class _Loss(nn.Module):
+    """The options of a loss, held from construction to the call."""
+
+    weight: Optional[Tensor]
+
+    def __init__(self, weight: Optional[Tensor], normalizer: Optional[functional.Normalizer], **options):
+        super().__init__()
+        self.register_buffer("weight", weight)
+        self.normalizer = normalizer
+        self.options = options
+
+    def extra_repr(self) -> str:
+        return ", ".join(f"{name}={value!r}" for name, value in self.options.items() if value is not None)
+
+
+class SparseCrossEntropyLoss(_Loss):
     """Module form of :func:`sparse_ce.cross_entropy`; arguments are its keywords.
 
     ``weight`` is a buffer: it moves with the module. ``normalizer``, which changes from step to step, is an argument of
     the call.
     """
-
-    weight: Optional[Tensor]
 
     def __init__(
         self,
@@ -32,10 +45,8 @@ class SparseCrossEntropyLoss(nn.Module):
         inplace_backward: bool = False,
         return_lse: bool = False,
     ):
-        super().__init__()
-        self.register_buffer("weight", weight)
-        self.normalizer = normalizer
-        self.options = dict(
+        super().__init__(
+            weight, normalizer,
             ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing, z_loss=z_loss,
             logit_scale=logit_scale, softcap=softcap, num_classes=num_classes, inplace_backward=inplace_backward,
             return_lse=return_lse)
@@ -46,5 +57,40 @@ class SparseCrossEntropyLoss(nn.Module):
         normalizer = self.normalizer if normalizer is None else normalizer
         return functional.cross_entropy(input, target, self.weight, normalizer=normalizer, **self.options)
 
-    def extra_repr(self) -> str:
-        return ", ".join(f"{name}={value!r}" for name, value in self.options.items() if value is not None)
+
+class LinearSparseCrossEntropyLoss(_Loss):
+    """Module form of :func:`sparse_ce.linear_cross_entropy`; arguments are its keywords.
+
+    The head stays where it is, in the model: its weight and bias are arguments of the call, as is ``normalizer``.
+    ``weight``, of the classes, is a buffer.
+    """
+
+    def __init__(
+        self,
+        *,
+        weight: Optional[Tensor] = None,
+        ignore_index: int = IGNORE_INDEX,
+        reduction: str = "mean",
+        label_smoothing: float = 0.0,
+        z_loss: float = 0.0,
+        logit_scale: float = 1.0,
+        softcap: Optional[float] = None,
+        normalizer: Optional[functional.Normalizer] = None,
+        num_classes: Optional[int] = None,
+        inplace_backward: bool = False,
+        return_lse: bool = False,
+        chunk_rows: Optional[int] = None,
+    ):
+        super().__init__(
+            weight, normalizer,
+            ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing, z_loss=z_loss,
+            logit_scale=logit_scale, softcap=softcap, num_classes=num_classes, inplace_backward=inplace_backward,
+            return_lse=return_lse, chunk_rows=chunk_rows)
+
+    def forward(self, input: Tensor, linear_weight: Tensor, target: functional.Target,
+                linear_bias: Optional[Tensor] = None,
+                normalizer: Optional[functional.Normalizer] = None) -> Union[Tensor, Tuple[Tensor, Tensor]]:
+        """``input`` (..., D), ``linear_weight`` (V, D), ``target`` in any of its forms, ``linear_bias`` (V,)."""
+        normalizer = self.normalizer if normalizer is None else normalizer
+        return functional.linear_cross_entropy(input, linear_weight, target, linear_bias=linear_bias, weight=self.weight,
+                                               normalizer=normalizer, **self.options)

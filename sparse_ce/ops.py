@@ -69,7 +69,7 @@ class _CrossEntropy(torch.autograd.Function):
         target, divisor, upstream, gradient = (indices, values, offsets, weight, row_mask), None, None, None
         ctx.foresee = mean and logits.is_cpu and ctx.needs_input_grad[0] and not inplace_backward
         if ctx.foresee:
-            upstream = foresight.forecast(logits.device, reference.arithmetic_dtype(logits.dtype))
+            upstream = foresight.forecast("cross_entropy", logits.device, reference.arithmetic_dtype(logits.dtype))
         with torch._C._AutoDispatchBelowAutograd():
             if upstream is not None:
                 loss, divisor, lse, lse_residual, gradient = _ops.forward_with_gradient(
@@ -96,7 +96,7 @@ class _CrossEntropy(torch.autograd.Function):
             grad_loss = torch.zeros_like(grad_lse)
         elif divisor is not None:
             if ctx.foresee and once and grad_lse is None and _eager() and not _batched(grad_loss):
-                foresight.remember(grad_loss)
+                foresight.remember("cross_entropy", grad_loss)
                 if upstream is not None and torch.equal(upstream, grad_loss):
                     grad_logits = gradient
             grad_loss = (grad_loss / divisor).expand(lse.shape)

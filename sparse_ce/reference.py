@@ -71,6 +71,9 @@ def mean(loss: Tensor, indices: Tensor, values: Optional[Tensor] = None, offsets
     return torch.where(empty, 0.0, loss.sum() / divisor), divisor
 
 
+_mean = mean  # where an option has that name
+
+
 def _count(loss, indices, values, offsets, weight, row_mask, ignore_index, num_classes) -> Tensor:
     counts = ~ignored_rows(indices, offsets, row_mask, ignore_index, loss.shape[0])
     if weight is not None and offsets is None and values is None and indices.numel() == loss.shape[0]:
@@ -194,6 +197,53 @@ def backward_values(grad_loss: Tensor, logits: Tensor, lse: Tensor, lse_residual
         return torch.zeros_like(indices, dtype=terms.dtype)
     skipped = (entries.values == 0) | entries.values.isnan() | (grad == 0)
     return torch.where(skipped, 0.0, terms).reshape(indices.shape)
+
+
+def _head_logits(input, linear_weight, linear_bias, ignored) -> Tuple[Tensor, Tensor, Tensor]:
+    """(input, weight, logits) in the arithmetic dtype; ignored rows of the input are 0, whatever they hold."""
+    dtype = arithmetic_dtype(input.dtype)
+    x, w = torch.where(ignored[:, None], 0.0, input.to(dtype)), linear_weight.to(dtype)
+    return x, w, F.linear(x, w, None if linear_bias is None else linear_bias.to(dtype))
+
+
+def linear_forward(input: Tensor, linear_weight: Tensor, linear_bias: Optional[Tensor], indices: Tensor,
+                   values: Optional[Tensor] = None, offsets: Optional[Tensor] = None, weight: Optional[Tensor] = None,
+                   row_mask: Optional[Tensor] = None, ignore_index: int = -100, label_smoothing: float = 0.0,
+                   z_loss: float = 0.0, logit_scale: float = 1.0, softcap: Optional[float] = None,
+                   num_classes: Optional[int] = None, *, mean: bool = False,
+                   normalizer: Optional[Tensor] = None) -> Tuple[Tensor, Tensor]:
+    """``torch.ops.sparse_ce.linear_forward``, or with ``mean`` ``linear_mean``."""
+    ignored = ignored_rows(indices, offsets, row_mask, ignore_index, input.shape[0])
+    logits = _head_logits(input, linear_weight, linear_bias, ignored)[2]
+    target = (indices, values, offsets, weight, row_mask, ignore_index)
+    loss, lse = forward(logits, *target, label_smoothing, z_loss, logit_scale, softcap, num_classes)
+    if mean:
+        classes = linear_weight.shape[0] if num_classes is None else num_classes
+        loss, _ = _mean(loss, *target, classes, normalizer)
+    return loss, lse
+
+
+def linear_backward(grad_loss: Tensor, grad_lse: Optional[Tensor], input: Tensor, linear_weight: Tensor,
+                    linear_bias: Optional[Tensor], lse: Tensor, lse_residual: Optional[Tensor], indices: Tensor,
+                    values: Optional[Tensor] = None, offsets: Optional[Tensor] = None, weight: Optional[Tensor] = None,
+                    row_mask: Optional[Tensor] = None, ignore_index: int = -100, label_smoothing: float = 0.0,
+                    z_loss: float = 0.0, logit_scale: float = 1.0, softcap: Optional[float] = None,
+                    num_classes: Optional[int] = None, chunk_rows: Optional[int] = None, input_grad: bool = True,
+                    weight_grad: bool = True, bias_grad: bool = True,
+                    values_grad: bool = False) -> Tuple[Tensor, Tensor, Tensor, Tensor]:
+    """``torch.ops.sparse_ce.linear_backward``: the gradients for input, weight, bias and values, (0,) if not wanted."""
+    ignored = ignored_rows(indices, offsets, row_mask, ignore_index, input.shape[0])
+    x, w, logits = _head_logits(input, linear_weight, linear_bias, ignored)
+    rest = (indices, values, offsets, weight, row_mask, ignore_index, label_smoothing, z_loss, logit_scale, softcap,
+            num_classes)
+    dz = backward(grad_loss, grad_lse, logits, lse, lse_residual, *rest)
+    none = input.new_empty(0)
+    return (
+        (dz @ w).to(input.dtype) if input_grad else none,
+        (dz.T @ x).to(linear_weight.dtype) if weight_grad else none,
+        dz.sum(0).to(linear_bias.dtype) if bias_grad and linear_bias is not None else none.clone(),
+        backward_values(grad_loss, logits, lse, lse_residual, *rest) if values_grad else none.clone(),
+    )
 
 
 def sparse_softmax(values: Tensor, offsets: Tensor, order: Optional[Tensor], log: bool) -> Tensor:
