@@ -1,9 +1,15 @@
-#include "../ops.h"
+#include "../linear_ops.h"
 #include "../sparse_softmax_ops.h"
 #include "cross_entropy.h"
+#include "linear.h"
 #include "sparse_softmax.h"
 
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
+#ifdef SPARSE_CE_EMULATED
+#include <torch/csrc/inductor/aoti_torch/generated/c_shim_cpu.h>
+#else
+#include <torch/csrc/inductor/aoti_torch/generated/c_shim_cuda.h>
+#endif
 #include <torch/csrc/stable/accelerator.h>
 #include <torch/csrc/stable/library.h>
 
@@ -20,7 +26,11 @@ struct DeviceGuard {
   explicit DeviceGuard(int32_t) {}
 };
 cudaStream_t stream_of(const Tensor&) { return nullptr; }
+constexpr bool kWideningProducts = false;
+constexpr auto kAddmmOut = aoti_torch_cpu_addmm_out;
 #else
+constexpr bool kWideningProducts = true;  // a CPU's mm has none
+constexpr auto kAddmmOut = aoti_torch_cuda_addmm_out;
 using torch::stable::accelerator::DeviceGuard;
 cudaStream_t stream_of(const Tensor& t) {
   void* stream = nullptr;
@@ -94,6 +104,39 @@ struct Cuda {
     check_cuda(cuda::sparse_softmax_backward(args, stream_of(like)));
   }
   static void check_rows(const SparseSoftmaxArgs&) {}  // the kernels stay within the entries
+
+  static void accumulate(const AccumulateArgs& args, const Tensor& like) {
+    const DeviceGuard guard(like.get_device_index());
+    check_cuda(cuda::accumulate(args, stream_of(like)));
+  }
+  static void clear_ignored_rows(const ClearRowsArgs& args, const Tensor& like) {
+    const DeviceGuard guard(like.get_device_index());
+    check_cuda(cuda::clear_ignored_rows(args, stream_of(like)));
+  }
+  static void scale(const ScaleArgs& args, const Tensor& like) {
+    const DeviceGuard guard(like.get_device_index());
+    check_cuda(cuda::scale(args, stream_of(like)));
+  }
+
+  // Whether there are ignored rows only the device knows, and to ask it is to wait for it.
+  static bool may_ignore(const TargetView& target) { return target.row_mask || (!target.offsets && target.width > 0); }
+
+  // Tensor cores multiply 16 bits and add in float32, which a product keeps until it is summed.
+  static ScalarType work_dtype(ScalarType input) { return input; }
+  static ScalarType product_dtype(ScalarType work) {
+    return kWideningProducts && size_in_bytes(work) == 2 ? ScalarType::Float : work;
+  }
+
+  // A sixteenth of the logits, or 256 MiB: fewer rows would leave multiprocessors of a large device idle.
+  static int64_t chunk_bytes(int64_t logits, int64_t logit_bytes) {
+    return std::max(logits / 16 * logit_bytes, int64_t(256) << 20);
+  }
+
+  // PyTorch's products run on its current stream, as the kernels do.
+  static void add_product(const Tensor& out, const Tensor& a, const Tensor& b) {
+    STABLE_TORCH_ERROR_CODE_CHECK(kAddmmOut(out.get(), out.get(), a.get(), b.get(), 1, 1));
+  }
+
   static Tensor empty_output(const Tensor& like, std::initializer_list<int64_t> sizes, ScalarType dtype) {
     return empty(like, sizes, dtype);
   }
@@ -106,6 +149,7 @@ struct Cuda {
 };
 
 using CudaOps = Ops<Cuda>;
+using CudaLinearOps = LinearOps<Cuda>;
 using CudaSparseSoftmaxOps = SparseSoftmaxOps<Cuda>;
 
 #ifndef SPARSE_CE_CUDA_ARCHITECTURES
@@ -123,6 +167,7 @@ std::string cpu_instruction_set() { return "emulated CUDA"; }
 }  // namespace
 STABLE_TORCH_LIBRARY_IMPL(sparse_ce, CPU, m) {
   SCE_REGISTER_OPS(m, sparse_ce::CudaOps);
+  SCE_REGISTER_LINEAR_OPS(m, sparse_ce::CudaLinearOps);
   SCE_REGISTER_SPARSE_SOFTMAX_OPS(m, sparse_ce::CudaSparseSoftmaxOps);
 }
 STABLE_TORCH_LIBRARY_IMPL(sparse_ce, CompositeExplicitAutograd, m) {
@@ -131,6 +176,7 @@ STABLE_TORCH_LIBRARY_IMPL(sparse_ce, CompositeExplicitAutograd, m) {
 #else
 STABLE_TORCH_LIBRARY_IMPL(sparse_ce, CUDA, m) {
   SCE_REGISTER_OPS(m, sparse_ce::CudaOps);
+  SCE_REGISTER_LINEAR_OPS(m, sparse_ce::CudaLinearOps);
   SCE_REGISTER_SPARSE_SOFTMAX_OPS(m, sparse_ce::CudaSparseSoftmaxOps);
 }
 STABLE_TORCH_LIBRARY_IMPL(sparse_ce, CompositeExplicitAutograd, m) {

@@ -1,0 +1,258 @@
+// The kernels beside the linear head's GEMMs: sums of products and scales against float64, rows of zeros exactly.
+#include "harness.h"
+
+#include "../../csrc/cuda/linear.cu"
+
+namespace {
+
+enum Kind { kSum, kRows, kScale };
+
+struct Case {
+  Kind kind;
+  DType dtype, product_dtype, indices_dtype;
+  int64_t max_blocks;
+  int64_t count, offset;            // elements of a sum or a scale, or bytes of a row; those in front of the first
+  int64_t product_offset, low_offset;
+  int64_t steps;                    // products of a sum
+  double size, special;             // of the products; the share of elements that meet an infinity or NaN
+  double scale;
+  int64_t rows, width, ignore_index, offsets_step;  // offsets_step 0: no offsets
+  bool masked;
+  double ignored;                   // the share of the entries that are ignore_index, and of the rows that a mask drops
+
+  bool split() const { return kind == kSum && size_of(dtype) == 2; }
+  std::string text() const {
+    char out[320];
+    std::snprintf(out, sizeof(out),
+                  "kind %d dtype %d product %d count %ld offsets %ld %ld %ld steps %ld size %g special %g scale %g rows %ld "
+                  "width %ld offsets_step %ld masked %d ignored %g max_blocks %ld",
+                  kind, int(dtype), int(product_dtype), long(count), long(offset), long(product_offset),
+                  long(low_offset), long(steps), size, special, scale, long(rows), long(width), long(offsets_step), masked,
+                  ignored, long(max_blocks));
+    return out;
+  }
+};
+
+DType arithmetic(DType dtype) { return dtype == DType::kFloat64 ? dtype : DType::kFloat32; }
+
+Case draw(bool small) {
+  Case c{};
+  c.kind = chance(0.6) ? kSum : chance(0.5) ? kRows : kScale;
+  c.dtype = one_of<DType>({DType::kFloat32, DType::kFloat64, DType::kFloat16, DType::kBFloat16});
+  if (c.kind == kSum && chance(0.4)) c.dtype = chance(0.5) ? DType::kFloat16 : DType::kBFloat16;
+  c.product_dtype = arithmetic(c.dtype);
+  if (c.dtype != DType::kFloat64 && chance(0.5)) c.product_dtype = chance(0.5) ? DType::kFloat16 : DType::kBFloat16;
+  c.indices_dtype = chance(0.5) ? DType::kInt64 : DType::kInt32;
+  c.max_blocks = below(3);
+  c.count = chance(0.03) ? 0 : 1 + below(chance(0.5) ? 40 : small ? 2500 : 6000);
+  const bool aligned = chance(0.6);
+  for (int64_t* offset : {&c.offset, &c.product_offset, &c.low_offset}) *offset = aligned ? 8 * below(3) : below(17);
+  c.steps = 1 + below(small ? 3 : 6);
+  c.size = one_of<double>({1, 60, 30000}), c.special = chance(0.3) ? 0.05 : 0;
+  c.scale = one_of<double>({1, 1, 1.0000001192092896, -2.7, 0, INFINITY, double(NAN)});
+  if (c.kind != kRows) return c;
+  c.rows = chance(0.03) ? 0 : 1 + below(small ? 20 : 60), c.width = below(6);
+  c.count = 1 + below(chance(0.5) ? 40 : 1500);
+  c.ignore_index = chance(0.5) ? -100 : 3, c.offsets_step = chance(0.3) ? 1 + below(2) : 0;
+  c.masked = chance(0.5), c.ignored = one_of<double>({0, 0.3, 0.9, 1});
+  return c;
+}
+
+std::string kind_of(const Case& c) {
+  if (c.kind == kRows) return "rows";
+  if (c.kind == kScale) return c.scale == 1 ? "scale of 1" : "scale";
+  if (!c.split()) return "plain sum";
+  const int64_t product_bytes = c.product_offset * size_of(c.product_dtype);
+  const bool aligned = c.offset % 8 == 0 && product_bytes % 16 == 0 && (c.low_offset % 8 == 0 || c.steps == 1);
+  return aligned && c.count >= 8 ? "split sum by packs" : "split sum by singles";
+}
+
+// Random bytes on both sides, behind `offset` more.
+class Bytes {
+ public:
+  Bytes(int64_t count, int64_t offset) : offset_(offset) {
+    for (int64_t i = 0; i < offset + count; ++i) host.push_back(uint8_t(random_bits()));
+    if (!host.empty()) must(cudaMalloc(&device_, host.size()), "malloc");
+    upload();
+  }
+  ~Bytes() {
+    if (device_) cudaFree(device_);
+  }
+  Bytes(const Bytes&) = delete;
+
+  uint8_t* device() const { return static_cast<uint8_t*>(device_) + offset_; }
+  uint8_t& operator[](int64_t i) { return host[size_t(offset_ + i)]; }
+  void upload() {
+    if (device_) must(cudaMemcpy(device_, host.data(), host.size(), cudaMemcpyHostToDevice), "upload");
+  }
+  void download() {
+    if (device_) must(cudaMemcpy(host.data(), device_, host.size(), cudaMemcpyDeviceToHost), "download");
+  }
+
+  std::vector<uint8_t> host;
+
+ private:
+  int64_t offset_;
+  void* device_ = nullptr;
+};
+
+// What rounding to a dtype may take from x, as a share of it and near 0.
+double rounding(DType dtype, double x) {
+  switch (dtype) {
+    case DType::kFloat16: return 0x1p-11 * std::fabs(x) + 0x1p-25;
+    case DType::kBFloat16: return 0x1p-8 * std::fabs(x);
+    case DType::kFloat32: return 0x1p-24 * std::fabs(x);
+    default: return 0x1p-53 * std::fabs(x);
+  }
+}
+
+// The comparison with float64: infinities and NaN are exact, and so is what float16 has no room for.
+void compare_rounded(const char* what, int64_t step, int64_t i, DType dtype, double ours, double exact, double error) {
+  if (!std::isfinite(exact)) return compare(what, step, i, ours, exact, 0);
+  const double bound = error + rounding(dtype, exact) * (1 + 0x1p-20) + 1e-40, largest = 65520;
+  if (dtype == DType::kFloat16 && std::fabs(exact) + error >= largest) {
+    if (std::fabs(exact) - error >= largest || std::isinf(ours)) exact = std::copysign(INFINITY, exact);
+  }
+  compare(what, step, i, ours, exact, bound);
+}
+
+// ------------------------------------------------------------------------------------------------ accumulate
+
+// 24 of 32 bits: the total holds 16, `low` 8.
+double joined(uint16_t high, uint8_t low) {
+  const uint32_t bits = uint32_t(high) << 16 | uint32_t(low) << 8;
+  float x;
+  std::memcpy(&x, &bits, sizeof(x));
+  return x;
+}
+
+void run_sum(const Case& c) {
+  const bool has_low = c.split() && (c.steps > 1 || chance(0.5));
+  Array total(c.dtype, c.count, c.offset);
+  Bytes low(has_low ? c.count : 0, c.low_offset);
+  for (int64_t i = -c.offset; i < c.count; ++i) total.set(i, 512);
+  total.upload();
+  const std::vector<uint8_t> low_before = low.host;
+  std::vector<double> exact(size_t(c.count), 0), error(size_t(c.count), 0);
+  for (int64_t step = 0; step < c.steps; ++step) {
+    const bool last = step + 1 == c.steps;
+    Array product(c.product_dtype, c.count, c.product_offset);
+    for (int64_t i = 0; i < c.count; ++i)
+      product.set(i, chance(c.special) ? one_of<double>({INFINITY, -INFINITY, double(NAN)}) : uniform(-c.size, c.size));
+    product.upload();
+
+    AccumulateArgs args{};
+    args.product = product.device(), args.total = total.device(), args.low = has_low ? low.device() : nullptr;
+    args.product_dtype = c.product_dtype, args.dtype = c.dtype, args.count = c.count;
+    args.first = step == 0, args.last = last, args.max_blocks = c.max_blocks;
+    must(cuda::accumulate(args, nullptr), "accumulate");
+    total.download(), low.download();
+    std::vector<uint16_t> high(size_t(c.split() ? c.count : 0));
+    must(cudaMemcpy(high.data(), total.device(), high.size() * 2, cudaMemcpyDeviceToHost), "download");
+
+    // Each step adds with one rounding and, unless it is the last, keeps 16 bits of the mantissa: half a unit is 2^-16.
+    for (int64_t i = 0; i < c.count; ++i) {
+      double& sum = exact[size_t(i)];
+      double& off = error[size_t(i)];
+      sum += product.get(i);
+      const double size = std::fabs(sum) + off;
+      const bool open = c.split() && !last;
+      if (step > 0) off += rounding(arithmetic(c.dtype), size);
+      if (open) off += 0x1p-16 * (1 + 0x1p-10) * size;
+      if (open)
+        compare_rounded("partial sum", step, i, DType::kFloat64, joined(high[size_t(i)], low[i]), sum, off);
+      else
+        compare_rounded("sum", step, i, c.dtype, total.get(i), sum, off);
+    }
+  }
+  for (int64_t i = -c.offset; i < 0; ++i) compare("front of the total", 0, i, total.get(i), 512, 0);
+  for (int64_t i = -c.low_offset; i < 0; ++i) compare("front of low", 0, i, low[i], low_before[size_t(c.low_offset + i)], 0);
+}
+
+// ------------------------------------------------------------------------------------------------ clear_ignored_rows
+
+void run_rows(const Case& c) {
+  // Entries of rows; with offsets a row has from 0 to width.
+  std::vector<int64_t> begin{0};
+  for (int64_t r = 0; r < c.rows; ++r) begin.push_back(begin.back() + (c.offsets_step ? below(c.width + 1) : c.width));
+  Array indices(c.indices_dtype, begin.back()), offsets(c.indices_dtype, c.offsets_step == 2 ? 2 * c.rows : c.rows + 1);
+  Bytes mask(c.rows, 0), memory(c.rows * c.count, c.offset);
+  std::vector<bool> ignored;
+  for (int64_t r = 0; r < c.rows; ++r) {
+    bool all = c.width > 0 && !c.offsets_step;
+    const bool alike = chance(0.5);  // rows that are ignored altogether are rare else
+    const bool pads = chance(c.ignored);
+    for (int64_t i = begin[size_t(r)]; i < begin[size_t(r) + 1]; ++i) {
+      const bool pad = alike ? pads : chance(c.ignored);
+      indices.set(i, double(pad ? c.ignore_index : 4 + below(9)));
+      all = all && pad;
+    }
+    mask[r] = !chance(c.ignored);
+    ignored.push_back(all || (c.masked && !mask[r]));
+    if (c.offsets_step == 2) offsets.set(2 * r, double(begin[size_t(r)])), offsets.set(2 * r + 1, double(begin[size_t(r) + 1]));
+  }
+  for (int64_t r = 0; c.offsets_step != 2 && r <= c.rows; ++r) offsets.set(r, double(begin[size_t(r)]));
+  indices.upload(), offsets.upload(), mask.upload();
+
+  ClearRowsArgs args{};
+  args.rows = memory.device(), args.row_bytes = c.count, args.max_blocks = c.max_blocks;
+  args.target.indices = indices.device(), args.target.indices_dtype = args.target.offsets_dtype = c.indices_dtype;
+  args.target.rows = c.rows, args.target.entries = begin.back(), args.target.width = c.width;
+  args.target.num_classes = 20, args.target.ignore_index = c.ignore_index;
+  if (c.offsets_step) args.target.offsets = offsets.device(), args.target.offsets_step = c.offsets_step;
+  if (c.masked) args.target.row_mask = reinterpret_cast<const bool*>(mask.device());
+  std::vector<uint8_t> expected = memory.host;
+  for (int64_t i = 0; i < c.rows * c.count; ++i)
+    if (ignored[size_t(i / c.count)]) expected[size_t(c.offset + i)] = 0;
+  must(cuda::clear_ignored_rows(args, nullptr), "clear_ignored_rows");
+  memory.download();
+  for (int64_t i = -c.offset; i < c.rows * c.count; ++i)
+    compare("byte", i / c.count, i % c.count, memory[i], expected[size_t(c.offset + i)], 0);
+}
+
+// ------------------------------------------------------------------------------------------------ scale
+
+void run_scale(const Case& c) {
+  Array scale(arithmetic(c.dtype), 1), values(c.dtype, c.count, c.offset), before(c.dtype, c.count, c.offset);
+  scale.set(0, c.scale);
+  for (int64_t i = -c.offset; i < c.count; ++i) {
+    const double x = chance(c.special) ? one_of<double>({INFINITY, -INFINITY, double(NAN)}) : uniform(-60, 60);
+    values.set(i, x), before.set(i, x);
+  }
+  scale.upload(), values.upload();
+  ScaleArgs args{};
+  args.values = values.device(), args.dtype = c.dtype, args.scale = scale.device(), args.count = c.count;
+  args.max_blocks = c.max_blocks;
+  must(cuda::scale(args, nullptr), "scale");
+  values.download();
+  for (int64_t i = -c.offset; i < 0; ++i) compare("front of the values", 0, i, values.get(i), before.get(i), 0);
+  for (int64_t i = 0; i < c.count; ++i) {
+    const double exact = before.get(i) * scale.get(0), error = std::isfinite(exact) ? rounding(arithmetic(c.dtype), exact) : 0;
+    compare_rounded("scaled value", 0, i, c.dtype, values.get(i), exact, error);
+  }
+}
+
+// A scale of 1 touches nothing: whatever the bits were, NaN of any payload among them, they are.
+void run_scale_of_one(const Case& c) {
+  const int64_t size = size_of(c.dtype);
+  Array one(arithmetic(c.dtype), 1);
+  Bytes values(c.count * size, c.offset * size);
+  const std::vector<uint8_t> before = values.host;
+  one.set(0, 1), one.upload();
+  ScaleArgs args{};
+  args.values = values.device(), args.dtype = c.dtype, args.scale = one.device(), args.count = c.count;
+  args.max_blocks = c.max_blocks;
+  must(cuda::scale(args, nullptr), "scale");
+  values.download();
+  for (size_t i = 0; i < before.size(); ++i) compare("byte", 0, int64_t(i), values.host[i], before[i], 0);
+}
+
+void run_case(const Case& c) {
+  if (c.kind == kSum) return run_sum(c);
+  if (c.kind == kRows) return run_rows(c);
+  c.scale == 1 ? run_scale_of_one(c) : run_scale(c);
+}
+
+}  // namespace
+
+int main(int argc, char** argv) { return run_seeds(argc, argv, draw, kind_of, run_case); }
