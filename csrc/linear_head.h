@@ -86,7 +86,7 @@ class LinearHead {
   OptionalTensor grad_input, grad_weight, grad_bias;
 
  private:
-  static constexpr int64_t kBlockBytes = int64_t(8) << 20;  // of converted weights, of a product: a share of the last cache
+  static constexpr int64_t kBlockBytes = int64_t(4) << 20;  // of converted weights, of a product: they stay in a cache
 
   int64_t block_classes() const { return std::max<int64_t>(256, kBlockBytes / (4 * std::max<int64_t>(1, width_))); }
 
