@@ -3,8 +3,9 @@
 //
 // The products are made in the `work` dtype: the input's, or float32 on a CPU that does not multiply 16-bit numbers (its
 // own GEMM for them takes three times as long as one of float32). Weights of another dtype are converted a block of
-// classes at a time. `device_t` has besides what ops.h asks for: work_dtype, product_dtype, chunk_bytes, may_ignore,
-// add_product, accumulate and clear_ignored_rows.
+// classes at a time. `device_t` has besides what ops.h asks for: work_dtype, product_dtype, kWholeBytes (logits of no more
+// make one chunk), chunk_bytes, kBlockBytes (of converted weights, of a product), may_ignore, add_product, accumulate and
+// clear_ignored_rows.
 #pragma once
 
 #include "gemm.h"
@@ -86,17 +87,17 @@ class LinearHead {
   OptionalTensor grad_input, grad_weight, grad_bias;
 
  private:
-  static constexpr int64_t kBlockBytes = int64_t(4) << 20;  // of converted weights, of a product: they stay in a cache
-
-  int64_t block_classes() const { return std::max<int64_t>(256, kBlockBytes / (4 * std::max<int64_t>(1, width_))); }
+  // Classes whose weights are converted together, or whose products are summed together.
+  int64_t block_classes() const { return std::max<int64_t>(256, device_t::kBlockBytes / (4 * std::max<int64_t>(1, width_))); }
 
   // The largest chunk that fits the device's budget; all of about one size, so that none is too short to be fast.
   int64_t default_chunk_rows() const {
     const int64_t row = classes_ * size_in_bytes(work_);
-    const int64_t budget = device_t::chunk_bytes(rows() * classes_, size_in_bytes(input_.scalar_type()));
+    if (rows() * row <= device_t::kWholeBytes) return std::max<int64_t>(1, rows());
+    const int64_t budget =
+        device_t::chunk_bytes(rows() * classes_, size_in_bytes(input_.scalar_type()), classes_ * width_);
     const int64_t most = std::max<int64_t>(1, budget / row);
     const int64_t count = (rows() + most - 1) / most;
-    if (count <= 1) return std::max<int64_t>(1, rows());
     const int64_t even = (rows() + count - 1) / count, rounded = (even + kRowsTogether - 1) / kRowsTogether * kRowsTogether;
     return std::max<int64_t>(1, std::min(most, rounded));
   }

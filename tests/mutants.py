@@ -44,6 +44,17 @@ CUDA = [
     ("csrc/cuda/sparse_softmax.cu", "equally_aligned(grad, output) && equally_aligned(grad, result)", "true"),
     ("csrc/math.h", "return log ? grad : grad * y;", "return grad;"),
     ("csrc/math.h", ": y * (grad - sum);", ": y * grad;"),
+    ("csrc/linear.h", "bits + 0x7fu + ((bits >> 8) & 1u)", "bits"),
+    ("csrc/linear.h", "x != x ? 0x7fc00000u : bits", "bits"),
+    ("csrc/linear.h", "static_cast<uint32_t>(low) << 8);", "0u);"),
+    ("csrc/linear.h", "total = first ? product : total + product;", "total = total + product;"),
+    ("csrc/linear.h", "const float sum = first ? product :", "const float sum ="),
+    ("csrc/cuda/linear.cu", "if (writes_low) lows.store(args.low + i);", ""),
+    ("csrc/cuda/linear.cu", "if (reads_low) lows = lows.load(args.low + i);", ""),
+    ("csrc/cuda/linear.cu", "i += threads * kSize) elements", "i += 2 * threads * kSize) elements"),
+    ("csrc/cuda/linear.cu", "for (int64_t i = body + thread; i < count;", "for (int64_t i = body + thread + 1; i < count;"),
+    ("csrc/cuda/linear.cu", "if (!args.target.ignored(r)) continue;", ""),
+    ("csrc/cuda/linear.cu", "if (by == 1) return;", ""),
     ("csrc/cuda/cross_entropy.cu", "Group::sync();  // the logits at the entries are read", "// tsan"),
     ("csrc/cuda/cross_entropy.cu", "Group::sync();  // the dense gradient is written", "// tsan"),
 ]
@@ -128,8 +139,8 @@ def cuda_passes(tree: Path, replacement: str) -> bool:
     if not run([sys.executable, "tests/emulation/build.py", flavour], tree):
         return False
     options = ["--small", "--seeds", "1", "100"] if flavour == "tsan" else ["--seeds", "1", "800"]
-    return all(run([f"tests/emulation/build/{op}_{flavour}", *options], tree)
-               for op in ("cross_entropy", "sparse_softmax"))
+    programs = sorted((tree / "tests/emulation").glob("*.cpp"))
+    return all(run([f"tests/emulation/build/{program.stem}_{flavour}", *options], tree) for program in programs)
 
 
 def suite_passes(tree: Path, package: Path) -> bool:

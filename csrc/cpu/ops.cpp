@@ -40,11 +40,12 @@ struct Cpu {
   static ScalarType product_dtype(ScalarType work) { return work; }
 
   // A fortieth of the logits, but what GEMMs need to be fast: 256 rows of a large vocabulary in float32. 16-bit logits,
-  // beside which a part of the weight's gradient is kept, get less.
-  static int64_t chunk_bytes(int64_t logits, int64_t logit_bytes) {
-    const int64_t least = logit_bytes > 2 ? 128 : 48;
-    return std::max(logits / 40 * logit_bytes, least << 20);
+  // beside which a part of the weight's gradient is kept, get less, unless they fit into one chunk: it needs no such part.
+  static constexpr int64_t kWholeBytes = int64_t(128) << 20;
+  static int64_t chunk_bytes(int64_t logits, int64_t logit_bytes, int64_t) {
+    return std::max(logits / 40 * logit_bytes, logit_bytes > 2 ? kWholeBytes : int64_t(48) << 20);
   }
+  static constexpr int64_t kBlockBytes = int64_t(4) << 20;  // stays in a cache
 
   static void add_product(const Tensor& out, const Tensor& a, const Tensor& b) {
     STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_cpu_addmm_out(out.get(), out.get(), a.get(), b.get(), 1, 1));

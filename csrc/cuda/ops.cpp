@@ -127,10 +127,13 @@ struct Cuda {
     return kWideningProducts && size_in_bytes(work) == 2 ? ScalarType::Float : work;
   }
 
-  // A sixteenth of the logits, or 256 MiB: fewer rows would leave multiprocessors of a large device idle.
-  static int64_t chunk_bytes(int64_t logits, int64_t logit_bytes) {
-    return std::max(logits / 16 * logit_bytes, int64_t(256) << 20);
+  // A sixteenth of the logits, but as much as is kept of the weight's gradient beside its own memory, a byte a weight:
+  // each chunk reads and writes that gradient once, which below 2048 rows takes a tenth of the time of its products.
+  static constexpr int64_t kWholeBytes = int64_t(256) << 20;
+  static int64_t chunk_bytes(int64_t logits, int64_t logit_bytes, int64_t weights) {
+    return std::max({logits / 16 * logit_bytes, weights, int64_t(64) << 20});
   }
+  static constexpr int64_t kBlockBytes = int64_t(32) << 20;  // stays in the L2 cache, and is work for every multiprocessor
 
   // PyTorch's products run on its current stream, as the kernels do.
   static void add_product(const Tensor& out, const Tensor& a, const Tensor& b) {
