@@ -1,0 +1,252 @@
+"""linear_cross_entropy: loss and gradients of every form of target, dtype and option against the dense target in float64."""
+
+import contextlib
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from cases import DTYPES, FORMS, WITH_VALUES, Draw
+from close import assert_bitwise_equal, assert_close_to_float64
+from dense import arithmetic, dense_cross_entropy
+from sparse_ce import LinearSparseCrossEntropyLoss, linear_cross_entropy
+from test_cross_entropy import CLASSES, OPTIONS, PADDED, SHAPE, gradients, subtracted
+
+WIDTH = 19
+MIXED = [(torch.bfloat16, torch.float32), (torch.float16, torch.float32)]  # of the input, of the head
+
+
+class Traced(TorchDispatchMode):
+    """What runs inside takes itself for traced: ignored rows then stay in what the kernels are given."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+ROUTES = {"eager": contextlib.nullcontext, "traced": Traced}
+
+
+def make_head(case, draw, dtype, head_dtype=None, vocab=None, bias=True, width=WIDTH):
+    """[input (*shape, width), weight (V, width), bias (V,) or None]; logits peaked in two rows of three. What must not be
+    read is poisoned: ignored rows, and classes beyond those of the target."""
+    classes = case.classes
+    w = draw.normal(classes, width, dtype=torch.float64)
+    direction = w[case.dense.argmax(-1)]
+    peaks = draw.uniform(*case.shape, 1, low=-4, high=8, dtype=torch.float64)
+    x = 0.3 * draw.normal(*case.shape, width, dtype=torch.float64) + peaks * direction / direction.square().sum(-1, True)
+    x[case.ignored] = torch.nan
+    x[case.ignored, :2] = torch.inf
+    beyond = (vocab or classes) - classes
+    w = torch.cat([w, w.new_full((beyond, width), torch.nan)])
+    b = torch.cat([draw.normal(classes, dtype=torch.float64), w.new_full((beyond,), torch.nan)]) if bias else None
+    return [x.to(dtype), w.to(head_dtype or dtype), None if b is None else b.to(head_dtype or dtype)]
+
+
+def make(form, device, dtype, options, head_dtype=None, bias=True, seed=0):
+    """(case, head, keyword arguments of the loss)."""
+    draw = Draw(device, seed)
+    case = FORMS[form](SHAPE, CLASSES, draw, options.get("ignore_index", -100))
+    head = make_head(case, draw, dtype, head_dtype, PADDED if "num_classes" in options else None, bias)
+    keywords = dict(options)
+    if "weight" in options:
+        keywords["weight"] = draw.uniform(CLASSES, low=0.2, high=2)
+        keywords["weight"][2] = 0
+    return case, head, keywords
+
+
+def dense_result(case, head, keywords, upstream, upstream_lse, exact, wanted=None):
+    """(loss, lse, gradients for input, weight, bias and values) of F.linear and the dense target.
+
+    ``exact``: all float64. Else as PyTorch would have it: products in the dtype of the input, the loss in the arithmetic
+    dtype, gradients in their tensors' dtypes.
+    """
+    dtype = torch.float64 if exact else arithmetic(head[0].dtype)
+    keywords = {k: v for k, v in keywords.items() if k not in ("return_lse", "ignore_index", "chunk_rows")}
+    leaves = [None if t is None else t.detach().to(torch.float64 if exact else t.dtype).requires_grad_()
+              for t in (*head, case.values)]
+    x, w, b, v = leaves
+    n, product = keywords.get("num_classes"), torch.float64 if exact else x.dtype
+    z = F.linear(torch.where(case.ignored[..., None], 0, x), w[:n].to(product), None if b is None else b[:n].to(product))
+    dense = case.dense_of(None if v is None else v.to(dtype))
+    loss, lse = dense_cross_entropy(z, dense, case.ignored, case.labels, dtype=dtype, **keywords)
+    wanted = [i for i in range(4) if leaves[i] is not None] if wanted is None else wanted
+    return loss, lse, gradients(loss, lse, [leaves[i] for i in wanted], upstream, upstream_lse)
+
+
+def cancelling(case, head, keywords, upstream, upstream_lse):
+    """(..., 1): the size of what cancels in a row of the input's gradient, with the rounding of its logits."""
+    x, w = head[0].double(), head[1].double()[:keywords.get("num_classes")]
+    x = torch.where(case.ignored[..., None], 0, x)
+    logits = F.linear(x.abs(), w.abs()).amax(-1, keepdim=True).clamp(min=1)
+    return subtracted(case, keywords, upstream, upstream_lse) * w.abs().max() * logits
+
+
+def check(form, device, dtype, options, reductions, head_dtype=None, bias=True, route="eager", seed=0):
+    case, head, keywords = make(form, device, dtype, options, head_dtype, bias, seed)
+    draw, before = Draw(device, seed + 1), [None if t is None else t.clone() for t in head]
+    for reduction in ("mean",) if "normalizer" in options else reductions:
+        keywords["reduction"] = reduction
+        upstream = draw.normal(*(case.shape if reduction == "none" else ()))
+        upstream_lse = draw.normal(*case.shape) if "return_lse" in options else None
+        leaves = [None if t is None else t.clone().requires_grad_() for t in (*head, case.values)]
+        x, w, b, values = leaves
+        with ROUTES[route]():
+            out = linear_cross_entropy(x.view(*case.shape, WIDTH), w, case.build(values), linear_bias=b,
+                                       chunk_rows=None if reduction == "sum" else 5, **keywords)
+            loss, lse = out if "return_lse" in options else (out, None)
+            ours = gradients(loss, lse, [t for t in leaves if t is not None], upstream, upstream_lse)
+
+        exact, peer = (dense_result(case, head, keywords, upstream, upstream_lse, exact=e) for e in (True, False))
+        assert_close_to_float64(loss, peer[0], exact[0])
+        if lse is not None:
+            assert_close_to_float64(lse, peer[1], exact[1])
+        by_row = torch.finfo(dtype).bits > 16  # with 16 bits the peer may be lucky in a row
+        terms = cancelling(case, head, keywords, upstream, upstream_lse) if by_row else None
+        assert_close_to_float64(ours[0], peer[2][0], exact[2][0], terms)
+        for a, p, e in zip(ours[1:], peer[2][1:], exact[2][1:]):
+            assert_close_to_float64(a, p, e, arithmetic=arithmetic(dtype) if by_row else dtype)
+        for t, then in zip(leaves, before):
+            if t is not None:
+                assert_bitwise_equal(t.detach(), then)
+
+
+@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize("form", FORMS)
+def test_loss_and_gradients_equal_the_dense_target(form, options, route, device):
+    check(form, device, torch.float32, options, ("none", "mean"), route=route)
+
+
+@pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize("form", ["labels-int64", "tuple", "coo-target", "jagged-ranges"])
+def test_every_dtype_with_every_option(form, options, dtype, bias, device):
+    check(form, device, dtype, options, ("none", "sum", "mean"), bias=bias)
+
+
+@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize("dtypes", MIXED, ids=str)
+@pytest.mark.parametrize("options", ["plain", "num_classes", "all"])
+@pytest.mark.parametrize("form", ["labels-target", "tuple", "csr-int64", "jagged"])
+def test_a_float32_head_of_16_bit_hidden_states(form, options, dtypes, route, device):
+    check(form, device, dtypes[0], OPTIONS[options], ("none", "sum", "mean"), dtypes[1], route=route)
+
+
+@pytest.mark.parametrize("head", [(0, 1), (0, 2)], ids=["weight", "bias"])
+@pytest.mark.parametrize("half", [torch.bfloat16, torch.float16], ids=str)
+def test_weight_and_bias_of_two_dtypes(half, head, device):
+    case, (x, w, b), _ = make("tuple", device, half, {})
+    leaves = [t.float() if i == head[1] else t for i, t in enumerate((x, w, b))]
+    leaves = [t.requires_grad_() for t in leaves]
+    loss = linear_cross_entropy(leaves[0], leaves[1], case.target, linear_bias=leaves[2], chunk_rows=5)
+    ours = torch.autograd.grad(loss, leaves)
+    exact, peer = (dense_result(case, [x, w, b], {}, torch.ones((), device=device), None, exact=e, wanted=(0, 1, 2))
+                   for e in (True, False))
+    for a, p, e, t in zip(ours, peer[2], exact[2], leaves):
+        assert a.dtype == t.dtype
+        assert_close_to_float64(a, p.to(a.dtype), e, arithmetic=half)
+
+
+@pytest.mark.parametrize("seed", range(2, 6))
+@pytest.mark.parametrize("form", FORMS)
+def test_other_seeds_find_nothing_else(form, seed, device):
+    for options in ("plain", "all"):
+        check(form, device, torch.float32, OPTIONS[options], ("none",), seed=seed)
+
+
+# --------------------------------------------------------------------------------------------------------- shapes, strides
+
+LAYOUTS = {  # of a contiguous (6, 8, D) or (6, 8): what is passed
+    "contiguous": lambda t: t,
+    "leading dimensions exchanged": lambda t: t.transpose(0, 1),
+    "every second row": lambda t: t[:, ::2],
+    "expanded rows": lambda t: t[:, :1].expand(6, 5, *t.shape[2:]),
+    "no row": lambda t: t[:0],
+    "one row": lambda t: t[1:2, 3],
+    "no leading dimension": lambda t: t[1, 3],
+    "four dimensions": lambda t: t.unflatten(1, (2, 4)),
+}
+WIDTHS = {
+    "unit stride": lambda t: t[..., :7], "strided columns": lambda t: t[..., ::3], "width 1": lambda t: t[..., 4:5],
+    "not aligned": lambda t: t[..., 1:14], "one vector for all rows": lambda t: t[:1, :1].expand_as(t),
+}
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_hidden_states_of_any_shape_and_stride(layout, width, device):
+    draw = Draw(device)
+    base, labels = draw.normal(6, 8, 20), draw.integers(11, 6, 8)
+    labels[2, ::3] = -100
+    labels[1, 3] = 4
+    view, target = lambda t: LAYOUTS[layout](WIDTHS[width](t)), LAYOUTS[layout](labels)
+    w = draw.normal(11, view(base).shape[-1])
+    ours, theirs = [(base.clone().requires_grad_(), w.clone().requires_grad_()) for _ in range(2)]
+    loss, lse = linear_cross_entropy(view(ours[0]), ours[1], target, reduction="none", return_lse=True, chunk_rows=4)
+    logits = F.linear(view(theirs[0]), theirs[1])
+    expected = F.cross_entropy(logits.reshape(-1, 11), target.reshape(-1), reduction="none").view(target.shape)
+    assert loss.shape == lse.shape == target.shape
+    torch.testing.assert_close(loss, expected)
+    upstream = draw.normal(*target.shape)
+    for a, b in zip(torch.autograd.grad(loss, ours, upstream), torch.autograd.grad(expected, theirs, upstream)):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+HEADS = {
+    "transposed": lambda t: t.t().contiguous().t(),
+    "every second row": lambda t: t.repeat_interleave(2, 0)[::2],
+    "strided columns": lambda t: t.repeat_interleave(2, -1)[..., ::2],
+    "not aligned": lambda t: F.pad(t, (1, 0))[..., 1:],
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("layout", HEADS)
+def test_weights_of_any_stride(layout, dtype, device):
+    case, (x, w, b), _ = make("tuple", device, dtype, {})
+    results = []
+    for change in (lambda t: t, HEADS[layout]):
+        head = [x.clone(), change(w), change(b[None])[0]]
+        assert head[1].shape == w.shape
+        leaves = [t.requires_grad_() for t in head]
+        loss = linear_cross_entropy(leaves[0], leaves[1], case.target, linear_bias=leaves[2], chunk_rows=5)
+        results.append((loss.detach(), *torch.autograd.grad(loss, leaves)))
+    for a, b in zip(*results):
+        torch.testing.assert_close(a, b, rtol=4 * torch.finfo(dtype).eps, atol=torch.finfo(dtype).eps * float(b.abs().max()))
+
+
+def test_hidden_states_without_width(device):
+    """The logits are the bias alone."""
+    labels, b = torch.tensor([1, 2, -100, 4], device=device), torch.randn(7, device=device)
+    x, w = torch.zeros(4, 0, device=device), torch.zeros(7, 0, device=device)
+    leaves = [t.requires_grad_() for t in (x, w, b)]
+    loss, expected = linear_cross_entropy(x, w, labels, linear_bias=b), F.cross_entropy(F.linear(x, w, b), labels)
+    torch.testing.assert_close(loss, expected)
+    torch.testing.assert_close(torch.autograd.grad(loss, leaves), torch.autograd.grad(expected, leaves))
+
+
+# -------------------------------------------------------------------------------------------------------------- the module
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_the_module_passes_every_keyword_on(options, device):
+    case, (x, w, b), keywords = make("coo", device, torch.float32, options)
+    expected = linear_cross_entropy(x, w, case.target, linear_bias=b, chunk_rows=5, **keywords)
+    module = LinearSparseCrossEntropyLoss(chunk_rows=5, **keywords)
+    assert module.state_dict().keys() == ({"weight"} if "weight" in options else set())
+    got = module(x, w, case.target, b)
+    for a, e in zip(*((got, expected) if "return_lse" in options else ((got,), (expected,)))):
+        assert_bitwise_equal(a, e)
+
+
+def test_the_normalizer_of_the_call_replaces_that_of_the_module(device):
+    case, (x, w, b), _ = make("coo", device, torch.float32, {})
+    expected = linear_cross_entropy(x, w, case.target, normalizer=7)
+    assert expected != linear_cross_entropy(x, w, case.target, normalizer=3)
+    assert LinearSparseCrossEntropyLoss()(x, w, case.target, None, 7) == expected
+    assert LinearSparseCrossEntropyLoss(normalizer=3)(x, w, case.target, normalizer=7) == expected
+    none = LinearSparseCrossEntropyLoss(reduction="none", inplace_backward=True, chunk_rows=2)
+    assert "reduction='none'" in repr(none) and "chunk_rows=2" in repr(none)
+    assert_bitwise_equal(none(x, w, case.target), linear_cross_entropy(x, w, case.target, reduction="none", chunk_rows=2))
