@@ -47,8 +47,6 @@ CUDA = [
     ("csrc/linear.h", "bits + 0x7fu + ((bits >> 8) & 1u)", "bits"),
     ("csrc/linear.h", "x != x ? 0x7fc00000u : bits", "bits"),
     ("csrc/linear.h", "static_cast<uint32_t>(low) << 8);", "0u);"),
-    ("csrc/linear.h", "total = first ? product : total + product;", "total = total + product;"),
-    ("csrc/linear.h", "const float sum = first ? product :", "const float sum ="),
     ("csrc/cuda/linear.cu", "if (writes_low) lows.store(args.low + i);", ""),
     ("csrc/cuda/linear.cu", "if (reads_low) lows = lows.load(args.low + i);", ""),
     ("csrc/cuda/linear.cu", "i += threads * kSize) elements", "i += 2 * threads * kSize) elements"),
@@ -59,6 +57,8 @@ CUDA = [
     ("csrc/cuda/cross_entropy.cu", "Group::sync();  // the dense gradient is written", "// tsan"),
 ]
 CPU = [
+    ("csrc/linear.h", "total = first ? product : total + product;", "total = total + product;"),
+    ("csrc/linear.h", "const float sum = first ? product :", "const float sum ="),
     ("csrc/cpu/row_passes.h", "if (w != acc_t(0)) target.merge", "target.merge"),
     ("csrc/cpu/row_entries.h", "weights[seen_[slot].position] += weights[k];", ""),
     ("csrc/cpu/row_entries.h", "++row_;", ""),
