@@ -155,7 +155,7 @@ def linear_cross_entropy(
     shape = torch.Size((*input.shape[:-1], linear_weight.shape[0]))
     flat, weight, normalizer = _dense_parts(input, shape, target, weight, reduction, normalizer, num_classes)
     loss, lse = linear.linear_cross_entropy(
-        (input.reshape(-1, input.shape[-1]), linear_weight, linear_bias),
+        (input.reshape(input.shape[:-1].numel(), input.shape[-1]), linear_weight, linear_bias),
         (flat.indices, flat.values, flat.offsets, weight, flat.row_mask),
         (ignore_index, float(label_smoothing), float(z_loss), float(logit_scale),
          None if softcap is None else float(softcap), num_classes),

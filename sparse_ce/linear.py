@@ -7,7 +7,7 @@ for backward go through hooks (checkpointing, offloading), nor in float16 withou
 them; whatever they do not answer is answered by ``linear_backward``, which is an op with a derivative of its own.
 """
 
-from typing import List, Optional, Sequence, Tuple
+from typing import List, Optional, Tuple
 
 import torch
 from torch import Tensor
@@ -28,7 +28,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         ctx.wanted = (*ctx.needs_input_grad[:3], ctx.needs_input_grad[4])
         divisor, gradients, upstream = None, None, None
         if mean:
-            upstream = _upstream([t for t, wanted in zip((*head, values), ctx.wanted) if wanted])
+            differentiated = [t for t, wanted in zip((*head, values), ctx.wanted) if wanted]
+            upstream = _upstream(input, any(t.dtype == torch.float16 for t in differentiated))
         with torch._C._AutoDispatchBelowAutograd():
             if upstream is not None:
                 loss, divisor, lse, lse_residual, *gradients = _ops.linear_forward_with_gradient(
@@ -38,7 +39,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 if mean:
                     loss, divisor = _ops.mean(loss, *target, options[0], _classes(linear_weight, options), normalizer)
         ctx.save_for_backward(*head, *target, lse, lse_residual, divisor)
-        ctx.options, ctx.chunk_rows, ctx.made = options, chunk_rows, (upstream, gradients)
+        ctx.options, ctx.chunk_rows, ctx.made, ctx.traced = options, chunk_rows, (upstream, gradients), not _eager()
         ctx.set_materialize_grads(False)
         return loss, lse
 
@@ -57,7 +58,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             if plain and _eager() and grad_loss.is_cpu:
                 foresight.remember("linear", grad_loss)
             if plain and gradients is not None:
-                grads = _rescaled(gradients, upstream, grad_loss)
+                grads = _rescaled(gradients, upstream, grad_loss, ctx.traced)
             grad_loss = (grad_loss / divisor).expand(lse.shape)
         if grads is None:
             grads = _ops.linear_backward(grad_loss, grad_lse, *head, lse, lse_residual, *target, *ctx.options,
@@ -68,25 +69,25 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return grad_input, grad_weight, grad_bias, None, grad_values, *(None,) * 7
 
 
-def _upstream(differentiated: Sequence[Tensor]) -> Optional[Tensor]:
-    """The upstream gradient, (), for which forward makes the gradients; None where backward has to."""
+def _upstream(input: Tensor, half: bool) -> Optional[Tensor]:
+    """The upstream gradient, (), for which forward makes the gradients; None where backward has to. ``half``: some are
+    float16. Where it is traced, and on CUDA, it is 1."""
     if foresight.hooked():
         return None
-    like = differentiated[0]
-    dtype, half = reference.arithmetic_dtype(like.dtype), any(t.dtype == torch.float16 for t in differentiated)
-    forecast = foresight.forecast("linear", like.device, dtype) if _eager() and like.is_cpu else None
+    dtype = reference.arithmetic_dtype(input.dtype)
+    forecast = foresight.forecast("linear", input.device, dtype) if _eager() and input.is_cpu else None
     if forecast is None and not half:
-        forecast = torch.ones((), dtype=dtype, device=like.device)
+        forecast = torch.ones((), dtype=dtype, device=input.device)
     return forecast
 
 
-def _rescaled(gradients: List[Tensor], upstream: Tensor, grad_loss: Tensor) -> Optional[List[Tensor]]:
+def _rescaled(gradients: List[Tensor], upstream: Tensor, grad_loss: Tensor, traced: bool) -> Optional[List[Tensor]]:
     """``gradients``, made for ``upstream``, for ``grad_loss`` instead; None where scaling would not give them.
 
-    In place, and on CUDA without a look at either: there ``upstream`` is 1.
+    In place, and on CUDA without a look at either: there, and where forward was ``traced``, ``upstream`` is 1.
     """
     if not _eager():
-        return [(g * grad_loss).to(g.dtype) for g in gradients]
+        return [(g * grad_loss).to(g.dtype) for g in gradients] if traced else None
     if grad_loss.is_cpu:
         if torch.equal(upstream, grad_loss):
             return gradients

@@ -199,11 +199,11 @@ def backward_values(grad_loss: Tensor, logits: Tensor, lse: Tensor, lse_residual
     return torch.where(skipped, 0.0, terms).reshape(indices.shape)
 
 
-def _head_logits(input, linear_weight, linear_bias, ignored) -> Tuple[Tensor, Tensor, Tensor]:
-    """(input, weight, logits) in the arithmetic dtype; ignored rows of the input are 0, whatever they hold."""
+def _head_logits(input, linear_weight, linear_bias, ignored, num_classes) -> Tuple[Tensor, Tensor, Tensor]:
+    """(input, weight, logits) in the arithmetic dtype, of the classes that exist; ignored rows of the input are 0."""
     dtype = arithmetic_dtype(input.dtype)
-    x, w = torch.where(ignored[:, None], 0.0, input.to(dtype)), linear_weight.to(dtype)
-    return x, w, F.linear(x, w, None if linear_bias is None else linear_bias.to(dtype))
+    x, w = torch.where(ignored[:, None], 0.0, input.to(dtype)), linear_weight[:num_classes].to(dtype)
+    return x, w, F.linear(x, w, None if linear_bias is None else linear_bias[:num_classes].to(dtype))
 
 
 def linear_forward(input: Tensor, linear_weight: Tensor, linear_bias: Optional[Tensor], indices: Tensor,
@@ -214,7 +214,7 @@ def linear_forward(input: Tensor, linear_weight: Tensor, linear_bias: Optional[T
                    normalizer: Optional[Tensor] = None) -> Tuple[Tensor, Tensor]:
     """``torch.ops.sparse_ce.linear_forward``, or with ``mean`` ``linear_mean``."""
     ignored = ignored_rows(indices, offsets, row_mask, ignore_index, input.shape[0])
-    logits = _head_logits(input, linear_weight, linear_bias, ignored)[2]
+    logits = _head_logits(input, linear_weight, linear_bias, ignored, num_classes)[2]
     target = (indices, values, offsets, weight, row_mask, ignore_index)
     loss, lse = forward(logits, *target, label_smoothing, z_loss, logit_scale, softcap, num_classes)
     if mean:
@@ -233,15 +233,16 @@ def linear_backward(grad_loss: Tensor, grad_lse: Optional[Tensor], input: Tensor
                     values_grad: bool = False) -> Tuple[Tensor, Tensor, Tensor, Tensor]:
     """``torch.ops.sparse_ce.linear_backward``: the gradients for input, weight, bias and values, (0,) if not wanted."""
     ignored = ignored_rows(indices, offsets, row_mask, ignore_index, input.shape[0])
-    x, w, logits = _head_logits(input, linear_weight, linear_bias, ignored)
+    x, w, logits = _head_logits(input, linear_weight, linear_bias, ignored, num_classes)
+    padding = linear_weight.shape[0] - w.shape[0]
     rest = (indices, values, offsets, weight, row_mask, ignore_index, label_smoothing, z_loss, logit_scale, softcap,
             num_classes)
     dz = backward(grad_loss, grad_lse, logits, lse, lse_residual, *rest)
     none = input.new_empty(0)
     return (
         (dz @ w).to(input.dtype) if input_grad else none,
-        (dz.T @ x).to(linear_weight.dtype) if weight_grad else none,
-        dz.sum(0).to(linear_bias.dtype) if bias_grad and linear_bias is not None else none.clone(),
+        F.pad((dz.T @ x).to(linear_weight.dtype), (0, 0, 0, padding)) if weight_grad else none,
+        F.pad(dz.sum(0).to(linear_bias.dtype), (0, padding)) if bias_grad and linear_bias is not None else none.clone(),
         backward_values(grad_loss, logits, lse, lse_residual, *rest) if values_grad else none.clone(),
     )
 
