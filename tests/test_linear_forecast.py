@@ -1,0 +1,235 @@
+"""The gradients of the linear head that forward makes ahead of backward, and what backward scales them by."""
+
+import gc
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+import sparse_ce
+from cases import DTYPES, FORMS, Draw
+from close import assert_bitwise_equal
+from sparse_ce import foresight, linear_cross_entropy
+from test_foresight import OPTIONS
+from test_linear import Traced, make_head
+from test_linear_gradients import double, example, fused, plain
+
+ops = torch.ops.sparse_ce
+PAIRS = [(d, d) for d in DTYPES] + [(torch.bfloat16, torch.float32), (torch.float16, torch.float32)]
+
+
+@pytest.fixture
+def makes(monkeypatch):
+    """The upstream gradients of the forwards that made gradients, as a list that grows."""
+    calls, op = [], sparse_ce.linear._ops.linear_forward_with_gradient
+
+    class Ops:
+        def __getattr__(self, name):
+            return getattr(torch.ops.sparse_ce, name)
+
+        def linear_forward_with_gradient(self, *args):
+            calls.append(args[0].item())
+            return op(*args)
+
+    monkeypatch.setattr(sparse_ce.linear, "_ops", Ops())
+    return calls
+
+
+def grads_of(loss, head, upstream=1.0, **keywords):
+    return torch.autograd.grad(loss, head, torch.tensor(upstream, dtype=loss.dtype, device=loss.device), **keywords)
+
+
+def anew(head, target, upstream=1.0, **options):
+    """The gradients as backward makes them."""
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
+        loss = fused(head, target, **options)
+    return grads_of(loss, head, upstream)
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("dtypes", PAIRS, ids=str)
+@pytest.mark.parametrize("form", ["labels-int64", "tuple", "coo-target", "jagged-ranges"])
+def test_the_same_loss_and_gradients_bit_for_bit(form, dtypes, options, makes):
+    """Made by backward; made for 1 and scaled by a power of two; made for the one that came."""
+    draw, options = Draw("cpu"), OPTIONS[options]
+    case = FORMS[form]((3, 4), 37, draw)
+    head = make_head(case, draw, *dtypes, 41 if "num_classes" in options else None)
+    values = None if case.values is None else case.values.clone()
+    leaves = [t.requires_grad_() for t in (*head, values) if t is not None]
+    options = dict(options, chunk_rows=5, return_lse=True)
+    results = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
+        outputs = [fused(head, case.build(values), **options)]
+    results.append((*outputs[0], *grads_of(outputs[0][0], leaves, -0.25)))
+    foresight._upstream.clear()
+    for _ in range(2):
+        loss, lse = fused(head, case.build(values), **options)
+        results.append((loss, lse, *grads_of(loss, leaves, -0.25)))
+    assert makes == ([-0.25] if dtypes[0] == torch.float16 else [1.0, -0.25])
+    for result in results[1:]:
+        for a, b in zip(result, results[0], strict=True):
+            assert_bitwise_equal(a, b)
+
+
+@pytest.mark.parametrize("dtypes", PAIRS, ids=str)
+def test_a_sequence_of_upstream_gradients(dtypes):
+    head, labels = example("cpu", *dtypes)
+    theirs = double(head)
+    exact = torch.autograd.grad(plain(theirs, labels), theirs)
+    for upstream in (1, 1, 3, 3, 65536, 0, float("nan"), 0.7, -0.7, float("inf"), 1, 0, 0, 1 / 65536, 1):
+        for ours, e in zip(grads_of(fused(head, labels, chunk_rows=4), head, upstream), exact):
+            if abs(upstream) < float("inf"):
+                scale, eps = float(e.abs().max()) * abs(upstream), torch.finfo(dtypes[0]).eps
+                expected = (e * upstream).to(ours.dtype)
+                torch.testing.assert_close(ours, expected, rtol=8 * eps, atol=4 * eps * scale + torch.finfo(ours.dtype).tiny)
+
+
+@pytest.mark.parametrize("tiny", [1e-36, 1e-38, 1e-40])
+def test_a_forecast_of_nearly_nothing_takes_no_digits_away(tiny):
+    """What was made for it has lost them below the smallest normal number."""
+    head, labels = example("cpu", rows=512)
+    expected = grads_of(fused(head, labels), head)
+    grads_of(fused(head, labels), head, tiny)
+    for a, b in zip(grads_of(fused(head, labels), head), expected):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6 * float(b.abs().max()))
+
+
+def test_an_upstream_gradient_that_its_owner_overwrites(makes):
+    """Forward must not take another value for the one that its gradients are made with."""
+    head, labels = example("cpu")
+    upstream = torch.tensor(2.0)
+    torch.autograd.grad(fused(head, labels), head, upstream)
+    loss = fused(head, labels)
+    upstream.mul_(4)
+    for a, b in zip(torch.autograd.grad(loss, head, upstream), anew(head, labels, 8.0)):
+        assert_bitwise_equal(a, b)
+    assert makes == [1.0, 2.0]
+
+
+def test_half_precision_waits_for_a_forecast(makes):
+    """float16 may not hold the gradient for 1; a float32 head alone always holds it."""
+    for head_dtype, ahead in ((torch.float16, []), (torch.float32, [1.0])):
+        (x, *rest), labels = example("cpu", torch.float16, head_dtype)
+        fused([x.detach(), *rest], labels)
+        assert makes == ahead
+        makes.clear()
+        fused([x, *rest], labels)
+        assert makes == []
+        expected = anew([x, *rest], labels, 1.0)
+        foresight.remember("linear", torch.tensor(65536.0))
+        loss = fused([x, *rest], labels)
+        assert makes == [65536.0]
+        for a, b in zip(grads_of(loss, [x, *rest]), expected):  # not the one that was foreseen: scaled, it would be inf
+            assert_bitwise_equal(a, b)
+        makes.clear()
+
+
+def test_a_forecast_serves_one_forward_with_a_mean_and_a_gradient(makes):
+    head, labels = example("cpu")
+    grads_of(fused(head, labels), head, 3.0)
+    fused(head, labels, reduction="none")
+    fused([t.detach() for t in head], labels)
+    with torch.no_grad():
+        fused(head, labels)
+    sparse_ce.cross_entropy(torch.randn(4, 5, requires_grad=True), torch.arange(4))  # has a forecast of its own
+    fused([t.detach().double().requires_grad_() for t in head], labels)
+    assert makes == [1.0, 1.0]
+    fused(head, labels)
+    fused(head, labels)
+    assert makes == [1.0, 1.0, 3.0, 1.0]
+
+
+def test_gradients_of_lse_and_second_derivatives_are_no_forecast(makes):
+    head, labels = example("cpu", torch.float64)
+    loss, lse = fused(head, labels, return_lse=True)
+    torch.autograd.grad(5 * loss + lse.sum(), head)
+    torch.autograd.grad(5 * fused(head, labels), head, create_graph=True)
+    fused(head, labels)
+    assert makes == [1.0] * 3
+
+
+def test_checkpointing_and_offloading_make_no_gradients_ahead(makes):
+    head, labels = example("cpu")
+    loss = checkpoint(lambda x, w, b: linear_cross_entropy(x, w, labels, linear_bias=b), *head, use_reentrant=False)
+    loss.backward()
+    with torch.autograd.graph.save_on_cpu():
+        fused(head, labels).backward()
+    assert makes == []
+
+
+def test_the_gradients_belong_to_the_graph_alone():
+    head, labels = example("cpu", rows=64, vocab=5000, ignored=False)
+
+    def gradients():
+        gc.collect()
+        shapes = [t.shape for t in head]
+        alive = {o.data_ptr() for o in gc.get_objects() if type(o) is torch.Tensor and o.shape in shapes}
+        return len(alive - {t.data_ptr() for t in head})
+
+    assert gradients() == 0
+    loss = fused(head, labels)
+    assert gradients() == 3
+    grads = grads_of(loss, head, retain_graph=True)
+    assert gradients() == 3  # those that were handed out
+    del grads
+    assert gradients() == 0
+    loss = fused(head, labels)
+    del loss
+    assert gradients() == 0
+
+
+# --------------------------------------------------------------------------------------- whoever traces, in one half or both
+
+
+@pytest.mark.parametrize("dtypes", PAIRS, ids=str)
+@pytest.mark.parametrize("upstream", [1.0, 2.0, 0.0])
+def test_a_backward_that_is_traced_after_a_forward_that_was_not(upstream, dtypes):
+    head, labels = example("cpu", *dtypes)
+    expected = anew(head, labels, upstream)
+    foresight.remember("linear", torch.tensor(4.0, dtype=torch.float64 if dtypes[0] == torch.float64 else torch.float32))
+    loss = fused(head, labels)
+    with Traced():
+        ours = grads_of(loss, head, upstream)
+    for a, b in zip(ours, expected):
+        assert_bitwise_equal(a, b)
+
+
+def test_a_traced_forward_takes_no_forecast(makes):
+    head, labels = example("cpu", ignored=False)
+    foresight.remember("linear", torch.tensor(4.0))
+    with Traced():
+        loss = fused(head, labels)
+    assert makes == [1.0]
+    for a, b in zip(grads_of(loss, head, 2.0), anew(head, labels, 2.0)):
+        assert_bitwise_equal(a, b)
+
+
+# ------------------------------------------------------------------------------------------------------------------ scale_
+
+
+@pytest.mark.parametrize("count", [0, 1, 37, 100_003])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_scale_rounds_once(dtype, count, device, threads):
+    threads(2)
+    gradient = Draw(device).normal(count, dtype=torch.float64).to(dtype)
+    scale = torch.tensor(-0.7, dtype=torch.float64 if dtype == torch.float64 else torch.float32, device=device)
+    expected = (gradient.to(scale.dtype) * scale).to(dtype)
+    ops.scale_(gradient, scale)
+    assert_bitwise_equal(gradient, expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_scale_of_one_touches_nothing(dtype, device):
+    one = torch.ones((), dtype=torch.float64 if dtype == torch.float64 else torch.float32, device=device)
+    bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[torch.finfo(dtype).bits // 8]
+    gradient = torch.tensor([0.0, -0.0, 1.0, torch.nan, torch.inf], device=device).to(dtype)
+    gradient.view(bits)[3] |= 1  # a NaN that says something
+    before = gradient.view(bits).clone()
+    ops.scale_(gradient, one)
+    assert gradient.view(bits).equal(before)
+
+
+def test_whoever_saved_what_is_scaled_will_notice(device):
+    saved = torch.ones(3, device=device)
+    ops.scale_(saved, torch.tensor(2.0, device=device))
+    assert saved._version == 1

@@ -1,0 +1,285 @@
+"""Gradients of the linear head: for whom, how often, with which upstream gradient, in how many products."""
+
+import itertools
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
+
+from cases import DTYPES, Draw
+from close import assert_bitwise_equal, assert_close_to_float64
+from sparse_ce import SparseTarget, linear_cross_entropy
+from test_failures_gradients import UPSTREAM
+from test_linear import ROUTES, dense_result, make
+
+
+def example(device, dtype=torch.float32, head_dtype=None, rows=10, vocab=33, width=8, ignored=True):
+    """[input, weight, bias], all requiring grad, and labels."""
+    draw = Draw(device)
+    head = [draw.normal(rows, width).to(dtype), draw.normal(vocab, width).to(head_dtype or dtype),
+            draw.normal(vocab).to(head_dtype or dtype)]
+    labels = draw.integers(vocab, rows)
+    if ignored:
+        labels[::4] = -100
+    return [t.requires_grad_() for t in head], labels
+
+
+def fused(head, target, **options):
+    return linear_cross_entropy(head[0], head[1], target, linear_bias=head[2], **options)
+
+
+def plain(head, labels, **options):
+    return F.cross_entropy(F.linear(*head), labels, **options)
+
+
+def double(head):
+    return [t.detach().double().requires_grad_() for t in head]
+
+
+def assert_all_close(ours, theirs, **tolerance):
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a, b.to(a.dtype), **tolerance)
+
+
+# ------------------------------------------------------------------------------------ 12: exactly what is asked for
+
+
+@pytest.mark.parametrize("wanted", list(itertools.product([False, True], repeat=4)),
+                         ids=lambda w: "".join(n for n, x in zip("iwbv", w) if x) or "none")
+@pytest.mark.parametrize("dtypes", [(torch.float32,) * 2, (torch.float64, torch.float32), (torch.bfloat16, torch.float64)],
+                         ids=["float32", "float64", "bfloat16"])
+@pytest.mark.parametrize("route", ROUTES)
+def test_12_every_combination_of_who_requires_grad(route, dtypes, wanted, device):
+    """A frozen trunk with a trainable head got grad_weight=None (Liger). ``dtypes``: of the head, of the values."""
+    dtype, values_dtype = dtypes
+    case, head, _ = make("tuple", device, dtype, {})
+    for reduction in ("none", "mean"):
+        leaves = [t.clone().requires_grad_(w) for t, w in zip((*head, case.values.to(values_dtype)), wanted)]
+        with ROUTES[route]():
+            loss = linear_cross_entropy(leaves[0], leaves[1], case.build(leaves[3]), linear_bias=leaves[2],
+                                        reduction=reduction, chunk_rows=5)
+            upstream = Draw(device, 1).normal(*loss.shape).to(loss.dtype)
+            assert loss.requires_grad == any(wanted)
+            if any(wanted):
+                loss.backward(upstream)
+        assert [t.grad is not None for t in leaves] == list(wanted)
+        which = [i for i in range(4) if wanted[i]]
+        exact, peer = (dense_result(case, head, dict(reduction=reduction), upstream, None, exact=e, wanted=which or [0])
+                       for e in (True, False))
+        assert_close_to_float64(loss, peer[0], exact[0])
+        for i, p, e in zip(which, peer[2], exact[2]):
+            assert leaves[i].grad.dtype == leaves[i].dtype
+            assert_close_to_float64(leaves[i].grad, p.to(leaves[i].dtype), e, arithmetic=dtype)
+
+
+def products(run):
+    """How many matrix products ``run`` makes, without those that add to their output, which may not be recorded."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as record:
+        run()
+    return sum(event.count for event in record.key_averages() if event.key == "aten::mm")
+
+
+@pytest.mark.parametrize("wanted", list(itertools.product([False, True], repeat=3)), ids=str)
+def test_12_no_product_is_made_for_nobody(wanted, device):
+    """Three of them where forward makes the gradients, four where backward makes the logits anew."""
+    head, labels = example(device, ignored=False)
+    for t, w in zip(head, wanted):
+        t.requires_grad_(w)
+    target = labels[:, None], torch.rand(10, 1, device=device, requires_grad=not any(wanted))  # somebody has to
+    for leaves in (head, [*head[:2], None]):
+        if not any(t is not None and t.requires_grad for t in (*leaves, target[1])):
+            continue
+        with torch.no_grad():
+            logits = products(lambda: fused(leaves, target))
+        asked, losses = sum(t is not None and t.requires_grad for t in leaves), []
+        assert products(lambda: losses.append(fused(leaves, target))) == logits + asked
+        assert products(lambda: losses.pop().backward()) == 0
+        assert products(lambda: losses.append(fused(leaves, target, reduction="none"))) == logits
+        assert products(lambda: losses.pop().sum().backward()) == logits + asked
+    assert logits == 1 or wanted == (False, False, True)  # without a bias nothing is added
+
+
+# ------------------------------------------------------------------------------------------- 7, 8, 9: upstream gradients
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("chunk_rows", [None, 1, 3])
+def test_7_8_every_row_has_its_own_upstream_gradient(chunk_rows, dtype, device):
+    """Backward multiplied by grad_output[0] (Liger#678), grad_weight and grad_bias were wrong (Liger#968)."""
+    upstream = torch.tensor([0, 1, -2, 3, 0, 0.5, 7, 1e-3], device=device)
+    head, labels = example(device, dtype, rows=8, vocab=15, width=10, ignored=False)
+    labels[0] = -100
+    for first in (0.0, 5.0):  # 5: what the ignored row must not pass on
+        upstream[0] = first
+        for target in (labels, SparseTarget.from_topk(labels[:, None], torch.ones(8, 1, device=device))):
+            loss = fused(head, target, reduction="none", chunk_rows=chunk_rows)
+            ours = torch.autograd.grad(loss, head, upstream.to(loss.dtype))
+            exact, peer = double(head), [t.detach().requires_grad_() for t in head]
+            expected = torch.autograd.grad(plain(exact, labels, reduction="none"), exact, upstream.double())
+            peers = torch.autograd.grad(plain(peer, labels, reduction="none"), peer, upstream.to(dtype))
+            assert ours[0][0].eq(0).all() and ours[0][4].eq(0).all()
+            for row in (1, 2, 3, 5, 6, 7):  # each by itself: 1e-3 must not hide behind 7
+                torch.testing.assert_close(ours[0][row].double(), expected[0][row], rtol=8 * torch.finfo(dtype).eps,
+                                           atol=3 * torch.finfo(dtype).eps * float(expected[0][row].abs().max()) + 1e-9)
+            for a, p, e in zip(ours, peers, expected):
+                assert_close_to_float64(a, p, e)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_8_a_token_mask_over_batch_and_time(dtype, device):
+    """B, T, H, V = 2, 4, 10, 15: the masked mean of the tokens' losses, made outside."""
+    draw = Draw(device)
+    mask = torch.tensor([[1, 1, 0, 1], [0, 1, 1, 0]], device=device).float()
+    head = [draw.normal(2, 4, 10).to(dtype), draw.normal(15, 10).to(dtype), draw.normal(15).to(dtype)]
+    head = [t.requires_grad_() for t in head]
+    labels, results = draw.integers(15, 2, 4), []
+    for leaves, loss_of in ((head, lambda h: fused(h, labels, reduction="none", chunk_rows=3)),
+                            (double(head), lambda h: plain([h[0].flatten(0, 1), *h[1:]], labels.flatten(), reduction="none")),
+                            ([t.detach().requires_grad_() for t in head],
+                             lambda h: F.cross_entropy(F.linear(*h).float().flatten(0, 1), labels.flatten(), reduction="none"))):
+        loss = (loss_of(leaves).view(2, 4) * mask).sum() / mask.sum()
+        results.append((loss, *torch.autograd.grad(loss, leaves)))
+    assert results[0][1][mask == 0].eq(0).all()
+    for ours, exact, peer in zip(*results):
+        assert_close_to_float64(ours, peer, exact)
+
+
+@pytest.mark.parametrize("which", ["loss", "lse", "both"])
+@pytest.mark.parametrize("upstream", [name for name in UPSTREAM if name != "one NaN"])
+def test_9_upstream_gradients_of_any_stride(upstream, which, device):
+    head, labels = example(device, ignored=False)
+    made = UPSTREAM[upstream](10, device), UPSTREAM[upstream](10, device)
+    theirs, pick = double(head), {"loss": slice(0, 1), "lse": slice(1, 2), "both": slice(0, 2)}[which]
+    outputs = fused(head, labels, reduction="none", return_lse=True, chunk_rows=4)
+    expected = plain(theirs, labels, reduction="none"), torch.logsumexp(F.linear(*theirs), 1)
+    ours = torch.autograd.grad(outputs[pick], head, made[pick])
+    exact = torch.autograd.grad(expected[pick], theirs, [g.double() for g in made[pick]])
+    for a, e in zip(ours, exact):
+        torch.testing.assert_close(a.double(), e, rtol=1e-4, atol=1e-5)
+
+
+def test_9_an_upstream_of_nan_stays_in_its_row(device):
+    head, labels = example(device, ignored=False)
+    upstream = torch.ones(10, device=device)
+    upstream[2] = torch.nan
+    grad, = torch.autograd.grad(fused(head, labels, reduction="none", chunk_rows=4), head[:1], upstream)
+    assert grad.isnan().any(1).tolist() == [row == 2 for row in range(10)]
+
+
+@pytest.mark.parametrize("scale", [1 / 65536, 65536.0])
+@pytest.mark.parametrize("reduction", ["none", "sum", "mean"])
+@pytest.mark.parametrize("head_dtype", [torch.float16, torch.float32], ids=str)
+def test_9_gradients_scaled_for_half_precision(head_dtype, reduction, scale, device):
+    """GradScaler's factors with fp16 hidden states (TransformerEngine#2402, #3193), in several steps of one run."""
+    head, labels = example(device, torch.float16, head_dtype, rows=64, vocab=50)
+    exact = double(head)
+    expected = torch.autograd.grad((plain(exact, labels, reduction=reduction) * scale).sum(), exact)
+    for _ in range(3):
+        loss = fused(head, labels, reduction=reduction, chunk_rows=16)
+        for a, e in zip(torch.autograd.grad((loss * scale).sum(), head), expected):
+            assert a.ne(0).any()
+            torch.testing.assert_close(a, e.to(a.dtype), rtol=4e-3, atol=max(2e-3 * float(e.abs().max()), 2e-7))
+
+
+def test_9_a_gradscaler_steps(device):
+    head, labels = example(device, torch.float16, torch.float32)
+    scaler = torch.amp.GradScaler(device, init_scale=2.0**14)
+    optimizer = torch.optim.SGD(head[1:], lr=1.0)
+    before = [t.detach().clone() for t in head[1:]]
+    exact = double(head)
+    expected = torch.autograd.grad(plain(exact, labels), exact[1:])
+    scaler.scale(fused(head, labels)).backward()
+    scaler.step(optimizer)
+    for now, then, e in zip(head[1:], before, expected):
+        torch.testing.assert_close(then - now.detach(), e.float(), rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("upstream", [0.0, -0.0, float("inf"), float("nan"), -1.0, 1e-30])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_scalar_upstream_of_any_value(dtype, upstream, device):
+    head, labels = example(device, dtype)
+    theirs, upstream = double(head), torch.tensor(upstream, dtype=torch.float64, device=device)
+    expected = torch.autograd.grad(plain(theirs, labels), theirs, upstream)
+    for _ in range(2):
+        loss = fused(head, labels, chunk_rows=4)
+        for a, e in zip(torch.autograd.grad(loss, head, upstream.to(loss.dtype)), expected):
+            if upstream == 0:
+                assert a.eq(0).all()
+            elif upstream.isfinite():
+                torch.testing.assert_close(a, e.to(dtype), rtol=8 * torch.finfo(dtype).eps,
+                                           atol=4 * torch.finfo(dtype).eps * float(e.abs().max()))
+            else:  # ignored rows keep their 0
+                assert (a.isfinite() == e.isfinite()).all() and a[e.isfinite()].eq(0).all()
+
+
+# ---------------------------------------------------------------------------------------------------- 10: backward, repeated
+
+
+@pytest.mark.parametrize("dtypes", [(d, d) for d in DTYPES] + [(torch.bfloat16, torch.float32)], ids=str)
+@pytest.mark.parametrize("reduction", ["none", "mean"])
+def test_10_backward_twice_with_another_upstream(reduction, dtypes, device):
+    """The gradients of each backward are those of a loss that was never asked before, and nobody else's memory."""
+    head, labels = example(device, *dtypes)
+    loss = fused(head, labels, reduction=reduction, label_smoothing=0.1, chunk_rows=4)
+    draw = Draw(device, 3)
+    upstreams = [(2.0 ** (draw.integers(7, *loss.shape) - 3)).to(loss.dtype) for _ in range(2)]  # nothing rounds
+    kept = []
+    for upstream in (*upstreams, upstreams[0], upstreams[0]):
+        ours = torch.autograd.grad(loss, head, upstream, retain_graph=True)
+        again = fused(head, labels, reduction=reduction, label_smoothing=0.1, chunk_rows=4)
+        for a, b in zip(ours, torch.autograd.grad(again, head, upstream)):
+            assert_bitwise_equal(a, b)
+        assert not {t.data_ptr() for t in ours} & {t.data_ptr() for t in kept}
+        kept += ours
+        for t in ours:
+            t.detach().fill_(7)  # as an optimizer may
+    loss.backward(upstreams[0], retain_graph=True)
+    first = [t.grad.clone() for t in head]
+    loss.backward(upstreams[0])
+    for t, once in zip(head, first):
+        assert_bitwise_equal(t.grad, 2 * once)
+
+
+@pytest.mark.parametrize("reduction", ["sum", "mean"])
+def test_10_a_scaled_loss_has_a_scaled_gradient(reduction, device):
+    head, labels = example(device)
+    ones = torch.autograd.grad(fused(head, labels, reduction=reduction), head)
+    twos = torch.autograd.grad(2 * fused(head, labels, reduction=reduction), head)
+    for one, two in zip(ones, twos):
+        assert_bitwise_equal(two, 2 * one)
+    loss = fused(head, labels, reduction=reduction)
+    loss *= 2  # in place (unsloth#2435)
+    for a, two in zip(torch.autograd.grad(loss, head), twos):
+        assert_bitwise_equal(a, two)
+
+
+def test_10_weights_changed_before_backward_are_noticed(device):
+    for i in range(3):
+        head, labels = example(device, ignored=False)
+        loss = fused(head, labels)
+        with torch.no_grad():
+            head[i].add_(1)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("reduction", ["none", "sum", "mean"])
+def test_checkpointing_and_offloading_change_no_bit(reduction, dtype, device):
+    """They make the gradients in backward, not ahead."""
+    head, labels = example(device, dtype)
+
+    def f(x, w, b):
+        return 4 * linear_cross_entropy(2 * x, w, labels, linear_bias=b, reduction=reduction, chunk_rows=4).sum()
+
+    expected = torch.autograd.grad(f(*head), head)
+    for reentrant in (False, True):
+        leaves = [t.detach().clone().requires_grad_() for t in head]
+        checkpoint(f, *leaves, use_reentrant=reentrant).backward()
+        for t, e in zip(leaves, expected):
+            assert_bitwise_equal(t.grad, e)
+    with torch.autograd.graph.save_on_cpu():
+        loss = f(*head)
+    for a, e in zip(torch.autograd.grad(loss, head), expected):
+        assert_bitwise_equal(a, e)
