@@ -71,15 +71,22 @@ def goal_row(goal: Goal) -> Record:
 
 def problem_table(problem: Record) -> str:
     """Markdown: the rows of one problem, and under them its goals."""
-    lines = ["| | time, ms (p20 - p80) | moves, MB | GB/s | time / floor | / ours | extra MiB | gradient error |",
+    computes = "operations" in problem["rows"][0]
+    amount, rate = ("GFLOP", "GFLOP/s") if computes else ("moves, MB", "GB/s")
+    lines = [f"| | time, ms (p20 - p80) | {amount} | {rate} | time / floor | / ours | extra MiB | gradient error |",
              "|---|---|---|---|---|---|---|---|"]
+    if problem.get("untimed"):
+        lines = ["| | extra MiB | of the logits |", "|---|---|---|"]
     for r in problem["rows"]:
         ms, over = r["ms"], r["over_floor"]
-        cells = [r["name"], f"{ms['median']:.3g} ({ms['p20']:.3g} - {ms['p80']:.3g})", f"{r['bytes'] / 1e6:.0f}",
-                 f"{r['gb_per_s']:.1f}", f"{over['median']:.2f}",
+        work = (f"{r['operations'] / 1e9:.0f}", f"{r['gflop_per_s']:.0f}") if computes else (
+            f"{r['bytes'] / 1e6:.0f}", f"{r['gb_per_s']:.1f}")
+        cells = [r["name"], f"{ms['median']:.3g} ({ms['p20']:.3g} - {ms['p80']:.3g})", *work, f"{over['median']:.2f}",
                  "" if r["over_ours"] is None else f"{r['over_ours']['median']:.1f}",
                  "" if r["extra_mib"] is None else f"{r['extra_mib']:.1f}",
                  "" if r["gradient_error"] is None else f"{r['gradient_error']:.0e}"]
+        if problem.get("untimed"):
+            cells = [r["name"], cells[6], f"{100 * 2**20 * r['extra_mib'] / problem['logits_bytes']:.1f} %"]
         if r["side"] == "ours":
             cells[0] = f"**{cells[0]}**"
         lines.append("| " + " | ".join(cells) + " |")

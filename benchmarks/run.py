@@ -19,6 +19,7 @@ import record as records
 from bench import Call, extra_bytes, time_by_turns
 from check import WrongResult, check, exact
 from goals import goals
+from linear_problems import LINEAR_SHAPES, measure_linear
 from peers import Problem, Shape
 from sparse_problems import SPARSE_SHAPES, STOCK_SHAPES, measure_log_softmax, measure_stock
 from work import Work, work_on
@@ -50,8 +51,9 @@ Made by `python benchmarks/run.py --update-results` from `benchmarks/records`. H
 what is run: [work.py](work.py); the peers: [peers.py](peers.py). Rows in bold are ours; a peer that has no soft
 targets is given class indices and says so. MB and GB/s count the bytes that the work cannot avoid, whoever does it.
 "Time / floor" is in units of the floors that move as much: reading the logits once (forward), copying them once
-(backward), or both; "/ ours" is in units of our forward + backward. Ratios are medians over rounds; a goal is met by
-the median.
+(backward), or both; "/ ours" is in units of our forward + backward. For the linear head
+([linear_problems.py](linear_problems.py)) the floor is its three GEMMs, and extra memory what is held beyond inputs and
+gradients. Ratios are medians over rounds; a goal is met by the median.
 """
 
 
@@ -116,7 +118,7 @@ def measure(shape: Shape, device: torch.device, repeats: int) -> Dict[str, Any]:
 
 def update_results(found: records.Record) -> None:
     """Keeps the record; RESULTS.md from the latest of each device, a plot from the latest of each type of device."""
-    from plot import plot
+    from plot import plot, plot_linear
     records.save(found, HERE / "records" / f"{records.slug(found)}.json")
     latest: Dict[str, records.Record] = {}
     for path in sorted((HERE / "records").glob("*.json")):  # by date
@@ -131,6 +133,10 @@ def update_results(found: records.Record) -> None:
             picture = f"results-{kept['device_type']}.png"
             plot(kept, HERE / picture)
             parts.append(f"![time over the floor]({picture})\n")
+            linear = f"linear-{kept['device_type']}.png"
+            plot_linear(kept, HERE / linear)
+            if (HERE / linear).exists():
+                parts.append(f"![the linear head: time and memory]({linear})\n")
     (HERE / "RESULTS.md").write_text("\n".join(parts))
 
 
@@ -153,9 +159,12 @@ def main() -> int:
     print(f"{found['device']}, torch {found['torch']}, {found['threads']} threads, {found['instruction_set']}, "
           f"csrc {found['csrc']}", flush=True)
     sparse = [dataclasses.replace(shape, rows=shape.rows // 8) if args.quick else shape for shape in SPARSE_SHAPES]
+    linear = [dataclasses.replace(shape, rows=shape.rows // 8) if args.quick else shape
+              for shape in LINEAR_SHAPES[args.device]]
     stock = [dataclasses.replace(shape, rows=shape.rows // 8) if args.quick else shape for shape in STOCK_SHAPES]
     for shape, measure_one in [*((shape, measure) for shape in shapes),
                                *((shape, measure_log_softmax) for shape in sparse),
+                               *((shape, measure_linear) for shape in linear),
                                *((shape, measure_stock) for shape in stock)]:
         if args.only not in f"{measure_one.__name__} {shape}":
             continue
@@ -166,8 +175,9 @@ def main() -> int:
         gc.collect()
     out.with_suffix(".md").write_text(records.markdown(found))
     try:
-        from plot import plot
+        from plot import plot, plot_linear
         plot(found, out.with_suffix(".png"))
+        plot_linear(found, out.with_name(out.stem + "-linear.png"))
     except ImportError as error:
         print(f"no plot: {error}")
     print(f"\nwritten: {out}")
