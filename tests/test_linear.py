@@ -34,7 +34,8 @@ def make_head(case, draw, dtype, head_dtype=None, vocab=None, bias=True, width=W
     w = draw.normal(classes, width, dtype=torch.float64)
     direction = w[case.dense.argmax(-1)]
     peaks = draw.uniform(*case.shape, 1, low=-4, high=8, dtype=torch.float64)
-    x = 0.3 * draw.normal(*case.shape, width, dtype=torch.float64) + peaks * direction / direction.square().sum(-1, True)
+    noise = draw.normal(*case.shape, width, dtype=torch.float64) * 1.3 / width**0.5
+    x = noise + peaks * direction / direction.square().sum(-1, True)
     x[case.ignored] = torch.nan
     x[case.ignored, :2] = torch.inf
     beyond = (vocab or classes) - classes

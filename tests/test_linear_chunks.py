@@ -1,0 +1,230 @@
+"""The ops of the linear head, chunk by chunk: equal to the specification, in little memory, however many rows are ignored."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import sparse_ce
+from cases import DTYPES, FORMS, Draw
+from close import assert_bitwise_equal, assert_close_to_float64
+from sparse_ce import SparseTarget, cross_entropy, linear_cross_entropy, reference
+from test_linear import MIXED, ROUTES, dense_result, make_head
+from test_linear_gradients import double, example, fused, plain
+
+ops = torch.ops.sparse_ce
+OPTIONS = dict(ignore_index=3, label_smoothing=0.1, z_loss=0.02, logit_scale=1.3, softcap=7.0, num_classes=9)
+
+
+def arguments(kind, device, rows=13, vocab=11, width=5, dtype=torch.float64):
+    """The head and the target of an op; row 2 and what the mask hides are ignored, and their hidden states NaN."""
+    draw = Draw(device)
+    head = [draw.normal(rows, width).to(dtype), draw.normal(vocab, width).to(dtype), draw.normal(vocab).to(dtype)]
+    indices, values, weight = draw.integers(9, rows, 3), draw.uniform(rows, 3).to(dtype), draw.uniform(9).to(dtype)
+    indices[2] = 3
+    values[:, 1] = 0
+    mask = torch.arange(rows, device=device) % 4 != 1
+    crow = torch.arange(rows + 1, device=device) * 3
+    shuffled = torch.randperm(rows, generator=draw.generator).to(device)
+    target = {
+        "labels": (indices[:, 0].clone(), None, None, weight, mask),
+        "topk": (indices.int(), values, None, weight, mask),
+        "topk without values": (indices, None, None, None, None),
+        "csr": (indices.view(-1), values.view(-1), crow.int(), weight, mask),
+        "ranges": (indices.view(-1), values.view(-1), torch.stack([crow[:-1], crow[1:] - 1], 1)[shuffled], None, mask),
+    }[kind]
+    ignored = reference.ignored_rows(target[0], target[2], target[4], OPTIONS["ignore_index"], rows)
+    assert ignored.any() and not ignored.all()
+    head[0][ignored] = torch.nan
+    head[1][9:], head[2][9:] = torch.nan, torch.inf
+    return head, target
+
+
+@pytest.mark.parametrize("chunk_rows", [None, *range(1, 15), 2**40])
+@pytest.mark.parametrize("kind", ["labels", "topk", "topk without values", "csr", "ranges"])
+def test_the_ops_equal_the_specification_in_chunks_of_any_size(kind, chunk_rows, device):
+    head, target = arguments(kind, device)
+    draw, options = Draw(device, 1), dict(OPTIONS, chunk_rows=chunk_rows)
+    grad_loss, grad_lse = draw.normal(13, dtype=torch.float64), draw.normal(26, dtype=torch.float64)[::2]
+    normalizer, upstream = (torch.tensor(v, dtype=torch.float64, device=device) for v in (7.0, -1.5))
+    wanted = dict(values_grad=target[1] is not None)
+
+    loss, lse = ops.linear_forward(*head, *target, **options)
+    expected = reference.linear_forward(*head, *target, **OPTIONS)
+    torch.testing.assert_close((loss, lse), expected)
+    *same, residual = ops.linear_forward_with_residual(*head, *target, **options)
+    for a, b in zip(same, (loss, lse)):
+        assert_bitwise_equal(a, b)
+    assert residual.abs().max() < 1e-12
+    for upstreams in ((grad_loss, None), (grad_loss, grad_lse), (grad_loss[:1].expand(13), None)):
+        rest = *head, lse, residual, *target
+        torch.testing.assert_close(ops.linear_backward(*upstreams, *rest, **options, **wanted),
+                                   reference.linear_backward(*upstreams, *rest, **OPTIONS, **wanted))
+    for by in (None, normalizer):
+        mean, divisor = reference.mean(loss, *target, OPTIONS["ignore_index"], 9, by)
+        torch.testing.assert_close(ops.linear_mean(*head, *target, **options, normalizer=by), (mean, lse))
+        made = ops.linear_forward_with_gradient(upstream, by, *head, *target, **options, **wanted)
+        grads = ops.linear_backward((upstream / divisor).expand(13), None, *head, lse, residual, *target, **options, **wanted)
+        torch.testing.assert_close(made[:3], (mean, divisor, lse))
+        for a, b in zip(made[3:], (residual, *grads)):
+            assert_bitwise_equal(a, b)
+
+
+@pytest.mark.parametrize("dtypes", [(d, d) for d in DTYPES] + MIXED, ids=str)
+@pytest.mark.parametrize("chunk_rows", [None, 3, 8])
+def test_more_classes_than_are_converted_together(chunk_rows, dtypes, device):
+    """A wide head goes in blocks of 256 classes where its dtype is not that of the products."""
+    draw, dtype = Draw(device), dtypes[0]
+    case = FORMS["tuple"]((9,), 610, draw)
+    head = make_head(case, draw, *dtypes, vocab=615, width=4200)
+    upstream = draw.normal(9)
+    keywords = dict(reduction="none", num_classes=610, label_smoothing=0.1)
+    exact, peer = (dense_result(case, head, keywords, upstream, None, exact=e, wanted=(0, 1, 2)) for e in (True, False))
+    for route in ROUTES:
+        leaves = [t.clone().requires_grad_() for t in head]
+        with ROUTES[route]():
+            loss = fused(leaves, case.target, chunk_rows=chunk_rows, **keywords)
+            grads = torch.autograd.grad(loss, leaves, upstream.to(loss.dtype))
+        assert_close_to_float64(loss, peer[0], exact[0])
+        for a, p, e in zip(grads, peer[2], exact[2]):
+            assert_close_to_float64(a, p, e, arithmetic=dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("form", FORMS)
+def test_a_head_that_is_the_identity_gives_the_loss_of_its_input(form, dtype, device):
+    draw = Draw(device)
+    case = FORMS[form]((3, 4), 37, draw)
+    x = draw.logits(case.dense, dtype).requires_grad_()
+    y, upstream = x.detach().clone().requires_grad_(), draw.normal(*case.shape)
+    options = dict(reduction="none", label_smoothing=0.1, softcap=20.0, return_lse=True)
+    loss, lse = linear_cross_entropy(x, torch.eye(37, dtype=dtype, device=device), case.target, chunk_rows=5, **options)
+    expected, expected_lse = cross_entropy(y, case.target, **options)
+    torch.testing.assert_close((loss, lse), (expected, expected_lse))
+    grad, = torch.autograd.grad(loss, x, upstream.to(loss.dtype))
+    torch.testing.assert_close(grad, torch.autograd.grad(expected, y, upstream.to(loss.dtype))[0])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("p", [0.9, 0.99, 0.999, 0.9999])
+def test_11_the_true_class_of_a_confident_row_keeps_its_gradient(p, dtype, device):
+    vocab, labels = 1000, torch.tensor([0, 17, 998, 999], device=device)
+    at, eye = (torch.arange(4, device=device), labels), torch.eye(vocab, device=device)
+    logits = Draw(device).normal(4, vocab)
+    logits[at] = -torch.inf
+    logits[at] = torch.logsumexp(logits, 1) + torch.tensor(p / (1 - p)).log()
+    logits = (logits + 8).to(dtype).requires_grad_()
+    exact = logits.detach().double().requires_grad_()
+    expected, = torch.autograd.grad(F.cross_entropy(exact, labels, reduction="sum"), exact)
+    for reduction in ("none", "sum"):
+        loss = linear_cross_entropy(logits, eye.to(dtype), labels, reduction=reduction, chunk_rows=3).sum()
+        grad, = torch.autograd.grad(loss, logits)
+        assert (grad[at].double() / expected[at] - 1).abs().max() < 0.03
+
+
+# ----------------------------------------------------------------------------------------------------- 13: many chunks
+
+
+@pytest.mark.parametrize("labels_of", ["random", "one class"])
+@pytest.mark.parametrize("dtypes", [(torch.bfloat16,) * 2, (torch.float16,) * 2, *MIXED], ids=str)
+def test_13_sums_over_a_thousand_chunks_do_not_drift(dtypes, labels_of, device):
+    """Weight gradients in bfloat16 (Liger#512): at most twice the error of one product."""
+    head, labels = example(device, *dtypes, rows=4096, vocab=40, width=24, ignored=False)
+    if labels_of == "one class":  # every chunk adds to it with the same sign
+        labels = torch.zeros_like(labels)
+    upstream = torch.rand(4096, device=device)
+    exact, peer = double(head), [t.detach().to(dtypes[0]).requires_grad_() for t in head]
+    expected = torch.autograd.grad(plain(exact, labels, reduction="none"), exact, upstream.double())
+    peers = torch.autograd.grad(F.cross_entropy(F.linear(*peer).float(), labels, reduction="none"), peer, upstream)
+    ours = torch.autograd.grad(fused(head, labels, reduction="none", chunk_rows=4), head, upstream)
+    for a, p, e in zip(ours[1:], peers[1:], expected[1:]):
+        error, allowed = ((t.double() - e).abs() for t in (a, p))
+        assert error.max() <= 2 * allowed.max() and error.square().mean() <= 4 * allowed.square().mean()
+
+
+# ------------------------------------------------------------------------------------------------ 8, 18: rows and memory
+
+
+@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize("chunk_rows", [None, 64, 1000])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_8_a_long_run_of_ignored_rows(dtype, chunk_rows, route, device):
+    """4096 rows, 4000 ignored in one run, as after a long prompt: whole chunks have nothing to say (Liger#968)."""
+    head, labels = example(device, dtype, rows=4096, vocab=50, ignored=False)
+    with torch.no_grad():
+        head[0][64:4064] = torch.nan
+    counts = torch.cat([torch.arange(64), torch.arange(4064, 4096)]).to(device)
+    few, ignoring = labels[counts], torch.full_like(labels, -100)
+    ignoring[counts] = few
+    for reduction in ("none", "mean"):
+        upstream = Draw(device, 1).normal(*((4096,) if reduction == "none" else ()))
+        exact, peer = double([head[0][counts], *head[1:]]), [t.detach().requires_grad_() for t in (head[0][counts], *head[1:])]
+        own = upstream[counts] if reduction == "none" else upstream
+        expected = torch.autograd.grad(plain(exact, few, reduction=reduction), exact, own.double())
+        peers = torch.autograd.grad(F.cross_entropy(F.linear(*peer).float(), few, reduction=reduction), peer, own)
+        with ROUTES[route]():
+            loss = fused(head, ignoring, reduction=reduction, chunk_rows=chunk_rows)
+            ours = list(torch.autograd.grad(loss, head, upstream))
+        assert ours[0][64:4064].eq(0).all()
+        ours[0] = ours[0][counts]
+        for a, p, e in zip(ours, peers, expected):
+            assert_close_to_float64(a, p, e)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rows,vocab", [(2**31 // 131072 + 2, 131072), (2**32 // 1048576 + 2, 1048576)], ids=str)
+def test_18_more_logits_than_two_to_the_31(rows, vocab, device, threads):
+    """Forward and backward, the last rows checked; the logits of all rows are made, those of four count."""
+    threads(2)
+    few = torch.tensor([0, rows // 2, rows - 2, rows - 1], device=device)
+    labels, upstream = torch.full((rows,), -100, device=device), torch.zeros(rows, device=device)
+    labels[few] = torch.tensor([0, 7, vocab - 2, vocab - 1], device=device)
+    upstream[few] = torch.tensor([1.0, -2.0, 3.0, 0.5], device=device)
+    x, w = torch.rand(rows, 1, device=device), torch.linspace(-2, 2, vocab, device=device)[:, None]
+    loss, lse = ops.linear_forward(x, w, None, labels)
+    exact = x[few].double().requires_grad_(), w.double().requires_grad_()
+    expected = F.cross_entropy(F.linear(*exact), labels[few], reduction="none")
+    torch.testing.assert_close(loss[few].double(), expected.detach(), rtol=1e-5, atol=1e-5)
+    assert loss.ne(0).sum() == 4 and lse.ne(0).sum() == 4
+    grad_x, grad_w, *_ = ops.linear_backward(upstream, None, x, w, None, lse, None, labels)
+    expected = torch.autograd.grad(expected, exact, upstream[few].double())
+    torch.testing.assert_close(grad_x[few].double(), expected[0], rtol=2e-3, atol=1e-5)  # a sum over all classes
+    assert grad_x.ne(0).sum() == 4
+    torch.testing.assert_close(grad_w.double(), expected[1], rtol=1e-4, atol=1e-6)
+
+
+PEAK = """
+import re, sys, torch, sparse_ce
+from sparse_ce import linear_cross_entropy
+
+def peak():
+    return int(re.search(r"VmHWM:\\s+(\\d+) kB", open("/proc/self/status").read())[1]) * 1024
+
+def run(rows, vocab, dtype, reduction):
+    x, w = torch.randn(rows, 16, dtype=dtype, requires_grad=True), torch.randn(vocab, 16, dtype=dtype, requires_grad=True)
+    loss = linear_cross_entropy(x, w, torch.randint(vocab, (rows,)), reduction=reduction)
+    loss.sum().backward()
+
+dtype = getattr(torch, sys.argv[1])
+for reduction in ("none", "mean"):
+    run(8, 100, dtype, reduction)
+before = peak()
+for reduction in ("none", "mean"):
+    run(6000, 50000, dtype, reduction)
+print((peak() - before) / (6000 * 50000 * dtype.itemsize))
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+@pytest.mark.skipif(sparse_ce.ops.instruction_set() == "emulated CUDA", reason="takes minutes there")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_logits_are_never_there_at_once(dtype, tmp_path):
+    """What the process takes for a loss and its gradients, as a share of the logits, 1.2 GB in float32."""
+    package = os.path.dirname(os.path.dirname(os.path.abspath(sparse_ce.__file__)))
+    done = subprocess.run([sys.executable, "-c", PEAK, dtype], capture_output=True, text=True, cwd=tmp_path,
+                          env={**os.environ, "PYTHONPATH": package})
+    assert done.returncode == 0, done.stderr
+    assert float(done.stdout) < 0.25
