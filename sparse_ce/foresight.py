@@ -2,8 +2,9 @@
 
 A training loop gives the same one to each backward: 1, one by the number of accumulated steps, a GradScaler's scale.
 The forecast is the last one. Backward compares; where another one came it computes the gradient anew, which gives the
-same bits. A forecast serves one forward: where no backward follows (an evaluation that forgot ``torch.no_grad``), or one
-that is not the plain one (second derivatives, a gradient for ``lse``), the next forward makes no gradient.
+same bits, or (the linear head) scales it, which rounds once more. A forecast serves one forward: where no backward
+follows (an evaluation that forgot ``torch.no_grad``), or one that is not the plain one (second derivatives, a gradient
+for ``lse``), the next forward makes no gradient.
 """
 
 from typing import Dict, Optional, Tuple

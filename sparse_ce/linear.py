@@ -92,7 +92,8 @@ def _rescaled(gradients: List[Tensor], upstream: Tensor, grad_loss: Tensor, trac
         if torch.equal(upstream, grad_loss):
             return gradients
         grad_loss = grad_loss / upstream
-        if not torch.isfinite(grad_loss) or any(g.dtype == torch.float16 for g in gradients):
+        # Beyond that a gradient may have left the range of its dtype; a NaN is not within either.
+        if not 2.0 ** -40 < abs(grad_loss) < 2.0 ** 40 or any(g.dtype == torch.float16 for g in gradients):
             return None
     for gradient in gradients:
         _ops.scale_(gradient, grad_loss)
@@ -142,6 +143,13 @@ def _backward_autograd(grad_loss, grad_lse, input, linear_weight, linear_bias, l
         return _ops.linear_backward(*arguments)
 
 
+def _scale_counted(gradient, scale):
+    with torch._C._AutoDispatchBelowADInplaceOrView():
+        _ops.scale_(gradient, scale)
+    torch.autograd.graph.increment_version(gradient)
+
+
+_library.impl("scale_", _scale_counted, "ADInplaceOrView")
 _library.impl("linear_forward", _forward_autograd, "Autograd")
 _library.impl("linear_mean", _mean_autograd, "Autograd")
 _library.impl("linear_backward", _backward_autograd, "Autograd")
