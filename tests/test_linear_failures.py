@@ -1,0 +1,225 @@
+"""The linear head where some published loss failed: nothing to learn from, NaN, -inf, memory that was not written."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from cases import DTYPES, FORMS, Draw
+from close import assert_bitwise_equal
+from sparse_ce import SparseTarget, linear_cross_entropy
+from test_failures_extreme import ALL_IGNORED, REDUCTIONS, SOME, all_ignored
+from test_linear import ROUTES, make_head
+from test_linear_gradients import double, example, fused, plain
+
+each_route = pytest.mark.parametrize("route", ROUTES)
+
+
+# --------------------------------------------------------------------------------------------------- 15: nothing to learn
+
+
+@pytest.mark.parametrize("options", [dict(), SOME, dict(weight=True), dict(num_classes=5)], ids=str)
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+@pytest.mark.parametrize("form", ALL_IGNORED)
+@each_route
+def test_15_everything_ignored_gives_zero_with_a_graph(route, form, reduction, options, device):
+    """unsloth#1417 raises ZeroDivisionError, torch gives NaN."""
+    classes = options.get("num_classes", 7)
+    if "weight" in options:
+        options = dict(options, weight=torch.rand(7, device=device))
+    head = [torch.full((5, 3), torch.nan), torch.randn(7, 3), torch.randn(7)]
+    head = [t.to(device).requires_grad_() for t in head]
+    with ROUTES[route]():
+        loss, lse = fused(head, all_ignored(form, 5, classes, device), reduction=reduction, return_lse=True, chunk_rows=2,
+                          **options)
+        assert loss.shape == ((5,) if reduction == "none" else ()) and loss.eq(0).all() and lse.eq(0).all()
+        (loss.sum() * 3 + (lse * torch.randn_like(lse)).sum()).backward(retain_graph=True)
+        assert all(t.grad.eq(0).all() for t in head)
+        loss.sum().backward()
+    assert all(t.grad.eq(0).all() for t in head)
+
+
+def no_rows(device):
+    empty = torch.zeros(0, dtype=torch.int64, device=device)
+    return {
+        "labels": empty, "topk": (empty.view(0, 2), torch.zeros(0, 2, device=device)),
+        "coo": torch.zeros(0, 7, device=device).to_sparse(),
+        "csr": torch.sparse_csr_tensor(empty.new_zeros(1), empty, torch.zeros(0, device=device), (0, 7)),
+        "jagged": SparseTarget.from_jagged(empty, None, empty.new_zeros(1)),
+        "jagged ranges": SparseTarget.from_jagged(empty, None, empty.view(0, 2)),
+    }
+
+
+@pytest.mark.parametrize("chunk_rows", [None, 3])
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+@pytest.mark.parametrize("form", no_rows("cpu"))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@each_route
+def test_15_no_rows_give_zero_with_a_graph(route, dtype, form, reduction, chunk_rows, device):
+    head = [torch.randn(*size, device=device).to(dtype).requires_grad_() for size in ((0, 3), (7, 3), (7,))]
+    with ROUTES[route]():
+        loss, lse = fused(head, no_rows(device)[form], reduction=reduction, chunk_rows=chunk_rows, return_lse=True)
+        assert loss.shape == ((0,) if reduction == "none" else ()) and loss.eq(0).all() and lse.shape == (0,)
+        (5 * loss.sum()).backward(retain_graph=True)
+        loss.sum().backward()
+    assert [t.grad.shape for t in head] == [t.shape for t in head] and all(t.grad.eq(0).all() for t in head)
+
+
+def test_15_no_leading_rows_in_several_dimensions(device):
+    x = torch.randn(2, 0, 3, 5, device=device, requires_grad=True)
+    w = torch.randn(7, 5, device=device, requires_grad=True)
+    labels = torch.zeros(2, 0, 3, dtype=torch.int64, device=device)
+    loss, lse = linear_cross_entropy(x, w, labels, reduction="none", return_lse=True)
+    assert loss.shape == lse.shape == (2, 0, 3)
+    linear_cross_entropy(x, w, labels).backward()
+    assert x.grad.shape == x.shape and w.grad.eq(0).all()
+
+
+def test_15_class_weights_that_sum_to_zero_give_zero(device):
+    """Over the labels that occur, and over all."""
+    labels = torch.tensor([1, 2, 1, -100], device=device)
+    for weight in (torch.tensor([1.0, 0, 0, 1], device=device), torch.zeros(4, device=device)):
+        for reduction in REDUCTIONS:
+            head, _ = example(device, rows=4, vocab=4)
+            loss = fused(head, labels, weight=weight, reduction=reduction, chunk_rows=2)
+            assert loss.eq(0).all()
+            loss.backward(torch.randn_like(loss))
+            assert all(t.grad.eq(0).all() for t in head)
+
+
+def test_15_a_step_of_padding_alone_changes_nothing(device):
+    """Gradient accumulation."""
+    head, labels = example(device, ignored=False)
+    fused(head, labels, normalizer=6).backward()
+    before = [t.grad.clone() for t in head]
+    for normalizer in (6, None, 0):
+        fused(head, torch.full_like(labels, -100), normalizer=normalizer).backward()
+        for t, then in zip(head, before):
+            assert_bitwise_equal(t.grad, then)
+
+
+def test_15_accumulated_steps_equal_one_step(device):
+    """1 x 8 = 4 x 2 = 8 x 1 rows with unequal token counts and one normalizer."""
+    (x, w, b), labels = example(device, rows=8)
+    exact = double([x, w, b])
+    expected = torch.autograd.grad(plain(exact, labels), exact)
+    for steps in (1, 4, 8):
+        for t in (x, w, b):
+            t.grad = None
+        for part, few in zip(x.chunk(steps), labels.chunk(steps)):
+            fused((part, w, b), few, normalizer=(labels >= 0).sum()).backward()
+        for t, e in zip((x, w, b), expected):
+            torch.testing.assert_close(t.grad.double(), e, rtol=1e-5, atol=1e-6)
+
+
+# -------------------------------------------------------------------------------------------- 16: what is ignored, padded
+
+
+@pytest.mark.parametrize("poison", [torch.nan, torch.inf])
+@pytest.mark.parametrize("form", FORMS)
+@each_route
+def test_16_what_is_ignored_may_hold_anything(route, form, poison, device):
+    """Hidden states of ignored rows, weights and biases of a padded vocabulary."""
+    draw = Draw(device)
+    case = FORMS[form]((3, 4), 37, draw)
+    clean = make_head(case, draw, torch.float32, vocab=41)
+    clean = [torch.where(t.isfinite(), t, 0.0) for t in clean]
+    dirty = [t.clone() for t in clean]
+    dirty[0][case.ignored] = poison
+    dirty[1][37:], dirty[2][37:] = poison, -poison
+    rows = draw.normal(*case.shape)
+    rows[case.ignored] = poison  # 0 * inf would be NaN
+    for reduction in REDUCTIONS:
+        results = []
+        for head in (clean, dirty):
+            leaves = [t.clone().requires_grad_() for t in head]
+            upstream = rows if reduction == "none" else torch.tensor(1.7, device=device)
+            with ROUTES[route]():
+                loss, lse = fused(leaves, case.target, reduction=reduction, num_classes=37, return_lse=True, chunk_rows=5,
+                                  **SOME)
+                results.append((loss, lse, *torch.autograd.grad([loss, lse], leaves, [upstream, rows], retain_graph=True),
+                                *torch.autograd.grad(loss, leaves, upstream)))
+            assert all(t.isfinite().all() for t in results[-1])
+            for x, w, b in (results[-1][2:5], results[-1][5:]):
+                assert x[case.ignored].eq(0).all() and w[37:].eq(0).all() and b[37:].eq(0).all()
+        for a, b in zip(*results):
+            assert_bitwise_equal(a, b)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_16_nothing_of_it_reaches_a_second_derivative_or_a_transform(form, device):
+    draw = Draw(device)
+    case = FORMS[form]((3, 4), 37, draw)
+    head, target = make_head(case, draw, torch.float64, vocab=41), case.target  # holds the poison
+    if isinstance(target, torch.Tensor) and target.layout != torch.strided:
+        target = SparseTarget.from_coo(target) if target.layout == torch.sparse_coo else SparseTarget.from_csr(target)
+
+    def f(*head):
+        return fused(head, target, num_classes=37, chunk_rows=5, **SOME)
+
+    leaves = [t.clone().requires_grad_() for t in head]
+    first = torch.autograd.grad(f(*leaves), leaves)
+    graph = torch.autograd.grad(f(*leaves), leaves, create_graph=True)
+    for made in (graph, torch.func.grad(f, (0, 1, 2))(*head)):
+        torch.testing.assert_close(made, first)
+    second = torch.autograd.grad(sum(g.square().sum() for g in graph), leaves)
+    assert all(t.isfinite().all() for t in second) and second[0].ne(0).any()
+    assert second[0][case.ignored].eq(0).all() and second[1][37:].eq(0).all() and second[2][37:].eq(0).all()
+
+
+# ----------------------------------------------------------------------------------------------- 17, 20: -inf, old memory
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_17_a_first_tile_of_minus_infinity(dtype, device):
+    """-inf but for z[9000] = 10, V = 16392 (flash-attention#1930), by the bias."""
+    b = torch.full((16392,), -torch.inf, dtype=dtype, device=device)
+    b[9000] = 10
+    head = [torch.ones(1, 2, dtype=dtype, device=device), torch.zeros(16392, 2, dtype=dtype, device=device), b]
+    head = [t.requires_grad_() for t in head]
+    loss, lse = fused(head, torch.tensor([9000], device=device), return_lse=True)
+    assert loss == 0 and lse == 10
+    (2 * loss + 3 * lse).backward()
+    expected = torch.zeros(16392, dtype=dtype, device=device)
+    expected[9000] = 3
+    torch.testing.assert_close(head[2].grad, expected, rtol=0, atol=1e-6)
+    torch.testing.assert_close(head[1].grad, expected[:, None].expand(16392, 2), rtol=0, atol=1e-6)
+    assert fused(head, torch.tensor([5], device=device)) == torch.inf
+
+
+@pytest.mark.parametrize("dtypes", [(d, d) for d in DTYPES] + [(torch.bfloat16, torch.float32)], ids=str)
+def test_20_every_element_is_written_over_old_memory(dtypes, device):
+    """An allocator full of NaN: what a product does not overwrite would show."""
+    def dirty():
+        sizes = [12, 37, 12 * 20, 37 * 20, 12 * 37, 5 * 37, 5 * 20, 1200 * 20, 3700 * 20]
+        blocks = [torch.full((n,), torch.nan, dtype=dtype, device=device) for n in sizes for dtype in set(dtypes)
+                  for _ in range(6)]
+        del blocks
+
+    for rows, vocab in ((12, 37), (1200, 3700)):
+        head, labels = example(device, *dtypes, rows=rows, vocab=vocab, width=20)
+        options = dict(num_classes=vocab - 2, label_smoothing=0.1, chunk_rows=rows // 2 - 1)
+        labels.clamp_(max=vocab - 3)
+        for reduction in ("none", "mean"):
+            results = []
+            for spoil in (dirty, lambda: None):
+                spoil()
+                loss, lse = fused(head, labels, reduction=reduction, return_lse=True, **options)
+                spoil()
+                results.append((loss, lse, *torch.autograd.grad(loss.sum() * 4, head)))
+            for a, b in zip(*results):
+                assert a.isfinite().all()
+                assert_bitwise_equal(a, b)
+
+
+def test_ignored_rows_leave_the_sum_of_the_classes_alone(device):
+    """The gradient for the bias is that of the rows that count, to the last bit."""
+    head, labels = example(device, rows=16)
+    counts = labels >= 0
+    dropped = [head[0][counts].detach().requires_grad_(), *head[1:]]
+    for reduction in ("sum", "mean"):
+        ours = torch.autograd.grad(fused(head, labels, reduction=reduction), head)
+        theirs = torch.autograd.grad(fused(dropped, labels[counts], reduction=reduction), dropped)
+        for a, b in zip((ours[0][counts], *ours[1:]), theirs):
+            torch.testing.assert_close(a, b)
+        expected = F.cross_entropy(F.linear(*head), labels, reduction=reduction)
+        torch.testing.assert_close(torch.autograd.grad(expected, head[2])[0], ours[2])
