@@ -1,4 +1,4 @@
-"""linear_cross_entropy: loss and gradients of every form of target, dtype and option against the dense target in float64."""
+"""linear_cross_entropy: loss and gradients of every form of target, dtype and option against float64."""
 
 import contextlib
 
@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from cases import DTYPES, FORMS, WITH_VALUES, Draw
+from cases import DTYPES, FORMS, Draw
 from close import assert_bitwise_equal, assert_close_to_float64
 from dense import arithmetic, dense_cross_entropy
 from sparse_ce import LinearSparseCrossEntropyLoss, linear_cross_entropy
@@ -28,8 +28,10 @@ ROUTES = {"eager": contextlib.nullcontext, "traced": Traced}
 
 
 def make_head(case, draw, dtype, head_dtype=None, vocab=None, bias=True, width=WIDTH):
-    """[input (*shape, width), weight (V, width), bias (V,) or None]; logits peaked in two rows of three. What must not be
-    read is poisoned: ignored rows, and classes beyond those of the target."""
+    """[input (*shape, width), weight (V, width), bias (V,) or None]; logits peaked in two rows of three.
+
+    What must not be read is poisoned: ignored rows, and classes beyond those of the target.
+    """
     classes = case.classes
     w = draw.normal(classes, width, dtype=torch.float64)
     direction = w[case.dense.argmax(-1)]
@@ -59,8 +61,8 @@ def make(form, device, dtype, options, head_dtype=None, bias=True, seed=0):
 def dense_result(case, head, keywords, upstream, upstream_lse, exact, wanted=None):
     """(loss, lse, gradients for input, weight, bias and values) of F.linear and the dense target.
 
-    ``exact``: all float64. Else as PyTorch would have it: products in the dtype of the input, the loss in the arithmetic
-    dtype, gradients in their tensors' dtypes.
+    ``exact``: all float64. Else as PyTorch would have it: products in the dtype of the input, the loss in the
+    arithmetic dtype, gradients in their tensors' dtypes.
     """
     dtype = torch.float64 if exact else arithmetic(head[0].dtype)
     keywords = {k: v for k, v in keywords.items() if k not in ("return_lse", "ignore_index", "chunk_rows")}
@@ -68,7 +70,8 @@ def dense_result(case, head, keywords, upstream, upstream_lse, exact, wanted=Non
               for t in (*head, case.values)]
     x, w, b, v = leaves
     n, product = keywords.get("num_classes"), torch.float64 if exact else x.dtype
-    z = F.linear(torch.where(case.ignored[..., None], 0, x), w[:n].to(product), None if b is None else b[:n].to(product))
+    w, b = w[:n].to(product), None if b is None else b[:n].to(product)
+    z = F.linear(torch.where(case.ignored[..., None], 0, x), w, b)
     dense = case.dense_of(None if v is None else v.to(dtype))
     loss, lse = dense_cross_entropy(z, dense, case.ignored, case.labels, dtype=dtype, **keywords)
     wanted = [i for i in range(4) if leaves[i] is not None] if wanted is None else wanted
@@ -157,7 +160,7 @@ def test_other_seeds_find_nothing_else(form, seed, device):
         check(form, device, torch.float32, OPTIONS[options], ("none",), seed=seed)
 
 
-# --------------------------------------------------------------------------------------------------------- shapes, strides
+# ------------------------------------------------------------------------------------------------------ shapes, strides
 
 LAYOUTS = {  # of a contiguous (6, 8, D) or (6, 8): what is passed
     "contiguous": lambda t: t,
@@ -215,7 +218,8 @@ def test_weights_of_any_stride(layout, dtype, device):
         loss = linear_cross_entropy(leaves[0], leaves[1], case.target, linear_bias=leaves[2], chunk_rows=5)
         results.append((loss.detach(), *torch.autograd.grad(loss, leaves)))
     for a, b in zip(*results):
-        torch.testing.assert_close(a, b, rtol=4 * torch.finfo(dtype).eps, atol=torch.finfo(dtype).eps * float(b.abs().max()))
+        eps = torch.finfo(dtype).eps
+        torch.testing.assert_close(a, b, rtol=4 * eps, atol=eps * float(b.abs().max()))
 
 
 def test_hidden_states_without_width(device):
@@ -228,7 +232,7 @@ def test_hidden_states_without_width(device):
     torch.testing.assert_close(torch.autograd.grad(loss, leaves), torch.autograd.grad(expected, leaves))
 
 
-# -------------------------------------------------------------------------------------------------------------- the module
+# ----------------------------------------------------------------------------------------------------------- the module
 
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
@@ -250,4 +254,5 @@ def test_the_normalizer_of_the_call_replaces_that_of_the_module(device):
     assert LinearSparseCrossEntropyLoss(normalizer=3)(x, w, case.target, normalizer=7) == expected
     none = LinearSparseCrossEntropyLoss(reduction="none", inplace_backward=True, chunk_rows=2)
     assert "reduction='none'" in repr(none) and "chunk_rows=2" in repr(none)
-    assert_bitwise_equal(none(x, w, case.target), linear_cross_entropy(x, w, case.target, reduction="none", chunk_rows=2))
+    expected = linear_cross_entropy(x, w, case.target, reduction="none", chunk_rows=2)
+    assert_bitwise_equal(none(x, w, case.target), expected)

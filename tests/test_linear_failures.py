@@ -14,7 +14,7 @@ from test_linear_gradients import double, example, fused, plain
 each_route = pytest.mark.parametrize("route", ROUTES)
 
 
-# --------------------------------------------------------------------------------------------------- 15: nothing to learn
+# ------------------------------------------------------------------------------------------------- 15: nothing to learn
 
 
 @pytest.mark.parametrize("options", [dict(), SOME, dict(weight=True), dict(num_classes=5)], ids=str)
@@ -29,8 +29,8 @@ def test_15_everything_ignored_gives_zero_with_a_graph(route, form, reduction, o
     head = [torch.full((5, 3), torch.nan), torch.randn(7, 3), torch.randn(7)]
     head = [t.to(device).requires_grad_() for t in head]
     with ROUTES[route]():
-        loss, lse = fused(head, all_ignored(form, 5, classes, device), reduction=reduction, return_lse=True, chunk_rows=2,
-                          **options)
+        target = all_ignored(form, 5, classes, device)
+        loss, lse = fused(head, target, reduction=reduction, return_lse=True, chunk_rows=2, **options)
         assert loss.shape == ((5,) if reduction == "none" else ()) and loss.eq(0).all() and lse.eq(0).all()
         (loss.sum() * 3 + (lse * torch.randn_like(lse)).sum()).backward(retain_graph=True)
         assert all(t.grad.eq(0).all() for t in head)
@@ -111,7 +111,7 @@ def test_15_accumulated_steps_equal_one_step(device):
             torch.testing.assert_close(t.grad.double(), e, rtol=1e-5, atol=1e-6)
 
 
-# -------------------------------------------------------------------------------------------- 16: what is ignored, padded
+# ------------------------------------------------------------------------------------------ 16: what is ignored, padded
 
 
 @pytest.mark.parametrize("poison", [torch.nan, torch.inf])
@@ -133,11 +133,11 @@ def test_16_what_is_ignored_may_hold_anything(route, form, poison, device):
         for head in (clean, dirty):
             leaves = [t.clone().requires_grad_() for t in head]
             upstream = rows if reduction == "none" else torch.tensor(1.7, device=device)
+            options = dict(SOME, reduction=reduction, num_classes=37, return_lse=True, chunk_rows=5)
             with ROUTES[route]():
-                loss, lse = fused(leaves, case.target, reduction=reduction, num_classes=37, return_lse=True, chunk_rows=5,
-                                  **SOME)
-                results.append((loss, lse, *torch.autograd.grad([loss, lse], leaves, [upstream, rows], retain_graph=True),
-                                *torch.autograd.grad(loss, leaves, upstream)))
+                loss, lse = fused(leaves, case.target, **options)
+                both = torch.autograd.grad([loss, lse], leaves, [upstream, rows], retain_graph=True)
+                results.append((loss, lse, *both, *torch.autograd.grad(loss, leaves, upstream)))
             assert all(t.isfinite().all() for t in results[-1])
             for x, w, b in (results[-1][2:5], results[-1][5:]):
                 assert x[case.ignored].eq(0).all() and w[37:].eq(0).all() and b[37:].eq(0).all()
@@ -166,7 +166,7 @@ def test_16_nothing_of_it_reaches_a_second_derivative_or_a_transform(form, devic
     assert second[0][case.ignored].eq(0).all() and second[1][37:].eq(0).all() and second[2][37:].eq(0).all()
 
 
-# ----------------------------------------------------------------------------------------------- 17, 20: -inf, old memory
+# --------------------------------------------------------------------------------------------- 17, 20: -inf, old memory
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -9,6 +9,7 @@ from torch.utils.checkpoint import checkpoint
 import sparse_ce
 from cases import DTYPES, FORMS, Draw
 from close import assert_bitwise_equal
+from dense import arithmetic
 from sparse_ce import foresight, linear_cross_entropy
 from test_foresight import OPTIONS
 from test_linear import Traced, make_head
@@ -81,7 +82,8 @@ def test_a_sequence_of_upstream_gradients(dtypes):
             if abs(upstream) < float("inf"):
                 scale, eps = float(e.abs().max()) * abs(upstream), torch.finfo(dtypes[0]).eps
                 expected = (e * upstream).to(ours.dtype)
-                torch.testing.assert_close(ours, expected, rtol=8 * eps, atol=4 * eps * scale + torch.finfo(ours.dtype).tiny)
+                tiny = torch.finfo(ours.dtype).tiny
+                torch.testing.assert_close(ours, expected, rtol=8 * eps, atol=4 * eps * scale + tiny)
 
 
 @pytest.mark.parametrize("tiny", [1e-36, 1e-38, 1e-40])
@@ -178,7 +180,7 @@ def test_the_gradients_belong_to_the_graph_alone():
     assert gradients() == 0
 
 
-# --------------------------------------------------------------------------------------- whoever traces, in one half or both
+# ---------------------------------------------------------------------------------- whoever traces, in one half or both
 
 
 @pytest.mark.parametrize("dtypes", PAIRS, ids=str)
@@ -186,7 +188,7 @@ def test_the_gradients_belong_to_the_graph_alone():
 def test_a_backward_that_is_traced_after_a_forward_that_was_not(upstream, dtypes):
     head, labels = example("cpu", *dtypes)
     expected = anew(head, labels, upstream)
-    foresight.remember("linear", torch.tensor(4.0, dtype=torch.float64 if dtypes[0] == torch.float64 else torch.float32))
+    foresight.remember("linear", torch.tensor(4.0, dtype=arithmetic(dtypes[0])))
     loss = fused(head, labels)
     with Traced():
         ours = grads_of(loss, head, upstream)
@@ -204,7 +206,7 @@ def test_a_traced_forward_takes_no_forecast(makes):
         assert_bitwise_equal(a, b)
 
 
-# ------------------------------------------------------------------------------------------------------------------ scale_
+# --------------------------------------------------------------------------------------------------------------- scale_
 
 
 @pytest.mark.parametrize("count", [0, 1, 37, 100_003])
@@ -212,7 +214,7 @@ def test_a_traced_forward_takes_no_forecast(makes):
 def test_scale_rounds_once(dtype, count, device, threads):
     threads(2)
     gradient = Draw(device).normal(count, dtype=torch.float64).to(dtype)
-    scale = torch.tensor(-0.7, dtype=torch.float64 if dtype == torch.float64 else torch.float32, device=device)
+    scale = torch.tensor(-0.7, dtype=arithmetic(dtype), device=device)
     expected = (gradient.to(scale.dtype) * scale).to(dtype)
     ops.scale_(gradient, scale)
     assert_bitwise_equal(gradient, expected)
@@ -220,7 +222,7 @@ def test_scale_rounds_once(dtype, count, device, threads):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_scale_of_one_touches_nothing(dtype, device):
-    one = torch.ones((), dtype=torch.float64 if dtype == torch.float64 else torch.float32, device=device)
+    one = torch.ones((), dtype=arithmetic(dtype), device=device)
     bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[torch.finfo(dtype).bits // 8]
     gradient = torch.tensor([0.0, -0.0, 1.0, torch.nan, torch.inf], device=device).to(dtype)
     gradient.view(bits)[3] |= 1  # a NaN that says something
