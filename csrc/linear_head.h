@@ -1,11 +1,11 @@
 // linear_head.h - the linear head, a chunk of rows at a time: no device code.
 //   z = input W^T + bias      dinput = dz W      dW += dz^T input      dbias += sum over the rows of dz
 //
-// The products are made in the `work` dtype: the input's, or float32 on a CPU that does not multiply 16-bit numbers (its
-// own GEMM for them takes three times as long as one of float32). Weights of another dtype are converted a block of
-// classes at a time. `device_t` has besides what ops.h asks for: work_dtype, product_dtype, kWholeBytes (logits of no more
-// make one chunk), chunk_bytes, kBlockBytes (of converted weights, of a product), may_ignore, add_product, accumulate and
-// clear_ignored_rows.
+// The products are made in the `work` dtype: the input's, or float32 on a CPU that does not multiply 16-bit numbers
+// (its own GEMM for them takes three times as long as one of float32). Weights of another dtype are converted a block
+// of classes at a time. `device_t` has besides what ops.h asks for: work_dtype, product_dtype, kWholeBytes (logits of
+// no more make one chunk), chunk_bytes, kBlockBytes (of converted weights, of a product), may_ignore, add_product,
+// accumulate and clear_ignored_rows.
 #pragma once
 
 #include "gemm.h"
@@ -88,7 +88,9 @@ class LinearHead {
 
  private:
   // Classes whose weights are converted together, or whose products are summed together.
-  int64_t block_classes() const { return std::max<int64_t>(256, device_t::kBlockBytes / (4 * std::max<int64_t>(1, width_))); }
+  int64_t block_classes() const {
+    return std::max<int64_t>(256, device_t::kBlockBytes / (4 * std::max<int64_t>(1, width_)));
+  }
 
   // The largest chunk that fits the device's budget; all of about one size, so that none is too short to be fast.
   int64_t default_chunk_rows() const {
@@ -98,7 +100,8 @@ class LinearHead {
         device_t::chunk_bytes(rows() * classes_, size_in_bytes(input_.scalar_type()), classes_ * width_);
     const int64_t most = std::max<int64_t>(1, budget / row);
     const int64_t count = (rows() + most - 1) / most;
-    const int64_t even = (rows() + count - 1) / count, rounded = (even + kRowsTogether - 1) / kRowsTogether * kRowsTogether;
+    const int64_t even = (rows() + count - 1) / count;
+    const int64_t rounded = (even + kRowsTogether - 1) / kRowsTogether * kRowsTogether;
     return std::max<int64_t>(1, std::min(most, rounded));
   }
   static constexpr int64_t kRowsTogether = 16;
@@ -155,8 +158,10 @@ class LinearHead {
     for (int64_t v = 0; v < classes_; v += block_) {
       const int64_t end = std::min(classes_, v + block_);
       const Tensor part = columns_of(dz, v, end), w = work_weight(v, end);
-      if (split && !input_product_) input_product_ = empty(input_, {chunk_rows_, width_}, device_t::product_dtype(work_));
-      add(total, input_low_, part, w, v == 0, end == classes_, [&] { return rows_of(*input_product_, 0, out.size(0)); });
+      if (split && !input_product_)
+        input_product_ = empty(input_, {chunk_rows_, width_}, device_t::product_dtype(work_));
+      add(total, input_low_, part, w, v == 0, end == classes_,
+          [&] { return rows_of(*input_product_, 0, out.size(0)); });
     }
     if (wide) torch::stable::copy_(out, total);
   }
@@ -187,7 +192,8 @@ class LinearHead {
         [&] { return empty(input_, {1, classes_}, device_t::product_dtype(work_)); });
   }
 
-  // total += a b, or = a b for the first of several. `low` holds what a total of 16 bits has no room for until the last.
+  // total += a b, or = a b for the first of several. `low` holds what a total of 16 bits has no room for until the
+  // last.
   template <typename buffer_t>
   void add(const Tensor& total, const OptionalTensor& low, const Tensor& a, const Tensor& b, bool first, bool last,
            const buffer_t& buffer) {
@@ -213,7 +219,8 @@ class LinearHead {
   int64_t classes_, width_, block_, chunk_rows_;
   bool first_ = false, last_ = false;
   Tensor chunks_, chunk_input_;  // (chunk_rows, classes) and the rows that it comes from
-  OptionalTensor input_rows_, work_block_, product_block_, input_sums_, input_product_, input_low_, weight_low_, bias_low_, ones_;
+  OptionalTensor input_rows_, work_block_, product_block_, input_sums_, input_product_, input_low_, weight_low_;
+  OptionalTensor bias_low_, ones_;
 };
 
 }  // namespace sparse_ce

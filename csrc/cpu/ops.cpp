@@ -40,7 +40,7 @@ struct Cpu {
   static ScalarType product_dtype(ScalarType work) { return work; }
 
   // A fortieth of the logits, but what GEMMs need to be fast: 256 rows of a large vocabulary in float32. 16-bit logits,
-  // beside which a part of the weight's gradient is kept, get less, unless they fit into one chunk: it needs no such part.
+  // beside which a part of the weight's gradient is kept, get less, unless they fit into one chunk, which needs none.
   static constexpr int64_t kWholeBytes = int64_t(128) << 20;
   static int64_t chunk_bytes(int64_t logits, int64_t logit_bytes, int64_t) {
     return std::max(logits / 40 * logit_bytes, logit_bytes > 2 ? kWholeBytes : int64_t(48) << 20);

@@ -133,7 +133,7 @@ struct Cuda {
   static int64_t chunk_bytes(int64_t logits, int64_t logit_bytes, int64_t weights) {
     return std::max({logits / 16 * logit_bytes, weights, int64_t(64) << 20});
   }
-  static constexpr int64_t kBlockBytes = int64_t(32) << 20;  // stays in the L2 cache, and is work for every multiprocessor
+  static constexpr int64_t kBlockBytes = int64_t(32) << 20;  // stays in the L2 cache; work for every multiprocessor
 
   // PyTorch's products run on its current stream, as the kernels do.
   static void add_product(const Tensor& out, const Tensor& a, const Tensor& b) {
