@@ -1,0 +1,255 @@
+"""The linear head under opcheck, torch.compile, torch.export and AOTInductor."""
+
+import io
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch._dynamo import compiled_autograd
+from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.testing import CompileCounterWithBackend
+
+from cases import FORMS, Draw
+from sparse_ce import LinearSparseCrossEntropyLoss, SparseTarget, foresight, linear_cross_entropy
+from test_compile import DYNAMIC, dirty_allocator, fresh_compiler, op_arguments  # noqa: F401 - a fixture
+from test_linear_gradients import example, fused
+
+ops = torch.ops.sparse_ce
+OPTIONS = dict(label_smoothing=0.1, z_loss=0.1, softcap=5.0, num_classes=7)
+TARGETS = ["labels", "topk", "csr", "ranges"]
+
+
+def arguments(kind, requires_grad, device, dtype=torch.float32, head_dtype=None):
+    """The head, the target, and an upstream gradient for every row."""
+    draw = Draw(device, 1)
+    _, target, rows = op_arguments(kind, requires_grad, device)
+    head = [draw.normal(4, 5).to(dtype), *(draw.normal(*size).to(head_dtype or dtype) for size in ((7, 5), (7,)))]
+    return [t.requires_grad_(requires_grad) for t in head], target, rows
+
+
+# ------------------------------------------------------------------------------------------------------------ opcheck
+
+
+@pytest.mark.parametrize("requires_grad", [False, True])
+@pytest.mark.parametrize("kind", TARGETS)
+def test_opcheck_of_the_differentiable_ops(kind, requires_grad, device):
+    """Schema, fake tensors, autograd registration and AOT dispatch with dynamic shapes."""
+    head, target, rows = arguments(kind, requires_grad, device)
+    normalizer = torch.tensor(3.0, device=device)
+    lse = torch.zeros(4, device=device)
+    for bias in (head[2], None):
+        leaves = [*head[:2], bias]
+        torch.library.opcheck(ops.linear_forward.default, (*leaves, *target), OPTIONS)
+        torch.library.opcheck(ops.linear_mean.default, (*leaves, *target), dict(OPTIONS, chunk_rows=3))
+        torch.library.opcheck(ops.linear_mean.default, (*leaves, *target), dict(normalizer=normalizer))
+    if requires_grad and target[1] is not None:
+        return  # derivatives of the gradient for all at once: test_linear_transforms
+    torch.library.opcheck(ops.linear_backward.default, (rows, None, *head, lse, lse, *target), OPTIONS)
+    torch.library.opcheck(ops.linear_backward.default, (rows, rows.detach(), *head[:2], None, lse, None, *target),
+                          dict(chunk_rows=3, input_grad=False))
+
+
+@pytest.mark.parametrize("dtypes", [(torch.float32, torch.float32), (torch.bfloat16, torch.bfloat16),
+                                    (torch.float16, torch.float32)], ids=str)
+@pytest.mark.parametrize("kind", TARGETS)
+def test_opcheck_of_the_ops_without_a_derivative(kind, dtypes, device):
+    head, target, rows = arguments(kind, False, device, *dtypes)
+    one = torch.ones((), device=device)
+    torch.library.opcheck(ops.linear_forward_with_residual.default, (*head, *target), dict(chunk_rows=3))
+    for normalizer, wanted in ((None, dict(bias_grad=False)), (one, dict(values_grad=target[1] is not None))):
+        torch.library.opcheck(ops.linear_forward_with_gradient.default, (one, normalizer, *head, *target),
+                              dict(OPTIONS, **wanted))
+    torch.library.opcheck(ops.linear_forward_with_gradient.default, (one, None, *head[:2], None, *target))
+    torch.library.opcheck(ops.scale_.default, (head[1], rows[0].clone()))
+
+
+def test_ops_without_a_derivative_do_not_pretend_to_have_one(device):
+    """A silent zero gradient would be the worst of the answers: PyTorch warns, or raises, and there is no gradient."""
+    head, target, _ = arguments("labels", True, device)
+    for loss in (ops.linear_forward_with_residual(*head, *target)[0],
+                 ops.linear_forward_with_gradient(torch.ones((), device=device), None, *head, *target)[0]):
+        if loss.requires_grad:
+            with pytest.warns(UserWarning, match="autograd kernel was not registered"):
+                loss.sum().backward()
+        assert all(t.grad is None for t in head)
+
+
+# ------------------------------------------------------------------------------------------------------------ compile
+
+
+def heads(device, requires_grad=True):
+    draw = Draw(device, 2)
+    return [draw.normal(*size).requires_grad_(requires_grad) for size in ((6, 5), (11, 5), (11,))]
+
+
+@pytest.mark.parametrize("form", DYNAMIC)
+@pytest.mark.parametrize("options", [dict(), dict(reduction="none", label_smoothing=0.1, return_lse=True)], ids=str)
+def test_a_changing_number_of_entries_compiles_twice_at_most(form, options, device):
+    counter, draw = CompileCounterWithBackend("aot_eager"), Draw(device)
+
+    def f(x, w, b, target):
+        out = linear_cross_entropy(x, w, target, linear_bias=b, chunk_rows=4, **options)
+        return out[0] + out[1] if isinstance(out, tuple) else out
+
+    compiled = torch.compile(f, backend=counter, fullgraph=True)
+    for nnz in (5, 9, 12, 3, 20):  # 0 and 1 are special to torch.compile, whatever it compiles
+        ours, theirs, target = heads(device), heads(device), DYNAMIC[form](nnz, draw)
+        loss, eager = compiled(*ours, target), f(*theirs, target)
+        torch.testing.assert_close(loss, eager)
+        upstream = torch.randn_like(eager)
+        loss.backward(upstream)
+        eager.backward(upstream)
+        for a, b in zip(ours, theirs):
+            torch.testing.assert_close(a.grad, b.grad)
+    assert counter.frame_count <= 2
+
+
+def test_a_changing_number_of_rows_compiles_twice_at_most(device):
+    counter, draw = CompileCounterWithBackend("aot_eager"), Draw(device)
+    module = LinearSparseCrossEntropyLoss(weight=torch.rand(11), label_smoothing=0.1).to(device)
+    compiled = torch.compile(module, backend=counter, fullgraph=True)
+    _, w, b = heads(device)
+    for shape in ((5,), (9,), (12,), (3,), (20,)):
+        x, labels = draw.normal(*shape, 5).requires_grad_(), draw.integers(11, *shape)
+        labels[0] = -100
+        loss, eager = compiled(x, w, labels, b), module(x, w, labels, b)
+        torch.testing.assert_close(loss, eager)
+        torch.testing.assert_close(torch.autograd.grad(loss, (x, w, b)), torch.autograd.grad(eager, (x, w, b)))
+    assert counter.frame_count <= 2
+
+
+@pytest.mark.parametrize("requires_grad", [False, True])
+def test_a_changing_normalizer_compiles_once(requires_grad, device):
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(lambda head, y, n: fused(head, y, normalizer=n), backend=counter, fullgraph=True)
+    head, labels = heads(device, requires_grad), Draw(device).integers(11, 6)
+    for n in (3, 7, 0, 11):
+        torch.testing.assert_close(compiled(head, labels, torch.tensor([n], device=device)),
+                                   fused(head, labels, normalizer=n))
+    assert counter.frame_count == 1
+
+
+@pytest.mark.parametrize("dtypes", [(torch.float32, None), (torch.bfloat16, None), (torch.bfloat16, torch.float32),
+                                    (torch.float16, None)], ids=str)
+@pytest.mark.parametrize("reduction", ["none", "mean"])
+def test_a_compiled_model_has_the_gradients_of_the_eager_one(reduction, dtypes, device):
+    """Through a layer before the head, with values and ignored rows, after eager steps that left a forecast."""
+    head, labels = example(device, *dtypes)
+    trunk = torch.nn.Linear(8, 8, device=device, dtype=dtypes[0])
+    values = torch.rand(10, 1, device=device, requires_grad=True)
+    leaves = [trunk.weight, *head[1:], values]
+
+    def f(x):
+        loss = fused((trunk(x).tanh(), *head[1:]), (labels[:, None], values), reduction=reduction, chunk_rows=4)
+        return 4 * loss.sum()
+
+    x = head[0].detach()
+    expected = torch.autograd.grad(f(x), leaves)
+    assert (device == "cuda" or reduction == "none") != bool(foresight._upstream)
+    loss = torch.compile(f, backend="aot_eager", fullgraph=True)(x)
+    for a, e in zip(torch.autograd.grad(loss, leaves), expected):
+        assert a.dtype == e.dtype
+        eps = torch.finfo(dtypes[0]).eps
+        torch.testing.assert_close(a, e, rtol=4 * eps, atol=4 * eps * float(e.abs().max()))
+
+
+def test_which_gradients_are_needed_is_known_in_the_graph(device):
+    """A frozen head: its gradient is neither made nor None where it is needed."""
+    head, labels = heads(device), Draw(device).integers(11, 6)
+    for frozen in range(3):
+        leaves = [t.detach().requires_grad_(i != frozen) for i, t in enumerate(head)]
+        torch._dynamo.reset()
+        torch.compile(lambda *h: fused(h, labels), backend="aot_eager", fullgraph=True)(*leaves).backward()
+        for i, (t, e) in enumerate(zip(leaves, torch.autograd.grad(fused(head, labels), head))):
+            assert (t.grad is None) == (i == frozen)
+            if i != frozen:
+                torch.testing.assert_close(t.grad, e)
+
+
+@pytest.mark.slow
+def test_20_compiled_every_element_of_every_output_is_written(device):
+    """torch.compile with 30 % ignored rows and a dirty allocator equals eager (Liger#1338)."""
+    draw = Draw(device)
+    case = FORMS["tuple"]((120,), 1001, draw)
+    target = SparseTarget.from_topk(*case.target, row_mask=draw.uniform(120) > 0.3)
+    head, upstream = [draw.normal(*size) for size in ((120, 16), (1001, 16), (1001,))], draw.normal(120)
+
+    def f(x, w, b, target, upstream):
+        loss, lse = fused((x * 2, w, b), target, reduction="none", return_lse=True, chunk_rows=50)
+        mean = fused((x * 3, w, b), target, chunk_rows=50)
+        return (loss * upstream).sum() + lse.sum() + 2 * mean, loss, lse, mean
+
+    results = []
+    for run in (torch.compile(f, fullgraph=True), f):
+        leaves = [t.clone().requires_grad_() for t in head]
+        dirty_allocator(device)
+        total, *losses = run(*leaves, target, upstream)
+        dirty_allocator(device)
+        total.backward()
+        results.append((*losses, *[t.grad for t in leaves]))
+    for ours, eager in zip(*results):
+        torch.testing.assert_close(ours, eager, rtol=1e-5, atol=1e-5)
+    assert results[0][3][~target.row_mask].eq(0).all()
+
+
+@pytest.mark.parametrize("forecast", [1.0, 3.0])
+def test_compiled_autograd(forecast, device):
+    """The backward alone is compiled: the gradients may have been made for another upstream gradient."""
+    head, labels = heads(device), Draw(device).integers(11, 6)
+    for _ in range(2):
+        expected = torch.autograd.grad(fused(head, labels), head, torch.tensor(forecast, device=device))
+    loss = fused([t * 1 for t in head], labels)
+    with compiled_autograd._enable(torch.compile(backend="aot_eager")):
+        loss.backward()
+    for t, e in zip(head, expected):
+        torch.testing.assert_close(t.grad, e / forecast)
+
+
+# ----------------------------------------------------------------------------------------------- export, AOTInductor
+
+
+def test_export_with_dynamic_rows_and_back_from_a_file(device):
+    module = LinearSparseCrossEntropyLoss(weight=torch.rand(11), label_smoothing=0.1, chunk_rows=4).to(device)
+    draw, (x, w, b) = Draw(device), heads(device, False)
+    rows = torch.export.Dim("rows", min=1, max=1000)
+    program = torch.export.export(module, (x, w, draw.integers(11, 6), b),
+                                  dynamic_shapes=({0: rows}, None, {0: rows}, None))
+    assert any("sparse_ce.linear_mean" in str(node.target) for node in program.graph.nodes)
+    file = io.BytesIO()
+    torch.export.save(program, file)
+    file.seek(0)
+    x, labels = draw.normal(17, 5), draw.integers(11, 17)
+    labels[3] = -100
+    for again in (program, torch.export.load(file), program.run_decompositions()):
+        torch.testing.assert_close(again.module()(x, w, labels, b), module(x, w, labels, b))
+
+
+@pytest.mark.slow
+def test_aot_inductor(device, tmp_path):
+    module = LinearSparseCrossEntropyLoss(reduction="none", label_smoothing=0.1, softcap=5.0, chunk_rows=4).to(device)
+    draw, (_, w, b) = Draw(device), heads(device, False)
+
+    def given():
+        return draw.normal(6, 5), w, (draw.integers(11, 6, 3), draw.uniform(6, 3)), b
+
+    program = torch.export.export(module, given())
+    path = torch._inductor.aoti_compile_and_package(program, package_path=str(tmp_path / "loss.pt2"), inductor_configs={
+        "aot_inductor.compile_wrapper_opt_level": "O0"})
+    loaded = torch._inductor.aoti_load_package(path)
+    for _ in range(2):
+        arguments = given()
+        torch.testing.assert_close(loaded(*arguments), module(*arguments))
+
+
+def test_a_traced_graph_names_one_op_for_loss_and_gradients(device):
+    """Three products where the mean is compiled with its backward: forward makes the gradients there as well."""
+    head, labels, seen = heads(device), Draw(device).integers(11, 6), []
+
+    def inspect(graph, inputs):
+        seen.extend(str(node.target) for node in graph.graph.nodes if "sparse_ce" in str(node.target))
+        return graph
+
+    backend = aot_autograd(fw_compiler=inspect, bw_compiler=inspect)
+    torch.compile(lambda *h: fused(h, labels), backend=backend, fullgraph=True)(*head).backward()
+    assert seen == ["sparse_ce.linear_forward_with_gradient.default"]
+    torch.testing.assert_close(head[0].grad, torch.autograd.grad(F.cross_entropy(F.linear(*head), labels), head[0])[0])
