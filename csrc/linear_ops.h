@@ -189,9 +189,11 @@ class LinearOps {
     }
 
     std::tuple<Tensor, Tensor, Tensor, Tensor> tensors() const {
-      const Tensor none = empty(like, {0}, like.scalar_type());
-      return {head.grad_input.value_or(none), head.grad_weight.value_or(none), head.grad_bias.value_or(none),
-              values.value_or(none)};
+      // An empty tensor each: no two outputs of an op may be one.
+      const auto or_empty = [&](const OptionalTensor& gradient) {
+        return gradient ? *gradient : empty(like, {0}, like.scalar_type());
+      };
+      return {or_empty(head.grad_input), or_empty(head.grad_weight), or_empty(head.grad_bias), or_empty(values)};
     }
 
     LinearHead<device_t> head;

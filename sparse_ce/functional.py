@@ -6,6 +6,7 @@ from typing import Optional, Tuple, Union
 
 import torch
 from torch import Tensor
+from torch.amp.autocast_mode import is_autocast_available
 
 from . import linear, ops, reference
 from .target import IGNORE_INDEX, SparseTarget, _check, _fail
@@ -155,7 +156,7 @@ def linear_cross_entropy(
     shape = torch.Size((*input.shape[:-1], linear_weight.shape[0]))
     flat, weight, normalizer = _dense_parts(input, shape, target, weight, reduction, normalizer, num_classes)
     loss, lse = linear.linear_cross_entropy(
-        (input.reshape(input.shape[:-1].numel(), input.shape[-1]), linear_weight, linear_bias),
+        (input.reshape(math.prod(input.shape[:-1]), input.shape[-1]), linear_weight, linear_bias),
         (flat.indices, flat.values, flat.offsets, weight, flat.row_mask),
         (ignore_index, float(label_smoothing), float(z_loss), float(logit_scale),
          None if softcap is None else float(softcap), num_classes),
@@ -188,7 +189,7 @@ def _result(loss: Tensor, lse: Tensor, leading: torch.Size, reduction: str, retu
 def _autocast(input: Tensor, linear_weight: Tensor, linear_bias: Optional[Tensor]):
     """The head as autocast would have ``F.linear`` multiply it; float32 weights are converted on the way, not here."""
     device = input.device.type
-    if input.dtype == torch.float64 or not torch.is_autocast_enabled(device):
+    if input.dtype == torch.float64 or not is_autocast_available(device) or not torch.is_autocast_enabled(device):
         return input, linear_weight, linear_bias
     dtype = torch.get_autocast_dtype(device)
 

@@ -171,12 +171,9 @@ def _(input, *args, **kwargs):
 
 
 def _fake_gradients(input, linear_weight, linear_bias, indices, wanted):
-    none = input.new_empty((0,))
-    arithmetic = reference.arithmetic_dtype(input.dtype)
-    return (input.new_empty(input.shape) if wanted[0] else none,
-            linear_weight.new_empty(linear_weight.shape) if wanted[1] else none,
-            linear_bias.new_empty(linear_bias.shape) if wanted[2] and linear_bias is not None else none.clone(),
-            indices.new_empty(indices.shape, dtype=arithmetic) if wanted[3] else none.clone())
+    likes = input, linear_weight, linear_bias, indices.to(reference.arithmetic_dtype(input.dtype))
+    return tuple(input.new_empty((0,)) if like is None or not want else like.new_empty(like.shape)
+                 for like, want in zip(likes, wanted))
 
 
 @torch.library.register_fake("sparse_ce::linear_backward")
