@@ -9,7 +9,7 @@ import torch
 import sparse_ce
 from cases import Draw
 from close import assert_bitwise_equal
-from sparse_ce import SparseTarget, cross_entropy
+from sparse_ce import SparseTarget, cross_entropy, linear_cross_entropy
 
 FORM = re.compile(r"sparse_ce: \w+ must .+, got .+", re.S)
 
@@ -111,6 +111,101 @@ def test_a_wrong_class_weight_is_refused(device):
     assert_refused(lambda: cross_entropy(x, labels, torch.ones(7, device="meta")), "weight", "meta")
 
 
+# ----------------------------------------------------------------------------------------------------------------- head
+
+
+def good_head(device):
+    """input, linear_weight and linear_bias, with the labels of `good`."""
+    draw = Draw(device)
+    return draw.normal(4, 5), draw.normal(7, 5), draw.normal(7)
+
+
+WRONG_TENSORS = {  # what a tensor of the head becomes, the error, and what the message must name besides it
+    "no tensor": (lambda t: t.tolist(), TypeError, "list"),
+    "integers": (lambda t: t.long(), TypeError, "int64"),
+    "complex": (lambda t: t.to(torch.complex64), TypeError, "complex64"),
+    "float8": (lambda t: t.to(torch.float8_e4m3fn), TypeError, "float8_e4m3fn"),
+    "sparse": (lambda t: t.to_sparse(), ValueError, "sparse_coo"),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG_TENSORS)
+@pytest.mark.parametrize("name", ["input", "linear_weight", "linear_bias"])
+def test_a_wrong_tensor_of_the_head_is_refused(name, wrong, device):
+    change, error, word = WRONG_TENSORS[wrong]
+    head = dict(zip(("input", "linear_weight", "linear_bias"), good_head(device)))
+    head[name] = change(head[name])
+    assert_refused(lambda: linear_cross_entropy(**head, target=good(device)[1]), name, word, error=error)
+
+
+def test_a_head_of_other_dtypes_or_devices_is_refused(device):
+    (x, w, b), labels = good_head(device), good(device)[1]
+    refused = [
+        ((x, None, b), TypeError, "linear_weight", "NoneType"),
+        ((x, w.double(), b), RuntimeError, "linear_weight", "Float", "Double"),
+        ((x, w, b.double()), RuntimeError, "linear_bias", "Float", "Double"),
+        ((x, w.half(), b), RuntimeError, "linear_weight", "Float", "Half"),
+        ((x.double(), w, b), RuntimeError, "linear_weight", "Double", "Float"),
+        ((x.bfloat16(), w.half(), b), RuntimeError, "linear_weight", "BFloat16, or float32", "Half"),
+        ((x.half(), w, b.bfloat16()), RuntimeError, "linear_bias", "Half, or float32", "BFloat16"),
+        ((x, w.to("meta"), b), RuntimeError, "linear_weight", device, "meta"),
+        ((x, w, b.to("meta")), RuntimeError, "linear_bias", device, "meta"),
+        ((x.to("meta"), w, b), RuntimeError, "linear_weight", "meta", device),
+    ]
+    for (x, w, b), error, *words in refused:
+        assert_refused(lambda: linear_cross_entropy(x, w, labels, linear_bias=b), *words, error=error)
+
+
+def test_a_head_of_the_wrong_shape_is_refused(device):
+    (x, w, b), labels = good_head(device), good(device)[1]
+    refused = [
+        (lambda: linear_cross_entropy(x, w.t(), labels), "linear_weight", "(V, 5)", "[5, 7]"),
+        (lambda: linear_cross_entropy(x, w[:, :4], labels), "linear_weight", "as wide as input", "[7, 4]"),
+        (lambda: linear_cross_entropy(x, w[0], labels), "linear_weight", "[5]"),
+        (lambda: linear_cross_entropy(x, w[None], labels), "linear_weight", "[1, 7, 5]"),
+        (lambda: linear_cross_entropy(x, w[:0], labels), "linear_weight", "at least one class", "[0, 5]"),
+        (lambda: linear_cross_entropy(x[:, :4], w, labels), "linear_weight", "(V, 4)", "[7, 5]"),
+        (lambda: linear_cross_entropy(x[0, 0], w, labels), "input", "[]"),
+        (lambda: linear_cross_entropy(x, w, labels, linear_bias=b[:6]), "linear_bias", "(7,)", "[6]"),
+        (lambda: linear_cross_entropy(x, w, labels, linear_bias=b[:, None]), "linear_bias", "(7,)", "[7, 1]"),
+        (lambda: linear_cross_entropy(x, w, labels, linear_bias=b.sum()), "linear_bias", "(7,)", "[]"),
+        (lambda: linear_cross_entropy(x, w, labels[:3]), "target", "[4, 7]", "[3]"),
+        (lambda: linear_cross_entropy(x, w, labels, weight=torch.ones(6, device=device)), "weight", "(7,)", "[6]"),
+        (lambda: linear_cross_entropy(x, w, torch.zeros(4, 8, device=device).to_sparse()), "target", "7", "8"),
+    ]
+    for call, *words in refused:
+        assert_refused(call, *words, error=ValueError)
+
+
+@pytest.mark.parametrize("rows", [0, -1, 1.5, "8", torch.tensor(4), torch.inf], ids=repr)
+def test_a_wrong_number_of_rows_in_a_chunk_is_refused(rows, device):
+    (x, w, _), labels = good_head(device), good(device)[1]
+    module = sparse_ce.LinearSparseCrossEntropyLoss(chunk_rows=rows)
+    for call in (lambda: linear_cross_entropy(x, w, labels, chunk_rows=rows), lambda: module(x, w, labels)):
+        assert_refused(call, "chunk_rows", repr(rows), error=ValueError)
+
+
+@pytest.mark.parametrize("option,value,word", OPTIONS, ids=[f"{o}={v!r}" for o, v, _ in OPTIONS])
+def test_the_linear_head_refuses_what_the_loss_refuses(option, value, word, device):
+    (x, w, _), labels = good_head(device), good(device)[1]
+    x.requires_grad_()
+    assert_refused(lambda: linear_cross_entropy(x, w, labels, **{option: value}), option, word)
+    assert_refused(lambda: sparse_ce.LinearSparseCrossEntropyLoss(**{option: value})(x, w, labels), option, word)
+    assert_refused(lambda: torch.func.grad(lambda x: linear_cross_entropy(x, w, labels, **{option: value}))(x.detach()),
+                   option, word)
+    for reduction in ("sum", "none"):
+        assert_refused(lambda: linear_cross_entropy(x, w, labels, reduction=reduction, normalizer=4), "normalizer",
+                       error=ValueError)
+
+
+def test_the_linear_head_does_not_differentiate_for_the_class_weights(device):
+    (x, w, _), labels = good_head(device), good(device)[1]
+    needs_grad = torch.ones(7, device=device, requires_grad=True)
+    assert_refused(lambda: linear_cross_entropy(x, w, labels, weight=needs_grad), "weight", "detach()")
+    for op in (torch.ops.sparse_ce.linear_forward, torch.ops.sparse_ce.linear_mean):
+        assert_refused(lambda: op(x.requires_grad_(), w, None, labels, weight=needs_grad), "weight", "detach()")
+
+
 # --------------------------------------------------------------------------------------------------------------- target
 
 
@@ -153,6 +248,7 @@ def test_a_wrong_target_is_refused(wrong, device):
     x = good(device)[0].requires_grad_()
     before = x.detach().clone()
     assert_refused(lambda: cross_entropy(x, target), *words)
+    assert_refused(lambda: linear_cross_entropy(x, torch.eye(7, device=device), target), *words)
     assert_bitwise_equal(x.detach(), before)
     assert x.grad is None and x._version == 0
 

@@ -5,7 +5,7 @@ import torch
 
 from cases import Draw
 from close import assert_bitwise_equal
-from sparse_ce import SparseTarget, cross_entropy
+from sparse_ce import SparseTarget, cross_entropy, linear_cross_entropy
 from test_errors import assert_refused, good
 
 ops = torch.ops.sparse_ce
@@ -97,6 +97,79 @@ def test_overwriting_logits_that_overlap_is_refused(device):
         assert_bitwise_equal(bad.contiguous(), before)
 
 
+# ------------------------------------------------------------------------------------------------------ the linear head
+
+
+LINEAR = ["linear_forward", "linear_forward_with_residual", "linear_mean", "linear_forward_with_gradient",
+          "linear_backward"]
+WRONG_HEAD = {
+    "input of one dimension": ("input", lambda t: t[0], "[5]"),
+    "input of three dimensions": ("input", lambda t: t[None], "[1, 4, 5]"),
+    "input of integers": ("input", lambda t: t.long(), "Long"),
+    "linear_weight of another width": ("linear_weight", lambda t: t[:, :4], "[7, 4]"),
+    "linear_weight transposed": ("linear_weight", lambda t: t.t(), "[5, 7]"),
+    "linear_weight of one dimension": ("linear_weight", lambda t: t[0], "[5]"),
+    "linear_weight without classes": ("linear_weight", lambda t: t[:0], "[0, 5]"),
+    "linear_weight in float64": ("linear_weight", lambda t: t.double(), "Double"),
+    "linear_weight in bfloat16": ("linear_weight", lambda t: t.bfloat16(), "BFloat16"),
+    "linear_bias of another length": ("linear_bias", lambda t: t[:6], "[6]"),
+    "linear_bias of two dimensions": ("linear_bias", lambda t: t[None], "[1, 7]"),
+    "linear_bias in float16": ("linear_bias", lambda t: t.half(), "Half"),
+    "chunk_rows of none": ("chunk_rows", lambda _: 0, "0"),
+    "chunk_rows below none": ("chunk_rows", lambda _: -4, "-4"),
+    "label_smoothing": ("label_smoothing", lambda _: 1.5, "1.5"),
+    "num_classes beyond the weight": ("num_classes", lambda _: 8, "8"),
+}
+
+
+def linear_arguments(name, device, given):
+    """Good arguments of an op of the linear head, by name, with the target of ``given``."""
+    draw, rows = Draw(device), torch.ones(4, device=device)
+    given = {k: v for k, v in given.items() if k != "logits"}
+    given.update(input=draw.normal(4, 5), linear_weight=draw.normal(7, 5), linear_bias=draw.normal(7), chunk_rows=3)
+    if name == "linear_backward":
+        given.update(grad_loss=rows, grad_lse=rows, lse=rows, lse_residual=rows)
+    if name == "linear_forward_with_gradient":
+        given.update(grad_mean=rows[0], normalizer=rows[1])
+    return given
+
+
+@pytest.mark.parametrize("name", LINEAR)
+@pytest.mark.parametrize("wrong", [*WRONG_HEAD, *WRONG_JAGGED, *(w for w in WRONG if not w.startswith("logits"))])
+def test_the_linear_ops_refuse_a_wrong_tensor(wrong, name, device):
+    given = linear_arguments(name, device, (jagged if wrong in WRONG_JAGGED else arguments)(device))
+    argument, change, word = {**WRONG, **WRONG_JAGGED, **WRONG_HEAD}[wrong]
+    getattr(ops, name)(**given)
+    given[argument] = change(given.get(argument))
+    assert_refused(lambda: getattr(ops, name)(**given), argument, word, error=RuntimeError)
+
+
+def test_the_linear_ops_refuse_wrong_upstream_gradients(device):
+    rows = torch.ones(4, device=device)
+    wrong = [(rows[:3], "[3]"), (rows[:, None], "[4, 1]"), (rows.double(), "Double"), (rows.half(), "Half")]
+    refused = [("linear_backward", argument, *bad) for argument in ("grad_loss", "grad_lse", "lse", "lse_residual")
+               for bad in wrong]
+    refused += [("linear_backward", argument, rows[:1].expand(4), "contiguous") for argument in ("lse", "lse_residual")]
+    for bad in ((rows, "[4]"), (rows[0].double(), "Double"), (rows[0].half(), "Half")):
+        refused += [("linear_forward_with_gradient", "grad_mean", *bad), ("linear_mean", "normalizer", *bad),
+                    ("linear_forward_with_gradient", "normalizer", *bad)]
+    for name, argument, bad, word in refused:
+        given = dict(linear_arguments(name, device, arguments(device)), **{argument: bad})
+        assert_refused(lambda: getattr(ops, name)(**given), argument, word, error=RuntimeError)
+
+
+def test_a_scale_that_does_not_fit_is_refused(device):
+    gradient, scale = torch.ones(4, 6, device=device), torch.tensor(2.0, device=device)
+    refused = [((gradient, scale[None]), "scale", "[1]"), ((gradient, scale.double()), "scale", "Double"),
+               ((gradient.bfloat16(), scale.bfloat16()), "scale", "Float", "BFloat16"),
+               ((gradient.long(), scale), "gradient", "Long"), ((gradient[:, ::2], scale), "gradient", "contiguous"),
+               ((gradient.t(), scale), "gradient", "contiguous", "[6, 4]")]
+    for (values, by), *words in refused:
+        before = values.clone()
+        assert_refused(lambda: ops.scale_(values, by), *words, error=RuntimeError)
+        assert_bitwise_equal(values, before)
+
+
 # ------------------------------------------------------------------------------------------------- indices out of range
 
 
@@ -136,11 +209,15 @@ def test_an_index_out_of_range_is_named_with_its_row_and_the_classes(wrong, requ
     options = dict(ignore_index=-1) if "another" in wrong else {}
     if "negative" in wrong and "label" in wrong:
         options = dict(ignore_index=-100)
-    if device == "cpu":
-        assert_refused(lambda: cross_entropy(x, target, **options), index, "row 2", "[0, 7)", error=RuntimeError)
-    else:
-        loss = cross_entropy(x, target, reduction="none", **options)
-        assert loss[2].isnan() and loss[[0, 1, 3]].isfinite().all()
+    def linear(x, target, **options):
+        return linear_cross_entropy(x, torch.eye(7, device=device), target, chunk_rows=1, **options)
+
+    for loss_of in (cross_entropy, linear):
+        if device == "cpu":
+            assert_refused(lambda: loss_of(x, target, **options), index, "row 2", "[0, 7)", error=RuntimeError)
+        else:
+            loss = loss_of(x, target, reduction="none", **options)
+            assert loss[2].isnan() and loss[[0, 1, 3]].isfinite().all()
     assert_bitwise_equal(x.detach(), before)
 
 

@@ -100,6 +100,17 @@ def test_12_no_product_is_made_for_nobody(wanted, device):
     assert logits == 1 or wanted == (False, False, True)  # without a bias nothing is added
 
 
+@pytest.mark.parametrize("cpu", ["cpu"])
+def test_rows_that_are_ignored_are_left_out_of_the_products(cpu):
+    """On CUDA their number is not known without waiting."""
+    head, labels = example(cpu, rows=100)
+    labels[:60] = -100
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True) as record:
+        fused([*head[:2], None], labels).backward()
+    rows = [event.input_shapes[0][0] for event in record.events() if event.key == "aten::mm"]
+    assert rows == [(labels >= 0).sum(), (labels >= 0).sum(), 33]
+
+
 # ------------------------------------------------------------------------------------------ 7, 8, 9: upstream gradients
 
 

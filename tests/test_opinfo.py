@@ -8,7 +8,7 @@ from torch.testing._internal.common_methods_invocations import op_db
 from torch.testing._internal.common_modules import module_db
 
 from cases import Draw
-from sparse_ce import SparseCrossEntropyLoss, SparseTarget, cross_entropy
+from sparse_ce import SparseCrossEntropyLoss, SparseTarget, cross_entropy, linear_cross_entropy
 
 
 def op_samples(device, dtype):
@@ -94,3 +94,24 @@ def test_pytorchs_samples_with_ignored_labels_and_smoothing(device):
                 expected = common_nn.cross_entropy_loss_reference(logits, labels, **keywords)
                 for _, form in sparse_forms(logits, labels, keywords):
                     torch.testing.assert_close(cross_entropy(classes_last(logits), form, **keywords), expected)
+
+
+@pytest.mark.parametrize("samples", [op_samples, module_samples], ids=["op_db", "module_db"])
+def test_pytorchs_samples_behind_a_linear_head(samples, device):
+    """Their targets and keywords, with logits that come from hidden states."""
+    compared = 0
+    for logits, target, keywords in samples(device, torch.float64):
+        draw, classes = Draw(device, compared), logits.shape[1 if logits.dim() > 1 else 0]
+        shape = classes_last(logits).shape[:-1]
+        sizes = (*shape, 3), (classes, 3), (classes,)
+        head = [draw.normal(*size, dtype=torch.float64).requires_grad_() for size in sizes]
+        z = F.linear(*head)
+        expected = F.cross_entropy(z.movedim(-1, 1) if z.dim() > 1 else z, target, **keywords)
+        upstream = draw.normal(*expected.shape, dtype=torch.float64)
+        expected_grads = torch.autograd.grad(expected, head, upstream)
+        for _, form in sparse_forms(logits, target, keywords):
+            loss = linear_cross_entropy(*head[:2], form, linear_bias=head[2], chunk_rows=2, **keywords)
+            torch.testing.assert_close(loss, expected)
+            torch.testing.assert_close(torch.autograd.grad(loss, head, upstream), expected_grads)
+            compared += 1
+    assert compared >= 60
