@@ -244,9 +244,6 @@ class SparseTarget:
         _check(len(self.shape) > 0, "target must have a leading dimension to have a length, got shape []", TypeError)
         return self.shape[0]
 
-    def __iter__(self):
-        return (self[i] for i in range(len(self)))
-
     def __repr__(self) -> str:
         parts = [f"{self.layout}, shape={list(self.shape)}"]
         if self.layout == "topk":
@@ -300,7 +297,8 @@ class SparseTarget:
     def __getitem__(self, key: Any) -> "SparseTarget":
         """Rows by integers, slices and ``...`` over the leading shape; nothing is copied but, at most, offsets.
 
-        Integers that leave a single row of a jagged target read its offsets, for which a GPU is waited for.
+        Integers that leave a single row of a jagged target read its offsets, for which a GPU is waited for. ``for``
+        loops come here too: with an ``__iter__``, frameworks would take a target for a collection and enter its rows.
         """
         key = self._leading_key(key)
         row_mask = None if self.row_mask is None else self.row_mask[key]
@@ -379,6 +377,8 @@ class SparseTarget:
             _check(k is Ellipsis or isinstance(k, (int, slice)),
                    f"target must be sliced with integers, slices and '...', got {type(k).__name__}", TypeError)
         used = len(key) - key.count(Ellipsis)
+        _check(used == 0 or len(self.shape) > 0, "target must have a leading dimension to be sliced, got shape []",
+               TypeError)
         _check(used <= len(self.shape) and key.count(Ellipsis) <= 1,
                f"target must be sliced with at most {len(self.shape)} indices, got {key}", IndexError)
         at = key.index(Ellipsis) if Ellipsis in key else len(key)

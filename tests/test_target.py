@@ -1,5 +1,6 @@
 """``SparseTarget``: its constructors, and that it behaves like a tensor over its leading shape."""
 
+import collections.abc
 import copy
 import io
 import pickle
@@ -187,6 +188,19 @@ def test_slices_of_slices_and_iteration(form, device):
     rows = list(target)
     assert len(rows) == len(target)
     torch.testing.assert_close(torch.stack([loss(x, t) for x, t in zip(logits, rows)]), whole)
+
+
+def test_it_is_no_collection_to_those_who_ask(device):
+    """Lightning looks for the batch size in whatever calls itself iterable, down to single rows."""
+    target, _, _ = example("topk-target", device)
+    assert not isinstance(target, collections.abc.Iterable)
+    row = target[0, 0]
+    assert row[...].shape == ()
+    for touch in (list, len, lambda t: t[0]):
+        with pytest.raises(TypeError, match="sparse_ce: target must have a leading dimension to .*, got shape"):
+            touch(row)
+    with pytest.raises(IndexError):
+        target[3]
 
 
 def test_a_single_row_of_a_jagged_target_keeps_its_meaning(device):
