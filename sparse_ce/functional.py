@@ -206,6 +206,7 @@ def _check_call(input: Tensor, last: str, reduction: str, normalizer: Optional[N
         _fail(f"input must be float16, bfloat16, float32 or float64, got {input.dtype}", TypeError)
     if input.layout != torch.strided:
         _fail(f"input must be strided, got layout {input.layout}")
+    _check_local("input", input, "pass input.full_tensor(), or input.to_local() where each rank holds its own rows")
     if input.dim() == 0:
         _fail(f"input must be (..., {last}), got shape []")
     if reduction not in ("none", "sum", "mean"):
@@ -217,6 +218,15 @@ def _check_call(input: Tensor, last: str, reduction: str, normalizer: Optional[N
     if isinstance(normalizer, Tensor) and (normalizer.dtype.is_complex or normalizer.layout != torch.strided):
         _fail(f"normalizer must be a strided tensor of real numbers, got {normalizer.dtype}, {normalizer.layout}",
               TypeError)
+    if isinstance(normalizer, Tensor):
+        _check_local("normalizer", normalizer, "pass normalizer.full_tensor()")
+
+
+def _check_local(name: str, t: Tensor, fix: str) -> None:
+    """A shard of a head knows neither the other classes nor whether the ranks' gradients are to be added or averaged."""
+    if hasattr(t, "full_tensor"):  # without torch.distributed.tensor, which takes long to import
+        _fail(f"{name} must be a tensor that this process holds in full, got a DTensor with placements "
+              f"{list(t.placements)}; {fix}", TypeError)
 
 
 def _check_head(input: Tensor, linear_weight: Tensor, linear_bias: Optional[Tensor], chunk_rows: Optional[int]) -> None:
@@ -229,6 +239,8 @@ def _check_head(input: Tensor, linear_weight: Tensor, linear_bias: Optional[Tens
             _fail(f"{name} must be float16, bfloat16, float32 or float64, got {t.dtype}", TypeError)
         if t.layout != torch.strided:
             _fail(f"{name} must be strided, got layout {t.layout}")
+        _check_local(name, t, "compute the loss in the forward of the module that fully_shard was given the head with, "
+                     "or unshard it before, head.unshard()")
         if t.device != input.device:
             _fail(f"{name} must be on the device of input, {input.device}, got {t.device}", RuntimeError)
     if linear_weight.dim() != 2 or linear_weight.shape[1] != input.shape[-1]:

@@ -1,0 +1,122 @@
+"""A small language model and batches of few sequences: what the tests of training loops train."""
+
+from typing import Dict, Optional, Tuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import sparse_ce
+from sparse_ce import SparseTarget
+
+VOCAB, DIM, SEQUENCES, LENGTH = 53, 16, 8, 5
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(DIM, DIM)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return hidden + torch.tanh(self.inner(hidden))
+
+
+class FusedHead(nn.Linear):
+    """A head whose forward is the loss."""
+
+    def __init__(self):
+        super().__init__(DIM, VOCAB)
+        self.loss = sparse_ce.LinearSparseCrossEntropyLoss(label_smoothing=0.1)
+
+    def forward(self, hidden: Tensor, target: SparseTarget, normalizer) -> Tensor:
+        return self.loss(hidden, self.weight, target, self.bias, normalizer)
+
+
+class TinyLM(nn.Module):
+    """``head``: "logits" (loss of logits), "fused" (of the head's weight), "tied" (the same, the embedding's weight), or
+    "module" (a module of its own)."""
+
+    def __init__(self, head: str = "fused", **options):
+        super().__init__()
+        torch.manual_seed(7)
+        self.kind = head
+        self.embedding = nn.Embedding(VOCAB, DIM)
+        self.blocks = nn.ModuleList([Block(), Block()])
+        self.norm = nn.LayerNorm(DIM)
+        self.head = FusedHead() if head == "module" else nn.Linear(DIM, VOCAB, bias=head != "tied")
+        with torch.no_grad():
+            self.head.weight.mul_(8)  # peaked logits
+        if head == "tied":
+            self.head.weight = self.embedding.weight
+        loss = sparse_ce.SparseCrossEntropyLoss if head == "logits" else sparse_ce.LinearSparseCrossEntropyLoss
+        self.loss = loss(label_smoothing=0.1, **options)
+
+    def trunk(self, tokens: Tensor) -> Tensor:
+        hidden = self.embedding(tokens)
+        for block in self.blocks:
+            hidden = block(hidden)
+        return self.norm(hidden)
+
+    def forward(self, tokens: Tensor, target: Optional[SparseTarget] = None, normalizer=None) -> Tensor:
+        """The loss, or the hidden states (B, S, DIM) where there is no target."""
+        hidden = self.trunk(tokens)
+        if target is None:
+            return hidden
+        if self.kind == "module":
+            return self.head(hidden, target, normalizer)
+        if self.kind == "logits":
+            return self.loss(self.head(hidden), target, normalizer)
+        return self.loss(hidden, self.head.weight, target, self.head.bias, normalizer)
+
+
+def reference_loss(model: TinyLM, tokens: Tensor, target: SparseTarget, normalizer: float) -> Tensor:
+    """The same in PyTorch's own ops with the target made dense."""
+    logits = F.linear(model.trunk(tokens), model.head.weight, model.head.bias)
+    if logits.dtype != torch.float64:
+        logits = logits.float()
+    smooth = 0.9 * target.to_dense(logits.dtype) + 0.1 / VOCAB
+    rows = torch.where(target.ne(-100), -(smooth * torch.log_softmax(logits, -1)).sum(-1), 0.0)
+    return rows.sum() / normalizer if normalizer else rows.sum() * 0.0
+
+
+def batch(form: str = "topk", padding: str = "unequal") -> Tuple[Tensor, SparseTarget]:
+    """tokens and target of (SEQUENCES, LENGTH) positions, the number that count differing between sequences.
+
+    ``padding``: "unequal", "half" (nothing counts in the second half of the sequences) or "all" (nothing counts).
+    """
+    generator = torch.Generator().manual_seed(11)
+    shape = SEQUENCES, LENGTH
+
+    def integers(high: int, *size: int) -> Tensor:
+        return torch.randint(high, size, generator=generator)
+
+    tokens, counts = integers(VOCAB, *shape), torch.arange(LENGTH) <= integers(LENGTH, SEQUENCES, 1)
+    if padding != "unequal":
+        counts[SEQUENCES // 2 if padding == "half" else 0:] = False
+    if form == "labels":
+        return tokens, SparseTarget.from_index(integers(VOCAB, *shape).masked_fill(~counts, -100), num_classes=VOCAB)
+    if form == "topk":
+        indices, values = integers(VOCAB, *shape, 3), torch.rand(*shape, 3, generator=generator)
+        return tokens, SparseTarget.from_topk(indices, values, row_mask=counts, num_classes=VOCAB)
+    lengths = integers(4, SEQUENCES * LENGTH)
+    ends = lengths.cumsum(0)
+    ranges = torch.stack((ends - lengths, ends), -1).reshape(*shape, 2)
+    entries = int(ends[-1])
+    return tokens, SparseTarget.from_jagged(integers(VOCAB, entries), torch.rand(entries, generator=generator), ranges,
+                                            row_mask=counts, num_classes=VOCAB)
+
+
+def gradients(model: nn.Module) -> Dict[str, Tensor]:
+    """The gradients by name, in full and copied; a parameter without one is missing."""
+    def full(grad: Tensor) -> Tensor:
+        return (grad.full_tensor() if hasattr(grad, "full_tensor") else grad).clone()
+    return {name.removeprefix("module."): full(p.grad) for name, p in model.named_parameters() if p.grad is not None}
+
+
+def reference_step(head: str, form: str, padding: str, dtype: torch.dtype) -> Tuple[Tensor, Dict[str, Tensor]]:
+    """Loss and gradients of one process that has the whole batch, computed in ``dtype``."""
+    model = TinyLM(head).to(dtype)
+    tokens, target = batch(form, padding)
+    loss = reference_loss(model, tokens, target, float(target.ne(-100).sum()))
+    loss.backward()
+    return loss.detach(), gradients(model)

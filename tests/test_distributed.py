@@ -1,0 +1,64 @@
+"""Two processes: DistributedDataParallel and FSDP2 train as one process does that has the whole batch."""
+
+import functools
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import sparse_ce
+from close import assert_close_to_float64
+from distributed_cases import CASES, WORLD
+from loops import reference_step
+
+CASES_FILE = Path(__file__).parent / "distributed_cases.py"
+reference = functools.cache(reference_step)
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    """What each process found: a list of dictionaries."""
+    folder = tmp_path_factory.mktemp("world")
+    environment = {**os.environ, "PYTHONPATH": str(Path(sparse_ce.__file__).parent.parent), "CUDA_VISIBLE_DEVICES": ""}
+    logs = [(folder / f"{rank}.log").open("w+") for rank in range(WORLD)]
+    processes = [subprocess.Popen([sys.executable, CASES_FILE, str(rank), folder], stdout=log, stderr=subprocess.STDOUT,
+                                  env=environment) for rank, log in enumerate(logs)]
+    try:
+        codes = [process.wait(timeout=120) for process in processes]
+    finally:  # one that waits for the other does so for 20 seconds, but nothing outlives the tests
+        for process in processes:
+            process.kill()
+        said = "\n".join((folder / f"{rank}.log").read_text()[-2000:] for rank in range(WORLD))
+    assert codes == [0] * WORLD, said
+    return [torch.load(folder / f"{rank}.pt") for rank in range(WORLD)]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_gradients_are_those_of_one_process(case, results):
+    exact_loss, exact = reference(case.head, case.form, case.padding, torch.float64)
+    dtype = torch.bfloat16 if case.strategy == "fsdp_half" else case.dtype
+    peer_loss, peer = reference(case.head, case.form, case.padding, dtype)
+    for found in results:
+        loss, grads = found[case.name]
+        assert_close_to_float64(loss, peer_loss.to(loss.dtype), exact_loss, arithmetic=dtype)
+        assert sorted(grads) == sorted(exact)
+        for name, grad in grads.items():
+            assert_close_to_float64(grad, peer[name].to(grad.dtype), exact[name], arithmetic=dtype)
+            if case.padding == "all":
+                assert loss == 0 and not grad.any()
+
+
+@pytest.mark.parametrize("argument", ["linear_weight", "linear_bias", "input", "normalizer"])
+def test_a_shard_is_refused_with_the_way_out(argument, results):
+    placement = {"normalizer": "Replicate()"}.get(argument, "Shard(dim=0)")
+    fix = {"input": "pass input.full_tensor(), or input.to_local() where each rank holds its own rows",
+           "normalizer": "pass normalizer.full_tensor()"}.get(argument, (
+               "compute the loss in the forward of the module that fully_shard was given the head with, or unshard it "
+               "before, head.unshard()"))
+    for found in results:
+        assert found["errors"][argument] == (
+            f"sparse_ce: {argument} must be a tensor that this process holds in full, got a DTensor with placements "
+            f"[{placement}]; {fix}")
