@@ -109,7 +109,7 @@ def batch(form: str = "topk", padding: str = "unequal") -> Tuple[Tensor, SparseT
 def gradients(model: nn.Module) -> Dict[str, Tensor]:
     """The gradients by name, in full and copied; a parameter without one is missing."""
     def full(grad: Tensor) -> Tensor:
-        return (grad.full_tensor() if hasattr(grad, "full_tensor") else grad).clone()
+        return (grad.full_tensor() if hasattr(grad, "full_tensor") else grad).detach().cpu().clone()
     return {name.removeprefix("module."): full(p.grad) for name, p in model.named_parameters() if p.grad is not None}
 
 
