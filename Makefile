@@ -27,7 +27,8 @@ bench: $(VENV)/.installed
 $(VENV)/.environment: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install -q --upgrade pip
-	$(BIN)/python -m pip install -q "$(TORCH)" "pytest>=8" expecttest numpy "matplotlib>=3.8" "tqdm>=4.66" setuptools ninja \
+	$(BIN)/python -m pip install -q "$(TORCH)" "pytest>=8" expecttest numpy "matplotlib>=3.8" "tqdm>=4.66" \
+		"lightning>=2.5,<3" setuptools ninja \
 		nvidia-cuda-cuobjdump nvidia-cuda-nvdisasm
 	touch $@
 

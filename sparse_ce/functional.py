@@ -223,7 +223,7 @@ def _check_call(input: Tensor, last: str, reduction: str, normalizer: Optional[N
 
 
 def _check_local(name: str, t: Tensor, fix: str) -> None:
-    """A shard of a head knows neither the other classes nor whether the ranks' gradients are to be added or averaged."""
+    """A shard knows neither the other classes nor whether the processes' gradients are to be added or averaged."""
     if hasattr(t, "full_tensor"):  # without torch.distributed.tensor, which takes long to import
         _fail(f"{name} must be a tensor that this process holds in full, got a DTensor with placements "
               f"{list(t.placements)}; {fix}", TypeError)

@@ -46,11 +46,12 @@ CASES = [
     Case("ddp_outside"), Case("ddp_outside", "tied"), Case("ddp_unused", "tied"), Case("ddp_static", "tied", "labels"),
     Case("fsdp"), Case("fsdp", "tied", "jagged"), Case("fsdp", "logits", "labels"), Case("fsdp", dtype=torch.float32),
     Case("fsdp_blocks"), Case("fsdp_blocks", "tied"), Case("fsdp_blocks", "logits", "jagged"),
-    Case("fsdp_grouped"), Case("fsdp_module", "module", "jagged"), Case("fsdp_unshard"), Case("fsdp_half", dtype=torch.float32),
+    Case("fsdp_grouped"), Case("fsdp_module", "module", "jagged"), Case("fsdp_unshard"),
+    Case("fsdp_half", dtype=torch.float32),
     *(Case(strategy, head, form, padding) for strategy in ("ddp", "fsdp_blocks") for padding in ("half", "all")
       for head, form in (("fused", "topk"), ("tied", "labels"), ("logits", "jagged"))),
-    *(Case(strategy, head, "topk", padding, steps) for strategy in ("ddp", "fsdp_blocks") for padding in ("unequal", "half")
-      for head, steps in (("fused", 2), ("fused", 4), ("tied", 4))),
+    *(Case(strategy, head, "topk", padding, steps) for strategy in ("ddp", "fsdp_blocks")
+      for padding in ("unequal", "half") for head, steps in (("fused", 2), ("fused", 4), ("tied", 4))),
 ]
 
 

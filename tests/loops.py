@@ -33,8 +33,8 @@ class FusedHead(nn.Linear):
 
 
 class TinyLM(nn.Module):
-    """``head``: "logits" (loss of logits), "fused" (of the head's weight), "tied" (the same, the embedding's weight), or
-    "module" (a module of its own)."""
+    """``head``: "logits" (loss of logits), "fused" (loss of the head's weight), "tied" (the same, and the weight is the
+    embedding's) or "module" (fused, in a module of its own)."""
 
     def __init__(self, head: str = "fused", **options):
         super().__init__()

@@ -125,6 +125,14 @@ PYTHON = [
     ("sparse_ce/target.py", "rows, order = torch.sort(rows, stable=True)", "order = torch.arange(len(rows))"),
     ("sparse_ce/target.py", "mask = moved(mask, 0, False)", "mask = moved(mask, 0, True)"),
     ("sparse_ce/target.py", 'values = torch.where(mask, values, -math.inf if kind == "logprobs" else 0.0)', "pass"),
+    ("sparse_ce/target.py", "used == 0 or len(self.shape) > 0", "True"),
+    ("sparse_ce/functional.py", 'if hasattr(t, "full_tensor"):', "if False:"),
+    ("sparse_ce/parallel.py", "dim %= target.dim()", "pass"),
+    ("sparse_ce/parallel.py", "-target.dim() <= dim < target.dim()", "True"),
+    ("sparse_ce/parallel.py", "len(parts) >= wanted", "True"),
+    ("sparse_ce/parallel.py", "parts[:min(map(len, pieces.values()))]", "parts"),
+    ("sparse_ce/parallel.py", "pieces[id(x)][i] if", "pieces[id(x)][0] if"),
+    ("sparse_ce/parallel.py", "if not targets:", "if False:"),
     ("sparse_ce/collate.py", "ranges.append(_pad(_ranges(t.offsets) + base", "ranges.append(_pad(_ranges(t.offsets)"),
 ]
 

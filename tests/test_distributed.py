@@ -1,4 +1,9 @@
-"""Two processes: DistributedDataParallel and FSDP2 train as one process does that has the whole batch."""
+"""Two processes: DistributedDataParallel and FSDP2 train as one process does that has the whole batch.
+
+Padding alone in one process or in both (failure 15), a tensor as normalizer (21), accumulation with unequal token
+counts (22: transformers#34191), a fused head inside of the wrapped forward, tied or sharded (23: TRL#5934,
+ml-cross-entropy#31).
+"""
 
 import functools
 import os

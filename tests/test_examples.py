@@ -1,21 +1,71 @@
-"""The example that users copy from runs, and its soft labels teach the model something."""
+"""The examples that users copy from run, teach the model something, and agree with each other."""
 
 import json
 import os
+import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+
+
+def run(*command, cwd, timeout=300) -> str:
+    """What a Python command prints, on the CPU. Its children end with it, even where they wait for each other."""
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen([sys.executable, *map(str, command)], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                               text=True, cwd=cwd, env=environment, start_new_session=True)
+    try:
+        out, err = process.communicate(timeout=timeout)
+    except BaseException:
+        os.killpg(process.pid, signal.SIGKILL)
+        raise
+    assert process.returncode == 0, err[-3000:]
+    return out
 
 
 def test_the_demo_trains_on_both_kinds_of_labels(tmp_path):
-    done = subprocess.run([sys.executable, EXAMPLES / "train_next_distribution.py", "--quick", "--out", tmp_path],
-                          capture_output=True, text=True, cwd=tmp_path, env={**os.environ, "CUDA_VISIBLE_DEVICES": ""})
-    assert done.returncode == 0, done.stderr[-3000:]
+    run(EXAMPLES / "train_next_distribution.py", "--quick", "--out", tmp_path, cwd=tmp_path)
     runs = json.loads((tmp_path / "numbers.json").read_text())["runs"]
     assert sorted(runs) == ["counted distributions", "one-hot labels"]
-    for run in runs.values():
-        perplexities = [perplexity for _, perplexity in run["held_out"]]
+    for one in runs.values():
+        perplexities = [perplexity for _, perplexity in one["held_out"]]
         assert perplexities[-1] < 0.9 * 1024  # of 1024 classes: a model that learned nothing has this perplexity
     assert (tmp_path / "learning_curves.png").stat().st_size > 10_000
+
+
+def losses(*command, cwd):
+    """{step: loss} of 20 steps, from the lines that say so."""
+    said = re.findall(r"^step (\d+) loss (\S+)$", run(*command, "--steps", 20, cwd=cwd), re.MULTILINE)
+    return {int(step): float(loss) for step, loss in said}
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory):
+    return losses(EXAMPLES / "train_plain.py", "--dtype", "float32", cwd=tmp_path_factory.mktemp("plain"))
+
+
+def test_the_plain_loop_learns(plain):
+    assert sorted(plain) == [1, 10, 20]
+    assert plain[20] < 0.4 * plain[1]
+
+
+@pytest.mark.parametrize("command,tolerance", [
+    (("train_plain.py", "--dtype", "float32", "--accumulate", "4"), 1e-3),
+    (("train_plain.py", "--dtype", "float16", "--accumulate", "2"), 2e-2),
+    (("train_plain.py", "--dtype", "bfloat16"), 2e-2),
+    pytest.param(("train_plain.py", "--dtype", "float32", "--compile"), 1e-3, marks=pytest.mark.slow),
+    (("train_distributed.py", "--strategy", "ddp"), 1e-3),
+    (("train_distributed.py", "--strategy", "fsdp2", "--accumulate", "2"), 1e-3),
+    (("train_lightning.py",), 1e-3),
+    (("train_lightning.py", "--devices", "2"), 1e-3),
+], ids=lambda value: " ".join(value) if isinstance(value, tuple) else "")
+def test_every_loop_trains_as_the_plain_one(command, tolerance, plain, tmp_path):
+    """The same sequences a step, so the same losses, however they are divided."""
+    launcher = TORCHRUN if command[0] == "train_distributed.py" else ()
+    ours = losses(*launcher, EXAMPLES / command[0], *command[1:], cwd=tmp_path)
+    assert ours == pytest.approx(plain, rel=tolerance)
