@@ -95,6 +95,8 @@ CPU = [
     ("csrc/target.h", "weight && labels ? class_weight", "weight ? class_weight"),
     ("csrc/math.h", "return count == acc_t(0) ? acc_t(INFINITY) : count;", "return count;"),
     ("csrc/cross_entropy.h", "if (normalizer) stats.count =", "if (false) stats.count ="),
+    ("csrc/linear_ops.h", "return gradient ? *gradient : empty(like, {0}, like.scalar_type());",
+     "static const Tensor none = empty(like, {0}, like.scalar_type()); return gradient ? *gradient : none;"),
     ("csrc/cpu/row_passes.h", "if (plan.zero) return entries.clear();", "if (plan.zero) return;"),
 ]
 PYTHON = [

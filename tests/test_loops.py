@@ -196,6 +196,18 @@ def test_a_compiled_step_with_its_backward(head, make, backend, device, monkeypa
     assert counter.frame_count == 2
 
 
+@pytest.mark.parametrize("wanted", [(True, True, False, False), (False, False, False, True), (False,) * 4], ids=str)
+def test_no_two_gradients_of_a_head_are_one_tensor(wanted, device):
+    """Custom ops may not return one tensor twice: a warning of torch.compile in 2.14, to become an error."""
+    x, weight, bias = (torch.randn(size, device=device) for size in ((6, 4), (9, 4), (9,)))
+    target = torch.randint(9, (6, 2), device=device), torch.rand(6, 2, device=device)
+    outputs = torch.ops.sparse_ce.linear_forward_with_gradient(
+        torch.ones((), device=device), None, x, weight, bias, *target,
+        **dict(zip(("input_grad", "weight_grad", "bias_grad", "values_grad"), wanted)))
+    assert len({id(output) for output in outputs}) == len(outputs) == 8
+    assert [output.numel() > 0 for output in outputs[4:]] == list(wanted)
+
+
 # -------------------------------------------------------------------------------------------------------------- GPUs
 
 
