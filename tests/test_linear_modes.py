@@ -109,14 +109,14 @@ def test_shapes_on_the_meta_device():
     x, w, b = (torch.empty(*size, device="meta", dtype=torch.bfloat16, requires_grad=True)
                for size in ((2, 3, 5), (7, 5), (7,)))
     values = torch.empty(2, 3, 4, device="meta", requires_grad=True)
-    for target in (torch.empty(2, 3, dtype=torch.int64, device="meta"),
-                   (torch.empty(2, 3, 4, dtype=torch.int64, device="meta"), values)):
+    targets = ((torch.empty(2, 3, dtype=torch.int64, device="meta"), [x, w, b]),
+               ((torch.empty(2, 3, 4, dtype=torch.int64, device="meta"), values), [x, w, b, values]))
+    for target, leaves in targets:
         for reduction, shape in (("none", (2, 3)), ("mean", ())):
             loss, lse = fused((x, w, b), target, reduction=reduction, return_lse=True)
             assert loss.shape == shape and lse.shape == (2, 3) and loss.dtype == lse.dtype == torch.float32
-            for grad, t in zip(torch.autograd.grad(loss.sum(), (x, w, b)), (x, w, b)):
-                assert grad.shape == t.shape and grad.dtype == torch.bfloat16
-    assert torch.autograd.grad(loss, values)[0].shape == values.shape
+            for grad, t in zip(torch.autograd.grad(loss.sum(), leaves), leaves):
+                assert grad.shape == t.shape and grad.dtype == t.dtype
 
 
 def test_a_module_can_be_copied_pickled_and_moved(device):
