@@ -80,7 +80,9 @@ def test_the_python_suite_passes_on_the_emulated_kernels(tmp_path):
                            capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(tmp_path)}, cwd=tmp_path)
     assert probe.stdout.strip() == "emulated CUDA", probe.stderr
     suite = [str(HERE / name) for name in ("test_cross_entropy.py", "test_failures.py", "test_failures_gradients.py",
-                                           "test_failures_extreme.py", "test_foresight.py", "test_sparse_softmax.py")]
+                                           "test_failures_extreme.py", "test_foresight.py", "test_sparse_softmax.py",
+                                           "test_linear.py", "test_linear_gradients.py", "test_linear_chunks.py",
+                                           "test_linear_failures.py", "test_linear_forecast.py")]
     done = subprocess.run([sys.executable, "-m", "pytest", "-m", "not slow", "-x", *suite], capture_output=True,
                           text=True, cwd=HERE.parent,
                           env={**os.environ, "PYTHONPATH": str(tmp_path), "SPARSE_CE_VALIDATE": "1"})

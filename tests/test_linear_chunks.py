@@ -107,7 +107,9 @@ def test_a_head_that_is_the_identity_gives_the_loss_of_its_input(form, dtype, de
     torch.testing.assert_close((loss, lse), (expected, expected_lse))
     grad, = torch.autograd.grad(loss, x, upstream.to(loss.dtype))
     expected, = torch.autograd.grad(expected, y, upstream.to(loss.dtype))
-    torch.testing.assert_close(grad, expected, rtol=16 * torch.finfo(dtype).eps, atol=0)  # element by element
+    # Rows of another stride may be summed in another order, which shows where two terms of a gradient nearly cancel.
+    eps = torch.finfo(loss.dtype).eps
+    torch.testing.assert_close(grad, expected, rtol=16 * torch.finfo(dtype).eps, atol=16 * eps * float(upstream.abs().max()))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
