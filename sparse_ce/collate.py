@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.data import default_collate
+from torch.utils.data._utils.collate import default_collate_fn_map
 
 from .target import IGNORE_INDEX, SparseTarget, _check, _ranges
 
@@ -31,7 +32,9 @@ def _collate(samples: Sequence[Any], top: bool) -> Any:
     if isinstance(first, Tensor):
         return stack([_from_sparse(s) for s in samples]) if first.layout != torch.strided else default_collate(samples)
     if isinstance(first, Mapping):
-        return {key: _collate([s[key] for s in samples], top=False) for key in first}
+        batch = {key: _collate([s[key] for s in samples], top=False) for key in first}
+        # Targets last: who looks for the size of the batch meets a tensor first.
+        return dict(sorted(batch.items(), key=lambda item: isinstance(item[1], SparseTarget)))
     if isinstance(first, (tuple, list)):
         if not top and all(_is_topk(s) for s in samples):
             return stack([SparseTarget.from_topk(*s) for s in samples])
@@ -117,3 +120,7 @@ def _pad(t: Tensor, shape: Sequence[int], value) -> Tensor:
     """``t`` filled up to ``shape`` at the end of each dimension."""
     pad = [n for have, want in zip(reversed(t.shape), reversed(shape)) for n in (0, want - have)]
     return F.pad(t, pad, value=value) if any(pad) else t
+
+
+# A DataLoader without a collate_fn stacks targets too.
+default_collate_fn_map[SparseTarget] = lambda targets, *, collate_fn_map=None: stack(targets)

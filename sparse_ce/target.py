@@ -76,6 +76,9 @@ class SparseTarget:
 
     def __init__(self, indices: Tensor, values: Optional[Tensor] = None, offsets: Optional[Tensor] = None,
                  row_mask: Optional[Tensor] = None, num_classes: Optional[int] = None):
+        if type(indices) is dict:  # what a framework made of items()
+            from .parts import put_together
+            indices, values, offsets, row_mask, num_classes = put_together(indices)
         for name, value in (("indices", indices), ("values", values), ("offsets", offsets), ("row_mask", row_mask),
                             ("num_classes", num_classes)):
             object.__setattr__(self, name, value)
@@ -221,7 +224,7 @@ class SparseTarget:
         """The leading shape: that of the logits without their last dimension."""
         if self.offsets is None:
             return self.indices.shape if self.values is None else self.indices.shape[:-1]
-        return torch.Size((self.offsets.shape[0] - 1,)) if self.offsets.dim() == 1 else self.offsets.shape[:-1]
+        return torch.Size((self.offsets.shape[0] - 1,)) if self.offsets.ndim == 1 else self.offsets.shape[:-1]
 
     def size(self, dim: Optional[int] = None) -> Union[torch.Size, int]:
         return self.shape if dim is None else self.shape[dim]
@@ -245,6 +248,8 @@ class SparseTarget:
         return self.shape[0]
 
     def __repr__(self) -> str:
+        if not isinstance(self.indices, Tensor):
+            return f"SparseTarget({dict(self.items())})"
         parts = [f"{self.layout}, shape={list(self.shape)}"]
         if self.layout == "topk":
             parts.append(f"k={self.indices.shape[-1]}")
@@ -281,6 +286,17 @@ class SparseTarget:
     def is_pinned(self) -> bool:
         return self.indices.is_pinned()
 
+    def items(self):
+        """Parts, by name, that may be moved, sliced, padded and concatenated one by one: see ``sparse_ce/parts.py``.
+
+        ``SparseTarget(dict(t.items()))`` is the same target again. Frameworks that take batches apart use this.
+        """
+        from .parts import take_apart
+        return take_apart(self).items()
+
+    def keys(self):
+        return dict(self.items()).keys()
+
     def detach(self) -> "SparseTarget":
         return self._map(lambda t: t.detach())
 
@@ -300,6 +316,8 @@ class SparseTarget:
         Integers that leave a single row of a jagged target read its offsets, for which a GPU is waited for. ``for``
         loops come here too: with an ``__iter__``, frameworks would take a target for a collection and enter its rows.
         """
+        if isinstance(key, str):
+            return dict(self.items())[key]
         key = self._leading_key(key)
         row_mask = None if self.row_mask is None else self.row_mask[key]
         if self.offsets is None:

@@ -1,0 +1,134 @@
+"""A language model's logits as a formula instead of numbers, so that a loss can be taken of them chunk by chunk.
+
+The head of a model gets :class:`HeadInput` in place of its hidden states. Its ``F.linear`` gives :class:`Logits`, which
+know the hidden states, the weight and the bias that were really used, and follow what the model's own code does next:
+``gain * tanh(scale * x)`` or ``scale * x``. Whatever else is done to them is an error, so no formula is ever overlooked.
+"""
+
+import math
+from numbers import Real
+from typing import Any, NoReturn, Optional
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from .. import functional
+from ..target import SparseTarget, _fail
+
+_TANH = (torch.tanh, F.tanh)
+_REFUSED = ("add", "radd", "sub", "rsub", "matmul", "rmatmul", "rtruediv", "floordiv", "mod", "pow", "neg", "abs", "invert",
+            "and", "or", "lt", "le", "gt", "ge", "getitem", "setitem", "len", "iter", "bool", "float", "int")
+
+
+class HeadInput:
+    """Hidden states (..., D) on their way into ``F.linear``."""
+
+    def __init__(self, hidden: Tensor):
+        self.hidden = hidden
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        if func is not F.linear or not isinstance(args[0], cls):
+            _refuse(f"torch.{getattr(func, '__name__', func)} of the hidden states inside of the head")
+        return _linear(args[0].hidden, *args[1:], **(kwargs or {}))
+
+
+def _linear(hidden: Tensor, weight: Tensor, bias: Optional[Tensor] = None) -> "Logits":
+    for name, t in (("weight", weight), ("bias", bias)):
+        if t is not None and is_traceable_wrapper_subclass(t):
+            _fail(f"model must have an output head whose {name} is a plain tensor in forward, got {type(t).__name__}; "
+                  "quantised and tensor-parallel heads have no fused loss", TypeError)
+    return Logits(hidden, weight, bias)
+
+
+class Logits:
+    """``scale * x`` or, with a ``gain``, ``gain * tanh(scale * x)``, for ``x = F.linear(hidden, weight, bias)``."""
+
+    def __init__(self, hidden: Tensor, weight: Tensor, bias: Optional[Tensor], scale: float = 1.0,
+                 gain: Optional[float] = None):
+        self.hidden, self.weight, self.bias, self.scale, self.gain = hidden, weight, bias, scale, gain
+
+    def loss(self, target: SparseTarget, **options) -> Tensor:
+        """:func:`sparse_ce.linear_cross_entropy` of these logits."""
+        # A cap must be positive, and tanh is odd.
+        sign, cap = (1.0, None) if self.gain is None else (math.copysign(1.0, self.gain), abs(self.gain))
+        scale = self.scale if cap is None else sign * self.scale * cap
+        return functional.linear_cross_entropy(self.hidden, self.weight, target, linear_bias=self.bias,
+                                               logit_scale=scale, softcap=cap, **options)
+
+    def __mul__(self, factor: float) -> "Logits":
+        if not isinstance(factor, Real):
+            _refuse(f"a product with a {type(factor).__name__}")
+        if self.gain is None:
+            return Logits(self.hidden, self.weight, self.bias, self.scale * factor)
+        return Logits(self.hidden, self.weight, self.bias, self.scale, self.gain * factor)
+
+    __rmul__ = __mul__
+
+    def __truediv__(self, divisor: float) -> "Logits":
+        if not isinstance(divisor, Real):
+            _refuse(f"a division by a {type(divisor).__name__}")
+        return self * (1.0 / divisor)
+
+    def tanh(self) -> "Logits":
+        if self.gain is not None:
+            _refuse("a second tanh")
+        return Logits(self.hidden, self.weight, self.bias, self.scale, 1.0)
+
+    def mul(self, factor: float) -> "Logits":
+        return self * factor
+
+    def div(self, divisor: float) -> "Logits":
+        return self / divisor
+
+    def to(self, *args, **kwargs) -> "Logits":
+        """Themselves: the loss is taken in float32 (float64 for float64), on the device of the hidden states."""
+        return self
+
+    def float(self) -> "Logits":
+        return self
+
+    def contiguous(self) -> "Logits":
+        return self
+
+    @property
+    def shape(self) -> torch.Size:
+        return torch.Size((*self.hidden.shape[:-1], self.weight.shape[0]))
+
+    @property
+    def device(self) -> torch.device:
+        return self.hidden.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.hidden.dtype
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        if func in _TANH and len(args) == 1 and isinstance(args[0], cls):
+            return args[0].tanh()
+        _refuse(f"torch.{getattr(func, '__name__', func)}")
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError("sparse_ce: " + _message(f".{name}"))
+
+
+def _refusing(name: str):
+    def refuse(self, *args) -> NoReturn:
+        _refuse(f"__{name}__")
+    return refuse
+
+
+for _name in _REFUSED:
+    setattr(Logits, f"__{_name}__", _refusing(_name))
+
+
+def _message(what: str) -> str:
+    return (f"model must leave its logits alone between head and loss, but for a factor and a softcap, got {what}; "
+            "train it with causal_lm_loss instead of fuse_lm_head")
+
+
+def _refuse(what: str) -> NoReturn:
+    _fail(_message(what))

@@ -1,0 +1,174 @@
+"""Batches of a teacher's cached top-k, as inference servers and distillation tools write it."""
+
+from collections.abc import Mapping
+from itertools import chain
+from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from ..collate import collate
+from ..target import IGNORE_INDEX, SparseTarget, _check, _fail
+
+
+class TopKCollator:
+    """A ``data_collator`` that turns cached top-k teacher output into ``SparseTarget`` labels.
+
+    A sample is a dict with ``input_ids`` (S,) and, for each of its S positions, the teacher's candidates, in one of the
+    forms that are around:
+
+    - ids and values, (S, K) tensors, arrays or lists, ragged or padded (DistillKit, axolotl, TRL). Padding is an id of
+      -100, a value of -inf, or a False in ``mask``; its id may be anything.
+    - vLLM's ``prompt_logprobs``, one dict per position from token id to ``Logprob``, number or JSON object, None where
+      there is none; or its ``FlatLogprobs``. ``ids`` is not read then.
+
+    An id that comes a second time in a position counts once: vLLM lists the sampled token beside the top k. Positions
+    without a candidate are ignored, and so are those whose ``labels``, if the sample has them, are -100.
+
+    Args:
+        collator: makes the batch of everything else; by default sequences as long as ``input_ids`` are padded with 0.
+        ids, values, mask: keys of a sample. ``mask=None``: there is none.
+        kind: what the values are, ``"logprobs"``, ``"probs"`` or ``"logits"``, as in ``SparseTarget.from_topk``.
+            ``"logits"`` also normalises log-probabilities over the candidates.
+        predicts: ``"token"`` where row i is the distribution of token i, as vLLM's prompt_logprobs are; ``"next"`` where
+            it is that of token i + 1, as the logits at position i are. The labels are those of ``"token"`` in both
+            cases, which is what a loss that shifts wants.
+        k: candidates kept in each position, those of the largest values; batches then all have the same K.
+        padding_side: where ``collator`` pads.
+        num_classes: size of the vocabulary, where it shall be checked.
+
+    With the Trainer set ``remove_unused_columns=False``: it drops keys that are not arguments of the model.
+    """
+
+    def __init__(self, collator: Optional[Callable[[List[dict]], Dict[str, Any]]] = None, *, ids: str = "teacher_ids",
+                 values: str = "teacher_logprobs", mask: Optional[str] = None, kind: str = "logprobs",
+                 predicts: str = "token", k: Optional[int] = None, padding_side: str = "right",
+                 num_classes: Optional[int] = None):
+        _check(kind in ("logprobs", "probs", "logits"), f"kind must be 'logprobs', 'probs' or 'logits', got {kind!r}")
+        _check(predicts in ("token", "next"), f"predicts must be 'token' or 'next', got {predicts!r}")
+        _check(padding_side in ("right", "left"), f"padding_side must be 'right' or 'left', got {padding_side!r}")
+        _check(k is None or k > 0, f"k must be positive or None, got {k}")
+        self.collator, self.ids, self.values, self.mask = collator or pad_inputs, ids, values, mask
+        self.kind, self.predicts, self.k, self.num_classes = kind, predicts, k, num_classes
+        self.padding_side = padding_side
+
+    def __call__(self, samples: Sequence[Mapping]) -> Dict[str, Any]:
+        """A batch: what ``collator`` makes, and ``labels``, a ``SparseTarget`` (B, S)."""
+        taken = {self.ids, self.values, self.mask, "labels"}
+        batch = self.collator([{key: v for key, v in sample.items() if key not in taken} for sample in samples])
+        length = batch["input_ids"].shape[1]
+        return {**batch, "labels": collate([self._target(sample, length) for sample in samples])}
+
+    def _target(self, sample: Mapping, length: int) -> SparseTarget:
+        """(length,): one sample's rows, filled up on the side of the padding."""
+        indices, values = self._entries(sample)
+        rows = len(sample["input_ids"])
+        _check(indices.shape[0] == rows, f"{self.values} must have a row for each of the {rows} input_ids, got "
+               f"{indices.shape[0]}; add rows without candidates where there is no teacher")
+        if self.k is not None:
+            indices, values = _largest(indices, values, self.k)
+        if self.predicts == "next":
+            indices, values = (F.pad(t, (0, 0, 1, -1), value=fill) for t, fill in ((indices, IGNORE_INDEX), (values, 0.0)))
+        counts = None
+        if sample.get("labels") is not None:
+            counts = torch.as_tensor(sample["labels"]).ne(IGNORE_INDEX)
+        before = length - rows if self.padding_side == "left" else 0
+        pad = (before, length - rows - before)
+        return SparseTarget.from_topk(
+            F.pad(indices, (0, 0, *pad), value=IGNORE_INDEX), F.pad(values, (0, 0, *pad)), kind=self.kind,
+            row_mask=None if counts is None else F.pad(counts, pad), num_classes=self.num_classes, ignore_empty=True)
+
+    def _entries(self, sample: Mapping) -> Tuple[Tensor, Tensor]:
+        """Ids and values (S, K), padding marked by an id of -100."""
+        mask = None
+        teacher = sample.get(self.values)
+        if teacher is None:
+            _fail(f"sample must hold {self.values!r}, got {sorted(sample)}; the Trainer drops it unless "
+                  "TrainingArguments(remove_unused_columns=False)")
+        if hasattr(teacher, "start_indices") or _is_prompt_logprobs(teacher):
+            rows = [_candidates(row) for row in _positions(teacher)]
+            indices, values = _padded([r[0] for r in rows], IGNORE_INDEX).long(), _padded([r[1] for r in rows], 0.0)
+        else:
+            _check(self.ids in sample, f"sample must hold {self.ids!r}, got {sorted(sample)}")
+            indices, values = _padded(sample[self.ids], IGNORE_INDEX).long(), _padded(teacher, 0.0)
+            mask = None if self.mask is None else _padded(sample[self.mask], 0).bool()
+        _check(indices.shape == values.shape and (mask is None or mask.shape == indices.shape),
+               f"{self.ids}, {self.values} and mask must have one shape (S, K), got {list(indices.shape)}, "
+               f"{list(values.shape)}" + ("" if mask is None else f", {list(mask.shape)}"))
+        values = values.double() if values.dtype == torch.float64 else values.float()
+        padding = indices.eq(IGNORE_INDEX) | (values.eq(0) if self.kind == "probs" else values.isneginf())
+        if mask is not None:
+            padding = padding | ~mask
+        indices = indices.masked_fill(padding, IGNORE_INDEX)
+        padding = padding | _repeated(indices)
+        return indices.masked_fill(padding, IGNORE_INDEX), values.masked_fill(padding, 0.0)
+
+
+def pad_inputs(samples: Sequence[Mapping]) -> Dict[str, Any]:
+    """``collate``, with sequences of the length of ``input_ids`` padded with 0 on the right; adds ``attention_mask``."""
+    samples = [{"attention_mask": [1] * len(sample["input_ids"]), **sample} for sample in samples]
+    batch = {}
+    for key in samples[0]:
+        parts = [sample[key] for sample in samples]
+        if all(hasattr(p, "__len__") and not isinstance(p, (str, Mapping)) and len(p) == len(s["input_ids"])
+               for p, s in zip(parts, samples)):
+            batch[key] = pad_sequence([torch.as_tensor(p) for p in parts], batch_first=True)
+        else:
+            batch[key] = collate([{key: p} for p in parts])[key]
+    return batch
+
+
+def _is_prompt_logprobs(teacher: Any) -> bool:
+    return isinstance(teacher, (list, tuple)) and any(isinstance(row, Mapping) for row in teacher)
+
+
+def _positions(teacher: Any) -> list:
+    """vLLM's flat form as one dict per position; its list of dicts as it is."""
+    if not hasattr(teacher, "start_indices"):
+        return list(teacher)
+    ids, values = list(teacher.token_ids), list(teacher.logprobs)
+    return [dict(zip(ids[a:b], values[a:b])) for a, b in zip(teacher.start_indices, teacher.end_indices)]
+
+
+def _candidates(row: Optional[Mapping]) -> Tuple[List[int], List[float]]:
+    """Ids and log-probabilities of one position."""
+    row = row or {}
+
+    def logprob(entry: Any) -> float:
+        if isinstance(entry, Mapping):
+            return float(entry["logprob"])
+        return float(getattr(entry, "logprob", entry))
+    return [int(token) for token in row], [logprob(entry) for entry in row.values()]
+
+
+def _padded(rows: Any, fill: float) -> Tensor:
+    """(S, K) of a tensor or array as it is; of lists of different lengths, or None, filled up."""
+    if hasattr(rows, "shape"):
+        t = torch.as_tensor(rows)
+        _check(t.dim() == 2, f"teacher output must be (S, K), got {list(t.shape)}")
+        return t
+    rows = [[] if row is None else row.tolist() if hasattr(row, "tolist") else row for row in rows]
+    lengths = torch.tensor([len(row) for row in rows], dtype=torch.int64)
+    flat = torch.tensor(list(chain.from_iterable(rows)), dtype=torch.float32 if isinstance(fill, float) else torch.int64)
+    out = torch.full((len(rows), int(lengths.max()) if rows else 0), fill, dtype=flat.dtype)
+    row_of = torch.repeat_interleave(torch.arange(len(rows)), lengths)
+    out[row_of, torch.arange(flat.numel()) - (lengths.cumsum(0) - lengths)[row_of]] = flat
+    return out
+
+
+def _repeated(indices: Tensor) -> Tensor:
+    """(S, K), True where an id came before in its row."""
+    ordered, order = indices.sort(-1, stable=True)
+    again = torch.zeros_like(indices, dtype=torch.bool)
+    again[:, 1:] = ordered[:, 1:] == ordered[:, :-1]
+    return torch.zeros_like(again).scatter(1, order, again)
+
+
+def _largest(indices: Tensor, values: Tensor, k: int) -> Tuple[Tensor, Tensor]:
+    """(S, k): the entries of the largest values, filled up with padding."""
+    missing = max(0, k - indices.shape[1])
+    indices, values = F.pad(indices, (0, missing), value=IGNORE_INDEX), F.pad(values, (0, missing))
+    order = values.masked_fill(indices.eq(IGNORE_INDEX), -torch.inf).topk(k, dim=1).indices
+    return indices.gather(1, order), values.gather(1, order)

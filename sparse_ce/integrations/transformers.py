@@ -1,0 +1,221 @@
+"""Hugging Face transformers: losses for the Trainer, and a causal language model that never makes its logits."""
+
+import inspect
+from collections.abc import Mapping
+from types import MethodType
+from typing import Any, Callable, Optional
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from transformers import PreTrainedModel
+from transformers.loss.loss_utils import ForCausalLMLoss
+
+from .. import functional
+from ..target import IGNORE_INDEX, SparseTarget, _check, _fail
+from .head import HeadInput, Logits
+from .teacher import TopKCollator
+
+# The Trainer and accelerate take apart, pad and gather what they know: tensors, sequences and mappings.
+Mapping.register(SparseTarget)
+
+__all__ = ["FusedHead", "TopKCollator", "causal_lm_loss", "fuse_lm_head"]
+
+
+def causal_lm_loss(*, shift: bool = True, **options) -> Callable[..., Tensor]:
+    """A loss for ``Trainer(compute_loss_func=...)``: cross entropy of a causal language model's logits.
+
+    Args:
+        shift: position i of a sequence is compared with the labels of i + 1, as the models of transformers do. False
+            for labels that were shifted before; the Trainer's count then wants them as ``shift_labels`` too.
+        options: those of :func:`sparse_ce.cross_entropy`, but for ``normalizer``, ``return_lse`` and
+            ``reduction="none"``. With ``reduction="sum"`` the Trainer's count is not used.
+
+    Returns:
+        ``f(outputs, labels, num_items_in_batch=None)``, a fresh 0-d tensor. ``outputs``: a model's, with ``logits``
+        (B, S, V). ``labels``: class indices (B, S), an ``(indices, values)`` tuple (B, S, K), a sparse COO tensor
+        (B, S, V) or a ``SparseTarget`` (B, S). ``num_items_in_batch``: the divisor, a number or a tensor whose elements
+        are equal; None for the mean over the positions that count.
+
+    The Trainer counts items before it calls this, and PyTorch cannot slice a COO tensor along its positions: inside a
+    Trainer, let :func:`sparse_ce.collate` turn COO samples into a ``SparseTarget``.
+
+    Raises:
+        TypeError, ValueError: at once for options that do not exist or do not fit.
+    """
+    _check_options(functional.cross_entropy, options)
+
+    def loss(outputs: Any, labels: Any, num_items_in_batch: Optional[functional.Normalizer] = None) -> Tensor:
+        if labels is None:
+            _fail("labels must be in the batch, got None; the Trainer takes them from its key 'labels'", TypeError)
+        logits = outputs["logits"] if isinstance(outputs, dict) else getattr(outputs, "logits", None)
+        if logits is None:
+            logits = outputs[0]
+        return _loss(logits, labels, num_items_in_batch, options, shift=shift)
+
+    return loss
+
+
+def _loss(logits: Any, labels: Any, normalizer: Optional[functional.Normalizer], options: dict, *, shift: bool) -> Tensor:
+    """``logits`` (B, S, V): numbers, or the :class:`Logits` of a fused head."""
+    target = functional.as_target(labels, logits.shape)
+    if options.get("ignore_index", IGNORE_INDEX) != IGNORE_INDEX:  # positions that a shift adds are marked with -100
+        target = SparseTarget(target.indices, target.values, target.offsets, target.ne(options["ignore_index"]),
+                              target.num_classes)
+    target = target.to(logits.device, non_blocking=True)
+    if shift:
+        target = target.shift(1)
+    if options.get("reduction", "mean") == "mean":
+        options = {**options, "normalizer": normalizer}
+    if isinstance(logits, Logits):
+        return logits.loss(target, **options)
+    return functional.cross_entropy(logits, target, **options)
+
+
+def _check_options(loss: Callable, options: dict, *taken: str) -> None:
+    known = [name for name, parameter in inspect.signature(loss).parameters.items()
+             if parameter.default is not inspect.Parameter.empty]
+    refused = {"normalizer", "return_lse", "linear_bias", *taken}
+    for name in options:
+        if name not in known or name in refused:
+            _fail(f"options must be among {sorted(set(known) - refused)}, got {name!r}", TypeError)
+    _check(options.get("reduction", "mean") != "none", "reduction must be 'mean' or 'sum' in a training loop, got 'none'")
+
+
+def fuse_lm_head(model: nn.Module, *, eval_logits: bool = True, **options) -> "FusedHead":
+    """Makes ``model.forward`` go from hidden states to the loss without logits, wherever it gets labels.
+
+    The model's own code runs; between its head and its loss the logits are a formula (``sparse_ce.integrations.head``),
+    so a factor, a softcap, a bias and tied embeddings are what they are in the model, and auxiliary losses are added as
+    ever. The output has no ``logits`` then. Forward without labels, and so ``generate``, is untouched. Labels may be
+    class indices (B, S), an ``(indices, values)`` tuple, a COO tensor (B, S, V) or a ``SparseTarget``.
+
+    Args:
+        model: a causal language model of transformers, or one inside PEFT, DDP, FSDP or DataParallel, before or after it
+            is wrapped. Fuse before ``torch.compile``.
+        eval_logits: a forward in eval mode without gradients, as in ``Trainer.evaluate``, makes logits as ever, for
+            ``compute_metrics``; False leaves them out there as well.
+        options: those of :func:`sparse_ce.linear_cross_entropy`, such as ``label_smoothing``, ``z_loss``, ``weight`` and
+            ``chunk_rows``; not ``logit_scale`` and ``softcap``, which are the model's, and not ``normalizer``, which is
+            ``num_items_in_batch``.
+
+    Returns:
+        A handle; ``handle.remove()`` gives the model its own forward back.
+
+    Raises:
+        TypeError, ValueError: the model has no head, one that is more than a matrix product (adapters, quantisation), or
+            another loss than that of causal language models; at the first forward, if its code does something else to
+            the logits.
+    """
+    _check_options(functional.linear_cross_entropy, options, "logit_scale", "softcap", "inplace_backward")
+    while not isinstance(model, PreTrainedModel):
+        inner = model.get_base_model() if hasattr(model, "get_base_model") else getattr(model, "module", None)
+        if inner is None:
+            _fail(f"model must be a causal language model of transformers, got {type(model).__name__}", TypeError)
+        model = inner
+    _check("labels" in inspect.signature(model.forward).parameters,
+           f"model must have a forward that takes labels, got {type(model).__name__}")
+    _check(not hasattr(model.loss_function, "_sparse_ce"), f"model must not be fused yet, got a fused "
+           f"{type(model).__name__}")
+    _check(model.loss_function is ForCausalLMLoss, "model must have the loss of causal language models, "
+           f"ForCausalLMLoss, got {getattr(model.loss_function, '__name__', model.loss_function)}")
+    return FusedHead(model, _check_head(model), eval_logits, options)
+
+
+def _check_head(model: PreTrainedModel) -> nn.Module:
+    head = model.get_output_embeddings()
+    if head is None:
+        _fail(f"model must have an output head, got {type(model).__name__} without one", TypeError)
+    if getattr(type(head), "forward", None) is not nn.Linear.forward:
+        _fail("model must have a plain nn.Linear as its output head, got "
+              f"{type(head).__module__}.{type(head).__name__}; keep adapters and quantisation away from the head, or train "
+              "with causal_lm_loss", TypeError)
+    weight = head.weight
+    if not weight.dtype.is_floating_point or is_traceable_wrapper_subclass(weight) and not isinstance(head, FSDPModule) \
+            and type(weight).__name__ != "DTensor":
+        _fail(f"model must have an output head with a plain floating weight, got {type(weight).__name__} of "
+              f"{weight.dtype}; a quantised head has no fused loss", TypeError)
+    return head
+
+
+class FusedHead:
+    """What :func:`fuse_lm_head` did to a model; :meth:`remove` undoes it."""
+
+    def __init__(self, model: PreTrainedModel, head: nn.Linear, eval_logits: bool, options: dict):
+        self.model, self.eval_logits, self.options, self.active = model, eval_logits, options, True
+        self._own = {name: model.__dict__[name] for name in ("forward", "_loss_function") if name in model.__dict__}
+        forward = self._own.get("forward")
+        self._call = (lambda module, *args, **kwargs: forward(*args, **kwargs)) if forward else type(model).forward
+        signature = inspect.signature(model.forward)
+        self._labels_at = list(signature.parameters).index("labels")
+        self._hook = head.register_forward_pre_hook(_enter_head)
+        self._fused = self._forward(signature)
+        model._loss_function = self._loss()
+        model.forward = MethodType(self._fused, model)
+        model._replicate_for_data_parallel = MethodType(self._replicate, model)
+
+    def remove(self) -> None:
+        """Gives the model its own forward and loss back; a second call does nothing."""
+        if not self.active:
+            return
+        self.active = False
+        self._hook.remove()
+        del self.model._replicate_for_data_parallel, self.model._loss_function
+        # Wrapped since, as autocast does, it stays: without labels to fuse it passes everything on.
+        if getattr(self.model.__dict__.get("forward"), "__func__", None) is self._fused:
+            del self.model.forward
+        self.model.__dict__.update({k: v for k, v in self._own.items() if k not in self.model.__dict__})
+
+    def _loss(self) -> Callable[..., Tensor]:
+        def loss_function(logits, labels, vocab_size=None, num_items_in_batch=None, ignore_index=IGNORE_INDEX,
+                          shift_labels=None, **kwargs) -> Tensor:
+            shift = shift_labels is None
+            return _loss(logits, labels if shift else shift_labels, num_items_in_batch,
+                         {"ignore_index": ignore_index, **self._options(logits)}, shift=shift)
+
+        loss_function._sparse_ce = self
+        return loss_function
+
+    def _options(self, logits: Any) -> dict:
+        return {k: v for k, v in self.options.items() if k != "chunk_rows" or isinstance(logits, Logits)}
+
+    def _forward(self, signature: inspect.Signature) -> Callable:
+        def forward(module, *args, **kwargs):
+            labels = kwargs.get("labels", args[self._labels_at] if len(args) > self._labels_at else None)
+            wanted = self.eval_logits and not (module.training or torch.is_grad_enabled())
+            if labels is None or wanted or not self.active:
+                return self._call(module, *args, **kwargs)
+            head = _check_head(module)
+            if isinstance(head, FSDPModule):
+                head.set_reshard_after_forward(False, recurse=False)  # the loss reads the weight after the head is left
+            head._sparse_ce_fusing = True
+            try:
+                output = self._call(module, *args, **kwargs)
+            finally:
+                head._sparse_ce_fusing = False
+            return _without_logits(module, output)
+
+        module = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        forward.__signature__ = signature.replace(parameters=[module, *signature.parameters.values()])
+        return forward
+
+    def _replicate(self, model: PreTrainedModel) -> PreTrainedModel:
+        """A replica of DataParallel has the attributes of the model it was made from: bind its forward to itself."""
+        replica = type(model)._replicate_for_data_parallel(model)
+        replica.forward = MethodType(self._fused, replica)
+        return replica
+
+
+def _enter_head(head: nn.Module, args: tuple) -> Optional[tuple]:
+    return (HeadInput(*args),) if getattr(head, "_sparse_ce_fusing", False) else None
+
+
+def _without_logits(module: nn.Module, output: Any) -> Any:
+    items = list(output.values() if isinstance(output, dict) else output)
+    if not any(isinstance(v, Logits) for v in items) or not isinstance(items[0], Tensor):
+        _fail(f"model must make its loss from the logits of its output head with self.loss_function, got "
+              f"{type(module).__name__}, which does not; train it with causal_lm_loss instead of fuse_lm_head")
+    if isinstance(output, dict):
+        return type(output)(**{k: v for k, v in output.items() if not isinstance(v, Logits)})
+    return tuple(v for v in items if not isinstance(v, Logits))

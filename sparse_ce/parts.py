@@ -1,0 +1,91 @@
+"""A target taken apart into tensors that a training framework may move, slice, pad, concatenate and gather one by one.
+
+Frameworks know batches as containers of tensors whose first dimension is the batch and whose second is padded with -100.
+So every part has the batch first, and -100 marks padding in each:
+
+    labels     indices (B, ...)
+    top-k      indices (B, ..., K), values alike
+    jagged     indices (B, E) and values alike, the entries of each sample; offsets (B, ..., 2), [begin, end) in its own
+               sample's entries, -100 where a row is ignored
+"""
+
+from typing import Any, Dict, Tuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .target import IGNORE_INDEX, SparseTarget, _check, _ranges
+
+
+class Part(str):
+    """The name of a part. It also knows the width of the vocabulary, since what is rebuilt from parts keeps their names."""
+
+    num_classes = None
+
+
+def take_apart(target: SparseTarget) -> Dict[str, Any]:
+    """The parts of ``target``. A jagged target on a GPU is waited for."""
+    if not isinstance(target.indices, Tensor):  # descriptions or arrays of parts, on their way through a framework
+        parts = {"indices": target.indices, "values": target.values, "offsets": target.offsets}
+    else:
+        _check(target.dim() > 0, "target must have a leading dimension to be taken apart, got shape []")
+        parts = _jagged_parts(target) if target.layout == "jagged" else _dense_parts(target)
+    return {_named(name, target.num_classes): t for name, t in parts.items() if t is not None}
+
+
+def put_together(parts: Dict[str, Any]) -> Tuple[Any, Any, Any, Any, Any]:
+    """(indices, values, offsets, row_mask, num_classes) of the target that ``parts`` make."""
+    num_classes = next((name.num_classes for name in parts if isinstance(name, Part)), None)
+    indices, values, offsets = (parts.get(name) for name in ("indices", "values", "offsets"))
+    if offsets is None or not isinstance(offsets, Tensor):
+        return indices, values, offsets, None, num_classes
+    counts = offsets[..., 0] >= 0
+    samples, entries = indices.shape
+    first = entries * torch.arange(samples, device=offsets.device).reshape(-1, *(1,) * (offsets.dim() - 1))
+    offsets = torch.where(counts[..., None], offsets + first, 0)
+    return indices.reshape(-1), None if values is None else values.reshape(-1), offsets, counts, num_classes
+
+
+def _named(name: str, num_classes: Any) -> Part:
+    part = Part(name)
+    part.num_classes = num_classes
+    return part
+
+
+def _dense_parts(target: SparseTarget) -> Dict[str, Any]:
+    """Labels and top-k: ignored rows become rows of -100."""
+    indices, values = target.indices, target.values
+    if values is not None and indices.shape[-1] < 2:  # never 1: a framework would broadcast it to the K of another batch
+        missing = 2 - indices.shape[-1]
+        last = indices[..., -1:] if indices.shape[-1] else indices.new_zeros(*indices.shape[:-1], 1)
+        indices = torch.cat((indices, last.expand(*last.shape[:-1], missing)), -1)
+        values = F.pad(values, (0, missing))
+    if target.row_mask is not None:
+        ignored = ~target.row_mask if values is None else ~target.row_mask[..., None]
+        indices = indices.masked_fill(ignored, IGNORE_INDEX)
+    return {"indices": indices, "values": values}
+
+
+def _jagged_parts(target: SparseTarget) -> Dict[str, Any]:
+    """The entries of each sample, (B, E); a target of one dimension gets samples of one row."""
+    ranges = _ranges(target.offsets)
+    samples = ranges.shape[0]
+    ranges = ranges.reshape(samples, -1, 2)
+    lengths = ranges[..., 1] - ranges[..., 0]
+    ends = lengths.cumsum(1)
+    begins = ends - lengths
+    entries = max(1, int(ends[:, -1].max()) if ends.numel() else 0)
+    place = torch.arange(entries, device=ranges.device).expand(samples, -1).contiguous()
+    row = torch.searchsorted(ends.contiguous(), place, right=True).clamp(max=max(0, ends.shape[1] - 1))
+    used = place < ends[:, -1:] if ends.shape[1] else torch.zeros_like(place, dtype=torch.bool)
+    source = torch.where(used, ranges[..., 0].gather(1, row) + place - begins.gather(1, row), 0)
+    indices = torch.where(used, target.indices[source], IGNORE_INDEX) if target.nnz else place.new_full(place.shape, -100)
+    values = None if target.values is None else torch.where(used, target.values[source], 0.0) if target.nnz \
+        else target.values.new_zeros(place.shape)
+    offsets = torch.stack((begins, ends), -1)
+    if target.row_mask is not None:
+        offsets = offsets.masked_fill(~target.row_mask.reshape(samples, -1, 1), IGNORE_INDEX)
+    if target.dim() == 1:
+        offsets = offsets.squeeze(1)
+    return {"indices": indices, "values": values, "offsets": offsets.reshape(*target.shape, 2)}

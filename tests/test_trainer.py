@@ -1,0 +1,139 @@
+"""The Trainer with sparse labels: what it counts, accumulates, evaluates and resumes."""
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+
+import tiny_lm
+from sparse_ce import SparseTarget
+from sparse_ce.integrations.transformers import causal_lm_loss, fuse_lm_head
+from tiny_lm import VOCAB, Samples, assert_gradients_close, collate, dense_labels, dense_loss, gradients, make_model
+
+FORMS = ["labels", "coo", "topk"]
+ROUTES = ["compute_loss_func", "fused"]
+
+
+def trainer_of(route, path, model, samples, **changes):
+    loss = causal_lm_loss() if route == "compute_loss_func" else None
+    if loss is None:
+        fuse_lm_head(model)
+    return tiny_lm.make_trainer(path, model, samples, compute_loss_func=loss, **changes)
+
+
+def by_definition(model, samples, dtype):
+    """Loss and gradients over all samples at once, from dense labels."""
+    model, batch = copy.deepcopy(model).to(dtype), collate(list(samples))
+    labels = dense_labels(batch.pop("labels"))
+    items = collate(list(samples))["labels"][:, 1:].ne(-100).sum()
+    loss = dense_loss(model(**batch).logits, labels, items)
+    loss.backward()
+    return loss.detach(), gradients(model)
+
+
+@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize("form", FORMS)
+def test_accumulated_steps_equal_one_large_step(form, route, tmp_path):
+    samples, model = Samples(form), make_model()
+    loss, exact = by_definition(model, samples, torch.float64)
+    _, peer = by_definition(model, samples, torch.float32)
+    for batch, accumulate in ((8, 1), (4, 2), (3, 3), (1, 8)):
+        trained = copy.deepcopy(model)
+        trainer = trainer_of(route, tmp_path, trained, samples, per_device_train_batch_size=batch,
+                             gradient_accumulation_steps=accumulate)
+        result = trainer.train()
+        gradient, = tiny_lm.recorded(trainer)
+        assert_gradients_close(gradient, peer, exact)
+        torch.testing.assert_close(result.training_loss, loss.item(), rtol=1e-5, atol=0)
+        for name, p in trained.named_parameters():  # plain SGD: the step is the gradient
+            torch.testing.assert_close(p.detach(), model.get_parameter(name).detach() - 0.1 * gradient[name])
+
+
+@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize("form", FORMS)
+def test_a_step_of_nothing_but_padding_changes_nothing(form, route, tmp_path):
+    class Ignored(Samples):
+        def __getitem__(self, i):
+            return super().__getitem__(5)
+
+    model = make_model()
+    before = copy.deepcopy(model.state_dict())
+    trainer = trainer_of(route, tmp_path, model, Ignored(form), per_device_train_batch_size=4,
+                         gradient_accumulation_steps=2, logging_nan_inf_filter=False)
+    assert trainer.train().training_loss == 0
+    for gradient in tiny_lm.recorded(trainer)[0].values():
+        assert not gradient.any()
+    for name, t in model.state_dict().items():
+        assert torch.equal(t, before[name])
+
+
+@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize("form", FORMS)
+def test_a_resumed_run_has_the_parameters_of_an_uninterrupted_one(form, route, tmp_path):
+    samples, options = Samples(form, 12), dict(max_steps=6, save_strategy="steps", save_steps=3, optim="adamw_torch",
+                                               per_device_train_batch_size=2, gradient_accumulation_steps=2)
+    whole = make_model()
+    trainer_of(route, tmp_path, whole, samples, **options).train()
+    resumed = make_model(seed=1)
+    trainer = trainer_of(route, tmp_path / "resumed", resumed, samples, **options)
+    trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+    assert len(tiny_lm.recorded(trainer)) == 3
+    for name, t in whole.state_dict().items():
+        assert torch.equal(t, resumed.state_dict()[name]), name
+
+
+@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize("form", FORMS)
+def test_evaluation_gives_loss_and_metrics(form, route, tmp_path):
+    samples, model, seen = Samples(form), make_model(), []
+
+    def metrics(prediction):
+        seen.append(prediction)
+        return {"rows": len(prediction.predictions)}
+
+    trainer = trainer_of(route, tmp_path, model, samples, eval_samples=samples, compute_metrics=metrics,
+                         preprocess_logits_for_metrics=lambda logits, labels: logits.argmax(-1))
+    result = trainer.evaluate()
+    expected = []
+    for half in (range(4), range(4, 8)):
+        batch = collate([samples[i] for i in half])
+        labels = batch.pop("labels")
+        with torch.no_grad():
+            logits = model(**batch).logits
+        expected.append(dense_loss(logits, dense_labels(labels), labels[:, 1:].ne(-100).sum()).item())
+    assert result["eval_loss"] == pytest.approx(sum(expected) / 2, rel=1e-5)
+    assert result["eval_rows"] == 8
+    prediction, = seen
+    assert prediction.predictions.shape == (8, tiny_lm.LENGTH)
+    gathered = prediction.label_ids
+    if form != "labels":
+        assert isinstance(gathered, SparseTarget) and isinstance(gathered["indices"], np.ndarray)
+        parts = {name: torch.from_numpy(part) for name, part in gathered.items()}
+        gathered = SparseTarget(parts)
+    else:
+        gathered = torch.from_numpy(gathered)
+    torch.testing.assert_close(dense_labels(gathered), dense_labels(collate(list(samples))["labels"]))
+
+
+def test_evaluation_without_metrics_and_with_labels_first(tmp_path):
+    def labels_first(samples):
+        from sparse_ce import collate as stack
+        return stack([{"labels": s["labels"][:5], "input_ids": s["input_ids"][:5]} for s in samples])
+
+    trainer = trainer_of("fused", tmp_path, make_model(), Samples("topk"), eval_samples=Samples("topk"),
+                         collator=labels_first)
+    assert 0 < trainer.evaluate()["eval_loss"] < 1e3
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_options_reach_both_routes(form, tmp_path):
+    samples, model = Samples(form), make_model()
+    options = dict(label_smoothing=0.2, z_loss=1e-2, weight=torch.rand(VOCAB) + 0.5)
+    fused = copy.deepcopy(model)
+    fuse_lm_head(fused, **options, chunk_rows=5)
+    a = tiny_lm.make_trainer(tmp_path, model, samples, compute_loss_func=causal_lm_loss(**options))
+    b = tiny_lm.make_trainer(tmp_path, fused, samples)
+    torch.testing.assert_close(a.train().training_loss, b.train().training_loss, rtol=1e-5, atol=0)
+    plain = trainer_of("fused", tmp_path, make_model(), samples).train().training_loss
+    assert abs(plain - a.state.log_history[0]["loss"]) > 1e-3
