@@ -1,7 +1,10 @@
 """Causal language models of transformers that train in milliseconds, data for them, and the Trainer around them."""
 
+import gc
+
 import torch
 import torch.nn.functional as F
+import sparse_ce
 import transformers
 from torch.utils.data import Dataset
 from transformers import Trainer, TrainerCallback, TrainingArguments
@@ -10,6 +13,7 @@ from close import assert_close_to_float64
 
 VOCAB, LENGTH = 48, 9
 transformers.logging.set_verbosity_error()
+gc.freeze()  # each run of a Trainer collects garbage, most of a second over the objects of the imports alone
 _SHAPE = dict(vocab_size=VOCAB, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2,
               max_position_embeddings=32, pad_token_id=0, bos_token_id=1, eos_token_id=2)
 _MAKE = {
@@ -55,7 +59,8 @@ class Samples(Dataset):
         return self.size
 
     def __getitem__(self, i):
-        import sparse_ce
+        if i >= self.size:
+            raise IndexError(i)
         g = torch.Generator().manual_seed(1000 * self.seed + i)
         length = LENGTH - i % 4
         ids = torch.randint(3, VOCAB, (length,), generator=g)
@@ -76,7 +81,6 @@ class Samples(Dataset):
 
 def collate(samples):
     """Batches of sequences of different lengths."""
-    import sparse_ce
     batch = {key: torch.nn.utils.rnn.pad_sequence([s[key] for s in samples], batch_first=True)
              for key in ("input_ids", "attention_mask")}
     labels = [s["labels"] for s in samples]

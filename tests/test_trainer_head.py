@@ -1,0 +1,192 @@
+"""``fuse_lm_head``: loss and gradients of the model that makes its logits, for the heads that transformers has."""
+
+import copy
+import inspect
+
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers
+from torch import nn
+
+import tiny_lm
+from close import assert_close_to_float64
+from sparse_ce import SparseTarget, cross_entropy
+from sparse_ce.integrations.transformers import causal_lm_loss, fuse_lm_head
+from tiny_lm import MODELS, VOCAB, Samples, assert_gradients_close, collate, dense_labels, dense_loss, gradients, make_model
+
+
+def batch_of(form="labels"):
+    return collate(list(Samples(form)))
+
+
+def unfused(model, batch, dtype, items):
+    """Loss and gradients by the model's own code, with its logits and dense labels, in ``dtype``."""
+    model, batch = copy.deepcopy(model).to(dtype), dict(batch)
+    labels = dense_labels(batch["labels"])
+
+    def definition(logits, labels, vocab_size, **kwargs):
+        return dense_loss(logits, dense_labels(labels), items)
+
+    model.loss_function = definition
+    loss = model(**batch).loss
+    loss.backward()
+    assert labels.any()
+    return loss.detach(), gradients(model)
+
+
+@pytest.mark.parametrize("form", ["labels", "coo"])
+@pytest.mark.parametrize("name", MODELS)
+def test_loss_and_gradients_equal_the_unfused_model(name, form):
+    model, batch, items = make_model(name), batch_of(form), 13
+    loss, exact = unfused(model, batch, torch.float64, items)
+    _, peer = unfused(model, batch, torch.float32, items)
+    fuse_lm_head(model)
+    output = model(**batch, num_items_in_batch=items)
+    output.loss.backward()
+    assert "logits" not in output and output.logits is None
+    torch.testing.assert_close(output.loss.double(), loss, rtol=1e-5, atol=0)
+    assert_gradients_close(gradients(model), peer, exact)
+
+
+@pytest.mark.parametrize("name", ["gemma2, softcap", "cohere, logit_scale", "granite, logits_scaling",
+                                  "falcon h1, lm_head_multiplier", "phi, bias"])
+def test_what_these_models_do_to_their_logits_matters(name):
+    """Without it the loss is another one, so that the test above can see it."""
+    model, batch = make_model(name), batch_of()
+    labels = batch.pop("labels")
+    hidden, logits = model.get_decoder()(**batch).last_hidden_state, model(**batch).logits
+    naive = F.linear(hidden, model.get_output_embeddings().weight)
+    target = SparseTarget.from_index(labels).shift(1)
+    assert abs(cross_entropy(naive, target) - cross_entropy(logits, target)) > 1e-3
+
+
+def test_the_logits_never_exist():
+    """No tensor of (positions, vocabulary) is made between forward's begin and backward's end."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+    model, batch, largest = make_model(), batch_of(), [0]
+    fuse_lm_head(model, chunk_rows=4)
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            out = func(*args, **(kwargs or {}))
+            for t in out if isinstance(out, (tuple, list)) else [out]:
+                if isinstance(t, torch.Tensor) and t.dim() >= 2 and t.shape[-1] == VOCAB:
+                    largest[0] = max(largest[0], t.numel())
+            return out
+
+    with Watch():
+        model(**batch).loss.backward()
+    assert largest[0] <= 4 * VOCAB
+
+
+@pytest.mark.parametrize("items", [7, 7.0, torch.tensor(7), torch.tensor([7]), torch.tensor([7, 7]),
+                                   torch.tensor([[7.0], [7.0]]), torch.tensor(7, dtype=torch.uint8)], ids=str)
+def test_every_form_of_num_items_in_batch(items):
+    model, batch = make_model(), batch_of()
+    labels, logits = batch["labels"], model(**{**batch, "labels": None}).logits
+    expected = dense_loss(logits, dense_labels(labels), 7).float()
+    for loss in (causal_lm_loss()({"logits": logits}, labels, items), causal_lm_loss()((logits,), labels, items)):
+        torch.testing.assert_close(loss, expected)
+        loss *= 2  # as the Trainer does
+        loss.backward(retain_graph=True)
+    fuse_lm_head(model)
+    loss = model(**batch, num_items_in_batch=items).loss
+    assert loss.shape == ()
+    torch.testing.assert_close(loss, expected)
+    loss *= 2
+    loss.backward()
+    assert causal_lm_loss()({"logits": logits}, labels, 0) == 0 and model(**batch, num_items_in_batch=0).loss == 0
+
+
+def test_shifted_labels_tuples_and_coo():
+    model, batch = make_model(), batch_of()
+    labels = batch.pop("labels")
+    logits = model(**batch).logits
+    expected = model(**batch, labels=labels).loss
+    shifted = F.pad(labels[:, 1:], (0, 1), value=-100)
+    coo = dense_labels(labels).float().to_sparse()
+    losses = [causal_lm_loss(shift=False)({"logits": logits}, shifted), causal_lm_loss()({"logits": logits}, labels),
+              causal_lm_loss(ignore_index=-1)({"logits": logits}, labels.masked_fill(labels.eq(-100), -1)),
+              causal_lm_loss(reduction="sum")({"logits": logits}, coo, 3) / labels[:, 1:].ne(-100).sum(),
+              causal_lm_loss()({"logits": logits}, coo, labels[:, 1:].ne(-100).sum())]
+    fuse_lm_head(model)
+    top = labels.masked_fill(labels.eq(-100), 5)[..., None], torch.ones(*labels.shape, 1)
+    losses += [model(**batch, labels=labels).loss, model(**batch, labels=labels, shift_labels=shifted).loss,
+               model(batch["input_ids"], batch["attention_mask"], None, None, None, labels).loss,
+               model(**batch, labels=labels, return_dict=False)[0],
+               model(**batch, labels=labels, ignore_index=-100).loss]
+    for loss in losses:
+        torch.testing.assert_close(loss, expected)
+    assert torch.isfinite(model(**batch, labels=top).loss)
+
+
+def test_forward_without_labels_and_generate_are_untouched():
+    model, batch = make_model("gemma2, softcap").eval(), batch_of()
+    labels = batch.pop("labels")
+    before = model(**batch).logits
+    words = model.generate(batch["input_ids"][:1], max_new_tokens=4, do_sample=False)
+    signature = inspect.signature(model.forward)
+    with torch.no_grad():
+        kept = model(**batch, labels=labels)
+    handle = fuse_lm_head(model)
+    assert inspect.signature(model.forward) == signature
+    assert torch.equal(model(**batch).logits, before)
+    assert torch.equal(model.generate(batch["input_ids"][:1], max_new_tokens=4, do_sample=False), words)
+    with torch.no_grad():  # as Trainer.evaluate
+        evaluated = model(**batch, labels=labels)
+    assert torch.equal(evaluated.logits, kept.logits)
+    torch.testing.assert_close(evaluated.loss, kept.loss)
+    assert model(**batch, labels=labels).logits is None
+    handle.remove()
+    handle.remove()
+    assert "forward" not in model.__dict__ and torch.equal(model(**batch, labels=labels).logits, before)
+    with torch.no_grad():
+        fuse_lm_head(model, eval_logits=False)
+        output = model(**batch, labels=labels)
+    assert output.logits is None
+    torch.testing.assert_close(output.loss, kept.loss)
+
+
+def test_a_fused_model_is_saved_copied_checkpointed_and_compiled(tmp_path):
+    model, batch = make_model("gemma2, softcap"), batch_of("topk")
+    model(**{**batch, "labels": batch_of()["labels"]})
+    fuse_lm_head(model)
+    model.save_pretrained(tmp_path)
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).train()
+    assert type(loaded) is type(model)
+    for name, t in model.state_dict().items():
+        assert torch.equal(t, loaded.state_dict()[name])
+    model(**batch).loss.backward()
+    expected, copied = gradients(model), copy.deepcopy(model)
+    copied.zero_grad()
+    nn.init.zeros_(model.get_output_embeddings().weight)  # the copy's forward is its own
+    copied.gradient_checkpointing_enable()
+    copied(**batch, use_cache=False).loss.backward()
+    for name, gradient in gradients(copied).items():
+        torch.testing.assert_close(gradient, expected[name])
+    copied.gradient_checkpointing_disable()
+    copied.zero_grad()
+    explained = torch._dynamo.explain(copied)(**batch)
+    assert explained.graph_count == 1 and explained.graph_break_count == 0
+    torch.compile(copied, backend="aot_eager")(**batch).loss.backward()
+    for name, gradient in gradients(copied).items():
+        torch.testing.assert_close(gradient, expected[name])
+
+
+def test_autocast_and_frozen_heads():
+    model, batch = make_model("granite, logits_scaling"), batch_of()
+    model.get_output_embeddings().weight.requires_grad_(False)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        expected = model(**batch)
+        expected.loss.backward()
+    exact, peer = unfused(model.float(), batch, torch.float64, batch["labels"][:, 1:].ne(-100).sum()), gradients(model)
+    model.zero_grad()
+    fuse_lm_head(model)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss = model(**batch).loss
+    loss.backward()
+    assert model.get_output_embeddings().weight.grad is None
+    torch.testing.assert_close(loss, expected.loss, rtol=2e-2, atol=0)
+    name = "model.layers.0.mlp.down_proj.weight"
+    assert_close_to_float64(gradients(model)[name], peer[name], exact[1][name], arithmetic=torch.bfloat16)
