@@ -59,6 +59,7 @@ def _from_sparse(t: Tensor) -> SparseTarget:
 
 def stack(targets: Sequence[SparseTarget]) -> SparseTarget:
     """One target with a new first dimension; pads K and every leading dimension to the largest."""
+    targets = [t._absolute() for t in targets]
     layouts, dims, classes = ({f(t) for t in targets} for f in (
         lambda t: t.layout, lambda t: t.dim(), lambda t: t.num_classes))
     _check(len(dims) == 1, f"samples must have targets of one number of dimensions, got {sorted(dims)}")

@@ -26,7 +26,7 @@ class Part(str):
 
 def take_apart(target: SparseTarget) -> Dict[str, Any]:
     """The parts of ``target``. A jagged target on a GPU is waited for."""
-    if not isinstance(target.indices, Tensor):  # descriptions or arrays of parts, on their way through a framework
+    if not isinstance(target.indices, Tensor) or target.by_sample:  # on their way through a framework
         parts = {"indices": target.indices, "values": target.values, "offsets": target.offsets}
     else:
         _check(target.dim() > 0, "target must have a leading dimension to be taken apart, got shape []")
@@ -35,16 +35,21 @@ def take_apart(target: SparseTarget) -> Dict[str, Any]:
 
 
 def put_together(parts: Dict[str, Any]) -> Tuple[Any, Any, Any, Any, Any]:
-    """(indices, values, offsets, row_mask, num_classes) of the target that ``parts`` make."""
+    """(indices, values, offsets, row_mask, num_classes) of the target of ``parts``, which may be tensors still to be
+    filled: a jagged one keeps its (B, E) until it is looked at."""
     num_classes = next((name.num_classes for name in parts if isinstance(name, Part)), None)
-    indices, values, offsets = (parts.get(name) for name in ("indices", "values", "offsets"))
-    if offsets is None or not isinstance(offsets, Tensor):
-        return indices, values, offsets, None, num_classes
+    return parts.get("indices"), parts.get("values"), parts.get("offsets"), None, num_classes
+
+
+def absolute(target: SparseTarget) -> SparseTarget:
+    """The same target with offsets into all entries, in place of offsets into those of a sample."""
+    indices, values, offsets = target.indices, target.values, target.offsets
     counts = offsets[..., 0] >= 0
     samples, entries = indices.shape
     first = entries * torch.arange(samples, device=offsets.device).reshape(-1, *(1,) * (offsets.dim() - 1))
     offsets = torch.where(counts[..., None], offsets + first, 0)
-    return indices.reshape(-1), None if values is None else values.reshape(-1), offsets, counts, num_classes
+    return SparseTarget(indices.reshape(-1), None if values is None else values.reshape(-1), offsets, counts,
+                        target.num_classes)
 
 
 def _named(name: str, num_classes: Any) -> Part:

@@ -226,6 +226,17 @@ class SparseTarget:
             return self.indices.shape if self.values is None else self.indices.shape[:-1]
         return torch.Size((self.offsets.shape[0] - 1,)) if self.offsets.ndim == 1 else self.offsets.shape[:-1]
 
+    @property
+    def by_sample(self) -> bool:
+        """Whether it is jagged with the entries (B, E) of each sample, as :meth:`items` gives them."""
+        return self.offsets is not None and self.indices.ndim == 2
+
+    def _absolute(self) -> "SparseTarget":
+        if not self.by_sample:
+            return self
+        from .parts import absolute
+        return absolute(self)
+
     def size(self, dim: Optional[int] = None) -> Union[torch.Size, int]:
         return self.shape if dim is None else self.shape[dim]
 
@@ -302,6 +313,8 @@ class SparseTarget:
 
     def ne(self, ignore_index: int) -> Tensor:
         """``shape``, bool: True for the rows that count, given the index that marks rows and entries to ignore."""
+        if self.by_sample:
+            return self._absolute().ne(ignore_index)
         if self.layout == "index":
             counts = self.indices.ne(ignore_index)
         elif self.layout == "topk" and self.indices.shape[-1] > 0:
@@ -318,6 +331,8 @@ class SparseTarget:
         """
         if isinstance(key, str):
             return dict(self.items())[key]
+        if self.by_sample:
+            return self._absolute()[key]
         key = self._leading_key(key)
         row_mask = None if self.row_mask is None else self.row_mask[key]
         if self.offsets is None:
@@ -347,6 +362,8 @@ class SparseTarget:
         _check(len(self.shape) > 0, "target must have a leading dimension to be shifted, got shape []")
         if n == 0:
             return self
+        if self.by_sample:
+            return self._absolute().shift(n)
         length = self.shape[-1]
         keep = max(0, length - abs(n))
         begin, pad = (length - keep, (0, length - keep)) if n > 0 else (0, (length - keep, 0))
@@ -376,6 +393,8 @@ class SparseTarget:
 
     def flatten(self) -> "SparseTarget":
         """The same rows with a leading shape of one dimension: what the ops take."""
+        if self.by_sample:
+            return self._absolute().flatten()
         if self.dim() == 1:
             return self
         trailing = () if self.values is None else self.indices.shape[-1:]

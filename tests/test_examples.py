@@ -69,3 +69,14 @@ def test_every_loop_trains_as_the_plain_one(command, tolerance, plain, tmp_path)
     launcher = TORCHRUN if command[0] == "train_distributed.py" else ()
     ours = losses(*launcher, EXAMPLES / command[0], *command[1:], cwd=tmp_path)
     assert ours == pytest.approx(plain, rel=tolerance)
+
+
+def test_a_trainer_learns_from_sparse_labels_in_three_ways(tmp_path):
+    done = subprocess.run([sys.executable, EXAMPLES / "trainer_sparse_labels.py"], capture_output=True, text=True,
+                          cwd=tmp_path, env={**os.environ, "CUDA_VISIBLE_DEVICES": ""})
+    assert done.returncode == 0, done.stderr[-3000:]
+    losses = re.findall(r"^(\w+): loss (\S+) -> (\S+)$", done.stdout, re.M)
+    assert [way for way, *_ in losses] == ["subclass", "compute_loss_func", "fuse_lm_head"]
+    assert len({tuple(numbers) for _, *numbers in losses}) == 1  # the same loss, and so the same training
+    for _, before, after in losses:
+        assert float(after) < 0.5 * float(before)

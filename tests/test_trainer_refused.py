@@ -1,12 +1,13 @@
 """What a fused head cannot honour is an error, never ignored."""
 
+import peft
 import pytest
 import torch
 import transformers
 from torch import nn
 
 from sparse_ce import SparseTarget
-from sparse_ce.integrations.transformers import TopKCollator, causal_lm_loss, fuse_lm_head
+from sparse_ce.integrations.transformers import causal_lm_loss, fuse_lm_head
 from tiny_lm import VOCAB, Samples, collate, make_model
 
 
@@ -14,8 +15,160 @@ def step(model):
     return model(**collate(list(Samples("labels")))).loss
 
 
-def test_adapters_on_the_head():
-    peft = pytest.importorskip("peft") if False else __import__("peft")
-    def adapted(*modules, model=None):
-        config = peft.LoraConfig(target_modules=list(modules), task_type="CAUSAL_LM")
-        return peft.get_peft_model(model or make_model(), config)
+def adapted(model, *modules):
+    return peft.get_peft_model(model, peft.LoraConfig(target_modules=list(modules), task_type="CAUSAL_LM",
+                                                      init_lora_weights=False))
+
+
+def test_adapters_on_the_head_are_refused_and_elsewhere_honoured():
+    with pytest.raises(TypeError, match="sparse_ce: model must have a plain nn.Linear as its output head, got peft"):
+        fuse_lm_head(adapted(make_model(), "q_proj", "lm_head"))
+    model = make_model()
+    fuse_lm_head(model)
+    with pytest.raises(TypeError, match="plain nn.Linear"):  # added later
+        step(adapted(model, "lm_head"))
+    model = adapted(make_model(), "q_proj")
+    expected = step(model)
+    handle = fuse_lm_head(model)
+    output = model(**collate(list(Samples("labels"))))
+    assert "logits" not in output
+    torch.testing.assert_close(output.loss, expected)
+    handle.remove()
+    assert model(**collate(list(Samples("labels")))).logits is not None
+
+
+class Int8Linear(nn.Linear):
+    """A quantised head, as such libraries write one."""
+
+    def forward(self, input):
+        return input @ (self.weight.round() * 0.1).T
+
+
+@pytest.mark.parametrize("quantise", [
+    lambda head: Int8Linear(head.in_features, head.out_features, bias=False),
+    lambda head: torch.ao.nn.quantized.dynamic.Linear(head.in_features, head.out_features),
+    lambda head: with_weight(head, head.weight.detach().to(torch.int8)),
+], ids=["subclass", "quantised module", "integer weight"])
+def test_quantised_heads_are_refused(quantise):
+    model = make_model()
+    model.lm_head = quantise(model.lm_head)
+    with pytest.raises(TypeError, match="sparse_ce: model must have a"):
+        fuse_lm_head(model)
+
+
+def with_weight(head, weight):
+    head.weight = nn.Parameter(weight, requires_grad=False)
+    return head
+
+
+def changing_logits(change):
+    class Changed(transformers.LlamaForCausalLM):
+        def forward(self, input_ids=None, attention_mask=None, labels=None, **kwargs):
+            hidden = self.model(input_ids, attention_mask=attention_mask).last_hidden_state
+            logits = change(self, self.lm_head(hidden))
+            loss = None if labels is None else self.loss_function(logits=logits, labels=labels,
+                                                                  vocab_size=self.vocab_size, **kwargs)
+            return transformers.modeling_outputs.CausalLMOutputWithPast(loss=loss, logits=logits)
+
+    return Changed(make_model().config).train()
+
+
+def masked(model, logits):
+    logits[..., 3] = -1e9
+    return logits
+
+
+@pytest.mark.parametrize("change", [
+    lambda model, x: x + 1.0, lambda model, x: 1.0 - x, lambda model, x: -x, lambda model, x: x + model.lm_head.weight[:, 0],
+    lambda model, x: model.lm_head.weight[:, 0] * x, lambda model, x: x * model.lm_head.weight[:, 0],
+    lambda model, x: x.relu(), lambda model, x: torch.relu(x), lambda model, x: x[..., :5], masked,
+    lambda model, x: torch.tanh(torch.tanh(x)), lambda model, x: x.view(-1, VOCAB), lambda model, x: x ** 2,
+    lambda model, x: torch.where(x > 0, x, 0.0), lambda model, x: torch.cat([x, x], -1), lambda model, x: x.log_softmax(-1),
+])
+def test_unknown_changes_to_the_logits_are_refused(change):
+    model = changing_logits(change)
+    fuse_lm_head(model)
+    with pytest.raises((ValueError, AttributeError), match="sparse_ce: model must leave its logits alone"):
+        step(model)
+    assert not getattr(model.lm_head, "_sparse_ce_fusing")  # a failed call leaves nothing behind
+
+
+@pytest.mark.parametrize("change,factor", [
+    (lambda model, x: 3.0 * x / 2.0, 1.5), (lambda model, x: x.float().mul(3).div(2).contiguous(), 1.5),
+    (lambda model, x: x.to(torch.float32) * -0.5, -0.5),
+])
+@pytest.mark.parametrize("cap", [None, 2.0, -2.0])
+def test_known_changes_are_followed(change, factor, cap):
+    def whole(model, x):
+        return change(model, x) if cap is None else torch.tanh(change(model, x) / cap) * cap
+
+    model = changing_logits(whole)
+    expected = step(model)
+    fuse_lm_head(model)
+    torch.testing.assert_close(step(model), expected)
+    assert abs(step(changing_logits(lambda model, x: x)) - expected) > 1e-4
+
+
+def test_models_that_make_their_loss_themselves():
+    class Bypassing(transformers.LlamaForCausalLM):
+        def forward(self, input_ids=None, attention_mask=None, labels=None, **kwargs):
+            logits = self.model(input_ids, attention_mask=attention_mask).last_hidden_state @ self.lm_head.weight.T
+            return transformers.modeling_outputs.CausalLMOutputWithPast(
+                loss=self.loss_function(logits, labels, self.vocab_size), logits=logits)
+
+    model = Bypassing(make_model().config).train()
+    fuse_lm_head(model)
+    with pytest.raises(ValueError, match="sparse_ce: model must make its loss from the logits of its output head"):
+        step(model)
+    bart = transformers.BartForCausalLM(transformers.BartConfig(
+        vocab_size=VOCAB, d_model=16, decoder_layers=1, decoder_attention_heads=2, decoder_ffn_dim=16)).train()
+    fuse_lm_head(bart)
+    with pytest.raises(AttributeError, match="model must leave its logits alone"):
+        step(bart)
+    bamba = transformers.BambaConfig(
+        vocab_size=VOCAB, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=1, attn_layer_indices=[0], z_loss_coefficient=0.1, mamba_n_heads=2, mamba_d_head=16,
+        mamba_d_state=4)
+    bamba = transformers.BambaForCausalLM(bamba).train()
+    fuse_lm_head(bamba)
+    with pytest.raises(AttributeError, match="model must leave its logits alone"):
+        step(bamba)
+
+
+def test_what_is_no_causal_language_model():
+    config = make_model().config
+    for model, message in ((nn.Linear(2, 2), "causal language model of transformers, got Linear"),
+                           (transformers.LlamaModel(config), "a forward that takes labels, got LlamaModel"),
+                           (transformers.LlamaForSequenceClassification(config), "output head|loss of causal")):
+        with pytest.raises((TypeError, ValueError), match=f"sparse_ce: model must .*({message})"):
+            fuse_lm_head(model)
+    model = make_model()
+    fuse_lm_head(model)
+    with pytest.raises(ValueError, match="sparse_ce: model must not be fused yet"):
+        fuse_lm_head(model)
+
+
+@pytest.mark.parametrize("make", [causal_lm_loss, lambda **options: fuse_lm_head(make_model(), **options)],
+                         ids=["causal_lm_loss", "fuse_lm_head"])
+def test_options_that_do_not_exist_are_refused_at_once(make):
+    for options in ({"label_smooting": 0.1}, {"normalizer": 3}, {"return_lse": True}, {"target": 0}):
+        with pytest.raises(TypeError, match="sparse_ce: options must be among .* got "):
+            make(**options)
+    with pytest.raises(ValueError, match="sparse_ce: reduction must be 'mean' or 'sum'"):
+        make(reduction="none")
+    with pytest.raises(TypeError, match="options must be among"):
+        fuse_lm_head(make_model(), softcap=2.0)
+
+
+def test_labels_that_do_not_fit():
+    model = make_model()
+    logits = model(input_ids=torch.ones(2, 4, dtype=torch.int64)).logits
+    with pytest.raises(TypeError, match="sparse_ce: labels must be in the batch, got None"):
+        causal_lm_loss()({"logits": logits}, None)
+    with pytest.raises(ValueError, match="sparse_ce: target must have leading shape"):
+        causal_lm_loss()({"logits": logits}, torch.ones(2, 5, dtype=torch.int64))
+    fuse_lm_head(model)
+    with pytest.raises(ValueError, match="sparse_ce: target must have leading shape"):
+        model(input_ids=torch.ones(2, 4, dtype=torch.int64), labels=SparseTarget.from_index(torch.ones(2, 3).long()))
+    with pytest.raises(ValueError, match="sparse_ce: target must have leading shape"):
+        model(input_ids=torch.ones(2, 4, dtype=torch.int64), labels=torch.ones(2, 4).long(), logits_to_keep=2)

@@ -160,7 +160,7 @@ def _padded(rows: Any, fill: float) -> Tensor:
 
 def _repeated(indices: Tensor) -> Tensor:
     """(S, K), True where an id came before in its row."""
-    ordered, order = indices.sort(-1, stable=True)
+    ordered, order = torch.sort(indices, dim=-1, stable=True)
     again = torch.zeros_like(indices, dtype=torch.bool)
     again[:, 1:] = ordered[:, 1:] == ordered[:, :-1]
     return torch.zeros_like(again).scatter(1, order, again)

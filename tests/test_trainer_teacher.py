@@ -1,0 +1,159 @@
+"""``TopKCollator``: a teacher's cached top-k, as vLLM, DistillKit, axolotl and TRL write it."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+import transformers
+
+import tiny_lm
+from sparse_ce.integrations.transformers import TopKCollator, causal_lm_loss
+from tiny_lm import VOCAB, make_model
+
+IDS = [[5, 6, 7], [8, 9], [], [10, 11, 12]]  # position 2 has no candidate
+LOGPROBS = [[-0.5, -1.5, -3.0], [-0.1, -4.0], [], [-1.0, -1.1, -1.2]]
+
+
+def expected(ids=IDS, logprobs=LOGPROBS):
+    dense = torch.zeros(len(ids), VOCAB)
+    for row, classes, values in zip(dense, ids, logprobs):
+        for c, v in zip(classes, values):
+            row[c] = torch.tensor(v).exp()
+    return dense
+
+
+def padded(rows, fill, k=3):
+    return [list(row) + [fill] * (k - len(row)) for row in rows]
+
+
+INPUT = {"input_ids": [1, 5, 8, 9]}
+VLLM = [None if not ids else {i: SimpleNamespace(logprob=v, rank=n, decoded_token="x")
+                              for n, (i, v) in enumerate(zip(ids, values))} for ids, values in zip(IDS, LOGPROBS)]
+# The sampled token is written first, and again among the top k.
+FLAT = SimpleNamespace(start_indices=[0, 4, 7, 7], end_indices=[4, 7, 7, 11],
+                       token_ids=[6, 5, 6, 7, 9, 8, 9, 10, 10, 11, 12],
+                       logprobs=[-1.5, -0.5, -1.5, -3.0, -4.0, -0.1, -4.0, -1.0, -1.0, -1.1, -1.2])
+FORMS = {
+    "ragged lists": ({}, {"teacher_ids": IDS, "teacher_logprobs": LOGPROBS}),
+    "ragged lists with None": ({}, {"teacher_ids": [r or None for r in IDS], "teacher_logprobs": [r or None for r in LOGPROBS]}),
+    "ragged arrays": ({}, {"teacher_ids": [np.array(r, dtype=np.int32) for r in IDS],
+                           "teacher_logprobs": [np.array(r, dtype=np.float16).astype(np.float32) for r in LOGPROBS]}),
+    "-inf beside ids that are anything": ({}, {
+        "teacher_ids": torch.tensor(padded(IDS, 2 ** 40)), "teacher_logprobs": torch.tensor(padded(LOGPROBS, -torch.inf))}),
+    "ids of -100, values that are anything": ({}, {
+        "teacher_ids": np.array(padded(IDS, -100)), "teacher_logprobs": np.array(padded(LOGPROBS, np.nan))}),
+    "id 0 and -1e9, with a mask": (dict(ids="target_token_ids", values="target_logprobs", mask="target_mask"), {
+        "target_token_ids": padded(IDS, 0), "target_logprobs": padded(LOGPROBS, -1e9),
+        "target_mask": padded([[1] * len(r) for r in IDS], 0)}),
+    "probabilities": (dict(values="top_probs", kind="probs"), {
+        "teacher_ids": padded(IDS, 0), "top_probs": [[np.exp(v) for v in r] + [0.0] * (3 - len(r)) for r in LOGPROBS]}),
+    "vLLM prompt_logprobs": (dict(values="prompt_logprobs"), {"prompt_logprobs": VLLM}),
+    "vLLM as JSON": (dict(values="prompt_logprobs"), {"prompt_logprobs": [
+        None if not row else {str(i): {"logprob": e.logprob, "rank": e.rank} for i, e in row.items()}
+        for row in (r or {} for r in VLLM)]}),
+    "vLLM as numbers": (dict(values="prompt_logprobs"), {"prompt_logprobs": [
+        {i: e.logprob for i, e in (row or {}).items()} for row in VLLM]}),
+    "vLLM flat": (dict(values="prompt_logprobs"), {"prompt_logprobs": FLAT}),
+}
+
+
+@pytest.mark.parametrize("form", list(FORMS))
+def test_every_form_is_the_same_distribution(form):
+    options, sample = FORMS[form]
+    batch = TopKCollator(num_classes=VOCAB, **options)([{**INPUT, **sample}, {**INPUT, **sample}])
+    target = batch["labels"]
+    assert target.shape == (2, 4) and set(batch) == {"input_ids", "attention_mask", "labels"}
+    assert target.ne(-100).tolist() == [[True, True, False, True]] * 2
+    torch.testing.assert_close(target.to_dense(torch.float32), expected().expand(2, -1, -1), rtol=1e-3, atol=0)
+
+
+def test_batches_of_different_lengths_and_candidates():
+    short = {"input_ids": [1, 5], "teacher_ids": [[3], [4]], "teacher_logprobs": [[-1.0], [-2.0]]}
+    long = {**INPUT, "teacher_ids": IDS, "teacher_logprobs": LOGPROBS}
+    short["position_ids"], long["position_ids"] = torch.arange(2), torch.arange(4)
+    short["weight"], long["weight"] = 0.5, 2.0
+    batch = TopKCollator(num_classes=VOCAB)([short, long])
+    assert batch["input_ids"].tolist() == [[1, 5, 0, 0], [1, 5, 8, 9]]
+    assert batch["attention_mask"].tolist() == [[1, 1, 0, 0], [1, 1, 1, 1]]
+    assert batch["position_ids"].tolist() == [[0, 1, 0, 0], [0, 1, 2, 3]] and batch["weight"].tolist() == [0.5, 2.0]
+    assert batch["labels"].ne(-100).tolist() == [[True, True, False, False], [True, True, False, True]]
+    dense = batch["labels"].to_dense()
+    torch.testing.assert_close(dense[0, :2], expected([[3], [4]], [[-1.0], [-2.0]]))
+    torch.testing.assert_close(dense[1], expected())
+
+
+def test_prompts_are_left_out_and_paddings_follow_the_collator():
+    def tokenizer_like(samples):
+        width = 6  # as pad_to_multiple_of makes it
+        return {"input_ids": torch.tensor([[0] * (width - len(s["input_ids"])) + list(s["input_ids"]) for s in samples])}
+
+    sample = {**INPUT, "teacher_ids": IDS, "teacher_logprobs": LOGPROBS, "labels": [-100, 5, 8, 9]}
+    batch = TopKCollator(tokenizer_like, padding_side="left", num_classes=VOCAB)([sample])
+    assert batch["labels"].ne(-100).tolist() == [[False, False, False, True, False, True]]
+    torch.testing.assert_close(batch["labels"].to_dense()[0, 3], expected()[1])
+
+
+def test_rows_of_the_next_token_become_those_of_the_token():
+    sample = {**INPUT, "teacher_ids": IDS, "teacher_logprobs": LOGPROBS}
+    target = TopKCollator(predicts="next", num_classes=VOCAB)([sample])["labels"]
+    assert target.ne(-100).tolist() == [[False, True, True, False]]
+    torch.testing.assert_close(target.to_dense()[0, 1:], expected()[:3])
+    logits = torch.randn(1, 4, VOCAB)
+    by_hand = -(logits[0, :2].log_softmax(-1) * expected()[:2]).sum() / 2
+    torch.testing.assert_close(causal_lm_loss()({"logits": logits}, target), by_hand)
+
+
+@pytest.mark.parametrize("k", [1, 2, 5])
+def test_a_fixed_k_keeps_the_largest(k):
+    shuffled = {**INPUT, "teacher_ids": [r[::-1] for r in IDS], "teacher_logprobs": [r[::-1] for r in LOGPROBS]}
+    target = TopKCollator(k=k, num_classes=VOCAB)([shuffled])["labels"]
+    assert target.indices.shape == (1, 4, k)
+    torch.testing.assert_close(target.to_dense()[0], expected([r[:k] for r in IDS], [r[:k] for r in LOGPROBS]))
+
+
+def test_logits_are_normalised_over_the_candidates():
+    target = TopKCollator(kind="logits", num_classes=VOCAB)([{**INPUT, "teacher_ids": IDS, "teacher_logprobs": LOGPROBS}])
+    dense = expected()
+    torch.testing.assert_close(target["labels"].to_dense()[0], dense / dense.sum(-1, keepdim=True).clamp(min=1e-9))
+
+
+def test_a_trainer_distils_from_a_cache(tmp_path):
+    teacher, student = make_model(seed=1).eval(), make_model(seed=2)
+    cache = []
+    for i in range(8):
+        ids = torch.randint(3, VOCAB, (9 - i % 3,), generator=torch.Generator().manual_seed(i))
+        with torch.no_grad():
+            top = teacher(ids[None]).logits[0].log_softmax(-1).topk(8)
+        cache.append({"input_ids": ids.tolist(), "teacher_ids": top.indices.tolist(),
+                      "teacher_logprobs": top.values.tolist()})
+    trainer = tiny_lm.make_trainer(
+        tmp_path, student, cache, eval_samples=cache, collator=TopKCollator(predicts="next"), max_steps=30,
+        optim="adamw_torch", learning_rate=1e-2, compute_loss_func=causal_lm_loss(), remove_unused_columns=False)
+    before = trainer.evaluate()["eval_loss"]
+    trainer.train()
+    assert trainer.evaluate()["eval_loss"] < 0.7 * before
+
+
+def test_errors_say_what_is_missing(tmp_path):
+    sample = {**INPUT, "teacher_ids": IDS, "teacher_logprobs": LOGPROBS}
+    with pytest.raises(ValueError, match=r"sparse_ce: sample must hold 'teacher_logprobs', got .*remove_unused_columns"):
+        tiny_lm.make_trainer(tmp_path, make_model(), [sample] * 8, collator=TopKCollator()).train()
+    with pytest.raises(ValueError, match="sparse_ce: sample must hold 'teacher_ids'"):
+        TopKCollator()([{**INPUT, "teacher_logprobs": LOGPROBS}])
+    with pytest.raises(ValueError, match="must have a row for each of the 3 input_ids, got 4"):
+        TopKCollator()([{**sample, "input_ids": [1, 2, 3]}])
+    with pytest.raises(ValueError, match=r"must have one shape \(S, K\), got \[4, 3\], \[4, 2\]"):
+        TopKCollator()([{**sample, "teacher_logprobs": np.zeros((4, 2))}])
+    for options in ({"kind": "log"}, {"predicts": "this"}, {"k": 0}, {"padding_side": "both"}):
+        with pytest.raises(ValueError, match="sparse_ce: .* must be .*, got"):
+            TopKCollator(**options)
+
+
+def test_it_wraps_a_collator_of_transformers():
+    def pad(features):
+        return transformers.default_data_collator(features)
+
+    sample = {**INPUT, "teacher_ids": IDS, "teacher_logprobs": LOGPROBS}
+    batch = TopKCollator(pad)([sample, sample])
+    assert batch["input_ids"].shape == (2, 4) and batch["labels"].shape == (2, 4)
