@@ -190,3 +190,34 @@ def test_autocast_and_frozen_heads():
     torch.testing.assert_close(loss, expected.loss, rtol=2e-2, atol=0)
     name = "model.layers.0.mlp.down_proj.weight"
     assert_close_to_float64(gradients(model)[name], peer[name], exact[1][name], arithmetic=torch.bfloat16)
+
+
+def replicas_on_cpu(model, count):
+    """What ``nn.DataParallel`` makes for each device, without the devices."""
+    replicas = []
+    for _ in range(count):
+        copies = {module: module._replicate_for_data_parallel() for module in model.modules()}
+        for module, replica in copies.items():
+            for name, child in module._modules.items():
+                replica._modules[name] = copies[child]
+            for name, parameter in module._parameters.items():
+                setattr(replica, name, None if parameter is None else parameter.detach().clone().requires_grad_())
+        replicas.append(copies[model])
+    return replicas
+
+
+def test_replicas_run_on_their_own_parameters():
+    model, samples = make_model(), Samples("topk")
+    whole = collate(list(samples))
+    expected = model(**{**whole, "labels": None}).logits
+    expected = dense_loss(expected, dense_labels(whole["labels"]), 9)
+    fuse_lm_head(model)
+    total = 0
+    for replica, begin in zip(replicas_on_cpu(model, 2), (0, 4)):
+        part = {"input_ids": whole["input_ids"][begin:begin + 4], "labels": whole["labels"][begin:begin + 4]}
+        loss = replica(**part, num_items_in_batch=torch.tensor([[9]])).loss
+        loss.backward()
+        assert replica.lm_head.weight.grad is not None
+        total = total + loss.detach()
+    assert not gradients(model)
+    torch.testing.assert_close(total, expected.float())

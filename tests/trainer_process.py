@@ -1,13 +1,20 @@
-"""One process of a distributed Trainer: ``python trainer_process.py CASE OUTPUT``, started by test_trainer_distributed."""
+"""One of the processes that test_trainer_distributed starts: ``python trainer_process.py OUTPUT CASE...``.
+
+A case is ``trainer,ROUTE,FORM,DATA,AVERAGE`` or ``wrapper,KIND``; rank 0 writes its result to ``OUTPUT/CASE.pt``.
+"""
 
 import sys
 
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import IterableDataset
 
 import tiny_lm
 from sparse_ce.integrations.transformers import causal_lm_loss, fuse_lm_head
-from tiny_lm import Samples, make_model
-from torch.utils.data import IterableDataset
+from tiny_lm import Samples, collate, make_model
 
 torch.set_num_threads(1)
 
@@ -22,39 +29,65 @@ class Stream(IterableDataset):
         return iter(self.samples)
 
 
-class Order(Samples):
+class Lopsided(Samples):
     """In batches of 2, dealt to two processes in turn, the second meets nothing but sample 5, which is padding."""
 
     def __getitem__(self, i):
         return super().__getitem__({2: 5, 3: 5, 6: 5, 7: 5}.get(i, i))
 
 
-def main(case: str, output: str) -> None:
-    route, form, data, average = case.split(",")
+def train(output, route, form, data, average):
     model = make_model()
     loss = causal_lm_loss() if route == "loss" else None
     if route == "fused":
         fuse_lm_head(model)
-    samples = {"map": Samples, "stream": lambda form: Stream(Samples(form)), "padding": Order}[data](form)
+    samples = {"map": Samples, "stream": lambda form: Stream(Samples(form)), "lopsided": Lopsided}[data](form)
     seen = []
     options = dict(per_device_train_batch_size=2, gradient_accumulation_steps=2, per_device_eval_batch_size=2,
-                   average_tokens_across_devices=average == "average", ddp_find_unused_parameters=False,
-                   train_sampling_strategy="sequential")
+                   average_tokens_across_devices=average == "average", train_sampling_strategy="sequential")
     if data == "stream":
         options["accelerator_config"] = {"dispatch_batches": True, "split_batches": True}
         options["per_device_train_batch_size"] = options["per_device_eval_batch_size"] = 4  # of both processes then
     trainer = tiny_lm.make_trainer(output, model, samples, eval_samples=Samples(form), compute_loss_func=loss,
                                    compute_metrics=lambda p: seen.append(p) or {"rows": len(p.predictions)}, **options)
     trainer.train()
-    metrics = trainer.evaluate()
-    if trainer.is_world_process_zero():
-        gathered = seen[-1].label_ids
-        parts = gathered if not hasattr(gathered, "items") else {str(k): torch.as_tensor(v) for k, v in gathered.items()}
-        torch.save({"gradients": {k.removeprefix("module."): g for k, g in tiny_lm.recorded(trainer)[0].items()},
-                    "parameters": trainer.accelerator.unwrap_model(trainer.model).state_dict(),
-                    "labels": torch.as_tensor(parts) if not isinstance(parts, dict) else parts,
-                    "eval_loss": metrics["eval_loss"]}, f"{output}/result.pt")
-    torch.distributed.destroy_process_group()
+    trainer.evaluate()
+    labels = seen[-1].label_ids
+    labels = torch.from_numpy(labels) if form == "labels" else {str(k): torch.from_numpy(v) for k, v in labels.items()}
+    return {"gradients": {k.removeprefix("module."): g for k, g in tiny_lm.recorded(trainer)[0].items()},
+            "parameters": trainer.accelerator.unwrap_model(trainer.model).state_dict(), "labels": labels}
+
+
+def wrap(output, kind):
+    rank, world, samples, model = dist.get_rank(), dist.get_world_size(), Samples("coo"), make_model()
+    if kind == "ddp":
+        fuse_lm_head(model)
+        wrapped = DistributedDataParallel(model)
+    else:
+        mesh = init_device_mesh("cpu", (world,))
+        for layer in model.model.layers:
+            fully_shard(layer, mesh=mesh)
+        if kind == "fsdp with a sharded head":
+            fully_shard(model.lm_head, mesh=mesh)
+        wrapped = fully_shard(model, mesh=mesh)
+        fuse_lm_head(wrapped)
+    items = collate(list(samples))["labels"][:, 1:].ne(-100).sum()
+    for _ in range(2):  # the second step finds what the first left
+        wrapped.zero_grad()
+        for i in range(rank, 8, 2 * world):
+            loss = wrapped(**collate([samples[i], samples[i + world]]), num_items_in_batch=items).loss
+            (loss * world).backward()  # both wrappers take the mean over the processes
+    return {"gradients": {name: p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad
+                          for name, p in model.named_parameters()}}
+
+
+def main(output, *cases):
+    for case in cases:
+        kind, *arguments = case.split(",")
+        result = (train if kind == "trainer" else wrap)(output, *arguments)
+        if dist.get_rank() == 0:
+            torch.save(result, f"{output}/{case}.pt")
+    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
