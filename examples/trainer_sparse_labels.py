@@ -2,8 +2,8 @@
 
     python examples/trainer_sparse_labels.py      # seconds, on the CPU
 
-The labels are sparse COO tensors, one (length, vocabulary) tensor a sample, for which PyTorch's own cross entropy has no
-gradient. A Trainer that is subclassed for them runs here, and so do two ways without a subclass.
+The labels are sparse COO tensors, one (length, vocabulary) tensor a sample, for which PyTorch's own cross entropy has
+no gradient. A Trainer that is subclassed for them runs here, and so do two ways without a subclass.
 """
 
 import tempfile
@@ -42,7 +42,8 @@ class MarkovText(Dataset):
         tokens = self.tokens[i]
         positions = torch.arange(1, LENGTH).repeat_interleave(SUCCESSORS)  # the first token was drawn from nothing
         classes, weights = self.successors[tokens[:-1]].flatten(), self.weights[tokens[:-1]].flatten()
-        labels = torch.sparse_coo_tensor(torch.stack((positions, classes)), weights, (LENGTH, VOCAB), check_invariants=True)
+        labels = torch.sparse_coo_tensor(torch.stack((positions, classes)), weights, (LENGTH, VOCAB),
+                                         check_invariants=True)
         return {"input_ids": tokens, "labels": labels}
 
 
@@ -67,8 +68,8 @@ def train(what: str, trainer_class: type, model: nn.Module, **options) -> None:
     with tempfile.TemporaryDirectory() as directory:
         arguments = TrainingArguments(
             directory, per_device_train_batch_size=8, gradient_accumulation_steps=2, max_steps=40, learning_rate=5e-3,
-            lr_scheduler_type="constant", save_strategy="no", logging_strategy="no", report_to="none", disable_tqdm=True,
-            use_cpu=True)
+            lr_scheduler_type="constant", save_strategy="no", logging_strategy="no", report_to="none",
+            disable_tqdm=True, use_cpu=True)
         trainer = trainer_class(model, arguments, data_collator=sparse_ce.collate, train_dataset=MarkovText(256),
                                 eval_dataset=MarkovText(32), **options)
         before = trainer.evaluate()["eval_loss"]

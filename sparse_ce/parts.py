@@ -1,6 +1,6 @@
 """A target taken apart into tensors that a training framework may move, slice, pad, concatenate and gather one by one.
 
-Frameworks know batches as containers of tensors whose first dimension is the batch and whose second is padded with -100.
+Frameworks know batches as containers of tensors whose first dimension is the batch and whose second they pad with -100.
 So every part has the batch first, and -100 marks padding in each:
 
     labels     indices (B, ...)
@@ -19,7 +19,7 @@ from .target import IGNORE_INDEX, SparseTarget, _check, _ranges
 
 
 class Part(str):
-    """The name of a part. It also knows the width of the vocabulary, since what is rebuilt from parts keeps their names."""
+    """The name of a part. It knows the width of the vocabulary too: what is rebuilt from parts keeps their names."""
 
     num_classes = None
 
@@ -61,7 +61,7 @@ def _named(name: str, num_classes: Any) -> Part:
 def _dense_parts(target: SparseTarget) -> Dict[str, Any]:
     """Labels and top-k: ignored rows become rows of -100."""
     indices, values = target.indices, target.values
-    if values is not None and indices.shape[-1] < 2:  # never 1: a framework would broadcast it to the K of another batch
+    if values is not None and indices.shape[-1] < 2:  # of 1, a framework would make the K of another batch
         missing = 2 - indices.shape[-1]
         last = indices[..., -1:] if indices.shape[-1] else indices.new_zeros(*indices.shape[:-1], 1)
         indices = torch.cat((indices, last.expand(*last.shape[:-1], missing)), -1)
@@ -85,9 +85,11 @@ def _jagged_parts(target: SparseTarget) -> Dict[str, Any]:
     row = torch.searchsorted(ends.contiguous(), place, right=True).clamp(max=max(0, ends.shape[1] - 1))
     used = place < ends[:, -1:] if ends.shape[1] else torch.zeros_like(place, dtype=torch.bool)
     source = torch.where(used, ranges[..., 0].gather(1, row) + place - begins.gather(1, row), 0)
-    indices = torch.where(used, target.indices[source], IGNORE_INDEX) if target.nnz else place.new_full(place.shape, -100)
-    values = None if target.values is None else torch.where(used, target.values[source], 0.0) if target.nnz \
-        else target.values.new_zeros(place.shape)
+    indices, values = target.indices, target.values
+    if target.nnz == 0:  # something to point at
+        indices, values = indices.new_zeros(1), None if values is None else values.new_zeros(1)
+    indices = torch.where(used, indices[source], IGNORE_INDEX)
+    values = None if values is None else torch.where(used, values[source], 0.0)
     offsets = torch.stack((begins, ends), -1)
     if target.row_mask is not None:
         offsets = offsets.masked_fill(~target.row_mask.reshape(samples, -1, 1), IGNORE_INDEX)

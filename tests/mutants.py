@@ -1,6 +1,6 @@
 """Breaks the code on purpose, one change at a time, and checks that a test notices.
 
-    python tests/mutants.py [cuda | cpu | python]
+    python tests/mutants.py [cuda | cpu | python | trainer]
 
 Not part of `make test`: each mutant costs a build. A change to a kernel's logic should come with a mutant of it.
 """
@@ -212,6 +212,38 @@ PYTHON = [
     ("sparse_ce/parallel.py", "if not targets:", "if False:"),
     ("sparse_ce/collate.py", "ranges.append(_pad(_ranges(t.offsets) + base", "ranges.append(_pad(_ranges(t.offsets)"),
 ]
+# The integrations; only tests/test_trainer*.py run.
+TRAINER = [
+    ("sparse_ce/integrations/head.py", "cap = (1.0, None) if", "cap = (1.0, None) if True or"),
+    ("sparse_ce/integrations/head.py", "self.scale * factor)", "self.scale)"),
+    ("sparse_ce/integrations/head.py", "self.scale, self.gain * factor", "self.scale, self.gain"),
+    ("sparse_ce/integrations/head.py", "linear_bias=self.bias", "linear_bias=None"),
+    ("sparse_ce/integrations/head.py", "if self.gain is not None:\n            _refuse", "if False:\n            _refuse"),
+    ("sparse_ce/integrations/head.py", "return Logits(hidden, weight, bias)", "return F.linear(hidden, weight, bias)"),
+    ("sparse_ce/integrations/transformers.py", "target = target.shift(1)", "pass"),
+    ("sparse_ce/integrations/transformers.py", "labels if shift else shift_labels", "labels"),
+    ("sparse_ce/integrations/transformers.py", '{**options, "normalizer": normalizer}', "options"),
+    ("sparse_ce/integrations/transformers.py", "replica.forward = MethodType(self._fused, replica)", "pass"),
+    ("sparse_ce/integrations/transformers.py", "head.set_reshard_after_forward(False, recurse=False)", "pass"),
+    ("sparse_ce/integrations/transformers.py", "or wanted or not", "or not"),
+    ("sparse_ce/integrations/transformers.py", "head._sparse_ce_fusing = False", "pass"),
+    ("sparse_ce/integrations/transformers.py", "Mapping.register(SparseTarget)", ""),
+    ("sparse_ce/integrations/transformers.py", "is not nn.Linear.forward", "is None"),
+    ("sparse_ce/integrations/teacher.py", "padding = padding | _repeated(indices)", "pass"),
+    ("sparse_ce/integrations/teacher.py", "if mask is not None:\n            padding", "if False:\n            padding"),
+    ("sparse_ce/integrations/teacher.py", 'if self.predicts == "next":', "if False:"),
+    ("sparse_ce/integrations/teacher.py", "counts = torch.as_tensor", "_ = torch.as_tensor"),
+    ("sparse_ce/integrations/teacher.py", 'if self.padding_side == "left"', "if False"),
+    ("sparse_ce/parts.py", "offsets + first, 0)", "offsets, 0)"),
+    ("sparse_ce/parts.py", "place - begins.gather(1, row)", "place"),
+    ("sparse_ce/parts.py", "counts = offsets[..., 0] >= 0", "counts = offsets[..., 0] >= -999"),
+    ("sparse_ce/parts.py", "indices = indices.masked_fill(ignored, IGNORE_INDEX)", "pass"),
+    ("sparse_ce/parts.py", "part.num_classes = num_classes", "pass"),
+    ("sparse_ce/parts.py", "indices.shape[-1] < 2:", "indices.shape[-1] < 1:"),
+    ("sparse_ce/parts.py", "or target.by_sample", ""),
+    ("sparse_ce/collate.py", "key=lambda item: isinstance(item[1], SparseTarget)", "key=lambda item: False"),
+    ("sparse_ce/collate.py", "default_collate_fn_map[SparseTarget] =", "_ ="),
+]
 
 
 def run(command, cwd, env=None) -> bool:
@@ -228,9 +260,9 @@ def cuda_passes(tree: Path, replacement: str) -> bool:
     return all(run([f"tests/emulation/build/{program.stem}_{flavour}", *options], tree) for program in programs)
 
 
-def suite_passes(tree: Path, package: Path) -> bool:
+def suite_passes(tree: Path, package: Path, *tests: str) -> bool:
     return run([sys.executable, "-m", "pytest", "-x", "-q", "-m", "not slow", "--ignore=tests/test_emulation.py",
-                "--ignore=tests/test_build.py", "tests"], tree, {"PYTHONPATH": str(package)})
+                "--ignore=tests/test_build.py", *(tests or ["tests"])], tree, {"PYTHONPATH": str(package)})
 
 
 def cpu_passes(tree: Path, _: str) -> bool:
@@ -246,17 +278,22 @@ def cpu_passes(tree: Path, _: str) -> bool:
     return suite_passes(tree, package)
 
 
-def python_passes(tree: Path, _: str) -> bool:
+def python_passes(tree: Path, _: str, *tests: str) -> bool:
     import sparse_ce
     package = tree / "package"
     shutil.copytree(tree / "sparse_ce", package / "sparse_ce")
     for library in Path(sparse_ce.__file__).parent.glob("_C*.so"):
         shutil.copy(library, package / "sparse_ce")
-    return suite_passes(tree, package)
+    return suite_passes(tree, package, *tests)
+
+
+def trainer_passes(tree: Path, replacement: str) -> bool:
+    return python_passes(tree, replacement, *(str(path) for path in sorted(tree.glob("tests/test_trainer*.py"))))
 
 
 def main() -> int:
-    groups = {"cuda": (CUDA, cuda_passes), "cpu": (CPU, cpu_passes), "python": (PYTHON, python_passes)}
+    groups = {"cuda": (CUDA, cuda_passes), "cpu": (CPU, cpu_passes), "python": (PYTHON, python_passes),
+              "trainer": (TRAINER, trainer_passes)}
     survived = 0
     for name in sys.argv[1:] or groups:
         mutants, passes = groups[name]

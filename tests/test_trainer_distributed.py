@@ -39,8 +39,8 @@ def results(tmp_path_factory):
     environment = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
                    "PYTHONPATH": os.pathsep.join([str(package), str(HERE)]), "OMP_NUM_THREADS": "1"}
     started = [subprocess.Popen([sys.executable, HERE / "trainer_process.py", output, *TRAINERS, *WRAPPERS], text=True,
-                                env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)}, stdout=subprocess.DEVNULL,
-                                stderr=open(output / f"errors{rank}", "w")) for rank in (0, 1)]
+                                stdout=subprocess.DEVNULL, stderr=open(output / f"errors{rank}", "w"),
+                                env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)}) for rank in (0, 1)]
     try:
         for process in started:
             process.wait(timeout=300)

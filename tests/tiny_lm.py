@@ -27,8 +27,8 @@ _MAKE = {
         **_SHAPE, num_key_value_heads=1, lm_head_multiplier=0.4, mamba_d_ssm=16, mamba_n_heads=2, mamba_d_head=8,
         mamba_d_state=4, mamba_chunk_size=4)),
     "gpt2, tied": lambda: transformers.GPT2LMHeadModel(transformers.GPT2Config(
-        vocab_size=VOCAB, n_embd=16, n_layer=2, n_head=2, n_positions=32, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
-        bos_token_id=1, eos_token_id=2)),
+        vocab_size=VOCAB, n_embd=16, n_layer=2, n_head=2, n_positions=32, bos_token_id=1, eos_token_id=2,
+        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)),
     "phi, bias": lambda: transformers.PhiForCausalLM(transformers.PhiConfig(**_SHAPE)),
     "mixtral, router loss": lambda: transformers.MixtralForCausalLM(transformers.MixtralConfig(
         **_SHAPE, num_key_value_heads=1, num_local_experts=4, num_experts_per_tok=2, output_router_logits=True,
@@ -133,8 +133,8 @@ def arguments(path, **changes):
         per_device_eval_batch_size=4, max_steps=1, logging_steps=1), **changes})
 
 
-def make_trainer(path, model, samples, eval_samples=None, compute_loss_func=None, compute_metrics=None, collator=collate,
-                 preprocess_logits_for_metrics=None, **changes):
+def make_trainer(path, model, samples, eval_samples=None, compute_loss_func=None, compute_metrics=None,
+                 collator=collate, preprocess_logits_for_metrics=None, **changes):
     return Trainer(model, arguments(path, **changes), data_collator=collator, train_dataset=samples,
                    eval_dataset=eval_samples, compute_loss_func=compute_loss_func, compute_metrics=compute_metrics,
                    preprocess_logits_for_metrics=preprocess_logits_for_metrics, callbacks=[Recorder()])

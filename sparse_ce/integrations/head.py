@@ -2,7 +2,7 @@
 
 The head of a model gets :class:`HeadInput` in place of its hidden states. Its ``F.linear`` gives :class:`Logits`, which
 know the hidden states, the weight and the bias that were really used, and follow what the model's own code does next:
-``gain * tanh(scale * x)`` or ``scale * x``. Whatever else is done to them is an error, so no formula is ever overlooked.
+``gain * tanh(scale * x)`` or ``scale * x``. Whatever else is done to them is an error: no formula is overlooked.
 """
 
 import math
@@ -18,8 +18,8 @@ from .. import functional
 from ..target import SparseTarget, _fail
 
 _TANH = (torch.tanh, F.tanh)
-_REFUSED = ("add", "radd", "sub", "rsub", "matmul", "rmatmul", "rtruediv", "floordiv", "mod", "pow", "neg", "abs", "invert",
-            "and", "or", "lt", "le", "gt", "ge", "getitem", "setitem", "len", "iter", "bool", "float", "int")
+_REFUSED = ("add", "radd", "sub", "rsub", "matmul", "rmatmul", "rtruediv", "floordiv", "mod", "pow", "neg", "abs",
+            "invert", "and", "or", "lt", "le", "gt", "ge", "getitem", "setitem", "len", "iter", "bool", "float", "int")
 
 
 class HeadInput:

@@ -32,9 +32,9 @@ class TopKCollator:
         ids, values, mask: keys of a sample. ``mask=None``: there is none.
         kind: what the values are, ``"logprobs"``, ``"probs"`` or ``"logits"``, as in ``SparseTarget.from_topk``.
             ``"logits"`` also normalises log-probabilities over the candidates.
-        predicts: ``"token"`` where row i is the distribution of token i, as vLLM's prompt_logprobs are; ``"next"`` where
-            it is that of token i + 1, as the logits at position i are. The labels are those of ``"token"`` in both
-            cases, which is what a loss that shifts wants.
+        predicts: ``"token"`` where row i is the distribution of token i, as vLLM's prompt_logprobs are; ``"next"``
+            where it is that of token i + 1, as the logits at position i are. The labels are those of ``"token"`` in
+            both cases, which is what a loss that shifts wants.
         k: candidates kept in each position, those of the largest values; batches then all have the same K.
         padding_side: where ``collator`` pads.
         num_classes: size of the vocabulary, where it shall be checked.
@@ -70,7 +70,7 @@ class TopKCollator:
         if self.k is not None:
             indices, values = _largest(indices, values, self.k)
         if self.predicts == "next":
-            indices, values = (F.pad(t, (0, 0, 1, -1), value=fill) for t, fill in ((indices, IGNORE_INDEX), (values, 0.0)))
+            indices, values = F.pad(indices, (0, 0, 1, -1), value=IGNORE_INDEX), F.pad(values, (0, 0, 1, -1))
         counts = None
         if sample.get("labels") is not None:
             counts = torch.as_tensor(sample["labels"]).ne(IGNORE_INDEX)
@@ -107,7 +107,7 @@ class TopKCollator:
 
 
 def pad_inputs(samples: Sequence[Mapping]) -> Dict[str, Any]:
-    """``collate``, with sequences of the length of ``input_ids`` padded with 0 on the right; adds ``attention_mask``."""
+    """``collate``, with sequences as long as ``input_ids`` padded with 0 on the right; adds ``attention_mask``."""
     samples = [{"attention_mask": [1] * len(sample["input_ids"]), **sample} for sample in samples]
     batch = {}
     for key in samples[0]:
@@ -151,7 +151,8 @@ def _padded(rows: Any, fill: float) -> Tensor:
         return t
     rows = [[] if row is None else row.tolist() if hasattr(row, "tolist") else row for row in rows]
     lengths = torch.tensor([len(row) for row in rows], dtype=torch.int64)
-    flat = torch.tensor(list(chain.from_iterable(rows)), dtype=torch.float32 if isinstance(fill, float) else torch.int64)
+    dtype = torch.float32 if isinstance(fill, float) else torch.int64
+    flat = torch.tensor(list(chain.from_iterable(rows)), dtype=dtype)
     out = torch.full((len(rows), int(lengths.max()) if rows else 0), fill, dtype=flat.dtype)
     row_of = torch.repeat_interleave(torch.arange(len(rows)), lengths)
     out[row_of, torch.arange(flat.numel()) - (lengths.cumsum(0) - lengths)[row_of]] = flat

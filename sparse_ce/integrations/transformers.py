@@ -8,6 +8,7 @@ from typing import Any, Callable, Optional
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from transformers import PreTrainedModel
 from transformers.loss.loss_utils import ForCausalLMLoss
@@ -57,7 +58,8 @@ def causal_lm_loss(*, shift: bool = True, **options) -> Callable[..., Tensor]:
     return loss
 
 
-def _loss(logits: Any, labels: Any, normalizer: Optional[functional.Normalizer], options: dict, *, shift: bool) -> Tensor:
+def _loss(logits: Any, labels: Any, normalizer: Optional[functional.Normalizer], options: dict, *,
+          shift: bool) -> Tensor:
     """``logits`` (B, S, V): numbers, or the :class:`Logits` of a fused head."""
     target = functional.as_target(labels, logits.shape)
     if options.get("ignore_index", IGNORE_INDEX) != IGNORE_INDEX:  # positions that a shift adds are marked with -100
@@ -80,7 +82,8 @@ def _check_options(loss: Callable, options: dict, *taken: str) -> None:
     for name in options:
         if name not in known or name in refused:
             _fail(f"options must be among {sorted(set(known) - refused)}, got {name!r}", TypeError)
-    _check(options.get("reduction", "mean") != "none", "reduction must be 'mean' or 'sum' in a training loop, got 'none'")
+    _check(options.get("reduction", "mean") != "none",
+           "reduction must be 'mean' or 'sum' in a training loop, got 'none'")
 
 
 def fuse_lm_head(model: nn.Module, *, eval_logits: bool = True, **options) -> "FusedHead":
@@ -92,21 +95,21 @@ def fuse_lm_head(model: nn.Module, *, eval_logits: bool = True, **options) -> "F
     class indices (B, S), an ``(indices, values)`` tuple, a COO tensor (B, S, V) or a ``SparseTarget``.
 
     Args:
-        model: a causal language model of transformers, or one inside PEFT, DDP, FSDP or DataParallel, before or after it
-            is wrapped. Fuse before ``torch.compile``.
+        model: a causal language model of transformers, or one inside PEFT, DDP, FSDP or DataParallel, before or after
+            it is wrapped. Fuse before ``torch.compile``.
         eval_logits: a forward in eval mode without gradients, as in ``Trainer.evaluate``, makes logits as ever, for
             ``compute_metrics``; False leaves them out there as well.
-        options: those of :func:`sparse_ce.linear_cross_entropy`, such as ``label_smoothing``, ``z_loss``, ``weight`` and
-            ``chunk_rows``; not ``logit_scale`` and ``softcap``, which are the model's, and not ``normalizer``, which is
+        options: those of :func:`sparse_ce.linear_cross_entropy`, such as ``label_smoothing``, ``z_loss``, ``weight``
+            and ``chunk_rows``; not ``logit_scale`` and ``softcap``, which are the model's, and not ``normalizer``, which is
             ``num_items_in_batch``.
 
     Returns:
         A handle; ``handle.remove()`` gives the model its own forward back.
 
     Raises:
-        TypeError, ValueError: the model has no head, one that is more than a matrix product (adapters, quantisation), or
-            another loss than that of causal language models; at the first forward, if its code does something else to
-            the logits.
+        TypeError, ValueError: the model has no head, one that is more than a matrix product (adapters, quantisation),
+            or another loss than that of causal language models.
+        ValueError, AttributeError: from its first forward, if its code does something else to the logits.
     """
     _check_options(functional.linear_cross_entropy, options, "logit_scale", "softcap", "inplace_backward")
     while not isinstance(model, PreTrainedModel):
@@ -129,11 +132,11 @@ def _check_head(model: PreTrainedModel) -> nn.Module:
         _fail(f"model must have an output head, got {type(model).__name__} without one", TypeError)
     if getattr(type(head), "forward", None) is not nn.Linear.forward:
         _fail("model must have a plain nn.Linear as its output head, got "
-              f"{type(head).__module__}.{type(head).__name__}; keep adapters and quantisation away from the head, or train "
-              "with causal_lm_loss", TypeError)
+              f"{type(head).__module__}.{type(head).__name__}; keep adapters and quantisation away from the head, or "
+              "train with causal_lm_loss", TypeError)
     weight = head.weight
-    if not weight.dtype.is_floating_point or is_traceable_wrapper_subclass(weight) and not isinstance(head, FSDPModule) \
-            and type(weight).__name__ != "DTensor":
+    wrapped = is_traceable_wrapper_subclass(weight) and not isinstance(weight, DTensor)  # FSDP2's, between forwards
+    if wrapped or not weight.dtype.is_floating_point:
         _fail(f"model must have an output head with a plain floating weight, got {type(weight).__name__} of "
               f"{weight.dtype}; a quantised head has no fused loss", TypeError)
     return head
