@@ -48,6 +48,11 @@ FORMS = {
     "id 0 and -1e9, with a mask": (dict(ids="target_token_ids", values="target_logprobs", mask="target_mask"), {
         "target_token_ids": padded(IDS, 0), "target_logprobs": padded(LOGPROBS, -1e9),
         "target_mask": padded([[1] * len(r) for r in IDS], 0)}),
+    "anything, with a mask": (dict(mask="kept"), {
+        "teacher_ids": torch.tensor(padded(IDS, 4)), "teacher_logprobs": torch.tensor(padded(LOGPROBS, -0.5)),
+        "kept": torch.tensor(padded([[True] * len(r) for r in IDS], False))}),
+    "the sampled token before the top k": ({}, {
+        "teacher_ids": [r[1:2] + r for r in IDS], "teacher_logprobs": [r[1:2] + r for r in LOGPROBS]}),
     "probabilities": (dict(values="top_probs", kind="probs"), {
         "teacher_ids": padded(IDS, 0), "top_probs": [[np.exp(v) for v in r] + [0.0] * (3 - len(r)) for r in LOGPROBS]}),
     "vLLM prompt_logprobs": (dict(values="prompt_logprobs"), {"prompt_logprobs": VLLM}),
