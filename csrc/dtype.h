@@ -18,9 +18,10 @@
 
 namespace sparse_ce {
 
-enum class DType : int32_t { kFloat32, kFloat64, kFloat16, kBFloat16, kInt32, kInt64 };
+enum class DType : int32_t { kFloat32, kFloat64, kFloat16, kBFloat16, kInt32, kInt64, kUInt8 };
 
-constexpr int64_t size_of(DType dtype) {
+SCE_HD constexpr int64_t size_of(DType dtype) {
+  if (dtype == DType::kUInt8) return 1;
   return dtype == DType::kFloat64 || dtype == DType::kInt64 ? 8 : dtype == DType::kFloat32 || dtype == DType::kInt32 ? 4 : 2;
 }
 
@@ -113,6 +114,14 @@ SCE_HD acc_t load_float(const void* array, DType dtype, int64_t i) {
 
 SCE_HD int64_t load_int(const void* array, DType dtype, int64_t i) {
   return dtype == DType::kInt64 ? static_cast<const int64_t*>(array)[i] : static_cast<const int32_t*>(array)[i];
+}
+
+// The same for any dtype. bool is kUInt8.
+template <typename acc_t>
+SCE_HD acc_t load_number(const void* array, DType dtype, int64_t i) {
+  if (dtype == DType::kUInt8) return static_cast<acc_t>(static_cast<const uint8_t*>(array)[i]);
+  const bool integer = dtype == DType::kInt32 || dtype == DType::kInt64;
+  return integer ? static_cast<acc_t>(load_int(array, dtype, i)) : load_float<acc_t>(array, dtype, i);
 }
 
 // The address of element i.

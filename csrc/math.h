@@ -188,6 +188,24 @@ struct MeanStats {
   SCE_HD acc_t divisor() const { return count == acc_t(0) ? acc_t(INFINITY) : count; }
 };
 
+// The mean of the elements x_i that a mask leaves, with its weights w_i, 1 for true:
+//
+//   m = sum_i where(w_i = 0, 0, w_i x_i) / d,   d = sum_i w_i, or 1 where that is 0     dm/dx_i = where(w_i = 0, 0, w_i / d)
+template <typename acc_t>
+struct MaskedSum {
+  acc_t sum = 0, weight = 0;
+
+  // A choice, not a product: what a mask hides may be NaN or inf. Its gradient is the same function of 1 / d.
+  SCE_HD static acc_t term(acc_t x, acc_t w) { return w == acc_t(0) ? acc_t(0) : w * x; }
+  template <typename other_t>
+  SCE_HD void merge(const MaskedSum<other_t>& other) {
+    sum += static_cast<acc_t>(other.sum);
+    weight += static_cast<acc_t>(other.weight);
+  }
+  SCE_HD acc_t divisor() const { return weight == acc_t(0) ? acc_t(1) : weight; }
+  SCE_HD acc_t mean() const { return sum / divisor(); }
+};
+
 // Softmax over the entries that a row of a sparse matrix has, as if the others were -inf:
 //
 //   log_softmax   y_k = z_k - lse           dloss/dz_k = g_k - exp(y_k) sum_i g_i

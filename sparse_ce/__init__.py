@@ -4,10 +4,12 @@ from . import ops, parallel
 from ._version import __version__
 from .collate import collate
 from .functional import cross_entropy, linear_cross_entropy
-from .modules import LinearSparseCrossEntropyLoss, SparseCrossEntropyLoss
+from .masked_mean import masked_mean
+from .modules import LinearSparseCrossEntropyLoss, MaskedMean, SparseCrossEntropyLoss
 from .sparse_softmax import log_softmax
 from .stock import disable_stock, enable_stock
 from .target import SparseTarget
 
-__all__ = ["LinearSparseCrossEntropyLoss", "SparseCrossEntropyLoss", "SparseTarget", "__version__", "collate",
-           "cross_entropy", "disable_stock", "enable_stock", "linear_cross_entropy", "log_softmax"]
+__all__ = ["LinearSparseCrossEntropyLoss", "MaskedMean", "SparseCrossEntropyLoss", "SparseTarget", "__version__", "collate",
+           "cross_entropy", "disable_stock", "enable_stock", "linear_cross_entropy", "log_softmax",
+           "masked_mean"]

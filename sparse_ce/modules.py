@@ -1,10 +1,11 @@
 """Losses as modules: options at construction, tensors at the call."""
 
-from typing import Optional, Tuple, Union
+from typing import Optional, Sequence, Tuple, Union
 
 from torch import Tensor, nn
 
 from . import functional
+from .masked_mean import masked_mean
 from .target import IGNORE_INDEX
 
 
@@ -94,3 +95,18 @@ class LinearSparseCrossEntropyLoss(_Loss):
         normalizer = self.normalizer if normalizer is None else normalizer
         return functional.linear_cross_entropy(input, linear_weight, target, linear_bias=linear_bias, weight=self.weight,
                                                normalizer=normalizer, **self.options)
+
+
+class MaskedMean(nn.Module):
+    """Module form of :func:`sparse_ce.masked_mean`; arguments are its keywords."""
+
+    def __init__(self, dim: Union[int, Sequence[int], None] = None, keepdim: bool = False):
+        super().__init__()
+        self.dim, self.keepdim = dim, keepdim
+
+    def forward(self, input: Tensor, mask: Tensor) -> Tensor:
+        """``mask`` broadcasts to the shape of ``input``; see :func:`sparse_ce.masked_mean`."""
+        return masked_mean(input, mask, self.dim, self.keepdim)
+
+    def extra_repr(self) -> str:
+        return f"dim={self.dim}, keepdim={self.keepdim}"

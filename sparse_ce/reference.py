@@ -6,7 +6,7 @@ it is what runs. Arguments and shapes are those of ``torch.ops.sparse_ce`` (``cs
 derived in ``csrc/math.h``.
 """
 
-from typing import NamedTuple, Optional, Tuple
+from typing import NamedTuple, Optional, Sequence, Tuple
 
 import torch
 import torch.nn.functional as F
@@ -245,6 +245,26 @@ def linear_backward(grad_loss: Tensor, grad_lse: Optional[Tensor], input: Tensor
         F.pad(dz.sum(0).to(linear_bias.dtype), (0, padding)) if bias_grad and linear_bias is not None else none.clone(),
         backward_values(grad_loss, logits, lse, lse_residual, *rest) if values_grad else none.clone(),
     )
+
+
+def masked_mean(input: Tensor, mask: Tensor, dim: Sequence[int]) -> Tuple[Tensor, Tensor]:
+    """``torch.ops.sparse_ce.masked_mean``: the mean, and the divisor in the arithmetic dtype."""
+    dtype = arithmetic_dtype(input.dtype)
+    weight, dim = mask.to(dtype), list(dim)
+    # where, not a product: NaN and inf under the mask must touch neither the mean nor the gradient.
+    total = torch.where(weight == 0, 0.0, weight * input.to(dtype)).sum(dim)
+    exact = dtype if mask.dtype.is_floating_point else torch.int64
+    divisor = mask.expand(input.shape).sum(dim, dtype=exact).to(dtype)
+    divisor = torch.where(divisor == 0, 1.0, divisor)
+    return (total / divisor).to(input.dtype), divisor
+
+
+def masked_mean_backward(share: Tensor, mask: Tensor, dim: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """``torch.ops.sparse_ce.masked_mean_backward``, in the shape of ``mask``."""
+    for d in sorted(dim):
+        share = share.unsqueeze(d)
+    weight = mask.to(share.dtype)
+    return torch.where(weight == 0, 0.0, weight * share).to(dtype)
 
 
 def sparse_softmax(values: Tensor, offsets: Tensor, order: Optional[Tensor], log: bool) -> Tensor:

@@ -1,4 +1,5 @@
 #include "../linear_ops.h"
+#include "../masked_mean_ops.h"
 #include "../sparse_softmax_ops.h"
 #include "gradient_memory.h"
 
@@ -22,6 +23,8 @@ struct Cpu {
     cpu::sparse_softmax_backward(args);
   }
   static void check_rows(const SparseSoftmaxArgs& args) { check_rows_on_host(args); }
+  static void masked_mean(const MaskedMeanArgs& args, const Tensor&) { cpu::masked_mean(args); }
+  static void masked_mean_backward(const MaskedMeanArgs& args, const Tensor&) { cpu::masked_mean_backward(args); }
 
   static void accumulate(const AccumulateArgs& args, const Tensor&) { cpu::accumulate(args); }
   static void clear_ignored_rows(const ClearRowsArgs& args, const Tensor&) { cpu::clear_ignored_rows(args); }
@@ -65,6 +68,7 @@ struct Cpu {
 using CpuOps = Ops<Cpu>;
 using CpuLinearOps = LinearOps<Cpu>;
 using CpuSparseSoftmaxOps = SparseSoftmaxOps<Cpu>;
+using CpuMaskedMeanOps = MaskedMeanOps<Cpu>;
 
 std::string cpu_instruction_set() { return cpu::instruction_set(); }
 
@@ -75,6 +79,7 @@ STABLE_TORCH_LIBRARY_IMPL(sparse_ce, CPU, m) {
   SCE_REGISTER_OPS(m, sparse_ce::CpuOps);
   SCE_REGISTER_LINEAR_OPS(m, sparse_ce::CpuLinearOps);
   SCE_REGISTER_SPARSE_SOFTMAX_OPS(m, sparse_ce::CpuSparseSoftmaxOps);
+  SCE_REGISTER_MASKED_MEAN_OPS(m, sparse_ce::CpuMaskedMeanOps);
 }
 
 STABLE_TORCH_LIBRARY_IMPL(sparse_ce, CompositeExplicitAutograd, m) {

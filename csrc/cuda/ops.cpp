@@ -1,7 +1,9 @@
 #include "../linear_ops.h"
+#include "../masked_mean_ops.h"
 #include "../sparse_softmax_ops.h"
 #include "cross_entropy.h"
 #include "linear.h"
+#include "masked_mean.h"
 #include "sparse_softmax.h"
 
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
@@ -104,6 +106,15 @@ struct Cuda {
     check_cuda(cuda::sparse_softmax_backward(args, stream_of(like)));
   }
   static void check_rows(const SparseSoftmaxArgs&) {}  // the kernels stay within the entries
+  static void masked_mean(const MaskedMeanArgs& args, const Tensor& like) {
+    const DeviceGuard guard(like.get_device_index());
+    const Tensor workspace = bytes(like, cuda::masked_mean_workspace(args));
+    check_cuda(cuda::masked_mean(args, workspace.mutable_data_ptr(), stream_of(like)));
+  }
+  static void masked_mean_backward(const MaskedMeanArgs& args, const Tensor& like) {
+    const DeviceGuard guard(like.get_device_index());
+    check_cuda(cuda::masked_mean_backward(args, stream_of(like)));
+  }
 
   static void accumulate(const AccumulateArgs& args, const Tensor& like) {
     const DeviceGuard guard(like.get_device_index());
@@ -154,6 +165,7 @@ struct Cuda {
 using CudaOps = Ops<Cuda>;
 using CudaLinearOps = LinearOps<Cuda>;
 using CudaSparseSoftmaxOps = SparseSoftmaxOps<Cuda>;
+using CudaMaskedMeanOps = MaskedMeanOps<Cuda>;
 
 #ifndef SPARSE_CE_CUDA_ARCHITECTURES
 #define SPARSE_CE_CUDA_ARCHITECTURES "unknown"
@@ -172,6 +184,7 @@ STABLE_TORCH_LIBRARY_IMPL(sparse_ce, CPU, m) {
   SCE_REGISTER_OPS(m, sparse_ce::CudaOps);
   SCE_REGISTER_LINEAR_OPS(m, sparse_ce::CudaLinearOps);
   SCE_REGISTER_SPARSE_SOFTMAX_OPS(m, sparse_ce::CudaSparseSoftmaxOps);
+  SCE_REGISTER_MASKED_MEAN_OPS(m, sparse_ce::CudaMaskedMeanOps);
 }
 STABLE_TORCH_LIBRARY_IMPL(sparse_ce, CompositeExplicitAutograd, m) {
   m.impl("cpu_instruction_set", TORCH_BOX(&cpu_instruction_set));
@@ -181,6 +194,7 @@ STABLE_TORCH_LIBRARY_IMPL(sparse_ce, CUDA, m) {
   SCE_REGISTER_OPS(m, sparse_ce::CudaOps);
   SCE_REGISTER_LINEAR_OPS(m, sparse_ce::CudaLinearOps);
   SCE_REGISTER_SPARSE_SOFTMAX_OPS(m, sparse_ce::CudaSparseSoftmaxOps);
+  SCE_REGISTER_MASKED_MEAN_OPS(m, sparse_ce::CudaMaskedMeanOps);
 }
 STABLE_TORCH_LIBRARY_IMPL(sparse_ce, CompositeExplicitAutograd, m) {
   m.impl("cuda_architectures", TORCH_BOX(&sparse_ce::cuda_architectures));

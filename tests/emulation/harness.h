@@ -69,12 +69,11 @@ class Array {
       case DType::kBFloat16: *static_cast<__nv_bfloat16*>(at) = __float2bfloat16_rn(float(x)); break;
       case DType::kInt64: *static_cast<int64_t*>(at) = int64_t(x); break;
       case DType::kInt32: *static_cast<int32_t*>(at) = int32_t(x); break;
+      case DType::kUInt8: *static_cast<uint8_t*>(at) = uint8_t(x); break;
     }
   }
   double get(int64_t i) const {
-    if (dtype_ == DType::kInt32 || dtype_ == DType::kInt64)
-      return double(load_int(host_.data(), dtype_, offset_ + i));
-    return load_float<double>(host_.data(), dtype_, offset_ + i);
+    return load_number<double>(host_.data(), dtype_, offset_ + i);
   }
   void upload() {
     if (device_) must(cudaMemcpy(device_, host_.data(), host_.size(), cudaMemcpyHostToDevice), "upload");

@@ -1,0 +1,154 @@
+"""The mean of what a mask leaves, and its op's autograd. Formula: ``csrc/math.h``; in plain PyTorch: ``reference.py``."""
+
+import math
+from typing import Sequence, Tuple, Union
+
+import torch
+from torch import Tensor
+
+from . import reference
+from .ops import _composite, _eager, _library, _needs_grad, _ops
+from .target import _check, _fail
+
+_INPUT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_MASK_DTYPES = (torch.bool, torch.uint8, torch.int32, torch.int64, *_INPUT_DTYPES)
+_MOST_AXES = 8  # of the kernels
+
+
+def masked_mean(input: Tensor, mask: Tensor, dim: Union[int, Sequence[int], None] = None,
+                keepdim: bool = False) -> Tensor:
+    """The mean of the elements of ``input`` where ``mask`` is not 0; over nothing 0, with gradient 0, never NaN.
+
+    ``sum(where(mask == 0, 0, mask * input)) / sum(mask)``: what the mask hides may be NaN or inf and touches neither the
+    mean nor the gradient, which is exactly 0 there. Shapes are static: one graph for masks of any count.
+
+    Args:
+        input: any shape and strides; float16, bfloat16, float32, float64, or an integer dtype or bool, taken as float32.
+            Sums are float32 (float64 for float64).
+        mask: broadcasts to the shape of ``input``. bool, or any integer or floating dtype: 0 hides an element and any
+            other value is its weight, so that 0 / 1 and 0 / 255 are masks and fractions give the weighted mean. Weights
+            should not be negative: where they cancel to 0 the sum is divided by 1. May not require grad.
+        dim: the dimension or dimensions to reduce, negative ones counting from the end; all by default (None or empty).
+        keepdim: keep the reduced dimensions with size 1.
+
+    Returns:
+        The mean in the dtype of ``input`` (float32 for integers), a fresh tensor, differentiable for ``input`` any number
+        of times.
+
+    Raises:
+        TypeError, ValueError: an argument has the wrong type, dtype, shape, device or value; raised before any work.
+        RuntimeError: ``mask`` requires grad.
+    """
+    dims = _check_call(input, mask, dim)
+    if input.dtype not in _INPUT_DTYPES:
+        input = input.to(torch.float32)
+    if mask.dtype not in _MASK_DTYPES:
+        mask = mask.to(torch.int32)
+    shape = input.shape
+    if mask.shape != shape:
+        mask = mask.expand(shape)
+    if len(shape) > _MOST_AXES:
+        input, mask = _matrix(input, dims), _matrix(mask, dims)
+        mean = _mean(input, mask, (1,)).reshape([n for d, n in enumerate(shape) if d not in dims])
+    else:
+        mean = _mean(input, mask, dims)
+    return mean.reshape([1 if d in dims else n for d, n in enumerate(shape)]) if keepdim else mean
+
+
+def _mean(input: Tensor, mask: Tensor, dims: Tuple[int, ...]) -> Tensor:
+    return (_masked_mean_autograd if _eager() else _ops.masked_mean)(input, mask, dims)[0]
+
+
+def _matrix(t: Tensor, dims: Tuple[int, ...]) -> Tensor:
+    """(elements kept, elements reduced)."""
+    kept = [d for d in range(t.dim()) if d not in dims]
+    return t.permute(*kept, *dims).reshape(math.prod(t.shape[d] for d in kept), math.prod(t.shape[d] for d in dims))
+
+
+def _check_call(input: Tensor, mask: Tensor, dim: Union[int, Sequence[int], None]) -> Tuple[int, ...]:
+    """The dimensions to reduce, in [0, input.dim()) and ascending."""
+    for name, t in (("input", input), ("mask", mask)):
+        _check(isinstance(t, Tensor), f"{name} must be a tensor, got {type(t).__name__}", TypeError)
+        if t.layout != torch.strided:
+            _fail(f"{name} must be strided, got layout {t.layout}; convert it with .to_dense()")
+    if input.dtype not in _INPUT_DTYPES and (input.dtype.is_floating_point or input.dtype.is_complex):
+        _fail(f"input must be of dtype float16, bfloat16, float32, float64, integer or bool, got {input.dtype}", TypeError)
+    if mask.dtype not in _MASK_DTYPES and (mask.dtype.is_floating_point or mask.dtype.is_complex):
+        _fail(f"mask must be of dtype bool, integer, float16, bfloat16, float32 or float64, got {mask.dtype}", TypeError)
+    if mask.device != input.device:
+        _fail(f"mask must be on the device of input ({input.device}), got a tensor on {mask.device}")
+    if mask.requires_grad:
+        _fail("mask must be a tensor that does not require grad, got one that does; pass mask.detach()", RuntimeError)
+    if mask.shape != input.shape:
+        _check_shapes(input.shape, mask.shape)
+    return _dims(dim, input.dim())
+
+
+def _check_shapes(shape: torch.Size, mask: torch.Size) -> None:
+    fits = len(mask) <= len(shape) and all(m in (1, n) for m, n in zip(reversed(mask), reversed(shape)))
+    if not fits:
+        ahead = len(shape) - len(mask)
+        fix = "; pass mask" + ".unsqueeze(-1)" * ahead if ahead > 0 and shape[:len(mask)] == mask else ""
+        _fail(f"mask must broadcast to the shape of input, {list(shape)}, got {list(mask)}{fix}")
+
+
+def _dims(dim: Union[int, Sequence[int], None], count: int) -> Tuple[int, ...]:
+    if dim is None or count == 0 and dim in (0, -1):
+        return tuple(range(count))
+    given = (dim,) if isinstance(dim, int) else tuple(dim) if isinstance(dim, (tuple, list)) else None
+    if given is None or not all(isinstance(d, int) and not isinstance(d, bool) for d in given):
+        _fail(f"dim must be an int, a tuple of ints or None, got {dim!r}", TypeError)
+    if not given:
+        return tuple(range(count))
+    dims = tuple(sorted(d + count if d < 0 else d for d in given))
+    _check(0 <= dims[0] and dims[-1] < count, f"dim must be in [{-count}, {count}), got {dim}")
+    _check(len(set(dims)) == len(dims), f"dim must name each dimension once, got {dim}")
+    return dims
+
+
+class _MaskedMean(torch.autograd.Function):
+
+    @staticmethod
+    def forward(ctx, input, mask, dim):
+        with torch._C._AutoDispatchBelowAutograd():
+            mean, divisor = _ops.masked_mean(input, mask, dim)
+        ctx.save_for_backward(mask, divisor)
+        ctx.mark_non_differentiable(divisor)
+        ctx.dim, ctx.dtype = dim, input.dtype
+        return mean, divisor
+
+    @staticmethod
+    def backward(ctx, grad_mean, _):
+        mask, divisor = ctx.saved_tensors
+        return _ops.masked_mean_backward(grad_mean / divisor, mask, ctx.dim, ctx.dtype), None, None
+
+
+def _masked_mean_autograd(input, mask, dim):
+    if _composite(input):
+        return reference.masked_mean(input, mask, dim)
+    if _needs_grad(input):
+        return _MaskedMean.apply(input, mask, dim)
+    with torch._C._AutoDispatchBelowAutograd():
+        return _ops.masked_mean(input, mask, dim)
+
+
+def _masked_mean_backward_autograd(share, mask, dim, dtype):
+    if _composite(share) or _needs_grad(share):
+        return reference.masked_mean_backward(share, mask, dim, dtype)
+    with torch._C._AutoDispatchBelowAutograd():
+        return _ops.masked_mean_backward(share, mask, dim, dtype)
+
+
+_library.impl("masked_mean", _masked_mean_autograd, "Autograd")
+_library.impl("masked_mean_backward", _masked_mean_backward_autograd, "Autograd")
+
+
+@torch.library.register_fake("sparse_ce::masked_mean")
+def _(input, mask, dim):
+    kept = [n for d, n in enumerate(input.shape) if d not in dim]
+    return input.new_empty(kept), input.new_empty(kept, dtype=reference.arithmetic_dtype(input.dtype))
+
+
+@torch.library.register_fake("sparse_ce::masked_mean_backward")
+def _(share, mask, dim, dtype):
+    return mask.new_empty(mask.shape, dtype=dtype)

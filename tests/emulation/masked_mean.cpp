@@ -1,0 +1,152 @@
+// Masked means of nests of every kind, and their gradients, against a float64 reference.
+#include "harness.h"
+
+#include "../../csrc/cuda/masked_mean.cu"
+
+namespace {
+
+struct Axis {
+  int64_t size;
+  bool kept, masked;  // masked: the mask differs along it
+};
+
+struct Case {
+  DType dtype, mask_dtype;
+  std::vector<Axis> axes;  // outermost first; the last are the columns
+  int64_t offset, mask_offset, gap, column_step, mask_step, max_blocks;
+  double hidden;
+  std::string text() const {
+    std::string out = "dtype " + std::to_string(int(dtype)) + " mask " + std::to_string(int(mask_dtype)) + " axes";
+    for (const Axis& axis : axes)
+      out += " " + std::to_string(axis.size) + (axis.kept ? "k" : "r") + (axis.masked ? "m" : "");
+    char rest[128];
+    std::snprintf(rest, sizeof(rest), " offsets %ld %ld gap %ld steps %ld %ld max_blocks %ld", long(offset),
+                  long(mask_offset), long(gap), long(column_step), long(mask_step), long(max_blocks));
+    return out + rest;
+  }
+};
+
+Case draw(bool small) {
+  Case c{};
+  c.dtype = one_of<DType>({DType::kFloat32, DType::kFloat64, DType::kFloat16, DType::kBFloat16});
+  c.mask_dtype = one_of<DType>({DType::kUInt8, DType::kUInt8, DType::kUInt8, DType::kFloat32, DType::kFloat64,
+                                DType::kFloat16, DType::kBFloat16, DType::kInt32, DType::kInt64});
+  const int dims = 1 + int(below(4));
+  int64_t elements = small ? 3000 : 60000;
+  const bool deep = chance(0.35);
+  for (int d = 0; d < dims; ++d) {
+    int64_t size = 1 + below(chance(0.5) ? 9 : 70);
+    if (deep && d == dims - 1) size = chance(0.5) ? elements : 8 * (1 + below(elements / 8));
+    if (deep && d == dims - 2 && chance(0.5)) size = elements / 4;
+    size = std::max<int64_t>(1, std::min(size, elements));
+    elements = std::max<int64_t>(8, elements / size);
+    c.axes.push_back({size, chance(0.45), chance(0.75)});
+  }
+  if (deep && dims > 1 && c.axes[size_t(dims - 2)].size > 1000) c.axes[size_t(dims - 1)].kept = true;
+  const bool aligned = chance(0.5);
+  c.offset = aligned ? 8 * below(2) : below(9), c.mask_offset = aligned ? 8 * below(2) : below(9);
+  c.gap = chance(0.6) ? 0 : aligned ? 8 * below(3) : below(4);
+  c.column_step = chance(0.1) ? 2 : 1, c.mask_step = chance(0.1) ? 2 : 1;
+  c.max_blocks = chance(0.5) ? 0 : 1 + below(3);
+  c.hidden = one_of<double>({0, 0.2, 0.5, 0.95, 1});
+  return c;
+}
+
+// The strides of a nest of tensors: the input with gaps between rows, the mask without the axes that it repeats.
+MaskedMeanArgs nest_of(const Case& c, bool dense) {
+  MaskedMeanArgs args{};
+  Place stride{dense ? 1 : c.column_step, c.mask_step, 1};
+  std::vector<Place> strides(c.axes.size());
+  for (size_t d = c.axes.size(); d-- > 0;) {
+    const Axis& axis = c.axes[d];
+    strides[d] = {stride.input, axis.masked ? stride.mask : 0, axis.kept ? stride.out : 0};
+    stride.input = stride.input * axis.size + (d + 1 == c.axes.size() && !dense ? c.gap : 0);
+    if (axis.masked) stride.mask *= axis.size;
+    if (axis.kept) stride.out *= axis.size;
+  }
+  for (size_t d = 0; d + 1 < c.axes.size(); ++d) {
+    Axes& into = c.axes[d].kept ? args.outer : args.rows;
+    into.size[into.dims] = c.axes[d].size, into.count *= c.axes[d].size;
+    into.stride[into.dims++] = strides[d];
+  }
+  args.columns = c.axes.back().size, args.column = strides.back(), args.columns_kept = c.axes.back().kept;
+  args.dtype = c.dtype, args.mask_dtype = c.mask_dtype, args.max_blocks = c.max_blocks;
+  return args;
+}
+
+std::string kind_of(const Case& c) {
+  MaskedMeanArgs args = nest_of(c, false);
+  args.input = reinterpret_cast<const void*>(c.offset * size_of(c.dtype));  // only their alignment counts
+  args.mask = reinterpret_cast<const void*>(c.mask_offset * size_of(c.mask_dtype));
+  const cuda::Plan plan = cuda::plan_of(args);
+  const std::string way = args.columns_kept ? (plan.pack > 1 ? "across by packs" : "across by singles") : plan.warp_items ? "along, a warp" : "along, a block";
+  return way + (plan.parts > 1 ? ", in parts" : "");
+}
+
+// Calls f with the place of every element.
+template <typename function_t>
+void for_places(const MaskedMeanArgs& args, const function_t& f) {
+  for (int64_t o = 0; o < args.outer.count; ++o)
+    for (int64_t r = 0; r < args.rows.count; ++r)
+      for (int64_t i = 0; i < args.columns; ++i) {
+        Place place = args.outer.at(o).moved(args.column, i);
+        place.move(args.rows.at(r), 1);
+        f(place);
+      }
+}
+
+void run_case(const Case& c) {
+  MaskedMeanArgs args = nest_of(c, false), back = nest_of(c, true);
+  Place last;
+  for_places(args, [&](const Place& place) {
+    last.input = std::max(last.input, place.input), last.mask = std::max(last.mask, place.mask);
+    last.out = std::max(last.out, place.out);
+  });
+  const int64_t count = args.outer.count * args.rows.count * args.columns;
+  const DType acc = c.dtype == DType::kFloat64 ? DType::kFloat64 : DType::kFloat32;
+  Array input(c.dtype, last.input + 1, c.offset), mask(c.mask_dtype, last.mask + 1, c.mask_offset);
+  Array mean(c.dtype, last.out + 1), divisor(acc, last.out + 1), share(acc, last.out + 1, below(3));
+  Array gradient(c.dtype, count, chance(0.5) ? 0 : below(9));
+  const bool fractions = c.mask_dtype != DType::kUInt8 && c.mask_dtype != DType::kInt32 && c.mask_dtype != DType::kInt64;
+  for (int64_t i = 0; i <= last.mask; ++i)
+    mask.set(i, chance(c.hidden) ? 0 : fractions && chance(0.5) ? 0.25 : double(1 + below(2)));
+  for (int64_t i = 0; i <= last.input; ++i) input.set(i, NAN);  // what lies between the elements, or is hidden
+  for_places(args, [&](const Place& place) {
+    if (mask.get(place.mask) != 0) input.set(place.input, uniform(-1, 3));
+  });
+  for (int64_t i = 0; i <= last.out; ++i) mean.set(i, 777), divisor.set(i, 777), share.set(i, uniform(-1, 1));
+  for (int64_t i = 0; i < count; ++i) gradient.set(i, 777);
+  for (Array* a : {&input, &mask, &mean, &divisor, &share, &gradient}) a->upload();
+
+  args.input = input.device(), args.mask = mask.device(), args.mean = mean.device(), args.divisor = divisor.device();
+  const size_t bytes = cuda::masked_mean_workspace(args);
+  void* workspace = nullptr;
+  if (bytes > 0) must(cudaMalloc(&workspace, bytes), "malloc");
+  must(cuda::masked_mean(args, workspace, nullptr), "masked_mean");
+  if (workspace) cudaFree(workspace);
+  back.mask = mask.device(), back.share = share.device(), back.grad_input = gradient.device();
+  must(cuda::masked_mean_backward(back, nullptr), "masked_mean_backward");
+  mean.download(), divisor.download(), gradient.download();
+
+  std::vector<long double> sum(size_t(last.out + 1)), absolute(sum), weight(sum);
+  for_places(args, [&](const Place& place) {
+    const long double w = mask.get(place.mask), term = w == 0 ? 0 : w * input.get(place.input);
+    sum[size_t(place.out)] += term, absolute[size_t(place.out)] += std::fabs(term), weight[size_t(place.out)] += w;
+  });
+  const double ulp = c.dtype == DType::kFloat16 ? 0x1p-11 : c.dtype == DType::kBFloat16 ? 0x1p-8 : 0;
+  const double eps = c.dtype == DType::kFloat64 ? 4e-15 : 2e-6, least = c.dtype == DType::kFloat16 ? 6e-8 : 1e-37;
+  for (int64_t i = 0; i <= last.out; ++i) {
+    const double d = weight[size_t(i)] == 0 ? 1 : double(weight[size_t(i)]), exact = double(sum[size_t(i)] / d);
+    compare("mean", i, 0, mean.get(i), exact, ulp * std::fabs(exact) + eps * double(absolute[size_t(i)]) / d + least);
+    compare("divisor", i, 0, divisor.get(i), d, eps * d);
+  }
+  for_places(back, [&](const Place& place) {
+    const double w = mask.get(place.mask), exact = w == 0 ? 0 : w * share.get(place.out);
+    compare("gradient", place.out, place.input, gradient.get(place.input), exact,
+            w == 0 ? 0 : (ulp + eps) * std::fabs(exact) + least);
+  });
+}
+
+}  // namespace
+
+int main(int argc, char** argv) { return run_seeds(argc, argv, draw, kind_of, run_case); }
