@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.amp.autocast_mode import is_autocast_available
 
 from . import linear, ops, reference
+from .masked_mean import masked_mean  # noqa: F401
 from .target import IGNORE_INDEX, SparseTarget, _check, _fail
 
 Target = Union[Tensor, SparseTarget, Tuple[Tensor, Tensor]]

@@ -37,7 +37,9 @@ def kinds(output):
 
 KINDS = {"cross_entropy": ("warp a row", "block a row", "blocks a row"),
          "linear": ("plain sum", "split sum by packs", "split sum by singles", "rows", "scale", "scale of 1"),
-         "sparse_softmax": ("rows for warps", "a row for a block")}
+         "sparse_softmax": ("rows for warps", "a row for a block"),
+         "masked_mean": ("along, a warp", "along, a block", "along, a block, in parts", "across by packs",
+                         "across by singles", "across by packs, in parts", "across by singles, in parts")}
 each_op = pytest.mark.parametrize("op", build.OPS)
 
 
@@ -82,7 +84,8 @@ def test_the_python_suite_passes_on_the_emulated_kernels(tmp_path):
     suite = [str(HERE / name) for name in ("test_cross_entropy.py", "test_failures.py", "test_failures_gradients.py",
                                            "test_failures_extreme.py", "test_foresight.py", "test_sparse_softmax.py",
                                            "test_linear.py", "test_linear_gradients.py", "test_linear_chunks.py",
-                                           "test_linear_failures.py", "test_linear_forecast.py")]
+                                           "test_linear_failures.py", "test_linear_forecast.py",
+                                           "test_masked_mean.py")]
     done = subprocess.run([sys.executable, "-m", "pytest", "-m", "not slow", "-x", *suite], capture_output=True,
                           text=True, cwd=HERE.parent,
                           env={**os.environ, "PYTHONPATH": str(tmp_path), "SPARSE_CE_VALIDATE": "1"})

@@ -255,8 +255,8 @@ __device__ __forceinline__ void add_rows(const MaskedMeanArgs& args, const Place
 
 // A thread takes n columns, which are a pack or one.
 template <typename scalar_t, int n>
-__global__ void __launch_bounds__(kThreads, 3) across_kernel(MaskedMeanArgs args, Plan plan,
-                                                          MaskedSum<acc_type<scalar_t>>* partial) {
+__global__ void __launch_bounds__(kThreads, sizeof(scalar_t) == 2 ? 2 : 3)
+    across_kernel(MaskedMeanArgs args, Plan plan, MaskedSum<acc_type<scalar_t>>* partial) {
   using acc_t = acc_type<scalar_t>;
   COC_SHARED(acc_t, sums, [2 * n][kThreads]);
   const int lane = threadIdx.x % plan.lanes, slot = threadIdx.x / plan.lanes, slots = kThreads / plan.lanes;

@@ -31,22 +31,32 @@ Case draw(bool small) {
   c.dtype = one_of<DType>({DType::kFloat32, DType::kFloat64, DType::kFloat16, DType::kBFloat16});
   c.mask_dtype = one_of<DType>({DType::kUInt8, DType::kUInt8, DType::kUInt8, DType::kFloat32, DType::kFloat64,
                                 DType::kFloat16, DType::kBFloat16, DType::kInt32, DType::kInt64});
+  // Deep: so many elements behind an output that they are shared among blocks.
+  const bool deep = chance(small ? 0.25 : 0.4), packed = chance(0.5);
+  const int64_t behind = 17000 + below(small ? 3000 : 20000);
+  int64_t elements = small ? 2000 : 9000;
   const int dims = 1 + int(below(4));
-  int64_t elements = small ? 3000 : 60000;
-  const bool deep = chance(0.35);
   for (int d = 0; d < dims; ++d) {
-    int64_t size = 1 + below(chance(0.5) ? 9 : 70);
-    if (deep && d == dims - 1) size = chance(0.5) ? elements : 8 * (1 + below(elements / 8));
-    if (deep && d == dims - 2 && chance(0.5)) size = elements / 4;
-    size = std::max<int64_t>(1, std::min(size, elements));
-    elements = std::max<int64_t>(8, elements / size);
+    const int64_t most = deep && d + 2 < dims ? 2 : chance(0.5) ? 9 : 70;
+    const int64_t size = std::min(elements, 1 + below(most));
     c.axes.push_back({size, chance(0.45), chance(0.75)});
+    elements = std::max<int64_t>(1, elements / size);
   }
-  if (deep && dims > 1 && c.axes[size_t(dims - 2)].size > 1000) c.axes[size_t(dims - 1)].kept = true;
-  const bool aligned = chance(0.5);
+  Axis& columns = c.axes.back();
+  if (packed) columns.size = 8 * (1 + below(10));
+  if (deep && (dims == 1 || chance(0.4))) {
+    const int64_t size = chance(0.4) ? behind / 7 : behind;
+    columns = {packed ? size / 8 * 8 : size, false, columns.masked};
+    if (dims > 1) c.axes[size_t(dims - 2)].size = 1 + below(3);
+  } else if (deep) {
+    if (chance(0.8)) columns.kept = true;
+    c.axes[size_t(dims - 2)] = {1 + behind / std::min<int64_t>(columns.size, 32), false, chance(0.75)};
+  }
+  if (packed && chance(0.7)) c.mask_dtype = chance(0.6) || c.dtype == DType::kFloat64 ? DType::kUInt8 : DType::kFloat32;
+  const bool aligned = packed || chance(0.3);
   c.offset = aligned ? 8 * below(2) : below(9), c.mask_offset = aligned ? 8 * below(2) : below(9);
   c.gap = chance(0.6) ? 0 : aligned ? 8 * below(3) : below(4);
-  c.column_step = chance(0.1) ? 2 : 1, c.mask_step = chance(0.1) ? 2 : 1;
+  c.column_step = !packed && chance(0.1) ? 2 : 1, c.mask_step = !packed && chance(0.1) ? 2 : 1;
   c.max_blocks = chance(0.5) ? 0 : 1 + below(3);
   c.hidden = one_of<double>({0, 0.2, 0.5, 0.95, 1});
   return c;
