@@ -20,6 +20,7 @@ from bench import Call, extra_bytes, time_by_turns
 from check import WrongResult, check, exact
 from goals import goals
 from linear_problems import LINEAR_SHAPES, measure_linear
+from mean_problems import MEAN_SHAPES, measure_masked_mean
 from peers import Problem, Shape
 from sparse_problems import SPARSE_SHAPES, STOCK_SHAPES, measure_log_softmax, measure_stock
 from work import Work, work_on
@@ -162,7 +163,11 @@ def main() -> int:
     linear = [dataclasses.replace(shape, rows=shape.rows // 8) if args.quick else shape
               for shape in LINEAR_SHAPES[args.device]]
     stock = [dataclasses.replace(shape, rows=shape.rows // 8) if args.quick else shape for shape in STOCK_SHAPES]
+    means = [dataclasses.replace(shape, shape=(shape.shape[0] // 8, *shape.shape[1:]),
+                                 mask=(shape.mask[0] // 8, *shape.mask[1:])) if args.quick else shape
+             for shape in MEAN_SHAPES]
     for shape, measure_one in [*((shape, measure) for shape in shapes),
+                               *((shape, measure_masked_mean) for shape in means),
                                *((shape, measure_log_softmax) for shape in sparse),
                                *((shape, measure_linear) for shape in linear),
                                *((shape, measure_stock) for shape in stock)]:

@@ -1,7 +1,7 @@
 // masked_mean.h - what the bindings hand to a device: the mean under a mask along some dimensions of a tensor.
 //
-// Dimensions that lie behind one another are merged. What is left is a nest: axes that are kept (`outer`), axes that are
-// reduced (`rows`), and the innermost axis, the columns, which is either.
+// Dimensions that lie behind one another are merged. What is left is a nest: axes that are kept (`outer`), axes that
+// are reduced (`rows`), and the innermost axis, the columns, which is either.
 #pragma once
 
 #include "math.h"

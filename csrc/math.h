@@ -190,7 +190,8 @@ struct MeanStats {
 
 // The mean of the elements x_i that a mask leaves, with its weights w_i, 1 for true:
 //
-//   m = sum_i where(w_i = 0, 0, w_i x_i) / d,   d = sum_i w_i, or 1 where that is 0     dm/dx_i = where(w_i = 0, 0, w_i / d)
+//   m = sum_i where(w_i = 0, 0, w_i x_i) / d,   d = sum_i w_i, or 1 where that is 0
+//   dm/dx_i = where(w_i = 0, 0, w_i / d)
 template <typename acc_t>
 struct MaskedSum {
   acc_t sum = 0, weight = 0;

@@ -85,8 +85,8 @@ STABLE_TORCH_LIBRARY(sparse_ce, m) {
   m.def("sparse_softmax_backward(Tensor grad, Tensor output, Tensor offsets, Tensor? order, bool log) -> Tensor");
 
   // The mean of the elements of input, of any floating dtype and strides, that a mask of its shape leaves, along the
-  // dimensions `dim`, in its dtype, and what the sum was divided by, A. mask: bool, or weights of an integer or floating
-  // dtype. Elements of weight 0 are not looked at. Over nothing: 0 and 1.
+  // dimensions `dim`, in its dtype, and what the sum was divided by, A. mask: bool, or weights of an integer or
+  // floating dtype. Elements of weight 0 are not looked at. Over nothing: 0 and 1.
   m.def("masked_mean(Tensor input, Tensor mask, int[] dim) -> (Tensor mean, Tensor divisor)");
 
   // Its gradient for input, of dtype `dtype`, from share A, the upstream gradient over the divisor.

@@ -10,6 +10,6 @@ from .sparse_softmax import log_softmax
 from .stock import disable_stock, enable_stock
 from .target import SparseTarget
 
-__all__ = ["LinearSparseCrossEntropyLoss", "MaskedMean", "SparseCrossEntropyLoss", "SparseTarget", "__version__", "collate",
-           "cross_entropy", "disable_stock", "enable_stock", "linear_cross_entropy", "log_softmax",
+__all__ = ["LinearSparseCrossEntropyLoss", "MaskedMean", "SparseCrossEntropyLoss", "SparseTarget", "__version__",
+           "collate", "cross_entropy", "disable_stock", "enable_stock", "linear_cross_entropy", "log_softmax",
            "masked_mean"]

@@ -1,4 +1,4 @@
-"""The mean of what a mask leaves, and its op's autograd. Formula: ``csrc/math.h``; in plain PyTorch: ``reference.py``."""
+"""The mean of what a mask leaves, and its autograd. Formula: ``csrc/math.h``; in plain PyTorch: ``reference.py``."""
 
 import math
 from typing import Sequence, Tuple, Union
@@ -19,11 +19,11 @@ def masked_mean(input: Tensor, mask: Tensor, dim: Union[int, Sequence[int], None
                 keepdim: bool = False) -> Tensor:
     """The mean of the elements of ``input`` where ``mask`` is not 0; over nothing 0, with gradient 0, never NaN.
 
-    ``sum(where(mask == 0, 0, mask * input)) / sum(mask)``: what the mask hides may be NaN or inf and touches neither the
-    mean nor the gradient, which is exactly 0 there. Shapes are static: one graph for masks of any count.
+    ``sum(where(mask == 0, 0, mask * input)) / sum(mask)``: what the mask hides may be NaN or inf and touches neither
+    the mean nor the gradient, which is exactly 0 there. Shapes are static: one graph for masks of any count.
 
     Args:
-        input: any shape and strides; float16, bfloat16, float32, float64, or an integer dtype or bool, taken as float32.
+        input: any shape and strides; float16, bfloat16, float32, float64, an integer dtype or bool, taken as float32.
             Sums are float32 (float64 for float64).
         mask: broadcasts to the shape of ``input``. bool, or any integer or floating dtype: 0 hides an element and any
             other value is its weight, so that 0 / 1 and 0 / 255 are masks and fractions give the weighted mean. Weights
@@ -32,8 +32,8 @@ def masked_mean(input: Tensor, mask: Tensor, dim: Union[int, Sequence[int], None
         keepdim: keep the reduced dimensions with size 1.
 
     Returns:
-        The mean in the dtype of ``input`` (float32 for integers), a fresh tensor, differentiable for ``input`` any number
-        of times.
+        The mean in the dtype of ``input`` (float32 for integers), a fresh tensor, differentiable for ``input`` any
+        number of times.
 
     Raises:
         TypeError, ValueError: an argument has the wrong type, dtype, shape, device or value; raised before any work.
@@ -72,9 +72,11 @@ def _check_call(input: Tensor, mask: Tensor, dim: Union[int, Sequence[int], None
         if t.layout != torch.strided:
             _fail(f"{name} must be strided, got layout {t.layout}; convert it with .to_dense()")
     if input.dtype not in _INPUT_DTYPES and (input.dtype.is_floating_point or input.dtype.is_complex):
-        _fail(f"input must be of dtype float16, bfloat16, float32, float64, integer or bool, got {input.dtype}", TypeError)
+        _fail(f"input must be of dtype float16, bfloat16, float32, float64, integer or bool, got {input.dtype}",
+              TypeError)
     if mask.dtype not in _MASK_DTYPES and (mask.dtype.is_floating_point or mask.dtype.is_complex):
-        _fail(f"mask must be of dtype bool, integer, float16, bfloat16, float32 or float64, got {mask.dtype}", TypeError)
+        _fail(f"mask must be of dtype bool, integer, float16, bfloat16, float32 or float64, got {mask.dtype}",
+              TypeError)
     if mask.device != input.device:
         _fail(f"mask must be on the device of input ({input.device}), got a tensor on {mask.device}")
     if mask.requires_grad:

@@ -60,14 +60,13 @@ def test_logits_are_read_and_gradients_written_by_16_bytes(compiled):
     assert cuobjdump, "cuobjdump must be installed (pip install nvidia-cuda-cuobjdump nvidia-cuda-nvdisasm)"
     sass = subprocess.run([cuobjdump, "-sass", str(compiled[0])], capture_output=True, text=True,
                           env={**os.environ, "PATH": os.path.dirname(cuobjdump) + os.pathsep + os.environ["PATH"]}).stdout
-    functions = dict(re.findall(r"Function : (\S+)\n(.*?)(?=\n\s*Function :|\Z)", sass, re.S))
+    found = re.findall(r"Function : (\S+)\n(.*?)(?=\n\s*Function :|\Z)", sass, re.S)
+    functions = dict(found)
     if compiled[0].stem == "masked_mean":
-        loads = {name: body for name, body in functions.items()
-                 if re.search(r"\d(along|across)_kernel", name) and not re.search(r"across_kernelI\w*Li1E", name)}
-        assert len(loads) == 2 * 4 * 3  # architectures, dtypes, kernels
-        for name, body in loads.items():
-            assert body.count("LDG.E.128") >= 2, name  # the loads in flight of one thread
-        stores = [body.count("STG.E.128") for name, body in functions.items() if re.search(r"\dgradient_kernel", name)]
+        loads = [body.count("LDG.E.128") for name, body in found
+                 if re.search(r"\d(along|across)_kernel", name) and not re.search(r"across_kernelI\w*Li1E", name)]
+        assert len(loads) == 2 * 4 * 3 and min(loads) >= 2  # architectures, dtypes, kernels; in flight of a thread
+        stores = [body.count("STG.E.128") for name, body in found if re.search(r"\dgradient_kernel", name)]
         assert len(stores) == 2 * 4 and min(stores) >= 1
         return
     streams = r"\d(forward|backward|rows|scale|accumulate)_kernel"

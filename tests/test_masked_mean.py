@@ -38,7 +38,7 @@ def draw_mask(draw, shape, dtype=torch.bool, share=0.6):
 
 
 def check(input, mask, dim, keepdim, draw):
-    """Value and gradient, with NaN under the mask, against float64; how far PyTorch is in the same dtype is measured."""
+    """Value and gradient, with NaN under the mask, against float64 and PyTorch in the same arithmetic."""
     hidden = (mask == 0).expand(input.shape)
     filled = torch.where(hidden, 0.0, input)
     # Not a copy where nothing is hidden: the strides are part of the case.
@@ -66,7 +66,7 @@ def _masked_in_place(input, hidden):
     return input.masked_fill_(hidden, NAN)
 
 
-# ------------------------------------------------------------------------------------------- values that went wrong once
+# ------------------------------------------------------------------------------------------ values that went wrong once
 
 
 @pytest.mark.parametrize("mask_dtype", MASKS, ids=str)
@@ -94,7 +94,8 @@ def test_a_row_without_elements_beside_rows_with_some(device):
     x = torch.tensor([[1.0, 2, NAN], [INF, NAN, 5]], device=device, requires_grad=True)
     mean = masked_mean(x, torch.tensor([[1, 1, 0], [0, 0, 0]], device=device), 1)
     assert mean.tolist() == [1.5, 0]
-    assert torch.autograd.grad(mean, x, torch.tensor([3.0, 7.0], device=device))[0].tolist() == [[1.5, 1.5, 0], [0, 0, 0]]
+    grad, = torch.autograd.grad(mean, x, torch.tensor([3.0, 7.0], device=device))
+    assert grad.tolist() == [[1.5, 1.5, 0], [0, 0, 0]]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -123,7 +124,7 @@ def test_a_float_mask_holds_weights(device):
     assert masked_mean(x, torch.tensor([255, 255, 0, 255], device=device).byte()).item() == pytest.approx(7 / 3)
 
 
-# ---------------------------------------------------------------------------------------------------- shapes and layouts
+# --------------------------------------------------------------------------------------------------- shapes and layouts
 
 
 @pytest.mark.parametrize("mask_dtype", MASKS, ids=str)
@@ -133,8 +134,8 @@ def test_every_dtype_of_input_and_mask(dtype, mask_dtype, device):
     x = (draw.normal(5, 33, 70) + 2).to(dtype)
     for dim in (None, 0, 1, 2, (0, 1), (0, 2), (1, 2)):
         for shape in ((5, 33, 70), (5, 33, 1), (33, 70), (70,), (1, 33, 1), (5, 1, 70), ()):
-            check(x.clone(), draw_mask(draw, shape, mask_dtype) if shape else torch.ones((), device=device).to(mask_dtype),
-                  dim, dim == 1, draw)
+            mask = draw_mask(draw, shape, mask_dtype) if shape else torch.ones((), device=device).to(mask_dtype)
+            check(x.clone(), mask, dim, dim == 1, draw)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
@@ -254,7 +255,7 @@ def test_on_every_instruction_set(instruction_set, tmp_path):
     assert int(re.search(r"(\d+) passed", done.stdout).group(1)) == 80
 
 
-# ------------------------------------------------------------------------------------------------- derivatives and modes
+# ------------------------------------------------------------------------------------------------ derivatives and modes
 
 
 @pytest.mark.parametrize("mask_dtype", [torch.bool, torch.float64], ids=str)
@@ -316,7 +317,8 @@ def fresh_compiler(monkeypatch):
 @pytest.mark.parametrize("dim", [None, 1])
 def test_ten_masks_of_different_count_compile_once(dim, backend, device, fresh_compiler):
     counter, draw = CompileCounterWithBackend(backend), Draw(device)
-    compiled = torch.compile(lambda x, m: masked_mean(x * 2, m, dim).exp(), backend=counter, dynamic=False, fullgraph=True)
+    compiled = torch.compile(lambda x, m: masked_mean(x * 2, m, dim).exp(), backend=counter, dynamic=False,
+                             fullgraph=True)
     for count in range(10):
         mask = (torch.arange(40, device=device) < 4 * count).view(4, 10)
         x = draw.normal(4, 10).requires_grad_()
@@ -382,7 +384,8 @@ X, M = torch.zeros(2, 3, 4), torch.ones(2, 3, 4, dtype=torch.bool)
     (lambda: masked_mean(X, M, (1, -2)), ValueError, r"dim must name each dimension once, got \(1, -2\)"),
     (lambda: masked_mean(X, M, 1.0), TypeError, "dim must be an int, a tuple of ints or None, got 1.0"),
     (lambda: masked_mean(X, M, (True,)), TypeError, r"dim must be an int, a tuple of ints or None, got \(True,\)"),
-    (lambda: ops.masked_mean(X, M[0], [0]), RuntimeError, r"mask must have the shape of input, \[2, 3, 4\], got \[3, 4\]"),
+    (lambda: ops.masked_mean(X, M[0], [0]), RuntimeError,
+     r"mask must have the shape of input, \[2, 3, 4\], got \[3, 4\]"),
     (lambda: ops.masked_mean(X.long(), M, [0]), RuntimeError, "input must be of dtype float16, .*, got Long"),
     (lambda: ops.masked_mean(X, M.short(), [0]), RuntimeError, "mask must be of dtype .*, got Short"),
     (lambda: ops.masked_mean(X, M, [0, 0]), RuntimeError, r"dim must be distinct dimensions in \[0, 3\), got 0"),

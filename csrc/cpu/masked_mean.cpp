@@ -47,8 +47,8 @@ struct MaskKernels {
 // makes code that converts bytes six times slower (AVX-512).
 constexpr int64_t kLanes = 64;
 
-// Bytes from the columns that are added to those that are fetched: two streams, the input and the mask, are more than the
-// processor fetches well by itself (8192 x 4096 float32, 2 threads of an EPYC, 2026-11: 4.3 ms instead of 5.4).
+// Bytes from the columns that are added to those that are fetched: two streams, the input and the mask, are more than
+// the processor fetches well by itself (8192 x 4096 float32, 2 threads of an EPYC, 2026-11: 4.3 ms instead of 5.4).
 constexpr int64_t kAhead = 2048;
 
 template <typename scalar_t, typename weights_t, typename acc_t>
@@ -172,8 +172,8 @@ class Columns {
   bool same_weight() const { return args_.column.mask == 0; }
   acc_t weight(int64_t mask) const { return load_number<acc_t>(args_.mask, args_.mask_dtype, mask); }
 
-  // Calls f(weights, begin, n) for columns [0, n) from a place of the mask on: with bytes or one number as they are, else
-  // tile by tile with numbers.
+  // Calls f(weights, begin, n) for columns [0, n) from a place of the mask on: with bytes or one number as they are,
+  // else tile by tile with numbers.
   template <typename function_t>
   void with_weights(int64_t mask, int64_t n, const function_t& f) {
     if (same_weight()) return f(Same<acc_t>{weight(mask)}, int64_t(0), n);
@@ -204,8 +204,8 @@ class Columns {
   scalar_t gathered_[kTile];
 };
 
-// An item is a share of the elements behind one output, or behind up to kTile outputs side by side where the columns are
-// kept. Units are what it counts: spans of columns, or rows.
+// An item is a share of the elements behind one output, or behind up to kTile outputs side by side where the columns
+// are kept. Units are what it counts: spans of columns, or rows.
 struct Plan {
   int64_t spans, blocks, units, units_per_part, parts, items, item_elements;
 

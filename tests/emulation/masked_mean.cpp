@@ -89,7 +89,8 @@ std::string kind_of(const Case& c) {
   args.input = reinterpret_cast<const void*>(c.offset * size_of(c.dtype));  // only their alignment counts
   args.mask = reinterpret_cast<const void*>(c.mask_offset * size_of(c.mask_dtype));
   const cuda::Plan plan = cuda::plan_of(args);
-  const std::string way = args.columns_kept ? (plan.pack > 1 ? "across by packs" : "across by singles") : plan.warp_items ? "along, a warp" : "along, a block";
+  const std::string across = plan.pack > 1 ? "across by packs" : "across by singles";
+  const std::string way = args.columns_kept ? across : plan.warp_items ? "along, a warp" : "along, a block";
   return way + (plan.parts > 1 ? ", in parts" : "");
 }
 
@@ -117,9 +118,9 @@ void run_case(const Case& c) {
   Array input(c.dtype, last.input + 1, c.offset), mask(c.mask_dtype, last.mask + 1, c.mask_offset);
   Array mean(c.dtype, last.out + 1), divisor(acc, last.out + 1), share(acc, last.out + 1, below(3));
   Array gradient(c.dtype, count, chance(0.5) ? 0 : below(9));
-  const bool fractions = c.mask_dtype != DType::kUInt8 && c.mask_dtype != DType::kInt32 && c.mask_dtype != DType::kInt64;
+  const bool integer = c.mask_dtype == DType::kUInt8 || c.mask_dtype == DType::kInt32 || c.mask_dtype == DType::kInt64;
   for (int64_t i = 0; i <= last.mask; ++i)
-    mask.set(i, chance(c.hidden) ? 0 : fractions && chance(0.5) ? 0.25 : double(1 + below(2)));
+    mask.set(i, chance(c.hidden) ? 0 : !integer && chance(0.5) ? 0.25 : double(1 + below(2)));
   for (int64_t i = 0; i <= last.input; ++i) input.set(i, NAN);  // what lies between the elements, or is hidden
   for_places(args, [&](const Place& place) {
     if (mask.get(place.mask) != 0) input.set(place.input, uniform(-1, 3));
