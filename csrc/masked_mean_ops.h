@@ -75,13 +75,18 @@ inline DType to_mask_dtype(const Tensor& mask) {
   }
 }
 
+using Sizes = torch::headeronly::IntHeaderOnlyArrayRef;
+
+inline bool same_sizes(Sizes a, Sizes b) { return std::equal(a.begin(), a.end(), b.begin(), b.end()); }
+
 template <typename device_t>
 struct MaskedMeanOps {
   static std::tuple<Tensor, Tensor> masked_mean(Tensor input, Tensor mask, std::vector<int64_t> dim) {
     MaskedMeanArgs args{};
     args.dtype = to_dtype(input, "input", /*integer=*/false);
     check_same_device(mask, input, "mask");
-    check(shape(mask) == shape(input), "mask must have the shape of input, ", shape(input), ", got ", shape(mask));
+    if (!same_sizes(mask.sizes(), input.sizes()))
+      fail("mask must have the shape of input, ", shape(input), ", got ", shape(mask));
     const std::vector<bool> reduced = reduced_dims(dim, mask);
     const std::vector<int64_t> size = kept_sizes(mask, reduced);
     if (input.numel() == 0) return nothing(input, size);
@@ -100,12 +105,11 @@ struct MaskedMeanOps {
     check_same_device(share, mask, "share");
     const std::vector<bool> reduced = reduced_dims(dim, mask);
     const std::vector<int64_t> size = kept_sizes(mask, reduced);
-    check(std::vector<int64_t>(share.sizes().begin(), share.sizes().end()) == size,
-          "share must have the shape of the mean, got ", shape(share));
+    if (!same_sizes(share.sizes(), size)) fail("share must have the shape of the mean, got ", shape(share));
     Tensor grad_input = torch::stable::view(device_t::empty_output(mask, {mask.numel()}, dtype), mask.sizes());
     args.dtype = to_dtype(grad_input, "dtype", /*integer=*/false);
-    check(share.scalar_type() == arithmetic_dtype(grad_input), "share must be of dtype ",
-          name(arithmetic_dtype(grad_input)), ", got ", name(share.scalar_type()));
+    if (share.scalar_type() != arithmetic_dtype(grad_input))
+      fail("share must be of dtype ", name(arithmetic_dtype(grad_input)), ", got ", name(share.scalar_type()));
     if (mask.numel() == 0) return grad_input;
     const Tensor packed_share = packed(share);
     view(mask, reduced, grad_input.strides().data(), args);

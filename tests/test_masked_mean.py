@@ -379,6 +379,7 @@ X, M = torch.zeros(2, 3, 4), torch.ones(2, 3, 4, dtype=torch.bool)
      r"mask must broadcast to the shape of input, \[2, 3, 4\], got \[2, 3\]; pass mask.unsqueeze\(-1\)$"),
     (lambda: masked_mean(X[0], M), ValueError, r"broadcast to the shape of input, \[3, 4\], got \[2, 3, 4\]$"),
     (lambda: masked_mean(X[:, :, 0], M[:, :1, :1]), ValueError, r"got \[2, 1, 1\]"),
+    (lambda: masked_mean(X[:, :1], M), ValueError, r"broadcast to the shape of input, \[2, 1, 4\], got \[2, 3, 4\]$"),
     (lambda: masked_mean(X, M, 3), ValueError, r"dim must be in \[-3, 3\), got 3"),
     (lambda: masked_mean(X, M, (0, -4)), ValueError, r"dim must be in \[-3, 3\), got \(0, -4\)"),
     (lambda: masked_mean(X, M, (1, -2)), ValueError, r"dim must name each dimension once, got \(1, -2\)"),

@@ -32,7 +32,7 @@ Case draw(bool small) {
   c.mask_dtype = one_of<DType>({DType::kUInt8, DType::kUInt8, DType::kUInt8, DType::kFloat32, DType::kFloat64,
                                 DType::kFloat16, DType::kBFloat16, DType::kInt32, DType::kInt64});
   // Deep: so many elements behind an output that they are shared among blocks.
-  const bool deep = chance(small ? 0.25 : 0.4), packed = chance(0.5);
+  const bool deep = chance(small ? 0.25 : 0.4), packed = chance(0.6);
   const int64_t behind = 17000 + below(small ? 3000 : 20000);
   int64_t elements = small ? 2000 : 9000;
   const int dims = 1 + int(below(4));
@@ -55,8 +55,8 @@ Case draw(bool small) {
   if (packed && chance(0.7)) c.mask_dtype = chance(0.6) || c.dtype == DType::kFloat64 ? DType::kUInt8 : DType::kFloat32;
   const bool aligned = packed || chance(0.3);
   c.offset = aligned ? 8 * below(2) : below(9), c.mask_offset = aligned ? 8 * below(2) : below(9);
-  c.gap = chance(0.6) ? 0 : aligned ? 8 * below(3) : below(4);
-  c.column_step = !packed && chance(0.1) ? 2 : 1, c.mask_step = !packed && chance(0.1) ? 2 : 1;
+  c.gap = chance(0.6) ? 0 : chance(0.5) ? 8 * below(3) : below(4);
+  c.column_step = chance(0.08) ? 2 : 1, c.mask_step = chance(0.08) ? 2 : 1;
   c.max_blocks = chance(0.5) ? 0 : 1 + below(3);
   c.hidden = one_of<double>({0, 0.2, 0.5, 0.95, 1});
   return c;
