@@ -1,5 +1,10 @@
 """Lightning's own data path: batches with a SparseTarget move, have a size, and train as in a plain loop."""
 
+import os
+import re
+import subprocess
+import sys
+
 import lightning
 import pytest
 import torch
@@ -10,6 +15,9 @@ from cases import devices
 from loops import TinyLM, batch
 
 
+FINDS_SIZES = "LIGHTNING_FINDS_SIZES" in os.environ
+
+
 class LitTiny(lightning.LightningModule):
     def __init__(self, head):
         super().__init__()
@@ -18,7 +26,8 @@ class LitTiny(lightning.LightningModule):
     def training_step(self, batch, _):
         assert batch["target"].device == self.device
         loss = self.model(batch["tokens"], batch["target"])
-        self.log("loss", loss, on_step=True, on_epoch=True)
+        said = {} if FINDS_SIZES else {"batch_size": len(batch["target"])}
+        self.log("loss", loss, on_step=True, on_epoch=True, **said)
         return loss
 
     def configure_optimizers(self):
@@ -46,5 +55,14 @@ def test_a_lightning_epoch_is_a_plain_epoch(head, form, device, tmp_path):
         optimizer.step()
         total += len(part["tokens"]) * loss.item()
     torch.testing.assert_close(module.model.state_dict(), model.cpu().state_dict())
-    # Weighted by the sizes 3, 3 and 2, which Lightning found in the batches.
+    # Weighted by the sizes 3, 3 and 2.
     assert trainer.callback_metrics["loss_epoch"].item() == pytest.approx(total / len(tokens), rel=1e-5)
+
+
+@pytest.mark.skipif(FINDS_SIZES, reason="is what it starts")
+def test_lightning_finds_the_sizes_of_batches(tmp_path):
+    """In a process of its own: the Trainer's integration, which other tests import, makes a target a mapping."""
+    done = subprocess.run([sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-k", "epoch", __file__],
+                          capture_output=True, text=True, env={**os.environ, "LIGHTNING_FINDS_SIZES": "1"}, timeout=300)
+    assert done.returncode == 0, done.stdout[-3000:]
+    assert int(re.search(r"(\d+) passed", done.stdout)[1]) >= 6
