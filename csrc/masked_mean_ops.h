@@ -29,7 +29,7 @@ inline std::vector<MaskedAxis> merge_axes(std::vector<MaskedAxis> axes) {
   std::vector<MaskedAxis> merged;
   for (const MaskedAxis& inner : axes) {
     if (inner.size == 1) continue;
-    if (!merged.empty() && merged.back().kept == inner.kept) {
+    if (!merged.empty()) {  // an axis that is kept and one that is not differ in `out`
       MaskedAxis& outer = merged.back();
       const Place all = Place{}.moved(inner.stride, inner.size);
       if (outer.stride.input == all.input && outer.stride.mask == all.mask && outer.stride.out == all.out) {

@@ -97,12 +97,10 @@ CPU = [
     ("csrc/cpu/masked_mean.cpp", "kUInt8 && args_.column.mask == 1)\n      return", "kUInt8)\n      return"),
     ("csrc/cpu/masked_mean.cpp", "if constexpr (kDiffer<weights_t>) return w + i;", ""),
     ("csrc/cpu/masked_mean.cpp", "total += w[rows].value;", "total += acc_t(1);"),
-    ("csrc/cpu/masked_mean.cpp", "if (w[rows].value == acc_t(0)) continue;", ""),
     ("csrc/cpu/masked_mean.cpp", "total[i].merge(total[p * width + i]);", "total[i] = total[p * width + i];"),
     ("csrc/cpu/masked_mean.cpp", "gradient(share + i, w, m, gradient + i);", "gradient(share, w, m, gradient + i);"),
-    ("csrc/masked_mean_ops.h", "if (!merged.empty() && merged.back().kept == inner.kept) {", "if (!merged.empty()) {"),
     ("csrc/masked_mean_ops.h", "&& outer.stride.mask == all.mask &&", "&&"),
-    ("csrc/masked_mean_ops.h", "return axis.stride.input == 0 ?", "return false ?"),
+    ("csrc/masked_mean_ops.h", "all.mask && outer.stride.out == all.out", "all.mask"),
     ("csrc/masked_mean_ops.h", "torch::stable::fill_(divisor, 1)", "torch::stable::fill_(divisor, 0)"),
     # Only a processor with AVX-512 notices these.
     ("csrc/cpu/avx512.h", "if (!(std::fabs(reference) < kLargest)) return 0;", ""),

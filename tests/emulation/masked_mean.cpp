@@ -32,7 +32,7 @@ Case draw(bool small) {
   c.mask_dtype = one_of<DType>({DType::kUInt8, DType::kUInt8, DType::kUInt8, DType::kFloat32, DType::kFloat64,
                                 DType::kFloat16, DType::kBFloat16, DType::kInt32, DType::kInt64});
   // Deep: so many elements behind an output that they are shared among blocks.
-  const bool deep = chance(small ? 0.25 : 0.4), packed = chance(0.6);
+  const bool deep = chance(0.4), packed = chance(0.6);
   const int64_t behind = 17000 + below(small ? 3000 : 20000);
   int64_t elements = small ? 2000 : 9000;
   const int dims = 1 + int(below(4));
