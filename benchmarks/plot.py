@@ -15,11 +15,12 @@ from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter  # n
 _COLORS = {"ours": "#1b6ca8", "peer": "#b8b8b8"}
 
 
-def plot(record: Dict[str, Any], path: Path) -> None:
-    """One panel a problem; every row that goes forward and backward, on a logarithmic axis, the floor at 1."""
+def plot(record: Dict[str, Any], path: Path) -> bool:
+    """One panel a problem; every row that goes forward and backward, on a logarithmic axis, the floor at 1. False: there
+    is nothing to draw."""
     problems = [problem for problem in record["problems"] if _rows(problem)]
     if not problems:
-        return
+        return False
     columns = min(3, len(problems))
     lines = math.ceil(len(problems) / columns)
     bars = max(len(_rows(problem)) for problem in problems)
@@ -33,13 +34,15 @@ def plot(record: Dict[str, Any], path: Path) -> None:
                     + _machine(record), fontsize=10)
     figure.savefig(path, dpi=120)
     plt.close(figure)
+    return True
 
 
-def plot_linear(record: Dict[str, Any], path: Path) -> None:
-    """The linear head: time over that of its GEMMs, and for the largest problems memory as a share of the logits."""
+def plot_linear(record: Dict[str, Any], path: Path) -> bool:
+    """The linear head: time over that of its GEMMs, and for the largest problems memory as a share of the logits. False:
+    there is nothing to draw."""
     problems = [problem for problem in record["problems"] if "operations" in problem["rows"][0]]
     if not problems:
-        return
+        return False
     figure, axes = plt.subplots(math.ceil(len(problems) / 2), 2, figsize=(11, 1.6 * len(problems)), squeeze=False,
                                 layout="constrained")
     for problem, axis in zip(problems, axes.flat):
@@ -56,6 +59,7 @@ def plot_linear(record: Dict[str, Any], path: Path) -> None:
     figure.suptitle("Linear head and loss, forward + backward (lower is better)\n" + _machine(record), fontsize=10)
     figure.savefig(path, dpi=120)
     plt.close(figure)
+    return True
 
 
 def _machine(record: Dict[str, Any]) -> str:

@@ -126,18 +126,17 @@ def update_results(found: records.Record) -> None:
         kept = json.loads(path.read_text())
         latest.pop(kept["device"], None)
         latest[kept["device"]] = kept
-    drawn = {kept["device_type"]: kept["device"] for kept in latest.values()}
+    pictures: Dict[str, Tuple[str, str]] = {}  # file: its device and text; the last device of a type that has such problems
+    for kept in latest.values():
+        for name, text, draw in (("results", "time over the floor", plot),
+                                 ("linear", "the linear head: time and memory", plot_linear)):
+            picture = f"{name}-{kept['device_type']}.png"
+            if draw(kept, HERE / picture):
+                pictures[picture] = kept["device"], text
     parts = [INTRODUCTION]
     for kept in latest.values():
         parts.append(records.markdown(kept))
-        if drawn[kept["device_type"]] == kept["device"]:
-            picture = f"results-{kept['device_type']}.png"
-            plot(kept, HERE / picture)
-            parts.append(f"![time over the floor]({picture})\n")
-            linear = f"linear-{kept['device_type']}.png"
-            plot_linear(kept, HERE / linear)
-            if (HERE / linear).exists():
-                parts.append(f"![the linear head: time and memory]({linear})\n")
+        parts += [f"![{text}]({picture})\n" for picture, (device, text) in pictures.items() if device == kept["device"]]
     (HERE / "RESULTS.md").write_text("\n".join(parts))
 
 
