@@ -50,10 +50,10 @@ def plot_linear(record: Dict[str, Any], path: Path) -> bool:
         if problem.get("untimed"):
             shares = [100 * 2**20 * row["extra_mib"] / problem["logits_bytes"] for row in rows]
             _bars(axis, rows, [{"median": share, "p20": share, "p80": share} for share in shares], 10, 1)
-            axis.set_title(problem["title"] + "\nmemory beyond inputs and gradients, % of the logits (line: 10 %)", fontsize=8)
+            axis.set_title(problem["title"] + "\nmemory beyond inputs and gradients, % of the logits (line: 10 %)", fontsize=8, loc="right")
         else:
             _bars(axis, rows, [row["over_floor"] for row in rows], 1, 0.5)
-            axis.set_title(problem["title"] + "\ntime over the three GEMMs", fontsize=8)
+            axis.set_title(problem["title"] + "\ntime over the three GEMMs", fontsize=8, loc="right")
     for axis in list(axes.flat)[len(problems):]:
         axis.set_visible(False)
     figure.suptitle("Linear head and loss, forward + backward (lower is better)\n" + _machine(record), fontsize=10)

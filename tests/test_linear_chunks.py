@@ -132,7 +132,7 @@ def test_11_the_true_class_of_a_confident_row_keeps_its_gradient(p, dtype, devic
 # ------------------------------------------------------------------------------------------------------ 13: many chunks
 
 
-@pytest.mark.parametrize("sizes", [dict(rows=4096, vocab=40, width=24), dict(rows=300, vocab=520, width=4200)],
+@pytest.mark.parametrize("sizes", [dict(rows=4096, vocab=40, width=24), dict(rows=160, vocab=520, width=4200)],
                          ids=["1024 chunks", "blocks of classes"])
 @pytest.mark.parametrize("labels_of", ["random", "one class"])
 @pytest.mark.parametrize("dtypes", [(torch.bfloat16,) * 2, (torch.float16,) * 2, *MIXED], ids=str)
