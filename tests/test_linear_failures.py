@@ -223,3 +223,18 @@ def test_ignored_rows_leave_the_sum_of_the_classes_alone(device):
             torch.testing.assert_close(a, b)
         expected = F.cross_entropy(F.linear(*head), labels, reduction=reduction)
         torch.testing.assert_close(torch.autograd.grad(expected, head[2])[0], ours[2])
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+def test_23_tied_embeddings_get_the_gradients_of_both_ends(reduction, device):
+    """The head's weight is also where the hidden states come from; a second use of the head is added."""
+    tokens = torch.tensor([[1, 4, 4, 0], [6, 2, 2, 1]], device=device)
+    labels = torch.tensor([[4, 4, 0, -100], [2, 2, 1, -100]], device=device)
+    weight, results = Draw(device).normal(7, 5, dtype=torch.float64), []
+    for loss_of in (lambda x, w: linear_cross_entropy(x, w, labels, reduction=reduction, chunk_rows=3).sum(),
+                    lambda x, w: plain((x.flatten(0, 1), w), labels.flatten(), reduction=reduction).sum()):
+        w = weight.clone().requires_grad_()
+        x = F.embedding(tokens, w).tanh()
+        (3 * loss_of(x, w) + loss_of(x.flip(1), w)).backward()
+        results.append(w.grad)
+    torch.testing.assert_close(*results)

@@ -177,6 +177,21 @@ def test_the_gradients_belong_to_the_graph_alone():
     assert gradients() == 0
 
 
+def test_large_gradients_keep_their_memory_while_others_are_made():
+    """Above 4 MiB gradients come from a store of their own."""
+    head, labels = example("cpu", rows=20_000, vocab=20_000, width=64)
+    x, w, b = (t.detach() for t in head)
+    for leaves, target in (((x[:100], w, b), labels[:100]), ((x, w[:50], b[:50]), labels % 50)):
+        leaves = [t.clone().requires_grad_() for t in leaves]
+        kept = grads_of(fused(leaves, target), leaves)
+        before = [t.clone() for t in kept]
+        loss = fused(leaves, target)
+        others = grads_of(loss, leaves, 2.0, retain_graph=True), grads_of(loss, leaves, 4.0)
+        for t, then, double in zip(kept, before, others[0]):
+            assert_bitwise_equal(t, then)
+            assert_bitwise_equal(double, 2 * then)
+
+
 # ---------------------------------------------------------------------------------- whoever traces, in one half or both
 
 
