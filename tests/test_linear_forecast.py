@@ -79,7 +79,7 @@ def test_a_sequence_of_upstream_gradients(dtypes):
         for ours, e in zip(grads_of(fused(head, labels, chunk_rows=4), head, upstream), scaled(head, labels, upstream)):
             if abs(upstream) < float("inf"):
                 scale, eps = float(e.abs().max()), torch.finfo(dtypes[0]).eps
-                tiny = torch.finfo(ours.dtype).tiny + 8 * eps * torch.finfo(dtypes[0]).tiny  # of ours, of the logits' gradient
+                tiny = torch.finfo(ours.dtype).tiny + 8 * eps * torch.finfo(dtypes[0]).tiny  # ours, the logits' own
                 torch.testing.assert_close(ours, e.to(ours.dtype), rtol=8 * eps, atol=4 * eps * scale + tiny)
 
 

@@ -39,8 +39,8 @@ def double(head):
 
 
 def scaled(head, labels, scale, **options):
-    """The gradients of ``scale`` times the loss, in float64. On CUDA float16 logits and their gradient are rounded, as in
-    ``F.cross_entropy``, and end where float16 ends."""
+    """The gradients of ``scale`` times the loss, in float64. On CUDA float16 logits and their gradient are rounded, as
+    in ``F.cross_entropy``, and end where float16 ends."""
     exact = double(head)
     z = F.linear(*exact)
     rounds = head[0].dtype == torch.float16 and (head[0].is_cuda or instruction_set() == "emulated CUDA")
