@@ -3,6 +3,7 @@
 A case is ``trainer,ROUTE,FORM,DATA,AVERAGE`` or ``wrapper,KIND``; rank 0 writes its result to ``OUTPUT/CASE.pt``.
 """
 
+import gc
 import sys
 
 import torch
@@ -87,6 +88,7 @@ def main(output, *cases):
         result = (train if kind == "trainer" else wrap)(output, *arguments)
         if dist.get_rank() == 0:
             torch.save(result, f"{output}/{case}.pt")
+    gc.collect()  # a reducer of DDP must not be the last to hold the group: it would wait for threads that need the GIL
     dist.destroy_process_group()
 
 
