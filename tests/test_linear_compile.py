@@ -30,18 +30,15 @@ def arguments(kind, requires_grad, device, dtype=torch.float32, head_dtype=None)
 # ------------------------------------------------------------------------------------------------------------ opcheck
 
 
-@pytest.mark.parametrize("requires_grad", [False, True])
-@pytest.mark.parametrize("kind", TARGETS)
+@pytest.mark.parametrize("kind,requires_grad", [("labels", False), ("labels", True), ("topk", False), ("csr", True),
+                                                ("ranges", False)])
 def test_opcheck_of_the_differentiable_ops(kind, requires_grad, device):
     """Schema, fake tensors, autograd registration and AOT dispatch with dynamic shapes."""
     head, target, rows = arguments(kind, requires_grad, device)
-    normalizer = torch.tensor(3.0, device=device)
-    lse = torch.zeros(4, device=device)
-    for bias in (head[2], None) if kind == "labels" else (head[2],):
-        leaves = [*head[:2], bias]
-        torch.library.opcheck(ops.linear_forward.default, (*leaves, *target), OPTIONS)
-        torch.library.opcheck(ops.linear_mean.default, (*leaves, *target), dict(OPTIONS, chunk_rows=3))
-        torch.library.opcheck(ops.linear_mean.default, (*leaves, *target), dict(normalizer=normalizer))
+    normalizer, lse = torch.tensor(3.0, device=device), torch.zeros(4, device=device)
+    torch.library.opcheck(ops.linear_forward.default, (*head, *target), OPTIONS)
+    torch.library.opcheck(ops.linear_mean.default, (*head, *target), dict(OPTIONS, chunk_rows=3))
+    torch.library.opcheck(ops.linear_mean.default, (*head[:2], None, *target), dict(normalizer=normalizer))
     if requires_grad and target[1] is not None:
         return  # derivatives of the gradient for all at once: test_linear_transforms
     torch.library.opcheck(ops.linear_backward.default, (rows, None, *head, lse, lse, *target), OPTIONS)
@@ -49,11 +46,11 @@ def test_opcheck_of_the_differentiable_ops(kind, requires_grad, device):
                           dict(chunk_rows=3, input_grad=False))
 
 
-@pytest.mark.parametrize("dtypes", [(torch.float32, torch.float32), (torch.bfloat16, torch.bfloat16),
-                                    (torch.float16, torch.float32)], ids=str)
-@pytest.mark.parametrize("kind", TARGETS)
-def test_opcheck_of_the_ops_without_a_derivative(kind, dtypes, device):
-    head, target, rows = arguments(kind, False, device, *dtypes)
+@pytest.mark.parametrize("kind,dtype,head_dtype", [
+    *((kind, torch.float32, torch.float32) for kind in TARGETS), ("topk", torch.bfloat16, torch.bfloat16),
+    ("csr", torch.float16, torch.float32)], ids=str)
+def test_opcheck_of_the_ops_without_a_derivative(kind, dtype, head_dtype, device):
+    head, target, rows = arguments(kind, False, device, dtype, head_dtype)
     one = torch.ones((), device=device)
     torch.library.opcheck(ops.linear_forward_with_residual.default, (*head, *target), dict(chunk_rows=3))
     for normalizer, wanted in ((None, dict(bias_grad=False)), (one, dict(values_grad=target[1] is not None))):
