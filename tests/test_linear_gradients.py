@@ -5,7 +5,6 @@ import itertools
 import pytest
 import torch
 import torch.nn.functional as F
-from torch.utils.checkpoint import checkpoint
 
 from cases import DTYPES, Draw
 from close import assert_bitwise_equal, assert_close_to_float64
@@ -289,24 +288,3 @@ def test_10_weights_changed_before_backward_are_noticed(device):
             head[i].add_(1)
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             loss.backward()
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("reduction", ["none", "sum", "mean"])
-def test_checkpointing_and_offloading_change_no_bit(reduction, dtype, device):
-    """They make the gradients in backward, not ahead."""
-    head, labels = example(device, dtype)
-
-    def f(x, w, b):
-        return 4 * linear_cross_entropy(2 * x, w, labels, linear_bias=b, reduction=reduction, chunk_rows=4).sum()
-
-    expected = torch.autograd.grad(f(*head), head)
-    for reentrant in (False, True):
-        leaves = [t.detach().clone().requires_grad_() for t in head]
-        checkpoint(f, *leaves, use_reentrant=reentrant).backward()
-        for t, e in zip(leaves, expected):
-            assert_bitwise_equal(t.grad, e)
-    with torch.autograd.graph.save_on_cpu():
-        loss = f(*head)
-    for a, e in zip(torch.autograd.grad(loss, head), expected):
-        assert_bitwise_equal(a, e)

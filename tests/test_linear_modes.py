@@ -1,4 +1,4 @@
-"""The linear head under autocast, without grad, in deterministic mode, in many threads, without a device, copied."""
+"""The linear head under autocast, without grad, deterministic, in threads, checkpointed, without a device, copied."""
 
 import copy
 import pickle
@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
 
 from cases import DTYPES, FORMS, Draw
 from close import assert_bitwise_equal, assert_close_to_float64
@@ -103,6 +104,27 @@ def test_losses_of_many_python_threads_do_not_disturb_each_other(device):
         for i, result in enumerate(pool.map(run, range(60))):
             for a, b in zip(result, expected[i % 15]):
                 assert_bitwise_equal(a, b)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("reduction", ["none", "sum", "mean"])
+def test_checkpointing_and_offloading_change_no_bit(reduction, dtype, device):
+    """They make the gradients in backward, not ahead."""
+    head, labels = example(device, dtype)
+
+    def f(x, w, b):
+        return 4 * linear_cross_entropy(2 * x, w, labels, linear_bias=b, reduction=reduction, chunk_rows=4).sum()
+
+    expected = torch.autograd.grad(f(*head), head)
+    for reentrant in (False, True):
+        leaves = [t.detach().clone().requires_grad_() for t in head]
+        checkpoint(f, *leaves, use_reentrant=reentrant).backward()
+        for t, e in zip(leaves, expected):
+            assert_bitwise_equal(t.grad, e)
+    with torch.autograd.graph.save_on_cpu():
+        loss = f(*head)
+    for a, e in zip(torch.autograd.grad(loss, head), expected):
+        assert_bitwise_equal(a, e)
 
 
 def test_shapes_on_the_meta_device():
