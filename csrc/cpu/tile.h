@@ -55,9 +55,10 @@ struct TileKernels {
 
 InstructionSet instruction_set_in_use();
 
-// The kernels of the set in use, of a table that has them for each.
+// The kernels of the set in use, of a table that has them for each. static: g++ gives templates of templates of unnamed
+// namespaces names that other files share, and a linker would keep one of theirs for all.
 template <template <typename, InstructionSet> class instance_t, typename scalar_t>
-const auto& kernels_in_use() {
+static const auto& kernels_in_use() {
 #ifdef SCE_X86
   switch (instruction_set_in_use()) {
     case InstructionSet::kAvx512:
