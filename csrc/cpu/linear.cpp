@@ -65,11 +65,7 @@ struct Instance;
     static constexpr LinearKernels<scalar_t> kernels{accumulate, scale};                                   \
   };
 
-SCE_INSTANCE(kDefault, )
-#ifdef SCE_X86
-SCE_INSTANCE(kAvx2, SCE_AVX2)
-SCE_INSTANCE(kAvx512, SCE_AVX512)
-#endif
+SCE_FOR_INSTRUCTION_SETS(SCE_INSTANCE)
 
 }  // namespace
 

@@ -58,11 +58,7 @@ struct Instance;
     static constexpr RowKernels<scalar_t> kernels{normalize, gradient};                                         \
   };
 
-SCE_INSTANCE(kDefault, )
-#ifdef SCE_X86
-SCE_INSTANCE(kAvx2, SCE_AVX2)
-SCE_INSTANCE(kAvx512, SCE_AVX512)
-#endif
+SCE_FOR_INSTRUCTION_SETS(SCE_INSTANCE)
 
 template <typename scalar_t>
 const RowKernels<scalar_t>& row_kernels() {

@@ -128,11 +128,7 @@ struct Instance;
     static constexpr TileKernels<scalar_t> kernels{stats, gradient, entries};                                        \
   };
 
-SCE_INSTANCE(kDefault, )
-#ifdef SCE_X86
-SCE_INSTANCE(kAvx2, SCE_AVX2)
-SCE_INSTANCE(kAvx512, SCE_AVX512)
-#endif
+SCE_FOR_INSTRUCTION_SETS(SCE_INSTANCE)
 
 // SPARSE_CE_CPU forces a path so that each can be tested; one that the processor lacks is not taken.
 InstructionSet choose() {

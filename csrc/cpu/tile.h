@@ -16,6 +16,13 @@
 #endif
 #endif
 
+// INSTANCE(set, attribute of its functions) for every instruction set: the tables that kernels_in_use chooses from.
+#ifdef SCE_X86
+#define SCE_FOR_INSTRUCTION_SETS(INSTANCE) INSTANCE(kDefault, ) INSTANCE(kAvx2, SCE_AVX2) INSTANCE(kAvx512, SCE_AVX512)
+#else
+#define SCE_FOR_INSTRUCTION_SETS(INSTANCE) INSTANCE(kDefault, )
+#endif
+
 namespace sparse_ce {
 namespace cpu {
 
