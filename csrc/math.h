@@ -23,6 +23,35 @@
 
 namespace sparse_ce {
 
+// Sums are made in lanes of one add in so many terms: one lane over all terms would round too often, and how many there
+// are must not be left to what a compiler makes of a loop. A thread of a GPU adds few terms and is a lane of its own.
+#ifdef SCE_CUDA
+constexpr int64_t kLanes = 1;
+#else
+constexpr int64_t kLanes = 16;
+#endif
+
+template <typename acc_t>
+SCE_HD acc_t sum_of_lanes(acc_t* lanes) {
+  for (int64_t half = kLanes / 2; half > 0; half /= 2)
+    for (int64_t k = 0; k < half; ++k) lanes[k] += lanes[k + half];
+  return lanes[0];
+}
+
+// The sum of term(i) over begin <= i < end.
+template <typename acc_t, typename term_t>
+SCE_HD acc_t sum_in_lanes(int64_t begin, int64_t end, const term_t& term) {
+  acc_t lanes[kLanes] = {};
+  int64_t i = begin;
+  for (; i + kLanes <= end; i += kLanes) {
+    SCE_SIMD()
+    for (int64_t k = 0; k < kLanes; ++k) lanes[k] += term(i + k);
+  }
+  SCE_SIMD()
+  for (int64_t k = 0; k < end - i; ++k) lanes[k] += term(i + k);
+  return sum_of_lanes(lanes);
+}
+
 struct LossOptions {
   double label_smoothing = 0, z_loss = 0, logit_scale = 1;
   double softcap = 0;  // 0: none
@@ -103,10 +132,7 @@ struct RowStats {
     SCE_SIMD(reduction(max : to))
     for (int64_t i = begin; i < end; ++i) to = z[i] > to ? z[i] : to;
     if (to != max) move_max(to);
-    acc_t added = 0;
-    SCE_SIMD(reduction(+ : added))
-    for (int64_t i = begin; i < end; ++i) added += exponential(z[i] - to);
-    sum += added;
+    sum += sum_in_lanes<acc_t>(begin, end, [&](int64_t i) { return exponential(z[i] - to); });
   }
 
   // The same in one pass, for long streams: exponents are taken relative to the maximum so far, which overflows nothing
@@ -115,13 +141,26 @@ struct RowStats {
   SCE_HD bool push_near(const logits_t& z, int64_t begin, int64_t end) {
     constexpr acc_t kNear = 60;
     const acc_t from = max;
-    acc_t to = max, added = 0;
-    SCE_SIMD(reduction(max : to) reduction(+ : added))
-    for (int64_t i = begin; i < end; ++i) {
-      const acc_t x = z[i];
-      to = x > to ? x : to;
-      added += exponential(x - from);
+    acc_t highest[kLanes], lanes[kLanes] = {};
+    for (int64_t k = 0; k < kLanes; ++k) highest[k] = from;
+    int64_t i = begin;
+    for (; i + kLanes <= end; i += kLanes) {
+      SCE_SIMD()
+      for (int64_t k = 0; k < kLanes; ++k) {
+        const acc_t x = z[i + k];
+        highest[k] = x > highest[k] ? x : highest[k];
+        lanes[k] += exponential(x - from);
+      }
     }
+    SCE_SIMD()
+    for (int64_t k = 0; k < end - i; ++k) {
+      const acc_t x = z[i + k];
+      highest[k] = x > highest[k] ? x : highest[k];
+      lanes[k] += exponential(x - from);
+    }
+    acc_t to = from;
+    for (int64_t k = 0; k < kLanes; ++k) to = highest[k] > to ? highest[k] : to;
+    const acc_t added = sum_of_lanes(lanes);
     if (!(to - from <= kNear)) return false;
     sum += added;
     if (to != max) move_max(to);
@@ -130,16 +169,14 @@ struct RowStats {
 
   // Adds the smoothing's share of the same n logits, after push. A class of weight 0 adds 0 even at -inf.
   SCE_HD void push_weighted(const acc_t* z, const acc_t* class_weight, int64_t n) {
-    acc_t added = 0, added_weight = 0;
     const acc_t to = max;
-    SCE_SIMD(reduction(+ : added, added_weight))
-    for (int64_t i = 0; i < n; ++i) {
-      const acc_t o = class_weight ? class_weight[i] : acc_t(1);
-      added += o == acc_t(0) ? acc_t(0) : o * (z[i] - to);
-      added_weight += o;
-    }
+    const auto weight_at = [&](int64_t i) { return class_weight ? class_weight[i] : acc_t(1); };
+    const acc_t added = sum_in_lanes<acc_t>(0, n, [&](int64_t i) {
+      const acc_t o = weight_at(i);
+      return o == acc_t(0) ? acc_t(0) : o * (z[i] - to);
+    });
     weighted += added;
-    weight += added_weight;
+    weight += sum_in_lanes<acc_t>(0, n, weight_at);
   }
 };
 

@@ -4,9 +4,11 @@
 """
 
 import argparse
+import gc
 
 import lightning
 import torch
+import torch.distributed as dist
 from torch.utils.data import DataLoader, DistributedSampler
 
 import sparse_ce
@@ -59,6 +61,11 @@ def main() -> None:
                                 enable_progress_bar=False, enable_model_summary=False,
                                 use_distributed_sampler=False)
     trainer.fit(LitLM(text, args.batch))
+    if dist.is_initialized():
+        # Lightning leaves a Gloo group to the interpreter's end, where its threads may still run and end the process
+        # by std::terminate. DDP's reducer, in a cycle of references, must not be the last to hold it.
+        gc.collect()
+        dist.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -62,13 +62,25 @@ def test_the_plain_loop_learns(plain):
     (("train_distributed.py", "--strategy", "ddp"), 1e-3),
     (("train_distributed.py", "--strategy", "fsdp2", "--accumulate", "2"), 1e-3),
     (("train_lightning.py",), 1e-3),
-    (("train_lightning.py", "--devices", "2"), 1e-3),
 ], ids=lambda value: " ".join(value) if isinstance(value, tuple) else "")
 def test_every_loop_trains_as_the_plain_one(command, tolerance, plain, tmp_path):
     """The same sequences a step, so the same losses, however they are divided."""
     launcher = TORCHRUN if command[0] == "train_distributed.py" else ()
     ours = losses(*launcher, EXAMPLES / command[0], *command[1:], cwd=tmp_path)
     assert ours == pytest.approx(plain, rel=tolerance)
+
+
+def test_two_processes_of_lightning_train_alike_and_leave_no_process_group(plain, tmp_path):
+    """One that is left ends a process now and then by `terminate called without an active exception`."""
+    program = tmp_path / "train.py"  # Lightning starts the other process with the same file
+    program.write_text(f"""import sys
+sys.path.insert(0, {str(EXAMPLES)!r})
+import torch.distributed, train_lightning
+if __name__ == "__main__":
+    train_lightning.main()
+    assert not torch.distributed.is_initialized(), "a process group is left"
+""")
+    assert losses(program, "--devices", "2", cwd=tmp_path) == pytest.approx(plain, rel=1e-3)
 
 
 def test_a_trainer_learns_from_sparse_labels_in_three_ways(tmp_path):

@@ -172,6 +172,29 @@ def test_logits_shifted_by_a_thousand_give_the_same_loss(form, device):
         torch.testing.assert_close(y.grad, x.grad, rtol=1e-5, atol=2e-6)
 
 
+@pytest.mark.parametrize("options", [{}, dict(label_smoothing=0.4, z_loss=0.1)], ids=["plain", "smoothed"])
+def test_sums_of_a_hundred_thousand_equal_terms_do_not_drift(options, device):
+    """Equal terms round alike, always in one direction: a single float32 accumulator is off by thousands of eps."""
+    vocab, eps = 131071, torch.finfo(torch.float32).eps
+    x = 3 * torch.arange(vocab, device=device).remainder(3).expand(2, vocab) / 7
+    dense = torch.full((2, vocab), 0.37, dtype=torch.float64, device=device)
+    dense[1, 1::3] = 0
+    weight = torch.full((vocab,), 0.7, device=device)
+
+    def both(x, loss):
+        x = x.clone().requires_grad_()
+        value = loss(x)
+        return value.detach(), torch.autograd.grad(value.sum(), x)[0]
+
+    target = torch.arange(vocab, device=device).expand(2, vocab), dense.float()
+    loss, grad = both(x, lambda x: cross_entropy(x, target, weight, reduction="none", **options))
+    exact = both(x.double(), lambda x: dense_cross_entropy(x, dense.float(), dense[:, 0] < 0, weight=weight,
+                                                           reduction="none", **options)[0])
+    assert ((loss - exact[0]).abs() <= 8 * eps * exact[0]).all()
+    assert ((grad - exact[1]).abs() <= 16 * eps).all()  # of two terms near 0.37 each
+    assert exact[1].abs().max() > 0.05
+
+
 @pytest.mark.parametrize("shift", [-1000.0, 1000.0, 30000.0])
 def test_half_logits_far_from_zero(shift, device):
     draw = Draw(device)

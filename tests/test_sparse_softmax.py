@@ -399,6 +399,23 @@ def test_stock_softmax_takes_csr(form, dim, log, dtype, device):
                                rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("log", [True, False])
+def test_the_gradient_of_a_row_of_a_million_does_not_drift(log, device):
+    """Equal terms round alike: one float32 accumulator is off by thousands of eps."""
+    n, eps = 1 << 20, torch.finfo(torch.float32).eps
+    x = (torch.arange(n, device=device).remainder(3) / 7).view(1, n)
+    csr = x.to_sparse_csr() if x.ne(0).all() else (x + 1).to_sparse_csr()
+    values = csr.values()
+    upstream = torch.full((n,), 0.37, device=device)
+    y = ops.sparse_softmax(values, csr.crow_indices(), None, log)
+    grad = ops.sparse_softmax_backward(upstream, y, csr.crow_indices(), None, log)
+    exact = upstream.double() - y.double().exp() * upstream.double().sum()
+    if not log:
+        exact = y.double() * (upstream.double() - (upstream.double() * y.double()).sum())
+    size = upstream.double().sum() * y.double().exp().max() if log else y.double().max()
+    assert ((grad.double() - exact).abs() <= 8 * eps * size).all()
+
+
 @pytest.mark.parametrize("offsets,covered", [([1, 3, 4], [1, 2, 3]), ([0, 1, 3], [0, 1, 2]), ([0, 9], [0, 1, 2, 3]),
                                              ([-5, 2], [0, 1]), ([3, 1], [])])
 def test_on_a_gpu_rows_outside_of_the_entries_give_nan_and_reach_no_other_memory(offsets, covered, device):

@@ -75,12 +75,12 @@ class RowEntries {
   // In four sums, because one would wait for each addition.
   acc_t mass() const {
     constexpr size_t kSums = 4;
-    acc_t sums[kSums] = {};
+    double sums[kSums] = {};
     size_t k = 0;
     for (; k + kSums <= size(); k += kSums)
       for (size_t i = 0; i < kSums; ++i) sums[i] += weights[k + i];
     for (; k < size(); ++k) sums[0] += weights[k];
-    return (sums[0] + sums[1]) + (sums[2] + sums[3]);
+    return static_cast<acc_t>((sums[0] + sums[1]) + (sums[2] + sums[3]));
   }
 
   size_t span_begin(size_t t) const { return span_begin_[t]; }

@@ -73,13 +73,14 @@ class Forward {
     entries.collect(args_.target, r);
     entries.logits.resize(entries.size());
     entries.gather(row(r), transform_, 0, entries.size());
-    TargetStats<acc_t> target;
+    TargetStats<double> target;  // a row may have a hundred thousand entries
     for (size_t k = 0; k < entries.size(); ++k) {
       const acc_t w = entries.weights[k];
       // A class of weight 0 at a -inf logit adds 0, not 0 * inf.
       if (w != acc_t(0)) target.merge({w * (entries.logits[k] - stats.max), w});
     }
-    const RowLoss<acc_t> out(stats, target, args_.options, columns_);
+    const TargetStats<acc_t> rounded{static_cast<acc_t>(target.dot), static_cast<acc_t>(target.mass)};
+    const RowLoss<acc_t> out(stats, rounded, args_.options, columns_);
     loss[r] = out.loss;
     lse[r] = out.lse;
     if (residual) residual[r] = out.lse_residual;

@@ -32,10 +32,12 @@ SCE_HD void normalize_body(const scalar_t* values, int64_t n, const SoftmaxRow<a
 template <bool log, typename scalar_t>
 SCE_HD void gradient_body(const scalar_t* grad, const scalar_t* output, int64_t n, scalar_t* result) {
   using acc_t = acc_type<scalar_t>;
-  acc_t sum = 0;
-  SCE_SIMD(reduction(+ : sum))
-  for (int64_t i = 0; i < n; ++i) sum += SoftmaxGradient<acc_t>::template term<log>(to_acc(grad[i]), to_acc(output[i]));
-  const SoftmaxGradient<acc_t> row{sum};
+  double sum = 0;
+  for (int64_t begin = 0; begin < n; begin += kTile)
+    sum += sum_in_lanes<acc_t>(begin, begin + kTile < n ? begin + kTile : n, [&](int64_t i) {
+      return SoftmaxGradient<acc_t>::template term<log>(to_acc(grad[i]), to_acc(output[i]));
+    });
+  const SoftmaxGradient<acc_t> row{static_cast<acc_t>(sum)};
   SCE_SIMD()
   for (int64_t i = 0; i < n; ++i) from_acc(row.template at<log>(to_acc(grad[i]), to_acc(output[i])), result[i]);
 }
