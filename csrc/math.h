@@ -52,6 +52,20 @@ SCE_HD acc_t sum_in_lanes(int64_t begin, int64_t end, const term_t& term) {
   return sum_of_lanes(lanes);
 }
 
+// A sum of many terms one after the other that keeps what rounding takes from it (Kahan), for threads of a GPU, where
+// doubles can be 64 times slower.
+template <typename acc_t>
+struct LongSum {
+  acc_t sum = 0, lost = 0;
+
+  SCE_HD void add(acc_t x) {
+    const acc_t y = x - lost, to = sum + y;
+    lost = (to - sum) - y;
+    if (lost != lost) lost = 0;  // an infinite sum loses nothing
+    sum = to;
+  }
+};
+
 struct LossOptions {
   double label_smoothing = 0, z_loss = 0, logit_scale = 1;
   double softcap = 0;  // 0: none

@@ -71,19 +71,20 @@ __device__ void finish_row(const ForwardArgs& args, int64_t r, bool ignored, con
   using Group = RowGroup<kWidth>;
   const scalar_t* row = static_cast<const scalar_t*>(args.logits) + r * args.row_stride;
   const LogitTransform<acc_t> transform(args.options);
-  TargetStats<acc_t> target;
+  LongSum<acc_t> dot, mass;  // a row may have a hundred thousand entries
   if (!ignored) {
     const EntryRange range = args.target.row(r);
-    if (!range.valid) target.mass = Limits<acc_t>::kNaN;
+    if (!range.valid) mass.sum = Limits<acc_t>::kNaN;
     for (int64_t i = range.begin + Group::rank(); i < range.end; i += kWidth) {
       const auto entry = args.target.template entry<acc_t>(i);
       const acc_t w = entry.value * args.target.template class_weight<acc_t>(entry.column);
       if (w == acc_t(0)) continue;  // padding, or a class of weight 0: nothing even at a -inf logit
       const acc_t z = entry.column < 0 ? stats.max : transform(to_acc(row[entry.column]));
-      target.merge({w * (z - stats.max), w});
+      dot.add(w * (z - stats.max));
+      mass.add(w);
     }
   }
-  target = Group::reduce(target);
+  const TargetStats<acc_t> target = Group::reduce(TargetStats<acc_t>{dot.sum, mass.sum});
   if (Group::rank() != 0) return;
   const RowLoss<acc_t> out(stats, target, args.options, args.target.num_classes);
   static_cast<acc_t*>(args.loss)[r] = ignored ? acc_t(0) : out.loss;
@@ -268,13 +269,13 @@ __global__ void __launch_bounds__(kThreads, 3) backward_kernel(BackwardArgs args
     }
 
     const EntryRange range = args.target.row(r);
-    TargetStats<acc_t> target;
-    if (!range.valid) target.mass = Limits<acc_t>::kNaN;
+    LongSum<acc_t> mass;
+    if (!range.valid) mass.sum = Limits<acc_t>::kNaN;
     for (int64_t i = range.begin + Group::rank(); i < range.end; i += kWidth) {
       const auto entry = args.target.template entry<acc_t>(i);
-      target.mass += entry.value * args.target.template class_weight<acc_t>(entry.column);
+      mass.add(entry.value * args.target.template class_weight<acc_t>(entry.column));
     }
-    const GradientCoefficients<acc_t> c = coefficients_of(args, r, Group::reduce(target).mass);
+    const GradientCoefficients<acc_t> c = coefficients_of(args, r, Group::reduce(TargetStats<acc_t>{0, mass.sum}).mass);
 
     const bool sorted = range.end - range.begin > kWarp && is_sorted<kWidth>(args.target, range);
     for (int64_t i = range.begin + Group::rank(); i < range.end; i += kWidth) {

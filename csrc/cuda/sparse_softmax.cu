@@ -96,24 +96,27 @@ struct BackwardRow {
     const scalar_t* output = static_cast<const scalar_t*>(args.output);
     scalar_t* result = static_cast<scalar_t*>(args.result);
     const bool by_packs = equally_aligned(grad, output) && equally_aligned(grad, result);
-    SoftmaxGradient<acc_t> mine;
-    const auto add = [&](scalar_t g, scalar_t y) {
-      mine.sum += args.log ? SoftmaxGradient<acc_t>::template term<true>(to_acc(g), to_acc(y))
-                           : SoftmaxGradient<acc_t>::template term<false>(to_acc(g), to_acc(y));
+    LongSum<acc_t> mine;
+    const auto term = [&](scalar_t g, scalar_t y) {
+      return args.log ? SoftmaxGradient<acc_t>::template term<true>(to_acc(g), to_acc(y))
+                      : SoftmaxGradient<acc_t>::template term<false>(to_acc(g), to_acc(y));
     };
     for_entries<kWidth>(
         args, row, grad, by_packs,
         [&](int64_t i, auto count) {
+          acc_t sum = 0;
 #pragma unroll
           for (int u = 0; u < decltype(count)::value; ++u) {
             const Pack<scalar_t> g = Pack<scalar_t>::load(grad + i + u * kWidth * kSize);
             const Pack<scalar_t> y = Pack<scalar_t>::load(output + i + u * kWidth * kSize);
 #pragma unroll
-            for (int e = 0; e < kSize; ++e) add(g.at[e], y.at[e]);
+            for (int e = 0; e < kSize; ++e) sum += term(g.at[e], y.at[e]);
           }
+          mine.add(sum);
         },
-        [&](int64_t i) { add(grad[i], output[i]); });
-    const SoftmaxGradient<acc_t> total = RowGroup<kWidth>::broadcast(RowGroup<kWidth>::reduce(mine));
+        [&](int64_t i) { mine.add(term(grad[i], output[i])); });
+    const SoftmaxGradient<acc_t> total =
+        RowGroup<kWidth>::broadcast(RowGroup<kWidth>::reduce(SoftmaxGradient<acc_t>{mine.sum}));
     const auto at = [&](scalar_t g, scalar_t y, scalar_t& out) {
       from_acc(args.log ? total.template at<true>(to_acc(g), to_acc(y)) : total.template at<false>(to_acc(g), to_acc(y)),
                out);
