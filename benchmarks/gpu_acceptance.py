@@ -1,8 +1,8 @@
 """Everything that needs a GPU, in three commands of less than ten minutes each, on a machine without a network:
 
-    python benchmarks/gpu_acceptance.py --stage right --kit gpu-kit --out OUT    does it load, is it right?
-    python benchmarks/gpu_acceptance.py --stage speed --kit gpu-kit --out OUT    how fast, and why?
-    python benchmarks/gpu_acceptance.py --stage record --kit gpu-kit --out OUT   sanitizers, largest sizes, benchmark
+    python3 benchmarks/gpu_acceptance.py --stage right --kit gpu-kit --out OUT    does it load, is it right?
+    python3 benchmarks/gpu_acceptance.py --stage speed --kit gpu-kit --out OUT    how fast, and why?
+    python3 benchmarks/gpu_acceptance.py --stage record --kit gpu-kit --out OUT   sanitizers, largest sizes, benchmark
 
 Needs an NVIDIA GPU, a CUDA build of torch and pytest; and the kit (``make gpu-kit``), or nvcc to build without it.
 
@@ -227,7 +227,8 @@ def main() -> int:
         # Steps run in `work`: in the repository its sources would hide the installed package.
         shutil.copy(root / "benchmarks" / "gpu_pytest.py", work)
         for program in machine.kit.glob("*_device"):
-            os.chmod(program, 0o755)  # which a copy over a network may have lost
+            if not os.access(program, os.X_OK):  # a copy over a network may have lost it
+                os.chmod(program, 0o755)
         return Stage(args.stage, machine, args.out.resolve()).run(groups)
 
 

@@ -23,6 +23,9 @@ def environment(device: str) -> int:
         about = torch.cuda.get_device_properties(0)
         found.update(device=about.name, architecture=f"{about.major}.{about.minor}", memory_gib=about.total_memory / 2**30,
                      multiprocessors=about.multi_processor_count, l2_mib=about.L2_cache_size / 2**20)
+    versions = ", ".join(f"{name} {version}" for name, version in found["packages"].items() if version)
+    print(f"{found['device']}, {versions}")
+    print("not there: " + ", ".join(name for name, version in found["packages"].items() if not version))
     print(json.dumps(found))
     return 0
 
@@ -41,7 +44,7 @@ def first(device: str) -> int:
     if device == "cuda" and sparse_ce.ops.why_no_cuda is not None:
         print(f"the CUDA kernels were not loaded: {sparse_ce.ops.why_no_cuda}")
         return 1
-    bad = 0
+    good = bad = 0
     for rows, vocab in ((1, 11), (5, 1000), (300, 1000), (7, 50257), (2, 128256)):
         for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
             generator = torch.Generator().manual_seed(1)
@@ -56,9 +59,10 @@ def first(device: str) -> int:
             grad_error = ((grad.cpu().double() - exact_grad).abs().max() / exact_grad.abs().max()).item()
             eps, grad_eps = torch.finfo(loss.dtype).eps, torch.finfo(dtype).eps
             ok = error <= 24 * eps and grad_error <= grad_eps + 24 * eps  # a NaN is not
-            bad += not ok
+            good, bad = good + ok, bad + (not ok)
             print(f"{'ok   ' if ok else 'WRONG'} {rows} x {vocab} {str(dtype)[6:]}: loss {loss.item():.6g} off by {error:.1e}, "
                   f"gradient off by {grad_error:.1e}", flush=True)
+    print(f"{good} ok, {bad} wrong")
     return bad != 0
 
 

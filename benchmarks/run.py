@@ -157,7 +157,11 @@ def main() -> int:
     args = arguments()
     if args.update_results not in (None, MEASURED):
         kept = json.loads(Path(args.update_results).read_text())
-        update_results(kept.get("benchmark", kept))
+        found = kept.get("benchmark", kept)
+        if not found or kept.get("rehearsal"):
+            sys.exit(f"--update-results must be the record of a benchmark, got {args.update_results}, which is "
+                     + ("a rehearsal" if found else "without one"))
+        update_results(found)
         return 0
     if args.device == "cuda" and not torch.cuda.is_available():
         sys.exit(f"--device cuda needs a GPU and a CUDA build of torch, got torch {torch.__version__} without one")
@@ -205,6 +209,9 @@ def main() -> int:
     if not args.no_plot:
         draw(found, out)
     print(f"\nwritten: {out}" + "".join(f"\nfailed: {title}: {error}" for title, error in found["failed"].items()))
+    met = [goal["met"] for problem in found["problems"] for goal in problem["goals"]]
+    print(f"goals: {sum(met)} met, {len(met) - sum(met)} missed; {len(found['problems'])} problems measured, "
+          f"{len(found['failed'])} failed")
     if found["failed"]:
         return 1
     if args.update_results:

@@ -40,12 +40,12 @@ def put_stand_ins(folder, **changes):
     return folder
 
 
-def make_wheel(folder):
+def make_wheel(folder, name, tag):
     """The installed package as a wheel again."""
-    distribution = importlib.metadata.distribution("sparse_ce")
-    files = [path for path in distribution.files if path.parts[0] in ("sparse_ce", f"sparse_ce-{distribution.version}.dist-info")
+    distribution = importlib.metadata.distribution(name)
+    files = [path for path in distribution.files if path.parts[0] in (name, f"{name}-{distribution.version}.dist-info")
              and path.suffix != ".pyc" and path.name not in ("INSTALLER", "direct_url.json", "REQUESTED")]
-    wheel = folder / f"sparse_ce-{distribution.version}-cp310-abi3-linux_x86_64.whl"
+    wheel = folder / f"{name}-{distribution.version}-{tag}.whl"
     with zipfile.ZipFile(wheel, "w") as archive:
         for path in files:
             archive.write(distribution.locate_file(path), str(path))
@@ -62,7 +62,8 @@ def there(tmp_path_factory):
     shutil.copy(ROOT / "pyproject.toml", root)
     kit = root / "gpu-kit"
     kit.mkdir()
-    make_wheel(kit)
+    make_wheel(kit, "sparse_ce", "cp310-abi3-linux_x86_64")
+    make_wheel(kit, "expecttest", "py3-none-any")
     build.build_flavours(["plain"])
     for op in build.OPS:
         shutil.copy(build.program(op, "plain"), kit / f"{op}_device")
@@ -104,11 +105,12 @@ def test_every_step_of_a_stage_runs(stage, there, tmp_path):
     assert done.returncode == 0 and done.stdout.rstrip().endswith("all passed"), done.stdout[-3000:]
     assert {step["status"] for step in steps.values()} == {"ok", "not needed"}
     assert record["driver"] == "580.1"
-    assert "passed" in steps["load"]["tail"] or "site/sparse_ce" in steps["load"]["tail"]  # the kit's, not this one's
+    assert "/site/sparse_ce" in steps["load"]["tail"]  # the kit's, not the one that these tests import
     assert record["benchmark"]["csrc"] == TREE and record["benchmark"]["problems"]
+    assert "packages" in record["environment"] and steps["kit's tools"]["status"] == "ok"
     if stage == "right":
         assert "10 passed, 0 failed" in steps["masked_mean"]["tail"] and " passed" in steps["tests"]["tail"]
-        assert "WRONG" not in steps["first loss"]["tail"] and steps["first loss"]["tail"].count("ok") == 20
+        assert steps["first loss"]["says"] == "20 ok, 0 wrong"
     else:
         assert "forward_kernel" in steps["counters"]["tail"]
         measured = sum(step["name"] not in ("counters",) and step["group"] == "speed" for step in steps.values())
@@ -224,3 +226,13 @@ def test_the_files_with_cases_for_a_gpu():
     assert not names & {"test_build.py", "test_emulation.py", "test_examples.py", "test_distributed.py", "test_trainer.py"}
     assert Path(__file__).name not in names
     assert Path(sparse_ce.__file__).parent != ROOT / "sparse_ce" or not list((ROOT / "sparse_ce").glob("_C*.so"))
+
+
+def test_without_a_wheel_the_package_is_built_from_source(tmp_path):
+    """As a step of its own; with one it only runs where the wheel's steps fail."""
+    groups = plan("right", Machine(ROOT, tmp_path, tmp_path))
+    names = [step.name for group in groups for step in group.steps]
+    assert "build from source" in names and not {"kit's wheel", "load", "first loss"} & set(names)
+    assert names.index("build from source") < names.index("first loss, built here") < names.index("tests")
+    code, steps = run_stage(tmp_path, [Step("build", ["true"], 5, instead_of=("kit's wheel",))])
+    assert code == 0 or steps["build"]["status"] == "ok"
