@@ -43,8 +43,9 @@ class Running:
         self.process: Optional[subprocess.Popen] = None
         with log.open("w") as sink:
             try:
-                self.process = subprocess.Popen(step.command, cwd=work, env=environment, stdout=sink,
-                                                stderr=subprocess.STDOUT, start_new_session=True, preexec_fn=_die_with_parent)
+                self.process = subprocess.Popen(
+                    step.command, cwd=work, env=environment, stdout=sink, stderr=subprocess.STDOUT,
+                    start_new_session=True, preexec_fn=_die_with_parent)
             except OSError as error:
                 sink.write(f"{error}\n")
 
@@ -92,6 +93,8 @@ class Stage:
         self.environment = {
             **os.environ, "PYTHONUNBUFFERED": "1", "SPARSE_CE_CSRC_TREE": tree,
             "PYTHONPATH": os.pathsep.join(filter(None, [str(machine.work / "site"), os.environ.get("PYTHONPATH")]))}
+        if not machine.rehearse:
+            self.environment["SPARSE_CE_CUDA"] = "1"  # a build from source without CUDA kernels would prove nothing
         out.mkdir(parents=True, exist_ok=True)
         self.log.write_text("")
         self.write()
@@ -196,7 +199,10 @@ def benchmark(work: Path) -> Optional[Dict[str, Any]]:
             records.append(json.loads(path.read_text()))
         except ValueError:  # just being written
             pass
-    return {**records[-1], "problems": [each for one in records for each in one["problems"]]} if records else None
+    if not records:
+        return None
+    return {**records[-1], "problems": [problem for one in records for problem in one["problems"]],
+            "failed": {title: error for one in records for title, error in one["failed"].items()}}
 
 
 def arguments() -> argparse.Namespace:

@@ -8,8 +8,8 @@ Into gpu-kit/, which git ignores:
     sources.json        which csrc this was built from
 
 Needs nvcc; no GPU. Environment: GPU_ARCHITECTURES, e.g. "9.0 10.0" (default: 9.0); BUILT_WITH, the torch to build
-against, a CUDA build for the major version of nvcc (default: torch==2.14.1; gigabytes, kept in .venv-cuda); PYTHON_CUDA,
-a Python that has one already.
+against, a CUDA build for the major version of nvcc (default: torch==2.14.1; gigabytes, kept in .venv-cuda);
+PYTHON_CUDA, a Python that has one already.
 """
 
 import json
@@ -35,7 +35,8 @@ def python_with_cuda_torch() -> str:
     folder = ROOT / ".venv-cuda"
     python = folder / "bin" / "python"
     subprocess.run([sys.executable, "-m", "venv", folder], check=True)
-    subprocess.run([python, "-m", "pip", "install", "-q", os.environ.get("BUILT_WITH", "torch==2.14.1"), "numpy"], check=True)
+    torch = os.environ.get("BUILT_WITH", "torch==2.14.1")
+    subprocess.run([python, "-m", "pip", "install", "-q", torch, "numpy"], check=True)
     return str(python)
 
 

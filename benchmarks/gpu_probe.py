@@ -21,8 +21,9 @@ def environment(device: str) -> int:
             found["packages"][name] = None
     if device == "cuda":
         about = torch.cuda.get_device_properties(0)
-        found.update(device=about.name, architecture=f"{about.major}.{about.minor}", memory_gib=about.total_memory / 2**30,
-                     multiprocessors=about.multi_processor_count, l2_mib=about.L2_cache_size / 2**20)
+        found.update(device=about.name, architecture=f"{about.major}.{about.minor}",
+                     memory_gib=about.total_memory / 2**30, multiprocessors=about.multi_processor_count,
+                     l2_mib=about.L2_cache_size / 2**20)
     versions = ", ".join(f"{name} {version}" for name, version in found["packages"].items() if version)
     print(f"{found['device']}, {versions}")
     print("not there: " + ", ".join(name for name, version in found["packages"].items() if not version))
@@ -60,8 +61,8 @@ def first(device: str) -> int:
             eps, grad_eps = torch.finfo(loss.dtype).eps, torch.finfo(dtype).eps
             ok = error <= 24 * eps and grad_error <= grad_eps + 24 * eps  # a NaN is not
             good, bad = good + ok, bad + (not ok)
-            print(f"{'ok   ' if ok else 'WRONG'} {rows} x {vocab} {str(dtype)[6:]}: loss {loss.item():.6g} off by {error:.1e}, "
-                  f"gradient off by {grad_error:.1e}", flush=True)
+            print(f"{'ok   ' if ok else 'WRONG'} {rows} x {vocab} {str(dtype)[6:]}: loss {loss.item():.6g} off by "
+                  f"{error:.1e}, gradient off by {grad_error:.1e}", flush=True)
     print(f"{good} ok, {bad} wrong")
     return bad != 0
 

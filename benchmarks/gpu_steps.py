@@ -26,7 +26,7 @@ class Step:
     name: str
     command: List[str]
     seconds: int
-    instead_of: Tuple[str, ...] = ()  # runs only where one of these has failed or was not there, in time nobody planned
+    instead_of: Tuple[str, ...] = ()  # runs only where one of these failed or is not there, in time nobody planned
     skip_if: str = ""  # output of a failure that means: this machine cannot do it
     show: str = VERDICT
 
@@ -83,7 +83,8 @@ class Machine:
         return all((self.kit / f"{op}_device").exists() for op in self.ops)
 
     def program(self, op: str) -> str:
-        return str((self.kit if self.kit_has_programs else self.root / "tests" / "emulation" / "build") / f"{op}_device")
+        built_here = self.root / "tests" / "emulation" / "build"
+        return str((self.kit if self.kit_has_programs else built_here) / f"{op}_device")
 
 
 def plan(stage: str, machine: Machine) -> List[Group]:
@@ -112,7 +113,8 @@ def prepare(machine: Machine) -> List[Group]:
     building = (Step("build from source", install(machine, "--no-build-isolation", "--upgrade", str(machine.root)), 180,
                      instead_of=WHEEL_STEPS),
                 *(replace(step, name=f"{step.name}, built here", instead_of=WHEEL_STEPS) for step in loads))
-    return [environment, Group("install", tuple(steps)), Group("load", loads if ours else (), 2), Group("build", building)]
+    return [environment, Group("install", tuple(steps)), Group("load", loads if ours else (), 2),
+            Group("build", building)]
 
 
 def install(machine: Machine, *what: str) -> List[str]:
@@ -167,17 +169,18 @@ def record(machine: Machine) -> List[Group]:
 def sanitizer(tool: str, machine: Machine, op: str) -> List[str]:
     """compute-sanitizer lies beside nvcc, but not always on the PATH."""
     beside = [Path(home) / "bin" / "compute-sanitizer" for home in (os.environ.get("CUDA_HOME", ""), "/usr/local/cuda")]
-    found = shutil.which("compute-sanitizer") or next((str(path) for path in beside if path.exists()), "compute-sanitizer")
-    return [found, "--tool", tool, "--error-exitcode", "1", machine.program(op), "--small", *machine.seeds(20)]
+    found = shutil.which("compute-sanitizer") or next((str(path) for path in beside if path.exists()), None)
+    return [found or "compute-sanitizer", "--tool", tool, "--error-exitcode", "1", machine.program(op), "--small",
+            *machine.seeds(20)]
 
 
 def benchmark(machine: Machine, name: str, seconds: int, *arguments: str) -> Step:
     """run.py; a rehearsal measures one small problem instead."""
     if machine.rehearse:
-        arguments = ("--quick", "--repeats", "1", "--only", "masked_mean of 64 x 512 with a mask of 64 x 512, dim=None, float32")
+        arguments = ("--quick", "--repeats", "1", "--only", "mask of 64 x 512, dim=None, float32")
     out = machine.work / "benchmarks" / re.sub(r"\W+", "-", name)
-    return Step(name, machine.script("run", "--device", machine.device, "--out", str(out), "--no-plot", *arguments), seconds,
-                show=MEASURED)
+    arguments = ("--device", machine.device, "--out", str(out), "--no-plot", *arguments)
+    return Step(name, machine.script("run", *arguments), seconds, show=MEASURED)
 
 
 def pytest(machine: Machine, marked: str, workers: int = 12) -> List[str]:
@@ -189,8 +192,8 @@ def pytest(machine: Machine, marked: str, workers: int = 12) -> List[str]:
     limit = ["--timeout", "120"] if importlib.util.find_spec("pytest_timeout") else []
     paths = [tests / "test_inplace_backward.py"] if machine.rehearse else gpu_test_files(tests)
     return [sys.executable, "-m", "pytest", *map(str, paths), "-c", str(machine.root / "pyproject.toml"), "--rootdir",
-            str(machine.root), "-p", "no:cacheprovider", "-p", "gpu_pytest", *parallel, *limit, "-k", selection, "-m", marked,
-            "--continue-on-collection-errors", "--tb", "short", "--durations", "10"]
+            str(machine.root), "-p", "no:cacheprovider", "-p", "gpu_pytest", *parallel, *limit, "-k", selection, "-m",
+            marked, "--continue-on-collection-errors", "--tb", "short", "--durations", "10"]
 
 
 def gpu_test_files(tests: Path) -> List[Path]:

@@ -149,9 +149,11 @@ def _measure_memory(problem: LinearProblem, ours, peers) -> Dict[str, Any]:
     seconds = time_by_turns({name: Call(calls.pop(name)) for name in ours}, problem.device, 1, 0, False)
     found, not_run = _once(problem, calls)
     seconds.update(found)
-    rows = [_row(name, problem, False, name in ours, {**seconds, GEMMS: seconds[BOTH]},  # nothing is timed against a floor
-                 held[name], None) for name in seconds]
-    goals = [Goal(f"extra memory of {name} / logits", Spread(*[held[name] / problem.shape.logits_bytes] * 3), TENTH, False)
+    names = list(seconds)
+    seconds[GEMMS] = seconds[BOTH]  # nothing is timed against a floor here
+    rows = [_row(name, problem, False, name in ours, seconds, held[name], None) for name in names]
+    logits = problem.shape.logits_bytes
+    goals = [Goal(f"extra memory of {name} / logits", Spread(*[held[name] / logits] * 3), TENTH, False)
              for name in ours if held[name] is not None]
     return {**_record(problem.shape, rows, goals, not_run), "untimed": True}
 

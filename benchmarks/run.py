@@ -182,7 +182,8 @@ def main() -> int:
     means = [dataclasses.replace(shape, shape=(shape.shape[0] // 8, *shape.shape[1:]),
                                  mask=(shape.mask[0] // 8, *shape.mask[1:])) if args.quick else shape
              for shape in MEAN_SHAPES]
-    variants = [dataclasses.replace(shape, rows=shape.rows // 8) if args.quick else shape for shape in VARIANTS[args.device]]
+    variants = [dataclasses.replace(shape, rows=shape.rows // 8) if args.quick else shape
+                for shape in VARIANTS[args.device]]
     for shape, measure_one in [*((shape, measure) for shape in shapes),
                                *((shape, measure_masked_mean) for shape in means),
                                *((shape, measure_log_softmax) for shape in sparse),

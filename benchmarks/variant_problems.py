@@ -15,7 +15,6 @@ import record as records
 import sparse_ce
 from bench import Call, extra_bytes, time_by_turns
 from check import WrongResult
-from peers import Shape
 from work import BACKWARD, BOTH, COPY, FORWARD, READ, Work
 
 PEER = "F.cross_entropy, class index"
@@ -67,7 +66,7 @@ def measure_variant(shape: Variant, device: torch.device, repeats: int) -> Dict[
     stored = stored.to(shape.dtype)
     logits = stored[:, :shape.vocab].requires_grad_()
     destination = torch.empty(shape.rows, shape.vocab, dtype=shape.dtype, device=device)
-    options = {name: value for name, value in (("label_smoothing", shape.label_smoothing), ("softcap", shape.softcap)) if value}
+    options = {name: getattr(shape, name) for name in ("label_smoothing", "softcap") if getattr(shape, name)}
 
     def ours(x: Tensor) -> Tensor:
         return sparse_ce.cross_entropy(x, labels, **options)
@@ -100,8 +99,8 @@ def _stock(x: Tensor, labels: Tensor, shape: Variant) -> Tensor:
 
 
 def _check(shape: Variant, logits: Tensor, labels: Tensor, loss: Tensor, gradient: Tensor) -> float:
-    """The gradient's error in units of its scale, a chunk of rows at a time. It may be twice that of PyTorch in float32,
-    rounded to the dtype of the logits, and four units in the last place."""
+    """The gradient's error in units of its scale, a chunk of rows at a time. It may be twice that of PyTorch in
+    float32, rounded to the dtype of the logits, and four units in the last place."""
     step = max(1, CHUNK // shape.vocab)
     total, worst, peer, scale = 0.0, [], [], []
     for begin in range(0, shape.rows, step):

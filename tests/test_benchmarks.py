@@ -71,8 +71,8 @@ def test_a_problem_that_fails_does_not_take_the_others_with_it(tmp_path, monkeyp
         raise WrongResult("planted")
     monkeypatch.setattr(run, "measure_log_softmax", broken)
     monkeypatch.setattr(run, "SPARSE_SHAPES", run.SPARSE_SHAPES[:1])
-    monkeypatch.setattr(sys, "argv", ["run.py", "--quick", "--repeats", "1", "--no-plot", "--out", str(tmp_path), "--only",
-                                      "log_softmax", "--only", "mask of 64 x 512, dim=None, float32"])
+    monkeypatch.setattr(sys, "argv", ["run.py", "--quick", "--repeats", "1", "--no-plot", "--out", str(tmp_path),
+                                      "--only", "log_softmax", "--only", "mask of 64 x 512, dim=None, float32"])
     monkeypatch.setattr(run, "measure_masked_mean", lambda shape, device, repeats: {
         "title": str(shape), "logits_bytes": 1, "rows": [{"name": "x"}], "goals": [], "not_run": {}})
     monkeypatch.setattr(run.records, "problem_table", lambda problem: "")

@@ -13,8 +13,6 @@ from pathlib import Path
 
 import pytest
 
-import sparse_ce
-
 TESTS = Path(__file__).resolve().parent
 ROOT = TESTS.parent
 sys.path[:0] = [str(TESTS / "emulation"), str(ROOT / "benchmarks")]
@@ -28,7 +26,7 @@ STAND_INS = {
     "nvidia-smi": "echo 580.1, Stand-in GPU, Disabled",
     "nvcc": "echo Cuda compilation tools, release 13.0, V13.0.88",
     "ncu": 'while [ "${1##*/}" = "${1%python*}" ]; do shift; done; "$@" && echo "  forward_kernel Context 1"',
-    "compute-sanitizer": 'tool=$2; while [ "${1%_device}" = "$1" ]; do shift; done; "$@" && echo "ERROR SUMMARY: 0 errors"',
+    "compute-sanitizer": 'while [ "${1%_device}" = "$1" ]; do shift; done; "$@" && echo "ERROR SUMMARY: 0 errors"',
 }
 
 
@@ -43,8 +41,9 @@ def put_stand_ins(folder, **changes):
 def make_wheel(folder, name, tag):
     """The installed package as a wheel again."""
     distribution = importlib.metadata.distribution(name)
-    files = [path for path in distribution.files if path.parts[0] in (name, f"{name}-{distribution.version}.dist-info")
-             and path.suffix != ".pyc" and path.name not in ("INSTALLER", "direct_url.json", "REQUESTED")]
+    folders = name, f"{name}-{distribution.version}.dist-info"
+    files = [path for path in distribution.files if path.parts[0] in folders and path.suffix != ".pyc"
+             and path.name not in ("INSTALLER", "direct_url.json", "REQUESTED")]
     wheel = folder / f"{name}-{distribution.version}-{tag}.whl"
     with zipfile.ZipFile(wheel, "w") as archive:
         for path in files:
@@ -89,7 +88,8 @@ def rehearse(root, stage, tmp_path, **stand_ins):
     print(done.stdout, done.stderr)
     record = json.loads((out / f"{stage}.json").read_text())
     assert sorted(path.name for path in out.iterdir()) == [f"{stage}.json", f"{stage}.log"]
-    planned = [step.name for group in plan(stage, Machine(root, root / "gpu-kit", tmp_path, True)) for step in group.steps]
+    groups = plan(stage, Machine(root, root / "gpu-kit", tmp_path, True))
+    planned = [step.name for group in groups for step in group.steps]
     assert sorted(step["name"] for step in record["steps"]) == sorted(planned)
     log = (out / f"{stage}.log").read_text()
     assert all(step["name"] in done.stdout and (step["status"] == "not needed" or f"===== {step['name']}:" in log)
@@ -119,8 +119,9 @@ def test_every_step_of_a_stage_runs(stage, there, tmp_path):
 
 def test_what_fails_is_reported_and_does_not_stop_the_rest(there, tmp_path):
     done, steps, record = rehearse(there, "record", tmp_path, **{
-        "nvidia-smi": "exit 9", "compute-sanitizer": 'case "$2" in racecheck) echo a race; exit 1;; synccheck) kill -9 $$;; '
-        'esac; ' + STAND_INS["compute-sanitizer"]})
+        "nvidia-smi": "exit 9",
+        "compute-sanitizer": 'case "$2" in racecheck) echo a race; exit 1;; synccheck) kill -9 $$;; esac; '
+                             + STAND_INS["compute-sanitizer"]})
     assert done.returncode == 1 and "failed: driver, racecheck cross_entropy" in done.stdout
     status = {name: step["status"] for name, step in steps.items()}
     assert status["driver"] == "failed" and steps["driver"]["exit_code"] == 9
@@ -215,7 +216,8 @@ def test_the_limits_of_a_stage_add_up_to_less_than_ten_minutes(stage, with_kit, 
 def test_kernels_of_other_sources_than_these_are_not_recorded_silently(tmp_path):
     machine = Machine(ROOT, tmp_path, tmp_path)
     (tmp_path / "sources.json").write_text(json.dumps({"csrc": TREE, "digest": "of other files"}))
-    assert gpu_acceptance.sources(machine) == (TREE, "the kit was made from another csrc than the one here: make gpu-kit")
+    problem = "the kit was made from another csrc than the one here: make gpu-kit"
+    assert gpu_acceptance.sources(machine) == (TREE, problem)
     (tmp_path / "sources.json").write_text(json.dumps({"csrc": TREE, "digest": csrc_digest(ROOT)}))
     assert gpu_acceptance.sources(machine) == (TREE, None)
 
@@ -223,9 +225,8 @@ def test_kernels_of_other_sources_than_these_are_not_recorded_silently(tmp_path)
 def test_the_files_with_cases_for_a_gpu():
     names = {path.name for path in gpu_test_files(TESTS)}
     assert {"test_cross_entropy.py", "test_linear.py", "test_compile.py", "test_limits.py", "test_loops.py"} <= names
-    assert not names & {"test_build.py", "test_emulation.py", "test_examples.py", "test_distributed.py", "test_trainer.py"}
-    assert Path(__file__).name not in names
-    assert Path(sparse_ce.__file__).parent != ROOT / "sparse_ce" or not list((ROOT / "sparse_ce").glob("_C*.so"))
+    assert not names & {"test_build.py", "test_emulation.py", "test_examples.py", "test_distributed.py",
+                        "test_trainer.py", Path(__file__).name}
 
 
 def test_without_a_wheel_the_package_is_built_from_source(tmp_path):
@@ -234,5 +235,5 @@ def test_without_a_wheel_the_package_is_built_from_source(tmp_path):
     names = [step.name for group in groups for step in group.steps]
     assert "build from source" in names and not {"kit's wheel", "load", "first loss"} & set(names)
     assert names.index("build from source") < names.index("first loss, built here") < names.index("tests")
-    code, steps = run_stage(tmp_path, [Step("build", ["true"], 5, instead_of=("kit's wheel",))])
-    assert code == 0 or steps["build"]["status"] == "ok"
+    _, steps = run_stage(tmp_path, [Step("build", ["true"], 5, instead_of=("kit's wheel",))])
+    assert steps["build"]["status"] == "ok"

@@ -43,7 +43,7 @@ print("replayed")
     (SIDE_STREAM.format(before="right", after="wrong"), "sparse_ce: indices must be in [0, 11)"),
     (CAPTURE, "replayed")], ids=["made right", "made wrong", "captured"])
 def test_validation_sees_the_target_that_the_kernels_will_see(script, expected, gpu):
-    done = subprocess.run([sys.executable, "-c", BEGIN + script], capture_output=True, text=True, cwd=Path(__file__).parent,
-                          env={**os.environ, "SPARSE_CE_VALIDATE": "1",
-                               "PYTHONPATH": str(Path(sparse_ce.__file__).parent.parent)})
+    environment = {**os.environ, "SPARSE_CE_VALIDATE": "1", "PYTHONPATH": str(Path(sparse_ce.__file__).parent.parent)}
+    done = subprocess.run([sys.executable, "-c", BEGIN + script], capture_output=True, text=True, env=environment,
+                          cwd=Path(__file__).parent)
     assert expected in done.stdout, done.stdout + done.stderr

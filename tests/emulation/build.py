@@ -90,8 +90,8 @@ def build_device(architectures: tuple = (), folder: Path = BUILD) -> list:
         code = [flag for n in digits for flag in ("-gencode", f"arch=compute_{n},code=sm_{n}")]
     outputs = [folder / f"{op}_device" for op in OPS]
     with ThreadPoolExecutor(min(len(OPS), os.cpu_count() or 1)) as pool:
-        list(pool.map(lambda op, out: run(["nvcc", "-std=c++17", "-O2", "-lineinfo", *code, "-x", "cu", HERE / f"{op}.cpp",
-                                           "-o", out]), OPS, outputs))
+        list(pool.map(lambda op, out: run(["nvcc", "-std=c++17", "-O2", "-lineinfo", *code, "-x", "cu",
+                                           HERE / f"{op}.cpp", "-o", out]), OPS, outputs))
     return outputs
 
 
