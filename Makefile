@@ -2,6 +2,7 @@
 # make test    everything: builds, installs, runs all tests
 # make bench   speed and memory beside the peers
 # make test-wheel   one wheel, built with a CUDA torch, tested under a CPU torch (3 GB of downloads)
+# make gpu-kit      what a machine with a GPU and without a network needs, into gpu-kit/
 #
 # Each makes its own environment in .venv. TORCH chooses the torch to build against: make test TORCH=torch==2.14.1
 PYTHON ?= python3
@@ -40,3 +41,7 @@ test-wheel:
 
 clean:
 	rm -rf $(VENV) .venv-cuda build dist *.egg-info tests/emulation/build
+
+.PHONY: gpu-kit
+gpu-kit:
+	$(PYTHON) benchmarks/gpu_kit.py

@@ -156,10 +156,10 @@ def extra_bytes(call: Call, device: torch.device) -> Optional[int]:
         _drop_given_up_pages()
         Path("/proc/self/clear_refs").write_text("5")
         before = _resident("VmRSS")
-        result = call.run()
-        peak = _resident("VmHWM")
     except (OSError, AttributeError):
         return None
+    result = call.run()  # an error of its own is not one of the system's
+    peak = _resident("VmHWM")
     del result
     return max(0, peak - before)
 

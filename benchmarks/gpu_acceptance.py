@@ -1,23 +1,21 @@
-"""Everything that needs a GPU, in one command of less than nine minutes: ``python benchmarks/gpu_acceptance.py``.
+"""Everything that needs a GPU, in three commands of less than ten minutes each, on a machine without a network:
 
-Needs an NVIDIA GPU, nvcc, a CUDA build of torch and pytest; no network. Stages, each under its own limit, none stopping
-the next; a stage may also use up what those before it left over:
+    python3 benchmarks/gpu_acceptance.py --stage right --kit gpu-kit --out OUT    does it load, is it right?
+    python3 benchmarks/gpu_acceptance.py --stage speed --kit gpu-kit --out OUT    how fast, and why?
+    python3 benchmarks/gpu_acceptance.py --stage record --kit gpu-kit --out OUT   sanitizers, largest sizes, benchmark
 
-    environment  what the numbers were measured on
-    build        the package for this GPU's architecture, into a folder of its own
-    tests        pytest tests, all but those of builds and of the emulation
-    emulation    the kernels' cases, compiled by nvcc, on the device
-    sanitizer    the same cases (--small) under compute-sanitizer's four tools
-    benchmarks   run.py --device cuda
+Needs an NVIDIA GPU, a CUDA build of torch and pytest; and the kit (``make gpu-kit``), or nvcc to build without it.
 
-Writes one file, <out>/acceptance.json: the environment, exit codes and the last lines of each step, the rows of the
-benchmark; ``run.py --update-results <out>/acceptance.json`` keeps those. Exits with 1 if any step failed.
-SPARSE_CE_CSRC_TREE names the sources (``git rev-parse HEAD:csrc``) where there is no git.
+gpu_steps.py says what is run. A step that fails, is missing or takes too long does not stop the others; it may use up
+what those before it left over. Two files are written: <stage>.json with the environment, the sources, exit codes, the
+last lines of each step and the rows of the benchmark, anew every few seconds, so that a stage that is killed has said
+what it knew; and <stage>.log with all output. ``run.py --update-results <out>/record.json`` keeps the benchmark. Exits
+with 1 if a step failed. --rehearse runs the same steps on the CPU with few cases, to see that they run.
 """
 
 import argparse
+import ctypes
 import datetime
-import importlib.util
 import json
 import os
 import shlex
@@ -27,173 +25,217 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Dict, List, Optional
+from typing import Any, Dict, List, Optional, Tuple
 
-STAGES = ("environment", "build", "tests", "emulation", "sanitizer", "benchmarks")
-TAIL = 12000  # characters of a step's output that are kept
-TIMED_OUT, NOT_FOUND = 124, 127
+from gpu_report import NOT_FOUND, STATUSES_OF_FAILURE, TIMED_OUT, log_of, print_step, print_table, tail_of, verdict
+from gpu_steps import STAGES, STAGE_SECONDS, Group, Machine, Step, ends, plan
+from sources import csrc_digest, csrc_tree
 
-PROBE = """import json, torch
-about, (major, minor) = torch.cuda.get_device_properties(0), torch.cuda.get_device_capability()
-print(json.dumps({"device": about.name, "architecture": f"{major}.{minor}", "torch": torch.__version__,
-                  "cuda": torch.version.cuda, "memory_gib": about.total_memory / 2**30}))"""
+REFRESH = 5.0  # seconds between two writings of the record while steps run
 
 
-@dataclass(frozen=True)
-class Step:
-    stage: str
-    name: str
-    command: List[str]
-    seconds: int
+class Running:
+    """One step in a process group of its own, which is ended with all its children when its time is up."""
 
-
-def steps(root: Path, work: Path) -> List[Step]:
-    """In the order in which they run. The limits add up to 553 s, however many programs there are."""
-    python = sys.executable
-    programs = [str(root / "tests" / "emulation" / "build" / f"{path.stem}_device")
-                for path in sorted((root / "tests" / "emulation").glob("*.cpp"))]
-    # Compilers' reports and emulated kernels: minutes of compiling that prove nothing about this GPU.
-    elsewhere = [f"--ignore={root / 'tests' / name}" for name in ("test_build.py", "test_emulation.py")]
-    parallel = ["-n", "8"] if importlib.util.find_spec("xdist") else []
-    return [
-        Step("environment", "driver", ["nvidia-smi", "--query-gpu=driver_version,name", "--format=csv,noheader"], 5),
-        Step("environment", "torch", [python, "-c", PROBE], 20),
-        Step("environment", "nvcc", ["nvcc", "--version"], 5),
-        Step("build", "build", [python, "-m", "pip", "install", "--no-index", "--no-build-isolation", "--no-deps",
-                                "--upgrade", "--target", str(work / "site"), str(root)], 130),
-        # Steps run in `work`: in the repository its sources would hide the installed package.
-        Step("tests", "tests", [python, "-m", "pytest", str(root / "tests"), "-c", str(root / "pyproject.toml"),
-                                "--rootdir", str(root), "-p", "no:cacheprovider", *parallel, *elsewhere], 100),
-        Step("emulation", "emulation build", [python, str(root / "tests" / "emulation" / "build.py"), "--device"], 40),
-        *(Step("emulation", Path(program).name, [program, "--seeds", "1", "2000"], 32 // len(programs))
-          for program in programs),
-        *(Step("sanitizer", f"{tool} {Path(program).name}",
-               [sanitizer(), "--tool", tool, "--error-exitcode", "1", program, "--small"], 24 // len(programs))
-          for tool in ("memcheck", "racecheck", "initcheck", "synccheck") for program in programs),
-        Step("benchmarks", "benchmarks", [python, str(root / "benchmarks" / "run.py"), "--device", "cuda", "--out",
-                                          str(work / "benchmarks")], 125),
-    ]
-
-
-def sanitizer() -> str:
-    """compute-sanitizer lies beside nvcc, but not always on the PATH."""
-    beside = [Path(home) / "bin" / "compute-sanitizer" for home in (os.environ.get("CUDA_HOME", ""), "/usr/local/cuda")]
-    found = shutil.which("compute-sanitizer")
-    return found or next((str(path) for path in beside if path.exists()), "compute-sanitizer")
-
-
-def run(step: Step, seconds: float, work: Path, environment: Dict[str, str]) -> Dict[str, Any]:
-    """One step in a process group of its own, ended with all its children when its time is up."""
-    log = work / f"{step.name.replace(' ', '-')}.log"
-    begin = time.monotonic()
-    with log.open("w") as sink:
-        try:
-            process = subprocess.Popen(step.command, cwd=work, env=environment, stdout=sink, stderr=subprocess.STDOUT,
-                                       start_new_session=True)
-        except OSError as error:
-            process, code = None, NOT_FOUND
-            sink.write(f"{error}\n")
-        if process is not None:
+    def __init__(self, step: Step, result: Dict[str, Any], log: Path, work: Path, environment: Dict[str, str]):
+        self.step, self.result, self.log, self.begin = step, result, log, time.monotonic()
+        self.process: Optional[subprocess.Popen] = None
+        with log.open("w") as sink:
             try:
-                code = process.wait(timeout=max(1.0, seconds))
-            except subprocess.TimeoutExpired:
-                code = TIMED_OUT
-            finally:
-                if process.poll() is None:
-                    os.killpg(process.pid, signal.SIGKILL)
-                    process.wait()
-    tail = log.read_text(errors="replace")[-TAIL:]
-    return {"stage": step.stage, "name": step.name, "exit_code": code, "seconds": round(time.monotonic() - begin, 1),
-            "limit": round(seconds, 1), "tail": tail}
+                self.process = subprocess.Popen(
+                    step.command, cwd=work, env=environment, stdout=sink, stderr=subprocess.STDOUT,
+                    start_new_session=True, preexec_fn=_die_with_parent)
+            except OSError as error:
+                sink.write(f"{error}\n")
+
+    def update(self, status: str = "running") -> None:
+        self.result.update(status=status, seconds=round(time.monotonic() - self.begin, 1), tail=tail_of(self.log))
+
+    def finished(self) -> bool:
+        """Whether it has come to an end, which its time being up brings about."""
+        code = NOT_FOUND if self.process is None else self.process.poll()
+        if code is None and time.monotonic() - self.begin >= self.result["limit"]:
+            self.kill()
+            code = TIMED_OUT
+        if code is None:
+            return False
+        self.result["exit_code"] = code
+        self.update(verdict(self.step, code, log_of(self.log)))
+        return True
+
+    def kill(self) -> None:
+        if self.process is None or self.process.poll() is not None:
+            return
+        os.killpg(self.process.pid, signal.SIGKILL)
+        try:
+            self.process.wait(timeout=3)
+        except subprocess.TimeoutExpired:  # in the driver, which may never let it go
+            pass
 
 
-def environment_of(root: Path, work: Path, torch_probe: Optional[Dict[str, Any]]) -> Dict[str, str]:
-    """The package that this run builds, before any that is installed, and built for this GPU alone."""
-    path = os.pathsep.join(filter(None, [str(work / "site"), os.environ.get("PYTHONPATH")]))
-    environment = {**os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1", "SPARSE_CE_CUDA": "1",
-                   "SPARSE_CE_CSRC_TREE": csrc_tree(root)}
-    if torch_probe:
-        environment["TORCH_CUDA_ARCH_LIST"] = torch_probe["architecture"]
-    return environment
+def _die_with_parent() -> None:
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 
-def csrc_tree(root: Path) -> str:
-    given = os.environ.get("SPARSE_CE_CSRC_TREE")
-    if given:
-        return given
-    try:
-        return subprocess.run(["git", "rev-parse", "HEAD:csrc"], cwd=root, capture_output=True, text=True,
-                              check=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"
+class Stage:
+    """Runs the groups of a stage and keeps its record."""
+
+    def __init__(self, name: str, machine: Machine, out: Path, seconds: float = STAGE_SECONDS):
+        self.machine, self.begin = machine, time.monotonic()
+        self.end = self.begin + seconds
+        self.path, self.log = out / f"{name}.json", out / f"{name}.log"
+        tree, problem = sources(machine)
+        self.record: Dict[str, Any] = {
+            "stage": name, "date": datetime.date.today().isoformat(), "rehearsal": machine.rehearse, "csrc": tree,
+            "sources_problem": problem, "driver": None, "environment": None, "steps": [], "benchmark": None}
+        self.environment = {
+            **os.environ, "PYTHONUNBUFFERED": "1", "SPARSE_CE_CSRC_TREE": tree,
+            "PYTHONPATH": os.pathsep.join(filter(None, [str(machine.work / "site"), os.environ.get("PYTHONPATH")]))}
+        if not machine.rehearse:
+            self.environment["SPARSE_CE_CUDA"] = "1"  # a build from source without CUDA kernels would prove nothing
+        out.mkdir(parents=True, exist_ok=True)
+        self.log.write_text("")
+        self.write()
+
+    def run(self, groups: List[Group]) -> int:
+        planned = self.begin
+        for group in groups:
+            limits = [planned + end for end in ends(group)]
+            planned += group.seconds()
+            self.run_group(group, limits)
+        failed = [result["name"] for result in self.record["steps"] if result["status"] in STATUSES_OF_FAILURE]
+        if self.record["sources_problem"]:
+            failed.append(f"sources: {self.record['sources_problem']}")
+        self.record["finished"] = True
+        self.write()
+        print_table(self.record)
+        print(f"written: {self.path}; " + (f"failed: {', '.join(failed)}" if failed else "all passed"), flush=True)
+        return 1 if failed else 0
+
+    def run_group(self, group: Group, planned_ends: List[float]) -> None:
+        waiting: List[Tuple[Step, float]] = list(zip(group.steps, planned_ends))
+        running: List[Running] = []
+        written = time.monotonic()
+        try:
+            while waiting or running:
+                while waiting and len(running) < group.width:
+                    started = self.start(group, *waiting.pop(0))
+                    running += [started] if started else []
+                for each in [each for each in running if each.finished()]:
+                    running.remove(each)
+                    self.finish(each)
+                if running and time.monotonic() - written > REFRESH:
+                    for each in running:
+                        each.update()
+                    self.write()
+                    written = time.monotonic()
+                time.sleep(0.05)
+        finally:
+            for each in running:  # a signal or an error has ended the stage
+                each.kill()
+                each.update("cut short")
+            self.write()
+
+    def start(self, group: Group, step: Step, planned_end: float) -> Optional[Running]:
+        """None where the step is not needed, or no time is left for it."""
+        now = time.monotonic()
+        limit = min(max(step.seconds, planned_end - now), self.end - now)
+        result = {"group": group.name, "name": step.name, "command": shlex.join(step.command), "status": "running",
+                  "exit_code": None, "seconds": 0.0, "limit": round(limit, 1), "tail": ""}
+        self.record["steps"].append(result)
+        status = {each["name"]: each["status"] for each in self.record["steps"]}
+        if step.instead_of and not any(status.get(name, "missing") in STATUSES_OF_FAILURE for name in step.instead_of):
+            result.update(status="not needed", limit=0.0)
+        elif limit < 1:
+            result.update(status="no time left", limit=0.0)
+        else:
+            log = self.machine.work / f"{len(self.record['steps'])}.log"
+            return Running(step, result, log, self.machine.work, self.environment)
+        return None
+
+    def finish(self, done: Running) -> None:
+        result = done.result
+        if result["name"] == "driver" and result["exit_code"] == 0:
+            self.record["driver"] = result["tail"].split(",")[0].strip()
+        if result["name"] == "environment" and result["exit_code"] == 0:
+            self.record["environment"] = json.loads(result["tail"].strip().splitlines()[-1])
+            architecture = self.record["environment"].get("architecture")
+            if architecture:  # a build from source is for this GPU alone
+                self.environment["TORCH_CUDA_ARCH_LIST"] = architecture
+        with self.log.open("a") as sink:
+            sink.write(f"\n===== {result['name']}: {result['status']} ({result['exit_code']}), {result['seconds']} s\n"
+                       f"$ {result['command']}\n{log_of(done.log)}")
+        self.write()
+        print_step(result, done.step.show)
+
+    def write(self) -> None:
+        """A file that is read while it is written must not be half a file."""
+        self.record["benchmark"] = benchmark(self.machine.work)
+        beside = self.path.with_suffix(".json.new")
+        beside.write_text(json.dumps(self.record, indent=1) + "\n")
+        beside.replace(self.path)
 
 
-def probe(result: Dict[str, Any]) -> Optional[Dict[str, Any]]:
-    """What PROBE printed last, if it ran."""
-    lines = result["tail"].strip().splitlines()
-    return json.loads(lines[-1]) if result["exit_code"] == 0 and lines else None
+def sources(machine: Machine) -> Tuple[str, Optional[str]]:
+    """The tree of csrc that runs, and what is wrong with saying so."""
+    about = machine.kit / "sources.json"
+    given = csrc_tree(machine.root)
+    if "SPARSE_CE_CSRC_TREE" in os.environ or not about.exists():
+        return given or "unknown", None if given else "neither a kit nor git says which they are"
+    kit = json.loads(about.read_text())
+    if kit["digest"] != csrc_digest(machine.root):
+        return kit["csrc"], "the kit was made from another csrc than the one here: make gpu-kit"
+    return kit["csrc"], None
 
 
 def benchmark(work: Path) -> Optional[Dict[str, Any]]:
-    """The newest record of run.py, which is there even if the run did not come to its end."""
-    found = sorted((work / "benchmarks").glob("*.json"), key=lambda path: path.stat().st_mtime)
-    return json.loads(found[-1].read_text()) if found else None
+    """The problems of all records of run.py, which are there even if a run did not come to its end."""
+    found = sorted((work / "benchmarks").glob("*/*.json"), key=lambda path: path.stat().st_mtime)
+    records = []
+    for path in found:
+        try:
+            records.append(json.loads(path.read_text()))
+        except ValueError:  # just being written
+            pass
+    if not records:
+        return None
+    return {**records[-1], "problems": [problem for one in records for problem in one["problems"]],
+            "failed": {title: error for one in records for title, error in one["failed"].items()}}
 
 
 def arguments() -> argparse.Namespace:
     here = Path(__file__).resolve().parent
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--stages", default=",".join(STAGES))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--stage", choices=STAGES, required=True)
+    parser.add_argument("--kit", type=Path, default=here.parent / "gpu-kit")
     parser.add_argument("--out", type=Path, default=here / "out")
-    parser.add_argument("--root", type=Path, default=here.parent, help="the repository")
+    parser.add_argument("--rehearse", action="store_true", help="on the CPU, few cases")
     parser.add_argument("--dry-run", action="store_true", help="only say what would run")
     return parser.parse_args()
 
 
 def main() -> int:
     args = arguments()
-    stages = args.stages.split(",")
-    unknown = sorted(set(stages) - set(STAGES))
-    if unknown:
-        sys.exit(f"--stages must be of {', '.join(STAGES)}, got {', '.join(unknown)}")
-    with tempfile.TemporaryDirectory(prefix="sparse_ce-") as work:
-        chosen = [step for step in steps(args.root.resolve(), Path(work)) if step.stage in stages]
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    root = Path(__file__).resolve().parent.parent
+    with tempfile.TemporaryDirectory(prefix="sparse_ce-", ignore_cleanup_errors=True) as work:
+        machine = Machine(root, args.kit.resolve(), Path(work), args.rehearse)
+        groups = plan(args.stage, machine)
         if args.dry_run:
-            for step in chosen:
-                print(f"{step.stage:12} {step.seconds:4} s  {shlex.join(step.command)}")
-            print(f"{sum(step.seconds for step in chosen)} s at most")
+            for group in groups:
+                print(f"{group.name}: {group.seconds()} s at most, {group.width} at once")
+                for step in group.steps:
+                    print(f"    {step.name:24} {step.seconds:4} s  {shlex.join(step.command)}")
+            print(f"{sum(group.seconds() for group in groups)} s at most")
             return 0
-        return run_all(chosen, args.root.resolve(), Path(work), args.out.resolve() / "acceptance.json")
-
-
-def run_all(chosen: List[Step], root: Path, work: Path, path: Path) -> int:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    record: Dict[str, Any] = {"date": datetime.date.today().isoformat(), "csrc": csrc_tree(root), "driver": None,
-                              "environment": None, "steps": [], "benchmark": None}
-    environment = environment_of(root, work, None)
-    deadline = time.monotonic()
-    for step in chosen:
-        deadline += step.seconds
-        result = run(step, deadline - time.monotonic(), work, environment)
-        if step.name == "driver" and result["exit_code"] == 0:
-            record["driver"] = result["tail"].split(",")[0].strip()
-        if step.name == "torch":
-            record["environment"] = probe(result)
-            environment = environment_of(root, work, record["environment"])
-        if step.stage == "benchmarks":
-            record["benchmark"] = benchmark(work)
-        record["steps"].append(result)
-        path.write_text(json.dumps(record, indent=1) + "\n")  # after each step: what is known is not lost
-        verdict = "ok" if result["exit_code"] == 0 else f"FAILED ({result['exit_code']})"
-        print(f"{step.stage:12} {step.name:16} {verdict:14} {result['seconds']:6.1f} of {result['limit']:.0f} s",
-              flush=True)
-        if result["exit_code"] or step.stage == "benchmarks":
-            print("\n".join("    " + line for line in result["tail"].splitlines()[-40:]), flush=True)
-    failed = [result["name"] for result in record["steps"] if result["exit_code"]]
-    print(f"written: {path}; " + (f"failed: {', '.join(failed)}" if failed else "all passed"))
-    return 1 if failed else 0
+        # Steps run in `work`: in the repository its sources would hide the installed package.
+        shutil.copy(root / "benchmarks" / "gpu_pytest.py", work)
+        for program in machine.kit.glob("*_device"):
+            if not os.access(program, os.X_OK):  # a copy over a network may have lost it
+                os.chmod(program, 0o755)
+        return Stage(args.stage, machine, args.out.resolve()).run(groups)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ import sparse_ce
 from bench import Call, Samples, Spread, extra_bytes, ratio, time_by_turns
 from check import WrongResult
 from goals import Goal
-from peers import gather_route
+from peers import compiled_when_called, gather_route
 
 GEMMS, GEMMS_AGAIN = "GEMMs", "GEMMs, existing memory"
 BOTH, INDEX_BOTH = "forward + backward", "forward + backward, class index"
@@ -115,31 +115,47 @@ def measure_linear(shape: LinearShape, device: torch.device, repeats: int) -> Di
     problem = LinearProblem(shape, device)
     ours, peers = _ours(problem), _peers(problem)
     if shape.memory_alone:
-        return _measure_memory(problem, {**ours, STOCK: peers[STOCK]})
+        return _measure_memory(problem, ours, {STOCK: peers[STOCK]})
     floors = _floors(problem)
+    slow = {name: peers.pop(name) for name in [CHUNKED] if device.type == "cpu"}
     errors, not_run = _check_all(problem, ours, peers)
-    peers = {name: call for name, call in peers.items() if name not in not_run}
-    slow = {name: peers.pop(name) for name in [CHUNKED] if name in peers and device.type == "cpu"}
-    calls = {**floors, **ours, **peers}
+    calls = {**floors, **ours, **{name: call for name, call in peers.items() if name not in not_run}}
     seconds = time_by_turns({name: Call(run) for name, run in calls.items()}, device, min(repeats, ROUNDS), 2, False)
-    seconds.update(time_by_turns({name: Call(run) for name, run in slow.items()}, device, 1, 0, False))
-    calls.update(slow)
+    found, failures = _once(problem, slow)
+    seconds.update(found)
+    not_run.update(failures)
+    calls.update({name: slow[name] for name in found})
     held = {name: None if name in floors or name in slow else _held(problem, run) for name, run in calls.items()}
     rows = [_row(name, problem, name in floors, name in ours, seconds, held[name], errors.get(name)) for name in calls]
     return _record(shape, rows, _goals(shape, device, seconds, held[INDEX_BOTH]), not_run)
 
 
-def _measure_memory(problem: LinearProblem, calls: Dict[str, Callable[[], Gradients]]) -> Dict[str, Any]:
+def _once(problem: LinearProblem, peers) -> Tuple[Dict[str, Samples], Dict[str, str]]:
+    """One round of each; and why a peer is not run."""
+    seconds, not_run = {}, {}
+    for name, run in peers.items():
+        try:
+            seconds.update(time_by_turns({name: Call(run)}, problem.device, 1, 0, False))
+        except Exception as failure:  # its own, whatever it is: this torch may not have it
+            not_run[name] = _reason(failure)
+    return seconds, not_run
+
+
+def _measure_memory(problem: LinearProblem, ours, peers) -> Dict[str, Any]:
     """One call each, of which only the memory counts."""
-    held, seconds = {}, {}
-    for name, run in calls.items():
-        seconds.update(time_by_turns({name: Call(lambda: held.update({name: _held(problem, run)}))}, problem.device, 1, 0,
-                                     False))
+    held = {}
+    calls = {name: lambda name=name, run=run: held.update({name: _held(problem, run)})
+             for name, run in {**ours, **peers}.items()}
+    seconds = time_by_turns({name: Call(calls.pop(name)) for name in ours}, problem.device, 1, 0, False)
+    found, not_run = _once(problem, calls)
+    seconds.update(found)
+    names = list(seconds)
     seconds[GEMMS] = seconds[BOTH]  # nothing is timed against a floor here
-    rows = [_row(name, problem, False, name != STOCK, seconds, held[name], None) for name in calls]
-    goals = [Goal(f"extra memory of {name} / logits", Spread(*[held[name] / problem.shape.logits_bytes] * 3), TENTH, False)
-             for name in calls if name != STOCK and held[name] is not None]
-    return {**_record(problem.shape, rows, goals, {}), "untimed": True}
+    rows = [_row(name, problem, False, name in ours, seconds, held[name], None) for name in names]
+    logits = problem.shape.logits_bytes
+    goals = [Goal(f"extra memory of {name} / logits", Spread(*[held[name] / logits] * 3), TENTH, False)
+             for name in ours if held[name] is not None]
+    return {**_record(problem.shape, rows, goals, not_run), "untimed": True}
 
 
 def _floors(problem: LinearProblem) -> Dict[str, Callable[[], Any]]:
@@ -169,8 +185,7 @@ def _ours(problem: LinearProblem) -> Dict[str, Callable[[], Gradients]]:
 
 def _peers(problem: LinearProblem) -> Dict[str, Callable[[], Gradients]]:
     labels, indices, values = problem.labels, problem.indices, problem.values
-    torch.compiler.reset()
-    compiled = torch.compile(lambda x, w: F.cross_entropy(F.linear(x, w), labels), dynamic=False)
+    compiled = compiled_when_called(lambda x, w: F.cross_entropy(F.linear(x, w), labels))
     losses = {
         UNFUSED: lambda x, w: F.cross_entropy(F.linear(x, w), labels),
         SOFT_UNFUSED: lambda x, w: gather_route(F.linear(x, w), indices, values),
@@ -214,19 +229,23 @@ def _check_all(problem: LinearProblem, ours, peers) -> Tuple[Dict[str, float], D
         truth = problem.exact(soft)
         allowed = 2 * _error(peers[unfused](), truth) + 4 * torch.finfo(problem.shape.dtype).eps
         for name, call in {**ours, **peers}.items():
-            if (name in (BOTH, SOFT_UNFUSED)) != soft or name == CHUNKED:
+            if (name in (BOTH, SOFT_UNFUSED)) != soft:
                 continue
             try:
                 error = _error(call(), truth)
             except Exception as failure:  # a peer's own, whatever it is, must not end the run
                 if name in ours:
                     raise
-                not_run[name] = str(failure).strip().split("\n")[0] or type(failure).__name__
+                not_run[name] = _reason(failure)
                 continue
             if not error <= (allowed if name in ours else TENTH):
                 raise WrongResult(f"{name}: gradients are off by {error:.2e} of their scale, allowed {allowed:.2e}")
             errors[name] = error
     return errors, not_run
+
+
+def _reason(failure: Exception) -> str:
+    return str(failure).strip().split("\n")[0] or type(failure).__name__
 
 
 def _error(found: Gradients, truth: Gradients) -> float:
@@ -264,7 +283,7 @@ def _row(name: str, problem: LinearProblem, floor: bool, ours: bool, seconds: Di
         "over_floor": asdict(ratio(seconds[name], seconds[GEMMS])),
         "over_ours": asdict(ratio(seconds[name], seconds[mine])) if side == "peer" else None,
         "extra_mib": None if held is None else held / 2**20, "gradient_error": error,
-        "note": "one round" if name == CHUNKED else "",
+        "note": "one round" if name == CHUNKED and len(seconds[name]) == 1 else "",
     }
 
 

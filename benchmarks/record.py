@@ -2,13 +2,12 @@
 
 import datetime
 import json
-import os
 import platform
 import re
 import subprocess
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Dict, List, Optional
+from typing import Any, Dict, Optional
 
 import torch
 
@@ -16,6 +15,7 @@ import sparse_ce
 from bench import Samples, Spread, ratio, total
 from goals import Goal
 from peers import Shape
+from sources import csrc_tree
 from work import BOTH, Work
 
 Record = Dict[str, Any]
@@ -35,15 +35,6 @@ def machine(device: torch.device) -> Record:
         "date": datetime.date.today().isoformat(),
         "csrc": csrc_tree(),
     }
-
-
-def csrc_tree() -> Optional[str]:
-    """``git rev-parse HEAD:csrc``, marked where files differ from it; SPARSE_CE_CSRC_TREE speaks where git cannot."""
-    given = os.environ.get("SPARSE_CE_CSRC_TREE")
-    if given:
-        return given
-    tree = _output("git", "rev-parse", "HEAD:csrc")
-    return tree + " + changes" if tree and _output("git", "status", "--porcelain", "csrc") else tree
 
 
 def row(shape: Shape, work: Work, seconds: Dict[str, Samples], extra: Optional[int], error: Optional[float]) -> Record:

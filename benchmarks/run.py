@@ -10,6 +10,7 @@ import dataclasses
 import gc
 import json
 import sys
+import traceback
 from pathlib import Path
 from typing import Any, Dict, List, Tuple
 
@@ -23,6 +24,7 @@ from linear_problems import LINEAR_SHAPES, measure_linear
 from mean_problems import MEAN_SHAPES, measure_masked_mean
 from peers import Problem, Shape
 from sparse_problems import SPARSE_SHAPES, STOCK_SHAPES, measure_log_softmax, measure_stock
+from variant_problems import VARIANTS, measure_variant
 from work import Work, work_on
 
 HERE = Path(__file__).parent
@@ -64,8 +66,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="an eighth of the rows, 5 rounds: does it work?")
     parser.add_argument("--threads", type=int, default=2, help="CPU threads")
     parser.add_argument("--repeats", type=int, help="rounds of each problem (31 on CPU, 101 on CUDA)")
-    parser.add_argument("--only", default="", help="only problems whose measurement and title "
-                        "contain this, e.g. bfloat16, measure_stock")
+    parser.add_argument("--only", action="append", default=[], help="only problems whose measurement and title "
+                        "contain this, e.g. bfloat16, measure_stock; may be given several times")
+    parser.add_argument("--no-plot", action="store_true")
     parser.add_argument("--out", type=Path, default=HERE / "out")
     parser.add_argument("--update-results", nargs="?", const=MEASURED, metavar="RECORD", help="see above")
     return parser.parse_args()
@@ -80,7 +83,7 @@ def run(work: Work) -> Tuple[Any, Any]:
 
 
 def check_all(problem: Problem, works: List[Work]) -> Tuple[Dict[str, float], Dict[str, str]]:
-    """Gradient errors by row; and why a peer is not run. What is wrong with ours ends the run."""
+    """Gradient errors by row; and why a peer is not run. What is wrong with ours ends the problem."""
     errors: Dict[str, float] = {}
     not_run: Dict[str, str] = {}
     for soft in (True, False):
@@ -140,11 +143,25 @@ def update_results(found: records.Record) -> None:
     (HERE / "RESULTS.md").write_text("\n".join(parts))
 
 
+def draw(found: records.Record, out: Path) -> None:
+    try:
+        from plot import plot, plot_linear
+    except ImportError as error:
+        print(f"no plot: {error}")
+        return
+    plot(found, out.with_suffix(".png"))
+    plot_linear(found, out.with_name(out.stem + "-linear.png"))
+
+
 def main() -> int:
     args = arguments()
     if args.update_results not in (None, MEASURED):
         kept = json.loads(Path(args.update_results).read_text())
-        update_results(kept.get("benchmark", kept))
+        found = kept.get("benchmark", kept)
+        if not found or kept.get("rehearsal"):
+            sys.exit(f"--update-results must be the record of a benchmark, got {args.update_results}, which is "
+                     + ("a rehearsal" if found else "without one"))
+        update_results(found)
         return 0
     if args.device == "cuda" and not torch.cuda.is_available():
         sys.exit(f"--device cuda needs a GPU and a CUDA build of torch, got torch {torch.__version__} without one")
@@ -154,7 +171,7 @@ def main() -> int:
     shapes = SHAPES[args.device]
     if args.quick:
         shapes = [dataclasses.replace(shape, rows=shape.rows // 8) for shape in shapes]
-    found = {**records.machine(device), "quick": args.quick, "repeats": repeats, "problems": []}
+    found = {**records.machine(device), "quick": args.quick, "repeats": repeats, "problems": [], "failed": {}}
     out = args.out / f"{records.slug(found)}.json"
     print(f"{found['device']}, torch {found['torch']}, {found['threads']} threads, {found['instruction_set']}, "
           f"csrc {found['csrc']}", flush=True)
@@ -165,33 +182,43 @@ def main() -> int:
     means = [dataclasses.replace(shape, shape=(shape.shape[0] // 8, *shape.shape[1:]),
                                  mask=(shape.mask[0] // 8, *shape.mask[1:])) if args.quick else shape
              for shape in MEAN_SHAPES]
+    variants = [dataclasses.replace(shape, rows=shape.rows // 8) if args.quick else shape
+                for shape in VARIANTS[args.device]]
     for shape, measure_one in [*((shape, measure) for shape in shapes),
                                *((shape, measure_masked_mean) for shape in means),
                                *((shape, measure_log_softmax) for shape in sparse),
                                *((shape, measure_linear) for shape in linear),
-                               *((shape, measure_stock) for shape in stock)]:
-        if args.only not in f"{measure_one.__name__} {shape}":
+                               *((shape, measure_stock) for shape in stock),
+                               *((shape, measure_variant) for shape in variants)]:
+        if args.only and not any(part in f"{measure_one.__name__} {shape}" for part in args.only):
             continue
-        problem = measure_one(shape, device, repeats)
+        try:
+            problem = measure_one(shape, device, repeats)
+        except Exception as error:  # one that does not fit, or is wrong, does not take the others with it
+            found["failed"][f"{measure_one.__name__} {shape}"] = f"{type(error).__name__}: {error}"[:1000]
+            records.save(found, out)
+            print(f"\n{shape}: {'wrong result' if isinstance(error, WrongResult) else 'failed'}, nothing timed")
+            traceback.print_exc(file=sys.stdout)
+            continue
         found["problems"].append(problem)
         records.save(found, out)  # after each problem: what is measured is not lost
         print(f"\n{problem['title']}\n\n{records.problem_table(problem)}", flush=True)
         gc.collect()
+    if not found["problems"] and not found["failed"]:
+        sys.exit(f"--only must be part of a problem's measurement and title, got {' and '.join(args.only)}")
     out.with_suffix(".md").write_text(records.markdown(found))
-    try:
-        from plot import plot, plot_linear
-        plot(found, out.with_suffix(".png"))
-        plot_linear(found, out.with_name(out.stem + "-linear.png"))
-    except ImportError as error:
-        print(f"no plot: {error}")
-    print(f"\nwritten: {out}")
+    if not args.no_plot:
+        draw(found, out)
+    print(f"\nwritten: {out}" + "".join(f"\nfailed: {title}: {error}" for title, error in found["failed"].items()))
+    met = [goal["met"] for problem in found["problems"] for goal in problem["goals"]]
+    print(f"goals: {sum(met)} met, {len(met) - sum(met)} missed; {len(found['problems'])} problems measured, "
+          f"{len(found['failed'])} failed")
+    if found["failed"]:
+        return 1
     if args.update_results:
         update_results(found)
     return 0
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main())
-    except WrongResult as error:
-        sys.exit(f"wrong result, nothing timed: {error}")
+    sys.exit(main())

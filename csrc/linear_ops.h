@@ -122,7 +122,7 @@ class LinearOps {
       view_target(target, options, held, args);
       view_weight(target.weight, options, held, args);
       view_options(options, args);
-      if (args.rows > 0) device_t::check_target(args.target);
+      if (args.rows > 0) device_t::check_target(args.target, input);
     }
 
     // 16-bit inputs may meet float32 weights: mixed precision converts them on the way.

@@ -78,8 +78,9 @@ SCE_HD float exponential(float x) {
   float out;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(out) : "f"(x * 1.44269504f));
   return out;
-#else
-  return expf(x);
+#else  // emulation: the same product and base
+  const float out = exp2f(x * 1.44269504f);
+  return out < 0x1p-126f ? 0.0f : out;  // a NaN stays
 #endif
 }
 SCE_HD double exponential(double x) { return exp(x); }

@@ -85,7 +85,7 @@ struct Ops {
     Held held;
     ForwardArgs forward{};
     make_args(logits, target, options, held, forward);
-    device_t::check_target(forward.target);
+    device_t::check_target(forward.target, logits);
     const ScalarType dtype = arithmetic_dtype(logits);
     Mean<device_t> mean(forward.target, logits, normalizer, grad_mean);
     Tensor loss = empty(logits, {forward.rows}, dtype), lse = empty(logits, {forward.rows}, dtype);
@@ -111,7 +111,7 @@ struct Ops {
     const Options options SCE_OPTION_ARGUMENTS;
     Held held;
     BackwardArgs args = backward_args(grad_loss, grad_lse, logits, lse, lse_residual, target, options, held);
-    if (args.rows > 0) device_t::check_target(args.target);
+    if (args.rows > 0) device_t::check_target(args.target, logits);
     Tensor grad_logits = device_t::empty_output(logits, {args.rows, args.vocab}, logits.scalar_type());
     if (args.rows == 0) return grad_logits;
     args.grad_logits = grad_logits.mutable_data_ptr();
@@ -131,7 +131,7 @@ struct Ops {
     check(args.logits == logits.const_data_ptr(), "logits must have column stride 1 to be overwritten, got ",
           logits.stride(1));
     if (args.rows == 0) return;
-    device_t::check_target(args.target);
+    device_t::check_target(args.target, logits);
     args.grad_logits = logits.mutable_data_ptr();
     args.grad_row_stride = args.row_stride;
     device_t::backward(args, logits);
@@ -145,7 +145,7 @@ struct Ops {
     BackwardArgs args = backward_args(grad_loss, std::nullopt, logits, lse, lse_residual, target, options, held);
     Tensor grad_values = torch::stable::new_zeros(indices, indices.sizes(), arithmetic_dtype(logits));
     if (args.rows == 0 || args.target.entries == 0) return grad_values;
-    device_t::check_target(args.target);
+    device_t::check_target(args.target, logits);
     args.grad_values = grad_values.mutable_data_ptr();
     device_t::backward_values(args, logits);
     return grad_values;
@@ -175,7 +175,7 @@ struct Ops {
     OptionalTensor residual;
     if (with_residual) residual = empty(logits, {args.rows}, dtype);
     if (args.rows == 0) return {loss, lse, residual};
-    device_t::check_target(args.target);
+    device_t::check_target(args.target, logits);
     args.loss = loss.mutable_data_ptr();
     args.lse = lse.mutable_data_ptr();
     args.lse_residual = residual ? residual->mutable_data_ptr() : nullptr;

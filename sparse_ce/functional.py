@@ -187,10 +187,15 @@ def _result(loss: Tensor, lse: Tensor, leading: torch.Size, reduction: str, retu
     return (loss, lse.reshape(leading)) if return_lse else loss
 
 
+# Asked here: torch.compile of 2.11 cannot trace the question.
+_AUTOCASTS = frozenset(filter(is_autocast_available, ("cpu", "cuda", "hpu", "mps", "mtia", "xla", "xpu")))
+
+
 def _autocast(input: Tensor, linear_weight: Tensor, linear_bias: Optional[Tensor]):
     """The head as autocast would have ``F.linear`` multiply it; float32 weights are converted on the way, not here."""
     device = input.device.type
-    if input.dtype == torch.float64 or not is_autocast_available(device) or not torch.is_autocast_enabled(device):
+    available = device in _AUTOCASTS or is_autocast_available(device)
+    if input.dtype == torch.float64 or not available or not torch.is_autocast_enabled(device):
         return input, linear_weight, linear_bias
     dtype = torch.get_autocast_dtype(device)
 

@@ -162,7 +162,7 @@ CPU = [
     ("csrc/linear_ops.h", "args.loss = advance(loss.mutable_data_ptr(), dtype, begin);",
      "args.loss = loss.mutable_data_ptr();"),
     ("csrc/linear_ops.h", "input(detached(i)), weight(detached(w))", "input(i), weight(w)"),
-    ("csrc/linear_ops.h", "if (args.rows > 0) device_t::check_target(args.target);", ""),
+    ("csrc/linear_ops.h", "if (args.rows > 0) device_t::check_target(args.target, input);", ""),
     ("csrc/linear_ops.h", "check_operand(*head.bias, \"linear_bias\");", ""),
     ("csrc/linear_ops.h", "check(gradient.is_contiguous(),", "check(true,"),
     ("csrc/linear_ops.h", "args.target = all.target.slice(begin, begin + args.rows);", ""),

@@ -5,7 +5,6 @@ import re
 import subprocess
 import sys
 
-import lightning
 import pytest
 import torch
 from torch.utils.data import DataLoader, StackDataset
@@ -14,6 +13,7 @@ import sparse_ce
 from cases import devices
 from loops import TinyLM, batch
 
+lightning = pytest.importorskip("lightning", minversion="2.5")
 
 FINDS_SIZES = "LIGHTNING_FINDS_SIZES" in os.environ
 

@@ -5,11 +5,10 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-import transformers
 
 import tiny_lm
 from sparse_ce.integrations.transformers import TopKCollator, causal_lm_loss
-from tiny_lm import VOCAB, make_model
+from tiny_lm import VOCAB, make_model, transformers
 
 IDS = [[5, 6, 7], [8, 9], [], [10, 11, 12]]  # position 2 has no candidate
 LOGPROBS = [[-0.5, -1.5, -3.0], [-0.1, -4.0], [], [-1.0, -1.1, -1.2]]

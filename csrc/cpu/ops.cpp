@@ -17,7 +17,7 @@ struct Cpu {
   static void backward(const BackwardArgs& args, const Tensor&) { cpu::cross_entropy_backward(args); }
   static void backward_values(const BackwardArgs& args, const Tensor&) { cpu::cross_entropy_backward_values(args); }
   static void mean(const MeanArgs& args, const Tensor&) { cpu::mean(args); }
-  static void check_target(const TargetView& target) { check_entries(target); }
+  static void check_target(const TargetView& target, const Tensor&) { check_entries(target); }
   static void sparse_softmax(const SparseSoftmaxArgs& args, const Tensor&) { cpu::sparse_softmax(args); }
   static void sparse_softmax_backward(const SparseSoftmaxArgs& args, const Tensor&) {
     cpu::sparse_softmax_backward(args);

@@ -43,15 +43,17 @@ cudaStream_t stream_of(const Tensor& t) {
 
 void check_cuda(cudaError_t error) { check(error == cudaSuccess, "CUDA must run the kernel, got ", cudaGetErrorString(error)); }
 
-// Host copies of what a target view points to. Waits for the device: only under SPARSE_CE_VALIDATE=1.
+// Host copies of what a target view points to, made behind the work of `stream` that writes it. Waits for the device:
+// only under SPARSE_CE_VALIDATE=1.
 class HostTarget {
  public:
-  explicit HostTarget(const TargetView& device) : view_(device) {
+  HostTarget(const TargetView& device, cudaStream_t stream) : view_(device), stream_(stream) {
     const int64_t offsets = device.offsets_step == 2 ? 2 * device.rows : device.rows + 1;
     view_.indices = copy(device.indices, device.entries, size_of(device.indices_dtype));
     view_.values = copy(device.values, device.entries, size_of(device.values_dtype));
     view_.offsets = copy(device.offsets, offsets, size_of(device.offsets_dtype));
     view_.row_mask = static_cast<const bool*>(copy(device.row_mask, device.rows, sizeof(bool)));
+    check_cuda(cudaStreamSynchronize(stream_));
   }
   const TargetView& view() const { return view_; }
 
@@ -60,11 +62,12 @@ class HostTarget {
     if (!device) return nullptr;
     const auto bytes = static_cast<size_t>(count * size);
     copies_.emplace_back(bytes + 1);
-    check_cuda(cudaMemcpy(copies_.back().data(), device, bytes, cudaMemcpyDeviceToHost));
+    check_cuda(cudaMemcpyAsync(copies_.back().data(), device, bytes, cudaMemcpyDeviceToHost, stream_));
     return copies_.back().data();
   }
 
   TargetView view_;
+  cudaStream_t stream_;
   std::vector<std::vector<char>> copies_;
 };
 
@@ -93,9 +96,18 @@ struct Cuda {
     const DeviceGuard guard(like.get_device_index());
     check_cuda(cuda::mean(args, stream_of(like)));
   }
-  static void check_target(const TargetView& target) {
-    const char* validate = std::getenv("SPARSE_CE_VALIDATE");
-    if (validate && validate[0] == '1') check_entries(HostTarget(target).view());
+  static void check_target(const TargetView& target, const Tensor& like) {
+    static const bool validate = [] {
+      const char* given = std::getenv("SPARSE_CE_VALIDATE");
+      return given && given[0] == '1';
+    }();
+    if (!validate) return;
+    const DeviceGuard guard(like.get_device_index());
+    const cudaStream_t stream = stream_of(like);
+    cudaStreamCaptureStatus status;
+    check_cuda(cudaStreamIsCapturing(stream, &status));
+    if (status != cudaStreamCaptureStatusNone) return;  // a graph's target has no values yet
+    check_entries(HostTarget(target, stream).view());
   }
   static void sparse_softmax(const SparseSoftmaxArgs& args, const Tensor& like) {
     const DeviceGuard guard(like.get_device_index());

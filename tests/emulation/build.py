@@ -1,8 +1,9 @@
 """Compiles the CUDA kernels' source for a CPU (plain, sanitizers) and, with nvcc, the same cases for the device.
 
-    python tests/emulation/build.py [plain asan tsan | --device | --package DIR]
+    python tests/emulation/build.py [plain asan tsan | --device [ARCHITECTURE ...] | --package DIR]
 
-The programs are <op>_<flavour> in build/, one for each .cpp beside this file.
+The programs are <op>_<flavour> in build/, one for each .cpp beside this file. An ARCHITECTURE is e.g. 9.0; without one
+--device compiles for the GPU of this machine.
 
 --package DIR makes a copy of the Python package whose CPU tensors are served by the emulated CUDA kernels, so that the
 whole Python suite runs on them.
@@ -80,13 +81,18 @@ def build_flavours(names: list) -> list:
         return list(pool.map(lambda pair: build_program(*pair), [(op, flavour) for flavour in names for op in OPS]))
 
 
-def build_device() -> list:
-    """The same cases for the GPU of this machine."""
-    BUILD.mkdir(exist_ok=True)
-    for op in OPS:
-        run(["nvcc", "-std=c++17", "-O2", "-lineinfo", "-arch=native", "-x", "cu", HERE / f"{op}.cpp", "-o",
-             program(op, "device")])
-    return [program(op, "device") for op in OPS]
+def build_device(architectures: tuple = (), folder: Path = BUILD) -> list:
+    """The same cases for GPUs, e.g. of ("8.0", "9.0"); without any, for the GPU of this machine."""
+    folder.mkdir(parents=True, exist_ok=True)
+    code = ["-arch=native"]
+    if architectures:
+        digits = [architecture.replace(".", "") for architecture in architectures]
+        code = [flag for n in digits for flag in ("-gencode", f"arch=compute_{n},code=sm_{n}")]
+    outputs = [folder / f"{op}_device" for op in OPS]
+    with ThreadPoolExecutor(min(len(OPS), os.cpu_count() or 1)) as pool:
+        list(pool.map(lambda op, out: run(["nvcc", "-std=c++17", "-O2", "-lineinfo", *code, "-x", "cu",
+                                           HERE / f"{op}.cpp", "-o", out]), OPS, outputs))
+    return outputs
 
 
 def build_package(folder: Path) -> Path:
@@ -112,7 +118,7 @@ def build_package(folder: Path) -> Path:
 
 if __name__ == "__main__":
     if "--device" in sys.argv:
-        print(*build_device(), sep="\n")
+        print(*build_device(tuple(sys.argv[sys.argv.index("--device") + 1:])), sep="\n")
     elif "--package" in sys.argv:
         print(build_package(Path(sys.argv[sys.argv.index("--package") + 1])))
     else:

@@ -1,0 +1,202 @@
+"""What gpu_acceptance.py runs in each of its stages, and for how long. Every command line is made here."""
+
+import importlib.util
+import os
+import re
+import shutil
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import List, Tuple
+
+STAGES = ("right", "speed", "record")
+STAGE_SECONDS = 560  # after which nothing of a stage runs any more: it has to end within ten minutes
+SANITIZERS = ("memcheck", "racecheck", "initcheck", "synccheck")
+WHEEL_STEPS = ("kit's wheel", "load", "first loss")  # a build from source stands in for them
+
+# Lines of a step's output that say most; they are shown where the step is reported.
+VERDICT = r"^(FAILED|ERROR) |\d (passed|failed|error)|ERROR SUMMARY"
+MEASURED = r"^\| \*\*|\| met \||\*\*missed\*\*|: not run|wrong result|^goals:|^[a-z0-9].* x .*(float|bfloat)\d+"
+COUNTED = r"Context \d+|Duration |DRAM Throughput|Memory Throughput|Compute \(SM\)|Achieved Occupancy|Registers Per"
+NO_COUNTERS = r"ERR_NVGPUCTRPERM|LibraryNotLoaded|Failed to initialize the profiler|No supported GPU|No such file"
+
+
+@dataclass(frozen=True)
+class Step:
+    name: str
+    command: List[str]
+    seconds: int
+    instead_of: Tuple[str, ...] = ()  # runs only where one of these failed or is not there, in time nobody planned
+    skip_if: str = ""  # output of a failure that means: this machine cannot do it
+    show: str = VERDICT
+
+
+@dataclass(frozen=True)
+class Group:
+    """Steps that run at once, at most ``width`` of them; the next group waits for all."""
+
+    name: str
+    steps: Tuple[Step, ...]
+    width: int = 1
+
+    def seconds(self) -> int:
+        """At most: the steps in their order, each where the first place becomes free."""
+        return max(ends(self), default=0)
+
+
+def ends(group: Group) -> List[int]:
+    """When each step has ended at the latest, counted from the group's begin."""
+    free = [0] * group.width
+    found = []
+    for step in group.steps:
+        free.sort()
+        free[0] += 0 if step.instead_of else step.seconds
+        found.append(free[0])
+    return found
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Where the stages run: the repository, a kit or none, a folder for what is installed; on a GPU, or a rehearsal."""
+
+    root: Path
+    kit: Path
+    work: Path
+    rehearse: bool = False
+
+    @property
+    def device(self) -> str:
+        return "cpu" if self.rehearse else "cuda"
+
+    def script(self, name: str, *arguments: str) -> List[str]:
+        return [sys.executable, str(self.root / "benchmarks" / f"{name}.py"), *arguments]
+
+    def seeds(self, last: int) -> List[str]:
+        return ["--seeds", "1", str(min(last, 10) if self.rehearse else last)]
+
+    @property
+    def ops(self) -> List[str]:
+        return sorted(path.stem for path in (self.root / "tests" / "emulation").glob("*.cpp"))
+
+    @property
+    def kit_has_programs(self) -> bool:
+        return all((self.kit / f"{op}_device").exists() for op in self.ops)
+
+    def program(self, op: str) -> str:
+        built_here = self.root / "tests" / "emulation" / "build"
+        return str((self.kit if self.kit_has_programs else built_here) / f"{op}_device")
+
+
+def plan(stage: str, machine: Machine) -> List[Group]:
+    return prepare(machine) + {"right": right, "speed": speed, "record": record}[stage](machine)
+
+
+# ---------------------------------------------------------------------------------------------- before every stage
+
+
+def prepare(machine: Machine) -> List[Group]:
+    """The environment, the kit's wheel (without it, or if it does not work, a build from source), the first loss."""
+    probe, device = machine.script("gpu_probe", "environment", "--device", machine.device), machine.device
+    environment = Group("environment", (
+        Step("driver", ["nvidia-smi", "--query-gpu=driver_version,name,mig.mode.current", "--format=csv,noheader"], 20,
+             show="."),
+        Step("nvcc", ["nvcc", "--version"], 20, show="release"),
+        Step("environment", probe, 40, show=", torch ")), 3)
+    wheels = sorted(map(str, machine.kit.glob("*.whl")))
+    ours = [path for path in wheels if Path(path).name.startswith("sparse_ce-")]
+    tools = [path for path in wheels if path not in ours]
+    steps = [Step("kit's tools", install(machine, *tools), 15)] if tools else []
+    if ours:
+        steps.append(Step("kit's wheel", install(machine, *ours), 20))
+    loading, first = [sys.executable, "-m", "sparse_ce"], machine.script("gpu_probe", "first", "--device", device)
+    loads = (Step("load", loading, 40, show="kernels|gpu|torch"), Step("first loss", first, 40, show="WRONG|, 0 wrong"))
+    building = (Step("build from source", install(machine, "--no-build-isolation", "--upgrade", str(machine.root)), 180,
+                     instead_of=WHEEL_STEPS),
+                *(replace(step, name=f"{step.name}, built here", instead_of=WHEEL_STEPS) for step in loads))
+    return [environment, Group("install", tuple(steps)), Group("load", loads if ours else (), 2),
+            Group("build", building)]
+
+
+def install(machine: Machine, *what: str) -> List[str]:
+    return [sys.executable, "-m", "pip", "install", "-q", "--no-index", "--no-deps", "--no-compile", "--target",
+            str(machine.work / "site"), *what]
+
+
+def programs(machine: Machine) -> List[Group]:
+    """Compiles the device programs where the kit has none."""
+    script = str(machine.root / "tests" / "emulation" / "build.py")
+    steps = () if machine.kit_has_programs else (Step("build the programs", [sys.executable, script, "--device"], 55),)
+    return [Group("programs", steps)]
+
+
+# -------------------------------------------------------------------------------------------------------- the stages
+
+
+def right(machine: Machine) -> List[Group]:
+    """Does it load, is it right?"""
+    checks = [Step("tests", pytest(machine, "not slow"), 300),
+              *(Step(op, [machine.program(op), *machine.seeds(1500)], 120) for op in machine.ops),
+              Step("memcheck cross_entropy", sanitizer("memcheck", machine, "cross_entropy"), 120)]
+    return [*programs(machine), Group("checks", tuple(checks), len(checks)),
+            Group("benchmark", (benchmark(machine, "quick", 90, "--quick", "--only", "measure 1024 x 128256"),))]
+
+
+def speed(machine: Machine) -> List[Group]:
+    """How fast, and why? The most important rows first."""
+    counters = ["ncu", "--clock-control", "none", "--set", "basic", "--section", "MemoryWorkloadAnalysis", "--section",
+                "WarpStateStats", "-k", "regex:forward_kernel|backward_kernel|mean_kernel|rows_kernel", "-c", "12",
+                *machine.script("gpu_probe", "profile", "--device", machine.device)]
+    rows = (
+        benchmark(machine, "8192 x 128256", 85, "--only", "measure 8192 x 128256"),
+        Step("counters", counters, 60, skip_if=NO_COUNTERS, show=COUNTED),
+        benchmark(machine, "variants", 60, "--only", "measure_variant"),
+        benchmark(machine, "linear head", 80, "--only", "measure_linear linear head, 8192 x 4096"),
+        benchmark(machine, "16384, float32", 90, "--only", "measure 16384", "--only", "measure 4096 x 128256"),
+        benchmark(machine, "means, log_softmax", 70, "--only", "measure_masked_mean", "--only", "measure_log_softmax"),
+    )
+    return [Group("speed", rows)]
+
+
+def record(machine: Machine) -> List[Group]:
+    """What is kept: sanitizers, the largest sizes, the whole benchmark."""
+    checks = [Step("slow tests", pytest(machine, "slow", workers=4), 180),
+              *(Step(f"{tool} {op}", sanitizer(tool, machine, op), 45) for tool in SANITIZERS for op in machine.ops)]
+    seconds = 265 if machine.kit_has_programs else 210
+    return [*programs(machine), Group("checks", tuple(checks), 5),
+            Group("benchmark", (benchmark(machine, "benchmark", seconds),))]
+
+
+def sanitizer(tool: str, machine: Machine, op: str) -> List[str]:
+    """compute-sanitizer lies beside nvcc, but not always on the PATH."""
+    beside = [Path(home) / "bin" / "compute-sanitizer" for home in (os.environ.get("CUDA_HOME", ""), "/usr/local/cuda")]
+    found = shutil.which("compute-sanitizer") or next((str(path) for path in beside if path.exists()), None)
+    return [found or "compute-sanitizer", "--tool", tool, "--error-exitcode", "1", machine.program(op), "--small",
+            *machine.seeds(20)]
+
+
+def benchmark(machine: Machine, name: str, seconds: int, *arguments: str) -> Step:
+    """run.py; a rehearsal measures one small problem instead."""
+    if machine.rehearse:
+        arguments = ("--quick", "--repeats", "1", "--only", "mask of 64 x 512, dim=None, float32")
+    out = machine.work / "benchmarks" / re.sub(r"\W+", "-", name)
+    arguments = ("--device", machine.device, "--out", str(out), "--no-plot", *arguments)
+    return Step(name, machine.script("run", *arguments), seconds, show=MEASURED)
+
+
+def pytest(machine: Machine, marked: str, workers: int = 12) -> List[str]:
+    """The cases of the GPU. gpu_pytest.py, which lies in the working folder, says at once what has failed."""
+    tests = machine.root / "tests"
+    selection = "cpu and labels" if machine.rehearse else "cuda or gpu"
+    marked = "not slow" if machine.rehearse else marked
+    parallel = ["-n", str(workers)] if importlib.util.find_spec("xdist") and not machine.rehearse else []
+    limit = ["--timeout", "120"] if importlib.util.find_spec("pytest_timeout") else []
+    paths = [tests / "test_inplace_backward.py"] if machine.rehearse else gpu_test_files(tests)
+    return [sys.executable, "-m", "pytest", *map(str, paths), "-c", str(machine.root / "pyproject.toml"), "--rootdir",
+            str(machine.root), "-p", "no:cacheprovider", "-p", "gpu_pytest", *parallel, *limit, "-k", selection, "-m",
+            marked, "--continue-on-collection-errors", "--tb", "short", "--durations", "10"]
+
+
+def gpu_test_files(tests: Path) -> List[Path]:
+    """Those where something takes the fixture `device` or the parameter `gpu`: no other test has a case for a GPU."""
+    case = re.compile(r"^\s*def \w+\([^)]*\b(device|gpu)\b", re.M)
+    return [path for path in sorted(tests.glob("test_*.py")) if case.search(path.read_text())]

@@ -1,0 +1,94 @@
+"""The benchmark's problems: a peer that a torch does not have is reported, and a wrong result is."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmarks"))
+import linear_problems  # noqa: E402
+import peers  # noqa: E402
+import run  # noqa: E402
+import sparse_ce  # noqa: E402
+import variant_problems  # noqa: E402
+from check import WrongResult  # noqa: E402
+
+CPU = torch.device("cpu")
+LINEAR = linear_problems.LinearShape(32, 16, 256, 4, torch.float32)
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    """No compiler's minutes, no cache to be emptied."""
+    def refuse(*args, **kwargs):
+        raise RuntimeError("no compiler")
+    monkeypatch.setattr(torch, "compile", refuse)
+    monkeypatch.setattr("bench._CacheReader", lambda device: lambda: None)
+
+
+@pytest.fixture
+def old_torch(monkeypatch):
+    """Before 2.13."""
+    monkeypatch.delattr(F, "linear_cross_entropy", raising=False)
+    monkeypatch.delattr(torch.nn, "LinearCrossEntropyOptions", raising=False)
+
+
+@pytest.mark.parametrize("memory_alone", [False, True], ids=["timed", "memory"])
+def test_peers_that_this_torch_lacks_are_not_run(memory_alone, quick, old_torch):
+    shape = linear_problems.LinearShape(32, 16, 256, 4, torch.float32, memory_alone)
+    found = linear_problems.measure_linear(shape, CPU, 1)
+    missing = {linear_problems.STOCK} if memory_alone else {
+        linear_problems.STOCK, linear_problems.CHUNKED, linear_problems.CHUNKED_128}
+    reasons = {name: reason for name, reason in found["not_run"].items() if name in missing}
+    assert set(reasons) == missing and all("linear" in reason.lower() for reason in reasons.values())
+    rows = [row["name"] for row in found["rows"]]
+    assert linear_problems.INDEX_BOTH in rows and not missing & set(rows)
+    assert memory_alone or found["not_run"][linear_problems.COMPILED] == "no compiler"
+
+
+def test_a_compiler_that_refuses_is_a_peer_that_is_not_run(quick):
+    found = run.measure(peers.Shape(8, 64, 4, torch.float32, small=True), CPU, 1)
+    assert {name for name, reason in found["not_run"].items() if reason == "no compiler"} == {
+        "torch.compile, class index", "torch.compile, dense probability"}
+
+
+@pytest.mark.parametrize("changes", [dict(), dict(stored=304), dict(label_smoothing=0.1), dict(softcap=30.0)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_variants_are_measured_and_checked(dtype, changes, quick, monkeypatch):
+    shape = variant_problems.Variant(16, 300, dtype, **changes)
+    found = variant_problems.measure_variant(shape, CPU, 1)
+    assert len(found["rows"]) == 6
+    right = sparse_ce.cross_entropy
+    monkeypatch.setattr(sparse_ce, "cross_entropy", lambda *args, **options: right(*args, **options) * 1.05)
+    with pytest.raises(WrongResult, match="16 x 300"):
+        variant_problems.measure_variant(shape, CPU, 1)
+
+
+def test_a_problem_that_fails_does_not_take_the_others_with_it(tmp_path, monkeypatch, capsys):
+    def broken(shape, device, repeats):
+        raise WrongResult("planted")
+    monkeypatch.setattr(run, "measure_log_softmax", broken)
+    monkeypatch.setattr(run, "SPARSE_SHAPES", run.SPARSE_SHAPES[:1])
+    monkeypatch.setattr(sys, "argv", ["run.py", "--quick", "--repeats", "1", "--no-plot", "--out", str(tmp_path),
+                                      "--only", "log_softmax", "--only", "mask of 64 x 512, dim=None, float32"])
+    monkeypatch.setattr(run, "measure_masked_mean", lambda shape, device, repeats: {
+        "title": str(shape), "logits_bytes": 1, "rows": [{"name": "x"}], "goals": [], "not_run": {}})
+    monkeypatch.setattr(run.records, "problem_table", lambda problem: "")
+    monkeypatch.setattr(run.records, "markdown", lambda record: "")
+    threads = torch.get_num_threads()
+    try:
+        code = run.main()
+    finally:
+        torch.set_num_threads(threads)
+    said = capsys.readouterr().out
+    assert code == 1 and "wrong result, nothing timed" in said and "1 problems measured, 1 failed" in said
+
+
+def test_only_must_match_a_problem(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["run.py", "--out", str(tmp_path), "--only", "no such problem", "--no-plot"])
+    threads = torch.get_num_threads()
+    with pytest.raises(SystemExit, match="--only must be part of"):
+        run.main()
+    torch.set_num_threads(threads)
