@@ -2,6 +2,7 @@
 # make test    everything: builds, installs, runs all tests
 # make bench   speed and memory beside the peers
 # make test-wheel   one wheel, built with a CUDA torch, tested under a CPU torch (3 GB of downloads)
+# make sdist        the source distribution, and a wheel built from it
 #
 # Each makes its own environment in .venv. TORCH chooses the torch to build against: make test TORCH=torch==2.14.1
 PYTHON ?= python3
@@ -11,7 +12,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 SOURCES := setup.py pyproject.toml build_backend.py $(wildcard csrc/*.* csrc/*/*.* sparse_ce/*.py sparse_ce/*/*.py)
 
-.PHONY: demo test bench test-wheel clean
+.PHONY: demo test bench test-wheel sdist clean
 
 demo: $(VENV)/.demo
 	$(BIN)/python examples/train_next_distribution.py
@@ -47,7 +48,10 @@ $(VENV)/.tests: $(VENV)/.installed
 	touch $@
 
 test-wheel:
-	bash .ci/wheel
+	bash .ci/wheel 2.14.1 $(TORCH:torch==%=%)
+
+sdist:
+	bash .ci/sdist
 
 clean:
 	rm -rf $(VENV) .venv-cuda build dist *.egg-info tests/emulation/build

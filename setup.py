@@ -132,6 +132,12 @@ def compilation():
         def get_export_symbols(self, ext):
             return []  # loaded by torch.ops.load_library: there is no PyInit to export
 
+        def run(self):
+            # A wheel takes all that lies there, CUDA kernels of an earlier build for another torch included.
+            for library in glob(os.path.join(self.build_lib, "sparse_ce", "_C*.so")):
+                os.remove(library)
+            super().run()
+
     return {"ext_modules": extensions(torch, home), "options": {"bdist_wheel": {"py_limited_api": "cp310"}},
             "cmdclass": {"build_ext": Build.with_options(no_python_abi_suffix=True)}}
 

@@ -9,7 +9,8 @@ NAMES = {"index-url": ("UV_DEFAULT_INDEX", " "), "extra-index-url": ("UV_INDEX",
 
 listed = subprocess.run([sys.executable, "-m", "pip", "config", "list"], capture_output=True, text=True, check=True)
 settings = {}
-for line in sorted(listed.stdout.splitlines(), key=lambda line: line.startswith(":env:")):  # the environment has the last word
+# The environment has the last word.
+for line in sorted(listed.stdout.splitlines(), key=lambda line: line.startswith(":env:")):
     name, _, value = line.partition("=")
     settings[name.rpartition(".")[2]] = value.strip().strip("'")
 for name, (variable, separator) in NAMES.items():

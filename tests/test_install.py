@@ -145,3 +145,17 @@ def test_version_and_oldest_torch_are_the_same_in_all_files(setup_file):
     oldest = re.search(r'dependencies = \["(torch>=(\d+)\.(\d+))"\]', project)
     assert f'["{oldest[1]}"]' in (ROOT / "build_backend.py").read_text()
     assert f"=0x{int(oldest[2]):02x}{int(oldest[3]):02x}0000" in setup_file.STABLE_ABI
+
+
+def test_a_build_leaves_no_library_of_an_earlier_one(setup_file, tmp_path, monkeypatch):
+    from setuptools import Distribution
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setenv("SPARSE_CE_CUDA", "0")
+    package = tmp_path / "sparse_ce"
+    package.mkdir()
+    for name in ("_C.abi3.so", "_C_cuda.abi3.so", "ops.py"):
+        (package / name).touch()
+    command = setup_file.compilation()["cmdclass"]["build_ext"](Distribution())
+    command.build_lib, command.extensions = str(tmp_path), []
+    command.run()
+    assert [path.name for path in package.iterdir()] == ["ops.py"]
