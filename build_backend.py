@@ -2,20 +2,52 @@
 
 pip builds in an isolated environment, where the installed torch cannot be seen: another torch would be downloaded, and
 the kernels built against that one. So this backend looks into the environment that pip serves, and asks for torch only
-where there is none.
+where there is none. uv hides that environment, and the download would be one that nobody asked for: an error there.
+Metadata and source distributions need no torch.
 """
 
+import os
 import sys
 import sysconfig
+from importlib import metadata
 from importlib.machinery import PathFinder
 
-from setuptools import build_meta
+if sys.version_info < (3, 10):
+    sys.exit("sparse_ce: Python must be 3.10 or newer, got %d.%d: use an environment of a newer one"
+             % sys.version_info[:2])
+try:
+    _FOUND = metadata.version("setuptools")
+except metadata.PackageNotFoundError:
+    _FOUND = "none"
+if _FOUND == "none" or int(_FOUND.split(".")[0]) < 77:  # the frontend was told not to install what is needed
+    sys.exit(f"sparse_ce: setuptools must be 77 or newer to build without isolation, got {_FOUND}: install "
+             "'setuptools>=77' and ninja first")
+
+from setuptools import build_meta  # noqa: E402
 
 _SITE = list(dict.fromkeys(sysconfig.get_path(name) for name in ("purelib", "platlib")))
 
 
+def _made_by_uv():
+    """Whether uv runs this, in an environment of its own making."""
+    try:
+        with open(os.path.join(sys.prefix, "pyvenv.cfg")) as file:
+            return "UV" in os.environ and any(line.partition("=")[0].strip() == "uv" for line in file)
+    except OSError:
+        return False
+
+
 def _requirements(config_settings=None):
-    return [] if PathFinder.find_spec("torch", sys.path + _SITE) else ["torch>=2.11"]
+    if PathFinder.find_spec("torch", sys.path + _SITE):
+        return []
+    if _made_by_uv():
+        sys.exit("sparse_ce: torch must be visible to the build, got an isolated environment of uv: in the environment "
+                 f"that has torch, run  uv pip install --no-build-isolation {os.getcwd()}")
+    return ["torch>=2.11"]
+
+
+def _nothing(config_settings=None):
+    return []
 
 
 def _seeing_torch(hook):
@@ -25,9 +57,10 @@ def _seeing_torch(hook):
     return run
 
 
-get_requires_for_build_wheel = get_requires_for_build_editable = get_requires_for_build_sdist = _requirements
-prepare_metadata_for_build_wheel = _seeing_torch(build_meta.prepare_metadata_for_build_wheel)
-prepare_metadata_for_build_editable = _seeing_torch(build_meta.prepare_metadata_for_build_editable)
+get_requires_for_build_wheel = get_requires_for_build_editable = _requirements
+get_requires_for_build_sdist = _nothing
+prepare_metadata_for_build_wheel = build_meta.prepare_metadata_for_build_wheel
+prepare_metadata_for_build_editable = build_meta.prepare_metadata_for_build_editable
 build_wheel = _seeing_torch(build_meta.build_wheel)
 build_editable = _seeing_torch(build_meta.build_editable)
-build_sdist = _seeing_torch(build_meta.build_sdist)
+build_sdist = build_meta.build_sdist

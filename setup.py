@@ -1,16 +1,20 @@
 """Builds the compiled libraries: ``_C`` (schemas and CPU kernels) and, where possible, ``_C_cuda``.
 
 Environment:
-    SPARSE_CE_CUDA        0: CPU only. 1: fail rather than build without CUDA. Unset: CUDA where torch has it and nvcc is
-                          there.
-    TORCH_CUDA_ARCH_LIST  GPU architectures, as for any PyTorch extension.
+    SPARSE_CE_CUDA        0: CPU only. 1: fail rather than build without CUDA. Unset: CUDA where torch has it and nvcc
+                          is there.
+    TORCH_CUDA_ARCH_LIST  GPU architectures, as for any PyTorch extension. Unset: those of the GPUs of this machine, or
+                          without one all that a release serves.
+    CXX                   the C++ compiler.
     SPARSE_CE_SANITIZE    e.g. "address,undefined": the CPU kernels under sanitizers, for tests.
 
 Both libraries use libtorch's stable ABI: one build serves every torch from 2.11 on and every Python from 3.10 on.
+torch is imported where something is compiled only: metadata and source distributions can be made without it.
 """
 
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -18,8 +22,10 @@ from glob import glob
 
 from setuptools import setup
 
-RELEASE_ARCHITECTURES = "7.5;8.0;8.6;8.9;9.0;10.0;12.0+PTX"
+# PTX of the oldest that has bfloat16, for the GPUs in between (8.7, 11.0), and of the newest, for those to come.
+RELEASE_ARCHITECTURES = "7.5;8.0+PTX;8.6;8.9;9.0;10.0;12.0+PTX"
 STABLE_ABI = "-DTORCH_TARGET_VERSION=0x020b000000000000"  # 2.11
+COMPILING = {"build", "build_ext", "bdist_wheel", "develop", "editable_wheel", "install"}
 
 
 def cuda_home():
@@ -34,31 +40,59 @@ def cuda_home():
     return home if home and os.path.exists(os.path.join(home, "include", "cuda_runtime_api.h")) else None
 
 
-HOME = cuda_home()
-if HOME:
-    os.environ["CUDA_HOME"] = HOME  # before cpp_extension is imported, which guesses
-import torch  # noqa: E402
-from torch.utils.cpp_extension import BuildExtension, CppExtension, CUDAExtension  # noqa: E402
-
-
-def nvcc_major():
-    version = subprocess.run([os.path.join(HOME, "bin", "nvcc"), "--version"], capture_output=True, text=True).stdout
+def nvcc_major(home):
+    version = subprocess.run([os.path.join(home, "bin", "nvcc"), "--version"], capture_output=True, text=True).stdout
     return re.search(r"release (\d+)", version).group(1)
 
 
-def why_no_cuda():
+def require_compiler():
+    given = os.environ.get("CXX", "").strip()
+    found = next(filter(shutil.which, shlex.split(given)[:1] or ["c++", "g++", "clang++"]), None)
+    if found is None:
+        got = f"CXX={given}" if given else "no c++, g++ or clang++ on the PATH"
+        sys.exit(f"sparse_ce: a C++ compiler must be installed to build, got {got}: install g++ 9 or newer, or set CXX")
+    os.environ["CXX"] = given or found  # torch itself knows c++ alone
+
+
+def require_torch():
+    try:
+        import torch
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        sys.exit("sparse_ce: torch must be installed to build without isolation, got none: install torch 2.11 or newer "
+                 "first")
+    if tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 11):
+        sys.exit(f"sparse_ce: torch must be 2.11 or newer, got {torch.__version__}: upgrade torch first")
+    return torch
+
+
+def why_no_cuda(torch, home):
     if os.environ.get("SPARSE_CE_CUDA") == "0":
         return "SPARSE_CE_CUDA=0"
     if torch.version.cuda is None:
         return f"torch {torch.__version__} is a CPU build"
-    if HOME is None:
+    if home is None:
         return "nvcc was not found"
-    if nvcc_major() != torch.version.cuda.split(".")[0]:
-        return f"nvcc is of CUDA {nvcc_major()}, torch of CUDA {torch.version.cuda}"
+    if nvcc_major(home) != torch.version.cuda.split(".")[0]:
+        return f"nvcc is of CUDA {nvcc_major(home)}, torch of CUDA {torch.version.cuda}"
     return None
 
 
-def extensions():
+def architectures(torch):
+    given = os.environ.get("TORCH_CUDA_ARCH_LIST")
+    if given:
+        return given
+    if not torch.cuda.is_available():
+        return RELEASE_ARCHITECTURES
+    # PTX of the newest that this torch was compiled for, and so its nvcc knows, serves a GPU that is newer than both.
+    known = [divmod(int(number), 10) for number in re.findall(r"sm_(\d+)", " ".join(torch.cuda.get_arch_list()))]
+    own = {min(torch.cuda.get_device_capability(i), max(known)) for i in range(torch.cuda.device_count())}
+    return ";".join("%d.%d" % capability for capability in sorted(own)) + "+PTX"
+
+
+def extensions(torch, home):
+    from torch.utils.cpp_extension import CppExtension, CUDAExtension
     sanitize = os.environ.get("SPARSE_CE_SANITIZE")
     cxx = ["-std=c++17", "-O3", "-fvisibility=hidden", "-fopenmp-simd", "-fno-math-errno", "-fno-trapping-math",
            "-g0", STABLE_ABI]
@@ -68,30 +102,45 @@ def extensions():
         link += [f"-fsanitize={sanitize}"]
     found = [CppExtension("sparse_ce._C", sorted(glob("csrc/*.cpp") + glob("csrc/cpu/*.cpp")), py_limited_api=True,
                           extra_compile_args={"cxx": cxx}, extra_link_args=link)]
-    reason = why_no_cuda()
+    reason = why_no_cuda(torch, home)
     if reason is not None:
         if os.environ.get("SPARSE_CE_CUDA") == "1":
             sys.exit(f"sparse_ce: SPARSE_CE_CUDA=1 asks for CUDA kernels, but {reason}")
         print(f"sparse_ce: building CPU kernels only ({reason}), against torch {torch.__version__}")
         return found
-    if torch.cuda.is_available():
-        own = sorted({"%d.%d" % torch.cuda.get_device_capability(i) for i in range(torch.cuda.device_count())})
-        os.environ.setdefault("TORCH_CUDA_ARCH_LIST", ";".join(own))
-    architectures = os.environ.setdefault("TORCH_CUDA_ARCH_LIST", RELEASE_ARCHITECTURES)
-    print(f"sparse_ce: building CPU and CUDA kernels, toolkit {HOME}, architectures {architectures}, against torch "
+    chosen = os.environ["TORCH_CUDA_ARCH_LIST"] = architectures(torch)
+    print(f"sparse_ce: building CPU and CUDA kernels, toolkit {home}, architectures {chosen}, against torch "
           f"{torch.__version__}")
     nvcc = ["-std=c++17", "-O3", "--threads=2", "-Xcompiler=-fvisibility=hidden", "-U__CUDA_NO_HALF_CONVERSIONS__",
             "-U__CUDA_NO_HALF_OPERATORS__", "-U__CUDA_NO_BFLOAT16_CONVERSIONS__", STABLE_ABI]
     found.append(CUDAExtension(
         "sparse_ce._C_cuda", sorted(glob("csrc/cuda/*.cpp") + glob("csrc/cuda/*.cu")), py_limited_api=True,
-        extra_compile_args={"cxx": cxx + ["-DUSE_CUDA", f'-DSPARSE_CE_CUDA_ARCHITECTURES="{architectures}"'], "nvcc": nvcc}))
+        extra_compile_args={"cxx": cxx + ["-DUSE_CUDA", f'-DSPARSE_CE_CUDA_ARCHITECTURES="{chosen}"'], "nvcc": nvcc}))
     return found
 
 
-class Build(BuildExtension):
-    def get_export_symbols(self, ext):
-        return []  # loaded by torch.ops.load_library: there is no PyInit to export
+def compilation():
+    """The arguments of setup() that take torch and a compiler."""
+    require_compiler()
+    home = cuda_home()
+    if home:
+        os.environ["CUDA_HOME"] = home  # before cpp_extension is imported, which guesses
+    torch = require_torch()
+    from torch.utils.cpp_extension import BuildExtension
+
+    class Build(BuildExtension):
+        def get_export_symbols(self, ext):
+            return []  # loaded by torch.ops.load_library: there is no PyInit to export
+
+        def run(self):
+            # A wheel takes all that lies there, CUDA kernels of an earlier build for another torch included.
+            for library in glob(os.path.join(self.build_lib, "sparse_ce", "_C*.so")):
+                os.remove(library)
+            super().run()
+
+    return {"ext_modules": extensions(torch, home), "options": {"bdist_wheel": {"py_limited_api": "cp310"}},
+            "cmdclass": {"build_ext": Build.with_options(no_python_abi_suffix=True)}}
 
 
-setup(ext_modules=extensions(), cmdclass={"build_ext": Build.with_options(no_python_abi_suffix=True)},
-      options={"bdist_wheel": {"py_limited_api": "cp310"}})
+if __name__ == "__main__":
+    setup(**(compilation() if COMPILING & set(sys.argv) else {}))

@@ -4,6 +4,7 @@
 
 #include "cross_entropy.h"
 
+#include <torch/csrc/stable/macros.h>
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
 
@@ -12,6 +13,11 @@
 #include <sstream>
 #include <stdexcept>
 #include <string>
+
+// The headers of torch 2.11 and 2.12 can say that a call of torch's failed, but not yet why.
+#ifndef STABLE_TORCH_ERROR_CODE_CHECK
+#define STABLE_TORCH_ERROR_CODE_CHECK(call) TORCH_ERROR_CODE_CHECK(call)
+#endif
 
 namespace sparse_ce {
 

@@ -104,15 +104,15 @@ struct BackwardRow {
     for_entries<kWidth>(
         args, row, grad, by_packs,
         [&](int64_t i, auto count) {
-          acc_t sum = 0;
 #pragma unroll
           for (int u = 0; u < decltype(count)::value; ++u) {
             const Pack<scalar_t> g = Pack<scalar_t>::load(grad + i + u * kWidth * kSize);
             const Pack<scalar_t> y = Pack<scalar_t>::load(output + i + u * kWidth * kSize);
+            acc_t sum = 0;
 #pragma unroll
             for (int e = 0; e < kSize; ++e) sum += term(g.at[e], y.at[e]);
+            mine.add(sum);
           }
-          mine.add(sum);
         },
         [&](int64_t i) { mine.add(term(grad[i], output[i])); });
     const SoftmaxGradient<acc_t> total =
@@ -150,7 +150,7 @@ __device__ void fill_rest(const SparseSoftmaxArgs& args) {
 }
 
 template <typename scalar_t, template <typename> class row_t>
-__global__ void __launch_bounds__(kThreads) rows_kernel(SparseSoftmaxArgs args) {
+__global__ void __launch_bounds__(kThreads, 5) rows_kernel(SparseSoftmaxArgs args) {
   if (blockIdx.x == 0) fill_rest<scalar_t>(args);
   const int64_t items = args.rows * args.width;
   for (int64_t first = int64_t(blockIdx.x) * kWarps; first < items; first += int64_t(gridDim.x) * kWarps) {
