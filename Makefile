@@ -1,5 +1,6 @@
 # make demo    trains a small language model on sparse labels: a few minutes on two cores
 # make test    everything: builds, installs, runs all tests
+# make test-paths   the tests of the kernels again, on each CPU path that `make test` has not taken
 # make bench   speed and memory beside the peers
 # make test-wheel   one wheel, built with a CUDA torch, tested under a CPU torch (3 GB of downloads)
 # make sdist        the source distribution, and a wheel built from it
@@ -13,14 +14,27 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 SOURCES := setup.py pyproject.toml build_backend.py $(wildcard csrc/*.* csrc/*/*.* sparse_ce/*.py sparse_ce/*/*.py)
 
-.PHONY: demo test bench test-wheel sdist clean
+# Two processes of a thread each; the tests of a file share what they have compiled.
+PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile
+# What no kernel of the CPU has a part in: builds, emulation, and loops whose models take the time.
+NOT_OF_KERNELS := $(wildcard tests/test_*build*.py tests/test_install.py tests/test_emulation.py tests/test_gpu*.py \
+	tests/test_benchmarks.py tests/test_collection.py tests/test_examples.py tests/test_trainer*.py \
+	tests/test_lightning.py tests/test_distributed.py)
+
+.PHONY: demo test test-paths bench test-wheel sdist clean
 
 demo: $(VENV)/.demo
 	$(BIN)/python examples/train_next_distribution.py
 
 test: $(VENV)/.tests
 	cd $(BIN) && ./python -m sparse_ce  # here the source tree, which has no libraries, would hide the installed package
-	$(BIN)/python -m pytest
+	$(PYTEST)
+
+test-paths: $(VENV)/.tests
+	for path in $$(cd $(BIN) && ./python -c "import sparse_ce; print(*{'default', 'avx2'} - {sparse_ce.ops.instruction_set()})"); do \
+		echo "== SPARSE_CE_CPU=$$path"; \
+		SPARSE_CE_CPU=$$path $(PYTEST) -m "not slow" $(addprefix --ignore=,$(NOT_OF_KERNELS)) || exit 1; \
+	done
 
 bench: $(VENV)/.bench
 	$(BIN)/python benchmarks/run.py

@@ -70,6 +70,11 @@ CUDA = [
     ("csrc/cuda/cross_entropy.cu", "Group::sync();  // the dense gradient is written", "// tsan"),
 ]
 CPU = [
+    ("csrc/math.h", "constexpr int64_t kLanes = 16;", "constexpr int64_t kLanes = 1;"),
+    ("csrc/math.h", "for (int64_t k = 0; k < end - i; ++k) lanes[k] += term(i + k);", ""),
+    ("csrc/cpu/row_passes.h", "TargetStats<double> target;", "TargetStats<acc_t> target;"),
+    ("csrc/cpu/row_entries.h", "double sums[kSums] = {};", "acc_t sums[kSums] = {};"),
+    ("csrc/cpu/sparse_softmax.cpp", "double sum = 0;", "acc_t sum = 0;"),
     ("csrc/linear.h", "total = first ? product : total + product;", "total = total + product;"),
     ("csrc/linear.h", "const float sum = first ? product :", "const float sum ="),
     ("csrc/cpu/row_passes.h", "if (w != acc_t(0)) target.merge", "target.merge"),

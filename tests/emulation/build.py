@@ -9,12 +9,14 @@ The programs are <op>_<flavour> in build/, one for each .cpp beside this file. A
 whole Python suite runs on them.
 """
 
+import fcntl
 import os
 import re
 import shutil
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
@@ -75,9 +77,18 @@ def build_program(op: str, flavour: str) -> Path:
     return out
 
 
+@contextmanager
+def alone():
+    """Two test processes may ask for the same programs at once."""
+    BUILD.mkdir(exist_ok=True)
+    with (BUILD / "lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
 def build_flavours(names: list) -> list:
-    runtime()
-    with ThreadPoolExecutor(2) as pool:
+    with alone(), ThreadPoolExecutor(2) as pool:
+        runtime()
         return list(pool.map(lambda pair: build_program(*pair), [(op, flavour) for flavour in names for op in OPS]))
 
 
@@ -106,7 +117,8 @@ def build_package(folder: Path) -> Path:
     sources = {"ops": ["-include", "coc.h", ROOT / "csrc" / "cuda" / "ops.cpp"],
                **{path.stem: ["-include", "coc.h", "-x", "c++", path] for path in (ROOT / "csrc" / "cuda").glob("*.cu")},
                "schema": [ROOT / "csrc" / "schema.cpp"]}
-    objects = [runtime()]
+    with alone():
+        objects = [runtime()]
     for name, source in sources.items():
         objects.append(BUILD / f"{name}.o")
     with ThreadPoolExecutor(2) as pool:
