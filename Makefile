@@ -17,7 +17,7 @@ SOURCES := setup.py pyproject.toml build_backend.py $(wildcard csrc/*.* csrc/*/*
 # Two processes of a thread each; the tests of a file share what they have compiled.
 PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile
 # What no kernel of the CPU has a part in: builds, emulation, and loops whose models take the time.
-NOT_OF_KERNELS := $(wildcard tests/test_*build*.py tests/test_install.py tests/test_emulation.py tests/test_gpu*.py \
+NOT_OF_KERNELS := $(wildcard tests/test_*build*.py tests/test_install.py tests/test_emulation*.py tests/test_gpu*.py \
 	tests/test_benchmarks.py tests/test_collection.py tests/test_examples.py tests/test_trainer*.py \
 	tests/test_lightning.py tests/test_distributed.py)
 
