@@ -71,7 +71,7 @@ CUDA = [
 ]
 CPU = [
     ("csrc/math.h", "constexpr int64_t kLanes = 16;", "constexpr int64_t kLanes = 1;"),
-    ("csrc/math.h", "for (int64_t k = 0; k < end - i; ++k) lanes[k] += term(i + k);", ""),
+    ("csrc/math.h", "k < end - i; ++k) lanes[k] += term(i + k);", "k < 0; ++k) lanes[k] += term(i + k);"),
     ("csrc/cpu/row_passes.h", "TargetStats<double> target;", "TargetStats<acc_t> target;"),
     ("csrc/cpu/row_entries.h", "double sums[kSums] = {};", "acc_t sums[kSums] = {};"),
     ("csrc/cpu/sparse_softmax.cpp", "double sum = 0;", "acc_t sum = 0;"),
@@ -284,6 +284,10 @@ TRAINER = [
 ]
 
 
+class DoesNotCompile(Exception):
+    """No test has noticed anything then."""
+
+
 def run(command, cwd, env=None) -> bool:
     return subprocess.run([str(c) for c in command], cwd=cwd, capture_output=True, env={**os.environ, **(env or {})}
                           ).returncode == 0
@@ -292,7 +296,7 @@ def run(command, cwd, env=None) -> bool:
 def cuda_passes(tree: Path, replacement: str) -> bool:
     flavour = "tsan" if replacement == "// tsan" else "plain"
     if not run([sys.executable, "tests/emulation/build.py", flavour], tree):
-        return False
+        raise DoesNotCompile
     options = ["--small", "--seeds", "1", "100"] if flavour == "tsan" else ["--seeds", "1", "800"]
     programs = sorted((tree / "tests/emulation").glob("*.cpp"))
     return all(run([f"tests/emulation/build/{program.stem}_{flavour}", *options], tree) for program in programs)
@@ -312,7 +316,7 @@ def cpu_passes(tree: Path, _: str) -> bool:
                 "-fno-trapping-math", "-DTORCH_TARGET_VERSION=0x020b000000000000",
                 *[f"-isystem{path}" for path in include_paths()], *sources, "-o", package / "sparse_ce" / "_C.so",
                 *[f"-L{path}" for path in library_paths()], "-ltorch_cpu", "-lc10"], tree):
-        return False
+        raise DoesNotCompile
     return suite_passes(tree, package)
 
 
@@ -343,10 +347,13 @@ def main() -> int:
                 if text not in source:
                     sys.exit(f"{file} no longer has {text!r}: bring the mutant up to date")
                 (tree / file).write_text(source.replace(text, replacement, 1))
-                alive = passes(tree, replacement)
-            survived += alive
-            print("SURVIVED" if alive else "caught  ", file, "|", text.split("\n")[0][:90], flush=True)
-    print(f"{survived} mutants survived")
+                try:
+                    said = "SURVIVED" if passes(tree, replacement) else "caught"
+                except DoesNotCompile:
+                    said = "INVALID"
+            survived += said != "caught"
+            print(f"{said:8}", file, "|", text.split("\n")[0][:90], flush=True)
+    print(f"{survived} mutants survived or do not compile")
     return survived != 0
 
 
