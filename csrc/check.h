@@ -113,9 +113,11 @@ struct Held {
 inline Tensor packed(const Tensor& t) { return t.is_contiguous() ? t : torch::stable::contiguous(t); }
 
 inline void check_same_device(const Tensor& t, const Tensor& logits, const char* argument) {
-  check(t.is_cpu() == logits.is_cpu() && t.get_device_index() == logits.get_device_index(), argument,
-        " must be on the device of logits (", logits.is_cpu() ? "cpu" : "cuda", "), got a tensor on ",
-        t.is_cpu() ? "cpu" : "cuda");
+  const auto name = [](const Tensor& x) {
+    return x.is_cpu() ? std::string("cpu") : "cuda:" + std::to_string(x.get_device_index());
+  };
+  const bool same = t.is_cpu() == logits.is_cpu() && t.get_device_index() == logits.get_device_index();
+  if (!same) fail(argument, " must be on the device of logits, ", name(logits), ", got ", name(t));
 }
 
 inline void check_options(const Options& options, int64_t vocab) {

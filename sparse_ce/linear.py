@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from . import foresight, reference
-from .ops import _batched, _composite, _eager, _library, _needs_grad, _ops, _per_row
+from .ops import _batched, _composite, _eager, _library, _needs_grad, _ops, _per_row, _register_fake
 
 _NONE = (None,) * 12
 
@@ -155,17 +155,17 @@ _library.impl("linear_mean", _mean_autograd, "Autograd")
 _library.impl("linear_backward", _backward_autograd, "Autograd")
 
 
-@torch.library.register_fake("sparse_ce::linear_forward")
+@_register_fake("linear_forward")
 def _(input, *args, **kwargs):
     return _per_row(input), _per_row(input)
 
 
-@torch.library.register_fake("sparse_ce::linear_forward_with_residual")
+@_register_fake("linear_forward_with_residual")
 def _(input, *args, **kwargs):
     return _per_row(input), _per_row(input), _per_row(input)
 
 
-@torch.library.register_fake("sparse_ce::linear_mean")
+@_register_fake("linear_mean")
 def _(input, *args, **kwargs):
     return _per_row(input).new_empty(()), _per_row(input)
 
@@ -176,14 +176,14 @@ def _fake_gradients(input, linear_weight, linear_bias, indices, wanted):
                  for like, want in zip(likes, wanted))
 
 
-@torch.library.register_fake("sparse_ce::linear_backward")
+@_register_fake("linear_backward")
 def _(grad_loss, grad_lse, input, linear_weight, linear_bias, lse, lse_residual, indices, values=None, offsets=None,
       weight=None, row_mask=None, ignore_index=-100, label_smoothing=0.0, z_loss=0.0, logit_scale=1.0, softcap=None,
       num_classes=None, chunk_rows=None, input_grad=True, weight_grad=True, bias_grad=True, values_grad=False):
     return _fake_gradients(input, linear_weight, linear_bias, indices, (input_grad, weight_grad, bias_grad, values_grad))
 
 
-@torch.library.register_fake("sparse_ce::linear_forward_with_gradient")
+@_register_fake("linear_forward_with_gradient")
 def _(grad_mean, normalizer, input, linear_weight, linear_bias, indices, values=None, offsets=None, weight=None,
       row_mask=None, ignore_index=-100, label_smoothing=0.0, z_loss=0.0, logit_scale=1.0, softcap=None, num_classes=None,
       chunk_rows=None, input_grad=True, weight_grad=True, bias_grad=True, values_grad=False):
@@ -193,7 +193,7 @@ def _(grad_mean, normalizer, input, linear_weight, linear_bias, indices, values=
                              (input_grad, weight_grad, bias_grad, values_grad)))
 
 
-@torch.library.register_fake("sparse_ce::scale_")
+@_register_fake("scale_")
 def _(gradient, scale):
     return None
 

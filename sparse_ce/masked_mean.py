@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from . import reference
-from .ops import _composite, _eager, _library, _needs_grad, _ops
+from .ops import _composite, _eager, _library, _needs_grad, _ops, _register_fake
 from .target import _check, _fail
 
 _INPUT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -78,7 +78,7 @@ def _check_call(input: Tensor, mask: Tensor, dim: Union[int, Sequence[int], None
         _fail(f"mask must be of dtype bool, integer, float16, bfloat16, float32 or float64, got {mask.dtype}",
               TypeError)
     if mask.device != input.device:
-        _fail(f"mask must be on the device of input ({input.device}), got a tensor on {mask.device}")
+        _fail(f"mask must be on the device of input, {input.device}, got {mask.device}")
     if mask.requires_grad:
         _fail("mask must be a tensor that does not require grad, got one that does; pass mask.detach()", RuntimeError)
     if mask.shape != input.shape:
@@ -145,12 +145,12 @@ _library.impl("masked_mean", _masked_mean_autograd, "Autograd")
 _library.impl("masked_mean_backward", _masked_mean_backward_autograd, "Autograd")
 
 
-@torch.library.register_fake("sparse_ce::masked_mean")
+@_register_fake("masked_mean")
 def _(input, mask, dim):
     kept = [n for d, n in enumerate(input.shape) if d not in dim]
     return input.new_empty(kept), input.new_empty(kept, dtype=reference.arithmetic_dtype(input.dtype))
 
 
-@torch.library.register_fake("sparse_ce::masked_mean_backward")
+@_register_fake("masked_mean_backward")
 def _(share, mask, dim, dtype):
     return mask.new_empty(mask.shape, dtype=dtype)

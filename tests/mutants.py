@@ -236,7 +236,7 @@ PYTHON = [
     ("sparse_ce/target.py", "mask = moved(mask, 0, False)", "mask = moved(mask, 0, True)"),
     ("sparse_ce/target.py", 'values = torch.where(mask, values, -math.inf if kind == "logprobs" else 0.0)', "pass"),
     ("sparse_ce/target.py", "used == 0 or len(self.shape) > 0", "True"),
-    ("sparse_ce/functional.py", 'if hasattr(t, "full_tensor"):', "if False:"),
+    ("sparse_ce/arguments.py", 'if hasattr(t, "full_tensor"):', "if False:"),
     ("sparse_ce/parallel.py", "dim %= target.dim()", "pass"),
     ("sparse_ce/parallel.py", "-target.dim() <= dim < target.dim()", "True"),
     ("sparse_ce/parallel.py", "len(parts) >= wanted", "True"),

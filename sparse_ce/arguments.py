@@ -1,0 +1,133 @@
+"""The arguments of the losses, checked before any work: ``<argument> must be <expectation>, got <value>``."""
+
+import math
+from numbers import Integral, Real
+from typing import Optional, Union
+
+import torch
+from torch import Tensor
+
+from . import reference
+from .target import _PARTS, SparseTarget, _check, _fail
+
+Normalizer = Union[int, float, Tensor]
+
+_DEFAULTS = (0.0, 0.0, 1.0, None, None)  # label_smoothing, z_loss, logit_scale, softcap, num_classes
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+def check_call(input: Tensor, last: str, reduction: str, normalizer: Optional[Normalizer]) -> None:
+    if not isinstance(input, Tensor):
+        _fail(f"input must be a tensor, got {type(input).__name__}", TypeError)
+    if input.dtype not in _DTYPES:
+        _fail(f"input must be float16, bfloat16, float32 or float64, got {input.dtype}", TypeError)
+    if input.layout != torch.strided:
+        _fail(f"input must be strided, got layout {input.layout}")
+    _check_local("input", input, "pass input.full_tensor(), or input.to_local() where each rank holds its own rows")
+    if input.dim() == 0:
+        _fail(f"input must be (..., {last}), got shape []")
+    if reduction not in ("none", "sum", "mean"):
+        _fail(f"reduction must be 'none', 'sum' or 'mean', got {reduction!r}")
+    if normalizer is not None and reduction != "mean":
+        _fail(f"normalizer must be None unless reduction is 'mean', got reduction={reduction!r}")
+    if normalizer is not None and not isinstance(normalizer, (Real, Tensor)):
+        _fail(f"normalizer must be a number or a tensor, got {normalizer!r}", TypeError)
+    if isinstance(normalizer, Tensor) and (normalizer.dtype.is_complex or normalizer.layout != torch.strided):
+        _fail(f"normalizer must be a strided tensor of real numbers, got {normalizer.dtype}, {normalizer.layout}",
+              TypeError)
+    if isinstance(normalizer, Tensor):
+        _check_local("normalizer", normalizer, "pass normalizer.full_tensor()")
+
+
+def _check_local(name: str, t: Tensor, fix: str) -> None:
+    """A shard knows neither the other classes nor whether the processes' gradients are to be added or averaged."""
+    if hasattr(t, "full_tensor"):  # without torch.distributed.tensor, which takes long to import
+        _fail(f"{name} must be a tensor that this process holds in full, got a DTensor with placements "
+              f"{list(t.placements)}; {fix}", TypeError)
+
+
+def check_head(input: Tensor, linear_weight: Tensor, linear_bias: Optional[Tensor], chunk_rows: Optional[int]) -> None:
+    for name, t in (("linear_weight", linear_weight), ("linear_bias", linear_bias)):
+        if t is None and name == "linear_bias":
+            continue
+        if not isinstance(t, Tensor):
+            _fail(f"{name} must be a tensor, got {type(t).__name__}", TypeError)
+        if t.dtype not in _DTYPES:
+            _fail(f"{name} must be float16, bfloat16, float32 or float64, got {t.dtype}", TypeError)
+        if t.layout != torch.strided:
+            _fail(f"{name} must be strided, got layout {t.layout}")
+        _check_local(name, t, "compute the loss in the forward of the module that fully_shard was given the head with, "
+                     "or unshard it before, head.unshard()")
+        if t.device != input.device:
+            _fail(f"{name} must be on the device of input, {input.device}, got {t.device}", RuntimeError)
+    if linear_weight.dim() != 2 or linear_weight.shape[1] != input.shape[-1]:
+        _fail(f"linear_weight must be (V, {input.shape[-1]}), as wide as input, got {list(linear_weight.shape)}")
+    if linear_weight.shape[0] == 0:
+        _fail(f"linear_weight must have at least one class, got shape {list(linear_weight.shape)}")
+    if linear_bias is not None and linear_bias.shape != linear_weight.shape[:1]:
+        _fail(f"linear_bias must be ({linear_weight.shape[0]},), got {list(linear_bias.shape)}")
+    if chunk_rows is not None and not (isinstance(chunk_rows, Integral) and chunk_rows > 0):
+        _fail(f"chunk_rows must be a positive integer or None, got {chunk_rows!r}")
+
+
+def check_options(vocab: int, ignore_index: int, label_smoothing: float, z_loss: float, logit_scale: float,
+                   softcap: Optional[float], num_classes: Optional[int]) -> None:
+    if type(ignore_index) is int and (label_smoothing, z_loss, logit_scale, softcap, num_classes) == _DEFAULTS:
+        return  # most calls: nothing to look at
+    for name, value in (("label_smoothing", label_smoothing), ("z_loss", z_loss), ("logit_scale", logit_scale),
+                        ("softcap", 1.0 if softcap is None else softcap)):
+        if not isinstance(value, Real):
+            _fail(f"{name} must be a number, got {value!r}", TypeError)
+    for name, value in (("ignore_index", ignore_index), ("num_classes", 1 if num_classes is None else num_classes)):
+        if not isinstance(value, Integral):
+            _fail(f"{name} must be an integer, got {value!r}", TypeError)
+    if not 0 <= label_smoothing <= 1:
+        _fail(f"label_smoothing must be in [0, 1], got {label_smoothing}")
+    if not math.isfinite(z_loss):
+        _fail(f"z_loss must be finite, got {z_loss}")
+    if not math.isfinite(logit_scale):
+        _fail(f"logit_scale must be finite, got {logit_scale}")
+    if softcap is not None and not (softcap > 0 and math.isfinite(softcap)):
+        _fail(f"softcap must be a positive number or None, got {softcap}")
+    if num_classes is not None and not 0 < num_classes <= vocab:
+        _fail(f"num_classes must be in [1, {vocab}], the last dimension of input, got {num_classes}")
+
+
+def check_target(target: SparseTarget, shape: torch.Size, device: torch.device, num_classes: Optional[int]) -> None:
+    leading, vocab = shape[:-1], shape[-1]
+    if target.shape != leading:
+        form = {"index": "input.shape[:-1]", "topk": "input.shape[:-1] + (K,)", "jagged": "that of input"}
+        _fail(f"target must have leading shape {list(leading)}, for logits {list(shape)} ({target.layout}: shape "
+              f"{form[target.layout]}), got {list(target.shape)}")
+    for name in _PARTS:
+        part = getattr(target, name)
+        if part is not None and part.device != device:
+            _fail(f"target must be on the device of input, {device}, got {name} on {part.device}; move it with "
+                  f".to({str(device)!r})", RuntimeError)
+    if target.num_classes is not None and target.num_classes not in (vocab, num_classes):
+        _fail(f"target must have {vocab if num_classes is None else num_classes} classes, got {target.num_classes}")
+
+
+def class_weights(weight: Tensor, input: Tensor, vocab: int, classes: int) -> Tensor:
+    """(classes,) in the arithmetic dtype."""
+    _check(isinstance(weight, Tensor), f"weight must be a tensor, got {type(weight).__name__}", TypeError)
+    _check(weight.dtype.is_floating_point, f"weight must be of a floating dtype, got {weight.dtype}", TypeError)
+    _check(not weight.requires_grad, "weight must be a tensor that does not require grad, got one that does; pass "
+           "weight.detach()")
+    _check(weight.dim() == 1 and weight.shape[0] in (vocab, classes),
+           f"weight must be ({classes},), one weight a class, got {list(weight.shape)}")
+    _check(weight.device == input.device, f"weight must be on the device of input, {input.device}, got "
+           f"{weight.device}", RuntimeError)
+    return weight[:classes].to(reference.arithmetic_dtype(input.dtype))
+
+
+def scalar_normalizer(normalizer: Normalizer, input: Tensor) -> Tensor:
+    """(), in the arithmetic dtype, on the device of ``input``."""
+    dtype = reference.arithmetic_dtype(input.dtype)
+    if not isinstance(normalizer, Tensor):
+        return torch.full((), float(normalizer), dtype=dtype, device=input.device)
+    _check(normalizer.numel() > 0, f"normalizer must have at least one element, got {list(normalizer.shape)}")
+    _check(not normalizer.is_meta or input.is_meta,
+           f"normalizer must be on a device with memory, as input on {input.device} is, got {normalizer.device}",
+           RuntimeError)
+    return normalizer.detach().reshape(-1)[0].to(device=input.device, dtype=dtype, non_blocking=True)
