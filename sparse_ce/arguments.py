@@ -83,11 +83,11 @@ def check_options(vocab: int, ignore_index: int, label_smoothing: float, z_loss:
             _fail(f"{name} must be an integer, got {value!r}", TypeError)
     if not 0 <= label_smoothing <= 1:
         _fail(f"label_smoothing must be in [0, 1], got {label_smoothing}")
-    if not math.isfinite(z_loss):
+    if not -math.inf < z_loss < math.inf:
         _fail(f"z_loss must be finite, got {z_loss}")
-    if not math.isfinite(logit_scale):
+    if not -math.inf < logit_scale < math.inf:
         _fail(f"logit_scale must be finite, got {logit_scale}")
-    if softcap is not None and not (softcap > 0 and math.isfinite(softcap)):
+    if softcap is not None and not 0 < softcap < math.inf:
         _fail(f"softcap must be a positive number or None, got {softcap}")
     if num_classes is not None and not 0 < num_classes <= vocab:
         _fail(f"num_classes must be in [1, {vocab}], the last dimension of input, got {num_classes}")
@@ -104,20 +104,26 @@ def check_target(target: SparseTarget, shape: torch.Size, device: torch.device, 
         if part is not None and part.device != device:
             _fail(f"target must be on the device of input, {device}, got {name} on {part.device}; move it with "
                   f".to({str(device)!r})", RuntimeError)
-    if target.num_classes is not None and target.num_classes not in (vocab, num_classes):
+    if target.num_classes is not None and not one_of(target.num_classes, vocab, num_classes):
         _fail(f"target must have {vocab if num_classes is None else num_classes} classes, got {target.num_classes}")
+
+
+def one_of(size: int, *sizes: Optional[int]) -> bool:
+    """``size in sizes``, which torch.compile answers with no for sizes that are symbols."""
+    return any(size == other for other in sizes)
 
 
 def class_weights(weight: Tensor, input: Tensor, vocab: int, classes: int) -> Tensor:
     """(classes,) in the arithmetic dtype."""
-    _check(isinstance(weight, Tensor), f"weight must be a tensor, got {type(weight).__name__}", TypeError)
+    if not isinstance(weight, Tensor):
+        _fail(f"weight must be a tensor, got {type(weight).__name__}", TypeError)
     _check(weight.dtype.is_floating_point, f"weight must be of a floating dtype, got {weight.dtype}", TypeError)
     _check(not weight.requires_grad, "weight must be a tensor that does not require grad, got one that does; pass "
            "weight.detach()")
-    _check(weight.dim() == 1 and weight.shape[0] in (vocab, classes),
-           f"weight must be ({classes},), one weight a class, got {list(weight.shape)}")
-    _check(weight.device == input.device, f"weight must be on the device of input, {input.device}, got "
-           f"{weight.device}", RuntimeError)
+    if weight.dim() != 1 or not one_of(weight.shape[0], vocab, classes):
+        _fail(f"weight must be ({classes},), one weight a class, got {list(weight.shape)}")
+    if weight.device != input.device:
+        _fail(f"weight must be on the device of input, {input.device}, got {weight.device}", RuntimeError)
     return weight[:classes].to(reference.arithmetic_dtype(input.dtype))
 
 

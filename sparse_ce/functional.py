@@ -30,8 +30,9 @@ def as_target(target: Target, shape: torch.Size) -> SparseTarget:
         return SparseTarget.from_csr(target)
     _check(target.layout == torch.strided, "target must be strided, sparse COO or sparse CSR, got layout "
            f"{target.layout}; convert it with .to_sparse_csr()")
-    _check(not target.dtype.is_floating_point, f"target must be sparse, got a dense {target.dtype} tensor of shape "
-           f"{list(target.shape)}; pass target.to_sparse(), or use torch.nn.functional.cross_entropy", TypeError)
+    if target.dtype.is_floating_point:
+        _fail(f"target must be sparse, got a dense {target.dtype} tensor of shape {list(target.shape)}; pass "
+              "target.to_sparse(), or use torch.nn.functional.cross_entropy", TypeError)
     return SparseTarget.from_index(target)
 
 

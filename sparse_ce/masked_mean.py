@@ -87,7 +87,7 @@ def _check_call(input: Tensor, mask: Tensor, dim: Union[int, Sequence[int], None
 
 
 def _check_shapes(shape: torch.Size, mask: torch.Size) -> None:
-    fits = len(mask) <= len(shape) and all(m in (1, n) for m, n in zip(reversed(mask), reversed(shape)))
+    fits = len(mask) <= len(shape) and all(m == 1 or m == n for m, n in zip(reversed(mask), reversed(shape)))
     if not fits:
         ahead = len(shape) - len(mask)
         fix = "; pass mask" + ".unsqueeze(-1)" * ahead if ahead > 0 and shape[:len(mask)] == mask else ""
