@@ -7,12 +7,14 @@ from typing import Optional, Union
 import torch
 from torch import Tensor
 
-from . import reference
-from .target import _PARTS, SparseTarget, _check, _fail
+from . import ops, reference
+from .target import _PARTS, IGNORE_INDEX, SparseTarget, _fail
 
 Normalizer = Union[int, float, Tensor]
 
-_DEFAULTS = (0.0, 0.0, 1.0, None, None)  # label_smoothing, z_loss, logit_scale, softcap, num_classes
+# A learned number would get no gradient: what to do instead.
+_LEARNED = {"logit_scale": "; scale input itself where the scale is learned: input * logit_scale",
+            "softcap": "; cap input itself where the cap is learned: softcap * tanh(input / softcap)"}
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -26,17 +28,49 @@ def check_call(input: Tensor, last: str, reduction: str, normalizer: Optional[No
     _check_local("input", input, "pass input.full_tensor(), or input.to_local() where each rank holds its own rows")
     if input.dim() == 0:
         _fail(f"input must be (..., {last}), got shape []")
-    if reduction not in ("none", "sum", "mean"):
+    check_reduction(reduction, normalizer)
+
+
+def check_reduction(reduction: str, normalizer: Optional[Normalizer]) -> None:
+    if not isinstance(reduction, str) or reduction not in ("none", "sum", "mean"):
         _fail(f"reduction must be 'none', 'sum' or 'mean', got {reduction!r}")
-    if normalizer is not None and reduction != "mean":
+    if normalizer is None:
+        return
+    if reduction != "mean":
         _fail(f"normalizer must be None unless reduction is 'mean', got reduction={reduction!r}")
-    if normalizer is not None and not isinstance(normalizer, (Real, Tensor)):
+    if isinstance(normalizer, Tensor):
+        _check_normalizer_tensor(normalizer)
+    elif not _is_number(normalizer):
         _fail(f"normalizer must be a number or a tensor, got {normalizer!r}", TypeError)
-    if isinstance(normalizer, Tensor) and (normalizer.dtype.is_complex or normalizer.layout != torch.strided):
+    elif not 0 <= normalizer < math.inf:
+        _fail(f"normalizer must be finite and not negative, got {normalizer}")
+
+
+def _check_normalizer_tensor(normalizer: Tensor) -> None:
+    if normalizer.dtype.is_complex or normalizer.dtype == torch.bool or normalizer.layout != torch.strided:
         _fail(f"normalizer must be a strided tensor of real numbers, got {normalizer.dtype}, {normalizer.layout}",
               TypeError)
-    if isinstance(normalizer, Tensor):
-        _check_local("normalizer", normalizer, "pass normalizer.full_tensor()")
+    _check_local("normalizer", normalizer, "pass normalizer.full_tensor()")
+    if normalizer.requires_grad:
+        _fail("normalizer must be a tensor that does not require grad, got one that does; pass normalizer.detach()")
+    if normalizer.numel() == 0:
+        _fail(f"normalizer must have at least one element, got {list(normalizer.shape)}")
+    if not ops.may_look_at(normalizer):
+        return
+    first = (normalizer if normalizer.numel() == 1 else normalizer.reshape(-1)[0]).item()
+    if not 0 <= first < math.inf:
+        _fail(f"normalizer must be finite and not negative, got {first}")
+    if normalizer.numel() > 1 and not bool((normalizer == first).all()):
+        _fail("normalizer must have equal elements, one for each device that a batch is split to, got "
+              f"{normalizer.tolist()}; pass their sum, or one of them")
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (Real, torch.SymInt, torch.SymFloat)) and not isinstance(value, bool)
+
+
+def _is_integer(value: object) -> bool:
+    return isinstance(value, (Integral, torch.SymInt)) and not isinstance(value, bool)
 
 
 def _check_local(name: str, t: Tensor, fix: str) -> None:
@@ -66,39 +100,68 @@ def check_head(input: Tensor, linear_weight: Tensor, linear_bias: Optional[Tenso
         _fail(f"linear_weight must have at least one class, got shape {list(linear_weight.shape)}")
     if linear_bias is not None and linear_bias.shape != linear_weight.shape[:1]:
         _fail(f"linear_bias must be ({linear_weight.shape[0]},), got {list(linear_bias.shape)}")
-    if chunk_rows is not None and not (isinstance(chunk_rows, Integral) and chunk_rows > 0):
+    _check_chunk_rows(chunk_rows)
+
+
+def _check_chunk_rows(chunk_rows: Optional[int]) -> None:
+    if chunk_rows is not None and not (_is_integer(chunk_rows) and chunk_rows > 0):
         _fail(f"chunk_rows must be a positive integer or None, got {chunk_rows!r}")
 
 
-def check_options(vocab: int, ignore_index: int, label_smoothing: float, z_loss: float, logit_scale: float,
-                   softcap: Optional[float], num_classes: Optional[int]) -> None:
-    if type(ignore_index) is int and (label_smoothing, z_loss, logit_scale, softcap, num_classes) == _DEFAULTS:
+def check_held(weight: Optional[Tensor] = None, normalizer: Optional[Normalizer] = None, *,
+               ignore_index: int = IGNORE_INDEX, reduction: str = "mean", label_smoothing: float = 0.0,
+               z_loss: float = 0.0, logit_scale: float = 1.0, softcap: Optional[float] = None,
+               num_classes: Optional[int] = None, chunk_rows: Optional[int] = None, **others) -> None:
+    """What can be said of a loss's options before there are logits."""
+    check_reduction(reduction, normalizer)
+    check_options(None, ignore_index, label_smoothing, z_loss, logit_scale, softcap, num_classes)
+    _check_chunk_rows(chunk_rows)
+    if weight is not None:
+        _check_weight(weight)
+        if weight.dim() != 1:
+            _fail(f"weight must be (V,), one weight a class, got {list(weight.shape)}")
+
+
+def check_options(vocab: Optional[int], ignore_index: int, label_smoothing: float, z_loss: float, logit_scale: float,
+                  softcap: Optional[float], num_classes: Optional[int],
+                  classes: str = "the last dimension of input") -> None:
+    """``classes``: what there are ``vocab`` of; None where it is not known yet."""
+    if (type(ignore_index) is int and type(label_smoothing) is type(z_loss) is type(logit_scale) is float
+            and softcap is None and num_classes is None
+            and label_smoothing == 0 and z_loss == 0 and logit_scale == 1):
         return  # most calls: nothing to look at
     for name, value in (("label_smoothing", label_smoothing), ("z_loss", z_loss), ("logit_scale", logit_scale),
                         ("softcap", 1.0 if softcap is None else softcap)):
-        if not isinstance(value, Real):
-            _fail(f"{name} must be a number, got {value!r}", TypeError)
+        if not _is_number(value):
+            _fail(f"{name} must be a number, got {_described(value)}{_LEARNED.get(name, '')}", TypeError)
     for name, value in (("ignore_index", ignore_index), ("num_classes", 1 if num_classes is None else num_classes)):
-        if not isinstance(value, Integral):
-            _fail(f"{name} must be an integer, got {value!r}", TypeError)
+        if not _is_integer(value):
+            _fail(f"{name} must be an integer, got {_described(value)}", TypeError)
     if not 0 <= label_smoothing <= 1:
         _fail(f"label_smoothing must be in [0, 1], got {label_smoothing}")
-    if not -math.inf < z_loss < math.inf:
-        _fail(f"z_loss must be finite, got {z_loss}")
+    if not 0 <= z_loss < math.inf:
+        _fail(f"z_loss must be finite and not negative, got {z_loss}")
     if not -math.inf < logit_scale < math.inf:
         _fail(f"logit_scale must be finite, got {logit_scale}")
     if softcap is not None and not 0 < softcap < math.inf:
         _fail(f"softcap must be a positive number or None, got {softcap}")
-    if num_classes is not None and not 0 < num_classes <= vocab:
-        _fail(f"num_classes must be in [1, {vocab}], the last dimension of input, got {num_classes}")
+    if num_classes is None:
+        return
+    if vocab is None and num_classes <= 0:
+        _fail(f"num_classes must be a positive integer or None, got {num_classes}")
+    if vocab is not None and not 0 < num_classes <= vocab:
+        _fail(f"num_classes must be in [1, {vocab}], {classes}, got {num_classes}")
 
 
-def check_target(target: SparseTarget, shape: torch.Size, device: torch.device, num_classes: Optional[int]) -> None:
-    leading, vocab = shape[:-1], shape[-1]
+def check_target(target: SparseTarget, shape: torch.Size, input: Tensor, num_classes: Optional[int]) -> None:
+    """``shape``: of the logits; ``input``: the logits, or the hidden states that they are made from."""
+    leading, vocab, device = shape[:-1], shape[-1], input.device
     if target.shape != leading:
-        form = {"index": "input.shape[:-1]", "topk": "input.shape[:-1] + (K,)", "jagged": "that of input"}
+        form = {"index": "input.shape[:-1]", "topk": "input.shape[:-1] + (K,)", "jagged": "that of the logits"}
+        second = len(shape) > 2 and target.shape == shape[:1] + input.shape[2:]
+        fix = "; classes are last here, not second as in F.cross_entropy: pass input.movedim(1, -1)" if second else ""
         _fail(f"target must have leading shape {list(leading)}, for logits {list(shape)} ({target.layout}: shape "
-              f"{form[target.layout]}), got {list(target.shape)}")
+              f"{form[target.layout]}), got {list(target.shape)}{fix}")
     for name in _PARTS:
         part = getattr(target, name)
         if part is not None and part.device != device:
@@ -108,18 +171,27 @@ def check_target(target: SparseTarget, shape: torch.Size, device: torch.device, 
         _fail(f"target must have {vocab if num_classes is None else num_classes} classes, got {target.num_classes}")
 
 
+def _described(value: object) -> str:
+    return f"a {type(value).__name__} of shape {list(value.shape)}" if isinstance(value, Tensor) else repr(value)
+
+
 def one_of(size: int, *sizes: Optional[int]) -> bool:
     """``size in sizes``, which torch.compile answers with no for sizes that are symbols."""
     return any(size == other for other in sizes)
 
 
-def class_weights(weight: Tensor, input: Tensor, vocab: int, classes: int) -> Tensor:
-    """(classes,) in the arithmetic dtype."""
+def _check_weight(weight: Tensor) -> None:
     if not isinstance(weight, Tensor):
         _fail(f"weight must be a tensor, got {type(weight).__name__}", TypeError)
-    _check(weight.dtype.is_floating_point, f"weight must be of a floating dtype, got {weight.dtype}", TypeError)
-    _check(not weight.requires_grad, "weight must be a tensor that does not require grad, got one that does; pass "
-           "weight.detach()")
+    if not weight.dtype.is_floating_point:
+        _fail(f"weight must be of a floating dtype, got {weight.dtype}", TypeError)
+    if weight.requires_grad:
+        _fail("weight must be a tensor that does not require grad, got one that does; pass weight.detach()")
+
+
+def class_weights(weight: Tensor, input: Tensor, vocab: int, classes: int) -> Tensor:
+    """(classes,) in the arithmetic dtype."""
+    _check_weight(weight)
     if weight.dim() != 1 or not one_of(weight.shape[0], vocab, classes):
         _fail(f"weight must be ({classes},), one weight a class, got {list(weight.shape)}")
     if weight.device != input.device:
@@ -132,8 +204,7 @@ def scalar_normalizer(normalizer: Normalizer, input: Tensor) -> Tensor:
     dtype = reference.arithmetic_dtype(input.dtype)
     if not isinstance(normalizer, Tensor):
         return torch.full((), float(normalizer), dtype=dtype, device=input.device)
-    _check(normalizer.numel() > 0, f"normalizer must have at least one element, got {list(normalizer.shape)}")
-    _check(not normalizer.is_meta or input.is_meta,
-           f"normalizer must be on a device with memory, as input on {input.device} is, got {normalizer.device}",
-           RuntimeError)
+    if normalizer.is_meta and not input.is_meta:
+        _fail(f"normalizer must be on a device with memory, as input on {input.device} is, got {normalizer.device}",
+              RuntimeError)
     return normalizer.detach().reshape(-1)[0].to(device=input.device, dtype=dtype, non_blocking=True)

@@ -70,11 +70,14 @@ def cross_entropy(
         reduction: ``"none"`` (shape ``input.shape[:-1]``), ``"sum"`` or ``"mean"``. The mean divides by the sum of the
             labels' class weights for class indices, else by the number of rows not ignored. A mean over nothing is 0.
         label_smoothing: in [0, 1]; the share of the target that is spread over all classes.
-        z_loss: adds ``z_loss * lse ** 2`` to each row, in nats squared.
+        z_loss: not negative; adds ``z_loss * lse ** 2``, in nats squared, to each row's loss, whose divisor it shares
+            (with ``weight`` and class indices, the sum of the labels' class weights).
         logit_scale, softcap: the loss of ``softcap * tanh(logit_scale * input / softcap)``, or of
-            ``logit_scale * input`` without a softcap.
+            ``logit_scale * input`` without a softcap. Numbers: where they are learned, scale ``input`` itself.
         normalizer: divides the sum instead of the mean's own count; a number, or a tensor of any shape whose elements
-            are equal (Hugging Face's ``num_items_in_batch``). 0 gives a loss of 0. Only with ``reduction="mean"``.
+            are equal (Hugging Face's ``num_items_in_batch``), not negative. 0 gives a loss of 0. Only with
+            ``reduction="mean"``. In eager mode a tensor's values are looked at on the CPU (on CUDA with
+            ``SPARSE_CE_VALIDATE=1``).
         num_classes: only the first ``num_classes`` columns exist (a padded head); the rest get gradient 0.
         inplace_backward: the gradient may overwrite ``input``'s storage during backward.
         return_lse: also return ``lse``, log sum exp of each row's transformed logits, differentiable; 0 where ignored.
@@ -149,7 +152,8 @@ def linear_cross_entropy(
     """
     arguments.check_call(input, "D", reduction, normalizer)
     arguments.check_head(input, linear_weight, linear_bias, chunk_rows)
-    arguments.check_options(linear_weight.shape[0], ignore_index, label_smoothing, z_loss, logit_scale, softcap, num_classes)
+    arguments.check_options(linear_weight.shape[0], ignore_index, label_smoothing, z_loss, logit_scale, softcap,
+                            num_classes, "the rows of linear_weight")
     input, linear_weight, linear_bias = _autocast(input, linear_weight, linear_bias)
     shape = torch.Size((*input.shape[:-1], linear_weight.shape[0]))
     flat, weight, normalizer = _dense_parts(input, shape, target, weight, reduction, normalizer, num_classes)
@@ -170,7 +174,7 @@ def _dense_parts(input: Tensor, shape: torch.Size, target: Target, weight: Optio
         raise RuntimeError("sparse_ce: input must be on a device with kernels, got a CUDA tensor, but "
                            f"{ops.why_no_cuda}; reinstall sparse_ce with nvcc on the PATH")
     target = as_target(target, shape)
-    arguments.check_target(target, shape, input.device, num_classes)
+    arguments.check_target(target, shape, input, num_classes)
     if weight is not None:
         weight = arguments.class_weights(weight, input, shape[-1], shape[-1] if num_classes is None else num_classes)
     if reduction == "sum":

@@ -7,6 +7,7 @@ for backward go through hooks (checkpointing, offloading), nor in float16 withou
 them; whatever they do not answer is answered by ``linear_backward``, which is an op with a derivative of its own.
 """
 
+import re
 from typing import List, Optional, Tuple
 
 import torch
@@ -16,6 +17,7 @@ from . import foresight, reference
 from .ops import _batched, _composite, _eager, _library, _needs_grad, _ops, _per_row, _register_fake
 
 _NONE = (None,) * 12
+_ROW = re.compile(r"(?<= in row )\d+")
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -219,8 +221,13 @@ def linear_cross_entropy(head: Tuple[Tensor, Tensor, Optional[Tensor]], target: 
         indices, values = indices[rows], None if values is None else values[rows]
     else:
         offsets = (torch.stack([offsets[:-1], offsets[1:]], 1) if offsets.dim() == 1 else offsets)[rows]
-    loss, lse = _run((input[rows], *others), (indices, values, offsets, weight, None), options, chunk_rows, mean,
-                     normalizer)
+    try:
+        loss, lse = _run((input[rows], *others), (indices, values, offsets, weight, None), options, chunk_rows, mean,
+                         normalizer)
+    except RuntimeError as error:
+        if "sparse_ce: target" not in str(error):
+            raise
+        raise RuntimeError(_ROW.sub(lambda row: str(int(rows[int(row[0])])), str(error))) from None
 
     def spread(t: Tensor) -> Tensor:
         return t.new_zeros(input.shape[0]).index_copy(0, rows, t)

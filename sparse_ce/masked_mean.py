@@ -94,12 +94,20 @@ def _check_shapes(shape: torch.Size, mask: torch.Size) -> None:
         _fail(f"mask must broadcast to the shape of input, {list(shape)}, got {list(mask)}{fix}")
 
 
+def given_dims(dim: Union[int, Sequence[int], None]) -> Tuple[int, ...]:
+    """As they were given, whatever the input's dimensions are; () for all."""
+    given = () if dim is None else (dim,) if isinstance(dim, int) else dim
+    if not isinstance(given, (tuple, list)) or not all(isinstance(d, int) and not isinstance(d, bool) for d in given):
+        _fail(f"dim must be an int, a tuple of ints or None, got {dim!r}", TypeError)
+    if len(set(given)) != len(given):
+        _fail(f"dim must name each dimension once, got {dim}")
+    return tuple(given)
+
+
 def _dims(dim: Union[int, Sequence[int], None], count: int) -> Tuple[int, ...]:
     if dim is None or count == 0 and dim in (0, -1):
         return tuple(range(count))
-    given = (dim,) if isinstance(dim, int) else tuple(dim) if isinstance(dim, (tuple, list)) else None
-    if given is None or not all(isinstance(d, int) and not isinstance(d, bool) for d in given):
-        _fail(f"dim must be an int, a tuple of ints or None, got {dim!r}", TypeError)
+    given = given_dims(dim)
     if not given:
         return tuple(range(count))
     dims = tuple(sorted(d + count if d < 0 else d for d in given))

@@ -17,6 +17,7 @@ from torch import Tensor
 from . import foresight, reference
 
 _ops = torch.ops.sparse_ce
+_validates = os.environ.get("SPARSE_CE_VALIDATE", "").startswith("1")
 
 
 def _load(name: str) -> Optional[str]:
@@ -302,6 +303,14 @@ def _(grad, output, offsets, order, log):
 def _eager() -> bool:
     """Whether nobody traces this call: then the dispatcher's way to the Autograd kernel (20 us) can be skipped."""
     return not torch.compiler.is_compiling() and torch._C._len_torch_dispatch_stack() == 0
+
+
+def may_look_at(t: Tensor) -> bool:
+    """Whether the values of ``t`` are there to be checked: in eager mode, on the host, or on a GPU that may be waited
+    for."""
+    if not _eager() or torch._C._are_functorch_transforms_active():
+        return False
+    return t.is_cpu or t.is_cuda and _validates and not torch.cuda.is_current_stream_capturing()
 
 
 def cross_entropy(logits: Tensor, indices: Tensor, values: Optional[Tensor], offsets: Optional[Tensor],
