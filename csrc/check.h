@@ -316,8 +316,8 @@ inline void check_entries(const TargetView& target) {
       if (entry.column < 0 && entry.value != 0) {
         const int64_t index = load_int(target.indices, target.indices_dtype, i);
         if (index >= 0 && index < target.num_classes) continue;  // the weight itself is NaN: the loss will say so
-        fail("target must have indices in [0, ", target.num_classes, ") or ignore_index ", target.ignore_index, ", got ",
-             index, " in row ", r);
+        fail("target must have indices in [0, ", target.num_classes, ") or ignore_index ", target.ignore_index,
+             ", got ", index, " in row ", r);
       }
     }
   }

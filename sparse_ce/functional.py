@@ -54,6 +54,9 @@ def cross_entropy(
 ) -> Union[Tensor, Tuple[Tensor, Tensor]]:
     """Cross entropy between logits and a sparse target; equals ``F.cross_entropy`` with the target made dense.
 
+    Classes are the last dimension, always: logits (N, C, H, W) of ``F.cross_entropy`` are ``input.movedim(1, -1)``
+    here. Labels that fit only the other reading are an error; where both fit (C == H == W), the last is taken.
+
     Args:
         input: logits (..., V), classes last; float16, bfloat16, float32 or float64, any strides. Arithmetic and result
             are float32 (float64 for float64).

@@ -49,7 +49,8 @@ def test_class_weights_of_a_symbolic_vocabulary(head, form, device):
 
     compiled = torch.compile(f, backend=counter, fullgraph=True)
     for vocab in VOCABULARIES:
-        assert_compiled_equals_eager((compiled, f), draw.normal(6, vocab), targets(form, draw, vocab), draw.uniform(vocab))
+        assert_compiled_equals_eager((compiled, f), draw.normal(6, vocab), targets(form, draw, vocab),
+                                     draw.uniform(vocab))
     # A SparseTarget's number of classes is a constant of the graph, as is that of the op `mean`.
     assert counter.frame_count <= (2 if head is through_head and form in ("labels", "tuple") else len(VOCABULARIES))
 

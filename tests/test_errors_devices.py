@@ -1,4 +1,4 @@
-"""Tensors of one call on two devices. Where one is on "meta" PyTorch calls the shape function: fresh, unwritten memory."""
+"""Tensors of one call on two devices. Where one is on "meta" PyTorch calls the shape function: unwritten memory."""
 
 import pytest
 import torch

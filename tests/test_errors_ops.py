@@ -288,7 +288,8 @@ def test_the_linear_head_names_the_row_of_the_target_that_it_was_given(device):
     ones, spread = torch.ones(2, 3, 1, device=device), torch.stack([crow[:-1], crow[1:]], 1).view(2, 3, 2)
     targets = {
         "labels": labels, "masked": SparseTarget.from_index(labels.clamp(min=0), row_mask=mask),
-        "top-k": (labels[..., None], ones), "jagged": SparseTarget.from_jagged(labels.view(-1), None, spread, row_mask=mask),
+        "top-k": (labels[..., None], ones),
+        "jagged": SparseTarget.from_jagged(labels.view(-1), None, spread, row_mask=mask),
     }
     for name, target in targets.items():
         for call in (lambda x: linear_cross_entropy(x, head, target), lambda x: cross_entropy(x @ head.T, target),
@@ -311,4 +312,5 @@ def test_the_classes_of_a_linear_head_are_its_rows(device):
     for call in (lambda: linear_cross_entropy(x, head, labels, num_classes=7),
                  lambda: ops.linear_forward(x, head, None, labels, num_classes=7)):
         assert_refused(call, "num_classes", "[1, 6], the rows of linear_weight", "got 7")
-    assert_refused(lambda: linear_cross_entropy(x, head, torch.eye(3, 6, device=device).to_sparse()), "that of the logits")
+    short = torch.eye(3, 6, device=device).to_sparse()
+    assert_refused(lambda: linear_cross_entropy(x, head, short), "that of the logits")

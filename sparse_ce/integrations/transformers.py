@@ -233,7 +233,7 @@ def _without_logits(module: nn.Module, output: Any) -> Any:
 
 def _without_label_smoother(compute_loss: Callable) -> Callable:
     """``Trainer.compute_loss`` that refuses ``label_smoothing_factor`` where the Trainer would drop it (it has a loss
-    function), take the logits of a fused head for it, or fail in it (soft labels). Nowhere else do all of these meet."""
+    function), make the logits of a fused head for it, or fail in it (soft labels). Nowhere else do these meet."""
 
     @functools.wraps(compute_loss)
     def checked(self, model, inputs, *args, **kwargs):
@@ -243,8 +243,8 @@ def _without_label_smoother(compute_loss: Callable) -> Callable:
                                      or any(hasattr(m.__dict__.get("_loss_function"), "_sparse_ce")
                                             for m in model.modules())):
             given = self.args.label_smoothing_factor
-            _fail(f"label_smoothing_factor must be 0 with soft labels and with the losses of sparse_ce, got {given}; use "
-                  f"causal_lm_loss(label_smoothing={given}) or fuse_lm_head(model, label_smoothing={given})")
+            _fail(f"label_smoothing_factor must be 0 with soft labels and with the losses of sparse_ce, got {given}; "
+                  f"use causal_lm_loss(label_smoothing={given}) or fuse_lm_head(model, label_smoothing={given})")
         return compute_loss(self, model, inputs, *args, **kwargs)
 
     checked._sparse_ce = True
