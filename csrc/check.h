@@ -113,20 +113,24 @@ struct Held {
 inline Tensor packed(const Tensor& t) { return t.is_contiguous() ? t : torch::stable::contiguous(t); }
 
 inline void check_same_device(const Tensor& t, const Tensor& logits, const char* argument) {
-  check(t.is_cpu() == logits.is_cpu() && t.get_device_index() == logits.get_device_index(), argument,
-        " must be on the device of logits (", logits.is_cpu() ? "cpu" : "cuda", "), got a tensor on ",
-        t.is_cpu() ? "cpu" : "cuda");
+  const auto name = [](const Tensor& x) {
+    return x.is_cpu() ? std::string("cpu") : "cuda:" + std::to_string(x.get_device_index());
+  };
+  const bool same = t.is_cpu() == logits.is_cpu() && t.get_device_index() == logits.get_device_index();
+  if (!same) fail(argument, " must be on the device of logits, ", name(logits), ", got ", name(t));
 }
 
-inline void check_options(const Options& options, int64_t vocab) {
+// `classes`: what there are `vocab` of.
+inline void check_options(const Options& options, int64_t vocab, const char* classes) {
   check(options.label_smoothing >= 0 && options.label_smoothing <= 1, "label_smoothing must be in [0, 1], got ",
         options.label_smoothing);
-  check(std::isfinite(options.z_loss), "z_loss must be finite, got ", options.z_loss);
+  check(std::isfinite(options.z_loss) && options.z_loss >= 0, "z_loss must be finite and not negative, got ",
+        options.z_loss);
   check(std::isfinite(options.logit_scale), "logit_scale must be finite, got ", options.logit_scale);
   check(!options.softcap || (std::isfinite(*options.softcap) && *options.softcap > 0),
         "softcap must be a positive number or None, got ", options.softcap.value_or(0));
   check(!options.num_classes || (*options.num_classes > 0 && *options.num_classes <= vocab),
-        "num_classes must be in [1, ", vocab, "], the columns of logits, got ", options.num_classes.value_or(0));
+        "num_classes must be in [1, ", vocab, "], ", classes, ", got ", options.num_classes.value_or(0));
 }
 
 // Logits (rows, vocab) may have any row stride; only a column stride other than 1 costs a copy.
@@ -221,7 +225,7 @@ inline void view_options(const Options& options, CrossEntropyArgs& args) {
 inline void make_args(const Tensor& logits, const Target& target, const Options& options, Held& held,
                       CrossEntropyArgs& args) {
   view_logits(logits, held, args);
-  check_options(options, args.vocab);
+  check_options(options, args.vocab, "the columns of logits");
   view_target(target, options, held, args);
   view_weight(target.weight, options, held, args);
   view_options(options, args);
@@ -304,15 +308,16 @@ inline void check_entries(const TargetView& target) {
   for (int64_t r = 0; r < target.rows; ++r) {
     if (target.ignored(r)) continue;
     const EntryRange range = target.row(r);
-    check(range.valid, "offsets must lead to entries in [0, ", target.entries, "], got a range outside of it in row ", r);
+    check(range.valid, "target must have offsets that lead to entries in [0, ", target.entries,
+          "], got a range outside of it in row ", r);
     if (!outside) continue;
     for (int64_t i = range.begin; i < range.end; ++i) {
       const auto entry = target.entry<double>(i);
       if (entry.column < 0 && entry.value != 0) {
         const int64_t index = load_int(target.indices, target.indices_dtype, i);
         if (index >= 0 && index < target.num_classes) continue;  // the weight itself is NaN: the loss will say so
-        fail("indices must be in [0, ", target.num_classes, ") or ignore_index ", target.ignore_index, ", got ", index,
-             " in row ", r);
+        fail("target must have indices in [0, ", target.num_classes, ") or ignore_index ", target.ignore_index,
+             ", got ", index, " in row ", r);
       }
     }
   }

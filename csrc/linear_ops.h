@@ -115,7 +115,7 @@ class LinearOps {
         check_operand(*head.bias, "linear_bias");
       }
       check(!chunk_rows || *chunk_rows > 0, "chunk_rows must be positive, got ", chunk_rows.value_or(0));
-      check_options(options, weight.size(0));
+      check_options(options, weight.size(0), "the rows of linear_weight");
       held.logits = input;
       args.rows = input.size(0);
       args.vocab = options.num_classes.value_or(weight.size(0));

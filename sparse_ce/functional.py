@@ -1,22 +1,18 @@
 """Losses as functions. Formulas: ``csrc/math.h``; the same in plain PyTorch: ``reference.py``."""
 
 import math
-from numbers import Integral, Real
 from typing import Optional, Tuple, Union
 
 import torch
 from torch import Tensor
 from torch.amp.autocast_mode import is_autocast_available
 
-from . import linear, ops, reference
+from . import arguments, linear, ops
+from .arguments import Normalizer
 from .masked_mean import masked_mean  # noqa: F401
 from .target import IGNORE_INDEX, SparseTarget, _check, _fail
 
 Target = Union[Tensor, SparseTarget, Tuple[Tensor, Tensor]]
-Normalizer = Union[int, float, Tensor]
-
-_DEFAULTS = (0.0, 0.0, 1.0, None, None)  # label_smoothing, z_loss, logit_scale, softcap, num_classes
-_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 def as_target(target: Target, shape: torch.Size) -> SparseTarget:
@@ -34,8 +30,9 @@ def as_target(target: Target, shape: torch.Size) -> SparseTarget:
         return SparseTarget.from_csr(target)
     _check(target.layout == torch.strided, "target must be strided, sparse COO or sparse CSR, got layout "
            f"{target.layout}; convert it with .to_sparse_csr()")
-    _check(not target.dtype.is_floating_point, f"target must be sparse, got a dense {target.dtype} tensor of shape "
-           f"{list(target.shape)}; pass target.to_sparse(), or use torch.nn.functional.cross_entropy", TypeError)
+    if target.dtype.is_floating_point:
+        _fail(f"target must be sparse, got a dense {target.dtype} tensor of shape {list(target.shape)}; pass "
+              "target.to_sparse(), or use torch.nn.functional.cross_entropy", TypeError)
     return SparseTarget.from_index(target)
 
 
@@ -57,6 +54,9 @@ def cross_entropy(
 ) -> Union[Tensor, Tuple[Tensor, Tensor]]:
     """Cross entropy between logits and a sparse target; equals ``F.cross_entropy`` with the target made dense.
 
+    Classes are the last dimension, always: logits (N, C, H, W) of ``F.cross_entropy`` are ``input.movedim(1, -1)``
+    here. Labels that fit only the other reading are an error; where both fit (C == H == W), the last is taken.
+
     Args:
         input: logits (..., V), classes last; float16, bfloat16, float32 or float64, any strides. Arithmetic and result
             are float32 (float64 for float64).
@@ -73,11 +73,14 @@ def cross_entropy(
         reduction: ``"none"`` (shape ``input.shape[:-1]``), ``"sum"`` or ``"mean"``. The mean divides by the sum of the
             labels' class weights for class indices, else by the number of rows not ignored. A mean over nothing is 0.
         label_smoothing: in [0, 1]; the share of the target that is spread over all classes.
-        z_loss: adds ``z_loss * lse ** 2`` to each row, in nats squared.
+        z_loss: not negative; adds ``z_loss * lse ** 2``, in nats squared, to each row's loss, whose divisor it shares
+            (with ``weight`` and class indices, the sum of the labels' class weights).
         logit_scale, softcap: the loss of ``softcap * tanh(logit_scale * input / softcap)``, or of
-            ``logit_scale * input`` without a softcap.
+            ``logit_scale * input`` without a softcap. Numbers: where they are learned, scale ``input`` itself.
         normalizer: divides the sum instead of the mean's own count; a number, or a tensor of any shape whose elements
-            are equal (Hugging Face's ``num_items_in_batch``). 0 gives a loss of 0. Only with ``reduction="mean"``.
+            are equal (Hugging Face's ``num_items_in_batch``), not negative. 0 gives a loss of 0. Only with
+            ``reduction="mean"``. In eager mode a tensor's values are looked at on the CPU (on CUDA with
+            ``SPARSE_CE_VALIDATE=1``).
         num_classes: only the first ``num_classes`` columns exist (a padded head); the rest get gradient 0.
         inplace_backward: the gradient may overwrite ``input``'s storage during backward.
         return_lse: also return ``lse``, log sum exp of each row's transformed logits, differentiable; 0 where ignored.
@@ -90,10 +93,10 @@ def cross_entropy(
         RuntimeError: dtype or device do not fit, or (CPU) an index is outside of the classes. On CUDA the row's loss is
             NaN instead, unless ``SPARSE_CE_VALIDATE=1`` is set.
     """
-    _check_call(input, "V", reduction, normalizer)
+    arguments.check_call(input, "V", reduction, normalizer)
     if input.shape[-1] == 0:
         _fail(f"input must have at least one class, got shape {list(input.shape)}")
-    _check_options(input.shape[-1], ignore_index, label_smoothing, z_loss, logit_scale, softcap, num_classes)
+    arguments.check_options(input.shape[-1], ignore_index, label_smoothing, z_loss, logit_scale, softcap, num_classes)
     flat, weight, normalizer = _dense_parts(input, input.shape, target, weight, reduction, normalizer, num_classes)
     loss, lse = ops.cross_entropy(
         input.reshape(-1, input.shape[-1]), flat.indices, flat.values, flat.offsets, weight, flat.row_mask,
@@ -150,9 +153,10 @@ def linear_cross_entropy(
     Raises:
         As :func:`cross_entropy`.
     """
-    _check_call(input, "D", reduction, normalizer)
-    _check_head(input, linear_weight, linear_bias, chunk_rows)
-    _check_options(linear_weight.shape[0], ignore_index, label_smoothing, z_loss, logit_scale, softcap, num_classes)
+    arguments.check_call(input, "D", reduction, normalizer)
+    arguments.check_head(input, linear_weight, linear_bias, chunk_rows)
+    arguments.check_options(linear_weight.shape[0], ignore_index, label_smoothing, z_loss, logit_scale, softcap,
+                            num_classes, "the rows of linear_weight")
     input, linear_weight, linear_bias = _autocast(input, linear_weight, linear_bias)
     shape = torch.Size((*input.shape[:-1], linear_weight.shape[0]))
     flat, weight, normalizer = _dense_parts(input, shape, target, weight, reduction, normalizer, num_classes)
@@ -173,12 +177,12 @@ def _dense_parts(input: Tensor, shape: torch.Size, target: Target, weight: Optio
         raise RuntimeError("sparse_ce: input must be on a device with kernels, got a CUDA tensor, but "
                            f"{ops.why_no_cuda}; reinstall sparse_ce with nvcc on the PATH")
     target = as_target(target, shape)
-    _check_target(target, shape, input.device, num_classes)
+    arguments.check_target(target, shape, input, num_classes)
     if weight is not None:
-        weight = _class_weights(weight, input, shape[-1], shape[-1] if num_classes is None else num_classes)
+        weight = arguments.class_weights(weight, input, shape[-1], shape[-1] if num_classes is None else num_classes)
     if reduction == "sum":
         normalizer = 1.0  # a mean that divides by 1
-    return target.flatten(), weight, None if normalizer is None else _scalar(normalizer, input)
+    return target.flatten(), weight, None if normalizer is None else arguments.scalar_normalizer(normalizer, input)
 
 
 def _result(loss: Tensor, lse: Tensor, leading: torch.Size, reduction: str, return_lse: bool):
@@ -203,115 +207,3 @@ def _autocast(input: Tensor, linear_weight: Tensor, linear_bias: Optional[Tensor
         return t if t is None or t.dtype in (dtype, torch.float32) else t.to(dtype)
 
     return input.to(dtype), cast(linear_weight), cast(linear_bias)
-
-
-def _check_call(input: Tensor, last: str, reduction: str, normalizer: Optional[Normalizer]) -> None:
-    if not isinstance(input, Tensor):
-        _fail(f"input must be a tensor, got {type(input).__name__}", TypeError)
-    if input.dtype not in _DTYPES:
-        _fail(f"input must be float16, bfloat16, float32 or float64, got {input.dtype}", TypeError)
-    if input.layout != torch.strided:
-        _fail(f"input must be strided, got layout {input.layout}")
-    _check_local("input", input, "pass input.full_tensor(), or input.to_local() where each rank holds its own rows")
-    if input.dim() == 0:
-        _fail(f"input must be (..., {last}), got shape []")
-    if reduction not in ("none", "sum", "mean"):
-        _fail(f"reduction must be 'none', 'sum' or 'mean', got {reduction!r}")
-    if normalizer is not None and reduction != "mean":
-        _fail(f"normalizer must be None unless reduction is 'mean', got reduction={reduction!r}")
-    if normalizer is not None and not isinstance(normalizer, (Real, Tensor)):
-        _fail(f"normalizer must be a number or a tensor, got {normalizer!r}", TypeError)
-    if isinstance(normalizer, Tensor) and (normalizer.dtype.is_complex or normalizer.layout != torch.strided):
-        _fail(f"normalizer must be a strided tensor of real numbers, got {normalizer.dtype}, {normalizer.layout}",
-              TypeError)
-    if isinstance(normalizer, Tensor):
-        _check_local("normalizer", normalizer, "pass normalizer.full_tensor()")
-
-
-def _check_local(name: str, t: Tensor, fix: str) -> None:
-    """A shard knows neither the other classes nor whether the processes' gradients are to be added or averaged."""
-    if hasattr(t, "full_tensor"):  # without torch.distributed.tensor, which takes long to import
-        _fail(f"{name} must be a tensor that this process holds in full, got a DTensor with placements "
-              f"{list(t.placements)}; {fix}", TypeError)
-
-
-def _check_head(input: Tensor, linear_weight: Tensor, linear_bias: Optional[Tensor], chunk_rows: Optional[int]) -> None:
-    for name, t in (("linear_weight", linear_weight), ("linear_bias", linear_bias)):
-        if t is None and name == "linear_bias":
-            continue
-        if not isinstance(t, Tensor):
-            _fail(f"{name} must be a tensor, got {type(t).__name__}", TypeError)
-        if t.dtype not in _DTYPES:
-            _fail(f"{name} must be float16, bfloat16, float32 or float64, got {t.dtype}", TypeError)
-        if t.layout != torch.strided:
-            _fail(f"{name} must be strided, got layout {t.layout}")
-        _check_local(name, t, "compute the loss in the forward of the module that fully_shard was given the head with, "
-                     "or unshard it before, head.unshard()")
-        if t.device != input.device:
-            _fail(f"{name} must be on the device of input, {input.device}, got {t.device}", RuntimeError)
-    if linear_weight.dim() != 2 or linear_weight.shape[1] != input.shape[-1]:
-        _fail(f"linear_weight must be (V, {input.shape[-1]}), as wide as input, got {list(linear_weight.shape)}")
-    if linear_weight.shape[0] == 0:
-        _fail(f"linear_weight must have at least one class, got shape {list(linear_weight.shape)}")
-    if linear_bias is not None and linear_bias.shape != linear_weight.shape[:1]:
-        _fail(f"linear_bias must be ({linear_weight.shape[0]},), got {list(linear_bias.shape)}")
-    if chunk_rows is not None and not (isinstance(chunk_rows, Integral) and chunk_rows > 0):
-        _fail(f"chunk_rows must be a positive integer or None, got {chunk_rows!r}")
-
-
-def _check_options(vocab: int, ignore_index: int, label_smoothing: float, z_loss: float, logit_scale: float,
-                   softcap: Optional[float], num_classes: Optional[int]) -> None:
-    if type(ignore_index) is int and (label_smoothing, z_loss, logit_scale, softcap, num_classes) == _DEFAULTS:
-        return  # most calls: nothing to look at
-    for name, value in (("label_smoothing", label_smoothing), ("z_loss", z_loss), ("logit_scale", logit_scale),
-                        ("softcap", 1.0 if softcap is None else softcap)):
-        if not isinstance(value, Real):
-            _fail(f"{name} must be a number, got {value!r}", TypeError)
-    for name, value in (("ignore_index", ignore_index), ("num_classes", 1 if num_classes is None else num_classes)):
-        if not isinstance(value, Integral):
-            _fail(f"{name} must be an integer, got {value!r}", TypeError)
-    if not 0 <= label_smoothing <= 1:
-        _fail(f"label_smoothing must be in [0, 1], got {label_smoothing}")
-    if not math.isfinite(z_loss):
-        _fail(f"z_loss must be finite, got {z_loss}")
-    if not math.isfinite(logit_scale):
-        _fail(f"logit_scale must be finite, got {logit_scale}")
-    if softcap is not None and not (softcap > 0 and math.isfinite(softcap)):
-        _fail(f"softcap must be a positive number or None, got {softcap}")
-    if num_classes is not None and not 0 < num_classes <= vocab:
-        _fail(f"num_classes must be in [1, {vocab}], the last dimension of input, got {num_classes}")
-
-
-def _check_target(target: SparseTarget, shape: torch.Size, device: torch.device, num_classes: Optional[int]) -> None:
-    leading, vocab = shape[:-1], shape[-1]
-    if target.shape != leading:
-        form = {"index": "input.shape[:-1]", "topk": "input.shape[:-1] + (K,)", "jagged": "that of input"}
-        _fail(f"target must have leading shape {list(leading)}, for logits {list(shape)} ({target.layout}: shape "
-              f"{form[target.layout]}), got {list(target.shape)}")
-    if target.device != device:
-        _fail(f"target must be on the device of input, {device}, got {target.device}; move it with "
-              f".to({str(device)!r})", RuntimeError)
-    if target.num_classes is not None and target.num_classes not in (vocab, num_classes):
-        _fail(f"target must have {vocab if num_classes is None else num_classes} classes, got {target.num_classes}")
-
-
-def _class_weights(weight: Tensor, input: Tensor, vocab: int, classes: int) -> Tensor:
-    """(classes,) in the arithmetic dtype."""
-    _check(isinstance(weight, Tensor), f"weight must be a tensor, got {type(weight).__name__}", TypeError)
-    _check(weight.dtype.is_floating_point, f"weight must be of a floating dtype, got {weight.dtype}", TypeError)
-    _check(not weight.requires_grad, "weight must be a tensor that does not require grad, got one that does; pass "
-           "weight.detach()")
-    _check(weight.dim() == 1 and weight.shape[0] in (vocab, classes),
-           f"weight must be ({classes},), one weight a class, got {list(weight.shape)}")
-    _check(weight.device == input.device, f"weight must be on the device of input, {input.device}, got "
-           f"{weight.device}", RuntimeError)
-    return weight[:classes].to(reference.arithmetic_dtype(input.dtype))
-
-
-def _scalar(normalizer: Normalizer, input: Tensor) -> Tensor:
-    """(), in the arithmetic dtype, on the device of ``input``."""
-    dtype = reference.arithmetic_dtype(input.dtype)
-    if not isinstance(normalizer, Tensor):
-        return torch.full((), float(normalizer), dtype=dtype, device=input.device)
-    _check(normalizer.numel() > 0, f"normalizer must have at least one element, got {list(normalizer.shape)}")
-    return normalizer.detach().reshape(-1)[0].to(device=input.device, dtype=dtype, non_blocking=True)

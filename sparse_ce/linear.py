@@ -7,15 +7,17 @@ for backward go through hooks (checkpointing, offloading), nor in float16 withou
 them; whatever they do not answer is answered by ``linear_backward``, which is an op with a derivative of its own.
 """
 
+import re
 from typing import List, Optional, Tuple
 
 import torch
 from torch import Tensor
 
 from . import foresight, reference
-from .ops import _batched, _composite, _eager, _library, _needs_grad, _ops, _per_row
+from .ops import _batched, _composite, _eager, _library, _needs_grad, _ops, _per_row, _register_fake
 
 _NONE = (None,) * 12
+_ROW = re.compile(r"(?<= in row )\d+")
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -155,17 +157,17 @@ _library.impl("linear_mean", _mean_autograd, "Autograd")
 _library.impl("linear_backward", _backward_autograd, "Autograd")
 
 
-@torch.library.register_fake("sparse_ce::linear_forward")
+@_register_fake("linear_forward")
 def _(input, *args, **kwargs):
     return _per_row(input), _per_row(input)
 
 
-@torch.library.register_fake("sparse_ce::linear_forward_with_residual")
+@_register_fake("linear_forward_with_residual")
 def _(input, *args, **kwargs):
     return _per_row(input), _per_row(input), _per_row(input)
 
 
-@torch.library.register_fake("sparse_ce::linear_mean")
+@_register_fake("linear_mean")
 def _(input, *args, **kwargs):
     return _per_row(input).new_empty(()), _per_row(input)
 
@@ -176,14 +178,14 @@ def _fake_gradients(input, linear_weight, linear_bias, indices, wanted):
                  for like, want in zip(likes, wanted))
 
 
-@torch.library.register_fake("sparse_ce::linear_backward")
+@_register_fake("linear_backward")
 def _(grad_loss, grad_lse, input, linear_weight, linear_bias, lse, lse_residual, indices, values=None, offsets=None,
       weight=None, row_mask=None, ignore_index=-100, label_smoothing=0.0, z_loss=0.0, logit_scale=1.0, softcap=None,
       num_classes=None, chunk_rows=None, input_grad=True, weight_grad=True, bias_grad=True, values_grad=False):
     return _fake_gradients(input, linear_weight, linear_bias, indices, (input_grad, weight_grad, bias_grad, values_grad))
 
 
-@torch.library.register_fake("sparse_ce::linear_forward_with_gradient")
+@_register_fake("linear_forward_with_gradient")
 def _(grad_mean, normalizer, input, linear_weight, linear_bias, indices, values=None, offsets=None, weight=None,
       row_mask=None, ignore_index=-100, label_smoothing=0.0, z_loss=0.0, logit_scale=1.0, softcap=None, num_classes=None,
       chunk_rows=None, input_grad=True, weight_grad=True, bias_grad=True, values_grad=False):
@@ -193,7 +195,7 @@ def _(grad_mean, normalizer, input, linear_weight, linear_bias, indices, values=
                              (input_grad, weight_grad, bias_grad, values_grad)))
 
 
-@torch.library.register_fake("sparse_ce::scale_")
+@_register_fake("scale_")
 def _(gradient, scale):
     return None
 
@@ -219,8 +221,13 @@ def linear_cross_entropy(head: Tuple[Tensor, Tensor, Optional[Tensor]], target: 
         indices, values = indices[rows], None if values is None else values[rows]
     else:
         offsets = (torch.stack([offsets[:-1], offsets[1:]], 1) if offsets.dim() == 1 else offsets)[rows]
-    loss, lse = _run((input[rows], *others), (indices, values, offsets, weight, None), options, chunk_rows, mean,
-                     normalizer)
+    try:
+        loss, lse = _run((input[rows], *others), (indices, values, offsets, weight, None), options, chunk_rows, mean,
+                         normalizer)
+    except RuntimeError as error:
+        if "sparse_ce: target" not in str(error):
+            raise
+        raise RuntimeError(_ROW.sub(lambda row: str(int(rows[int(row[0])])), str(error))) from None
 
     def spread(t: Tensor) -> Tensor:
         return t.new_zeros(input.shape[0]).index_copy(0, rows, t)

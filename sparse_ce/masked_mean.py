@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from . import reference
-from .ops import _composite, _eager, _library, _needs_grad, _ops
+from .ops import _composite, _eager, _library, _needs_grad, _ops, _register_fake
 from .target import _check, _fail
 
 _INPUT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -78,7 +78,7 @@ def _check_call(input: Tensor, mask: Tensor, dim: Union[int, Sequence[int], None
         _fail(f"mask must be of dtype bool, integer, float16, bfloat16, float32 or float64, got {mask.dtype}",
               TypeError)
     if mask.device != input.device:
-        _fail(f"mask must be on the device of input ({input.device}), got a tensor on {mask.device}")
+        _fail(f"mask must be on the device of input, {input.device}, got {mask.device}")
     if mask.requires_grad:
         _fail("mask must be a tensor that does not require grad, got one that does; pass mask.detach()", RuntimeError)
     if mask.shape != input.shape:
@@ -87,19 +87,27 @@ def _check_call(input: Tensor, mask: Tensor, dim: Union[int, Sequence[int], None
 
 
 def _check_shapes(shape: torch.Size, mask: torch.Size) -> None:
-    fits = len(mask) <= len(shape) and all(m in (1, n) for m, n in zip(reversed(mask), reversed(shape)))
+    fits = len(mask) <= len(shape) and all(m == 1 or m == n for m, n in zip(reversed(mask), reversed(shape)))
     if not fits:
         ahead = len(shape) - len(mask)
         fix = "; pass mask" + ".unsqueeze(-1)" * ahead if ahead > 0 and shape[:len(mask)] == mask else ""
         _fail(f"mask must broadcast to the shape of input, {list(shape)}, got {list(mask)}{fix}")
 
 
+def given_dims(dim: Union[int, Sequence[int], None]) -> Tuple[int, ...]:
+    """As they were given, whatever the input's dimensions are; () for all."""
+    given = () if dim is None else (dim,) if isinstance(dim, int) else dim
+    if not isinstance(given, (tuple, list)) or not all(isinstance(d, int) and not isinstance(d, bool) for d in given):
+        _fail(f"dim must be an int, a tuple of ints or None, got {dim!r}", TypeError)
+    if len(set(given)) != len(given):
+        _fail(f"dim must name each dimension once, got {dim}")
+    return tuple(given)
+
+
 def _dims(dim: Union[int, Sequence[int], None], count: int) -> Tuple[int, ...]:
     if dim is None or count == 0 and dim in (0, -1):
         return tuple(range(count))
-    given = (dim,) if isinstance(dim, int) else tuple(dim) if isinstance(dim, (tuple, list)) else None
-    if given is None or not all(isinstance(d, int) and not isinstance(d, bool) for d in given):
-        _fail(f"dim must be an int, a tuple of ints or None, got {dim!r}", TypeError)
+    given = given_dims(dim)
     if not given:
         return tuple(range(count))
     dims = tuple(sorted(d + count if d < 0 else d for d in given))
@@ -145,12 +153,12 @@ _library.impl("masked_mean", _masked_mean_autograd, "Autograd")
 _library.impl("masked_mean_backward", _masked_mean_backward_autograd, "Autograd")
 
 
-@torch.library.register_fake("sparse_ce::masked_mean")
+@_register_fake("masked_mean")
 def _(input, mask, dim):
     kept = [n for d, n in enumerate(input.shape) if d not in dim]
     return input.new_empty(kept), input.new_empty(kept, dtype=reference.arithmetic_dtype(input.dtype))
 
 
-@torch.library.register_fake("sparse_ce::masked_mean_backward")
+@_register_fake("masked_mean_backward")
 def _(share, mask, dim, dtype):
     return mask.new_empty(mask.shape, dtype=dtype)

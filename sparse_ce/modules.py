@@ -1,11 +1,11 @@
-"""Losses as modules: options at construction, tensors at the call."""
+"""Losses as modules: options at construction, where they are checked, tensors at the call."""
 
 from typing import Optional, Sequence, Tuple, Union
 
 from torch import Tensor, nn
 
-from . import functional
-from .masked_mean import masked_mean
+from . import arguments, functional
+from .masked_mean import given_dims, masked_mean
 from .target import IGNORE_INDEX
 
 
@@ -16,6 +16,7 @@ class _Loss(nn.Module):
 
     def __init__(self, weight: Optional[Tensor], normalizer: Optional[functional.Normalizer], **options):
         super().__init__()
+        arguments.check_held(weight, normalizer, **options)
         self.register_buffer("weight", weight)
         self.normalizer = normalizer
         self.options = options
@@ -102,6 +103,7 @@ class MaskedMean(nn.Module):
 
     def __init__(self, dim: Union[int, Sequence[int], None] = None, keepdim: bool = False):
         super().__init__()
+        given_dims(dim)
         self.dim, self.keepdim = dim, keepdim
 
     def forward(self, input: Tensor, mask: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ only plain PyTorch ops can follow (``torch.func`` transforms, forward-mode AD, d
 its Autograd kernel is the composite, which makes second derivatives right.
 """
 
+import functools
 import glob
 import os
 from typing import Optional, Tuple
@@ -16,6 +17,7 @@ from torch import Tensor
 from . import foresight, reference
 
 _ops = torch.ops.sparse_ce
+_validates = os.environ.get("SPARSE_CE_VALIDATE", "").startswith("1")
 
 
 def _load(name: str) -> Optional[str]:
@@ -227,52 +229,73 @@ _library.impl("sparse_softmax", _sparse_softmax_autograd, "Autograd")
 _library.impl("sparse_softmax_backward", _sparse_softmax_backward_autograd, "Autograd")
 
 
+def _register_fake(name: str):
+    """``torch.library.register_fake`` of an op. PyTorch calls the shape function for real where one tensor is on "meta"
+    and the others are not: without the check, memory that nobody wrote would be the result."""
+    names = [argument.name for argument in getattr(_ops, name).default._schema.arguments]
+
+    def checked(f):
+        @functools.wraps(f)
+        def fake(*args, **kwargs):
+            tensors = {n: t for n, t in (*zip(names, args), *kwargs.items()) if isinstance(t, Tensor)}
+            like = next((n for n in ("logits", "input") if n in tensors), next(iter(tensors)))
+            for n, t in tensors.items():
+                if t.device != tensors[like].device:
+                    raise RuntimeError(f"sparse_ce: {n} must be on the device of {like}, {tensors[like].device}, got "
+                                       f"{t.device}")
+            return f(*args, **kwargs)
+
+        return torch.library.register_fake(f"sparse_ce::{name}", fake)
+
+    return checked
+
+
 def _per_row(logits: Tensor) -> Tensor:
     return logits.new_empty(logits.shape[0], dtype=reference.arithmetic_dtype(logits.dtype))
 
 
-@torch.library.register_fake("sparse_ce::forward")
+@_register_fake("forward")
 def _(logits, indices, *args, **kwargs):
     return _per_row(logits), _per_row(logits)
 
 
-@torch.library.register_fake("sparse_ce::forward_with_residual")
+@_register_fake("forward_with_residual")
 def _(logits, indices, *args, **kwargs):
     return _per_row(logits), _per_row(logits), _per_row(logits)
 
 
-@torch.library.register_fake("sparse_ce::forward_with_gradient")
+@_register_fake("forward_with_gradient")
 def _(grad_mean, normalizer, logits, indices, *args, **kwargs):
     scalar = torch.empty_like(grad_mean)
     return scalar, torch.empty_like(scalar), _per_row(logits), _per_row(logits), logits.new_empty(logits.shape)
 
 
-@torch.library.register_fake("sparse_ce::backward")
+@_register_fake("backward")
 def _(grad_loss, grad_lse, logits, lse, lse_residual, indices, *args, **kwargs):
     return logits.new_empty(logits.shape)
 
 
-@torch.library.register_fake("sparse_ce::backward_")
+@_register_fake("backward_")
 def _(grad_loss, grad_lse, logits, lse, lse_residual, indices, *args, **kwargs):
     return None
 
 
-@torch.library.register_fake("sparse_ce::backward_values")
+@_register_fake("backward_values")
 def _(grad_loss, logits, lse, lse_residual, indices, *args, **kwargs):
     return indices.new_empty(indices.shape, dtype=reference.arithmetic_dtype(logits.dtype))
 
 
-@torch.library.register_fake("sparse_ce::mean")
+@_register_fake("mean")
 def _(loss, indices, *args, **kwargs):
     return loss.new_empty(()), loss.new_empty(())
 
 
-@torch.library.register_fake("sparse_ce::sparse_softmax")
+@_register_fake("sparse_softmax")
 def _(values, offsets, order, log):
     return values.new_empty(values.shape)
 
 
-@torch.library.register_fake("sparse_ce::sparse_softmax_backward")
+@_register_fake("sparse_softmax_backward")
 def _(grad, output, offsets, order, log):
     return output.new_empty(output.shape)
 
@@ -280,6 +303,14 @@ def _(grad, output, offsets, order, log):
 def _eager() -> bool:
     """Whether nobody traces this call: then the dispatcher's way to the Autograd kernel (20 us) can be skipped."""
     return not torch.compiler.is_compiling() and torch._C._len_torch_dispatch_stack() == 0
+
+
+def may_look_at(t: Tensor) -> bool:
+    """Whether the values of ``t`` are there to be checked: in eager mode, on the host, or on a GPU that may be waited
+    for."""
+    if not _eager() or torch._C._are_functorch_transforms_active():
+        return False
+    return t.is_cpu or t.is_cuda and _validates and not torch.cuda.is_current_stream_capturing()
 
 
 def cross_entropy(logits: Tensor, indices: Tensor, values: Optional[Tensor], offsets: Optional[Tensor],

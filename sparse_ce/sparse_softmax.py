@@ -32,6 +32,7 @@ def log_softmax(input: Tensor, dim: int) -> Tensor:
             "torch.log_softmax takes strided tensors" if input.layout == torch.strided else "convert it with "
             ".to_sparse_csr()"))
     _check(input.dtype.is_floating_point, f"input must be of a floating dtype, got {input.dtype}", TypeError)
+    _check(isinstance(dim, int) and not isinstance(dim, bool), f"dim must be an int, got {dim!r}", TypeError)
     _check(-input.dim() <= dim < input.dim(), f"dim must be in [{-input.dim()}, {input.dim()}), got {dim}")
     if input.layout == torch.sparse_coo:
         input = input.coalesce()

@@ -34,12 +34,12 @@ OPTIONS = [
     ("reduction", "avg", "'avg'"), ("reduction", None, "None"), ("reduction", "MEAN", "'MEAN'"),
     ("label_smoothing", -0.1, "[0, 1]"), ("label_smoothing", 1.5, "[0, 1]"), ("label_smoothing", float("nan"), "nan"),
     ("label_smoothing", "a", "'a'"), ("label_smoothing", None, "None"),
-    ("z_loss", float("inf"), "finite"), ("z_loss", float("nan"), "nan"), ("z_loss", None, "None"),
-    ("z_loss", [1.0], "[1.0]"),
+    ("z_loss", float("inf"), "finite"), ("z_loss", float("nan"), "nan"), ("z_loss", -0.5, "-0.5"),
+    ("z_loss", None, "None"), ("z_loss", [1.0], "[1.0]"),
     ("logit_scale", float("inf"), "finite"), ("logit_scale", float("nan"), "nan"), ("logit_scale", "1", "'1'"),
     ("softcap", 0.0, "positive"), ("softcap", -30.0, "-30"), ("softcap", float("inf"), "inf"),
     ("softcap", "30", "'30'"),
-    ("num_classes", 0, "[1, 7]"), ("num_classes", 8, "8"), ("num_classes", -1, "-1"), ("num_classes", "3", "'3'"),
+    ("num_classes", 0, "0"), ("num_classes", 8, "8"), ("num_classes", -1, "-1"), ("num_classes", "3", "'3'"),
     ("num_classes", 2.5, "2.5"),
     ("ignore_index", 1.5, "1.5"), ("ignore_index", None, "None"), ("ignore_index", "pad", "'pad'"),
     ("normalizer", "8", "'8'"), ("normalizer", torch.tensor([]), "[0]"), ("normalizer", [4], "[4]"),
@@ -180,8 +180,8 @@ def test_a_head_of_the_wrong_shape_is_refused(device):
 @pytest.mark.parametrize("rows", [0, -1, 1.5, "8", torch.tensor(4), torch.inf], ids=repr)
 def test_a_wrong_number_of_rows_in_a_chunk_is_refused(rows, device):
     (x, w, _), labels = good_head(device), good(device)[1]
-    module = sparse_ce.LinearSparseCrossEntropyLoss(chunk_rows=rows)
-    for call in (lambda: linear_cross_entropy(x, w, labels, chunk_rows=rows), lambda: module(x, w, labels)):
+    for call in (lambda: linear_cross_entropy(x, w, labels, chunk_rows=rows),
+                 lambda: sparse_ce.LinearSparseCrossEntropyLoss(chunk_rows=rows)):
         assert_refused(call, "chunk_rows", repr(rows), error=ValueError)
 
 

@@ -278,3 +278,39 @@ def test_a_failed_call_leaves_nothing_behind(device):
         assert x.grad is None and x._version == 0
         assert_bitwise_equal(cross_entropy(x, labels), expected)
     assert_bitwise_equal(torch.autograd.grad(expected, x)[0], expected_grad)
+
+
+def test_the_linear_head_names_the_row_of_the_target_that_it_was_given(device):
+    """Rows that are ignored are left out of its products on a CPU, and of its count of rows only there."""
+    x, head = Draw(device).normal(2, 3, 5), torch.eye(7, 5, device=device)
+    labels = torch.tensor([[-100, -100, 3], [-100, 1, 77]], device=device)
+    mask, crow = labels.ne(-100), torch.arange(7, device=device)
+    ones, spread = torch.ones(2, 3, 1, device=device), torch.stack([crow[:-1], crow[1:]], 1).view(2, 3, 2)
+    targets = {
+        "labels": labels, "masked": SparseTarget.from_index(labels.clamp(min=0), row_mask=mask),
+        "top-k": (labels[..., None], ones),
+        "jagged": SparseTarget.from_jagged(labels.view(-1), None, spread, row_mask=mask),
+    }
+    for name, target in targets.items():
+        for call in (lambda x: linear_cross_entropy(x, head, target), lambda x: cross_entropy(x @ head.T, target),
+                     lambda x: linear_cross_entropy(x, head, target, reduction="none", chunk_rows=1)):
+            for z in (x, x.clone().requires_grad_()):
+                if device == "cpu":
+                    assert_refused(lambda: call(z), "target must have indices in [0, 7)", "got 77 in row 5",
+                                   error=RuntimeError)
+                else:
+                    assert call(z).isnan().any(), name
+    ranges = spread.clone()
+    ranges[1, 2, 1] = 9
+    target = SparseTarget.from_jagged(labels.view(-1).clamp(0, 6), None, ranges, row_mask=mask)
+    if device == "cpu":
+        assert_refused(lambda: linear_cross_entropy(x, head, target), "target must have offsets", "row 5")
+
+
+def test_the_classes_of_a_linear_head_are_its_rows(device):
+    x, head, labels = good(device)[0], torch.eye(6, 7, device=device), good(device)[1]
+    for call in (lambda: linear_cross_entropy(x, head, labels, num_classes=7),
+                 lambda: ops.linear_forward(x, head, None, labels, num_classes=7)):
+        assert_refused(call, "num_classes", "[1, 6], the rows of linear_weight", "got 7")
+    short = torch.eye(3, 6, device=device).to_sparse()
+    assert_refused(lambda: linear_cross_entropy(x, head, short), "that of the logits")

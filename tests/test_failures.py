@@ -257,7 +257,7 @@ def test_6_an_index_out_of_range_never_gives_a_finite_loss(form, index, device):
               "csr": torch.sparse_csr_tensor(rows, columns, ones, (2, 5), check_invariants=False),
               "jagged": SparseTarget.from_jagged(columns, ones, rows)}[form]
     if device == "cpu":
-        with pytest.raises(RuntimeError, match=rf"indices must be in \[0, 5\).*got {index} in row 1"):
+        with pytest.raises(RuntimeError, match=rf"target must have indices in \[0, 5\).*got {index} in row 1"):
             cross_entropy(logits, target)
     else:
         loss = cross_entropy(logits, target, reduction="none")

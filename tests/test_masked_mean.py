@@ -373,7 +373,7 @@ X, M = torch.zeros(2, 3, 4), torch.ones(2, 3, 4, dtype=torch.bool)
     (lambda: masked_mean(X.to_sparse(), M), ValueError, "input must be strided, got layout torch.sparse_coo.*to_dense"),
     (lambda: masked_mean(X.cfloat(), M), TypeError, "input must be of dtype .* got torch.complex64"),
     (lambda: masked_mean(X, M.cfloat()), TypeError, "mask must be of dtype .* got torch.complex64"),
-    (lambda: masked_mean(X, M.to("meta")), ValueError, r"mask must be on the device of input \(cpu\), got .* meta"),
+    (lambda: masked_mean(X, M.to("meta")), ValueError, "mask must be on the device of input, cpu, got meta"),
     (lambda: masked_mean(X, M.float().requires_grad_()), RuntimeError, "mask must .* not require grad.*mask.detach"),
     (lambda: masked_mean(X, M[:, :, 0]), ValueError,
      r"mask must broadcast to the shape of input, \[2, 3, 4\], got \[2, 3\]; pass mask.unsqueeze\(-1\)$"),

@@ -157,6 +157,10 @@ def test_options_that_do_not_exist_are_refused_at_once(make):
             make(**options)
     with pytest.raises(ValueError, match="sparse_ce: reduction must be 'mean' or 'sum'"):
         make(reduction="none")
+    for options, name in (({"label_smoothing": 1.5}, "label_smoothing"), ({"z_loss": torch.tensor(0.1)}, "z_loss"),
+                          ({"weight": [1.0]}, "weight"), ({"ignore_index": None}, "ignore_index")):
+        with pytest.raises((TypeError, ValueError), match=f"sparse_ce: {name} must be .*, got "):
+            make(**options)
     with pytest.raises(TypeError, match="options must be among"):
         fuse_lm_head(make_model(), softcap=2.0)
 

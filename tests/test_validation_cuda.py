@@ -40,7 +40,7 @@ print("replayed")
 @pytest.mark.parametrize("gpu", [d for d in devices() if d == "cuda"])
 @pytest.mark.parametrize("script, expected", [
     (SIDE_STREAM.format(before="wrong", after="right"), "accepted"),
-    (SIDE_STREAM.format(before="right", after="wrong"), "sparse_ce: indices must be in [0, 11)"),
+    (SIDE_STREAM.format(before="right", after="wrong"), "sparse_ce: target must have indices in [0, 11)"),
     (CAPTURE, "replayed")], ids=["made right", "made wrong", "captured"])
 def test_validation_sees_the_target_that_the_kernels_will_see(script, expected, gpu):
     environment = {**os.environ, "SPARSE_CE_VALIDATE": "1", "PYTHONPATH": str(Path(sparse_ce.__file__).parent.parent)}

@@ -1,5 +1,6 @@
 """Hugging Face transformers: losses for the Trainer, and a causal language model that never makes its logits."""
 
+import functools
 import inspect
 from collections.abc import Mapping
 from types import MethodType
@@ -10,10 +11,11 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, Trainer
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 from .. import functional
+from ..arguments import check_held
 from ..target import IGNORE_INDEX, SparseTarget, _check, _fail
 from .head import HeadInput, Logits
 from .teacher import TopKCollator
@@ -42,6 +44,9 @@ def causal_lm_loss(*, shift: bool = True, **options) -> Callable[..., Tensor]:
     The Trainer counts items before it calls this, and PyTorch cannot slice a COO tensor along its positions: inside a
     Trainer, let :func:`sparse_ce.collate` turn COO samples into a ``SparseTarget``.
 
+    ``label_smoothing`` is an option here: the Trainer's own ``label_smoothing_factor``, which it drops where there is a
+    loss function and which knows no soft labels, is an error.
+
     Raises:
         TypeError, ValueError: at once for options that do not exist or do not fit.
     """
@@ -55,6 +60,7 @@ def causal_lm_loss(*, shift: bool = True, **options) -> Callable[..., Tensor]:
             logits = outputs[0]
         return _loss(logits, labels, num_items_in_batch, options, shift=shift)
 
+    loss._sparse_ce = True
     return loss
 
 
@@ -84,6 +90,7 @@ def _check_options(loss: Callable, options: dict, *taken: str) -> None:
             _fail(f"options must be among {sorted(set(known) - refused)}, got {name!r}", TypeError)
     _check(options.get("reduction", "mean") != "none",
            "reduction must be 'mean' or 'sum' in a training loop, got 'none'")
+    check_held(**options)
 
 
 def fuse_lm_head(model: nn.Module, *, eval_logits: bool = True, **options) -> "FusedHead":
@@ -222,3 +229,27 @@ def _without_logits(module: nn.Module, output: Any) -> Any:
     if isinstance(output, dict):
         return type(output)(**{k: v for k, v in output.items() if not isinstance(v, Logits)})
     return tuple(v for v in items if not isinstance(v, Logits))
+
+
+def _without_label_smoother(compute_loss: Callable) -> Callable:
+    """``Trainer.compute_loss`` that refuses ``label_smoothing_factor`` where the Trainer would drop it (it has a loss
+    function), make the logits of a fused head for it, or fail in it (soft labels). Nowhere else do these meet."""
+
+    @functools.wraps(compute_loss)
+    def checked(self, model, inputs, *args, **kwargs):
+        smoother = getattr(self, "label_smoother", None)
+        if smoother is not None and (hasattr(self.compute_loss_func, "_sparse_ce")
+                                     or isinstance(inputs.get("labels"), SparseTarget)
+                                     or any(hasattr(m.__dict__.get("_loss_function"), "_sparse_ce")
+                                            for m in model.modules())):
+            given = self.args.label_smoothing_factor
+            _fail(f"label_smoothing_factor must be 0 with soft labels and with the losses of sparse_ce, got {given}; "
+                  f"use causal_lm_loss(label_smoothing={given}) or fuse_lm_head(model, label_smoothing={given})")
+        return compute_loss(self, model, inputs, *args, **kwargs)
+
+    checked._sparse_ce = True
+    return checked
+
+
+if not hasattr(Trainer.compute_loss, "_sparse_ce"):  # a reload of this module must not wrap it twice
+    Trainer.compute_loss = _without_label_smoother(Trainer.compute_loss)

@@ -1,0 +1,129 @@
+"""torch.compile where sizes are symbols: the vocabulary, its class weights, the sizes of a mask."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch._dynamo.testing import CompileCounterWithBackend
+
+from cases import Draw
+from close import assert_bitwise_equal
+from sparse_ce import SparseTarget, cross_entropy, linear_cross_entropy, masked_mean
+from test_compile import fresh_compiler  # noqa: F401 - a fixture
+
+VOCABULARIES = (7, 9, 11)  # by the third they are symbols
+
+
+def through_head(x, target, **options):
+    return linear_cross_entropy(x, torch.eye(x.shape[1], device=x.device), target, **options)
+
+
+def assert_compiled_equals_eager(loss, x, *arguments):
+    """``loss`` is a pair, (compiled, eager)."""
+    results = []
+    for run in loss:
+        z = x.clone().requires_grad_()
+        out = run(z, *arguments)
+        out.backward()
+        results.append((out.detach(), z.grad))
+    for ours, eager in zip(*results):
+        assert_bitwise_equal(ours, eager)
+
+
+def targets(form, draw, vocab):
+    dense = draw.uniform(6, vocab) * draw.uniform(6, vocab).gt(0.6)
+    return {
+        "labels": lambda: draw.integers(vocab, 6),
+        "tuple": lambda: (draw.integers(vocab, 6, 3), draw.uniform(6, 3)),
+        "coo": lambda: SparseTarget.from_coo(dense.to_sparse()),
+        "csr": lambda: SparseTarget.from_csr(dense.to_sparse_csr()),
+    }[form]()
+
+
+@pytest.mark.parametrize("head", [cross_entropy, through_head])
+@pytest.mark.parametrize("form", ["labels", "tuple", "coo", "csr"])
+def test_class_weights_of_a_symbolic_vocabulary(head, form, device):
+    counter, draw = CompileCounterWithBackend("aot_eager"), Draw(device)
+
+    def f(x, target, weight):
+        return head(x, target, weight=weight)
+
+    compiled = torch.compile(f, backend=counter, fullgraph=True)
+    for vocab in VOCABULARIES:
+        assert_compiled_equals_eager((compiled, f), draw.normal(6, vocab), targets(form, draw, vocab),
+                                     draw.uniform(vocab))
+    # A SparseTarget's number of classes is a constant of the graph, as is that of the op `mean`.
+    assert counter.frame_count <= (2 if head is through_head and form in ("labels", "tuple") else len(VOCABULARIES))
+
+
+@pytest.mark.parametrize("head", [cross_entropy, through_head])
+def test_a_coo_target_where_the_vocabulary_became_symbolic(head, device):
+    draw = Draw(device)
+    compiled = torch.compile(head, backend="aot_eager", fullgraph=True)
+    for vocab, form in zip(VOCABULARIES, ("labels", "tuple", "coo")):
+        assert_compiled_equals_eager((compiled, head), draw.normal(6, vocab), targets(form, draw, vocab))
+
+
+@pytest.mark.parametrize("head", [cross_entropy, through_head])
+def test_wrong_sizes_are_refused_where_they_are_symbolic(head, device):
+    draw = Draw(device)
+    compiled = torch.compile(lambda x, y, w: head(x, y, weight=w), backend="eager", dynamic=True)
+    compiled(draw.normal(6, 7), draw.integers(7, 6), draw.uniform(7))
+    for wrong in (6, 8):
+        with pytest.raises(Exception, match=r"weight must be \(7,\)"):
+            compiled(draw.normal(6, 7), draw.integers(7, 6), draw.uniform(wrong))
+    with pytest.raises(Exception, match="target must have 9 classes, got 7"):
+        compiled(draw.normal(6, 9), targets("coo", draw, 7), draw.uniform(9))
+
+
+def test_num_classes_and_weights_of_either_width(device):
+    draw = Draw(device)
+
+    def f(x, y, w):
+        return cross_entropy(x, y, w, num_classes=5)
+
+    compiled = torch.compile(f, backend="aot_eager", fullgraph=True)
+    for vocab, width in zip(VOCABULARIES, (7, 5, 11)):
+        assert_compiled_equals_eager((compiled, f), draw.normal(6, vocab), draw.integers(5, 6), draw.uniform(width))
+
+
+@pytest.mark.parametrize("mask", [(6, 1), (1, 8), (8,), (1,), (6, 8)], ids=str)
+@pytest.mark.parametrize("dynamic", ["input", "mask"])
+def test_one_of_input_and_mask_is_dynamic(dynamic, mask, device):
+    draw = Draw(device)
+    x, m = draw.normal(6, 8), draw.uniform(*mask).gt(0.4)
+    for d in range({"input": x, "mask": m}[dynamic].dim()):
+        torch._dynamo.maybe_mark_dynamic({"input": x, "mask": m}[dynamic], d)
+    for dim in (None, 0, (-1,)):
+        torch.testing.assert_close(torch.compile(masked_mean, backend="aot_eager", fullgraph=True)(x, m, dim),
+                                   masked_mean(x, m, dim))
+
+
+def test_a_mask_that_stays_under_an_input_that_changes(device):
+    counter, draw = CompileCounterWithBackend("aot_eager"), Draw(device)
+    compiled = torch.compile(masked_mean, backend=counter, fullgraph=True)
+    mask = torch.tensor([True, False, True], device=device)
+    for rows in (5, 6, 8, 9):
+        x = draw.normal(rows, 3)
+        torch.testing.assert_close(compiled(x, mask, 0), masked_mean(x, mask, 0))
+    assert counter.frame_count <= 2
+
+
+def test_targets_made_and_shifted_where_sizes_are_symbols(device):
+    draw = Draw(device)
+
+    def f(x, i, v):
+        target = SparseTarget.from_topk(i, v, mask=i > 1, ignore_empty=True, num_classes=5).shift(1)
+        return cross_entropy(x, target, label_smoothing=0.1)
+
+    compiled = torch.compile(f, backend="aot_eager", fullgraph=True, dynamic=True)
+    for length, k in ((6, 3), (7, 2), (9, 4)):
+        assert_compiled_equals_eager((compiled, f), draw.normal(2, length, 5), draw.integers(5, 2, length, k),
+                                     draw.uniform(2, length, k))
+
+
+def test_a_functional_equals_pytorch_at_every_vocabulary(device):
+    draw = Draw(device)
+    compiled = torch.compile(lambda x, y, w: cross_entropy(x, y, w), backend="aot_eager", fullgraph=True)
+    for vocab in VOCABULARIES:
+        x, y, w = draw.normal(6, vocab), draw.integers(vocab, 6), draw.uniform(vocab)
+        torch.testing.assert_close(compiled(x, y, w), F.cross_entropy(x, y, w))
