@@ -62,7 +62,7 @@ def cross_entropy(
             are float32 (float64 for float64).
         target: one of
             class indices, integer, ``input.shape[:-1]``;
-            ``(indices, values)``, padded top-k, (..., K) each;
+            ``(indices, values)``, padded top-k, (..., K) each, the values being weights;
             a sparse COO tensor of the shape of ``input``, coalesced or not;
             a sparse CSR tensor (N, V);
             a :class:`SparseTarget`.
