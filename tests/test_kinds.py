@@ -220,6 +220,13 @@ def test_the_kind_survives(form, device):
         torch.testing.assert_close(torch.stack([loss(a, b) for a, b in zip(x_row, row)]), expected)
 
 
+def test_a_single_row_of_a_jagged_target_keeps_its_padding():
+    target = SparseTarget.from_jagged(torch.tensor([3, -100, -100]), torch.tensor([-0.5, -1.0, 0.0]),
+                                      torch.tensor([0, 2, 3]), kind="logprobs", num_classes=5)
+    assert [bool(row.ne(-100)) for row in target] == [True, True]
+    assert [row.to_dense().tolist() for row in target] == target.to_dense().tolist()
+
+
 def test_dense_of_half_log_probabilities_is_not_rounded_twice():
     target = SparseTarget.from_topk(torch.tensor([[1]]), torch.tensor([[-0.1]]).half(), kind="logprobs", num_classes=3)
     exact = torch.tensor(-0.1).half().double().exp()
