@@ -101,6 +101,7 @@ struct Options {
 struct Target {
   Tensor indices;
   OptionalTensor values, offsets, weight, row_mask;
+  bool logprobs;
 };
 
 // Keeps what the views point to: contiguous copies where a tensor was strided, the sum of the class weights.
@@ -172,6 +173,7 @@ inline void view_target(const Target& parts, const Options& options, Held& held,
   target.indices = held.indices.const_data_ptr();
   target.entries = indices.numel();
   target.rows = args.rows;
+  target.labels = indices.dim() == 1 && !offsets && !values;
   if (values) {
     check_same_device(*values, logits, "values");
     check(values->dim() == indices.dim() && values->numel() == indices.numel() &&
@@ -180,6 +182,7 @@ inline void view_target(const Target& parts, const Options& options, Held& held,
     target.values_dtype = to_dtype(*values, "values", /*integer=*/false);
     held.values = packed(*values);
     target.values = held.values->const_data_ptr();
+    target.logprobs = parts.logprobs;
   }
   if (row_mask) {
     check_same_device(*row_mask, logits, "row_mask");

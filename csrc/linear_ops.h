@@ -12,20 +12,20 @@ namespace sparse_ce {
 template <typename device_t>
 class LinearOps {
  public:
-  static std::tuple<Tensor, Tensor> forward(SCE_HEAD, SCE_PARAMETERS, std::optional<int64_t> chunk_rows) {
+  static std::tuple<Tensor, Tensor> forward(SCE_HEAD, SCE_PARAMETERS, std::optional<int64_t> chunk_rows, SCE_KIND) {
     const Call call({input, linear_weight, linear_bias}, SCE_TARGET_ARGUMENTS, SCE_OPTION_ARGUMENTS, chunk_rows);
     const auto [loss, lse, residual] = run_forward(call);
     return {loss, lse};
   }
 
   static std::tuple<Tensor, Tensor, Tensor> forward_with_residual(SCE_HEAD, SCE_PARAMETERS,
-                                                                  std::optional<int64_t> chunk_rows) {
+                                                                  std::optional<int64_t> chunk_rows, SCE_KIND) {
     const Call call({input, linear_weight, linear_bias}, SCE_TARGET_ARGUMENTS, SCE_OPTION_ARGUMENTS, chunk_rows);
     return run_forward(call);
   }
 
   static std::tuple<Tensor, Tensor> mean(SCE_HEAD, SCE_PARAMETERS, OptionalTensor normalizer,
-                                         std::optional<int64_t> chunk_rows) {
+                                         std::optional<int64_t> chunk_rows, SCE_KIND) {
     const Call call({input, linear_weight, linear_bias}, SCE_TARGET_ARGUMENTS, SCE_OPTION_ARGUMENTS, chunk_rows);
     const auto [loss, lse, residual] = run_forward(call);
     Tensor one = empty(input, {}, arithmetic_dtype(input));
@@ -36,7 +36,8 @@ class LinearOps {
   }
 
   static std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> forward_with_gradient(
-      Tensor grad_mean, OptionalTensor normalizer, SCE_HEAD, SCE_PARAMETERS, std::optional<int64_t> chunk_rows, SCE_WANTED) {
+      Tensor grad_mean, OptionalTensor normalizer, SCE_HEAD, SCE_PARAMETERS, std::optional<int64_t> chunk_rows,
+      SCE_WANTED, SCE_KIND) {
     const Call call({input, linear_weight, linear_bias}, SCE_TARGET_ARGUMENTS, SCE_OPTION_ARGUMENTS, chunk_rows);
     Mean<device_t> mean(call.args.target, input, normalizer, grad_mean);
     const Rows rows(call);
@@ -65,7 +66,7 @@ class LinearOps {
 
   static std::tuple<Tensor, Tensor, Tensor, Tensor> backward(
       Tensor grad_loss, OptionalTensor grad_lse, SCE_HEAD, Tensor lse, OptionalTensor lse_residual, SCE_PARAMETERS,
-      std::optional<int64_t> chunk_rows, SCE_WANTED) {
+      std::optional<int64_t> chunk_rows, SCE_WANTED, SCE_KIND) {
     const Call call({input, linear_weight, linear_bias}, SCE_TARGET_ARGUMENTS, SCE_OPTION_ARGUMENTS, chunk_rows);
     const BackwardArgs backward = view_upstream(call.args, input, grad_loss, grad_lse, lse, lse_residual);
     Gradients gradients(call, {input_grad, weight_grad, bias_grad, values_grad});

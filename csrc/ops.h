@@ -20,7 +20,8 @@ inline Tensor empty(const Tensor& like, std::initializer_list<int64_t> size, Sca
   Tensor indices, OptionalTensor values, OptionalTensor offsets, OptionalTensor weight, OptionalTensor row_mask,      \
       int64_t ignore_index, double label_smoothing, double z_loss, double logit_scale, std::optional<double> softcap, \
       std::optional<int64_t> num_classes
-#define SCE_TARGET_ARGUMENTS {indices, values, offsets, weight, row_mask}
+#define SCE_KIND bool logprobs  // last in every schema
+#define SCE_TARGET_ARGUMENTS {indices, values, offsets, weight, row_mask, logprobs}
 #define SCE_OPTION_ARGUMENTS {ignore_index, label_smoothing, z_loss, logit_scale, softcap, num_classes}
 
 // The two ends of a loss that is a mean: the upstream gradient of every row's loss, known from the target alone, and the
@@ -63,7 +64,7 @@ class Mean {
 template <typename device_t>
 struct Ops {
   static std::tuple<Tensor, Tensor> forward(
-      Tensor logits, SCE_PARAMETERS) {
+      Tensor logits, SCE_PARAMETERS, SCE_KIND) {
     const Target target SCE_TARGET_ARGUMENTS;
     const Options options SCE_OPTION_ARGUMENTS;
     auto [loss, lse, residual] = run_forward(logits, target, options, false);
@@ -71,7 +72,7 @@ struct Ops {
   }
 
   static std::tuple<Tensor, Tensor, Tensor> forward_with_residual(
-      Tensor logits, SCE_PARAMETERS) {
+      Tensor logits, SCE_PARAMETERS, SCE_KIND) {
     const Target target SCE_TARGET_ARGUMENTS;
     const Options options SCE_OPTION_ARGUMENTS;
     auto [loss, lse, residual] = run_forward(logits, target, options, true);
@@ -79,7 +80,7 @@ struct Ops {
   }
 
   static std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> forward_with_gradient(
-      Tensor grad_mean, OptionalTensor normalizer, Tensor logits, SCE_PARAMETERS) {
+      Tensor grad_mean, OptionalTensor normalizer, Tensor logits, SCE_PARAMETERS, SCE_KIND) {
     const Target target SCE_TARGET_ARGUMENTS;
     const Options options SCE_OPTION_ARGUMENTS;
     Held held;
@@ -106,7 +107,8 @@ struct Ops {
   }
 
   static Tensor backward(
-      Tensor grad_loss, OptionalTensor grad_lse, Tensor logits, Tensor lse, OptionalTensor lse_residual, SCE_PARAMETERS) {
+      Tensor grad_loss, OptionalTensor grad_lse, Tensor logits, Tensor lse, OptionalTensor lse_residual, SCE_PARAMETERS,
+      SCE_KIND) {
     const Target target SCE_TARGET_ARGUMENTS;
     const Options options SCE_OPTION_ARGUMENTS;
     Held held;
@@ -121,7 +123,8 @@ struct Ops {
   }
 
   static void backward_(
-      Tensor grad_loss, OptionalTensor grad_lse, Tensor logits, Tensor lse, OptionalTensor lse_residual, SCE_PARAMETERS) {
+      Tensor grad_loss, OptionalTensor grad_lse, Tensor logits, Tensor lse, OptionalTensor lse_residual, SCE_PARAMETERS,
+      SCE_KIND) {
     const Target target SCE_TARGET_ARGUMENTS;
     const Options options SCE_OPTION_ARGUMENTS;
     Held held;
@@ -138,7 +141,7 @@ struct Ops {
   }
 
   static Tensor backward_values(
-      Tensor grad_loss, Tensor logits, Tensor lse, OptionalTensor lse_residual, SCE_PARAMETERS) {
+      Tensor grad_loss, Tensor logits, Tensor lse, OptionalTensor lse_residual, SCE_PARAMETERS, SCE_KIND) {
     const Target target SCE_TARGET_ARGUMENTS;
     const Options options SCE_OPTION_ARGUMENTS;
     Held held;
@@ -154,7 +157,7 @@ struct Ops {
   static std::tuple<Tensor, Tensor> mean(Tensor loss, Tensor indices, OptionalTensor values, OptionalTensor offsets,
                                          OptionalTensor weight, OptionalTensor row_mask, int64_t ignore_index,
                                          int64_t num_classes, OptionalTensor normalizer) {
-    const Target target SCE_TARGET_ARGUMENTS;
+    const Target target{indices, values, offsets, weight, row_mask, false};
     Held held;
     MeanArgs args = mean_args(loss, target, ignore_index, num_classes, normalizer, held);
     Tensor out = empty(loss, {}, loss.scalar_type()), divisor = empty(loss, {}, loss.scalar_type());

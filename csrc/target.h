@@ -3,6 +3,8 @@
 
 #include "dtype.h"
 
+#include <cmath>
+
 namespace sparse_ce {
 
 // Entry i gives class column the weight value. column is -1 when there is no logit to read: with value 0 the entry is
@@ -28,6 +30,8 @@ struct TargetView {
   DType indices_dtype, values_dtype, offsets_dtype;
   int64_t rows, entries, width, num_classes, ignore_index;
   int64_t offsets_step;     // 1: row r ends where r + 1 begins; 2: each row has its own [begin, end)
+  bool labels;              // one class a row, without values or offsets
+  bool logprobs;            // values are logarithms of the weights; false where there are none
 
   SCE_HD EntryRange row(int64_t r) const {
     if (!offsets) return {r * width, (r + 1) * width, true};
@@ -65,20 +69,29 @@ struct TargetView {
   template <typename acc_t>
   SCE_HD acc_t count(int64_t r) const {
     if (ignored(r)) return acc_t(0);
-    const bool labels = !offsets && !values && entries == rows;
     return weight && labels ? class_weight<acc_t>(entry<acc_t>(r).column) : acc_t(1);
   }
 
-  // Padding is recognised by weight or by ignore_index before its index is used for anything else.
+  // Padding is recognised by its stored value or by ignore_index before its index is used for anything else. An index out
+  // of range is a mistake even where its log-probability underflows to a weight of 0, which adds nothing to a row.
   template <typename acc_t>
   SCE_HD Entry<acc_t> entry_of(int64_t column, acc_t value) const {
-    if (value == acc_t(0) || column == ignore_index) return {-1, acc_t(0)};
+    if (value == (logprobs ? -acc_t(INFINITY) : acc_t(0)) || column == ignore_index) return {-1, acc_t(0)};
     if (column < 0 || column >= num_classes) return {-1, Limits<acc_t>::kNaN};
-    return {column, value};
+    if (!logprobs) return {column, value};
+    // The library's: `exponential` stops at -88, but weights go on, as subnormals, to exp(-103).
+    const acc_t weight = std::exp(value);
+    return {weight == acc_t(0) ? -1 : column, weight};
   }
   template <typename acc_t>
   SCE_HD Entry<acc_t> entry(int64_t i) const {
     return entry_of(load_int(indices, indices_dtype, i), values ? load_float<acc_t>(values, values_dtype, i) : acc_t(1));
+  }
+
+  // d weight / d value.
+  template <typename acc_t>
+  SCE_HD acc_t value_slope(const Entry<acc_t>& entry) const {
+    return logprobs ? entry.value : acc_t(1);
   }
 
   template <typename acc_t>

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils.data import default_collate
 from torch.utils.data._utils.collate import default_collate_fn_map
 
-from .target import IGNORE_INDEX, SparseTarget, _check, _ranges
+from .target import IGNORE_INDEX, SparseTarget, _check, _ranges, padding_value
 
 
 def collate(samples: Sequence[Any]) -> Any:
@@ -70,18 +70,35 @@ def stack(targets: Sequence[SparseTarget]) -> SparseTarget:
         targets = [_as_jagged(t) for t in targets]
     shape = [max(sizes) for sizes in zip(*(t.shape for t in targets))]
     num_classes = classes.pop() if classes else None
+    kind = _common_kind(targets)
     row_mask = None
     if any(t.row_mask is not None or list(t.shape) != shape for t in targets):
         row_mask = torch.stack([_pad(_mask_of(t), shape, False) for t in targets])
     if targets[0].layout == "jagged":
-        return _stack_jagged(targets, shape, row_mask, num_classes)
+        return _stack_jagged(targets, shape, row_mask, num_classes, kind)
     if targets[0].layout == "index":
         indices = torch.stack([_pad(t.indices, shape, IGNORE_INDEX) for t in targets])
         return SparseTarget(indices, row_mask=row_mask, num_classes=num_classes)
-    shape = shape + [max(t.indices.shape[-1] for t in targets)]
+    widths = {t.indices.shape[-1] for t in targets}
+    shape = shape + [max(widths)]
+    if all(t.values is None for t in targets) and (0 not in widths or len(widths) == 1):
+        indices = torch.stack([_pad(t.indices, shape, IGNORE_INDEX) for t in targets])
+        return SparseTarget(indices, None, None, row_mask, num_classes, ids=True)
     indices = torch.stack([_pad(_pad_entries(t.indices, shape[-1]), shape, IGNORE_INDEX) for t in targets])
-    values = torch.stack([_pad(t.values, shape, 0.0) for t in targets])
-    return SparseTarget(indices, values, None, row_mask, num_classes)
+    values = torch.stack([_pad(_values_of(t, kind), shape, padding_value(kind)) for t in targets])
+    return SparseTarget(indices, values, None, row_mask, num_classes, kind)
+
+
+def _common_kind(targets: Sequence[SparseTarget]) -> str:
+    kinds = {t.kind for t in targets if t.values is not None}
+    _check(len(kinds) <= 1, f"samples must have targets of one kind, got {sorted(kinds)}; convert them with .probs() or "
+           ".log_probs()")
+    return kinds.pop() if kinds else "probs"
+
+
+def _values_of(t: SparseTarget, kind: str) -> Tensor:
+    """Those of a target without values are 1, or its logarithm."""
+    return torch.full_like(t.indices, kind == "probs", dtype=torch.float32) if t.values is None else t.values
 
 
 def _pad_entries(indices: Tensor, k: int) -> Tensor:
@@ -93,15 +110,16 @@ def _pad_entries(indices: Tensor, k: int) -> Tensor:
     return torch.cat((indices, last.expand(*last.shape[:-1], missing)), -1)
 
 
-def _stack_jagged(targets: Sequence[SparseTarget], shape: List[int], row_mask, num_classes) -> SparseTarget:
+def _stack_jagged(targets: Sequence[SparseTarget], shape: List[int], row_mask, num_classes, kind) -> SparseTarget:
     ranges, base = [], 0
     for t in targets:
         ranges.append(_pad(_ranges(t.offsets) + base, shape + [2], 0))  # [0, 0): a row without entries
         base += t.nnz
     values = None
     if any(t.values is not None for t in targets):
-        values = torch.cat([torch.ones(t.nnz) if t.values is None else t.values for t in targets])
-    return SparseTarget(torch.cat([t.indices for t in targets]), values, torch.stack(ranges), row_mask, num_classes)
+        values = torch.cat([_values_of(t, kind) for t in targets])
+    return SparseTarget(torch.cat([t.indices for t in targets]), values, torch.stack(ranges), row_mask, num_classes,
+                        kind)
 
 
 def _as_jagged(t: SparseTarget) -> SparseTarget:
@@ -109,8 +127,9 @@ def _as_jagged(t: SparseTarget) -> SparseTarget:
         return t
     k = t.indices.shape[-1]  # ignored rows by the mask: that all indices are -100 says nothing in a jagged target
     begin = torch.arange(t.shape.numel(), device=t.device).reshape(t.shape) * k
-    return SparseTarget(t.indices.reshape(-1), t.values.reshape(-1), torch.stack((begin, begin + k), -1),
-                        t.ne(IGNORE_INDEX), t.num_classes)
+    values = None if t.values is None else t.values.reshape(-1)
+    return SparseTarget(t.indices.reshape(-1), values, torch.stack((begin, begin + k), -1), t.ne(IGNORE_INDEX),
+                        t.num_classes, t.kind)
 
 
 def _mask_of(t: SparseTarget) -> Tensor:

@@ -62,7 +62,7 @@ def cross_entropy(
             are float32 (float64 for float64).
         target: one of
             class indices, integer, ``input.shape[:-1]``;
-            ``(indices, values)``, padded top-k, (..., K) each;
+            ``(indices, values)``, padded top-k, (..., K) each, the values being weights;
             a sparse COO tensor of the shape of ``input``, coalesced or not;
             a sparse CSR tensor (N, V);
             a :class:`SparseTarget`.
@@ -101,7 +101,7 @@ def cross_entropy(
     loss, lse = ops.cross_entropy(
         input.reshape(-1, input.shape[-1]), flat.indices, flat.values, flat.offsets, weight, flat.row_mask,
         (ignore_index, float(label_smoothing), float(z_loss), float(logit_scale),
-         None if softcap is None else float(softcap), num_classes),
+         None if softcap is None else float(softcap), num_classes, flat.kind == "logprobs"),
         inplace_backward, reduction != "none", normalizer)
     return _result(loss, lse, input.shape[:-1], reduction, return_lse)
 
@@ -164,7 +164,7 @@ def linear_cross_entropy(
         (input.reshape(math.prod(input.shape[:-1]), input.shape[-1]), linear_weight, linear_bias),
         (flat.indices, flat.values, flat.offsets, weight, flat.row_mask),
         (ignore_index, float(label_smoothing), float(z_loss), float(logit_scale),
-         None if softcap is None else float(softcap), num_classes),
+         None if softcap is None else float(softcap), num_classes, flat.kind == "logprobs"),
         chunk_rows, reduction != "none", normalizer)
     return _result(loss, lse, input.shape[:-1], reduction, return_lse)
 

@@ -7,6 +7,9 @@ So every part has the batch first, and -100 marks padding in each:
     top-k      indices (B, ..., K), values alike
     jagged     indices (B, E) and values alike, the entries of each sample; offsets (B, ..., 2), [begin, end) in its own
                sample's entries, -100 where a row is ignored
+
+The names say what the parts are: log-probabilities are "logprobs" in place of "values", and ids without values "ids" in
+place of "indices".
 """
 
 from typing import Any, Dict, Tuple
@@ -15,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .target import IGNORE_INDEX, SparseTarget, _check, _ranges
+from .target import IGNORE_INDEX, SparseTarget, _check, _ranges, padding_value
 
 
 class Part(str):
@@ -31,14 +34,19 @@ def take_apart(target: SparseTarget) -> Dict[str, Any]:
     else:
         _check(target.dim() > 0, "target must have a leading dimension to be taken apart, got shape []")
         parts = _jagged_parts(target) if target.layout == "jagged" else _dense_parts(target)
-    return {_named(name, target.num_classes): t for name, t in parts.items() if t is not None}
+    ids = target.ids and parts["values"] is None
+    names = {"indices": "ids" if ids else "indices",
+             "values": "values" if target.kind == "probs" else target.kind, "offsets": "offsets"}
+    return {_named(names[name], target.num_classes): t for name, t in parts.items() if t is not None}
 
 
-def put_together(parts: Dict[str, Any]) -> Tuple[Any, Any, Any, Any, Any]:
-    """(indices, values, offsets, row_mask, num_classes) of the target of ``parts``, which may be tensors still to be
+def put_together(parts: Dict[str, Any]) -> Tuple[Any, ...]:
+    """The arguments of ``SparseTarget`` for the target of ``parts``, which may be tensors still to be
     filled: a jagged one keeps its (B, E) until it is looked at."""
     num_classes = next((name.num_classes for name in parts if isinstance(name, Part)), None)
-    return parts.get("indices"), parts.get("values"), parts.get("offsets"), None, num_classes
+    kind, ids = "logprobs" if "logprobs" in parts else "probs", "ids" in parts
+    return (parts.get("ids" if ids else "indices"), parts.get("values" if kind == "probs" else kind),
+            parts.get("offsets"), None, num_classes, kind, ids)
 
 
 def absolute(target: SparseTarget) -> SparseTarget:
@@ -49,7 +57,7 @@ def absolute(target: SparseTarget) -> SparseTarget:
     first = entries * torch.arange(samples, device=offsets.device).reshape(-1, *(1,) * (offsets.dim() - 1))
     offsets = torch.where(counts[..., None], offsets + first, 0)
     return SparseTarget(indices.reshape(-1), None if values is None else values.reshape(-1), offsets, counts,
-                        target.num_classes)
+                        target.num_classes, target.kind)
 
 
 def _named(name: str, num_classes: Any) -> Part:
@@ -61,13 +69,17 @@ def _named(name: str, num_classes: Any) -> Part:
 def _dense_parts(target: SparseTarget) -> Dict[str, Any]:
     """Labels and top-k: ignored rows become rows of -100."""
     indices, values = target.indices, target.values
-    if values is not None and indices.shape[-1] < 2:  # of 1, a framework would make the K of another batch
+    topk = target.layout == "topk"
+    if topk and values is None and indices.shape[-1] == 0:  # a row without ids counts, one of -100 does not
+        values = indices.float()
+    if topk and indices.shape[-1] < 2:  # of 1, a framework would make the K of another batch
         missing = 2 - indices.shape[-1]
         last = indices[..., -1:] if indices.shape[-1] else indices.new_zeros(*indices.shape[:-1], 1)
-        indices = torch.cat((indices, last.expand(*last.shape[:-1], missing)), -1)
-        values = F.pad(values, (0, missing))
+        padding = torch.full_like(last, IGNORE_INDEX) if values is None else last
+        indices = torch.cat((indices, padding.expand(*last.shape[:-1], missing)), -1)
+        values = None if values is None else F.pad(values, (0, missing), value=padding_value(target.kind))
     if target.row_mask is not None:
-        ignored = ~target.row_mask if values is None else ~target.row_mask[..., None]
+        ignored = ~target.row_mask[..., None] if topk else ~target.row_mask
         indices = indices.masked_fill(ignored, IGNORE_INDEX)
     return {"indices": indices, "values": values}
 

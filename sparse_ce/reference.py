@@ -76,21 +76,22 @@ _mean = mean  # where an option has that name
 
 def _count(loss, indices, values, offsets, weight, row_mask, ignore_index, num_classes) -> Tensor:
     counts = ~ignored_rows(indices, offsets, row_mask, ignore_index, loss.shape[0])
-    if weight is not None and offsets is None and values is None and indices.numel() == loss.shape[0]:
+    if weight is not None and offsets is None and values is None and indices.dim() == 1:
         labels = torch.where(counts, indices.reshape(-1), 0).clamp(0, num_classes - 1).long()
         counts = torch.where(counts, weight[labels], 0.0)
     return counts.sum(dtype=loss.dtype)
 
 
 def entries_of(indices: Tensor, values: Optional[Tensor], offsets: Optional[Tensor], ignore_index: int,
-               num_classes: int, dtype: torch.dtype) -> Entries:
+               num_classes: int, dtype: torch.dtype, logprobs: bool = False) -> Entries:
     rows, invalid_rows = None, None
     if offsets is None and indices.dim() == 1:
         indices = indices[:, None]
         values = None if values is None else values[:, None]
     columns = indices.long()
+    logprobs = logprobs and values is not None
     values = torch.ones_like(columns, dtype=dtype) if values is None else values.to(dtype)
-    padding = (values == 0) | (columns == ignore_index)
+    padding = (values == (-torch.inf if logprobs else 0)) | (columns == ignore_index)
     if offsets is not None:
         begin, end = (offsets[:-1], offsets[1:]) if offsets.dim() == 1 else offsets.unbind(1)
         if begin.shape[0] == 0:  # no rows: no entry belongs to one
@@ -105,6 +106,8 @@ def entries_of(indices: Tensor, values: Optional[Tensor], offsets: Optional[Tens
         padding = padding | (position >= end[rows]) | (position < begin[0])
     outside = ~padding & ((columns < 0) | (columns >= num_classes))
     columns = torch.where(padding | outside, 0, columns)
+    if logprobs:  # where before exp: NaN in a padding entry must not touch the gradient
+        values = torch.where(padding, -torch.inf, values).exp()
     values = torch.where(padding, 0.0, torch.where(outside, float("nan"), values))
     return Entries(rows, columns, values, invalid_rows)
 
@@ -126,7 +129,8 @@ class Row(NamedTuple):
     class_weights: Tensor  # (num_classes,)
 
 
-def _row(logits, indices, values, offsets, weight, row_mask, ignore_index, logit_scale, softcap, num_classes) -> Row:
+def _row(logits, indices, values, offsets, weight, row_mask, ignore_index, logit_scale, softcap, num_classes,
+         logprobs) -> Row:
     dtype = arithmetic_dtype(logits.dtype)
     num_classes = logits.shape[1] if num_classes is None else num_classes
     num_rows = logits.shape[0]
@@ -134,7 +138,7 @@ def _row(logits, indices, values, offsets, weight, row_mask, ignore_index, logit
     # where, not a product: NaN and inf in an ignored row must touch neither the loss nor the gradient.
     z = transform(torch.where(ignored[:, None], 0.0, logits[:, :num_classes].to(dtype)), logit_scale, softcap)
     lse = torch.logsumexp(z, 1)
-    entries = entries_of(indices, values, offsets, ignore_index, num_classes, dtype)
+    entries = entries_of(indices, values, offsets, ignore_index, num_classes, dtype, logprobs)
     class_weights = z.new_ones(num_classes) if weight is None else weight.to(dtype)
     return Row(ignored, z, lse, torch.log_softmax(z, 1), entries, entries.values * class_weights[entries.columns],
                class_weights)
@@ -143,9 +147,11 @@ def _row(logits, indices, values, offsets, weight, row_mask, ignore_index, logit
 def forward(logits: Tensor, indices: Tensor, values: Optional[Tensor] = None, offsets: Optional[Tensor] = None,
             weight: Optional[Tensor] = None, row_mask: Optional[Tensor] = None, ignore_index: int = -100,
             label_smoothing: float = 0.0, z_loss: float = 0.0, logit_scale: float = 1.0,
-            softcap: Optional[float] = None, num_classes: Optional[int] = None) -> Tuple[Tensor, Tensor]:
+            softcap: Optional[float] = None, num_classes: Optional[int] = None,
+            logprobs: bool = False) -> Tuple[Tensor, Tensor]:
     """``torch.ops.sparse_ce.forward``: (loss (N,), lse (N,)) in the arithmetic dtype."""
-    row = _row(logits, indices, values, offsets, weight, row_mask, ignore_index, logit_scale, softcap, num_classes)
+    row = _row(logits, indices, values, offsets, weight, row_mask, ignore_index, logit_scale, softcap, num_classes,
+               logprobs)
     w = row.entry_weights
     # A weight of 0 at a logit of -inf adds 0, not 0 * inf.
     terms = torch.where(w == 0, 0.0, -w * row.entries.gather(row.log_probs))
@@ -163,9 +169,11 @@ def backward(grad_loss: Tensor, grad_lse: Optional[Tensor], logits: Tensor, lse:
              lse_residual: Optional[Tensor], indices: Tensor, values: Optional[Tensor] = None,
              offsets: Optional[Tensor] = None, weight: Optional[Tensor] = None, row_mask: Optional[Tensor] = None,
              ignore_index: int = -100, label_smoothing: float = 0.0, z_loss: float = 0.0, logit_scale: float = 1.0,
-             softcap: Optional[float] = None, num_classes: Optional[int] = None) -> Tensor:
+             softcap: Optional[float] = None, num_classes: Optional[int] = None,
+             logprobs: bool = False) -> Tensor:
     """``torch.ops.sparse_ce.backward``: grad_logits (N, V). Recomputes ``lse``, so that it too is differentiated."""
-    row = _row(logits, indices, values, offsets, weight, row_mask, ignore_index, logit_scale, softcap, num_classes)
+    row = _row(logits, indices, values, offsets, weight, row_mask, ignore_index, logit_scale, softcap, num_classes,
+               logprobs)
     num_rows, vocab = logits.shape
     share = label_smoothing / row.z.shape[1]
     mass = row.entries.sum(row.entry_weights, num_rows)
@@ -186,13 +194,18 @@ def backward_values(grad_loss: Tensor, logits: Tensor, lse: Tensor, lse_residual
                     values: Optional[Tensor] = None, offsets: Optional[Tensor] = None,
                     weight: Optional[Tensor] = None, row_mask: Optional[Tensor] = None, ignore_index: int = -100,
                     label_smoothing: float = 0.0, z_loss: float = 0.0, logit_scale: float = 1.0,
-                    softcap: Optional[float] = None, num_classes: Optional[int] = None) -> Tensor:
-    """``torch.ops.sparse_ce.backward_values``: the gradient for the entries' weights, 0 for padding."""
-    row = _row(logits, indices, values, offsets, weight, row_mask, ignore_index, logit_scale, softcap, num_classes)
+                    softcap: Optional[float] = None, num_classes: Optional[int] = None,
+                    logprobs: bool = False) -> Tensor:
+    """``torch.ops.sparse_ce.backward_values``: the gradient for the entries' values, 0 for padding."""
+    row = _row(logits, indices, values, offsets, weight, row_mask, ignore_index, logit_scale, softcap, num_classes,
+               logprobs)
     entries = row.entries
     grad = torch.where(row.ignored, 0.0, grad_loss)
     grad = grad[:, None] if entries.rows is None else grad[entries.rows]
-    terms = -(1 - label_smoothing) * grad * row.class_weights[entries.columns] * entries.gather(row.log_probs)
+    factor = row.class_weights[entries.columns]
+    if logprobs:
+        factor = factor * entries.values
+    terms = -(1 - label_smoothing) * grad * torch.where(factor == 0, 0.0, factor * entries.gather(row.log_probs))
     if logits.shape[0] == 0:
         return torch.zeros_like(indices, dtype=terms.dtype)
     skipped = (entries.values == 0) | entries.values.isnan() | (grad == 0)
@@ -210,13 +223,13 @@ def linear_forward(input: Tensor, linear_weight: Tensor, linear_bias: Optional[T
                    values: Optional[Tensor] = None, offsets: Optional[Tensor] = None, weight: Optional[Tensor] = None,
                    row_mask: Optional[Tensor] = None, ignore_index: int = -100, label_smoothing: float = 0.0,
                    z_loss: float = 0.0, logit_scale: float = 1.0, softcap: Optional[float] = None,
-                   num_classes: Optional[int] = None, *, mean: bool = False,
+                   num_classes: Optional[int] = None, logprobs: bool = False, *, mean: bool = False,
                    normalizer: Optional[Tensor] = None) -> Tuple[Tensor, Tensor]:
     """``torch.ops.sparse_ce.linear_forward``, or with ``mean`` ``linear_mean``."""
     ignored = ignored_rows(indices, offsets, row_mask, ignore_index, input.shape[0])
     logits = _head_logits(input, linear_weight, linear_bias, ignored, num_classes)[2]
     target = (indices, values, offsets, weight, row_mask, ignore_index)
-    loss, lse = forward(logits, *target, label_smoothing, z_loss, logit_scale, softcap, num_classes)
+    loss, lse = forward(logits, *target, label_smoothing, z_loss, logit_scale, softcap, num_classes, logprobs)
     if mean:
         classes = linear_weight.shape[0] if num_classes is None else num_classes
         loss, _ = _mean(loss, *target, classes, normalizer)
@@ -230,13 +243,13 @@ def linear_backward(grad_loss: Tensor, grad_lse: Optional[Tensor], input: Tensor
                     z_loss: float = 0.0, logit_scale: float = 1.0, softcap: Optional[float] = None,
                     num_classes: Optional[int] = None, chunk_rows: Optional[int] = None, input_grad: bool = True,
                     weight_grad: bool = True, bias_grad: bool = True,
-                    values_grad: bool = False) -> Tuple[Tensor, Tensor, Tensor, Tensor]:
+                    values_grad: bool = False, logprobs: bool = False) -> Tuple[Tensor, Tensor, Tensor, Tensor]:
     """``torch.ops.sparse_ce.linear_backward``: the gradients for input, weight, bias and values, (0,) if not wanted."""
     ignored = ignored_rows(indices, offsets, row_mask, ignore_index, input.shape[0])
     x, w, logits = _head_logits(input, linear_weight, linear_bias, ignored, num_classes)
     padding = linear_weight.shape[0] - w.shape[0]
     rest = (indices, values, offsets, weight, row_mask, ignore_index, label_smoothing, z_loss, logit_scale, softcap,
-            num_classes)
+            num_classes, logprobs)
     dz = backward(grad_loss, grad_lse, logits, lse, lse_residual, *rest)
     none = input.new_empty(0)
     return (

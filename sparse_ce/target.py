@@ -1,6 +1,7 @@
 """``SparseTarget``: a sparse target as plain dense tensors, which move, slice, pickle and compile."""
 
 import math
+import warnings
 from typing import Any, NoReturn, Optional, Sequence, Tuple, Union
 
 import torch
@@ -59,28 +60,35 @@ class SparseTarget:
             to two rows.
         row_mask: ``shape``, bool, True where the row counts; None means all.
         num_classes: width of the vocabulary, where it is known.
+        kind: what ``values`` are: ``"probs"``, the weights, or ``"logprobs"``, their logarithms, which the kernels
+            exponentiate as they read.
+        ids: True where ``indices`` without values are top-k, ``(*shape, K)``, and not labels.
 
     It is immutable and behaves like a tensor over its leading ``shape``: ``len``, ``t[:2]``, ``t[..., 1:]``, ``to``,
     ``pin_memory``, ``ne``. It is a pytree node, so it may be an argument of compiled and exported functions.
 
-    An entry of weight 0 or index -100 is padding. A row is ignored when its label, or every index of its top-k, is
-    -100, or when ``row_mask`` is False there; a row that has no entries counts, with a target of all zeros.
+    An entry of weight 0, log-probability -inf or index -100 is padding. A row is ignored when its label, or every index
+    of its top-k, is -100, or when ``row_mask`` is False there; a row that has no entries counts, with a target of all
+    zeros.
     """
 
-    __slots__ = ("indices", "values", "offsets", "row_mask", "num_classes")
+    __slots__ = ("indices", "values", "offsets", "row_mask", "num_classes", "kind", "ids")
     indices: Tensor
     values: Optional[Tensor]
     offsets: Optional[Tensor]
     row_mask: Optional[Tensor]
     num_classes: Optional[int]
+    kind: str
+    ids: bool
 
     def __init__(self, indices: Tensor, values: Optional[Tensor] = None, offsets: Optional[Tensor] = None,
-                 row_mask: Optional[Tensor] = None, num_classes: Optional[int] = None):
+                 row_mask: Optional[Tensor] = None, num_classes: Optional[int] = None, kind: str = "probs",
+                 ids: bool = False):
         if type(indices) is dict:  # what a framework made of items()
             from .parts import put_together
-            indices, values, offsets, row_mask, num_classes = put_together(indices)
+            indices, values, offsets, row_mask, num_classes, kind, ids = put_together(indices)
         for name, value in (("indices", indices), ("values", values), ("offsets", offsets), ("row_mask", row_mask),
-                            ("num_classes", num_classes)):
+                            ("num_classes", num_classes), ("kind", kind), ("ids", ids)):
             object.__setattr__(self, name, value)
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -91,7 +99,8 @@ class SparseTarget:
         self.__setattr__(name, None)
 
     def __reduce__(self):
-        return SparseTarget, (self.indices, self.values, self.offsets, self.row_mask, self.num_classes)
+        return SparseTarget, (self.indices, self.values, self.offsets, self.row_mask, self.num_classes, self.kind,
+                              self.ids)
 
     # ------------------------------------------------------------------------------------------------ constructors
 
@@ -106,52 +115,59 @@ class SparseTarget:
         return cls(labels, row_mask=_check_mask(row_mask, labels.shape), num_classes=num_classes)
 
     @classmethod
-    def from_topk(cls, indices: Tensor, values: Tensor, *, mask: Optional[Tensor] = None, kind: str = "probs",
-                  row_mask: Optional[Tensor] = None, num_classes: Optional[int] = None,
+    def from_topk(cls, indices: Tensor, values: Optional[Tensor], *, mask: Optional[Tensor] = None,
+                  kind: Optional[str] = None, row_mask: Optional[Tensor] = None, num_classes: Optional[int] = None,
                   ignore_empty: bool = False) -> "SparseTarget":
         """Padded top-k. ``indices``, ``values``, ``mask``: ``(..., K)``.
 
-        ``kind`` says what ``values`` are: ``"probs"`` (weights, used as they are), ``"logprobs"`` (the weight is
-        ``exp(value)``; -inf is padding) or ``"logits"`` (the weights are the softmax over the K entries that are not
-        padding). Where ``mask`` is False the entry is padding, whatever its index and value hold.
-        ``ignore_empty=True`` ignores rows in which every entry is padding.
+        ``kind`` says what ``values`` are: ``"probs"`` (weights, used as they are; so without ``kind``, with a warning on
+        the CPU where they look like log-probabilities), ``"logprobs"`` (the weight is ``exp(value)``, taken by the
+        kernels as they read; -inf is padding) or ``"logits"`` (the weights are the softmax over the K entries that are
+        not padding). Without a ``mask``, probs and logprobs are taken as they lie, memory-mapped files too.
+        ``values=None``: ids alone, each of weight 1.
+
+        Where ``mask`` is False the entry is padding, whatever its index and value hold; an id without values becomes
+        -100 there, so that a row of such alone is ignored. ``ignore_empty=True`` ignores rows in which every entry is
+        padding.
         """
+        if kind not in (None, "probs", "logprobs", "logits"):
+            _fail(f"kind must be 'probs', 'logprobs' or 'logits', got {kind!r}")
+        if values is None:
+            return _from_ids(indices, mask, row_mask, num_classes, ignore_empty)
         indices, values = _as_index(indices, "indices"), _as_values(values)
         if indices.dim() == 0 or indices.shape != values.shape:
             _fail(f"values must have the shape (..., K) of indices, {list(indices.shape)}, got {list(values.shape)}")
-        if kind not in ("probs", "logprobs", "logits"):
-            _fail(f"kind must be 'probs', 'logprobs' or 'logits', got {kind!r}")
-        if mask is not None:
-            _check(mask.shape == indices.shape,
-                   f"mask must have the shape of indices, {list(indices.shape)}, got {list(mask.shape)}")
-            mask = mask.bool()
-        if kind != "probs" and values.dtype in (torch.float16, torch.bfloat16):
-            values = values.float()
+        mask = _check_entry_mask(mask, indices)
         if kind == "logits":
+            values = values.float() if values.dtype in (torch.float16, torch.bfloat16) else values
             live = indices.ne(IGNORE_INDEX) if mask is None else mask & indices.ne(IGNORE_INDEX)
             live = live & ~values.isneginf()
             # A row without entries: any finite logits do, its weights are all 0.
             logits = values.masked_fill(~live, -math.inf).masked_fill(~live.any(-1, keepdim=True), 0.0)
             values = torch.softmax(logits, -1).masked_fill(~live, 0.0)
-        elif mask is not None:  # before exp, so that NaN under the mask reaches no gradient either
-            values = torch.where(mask, values, -math.inf if kind == "logprobs" else 0.0)
-        if kind == "logprobs":
-            values = values.exp()
+        elif mask is not None:
+            values = torch.where(mask, values, padding_value(kind))
+        if kind is None and _may_look(values):
+            _warn_of_logprobs(indices, values)
         shape = indices.shape[:-1]
         row_mask = _check_mask(row_mask, shape)
         if ignore_empty:
-            row_mask = _and(row_mask, (values.ne(0) & indices.ne(IGNORE_INDEX)).any(-1))
-        return cls(indices, values, row_mask=row_mask, num_classes=num_classes)
+            row_mask = _and(row_mask, (values.ne(padding_value(kind)) & indices.ne(IGNORE_INDEX)).any(-1))
+        return cls(indices, values, row_mask=row_mask, num_classes=num_classes,
+                   kind="logprobs" if kind == "logprobs" else "probs")
 
     @classmethod
-    def from_jagged(cls, indices: Tensor, values: Optional[Tensor], offsets: Tensor, *,
+    def from_jagged(cls, indices: Tensor, values: Optional[Tensor], offsets: Tensor, *, kind: str = "probs",
                     row_mask: Optional[Tensor] = None, num_classes: Optional[int] = None,
                     ignore_empty: bool = False) -> "SparseTarget":
         """Rows of different lengths, one behind the other.
 
         ``indices``: (entries,). ``values``: (entries,), or None for weights of 1. ``offsets``: (rows + 1,), or
-        (..., 2) with the [begin, end) of each row. ``ignore_empty=True`` ignores rows without entries.
+        (..., 2) with the [begin, end) of each row. ``kind``: ``"probs"``, ``values`` are the weights, or ``"logprobs"``,
+        their logarithms. ``ignore_empty=True`` ignores rows without entries.
         """
+        if kind not in ("probs", "logprobs"):
+            _fail(f"kind must be 'probs' or 'logprobs', got {kind!r}")
         indices, offsets = _as_index(indices, "indices"), _as_index(offsets, "offsets")
         _check(indices.dim() == 1, f"indices must be (entries,), got {list(indices.shape)}")
         if values is not None:
@@ -160,12 +176,13 @@ class SparseTarget:
                    f"values must be (entries,) like indices, {list(indices.shape)}, got {list(values.shape)}")
         _check(offsets.dim() >= 1 and (offsets.dim() == 1 and offsets.shape[0] >= 1 or offsets.shape[-1] == 2),
                f"offsets must be (rows + 1,) or (..., 2), got {list(offsets.shape)}")
-        target = cls(indices, values, offsets, None, num_classes)
+        kind = "probs" if values is None else kind
+        target = cls(indices, values, offsets, None, num_classes, kind)
         row_mask = _check_mask(row_mask, target.shape)
         if ignore_empty:
             ranges = _ranges(offsets)
             row_mask = _and(row_mask, ranges[..., 1] > ranges[..., 0])
-        return cls(indices, values, offsets, row_mask, num_classes)
+        return cls(indices, values, offsets, row_mask, num_classes, kind)
 
     @classmethod
     def from_coo(cls, t: Tensor, *, row_mask: Optional[Tensor] = None, ignore_empty: bool = False) -> "SparseTarget":
@@ -196,7 +213,8 @@ class SparseTarget:
             rows, order = torch.sort(rows, stable=True)
             columns, values = columns[order], values[order]
         if not shape:  # a single row: a top-k of all its entries
-            return cls.from_topk(columns, values, row_mask=row_mask, num_classes=num_classes, ignore_empty=ignore_empty)
+            return cls.from_topk(columns, values, kind="probs", row_mask=row_mask, num_classes=num_classes,
+                                 ignore_empty=ignore_empty)
         offsets = torch.searchsorted(rows, torch.arange(num_rows + 1, device=rows.device))
         if len(shape) != 1:
             offsets = _ranges(offsets).reshape(*shape, 2)
@@ -217,13 +235,15 @@ class SparseTarget:
     @property
     def layout(self) -> str:
         """``"index"``, ``"topk"`` or ``"jagged"``."""
-        return "jagged" if self.offsets is not None else "index" if self.values is None else "topk"
+        if self.offsets is not None:
+            return "jagged"
+        return "index" if self.values is None and not self.ids else "topk"
 
     @property
     def shape(self) -> torch.Size:
         """The leading shape: that of the logits without their last dimension."""
         if self.offsets is None:
-            return self.indices.shape if self.values is None else self.indices.shape[:-1]
+            return self.indices.shape if self.layout == "index" else self.indices.shape[:-1]
         return torch.Size((self.offsets.shape[0] - 1,)) if self.offsets.ndim == 1 else self.offsets.shape[:-1]
 
     @property
@@ -268,7 +288,8 @@ class SparseTarget:
             parts.append(f"nnz={self.nnz}")
         parts.append(f"num_classes={self.num_classes}")
         if self.values is not None:
-            parts.append(f"values={str(self.values.dtype).removeprefix('torch.')}")
+            name = "values" if self.kind == "probs" else self.kind
+            parts.append(f"{name}={str(self.values.dtype).removeprefix('torch.')}")
         if self.row_mask is not None:
             parts.append("row_mask")
         return f"SparseTarget({', '.join(parts)}, device={self.device})"
@@ -276,8 +297,12 @@ class SparseTarget:
     def _map(self, f) -> "SparseTarget":
         def each(t):
             return None if t is None else f(t)
-        return SparseTarget(each(self.indices), each(self.values), each(self.offsets), each(self.row_mask),
-                            self.num_classes)
+        return self._with(each(self.indices), each(self.values), each(self.offsets), each(self.row_mask))
+
+    def _with(self, indices: Tensor, values: Optional[Tensor], offsets: Optional[Tensor],
+              row_mask: Optional[Tensor]) -> "SparseTarget":
+        """A target of these parts that says of them what this one says."""
+        return SparseTarget(indices, values, offsets, row_mask, self.num_classes, self.kind, self.ids)
 
     def to(self, device: Union[torch.device, str, int, None] = None, non_blocking: bool = False) -> "SparseTarget":
         """The same target on another device; itself if it is there already."""
@@ -337,7 +362,7 @@ class SparseTarget:
         row_mask = None if self.row_mask is None else self.row_mask[key]
         if self.offsets is None:
             values = None if self.values is None else self.values[key]
-            return SparseTarget(self.indices[key], values, None, row_mask, self.num_classes)
+            return self._with(self.indices[key], values, None, row_mask)
         first = key[0]  # a jagged target has at least one leading dimension
         if self.offsets.dim() == 1 and isinstance(first, slice) and first.step in (None, 1):
             begin, end, _ = first.indices(self.shape[0])
@@ -350,9 +375,9 @@ class SparseTarget:
                 values = torch.ones_like(indices, dtype=torch.float32) if self.values is None else self.values[begin:end]
                 # A top-k of nothing but -100 would be ignored, the jagged row counts: its padding is padding by weight.
                 padding = indices.eq(IGNORE_INDEX)
-                indices, values = indices.masked_fill(padding, 0), values.masked_fill(padding, 0)
-                return SparseTarget(indices, values, None, row_mask, self.num_classes)
-        return SparseTarget(self.indices, self.values, offsets, row_mask, self.num_classes)
+                indices, values = indices.masked_fill(padding, 0), values.masked_fill(padding, padding_value(self.kind))
+                return self._with(indices, values, None, row_mask)
+        return self._with(self.indices, self.values, offsets, row_mask)
 
     def shift(self, n: int) -> "SparseTarget":
         """For causal models: position i of each sequence (the last leading dimension) gets the target of i + n.
@@ -375,10 +400,30 @@ class SparseTarget:
         mask = torch.ones(self.shape, dtype=torch.bool, device=self.device) if self.row_mask is None else self.row_mask
         mask = moved(mask, 0, False)
         if self.layout == "jagged":
-            return SparseTarget(self.indices, self.values, moved(_ranges(self.offsets), 1, 0), mask, self.num_classes)
+            return self._with(self.indices, self.values, moved(_ranges(self.offsets), 1, 0), mask)
         trailing = int(self.layout == "topk")
-        values = None if self.values is None else moved(self.values, trailing, 0.0)
-        return SparseTarget(moved(self.indices, trailing, IGNORE_INDEX), values, None, mask, self.num_classes)
+        values = None if self.values is None else moved(self.values, trailing, padding_value(self.kind))
+        return self._with(moved(self.indices, trailing, IGNORE_INDEX), values, None, mask)
+
+    def probs(self) -> "SparseTarget":
+        """The same target with its weights for values, float32 where 16-bit logarithms would be rounded again."""
+        if self.kind == "probs":
+            return self
+        values = self.values.to(_arithmetic(self.values)).exp()
+        return SparseTarget(self.indices, values, self.offsets, self.row_mask, self.num_classes)
+
+    def log_probs(self) -> "SparseTarget":
+        """The same target with the logarithms of its weights for values; a negative weight becomes NaN.
+
+        Without values every logarithm is 0; labels stay what they are.
+        """
+        if self.kind == "logprobs" or self.layout == "index":
+            return self
+        if self.values is None:
+            values = torch.zeros_like(self.indices, dtype=torch.float32)
+        else:
+            values = self.values.to(_arithmetic(self.values)).log()
+        return SparseTarget(self.indices, values, self.offsets, self.row_mask, self.num_classes, "logprobs")
 
     def to_dense(self, dtype: Optional[torch.dtype] = None) -> Tensor:
         """``(*shape, num_classes)``, zeros in ignored rows. For tests and inspection: it is what this library avoids."""
@@ -386,9 +431,13 @@ class SparseTarget:
         _check(self.num_classes is not None, "num_classes must be known for to_dense, got None; pass num_classes= to "
                "the constructor")
         flat, rows = self.flatten(), math.prod(self.shape)
-        dtype = dtype or (torch.float32 if self.values is None else self.values.dtype)
-        entries = reference.entries_of(flat.indices, flat.values, flat.offsets, IGNORE_INDEX, self.num_classes, dtype)
-        dense = entries.to_dense(entries.values, rows, self.num_classes)
+        logprobs = self.kind == "logprobs"
+        dtype = dtype or (torch.float32 if self.values is None else _arithmetic(self.values) if logprobs
+                          else self.values.dtype)
+        wide = torch.promote_types(dtype, torch.float32) if logprobs else dtype  # of the logarithms
+        entries = reference.entries_of(flat.indices, flat.values, flat.offsets, IGNORE_INDEX, self.num_classes, wide,
+                                       logprobs)
+        dense = entries.to_dense(entries.values, rows, self.num_classes).to(dtype)
         return torch.where(flat.ne(IGNORE_INDEX)[:, None], dense, 0.0).reshape(*self.shape, self.num_classes)
 
     def flatten(self) -> "SparseTarget":
@@ -397,7 +446,7 @@ class SparseTarget:
             return self._absolute().flatten()
         if self.dim() == 1:
             return self
-        trailing = () if self.values is None else self.indices.shape[-1:]
+        trailing = self.indices.shape[-1:] if self.layout == "topk" else ()
         indices, values, offsets = self.indices, self.values, self.offsets
         if offsets is None:
             rows = (math.prod(self.shape),)
@@ -406,7 +455,7 @@ class SparseTarget:
         else:
             offsets = offsets.reshape(-1, 2)
         row_mask = None if self.row_mask is None else self.row_mask.reshape(-1)
-        return SparseTarget(indices, values, offsets, row_mask, self.num_classes)
+        return self._with(indices, values, offsets, row_mask)
 
     def _leading_key(self, key: Any) -> Tuple[Any, ...]:
         key = key if isinstance(key, tuple) else (key,)
@@ -421,6 +470,60 @@ class SparseTarget:
         at = key.index(Ellipsis) if Ellipsis in key else len(key)
         fill = (slice(None),) * (len(self.shape) - used)
         return key[:at] + fill + key[at + 1:]
+
+
+def padding_value(kind: Optional[str]) -> float:
+    """What values of a kind hold where an entry is padding."""
+    return -math.inf if kind == "logprobs" else 0.0
+
+
+def _arithmetic(values: Tensor) -> torch.dtype:
+    return torch.float64 if values.dtype == torch.float64 else torch.float32
+
+
+def _from_ids(indices: Tensor, mask: Optional[Tensor], row_mask: Optional[Tensor], num_classes: Optional[int],
+              ignore_empty: bool) -> SparseTarget:
+    """``from_topk`` without values: of an id, -100 is the one mark of padding."""
+    indices = _as_index(indices, "indices")
+    _check(indices.dim() > 0, "indices must have the shape (..., K), got []")
+    mask = _check_entry_mask(mask, indices)
+    if mask is not None:
+        indices = torch.where(mask, indices, IGNORE_INDEX)
+    row_mask = _check_mask(row_mask, indices.shape[:-1])
+    if ignore_empty:
+        row_mask = _and(row_mask, indices.ne(IGNORE_INDEX).any(-1))
+    return SparseTarget(indices, None, None, row_mask, num_classes, ids=True)
+
+
+def _check_entry_mask(mask: Optional[Tensor], indices: Tensor) -> Optional[Tensor]:
+    if mask is None:
+        return None
+    _check(mask.shape == indices.shape,
+           f"mask must have the shape of indices, {list(indices.shape)}, got {list(mask.shape)}")
+    return mask.bool()
+
+
+def _may_look(values: Tensor) -> bool:
+    """Whether the values are numbers at hand: on a CPU, and neither traced nor transformed."""
+    return (not torch.compiler.is_compiling() and values.is_cpu and torch._C._len_torch_dispatch_stack() == 0
+            and not torch._C._are_functorch_transforms_active())
+
+
+def _warn_of_logprobs(indices: Tensor, values: Tensor) -> None:
+    """Warns where weights of no named kind are log-probabilities by all appearances: none positive, and every row's
+    exponentials sum to 1 at most. The first element settles it for nearly every target, then the first row."""
+    if values.numel() == 0 or values.dtype == torch.bool:
+        return
+    values = values.detach()
+    at = (0,) * values.dim()
+    if values[at] > 0 or values[at[:-1]].amax() > 0 or not values.amax() <= 0 or not values.amin() < 0:
+        return
+    sums = values.to(_arithmetic(values)).masked_fill(indices.eq(IGNORE_INDEX), -math.inf).exp().sum(-1)
+    if sums.amax() <= 1.01:
+        warnings.warn("sparse_ce: values look like log-probabilities (none is positive, their exponentials sum to at "
+                      "most 1 in every row) but are taken as weights; say what they are with "
+                      "SparseTarget.from_topk(indices, values, kind='logprobs'), or kind='probs' for weights",
+                      stacklevel=3)
 
 
 def _and(a: Optional[Tensor], b: Tensor) -> Tensor:
@@ -463,12 +566,12 @@ _PARTS = ("indices", "values", "offsets", "row_mask")
 def _flatten_target(t: SparseTarget):
     """The tensors that are there, and which they are: transforms such as vmap take no None among their leaves."""
     present = [name for name in _PARTS if getattr(t, name) is not None]
-    return [getattr(t, name) for name in present], (t.num_classes, present)
+    return [getattr(t, name) for name in present], (t.num_classes, present, t.kind, t.ids)
 
 
 def _unflatten_target(tensors, context) -> SparseTarget:
-    num_classes, present = context
-    return SparseTarget(**dict(zip(present, tensors)), num_classes=num_classes)
+    num_classes, present, kind, ids = context
+    return SparseTarget(**dict(zip(present, tensors)), num_classes=num_classes, kind=kind, ids=ids)
 
 
 def _flatten_target_with_keys(t: SparseTarget):
@@ -478,6 +581,6 @@ def _flatten_target_with_keys(t: SparseTarget):
 
 torch.utils._pytree.register_pytree_node(
     SparseTarget, _flatten_target, _unflatten_target, serialized_type_name="sparse_ce.SparseTarget",
-    to_dumpable_context=list, from_dumpable_context=lambda context: (context[0], context[1]),
+    to_dumpable_context=list, from_dumpable_context=tuple,
     flatten_with_keys_fn=_flatten_target_with_keys)
 torch.serialization.add_safe_globals([SparseTarget])  # torch.load of a saved batch

@@ -121,6 +121,26 @@ def _topk_parts(shape, classes, draw, ignore_index, index_dtype):
     return indices.reshape(*shape, 5).to(index_dtype), live.reshape(*shape, 5), ignored.reshape(shape)
 
 
+def _ids(index_dtype=torch.int64):
+    """Ids without weights: of them, the index alone marks padding."""
+
+    def form(shape, classes, draw, ignore_index=IGNORE):
+        indices, live, ignored = _topk_parts(shape, classes, draw, ignore_index, index_dtype)
+        indices = torch.where(live, indices, ignore_index)
+        rows = torch.arange(math.prod(shape), device=draw.device).reshape(*shape, 1).expand(indices.shape)
+        columns = torch.where(live, indices.long(), -1)
+
+        def build(_):
+            return SparseTarget.from_topk(indices, None, num_classes=classes)
+
+        def dense_of(_):
+            return _dense(rows, columns, torch.ones(indices.shape, dtype=torch.float64, device=draw.device), shape, classes)
+
+        return Case(tuple(shape), classes, build, dense_of, (indices == ignore_index).all(-1))
+
+    return form
+
+
 def _topk(index_dtype=torch.int64, values_dtype=torch.float32, kind="probs", wrap=False, masked=False):
     def form(shape, classes, draw, ignore_index=IGNORE):
         indices, live, ignored = _topk_parts(shape, classes, draw, ignore_index, index_dtype)
@@ -222,7 +242,7 @@ def _csr(index_dtype=torch.int64, values_dtype=torch.float32, wrap=False):
 # -------------------------------------------------------------------------------------------------------------- jagged
 
 
-def _jagged(ranges: bool, with_values: bool, index_dtype=torch.int64):
+def _jagged(ranges: bool, with_values: bool, index_dtype=torch.int64, kind="probs"):
     """Offsets (rows + 1,), or (*shape, 2) in any order and with gaps between the rows; rows may hold duplicates."""
 
     def form(shape, classes, draw, ignore_index=IGNORE):
@@ -238,13 +258,17 @@ def _jagged(ranges: bool, with_values: bool, index_dtype=torch.int64):
             rows = torch.where(torch.arange(rows.numel(), device=rows.device) == ends[rows] - 1, -1, order[rows])
             offsets = offsets.reshape(*shape, 2)
         values = draw.uniform(columns.numel(), low=-0.4, high=1.6) if with_values else None
+        if kind == "logprobs":
+            values = torch.where(values > 0, 2 * values.log(), -math.inf)
         owned, owner = torch.where(rows >= 0, _spoilt(columns, ignore_index), -1), rows.clamp(min=0)
 
         def build(v):
-            return SparseTarget.from_jagged(columns.to(index_dtype), v, offsets.to(index_dtype), num_classes=classes)
+            return SparseTarget.from_jagged(columns.to(index_dtype), v, offsets.to(index_dtype), kind=kind,
+                                            num_classes=classes)
 
         def dense_of(v):
             v = torch.ones(columns.shape, dtype=torch.float64, device=columns.device) if v is None else v
+            v = v.exp() if kind == "logprobs" else v
             return _dense(owner, owned, v, shape, classes)
 
         return Case(shape, classes, build, dense_of, torch.zeros(shape, dtype=torch.bool, device=draw.device), values)
@@ -262,6 +286,8 @@ FORMS = {
     "topk-target": _topk(values_dtype=torch.float16, wrap=True),
     "topk-masked": _topk(torch.int32, wrap=True, masked=True),
     "topk-logprobs": _topk(values_dtype=torch.float64, kind="logprobs", wrap=True),
+    "topk-logprobs-masked": _topk(torch.int32, torch.bfloat16, kind="logprobs", wrap=True, masked=True),
+    "topk-ids": _ids(torch.int32),
     "topk-logits-masked": _topk(torch.int64, torch.float64, kind="logits", wrap=True, masked=True),
     "coo": _coo(),
     "coo-uncoalesced": _coo(coalesced=False, values_dtype=torch.bfloat16),
@@ -272,5 +298,6 @@ FORMS = {
     "jagged": _jagged(ranges=False, with_values=True, index_dtype=torch.int32),
     "jagged-unweighted": _jagged(ranges=False, with_values=False),
     "jagged-ranges": _jagged(ranges=True, with_values=True),
+    "jagged-logprobs": _jagged(ranges=True, with_values=True, kind="logprobs"),
 }
-WITH_VALUES = [name for name in FORMS if not name.startswith("labels") and name != "jagged-unweighted"]
+WITH_VALUES = [name for name in FORMS if not name.startswith("labels") and name not in ("jagged-unweighted", "topk-ids")]

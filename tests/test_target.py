@@ -64,7 +64,7 @@ def test_kinds_of_topk_values(device):
     for target in (SparseTarget.from_topk(indices, probs),
                    SparseTarget.from_topk(indices, probs.log(), kind="logprobs"),
                    SparseTarget.from_topk(indices, logits, kind="logits")):
-        torch.testing.assert_close(target.values, probs)
+        torch.testing.assert_close(target.probs().values, probs)
     padded = torch.cat([indices, torch.full((2, 1), -100, device=device)], 1)
     for fill in (0.0, 50.0, torch.nan, torch.inf, -torch.inf):  # the softmax is over what is not padding
         wide = torch.cat([logits, torch.full((2, 1), fill, device=device)], 1)
@@ -86,7 +86,7 @@ def test_a_row_of_padding_alone_has_no_weight_of_any_kind(device):
     x = torch.randn(2, 7, device=device)
     for kind in ("probs", "logprobs", "logits"):
         target = SparseTarget.from_topk(indices, torch.ones(2, 2, device=device), kind=kind, mask=mask)
-        assert target.values[1].eq(0).all() and loss(x, target)[1] == 0 and loss(x, target)[0] > 0
+        assert target.probs().values[1].eq(0).all() and loss(x, target)[1] == 0 and loss(x, target)[0] > 0
         assert target.ne(-100).all()  # it counts: a target of all zeros
     for kind in ("logprobs", "logits"):  # a log-probability of -inf is padding
         target = SparseTarget.from_topk(indices, nothing, kind=kind)

@@ -105,9 +105,12 @@ def test_shifted_labels_tuples_and_coo():
     logits = model(**batch).logits
     expected = model(**batch, labels=labels).loss
     shifted = F.pad(labels[:, 1:], (0, 1), value=-100)
-    coo = dense_labels(labels).float().to_sparse()
+    coo, marked = dense_labels(labels).float().to_sparse(), labels.masked_fill(labels.eq(-100), -1)
     losses = [causal_lm_loss(shift=False)({"logits": logits}, shifted), causal_lm_loss()({"logits": logits}, labels),
-              causal_lm_loss(ignore_index=-1)({"logits": logits}, labels.masked_fill(labels.eq(-100), -1)),
+              causal_lm_loss(ignore_index=-1)({"logits": logits}, marked),
+              causal_lm_loss(ignore_index=-1)({"logits": logits}, SparseTarget.from_topk(
+                  marked[..., None], torch.zeros(*labels.shape, 1), kind="logprobs")),
+              causal_lm_loss(ignore_index=-1)({"logits": logits}, SparseTarget.from_topk(marked[..., None], None)),
               causal_lm_loss(reduction="sum")({"logits": logits}, coo, 3) / labels[:, 1:].ne(-100).sum(),
               causal_lm_loss()({"logits": logits}, coo, labels[:, 1:].ne(-100).sum())]
     fuse_lm_head(model)

@@ -157,7 +157,7 @@ class Backward {
     for (size_t k = 0; k < entries.size(); ++k) from_acc(entries.logits[k], gradient[entries.columns[k]]);
   }
 
-  // d loss / d w_k of the row's entries, from the logits at the entries alone.
+  // The gradient for the values of the row's entries, from the logits at the entries alone.
   void write_values(int64_t r) const {
     if (args_.target.ignored(r)) return;
     acc_t* grad_values = static_cast<acc_t*>(args_.grad_values);
@@ -166,8 +166,9 @@ class Backward {
     for (int64_t i = range.begin; i < range.end; ++i) {
       const auto entry = args_.target.template entry<acc_t>(i);
       if (entry.column < 0) continue;
-      const acc_t o = args_.target.template class_weight<acc_t>(entry.column);
-      grad_values[i] = -c.d * o * c.log_prob(transform_(to_acc(row(r)[entry.column])));
+      const acc_t o = args_.target.template class_weight<acc_t>(entry.column) * args_.target.value_slope(entry);
+      if (o == acc_t(0)) continue;  // nothing even at a -inf logit, as in the loss
+      grad_values[i] = -c.d * (o * c.log_prob(transform_(to_acc(row(r)[entry.column]))));
     }
   }
 

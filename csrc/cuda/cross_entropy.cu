@@ -298,7 +298,7 @@ __global__ void __launch_bounds__(kThreads, 3) backward_kernel(BackwardArgs args
   }
 }
 
-// One warp per row: d loss / d w_k of its entries, from the logits at the entries alone. grad_values is 0 on entry.
+// One warp per row: the gradient for the values of its entries, from the logits at the entries alone. grad_values is 0 on entry.
 template <typename scalar_t>
 __global__ void __launch_bounds__(kThreads) backward_values_kernel(BackwardArgs args) {
   using Group = RowGroup<kWarp>;
@@ -310,10 +310,11 @@ __global__ void __launch_bounds__(kThreads) backward_values_kernel(BackwardArgs 
     const GradientCoefficients<acc_t> c = coefficients_of(args, r, acc_t(0));
     const EntryRange range = args.target.row(r);
     for (int64_t i = range.begin + Group::rank(); i < range.end; i += kWarp) {
-      const int64_t column = args.target.template entry<acc_t>(i).column;
-      if (column < 0 || c.d == acc_t(0)) continue;
-      const acc_t o = args.target.template class_weight<acc_t>(column);
-      static_cast<acc_t*>(args.grad_values)[i] = -c.d * o * c.log_prob(transform(to_acc(row[column])));
+      const auto entry = args.target.template entry<acc_t>(i);
+      if (entry.column < 0 || c.d == acc_t(0)) continue;
+      const acc_t o = args.target.template class_weight<acc_t>(entry.column) * args.target.value_slope(entry);
+      if (o == acc_t(0)) continue;  // nothing even at a -inf logit, as in the loss
+      static_cast<acc_t*>(args.grad_values)[i] = -c.d * (o * c.log_prob(transform(to_acc(row[entry.column]))));
     }
   }
 }

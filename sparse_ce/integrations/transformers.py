@@ -70,7 +70,7 @@ def _loss(logits: Any, labels: Any, normalizer: Optional[functional.Normalizer],
     target = functional.as_target(labels, logits.shape)
     if options.get("ignore_index", IGNORE_INDEX) != IGNORE_INDEX:  # positions that a shift adds are marked with -100
         target = SparseTarget(target.indices, target.values, target.offsets, target.ne(options["ignore_index"]),
-                              target.num_classes)
+                              target.num_classes, target.kind, target.ids)
     target = target.to(logits.device, non_blocking=True)
     if shift:
         target = target.shift(1)

@@ -11,17 +11,17 @@ struct Case {
   int64_t rows, vocab, num_classes, row_stride, offset;
   enum Layout { kIndex, kTopK, kOffsets, kRanges } layout;
   int64_t width;
-  bool has_values, has_weight, has_mask, has_grad_lse, in_place, unit_stride_grad;
+  bool has_values, logprobs, has_weight, has_mask, has_grad_lse, in_place, unit_stride_grad;
   LossOptions options;
   int64_t max_blocks;
   double logit_size, shift;
   std::string text() const {
     char out[512];
     std::snprintf(out, sizeof(out),
-                  "dtype %d rows %ld vocab %ld classes %ld stride %ld offset %ld layout %d width %ld values %d weight %d "
+                  "dtype %d rows %ld vocab %ld classes %ld stride %ld offset %ld layout %d width %ld values %d logprobs %d weight %d "
                   "mask %d grad_lse %d in_place %d smoothing %g z_loss %g scale %g softcap %g max_blocks %ld",
                   int(dtype), long(rows), long(vocab), long(num_classes), long(row_stride), long(offset), int(layout),
-                  long(width), has_values, has_weight, has_mask, has_grad_lse, in_place, options.label_smoothing,
+                  long(width), has_values, logprobs, has_weight, has_mask, has_grad_lse, in_place, options.label_smoothing,
                   options.z_loss, options.logit_scale, options.softcap, long(max_blocks));
     return out;
   }
@@ -50,7 +50,8 @@ Case draw(bool small) {
   c.offset = chance(0.3) ? below(9) : 0;
   c.layout = Case::Layout(below(4));
   c.width = c.layout == Case::kIndex ? 1 : one_of<int64_t>({0, 1, 2, 3, 8, 40, 90});
-  c.has_values = c.layout == Case::kTopK || (c.layout != Case::kIndex && chance(0.7));
+  c.has_values = c.layout != Case::kIndex && chance(0.8);
+  c.logprobs = c.has_values && chance(0.4);
   c.has_weight = chance(0.3), c.has_mask = chance(0.3), c.has_grad_lse = chance(0.3), c.in_place = chance(0.4);
   c.unit_stride_grad = chance(0.6);
   if (chance(0.3)) c.options.label_smoothing = uniform(0.01, 0.5);
@@ -122,10 +123,11 @@ struct Problem {
     for (int64_t i = 0; i < n; ++i) {
       // Few classes make duplicates; now and then a row is sorted, as CSR has it.
       indices.set(i, double(chance(0.3) ? below(std::min<int64_t>(c.num_classes, 4)) : below(c.num_classes)));
-      values.set(i, chance(0.1) ? uniform(-1, 0) : uniform(0, 1));
+      values.set(i, c.logprobs ? uniform(-8, 0.5) : chance(0.1) ? uniform(-1, 0) : uniform(0, 1));
+      if (c.logprobs && chance(0.1)) values.set(i, -uniform(80, 120));  // subnormal or 0 in float32
       if (c.layout == Case::kIndex ? chance(0.2) : chance(0.1)) indices.set(i, double(kIgnore));
       if (c.has_values && chance(0.1)) {  // padding: an index of any kind with weight 0
-        values.set(i, 0);
+        values.set(i, c.logprobs ? -INFINITY : 0);
         indices.set(i, double(one_of<int64_t>({-1, 0, c.num_classes, 2000000000, kIgnore})));
       }
       if (chance(0.002)) indices.set(i, double(one_of<int64_t>({-1, c.num_classes, 2147483647})));
@@ -160,7 +162,13 @@ struct Problem {
       if (int64_t(indices.get(i)) != kIgnore) return false;
     return true;
   }
-  double value_of(int64_t i) const { return c.has_values ? values.get(i) : 1.0; }
+  // The weight; 0 where the arithmetic has no smaller number.
+  double value_of(int64_t i) const {
+    if (!c.logprobs) return c.has_values ? values.get(i) : 1.0;
+    const double w = std::exp(values.get(i));
+    return c.arithmetic == DType::kFloat32 && float(w) == 0 ? 0 : w;
+  }
+  bool padding(int64_t i) const { return c.has_values && values.get(i) == (c.logprobs ? -INFINITY : 0.0); }
   double weight_of(int64_t v) const { return c.has_weight ? weight.get(v) : 1.0; }
   double grad_of(int64_t r) const { return grad_loss.get(c.unit_stride_grad ? r : 0); }
 
@@ -175,6 +183,7 @@ struct Problem {
     t = TargetView{};
     t.indices = indices.device(), t.indices_dtype = indices.dtype();
     t.values = c.has_values ? values.device() : nullptr, t.values_dtype = values.dtype();
+    t.logprobs = c.logprobs, t.labels = c.layout == Case::kIndex;
     t.offsets = c.layout == Case::kOffsets || c.layout == Case::kRanges ? offsets.device() : nullptr;
     t.offsets_dtype = offsets.dtype(), t.offsets_step = c.layout == Case::kRanges ? 2 : 1;
     t.row_mask = c.has_mask ? device_mask : nullptr;
@@ -219,13 +228,17 @@ struct Exact {
     for (int64_t i = p.begin[r]; i < p.end[r]; ++i) {
       const int64_t column = int64_t(p.indices.get(i));
       const double value = p.value_of(i);
-      if (value == 0 || column == kIgnore) continue;
+      if (p.padding(i) || column == kIgnore) continue;
       if (column < 0 || column >= n) {
         mass = NAN;
         continue;
       }
       const double w = value * p.weight_of(column);
-      const double g = p.grad_of(r) * (1 - e) * p.weight_of(column) * double(exact_lse - z[column]);
+      if (value == 0) continue;
+      const double factor = p.weight_of(column) * (c.logprobs ? value : 1);
+      const bool nothing = c.arithmetic == DType::kFloat32 ? float(p.weight_of(column)) * float(c.logprobs ? value : 1) == 0
+                                                           : factor == 0;
+      const double g = nothing ? 0 : p.grad_of(r) * (1 - e) * factor * double(exact_lse - z[column]);
       if (p.grad_of(r) != 0) grad_values[i - p.begin[r]] = g, grad_values_bound[i - p.begin[r]] = few * (std::fabs(g) + 3 * size + 1);
       mass += w, absolute += std::fabs(w);
       target[column] += w;
