@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.utils.data import default_collate
 from torch.utils.data._utils.collate import default_collate_fn_map
 
+from .compact import compact
 from .target import IGNORE_INDEX, SparseTarget, _check, _ranges
 
 
@@ -94,14 +95,21 @@ def _pad_entries(indices: Tensor, k: int) -> Tensor:
 
 
 def _stack_jagged(targets: Sequence[SparseTarget], shape: List[int], row_mask, num_classes) -> SparseTarget:
-    ranges, base = [], 0
+    targets = [compact(t) for t in targets]
+    # Slices of one target that are views still, as on a GPU, share its entries; with gradients, none has two rows.
+    ranges, parts, bases, base = [], [], {}, 0
     for t in targets:
-        ranges.append(_pad(_ranges(t.offsets) + base, shape + [2], 0))  # [0, 0): a row without entries
-        base += t.nnz
+        entries = (id(t.indices), id(t.values))
+        if entries not in bases or t.values is not None and t.values.requires_grad:
+            bases[entries] = base
+            base += t.indices.shape[0]
+            parts.append(t)
+        ranges.append(_pad(_ranges(t.offsets) + bases[entries], shape + [2], 0))  # [0, 0): a row without entries
     values = None
-    if any(t.values is not None for t in targets):
-        values = torch.cat([torch.ones(t.nnz) if t.values is None else t.values for t in targets])
-    return SparseTarget(torch.cat([t.indices for t in targets]), values, torch.stack(ranges), row_mask, num_classes)
+    if any(t.values is not None for t in parts):
+        values = torch.cat([torch.ones_like(t.indices, dtype=torch.float32) if t.values is None else t.values
+                            for t in parts])
+    return SparseTarget(torch.cat([t.indices for t in parts]), values, torch.stack(ranges), row_mask, num_classes)
 
 
 def _as_jagged(t: SparseTarget) -> SparseTarget:

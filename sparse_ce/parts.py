@@ -86,7 +86,7 @@ def _jagged_parts(target: SparseTarget) -> Dict[str, Any]:
     used = place < ends[:, -1:] if ends.shape[1] else torch.zeros_like(place, dtype=torch.bool)
     source = torch.where(used, ranges[..., 0].gather(1, row) + place - begins.gather(1, row), 0)
     indices, values = target.indices, target.values
-    if target.nnz == 0:  # something to point at
+    if target.indices.numel() == 0:  # something to point at
         indices, values = indices.new_zeros(1), None if values is None else values.new_zeros(1)
     indices = torch.where(used, indices[source], IGNORE_INDEX)
     values = None if values is None else torch.where(used, values[source], 0.0)

@@ -1,5 +1,6 @@
 """``SparseTarget``: a sparse target as plain dense tensors, which move, slice, pickle and compile."""
 
+import copy
 import math
 from typing import Any, NoReturn, Optional, Sequence, Tuple, Union
 
@@ -91,7 +92,16 @@ class SparseTarget:
         self.__setattr__(name, None)
 
     def __reduce__(self):
-        return SparseTarget, (self.indices, self.values, self.offsets, self.row_mask, self.num_classes)
+        from .compact import own
+        t = own(self, wait=True)  # on a GPU too: what is written is read there
+        return SparseTarget, (t.indices, t.values, t.offsets, t.row_mask, t.num_classes)
+
+    def __copy__(self) -> "SparseTarget":
+        return self
+
+    def __deepcopy__(self, memo: dict) -> "SparseTarget":
+        from .compact import own
+        return own(self)._map(lambda t: copy.deepcopy(t, memo))
 
     # ------------------------------------------------------------------------------------------------ constructors
 
@@ -247,8 +257,10 @@ class SparseTarget:
 
     @property
     def nnz(self) -> int:
-        """Stored entries, padding included."""
-        return self.indices.numel()
+        """Entries of its rows, padding included. Of a jagged target on a GPU the offsets are waited for; where nothing
+        can be read (``torch.compile``, ``meta``) all stored entries count, those of rows that a slice left out too."""
+        from .compact import count
+        return count(self)
 
     @property
     def device(self) -> torch.device:
@@ -280,19 +292,37 @@ class SparseTarget:
                             self.num_classes)
 
     def to(self, device: Union[torch.device, str, int, None] = None, non_blocking: bool = False) -> "SparseTarget":
-        """The same target on another device; itself if it is there already."""
+        """The same target on another device; itself if it is there already.
+
+        Rows of a jagged target leave the CPU with no entries but their own. They leave a GPU so for the CPU, unless
+        ``non_blocking``: to find them it is waited for.
+        """
         _check(not isinstance(device, torch.dtype), f"device must be a device, got {device}; the dtypes of a "
                "SparseTarget need no change, the kernels read them as they are", TypeError)
-        return self if device is None else self._map(lambda t: t.to(device, non_blocking=non_blocking))
+        if device is None:
+            return self
+        target, kind = self, torch.device(device).type
+        if kind != self.device.type:
+            from .compact import compact
+            target = compact(self, wait=kind == "cpu" and not non_blocking)
+        return target._map(lambda t: t.to(device, non_blocking=non_blocking))
 
     def cuda(self, device: Union[torch.device, int, None] = None, non_blocking: bool = False) -> "SparseTarget":
-        return self._map(lambda t: t.cuda(device, non_blocking=non_blocking))
+        return self.to("cuda" if device is None else device, non_blocking)
 
     def cpu(self) -> "SparseTarget":
-        return self.to("cpu")
+        """The same rows on the CPU, with no entries but their own."""
+        from .compact import compact
+        return compact(self.to("cpu"))
 
     def pin_memory(self) -> "SparseTarget":
-        return self._map(lambda t: t.pin_memory())
+        from .compact import compact
+        return compact(self)._map(lambda t: t.pin_memory())
+
+    def share_memory(self) -> "SparseTarget":
+        """The same rows, with no entries but their own, in memory that the processes of ``torch.multiprocessing`` share."""
+        from .compact import own
+        return own(self)._map(lambda t: t.share_memory_())
 
     def is_pinned(self) -> bool:
         return self.indices.is_pinned()

@@ -243,7 +243,15 @@ PYTHON = [
     ("sparse_ce/parallel.py", "parts[:min(map(len, pieces.values()))]", "parts"),
     ("sparse_ce/parallel.py", "pieces[id(x)][i] if", "pieces[id(x)][0] if"),
     ("sparse_ce/parallel.py", "if not targets:", "if False:"),
-    ("sparse_ce/collate.py", "ranges.append(_pad(_ranges(t.offsets) + base", "ranges.append(_pad(_ranges(t.offsets)"),
+    ("sparse_ce/collate.py", "ranges.append(_pad(_ranges(t.offsets) + bases[entries]",
+     "ranges.append(_pad(_ranges(t.offsets)"),
+    ("sparse_ce/collate.py", "targets = [compact(t) for t in targets]", "pass"),
+    ("sparse_ce/compact.py", "if shortest < 0 or first < 0 or last > entries or", "if"),
+    ("sparse_ce/compact.py", "return _select(target, slice(low, high), moved - low)",
+     "return _select(target, slice(low, high), moved)"),
+    ("sparse_ce/compact.py", "begins - ends + lengths, lengths", "begins - begins, lengths"),
+    ("sparse_ce/compact.py", "return compact(target, wait)._map(_alone)", "return compact(target, wait)"),
+    ("sparse_ce/compact.py", "if torch.compiler.is_compiling() or type(t)", "if type(t)"),
 ]
 # The integrations; only tests/test_trainer*.py run.
 TRAINER = [
