@@ -270,6 +270,11 @@ class SparseTarget:
         _check(len(self.shape) > 0, "target must have a leading dimension to have a length, got shape []", TypeError)
         return self.shape[0]
 
+    def __array__(self, dtype: Any = None, copy: Optional[bool] = None) -> NoReturn:
+        """Without it numpy makes an array of objects, which equals no prediction, without a word."""
+        _fail(f"target must be made dense to become an array, got a SparseTarget of shape {list(self.shape)}; compare "
+              "predictions with target.to_dense().argmax(-1), its top class, where target.ne(-100)", TypeError)
+
     def __repr__(self) -> str:
         if not isinstance(self.indices, Tensor):
             return f"SparseTarget({dict(self.items())})"
@@ -284,6 +289,10 @@ class SparseTarget:
         if self.row_mask is not None:
             parts.append("row_mask")
         return f"SparseTarget({', '.join(parts)}, device={self.device})"
+
+    def _tensors(self) -> "SparseTarget":
+        """Of the arrays that evaluation hands to ``compute_metrics``."""
+        return self._map(torch.as_tensor)
 
     def _map(self, f) -> "SparseTarget":
         def each(t):
@@ -320,7 +329,7 @@ class SparseTarget:
         return compact(self)._map(lambda t: t.pin_memory())
 
     def share_memory(self) -> "SparseTarget":
-        """The same rows, with no entries but their own, in memory that the processes of ``torch.multiprocessing`` share."""
+        """The same rows, with no entries but their own, in memory that processes share."""
         from .compact import own
         return own(self)._map(lambda t: t.share_memory_())
 
@@ -343,6 +352,8 @@ class SparseTarget:
 
     def ne(self, ignore_index: int) -> Tensor:
         """``shape``, bool: True for the rows that count, given the index that marks rows and entries to ignore."""
+        if not isinstance(self.indices, Tensor):
+            return self._tensors().ne(ignore_index)
         if self.by_sample:
             return self._absolute().ne(ignore_index)
         if self.layout == "index":
@@ -411,8 +422,10 @@ class SparseTarget:
         return SparseTarget(moved(self.indices, trailing, IGNORE_INDEX), values, None, mask, self.num_classes)
 
     def to_dense(self, dtype: Optional[torch.dtype] = None) -> Tensor:
-        """``(*shape, num_classes)``, zeros in ignored rows. For tests and inspection: it is what this library avoids."""
+        """``(*shape, num_classes)``, zeros in ignored rows. For tests and metrics: it is what this library avoids."""
         from . import reference
+        if not isinstance(self.indices, Tensor):
+            return self._tensors().to_dense(dtype)
         _check(self.num_classes is not None, "num_classes must be known for to_dense, got None; pass num_classes= to "
                "the constructor")
         flat, rows = self.flatten(), math.prod(self.shape)
