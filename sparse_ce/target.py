@@ -222,6 +222,36 @@ class SparseTarget:
         return cls.from_jagged(t.col_indices().detach(), values, t.crow_indices().detach(), row_mask=row_mask,
                                num_classes=t.shape[1], ignore_empty=ignore_empty)
 
+    @classmethod
+    def from_dense(cls, t: Tensor, k: Optional[int] = None, *, row_mask: Optional[Tensor] = None,
+                   ignore_empty: bool = False) -> "SparseTarget":
+        """Weights (..., V) that are mostly zeros. Where few are, ``F.cross_entropy`` takes ``t`` as it is, and faster.
+
+        ``k=None`` keeps every weight that is not 0, in rows of different lengths; a GPU is waited for. ``k`` keeps the
+        ``k`` largest of each row by magnitude as a padded top-k, without waiting: what is smaller is dropped, and the
+        rest is not scaled to make up for it. Gradients reach what is kept.
+        """
+        if not isinstance(t, Tensor):
+            _fail(f"t must be a tensor, got {type(t).__name__}", TypeError)
+        _check(t.layout == torch.strided, f"t must be dense, got layout {t.layout}; use from_coo or from_csr", TypeError)
+        _check(t.dim() > 0, "t must be (..., V), got shape []")
+        _check(k is None or type(k) is int and k > 0, f"k must be a positive integer or None, got {k!r}")
+        num_classes, t = t.shape[-1], _as_values(t, "t")
+        if k is not None:
+            indices = t.detach().abs().topk(min(k, num_classes), -1).indices
+            return cls.from_topk(indices, t.gather(-1, indices), row_mask=row_mask, num_classes=num_classes,
+                                 ignore_empty=ignore_empty)
+        shape, flat = t.shape[:-1], t.reshape(math.prod(t.shape[:-1]), num_classes)
+        rows, columns = flat.detach().nonzero(as_tuple=True)
+        values, columns = flat[rows, columns], columns.contiguous()
+        if not shape:
+            return cls.from_topk(columns, values, row_mask=row_mask, num_classes=num_classes, ignore_empty=ignore_empty)
+        offsets = torch.searchsorted(rows.contiguous(), torch.arange(len(flat) + 1, device=t.device))
+        if len(shape) != 1:
+            offsets = _ranges(offsets).reshape(*shape, 2)
+        return cls.from_jagged(columns, values, offsets, row_mask=row_mask, num_classes=num_classes,
+                               ignore_empty=ignore_empty)
+
     # ------------------------------------------------------------------------------------------------ like a tensor
 
     @property
