@@ -79,19 +79,22 @@ def stack(targets: Sequence[SparseTarget]) -> SparseTarget:
     if targets[0].layout == "index":
         indices = torch.stack([_pad(t.indices, shape, IGNORE_INDEX) for t in targets])
         return SparseTarget(indices, row_mask=row_mask, num_classes=num_classes)
-    shape = shape + [max(t.indices.shape[-1] for t in targets)]
-    indices = torch.stack([_pad(_pad_entries(t.indices, shape[-1]), shape, IGNORE_INDEX) for t in targets])
+    widths = {t.indices.shape[-1] for t in targets}
+    shape = shape + [2 if widths == {0, 1} else max(widths)]
+    indices = torch.stack([_pad(pad_entries(t.indices, shape[-1]), shape, IGNORE_INDEX) for t in targets])
     values = torch.stack([_pad(t.values, shape, 0.0) for t in targets])
     return SparseTarget(indices, values, None, row_mask, num_classes)
 
 
-def _pad_entries(indices: Tensor, k: int) -> Tensor:
-    """(..., K) indices filled up to ``k`` with each row's last: a row that is ignored stays so, as does one that counts."""
+def pad_entries(indices: Tensor, k: int) -> Tensor:
+    """(..., K) indices filled up to ``k`` with each row's last: a row that is ignored stays so, as does one that counts.
+    Of no entries, it takes two to differ: whatever index is to be ignored, one of them is another."""
     missing = k - indices.shape[-1]
     if missing == 0:
         return indices
-    last = indices[..., -1:] if indices.shape[-1] else indices.new_zeros(*indices.shape[:-1], 1)
-    return torch.cat((indices, last.expand(*last.shape[:-1], missing)), -1)
+    if indices.shape[-1] == 0:
+        return torch.arange(k, dtype=indices.dtype, device=indices.device).clamp(max=1).expand(*indices.shape[:-1], k)
+    return torch.cat((indices, indices[..., -1:].expand(*indices.shape[:-1], missing)), -1)
 
 
 def _stack_jagged(targets: Sequence[SparseTarget], shape: List[int], row_mask, num_classes) -> SparseTarget:
