@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .collate import pad_entries
 from .target import IGNORE_INDEX, SparseTarget, _check, _ranges
 
 
@@ -62,10 +63,8 @@ def _dense_parts(target: SparseTarget) -> Dict[str, Any]:
     """Labels and top-k: ignored rows become rows of -100."""
     indices, values = target.indices, target.values
     if values is not None and indices.shape[-1] < 2:  # of 1, a framework would make the K of another batch
-        missing = 2 - indices.shape[-1]
-        last = indices[..., -1:] if indices.shape[-1] else indices.new_zeros(*indices.shape[:-1], 1)
-        indices = torch.cat((indices, last.expand(*last.shape[:-1], missing)), -1)
-        values = F.pad(values, (0, missing))
+        values = F.pad(values, (0, 2 - indices.shape[-1]))
+        indices = pad_entries(indices, 2)
     if target.row_mask is not None:
         ignored = ~target.row_mask if values is None else ~target.row_mask[..., None]
         indices = indices.masked_fill(ignored, IGNORE_INDEX)

@@ -124,7 +124,7 @@ class SparseTarget:
         ``kind`` says what ``values`` are: ``"probs"`` (weights, used as they are), ``"logprobs"`` (the weight is
         ``exp(value)``; -inf is padding) or ``"logits"`` (the weights are the softmax over the K entries that are not
         padding). Where ``mask`` is False the entry is padding, whatever its index and value hold.
-        ``ignore_empty=True`` ignores rows in which every entry is padding.
+        ``ignore_empty=True`` ignores empty rows: see :func:`from_jagged`.
         """
         indices, values = _as_index(indices, "indices"), _as_values(values)
         if indices.dim() == 0 or indices.shape != values.shape:
@@ -150,7 +150,7 @@ class SparseTarget:
         shape = indices.shape[:-1]
         row_mask = _check_mask(row_mask, shape)
         if ignore_empty:
-            row_mask = _and(row_mask, (values.ne(0) & indices.ne(IGNORE_INDEX)).any(-1))
+            row_mask = _and(row_mask, _live(indices, values).any(-1))
         return cls(indices, values, row_mask=row_mask, num_classes=num_classes)
 
     @classmethod
@@ -160,7 +160,8 @@ class SparseTarget:
         """Rows of different lengths, one behind the other.
 
         ``indices``: (entries,). ``values``: (entries,), or None for weights of 1. ``offsets``: (rows + 1,), or
-        (..., 2) with the [begin, end) of each row. ``ignore_empty=True`` ignores rows without entries.
+        (..., 2) with the [begin, end) of each row. ``ignore_empty=True`` ignores empty rows: those without an entry that
+        is more than padding, such as rows of stored zeros. The rule is one for every form of target.
         """
         indices, offsets = _as_index(indices, "indices"), _as_index(offsets, "offsets")
         _check(indices.dim() == 1, f"indices must be (entries,), got {list(indices.shape)}")
@@ -173,8 +174,7 @@ class SparseTarget:
         target = cls(indices, values, offsets, None, num_classes)
         row_mask = _check_mask(row_mask, target.shape)
         if ignore_empty:
-            ranges = _ranges(offsets)
-            row_mask = _and(row_mask, ranges[..., 1] > ranges[..., 0])
+            row_mask = _and(row_mask, ~_empty(_ranges(offsets).long(), _live(indices, values)))
         return cls(indices, values, offsets, row_mask, num_classes)
 
     @classmethod
@@ -205,8 +205,9 @@ class SparseTarget:
         if not lies_in_order(t, rows):
             rows, order = torch.sort(rows, stable=True)
             columns, values = columns[order], values[order]
-        if not shape:  # a single row: a top-k of all its entries
-            return cls.from_topk(columns, values, row_mask=row_mask, num_classes=num_classes, ignore_empty=ignore_empty)
+        if not shape:
+            return cls.from_topk(*_single_row(columns, values), row_mask=row_mask, num_classes=num_classes,
+                                 ignore_empty=ignore_empty)
         offsets = torch.searchsorted(rows, torch.arange(num_rows + 1, device=rows.device))
         if len(shape) != 1:
             offsets = _ranges(offsets).reshape(*shape, 2)
@@ -245,7 +246,8 @@ class SparseTarget:
         rows, columns = flat.detach().nonzero(as_tuple=True)
         values, columns = flat[rows, columns], columns.contiguous()
         if not shape:
-            return cls.from_topk(columns, values, row_mask=row_mask, num_classes=num_classes, ignore_empty=ignore_empty)
+            return cls.from_topk(*_single_row(columns, values), row_mask=row_mask, num_classes=num_classes,
+                                 ignore_empty=ignore_empty)
         offsets = torch.searchsorted(rows.contiguous(), torch.arange(len(flat) + 1, device=t.device))
         if len(shape) != 1:
             offsets = _ranges(offsets).reshape(*shape, 2)
@@ -415,14 +417,11 @@ class SparseTarget:
             offsets = self.offsets[begin:max(begin, end) + 1]
         else:
             offsets = _ranges(self.offsets)[key]
-            if offsets.dim() == 1:  # one row alone is a top-k of as many entries as it has
+            if offsets.dim() == 1:
                 begin, end = offsets.tolist()
                 indices = self.indices[begin:end]
                 values = torch.ones_like(indices, dtype=torch.float32) if self.values is None else self.values[begin:end]
-                # A top-k of nothing but -100 would be ignored, the jagged row counts: its padding is padding by weight.
-                padding = indices.eq(IGNORE_INDEX)
-                indices, values = indices.masked_fill(padding, 0), values.masked_fill(padding, 0)
-                return SparseTarget(indices, values, None, row_mask, self.num_classes)
+                return SparseTarget(*_single_row(indices, values), None, row_mask, self.num_classes)
         return SparseTarget(self.indices, self.values, offsets, row_mask, self.num_classes)
 
     def shift(self, n: int) -> "SparseTarget":
@@ -498,6 +497,30 @@ class SparseTarget:
 
 def _and(a: Optional[Tensor], b: Tensor) -> Tensor:
     return b if a is None else a & b
+
+
+def _live(indices: Tensor, values: Optional[Tensor]) -> Tensor:
+    """Which entries are more than padding."""
+    live = indices.ne(IGNORE_INDEX)
+    return live if values is None else live & values.ne(0)
+
+
+def _empty(ranges: Tensor, live: Tensor) -> Tensor:
+    """Rows, by their [begin, end), without a live entry. One that leads outside is not: the loss must complain of it."""
+    entries = live.shape[0]
+    before = F.pad(live.cumsum(0), (1, 0))[ranges.clamp(0, entries)]  # the live ones in front of each end
+    begin, end = ranges[..., 0], ranges[..., 1]
+    return (before[..., 0] == before[..., 1]) & (0 <= begin) & (begin <= end) & (end <= entries)
+
+
+def _single_row(indices: Tensor, values: Tensor) -> Tuple[Tensor, Tensor]:
+    """The entries of a row alone as those of a top-k, which counts as the jagged row does.
+
+    A top-k is ignored where every index is ``ignore_index``, whatever that is: a last entry of weight 0 and another
+    class leaves none for which that holds.
+    """
+    other = indices[:1].eq(0).to(indices.dtype)
+    return torch.cat((indices, other)), torch.cat((values, values.new_zeros(other.shape)))
 
 
 def _check_mask(row_mask: Optional[Tensor], shape: Sequence[int]) -> Optional[Tensor]:
