@@ -2,11 +2,14 @@
 
 import copy
 import math
-from typing import Any, NoReturn, Optional, Sequence, Tuple, Union
+import os
+from contextlib import nullcontext
+from typing import Any, ContextManager, NoReturn, Optional, Sequence, Tuple, Union
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 IGNORE_INDEX = -100  # PyTorch's default, and the mark of padding inside a SparseTarget
 _NO_CLASS = torch.iinfo(torch.int32).max  # an index that no vocabulary holds
@@ -184,44 +187,32 @@ class SparseTarget:
         Needs no synchronisation. Gradients reach the tensor's values.
         """
         _check(t.layout == torch.sparse_coo, f"target must be a sparse COO tensor, got layout {t.layout}", TypeError)
-        _check(t.dim() >= 1 and t.dense_dim() == 0,
-               "target must be sparse in every dimension (dense_dim 0), got a hybrid tensor with dense_dim "
-               f"{t.dense_dim()}")
-        if t.requires_grad:
-            # The one road on which autograd follows the values of a COO tensor. In float64, since it adds duplicates.
-            t = t if t.is_coalesced() else t.to(torch.float64).coalesce()
-            positions, values = t.indices(), t.values()
-        else:
-            positions, values = t._indices(), t._values().detach()
-        *shape, num_classes = t.shape
-        rows, columns, outside = _flatten_positions(positions, shape)
-        num_rows = math.prod(shape)
-        outside = outside & values.detach().ne(0)  # of padding, no index is looked at
-        if not t.is_cuda and bool(outside.any()):
-            bad = positions[:-1, outside][:, 0].tolist()
-            raise RuntimeError(f"sparse_ce: target must have its leading indices inside {shape}, got {bad}")
-        # On a GPU nothing may wait for the check: the entry goes to some row, with a class that spoils its loss.
-        columns = torch.where(outside, _NO_CLASS, columns)
-        if not lies_in_order(t, rows):
-            rows, order = torch.sort(rows, stable=True)
-            columns, values = columns[order], values[order]
+        with _outside_transforms(t):
+            _check(t.dim() >= 1 and t.dense_dim() == 0,
+                   "target must be sparse in every dimension (dense_dim 0), got a hybrid tensor with dense_dim "
+                   f"{t.dense_dim()}")
+            *shape, num_classes = t.shape
+            rows, columns, values = _coo_entries(t)
+            offsets = torch.searchsorted(rows, torch.arange(math.prod(shape) + 1, device=rows.device))
+        options = dict(row_mask=row_mask, num_classes=num_classes, ignore_empty=ignore_empty)
         if not shape:
-            return cls.from_topk(*_single_row(columns, values), row_mask=row_mask, num_classes=num_classes,
-                                 ignore_empty=ignore_empty)
-        offsets = torch.searchsorted(rows, torch.arange(num_rows + 1, device=rows.device))
+            return cls.from_topk(*_single_row(columns, values), **options)
         if len(shape) != 1:
             offsets = _ranges(offsets).reshape(*shape, 2)
-        return cls.from_jagged(columns, values, offsets, row_mask=row_mask, num_classes=num_classes,
-                               ignore_empty=ignore_empty)
+        return cls.from_jagged(columns, values, offsets, **options)
 
     @classmethod
     def from_csr(cls, t: Tensor, *, row_mask: Optional[Tensor] = None, ignore_empty: bool = False) -> "SparseTarget":
         """A ``torch.sparse_csr_tensor`` (N, V) with int32 or int64 indices, taken as it is."""
         _check(t.layout == torch.sparse_csr, f"target must be a sparse CSR tensor, got layout {t.layout}", TypeError)
-        _check(t.dim() == 2 and t.dense_dim() == 0, f"target must be (N, V), got {list(t.shape)}")
-        values = t.values() if t.requires_grad else t.values().detach()
-        return cls.from_jagged(t.col_indices().detach(), values, t.crow_indices().detach(), row_mask=row_mask,
-                               num_classes=t.shape[1], ignore_empty=ignore_empty)
+        with _outside_transforms(t):
+            _check(t.dim() == 2 and t.dense_dim() == 0, f"target must be (N, V), got {list(t.shape)}")
+            num_classes = t.shape[1]
+            values = t.values() if t.requires_grad else t.values().detach()
+            crow, columns = t.crow_indices().detach(), t.col_indices().detach()
+            _check_crow(crow, columns.shape[0])
+        return cls.from_jagged(columns, values, crow, row_mask=row_mask, num_classes=num_classes,
+                               ignore_empty=ignore_empty)
 
     @classmethod
     def from_dense(cls, t: Tensor, k: Optional[int] = None, *, row_mask: Optional[Tensor] = None,
@@ -523,6 +514,28 @@ def _single_row(indices: Tensor, values: Tensor) -> Tuple[Tensor, Tensor]:
     return torch.cat((indices, other)), torch.cat((values, values.new_zeros(other.shape)))
 
 
+def _outside_transforms(t: Tensor) -> ContextManager:
+    """For taking a sparse tensor apart that a function under ``torch.func`` closes over: functorch, which asks it for
+    strides that CSR has not, has no part in it."""
+    if (torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack() is None
+            or torch._C._functorch.is_functorch_wrapped_tensor(t)):
+        return nullcontext()
+    return temporarily_clear_interpreter_stack()
+
+
+def _check_crow(crow: Tensor, entries: int) -> None:
+    """PyTorch checks a CSR tensor only when asked to. A GPU's is looked at under ``SPARSE_CE_VALIDATE=1``."""
+    from .compact import readable
+    if not readable(crow, wait=os.environ.get("SPARSE_CE_VALIDATE", "")[:1] == "1"):
+        return
+    first, last, step = 0, 0, 0
+    if crow.shape[0] > 1:
+        first, last, step = torch.stack((crow[0], crow[-1], crow.diff().amin())).tolist()
+    if first != 0 or last != entries or step < 0:
+        _fail(f"target must have crow_indices that ascend from 0 to its {entries} entries, got {first} to {last}"
+              f"{', with a step down' if step < 0 else ''}; build it with check_invariants=True")
+
+
 def _check_mask(row_mask: Optional[Tensor], shape: Sequence[int]) -> Optional[Tensor]:
     if row_mask is None:
         return None
@@ -530,6 +543,27 @@ def _check_mask(row_mask: Optional[Tensor], shape: Sequence[int]) -> Optional[Te
            f"row_mask must be a tensor of the leading shape {list(shape)}, got "
            f"{list(row_mask.shape) if isinstance(row_mask, Tensor) else type(row_mask).__name__}")
     return row_mask.bool()
+
+
+def _coo_entries(t: Tensor) -> Tuple[Tensor, Tensor, Tensor]:
+    """Row number, ascending, class and value of each entry."""
+    if t.requires_grad:
+        # The one road on which autograd follows the values of a COO tensor. In float64, since it adds duplicates.
+        t = t if t.is_coalesced() else t.to(torch.float64).coalesce()
+        positions, values = t.indices(), t.values()
+    else:
+        positions, values = t._indices(), t._values().detach()
+    rows, columns, outside = _flatten_positions(positions, t.shape[:-1])
+    outside = outside & values.detach().ne(0)  # of padding, no index is looked at
+    if not t.is_cuda and bool(outside.any()):
+        bad = positions[:-1, outside][:, 0].tolist()
+        raise RuntimeError(f"sparse_ce: target must have its leading indices inside {list(t.shape[:-1])}, got {bad}")
+    # On a GPU nothing may wait for the check: the entry goes to some row, with a class that spoils its loss.
+    columns = torch.where(outside, _NO_CLASS, columns)
+    if not lies_in_order(t, rows):
+        rows, order = torch.sort(rows, stable=True)
+        columns, values = columns[order], values[order]
+    return rows, columns, values
 
 
 def lies_in_order(coo: Tensor, rows: Tensor) -> bool:

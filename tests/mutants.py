@@ -252,6 +252,8 @@ PYTHON = [
     ("sparse_ce/target.py", "& (0 <= begin) & (begin <= end) & (end <= entries)", ""),
     ("sparse_ce/target.py", "other = indices[:1].eq(0)", "other = indices[:0].eq(0)"),
     ("sparse_ce/target.py", "indices = t.detach().abs().topk(", "indices = t.detach().topk("),
+    ("sparse_ce/target.py", "return temporarily_clear_interpreter_stack()", "return nullcontext()"),
+    ("sparse_ce/target.py", "if first != 0 or last != entries or step < 0:", "if first != 0 or last != entries:"),
     ("sparse_ce/travel.py", "return _filled(x, int(widths.max()))", "return x"),
     ("sparse_ce/travel.py", "data = [_filled(x, max(", "_ = [_filled(x, max("),
     ("sparse_ce/travel.py", "sys.meta_path.insert(0, _WhenImported())", "pass"),
