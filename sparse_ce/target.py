@@ -533,7 +533,7 @@ def _check_crow(crow: Tensor, entries: int) -> None:
         first, last, step = torch.stack((crow[0], crow[-1], crow.diff().amin())).tolist()
     if first != 0 or last != entries or step < 0:
         _fail(f"target must have crow_indices that ascend from 0 to its {entries} entries, got {first} to {last}"
-              f"{', with a step down' if step < 0 else ''}; build it with check_invariants=True")
+              f"{', with a step down' if step < 0 else ''}; build it with check_invariants=True", RuntimeError)
 
 
 def _check_mask(row_mask: Optional[Tensor], shape: Sequence[int]) -> Optional[Tensor]:
