@@ -87,7 +87,7 @@ def stack(targets: Sequence[SparseTarget]) -> SparseTarget:
 
 
 def pad_entries(indices: Tensor, k: int) -> Tensor:
-    """(..., K) indices filled up to ``k`` with each row's last: a row that is ignored stays so, as does one that counts.
+    """(..., K) indices filled up to ``k`` with each row's last: an ignored row stays so, as does one that counts.
     Of no entries, it takes two to differ: whatever index is to be ignored, one of them is another."""
     missing = k - indices.shape[-1]
     if missing == 0:

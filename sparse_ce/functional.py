@@ -35,8 +35,8 @@ def as_target(target: Target, shape: torch.Size) -> SparseTarget:
     _check(target.layout == torch.strided, "target must be strided, sparse COO or sparse CSR, got layout "
            f"{target.layout}; convert it with .to_sparse_csr()")
     _check(not target.dtype.is_floating_point, f"target must be sparse, got a dense {target.dtype} tensor of shape "
-           f"{list(target.shape)}; where it mixes a few labels, as MixUp does, pass them as (indices, values), where it "
-           "is zeros for the most part, SparseTarget.from_dense(target), and else use "
+           f"{list(target.shape)}; where it mixes a few labels, as MixUp does, pass them as (indices, values), where "
+           "it is zeros for the most part, SparseTarget.from_dense(target), and else use "
            "torch.nn.functional.cross_entropy", TypeError)
     return SparseTarget.from_index(target)
 

@@ -163,8 +163,8 @@ class SparseTarget:
         """Rows of different lengths, one behind the other.
 
         ``indices``: (entries,). ``values``: (entries,), or None for weights of 1. ``offsets``: (rows + 1,), or
-        (..., 2) with the [begin, end) of each row. ``ignore_empty=True`` ignores empty rows: those without an entry that
-        is more than padding, such as rows of stored zeros. The rule is one for every form of target.
+        (..., 2) with the [begin, end) of each row. ``ignore_empty=True`` ignores empty rows: those without an entry
+        that is more than padding, such as rows of stored zeros. The rule is one for every form of target.
         """
         indices, offsets = _as_index(indices, "indices"), _as_index(offsets, "offsets")
         _check(indices.dim() == 1, f"indices must be (entries,), got {list(indices.shape)}")
@@ -225,7 +225,8 @@ class SparseTarget:
         """
         if not isinstance(t, Tensor):
             _fail(f"t must be a tensor, got {type(t).__name__}", TypeError)
-        _check(t.layout == torch.strided, f"t must be dense, got layout {t.layout}; use from_coo or from_csr", TypeError)
+        _check(t.layout == torch.strided, f"t must be dense, got layout {t.layout}; use from_coo or from_csr",
+               TypeError)
         _check(t.dim() > 0, "t must be (..., V), got shape []")
         _check(k is None or type(k) is int and k > 0, f"k must be a positive integer or None, got {k!r}")
         num_classes, t = t.shape[-1], _as_values(t, "t")
@@ -497,7 +498,7 @@ def _live(indices: Tensor, values: Optional[Tensor]) -> Tensor:
 
 
 def _empty(ranges: Tensor, live: Tensor) -> Tensor:
-    """Rows, by their [begin, end), without a live entry. One that leads outside is not: the loss must complain of it."""
+    """Rows, by their [begin, end), without a live entry. One that leads outside is not: the loss must complain."""
     entries = live.shape[0]
     before = F.pad(live.cumsum(0), (1, 0))[ranges.clamp(0, entries)]  # the live ones in front of each end
     begin, end = ranges[..., 0], ranges[..., 1]

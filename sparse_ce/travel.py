@@ -1,8 +1,8 @@
-"""Targets on the way of Hugging Face accelerate, which takes batches apart into tensors and knows no protocol for others.
+"""Targets on the way of Hugging Face accelerate, which takes batches apart into tensors and has no protocol for others.
 
-Its functions take a ``SparseTarget`` for the mapping of its parts (``sparse_ce/parts.py``), and join targets that differ
-in their K, or in the entries of their samples. Only they do: to everybody else a target is no mapping. accelerate is
-not imported here; it learns this when it is.
+Its functions take a ``SparseTarget`` for the mapping of its parts (``sparse_ce/parts.py``), and join targets that are
+unlike in their K, or in the entries of their samples. Only they do: to everybody else a target is no mapping.
+accelerate is not imported here; it learns this when it is.
 """
 
 import functools

@@ -38,7 +38,8 @@ def dataset(form):
     elif form == "topk":
         target = sparse_ce.SparseTarget.from_dense(dense, 4)
     elif form == "jagged":
-        target = sparse_ce.SparseTarget.from_dense(dense, row_mask=torch.arange(ROWS) != torch.arange(SAMPLES)[:, None] % 4)
+        counts = torch.arange(ROWS) != torch.arange(SAMPLES)[:, None] % 4
+        target = sparse_ce.SparseTarget.from_dense(dense, row_mask=counts)
     else:
         target = sparse_ce.SparseTarget.from_dense(dense[:, 0])
     return target

@@ -18,17 +18,19 @@ def forms(device):
     indices, values = torch.tensor(INDICES, device=device), torch.tensor(VALUES, device=device)
     kept = [i for i, n in enumerate(LENGTHS) if n]
     offsets = torch.tensor([0, *LENGTHS], device=device).cumsum(0)
+    ranges = torch.stack((offsets[:-1], offsets[1:]), 1).int()
     flat, weights = indices[kept].flatten(), values[kept].flatten()
     stored = torch.tensor(kept[:3], device=device).repeat_interleave(2)
     positions = torch.stack((stored, flat[:6]))
     size = (5, VOCAB)
+    coo = torch.sparse_coo_tensor(positions, weights[:6], size)
     return {
         "topk": lambda **k: SparseTarget.from_topk(indices, values, **k),
         "logprobs": lambda **k: SparseTarget.from_topk(indices, values.abs().log(), kind="logprobs", **k),
         "jagged": lambda **k: SparseTarget.from_jagged(flat, weights, offsets, **k),
-        "ranges": lambda **k: SparseTarget.from_jagged(flat, weights, torch.stack((offsets[:-1], offsets[1:]), 1).int(), **k),
-        "coo": lambda **k: SparseTarget.from_coo(torch.sparse_coo_tensor(positions, weights[:6], size), **k),
-        "coalesced": lambda **k: SparseTarget.from_coo(torch.sparse_coo_tensor(positions, weights[:6], size).coalesce(), **k),
+        "ranges": lambda **k: SparseTarget.from_jagged(flat, weights, ranges, **k),
+        "coo": lambda **k: SparseTarget.from_coo(coo, **k),
+        "coalesced": lambda **k: SparseTarget.from_coo(coo.coalesce(), **k),
         "csr": lambda **k: SparseTarget.from_csr(torch.sparse_csr_tensor(
             torch.tensor([0, 2, 4, 4, 6, 6], device=device), flat[:6], weights[:6], size), **k),
         "dense": lambda **k: SparseTarget.from_dense(
@@ -108,7 +110,8 @@ def test_rows_collated_one_by_one_and_taken_apart_keep_their_meaning(ignore_inde
     rows = collate([t[0] for t in batches])
     assert_bitwise_equal(cross_entropy(x, rows, **options), expected)
     assert_bitwise_equal(cross_entropy(x, SparseTarget(dict(rows.items())), **options), expected)
-    nothing = SparseTarget.from_topk(torch.zeros(1, 0, dtype=torch.int64, device=device), torch.zeros(1, 0, device=device))
+    no_weights = torch.zeros(1, 0, device=device)
+    nothing = SparseTarget.from_topk(no_weights.long(), no_weights)
     one = SparseTarget.from_topk(torch.tensor([[3]], device=device), torch.ones(1, 1, device=device))
     for target in (collate([nothing, one])[0], SparseTarget(dict(nothing.items())), nothing):
         assert cross_entropy(x[:1], target, **options) != 0
