@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.utils.data import default_collate
 from torch.utils.data._utils.collate import default_collate_fn_map
 
+from .compact import compact
 from .target import IGNORE_INDEX, SparseTarget, _check, _ranges, padding_value
 
 
@@ -80,11 +81,11 @@ def stack(targets: Sequence[SparseTarget]) -> SparseTarget:
         indices = torch.stack([_pad(t.indices, shape, IGNORE_INDEX) for t in targets])
         return SparseTarget(indices, row_mask=row_mask, num_classes=num_classes)
     widths = {t.indices.shape[-1] for t in targets}
-    shape = shape + [max(widths)]
+    shape = shape + [2 if widths == {0, 1} else max(widths)]
     if all(t.values is None for t in targets) and (0 not in widths or len(widths) == 1):
         indices = torch.stack([_pad(t.indices, shape, IGNORE_INDEX) for t in targets])
         return SparseTarget(indices, None, None, row_mask, num_classes, ids=True)
-    indices = torch.stack([_pad(_pad_entries(t.indices, shape[-1]), shape, IGNORE_INDEX) for t in targets])
+    indices = torch.stack([_pad(pad_entries(t.indices, shape[-1]), shape, IGNORE_INDEX) for t in targets])
     values = torch.stack([_pad(_values_of(t, kind), shape, padding_value(kind)) for t in targets])
     return SparseTarget(indices, values, None, row_mask, num_classes, kind)
 
@@ -101,25 +102,32 @@ def _values_of(t: SparseTarget, kind: str) -> Tensor:
     return torch.full_like(t.indices, kind == "probs", dtype=torch.float32) if t.values is None else t.values
 
 
-def _pad_entries(indices: Tensor, k: int) -> Tensor:
-    """(..., K) indices filled up to ``k`` with each row's last: a row that is ignored stays so, as does one that counts."""
+def pad_entries(indices: Tensor, k: int) -> Tensor:
+    """(..., K) indices filled up to ``k`` with each row's last: an ignored row stays so, as does one that counts.
+    Of no entries, it takes two to differ: whatever index is to be ignored, one of them is another."""
     missing = k - indices.shape[-1]
     if missing == 0:
         return indices
-    last = indices[..., -1:] if indices.shape[-1] else indices.new_zeros(*indices.shape[:-1], 1)
-    return torch.cat((indices, last.expand(*last.shape[:-1], missing)), -1)
+    if indices.shape[-1] == 0:
+        return torch.arange(k, dtype=indices.dtype, device=indices.device).clamp(max=1).expand(*indices.shape[:-1], k)
+    return torch.cat((indices, indices[..., -1:].expand(*indices.shape[:-1], missing)), -1)
 
 
 def _stack_jagged(targets: Sequence[SparseTarget], shape: List[int], row_mask, num_classes, kind) -> SparseTarget:
-    ranges, base = [], 0
+    targets = [compact(t) for t in targets]
+    # Slices of one target that are views still, as on a GPU, share its entries; with gradients, none has two rows.
+    ranges, parts, bases, base = [], [], {}, 0
     for t in targets:
-        ranges.append(_pad(_ranges(t.offsets) + base, shape + [2], 0))  # [0, 0): a row without entries
-        base += t.nnz
+        entries = (id(t.indices), id(t.values))
+        if entries not in bases or t.values is not None and t.values.requires_grad:
+            bases[entries] = base
+            base += t.indices.shape[0]
+            parts.append(t)
+        ranges.append(_pad(_ranges(t.offsets) + bases[entries], shape + [2], 0))  # [0, 0): a row without entries
     values = None
-    if any(t.values is not None for t in targets):
-        values = torch.cat([_values_of(t, kind) for t in targets])
-    return SparseTarget(torch.cat([t.indices for t in targets]), values, torch.stack(ranges), row_mask, num_classes,
-                        kind)
+    if any(t.values is not None for t in parts):
+        values = torch.cat([_values_of(t, kind) for t in parts])
+    return SparseTarget(torch.cat([t.indices for t in parts]), values, torch.stack(ranges), row_mask, num_classes, kind)
 
 
 def _as_jagged(t: SparseTarget) -> SparseTarget:

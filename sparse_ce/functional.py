@@ -31,8 +31,9 @@ def as_target(target: Target, shape: torch.Size) -> SparseTarget:
     _check(target.layout == torch.strided, "target must be strided, sparse COO or sparse CSR, got layout "
            f"{target.layout}; convert it with .to_sparse_csr()")
     if target.dtype.is_floating_point:
-        _fail(f"target must be sparse, got a dense {target.dtype} tensor of shape {list(target.shape)}; pass "
-              "target.to_sparse(), or use torch.nn.functional.cross_entropy", TypeError)
+        _fail(f"target must be sparse, got a dense {target.dtype} tensor of shape {list(target.shape)}; where it mixes a "
+              "few labels, as MixUp does, pass them as (indices, values), where it is zeros for the most part, "
+              "SparseTarget.from_dense(target), and else use torch.nn.functional.cross_entropy", TypeError)
     return SparseTarget.from_index(target)
 
 

@@ -26,7 +26,8 @@ def _is_target(x: Any) -> bool:
 def split(target: SparseTarget, devices: Sequence, dim: int = 0) -> List[SparseTarget]:
     """The pieces of ``target`` on their devices, cut along leading dimension ``dim`` as ``Tensor.chunk`` cuts tensors.
 
-    Rows of a jagged target are ranges of one list of entries, which each device gets whole.
+    Rows of a jagged target are ranges of one list of entries, of which each device gets those of its rows from the CPU,
+    and from a GPU, which is not waited for, all.
     """
     _check(-target.dim() <= dim < target.dim(),
            f"target must have the dimension along which inputs are scattered, {dim}, got shape {list(target.shape)}")

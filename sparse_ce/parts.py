@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .collate import pad_entries
 from .target import IGNORE_INDEX, SparseTarget, _check, _ranges, padding_value
 
 
@@ -74,9 +75,7 @@ def _dense_parts(target: SparseTarget) -> Dict[str, Any]:
         values = indices.float()
     if topk and indices.shape[-1] < 2:  # of 1, a framework would make the K of another batch
         missing = 2 - indices.shape[-1]
-        last = indices[..., -1:] if indices.shape[-1] else indices.new_zeros(*indices.shape[:-1], 1)
-        padding = torch.full_like(last, IGNORE_INDEX) if values is None else last
-        indices = torch.cat((indices, padding.expand(*last.shape[:-1], missing)), -1)
+        indices = F.pad(indices, (0, missing), value=IGNORE_INDEX) if values is None else pad_entries(indices, 2)
         values = None if values is None else F.pad(values, (0, missing), value=padding_value(target.kind))
     if target.row_mask is not None:
         ignored = ~target.row_mask[..., None] if topk else ~target.row_mask
@@ -98,7 +97,7 @@ def _jagged_parts(target: SparseTarget) -> Dict[str, Any]:
     used = place < ends[:, -1:] if ends.shape[1] else torch.zeros_like(place, dtype=torch.bool)
     source = torch.where(used, ranges[..., 0].gather(1, row) + place - begins.gather(1, row), 0)
     indices, values = target.indices, target.values
-    if target.nnz == 0:  # something to point at
+    if target.indices.numel() == 0:  # something to point at
         indices, values = indices.new_zeros(1), None if values is None else values.new_zeros(1)
     indices = torch.where(used, indices[source], IGNORE_INDEX)
     values = None if values is None else torch.where(used, values[source], 0.0)

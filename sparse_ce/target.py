@@ -1,12 +1,16 @@
 """``SparseTarget``: a sparse target as plain dense tensors, which move, slice, pickle and compile."""
 
+import copy
 import math
+import os
 import warnings
-from typing import Any, NoReturn, Optional, Sequence, Tuple, Union
+from contextlib import nullcontext
+from typing import Any, ContextManager, NoReturn, Optional, Sequence, Tuple, Union
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 IGNORE_INDEX = -100  # PyTorch's default, and the mark of padding inside a SparseTarget
 _NO_CLASS = torch.iinfo(torch.int32).max  # an index that no vocabulary holds
@@ -99,8 +103,16 @@ class SparseTarget:
         self.__setattr__(name, None)
 
     def __reduce__(self):
-        return SparseTarget, (self.indices, self.values, self.offsets, self.row_mask, self.num_classes, self.kind,
-                              self.ids)
+        from .compact import own
+        t = own(self, wait=True)  # on a GPU too: what is written is read there
+        return SparseTarget, (t.indices, t.values, t.offsets, t.row_mask, t.num_classes, t.kind, t.ids)
+
+    def __copy__(self) -> "SparseTarget":
+        return self
+
+    def __deepcopy__(self, memo: dict) -> "SparseTarget":
+        from .compact import own
+        return own(self)._map(lambda t: copy.deepcopy(t, memo))
 
     # ------------------------------------------------------------------------------------------------ constructors
 
@@ -127,8 +139,8 @@ class SparseTarget:
         ``values=None``: ids alone, each of weight 1.
 
         Where ``mask`` is False the entry is padding, whatever its index and value hold; an id without values becomes
-        -100 there, so that a row of such alone is ignored. ``ignore_empty=True`` ignores rows in which every entry is
-        padding.
+        -100 there, so that a row of such alone is ignored. ``ignore_empty=True`` ignores empty rows: see
+        :func:`from_jagged`.
         """
         if kind not in (None, "probs", "logprobs", "logits"):
             _fail(f"kind must be 'probs', 'logprobs' or 'logits', got {kind!r}")
@@ -152,7 +164,7 @@ class SparseTarget:
         shape = indices.shape[:-1]
         row_mask = _check_mask(row_mask, shape)
         if ignore_empty:
-            row_mask = _and(row_mask, (values.ne(padding_value(kind)) & indices.ne(IGNORE_INDEX)).any(-1))
+            row_mask = _and(row_mask, _live(indices, values, kind).any(-1))
         return cls(indices, values, row_mask=row_mask, num_classes=num_classes,
                    kind="logprobs" if kind == "logprobs" else "probs")
 
@@ -164,7 +176,8 @@ class SparseTarget:
 
         ``indices``: (entries,). ``values``: (entries,), or None for weights of 1. ``offsets``: (rows + 1,), or
         (..., 2) with the [begin, end) of each row. ``kind``: ``"probs"``, ``values`` are the weights, or ``"logprobs"``,
-        their logarithms. ``ignore_empty=True`` ignores rows without entries.
+        their logarithms. ``ignore_empty=True`` ignores empty rows: those without an entry that is more than padding,
+        such as rows of stored zeros. The rule is one for every form of target.
         """
         if kind not in ("probs", "logprobs"):
             _fail(f"kind must be 'probs' or 'logprobs', got {kind!r}")
@@ -180,8 +193,7 @@ class SparseTarget:
         target = cls(indices, values, offsets, None, num_classes, kind)
         row_mask = _check_mask(row_mask, target.shape)
         if ignore_empty:
-            ranges = _ranges(offsets)
-            row_mask = _and(row_mask, ranges[..., 1] > ranges[..., 0])
+            row_mask = _and(row_mask, ~_empty(_ranges(offsets).long(), _live(indices, values, kind)))
         return cls(indices, values, offsets, row_mask, num_classes, kind)
 
     @classmethod
@@ -191,44 +203,64 @@ class SparseTarget:
         Needs no synchronisation. Gradients reach the tensor's values.
         """
         _check(t.layout == torch.sparse_coo, f"target must be a sparse COO tensor, got layout {t.layout}", TypeError)
-        _check(t.dim() >= 1 and t.dense_dim() == 0,
-               "target must be sparse in every dimension (dense_dim 0), got a hybrid tensor with dense_dim "
-               f"{t.dense_dim()}")
-        if t.requires_grad:
-            # The one road on which autograd follows the values of a COO tensor. In float64, since it adds duplicates.
-            t = t if t.is_coalesced() else t.to(torch.float64).coalesce()
-            positions, values = t.indices(), t.values()
-        else:
-            positions, values = t._indices(), t._values().detach()
-        *shape, num_classes = t.shape
-        rows, columns, outside = _flatten_positions(positions, shape)
-        num_rows = math.prod(shape)
-        outside = outside & values.detach().ne(0)  # of padding, no index is looked at
-        if not t.is_cuda and bool(outside.any()):
-            bad = positions[:-1, outside][:, 0].tolist()
-            raise RuntimeError(f"sparse_ce: target must have its leading indices inside {shape}, got {bad}")
-        # On a GPU nothing may wait for the check: the entry goes to some row, with a class that spoils its loss.
-        columns = torch.where(outside, _NO_CLASS, columns)
-        if not lies_in_order(t, rows):
-            rows, order = torch.sort(rows, stable=True)
-            columns, values = columns[order], values[order]
-        if not shape:  # a single row: a top-k of all its entries
-            return cls.from_topk(columns, values, kind="probs", row_mask=row_mask, num_classes=num_classes,
-                                 ignore_empty=ignore_empty)
-        offsets = torch.searchsorted(rows, torch.arange(num_rows + 1, device=rows.device))
+        with _outside_transforms(t):
+            _check(t.dim() >= 1 and t.dense_dim() == 0,
+                   "target must be sparse in every dimension (dense_dim 0), got a hybrid tensor with dense_dim "
+                   f"{t.dense_dim()}")
+            *shape, num_classes = t.shape
+            rows, columns, values = _coo_entries(t)
+            offsets = torch.searchsorted(rows, torch.arange(math.prod(shape) + 1, device=rows.device))
+        options = dict(row_mask=row_mask, num_classes=num_classes, ignore_empty=ignore_empty)
+        if not shape:
+            return cls.from_topk(*_single_row(columns, values), kind="probs", **options)
         if len(shape) != 1:
             offsets = _ranges(offsets).reshape(*shape, 2)
-        return cls.from_jagged(columns, values, offsets, row_mask=row_mask, num_classes=num_classes,
-                               ignore_empty=ignore_empty)
+        return cls.from_jagged(columns, values, offsets, **options)
 
     @classmethod
     def from_csr(cls, t: Tensor, *, row_mask: Optional[Tensor] = None, ignore_empty: bool = False) -> "SparseTarget":
         """A ``torch.sparse_csr_tensor`` (N, V) with int32 or int64 indices, taken as it is."""
         _check(t.layout == torch.sparse_csr, f"target must be a sparse CSR tensor, got layout {t.layout}", TypeError)
-        _check(t.dim() == 2 and t.dense_dim() == 0, f"target must be (N, V), got {list(t.shape)}")
-        values = t.values() if t.requires_grad else t.values().detach()
-        return cls.from_jagged(t.col_indices().detach(), values, t.crow_indices().detach(), row_mask=row_mask,
-                               num_classes=t.shape[1], ignore_empty=ignore_empty)
+        with _outside_transforms(t):
+            _check(t.dim() == 2 and t.dense_dim() == 0, f"target must be (N, V), got {list(t.shape)}")
+            num_classes = t.shape[1]
+            values = t.values() if t.requires_grad else t.values().detach()
+            crow, columns = t.crow_indices().detach(), t.col_indices().detach()
+            _check_crow(crow, columns.shape[0])
+        return cls.from_jagged(columns, values, crow, row_mask=row_mask, num_classes=num_classes,
+                               ignore_empty=ignore_empty)
+
+    @classmethod
+    def from_dense(cls, t: Tensor, k: Optional[int] = None, *, row_mask: Optional[Tensor] = None,
+                   ignore_empty: bool = False) -> "SparseTarget":
+        """Weights (..., V) that are mostly zeros. Where few are, ``F.cross_entropy`` takes ``t`` as it is, and faster.
+
+        ``k=None`` keeps every weight that is not 0, in rows of different lengths; a GPU is waited for. ``k`` keeps the
+        ``k`` largest of each row by magnitude as a padded top-k, without waiting: what is smaller is dropped, and the
+        rest is not scaled to make up for it. Gradients reach what is kept.
+        """
+        if not isinstance(t, Tensor):
+            _fail(f"t must be a tensor, got {type(t).__name__}", TypeError)
+        _check(t.layout == torch.strided, f"t must be dense, got layout {t.layout}; use from_coo or from_csr",
+               TypeError)
+        _check(t.dim() > 0, "t must be (..., V), got shape []")
+        _check(k is None or type(k) is int and k > 0, f"k must be a positive integer or None, got {k!r}")
+        num_classes, t = t.shape[-1], _as_values(t, "t")
+        if k is not None:
+            indices = t.detach().abs().topk(min(k, num_classes), -1).indices
+            return cls.from_topk(indices, t.gather(-1, indices), kind="probs", row_mask=row_mask,
+                                 num_classes=num_classes, ignore_empty=ignore_empty)
+        shape, flat = t.shape[:-1], t.reshape(math.prod(t.shape[:-1]), num_classes)
+        rows, columns = flat.detach().nonzero(as_tuple=True)
+        values, columns = flat[rows, columns], columns.contiguous()
+        if not shape:
+            return cls.from_topk(*_single_row(columns, values), kind="probs", row_mask=row_mask,
+                                 num_classes=num_classes, ignore_empty=ignore_empty)
+        offsets = torch.searchsorted(rows.contiguous(), torch.arange(len(flat) + 1, device=t.device))
+        if len(shape) != 1:
+            offsets = _ranges(offsets).reshape(*shape, 2)
+        return cls.from_jagged(columns, values, offsets, row_mask=row_mask, num_classes=num_classes,
+                               ignore_empty=ignore_empty)
 
     # ------------------------------------------------------------------------------------------------ like a tensor
 
@@ -267,8 +299,10 @@ class SparseTarget:
 
     @property
     def nnz(self) -> int:
-        """Stored entries, padding included."""
-        return self.indices.numel()
+        """Entries of its rows, padding included. Of a jagged target on a GPU the offsets are waited for; where nothing
+        can be read (``torch.compile``, ``meta``) all stored entries count, those of rows that a slice left out too."""
+        from .compact import count
+        return count(self)
 
     @property
     def device(self) -> torch.device:
@@ -277,6 +311,11 @@ class SparseTarget:
     def __len__(self) -> int:
         _check(len(self.shape) > 0, "target must have a leading dimension to have a length, got shape []", TypeError)
         return self.shape[0]
+
+    def __array__(self, dtype: Any = None, copy: Optional[bool] = None) -> NoReturn:
+        """Without it numpy makes an array of objects, which equals no prediction, without a word."""
+        _fail(f"target must be made dense to become an array, got a SparseTarget of shape {list(self.shape)}; compare "
+              "predictions with target.to_dense().argmax(-1), its top class, where target.ne(-100)", TypeError)
 
     def __repr__(self) -> str:
         if not isinstance(self.indices, Tensor):
@@ -294,6 +333,10 @@ class SparseTarget:
             parts.append("row_mask")
         return f"SparseTarget({', '.join(parts)}, device={self.device})"
 
+    def _tensors(self) -> "SparseTarget":
+        """Of the arrays that evaluation hands to ``compute_metrics``."""
+        return self._map(torch.as_tensor)
+
     def _map(self, f) -> "SparseTarget":
         def each(t):
             return None if t is None else f(t)
@@ -305,19 +348,37 @@ class SparseTarget:
         return SparseTarget(indices, values, offsets, row_mask, self.num_classes, self.kind, self.ids)
 
     def to(self, device: Union[torch.device, str, int, None] = None, non_blocking: bool = False) -> "SparseTarget":
-        """The same target on another device; itself if it is there already."""
+        """The same target on another device; itself if it is there already.
+
+        Rows of a jagged target leave the CPU with no entries but their own. They leave a GPU so for the CPU, unless
+        ``non_blocking``: to find them it is waited for.
+        """
         _check(not isinstance(device, torch.dtype), f"device must be a device, got {device}; the dtypes of a "
                "SparseTarget need no change, the kernels read them as they are", TypeError)
-        return self if device is None else self._map(lambda t: t.to(device, non_blocking=non_blocking))
+        if device is None:
+            return self
+        target, kind = self, torch.device(device).type
+        if kind != self.device.type:
+            from .compact import compact
+            target = compact(self, wait=kind == "cpu" and not non_blocking)
+        return target._map(lambda t: t.to(device, non_blocking=non_blocking))
 
     def cuda(self, device: Union[torch.device, int, None] = None, non_blocking: bool = False) -> "SparseTarget":
-        return self._map(lambda t: t.cuda(device, non_blocking=non_blocking))
+        return self.to("cuda" if device is None else device, non_blocking)
 
     def cpu(self) -> "SparseTarget":
-        return self.to("cpu")
+        """The same rows on the CPU, with no entries but their own."""
+        from .compact import compact
+        return compact(self.to("cpu"))
 
     def pin_memory(self) -> "SparseTarget":
-        return self._map(lambda t: t.pin_memory())
+        from .compact import compact
+        return compact(self)._map(lambda t: t.pin_memory())
+
+    def share_memory(self) -> "SparseTarget":
+        """The same rows, with no entries but their own, in memory that processes share."""
+        from .compact import own
+        return own(self)._map(lambda t: t.share_memory_())
 
     def is_pinned(self) -> bool:
         return self.indices.is_pinned()
@@ -338,6 +399,8 @@ class SparseTarget:
 
     def ne(self, ignore_index: int) -> Tensor:
         """``shape``, bool: True for the rows that count, given the index that marks rows and entries to ignore."""
+        if not isinstance(self.indices, Tensor):
+            return self._tensors().ne(ignore_index)
         if self.by_sample:
             return self._absolute().ne(ignore_index)
         if self.layout == "index":
@@ -369,14 +432,11 @@ class SparseTarget:
             offsets = self.offsets[begin:max(begin, end) + 1]
         else:
             offsets = _ranges(self.offsets)[key]
-            if offsets.dim() == 1:  # one row alone is a top-k of as many entries as it has
+            if offsets.dim() == 1:
                 begin, end = offsets.tolist()
                 indices = self.indices[begin:end]
                 values = torch.ones_like(indices, dtype=torch.float32) if self.values is None else self.values[begin:end]
-                # A top-k of nothing but -100 would be ignored, the jagged row counts: its padding is padding by weight.
-                padding = indices.eq(IGNORE_INDEX)
-                indices, values = indices.masked_fill(padding, 0), values.masked_fill(padding, padding_value(self.kind))
-                return self._with(indices, values, None, row_mask)
+                return self._with(*_single_row(indices, values, self.kind), None, row_mask)
         return self._with(self.indices, self.values, offsets, row_mask)
 
     def shift(self, n: int) -> "SparseTarget":
@@ -426,8 +486,10 @@ class SparseTarget:
         return SparseTarget(self.indices, values, self.offsets, self.row_mask, self.num_classes, "logprobs")
 
     def to_dense(self, dtype: Optional[torch.dtype] = None) -> Tensor:
-        """``(*shape, num_classes)``, zeros in ignored rows. For tests and inspection: it is what this library avoids."""
+        """``(*shape, num_classes)``, zeros in ignored rows. For tests and metrics: it is what this library avoids."""
         from . import reference
+        if not isinstance(self.indices, Tensor):
+            return self._tensors().to_dense(dtype)
         _check(self.num_classes is not None, "num_classes must be known for to_dense, got None; pass num_classes= to "
                "the constructor")
         flat, rows = self.flatten(), math.prod(self.shape)
@@ -530,6 +592,52 @@ def _and(a: Optional[Tensor], b: Tensor) -> Tensor:
     return b if a is None else a & b
 
 
+def _live(indices: Tensor, values: Optional[Tensor], kind: Optional[str]) -> Tensor:
+    """Which entries are more than padding."""
+    live = indices.ne(IGNORE_INDEX)
+    return live if values is None else live & values.ne(padding_value(kind))
+
+
+def _empty(ranges: Tensor, live: Tensor) -> Tensor:
+    """Rows, by their [begin, end), without a live entry. One that leads outside is not: the loss must complain."""
+    entries = live.shape[0]
+    before = F.pad(live.cumsum(0), (1, 0))[ranges.clamp(0, entries)]  # the live ones in front of each end
+    begin, end = ranges[..., 0], ranges[..., 1]
+    return (before[..., 0] == before[..., 1]) & (0 <= begin) & (begin <= end) & (end <= entries)
+
+
+def _single_row(indices: Tensor, values: Tensor, kind: str = "probs") -> Tuple[Tensor, Tensor]:
+    """The entries of a row alone as those of a top-k, which counts as the jagged row does.
+
+    A top-k is ignored where every index is ``ignore_index``, whatever that is: a last entry of weight 0 and another
+    class leaves none for which that holds.
+    """
+    other = indices[:1].eq(0).to(indices.dtype)
+    return torch.cat((indices, other)), torch.cat((values, values.new_full(other.shape, padding_value(kind))))
+
+
+def _outside_transforms(t: Tensor) -> ContextManager:
+    """For taking a sparse tensor apart that a function under ``torch.func`` closes over: functorch, which asks it for
+    strides that CSR has not, has no part in it."""
+    if (torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack() is None
+            or torch._C._functorch.is_functorch_wrapped_tensor(t)):
+        return nullcontext()
+    return temporarily_clear_interpreter_stack()
+
+
+def _check_crow(crow: Tensor, entries: int) -> None:
+    """PyTorch checks a CSR tensor only when asked to. A GPU's is looked at under ``SPARSE_CE_VALIDATE=1``."""
+    from .compact import readable
+    if not readable(crow, wait=os.environ.get("SPARSE_CE_VALIDATE", "")[:1] == "1"):
+        return
+    first, last, step = 0, 0, 0
+    if crow.shape[0] > 1:
+        first, last, step = torch.stack((crow[0], crow[-1], crow.diff().amin())).tolist()
+    if first != 0 or last != entries or step < 0:
+        _fail(f"target must have crow_indices that ascend from 0 to its {entries} entries, got {first} to {last}"
+              f"{', with a step down' if step < 0 else ''}; build it with check_invariants=True", RuntimeError)
+
+
 def _check_mask(row_mask: Optional[Tensor], shape: Sequence[int]) -> Optional[Tensor]:
     if row_mask is None:
         return None
@@ -537,6 +645,27 @@ def _check_mask(row_mask: Optional[Tensor], shape: Sequence[int]) -> Optional[Te
            f"row_mask must be a tensor of the leading shape {list(shape)}, got "
            f"{list(row_mask.shape) if isinstance(row_mask, Tensor) else type(row_mask).__name__}")
     return row_mask.bool()
+
+
+def _coo_entries(t: Tensor) -> Tuple[Tensor, Tensor, Tensor]:
+    """Row number, ascending, class and value of each entry."""
+    if t.requires_grad:
+        # The one road on which autograd follows the values of a COO tensor. In float64, since it adds duplicates.
+        t = t if t.is_coalesced() else t.to(torch.float64).coalesce()
+        positions, values = t.indices(), t.values()
+    else:
+        positions, values = t._indices(), t._values().detach()
+    rows, columns, outside = _flatten_positions(positions, t.shape[:-1])
+    outside = outside & values.detach().ne(0)  # of padding, no index is looked at
+    if not t.is_cuda and bool(outside.any()):
+        bad = positions[:-1, outside][:, 0].tolist()
+        raise RuntimeError(f"sparse_ce: target must have its leading indices inside {list(t.shape[:-1])}, got {bad}")
+    # On a GPU nothing may wait for the check: the entry goes to some row, with a class that spoils its loss.
+    columns = torch.where(outside, _NO_CLASS, columns)
+    if not lies_in_order(t, rows):
+        rows, order = torch.sort(rows, stable=True)
+        columns, values = columns[order], values[order]
+    return rows, columns, values
 
 
 def lies_in_order(coo: Tensor, rows: Tensor) -> bool:

@@ -244,7 +244,9 @@ def corrupt_rows(device):
 def test_a_corrupt_crow_is_refused(wrong, device):
     x, target = good(device)[0].requires_grad_(), corrupt_rows(device)[wrong]
     if device == "cpu":
-        assert_refused(lambda: cross_entropy(x, target), "offsets", "row", error=RuntimeError)
+        assert_refused(lambda: cross_entropy(x, target), "crow_indices", "its 4 entries", error=RuntimeError)
+        jagged = SparseTarget.from_jagged(target.col_indices(), None, target.crow_indices())
+        assert_refused(lambda: cross_entropy(x, jagged), "offsets", "row", error=RuntimeError)
     else:
         assert cross_entropy(x, target).isnan()
 

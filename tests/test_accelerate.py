@@ -1,0 +1,69 @@
+"""accelerate's own data path in two processes: what makes a target travel needs no integration."""
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import sparse_ce
+
+pytest.importorskip("accelerate", minversion="1.15")
+
+HERE = Path(__file__).resolve().parent
+FORMS = ["labels", "topk", "jagged", "jagged flat"]
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    folder, package = tmp_path_factory.mktemp("processes"), Path(sparse_ce.__file__).parent.parent
+    environment = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+                   "PYTHONPATH": os.pathsep.join([str(package), str(HERE)]), "OMP_NUM_THREADS": "1"}
+    logs = [(folder / f"{rank}.log").open("w+") for rank in (0, 1)]
+    started = [subprocess.Popen([sys.executable, HERE / "accelerate_process.py", folder], stdout=log, stderr=log,
+                                env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)})
+               for rank, log in enumerate(logs)]
+    try:
+        codes = [process.wait(timeout=120) for process in started]
+    except subprocess.TimeoutExpired:
+        codes = None
+    finally:
+        for process in started:
+            process.kill()
+    assert codes == [0, 0], "".join((folder / f"{rank}.log").read_text()[-3000:] for rank in (0, 1))
+    return [torch.load(folder / f"{rank}.pt") for rank in (0, 1)]
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("loader", ["shard", "dispatch", "dispatch split"])
+def test_both_processes_see_every_sample_once(loader, form, results, monkeypatch):
+    monkeypatch.setenv("RANK", "0")
+    from accelerate_process import SAMPLES, dataset
+    target = dataset(form)
+    for found in results:
+        x, dense, counts = found[f"{loader},{form}"]
+        assert x.tolist() == list(range(SAMPLES))
+        assert torch.equal(dense, target.to_dense()) and torch.equal(counts, target.ne(-100))
+
+
+@pytest.mark.parametrize("first", ["sparse_ce", "accelerate"])
+def test_nobody_else_takes_a_target_for_a_mapping(first, tmp_path):
+    second = {"sparse_ce": "accelerate", "accelerate": "sparse_ce"}[first]
+    code = f"""
+import {first}, {second}, torch, sys
+from collections.abc import Mapping
+from accelerate.utils import operations, find_batch_size, concatenate
+assert not isinstance(sparse_ce.SparseTarget.from_index(torch.arange(3)), Mapping)
+target = sparse_ce.SparseTarget.from_index(torch.arange(3))
+assert find_batch_size({{"labels": target}}) == 3
+assert concatenate([dict(a=target), dict(a=target)])["a"].indices.tolist() == [0, 1, 2, 0, 1, 2]
+assert concatenate([[torch.arange(2)], [torch.arange(2)]])[0].tolist() == [0, 1, 0, 1]
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr[-2000:]
