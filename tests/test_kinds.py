@@ -15,6 +15,7 @@ from cases import FORMS, Draw
 from close import assert_bitwise_equal
 from sparse_ce import SparseTarget, collate, cross_entropy, linear_cross_entropy
 from sparse_ce.functional import as_target
+from sparse_ce.travel import _filled
 
 LOGPROBS = ["topk-logprobs", "topk-logprobs-masked", "jagged-logprobs"]
 
@@ -90,13 +91,13 @@ def test_an_underflowing_weight_still_needs_an_index(device):
             assert total.item() == pytest.approx(math.log(3))
             assert torch.autograd.grad(total, values)[0][0].tolist() == pytest.approx([0.0, math.log(3)])
         elif device == "cpu" and sparse_ce.ops.instruction_set() != "emulated CUDA":
-            with pytest.raises(RuntimeError, match="sparse_ce: indices must be in"):
+            with pytest.raises(RuntimeError, match="sparse_ce: target must have indices in"):
                 loss(x, target)
         else:
             try:
                 assert loss(x, target).isnan().all()
             except RuntimeError as error:  # SPARSE_CE_VALIDATE=1
-                assert "sparse_ce: indices must be in" in str(error)
+                assert "sparse_ce: target must have indices in" in str(error)
 
 
 @pytest.mark.parametrize("kind", ["probs", "logprobs"])
@@ -408,3 +409,13 @@ def test_a_named_kind_a_graph_and_a_transform_do_not_warn():
     assert warned(lambda: torch.func.vmap(lambda v: cross_entropy(x, (IDS, v)))(values[None])) == []
     assert warned(lambda: SparseTarget.from_coo(torch.sparse_coo_tensor(IDS[:1], values[0], (12,)))) == []
     assert warned(lambda: SparseTarget.from_topk(IDS.to("meta"), values.to("meta"))) == []
+
+
+@pytest.mark.parametrize("form", ["topk-logprobs", "topk-logprobs-masked", "topk-ids", "tuple"])
+def test_what_is_filled_up_on_its_way_is_padding(form, device):
+    """Processes whose K differ, as accelerate gathers them."""
+    case, logits = example(form, device)
+    target = as_target(case.target, logits)
+    wider = _filled(target, target.indices.shape[-1] + 40)
+    assert wider.kind == target.kind and wider.ids == target.ids and wider.indices.shape[-1] > 40
+    torch.testing.assert_close(loss(logits, wider), loss(logits, target))
