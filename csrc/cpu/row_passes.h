@@ -167,7 +167,7 @@ class Backward {
       const auto entry = args_.target.template entry<acc_t>(i);
       if (entry.column < 0) continue;
       const acc_t o = args_.target.template class_weight<acc_t>(entry.column);
-      grad_values[i] = -c.d * o * c.log_prob(transform_(to_acc(row(r)[entry.column])));
+      grad_values[i] = c.of_value(transform_(to_acc(row(r)[entry.column])), o);
     }
   }
 

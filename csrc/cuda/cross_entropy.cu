@@ -311,9 +311,9 @@ __global__ void __launch_bounds__(kThreads) backward_values_kernel(BackwardArgs 
     const EntryRange range = args.target.row(r);
     for (int64_t i = range.begin + Group::rank(); i < range.end; i += kWarp) {
       const int64_t column = args.target.template entry<acc_t>(i).column;
-      if (column < 0 || c.d == acc_t(0)) continue;
+      if (column < 0) continue;
       const acc_t o = args.target.template class_weight<acc_t>(column);
-      static_cast<acc_t*>(args.grad_values)[i] = -c.d * o * c.log_prob(transform(to_acc(row[column])));
+      static_cast<acc_t*>(args.grad_values)[i] = c.of_value(transform(to_acc(row[column])), o);
     }
   }
 }
