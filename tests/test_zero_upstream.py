@@ -42,7 +42,8 @@ each_route = pytest.mark.parametrize("route", ROUTES)
 
 @each_route
 @each_bad
-@pytest.mark.parametrize("options", [dict(), dict(label_smoothing=0.2), dict(z_loss=0.1), dict(logit_scale=2.0)], ids=str)
+@pytest.mark.parametrize("options", [dict(), dict(label_smoothing=0.2), dict(z_loss=0.1), dict(logit_scale=2.0)],
+                         ids=str)
 def test_a_row_that_nobody_asks_for_has_gradients_of_zero(options, bad, route, device):
     x, indices, values = rows(bad, device)
     upstream = torch.tensor([0.0, 2.0, -1.0], dtype=torch.float64, device=device)
@@ -56,7 +57,7 @@ def test_a_row_that_nobody_asks_for_has_gradients_of_zero(options, bad, route, d
 
 @each_route
 def test_labels_smoothed_wholly_leave_nothing_for_the_values(route, device):
-    """1 - label_smoothing is a factor like the upstream gradient; the logits' own gradient knows nothing of the target."""
+    """1 - label_smoothing is a factor like the upstream gradient; the logits have a gradient without it."""
     x, indices, values = rows("-inf", device)
     weight = torch.tensor([0.5, 0.0, 2.0], dtype=torch.float64, device=device)  # class 1's logit is not smoothed either
     f = lambda x, values: cross_entropy(x, (indices, values), weight, reduction="none", label_smoothing=1.0)
@@ -108,8 +109,8 @@ def test_the_gradient_of_a_zero_upstream_still_has_its_derivative(which, device)
     inputs, tangents = (x, values), (torch.randn_like(x), torch.randn_like(values))
 
     def f(x, values):
-        outputs = cross_entropy(x, (indices, values), reduction="none", label_smoothing=0.1, z_loss=0.1, return_lse=True)
-        return outputs[which == "lse"]
+        options = dict(label_smoothing=0.1, z_loss=0.1, return_lse=True)
+        return cross_entropy(x, (indices, values), reduction="none", **options)[which == "lse"]
 
     expected = torch.func.jvp(f, inputs, tangents)[1]
     torch.testing.assert_close(torch.autograd.functional.jvp(f, inputs, tangents, strict=False)[1], expected)

@@ -225,8 +225,11 @@ struct Exact {
         continue;
       }
       const double w = value * p.weight_of(column);
-      const double g = p.grad_of(r) * (1 - e) * p.weight_of(column) * double(exact_lse - z[column]);
-      if (p.grad_of(r) != 0) grad_values[i - p.begin[r]] = g, grad_values_bound[i - p.begin[r]] = few * (std::fabs(g) + 3 * size + 1);
+      const double by = p.grad_of(r) * (1 - e) * p.weight_of(column), g = by * double(exact_lse - z[column]);
+      if (by != 0) {
+        grad_values[i - p.begin[r]] = g;
+        grad_values_bound[i - p.begin[r]] = few * (std::fabs(g) + 3 * size + 1);
+      }
       mass += w, absolute += std::fabs(w);
       target[column] += w;
       if (w != 0) loss += (1 - e) * w * double(exact_lse - z[column]);
