@@ -68,7 +68,6 @@ struct ScaleArgs {
 
 namespace cpu {
 void accumulate(const AccumulateArgs& args);
-void clear_ignored_rows(const ClearRowsArgs& args);
 void scale(const ScaleArgs& args);
 bool multiplies_bfloat16();  // whether the processor has instructions for it
 }  // namespace cpu

@@ -202,27 +202,9 @@ def linear_cross_entropy(head: Tuple[Tensor, Tensor, Optional[Tensor]], target: 
                          chunk_rows: Optional[int], mean: bool,
                          normalizer: Optional[Tensor]) -> Tuple[Tensor, Tensor]:
     """``torch.ops.sparse_ce.linear_forward`` or ``linear_mean`` of ``head`` (input (N, D), weight, bias) and ``target``
-    (indices, values, offsets, weight, row_mask); on a CPU, ignored rows are left out of the products as well."""
+    (indices, values, offsets, weight, row_mask)."""
     if not _eager():
         if mean:
             return _ops.linear_mean(*head, *target, *options, normalizer, chunk_rows)
         return _ops.linear_forward(*head, *target, *options, chunk_rows)
-    input, *others = head
-    if not input.is_cpu or _composite(input):  # on CUDA their number is not known without a wait
-        return _run(head, target, options, chunk_rows, mean, normalizer)
-    indices, values, offsets, weight, row_mask = target
-    ignored = reference.ignored_rows(indices, offsets, row_mask, options[0], input.shape[0])
-    if not ignored.any():
-        return _run(head, target, options, chunk_rows, mean, normalizer)
-    rows = (~ignored).nonzero().squeeze(1)
-    if offsets is None:
-        indices, values = indices[rows], None if values is None else values[rows]
-    else:
-        offsets = (torch.stack([offsets[:-1], offsets[1:]], 1) if offsets.dim() == 1 else offsets)[rows]
-    loss, lse = _run((input[rows], *others), (indices, values, offsets, weight, None), options, chunk_rows, mean,
-                     normalizer)
-
-    def spread(t: Tensor) -> Tensor:
-        return t.new_zeros(input.shape[0]).index_copy(0, rows, t)
-
-    return (loss if mean else spread(loss)), spread(lse)
+    return _run(head, target, options, chunk_rows, mean, normalizer)
