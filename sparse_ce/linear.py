@@ -87,7 +87,7 @@ def _rescaled(gradients: List[Tensor], upstream: Tensor, grad_loss: Tensor, trac
     In place, and on CUDA without a look at either: there, and where forward was ``traced``, ``upstream`` is 1.
     """
     if not _eager():
-        return [(g * grad_loss).to(g.dtype) for g in gradients] if traced else None
+        return [torch.where(g == 0, 0.0, g * grad_loss).to(g.dtype) for g in gradients] if traced else None
     if grad_loss.is_cpu:
         if torch.equal(upstream, grad_loss):
             return gradients

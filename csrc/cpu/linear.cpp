@@ -50,7 +50,7 @@ SCE_HD void accumulate_body(const AccumulateArgs& args, int64_t begin, int64_t e
 
 template <typename scalar_t>
 SCE_HD void scale_body(scalar_t* values, acc_type<scalar_t> by, int64_t count) {
-  for (int64_t i = 0; i < count; ++i) from_acc(to_acc(values[i]) * by, values[i]);
+  for (int64_t i = 0; i < count; ++i) from_acc(scaled(to_acc(values[i]), by), values[i]);
 }
 
 template <typename scalar_t, InstructionSet set>
