@@ -262,7 +262,7 @@ x = torch.randn(64, 65536, requires_grad=True)
 with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
     grad, = torch.autograd.grad(sparse_ce.cross_entropy(x, torch.arange(64)), x)
 largest = max(e.self_cpu_memory_usage for e in seen.events())
-digest = hashlib.sha256(grad.numpy().tobytes()).hexdigest()
+digest = hashlib.sha256(grad.clone().numpy().tobytes()).hexdigest()
 try:
     grad.untyped_storage().resize_(0)
     resized = True
