@@ -60,7 +60,8 @@ class LinearOps {
     });
     mean.finish(call.spread(rows.loss));
     auto [grad_input, grad_weight, grad_bias, grad_values] = gradients.tensors();
-    return {mean.mean, mean.divisor, call.spread(rows.lse), call.spread(rows.residual), grad_input, grad_weight, grad_bias, grad_values};
+    return {mean.mean, mean.divisor, call.spread(rows.lse), call.spread(rows.residual),
+            grad_input, grad_weight, grad_bias, grad_values};
   }
 
   static std::tuple<Tensor, Tensor, Tensor, Tensor> backward(
