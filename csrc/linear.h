@@ -57,6 +57,12 @@ struct ClearRowsArgs {
   int64_t max_blocks;       // 0: no limit
 };
 
+// One element: 0, the gradient of an ignored row, stays 0 where the scale is inf or NaN.
+template <typename acc_t>
+SCE_HD acc_t scaled(acc_t x, acc_t by) {
+  return x == acc_t(0) ? x : x * by;
+}
+
 // values *= scale, which is read where it lies; nothing is touched where it is 1.
 struct ScaleArgs {
   void* values;             // (count,)
@@ -68,7 +74,6 @@ struct ScaleArgs {
 
 namespace cpu {
 void accumulate(const AccumulateArgs& args);
-void clear_ignored_rows(const ClearRowsArgs& args);
 void scale(const ScaleArgs& args);
 bool multiplies_bfloat16();  // whether the processor has instructions for it
 }  // namespace cpu

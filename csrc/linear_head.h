@@ -4,12 +4,13 @@
 // The products are made in the `work` dtype: the input's, or float32 on a CPU that does not multiply 16-bit numbers
 // (its own GEMM for them takes three times as long as one of float32). Weights of another dtype are converted a block
 // of classes at a time. `device_t` has besides what ops.h asks for: work_dtype, product_dtype, kWholeBytes (logits of
-// no more make one chunk), chunk_bytes, kBlockBytes (of converted weights, of a product), may_ignore, add_product,
-// accumulate and clear_ignored_rows.
+// no more make one chunk), chunk_bytes, kBlockBytes (of converted weights, of a product), add_product, accumulate,
+// kLeavesOut and live_rows, and for these copy_rows, without them may_ignore and clear_ignored_rows.
 #pragma once
 
 #include "gemm.h"
 #include "linear.h"
+#include "live_rows.h"
 #include "ops.h"
 
 #include <algorithm>
@@ -25,12 +26,14 @@ struct Wanted {
 template <typename device_t>
 class LinearHead {
  public:
-  // input (rows, width), weight (vocab, width), bias (vocab,); only the first `classes` of the vocabulary exist.
+  // input (rows, width), weight (vocab, width), bias (vocab,); only the first `classes` of the vocabulary exist, and of
+  // the input only the rows of `live`, or all: what is said of rows below means these.
   LinearHead(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, int64_t classes,
-             std::optional<int64_t> chunk_rows)
+             std::optional<int64_t> chunk_rows, const LiveRows* live)
       : work_(device_t::work_dtype(input.scalar_type())),
         input_(input.dim() == 2 && input.stride(1) == 1 ? input : packed(input)),
         weight_(rows_of(weight, 0, classes)),
+        live_(live),
         classes_(classes),
         width_(input.size(1)),
         block_(weight.scalar_type() == work_ ? classes : block_classes()) {
@@ -39,14 +42,17 @@ class LinearHead {
     chunks_ = device_t::empty_output(input, {chunk_rows_, classes}, work_);
   }
 
-  int64_t rows() const { return input_.size(0); }
+  int64_t rows() const { return live_ ? live_->count() : input_.size(0); }
   int64_t chunk_rows() const { return chunk_rows_; }
   ScalarType work() const { return work_; }
 
   // Makes room for the gradients: of the dtypes and shapes of input, weight and bias.
   void begin_gradients(const Wanted& wanted, const Tensor& weight, const OptionalTensor& bias) {
     const int64_t vocab = weight.size(0);
-    if (wanted.input) grad_input = device_t::empty_output(input_, {rows(), width_}, input_.scalar_type());
+    if (wanted.input) {
+      grad_input = device_t::empty_output(input_, {input_.size(0), width_}, input_.scalar_type());
+      if (live_) clear_other_rows();
+    }
     if (wanted.weight) {
       grad_weight = device_t::empty_output(input_, {vocab, width_}, weight.scalar_type());
       clear_rows(grad_weight, rows() > 0 ? classes_ : 0, vocab);
@@ -79,7 +85,7 @@ class LinearHead {
   void add_gradients(int64_t begin, const Tensor& dz) {
     const int64_t end = begin + dz.size(0);
     first_ = begin == 0, last_ = end == rows();
-    if (grad_input) write_input_gradient(rows_of(*grad_input, begin, end), dz);
+    if (grad_input) write_input_gradient(begin, end, dz);
     if (grad_weight) add_weight_gradient(dz);
     if (grad_bias) add_bias_gradient(dz);
   }
@@ -92,18 +98,23 @@ class LinearHead {
     return std::max<int64_t>(256, device_t::kBlockBytes / (4 * std::max<int64_t>(1, width_)));
   }
 
-  // The largest chunk that fits the device's budget; all of about one size, so that none is too short to be fast.
+  // The largest chunk that fits the device's budget; all of about one size, so that none is too short to be fast. Where
+  // its rows of the input and of their gradient are copied as well, these share the budget.
   int64_t default_chunk_rows() const {
-    const int64_t row = classes_ * size_in_bytes(work_);
-    if (rows() * row <= device_t::kWholeBytes) return std::max<int64_t>(1, rows());
-    const int64_t budget =
-        device_t::chunk_bytes(rows() * classes_, size_in_bytes(input_.scalar_type()), classes_ * width_);
-    const int64_t most = std::max<int64_t>(1, budget / row);
+    const int64_t size = size_in_bytes(work_), row = classes_ * size;
+    const int64_t copies = live_ || input_.scalar_type() != work_ ? 2 * width_ * size : 0;
+    const bool whole = rows() * row <= device_t::kWholeBytes;
+    if (whole && rows() * copies <= std::max(rows() * row / 4, kLeastCopies)) return std::max<int64_t>(1, rows());
+    int64_t budget = rows() * row;
+    if (!whole)
+      budget = device_t::chunk_bytes(rows() * classes_, size_in_bytes(input_.scalar_type()), classes_ * width_);
+    const int64_t most = std::max<int64_t>(1, std::max(budget, kLeastCopies) / (row + copies));
     const int64_t count = (rows() + most - 1) / most;
     const int64_t even = (rows() + count - 1) / count;
     const int64_t rounded = (even + kRowsTogether - 1) / kRowsTogether * kRowsTogether;
     return std::max<int64_t>(1, std::min(most, rounded));
   }
+  static constexpr int64_t kLeastCopies = int64_t(16) << 20;
   static constexpr int64_t kRowsTogether = 16;
 
   static void clear_rows(const OptionalTensor& t, int64_t begin, int64_t end) {
@@ -112,15 +123,55 @@ class LinearHead {
     torch::stable::zero_(rest);
   }
 
-  // The input's rows as they are multiplied, those of ignored targets cleared.
+  // The gradient of the rows that are left out.
+  void clear_other_rows() {
+    int64_t from = 0;
+    for (const int64_t r : live_->rows) {
+      clear_rows(grad_input, from, r);
+      from = r + 1;
+    }
+    clear_rows(grad_input, from, input_.size(0));
+  }
+
+  // The rows [begin, end) of `t`, (rows of the input, width), where they lie; nothing where they lie apart.
+  OptionalTensor in_place(const Tensor& t, int64_t begin, int64_t end) const {
+    if (!live_) return rows_of(t, begin, end);
+    if (!live_->adjacent(begin, end)) return std::nullopt;
+    const int64_t first = live_->rows[static_cast<size_t>(begin)];
+    return rows_of(t, first, first + end - begin);
+  }
+
+  // Between the rows of `apart`, which lie apart and are those from `begin` on, and `together`.
+  void copy_apart(const Tensor& apart, const Tensor& together, int64_t begin, bool gather) const {
+    if constexpr (device_t::kLeavesOut) {
+      const int64_t* rows = live_->rows.data() + begin;
+      const Tensor &from = gather ? apart : together, &to = gather ? together : apart;
+      CopyRowsArgs args{};
+      args.from = from.const_data_ptr();
+      args.from_dtype = to_dtype(from, "input", /*integer=*/false);
+      args.from_stride = from.stride(0);
+      args.from_rows = gather ? rows : nullptr;
+      args.to = to.mutable_data_ptr();
+      args.to_dtype = to_dtype(to, "input", /*integer=*/false);
+      args.to_stride = to.stride(0);
+      args.to_rows = gather ? nullptr : rows;
+      args.count = together.size(0);
+      args.width = width_;
+      device_t::copy_rows(args);
+    }
+  }
+
+  // The input's rows as they are multiplied; where ignored ones are not left out they are cleared.
   Tensor work_input(int64_t begin, const TargetView& target) {
-    const Tensor given = rows_of(input_, begin, begin + target.rows);
-    const bool clear = device_t::may_ignore(target);
-    if (!clear && given.scalar_type() == work_) return given;
+    const OptionalTensor given = in_place(input_, begin, begin + target.rows);
+    bool clear = false;
+    if constexpr (!device_t::kLeavesOut) clear = device_t::may_ignore(target);
+    if (given && !clear && given->scalar_type() == work_) return *given;
     if (!input_rows_) input_rows_ = empty(input_, {chunk_rows_, width_}, work_);
     Tensor x = rows_of(*input_rows_, 0, target.rows);
-    torch::stable::copy_(x, given);
-    if (clear) {
+    given ? void(torch::stable::copy_(x, *given)) : copy_apart(input_, x, begin, /*gather=*/true);
+    if constexpr (!device_t::kLeavesOut) {
+      if (!clear) return x;
       ClearRowsArgs args{};
       args.rows = x.mutable_data_ptr();
       args.row_bytes = width_ * size_in_bytes(work_);
@@ -149,21 +200,24 @@ class LinearHead {
   // Whether a total of this dtype can stay in the GEMM's hands.
   bool plain(const Tensor& total) const { return total.scalar_type() == work_ && size_in_bytes(work_) > 2; }
 
-  void write_input_gradient(Tensor out, const Tensor& dz) {
-    const bool wide = size_in_bytes(work_) > 2 && out.scalar_type() != work_;
-    if (wide && !input_sums_) input_sums_ = empty(input_, {chunk_rows_, width_}, work_);
-    const bool split = !wide && !plain(out) && block_ < classes_;
+  void write_input_gradient(int64_t begin, int64_t end_row, const Tensor& dz) {
+    const int64_t rows = end_row - begin;
+    OptionalTensor out = in_place(*grad_input, begin, end_row);
+    const bool summed_apart = !out || grad_input->scalar_type() != work_;
+    if (summed_apart && !input_sums_) input_sums_ = empty(input_, {chunk_rows_, width_}, work_);
+    const Tensor total = summed_apart ? rows_of(*input_sums_, 0, rows) : *out;
+    const bool split = !plain(total) && block_ < classes_;
     if (split && !input_low_) input_low_ = empty(input_, {chunk_rows_, width_}, ScalarType::Byte);
-    const Tensor total = wide ? rows_of(*input_sums_, 0, out.size(0)) : out;
     for (int64_t v = 0; v < classes_; v += block_) {
       const int64_t end = std::min(classes_, v + block_);
       const Tensor part = columns_of(dz, v, end), w = work_weight(v, end);
       if (split && !input_product_)
         input_product_ = empty(input_, {chunk_rows_, width_}, device_t::product_dtype(work_));
       add(total, input_low_, part, w, v == 0, end == classes_,
-          [&] { return rows_of(*input_product_, 0, out.size(0)); });
+          [&] { return rows_of(*input_product_, 0, rows); });
     }
-    if (wide) torch::stable::copy_(out, total);
+    if (!out) copy_apart(*grad_input, total, begin, /*gather=*/false);
+    if (out && summed_apart) torch::stable::copy_(*out, total);
   }
 
   void add_weight_gradient(const Tensor& dz) {
@@ -215,6 +269,7 @@ class LinearHead {
 
   ScalarType work_;
   Tensor input_, weight_;
+  const LiveRows* live_;  // or null: all
   OptionalTensor bias_;
   int64_t classes_, width_, block_, chunk_rows_;
   bool first_ = false, last_ = false;

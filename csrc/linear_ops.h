@@ -43,12 +43,12 @@ class LinearOps {
     const Rows rows(call);
     Gradients gradients(call, {input_grad, weight_grad, bias_grad, values_grad});
     BackwardArgs backward{};
-    static_cast<CrossEntropyArgs&>(backward) = call.args;
+    static_cast<CrossEntropyArgs&>(backward) = call.live_args;
     backward.grad_loss = mean.grad_loss();
     backward.lse = rows.lse.const_data_ptr();
     backward.lse_residual = rows.residual.const_data_ptr();
     for_each_chunk(call, gradients.head, [&](int64_t begin, const Tensor& z) {
-      const ForwardArgs forward = rows.chunk(call.args, begin, z);
+      const ForwardArgs forward = rows.chunk(call.live_args, begin, z);
       const BackwardArgs chunk = gradients.chunk(backward, begin, z);
       if (values_grad) {  // needs the logits, which the gradient overwrites
         device_t::forward(forward, input);
@@ -59,16 +59,18 @@ class LinearOps {
       }
       gradients.head.add_gradients(begin, z);
     });
-    mean.finish(rows.loss);
+    mean.finish(call.spread(rows.loss));
     auto [grad_input, grad_weight, grad_bias, grad_values] = gradients.tensors();
-    return {mean.mean, mean.divisor, rows.lse, rows.residual, grad_input, grad_weight, grad_bias, grad_values};
+    return {mean.mean, mean.divisor, call.spread(rows.lse), call.spread(rows.residual),
+            grad_input, grad_weight, grad_bias, grad_values};
   }
 
   static std::tuple<Tensor, Tensor, Tensor, Tensor> backward(
       Tensor grad_loss, OptionalTensor grad_lse, SCE_HEAD, Tensor lse, OptionalTensor lse_residual, SCE_PARAMETERS,
       std::optional<int64_t> chunk_rows, SCE_WANTED, SCE_KIND) {
     const Call call({input, linear_weight, linear_bias}, SCE_TARGET_ARGUMENTS, SCE_OPTION_ARGUMENTS, chunk_rows);
-    const BackwardArgs backward = view_upstream(call.args, input, grad_loss, grad_lse, lse, lse_residual);
+    BackwardArgs backward = view_upstream(call.args, input, grad_loss, grad_lse, lse, lse_residual);
+    const auto held = call.keep_live(backward);
     Gradients gradients(call, {input_grad, weight_grad, bias_grad, values_grad});
     for_each_chunk(call, gradients.head, [&](int64_t begin, const Tensor& z) {
       const BackwardArgs chunk = gradients.chunk(backward, begin, z);
@@ -124,6 +126,11 @@ class LinearOps {
       view_weight(target.weight, options, held, args);
       view_options(options, args);
       if (args.rows > 0) device_t::check_target(args.target, input);
+      live = device_t::live_rows(args.target);
+      live_args = args;
+      if (!live) return;
+      live_args.rows = live->count();
+      live_args.target = live->view(args.target);
     }
 
     // 16-bit inputs may meet float32 weights: mixed precision converts them on the way.
@@ -135,12 +142,67 @@ class LinearOps {
             name(t.scalar_type()));
     }
 
-    LinearHead<device_t> chunks() const { return {head.input, head.weight, head.bias, args.vocab, chunk_rows}; }
+    LinearHead<device_t> chunks() const {
+      return {head.input, head.weight, head.bias, args.vocab, chunk_rows, live ? &*live : nullptr};
+    }
+
+    // What the rows that count have, (rows that count,), among zeros for the others: (rows,).
+    Tensor spread(const Tensor& of_live) const {
+      if constexpr (device_t::kLeavesOut) {
+        if (live) {
+          Tensor all = empty(of_live, {args.rows}, of_live.scalar_type());
+          torch::stable::zero_(all);
+          copy_each(of_live.const_data_ptr(), 1, nullptr, all.mutable_data_ptr(), live->rows.data());
+          return all;
+        }
+      }
+      return of_live;
+    }
+
+    // Makes the arrays of a backward, one element a row, those of the rows that count. Returns what holds them.
+    std::vector<Tensor> keep_live(BackwardArgs& backward) const {
+      std::vector<Tensor> held;
+      if constexpr (device_t::kLeavesOut) {
+        if (!live) return held;
+        static_cast<CrossEntropyArgs&>(backward) = live_args;
+        const auto keep = [&](const void*& array, int64_t stride) {
+          if (!array) return;
+          held.push_back(empty(head.input, {live->count()}, arithmetic_dtype(head.input)));
+          copy_each(array, stride, live->rows.data(), held.back().mutable_data_ptr(), nullptr);
+          array = held.back().const_data_ptr();
+        };
+        keep(backward.grad_loss, backward.grad_loss_stride);
+        keep(backward.grad_lse, backward.grad_lse_stride);
+        keep(backward.lse, 1);
+        keep(backward.lse_residual, 1);
+        backward.grad_loss_stride = backward.grad_lse_stride = 1;
+      }
+      return held;
+    }
+
+    void copy_each(const void* from, int64_t stride, const int64_t* from_rows, void* to, const int64_t* to_rows) const {
+      if constexpr (device_t::kLeavesOut) {
+        CopyRowsArgs copy{};
+        copy.from = from;
+        copy.to = to;
+        copy.from_dtype = copy.to_dtype =
+            arithmetic_dtype(head.input) == ScalarType::Double ? DType::kFloat64 : DType::kFloat32;
+        copy.from_stride = stride;
+        copy.to_stride = 1;
+        copy.from_rows = from_rows;
+        copy.to_rows = to_rows;
+        copy.count = live->count();
+        copy.width = 1;
+        device_t::copy_rows(copy);
+      }
+    }
 
     Head head;
     std::optional<int64_t> chunk_rows;
     Held held;
-    CrossEntropyArgs args{};
+    CrossEntropyArgs args{};         // of all rows
+    std::optional<LiveRows> live;    // nothing: all of them
+    CrossEntropyArgs live_args{};    // of these
   };
 
   // What forward gives for every row.
@@ -148,7 +210,7 @@ class LinearOps {
     explicit Rows(const Call& call)
         : loss(per_row(call)), lse(per_row(call)), residual(per_row(call)) {}
     static Tensor per_row(const Call& call) {
-      return empty(call.head.input, {call.args.rows}, arithmetic_dtype(call.head.input));
+      return empty(call.head.input, {call.live_args.rows}, arithmetic_dtype(call.head.input));
     }
 
     ForwardArgs chunk(const CrossEntropyArgs& all, int64_t begin, const Tensor& z) const {
@@ -217,7 +279,7 @@ class LinearOps {
   static void for_each_chunk(const Call& call, LinearHead<device_t>& head, const function_t& f) {
     for (int64_t begin = 0; begin < head.rows(); begin += head.chunk_rows()) {
       const int64_t end = std::min(head.rows(), begin + head.chunk_rows());
-      f(begin, head.logits(begin, call.args.target.slice(begin, end)));
+      f(begin, head.logits(begin, call.live_args.target.slice(begin, end)));
     }
   }
 
@@ -225,9 +287,9 @@ class LinearOps {
     const Rows rows(call);
     LinearHead<device_t> head = call.chunks();
     for_each_chunk(call, head, [&](int64_t begin, const Tensor& z) {
-      device_t::forward(rows.chunk(call.args, begin, z), call.head.input);
+      device_t::forward(rows.chunk(call.live_args, begin, z), call.head.input);
     });
-    return {rows.loss, rows.lse, rows.residual};
+    return {call.spread(rows.loss), call.spread(rows.lse), call.spread(rows.residual)};
   }
 };
 

@@ -317,6 +317,12 @@ struct GradientCoefficients {
   SCE_HD acc_t at(acc_t z, acc_t class_weight, acc_t target_weight) const {
     return at(z, class_weight) - d * target_weight;
   }
+  // dloss/dw of an entry. Where it is multiplied by 0 (an upstream gradient of 0, a target that is smoothed wholly, a
+  // class of weight 0) it is 0 even at a logit of -inf or NaN.
+  SCE_HD acc_t of_value(acc_t z, acc_t class_weight) const {
+    const acc_t by = d * class_weight;
+    return by == acc_t(0) ? acc_t(0) : -by * log_prob(z);
+  }
 };
 
 }  // namespace sparse_ce

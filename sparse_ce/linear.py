@@ -7,7 +7,6 @@ for backward go through hooks (checkpointing, offloading), nor in float16 withou
 them; whatever they do not answer is answered by ``linear_backward``, which is an op with a derivative of its own.
 """
 
-import re
 from typing import List, Optional, Tuple
 
 import torch
@@ -17,7 +16,6 @@ from . import foresight, reference
 from .ops import _batched, _composite, _eager, _library, _needs_grad, _ops, _per_row, _register_fake
 
 _NONE = (None,) * 12
-_ROW = re.compile(r"(?<= in row )\d+")
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -90,7 +88,7 @@ def _rescaled(gradients: List[Tensor], upstream: Tensor, grad_loss: Tensor, trac
     In place, and on CUDA without a look at either: there, and where forward was ``traced``, ``upstream`` is 1.
     """
     if not _eager():
-        return [(g * grad_loss).to(g.dtype) for g in gradients] if traced else None
+        return [torch.where(g == 0, 0.0, g * grad_loss).to(g.dtype) for g in gradients] if traced else None
     if grad_loss.is_cpu:
         if torch.equal(upstream, grad_loss):
             return gradients
@@ -213,32 +211,9 @@ def linear_cross_entropy(head: Tuple[Tensor, Tensor, Optional[Tensor]], target: 
                          chunk_rows: Optional[int], mean: bool,
                          normalizer: Optional[Tensor]) -> Tuple[Tensor, Tensor]:
     """``torch.ops.sparse_ce.linear_forward`` or ``linear_mean`` of ``head`` (input (N, D), weight, bias) and ``target``
-    (indices, values, offsets, weight, row_mask); on a CPU, ignored rows are left out of the products as well."""
+    (indices, values, offsets, weight, row_mask)."""
     if not _eager():
         if mean:
             return _ops.linear_mean(*head, *target, *_around(options, normalizer, chunk_rows))
         return _ops.linear_forward(*head, *target, *_around(options, chunk_rows))
-    input, *others = head
-    if not input.is_cpu or _composite(input):  # on CUDA their number is not known without a wait
-        return _run(head, target, options, chunk_rows, mean, normalizer)
-    indices, values, offsets, weight, row_mask = target
-    ignored = reference.ignored_rows(indices, offsets, row_mask, options[0], input.shape[0])
-    if not ignored.any():
-        return _run(head, target, options, chunk_rows, mean, normalizer)
-    rows = (~ignored).nonzero().squeeze(1)
-    if offsets is None:
-        indices, values = indices[rows], None if values is None else values[rows]
-    else:
-        offsets = (torch.stack([offsets[:-1], offsets[1:]], 1) if offsets.dim() == 1 else offsets)[rows]
-    try:
-        loss, lse = _run((input[rows], *others), (indices, values, offsets, weight, None), options, chunk_rows, mean,
-                         normalizer)
-    except RuntimeError as error:
-        if "sparse_ce: target" not in str(error):
-            raise
-        raise RuntimeError(_ROW.sub(lambda row: str(int(rows[int(row[0])])), str(error))) from None
-
-    def spread(t: Tensor) -> Tensor:
-        return t.new_zeros(input.shape[0]).index_copy(0, rows, t)
-
-    return (loss if mean else spread(loss)), spread(lse)
+    return _run(head, target, options, chunk_rows, mean, normalizer)

@@ -112,6 +112,65 @@ def entries_of(indices: Tensor, values: Optional[Tensor], offsets: Optional[Tens
     return Entries(rows, columns, values, invalid_rows)
 
 
+class _Times(torch.autograd.Function):
+    """``a * b``, 0 where ``a`` is 0 whatever ``b`` holds; so are its derivatives where the upstream gradient is 0."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(a, b):
+        return torch.where(a == 0, 0.0, a * b)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.save_for_backward(*inputs)
+        ctx.save_for_forward(*inputs)
+
+    @staticmethod
+    def backward(ctx, grad):
+        a, b = ctx.saved_tensors
+        return _Times.apply(grad, b), _Times.apply(grad, a)
+
+    @staticmethod
+    def jvp(ctx, tangent_a, tangent_b):
+        a, b = ctx.saved_tensors
+        return _Times.apply(tangent_a, b) + _Times.apply(a, tangent_b)
+
+
+def times(a: Tensor, b: Tensor) -> Tensor:
+    """``a * b`` of what may be NaN or infinite by what is 0 where nobody asks for it: then 0."""
+    return _Times.apply(*torch.broadcast_tensors(a, b))
+
+
+class _Normalize(torch.autograd.Function):
+    """z (N, V) -> (lse (N,), log-probabilities (N, V)), with a gradient of 0 for a row whose upstream gradients are."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(z):
+        return torch.logsumexp(z, 1), torch.log_softmax(z, 1)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.save_for_backward(output[1])
+        ctx.save_for_forward(output[1])
+
+    @staticmethod
+    def backward(ctx, grad_lse, grad):
+        log_probs, = ctx.saved_tensors
+        # PyTorch's own derivative, which rounds less than a composition, but not of a NaN that nobody asks for.
+        dead = grad.eq(0).all(1, keepdim=True) & log_probs.isnan().any(1, keepdim=True)
+        through = torch.ops.aten._log_softmax_backward_data(grad, log_probs, 1, log_probs.dtype)
+        return torch.where(dead, 0.0, through) + times(grad_lse[:, None], log_probs.exp())
+
+    @staticmethod
+    def jvp(ctx, tangent):
+        log_probs, = ctx.saved_tensors
+        mean = times(tangent, log_probs.exp()).sum(1)
+        return mean, tangent - mean[:, None]
+
+
 def transform(logits: Tensor, logit_scale: float, softcap: Optional[float]) -> Tensor:
     z = logits if logit_scale == 1.0 else logits * logit_scale
     return z if softcap is None else softcap * torch.tanh(z / softcap)
@@ -137,11 +196,10 @@ def _row(logits, indices, values, offsets, weight, row_mask, ignore_index, logit
     ignored = ignored_rows(indices, offsets, row_mask, ignore_index, num_rows)
     # where, not a product: NaN and inf in an ignored row must touch neither the loss nor the gradient.
     z = transform(torch.where(ignored[:, None], 0.0, logits[:, :num_classes].to(dtype)), logit_scale, softcap)
-    lse = torch.logsumexp(z, 1)
+    lse, log_probs = _Normalize.apply(z)
     entries = entries_of(indices, values, offsets, ignore_index, num_classes, dtype, logprobs)
     class_weights = z.new_ones(num_classes) if weight is None else weight.to(dtype)
-    return Row(ignored, z, lse, torch.log_softmax(z, 1), entries, entries.values * class_weights[entries.columns],
-               class_weights)
+    return Row(ignored, z, lse, log_probs, entries, entries.values * class_weights[entries.columns], class_weights)
 
 
 def forward(logits: Tensor, indices: Tensor, values: Optional[Tensor] = None, offsets: Optional[Tensor] = None,
@@ -154,14 +212,14 @@ def forward(logits: Tensor, indices: Tensor, values: Optional[Tensor] = None, of
                logprobs)
     w = row.entry_weights
     # A weight of 0 at a logit of -inf adds 0, not 0 * inf.
-    terms = torch.where(w == 0, 0.0, -w * row.entries.gather(row.log_probs))
+    terms = -times(w, torch.where(w == 0, 0.0, row.entries.gather(row.log_probs)))
     loss = (1 - label_smoothing) * row.entries.sum(terms, logits.shape[0])
     if label_smoothing:
         o = row.class_weights
         smoothed = torch.where(o == 0, 0.0, -o * row.log_probs).sum(1)
         loss = loss + label_smoothing / row.z.shape[1] * smoothed
     if z_loss:
-        loss = loss + z_loss * row.lse.square()
+        loss = loss + z_loss * times(row.lse, row.lse)
     return torch.where(row.ignored, 0.0, loss), torch.where(row.ignored, 0.0, row.lse)
 
 
@@ -178,15 +236,14 @@ def backward(grad_loss: Tensor, grad_lse: Optional[Tensor], logits: Tensor, lse:
     share = label_smoothing / row.z.shape[1]
     mass = row.entries.sum(row.entry_weights, num_rows)
     per_q = (1 - label_smoothing) * mass + share * row.class_weights.sum() + 2 * z_loss * row.lse
-    a = grad_loss * per_q
+    a = times(grad_loss, per_q)
     if grad_lse is not None:
         a = a + grad_lse
     target = row.entries.to_dense(row.entry_weights, num_rows, row.z.shape[1])
-    grad = a[:, None] * row.log_probs.exp() - grad_loss[:, None] * (share * row.class_weights
-                                                                   + (1 - label_smoothing) * target)
-    slope = logit_scale if softcap is None else logit_scale * (1 - (row.z / softcap).square())
-    untouched = row.ignored if grad_lse is not None else row.ignored | (grad_loss == 0)
-    grad = torch.where(untouched[:, None], 0.0, grad * slope)
+    grad = times(a[:, None], row.log_probs.exp()) - times(grad_loss[:, None], share * row.class_weights
+                                                          + (1 - label_smoothing) * target)
+    slope = logit_scale * (torch.ones_like(row.z) if softcap is None else 1 - (row.z / softcap).square())
+    grad = torch.where(row.ignored[:, None], 0.0, times(grad, slope))
     return F.pad(grad, (0, vocab - row.z.shape[1])).to(logits.dtype)
 
 
@@ -202,14 +259,12 @@ def backward_values(grad_loss: Tensor, logits: Tensor, lse: Tensor, lse_residual
     entries = row.entries
     grad = torch.where(row.ignored, 0.0, grad_loss)
     grad = grad[:, None] if entries.rows is None else grad[entries.rows]
-    factor = row.class_weights[entries.columns]
-    if logprobs:
-        factor = factor * entries.values
-    terms = -(1 - label_smoothing) * grad * torch.where(factor == 0, 0.0, factor * entries.gather(row.log_probs))
     if logits.shape[0] == 0:
-        return torch.zeros_like(indices, dtype=terms.dtype)
-    skipped = (entries.values == 0) | entries.values.isnan() | (grad == 0)
-    return torch.where(skipped, 0.0, terms).reshape(indices.shape)
+        return torch.zeros_like(indices, dtype=row.lse.dtype)
+    share = (1 - label_smoothing) * row.class_weights[entries.columns] * (entries.values if logprobs else 1)
+    skipped = (entries.values == 0) | entries.values.isnan() | (share == 0)
+    by, log_probs = (torch.where(skipped, 0.0, t) for t in (grad * share, entries.gather(row.log_probs)))
+    return -times(by, log_probs).reshape(indices.shape)
 
 
 def _head_logits(input, linear_weight, linear_bias, ignored, num_classes) -> Tuple[Tensor, Tensor, Tensor]:

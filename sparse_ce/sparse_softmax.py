@@ -5,6 +5,7 @@ from typing import List, Optional, Tuple
 import torch
 from torch import Tensor
 
+from .reference import arithmetic_dtype
 from .target import _check, _fail, lies_in_order
 
 _ops = torch.ops.sparse_ce
@@ -39,7 +40,8 @@ def log_softmax(input: Tensor, dim: int) -> Tensor:
     dim %= input.dim()
     values = _Values.apply(input)
     if dim >= _sparse_dims(input):  # rows of dense elements, all there
-        return _Assemble.apply(torch.log_softmax(values, dim - input.dim()), input.detach())
+        wide = values.to(arithmetic_dtype(values.dtype))
+        return _Assemble.apply(torch.log_softmax(wide, dim - input.dim()).to(values.dtype), input.detach())
     offsets, order = rows_along(input, dim)
     flat = _ops.sparse_softmax(_flat(values, input), offsets, order, True)
     return _Assemble.apply(flat.view(values.shape), input.detach())
@@ -172,7 +174,8 @@ def csr_softmax(input: Tensor, dim: int, half_to_float: bool, log: bool) -> Tens
     _check(input.dtype.is_floating_point, f"input must be of a floating dtype, got {input.dtype}", RuntimeError)
     dim, values = dim % input.dim(), input.values()
     if dim >= _sparse_dims(input):
-        return with_values(input, (torch.log_softmax if log else torch.softmax)(values, dim - input.dim()))
+        wide = values.to(arithmetic_dtype(values.dtype))
+        return with_values(input, (torch.log_softmax if log else torch.softmax)(wide, dim - input.dim()).to(values.dtype))
     flat = _ops.sparse_softmax(_flat(values, input), *rows_along(input, dim), log)
     return with_values(input, flat.view(values.shape))
 
@@ -184,6 +187,8 @@ def csr_softmax_backward(grad: Tensor, output: Tensor, dim: int, input: Tensor, 
     grad_values = values_at(grad, output).to(values.dtype)
     if dim >= _sparse_dims(output):
         backward = torch._log_softmax_backward_data if log else torch._softmax_backward_data
-        return with_values(output, backward(grad_values, values, dim - output.dim(), values.dtype))
+        wide = arithmetic_dtype(values.dtype)
+        grad_input = backward(grad_values.to(wide), values.to(wide), dim - output.dim(), wide)
+        return with_values(output, grad_input.to(values.dtype))
     flat = _ops.sparse_softmax_backward(_flat(grad_values, output), _flat(values, output), *rows_along(output, dim), log)
     return with_values(output, flat.view(values.shape))

@@ -74,6 +74,18 @@ def test_rows_in_parts_many_rows_and_none(rows, vocab, dtype, makes):
     assert grads[0].shape == (rows, vocab)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_few_long_rows_are_shared_out_by_parts(dtype, makes, threads):
+    x, *target = example(dtype, 2, 100_003)
+    expected = grad_of(cross_entropy(x, tuple(target)), x, 3.0)
+    sparse_ce.foresight._upstream.clear()
+    threads(4)  # more than rows
+    grads = [grad_of(cross_entropy(x, tuple(target)), x, 3.0) for _ in range(2)]
+    assert makes == [3.0]
+    for grad in grads:
+        assert_bitwise_equal(grad, expected)
+
+
 def test_another_upstream_gradient_gives_another_gradient(makes):
     x, *target = example(torch.float16)
     upstream = [1.0, 1.0, 65536.0, 65536.0, 0.0, float("nan"), 1 / 65536]

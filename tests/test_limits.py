@@ -1,7 +1,9 @@
 """The smallest sizes and the largest: rows times vocabulary beyond 2^31 on memory that is expanded or sparse."""
 
 import ctypes
+import os
 import re
+import subprocess
 import sys
 from pathlib import Path
 
@@ -15,6 +17,30 @@ from close import assert_bitwise_equal
 from sparse_ce import SparseTarget, cross_entropy
 
 ops = torch.ops.sparse_ce
+
+
+@pytest.mark.parametrize("form", ["labels", "topk", "csr"])
+def test_a_masked_row_may_hold_any_label(form, device):
+    """Out of range in both directions, beside a mistake that is not masked."""
+    x = torch.randn(4, 7, device=device, requires_grad=True)
+    labels = torch.tensor([3, 99, -7, 5], device=device)
+    mask = torch.tensor([True, False, False, True], device=device)
+
+    def target(labels, mask):
+        if form == "labels":
+            return SparseTarget.from_index(labels, row_mask=mask)
+        if form == "topk":
+            return SparseTarget.from_topk(labels[:, None], torch.ones(4, 1, device=device), row_mask=mask)
+        offsets = torch.arange(5, device=device)
+        return SparseTarget.from_jagged(labels, torch.ones(4, device=device), offsets, row_mask=mask)
+
+    loss = cross_entropy(x, target(labels, mask), reduction="none")
+    expected = F.cross_entropy(x, torch.where(mask, labels, -100), reduction="none")
+    torch.testing.assert_close(loss, expected)
+    torch.testing.assert_close(torch.autograd.grad(loss.sum(), x), torch.autograd.grad(expected.sum(), x))
+    if x.is_cpu:
+        with pytest.raises(RuntimeError, match="got 99 in row 1"):
+            cross_entropy(x, target(labels, mask | (labels == 99)))
 
 
 # --------------------------------------------------------------------------------------------------------- the smallest
@@ -213,3 +239,47 @@ def test_a_large_gradient_after_the_system_took_its_memory_back():
     grad = gradient()
     assert_bitwise_equal(grad, first)
     assert _mapping_of(grad)["AnonHugePages"] >= huge / 2
+
+
+@pytest.mark.skipif(sparse_ce.ops.instruction_set() == "emulated CUDA", reason="gradients come from torch's allocator")
+def test_a_larger_gradient_does_not_get_the_block_of_a_smaller_one():
+    addresses = []
+    for vocab in (32768, 131072):
+        x, labels = torch.zeros(64, vocab), torch.arange(64)
+        loss, lse = ops.forward(x, labels)
+        grad = ops.backward(torch.ones(64), None, x, lse, None, labels)
+        addresses.append(grad.data_ptr())
+        torch.testing.assert_close(grad.sum(1), torch.zeros(64), rtol=0, atol=1e-4)
+        del grad
+    assert addresses[0] != addresses[1]
+
+
+ORDINARY = """
+import hashlib, torch, sparse_ce
+from torch.profiler import ProfilerActivity, profile
+torch.manual_seed(0)
+x = torch.randn(64, 65536, requires_grad=True)
+with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+    grad, = torch.autograd.grad(sparse_ce.cross_entropy(x, torch.arange(64)), x)
+largest = max(e.self_cpu_memory_usage for e in seen.events())
+digest = hashlib.sha256(grad.clone().numpy().tobytes()).hexdigest()
+try:
+    grad.untyped_storage().resize_(0)
+    resized = True
+except RuntimeError:
+    resized = False
+print(resized, largest >= x.nbytes, digest)
+"""
+
+
+@pytest.mark.skipif(sparse_ce.ops.instruction_set() == "emulated CUDA", reason="gradients come from torch's allocator")
+def test_without_the_block_cache_a_gradient_is_an_ordinary_tensor(tmp_path):
+    results = []
+    for wish in ("0", "1"):
+        package = os.path.dirname(os.path.dirname(os.path.abspath(sparse_ce.__file__)))
+        done = subprocess.run([sys.executable, "-c", ORDINARY], capture_output=True, text=True, cwd=tmp_path,
+                              env={**os.environ, "PYTHONPATH": package, "SPARSE_CE_BLOCK_CACHE": wish})
+        assert done.returncode == 0, done.stderr
+        results.append(done.stdout.split())
+    assert results[0][:2] == ["True", "True"]
+    assert results[0][2] == results[1][2]

@@ -10,6 +10,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from cases import FORMS, Draw
+from close import assert_bitwise_equal
 from sparse_ce import LinearSparseCrossEntropyLoss, SparseTarget, foresight, linear_cross_entropy
 from test_compile import DYNAMIC, dirty_allocator, fresh_compiler, op_arguments  # noqa: F401 - a fixture
 from test_linear_gradients import example, fused
@@ -250,3 +251,30 @@ def test_a_traced_graph_names_one_op_for_loss_and_gradients(device):
     torch.compile(lambda *h: fused(h, labels), backend=backend, fullgraph=True)(*head).backward()
     assert seen == ["sparse_ce.linear_forward_with_gradient.default"]
     torch.testing.assert_close(head[0].grad, torch.autograd.grad(F.cross_entropy(F.linear(*head), labels), head[0])[0])
+
+
+@pytest.mark.parametrize("upstream", [1.0, 0.25, -1.7])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_compiled_gradients_have_the_bits_of_eager_ones_made_without_a_forecast(dtype, upstream, fresh_compiler, device):
+    """Both are made for 1 and scaled; an eager step with a forecast makes them for what comes, one rounding less."""
+    head, labels = example(device, dtype, rows=48, vocab=130, width=20)
+    at = torch.tensor(upstream, device=device)
+
+    def step(f):
+        loss = f(head, labels)
+        return loss.detach(), *torch.autograd.grad(loss, head, at)
+
+    def loss_of(head, labels):
+        return fused(head, labels)
+
+    foresight._upstream.clear()
+    first, foreseen = step(loss_of), step(loss_of)
+    compiled = step(torch.compile(loss_of, fullgraph=True, dynamic=False))
+    for c, e in zip(compiled, first):
+        assert_bitwise_equal(c, e)
+    assert first[2].ne(0).any()
+    for a, b in zip(first, foreseen):
+        if upstream == -1.7:
+            torch.testing.assert_close(a, b, rtol=2 * torch.finfo(dtype).eps, atol=1e-6)
+        else:  # a power of two rounds nothing
+            assert_bitwise_equal(a, b)

@@ -238,3 +238,17 @@ def test_23_tied_embeddings_get_the_gradients_of_both_ends(reduction, device):
         (3 * loss_of(x, w) + loss_of(x.flip(1), w)).backward()
         results.append(w.grad)
     torch.testing.assert_close(*results)
+
+
+@pytest.mark.parametrize("upstream", [torch.inf, torch.nan])
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_16_an_infinite_upstream_gradient_leaves_ignored_rows_alone(compiled, upstream, device):
+    """The gradients are there from forward on: 0 * inf would be NaN."""
+    head, labels = example(device)
+    labels[3] = -100
+    f = lambda *head: linear_cross_entropy(head[0], head[1], labels, linear_bias=head[2])
+    if compiled:
+        torch._dynamo.reset()
+        f = torch.compile(f, backend="aot_eager", fullgraph=True)
+    grads = torch.autograd.grad(f(*head), head, torch.tensor(upstream, device=device))
+    assert grads[0][labels == -100].eq(0).all() and not grads[1].isfinite().all()

@@ -403,3 +403,14 @@ def test_what_is_refused(call, error, message):
 
 def test_it_is_exported():
     assert sparse_ce.functional.masked_mean is sparse_ce.masked_mean and "masked_mean" in sparse_ce.__all__
+
+
+@pytest.mark.parametrize("dtype", [torch.int16, torch.int32, torch.int64], ids=str)
+def test_an_integer_mask_is_nonzero_by_all_of_its_bytes(dtype, device):
+    x = Draw(device).normal(4, 6).requires_grad_()
+    mask = torch.tensor([256, 0, -256, 512, 0, 1024], device=device).to(dtype)
+    mean = masked_mean(x, mask, 1)
+    weight = mask.double()
+    torch.testing.assert_close(mean.double(), (x.double() * weight).sum(1) / weight.sum())
+    grad, = torch.autograd.grad(mean.sum(), x)
+    torch.testing.assert_close(grad.double(), (weight / weight.sum()).expand(4, 6))

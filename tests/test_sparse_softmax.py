@@ -449,3 +449,26 @@ def test_stock_softmax_of_coo_is_what_it_was(stored, shape, sparse_dim, log, dty
         grad, = torch.autograd.grad(y.to_dense(), leaf, upstream)
         exact, = torch.autograd.grad(expected, y_leaf, upstream)
         torch.testing.assert_close(grad.to_dense(), torch.where(keep, exact, 0.0), rtol=1e-4, atol=1e-5)
+
+
+# ------------------------------------------------------------------------------------------------ along dense dimensions
+
+
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_along_a_dense_dimension_16_bits_are_rounded_once(dtype, layout, device):
+    """PyTorch's own arithmetic in 16 bits errs by 16 units in the last place there."""
+    values = (4 * Draw(device).normal(40, 300)).to(dtype).requires_grad_()
+    index = torch.arange(40, device=device)
+    pattern = torch.sparse_coo_tensor(torch.stack([index // 8, index % 8]), values, (5, 8, 300), is_coalesced=True)
+    if layout == torch.sparse_csr:
+        pattern = torch.sparse_csr_tensor(torch.arange(6, device=device) * 8, index % 8, values, (5, 8, 300))
+    out = sparse_ce.log_softmax(pattern, -1).values()
+    exact = torch.log_softmax(values.detach().double(), 1)
+    eps = torch.finfo(dtype).eps
+    torch.testing.assert_close(out.detach().double(), exact, rtol=0.51 * eps, atol=1e-6)
+    upstream = Draw(device, 1).normal(40, 300).to(dtype)
+    grad, = torch.autograd.grad(out, values, upstream)
+    leaf = values.detach().double().requires_grad_()
+    expected, = torch.autograd.grad(torch.log_softmax(leaf, 1), leaf, upstream.double())
+    torch.testing.assert_close(grad.double(), expected, rtol=0.51 * eps, atol=1e-5)

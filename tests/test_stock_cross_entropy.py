@@ -1,6 +1,5 @@
 """While ``enable_stock`` is in effect, stock cross entropy with a sparse target equals the one with it made dense."""
 
-import functools
 import sys
 import threading
 import timeit
@@ -205,6 +204,19 @@ def test_target_and_weight_get_the_gradients_of_the_dense_target(layout, enabled
     ours, exact = gradients(lambda t: sparse(t, layout)), gradients(lambda t: t)
     exact[1] = torch.where(dense == 0, 0.0, exact[1])  # there to_sparse has made no entry
     torch.testing.assert_close(ours, exact)
+
+
+@pytest.mark.parametrize("layout", ["coo", "csr"])
+def test_class_weights_alone_get_their_gradient(layout, enabled, device):
+    """Neither logits nor target require one."""
+    draw = Draw(device)
+    logits, dense = problem((6, 11), draw)
+    results = []
+    for target in (sparse(dense, layout), dense):
+        weight = torch.linspace(0.2, 2, 11, device=device, requires_grad=True)
+        results.append(torch.autograd.grad(F.cross_entropy(logits, target, weight), weight)[0])
+    torch.testing.assert_close(*results)
+    assert results[1].ne(0).any()
 
 
 def test_an_entry_of_probability_0_gets_its_gradient(enabled, device):

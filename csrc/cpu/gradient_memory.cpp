@@ -5,6 +5,8 @@
 #include <sys/mman.h>
 
 #include <cstdint>
+#include <cstdlib>
+#include <cstring>
 #include <mutex>
 #include <unordered_map>
 #include <vector>
@@ -96,9 +98,18 @@ BlockCache& cache() {
   return *cache;
 }
 
+// SPARSE_CE_BLOCK_CACHE=0 leaves every gradient to torch's allocator.
+bool in_use() {
+  static const bool wanted = [] {
+    const char* wish = std::getenv("SPARSE_CE_BLOCK_CACHE");
+    return !wish || std::strcmp(wish, "0") != 0;
+  }();
+  return wanted;
+}
+
 }  // namespace
 
-void* take_gradient_memory(size_t bytes) { return cache().take(bytes); }
+void* take_gradient_memory(size_t bytes) { return in_use() ? cache().take(bytes) : nullptr; }
 void give_gradient_memory(void* block) { cache().give(block); }
 
 }  // namespace cpu

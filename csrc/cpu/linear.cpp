@@ -1,10 +1,13 @@
 #include "../linear.h"
+#include "../live_rows.h"
 #include "tile.h"
 
 #include <torch/csrc/stable/ops.h>
 
+#include <algorithm>
 #include <cstdlib>
 #include <cstring>
+#include <type_traits>
 
 namespace sparse_ce {
 namespace cpu {
@@ -47,7 +50,7 @@ SCE_HD void accumulate_body(const AccumulateArgs& args, int64_t begin, int64_t e
 
 template <typename scalar_t>
 SCE_HD void scale_body(scalar_t* values, acc_type<scalar_t> by, int64_t count) {
-  for (int64_t i = 0; i < count; ++i) from_acc(to_acc(values[i]) * by, values[i]);
+  for (int64_t i = 0; i < count; ++i) from_acc(scaled(to_acc(values[i]), by), values[i]);
 }
 
 template <typename scalar_t, InstructionSet set>
@@ -77,11 +80,26 @@ void accumulate(const AccumulateArgs& args) {
   });
 }
 
-void clear_ignored_rows(const ClearRowsArgs& args) {
-  for (int64_t r = 0; r < args.target.rows; ++r) {
-    if (args.target.ignored(r))
-      std::memset(static_cast<char*>(args.rows) + r * args.row_bytes, 0, static_cast<size_t>(args.row_bytes));
-  }
+void copy_rows(const CopyRowsArgs& args) {
+  const auto row_of = [](const int64_t* rows, int64_t i) { return rows ? rows[i] : i; };
+  with_storage(args.from_dtype, [&](auto from_storage) {
+    with_storage(args.to_dtype, [&](auto to_storage) {
+      using from_t = decltype(from_storage);
+      using to_t = decltype(to_storage);
+      const int64_t grain = std::max<int64_t>(1, kGrain / std::max<int64_t>(1, args.width));
+      torch::stable::parallel_for(0, args.count, grain, [&](int64_t begin, int64_t end) {
+        for (int64_t i = begin; i < end; ++i) {
+          const from_t* from = static_cast<const from_t*>(args.from) + row_of(args.from_rows, i) * args.from_stride;
+          to_t* to = static_cast<to_t*>(args.to) + row_of(args.to_rows, i) * args.to_stride;
+          if constexpr (std::is_same_v<from_t, to_t>) {
+            std::copy(from, from + args.width, to);
+          } else {
+            for (int64_t k = 0; k < args.width; ++k) from_acc(static_cast<acc_type<to_t>>(to_acc(from[k])), to[k]);
+          }
+        }
+      });
+    });
+  });
 }
 
 void scale(const ScaleArgs& args) {

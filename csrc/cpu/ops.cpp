@@ -27,14 +27,12 @@ struct Cpu {
   static void masked_mean_backward(const MaskedMeanArgs& args, const Tensor&) { cpu::masked_mean_backward(args); }
 
   static void accumulate(const AccumulateArgs& args, const Tensor&) { cpu::accumulate(args); }
-  static void clear_ignored_rows(const ClearRowsArgs& args, const Tensor&) { cpu::clear_ignored_rows(args); }
   static void scale(const ScaleArgs& args, const Tensor&) { cpu::scale(args); }
 
-  static bool may_ignore(const TargetView& target) {
-    for (int64_t r = 0; r < target.rows; ++r)
-      if (target.ignored(r)) return true;
-    return false;
-  }
+  // Ignored rows are left out of the products.
+  static constexpr bool kLeavesOut = true;
+  static std::optional<LiveRows> live_rows(const TargetView& target) { return LiveRows::of(target); }
+  static void copy_rows(const CopyRowsArgs& args) { cpu::copy_rows(args); }
 
   static ScalarType work_dtype(ScalarType input) {
     const bool native = input == ScalarType::BFloat16 && cpu::multiplies_bfloat16();

@@ -167,8 +167,7 @@ class Backward {
       const auto entry = args_.target.template entry<acc_t>(i);
       if (entry.column < 0) continue;
       const acc_t o = args_.target.template class_weight<acc_t>(entry.column) * args_.target.value_slope(entry);
-      if (o == acc_t(0)) continue;  // nothing even at a -inf logit, as in the loss
-      grad_values[i] = -c.d * (o * c.log_prob(transform_(to_acc(row(r)[entry.column]))));
+      grad_values[i] = c.of_value(transform_(to_acc(row(r)[entry.column])), o);
     }
   }
 

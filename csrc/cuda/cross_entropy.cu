@@ -311,10 +311,9 @@ __global__ void __launch_bounds__(kThreads) backward_values_kernel(BackwardArgs 
     const EntryRange range = args.target.row(r);
     for (int64_t i = range.begin + Group::rank(); i < range.end; i += kWarp) {
       const auto entry = args.target.template entry<acc_t>(i);
-      if (entry.column < 0 || c.d == acc_t(0)) continue;
+      if (entry.column < 0) continue;
       const acc_t o = args.target.template class_weight<acc_t>(entry.column) * args.target.value_slope(entry);
-      if (o == acc_t(0)) continue;  // nothing even at a -inf logit, as in the loss
-      static_cast<acc_t*>(args.grad_values)[i] = -c.d * (o * c.log_prob(transform(to_acc(row[entry.column]))));
+      static_cast<acc_t*>(args.grad_values)[i] = c.of_value(transform(to_acc(row[entry.column])), o);
     }
   }
 }

@@ -117,7 +117,7 @@ __global__ void __launch_bounds__(kThreads) scale_kernel(ScaleArgs args) {
     constexpr int n = decltype(count)::value;
     auto scaled = Elements<scalar_t, n>::load(values + i);
 #pragma unroll
-    for (int e = 0; e < n; ++e) from_acc(to_acc(scaled.at[e]) * by, scaled.at[e]);
+    for (int e = 0; e < n; ++e) from_acc(sparse_ce::scaled(to_acc(scaled.at[e]), by), scaled.at[e]);
     scaled.store(values + i);
   });
 }

@@ -141,7 +141,9 @@ struct Cuda {
     check_cuda(cuda::scale(args, stream_of(like)));
   }
 
-  // Whether there are ignored rows only the device knows, and to ask it is to wait for it.
+  // Whether there are ignored rows only the device knows, and to ask it is to wait for it: they are multiplied as zeros.
+  static constexpr bool kLeavesOut = false;
+  static std::optional<LiveRows> live_rows(const TargetView&) { return std::nullopt; }
   static bool may_ignore(const TargetView& target) { return target.row_mask || (!target.offsets && target.width > 0); }
 
   // Tensor cores multiply 16 bits and add in float32, which a product keeps until it is summed.

@@ -235,11 +235,13 @@ struct Exact {
       }
       const double w = value * p.weight_of(column);
       if (value == 0) continue;
-      const double factor = p.weight_of(column) * (c.logprobs ? value : 1);
-      const bool nothing = c.arithmetic == DType::kFloat32 ? float(p.weight_of(column)) * float(c.logprobs ? value : 1) == 0
-                                                           : factor == 0;
-      const double g = nothing ? 0 : p.grad_of(r) * (1 - e) * factor * double(exact_lse - z[column]);
-      if (p.grad_of(r) != 0) grad_values[i - p.begin[r]] = g, grad_values_bound[i - p.begin[r]] = few * (std::fabs(g) + 3 * size + 1);
+      const double factor = p.weight_of(column) * (c.logprobs ? value : 1), by = p.grad_of(r) * (1 - e) * factor;
+      const bool nothing = c.arithmetic == DType::kFloat32 && float(p.weight_of(column)) * float(c.logprobs ? value : 1) == 0;
+      const double g = nothing ? 0 : by * double(exact_lse - z[column]);
+      if (by != 0) {
+        grad_values[i - p.begin[r]] = g;
+        grad_values_bound[i - p.begin[r]] = few * (std::fabs(g) + 3 * size + 1);
+      }
       mass += w, absolute += std::fabs(w);
       target[column] += w;
       if (w != 0) loss += (1 - e) * w * double(exact_lse - z[column]);

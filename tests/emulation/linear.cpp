@@ -227,7 +227,7 @@ void run_scale(const Case& c) {
   values.download();
   for (int64_t i = -c.offset; i < 0; ++i) compare("front of the values", 0, i, values.get(i), before.get(i), 0);
   for (int64_t i = 0; i < c.count; ++i) {
-    const double exact = before.get(i) * scale.get(0), error = std::isfinite(exact) ? rounding(arithmetic(c.dtype), exact) : 0;
+    const double exact = before.get(i) == 0 ? 0 : before.get(i) * scale.get(0), error = std::isfinite(exact) ? rounding(arithmetic(c.dtype), exact) : 0;
     compare_rounded("scaled value", 0, i, c.dtype, values.get(i), exact, error);
   }
 }

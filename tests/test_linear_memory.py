@@ -1,0 +1,58 @@
+"""What the linear head holds beyond its inputs and gradients on a CPU: README's formula, also where rows are ignored."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import sparse_ce
+
+PEAK = """
+import re, sys, torch, sparse_ce
+from sparse_ce import linear_cross_entropy
+torch.set_num_threads(1)
+rows, vocab, width, ignored, reduction, dtype = (eval(a) if i != 4 else a for i, a in enumerate(sys.argv[1:]))
+
+def status(name):
+    return int(re.search(name + r":\\s+(\\d+) kB", open("/proc/self/status").read())[1]) * 1024
+
+def run(n, like):
+    x, w, b, labels = (t.detach()[:n] if t is like[0] or t is like[3] else t.detach() for t in like)
+    leaves = [t.requires_grad_() for t in (x, w, b)]
+    return torch.autograd.grad(linear_cross_entropy(leaves[0], leaves[1], labels, linear_bias=leaves[2],
+                                                    reduction=reduction).sum(), leaves)
+
+like = [torch.randn(*size).to(dtype) for size in ((rows, width), (vocab, width), (vocab,))]
+labels = torch.randint(vocab, (rows,))
+labels[torch.rand(rows) < ignored] = -100
+run(16, (*like, labels))
+open("/proc/self/clear_refs", "w").write("5")
+before = status("VmRSS")
+grads = run(rows, (*like, labels))
+print(status("VmHWM") - before - sum(g.numel() * g.element_size() for g in grads))
+"""
+
+SHAPES = {"small head, wide hidden states": (8192, 500, 1024), "large head": (1024, 36000, 64),
+          "two classes": (20000, 2, 512)}
+
+
+@pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="reads /proc")
+@pytest.mark.skipif(sparse_ce.ops.instruction_set() == "emulated CUDA", reason="the formula of the CPU")
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("ignored", [0.0, 0.1])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_the_formula_of_the_readme(shape, ignored, dtype, reduction, tmp_path):
+    rows, vocab, width = SHAPES[shape]
+    logits = rows * vocab * 4
+    chunk = logits if logits <= 128 << 20 else max(rows * vocab * dtype.itemsize // 40, 128 << 20)
+    if ignored or dtype == torch.bfloat16:
+        chunk = max(chunk * 5 // 4, 16 << 20)
+    beside = vocab * width if dtype == torch.bfloat16 else 0
+    package = os.path.dirname(os.path.dirname(os.path.abspath(sparse_ce.__file__)))
+    done = subprocess.run([sys.executable, "-c", PEAK, *map(str, (rows, vocab, width, ignored, reduction, dtype))],
+                          capture_output=True, text=True, cwd=tmp_path, env={**os.environ, "PYTHONPATH": package})
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) <= chunk + beside + (10 << 20) + 20 * rows, f"{int(done.stdout) / 2**20:.1f} MiB"
