@@ -40,19 +40,17 @@ def check_reduction(reduction: str, normalizer: Optional[Normalizer]) -> None:
         _fail(f"normalizer must be None unless reduction is 'mean', got reduction={reduction!r}")
     if isinstance(normalizer, Tensor):
         _check_normalizer_tensor(normalizer)
-    elif not _is_number(normalizer):
+    elif not (_is_number(normalizer) or isinstance(normalizer, bool)):
         _fail(f"normalizer must be a number or a tensor, got {normalizer!r}", TypeError)
     elif not 0 <= normalizer < math.inf:
         _fail(f"normalizer must be finite and not negative, got {normalizer}")
 
 
 def _check_normalizer_tensor(normalizer: Tensor) -> None:
-    if normalizer.dtype.is_complex or normalizer.dtype == torch.bool or normalizer.layout != torch.strided:
+    if normalizer.dtype.is_complex or normalizer.layout != torch.strided:
         _fail(f"normalizer must be a strided tensor of real numbers, got {normalizer.dtype}, {normalizer.layout}",
               TypeError)
     _check_local("normalizer", normalizer, "pass normalizer.full_tensor()")
-    if normalizer.requires_grad:
-        _fail("normalizer must be a tensor that does not require grad, got one that does; pass normalizer.detach()")
     if normalizer.numel() == 0:
         _fail(f"normalizer must have at least one element, got {list(normalizer.shape)}")
     if not ops.may_look_at(normalizer):

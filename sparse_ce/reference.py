@@ -112,6 +112,12 @@ def entries_of(indices: Tensor, values: Optional[Tensor], offsets: Optional[Tens
     return Entries(rows, columns, values, invalid_rows)
 
 
+def _inside_a_kernel() -> bool:
+    """Whether functorch has called a kernel (an op of ``torch.ops``, stock.py), where it knows no function of its own."""
+    return (torch._C._functorch.peek_interpreter_stack() is not None and
+            torch._C._dispatch_tls_is_dispatch_key_excluded(torch._C.DispatchKey.FuncTorchDynamicLayerFrontMode))
+
+
 class _Times(torch.autograd.Function):
     """``a * b``, 0 where ``a`` is 0 whatever ``b`` holds; so are its derivatives where the upstream gradient is 0."""
 
@@ -139,7 +145,16 @@ class _Times(torch.autograd.Function):
 
 def times(a: Tensor, b: Tensor) -> Tensor:
     """``a * b`` of what may be NaN or infinite by what is 0 where nobody asks for it: then 0."""
+    if _inside_a_kernel():
+        return torch.where(a == 0, 0.0, a * b)
     return _Times.apply(*torch.broadcast_tensors(a, b))
+
+
+def normalize(z: Tensor) -> Tuple[Tensor, Tensor]:
+    """(lse (N,), log-probabilities (N, V)) of z (N, V)."""
+    if _inside_a_kernel():
+        return torch.logsumexp(z, 1), torch.log_softmax(z, 1)
+    return _Normalize.apply(z)
 
 
 class _Normalize(torch.autograd.Function):
@@ -196,7 +211,7 @@ def _row(logits, indices, values, offsets, weight, row_mask, ignore_index, logit
     ignored = ignored_rows(indices, offsets, row_mask, ignore_index, num_rows)
     # where, not a product: NaN and inf in an ignored row must touch neither the loss nor the gradient.
     z = transform(torch.where(ignored[:, None], 0.0, logits[:, :num_classes].to(dtype)), logit_scale, softcap)
-    lse, log_probs = _Normalize.apply(z)
+    lse, log_probs = normalize(z)
     entries = entries_of(indices, values, offsets, ignore_index, num_classes, dtype, logprobs)
     class_weights = z.new_ones(num_classes) if weight is None else weight.to(dtype)
     return Row(ignored, z, lse, log_probs, entries, entries.values * class_weights[entries.columns], class_weights)

@@ -37,7 +37,7 @@ def test_a_tensor_where_a_number_is_meant_is_refused(name, device):
         assert_refused(calls(device, **{name: nn.Parameter(torch.tensor(1.0))})[0], "input", error=TypeError)
 
 
-@pytest.mark.parametrize("name", [*NUMBERS, "normalizer"])
+@pytest.mark.parametrize("name", NUMBERS)  # a normalizer may count one item as True
 @pytest.mark.parametrize("value", [True, False, np.True_])
 def test_a_bool_where_a_number_is_meant_is_refused(name, value, device):
     for call in (*calls(device, **{name: value}), *modules(**{name: value})):
@@ -85,13 +85,6 @@ def test_the_values_of_a_normalizer_on_the_host_are_looked_at(normalizer, word, 
 def test_equal_elements_are_a_normalizer(shape, dtype, device):
     for call, plain in zip(calls(device, normalizer=torch.full(shape, 3, dtype=dtype)), calls(device, normalizer=3)):
         assert torch.equal(call(), plain())
-
-
-def test_a_normalizer_that_would_get_no_gradient_or_is_a_mask_is_refused(device):
-    for call in calls(device, normalizer=torch.tensor(3.0, requires_grad=True)):
-        assert_refused(call, "normalizer", "detach()")
-    for call in calls(device, normalizer=torch.tensor([True, True])):
-        assert_refused(call, "normalizer", "bool", error=TypeError)
 
 
 def test_a_normalizer_inside_a_graph_or_a_transform_is_not_looked_at(device):

@@ -97,6 +97,23 @@ def test_func_grad_equals_autograd(form, device):
     torch.testing.assert_close(ours, torch.autograd.grad(expected, leaf)[0])
 
 
+def test_the_ops_themselves_under_torch_func(device):
+    """functorch calls their kernels, in which no autograd.Function may be applied any more."""
+    draw = Draw(device)
+    x, labels = draw.normal(3, 5, dtype=torch.float64), draw.integers(5, 3)
+
+    def ours(x):
+        loss, lse = torch.ops.sparse_ce.forward(x, labels, None, None, None, None, -100, 0.1)
+        return (loss * lse).sum()
+
+    def plain(x):
+        return (F.cross_entropy(x, labels, reduction="none", label_smoothing=0.1) * x.logsumexp(1)).sum()
+
+    for transform in (torch.func.grad, torch.func.hessian, lambda f: torch.vmap(torch.func.grad(f))):
+        inputs = x[:, None].expand(3, 3, 5).contiguous() if transform not in (torch.func.grad, torch.func.hessian) else x
+        torch.testing.assert_close(transform(ours)(inputs), transform(plain)(inputs))
+
+
 def test_vmap_over_logits_and_targets(device):
     x, indices, values, dense = example(device, rows=6)
 

@@ -8,7 +8,6 @@ import torch.nn.functional as F
 from torch.utils.data import Dataset
 
 import sparse_ce
-from close import assert_close_to_float64
 
 # Where they are missing or older, the test modules that import this one are skipped.
 transformers = pytest.importorskip("transformers", minversion="5.23")
@@ -110,14 +109,26 @@ def gradients(model):
 
 
 def assert_gradients_close(ours, peer, exact):
-    """Each parameter's; those that are 0 but for rounding (a key's bias) stay so."""
+    """Each parameter's; those that are 0 but for rounding (a key's bias) stay so.
+
+    Most of the error is the layers' own rounding, which is as large in ``peer`` (the same model with PyTorch's loss) but
+    not the same: one parameter may err three times as much, half of them may not err twice as much.
+    """
     assert set(ours) == set(peer) == set(exact) and ours
     largest = max(g.abs().max() for g in exact.values())
+    ratios = []
     for name, gradient in ours.items():
-        if exact[name].abs().max() < 1e-9 * largest:
+        scale = exact[name].abs().max()
+        if scale < 1e-9 * largest:
             assert gradient.abs().max() < 1e-5 * largest, name
-        else:
-            assert_close_to_float64(gradient, peer[name], exact[name])
+            continue
+        error, of_peer = ((g.double() - exact[name]).abs().max() for g in (gradient, peer[name]))
+        unit = torch.finfo(gradient.dtype).eps * scale
+        allowed = 4 * of_peer + 4 * unit
+        assert allowed < 0.1 * scale, f"vacuous for {name}: an all-zero result would pass"
+        assert error <= allowed, f"{name}: error {error:.3e}, allowed {allowed:.3e}, PyTorch's {of_peer:.3e}"
+        ratios.append(error / (of_peer + unit))
+    assert sorted(ratios)[len(ratios) // 2] <= 2
 
 
 class Recorder(TrainerCallback):
