@@ -38,6 +38,8 @@ def test_the_python_suite_passes_on_the_emulated_kernels(package):
     done = subprocess.run([sys.executable, "-m", "pytest", "-m", "not slow", "-x", "-k",
                            "not instruction_set and not many_rows and not number_of_threads", *map(str, suite)],
                           capture_output=True, text=True, cwd=HERE.parent,
-                          env={**os.environ, "PYTHONPATH": str(package), "SPARSE_CE_VALIDATE": "1"})
+                          # One thread: the vendor's products, part of the emulated linear head, differ in bits of two.
+                          env={**os.environ, "PYTHONPATH": str(package), "SPARSE_CE_VALIDATE": "1",
+                               "OMP_NUM_THREADS": "1"})
     assert done.returncode == 0, done.stdout[-4000:]
     assert int(re.search(r"(\d+) passed", done.stdout)[1]) > 4000

@@ -111,6 +111,7 @@ def test_12_no_product_is_made_for_nobody(wanted, device):
     assert logits == 1 or wanted == (False, False, True)  # without a bias nothing is added
 
 
+@pytest.mark.skipif(instruction_set() == "emulated CUDA", reason="a GPU multiplies them all")
 @pytest.mark.parametrize("cpu", ["cpu"])
 def test_rows_that_are_ignored_are_left_out_of_the_products(cpu):
     """On CUDA their number is not known without waiting."""
