@@ -266,7 +266,7 @@ PYTHON = [
     ("sparse_ce/target.py", "if kind is None and _may_look", "if _may_look"),
     ("sparse_ce/target.py", "and not torch._C._are_functorch_transforms_active())", ")"),
     ("sparse_ce/reference.py", "torch.where(padding, -torch.inf, values).exp()", "values.exp()"),
-    ("sparse_ce/reference.py", "* (entries.values if logprobs else 1)", "pass"),
+    ("sparse_ce/reference.py", "* (entries.values if logprobs else 1)", ""),
     ("sparse_ce/reference.py", "values is None and indices.dim() == 1:", "values is None:"),
     ("sparse_ce/linear.py", "*others, options[-1]", "*others, False"),
     ("sparse_ce/collate.py", "shape, padding_value(kind)) for t", "shape, 0.0) for t"),
