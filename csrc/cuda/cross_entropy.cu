@@ -298,7 +298,8 @@ __global__ void __launch_bounds__(kThreads, 3) backward_kernel(BackwardArgs args
   }
 }
 
-// One warp per row: the gradient for the values of its entries, from the logits at the entries alone. grad_values is 0 on entry.
+// One warp per row: the gradient for the values of its entries, from the logits at the entries alone. grad_values is 0
+// on entry.
 template <typename scalar_t>
 __global__ void __launch_bounds__(kThreads) backward_values_kernel(BackwardArgs args) {
   using Group = RowGroup<kWarp>;

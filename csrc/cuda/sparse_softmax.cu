@@ -149,6 +149,7 @@ __device__ void fill_rest(const SparseSoftmaxArgs& args) {
   fill(args.row_begin(args.rows), args.entries);
 }
 
+// Five blocks leave 48 registers a thread; of its own accord ptxas takes 40 and spills around the divisions (sm_90).
 template <typename scalar_t, template <typename> class row_t>
 __global__ void __launch_bounds__(kThreads, 5) rows_kernel(SparseSoftmaxArgs args) {
   if (blockIdx.x == 0) fill_rest<scalar_t>(args);
