@@ -19,13 +19,7 @@ _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 def check_call(input: Tensor, last: str, reduction: str, normalizer: Optional[Normalizer]) -> None:
-    if not isinstance(input, Tensor):
-        _fail(f"input must be a tensor, got {type(input).__name__}", TypeError)
-    if input.dtype not in _DTYPES:
-        _fail(f"input must be float16, bfloat16, float32 or float64, got {input.dtype}", TypeError)
-    if input.layout != torch.strided:
-        _fail(f"input must be strided, got layout {input.layout}")
-    _check_local("input", input, "pass input.full_tensor(), or input.to_local() where each rank holds its own rows")
+    _check_floating("input", input, "pass input.full_tensor(), or input.to_local() where each rank holds its own rows")
     if input.dim() == 0:
         _fail(f"input must be (..., {last}), got shape []")
     check_reduction(reduction, normalizer)
@@ -71,6 +65,17 @@ def _is_integer(value: object) -> bool:
     return isinstance(value, (Integral, torch.SymInt)) and not isinstance(value, bool)
 
 
+def _check_floating(name: str, t: Tensor, fix: str) -> None:
+    """A strided tensor of a dtype that the kernels know, whole; ``fix`` for one that is not."""
+    if not isinstance(t, Tensor):
+        _fail(f"{name} must be a tensor, got {type(t).__name__}", TypeError)
+    if t.dtype not in _DTYPES:
+        _fail(f"{name} must be float16, bfloat16, float32 or float64, got {t.dtype}", TypeError)
+    if t.layout != torch.strided:
+        _fail(f"{name} must be strided, got layout {t.layout}")
+    _check_local(name, t, fix)
+
+
 def _check_local(name: str, t: Tensor, fix: str) -> None:
     """A shard knows neither the other classes nor whether the processes' gradients are to be added or averaged."""
     if hasattr(t, "full_tensor"):  # without torch.distributed.tensor, which takes long to import
@@ -82,14 +87,8 @@ def check_head(input: Tensor, linear_weight: Tensor, linear_bias: Optional[Tenso
     for name, t in (("linear_weight", linear_weight), ("linear_bias", linear_bias)):
         if t is None and name == "linear_bias":
             continue
-        if not isinstance(t, Tensor):
-            _fail(f"{name} must be a tensor, got {type(t).__name__}", TypeError)
-        if t.dtype not in _DTYPES:
-            _fail(f"{name} must be float16, bfloat16, float32 or float64, got {t.dtype}", TypeError)
-        if t.layout != torch.strided:
-            _fail(f"{name} must be strided, got layout {t.layout}")
-        _check_local(name, t, "compute the loss in the forward of the module that fully_shard was given the head with, "
-                     "or unshard it before, head.unshard()")
+        _check_floating(name, t, "compute the loss in the forward of the module that fully_shard was given the head "
+                        "with, or unshard it before, head.unshard()")
         if t.device != input.device:
             _fail(f"{name} must be on the device of input, {input.device}, got {t.device}", RuntimeError)
     if linear_weight.dim() != 2 or linear_weight.shape[1] != input.shape[-1]:
