@@ -2,6 +2,7 @@
 
 import platform
 import sys
+from typing import List, Tuple
 
 import torch
 
@@ -12,7 +13,7 @@ def _has_kernel(op: str, key: str) -> bool:
     return torch._C._dispatch_has_kernel_for_dispatch_key(f"sparse_ce::{op}", key)
 
 
-def _kernels() -> list:
+def _kernels() -> List[Tuple[str, str]]:
     names = sorted({name.split("::")[1].split(".")[0] for name in torch._C._dispatch_get_all_op_names()
                     if name.startswith("sparse_ce::")})
     keys = {"CPU": "CPU", "CUDA": "CUDA", "CompositeExplicitAutograd": "any", "AutogradCPU": "autograd"}

@@ -1,60 +1,107 @@
-"""The arguments of the losses, checked before any work: ``<argument> must be <expectation>, got <value>``."""
+"""The arguments of the losses: their list, in the order of the schemas, and what is checked of them before any work."""
 
 import math
 from numbers import Integral, Real
-from typing import Optional, Union
+from typing import Any, Callable, Dict, NamedTuple, Optional, Tuple, Union
 
 import torch
 from torch import Tensor
 
-from . import ops, reference
-from .target import _PARTS, IGNORE_INDEX, SparseTarget, _fail
+from .entries import IGNORE_INDEX
+from .errors import fail
+from .parts import Parts
+from .tracing import VALIDATES, readable
 
 Normalizer = Union[int, float, Tensor]
 
-# A learned number would get no gradient: what to do instead.
-_LEARNED = {"logit_scale": "; scale input itself where the scale is learned: input * logit_scale",
-            "softcap": "; cap input itself where the cap is learned: softcap * tanh(input / softcap)"}
-_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+class Arguments(NamedTuple):
+    """What the ops of a cross entropy take last, in the order of ``csrc/schema.cpp``: the target's parts with one
+    leading dimension, the class weights, and the numbers."""
+
+    indices: Tensor
+    values: Optional[Tensor] = None
+    offsets: Optional[Tensor] = None
+    weight: Optional[Tensor] = None
+    row_mask: Optional[Tensor] = None
+    ignore_index: int = IGNORE_INDEX
+    label_smoothing: float = 0.0
+    z_loss: float = 0.0
+    logit_scale: float = 1.0
+    softcap: Optional[float] = None
+    num_classes: Optional[int] = None
+    logprobs: bool = False
+
+    @property
+    def tensors(self) -> Tuple[Optional[Tensor], ...]:
+        return self[:5]
+
+    @property
+    def numbers(self) -> Tuple[Any, ...]:
+        return self[5:]
+
+    @property
+    def labels(self) -> bool:
+        """Whether the target is one class a row, without weights."""
+        return self.offsets is None and self.values is None and self.indices.dim() == 1
 
 
-def check_call(input: Tensor, last: str, reduction: str, normalizer: Optional[Normalizer]) -> None:
-    _check_floating("input", input, "pass input.full_tensor(), or input.to_local() where each rank holds its own rows")
-    if input.dim() == 0:
-        _fail(f"input must be (..., {last}), got shape []")
-    check_reduction(reduction, normalizer)
+class _Rule(NamedTuple):
+    """What an option must be: of which type, and in which range. ``fix``: what to do with a number that is learned."""
+
+    type: str
+    holds: Callable[[Any], bool] = lambda x: True
+    expectation: str = ""
+    optional: bool = False
+    fix: str = ""
 
 
-def check_reduction(reduction: str, normalizer: Optional[Normalizer]) -> None:
-    if not isinstance(reduction, str) or reduction not in ("none", "sum", "mean"):
-        _fail(f"reduction must be 'none', 'sum' or 'mean', got {reduction!r}")
-    if normalizer is None:
-        return
-    if reduction != "mean":
-        _fail(f"normalizer must be None unless reduction is 'mean', got reduction={reduction!r}")
-    if isinstance(normalizer, Tensor):
-        _check_normalizer_tensor(normalizer)
-    elif not (_is_number(normalizer) or isinstance(normalizer, bool)):
-        _fail(f"normalizer must be a number or a tensor, got {normalizer!r}", TypeError)
-    elif not 0 <= normalizer < math.inf:
-        _fail(f"normalizer must be finite and not negative, got {normalizer}")
+_RULES: Dict[str, _Rule] = {
+    "ignore_index": _Rule("an integer"),
+    "label_smoothing": _Rule("a number", lambda x: 0 <= x <= 1, "in [0, 1]"),
+    "z_loss": _Rule("a number", lambda x: 0 <= x < math.inf, "finite and not negative"),
+    "logit_scale": _Rule("a number", lambda x: -math.inf < x < math.inf, "finite",
+                         fix="; scale input itself where the scale is learned: input * logit_scale"),
+    "softcap": _Rule("a number", lambda x: 0 < x < math.inf, "a positive number or None", True,
+                     fix="; cap input itself where the cap is learned: softcap * tanh(input / softcap)"),
+    "num_classes": _Rule("an integer", lambda x: x > 0, "a positive integer or None", True),
+}
+_DEFAULTS = {name: Arguments._field_defaults[name] for name in _RULES}
 
 
-def _check_normalizer_tensor(normalizer: Tensor) -> None:
-    if normalizer.dtype.is_complex or normalizer.layout != torch.strided:
-        _fail(f"normalizer must be a strided tensor of real numbers, got {normalizer.dtype}, {normalizer.layout}",
-              TypeError)
-    _check_local("normalizer", normalizer, "pass normalizer.full_tensor()")
-    if normalizer.numel() == 0:
-        _fail(f"normalizer must have at least one element, got {list(normalizer.shape)}")
-    if not ops.may_look_at(normalizer):
-        return
-    first = (normalizer if normalizer.numel() == 1 else normalizer.reshape(-1)[0]).item()
-    if not 0 <= first < math.inf:
-        _fail(f"normalizer must be finite and not negative, got {first}")
-    if normalizer.numel() > 1 and not bool((normalizer == first).all()):
-        _fail("normalizer must have equal elements, one for each device that a batch is split to, got "
-              f"{normalizer.tolist()}; pass their sum, or one of them")
+def checked(options: Dict[str, Any], vocab: Optional[int] = None,
+            classes: str = "the last dimension of input") -> Dict[str, Any]:
+    """``options``, one for each rule, as the ops take them. ``classes``: what there are ``vocab`` of."""
+    if all(type(options[name]) is type(default) and (options[name] == default or name == "ignore_index")
+           for name, default in _DEFAULTS.items()):
+        return options  # most calls: nothing to look at
+    taken = {}
+    for name, rule in _RULES.items():
+        value = taken[name] = options[name]
+        if value is None and rule.optional:
+            continue
+        number = rule.type == "a number"
+        if not (_is_number(value) if number else _is_integer(value)):
+            fail(f"{name} must be {rule.type}, got {_described(value)}{rule.fix}", TypeError)
+        if name == "num_classes" and vocab is not None:
+            if not 0 < value <= vocab:
+                fail(f"num_classes must be in [1, {vocab}], {classes}, got {value}")
+        elif not rule.holds(value):
+            fail(f"{name} must be {rule.expectation}, got {value}")
+        taken[name] = float(value) if number else value
+    return taken
+
+
+def check_held(weight: Optional[Tensor], normalizer: Optional[Normalizer], options: Dict[str, Any]) -> None:
+    """What can be said of a loss's options, as many as are given, before there are logits."""
+    check_reduction(options.get("reduction", "mean"), normalizer)
+    check_inplace(options.get("inplace", False))
+    checked({name: options.get(name, default) for name, default in _DEFAULTS.items()})
+    check_chunk_rows(options.get("chunk_rows"))
+    if weight is not None:
+        _check_weight(weight)
+        if weight.dim() != 1:
+            fail(f"weight must be (V,), one weight a class, got {list(weight.shape)}")
 
 
 def _is_number(value: object) -> bool:
@@ -65,111 +112,114 @@ def _is_integer(value: object) -> bool:
     return isinstance(value, (Integral, torch.SymInt)) and not isinstance(value, bool)
 
 
-def _check_floating(name: str, t: Tensor, fix: str) -> None:
-    """A strided tensor of a dtype that the kernels know, whole; ``fix`` for one that is not."""
-    if not isinstance(t, Tensor):
-        _fail(f"{name} must be a tensor, got {type(t).__name__}", TypeError)
-    if t.dtype not in _DTYPES:
-        _fail(f"{name} must be float16, bfloat16, float32 or float64, got {t.dtype}", TypeError)
-    if t.layout != torch.strided:
-        _fail(f"{name} must be strided, got layout {t.layout}")
-    _check_local(name, t, fix)
+def _described(value: object) -> str:
+    return f"a {type(value).__name__} of shape {list(value.shape)}" if isinstance(value, Tensor) else repr(value)
 
 
-def _check_local(name: str, t: Tensor, fix: str) -> None:
-    """A shard knows neither the other classes nor whether the processes' gradients are to be added or averaged."""
-    if hasattr(t, "full_tensor"):  # without torch.distributed.tensor, which takes long to import
-        _fail(f"{name} must be a tensor that this process holds in full, got a DTensor with placements "
-              f"{list(t.placements)}; {fix}", TypeError)
+# ------------------------------------------------------------------------------------------------ what divides, and how
+
+def check_reduction(reduction: str, normalizer: Optional[Normalizer]) -> None:
+    if not isinstance(reduction, str) or reduction not in ("none", "sum", "mean"):
+        fail(f"reduction must be 'none', 'sum' or 'mean', got {reduction!r}")
+    if normalizer is None:
+        return
+    if reduction != "mean":
+        fail(f"normalizer must be None unless reduction is 'mean', got reduction={reduction!r}")
+    if isinstance(normalizer, Tensor):
+        _check_normalizer_tensor(normalizer)
+    elif not (_is_number(normalizer) or isinstance(normalizer, bool)):
+        fail(f"normalizer must be a number or a tensor, got {normalizer!r}", TypeError)
+    elif not 0 <= normalizer < math.inf:
+        fail(f"normalizer must be finite and not negative, got {normalizer}")
 
 
-def check_head(input: Tensor, linear_weight: Tensor, linear_bias: Optional[Tensor], chunk_rows: Optional[int]) -> None:
+def _check_normalizer_tensor(normalizer: Tensor) -> None:
+    if normalizer.dtype.is_complex or normalizer.layout != torch.strided:
+        fail(f"normalizer must be a strided tensor of real numbers, got {normalizer.dtype}, {normalizer.layout}",
+             TypeError)
+    _check_local("normalizer", normalizer, "pass normalizer.full_tensor()")
+    if normalizer.numel() == 0:
+        fail(f"normalizer must have at least one element, got {list(normalizer.shape)}")
+    if not readable(normalizer, wait=VALIDATES):
+        return
+    first = (normalizer if normalizer.numel() == 1 else normalizer.reshape(-1)[0]).item()
+    if not 0 <= first < math.inf:
+        fail(f"normalizer must be finite and not negative, got {first}")
+    if normalizer.numel() > 1 and not bool((normalizer == first).all()):
+        fail("normalizer must have equal elements, one for each device that a batch is split to, got "
+             f"{normalizer.tolist()}; pass their sum, or one of them")
+
+
+def scalar_normalizer(normalizer: Normalizer, input: Tensor) -> Tensor:
+    """(), in the arithmetic dtype, on the device of ``input``."""
+    dtype = arithmetic_dtype(input.dtype)
+    if not isinstance(normalizer, Tensor):
+        return torch.full((), float(normalizer), dtype=dtype, device=input.device)
+    if normalizer.is_meta and not input.is_meta:
+        fail(f"normalizer must be on a device with memory, as input on {input.device} is, got {normalizer.device}",
+             RuntimeError)
+    return normalizer.detach().reshape(-1)[0].to(device=input.device, dtype=dtype, non_blocking=True)
+
+
+# -------------------------------------------------------------------------------------------------------------- tensors
+
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+def arithmetic_dtype(dtype: torch.dtype) -> torch.dtype:
+    """float32, or float64 for float64: the dtype of ``loss`` and ``lse`` for logits of ``dtype``."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def check_input(input: Tensor, last: str) -> None:
+    """``last``: the name of the last dimension."""
+    _check_floating("input", input, "pass input.full_tensor(), or input.to_local() where each rank holds its own rows")
+    if input.dim() == 0:
+        fail(f"input must be (..., {last}), got shape []")
+
+
+def check_inplace(inplace: object) -> None:
+    if inplace is not False and inplace != "backward":
+        fail(f"inplace must be False or 'backward', got {inplace!r}")
+
+
+def check_head(input: Tensor, linear_weight: Tensor, linear_bias: Optional[Tensor]) -> None:
     for name, t in (("linear_weight", linear_weight), ("linear_bias", linear_bias)):
         if t is None and name == "linear_bias":
             continue
         _check_floating(name, t, "compute the loss in the forward of the module that fully_shard was given the head "
                         "with, or unshard it before, head.unshard()")
-        if t.device != input.device:
-            _fail(f"{name} must be on the device of input, {input.device}, got {t.device}", RuntimeError)
+        if t is not None and t.device != input.device:
+            fail(f"{name} must be on the device of input, {input.device}, got {t.device}", RuntimeError)
     if linear_weight.dim() != 2 or linear_weight.shape[1] != input.shape[-1]:
-        _fail(f"linear_weight must be (V, {input.shape[-1]}), as wide as input, got {list(linear_weight.shape)}")
+        fail(f"linear_weight must be (V, {input.shape[-1]}), as wide as input, got {list(linear_weight.shape)}")
     if linear_weight.shape[0] == 0:
-        _fail(f"linear_weight must have at least one class, got shape {list(linear_weight.shape)}")
+        fail(f"linear_weight must have at least one class, got shape {list(linear_weight.shape)}")
     if linear_bias is not None and linear_bias.shape != linear_weight.shape[:1]:
-        _fail(f"linear_bias must be ({linear_weight.shape[0]},), got {list(linear_bias.shape)}")
-    _check_chunk_rows(chunk_rows)
+        fail(f"linear_bias must be ({linear_weight.shape[0]},), got {list(linear_bias.shape)}")
 
 
-def _check_chunk_rows(chunk_rows: Optional[int]) -> None:
+def check_chunk_rows(chunk_rows: Optional[int]) -> None:
     if chunk_rows is not None and not (_is_integer(chunk_rows) and chunk_rows > 0):
-        _fail(f"chunk_rows must be a positive integer or None, got {chunk_rows!r}")
+        fail(f"chunk_rows must be a positive integer or None, got {chunk_rows!r}")
 
 
-def check_held(weight: Optional[Tensor] = None, normalizer: Optional[Normalizer] = None, *,
-               ignore_index: int = IGNORE_INDEX, reduction: str = "mean", label_smoothing: float = 0.0,
-               z_loss: float = 0.0, logit_scale: float = 1.0, softcap: Optional[float] = None,
-               num_classes: Optional[int] = None, chunk_rows: Optional[int] = None, **others) -> None:
-    """What can be said of a loss's options before there are logits."""
-    check_reduction(reduction, normalizer)
-    check_options(None, ignore_index, label_smoothing, z_loss, logit_scale, softcap, num_classes)
-    _check_chunk_rows(chunk_rows)
-    if weight is not None:
-        _check_weight(weight)
-        if weight.dim() != 1:
-            _fail(f"weight must be (V,), one weight a class, got {list(weight.shape)}")
-
-
-def check_options(vocab: Optional[int], ignore_index: int, label_smoothing: float, z_loss: float, logit_scale: float,
-                  softcap: Optional[float], num_classes: Optional[int],
-                  classes: str = "the last dimension of input") -> None:
-    """``classes``: what there are ``vocab`` of; None where it is not known yet."""
-    if (type(ignore_index) is int and type(label_smoothing) is type(z_loss) is type(logit_scale) is float
-            and softcap is None and num_classes is None
-            and label_smoothing == 0 and z_loss == 0 and logit_scale == 1):
-        return  # most calls: nothing to look at
-    for name, value in (("label_smoothing", label_smoothing), ("z_loss", z_loss), ("logit_scale", logit_scale),
-                        ("softcap", 1.0 if softcap is None else softcap)):
-        if not _is_number(value):
-            _fail(f"{name} must be a number, got {_described(value)}{_LEARNED.get(name, '')}", TypeError)
-    for name, value in (("ignore_index", ignore_index), ("num_classes", 1 if num_classes is None else num_classes)):
-        if not _is_integer(value):
-            _fail(f"{name} must be an integer, got {_described(value)}", TypeError)
-    if not 0 <= label_smoothing <= 1:
-        _fail(f"label_smoothing must be in [0, 1], got {label_smoothing}")
-    if not 0 <= z_loss < math.inf:
-        _fail(f"z_loss must be finite and not negative, got {z_loss}")
-    if not -math.inf < logit_scale < math.inf:
-        _fail(f"logit_scale must be finite, got {logit_scale}")
-    if softcap is not None and not 0 < softcap < math.inf:
-        _fail(f"softcap must be a positive number or None, got {softcap}")
-    if num_classes is None:
-        return
-    if vocab is None and num_classes <= 0:
-        _fail(f"num_classes must be a positive integer or None, got {num_classes}")
-    if vocab is not None and not 0 < num_classes <= vocab:
-        _fail(f"num_classes must be in [1, {vocab}], {classes}, got {num_classes}")
-
-
-def check_target(target: SparseTarget, shape: torch.Size, input: Tensor, num_classes: Optional[int]) -> None:
+def check_target(target: Parts, shape: torch.Size, input: Tensor, num_classes: Optional[int]) -> None:
     """``shape``: of the logits; ``input``: the logits, or the hidden states that they are made from."""
     leading, vocab, device = shape[:-1], shape[-1], input.device
     if target.shape != leading:
         form = {"index": "input.shape[:-1]", "topk": "input.shape[:-1] + (K,)", "jagged": "that of the logits"}
         second = len(shape) > 2 and target.shape == shape[:1] + input.shape[2:]
         fix = "; classes are last here, not second as in F.cross_entropy: pass input.movedim(1, -1)" if second else ""
-        _fail(f"target must have leading shape {list(leading)}, for logits {list(shape)} ({target.layout}: shape "
-              f"{form[target.layout]}), got {list(target.shape)}{fix}")
-    for name in _PARTS:
+        fail(f"target must have leading shape {list(leading)}, for logits {list(shape)} ({target.form}: shape "
+             f"{form[target.form]}), got {list(target.shape)}{fix}")
+    for name in target._present:
         part = getattr(target, name)
-        if part is not None and part.device != device:
-            _fail(f"target must be on the device of input, {device}, got {name} on {part.device}; move it with "
-                  f".to({str(device)!r})", RuntimeError)
+        if part.device != device:
+            fail(f"target must be on the device of input, {device}, got {name} on {part.device}; move it with "
+                 f".to({str(device)!r})", RuntimeError)
     if target.num_classes is not None and not one_of(target.num_classes, vocab, num_classes):
-        _fail(f"target must have {vocab if num_classes is None else num_classes} classes, got {target.num_classes}")
-
-
-def _described(value: object) -> str:
-    return f"a {type(value).__name__} of shape {list(value.shape)}" if isinstance(value, Tensor) else repr(value)
+        fail(f"target must have {vocab if num_classes is None else num_classes} classes, got {target.num_classes}")
 
 
 def one_of(size: int, *sizes: Optional[int]) -> bool:
@@ -177,31 +227,38 @@ def one_of(size: int, *sizes: Optional[int]) -> bool:
     return any(size == other for other in sizes)
 
 
-def _check_weight(weight: Tensor) -> None:
-    if not isinstance(weight, Tensor):
-        _fail(f"weight must be a tensor, got {type(weight).__name__}", TypeError)
-    if not weight.dtype.is_floating_point:
-        _fail(f"weight must be of a floating dtype, got {weight.dtype}", TypeError)
-    if weight.requires_grad:
-        _fail("weight must be a tensor that does not require grad, got one that does; pass weight.detach()")
-
-
 def class_weights(weight: Tensor, input: Tensor, vocab: int, classes: int) -> Tensor:
     """(classes,) in the arithmetic dtype."""
     _check_weight(weight)
     if weight.dim() != 1 or not one_of(weight.shape[0], vocab, classes):
-        _fail(f"weight must be ({classes},), one weight a class, got {list(weight.shape)}")
+        fail(f"weight must be ({classes},), one weight a class, got {list(weight.shape)}")
     if weight.device != input.device:
-        _fail(f"weight must be on the device of input, {input.device}, got {weight.device}", RuntimeError)
-    return weight[:classes].to(reference.arithmetic_dtype(input.dtype))
+        fail(f"weight must be on the device of input, {input.device}, got {weight.device}", RuntimeError)
+    return weight[:classes].to(arithmetic_dtype(input.dtype))
 
 
-def scalar_normalizer(normalizer: Normalizer, input: Tensor) -> Tensor:
-    """(), in the arithmetic dtype, on the device of ``input``."""
-    dtype = reference.arithmetic_dtype(input.dtype)
-    if not isinstance(normalizer, Tensor):
-        return torch.full((), float(normalizer), dtype=dtype, device=input.device)
-    if normalizer.is_meta and not input.is_meta:
-        _fail(f"normalizer must be on a device with memory, as input on {input.device} is, got {normalizer.device}",
-              RuntimeError)
-    return normalizer.detach().reshape(-1)[0].to(device=input.device, dtype=dtype, non_blocking=True)
+def _check_weight(weight: Tensor) -> None:
+    if not isinstance(weight, Tensor):
+        fail(f"weight must be a tensor, got {type(weight).__name__}", TypeError)
+    if not weight.dtype.is_floating_point:
+        fail(f"weight must be of a floating dtype, got {weight.dtype}", TypeError)
+    if weight.requires_grad:
+        fail("weight must be a tensor that does not require grad, got one that does; pass weight.detach()")
+
+
+def _check_floating(name: str, t: Optional[Tensor], fix: str) -> None:
+    """A strided tensor of a dtype that the kernels know, whole; ``fix`` for one that is not."""
+    if not isinstance(t, Tensor):
+        fail(f"{name} must be a tensor, got {type(t).__name__}", TypeError)
+    if t.dtype not in _DTYPES:
+        fail(f"{name} must be float16, bfloat16, float32 or float64, got {t.dtype}", TypeError)
+    if t.layout != torch.strided:
+        fail(f"{name} must be strided, got layout {t.layout}")
+    _check_local(name, t, fix)
+
+
+def _check_local(name: str, t: Tensor, fix: str) -> None:
+    """A shard knows neither the other classes nor whether the processes' gradients are to be added or averaged."""
+    if hasattr(t, "full_tensor"):  # without torch.distributed.tensor, which takes long to import
+        fail(f"{name} must be a tensor that this process holds in full, got a DTensor with placements "
+             f"{list(getattr(t, 'placements'))}; {fix}", TypeError)

@@ -1,7 +1,7 @@
 """``collate``: batches of samples that hold sparse targets, for ``DataLoader(collate_fn=sparse_ce.collate)``."""
 
 from collections.abc import Mapping
-from typing import Any, List, Sequence
+from typing import Any, List, Optional, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -9,8 +9,9 @@ from torch import Tensor
 from torch.utils.data import default_collate
 from torch.utils.data._utils.collate import default_collate_fn_map
 
-from .compact import compact
-from .target import IGNORE_INDEX, SparseTarget, _check, _ranges, padding_value
+from .entries import IGNORE_INDEX, pad_entries, padding_value, ranges_of
+from .errors import check
+from .target import SparseTarget
 
 
 def collate(samples: Sequence[Any]) -> Any:
@@ -31,7 +32,9 @@ def _collate(samples: Sequence[Any], top: bool) -> Any:
     if isinstance(first, SparseTarget):
         return stack(samples)
     if isinstance(first, Tensor):
-        return stack([_from_sparse(s) for s in samples]) if first.layout != torch.strided else default_collate(samples)
+        if first.layout == torch.strided:
+            return default_collate(list(samples))
+        return stack([_from_sparse(s) for s in samples])
     if isinstance(first, Mapping):
         batch = {key: _collate([s[key] for s in samples], top=False) for key in first}
         # Targets last: who looks for the size of the batch meets a tensor first.
@@ -39,11 +42,11 @@ def _collate(samples: Sequence[Any], top: bool) -> Any:
     if isinstance(first, (tuple, list)):
         if not top and all(_is_topk(s) for s in samples):
             return stack([SparseTarget.from_topk(*s) for s in samples])
-        _check(all(len(s) == len(first) for s in samples), "samples must have equally many parts, got "
+        check(all(len(s) == len(first) for s in samples), "samples must have equally many parts, got "
                f"{sorted({len(s) for s in samples})}")
         parts = [_collate(part, top=False) for part in zip(*samples)]
         return type(first)(*parts) if hasattr(first, "_fields") else type(first)(parts)
-    return default_collate(samples)
+    return default_collate(list(samples))
 
 
 def _is_topk(sample: Any) -> bool:
@@ -61,13 +64,12 @@ def _from_sparse(t: Tensor) -> SparseTarget:
 def stack(targets: Sequence[SparseTarget]) -> SparseTarget:
     """One target with a new first dimension; pads K and every leading dimension to the largest."""
     targets = [t._absolute() for t in targets]
-    layouts, dims, classes = ({f(t) for t in targets} for f in (
-        lambda t: t.layout, lambda t: t.dim(), lambda t: t.num_classes))
-    _check(len(dims) == 1, f"samples must have targets of one number of dimensions, got {sorted(dims)}")
+    forms, dims, classes = {t.form for t in targets}, {t.dim() for t in targets}, {t.num_classes for t in targets}
+    check(len(dims) == 1, f"samples must have targets of one number of dimensions, got {sorted(dims)}")
     classes.discard(None)
-    _check(len(classes) <= 1, f"samples must have targets of one number of classes, got {sorted(classes)}")
-    if len(layouts) > 1:  # what is left of a jagged target's row is a top-k; both are jagged rows
-        _check("index" not in layouts, f"samples must have targets of one form, got {sorted(layouts)}")
+    check(len(classes) <= 1, f"samples must have targets of one number of classes, got {sorted(map(str, classes))}")
+    if len(forms) > 1:  # what is left of a jagged target's row is a top-k; both are jagged rows
+        check("index" not in forms, f"samples must have targets of one form, got {sorted(forms)}")
         targets = [_as_jagged(t) for t in targets]
     shape = [max(sizes) for sizes in zip(*(t.shape for t in targets))]
     num_classes = classes.pop() if classes else None
@@ -75,9 +77,9 @@ def stack(targets: Sequence[SparseTarget]) -> SparseTarget:
     row_mask = None
     if any(t.row_mask is not None or list(t.shape) != shape for t in targets):
         row_mask = torch.stack([_pad(_mask_of(t), shape, False) for t in targets])
-    if targets[0].layout == "jagged":
+    if targets[0].form == "jagged":
         return _stack_jagged(targets, shape, row_mask, num_classes, kind)
-    if targets[0].layout == "index":
+    if targets[0].form == "index":
         indices = torch.stack([_pad(t.indices, shape, IGNORE_INDEX) for t in targets])
         return SparseTarget(indices, row_mask=row_mask, num_classes=num_classes)
     widths = {t.indices.shape[-1] for t in targets}
@@ -92,7 +94,7 @@ def stack(targets: Sequence[SparseTarget]) -> SparseTarget:
 
 def _common_kind(targets: Sequence[SparseTarget]) -> str:
     kinds = {t.kind for t in targets if t.values is not None}
-    _check(len(kinds) <= 1, f"samples must have targets of one kind, got {sorted(kinds)}; convert them with .probs() or "
+    check(len(kinds) <= 1, f"samples must have targets of one kind, got {sorted(kinds)}; convert them with .probs() or "
            ".log_probs()")
     return kinds.pop() if kinds else "probs"
 
@@ -102,19 +104,9 @@ def _values_of(t: SparseTarget, kind: str) -> Tensor:
     return torch.full_like(t.indices, kind == "probs", dtype=torch.float32) if t.values is None else t.values
 
 
-def pad_entries(indices: Tensor, k: int) -> Tensor:
-    """(..., K) indices filled up to ``k`` with each row's last: an ignored row stays so, as does one that counts.
-    Of no entries, it takes two to differ: whatever index is to be ignored, one of them is another."""
-    missing = k - indices.shape[-1]
-    if missing == 0:
-        return indices
-    if indices.shape[-1] == 0:
-        return torch.arange(k, dtype=indices.dtype, device=indices.device).clamp(max=1).expand(*indices.shape[:-1], k)
-    return torch.cat((indices, indices[..., -1:].expand(*indices.shape[:-1], missing)), -1)
-
-
-def _stack_jagged(targets: Sequence[SparseTarget], shape: List[int], row_mask, num_classes, kind) -> SparseTarget:
-    targets = [compact(t) for t in targets]
+def _stack_jagged(targets: Sequence[SparseTarget], shape: List[int], row_mask: Optional[Tensor],
+                  num_classes: Optional[int], kind: str) -> SparseTarget:
+    targets = [t.compact() for t in targets]
     # Slices of one target that are views still, as on a GPU, share its entries; with gradients, none has two rows.
     ranges, parts, bases, base = [], [], {}, 0
     for t in targets:
@@ -123,7 +115,7 @@ def _stack_jagged(targets: Sequence[SparseTarget], shape: List[int], row_mask, n
             bases[entries] = base
             base += t.indices.shape[0]
             parts.append(t)
-        ranges.append(_pad(_ranges(t.offsets) + bases[entries], shape + [2], 0))  # [0, 0): a row without entries
+        ranges.append(_pad(ranges_of(t.offsets) + bases[entries], shape + [2], 0))  # [0, 0): a row without entries
     values = None
     if any(t.values is not None for t in parts):
         values = torch.cat([_values_of(t, kind) for t in parts])
@@ -131,7 +123,7 @@ def _stack_jagged(targets: Sequence[SparseTarget], shape: List[int], row_mask, n
 
 
 def _as_jagged(t: SparseTarget) -> SparseTarget:
-    if t.layout == "jagged":
+    if t.form == "jagged":
         return t
     k = t.indices.shape[-1]  # ignored rows by the mask: that all indices are -100 says nothing in a jagged target
     begin = torch.arange(t.shape.numel(), device=t.device).reshape(t.shape) * k
@@ -144,7 +136,7 @@ def _mask_of(t: SparseTarget) -> Tensor:
     return torch.ones(t.shape, dtype=torch.bool, device=t.device) if t.row_mask is None else t.row_mask
 
 
-def _pad(t: Tensor, shape: Sequence[int], value) -> Tensor:
+def _pad(t: Tensor, shape: Sequence[int], value: float) -> Tensor:
     """``t`` filled up to ``shape`` at the end of each dimension."""
     pad = [n for have, want in zip(reversed(t.shape), reversed(shape)) for n in (0, want - have)]
     return F.pad(t, pad, value=value) if any(pad) else t

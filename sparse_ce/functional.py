@@ -1,40 +1,26 @@
 """Losses as functions. Formulas: ``csrc/math.h``; the same in plain PyTorch: ``reference.py``."""
 
 import math
-from typing import Optional, Tuple, Union
+from typing import Any, Dict, Literal, Optional, Tuple, Union
 
 import torch
 from torch import Tensor
 from torch.amp.autocast_mode import is_autocast_available
 
-from . import arguments, linear, ops
-from .arguments import Normalizer
-from .masked_mean import masked_mean  # noqa: F401
-from .target import IGNORE_INDEX, SparseTarget, _check, _fail
+from . import arguments, ops
+from .arguments import Arguments, Normalizer
+from .entries import IGNORE_INDEX
+from .errors import fail
+from .masked_mean import masked_mean
+from .ops.cross_entropy import cross_entropy as cross_entropy_op
+from .ops.linear import Head
+from .ops.linear import linear_cross_entropy as linear_cross_entropy_op
+from .sparse_softmax import log_softmax
+from .target import Target, as_target
 
-Target = Union[Tensor, SparseTarget, Tuple[Tensor, Tensor]]
+__all__ = ["cross_entropy", "linear_cross_entropy", "log_softmax", "masked_mean"]
 
-
-def as_target(target: Target, shape: torch.Size) -> SparseTarget:
-    """Any of the five forms of target as a :class:`SparseTarget`, for logits of ``shape`` (..., V)."""
-    if isinstance(target, SparseTarget):
-        return target
-    if isinstance(target, (tuple, list)):
-        _check(len(target) == 2, f"target must be (indices, values) where it is a tuple, got {len(target)} elements")
-        return SparseTarget.from_topk(*target)
-    _check(isinstance(target, Tensor), "target must be a tensor, an (indices, values) tuple or a SparseTarget, got "
-           f"{type(target).__name__}", TypeError)
-    if target.layout == torch.sparse_coo:
-        return SparseTarget.from_coo(target)
-    if target.layout == torch.sparse_csr:
-        return SparseTarget.from_csr(target)
-    _check(target.layout == torch.strided, "target must be strided, sparse COO or sparse CSR, got layout "
-           f"{target.layout}; convert it with .to_sparse_csr()")
-    if target.dtype.is_floating_point:
-        _fail(f"target must be sparse, got a dense {target.dtype} tensor of shape {list(target.shape)}; where it mixes a "
-              "few labels, as MixUp does, pass them as (indices, values), where it is zeros for the most part, "
-              "SparseTarget.from_dense(target), and else use torch.nn.functional.cross_entropy", TypeError)
-    return SparseTarget.from_index(target)
+Inplace = Literal[False, "backward"]
 
 
 def cross_entropy(
@@ -50,7 +36,7 @@ def cross_entropy(
     softcap: Optional[float] = None,
     normalizer: Optional[Normalizer] = None,
     num_classes: Optional[int] = None,
-    inplace_backward: bool = False,
+    inplace: Inplace = False,
     return_lse: bool = False,
 ) -> Union[Tensor, Tuple[Tensor, Tensor]]:
     """Cross entropy between logits and a sparse target; equals ``F.cross_entropy`` with the target made dense.
@@ -83,7 +69,7 @@ def cross_entropy(
             ``reduction="mean"``. In eager mode a tensor's values are looked at on the CPU (on CUDA with
             ``SPARSE_CE_VALIDATE=1``).
         num_classes: only the first ``num_classes`` columns exist (a padded head); the rest get gradient 0.
-        inplace_backward: the gradient may overwrite ``input``'s storage during backward.
+        inplace: ``"backward"``: the gradient may overwrite ``input``'s storage during backward. False: it never does.
         return_lse: also return ``lse``, log sum exp of each row's transformed logits, differentiable; 0 where ignored.
 
     Returns:
@@ -94,16 +80,16 @@ def cross_entropy(
         RuntimeError: dtype or device do not fit, or (CPU) an index is outside of the classes. On CUDA the row's loss is
             NaN instead, unless ``SPARSE_CE_VALIDATE=1`` is set.
     """
-    arguments.check_call(input, "V", reduction, normalizer)
+    options = dict(ignore_index=ignore_index, label_smoothing=label_smoothing, z_loss=z_loss, logit_scale=logit_scale,
+                   softcap=softcap, num_classes=num_classes)
+    arguments.check_input(input, "V")
     if input.shape[-1] == 0:
-        _fail(f"input must have at least one class, got shape {list(input.shape)}")
-    arguments.check_options(input.shape[-1], ignore_index, label_smoothing, z_loss, logit_scale, softcap, num_classes)
-    flat, weight, normalizer = _dense_parts(input, input.shape, target, weight, reduction, normalizer, num_classes)
-    loss, lse = ops.cross_entropy(
-        input.reshape(-1, input.shape[-1]), flat.indices, flat.values, flat.offsets, weight, flat.row_mask,
-        (ignore_index, float(label_smoothing), float(z_loss), float(logit_scale),
-         None if softcap is None else float(softcap), num_classes, flat.kind == "logprobs"),
-        inplace_backward, reduction != "none", normalizer)
+        fail(f"input must have at least one class, got shape {list(input.shape)}")
+    options = arguments.checked(options, input.shape[-1])
+    arguments.check_inplace(inplace)
+    a, normalizer = _dense_parts(input, input.shape, target, weight, reduction, normalizer, options)
+    loss, lse = cross_entropy_op(input.reshape(-1, input.shape[-1]), a, inplace=inplace == "backward",
+                                 mean=reduction != "none", normalizer=normalizer)
     return _result(loss, lse, input.shape[:-1], reduction, return_lse)
 
 
@@ -122,7 +108,7 @@ def linear_cross_entropy(
     softcap: Optional[float] = None,
     normalizer: Optional[Normalizer] = None,
     num_classes: Optional[int] = None,
-    inplace_backward: bool = False,
+    inplace: Inplace = False,
     return_lse: bool = False,
     chunk_rows: Optional[int] = None,
 ) -> Union[Tensor, Tuple[Tensor, Tensor]]:
@@ -138,16 +124,16 @@ def linear_cross_entropy(
     Args:
         input: hidden states (..., D); float16, bfloat16, float32 or float64, any strides. Rows whose target is ignored
             may hold anything: their gradient is 0, and nothing of them reaches the weight's.
-        linear_weight: the head's weight (V, D), of the dtype of ``input``, or float32 with an ``input`` of 16 bits. Under
-            autocast both may be what ``F.linear`` takes there. Its gradient is summed over the chunks in float32 (between
-            two chunks, a 16-bit one keeps 24 bits).
+        linear_weight: the head's weight (V, D), of the dtype of ``input``, or float32 with an ``input`` of 16 bits.
+            Under autocast both may be what ``F.linear`` takes there. Its gradient is summed over the chunks in float32
+            (between two chunks, a 16-bit one keeps 24 bits).
         target: as for :func:`cross_entropy`, for logits (..., V).
         linear_bias: (V,), dtype as for ``linear_weight``.
         weight, ignore_index, reduction, label_smoothing, z_loss, logit_scale, softcap, normalizer, return_lse: as for
             :func:`cross_entropy`.
         num_classes: only the first ``num_classes`` rows of ``linear_weight`` exist; the rest are not read and get
             gradient 0.
-        inplace_backward: accepted like everywhere; there are no logits to spare, they are always overwritten.
+        inplace: accepted like everywhere; there are no logits to spare, they are always overwritten.
         chunk_rows: rows whose logits exist at a time; by default what fits a share of all logits (README, Memory).
 
     Returns:
@@ -156,39 +142,44 @@ def linear_cross_entropy(
     Raises:
         As :func:`cross_entropy`.
     """
-    arguments.check_call(input, "D", reduction, normalizer)
-    arguments.check_head(input, linear_weight, linear_bias, chunk_rows)
-    arguments.check_options(linear_weight.shape[0], ignore_index, label_smoothing, z_loss, logit_scale, softcap,
-                            num_classes, "the rows of linear_weight")
+    options = dict(ignore_index=ignore_index, label_smoothing=label_smoothing, z_loss=z_loss, logit_scale=logit_scale,
+                   softcap=softcap, num_classes=num_classes)
+    arguments.check_input(input, "D")
+    arguments.check_head(input, linear_weight, linear_bias)
+    arguments.check_chunk_rows(chunk_rows)
+    options = arguments.checked(options, linear_weight.shape[0], "the rows of linear_weight")
+    arguments.check_inplace(inplace)
     input, linear_weight, linear_bias = _autocast(input, linear_weight, linear_bias)
     shape = torch.Size((*input.shape[:-1], linear_weight.shape[0]))
-    flat, weight, normalizer = _dense_parts(input, shape, target, weight, reduction, normalizer, num_classes)
-    loss, lse = linear.linear_cross_entropy(
-        (input.reshape(math.prod(input.shape[:-1]), input.shape[-1]), linear_weight, linear_bias),
-        (flat.indices, flat.values, flat.offsets, weight, flat.row_mask),
-        (ignore_index, float(label_smoothing), float(z_loss), float(logit_scale),
-         None if softcap is None else float(softcap), num_classes, flat.kind == "logprobs"),
-        chunk_rows, reduction != "none", normalizer)
+    a, normalizer = _dense_parts(input, shape, target, weight, reduction, normalizer, options)
+    rows = input.reshape(math.prod(input.shape[:-1]), input.shape[-1])
+    loss, lse = linear_cross_entropy_op(Head(rows, linear_weight, linear_bias), a, chunk_rows=chunk_rows,
+                                        mean=reduction != "none", normalizer=normalizer)
     return _result(loss, lse, input.shape[:-1], reduction, return_lse)
 
 
 def _dense_parts(input: Tensor, shape: torch.Size, target: Target, weight: Optional[Tensor], reduction: str,
-                 normalizer: Optional[Normalizer], num_classes: Optional[int]):
-    """The target with one leading dimension, the class weights and the normalizer, as the ops take them, for logits of
-    ``shape`` on the device of ``input``."""
+                 normalizer: Optional[Normalizer], options: Dict[str, Any]) -> Tuple[Arguments, Optional[Tensor]]:
+    """The arguments of the ops, the target with one leading dimension, and the normalizer, for logits of ``shape`` on
+    the device of ``input``."""
+    arguments.check_reduction(reduction, normalizer)
     if input.is_cuda and ops.why_no_cuda is not None:
-        raise RuntimeError("sparse_ce: input must be on a device with kernels, got a CUDA tensor, but "
-                           f"{ops.why_no_cuda}; reinstall sparse_ce with nvcc on the PATH")
-    target = as_target(target, shape)
+        fail(f"input must be on a device with kernels, got a CUDA tensor, but {ops.why_no_cuda}; reinstall sparse_ce "
+             "with nvcc on the PATH", RuntimeError)
+    target, num_classes = as_target(target, shape), options["num_classes"]
     arguments.check_target(target, shape, input, num_classes)
     if weight is not None:
         weight = arguments.class_weights(weight, input, shape[-1], shape[-1] if num_classes is None else num_classes)
     if reduction == "sum":
         normalizer = 1.0  # a mean that divides by 1
-    return target.flatten(), weight, None if normalizer is None else arguments.scalar_normalizer(normalizer, input)
+    flat = target.flatten()
+    a = Arguments(flat.indices, flat.values, flat.offsets, weight, flat.row_mask, logprobs=flat.kind == "logprobs",
+                  **options)
+    return a, None if normalizer is None else arguments.scalar_normalizer(normalizer, input)
 
 
-def _result(loss: Tensor, lse: Tensor, leading: torch.Size, reduction: str, return_lse: bool):
+def _result(loss: Tensor, lse: Tensor, leading: torch.Size, reduction: str,
+            return_lse: bool) -> Union[Tensor, Tuple[Tensor, Tensor]]:
     if reduction == "none":
         loss = loss.reshape(leading)
     return (loss, lse.reshape(leading)) if return_lse else loss
@@ -198,7 +189,8 @@ def _result(loss: Tensor, lse: Tensor, leading: torch.Size, reduction: str, retu
 _AUTOCASTS = frozenset(filter(is_autocast_available, ("cpu", "cuda", "hpu", "mps", "mtia", "xla", "xpu")))
 
 
-def _autocast(input: Tensor, linear_weight: Tensor, linear_bias: Optional[Tensor]):
+def _autocast(input: Tensor, linear_weight: Tensor,
+              linear_bias: Optional[Tensor]) -> Tuple[Tensor, Tensor, Optional[Tensor]]:
     """The head as autocast would have ``F.linear`` multiply it; float32 weights are converted on the way, not here."""
     device = input.device.type
     available = device in _AUTOCASTS or is_autocast_available(device)
@@ -206,7 +198,7 @@ def _autocast(input: Tensor, linear_weight: Tensor, linear_bias: Optional[Tensor
         return input, linear_weight, linear_bias
     dtype = torch.get_autocast_dtype(device)
 
-    def cast(t: Optional[Tensor]) -> Optional[Tensor]:
-        return t if t is None or t.dtype in (dtype, torch.float32) else t.to(dtype)
+    def cast(t: Tensor) -> Tensor:
+        return t if t.dtype in (dtype, torch.float32) else t.to(dtype)
 
-    return input.to(dtype), cast(linear_weight), cast(linear_bias)
+    return input.to(dtype), cast(linear_weight), None if linear_bias is None else cast(linear_bias)

@@ -1,4 +1,4 @@
-"""The mean of what a mask leaves, and its autograd. Formula: ``csrc/math.h``; in plain PyTorch: ``reference.py``."""
+"""The mean of what a mask leaves. Formula: ``csrc/math.h``; in plain PyTorch: ``reference.py``."""
 
 import math
 from typing import Sequence, Tuple, Union
@@ -6,9 +6,8 @@ from typing import Sequence, Tuple, Union
 import torch
 from torch import Tensor
 
-from . import reference
-from .ops import _composite, _eager, _library, _needs_grad, _ops, _register_fake
-from .target import _check, _fail
+from .errors import check, fail
+from .ops.masked_mean import masked_mean as masked_mean_op
 
 _INPUT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _MASK_DTYPES = (torch.bool, torch.uint8, torch.int32, torch.int64, *_INPUT_DTYPES)
@@ -49,14 +48,10 @@ def masked_mean(input: Tensor, mask: Tensor, dim: Union[int, Sequence[int], None
         mask = mask.expand(shape)
     if len(shape) > _MOST_AXES:
         input, mask = _matrix(input, dims), _matrix(mask, dims)
-        mean = _mean(input, mask, (1,)).reshape([n for d, n in enumerate(shape) if d not in dims])
+        mean = masked_mean_op(input, mask, (1,)).reshape([n for d, n in enumerate(shape) if d not in dims])
     else:
-        mean = _mean(input, mask, dims)
+        mean = masked_mean_op(input, mask, dims)
     return mean.reshape([1 if d in dims else n for d, n in enumerate(shape)]) if keepdim else mean
-
-
-def _mean(input: Tensor, mask: Tensor, dims: Tuple[int, ...]) -> Tensor:
-    return (_masked_mean_autograd if _eager() else _ops.masked_mean)(input, mask, dims)[0]
 
 
 def _matrix(t: Tensor, dims: Tuple[int, ...]) -> Tensor:
@@ -68,19 +63,19 @@ def _matrix(t: Tensor, dims: Tuple[int, ...]) -> Tensor:
 def _check_call(input: Tensor, mask: Tensor, dim: Union[int, Sequence[int], None]) -> Tuple[int, ...]:
     """The dimensions to reduce, in [0, input.dim()) and ascending."""
     for name, t in (("input", input), ("mask", mask)):
-        _check(isinstance(t, Tensor), f"{name} must be a tensor, got {type(t).__name__}", TypeError)
+        check(isinstance(t, Tensor), f"{name} must be a tensor, got {type(t).__name__}", TypeError)
         if t.layout != torch.strided:
-            _fail(f"{name} must be strided, got layout {t.layout}; convert it with .to_dense()")
+            fail(f"{name} must be strided, got layout {t.layout}; convert it with .to_dense()")
     if input.dtype not in _INPUT_DTYPES and (input.dtype.is_floating_point or input.dtype.is_complex):
-        _fail(f"input must be of dtype float16, bfloat16, float32, float64, integer or bool, got {input.dtype}",
+        fail(f"input must be of dtype float16, bfloat16, float32, float64, integer or bool, got {input.dtype}",
               TypeError)
     if mask.dtype not in _MASK_DTYPES and (mask.dtype.is_floating_point or mask.dtype.is_complex):
-        _fail(f"mask must be of dtype bool, integer, float16, bfloat16, float32 or float64, got {mask.dtype}",
+        fail(f"mask must be of dtype bool, integer, float16, bfloat16, float32 or float64, got {mask.dtype}",
               TypeError)
     if mask.device != input.device:
-        _fail(f"mask must be on the device of input, {input.device}, got {mask.device}")
+        fail(f"mask must be on the device of input, {input.device}, got {mask.device}")
     if mask.requires_grad:
-        _fail("mask must be a tensor that does not require grad, got one that does; pass mask.detach()", RuntimeError)
+        fail("mask must be a tensor that does not require grad, got one that does; pass mask.detach()", RuntimeError)
     if mask.shape != input.shape:
         _check_shapes(input.shape, mask.shape)
     return _dims(dim, input.dim())
@@ -91,16 +86,16 @@ def _check_shapes(shape: torch.Size, mask: torch.Size) -> None:
     if not fits:
         ahead = len(shape) - len(mask)
         fix = "; pass mask" + ".unsqueeze(-1)" * ahead if ahead > 0 and shape[:len(mask)] == mask else ""
-        _fail(f"mask must broadcast to the shape of input, {list(shape)}, got {list(mask)}{fix}")
+        fail(f"mask must broadcast to the shape of input, {list(shape)}, got {list(mask)}{fix}")
 
 
 def given_dims(dim: Union[int, Sequence[int], None]) -> Tuple[int, ...]:
     """As they were given, whatever the input's dimensions are; () for all."""
     given = () if dim is None else (dim,) if isinstance(dim, int) else dim
     if not isinstance(given, (tuple, list)) or not all(isinstance(d, int) and not isinstance(d, bool) for d in given):
-        _fail(f"dim must be an int, a tuple of ints or None, got {dim!r}", TypeError)
+        fail(f"dim must be an int, a tuple of ints or None, got {dim!r}", TypeError)
     if len(set(given)) != len(given):
-        _fail(f"dim must name each dimension once, got {dim}")
+        fail(f"dim must name each dimension once, got {dim}")
     return tuple(given)
 
 
@@ -111,54 +106,6 @@ def _dims(dim: Union[int, Sequence[int], None], count: int) -> Tuple[int, ...]:
     if not given:
         return tuple(range(count))
     dims = tuple(sorted(d + count if d < 0 else d for d in given))
-    _check(0 <= dims[0] and dims[-1] < count, f"dim must be in [{-count}, {count}), got {dim}")
-    _check(len(set(dims)) == len(dims), f"dim must name each dimension once, got {dim}")
+    check(0 <= dims[0] and dims[-1] < count, f"dim must be in [{-count}, {count}), got {dim}")
+    check(len(set(dims)) == len(dims), f"dim must name each dimension once, got {dim}")
     return dims
-
-
-class _MaskedMean(torch.autograd.Function):
-
-    @staticmethod
-    def forward(ctx, input, mask, dim):
-        with torch._C._AutoDispatchBelowAutograd():
-            mean, divisor = _ops.masked_mean(input, mask, dim)
-        ctx.save_for_backward(mask, divisor)
-        ctx.mark_non_differentiable(divisor)
-        ctx.dim, ctx.dtype = dim, input.dtype
-        return mean, divisor
-
-    @staticmethod
-    def backward(ctx, grad_mean, _):
-        mask, divisor = ctx.saved_tensors
-        return _ops.masked_mean_backward(grad_mean / divisor, mask, ctx.dim, ctx.dtype), None, None
-
-
-def _masked_mean_autograd(input, mask, dim):
-    if _composite(input):
-        return reference.masked_mean(input, mask, dim)
-    if _needs_grad(input):
-        return _MaskedMean.apply(input, mask, dim)
-    with torch._C._AutoDispatchBelowAutograd():
-        return _ops.masked_mean(input, mask, dim)
-
-
-def _masked_mean_backward_autograd(share, mask, dim, dtype):
-    if _composite(share) or _needs_grad(share):
-        return reference.masked_mean_backward(share, mask, dim, dtype)
-    with torch._C._AutoDispatchBelowAutograd():
-        return _ops.masked_mean_backward(share, mask, dim, dtype)
-
-
-_library.impl("masked_mean", _masked_mean_autograd, "Autograd")
-_library.impl("masked_mean_backward", _masked_mean_backward_autograd, "Autograd")
-
-
-@_register_fake("masked_mean")
-def _(input, mask, dim):
-    kept = [n for d, n in enumerate(input.shape) if d not in dim]
-    return input.new_empty(kept), input.new_empty(kept, dtype=reference.arithmetic_dtype(input.dtype))
-
-
-@_register_fake("masked_mean_backward")
-def _(share, mask, dim, dtype):
-    return mask.new_empty(mask.shape, dtype=dtype)

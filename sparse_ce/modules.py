@@ -1,12 +1,13 @@
 """Losses as modules: options at construction, where they are checked, tensors at the call."""
 
-from typing import Optional, Sequence, Tuple, Union
+from typing import Any, Optional, Sequence, Tuple, Union
 
 from torch import Tensor, nn
 
 from . import arguments, functional
+from .entries import IGNORE_INDEX
 from .masked_mean import given_dims, masked_mean
-from .target import IGNORE_INDEX
+from .target import Target
 
 
 class _Loss(nn.Module):
@@ -14,9 +15,9 @@ class _Loss(nn.Module):
 
     weight: Optional[Tensor]
 
-    def __init__(self, weight: Optional[Tensor], normalizer: Optional[functional.Normalizer], **options):
+    def __init__(self, weight: Optional[Tensor], normalizer: Optional[arguments.Normalizer], **options: Any) -> None:
         super().__init__()
-        arguments.check_held(weight, normalizer, **options)
+        arguments.check_held(weight, normalizer, options)
         self.register_buffer("weight", weight)
         self.normalizer = normalizer
         self.options = options
@@ -42,19 +43,19 @@ class SparseCrossEntropyLoss(_Loss):
         z_loss: float = 0.0,
         logit_scale: float = 1.0,
         softcap: Optional[float] = None,
-        normalizer: Optional[functional.Normalizer] = None,
+        normalizer: Optional[arguments.Normalizer] = None,
         num_classes: Optional[int] = None,
-        inplace_backward: bool = False,
+        inplace: functional.Inplace = False,
         return_lse: bool = False,
-    ):
+    ) -> None:
         super().__init__(
             weight, normalizer,
             ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing, z_loss=z_loss,
-            logit_scale=logit_scale, softcap=softcap, num_classes=num_classes, inplace_backward=inplace_backward,
+            logit_scale=logit_scale, softcap=softcap, num_classes=num_classes, inplace=inplace,
             return_lse=return_lse)
 
-    def forward(self, input: Tensor, target: functional.Target,
-                normalizer: Optional[functional.Normalizer] = None) -> Union[Tensor, Tuple[Tensor, Tensor]]:
+    def forward(self, input: Tensor, target: Target,
+                normalizer: Optional[arguments.Normalizer] = None) -> Union[Tensor, Tuple[Tensor, Tensor]]:
         """``input`` (..., V), ``target`` in any of its forms; see :func:`sparse_ce.cross_entropy`."""
         normalizer = self.normalizer if normalizer is None else normalizer
         return functional.cross_entropy(input, target, self.weight, normalizer=normalizer, **self.options)
@@ -77,31 +78,31 @@ class LinearSparseCrossEntropyLoss(_Loss):
         z_loss: float = 0.0,
         logit_scale: float = 1.0,
         softcap: Optional[float] = None,
-        normalizer: Optional[functional.Normalizer] = None,
+        normalizer: Optional[arguments.Normalizer] = None,
         num_classes: Optional[int] = None,
-        inplace_backward: bool = False,
+        inplace: functional.Inplace = False,
         return_lse: bool = False,
         chunk_rows: Optional[int] = None,
-    ):
+    ) -> None:
         super().__init__(
             weight, normalizer,
             ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing, z_loss=z_loss,
-            logit_scale=logit_scale, softcap=softcap, num_classes=num_classes, inplace_backward=inplace_backward,
+            logit_scale=logit_scale, softcap=softcap, num_classes=num_classes, inplace=inplace,
             return_lse=return_lse, chunk_rows=chunk_rows)
 
-    def forward(self, input: Tensor, linear_weight: Tensor, target: functional.Target,
+    def forward(self, input: Tensor, linear_weight: Tensor, target: Target,
                 linear_bias: Optional[Tensor] = None,
-                normalizer: Optional[functional.Normalizer] = None) -> Union[Tensor, Tuple[Tensor, Tensor]]:
+                normalizer: Optional[arguments.Normalizer] = None) -> Union[Tensor, Tuple[Tensor, Tensor]]:
         """``input`` (..., D), ``linear_weight`` (V, D), ``target`` in any of its forms, ``linear_bias`` (V,)."""
         normalizer = self.normalizer if normalizer is None else normalizer
-        return functional.linear_cross_entropy(input, linear_weight, target, linear_bias=linear_bias, weight=self.weight,
-                                               normalizer=normalizer, **self.options)
+        return functional.linear_cross_entropy(input, linear_weight, target, linear_bias=linear_bias,
+                                               weight=self.weight, normalizer=normalizer, **self.options)
 
 
 class MaskedMean(nn.Module):
     """Module form of :func:`sparse_ce.masked_mean`; arguments are its keywords."""
 
-    def __init__(self, dim: Union[int, Sequence[int], None] = None, keepdim: bool = False):
+    def __init__(self, dim: Union[int, Sequence[int], None] = None, keepdim: bool = False) -> None:
         super().__init__()
         given_dims(dim)
         self.dim, self.keepdim = dim, keepdim

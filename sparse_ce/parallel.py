@@ -14,7 +14,8 @@ from torch.nn import parallel
 from torch.nn.parallel import scatter_gather
 from torch.utils._pytree import tree_leaves, tree_map
 
-from .target import SparseTarget, _check
+from .errors import check
+from .target import SparseTarget
 
 _torch_scatter = scatter_gather.scatter
 
@@ -23,13 +24,13 @@ def _is_target(x: Any) -> bool:
     return isinstance(x, SparseTarget)
 
 
-def split(target: SparseTarget, devices: Sequence, dim: int = 0) -> List[SparseTarget]:
+def split(target: SparseTarget, devices: Sequence[Any], dim: int = 0) -> List[SparseTarget]:
     """The pieces of ``target`` on their devices, cut along leading dimension ``dim`` as ``Tensor.chunk`` cuts tensors.
 
     Rows of a jagged target are ranges of one list of entries, of which each device gets those of its rows from the CPU,
     and from a GPU, which is not waited for, all.
     """
-    _check(-target.dim() <= dim < target.dim(),
+    check(-target.dim() <= dim < target.dim(),
            f"target must have the dimension along which inputs are scattered, {dim}, got shape {list(target.shape)}")
     dim %= target.dim()
     ends = list(accumulate(len(c) for c in torch.empty(target.shape[dim], device="meta").chunk(len(devices))))
@@ -38,14 +39,14 @@ def split(target: SparseTarget, devices: Sequence, dim: int = 0) -> List[SparseT
 
 
 @functools.wraps(_torch_scatter)
-def scatter(inputs, target_gpus, dim=0):
+def scatter(inputs: Any, target_gpus: Sequence[Any], dim: int = 0) -> Any:
     parts = _torch_scatter(inputs, target_gpus, dim)  # each with the same, whole targets
     targets = {id(x): x for x in tree_leaves(inputs, is_leaf=_is_target) if _is_target(x)}
     if not targets:
         return parts
     pieces = {key: split(target, target_gpus, dim) for key, target in targets.items()}
     wanted = max(map(len, pieces.values()))
-    _check(len(parts) >= wanted, f"inputs must be split into {wanted} parts, as their target is, got {len(parts)}: a "
+    check(len(parts) >= wanted, f"inputs must be split into {wanted} parts, as their target is, got {len(parts)}: a "
            "tensor of fewer elements is among them; pass a normalizer as a number, or as a tensor with one element for "
            "each device, normalizer.expand(n_gpu)")
     return [tree_map(lambda x: pieces[id(x)][i] if _is_target(x) else x, part, is_leaf=_is_target)

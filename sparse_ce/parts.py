@@ -1,7 +1,7 @@
-"""A target taken apart into tensors that a training framework may move, slice, pad, concatenate and gather one by one.
+"""What frameworks see of a target: tensors that they move, slice, pad, concatenate and gather one by one.
 
 Frameworks know batches as containers of tensors whose first dimension is the batch and whose second they pad with -100.
-So every part has the batch first, and -100 marks padding in each:
+So every part that :meth:`Parts.items` gives has the batch first, and -100 marks padding in each:
 
     labels     indices (B, ...)
     top-k      indices (B, ..., K), values alike
@@ -12,98 +12,238 @@ The names say what the parts are: log-probabilities are "logprobs" in place of "
 place of "indices".
 """
 
-from typing import Any, Dict, Tuple
+import copy
+from typing import TYPE_CHECKING, Any, Callable, Dict, ItemsView, KeysView, List, Optional, Tuple, Type, Union
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .collate import pad_entries
-from .target import IGNORE_INDEX, SparseTarget, _check, _ranges, padding_value
+from .entries import IGNORE_INDEX, pad_entries, padding_value, ranges_of
+from .errors import check, fail
+from .tracing import readable
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 
 class Part(str):
     """The name of a part. It knows the width of the vocabulary too: what is rebuilt from parts keeps their names."""
 
-    num_classes = None
+    num_classes: Optional[int] = None
 
 
-def take_apart(target: SparseTarget) -> Dict[str, Any]:
-    """The parts of ``target``. A jagged target on a GPU is waited for."""
-    if not isinstance(target.indices, Tensor) or target.by_sample:  # on their way through a framework
-        parts = {"indices": target.indices, "values": target.values, "offsets": target.offsets}
-    else:
-        _check(target.dim() > 0, "target must have a leading dimension to be taken apart, got shape []")
-        parts = _jagged_parts(target) if target.layout == "jagged" else _dense_parts(target)
-    ids = target.ids and parts["values"] is None
-    names = {"indices": "ids" if ids else "indices",
-             "values": "values" if target.kind == "probs" else target.kind, "offsets": "offsets"}
-    return {_named(names[name], target.num_classes): t for name, t in parts.items() if t is not None}
+class Parts:
+    """The tensors of a target, immutable: how they are copied, pickled, taken apart and put together again.
+
+    Those of a target on its way through a framework need not be tensors: a gathered batch is first a batch of sizes. A
+    jagged one is ``by_sample`` then, and keeps its (B, E) until somebody looks at it.
+    """
+
+    __slots__ = ("indices", "values", "offsets", "row_mask", "num_classes", "kind", "ids")
+    indices: Tensor
+    values: Optional[Tensor]
+    offsets: Optional[Tensor]
+    row_mask: Optional[Tensor]
+    num_classes: Optional[int]
+    kind: str
+    ids: bool
+
+    def __init__(self, indices: Union[Tensor, Dict[str, Any]], values: Optional[Tensor] = None,
+                 offsets: Optional[Tensor] = None, row_mask: Optional[Tensor] = None,
+                 num_classes: Optional[int] = None, kind: str = "probs", ids: bool = False):
+        given: Tuple[Any, ...] = (indices, values, offsets, row_mask, num_classes, kind, ids)
+        if type(indices) is dict:  # what a framework made of items()
+            given = _put_together(indices)
+        for name, value in zip(Parts.__slots__, given):
+            object.__setattr__(self, name, value)
+
+    def __setattr__(self, name: str, value: object) -> None:
+        fail(f"a SparseTarget must not be changed, got an assignment to {name!r}; build another one", AttributeError)
+
+    def __delattr__(self, name: str) -> None:
+        self.__setattr__(name, None)
+
+    def __reduce__(self) -> Tuple[Type["Self"], Tuple[Any, ...]]:
+        t = self._own(wait=True)  # on a GPU too: what is written is read there
+        return type(self), (t.indices, t.values, t.offsets, t.row_mask, t.num_classes, t.kind, t.ids)
+
+    def __copy__(self) -> "Self":
+        return self
+
+    def __deepcopy__(self, memo: Dict[int, Any]) -> "Self":
+        return self._own()._map(lambda t: copy.deepcopy(t, memo))
+
+    @property
+    def form(self) -> str:
+        """``"index"``, ``"topk"`` or ``"jagged"``."""
+        if self.offsets is not None:
+            return "jagged"
+        return "index" if self.values is None and not self.ids else "topk"
+
+    @property
+    def shape(self) -> torch.Size:
+        """The leading shape: that of the logits without their last dimension."""
+        if self.offsets is None:
+            return self.indices.shape if self.form == "index" else self.indices.shape[:-1]
+        return torch.Size((self.offsets.shape[0] - 1,)) if self.offsets.ndim == 1 else self.offsets.shape[:-1]
+
+    @property
+    def by_sample(self) -> bool:
+        """Whether it is jagged with the entries (B, E) of each sample, as :meth:`items` gives them."""
+        return self.offsets is not None and self.indices.ndim == 2
+
+    def dim(self) -> int:
+        return len(self.shape)
+
+    def _map(self, f: Callable[[Any], Any]) -> "Self":
+        """``f`` of each tensor that is there."""
+        def each(t: Any) -> Any:
+            return None if t is None else f(t)
+        return self._replace(each(self.indices), each(self.values), each(self.offsets), each(self.row_mask))
+
+    def _replace(self, indices: Tensor, values: Optional[Tensor], offsets: Optional[Tensor],
+                row_mask: Optional[Tensor]) -> "Self":
+        """A target of these tensors that says of them what this one says."""
+        return type(self)(indices, values, offsets, row_mask, self.num_classes, self.kind, self.ids)
+
+    # ----------------------------------------------------------------------------- entries that the rows do not use
+
+    def compact(self, wait: bool = False) -> "Self":
+        """The same rows with no entries but their own; itself where that is so or cannot be seen.
+
+        A slice of a jagged target keeps the entries of the whole until it travels. Views where the rows' entries lie
+        together, else copies. Wrong offsets stay, for the loss to complain of.
+        """
+        offsets = self.offsets
+        if not isinstance(offsets, Tensor) or self.by_sample or not readable(offsets, wait):
+            return self
+        entries, ranges = self.indices.shape[0], ranges_of(offsets).reshape(-1, 2)
+        if len(ranges) == 0:
+            return self._select(slice(0, 0), offsets * 0) if entries else self
+        begins, ends = ranges.unbind(1)
+        lengths = ends - begins
+        some = lengths > 0
+        low, high, used, shortest, first, last = torch.stack([x.long() for x in (
+            torch.where(some, begins, entries).amin(), torch.where(some, ends, 0).amax(), lengths.sum(), lengths.amin(),
+            begins.amin(), ends.amax())]).tolist()
+        if shortest < 0 or first < 0 or last > entries or used == entries == high - low:
+            return self
+        if used == 0:
+            low = high = 0 if offsets.dim() > 1 else first
+        if used == high - low:
+            # Of (rows + 1,), each number is a begin too. A range without entries may lie anywhere.
+            moved = offsets if offsets.dim() == 1 else torch.where(some[:, None], ranges, low).reshape(offsets.shape)
+            return self._select(slice(low, high), moved - low)
+        ends = lengths.cumsum(0, dtype=lengths.dtype)
+        source = torch.arange(used, device=offsets.device) + torch.repeat_interleave(
+            begins - ends + lengths, lengths, output_size=used)
+        return self._select(source, torch.stack((ends - lengths, ends), -1).reshape(offsets.shape))
+
+    def _own(self, wait: bool = False) -> "Self":
+        """``compact`` in storages that hold nothing else: pickling and ``deepcopy`` take whole storages."""
+        return self.compact(wait)._map(_alone)
+
+    def _select(self, entries: Any, offsets: Tensor) -> "Self":
+        values = None if self.values is None else self.values[entries]
+        return self._replace(self.indices[entries], values, offsets, self.row_mask)
+
+    # ------------------------------------------------------------------------------------------ apart, and together
+
+    def items(self) -> ItemsView[str, Any]:
+        """Parts, by name, that may be moved, sliced, padded and concatenated one by one.
+
+        ``SparseTarget(dict(t.items()))`` is the same target again. Frameworks that take batches apart use this. A
+        jagged target on a GPU is waited for.
+        """
+        if not isinstance(self.indices, Tensor) or self.by_sample:  # on its way through a framework
+            parts = {"indices": self.indices, "values": self.values, "offsets": self.offsets}
+        else:
+            check(self.dim() > 0, "target must have a leading dimension to be taken apart, got shape []")
+            parts = self._jagged_parts() if self.offsets is not None else self._dense_parts()
+        ids = self.ids and parts["values"] is None
+        names = {"indices": "ids" if ids else "indices",
+                 "values": "values" if self.kind == "probs" else self.kind, "offsets": "offsets"}
+        return {_named(names[name], self.num_classes): t for name, t in parts.items() if t is not None}.items()
+
+    def keys(self) -> KeysView[str]:
+        return dict(self.items()).keys()
+
+    def _absolute(self) -> "Self":
+        """Itself, or, where it is ``by_sample``, the same target with offsets into all entries."""
+        if self.offsets is None or not self.by_sample:
+            return self
+        indices, values, offsets = self.indices, self.values, self.offsets
+        counts = offsets[..., 0] >= 0
+        samples, entries = indices.shape
+        first = entries * torch.arange(samples, device=offsets.device).reshape(-1, *(1,) * (offsets.dim() - 1))
+        offsets = torch.where(counts[..., None], offsets + first, 0)
+        return self._replace(indices.reshape(-1), None if values is None else values.reshape(-1), offsets, counts)
+
+    def _dense_parts(self) -> Dict[str, Optional[Tensor]]:
+        """Labels and top-k: ignored rows become rows of -100."""
+        indices, values = self.indices, self.values
+        topk = self.form == "topk"
+        if topk and values is None and indices.shape[-1] == 0:  # a row without ids counts, one of -100 does not
+            values = indices.float()
+        if topk and indices.shape[-1] < 2:  # of 1, a framework would make the K of another batch
+            missing = 2 - indices.shape[-1]
+            indices = F.pad(indices, (0, missing), value=IGNORE_INDEX) if values is None else pad_entries(indices, 2)
+            values = None if values is None else F.pad(values, (0, missing), value=padding_value(self.kind))
+        if self.row_mask is not None:
+            ignored = ~self.row_mask[..., None] if topk else ~self.row_mask
+            indices = indices.masked_fill(ignored, IGNORE_INDEX)
+        return {"indices": indices, "values": values}
+
+    def _jagged_parts(self) -> Dict[str, Optional[Tensor]]:
+        """The entries of each sample, (B, E); a target of one dimension gets samples of one row."""
+        assert self.offsets is not None
+        ranges = ranges_of(self.offsets)
+        samples = ranges.shape[0]
+        ranges = ranges.reshape(samples, -1, 2)
+        lengths = ranges[..., 1] - ranges[..., 0]
+        ends = lengths.cumsum(1)
+        begins = ends - lengths
+        entries = max(1, int(ends[:, -1].max()) if ends.numel() else 0)
+        place = torch.arange(entries, device=ranges.device).expand(samples, -1).contiguous()
+        row = torch.searchsorted(ends.contiguous(), place, right=True).clamp(max=max(0, ends.shape[1] - 1))
+        used = place < ends[:, -1:] if ends.shape[1] else torch.zeros_like(place, dtype=torch.bool)
+        source = torch.where(used, ranges[..., 0].gather(1, row) + place - begins.gather(1, row), 0)
+        indices, values = self.indices, self.values
+        if indices.numel() == 0:  # something to point at
+            indices, values = indices.new_zeros(1), None if values is None else values.new_zeros(1)
+        indices = torch.where(used, indices[source], IGNORE_INDEX)
+        values = None if values is None else torch.where(used, values[source], 0.0)
+        offsets = torch.stack((begins, ends), -1)
+        if self.row_mask is not None:
+            offsets = offsets.masked_fill(~self.row_mask.reshape(samples, -1, 1), IGNORE_INDEX)
+        if self.dim() == 1:
+            offsets = offsets.squeeze(1)
+        return {"indices": indices, "values": values, "offsets": offsets.reshape(*self.shape, 2)}
+
+    @property
+    def _present(self) -> List[str]:
+        """The names of the tensors that are there."""
+        return [name for name in ("indices", "values", "offsets", "row_mask") if getattr(self, name) is not None]
 
 
-def put_together(parts: Dict[str, Any]) -> Tuple[Any, ...]:
-    """The arguments of ``SparseTarget`` for the target of ``parts``, which may be tensors still to be
-    filled: a jagged one keeps its (B, E) until it is looked at."""
+def _put_together(parts: Dict[str, Any]) -> Tuple[Any, ...]:
+    """What :class:`Parts` holds, of what :meth:`Parts.items` gave."""
     num_classes = next((name.num_classes for name in parts if isinstance(name, Part)), None)
     kind, ids = "logprobs" if "logprobs" in parts else "probs", "ids" in parts
     return (parts.get("ids" if ids else "indices"), parts.get("values" if kind == "probs" else kind),
             parts.get("offsets"), None, num_classes, kind, ids)
 
 
-def absolute(target: SparseTarget) -> SparseTarget:
-    """The same target with offsets into all entries, in place of offsets into those of a sample."""
-    indices, values, offsets = target.indices, target.values, target.offsets
-    counts = offsets[..., 0] >= 0
-    samples, entries = indices.shape
-    first = entries * torch.arange(samples, device=offsets.device).reshape(-1, *(1,) * (offsets.dim() - 1))
-    offsets = torch.where(counts[..., None], offsets + first, 0)
-    return SparseTarget(indices.reshape(-1), None if values is None else values.reshape(-1), offsets, counts,
-                        target.num_classes, target.kind)
-
-
-def _named(name: str, num_classes: Any) -> Part:
+def _named(name: str, num_classes: Optional[int]) -> Part:
     part = Part(name)
     part.num_classes = num_classes
     return part
 
 
-def _dense_parts(target: SparseTarget) -> Dict[str, Any]:
-    """Labels and top-k: ignored rows become rows of -100."""
-    indices, values = target.indices, target.values
-    topk = target.layout == "topk"
-    if topk and values is None and indices.shape[-1] == 0:  # a row without ids counts, one of -100 does not
-        values = indices.float()
-    if topk and indices.shape[-1] < 2:  # of 1, a framework would make the K of another batch
-        missing = 2 - indices.shape[-1]
-        indices = F.pad(indices, (0, missing), value=IGNORE_INDEX) if values is None else pad_entries(indices, 2)
-        values = None if values is None else F.pad(values, (0, missing), value=padding_value(target.kind))
-    if target.row_mask is not None:
-        ignored = ~target.row_mask[..., None] if topk else ~target.row_mask
-        indices = indices.masked_fill(ignored, IGNORE_INDEX)
-    return {"indices": indices, "values": values}
-
-
-def _jagged_parts(target: SparseTarget) -> Dict[str, Any]:
-    """The entries of each sample, (B, E); a target of one dimension gets samples of one row."""
-    ranges = _ranges(target.offsets)
-    samples = ranges.shape[0]
-    ranges = ranges.reshape(samples, -1, 2)
-    lengths = ranges[..., 1] - ranges[..., 0]
-    ends = lengths.cumsum(1)
-    begins = ends - lengths
-    entries = max(1, int(ends[:, -1].max()) if ends.numel() else 0)
-    place = torch.arange(entries, device=ranges.device).expand(samples, -1).contiguous()
-    row = torch.searchsorted(ends.contiguous(), place, right=True).clamp(max=max(0, ends.shape[1] - 1))
-    used = place < ends[:, -1:] if ends.shape[1] else torch.zeros_like(place, dtype=torch.bool)
-    source = torch.where(used, ranges[..., 0].gather(1, row) + place - begins.gather(1, row), 0)
-    indices, values = target.indices, target.values
-    if target.indices.numel() == 0:  # something to point at
-        indices, values = indices.new_zeros(1), None if values is None else values.new_zeros(1)
-    indices = torch.where(used, indices[source], IGNORE_INDEX)
-    values = None if values is None else torch.where(used, values[source], 0.0)
-    offsets = torch.stack((begins, ends), -1)
-    if target.row_mask is not None:
-        offsets = offsets.masked_fill(~target.row_mask.reshape(samples, -1, 1), IGNORE_INDEX)
-    if target.dim() == 1:
-        offsets = offsets.squeeze(1)
-    return {"indices": indices, "values": values, "offsets": offsets.reshape(*target.shape, 2)}
+def _alone(t: Any) -> Any:
+    if type(t) is not Tensor or t.is_meta or torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
+        return t
+    if t.untyped_storage().nbytes() <= t.numel() * t.element_size():
+        return t
+    return t.detach().clone(memory_format=torch.contiguous_format).requires_grad_(t.requires_grad)

@@ -1,21 +1,19 @@
 """The specification: every op of ``sparse_ce`` in plain PyTorch.
 
 Slow (it holds the N x V log-probabilities and, for second derivatives, the dense target), and differentiable any number
-of times in any mode. The kernels must agree with it; under ``torch.func`` transforms, forward-mode AD and double backward
-it is what runs. Arguments and shapes are those of ``torch.ops.sparse_ce`` (``csrc/schema.cpp``); the formulas are
-derived in ``csrc/math.h``.
+of times in any mode. The kernels must agree with it; under ``torch.func`` transforms, forward-mode AD and double
+backward it is what runs. Arguments and shapes are those of ``torch.ops.sparse_ce`` (``csrc/schema.cpp``), ``arguments``
+those of :class:`sparse_ce.arguments.Arguments`; the formulas are derived in ``csrc/math.h``.
 """
 
-from typing import NamedTuple, Optional, Sequence, Tuple
+from typing import Any, NamedTuple, Optional, Sequence, Tuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-
-def arithmetic_dtype(dtype: torch.dtype) -> torch.dtype:
-    """float32, or float64 for float64: the dtype of ``loss`` and ``lse`` for logits of ``dtype``."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
+from .arguments import Arguments, arithmetic_dtype
+from .guarded import normalize, times
 
 
 class Entries(NamedTuple):
@@ -35,6 +33,7 @@ class Entries(NamedTuple):
         if self.rows is None:
             return terms.sum(1)
         total = terms.new_zeros(num_rows).index_add(0, self.rows, terms)
+        assert self.invalid_rows is not None
         return torch.where(self.invalid_rows, float("nan"), total)
 
     def to_dense(self, terms: Tensor, num_rows: int, num_classes: int) -> Tensor:
@@ -45,55 +44,49 @@ class Entries(NamedTuple):
         return flat.index_add(0, self.rows * num_classes + self.columns, terms).view(num_rows, num_classes)
 
 
-def ignored_rows(indices: Tensor, offsets: Optional[Tensor], row_mask: Optional[Tensor], ignore_index: int,
-                 num_rows: int) -> Tensor:
+def ignored_rows(a: Arguments, num_rows: int) -> Tensor:
     """(N,) bool: the label, or every index of a top-k row, is ``ignore_index``, or ``row_mask`` is False."""
-    if offsets is not None:
-        ignored = torch.zeros(num_rows, dtype=torch.bool, device=indices.device)
-    elif indices.dim() == 1:
-        ignored = indices == ignore_index
+    if a.offsets is not None:
+        ignored = torch.zeros(num_rows, dtype=torch.bool, device=a.indices.device)
+    elif a.indices.dim() == 1:
+        ignored = a.indices == a.ignore_index
+    elif a.indices.shape[1]:
+        ignored = (a.indices == a.ignore_index).all(1)
     else:
-        ignored = (indices == ignore_index).all(1) if indices.shape[1] else torch.zeros_like(indices[:, :0].any(1))
-    return ignored if row_mask is None else ignored | ~row_mask
+        ignored = torch.zeros_like(a.indices[:, :0].any(1))
+    return ignored if a.row_mask is None else ignored | ~a.row_mask
 
 
-def mean(loss: Tensor, indices: Tensor, values: Optional[Tensor] = None, offsets: Optional[Tensor] = None,
-         weight: Optional[Tensor] = None, row_mask: Optional[Tensor] = None, ignore_index: int = -100,
-         num_classes: int = 0, normalizer: Optional[Tensor] = None) -> Tuple[Tensor, Tensor]:
+def loss_mean(loss: Tensor, normalizer: Optional[Tensor], *arguments: Any) -> Tuple[Tensor, Tensor]:
     """The mean of ``loss`` (N,) over the rows that count, (), and the divisor, (): inf over nothing, for a mean of 0.
 
-    ``normalizer``, (), divides instead of the count.
+    ``normalizer``, (), divides instead of the count. ``arguments``: the target's, up to ``ignore_index``.
     """
-    divisor = _count(loss, indices, values, offsets, weight, row_mask, ignore_index,
-                     num_classes) if normalizer is None else normalizer
+    divisor = _count(loss, Arguments(*arguments)) if normalizer is None else normalizer
     empty = divisor == 0
     divisor = torch.where(empty, torch.inf, divisor)
     return torch.where(empty, 0.0, loss.sum() / divisor), divisor
 
 
-_mean = mean  # where an option has that name
-
-
-def _count(loss, indices, values, offsets, weight, row_mask, ignore_index, num_classes) -> Tensor:
-    counts = ~ignored_rows(indices, offsets, row_mask, ignore_index, loss.shape[0])
-    if weight is not None and offsets is None and values is None and indices.dim() == 1:
-        labels = torch.where(counts, indices.reshape(-1), 0).clamp(0, num_classes - 1).long()
-        counts = torch.where(counts, weight[labels], 0.0)
+def _count(loss: Tensor, a: Arguments) -> Tensor:
+    counts = ~ignored_rows(a, loss.shape[0])
+    if a.weight is not None and a.labels:
+        labels = torch.where(counts, a.indices, 0).clamp(0, a.weight.shape[0] - 1).long()
+        counts = torch.where(counts, a.weight[labels], 0.0)
     return counts.sum(dtype=loss.dtype)
 
 
-def entries_of(indices: Tensor, values: Optional[Tensor], offsets: Optional[Tensor], ignore_index: int,
-               num_classes: int, dtype: torch.dtype, logprobs: bool = False) -> Entries:
-    rows, invalid_rows = None, None
-    if offsets is None and indices.dim() == 1:
+def entries_of(a: Arguments, num_classes: int, dtype: torch.dtype) -> Entries:
+    rows, invalid_rows, indices, values = None, None, a.indices, a.values
+    if a.offsets is None and indices.dim() == 1:
         indices = indices[:, None]
         values = None if values is None else values[:, None]
     columns = indices.long()
-    logprobs = logprobs and values is not None
+    logprobs = a.logprobs and values is not None
     values = torch.ones_like(columns, dtype=dtype) if values is None else values.to(dtype)
-    padding = (values == (-torch.inf if logprobs else 0)) | (columns == ignore_index)
-    if offsets is not None:
-        begin, end = (offsets[:-1], offsets[1:]) if offsets.dim() == 1 else offsets.unbind(1)
+    padding = (values == (-torch.inf if logprobs else 0)) | (columns == a.ignore_index)
+    if a.offsets is not None:
+        begin, end = (a.offsets[:-1], a.offsets[1:]) if a.offsets.dim() == 1 else a.offsets.unbind(1)
         if begin.shape[0] == 0:  # no rows: no entry belongs to one
             return Entries(columns[:0], columns[:0], values[:0], begin.bool())
         count = columns.shape[0]
@@ -110,80 +103,6 @@ def entries_of(indices: Tensor, values: Optional[Tensor], offsets: Optional[Tens
         values = torch.where(padding, -torch.inf, values).exp()
     values = torch.where(padding, 0.0, torch.where(outside, float("nan"), values))
     return Entries(rows, columns, values, invalid_rows)
-
-
-def _inside_a_kernel() -> bool:
-    """Whether functorch has called a kernel (an op of ``torch.ops``, stock.py), where it knows no function of its own."""
-    return (torch._C._functorch.peek_interpreter_stack() is not None and
-            torch._C._dispatch_tls_is_dispatch_key_excluded(torch._C.DispatchKey.FuncTorchDynamicLayerFrontMode))
-
-
-class _Times(torch.autograd.Function):
-    """``a * b``, 0 where ``a`` is 0 whatever ``b`` holds; so are its derivatives where the upstream gradient is 0."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(a, b):
-        return torch.where(a == 0, 0.0, a * b)
-
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        ctx.save_for_backward(*inputs)
-        ctx.save_for_forward(*inputs)
-
-    @staticmethod
-    def backward(ctx, grad):
-        a, b = ctx.saved_tensors
-        return _Times.apply(grad, b), _Times.apply(grad, a)
-
-    @staticmethod
-    def jvp(ctx, tangent_a, tangent_b):
-        a, b = ctx.saved_tensors
-        return _Times.apply(tangent_a, b) + _Times.apply(a, tangent_b)
-
-
-def times(a: Tensor, b: Tensor) -> Tensor:
-    """``a * b`` of what may be NaN or infinite by what is 0 where nobody asks for it: then 0."""
-    if _inside_a_kernel():
-        return torch.where(a == 0, 0.0, a * b)
-    return _Times.apply(*torch.broadcast_tensors(a, b))
-
-
-def normalize(z: Tensor) -> Tuple[Tensor, Tensor]:
-    """(lse (N,), log-probabilities (N, V)) of z (N, V)."""
-    if _inside_a_kernel():
-        return torch.logsumexp(z, 1), torch.log_softmax(z, 1)
-    return _Normalize.apply(z)
-
-
-class _Normalize(torch.autograd.Function):
-    """z (N, V) -> (lse (N,), log-probabilities (N, V)), with a gradient of 0 for a row whose upstream gradients are."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(z):
-        return torch.logsumexp(z, 1), torch.log_softmax(z, 1)
-
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        ctx.save_for_backward(output[1])
-        ctx.save_for_forward(output[1])
-
-    @staticmethod
-    def backward(ctx, grad_lse, grad):
-        log_probs, = ctx.saved_tensors
-        # PyTorch's own derivative, which rounds less than a composition, but not of a NaN that nobody asks for.
-        dead = grad.eq(0).all(1, keepdim=True) & log_probs.isnan().any(1, keepdim=True)
-        through = torch.ops.aten._log_softmax_backward_data(grad, log_probs, 1, log_probs.dtype)
-        return torch.where(dead, 0.0, through) + times(grad_lse[:, None], log_probs.exp())
-
-    @staticmethod
-    def jvp(ctx, tangent):
-        log_probs, = ctx.saved_tensors
-        mean = times(tangent, log_probs.exp()).sum(1)
-        return mean, tangent - mean[:, None]
 
 
 def transform(logits: Tensor, logit_scale: float, softcap: Optional[float]) -> Tensor:
@@ -203,130 +122,113 @@ class Row(NamedTuple):
     class_weights: Tensor  # (num_classes,)
 
 
-def _row(logits, indices, values, offsets, weight, row_mask, ignore_index, logit_scale, softcap, num_classes,
-         logprobs) -> Row:
+def _row(logits: Tensor, a: Arguments) -> Row:
     dtype = arithmetic_dtype(logits.dtype)
-    num_classes = logits.shape[1] if num_classes is None else num_classes
-    num_rows = logits.shape[0]
-    ignored = ignored_rows(indices, offsets, row_mask, ignore_index, num_rows)
+    num_classes = logits.shape[1] if a.num_classes is None else a.num_classes
+    ignored = ignored_rows(a, logits.shape[0])
     # where, not a product: NaN and inf in an ignored row must touch neither the loss nor the gradient.
-    z = transform(torch.where(ignored[:, None], 0.0, logits[:, :num_classes].to(dtype)), logit_scale, softcap)
+    z = transform(torch.where(ignored[:, None], 0.0, logits[:, :num_classes].to(dtype)), a.logit_scale, a.softcap)
     lse, log_probs = normalize(z)
-    entries = entries_of(indices, values, offsets, ignore_index, num_classes, dtype, logprobs)
-    class_weights = z.new_ones(num_classes) if weight is None else weight.to(dtype)
+    entries = entries_of(a, num_classes, dtype)
+    class_weights = z.new_ones(num_classes) if a.weight is None else a.weight.to(dtype)
     return Row(ignored, z, lse, log_probs, entries, entries.values * class_weights[entries.columns], class_weights)
 
 
-def forward(logits: Tensor, indices: Tensor, values: Optional[Tensor] = None, offsets: Optional[Tensor] = None,
-            weight: Optional[Tensor] = None, row_mask: Optional[Tensor] = None, ignore_index: int = -100,
-            label_smoothing: float = 0.0, z_loss: float = 0.0, logit_scale: float = 1.0,
-            softcap: Optional[float] = None, num_classes: Optional[int] = None,
-            logprobs: bool = False) -> Tuple[Tensor, Tensor]:
+def forward(logits: Tensor, *arguments: Any, **named: Any) -> Tuple[Tensor, Tensor]:
     """``torch.ops.sparse_ce.forward``: (loss (N,), lse (N,)) in the arithmetic dtype."""
-    row = _row(logits, indices, values, offsets, weight, row_mask, ignore_index, logit_scale, softcap, num_classes,
-               logprobs)
+    a = Arguments(*arguments, **named)
+    row = _row(logits, a)
     w = row.entry_weights
     # A weight of 0 at a logit of -inf adds 0, not 0 * inf.
     terms = -times(w, torch.where(w == 0, 0.0, row.entries.gather(row.log_probs)))
-    loss = (1 - label_smoothing) * row.entries.sum(terms, logits.shape[0])
-    if label_smoothing:
+    loss = (1 - a.label_smoothing) * row.entries.sum(terms, logits.shape[0])
+    if a.label_smoothing:
         o = row.class_weights
         smoothed = torch.where(o == 0, 0.0, -o * row.log_probs).sum(1)
-        loss = loss + label_smoothing / row.z.shape[1] * smoothed
-    if z_loss:
-        loss = loss + z_loss * times(row.lse, row.lse)
+        loss = loss + a.label_smoothing / row.z.shape[1] * smoothed
+    if a.z_loss:
+        loss = loss + a.z_loss * times(row.lse, row.lse)
     return torch.where(row.ignored, 0.0, loss), torch.where(row.ignored, 0.0, row.lse)
 
 
 def backward(grad_loss: Tensor, grad_lse: Optional[Tensor], logits: Tensor, lse: Tensor,
-             lse_residual: Optional[Tensor], indices: Tensor, values: Optional[Tensor] = None,
-             offsets: Optional[Tensor] = None, weight: Optional[Tensor] = None, row_mask: Optional[Tensor] = None,
-             ignore_index: int = -100, label_smoothing: float = 0.0, z_loss: float = 0.0, logit_scale: float = 1.0,
-             softcap: Optional[float] = None, num_classes: Optional[int] = None,
-             logprobs: bool = False) -> Tensor:
+             lse_residual: Optional[Tensor], *arguments: Any, **named: Any) -> Tensor:
     """``torch.ops.sparse_ce.backward``: grad_logits (N, V). Recomputes ``lse``, so that it too is differentiated."""
-    row = _row(logits, indices, values, offsets, weight, row_mask, ignore_index, logit_scale, softcap, num_classes,
-               logprobs)
+    a = Arguments(*arguments, **named)
+    row = _row(logits, a)
     num_rows, vocab = logits.shape
-    share = label_smoothing / row.z.shape[1]
+    share = a.label_smoothing / row.z.shape[1]
     mass = row.entries.sum(row.entry_weights, num_rows)
-    per_q = (1 - label_smoothing) * mass + share * row.class_weights.sum() + 2 * z_loss * row.lse
-    a = times(grad_loss, per_q)
+    per_q = (1 - a.label_smoothing) * mass + share * row.class_weights.sum() + 2 * a.z_loss * row.lse
+    of_q = times(grad_loss, per_q)
     if grad_lse is not None:
-        a = a + grad_lse
+        of_q = of_q + grad_lse
     target = row.entries.to_dense(row.entry_weights, num_rows, row.z.shape[1])
-    grad = times(a[:, None], row.log_probs.exp()) - times(grad_loss[:, None], share * row.class_weights
-                                                          + (1 - label_smoothing) * target)
-    slope = logit_scale * (torch.ones_like(row.z) if softcap is None else 1 - (row.z / softcap).square())
+    grad = times(of_q[:, None], row.log_probs.exp()) - times(
+        grad_loss[:, None], share * row.class_weights + (1 - a.label_smoothing) * target)
+    slope = a.logit_scale * (torch.ones_like(row.z) if a.softcap is None else 1 - (row.z / a.softcap).square())
     grad = torch.where(row.ignored[:, None], 0.0, times(grad, slope))
     return F.pad(grad, (0, vocab - row.z.shape[1])).to(logits.dtype)
 
 
-def backward_values(grad_loss: Tensor, logits: Tensor, lse: Tensor, lse_residual: Optional[Tensor], indices: Tensor,
-                    values: Optional[Tensor] = None, offsets: Optional[Tensor] = None,
-                    weight: Optional[Tensor] = None, row_mask: Optional[Tensor] = None, ignore_index: int = -100,
-                    label_smoothing: float = 0.0, z_loss: float = 0.0, logit_scale: float = 1.0,
-                    softcap: Optional[float] = None, num_classes: Optional[int] = None,
-                    logprobs: bool = False) -> Tensor:
+def backward_values(grad_loss: Tensor, logits: Tensor, lse: Tensor, lse_residual: Optional[Tensor], *arguments: Any,
+                    **named: Any) -> Tensor:
     """``torch.ops.sparse_ce.backward_values``: the gradient for the entries' values, 0 for padding."""
-    row = _row(logits, indices, values, offsets, weight, row_mask, ignore_index, logit_scale, softcap, num_classes,
-               logprobs)
+    a = Arguments(*arguments, **named)
+    row = _row(logits, a)
     entries = row.entries
+    if logits.shape[0] == 0:
+        return torch.zeros_like(a.indices, dtype=row.lse.dtype)
     grad = torch.where(row.ignored, 0.0, grad_loss)
     grad = grad[:, None] if entries.rows is None else grad[entries.rows]
-    if logits.shape[0] == 0:
-        return torch.zeros_like(indices, dtype=row.lse.dtype)
-    share = (1 - label_smoothing) * row.class_weights[entries.columns] * (entries.values if logprobs else 1)
+    slope = entries.values if a.logprobs else 1  # of a weight by its value
+    share = (1 - a.label_smoothing) * row.class_weights[entries.columns] * slope
     skipped = (entries.values == 0) | entries.values.isnan() | (share == 0)
     by, log_probs = (torch.where(skipped, 0.0, t) for t in (grad * share, entries.gather(row.log_probs)))
-    return -times(by, log_probs).reshape(indices.shape)
+    return -times(by, log_probs).reshape(a.indices.shape)
 
 
-def _head_logits(input, linear_weight, linear_bias, ignored, num_classes) -> Tuple[Tensor, Tensor, Tensor]:
+def _head_logits(input: Tensor, linear_weight: Tensor, linear_bias: Optional[Tensor],
+                 a: Arguments) -> Tuple[Tensor, Tensor, Tensor]:
     """(input, weight, logits) in the arithmetic dtype, of the classes that exist; ignored rows of the input are 0."""
-    dtype = arithmetic_dtype(input.dtype)
-    x, w = torch.where(ignored[:, None], 0.0, input.to(dtype)), linear_weight[:num_classes].to(dtype)
-    return x, w, F.linear(x, w, None if linear_bias is None else linear_bias[:num_classes].to(dtype))
+    dtype, ignored = arithmetic_dtype(input.dtype), ignored_rows(a, input.shape[0])
+    x, w = torch.where(ignored[:, None], 0.0, input.to(dtype)), linear_weight[:a.num_classes].to(dtype)
+    return x, w, F.linear(x, w, None if linear_bias is None else linear_bias[:a.num_classes].to(dtype))
 
 
-def linear_forward(input: Tensor, linear_weight: Tensor, linear_bias: Optional[Tensor], indices: Tensor,
-                   values: Optional[Tensor] = None, offsets: Optional[Tensor] = None, weight: Optional[Tensor] = None,
-                   row_mask: Optional[Tensor] = None, ignore_index: int = -100, label_smoothing: float = 0.0,
-                   z_loss: float = 0.0, logit_scale: float = 1.0, softcap: Optional[float] = None,
-                   num_classes: Optional[int] = None, logprobs: bool = False, *, mean: bool = False,
-                   normalizer: Optional[Tensor] = None) -> Tuple[Tensor, Tensor]:
-    """``torch.ops.sparse_ce.linear_forward``, or with ``mean`` ``linear_mean``."""
-    ignored = ignored_rows(indices, offsets, row_mask, ignore_index, input.shape[0])
-    logits = _head_logits(input, linear_weight, linear_bias, ignored, num_classes)[2]
-    target = (indices, values, offsets, weight, row_mask, ignore_index)
-    loss, lse = forward(logits, *target, label_smoothing, z_loss, logit_scale, softcap, num_classes, logprobs)
-    if mean:
-        classes = linear_weight.shape[0] if num_classes is None else num_classes
-        loss, _ = _mean(loss, *target, classes, normalizer)
-    return loss, lse
+def linear_forward(input: Tensor, linear_weight: Tensor, linear_bias: Optional[Tensor], *given: Any,
+                   **named: Any) -> Tuple[Tensor, Tensor]:
+    """``torch.ops.sparse_ce.linear_forward``; how the rows are chunked makes no difference here."""
+    a = Arguments(*given[:len(Arguments._fields)], **named)
+    return forward(_head_logits(input, linear_weight, linear_bias, a)[2], *a)
+
+
+def linear_mean(input: Tensor, linear_weight: Tensor, linear_bias: Optional[Tensor], *given: Any,
+                normalizer: Optional[Tensor] = None, **named: Any) -> Tuple[Tensor, Tensor]:
+    """``torch.ops.sparse_ce.linear_mean``."""
+    count = len(Arguments._fields)
+    a = Arguments(*given[:count], **named)
+    loss, lse = linear_forward(input, linear_weight, linear_bias, *a)
+    return loss_mean(loss, given[count] if len(given) > count else normalizer, *a.tensors, a.ignore_index)[0], lse
 
 
 def linear_backward(grad_loss: Tensor, grad_lse: Optional[Tensor], input: Tensor, linear_weight: Tensor,
-                    linear_bias: Optional[Tensor], lse: Tensor, lse_residual: Optional[Tensor], indices: Tensor,
-                    values: Optional[Tensor] = None, offsets: Optional[Tensor] = None, weight: Optional[Tensor] = None,
-                    row_mask: Optional[Tensor] = None, ignore_index: int = -100, label_smoothing: float = 0.0,
-                    z_loss: float = 0.0, logit_scale: float = 1.0, softcap: Optional[float] = None,
-                    num_classes: Optional[int] = None, chunk_rows: Optional[int] = None, input_grad: bool = True,
-                    weight_grad: bool = True, bias_grad: bool = True,
-                    values_grad: bool = False, logprobs: bool = False) -> Tuple[Tensor, Tensor, Tensor, Tensor]:
+                    linear_bias: Optional[Tensor], lse: Tensor, lse_residual: Optional[Tensor],
+                    *given: Any) -> Tuple[Tensor, Tensor, Tensor, Tensor]:
     """``torch.ops.sparse_ce.linear_backward``: the gradients for input, weight, bias and values, (0,) if not wanted."""
-    ignored = ignored_rows(indices, offsets, row_mask, ignore_index, input.shape[0])
-    x, w, logits = _head_logits(input, linear_weight, linear_bias, ignored, num_classes)
+    count = len(Arguments._fields)
+    a = Arguments(*given[:count])
+    defaults = (None, True, True, True, False)
+    _, input_grad, weight_grad, bias_grad, values_grad = given[count:] + defaults[max(0, len(given) - count):]
+    x, w, logits = _head_logits(input, linear_weight, linear_bias, a)
     padding = linear_weight.shape[0] - w.shape[0]
-    rest = (indices, values, offsets, weight, row_mask, ignore_index, label_smoothing, z_loss, logit_scale, softcap,
-            num_classes, logprobs)
-    dz = backward(grad_loss, grad_lse, logits, lse, lse_residual, *rest)
+    dz = backward(grad_loss, grad_lse, logits, lse, lse_residual, *a)
     none = input.new_empty(0)
     return (
         (dz @ w).to(input.dtype) if input_grad else none,
         F.pad((dz.T @ x).to(linear_weight.dtype), (0, 0, 0, padding)) if weight_grad else none,
         F.pad(dz.sum(0).to(linear_bias.dtype), (0, padding)) if bias_grad and linear_bias is not None else none.clone(),
-        backward_values(grad_loss, logits, lse, lse_residual, *rest) if values_grad else none.clone(),
+        backward_values(grad_loss, logits, lse, lse_residual, *a) if values_grad else none.clone(),
     )
 
 

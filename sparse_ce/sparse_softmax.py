@@ -1,14 +1,14 @@
 """Softmax over the entries that a sparse tensor has. Formulas: ``csrc/math.h``."""
 
-from typing import List, Optional, Tuple
+from typing import Any, List, Optional, Tuple
 
 import torch
 from torch import Tensor
 
-from .reference import arithmetic_dtype
-from .target import _check, _fail, lies_in_order
-
-_ops = torch.ops.sparse_ce
+from .arguments import arithmetic_dtype
+from .entries import lies_in_order
+from .errors import check, fail
+from .ops.sparse_softmax import sparse_softmax, sparse_softmax_backward
 
 
 def log_softmax(input: Tensor, dim: int) -> Tensor:
@@ -24,53 +24,63 @@ def log_softmax(input: Tensor, dim: int) -> Tensor:
         elements are all -inf, as ``torch.log_softmax`` has it.
 
     Raises:
-        TypeError, ValueError: ``input`` is not sparse COO or CSR, or not floating; ``dim`` is not one of its dimensions.
+        TypeError, ValueError: ``input`` is not sparse COO or CSR, or not floating; ``dim`` is none of its dimensions.
         RuntimeError: (CPU) the offsets of a CSR tensor do not ascend from 0 to its number of elements.
     """
-    _check(isinstance(input, Tensor), f"input must be a tensor, got {type(input).__name__}", TypeError)
+    check(isinstance(input, Tensor), f"input must be a tensor, got {type(input).__name__}", TypeError)
     if input.layout not in (torch.sparse_coo, torch.sparse_csr):
-        _fail(f"input must be sparse COO or CSR, got layout {input.layout}; " + (
+        fail(f"input must be sparse COO or CSR, got layout {input.layout}; " + (
             "torch.log_softmax takes strided tensors" if input.layout == torch.strided else "convert it with "
             ".to_sparse_csr()"))
-    _check(input.dtype.is_floating_point, f"input must be of a floating dtype, got {input.dtype}", TypeError)
-    _check(isinstance(dim, int) and not isinstance(dim, bool), f"dim must be an int, got {dim!r}", TypeError)
-    _check(-input.dim() <= dim < input.dim(), f"dim must be in [{-input.dim()}, {input.dim()}), got {dim}")
+    check(input.dtype.is_floating_point, f"input must be of a floating dtype, got {input.dtype}", TypeError)
+    check(isinstance(dim, int) and not isinstance(dim, bool), f"dim must be an int, got {dim!r}", TypeError)
+    check(-input.dim() <= dim < input.dim(), f"dim must be in [{-input.dim()}, {input.dim()}), got {dim}")
     if input.layout == torch.sparse_coo:
         input = input.coalesce()
     dim %= input.dim()
-    values = _Values.apply(input)
+    values = _values(input)
     if dim >= _sparse_dims(input):  # rows of dense elements, all there
         wide = values.to(arithmetic_dtype(values.dtype))
-        return _Assemble.apply(torch.log_softmax(wide, dim - input.dim()).to(values.dtype), input.detach())
+        return _assemble(torch.log_softmax(wide, dim - input.dim()).to(values.dtype), input.detach())
     offsets, order = rows_along(input, dim)
-    flat = _ops.sparse_softmax(_flat(values, input), offsets, order, True)
-    return _Assemble.apply(flat.view(values.shape), input.detach())
+    flat = sparse_softmax(_flat(values, input), offsets, order, True)
+    return _assemble(flat.view(values.shape), input.detach())
 
 
 class _Values(torch.autograd.Function):
-    """``input.values()``; of CSR its own derivative has no derivative (torch 2.13: a second one is silently partial)."""
+    """``input.values()``. Of CSR PyTorch's own derivative has none (torch 2.13: a second one is silently partial)."""
 
     @staticmethod
-    def forward(ctx, input):
+    def forward(ctx: Any, input: Tensor) -> Tensor:
         ctx.save_for_backward(input.detach())
         return input.values().detach()
 
     @staticmethod
-    def backward(ctx, grad):
-        return _Assemble.apply(grad, *ctx.saved_tensors)
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return _assemble(grad, *ctx.saved_tensors)
 
 
 class _Assemble(torch.autograd.Function):
     """The inverse: values in the pattern of a sparse tensor. Its own derivative would look the pattern up again."""
 
     @staticmethod
-    def forward(ctx, values, pattern):
+    def forward(ctx: Any, values: Tensor, pattern: Tensor) -> Tensor:
         ctx.save_for_backward(pattern)
         return with_values(pattern, values)
 
     @staticmethod
-    def backward(ctx, grad):
+    def backward(ctx: Any, grad: Tensor) -> Tuple[Tensor, None]:
         return values_at(grad, *ctx.saved_tensors), None
+
+
+def _values(input: Tensor) -> Tensor:
+    values: Tensor = _Values.apply(input)
+    return values
+
+
+def _assemble(values: Tensor, pattern: Tensor) -> Tensor:
+    assembled: Tensor = _Assemble.apply(values, pattern)
+    return assembled
 
 
 def rows_along(input: Tensor, dim: int) -> Tuple[Tensor, Optional[Tensor]]:
@@ -101,9 +111,9 @@ def values_at(grad: Tensor, pattern: Tensor) -> Tensor:
     """The elements of ``grad``, of any layout, that ``pattern`` stores, in the shape of ``pattern.values()``."""
     if grad.layout == pattern.layout:
         if all(map(_same, _indices(pattern), _indices(grad))):
-            return _Values.apply(grad if grad.layout == torch.sparse_csr else grad.coalesce())
+            return _values(grad if grad.layout == torch.sparse_csr else grad.coalesce())
     if grad.layout == pattern.layout == torch.sparse_coo:
-        return _Values.apply(grad.coalesce().sparse_mask(pattern))
+        return _values(grad.coalesce().sparse_mask(pattern))
     dense = grad if grad.layout == torch.strided else grad.to_dense()
     coordinates, _ = _coordinates(pattern)
     return dense[tuple(coordinates)].view(pattern.values().shape)
@@ -170,13 +180,14 @@ def _coordinates(t: Tensor) -> Tuple[List[Tensor], torch.Size]:
 @torch.no_grad()
 def csr_softmax(input: Tensor, dim: int, half_to_float: bool, log: bool) -> Tensor:
     """``aten::_sparse_softmax`` and ``_sparse_log_softmax`` of a CSR tensor, any floating dtype."""
-    _check(not half_to_float, "half_to_float must be False for CSR, got True; convert the input instead", RuntimeError)
-    _check(input.dtype.is_floating_point, f"input must be of a floating dtype, got {input.dtype}", RuntimeError)
+    check(not half_to_float, "half_to_float must be False for CSR, got True; convert the input instead", RuntimeError)
+    check(input.dtype.is_floating_point, f"input must be of a floating dtype, got {input.dtype}", RuntimeError)
     dim, values = dim % input.dim(), input.values()
     if dim >= _sparse_dims(input):
         wide = values.to(arithmetic_dtype(values.dtype))
-        return with_values(input, (torch.log_softmax if log else torch.softmax)(wide, dim - input.dim()).to(values.dtype))
-    flat = _ops.sparse_softmax(_flat(values, input), *rows_along(input, dim), log)
+        softmax = torch.log_softmax if log else torch.softmax
+        return with_values(input, softmax(wide, dim - input.dim()).to(values.dtype))
+    flat = sparse_softmax(_flat(values, input), *rows_along(input, dim), log)
     return with_values(input, flat.view(values.shape))
 
 
@@ -190,5 +201,5 @@ def csr_softmax_backward(grad: Tensor, output: Tensor, dim: int, input: Tensor, 
         wide = arithmetic_dtype(values.dtype)
         grad_input = backward(grad_values.to(wide), values.to(wide), dim - output.dim(), wide)
         return with_values(output, grad_input.to(values.dtype))
-    flat = _ops.sparse_softmax_backward(_flat(grad_values, output), _flat(values, output), *rows_along(output, dim), log)
+    flat = sparse_softmax_backward(_flat(grad_values, output), _flat(values, output), *rows_along(output, dim), log)
     return with_values(output, flat.view(values.shape))

@@ -8,20 +8,23 @@ why ``nn.CrossEntropyLoss()(logits, coo).backward()`` fails. A PyTorch that has 
 import threading
 from collections import deque
 from functools import partial
-from typing import List, Optional
+from typing import Any, Callable, Deque, List, Optional, cast
 
 import torch
 from torch import Tensor
 
-from . import ops, reference
+from . import ops
+from .arguments import arithmetic_dtype
+from .errors import check, fail
 from .functional import cross_entropy
 from .sparse_softmax import csr_softmax, csr_softmax_backward
-from .target import SparseTarget, _check
+from .target import SparseTarget
 
 # Without CUDA kernels of ours PyTorch's own errors stay.
 _DEVICES = ("CPU",) if ops.why_no_cuda else ("CPU", "CUDA")
 _NO_MARK = torch.iinfo(torch.int64).min  # as ignore_index: in a sparse tensor no index marks anything
 _FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_hooks_are_enabled: Callable[[], bool] = getattr(torch._C._autograd, "_saved_tensors_hooks_is_enabled")
 _lock = threading.RLock()  # for the registrations, which are the process's
 
 
@@ -55,14 +58,13 @@ def _log_softmax_backward(grad_output: Tensor, output: Tensor, dim: int, input_d
     # PyTorch has noted its own derivative of this op, which multiplies a COO column by a matrix: torch.mul gets that
     # wrong. Inside of torch.func transforms, which are invisible here, saved tensor hooks are disabled.
     if (torch.is_grad_enabled() and (grad_output.requires_grad or output.requires_grad)
-            or not torch._C._autograd._saved_tensors_hooks_is_enabled()):
-        raise NotImplementedError("sparse_ce: backward through a sparse COO target must be the plain one, got one that "
-                                  "is to be differentiated (create_graph=True, torch.func); call enable_stock() or "
-                                  "use sparse_ce.cross_entropy")
+            or not _hooks_are_enabled()):
+        fail("backward through a sparse COO target must be the plain one, got one that is to be differentiated "
+             "(create_graph=True, torch.func); call enable_stock() or use sparse_ce.cross_entropy", NotImplementedError)
     if grad_output.layout != torch.sparse_coo or output.layout != torch.strided:
-        raise NotImplementedError("sparse_ce: grad_output must be sparse COO where output is strided, got "
-                                  f"{grad_output.layout} and {output.layout}")
-    _check(grad_output.shape == output.shape, f"grad_output must have the shape of output, {list(output.shape)}, got "
+        fail(f"grad_output must be sparse COO where output is strided, got {grad_output.layout} and {output.layout}",
+             NotImplementedError)
+    check(grad_output.shape == output.shape, f"grad_output must have the shape of output, {list(output.shape)}, got "
            f"{list(grad_output.shape)}", RuntimeError)
     last = (output if output.dim() else output[None]).movedim(dim, -1)
     if last.numel() == 0:
@@ -71,10 +73,11 @@ def _log_softmax_backward(grad_output: Tensor, output: Tensor, dim: int, input_d
         grad_output = grad_output[None]
     rows = last.reshape(-1, last.shape[-1])
     entries = _along(grad_output, dim % last.dim()).flatten()
-    lse = rows.new_zeros(rows.shape[0], dtype=reference.arithmetic_dtype(rows.dtype))
+    lse = rows.new_zeros(rows.shape[0], dtype=arithmetic_dtype(rows.dtype))
     grad = torch.ops.sparse_ce.backward(lse - 1, None, rows, lse, None, entries.indices, entries.values,
                                         entries.offsets, ignore_index=_NO_MARK)
-    return grad.view(last.shape).movedim(-1, dim).reshape(output.shape).to(input_dtype)
+    grad_input: Tensor = grad.view(last.shape).movedim(-1, dim).reshape(output.shape).to(input_dtype)
+    return grad_input
 
 
 _HOLES = {  # op, and the layout's dispatch key
@@ -119,7 +122,7 @@ _LAYOUTS = (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc)
 _KEYS = [prefix + device for device in _DEVICES for prefix in ("Autograd", "Sparse", "SparseCsr")]
 
 
-def _cross_entropy_loss(input: Tensor, target: Tensor, *options) -> Tensor:
+def _cross_entropy_loss(input: Tensor, target: Tensor, *options: Any) -> Any:
     """``aten::cross_entropy_loss``. On the way of every dense call: nothing that can be left to later comes first."""
     if target.layout not in _LAYOUTS or input.layout != torch.strided:
         return _stock(_ANY_KEYS, input, target, *options)
@@ -127,7 +130,7 @@ def _cross_entropy_loss(input: Tensor, target: Tensor, *options) -> Tensor:
 
 
 def _with_sparse_target(input: Tensor, target: Tensor, weight: Optional[Tensor] = None, reduction: int = 1,
-                        ignore_index: int = -100, label_smoothing: float = 0.0) -> Tensor:
+                        ignore_index: int = -100, label_smoothing: float = 0.0) -> Any:
     """input and target: (C,), (N, C) or (N, C, d1, ...); weight: (C,)."""
     if not _fusible(input, target, weight, reduction, ignore_index, label_smoothing):
         # PyTorch's own numbers, gradients and errors, at the price of a dense target.
@@ -140,7 +143,7 @@ def _with_sparse_target(input: Tensor, target: Tensor, weight: Optional[Tensor] 
     loss = cross_entropy(input.movedim(classes, -1), entries, None if weight is None else weight.detach(),
                          ignore_index=_NO_MARK, reduction=_REDUCTIONS[reduction],
                          label_smoothing=max(0.0, label_smoothing))
-    return loss.to(_result_dtype(input, target, weight))
+    return cast(Tensor, loss).to(_result_dtype(input, target, weight))
 
 
 def _class_dim(input: Tensor) -> int:
@@ -173,7 +176,7 @@ def _result_dtype(input: Tensor, target: Tensor, weight: Optional[Tensor]) -> to
 _open: List["StockRoute"] = []
 _route: Optional[torch.library.Library] = None
 # Another thread may have looked up a kernel and wait for the interpreter to run it: it must outlive its registration.
-_retired: deque = deque(maxlen=1024)
+_retired: Deque[Any] = deque(maxlen=1024)
 
 
 class StockRoute:
@@ -182,7 +185,7 @@ class StockRoute:
     def __enter__(self) -> "StockRoute":
         return self
 
-    def __exit__(self, *exception) -> None:
+    def __exit__(self, *exception: object) -> None:
         with _lock:
             if self in _open:
                 _open.remove(self)
@@ -231,10 +234,10 @@ def _update_route() -> None:
     global _route
     if _open and _route is None:
         has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
-        _check(has_kernel(_LOSS, "CompositeImplicitAutograd"), f"{_LOSS} must be a composition to be extended, got "
+        check(has_kernel(_LOSS, "CompositeImplicitAutograd"), f"{_LOSS} must be a composition to be extended, got "
                f"kernels of torch {torch.__version__} for single devices", RuntimeError)
         for key in _KEYS:
-            _check(not has_kernel(_LOSS, key), f"{_LOSS} must have no kernel for {key}, got one of another library",
+            check(not has_kernel(_LOSS, key), f"{_LOSS} must have no kernel for {key}, got one of another library",
                    RuntimeError)
         _route = torch.library.Library("aten", "IMPL")
         for key in _KEYS:

@@ -8,15 +8,16 @@ accelerate is not imported here; it learns this when it is.
 import functools
 import importlib.abc
 import sys
+from importlib.machinery import ModuleSpec
 from types import ModuleType
-from typing import Any
+from typing import Any, Optional, Sequence
 
 import torch
 import torch.nn.functional as F
 from torch.utils._pytree import tree_map
 
-from .collate import pad_entries
-from .target import IGNORE_INDEX, SparseTarget, padding_value
+from .entries import IGNORE_INDEX, pad_entries, padding_value
+from .target import SparseTarget
 
 _OPERATIONS = "accelerate.utils.operations"
 
@@ -44,15 +45,15 @@ def _filled(target: SparseTarget, entries: int) -> SparseTarget:
     return SparseTarget(parts)
 
 
-def _adapt(operations: ModuleType) -> None:
+def _adapt(operations: Any) -> None:
     """``operations``: accelerate's module of that name, before or after others import from it."""
     operations.Mapping = (operations.Mapping, SparseTarget)  # what isinstance is asked there
     gather, concatenate = operations._gpu_gather, operations.concatenate
 
     @functools.wraps(gather)
-    def gather_filled(tensor):
-        def filled(x):
-            if not _is_target(x) or x.layout == "index":
+    def gather_filled(tensor: Any) -> Any:
+        def filled(x: Any) -> Any:
+            if not _is_target(x) or x.form == "index":
                 return x
             x = _tensors(x)
             widths = gather(torch.tensor([x.indices.shape[-1]], device=x.device))  # of every process
@@ -60,8 +61,8 @@ def _adapt(operations: ModuleType) -> None:
         return gather(tree_map(filled, tensor, is_leaf=_is_target))
 
     @functools.wraps(concatenate)
-    def concatenate_filled(data, dim=0):
-        if all(_is_target(x) and x.layout != "index" for x in data):
+    def concatenate_filled(data: Any, dim: int = 0) -> Any:
+        if all(_is_target(x) and x.form != "index" for x in data):
             data = [_tensors(x) for x in data]
             data = [_filled(x, max(other.indices.shape[-1] for other in data)) for x in data]
         return concatenate(data, dim=dim)
@@ -74,7 +75,8 @@ def _adapt(operations: ModuleType) -> None:
 
 class _WhenImported(importlib.abc.MetaPathFinder):
 
-    def find_spec(self, name, path=None, target=None):
+    def find_spec(self, name: str, path: Optional[Sequence[str]] = None,
+                  target: Optional[ModuleType] = None) -> Optional[ModuleSpec]:
         if name != _OPERATIONS:
             return None
         others = (finder.find_spec(name, path, target) for finder in sys.meta_path if finder is not self)
@@ -82,11 +84,11 @@ class _WhenImported(importlib.abc.MetaPathFinder):
         if spec is not None and spec.loader is not None:
             execute = spec.loader.exec_module
 
-            def execute_and_adapt(module):
+            def execute_and_adapt(module: ModuleType) -> None:
                 execute(module)
                 _adapt(module)
 
-            spec.loader.exec_module = execute_and_adapt
+            setattr(spec.loader, "exec_module", execute_and_adapt)
         return spec
 
 

@@ -7,7 +7,7 @@ know the hidden states, the weight and the bias that were really used, and follo
 
 import math
 from numbers import Real
-from typing import Any, NoReturn, Optional
+from typing import Any, Callable, Dict, NoReturn, Optional, Tuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -15,7 +15,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from .. import functional
-from ..target import SparseTarget, _fail
+from ..errors import fail
+from ..target import SparseTarget
 
 _TANH = (torch.tanh, F.tanh)
 _REFUSED = ("add", "radd", "sub", "rsub", "matmul", "rmatmul", "rtruediv", "floordiv", "mod", "pow", "neg", "abs",
@@ -25,11 +26,12 @@ _REFUSED = ("add", "radd", "sub", "rsub", "matmul", "rmatmul", "rtruediv", "floo
 class HeadInput:
     """Hidden states (..., D) on their way into ``F.linear``."""
 
-    def __init__(self, hidden: Tensor):
+    def __init__(self, hidden: Tensor) -> None:
         self.hidden = hidden
 
     @classmethod
-    def __torch_function__(cls, func, types, args=(), kwargs=None):
+    def __torch_function__(cls, func: Any, types: Any, args: Tuple[Any, ...] = (),
+                           kwargs: Optional[Dict[str, Any]] = None) -> "Logits":
         if func is not F.linear or not isinstance(args[0], cls):
             _refuse(f"torch.{getattr(func, '__name__', func)} of the hidden states inside of the head")
         return _linear(args[0].hidden, *args[1:], **(kwargs or {}))
@@ -38,7 +40,7 @@ class HeadInput:
 def _linear(hidden: Tensor, weight: Tensor, bias: Optional[Tensor] = None) -> "Logits":
     for name, t in (("weight", weight), ("bias", bias)):
         if t is not None and is_traceable_wrapper_subclass(t):
-            _fail(f"model must have an output head whose {name} is a plain tensor in forward, got {type(t).__name__}; "
+            fail(f"model must have an output head whose {name} is a plain tensor in forward, got {type(t).__name__}; "
                   "quantised and tensor-parallel heads have no fused loss", TypeError)
     return Logits(hidden, weight, bias)
 
@@ -47,16 +49,16 @@ class Logits:
     """``scale * x`` or, with a ``gain``, ``gain * tanh(scale * x)``, for ``x = F.linear(hidden, weight, bias)``."""
 
     def __init__(self, hidden: Tensor, weight: Tensor, bias: Optional[Tensor], scale: float = 1.0,
-                 gain: Optional[float] = None):
+                 gain: Optional[float] = None) -> None:
         self.hidden, self.weight, self.bias, self.scale, self.gain = hidden, weight, bias, scale, gain
 
-    def loss(self, target: SparseTarget, **options) -> Tensor:
+    def loss(self, target: SparseTarget, **options: Any) -> Tensor:
         """:func:`sparse_ce.linear_cross_entropy` of these logits."""
         # A cap must be positive, and tanh is odd.
         sign, cap = (1.0, None) if self.gain is None else (math.copysign(1.0, self.gain), abs(self.gain))
         scale = self.scale if cap is None else sign * self.scale * cap
-        return functional.linear_cross_entropy(self.hidden, self.weight, target, linear_bias=self.bias,
-                                               logit_scale=scale, softcap=cap, **options)
+        return cast(Tensor, functional.linear_cross_entropy(self.hidden, self.weight, target, linear_bias=self.bias,
+                                                            logit_scale=scale, softcap=cap, **options))
 
     def __mul__(self, factor: float) -> "Logits":
         if not isinstance(factor, Real):
@@ -83,7 +85,7 @@ class Logits:
     def div(self, divisor: float) -> "Logits":
         return self / divisor
 
-    def to(self, *args, **kwargs) -> "Logits":
+    def to(self, *args: Any, **kwargs: Any) -> "Logits":
         """Themselves: the loss is taken in float32 (float64 for float64), on the device of the hidden states."""
         return self
 
@@ -106,17 +108,18 @@ class Logits:
         return self.hidden.dtype
 
     @classmethod
-    def __torch_function__(cls, func, types, args=(), kwargs=None):
+    def __torch_function__(cls, func: Any, types: Any, args: Tuple[Any, ...] = (),
+                           kwargs: Optional[Dict[str, Any]] = None) -> "Logits":
         if func in _TANH and len(args) == 1 and isinstance(args[0], cls):
             return args[0].tanh()
         _refuse(f"torch.{getattr(func, '__name__', func)}")
 
     def __getattr__(self, name: str) -> Any:
-        raise AttributeError("sparse_ce: " + _message(f".{name}"))
+        fail(_message(f".{name}"), AttributeError)
 
 
-def _refusing(name: str):
-    def refuse(self, *args) -> NoReturn:
+def _refusing(name: str) -> Callable[..., NoReturn]:
+    def refuse(self: Logits, *args: Any) -> NoReturn:
         _refuse(f"__{name}__")
     return refuse
 
@@ -131,4 +134,4 @@ def _message(what: str) -> str:
 
 
 def _refuse(what: str) -> NoReturn:
-    _fail(_message(what))
+    fail(_message(what))

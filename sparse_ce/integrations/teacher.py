@@ -10,7 +10,9 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from ..collate import collate
-from ..target import IGNORE_INDEX, SparseTarget, _check, _fail
+from ..entries import IGNORE_INDEX
+from ..errors import check, fail
+from ..target import SparseTarget
 
 
 class TopKCollator:
@@ -42,30 +44,30 @@ class TopKCollator:
     With the Trainer set ``remove_unused_columns=False``: it drops keys that are not arguments of the model.
     """
 
-    def __init__(self, collator: Optional[Callable[[List[dict]], Dict[str, Any]]] = None, *, ids: str = "teacher_ids",
+    def __init__(self, collator: Optional[Callable[[List[Dict[str, Any]]], Dict[str, Any]]] = None, *, ids: str = "teacher_ids",
                  values: str = "teacher_logprobs", mask: Optional[str] = None, kind: str = "logprobs",
                  predicts: str = "token", k: Optional[int] = None, padding_side: str = "right",
-                 num_classes: Optional[int] = None):
-        _check(kind in ("logprobs", "probs", "logits"), f"kind must be 'logprobs', 'probs' or 'logits', got {kind!r}")
-        _check(predicts in ("token", "next"), f"predicts must be 'token' or 'next', got {predicts!r}")
-        _check(padding_side in ("right", "left"), f"padding_side must be 'right' or 'left', got {padding_side!r}")
-        _check(k is None or k > 0, f"k must be positive or None, got {k}")
+                 num_classes: Optional[int] = None) -> None:
+        check(kind in ("logprobs", "probs", "logits"), f"kind must be 'logprobs', 'probs' or 'logits', got {kind!r}")
+        check(predicts in ("token", "next"), f"predicts must be 'token' or 'next', got {predicts!r}")
+        check(padding_side in ("right", "left"), f"padding_side must be 'right' or 'left', got {padding_side!r}")
+        check(k is None or k > 0, f"k must be positive or None, got {k}")
         self.collator, self.ids, self.values, self.mask = collator or pad_inputs, ids, values, mask
         self.kind, self.predicts, self.k, self.num_classes = kind, predicts, k, num_classes
         self.padding_side = padding_side
 
-    def __call__(self, samples: Sequence[Mapping]) -> Dict[str, Any]:
+    def __call__(self, samples: Sequence[Mapping[str, Any]]) -> Dict[str, Any]:
         """A batch: what ``collator`` makes, and ``labels``, a ``SparseTarget`` (B, S)."""
         taken = {self.ids, self.values, self.mask, "labels"}
         batch = self.collator([{key: v for key, v in sample.items() if key not in taken} for sample in samples])
         length = batch["input_ids"].shape[1]
         return {**batch, "labels": collate([self._target(sample, length) for sample in samples])}
 
-    def _target(self, sample: Mapping, length: int) -> SparseTarget:
+    def _target(self, sample: Mapping[str, Any], length: int) -> SparseTarget:
         """(length,): one sample's rows, filled up on the side of the padding."""
         indices, values = self._entries(sample)
         rows = len(sample["input_ids"])
-        _check(indices.shape[0] == rows, f"{self.values} must have a row for each of the {rows} input_ids, got "
+        check(indices.shape[0] == rows, f"{self.values} must have a row for each of the {rows} input_ids, got "
                f"{indices.shape[0]}; add rows without candidates where there is no teacher")
         if self.k is not None:
             indices, values = _largest(indices, values, self.k)
@@ -80,21 +82,21 @@ class TopKCollator:
             F.pad(indices, (0, 0, *pad), value=IGNORE_INDEX), F.pad(values, (0, 0, *pad)), kind=self.kind,
             row_mask=None if counts is None else F.pad(counts, pad), num_classes=self.num_classes, ignore_empty=True)
 
-    def _entries(self, sample: Mapping) -> Tuple[Tensor, Tensor]:
+    def _entries(self, sample: Mapping[str, Any]) -> Tuple[Tensor, Tensor]:
         """Ids and values (S, K), padding marked by an id of -100."""
         mask = None
         teacher = sample.get(self.values)
         if teacher is None:
-            _fail(f"sample must hold {self.values!r}, got {sorted(sample)}; the Trainer drops it unless "
+            fail(f"sample must hold {self.values!r}, got {sorted(sample)}; the Trainer drops it unless "
                   "TrainingArguments(remove_unused_columns=False)")
         if hasattr(teacher, "start_indices") or _is_prompt_logprobs(teacher):
             rows = [_candidates(row) for row in _positions(teacher)]
             indices, values = _padded([r[0] for r in rows], IGNORE_INDEX).long(), _padded([r[1] for r in rows], 0.0)
         else:
-            _check(self.ids in sample, f"sample must hold {self.ids!r}, got {sorted(sample)}")
+            check(self.ids in sample, f"sample must hold {self.ids!r}, got {sorted(sample)}")
             indices, values = _padded(sample[self.ids], IGNORE_INDEX).long(), _padded(teacher, 0.0)
             mask = None if self.mask is None else _padded(sample[self.mask], 0).bool()
-        _check(indices.shape == values.shape and (mask is None or mask.shape == indices.shape),
+        check(indices.shape == values.shape and (mask is None or mask.shape == indices.shape),
                f"{self.ids}, {self.values} and mask must have one shape (S, K), got {list(indices.shape)}, "
                f"{list(values.shape)}" + ("" if mask is None else f", {list(mask.shape)}"))
         values = values.double() if values.dtype == torch.float64 else values.float()
@@ -106,7 +108,7 @@ class TopKCollator:
         return indices.masked_fill(padding, IGNORE_INDEX), values.masked_fill(padding, 0.0)
 
 
-def pad_inputs(samples: Sequence[Mapping]) -> Dict[str, Any]:
+def pad_inputs(samples: Sequence[Mapping[str, Any]]) -> Dict[str, Any]:
     """``collate``, with sequences as long as ``input_ids`` padded with 0 on the right; adds ``attention_mask``."""
     samples = [{"attention_mask": [1] * len(sample["input_ids"]), **sample} for sample in samples]
     batch = {}
@@ -124,7 +126,7 @@ def _is_prompt_logprobs(teacher: Any) -> bool:
     return isinstance(teacher, (list, tuple)) and any(isinstance(row, Mapping) for row in teacher)
 
 
-def _positions(teacher: Any) -> list:
+def _positions(teacher: Any) -> List[Any]:
     """vLLM's flat form as one dict per position; its list of dicts as it is."""
     if not hasattr(teacher, "start_indices"):
         return list(teacher)
@@ -132,7 +134,7 @@ def _positions(teacher: Any) -> list:
     return [dict(zip(ids[a:b], values[a:b])) for a, b in zip(teacher.start_indices, teacher.end_indices)]
 
 
-def _candidates(row: Optional[Mapping]) -> Tuple[List[int], List[float]]:
+def _candidates(row: Optional[Mapping[Any, Any]]) -> Tuple[List[int], List[float]]:
     """Ids and log-probabilities of one position."""
     row = row or {}
 
@@ -147,7 +149,7 @@ def _padded(rows: Any, fill: float) -> Tensor:
     """(S, K) of a tensor or array as it is; of lists of different lengths, or None, filled up."""
     if hasattr(rows, "shape"):
         t = torch.as_tensor(rows)
-        _check(t.dim() == 2, f"teacher output must be (S, K), got {list(t.shape)}")
+        check(t.dim() == 2, f"teacher output must be (S, K), got {list(t.shape)}")
         return t
     rows = [[] if row is None else row.tolist() if hasattr(row, "tolist") else row for row in rows]
     lengths = torch.tensor([len(row) for row in rows], dtype=torch.int64)

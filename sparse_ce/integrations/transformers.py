@@ -15,8 +15,10 @@ from transformers import PreTrainedModel, Trainer
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 from .. import functional
-from ..arguments import check_held
-from ..target import IGNORE_INDEX, SparseTarget, _check, _fail
+from ..arguments import Normalizer, check_held
+from ..entries import IGNORE_INDEX
+from ..errors import check, fail
+from ..target import SparseTarget
 from .head import HeadInput, Logits
 from .teacher import TopKCollator
 
@@ -52,9 +54,9 @@ def causal_lm_loss(*, shift: bool = True, **options) -> Callable[..., Tensor]:
     """
     _check_options(functional.cross_entropy, options)
 
-    def loss(outputs: Any, labels: Any, num_items_in_batch: Optional[functional.Normalizer] = None) -> Tensor:
+    def loss(outputs: Any, labels: Any, num_items_in_batch: Optional[Normalizer] = None) -> Tensor:
         if labels is None:
-            _fail("labels must be in the batch, got None; the Trainer takes them from its key 'labels'", TypeError)
+            fail("labels must be in the batch, got None; the Trainer takes them from its key 'labels'", TypeError)
         logits = outputs["logits"] if isinstance(outputs, dict) else getattr(outputs, "logits", None)
         if logits is None:
             logits = outputs[0]
@@ -64,7 +66,7 @@ def causal_lm_loss(*, shift: bool = True, **options) -> Callable[..., Tensor]:
     return loss
 
 
-def _loss(logits: Any, labels: Any, normalizer: Optional[functional.Normalizer], options: dict, *,
+def _loss(logits: Any, labels: Any, normalizer: Optional[Normalizer], options: dict, *,
           shift: bool) -> Tensor:
     """``logits`` (B, S, V): numbers, or the :class:`Logits` of a fused head."""
     target = functional.as_target(labels, logits.shape)
@@ -87,10 +89,10 @@ def _check_options(loss: Callable, options: dict, *taken: str) -> None:
     refused = {"normalizer", "return_lse", "linear_bias", *taken}
     for name in options:
         if name not in known or name in refused:
-            _fail(f"options must be among {sorted(set(known) - refused)}, got {name!r}", TypeError)
-    _check(options.get("reduction", "mean") != "none",
+            fail(f"options must be among {sorted(set(known) - refused)}, got {name!r}", TypeError)
+    check(options.get("reduction", "mean") != "none",
            "reduction must be 'mean' or 'sum' in a training loop, got 'none'")
-    check_held(**options)
+    check_held(options.get("weight"), None, options)
 
 
 def fuse_lm_head(model: nn.Module, *, eval_logits: bool = True, **options) -> "FusedHead":
@@ -107,8 +109,8 @@ def fuse_lm_head(model: nn.Module, *, eval_logits: bool = True, **options) -> "F
         eval_logits: a forward in eval mode without gradients, as in ``Trainer.evaluate``, makes logits as ever, for
             ``compute_metrics``; False leaves them out there as well.
         options: those of :func:`sparse_ce.linear_cross_entropy`, such as ``label_smoothing``, ``z_loss``, ``weight``
-            and ``chunk_rows``; not ``logit_scale`` and ``softcap``, which are the model's, and not ``normalizer``, which is
-            ``num_items_in_batch``.
+            and ``chunk_rows``; not ``logit_scale`` and ``softcap``, which are the model's, and not ``normalizer``,
+            which is ``num_items_in_batch``.
 
     Returns:
         A handle; ``handle.remove()`` gives the model its own forward back.
@@ -118,17 +120,17 @@ def fuse_lm_head(model: nn.Module, *, eval_logits: bool = True, **options) -> "F
             or another loss than that of causal language models.
         ValueError, AttributeError: from its first forward, if its code does something else to the logits.
     """
-    _check_options(functional.linear_cross_entropy, options, "logit_scale", "softcap", "inplace_backward")
+    _check_options(functional.linear_cross_entropy, options, "logit_scale", "softcap", "inplace")
     while not isinstance(model, PreTrainedModel):
         inner = model.get_base_model() if hasattr(model, "get_base_model") else getattr(model, "module", None)
         if inner is None:
-            _fail(f"model must be a causal language model of transformers, got {type(model).__name__}", TypeError)
+            fail(f"model must be a causal language model of transformers, got {type(model).__name__}", TypeError)
         model = inner
-    _check("labels" in inspect.signature(model.forward).parameters,
+    check("labels" in inspect.signature(model.forward).parameters,
            f"model must have a forward that takes labels, got {type(model).__name__}")
-    _check(not hasattr(model.loss_function, "_sparse_ce"), f"model must not be fused yet, got a fused "
+    check(not hasattr(model.loss_function, "_sparse_ce"), f"model must not be fused yet, got a fused "
            f"{type(model).__name__}")
-    _check(model.loss_function is ForCausalLMLoss, "model must have the loss of causal language models, "
+    check(model.loss_function is ForCausalLMLoss, "model must have the loss of causal language models, "
            f"ForCausalLMLoss, got {getattr(model.loss_function, '__name__', model.loss_function)}")
     return FusedHead(model, _check_head(model), eval_logits, options)
 
@@ -136,15 +138,15 @@ def fuse_lm_head(model: nn.Module, *, eval_logits: bool = True, **options) -> "F
 def _check_head(model: PreTrainedModel) -> nn.Module:
     head = model.get_output_embeddings()
     if head is None:
-        _fail(f"model must have an output head, got {type(model).__name__} without one", TypeError)
+        fail(f"model must have an output head, got {type(model).__name__} without one", TypeError)
     if getattr(type(head), "forward", None) is not nn.Linear.forward:
-        _fail("model must have a plain nn.Linear as its output head, got "
+        fail("model must have a plain nn.Linear as its output head, got "
               f"{type(head).__module__}.{type(head).__name__}; keep adapters and quantisation away from the head, or "
               "train with causal_lm_loss", TypeError)
     weight = head.weight
     wrapped = is_traceable_wrapper_subclass(weight) and not isinstance(weight, DTensor)  # FSDP2's, between forwards
     if wrapped or not weight.dtype.is_floating_point:
-        _fail(f"model must have an output head with a plain floating weight, got {type(weight).__name__} of "
+        fail(f"model must have an output head with a plain floating weight, got {type(weight).__name__} of "
               f"{weight.dtype}; a quantised head has no fused loss", TypeError)
     return head
 
@@ -224,7 +226,7 @@ def _enter_head(head: nn.Module, args: tuple) -> Optional[tuple]:
 def _without_logits(module: nn.Module, output: Any) -> Any:
     items = list(output.values() if isinstance(output, dict) else output)
     if not any(isinstance(v, Logits) for v in items) or not isinstance(items[0], Tensor):
-        _fail(f"model must make its loss from the logits of its output head with self.loss_function, got "
+        fail(f"model must make its loss from the logits of its output head with self.loss_function, got "
               f"{type(module).__name__}, which does not; train it with causal_lm_loss instead of fuse_lm_head")
     if isinstance(output, dict):
         return type(output)(**{k: v for k, v in output.items() if not isinstance(v, Logits)})
@@ -243,7 +245,7 @@ def _without_label_smoother(compute_loss: Callable) -> Callable:
                                      or any(hasattr(m.__dict__.get("_loss_function"), "_sparse_ce")
                                             for m in model.modules())):
             given = self.args.label_smoothing_factor
-            _fail(f"label_smoothing_factor must be 0 with soft labels and with the losses of sparse_ce, got {given}; "
+            fail(f"label_smoothing_factor must be 0 with soft labels and with the losses of sparse_ce, got {given}; "
                   f"use causal_lm_loss(label_smoothing={given}) or fuse_lm_head(model, label_smoothing={given})")
         return compute_loss(self, model, inputs, *args, **kwargs)
 

@@ -20,7 +20,7 @@ def remember(op: str, grad: Tensor) -> None:
     _upstream[op, grad.device, grad.dtype] = grad.detach().clone()
 
 
-def forecast(op: str, device: torch.device, dtype: torch.dtype) -> Optional[Tensor]:
+def take(op: str, device: torch.device, dtype: torch.dtype) -> Optional[Tensor]:
     """The upstream gradient, (), that a loss of ``dtype`` made by ``op`` may expect; None where there is no saying."""
     return None if hooked() else _upstream.pop((op, device, dtype), None)
 

@@ -1,0 +1,202 @@
+"""The entries of a target: what is padding among them, how they are checked, how COO and CSR tensors become them."""
+
+import math
+import warnings
+from contextlib import nullcontext
+from typing import ContextManager, Optional, Sequence, Tuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+
+from .errors import check, fail
+from .tracing import VALIDATES, readable
+
+IGNORE_INDEX = -100  # PyTorch's default, and the mark of padding inside a SparseTarget
+_NO_CLASS = torch.iinfo(torch.int32).max  # an index that no vocabulary holds
+
+
+def padding_value(kind: Optional[str]) -> float:
+    """What values of a kind hold where an entry is padding."""
+    return -math.inf if kind == "logprobs" else 0.0
+
+
+def as_index(t: Tensor, argument: str) -> Tensor:
+    """int64 and int32 as they are, narrower integers widened: the kernels know these two."""
+    if not isinstance(t, Tensor):
+        fail(f"{argument} must be a tensor, got {type(t).__name__}", TypeError)
+    if t.dtype in (torch.int64, torch.int32):
+        return t
+    if t.dtype.is_floating_point or t.dtype.is_complex or t.dtype == torch.bool:
+        fail(f"{argument} must be of an integer dtype, got {t.dtype}", TypeError)
+    return t.long()
+
+
+def as_values(t: Tensor, argument: str = "values") -> Tensor:
+    """Floating dtypes as they are; counts become float32."""
+    if not isinstance(t, Tensor):
+        fail(f"{argument} must be a tensor, got {type(t).__name__}", TypeError)
+    if t.dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
+        return t
+    if t.dtype.is_complex:
+        fail(f"{argument} must be of a real dtype, got {t.dtype}", TypeError)
+    return t.float()
+
+
+def wide_dtype(values: Tensor) -> torch.dtype:
+    """What logarithms are turned into weights in, and back."""
+    return torch.float64 if values.dtype == torch.float64 else torch.float32
+
+
+def as_entry_mask(mask: Optional[Tensor], indices: Tensor) -> Optional[Tensor]:
+    if mask is None:
+        return None
+    check(mask.shape == indices.shape, f"mask must have the shape of indices, {list(indices.shape)}, got "
+          f"{list(mask.shape)}")
+    return mask.bool()
+
+
+def as_row_mask(row_mask: Optional[Tensor], shape: Sequence[int]) -> Optional[Tensor]:
+    if row_mask is None:
+        return None
+    check(isinstance(row_mask, Tensor) and row_mask.shape == torch.Size(shape),
+          f"row_mask must be a tensor of the leading shape {list(shape)}, got "
+          f"{list(row_mask.shape) if isinstance(row_mask, Tensor) else type(row_mask).__name__}")
+    return row_mask.bool()
+
+
+def both(a: Optional[Tensor], b: Tensor) -> Tensor:
+    return b if a is None else a & b
+
+
+def ranges_of(offsets: Tensor) -> Tensor:
+    """(..., 2) [begin, end) of each row; CSR offsets (rows + 1,) are converted."""
+    return torch.stack((offsets[:-1], offsets[1:]), -1) if offsets.dim() == 1 else offsets
+
+
+def live_entries(indices: Tensor, values: Optional[Tensor], kind: Optional[str]) -> Tensor:
+    """Which entries are more than padding."""
+    live = indices.ne(IGNORE_INDEX)
+    return live if values is None else live & values.ne(padding_value(kind))
+
+
+def empty_rows(ranges: Tensor, live: Tensor) -> Tensor:
+    """Rows, by their [begin, end), without a live entry. One that leads outside is not: the loss must complain."""
+    entries = live.shape[0]
+    before = F.pad(live.cumsum(0), (1, 0))[ranges.clamp(0, entries)]  # the live ones in front of each end
+    begin, end = ranges[..., 0], ranges[..., 1]
+    return (before[..., 0] == before[..., 1]) & (0 <= begin) & (begin <= end) & (end <= entries)
+
+
+def pad_entries(indices: Tensor, k: int) -> Tensor:
+    """(..., K) indices filled up to ``k`` with each row's last: an ignored row stays so, as does one that counts.
+    Of no entries, it takes two to differ: whatever index is to be ignored, one of them is another."""
+    missing = k - indices.shape[-1]
+    if missing == 0:
+        return indices
+    if indices.shape[-1] == 0:
+        return torch.arange(k, dtype=indices.dtype, device=indices.device).clamp(max=1).expand(*indices.shape[:-1], k)
+    return torch.cat((indices, indices[..., -1:].expand(*indices.shape[:-1], missing)), -1)
+
+
+def single_row(indices: Tensor, values: Tensor, kind: str = "probs") -> Tuple[Tensor, Tensor]:
+    """The entries of a row alone as those of a top-k, which counts as the jagged row does.
+
+    A top-k is ignored where every index is ``ignore_index``, whatever that is: a last entry of weight 0 and another
+    class leaves none for which that holds.
+    """
+    other = indices[:1].eq(0).to(indices.dtype)
+    return torch.cat((indices, other)), torch.cat((values, values.new_full(other.shape, padding_value(kind))))
+
+
+def softmax_of_live(logits: Tensor, indices: Tensor, mask: Optional[Tensor]) -> Tensor:
+    """Weights (..., K): the softmax over the entries that are not padding, 0 elsewhere; 16 bits become float32."""
+    logits = logits.float() if logits.dtype in (torch.float16, torch.bfloat16) else logits
+    live = indices.ne(IGNORE_INDEX) if mask is None else mask & indices.ne(IGNORE_INDEX)
+    live = live & ~logits.isneginf()
+    # A row without entries: any finite logits do, its weights are all 0.
+    logits = logits.masked_fill(~live, -math.inf).masked_fill(~live.any(-1, keepdim=True), 0.0)
+    return torch.softmax(logits, -1).masked_fill(~live, 0.0)
+
+
+def warn_of_logprobs(indices: Tensor, values: Tensor) -> None:
+    """Warns where weights of no named kind are log-probabilities by all appearances: none positive, and every row's
+    exponentials sum to 1 at most. The first element settles it for nearly every target, then the first row."""
+    if values.numel() == 0 or not readable(values):
+        return
+    values = values.detach()
+    at = (0,) * values.dim()
+    if values[at] > 0 or values[at[:-1]].amax() > 0 or not values.amax() <= 0 or not values.amin() < 0:
+        return
+    sums = values.to(wide_dtype(values)).masked_fill(indices.eq(IGNORE_INDEX), -math.inf).exp().sum(-1)
+    if sums.amax() <= 1.01:
+        warnings.warn("sparse_ce: values look like log-probabilities (none is positive, their exponentials sum to at "
+                      "most 1 in every row) but are taken as weights; say what they are with "
+                      "SparseTarget.from_topk(indices, values, kind='logprobs'), or kind='probs' for weights",
+                      stacklevel=3)
+
+
+# --------------------------------------------------------------------------------------------- PyTorch's sparse tensors
+
+def outside_transforms(t: Tensor) -> ContextManager[object]:
+    """For taking a sparse tensor apart that a function under ``torch.func`` closes over: functorch, which asks it for
+    strides that CSR has not, has no part in it."""
+    if (torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack() is None
+            or torch._C._functorch.is_functorch_wrapped_tensor(t)):
+        return nullcontext()
+    return temporarily_clear_interpreter_stack()
+
+
+def check_crow(crow: Tensor, entries: int) -> None:
+    """PyTorch checks a CSR tensor only when asked to. A GPU's is looked at under ``SPARSE_CE_VALIDATE=1``."""
+    if not readable(crow, wait=VALIDATES):
+        return
+    first, last, step = 0, 0, 0
+    if crow.shape[0] > 1:
+        first, last, step = torch.stack((crow[0], crow[-1], crow.diff().amin())).tolist()
+    if first != 0 or last != entries or step < 0:
+        fail(f"target must have crow_indices that ascend from 0 to its {entries} entries, got {first} to {last}"
+             f"{', with a step down' if step < 0 else ''}; build it with check_invariants=True", RuntimeError)
+
+
+def coo_entries(t: Tensor) -> Tuple[Tensor, Tensor, Tensor]:
+    """Row number, ascending, class and value of each entry."""
+    if t.requires_grad:
+        # The one road on which autograd follows the values of a COO tensor. In float64, since it adds duplicates.
+        t = t if t.is_coalesced() else t.to(torch.float64).coalesce()
+        positions, values = t.indices(), t.values()
+    else:
+        positions, values = t._indices(), t._values().detach()
+    rows, columns, outside = _flatten_positions(positions, t.shape[:-1])
+    outside = outside & values.detach().ne(0)  # of padding, no index is looked at
+    if not t.is_cuda and bool(outside.any()):
+        bad = positions[:-1, outside][:, 0].tolist()
+        fail(f"target must have its leading indices inside {list(t.shape[:-1])}, got {bad}", RuntimeError)
+    # On a GPU nothing may wait for the check: the entry goes to some row, with a class that spoils its loss.
+    columns = torch.where(outside, _NO_CLASS, columns)
+    if not lies_in_order(t, rows):
+        rows, order = torch.sort(rows, stable=True)
+        columns, values = columns[order], values[order]
+    return rows, columns, values
+
+
+def lies_in_order(coo: Tensor, rows: Tensor) -> bool:
+    """Whether the entries of a COO tensor are known to ascend by ``rows``, (nnz,), their row-major number.
+
+    ``permute`` and ``movedim`` that keep the first of three or more dimensions leave a tensor marked as coalesced with
+    its entries out of order (torch 2.13). On a GPU a look at them would wait.
+    """
+    if not coo.is_coalesced():
+        return False
+    return coo.sparse_dim() < 3 or not coo.is_cuda and not bool((rows[1:] < rows[:-1]).any())
+
+
+def _flatten_positions(positions: Tensor, shape: Sequence[int]) -> Tuple[Tensor, Tensor, Tensor]:
+    """Row number, column and "leading index out of range" of COO positions (ndim, nnz)."""
+    rows = torch.zeros_like(positions[-1])
+    outside = torch.zeros_like(rows, dtype=torch.bool)
+    for position, size in zip(positions[:-1], shape):
+        outside = outside | (position < 0) | (position >= size)
+        rows = rows * size + position.clamp(0, max(size - 1, 0))
+    return rows, positions[-1], outside

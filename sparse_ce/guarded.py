@@ -1,0 +1,83 @@
+"""Products and softmaxes whose derivatives are 0 where nobody asks for them, whatever the other factor holds."""
+
+from typing import Any, Tuple
+
+import torch
+from torch import Tensor
+
+
+def _inside_a_kernel() -> bool:
+    """Whether functorch has called a kernel (an op of ``torch.ops``, stock.py): there it knows no ``Function``."""
+    return (torch._C._functorch.peek_interpreter_stack() is not None and
+            torch._C._dispatch_tls_is_dispatch_key_excluded(torch._C.DispatchKey.FuncTorchDynamicLayerFrontMode))
+
+
+class _Times(torch.autograd.Function):
+    """``a * b``, 0 where ``a`` is 0 whatever ``b`` holds; so are its derivatives where the upstream gradient is 0."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(a: Tensor, b: Tensor) -> Tensor:
+        return torch.where(a == 0, 0.0, a * b)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Tuple[Any, ...], output: Any) -> None:
+        ctx.save_for_backward(*inputs)
+        ctx.save_for_forward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tuple[Tensor, Tensor]:
+        a, b = ctx.saved_tensors
+        return _Times.apply(grad, b), _Times.apply(grad, a)
+
+    @staticmethod
+    def jvp(ctx: Any, tangent_a: Tensor, tangent_b: Tensor) -> Tensor:
+        a, b = ctx.saved_tensors
+        tangent: Tensor = _Times.apply(tangent_a, b) + _Times.apply(a, tangent_b)
+        return tangent
+
+
+def times(a: Tensor, b: Tensor) -> Tensor:
+    """``a * b`` of what may be NaN or infinite by what is 0 where nobody asks for it: then 0."""
+    if _inside_a_kernel():
+        return torch.where(a == 0, 0.0, a * b)
+    product: Tensor = _Times.apply(*torch.broadcast_tensors(a, b))
+    return product
+
+
+def normalize(z: Tensor) -> Tuple[Tensor, Tensor]:
+    """(lse (N,), log-probabilities (N, V)) of z (N, V)."""
+    if _inside_a_kernel():
+        return torch.logsumexp(z, 1), torch.log_softmax(z, 1)
+    normalized: Tuple[Tensor, Tensor] = _Normalize.apply(z)
+    return normalized
+
+
+class _Normalize(torch.autograd.Function):
+    """z (N, V) -> (lse (N,), log-probabilities (N, V)), with a gradient of 0 for a row whose upstream gradients are."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(z: Tensor) -> Tuple[Tensor, Tensor]:
+        return torch.logsumexp(z, 1), torch.log_softmax(z, 1)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Tuple[Any, ...], output: Any) -> None:
+        ctx.save_for_backward(output[1])
+        ctx.save_for_forward(output[1])
+
+    @staticmethod
+    def backward(ctx: Any, grad_lse: Tensor, grad: Tensor) -> Tensor:
+        log_probs, = ctx.saved_tensors
+        # PyTorch's own derivative, which rounds less than a composition, but not of a NaN that nobody asks for.
+        dead = grad.eq(0).all(1, keepdim=True) & log_probs.isnan().any(1, keepdim=True)
+        through = torch.ops.aten._log_softmax_backward_data(grad, log_probs, 1, log_probs.dtype)
+        return torch.where(dead, 0.0, through) + times(grad_lse[:, None], log_probs.exp())
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor) -> Tuple[Tensor, Tensor]:
+        log_probs, = ctx.saved_tensors
+        mean = times(tangent, log_probs.exp()).sum(1)
+        return mean, tangent - mean[:, None]

@@ -1,0 +1,157 @@
+"""Where this package's ops meet ``torch.library``: loads the kernels, and registers autograd and shape functions.
+
+The Autograd kernel of an op runs its composition in ``reference.py`` where only plain PyTorch ops can follow
+(``torch.func`` transforms, forward-mode AD, devices without kernels of ours), an ``autograd.Function`` where a gradient
+is needed, and the C++ kernel alone otherwise. The backward of an op is itself an op: where somebody differentiates it,
+its composition makes second derivatives right.
+"""
+
+import functools
+import glob
+import os
+from typing import Any, Callable, Optional, Type, TypeVar
+
+import torch
+from torch import Tensor
+
+from .. import reference
+from ..arguments import arithmetic_dtype
+from ..errors import fail
+
+ops = torch.ops.sparse_ce
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+
+def _load(name: str) -> Optional[str]:
+    """Loads one library of the package; returns why it could not be loaded, or None."""
+    found = glob.glob(os.path.join(os.path.dirname(os.path.dirname(__file__)), name + ".*so"))
+    if not found:
+        return f"{name} was not built"
+    try:
+        torch.ops.load_library(found[0])
+    except OSError as error:
+        return str(error)
+    return None
+
+
+def _load_all() -> Optional[str]:
+    reason = _load("_C")
+    if reason:
+        fail(f"the compiled library must be loadable under torch {torch.__version__}, got: {reason}. Install it (pip "
+             "install .) and run from outside of the source tree, which hides the installed package.", ImportError)
+    if torch.version.cuda is None:
+        return f"torch {torch.__version__} is a build without CUDA"
+    return _load("_C_cuda")
+
+
+why_no_cuda = _load_all()
+"""None where the CUDA kernels are loaded, else the reason why they are not."""
+
+_library = torch.library.Library("sparse_ce", "IMPL")
+
+
+def instruction_set() -> str:
+    """The CPU kernels' path: ``"avx512"``, ``"avx2"`` or ``"default"``."""
+    return str(ops.cpu_instruction_set())
+
+
+def cuda_architectures() -> str:
+    """The architectures that the CUDA kernels were compiled for, e.g. ``"8.0;9.0+PTX"``."""
+    return str(ops.cuda_architectures())
+
+
+# --------------------------------------------------------------------------------------------------- who differentiates
+
+def composite(t: Tensor) -> bool:
+    """Whether only a composition of PyTorch's own ops can follow: functorch, a dual level, a foreign device."""
+    return (torch._C._are_functorch_transforms_active()
+            or torch.autograd.forward_ad._current_level >= 0
+            or t.device.type not in ("cpu", "cuda", "meta"))
+
+
+def batched(grad: Tensor) -> bool:
+    """Whether a gradient stands for several: under ``torch.func.vmap`` or ``is_grads_batched``."""
+    return torch._C._are_functorch_transforms_active() or torch._C._functorch.is_legacy_batchedtensor(grad)
+
+
+def needs_grad(*arguments: object) -> bool:
+    return torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in arguments)
+
+
+# --------------------------------------------------------------------------------------------------------- registration
+
+def register_autograd(name: str) -> Callable[[_F], _F]:
+    """The decorated function is the Autograd kernel of an op."""
+    def register(f: _F) -> _F:
+        _library.impl(name, f, "Autograd")
+        return f
+    return register
+
+
+def register_differentiable(name: str, function: Type[torch.autograd.Function]) -> Callable[..., Any]:
+    """Of an op that is differentiable for its first argument: by ``function``. Returns its Autograd kernel."""
+    op, plain = getattr(ops, name), getattr(reference, name)
+
+    @register_autograd(name)
+    def kernel(first: Tensor, *others: Any) -> Any:
+        if composite(first):
+            return plain(first, *others)
+        if needs_grad(first):
+            return function.apply(first, *others)
+        with torch._C._AutoDispatchBelowAutograd():
+            return op(first, *others)
+
+    return kernel
+
+
+def register_backward(name: str) -> None:
+    """Of an op that is a backward: its composition where it is differentiated itself."""
+    op, plain = getattr(ops, name), getattr(reference, name)
+
+    @register_autograd(name)
+    def kernel(*arguments: Any) -> Any:
+        if composite(arguments[0]) or needs_grad(*arguments):
+            return plain(*arguments)
+        with torch._C._AutoDispatchBelowAutograd():
+            return op(*arguments)
+
+
+def register_in_place(name: str, written: str) -> Callable[..., None]:
+    """Of an op that writes over its argument ``written``: whoever saved that, a second backward included, gets
+    autograd's own error afterwards. Returns its kernel."""
+    op = getattr(ops, name)
+    at = [argument.name for argument in op.default._schema.arguments].index(written)
+
+    def counted(*arguments: Any) -> None:
+        with torch._C._AutoDispatchBelowADInplaceOrView():
+            op(*arguments)
+        torch.autograd.graph.increment_version(arguments[at])
+
+    _library.impl(name, counted, "ADInplaceOrView")
+    return counted
+
+
+def register_fake(name: str) -> Callable[[_F], _F]:
+    """``torch.library.register_fake`` of an op. PyTorch calls the shape function for real where one tensor is on "meta"
+    and the others are not: without the check, memory that nobody wrote would be the result."""
+    names = [argument.name for argument in getattr(ops, name).default._schema.arguments]
+
+    def register(f: _F) -> _F:
+        @functools.wraps(f)
+        def fake(*args: Any, **kwargs: Any) -> Any:
+            tensors = {n: t for n, t in (*zip(names, args), *kwargs.items()) if isinstance(t, Tensor)}
+            like = next((n for n in ("logits", "input") if n in tensors), next(iter(tensors)))
+            for n, t in tensors.items():
+                if t.device != tensors[like].device:
+                    fail(f"{n} must be on the device of {like}, {tensors[like].device}, got {t.device}", RuntimeError)
+            return f(*args, **kwargs)
+
+        torch.library.register_fake(f"sparse_ce::{name}", fake)
+        return f
+
+    return register
+
+
+def per_row(like: Tensor) -> Tensor:
+    """(rows,) of the arithmetic dtype, for shape functions."""
+    return like.new_empty(like.shape[0], dtype=arithmetic_dtype(like.dtype))

@@ -1,0 +1,50 @@
+"""``torch.ops.sparse_ce.sparse_softmax`` and its autograd."""
+
+from typing import Any, Optional, Tuple
+
+import torch
+from torch import Tensor
+
+from .library import ops, register_backward, register_differentiable, register_fake
+
+
+class _SparseSoftmax(torch.autograd.Function):
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, offsets: Tensor, order: Optional[Tensor], log: bool) -> Tensor:
+        with torch._C._AutoDispatchBelowAutograd():
+            output: Tensor = ops.sparse_softmax(values, offsets, order, log)
+        ctx.save_for_backward(output, offsets, order)
+        ctx.log = log
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tuple[Any, ...]:
+        output, offsets, order = ctx.saved_tensors
+        return ops.sparse_softmax_backward(grad, output, offsets, order, ctx.log), None, None, None
+
+
+register_differentiable("sparse_softmax", _SparseSoftmax)
+register_backward("sparse_softmax_backward")
+
+
+@register_fake("sparse_softmax")
+def _(values: Tensor, offsets: Tensor, order: Optional[Tensor], log: bool) -> Tensor:
+    return values.new_empty(values.shape)
+
+
+@register_fake("sparse_softmax_backward")
+def _(grad: Tensor, output: Tensor, offsets: Tensor, order: Optional[Tensor], log: bool) -> Tensor:
+    return output.new_empty(output.shape)
+
+
+def sparse_softmax(values: Tensor, offsets: Tensor, order: Optional[Tensor], log: bool) -> Tensor:
+    """Softmax, or its logarithm, over the entries of each row: see ``csrc/schema.cpp``."""
+    output: Tensor = ops.sparse_softmax(values, offsets, order, log)
+    return output
+
+
+def sparse_softmax_backward(grad: Tensor, output: Tensor, offsets: Tensor, order: Optional[Tensor],
+                            log: bool) -> Tensor:
+    grad_values: Tensor = ops.sparse_softmax_backward(grad, output, offsets, order, log)
+    return grad_values

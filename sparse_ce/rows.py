@@ -1,0 +1,213 @@
+"""A target as a tensor over its leading shape: its length, its slices, its way to a device."""
+
+import math
+from typing import TYPE_CHECKING, Any, NoReturn, Optional, Tuple, Union, overload
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .entries import IGNORE_INDEX, padding_value, ranges_of, single_row
+from .errors import check, fail
+from .parts import Parts
+from .tracing import readable
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+
+class Rows(Parts):
+    """What :class:`sparse_ce.SparseTarget` has of a tensor."""
+
+    __slots__ = ()
+
+    @overload
+    def size(self, dim: None = None) -> torch.Size: ...
+
+    @overload
+    def size(self, dim: int) -> int: ...
+
+    def size(self, dim: Optional[int] = None) -> Union[torch.Size, int]:
+        return self.shape if dim is None else self.shape[dim]
+
+    ndim = property(Parts.dim)
+
+    @property
+    def nnz(self) -> int:
+        """Entries of its rows, padding included. Of a jagged target on a GPU the offsets are waited for; where nothing
+        can be read (``torch.compile``, ``meta``) all stored entries count, those of rows that a slice left out too."""
+        target = self._absolute()
+        if target.offsets is None or not readable(target.offsets, wait=True):
+            return target.indices.numel()
+        ranges = ranges_of(target.offsets)
+        return int((ranges[..., 1] - ranges[..., 0]).sum())
+
+    @property
+    def device(self) -> torch.device:
+        return self.indices.device
+
+    def __len__(self) -> int:
+        check(len(self.shape) > 0, "target must have a leading dimension to have a length, got shape []", TypeError)
+        return self.shape[0]
+
+    def __array__(self, dtype: Any = None, copy: Optional[bool] = None) -> NoReturn:
+        """Without it numpy makes an array of objects, which equals no prediction, without a word."""
+        fail(f"target must be made dense to become an array, got a SparseTarget of shape {list(self.shape)}; compare "
+              "predictions with target.to_dense().argmax(-1), its top class, where target.ne(-100)", TypeError)
+
+    def __repr__(self) -> str:
+        if not isinstance(self.indices, Tensor):
+            return f"SparseTarget({dict(self.items())})"
+        parts = [f"{self.form}, shape={list(self.shape)}"]
+        if self.form == "topk":
+            parts.append(f"k={self.indices.shape[-1]}")
+        if self.form == "jagged":
+            parts.append(f"nnz={self.nnz}")
+        parts.append(f"num_classes={self.num_classes}")
+        if self.values is not None:
+            name = "values" if self.kind == "probs" else self.kind
+            parts.append(f"{name}={str(self.values.dtype).removeprefix('torch.')}")
+        if self.row_mask is not None:
+            parts.append("row_mask")
+        return f"SparseTarget({', '.join(parts)}, device={self.device})"
+
+    def to(self, device: Union[torch.device, str, int, None] = None, non_blocking: bool = False) -> "Self":
+        """The same target on another device; itself if it is there already.
+
+        Rows of a jagged target leave the CPU with no entries but their own. They leave a GPU so for the CPU, unless
+        ``non_blocking``: to find them it is waited for.
+        """
+        check(not isinstance(device, torch.dtype), f"device must be a device, got {device}; the dtypes of a "
+               "SparseTarget need no change, the kernels read them as they are", TypeError)
+        if device is None:
+            return self
+        target, kind = self, torch.device(device).type
+        if kind != self.device.type:
+            target = self.compact(wait=kind == "cpu" and not non_blocking)
+        return target._map(lambda t: t.to(device, non_blocking=non_blocking))
+
+    def cuda(self, device: Union[torch.device, int, None] = None, non_blocking: bool = False) -> "Self":
+        return self.to("cuda" if device is None else device, non_blocking)
+
+    def cpu(self) -> "Self":
+        """The same rows on the CPU, with no entries but their own."""
+        return self.to("cpu").compact()
+
+    def pin_memory(self) -> "Self":
+        return self.compact()._map(lambda t: t.pin_memory())
+
+    def share_memory(self) -> "Self":
+        """The same rows, with no entries but their own, in memory that processes share."""
+        return self._own()._map(lambda t: t.share_memory_())
+
+    def is_pinned(self) -> bool:
+        return bool(self.indices.is_pinned())
+
+    def detach(self) -> "Self":
+        return self._map(lambda t: t.detach())
+
+    def ne(self, ignore_index: int) -> Tensor:
+        """``shape``, bool: True for the rows that count, given the index that marks rows and entries to ignore."""
+        if not isinstance(self.indices, Tensor):  # the arrays that evaluation hands to compute_metrics
+            return self._map(torch.as_tensor).ne(ignore_index)
+        if self.by_sample:
+            return self._absolute().ne(ignore_index)
+        if self.form == "index":
+            counts = self.indices.ne(ignore_index)
+        elif self.form == "topk" and self.indices.shape[-1] > 0:
+            counts = self.indices.ne(ignore_index).any(-1)
+        else:
+            counts = torch.ones(self.shape, dtype=torch.bool, device=self.device)
+        return counts if self.row_mask is None else counts & self.row_mask
+
+    @overload
+    def __getitem__(self, key: str) -> Any: ...
+
+    @overload
+    def __getitem__(self, key: Any) -> "Self": ...
+
+    def __getitem__(self, key: Any) -> Any:
+        """Rows by integers, slices and ``...`` over the leading shape; nothing is copied but, at most, offsets.
+
+        Integers that leave a single row of a jagged target read its offsets, for which a GPU is waited for. ``for``
+        loops come here too: with an ``__iter__``, frameworks would take a target for a collection and enter its rows.
+        """
+        if isinstance(key, str):
+            return dict(self.items())[key]
+        if self.by_sample:
+            return self._absolute()[key]
+        key = self._leading_key(key)
+        row_mask = None if self.row_mask is None else self.row_mask[key]
+        if self.offsets is None:
+            values = None if self.values is None else self.values[key]
+            return self._replace(self.indices[key], values, None, row_mask)
+        first = key[0]  # a jagged target has at least one leading dimension
+        if self.offsets.dim() == 1 and isinstance(first, slice) and first.step in (None, 1):
+            begin, end, _ = first.indices(self.shape[0])
+            offsets = self.offsets[begin:max(begin, end) + 1]
+        else:
+            offsets = ranges_of(self.offsets)[key]
+            if offsets.dim() == 1:
+                begin, end = offsets.tolist()
+                indices = self.indices[begin:end]
+                values = (torch.ones_like(indices, dtype=torch.float32) if self.values is None
+                          else self.values[begin:end])
+                return self._replace(*single_row(indices, values, self.kind), None, row_mask)
+        return self._replace(self.indices, self.values, offsets, row_mask)
+
+    def shift(self, n: int) -> "Self":
+        """For causal models: position i of each sequence (the last leading dimension) gets the target of i + n.
+
+        The last n positions become ignored, the first -n for a negative n; the shape is kept.
+        """
+        check(len(self.shape) > 0, "target must have a leading dimension to be shifted, got shape []")
+        if n == 0:
+            return self
+        if self.by_sample:
+            return self._absolute().shift(n)
+        length = self.shape[-1]
+        keep = max(0, length - abs(n))
+        begin, pad = (length - keep, (0, length - keep)) if n > 0 else (0, (length - keep, 0))
+
+        def moved(t: Tensor, trailing: int, fill: float) -> Tensor:
+            kept = t.narrow(t.dim() - 1 - trailing, begin, keep)
+            return F.pad(kept, (0, 0) * trailing + pad, value=fill)
+
+        mask = torch.ones(self.shape, dtype=torch.bool, device=self.device) if self.row_mask is None else self.row_mask
+        mask = moved(mask, 0, False)
+        if self.offsets is not None:
+            return self._replace(self.indices, self.values, moved(ranges_of(self.offsets), 1, 0), mask)
+        trailing = int(self.form == "topk")
+        values = None if self.values is None else moved(self.values, trailing, padding_value(self.kind))
+        return self._replace(moved(self.indices, trailing, IGNORE_INDEX), values, None, mask)
+
+    def flatten(self) -> "Self":
+        """The same rows with a leading shape of one dimension: what the ops take."""
+        if self.by_sample:
+            return self._absolute().flatten()
+        if self.dim() == 1:
+            return self
+        trailing = self.indices.shape[-1:] if self.form == "topk" else ()
+        indices, values, offsets = self.indices, self.values, self.offsets
+        if offsets is None:
+            rows = (math.prod(self.shape),)
+            indices = indices.reshape(rows + tuple(trailing))
+            values = None if values is None else values.reshape(rows + tuple(trailing))
+        else:
+            offsets = offsets.reshape(-1, 2)
+        row_mask = None if self.row_mask is None else self.row_mask.reshape(-1)
+        return self._replace(indices, values, offsets, row_mask)
+
+    def _leading_key(self, given: Any) -> Tuple[Any, ...]:
+        key: Tuple[Any, ...] = given if isinstance(given, tuple) else (given,)
+        for k in key:
+            check(k is Ellipsis or isinstance(k, (int, slice)),
+                   f"target must be sliced with integers, slices and '...', got {type(k).__name__}", TypeError)
+        used = len(key) - key.count(Ellipsis)
+        check(used == 0 or len(self.shape) > 0, "target must have a leading dimension to be sliced, got shape []",
+               TypeError)
+        check(used <= len(self.shape) and key.count(Ellipsis) <= 1,
+               f"target must be sliced with at most {len(self.shape)} indices, got {key}", IndexError)
+        at = key.index(Ellipsis) if Ellipsis in key else len(key)
+        fill = (slice(None),) * (len(self.shape) - used)
+        return key[:at] + fill + key[at + 1:]
