@@ -35,35 +35,7 @@ struct BackwardArgs : CrossEntropyArgs {
   void* grad_values;        // shape of target.values, arithmetic dtype; zero on entry (values' gradient only)
 };
 
-struct MeanArgs {
-  const void* loss;         // (rows,), any stride, or null: only the divisor is asked for
-  int64_t loss_stride;
-  DType dtype;              // float32 or float64, of all that is not the target's
-  TargetView target;
-  const void* normalizer;   // (1,), or null: the count of the rows
-  const void* grad_mean;    // (1,), or null
-  void* mean;               // (1,), or null without a loss
-  void* divisor;            // (1,)
-  void* grad_loss;          // (1,), or null without grad_mean: the gradient of every row's loss
-
-  template <typename acc_t>
-  SCE_HD MeanStats<double> row(int64_t r) const {
-    return {loss ? double(static_cast<const acc_t*>(loss)[r * loss_stride]) : 0.0,
-            normalizer ? 0.0 : double(target.count<acc_t>(r))};
-  }
-
-  template <typename acc_t>
-  SCE_HD void finish(MeanStats<double> stats) const {
-    if (normalizer) stats.count = double(*static_cast<const acc_t*>(normalizer));
-    const acc_t by = static_cast<acc_t>(stats.divisor());
-    *static_cast<acc_t*>(divisor) = by;
-    if (mean) *static_cast<acc_t*>(mean) = static_cast<acc_t>(stats.mean());
-    if (grad_mean) *static_cast<acc_t*>(grad_loss) = *static_cast<const acc_t*>(grad_mean) / by;
-  }
-};
-
 namespace cpu {
-void mean(const MeanArgs& args);
 void cross_entropy_forward(const ForwardArgs& args);
 // `backward` reads what `forward` writes.
 void cross_entropy_forward_with_gradient(const ForwardArgs& forward, const BackwardArgs& backward);

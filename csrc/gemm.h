@@ -1,7 +1,7 @@
 // gemm.h - matrix products, left to the vendor's library through PyTorch. Shapes: a (m, k), b (k, n), out (m, n).
 #pragma once
 
-#include "check.h"
+#include "tensors.h"
 
 #include <array>
 

@@ -1,47 +1,47 @@
-// linear_ops.h - the ops of the linear head on tensors, for the CPU and for CUDA alike. `device_t` as for ops.h and
-// linear_head.h.
+// linear_ops.h - the ops of the linear head on tensors, for the CPU and for CUDA alike. `device_t` as for
+// cross_entropy_ops.h and linear_head.h.
 #pragma once
 
+#include "cross_entropy_ops.h"
 #include "linear_head.h"
 
-namespace sparse_ce {
+#include <vector>
 
-#define SCE_HEAD Tensor input, Tensor linear_weight, OptionalTensor linear_bias
-#define SCE_WANTED bool input_grad, bool weight_grad, bool bias_grad, bool values_grad
+namespace sparse_ce {
 
 template <typename device_t>
 class LinearOps {
  public:
-  static std::tuple<Tensor, Tensor> forward(SCE_HEAD, SCE_PARAMETERS, std::optional<int64_t> chunk_rows, SCE_KIND) {
-    const Call call({input, linear_weight, linear_bias}, SCE_TARGET_ARGUMENTS, SCE_OPTION_ARGUMENTS, chunk_rows);
-    const auto [loss, lse, residual] = run_forward(call);
+  static std::tuple<Tensor, Tensor> forward(const HeadArguments& head, const Arguments& given,
+                                            std::optional<int64_t> chunk_rows) {
+    const auto [loss, lse, residual] = run_forward(Call(head, given, chunk_rows));
     return {loss, lse};
   }
 
-  static std::tuple<Tensor, Tensor, Tensor> forward_with_residual(SCE_HEAD, SCE_PARAMETERS,
-                                                                  std::optional<int64_t> chunk_rows, SCE_KIND) {
-    const Call call({input, linear_weight, linear_bias}, SCE_TARGET_ARGUMENTS, SCE_OPTION_ARGUMENTS, chunk_rows);
-    return run_forward(call);
+  static std::tuple<Tensor, Tensor, Tensor> forward_with_residual(const HeadArguments& head, const Arguments& given,
+                                                                  std::optional<int64_t> chunk_rows) {
+    return run_forward(Call(head, given, chunk_rows));
   }
 
-  static std::tuple<Tensor, Tensor> mean(SCE_HEAD, SCE_PARAMETERS, OptionalTensor normalizer,
-                                         std::optional<int64_t> chunk_rows, SCE_KIND) {
-    const Call call({input, linear_weight, linear_bias}, SCE_TARGET_ARGUMENTS, SCE_OPTION_ARGUMENTS, chunk_rows);
+  static std::tuple<Tensor, Tensor> mean(const HeadArguments& head, const Arguments& given,
+                                         const OptionalTensor& normalizer, std::optional<int64_t> chunk_rows) {
+    const Call call(head, given, chunk_rows);
     const auto [loss, lse, residual] = run_forward(call);
-    Tensor one = empty(input, {}, arithmetic_dtype(input));
+    Tensor one = empty(head.input, {}, arithmetic_dtype(head.input));
     torch::stable::fill_(one, 1.0);
-    Mean<device_t> mean(call.args.target, input, normalizer, one);
+    LossMean<device_t> mean(call.args.target, head.input, normalizer, one);
     mean.finish(loss);
     return {mean.mean, lse};
   }
 
   static std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> forward_with_gradient(
-      Tensor grad_mean, OptionalTensor normalizer, SCE_HEAD, SCE_PARAMETERS, std::optional<int64_t> chunk_rows,
-      SCE_WANTED, SCE_KIND) {
-    const Call call({input, linear_weight, linear_bias}, SCE_TARGET_ARGUMENTS, SCE_OPTION_ARGUMENTS, chunk_rows);
-    Mean<device_t> mean(call.args.target, input, normalizer, grad_mean);
+      const Tensor& grad_mean, const OptionalTensor& normalizer, const HeadArguments& head, const Arguments& given,
+      std::optional<int64_t> chunk_rows, const Wanted& wanted) {
+    const Call call(head, given, chunk_rows);
+    const Tensor& like = head.input;
+    LossMean<device_t> mean(call.args.target, like, normalizer, grad_mean);
     const Rows rows(call);
-    Gradients gradients(call, {input_grad, weight_grad, bias_grad, values_grad});
+    Gradients gradients(call, wanted);
     BackwardArgs backward{};
     static_cast<CrossEntropyArgs&>(backward) = call.live_args;
     backward.grad_loss = mean.grad_loss();
@@ -50,12 +50,12 @@ class LinearOps {
     for_each_chunk(call, gradients.head, [&](int64_t begin, const Tensor& z) {
       const ForwardArgs forward = rows.chunk(call.live_args, begin, z);
       const BackwardArgs chunk = gradients.chunk(backward, begin, z);
-      if (values_grad) {  // needs the logits, which the gradient overwrites
-        device_t::forward(forward, input);
-        device_t::backward_values(chunk, input);
-        device_t::backward(chunk, input);
+      if (wanted.values) {  // needs the logits, which the gradient overwrites
+        device_t::forward(forward, like);
+        device_t::backward_values(chunk, like);
+        device_t::backward(chunk, like);
       } else {
-        device_t::forward_with_gradient(forward, chunk, input);
+        device_t::forward_with_gradient(forward, chunk, like);
       }
       gradients.head.add_gradients(begin, z);
     });
@@ -66,23 +66,24 @@ class LinearOps {
   }
 
   static std::tuple<Tensor, Tensor, Tensor, Tensor> backward(
-      Tensor grad_loss, OptionalTensor grad_lse, SCE_HEAD, Tensor lse, OptionalTensor lse_residual, SCE_PARAMETERS,
-      std::optional<int64_t> chunk_rows, SCE_WANTED, SCE_KIND) {
-    const Call call({input, linear_weight, linear_bias}, SCE_TARGET_ARGUMENTS, SCE_OPTION_ARGUMENTS, chunk_rows);
-    BackwardArgs backward = view_upstream(call.args, input, grad_loss, grad_lse, lse, lse_residual);
+      const Tensor& grad_loss, const OptionalTensor& grad_lse, const HeadArguments& head, const Tensor& lse,
+      const OptionalTensor& lse_residual, const Arguments& given, std::optional<int64_t> chunk_rows,
+      const Wanted& wanted) {
+    const Call call(head, given, chunk_rows);
+    BackwardArgs backward = view_upstream(call.args, head.input, grad_loss, grad_lse, lse, lse_residual);
     const auto held = call.keep_live(backward);
-    Gradients gradients(call, {input_grad, weight_grad, bias_grad, values_grad});
+    Gradients gradients(call, wanted);
     for_each_chunk(call, gradients.head, [&](int64_t begin, const Tensor& z) {
       const BackwardArgs chunk = gradients.chunk(backward, begin, z);
-      if (values_grad) device_t::backward_values(chunk, input);
-      if (!(input_grad || weight_grad || bias_grad)) return;
-      device_t::backward(chunk, input);
+      if (wanted.values) device_t::backward_values(chunk, head.input);
+      if (!(wanted.input || wanted.weight || wanted.bias)) return;
+      device_t::backward(chunk, head.input);
       gradients.head.add_gradients(begin, z);
     });
     return gradients.tensors();
   }
 
-  static void scale_(Tensor gradient, Tensor scale) {
+  static void scale_(const Tensor& gradient, const Tensor& scale) {
     ScaleArgs args{};
     args.scale = view_scalar(scale, gradient, "scale");
     args.dtype = to_dtype(gradient, "gradient", /*integer=*/false);
@@ -92,10 +93,20 @@ class LinearOps {
     if (args.count > 0) device_t::scale(args, gradient);
   }
 
+  template <typename library_t>
+  static void add_to(library_t& m) {
+    m.impl("linear_forward", boxed<&forward>);
+    m.impl("linear_forward_with_residual", boxed<&forward_with_residual>);
+    m.impl("linear_forward_with_gradient", boxed<&forward_with_gradient>);
+    m.impl("linear_backward", boxed<&backward>);
+    m.impl("linear_mean", boxed<&mean>);
+    m.impl("scale_", boxed<&scale_>);
+  }
+
  private:
   struct Head {
-    Head(const Tensor& i, const Tensor& w, const OptionalTensor& b) : input(detached(i)), weight(detached(w)) {
-      if (b) bias = detached(*b);
+    explicit Head(const HeadArguments& given) : input(detached(given.input)), weight(detached(given.weight)) {
+      if (given.bias) bias = detached(*given.bias);
     }
     Tensor input, weight;
     OptionalTensor bias;
@@ -103,8 +114,8 @@ class LinearOps {
 
   // What every op is called with, checked. The target's rows are the input's; logits come later, chunk by chunk.
   struct Call {
-    Call(const Head& given, const Target& target, const Options& options, std::optional<int64_t> rows)
-        : head(given), chunk_rows(rows) {
+    Call(const HeadArguments& given_head, const Arguments& given, std::optional<int64_t> rows)
+        : head(given_head), chunk_rows(rows) {
       const Tensor &input = head.input, &weight = head.weight;
       check(input.dim() == 2, "input must be (rows, width), got ", shape(input));
       to_dtype(input, "input", /*integer=*/false);
@@ -118,13 +129,11 @@ class LinearOps {
         check_operand(*head.bias, "linear_bias");
       }
       check(!chunk_rows || *chunk_rows > 0, "chunk_rows must be positive, got ", chunk_rows.value_or(0));
-      check_options(options, weight.size(0), "the rows of linear_weight");
+      given.check_options(weight.size(0), "the rows of linear_weight");
       held.logits = input;
       args.rows = input.size(0);
-      args.vocab = options.num_classes.value_or(weight.size(0));
-      view_target(target, options, held, args);
-      view_weight(target.weight, options, held, args);
-      view_options(options, args);
+      args.vocab = given.num_classes.value_or(weight.size(0));
+      view_arguments(given, held, args);
       if (args.rows > 0) device_t::check_target(args.target, input);
       live = device_t::live_rows(args.target);
       live_args = args;
@@ -292,16 +301,5 @@ class LinearOps {
     return {call.spread(rows.loss), call.spread(rows.lse), call.spread(rows.residual)};
   }
 };
-
-#undef SCE_HEAD
-#undef SCE_WANTED
-
-#define SCE_REGISTER_LINEAR_OPS(m, ops_t)                                               \
-  m.impl("linear_forward", TORCH_BOX(&ops_t::forward));                                 \
-  m.impl("linear_forward_with_residual", TORCH_BOX(&ops_t::forward_with_residual));     \
-  m.impl("linear_forward_with_gradient", TORCH_BOX(&ops_t::forward_with_gradient));     \
-  m.impl("linear_backward", TORCH_BOX(&ops_t::backward));                               \
-  m.impl("linear_mean", TORCH_BOX(&ops_t::mean));                                       \
-  m.impl("scale_", TORCH_BOX(&ops_t::scale_))
 
 }  // namespace sparse_ce

@@ -2,8 +2,8 @@
 // masked_mean_backward, and empty_output for the large fresh gradient.
 #pragma once
 
-#include "check.h"
 #include "masked_mean.h"
+#include "tensors.h"
 
 #include <algorithm>
 #include <limits>

@@ -226,20 +226,6 @@ struct RowLoss {
   }
 };
 
-// The losses of some rows and what these count for. A mean over nothing is 0.
-template <typename acc_t>
-struct MeanStats {
-  acc_t total = 0, count = 0;
-
-  SCE_HD void merge(const MeanStats& other) {
-    total += other.total;
-    count += other.count;
-  }
-  SCE_HD acc_t mean() const { return count == acc_t(0) ? acc_t(0) : total / count; }
-  // Of a row's share in the gradient of the mean.
-  SCE_HD acc_t divisor() const { return count == acc_t(0) ? acc_t(INFINITY) : count; }
-};
-
 // The mean of the elements x_i that a mask leaves, with its weights w_i, 1 for true:
 //
 //   m = sum_i where(w_i = 0, 0, w_i x_i) / d,   d = sum_i w_i, or 1 where that is 0

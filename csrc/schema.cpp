@@ -11,71 +11,60 @@
 // Without values every weight is 1; with `logprobs` the weights are exp(values), and the gradient for the values is theirs.
 // An entry of weight 0, of log-probability -inf or of class ignore_index is padding. weight (V,) A are class weights;
 // row_mask (N,) bool is true where a row counts.
-#include <torch/csrc/stable/library.h>
+#include "arguments.h"
 
-#define SCE_TARGET "Tensor indices, Tensor? values=None, Tensor? offsets=None, Tensor? weight=None, Tensor? row_mask=None"
-#define SCE_OPTIONS                                                                                          \
-  "int ignore_index=-100, float label_smoothing=0., float z_loss=0., float logit_scale=1., float? softcap=None, " \
-  "int? num_classes=None"
-#define SCE_KIND ", bool logprobs=False"
-#define SCE_HEAD "Tensor input, Tensor linear_weight, Tensor? linear_bias"
-#define SCE_WANTED "bool input_grad=True, bool weight_grad=True, bool bias_grad=True, bool values_grad=False"
 #define SCE_GRADIENTS "(Tensor grad_input, Tensor grad_weight, Tensor grad_bias, Tensor grad_values)"
 
 STABLE_TORCH_LIBRARY(sparse_ce, m) {
   // loss (N,) A and lse = logsumexp(z) (N,) A; both 0 in ignored rows.
-  m.def("forward(Tensor logits, " SCE_TARGET ", " SCE_OPTIONS SCE_KIND ") -> (Tensor loss, Tensor lse)");
+  m.def("forward(Tensor logits, " SCE_ARGUMENTS ") -> (Tensor loss, Tensor lse)");
 
   // The same with lse_residual (N,) A, what rounding took from lse. The gradient needs it: exp(z - lse) alone is off by
   // eps * |lse|, which near p = 1 is most of p - 1.
-  m.def("forward_with_residual(Tensor logits, " SCE_TARGET ", " SCE_OPTIONS SCE_KIND
-        ") -> (Tensor loss, Tensor lse, Tensor lse_residual)");
+  m.def("forward_with_residual(Tensor logits, " SCE_ARGUMENTS ") -> (Tensor loss, Tensor lse, Tensor lse_residual)");
 
-  // What `mean` makes of the losses and `backward` of grad_mean () A: mean (), divisor (), lse (N,), lse_residual (N,),
-  // all A, and grad_logits (N, V). On a CPU each row's gradient is written while its logits are in a cache: one read and
-  // one write in all. Bit for bit what the ops one after the other give.
-  m.def("forward_with_gradient(Tensor grad_mean, Tensor? normalizer, Tensor logits, " SCE_TARGET ", " SCE_OPTIONS
-        SCE_KIND ") -> (Tensor mean, Tensor divisor, Tensor lse, Tensor lse_residual, Tensor grad_logits)");
+  // What `loss_mean` makes of the losses and `backward` of grad_mean () A: mean (), divisor (), lse (N,), lse_residual
+  // (N,), all A, and grad_logits (N, V). On a CPU each row's gradient is written while its logits are in a cache: one
+  // read and one write in all. Bit for bit what the ops one after the other give.
+  m.def("forward_with_gradient(Tensor grad_mean, Tensor? normalizer, Tensor logits, " SCE_ARGUMENTS
+        ") -> (Tensor mean, Tensor divisor, Tensor lse, Tensor lse_residual, Tensor grad_logits)");
 
   // grad_logits (N, V), dtype of logits, of sum(grad_loss * loss + grad_lse * lse). Rows that are ignored or whose
   // upstream gradient is 0 get 0 and are not read.
-  m.def("backward(Tensor grad_loss, Tensor? grad_lse, Tensor logits, Tensor lse, Tensor? lse_residual, " SCE_TARGET
-        ", " SCE_OPTIONS SCE_KIND ") -> Tensor");
+  m.def("backward(Tensor grad_loss, Tensor? grad_lse, Tensor logits, Tensor lse, Tensor? lse_residual, " SCE_ARGUMENTS
+        ") -> Tensor");
 
   // The same gradient, written over the logits.
-  m.def("backward_(Tensor grad_loss, Tensor? grad_lse, Tensor(a!) logits, Tensor lse, Tensor? lse_residual, " SCE_TARGET
-        ", " SCE_OPTIONS SCE_KIND ") -> ()");
+  m.def("backward_(Tensor grad_loss, Tensor? grad_lse, Tensor(a!) logits, Tensor lse, Tensor? lse_residual, "
+        SCE_ARGUMENTS ") -> ()");
 
   // grad_values, shape of values, A: the gradient of sum(grad_loss * loss) for the values of the entries; 0 for padding.
-  m.def("backward_values(Tensor grad_loss, Tensor logits, Tensor lse, Tensor? lse_residual, " SCE_TARGET ", " SCE_OPTIONS
-        SCE_KIND ") -> Tensor");
+  m.def("backward_values(Tensor grad_loss, Tensor logits, Tensor lse, Tensor? lse_residual, " SCE_ARGUMENTS ") -> Tensor");
 
   // The mean of loss (N,) A over the rows that count, and what the sum was divided by, both () A: the sum of the labels'
   // class weights for class labels, else the number of rows that are not ignored; `normalizer` () A where there is one.
   // Over nothing, or by 0: 0 and inf.
-  m.def("mean(Tensor loss, " SCE_TARGET ", int ignore_index=-100, int num_classes=0, Tensor? normalizer=None)"
-        " -> (Tensor mean, Tensor divisor)");
+  m.def("loss_mean(Tensor loss, Tensor? normalizer, " SCE_TARGET ") -> (Tensor mean, Tensor divisor)");
 
   // The same for logits that never exist: z = input linear_weight^T + linear_bias, chunk_rows rows at a time (as many as
   // fit a budget by default). input (N, D), linear_weight (V, D), linear_bias (V,): of one dtype, or weight and bias of
   // float32 with an input of 16 bits. Only the first num_classes rows of the weight are read.
-  m.def("linear_forward(" SCE_HEAD ", " SCE_TARGET ", " SCE_OPTIONS ", int? chunk_rows=None" SCE_KIND
-        ") -> (Tensor loss, Tensor lse)");
-  m.def("linear_forward_with_residual(" SCE_HEAD ", " SCE_TARGET ", " SCE_OPTIONS
-        ", int? chunk_rows=None" SCE_KIND ") -> (Tensor loss, Tensor lse, Tensor lse_residual)");
+  m.def("linear_forward(" SCE_HEAD ", " SCE_ARGUMENTS ", int? chunk_rows=None) -> (Tensor loss, Tensor lse)");
+  m.def("linear_forward_with_residual(" SCE_HEAD ", " SCE_ARGUMENTS
+        ", int? chunk_rows=None) -> (Tensor loss, Tensor lse, Tensor lse_residual)");
 
-  // The mean of these losses, as `mean` makes it, () A, and lse (N,) A. Its gradients are made in forward.
-  m.def("linear_mean(" SCE_HEAD ", " SCE_TARGET ", " SCE_OPTIONS
-        ", Tensor? normalizer=None, int? chunk_rows=None" SCE_KIND ") -> (Tensor mean, Tensor lse)");
+  // The mean of these losses, as `loss_mean` makes it, () A, and lse (N,) A. Its gradients are made in forward.
+  m.def("linear_mean(" SCE_HEAD ", " SCE_ARGUMENTS
+        ", Tensor? normalizer=None, int? chunk_rows=None) -> (Tensor mean, Tensor lse)");
 
   // The gradients of sum(grad_loss * loss + grad_lse * lse) for input, linear_weight, linear_bias and values (A), each of
   // the shape and dtype of its tensor; (0,) where it is not asked for. The logits are made anew.
-  m.def("linear_backward(Tensor grad_loss, Tensor? grad_lse, " SCE_HEAD ", Tensor lse, Tensor? lse_residual, " SCE_TARGET
-        ", " SCE_OPTIONS ", int? chunk_rows=None, " SCE_WANTED SCE_KIND ") -> " SCE_GRADIENTS);
+  m.def("linear_backward(Tensor grad_loss, Tensor? grad_lse, " SCE_HEAD ", Tensor lse, Tensor? lse_residual, "
+        SCE_ARGUMENTS ", int? chunk_rows=None, " SCE_WANTED ") -> " SCE_GRADIENTS);
 
   // linear_mean and its gradients for the upstream gradient grad_mean () A, with one GEMM for the logits.
-  m.def("linear_forward_with_gradient(Tensor grad_mean, Tensor? normalizer, " SCE_HEAD ", " SCE_TARGET ", " SCE_OPTIONS
-        ", int? chunk_rows=None, " SCE_WANTED SCE_KIND ") -> (Tensor mean, Tensor divisor, Tensor lse, Tensor lse_residual, "
+  m.def("linear_forward_with_gradient(Tensor grad_mean, Tensor? normalizer, " SCE_HEAD ", " SCE_ARGUMENTS
+        ", int? chunk_rows=None, " SCE_WANTED ") -> (Tensor mean, Tensor divisor, Tensor lse, Tensor lse_residual, "
         "Tensor grad_input, Tensor grad_weight, Tensor grad_bias, Tensor grad_values)");
 
   // gradient *= scale () A, in place. Where scale is 1 nothing is read or written; it is looked at where it lies.

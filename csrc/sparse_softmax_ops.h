@@ -2,14 +2,16 @@
 // sparse_softmax_backward, empty_output for the large fresh result, and check_rows, called before any work.
 #pragma once
 
-#include "check.h"
+#include "boxing.h"
 #include "sparse_softmax.h"
+#include "tensors.h"
 
 namespace sparse_ce {
 
 template <typename device_t>
-struct SparseSoftmaxOps {
-  static Tensor sparse_softmax(Tensor values, Tensor offsets, OptionalTensor order, bool log) {
+class SparseSoftmaxOps {
+ public:
+  static Tensor sparse_softmax(const Tensor& values, const Tensor& offsets, const OptionalTensor& order, bool log) {
     const Tensor packed_values = packed(values), packed_offsets = packed(offsets);
     const OptionalTensor packed_order = order ? OptionalTensor(packed(*order)) : order;
     SparseSoftmaxArgs args = view(packed_values, packed_offsets, packed_order, log, "values");
@@ -20,20 +22,27 @@ struct SparseSoftmaxOps {
     return result;
   }
 
-  static Tensor sparse_softmax_backward(Tensor grad, Tensor output, Tensor offsets, OptionalTensor order, bool log) {
+  static Tensor sparse_softmax_backward(const Tensor& grad, const Tensor& output, const Tensor& offsets,
+                                        const OptionalTensor& order, bool log) {
     const Tensor packed_grad = packed(grad), packed_output = packed(output), packed_offsets = packed(offsets);
     const OptionalTensor packed_order = order ? OptionalTensor(packed(*order)) : order;
     SparseSoftmaxArgs args = view(packed_output, packed_offsets, packed_order, log, "output");
     check_same_device(grad, output, "grad");
     check(grad.scalar_type() == output.scalar_type(), "grad must be of the dtype of output, ",
           name(output.scalar_type()), ", got ", name(grad.scalar_type()));
-    check(shape(grad) == shape(output), "grad must have the shape of output, ", shape(output), ", got ", shape(grad));
+    check(same_shape(grad, output), "grad must have the shape of output, ", shape(output), ", got ", shape(grad));
     Tensor result = empty_result(output, args);
     args.grad = packed_grad.const_data_ptr();
     args.output = packed_output.const_data_ptr();
     args.result = result.mutable_data_ptr();
     if (grad.numel() > 0) device_t::sparse_softmax_backward(args, grad);
     return result;
+  }
+
+  template <typename library_t>
+  static void add_to(library_t& m) {
+    m.impl("sparse_softmax", boxed<&sparse_softmax>);
+    m.impl("sparse_softmax_backward", boxed<&sparse_softmax_backward>);
   }
 
  private:
@@ -82,9 +91,5 @@ inline void check_rows_on_host(const SparseSoftmaxArgs& args) {
     check(0 <= args.order[i] && args.order[i] < args.entries, "order must be in [0, ", args.entries, "), got ",
           args.order[i], " at ", i);
 }
-
-#define SCE_REGISTER_SPARSE_SOFTMAX_OPS(m, ops_t)             \
-  m.impl("sparse_softmax", TORCH_BOX(&ops_t::sparse_softmax)); \
-  m.impl("sparse_softmax_backward", TORCH_BOX(&ops_t::sparse_softmax_backward))
 
 }  // namespace sparse_ce

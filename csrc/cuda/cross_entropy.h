@@ -25,7 +25,5 @@ size_t cross_entropy_backward_workspace(const CrossEntropyArgs& args);
 cudaError_t cross_entropy_backward(const BackwardArgs& args, void* workspace, cudaStream_t stream);
 cudaError_t cross_entropy_backward_values(const BackwardArgs& args, cudaStream_t stream);
 
-cudaError_t mean(const MeanArgs& args, cudaStream_t stream);
-
 }  // namespace cuda
 }  // namespace sparse_ce

@@ -114,7 +114,7 @@ def build_package(folder: Path) -> Path:
     shutil.copytree(ROOT / "sparse_ce", package, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
     common = flags() + ["-O2", "-DSPARSE_CE_EMULATED", "-DTORCH_TARGET_VERSION=0x020b000000000000"]
     common += [part for path in include_paths() for part in ("-isystem", path)]
-    sources = {"ops": ["-include", "coc.h", ROOT / "csrc" / "cuda" / "ops.cpp"],
+    sources = {"bindings": ["-include", "coc.h", ROOT / "csrc" / "cuda" / "bindings.cpp"],
                **{path.stem: ["-include", "coc.h", "-x", "c++", path] for path in (ROOT / "csrc" / "cuda").glob("*.cu")},
                "schema": [ROOT / "csrc" / "schema.cpp"]}
     with alone():

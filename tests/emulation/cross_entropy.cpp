@@ -2,7 +2,7 @@
 #include "harness.h"
 
 #include "../../csrc/cuda/cross_entropy.cu"
-#include "../../csrc/cuda/mean.cu"
+#include "../../csrc/cuda/loss_mean.cu"
 
 namespace {
 
@@ -289,15 +289,15 @@ void run_case(const Case& c) {
   const bool normalized = below(3) == 0;
   normalizer.set(0, double(below(4)) - 0.5 * below(2)), upstream.set(0, 0.75);
   normalizer.upload(), upstream.upload();
-  MeanArgs average{};
+  LossMeanArgs average{};
   average.loss = loss.device(), average.loss_stride = 1, average.dtype = c.arithmetic, average.target = forward.target;
   average.normalizer = normalized ? normalizer.device() : nullptr;
   average.mean = mean.device(), average.divisor = divisor.device();
-  must(cuda::mean(average, nullptr), "mean");
+  must(cuda::loss_mean(average, nullptr), "mean");
   Array ahead_divisor(c.arithmetic, 1), ahead_grad(c.arithmetic, 1);  // as before the losses are known
   average.loss = average.mean = nullptr;
   average.grad_mean = upstream.device(), average.grad_loss = ahead_grad.device(), average.divisor = ahead_divisor.device();
-  must(cuda::mean(average, nullptr), "divisor");
+  must(cuda::loss_mean(average, nullptr), "divisor");
 
   BackwardArgs backward{};
   p.fill(backward);

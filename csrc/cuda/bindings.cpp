@@ -3,6 +3,7 @@
 #include "../sparse_softmax_ops.h"
 #include "cross_entropy.h"
 #include "linear.h"
+#include "loss_mean.h"
 #include "masked_mean.h"
 #include "sparse_softmax.h"
 
@@ -41,7 +42,9 @@ cudaStream_t stream_of(const Tensor& t) {
 }
 #endif
 
-void check_cuda(cudaError_t error) { check(error == cudaSuccess, "CUDA must run the kernel, got ", cudaGetErrorString(error)); }
+void check_cuda(cudaError_t error) {
+  if (error != cudaSuccess) fail("CUDA must run the kernel, got ", cudaGetErrorString(error));
+}
 
 // Host copies of what a target view points to, made behind the work of `stream` that writes it. Waits for the device:
 // only under SPARSE_CE_VALIDATE=1.
@@ -92,9 +95,9 @@ struct Cuda {
     const DeviceGuard guard(like.get_device_index());
     check_cuda(cuda::cross_entropy_backward_values(args, stream_of(like)));
   }
-  static void mean(const MeanArgs& args, const Tensor& like) {
+  static void loss_mean(const LossMeanArgs& args, const Tensor& like) {
     const DeviceGuard guard(like.get_device_index());
-    check_cuda(cuda::mean(args, stream_of(like)));
+    check_cuda(cuda::loss_mean(args, stream_of(like)));
   }
   static void check_target(const TargetView& target, const Tensor& like) {
     static const bool validate = [] {
@@ -176,9 +179,6 @@ struct Cuda {
   }
 };
 
-using CudaOps = Ops<Cuda>;
-using CudaLinearOps = LinearOps<Cuda>;
-using CudaSparseSoftmaxOps = SparseSoftmaxOps<Cuda>;
 using CudaMaskedMeanOps = MaskedMeanOps<Cuda>;
 
 #ifndef SPARSE_CE_CUDA_ARCHITECTURES
@@ -195,9 +195,9 @@ namespace {
 std::string cpu_instruction_set() { return "emulated CUDA"; }
 }  // namespace
 STABLE_TORCH_LIBRARY_IMPL(sparse_ce, CPU, m) {
-  SCE_REGISTER_OPS(m, sparse_ce::CudaOps);
-  SCE_REGISTER_LINEAR_OPS(m, sparse_ce::CudaLinearOps);
-  SCE_REGISTER_SPARSE_SOFTMAX_OPS(m, sparse_ce::CudaSparseSoftmaxOps);
+  sparse_ce::CrossEntropyOps<sparse_ce::Cuda>::add_to(m);
+  sparse_ce::LinearOps<sparse_ce::Cuda>::add_to(m);
+  sparse_ce::SparseSoftmaxOps<sparse_ce::Cuda>::add_to(m);
   SCE_REGISTER_MASKED_MEAN_OPS(m, sparse_ce::CudaMaskedMeanOps);
 }
 STABLE_TORCH_LIBRARY_IMPL(sparse_ce, CompositeExplicitAutograd, m) {
@@ -205,9 +205,9 @@ STABLE_TORCH_LIBRARY_IMPL(sparse_ce, CompositeExplicitAutograd, m) {
 }
 #else
 STABLE_TORCH_LIBRARY_IMPL(sparse_ce, CUDA, m) {
-  SCE_REGISTER_OPS(m, sparse_ce::CudaOps);
-  SCE_REGISTER_LINEAR_OPS(m, sparse_ce::CudaLinearOps);
-  SCE_REGISTER_SPARSE_SOFTMAX_OPS(m, sparse_ce::CudaSparseSoftmaxOps);
+  sparse_ce::CrossEntropyOps<sparse_ce::Cuda>::add_to(m);
+  sparse_ce::LinearOps<sparse_ce::Cuda>::add_to(m);
+  sparse_ce::SparseSoftmaxOps<sparse_ce::Cuda>::add_to(m);
   SCE_REGISTER_MASKED_MEAN_OPS(m, sparse_ce::CudaMaskedMeanOps);
 }
 STABLE_TORCH_LIBRARY_IMPL(sparse_ce, CompositeExplicitAutograd, m) {

@@ -6,6 +6,8 @@
 #include <torch/csrc/inductor/aoti_torch/generated/c_shim_cpu.h>
 #include <torch/csrc/stable/library.h>
 
+#include <array>
+
 namespace sparse_ce {
 namespace {
 
@@ -16,7 +18,7 @@ struct Cpu {
   }
   static void backward(const BackwardArgs& args, const Tensor&) { cpu::cross_entropy_backward(args); }
   static void backward_values(const BackwardArgs& args, const Tensor&) { cpu::cross_entropy_backward_values(args); }
-  static void mean(const MeanArgs& args, const Tensor&) { cpu::mean(args); }
+  static void loss_mean(const LossMeanArgs& args, const Tensor&) { cpu::loss_mean(args); }
   static void check_target(const TargetView& target, const Tensor&) { check_entries(target); }
   static void sparse_softmax(const SparseSoftmaxArgs& args, const Tensor&) { cpu::sparse_softmax(args); }
   static void sparse_softmax_backward(const SparseSoftmaxArgs& args, const Tensor&) {
@@ -63,9 +65,6 @@ struct Cpu {
   }
 };
 
-using CpuOps = Ops<Cpu>;
-using CpuLinearOps = LinearOps<Cpu>;
-using CpuSparseSoftmaxOps = SparseSoftmaxOps<Cpu>;
 using CpuMaskedMeanOps = MaskedMeanOps<Cpu>;
 
 std::string cpu_instruction_set() { return cpu::instruction_set(); }
@@ -74,9 +73,9 @@ std::string cpu_instruction_set() { return cpu::instruction_set(); }
 }  // namespace sparse_ce
 
 STABLE_TORCH_LIBRARY_IMPL(sparse_ce, CPU, m) {
-  SCE_REGISTER_OPS(m, sparse_ce::CpuOps);
-  SCE_REGISTER_LINEAR_OPS(m, sparse_ce::CpuLinearOps);
-  SCE_REGISTER_SPARSE_SOFTMAX_OPS(m, sparse_ce::CpuSparseSoftmaxOps);
+  sparse_ce::CrossEntropyOps<sparse_ce::Cpu>::add_to(m);
+  sparse_ce::LinearOps<sparse_ce::Cpu>::add_to(m);
+  sparse_ce::SparseSoftmaxOps<sparse_ce::Cpu>::add_to(m);
   SCE_REGISTER_MASKED_MEAN_OPS(m, sparse_ce::CpuMaskedMeanOps);
 }
 

@@ -1,30 +1,31 @@
 // One block: a loss has a few thousand rows, and a second launch would cost more than it saves.
-#include "cross_entropy.h"
 #include "row_group.cuh"
+
+#include "loss_mean.h"
 
 namespace sparse_ce {
 namespace cuda {
 namespace {
 
 template <typename acc_t>
-__global__ void __launch_bounds__(kThreads) mean_kernel(MeanArgs args) {
+__global__ void __launch_bounds__(kThreads) loss_mean_kernel(LossMeanArgs args) {
   using Group = RowGroup<kThreads>;
-  MeanStats<double> mine;
+  LossMeanStats<double> mine;
 #pragma unroll 4
   for (int64_t r = Group::rank(); r < args.target.rows; r += kThreads) mine.merge(args.template row<acc_t>(r));
-  const MeanStats<double> stats = Group::reduce(mine);
+  const LossMeanStats<double> stats = Group::reduce(mine);
   if (Group::rank() == 0) args.template finish<acc_t>(stats);
 }
 
 }  // namespace
 
-cudaError_t mean(const MeanArgs& args, cudaStream_t stream) {
+cudaError_t loss_mean(const LossMeanArgs& args, cudaStream_t stream) {
   coc_launch_config c;
   c.grid = dim3(1);
   c.block = dim3(kThreads);
   c.stream = stream;
-  return args.dtype == DType::kFloat64 ? coc_launch(c, mean_kernel<double>, args)
-                                       : coc_launch(c, mean_kernel<float>, args);
+  return args.dtype == DType::kFloat64 ? coc_launch(c, loss_mean_kernel<double>, args)
+                                       : coc_launch(c, loss_mean_kernel<float>, args);
 }
 
 }  // namespace cuda

@@ -1,0 +1,178 @@
+// cross_entropy_ops.h - the ops on tensors, for the CPU and for CUDA alike: check, allocate, hand over to the device.
+//
+// `device_t` has forward, forward_with_gradient, backward, backward_values and loss_mean on the plain arguments of
+// cross_entropy.h and loss_mean.h, `empty_output` for large fresh tensors, and `check_target`, called before any work.
+#pragma once
+
+#include "cross_entropy_views.h"
+
+#include <tuple>
+
+namespace sparse_ce {
+
+// The two ends of a loss that is a mean: the upstream gradient of every row's loss, known from the target alone, and the
+// mean itself once the losses are there.
+template <typename device_t>
+class LossMean {
+ public:
+  LossMean(const TargetView& target, const Tensor& like, const OptionalTensor& normalizer, const Tensor& grad_mean)
+      : mean(empty(like, {}, arithmetic_dtype(like))),
+        divisor(empty(like, {}, arithmetic_dtype(like))),
+        like_(like),
+        grad_loss_(empty(like, {}, arithmetic_dtype(like))) {
+    args_.dtype = to_dtype(mean, "mean", /*integer=*/false);
+    args_.target = target;
+    args_.normalizer = normalizer ? view_scalar(*normalizer, like, "normalizer") : nullptr;
+    args_.divisor = divisor.mutable_data_ptr();
+    LossMeanArgs count = args_;
+    count.grad_mean = view_scalar(grad_mean, like, "grad_mean");
+    count.grad_loss = grad_loss_.mutable_data_ptr();
+    device_t::loss_mean(count, like);
+  }
+
+  const void* grad_loss() const { return grad_loss_.const_data_ptr(); }
+
+  // loss (rows,), contiguous.
+  void finish(const Tensor& loss) {
+    args_.loss = loss.const_data_ptr();
+    args_.loss_stride = 1;
+    args_.mean = mean.mutable_data_ptr();
+    device_t::loss_mean(args_, like_);
+  }
+
+  Tensor mean, divisor;
+
+ private:
+  Tensor like_, grad_loss_;
+  LossMeanArgs args_{};
+};
+
+template <typename device_t>
+class CrossEntropyOps {
+ public:
+  static std::tuple<Tensor, Tensor> forward(const Tensor& logits, const Arguments& given) {
+    auto [loss, lse, residual] = run_forward(logits, given, false);
+    return {loss, lse};
+  }
+
+  static std::tuple<Tensor, Tensor, Tensor> forward_with_residual(const Tensor& logits, const Arguments& given) {
+    auto [loss, lse, residual] = run_forward(logits, given, true);
+    return {loss, lse, *residual};
+  }
+
+  static std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> forward_with_gradient(
+      const Tensor& grad_mean, const OptionalTensor& normalizer, const Tensor& logits, const Arguments& given) {
+    Held held;
+    ForwardArgs forward{};
+    view_call(logits, given, held, forward);
+    device_t::check_target(forward.target, logits);
+    const ScalarType dtype = arithmetic_dtype(logits);
+    LossMean<device_t> mean(forward.target, logits, normalizer, grad_mean);
+    Tensor loss = empty(logits, {forward.rows}, dtype), lse = empty(logits, {forward.rows}, dtype);
+    Tensor residual = empty(logits, {forward.rows}, dtype);
+    Tensor grad_logits = device_t::empty_output(logits, {forward.rows, forward.vocab}, logits.scalar_type());
+
+    BackwardArgs backward{};
+    static_cast<CrossEntropyArgs&>(backward) = forward;
+    backward.grad_loss = mean.grad_loss();
+    forward.loss = loss.mutable_data_ptr();
+    backward.lse = forward.lse = lse.mutable_data_ptr();
+    backward.lse_residual = forward.lse_residual = residual.mutable_data_ptr();
+    backward.grad_logits = grad_logits.mutable_data_ptr();
+    backward.grad_row_stride = backward.vocab;
+    if (forward.rows > 0) device_t::forward_with_gradient(forward, backward, logits);
+    mean.finish(loss);
+    return {mean.mean, mean.divisor, lse, residual, grad_logits};
+  }
+
+  static Tensor backward(const Tensor& grad_loss, const OptionalTensor& grad_lse, const Tensor& logits,
+                         const Tensor& lse, const OptionalTensor& lse_residual, const Arguments& given) {
+    Held held;
+    BackwardArgs args = view_backward(grad_loss, grad_lse, logits, lse, lse_residual, given, held);
+    if (args.rows > 0) device_t::check_target(args.target, logits);
+    Tensor grad_logits = device_t::empty_output(logits, {args.rows, args.vocab}, logits.scalar_type());
+    if (args.rows == 0) return grad_logits;
+    args.grad_logits = grad_logits.mutable_data_ptr();
+    args.grad_row_stride = args.vocab;
+    device_t::backward(args, logits);
+    return grad_logits;
+  }
+
+  static void backward_(const Tensor& grad_loss, const OptionalTensor& grad_lse, const Tensor& logits,
+                        const Tensor& lse, const OptionalTensor& lse_residual, const Arguments& given) {
+    Held held;
+    BackwardArgs args = view_backward(grad_loss, grad_lse, logits, lse, lse_residual, given, held);
+    check(args.rows <= 1 || args.row_stride >= args.vocab,
+          "logits must be rows that do not overlap to be overwritten, got row stride ", args.row_stride);
+    check(args.logits == logits.const_data_ptr(), "logits must have column stride 1 to be overwritten, got ",
+          logits.stride(1));
+    if (args.rows == 0) return;
+    device_t::check_target(args.target, logits);
+    args.grad_logits = logits.mutable_data_ptr();
+    args.grad_row_stride = args.row_stride;
+    device_t::backward(args, logits);
+  }
+
+  static Tensor backward_values(const Tensor& grad_loss, const Tensor& logits, const Tensor& lse,
+                                const OptionalTensor& lse_residual, const Arguments& given) {
+    Held held;
+    BackwardArgs args = view_backward(grad_loss, std::nullopt, logits, lse, lse_residual, given, held);
+    Tensor grad_values = torch::stable::new_zeros(given.indices, given.indices.sizes(), arithmetic_dtype(logits));
+    if (args.rows == 0 || args.target.entries == 0) return grad_values;
+    device_t::check_target(args.target, logits);
+    args.grad_values = grad_values.mutable_data_ptr();
+    device_t::backward_values(args, logits);
+    return grad_values;
+  }
+
+  static std::tuple<Tensor, Tensor> loss_mean(const Tensor& loss, const OptionalTensor& normalizer,
+                                              const TargetArguments& given) {
+    Held held;
+    LossMeanArgs args = view_loss_mean(loss, normalizer, given, held);
+    Tensor mean = empty(loss, {}, loss.scalar_type()), divisor = empty(loss, {}, loss.scalar_type());
+    args.mean = mean.mutable_data_ptr();
+    args.divisor = divisor.mutable_data_ptr();
+    device_t::loss_mean(args, loss);
+    return {mean, divisor};
+  }
+
+  template <typename library_t>
+  static void add_to(library_t& m) {
+    m.impl("forward", boxed<&forward>);
+    m.impl("forward_with_residual", boxed<&forward_with_residual>);
+    m.impl("forward_with_gradient", boxed<&forward_with_gradient>);
+    m.impl("backward", boxed<&backward>);
+    m.impl("backward_", boxed<&backward_>);
+    m.impl("backward_values", boxed<&backward_values>);
+    m.impl("loss_mean", boxed<&loss_mean>);
+  }
+
+ private:
+  static std::tuple<Tensor, Tensor, OptionalTensor> run_forward(const Tensor& logits, const Arguments& given,
+                                                                bool with_residual) {
+    Held held;
+    ForwardArgs args{};
+    view_call(logits, given, held, args);
+    const ScalarType dtype = arithmetic_dtype(logits);
+    Tensor loss = empty(logits, {args.rows}, dtype), lse = empty(logits, {args.rows}, dtype);
+    OptionalTensor residual;
+    if (with_residual) residual = empty(logits, {args.rows}, dtype);
+    if (args.rows == 0) return {loss, lse, residual};
+    device_t::check_target(args.target, logits);
+    args.loss = loss.mutable_data_ptr();
+    args.lse = lse.mutable_data_ptr();
+    args.lse_residual = residual ? residual->mutable_data_ptr() : nullptr;
+    device_t::forward(args, logits);
+    return {loss, lse, residual};
+  }
+
+  static BackwardArgs view_backward(const Tensor& grad_loss, const OptionalTensor& grad_lse, const Tensor& logits,
+                                    const Tensor& lse, const OptionalTensor& lse_residual, const Arguments& given,
+                                    Held& held) {
+    CrossEntropyArgs args{};
+    view_call(logits, given, held, args);
+    return view_upstream(args, logits, grad_loss, grad_lse, lse, lse_residual);
+  }
+};
+
+}  // namespace sparse_ce

@@ -1,0 +1,181 @@
+// cross_entropy_views.h - the way from tensors to the views that a device gets, and what is checked on it.
+#pragma once
+
+#include "arguments.h"
+#include "cross_entropy.h"
+#include "loss_mean.h"
+
+#include <limits>
+
+namespace sparse_ce {
+
+// Keeps what the views point to: contiguous copies where a tensor was strided, the sum of the class weights.
+struct Held {
+  Tensor logits, indices;
+  OptionalTensor values, offsets, row_mask, weight, weight_sum;
+};
+
+// Logits (rows, vocab) may have any row stride; only a column stride other than 1 costs a copy.
+inline void view_logits(const Tensor& logits, Held& held, CrossEntropyArgs& args) {
+  check(logits.dim() == 2, "logits must be (rows, vocab), got ", shape(logits));
+  args.dtype = to_dtype(logits, "logits", /*integer=*/false);
+  args.rows = logits.size(0);
+  args.vocab = logits.size(1);
+  check(args.vocab > 0, "logits must have at least one class, got ", shape(logits));
+  held.logits = logits.stride(1) == 1 || args.vocab == 1 ? logits : packed(logits);
+  args.logits = held.logits.const_data_ptr();
+  args.row_stride = held.logits.stride(0);
+}
+
+inline void view_entries(const TargetArguments& given, Held& held, TargetView& target) {
+  const Tensor& indices = given.indices;
+  const OptionalTensor &values = given.values, &offsets = given.offsets;
+  const int64_t rows = target.rows;
+  check_same_device(indices, held.logits, "indices");
+  target.indices_dtype = to_dtype(indices, "indices", /*integer=*/true);
+  if (offsets) {
+    check_same_device(*offsets, held.logits, "offsets");
+    check(indices.dim() == 1, "indices must be (entries,) where there are offsets, got ", shape(indices));
+    const bool ends = offsets->dim() == 1 && offsets->size(0) == rows + 1;
+    const bool ranges = offsets->dim() == 2 && offsets->size(0) == rows && offsets->size(1) == 2;
+    check(ends || ranges, "offsets must be (", rows + 1, ",) or (", rows, ", 2) for ", rows, " rows of logits, got ",
+          shape(*offsets));
+    target.offsets_dtype = to_dtype(*offsets, "offsets", /*integer=*/true);
+    target.offsets_step = ends ? 1 : 2;
+    held.offsets = packed(*offsets);
+    target.offsets = held.offsets->const_data_ptr();
+  } else {
+    check((indices.dim() == 1 || indices.dim() == 2) && indices.size(0) == rows, "indices must be (", rows, ",) or (",
+          rows, ", K) for ", rows, " rows of logits, got ", shape(indices));
+    target.width = indices.dim() == 1 ? 1 : indices.size(1);
+  }
+  held.indices = packed(indices);
+  target.indices = held.indices.const_data_ptr();
+  target.entries = indices.numel();
+  target.labels = indices.dim() == 1 && !offsets && !values;
+  if (!values) return;
+  check_same_device(*values, held.logits, "values");
+  check(values->dim() == indices.dim() && values->numel() == indices.numel() &&
+            (values->dim() == 0 || values->size(0) == indices.size(0)),
+        "values must have the shape of indices ", shape(indices), ", got ", shape(*values));
+  target.values_dtype = to_dtype(*values, "values", /*integer=*/false);
+  held.values = packed(*values);
+  target.values = held.values->const_data_ptr();
+}
+
+inline void view_weight(const Tensor& weight, Held& held, TargetView& target) {
+  check_same_device(weight, held.logits, "weight");
+  const ScalarType dtype = arithmetic_dtype(held.logits);
+  check(weight.scalar_type() == dtype, "weight must be of dtype ", name(dtype), " (the arithmetic of ",
+        name(held.logits.scalar_type()), " logits), got ", name(weight.scalar_type()));
+  check(weight.dim() == 1 && weight.size(0) == target.num_classes, "weight must be (", target.num_classes,
+        ",), one weight a class, got ", shape(weight));
+  held.weight = packed(weight);
+  target.weight = held.weight->const_data_ptr();
+}
+
+// Of `held.logits`, or of losses in their place.
+inline TargetView view_target(const TargetArguments& given, int64_t num_classes, Held& held) {
+  TargetView target{};
+  target.rows = held.logits.size(0);
+  target.num_classes = num_classes;
+  target.ignore_index = given.ignore_index;
+  view_entries(given, held, target);
+  if (given.row_mask) {
+    const Tensor& row_mask = *given.row_mask;
+    check_same_device(row_mask, held.logits, "row_mask");
+    check(row_mask.scalar_type() == ScalarType::Bool, "row_mask must be of dtype bool, got ",
+          name(row_mask.scalar_type()));
+    check(row_mask.dim() == 1 && row_mask.size(0) == target.rows, "row_mask must be (", target.rows, ",), got ",
+          shape(row_mask));
+    held.row_mask = packed(row_mask);
+    target.row_mask = static_cast<const bool*>(held.row_mask->const_data_ptr());
+  }
+  if (given.weight) view_weight(*given.weight, held, target);
+  return target;
+}
+
+// All but the logits themselves, of which `args.vocab` columns exist.
+inline void view_arguments(const Arguments& given, Held& held, CrossEntropyArgs& args) {
+  args.target = view_target(given, given.num_classes.value_or(args.vocab), held);
+  args.target.logprobs = given.values && given.logprobs;
+  args.options = given.options();
+  if (!given.weight || given.label_smoothing == 0) return;
+  held.weight_sum = torch::stable::sum(*held.weight);
+  args.weight_sum = held.weight_sum->const_data_ptr();
+}
+
+inline void view_call(const Tensor& logits, const Arguments& given, Held& held, CrossEntropyArgs& args) {
+  view_logits(logits, held, args);
+  given.check_options(args.vocab, "the columns of logits");
+  view_arguments(given, held, args);
+}
+
+// What every backward is given for its rows. `like`: of the device and dtype of the logits, with their rows.
+inline BackwardArgs view_upstream(const CrossEntropyArgs& rows, const Tensor& like, const Tensor& grad_loss,
+                                  const OptionalTensor& grad_lse, const Tensor& lse, const OptionalTensor& lse_residual) {
+  BackwardArgs args{};
+  static_cast<CrossEntropyArgs&>(args) = rows;
+  int64_t stride = 1;
+  args.grad_loss = view_rows(grad_loss, like, "grad_loss", args.grad_loss_stride);
+  if (grad_lse) args.grad_lse = view_rows(*grad_lse, like, "grad_lse", args.grad_lse_stride);
+  args.lse = view_rows(lse, like, "lse", stride);
+  check(args.rows <= 1 || stride == 1, "lse must be contiguous, got stride ", stride);
+  if (lse_residual) {
+    args.lse_residual = view_rows(*lse_residual, like, "lse_residual", stride);
+    check(args.rows <= 1 || stride == 1, "lse_residual must be contiguous, got stride ", stride);
+  }
+  return args;
+}
+
+// Classes are bounded by their weights, which are looked up, and by nothing without them.
+inline LossMeanArgs view_loss_mean(const Tensor& loss, const OptionalTensor& normalizer, const TargetArguments& given,
+                                   Held& held) {
+  check(loss.dim() == 1, "loss must be (rows,), got ", shape(loss));
+  LossMeanArgs args{};
+  args.dtype = to_dtype(loss, "loss", /*integer=*/false);
+  check(args.dtype == DType::kFloat32 || args.dtype == DType::kFloat64, "loss must be of dtype float32 or float64, got ",
+        name(loss.scalar_type()));
+  held.logits = loss;
+  const bool weighted = given.weight && given.weight->dim() == 1;
+  args.target = view_target(given, weighted ? given.weight->size(0) : std::numeric_limits<int64_t>::max(), held);
+  args.loss = loss.const_data_ptr();
+  args.loss_stride = loss.stride(0);
+  args.normalizer = normalizer ? view_scalar(*normalizer, loss, "normalizer") : nullptr;
+  return args;
+}
+
+// Whether any index is not a class. One cheap pass: most targets hold neither padding nor mistakes.
+inline bool any_outside(const TargetView& target) {
+  return with_index(target.indices_dtype, [&](auto index) {
+    const auto* indices = static_cast<const decltype(index)*>(target.indices);
+    bool outside = false;
+    for (int64_t i = 0; i < target.entries; ++i)
+      outside |= static_cast<uint64_t>(indices[i]) >= static_cast<uint64_t>(target.num_classes);
+    return outside;
+  });
+}
+
+// Names the first entry whose index is outside the classes; `target` points to host memory.
+inline void check_entries(const TargetView& target) {
+  const bool outside = any_outside(target);
+  if (!target.offsets && !outside) return;
+  for (int64_t r = 0; r < target.rows; ++r) {
+    if (target.ignored(r)) continue;
+    const EntryRange range = target.row(r);
+    check(range.valid, "target must have offsets that lead to entries in [0, ", target.entries,
+          "], got a range outside of it in row ", r);
+    if (!outside) continue;
+    for (int64_t i = range.begin; i < range.end; ++i) {
+      const auto entry = target.entry<double>(i);
+      if (entry.column < 0 && entry.value != 0) {
+        const int64_t index = load_int(target.indices, target.indices_dtype, i);
+        if (index >= 0 && index < target.num_classes) continue;  // the weight itself is NaN: the loss will say so
+        fail("target must have indices in [0, ", target.num_classes, ") or ignore_index ", target.ignore_index,
+             ", got ", index, " in row ", r);
+      }
+    }
+  }
+}
+
+}  // namespace sparse_ce

@@ -1,0 +1,54 @@
+// loss_mean.h - what the bindings hand to a device: the mean of the rows' losses.
+#pragma once
+
+#include "math.h"
+#include "target.h"
+
+namespace sparse_ce {
+
+// The losses of some rows and what these count for. A mean over nothing is 0.
+template <typename acc_t>
+struct LossMeanStats {
+  acc_t total = 0, count = 0;
+
+  SCE_HD void merge(const LossMeanStats& other) {
+    total += other.total;
+    count += other.count;
+  }
+  SCE_HD acc_t mean() const { return count == acc_t(0) ? acc_t(0) : total / count; }
+  // Of a row's share in the gradient of the mean.
+  SCE_HD acc_t divisor() const { return count == acc_t(0) ? acc_t(INFINITY) : count; }
+};
+
+struct LossMeanArgs {
+  const void* loss;         // (rows,), any stride, or null: only the divisor is asked for
+  int64_t loss_stride;
+  DType dtype;              // float32 or float64, of all that is not the target's
+  TargetView target;
+  const void* normalizer;   // (1,), or null: the count of the rows
+  const void* grad_mean;    // (1,), or null
+  void* mean;               // (1,), or null without a loss
+  void* divisor;            // (1,)
+  void* grad_loss;          // (1,), or null without grad_mean: the gradient of every row's loss
+
+  template <typename acc_t>
+  SCE_HD LossMeanStats<double> row(int64_t r) const {
+    return {loss ? double(static_cast<const acc_t*>(loss)[r * loss_stride]) : 0.0,
+            normalizer ? 0.0 : double(target.count<acc_t>(r))};
+  }
+
+  template <typename acc_t>
+  SCE_HD void finish(LossMeanStats<double> stats) const {
+    if (normalizer) stats.count = double(*static_cast<const acc_t*>(normalizer));
+    const acc_t by = static_cast<acc_t>(stats.divisor());
+    *static_cast<acc_t*>(divisor) = by;
+    if (mean) *static_cast<acc_t*>(mean) = static_cast<acc_t>(stats.mean());
+    if (grad_mean) *static_cast<acc_t*>(grad_loss) = *static_cast<const acc_t*>(grad_mean) / by;
+  }
+};
+
+namespace cpu {
+void loss_mean(const LossMeanArgs& args);
+}  // namespace cpu
+
+}  // namespace sparse_ce

@@ -1,0 +1,127 @@
+// tensors.h - what the ops ask of tensors: their dtype, their device, their memory.
+#pragma once
+
+#include "dtype.h"
+#include "errors.h"
+
+#include <torch/csrc/stable/macros.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+
+#include <optional>
+#include <ostream>
+
+// The headers of torch 2.11 and 2.12 can say that a call of torch's failed, but not yet why.
+#ifndef STABLE_TORCH_ERROR_CODE_CHECK
+#define STABLE_TORCH_ERROR_CODE_CHECK(call) TORCH_ERROR_CODE_CHECK(call)
+#endif
+
+namespace sparse_ce {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+using OptionalTensor = std::optional<Tensor>;
+
+// For messages: made into text where one is printed.
+struct Shape {
+  const Tensor& of;
+};
+inline std::ostream& operator<<(std::ostream& out, const Shape& shape) {
+  out << "[";
+  for (int64_t i = 0; i < shape.of.dim(); ++i) out << (i ? ", " : "") << shape.of.size(i);
+  return out << "]";
+}
+struct DeviceName {
+  const Tensor& of;
+};
+inline std::ostream& operator<<(std::ostream& out, const DeviceName& device) {
+  if (device.of.is_cpu()) return out << "cpu";
+  return out << "cuda:" << device.of.get_device_index();
+}
+
+inline Shape shape(const Tensor& t) { return {t}; }
+inline bool same_shape(const Tensor& a, const Tensor& b) {
+  bool same = a.dim() == b.dim();
+  for (int64_t i = 0; same && i < a.dim(); ++i) same = a.size(i) == b.size(i);
+  return same;
+}
+inline const char* name(ScalarType dtype) { return torch::headeronly::toString(dtype); }
+
+// Of the dtypes that the ops make.
+inline int64_t size_in_bytes(ScalarType dtype) {
+  switch (dtype) {
+    case ScalarType::Byte:
+      return 1;
+    case ScalarType::Half:
+    case ScalarType::BFloat16:
+      return 2;
+    case ScalarType::Float:
+      return 4;
+    default:
+      return 8;
+  }
+}
+
+inline DType to_dtype(const Tensor& t, const char* argument, bool integer) {
+  switch (t.scalar_type()) {
+    case ScalarType::Int:
+      if (integer) return DType::kInt32;
+      break;
+    case ScalarType::Long:
+      if (integer) return DType::kInt64;
+      break;
+    case ScalarType::Float:
+      if (!integer) return DType::kFloat32;
+      break;
+    case ScalarType::Double:
+      if (!integer) return DType::kFloat64;
+      break;
+    case ScalarType::Half:
+      if (!integer) return DType::kFloat16;
+      break;
+    case ScalarType::BFloat16:
+      if (!integer) return DType::kBFloat16;
+      break;
+    default:
+      break;
+  }
+  fail(argument, " must be of dtype ", integer ? "int32 or int64" : "float16, bfloat16, float32 or float64", ", got ",
+       name(t.scalar_type()));
+}
+
+inline ScalarType arithmetic_dtype(const Tensor& logits) {
+  return logits.scalar_type() == ScalarType::Double ? ScalarType::Double : ScalarType::Float;
+}
+
+inline void check_same_device(const Tensor& t, const Tensor& logits, const char* argument) {
+  const bool same = t.is_cpu() == logits.is_cpu() && t.get_device_index() == logits.get_device_index();
+  check(same, argument, " must be on the device of logits, ", DeviceName{logits}, ", got ", DeviceName{t});
+}
+
+// A call of the dispatcher only where there is something to copy.
+inline Tensor packed(const Tensor& t) { return t.is_contiguous() ? t : torch::stable::contiguous(t); }
+
+inline Tensor empty(const Tensor& like, std::initializer_list<int64_t> size, ScalarType dtype) {
+  return torch::stable::new_empty(like, torch::headeronly::IntHeaderOnlyArrayRef(size.begin(), size.size()), dtype);
+}
+
+// A scalar of the arithmetic dtype of `like`, beside it.
+inline const void* view_scalar(const Tensor& t, const Tensor& like, const char* argument) {
+  check_same_device(t, like, argument);
+  check(t.dim() == 0, argument, " must be (), got ", shape(t));
+  check(t.scalar_type() == arithmetic_dtype(like), argument, " must be of dtype ", name(arithmetic_dtype(like)), ", got ",
+        name(t.scalar_type()));
+  return t.const_data_ptr();
+}
+
+// A vector (rows,) of the arithmetic dtype with any stride, 0 included.
+inline const void* view_rows(const Tensor& t, const Tensor& logits, const char* argument, int64_t& stride) {
+  check_same_device(t, logits, argument);
+  check(t.dim() == 1 && t.size(0) == logits.size(0), argument, " must be (", logits.size(0), ",), got ", shape(t));
+  check(t.scalar_type() == arithmetic_dtype(logits), argument, " must be of dtype ", name(arithmetic_dtype(logits)),
+        ", got ", name(t.scalar_type()));
+  stride = t.stride(0);
+  return t.const_data_ptr();
+}
+
+}  // namespace sparse_ce
