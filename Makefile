@@ -19,7 +19,7 @@ PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile
 # What no kernel of the CPU has a part in: builds, emulation, and loops whose models take the time.
 NOT_OF_KERNELS := $(wildcard tests/test_*build*.py tests/test_install.py tests/test_emulation*.py tests/test_gpu*.py \
 	tests/test_benchmarks.py tests/test_collection.py tests/test_examples.py tests/test_trainer*.py \
-	tests/test_lightning.py tests/test_distributed.py)
+	tests/test_training_lightning.py tests/test_training_distributed.py)
 
 .PHONY: demo test test-paths bench test-wheel sdist clean
 

@@ -122,8 +122,8 @@ def test_cpu_kernels_pass_under_address_and_undefined_behaviour_sanitizers(tmp_p
                        for name in ("libasan.so", "libstdc++.so.6"))
     env = {**os.environ, "PYTHONPATH": str(tmp_path), "LD_PRELOAD": runtime, "OMP_NUM_THREADS": "2",
            "ASAN_OPTIONS": "detect_leaks=0:verify_asan_link_order=0", "UBSAN_OPTIONS": "print_stacktrace=1"}
-    suite = [str(ROOT / "tests" / name) for name in ("test_cross_entropy.py", "test_shapes.py", "test_errors.py",
-                                                    "test_masked_mean.py")]
+    suite = [str(ROOT / "tests" / f"test_{name}.py") for name in (
+        "cross_entropy_values", "cross_entropy_shapes", "cross_entropy_errors", "masked_mean")]
     done = subprocess.run([sys.executable, "-m", "pytest", "-m", "not slow", "-x", *suite],
                           capture_output=True, text=True, env=env, cwd=ROOT)
     assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]

@@ -18,8 +18,9 @@ pytestmark = pytest.mark.skipif(shutil.which("nvcc") is None and "CI" not in os.
                                 reason="needs the CUDA toolkit (headers and nvcc)")
 # Their cases are of compilers, training libraries and real devices, and prove nothing about a kernel that the others
 # do not.
-ELSEWHERE = {"test_benchmarks.py", "test_compile.py", "test_data_parallel.py", "test_lightning.py",
-             "test_linear_compile.py", "test_loops.py", "test_validation_cuda.py"}
+ELSEWHERE = {"test_benchmarks.py", "test_cross_entropy_compile.py", "test_cross_entropy_data_parallel.py",
+             "test_training_lightning.py", "test_linear_compile.py", "test_training_loops.py",
+             "test_target_validation_cuda.py"}
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +34,8 @@ def package(tmp_path_factory):
 
 
 def test_the_python_suite_passes_on_the_emulated_kernels(package):
-    suite = [HERE / "test_foresight.py", *(path for path in gpu_test_files(HERE) if path.name not in ELSEWHERE)]
+    suite = [HERE / "test_cross_entropy_forecast.py",
+             *(path for path in gpu_test_files(HERE) if path.name not in ELSEWHERE)]
     assert len(suite) > 20
     done = subprocess.run([sys.executable, "-m", "pytest", "-m", "not slow", "-x", "-k",
                            "not instruction_set and not many_rows and not number_of_threads", *map(str, suite)],

@@ -42,7 +42,7 @@ def test_the_way_is_the_one_asked_for(tmp_path):
 
 def test_every_test_of_bfloat16_passes_the_other_way(tmp_path):
     other = {"native": "float32", "float32": "native"}[way()]
-    files = [TESTS / f"test_linear{part}.py" for part in ("", "_gradients", "_chunks", "_failures", "_forecast")]
+    files = [TESTS / f"test_linear_{part}.py" for part in ("values", "gradients", "chunks", "failures", "forecast")]
     options = ["-m", "not slow", "-k", "bfloat16 and not at_once", "-p", "no:cacheprovider"]
     output = run(["-m", "pytest", *options, *map(str, files)], tmp_path, other)
     assert int(re.search(r"(\d+) passed", output)[1]) > 200

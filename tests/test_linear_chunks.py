@@ -12,7 +12,7 @@ import sparse_ce
 from cases import DTYPES, FORMS, Draw
 from close import assert_bitwise_equal, assert_close_to_float64
 from sparse_ce import cross_entropy, linear_cross_entropy, reference
-from test_linear import MIXED, ROUTES, dense_result, make_head
+from test_linear_values import MIXED, ROUTES, dense_result, make_head
 from test_linear_gradients import double, example, fused, plain
 
 ops = torch.ops.sparse_ce

@@ -12,7 +12,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from cases import FORMS, Draw
 from close import assert_bitwise_equal
 from sparse_ce import LinearSparseCrossEntropyLoss, SparseTarget, foresight, linear_cross_entropy
-from test_compile import DYNAMIC, dirty_allocator, fresh_compiler, op_arguments  # noqa: F401 - a fixture
+from test_cross_entropy_compile import DYNAMIC, dirty_allocator, fresh_compiler, op_arguments  # noqa: F401 - a fixture
 from test_linear_gradients import example, fused
 
 ops = torch.ops.sparse_ce

@@ -11,8 +11,8 @@ from cases import DTYPES, FORMS, Draw
 from close import assert_bitwise_equal
 from dense import arithmetic
 from sparse_ce import foresight, linear_cross_entropy
-from test_foresight import OPTIONS
-from test_linear import Traced, make_head
+from test_cross_entropy_forecast import OPTIONS
+from test_linear_values import Traced, make_head
 from test_linear_gradients import example, fused, scaled
 
 ops = torch.ops.sparse_ce

@@ -10,8 +10,8 @@ from cases import DTYPES, Draw
 from close import assert_bitwise_equal, assert_close_to_float64
 from sparse_ce import SparseTarget, linear_cross_entropy
 from sparse_ce.ops import instruction_set
-from test_failures_gradients import UPSTREAM
-from test_linear import ROUTES, dense_result, make
+from test_cross_entropy_failures_gradients import UPSTREAM
+from test_linear_values import ROUTES, dense_result, make
 
 
 def example(device, dtype=torch.float32, head_dtype=None, rows=10, vocab=33, width=8, ignored=True):

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from cases import DTYPES, FORMS, Draw
 from close import assert_bitwise_equal, assert_close_to_float64
 from sparse_ce import LinearSparseCrossEntropyLoss, linear_cross_entropy
-from test_linear import MIXED, make_head
+from test_linear_values import MIXED, make_head
 from test_linear_gradients import double, example, fused, plain
 
 

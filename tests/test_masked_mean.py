@@ -15,7 +15,7 @@ import sparse_ce
 from cases import DTYPES, Draw
 from close import assert_bitwise_equal, assert_close_to_float64
 from sparse_ce import MaskedMean, masked_mean, reference
-from test_shapes import available_instruction_sets
+from test_cross_entropy_shapes import available_instruction_sets
 
 ops = torch.ops.sparse_ce
 MASKS = [torch.bool, torch.uint8, torch.int32, torch.int64, torch.float16, torch.bfloat16, torch.float32, torch.float64]

@@ -13,7 +13,7 @@ import sparse_ce
 from cases import DTYPES, Draw
 from close import assert_bitwise_equal, assert_close_to_float64
 from sparse_ce import log_softmax, reference, sparse_softmax
-from test_shapes import available_instruction_sets
+from test_cross_entropy_shapes import available_instruction_sets
 
 ops = torch.ops.sparse_ce
 

@@ -5,7 +5,7 @@ import torch
 
 from cases import Draw
 from sparse_ce import SparseTarget, cross_entropy, linear_cross_entropy, masked_mean
-from test_errors import assert_refused
+from test_cross_entropy_errors import assert_refused
 
 ops = torch.ops.sparse_ce
 

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 
 from cases import Draw
 from sparse_ce import SparseTarget, cross_entropy, linear_cross_entropy
-from test_errors import assert_refused
+from test_cross_entropy_errors import assert_refused
 
 MOVE = "input.movedim(1, -1)"
 

@@ -11,7 +11,7 @@ from cases import DTYPES, FORMS, Draw
 from close import assert_bitwise_equal, assert_close_to_float64
 from dense import arithmetic, dense_cross_entropy
 from sparse_ce import LinearSparseCrossEntropyLoss, linear_cross_entropy
-from test_cross_entropy import CLASSES, OPTIONS, PADDED, SHAPE, gradients, subtracted
+from test_cross_entropy_values import CLASSES, OPTIONS, PADDED, SHAPE, gradients, subtracted
 
 WIDTH = 19
 MIXED = [(torch.bfloat16, torch.float32), (torch.float16, torch.float32)]  # of the input, of the head
