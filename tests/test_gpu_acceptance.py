@@ -56,7 +56,7 @@ def there(tmp_path_factory):
     if shutil.which("nvcc") is None and "CI" not in os.environ:
         pytest.skip("needs the CUDA toolkit (headers and nvcc)")
     root = tmp_path_factory.mktemp("there") / "tree"
-    for name in ("benchmarks", "csrc", "sparse_ce", "tests"):
+    for name in ("benchmarks", "csrc", "sparse_ce", "tests", "third_party"):
         shutil.copytree(ROOT / name, root / name, ignore=shutil.ignore_patterns("*.so", "__pycache__", "build", "out"))
     shutil.copy(ROOT / "pyproject.toml", root)
     kit = root / "gpu-kit"
