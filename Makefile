@@ -39,7 +39,7 @@ test-all: test
 kernels: $(VENV)/.environment
 	SPARSE_CE_CUDA=$${SPARSE_CE_CUDA:-0} $(BIN)/python setup.py -q build_ext --build-lib build/kernels
 	cp build/kernels/sparse_ce/_C*.so \
-		"$$(cd $(BIN) && ./python -c 'import sparse_ce, os; print(os.path.dirname(sparse_ce.__file__))')"
+		"$$(cd $(BIN) && ./python -c 'from importlib.util import find_spec as f; print(*f("sparse_ce").submodule_search_locations)')"
 
 lint: $(VENV)/.lint
 	PATH=$(BIN):$$PATH $(BIN)/python .ci/lint

@@ -201,13 +201,13 @@ def mirror_python(source: Path, package: Path) -> None:
             shutil.copy(path, copy)
 
 
-def digest_of(*paths: Path) -> str:
+def digest_of(*paths: Path, below: Path = ROOT) -> str:
     """Of the names and the contents of source files, and of the torch that they are compiled against."""
     from importlib import metadata
     digest = hashlib.sha256(metadata.version("torch").encode())
     for path in sorted(p for root in paths for p in ([root] if root.is_file() else root.rglob("*"))):
-        if path.is_file() and "build" not in path.relative_to(ROOT).parts and "__pycache__" not in path.parts:
-            digest.update(f"{path.relative_to(ROOT).as_posix()}\0".encode())
+        if path.is_file() and "build" not in path.relative_to(below).parts and "__pycache__" not in path.parts:
+            digest.update(f"{path.relative_to(below).as_posix()}\0".encode())
             digest.update(hashlib.sha256(path.read_bytes()).digest())
     return digest.hexdigest()
 
