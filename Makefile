@@ -1,7 +1,10 @@
-# make demo    trains a small language model on sparse labels: a few minutes on two cores
-# make test    everything: builds, installs, runs all tests
-# make test-paths   the tests of the kernels again, on each CPU path that `make test` has not taken
-# make bench   speed and memory beside the peers
+# make demo         trains a small language model on sparse labels: a few minutes on two cores
+# make test         the suite: builds, installs, tests; six minutes on two cores
+# make test-all     the suite, then its other flavours: other kernels, sanitizers, emulated CUDA, what takes long
+# make kernels      the CPU kernels that changed compiled again, into the environment: seconds a file
+# make lint         ruff, mypy, clang-format, and what CONTRIBUTING says of the sources
+# make mutants      breaks the code on purpose, one change at a time; MUTANTS="cpu tile.cpp" for some
+# make bench        speed and memory beside the peers
 # make test-wheel   one wheel, built with a CUDA torch, tested under a CPU torch (3 GB of downloads)
 # make sdist        the source distribution, and a wheel built from it
 # make gpu-kit      what a machine with a GPU and without a network needs, into gpu-kit/
@@ -15,13 +18,9 @@ BIN := $(VENV)/bin
 SOURCES := setup.py pyproject.toml build_backend.py $(wildcard csrc/*.* csrc/*/*.* sparse_ce/*.py sparse_ce/*/*.py)
 
 # Two processes of a thread each; the tests of a file share what they have compiled.
-PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile
-# What no kernel of the CPU has a part in: builds, emulation, and loops whose models take the time.
-NOT_OF_KERNELS := $(wildcard tests/test_*build*.py tests/test_install.py tests/test_emulation*.py tests/test_gpu*.py \
-	tests/test_benchmarks.py tests/test_collection.py tests/test_examples.py tests/test_trainer*.py \
-	tests/test_lightning.py tests/test_distributed.py)
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
 
-.PHONY: demo test test-paths bench test-wheel sdist clean
+.PHONY: demo test test-all kernels lint mutants bench test-wheel sdist gpu-kit clean
 
 demo: $(VENV)/.demo
 	$(BIN)/python examples/train_next_distribution.py
@@ -30,11 +29,23 @@ test: $(VENV)/.tests
 	cd $(BIN) && ./python -m sparse_ce  # here the source tree, which has no libraries, would hide the installed package
 	$(PYTEST)
 
-test-paths: $(VENV)/.tests
-	for path in $$(cd $(BIN) && ./python -c "import sparse_ce; print(*{'default', 'avx2'} - {sparse_ce.ops.instruction_set()})"); do \
-		echo "== SPARSE_CE_CPU=$$path"; \
-		SPARSE_CE_CPU=$$path $(PYTEST) -m "not slow" $(addprefix --ignore=,$(NOT_OF_KERNELS)) || exit 1; \
+test-all: test
+	for flavour in $$($(BIN)/python tests/flavours.py); do \
+		echo "== SPARSE_CE_FLAVOUR=$$flavour"; \
+		SPARSE_CE_FLAVOUR=$$flavour $(PYTEST) || exit 1; \
 	done
+
+# Into the installed package, past pip. ninja compiles what changed.
+kernels: $(VENV)/.environment
+	SPARSE_CE_CUDA=$${SPARSE_CE_CUDA:-0} $(BIN)/python setup.py -q build_ext --build-lib build/kernels
+	cp build/kernels/sparse_ce/_C*.so \
+		"$$(cd $(BIN) && ./python -c 'from importlib.util import find_spec as f; print(*f("sparse_ce").submodule_search_locations)')"
+
+lint: $(VENV)/.lint
+	PATH=$(BIN):$$PATH $(BIN)/python .ci/lint
+
+mutants: $(VENV)/.tests
+	$(BIN)/python tests/mutants.py $(MUTANTS)
 
 bench: $(VENV)/.bench
 	$(BIN)/python benchmarks/run.py
@@ -62,6 +73,10 @@ $(VENV)/.tests: $(VENV)/.installed
 	$(BIN)/python -m pip install -q "sparse_ce[test,demo]" nvidia-cuda-cuobjdump nvidia-cuda-nvdisasm --group loops
 	touch $@
 
+$(VENV)/.lint: $(VENV)/.installed
+	$(BIN)/python -m pip install -q --group lint
+	touch $@
+
 test-wheel:
 	bash .ci/wheel 2.14.1 $(TORCH:torch==%=%)
 
@@ -71,6 +86,5 @@ sdist:
 clean:
 	rm -rf $(VENV) .venv-cuda build dist *.egg-info tests/emulation/build
 
-.PHONY: gpu-kit
 gpu-kit:
 	$(PYTHON) benchmarks/gpu_kit.py

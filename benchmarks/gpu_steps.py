@@ -190,7 +190,7 @@ def pytest(machine: Machine, marked: str, workers: int = 12) -> List[str]:
     marked = "not slow" if machine.rehearse else marked
     parallel = ["-n", str(workers)] if importlib.util.find_spec("xdist") and not machine.rehearse else []
     limit = ["--timeout", "120"] if importlib.util.find_spec("pytest_timeout") else []
-    paths = [tests / "test_inplace_backward.py"] if machine.rehearse else gpu_test_files(tests)
+    paths = [tests / "test_cross_entropy_inplace.py"] if machine.rehearse else gpu_test_files(tests)
     return [sys.executable, "-m", "pytest", *map(str, paths), "-c", str(machine.root / "pyproject.toml"), "--rootdir",
             str(machine.root), "-p", "no:cacheprovider", "-p", "gpu_pytest", *parallel, *limit, "-k", selection, "-m",
             marked, "--continue-on-collection-errors", "--tb", "short", "--durations", "10"]

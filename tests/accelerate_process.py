@@ -1,4 +1,4 @@
-"""One of the two processes that test_accelerate starts: ``python accelerate_process.py FOLDER``.
+"""One of the two processes that test_training_accelerate starts: ``python accelerate_process.py FOLDER``.
 
 Saves what accelerate made of targets on their way to ``FOLDER/RANK.pt``: a dictionary by the name of the case.
 """

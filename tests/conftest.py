@@ -1,4 +1,5 @@
-"""Makes the tests import the installed package, gives them their helper modules, and runs each on every device."""
+"""Makes the tests import the installed package or their flavour's, gives them their helper modules, and runs each on
+every device."""
 
 import os
 import sys
@@ -16,9 +17,14 @@ if not glob(os.path.join(ROOT, "sparse_ce", "_C.*so")):
 if TESTS not in sys.path:  # --import-mode=importlib leaves it out
     sys.path.insert(0, TESTS)
 
+import flavours  # noqa: E402
+
+flavours.enter()
+
 import torch  # noqa: E402
 
 import cases  # noqa: E402
+import sparse_ce  # noqa: E402
 from sparse_ce import foresight  # noqa: E402
 
 torch.sparse.check_sparse_tensor_invariants.disable()  # PyTorch's default, said aloud: it warns where nobody chose
@@ -49,3 +55,39 @@ def threads():
     before = torch.get_num_threads()
     yield torch.set_num_threads
     torch.set_num_threads(before)
+
+
+@pytest.fixture
+def fresh_compiler(monkeypatch):
+    """For tests that compile: nothing of the test before."""
+    torch._dynamo.reset()
+    monkeypatch.setenv("TORCHINDUCTOR_VEC_ISA_OK", "1")  # Inductor's check compiles and runs programs for half a minute
+    yield
+    torch._dynamo.reset()
+
+
+def pytest_configure(config):
+    if flavours.starts_again():
+        flavours.start_again(config)
+
+
+def pytest_report_header():
+    return f"flavour: {flavours.named()}, kernels: {sparse_ce.ops.instruction_set()}, of {sparse_ce.__file__}"
+
+
+def pytest_ignore_collect(collection_path):
+    """Not even imported: a sanitizer cannot run what some import."""
+    if collection_path.suffix == ".py" and collection_path.stem.startswith("test_"):
+        return None if flavours.FLAVOURS[flavours.named()].has_file(collection_path.stem) else True
+
+
+def pytest_collection_modifyitems(config, items):
+    flavour, found = flavours.FLAVOURS[flavours.named()], list(items)
+    by_name = bool(config.option.keyword or config.option.markexpr) or any("::" in arg for arg in config.args)
+    kept = [item for item in found
+            if flavour.has_test(item.name, flavour.slow if by_name else "slow" in item.keywords)]
+    items[:] = kept
+    config.hook.pytest_deselected(items=[item for item in found if item not in set(kept)])
+    whole = config.args_source is pytest.Config.ArgsSource.TESTPATHS and not by_name
+    if whole and len(kept) < flavour.at_least:
+        raise pytest.UsageError(f"the flavour must have at least {flavour.at_least} tests, got {len(kept)}")

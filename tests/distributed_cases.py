@@ -1,4 +1,4 @@
-"""What one of two processes does for test_distributed.py.
+"""What one of two processes does for test_training_distributed.py.
 
     python distributed_cases.py RANK FOLDER
 

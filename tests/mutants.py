@@ -1,16 +1,22 @@
 """Breaks the code on purpose, one change at a time, and checks that a test notices.
 
-    python tests/mutants.py [cuda | cpu | python | trainer]
+    python tests/mutants.py [-j N] [cuda cpu python trainer] [WORD ...]
 
-Not part of `make test`: each mutant costs a build. A change to a kernel's logic should come with a mutant of it.
+A WORD is part of a file's name or of a text: `cpu tile.cpp` runs the CPU's mutants in that file. Not part of `make
+test`: each mutant costs a build. A change to a kernel's logic should come with a mutant of it. tests/test_mutants.py
+checks that every text is there to be changed.
 """
 
+import argparse
 import os
 import shutil
 import subprocess
 import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+
+from flavours import FLAVOURS, digest_of, others
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -119,7 +125,7 @@ CPU = [
     ("csrc/cpu/avx512.h", "if (!(std::fabs(reference) < kLargest)) return 0;", ""),
     ("csrc/cpu/avx512.h", "if (_mm512_cmp_ps_mask(block.max, limit, _CMP_NLE_UQ)) break;", ""),
     ("csrc/cpu/avx512.h", " / _mm512_cvtss_f32(top.vector[0])", ""),
-    ("csrc/cpu/avx512.h", "if (i < end) {", "if (false) {"),
+    ("csrc/cpu/avx512.h", "if (i < end) {\n      load_first(x + i, end - i, pack);\n      block", "if (false) {\n      block"),
     ("csrc/cpu/avx512.h", "static_cast<float>(std::exp2(-(where * line.slope + line.offset)))", "1.0f"),
     ("csrc/cpu/avx512.h", "static_cast<double>(c.lse) + c.lse_residual", "static_cast<double>(c.lse)"),
     ("csrc/cpu/avx512.h", "std::fabs(factor) > 1e-30f && ", ""),
@@ -240,7 +246,8 @@ PYTHON = [
     ("sparse_ce/reference.py", "torch.where(ignored[:, None], 0.0, logits[:, :num_classes].to(dtype))",
      "logits[:, :num_classes].to(dtype)"),
     ("sparse_ce/reference.py", "a = a + grad_lse", "pass"),
-    ("sparse_ce/reference.py", "return torch.where(a == 0, 0.0, a * b)", "return a * b"),
+    ("sparse_ce/reference.py", "def forward(a, b):\n        return torch.where(a == 0, 0.0, a * b)",
+     "def forward(a, b):\n        return a * b"),
     ("sparse_ce/reference.py", "return torch.where(dead, 0.0, through)", "return through"),
     ("sparse_ce/sparse_softmax.py", "dim %= input.dim()", "pass"),
     ("sparse_ce/sparse_softmax.py", "wide = values.to(arithmetic_dtype(values.dtype))\n        return _Assemble",
@@ -354,6 +361,9 @@ TRAINER = [
 ]
 
 
+OBJECTS = ROOT / "build" / "mutants"
+
+
 class DoesNotCompile(Exception):
     """No test has noticed anything then."""
 
@@ -372,22 +382,39 @@ def cuda_passes(tree: Path, replacement: str) -> bool:
     return all(run([f"tests/emulation/build/{program.stem}_{flavour}", *options], tree) for program in programs)
 
 
-def suite_passes(tree: Path, package: Path, *tests: str) -> bool:
-    return run([sys.executable, "-m", "pytest", "-x", "-q", "-m", "not slow", "--ignore-glob=tests/test_emulation*.py",
-                "--ignore=tests/test_build.py", *(tests or ["tests"])], tree, {"PYTHONPATH": str(package)})
+def suite_passes(tree: Path, package: Path, *tests: str, flavour: str = "plain") -> bool:
+    """Without the test that finds the mutant's text gone."""
+    return run([sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-m", "not slow",
+                "--ignore=tests/test_mutants.py", *(tests or ["tests"])], tree,
+               {"PYTHONPATH": str(package), "SPARSE_CE_FLAVOUR": flavour, "OMP_NUM_THREADS": "1"})
+
+
+def compiled(tree: Path, source: Path, flags: list) -> Path:
+    """The object of a source, made once for all mutants that leave it and the headers as they are."""
+    out = OBJECTS / f"{source.stem}-{digest_of(source, *sorted(tree.glob('csrc/**/*.h')), below=tree)[:16]}.o"
+    if not out.exists():
+        OBJECTS.mkdir(parents=True, exist_ok=True)
+        part = out.with_suffix(f".{os.getpid()}-{tree.parent.name}")
+        if not run(["g++", *flags, "-c", source, "-o", part], tree):
+            raise DoesNotCompile
+        part.rename(out)
+    return out
 
 
 def cpu_passes(tree: Path, _: str) -> bool:
     from torch.utils.cpp_extension import include_paths, library_paths
     package = tree / "package"
     shutil.copytree(tree / "sparse_ce", package / "sparse_ce", ignore=shutil.ignore_patterns("*.so"))
-    sources = sorted([*tree.glob("csrc/*.cpp"), *tree.glob("csrc/cpu/*.cpp")])
-    if not run(["g++", "-std=c++17", "-O2", "-ftree-vectorize", "-fPIC", "-shared", "-fopenmp-simd", "-fno-math-errno",
-                "-fno-trapping-math", "-DTORCH_TARGET_VERSION=0x020b000000000000",
-                *[f"-isystem{path}" for path in include_paths()], *sources, "-o", package / "sparse_ce" / "_C.so",
+    flags = ["-std=c++17", "-O2", "-ftree-vectorize", "-fPIC", "-fopenmp-simd", "-fno-math-errno",
+             "-fno-trapping-math", "-DTORCH_TARGET_VERSION=0x020b000000000000",
+             *[f"-isystem{path}" for path in include_paths()]]
+    objects = [compiled(tree, source, flags)
+               for source in sorted([*tree.glob("csrc/*.cpp"), *tree.glob("csrc/cpu/*.cpp")])]
+    if not run(["g++", "-shared", *objects, "-o", package / "sparse_ce" / "_C.so",
                 *[f"-L{path}" for path in library_paths()], "-ltorch_cpu", "-lc10"], tree):
         raise DoesNotCompile
-    return suite_passes(tree, package)
+    of_this_library = [name for name in others() if FLAVOURS[name].environment and not FLAVOURS[name].build]
+    return all(suite_passes(tree, package, flavour=name) for name in ("plain", *of_this_library))
 
 
 def python_passes(tree: Path, _: str, *tests: str) -> bool:
@@ -403,28 +430,54 @@ def trainer_passes(tree: Path, replacement: str) -> bool:
     return python_passes(tree, replacement, *(str(path) for path in sorted(tree.glob("tests/test_trainer*.py"))))
 
 
+GROUPS = {"cuda": (CUDA, cuda_passes), "cpu": (CPU, cpu_passes), "python": (PYTHON, python_passes),
+          "trainer": (TRAINER, trainer_passes)}
+
+
+def problems() -> list:
+    """The mutants whose text does not occur exactly once: nothing, or more than was meant, would be changed."""
+    counts = [(group, file, text, (ROOT / file).read_text().count(text) if (ROOT / file).exists() else 0)
+              for group, (mutants, _) in GROUPS.items() for file, text, _ in mutants]
+    return [f"{group}: {file} has {text!r} {count} times" for group, file, text, count in counts if count != 1]
+
+
+def chosen(words: list) -> list:
+    """(passes, mutant) for each that fits the words."""
+    groups = [word for word in words if word in GROUPS] or list(GROUPS)
+    parts = [word for word in words if word not in GROUPS]
+    return [(passes, mutant) for group in groups for mutants, passes in [GROUPS[group]] for mutant in mutants
+            if not parts or any(part in mutant[0] or part in mutant[1] for part in parts)]
+
+
+def try_out(passes, mutant: tuple) -> str:
+    file, text, replacement = mutant
+    with tempfile.TemporaryDirectory() as folder:
+        tree = Path(folder) / "tree"
+        shutil.copytree(ROOT, tree, ignore=shutil.ignore_patterns(".git", ".venv*", "build", "*.so", "out"))
+        source = (tree / file).read_text()
+        (tree / file).write_text(source.replace(text, replacement))
+        try:
+            said = "SURVIVED" if passes(tree, replacement) else "caught"
+        except DoesNotCompile:
+            said = "INVALID"
+    print(f"{said:8}", file, "|", text.split("\n")[0][:90], flush=True)
+    return said
+
+
 def main() -> int:
-    groups = {"cuda": (CUDA, cuda_passes), "cpu": (CPU, cpu_passes), "python": (PYTHON, python_passes),
-              "trainer": (TRAINER, trainer_passes)}
-    survived = 0
-    for name in sys.argv[1:] or groups:
-        mutants, passes = groups[name]
-        for file, text, replacement in mutants:
-            with tempfile.TemporaryDirectory() as folder:
-                tree = Path(folder) / "tree"
-                shutil.copytree(ROOT, tree, ignore=shutil.ignore_patterns(".git", ".venv*", "build", "*.so", "out"))
-                source = (tree / file).read_text()
-                if text not in source:
-                    sys.exit(f"{file} no longer has {text!r}: bring the mutant up to date")
-                (tree / file).write_text(source.replace(text, replacement, 1))
-                try:
-                    said = "SURVIVED" if passes(tree, replacement) else "caught"
-                except DoesNotCompile:
-                    said = "INVALID"
-            survived += said != "caught"
-            print(f"{said:8}", file, "|", text.split("\n")[0][:90], flush=True)
-    print(f"{survived} mutants survived or do not compile")
-    return survived != 0
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("-j", type=int, default=1, metavar="N", help="so many mutants at once")
+    parser.add_argument("words", nargs="*", metavar="WORD", help=f"{', '.join(GROUPS)}, or a part of a file or text")
+    arguments = parser.parse_args()
+    if problems():
+        sys.exit("\n".join(problems()))
+    mutants = chosen(arguments.words)
+    if not mutants:
+        sys.exit(f"no mutant fits {arguments.words}")
+    with ThreadPoolExecutor(arguments.j) as pool:
+        said = list(pool.map(lambda pair: try_out(*pair), mutants))
+    print(f"{said.count('caught')} caught, {said.count('SURVIVED')} survived, {said.count('INVALID')} do not compile")
+    return said.count("caught") != len(said)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,8 @@ import sparse_ce
 
 TESTS = Path(__file__).resolve().parent
 OPTIONAL = ["accelerate", "expecttest", "lightning", "peft", "transformers"]
-NEED_THEM = {path.stem for path in TESTS.glob("test_trainer*.py")} | {"test_lightning", "test_opinfo"}
+NEED_THEM = {path.stem for path in TESTS.glob("test_trainer*.py")} | {
+    "test_training_lightning", "test_cross_entropy_opinfo"}
 
 PLUGIN = """
 import sys, types

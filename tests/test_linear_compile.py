@@ -11,11 +11,12 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from cases import FORMS, Draw
 from close import assert_bitwise_equal
+from compiling import DYNAMIC, dirty_allocator, op_arguments
+from linear_cases import example, fused
 from sparse_ce import LinearSparseCrossEntropyLoss, SparseTarget, foresight, linear_cross_entropy
-from test_compile import DYNAMIC, dirty_allocator, fresh_compiler, op_arguments  # noqa: F401 - a fixture
-from test_linear_gradients import example, fused
 
 ops = torch.ops.sparse_ce
+pytestmark = pytest.mark.usefixtures("fresh_compiler")
 OPTIONS = dict(label_smoothing=0.1, z_loss=0.1, softcap=5.0, num_classes=7)
 TARGETS = ["labels", "topk", "csr", "ranges"]
 

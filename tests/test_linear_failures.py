@@ -6,10 +6,9 @@ import torch.nn.functional as F
 
 from cases import DTYPES, FORMS, Draw
 from close import assert_bitwise_equal
+from linear_cases import ROUTES, double, example, fused, make_head, plain
+from loss_cases import ALL_IGNORED, REDUCTIONS, SOME, all_ignored
 from sparse_ce import SparseTarget, linear_cross_entropy
-from test_failures_extreme import ALL_IGNORED, REDUCTIONS, SOME, all_ignored
-from test_linear import ROUTES, make_head
-from test_linear_gradients import double, example, fused, plain
 
 each_route = pytest.mark.parametrize("route", ROUTES)
 

@@ -10,10 +10,9 @@ import sparse_ce
 from cases import DTYPES, FORMS, Draw
 from close import assert_bitwise_equal
 from dense import arithmetic
+from linear_cases import Traced, example, fused, make_head, scaled
+from loss_cases import FORECAST_OPTIONS
 from sparse_ce import foresight, linear_cross_entropy
-from test_foresight import OPTIONS
-from test_linear import Traced, make_head
-from test_linear_gradients import example, fused, scaled
 
 ops = torch.ops.sparse_ce
 PAIRS = [(d, d) for d in DTYPES] + [(torch.bfloat16, torch.float32), (torch.float16, torch.float32)]
@@ -47,12 +46,12 @@ def anew(head, target, upstream=1.0, **options):
     return grads_of(loss, head, upstream)
 
 
-@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("options", FORECAST_OPTIONS)
 @pytest.mark.parametrize("dtypes", PAIRS, ids=str)
 @pytest.mark.parametrize("form", ["labels-int64", "tuple", "coo-target", "jagged-ranges"])
 def test_the_same_loss_and_gradients_bit_for_bit(form, dtypes, options, makes):
     """Made by backward; made for 1 and scaled by a power of two; made for the one that came."""
-    draw, options = Draw("cpu"), OPTIONS[options]
+    draw, options = Draw("cpu"), FORECAST_OPTIONS[options]
     case = FORMS[form]((3, 4), 37, draw)
     head = make_head(case, draw, *dtypes, 41 if "num_classes" in options else None)
     values = None if case.values is None else case.values.clone()

@@ -8,44 +8,10 @@ import torch.nn.functional as F
 
 from cases import DTYPES, Draw
 from close import assert_bitwise_equal, assert_close_to_float64
+from linear_cases import ROUTES, dense_result, double, example, fused, make, plain, scaled
+from loss_cases import UPSTREAM
 from sparse_ce import SparseTarget, linear_cross_entropy
 from sparse_ce.ops import instruction_set
-from test_failures_gradients import UPSTREAM
-from test_linear import ROUTES, dense_result, make
-
-
-def example(device, dtype=torch.float32, head_dtype=None, rows=10, vocab=33, width=8, ignored=True):
-    """[input, weight, bias], all requiring grad, and labels."""
-    draw = Draw(device)
-    head = [draw.normal(rows, width).to(dtype), draw.normal(vocab, width).to(head_dtype or dtype),
-            draw.normal(vocab).to(head_dtype or dtype)]
-    labels = draw.integers(vocab, rows)
-    if ignored:
-        labels[::4] = -100
-    return [t.requires_grad_() for t in head], labels
-
-
-def fused(head, target, **options):
-    return linear_cross_entropy(head[0], head[1], target, linear_bias=head[2], **options)
-
-
-def plain(head, labels, **options):
-    return F.cross_entropy(F.linear(*head), labels, **options)
-
-
-def double(head):
-    return [t.detach().double().requires_grad_() for t in head]
-
-
-def scaled(head, labels, scale, **options):
-    """The gradients of ``scale`` times the loss, in float64. On CUDA float16 logits and their gradient are rounded, as
-    in ``F.cross_entropy``, and end where float16 ends."""
-    exact = double(head)
-    z = F.linear(*exact)
-    rounds = head[0].dtype == torch.float16 and (head[0].is_cuda or instruction_set() == "emulated CUDA")
-    logits = (z.half().double() if rounds else z).detach().requires_grad_()
-    dz, = torch.autograd.grad((F.cross_entropy(logits, labels, **options) * scale).sum(), logits)
-    return torch.autograd.grad(z, exact, dz.half().double() if rounds else dz)
 
 
 def assert_all_close(ours, theirs, **tolerance):

@@ -11,11 +11,8 @@ from torch.utils.checkpoint import checkpoint
 
 from cases import DTYPES, FORMS, Draw
 from close import assert_bitwise_equal, assert_close_to_float64
+from linear_cases import MIXED, double, example, fused, make_head, plain
 from sparse_ce import LinearSparseCrossEntropyLoss, linear_cross_entropy
-from test_linear import MIXED, make_head
-from test_linear_gradients import double, example, fused, plain
-
-
 
 
 @pytest.mark.parametrize("given", ["all float32", "hidden", "head", "bias float32"])

@@ -9,9 +9,8 @@ from torch.autograd import forward_ad, gradcheck, gradgradcheck
 
 from cases import DTYPES, FORMS, Draw
 from close import assert_close_to_float64
+from linear_cases import MIXED, double, example, fused, make_head, plain
 from sparse_ce import SparseTarget, linear_cross_entropy, reference
-from test_linear import MIXED, make_head
-from test_linear_gradients import double, example, fused, plain
 
 ALL = dict(label_smoothing=0.2, z_loss=0.1, logit_scale=2.0, softcap=4.0, num_classes=6)
 

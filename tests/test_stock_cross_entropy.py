@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from cases import DTYPES, Draw
 from close import assert_bitwise_equal, assert_close_to_float64
 from sparse_ce import stock
+from stock_cases import assert_equals_dense, problem, sparse
 
 LAYOUTS = ["coo", "coo-uncoalesced", "csr", "csc"]
 SHAPES = [(11,), (6, 11), (3, 11, 4), (2, 11, 3, 2)]  # classes in dimension 1, as PyTorch has them
@@ -22,64 +23,6 @@ SHAPES = [(11,), (6, 11), (3, 11, 4), (2, 11, 3, 2)]  # classes in dimension 1, 
 def enabled():
     with stock.enable_stock() as route:
         yield route
-
-
-def problem(shape, draw, dtype=torch.float32, target_dtype=torch.float32):
-    """Peaked logits and the dense probabilities of a sparse target; one row has none, some are negative."""
-    dim = min(1, len(shape) - 1)
-    last = [n for d, n in enumerate(shape) if d != dim] + [shape[dim]]
-    dense = draw.uniform(*last, low=-0.4, high=1.6) * (draw.uniform(*last) < 0.4)
-    if len(shape) > 1:
-        dense.view(-1, shape[dim])[2] = 0
-    dense = dense.to(target_dtype)
-    return draw.logits(dense.double(), dtype).movedim(-1, dim).contiguous(), dense.movedim(-1, dim).contiguous()
-
-
-def sparse(dense, layout):
-    if layout == "csr":
-        return dense.to_sparse_csr()
-    if layout == "csc":
-        return dense.to_sparse_csc()
-    coo = dense.to_sparse()
-    if layout == "coo-uncoalesced":  # each entry in two halves, out of order
-        order = torch.randperm(2 * coo._nnz()).to(dense.device)
-        coo = torch.sparse_coo_tensor(coo.indices().repeat(1, 2)[:, order], (coo.values() / 2).repeat(2)[order],
-                                      coo.shape)
-    return coo
-
-
-def loss_and_grad(logits, target, upstream, **options):
-    logits = logits.clone().requires_grad_()
-    loss = F.cross_entropy(logits, target, **options)
-    assert loss.layout == torch.strided
-    if upstream is None:
-        upstream = torch.randn(loss.shape, dtype=torch.float64).to(loss.device)
-    loss.backward(upstream.to(loss.dtype))
-    assert logits.grad.layout == torch.strided
-    return loss, logits.grad, upstream
-
-
-def subtracted(dense, weight, upstream, reduction="mean", label_smoothing=0.0):
-    """(..., 1): the size of what is subtracted in a row of the gradient a q - b o - d w, whose last bits nobody has."""
-    n = dense.movedim(min(1, dense.dim() - 1), -1).double()
-    o = torch.ones_like(n) if weight is None else weight.double()
-    mass = (((1 - label_smoothing) * n.abs() + label_smoothing / n.shape[-1]) * o).sum(-1, keepdim=True)
-    if reduction == "none":
-        return mass * upstream.abs()[..., None]
-    return mass * upstream.abs() / (mass.numel() if reduction == "mean" else 1)
-
-
-def assert_equals_dense(logits, target, dense, weight=None, **options):
-    def cast(dtype):
-        return None if weight is None else weight.to(dtype)
-
-    loss, grad, upstream = loss_and_grad(logits, target, None, weight=weight, **options)
-    peer = loss_and_grad(logits, dense, upstream, weight=weight, **options)
-    exact = loss_and_grad(logits.double(), dense.double(), upstream, weight=cast(torch.float64), **options)
-    assert_close_to_float64(loss, peer[0], exact[0], arithmetic=logits.dtype)
-    dim = min(1, dense.dim() - 1)
-    assert_close_to_float64(*(g.movedim(dim, -1) for g in (grad, peer[1], exact[1])),
-                            subtracted(dense, weight, upstream, **options))
 
 
 def outcome(call):

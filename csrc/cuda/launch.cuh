@@ -1,5 +1,5 @@
 // launch.cuh - what kernel files need of their compiler: shared variables and launches. Under nvcc plain CUDA; a host
-// compiler gets the same names from tests/cuda_on_cpu, where the kernels run on a CPU under sanitizers.
+// compiler gets the same names from third_party/cuda_on_cpu, where the kernels run on a CPU under sanitizers.
 #pragma once
 
 #if defined(__CUDACC__)

@@ -21,7 +21,7 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
-LAYER = ROOT / "tests" / "cuda_on_cpu"
+LAYER = ROOT / "third_party" / "cuda_on_cpu"
 BUILD = HERE / "build"
 OPS = sorted(path.stem for path in HERE.glob("*.cpp"))
 FLAVOURS = {

@@ -5,8 +5,8 @@ import torch
 
 from cases import Draw
 from close import assert_bitwise_equal
+from refusals import assert_refused, good
 from sparse_ce import SparseTarget, cross_entropy, linear_cross_entropy
-from test_errors import assert_refused, good
 
 ops = torch.ops.sparse_ce
 

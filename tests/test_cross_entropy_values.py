@@ -8,26 +8,8 @@ import torch
 import sparse_ce
 from cases import DTYPES, FORMS, WITH_VALUES, Draw
 from close import assert_close_to_float64
-from dense import arithmetic, dense_cross_entropy, divisor
-
-SHAPE, CLASSES, PADDED = (3, 4), 37, 41
-
-# The options of a call; "weight" and "num_classes" stand for what is made of them below.
-OPTIONS = {
-    "plain": {},
-    "weight": dict(weight=True),
-    "label_smoothing": dict(label_smoothing=0.1),
-    "weight-label_smoothing": dict(weight=True, label_smoothing=0.3),
-    "z_loss": dict(z_loss=0.03),
-    "logit_scale": dict(logit_scale=0.37),
-    "softcap": dict(softcap=5.0),
-    "num_classes": dict(num_classes=CLASSES),
-    "ignore_index": dict(ignore_index=3),
-    "return_lse": dict(return_lse=True),
-    "normalizer": dict(normalizer=7),
-    "all": dict(weight=True, label_smoothing=0.1, z_loss=0.01, logit_scale=1.7, softcap=8.0, num_classes=CLASSES,
-                ignore_index=5, return_lse=True),
-}
+from dense import arithmetic, dense_cross_entropy
+from loss_cases import CLASSES, OPTIONS, PADDED, SHAPE, gradients, subtracted
 
 
 def make(form, device, dtype, options, seed=0):
@@ -44,13 +26,6 @@ def make(form, device, dtype, options, seed=0):
     return case, logits, keywords
 
 
-def gradients(loss, lse, leaves, upstream, upstream_lse):
-    outputs, grads = [loss], [upstream.to(loss.dtype)]
-    if upstream_lse is not None:
-        outputs, grads = outputs + [lse], grads + [upstream_lse.to(lse.dtype)]
-    return torch.autograd.grad(outputs, leaves, grads)
-
-
 def dense_result(case, logits, keywords, upstream, upstream_lse, exact):
     """(loss, lse, gradient for logits, gradient for values or None) of the dense target.
 
@@ -64,16 +39,6 @@ def dense_result(case, logits, keywords, upstream, upstream_lse, exact):
     loss, lse = dense_cross_entropy(leaves[0], dense, case.ignored, case.labels, dtype=dtype, **keywords)
     grads = gradients(loss, lse, leaves, upstream, upstream_lse)
     return loss, lse, grads[0], grads[1] if len(grads) == 2 else None
-
-
-def subtracted(case, keywords, upstream, upstream_lse):
-    """(..., 1): what cancels in a row of the gradient, a q - b o - d w."""
-    if keywords["reduction"] == "mean":
-        upstream = upstream / divisor(case.ignored, case.labels, keywords.get("weight"), keywords.get("normalizer"))
-    size = upstream.abs() * (1 + case.dense.abs().sum(-1))
-    if upstream_lse is not None:
-        size = size + upstream_lse.abs()
-    return (size * keywords.get("logit_scale", 1))[..., None]
 
 
 def check(form, device, dtype, options, reductions, seed=0, values_grad=False):

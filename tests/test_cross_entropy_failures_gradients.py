@@ -8,6 +8,7 @@ import torch.nn.functional as F
 
 from cases import FORMS, Draw
 from close import assert_bitwise_equal, assert_close_to_float64
+from loss_cases import UPSTREAM
 from sparse_ce import SparseTarget, cross_entropy
 
 
@@ -38,17 +39,6 @@ def test_7_every_row_has_its_own_upstream_gradient(kind, dtype, device):
         for row in (1, 2, 3, 5, 6, 7):  # each by itself: 1e-3 must not hide behind 7
             torch.testing.assert_close(x.grad[row].double(), y.grad[row], rtol=4 * torch.finfo(dtype).eps,
                                        atol=1e-6 * float(upstream[row].abs()))
-
-
-UPSTREAM = {
-    "expanded": lambda n, device: torch.full((1,), 1.7, device=device).expand(n),
-    "every third element": lambda n, device: torch.randn(3 * n, device=device)[::3],
-    "column of a matrix": lambda n, device: torch.randn(n, 4, device=device)[:, 1],
-    "zero": lambda n, device: torch.zeros(n, device=device),
-    "expanded zero": lambda n, device: torch.zeros(1, device=device).expand(n),
-    "one NaN": lambda n, device: torch.arange(n, device=device).float().masked_fill_(
-        torch.arange(n, device=device) == 2, torch.nan),
-}
 
 
 @pytest.mark.parametrize("which", ["loss", "lse", "both"])

@@ -5,8 +5,8 @@ import torch
 import torch.nn.functional as F
 
 from cases import Draw
+from refusals import assert_refused
 from sparse_ce import SparseTarget, cross_entropy, linear_cross_entropy
-from test_errors import assert_refused
 
 MOVE = "input.movedim(1, -1)"
 

@@ -16,7 +16,7 @@ from torch import nn
 from cases import DTYPES, Draw
 from close import assert_bitwise_equal, assert_close_to_float64
 from sparse_ce import stock
-from test_stock_cross_entropy import assert_equals_dense, loss_and_grad, problem, sparse
+from stock_cases import assert_equals_dense, loss_and_grad, problem, sparse
 
 backward = torch._log_softmax_backward_data
 

@@ -8,7 +8,8 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from cases import Draw
 from close import assert_bitwise_equal
 from sparse_ce import SparseTarget, cross_entropy, linear_cross_entropy, masked_mean
-from test_compile import fresh_compiler  # noqa: F401 - a fixture
+
+pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
 VOCABULARIES = (7, 9, 11)  # by the third they are symbols
 

@@ -2,9 +2,6 @@
 
 import math
 import os
-import re
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -13,6 +10,7 @@ import sparse_ce
 from cases import FORMS, Draw
 from close import assert_bitwise_equal, assert_close_to_float64
 from dense import arithmetic, dense_cross_entropy
+from flavours import available_instruction_sets
 from sparse_ce import cross_entropy
 
 
@@ -307,31 +305,6 @@ def test_many_rows_do_not_depend_on_the_number_of_threads(threads):
         results.append(check(logits, indices, values, dense))
     for a, b in zip(*results):
         assert_bitwise_equal(a, b)
-
-
-def available_instruction_sets():
-    flags = set(re.findall(r"\w+", open("/proc/cpuinfo").read())) if os.path.exists("/proc/cpuinfo") else set()
-    sets = ["default"]
-    if {"avx2", "fma", "bmi2"} <= flags:
-        sets.append("avx2")
-        if {"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512cd"} <= flags:
-            sets.append("avx512")
-    return sets
-
-
-@pytest.mark.parametrize("instruction_set", available_instruction_sets())
-def test_every_instruction_set_of_this_processor(instruction_set, tmp_path):
-    tests = os.path.dirname(os.path.abspath(__file__))
-    subset = ("instruction_set_is_the_one or number_of_classes or strides_and_alignment or confident_row or rounded "
-              "or jump_along_a_row or gradients_of_any_size or far_from_zero "
-              "or ((dense_target or shifted) and (labels-int64 or tuple-int32 or jagged-ranges) and (plain or all))")
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-k", f"({subset}) and not cuda",
-         *(os.path.join(tests, f"test_{name}.py") for name in ("cross_entropy", "shapes", "failures_gradients"))],
-        cwd=tmp_path, env={**os.environ, "SPARSE_CE_CPU": instruction_set}, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout[-4000:]
-    passed = int(re.search(r"(\d+) passed", done.stdout).group(1))
-    assert passed > 100 and "skipped" not in done.stdout
 
 
 def test_the_best_instruction_set_is_taken_unasked():

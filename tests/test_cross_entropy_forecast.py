@@ -9,15 +9,8 @@ from torch.utils.checkpoint import checkpoint
 import sparse_ce
 from cases import DTYPES, FORMS, Draw
 from close import assert_bitwise_equal
+from loss_cases import FORECAST_OPTIONS
 from sparse_ce import cross_entropy, foresight
-
-OPTIONS = {
-    "plain": {},
-    "everything": dict(label_smoothing=0.1, z_loss=0.01, logit_scale=1.5, softcap=9.0, num_classes=37),
-    "sum": dict(reduction="sum"),
-    "normalizer": dict(normalizer=torch.tensor([3, 3])),
-    "normalizer of zero": dict(normalizer=0),
-}
 
 
 @pytest.fixture
@@ -46,14 +39,14 @@ def grad_of(loss, logits, upstream=1.0, **keywords):
     return torch.autograd.grad(loss, logits, torch.tensor(upstream, dtype=loss.dtype), **keywords)[0]
 
 
-@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("options", FORECAST_OPTIONS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("form", FORMS)
 def test_the_same_loss_and_gradient_bit_for_bit(form, dtype, options, makes):
     draw = Draw("cpu")
     case = FORMS[form]((3, 4), 37, draw)
     x = draw.normal(*case.shape, 41 if options == "everything" else 37).to(dtype).requires_grad_()
-    keywords = dict(OPTIONS[options], return_lse=True)
+    keywords = dict(FORECAST_OPTIONS[options], return_lse=True)
     results = []
     for _ in range(2):
         loss, lse = cross_entropy(x, case.target, **keywords)

@@ -6,31 +6,8 @@ import torch.nn.functional as F
 
 from cases import FORMS, Draw
 from close import assert_bitwise_equal
+from loss_cases import ALL_IGNORED, REDUCTIONS, SOME, all_ignored
 from sparse_ce import SparseTarget, cross_entropy
-
-REDUCTIONS = ["none", "sum", "mean"]
-
-
-def all_ignored(form, rows, vocab, device):
-    labels = torch.full((rows,), -100, device=device)
-    topk = labels[:, None].expand(rows, 3), torch.rand(rows, 3, device=device)
-    mask = torch.zeros(rows, dtype=torch.bool, device=device)
-    dense = F.one_hot(torch.arange(rows, device=device) % vocab, vocab).float()
-    return {
-        "labels": lambda: labels,
-        "topk": lambda: topk,
-        "topk masked, ignore_empty": lambda: SparseTarget.from_topk(
-            *topk, mask=mask[:, None].expand(rows, 3), ignore_empty=True),
-        "coo with row_mask": lambda: SparseTarget.from_coo(dense.to_sparse(), row_mask=mask),
-        "csr with row_mask": lambda: SparseTarget.from_csr(dense.to_sparse_csr(), row_mask=mask),
-        "csr ignore_empty": lambda: SparseTarget.from_csr((0 * dense).to_sparse_csr(), ignore_empty=True),
-        "labels with row_mask": lambda: SparseTarget.from_index(labels.clamp(min=0), row_mask=mask),
-    }[form]()
-
-
-ALL_IGNORED = ["labels", "topk", "topk masked, ignore_empty", "coo with row_mask", "csr with row_mask",
-               "csr ignore_empty", "labels with row_mask"]
-SOME = dict(label_smoothing=0.1, z_loss=0.1, logit_scale=0.5, softcap=3.0)
 
 
 @pytest.mark.parametrize("options", [dict(), SOME, dict(weight=True)], ids=str)

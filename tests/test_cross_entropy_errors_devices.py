@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from cases import Draw
+from refusals import assert_refused
 from sparse_ce import SparseTarget, cross_entropy, linear_cross_entropy, masked_mean
-from test_errors import assert_refused
 
 ops = torch.ops.sparse_ce
 

@@ -7,8 +7,8 @@ from torch import nn
 
 import sparse_ce
 from cases import Draw
+from refusals import OPTIONS, assert_refused, good
 from sparse_ce import LinearSparseCrossEntropyLoss, SparseCrossEntropyLoss, cross_entropy, linear_cross_entropy
-from test_errors import OPTIONS, assert_refused, good
 
 NUMBERS = ("label_smoothing", "z_loss", "logit_scale", "softcap", "ignore_index", "num_classes", "chunk_rows")
 

@@ -1,0 +1,48 @@
+"""For the tests of compilers: arguments of the ops, targets whose number of entries changes."""
+
+import torch
+
+from cases import Draw
+from sparse_ce import SparseTarget
+
+
+def op_arguments(kind, requires_grad, device, dtype=torch.float32):
+    draw = Draw(device)
+    logits = draw.normal(4, 7).to(dtype).requires_grad_(requires_grad)
+    values = draw.uniform(4, 3).requires_grad_(requires_grad)
+    indices, weight = draw.integers(7, 4, 3), draw.uniform(7)
+    mask = torch.tensor([True, True, False, True], device=device)
+    target = {
+        "labels": (indices[:, 0], None, None, None, None),
+        "topk": (indices.int(), values, None, weight, mask),
+        "csr": (indices.view(-1), values.detach().view(-1).requires_grad_(requires_grad),
+                torch.tensor([0, 3, 3, 9, 12], device=device), weight, None),
+        "ranges": (indices.view(-1), None, torch.tensor([[0, 3], [5, 5], [6, 9], [9, 12]], device=device), None, mask),
+    }[kind]
+    return logits, target, draw.normal(4).requires_grad_(requires_grad)
+
+
+def jagged(nnz, draw, rows=6, classes=11):
+    owner = draw.integers(rows, nnz).sort().values
+    offsets = torch.searchsorted(owner, torch.arange(rows + 1, device=draw.device))
+    return SparseTarget.from_jagged(draw.integers(classes, nnz), draw.uniform(nnz), offsets, num_classes=classes)
+
+
+def coo(nnz, draw, rows=6, classes=11):
+    positions = torch.stack([draw.integers(rows, nnz), draw.integers(classes, nnz)])
+    return SparseTarget.from_coo(torch.sparse_coo_tensor(positions, draw.uniform(nnz), (rows, classes)))
+
+
+DYNAMIC = {
+    "jagged": jagged, "coo": coo,
+    "topk": lambda n, draw: SparseTarget.from_topk(draw.integers(11, 6, n), draw.uniform(6, n)),
+    "tuple": lambda n, draw: (draw.integers(11, 6, n), draw.uniform(6, n)),
+    "masked": lambda n, draw: SparseTarget.from_topk(draw.integers(11, 6, n), draw.uniform(6, n),
+                                                    row_mask=draw.uniform(6) > 0.5),
+}
+
+
+def dirty_allocator(device):
+    for n in (120, 120 * 1001):
+        blocks = [torch.full((n,), 1e30, device=device) for _ in range(4)]
+        del blocks

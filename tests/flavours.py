@@ -1,0 +1,216 @@
+"""The ways in which the tests are run: SPARSE_CE_FLAVOUR chooses one, and without it they run as they are installed.
+
+    SPARSE_CE_FLAVOUR=baseline python -m pytest             a whole flavour
+    SPARSE_CE_FLAVOUR=emulated python -m pytest tests/test_masked_mean.py -k layout
+    python tests/flavours.py                                those that `make test-all` adds on this machine
+
+A flavour is environment variables, at times another package, and the tests that have a part in it. tests/conftest.py
+enters it. A test that is named on the command line (by file::name or -k) runs also where it is slow.
+"""
+
+import fcntl
+import hashlib
+import os
+import re
+import shutil
+import subprocess
+import sys
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Callable, Iterator, List, Mapping, Optional, Tuple
+
+TESTS = Path(__file__).resolve().parent
+ROOT = TESTS.parent
+BUILD = ROOT / "build" / "flavours"
+PLAIN = "plain"
+
+# What no kernel of a CPU or GPU has a part in, or only as the tests beside it have.
+KERNELS = ("test_cross_entropy_*", "test_linear_*", "test_masked_mean*", "test_sparse_softmax*", "test_stock_*",
+           "test_target_*", "test_flavour*")
+NO_KERNELS = ("test_cross_entropy_compile", "test_cross_entropy_data_parallel", "test_linear_compile",
+              "test_target_validation_cuda", "test_target_arrays", "test_target_collate")
+PRODUCTS = ("test_linear_values", "test_linear_gradients", "test_linear_chunks", "test_linear_failures",
+            "test_linear_forecast", "test_flavour*")
+OF_THE_CPU = ("test_linear_memory", "test_linear_bfloat16")
+PROGRAMS = ("test_emulation*",)
+BUILDS = ("test_build", "test_gpu_acceptance")
+
+
+@dataclass(frozen=True)
+class Flavour:
+    files: Tuple[str, ...]  # patterns of the stems
+    but: Tuple[str, ...] = ()
+    at_least: int = 1  # so many tests of the whole suite; a selection that fits nothing proves nothing
+    only: Tuple[str, ...] = ()  # parts of the names of tests, of which one has to be there
+    without: Tuple[str, ...] = ()  # of which none may
+    slow: bool = False
+    environment: Mapping[str, str] = field(default_factory=dict)
+    build: Optional[Callable[[Path], None]] = None  # makes folder/sparse_ce/_C*.so
+    sources: Tuple[str, ...] = ("csrc",)  # what the library is built from
+    sanitizes: bool = False
+
+    def has_file(self, stem: str) -> bool:
+        return any(fnmatch(stem, p) for p in self.files) and not any(fnmatch(stem, p) for p in self.but)
+
+    def has_test(self, name: str, slow: bool) -> bool:
+        return (slow == self.slow and (not self.only or any(part in name for part in self.only))
+                and not any(part in name for part in self.without))
+
+
+def build_emulated(folder: Path) -> None:
+    subprocess.run([sys.executable, TESTS / "emulation" / "build.py", "--package", folder], check=True, stdout=2)
+
+
+def build_sanitized(folder: Path) -> None:
+    subprocess.run([sys.executable, "setup.py", "-q", "build_ext", "--build-lib", folder, "--build-temp",
+                    folder.with_name(folder.name + "-objects")], check=True, cwd=ROOT, stdout=2,
+                   env={**os.environ, "SPARSE_CE_SANITIZE": "address,undefined", "SPARSE_CE_CUDA": "0"})
+
+
+FLAVOURS = {
+    PLAIN: Flavour(("test_*",), BUILDS + PROGRAMS, at_least=6000),
+    # The compiler's baseline, and the set between it and AVX-512.
+    "baseline": Flavour(KERNELS, NO_KERNELS, at_least=4000, environment={"SPARSE_CE_CPU": "default"}),
+    "avx2": Flavour(KERNELS, NO_KERNELS, at_least=4000, environment={"SPARSE_CE_CPU": "avx2"}),
+    # How 16-bit numbers are multiplied. The tests of all dtypes at once compare with PyTorch's own choice.
+    "float32": Flavour(PRODUCTS, only=("bfloat16", "flavour"), without=("at_once",), at_least=200,
+                       environment={"SPARSE_CE_CPU_BFLOAT16": "float32"}),
+    "native": Flavour(PRODUCTS, only=("bfloat16", "flavour"), without=("at_once",), at_least=200,
+                      environment={"SPARSE_CE_CPU_BFLOAT16": "native"}),
+    # The CPU's kernels under AddressSanitizer and UndefinedBehaviorSanitizer.
+    "sanitized": Flavour(("test_cross_entropy_values", "test_cross_entropy_shapes", "test_cross_entropy_errors",
+                          "test_masked_mean", "test_flavour*"), at_least=300, build=build_sanitized,
+                         sources=("csrc", "setup.py"), sanitizes=True, environment={
+                             "ASAN_OPTIONS": "detect_leaks=0:verify_asan_link_order=0",
+                             "UBSAN_OPTIONS": "print_stacktrace=1"}),
+    # The CUDA kernels' real source on a CPU, bindings included: tensors of the CPU are served by the CUDA ops. One
+    # thread: the vendor's products, part of the emulated linear head, differ in bits of two.
+    "emulated": Flavour(KERNELS, NO_KERNELS + OF_THE_CPU, at_least=4000, build=build_emulated,
+                        without=("instruction_set", "many_rows", "number_of_threads"),
+                        sources=("csrc", "tests/emulation", "third_party"),
+                        environment={"SPARSE_CE_VALIDATE": "1", "OMP_NUM_THREADS": "1"}),
+    # The same kernels one by one, as programs of their own: against float64, in any order of threads, under sanitizers.
+    "programs": Flavour(PROGRAMS, at_least=20),
+    # What compilers make of the sources, and the rehearsal of what a machine with a GPU runs.
+    "builds": Flavour(BUILDS, at_least=20),
+    "slow": Flavour(("test_*",), slow=True, at_least=10),
+}
+
+
+def processor() -> set:
+    path = Path("/proc/cpuinfo")
+    return set(re.findall(r"\w+", path.read_text())) if path.exists() else set()
+
+
+def available_instruction_sets() -> List[str]:
+    """Those of the CPU's kernels that this machine can run; unasked they take the last."""
+    flags, sets = processor(), ["default"]
+    if {"avx2", "fma", "bmi2"} <= flags:
+        sets.append("avx2")
+        if {"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512cd"} <= flags:
+            sets.append("avx512")
+    return sets
+
+
+def others() -> List[str]:
+    """The flavours that prove what the plain one does not on this machine."""
+    names = {"default": "baseline", "avx2": "avx2"}
+    sets = [names[name] for name in available_instruction_sets()[:-1]]
+    products = ["float32" if "avx512_bf16" in processor() else "native"]
+    cuda = ["emulated", "programs"] if shutil.which("nvcc") or "CI" in os.environ else []
+    return [*sets, *products, "sanitized", *cuda, "builds", "slow"]
+
+
+def named() -> str:
+    name = os.environ.get("SPARSE_CE_FLAVOUR") or PLAIN
+    if name not in FLAVOURS:
+        sys.exit(f"sparse_ce: SPARSE_CE_FLAVOUR must be one of {', '.join(FLAVOURS)}, got {name}")
+    return name
+
+
+def preload() -> str:
+    """A sanitizer's runtime, and libstdc++: at its start, before Python has loaded anything, it looks for the real
+    __cxa_throw."""
+    return " ".join(subprocess.run(["g++", f"-print-file-name={name}"], capture_output=True, text=True,
+                                   check=True).stdout.strip() for name in ("libasan.so", "libstdc++.so.6"))
+
+
+def starts_again() -> bool:
+    return FLAVOURS[named()].sanitizes and "libasan" not in os.environ.get("LD_PRELOAD", "")
+
+
+def start_again(config) -> None:
+    """A sanitizer's runtime has to be there before Python is: the same command in its place."""
+    config.pluginmanager.getplugin("capturemanager").stop_global_capturing()
+    os.execve(sys.executable, sys.orig_argv, {**os.environ, "LD_PRELOAD": preload()})
+
+
+def enter() -> None:
+    """Before torch or sparse_ce is imported: what this process and those that it starts will find."""
+    name = named()
+    flavour = FLAVOURS[name]
+    if starts_again():
+        return
+    os.environ.update(flavour.environment)
+    if flavour.build:
+        folder = str(prepared(name, flavour))
+        sys.path.insert(0, folder)
+        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [folder, os.environ.get("PYTHONPATH")]))
+
+
+@contextmanager
+def alone() -> Iterator[None]:
+    """Every process of a run enters its flavour, at about the same time."""
+    BUILD.mkdir(parents=True, exist_ok=True)
+    with (BUILD / "lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def prepared(name: str, flavour: Flavour) -> Path:
+    """The package of a flavour: its library is built where the sources are others than at the last time."""
+    folder = BUILD / name
+    package, stamp = folder / "sparse_ce", folder / "digest"
+    with alone():
+        digest = digest_of(*(ROOT / source for source in flavour.sources))
+        if not stamp.exists() or stamp.read_text() != digest:
+            shutil.rmtree(folder, ignore_errors=True)
+            print(f"building the flavour {name}", file=sys.stderr)
+            # Without LD_PRELOAD: a compiler's own leaks are nobody's concern.
+            before = os.environ.pop("LD_PRELOAD", None)
+            flavour.build(folder)
+            if before is not None:
+                os.environ["LD_PRELOAD"] = before
+            stamp.write_text(digest)
+        mirror_python(ROOT / "sparse_ce", package)
+    return folder
+
+
+def mirror_python(source: Path, package: Path) -> None:
+    """Makes the .py files below ``package`` those below ``source``."""
+    wanted = {path.relative_to(source): path for path in source.rglob("*") if path.suffix in (".py", ".typed")}
+    for path in package.rglob("*.py"):
+        if path.relative_to(package) not in wanted:
+            path.unlink()
+    for relative, path in wanted.items():
+        copy = package / relative
+        if not copy.exists() or copy.read_bytes() != path.read_bytes():
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(path, copy)
+
+
+def digest_of(*paths: Path, below: Path = ROOT) -> str:
+    """Of the names and the contents of source files, and of the torch that they are compiled against."""
+    from importlib import metadata
+    digest = hashlib.sha256(metadata.version("torch").encode())
+    for path in sorted(p for root in paths for p in ([root] if root.is_file() else root.rglob("*"))):
+        if path.is_file() and "build" not in path.relative_to(below).parts and "__pycache__" not in path.parts:
+            digest.update(f"{path.relative_to(below).as_posix()}\0".encode())
+            digest.update(hashlib.sha256(path.read_bytes()).digest())
+    return digest.hexdigest()
+
+
+if __name__ == "__main__":
+    print(*others())
