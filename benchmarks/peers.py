@@ -116,7 +116,7 @@ def peers(problem: Problem) -> List[Peer]:
             Peer("liger-kernel, class index, in place", lambda x: _liger(x, labels), soft=False, overwrites=True,
                  note=no_soft + ", and its forward writes the gradient"),
             Peer("quack-kernels, class index", lambda x: _quack(x, labels), soft=False, note=no_soft),
-            Peer("quack-kernels, class index, in place", lambda x: _quack(x, labels, inplace_backward=True), soft=False,
+            Peer("quack-kernels, class index, in place", lambda x: _quack(x, labels, inplace="backward"), soft=False,
                  overwrites=True, note=no_soft),
         ]
     return found

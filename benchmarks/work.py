@@ -82,7 +82,7 @@ def _ours(problem: Problem) -> List[Work]:
         return sparse_ce.cross_entropy(x, target)
 
     def soft_in_place(x: Tensor) -> Tensor:
-        return sparse_ce.cross_entropy(x, target, inplace_backward=True)
+        return sparse_ce.cross_entropy(x, target, inplace="backward")
 
     def index(x: Tensor) -> Tensor:
         return sparse_ce.cross_entropy(x, labels)

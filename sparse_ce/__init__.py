@@ -1,6 +1,6 @@
 """Cross entropy for sparse targets: a few weighted classes out of a huge vocabulary."""
 
-from . import ops, parallel, reference, travel
+from . import ops, parallel, reference, travel  # noqa: F401, the names that the documentation uses
 from ._version import __version__
 from .collate import collate
 from .functional import cross_entropy, linear_cross_entropy

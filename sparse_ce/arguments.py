@@ -2,7 +2,7 @@
 
 import math
 from numbers import Integral, Real
-from typing import Any, Callable, Dict, NamedTuple, Optional, Tuple, Union
+from typing import Any, Callable, Dict, List, NamedTuple, Optional, Sequence, Tuple, Union
 
 import torch
 from torch import Tensor
@@ -44,6 +44,15 @@ class Arguments(NamedTuple):
     def labels(self) -> bool:
         """Whether the target is one class a row, without weights."""
         return self.offsets is None and self.values is None and self.indices.dim() == 1
+
+
+def split(given: Sequence[Any], named: Dict[str, Any], **behind: Any) -> Tuple[Arguments, List[Any]]:
+    """The arguments of a loss, and what a schema has ``behind`` them, with its defaults."""
+    count = len(Arguments._fields)
+    behind.update(zip(behind, given[count:]))
+    behind.update((name, named[name]) for name in behind if name in named)
+    options = {name: value for name, value in named.items() if name not in behind}
+    return Arguments(*given[:count], **options), list(behind.values())
 
 
 class _Rule(NamedTuple):

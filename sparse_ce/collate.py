@@ -115,6 +115,7 @@ def _stack_jagged(targets: Sequence[SparseTarget], shape: List[int], row_mask: O
             bases[entries] = base
             base += t.indices.shape[0]
             parts.append(t)
+        assert t.offsets is not None
         ranges.append(_pad(ranges_of(t.offsets) + bases[entries], shape + [2], 0))  # [0, 0): a row without entries
     values = None
     if any(t.values is not None for t in parts):

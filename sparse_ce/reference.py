@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .arguments import Arguments, arithmetic_dtype
+from .arguments import Arguments, arithmetic_dtype, split
 from .guarded import normalize, times
 
 
@@ -199,27 +199,24 @@ def _head_logits(input: Tensor, linear_weight: Tensor, linear_bias: Optional[Ten
 def linear_forward(input: Tensor, linear_weight: Tensor, linear_bias: Optional[Tensor], *given: Any,
                    **named: Any) -> Tuple[Tensor, Tensor]:
     """``torch.ops.sparse_ce.linear_forward``; how the rows are chunked makes no difference here."""
-    a = Arguments(*given[:len(Arguments._fields)], **named)
+    a, _ = split(given, named, chunk_rows=None)
     return forward(_head_logits(input, linear_weight, linear_bias, a)[2], *a)
 
 
 def linear_mean(input: Tensor, linear_weight: Tensor, linear_bias: Optional[Tensor], *given: Any,
-                normalizer: Optional[Tensor] = None, **named: Any) -> Tuple[Tensor, Tensor]:
+                **named: Any) -> Tuple[Tensor, Tensor]:
     """``torch.ops.sparse_ce.linear_mean``."""
-    count = len(Arguments._fields)
-    a = Arguments(*given[:count], **named)
+    a, (normalizer, _) = split(given, named, normalizer=None, chunk_rows=None)
     loss, lse = linear_forward(input, linear_weight, linear_bias, *a)
-    return loss_mean(loss, given[count] if len(given) > count else normalizer, *a.tensors, a.ignore_index)[0], lse
+    return loss_mean(loss, normalizer, *a.tensors, a.ignore_index)[0], lse
 
 
 def linear_backward(grad_loss: Tensor, grad_lse: Optional[Tensor], input: Tensor, linear_weight: Tensor,
-                    linear_bias: Optional[Tensor], lse: Tensor, lse_residual: Optional[Tensor],
-                    *given: Any) -> Tuple[Tensor, Tensor, Tensor, Tensor]:
+                    linear_bias: Optional[Tensor], lse: Tensor, lse_residual: Optional[Tensor], *given: Any,
+                    **named: Any) -> Tuple[Tensor, Tensor, Tensor, Tensor]:
     """``torch.ops.sparse_ce.linear_backward``: the gradients for input, weight, bias and values, (0,) if not wanted."""
-    count = len(Arguments._fields)
-    a = Arguments(*given[:count])
-    defaults = (None, True, True, True, False)
-    _, input_grad, weight_grad, bias_grad, values_grad = given[count:] + defaults[max(0, len(given) - count):]
+    a, (_, input_grad, weight_grad, bias_grad, values_grad) = split(
+        given, named, chunk_rows=None, input_grad=True, weight_grad=True, bias_grad=True, values_grad=False)
     x, w, logits = _head_logits(input, linear_weight, linear_bias, a)
     padding = linear_weight.shape[0] - w.shape[0]
     dz = backward(grad_loss, grad_lse, logits, lse, lse_residual, *a)

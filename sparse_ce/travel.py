@@ -70,7 +70,7 @@ def _adapt(operations: Any) -> None:
     operations._gpu_gather = gather_filled
     for name, module in list(sys.modules.items()):
         if name.partition(".")[0] == "accelerate" and vars(module).get("concatenate") is concatenate:
-            module.concatenate = concatenate_filled
+            setattr(module, "concatenate", concatenate_filled)
 
 
 class _WhenImported(importlib.abc.MetaPathFinder):

@@ -25,7 +25,7 @@ import torch  # noqa: E402
 
 import cases  # noqa: E402
 import sparse_ce  # noqa: E402
-from sparse_ce import foresight  # noqa: E402
+from sparse_ce.ops import forecast  # noqa: E402
 
 torch.sparse.check_sparse_tensor_invariants.disable()  # PyTorch's default, said aloud: it warns where nobody chose
 
@@ -38,7 +38,7 @@ def device(request):
 @pytest.fixture(autouse=True)
 def no_forecast():
     """Otherwise it would hang on the test before whether forward makes the gradient."""
-    foresight._upstream.clear()
+    forecast._upstream.clear()
 
 
 @pytest.fixture(autouse=True)

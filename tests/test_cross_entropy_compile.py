@@ -30,8 +30,8 @@ def test_opcheck_of_the_differentiable_ops(kind, requires_grad, device):
     torch.library.opcheck(ops.backward.default, (rows, None, logits, lse, torch.zeros_like(lse), *target), options)
     torch.library.opcheck(ops.backward.default, (rows, rows.detach(), logits, lse, None, *target))
     loss = rows.detach().requires_grad_(requires_grad)
-    torch.library.opcheck(ops.mean.default, (loss, *target), dict(num_classes=logits.shape[1]))
-    torch.library.opcheck(ops.mean.default, (loss, *target), dict(num_classes=7, normalizer=rows.detach()[0].clone()))
+    torch.library.opcheck(ops.loss_mean.default, (loss, None, *target))
+    torch.library.opcheck(ops.loss_mean.default, (loss, rows.detach()[0].clone(), *target))
     if target[1] is not None:
         torch.library.opcheck(ops.backward_values.default, (rows, logits, lse, torch.zeros_like(lse), *target), options)
 
@@ -152,7 +152,7 @@ def test_values_and_second_use_of_the_logits_in_a_graph(device):
 
     def f(x, i, v):
         z = x * 2
-        return cross_entropy(z, (i, v), inplace_backward=True) + z.square().sum()
+        return cross_entropy(z, (i, v), inplace="backward") + z.square().sum()
 
     i, grads = draw.integers(11, 6, 2), []
     inputs = draw.normal(6, 11), draw.uniform(6, 2)

@@ -9,7 +9,7 @@ from cases import FORMS, Draw
 from close import assert_bitwise_equal
 from loops import SEQUENCES, TinyLM, batch, gradients, reference_step
 from sparse_ce import SparseTarget, cross_entropy
-from sparse_ce.functional import as_target
+from sparse_ce.target import as_target
 from sparse_ce.parallel import split
 
 LAYOUTS = ["labels-target", "topk-target", "topk-masked", "coo-target", "csr-target-ignore-empty", "jagged",

@@ -10,13 +10,14 @@ import sparse_ce
 from cases import DTYPES, FORMS, Draw
 from close import assert_bitwise_equal
 from loss_cases import FORECAST_OPTIONS
-from sparse_ce import cross_entropy, foresight
+from sparse_ce import cross_entropy
+from sparse_ce.ops import forecast
 
 
 @pytest.fixture
 def makes(monkeypatch):
     """The forwards that made a gradient, as a list that grows."""
-    calls, op = [], sparse_ce.ops._ops.forward_with_gradient
+    calls, op = [], torch.ops.sparse_ce.forward_with_gradient
 
     class Ops:
         def __getattr__(self, name):
@@ -26,7 +27,7 @@ def makes(monkeypatch):
             calls.append(args[0].item())
             return op(*args)
 
-    monkeypatch.setattr(sparse_ce.ops, "_ops", Ops())
+    monkeypatch.setattr(sparse_ce.ops.cross_entropy, "ops", Ops())
     return calls
 
 
@@ -71,7 +72,7 @@ def test_rows_in_parts_many_rows_and_none(rows, vocab, dtype, makes):
 def test_a_few_long_rows_are_shared_out_by_parts(dtype, makes, threads):
     x, *target = example(dtype, 2, 100_003)
     expected = grad_of(cross_entropy(x, tuple(target)), x, 3.0)
-    sparse_ce.foresight._upstream.clear()
+    forecast._upstream.clear()
     threads(4)  # more than rows
     grads = [grad_of(cross_entropy(x, tuple(target)), x, 3.0) for _ in range(2)]
     assert makes == [3.0]
@@ -85,7 +86,7 @@ def test_another_upstream_gradient_gives_another_gradient(makes):
     ahead = [grad_of(cross_entropy(x, tuple(target)), x, u) for u in upstream]
     assert makes[:5] == [1.0, 1.0, 65536.0, 65536.0, 0.0] and len(makes) == 6
     for u, grad in zip(upstream, ahead):
-        foresight._upstream.clear()
+        forecast._upstream.clear()
         assert_bitwise_equal(grad, grad_of(cross_entropy(x, tuple(target)), x, u))
 
 
@@ -97,7 +98,7 @@ def test_an_upstream_gradient_that_its_owner_overwrites(makes):
     loss = cross_entropy(x, tuple(target))
     upstream.mul_(3)
     grad, = torch.autograd.grad(loss, x, upstream)
-    foresight._upstream.clear()
+    forecast._upstream.clear()
     assert_bitwise_equal(grad, grad_of(cross_entropy(x, tuple(target)), x, 6.0))
     assert makes == [2.0]
 
@@ -159,7 +160,7 @@ def test_a_forward_without_a_backward_makes_one_gradient_and_no_more(makes):
         cross_entropy(x, tuple(target))
     cross_entropy(x.detach(), tuple(target))
     cross_entropy(x, tuple(target), reduction="none")
-    cross_entropy(x, tuple(target), inplace_backward=True)
+    cross_entropy(x, tuple(target), inplace="backward")
     assert makes == [1.0]
     cross_entropy(x, tuple(target))
     assert makes == [1.0, 1.0]

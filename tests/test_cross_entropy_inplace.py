@@ -1,4 +1,4 @@
-"""``inplace_backward``: whose memory the gradient takes, and what notices. Without it nothing is overwritten."""
+"""``inplace="backward"``: whose memory the gradient takes, and what notices. Without it nothing is overwritten."""
 
 import pytest
 import torch
@@ -27,7 +27,7 @@ def test_the_gradient_is_the_same_and_takes_the_memory_of_the_logits(form, dtype
     expected, = torch.autograd.grad(cross_entropy(leaf, target, **OPTIONS), leaf, upstream)
     leaf = x.clone().requires_grad_()
     logits = leaf * 1
-    loss = cross_entropy(logits, target, inplace_backward=True, **OPTIONS)
+    loss = cross_entropy(logits, target, inplace="backward", **OPTIONS)
     assert_bitwise_equal(logits.detach(), x)  # forward does not write
     grad, = torch.autograd.grad(loss, logits, upstream)
     assert grad.data_ptr() == logits.data_ptr()
@@ -47,7 +47,7 @@ def test_entries_in_any_order_are_read_before_they_are_overwritten(rows, dtype, 
     grads = []
     for inplace in (False, True):
         logits = x.clone().requires_grad_()
-        loss = cross_entropy(logits, target, weight, reduction="sum", inplace_backward=inplace)
+        loss = cross_entropy(logits, target, weight, reduction="sum", inplace="backward" if inplace else False)
         grads.append(torch.autograd.grad(loss, logits)[0])
     assert_bitwise_equal(*grads)
 
@@ -58,7 +58,7 @@ def test_the_gradient_flows_on(device):
     results = []
     for inplace in (False, True):
         head = draw.normal(11, 5).mul(0).add(torch.arange(5, device=device)).requires_grad_()
-        cross_entropy(hidden @ head.t(), labels, inplace_backward=inplace).backward()
+        cross_entropy(hidden @ head.t(), labels, inplace="backward" if inplace else False).backward()
         results.append(head.grad)
     assert_bitwise_equal(*results)
 
@@ -67,7 +67,7 @@ def test_the_gradient_flows_on(device):
 def test_a_second_backward_is_an_error_and_not_a_wrong_number(form, device):
     x, target, upstream = example(form, device)
     logits = x.requires_grad_() * 1
-    loss = cross_entropy(logits, target, inplace_backward=True, **OPTIONS)
+    loss = cross_entropy(logits, target, inplace="backward", **OPTIONS)
     loss.backward(upstream, retain_graph=True)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward(upstream)
@@ -79,7 +79,7 @@ def test_another_user_of_the_logits_gets_its_gradient_or_an_error(device):
 
     def total(x, inplace, order):
         logits = x * 1
-        parts = [lambda: cross_entropy(logits, labels, inplace_backward=inplace), lambda: logits.square().sum()]
+        parts = [lambda: cross_entropy(logits, labels, inplace="backward" if inplace else False), lambda: logits.square().sum()]
         return sum(part() for part in parts[::order])
 
     for order, raises in ((1, False), (-1, True)):  # autograd runs the latest first
@@ -104,7 +104,7 @@ def test_what_cannot_be_overwritten_gets_a_gradient_of_its_own(layout, device):
     results = []
     for inplace in (False, True):
         leaf = base.detach().requires_grad_()
-        loss = cross_entropy(leaf, labels, inplace_backward=inplace)
+        loss = cross_entropy(leaf, labels, inplace="backward" if inplace else False)
         results.append(torch.autograd.grad(loss, leaf, create_graph=create_graph)[0])
         if layout != "strided rows":
             assert_bitwise_equal(leaf.detach(), base)
@@ -123,7 +123,7 @@ def test_columns_beside_strided_rows_are_not_written(device):
     logits = (leaf * 1)[:, :11]
     beside = logits._base.detach()[:, 11:].clone()
     expected, = torch.autograd.grad(cross_entropy(logits, labels), logits, retain_graph=True)
-    grad, = torch.autograd.grad(cross_entropy(logits, labels, inplace_backward=True), logits)
+    grad, = torch.autograd.grad(cross_entropy(logits, labels, inplace="backward"), logits)
     assert_bitwise_equal(grad, expected)
     assert_bitwise_equal(logits._base.detach()[:, 11:], beside)
 
@@ -142,6 +142,6 @@ def test_evaluation_writes_nothing(device):
     x, target, _ = example("tuple", device)
     before = x.clone()
     with torch.no_grad():
-        cross_entropy(x, target, inplace_backward=True, **OPTIONS)
-    cross_entropy(x, target, inplace_backward=True, **OPTIONS)
+        cross_entropy(x, target, inplace="backward", **OPTIONS)
+    cross_entropy(x, target, inplace="backward", **OPTIONS)
     assert_bitwise_equal(x, before)

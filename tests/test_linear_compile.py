@@ -13,7 +13,8 @@ from cases import FORMS, Draw
 from close import assert_bitwise_equal
 from compiling import DYNAMIC, dirty_allocator, op_arguments
 from linear_cases import example, fused
-from sparse_ce import LinearSparseCrossEntropyLoss, SparseTarget, foresight, linear_cross_entropy
+from sparse_ce import LinearSparseCrossEntropyLoss, SparseTarget, linear_cross_entropy
+from sparse_ce.ops import forecast
 
 ops = torch.ops.sparse_ce
 pytestmark = pytest.mark.usefixtures("fresh_compiler")
@@ -144,7 +145,7 @@ def test_a_compiled_model_has_the_gradients_of_the_eager_one(reduction, dtypes, 
 
     x = head[0].detach()
     expected = torch.autograd.grad(f(x), leaves)
-    assert (device == "cuda" or reduction == "none") != bool(foresight._upstream)
+    assert (device == "cuda" or reduction == "none") != bool(forecast._upstream)
     loss = torch.compile(f, backend="aot_eager", fullgraph=True)(x)
     for a, e in zip(torch.autograd.grad(loss, leaves), expected):
         assert a.dtype == e.dtype
@@ -268,7 +269,7 @@ def test_compiled_gradients_have_the_bits_of_eager_ones_made_without_a_forecast(
     def loss_of(head, labels):
         return fused(head, labels)
 
-    foresight._upstream.clear()
+    forecast._upstream.clear()
     first, foreseen = step(loss_of), step(loss_of)
     compiled = step(torch.compile(loss_of, fullgraph=True, dynamic=False))
     for c, e in zip(compiled, first):

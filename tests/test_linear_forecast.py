@@ -12,7 +12,8 @@ from close import assert_bitwise_equal
 from dense import arithmetic
 from linear_cases import Traced, example, fused, make_head, scaled
 from loss_cases import FORECAST_OPTIONS
-from sparse_ce import foresight, linear_cross_entropy
+from sparse_ce import linear_cross_entropy
+from sparse_ce.ops import forecast
 
 ops = torch.ops.sparse_ce
 PAIRS = [(d, d) for d in DTYPES] + [(torch.bfloat16, torch.float32), (torch.float16, torch.float32)]
@@ -21,7 +22,7 @@ PAIRS = [(d, d) for d in DTYPES] + [(torch.bfloat16, torch.float32), (torch.floa
 @pytest.fixture
 def makes(monkeypatch):
     """The upstream gradients of the forwards that made gradients, as a list that grows."""
-    calls, op = [], sparse_ce.linear._ops.linear_forward_with_gradient
+    calls, op = [], torch.ops.sparse_ce.linear_forward_with_gradient
 
     class Ops:
         def __getattr__(self, name):
@@ -31,7 +32,7 @@ def makes(monkeypatch):
             calls.append(args[0].item())
             return op(*args)
 
-    monkeypatch.setattr(sparse_ce.linear, "_ops", Ops())
+    monkeypatch.setattr(sparse_ce.ops.linear, "ops", Ops())
     return calls
 
 
@@ -61,7 +62,7 @@ def test_the_same_loss_and_gradients_bit_for_bit(form, dtypes, options, makes):
     with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
         outputs = [fused(head, case.build(values), **options)]
     results.append((*outputs[0], *grads_of(outputs[0][0], leaves, -0.25)))
-    foresight._upstream.clear()
+    forecast._upstream.clear()
     for _ in range(2):
         loss, lse = fused(head, case.build(values), **options)
         results.append((loss, lse, *grads_of(loss, leaves, -0.25)))
@@ -114,7 +115,7 @@ def test_half_precision_waits_for_a_forecast(makes):
         fused([x, *rest], labels)
         assert makes == []
         expected = anew([x, *rest], labels, 1.0)
-        foresight.remember("linear", torch.tensor(65536.0))
+        forecast.remember("linear", torch.tensor(65536.0))
         loss = fused([x, *rest], labels)
         assert makes == [65536.0]
         for a, b in zip(grads_of(loss, [x, *rest]), expected):  # not the one that was foreseen: scaled, it would be inf
@@ -199,7 +200,7 @@ def test_large_gradients_keep_their_memory_while_others_are_made():
 def test_a_backward_that_is_traced_after_a_forward_that_was_not(upstream, dtypes):
     head, labels = example("cpu", *dtypes)
     expected = anew(head, labels, upstream)
-    foresight.remember("linear", torch.tensor(4.0, dtype=arithmetic(dtypes[0])))
+    forecast.remember("linear", torch.tensor(4.0, dtype=arithmetic(dtypes[0])))
     loss = fused(head, labels)
     with Traced():
         ours = grads_of(loss, head, upstream)
@@ -209,7 +210,7 @@ def test_a_backward_that_is_traced_after_a_forward_that_was_not(upstream, dtypes
 
 def test_a_traced_forward_takes_no_forecast(makes):
     head, labels = example("cpu", ignored=False)
-    foresight.remember("linear", torch.tensor(4.0))
+    forecast.remember("linear", torch.tensor(4.0))
     with Traced():
         loss = fused(head, labels)
     assert makes == [1.0]

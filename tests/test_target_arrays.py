@@ -21,7 +21,7 @@ def arrays(target):
     return SparseTarget({name: t.numpy() for name, t in target.items()})
 
 
-@pytest.mark.parametrize("target", targets() + [arrays(t) for t in targets()], ids=lambda t: t.layout)
+@pytest.mark.parametrize("target", targets() + [arrays(t) for t in targets()], ids=lambda t: t.form)
 def test_it_is_no_array_and_says_what_to_do(target):
     predictions = np.array([1, 2, 3])
     asked = [lambda: np.asarray(target), lambda: np.array(target), lambda: np.array(target, dtype=np.int64),

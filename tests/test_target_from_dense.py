@@ -25,7 +25,7 @@ def test_every_entry_that_is_not_zero_is_kept(shape, device):
     target = SparseTarget.from_dense(dense)
     assert target.shape == dense.shape[:-1] and target.num_classes == VOCAB
     assert_bitwise_equal(target.to_dense(), dense)
-    assert target.layout == "jagged" and target.nnz == int(dense.ne(0).sum()) or shape == ()
+    assert target.form == "jagged" and target.nnz == int(dense.ne(0).sum()) or shape == ()
     assert target.indices.is_contiguous()
     x = torch.randn_like(dense)
     expected = (-torch.log_softmax(x, -1) * dense).sum(-1)
@@ -39,7 +39,7 @@ def test_every_entry_that_is_not_zero_is_kept(shape, device):
 def test_k_keeps_the_largest_by_magnitude(k, shape, device):
     dense = dense_rows(device, *shape)
     target = SparseTarget.from_dense(dense, k)
-    assert target.layout == "topk" and target.indices.shape == (*shape, min(k, VOCAB))
+    assert target.form == "topk" and target.indices.shape == (*shape, min(k, VOCAB))
     order = dense.abs().argsort(-1, descending=True)
     dropped = order[..., min(k, VOCAB):]
     assert_bitwise_equal(target.to_dense(), dense.scatter(-1, dropped, 0.0))

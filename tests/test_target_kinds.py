@@ -14,7 +14,7 @@ import sparse_ce
 from cases import FORMS, Draw
 from close import assert_bitwise_equal
 from sparse_ce import SparseTarget, collate, cross_entropy, linear_cross_entropy
-from sparse_ce.functional import as_target
+from sparse_ce.target import as_target
 from sparse_ce.travel import _filled
 
 LOGPROBS = ["topk-logprobs", "topk-logprobs-masked", "jagged-logprobs"]
@@ -283,7 +283,7 @@ def test_ids_count_once_each(device):
     indices = torch.tensor([[1, 2, 2], [3, -100, -100], [-100, -100, -100], [4, 4, 4]], device=device)
     mask = torch.tensor([[1, 1, 1], [1, 1, 1], [1, 1, 1], [0, 1, 1]], device=device)
     target = SparseTarget.from_topk(indices, None, mask=mask, num_classes=6)
-    assert target.values is None and target.layout == "topk" and target.shape == (4,) and target.kind == "probs"
+    assert target.values is None and target.form == "topk" and target.shape == (4,) and target.kind == "probs"
     dense = torch.tensor([[0, 1, 2, 0, 0, 0], [0, 0, 0, 1, 0, 0], [0] * 6, [0, 0, 0, 0, 2, 0]], device=device)
     torch.testing.assert_close(target.to_dense(), dense.float())
     x = torch.randn(4, 6, device=device)

@@ -12,7 +12,7 @@ import torch
 from cases import FORMS, Draw
 from close import assert_bitwise_equal
 from sparse_ce import SparseTarget, cross_entropy
-from sparse_ce.functional import as_target
+from sparse_ce.target import as_target
 
 LAYOUTS = ["labels-target", "topk-target", "topk-masked", "coo-target", "csr-target-ignore-empty", "jagged",
            "jagged-unweighted", "jagged-ranges"]

@@ -44,10 +44,10 @@ class TopKCollator:
     With the Trainer set ``remove_unused_columns=False``: it drops keys that are not arguments of the model.
     """
 
-    def __init__(self, collator: Optional[Callable[[List[Dict[str, Any]]], Dict[str, Any]]] = None, *, ids: str = "teacher_ids",
-                 values: str = "teacher_logprobs", mask: Optional[str] = None, kind: str = "logprobs",
-                 predicts: str = "token", k: Optional[int] = None, padding_side: str = "right",
-                 num_classes: Optional[int] = None) -> None:
+    def __init__(self, collator: Optional[Callable[[List[Dict[str, Any]]], Dict[str, Any]]] = None, *,
+                 ids: str = "teacher_ids", values: str = "teacher_logprobs", mask: Optional[str] = None,
+                 kind: str = "logprobs", predicts: str = "token", k: Optional[int] = None,
+                 padding_side: str = "right", num_classes: Optional[int] = None) -> None:
         check(kind in ("logprobs", "probs", "logits"), f"kind must be 'logprobs', 'probs' or 'logits', got {kind!r}")
         check(predicts in ("token", "next"), f"predicts must be 'token' or 'next', got {predicts!r}")
         check(padding_side in ("right", "left"), f"padding_side must be 'right' or 'left', got {padding_side!r}")

@@ -4,7 +4,7 @@ import functools
 import inspect
 from collections.abc import Mapping
 from types import MethodType
-from typing import Any, Callable, Optional
+from typing import Any, Callable, Dict, Optional, Tuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -18,17 +18,19 @@ from .. import functional
 from ..arguments import Normalizer, check_held
 from ..entries import IGNORE_INDEX
 from ..errors import check, fail
-from ..target import SparseTarget
+from ..target import SparseTarget, as_target
 from .head import HeadInput, Logits
 from .teacher import TopKCollator
 
 # The Trainer and accelerate take apart, pad and gather what they know: tensors, sequences and mappings.
 Mapping.register(SparseTarget)
 
+_MARK = "_sparse_ce"  # an attribute of what is ours
+
 __all__ = ["FusedHead", "TopKCollator", "causal_lm_loss", "fuse_lm_head"]
 
 
-def causal_lm_loss(*, shift: bool = True, **options) -> Callable[..., Tensor]:
+def causal_lm_loss(*, shift: bool = True, **options: Any) -> Callable[..., Tensor]:
     """A loss for ``Trainer(compute_loss_func=...)``: cross entropy of a causal language model's logits.
 
     Args:
@@ -62,14 +64,14 @@ def causal_lm_loss(*, shift: bool = True, **options) -> Callable[..., Tensor]:
             logits = outputs[0]
         return _loss(logits, labels, num_items_in_batch, options, shift=shift)
 
-    loss._sparse_ce = True
+    setattr(loss, _MARK, True)
     return loss
 
 
-def _loss(logits: Any, labels: Any, normalizer: Optional[Normalizer], options: dict, *,
+def _loss(logits: Any, labels: Any, normalizer: Optional[Normalizer], options: Dict[str, Any], *,
           shift: bool) -> Tensor:
     """``logits`` (B, S, V): numbers, or the :class:`Logits` of a fused head."""
-    target = functional.as_target(labels, logits.shape)
+    target = as_target(labels, logits.shape)
     if options.get("ignore_index", IGNORE_INDEX) != IGNORE_INDEX:  # positions that a shift adds are marked with -100
         target = SparseTarget(target.indices, target.values, target.offsets, target.ne(options["ignore_index"]),
                               target.num_classes, target.kind, target.ids)
@@ -80,10 +82,10 @@ def _loss(logits: Any, labels: Any, normalizer: Optional[Normalizer], options: d
         options = {**options, "normalizer": normalizer}
     if isinstance(logits, Logits):
         return logits.loss(target, **options)
-    return functional.cross_entropy(logits, target, **options)
+    return cast(Tensor, functional.cross_entropy(logits, target, **options))
 
 
-def _check_options(loss: Callable, options: dict, *taken: str) -> None:
+def _check_options(loss: Callable[..., Any], options: Dict[str, Any], *taken: str) -> None:
     known = [name for name, parameter in inspect.signature(loss).parameters.items()
              if parameter.default is not inspect.Parameter.empty]
     refused = {"normalizer", "return_lse", "linear_bias", *taken}
@@ -95,7 +97,7 @@ def _check_options(loss: Callable, options: dict, *taken: str) -> None:
     check_held(options.get("weight"), None, options)
 
 
-def fuse_lm_head(model: nn.Module, *, eval_logits: bool = True, **options) -> "FusedHead":
+def fuse_lm_head(model: Any, *, eval_logits: bool = True, **options: Any) -> "FusedHead":
     """Makes ``model.forward`` go from hidden states to the loss without logits, wherever it gets labels.
 
     The model's own code runs; between its head and its loss the logits are a formula (``sparse_ce.integrations.head``),
@@ -128,14 +130,14 @@ def fuse_lm_head(model: nn.Module, *, eval_logits: bool = True, **options) -> "F
         model = inner
     check("labels" in inspect.signature(model.forward).parameters,
            f"model must have a forward that takes labels, got {type(model).__name__}")
-    check(not hasattr(model.loss_function, "_sparse_ce"), f"model must not be fused yet, got a fused "
+    check(not hasattr(model.loss_function, _MARK), f"model must not be fused yet, got a fused "
            f"{type(model).__name__}")
     check(model.loss_function is ForCausalLMLoss, "model must have the loss of causal language models, "
            f"ForCausalLMLoss, got {getattr(model.loss_function, '__name__', model.loss_function)}")
     return FusedHead(model, _check_head(model), eval_logits, options)
 
 
-def _check_head(model: PreTrainedModel) -> nn.Module:
+def _check_head(model: Any) -> Any:
     head = model.get_output_embeddings()
     if head is None:
         fail(f"model must have an output head, got {type(model).__name__} without one", TypeError)
@@ -154,7 +156,7 @@ def _check_head(model: PreTrainedModel) -> nn.Module:
 class FusedHead:
     """What :func:`fuse_lm_head` did to a model; :meth:`remove` undoes it."""
 
-    def __init__(self, model: PreTrainedModel, head: nn.Linear, eval_logits: bool, options: dict):
+    def __init__(self, model: Any, head: nn.Linear, eval_logits: bool, options: Dict[str, Any]) -> None:
         self.model, self.eval_logits, self.options, self.active = model, eval_logits, options, True
         self._own = {name: model.__dict__[name] for name in ("forward", "_loss_function") if name in model.__dict__}
         forward = self._own.get("forward")
@@ -180,20 +182,20 @@ class FusedHead:
         self.model.__dict__.update({k: v for k, v in self._own.items() if k not in self.model.__dict__})
 
     def _loss(self) -> Callable[..., Tensor]:
-        def loss_function(logits, labels, vocab_size=None, num_items_in_batch=None, ignore_index=IGNORE_INDEX,
-                          shift_labels=None, **kwargs) -> Tensor:
+        def loss_function(logits: Any, labels: Any, vocab_size: Any = None, num_items_in_batch: Any = None,
+                          ignore_index: int = IGNORE_INDEX, shift_labels: Any = None, **kwargs: Any) -> Tensor:
             shift = shift_labels is None
             return _loss(logits, labels if shift else shift_labels, num_items_in_batch,
                          {"ignore_index": ignore_index, **self._options(logits)}, shift=shift)
 
-        loss_function._sparse_ce = self
+        setattr(loss_function, _MARK, self)
         return loss_function
 
-    def _options(self, logits: Any) -> dict:
+    def _options(self, logits: Any) -> Dict[str, Any]:
         return {k: v for k, v in self.options.items() if k != "chunk_rows" or isinstance(logits, Logits)}
 
-    def _forward(self, signature: inspect.Signature) -> Callable:
-        def forward(module, *args, **kwargs):
+    def _forward(self, signature: inspect.Signature) -> Callable[..., Any]:
+        def forward(module: Any, *args: Any, **kwargs: Any) -> Any:
             labels = kwargs.get("labels", args[self._labels_at] if len(args) > self._labels_at else None)
             wanted = self.eval_logits and not (module.training or torch.is_grad_enabled())
             if labels is None or wanted or not self.active:
@@ -209,17 +211,17 @@ class FusedHead:
             return _without_logits(module, output)
 
         module = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)
-        forward.__signature__ = signature.replace(parameters=[module, *signature.parameters.values()])
+        setattr(forward, "__signature__", signature.replace(parameters=[module, *signature.parameters.values()]))
         return forward
 
-    def _replicate(self, model: PreTrainedModel) -> PreTrainedModel:
+    def _replicate(self, model: Any) -> Any:
         """A replica of DataParallel has the attributes of the model it was made from: bind its forward to itself."""
         replica = type(model)._replicate_for_data_parallel(model)
         replica.forward = MethodType(self._fused, replica)
         return replica
 
 
-def _enter_head(head: nn.Module, args: tuple) -> Optional[tuple]:
+def _enter_head(head: nn.Module, args: Tuple[Any, ...]) -> Optional[Tuple[HeadInput]]:
     return (HeadInput(*args),) if getattr(head, "_sparse_ce_fusing", False) else None
 
 
@@ -233,25 +235,25 @@ def _without_logits(module: nn.Module, output: Any) -> Any:
     return tuple(v for v in items if not isinstance(v, Logits))
 
 
-def _without_label_smoother(compute_loss: Callable) -> Callable:
+def _without_label_smoother(compute_loss: Callable[..., Any]) -> Callable[..., Any]:
     """``Trainer.compute_loss`` that refuses ``label_smoothing_factor`` where the Trainer would drop it (it has a loss
     function), make the logits of a fused head for it, or fail in it (soft labels). Nowhere else do these meet."""
 
     @functools.wraps(compute_loss)
-    def checked(self, model, inputs, *args, **kwargs):
+    def checked(self: Any, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         smoother = getattr(self, "label_smoother", None)
-        if smoother is not None and (hasattr(self.compute_loss_func, "_sparse_ce")
+        if smoother is not None and (hasattr(self.compute_loss_func, _MARK)
                                      or isinstance(inputs.get("labels"), SparseTarget)
-                                     or any(hasattr(m.__dict__.get("_loss_function"), "_sparse_ce")
+                                     or any(hasattr(m.__dict__.get("_loss_function"), _MARK)
                                             for m in model.modules())):
             given = self.args.label_smoothing_factor
             fail(f"label_smoothing_factor must be 0 with soft labels and with the losses of sparse_ce, got {given}; "
                   f"use causal_lm_loss(label_smoothing={given}) or fuse_lm_head(model, label_smoothing={given})")
         return compute_loss(self, model, inputs, *args, **kwargs)
 
-    checked._sparse_ce = True
+    setattr(checked, _MARK, True)
     return checked
 
 
-if not hasattr(Trainer.compute_loss, "_sparse_ce"):  # a reload of this module must not wrap it twice
-    Trainer.compute_loss = _without_label_smoother(Trainer.compute_loss)
+if not hasattr(Trainer.compute_loss, _MARK):  # a reload of this module must not wrap it twice
+    setattr(Trainer, "compute_loss", _without_label_smoother(Trainer.compute_loss))

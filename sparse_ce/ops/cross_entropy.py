@@ -111,8 +111,8 @@ def refuse_weight_grad(weight: Optional[Tensor]) -> None:
 
 
 @register_autograd("forward")
-def _forward(logits: Tensor, *arguments: Any) -> Tuple[Tensor, Tensor]:
-    return _run(logits, Arguments(*arguments))
+def _forward(logits: Tensor, *arguments: Any, **named: Any) -> Tuple[Tensor, Tensor]:
+    return _run(logits, Arguments(*arguments, **named))
 
 
 def _run(logits: Tensor, a: Arguments, inplace: bool = False, mean: bool = False,

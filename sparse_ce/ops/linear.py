@@ -7,13 +7,13 @@ saved for backward go through hooks (checkpointing, offloading), nor in float16 
 hold them; whatever they do not answer is answered by ``linear_backward``, which is an op with a derivative of its own.
 """
 
-from typing import Any, List, NamedTuple, Optional, Sequence, Tuple
+from typing import Any, Dict, List, NamedTuple, Optional, Sequence, Tuple
 
 import torch
 from torch import Tensor
 
 from .. import reference
-from ..arguments import Arguments, arithmetic_dtype
+from ..arguments import Arguments, arithmetic_dtype, split
 from ..tracing import eager
 from . import forecast
 from .cross_entropy import refuse_weight_grad
@@ -142,22 +142,17 @@ def _run(head: Head, a: Arguments, chunk_rows: Optional[int], mean: bool,
         return out
 
 
-def _split(given: Sequence[Any], *defaults: Any) -> Tuple[Arguments, Tuple[Any, ...]]:
-    """The arguments of a loss, and what the schema has behind them, without which it may come."""
-    count = len(Arguments._fields)
-    behind = tuple(given[count:])
-    return Arguments(*given[:count]), behind + defaults[len(behind):]
-
-
 @register_autograd("linear_forward")
-def _forward(input: Tensor, linear_weight: Tensor, linear_bias: Optional[Tensor], *given: Any) -> Tuple[Tensor, Tensor]:
-    a, (chunk_rows,) = _split(given, None)
+def _forward(input: Tensor, linear_weight: Tensor, linear_bias: Optional[Tensor], *given: Any,
+             **named: Any) -> Tuple[Tensor, Tensor]:
+    a, (chunk_rows,) = split(given, named, chunk_rows=None)
     return _run(Head(input, linear_weight, linear_bias), a, chunk_rows, False, None)
 
 
 @register_autograd("linear_mean")
-def _mean(input: Tensor, linear_weight: Tensor, linear_bias: Optional[Tensor], *given: Any) -> Tuple[Tensor, Tensor]:
-    a, (normalizer, chunk_rows) = _split(given, None, None)
+def _mean(input: Tensor, linear_weight: Tensor, linear_bias: Optional[Tensor], *given: Any,
+          **named: Any) -> Tuple[Tensor, Tensor]:
+    a, (normalizer, chunk_rows) = split(given, named, normalizer=None, chunk_rows=None)
     return _run(Head(input, linear_weight, linear_bias), a, chunk_rows, True, normalizer)
 
 
@@ -180,8 +175,9 @@ def _(input: Tensor, *args: Any, **kwargs: Any) -> Tuple[Tensor, ...]:
     return per_row(input).new_empty(()), per_row(input)
 
 
-def _fake_gradients(head: Head, given: Sequence[Any]) -> Tuple[Tensor, ...]:
-    a, (_, *wanted) = _split(given, None, True, True, True, False)
+def _fake_gradients(head: Head, given: Sequence[Any], named: Dict[str, Any]) -> Tuple[Tensor, ...]:
+    a, (_, *wanted) = split(given, named, chunk_rows=None, input_grad=True, weight_grad=True, bias_grad=True,
+                            values_grad=False)
     likes = *head, a.indices.to(arithmetic_dtype(head.input.dtype))
     return tuple(head.input.new_empty((0,)) if like is None or not want else like.new_empty(like.shape)
                  for like, want in zip(likes, wanted))
@@ -189,16 +185,17 @@ def _fake_gradients(head: Head, given: Sequence[Any]) -> Tuple[Tensor, ...]:
 
 @register_fake("linear_backward")
 def _(grad_loss: Tensor, grad_lse: Optional[Tensor], input: Tensor, linear_weight: Tensor,
-      linear_bias: Optional[Tensor], lse: Tensor, lse_residual: Optional[Tensor], *given: Any) -> Tuple[Tensor, ...]:
-    return _fake_gradients(Head(input, linear_weight, linear_bias), given)
+      linear_bias: Optional[Tensor], lse: Tensor, lse_residual: Optional[Tensor], *given: Any,
+      **named: Any) -> Tuple[Tensor, ...]:
+    return _fake_gradients(Head(input, linear_weight, linear_bias), given, named)
 
 
 @register_fake("linear_forward_with_gradient")
 def _(grad_mean: Tensor, normalizer: Optional[Tensor], input: Tensor, linear_weight: Tensor,
-      linear_bias: Optional[Tensor], *given: Any) -> Tuple[Tensor, ...]:
+      linear_bias: Optional[Tensor], *given: Any, **named: Any) -> Tuple[Tensor, ...]:
     scalar = per_row(input).new_empty(())
     return (scalar, torch.empty_like(scalar), per_row(input), per_row(input),
-            *_fake_gradients(Head(input, linear_weight, linear_bias), given))
+            *_fake_gradients(Head(input, linear_weight, linear_bias), given, named))
 
 
 @register_fake("scale_")
