@@ -13,6 +13,7 @@ from cases import DTYPES, FORMS, Draw
 from close import assert_bitwise_equal, assert_close_to_float64
 from linear_cases import MIXED, ROUTES, dense_result, double, example, fused, make_head, plain
 from sparse_ce import cross_entropy, linear_cross_entropy, reference
+from sparse_ce.arguments import Arguments
 
 ops = torch.ops.sparse_ce
 OPTIONS = dict(ignore_index=3, label_smoothing=0.1, z_loss=0.02, logit_scale=1.3, softcap=7.0, num_classes=9)
@@ -35,7 +36,7 @@ def arguments(kind, device, rows=13, vocab=11, width=5, dtype=torch.float64):
         "csr": (indices.view(-1), values.view(-1), crow.int(), weight, mask),
         "ranges": (indices.view(-1), values.view(-1), torch.stack([crow[:-1], crow[1:] - 1], 1)[shuffled], None, mask),
     }[kind]
-    ignored = reference.ignored_rows(target[0], target[2], target[4], OPTIONS["ignore_index"], rows)
+    ignored = reference.ignored_rows(Arguments(*target, OPTIONS["ignore_index"]), rows)
     assert ignored.any() and not ignored.all()
     head[0][ignored] = torch.nan
     head[1][9:], head[2][9:] = torch.nan, torch.inf
