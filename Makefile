@@ -2,6 +2,7 @@
 # make test    everything: builds, installs, runs all tests
 # make test-paths   the tests of the kernels again, on each CPU path that `make test` has not taken
 # make bench   speed and memory beside the peers
+# make docs    the pages of docs/ with an API reference, into build/site; needs neither torch nor a compiler
 # make test-wheel   one wheel, built with a CUDA torch, tested under a CPU torch (3 GB of downloads)
 # make sdist        the source distribution, and a wheel built from it
 # make gpu-kit      what a machine with a GPU and without a network needs, into gpu-kit/
@@ -21,7 +22,7 @@ NOT_OF_KERNELS := $(wildcard tests/test_*build*.py tests/test_install.py tests/t
 	tests/test_benchmarks.py tests/test_collection.py tests/test_examples.py tests/test_trainer*.py \
 	tests/test_lightning.py tests/test_distributed.py)
 
-.PHONY: demo test test-paths bench test-wheel sdist clean
+.PHONY: demo test test-paths bench docs test-wheel sdist clean
 
 demo: $(VENV)/.demo
 	$(BIN)/python examples/train_next_distribution.py
@@ -38,6 +39,15 @@ test-paths: $(VENV)/.tests
 
 bench: $(VENV)/.bench
 	$(BIN)/python benchmarks/run.py
+
+docs: build/docs/.environment
+	NO_MKDOCS_2_WARNING=1 build/docs/bin/python -m mkdocs build --quiet --strict
+
+build/docs/.environment: pyproject.toml
+	$(PYTHON) -m venv build/docs
+	build/docs/bin/python -m pip install -q --upgrade pip
+	build/docs/bin/python -m pip install -q --group docs
+	touch $@
 
 $(VENV)/.environment: pyproject.toml
 	$(PYTHON) -m venv $(VENV)

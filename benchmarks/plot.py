@@ -58,7 +58,8 @@ def plot_memory(record: Dict[str, Any], path: Path) -> bool:
     figure, axes = plt.subplots(1, 2, figsize=(10.5, 3), layout="constrained")
     (loss,), (head,) = losses, heads
     _draw_shares(axes[0], loss, _METHODS)
-    axes[0].set_title(f"loss of logits, {_short(loss['title'])}\nbeyond logits and target, the gradient included", fontsize=9)
+    axes[0].set_title(f"loss of logits, {_short(loss['title'])}\nbeyond logits and target, the gradient included",
+                      fontsize=9)
     _draw_shares(axes[1], head, {_BOTH: "sparse_ce.linear_cross_entropy",
                                  "F.linear_cross_entropy, class index": "F.linear_cross_entropy"})
     axes[1].set_title(f"{_short(head['title'])}\nbeyond inputs and gradients", fontsize=9)

@@ -129,7 +129,7 @@ def update_results(found: records.Record) -> None:
         kept = json.loads(path.read_text())
         latest.pop(kept["device"], None)
         latest[kept["device"]] = kept
-    pictures: Dict[str, Tuple[str, str]] = {}  # file: its device and text; the last device of a type that has such problems
+    pictures: Dict[str, Tuple[str, str]] = {}  # file: its device, the last of a type with such problems, and its text
     for kept in latest.values():
         for name, text, draw in (("time", "time of a step's loss by method", plot_time),
                                  ("memory", "memory of a step's loss by method", plot_memory)):
