@@ -1,9 +1,13 @@
-"""What MkDocs adds to the pages: tables and pictures of the records, all measurements, and llms.txt."""
+"""What MkDocs adds to the pages: tables and pictures of the records, all measurements, and llms.txt.
+
+It also sees to it that a browser loads nothing from the network: links lead there, but no script, font or picture.
+"""
 
 import re
 import sys
 from pathlib import Path
 
+from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -11,6 +15,8 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 import tables  # noqa: E402
 
 _TABLE = re.compile(r"^<!-- records: (.+) -->$", re.MULTILINE)
+_LOADED = re.compile(r"""<link[^>]*href=["']?(?:https?:)?//[^>]*|src=["']?(?:https?:)?//[^\s>]*|"""
+                     r"""(?:url\(|@import)\s*["']?(?:https?:)?//[^\s)]*""")
 _pages = {}  # name: title and text
 
 
@@ -49,3 +55,7 @@ def on_post_build(config):
         if name != "api.md":
             (site / name).write_text(text)
     (site / "llms.txt").write_text("\n".join(lines) + "\n")
+    for path in (path for ending in ("html", "css") for path in site.rglob(f"*.{ending}")):
+        found = _LOADED.search(path.read_text())
+        if found:
+            raise PluginError(f"{path.name} must load nothing from the network, got {found[0]}")

@@ -13,7 +13,7 @@ import sparse_ce
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "benchmarks"))
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-LIBRARIES = ("accelerate", "lightning", "transformers")
+LIBRARIES = {"accelerate": "1.15", "lightning": "2.5", "transformers": "5.23"}
 checkout = pytest.mark.skipif(not (ROOT / "mkdocs.yml").exists(),
                               reason="a source distribution has neither the site's settings nor the records")
 
@@ -40,7 +40,7 @@ def test_the_pages_with_code_are_found():
 def test_the_code_of_a_page_runs(page, tmp_path, monkeypatch):
     needed = [name for name in LIBRARIES if re.search(rf"^(from|import) {name}\b", session(page), re.MULTILINE)]
     for name in needed:
-        pytest.importorskip(name)
+        pytest.importorskip(name, minversion=LIBRARIES[name])
     if not needed:
         monkeypatch.chdir(tmp_path)
         exec(compile(session(page), str(page), "exec"), {"__name__": "__main__"})
