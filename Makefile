@@ -5,6 +5,7 @@
 # make lint         ruff, mypy, clang-format, and what CONTRIBUTING says of the sources
 # make mutants      breaks the code on purpose, one change at a time; MUTANTS="cpu tile.cpp" for some
 # make bench        speed and memory beside the peers
+# make docs         the pages of docs/ with an API reference, into build/site; needs neither torch nor a compiler
 # make test-wheel   one wheel, built with a CUDA torch, tested under a CPU torch (3 GB of downloads)
 # make sdist        the source distribution, and a wheel built from it
 # make gpu-kit      what a machine with a GPU and without a network needs, into gpu-kit/
@@ -20,7 +21,7 @@ SOURCES := setup.py pyproject.toml build_backend.py $(wildcard csrc/*.* csrc/*/*
 # Two processes of a thread each; the tests of a file share what they have compiled.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
 
-.PHONY: demo test test-all kernels lint mutants bench test-wheel sdist gpu-kit clean
+.PHONY: demo test test-all kernels lint mutants bench docs test-wheel sdist gpu-kit clean
 
 demo: $(VENV)/.demo
 	$(BIN)/python examples/train_next_distribution.py
@@ -49,6 +50,15 @@ mutants: $(VENV)/.tests
 
 bench: $(VENV)/.bench
 	$(BIN)/python benchmarks/run.py
+
+docs: build/docs/.environment
+	NO_MKDOCS_2_WARNING=1 build/docs/bin/python -m mkdocs build --quiet --strict
+
+build/docs/.environment: pyproject.toml
+	$(PYTHON) -m venv build/docs
+	build/docs/bin/python -m pip install -q --upgrade pip
+	build/docs/bin/python -m pip install -q --group docs
+	touch $@
 
 $(VENV)/.environment: pyproject.toml
 	$(PYTHON) -m venv $(VENV)

@@ -1,6 +1,6 @@
 """Times sparse_ce and its peers against the floor: ``python benchmarks/run.py [--quick] [--device cpu|cuda]``.
 
-Every result is checked against float64 before it is timed. Writes <date>-<device>.json, .md and .png to --out;
+Every result is checked against float64 before it is timed. Writes <date>-<device>.json, .md and two pictures to --out;
 --update-results also keeps the record in benchmarks/records and makes RESULTS.md and the plots again from the records.
 With a file, a record of this program or of gpu_acceptance.py, it keeps that one and measures nothing.
 """
@@ -121,18 +121,18 @@ def measure(shape: Shape, device: torch.device, repeats: int) -> Dict[str, Any]:
 
 
 def update_results(found: records.Record) -> None:
-    """Keeps the record; RESULTS.md from the latest of each device, a plot from the latest of each type of device."""
-    from plot import plot, plot_linear
+    """Keeps the record; RESULTS.md from the latest of each device, pictures from the latest of each type of device."""
+    from plot import plot_memory, plot_time
     records.save(found, HERE / "records" / f"{records.slug(found)}.json")
     latest: Dict[str, records.Record] = {}
     for path in sorted((HERE / "records").glob("*.json")):  # by date
         kept = json.loads(path.read_text())
         latest.pop(kept["device"], None)
         latest[kept["device"]] = kept
-    pictures: Dict[str, Tuple[str, str]] = {}  # file: its device and text; the last device of a type that has such problems
+    pictures: Dict[str, Tuple[str, str]] = {}  # file: its device, the last of a type with such problems, and its text
     for kept in latest.values():
-        for name, text, draw in (("results", "time over the floor", plot),
-                                 ("linear", "the linear head: time and memory", plot_linear)):
+        for name, text, draw in (("time", "time of a step's loss by method", plot_time),
+                                 ("memory", "memory of a step's loss by method", plot_memory)):
             picture = f"{name}-{kept['device_type']}.png"
             if draw(kept, HERE / picture):
                 pictures[picture] = kept["device"], text
@@ -145,12 +145,12 @@ def update_results(found: records.Record) -> None:
 
 def draw(found: records.Record, out: Path) -> None:
     try:
-        from plot import plot, plot_linear
+        from plot import plot_memory, plot_time
     except ImportError as error:
         print(f"no plot: {error}")
         return
-    plot(found, out.with_suffix(".png"))
-    plot_linear(found, out.with_name(out.stem + "-linear.png"))
+    plot_time(found, out.with_name(out.stem + "-time.png"))
+    plot_memory(found, out.with_name(out.stem + "-memory.png"))
 
 
 def main() -> int:

@@ -1,5 +1,8 @@
 """The benchmark's problems: a peer that a torch does not have is reported, and a wrong result is."""
 
+import json
+import re
+import shutil
 import sys
 from pathlib import Path
 
@@ -92,3 +95,44 @@ def test_only_must_match_a_problem(tmp_path, monkeypatch):
     with pytest.raises(SystemExit, match="--only must be part of"):
         run.main()
     torch.set_num_threads(threads)
+
+
+@pytest.fixture(params=sorted((run.HERE / "records").glob("*.json")), ids=lambda path: path.stem)
+def kept(request):
+    return json.loads(request.param.read_text())
+
+
+@pytest.mark.parametrize("name", ["plot_time", "plot_memory"])
+def test_no_text_of_a_picture_runs_out_of_its_panel(name, kept, tmp_path, monkeypatch):
+    plot = pytest.importorskip("plot", exc_type=ImportError)  # matplotlib
+    figures = []
+    monkeypatch.setattr(plot.plt, "close", figures.append)
+    if not getattr(plot, name)(kept, tmp_path / "picture.png"):
+        assert name == "plot_memory" and not any(problem.get("untimed") for problem in kept["problems"])
+        return
+    figure, = figures
+    width, height = figure.canvas.get_width_height()
+    texts = [text for text in figure.findobj(plot.matplotlib.text.Text) if text.get_visible() and text.get_text()]
+    assert len(texts) > 8
+    for text in texts:
+        box = text.get_window_extent()
+        assert 0 <= box.x0 and box.x1 <= width and 0 <= box.y0 and box.y1 <= height, text.get_text()
+    for axis in figure.axes:
+        for text in axis.texts:
+            assert text.get_window_extent().x1 <= axis.get_window_extent().x1, text.get_text()
+        ours = [text.get_weight() == "bold" for text in axis.texts]
+        assert any(ours) and ours == sorted(ours, reverse=True)  # on top
+
+
+def test_results_are_made_of_the_records(tmp_path, monkeypatch):
+    pytest.importorskip("plot", exc_type=ImportError)
+    shutil.copytree(run.HERE / "records", tmp_path / "records")
+    record = sorted((tmp_path / "records").glob("*.json"))[0]
+    monkeypatch.setattr(run, "HERE", tmp_path)
+    monkeypatch.setattr(sys, "argv", ["run.py", "--update-results", str(record)])
+    assert run.main() == 0
+    committed = (Path(run.__file__).parent / "RESULTS.md").read_text()
+    assert (tmp_path / "RESULTS.md").read_text() == committed
+    pictures = re.findall(r"^!\[.*\]\((.+)\)$", committed, re.MULTILINE)
+    assert len(pictures) == len(set(pictures)) == 2
+    assert all((tmp_path / picture).stat().st_size > 10_000 for picture in pictures)

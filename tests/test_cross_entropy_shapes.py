@@ -45,7 +45,7 @@ def check(logits, indices, values, dense, **options):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
 @pytest.mark.parametrize("vocab", [1, 2, 7, 8, 513, 4095, 4096, 4097, 4099, 8193, 50257])
-def test_any_number_of_classes(vocab, dtype, device):
+def test_19_any_number_of_classes(vocab, dtype, device):
     rows = 3 if vocab > 5000 else 9
     indices, values, dense = topk(rows, vocab, device)
     if vocab == 1:  # the loss is 0, as is its gradient: nothing to compare by size
@@ -98,7 +98,7 @@ LAYOUTS = {
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_any_strides_and_alignment(layout, dtype, device):
+def test_19_any_strides_and_alignment(layout, dtype, device):
     for vocab in (67, 4099):
         indices, values, dense = topk(5, vocab, device)
         logits = Draw(device).logits(dense, dtype)
@@ -148,7 +148,7 @@ def test_any_leading_shape(shape, device):
 
 
 @pytest.mark.parametrize("rows", [1, 255, 70001])
-def test_many_rows(rows, device):
+def test_19_many_rows(rows, device):
     indices, values, dense = topk(rows, 13, device)
     check(Draw(device).logits(dense, torch.float32), indices, values, dense)
 

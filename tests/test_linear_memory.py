@@ -1,4 +1,5 @@
-"""What the linear head holds beyond its inputs and gradients on a CPU: README's formula, also where rows are ignored."""
+"""What the linear head holds beyond its inputs and gradients on a CPU: the formula of docs/linear-head.md,
+also where rows are ignored."""
 
 import os
 import subprocess

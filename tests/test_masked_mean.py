@@ -68,7 +68,7 @@ def _masked_in_place(input, hidden):
 @pytest.mark.parametrize("mask_dtype", MASKS, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("hidden", [NAN, INF, -INF])
-def test_what_the_mask_hides_touches_neither_mean_nor_gradient(hidden, dtype, mask_dtype, device):
+def test_25_what_the_mask_hides_touches_neither_mean_nor_gradient(hidden, dtype, mask_dtype, device):
     x = torch.tensor([1, hidden, 3], dtype=dtype, device=device, requires_grad=True)
     mean = masked_mean(x, torch.tensor([1, 0, 1], device=device).to(mask_dtype))
     grad, = torch.autograd.grad(mean, x)
@@ -78,7 +78,7 @@ def test_what_the_mask_hides_touches_neither_mean_nor_gradient(hidden, dtype, ma
 
 @pytest.mark.parametrize("dim", [None, 0, 1, (0, 1)])
 @pytest.mark.parametrize("mask_dtype", MASKS, ids=str)
-def test_a_mean_over_nothing_is_0_with_gradient_0(mask_dtype, dim, device):
+def test_25_a_mean_over_nothing_is_0_with_gradient_0(mask_dtype, dim, device):
     x = torch.full((3, 70), NAN, device=device, requires_grad=True)
     mean = masked_mean(x, torch.zeros(3, 70, dtype=mask_dtype, device=device), dim)
     assert mean.requires_grad and (mean == 0).all()
@@ -96,7 +96,7 @@ def test_a_row_without_elements_beside_rows_with_some(device):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("dim", [None, 1, 0])
-def test_16_bits_accumulate_in_float32(dim, dtype, device):
+def test_25_half_precision_accumulates_in_float32(dim, dtype, device):
     """A sum in bfloat16 would stop at 256, one in float16 at 2048."""
     shape = (1, 2**20) if dim != 0 else (2**20, 1)
     x = torch.full(shape, 1.5, dtype=dtype, device=device)
@@ -301,7 +301,7 @@ def fresh_compiler(monkeypatch):
 
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 @pytest.mark.parametrize("dim", [None, 1])
-def test_ten_masks_of_different_count_compile_once(dim, backend, device, fresh_compiler):
+def test_25_ten_masks_of_different_count_compile_once(dim, backend, device, fresh_compiler):
     counter, draw = CompileCounterWithBackend(backend), Draw(device)
     compiled = torch.compile(lambda x, m: masked_mean(x * 2, m, dim).exp(), backend=counter, dynamic=False,
                              fullgraph=True)

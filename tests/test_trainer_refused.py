@@ -20,7 +20,7 @@ def adapted(model, *modules):
                                                       init_lora_weights=False))
 
 
-def test_adapters_on_the_head_are_refused_and_elsewhere_honoured():
+def test_24_adapters_on_the_head_are_refused_and_elsewhere_honoured():
     with pytest.raises(TypeError, match="sparse_ce: model must have a plain nn.Linear as its output head, got peft"):
         fuse_lm_head(adapted(make_model(), "q_proj", "lm_head"))
     model = make_model()
@@ -49,7 +49,7 @@ class Int8Linear(nn.Linear):
     lambda head: torch.ao.nn.quantized.dynamic.Linear(head.in_features, head.out_features),
     lambda head: with_weight(head, head.weight.detach().to(torch.int8)),
 ], ids=["subclass", "quantised module", "integer weight"])
-def test_quantised_heads_are_refused(quantise):
+def test_24_quantised_heads_are_refused(quantise):
     model = make_model()
     model.lm_head = quantise(model.lm_head)
     with pytest.raises(TypeError, match="sparse_ce: model must have a"):
@@ -86,7 +86,7 @@ def masked(model, logits):
     lambda model, x: torch.where(x > 0, x, 0.0), lambda model, x: torch.cat([x, x], -1),
     lambda model, x: x.log_softmax(-1),
 ])
-def test_unknown_changes_to_the_logits_are_refused(change):
+def test_24_unknown_changes_to_the_logits_are_refused(change):
     model = changing_logits(change)
     fuse_lm_head(model)
     with pytest.raises((ValueError, AttributeError), match="sparse_ce: model must leave its logits alone"):

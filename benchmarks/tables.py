@@ -1,0 +1,128 @@
+"""Tables of a few rows from the records, for the documentation; RESULTS.md has all rows. Needs no torch."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any, Callable, Dict, List, NamedTuple
+
+RECORDS = Path(__file__).parent / "records"
+_BOTH = "forward + backward"
+Record = Dict[str, Any]
+
+
+class Table(NamedTuple):
+    problems: str  # of the titles
+    most: int  # problems
+    rows: Dict[str, str]  # name in the record: name in the table
+    unit: str = "ms"
+
+
+_LOSS = {
+    _BOTH: "sparse_ce", f"{_BOTH}, in place": "sparse_ce, in place",
+    "F.cross_entropy, class index": "`F.cross_entropy`, class indices",
+    "F.cross_entropy, dense probability": "`F.cross_entropy`, dense probabilities",
+    "torch.compile, dense probability": "`torch.compile` of the latter",
+    "log_softmax + gather": "`-(log_softmax(x)[rows, cols] * values).sum()`",
+}
+TABLES = {
+    "loss": Table(r"\d+ x \d+, K=64,", 4, {"floor": "floor", **_LOSS}),
+    "loss memory": Table(r"\d+ x \d+, K=64,", 4, _LOSS, "MiB"),
+    "head time": Table(r"linear head, \d", 4, {
+        "GEMMs": "three GEMMs",
+        f"{_BOTH}, class index": "sparse_ce",
+        _BOTH: "sparse_ce, K = 64",
+        f'{_BOTH}, class index, reduction="none"': 'sparse_ce, `reduction="none"`',
+        "F.linear + F.cross_entropy, class index": "`F.linear` + `F.cross_entropy`",
+        "torch.compile of F.linear + F.cross_entropy, class index": "`torch.compile` of these",
+        "F.linear_cross_entropy, class index": "`F.linear_cross_entropy`",
+        "F.linear_cross_entropy, class index, default options":
+            "`F.linear_cross_entropy`, `LinearCrossEntropyOptions()`",
+    }),
+    "head memory": Table(r"linear head, memory", 2, {
+        f"{_BOTH}, class index": "sparse_ce", _BOTH: "sparse_ce, K = 64",
+        f'{_BOTH}, class index, reduction="none"': 'sparse_ce, `reduction="none"`',
+        "F.linear_cross_entropy, class index": "`F.linear_cross_entropy`",
+    }, "MiB"),
+    "log_softmax": Table(r"log_softmax of sparse COO", 2, {
+        "forward": "sparse_ce, forward", _BOTH: "sparse_ce, forward + backward",
+        f"{_BOTH}, CSR": "sparse_ce, forward + backward, CSR",
+        "torch.sparse.log_softmax, forward": "`torch.sparse.log_softmax`, forward",
+        "torch.sparse.log_softmax": "`torch.sparse.log_softmax`, forward + backward",
+    }),
+    "masked_mean": Table(r"masked_mean of .*(4096, dim|x 1, dim=1, float32)", 3, {
+        "forward": "sparse_ce, forward", _BOTH: "sparse_ce, forward + backward",
+        "where, sum, division, forward": "where, sum, division: forward",
+        "where, sum, division": "where, sum, division: forward + backward",
+        "input[mask].mean(), forward": "`input[mask].mean()`: forward",
+    }),
+    "stock": Table(r"stock F\.cross_entropy", 1, {
+        _BOTH: "`sparse_ce.cross_entropy`", "stock call, enable_stock()": "stock call after `sparse_ce.enable_stock()`",
+        "stock call, import alone": "stock call after the import alone",
+        "stock call, target.to_dense()": "stock call with `target.to_dense()`",
+    }),
+}
+
+
+def latest(problems: str) -> Record:
+    """The last record that has such problems."""
+    for path in sorted(RECORDS.glob("*.json"), reverse=True):
+        record = json.loads(path.read_text())
+        if any(re.match(problems, problem["title"]) for problem in record["problems"]):
+            return record
+    raise LookupError(f"no record has a problem {problems!r}")
+
+
+def machine(record: Record) -> str:
+    device = re.sub(r"\((R|TM)\)|Processor ", "", record["device"])
+    engine = f"driver {record['driver']}" if record["driver"] else f"{record['threads']} threads, " \
+        f"{record['instruction_set']}"
+    return f"{device}, {engine}, torch {record['torch'].partition('+')[0]}, {record['date']}"
+
+
+def markdown(name: str) -> str:
+    """The table of that name, and under it where it was measured."""
+    table = TABLES[name]
+    record = latest(table.problems)
+    problems = [problem for problem in record["problems"] if re.match(table.problems, problem["title"])][:table.most]
+    titles = [problem["title"] for problem in problems]
+    lines = [f"| {table.unit} | " + " | ".join(map(_heading, titles)) + " |", "|---" * (len(problems) + 1) + "|"]
+    for row, text in table.rows.items():
+        cells = [_cell(problem, row, table.unit) for problem in problems]
+        if any(cells):
+            bold = "**" if "sparse_ce" in text else ""
+            lines.append("| " + " | ".join(f"{bold}{cell}{bold}" if cell else "" for cell in (text, *cells)) + " |")
+    rounds = f": medians of {record['repeats']} rounds" if table.unit == "ms" else ""
+    return "\n".join([*lines, "", f"{machine(record)}{rounds}."])
+
+
+def _heading(title: str) -> str:
+    return re.sub(r"^(linear head|log_softmax of sparse COO|masked_mean of|stock [^,]* with a sparse)[, ]*|memory, |"
+                  r", K=\d+", "", title)
+
+
+def _cell(problem: Record, name: str, unit: str) -> str:
+    rows = {row["name"]: row for row in problem["rows"]}
+    if name == "floor":
+        return f"{sum(rows[part]['ms']['median'] for part in rows[_BOTH]['floor']):.3g}"
+    if name not in rows:
+        return ""
+    if unit == "ms":
+        return f"{rows[name]['ms']['median']:.4g}" if rows[name]["ms"]["median"] >= 1e3 else (
+            f"{rows[name]['ms']['median']:.3g}")
+    held = rows[name]["extra_mib"]
+    return f"{held:.0f} ({100 * 2**20 * held / problem['logits_bytes']:.1f} % of the logits)"
+
+
+def headline() -> List[str]:
+    """The numbers of README, as it writes them: a step's loss, and what a linear head holds."""
+    def of(problem: str, number: Callable[[Record], float], *names: str) -> List[float]:
+        problems = [p for p in latest(problem)["problems"] if re.match(problem, p["title"])]
+        rows = {row["name"]: row for p in problems for row in p["rows"]}
+        return [number(rows[name]) for name in names]
+
+    loss, head = r"256 x 128256, K=64, float32", r"linear head, memory, 8192 x 512 x 128256, K=64, bfloat16"
+    times = of(loss, lambda row: row["ms"]["median"], _BOTH, "F.cross_entropy, dense probability",
+               "F.cross_entropy, class index")
+    held = of(head, lambda row: row["extra_mib"], _BOTH, "F.linear_cross_entropy, class index")
+    return [f"**{times[0]:.3g} ms** instead of {times[1]:.3g} ms", f"{times[2]:.3g} ms with class indices",
+            machine(latest(loss)), f"**{held[0]:.0f} MiB** instead of {held[1] / 1024:.1f} GiB", machine(latest(head))]
