@@ -1,4 +1,22 @@
-"""Cross entropy for sparse targets: a few weighted classes out of a huge vocabulary."""
+"""Cross entropy for sparse targets: a few weighted classes out of a huge vocabulary.
+
+What the import changes in PyTorch, each time where PyTorch has no answer of its own:
+
+- ``torch.utils.data.default_collate``, and so a ``DataLoader`` without a ``collate_fn``, stacks ``SparseTarget``.
+- The ``scatter`` of ``nn.DataParallel`` splits a ``SparseTarget`` between the devices, as it does tensors.
+- The operations of accelerate, once it is imported, move, gather and join a ``SparseTarget``.
+- The dispatcher gets the kernels that it lacks: ``_log_softmax_backward_data`` of sparse COO gradients, with which
+  ``nn.CrossEntropyLoss()(logits, coo).backward()`` works, and softmax and log-softmax of sparse CSR tensors.
+- ``SparseTarget`` is a pytree node, and ``torch.load`` takes one with ``weights_only=True``.
+
+``enable_stock()`` and ``sparse_ce.integrations.transformers`` change more, when they are called and imported.
+
+Examples:
+    >>> import torch, sparse_ce
+    >>> logits = torch.zeros(2, 4, requires_grad=True)
+    >>> indices, weights = torch.tensor([[0, 3], [1, 2]]), torch.tensor([[0.9, 0.1], [0.5, 0.5]])
+    >>> sparse_ce.cross_entropy(logits, (indices, weights)).backward()
+"""
 
 from . import ops, parallel, reference, travel  # noqa: F401, the names that the documentation uses
 from ._version import __version__

@@ -23,6 +23,12 @@ def collate(samples: Sequence[Any]) -> Any:
 
     A tuple of two tensors of one shape, integers and then floats, counts as ``(indices, values)`` only inside a sample:
     a sample that is itself such a tuple is a pair of an input and a label.
+
+    Examples:
+        >>> coo = torch.sparse_coo_tensor([[0, 1], [7, 9]], [0.5, 1.0], (2, 1000))
+        >>> batch = sparse_ce.collate([{"tokens": torch.tensor([1, 2]), "target": coo} for _ in range(4)])
+        >>> batch["tokens"].shape, batch["target"].shape
+        (torch.Size([4, 2]), torch.Size([4, 2]))
     """
     return _collate(samples, top=True)
 

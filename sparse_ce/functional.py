@@ -79,6 +79,14 @@ def cross_entropy(
         TypeError, ValueError: an argument has the wrong type, shape or value; raised before any work.
         RuntimeError: dtype or device do not fit, or (CPU) an index is outside of the classes. On CUDA the row's loss is
             NaN instead, unless ``SPARSE_CE_VALIDATE=1`` is set.
+
+    Examples:
+        >>> logits = torch.tensor([[2.0, 0.0, 1.0], [0.0, 3.0, 0.0]], requires_grad=True)
+        >>> indices, weights = torch.tensor([[0, 2], [1, 0]]), torch.tensor([[0.7, 0.3], [1.0, 0.0]])
+        >>> loss = sparse_ce.cross_entropy(logits, (indices, weights), reduction="none")
+        >>> loss.detach()
+        tensor([0.7076, 0.0949])
+        >>> loss.sum().backward()
     """
     options = dict(ignore_index=ignore_index, label_smoothing=label_smoothing, z_loss=z_loss, logit_scale=logit_scale,
                    softcap=softcap, num_classes=num_classes)
@@ -134,13 +142,22 @@ def linear_cross_entropy(
         num_classes: only the first ``num_classes`` rows of ``linear_weight`` exist; the rest are not read and get
             gradient 0.
         inplace: accepted like everywhere; there are no logits to spare, they are always overwritten.
-        chunk_rows: rows whose logits exist at a time; by default what fits a share of all logits (README, Memory).
+        chunk_rows: rows whose logits exist at a time; by default what fits a share of all logits (docs/linear-head.md).
 
     Returns:
         The loss, float32 (float64 for float64), a fresh tensor, or ``(loss, lse)``.
 
     Raises:
-        As :func:`cross_entropy`.
+        TypeError, ValueError, RuntimeError: as :func:`cross_entropy`.
+
+    Examples:
+        >>> hidden, head = torch.randn(4, 8, requires_grad=True), torch.nn.Linear(8, 100)
+        >>> labels = torch.tensor([3, 14, -100, 15])
+        >>> loss = sparse_ce.linear_cross_entropy(hidden, head.weight, labels, linear_bias=head.bias)
+        >>> loss.backward()
+        >>> torch.testing.assert_close(loss, torch.nn.functional.cross_entropy(head(hidden), labels))
+        >>> hidden.grad[2].eq(0).all()  # of the ignored row
+        tensor(True)
     """
     options = dict(ignore_index=ignore_index, label_smoothing=label_smoothing, z_loss=z_loss, logit_scale=logit_scale,
                    softcap=softcap, num_classes=num_classes)

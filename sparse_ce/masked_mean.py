@@ -37,6 +37,15 @@ def masked_mean(input: Tensor, mask: Tensor, dim: Union[int, Sequence[int], None
     Raises:
         TypeError, ValueError: an argument has the wrong type, dtype, shape, device or value; raised before any work.
         RuntimeError: ``mask`` requires grad.
+
+    Examples:
+        >>> x = torch.tensor([1.0, torch.nan, 3.0], requires_grad=True)
+        >>> mean = sparse_ce.masked_mean(x, torch.tensor([True, False, True]))
+        >>> mean.item()
+        2.0
+        >>> mean.backward()
+        >>> x.grad
+        tensor([0.5000, 0.0000, 0.5000])
     """
     dims = _check_call(input, mask, dim)
     if input.dtype not in _INPUT_DTYPES:

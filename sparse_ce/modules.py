@@ -31,6 +31,11 @@ class SparseCrossEntropyLoss(_Loss):
 
     ``weight`` is a buffer: it moves with the module. ``normalizer``, which changes from step to step, is an argument of
     the call.
+
+    Examples:
+        >>> criterion = sparse_ce.SparseCrossEntropyLoss(label_smoothing=0.1, reduction="sum")
+        >>> criterion(torch.zeros(2, 4), torch.tensor([0, 3]))
+        tensor(2.7726)
     """
 
     def __init__(
@@ -56,7 +61,13 @@ class SparseCrossEntropyLoss(_Loss):
 
     def forward(self, input: Tensor, target: Target,
                 normalizer: Optional[arguments.Normalizer] = None) -> Union[Tensor, Tuple[Tensor, Tensor]]:
-        """``input`` (..., V), ``target`` in any of its forms; see :func:`sparse_ce.cross_entropy`."""
+        """``input`` (..., V), ``target`` in any of its forms; see :func:`sparse_ce.cross_entropy`.
+
+        Examples:
+            >>> criterion = sparse_ce.SparseCrossEntropyLoss()
+            >>> criterion(torch.zeros(2, 4), torch.tensor([0, -100]), normalizer=2)
+            tensor(0.6931)
+        """
         normalizer = self.normalizer if normalizer is None else normalizer
         return functional.cross_entropy(input, target, self.weight, normalizer=normalizer, **self.options)
 
@@ -66,6 +77,13 @@ class LinearSparseCrossEntropyLoss(_Loss):
 
     The head stays where it is, in the model: its weight and bias are arguments of the call, as is ``normalizer``.
     ``weight``, of the classes, is a buffer.
+
+    Examples:
+        >>> criterion = sparse_ce.LinearSparseCrossEntropyLoss(z_loss=1e-4)
+        >>> hidden, head = torch.randn(4, 8), torch.nn.Linear(8, 100)
+        >>> criterion(hidden, head.weight, torch.tensor([3, 14, 15, 92])).backward()
+        >>> head.weight.grad.shape
+        torch.Size([100, 8])
     """
 
     def __init__(
@@ -93,14 +111,26 @@ class LinearSparseCrossEntropyLoss(_Loss):
     def forward(self, input: Tensor, linear_weight: Tensor, target: Target,
                 linear_bias: Optional[Tensor] = None,
                 normalizer: Optional[arguments.Normalizer] = None) -> Union[Tensor, Tuple[Tensor, Tensor]]:
-        """``input`` (..., D), ``linear_weight`` (V, D), ``target`` in any of its forms, ``linear_bias`` (V,)."""
+        """``input`` (..., D), ``linear_weight`` (V, D), ``target`` in any of its forms, ``linear_bias`` (V,).
+
+        Examples:
+            >>> criterion = sparse_ce.LinearSparseCrossEntropyLoss()
+            >>> criterion(torch.zeros(2, 8), torch.randn(4, 8), torch.tensor([0, 3]), torch.zeros(4))
+            tensor(1.3863)
+        """
         normalizer = self.normalizer if normalizer is None else normalizer
         return functional.linear_cross_entropy(input, linear_weight, target, linear_bias=linear_bias,
                                                weight=self.weight, normalizer=normalizer, **self.options)
 
 
 class MaskedMean(nn.Module):
-    """Module form of :func:`sparse_ce.masked_mean`; arguments are its keywords."""
+    """Module form of :func:`sparse_ce.masked_mean`; arguments are its keywords.
+
+    Examples:
+        >>> pool = sparse_ce.MaskedMean(dim=1)
+        >>> pool(torch.tensor([[1.0, 2.0, torch.nan]]), torch.tensor([[True, True, False]]))
+        tensor([1.5000])
+    """
 
     def __init__(self, dim: Union[int, Sequence[int], None] = None, keepdim: bool = False) -> None:
         super().__init__()
@@ -108,7 +138,12 @@ class MaskedMean(nn.Module):
         self.dim, self.keepdim = dim, keepdim
 
     def forward(self, input: Tensor, mask: Tensor) -> Tensor:
-        """``mask`` broadcasts to the shape of ``input``; see :func:`sparse_ce.masked_mean`."""
+        """``mask`` broadcasts to the shape of ``input``; see :func:`sparse_ce.masked_mean`.
+
+        Examples:
+            >>> sparse_ce.MaskedMean()(torch.tensor([1.0, 2.0]), torch.tensor([0, 1]))
+            tensor(2.)
+        """
         return masked_mean(input, mask, self.dim, self.keepdim)
 
     def extra_repr(self) -> str:

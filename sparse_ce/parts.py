@@ -76,21 +76,36 @@ class Parts:
 
     @property
     def form(self) -> str:
-        """``"index"``, ``"topk"`` or ``"jagged"``."""
+        """``"index"``, ``"topk"`` or ``"jagged"``.
+
+        Examples:
+            >>> SparseTarget.from_index(torch.tensor([3, 5])).form
+            'index'
+        """
         if self.offsets is not None:
             return "jagged"
         return "index" if self.values is None and not self.ids else "topk"
 
     @property
     def shape(self) -> torch.Size:
-        """The leading shape: that of the logits without their last dimension."""
+        """The leading shape: that of the logits without their last dimension.
+
+        Examples:
+            >>> SparseTarget.from_topk(torch.zeros(2, 8, 4, dtype=torch.int64), torch.ones(2, 8, 4)).shape
+            torch.Size([2, 8])
+        """
         if self.offsets is None:
             return self.indices.shape if self.form == "index" else self.indices.shape[:-1]
         return torch.Size((self.offsets.shape[0] - 1,)) if self.offsets.ndim == 1 else self.offsets.shape[:-1]
 
     @property
     def by_sample(self) -> bool:
-        """Whether it is jagged with the entries (B, E) of each sample, as :meth:`items` gives them."""
+        """Whether it is jagged with the entries (B, E) of each sample, as :meth:`items` gives them.
+
+        Examples:
+            >>> SparseTarget.from_index(torch.tensor([3, 5])).by_sample
+            False
+        """
         return self.offsets is not None and self.indices.ndim == 2
 
     def dim(self) -> int:
@@ -114,6 +129,11 @@ class Parts:
 
         A slice of a jagged target keeps the entries of the whole until it travels. Views where the rows' entries lie
         together, else copies. Wrong offsets stay, for the loss to complain of.
+
+        Examples:
+            >>> target = SparseTarget.from_jagged(torch.tensor([3, 5, 7]), None, torch.tensor([0, 2, 3]))
+            >>> target[1:].compact().indices
+            tensor([7])
         """
         offsets = self.offsets
         if not isinstance(offsets, Tensor) or self.by_sample or not readable(offsets, wait):
@@ -155,6 +175,11 @@ class Parts:
 
         ``SparseTarget(dict(t.items()))`` is the same target again. Frameworks that take batches apart use this. A
         jagged target on a GPU is waited for.
+
+        Examples:
+            >>> target = SparseTarget.from_topk(torch.tensor([[3, 5]]), torch.tensor([[0.9, 0.1]]))
+            >>> SparseTarget(dict(target.items())).values
+            tensor([[0.9000, 0.1000]])
         """
         if not isinstance(self.indices, Tensor) or self.by_sample:  # on its way through a framework
             parts = {"indices": self.indices, "values": self.values, "offsets": self.offsets}

@@ -35,7 +35,12 @@ class Rows(Parts):
     @property
     def nnz(self) -> int:
         """Entries of its rows, padding included. Of a jagged target on a GPU the offsets are waited for; where nothing
-        can be read (``torch.compile``, ``meta``) all stored entries count, those of rows that a slice left out too."""
+        can be read (``torch.compile``, ``meta``) all stored entries count, those of rows that a slice left out too.
+
+        Examples:
+            >>> SparseTarget.from_jagged(torch.tensor([3, 5, 7]), None, torch.tensor([0, 2, 3])).nnz
+            3
+        """
         target = self._absolute()
         if target.offsets is None or not readable(target.offsets, wait=True):
             return target.indices.numel()
@@ -76,6 +81,10 @@ class Rows(Parts):
 
         Rows of a jagged target leave the CPU with no entries but their own. They leave a GPU so for the CPU, unless
         ``non_blocking``: to find them it is waited for.
+
+        Examples:
+            >>> SparseTarget.from_index(torch.tensor([3, 5])).to("meta").device
+            device(type='meta')
         """
         check(not isinstance(device, torch.dtype), f"device must be a device, got {device}; the dtypes of a "
                "SparseTarget need no change, the kernels read them as they are", TypeError)
@@ -90,14 +99,24 @@ class Rows(Parts):
         return self.to("cuda" if device is None else device, non_blocking)
 
     def cpu(self) -> "Self":
-        """The same rows on the CPU, with no entries but their own."""
+        """The same rows on the CPU, with no entries but their own.
+
+        Examples:
+            >>> SparseTarget.from_index(torch.tensor([3, 5])).cpu().device
+            device(type='cpu')
+        """
         return self.to("cpu").compact()
 
     def pin_memory(self) -> "Self":
         return self.compact()._map(lambda t: t.pin_memory())
 
     def share_memory(self) -> "Self":
-        """The same rows, with no entries but their own, in memory that processes share."""
+        """The same rows, with no entries but their own, in memory that processes share.
+
+        Examples:
+            >>> SparseTarget.from_index(torch.tensor([3, 5])).share_memory().indices.is_shared()
+            True
+        """
         return self._own()._map(lambda t: t.share_memory_())
 
     def is_pinned(self) -> bool:
@@ -107,7 +126,12 @@ class Rows(Parts):
         return self._map(lambda t: t.detach())
 
     def ne(self, ignore_index: int) -> Tensor:
-        """``shape``, bool: True for the rows that count, given the index that marks rows and entries to ignore."""
+        """``shape``, bool: True for the rows that count, given the index that marks rows and entries to ignore.
+
+        Examples:
+            >>> SparseTarget.from_index(torch.tensor([3, -100, 5])).ne(-100)
+            tensor([ True, False,  True])
+        """
         if not isinstance(self.indices, Tensor):  # the arrays that evaluation hands to compute_metrics
             return self._map(torch.as_tensor).ne(ignore_index)
         if self.by_sample:
@@ -131,6 +155,10 @@ class Rows(Parts):
 
         Integers that leave a single row of a jagged target read its offsets, for which a GPU is waited for. ``for``
         loops come here too: with an ``__iter__``, frameworks would take a target for a collection and enter its rows.
+
+        Examples:
+            >>> SparseTarget.from_index(torch.tensor([[3, 5], [7, 1]]))[0].indices
+            tensor([3, 5])
         """
         if isinstance(key, str):
             return dict(self.items())[key]
@@ -159,6 +187,10 @@ class Rows(Parts):
         """For causal models: position i of each sequence (the last leading dimension) gets the target of i + n.
 
         The last n positions become ignored, the first -n for a negative n; the shape is kept.
+
+        Examples:
+            >>> SparseTarget.from_index(torch.tensor([3, 5, 7])).shift(1).indices
+            tensor([   5,    7, -100])
         """
         check(len(self.shape) > 0, "target must have a leading dimension to be shifted, got shape []")
         if n == 0:
@@ -182,7 +214,12 @@ class Rows(Parts):
         return self._replace(moved(self.indices, trailing, IGNORE_INDEX), values, None, mask)
 
     def flatten(self) -> "Self":
-        """The same rows with a leading shape of one dimension: what the ops take."""
+        """The same rows with a leading shape of one dimension: what the ops take.
+
+        Examples:
+            >>> SparseTarget.from_index(torch.tensor([[3, 5], [7, 1]])).flatten().shape
+            torch.Size([4])
+        """
         if self.by_sample:
             return self._absolute().flatten()
         if self.dim() == 1:

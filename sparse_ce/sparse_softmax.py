@@ -26,6 +26,11 @@ def log_softmax(input: Tensor, dim: int) -> Tensor:
     Raises:
         TypeError, ValueError: ``input`` is not sparse COO or CSR, or not floating; ``dim`` is none of its dimensions.
         RuntimeError: (CPU) the offsets of a CSR tensor do not ascend from 0 to its number of elements.
+
+    Examples:
+        >>> scores = torch.sparse_coo_tensor([[0, 0, 1], [0, 2, 1]], [0.0, 0.0, 5.0], (2, 3))
+        >>> sparse_ce.log_softmax(scores, dim=1).values()
+        tensor([-0.6931, -0.6931,  0.0000])
     """
     check(isinstance(input, Tensor), f"input must be a tensor, got {type(input).__name__}", TypeError)
     if input.layout not in (torch.sparse_coo, torch.sparse_csr):

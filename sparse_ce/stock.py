@@ -209,6 +209,16 @@ def enable_stock() -> StockRoute:
 
     Raises:
         RuntimeError: something else has registered a kernel in the same place.
+
+    Examples:
+        >>> logits = torch.zeros(2, 3, requires_grad=True)
+        >>> coo = torch.sparse_coo_tensor([[0, 1, 1], [2, 0, 1]], [1.0, 0.5, 0.5], (2, 3))
+        >>> with sparse_ce.enable_stock():
+        ...     torch.nn.CrossEntropyLoss()(logits, coo).backward()
+        ...
+        >>> logits.grad
+        tensor([[ 0.1667,  0.1667, -0.3333],
+                [-0.0833, -0.0833,  0.1667]])
     """
     with _lock:
         route = StockRoute()
@@ -222,7 +232,12 @@ def enable_stock() -> StockRoute:
 
 
 def disable_stock() -> None:
-    """Undoes the last :func:`enable_stock` that is still in effect; does nothing where none is."""
+    """Undoes the last :func:`enable_stock` that is still in effect; does nothing where none is.
+
+    Examples:
+        >>> route = sparse_ce.enable_stock()
+        >>> sparse_ce.disable_stock()  # PyTorch is as it was
+    """
     with _lock:
         if _open:
             _open.pop()

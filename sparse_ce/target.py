@@ -52,6 +52,13 @@ class SparseTarget(Rows):
     An entry of weight 0, log-probability -inf or index -100 is padding. A row is ignored when its label, or every index
     of its top-k, is -100, or when ``row_mask`` is False there; a row that has no entries counts, with a target of all
     zeros.
+
+    Examples:
+        >>> target = SparseTarget.from_topk(torch.tensor([[3, 5], [7, 0]]), torch.tensor([[0.9, 0.1], [1.0, 0.0]]))
+        >>> target
+        SparseTarget(topk, shape=[2], k=2, num_classes=None, values=float32, device=cpu)
+        >>> target.shape, len(target), target[1:].indices
+        (torch.Size([2]), 2, tensor([[7, 0]]))
     """
 
     __slots__ = ()
@@ -61,7 +68,12 @@ class SparseTarget(Rows):
     @classmethod
     def from_index(cls, labels: Tensor, ignore_index: int = IGNORE_INDEX, *, row_mask: Optional[Tensor] = None,
                    num_classes: Optional[int] = None) -> "SparseTarget":
-        """One class a row. ``labels``: any shape, integer; rows labelled ``ignore_index`` are ignored."""
+        """One class a row. ``labels``: any shape, integer; rows labelled ``ignore_index`` are ignored.
+
+        Examples:
+            >>> SparseTarget.from_index(torch.tensor([11, 7, 0]), ignore_index=0).ne(-100)
+            tensor([ True,  True, False])
+        """
         labels = as_index(labels, "labels")
         if ignore_index != IGNORE_INDEX:
             counts = labels.ne(ignore_index)
@@ -83,6 +95,12 @@ class SparseTarget(Rows):
         Where ``mask`` is False the entry is padding, whatever its index and value hold; an id without values becomes
         -100 there, so that a row of such alone is ignored. ``ignore_empty=True`` ignores empty rows: see
         :func:`from_jagged`.
+
+        Examples:
+            >>> ids, logprobs = torch.tensor([[3, 5], [7, 0]]), torch.tensor([[-0.1, -2.4], [0.0, -torch.inf]])
+            >>> SparseTarget.from_topk(ids, logprobs, kind="logprobs").probs().values
+            tensor([[0.9048, 0.0907],
+                    [1.0000, 0.0000]])
         """
         if kind not in (None, "probs", "logprobs", "logits"):
             fail(f"kind must be 'probs', 'logprobs' or 'logits', got {kind!r}")
@@ -116,6 +134,11 @@ class SparseTarget(Rows):
         (..., 2) with the [begin, end) of each row. ``kind``: ``"probs"``, ``values`` are the weights, or
         ``"logprobs"``, their logarithms. ``ignore_empty=True`` ignores empty rows: those without an entry that is more
         than padding, such as rows of stored zeros. The rule is one for every form of target.
+
+        Examples:
+            >>> offsets = torch.tensor([0, 2, 2, 3])  # rows of two, no and one entry
+            >>> SparseTarget.from_jagged(torch.tensor([3, 5, 7]), None, offsets, ignore_empty=True).ne(-100)
+            tensor([ True, False,  True])
         """
         if kind not in ("probs", "logprobs"):
             fail(f"kind must be 'probs' or 'logprobs', got {kind!r}")
@@ -139,6 +162,12 @@ class SparseTarget(Rows):
         """A ``torch.sparse_coo_tensor`` of shape (..., V), coalesced or not; duplicates add up.
 
         Needs no synchronisation. Gradients reach the tensor's values.
+
+        Examples:
+            >>> coo = torch.sparse_coo_tensor([[0, 0, 1], [1, 1, 2]], [0.25, 0.5, 1.0], (2, 4))
+            >>> SparseTarget.from_coo(coo).to_dense()
+            tensor([[0.0000, 0.7500, 0.0000, 0.0000],
+                    [0.0000, 0.0000, 1.0000, 0.0000]])
         """
         check(t.layout == torch.sparse_coo, f"target must be a sparse COO tensor, got layout {t.layout}", TypeError)
         with outside_transforms(t):
@@ -151,7 +180,13 @@ class SparseTarget(Rows):
 
     @classmethod
     def from_csr(cls, t: Tensor, *, row_mask: Optional[Tensor] = None, ignore_empty: bool = False) -> "SparseTarget":
-        """A ``torch.sparse_csr_tensor`` (N, V) with int32 or int64 indices, taken as it is."""
+        """A ``torch.sparse_csr_tensor`` (N, V) with int32 or int64 indices, taken as it is.
+
+        Examples:
+            >>> csr = torch.sparse_csr_tensor(torch.tensor([0, 1, 3]), torch.tensor([2, 0, 1]), torch.ones(3), (2, 4))
+            >>> SparseTarget.from_csr(csr).num_classes
+            4
+        """
         check(t.layout == torch.sparse_csr, f"target must be a sparse CSR tensor, got layout {t.layout}", TypeError)
         with outside_transforms(t):
             check(t.dim() == 2 and t.dense_dim() == 0, f"target must be (N, V), got {list(t.shape)}")
@@ -170,6 +205,11 @@ class SparseTarget(Rows):
         ``k=None`` keeps every weight that is not 0, in rows of different lengths; a GPU is waited for. ``k`` keeps the
         ``k`` largest of each row by magnitude as a padded top-k, without waiting: what is smaller is dropped, and the
         rest is not scaled to make up for it. Gradients reach what is kept.
+
+        Examples:
+            >>> weights = torch.tensor([[0.0, 0.6, 0.4, 0.0], [0.1, 0.0, 0.0, 0.9]])
+            >>> SparseTarget.from_dense(weights).indices
+            tensor([1, 2, 0, 3])
         """
         if not isinstance(t, Tensor):
             fail(f"t must be a tensor, got {type(t).__name__}", TypeError)
@@ -203,7 +243,13 @@ class SparseTarget(Rows):
     # ------------------------------------------------------------------------------------------------- its weights
 
     def probs(self) -> "SparseTarget":
-        """The same target with its weights for values, float32 where 16-bit logarithms would be rounded again."""
+        """The same target with its weights for values, float32 where 16-bit logarithms would be rounded again.
+
+        Examples:
+            >>> logprobs = torch.tensor([[0.0, -torch.inf]])
+            >>> SparseTarget.from_topk(torch.tensor([[3, 5]]), logprobs, kind="logprobs").probs().values
+            tensor([[1., 0.]])
+        """
         if self.kind == "probs" or self.values is None:
             return self
         values = self.values.to(wide_dtype(self.values)).exp()
@@ -213,6 +259,10 @@ class SparseTarget(Rows):
         """The same target with the logarithms of its weights for values; a negative weight becomes NaN.
 
         Without values every logarithm is 0; labels stay what they are.
+
+        Examples:
+            >>> SparseTarget.from_topk(torch.tensor([[3, 5]]), torch.tensor([[1.0, 0.0]])).log_probs().values
+            tensor([[0., -inf]])
         """
         if self.kind == "logprobs" or self.form == "index":
             return self
@@ -223,7 +273,12 @@ class SparseTarget(Rows):
         return SparseTarget(self.indices, values, self.offsets, self.row_mask, self.num_classes, "logprobs")
 
     def to_dense(self, dtype: Optional[torch.dtype] = None) -> Tensor:
-        """``(*shape, num_classes)``, zeros in ignored rows. For tests and metrics: it is what this library avoids."""
+        """``(*shape, num_classes)``, zeros in ignored rows. For tests and metrics: it is what this library avoids.
+
+        Examples:
+            >>> SparseTarget.from_topk(torch.tensor([[2, 0]]), torch.tensor([[0.7, 0.3]]), num_classes=4).to_dense()
+            tensor([[0.3000, 0.0000, 0.7000, 0.0000]])
+        """
         if not isinstance(self.indices, Tensor):  # the arrays that evaluation hands to compute_metrics
             return self._map(torch.as_tensor).to_dense(dtype)
         if self.num_classes is None:

@@ -42,6 +42,12 @@ class TopKCollator:
         num_classes: size of the vocabulary, where it shall be checked.
 
     With the Trainer set ``remove_unused_columns=False``: it drops keys that are not arguments of the model.
+
+    Examples:
+        >>> sample = {"input_ids": [5, 6, 7], "teacher_ids": [[5, 9], [6], [7, 2]],
+        ...           "teacher_logprobs": [[-0.1, -2.4], [0.0], [-0.7, -0.7]]}
+        >>> TopKCollator(k=2)([sample])["labels"].indices.shape
+        torch.Size([1, 3, 2])
     """
 
     def __init__(self, collator: Optional[Callable[[List[Dict[str, Any]]], Dict[str, Any]]] = None, *,
@@ -57,7 +63,13 @@ class TopKCollator:
         self.padding_side = padding_side
 
     def __call__(self, samples: Sequence[Mapping[str, Any]]) -> Dict[str, Any]:
-        """A batch: what ``collator`` makes, and ``labels``, a ``SparseTarget`` (B, S)."""
+        """A batch: what ``collator`` makes, and ``labels``, a ``SparseTarget`` (B, S).
+
+        Examples:
+            >>> vllm = {"input_ids": [5, 6], "teacher_logprobs": [None, {6: -0.1, 9: -2.4}]}
+            >>> TopKCollator(num_classes=10)([vllm])["labels"].ne(-100)
+            tensor([[False,  True]])
+        """
         taken = {self.ids, self.values, self.mask, "labels"}
         batch = self.collator([{key: v for key, v in sample.items() if key not in taken} for sample in samples])
         length = batch["input_ids"].shape[1]

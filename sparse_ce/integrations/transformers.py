@@ -53,6 +53,11 @@ def causal_lm_loss(*, shift: bool = True, **options: Any) -> Callable[..., Tenso
 
     Raises:
         TypeError, ValueError: at once for options that do not exist or do not fit.
+
+    Examples:
+        >>> loss = causal_lm_loss(label_smoothing=0.1)  # Trainer(..., compute_loss_func=loss)
+        >>> loss({"logits": torch.zeros(1, 3, 10)}, torch.tensor([[1, 2, 3]]), num_items_in_batch=2)
+        tensor(2.3026)
     """
     _check_options(functional.cross_entropy, options)
 
@@ -121,6 +126,14 @@ def fuse_lm_head(model: Any, *, eval_logits: bool = True, **options: Any) -> "Fu
         TypeError, ValueError: the model has no head, one that is more than a matrix product (adapters, quantisation),
             or another loss than that of causal language models.
         ValueError, AttributeError: from its first forward, if its code does something else to the logits.
+
+    Examples:
+        >>> handle = fuse_lm_head(model, z_loss=1e-4)
+        >>> output = model(input_ids=tokens, labels=tokens)
+        >>> output.loss.backward()
+        >>> output.logits is None
+        True
+        >>> handle.remove()
     """
     _check_options(functional.linear_cross_entropy, options, "logit_scale", "softcap", "inplace")
     while not isinstance(model, PreTrainedModel):
@@ -154,7 +167,14 @@ def _check_head(model: Any) -> Any:
 
 
 class FusedHead:
-    """What :func:`fuse_lm_head` did to a model; :meth:`remove` undoes it."""
+    """What :func:`fuse_lm_head` did to a model; :meth:`remove` undoes it.
+
+    Examples:
+        >>> handle = fuse_lm_head(model)
+        >>> handle.active
+        True
+        >>> handle.remove()
+    """
 
     def __init__(self, model: Any, head: nn.Linear, eval_logits: bool, options: Dict[str, Any]) -> None:
         self.model, self.eval_logits, self.options, self.active = model, eval_logits, options, True
@@ -170,7 +190,13 @@ class FusedHead:
         model._replicate_for_data_parallel = MethodType(self._replicate, model)
 
     def remove(self) -> None:
-        """Gives the model its own forward and loss back; a second call does nothing."""
+        """Gives the model its own forward and loss back; a second call does nothing.
+
+        Examples:
+            >>> fuse_lm_head(model).remove()
+            >>> model(input_ids=tokens, labels=tokens).logits.shape
+            torch.Size([1, 3, 50])
+        """
         if not self.active:
             return
         self.active = False

@@ -1,0 +1,68 @@
+"""Every public docstring has an example, and all examples run. They see what their module sees, `sparse_ce`, and where
+the integration of transformers speaks of a model, `model` and `tokens` for it."""
+
+import doctest
+import inspect
+
+import pytest
+import torch
+
+import sparse_ce
+
+
+def public(owner, names):
+    """(name, object) of what has a docstring of its own."""
+    for name in names:
+        member = inspect.getattr_static(owner, name)
+        member = member.fget if isinstance(member, property) else getattr(member, "__func__", member)
+        if inspect.isroutine(member) and member.__doc__:
+            yield f"{owner.__name__}.{name}", member
+
+
+def documented(module, names):
+    for name in names:
+        thing = getattr(module, name)
+        if callable(thing):
+            yield name, thing
+        if inspect.isclass(thing):
+            ours = [base for base in thing.__mro__ if base.__module__.startswith("sparse_ce")]
+            members = {n for base in ours for n in vars(base)
+                       if not n.startswith("_") or n in ("__call__", "__getitem__")}
+            yield from public(thing, sorted(members))
+
+
+OF_THE_PACKAGE = {"sparse_ce": sparse_ce, **dict(documented(sparse_ce, sparse_ce.__all__))}
+
+
+def run(name, thing, **names):
+    home = inspect.getmodule(thing)
+    names = {**vars(home), "sparse_ce": sparse_ce, "SparseTarget": sparse_ce.SparseTarget, "torch": torch, **names}
+    examples, = doctest.DocTestFinder(recurse=False).find(thing, name, module=home, globs=names)
+    assert examples.examples, f"{name} has no example"
+    said = []
+    runner = doctest.DocTestRunner()
+    runner.run(examples, out=said.append)
+    assert not runner.failures, "".join(said)
+
+
+def test_the_public_names_are_found():
+    assert {"sparse_ce", "cross_entropy", "MaskedMean", "SparseTarget", "SparseTarget.from_topk", "SparseTarget.shape",
+            "SparseTarget.__getitem__", "SparseCrossEntropyLoss.forward", "disable_stock"} <= set(OF_THE_PACKAGE)
+
+
+@pytest.mark.parametrize("name", OF_THE_PACKAGE)
+def test_its_example_runs(name):
+    run(name, OF_THE_PACKAGE[name])
+
+
+def test_the_examples_of_the_integrations_run():
+    transformers = pytest.importorskip("transformers", minversion="5.23")
+    from sparse_ce.integrations import transformers as integration
+    config = transformers.LlamaConfig(vocab_size=50, hidden_size=8, intermediate_size=8, num_hidden_layers=1,
+                                      num_attention_heads=2)
+    model = transformers.LlamaForCausalLM(config)
+    found = dict(documented(integration, integration.__all__))
+    assert set(found) == {"FusedHead", "FusedHead.remove", "TopKCollator", "TopKCollator.__call__", "causal_lm_loss",
+                          "fuse_lm_head"}
+    for name, thing in found.items():
+        run(name, thing, model=model, tokens=torch.tensor([[1, 2, 3]]))
