@@ -4,8 +4,9 @@ import os
 import random
 import shutil
 
-import native_modules
 import pytest
+
+import native_modules
 
 pytestmark = pytest.mark.skipif(shutil.which("nvcc") is None and "CI" not in os.environ,
                                 reason="needs the CUDA toolkit (headers and nvcc)")
@@ -18,8 +19,8 @@ def plan_of():
 
 def shapes():
     draw = random.Random(3)
-    return [(int(2 ** draw.uniform(0, 24)), int(2 ** draw.uniform(0, 18)), draw.random() < 0.3, draw.choice([1, 20, 132]))
-            for _ in range(2000)]
+    return [(int(2 ** draw.uniform(0, 24)), int(2 ** draw.uniform(0, 18)), draw.random() < 0.3,
+             draw.choice([1, 20, 132])) for _ in range(2000)]
 
 
 def test_every_row_is_served_and_few_long_rows_fill_the_device(plan_of):

@@ -3,10 +3,10 @@
 import math
 import random
 
-import native_modules
 import pytest
 import torch
 
+import native_modules
 from cases import DTYPES, Draw
 from flavours import available_instruction_sets
 
@@ -121,7 +121,8 @@ def test_every_instruction_set_has_the_statistics_of_a_tile(dtype, options, modu
         logits, weight, z, _, lse = problem(dtype, n, options)
         o = torch.ones_like(z) if weight is None else weight.double()
         for name, module in modules.items():
-            found = of(module, "tile_stats", dtype)(logits.data_ptr(), n, scale, softcap, bool(smoothing), address(weight))
+            stats = of(module, "tile_stats", dtype)
+            found = stats(logits.data_ptr(), n, scale, softcap, bool(smoothing), address(weight))
             assert found[0] + math.log(found[1]) == pytest.approx(lse.item(), **close), (name, n)
             if smoothing:
                 assert found[3] * math.log(found[1]) - found[2] == pytest.approx((o * (lse - z)).sum().item(), **close)

@@ -44,8 +44,9 @@ Two merge_two(const Two& a, const Two& b) {
   stats_t one, other;
   auto& [x, y] = one;
   auto& [z, w] = other;
-  x = static_cast<std::decay_t<decltype(x)>>(std::get<0>(a)), y = static_cast<std::decay_t<decltype(y)>>(std::get<1>(a));
-  z = static_cast<std::decay_t<decltype(z)>>(std::get<0>(b)), w = static_cast<std::decay_t<decltype(w)>>(std::get<1>(b));
+  using acc_t = std::decay_t<decltype(x)>;
+  x = static_cast<acc_t>(std::get<0>(a)), y = static_cast<acc_t>(std::get<1>(a));
+  z = static_cast<acc_t>(std::get<0>(b)), w = static_cast<acc_t>(std::get<1>(b));
   one.merge(other);
   return {x, y};
 }
@@ -74,8 +75,8 @@ GradientCoefficients<acc_t> coefficients(const LossOptions& options, double grad
 }
 
 template <typename scalar_t>
-void tile_gradient(uintptr_t logits, int64_t n, double scale, double softcap, double smoothing, double grad, double mass,
-                   double lse, uintptr_t class_weight, uintptr_t gradient) {
+void tile_gradient(uintptr_t logits, int64_t n, double scale, double softcap, double smoothing, double grad,
+                   double mass, double lse, uintptr_t class_weight, uintptr_t gradient) {
   using acc_t = acc_type<scalar_t>;
   const LossOptions options = options_of(scale, softcap, smoothing, 0);
   const auto* x = reinterpret_cast<const scalar_t*>(logits);
