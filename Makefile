@@ -39,8 +39,8 @@ test-all: test
 # Into the installed package, past pip. ninja compiles what changed.
 kernels: $(VENV)/.environment
 	SPARSE_CE_CUDA=$${SPARSE_CE_CUDA:-0} $(BIN)/python setup.py -q build_ext --build-lib build/kernels
-	cp build/kernels/sparse_ce/_C*.so \
-		"$$(cd $(BIN) && ./python -c 'from importlib.util import find_spec as f; print(*f("sparse_ce").submodule_search_locations)')"
+	cd $(BIN) && cp $(CURDIR)/build/kernels/sparse_ce/_C*.so \
+		"$$(dirname "$$(./python -c 'from importlib.util import find_spec as f; print(f("sparse_ce").origin)')")"
 
 lint: $(VENV)/.lint
 	PATH=$(BIN):$$PATH $(BIN)/python .ci/lint

@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any, Dict, List, Optional, Tuple
 
 from gpu_report import NOT_FOUND, STATUSES_OF_FAILURE, TIMED_OUT, log_of, print_step, print_table, tail_of, verdict
-from gpu_steps import STAGES, STAGE_SECONDS, Group, Machine, Step, ends, plan
+from gpu_steps import STAGE_SECONDS, STAGES, Group, Machine, Step, ends, plan
 from sources import csrc_digest, csrc_tree
 
 REFRESH = 5.0  # seconds between two writings of the record while steps run

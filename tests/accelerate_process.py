@@ -10,10 +10,12 @@ import torch
 
 # In one process the package comes first, in the other accelerate does. Nobody imports an integration.
 if os.environ["RANK"] == "0":
-    import sparse_ce
     from accelerate import Accelerator
+
+    import sparse_ce
 else:
     from accelerate import Accelerator
+
     import sparse_ce
 
 from accelerate.utils import DataLoaderConfiguration

@@ -161,10 +161,10 @@ def enter() -> None:
 
 
 @contextmanager
-def alone() -> Iterator[None]:
-    """Every process of a run enters its flavour, at about the same time."""
+def alone(name: str) -> Iterator[None]:
+    """Who builds this; every process of a run enters its flavour, at about the same time."""
     BUILD.mkdir(parents=True, exist_ok=True)
-    with (BUILD / "lock").open("w") as file:
+    with (BUILD / f"{name}.lock").open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
@@ -173,7 +173,7 @@ def prepared(name: str, flavour: Flavour) -> Path:
     """The package of a flavour: its library is built where the sources are others than at the last time."""
     folder = BUILD / name
     package, stamp = folder / "sparse_ce", folder / "digest"
-    with alone():
+    with alone(name):
         digest = digest_of(*(ROOT / source for source in flavour.sources))
         if not stamp.exists() or stamp.read_text() != digest:
             shutil.rmtree(folder, ignore_errors=True)

@@ -5,7 +5,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-import sparse_ce
 from cases import DTYPES, Draw
 from close import assert_bitwise_equal
 from sparse_ce import SparseTarget, cross_entropy

@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+
 import sparse_ce
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -1,4 +1,4 @@
-"""The breaks of tests/mutants.py are up to date: each changes one place of the sources, and the words choose among them."""
+"""The breaks of tests/mutants.py are up to date: each changes one place of the sources, and words choose among them."""
 
 import mutants
 

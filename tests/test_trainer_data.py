@@ -2,15 +2,14 @@
 
 import pytest
 import torch
+from accelerate.utils import operations
 from torch.utils.data import DataLoader
+from transformers import trainer_pt_utils
 
+import sparse_ce.integrations.transformers  # noqa: F401, registers SparseTarget with them
 from sparse_ce import SparseTarget, collate, cross_entropy
 from tiny_lm import VOCAB, Samples  # before transformers: skips this module where there is none
 from tiny_lm import collate as make_batch
-
-import sparse_ce.integrations.transformers  # noqa: F401, registers SparseTarget with them
-from accelerate.utils import operations
-from transformers import trainer_pt_utils
 
 
 def batch(form, begin, end):

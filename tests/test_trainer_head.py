@@ -8,12 +8,21 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-import tiny_lm
 from close import assert_close_to_float64
 from sparse_ce import SparseTarget, cross_entropy
 from sparse_ce.integrations.transformers import causal_lm_loss, fuse_lm_head
-from tiny_lm import (MODELS, VOCAB, Samples, assert_gradients_close, collate, dense_labels, dense_loss, gradients,
-                     make_model, transformers)
+from tiny_lm import (
+    MODELS,
+    VOCAB,
+    Samples,
+    assert_gradients_close,
+    collate,
+    dense_labels,
+    dense_loss,
+    gradients,
+    make_model,
+    transformers,
+)
 
 
 def batch_of(form="labels"):

@@ -1,0 +1,26 @@
+// planning.cpp - how the CUDA kernels share out their work, for tests alone: decided on the host, from shapes.
+#include "coc.h"
+
+#include "../../csrc/cuda/cross_entropy.h"
+
+#include <pybind11/pybind11.h>
+
+#include <tuple>
+
+namespace {
+
+// (threads that share a row, blocks that share a row, blocks in all)
+std::tuple<int, int64_t, int64_t> plan_of(int64_t rows, int64_t classes, bool doubles, int64_t max_blocks,
+                                          int multiprocessors) {
+  sparse_ce::CrossEntropyArgs args{};
+  args.dtype = doubles ? sparse_ce::DType::kFloat64 : sparse_ce::DType::kFloat32;
+  args.rows = rows;
+  args.vocab = args.row_stride = args.target.num_classes = classes;
+  args.max_blocks = max_blocks;
+  const auto plan = sparse_ce::cuda::plan_of(args, multiprocessors);
+  return {plan.width, plan.splits, plan.blocks};
+}
+
+}  // namespace
+
+PYBIND11_MODULE(planning, m) { m.def("plan_of", plan_of); }

@@ -1,0 +1,42 @@
+"""How the CUDA kernels share out rows, over a wide range of shapes: every row is served, no block without work."""
+
+import os
+import random
+import shutil
+
+import pytest
+
+import native_modules
+
+pytestmark = pytest.mark.skipif(shutil.which("nvcc") is None and "CI" not in os.environ,
+                                reason="needs the CUDA toolkit (headers and nvcc)")
+
+
+@pytest.fixture(scope="module")
+def plan_of():
+    return native_modules.planning().plan_of
+
+
+def shapes():
+    draw = random.Random(3)
+    return [(int(2 ** draw.uniform(0, 24)), int(2 ** draw.uniform(0, 18)), draw.random() < 0.3,
+             draw.choice([1, 20, 132])) for _ in range(2000)]
+
+
+def test_every_row_is_served_and_few_long_rows_fill_the_device(plan_of):
+    seen = set()
+    for rows, classes, doubles, multiprocessors in shapes():
+        width, splits, blocks = plan_of(rows, classes, doubles, 0, multiprocessors)
+        groups = rows * splits if width > 32 else rows
+        per_block = 1 if width > 32 else 256 // 32
+        assert blocks == -(-groups // per_block) and splits >= 1
+        assert splits == 1 or width > 32, "a warp does not share its row"
+        assert splits == 1 or rows * (splits - 1) < 8 * multiprocessors, "enough rows need no splitting"
+        seen.add((width, splits > 1))
+    assert seen == {(32, False), (256, False), (256, True)}
+
+
+def test_a_limit_of_blocks_is_kept_and_changes_nothing_else(plan_of):
+    for rows, classes, doubles, multiprocessors in shapes():
+        free, limited = (plan_of(rows, classes, doubles, limit, multiprocessors) for limit in (0, 3))
+        assert limited == (*free[:2], min(free[2], 3))
