@@ -33,12 +33,11 @@ class _LinearCrossEntropy(torch.autograd.Function):
         with torch._C._AutoDispatchBelowAutograd():
             if upstream is not None:
                 loss, divisor, lse, lse_residual, *gradients = _ops.linear_forward_with_gradient(
-                    upstream, normalizer, *head, *target, *_around(options, chunk_rows, *ctx.wanted))
+                    upstream, normalizer, *head, *target, *options, chunk_rows, *ctx.wanted)
             else:
-                loss, lse, lse_residual = _ops.linear_forward_with_residual(*head, *target,
-                                                                            *_around(options, chunk_rows))
+                loss, lse, lse_residual = _ops.linear_forward_with_residual(*head, *target, *options, chunk_rows)
                 if mean:
-                    loss, divisor = _ops.mean(loss, *target, options[0], _classes(linear_weight, options), normalizer)
+                    loss, divisor = _ops.loss_mean(loss, normalizer, *target, options[0])
         ctx.save_for_backward(*head, *target, lse, lse_residual, divisor)
         ctx.options, ctx.chunk_rows, ctx.made, ctx.traced = options, chunk_rows, (upstream, gradients), not _eager()
         ctx.set_materialize_grads(False)
@@ -63,7 +62,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             grad_loss = (grad_loss / divisor).expand(lse.shape)
         if grads is None:
             grads = _ops.linear_backward(grad_loss, grad_lse, *head, lse, lse_residual, *target,
-                                         *_around(ctx.options, ctx.chunk_rows, *ctx.wanted))
+                                         *ctx.options, ctx.chunk_rows, *ctx.wanted)
         grad_input, grad_weight, grad_bias, grad_values = (g if w else None for g, w in zip(grads, ctx.wanted))
         if grad_values is not None:
             grad_values = grad_values.to(inputs[4].dtype)
@@ -101,15 +100,6 @@ def _rescaled(gradients: List[Tensor], upstream: Tensor, grad_loss: Tensor, trac
     return gradients
 
 
-def _around(options: tuple, *others) -> tuple:
-    """``options``, the last of which is the target's kind, as the schema has them: the others come before the kind."""
-    return *options[:-1], *others, options[-1]
-
-
-def _classes(linear_weight: Tensor, options: tuple) -> int:
-    return linear_weight.shape[0] if options[5] is None else options[5]
-
-
 def _run(head: tuple, target: tuple, options: tuple, chunk_rows: Optional[int], mean: bool,
          normalizer: Optional[Tensor]) -> Tuple[Tensor, Tensor]:
     weight = target[3]
@@ -122,13 +112,13 @@ def _run(head: tuple, target: tuple, options: tuple, chunk_rows: Optional[int], 
         return _LinearCrossEntropy.apply(*head, *target, options, chunk_rows, mean, normalizer)
     with torch._C._AutoDispatchBelowAutograd():
         if mean:
-            return _ops.linear_mean(*head, *target, *_around(options, normalizer, chunk_rows))
-        return _ops.linear_forward(*head, *target, *_around(options, chunk_rows))
+            return _ops.linear_mean(*head, *target, *options, normalizer, chunk_rows)
+        return _ops.linear_forward(*head, *target, *options, chunk_rows)
 
 
 def _forward_autograd(input, linear_weight, linear_bias, indices, values=None, offsets=None, weight=None, row_mask=None,
                       ignore_index=-100, label_smoothing=0.0, z_loss=0.0, logit_scale=1.0, softcap=None,
-                      num_classes=None, chunk_rows=None, logprobs=False):
+                      num_classes=None, logprobs=False, chunk_rows=None):
     return _run((input, linear_weight, linear_bias), (indices, values, offsets, weight, row_mask),
                 (ignore_index, label_smoothing, z_loss, logit_scale, softcap, num_classes, logprobs), chunk_rows, False,
                 None)
@@ -136,7 +126,7 @@ def _forward_autograd(input, linear_weight, linear_bias, indices, values=None, o
 
 def _mean_autograd(input, linear_weight, linear_bias, indices, values=None, offsets=None, weight=None, row_mask=None,
                    ignore_index=-100, label_smoothing=0.0, z_loss=0.0, logit_scale=1.0, softcap=None, num_classes=None,
-                   normalizer=None, chunk_rows=None, logprobs=False):
+                   logprobs=False, normalizer=None, chunk_rows=None):
     return _run((input, linear_weight, linear_bias), (indices, values, offsets, weight, row_mask),
                 (ignore_index, label_smoothing, z_loss, logit_scale, softcap, num_classes, logprobs), chunk_rows, True,
                 normalizer)
@@ -187,15 +177,15 @@ def _fake_gradients(input, linear_weight, linear_bias, indices, wanted):
 @_register_fake("linear_backward")
 def _(grad_loss, grad_lse, input, linear_weight, linear_bias, lse, lse_residual, indices, values=None, offsets=None,
       weight=None, row_mask=None, ignore_index=-100, label_smoothing=0.0, z_loss=0.0, logit_scale=1.0, softcap=None,
-      num_classes=None, chunk_rows=None, input_grad=True, weight_grad=True, bias_grad=True, values_grad=False,
-      logprobs=False):
+      num_classes=None, logprobs=False, chunk_rows=None, input_grad=True, weight_grad=True, bias_grad=True,
+      values_grad=False):
     return _fake_gradients(input, linear_weight, linear_bias, indices, (input_grad, weight_grad, bias_grad, values_grad))
 
 
 @_register_fake("linear_forward_with_gradient")
 def _(grad_mean, normalizer, input, linear_weight, linear_bias, indices, values=None, offsets=None, weight=None,
       row_mask=None, ignore_index=-100, label_smoothing=0.0, z_loss=0.0, logit_scale=1.0, softcap=None, num_classes=None,
-      chunk_rows=None, input_grad=True, weight_grad=True, bias_grad=True, values_grad=False, logprobs=False):
+      logprobs=False, chunk_rows=None, input_grad=True, weight_grad=True, bias_grad=True, values_grad=False):
     scalar = _per_row(input).new_empty(())
     return (scalar, torch.empty_like(scalar), _per_row(input), _per_row(input),
             *_fake_gradients(input, linear_weight, linear_bias, indices,
@@ -214,6 +204,6 @@ def linear_cross_entropy(head: Tuple[Tensor, Tensor, Optional[Tensor]], target: 
     (indices, values, offsets, weight, row_mask)."""
     if not _eager():
         if mean:
-            return _ops.linear_mean(*head, *target, *_around(options, normalizer, chunk_rows))
-        return _ops.linear_forward(*head, *target, *_around(options, chunk_rows))
+            return _ops.linear_mean(*head, *target, *options, normalizer, chunk_rows)
+        return _ops.linear_forward(*head, *target, *options, chunk_rows)
     return _run(head, target, options, chunk_rows, mean, normalizer)

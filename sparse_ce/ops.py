@@ -79,7 +79,7 @@ class _CrossEntropy(torch.autograd.Function):
             else:
                 loss, lse, lse_residual = _ops.forward_with_residual(logits, *target, *options)
                 if mean:
-                    loss, divisor = _ops.mean(loss, *target, options[0], _classes(logits, options), normalizer)
+                    loss, divisor = _ops.loss_mean(loss, normalizer, *target, options[0])
         ctx.save_for_backward(logits, *target, lse, lse_residual, divisor)
         ctx.options, ctx.inplace_backward, ctx.made = options, inplace_backward, (upstream, gradient)
         ctx.set_materialize_grads(False)
@@ -116,17 +116,13 @@ class _CrossEntropy(torch.autograd.Function):
         return grad_logits, None, grad_values, *(None,) * 7
 
 
-def _classes(logits: Tensor, options: tuple) -> int:
-    return logits.shape[1] if options[5] is None else options[5]
-
-
 def _forward_autograd(logits, indices, values=None, offsets=None, weight=None, row_mask=None, *options,
                       inplace_backward=False, mean=False, normalizer=None):
     target = (indices, values, offsets, weight, row_mask)
     if _composite(logits):
         loss, lse = reference.forward(logits, *target, *options)
         if mean:
-            loss, _ = reference.mean(loss, *target, options[0], _classes(logits, options), normalizer)
+            loss, _ = reference.mean(loss, normalizer, *target, options[0])
         return loss, lse
     if _needs_grad(logits, values, weight):
         if weight is not None and weight.requires_grad:
@@ -136,7 +132,7 @@ def _forward_autograd(logits, indices, values=None, offsets=None, weight=None, r
     with torch._C._AutoDispatchBelowAutograd():
         loss, lse = _ops.forward(logits, *target, *options)
         if mean:
-            loss, _ = _ops.mean(loss, *target, options[0], _classes(logits, options), normalizer)
+            loss, _ = _ops.loss_mean(loss, normalizer, *target, options[0])
         return loss, lse
 
 
@@ -145,7 +141,7 @@ class _Mean(torch.autograd.Function):
     @staticmethod
     def forward(ctx, loss, *target):
         with torch._C._AutoDispatchBelowAutograd():
-            mean, divisor = _ops.mean(loss, *target)
+            mean, divisor = _ops.loss_mean(loss, *target)
         ctx.save_for_backward(divisor)
         ctx.mark_non_differentiable(divisor)
         ctx.rows, ctx.arguments = loss.shape, 1 + len(target)
@@ -157,13 +153,13 @@ class _Mean(torch.autograd.Function):
         return (grad_mean / divisor).expand(ctx.rows), *(None,) * (ctx.arguments - 1)
 
 
-def _mean_autograd(loss, indices, values=None, offsets=None, weight=None, *rest):
+def _mean_autograd(loss, normalizer, indices, *rest):
     if _composite(loss):
-        return reference.mean(loss, indices, values, offsets, weight, *rest)
+        return reference.mean(loss, normalizer, indices, *rest)
     if _needs_grad(loss):
-        return _Mean.apply(loss, indices, values, offsets, weight, *rest)
+        return _Mean.apply(loss, normalizer, indices, *rest)
     with torch._C._AutoDispatchBelowAutograd():
-        return _ops.mean(loss, indices, values, offsets, weight, *rest)
+        return _ops.loss_mean(loss, normalizer, indices, *rest)
 
 
 def _backward_autograd(grad_loss, grad_lse, logits, lse, lse_residual, indices, values=None, *rest):
@@ -224,7 +220,7 @@ _library.impl("backward_", _backward_counted, "ADInplaceOrView")
 _library.impl("forward", _forward_autograd, "Autograd")
 _library.impl("backward", _backward_autograd, "Autograd")
 _library.impl("backward_values", _backward_values_autograd, "Autograd")
-_library.impl("mean", _mean_autograd, "Autograd")
+_library.impl("loss_mean", _mean_autograd, "Autograd")
 _library.impl("sparse_softmax", _sparse_softmax_autograd, "Autograd")
 _library.impl("sparse_softmax_backward", _sparse_softmax_backward_autograd, "Autograd")
 
@@ -285,8 +281,8 @@ def _(grad_loss, logits, lse, lse_residual, indices, *args, **kwargs):
     return indices.new_empty(indices.shape, dtype=reference.arithmetic_dtype(logits.dtype))
 
 
-@_register_fake("mean")
-def _(loss, indices, *args, **kwargs):
+@_register_fake("loss_mean")
+def _(loss, normalizer, indices, *args, **kwargs):
     return loss.new_empty(()), loss.new_empty(())
 
 
@@ -325,8 +321,7 @@ def cross_entropy(logits: Tensor, indices: Tensor, values: Optional[Tensor], off
     if not _eager():
         loss, lse = _ops.forward(logits, indices, values, offsets, weight, row_mask, *options)
         if mean:
-            loss, _ = _ops.mean(loss, indices, values, offsets, weight, row_mask, options[0], _classes(logits, options),
-                                normalizer)
+            loss, _ = _ops.loss_mean(loss, normalizer, indices, values, offsets, weight, row_mask, options[0])
         return loss, lse
     writable = logits.stride(1) == 1 and (logits.shape[0] <= 1 or logits.stride(0) >= logits.shape[1])
     return _forward_autograd(logits, indices, values, offsets, weight, row_mask, *options,

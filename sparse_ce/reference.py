@@ -57,15 +57,16 @@ def ignored_rows(indices: Tensor, offsets: Optional[Tensor], row_mask: Optional[
     return ignored if row_mask is None else ignored | ~row_mask
 
 
-def mean(loss: Tensor, indices: Tensor, values: Optional[Tensor] = None, offsets: Optional[Tensor] = None,
-         weight: Optional[Tensor] = None, row_mask: Optional[Tensor] = None, ignore_index: int = -100,
-         num_classes: int = 0, normalizer: Optional[Tensor] = None) -> Tuple[Tensor, Tensor]:
+def mean(loss: Tensor, normalizer: Optional[Tensor], indices: Tensor, values: Optional[Tensor] = None,
+         offsets: Optional[Tensor] = None, weight: Optional[Tensor] = None, row_mask: Optional[Tensor] = None,
+         ignore_index: int = -100) -> Tuple[Tensor, Tensor]:
     """The mean of ``loss`` (N,) over the rows that count, (), and the divisor, (): inf over nothing, for a mean of 0.
 
     ``normalizer``, (), divides instead of the count.
     """
-    divisor = _count(loss, indices, values, offsets, weight, row_mask, ignore_index,
-                     num_classes) if normalizer is None else normalizer
+    divisor = normalizer
+    if normalizer is None:
+        divisor = _count(loss, indices, values, offsets, weight, row_mask, ignore_index)
     empty = divisor == 0
     divisor = torch.where(empty, torch.inf, divisor)
     return torch.where(empty, 0.0, loss.sum() / divisor), divisor
@@ -74,10 +75,10 @@ def mean(loss: Tensor, indices: Tensor, values: Optional[Tensor] = None, offsets
 _mean = mean  # where an option has that name
 
 
-def _count(loss, indices, values, offsets, weight, row_mask, ignore_index, num_classes) -> Tensor:
+def _count(loss, indices, values, offsets, weight, row_mask, ignore_index) -> Tensor:
     counts = ~ignored_rows(indices, offsets, row_mask, ignore_index, loss.shape[0])
     if weight is not None and offsets is None and values is None and indices.dim() == 1:
-        labels = torch.where(counts, indices.reshape(-1), 0).clamp(0, num_classes - 1).long()
+        labels = torch.where(counts, indices.reshape(-1), 0).clamp(0, weight.shape[0] - 1).long()
         counts = torch.where(counts, weight[labels], 0.0)
     return counts.sum(dtype=loss.dtype)
 
@@ -301,8 +302,7 @@ def linear_forward(input: Tensor, linear_weight: Tensor, linear_bias: Optional[T
     target = (indices, values, offsets, weight, row_mask, ignore_index)
     loss, lse = forward(logits, *target, label_smoothing, z_loss, logit_scale, softcap, num_classes, logprobs)
     if mean:
-        classes = linear_weight.shape[0] if num_classes is None else num_classes
-        loss, _ = _mean(loss, *target, classes, normalizer)
+        loss, _ = _mean(loss, normalizer, *target)
     return loss, lse
 
 
@@ -311,9 +311,9 @@ def linear_backward(grad_loss: Tensor, grad_lse: Optional[Tensor], input: Tensor
                     values: Optional[Tensor] = None, offsets: Optional[Tensor] = None, weight: Optional[Tensor] = None,
                     row_mask: Optional[Tensor] = None, ignore_index: int = -100, label_smoothing: float = 0.0,
                     z_loss: float = 0.0, logit_scale: float = 1.0, softcap: Optional[float] = None,
-                    num_classes: Optional[int] = None, chunk_rows: Optional[int] = None, input_grad: bool = True,
-                    weight_grad: bool = True, bias_grad: bool = True,
-                    values_grad: bool = False, logprobs: bool = False) -> Tuple[Tensor, Tensor, Tensor, Tensor]:
+                    num_classes: Optional[int] = None, logprobs: bool = False, chunk_rows: Optional[int] = None,
+                    input_grad: bool = True, weight_grad: bool = True, bias_grad: bool = True,
+                    values_grad: bool = False) -> Tuple[Tensor, Tensor, Tensor, Tensor]:
     """``torch.ops.sparse_ce.linear_backward``: the gradients for input, weight, bias and values, (0,) if not wanted."""
     ignored = ignored_rows(indices, offsets, row_mask, ignore_index, input.shape[0])
     x, w, logits = _head_logits(input, linear_weight, linear_bias, ignored, num_classes)

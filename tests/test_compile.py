@@ -52,8 +52,8 @@ def test_opcheck_of_the_differentiable_ops(kind, requires_grad, device):
     torch.library.opcheck(ops.backward.default, (rows, None, logits, lse, torch.zeros_like(lse), *target), options)
     torch.library.opcheck(ops.backward.default, (rows, rows.detach(), logits, lse, None, *target))
     loss = rows.detach().requires_grad_(requires_grad)
-    torch.library.opcheck(ops.mean.default, (loss, *target), dict(num_classes=logits.shape[1]))
-    torch.library.opcheck(ops.mean.default, (loss, *target), dict(num_classes=7, normalizer=rows.detach()[0].clone()))
+    torch.library.opcheck(ops.loss_mean.default, (loss, None, *target))
+    torch.library.opcheck(ops.loss_mean.default, (loss, rows.detach()[0].clone(), *target))
     if target[1] is not None:
         torch.library.opcheck(ops.backward_values.default, (rows, logits, lse, torch.zeros_like(lse), *target), options)
 

@@ -64,7 +64,7 @@ def test_the_ops_equal_the_specification_in_chunks_of_any_size(kind, chunk_rows,
         torch.testing.assert_close(ops.linear_backward(*upstreams, *rest, **options, **wanted),
                                    reference.linear_backward(*upstreams, *rest, **OPTIONS, **wanted))
     for by in (None, normalizer):
-        mean, divisor = reference.mean(loss, *target, OPTIONS["ignore_index"], 9, by)
+        mean, divisor = reference.mean(loss, by, *target, OPTIONS["ignore_index"])
         torch.testing.assert_close(ops.linear_mean(*head, *target, **options, normalizer=by), (mean, lse))
         made = ops.linear_forward_with_gradient(upstream, by, *head, *target, **options, **wanted)
         rows = (upstream / divisor).expand(13)
