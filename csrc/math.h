@@ -208,6 +208,24 @@ struct TargetStats {
   }
 };
 
+// The same of many entries: `sum_t` has add, and a sum that loses little.
+template <typename sum_t>
+struct TargetSums {
+  sum_t dot, mass;
+
+  // An entry of weight w~. Its logit z() is asked for where it counts: a class of weight 0 adds 0 even at -inf.
+  template <typename acc_t, typename logit_t>
+  SCE_HD void add(acc_t w, acc_t max, const logit_t& z) {
+    if (w == acc_t(0)) return;
+    dot.add(w * (z() - max));
+    mass.add(w);
+  }
+  template <typename acc_t>
+  SCE_HD TargetStats<acc_t> stats() const {
+    return {static_cast<acc_t>(dot.sum), static_cast<acc_t>(mass.sum)};
+  }
+};
+
 template <typename acc_t>
 struct RowLoss {
   acc_t loss, lse;
