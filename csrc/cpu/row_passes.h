@@ -61,7 +61,7 @@ class Forward {
     const int64_t column = t * kSpan;
     const scalar_t* next = t + 1 < spans_ ? row(r) + column + kSpan : row(after);
     const bool weighted = args_.options.label_smoothing != 0;
-    return tile_kernels<scalar_t>().stats(row(r) + column, std::min(kSpan, columns_ - column), transform_, weighted,
+    return Tile<scalar_t>::stats(row(r) + column, std::min(kSpan, columns_ - column), transform_, weighted,
                                           weights_at<scalar_t>(args_.target, column), next);
   }
 
@@ -100,7 +100,10 @@ class Backward {
   };
 
   explicit Backward(const BackwardArgs& args)
-      : args_(args), columns_(args.target.num_classes), spans_(divide_up(args.vocab, kSpan)), transform_(args.options) {}
+      : args_(args),
+        columns_(args.target.num_classes),
+        spans_(divide_up(args.vocab, kSpan)),
+        transform_(args.options) {}
 
   int64_t spans() const { return spans_; }
   RowPlan empty_plan() const { return {true, {0, 0, 0, 0, 0, 0, args_.options, columns_}, {}}; }
@@ -131,7 +134,7 @@ class Backward {
     scalar_t* gradient = args_.template gradient_row<scalar_t>(r);
     if (live > begin) {
       plan.entries.gather(row(r), transform_, plan.entries.span_begin(t), plan.entries.span_begin(t + 1));
-      tile_kernels<scalar_t>().gradient(row(r) + begin, live - begin, transform_, plan.coefficients,
+      Tile<scalar_t>::gradient(row(r) + begin, live - begin, transform_, plan.coefficients,
                                         weights_at<scalar_t>(args_.target, begin), next, gradient + begin);
     }
     std::fill(reinterpret_cast<char*>(gradient + live), reinterpret_cast<char*>(gradient + end), 0);
@@ -139,7 +142,7 @@ class Backward {
 
   void write_entries(int64_t r, RowPlan& plan) const {
     RowEntries<acc_t>& entries = plan.entries;
-    tile_kernels<scalar_t>().entries(entries.logits.data(), entries.size(), transform_, plan.coefficients,
+    Tile<scalar_t>::entries(entries.logits.data(), entries.size(), transform_, plan.coefficients,
                                      entries.class_weights.empty() ? nullptr : entries.class_weights.data(),
                                      entries.weights.data());
     scalar_t* gradient = args_.template gradient_row<scalar_t>(r);

@@ -180,7 +180,7 @@ __device__ void write_dense(const BackwardArgs& args, const GradientCoefficients
                             scalar_t* gradient, int64_t begin, int64_t end) {
   constexpr int kSize = Pack<scalar_t>::kSize;
   const LogitTransform<acc_t> transform(args.options);
-  const bool by_packs = (reinterpret_cast<uintptr_t>(row) - reinterpret_cast<uintptr_t>(gradient)) % 16 == 0;
+  const bool by_packs = equally_aligned(row, gradient);
 
   if (transform.identity() && args.options.label_smoothing == 0) {
     for_columns<kWidth, kUnroll>(
@@ -292,28 +292,19 @@ int multiprocessors() {
   return count;
 }
 
-coc_launch_config config(unsigned blocks, cudaStream_t stream) {
-  coc_launch_config c;
-  c.grid = dim3(blocks);
-  c.block = dim3(kThreads);
-  c.stream = stream;
-  return c;
-}
-
-unsigned blocks_for(const CrossEntropyArgs& args, int64_t groups, int per_block) {
-  const int64_t most = args.max_blocks > 0 ? args.max_blocks : (int64_t(1) << 31) - 1;
-  return static_cast<unsigned>(std::min(most, (groups + per_block - 1) / per_block));
+int64_t blocks_of(const CrossEntropyArgs& args, int64_t groups, int per_block) {
+  return blocks_for(groups, per_block, args.max_blocks, (int64_t(1) << 31) - 1);
 }
 
 }  // namespace
 
 Plan plan_of(const CrossEntropyArgs& args, int multiprocessors) {
   const int64_t row_bytes = args.target.num_classes * size_of(args.dtype);
-  if (row_bytes <= kWarpRowBytes) return {kWarp, 1, blocks_for(args, args.rows, kThreads / kWarp)};
+  if (row_bytes <= kWarpRowBytes) return {kWarp, 1, blocks_of(args, args.rows, kThreads / kWarp)};
   const int64_t wanted = int64_t(kBlocksPerMultiprocessor) * multiprocessors;
   const int64_t by_rows = (wanted + args.rows - 1) / args.rows, by_bytes = row_bytes / kSplitBytes;
   const int64_t splits = std::max<int64_t>(1, std::min(by_rows, by_bytes));
-  return {kThreads, splits, blocks_for(args, args.rows * splits, 1)};
+  return {kThreads, splits, blocks_of(args, args.rows * splits, 1)};
 }
 
 size_t cross_entropy_forward_workspace(const CrossEntropyArgs& args) {
@@ -328,13 +319,14 @@ cudaError_t cross_entropy_forward(const ForwardArgs& args, void* workspace, cuda
   return with_storage(args.dtype, [&](auto storage) {
     using scalar_t = decltype(storage);
     auto* partial = static_cast<RowStats<acc_type<scalar_t>>*>(workspace);
-    const coc_launch_config c = config(plan.blocks, stream);
-    const cudaError_t error = plan.width == kWarp
-                                  ? coc_launch(c, forward_kernel<scalar_t, kWarp>, args, plan.splits, partial)
-                                  : coc_launch(c, forward_kernel<scalar_t, kThreads>, args, plan.splits, partial);
+    const auto run = [&](auto kernel) {
+      return launch(stream, plan.blocks, kThreads, kernel, args, plan.splits, partial);
+    };
+    const cudaError_t error =
+        plan.width == kWarp ? run(forward_kernel<scalar_t, kWarp>) : run(forward_kernel<scalar_t, kThreads>);
     if (error != cudaSuccess || plan.splits == 1) return error;
-    return coc_launch(config(blocks_for(args, args.rows, kThreads / kWarp), stream), forward_merge_kernel<scalar_t>,
-                      args, plan.splits, partial);
+    return launch(stream, blocks_of(args, args.rows, kThreads / kWarp), kThreads, forward_merge_kernel<scalar_t>, args,
+                  plan.splits, partial);
   });
 }
 
@@ -349,18 +341,18 @@ cudaError_t cross_entropy_backward(const BackwardArgs& args, void* workspace, cu
   return with_storage(args.dtype, [&](auto storage) {
     using scalar_t = decltype(storage);
     auto* entries = static_cast<EntryGradient<acc_type<scalar_t>>*>(workspace);
-    const coc_launch_config c = config(plan.blocks, stream);
-    return plan.width == kWarp ? coc_launch(c, backward_kernel<scalar_t, kWarp>, args, plan.splits, entries)
-                               : coc_launch(c, backward_kernel<scalar_t, kThreads>, args, plan.splits, entries);
+    const auto run = [&](auto kernel) {
+      return launch(stream, plan.blocks, kThreads, kernel, args, plan.splits, entries);
+    };
+    return plan.width == kWarp ? run(backward_kernel<scalar_t, kWarp>) : run(backward_kernel<scalar_t, kThreads>);
   });
 }
 
 cudaError_t cross_entropy_backward_values(const BackwardArgs& args, cudaStream_t stream) {
   if (args.rows == 0) return cudaSuccess;
   return with_storage(args.dtype, [&](auto storage) {
-    using scalar_t = decltype(storage);
-    return coc_launch(config(blocks_for(args, args.rows, kThreads / kWarp), stream), backward_values_kernel<scalar_t>,
-                      args);
+    return launch(stream, blocks_of(args, args.rows, kThreads / kWarp), kThreads,
+                  backward_values_kernel<decltype(storage)>, args);
   });
 }
 
