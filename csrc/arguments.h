@@ -4,7 +4,6 @@
 
 #include "boxing.h"
 #include "math.h"
-#include "tensors.h"
 
 #include <cmath>
 

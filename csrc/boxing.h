@@ -1,8 +1,8 @@
-// boxing.h - an op's C++ function as the dispatcher calls it: with the values of its schema on a stack. As TORCH_BOX, and
-// besides a parameter may be a struct of arguments, which takes several values.
+// boxing.h - an op's C++ function as the dispatcher calls it: with the values of its schema on a stack. What TORCH_BOX
+// does, but a parameter may also be a struct of arguments, which takes several values.
 #pragma once
 
-#include "errors.h"
+#include "tensors.h"
 
 #include <torch/csrc/stable/library.h>
 
@@ -58,11 +58,10 @@ struct Boxed<function> {
     Stack stack(values, inputs);
     std::tuple<std::decay_t<parameters_t>...> arguments{stack.take<std::decay_t<parameters_t>>()...};  // left to right
     check(stack.empty(), "schema must have the arguments of its kernel, got too many");
-    if constexpr (std::is_void_v<result_t>) {
+    if constexpr (std::is_void_v<result_t>)
       std::apply(function, arguments);
-    } else {
+    else
       give(std::apply(function, arguments), values, outputs);
-    }
   }
 
  private:
@@ -71,9 +70,8 @@ struct Boxed<function> {
     check(sizeof...(results_t) == outputs, "schema must have the results of its kernel, got ", outputs);
     std::apply([&](const auto&... result) { ((*values++ = torch::stable::detail::from(result)), ...); }, results);
   }
-  template <typename one_t>
-  static void give(const one_t& result, StableIValue* values, uint64_t outputs) {
-    give(std::tuple<const one_t&>(result), values, outputs);
+  static void give(const Tensor& result, StableIValue* values, uint64_t outputs) {
+    give(std::tuple<const Tensor&>(result), values, outputs);
   }
 };
 

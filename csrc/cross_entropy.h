@@ -15,12 +15,26 @@ struct CrossEntropyArgs {
   LossOptions options;
   const void* weight_sum;   // (1,) sum of the class weights, or null: it is num_classes
   int64_t max_blocks;       // 0: no limit. Tests lower it, so that blocks take several rows
+
+  template <typename scalar_t>
+  SCE_HD const scalar_t* row(int64_t r) const {
+    return static_cast<const scalar_t*>(logits) + r * row_stride;
+  }
 };
 
 struct ForwardArgs : CrossEntropyArgs {
   void* loss;               // (rows,) arithmetic dtype
   void* lse;                // (rows,)
   void* lse_residual;       // (rows,), or null
+
+  // What belongs to a row: its loss, or 0 where it is ignored.
+  template <typename acc_t>
+  SCE_HD void write(int64_t r, bool ignored, const RowStats<acc_t>& stats, const TargetStats<acc_t>& entries) const {
+    const RowLoss<acc_t> out(stats, entries, options, target.num_classes);
+    static_cast<acc_t*>(loss)[r] = ignored ? acc_t(0) : out.loss;
+    static_cast<acc_t*>(lse)[r] = ignored ? acc_t(0) : out.lse;
+    if (lse_residual) static_cast<acc_t*>(lse_residual)[r] = ignored ? acc_t(0) : out.lse_residual;
+  }
 };
 
 // Reads of `lse`, `grad_*` may be strided: an expanded scalar has stride 0.
@@ -33,6 +47,46 @@ struct BackwardArgs : CrossEntropyArgs {
   void* grad_logits;        // (rows, vocab), dtype of logits; may be the logits themselves
   int64_t grad_row_stride;
   void* grad_values;        // shape of target.values, arithmetic dtype; zero on entry (values' gradient only)
+
+  template <typename scalar_t>
+  SCE_HD scalar_t* gradient_row(int64_t r) const {
+    return static_cast<scalar_t*>(grad_logits) + r * grad_row_stride;
+  }
+
+  template <typename acc_t>
+  SCE_HD acc_t upstream(int64_t r) const {
+    return static_cast<const acc_t*>(grad_loss)[r * grad_loss_stride];
+  }
+  template <typename acc_t>
+  SCE_HD acc_t upstream_of_lse(int64_t r) const {
+    return grad_lse ? static_cast<const acc_t*>(grad_lse)[r * grad_lse_stride] : acc_t(0);
+  }
+
+  // Whether a row's gradient is 0 and the row is not read: what it holds may be NaN.
+  template <typename acc_t>
+  SCE_HD bool without_gradient(int64_t r) const {
+    return target.ignored(r) || (upstream<acc_t>(r) == acc_t(0) && upstream_of_lse<acc_t>(r) == acc_t(0));
+  }
+
+  // `mass`: of the row's entries; the gradient for their values needs none.
+  template <typename acc_t>
+  SCE_HD GradientCoefficients<acc_t> coefficients(int64_t r, acc_t mass) const {
+    const int64_t classes = target.num_classes;
+    const acc_t weights = weight_sum ? *static_cast<const acc_t*>(weight_sum) : static_cast<acc_t>(classes);
+    const acc_t residual = lse_residual ? static_cast<const acc_t*>(lse_residual)[r] : acc_t(0);
+    const acc_t lse_of_row = static_cast<const acc_t*>(lse)[r];
+    return {upstream<acc_t>(r), upstream_of_lse<acc_t>(r), mass, lse_of_row, residual, weights, options, classes};
+  }
+
+  // The gradient for the value of entry i, of a row whose coefficients are `c`.
+  template <typename scalar_t, typename acc_t>
+  SCE_HD void write_value(int64_t i, const scalar_t* row, const LogitTransform<acc_t>& transform,
+                          const GradientCoefficients<acc_t>& c) const {
+    const auto entry = target.entry<acc_t>(i);
+    if (entry.column < 0) return;
+    const acc_t by = target.class_weight<acc_t>(entry.column) * target.value_slope(entry);
+    static_cast<acc_t*>(grad_values)[i] = c.of_value(transform(to_acc(row[entry.column])), by);
+  }
 };
 
 namespace cpu {

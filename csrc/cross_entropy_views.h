@@ -134,7 +134,7 @@ inline LossMeanArgs view_loss_mean(const Tensor& loss, const OptionalTensor& nor
   check(loss.dim() == 1, "loss must be (rows,), got ", shape(loss));
   LossMeanArgs args{};
   args.dtype = to_dtype(loss, "loss", /*integer=*/false);
-  check(args.dtype == DType::kFloat32 || args.dtype == DType::kFloat64, "loss must be of dtype float32 or float64, got ",
+  check(loss.scalar_type() == arithmetic_dtype(loss), "loss must be of dtype float32 or float64, got ",
         name(loss.scalar_type()));
   held.logits = loss;
   const bool weighted = given.weight && given.weight->dim() == 1;

@@ -1,5 +1,5 @@
 // dtype.h - the dtypes that logits and targets may have and how they become numbers to compute with.
-// Included by host code and, through nvcc or in emulation, by device code.
+// Included by host code and, through nvcc, by device code.
 #pragma once
 
 #include <cstdint>
@@ -7,8 +7,12 @@
 #include <limits>
 #include <type_traits>
 
-#if defined(__CUDACC__) || defined(COC_H_)
-#define SCE_CUDA 1
+// SCE_CUDA may also be given: to a compiler that is not nvcc but knows CUDA's names.
+#if defined(__CUDACC__) && !defined(SCE_CUDA)
+#define SCE_CUDA
+#endif
+
+#ifdef SCE_CUDA
 #define SCE_HD __host__ __device__ __forceinline__
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>

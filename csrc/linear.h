@@ -30,23 +30,22 @@ struct AccumulateArgs {
   int64_t count;
   bool first, last;
   int64_t max_blocks;       // 0: no limit
-
 };
 
-// One element of a total of 16 bits. `first` and `last` are the same for all: compilers take them out of a loop.
+// One element, with low[i] beside it where it is split. `first` and `last` are the same for all: compilers take them out
+// of a loop.
 template <typename scalar_t>
-SCE_HD void accumulate_split(float product, bool first, bool last, scalar_t& total, uint8_t* low) {
-  const float sum = first ? product : SplitFloat::join(bit_cast<uint16_t>(total), *low) + product;
-  if (last) return from_acc(sum, total);
-  uint16_t high;
-  SplitFloat::split(sum, high, *low);
-  total = bit_cast<scalar_t>(high);
-}
-
-// One element of a plain total.
-template <typename acc_t>
-SCE_HD void accumulate_plain(acc_t product, bool first, acc_t& total) {
-  total = first ? product : total + product;
+SCE_HD void accumulate_element(acc_type<scalar_t> product, bool first, bool last, scalar_t& total,
+                               uint8_t* low, int64_t i) {
+  if constexpr (sizeof(scalar_t) > 2) {
+    total = first ? product : total + product;
+  } else {
+    const float sum = first ? product : SplitFloat::join(bit_cast<uint16_t>(total), low[i]) + product;
+    if (last) return from_acc(sum, total);
+    uint16_t high;
+    SplitFloat::split(sum, high, low[i]);
+    total = bit_cast<scalar_t>(high);
+  }
 }
 
 // Rows of ignored targets become 0: whatever they held would reach the weight's gradient as 0 * NaN.

@@ -3,9 +3,10 @@
 //
 // The products are made in the `work` dtype: the input's, or float32 on a CPU that does not multiply 16-bit numbers
 // (its own GEMM for them takes three times as long as one of float32). Weights of another dtype are converted a block
-// of classes at a time. `device_t` has besides what cross_entropy_ops.h asks for: work_dtype, product_dtype, kWholeBytes (logits of
-// no more make one chunk), chunk_bytes, kBlockBytes (of converted weights, of a product), add_product, accumulate,
-// kLeavesOut and live_rows, and for these copy_rows, without them may_ignore and clear_ignored_rows.
+// of classes at a time. `device_t` has besides what cross_entropy_ops.h asks for: work_dtype, product_dtype,
+// kWholeBytes (logits of no more make one chunk), chunk_bytes, kBlockBytes (of converted weights, of a product),
+// add_product, accumulate, kLeavesOut and live_rows, and for these copy_rows, without them may_ignore and
+// clear_ignored_rows.
 #pragma once
 
 #include "arguments.h"

@@ -104,18 +104,16 @@ class LinearOps {
   }
 
  private:
-  struct Head {
-    explicit Head(const HeadArguments& given) : input(detached(given.input)), weight(detached(given.weight)) {
-      if (given.bias) bias = detached(*given.bias);
-    }
-    Tensor input, weight;
-    OptionalTensor bias;
-  };
+  static HeadArguments without_history(HeadArguments head) {
+    head.input = detached(head.input), head.weight = detached(head.weight);
+    if (head.bias) head.bias = detached(*head.bias);
+    return head;
+  }
 
   // What every op is called with, checked. The target's rows are the input's; logits come later, chunk by chunk.
   struct Call {
     Call(const HeadArguments& given_head, const Arguments& given, std::optional<int64_t> rows)
-        : head(given_head), chunk_rows(rows) {
+        : head(without_history(given_head)), chunk_rows(rows) {
       const Tensor &input = head.input, &weight = head.weight;
       check(input.dim() == 2, "input must be (rows, width), got ", shape(input));
       to_dtype(input, "input", /*integer=*/false);
@@ -206,7 +204,7 @@ class LinearOps {
       }
     }
 
-    Head head;
+    HeadArguments head;
     std::optional<int64_t> chunk_rows;
     Held held;
     CrossEntropyArgs args{};         // of all rows

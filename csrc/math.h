@@ -9,14 +9,11 @@
 //   dloss/dw_k = g (1-e) o_{c_k} (lse - z_{c_k})
 #pragma once
 
-#include "dtype.h"
+#include "scalar_math.h"
 
 #ifdef SCE_CUDA
-#include <math.h>
 #define SCE_SIMD(...) _Pragma("unroll")
 #else
-#include <cmath>
-#include "cpu/vector_math.h"
 #define SCE_PRAGMA(text) _Pragma(#text)
 #define SCE_SIMD(...) SCE_PRAGMA(omp simd __VA_ARGS__)
 #endif
@@ -70,29 +67,6 @@ struct LossOptions {
   double label_smoothing = 0, z_loss = 0, logit_scale = 1;
   double softcap = 0;  // 0: none
 };
-
-#ifdef SCE_CUDA
-// ex2.approx.ftz: 2 ulp, and exactly 0 for -inf. The plain exp2f spends three more instructions on subnormals.
-SCE_HD float exponential(float x) {
-#if defined(__CUDA_ARCH__)
-  float out;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(out) : "f"(x * 1.44269504f));
-  return out;
-#else  // emulation: the same product and base
-  const float out = exp2f(x * 1.44269504f);
-  return out < 0x1p-126f ? 0.0f : out;  // a NaN stays
-#endif
-}
-SCE_HD double exponential(double x) { return exp(x); }
-SCE_HD float exponential_rough(float x) { return exponential(x); }
-SCE_HD float hyperbolic_tangent(float x) { return tanhf(x); }
-SCE_HD double hyperbolic_tangent(double x) { return tanh(x); }
-SCE_HD float logarithm(float x) { return logf(x); }
-SCE_HD double logarithm(double x) { return log(x); }
-#else
-inline float logarithm(float x) { return std::log(x); }
-inline double logarithm(double x) { return std::log(x); }
-#endif
 
 // z = softcap tanh(scale x / softcap), or scale x without a softcap.
 template <typename acc_t>
@@ -208,6 +182,24 @@ struct TargetStats {
   }
 };
 
+// The same of many entries: `sum_t` has add, and a sum that loses little.
+template <typename sum_t>
+struct TargetSums {
+  sum_t dot, mass;
+
+  // An entry of weight w~. Its logit z() is asked for where it counts: a class of weight 0 adds 0 even at -inf.
+  template <typename acc_t, typename logit_t>
+  SCE_HD void add(acc_t w, acc_t max, const logit_t& z) {
+    if (w == acc_t(0)) return;
+    dot.add(w * (z() - max));
+    mass.add(w);
+  }
+  template <typename acc_t>
+  SCE_HD TargetStats<acc_t> stats() const {
+    return {static_cast<acc_t>(dot.sum), static_cast<acc_t>(mass.sum)};
+  }
+};
+
 template <typename acc_t>
 struct RowLoss {
   acc_t loss, lse;
@@ -243,38 +235,6 @@ struct MaskedSum {
   }
   SCE_HD acc_t divisor() const { return weight == acc_t(0) ? acc_t(1) : weight; }
   SCE_HD acc_t mean() const { return sum / divisor(); }
-};
-
-// Softmax over the entries that a row of a sparse matrix has, as if the others were -inf:
-//
-//   log_softmax   y_k = z_k - lse           dloss/dz_k = g_k - exp(y_k) sum_i g_i
-//   softmax       y_k = exp(z_k - lse)      dloss/dz_k = y_k (g_k - sum_i g_i y_i)
-template <typename acc_t>
-struct SoftmaxRow {
-  acc_t max, log_sum, share;
-
-  // NaN everywhere in a row whose entries are all -inf.
-  SCE_HD explicit SoftmaxRow(const RowStats<acc_t>& stats)
-      : max(stats.max), log_sum(logarithm(stats.sum)), share(acc_t(1) / stats.sum) {}
-  template <bool log>
-  SCE_HD acc_t at(acc_t z) const {
-    return log ? (z - max) - log_sum : exponential(z - max) * share;
-  }
-};
-
-template <typename acc_t>
-struct SoftmaxGradient {
-  acc_t sum = 0;
-
-  SCE_HD void merge(const SoftmaxGradient& other) { sum += other.sum; }
-  template <bool log>
-  SCE_HD static acc_t term(acc_t grad, acc_t y) {
-    return log ? grad : grad * y;
-  }
-  template <bool log>
-  SCE_HD acc_t at(acc_t grad, acc_t y) const {
-    return log ? grad - exponential(y) * sum : y * (grad - sum);
-  }
 };
 
 template <typename acc_t>

@@ -39,7 +39,8 @@ STABLE_TORCH_LIBRARY(sparse_ce, m) {
         SCE_ARGUMENTS ") -> ()");
 
   // grad_values, shape of values, A: the gradient of sum(grad_loss * loss) for the values of the entries; 0 for padding.
-  m.def("backward_values(Tensor grad_loss, Tensor logits, Tensor lse, Tensor? lse_residual, " SCE_ARGUMENTS ") -> Tensor");
+  m.def("backward_values(Tensor grad_loss, Tensor logits, Tensor lse, Tensor? lse_residual, " SCE_ARGUMENTS
+        ") -> Tensor");
 
   // The mean of loss (N,) A over the rows that count, and what the sum was divided by, both () A: the sum of the labels'
   // class weights for class labels, else the number of rows that are not ignored; `normalizer` () A where there is one.

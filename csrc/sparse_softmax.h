@@ -5,6 +5,38 @@
 
 namespace sparse_ce {
 
+// Softmax over the entries that a row of a sparse matrix has, as if the others were -inf:
+//
+//   log_softmax   y_k = z_k - lse           dloss/dz_k = g_k - exp(y_k) sum_i g_i
+//   softmax       y_k = exp(z_k - lse)      dloss/dz_k = y_k (g_k - sum_i g_i y_i)
+template <typename acc_t>
+struct SoftmaxRow {
+  acc_t max, log_sum, share;
+
+  // NaN everywhere in a row whose entries are all -inf.
+  SCE_HD explicit SoftmaxRow(const RowStats<acc_t>& stats)
+      : max(stats.max), log_sum(logarithm(stats.sum)), share(acc_t(1) / stats.sum) {}
+  template <bool log>
+  SCE_HD acc_t at(acc_t z) const {
+    return log ? (z - max) - log_sum : exponential(z - max) * share;
+  }
+};
+
+template <typename acc_t>
+struct SoftmaxGradient {
+  acc_t sum = 0;
+
+  SCE_HD void merge(const SoftmaxGradient& other) { sum += other.sum; }
+  template <bool log>
+  SCE_HD static acc_t term(acc_t grad, acc_t y) {
+    return log ? grad : grad * y;
+  }
+  template <bool log>
+  SCE_HD acc_t at(acc_t grad, acc_t y) const {
+    return log ? grad - exponential(y) * sum : y * (grad - sum);
+  }
+};
+
 // Row r has the entries [offsets[r], offsets[r + 1]), in the order of `order`. Each of `width` positions, the dense
 // dimensions of a hybrid tensor, is a matrix of its own.
 struct SparseSoftmaxArgs {

@@ -4,7 +4,6 @@
 
 #include "boxing.h"
 #include "sparse_softmax.h"
-#include "tensors.h"
 
 namespace sparse_ce {
 

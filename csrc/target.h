@@ -98,6 +98,12 @@ struct TargetView {
   SCE_HD acc_t class_weight(int64_t column) const {
     return weight && column >= 0 ? static_cast<const acc_t*>(weight)[column] : acc_t(1);
   }
+
+  // w~, what an entry adds to the weight of its class.
+  template <typename acc_t>
+  SCE_HD acc_t share(const Entry<acc_t>& entry) const {
+    return entry.value * class_weight<acc_t>(entry.column);
+  }
 };
 
 }  // namespace sparse_ce

@@ -10,6 +10,7 @@
 
 #include <optional>
 #include <ostream>
+#include <string>
 
 // The headers of torch 2.11 and 2.12 can say that a call of torch's failed, but not yet why.
 #ifndef STABLE_TORCH_ERROR_CODE_CHECK
@@ -31,13 +32,6 @@ inline std::ostream& operator<<(std::ostream& out, const Shape& shape) {
   for (int64_t i = 0; i < shape.of.dim(); ++i) out << (i ? ", " : "") << shape.of.size(i);
   return out << "]";
 }
-struct DeviceName {
-  const Tensor& of;
-};
-inline std::ostream& operator<<(std::ostream& out, const DeviceName& device) {
-  if (device.of.is_cpu()) return out << "cpu";
-  return out << "cuda:" << device.of.get_device_index();
-}
 
 inline Shape shape(const Tensor& t) { return {t}; }
 inline bool same_shape(const Tensor& a, const Tensor& b) {
@@ -49,44 +43,21 @@ inline const char* name(ScalarType dtype) { return torch::headeronly::toString(d
 
 // Of the dtypes that the ops make.
 inline int64_t size_in_bytes(ScalarType dtype) {
-  switch (dtype) {
-    case ScalarType::Byte:
-      return 1;
-    case ScalarType::Half:
-    case ScalarType::BFloat16:
-      return 2;
-    case ScalarType::Float:
-      return 4;
-    default:
-      return 8;
-  }
+  if (dtype == ScalarType::Byte) return 1;
+  if (dtype == ScalarType::Half || dtype == ScalarType::BFloat16) return 2;
+  return dtype == ScalarType::Float ? 4 : 8;
 }
 
 inline DType to_dtype(const Tensor& t, const char* argument, bool integer) {
-  switch (t.scalar_type()) {
-    case ScalarType::Int:
-      if (integer) return DType::kInt32;
-      break;
-    case ScalarType::Long:
-      if (integer) return DType::kInt64;
-      break;
-    case ScalarType::Float:
-      if (!integer) return DType::kFloat32;
-      break;
-    case ScalarType::Double:
-      if (!integer) return DType::kFloat64;
-      break;
-    case ScalarType::Half:
-      if (!integer) return DType::kFloat16;
-      break;
-    case ScalarType::BFloat16:
-      if (!integer) return DType::kBFloat16;
-      break;
-    default:
-      break;
-  }
+  const ScalarType dtype = t.scalar_type();
+  if (integer && dtype == ScalarType::Int) return DType::kInt32;
+  if (integer && dtype == ScalarType::Long) return DType::kInt64;
+  if (!integer && dtype == ScalarType::Float) return DType::kFloat32;
+  if (!integer && dtype == ScalarType::Double) return DType::kFloat64;
+  if (!integer && dtype == ScalarType::Half) return DType::kFloat16;
+  if (!integer && dtype == ScalarType::BFloat16) return DType::kBFloat16;
   fail(argument, " must be of dtype ", integer ? "int32 or int64" : "float16, bfloat16, float32 or float64", ", got ",
-       name(t.scalar_type()));
+       name(dtype));
 }
 
 inline ScalarType arithmetic_dtype(const Tensor& logits) {
@@ -94,8 +65,11 @@ inline ScalarType arithmetic_dtype(const Tensor& logits) {
 }
 
 inline void check_same_device(const Tensor& t, const Tensor& logits, const char* argument) {
+  const auto name = [](const Tensor& x) {
+    return x.is_cpu() ? std::string("cpu") : "cuda:" + std::to_string(x.get_device_index());
+  };
   const bool same = t.is_cpu() == logits.is_cpu() && t.get_device_index() == logits.get_device_index();
-  check(same, argument, " must be on the device of logits, ", DeviceName{logits}, ", got ", DeviceName{t});
+  if (!same) fail(argument, " must be on the device of logits, ", name(logits), ", got ", name(t));
 }
 
 // A call of the dispatcher only where there is something to copy.

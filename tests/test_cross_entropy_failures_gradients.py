@@ -245,3 +245,22 @@ def test_21_the_result_may_be_changed_in_place(options, device):
     loss *= 2
     loss.sum().backward()
     torch.testing.assert_close(x.grad, expected)
+
+
+@pytest.mark.parametrize("kind", [dict(), dict(logprobs=True)], ids=str)
+def test_the_values_of_a_masked_row_have_no_gradient(kind, device):
+    """Whatever its logits hold and its upstream gradient is."""
+    draw = torch.Generator().manual_seed(7)
+    x = torch.randn(3, 5, generator=draw).to(device)
+    values = torch.rand(3, 2, generator=draw).to(device)
+    indices = torch.tensor([[0, 3], [1, 4], [2, 0]], device=device)
+    mask = torch.tensor([True, False, True], device=device)
+    ops, upstream = torch.ops.sparse_ce, torch.ones(3, device=device)
+    _, lse, residual = ops.forward_with_residual(x, indices, values, **kind)
+    every = ops.backward_values(upstream, x, lse, residual, indices, values, **kind)
+    assert every.ne(0).all()
+    for held in (x[1], torch.full_like(x[1], torch.nan)):
+        x = torch.stack([x[0], held, x[2]])
+        _, lse, residual = ops.forward_with_residual(x, indices, values, row_mask=mask, **kind)
+        grad = ops.backward_values(upstream, x, lse, residual, indices, values, row_mask=mask, **kind)
+        torch.testing.assert_close(grad, torch.where(mask[:, None], every, 0.0), rtol=0, atol=0)

@@ -115,14 +115,8 @@ void cross_entropy_backward_values(const BackwardArgs& args) {
 }
 
 const char* instruction_set() {
-  switch (instruction_set_in_use()) {
-    case InstructionSet::kAvx512:
-      return "avx512";
-    case InstructionSet::kAvx2:
-      return "avx2";
-    default:
-      return "default";
-  }
+  const InstructionSet set = instruction_set_in_use();
+  return set == InstructionSet::kAvx512 ? "avx512" : set == InstructionSet::kAvx2 ? "avx2" : "default";
 }
 
 }  // namespace cpu

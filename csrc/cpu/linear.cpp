@@ -1,6 +1,6 @@
 #include "../linear.h"
 #include "../live_rows.h"
-#include "tile.h"
+#include "instruction_set.h"
 
 #include <torch/csrc/stable/ops.h>
 
@@ -15,25 +15,13 @@ namespace {
 
 constexpr int64_t kGrain = 32768;  // fewer elements are not worth waking a thread for
 
-template <typename scalar_t>
-struct LinearKernels {
-  void (*accumulate)(const AccumulateArgs& args, int64_t begin, int64_t end);
-  void (*scale)(scalar_t* values, acc_type<scalar_t> by, int64_t count);
-};
-
 template <typename scalar_t, typename product_t>
 SCE_HD void accumulate_elements(const AccumulateArgs& args, int64_t begin, int64_t end) {
   const product_t* __restrict product = static_cast<const product_t*>(args.product);
   scalar_t* __restrict total = static_cast<scalar_t*>(args.total);
   uint8_t* __restrict low = args.low;
   const bool first = args.first, last = args.last;
-  for (int64_t i = begin; i < end; ++i) {
-    const acc_type<scalar_t> x = to_acc(product[i]);
-    if constexpr (sizeof(scalar_t) == 2)
-      accumulate_split(x, first, last, total[i], low + i);
-    else
-      accumulate_plain(x, first, total[i]);
-  }
+  for (int64_t i = begin; i < end; ++i) accumulate_element(to_acc(product[i]), first, last, total[i], low, i);
 }
 
 template <typename scalar_t>
@@ -53,30 +41,13 @@ SCE_HD void scale_body(scalar_t* values, acc_type<scalar_t> by, int64_t count) {
   for (int64_t i = 0; i < count; ++i) from_acc(scaled(to_acc(values[i]), by), values[i]);
 }
 
-template <typename scalar_t, InstructionSet set>
-struct Instance;
-
-#define SCE_INSTANCE(SET, TARGET)                                                                          \
-  template <typename scalar_t>                                                                             \
-  struct Instance<scalar_t, InstructionSet::SET> {                                                         \
-    TARGET static void accumulate(const AccumulateArgs& args, int64_t begin, int64_t end) {                \
-      accumulate_body<scalar_t>(args, begin, end);                                                         \
-    }                                                                                                      \
-    TARGET static void scale(scalar_t* values, acc_type<scalar_t> by, int64_t count) {                     \
-      scale_body(values, by, count);                                                                       \
-    }                                                                                                      \
-    static constexpr LinearKernels<scalar_t> kernels{accumulate, scale};                                   \
-  };
-
-SCE_FOR_INSTRUCTION_SETS(SCE_INSTANCE)
-
 }  // namespace
 
 void accumulate(const AccumulateArgs& args) {
   with_storage(args.dtype, [&](auto storage) {
-    const auto& kernels = kernels_in_use<Instance, decltype(storage)>();
-    torch::stable::parallel_for(0, args.count, kGrain,
-                                [&](int64_t begin, int64_t end) { kernels.accumulate(args, begin, end); });
+    torch::stable::parallel_for(0, args.count, kGrain, [&](int64_t begin, int64_t end) {
+      with_instruction_set([&](auto) SCE_INLINE { accumulate_body<decltype(storage)>(args, begin, end); });
+    });
   });
 }
 
@@ -107,9 +78,9 @@ void scale(const ScaleArgs& args) {
     using scalar_t = decltype(storage);
     const auto by = *static_cast<const acc_type<scalar_t>*>(args.scale);
     if (by == 1) return;
-    const auto& kernels = kernels_in_use<Instance, scalar_t>();
     torch::stable::parallel_for(0, args.count, kGrain, [&](int64_t begin, int64_t end) {
-      kernels.scale(static_cast<scalar_t*>(args.values) + begin, by, end - begin);
+      scalar_t* values = static_cast<scalar_t*>(args.values) + begin;
+      with_instruction_set([&](auto) SCE_INLINE { scale_body(values, by, end - begin); });
     });
   });
 }

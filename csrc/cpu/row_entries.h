@@ -51,7 +51,7 @@ class RowEntries {
       class_weights.resize(kept);
       for (size_t k = 0; k < kept; ++k) {
         class_weights[k] = target.template class_weight<acc_t>(columns[k]);
-        weights[k] *= class_weights[k];
+        weights[k] = target.share(Entry<acc_t>{columns[k], weights[k]});
       }
     }
   }

@@ -30,6 +30,11 @@ const acc_type<scalar_t>* weights_at(const TargetView& target, int64_t column) {
   return weight ? weight + column : nullptr;
 }
 
+struct WideSum {
+  double sum = 0;
+  void add(double x) { sum += x; }
+};
+
 // Rows are shared out whole, or by spans of kSpan columns. Both orders work on the same spans and merge them in the
 // same sequence, so the result does not depend on the number of threads.
 template <typename scalar_t>
@@ -56,38 +61,24 @@ class Forward {
     const int64_t column = t * kSpan;
     const scalar_t* next = t + 1 < spans_ ? row(r) + column + kSpan : row(after);
     const bool weighted = args_.options.label_smoothing != 0;
-    return tile_kernels<scalar_t>().stats(row(r) + column, std::min(kSpan, columns_ - column), transform_, weighted,
+    return Tile<scalar_t>::stats(row(r) + column, std::min(kSpan, columns_ - column), transform_, weighted,
                                           weights_at<scalar_t>(args_.target, column), next);
   }
 
   // Adds the entries and writes what belongs to the row.
   void finish(int64_t r, const RowStats<acc_t>& stats, RowEntries<acc_t>& entries) const {
-    acc_t* loss = static_cast<acc_t*>(args_.loss);
-    acc_t* lse = static_cast<acc_t*>(args_.lse);
-    acc_t* residual = static_cast<acc_t*>(args_.lse_residual);
-    if (ignored(r)) {
-      loss[r] = lse[r] = acc_t(0);
-      if (residual) residual[r] = acc_t(0);
-      return;
-    }
+    TargetSums<WideSum> sums;  // a row may have a hundred thousand entries
+    if (ignored(r)) return args_.write(r, true, stats, sums.stats<acc_t>());
     entries.collect(args_.target, r);
     entries.logits.resize(entries.size());
     entries.gather(row(r), transform_, 0, entries.size());
-    TargetStats<double> target;  // a row may have a hundred thousand entries
-    for (size_t k = 0; k < entries.size(); ++k) {
-      const acc_t w = entries.weights[k];
-      // A class of weight 0 at a -inf logit adds 0, not 0 * inf.
-      if (w != acc_t(0)) target.merge({w * (entries.logits[k] - stats.max), w});
-    }
-    const TargetStats<acc_t> rounded{static_cast<acc_t>(target.dot), static_cast<acc_t>(target.mass)};
-    const RowLoss<acc_t> out(stats, rounded, args_.options, columns_);
-    loss[r] = out.loss;
-    lse[r] = out.lse;
-    if (residual) residual[r] = out.lse_residual;
+    for (size_t k = 0; k < entries.size(); ++k)
+      sums.add(entries.weights[k], stats.max, [&] { return entries.logits[k]; });
+    args_.write(r, false, stats, sums.stats<acc_t>());
   }
 
  private:
-  const scalar_t* row(int64_t r) const { return static_cast<const scalar_t*>(args_.logits) + r * args_.row_stride; }
+  const scalar_t* row(int64_t r) const { return args_.template row<scalar_t>(r); }
 
   const ForwardArgs& args_;
   const int64_t columns_, spans_;
@@ -109,12 +100,13 @@ class Backward {
   };
 
   explicit Backward(const BackwardArgs& args)
-      : args_(args), columns_(args.target.num_classes), spans_(divide_up(args.vocab, kSpan)), transform_(args.options) {
-    weight_sum_ = args.weight_sum ? *static_cast<const acc_t*>(args.weight_sum) : static_cast<acc_t>(columns_);
-  }
+      : args_(args),
+        columns_(args.target.num_classes),
+        spans_(divide_up(args.vocab, kSpan)),
+        transform_(args.options) {}
 
   int64_t spans() const { return spans_; }
-  RowPlan empty_plan() const { return {true, {0, 0, 0, 0, 0, weight_sum_, args_.options, columns_}, {}}; }
+  RowPlan empty_plan() const { return {true, {0, 0, 0, 0, 0, 0, args_.options, columns_}, {}}; }
 
   // `after` is the row that will be read next; `plan` is memory to work in, with the row's entries where Forward has
   // collected them.
@@ -127,10 +119,10 @@ class Backward {
 
   void make_plan(int64_t r, bool collected, RowPlan& plan) const {
     RowEntries<acc_t>& entries = plan.entries;
-    plan.zero = args_.target.ignored(r) || (grad(r) == acc_t(0) && grad_lse(r) == acc_t(0));
+    plan.zero = args_.template without_gradient<acc_t>(r);
     if (plan.zero) return entries.clear();
     if (!collected) entries.collect(args_.target, r);
-    plan.coefficients = coefficients(r, entries.mass());
+    plan.coefficients = args_.coefficients(r, entries.mass());
     entries.arrange(spans_);
   }
 
@@ -139,10 +131,10 @@ class Backward {
     const int64_t begin = t * kSpan, end = std::min(begin + kSpan, args_.vocab);
     const int64_t live = plan.zero ? begin : std::max(begin, std::min(end, columns_));
     const scalar_t* next = t + 1 < spans_ ? row(r) + end : row(after);
-    scalar_t* gradient = gradient_row(r);
+    scalar_t* gradient = args_.template gradient_row<scalar_t>(r);
     if (live > begin) {
       plan.entries.gather(row(r), transform_, plan.entries.span_begin(t), plan.entries.span_begin(t + 1));
-      tile_kernels<scalar_t>().gradient(row(r) + begin, live - begin, transform_, plan.coefficients,
+      Tile<scalar_t>::gradient(row(r) + begin, live - begin, transform_, plan.coefficients,
                                         weights_at<scalar_t>(args_.target, begin), next, gradient + begin);
     }
     std::fill(reinterpret_cast<char*>(gradient + live), reinterpret_cast<char*>(gradient + end), 0);
@@ -150,45 +142,27 @@ class Backward {
 
   void write_entries(int64_t r, RowPlan& plan) const {
     RowEntries<acc_t>& entries = plan.entries;
-    tile_kernels<scalar_t>().entries(entries.logits.data(), entries.size(), transform_, plan.coefficients,
+    Tile<scalar_t>::entries(entries.logits.data(), entries.size(), transform_, plan.coefficients,
                                      entries.class_weights.empty() ? nullptr : entries.class_weights.data(),
                                      entries.weights.data());
-    scalar_t* gradient = gradient_row(r);
+    scalar_t* gradient = args_.template gradient_row<scalar_t>(r);
     for (size_t k = 0; k < entries.size(); ++k) from_acc(entries.logits[k], gradient[entries.columns[k]]);
   }
 
   // The gradient for the values of the row's entries, from the logits at the entries alone.
   void write_values(int64_t r) const {
     if (args_.target.ignored(r)) return;
-    acc_t* grad_values = static_cast<acc_t*>(args_.grad_values);
-    const GradientCoefficients<acc_t> c = coefficients(r, acc_t(0));
+    const GradientCoefficients<acc_t> c = args_.coefficients(r, acc_t(0));
     const EntryRange range = args_.target.row(r);
-    for (int64_t i = range.begin; i < range.end; ++i) {
-      const auto entry = args_.target.template entry<acc_t>(i);
-      if (entry.column < 0) continue;
-      const acc_t o = args_.target.template class_weight<acc_t>(entry.column) * args_.target.value_slope(entry);
-      grad_values[i] = c.of_value(transform_(to_acc(row(r)[entry.column])), o);
-    }
+    for (int64_t i = range.begin; i < range.end; ++i) args_.write_value(i, row(r), transform_, c);
   }
 
  private:
-  const scalar_t* row(int64_t r) const { return static_cast<const scalar_t*>(args_.logits) + r * args_.row_stride; }
-  scalar_t* gradient_row(int64_t r) const { return static_cast<scalar_t*>(args_.grad_logits) + r * args_.grad_row_stride; }
-  acc_t grad(int64_t r) const { return static_cast<const acc_t*>(args_.grad_loss)[r * args_.grad_loss_stride]; }
-  acc_t grad_lse(int64_t r) const {
-    return args_.grad_lse ? static_cast<const acc_t*>(args_.grad_lse)[r * args_.grad_lse_stride] : acc_t(0);
-  }
-
-  GradientCoefficients<acc_t> coefficients(int64_t r, acc_t mass) const {
-    const acc_t* residual = static_cast<const acc_t*>(args_.lse_residual);
-    return {grad(r), grad_lse(r), mass, static_cast<const acc_t*>(args_.lse)[r], residual ? residual[r] : acc_t(0),
-            weight_sum_, args_.options, columns_};
-  }
+  const scalar_t* row(int64_t r) const { return args_.template row<scalar_t>(r); }
 
   const BackwardArgs& args_;
   const int64_t columns_, spans_;
   const LogitTransform<acc_t> transform_;
-  acc_t weight_sum_;
 };
 
 }  // namespace cpu

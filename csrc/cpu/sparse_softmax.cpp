@@ -15,14 +15,6 @@ namespace {
 // Fewer elements than this are not worth waking a thread for.
 constexpr int64_t kGrain = 16384;
 
-// What is done with the n elements of a row, which lie one after the other.
-template <typename scalar_t>
-struct RowKernels {
-  using acc_t = acc_type<scalar_t>;
-  void (*normalize)(const scalar_t* values, int64_t n, const SoftmaxRow<acc_t>& row, bool log, scalar_t* result);
-  void (*gradient)(const scalar_t* grad, const scalar_t* output, int64_t n, bool log, scalar_t* result);
-};
-
 template <bool log, typename scalar_t, typename acc_t>
 SCE_HD void normalize_body(const scalar_t* values, int64_t n, const SoftmaxRow<acc_t> row, scalar_t* result) {
   SCE_SIMD()
@@ -42,31 +34,6 @@ SCE_HD void gradient_body(const scalar_t* grad, const scalar_t* output, int64_t 
   for (int64_t i = 0; i < n; ++i) from_acc(row.template at<log>(to_acc(grad[i]), to_acc(output[i])), result[i]);
 }
 
-template <typename scalar_t, InstructionSet set>
-struct Instance;
-
-#define SCE_INSTANCE(SET, TARGET)                                                                               \
-  template <typename scalar_t>                                                                                  \
-  struct Instance<scalar_t, InstructionSet::SET> {                                                              \
-    using acc_t = acc_type<scalar_t>;                                                                           \
-    TARGET static void normalize(const scalar_t* values, int64_t n, const SoftmaxRow<acc_t>& row, bool log,     \
-                                 scalar_t* result) {                                                            \
-      log ? normalize_body<true>(values, n, row, result) : normalize_body<false>(values, n, row, result);       \
-    }                                                                                                           \
-    TARGET static void gradient(const scalar_t* grad, const scalar_t* output, int64_t n, bool log,              \
-                                scalar_t* result) {                                                             \
-      log ? gradient_body<true>(grad, output, n, result) : gradient_body<false>(grad, output, n, result);       \
-    }                                                                                                           \
-    static constexpr RowKernels<scalar_t> kernels{normalize, gradient};                                         \
-  };
-
-SCE_FOR_INSTRUCTION_SETS(SCE_INSTANCE)
-
-template <typename scalar_t>
-const RowKernels<scalar_t>& row_kernels() {
-  return kernels_in_use<Instance, scalar_t>();
-}
-
 template <typename scalar_t>
 void forward_row(const scalar_t* values, int64_t n, bool log, scalar_t* result) {
   using acc_t = acc_type<scalar_t>;
@@ -74,9 +41,12 @@ void forward_row(const scalar_t* values, int64_t n, bool log, scalar_t* result) 
   RowStats<acc_t> stats;
   for (int64_t begin = 0; begin < n; begin += kSpan) {
     const int64_t m = std::min(kSpan, n - begin);
-    stats.merge(tile_kernels<scalar_t>().stats(values + begin, m, identity, false, nullptr, values + begin));
+    stats.merge(Tile<scalar_t>::stats(values + begin, m, identity, false, nullptr, values + begin));
   }
-  row_kernels<scalar_t>().normalize(values, n, SoftmaxRow<acc_t>(stats), log, result);
+  const SoftmaxRow<acc_t> row(stats);
+  with_instruction_set([&](auto) SCE_INLINE {
+    log ? normalize_body<true>(values, n, row, result) : normalize_body<false>(values, n, row, result);
+  });
 }
 
 // Calls f(inputs..., n, result) for each row, all of them pointers to n elements. Rows that are scattered, by an order or
@@ -135,7 +105,9 @@ void sparse_softmax_backward(const SparseSoftmaxArgs& args) {
     for_rows<scalar_t>(
         args,
         [&](const scalar_t* grad, const scalar_t* output, int64_t n, scalar_t* result) {
-          row_kernels<scalar_t>().gradient(grad, output, n, args.log, result);
+          with_instruction_set([&](auto) SCE_INLINE {
+            args.log ? gradient_body<true>(grad, output, n, result) : gradient_body<false>(grad, output, n, result);
+          });
         },
         static_cast<const scalar_t*>(args.grad), static_cast<const scalar_t*>(args.output));
   });

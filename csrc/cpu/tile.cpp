@@ -104,32 +104,6 @@ SCE_HD void entries_body(acc_t* z, int64_t n, const LogitTransform<acc_t>& trans
     z[i] = c.at(z[i], class_weight ? class_weight[i] : acc_t(1), target_weight[i]) * t.slope(z[i]);
 }
 
-template <typename scalar_t, InstructionSet set>
-struct Instance;
-
-#define SCE_INSTANCE(SET, TARGET)                                                                                    \
-  template <typename scalar_t>                                                                                       \
-  struct Instance<scalar_t, InstructionSet::SET> {                                                                   \
-    using acc_t = acc_type<scalar_t>;                                                                                \
-    TARGET static RowStats<acc_t> stats(const scalar_t* logits, int64_t n, const LogitTransform<acc_t>& transform,   \
-                                        bool weighted, const acc_t* class_weight, const scalar_t* next) {            \
-      return stats_body<InstructionSet::SET>(logits, n, transform, weighted, class_weight, next);       \
-    }                                                                                                                \
-    TARGET static void gradient(const scalar_t* logits, int64_t n, const LogitTransform<acc_t>& transform,           \
-                                const GradientCoefficients<acc_t>& coefficients, const acc_t* class_weight,          \
-                                const scalar_t* next, scalar_t* gradient) {                                          \
-      gradient_body<InstructionSet::SET>(logits, n, transform, coefficients, class_weight, next, gradient);           \
-    }                                                                                                                \
-    TARGET static void entries(acc_t* z, int64_t n, const LogitTransform<acc_t>& transform,                          \
-                               const GradientCoefficients<acc_t>& coefficients, const acc_t* class_weight,           \
-                               const acc_t* target_weight) {                                                         \
-      entries_body(z, n, transform, coefficients, class_weight, target_weight);                                      \
-    }                                                                                                                \
-    static constexpr TileKernels<scalar_t> kernels{stats, gradient, entries};                                        \
-  };
-
-SCE_FOR_INSTRUCTION_SETS(SCE_INSTANCE)
-
 // SPARSE_CE_CPU forces a path so that each can be tested; one that the processor lacks is not taken.
 InstructionSet choose() {
 #ifdef SCE_X86
@@ -154,14 +128,35 @@ InstructionSet instruction_set_in_use() {
 }
 
 template <typename scalar_t>
-const TileKernels<scalar_t>& tile_kernels() {
-  return kernels_in_use<Instance, scalar_t>();
+RowStats<acc_type<scalar_t>> Tile<scalar_t>::stats(const scalar_t* logits, int64_t n,
+                                                   const LogitTransform<acc_t>& transform, bool weighted,
+                                                   const acc_t* class_weight, const scalar_t* next) {
+  return with_instruction_set([&](auto set) SCE_INLINE {
+    return stats_body<decltype(set)::value>(logits, n, transform, weighted, class_weight, next);
+  });
 }
 
-template const TileKernels<float>& tile_kernels<float>();
-template const TileKernels<double>& tile_kernels<double>();
-template const TileKernels<Half>& tile_kernels<Half>();
-template const TileKernels<BFloat16>& tile_kernels<BFloat16>();
+template <typename scalar_t>
+void Tile<scalar_t>::gradient(const scalar_t* logits, int64_t n, const LogitTransform<acc_t>& transform,
+                              const GradientCoefficients<acc_t>& coefficients, const acc_t* class_weight,
+                              const scalar_t* next, scalar_t* gradient) {
+  with_instruction_set([&](auto set) SCE_INLINE {
+    gradient_body<decltype(set)::value>(logits, n, transform, coefficients, class_weight, next, gradient);
+  });
+}
+
+template <typename scalar_t>
+void Tile<scalar_t>::entries(acc_t* z, int64_t n, const LogitTransform<acc_t>& transform,
+                             const GradientCoefficients<acc_t>& coefficients, const acc_t* class_weight,
+                             const acc_t* target_weight) {
+  with_instruction_set(
+      [&](auto) SCE_INLINE { entries_body(z, n, transform, coefficients, class_weight, target_weight); });
+}
+
+template struct Tile<float>;
+template struct Tile<double>;
+template struct Tile<Half>;
+template struct Tile<BFloat16>;
 
 }  // namespace cpu
 }  // namespace sparse_ce

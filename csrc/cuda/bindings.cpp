@@ -3,17 +3,10 @@
 #include "../sparse_softmax_ops.h"
 #include "cross_entropy.h"
 #include "linear.h"
-#include "loss_mean.h"
 #include "masked_mean.h"
 #include "sparse_softmax.h"
+#include "torch_device.h"
 
-#include <torch/csrc/inductor/aoti_torch/c/shim.h>
-#ifdef SPARSE_CE_EMULATED
-#include <torch/csrc/inductor/aoti_torch/generated/c_shim_cpu.h>
-#else
-#include <torch/csrc/inductor/aoti_torch/generated/c_shim_cuda.h>
-#endif
-#include <torch/csrc/stable/accelerator.h>
 #include <torch/csrc/stable/library.h>
 
 #include <cuda_runtime.h>
@@ -23,24 +16,6 @@
 
 namespace sparse_ce {
 namespace {
-
-#ifdef SPARSE_CE_EMULATED
-struct DeviceGuard {
-  explicit DeviceGuard(int32_t) {}
-};
-cudaStream_t stream_of(const Tensor&) { return nullptr; }
-constexpr bool kWideningProducts = false;
-constexpr auto kAddmmOut = aoti_torch_cpu_addmm_out;
-#else
-constexpr bool kWideningProducts = true;  // a CPU's mm has none
-constexpr auto kAddmmOut = aoti_torch_cuda_addmm_out;
-using torch::stable::accelerator::DeviceGuard;
-cudaStream_t stream_of(const Tensor& t) {
-  void* stream = nullptr;
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(t.get_device_index(), &stream));
-  return static_cast<cudaStream_t>(stream);
-}
-#endif
 
 void check_cuda(cudaError_t error) {
   if (error != cudaSuccess) fail("CUDA must run the kernel, got ", cudaGetErrorString(error));
@@ -76,9 +51,7 @@ class HostTarget {
 
 struct Cuda {
   static void forward(const ForwardArgs& args, const Tensor& like) {
-    const DeviceGuard guard(like.get_device_index());
-    const Tensor workspace = bytes(like, cuda::cross_entropy_forward_workspace(args));
-    check_cuda(cuda::cross_entropy_forward(args, workspace.mutable_data_ptr(), stream_of(like)));
+    run(cuda::cross_entropy_forward, cuda::cross_entropy_forward_workspace, args, like);
   }
   // Two kernels; where the logits fit into the second cache, the second finds them there.
   static void forward_with_gradient(const ForwardArgs& forward_args, const BackwardArgs& backward_args,
@@ -87,62 +60,44 @@ struct Cuda {
     backward(backward_args, like);
   }
   static void backward(const BackwardArgs& args, const Tensor& like) {
-    const DeviceGuard guard(like.get_device_index());
-    const Tensor workspace = bytes(like, cuda::cross_entropy_backward_workspace(args));
-    check_cuda(cuda::cross_entropy_backward(args, workspace.mutable_data_ptr(), stream_of(like)));
+    run(cuda::cross_entropy_backward, cuda::cross_entropy_backward_workspace, args, like);
   }
   static void backward_values(const BackwardArgs& args, const Tensor& like) {
-    const DeviceGuard guard(like.get_device_index());
-    check_cuda(cuda::cross_entropy_backward_values(args, stream_of(like)));
+    run(cuda::cross_entropy_backward_values, args, like);
   }
-  static void loss_mean(const LossMeanArgs& args, const Tensor& like) {
-    const DeviceGuard guard(like.get_device_index());
-    check_cuda(cuda::loss_mean(args, stream_of(like)));
-  }
+  static void loss_mean(const LossMeanArgs& args, const Tensor& like) { run(cuda::loss_mean, args, like); }
   static void check_target(const TargetView& target, const Tensor& like) {
     static const bool validate = [] {
       const char* given = std::getenv("SPARSE_CE_VALIDATE");
       return given && given[0] == '1';
     }();
     if (!validate) return;
-    const DeviceGuard guard(like.get_device_index());
-    const cudaStream_t stream = stream_of(like);
+    const cuda::DeviceGuard guard(like.get_device_index());
+    const cudaStream_t stream = cuda::stream_of(like);
     cudaStreamCaptureStatus status;
     check_cuda(cudaStreamIsCapturing(stream, &status));
     if (status != cudaStreamCaptureStatusNone) return;  // a graph's target has no values yet
     check_entries(HostTarget(target, stream).view());
   }
   static void sparse_softmax(const SparseSoftmaxArgs& args, const Tensor& like) {
-    const DeviceGuard guard(like.get_device_index());
-    check_cuda(cuda::sparse_softmax(args, stream_of(like)));
+    run(cuda::sparse_softmax, args, like);
   }
   static void sparse_softmax_backward(const SparseSoftmaxArgs& args, const Tensor& like) {
-    const DeviceGuard guard(like.get_device_index());
-    check_cuda(cuda::sparse_softmax_backward(args, stream_of(like)));
+    run(cuda::sparse_softmax_backward, args, like);
   }
   static void check_rows(const SparseSoftmaxArgs&) {}  // the kernels stay within the entries
   static void masked_mean(const MaskedMeanArgs& args, const Tensor& like) {
-    const DeviceGuard guard(like.get_device_index());
-    const Tensor workspace = bytes(like, cuda::masked_mean_workspace(args));
-    check_cuda(cuda::masked_mean(args, workspace.mutable_data_ptr(), stream_of(like)));
+    run(cuda::masked_mean, cuda::masked_mean_workspace, args, like);
   }
   static void masked_mean_backward(const MaskedMeanArgs& args, const Tensor& like) {
-    const DeviceGuard guard(like.get_device_index());
-    check_cuda(cuda::masked_mean_backward(args, stream_of(like)));
+    run(cuda::masked_mean_backward, args, like);
   }
 
-  static void accumulate(const AccumulateArgs& args, const Tensor& like) {
-    const DeviceGuard guard(like.get_device_index());
-    check_cuda(cuda::accumulate(args, stream_of(like)));
-  }
+  static void accumulate(const AccumulateArgs& args, const Tensor& like) { run(cuda::accumulate, args, like); }
   static void clear_ignored_rows(const ClearRowsArgs& args, const Tensor& like) {
-    const DeviceGuard guard(like.get_device_index());
-    check_cuda(cuda::clear_ignored_rows(args, stream_of(like)));
+    run(cuda::clear_ignored_rows, args, like);
   }
-  static void scale(const ScaleArgs& args, const Tensor& like) {
-    const DeviceGuard guard(like.get_device_index());
-    check_cuda(cuda::scale(args, stream_of(like)));
-  }
+  static void scale(const ScaleArgs& args, const Tensor& like) { run(cuda::scale, args, like); }
 
   // Whether there are ignored rows only the device knows, and to ask it is to wait for it: they are multiplied as zeros.
   static constexpr bool kLeavesOut = false;
@@ -152,7 +107,7 @@ struct Cuda {
   // Tensor cores multiply 16 bits and add in float32, which a product keeps until it is summed.
   static ScalarType work_dtype(ScalarType input) { return input; }
   static ScalarType product_dtype(ScalarType work) {
-    return kWideningProducts && size_in_bytes(work) == 2 ? ScalarType::Float : work;
+    return cuda::kWideningProducts && size_in_bytes(work) == 2 ? ScalarType::Float : work;
   }
 
   // A sixteenth of the logits, but as much as is kept of the weight's gradient beside its own memory, a byte a weight:
@@ -165,7 +120,7 @@ struct Cuda {
 
   // PyTorch's products run on its current stream, as the kernels do.
   static void add_product(const Tensor& out, const Tensor& a, const Tensor& b) {
-    STABLE_TORCH_ERROR_CODE_CHECK(kAddmmOut(out.get(), out.get(), a.get(), b.get(), 1, 1));
+    STABLE_TORCH_ERROR_CODE_CHECK(cuda::kAddmmOut(out.get(), out.get(), a.get(), b.get(), 1, 1));
   }
 
   static Tensor empty_output(const Tensor& like, std::initializer_list<int64_t> sizes, ScalarType dtype) {
@@ -173,9 +128,18 @@ struct Cuda {
   }
 
  private:
-  // From torch's caching allocator: freed at return, reused by later work of the same stream only.
-  static Tensor bytes(const Tensor& like, size_t size) {
-    return empty(like, {static_cast<int64_t>(size)}, ScalarType::Byte);
+  template <typename args_t>
+  static void run(cudaError_t (*launcher)(const args_t&, cudaStream_t), const args_t& args, const Tensor& like) {
+    const cuda::DeviceGuard guard(like.get_device_index());
+    check_cuda(launcher(args, cuda::stream_of(like)));
+  }
+  // The workspace is torch's caching allocator's: freed at return, reused by later work of the same stream only.
+  template <typename args_t, typename sized_t>
+  static void run(cudaError_t (*launcher)(const args_t&, void*, cudaStream_t), size_t (*workspace)(const sized_t&),
+                  const args_t& args, const Tensor& like) {
+    const cuda::DeviceGuard guard(like.get_device_index());
+    const Tensor bytes = empty(like, {static_cast<int64_t>(workspace(args))}, ScalarType::Byte);
+    check_cuda(launcher(args, bytes.mutable_data_ptr(), cuda::stream_of(like)));
   }
 };
 
@@ -189,28 +153,13 @@ std::string cuda_architectures() { return SPARSE_CE_CUDA_ARCHITECTURES; }
 }  // namespace
 }  // namespace sparse_ce
 
-// In emulation (tests/emulation) the same bindings serve tensors of the CPU.
-#ifdef SPARSE_CE_EMULATED
-namespace {
-std::string cpu_instruction_set() { return "emulated CUDA"; }
-}  // namespace
-STABLE_TORCH_LIBRARY_IMPL(sparse_ce, CPU, m) {
+STABLE_TORCH_LIBRARY_IMPL(sparse_ce, SCE_DISPATCH_KEY, m) {
   sparse_ce::CrossEntropyOps<sparse_ce::Cuda>::add_to(m);
   sparse_ce::LinearOps<sparse_ce::Cuda>::add_to(m);
   sparse_ce::SparseSoftmaxOps<sparse_ce::Cuda>::add_to(m);
   SCE_REGISTER_MASKED_MEAN_OPS(m, sparse_ce::CudaMaskedMeanOps);
 }
-STABLE_TORCH_LIBRARY_IMPL(sparse_ce, CompositeExplicitAutograd, m) {
-  m.impl("cpu_instruction_set", TORCH_BOX(&cpu_instruction_set));
-}
-#else
-STABLE_TORCH_LIBRARY_IMPL(sparse_ce, CUDA, m) {
-  sparse_ce::CrossEntropyOps<sparse_ce::Cuda>::add_to(m);
-  sparse_ce::LinearOps<sparse_ce::Cuda>::add_to(m);
-  sparse_ce::SparseSoftmaxOps<sparse_ce::Cuda>::add_to(m);
-  SCE_REGISTER_MASKED_MEAN_OPS(m, sparse_ce::CudaMaskedMeanOps);
-}
+
 STABLE_TORCH_LIBRARY_IMPL(sparse_ce, CompositeExplicitAutograd, m) {
   m.impl("cuda_architectures", TORCH_BOX(&sparse_ce::cuda_architectures));
 }
-#endif

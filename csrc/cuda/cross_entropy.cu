@@ -21,7 +21,7 @@ constexpr int kBlocksPerMultiprocessor = 4;      // below this many, rows are sp
 template <int kWidth, typename scalar_t, typename acc_t = acc_type<scalar_t>>
 __device__ RowStats<acc_t> scan_row(const ForwardArgs& args, int64_t r, int64_t begin, int64_t end) {
   constexpr int kSize = Pack<scalar_t>::kSize;
-  const scalar_t* row = static_cast<const scalar_t*>(args.logits) + r * args.row_stride;
+  const scalar_t* row = args.template row<scalar_t>(r);
   const LogitTransform<acc_t> transform(args.options);
   RowStats<acc_t> stats;
 
@@ -69,27 +69,20 @@ __device__ RowStats<acc_t> scan_row(const ForwardArgs& args, int64_t r, int64_t 
 template <int kWidth, typename scalar_t, typename acc_t = acc_type<scalar_t>>
 __device__ void finish_row(const ForwardArgs& args, int64_t r, bool ignored, const RowStats<acc_t>& stats) {
   using Group = RowGroup<kWidth>;
-  const scalar_t* row = static_cast<const scalar_t*>(args.logits) + r * args.row_stride;
+  const scalar_t* row = args.template row<scalar_t>(r);
   const LogitTransform<acc_t> transform(args.options);
-  LongSum<acc_t> dot, mass;  // a row may have a hundred thousand entries
+  TargetSums<LongSum<acc_t>> sums;  // a row may have a hundred thousand entries
   if (!ignored) {
     const EntryRange range = args.target.row(r);
-    if (!range.valid) mass.sum = Limits<acc_t>::kNaN;
+    if (!range.valid) sums.mass.sum = Limits<acc_t>::kNaN;
     for (int64_t i = range.begin + Group::rank(); i < range.end; i += kWidth) {
       const auto entry = args.target.template entry<acc_t>(i);
-      const acc_t w = entry.value * args.target.template class_weight<acc_t>(entry.column);
-      if (w == acc_t(0)) continue;  // padding, or a class of weight 0: nothing even at a -inf logit
-      const acc_t z = entry.column < 0 ? stats.max : transform(to_acc(row[entry.column]));
-      dot.add(w * (z - stats.max));
-      mass.add(w);
+      sums.add(args.target.share(entry), stats.max,
+               [&] { return entry.column < 0 ? stats.max : transform(to_acc(row[entry.column])); });
     }
   }
-  const TargetStats<acc_t> target = Group::reduce(TargetStats<acc_t>{dot.sum, mass.sum});
-  if (Group::rank() != 0) return;
-  const RowLoss<acc_t> out(stats, target, args.options, args.target.num_classes);
-  static_cast<acc_t*>(args.loss)[r] = ignored ? acc_t(0) : out.loss;
-  static_cast<acc_t*>(args.lse)[r] = ignored ? acc_t(0) : out.lse;
-  if (args.lse_residual) static_cast<acc_t*>(args.lse_residual)[r] = ignored ? acc_t(0) : out.lse_residual;
+  const TargetStats<acc_t> target = Group::reduce(sums.template stats<acc_t>());
+  if (Group::rank() == 0) args.write(r, ignored, stats, target);
 }
 
 // Part `split` of `splits` of the columns [0, columns), in whole packs.
@@ -171,30 +164,6 @@ __device__ acc_t class_sum(const TargetView& target, EntryRange range, int64_t i
   return sum;
 }
 
-template <typename acc_t>
-__device__ acc_t grad_of(const BackwardArgs& args, int64_t r) {
-  return static_cast<const acc_t*>(args.grad_loss)[r * args.grad_loss_stride];
-}
-template <typename acc_t>
-__device__ acc_t grad_lse_of(const BackwardArgs& args, int64_t r) {
-  return args.grad_lse ? static_cast<const acc_t*>(args.grad_lse)[r * args.grad_lse_stride] : acc_t(0);
-}
-
-template <typename acc_t>
-__device__ GradientCoefficients<acc_t> coefficients_of(const BackwardArgs& args, int64_t r, acc_t mass) {
-  const int64_t columns = args.target.num_classes;
-  const acc_t weight_sum = args.weight_sum ? *static_cast<const acc_t*>(args.weight_sum) : static_cast<acc_t>(columns);
-  const acc_t residual = args.lse_residual ? static_cast<const acc_t*>(args.lse_residual)[r] : acc_t(0);
-  return {grad_of<acc_t>(args, r),
-          grad_lse_of<acc_t>(args, r),
-          mass,
-          static_cast<const acc_t*>(args.lse)[r],
-          residual,
-          weight_sum,
-          args.options,
-          columns};
-}
-
 // Fills the gradient of the columns [begin, end) with 0.
 template <int kWidth, typename scalar_t>
 __device__ void write_zeros(scalar_t* gradient, int64_t begin, int64_t end) {
@@ -211,7 +180,7 @@ __device__ void write_dense(const BackwardArgs& args, const GradientCoefficients
                             scalar_t* gradient, int64_t begin, int64_t end) {
   constexpr int kSize = Pack<scalar_t>::kSize;
   const LogitTransform<acc_t> transform(args.options);
-  const bool by_packs = (reinterpret_cast<uintptr_t>(row) - reinterpret_cast<uintptr_t>(gradient)) % 16 == 0;
+  const bool by_packs = equally_aligned(row, gradient);
 
   if (transform.identity() && args.options.label_smoothing == 0) {
     for_columns<kWidth, kUnroll>(
@@ -260,10 +229,10 @@ __global__ void __launch_bounds__(kThreads, 3) backward_kernel(BackwardArgs args
   for (int64_t item = Group::number(); item < args.rows * splits; item += Group::count()) {
     const int64_t r = item / splits, split = item % splits;
     const int64_t begin = split_begin(columns, splits, split), end = split_begin(columns, splits, split + 1);
-    const scalar_t* row = static_cast<const scalar_t*>(args.logits) + r * args.row_stride;
-    scalar_t* gradient = static_cast<scalar_t*>(args.grad_logits) + r * args.grad_row_stride;
+    const scalar_t* row = args.template row<scalar_t>(r);
+    scalar_t* gradient = args.template gradient_row<scalar_t>(r);
     if (split == splits - 1) write_zeros<kWidth>(gradient, columns, args.vocab);
-    if (args.target.ignored(r) || (grad_of<acc_t>(args, r) == acc_t(0) && grad_lse_of<acc_t>(args, r) == acc_t(0))) {
+    if (args.template without_gradient<acc_t>(r)) {
       write_zeros<kWidth>(gradient, begin, end);
       continue;
     }
@@ -272,10 +241,9 @@ __global__ void __launch_bounds__(kThreads, 3) backward_kernel(BackwardArgs args
     LongSum<acc_t> mass;
     if (!range.valid) mass.sum = Limits<acc_t>::kNaN;
     for (int64_t i = range.begin + Group::rank(); i < range.end; i += kWidth) {
-      const auto entry = args.target.template entry<acc_t>(i);
-      mass.add(entry.value * args.target.template class_weight<acc_t>(entry.column));
+      mass.add(args.target.share(args.target.template entry<acc_t>(i)));
     }
-    const GradientCoefficients<acc_t> c = coefficients_of(args, r, Group::reduce(TargetStats<acc_t>{0, mass.sum}).mass);
+    const GradientCoefficients<acc_t> c = args.coefficients(r, Group::reduce(TargetStats<acc_t>{0, mass.sum}).mass);
 
     const bool sorted = range.end - range.begin > kWarp && is_sorted<kWidth>(args.target, range);
     for (int64_t i = range.begin + Group::rank(); i < range.end; i += kWidth) {
@@ -307,15 +275,10 @@ __global__ void __launch_bounds__(kThreads) backward_values_kernel(BackwardArgs 
   const LogitTransform<acc_t> transform(args.options);
   for (int64_t r = Group::number(); r < args.rows; r += Group::count()) {
     if (args.target.ignored(r)) continue;
-    const scalar_t* row = static_cast<const scalar_t*>(args.logits) + r * args.row_stride;
-    const GradientCoefficients<acc_t> c = coefficients_of(args, r, acc_t(0));
+    const scalar_t* row = args.template row<scalar_t>(r);
+    const GradientCoefficients<acc_t> c = args.coefficients(r, acc_t(0));
     const EntryRange range = args.target.row(r);
-    for (int64_t i = range.begin + Group::rank(); i < range.end; i += kWarp) {
-      const auto entry = args.target.template entry<acc_t>(i);
-      if (entry.column < 0) continue;
-      const acc_t o = args.target.template class_weight<acc_t>(entry.column) * args.target.value_slope(entry);
-      static_cast<acc_t*>(args.grad_values)[i] = c.of_value(transform(to_acc(row[entry.column])), o);
-    }
+    for (int64_t i = range.begin + Group::rank(); i < range.end; i += kWarp) args.write_value(i, row, transform, c);
   }
 }
 
@@ -329,28 +292,19 @@ int multiprocessors() {
   return count;
 }
 
-coc_launch_config config(unsigned blocks, cudaStream_t stream) {
-  coc_launch_config c;
-  c.grid = dim3(blocks);
-  c.block = dim3(kThreads);
-  c.stream = stream;
-  return c;
-}
-
-unsigned blocks_for(const CrossEntropyArgs& args, int64_t groups, int per_block) {
-  const int64_t most = args.max_blocks > 0 ? args.max_blocks : (int64_t(1) << 31) - 1;
-  return static_cast<unsigned>(std::min(most, (groups + per_block - 1) / per_block));
+int64_t blocks_of(const CrossEntropyArgs& args, int64_t groups, int per_block) {
+  return blocks_for(groups, per_block, args.max_blocks, (int64_t(1) << 31) - 1);
 }
 
 }  // namespace
 
 Plan plan_of(const CrossEntropyArgs& args, int multiprocessors) {
   const int64_t row_bytes = args.target.num_classes * size_of(args.dtype);
-  if (row_bytes <= kWarpRowBytes) return {kWarp, 1, blocks_for(args, args.rows, kThreads / kWarp)};
+  if (row_bytes <= kWarpRowBytes) return {kWarp, 1, blocks_of(args, args.rows, kThreads / kWarp)};
   const int64_t wanted = int64_t(kBlocksPerMultiprocessor) * multiprocessors;
   const int64_t by_rows = (wanted + args.rows - 1) / args.rows, by_bytes = row_bytes / kSplitBytes;
   const int64_t splits = std::max<int64_t>(1, std::min(by_rows, by_bytes));
-  return {kThreads, splits, blocks_for(args, args.rows * splits, 1)};
+  return {kThreads, splits, blocks_of(args, args.rows * splits, 1)};
 }
 
 size_t cross_entropy_forward_workspace(const CrossEntropyArgs& args) {
@@ -365,13 +319,14 @@ cudaError_t cross_entropy_forward(const ForwardArgs& args, void* workspace, cuda
   return with_storage(args.dtype, [&](auto storage) {
     using scalar_t = decltype(storage);
     auto* partial = static_cast<RowStats<acc_type<scalar_t>>*>(workspace);
-    const coc_launch_config c = config(plan.blocks, stream);
-    const cudaError_t error = plan.width == kWarp
-                                  ? coc_launch(c, forward_kernel<scalar_t, kWarp>, args, plan.splits, partial)
-                                  : coc_launch(c, forward_kernel<scalar_t, kThreads>, args, plan.splits, partial);
+    const auto run = [&](auto kernel) {
+      return launch(stream, plan.blocks, kThreads, kernel, args, plan.splits, partial);
+    };
+    const cudaError_t error =
+        plan.width == kWarp ? run(forward_kernel<scalar_t, kWarp>) : run(forward_kernel<scalar_t, kThreads>);
     if (error != cudaSuccess || plan.splits == 1) return error;
-    return coc_launch(config(blocks_for(args, args.rows, kThreads / kWarp), stream), forward_merge_kernel<scalar_t>,
-                      args, plan.splits, partial);
+    return launch(stream, blocks_of(args, args.rows, kThreads / kWarp), kThreads, forward_merge_kernel<scalar_t>, args,
+                  plan.splits, partial);
   });
 }
 
@@ -386,18 +341,18 @@ cudaError_t cross_entropy_backward(const BackwardArgs& args, void* workspace, cu
   return with_storage(args.dtype, [&](auto storage) {
     using scalar_t = decltype(storage);
     auto* entries = static_cast<EntryGradient<acc_type<scalar_t>>*>(workspace);
-    const coc_launch_config c = config(plan.blocks, stream);
-    return plan.width == kWarp ? coc_launch(c, backward_kernel<scalar_t, kWarp>, args, plan.splits, entries)
-                               : coc_launch(c, backward_kernel<scalar_t, kThreads>, args, plan.splits, entries);
+    const auto run = [&](auto kernel) {
+      return launch(stream, plan.blocks, kThreads, kernel, args, plan.splits, entries);
+    };
+    return plan.width == kWarp ? run(backward_kernel<scalar_t, kWarp>) : run(backward_kernel<scalar_t, kThreads>);
   });
 }
 
 cudaError_t cross_entropy_backward_values(const BackwardArgs& args, cudaStream_t stream) {
   if (args.rows == 0) return cudaSuccess;
   return with_storage(args.dtype, [&](auto storage) {
-    using scalar_t = decltype(storage);
-    return coc_launch(config(blocks_for(args, args.rows, kThreads / kWarp), stream), backward_values_kernel<scalar_t>,
-                      args);
+    return launch(stream, blocks_of(args, args.rows, kThreads / kWarp), kThreads,
+                  backward_values_kernel<decltype(storage)>, args);
   });
 }
 

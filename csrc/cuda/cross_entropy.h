@@ -2,6 +2,7 @@
 #pragma once
 
 #include "../cross_entropy.h"
+#include "../loss_mean.h"
 
 #include <cuda_runtime_api.h>
 
@@ -14,7 +15,7 @@ namespace cuda {
 struct Plan {
   int width;         // threads that share a row: 32 or kThreads
   int64_t splits;    // blocks that share a row
-  unsigned blocks;
+  int64_t blocks;
 };
 Plan plan_of(const CrossEntropyArgs& args, int multiprocessors);
 
@@ -24,6 +25,8 @@ cudaError_t cross_entropy_forward(const ForwardArgs& args, void* workspace, cuda
 size_t cross_entropy_backward_workspace(const CrossEntropyArgs& args);
 cudaError_t cross_entropy_backward(const BackwardArgs& args, void* workspace, cudaStream_t stream);
 cudaError_t cross_entropy_backward_values(const BackwardArgs& args, cudaStream_t stream);
+
+cudaError_t loss_mean(const LossMeanArgs& args, cudaStream_t stream);
 
 }  // namespace cuda
 }  // namespace sparse_ce

@@ -1,28 +1,26 @@
-// launch.cuh - what kernel files need of their compiler: shared variables and launches. Under nvcc plain CUDA; a host
-// compiler gets the same names from third_party/cuda_on_cpu, where the kernels run on a CPU under sanitizers.
-#pragma once
-
-#if defined(__CUDACC__)
+// launch.cuh - what kernel files need of their compiler: shared variables and launches. Guarded by a name, so that
+// another compiler's may stand in for it.
+#ifndef SPARSE_CE_CUDA_LAUNCH
+#define SPARSE_CE_CUDA_LAUNCH
 
 #include <cuda_runtime.h>
 
-#include <utility>
+#include <cstdint>
 
-// COC_SHARED(float, partial, [8]);
-#define COC_SHARED(T, name, ...) __shared__ T name __VA_ARGS__
+// SCE_SHARED(float, partial, [8]);
+#define SCE_SHARED(T, name, ...) __shared__ T name __VA_ARGS__
 
-struct coc_launch_config {
-  dim3 grid, block;
-  size_t dyn_smem = 0;
-  cudaStream_t stream = nullptr;
-};
+namespace sparse_ce {
+namespace cuda {
 
 template <typename... parameters_t, typename... arguments_t>
-inline cudaError_t coc_launch(const coc_launch_config& c, void (*kernel)(parameters_t...), arguments_t&&... arguments) {
-  kernel<<<c.grid, c.block, c.dyn_smem, c.stream>>>(std::forward<arguments_t>(arguments)...);
+cudaError_t launch(cudaStream_t stream, int64_t blocks, int threads, void (*kernel)(parameters_t...),
+                   const arguments_t&... arguments) {
+  kernel<<<static_cast<unsigned>(blocks), threads, 0, stream>>>(arguments...);
   return cudaGetLastError();
 }
 
-#else
-#include "coc_portable.cuh"
+}  // namespace cuda
+}  // namespace sparse_ce
+
 #endif

@@ -3,47 +3,12 @@
 
 #include "linear.h"
 
-#include <algorithm>
-#include <type_traits>
-
 namespace sparse_ce {
 namespace cuda {
 namespace {
 
 // Enough for every multiprocessor, and so few that a scale of 1, which most are, costs no time worth the name.
 constexpr int64_t kMostBlocks = 4096;
-
-// n elements side by side, as wide as they can be read and written at once.
-template <typename scalar_t, int n>
-struct Elements {
-  static constexpr int kBytes = n * sizeof(scalar_t);
-  using part_t = std::conditional_t<kBytes % 16 == 0, uint4, std::conditional_t<kBytes % 8 == 0, uint2, scalar_t>>;
-  static constexpr int kParts = kBytes / sizeof(part_t);
-  scalar_t at[n];
-
-  __device__ static bool aligned(const scalar_t* p) { return reinterpret_cast<uintptr_t>(p) % sizeof(part_t) == 0; }
-  __device__ static Elements load(const scalar_t* p) {
-    part_t parts[kParts];
-#pragma unroll
-    for (int u = 0; u < kParts; ++u) parts[u] = reinterpret_cast<const part_t*>(p)[u];
-    Elements elements;
-    std::memcpy(elements.at, parts, kBytes);
-    return elements;
-  }
-  __device__ void store(scalar_t* p) const {
-    part_t parts[kParts];
-    std::memcpy(parts, at, kBytes);
-#pragma unroll
-    for (int u = 0; u < kParts; ++u) reinterpret_cast<part_t*>(p)[u] = parts[u];
-  }
-};
-
-template <typename scalar_t>
-struct Elements<scalar_t, 1> {
-  scalar_t at[1];
-  __device__ static Elements load(const scalar_t* p) { return {{*p}}; }
-  __device__ void store(scalar_t* p) const { *p = at[0]; }
-};
 
 // Shares the elements [0, count) among the threads of the grid: `elements(i, Count<n>)` stands for the n elements at i.
 // Where they cannot be read kSize at a time (`by_packs` false) they are all singles.
@@ -59,14 +24,6 @@ __device__ __forceinline__ void for_elements(int64_t count, bool by_packs, const
 
 // ------------------------------------------------------------------------------------------------ accumulate
 
-template <typename scalar_t, typename acc_t>
-__device__ __forceinline__ void add(const AccumulateArgs& args, acc_t product, scalar_t& total, uint8_t& low) {
-  if constexpr (sizeof(scalar_t) == 2)
-    accumulate_split(product, args.first, args.last, total, &low);
-  else
-    accumulate_plain(product, args.first, total);
-}
-
 template <typename scalar_t, typename product_t>
 __global__ void __launch_bounds__(kThreads) accumulate_kernel(AccumulateArgs args) {
   constexpr int kSize = Pack<scalar_t>::kSize;
@@ -74,17 +31,18 @@ __global__ void __launch_bounds__(kThreads) accumulate_kernel(AccumulateArgs arg
   const product_t* product = static_cast<const product_t*>(args.product);
   scalar_t* total = static_cast<scalar_t*>(args.total);
   const bool reads_low = kSplit && !args.first, writes_low = kSplit && !args.last;
-  const bool by_packs = Elements<product_t, kSize>::aligned(product) && Elements<scalar_t, kSize>::aligned(total) &&
-                        (!(reads_low || writes_low) || Elements<uint8_t, kSize>::aligned(args.low));
+  const bool by_packs = Pack<product_t, kSize>::aligned(product) && Pack<scalar_t, kSize>::aligned(total) &&
+                        (!(reads_low || writes_low) || Pack<uint8_t, kSize>::aligned(args.low));
   for_elements<kSize>(args.count, by_packs, [&](int64_t i, auto count) {
     constexpr int n = decltype(count)::value;
-    const auto products = Elements<product_t, n>::load(product + i);
-    Elements<scalar_t, n> totals{};
-    Elements<uint8_t, n> lows{};
+    const auto products = Pack<product_t, n>::load(product + i);
+    Pack<scalar_t, n> totals{};
+    Pack<uint8_t, n> lows{};
     if (!args.first) totals = totals.load(total + i);
     if (reads_low) lows = lows.load(args.low + i);
 #pragma unroll
-    for (int e = 0; e < n; ++e) add(args, to_acc(products.at[e]), totals.at[e], lows.at[e]);
+    for (int e = 0; e < n; ++e)
+      accumulate_element(to_acc(products.at[e]), args.first, args.last, totals.at[e], lows.at, e);
     totals.store(total + i);
     if (writes_low) lows.store(args.low + i);
   });
@@ -113,9 +71,9 @@ __global__ void __launch_bounds__(kThreads) scale_kernel(ScaleArgs args) {
   const auto by = *static_cast<const acc_type<scalar_t>*>(args.scale);
   if (by == 1) return;
   scalar_t* values = static_cast<scalar_t*>(args.values);
-  for_elements<kSize>(args.count, Elements<scalar_t, kSize>::aligned(values), [&](int64_t i, auto count) {
+  for_elements<kSize>(args.count, Pack<scalar_t, kSize>::aligned(values), [&](int64_t i, auto count) {
     constexpr int n = decltype(count)::value;
-    auto scaled = Elements<scalar_t, n>::load(values + i);
+    auto scaled = Pack<scalar_t, n>::load(values + i);
 #pragma unroll
     for (int e = 0; e < n; ++e) from_acc(sparse_ce::scaled(to_acc(scaled.at[e]), by), scaled.at[e]);
     scaled.store(values + i);
@@ -124,16 +82,11 @@ __global__ void __launch_bounds__(kThreads) scale_kernel(ScaleArgs args) {
 
 // ------------------------------------------------------------------------------------------------ launchers
 
-// For `items` of which a block takes `per_block` at a time.
 template <typename args_t>
-cudaError_t launch(void (*kernel)(args_t), const args_t& args, int64_t items, int64_t per_block, cudaStream_t stream) {
+cudaError_t launch_for(int64_t items, int64_t per_block, void (*kernel)(args_t), const args_t& args,
+                       cudaStream_t stream) {
   if (items == 0) return cudaSuccess;
-  const int64_t most = args.max_blocks > 0 ? args.max_blocks : kMostBlocks;
-  coc_launch_config c;
-  c.grid = dim3(static_cast<unsigned>(std::min(most, (items + per_block - 1) / per_block)));
-  c.block = dim3(kThreads);
-  c.stream = stream;
-  return coc_launch(c, kernel, args);
+  return launch(stream, blocks_for(items, per_block, args.max_blocks, kMostBlocks), kThreads, kernel, args);
 }
 
 }  // namespace
@@ -147,18 +100,18 @@ cudaError_t accumulate(const AccumulateArgs& args, cudaStream_t stream) {
       if (args.product_dtype == DType::kFloat16) kernel = accumulate_kernel<scalar_t, Half>;
       if (args.product_dtype == DType::kBFloat16) kernel = accumulate_kernel<scalar_t, BFloat16>;
     }
-    return launch(kernel, args, args.count, kPerBlock, stream);
+    return launch_for(args.count, kPerBlock, kernel, args, stream);
   });
 }
 
 cudaError_t clear_ignored_rows(const ClearRowsArgs& args, cudaStream_t stream) {
-  return launch(clear_rows_kernel, args, args.row_bytes > 0 ? args.target.rows : 0, kThreads / kWarp, stream);
+  return launch_for(args.row_bytes > 0 ? args.target.rows : 0, kThreads / kWarp, clear_rows_kernel, args, stream);
 }
 
 cudaError_t scale(const ScaleArgs& args, cudaStream_t stream) {
   return with_storage(args.dtype, [&](auto storage) {
     using scalar_t = decltype(storage);
-    return launch(scale_kernel<scalar_t>, args, args.count, kThreads * Pack<scalar_t>::kSize, stream);
+    return launch_for(args.count, kThreads * Pack<scalar_t>::kSize, scale_kernel<scalar_t>, args, stream);
   });
 }
 

@@ -1,7 +1,7 @@
 // One block: a loss has a few thousand rows, and a second launch would cost more than it saves.
 #include "row_group.cuh"
 
-#include "loss_mean.h"
+#include "cross_entropy.h"
 
 namespace sparse_ce {
 namespace cuda {
@@ -20,12 +20,8 @@ __global__ void __launch_bounds__(kThreads) loss_mean_kernel(LossMeanArgs args) 
 }  // namespace
 
 cudaError_t loss_mean(const LossMeanArgs& args, cudaStream_t stream) {
-  coc_launch_config c;
-  c.grid = dim3(1);
-  c.block = dim3(kThreads);
-  c.stream = stream;
-  return args.dtype == DType::kFloat64 ? coc_launch(c, loss_mean_kernel<double>, args)
-                                       : coc_launch(c, loss_mean_kernel<float>, args);
+  return args.dtype == DType::kFloat64 ? launch(stream, 1, kThreads, loss_mean_kernel<double>, args)
+                                       : launch(stream, 1, kThreads, loss_mean_kernel<float>, args);
 }
 
 }  // namespace cuda

@@ -258,7 +258,7 @@ template <typename scalar_t, int n>
 __global__ void __launch_bounds__(kThreads, sizeof(scalar_t) == 2 ? 2 : 3)
     across_kernel(MaskedMeanArgs args, Plan plan, MaskedSum<acc_type<scalar_t>>* partial) {
   using acc_t = acc_type<scalar_t>;
-  COC_SHARED(acc_t, sums, [2 * n][kThreads]);
+  SCE_SHARED(acc_t, sums, [2 * n][kThreads]);
   const int lane = threadIdx.x % plan.lanes, slot = threadIdx.x / plan.lanes, slots = kThreads / plan.lanes;
   for (int64_t item = blockIdx.x; item < plan.items; item += gridDim.x) {
     const int64_t part = item % plan.parts, group = item / plan.parts, outer = group / plan.blocks;
@@ -345,13 +345,8 @@ __global__ void __launch_bounds__(kThreads, 3) gradient_kernel(MaskedMeanArgs ar
   }
 }
 
-coc_launch_config config(const MaskedMeanArgs& args, int64_t blocks, cudaStream_t stream) {
-  const int64_t most = args.max_blocks > 0 ? args.max_blocks : kMostBlocks;
-  coc_launch_config c;
-  c.grid = dim3(static_cast<unsigned>(std::min(most, blocks)));
-  c.block = dim3(kThreads);
-  c.stream = stream;
-  return c;
+int64_t blocks_of(const MaskedMeanArgs& args, int64_t blocks) {
+  return blocks_for(blocks, 1, args.max_blocks, kMostBlocks);
 }
 
 int64_t in_warps(int64_t items) { return (items + kWarps - 1) / kWarps; }
@@ -371,26 +366,28 @@ cudaError_t masked_mean(const MaskedMeanArgs& args, void* workspace, cudaStream_
     auto* partial = static_cast<MaskedSum<acc_type<scalar_t>>*>(workspace);
     cudaError_t error;
     if (args.columns_kept && plan.pack > 1)
-      error = coc_launch(config(args, plan.items, stream), across_kernel<scalar_t, Pack<scalar_t>::kSize>, args, plan,
-                         partial);
+      error = launch(stream, blocks_of(args, plan.items), kThreads, across_kernel<scalar_t, Pack<scalar_t>::kSize>,
+                     args, plan, partial);
     else if (args.columns_kept)
-      error = coc_launch(config(args, plan.items, stream), across_kernel<scalar_t, 1>, args, plan, partial);
+      error = launch(stream, blocks_of(args, plan.items), kThreads, across_kernel<scalar_t, 1>, args, plan, partial);
     else if (plan.warp_items)
-      error = coc_launch(config(args, in_warps(plan.items), stream), along_kernel<scalar_t, kWarp>, args, plan,
-                         partial);
+      error = launch(stream, blocks_of(args, in_warps(plan.items)), kThreads, along_kernel<scalar_t, kWarp>, args, plan,
+                     partial);
     else
-      error = coc_launch(config(args, plan.items, stream), along_kernel<scalar_t, kThreads>, args, plan, partial);
+      error = launch(stream, blocks_of(args, plan.items), kThreads, along_kernel<scalar_t, kThreads>, args, plan,
+                     partial);
     if (error != cudaSuccess || plan.parts == 1) return error;
     const int64_t outputs = args.outer.count * args.width();
-    return coc_launch(config(args, in_warps(outputs), stream), merge_kernel<scalar_t>, args, plan.parts, partial);
+    return launch(stream, blocks_of(args, in_warps(outputs)), kThreads, merge_kernel<scalar_t>, args, plan.parts,
+                  partial);
   });
 }
 
 cudaError_t masked_mean_backward(const MaskedMeanArgs& args, cudaStream_t stream) {
   const int64_t spans = (args.columns + kSpan - 1) / kSpan;
   return with_storage(args.dtype, [&](auto storage) {
-    return coc_launch(config(args, in_warps(args.outer.count * args.rows.count * spans), stream),
-                      gradient_kernel<decltype(storage)>, args, spans);
+    return launch(stream, blocks_of(args, in_warps(args.outer.count * args.rows.count * spans)), kThreads,
+                  gradient_kernel<decltype(storage)>, args, spans);
   });
 }
 

@@ -2,15 +2,20 @@
 #pragma once
 
 #include "launch.cuh"
+#include "packs.cuh"
 
-#include <cstdint>
-#include <cstring>
+#include <algorithm>
 
 namespace sparse_ce {
 namespace cuda {
 
 constexpr int kThreads = 256;  // of every block
 constexpr int kWarp = 32;
+
+// Blocks for `items` of which each takes `per_block` at a time. `limit`: of the tests, or 0.
+inline int64_t blocks_for(int64_t items, int64_t per_block, int64_t limit, int64_t most) {
+  return std::min(limit > 0 ? limit : most, (items + per_block - 1) / per_block);
+}
 
 // kWidth threads share a row: a warp (several rows a block, for short rows) or the block. Every thread of the group must
 // call each function, with the group's other threads.
@@ -60,7 +65,7 @@ struct RowGroup {
     if (kWidth == kWarp) return mine;
 
     constexpr int kWarps = kThreads / kWarp;
-    COC_SHARED(acc_t, partial, [kWarps][kFields]);
+    SCE_SHARED(acc_t, partial, [kWarps][kFields]);
     __syncthreads();  // the last call's values may still be read
     if (threadIdx.x % kWarp == 0) std::memcpy(partial[threadIdx.x / kWarp], &mine, sizeof(mine));
     __syncthreads();
@@ -84,30 +89,6 @@ struct RowGroup {
     std::memcpy(&other, fields, sizeof(other));
     return other;
   }
-};
-
-// 16 bytes of a row: one load or store instruction.
-template <typename scalar_t>
-struct Pack {
-  static constexpr int kSize = 16 / sizeof(scalar_t);
-  scalar_t at[kSize];
-
-  __device__ static Pack load(const scalar_t* p) {
-    const uint4 bits = *reinterpret_cast<const uint4*>(p);
-    Pack pack;
-    std::memcpy(&pack, &bits, sizeof(pack));
-    return pack;
-  }
-  __device__ void store(scalar_t* p) const {
-    uint4 bits;
-    std::memcpy(&bits, this, sizeof(bits));
-    *reinterpret_cast<uint4*>(p) = bits;
-  }
-};
-
-template <int n>
-struct Count {
-  static constexpr int value = n;
 };
 
 // Shares the columns [begin, end) of a row among a group: singles up to the first 16-byte boundary, then packs of which

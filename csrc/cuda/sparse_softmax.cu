@@ -4,8 +4,6 @@
 
 #include "sparse_softmax.h"
 
-#include <algorithm>
-
 namespace sparse_ce {
 namespace cuda {
 namespace {
@@ -33,10 +31,6 @@ __device__ __forceinline__ void for_entries(const SparseSoftmaxArgs& args, const
   by_packs = by_packs && !args.order && args.width == 1;
   for_columns<kWidth, kUnroll>(aligned_like, row.begin, row.end, by_packs, packs,
                                [&](int64_t i) { single(args.at(i) * args.width + row.position); });
-}
-
-__device__ inline bool equally_aligned(const void* a, const void* b) {
-  return (reinterpret_cast<uintptr_t>(a) - reinterpret_cast<uintptr_t>(b)) % 16 == 0;
 }
 
 template <typename scalar_t>
@@ -168,27 +162,23 @@ __global__ void __launch_bounds__(kThreads, 5) rows_kernel(SparseSoftmaxArgs arg
 }
 
 template <template <typename> class row_t>
-cudaError_t launch(const SparseSoftmaxArgs& args, cudaStream_t stream) {
+cudaError_t launch_rows(const SparseSoftmaxArgs& args, cudaStream_t stream) {
   const int64_t items = args.rows * args.width;
   if (items == 0 || args.entries == 0) return cudaSuccess;
-  const int64_t most = args.max_blocks > 0 ? args.max_blocks : kMostBlocks;
-  coc_launch_config c;
-  c.grid = dim3(static_cast<unsigned>(std::min(most, (items + kWarps - 1) / kWarps)));
-  c.block = dim3(kThreads);
-  c.stream = stream;
+  const int64_t blocks = blocks_for(items, kWarps, args.max_blocks, kMostBlocks);
   return with_storage(args.dtype, [&](auto storage) {
-    return coc_launch(c, rows_kernel<decltype(storage), row_t>, args);
+    return launch(stream, blocks, kThreads, rows_kernel<decltype(storage), row_t>, args);
   });
 }
 
 }  // namespace
 
 cudaError_t sparse_softmax(const SparseSoftmaxArgs& args, cudaStream_t stream) {
-  return launch<ForwardRow>(args, stream);
+  return launch_rows<ForwardRow>(args, stream);
 }
 
 cudaError_t sparse_softmax_backward(const SparseSoftmaxArgs& args, cudaStream_t stream) {
-  return launch<BackwardRow>(args, stream);
+  return launch_rows<BackwardRow>(args, stream);
 }
 
 }  // namespace cuda

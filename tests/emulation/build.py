@@ -23,6 +23,8 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
 LAYER = ROOT / "third_party" / "cuda_on_cpu"
 BUILD = HERE / "build"
+# For a host compiler what csrc/ has from nvcc.
+DEVICE = ["-DSCE_CUDA", "-include", HERE / "device" / "launch.cuh"]
 OPS = sorted(path.stem for path in HERE.glob("*.cpp"))
 FLAVOURS = {
     "plain": ["-O2"],
@@ -73,7 +75,7 @@ def program(op: str, flavour: str) -> Path:
 def build_program(op: str, flavour: str) -> Path:
     out = program(op, flavour)
     if not newer(out, ROOT / "csrc", LAYER, HERE):
-        run(flags() + FLAVOURS[flavour] + [HERE / f"{op}.cpp", runtime(), "-o", out])
+        run(flags() + ["-DSCE_CUDA"] + FLAVOURS[flavour] + [HERE / f"{op}.cpp", runtime(), "-o", out])
     return out
 
 
@@ -112,10 +114,11 @@ def build_package(folder: Path) -> Path:
     package = folder / "sparse_ce"
     shutil.rmtree(package, ignore_errors=True)
     shutil.copytree(ROOT / "sparse_ce", package, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
-    common = flags() + ["-O2", "-DSPARSE_CE_EMULATED", "-DTORCH_TARGET_VERSION=0x020b000000000000"]
+    common = flags() + ["-O2", "-DTORCH_TARGET_VERSION=0x020b000000000000"]
     common += [part for path in include_paths() for part in ("-isystem", path)]
-    sources = {"bindings": ["-include", "coc.h", ROOT / "csrc" / "cuda" / "bindings.cpp"],
-               **{path.stem: ["-include", "coc.h", "-x", "c++", path] for path in (ROOT / "csrc" / "cuda").glob("*.cu")},
+    cuda = ROOT / "csrc" / "cuda"
+    sources = {"bindings": [*DEVICE, "-include", HERE / "device" / "torch_device.h", cuda / "bindings.cpp"],
+               **{path.stem: [*DEVICE, "-x", "c++", path] for path in cuda.glob("*.cu")},
                "schema": [ROOT / "csrc" / "schema.cpp"]}
     with alone():
         objects = [runtime()]

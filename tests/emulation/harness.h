@@ -7,7 +7,7 @@
 #if defined(__CUDACC__)
 #include <cuda_runtime.h>
 #else
-#include "coc.h"
+#include "device/launch.cuh"
 #endif
 
 #include "../../csrc/dtype.h"

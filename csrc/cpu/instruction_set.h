@@ -1,0 +1,83 @@
+// instruction_set.h - one source for every instruction set, in files compiled with the baseline flags.
+//
+// Loops are plain C++ marked always_inline; each instruction set instantiates them inside a function with its own
+// target attribute.
+#pragma once
+
+#include <type_traits>
+
+#if defined(__x86_64__)
+#define SCE_X86 1
+#define SCE_AVX2 __attribute__((target("arch=x86-64-v3")))
+#if defined(__clang__)
+#define SCE_AVX512 __attribute__((target("arch=x86-64-v4,prfchw")))
+#else
+#define SCE_AVX512 __attribute__((target("arch=x86-64-v4,prfchw,prefer-vector-width=512")))
+#endif
+#endif
+#define SCE_INLINE __attribute__((always_inline))
+
+// INSTANCE(set, attribute of its functions) for every instruction set: the tables that kernels_in_use chooses from.
+#ifdef SCE_X86
+#define SCE_FOR_INSTRUCTION_SETS(INSTANCE) INSTANCE(kDefault, ) INSTANCE(kAvx2, SCE_AVX2) INSTANCE(kAvx512, SCE_AVX512)
+#else
+#define SCE_FOR_INSTRUCTION_SETS(INSTANCE) INSTANCE(kDefault, )
+#endif
+
+namespace sparse_ce {
+namespace cpu {
+
+enum class InstructionSet { kDefault, kAvx2, kAvx512 };
+template <InstructionSet set>
+using Compiled = std::integral_constant<InstructionSet, set>;
+
+// Of the processor, or of the environment's wish.
+InstructionSet instruction_set_in_use();
+
+#ifdef SCE_X86
+template <typename function_t>
+SCE_AVX2 static auto with_avx2(const function_t& f) {
+  return f(Compiled<InstructionSet::kAvx2>{});
+}
+template <typename function_t>
+SCE_AVX512 static auto with_avx512(const function_t& f) {
+  return f(Compiled<InstructionSet::kAvx512>{});
+}
+#endif
+
+// f(Compiled<set>{}), compiled for the set in use. f is a lambda marked SCE_INLINE: what is not inlined is not compiled
+// for the set.
+template <typename function_t>
+static auto with_instruction_set(const function_t& f) {
+#ifdef SCE_X86
+  switch (instruction_set_in_use()) {
+    case InstructionSet::kAvx512:
+      return with_avx512(f);
+    case InstructionSet::kAvx2:
+      return with_avx2(f);
+    default:
+      break;
+  }
+#endif
+  return f(Compiled<InstructionSet::kDefault>{});
+}
+
+// The kernels of the set in use, of a table that has them for each. static: g++ gives templates of templates of unnamed
+// namespaces names that other files share, and a linker would keep one of theirs for all.
+template <template <typename, InstructionSet> class instance_t, typename scalar_t>
+static const auto& kernels_in_use() {
+#ifdef SCE_X86
+  switch (instruction_set_in_use()) {
+    case InstructionSet::kAvx512:
+      return instance_t<scalar_t, InstructionSet::kAvx512>::kernels;
+    case InstructionSet::kAvx2:
+      return instance_t<scalar_t, InstructionSet::kAvx2>::kernels;
+    default:
+      break;
+  }
+#endif
+  return instance_t<scalar_t, InstructionSet::kDefault>::kernels;
+}
+
+}  // namespace cpu
+}  // namespace sparse_ce
