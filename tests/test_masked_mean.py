@@ -171,14 +171,22 @@ def test_strides(strides, of_mask, dim, dtype, device):
     check(x, mask, dim, False, draw)
 
 
-def test_more_dimensions_than_the_kernels_take(device):
+@pytest.mark.parametrize("of_mask", ["", "expanded"])
+def test_more_dimensions_than_the_kernels_take(of_mask, device):
     """Two of each size, kept and reduced by turns: nothing merges."""
     draw = Draw(device)
-    shape = (2,) * 18
-    x, mask = draw.normal(*shape, dtype=torch.float64) + 2, draw_mask(draw, (2, 1) * 9)
-    check(x, mask, tuple(range(0, 18, 2)), True, draw)
-    with pytest.raises(RuntimeError, match="input must have at most 8 dimensions that are reduced"):
-        ops.masked_mean(x, mask.expand(shape), list(range(0, 18, 2)))
+    shape, dims = (2,) * 18, list(range(0, 18, 2))
+    x, mask = draw.normal(*shape, dtype=torch.float64) + 2, draw_mask(draw, (2, 1) * 9 if of_mask else shape)
+    check(x, mask, tuple(dims), True, draw)
+    mask = mask.expand(shape)
+    mean, divisor = ops.masked_mean(x, mask, dims)
+    torch.testing.assert_close(mean, exact_mean(x, mask, dims))
+    torch.testing.assert_close(divisor, mask.double().sum(dims).clamp(min=1))
+    share = draw.normal(*mean.shape, dtype=torch.float64)
+    grad = ops.masked_mean_backward(share, mask, dims, torch.float64)
+    assert grad.is_contiguous()
+    spread = share.reshape([1 if d in dims else 2 for d in range(18)])
+    torch.testing.assert_close(grad, mask * spread)
 
 
 @pytest.mark.parametrize("shape,dim,result", [
