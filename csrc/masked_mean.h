@@ -1,8 +1,8 @@
 // masked_mean.h - what the bindings hand to a device: the mean under a mask along some dimensions of a tensor.
 //
 // Dimensions that lie behind one another are merged. What is left is a nest: axes that are kept (`outer`), axes that
-// are reduced (`rows`), and the innermost axis, the columns, which is either. Columns lie side by side in the input and,
-// if they are kept, in the outputs; in the mask they do too, or share one weight. The bindings copy what is not so.
+// are reduced (`rows`), and the innermost axis, the columns, which is either. Columns lie side by side in the input
+// and, if they are kept, in the outputs; in the mask they do too, or share one weight. What is not so is copied before.
 #pragma once
 
 #include "math.h"

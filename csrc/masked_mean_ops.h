@@ -151,7 +151,8 @@ struct MaskedMeanOps {
 
  private:
   // Which dimensions are reduced, and the sizes of the others.
-  static std::tuple<std::vector<bool>, std::vector<int64_t>> split(const Tensor& mask, const std::vector<int64_t>& dim) {
+  static std::tuple<std::vector<bool>, std::vector<int64_t>> split(const Tensor& mask,
+                                                                   const std::vector<int64_t>& dim) {
     std::vector<bool> reduced(static_cast<size_t>(mask.dim()));
     for (const int64_t d : dim) {
       if (d < 0 || d >= mask.dim() || reduced[static_cast<size_t>(d)])

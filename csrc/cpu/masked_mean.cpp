@@ -24,8 +24,8 @@ constexpr int64_t kColumns = 64;
 // the processor fetches well by itself (8192 x 4096 float32, 2 threads of an EPYC, 2026-11: 4.3 ms instead of 5.4).
 constexpr int64_t kAhead = 2048;
 
-// What a row's columns have as weights: bytes, numbers or the same for all of them. `read` finds those of n columns from
-// a place of the mask on, and says whether some may differ from 0; `numbers` (kTile,) is where they may be converted to.
+// What a row's columns have as weights: bytes, numbers or the same for all of them. `read` finds those of n columns
+// from a place of the mask on, and says whether some may differ from 0. They may be converted, into `numbers` (kTile,).
 template <typename acc_t>
 struct Same {
   acc_t value;
