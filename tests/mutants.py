@@ -65,7 +65,6 @@ CUDA = [
     ("csrc/cuda/masked_mean.cu", "w.template by_packs<kSize>(gradient)", "true"),
     ("csrc/cuda/masked_mean.cu", "bool fit = args.columns % pack == 0 &&", "bool fit ="),
     ("csrc/cuda/masked_mean.cu", "fit = fit && axes->stride[d].input % pack == 0 &&", "fit = fit &&"),
-    ("csrc/cuda/masked_mean.cu", "&& axes->stride[d].mask % mask_pack == 0;", ";"),
     ("csrc/cuda/masked_mean.cu", "if (r < end) add_rows<1, scalar_t>(args, from, r, slots, mine);", ""),
     ("csrc/cuda/masked_mean.cu", "const int64_t first = unit % plan.spans * kSpan;", "const int64_t first = 0;"),
     ("csrc/cuda/masked_mean.cu", "args.columns_kept ? share[c] : same", "same"),
