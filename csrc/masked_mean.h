@@ -1,14 +1,15 @@
 // masked_mean.h - what the bindings hand to a device: the mean under a mask along some dimensions of a tensor.
 //
 // Dimensions that lie behind one another are merged. What is left is a nest: axes that are kept (`outer`), axes that
-// are reduced (`rows`), and the innermost axis, the columns, which is either.
+// are reduced (`rows`), and the innermost axis, the columns, which is either. Columns lie side by side in the input
+// and, if they are kept, in the outputs; in the mask they do too, or share one weight. What is not so is copied before.
 #pragma once
 
 #include "math.h"
 
 namespace sparse_ce {
 
-constexpr int kMostAxes = 8;
+constexpr int kMostAxes = 4;
 
 // Elements between two neighbours along an axis, or from the first element, in each of the tensors.
 struct Place {
@@ -46,7 +47,7 @@ struct Axes {
 struct MaskedMeanArgs {
   Axes outer, rows;
   int64_t columns;
-  Place column;  // the strides along the columns
+  Place column;  // the strides along the columns: 1; 1 or 0; 1 if they are kept, else 0
   bool columns_kept;
   DType dtype, mask_dtype;
   const void* input;   // forward only

@@ -6,11 +6,22 @@
 #include "tensors.h"
 
 #include <algorithm>
+#include <array>
 #include <limits>
 #include <tuple>
 #include <vector>
 
 namespace sparse_ce {
+
+using Sizes = torch::headeronly::IntHeaderOnlyArrayRef;
+
+inline bool same_sizes(Sizes a, Sizes b) { return std::equal(a.begin(), a.end(), b.begin(), b.end()); }
+
+inline DType to_mask_dtype(const Tensor& mask) {
+  const ScalarType dtype = mask.scalar_type();
+  if (dtype == ScalarType::Bool || dtype == ScalarType::Byte) return DType::kUInt8;
+  return to_dtype(mask, "mask", /*integer=*/dtype == ScalarType::Int || dtype == ScalarType::Long);
+}
 
 struct MaskedAxis {
   int64_t size;
@@ -18,66 +29,85 @@ struct MaskedAxis {
   bool kept;
 };
 
-// The axes of the nest, outermost first: by their step through the input, neighbours merged where one step of the outer
-// is all the steps of the inner.
-inline std::vector<MaskedAxis> merge_axes(std::vector<MaskedAxis> axes) {
-  const auto step = [](const MaskedAxis& axis) {  // an axis that repeats the input goes outside
-    return axis.stride.input == 0 ? std::numeric_limits<int64_t>::max() : axis.stride.input;
-  };
-  std::stable_sort(axes.begin(), axes.end(),
-                   [&](const MaskedAxis& a, const MaskedAxis& b) { return step(a) > step(b); });
-  std::vector<MaskedAxis> merged;
-  for (const MaskedAxis& inner : axes) {
-    if (inner.size == 1) continue;
-    if (!merged.empty()) {  // an axis that is kept and one that is not differ in `out`
-      MaskedAxis& outer = merged.back();
-      const Place all = Place{}.moved(inner.stride, inner.size);
-      if (outer.stride.input == all.input && outer.stride.mask == all.mask && outer.stride.out == all.out) {
-        outer.size *= inner.size;
-        outer.stride = inner.stride;
-        continue;
-      }
-    }
-    merged.push_back(inner);
-  }
-  return merged;
+using Order = std::vector<int64_t>;  // dimensions, outermost first
+
+// Dimensions whose step through the tensor is longer come first, and first of all those that repeat it.
+inline Order by_step(const Tensor& t) {
+  const Sizes strides = t.strides();
+  Order order(strides.size());
+  for (size_t d = 0; d < order.size(); ++d) order[d] = static_cast<int64_t>(d);
+  const auto step = [&](int64_t d) { return static_cast<uint64_t>(strides[static_cast<size_t>(d)]) - 1; };
+  std::stable_sort(order.begin(), order.end(), [&](int64_t a, int64_t b) { return step(a) > step(b); });
+  return order;
 }
 
-inline void make_nest(const std::vector<MaskedAxis>& all, MaskedMeanArgs& args) {
-  std::vector<MaskedAxis> axes = merge_axes(all);
+inline Order kept_first(const std::vector<bool>& reduced) {
+  Order order;
+  for (const bool last : {false, true})
+    for (size_t d = 0; d < reduced.size(); ++d)
+      if (reduced[d] == last) order.push_back(static_cast<int64_t>(d));
+  return order;
+}
+
+inline Tensor permute(const Tensor& t, const Order& order) {
+  std::array<StableIValue, 2> stack{torch::stable::detail::from(t), torch::stable::detail::from(order)};
+  STABLE_TORCH_ERROR_CODE_CHECK(torch_call_dispatcher("aten::permute", "", stack.data(), TORCH_ABI_VERSION));
+  return torch::stable::detail::to<Tensor>(stack[0]);
+}
+
+// The same tensor, packed with its dimensions in a given order.
+inline Tensor repacked(const Tensor& t, const Order& order) {
+  Order inverse(order.size());
+  for (size_t i = 0; i < order.size(); ++i) inverse[static_cast<size_t>(order[i])] = static_cast<int64_t>(i);
+  return permute(packed(permute(t, order)), inverse);
+}
+
+// Merges the dimensions of `t`, the input or its gradient, and says whether the kernels can take what is left.
+inline bool make_nest(const Tensor& t, const Tensor& mask, const std::vector<bool>& reduced, MaskedMeanArgs& args) {
+  const Sizes sizes = t.sizes(), strides = t.strides(), mask_strides = mask.strides();
+  std::vector<MaskedAxis> all(reduced.size()), axes;
+  int64_t out = 1;
+  for (size_t d = reduced.size(); d-- > 0;) {
+    all[d] = {sizes[d], {strides[d], mask_strides[d], reduced[d] ? 0 : out}, !reduced[d]};
+    if (!reduced[d]) out *= sizes[d];
+  }
+  for (const int64_t d : by_step(t)) {
+    const MaskedAxis& inner = all[static_cast<size_t>(d)];
+    if (inner.size == 1) continue;
+    const Place whole = Place{}.moved(inner.stride, inner.size);
+    if (!axes.empty() && axes.back().stride.input == whole.input && axes.back().stride.mask == whole.mask &&
+        axes.back().stride.out == whole.out)  // an axis that is kept and one that is not differ in `out`
+      axes.back() = {axes.back().size * inner.size, inner.stride, inner.kept};
+    else
+      axes.push_back(inner);
+  }
   if (axes.empty()) axes.push_back({1, {1, 1, 0}, false});
-  const MaskedAxis columns = axes.back();
+  args.columns = axes.back().size;
+  args.column = axes.back().stride;
+  args.columns_kept = axes.back().kept;
+  args.outer = args.rows = Axes{};
   axes.pop_back();
-  args.columns = columns.size;
-  args.column = columns.stride;
-  args.columns_kept = columns.kept;
   for (const MaskedAxis& axis : axes) {
     Axes& into = axis.kept ? args.outer : args.rows;
-    check(into.dims < kMostAxes, "input must have at most ", kMostAxes,
-          " dimensions that are reduced, and as many that are not, got more; call input.contiguous()");
+    if (into.dims == kMostAxes) return false;
     into.size[into.dims] = axis.size;
     into.stride[into.dims++] = axis.stride;
     into.count *= axis.size;
   }
+  return args.column.input == 1 && (args.column.mask == 0 || args.column.mask == 1) && args.column.out <= 1;
 }
 
-inline DType to_mask_dtype(const Tensor& mask) {
-  switch (mask.scalar_type()) {
-    case ScalarType::Bool:
-    case ScalarType::Byte:
-      return DType::kUInt8;
-    case ScalarType::Int:
-      return DType::kInt32;
-    case ScalarType::Long:
-      return DType::kInt64;
-    default:
-      return to_dtype(mask, "mask", /*integer=*/false);
-  }
+// The same, with copies in place of the mask, or of both, where the kernels could not take them.
+inline void view_masked(Tensor& t, Tensor& mask, const std::vector<bool>& reduced, MaskedMeanArgs& args) {
+  args.mask_dtype = to_mask_dtype(mask);
+  if (make_nest(t, mask, reduced, args)) return;
+  const Tensor given = mask;
+  mask = repacked(given, by_step(t));
+  if (make_nest(t, mask, reduced, args)) return;
+  t = repacked(t, kept_first(reduced));
+  mask = repacked(given, kept_first(reduced));
+  make_nest(t, mask, reduced, args);
 }
-
-using Sizes = torch::headeronly::IntHeaderOnlyArrayRef;
-
-inline bool same_sizes(Sizes a, Sizes b) { return std::equal(a.begin(), a.end(), b.begin(), b.end()); }
 
 template <typename device_t>
 struct MaskedMeanOps {
@@ -87,13 +117,13 @@ struct MaskedMeanOps {
     check_same_device(mask, input, "mask");
     if (!same_sizes(mask.sizes(), input.sizes()))
       fail("mask must have the shape of input, ", shape(input), ", got ", shape(mask));
-    const std::vector<bool> reduced = reduced_dims(dim, mask);
-    const std::vector<int64_t> size = kept_sizes(mask, reduced);
-    if (input.numel() == 0) return nothing(input, size);
+    const auto [reduced, size] = split(mask, dim);
     Tensor mean = torch::stable::new_empty(input, size, input.scalar_type());
     Tensor divisor = torch::stable::new_empty(input, size, arithmetic_dtype(input));
-    view(mask, reduced, input.strides().data(), args);
+    if (input.numel() == 0) return {torch::stable::fill_(mean, 0), torch::stable::fill_(divisor, 1)};
+    view_masked(input, mask, reduced, args);
     args.input = input.const_data_ptr();
+    args.mask = mask.const_data_ptr();
     args.mean = mean.mutable_data_ptr();
     args.divisor = divisor.mutable_data_ptr();
     device_t::masked_mean(args, input);
@@ -103,8 +133,7 @@ struct MaskedMeanOps {
   static Tensor masked_mean_backward(Tensor share, Tensor mask, std::vector<int64_t> dim, ScalarType dtype) {
     MaskedMeanArgs args{};
     check_same_device(share, mask, "share");
-    const std::vector<bool> reduced = reduced_dims(dim, mask);
-    const std::vector<int64_t> size = kept_sizes(mask, reduced);
+    const auto [reduced, size] = split(mask, dim);
     if (!same_sizes(share.sizes(), size)) fail("share must have the shape of the mean, got ", shape(share));
     Tensor grad_input = torch::stable::view(device_t::empty_output(mask, {mask.numel()}, dtype), mask.sizes());
     args.dtype = to_dtype(grad_input, "dtype", /*integer=*/false);
@@ -112,48 +141,28 @@ struct MaskedMeanOps {
       fail("share must be of dtype ", name(arithmetic_dtype(grad_input)), ", got ", name(share.scalar_type()));
     if (mask.numel() == 0) return grad_input;
     const Tensor packed_share = packed(share);
-    view(mask, reduced, grad_input.strides().data(), args);
+    view_masked(grad_input, mask, reduced, args);
+    args.mask = mask.const_data_ptr();
     args.share = packed_share.const_data_ptr();
     args.grad_input = grad_input.mutable_data_ptr();
     device_t::masked_mean_backward(args, mask);
-    return grad_input;
+    return packed(grad_input);
   }
 
  private:
-  static std::tuple<Tensor, Tensor> nothing(const Tensor& input, const std::vector<int64_t>& size) {
-    Tensor divisor = torch::stable::new_empty(input, size, arithmetic_dtype(input));
-    return {torch::stable::new_zeros(input, size), torch::stable::fill_(divisor, 1)};
-  }
-
-  static std::vector<bool> reduced_dims(const std::vector<int64_t>& dim, const Tensor& mask) {
+  // Which dimensions are reduced, and the sizes of the others.
+  static std::tuple<std::vector<bool>, std::vector<int64_t>> split(const Tensor& mask,
+                                                                   const std::vector<int64_t>& dim) {
     std::vector<bool> reduced(static_cast<size_t>(mask.dim()));
     for (const int64_t d : dim) {
-      check(0 <= d && d < mask.dim() && !reduced[static_cast<size_t>(d)], "dim must be distinct dimensions in [0, ",
-            mask.dim(), "), got ", d);
+      if (d < 0 || d >= mask.dim() || reduced[static_cast<size_t>(d)])
+        fail("dim must be distinct dimensions in [0, ", mask.dim(), "), got ", d);
       reduced[static_cast<size_t>(d)] = true;
     }
-    return reduced;
-  }
-
-  static std::vector<int64_t> kept_sizes(const Tensor& mask, const std::vector<bool>& reduced) {
-    std::vector<int64_t> size;
-    for (int64_t d = 0; d < mask.dim(); ++d)
-      if (!reduced[static_cast<size_t>(d)]) size.push_back(mask.size(d));
-    return size;
-  }
-
-  // `strides` are those of the input, or of its gradient.
-  static void view(const Tensor& mask, const std::vector<bool>& reduced, const int64_t* strides, MaskedMeanArgs& args) {
-    args.mask_dtype = to_mask_dtype(mask);
-    args.mask = mask.const_data_ptr();
-    std::vector<MaskedAxis> axes(reduced.size());
-    int64_t out = 1;
-    for (int64_t d = mask.dim() - 1; d >= 0; --d) {
-      const bool kept = !reduced[static_cast<size_t>(d)];
-      axes[static_cast<size_t>(d)] = {mask.size(d), {strides[d], mask.stride(d), kept ? out : 0}, kept};
-      if (kept) out *= mask.size(d);
-    }
-    make_nest(axes, args);
+    std::vector<int64_t> kept;
+    for (size_t d = 0; d < reduced.size(); ++d)
+      if (!reduced[d]) kept.push_back(mask.size(static_cast<int64_t>(d)));
+    return {reduced, kept};
   }
 };
 

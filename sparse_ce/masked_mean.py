@@ -1,6 +1,5 @@
 """The mean of what a mask leaves. Formula: ``csrc/math.h``; in plain PyTorch: ``reference.py``."""
 
-import math
 from typing import Sequence, Tuple, Union
 
 import torch
@@ -11,7 +10,6 @@ from .ops.masked_mean import masked_mean as masked_mean_op
 
 _INPUT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _MASK_DTYPES = (torch.bool, torch.uint8, torch.int32, torch.int64, *_INPUT_DTYPES)
-_MOST_AXES = 8  # of the kernels
 
 
 def masked_mean(input: Tensor, mask: Tensor, dim: Union[int, Sequence[int], None] = None,
@@ -55,18 +53,8 @@ def masked_mean(input: Tensor, mask: Tensor, dim: Union[int, Sequence[int], None
     shape = input.shape
     if mask.shape != shape:
         mask = mask.expand(shape)
-    if len(shape) > _MOST_AXES:
-        input, mask = _matrix(input, dims), _matrix(mask, dims)
-        mean = masked_mean_op(input, mask, (1,)).reshape([n for d, n in enumerate(shape) if d not in dims])
-    else:
-        mean = masked_mean_op(input, mask, dims)
+    mean = masked_mean_op(input, mask, dims)
     return mean.reshape([1 if d in dims else n for d, n in enumerate(shape)]) if keepdim else mean
-
-
-def _matrix(t: Tensor, dims: Tuple[int, ...]) -> Tensor:
-    """(elements kept, elements reduced)."""
-    kept = [d for d in range(t.dim()) if d not in dims]
-    return t.permute(*kept, *dims).reshape(math.prod(t.shape[d] for d in kept), math.prod(t.shape[d] for d in dims))
 
 
 def _check_call(input: Tensor, mask: Tensor, dim: Union[int, Sequence[int], None]) -> Tuple[int, ...]:

@@ -138,7 +138,8 @@ def test_every_dtype_of_input_and_mask(dtype, mask_dtype, device):
 @pytest.mark.parametrize("shape,dim", [
     ((1,), None), ((7,), -1), ((4099,), None), ((70_001,), 0), ((3, 40_000), 1), ((40_000, 3), 0), ((2, 3000, 40), 1),
     ((2, 9, 3000), (0, 2)), ((600, 513), None), ((1, 5, 1, 6), (1, 3)), ((3, 2, 4, 2, 5), (-1, 0, 2)), ((33, 2056), 0),
-    ((2, 3, 2, 2, 2, 3, 2, 2, 2, 3), (0, 2, 4, 6, 8)), ((5000, 1), 1), ((5000, 1), 0), ((300, 1030, 3), 1)], ids=str)
+    ((2, 3, 2, 2, 2, 3, 2, 2, 2, 3), (0, 2, 4, 6, 8)), ((5000, 1), 1), ((5000, 1), 0), ((300, 1030, 3), 1),
+    ((2, 40_000), 0)], ids=str)
 def test_sizes(shape, dim, dtype, device):
     draw = Draw(device)
     check((draw.normal(*shape) + 2).to(dtype), draw_mask(draw, shape), dim, False, draw)
@@ -167,14 +168,22 @@ def test_strides(strides, of_mask, dim, dtype, device):
     check(x, mask, dim, False, draw)
 
 
-def test_more_dimensions_than_the_kernels_take(device):
+@pytest.mark.parametrize("of_mask", ["", "expanded"])
+def test_more_dimensions_than_the_kernels_take(of_mask, device):
     """Two of each size, kept and reduced by turns: nothing merges."""
     draw = Draw(device)
-    shape = (2,) * 18
-    x, mask = draw.normal(*shape, dtype=torch.float64) + 2, draw_mask(draw, (2, 1) * 9)
-    check(x, mask, tuple(range(0, 18, 2)), True, draw)
-    with pytest.raises(RuntimeError, match="input must have at most 8 dimensions that are reduced"):
-        ops.masked_mean(x, mask.expand(shape), list(range(0, 18, 2)))
+    shape, dims = (2,) * 18, list(range(0, 18, 2))
+    x, mask = draw.normal(*shape, dtype=torch.float64) + 2, draw_mask(draw, (2, 1) * 9 if of_mask else shape)
+    check(x, mask, tuple(dims), True, draw)
+    mask = mask.expand(shape)
+    mean, divisor = ops.masked_mean(x, mask, dims)
+    torch.testing.assert_close(mean, exact_mean(x, mask, dims))
+    torch.testing.assert_close(divisor, mask.double().sum(dims).clamp(min=1))
+    share = draw.normal(*mean.shape, dtype=torch.float64)
+    grad = ops.masked_mean_backward(share, mask, dims, torch.float64)
+    assert grad.is_contiguous()
+    spread = share.reshape([1 if d in dims else 2 for d in range(18)])
+    torch.testing.assert_close(grad, mask * spread)
 
 
 @pytest.mark.parametrize("shape,dim,result", [

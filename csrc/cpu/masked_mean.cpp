@@ -1,9 +1,10 @@
 #include "../masked_mean.h"
-#include "weighted_loops.h"
+#include "tile.h"
 
 #include <torch/csrc/stable/ops.h>
 
 #include <algorithm>
+#include <type_traits>
 #include <vector>
 
 namespace sparse_ce {
@@ -13,80 +14,111 @@ namespace {
 constexpr int64_t kGrain = 16384;  // fewer elements than this are not worth waking a thread for
 constexpr int64_t kRows = 64;      // rows whose sums are added in the arithmetic dtype before they go into float64
 constexpr int64_t kFewItems = 32;  // with fewer of them rows are shared too. Results depend on it, not on the threads
+constexpr int64_t kTogether = 4;   // rows that are added at a time: the sums are read and written a quarter as often
 
-template <typename scalar_t, InstructionSet set>
-struct Instance;
+// Columns that are worked on side by side. The loops over them have a constant length: of a loop of any length g++ 12
+// makes code that converts bytes six times slower (AVX-512).
+constexpr int64_t kColumns = 64;
 
-#define SCE_INSTANCE(SET, TARGET)                                                                                  \
-  template <typename scalar_t>                                                                                     \
-  struct Instance<scalar_t, InstructionSet::SET> {                                                                 \
-    using acc_t = acc_type<scalar_t>;                                                                              \
-    template <typename weights_t>                                                                                  \
-    TARGET static MaskedSum<acc_t> sum(const scalar_t* x, weights_t w, int64_t n) {                                \
-      return sum_body(x, w, n);                                                                                    \
-    }                                                                                                              \
-    template <typename weights_t>                                                                                  \
-    TARGET static void add(const scalar_t* const* x, const weights_t* w, int64_t rows, int64_t n, acc_t* sum,      \
-                           acc_t* weight) {                                                                        \
-      add_body(x, w, rows, n, sum, weight);                                                                        \
-    }                                                                                                              \
-    template <typename weights_t>                                                                                  \
-    TARGET static void gradient(const acc_t* share, weights_t w, int64_t n, scalar_t* gradient) {                  \
-      gradient_body<acc_t>(share, w, n, gradient);                                                                 \
-    }                                                                                                              \
-    template <typename weights_t>                                                                                  \
-    TARGET static void gradient_of_one_share(acc_t share, weights_t w, int64_t n, scalar_t* gradient) {            \
-      gradient_body<acc_t>(Same<acc_t>{share}, w, n, gradient);                                                    \
-    }                                                                                                              \
-    template <typename weights_t>                                                                                  \
-    static constexpr WeightedLoops<scalar_t, weights_t> loops{sum<weights_t>, add<weights_t>, gradient<weights_t>, \
-                                                              gradient_of_one_share<weights_t>};                   \
-    static constexpr MaskKernels<scalar_t> kernels{loops<const uint8_t*>, loops<const acc_t*>, loops<Same<acc_t>>}; \
-  };
+// Bytes from the columns that are added to those that are fetched: two streams, the input and the mask, are more than
+// the processor fetches well by itself (8192 x 4096 float32, 2 threads of an EPYC, 2026-11: 4.3 ms instead of 5.4).
+constexpr int64_t kAhead = 2048;
 
-SCE_FOR_INSTRUCTION_SETS(SCE_INSTANCE)
-
-// Reads columns of the input and of the mask, whatever their strides and the mask's dtype.
-template <typename scalar_t>
-class Columns {
- public:
-  using acc_t = acc_type<scalar_t>;
-  explicit Columns(const MaskedMeanArgs& args) : args_(args) {}
-
-  bool same_weight() const { return args_.column.mask == 0; }
-  acc_t weight(int64_t mask) const { return load_number<acc_t>(args_.mask, args_.mask_dtype, mask); }
-
-  // Calls f(weights, begin, n) for columns [0, n) from a place of the mask on: with bytes or one number as they are,
-  // else tile by tile with numbers.
-  template <typename function_t>
-  void with_weights(int64_t mask, int64_t n, const function_t& f) {
-    if (same_weight()) return f(Same<acc_t>{weight(mask)}, int64_t(0), n);
-    if (args_.mask_dtype == DType::kUInt8 && args_.column.mask == 1)
-      return f(static_cast<const uint8_t*>(args_.mask) + mask, int64_t(0), n);
-    for (int64_t begin = 0; begin < n; begin += kTile) {
-      const int64_t m = std::min(kTile, n - begin);
-      for (int64_t i = 0; i < m; ++i) weights_[i] = weight(mask + (begin + i) * args_.column.mask);
-      f(static_cast<const acc_t*>(weights_), begin, m);
-    }
-  }
-
-  // Calls f(x, begin, n) in the same way; a tile is gathered where the columns do not lie side by side.
-  template <typename function_t>
-  void with_input(int64_t input, int64_t n, const function_t& f) {
-    const scalar_t* x = static_cast<const scalar_t*>(args_.input) + input;
-    if (args_.column.input == 1) return f(x, int64_t(0), n);
-    for (int64_t begin = 0; begin < n; begin += kTile) {
-      const int64_t m = std::min(kTile, n - begin);
-      for (int64_t i = 0; i < m; ++i) gathered_[i] = x[(begin + i) * args_.column.input];
-      f(static_cast<const scalar_t*>(gathered_), begin, m);
-    }
-  }
-
- private:
-  const MaskedMeanArgs& args_;
-  acc_t weights_[kTile];
-  scalar_t gathered_[kTile];
+// What a row's columns have as weights: bytes, numbers or the same for all of them. `read` finds those of n columns
+// from a place of the mask on, and says whether some may differ from 0. They may be converted, into `numbers` (kTile,).
+template <typename acc_t>
+struct Same {
+  acc_t value;
+  SCE_HD acc_t operator[](int64_t) const { return value; }
 };
+template <typename acc_t>
+SCE_HD bool read(const MaskedMeanArgs& args, int64_t place, int64_t, acc_t*, Same<acc_t>& weights) {
+  weights.value = load_number<acc_t>(args.mask, args.mask_dtype, place);
+  return weights.value != acc_t(0);
+}
+template <typename acc_t>
+SCE_HD bool read(const MaskedMeanArgs& args, int64_t place, int64_t, acc_t*, const uint8_t*& weights) {
+  weights = static_cast<const uint8_t*>(args.mask) + place;
+  return true;
+}
+template <typename acc_t>
+SCE_HD bool read(const MaskedMeanArgs& args, int64_t place, int64_t n, acc_t* numbers, const acc_t*& weights) {
+  const bool direct = args.mask_dtype == (sizeof(acc_t) == 8 ? DType::kFloat64 : DType::kFloat32);
+  weights = direct ? static_cast<const acc_t*>(args.mask) + place : numbers;
+  if (direct) return true;
+  for (int64_t i = 0; i < n; ++i) numbers[i] = load_number<acc_t>(args.mask, args.mask_dtype, place + i);
+  return true;
+}
+
+template <typename weights_t>
+constexpr bool kDiffer = std::is_pointer_v<weights_t>;
+template <typename weights_t>  // columns that are worked on at a time
+constexpr int64_t kStep = kDiffer<weights_t> && !std::is_same_v<weights_t, const uint8_t*> ? kTile : kSpan;
+
+template <typename scalar_t, typename weights_t, typename acc_t>
+SCE_HD void sum_lanes(const scalar_t* x, const weights_t w, int64_t begin, int64_t lanes, acc_t* __restrict__ sum,
+                      acc_t* __restrict__ weight) {
+  SCE_SIMD()
+  for (int64_t i = 0; i < lanes; ++i) {
+    const acc_t a = static_cast<acc_t>(w[begin + i]);
+    sum[i] += MaskedSum<acc_t>::term(to_acc(x[begin + i]), a);
+    weight[i] += a;
+  }
+}
+
+template <typename scalar_t, typename weights_t, typename acc_t = acc_type<scalar_t>>
+SCE_HD MaskedSum<acc_t> sum_columns(const scalar_t* x, const weights_t w, int64_t n) {
+  acc_t sum[kColumns] = {}, weight[kColumns] = {};
+  int64_t i = 0;
+  for (; i + kColumns <= n; i += kColumns) {
+    const char* ahead = reinterpret_cast<const char*>(x + i) + kAhead;
+    for (int64_t line = 0; line < kColumns * int64_t(sizeof(scalar_t)); line += 64) __builtin_prefetch(ahead + line);
+    sum_lanes(x, w, i, kColumns, sum, weight);
+  }
+  sum_lanes(x, w, i, n - i, sum, weight);
+  for (int64_t half = kColumns / 2; half > 0; half /= 2)
+    for (int64_t lane = 0; lane < half; ++lane) sum[lane] += sum[lane + half], weight[lane] += weight[lane + half];
+  return {sum[0], weight[0]};
+}
+
+template <int64_t rows, typename scalar_t, typename weights_t, typename acc_t>
+SCE_HD void add_lanes(const scalar_t* const* x, const weights_t* w, int64_t begin, int64_t lanes,
+                      acc_t* __restrict__ sum, acc_t* __restrict__ weight) {
+  SCE_SIMD()
+  for (int64_t i = begin; i < begin + lanes; ++i) {
+    acc_t added = 0, total = 0;
+    for (int64_t r = 0; r < rows; ++r) {
+      const acc_t a = static_cast<acc_t>(w[r][i]);
+      added += MaskedSum<acc_t>::term(to_acc(x[r][i]), a);
+      total += a;
+    }
+    sum[i] += added;
+    if (kDiffer<weights_t>) weight[i] += total;
+  }
+}
+
+// Adds rows to sum (n,) and, of weights that differ along a row, to weight (n,).
+template <int64_t rows, typename scalar_t, typename weights_t, typename acc_t>
+SCE_HD void add_rows(const scalar_t* const* x, const weights_t* w, int64_t n, acc_t* sum, acc_t* weight) {
+  int64_t i = 0;
+  for (; i + kColumns <= n; i += kColumns) add_lanes<rows>(x, w, i, kColumns, sum, weight);
+  add_lanes<rows>(x, w, i, n - i, sum, weight);
+}
+
+template <typename acc_t, typename share_t, typename weights_t, typename scalar_t>
+SCE_HD void write_lanes(const share_t share, const weights_t w, int64_t begin, int64_t lanes,
+                        scalar_t* __restrict__ gradient) {
+  SCE_SIMD()
+  for (int64_t i = begin; i < begin + lanes; ++i)
+    from_acc(MaskedSum<acc_t>::term(share[i], static_cast<acc_t>(w[i])), gradient[i]);
+}
+
+template <typename acc_t, typename share_t, typename weights_t, typename scalar_t>
+SCE_HD void write_columns(const share_t share, const weights_t w, int64_t n, scalar_t* gradient) {
+  int64_t i = 0;
+  for (; i + kColumns <= n; i += kColumns) write_lanes<acc_t>(share, w, i, kColumns, gradient);
+  write_lanes<acc_t>(share, w, i, n - i, gradient);
+}
 
 // An item is a share of the elements behind one output, or behind up to kTile outputs side by side where the columns
 // are kept. Units are what it counts: spans of columns, or rows.
@@ -109,132 +141,135 @@ struct Plan {
   }
 };
 
-template <typename scalar_t>
-class Forward {
- public:
+// Adds the units [begin, end) from a place on to total (1,).
+template <typename scalar_t, typename weights_t>
+SCE_HD void sum_along(const MaskedMeanArgs& args, const Plan& plan, const Place& from, int64_t begin, int64_t end,
+                      MaskedSum<double>* total) {
+  acc_type<scalar_t> numbers[kTile];
+  weights_t w;
+  for (int64_t unit = begin; unit < end; ++unit) {
+    const Place row = args.rows.at(unit / plan.spans).moved(from, 1);
+    const int64_t first = unit % plan.spans * kSpan, last = std::min(first + kSpan, args.columns);
+    for (int64_t c = first; c < last; c += kStep<weights_t>) {
+      const int64_t n = std::min(kStep<weights_t>, last - c);
+      if (read(args, row.mask + c * args.column.mask, n, numbers, w))
+        total->merge(sum_columns(static_cast<const scalar_t*>(args.input) + row.input + c, w, n));
+    }
+  }
+}
+
+// Adds the rows [begin, end) of n <= kTile columns from a place on to total (n,).
+template <typename scalar_t, typename weights_t>
+SCE_HD void sum_across(const MaskedMeanArgs& args, const Place& from, int64_t n, int64_t begin, int64_t end,
+                       MaskedSum<double>* total) {
   using acc_t = acc_type<scalar_t>;
-  Forward(const MaskedMeanArgs& args, const Plan& plan)
-      : args_(args), plan_(plan), loops_(kernels_in_use<Instance, scalar_t>()), columns_(args) {}
-
-  // Adds the units [begin, end) from a place on to total (1,).
-  void sum_along(const Place& from, int64_t begin, int64_t end, MaskedSum<double>* total) {
-    for (int64_t unit = begin; unit < end; ++unit) {
-      Place place = args_.rows.at(unit / plan_.spans);
-      const int64_t first = unit % plan_.spans * kSpan, n = std::min(kSpan, args_.columns - first);
-      place.move(args_.column, first);
-      place.move(from, 1);
-      if (columns_.same_weight() && columns_.weight(place.mask) == acc_t(0)) continue;
-      columns_.with_weights(place.mask, n, [&](auto w, int64_t at, int64_t m) {
-        columns_.with_input(place.input + at * args_.column.input, m, [&](const scalar_t* x, int64_t i, int64_t count) {
-          total->merge(loops_.of(w).sum(x, shifted(w, i), count));
-        });
-      });
-    }
-  }
-
-  // Adds the rows [begin, end) of n <= kTile columns from a place on to total (n,).
-  void sum_across(const Place& from, int64_t n, int64_t begin, int64_t end, MaskedSum<double>* total) {
-    for (int64_t r = begin; r < end; r += kRows) {
-      const int64_t last = std::min(r + kRows, end);
-      std::fill_n(sum_, n, acc_t(0));
-      std::fill_n(weight_, n, acc_t(0));
-      acc_t same = 0;
-      if (columns_.same_weight())
-        same = add_weighted_rows(from, n, r, last);
-      else if (args_.mask_dtype == DType::kUInt8 && args_.column.mask == 1 && args_.column.input == 1)
-        add_byte_rows(from, n, r, last);
-      else
-        add_any_rows(from, n, r, last);
-      for (int64_t i = 0; i < n; ++i) total[i].merge(MaskedSum<acc_t>{sum_[i], weight_[i] + same});
-    }
-  }
-
- private:
-  template <typename weights_t>
-  static weights_t shifted(weights_t w, int64_t i) {
-    if constexpr (kDiffer<weights_t>) return w + i;
-    return w;
-  }
-
-  const scalar_t* input(const Place& place) const { return static_cast<const scalar_t*>(args_.input) + place.input; }
-
-  // Rows without a weight are not read. Returns the sum of the weights.
-  acc_t add_weighted_rows(const Place& from, int64_t n, int64_t begin, int64_t end) {
-    const scalar_t* x[kRows];
-    Same<acc_t> w[kRows];
-    acc_t total = 0;
+  acc_t sum[kTile], weight[kTile], numbers[kTogether][kTile];
+  const scalar_t* x[kTogether];
+  weights_t w[kTogether];
+  for (int64_t first = begin; first < end; first += kRows) {
+    std::fill_n(sum, n, acc_t(0));
+    std::fill_n(weight, n, acc_t(0));
+    acc_t same = 0;
     int64_t rows = 0;
-    for (int64_t r = begin; r < end; ++r) {
-      const Place place = args_.rows.at(r).moved(from, 1);
-      w[rows].value = columns_.weight(place.mask);
-      if (w[rows].value == acc_t(0)) continue;
-      total += w[rows].value;
-      x[rows++] = input(place);
-      if (args_.column.input != 1) {
-        columns_.with_input(place.input, n, [&](const scalar_t* row, int64_t i, int64_t m) {
-          loops_.same.add(&row, w + rows - 1, 1, m, sum_ + i, weight_);
-        });
-        rows = 0;
-      }
+    for (int64_t r = first; r < std::min(first + kRows, end); ++r) {
+      const Place place = args.rows.at(r).moved(from, 1);
+      if (!read(args, place.mask, n, numbers[rows], w[rows])) continue;
+      if constexpr (!kDiffer<weights_t>) same += w[rows].value;
+      x[rows++] = static_cast<const scalar_t*>(args.input) + place.input;
+      if (rows < kTogether) continue;
+      add_rows<kTogether>(x, w, n, sum, weight);
+      rows = 0;
     }
-    loops_.same.add(x, w, rows, n, sum_, weight_);
-    return total;
+    for (int64_t r = 0; r < rows; ++r) add_rows<1>(x + r, w + r, n, sum, weight);
+    for (int64_t i = 0; i < n; ++i) total[i].merge(MaskedSum<acc_t>{sum[i], weight[i] + same});
   }
+}
 
-  void add_byte_rows(const Place& from, int64_t n, int64_t begin, int64_t end) {
-    const scalar_t* x[kRows];
-    const uint8_t* w[kRows];
-    for (int64_t r = begin; r < end; ++r) {
-      const Place place = args_.rows.at(r).moved(from, 1);
-      x[r - begin] = input(place);
-      w[r - begin] = static_cast<const uint8_t*>(args_.mask) + place.mask;
-    }
-    loops_.bytes.add(x, w, end - begin, n, sum_, weight_);
+// Adds an item to total (its outputs,).
+template <typename scalar_t, typename weights_t>
+SCE_HD void sum_item(const MaskedMeanArgs& args, const Plan& plan, int64_t item, MaskedSum<double>* total) {
+  const int64_t group = item / plan.parts, begin = item % plan.parts * plan.units_per_part;
+  const int64_t end = std::min(begin + plan.units_per_part, plan.units), first = group % plan.blocks * kTile;
+  const Place from = args.outer.at(group / plan.blocks).moved(args.column, first);
+  if (args.columns_kept)
+    sum_across<scalar_t, weights_t>(args, from, std::min(kTile, args.columns - first), begin, end, total);
+  else
+    sum_along<scalar_t, weights_t>(args, plan, from, begin, end, total);
+}
+
+// Writes a span of a row of the gradient.
+template <typename scalar_t, typename weights_t>
+SCE_HD void write_span(const MaskedMeanArgs& args, int64_t row, int64_t first) {
+  using acc_t = acc_type<scalar_t>;
+  acc_t numbers[kTile];
+  weights_t w;
+  const Place place = args.outer.at(row / args.rows.count).moved(args.rows.at(row % args.rows.count), 1);
+  const acc_t* share = static_cast<const acc_t*>(args.share) + place.out;
+  scalar_t* gradient = static_cast<scalar_t*>(args.grad_input) + place.input;
+  const int64_t last = std::min(first + kSpan, args.columns);
+  for (int64_t c = first; c < last; c += kStep<weights_t>) {
+    const int64_t n = std::min(kStep<weights_t>, last - c);
+    read(args, place.mask + c * args.column.mask, n, numbers, w);
+    if (args.columns_kept)
+      write_columns<acc_t>(share + c, w, n, gradient + c);
+    else
+      write_columns<acc_t>(Same<acc_t>{*share}, w, n, gradient + c);
   }
+}
 
-  void add_any_rows(const Place& from, int64_t n, int64_t begin, int64_t end) {
-    for (int64_t r = begin; r < end; ++r) {
-      const Place place = args_.rows.at(r).moved(from, 1);
-      columns_.with_weights(place.mask, n, [&](auto w, int64_t, int64_t m) {
-        columns_.with_input(place.input, m, [&](const scalar_t* x, int64_t, int64_t count) {
-          loops_.of(w).add(&x, &w, 1, count, sum_, weight_);
-        });
-      });
-    }
-  }
-
-  const MaskedMeanArgs& args_;
-  const Plan& plan_;
-  const MaskKernels<scalar_t>& loops_;
-  Columns<scalar_t> columns_;
-  acc_t sum_[kTile], weight_[kTile];
+struct MaskKernels {
+  void (*sum_item)(const MaskedMeanArgs& args, const Plan& plan, int64_t item, MaskedSum<double>* total);
+  void (*write_span)(const MaskedMeanArgs& args, int64_t row, int64_t first);
 };
+
+template <typename scalar_t, InstructionSet set>
+struct Instance;
+
+#define SCE_INSTANCE(SET, TARGET)                                                                                      \
+  template <typename scalar_t>                                                                                         \
+  struct Instance<scalar_t, InstructionSet::SET> {                                                                     \
+    template <typename weights_t>                                                                                      \
+    TARGET static void sum(const MaskedMeanArgs& args, const Plan& plan, int64_t item, MaskedSum<double>* total) {     \
+      sum_item<scalar_t, weights_t>(args, plan, item, total);                                                          \
+    }                                                                                                                  \
+    template <typename weights_t>                                                                                      \
+    TARGET static void write(const MaskedMeanArgs& args, int64_t row, int64_t first) {                                 \
+      write_span<scalar_t, weights_t>(args, row, first);                                                               \
+    }                                                                                                                  \
+    template <typename weights_t>                                                                                      \
+    static constexpr MaskKernels of{sum<weights_t>, write<weights_t>};                                                 \
+    static constexpr MaskKernels kernels[] = {of<Same<acc_type<scalar_t>>>, of<const uint8_t*>,                        \
+                                              of<const acc_type<scalar_t>*>};                                          \
+  };
+
+SCE_FOR_INSTRUCTION_SETS(SCE_INSTANCE)
+
+template <typename scalar_t>
+const MaskKernels& kernels_for(const MaskedMeanArgs& args) {
+  return kernels_in_use<Instance, scalar_t>()[args.column.mask == 0 ? 0 : args.mask_dtype == DType::kUInt8 ? 1 : 2];
+}
 
 template <typename scalar_t>
 void forward(const MaskedMeanArgs& args) {
   const Plan plan(args);
+  const MaskKernels& kernels = kernels_for<scalar_t>(args);
   const int64_t width = std::min(args.width(), kTile), grain = std::max<int64_t>(1, kGrain / plan.item_elements);
   std::vector<MaskedSum<double>> partial(static_cast<size_t>(plan.parts > 1 ? plan.items * width : 0));
-  const auto first_column = [&](int64_t group) { return group % plan.blocks * kTile; };
-  const auto outputs = [&](int64_t group) { return std::min(width, args.width() - first_column(group)); };
   const auto finish = [&](int64_t group, const MaskedSum<double>* total) {
-    const Place place = args.outer.at(group / plan.blocks).moved(args.column, first_column(group));
-    for (int64_t i = 0; i < outputs(group); ++i) args.finish<scalar_t>(place.out + i * args.column.out, total[i]);
+    const int64_t first = group % plan.blocks * kTile, n = std::min(width, args.width() - first);
+    const Place place = args.outer.at(group / plan.blocks).moved(args.column, first);
+    for (int64_t i = 0; i < n; ++i) args.finish<scalar_t>(place.out + i, total[i]);
   };
   torch::stable::parallel_for(0, plan.items, grain, [&](int64_t begin, int64_t end) {
-    Forward<scalar_t> sums(args, plan);
     std::vector<MaskedSum<double>> own(static_cast<size_t>(width));
     for (int64_t item = begin; item < end; ++item) {
-      const int64_t group = item / plan.parts, first = item % plan.parts * plan.units_per_part;
-      const int64_t last = std::min(first + plan.units_per_part, plan.units);
-      const Place from = args.outer.at(group / plan.blocks).moved(args.column, first_column(group));
-      MaskedSum<double>* total = plan.parts > 1 ? partial.data() + item * width : own.data();
-      std::fill_n(total, width, MaskedSum<double>{});
-      if (args.columns_kept)
-        sums.sum_across(from, outputs(group), first, last, total);
-      else
-        sums.sum_along(from, first, last, total);
-      if (plan.parts == 1) finish(group, total);
+      if (plan.parts > 1) {
+        kernels.sum_item(args, plan, item, partial.data() + item * width);
+        continue;
+      }
+      std::fill_n(own.data(), width, MaskedSum<double>{});
+      kernels.sum_item(args, plan, item, own.data());
+      finish(item, own.data());
     }
   });
   for (int64_t group = 0; plan.parts > 1 && group < plan.items / plan.parts; ++group) {
@@ -245,30 +280,6 @@ void forward(const MaskedMeanArgs& args) {
   }
 }
 
-template <typename scalar_t>
-void backward(const MaskedMeanArgs& args) {
-  using acc_t = acc_type<scalar_t>;
-  const int64_t spans = (args.columns + kSpan - 1) / kSpan, rows = args.rows.count * spans;
-  const int64_t grain = std::max<int64_t>(1, kGrain / std::min(args.columns, kSpan));
-  const auto& loops = kernels_in_use<Instance, scalar_t>();
-  torch::stable::parallel_for(0, args.outer.count * rows, grain, [&](int64_t begin, int64_t end) {
-    Columns<scalar_t> columns(args);
-    for (int64_t unit = begin; unit < end; ++unit) {
-      const int64_t first = unit % spans * kSpan, n = std::min(kSpan, args.columns - first);
-      Place place = args.outer.at(unit / rows).moved(args.column, first);
-      place.move(args.rows.at(unit % rows / spans), 1);
-      const acc_t* share = static_cast<const acc_t*>(args.share) + place.out;
-      scalar_t* gradient = static_cast<scalar_t*>(args.grad_input) + place.input;
-      columns.with_weights(place.mask, n, [&](auto w, int64_t i, int64_t m) {
-        if (args.columns_kept)
-          loops.of(w).gradient(share + i, w, m, gradient + i);
-        else
-          loops.of(w).gradient_of_one_share(*share, w, m, gradient + i);
-      });
-    }
-  });
-}
-
 }  // namespace
 
 void masked_mean(const MaskedMeanArgs& args) {
@@ -276,7 +287,14 @@ void masked_mean(const MaskedMeanArgs& args) {
 }
 
 void masked_mean_backward(const MaskedMeanArgs& args) {
-  with_storage(args.dtype, [&](auto storage) { backward<decltype(storage)>(args); });
+  const int64_t spans = (args.columns + kSpan - 1) / kSpan, units = args.outer.count * args.rows.count * spans;
+  const int64_t grain = std::max<int64_t>(1, kGrain / std::min(args.columns, kSpan));
+  with_storage(args.dtype, [&](auto storage) {
+    const MaskKernels& kernels = kernels_for<decltype(storage)>(args);
+    torch::stable::parallel_for(0, units, grain, [&](int64_t begin, int64_t end) {
+      for (int64_t unit = begin; unit < end; ++unit) kernels.write_span(args, unit / spans, unit % spans * kSpan);
+    });
+  });
 }
 
 }  // namespace cpu

@@ -27,20 +27,14 @@ constexpr int kUnroll = sizeof(scalar_t) == 2 ? 2 : 4;
 SCE_HD int64_t address(const void* p) { return static_cast<int64_t>(reinterpret_cast<uintptr_t>(p)); }
 
 // n numbers that lie side by side, as wide as they can be read at once.
-template <typename from_t, int n, typename acc_t>
-__device__ __forceinline__ void load_side_by_side(const from_t* p, acc_t (&out)[n]) {
-  constexpr int kBytes = n * sizeof(from_t);
-  using part_t = std::conditional_t<
-      kBytes % 16 == 0, uint4,
-      std::conditional_t<kBytes % 8 == 0, uint2, std::conditional_t<kBytes % 4 == 0, uint32_t, uint16_t>>>;
-  constexpr int kParts = kBytes / sizeof(part_t);
-  part_t parts[kParts];
+template <int n, typename from_t, typename to_t>
+__device__ __forceinline__ void load(const from_t* p, to_t (&out)[n]) {
+  struct alignas(n * sizeof(from_t) < 16 ? n * sizeof(from_t) : 16) Numbers {
+    from_t at[n];
+  };
+  const Numbers numbers = *reinterpret_cast<const Numbers*>(p);
 #pragma unroll
-  for (int u = 0; u < kParts; ++u) parts[u] = reinterpret_cast<const part_t*>(p)[u];
-  from_t numbers[n];
-  std::memcpy(numbers, parts, kBytes);
-#pragma unroll
-  for (int e = 0; e < n; ++e) out[e] = static_cast<acc_t>(numbers[e]);
+  for (int e = 0; e < n; ++e) out[e] = static_cast<to_t>(numbers.at[e]);
 }
 
 // The weights along a row.
@@ -48,51 +42,39 @@ template <typename acc_t>
 struct RowWeights {
   const void* at;  // column 0
   DType dtype;
-  int64_t stride;
-  acc_t same;  // where the stride is 0
+  bool differ;
+  acc_t same;  // where they do not differ
 
   __device__ RowWeights(const MaskedMeanArgs& args, const Place& place)
-      : dtype(args.mask_dtype), stride(args.column.mask) {
-    at = static_cast<const char*>(args.mask) + place.mask * size_of(dtype);
-    same = stride == 0 ? (*this)[0] : acc_t(1);
-  }
+      : at(static_cast<const char*>(args.mask) + place.mask * size_of(args.mask_dtype)), dtype(args.mask_dtype),
+        differ(args.column.mask != 0), same(differ ? acc_t(1) : load_number<acc_t>(at, dtype, 0)) {}
 
-  __device__ acc_t operator[](int64_t c) const { return load_number<acc_t>(at, dtype, c * stride); }
+  __device__ acc_t operator[](int64_t c) const { return differ ? load_number<acc_t>(at, dtype, c) : same; }
+  __device__ bool hidden() const { return !differ && same == acc_t(0); }
 
-  __device__ bool bytes() const { return dtype == DType::kUInt8; }
-
-  // Whether packs of n weights from column `first` on can be read at once.
-  template <int n>
-  __device__ bool by_packs(int64_t first) const {
-    constexpr int64_t kNumbers = n * sizeof(acc_t) < 16 ? n * sizeof(acc_t) : 16;
-    if (stride == 0) return true;
-    if (stride != 1) return false;
-    if (bytes()) return (address(at) + first) % n == 0;
+  // Whether packs of n weights can be read at once from where x, a row of the input, lies on a 16-byte boundary.
+  template <int n, typename scalar_t>
+  __device__ bool by_packs(const scalar_t* x) const {
+    const int64_t first = (n - address(x) % 16 / int64_t(sizeof(scalar_t))) % n;
+    if (!differ) return true;
+    if (dtype == DType::kUInt8) return (address(at) + first) % n == 0;
     return dtype == (sizeof(acc_t) == 8 ? DType::kFloat64 : DType::kFloat32) &&
-           (address(at) + first * int64_t(sizeof(acc_t))) % kNumbers == 0;
+           (address(at) + first * int64_t(sizeof(acc_t))) % 16 == 0;
   }
 
   template <int n>
   __device__ __forceinline__ void load(int64_t c, acc_t (&w)[n]) const {
-    if (stride == 0) {
+    if (n == 1 || !differ) {
+      const acc_t every = n == 1 ? (*this)[c] : same;
 #pragma unroll
-      for (int e = 0; e < n; ++e) w[e] = same;
-    } else if (bytes()) {
-      load_side_by_side(static_cast<const uint8_t*>(at) + c, w);
+      for (int e = 0; e < n; ++e) w[e] = every;
+    } else if (dtype == DType::kUInt8) {
+      cuda::load(static_cast<const uint8_t*>(at) + c, w);
     } else {
-      load_side_by_side(static_cast<const acc_t*>(at) + c, w);
+      cuda::load(static_cast<const acc_t*>(at) + c, w);
     }
   }
 };
-
-// The first column of a row, or beyond, that lies on a 16-byte boundary.
-template <typename scalar_t>
-__device__ int64_t first_pack(const scalar_t* row) {
-  constexpr int kSize = Pack<scalar_t>::kSize;
-  return (kSize - address(row) % 16 / int64_t(sizeof(scalar_t))) % kSize;
-}
-
-// ------------------------------------------------------------------------------------------------ along the columns
 
 // How the elements are shared: a group takes `units` at a time, spans of columns or rows, of one output or of some side
 // by side.
@@ -116,8 +98,7 @@ inline bool across_by_packs(const MaskedMeanArgs& args) {
   const DType number = args.dtype == DType::kFloat64 ? DType::kFloat64 : DType::kFloat32;
   const bool direct = args.mask_dtype == DType::kUInt8 || args.mask_dtype == number;
   const int64_t mask_pack = args.column.mask == 0 ? 1 : std::min(pack, 16 / weight);
-  bool fit = args.column.input == 1 && args.columns % pack == 0 && address(args.input) % 16 == 0 &&
-             (args.column.mask == 0 || (args.column.mask == 1 && direct)) &&
+  bool fit = args.columns % pack == 0 && address(args.input) % 16 == 0 && (args.column.mask == 0 || direct) &&
              address(args.mask) % (mask_pack * weight) == 0;
   for (const Axes* axes : {&args.outer, &args.rows})
     for (int d = 0; d < axes->dims; ++d)
@@ -143,20 +124,31 @@ inline Plan plan_of(const MaskedMeanArgs& args) {
   return plan;
 }
 
+// What a thread adds up: n columns side by side.
+template <typename acc_t, int n>
+struct ColumnSums {
+  acc_t sum[n] = {}, weight[n] = {};
+
+  template <typename scalar_t>
+  __device__ void add(const scalar_t (&x)[n], const acc_t (&w)[n]) {
+#pragma unroll
+    for (int e = 0; e < n; ++e) sum[e] += MaskedSum<acc_t>::term(to_acc(x[e]), w[e]), weight[e] += w[e];
+  }
+};
+
 // Adds a thread's share of the columns [0, n) of a row from a place on. All threads of the warp.
 template <typename scalar_t, typename acc_t>
 __device__ void add_span(const MaskedMeanArgs& args, const Place& place, int64_t n, MaskedSum<acc_t>& mine) {
   constexpr int kSize = Pack<scalar_t>::kSize;
   const scalar_t* x = static_cast<const scalar_t*>(args.input) + place.input;
   const RowWeights<acc_t> w(args, place);
-  if (w.stride == 0 && w.same == acc_t(0)) return;  // a row that is hidden is not read
-  const int64_t step = args.column.input;
+  if (w.hidden()) return;  // it is not read
   const auto add = [&](scalar_t value, acc_t weight) {
     mine.sum += MaskedSum<acc_t>::term(to_acc(value), weight);
     mine.weight += weight;
   };
   for_columns<kWarp, kUnroll<scalar_t>>(
-      x, 0, n, step == 1 && w.template by_packs<kSize>(first_pack(x)),
+      x, 0, n, w.template by_packs<kSize>(x),
       [&](int64_t c, auto count) {
         constexpr int kPacks = decltype(count)::value;
         Pack<scalar_t> packs[kPacks];
@@ -170,7 +162,7 @@ __device__ void add_span(const MaskedMeanArgs& args, const Place& place, int64_t
 #pragma unroll
           for (int e = 0; e < kSize; ++e) add(packs[u].at[e], weights[u][e]);
       },
-      [&](int64_t c) { add(x[c * step], w[c]); });
+      [&](int64_t c) { add(x[c], w[c]); });
 }
 
 template <typename scalar_t, int kWidth>
@@ -186,71 +178,33 @@ __global__ void __launch_bounds__(kThreads) along_kernel(MaskedMeanArgs args, Pl
     for (int64_t unit = begin + Group::rank() / kWarp; unit < end; unit += kWidth / kWarp) {
       const int64_t first = unit % plan.spans * kSpan;
       const int64_t n = args.columns - first < kSpan ? args.columns - first : kSpan;
-      Place place = args.rows.at(unit / plan.spans).moved(args.column, first);
-      place.move(from, 1);
+      const Place place = args.rows.at(unit / plan.spans).moved(args.column, first).moved(from, 1);
       add_span<scalar_t>(args, place, n, mine);
     }
     const MaskedSum<acc_t> sum = Group::reduce(mine);
     if (Group::rank() != 0) continue;
-    if (plan.parts > 1) {
+    if (plan.parts > 1)
       partial[item] = sum;
-    } else {
-      MaskedSum<double> total;
-      total.merge(sum);
-      args.template finish<scalar_t>(from.out, total);
-    }
+    else
+      args.template finish<scalar_t>(from.out, {sum.sum, sum.weight});
   }
 }
-
-// ----------------------------------------------------------------------------------------------- across the columns
-
-// What a thread adds up: n columns side by side.
-template <typename acc_t, int n>
-struct ColumnSums {
-  acc_t sum[n], weight[n];
-
-  __device__ ColumnSums() {
-#pragma unroll
-    for (int e = 0; e < n; ++e) sum[e] = weight[e] = acc_t(0);
-  }
-  __device__ void add(int e, acc_t x, acc_t w) {
-    sum[e] += MaskedSum<acc_t>::term(x, w);
-    weight[e] += w;
-  }
-};
 
 // Adds rows r, r + step, ... of which there are kRows, from a place on, which is that of the thread's first column.
 template <int kRows, typename scalar_t, typename acc_t, int n>
 __device__ __forceinline__ void add_rows(const MaskedMeanArgs& args, const Place& from, int64_t r, int64_t step,
                                          ColumnSums<acc_t, n>& mine) {
-  const scalar_t* x[kRows];
+  scalar_t x[kRows][n] = {};
   acc_t weights[kRows][n];
-  bool hidden[kRows];  // a row that is hidden is not read
 #pragma unroll
   for (int u = 0; u < kRows; ++u) {
-    Place place = args.rows.at(r + u * step);
-    place.move(from, 1);
-    x[u] = static_cast<const scalar_t*>(args.input) + place.input;
+    const Place place = args.rows.at(r + u * step).moved(from, 1);
     const RowWeights<acc_t> w(args, place);
-    hidden[u] = w.stride == 0 && w.same == acc_t(0);
-    if constexpr (n == 1)
-      weights[u][0] = w[0];
-    else
-      w.load(0, weights[u]);
+    w.load(0, weights[u]);
+    if (!w.hidden()) load(static_cast<const scalar_t*>(args.input) + place.input, x[u]);  // else it is not read
   }
-  if constexpr (n == 1) {
 #pragma unroll
-    for (int u = 0; u < kRows; ++u)
-      if (!hidden[u]) mine.add(0, to_acc(*x[u]), weights[u][0]);
-  } else {
-    Pack<scalar_t> packs[kRows];
-#pragma unroll
-    for (int u = 0; u < kRows; ++u) packs[u] = hidden[u] ? Pack<scalar_t>{} : Pack<scalar_t>::load(x[u]);
-#pragma unroll
-    for (int u = 0; u < kRows; ++u)
-#pragma unroll
-      for (int e = 0; e < n; ++e) mine.add(e, to_acc(packs[u].at[e]), weights[u][e]);
-  }
+  for (int u = 0; u < kRows; ++u) mine.add(x[u], weights[u]);
 }
 
 // A thread takes n columns, which are a pack or one.
@@ -267,8 +221,7 @@ __global__ void __launch_bounds__(kThreads, sizeof(scalar_t) == 2 ? 2 : 3)
     const int64_t begin = part * plan.units_per_part;
     const int64_t end = begin + plan.units_per_part < plan.units ? begin + plan.units_per_part : plan.units;
     // Where the sums go, kept in place of what says it: registers are what this kernel has least of.
-    const int64_t to = plan.parts > 1 ? (outer * plan.parts + part) * args.columns + first
-                                      : from.out - lane * n * args.column.out;
+    const int64_t to = plan.parts > 1 ? (outer * plan.parts + part) * args.columns + first : from.out - lane * n;
     const int columns = static_cast<int>(args.columns - first < plan.lanes * n ? args.columns - first : plan.lanes * n);
     ColumnSums<acc_t, n> mine;
     int64_t r = column < args.columns ? begin + slot : end;
@@ -283,12 +236,12 @@ __global__ void __launch_bounds__(kThreads, sizeof(scalar_t) == 2 ? 2 : 3)
     // Now a thread takes a column.
     for (int c = threadIdx.x; c < columns; c += kThreads) {
       MaskedSum<double> total;
-      for (int s = 0; s < slots; ++s)
-        total.merge(MaskedSum<acc_t>{sums[c % n][s * plan.lanes + c / n], sums[n + c % n][s * plan.lanes + c / n]});
+      for (int t = c / n; t < kThreads; t += plan.lanes)
+        total.merge(MaskedSum<acc_t>{sums[c % n][t], sums[n + c % n][t]});
       if (plan.parts > 1)
         partial[to + c] = {static_cast<acc_t>(total.sum), static_cast<acc_t>(total.weight)};
       else
-        args.template finish<scalar_t>(to + c * args.column.out, total);
+        args.template finish<scalar_t>(to + c, total);
     }
   }
 }
@@ -304,11 +257,9 @@ __global__ void __launch_bounds__(kThreads) merge_kernel(MaskedMeanArgs args, in
     MaskedSum<double> mine;
     for (int64_t p = Group::rank(); p < parts; p += kWarp) mine.merge(partial[(outer * parts + p) * width + c]);
     const MaskedSum<double> total = Group::reduce(mine);
-    if (Group::rank() == 0) args.template finish<scalar_t>(args.outer.at(outer).moved(args.column, c).out, total);
+    if (Group::rank() == 0) args.template finish<scalar_t>(args.outer.at(outer).out + c, total);
   }
 }
-
-// --------------------------------------------------------------------------------------------------------- backward
 
 // A warp writes a span of a row of the gradient.
 template <typename scalar_t>
@@ -320,28 +271,25 @@ __global__ void __launch_bounds__(kThreads, 3) gradient_kernel(MaskedMeanArgs ar
   for (int64_t item = Group::number(); item < args.outer.count * rows; item += Group::count()) {
     const int64_t first = item % spans * kSpan;
     const int64_t n = args.columns - first < kSpan ? args.columns - first : kSpan;
-    Place place = args.outer.at(item / rows).moved(args.column, first);
-    place.move(args.rows.at(item % rows / spans), 1);
+    const Place row = args.outer.at(item / rows).moved(args.column, first);
+    const Place place = args.rows.at(item % rows / spans).moved(row, 1);
     const RowWeights<acc_t> w(args, place);
     const acc_t* share = static_cast<const acc_t*>(args.share) + place.out;
     scalar_t* gradient = static_cast<scalar_t*>(args.grad_input) + place.input;
     const acc_t same = *share;
-    const auto at = [&](int64_t c) { return args.columns_kept ? share[c * args.column.out] : same; };
-    const int64_t step = args.column.input;
+    const auto at = [&](int64_t c) { return args.columns_kept ? share[c] : same; };
     for_columns<kWarp, 1>(
-        gradient, 0, n, step == 1 && w.template by_packs<kSize>(first_pack(gradient)),
+        gradient, 0, n, w.template by_packs<kSize>(gradient),
         [&](int64_t c, auto) {
-          acc_t weights[kSize], shares[kSize];
+          acc_t weights[kSize];
           w.load(c, weights);
-#pragma unroll
-          for (int e = 0; e < kSize; ++e) shares[e] = at(c + e);
           Pack<scalar_t> pack;
 #pragma unroll
-          for (int e = 0; e < kSize; ++e) from_acc(MaskedSum<acc_t>::term(shares[e], weights[e]), pack.at[e]);
+          for (int e = 0; e < kSize; ++e) from_acc(MaskedSum<acc_t>::term(at(c + e), weights[e]), pack.at[e]);
           // Said in so many words: a plain store of numbers that were just computed falls into four (nvcc 13.0).
           __stwb(reinterpret_cast<uint4*>(gradient + c), bit_cast<uint4>(pack));
         },
-        [&](int64_t c) { from_acc(MaskedSum<acc_t>::term(at(c), w[c]), gradient[c * step]); });
+        [&](int64_t c) { from_acc(MaskedSum<acc_t>::term(at(c), w[c]), gradient[c]); });
   }
 }
 
@@ -364,18 +312,11 @@ cudaError_t masked_mean(const MaskedMeanArgs& args, void* workspace, cudaStream_
   return with_storage(args.dtype, [&](auto storage) {
     using scalar_t = decltype(storage);
     auto* partial = static_cast<MaskedSum<acc_type<scalar_t>>*>(workspace);
-    cudaError_t error;
-    if (args.columns_kept && plan.pack > 1)
-      error = launch(stream, blocks_of(args, plan.items), kThreads, across_kernel<scalar_t, Pack<scalar_t>::kSize>,
-                     args, plan, partial);
-    else if (args.columns_kept)
-      error = launch(stream, blocks_of(args, plan.items), kThreads, across_kernel<scalar_t, 1>, args, plan, partial);
-    else if (plan.warp_items)
-      error = launch(stream, blocks_of(args, in_warps(plan.items)), kThreads, along_kernel<scalar_t, kWarp>, args, plan,
-                     partial);
-    else
-      error = launch(stream, blocks_of(args, plan.items), kThreads, along_kernel<scalar_t, kThreads>, args, plan,
-                     partial);
+    const auto across = plan.pack > 1 ? across_kernel<scalar_t, Pack<scalar_t>::kSize> : across_kernel<scalar_t, 1>;
+    const auto along = plan.warp_items ? along_kernel<scalar_t, kWarp> : along_kernel<scalar_t, kThreads>;
+    const int64_t items = args.columns_kept || !plan.warp_items ? plan.items : in_warps(plan.items);
+    const cudaError_t error =
+        launch(stream, blocks_of(args, items), kThreads, args.columns_kept ? across : along, args, plan, partial);
     if (error != cudaSuccess || plan.parts == 1) return error;
     const int64_t outputs = args.outer.count * args.width();
     return launch(stream, blocks_of(args, in_warps(outputs)), kThreads, merge_kernel<scalar_t>, args, plan.parts,

@@ -13,15 +13,15 @@ struct Axis {
 struct Case {
   DType dtype, mask_dtype;
   std::vector<Axis> axes;  // outermost first; the last are the columns
-  int64_t offset, mask_offset, gap, column_step, mask_step, max_blocks;
+  int64_t offset, mask_offset, gap, max_blocks;
   double hidden;
   std::string text() const {
     std::string out = "dtype " + std::to_string(int(dtype)) + " mask " + std::to_string(int(mask_dtype)) + " axes";
     for (const Axis& axis : axes)
       out += " " + std::to_string(axis.size) + (axis.kept ? "k" : "r") + (axis.masked ? "m" : "");
     char rest[128];
-    std::snprintf(rest, sizeof(rest), " offsets %ld %ld gap %ld steps %ld %ld max_blocks %ld", long(offset),
-                  long(mask_offset), long(gap), long(column_step), long(mask_step), long(max_blocks));
+    std::snprintf(rest, sizeof(rest), " offsets %ld %ld gap %ld max_blocks %ld", long(offset), long(mask_offset),
+                  long(gap), long(max_blocks));
     return out + rest;
   }
 };
@@ -56,7 +56,6 @@ Case draw(bool small) {
   const bool aligned = packed || chance(0.3);
   c.offset = aligned ? 8 * below(2) : below(9), c.mask_offset = aligned ? 8 * below(2) : below(9);
   c.gap = chance(0.6) ? 0 : chance(0.5) ? 8 * below(3) : below(4);
-  c.column_step = chance(0.08) ? 2 : 1, c.mask_step = chance(0.08) ? 2 : 1;
   c.max_blocks = chance(0.5) ? 0 : 1 + below(3);
   c.hidden = one_of<double>({0, 0.2, 0.5, 0.95, 1});
   return c;
@@ -65,7 +64,7 @@ Case draw(bool small) {
 // The strides of a nest of tensors: the input with gaps between rows, the mask without the axes that it repeats.
 MaskedMeanArgs nest_of(const Case& c, bool dense) {
   MaskedMeanArgs args{};
-  Place stride{dense ? 1 : c.column_step, c.mask_step, 1};
+  Place stride{1, 1, 1};
   std::vector<Place> strides(c.axes.size());
   for (size_t d = c.axes.size(); d-- > 0;) {
     const Axis& axis = c.axes[d];
