@@ -97,6 +97,15 @@ def test_overwriting_logits_that_overlap_is_refused(device):
         assert_bitwise_equal(bad.contiguous(), before)
 
 
+def test_a_masked_row_may_hold_any_index(device):
+    x, mask = torch.zeros(3, 4, device=device), torch.tensor([True, False, True], device=device)
+    for bad in (4, -1):
+        labels = torch.tensor([1, bad, 2], device=device)
+        assert ops.forward(x, labels, row_mask=mask)[0].ne(0).tolist() == mask.tolist()
+        topk = torch.stack([labels, labels], 1)
+        assert ops.forward(x, topk, torch.ones_like(topk).float(), row_mask=mask)[0].ne(0).tolist() == mask.tolist()
+
+
 # ------------------------------------------------------------------------------------------------------ the linear head
 
 
