@@ -1,4 +1,4 @@
-"""What the linear head holds beyond its inputs and gradients on a CPU: README's formula, also where rows are ignored."""
+"""What the linear head holds beyond inputs and gradients on a CPU: README's formula, also where rows are ignored."""
 
 import os
 import subprocess
