@@ -134,7 +134,8 @@ def _ids(index_dtype=torch.int64):
             return SparseTarget.from_topk(indices, None, num_classes=classes)
 
         def dense_of(_):
-            return _dense(rows, columns, torch.ones(indices.shape, dtype=torch.float64, device=draw.device), shape, classes)
+            ones = torch.ones(indices.shape, dtype=torch.float64, device=draw.device)
+            return _dense(rows, columns, ones, shape, classes)
 
         return Case(tuple(shape), classes, build, dense_of, (indices == ignore_index).all(-1))
 
@@ -300,4 +301,5 @@ FORMS = {
     "jagged-ranges": _jagged(ranges=True, with_values=True),
     "jagged-logprobs": _jagged(ranges=True, with_values=True, kind="logprobs"),
 }
-WITH_VALUES = [name for name in FORMS if not name.startswith("labels") and name not in ("jagged-unweighted", "topk-ids")]
+WITH_VALUES = [name for name in FORMS
+               if not name.startswith("labels") and name not in ("jagged-unweighted", "topk-ids")]

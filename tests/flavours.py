@@ -34,6 +34,8 @@ NO_KERNELS = ("test_cross_entropy_compile", "test_cross_entropy_data_parallel", 
 PRODUCTS = ("test_linear_values", "test_linear_gradients", "test_linear_chunks", "test_linear_failures",
             "test_linear_forecast", "test_flavour*")
 OF_THE_CPU = ("test_linear_memory", "test_linear_bfloat16")
+# What takes minutes and is the same on every instruction set.
+SAME_ON_EVERY_SET = ("test_linear_memory", "test_cross_entropy_compile_sizes")
 PROGRAMS = ("test_emulation*",)
 BUILDS = ("test_build", "test_gpu_acceptance")
 
@@ -72,8 +74,10 @@ def build_sanitized(folder: Path) -> None:
 FLAVOURS = {
     PLAIN: Flavour(("test_*",), BUILDS + PROGRAMS, at_least=6000),
     # The compiler's baseline, and the set between it and AVX-512.
-    "baseline": Flavour(KERNELS, NO_KERNELS, at_least=4000, environment={"SPARSE_CE_CPU": "default"}),
-    "avx2": Flavour(KERNELS, NO_KERNELS, at_least=4000, environment={"SPARSE_CE_CPU": "avx2"}),
+    "baseline": Flavour(KERNELS, NO_KERNELS + SAME_ON_EVERY_SET, at_least=4000,
+                        environment={"SPARSE_CE_CPU": "default"}),
+    "avx2": Flavour(KERNELS, NO_KERNELS + SAME_ON_EVERY_SET, at_least=4000,
+                    environment={"SPARSE_CE_CPU": "avx2"}),
     # How 16-bit numbers are multiplied. The tests of all dtypes at once compare with PyTorch's own choice.
     "float32": Flavour(PRODUCTS, only=("bfloat16", "flavour"), without=("at_once",), at_least=200,
                        environment={"SPARSE_CE_CPU_BFLOAT16": "float32"}),

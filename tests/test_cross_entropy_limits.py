@@ -221,7 +221,7 @@ def _mapping_of(tensor):
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="smaps and madvise are Linux")
 @pytest.mark.skipif(sparse_ce.ops.instruction_set() == "emulated CUDA", reason="gradients come from torch's allocator")
 def test_a_large_gradient_after_the_system_took_its_memory_back():
-    """Freed gradients stay mapped, for the system to take (MADV_FREE): the next one is right and has huge pages again."""
+    """Freed gradients stay mapped, for the system to take (MADV_FREE): the next is right and has huge pages again."""
     x, labels = torch.randn(64, 65536), torch.arange(64)
     loss, lse = ops.forward(x, labels)
 

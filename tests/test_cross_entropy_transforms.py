@@ -110,7 +110,8 @@ def test_the_ops_themselves_under_torch_func(device):
         return (F.cross_entropy(x, labels, reduction="none", label_smoothing=0.1) * x.logsumexp(1)).sum()
 
     for transform in (torch.func.grad, torch.func.hessian, lambda f: torch.vmap(torch.func.grad(f))):
-        inputs = x[:, None].expand(3, 3, 5).contiguous() if transform not in (torch.func.grad, torch.func.hessian) else x
+        scalar = transform in (torch.func.grad, torch.func.hessian)
+        inputs = x if scalar else x[:, None].expand(3, 3, 5).contiguous()
         torch.testing.assert_close(transform(ours)(inputs), transform(plain)(inputs))
 
 

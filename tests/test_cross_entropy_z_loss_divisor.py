@@ -29,7 +29,8 @@ def test_the_z_loss_shares_the_divisor_of_its_row(divisor, form, head, device):
     y = x.double().requires_grad_()
     w = options.get("weight", torch.ones(7, device=device)).double()
     per_row = F.cross_entropy(y, labels, w, reduction="none") + 0.3 * y.logsumexp(1).square() * counts
-    by = {"weights": w[labels[counts]].sum() if form == "labels" else counts.sum(), "rows": counts.sum(), "normalizer": 4}
+    by = {"weights": w[labels[counts]].sum() if form == "labels" else counts.sum(), "rows": counts.sum(),
+          "normalizer": 4}
     expected = per_row.sum() / by[divisor]
     expected.backward()
     torch.testing.assert_close(loss.double(), expected, rtol=1e-5, atol=0)

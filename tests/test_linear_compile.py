@@ -257,7 +257,7 @@ def test_a_traced_graph_names_one_op_for_loss_and_gradients(device):
 
 @pytest.mark.parametrize("upstream", [1.0, 0.25, -1.7])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_compiled_gradients_have_the_bits_of_eager_ones_made_without_a_forecast(dtype, upstream, fresh_compiler, device):
+def test_compiled_gradients_have_the_bits_of_eager_ones_made_without_a_forecast(dtype, upstream, device):
     """Both are made for 1 and scaled; an eager step with a forecast makes them for what comes, one rounding less."""
     head, labels = example(device, dtype, rows=48, vocab=130, width=20)
     at = torch.tensor(upstream, device=device)

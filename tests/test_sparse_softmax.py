@@ -1,4 +1,4 @@
-"""``log_softmax`` of sparse tensors and the ops below it, against dense softmax in float64 with -inf where nothing is."""
+"""``log_softmax`` of sparse tensors and its ops, against dense softmax in float64 with -inf where nothing is."""
 
 
 
@@ -285,7 +285,7 @@ def test_more_rows_than_entries(device):
     x = torch.sparse_coo_tensor(index, torch.tensor([1.0, 2.0, 3.0, 4.0], device=device), (10**6, 10**6, 2))
     assert log_softmax(x, 2).values().tolist() == [0, 0, 0, 0]
     torch.testing.assert_close(log_softmax(x, 1).values(), torch.zeros(4, device=device))
-    two = torch.sparse_coo_tensor(torch.tensor([[7, 7], [1, 2]], device=device), torch.tensor([0.0, 0.0], device=device),
+    two = torch.sparse_coo_tensor(torch.tensor([[7, 7], [1, 2]], device=device), torch.zeros(2, device=device),
                                   (10**6, 10**6))
     torch.testing.assert_close(log_softmax(two, 1).values().exp(), torch.full((2,), 0.5, device=device))
 
@@ -324,7 +324,8 @@ def test_the_op_compiles(device):
 
 @pytest.mark.parametrize("call,error,message", [
     (lambda: log_softmax(torch.zeros(3, 4), 1), ValueError, "must be sparse COO or CSR.*torch.log_softmax"),
-    (lambda: log_softmax(torch.zeros(3, 4).to_sparse_csc(), 1), ValueError, "got layout torch.sparse_csc.*to_sparse_csr"),
+    (lambda: log_softmax(torch.zeros(3, 4).to_sparse_csc(), 1), ValueError,
+     "got layout torch.sparse_csc.*to_sparse_csr"),
     (lambda: log_softmax([1.0], 0), TypeError, "input must be a tensor, got list"),
     (lambda: log_softmax(torch.ones(3, 4).long().to_sparse(), 1), TypeError, "floating dtype, got torch.int64"),
     (lambda: log_softmax(torch.ones(3, 4).to_sparse(), 2), ValueError, r"dim must be in \[-2, 2\), got 2"),
@@ -366,7 +367,8 @@ def test_rows_outside_of_the_entries_are_refused(offsets, order, message):
 @pytest.mark.parametrize("form,dim", [(form, dim) for form, dim in DIMENSIONS if form.startswith("csr")])
 def test_stock_softmax_takes_csr(form, dim, log, dtype, device):
     x, stored, draw = example(form, device, dtype)
-    stock, dense_softmax = (torch.sparse.log_softmax, torch.log_softmax) if log else (torch.sparse.softmax, torch.softmax)
+    stock = torch.sparse.log_softmax if log else torch.sparse.softmax
+    dense_softmax = torch.log_softmax if log else torch.softmax
     exact_x = full(x.detach(), stored, torch.float64).requires_grad_()
     peer_x = full(x.detach(), stored, dtype).requires_grad_()
     upstream = draw.normal(*x.shape).to(dtype)
@@ -437,7 +439,7 @@ def test_stock_softmax_of_coo_is_what_it_was(stored, shape, sparse_dim, log, dty
         torch.testing.assert_close(grad.to_dense(), torch.where(keep, exact, 0.0), rtol=1e-4, atol=1e-5)
 
 
-# ------------------------------------------------------------------------------------------------ along dense dimensions
+# ----------------------------------------------------------------------------------------------- along dense dimensions
 
 
 @pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr], ids=str)

@@ -362,7 +362,7 @@ def test_the_ops_say_what_they_do(form, device):
                           test_utils=tests)
 
 
-# ---------------------------------------------------------------------------------------------- what looks like logprobs
+# --------------------------------------------------------------------------------------------- what looks like logprobs
 
 
 LOOKS = torch.log_softmax(torch.randn(3, 4, generator=torch.Generator().manual_seed(0)), 1)

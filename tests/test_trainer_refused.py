@@ -80,7 +80,8 @@ def masked(model, logits):
 
 @pytest.mark.parametrize("change", [
     lambda model, x: x + 1.0, lambda model, x: 1.0 - x, lambda model, x: -x,
-    lambda model, x: x + model.lm_head.weight[:, 0], lambda model, x: model.lm_head.weight[:, 0] * x, lambda model, x: x * model.lm_head.weight[:, 0],
+    lambda model, x: x + model.lm_head.weight[:, 0], lambda model, x: model.lm_head.weight[:, 0] * x,
+    lambda model, x: x * model.lm_head.weight[:, 0],
     lambda model, x: x.relu(), lambda model, x: torch.relu(x), lambda model, x: x[..., :5], masked,
     lambda model, x: torch.tanh(torch.tanh(x)), lambda model, x: x.view(-1, VOCAB), lambda model, x: x ** 2,
     lambda model, x: torch.where(x > 0, x, 0.0), lambda model, x: torch.cat([x, x], -1),

@@ -1,4 +1,4 @@
-"""The Trainer's own label smoothing, which it drops where it is given a loss and which soft labels have not: refused."""
+"""The Trainer's own label smoothing, which it drops where a loss is given and which soft labels have not: refused."""
 
 import pytest
 import torch
