@@ -9,8 +9,8 @@
 
 namespace sparse_ce {
 
-#define SCE_TARGET                                                                                                    \
-  "Tensor indices, Tensor? values=None, Tensor? offsets=None, Tensor? weight=None, Tensor? row_mask=None, "           \
+#define SCE_TARGET                                                                                          \
+  "Tensor indices, Tensor? values=None, Tensor? offsets=None, Tensor? weight=None, Tensor? row_mask=None, " \
   "int ignore_index=-100"
 struct TargetArguments : OnStack {
   using OnStack::OnStack;
@@ -22,9 +22,9 @@ struct TargetArguments : OnStack {
   int64_t ignore_index = next<int64_t>();
 };
 
-#define SCE_ARGUMENTS                                                                                                 \
-  SCE_TARGET                                                                                                          \
-  ", float label_smoothing=0., float z_loss=0., float logit_scale=1., float? softcap=None, int? num_classes=None, "   \
+#define SCE_ARGUMENTS                                                                                               \
+  SCE_TARGET                                                                                                        \
+  ", float label_smoothing=0., float z_loss=0., float logit_scale=1., float? softcap=None, int? num_classes=None, " \
   "bool logprobs=False"
 struct Arguments : TargetArguments {
   using TargetArguments::TargetArguments;

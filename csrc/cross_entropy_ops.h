@@ -16,9 +16,7 @@ template <typename device_t>
 class LossMean {
  public:
   LossMean(const TargetView& target, const Tensor& like, const OptionalTensor& normalizer, const Tensor& grad_mean)
-      : mean(empty(like, {}, arithmetic_dtype(like))),
-        divisor(empty(like, {}, arithmetic_dtype(like))),
-        like_(like),
+      : mean(empty(like, {}, arithmetic_dtype(like))), divisor(empty(like, {}, arithmetic_dtype(like))), like_(like),
         grad_loss_(empty(like, {}, arithmetic_dtype(like))) {
     args_.dtype = to_dtype(mean, "mean", /*integer=*/false);
     args_.target = target;
@@ -60,8 +58,10 @@ class CrossEntropyOps {
     return {loss, lse, *residual};
   }
 
-  static std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> forward_with_gradient(
-      const Tensor& grad_mean, const OptionalTensor& normalizer, const Tensor& logits, const Arguments& given) {
+  static std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> forward_with_gradient(const Tensor& grad_mean,
+                                                                                  const OptionalTensor& normalizer,
+                                                                                  const Tensor& logits,
+                                                                                  const Arguments& given) {
     Held held;
     ForwardArgs forward{};
     view_call(logits, given, held, forward);

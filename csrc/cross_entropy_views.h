@@ -113,7 +113,8 @@ inline void view_call(const Tensor& logits, const Arguments& given, Held& held, 
 
 // What every backward is given for its rows. `like`: of the device and dtype of the logits, with their rows.
 inline BackwardArgs view_upstream(const CrossEntropyArgs& rows, const Tensor& like, const Tensor& grad_loss,
-                                  const OptionalTensor& grad_lse, const Tensor& lse, const OptionalTensor& lse_residual) {
+                                  const OptionalTensor& grad_lse, const Tensor& lse,
+                                  const OptionalTensor& lse_residual) {
   BackwardArgs args{};
   static_cast<CrossEntropyArgs&>(args) = rows;
   int64_t stride = 1;

@@ -26,7 +26,9 @@ enum class DType : int32_t { kFloat32, kFloat64, kFloat16, kBFloat16, kInt32, kI
 
 SCE_HD constexpr int64_t size_of(DType dtype) {
   if (dtype == DType::kUInt8) return 1;
-  return dtype == DType::kFloat64 || dtype == DType::kInt64 ? 8 : dtype == DType::kFloat32 || dtype == DType::kInt32 ? 4 : 2;
+  return dtype == DType::kFloat64 || dtype == DType::kInt64   ? 8
+         : dtype == DType::kFloat32 || dtype == DType::kInt32 ? 4
+                                                              : 2;
 }
 
 template <typename to_t, typename from_t>

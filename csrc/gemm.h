@@ -9,7 +9,9 @@ namespace sparse_ce {
 
 // The rows [begin, end), or the columns; no copy.
 inline Tensor rows_of(Tensor t, int64_t begin, int64_t end) { return torch::stable::narrow(t, 0, begin, end - begin); }
-inline Tensor columns_of(Tensor t, int64_t begin, int64_t end) { return torch::stable::narrow(t, 1, begin, end - begin); }
+inline Tensor columns_of(Tensor t, int64_t begin, int64_t end) {
+  return torch::stable::narrow(t, 1, begin, end - begin);
+}
 inline Tensor transposed(const Tensor& t) { return torch::stable::transpose(t, 0, 1); }
 
 // Without its history: products into given memory are refused where one is kept.

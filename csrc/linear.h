@@ -23,20 +23,20 @@ struct SplitFloat {
 // total += product, or = product for the first. A total of float32 or float64 is a plain array; one of 16 bits is a
 // SplitFloat, whose `high` shares the memory of the total and becomes it with the last product.
 struct AccumulateArgs {
-  const void* product;      // (count,) of 16 bits or of the total's arithmetic dtype
-  void* total;              // (count,)
-  uint8_t* low;             // (count,), or null: the total is a plain array, or first is last
+  const void* product;  // (count,) of 16 bits or of the total's arithmetic dtype
+  void* total;  // (count,)
+  uint8_t* low;  // (count,), or null: the total is a plain array, or first is last
   DType product_dtype, dtype;
   int64_t count;
   bool first, last;
-  int64_t max_blocks;       // 0: no limit
+  int64_t max_blocks;  // 0: no limit
 };
 
 // One element, with low[i] beside it where it is split. `first` and `last` are the same for all: compilers take them out
 // of a loop.
 template <typename scalar_t>
-SCE_HD void accumulate_element(acc_type<scalar_t> product, bool first, bool last, scalar_t& total,
-                               uint8_t* low, int64_t i) {
+SCE_HD void accumulate_element(acc_type<scalar_t> product, bool first, bool last, scalar_t& total, uint8_t* low,
+                               int64_t i) {
   if constexpr (sizeof(scalar_t) > 2) {
     total = first ? product : total + product;
   } else {
@@ -50,10 +50,10 @@ SCE_HD void accumulate_element(acc_type<scalar_t> product, bool first, bool last
 
 // Rows of ignored targets become 0: whatever they held would reach the weight's gradient as 0 * NaN.
 struct ClearRowsArgs {
-  void* rows;               // (target.rows, row_bytes)
+  void* rows;  // (target.rows, row_bytes)
   int64_t row_bytes;
   TargetView target;
-  int64_t max_blocks;       // 0: no limit
+  int64_t max_blocks;  // 0: no limit
 };
 
 // One element: 0, the gradient of an ignored row, stays 0 where the scale is inf or NaN.
@@ -64,11 +64,11 @@ SCE_HD acc_t scaled(acc_t x, acc_t by) {
 
 // values *= scale, which is read where it lies; nothing is touched where it is 1.
 struct ScaleArgs {
-  void* values;             // (count,)
+  void* values;  // (count,)
   DType dtype;
-  const void* scale;        // (1,) arithmetic dtype
+  const void* scale;  // (1,) arithmetic dtype
   int64_t count;
-  int64_t max_blocks;       // 0: no limit
+  int64_t max_blocks;  // 0: no limit
 };
 
 namespace cpu {

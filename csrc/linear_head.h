@@ -26,11 +26,8 @@ class LinearHead {
   LinearHead(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, int64_t classes,
              std::optional<int64_t> chunk_rows, const LiveRows* live)
       : work_(device_t::work_dtype(input.scalar_type())),
-        input_(input.dim() == 2 && input.stride(1) == 1 ? input : packed(input)),
-        weight_(rows_of(weight, 0, classes)),
-        live_(live),
-        classes_(classes),
-        width_(input.size(1)),
+        input_(input.dim() == 2 && input.stride(1) == 1 ? input : packed(input)), weight_(rows_of(weight, 0, classes)),
+        live_(live), classes_(classes), width_(input.size(1)),
         block_(weight.scalar_type() == work_ ? classes : block_classes()) {
     if (bias) bias_ = torch::stable::to(rows_of(*bias, 0, classes), work_);
     chunk_rows_ = std::min(rows(), chunk_rows.value_or(default_chunk_rows()));
@@ -208,8 +205,7 @@ class LinearHead {
       const Tensor part = columns_of(dz, v, end), w = work_weight(v, end);
       if (split && !input_product_)
         input_product_ = empty(input_, {chunk_rows_, width_}, device_t::product_dtype(work_));
-      add(total, input_low_, part, w, v == 0, end == classes_,
-          [&] { return rows_of(*input_product_, 0, rows); });
+      add(total, input_low_, part, w, v == 0, end == classes_, [&] { return rows_of(*input_product_, 0, rows); });
     }
     if (!out) copy_apart(*grad_input, total, begin, /*gather=*/false);
     if (out && summed_apart) torch::stable::copy_(*out, total);

@@ -61,14 +61,14 @@ class LinearOps {
     });
     mean.finish(call.spread(rows.loss));
     auto [grad_input, grad_weight, grad_bias, grad_values] = gradients.tensors();
-    return {mean.mean, mean.divisor, call.spread(rows.lse), call.spread(rows.residual),
-            grad_input, grad_weight, grad_bias, grad_values};
+    return {mean.mean, mean.divisor, call.spread(rows.lse), call.spread(rows.residual), grad_input, grad_weight,
+            grad_bias, grad_values};
   }
 
-  static std::tuple<Tensor, Tensor, Tensor, Tensor> backward(
-      const Tensor& grad_loss, const OptionalTensor& grad_lse, const HeadArguments& head, const Tensor& lse,
-      const OptionalTensor& lse_residual, const Arguments& given, std::optional<int64_t> chunk_rows,
-      const Wanted& wanted) {
+  static std::tuple<Tensor, Tensor, Tensor, Tensor> backward(const Tensor& grad_loss, const OptionalTensor& grad_lse,
+                                                             const HeadArguments& head, const Tensor& lse,
+                                                             const OptionalTensor& lse_residual, const Arguments& given,
+                                                             std::optional<int64_t> chunk_rows, const Wanted& wanted) {
     const Call call(head, given, chunk_rows);
     BackwardArgs backward = view_upstream(call.args, head.input, grad_loss, grad_lse, lse, lse_residual);
     const auto held = call.keep_live(backward);
@@ -214,8 +214,7 @@ class LinearOps {
 
   // What forward gives for every row.
   struct Rows {
-    explicit Rows(const Call& call)
-        : loss(per_row(call)), lse(per_row(call)), residual(per_row(call)) {}
+    explicit Rows(const Call& call) : loss(per_row(call)), lse(per_row(call)), residual(per_row(call)) {}
     static Tensor per_row(const Call& call) {
       return empty(call.head.input, {call.live_args.rows}, arithmetic_dtype(call.head.input));
     }

@@ -50,12 +50,12 @@ struct MaskedMeanArgs {
   Place column;  // the strides along the columns: 1; 1 or 0; 1 if they are kept, else 0
   bool columns_kept;
   DType dtype, mask_dtype;
-  const void* input;   // forward only
-  const void* mask;    // weights; bool is kUInt8
-  void* mean;          // by `out`; forward only
-  void* divisor;       // by `out`, arithmetic dtype; forward only
-  const void* share;   // by `out`, arithmetic dtype, the upstream gradient over the divisor; backward only
-  void* grad_input;    // by `input`; backward only
+  const void* input;  // forward only
+  const void* mask;  // weights; bool is kUInt8
+  void* mean;  // by `out`; forward only
+  void* divisor;  // by `out`, arithmetic dtype; forward only
+  const void* share;  // by `out`, arithmetic dtype, the upstream gradient over the divisor; backward only
+  void* grad_input;  // by `input`; backward only
   int64_t max_blocks;  // 0: no limit. Tests lower it, so that blocks take several items
 
   // Outputs of one outer place.

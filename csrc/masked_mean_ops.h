@@ -166,7 +166,7 @@ struct MaskedMeanOps {
   }
 };
 
-#define SCE_REGISTER_MASKED_MEAN_OPS(m, ops_t)         \
+#define SCE_REGISTER_MASKED_MEAN_OPS(m, ops_t)           \
   m.impl("masked_mean", TORCH_BOX(&ops_t::masked_mean)); \
   m.impl("masked_mean_backward", TORCH_BOX(&ops_t::masked_mean_backward))
 

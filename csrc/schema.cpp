@@ -35,8 +35,9 @@ STABLE_TORCH_LIBRARY(sparse_ce, m) {
         ") -> Tensor");
 
   // The same gradient, written over the logits.
-  m.def("backward_(Tensor grad_loss, Tensor? grad_lse, Tensor(a!) logits, Tensor lse, Tensor? lse_residual, "
-        SCE_ARGUMENTS ") -> ()");
+  m.def(
+      "backward_(Tensor grad_loss, Tensor? grad_lse, Tensor(a!) logits, Tensor lse, Tensor? "
+      "lse_residual, " SCE_ARGUMENTS ") -> ()");
 
   // grad_values, shape of values, A: the gradient of sum(grad_loss * loss) for the values of the entries; 0 for padding.
   m.def("backward_values(Tensor grad_loss, Tensor logits, Tensor lse, Tensor? lse_residual, " SCE_ARGUMENTS
@@ -60,12 +61,14 @@ STABLE_TORCH_LIBRARY(sparse_ce, m) {
 
   // The gradients of sum(grad_loss * loss + grad_lse * lse) for input, linear_weight, linear_bias and values (A), each of
   // the shape and dtype of its tensor; (0,) where it is not asked for. The logits are made anew.
-  m.def("linear_backward(Tensor grad_loss, Tensor? grad_lse, " SCE_HEAD ", Tensor lse, Tensor? lse_residual, "
-        SCE_ARGUMENTS ", int? chunk_rows=None, " SCE_WANTED ") -> " SCE_GRADIENTS);
+  m.def("linear_backward(Tensor grad_loss, Tensor? grad_lse, " SCE_HEAD
+        ", Tensor lse, Tensor? lse_residual, " SCE_ARGUMENTS ", int? chunk_rows=None, " SCE_WANTED
+        ") -> " SCE_GRADIENTS);
 
   // linear_mean and its gradients for the upstream gradient grad_mean () A, with one GEMM for the logits.
   m.def("linear_forward_with_gradient(Tensor grad_mean, Tensor? normalizer, " SCE_HEAD ", " SCE_ARGUMENTS
-        ", int? chunk_rows=None, " SCE_WANTED ") -> (Tensor mean, Tensor divisor, Tensor lse, Tensor lse_residual, "
+        ", int? chunk_rows=None, " SCE_WANTED
+        ") -> (Tensor mean, Tensor divisor, Tensor lse, Tensor lse_residual, "
         "Tensor grad_input, Tensor grad_weight, Tensor grad_bias, Tensor grad_values)");
 
   // gradient *= scale () A, in place. Where scale is 1 nothing is read or written; it is looked at where it lies.

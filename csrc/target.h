@@ -85,7 +85,8 @@ struct TargetView {
   }
   template <typename acc_t>
   SCE_HD Entry<acc_t> entry(int64_t i) const {
-    return entry_of(load_int(indices, indices_dtype, i), values ? load_float<acc_t>(values, values_dtype, i) : acc_t(1));
+    return entry_of(load_int(indices, indices_dtype, i),
+                    values ? load_float<acc_t>(values, values_dtype, i) : acc_t(1));
   }
 
   // d weight / d value.

@@ -83,8 +83,8 @@ inline Tensor empty(const Tensor& like, std::initializer_list<int64_t> size, Sca
 inline const void* view_scalar(const Tensor& t, const Tensor& like, const char* argument) {
   check_same_device(t, like, argument);
   check(t.dim() == 0, argument, " must be (), got ", shape(t));
-  check(t.scalar_type() == arithmetic_dtype(like), argument, " must be of dtype ", name(arithmetic_dtype(like)), ", got ",
-        name(t.scalar_type()));
+  check(t.scalar_type() == arithmetic_dtype(like), argument, " must be of dtype ", name(arithmetic_dtype(like)),
+        ", got ", name(t.scalar_type()));
   return t.const_data_ptr();
 }
 

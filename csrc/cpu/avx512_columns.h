@@ -35,18 +35,14 @@ template <typename scalar_t>
 constexpr int64_t kBlock = kStreams * (4096 + 128) / sizeof(scalar_t);  // columns
 
 // Columns of a stream in a block of n; what is left of the block comes behind the streams.
-SCE_AVX512_INLINE int64_t stream_columns(int64_t n) {
-  return n / (kStreams * kPack) * kPack;
-}
+SCE_AVX512_INLINE int64_t stream_columns(int64_t n) { return n / (kStreams * kPack) * kPack; }
 
 #define SCE_EACH(k, count) _Pragma("GCC unroll 8") for (int k = 0; k < count; ++k)
 
 SCE_AVX512_INLINE __mmask16 low16(int64_t n) {
   return static_cast<__mmask16>(n >= 16 ? 0xffff : n <= 0 ? 0 : (1 << n) - 1);
 }
-SCE_AVX512_INLINE __mmask32 low32(int64_t n) {
-  return static_cast<__mmask32>((uint64_t(1) << n) - 1);
-}
+SCE_AVX512_INLINE __mmask32 low32(int64_t n) { return static_cast<__mmask32>((uint64_t(1) << n) - 1); }
 
 // 32 logits of 16 bits. Of BFloat16 `a` gets the even ones and `b` the odd ones: one instruction each, not two.
 SCE_AVX512_INLINE void widen(__m512i bits, BFloat16, __m512& a, __m512& b) {

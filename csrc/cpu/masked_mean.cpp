@@ -14,7 +14,7 @@ namespace {
 constexpr int64_t kGrain = 16384;  // fewer elements than this are not worth waking a thread for
 constexpr int64_t kRows = 64;      // rows whose sums are added in the arithmetic dtype before they go into float64
 constexpr int64_t kFewItems = 32;  // with fewer of them rows are shared too. Results depend on it, not on the threads
-constexpr int64_t kTogether = 4;   // rows that are added at a time: the sums are read and written a quarter as often
+constexpr int64_t kTogether = 4;  // rows that are added at a time: the sums are read and written a quarter as often
 
 // Columns that are worked on side by side. The loops over them have a constant length: of a loop of any length g++ 12
 // makes code that converts bytes six times slower (AVX-512).
@@ -225,21 +225,21 @@ struct MaskKernels {
 template <typename scalar_t, InstructionSet set>
 struct Instance;
 
-#define SCE_INSTANCE(SET, TARGET)                                                                                      \
-  template <typename scalar_t>                                                                                         \
-  struct Instance<scalar_t, InstructionSet::SET> {                                                                     \
-    template <typename weights_t>                                                                                      \
-    TARGET static void sum(const MaskedMeanArgs& args, const Plan& plan, int64_t item, MaskedSum<double>* total) {     \
-      sum_item<scalar_t, weights_t>(args, plan, item, total);                                                          \
-    }                                                                                                                  \
-    template <typename weights_t>                                                                                      \
-    TARGET static void write(const MaskedMeanArgs& args, int64_t row, int64_t first) {                                 \
-      write_span<scalar_t, weights_t>(args, row, first);                                                               \
-    }                                                                                                                  \
-    template <typename weights_t>                                                                                      \
-    static constexpr MaskKernels of{sum<weights_t>, write<weights_t>};                                                 \
-    static constexpr MaskKernels kernels[] = {of<Same<acc_type<scalar_t>>>, of<const uint8_t*>,                        \
-                                              of<const acc_type<scalar_t>*>};                                          \
+#define SCE_INSTANCE(SET, TARGET)                                                                                  \
+  template <typename scalar_t>                                                                                     \
+  struct Instance<scalar_t, InstructionSet::SET> {                                                                 \
+    template <typename weights_t>                                                                                  \
+    TARGET static void sum(const MaskedMeanArgs& args, const Plan& plan, int64_t item, MaskedSum<double>* total) { \
+      sum_item<scalar_t, weights_t>(args, plan, item, total);                                                      \
+    }                                                                                                              \
+    template <typename weights_t>                                                                                  \
+    TARGET static void write(const MaskedMeanArgs& args, int64_t row, int64_t first) {                             \
+      write_span<scalar_t, weights_t>(args, row, first);                                                           \
+    }                                                                                                              \
+    template <typename weights_t>                                                                                  \
+    static constexpr MaskKernels of{sum<weights_t>, write<weights_t>};                                             \
+    static constexpr MaskKernels kernels[] = {of<Same<acc_type<scalar_t>>>, of<const uint8_t*>,                    \
+                                              of<const acc_type<scalar_t>*>};                                      \
   };
 
 SCE_FOR_INSTRUCTION_SETS(SCE_INSTANCE)

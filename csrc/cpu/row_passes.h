@@ -62,7 +62,7 @@ class Forward {
     const scalar_t* next = t + 1 < spans_ ? row(r) + column + kSpan : row(after);
     const bool weighted = args_.options.label_smoothing != 0;
     return Tile<scalar_t>::stats(row(r) + column, std::min(kSpan, columns_ - column), transform_, weighted,
-                                          weights_at<scalar_t>(args_.target, column), next);
+                                 weights_at<scalar_t>(args_.target, column), next);
   }
 
   // Adds the entries and writes what belongs to the row.
@@ -100,10 +100,8 @@ class Backward {
   };
 
   explicit Backward(const BackwardArgs& args)
-      : args_(args),
-        columns_(args.target.num_classes),
-        spans_(divide_up(args.vocab, kSpan)),
-        transform_(args.options) {}
+      : args_(args), columns_(args.target.num_classes), spans_(divide_up(args.vocab, kSpan)), transform_(args.options) {
+  }
 
   int64_t spans() const { return spans_; }
   RowPlan empty_plan() const { return {true, {0, 0, 0, 0, 0, 0, args_.options, columns_}, {}}; }
@@ -135,7 +133,7 @@ class Backward {
     if (live > begin) {
       plan.entries.gather(row(r), transform_, plan.entries.span_begin(t), plan.entries.span_begin(t + 1));
       Tile<scalar_t>::gradient(row(r) + begin, live - begin, transform_, plan.coefficients,
-                                        weights_at<scalar_t>(args_.target, begin), next, gradient + begin);
+                               weights_at<scalar_t>(args_.target, begin), next, gradient + begin);
     }
     std::fill(reinterpret_cast<char*>(gradient + live), reinterpret_cast<char*>(gradient + end), 0);
   }
@@ -143,8 +141,8 @@ class Backward {
   void write_entries(int64_t r, RowPlan& plan) const {
     RowEntries<acc_t>& entries = plan.entries;
     Tile<scalar_t>::entries(entries.logits.data(), entries.size(), transform_, plan.coefficients,
-                                     entries.class_weights.empty() ? nullptr : entries.class_weights.data(),
-                                     entries.weights.data());
+                            entries.class_weights.empty() ? nullptr : entries.class_weights.data(),
+                            entries.weights.data());
     scalar_t* gradient = args_.template gradient_row<scalar_t>(r);
     for (size_t k = 0; k < entries.size(); ++k) from_acc(entries.logits[k], gradient[entries.columns[k]]);
   }

@@ -88,8 +88,7 @@ SCE_HD void gradient_body(const scalar_t* logits, int64_t n, const LogitTransfor
     const acc_t* z = transformed(logits + begin, m, t, buffer);
     const acc_t* o = class_weight ? class_weight + begin : nullptr;
     SCE_SIMD()
-    for (int64_t i = 0; i < m; ++i)
-      from_acc(c.at(z[i], o ? o[i] : acc_t(1)) * t.slope(z[i]), gradient[begin + i]);
+    for (int64_t i = 0; i < m; ++i) from_acc(c.at(z[i], o ? o[i] : acc_t(1)) * t.slope(z[i]), gradient[begin + i]);
   }
 }
 
@@ -149,8 +148,8 @@ template <typename scalar_t>
 void Tile<scalar_t>::entries(acc_t* z, int64_t n, const LogitTransform<acc_t>& transform,
                              const GradientCoefficients<acc_t>& coefficients, const acc_t* class_weight,
                              const acc_t* target_weight) {
-  with_instruction_set(
-      [&](auto) SCE_INLINE { entries_body(z, n, transform, coefficients, class_weight, target_weight); });
+  with_instruction_set([&](auto)
+                           SCE_INLINE { entries_body(z, n, transform, coefficients, class_weight, target_weight); });
 }
 
 template struct Tile<float>;

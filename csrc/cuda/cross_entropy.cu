@@ -10,10 +10,10 @@ namespace sparse_ce {
 namespace cuda {
 namespace {
 
-constexpr int kUnroll = 4;                       // packs in flight per thread where nothing but exp is computed
-constexpr int64_t kWarpRowBytes = 8192;          // rows up to here are read by a warp: 16 packs a thread
-constexpr int64_t kSplitBytes = 32768;           // the least part of a row that is worth a block
-constexpr int kBlocksPerMultiprocessor = 4;      // below this many, rows are split
+constexpr int kUnroll = 4;  // packs in flight per thread where nothing but exp is computed
+constexpr int64_t kWarpRowBytes = 8192;  // rows up to here are read by a warp: 16 packs a thread
+constexpr int64_t kSplitBytes = 32768;  // the least part of a row that is worth a block
+constexpr int kBlocksPerMultiprocessor = 4;  // below this many, rows are split
 
 // ------------------------------------------------------------------------------------------------ forward
 
@@ -93,8 +93,8 @@ __host__ __device__ inline int64_t split_begin(int64_t columns, int64_t splits, 
 
 // One group per row, or per part of a row: then partial (rows, splits) receives the statistics.
 template <typename scalar_t, int kWidth>
-__global__ void __launch_bounds__(kThreads, 4) forward_kernel(ForwardArgs args, int64_t splits,
-                                                           RowStats<acc_type<scalar_t>>* partial) {
+__global__ void __launch_bounds__(kThreads, 4)
+    forward_kernel(ForwardArgs args, int64_t splits, RowStats<acc_type<scalar_t>>* partial) {
   using Group = RowGroup<kWidth>;
   const int64_t columns = args.target.num_classes;
   for (int64_t item = Group::number(); item < args.rows * splits; item += Group::count()) {
@@ -114,8 +114,8 @@ __global__ void __launch_bounds__(kThreads, 4) forward_kernel(ForwardArgs args, 
 
 // One warp per row merges the parts of forward_kernel.
 template <typename scalar_t>
-__global__ void __launch_bounds__(kThreads) forward_merge_kernel(ForwardArgs args, int64_t splits,
-                                                                 const RowStats<acc_type<scalar_t>>* partial) {
+__global__ void __launch_bounds__(kThreads)
+    forward_merge_kernel(ForwardArgs args, int64_t splits, const RowStats<acc_type<scalar_t>>* partial) {
   using Group = RowGroup<kWarp>;
   for (int64_t r = Group::number(); r < args.rows; r += Group::count()) {
     RowStats<acc_type<scalar_t>> stats;
@@ -139,8 +139,8 @@ template <int kWidth>
 __device__ bool is_sorted(const TargetView& target, EntryRange range) {
   bool sorted = true;
   for (int64_t i = range.begin + RowGroup<kWidth>::rank(); i + 1 < range.end; i += kWidth)
-    sorted = sorted && load_int(target.indices, target.indices_dtype, i) <=
-                           load_int(target.indices, target.indices_dtype, i + 1);
+    sorted = sorted &&
+             load_int(target.indices, target.indices_dtype, i) <= load_int(target.indices, target.indices_dtype, i + 1);
   return RowGroup<kWidth>::all(sorted);
 }
 
@@ -220,8 +220,8 @@ __device__ void write_dense(const BackwardArgs& args, const GradientCoefficients
 // One group per row, or per part of a row: it alone reads and writes its columns, so the gradient may be the logits.
 // entry_gradients has one element for each of the target's entries; each belongs to the group of its row and column.
 template <typename scalar_t, int kWidth>
-__global__ void __launch_bounds__(kThreads, 3) backward_kernel(BackwardArgs args, int64_t splits,
-                                                            EntryGradient<acc_type<scalar_t>>* entry_gradients) {
+__global__ void __launch_bounds__(kThreads, 3)
+    backward_kernel(BackwardArgs args, int64_t splits, EntryGradient<acc_type<scalar_t>>* entry_gradients) {
   using Group = RowGroup<kWidth>;
   using acc_t = acc_type<scalar_t>;
   const int64_t columns = args.target.num_classes;

@@ -166,8 +166,8 @@ __device__ void add_span(const MaskedMeanArgs& args, const Place& place, int64_t
 }
 
 template <typename scalar_t, int kWidth>
-__global__ void __launch_bounds__(kThreads) along_kernel(MaskedMeanArgs args, Plan plan,
-                                                         MaskedSum<acc_type<scalar_t>>* partial) {
+__global__ void __launch_bounds__(kThreads)
+    along_kernel(MaskedMeanArgs args, Plan plan, MaskedSum<acc_type<scalar_t>>* partial) {
   using acc_t = acc_type<scalar_t>;
   using Group = RowGroup<kWidth>;
   for (int64_t item = Group::number(); item < plan.items; item += Group::count()) {
@@ -248,8 +248,8 @@ __global__ void __launch_bounds__(kThreads, sizeof(scalar_t) == 2 ? 2 : 3)
 
 // A warp merges the parts of an output. partial (outer, parts, width).
 template <typename scalar_t>
-__global__ void __launch_bounds__(kThreads) merge_kernel(MaskedMeanArgs args, int64_t parts,
-                                                         const MaskedSum<acc_type<scalar_t>>* partial) {
+__global__ void __launch_bounds__(kThreads)
+    merge_kernel(MaskedMeanArgs args, int64_t parts, const MaskedSum<acc_type<scalar_t>>* partial) {
   using Group = RowGroup<kWarp>;
   const int64_t width = args.width();
   for (int64_t item = Group::number(); item < args.outer.count * width; item += Group::count()) {

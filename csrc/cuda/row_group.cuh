@@ -61,7 +61,8 @@ struct RowGroup {
   __device__ static stats_t<acc_t> reduce(stats_t<acc_t> mine) {
     constexpr int kFields = sizeof(stats_t<acc_t>) / sizeof(acc_t);
 #pragma unroll
-    for (int offset = kWarp / 2; offset > 0; offset /= 2) mine.merge(shuffle_xor<stats_t, acc_t, kFields>(mine, offset));
+    for (int offset = kWarp / 2; offset > 0; offset /= 2)
+      mine.merge(shuffle_xor<stats_t, acc_t, kFields>(mine, offset));
     if (kWidth == kWarp) return mine;
 
     constexpr int kWarps = kThreads / kWarp;

@@ -112,8 +112,9 @@ struct BackwardRow {
     const SoftmaxGradient<acc_t> total =
         RowGroup<kWidth>::broadcast(RowGroup<kWidth>::reduce(SoftmaxGradient<acc_t>{mine.sum}));
     const auto at = [&](scalar_t g, scalar_t y, scalar_t& out) {
-      from_acc(args.log ? total.template at<true>(to_acc(g), to_acc(y)) : total.template at<false>(to_acc(g), to_acc(y)),
-               out);
+      from_acc(
+          args.log ? total.template at<true>(to_acc(g), to_acc(y)) : total.template at<false>(to_acc(g), to_acc(y)),
+          out);
     };
     for_entries<kWidth>(
         args, row, grad, by_packs,

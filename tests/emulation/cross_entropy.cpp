@@ -18,11 +18,12 @@ struct Case {
   std::string text() const {
     char out[512];
     std::snprintf(out, sizeof(out),
-                  "dtype %d rows %ld vocab %ld classes %ld stride %ld offset %ld layout %d width %ld values %d logprobs %d weight %d "
+                  "dtype %d rows %ld vocab %ld classes %ld stride %ld offset %ld layout %d width %ld values %d "
+                  "logprobs %d weight %d "
                   "mask %d grad_lse %d in_place %d smoothing %g z_loss %g scale %g softcap %g max_blocks %ld",
                   int(dtype), long(rows), long(vocab), long(num_classes), long(row_stride), long(offset), int(layout),
-                  long(width), has_values, logprobs, has_weight, has_mask, has_grad_lse, in_place, options.label_smoothing,
-                  options.z_loss, options.logit_scale, options.softcap, long(max_blocks));
+                  long(width), has_values, logprobs, has_weight, has_mask, has_grad_lse, in_place,
+                  options.label_smoothing, options.z_loss, options.logit_scale, options.softcap, long(max_blocks));
     return out;
   }
 };
@@ -76,20 +77,16 @@ struct Problem {
 
   static int64_t entries_of(const Case& c) { return c.layout == Case::kIndex ? c.rows : c.rows * c.width; }
   explicit Problem(const Case& c)
-      : c(c),
-        begin(c.rows),
-        end(c.rows),
-        logits(c.dtype, c.rows ? (c.rows - 1) * c.row_stride + c.vocab : 0, c.offset),
+      : c(c), begin(c.rows), end(c.rows), logits(c.dtype, c.rows ? (c.rows - 1) * c.row_stride + c.vocab : 0, c.offset),
         indices(chance(0.5) ? DType::kInt64 : DType::kInt32, entries_of(c)),
         values(one_of<DType>({DType::kFloat32, DType::kFloat64, DType::kFloat16, DType::kBFloat16}), entries_of(c)),
         offsets(chance(0.5) ? DType::kInt64 : DType::kInt32, c.layout == Case::kRanges ? 2 * c.rows : c.rows + 1),
-        weight(c.arithmetic, c.num_classes),
-        weight_sum(c.arithmetic, 1),
-        grad_loss(c.arithmetic, c.unit_stride_grad ? c.rows : 1),
-        grad_lse(c.arithmetic, c.rows),
+        weight(c.arithmetic, c.num_classes), weight_sum(c.arithmetic, 1),
+        grad_loss(c.arithmetic, c.unit_stride_grad ? c.rows : 1), grad_lse(c.arithmetic, c.rows),
         mask(size_t(c.rows), 1) {
     const double nan = std::nan(""), inf = INFINITY;
-    for (int64_t i = 0; i < logits.count(); ++i) logits.set(i, chance(0.02) ? -inf : c.shift + uniform(-c.logit_size, c.logit_size));
+    for (int64_t i = 0; i < logits.count(); ++i)
+      logits.set(i, chance(0.02) ? -inf : c.shift + uniform(-c.logit_size, c.logit_size));
     double sum = 0;
     for (int64_t v = 0; v < c.num_classes; ++v) {
       weight.set(v, chance(0.1) ? 0 : uniform(0, 2));
@@ -236,7 +233,8 @@ struct Exact {
       const double w = value * p.weight_of(column);
       if (value == 0) continue;
       const double factor = p.weight_of(column) * (c.logprobs ? value : 1), by = p.grad_of(r) * (1 - e) * factor;
-      const bool nothing = c.arithmetic == DType::kFloat32 && float(p.weight_of(column)) * float(c.logprobs ? value : 1) == 0;
+      const bool nothing =
+          c.arithmetic == DType::kFloat32 && float(p.weight_of(column)) * float(c.logprobs ? value : 1) == 0;
       const double g = nothing ? 0 : by * double(exact_lse - z[column]);
       if (by != 0) {
         grad_values[i - p.begin[r]] = g;
@@ -260,14 +258,17 @@ struct Exact {
     const double g = p.grad_of(r), g_lse = c.has_grad_lse ? p.grad_lse.get(r) : 0;
     if (g == 0 && g_lse == 0) return;
     const double a = g * ((1 - e) * mass + e / double(n) * total_weight + 2 * c.options.z_loss * lse) + g_lse;
-    const double a_size = std::fabs(g) * ((1 - e) * absolute + e / double(n) * total_weight +
-                                          2 * c.options.z_loss * std::fabs(lse)) + std::fabs(g_lse);
+    const double a_size =
+        std::fabs(g) * ((1 - e) * absolute + e / double(n) * total_weight + 2 * c.options.z_loss * std::fabs(lse)) +
+        std::fabs(g_lse);
     const double ulp = c.dtype == DType::kFloat16 ? 0x1p-11 : c.dtype == DType::kBFloat16 ? 0x1p-8 : eps;
     for (int64_t v = 0; v < n; ++v) {
       const double q = double(std::exp(z[v] - exact_lse)), o = p.weight_of(v);
       grad[v] = (a * q - g * e / double(n) * o - g * (1 - e) * target[v]) * slope[v];
-      const double parts = (q > 0 ? a_size * q * (1 + std::fabs(z[v] - lse) + rounded_z) : 0) + std::fabs(g) * (e / double(n) * o + absolute * (target[v] != 0));
-      grad_bound[v] = ulp * std::fabs(grad[v]) + few * parts * (std::fabs(slope[v]) + 1) + 6e-8 * (c.dtype == DType::kFloat16) + 1e-37;
+      const double parts = (q > 0 ? a_size * q * (1 + std::fabs(z[v] - lse) + rounded_z) : 0) +
+                           std::fabs(g) * (e / double(n) * o + absolute * (target[v] != 0));
+      grad_bound[v] = ulp * std::fabs(grad[v]) + few * parts * (std::fabs(slope[v]) + 1) +
+                      6e-8 * (c.dtype == DType::kFloat16) + 1e-37;
     }
   }
 };
@@ -296,7 +297,8 @@ void run_case(const Case& c) {
   must(cuda::loss_mean(average, nullptr), "mean");
   Array ahead_divisor(c.arithmetic, 1), ahead_grad(c.arithmetic, 1);  // as before the losses are known
   average.loss = average.mean = nullptr;
-  average.grad_mean = upstream.device(), average.grad_loss = ahead_grad.device(), average.divisor = ahead_divisor.device();
+  average.grad_mean = upstream.device(), average.grad_loss = ahead_grad.device(),
+  average.divisor = ahead_divisor.device();
   must(cuda::loss_mean(average, nullptr), "divisor");
 
   BackwardArgs backward{};
@@ -323,7 +325,8 @@ void run_case(const Case& c) {
   for (int64_t r = 0; r < c.rows; ++r) exact.emplace_back(p, r);
 
   must(cuda::cross_entropy_backward(backward, entries.device(), nullptr), "backward");
-  for (Array* a : {&loss, &lse, &residual, &mean, &divisor, &ahead_divisor, &ahead_grad, &gradient, &grad_values}) a->download();
+  for (Array* a : {&loss, &lse, &residual, &mean, &divisor, &ahead_divisor, &ahead_grad, &gradient, &grad_values})
+    a->download();
   double total = 0, count = 0, size = 0;
   for (int64_t r = 0; r < c.rows; ++r) {
     const int64_t label = c.layout == Case::kIndex ? int64_t(p.indices.get(r)) : 0;
@@ -342,7 +345,8 @@ void run_case(const Case& c) {
     for (int64_t v = 0; v < c.vocab; ++v)
       compare("grad", r, v, gradient.get(r * backward.grad_row_stride + v), exact[r].grad[v], exact[r].grad_bound[v]);
     for (int64_t i = p.begin[r]; i < p.end[r]; ++i)
-      compare("grad_values", r, i, grad_values.get(i), exact[r].grad_values[i - p.begin[r]], exact[r].grad_values_bound[i - p.begin[r]]);
+      compare("grad_values", r, i, grad_values.get(i), exact[r].grad_values[i - p.begin[r]],
+              exact[r].grad_values_bound[i - p.begin[r]]);
   }
 }
 

@@ -30,7 +30,9 @@ uint64_t random_bits() {  // splitmix64
   z = (z ^ (z >> 27)) * 0x94d049bb133111ebu;
   return z ^ (z >> 31);
 }
-double uniform(double low, double high) { return low + (high - low) * double(random_bits() >> 11) / double(1ull << 53); }
+double uniform(double low, double high) {
+  return low + (high - low) * double(random_bits() >> 11) / double(1ull << 53);
+}
 int64_t below(int64_t n) { return int64_t(random_bits() % uint64_t(n)); }
 bool chance(double p) { return uniform(0, 1) < p; }
 template <typename T>
@@ -63,18 +65,30 @@ class Array {
   void set(int64_t i, double x) {
     void* at = host_.data() + (offset_ + i) * size_of(dtype_);
     switch (dtype_) {
-      case DType::kFloat64: *static_cast<double*>(at) = x; break;
-      case DType::kFloat32: *static_cast<float*>(at) = float(x); break;
-      case DType::kFloat16: *static_cast<__half*>(at) = __float2half_rn(float(x)); break;
-      case DType::kBFloat16: *static_cast<__nv_bfloat16*>(at) = __float2bfloat16_rn(float(x)); break;
-      case DType::kInt64: *static_cast<int64_t*>(at) = int64_t(x); break;
-      case DType::kInt32: *static_cast<int32_t*>(at) = int32_t(x); break;
-      case DType::kUInt8: *static_cast<uint8_t*>(at) = uint8_t(x); break;
+      case DType::kFloat64:
+        *static_cast<double*>(at) = x;
+        break;
+      case DType::kFloat32:
+        *static_cast<float*>(at) = float(x);
+        break;
+      case DType::kFloat16:
+        *static_cast<__half*>(at) = __float2half_rn(float(x));
+        break;
+      case DType::kBFloat16:
+        *static_cast<__nv_bfloat16*>(at) = __float2bfloat16_rn(float(x));
+        break;
+      case DType::kInt64:
+        *static_cast<int64_t*>(at) = int64_t(x);
+        break;
+      case DType::kInt32:
+        *static_cast<int32_t*>(at) = int32_t(x);
+        break;
+      case DType::kUInt8:
+        *static_cast<uint8_t*>(at) = uint8_t(x);
+        break;
     }
   }
-  double get(int64_t i) const {
-    return load_number<double>(host_.data(), dtype_, offset_ + i);
-  }
+  double get(int64_t i) const { return load_number<double>(host_.data(), dtype_, offset_ + i); }
   void upload() {
     if (device_) must(cudaMemcpy(device_, host_.data(), host_.size(), cudaMemcpyHostToDevice), "upload");
   }

@@ -18,17 +18,18 @@ struct Case {
   double scale;
   int64_t rows, width, ignore_index, offsets_step;  // offsets_step 0: no offsets
   bool masked;
-  double ignored;                   // the share of the entries that are ignore_index, and of the rows that a mask drops
+  double ignored;  // the share of the entries that are ignore_index, and of the rows that a mask drops
 
   bool split() const { return kind == kSum && size_of(dtype) == 2; }
   std::string text() const {
     char out[320];
-    std::snprintf(out, sizeof(out),
-                  "kind %d dtype %d product %d count %ld offsets %ld %ld %ld steps %ld size %g special %g scale %g rows %ld "
-                  "width %ld offsets_step %ld masked %d ignored %g max_blocks %ld",
-                  kind, int(dtype), int(product_dtype), long(count), long(offset), long(product_offset),
-                  long(low_offset), long(steps), size, special, scale, long(rows), long(width), long(offsets_step), masked,
-                  ignored, long(max_blocks));
+    std::snprintf(
+        out, sizeof(out),
+        "kind %d dtype %d product %d count %ld offsets %ld %ld %ld steps %ld size %g special %g scale %g rows %ld "
+        "width %ld offsets_step %ld masked %d ignored %g max_blocks %ld",
+        kind, int(dtype), int(product_dtype), long(count), long(offset), long(product_offset), long(low_offset),
+        long(steps), size, special, scale, long(rows), long(width), long(offsets_step), masked, ignored,
+        long(max_blocks));
     return out;
   }
 };
@@ -99,10 +100,14 @@ class Bytes {
 // What rounding to a dtype may take from x, as a share of it and near 0.
 double rounding(DType dtype, double x) {
   switch (dtype) {
-    case DType::kFloat16: return 0x1p-11 * std::fabs(x) + 0x1p-25;
-    case DType::kBFloat16: return 0x1p-8 * std::fabs(x);
-    case DType::kFloat32: return 0x1p-24 * std::fabs(x);
-    default: return 0x1p-53 * std::fabs(x);
+    case DType::kFloat16:
+      return 0x1p-11 * std::fabs(x) + 0x1p-25;
+    case DType::kBFloat16:
+      return 0x1p-8 * std::fabs(x);
+    case DType::kFloat32:
+      return 0x1p-24 * std::fabs(x);
+    default:
+      return 0x1p-53 * std::fabs(x);
   }
 }
 
@@ -166,7 +171,8 @@ void run_sum(const Case& c) {
     }
   }
   for (int64_t i = -c.offset; i < 0; ++i) compare("front of the total", 0, i, total.get(i), 512, 0);
-  for (int64_t i = -c.low_offset; i < 0; ++i) compare("front of low", 0, i, low[i], low_before[size_t(c.low_offset + i)], 0);
+  for (int64_t i = -c.low_offset; i < 0; ++i)
+    compare("front of low", 0, i, low[i], low_before[size_t(c.low_offset + i)], 0);
 }
 
 // ------------------------------------------------------------------------------------------------ clear_ignored_rows
@@ -189,7 +195,8 @@ void run_rows(const Case& c) {
     }
     mask[r] = !chance(c.ignored);
     ignored.push_back(all || (c.masked && !mask[r]));
-    if (c.offsets_step == 2) offsets.set(2 * r, double(begin[size_t(r)])), offsets.set(2 * r + 1, double(begin[size_t(r) + 1]));
+    if (c.offsets_step == 2)
+      offsets.set(2 * r, double(begin[size_t(r)])), offsets.set(2 * r + 1, double(begin[size_t(r) + 1]));
   }
   for (int64_t r = 0; c.offsets_step != 2 && r <= c.rows; ++r) offsets.set(r, double(begin[size_t(r)]));
   indices.upload(), offsets.upload(), mask.upload();
@@ -227,7 +234,8 @@ void run_scale(const Case& c) {
   values.download();
   for (int64_t i = -c.offset; i < 0; ++i) compare("front of the values", 0, i, values.get(i), before.get(i), 0);
   for (int64_t i = 0; i < c.count; ++i) {
-    const double exact = before.get(i) == 0 ? 0 : before.get(i) * scale.get(0), error = std::isfinite(exact) ? rounding(arithmetic(c.dtype), exact) : 0;
+    const double exact = before.get(i) == 0 ? 0 : before.get(i) * scale.get(0),
+                 error = std::isfinite(exact) ? rounding(arithmetic(c.dtype), exact) : 0;
     compare_rounded("scaled value", 0, i, c.dtype, values.get(i), exact, error);
   }
 }

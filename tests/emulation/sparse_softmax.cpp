@@ -19,9 +19,9 @@ struct Case {
   }
   std::string text() const {
     char out[256];
-    std::snprintf(out, sizeof(out), "dtype %d rows %zu entries %ld width %ld offset %ld log %d ordered %d max_blocks %ld",
-                  int(dtype), lengths.size(), long(entries()), long(width), long(offset), log, ordered,
-                  long(max_blocks));
+    std::snprintf(out, sizeof(out),
+                  "dtype %d rows %zu entries %ld width %ld offset %ld log %d ordered %d max_blocks %ld", int(dtype),
+                  lengths.size(), long(entries()), long(width), long(offset), log, ordered, long(max_blocks));
     return out;
   }
 };
@@ -98,8 +98,7 @@ void run_case(const Case& c) {
         const double slope = double(c.log ? g - std::exp(q) * sum : q * (g - sum));
         const double parts = double(c.log ? std::fabs(g) + std::exp(q) * (absolute + 1) * (std::fabs(q) + 1)
                                           : q * (std::fabs(g) + absolute));
-        compare("gradient", r, i, result.get(place(i)), slope,
-                ulp * std::fabs(slope) + 4 * eps * parts + least);
+        compare("gradient", r, i, result.get(place(i)), slope, ulp * std::fabs(slope) + 4 * eps * parts + least);
       }
     }
   }

@@ -3,6 +3,7 @@
 // Built by tests/native_modules.py beside csrc/cpu/tile.cpp. Tensors come as addresses; statistics are tuples, so that
 // two copies of this module, each with its own instruction set, share no type.
 #include "../../csrc/cpu/tile.h"
+#include "../../csrc/loss_mean.h"
 
 #include <pybind11/pybind11.h>
 
@@ -38,7 +39,7 @@ Four merge_rows(const Four& a, const Four& b) {
   return parts_of(row);
 }
 
-// TargetStats, MeanStats and MaskedSum: two numbers each, in the order of their fields.
+// TargetStats, LossMeanStats and MaskedSum: two numbers each, in the order of their fields.
 template <typename stats_t>
 Two merge_two(const Two& a, const Two& b) {
   stats_t one, other;
@@ -70,8 +71,14 @@ Four tile_stats(uintptr_t logits, int64_t n, double scale, double softcap, bool 
 
 template <typename acc_t>
 GradientCoefficients<acc_t> coefficients(const LossOptions& options, double grad, double mass, double lse, int64_t n) {
-  return {static_cast<acc_t>(grad), acc_t(0), static_cast<acc_t>(mass), static_cast<acc_t>(lse), acc_t(0),
-          static_cast<acc_t>(n), options, n};
+  return {static_cast<acc_t>(grad),
+          acc_t(0),
+          static_cast<acc_t>(mass),
+          static_cast<acc_t>(lse),
+          acc_t(0),
+          static_cast<acc_t>(n),
+          options,
+          n};
 }
 
 template <typename scalar_t>
@@ -80,10 +87,9 @@ void tile_gradient(uintptr_t logits, int64_t n, double scale, double softcap, do
   using acc_t = acc_type<scalar_t>;
   const LossOptions options = options_of(scale, softcap, smoothing, 0);
   const auto* x = reinterpret_cast<const scalar_t*>(logits);
-  cpu::tile_kernels<scalar_t>().gradient(x, n, LogitTransform<acc_t>(options),
-                                         coefficients<acc_t>(options, grad, mass, lse, n),
-                                         reinterpret_cast<const acc_t*>(class_weight), x,
-                                         reinterpret_cast<scalar_t*>(gradient));
+  cpu::tile_kernels<scalar_t>().gradient(
+      x, n, LogitTransform<acc_t>(options), coefficients<acc_t>(options, grad, mass, lse, n),
+      reinterpret_cast<const acc_t*>(class_weight), x, reinterpret_cast<scalar_t*>(gradient));
 }
 
 template <typename scalar_t>
@@ -91,10 +97,9 @@ void tile_entries(uintptr_t z, int64_t n, double scale, double softcap, double s
                   double lse, uintptr_t class_weight, uintptr_t target_weight) {
   using acc_t = acc_type<scalar_t>;
   const LossOptions options = options_of(scale, softcap, smoothing, 0);
-  cpu::tile_kernels<scalar_t>().entries(reinterpret_cast<acc_t*>(z), n, LogitTransform<acc_t>(options),
-                                        coefficients<acc_t>(options, grad, mass, lse, n),
-                                        reinterpret_cast<const acc_t*>(class_weight),
-                                        reinterpret_cast<const acc_t*>(target_weight));
+  cpu::tile_kernels<scalar_t>().entries(
+      reinterpret_cast<acc_t*>(z), n, LogitTransform<acc_t>(options), coefficients<acc_t>(options, grad, mass, lse, n),
+      reinterpret_cast<const acc_t*>(class_weight), reinterpret_cast<const acc_t*>(target_weight));
 }
 
 template <typename scalar_t>
@@ -109,7 +114,7 @@ void define_monoids(py::module_& m, const std::string& dtype) {
   m.def(("row_identity_" + dtype).c_str(), [] { return parts_of(RowStats<acc_t>()); });
   m.def(("merge_rows_" + dtype).c_str(), merge_rows<acc_t>);
   m.def(("merge_targets_" + dtype).c_str(), merge_two<TargetStats<acc_t>>);
-  m.def(("merge_means_" + dtype).c_str(), merge_two<MeanStats<acc_t>>);
+  m.def(("merge_means_" + dtype).c_str(), merge_two<LossMeanStats<acc_t>>);
   m.def(("merge_masked_sums_" + dtype).c_str(), merge_two<MaskedSum<acc_t>>);
 }
 
