@@ -287,6 +287,7 @@ def _row(name: str, problem: LinearProblem, floor: bool, ours: bool, seconds: Di
     }
 
 
-def _record(shape: LinearShape, rows: List[records.Record], goals: List[Goal], not_run: Dict[str, str]) -> Dict[str, Any]:
+def _record(shape: LinearShape, rows: List[records.Record], goals: List[Goal],
+            not_run: Dict[str, str]) -> Dict[str, Any]:
     return {"title": str(shape), "logits_bytes": shape.logits_bytes, "rows": rows,
             "goals": [records.goal_row(goal) for goal in goals], "not_run": not_run}

@@ -17,7 +17,8 @@ from goals import Goal
 from work import BOTH, FORWARD
 
 READ_INPUT, READ_MASK, COPY = "torch.sum of the input", "read the mask", "copy of the input"
-COMPOSED, COMPOSED_BOTH, INDEXED = "where, sum, division, forward", "where, sum, division", "input[mask].mean(), forward"
+COMPOSED, COMPOSED_BOTH = "where, sum, division, forward", "where, sum, division"
+INDEXED = "input[mask].mean(), forward"
 
 
 @dataclass(frozen=True)

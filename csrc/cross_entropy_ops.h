@@ -10,8 +10,8 @@
 
 namespace sparse_ce {
 
-// The two ends of a loss that is a mean: the upstream gradient of every row's loss, known from the target alone, and the
-// mean itself once the losses are there.
+// The two ends of a loss that is a mean: the upstream gradient of every row's loss, known from the target alone, and
+// the mean itself once the losses are there.
 template <typename device_t>
 class LossMean {
  public:

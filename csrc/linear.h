@@ -32,8 +32,8 @@ struct AccumulateArgs {
   int64_t max_blocks;  // 0: no limit
 };
 
-// One element, with low[i] beside it where it is split. `first` and `last` are the same for all: compilers take them out
-// of a loop.
+// One element, with low[i] beside it where it is split. `first` and `last` are the same for all: compilers take them
+// out of a loop.
 template <typename scalar_t>
 SCE_HD void accumulate_element(acc_type<scalar_t> product, bool first, bool last, scalar_t& total, uint8_t* low,
                                int64_t i) {

@@ -255,7 +255,8 @@ struct GradientCoefficients {
   }
 
   SCE_HD acc_t log_prob(acc_t z) const { return (z - lse) - lse_residual; }
-  // dloss/dz_j: a q_j alone for most classes, less b o_j where labels are smoothed, less d sum w~ where there are entries.
+  // dloss/dz_j: a q_j alone for most classes, less b o_j where labels are smoothed, less d sum w~ where there are
+  // entries.
   SCE_HD acc_t at(acc_t z) const { return a * exponential(log_prob(z)); }
   // a q_j for storage of 16 bits, whose rounding hides both the residual and a rough exponential.
   SCE_HD acc_t at_rough(acc_t z) const { return a * exponential_rough(z - lse); }

@@ -1,5 +1,5 @@
-// schema.cpp - every op, in one place. Shapes: rows N, columns V, K entries a row or E in all; A is the arithmetic dtype,
-// float32, or float64 for float64 logits. Formulas in math.h.
+// schema.cpp - every op, in one place. Shapes: rows N, columns V, K entries a row or E in all; A is the arithmetic
+// dtype, float32, or float64 for float64 logits. Formulas in math.h.
 //
 // A target is `indices` int32 or int64 with
 //   (N,)    and nothing else                          class labels
@@ -8,9 +8,9 @@
 //   (E,)    and values (E,), offsets (N, 2)           row r has the entries [offsets[r, 0], offsets[r, 1]); no entry
 //                                                     belongs to two rows
 //   (N, K)  and nothing else                          ids, K a row
-// Without values every weight is 1; with `logprobs` the weights are exp(values), and the gradient for the values is theirs.
-// An entry of weight 0, of log-probability -inf or of class ignore_index is padding. weight (V,) A are class weights;
-// row_mask (N,) bool is true where a row counts.
+// Without values every weight is 1; with `logprobs` the weights are exp(values), and the gradient for the values is
+// theirs. An entry of weight 0, of log-probability -inf or of class ignore_index is padding. weight (V,) A are class
+// weights; row_mask (N,) bool is true where a row counts.
 #include "arguments.h"
 
 #define SCE_GRADIENTS "(Tensor grad_input, Tensor grad_weight, Tensor grad_bias, Tensor grad_values)"
@@ -39,18 +39,19 @@ STABLE_TORCH_LIBRARY(sparse_ce, m) {
       "backward_(Tensor grad_loss, Tensor? grad_lse, Tensor(a!) logits, Tensor lse, Tensor? "
       "lse_residual, " SCE_ARGUMENTS ") -> ()");
 
-  // grad_values, shape of values, A: the gradient of sum(grad_loss * loss) for the values of the entries; 0 for padding.
+  // grad_values, shape of values, A: the gradient of sum(grad_loss * loss) for the values of the entries; 0 for
+  // padding.
   m.def("backward_values(Tensor grad_loss, Tensor logits, Tensor lse, Tensor? lse_residual, " SCE_ARGUMENTS
         ") -> Tensor");
 
-  // The mean of loss (N,) A over the rows that count, and what the sum was divided by, both () A: the sum of the labels'
-  // class weights for class labels, else the number of rows that are not ignored; `normalizer` () A where there is one.
-  // Over nothing, or by 0: 0 and inf.
+  // The mean of loss (N,) A over the rows that count, and what the sum was divided by, both () A: the sum of the
+  // labels' class weights for class labels, else the number of rows that are not ignored; `normalizer` () A where there
+  // is one. Over nothing, or by 0: 0 and inf.
   m.def("loss_mean(Tensor loss, Tensor? normalizer, " SCE_TARGET ") -> (Tensor mean, Tensor divisor)");
 
-  // The same for logits that never exist: z = input linear_weight^T + linear_bias, chunk_rows rows at a time (as many as
-  // fit a budget by default). input (N, D), linear_weight (V, D), linear_bias (V,): of one dtype, or weight and bias of
-  // float32 with an input of 16 bits. Only the first num_classes rows of the weight are read.
+  // The same for logits that never exist: z = input linear_weight^T + linear_bias, chunk_rows rows at a time (as many
+  // as fit a budget by default). input (N, D), linear_weight (V, D), linear_bias (V,): of one dtype, or weight and bias
+  // of float32 with an input of 16 bits. Only the first num_classes rows of the weight are read.
   m.def("linear_forward(" SCE_HEAD ", " SCE_ARGUMENTS ", int? chunk_rows=None) -> (Tensor loss, Tensor lse)");
   m.def("linear_forward_with_residual(" SCE_HEAD ", " SCE_ARGUMENTS
         ", int? chunk_rows=None) -> (Tensor loss, Tensor lse, Tensor lse_residual)");
@@ -59,8 +60,8 @@ STABLE_TORCH_LIBRARY(sparse_ce, m) {
   m.def("linear_mean(" SCE_HEAD ", " SCE_ARGUMENTS
         ", Tensor? normalizer=None, int? chunk_rows=None) -> (Tensor mean, Tensor lse)");
 
-  // The gradients of sum(grad_loss * loss + grad_lse * lse) for input, linear_weight, linear_bias and values (A), each of
-  // the shape and dtype of its tensor; (0,) where it is not asked for. The logits are made anew.
+  // The gradients of sum(grad_loss * loss + grad_lse * lse) for input, linear_weight, linear_bias and values (A), each
+  // of the shape and dtype of its tensor; (0,) where it is not asked for. The logits are made anew.
   m.def("linear_backward(Tensor grad_loss, Tensor? grad_lse, " SCE_HEAD
         ", Tensor lse, Tensor? lse_residual, " SCE_ARGUMENTS ", int? chunk_rows=None, " SCE_WANTED
         ") -> " SCE_GRADIENTS);
@@ -74,8 +75,9 @@ STABLE_TORCH_LIBRARY(sparse_ce, m) {
   // gradient *= scale () A, in place. Where scale is 1 nothing is read or written; it is looked at where it lies.
   m.def("scale_(Tensor(a!) gradient, Tensor scale) -> ()");
 
-  // Softmax, or its logarithm, over the entries of each row of a sparse matrix: values (E,) or (E, D), each of D positions
-  // alone. Row r has the entries [offsets[r], offsets[r + 1]) of order (E,) int64, or of 0, 1, 2, ... without it.
+  // Softmax, or its logarithm, over the entries of each row of a sparse matrix: values (E,) or (E, D), each of D
+  // positions alone. Row r has the entries [offsets[r], offsets[r + 1]) of order (E,) int64, or of 0, 1, 2, ... without
+  // it.
   m.def("sparse_softmax(Tensor values, Tensor offsets, Tensor? order, bool log) -> Tensor");
 
   // Its gradient for the values, from the output.

@@ -72,8 +72,8 @@ struct TargetView {
     return weight && labels ? class_weight<acc_t>(entry<acc_t>(r).column) : acc_t(1);
   }
 
-  // Padding is recognised by its stored value or by ignore_index before its index is used for anything else. An index out
-  // of range is a mistake even where its log-probability underflows to a weight of 0, which adds nothing to a row.
+  // Padding is recognised by its stored value or by ignore_index before its index is used for anything else. An index
+  // out of range is a mistake even where its log-probability underflows to a weight of 0, which adds nothing to a row.
   template <typename acc_t>
   SCE_HD Entry<acc_t> entry_of(int64_t column, acc_t value) const {
     if (value == (logprobs ? -acc_t(INFINITY) : acc_t(0)) || column == ignore_index) return {-1, acc_t(0)};

@@ -84,7 +84,8 @@ def main() -> None:
             dist.all_reduce(total)
             if rank == 0:
                 print(f"step {step} loss {total.item() / world:.5f}", flush=True)
-    # DDP's reducer must not be the last to hold the group: it would wait for Gloo's threads, which may wait for the GIL.
+    # DDP's reducer must not be the last to hold the group: it would wait for Gloo's threads, which may wait for the
+    # GIL.
     del model
     dist.destroy_process_group()
 

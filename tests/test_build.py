@@ -23,7 +23,8 @@ def compiled(request, tmp_path_factory):
     out = tmp_path_factory.mktemp("cuda") / f"{request.param}.o"
     done = subprocess.run(
         ["nvcc", "-std=c++17", "-O3", "--threads=2", "-gencode", "arch=compute_80,code=sm_80", "-gencode",
-         "arch=compute_90,code=sm_90", "-Xptxas", "-v", "-c", str(ROOT / f"csrc/cuda/{request.param}.cu"), "-o", str(out)],
+         "arch=compute_90,code=sm_90", "-Xptxas", "-v", "-c", str(ROOT / f"csrc/cuda/{request.param}.cu"), "-o",
+         str(out)],
         capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     pattern = (r"entry function '(\S+)' for '(\S+)'\n.*\n\s*(\d+) bytes stack frame, (\d+) bytes spill stores, "
@@ -58,8 +59,9 @@ def test_logits_are_read_and_gradients_written_by_16_bytes(compiled):
     cuobjdump = shutil.which("cuobjdump") or next(iter(
         str(p) for path in sys.path for p in Path(path).glob("nvidia/cu13/bin/cuobjdump")), None)
     assert cuobjdump, "cuobjdump must be installed (pip install nvidia-cuda-cuobjdump nvidia-cuda-nvdisasm)"
+    path = os.path.dirname(cuobjdump) + os.pathsep + os.environ["PATH"]
     sass = subprocess.run([cuobjdump, "-sass", str(compiled[0])], capture_output=True, text=True,
-                          env={**os.environ, "PATH": os.path.dirname(cuobjdump) + os.pathsep + os.environ["PATH"]}).stdout
+                          env={**os.environ, "PATH": path}).stdout
     found = re.findall(r"Function : (\S+)\n(.*?)(?=\n\s*Function :|\Z)", sass, re.S)
     functions = dict(found)
     if compiled[0].stem == "masked_mean":

@@ -79,7 +79,8 @@ def test_another_user_of_the_logits_gets_its_gradient_or_an_error(device):
 
     def total(x, inplace, order):
         logits = x * 1
-        parts = [lambda: cross_entropy(logits, labels, inplace="backward" if inplace else False), lambda: logits.square().sum()]
+        parts = [lambda: cross_entropy(logits, labels, inplace="backward" if inplace else False),
+                 lambda: logits.square().sum()]
         return sum(part() for part in parts[::order])
 
     for order, raises in ((1, False), (-1, True)):  # autograd runs the latest first

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+
 import sparse_ce
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -111,8 +111,8 @@ def gradients(model):
 def assert_gradients_close(ours, peer, exact):
     """Each parameter's; those that are 0 but for rounding (a key's bias) stay so.
 
-    Most of the error is the layers' own rounding, which is as large in ``peer`` (the same model with PyTorch's loss) but
-    not the same: one parameter may err three times as much, half of them may not err twice as much.
+    Most of the error is the layers' own rounding, which is as large in ``peer`` (the same model with PyTorch's loss)
+    but not the same: one parameter may err three times as much, half of them may not err twice as much.
     """
     assert set(ours) == set(peer) == set(exact) and ours
     largest = max(g.abs().max() for g in exact.values())

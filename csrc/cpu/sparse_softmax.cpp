@@ -49,8 +49,8 @@ void forward_row(const scalar_t* values, int64_t n, bool log, scalar_t* result) 
   });
 }
 
-// Calls f(inputs..., n, result) for each row, all of them pointers to n elements. Rows that are scattered, by an order or
-// by the width of each entry, are gathered first. A thread takes the rows that begin in its share of the entries.
+// Calls f(inputs..., n, result) for each row, all of them pointers to n elements. Rows that are scattered, by an order
+// or by the width of each entry, are gathered first. A thread takes the rows that begin in its share of the entries.
 template <typename scalar_t, typename function_t, typename... inputs_t>
 void for_rows(const SparseSoftmaxArgs& args, const function_t& f, const inputs_t*... inputs) {
   scalar_t* result = static_cast<scalar_t*>(args.result);

@@ -99,7 +99,8 @@ struct Cuda {
   }
   static void scale(const ScaleArgs& args, const Tensor& like) { run(cuda::scale, args, like); }
 
-  // Whether there are ignored rows only the device knows, and to ask it is to wait for it: they are multiplied as zeros.
+  // Whether there are ignored rows only the device knows, and to ask it is to wait for it: they are multiplied as
+  // zeros.
   static constexpr bool kLeavesOut = false;
   static std::optional<LiveRows> live_rows(const TargetView&) { return std::nullopt; }
   static bool may_ignore(const TargetView& target) { return target.row_mask || (!target.offsets && target.width > 0); }

@@ -1,5 +1,5 @@
-// Forward reads each logit once; backward reads it once and writes its gradient once. A group of threads takes a row, or
-// a part of one where rows are few and long; see plan_of.
+// Forward reads each logit once; backward reads it once and writes its gradient once. A group of threads takes a row,
+// or a part of one where rows are few and long; see plan_of.
 #include "row_group.cuh"
 
 #include "cross_entropy.h"
@@ -126,8 +126,8 @@ __global__ void __launch_bounds__(kThreads)
 
 // ------------------------------------------------------------------------------------------------ backward
 
-// The gradient at an entry: made before the dense pass, which may overwrite the logits, and written after it. Rounded to
-// storage once, so that p - 1 near p = 1 keeps its digits in 16 bits. column is -1 where there is nothing to write.
+// The gradient at an entry: made before the dense pass, which may overwrite the logits, and written after it. Rounded
+// to storage once, so that p - 1 near p = 1 keeps its digits in 16 bits. column is -1 where there is nothing to write.
 template <typename acc_t>
 struct EntryGradient {
   int64_t column;

@@ -17,8 +17,8 @@ inline int64_t blocks_for(int64_t items, int64_t per_block, int64_t limit, int64
   return std::min(limit > 0 ? limit : most, (items + per_block - 1) / per_block);
 }
 
-// kWidth threads share a row: a warp (several rows a block, for short rows) or the block. Every thread of the group must
-// call each function, with the group's other threads.
+// kWidth threads share a row: a warp (several rows a block, for short rows) or the block. Every thread of the group
+// must call each function, with the group's other threads.
 template <int kWidth>
 struct RowGroup {
   static_assert(kWidth == kWarp || kWidth == kThreads, "a warp or the block");
@@ -94,8 +94,8 @@ struct RowGroup {
 
 // Shares the columns [begin, end) of a row among a group: singles up to the first 16-byte boundary, then packs of which
 // each thread has kUnroll in flight, then single packs and singles. `packs(column, Count<n>)` stands for the n packs at
-// column, column + stride, ..., with stride kWidth * Pack::kSize; `single(column)` for one element. A row that cannot be
-// read by packs (`by_packs` false) is all singles.
+// column, column + stride, ..., with stride kWidth * Pack::kSize; `single(column)` for one element. A row that cannot
+// be read by packs (`by_packs` false) is all singles.
 template <int kWidth, int kUnroll, typename scalar_t, typename packs_t, typename single_t>
 __device__ __forceinline__ void for_columns(const scalar_t* row, int64_t begin, int64_t end, bool by_packs,
                                             const packs_t& packs, const single_t& single) {

@@ -105,7 +105,8 @@ def _check_options(loss: Callable[..., Any], options: Dict[str, Any], *taken: st
 def fuse_lm_head(model: Any, *, eval_logits: bool = True, **options: Any) -> "FusedHead":
     """Makes ``model.forward`` go from hidden states to the loss without logits, wherever it gets labels.
 
-    The model's own code runs; between its head and its loss the logits are a formula (``sparse_ce.integrations.logits``),
+    The model's own code runs; between its head and its loss the logits are a formula
+    (``sparse_ce.integrations.logits``),
     so a factor, a softcap, a bias and tied embeddings are what they are in the model, and auxiliary losses are added as
     ever. The output has no ``logits`` then. Forward without labels, and so ``generate``, is untouched. Labels may be
     class indices (B, S), an ``(indices, values)`` tuple, a COO tensor (B, S, V) or a ``SparseTarget``.
