@@ -70,10 +70,10 @@ def _from_sparse(t: Tensor) -> SparseTarget:
 def stack(targets: Sequence[SparseTarget]) -> SparseTarget:
     """One target with a new first dimension; pads K and every leading dimension to the largest."""
     targets = [t._absolute() for t in targets]
-    forms, dims, classes = {t.form for t in targets}, {t.dim() for t in targets}, {t.num_classes for t in targets}
+    forms, dims = {t.form for t in targets}, {t.dim() for t in targets}
+    classes = {t.num_classes for t in targets if t.num_classes is not None}
     check(len(dims) == 1, f"samples must have targets of one number of dimensions, got {sorted(dims)}")
-    classes.discard(None)
-    check(len(classes) <= 1, f"samples must have targets of one number of classes, got {sorted(map(str, classes))}")
+    check(len(classes) <= 1, f"samples must have targets of one number of classes, got {sorted(classes)}")
     if len(forms) > 1:  # what is left of a jagged target's row is a top-k; both are jagged rows
         check("index" not in forms, f"samples must have targets of one form, got {sorted(forms)}")
         targets = [_as_jagged(t) for t in targets]

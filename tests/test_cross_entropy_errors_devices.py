@@ -65,13 +65,13 @@ def op_calls(device):
     return {
         "forward": (x, *target), "forward_with_residual": (x, *target), "forward_with_gradient": (one, one, x, *target),
         "backward": (rows, rows, x, rows, rows, *target), "backward_": (rows, rows, x.clone(), rows, rows, *target),
-        "backward_values": (rows, x, rows, rows, *target), "mean": (rows, *target, -100, 7, one),
+        "backward_values": (rows, x, rows, rows, *target), "loss_mean": (rows, one, *target),
         "sparse_softmax": (entries, target[2], order, True),
         "sparse_softmax_backward": (entries, entries, target[2], order, True),
         "masked_mean": (x, mask, [1]), "masked_mean_backward": (rows, mask, [1], torch.float32),
         "linear_forward": (*head, *target), "linear_forward_with_residual": (*head, *target),
         "linear_forward_with_gradient": (one, one, *head, *target),
-        "linear_mean": (*head, *target, -100, 0.0, 0.0, 1.0, None, None, one),
+        "linear_mean": (*head, *target, -100, 0.0, 0.0, 1.0, None, None, False, one),
         "linear_backward": (rows, rows, *head, rows, rows, *target), "scale_": (x.clone(), one),
     }
 

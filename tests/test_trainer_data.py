@@ -1,5 +1,8 @@
 """A SparseTarget on the data path of the Trainer and of accelerate, which take it apart into tensors."""
 
+import tiny_lm  # noqa: F401, first: it skips this module where there is no transformers
+
+# isort: split
 import pytest
 import torch
 from accelerate.utils import operations
@@ -8,7 +11,7 @@ from transformers import trainer_pt_utils
 
 import sparse_ce.integrations.transformers  # noqa: F401, registers SparseTarget with them
 from sparse_ce import SparseTarget, collate, cross_entropy
-from tiny_lm import VOCAB, Samples  # before transformers: skips this module where there is none
+from tiny_lm import VOCAB, Samples
 from tiny_lm import collate as make_batch
 
 

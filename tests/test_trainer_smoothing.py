@@ -1,9 +1,11 @@
 """The Trainer's own label smoothing, which it drops where a loss is given and which soft labels have not: refused."""
 
+import tiny_lm  # noqa: F401, first: it skips this module where there is no transformers
+
+# isort: split
 import pytest
 import torch
 
-import tiny_lm
 from sparse_ce.integrations.transformers import causal_lm_loss, fuse_lm_head
 from tiny_lm import Samples, make_model
 

@@ -65,8 +65,8 @@ template <typename scalar_t>
 Four tile_stats(uintptr_t logits, int64_t n, double scale, double softcap, bool weighted, uintptr_t class_weight) {
   using acc_t = acc_type<scalar_t>;
   const auto* x = reinterpret_cast<const scalar_t*>(logits);
-  return parts_of(cpu::tile_kernels<scalar_t>().stats(x, n, LogitTransform<acc_t>(options_of(scale, softcap, 0, 0)),
-                                                      weighted, reinterpret_cast<const acc_t*>(class_weight), x));
+  return parts_of(cpu::Tile<scalar_t>::stats(x, n, LogitTransform<acc_t>(options_of(scale, softcap, 0, 0)), weighted,
+                                             reinterpret_cast<const acc_t*>(class_weight), x));
 }
 
 template <typename acc_t>
@@ -87,9 +87,8 @@ void tile_gradient(uintptr_t logits, int64_t n, double scale, double softcap, do
   using acc_t = acc_type<scalar_t>;
   const LossOptions options = options_of(scale, softcap, smoothing, 0);
   const auto* x = reinterpret_cast<const scalar_t*>(logits);
-  cpu::tile_kernels<scalar_t>().gradient(
-      x, n, LogitTransform<acc_t>(options), coefficients<acc_t>(options, grad, mass, lse, n),
-      reinterpret_cast<const acc_t*>(class_weight), x, reinterpret_cast<scalar_t*>(gradient));
+  cpu::Tile<scalar_t>::gradient(x, n, LogitTransform<acc_t>(options), coefficients<acc_t>(options, grad, mass, lse, n),
+                                reinterpret_cast<const acc_t*>(class_weight), x, reinterpret_cast<scalar_t*>(gradient));
 }
 
 template <typename scalar_t>
@@ -97,7 +96,7 @@ void tile_entries(uintptr_t z, int64_t n, double scale, double softcap, double s
                   double lse, uintptr_t class_weight, uintptr_t target_weight) {
   using acc_t = acc_type<scalar_t>;
   const LossOptions options = options_of(scale, softcap, smoothing, 0);
-  cpu::tile_kernels<scalar_t>().entries(
+  cpu::Tile<scalar_t>::entries(
       reinterpret_cast<acc_t*>(z), n, LogitTransform<acc_t>(options), coefficients<acc_t>(options, grad, mass, lse, n),
       reinterpret_cast<const acc_t*>(class_weight), reinterpret_cast<const acc_t*>(target_weight));
 }
