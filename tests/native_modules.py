@@ -76,6 +76,6 @@ def planning() -> ModuleType:
     import build
     layer = build.LAYER
     return load(built("planning", "-fno-strict-aliasing", "-Wno-unknown-pragmas", f"-I{layer / 'include'}", "-isystem",
-                      f"{build.cuda_home()}/include", "-include", "coc.h", "-x", "c++",
+                      f"{build.cuda_home()}/include", *map(str, build.DEVICE), "-x", "c++",
                       str(ROOT / "csrc/cuda/cross_entropy.cu"), "-x", "none",
-                      str(layer / "src" / "coc_runtime.cpp"), also=(layer,)))
+                      str(layer / "src" / "coc_runtime.cpp"), also=(layer, build.HERE)))
