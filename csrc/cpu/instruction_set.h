@@ -17,13 +17,6 @@
 #endif
 #define SCE_INLINE __attribute__((always_inline))
 
-// INSTANCE(set, attribute of its functions) for every instruction set: the tables that kernels_in_use chooses from.
-#ifdef SCE_X86
-#define SCE_FOR_INSTRUCTION_SETS(INSTANCE) INSTANCE(kDefault, ) INSTANCE(kAvx2, SCE_AVX2) INSTANCE(kAvx512, SCE_AVX512)
-#else
-#define SCE_FOR_INSTRUCTION_SETS(INSTANCE) INSTANCE(kDefault, )
-#endif
-
 namespace sparse_ce {
 namespace cpu {
 
@@ -60,23 +53,6 @@ static auto with_instruction_set(const function_t& f) {
   }
 #endif
   return f(Compiled<InstructionSet::kDefault>{});
-}
-
-// The kernels of the set in use, of a table that has them for each. static: g++ gives templates of templates of unnamed
-// namespaces names that other files share, and a linker would keep one of theirs for all.
-template <template <typename, InstructionSet> class instance_t, typename scalar_t>
-static const auto& kernels_in_use() {
-#ifdef SCE_X86
-  switch (instruction_set_in_use()) {
-    case InstructionSet::kAvx512:
-      return instance_t<scalar_t, InstructionSet::kAvx512>::kernels;
-    case InstructionSet::kAvx2:
-      return instance_t<scalar_t, InstructionSet::kAvx2>::kernels;
-    default:
-      break;
-  }
-#endif
-  return instance_t<scalar_t, InstructionSet::kDefault>::kernels;
 }
 
 }  // namespace cpu

@@ -217,42 +217,33 @@ SCE_HD void write_span(const MaskedMeanArgs& args, int64_t row, int64_t first) {
   }
 }
 
-struct MaskKernels {
-  void (*sum_item)(const MaskedMeanArgs& args, const Plan& plan, int64_t item, MaskedSum<double>* total);
-  void (*write_span)(const MaskedMeanArgs& args, int64_t row, int64_t first);
-};
-
-template <typename scalar_t, InstructionSet set>
-struct Instance;
-
-#define SCE_INSTANCE(SET, TARGET)                                                                                  \
-  template <typename scalar_t>                                                                                     \
-  struct Instance<scalar_t, InstructionSet::SET> {                                                                 \
-    template <typename weights_t>                                                                                  \
-    TARGET static void sum(const MaskedMeanArgs& args, const Plan& plan, int64_t item, MaskedSum<double>* total) { \
-      sum_item<scalar_t, weights_t>(args, plan, item, total);                                                      \
-    }                                                                                                              \
-    template <typename weights_t>                                                                                  \
-    TARGET static void write(const MaskedMeanArgs& args, int64_t row, int64_t first) {                             \
-      write_span<scalar_t, weights_t>(args, row, first);                                                           \
-    }                                                                                                              \
-    template <typename weights_t>                                                                                  \
-    static constexpr MaskKernels of{sum<weights_t>, write<weights_t>};                                             \
-    static constexpr MaskKernels kernels[] = {of<Same<acc_type<scalar_t>>>, of<const uint8_t*>,                    \
-                                              of<const acc_type<scalar_t>*>};                                      \
-  };
-
-SCE_FOR_INSTRUCTION_SETS(SCE_INSTANCE)
+// f(weights), of the type that the columns have.
+template <typename acc_t, typename function_t>
+SCE_HD void with_weights(const MaskedMeanArgs& args, const function_t& f) {
+  if (args.column.mask == 0) return f(Same<acc_t>{});
+  if (args.mask_dtype == DType::kUInt8) return f(static_cast<const uint8_t*>(nullptr));
+  f(static_cast<const acc_t*>(nullptr));
+}
 
 template <typename scalar_t>
-const MaskKernels& kernels_for(const MaskedMeanArgs& args) {
-  return kernels_in_use<Instance, scalar_t>()[args.column.mask == 0 ? 0 : args.mask_dtype == DType::kUInt8 ? 1 : 2];
+void add_item(const MaskedMeanArgs& args, const Plan& plan, int64_t item, MaskedSum<double>* total) {
+  with_instruction_set([&](auto) SCE_INLINE {
+    with_weights<acc_type<scalar_t>>(
+        args, [&](auto weights) SCE_INLINE { sum_item<scalar_t, decltype(weights)>(args, plan, item, total); });
+  });
+}
+
+template <typename scalar_t>
+void write_unit(const MaskedMeanArgs& args, int64_t row, int64_t first) {
+  with_instruction_set([&](auto) SCE_INLINE {
+    with_weights<acc_type<scalar_t>>(
+        args, [&](auto weights) SCE_INLINE { write_span<scalar_t, decltype(weights)>(args, row, first); });
+  });
 }
 
 template <typename scalar_t>
 void forward(const MaskedMeanArgs& args) {
   const Plan plan(args);
-  const MaskKernels& kernels = kernels_for<scalar_t>(args);
   const int64_t width = std::min(args.width(), kTile), grain = std::max<int64_t>(1, kGrain / plan.item_elements);
   std::vector<MaskedSum<double>> partial(static_cast<size_t>(plan.parts > 1 ? plan.items * width : 0));
   const auto finish = [&](int64_t group, const MaskedSum<double>* total) {
@@ -264,11 +255,11 @@ void forward(const MaskedMeanArgs& args) {
     std::vector<MaskedSum<double>> own(static_cast<size_t>(width));
     for (int64_t item = begin; item < end; ++item) {
       if (plan.parts > 1) {
-        kernels.sum_item(args, plan, item, partial.data() + item * width);
+        add_item<scalar_t>(args, plan, item, partial.data() + item * width);
         continue;
       }
       std::fill_n(own.data(), width, MaskedSum<double>{});
-      kernels.sum_item(args, plan, item, own.data());
+      add_item<scalar_t>(args, plan, item, own.data());
       finish(item, own.data());
     }
   });
@@ -290,9 +281,9 @@ void masked_mean_backward(const MaskedMeanArgs& args) {
   const int64_t spans = (args.columns + kSpan - 1) / kSpan, units = args.outer.count * args.rows.count * spans;
   const int64_t grain = std::max<int64_t>(1, kGrain / std::min(args.columns, kSpan));
   with_storage(args.dtype, [&](auto storage) {
-    const MaskKernels& kernels = kernels_for<decltype(storage)>(args);
     torch::stable::parallel_for(0, units, grain, [&](int64_t begin, int64_t end) {
-      for (int64_t unit = begin; unit < end; ++unit) kernels.write_span(args, unit / spans, unit % spans * kSpan);
+      for (int64_t unit = begin; unit < end; ++unit)
+        write_unit<decltype(storage)>(args, unit / spans, unit % spans * kSpan);
     });
   });
 }
