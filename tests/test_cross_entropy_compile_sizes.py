@@ -40,6 +40,16 @@ def targets(form, draw, vocab):
     }[form]()
 
 
+@pytest.mark.parametrize("weighted", [False, True])
+def test_a_mean_is_compiled_once_for_all_vocabularies(weighted, device):
+    counter, draw = CompileCounterWithBackend("aot_eager"), Draw(device)
+    compiled = torch.compile(cross_entropy, backend=counter, fullgraph=True)
+    for vocab in (*VOCABULARIES, 13):
+        weight = draw.uniform(vocab) if weighted else None
+        assert_compiled_equals_eager((compiled, cross_entropy), draw.normal(6, vocab), draw.integers(vocab, 6), weight)
+    assert counter.frame_count == 2  # the first, and one of any size
+
+
 @pytest.mark.parametrize("head", [cross_entropy, through_head])
 @pytest.mark.parametrize("form", ["labels", "tuple", "coo", "csr"])
 def test_class_weights_of_a_symbolic_vocabulary(head, form, device):
