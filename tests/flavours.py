@@ -148,7 +148,9 @@ def starts_again() -> bool:
 def start_again(config) -> None:
     """A sanitizer's runtime has to be there before Python is: the same command in its place."""
     config.pluginmanager.getplugin("capturemanager").stop_global_capturing()
-    os.execve(sys.executable, sys.orig_argv, {**os.environ, "LD_PRELOAD": preload()})
+    # With its options, which it reads at its start too.
+    os.execve(sys.executable, sys.orig_argv,
+              {**os.environ, **FLAVOURS[named()].environment, "LD_PRELOAD": preload()})
 
 
 def enter() -> None:

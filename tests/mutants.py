@@ -306,6 +306,8 @@ PYTHON = [
     ("sparse_ce/rows.py", "used == 0 or len(self.shape) > 0", "True"),
     ("sparse_ce/arguments.py", 'if hasattr(t, "full_tensor"):', "if False:"),
     ("sparse_ce/arguments.py", "if part.device != device:", "if target.device != device:"),
+    ("sparse_ce/arguments.py", "if inplace is not False and", "if inplace and"),
+    ("sparse_ce/arguments.py", "check_inplace(options.get", "(options.get"),
     ("sparse_ce/arguments.py", "return any(size == other for other in sizes)", "return True"),
     ("sparse_ce/arguments.py", "if normalizer.is_meta and not input.is_meta:", "if False:"),
     ("sparse_ce/arguments.py", "torch.SymFloat)) and not isinstance(value, bool)", "torch.SymFloat))"),
