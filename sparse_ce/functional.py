@@ -56,7 +56,7 @@ def cross_entropy(
             Entries of weight 0 or of class ``ignore_index`` are padding; duplicates add up; weights need not sum to 1.
         weight: class weights (V,), as in ``F.cross_entropy``. May not require grad.
         ignore_index: rows whose label, or whose every top-k index, has this value are ignored: loss 0, gradient 0
-            whatever their logits hold, not counted by the mean.
+            whatever their logits hold, not counted by the mean. In a :class:`SparseTarget` -100 means that, too.
         reduction: ``"none"`` (shape ``input.shape[:-1]``), ``"sum"`` or ``"mean"``. The mean divides by the sum of the
             labels' class weights for class indices, else by the number of rows not ignored. A mean over nothing is 0.
         label_smoothing: in [0, 1]; the share of the target that is spread over all classes.
@@ -183,8 +183,11 @@ def _dense_parts(input: Tensor, shape: torch.Size, target: Target, weight: Optio
     if input.is_cuda and ops.why_no_cuda is not None:
         fail(f"input must be on a device with kernels, got a CUDA tensor, but {ops.why_no_cuda}; reinstall sparse_ce "
              "with nvcc on the PATH", RuntimeError)
-    target, num_classes = as_target(target, shape), options["num_classes"]
+    given, num_classes, ignore_index = target, options["num_classes"], options["ignore_index"]
+    target = as_target(given, shape)
     arguments.check_target(target, shape, input, num_classes)
+    if target is given and ignore_index != IGNORE_INDEX:
+        target = target._marked(ignore_index)
     if weight is not None:
         weight = arguments.class_weights(weight, input, shape[-1], shape[-1] if num_classes is None else num_classes)
     if reduction == "sum":

@@ -46,6 +46,40 @@ def times(a: Tensor, b: Tensor) -> Tensor:
     return product
 
 
+def softcapped(z: Tensor, softcap: float) -> Tensor:
+    """``softcap * tanh(z / softcap)``."""
+    if _inside_a_kernel():
+        return softcap * torch.tanh(z / softcap)
+    capped: Tensor = _Softcapped.apply(z, softcap)
+    return capped
+
+
+class _Softcapped(torch.autograd.Function):
+    """0 where the upstream gradient, or the tangent, is 0, whatever ``z`` holds."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(z: Tensor, softcap: float) -> Tensor:
+        return softcap * torch.tanh(z / softcap)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Tuple[Any, ...], output: Any) -> None:
+        ctx.softcap = inputs[1]
+        ctx.save_for_backward(output)
+        ctx.save_for_forward(output)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tuple[Tensor, None]:
+        capped, = ctx.saved_tensors
+        return times(grad, 1 - (capped / ctx.softcap).square()), None
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor, _: None) -> Tensor:
+        capped, = ctx.saved_tensors
+        return times(tangent, 1 - (capped / ctx.softcap).square())
+
+
 def normalize(z: Tensor) -> Tuple[Tensor, Tensor]:
     """(lse (N,), log-probabilities (N, V)) of z (N, V)."""
     if _inside_a_kernel():

@@ -9,6 +9,7 @@ from .errors import check, fail
 from .ops.masked_mean import masked_mean as masked_mean_op
 
 _INPUT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_WIDER = {torch.uint32: torch.int64, torch.uint64: torch.float64}  # of masks that 32 bits do not hold
 _MASK_DTYPES = (torch.bool, torch.uint8, torch.int32, torch.int64, *_INPUT_DTYPES)
 
 
@@ -49,7 +50,7 @@ def masked_mean(input: Tensor, mask: Tensor, dim: Union[int, Sequence[int], None
     if input.dtype not in _INPUT_DTYPES:
         input = input.to(torch.float32)
     if mask.dtype not in _MASK_DTYPES:
-        mask = mask.to(torch.int32)
+        mask = mask.to(_WIDER.get(mask.dtype, torch.int32))
     shape = input.shape
     if mask.shape != shape:
         mask = mask.expand(shape)

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .arguments import Arguments, arithmetic_dtype, split
-from .guarded import normalize, times
+from .guarded import normalize, softcapped, times
 
 
 class Entries(NamedTuple):
@@ -107,7 +107,7 @@ def entries_of(a: Arguments, num_classes: int, dtype: torch.dtype) -> Entries:
 
 def transform(logits: Tensor, logit_scale: float, softcap: Optional[float]) -> Tensor:
     z = logits if logit_scale == 1.0 else logits * logit_scale
-    return z if softcap is None else softcap * torch.tanh(z / softcap)
+    return z if softcap is None else softcapped(z, softcap)
 
 
 class Row(NamedTuple):

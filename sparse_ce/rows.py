@@ -183,6 +183,11 @@ class Rows(Parts):
                 return self._replace(*single_row(indices, values, self.kind), None, row_mask)
         return self._replace(self.indices, self.values, offsets, row_mask)
 
+    def _marked(self, ignore_index: int) -> "Self":
+        """The same target with padding marked by ``ignore_index``, not by -100 as in every SparseTarget."""
+        indices = torch.where(self.indices.eq(IGNORE_INDEX), ignore_index, self.indices)
+        return self._replace(indices, self.values, self.offsets, self.row_mask)
+
     def shift(self, n: int) -> "Self":
         """For causal models: position i of each sequence (the last leading dimension) gets the target of i + n.
 

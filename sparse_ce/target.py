@@ -1,6 +1,7 @@
 """``SparseTarget``: a sparse target as plain dense tensors, which move, slice, pickle and compile."""
 
 import math
+from numbers import Integral
 from typing import Any, Iterable, List, Optional, Sequence, Tuple, Union
 
 import torch
@@ -215,10 +216,11 @@ class SparseTarget(Rows):
             fail(f"t must be a tensor, got {type(t).__name__}", TypeError)
         check(t.layout == torch.strided, f"t must be dense, got layout {t.layout}; use from_coo or from_csr", TypeError)
         check(t.dim() > 0, "t must be (..., V), got shape []")
-        check(k is None or type(k) is int and k > 0, f"k must be a positive integer or None, got {k!r}")
+        check(k is None or isinstance(k, Integral) and not isinstance(k, bool) and k > 0,
+              f"k must be a positive integer or None, got {k!r}")
         num_classes, t = t.shape[-1], as_values(t, "t")
         if k is not None:
-            indices = t.detach().abs().topk(min(k, num_classes), -1).indices
+            indices = t.detach().abs().topk(min(int(k), num_classes), -1).indices
             return cls.from_topk(indices, t.gather(-1, indices), kind="probs", row_mask=row_mask,
                                  num_classes=num_classes, ignore_empty=ignore_empty)
         shape, flat = t.shape[:-1], t.reshape(math.prod(t.shape[:-1]), num_classes)

@@ -1,10 +1,13 @@
 """What makes a row empty, and what a single row means, is one rule for every form of target."""
 
+import contextlib
+
 import pytest
 import torch
 
+from cases import Draw
 from close import assert_bitwise_equal
-from sparse_ce import SparseTarget, collate, cross_entropy
+from sparse_ce import SparseTarget, collate, cross_entropy, linear_cross_entropy
 
 VOCAB = 5
 # Weights; stored zeros; nothing; two weights; an entry of index -100 where the form can hold one.
@@ -123,3 +126,32 @@ def test_gradients_of_a_single_row(device):
     indices, offsets = torch.tensor([2, 2, 1, 4], device=device), torch.tensor([0, 2, 4], device=device)
     assert torch.autograd.gradcheck(lambda x, v: cross_entropy(x, SparseTarget.from_jagged(indices, v, offsets)[0]),
                                     (x, values))
+
+
+def through_head(x, target, **options):
+    return linear_cross_entropy(x, torch.eye(x.shape[-1], device=x.device), target, **options)
+
+
+@pytest.mark.parametrize("loss", [cross_entropy, through_head])
+def test_a_target_keeps_its_padding_under_another_ignore_index(loss, device):
+    """Frameworks and ``collate`` mark padding and masked rows with -100, as every SparseTarget does."""
+    x = Draw(device).normal(3, 9)
+    indices = torch.tensor([[2, 3], [5, 6], [-1, -1]], device=device)
+    values = torch.tensor([[0.5, 0.5], [0.0, 0.0], [1.0, 1.0]], device=device)
+    topk = SparseTarget.from_topk(indices, values, ignore_empty=True)
+    labels = SparseTarget.from_index(indices[:, 0], row_mask=torch.tensor([True, False, True], device=device))
+    ids = SparseTarget.from_topk(indices, None, mask=torch.tensor([[True, True], [False, False], [True, True]],
+                                                                  device=device))
+    apart = torch.tensor([[2, 3], [5, 6], [-1, -1]], device=device), torch.tensor([0, 2, 2, 2], device=device)
+    jagged = SparseTarget.from_jagged(apart[0].flatten(), None, apart[1], ignore_empty=True)
+    for target in (topk, labels, ids, jagged):
+        expected = loss(x[:1], target[:1], ignore_index=-1)  # the other rows are ignored, in two ways
+        for same in (target, SparseTarget(dict(target.items())), collate([t for t in target])):
+            torch.testing.assert_close(loss(x, same, ignore_index=-1), expected)
+    wide = collate([SparseTarget.from_topk(torch.tensor(k, device=device), None) for k in ([1, 2], [1], [-1])])
+    losses = loss(x, wide, ignore_index=-1, reduction="none")
+    torch.testing.assert_close(losses[:2], torch.stack([
+        loss(x[row], SparseTarget.from_topk(torch.tensor(k, device=device), None)) for row, k in ((0, [1, 2]), (1, [1]))]))
+    assert losses[2] == 0
+    with pytest.raises(RuntimeError, match="got -100 in row 1") if x.is_cpu else contextlib.nullcontext():
+        loss(x, torch.tensor([1, -100, 2], device=device), ignore_index=-1)  # of a tensor no mark is known

@@ -123,3 +123,20 @@ def test_a_zero_upstream_has_the_same_bits_on_every_route(device):
     for route in ROUTES.values():
         for grad in route(losses(indices), (x, values), upstream):
             assert_bitwise_equal(grad, torch.zeros_like(grad))
+
+
+@each_bad
+@pytest.mark.parametrize("options", [dict(softcap=3.0), dict(softcap=3.0, logit_scale=0.5, label_smoothing=0.1)], ids=str)
+def test_a_softcap_changes_nothing_of_it(bad, options, device):
+    x, indices, values = rows(bad, device)
+    upstream = torch.tensor([0.0, 0.7, -1.3], dtype=torch.float64, device=device)
+    of = losses(indices, **options)
+    expected = eager(of, (x, values), upstream)
+    for grads in (torch.func.vjp(of, x, values)[1](upstream), differentiable(of, (x, values), upstream)):
+        for ours, exact in zip(grads, expected):
+            torch.testing.assert_close(ours, exact)
+            assert ours[0].eq(0).all()
+    tangent = torch.zeros_like(x)
+    tangent[1:] = 1.0
+    out = torch.func.jvp(lambda a: of(a, values), (x,), (tangent,))[1]
+    assert out[1:].isfinite().all() and out[1:].ne(0).all()

@@ -410,3 +410,13 @@ def test_an_integer_mask_is_nonzero_by_all_of_its_bytes(dtype, device):
     torch.testing.assert_close(mean.double(), (x.double() * weight).sum(1) / weight.sum())
     grad, = torch.autograd.grad(mean.sum(), x)
     torch.testing.assert_close(grad.double(), (weight / weight.sum()).expand(4, 6))
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.uint16, torch.uint32, torch.uint64], ids=str)
+def test_an_unsigned_mask_is_as_large_as_it_says(dtype, device):
+    x, most = Draw(device).normal(6), torch.iinfo(dtype).max
+    weights = [0, 1, most, most // 3, most - 1, 2]
+    mask = torch.tensor(weights, dtype=dtype, device=device)
+    expected = sum(float(a) * w for a, w in zip(x.double(), weights)) / sum(weights)
+    torch.testing.assert_close(masked_mean(x, mask).item(), expected, rtol=1e-5, atol=0)
+    assert masked_mean(x, (mask * 0)).item() == 0

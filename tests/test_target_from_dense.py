@@ -1,5 +1,6 @@
 """``SparseTarget.from_dense``, and what the loss advises instead of a dense target."""
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -44,6 +45,14 @@ def test_k_keeps_the_largest_by_magnitude(k, shape, device):
     dropped = order[..., min(k, VOCAB):]
     assert_bitwise_equal(target.to_dense(), dense.scatter(-1, dropped, 0.0))
     assert target.ne(-100).all()
+
+
+def test_k_may_be_any_integer(device):
+    dense = dense_rows(device, 3)
+    assert SparseTarget.from_dense(dense, np.int64(2)).indices.shape == (3, 2)
+    for k in (True, np.float32(2), "2", 0):
+        with pytest.raises(ValueError, match="k must be a positive integer or None, got"):
+            SparseTarget.from_dense(dense, k)
 
 
 def test_dtypes_masks_and_broken_weights(device):

@@ -3,6 +3,8 @@
 import tiny_lm  # noqa: F401, first: it skips this module where there is no transformers
 
 # isort: split
+import functools
+
 import pytest
 import torch
 
@@ -31,6 +33,14 @@ def test_label_smoothing_of_the_trainer_is_refused(form, route, tmp_path):
     for run in (trainer.train, trainer.evaluate):
         with pytest.raises(ValueError, match=REFUSED):
             run()
+
+
+def test_a_loss_behind_a_partial_is_seen(tmp_path):
+    loss = functools.partial(functools.partial(causal_lm_loss()))
+    trainer = tiny_lm.make_trainer(tmp_path, make_model(), Samples("labels"), compute_loss_func=loss,
+                                   label_smoothing_factor=0.2)
+    with pytest.raises(ValueError, match=REFUSED):
+        trainer.train()
 
 
 @pytest.mark.parametrize("route", ["compute_loss_func", "fused"])

@@ -269,7 +269,10 @@ def _without_label_smoother(compute_loss: Callable[..., Any]) -> Callable[..., A
     @functools.wraps(compute_loss)
     def checked(self: Any, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         smoother = getattr(self, "label_smoother", None)
-        if smoother is not None and (hasattr(self.compute_loss_func, _MARK)
+        loss = self.compute_loss_func
+        while isinstance(loss, functools.partial):
+            loss = loss.func
+        if smoother is not None and (hasattr(loss, _MARK)
                                      or isinstance(inputs.get("labels"), SparseTarget)
                                      or any(hasattr(m.__dict__.get("_loss_function"), _MARK)
                                             for m in model.modules())):
