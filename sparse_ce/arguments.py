@@ -81,8 +81,11 @@ _DEFAULTS = {name: Arguments._field_defaults[name] for name in _RULES}
 def checked(options: Dict[str, Any], vocab: Optional[int] = None,
             classes: str = "the last dimension of input") -> Dict[str, Any]:
     """``options``, one for each rule, as the ops take them. ``classes``: what there are ``vocab`` of."""
-    if all(type(options[name]) is type(default) and (options[name] == default or name == "ignore_index")
-           for name, default in _DEFAULTS.items()):
+    for name, default in _DEFAULTS.items():
+        value = options[name]
+        if type(value) is not type(default) or value != default and name != "ignore_index":
+            break
+    else:
         return options  # most calls: nothing to look at
     taken = {}
     for name, rule in _RULES.items():

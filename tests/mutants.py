@@ -226,7 +226,7 @@ CPU = [
 ]
 PYTHON = [
     ("sparse_ce/ops/library.py", "torch.autograd.graph.increment_version(arguments[at])", "pass"),
-    ("sparse_ce/ops/cross_entropy.py", "grad_loss = torch.zeros_like(grad_lse)", "return (None,) * (_OTHERS + len(a))"),
+    ("sparse_ce/ops/cross_entropy.py", "grad_loss = torch.zeros_like(grad_lse)", "return (None,) * _INPUTS"),
     ("sparse_ce/ops/library.py", "or torch.autograd.forward_ad._current_level >= 0", ""),
     ("sparse_ce/ops/cross_entropy.py", "grad_loss = (grad_loss / divisor).expand", "grad_loss = grad_loss.expand"),
     ("sparse_ce/ops/cross_entropy.py", "return (grad_mean / divisor).expand", "return grad_mean.expand"),

@@ -151,7 +151,8 @@ def test_a_target_keeps_its_padding_under_another_ignore_index(loss, device):
     wide = collate([SparseTarget.from_topk(torch.tensor(k, device=device), None) for k in ([1, 2], [1], [-1])])
     losses = loss(x, wide, ignore_index=-1, reduction="none")
     torch.testing.assert_close(losses[:2], torch.stack([
-        loss(x[row], SparseTarget.from_topk(torch.tensor(k, device=device), None)) for row, k in ((0, [1, 2]), (1, [1]))]))
+        loss(x[row], SparseTarget.from_topk(torch.tensor(k, device=device), None))
+        for row, k in ((0, [1, 2]), (1, [1]))]))
     assert losses[2] == 0
     with pytest.raises(RuntimeError, match="got -100 in row 1") if x.is_cpu else contextlib.nullcontext():
         loss(x, torch.tensor([1, -100, 2], device=device), ignore_index=-1)  # of a tensor no mark is known

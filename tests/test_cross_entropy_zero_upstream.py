@@ -126,7 +126,8 @@ def test_a_zero_upstream_has_the_same_bits_on_every_route(device):
 
 
 @each_bad
-@pytest.mark.parametrize("options", [dict(softcap=3.0), dict(softcap=3.0, logit_scale=0.5, label_smoothing=0.1)], ids=str)
+@pytest.mark.parametrize("options", [dict(softcap=3.0), dict(softcap=3.0, logit_scale=0.5, label_smoothing=0.1)],
+                         ids=str)
 def test_a_softcap_changes_nothing_of_it(bad, options, device):
     x, indices, values = rows(bad, device)
     upstream = torch.tensor([0.0, 0.7, -1.3], dtype=torch.float64, device=device)

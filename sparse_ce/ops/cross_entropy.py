@@ -23,17 +23,18 @@ from .library import (
     register_in_place,
 )
 
-_OTHERS = 4  # what stands before the arguments below
-_VALUES = _OTHERS + Arguments._fields.index("values")
+_VALUES = 1 + Arguments._fields.index("values")  # of the inputs below
+_INPUTS = 10
 
 
 class _CrossEntropy(torch.autograd.Function):
     """(loss, lse), or (mean, lse), with the gradient for logits and for the values of the entries."""
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, inplace: bool, mean: bool, normalizer: Optional[Tensor],
-                *arguments: Any) -> Tuple[Tensor, Tensor]:
-        a = Arguments(*arguments)
+    def forward(ctx: Any, logits: Tensor, indices: Tensor, values: Optional[Tensor], offsets: Optional[Tensor],
+                weight: Optional[Tensor], row_mask: Optional[Tensor], numbers: Tuple[Any, ...], inplace: bool,
+                mean: bool, normalizer: Optional[Tensor]) -> Tuple[Tensor, Tensor]:
+        a = Arguments(indices, values, offsets, weight, row_mask, *numbers)
         divisor = expected = grad_logits = None
         ctx.forecasts = mean and logits.is_cpu and ctx.needs_input_grad[0] and not inplace
         if ctx.forecasts:
@@ -47,7 +48,7 @@ class _CrossEntropy(torch.autograd.Function):
                 if mean:
                     loss, divisor = ops.loss_mean(loss, normalizer, *a.tensors, a.ignore_index)
         ctx.save_for_backward(logits, *a.tensors, lse, lse_residual, divisor)
-        ctx.numbers, ctx.inplace, ctx.made = a.numbers, inplace, (expected, grad_logits)
+        ctx.numbers, ctx.inplace, ctx.made = numbers, inplace, (expected, grad_logits)
         ctx.set_materialize_grads(False)
         return loss, lse
 
@@ -61,7 +62,7 @@ class _CrossEntropy(torch.autograd.Function):
         as_expected = False
         if grad_loss is None:
             if grad_lse is None:
-                return (None,) * (_OTHERS + len(a))
+                return (None,) * _INPUTS
             grad_loss = torch.zeros_like(grad_lse)
         elif divisor is not None:
             if ctx.forecasts and once and grad_lse is None and eager() and not batched(grad_loss):
@@ -82,7 +83,7 @@ class _CrossEntropy(torch.autograd.Function):
                     grad_logits = ops.backward(*given)
             else:
                 grad_logits = ops.backward(*given)
-        grads: list[Optional[Tensor]] = [None] * (_OTHERS + len(a))
+        grads: list[Optional[Tensor]] = [None] * _INPUTS
         grads[0], grads[_VALUES] = grad_logits, grad_values
         return tuple(grads)
 
@@ -122,7 +123,7 @@ def _run(logits: Tensor, a: Arguments, inplace: bool = False, mean: bool = False
         return reference.loss_mean(loss, normalizer, *a.tensors, a.ignore_index)[0] if mean else loss, lse
     if needs_grad(logits, a.values, a.weight):
         refuse_weight_grad(a.weight)
-        out: Tuple[Tensor, Tensor] = _CrossEntropy.apply(logits, inplace, mean, normalizer, *a)
+        out: Tuple[Tensor, Tensor] = _CrossEntropy.apply(logits, *a.tensors, a.numbers, inplace, mean, normalizer)
         return out
     with torch._C._AutoDispatchBelowAutograd():
         loss, lse = ops.forward(logits, *a)

@@ -38,8 +38,8 @@ class Head(NamedTuple):
     linear_bias: Optional[Tensor]
 
 
-_OTHERS = 6  # what stands before the arguments below
-_VALUES = _OTHERS + Arguments._fields.index("values")
+_VALUES = len(Head._fields) + Arguments._fields.index("values")  # of the inputs below
+_INPUTS = 12
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -47,9 +47,11 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, input: Tensor, linear_weight: Tensor, linear_bias: Optional[Tensor],
-                chunk_rows: Optional[int], mean: bool, normalizer: Optional[Tensor],
-                *arguments: Any) -> Tuple[Tensor, Tensor]:
-        head, a = Head(input, linear_weight, linear_bias), Arguments(*arguments)
+                indices: Tensor, values: Optional[Tensor], offsets: Optional[Tensor], weight: Optional[Tensor],
+                row_mask: Optional[Tensor], numbers: Tuple[Any, ...], chunk_rows: Optional[int], mean: bool,
+                normalizer: Optional[Tensor]) -> Tuple[Tensor, Tensor]:
+        head = Head(input, linear_weight, linear_bias)
+        a = Arguments(indices, values, offsets, weight, row_mask, *numbers)
         ctx.wanted = (*ctx.needs_input_grad[:3], ctx.needs_input_grad[_VALUES])
         divisor, gradients, expected = None, None, None
         if mean:
@@ -64,7 +66,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 if mean:
                     loss, divisor = ops.loss_mean(loss, normalizer, *a.tensors, a.ignore_index)
         ctx.save_for_backward(*head, *a.tensors, lse, lse_residual, divisor)
-        ctx.numbers, ctx.chunk_rows, ctx.made, ctx.traced = a.numbers, chunk_rows, (expected, gradients), not eager()
+        ctx.numbers, ctx.chunk_rows, ctx.made, ctx.traced = numbers, chunk_rows, (expected, gradients), not eager()
         ctx.set_materialize_grads(False)
         return loss, lse
 
@@ -72,7 +74,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, grad_loss: Optional[Tensor], grad_lse: Optional[Tensor]) -> Tuple[Optional[Tensor], ...]:
         *inputs, lse, lse_residual, divisor = ctx.saved_tensors
         head, a = inputs[:3], Arguments(*inputs[3:], *ctx.numbers)
-        all_grads: List[Optional[Tensor]] = [None] * (_OTHERS + len(a))
+        all_grads: List[Optional[Tensor]] = [None] * _INPUTS
         (expected, gradients), ctx.made = ctx.made, (None, None)  # handed out once: their new owner may overwrite them
         grads: Optional[Sequence[Tensor]] = None
         if grad_loss is None:
@@ -134,7 +136,7 @@ def _run(head: Head, a: Arguments, chunk_rows: Optional[int], mean: bool,
         return reference.linear_mean(*head, *a, normalizer) if mean else reference.linear_forward(*head, *a)
     if needs_grad(*head, a.values, a.weight):
         refuse_weight_grad(a.weight)
-        out = _LinearCrossEntropy.apply(*head, chunk_rows, mean, normalizer, *a)
+        out = _LinearCrossEntropy.apply(*head, *a.tensors, a.numbers, chunk_rows, mean, normalizer)
         return out
     with torch._C._AutoDispatchBelowAutograd():
         out = (ops.linear_mean(*head, *a, normalizer, chunk_rows) if mean
