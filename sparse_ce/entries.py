@@ -14,6 +14,7 @@ from .errors import check, fail
 from .tracing import VALIDATES, readable
 
 IGNORE_INDEX = -100  # PyTorch's default, and the mark of padding inside a SparseTarget
+NO_MARK = torch.iinfo(torch.int64).min  # as ignore_index: no index marks anything, as in PyTorch's sparse tensors
 _NO_CLASS = torch.iinfo(torch.int32).max  # an index that no vocabulary holds
 
 

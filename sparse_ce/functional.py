@@ -9,7 +9,7 @@ from torch.amp.autocast_mode import is_autocast_available
 
 from . import arguments, ops
 from .arguments import Arguments, Normalizer
-from .entries import IGNORE_INDEX
+from .entries import IGNORE_INDEX, NO_MARK
 from .errors import fail
 from .masked_mean import masked_mean
 from .ops.cross_entropy import cross_entropy as cross_entropy_op
@@ -186,7 +186,7 @@ def _dense_parts(input: Tensor, shape: torch.Size, target: Target, weight: Optio
     given, num_classes, ignore_index = target, options["num_classes"], options["ignore_index"]
     target = as_target(given, shape)
     arguments.check_target(target, shape, input, num_classes)
-    if target is given and ignore_index != IGNORE_INDEX:
+    if target is given and ignore_index != IGNORE_INDEX and ignore_index != NO_MARK:
         target = target._marked(ignore_index)
     if weight is not None:
         weight = arguments.class_weights(weight, input, shape[-1], shape[-1] if num_classes is None else num_classes)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from . import ops
 from .arguments import arithmetic_dtype
+from .entries import NO_MARK
 from .errors import check, fail
 from .functional import cross_entropy
 from .sparse_softmax import csr_softmax, csr_softmax_backward
@@ -22,7 +23,6 @@ from .target import SparseTarget
 
 # Without CUDA kernels of ours PyTorch's own errors stay.
 _DEVICES = ("CPU",) if ops.why_no_cuda else ("CPU", "CUDA")
-_NO_MARK = torch.iinfo(torch.int64).min  # as ignore_index: in a sparse tensor no index marks anything
 _FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _hooks_are_enabled: Callable[[], bool] = getattr(torch._C._autograd, "_saved_tensors_hooks_is_enabled")
 _lock = threading.RLock()  # for the registrations, which are the process's
@@ -75,7 +75,7 @@ def _log_softmax_backward(grad_output: Tensor, output: Tensor, dim: int, input_d
     entries = _along(grad_output, dim % last.dim()).flatten()
     lse = rows.new_zeros(rows.shape[0], dtype=arithmetic_dtype(rows.dtype))
     grad = torch.ops.sparse_ce.backward(lse - 1, None, rows, lse, None, entries.indices, entries.values,
-                                        entries.offsets, ignore_index=_NO_MARK)
+                                        entries.offsets, ignore_index=NO_MARK)
     grad_input: Tensor = grad.view(last.shape).movedim(-1, dim).reshape(output.shape).to(input_dtype)
     return grad_input
 
@@ -141,7 +141,7 @@ def _with_sparse_target(input: Tensor, target: Tensor, weight: Optional[Tensor] 
     else:
         entries = _along(target if target.layout == torch.sparse_coo else target.detach().to_sparse(), classes)
     loss = cross_entropy(input.movedim(classes, -1), entries, None if weight is None else weight.detach(),
-                         ignore_index=_NO_MARK, reduction=_REDUCTIONS[reduction],
+                         ignore_index=NO_MARK, reduction=_REDUCTIONS[reduction],
                          label_smoothing=max(0.0, label_smoothing))
     return cast(Tensor, loss).to(_result_dtype(input, target, weight))
 
