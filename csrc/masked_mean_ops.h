@@ -2,8 +2,8 @@
 // masked_mean_backward, and empty_output for the large fresh gradient.
 #pragma once
 
+#include "boxing.h"
 #include "masked_mean.h"
-#include "tensors.h"
 
 #include <algorithm>
 #include <array>
@@ -12,10 +12,6 @@
 #include <vector>
 
 namespace sparse_ce {
-
-using Sizes = torch::headeronly::IntHeaderOnlyArrayRef;
-
-inline bool same_sizes(Sizes a, Sizes b) { return std::equal(a.begin(), a.end(), b.begin(), b.end()); }
 
 inline DType to_mask_dtype(const Tensor& mask) {
   const ScalarType dtype = mask.scalar_type();
@@ -149,6 +145,12 @@ struct MaskedMeanOps {
     return packed(grad_input);
   }
 
+  template <typename library_t>
+  static void add_to(library_t& m) {
+    m.impl("masked_mean", boxed<&masked_mean>);
+    m.impl("masked_mean_backward", boxed<&masked_mean_backward>);
+  }
+
  private:
   // Which dimensions are reduced, and the sizes of the others.
   static std::tuple<std::vector<bool>, std::vector<int64_t>> split(const Tensor& mask,
@@ -165,9 +167,5 @@ struct MaskedMeanOps {
     return {reduced, kept};
   }
 };
-
-#define SCE_REGISTER_MASKED_MEAN_OPS(m, ops_t)           \
-  m.impl("masked_mean", TORCH_BOX(&ops_t::masked_mean)); \
-  m.impl("masked_mean_backward", TORCH_BOX(&ops_t::masked_mean_backward))
 
 }  // namespace sparse_ce

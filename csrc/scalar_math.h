@@ -33,8 +33,7 @@ struct Reduced {
 
   SCE_HD explicit Reduced(float x) {
     constexpr float kLog2e = 1.44269504f, kLn2 = 0.693147181f;
-    // Adding 1.5 * 2^23 rounds to an integer n in the low bits of the mantissa; 127 more makes them the exponent of
-    // 2^n.
+    // Adding 1.5 * 2^23 rounds to an integer n in the low bits of the mantissa; 127 more makes them 2^n's exponent.
     constexpr float kRound = 12582912.0f + 127.0f;
     x = x < -88.0f ? -88.0f : x;
     const float rounded = x * kLog2e + kRound;

@@ -36,11 +36,10 @@ STABLE_TORCH_LIBRARY(sparse_ce, m) {
 
   // The same gradient, written over the logits.
   m.def(
-      "backward_(Tensor grad_loss, Tensor? grad_lse, Tensor(a!) logits, Tensor lse, Tensor? "
-      "lse_residual, " SCE_ARGUMENTS ") -> ()");
+      "backward_(Tensor grad_loss, Tensor? grad_lse, Tensor(a!) logits, Tensor lse, "
+      "Tensor? lse_residual, " SCE_ARGUMENTS ") -> ()");
 
-  // grad_values, shape of values, A: the gradient of sum(grad_loss * loss) for the values of the entries; 0 for
-  // padding.
+  // grad_values, shape of values, A: the gradient of sum(grad_loss * loss) for the entries' values; 0 for padding.
   m.def("backward_values(Tensor grad_loss, Tensor logits, Tensor lse, Tensor? lse_residual, " SCE_ARGUMENTS
         ") -> Tensor");
 
@@ -76,8 +75,7 @@ STABLE_TORCH_LIBRARY(sparse_ce, m) {
   m.def("scale_(Tensor(a!) gradient, Tensor scale) -> ()");
 
   // Softmax, or its logarithm, over the entries of each row of a sparse matrix: values (E,) or (E, D), each of D
-  // positions alone. Row r has the entries [offsets[r], offsets[r + 1]) of order (E,) int64, or of 0, 1, 2, ... without
-  // it.
+  // positions alone. Row r has the entries [offsets[r], offsets[r + 1]) of order (E,) int64, without it of 0, 1, 2, ...
   m.def("sparse_softmax(Tensor values, Tensor offsets, Tensor? order, bool log) -> Tensor");
 
   // Its gradient for the values, from the output.

@@ -29,7 +29,8 @@ class SparseSoftmaxOps {
     check_same_device(grad, output, "grad");
     check(grad.scalar_type() == output.scalar_type(), "grad must be of the dtype of output, ",
           name(output.scalar_type()), ", got ", name(grad.scalar_type()));
-    check(same_shape(grad, output), "grad must have the shape of output, ", shape(output), ", got ", shape(grad));
+    check(same_sizes(grad.sizes(), output.sizes()), "grad must have the shape of output, ", shape(output), ", got ",
+          shape(grad));
     Tensor result = empty_result(output, args);
     args.grad = packed_grad.const_data_ptr();
     args.output = packed_output.const_data_ptr();

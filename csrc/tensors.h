@@ -8,6 +8,7 @@
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
 
+#include <algorithm>
 #include <optional>
 #include <ostream>
 #include <string>
@@ -22,6 +23,7 @@ namespace sparse_ce {
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 using OptionalTensor = std::optional<Tensor>;
+using Sizes = torch::headeronly::IntHeaderOnlyArrayRef;
 
 // For messages: made into text where one is printed.
 struct Shape {
@@ -34,11 +36,7 @@ inline std::ostream& operator<<(std::ostream& out, const Shape& shape) {
 }
 
 inline Shape shape(const Tensor& t) { return {t}; }
-inline bool same_shape(const Tensor& a, const Tensor& b) {
-  bool same = a.dim() == b.dim();
-  for (int64_t i = 0; same && i < a.dim(); ++i) same = a.size(i) == b.size(i);
-  return same;
-}
+inline bool same_sizes(Sizes a, Sizes b) { return std::equal(a.begin(), a.end(), b.begin(), b.end()); }
 inline const char* name(ScalarType dtype) { return torch::headeronly::toString(dtype); }
 
 // Of the dtypes that the ops make.
@@ -76,7 +74,7 @@ inline void check_same_device(const Tensor& t, const Tensor& logits, const char*
 inline Tensor packed(const Tensor& t) { return t.is_contiguous() ? t : torch::stable::contiguous(t); }
 
 inline Tensor empty(const Tensor& like, std::initializer_list<int64_t> size, ScalarType dtype) {
-  return torch::stable::new_empty(like, torch::headeronly::IntHeaderOnlyArrayRef(size.begin(), size.size()), dtype);
+  return torch::stable::new_empty(like, Sizes(size.begin(), size.size()), dtype);
 }
 
 // A scalar of the arithmetic dtype of `like`, beside it.

@@ -300,14 +300,6 @@ def test_opcheck(dtype, requires_grad, device):
         torch.library.opcheck(ops.masked_mean_backward.default, (share, mask, dim, dtype))
 
 
-@pytest.fixture
-def fresh_compiler(monkeypatch):
-    torch._dynamo.reset()
-    monkeypatch.setenv("TORCHINDUCTOR_VEC_ISA_OK", "1")  # Inductor's check compiles and runs programs for half a minute
-    yield
-    torch._dynamo.reset()
-
-
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 @pytest.mark.parametrize("dim", [None, 1])
 def test_25_ten_masks_of_different_count_compile_once(dim, backend, device, fresh_compiler):

@@ -65,8 +65,6 @@ struct Cpu {
   }
 };
 
-using CpuMaskedMeanOps = MaskedMeanOps<Cpu>;
-
 std::string cpu_instruction_set() { return cpu::instruction_set(); }
 
 }  // namespace
@@ -76,7 +74,7 @@ STABLE_TORCH_LIBRARY_IMPL(sparse_ce, CPU, m) {
   sparse_ce::CrossEntropyOps<sparse_ce::Cpu>::add_to(m);
   sparse_ce::LinearOps<sparse_ce::Cpu>::add_to(m);
   sparse_ce::SparseSoftmaxOps<sparse_ce::Cpu>::add_to(m);
-  SCE_REGISTER_MASKED_MEAN_OPS(m, sparse_ce::CpuMaskedMeanOps);
+  sparse_ce::MaskedMeanOps<sparse_ce::Cpu>::add_to(m);
 }
 
 STABLE_TORCH_LIBRARY_IMPL(sparse_ce, CompositeExplicitAutograd, m) {

@@ -99,8 +99,7 @@ struct Cuda {
   }
   static void scale(const ScaleArgs& args, const Tensor& like) { run(cuda::scale, args, like); }
 
-  // Whether there are ignored rows only the device knows, and to ask it is to wait for it: they are multiplied as
-  // zeros.
+  // Whether there are ignored rows only the device knows, and to ask it is to wait for it: they count as zeros.
   static constexpr bool kLeavesOut = false;
   static std::optional<LiveRows> live_rows(const TargetView&) { return std::nullopt; }
   static bool may_ignore(const TargetView& target) { return target.row_mask || (!target.offsets && target.width > 0); }
@@ -144,8 +143,6 @@ struct Cuda {
   }
 };
 
-using CudaMaskedMeanOps = MaskedMeanOps<Cuda>;
-
 #ifndef SPARSE_CE_CUDA_ARCHITECTURES
 #define SPARSE_CE_CUDA_ARCHITECTURES "unknown"
 #endif
@@ -158,7 +155,7 @@ STABLE_TORCH_LIBRARY_IMPL(sparse_ce, SCE_DISPATCH_KEY, m) {
   sparse_ce::CrossEntropyOps<sparse_ce::Cuda>::add_to(m);
   sparse_ce::LinearOps<sparse_ce::Cuda>::add_to(m);
   sparse_ce::SparseSoftmaxOps<sparse_ce::Cuda>::add_to(m);
-  SCE_REGISTER_MASKED_MEAN_OPS(m, sparse_ce::CudaMaskedMeanOps);
+  sparse_ce::MaskedMeanOps<sparse_ce::Cuda>::add_to(m);
 }
 
 STABLE_TORCH_LIBRARY_IMPL(sparse_ce, CompositeExplicitAutograd, m) {

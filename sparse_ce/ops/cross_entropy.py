@@ -20,6 +20,7 @@ from .library import (
     register_backward,
     register_differentiable,
     register_fake,
+    register_fake_rows,
     register_in_place,
 )
 
@@ -136,14 +137,7 @@ register_backward("backward_values")
 register_differentiable("loss_mean", _LossMean)
 
 
-@register_fake("forward")
-def _(logits: Tensor, *args: Any, **kwargs: Any) -> Tuple[Tensor, ...]:
-    return per_row(logits), per_row(logits)
-
-
-@register_fake("forward_with_residual")
-def _(logits: Tensor, *args: Any, **kwargs: Any) -> Tuple[Tensor, ...]:
-    return per_row(logits), per_row(logits), per_row(logits)
+register_fake_rows("forward", "forward_with_residual")
 
 
 @register_fake("forward_with_gradient")
@@ -155,11 +149,6 @@ def _(grad_mean: Tensor, normalizer: Optional[Tensor], logits: Tensor, *args: An
 @register_fake("backward")
 def _(grad_loss: Tensor, grad_lse: Optional[Tensor], logits: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     return logits.new_empty(logits.shape)
-
-
-@register_fake("backward_")
-def _(*args: Any, **kwargs: Any) -> None:
-    return None
 
 
 @register_fake("backward_values")

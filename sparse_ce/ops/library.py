@@ -9,7 +9,7 @@ its composition makes second derivatives right.
 import functools
 import glob
 import os
-from typing import Any, Callable, Optional, Type, TypeVar
+from typing import Any, Callable, Optional, Tuple, Type, TypeVar
 
 import torch
 from torch import Tensor
@@ -128,6 +128,7 @@ def register_in_place(name: str, written: str) -> Callable[..., None]:
         torch.autograd.graph.increment_version(arguments[at])
 
     _library.impl(name, counted, "ADInplaceOrView")
+    register_fake(name)(lambda *arguments, **named: None)
     return counted
 
 
@@ -150,6 +151,16 @@ def register_fake(name: str) -> Callable[[_F], _F]:
         return f
 
     return register
+
+
+def register_fake_rows(*names: str) -> None:
+    """Of ops whose results are all (rows,), of the arithmetic dtype of their first tensor."""
+    for name in names:
+        results = len(getattr(ops, name).default._schema.returns)
+
+        @register_fake(name)
+        def _(like: Tensor, *args: Any, results: int = results, **kwargs: Any) -> Tuple[Tensor, ...]:
+            return tuple(per_row(like) for _ in range(results))
 
 
 def per_row(like: Tensor) -> Tensor:

@@ -26,6 +26,7 @@ from .library import (
     register_autograd,
     register_backward,
     register_fake,
+    register_fake_rows,
     register_in_place,
 )
 
@@ -162,14 +163,7 @@ _scale = register_in_place("scale_", "gradient")
 register_backward("linear_backward")
 
 
-@register_fake("linear_forward")
-def _(input: Tensor, *args: Any, **kwargs: Any) -> Tuple[Tensor, ...]:
-    return per_row(input), per_row(input)
-
-
-@register_fake("linear_forward_with_residual")
-def _(input: Tensor, *args: Any, **kwargs: Any) -> Tuple[Tensor, ...]:
-    return per_row(input), per_row(input), per_row(input)
+register_fake_rows("linear_forward", "linear_forward_with_residual")
 
 
 @register_fake("linear_mean")
@@ -198,11 +192,6 @@ def _(grad_mean: Tensor, normalizer: Optional[Tensor], input: Tensor, linear_wei
     scalar = per_row(input).new_empty(())
     return (scalar, torch.empty_like(scalar), per_row(input), per_row(input),
             *_fake_gradients(Head(input, linear_weight, linear_bias), given, named))
-
-
-@register_fake("scale_")
-def _(gradient: Tensor, scale: Tensor) -> None:
-    return None
 
 
 def linear_cross_entropy(head: Head, a: Arguments, *, chunk_rows: Optional[int], mean: bool,
