@@ -5,12 +5,11 @@ from typing import Sequence, Tuple, Union
 import torch
 from torch import Tensor
 
+from .arguments import arithmetic_dtype
 from .errors import check, fail
 from .ops.masked_mean import masked_mean as masked_mean_op
 
 _INPUT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-_WIDER = {torch.uint32: torch.int64, torch.uint64: torch.float64}  # of masks that 32 bits do not hold
-_MASK_DTYPES = (torch.bool, torch.uint8, torch.int32, torch.int64, *_INPUT_DTYPES)
 
 
 def masked_mean(input: Tensor, mask: Tensor, dim: Union[int, Sequence[int], None] = None,
@@ -49,13 +48,17 @@ def masked_mean(input: Tensor, mask: Tensor, dim: Union[int, Sequence[int], None
     dims = _check_call(input, mask, dim)
     if input.dtype not in _INPUT_DTYPES:
         input = input.to(torch.float32)
-    if mask.dtype not in _MASK_DTYPES:
-        mask = mask.to(_WIDER.get(mask.dtype, torch.int32))
+    if mask.dtype not in (torch.bool, torch.uint8):
+        mask = mask.to(arithmetic_dtype(input.dtype))
     shape = input.shape
     if mask.shape != shape:
         mask = mask.expand(shape)
+    reduced = [d in dims for d in range(len(shape))]
+    if sum(a != b for a, b in zip(reduced, reduced[1:])) > 2:  # more runs of dimensions than the op takes
+        order = sorted(range(len(shape)), key=reduced.__getitem__)
+        input, mask, dims = input.permute(order), mask.permute(order), tuple(range(reduced.count(False), len(shape)))
     mean = masked_mean_op(input, mask, dims)
-    return mean.reshape([1 if d in dims else n for d, n in enumerate(shape)]) if keepdim else mean
+    return mean.reshape([1 if r else n for r, n in zip(reduced, shape)]) if keepdim else mean
 
 
 def _check_call(input: Tensor, mask: Tensor, dim: Union[int, Sequence[int], None]) -> Tuple[int, ...]:
@@ -67,7 +70,7 @@ def _check_call(input: Tensor, mask: Tensor, dim: Union[int, Sequence[int], None
     if input.dtype not in _INPUT_DTYPES and (input.dtype.is_floating_point or input.dtype.is_complex):
         fail(f"input must be of dtype float16, bfloat16, float32, float64, integer or bool, got {input.dtype}",
               TypeError)
-    if mask.dtype not in _MASK_DTYPES and (mask.dtype.is_floating_point or mask.dtype.is_complex):
+    if mask.dtype not in _INPUT_DTYPES and (mask.dtype.is_floating_point or mask.dtype.is_complex):
         fail(f"mask must be of dtype bool, integer, float16, bfloat16, float32 or float64, got {mask.dtype}",
               TypeError)
     if mask.device != input.device:

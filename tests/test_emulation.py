@@ -38,8 +38,9 @@ def kinds(output):
 KINDS = {"cross_entropy": ("warp a row", "block a row", "blocks a row"),
          "linear": ("plain sum", "split sum by packs", "split sum by singles", "rows", "scale", "scale of 1"),
          "sparse_softmax": ("rows for warps", "a row for a block"),
-         "masked_mean": ("along, a warp", "along, a block", "along, a block, in parts", "across by packs",
-                         "across by singles", "across by packs, in parts", "across by singles, in parts")}
+         "masked_mean": [way + packs for packs in (" by packs", " by singles") for way in (
+             "along, a warp", "along, a block", "across")] + [way + packs + ", in parts" for packs in (
+                 " by packs", " by singles") for way in ("along, a block", "across")]}
 each_op = pytest.mark.parametrize("op", build.OPS)
 
 
@@ -47,7 +48,7 @@ each_op = pytest.mark.parametrize("op", build.OPS)
 def test_random_cases_equal_float64(op):
     output = run_cases(build.program(op, "plain"), "--seeds", "1", "800")
     assert "800 passed, 0 failed" in output
-    assert min(kinds(output).get(k, 0) for k in KINDS[op]) > 40
+    assert min(kinds(output).get(k, 0) for k in KINDS[op]) > 20
 
 
 @each_op

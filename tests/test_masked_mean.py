@@ -172,18 +172,11 @@ def test_strides(strides, of_mask, dim, dtype, device):
 def test_more_dimensions_than_the_kernels_take(of_mask, device):
     """Two of each size, kept and reduced by turns: nothing merges."""
     draw = Draw(device)
-    shape, dims = (2,) * 18, list(range(0, 18, 2))
+    shape, dims = (2,) * 18, tuple(range(0, 18, 2))
     x, mask = draw.normal(*shape, dtype=torch.float64) + 2, draw_mask(draw, (2, 1) * 9 if of_mask else shape)
-    check(x, mask, tuple(dims), True, draw)
-    mask = mask.expand(shape)
-    mean, divisor = ops.masked_mean(x, mask, dims)
-    torch.testing.assert_close(mean, exact_mean(x, mask, dims))
-    torch.testing.assert_close(divisor, mask.double().sum(dims).clamp(min=1))
-    share = draw.normal(*mean.shape, dtype=torch.float64)
-    grad = ops.masked_mean_backward(share, mask, dims, torch.float64)
-    assert grad.is_contiguous()
-    spread = share.reshape([1 if d in dims else 2 for d in range(18)])
-    torch.testing.assert_close(grad, mask * spread)
+    check(x, mask, dims, True, draw)
+    with pytest.raises(RuntimeError, match="dim must leave at most three runs of dimensions"):
+        ops.masked_mean(x, mask.expand(shape), dims)
 
 
 @pytest.mark.parametrize("shape,dim,result", [
@@ -328,15 +321,16 @@ def test_export_and_dynamic_shapes(device, fresh_compiler):
 
 
 @pytest.mark.parametrize("shape,dim", [((3, 4, 5), [1]), ((3, 4, 5), [0, 1, 2]), ((3, 0, 5), [1]), ((), [])])
-@pytest.mark.parametrize("mask_dtype", [torch.bool, torch.float32, torch.int64], ids=str)
+@pytest.mark.parametrize("mask_dtype", [torch.bool, torch.uint8, torch.float32], ids=str)
 def test_the_composition_of_other_devices_gives_the_same(mask_dtype, shape, dim, device):
     draw = Draw(device)
     mask = draw_mask(draw, shape, mask_dtype)
     for dtype in DTYPES:
         x = draw.normal(*shape).to(dtype)
         x = torch.where(mask == 0, NAN, x)
-        torch.testing.assert_close(reference.masked_mean(x, mask, dim), ops.masked_mean(x, mask, dim))
         wide = reference.arithmetic_dtype(dtype)
+        mask = mask.to(wide) if mask.is_floating_point() else mask
+        torch.testing.assert_close(reference.masked_mean(x, mask, dim), ops.masked_mean(x, mask, dim))
         share = draw.normal(*[n for d, n in enumerate(shape) if d not in dim], dtype=wide)
         torch.testing.assert_close(reference.masked_mean_backward(share, mask, dim, dtype),
                                    ops.masked_mean_backward(share, mask, dim, dtype))
@@ -375,7 +369,8 @@ X, M = torch.zeros(2, 3, 4), torch.ones(2, 3, 4, dtype=torch.bool)
     (lambda: ops.masked_mean(X, M[0], [0]), RuntimeError,
      r"mask must have the shape of input, \[2, 3, 4\], got \[3, 4\]"),
     (lambda: ops.masked_mean(X.long(), M, [0]), RuntimeError, "input must be of dtype float16, .*, got Long"),
-    (lambda: ops.masked_mean(X, M.short(), [0]), RuntimeError, "mask must be of dtype .*, got Short"),
+    (lambda: ops.masked_mean(X, M.short(), [0]), RuntimeError, "mask must be of dtype bool, uint8 or Float, got Short"),
+    (lambda: ops.masked_mean(X.double(), M.float(), [0]), RuntimeError, "bool, uint8 or Double, got Float"),
     (lambda: ops.masked_mean(X, M, [0, 0]), RuntimeError, r"dim must be distinct dimensions in \[0, 3\), got 0"),
     (lambda: ops.masked_mean(X, M, [-1]), RuntimeError, r"dim must be distinct dimensions in \[0, 3\), got -1"),
     (lambda: ops.masked_mean_backward(X[0], M, [1], torch.float32), RuntimeError,
