@@ -69,6 +69,8 @@ def fresh_compiler(monkeypatch):
 def pytest_configure(config):
     if flavours.starts_again():
         flavours.start_again(config)
+    if flavours.FLAVOURS[flavours.named()].in_pieces and getattr(config.option, "dist", "no") == "loadfile":
+        config.option.dist = "load"
 
 
 def pytest_report_header():
@@ -86,7 +88,7 @@ def pytest_collection_modifyitems(config, items):
     by_name = bool(config.option.keyword or config.option.markexpr) or any("::" in arg for arg in config.args)
     kept = [item for item in found
             if flavour.has_test(item.name, flavour.slow if by_name else "slow" in item.keywords)]
-    items[:] = kept
+    items[:] = sorted(kept, key=lambda item: flavours.place(item.path.stem))
     config.hook.pytest_deselected(items=[item for item in found if item not in set(kept)])
     whole = config.args_source is pytest.Config.ArgsSource.TESTPATHS and not by_name
     if whole and len(kept) < flavour.at_least:
