@@ -99,11 +99,11 @@ FLAVOURS = {
                              "ASAN_OPTIONS": "detect_leaks=0:verify_asan_link_order=0",
                              "UBSAN_OPTIONS": "print_stacktrace=1"}),
     # The CUDA kernels' real source on a CPU, bindings included: tensors of the CPU are served by the CUDA ops. One
-    # thread: the vendor's products, part of the emulated linear head, differ in bits of two. Left out are what the CPU's
-    # kernels alone have, and of slow pairs the case that the other contains: random labels beside labels of one class,
-    # whose sums drift most, and PyTorch's samples in float32 beside float64.
+    # thread: the vendor's products, part of the emulated linear head, differ in bits of two. Left out: what the CPU's
+    # kernels alone have, and of slow pairs the easier: random labels beside labels of one class, whose sums drift most,
+    # and PyTorch's samples in float32 beside float64.
     "emulated": Flavour(KERNELS, NO_KERNELS + OF_THE_CPU, at_least=4000, build=build_emulated,
-                        without=("instruction_set", "many_rows", "number_of_threads", "large_gradients_keep_their_memory",
+                        without=("instruction_set", "many_rows", "number_of_threads", "gradients_keep_their_memory",
                                  "-random-1024 chunks", "-random-blocks of classes", "module_db-torch.float32"),
                         sources=("csrc", "tests/emulation", "third_party"),
                         environment={"SPARSE_CE_VALIDATE": "1", "OMP_NUM_THREADS": "1"}),
