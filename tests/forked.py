@@ -1,8 +1,8 @@
 """Python programs in processes of their own, without the seconds that importing torch takes.
 
 Each is a fork of one process that has imported torch and its compiler, but nothing of ours and no training library, and
-computes with one thread. Commands are as behind ``python``: a file, ``-m`` or ``-c``, and arguments. What ends well after
-``-c`` ends at once: to take torch apart takes Python a second.
+computes with one thread. Commands are as behind ``python``: a file, ``-m`` or ``-c``, and arguments. What ends well
+after ``-c`` ends at once: to take torch apart takes Python a second.
 """
 
 import atexit
