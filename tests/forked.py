@@ -49,10 +49,13 @@ class Program:
         """The exit code, which is negative after a signal. One that takes longer is ended, with its children."""
         if self._code is None:
             print(json.dumps({"wait": self.pid}), file=self._server.stdin, flush=True)
-            ready, _, _ = select.select([self._server.stdout], [], [], timeout)
-            if not ready:
-                os.killpg(self.pid, signal.SIGKILL)
-            self._code = int(self._server.stdout.readline())
+            ready: list = []
+            try:
+                ready, _, _ = select.select([self._server.stdout], [], [], timeout)
+            finally:
+                if not ready:
+                    os.killpg(self.pid, signal.SIGKILL)
+                self._code = int(self._server.stdout.readline())
             if not ready:
                 raise subprocess.TimeoutExpired(self.command, timeout, self.said("stdout"), self.said("stderr"))
         return self._code
