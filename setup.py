@@ -98,7 +98,7 @@ def extensions(torch, home):
            "-g0", STABLE_ABI]
     link = []
     if sanitize:
-        cxx += [f"-fsanitize={sanitize}", "-fno-sanitize-recover=undefined", "-fno-omit-frame-pointer", "-g", "-O1"]
+        cxx += [f"-fsanitize={sanitize}", "-fno-sanitize-recover=undefined", "-fno-omit-frame-pointer", "-g1", "-O1"]
         link += [f"-fsanitize={sanitize}"]
     found = [CppExtension("sparse_ce._C", sorted(glob("csrc/*.cpp") + glob("csrc/cpu/*.cpp")), py_limited_api=True,
                           extra_compile_args={"cxx": cxx}, extra_link_args=link)]

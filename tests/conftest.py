@@ -69,6 +69,8 @@ def fresh_compiler(monkeypatch):
 def pytest_configure(config):
     if flavours.starts_again():
         flavours.start_again(config)
+    if flavours.FLAVOURS[flavours.named()].in_pieces and getattr(config.option, "dist", "no") == "loadfile":
+        config.option.dist = "load"
 
 
 def pytest_report_header():
@@ -82,12 +84,15 @@ def pytest_ignore_collect(collection_path):
 
 
 def pytest_collection_modifyitems(config, items):
-    flavour, found = flavours.FLAVOURS[flavours.named()], list(items)
+    flavour = flavours.FLAVOURS[flavours.named()]
     by_name = bool(config.option.keyword or config.option.markexpr) or any("::" in arg for arg in config.args)
-    kept = [item for item in found
-            if flavour.has_test(item.name, flavour.slow if by_name else "slow" in item.keywords)]
-    items[:] = kept
-    config.hook.pytest_deselected(items=[item for item in found if item not in set(kept)])
+    kept: list = []
+    left_out: list = []
+    for item in items:
+        chosen = flavour.has_test(item.name, flavour.slow if by_name else "slow" in item.keywords)
+        (kept if chosen else left_out).append(item)
+    items[:] = sorted(kept, key=lambda item: flavours.place(item.path.stem))
+    config.hook.pytest_deselected(items=left_out)
     whole = config.args_source is pytest.Config.ArgsSource.TESTPATHS and not by_name
     if whole and len(kept) < flavour.at_least:
         raise pytest.UsageError(f"the flavour must have at least {flavour.at_least} tests, got {len(kept)}")

@@ -29,15 +29,23 @@ PLAIN = "plain"
 # What no kernel of a CPU or GPU has a part in, or only as the tests beside it have.
 KERNELS = ("test_cross_entropy_*", "test_linear_*", "test_masked_mean*", "test_sparse_softmax*", "test_stock_*",
            "test_target_*", "test_flavour*")
-NO_KERNELS = ("test_cross_entropy_compile", "test_cross_entropy_data_parallel", "test_linear_compile",
+NO_KERNELS = ("test_cross_entropy_compile*", "test_cross_entropy_data_parallel", "test_linear_compile",
               "test_target_validation_cuda", "test_target_arrays", "test_target_collate")
 PRODUCTS = ("test_linear_values", "test_linear_gradients", "test_linear_chunks", "test_linear_failures",
             "test_linear_forecast", "test_flavour*")
 OF_THE_CPU = ("test_linear_memory", "test_linear_bfloat16")
-# What takes minutes and is the same on every instruction set.
-SAME_ON_EVERY_SET = ("test_linear_memory", "test_cross_entropy_compile_sizes")
+# The same on every instruction set: memory, and what becomes of a target before a kernel has it.
+SAME_ON_EVERY_SET = ("test_linear_memory", "test_target_*")
 PROGRAMS = ("test_emulation*",)
 BUILDS = ("test_build", "test_gpu_acceptance")
+
+
+# Where files are shared out among processes, the largest last would be waited for: those of more than ten seconds.
+LONGEST = ("test_examples", "test_native_kernels", "test_linear_compile", "test_cross_entropy_compile",
+           "test_cross_entropy_compile_sizes", "test_linear_chunks", "test_benchmarks", "test_linear_values",
+           "test_masked_mean", "test_cross_entropy_values", "test_linear_memory", "test_collection",
+           "test_trainer_distributed", "test_training_distributed", "test_trainer_steps", "test_training_loops",
+           "test_docs", "test_stock_import", "test_gpu_acceptance")
 
 
 @dataclass(frozen=True)
@@ -52,6 +60,7 @@ class Flavour:
     build: Optional[Callable[[Path], None]] = None  # makes folder/sparse_ce/_C*.so
     sources: Tuple[str, ...] = ("csrc",)  # what the library is built from
     sanitizes: bool = False
+    in_pieces: bool = False  # tests of a file share nothing that is made anew for each process: any process takes any
 
     def has_file(self, stem: str) -> bool:
         return any(fnmatch(stem, p) for p in self.files) and not any(fnmatch(stem, p) for p in self.but)
@@ -90,17 +99,25 @@ FLAVOURS = {
                              "ASAN_OPTIONS": "detect_leaks=0:verify_asan_link_order=0",
                              "UBSAN_OPTIONS": "print_stacktrace=1"}),
     # The CUDA kernels' real source on a CPU, bindings included: tensors of the CPU are served by the CUDA ops. One
-    # thread: the vendor's products, part of the emulated linear head, differ in bits of two.
+    # thread: the vendor's products, part of the emulated linear head, differ in bits of two. Left out: what the CPU's
+    # kernels alone have, and of slow pairs the easier: random labels beside labels of one class, whose sums drift most,
+    # and PyTorch's samples in float32 beside float64.
     "emulated": Flavour(KERNELS, NO_KERNELS + OF_THE_CPU, at_least=4000, build=build_emulated,
-                        without=("instruction_set", "many_rows", "number_of_threads"),
+                        without=("instruction_set", "many_rows", "number_of_threads", "gradients_keep_their_memory",
+                                 "-random-1024 chunks", "-random-blocks of classes", "module_db-torch.float32"),
                         sources=("csrc", "tests/emulation", "third_party"),
                         environment={"SPARSE_CE_VALIDATE": "1", "OMP_NUM_THREADS": "1"}),
     # The same kernels one by one, as programs of their own: against float64, in any order of threads, under sanitizers.
-    "programs": Flavour(PROGRAMS, at_least=20),
+    "programs": Flavour(PROGRAMS, at_least=20, in_pieces=True),
     # What compilers make of the sources, and the rehearsal of what a machine with a GPU runs.
     "builds": Flavour(BUILDS, at_least=20),
     "slow": Flavour(("test_*",), slow=True, at_least=10),
 }
+
+
+def place(stem: str) -> int:
+    """Of a file in the order of a run."""
+    return LONGEST.index(stem) if stem in LONGEST else len(LONGEST)
 
 
 def processor() -> set:

@@ -2,12 +2,11 @@
 
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+import forked
 import sparse_ce
 
 TESTS = Path(__file__).resolve().parent
@@ -34,10 +33,9 @@ def test_tests_without_their_library_are_skipped_and_the_others_collected(missin
     paths = [str(tmp_path), str(Path(sparse_ce.__file__).parent.parent)]
     modules = sorted(str(path) for path in TESTS.glob("test_*.py") if any(
         word in path.name for word in ("trainer", "lightning", "opinfo", "loops")))
-    done = subprocess.run([sys.executable, "-m", "pytest", "-p", "hidden_libraries", "-p", "no:cacheprovider", "-rs",
-                           "--collect-only", "-q", "-c", str(TESTS.parent / "pyproject.toml"), *modules],
-                          capture_output=True, text=True, cwd=tmp_path,
-                          env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)})
+    done = forked.run("-m", "pytest", "-p", "hidden_libraries", "-p", "no:cacheprovider", "-rs", "--collect-only", "-q",
+                        "-c", TESTS.parent / "pyproject.toml", *modules, cwd=tmp_path,
+                        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)})
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr
     collected = set(re.findall(r"(test_\w+)\.py: \d+", done.stdout))
     assert collected == {Path(module).stem for module in modules} - expected, done.stdout[-3000:]

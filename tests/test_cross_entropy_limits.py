@@ -3,7 +3,6 @@
 import ctypes
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -11,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+import forked
 import sparse_ce
 from cases import Draw, devices
 from close import assert_bitwise_equal
@@ -277,8 +277,8 @@ def test_without_the_block_cache_a_gradient_is_an_ordinary_tensor(tmp_path):
     results = []
     for wish in ("0", "1"):
         package = os.path.dirname(os.path.dirname(os.path.abspath(sparse_ce.__file__)))
-        done = subprocess.run([sys.executable, "-c", ORDINARY], capture_output=True, text=True, cwd=tmp_path,
-                              env={**os.environ, "PYTHONPATH": package, "SPARSE_CE_BLOCK_CACHE": wish})
+        done = forked.run("-c", ORDINARY, cwd=tmp_path,
+                            env={**os.environ, "PYTHONPATH": package, "SPARSE_CE_BLOCK_CACHE": wish})
         assert done.returncode == 0, done.stderr
         results.append(done.stdout.split())
     assert results[0][:2] == ["True", "True"]

@@ -3,12 +3,12 @@
 import inspect
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+import forked
 import sparse_ce
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -50,8 +50,7 @@ def test_the_code_of_a_page_runs(page, tmp_path, monkeypatch):
     alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
     program = tmp_path / page.with_suffix(".py").name
     program.write_text(session(page))
-    done = subprocess.run([sys.executable, program], capture_output=True, text=True, cwd=tmp_path,
-                          env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", **alone})
+    done = forked.run(program, cwd=tmp_path, env={**os.environ, "CUDA_VISIBLE_DEVICES": "", **alone})
     assert done.returncode == 0, done.stderr[-3000:]
 
 

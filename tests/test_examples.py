@@ -3,29 +3,34 @@
 import json
 import os
 import re
-import signal
-import subprocess
-import sys
+import socket
 from pathlib import Path
 
 import pytest
 
+import forked
+
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
-TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+TORCHRUN = "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"
 
 
-def run(*command, cwd, timeout=300) -> str:
-    """What a Python command prints, on the CPU. Its children end with it, even where they wait for each other."""
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen([sys.executable, *map(str, command)], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-                               text=True, cwd=cwd, env=environment, start_new_session=True)
-    try:
-        out, err = process.communicate(timeout=timeout)
-    except BaseException:
-        os.killpg(process.pid, signal.SIGKILL)
-        raise
-    assert process.returncode == 0, err[-3000:]
-    return out
+def run(*command, cwd) -> str:
+    """What a Python command prints, on the CPU."""
+    done = forked.run(*command, cwd=cwd, env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"})
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+def run_two(*command, cwd) -> str:
+    """What the first of two processes prints that find each other as torchrun's do."""
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    shared = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "WORLD_SIZE": "2",
+              "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    started = [forked.Program(*command, cwd=cwd, env={**shared, "RANK": rank, "LOCAL_RANK": rank}) for rank in "01"]
+    assert forked.all_codes(started) == [0, 0], "".join(process.said("stderr")[-3000:] for process in started)
+    return started[0].said("stdout")
 
 
 def test_the_demo_trains_on_both_kinds_of_labels(tmp_path):
@@ -38,7 +43,7 @@ def test_the_demo_trains_on_both_kinds_of_labels(tmp_path):
     assert (tmp_path / "learning_curves.png").stat().st_size > 10_000
 
 
-def losses(*command, cwd):
+def losses(*command, cwd, run=run):
     """{step: loss} of 20 steps, from the lines that say so."""
     said = re.findall(r"^step (\d+) loss (\S+)$", run(*command, "--steps", 20, cwd=cwd), re.MULTILINE)
     return {int(step): float(loss) for step, loss in said}
@@ -65,8 +70,9 @@ def test_the_plain_loop_learns(plain):
 ], ids=lambda value: " ".join(value) if isinstance(value, tuple) else "")
 def test_every_loop_trains_as_the_plain_one(command, tolerance, plain, tmp_path):
     """The same sequences a step, so the same losses, however they are divided."""
-    launcher = TORCHRUN if command[0] == "train_distributed.py" else ()
-    ours = losses(*launcher, EXAMPLES / command[0], *command[1:], cwd=tmp_path)
+    launcher = TORCHRUN if "fsdp2" in command else ()
+    start = run_two if "ddp" in command else run
+    ours = losses(*launcher, EXAMPLES / command[0], *command[1:], cwd=tmp_path, run=start)
     assert ours == pytest.approx(plain, rel=tolerance)
 
 
@@ -84,10 +90,8 @@ if __name__ == "__main__":
 
 
 def test_a_trainer_learns_from_sparse_labels_in_three_ways(tmp_path):
-    done = subprocess.run([sys.executable, EXAMPLES / "trainer_sparse_labels.py"], capture_output=True, text=True,
-                          cwd=tmp_path, env={**os.environ, "CUDA_VISIBLE_DEVICES": ""})
-    assert done.returncode == 0, done.stderr[-3000:]
-    losses = re.findall(r"^(\w+): loss (\S+) -> (\S+)$", done.stdout, re.M)
+    said = run(EXAMPLES / "trainer_sparse_labels.py", cwd=tmp_path)
+    losses = re.findall(r"^(\w+): loss (\S+) -> (\S+)$", said, re.M)
     assert [way for way, *_ in losses] == ["subclass", "compute_loss_func", "fuse_lm_head"]
     assert len({tuple(numbers) for _, *numbers in losses}) == 1  # the same loss, and so the same training
     for _, before, after in losses:

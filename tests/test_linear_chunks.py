@@ -1,13 +1,13 @@
 """The ops of the linear head, chunk by chunk: equal to the specification, and in little memory."""
 
 import os
-import subprocess
 import sys
 
 import pytest
 import torch
 import torch.nn.functional as F
 
+import forked
 import sparse_ce
 from cases import DTYPES, FORMS, Draw
 from close import assert_bitwise_equal, assert_close_to_float64
@@ -233,7 +233,6 @@ print((peak() - before) / (5000 * 40000 * dtype.itemsize))
 def test_the_logits_are_never_there_at_once(dtype, tmp_path):
     """What the process takes for a loss and its gradients, as a share of the logits, 800 MB in float32."""
     package = os.path.dirname(os.path.dirname(os.path.abspath(sparse_ce.__file__)))
-    done = subprocess.run([sys.executable, "-c", PEAK, dtype], capture_output=True, text=True, cwd=tmp_path,
-                          env={**os.environ, "PYTHONPATH": package})
+    done = forked.run("-c", PEAK, dtype, cwd=tmp_path, env={**os.environ, "PYTHONPATH": package})
     assert done.returncode == 0, done.stderr
     assert float(done.stdout) < 0.25

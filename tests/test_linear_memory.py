@@ -2,12 +2,11 @@
 also where rows are ignored."""
 
 import os
-import subprocess
-import sys
 
 import pytest
 import torch
 
+import forked
 import sparse_ce
 
 PEAK = """
@@ -53,7 +52,7 @@ def test_the_formula_of_the_readme(shape, ignored, dtype, reduction, tmp_path):
         chunk = max(chunk * 5 // 4, 16 << 20)
     beside = vocab * width if dtype == torch.bfloat16 else 0
     package = os.path.dirname(os.path.dirname(os.path.abspath(sparse_ce.__file__)))
-    done = subprocess.run([sys.executable, "-c", PEAK, *map(str, (rows, vocab, width, ignored, reduction, dtype))],
-                          capture_output=True, text=True, cwd=tmp_path, env={**os.environ, "PYTHONPATH": package})
+    done = forked.run("-c", PEAK, rows, vocab, width, ignored, reduction, dtype, cwd=tmp_path,
+                        env={**os.environ, "PYTHONPATH": package})
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) <= chunk + beside + (10 << 20) + 20 * rows, f"{int(done.stdout) / 2**20:.1f} MiB"

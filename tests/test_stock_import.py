@@ -3,8 +3,6 @@
 import json
 import math
 import re
-import subprocess
-import sys
 import textwrap
 from pathlib import Path
 
@@ -13,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+import forked
 from cases import DTYPES, Draw
 from close import assert_bitwise_equal, assert_close_to_float64
 from sparse_ce import stock
@@ -81,7 +80,7 @@ def test_the_import_alone_makes_single_losses_work(device):
 
 def test_the_example_shows_the_failure_and_the_repair():
     example = Path(__file__).resolve().parent.parent / "examples" / "stock_pytorch.py"
-    done = subprocess.run([sys.executable, example], capture_output=True, text=True, cwd="/")
+    done = forked.run(example, cwd="/")
     assert done.returncode == 0, done.stderr[-3000:]
     before, imported, enabled = re.split("after import.*|with enable_stock.*", done.stdout)
     dense = re.search("loss .*", before)[0]
@@ -226,8 +225,7 @@ def test_second_derivatives_are_refused_because_pytorch_gets_them_wrong():
 
 
 def python(script, *arguments, expect=0):
-    done = subprocess.run([sys.executable, "-c", textwrap.dedent(script), *map(str, arguments)], capture_output=True,
-                          text=True, cwd="/")
+    done = forked.run("-c", textwrap.dedent(script), *arguments, cwd="/")
     assert done.returncode == expect, done.stderr[-3000:]
     return done
 

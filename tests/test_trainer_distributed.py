@@ -2,13 +2,12 @@
 
 import os
 import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
+import forked
 import sparse_ce
 import tiny_lm
 from sparse_ce import SparseTarget
@@ -38,16 +37,12 @@ def results(tmp_path_factory):
     output, package = tmp_path_factory.mktemp("processes"), Path(sparse_ce.__file__).parent.parent
     environment = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
                    "PYTHONPATH": os.pathsep.join([str(package), str(HERE)]), "OMP_NUM_THREADS": "1"}
-    started = [subprocess.Popen([sys.executable, HERE / "trainer_process.py", output, *TRAINERS, *WRAPPERS], text=True,
-                                stdout=subprocess.DEVNULL, stderr=open(output / f"errors{rank}", "w"),
-                                env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)}) for rank in (0, 1)]
-    try:
-        for process in started:
-            process.wait(timeout=300)
-    finally:
-        for process in started:
-            process.kill()
-    yield output
+    started = [forked.Program(HERE / "trainer_process.py", output, *TRAINERS, *WRAPPERS, cwd=output, env={
+        **environment, "RANK": str(rank), "LOCAL_RANK": str(rank)}) for rank in (0, 1)]
+    forked.all_codes(started)
+    for rank, process in enumerate(started):
+        (output / f"errors{rank}").write_text(process.said("stderr"))
+    return output
 
 
 def result_of(results, case):

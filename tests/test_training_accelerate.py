@@ -2,13 +2,12 @@
 
 import os
 import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
+import forked
 import sparse_ce
 
 pytest.importorskip("accelerate", minversion="1.15")
@@ -25,18 +24,10 @@ def results(tmp_path_factory):
     folder, package = tmp_path_factory.mktemp("processes"), Path(sparse_ce.__file__).parent.parent
     environment = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
                    "PYTHONPATH": os.pathsep.join([str(package), str(HERE)]), "OMP_NUM_THREADS": "1"}
-    logs = [(folder / f"{rank}.log").open("w+") for rank in (0, 1)]
-    started = [subprocess.Popen([sys.executable, HERE / "accelerate_process.py", folder], stdout=log, stderr=log,
-                                env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)})
-               for rank, log in enumerate(logs)]
-    try:
-        codes = [process.wait(timeout=120) for process in started]
-    except subprocess.TimeoutExpired:
-        codes = None
-    finally:
-        for process in started:
-            process.kill()
-    assert codes == [0, 0], "".join((folder / f"{rank}.log").read_text()[-3000:] for rank in (0, 1))
+    started = [forked.Program(HERE / "accelerate_process.py", folder, cwd=folder, env={
+        **environment, "RANK": str(rank), "LOCAL_RANK": str(rank)}) for rank in (0, 1)]
+    codes = forked.all_codes(started, timeout=120)
+    assert codes == [0, 0], "".join(process.said("stderr")[-3000:] for process in started)
     return [torch.load(folder / f"{rank}.pt") for rank in (0, 1)]
 
 
@@ -65,5 +56,5 @@ assert find_batch_size({{"labels": target}}) == 3
 assert concatenate([dict(a=target), dict(a=target)])["a"].indices.tolist() == [0, 1, 2, 0, 1, 2]
 assert concatenate([[torch.arange(2)], [torch.arange(2)]])[0].tolist() == [0, 1, 0, 1]
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path)
+    done = forked.run("-c", code, cwd=tmp_path)
     assert done.returncode == 0, done.stderr[-2000:]

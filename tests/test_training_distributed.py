@@ -7,13 +7,12 @@ ml-cross-entropy#31).
 
 import functools
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
+import forked
 import sparse_ce
 from close import assert_close_to_float64
 from distributed_cases import CASES, WORLD
@@ -28,16 +27,10 @@ def results(tmp_path_factory):
     """What each process found: a list of dictionaries."""
     folder = tmp_path_factory.mktemp("world")
     environment = {**os.environ, "PYTHONPATH": str(Path(sparse_ce.__file__).parent.parent), "CUDA_VISIBLE_DEVICES": ""}
-    logs = [(folder / f"{rank}.log").open("w+") for rank in range(WORLD)]
-    processes = [subprocess.Popen([sys.executable, CASES_FILE, str(rank), folder], stdout=log, stderr=subprocess.STDOUT,
-                                  env=environment) for rank, log in enumerate(logs)]
-    try:
-        codes = [process.wait(timeout=120) for process in processes]
-    finally:  # one that waits for the other does so for 20 seconds, but nothing outlives the tests
-        for process in processes:
-            process.kill()
-        said = "\n".join((folder / f"{rank}.log").read_text()[-2000:] for rank in range(WORLD))
-    assert codes == [0] * WORLD, said
+    started = [forked.Program(CASES_FILE, rank, folder, cwd=folder, env=environment) for rank in range(WORLD)]
+    codes = forked.all_codes(started, timeout=120)  # one that waits for the other does so for 20 seconds
+    assert codes == [0] * WORLD, "\n".join(process.said(stream)[-2000:] for process in started
+                                           for stream in ("stdout", "stderr"))
     return [torch.load(folder / f"{rank}.pt") for rank in range(WORLD)]
 
 

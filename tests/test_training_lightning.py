@@ -1,12 +1,11 @@
 """Lightning's own data path: batches with a SparseTarget move, have a size, and train as in a plain loop."""
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+import forked
 import sparse_ce
 from cases import devices
 
@@ -24,7 +23,7 @@ def test_a_lightning_epoch_is_a_plain_epoch(head, form, device, tmp_path):
 
 def test_lightning_finds_the_sizes_of_batches(tmp_path):
     program, package = Path(lightning_epoch.__file__), Path(sparse_ce.__file__).parent.parent
-    done = subprocess.run([sys.executable, program], capture_output=True, text=True, timeout=300, cwd=tmp_path,
-                          env={**os.environ, "PYTHONPATH": f"{package}{os.pathsep}{program.parent}"})
+    done = forked.run(program, cwd=tmp_path,
+                        env={**os.environ, "PYTHONPATH": f"{package}{os.pathsep}{program.parent}"})
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stderr.count("an epoch of ") >= 6

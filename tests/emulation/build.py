@@ -42,7 +42,7 @@ def cuda_home() -> str:
 
 
 def flags() -> list:
-    return ["g++", "-std=c++17", "-g", "-fPIC", "-fno-strict-aliasing", "-Wall", "-Wno-unknown-pragmas",
+    return ["g++", "-std=c++17", "-g1", "-fPIC", "-fno-strict-aliasing", "-Wall", "-Wno-unknown-pragmas",
             "-Wno-unused-function", f"-I{LAYER / 'include'}", "-isystem", f"{cuda_home()}/include"]
 
 
