@@ -134,7 +134,7 @@ CPU = [
     ("csrc/cpu/masked_mean.cpp", "if (w[waiting].value == 0) continue;", ""),
     ("csrc/cpu/masked_mean.cpp", "MaskedSum<acc_t>{sum[i], weight[i] + same}", "MaskedSum<acc_t>{sum[i], weight[i]}"),
     ("csrc/cpu/masked_mean.cpp", "if (++of_row == plan.per_row) of_row = 0, ++row;", "++row;"),
-    ("csrc/cpu/masked_mean.cpp", "std::min(line + kLines, end); line < last", "end; line < last"),
+    ("csrc/cpu/masked_mean.cpp", "std::min(line + (kept ? kLines : plan.per_part), end)", "end"),
     ("csrc/cpu/masked_mean.cpp", "total[i].merge(total[p * outputs + i]);", "total[i] = total[p * outputs + i];"),
     ("csrc/cpu/masked_mean.cpp", "write_lanes<acc_t>(share, w, i, n - i, gradient);", ""),
     ("csrc/cpu/masked_mean.cpp", "if (args.columns_kept()) return write(share);", ""),

@@ -92,7 +92,7 @@ struct Plan {
 
   explicit Plan(const MaskedMeanArgs& args) {
     const bool kept = args.columns_kept();
-    width = std::min(args.columns.size, kTile);
+    width = std::min(args.columns.size, kept ? kTile : kSpan);
     const int64_t count = (args.columns.size + width - 1) / width;
     per_row = kept ? 1 : count;
     blocks = kept ? count : 1;
@@ -123,7 +123,7 @@ SCE_HD void sum_item(const MaskedMeanArgs& args, const Plan& plan, int64_t item,
     std::fill_n(weight, sums, acc_t(0));
     int64_t waiting = 0, n = plan.width;
     same = 0;
-    for (const int64_t last = std::min(line + kLines, end); line < last; ++line) {
+    for (const int64_t last = std::min(line + (kept ? kLines : plan.per_part), end); line < last; ++line) {
       const int64_t column = first + of_row * plan.width;
       const Place place = from.moved(args.rows.stride, row).moved(args.columns.stride, column);
       n = std::min(plan.width, args.columns.size - column);
