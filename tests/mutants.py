@@ -2,13 +2,15 @@
 
     python tests/mutants.py [-j N] [cuda cpu python trainer] [WORD ...]
 
-A WORD is part of a file's name or of a text: `cpu tile.cpp` runs the CPU's mutants in that file. Not part of `make
-test`: each mutant costs a build. A change to a kernel's logic should come with a mutant of it. tests/test_mutants.py
-checks that every text is there to be changed.
+A WORD is part of a file's name or of a text: `cpu tile.cpp` runs the CPU's mutants in that file. Each is built, meets
+the tests that are about its file, and where those pass all others: a mutant that a test notices costs seconds, a
+survivor the whole suite. Not part of `make test`. A change to a kernel's logic should come with a mutant of it.
+tests/test_mutants.py checks that every text is there to be changed.
 """
 
 import argparse
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -394,76 +396,127 @@ TRAINER = [
 
 
 OBJECTS = ROOT / "build" / "mutants"
+# The tests about a file have a word of its name in theirs, or of these; without any, of its folder's or the op's.
+ABOUT = {"arguments": "errors_options", "entries": "sparse_arguments", "gradient_memory": "forecast",
+         "guarded": "zero_upstream", "integrations": "trainer", "live_rows": "linear", "loss_mean": "cross_entropy",
+         "modules": "options", "parts": "target", "reference": "transforms", "travel": "arrays"}
+LATE = ("bfloat16", "compile", "limits", "memory")  # take long, and rarely find what nothing else does
 
 
 class DoesNotCompile(Exception):
     """No test has noticed anything then."""
 
 
-def run(command, cwd, env=None) -> bool:
-    return subprocess.run([str(c) for c in command], cwd=cwd, capture_output=True, env={**os.environ, **(env or {})}
-                          ).returncode == 0
+def run(command, cwd, env=None) -> subprocess.CompletedProcess:
+    return subprocess.run([str(c) for c in command], cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+                          text=True, errors="replace", env={**os.environ, **(env or {})})
 
 
-def cuda_passes(tree: Path, replacement: str) -> bool:
-    flavour = "tsan" if replacement == "// tsan" else "plain"
-    if not run([sys.executable, "tests/emulation/build.py", flavour], tree):
+def build(command, cwd) -> None:
+    if run(command, cwd).returncode != 0:
         raise DoesNotCompile
+
+
+def included(source: Path) -> set:
+    """A C++ source and what it includes of this project."""
+    found, new = set(), {source.resolve()}
+    while new:
+        found |= new
+        names = [(path.parent / name).resolve() for path in new
+                 for name in re.findall(r'^#include "(.*)"', path.read_text(), re.M)]
+        new = {path for path in names if path.exists()} - found
+    return found
+
+
+def by_likelihood(mutant: tuple, tests: list) -> tuple:
+    """The names of the tests that are likely to notice a mutant, the likeliest first, and all others."""
+    def shared(name):
+        return len(words & set(name.split("_")))
+
+    def rank(name):
+        in_text = sum(word in mutant[1] for word in name.split("_"))
+        # Of all the values a kernel's mutant gets the first wrong, and one of Python mostly none.
+        return any(word in name for word in LATE), -shared(name), -in_text, name.endswith("values") == python, name
+
+    path = Path(mutant[0])
+    python = path.suffix == ".py"
+    words = set(ABOUT.get(path.stem, path.stem).split("_"))
+    if not any(map(shared, tests)):
+        words = set(ABOUT.get(path.parent.name, "cross_entropy").split("_"))
+    ordered = sorted(tests, key=rank)
+    return [name for name in ordered if shared(name)], [name for name in ordered if not shared(name)]
+
+
+def of_programs(tree: Path, mutant: tuple) -> str:
+    flavour = "tsan" if mutant[2] == "// tsan" else "plain"
     options = ["--small", "--seeds", "1", "100"] if flavour == "tsan" else ["--seeds", "1", "800"]
-    programs = sorted((tree / "tests/emulation").glob("*.cpp"))
-    return all(run([f"tests/emulation/build/{program.stem}_{flavour}", *options], tree) for program in programs)
+    for source in sorted(tree.glob("tests/emulation/*.cpp")):
+        if (tree / mutant[0]).resolve() in included(source):
+            build([sys.executable, "tests/emulation/build.py", flavour, source.stem], tree)
+            program = f"{source.stem}_{flavour}"
+            if run([f"tests/emulation/build/{program}", *options], tree).returncode != 0:
+                return program
+    return ""
 
 
-def suite_passes(tree: Path, package: Path, *tests: str, flavour: str = "plain", without: tuple = ("mutants",)) -> bool:
-    """Without the test that finds the mutant's text gone, and where no C++ is broken without what compiles it."""
-    return run([sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-m", "not slow",
-                *(f"--ignore=tests/test_{name}.py" for name in without), *(tests or ["tests"])], tree,
-               {"PYTHONPATH": str(package), "SPARSE_CE_FLAVOUR": flavour, "OMP_NUM_THREADS": "1"})
+def of_suite(tree: Path, mutant: tuple, flavours: tuple = ("plain",), pattern: str = "*", without: tuple = ()) -> str:
+    """Without the test that finds the mutant's text gone."""
+    names = [path.stem for path in tree.glob(f"tests/test_{pattern}.py") if path.stem not in ("test_mutants", *without)]
+    for part in by_likelihood(mutant, names):
+        for flavour in flavours:
+            tests = [f"tests/{name}.py" for name in part if FLAVOURS[flavour].has_file(name)]
+            done = run([sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-m", "not slow", *tests],
+                       tree, {"PYTHONPATH": str(tree / "package"), "SPARSE_CE_FLAVOUR": flavour,
+                              "OMP_NUM_THREADS": "1"}) if tests else None
+            if done and done.returncode not in (0, 5):  # 5: all that are there are slow
+                said = re.findall(r"^(?:FAILED|ERROR) tests/(\S+)", done.stdout, re.M)
+                return (said or done.stdout.strip().split("\n"))[-1]
+    return ""
 
 
 def compiled(tree: Path, source: Path, flags: list) -> Path:
-    """The object of a source, made once for all mutants that leave it and the headers as they are."""
-    out = OBJECTS / f"{source.stem}-{digest_of(source, *sorted(tree.glob('csrc/**/*.h')), below=tree)[:16]}.o"
+    """The object of a source, made once for all mutants that leave it and what it includes as they are."""
+    out = OBJECTS / f"{source.stem}-{digest_of(*included(source), below=tree.resolve())[:16]}.o"
     if not out.exists():
         OBJECTS.mkdir(parents=True, exist_ok=True)
         part = out.with_suffix(f".{os.getpid()}-{tree.parent.name}")
-        if not run(["g++", *flags, "-c", source, "-o", part], tree):
-            raise DoesNotCompile
+        build(["g++", *flags, "-c", source, "-o", part], tree)
         part.rename(out)
     return out
 
 
-def cpu_passes(tree: Path, _: str) -> bool:
+def of_cpu(tree: Path, mutant: tuple) -> str:
     from torch.utils.cpp_extension import include_paths, library_paths
-    package = tree / "package"
-    shutil.copytree(tree / "sparse_ce", package / "sparse_ce", ignore=shutil.ignore_patterns("*.so"))
+    package = tree / "package" / "sparse_ce"
+    shutil.copytree(tree / "sparse_ce", package, ignore=shutil.ignore_patterns("*.so"))
     flags = ["-std=c++17", "-O2", "-ftree-vectorize", "-fPIC", "-fopenmp-simd", "-fno-math-errno",
              "-fno-trapping-math", "-DTORCH_TARGET_VERSION=0x020b000000000000",
              *[f"-isystem{path}" for path in include_paths()]]
     objects = [compiled(tree, source, flags)
                for source in sorted([*tree.glob("csrc/*.cpp"), *tree.glob("csrc/cpu/*.cpp")])]
-    if not run(["g++", "-shared", *objects, "-o", package / "sparse_ce" / "_C.so",
-                *[f"-L{path}" for path in library_paths()], "-ltorch_cpu", "-lc10"], tree):
-        raise DoesNotCompile
+    build(["g++", "-shared", *objects, "-o", package / "_C.so", *[f"-L{path}" for path in library_paths()],
+           "-ltorch_cpu", "-lc10"], tree)
     of_this_library = [name for name in others() if FLAVOURS[name].environment and not FLAVOURS[name].build]
-    return all(suite_passes(tree, package, flavour=name) for name in ("plain", *of_this_library))
+    return of_suite(tree, mutant, ("plain", *of_this_library))
 
 
-def python_passes(tree: Path, _: str, *tests: str) -> bool:
+def of_python(tree: Path, mutant: tuple, pattern: str = "*") -> str:
+    """Without what compiles C++."""
     import sparse_ce
-    package = tree / "package"
-    shutil.copytree(tree / "sparse_ce", package / "sparse_ce")
+    package = tree / "package" / "sparse_ce"
+    shutil.copytree(tree / "sparse_ce", package)
     for library in Path(sparse_ce.__file__).parent.glob("_C*.so"):
-        shutil.copy(library, package / "sparse_ce")
-    return suite_passes(tree, package, *tests, without=("mutants", "native_kernels"))
+        shutil.copy(library, package)
+    return of_suite(tree, mutant, pattern=pattern, without=("test_native_kernels",))
 
 
-def trainer_passes(tree: Path, replacement: str) -> bool:
-    return python_passes(tree, replacement, *(str(path) for path in sorted(tree.glob("tests/test_trainer*.py"))))
+def of_trainer(tree: Path, mutant: tuple) -> str:
+    return of_python(tree, mutant, "trainer*")
 
 
-GROUPS = {"cuda": (CUDA, cuda_passes), "cpu": (CPU, cpu_passes), "python": (PYTHON, python_passes),
-          "trainer": (TRAINER, trainer_passes)}
+# What finds the test that notices a mutant in a tree of files: "" where none does.
+GROUPS = {"cuda": (CUDA, of_programs), "cpu": (CPU, of_cpu), "python": (PYTHON, of_python),
+          "trainer": (TRAINER, of_trainer)}
 
 
 def problems() -> list:
@@ -474,14 +527,14 @@ def problems() -> list:
 
 
 def chosen(words: list) -> list:
-    """(passes, mutant) for each that fits the words."""
+    """(search, mutant) for each that fits the words."""
     groups = [word for word in words if word in GROUPS] or list(GROUPS)
     parts = [word for word in words if word not in GROUPS]
-    return [(passes, mutant) for group in groups for mutants, passes in [GROUPS[group]] for mutant in mutants
+    return [(search, mutant) for group in groups for mutants, search in [GROUPS[group]] for mutant in mutants
             if not parts or any(part in mutant[0] or part in mutant[1] for part in parts)]
 
 
-def try_out(passes, mutant: tuple) -> str:
+def try_out(search, mutant: tuple) -> str:
     file, text, replacement = mutant
     with tempfile.TemporaryDirectory() as folder:
         tree = Path(folder) / "tree"
@@ -489,10 +542,11 @@ def try_out(passes, mutant: tuple) -> str:
         source = (tree / file).read_text()
         (tree / file).write_text(source.replace(text, replacement))
         try:
-            said = "SURVIVED" if passes(tree, replacement) else "caught"
+            test = search(tree, mutant)
+            said = "caught" if test else "SURVIVED"
         except DoesNotCompile:
-            said = "INVALID"
-    print(f"{said:8}", file, "|", text.split("\n")[0][:90], flush=True)
+            test, said = "", "INVALID"
+    print(f"{said:8}", file, "|", text.split("\n")[0][:90], f"| {test[:90]}" if test else "", flush=True)
     return said
 
 
