@@ -15,6 +15,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -111,6 +112,18 @@ CPU = [
     ("csrc/cpu/row_passes.h", "void write_values(int64_t r) const {\n    if (args_.target.ignored(r)) return;",
      "void write_values(int64_t r) const {"),
     ("csrc/cross_entropy.h", "[r * grad_loss_stride]", "[0]"),
+    ("csrc/cross_entropy.h", "[r * grad_lse_stride]", "[0]"),
+    ("csrc/cross_entropy.h", "ignored ? acc_t(0) : out.lse;", "out.lse;"),
+    ("csrc/cross_entropy.h", "lse_residual)[r] : acc_t(0)", "lse_residual)[0] : acc_t(0)"),
+    ("csrc/cross_entropy.h", "if (entry.column < 0) return;", ""),
+    ("csrc/cross_entropy.h", "target.class_weight<acc_t>(entry.column) * target.value_slope(entry);",
+     "target.value_slope(entry);"),
+    ("csrc/cpu/row_passes.h", "return weight ? weight + column : nullptr;", "return weight;"),
+    ("csrc/cpu/row_passes.h", "spans_(divide_up(args.vocab, kSpan))", "spans_(divide_up(columns_, kSpan))"),
+    ("csrc/cpu/row_entries.h", "kept += entry.column >= 0;", "++kept;"),
+    ("csrc/cpu/row_entries.h", "if (!class_weights.empty()) class_weights[kept] = class_weights[k];", ""),
+    ("csrc/cpu/row_entries.h", "&& columns[seen_[slot].position] != columns[k]) slot", "&& false) slot"),
+    ("csrc/cpu/row_entries.h", "for (; k < size(); ++k) sums[0] += weights[k];", ""),
     ("csrc/cpu/row_passes.h", "std::min(end, columns_)", "end"),
     ("csrc/cpu/cross_entropy.cpp", "for (int64_t r = 0; r < args.rows; ++r) backward.write_entries(r, plans[r]);", ""),
     ("csrc/cpu/row_passes.h", "write_entries(r, plan);\n", "\n"),
@@ -320,6 +333,18 @@ PYTHON = [
     ("sparse_ce/arguments.py", "torch.SymInt)) and not isinstance(value, bool)", "torch.SymInt))"),
     ("sparse_ce/arguments.py", "if normalizer.numel() > 1 and not", "if False and not"),
     ("sparse_ce/arguments.py", "lambda x: 0 <= x < math.inf", "lambda x: -math.inf < x < math.inf"),
+    ("sparse_ce/arguments.py", "lambda x: 0 <= x <= 1", "lambda x: 0 <= x"),
+    ("sparse_ce/arguments.py", "lambda x: 0 < x < math.inf", "lambda x: 0 <= x < math.inf"),
+    ("sparse_ce/arguments.py", "if not 0 < value <= vocab:", "if not 0 < value:"),
+    ("sparse_ce/arguments.py", "type(value) is not type(default) or", ""),
+    ("sparse_ce/arguments.py", "if weight.requires_grad:", "if False:"),
+    ("sparse_ce/arguments.py", "(weight.shape[0], vocab, classes)", "(weight.shape[0], classes)"),
+    ("sparse_ce/arguments.py", "return weight[:classes].to", "return weight.to"),
+    ("sparse_ce/arguments.py", "if normalizer.numel() == 0:", "if False:"),
+    ("sparse_ce/arguments.py", "elif not 0 <= normalizer < math.inf:", "elif not 0 <= normalizer:"),
+    ("sparse_ce/arguments.py", "if not 0 <= first < math.inf:", "if not first < math.inf:"),
+    ("sparse_ce/arguments.py", "_is_integer(chunk_rows) and chunk_rows > 0", "_is_integer(chunk_rows)"),
+    ("sparse_ce/arguments.py", "if linear_weight.shape[0] == 0:", "if False:"),
     ("sparse_ce/arguments.py", "if second else", "if False else"),
     ("sparse_ce/arguments.py", "target.shape == shape[:1] + input.shape[2:]", "True"),
     ("sparse_ce/modules.py", "arguments.check_held(weight, normalizer, options)", "pass"),
@@ -397,9 +422,10 @@ TRAINER = [
 
 OBJECTS = ROOT / "build" / "mutants"
 # The tests about a file have a word of its name in theirs, or of these; without any, of its folder's or the op's.
-ABOUT = {"arguments": "errors_options", "entries": "sparse_arguments", "gradient_memory": "forecast",
-         "guarded": "zero_upstream", "integrations": "trainer", "live_rows": "linear", "loss_mean": "cross_entropy",
-         "modules": "options", "parts": "target", "reference": "transforms", "travel": "arrays"}
+ABOUT = {"arguments": "errors_options_dimension", "collate": "collate_target_trainer",
+         "entries": "sparse_arguments_stock_target", "gradient_memory": "forecast", "guarded": "zero_upstream",
+         "integrations": "trainer", "live_rows": "linear", "loss_mean": "cross_entropy", "modules": "options",
+         "parts": "target", "reference": "transforms_failures", "rows": "rows_target", "travel": "arrays_training"}
 LATE = ("bfloat16", "compile", "limits", "memory")  # take long, and rarely find what nothing else does
 
 
@@ -465,13 +491,24 @@ def of_suite(tree: Path, mutant: tuple, flavours: tuple = ("plain",), pattern: s
     for part in by_likelihood(mutant, names):
         for flavour in flavours:
             tests = [f"tests/{name}.py" for name in part if FLAVOURS[flavour].has_file(name)]
-            done = run([sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-m", "not slow", *tests],
-                       tree, {"PYTHONPATH": str(tree / "package"), "SPARSE_CE_FLAVOUR": flavour,
-                              "OMP_NUM_THREADS": "1"}) if tests else None
+            done = run([sys.executable, "-m", "pytest", "-x", "-q", "-p", "mutants", "-p", "no:cacheprovider", "-m",
+                        "not slow", *tests], tree, {"PYTHONPATH": f"{tree / 'package'}{os.pathsep}{tree / 'tests'}",
+                                                    "SPARSE_CE_FLAVOUR": flavour, "OMP_NUM_THREADS": "1"}
+                       ) if tests else None
             if done and done.returncode not in (0, 5):  # 5: all that are there are slow
                 said = re.findall(r"^(?:FAILED|ERROR) tests/(\S+)", done.stdout, re.M)
                 return (said or done.stdout.strip().split("\n"))[-1]
     return ""
+
+
+def pytest_collection_modifyitems(items: list) -> None:
+    """As a plugin of that pytest: every test with its first parameters, then every one with its second, and so on."""
+    seen, turn_of = Counter(), {}
+    for item in items:
+        function = item.nodeid.split("[")[0]
+        turn_of[item] = seen[function]
+        seen[function] += 1
+    items.sort(key=turn_of.__getitem__)
 
 
 def compiled(tree: Path, source: Path, flags: list) -> Path:
