@@ -100,7 +100,7 @@ CPU = [
     ("csrc/math.h", "if (w == acc_t(0)) return;", ""),
     ("csrc/math.h", "return by == acc_t(0) ? acc_t(0) : -by * log_prob(z);", "return -by * log_prob(z);"),
     ("csrc/cpu/row_entries.h", "weights[seen_[slot].position] += weights[k];", ""),
-    ("csrc/cpu/row_entries.h", "++row_;", ""),
+    ("csrc/cpu/row_entries.h", "++row_;", "row_ = 1;"),
     ("csrc/cpu/row_entries.h", "if (!ascending && may_repeat()) merge_duplicates();", ""),
     ("csrc/cpu/row_entries.h", "if (!ascending) order_by_span();", ""),
     ("csrc/cpu/row_entries.h", "move(class_weights, moved_weights_);", ""),
@@ -422,8 +422,8 @@ TRAINER = [
 
 OBJECTS = ROOT / "build" / "mutants"
 # The tests about a file have a word of its name in theirs, or of these; without any, of its folder's or the op's.
-ABOUT = {"arguments": "errors_options_dimension", "collate": "collate_target_trainer",
-         "entries": "sparse_arguments_stock_target", "gradient_memory": "forecast", "guarded": "zero_upstream",
+ABOUT = {"arguments": "errors_options_dimension", "collate": "collate_target_rows_trainer",
+         "entries": "sparse_arguments_stock_target_rows", "gradient_memory": "forecast", "guarded": "zero_upstream",
          "integrations": "trainer", "live_rows": "linear", "loss_mean": "cross_entropy", "modules": "options",
          "parts": "target", "reference": "transforms_failures", "rows": "rows_target", "travel": "arrays_training"}
 LATE = ("bfloat16", "compile", "limits", "memory")  # take long, and rarely find what nothing else does
@@ -434,8 +434,11 @@ class DoesNotCompile(Exception):
 
 
 def run(command, cwd, env=None) -> subprocess.CompletedProcess:
-    return subprocess.run([str(c) for c in command], cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-                          text=True, errors="replace", env={**os.environ, **(env or {})})
+    try:
+        return subprocess.run([str(c) for c in command], cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+                              text=True, errors="replace", env={**os.environ, **(env or {})}, timeout=3600)
+    except subprocess.TimeoutExpired:
+        return subprocess.CompletedProcess(command, 1, "hangs")
 
 
 def build(command, cwd) -> None:
