@@ -2,17 +2,20 @@
 
     python tests/mutants.py [-j N] [cuda cpu python trainer] [WORD ...]
 
-A WORD is part of a file's name or of a text: `cpu tile.cpp` runs the CPU's mutants in that file. Not part of `make
-test`: each mutant costs a build. A change to a kernel's logic should come with a mutant of it. tests/test_mutants.py
-checks that every text is there to be changed.
+A WORD is part of a file's name or of a text: `cpu tile.cpp` runs the CPU's mutants in that file. Each is built, meets
+the tests that are about its file, and where those pass all others: a mutant that a test notices costs seconds, a
+survivor the whole suite. Not part of `make test`. A change to a kernel's logic should come with a mutant of it.
+tests/test_mutants.py checks that every text is there to be changed.
 """
 
 import argparse
 import os
+import re
 import shutil
 import subprocess
 import sys
 import tempfile
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -102,7 +105,7 @@ CPU = [
     ("csrc/math.h", "if (w == acc_t(0)) return;", ""),
     ("csrc/math.h", "return by == acc_t(0) ? acc_t(0) : -by * log_prob(z);", "return -by * log_prob(z);"),
     ("csrc/cpu/row_entries.h", "weights[seen_[slot].position] += weights[k];", ""),
-    ("csrc/cpu/row_entries.h", "++row_;", ""),
+    ("csrc/cpu/row_entries.h", "++row_;", "row_ = 1;"),
     ("csrc/cpu/row_entries.h", "if (!ascending && may_repeat()) merge_duplicates();", ""),
     ("csrc/cpu/row_entries.h", "if (!ascending) order_by_span();", ""),
     ("csrc/cpu/row_entries.h", "move(class_weights, moved_weights_);", ""),
@@ -114,6 +117,18 @@ CPU = [
     ("csrc/cpu/row_passes.h", "void write_values(int64_t r) const {\n    if (args_.target.ignored(r)) return;",
      "void write_values(int64_t r) const {"),
     ("csrc/cross_entropy.h", "[r * grad_loss_stride]", "[0]"),
+    ("csrc/cross_entropy.h", "[r * grad_lse_stride]", "[0]"),
+    ("csrc/cross_entropy.h", "ignored ? acc_t(0) : out.lse;", "out.lse;"),
+    ("csrc/cross_entropy.h", "lse_residual)[r] : acc_t(0)", "lse_residual)[0] : acc_t(0)"),
+    ("csrc/cross_entropy.h", "if (entry.column < 0) return;", ""),
+    ("csrc/cross_entropy.h", "target.class_weight<acc_t>(entry.column) * target.value_slope(entry);",
+     "target.value_slope(entry);"),
+    ("csrc/cpu/row_passes.h", "return weight ? weight + column : nullptr;", "return weight;"),
+    ("csrc/cpu/row_passes.h", "spans_(divide_up(args.vocab, kSpan))", "spans_(divide_up(columns_, kSpan))"),
+    ("csrc/cpu/row_entries.h", "kept += entry.column >= 0;", "++kept;"),
+    ("csrc/cpu/row_entries.h", "if (!class_weights.empty()) class_weights[kept] = class_weights[k];", ""),
+    ("csrc/cpu/row_entries.h", "&& columns[seen_[slot].position] != columns[k]) slot", "&& false) slot"),
+    ("csrc/cpu/row_entries.h", "for (; k < size(); ++k) sums[0] += weights[k];", ""),
     ("csrc/cpu/row_passes.h", "std::min(end, columns_)", "end"),
     ("csrc/cpu/cross_entropy.cpp", "for (int64_t r = 0; r < args.rows; ++r) backward.write_entries(r, plans[r]);", ""),
     ("csrc/cpu/row_passes.h", "write_entries(r, plan);\n", "\n"),
@@ -331,6 +346,18 @@ PYTHON = [
     ("sparse_ce/arguments.py", "torch.SymInt)) and not isinstance(value, bool)", "torch.SymInt))"),
     ("sparse_ce/arguments.py", "if normalizer.numel() > 1 and not", "if False and not"),
     ("sparse_ce/arguments.py", "lambda x: 0 <= x < math.inf", "lambda x: -math.inf < x < math.inf"),
+    ("sparse_ce/arguments.py", "lambda x: 0 <= x <= 1", "lambda x: 0 <= x"),
+    ("sparse_ce/arguments.py", "lambda x: 0 < x < math.inf", "lambda x: 0 <= x < math.inf"),
+    ("sparse_ce/arguments.py", "if not 0 < value <= vocab:", "if not 0 < value:"),
+    ("sparse_ce/arguments.py", "type(value) is not type(default) or", ""),
+    ("sparse_ce/arguments.py", "if weight.requires_grad:", "if False:"),
+    ("sparse_ce/arguments.py", "(weight.shape[0], vocab, classes)", "(weight.shape[0], classes)"),
+    ("sparse_ce/arguments.py", "return weight[:classes].to", "return weight.to"),
+    ("sparse_ce/arguments.py", "if normalizer.numel() == 0:", "if False:"),
+    ("sparse_ce/arguments.py", "elif not 0 <= normalizer < math.inf:", "elif not 0 <= normalizer:"),
+    ("sparse_ce/arguments.py", "if not 0 <= first < math.inf:", "if not first < math.inf:"),
+    ("sparse_ce/arguments.py", "_is_integer(chunk_rows) and chunk_rows > 0", "_is_integer(chunk_rows)"),
+    ("sparse_ce/arguments.py", "if linear_weight.shape[0] == 0:", "if False:"),
     ("sparse_ce/arguments.py", "if second else", "if False else"),
     ("sparse_ce/arguments.py", "target.shape == shape[:1] + input.shape[2:]", "True"),
     ("sparse_ce/modules.py", "arguments.check_held(weight, normalizer, options)", "pass"),
@@ -407,76 +434,142 @@ TRAINER = [
 
 
 OBJECTS = ROOT / "build" / "mutants"
+# The tests about a file have a word of its name in theirs, or of these; without any, of its folder's or the op's.
+ABOUT = {"arguments": "errors_options_dimension", "collate": "collate_target_rows_trainer",
+         "entries": "sparse_arguments_stock_target_rows", "gradient_memory": "forecast", "guarded": "zero_upstream",
+         "integrations": "trainer", "live_rows": "linear", "loss_mean": "cross_entropy", "modules": "options",
+         "parts": "target", "reference": "transforms_failures", "rows": "rows_target", "travel": "arrays_training"}
+LATE = ("bfloat16", "compile", "limits", "memory")  # take long, and rarely find what nothing else does
 
 
 class DoesNotCompile(Exception):
     """No test has noticed anything then."""
 
 
-def run(command, cwd, env=None) -> bool:
-    return subprocess.run([str(c) for c in command], cwd=cwd, capture_output=True, env={**os.environ, **(env or {})}
-                          ).returncode == 0
+def run(command, cwd, env=None) -> subprocess.CompletedProcess:
+    try:
+        return subprocess.run([str(c) for c in command], cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+                              text=True, errors="replace", env={**os.environ, **(env or {})}, timeout=3600)
+    except subprocess.TimeoutExpired:
+        return subprocess.CompletedProcess(command, 1, "hangs")
 
 
-def cuda_passes(tree: Path, replacement: str) -> bool:
-    flavour = "tsan" if replacement == "// tsan" else "plain"
-    if not run([sys.executable, "tests/emulation/build.py", flavour], tree):
+def build(command, cwd) -> None:
+    if run(command, cwd).returncode != 0:
         raise DoesNotCompile
+
+
+def included(source: Path) -> set:
+    """A C++ source and what it includes of this project."""
+    found, new = set(), {source.resolve()}
+    while new:
+        found |= new
+        names = [(path.parent / name).resolve() for path in new
+                 for name in re.findall(r'^#include "(.*)"', path.read_text(), re.M)]
+        new = {path for path in names if path.exists()} - found
+    return found
+
+
+def by_likelihood(mutant: tuple, tests: list) -> tuple:
+    """The names of the tests that are likely to notice a mutant, the likeliest first, and all others."""
+    def shared(name):
+        return len(words & set(name.split("_")))
+
+    def rank(name):
+        in_text = sum(word in mutant[1] for word in name.split("_"))
+        # Of all the values a kernel's mutant gets the first wrong, and one of Python mostly none.
+        return any(word in name for word in LATE), -shared(name), -in_text, name.endswith("values") == python, name
+
+    path = Path(mutant[0])
+    python = path.suffix == ".py"
+    words = set(ABOUT.get(path.stem, path.stem).split("_"))
+    if not any(map(shared, tests)):
+        words = set(ABOUT.get(path.parent.name, "cross_entropy").split("_"))
+    ordered = sorted(tests, key=rank)
+    return [name for name in ordered if shared(name)], [name for name in ordered if not shared(name)]
+
+
+def of_programs(tree: Path, mutant: tuple) -> str:
+    flavour = "tsan" if mutant[2] == "// tsan" else "plain"
     options = ["--small", "--seeds", "1", "100"] if flavour == "tsan" else ["--seeds", "1", "800"]
-    programs = sorted((tree / "tests/emulation").glob("*.cpp"))
-    return all(run([f"tests/emulation/build/{program.stem}_{flavour}", *options], tree) for program in programs)
+    for source in sorted(tree.glob("tests/emulation/*.cpp")):
+        if (tree / mutant[0]).resolve() in included(source):
+            build([sys.executable, "tests/emulation/build.py", flavour, source.stem], tree)
+            program = f"{source.stem}_{flavour}"
+            if run([f"tests/emulation/build/{program}", *options], tree).returncode != 0:
+                return program
+    return ""
 
 
-def suite_passes(tree: Path, package: Path, *tests: str, flavour: str = "plain", without: tuple = ("mutants",)) -> bool:
-    """Without the test that finds the mutant's text gone, and where no C++ is broken without what compiles it."""
-    return run([sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-m", "not slow",
-                *(f"--ignore=tests/test_{name}.py" for name in without), *(tests or ["tests"])], tree,
-               {"PYTHONPATH": str(package), "SPARSE_CE_FLAVOUR": flavour, "OMP_NUM_THREADS": "1"})
+def of_suite(tree: Path, mutant: tuple, flavours: tuple = ("plain",), pattern: str = "*", without: tuple = ()) -> str:
+    """Without the test that finds the mutant's text gone."""
+    names = [path.stem for path in tree.glob(f"tests/test_{pattern}.py") if path.stem not in ("test_mutants", *without)]
+    for part in by_likelihood(mutant, names):
+        for flavour in flavours:
+            tests = [f"tests/{name}.py" for name in part if FLAVOURS[flavour].has_file(name)]
+            done = run([sys.executable, "-m", "pytest", "-x", "-q", "-p", "mutants", "-p", "no:cacheprovider", "-m",
+                        "not slow", *tests], tree, {"PYTHONPATH": f"{tree / 'package'}{os.pathsep}{tree / 'tests'}",
+                                                    "SPARSE_CE_FLAVOUR": flavour, "OMP_NUM_THREADS": "1"}
+                       ) if tests else None
+            if done and done.returncode not in (0, 5):  # 5: all that are there are slow
+                said = re.findall(r"^(?:FAILED|ERROR) tests/(\S+)", done.stdout, re.M)
+                return (said or done.stdout.strip().split("\n"))[-1]
+    return ""
+
+
+def pytest_collection_modifyitems(items: list) -> None:
+    """As a plugin of that pytest: every test with its first parameters, then every one with its second, and so on."""
+    seen, turn_of = Counter(), {}
+    for item in items:
+        function = item.nodeid.split("[")[0]
+        turn_of[item] = seen[function]
+        seen[function] += 1
+    items.sort(key=turn_of.__getitem__)
 
 
 def compiled(tree: Path, source: Path, flags: list) -> Path:
-    """The object of a source, made once for all mutants that leave it and the headers as they are."""
-    out = OBJECTS / f"{source.stem}-{digest_of(source, *sorted(tree.glob('csrc/**/*.h')), below=tree)[:16]}.o"
+    """The object of a source, made once for all mutants that leave it and what it includes as they are."""
+    out = OBJECTS / f"{source.stem}-{digest_of(*included(source), below=tree.resolve())[:16]}.o"
     if not out.exists():
         OBJECTS.mkdir(parents=True, exist_ok=True)
         part = out.with_suffix(f".{os.getpid()}-{tree.parent.name}")
-        if not run(["g++", *flags, "-c", source, "-o", part], tree):
-            raise DoesNotCompile
+        build(["g++", *flags, "-c", source, "-o", part], tree)
         part.rename(out)
     return out
 
 
-def cpu_passes(tree: Path, _: str) -> bool:
+def of_cpu(tree: Path, mutant: tuple) -> str:
     from torch.utils.cpp_extension import include_paths, library_paths
-    package = tree / "package"
-    shutil.copytree(tree / "sparse_ce", package / "sparse_ce", ignore=shutil.ignore_patterns("*.so"))
+    package = tree / "package" / "sparse_ce"
+    shutil.copytree(tree / "sparse_ce", package, ignore=shutil.ignore_patterns("*.so"))
     flags = ["-std=c++17", "-O2", "-ftree-vectorize", "-fPIC", "-fopenmp-simd", "-fno-math-errno",
              "-fno-trapping-math", "-DTORCH_TARGET_VERSION=0x020b000000000000",
              *[f"-isystem{path}" for path in include_paths()]]
     objects = [compiled(tree, source, flags)
                for source in sorted([*tree.glob("csrc/*.cpp"), *tree.glob("csrc/cpu/*.cpp")])]
-    if not run(["g++", "-shared", *objects, "-o", package / "sparse_ce" / "_C.so",
-                *[f"-L{path}" for path in library_paths()], "-ltorch_cpu", "-lc10"], tree):
-        raise DoesNotCompile
+    build(["g++", "-shared", *objects, "-o", package / "_C.so", *[f"-L{path}" for path in library_paths()],
+           "-ltorch_cpu", "-lc10"], tree)
     of_this_library = [name for name in others() if FLAVOURS[name].environment and not FLAVOURS[name].build]
-    return all(suite_passes(tree, package, flavour=name) for name in ("plain", *of_this_library))
+    return of_suite(tree, mutant, ("plain", *of_this_library))
 
 
-def python_passes(tree: Path, _: str, *tests: str) -> bool:
+def of_python(tree: Path, mutant: tuple, pattern: str = "*") -> str:
+    """Without what compiles C++."""
     import sparse_ce
-    package = tree / "package"
-    shutil.copytree(tree / "sparse_ce", package / "sparse_ce")
+    package = tree / "package" / "sparse_ce"
+    shutil.copytree(tree / "sparse_ce", package)
     for library in Path(sparse_ce.__file__).parent.glob("_C*.so"):
-        shutil.copy(library, package / "sparse_ce")
-    return suite_passes(tree, package, *tests, without=("mutants", "native_kernels"))
+        shutil.copy(library, package)
+    return of_suite(tree, mutant, pattern=pattern, without=("test_native_kernels",))
 
 
-def trainer_passes(tree: Path, replacement: str) -> bool:
-    return python_passes(tree, replacement, *(str(path) for path in sorted(tree.glob("tests/test_trainer*.py"))))
+def of_trainer(tree: Path, mutant: tuple) -> str:
+    return of_python(tree, mutant, "trainer*")
 
 
-GROUPS = {"cuda": (CUDA, cuda_passes), "cpu": (CPU, cpu_passes), "python": (PYTHON, python_passes),
-          "trainer": (TRAINER, trainer_passes)}
+# What finds the test that notices a mutant in a tree of files: "" where none does.
+GROUPS = {"cuda": (CUDA, of_programs), "cpu": (CPU, of_cpu), "python": (PYTHON, of_python),
+          "trainer": (TRAINER, of_trainer)}
 
 
 def problems() -> list:
@@ -487,14 +580,14 @@ def problems() -> list:
 
 
 def chosen(words: list) -> list:
-    """(passes, mutant) for each that fits the words."""
+    """(search, mutant) for each that fits the words."""
     groups = [word for word in words if word in GROUPS] or list(GROUPS)
     parts = [word for word in words if word not in GROUPS]
-    return [(passes, mutant) for group in groups for mutants, passes in [GROUPS[group]] for mutant in mutants
+    return [(search, mutant) for group in groups for mutants, search in [GROUPS[group]] for mutant in mutants
             if not parts or any(part in mutant[0] or part in mutant[1] for part in parts)]
 
 
-def try_out(passes, mutant: tuple) -> str:
+def try_out(search, mutant: tuple) -> str:
     file, text, replacement = mutant
     with tempfile.TemporaryDirectory() as folder:
         tree = Path(folder) / "tree"
@@ -502,10 +595,11 @@ def try_out(passes, mutant: tuple) -> str:
         source = (tree / file).read_text()
         (tree / file).write_text(source.replace(text, replacement))
         try:
-            said = "SURVIVED" if passes(tree, replacement) else "caught"
+            test = search(tree, mutant)
+            said = "caught" if test else "SURVIVED"
         except DoesNotCompile:
-            said = "INVALID"
-    print(f"{said:8}", file, "|", text.split("\n")[0][:90], flush=True)
+            test, said = "", "INVALID"
+    print(f"{said:8}", file, "|", text.split("\n")[0][:90], f"| {test[:90]}" if test else "", flush=True)
     return said
 
 

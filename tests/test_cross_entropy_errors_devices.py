@@ -6,6 +6,7 @@ import torch
 from cases import Draw
 from refusals import assert_refused
 from sparse_ce import SparseTarget, cross_entropy, linear_cross_entropy, masked_mean
+from sparse_ce.parts import Parts
 
 ops = torch.ops.sparse_ce
 
@@ -22,7 +23,7 @@ def targets(device):
 
 
 def parts(target):
-    return {name: getattr(target, name) for name in SparseTarget.__slots__}
+    return {name: getattr(target, name) for name in Parts.__slots__}
 
 
 PARTS = [(form, name) for form, target in targets("cpu").items() for name, t in parts(target).items()

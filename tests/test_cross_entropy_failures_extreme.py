@@ -94,6 +94,21 @@ def test_16_what_is_ignored_may_hold_anything(form, poison, options, device):
         assert losses[0] == losses[1] and losses[0].isfinite()
 
 
+@pytest.mark.parametrize("form", FORMS)
+def test_16_nothing_of_it_reaches_a_second_derivative(form, device):
+    draw = Draw(device)
+    case = FORMS[form]((3, 4), 37, draw)
+    x = draw.normal(*case.shape, 41, dtype=torch.float64)
+    x[case.ignored] = torch.nan
+    x[..., 37:] = torch.nan
+    x.requires_grad_()
+    loss = cross_entropy(x, case.target, num_classes=37, **SOME)
+    gradient, = torch.autograd.grad(loss, x, create_graph=True)
+    second, = torch.autograd.grad(gradient.square().sum(), x)
+    assert second.isfinite().all() and second[~case.ignored][:, :37].ne(0).any()
+    assert second[case.ignored].eq(0).all() and second[..., 37:].eq(0).all()
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
 @pytest.mark.parametrize("threads_used", [1, 2])
 def test_17_a_first_tile_of_minus_infinity(threads_used, dtype, device, threads):

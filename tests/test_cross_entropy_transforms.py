@@ -97,6 +97,24 @@ def test_func_grad_equals_autograd(form, device):
     torch.testing.assert_close(ours, torch.autograd.grad(expected, leaf)[0])
 
 
+@pytest.mark.parametrize("form", ["labels", "ids"])
+def test_with_class_weights_a_mean_has_the_same_divisor_under_torch_func(form, device):
+    draw = Draw(device)
+    x, weight = draw.normal(6, 7, dtype=torch.float64), draw.uniform(7, dtype=torch.float64) + 0.5
+    target = draw.integers(7, 6) if form == "labels" else SparseTarget.from_topk(draw.integers(7, 6, 2), None)
+    if form == "labels":
+        target[2] = -100
+
+    def f(x):
+        return cross_entropy(x, target, weight=weight)
+
+    ours, value = torch.func.grad_and_value(f)(x)
+    leaf = x.clone().requires_grad_()
+    expected = f(leaf)
+    torch.testing.assert_close(value, expected)
+    torch.testing.assert_close(ours, torch.autograd.grad(expected, leaf)[0])
+
+
 def test_the_ops_themselves_under_torch_func(device):
     """functorch calls their kernels, in which no autograd.Function may be applied any more."""
     draw = Draw(device)
@@ -184,6 +202,7 @@ def test_a_zero_weight_at_a_logit_of_minus_infinity_stays_finite_in_every_mode(d
     for target, w in (((indices, values), None), ((indices, torch.ones_like(values)), weight)):
         grad, loss = torch.func.grad_and_value(lambda x: cross_entropy(x, target, w))(x)
         torch.testing.assert_close(loss, -torch.log_softmax(x, 1)[0, 0])
+        torch.testing.assert_close(cross_entropy(x, target, w), loss)
         torch.testing.assert_close(grad, expected)
     smoothed = torch.func.grad_and_value(lambda x: cross_entropy(x, (indices, values), weight, label_smoothing=0.1))(x)
     leaf = x.clone().requires_grad_()

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.skipif(shutil.which("nvcc") is None and "CI" not in os.
 
 @pytest.fixture(scope="module", autouse=True)
 def programs():
-    build.build_flavours(list(build.FLAVOURS))
+    build.build_programs(list(build.FLAVOURS))
 
 
 def run_cases(executable, *arguments, env=None):

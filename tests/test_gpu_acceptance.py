@@ -63,7 +63,7 @@ def there(tmp_path_factory):
     kit.mkdir()
     make_wheel(kit, "sparse_ce", "cp310-abi3-linux_x86_64")
     make_wheel(kit, "expecttest", "py3-none-any")
-    build.build_flavours(["plain"])
+    build.build_programs(["plain"])
     for op in build.OPS:
         shutil.copy(build.program(op, "plain"), kit / f"{op}_device")
     (kit / "sources.json").write_text(json.dumps({"csrc": TREE, "digest": csrc_digest(root)}))

@@ -1,9 +1,9 @@
 """Compiles the CUDA kernels' source for a CPU (plain, sanitizers) and, with nvcc, the same cases for the device.
 
-    python tests/emulation/build.py [plain asan tsan | --device [ARCHITECTURE ...] | --package DIR]
+    python tests/emulation/build.py [plain asan tsan] [OP ...] | --device [ARCHITECTURE ...] | --package DIR
 
-The programs are <op>_<flavour> in build/, one for each .cpp beside this file. An ARCHITECTURE is e.g. 9.0; without one
---device compiles for the GPU of this machine.
+The programs are <op>_<flavour> in build/, one for each .cpp beside this file: all of both, or those that are named. An
+ARCHITECTURE is e.g. 9.0; without one --device compiles for the GPU of this machine.
 
 --package DIR makes a copy of the Python package whose CPU tensors are served by the emulated CUDA kernels, so that the
 whole Python suite runs on them.
@@ -88,10 +88,13 @@ def alone():
         yield
 
 
-def build_flavours(names: list) -> list:
+def build_programs(names: list) -> list:
+    """Of the ops and the flavours among the names; of all where none is."""
+    wanted = [(op, flavour) for flavour in [n for n in names if n in FLAVOURS] or FLAVOURS
+              for op in [n for n in names if n in OPS] or OPS]
     with alone(), ThreadPoolExecutor(2) as pool:
         runtime()
-        return list(pool.map(lambda pair: build_program(*pair), [(op, flavour) for flavour in names for op in OPS]))
+        return list(pool.map(lambda pair: build_program(*pair), wanted))
 
 
 def build_device(architectures: tuple = (), folder: Path = BUILD) -> list:
@@ -137,4 +140,4 @@ if __name__ == "__main__":
     elif "--package" in sys.argv:
         print(build_package(Path(sys.argv[sys.argv.index("--package") + 1])))
     else:
-        print(*build_flavours(sys.argv[1:] or list(FLAVOURS)), sep="\n")
+        print(*build_programs(sys.argv[1:]), sep="\n")
