@@ -16,7 +16,7 @@ namespace {
 constexpr int64_t kGrain = 16384;  // fewer elements than this are not worth waking a thread for
 constexpr int64_t kLines = 64;     // lines whose sums are added in the arithmetic dtype before they go into float64
 constexpr int64_t kFewItems = 32;  // with fewer of them rows are shared too. Results depend on it, not on the threads
-constexpr int64_t kTogether = 4;   // lines of kept columns added at a time: sums are read and written a quarter as often
+constexpr int64_t kTogether = 4;  // lines of kept columns that are added at a time: sums are read less often
 
 // Columns that are worked on side by side. The loops over them have a constant length: of a loop of any length g++ 12
 // makes code that converts bytes six times slower (AVX-512).
