@@ -49,7 +49,7 @@ def test_no_kernel_spills_registers_for_half_bfloat16_and_float(compiled):
 @needs_nvcc
 def test_blocks_fit_three_to_a_multiprocessor(compiled):
     # The sums of a pack's columns and their weights are registers: there two blocks, with more loads in flight.
-    report = {key: value for key, value in compiled[1].items() if not re.search(r"sum_kernel<.*, [48]>", key[1])}
+    report = {key: value for key, value in compiled[1].items() if not re.search(r"sum_kernel<.*, [248]>", key[1])}
     assert max(registers for _, registers in report.values()) * 256 * 3 <= 65536
     assert max(registers for _, registers in compiled[1].values()) * 256 * 2 <= 65536
 
