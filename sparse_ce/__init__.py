@@ -20,7 +20,7 @@ Examples:
 
 from . import ops, parallel, reference, travel  # noqa: F401, the names that the documentation uses
 from ._version import __version__
-from .collate import collate
+from .collate import cat, collate
 from .functional import cross_entropy, linear_cross_entropy
 from .masked_mean import masked_mean
 from .modules import LinearSparseCrossEntropyLoss, MaskedMean, SparseCrossEntropyLoss
@@ -29,5 +29,5 @@ from .stock import disable_stock, enable_stock
 from .target import SparseTarget
 
 __all__ = ["LinearSparseCrossEntropyLoss", "MaskedMean", "SparseCrossEntropyLoss", "SparseTarget", "__version__",
-           "collate", "cross_entropy", "disable_stock", "enable_stock", "linear_cross_entropy", "log_softmax",
+           "cat", "collate", "cross_entropy", "disable_stock", "enable_stock", "linear_cross_entropy", "log_softmax",
            "masked_mean"]
