@@ -24,10 +24,10 @@ from .collate import cat, collate
 from .functional import cross_entropy, linear_cross_entropy
 from .masked_mean import masked_mean
 from .modules import LinearSparseCrossEntropyLoss, MaskedMean, SparseCrossEntropyLoss
-from .sparse_softmax import log_softmax
+from .sparse_softmax import log_softmax, segment_log_softmax, segment_softmax
 from .stock import disable_stock, enable_stock
 from .target import SparseTarget
 
 __all__ = ["LinearSparseCrossEntropyLoss", "MaskedMean", "SparseCrossEntropyLoss", "SparseTarget", "__version__",
            "cat", "collate", "cross_entropy", "disable_stock", "enable_stock", "linear_cross_entropy", "log_softmax",
-           "masked_mean"]
+           "masked_mean", "segment_log_softmax", "segment_softmax"]
