@@ -20,14 +20,14 @@ Examples:
 
 from . import ops, parallel, reference, travel  # noqa: F401, the names that the documentation uses
 from ._version import __version__
-from .collate import collate
+from .collate import cat, collate
 from .functional import cross_entropy, linear_cross_entropy
 from .masked_mean import masked_mean
 from .modules import LinearSparseCrossEntropyLoss, MaskedMean, SparseCrossEntropyLoss
-from .sparse_softmax import log_softmax
+from .sparse_softmax import log_softmax, segment_log_softmax, segment_softmax
 from .stock import disable_stock, enable_stock
 from .target import SparseTarget
 
 __all__ = ["LinearSparseCrossEntropyLoss", "MaskedMean", "SparseCrossEntropyLoss", "SparseTarget", "__version__",
-           "collate", "cross_entropy", "disable_stock", "enable_stock", "linear_cross_entropy", "log_softmax",
-           "masked_mean"]
+           "cat", "collate", "cross_entropy", "disable_stock", "enable_stock", "linear_cross_entropy", "log_softmax",
+           "masked_mean", "segment_log_softmax", "segment_softmax"]

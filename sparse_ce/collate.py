@@ -1,7 +1,9 @@
-"""``collate``: batches of samples that hold sparse targets, for ``DataLoader(collate_fn=sparse_ce.collate)``."""
+"""``collate``: batches of samples that hold sparse targets, for ``DataLoader(collate_fn=sparse_ce.collate)``; ``cat``
+and ``stack`` of targets."""
 
+import functools
 from collections.abc import Mapping
-from typing import Any, List, Optional, Sequence
+from typing import Any, Callable, List, Optional, Sequence, Tuple
 
 import torch
 import torch.nn.functional as F
@@ -12,6 +14,7 @@ from torch.utils.data._utils.collate import default_collate_fn_map
 from .entries import IGNORE_INDEX, pad_entries, padding_value, ranges_of
 from .errors import check
 from .target import SparseTarget
+from .tensorlike import implements
 
 
 def collate(samples: Sequence[Any]) -> Any:
@@ -69,38 +72,78 @@ def _from_sparse(t: Tensor) -> SparseTarget:
 
 def stack(targets: Sequence[SparseTarget]) -> SparseTarget:
     """One target with a new first dimension; pads K and every leading dimension to the largest."""
-    targets = [t._absolute() for t in targets]
-    forms, dims = {t.form for t in targets}, {t.dim() for t in targets}
-    classes = {t.num_classes for t in targets if t.num_classes is not None}
+    dims = {t.dim() for t in targets}
     check(len(dims) == 1, f"samples must have targets of one number of dimensions, got {sorted(dims)}")
-    check(len(classes) <= 1, f"samples must have targets of one number of classes, got {sorted(classes)}")
-    if len(forms) > 1:  # what is left of a jagged target's row is a top-k; both are jagged rows
-        check("index" not in forms, f"samples must have targets of one form, got {sorted(forms)}")
-        targets = [_as_jagged(t) for t in targets]
-    shape = [max(sizes) for sizes in zip(*(t.shape for t in targets))]
+    largest = [max(sizes) for sizes in zip(*(t.shape for t in targets))]
+    return _joined("samples", targets, torch.stack, largest)
+
+
+@implements(torch.stack)
+def stack_equal(tensors: Sequence[SparseTarget], dim: int = 0) -> SparseTarget:
+    """``torch.stack``: targets of one shape."""
+    shapes = {tuple(t.shape) for t in tensors}
+    check(len(shapes) == 1, f"targets must have one shape to be stacked, got {sorted(shapes)}")
+    return cat([t.unsqueeze(dim) for t in tensors], tensors[0]._dim(dim, more=1))
+
+
+@implements(torch.cat, torch.concat, torch.concatenate)
+def cat(tensors: Sequence[SparseTarget], dim: int = 0) -> SparseTarget:
+    """``torch.cat`` of targets of any forms, along a leading dimension; for compiled code too.
+
+    All other dimensions are of one size. K is padded to the largest. Labels among weighted classes become such, of
+    weight 1.
+
+    Examples:
+        >>> labels = SparseTarget.from_index(torch.tensor([3, 5]))
+        >>> sparse_ce.cat([labels, SparseTarget.from_topk(torch.tensor([[7, 1]]), torch.tensor([[0.5, 0.5]]))]).shape
+        torch.Size([3])
+    """
+    check(all(isinstance(t, SparseTarget) for t in tensors), "targets must all be of SparseTarget to be concatenated, "
+          f"got {sorted({type(t).__name__ for t in tensors})}", TypeError)
+    at = tensors[0]._dim(dim)
+    others = {tuple(t.shape[:at]) + (-1,) + tuple(t.shape[at + 1:]) for t in tensors}
+    check(len(others) == 1, f"targets must be of one shape but for dimension {dim} to be concatenated, got "
+          f"{sorted(tuple(t.shape) for t in tensors)}")
+    return _joined("targets", tensors, functools.partial(torch.cat, dim=at), None)
+
+
+def _joined(what: str, targets: Sequence[SparseTarget], join: Callable[[List[Tensor]], Tensor],
+            largest: Optional[List[int]]) -> SparseTarget:
+    """``join`` of the parts, filled up to the leading shape ``largest`` where there is one."""
+    targets = [t._absolute() for t in targets]
+    forms = {t.form for t in targets}
+    classes = {t.num_classes for t in targets if t.num_classes is not None}
+    check(len(classes) <= 1, f"{what} must have targets of one number of classes, got {sorted(classes)}")
+    if len(forms) > 1:
+        targets = [_as_jagged(t) if "jagged" in forms else _as_topk(t) for t in targets]
     num_classes = classes.pop() if classes else None
-    kind = _common_kind(targets)
+    kind = _common_kind(what, targets)
+
+    def joined(parts: Sequence[Tensor], value: float, *trailing: int) -> Tensor:
+        return join([_pad(x, [*(t.shape if largest is None else largest), *trailing], value)
+                     for t, x in zip(targets, parts)])
+
     row_mask = None
-    if any(t.row_mask is not None or list(t.shape) != shape for t in targets):
-        row_mask = torch.stack([_pad(_mask_of(t), shape, False) for t in targets])
+    if any(t.row_mask is not None or largest is not None and list(t.shape) != largest for t in targets):
+        row_mask = joined([_mask_of(t) for t in targets], False)
     if targets[0].form == "jagged":
-        return _stack_jagged(targets, shape, row_mask, num_classes, kind)
+        indices, values, ranges = _one_behind_the_other([t.compact() for t in targets], kind)
+        return SparseTarget(indices, values, joined(ranges, 0, 2), row_mask, num_classes, kind)  # [0, 0): no entries
     if targets[0].form == "index":
-        indices = torch.stack([_pad(t.indices, shape, IGNORE_INDEX) for t in targets])
-        return SparseTarget(indices, row_mask=row_mask, num_classes=num_classes)
+        return SparseTarget(joined([t.indices for t in targets], IGNORE_INDEX), None, None, row_mask, num_classes)
     widths = {t.indices.shape[-1] for t in targets}
-    shape = shape + [2 if widths == {0, 1} else max(widths)]
+    k = 2 if widths == {0, 1} else max(widths)
     if all(t.values is None for t in targets) and (0 not in widths or len(widths) == 1):
-        indices = torch.stack([_pad(t.indices, shape, IGNORE_INDEX) for t in targets])
+        indices = joined([t.indices for t in targets], IGNORE_INDEX, k)
         return SparseTarget(indices, None, None, row_mask, num_classes, ids=True)
-    indices = torch.stack([_pad(pad_entries(t.indices, shape[-1]), shape, IGNORE_INDEX) for t in targets])
-    values = torch.stack([_pad(_values_of(t, kind), shape, padding_value(kind)) for t in targets])
+    indices = joined([pad_entries(t.indices, k) for t in targets], IGNORE_INDEX, k)
+    values = joined([_values_of(t, kind) for t in targets], padding_value(kind), k)
     return SparseTarget(indices, values, None, row_mask, num_classes, kind)
 
 
-def _common_kind(targets: Sequence[SparseTarget]) -> str:
+def _common_kind(what: str, targets: Sequence[SparseTarget]) -> str:
     kinds = {t.kind for t in targets if t.values is not None}
-    check(len(kinds) <= 1, f"samples must have targets of one kind, got {sorted(kinds)}; convert them with .probs() or "
+    check(len(kinds) <= 1, f"{what} must have targets of one kind, got {sorted(kinds)}; convert them with .probs() or "
            ".log_probs()")
     return kinds.pop() if kinds else "probs"
 
@@ -110,9 +153,9 @@ def _values_of(t: SparseTarget, kind: str) -> Tensor:
     return torch.full_like(t.indices, kind == "probs", dtype=torch.float32) if t.values is None else t.values
 
 
-def _stack_jagged(targets: Sequence[SparseTarget], shape: List[int], row_mask: Optional[Tensor],
-                  num_classes: Optional[int], kind: str) -> SparseTarget:
-    targets = [t.compact() for t in targets]
+def _one_behind_the_other(targets: Sequence[SparseTarget],
+                          kind: str) -> Tuple[Tensor, Optional[Tensor], List[Tensor]]:
+    """All entries of jagged targets, and the ranges of each target's rows among them."""
     # Slices of one target that are views still, as on a GPU, share its entries; with gradients, none has two rows.
     ranges, parts, bases, base = [], [], {}, 0
     for t in targets:
@@ -122,16 +165,24 @@ def _stack_jagged(targets: Sequence[SparseTarget], shape: List[int], row_mask: O
             base += t.indices.shape[0]
             parts.append(t)
         assert t.offsets is not None
-        ranges.append(_pad(ranges_of(t.offsets) + bases[entries], shape + [2], 0))  # [0, 0): a row without entries
+        ranges.append(ranges_of(t.offsets) + bases[entries])
     values = None
     if any(t.values is not None for t in parts):
         values = torch.cat([_values_of(t, kind) for t in parts])
-    return SparseTarget(torch.cat([t.indices for t in parts]), values, torch.stack(ranges), row_mask, num_classes, kind)
+    return torch.cat([t.indices for t in parts]), values, ranges
+
+
+def _as_topk(t: SparseTarget) -> SparseTarget:
+    """Labels as weighted classes: one a row, of weight 1."""
+    if t.form == "topk":
+        return t
+    return SparseTarget(t.indices[..., None], None, None, t.ne(IGNORE_INDEX), t.num_classes, ids=True)
 
 
 def _as_jagged(t: SparseTarget) -> SparseTarget:
     if t.form == "jagged":
         return t
+    t = _as_topk(t)
     k = t.indices.shape[-1]  # ignored rows by the mask: that all indices are -100 says nothing in a jagged target
     begin = torch.arange(t.shape.numel(), device=t.device).reshape(t.shape) * k
     values = None if t.values is None else t.values.reshape(-1)

@@ -3,7 +3,7 @@
 import math
 import warnings
 from contextlib import nullcontext
-from typing import ContextManager, Optional, Sequence, Tuple
+from typing import Any, ContextManager, Optional, Sequence, Tuple
 
 import torch
 import torch.nn.functional as F
@@ -23,10 +23,23 @@ def padding_value(kind: Optional[str]) -> float:
     return -math.inf if kind == "logprobs" else 0.0
 
 
-def as_index(t: Tensor, argument: str) -> Tensor:
+def as_tensor(t: Any, argument: str) -> Tensor:
+    """A tensor as it is; an array, which it shares its memory with, or a list made one."""
+    if isinstance(t, Tensor):
+        return t
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of an array that may not be written to: nobody does
+            return torch.as_tensor(t.__array__() if hasattr(t, "__array__") else t)
+    except (TypeError, ValueError, RuntimeError) as error:
+        fail(f"{argument} must be a tensor, an array or a list of numbers, got {type(t).__name__}: {error}", TypeError)
+
+
+def as_index(given: Any, argument: str) -> Tensor:
     """int64 and int32 as they are, narrower integers widened: the kernels know these two."""
-    if not isinstance(t, Tensor):
-        fail(f"{argument} must be a tensor, got {type(t).__name__}", TypeError)
+    t = as_tensor(given, argument)
+    if t.numel() == 0 and not isinstance(given, Tensor) and isinstance(given, (list, tuple)):
+        return t.long()  # an empty list has no dtype
     if t.dtype in (torch.int64, torch.int32):
         return t
     if t.dtype.is_floating_point or t.dtype.is_complex or t.dtype == torch.bool:
@@ -34,10 +47,9 @@ def as_index(t: Tensor, argument: str) -> Tensor:
     return t.long()
 
 
-def as_values(t: Tensor, argument: str = "values") -> Tensor:
+def as_values(given: Any, argument: str = "values") -> Tensor:
     """Floating dtypes as they are; counts become float32."""
-    if not isinstance(t, Tensor):
-        fail(f"{argument} must be a tensor, got {type(t).__name__}", TypeError)
+    t = as_tensor(given, argument)
     if t.dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
         return t
     if t.dtype.is_complex:
@@ -50,20 +62,21 @@ def wide_dtype(values: Tensor) -> torch.dtype:
     return torch.float64 if values.dtype == torch.float64 else torch.float32
 
 
-def as_entry_mask(mask: Optional[Tensor], indices: Tensor) -> Optional[Tensor]:
-    if mask is None:
+def as_entry_mask(given: Any, indices: Tensor) -> Optional[Tensor]:
+    if given is None:
         return None
+    mask = as_tensor(given, "mask")
     check(mask.shape == indices.shape, f"mask must have the shape of indices, {list(indices.shape)}, got "
           f"{list(mask.shape)}")
     return mask.bool()
 
 
-def as_row_mask(row_mask: Optional[Tensor], shape: Sequence[int]) -> Optional[Tensor]:
-    if row_mask is None:
+def as_row_mask(given: Any, shape: Sequence[int]) -> Optional[Tensor]:
+    if given is None:
         return None
-    check(isinstance(row_mask, Tensor) and row_mask.shape == torch.Size(shape),
-          f"row_mask must be a tensor of the leading shape {list(shape)}, got "
-          f"{list(row_mask.shape) if isinstance(row_mask, Tensor) else type(row_mask).__name__}")
+    row_mask = as_tensor(given, "row_mask")
+    check(row_mask.shape == torch.Size(shape), f"row_mask must be a tensor of the leading shape {list(shape)}, got "
+          f"{list(row_mask.shape)}")
     return row_mask.bool()
 
 
@@ -150,12 +163,17 @@ def outside_transforms(t: Tensor) -> ContextManager[object]:
 
 
 def check_crow(crow: Tensor, entries: int) -> None:
-    """PyTorch checks a CSR tensor only when asked to. A GPU's is looked at under ``SPARSE_CE_VALIDATE=1``."""
+    """PyTorch checks a CSR tensor only when asked to. A GPU's is looked at under ``SPARSE_CE_VALIDATE=1``.
+
+    ``crow``: (..., rows + 1); ``entries`` of each batch."""
     if not readable(crow, wait=VALIDATES):
         return
     first, last, step = 0, 0, 0
-    if crow.shape[0] > 1:
-        first, last, step = torch.stack((crow[0], crow[-1], crow.diff().amin())).tolist()
+    if crow.shape[-1] > 1 and crow.numel() > 0:
+        ends = crow[..., -1]
+        first, low, high, step = torch.stack((crow[..., 0].abs().amax(), ends.amin(), ends.amax(),
+                                              crow.diff().amin())).tolist()
+        last = low if low != entries else high
     if first != 0 or last != entries or step < 0:
         fail(f"target must have crow_indices that ascend from 0 to its {entries} entries, got {first} to {last}"
              f"{', with a step down' if step < 0 else ''}; build it with check_invariants=True", RuntimeError)

@@ -155,10 +155,17 @@ class Parts:
             # Of (rows + 1,), each number is a begin too. A range without entries may lie anywhere.
             moved = offsets if offsets.dim() == 1 else torch.where(some[:, None], ranges, low).reshape(offsets.shape)
             return self._select(slice(low, high), moved - low)
+        return self._gathered(used)
+
+    def _gathered(self, used: Optional[int] = None) -> "Self":
+        """A jagged target with a copy of each row's entries, of which there are ``used``."""
+        assert self.offsets is not None
+        begins, ends = ranges_of(self.offsets).reshape(-1, 2).unbind(1)
+        lengths = ends - begins
         ends = lengths.cumsum(0, dtype=lengths.dtype)
-        source = torch.arange(used, device=offsets.device) + torch.repeat_interleave(
-            begins - ends + lengths, lengths, output_size=used)
-        return self._select(source, torch.stack((ends - lengths, ends), -1).reshape(offsets.shape))
+        source = torch.repeat_interleave(begins - ends + lengths, lengths, output_size=used)
+        source = source + torch.arange(source.shape[0], device=source.device)
+        return self._select(source, torch.stack((ends - lengths, ends), -1).reshape(*self.shape, 2))
 
     def _own(self, wait: bool = False) -> "Self":
         """``compact`` in storages that hold nothing else: pickling and ``deepcopy`` take whole storages."""

@@ -1,13 +1,14 @@
 """A target as a tensor over its leading shape: its length, its slices, its way to a device."""
 
 import math
+from numbers import Integral
 from typing import TYPE_CHECKING, Any, NoReturn, Optional, Tuple, Union, overload
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .entries import IGNORE_INDEX, padding_value, ranges_of, single_row
+from .entries import IGNORE_INDEX, as_tensor, padding_value, ranges_of, single_row
 from .errors import check, fail
 from .parts import Parts
 from .tracing import readable
@@ -93,7 +94,8 @@ class Rows(Parts):
         target, kind = self, torch.device(device).type
         if kind != self.device.type:
             target = self.compact(wait=kind == "cpu" and not non_blocking)
-        return target._map(lambda t: t.to(device, non_blocking=non_blocking))
+        moved = target._map(lambda t: t.to(device, non_blocking=non_blocking))
+        return self if all(getattr(moved, name) is getattr(self, name) for name in self._present) else moved
 
     def cuda(self, device: Union[torch.device, int, None] = None, non_blocking: bool = False) -> "Self":
         return self.to("cuda" if device is None else device, non_blocking)
@@ -151,14 +153,16 @@ class Rows(Parts):
     def __getitem__(self, key: Any) -> "Self": ...
 
     def __getitem__(self, key: Any) -> Any:
-        """Rows by integers, slices and ``...`` over the leading shape; nothing is copied but, at most, offsets.
+        """Rows by integers, slices, ``...``, and tensors, arrays and lists of integers or bool, as of a tensor.
 
-        Integers that leave a single row of a jagged target read its offsets, for which a GPU is waited for. ``for``
-        loops come here too: with an ``__iter__``, frameworks would take a target for a collection and enter its rows.
+        By integers and slices nothing is copied but, at most, offsets. Of a jagged target, integers that leave a single
+        row read its offsets, and tensors of integers copy their rows' entries: a GPU is waited for. ``for`` loops come
+        here too: with an ``__iter__``, frameworks would take a target for a collection and enter its rows.
 
         Examples:
-            >>> SparseTarget.from_index(torch.tensor([[3, 5], [7, 1]]))[0].indices
-            tensor([3, 5])
+            >>> target = SparseTarget.from_index(torch.tensor([[3, 5], [7, 1]]))
+            >>> target[0].indices, target[[1, 0, 1]].shape, target[torch.tensor([False, True])].indices
+            (tensor([3, 5]), torch.Size([3, 2]), tensor([[7, 1]]))
         """
         if isinstance(key, str):
             return dict(self.items())[key]
@@ -181,7 +185,9 @@ class Rows(Parts):
                 values = (torch.ones_like(indices, dtype=torch.float32) if self.values is None
                           else self.values[begin:end])
                 return self._replace(*single_row(indices, values, self.kind), None, row_mask)
-        return self._replace(self.indices, self.values, offsets, row_mask)
+        rows = self._replace(self.indices, self.values, offsets, row_mask)
+        repeats = any(isinstance(k, Tensor) and k.dtype != torch.bool for k in key)  # no entry may have two rows
+        return rows._gathered() if repeats and readable(offsets, wait=True) else rows
 
     def _marked(self, ignore_index: int) -> "Self":
         """The same target with padding marked by ``ignore_index``, not by -100 as in every SparseTarget."""
@@ -227,29 +233,59 @@ class Rows(Parts):
         """
         if self.by_sample:
             return self._absolute().flatten()
-        if self.dim() == 1:
-            return self
-        trailing = self.indices.shape[-1:] if self.form == "topk" else ()
-        indices, values, offsets = self.indices, self.values, self.offsets
-        if offsets is None:
-            rows = (math.prod(self.shape),)
-            indices = indices.reshape(rows + tuple(trailing))
-            values = None if values is None else values.reshape(rows + tuple(trailing))
-        else:
-            offsets = offsets.reshape(-1, 2)
-        row_mask = None if self.row_mask is None else self.row_mask.reshape(-1)
-        return self._replace(indices, values, offsets, row_mask)
+        return self if self.dim() == 1 else self.reshape(-1)
+
+    def reshape(self, *shape: Any) -> "Self":
+        """The same rows with another leading shape, of as many rows; one size may be -1.
+
+        Examples:
+            >>> SparseTarget.from_index(torch.tensor([3, 5, 7, 1])).reshape(2, -1).indices
+            tensor([[3, 5],
+                    [7, 1]])
+        """
+        if self.by_sample:
+            return self._absolute().reshape(*shape)
+        sizes = list(shape[0]) if len(shape) == 1 and isinstance(shape[0], (tuple, list)) else list(shape)
+        rows, rest = self.shape.numel(), math.prod([n for n in sizes if n != -1])
+        if sizes.count(-1) == 1 and rest > 0:
+            sizes[sizes.index(-1)] = rows // rest
+        possible = math.prod(sizes) == rows and min(sizes, default=0) >= 0 and (self.offsets is None or len(sizes) > 0)
+        check(possible, f"shape must have the {rows} rows of the target, of shape {list(self.shape)}, got {sizes}")
+
+        def each(t: Tensor, trailing: int) -> Tensor:
+            return t.reshape(*sizes, *t.shape[t.dim() - trailing:])
+
+        trailing = int(self.form == "topk")
+        row_mask = None if self.row_mask is None else each(self.row_mask, 0)
+        if self.offsets is not None:
+            return self._replace(self.indices, self.values, each(ranges_of(self.offsets), 1), row_mask)
+        values = None if self.values is None else each(self.values, trailing)
+        return self._replace(each(self.indices, trailing), values, None, row_mask)
 
     def _leading_key(self, given: Any) -> Tuple[Any, ...]:
-        key: Tuple[Any, ...] = given if isinstance(given, tuple) else (given,)
-        for k in key:
-            check(k is Ellipsis or isinstance(k, (int, slice)),
-                   f"target must be sliced with integers, slices and '...', got {type(k).__name__}", TypeError)
-        used = len(key) - key.count(Ellipsis)
+        """A key for the parts: as long as the leading shape, arrays and lists made tensors."""
+        key = tuple(map(_as_key, given if isinstance(given, tuple) else (given,)))
+        dots = [i for i, k in enumerate(key) if k is Ellipsis]
+        used = sum(k.dim() if isinstance(k, Tensor) and k.dtype == torch.bool else 1 for k in key) - len(dots)
         check(used == 0 or len(self.shape) > 0, "target must have a leading dimension to be sliced, got shape []",
                TypeError)
-        check(used <= len(self.shape) and key.count(Ellipsis) <= 1,
-               f"target must be sliced with at most {len(self.shape)} indices, got {key}", IndexError)
-        at = key.index(Ellipsis) if Ellipsis in key else len(key)
+        check(used <= len(self.shape) and len(dots) <= 1, "target must be sliced with at most "
+              f"{len(self.shape)} indices and one '...', got {used} and {len(dots)}", IndexError)
+        at = dots[0] if dots else len(key)
         fill = (slice(None),) * (len(self.shape) - used)
         return key[:at] + fill + key[at + 1:]
+
+
+def _as_key(k: Any) -> Any:
+    if k is Ellipsis or isinstance(k, slice):
+        return k
+    if isinstance(k, (Integral, torch.SymInt)) and not isinstance(k, bool):
+        return k if isinstance(k, torch.SymInt) else int(k)
+    check(isinstance(k, (Tensor, list)) or hasattr(k, "__array__"), "target must be sliced with integers, slices, "
+          f"'...' and tensors, arrays or lists of integers or bool, got {type(k).__name__}", TypeError)
+    if isinstance(k, list) and not k:
+        return torch.zeros(0, dtype=torch.int64)
+    k = as_tensor(k, "a key")
+    check(not k.dtype.is_floating_point and not k.dtype.is_complex,
+          f"target must be sliced with tensors of integers or bool, got {k.dtype}", TypeError)
+    return k if k.dtype == torch.bool else k.long()

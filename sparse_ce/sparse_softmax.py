@@ -6,9 +6,10 @@ import torch
 from torch import Tensor
 
 from .arguments import arithmetic_dtype
-from .entries import lies_in_order
+from .entries import as_index, lies_in_order
 from .errors import check, fail
 from .ops.sparse_softmax import sparse_softmax, sparse_softmax_backward
+from .tracing import readable
 
 
 def log_softmax(input: Tensor, dim: int) -> Tensor:
@@ -50,6 +51,80 @@ def log_softmax(input: Tensor, dim: int) -> Tensor:
     offsets, order = rows_along(input, dim)
     flat = sparse_softmax(_flat(values, input), offsets, order, True)
     return _assemble(flat.view(values.shape), input.detach())
+
+
+def segment_softmax(input: Tensor, *, offsets: Optional[Tensor] = None, index: Optional[Tensor] = None,
+                    num_segments: Optional[int] = None) -> Tensor:
+    """Softmax over segments of the elements: over the edges into each node of a graph, for instance.
+
+    Args:
+        input: (E,), or (E, ...) whose trailing dimensions, such as heads, have a softmax each; float16, bfloat16,
+            float32 or float64, with float32 (float64) arithmetic.
+        offsets: (segments + 1,), int32 or int64: segment ``s`` has the elements ``[offsets[s], offsets[s + 1])``.
+        index: or (E,), integer: the segment of each element, in any order. Equal neighbours need no sorting on a CPU.
+        num_segments: what ``index`` is below; its values alone are enough, and are not looked at on a GPU.
+
+    Returns:
+        A tensor of the shape and dtype of ``input``, differentiable any number of times. Segments may be empty.
+
+    Raises:
+        TypeError, ValueError: an argument has the wrong type, dtype or shape; not one of ``offsets``, ``index`` given.
+        RuntimeError: (CPU) ``offsets`` do not ascend from 0 to E, or ``index`` is not in [0, num_segments).
+
+    Examples:
+        >>> scores, node = torch.tensor([1.0, 5.0, 1.0]), torch.tensor([0, 1, 0])
+        >>> sparse_ce.segment_softmax(scores, index=node)
+        tensor([0.5000, 1.0000, 0.5000])
+    """
+    return _segments(input, offsets, index, num_segments, log=False)
+
+
+def segment_log_softmax(input: Tensor, *, offsets: Optional[Tensor] = None, index: Optional[Tensor] = None,
+                        num_segments: Optional[int] = None) -> Tensor:
+    """The logarithm of :func:`segment_softmax`, as accurate as ``torch.log_softmax``.
+
+    Examples:
+        >>> sparse_ce.segment_log_softmax(torch.tensor([0.0, 0.0, 9.0]), offsets=torch.tensor([0, 2, 3]))
+        tensor([-0.6931, -0.6931,  0.0000])
+    """
+    return _segments(input, offsets, index, num_segments, log=True)
+
+
+def _segments(input: Tensor, offsets: Optional[Tensor], index: Optional[Tensor], num_segments: Optional[int],
+              log: bool) -> Tensor:
+    check(isinstance(input, Tensor), f"input must be a tensor, got {type(input).__name__}", TypeError)
+    check(input.dtype.is_floating_point, f"input must be of a floating dtype, got {input.dtype}", TypeError)
+    check(input.dim() > 0, "input must be (E,) or (E, ...), got shape []")
+    check((offsets is None) != (index is None), "offsets or index must be given, and not both")
+    order = None
+    if offsets is not None:
+        check(num_segments is None, "num_segments must be None beside offsets, which say it")
+        offsets = as_index(offsets, "offsets")
+        check(offsets.dim() == 1 and offsets.shape[0] > 0,
+              f"offsets must be (segments + 1,), got {list(offsets.shape)}")
+    else:
+        index = as_index(index, "index")
+        check(index.shape == input.shape[:1], f"index must be ({input.shape[0]},), got {list(index.shape)}")
+        if readable(index) and index.numel() > 0:
+            low, high = (int(x) for x in index.aminmax())
+            check(low >= 0 and (num_segments is None or high < num_segments), "index must be in [0, "
+                  f"{'...' if num_segments is None else num_segments}), got {low if low < 0 else high}", RuntimeError)
+        offsets, order = _runs(index, in_order=readable(index) and not bool((index[1:] < index[:-1]).any()))
+    rows = input.reshape(input.shape[0], input.shape[1:].numel()) if input.dim() > 1 else input
+    flat = sparse_softmax(rows, offsets, order, log)
+    return flat.view(input.shape)
+
+
+def _runs(key: Tensor, in_order: bool, rows: Optional[int] = None) -> Tuple[Tensor, Optional[Tensor]]:
+    """``offsets`` and ``order`` of entries of equal ``key``, which is below ``rows``. A row without an entry may have
+    no offset."""
+    order, count = None, key.shape[0]
+    if not in_order:
+        key, order = torch.sort(key, stable=True)
+    if rows is None or rows > count:  # most rows have no entry: count those that have
+        key = torch.cat([key.new_zeros(min(count, 1)), (key[1:] != key[:-1]).long()]).cumsum(0)
+        rows = count
+    return torch.searchsorted(key, torch.arange(rows + 1, device=key.device)), order
 
 
 class _Values(torch.autograd.Function):
@@ -97,19 +172,14 @@ def rows_along(input: Tensor, dim: int) -> Tuple[Tensor, Optional[Tensor]]:
         return _csr_offsets(input), None
     coordinates, sizes = _coordinates(input)
     count = coordinates[0].shape[0]
-    key, rows, order = None, 1, None
+    key, rows = None, 1
     for axis, (index, size) in enumerate(zip(coordinates, sizes)):
         if axis != dim:
             key, rows = index if key is None else key * size + index, rows * size
     if key is None:
         return torch.arange(2, device=input.device) * count, None
     in_order = dim == len(sizes) - 1 and (input.layout == torch.sparse_csr or lies_in_order(input, key))
-    if not in_order:
-        key, order = torch.sort(key, stable=True)
-    if rows > count:  # most rows have no entry: count those that have
-        key = torch.cat([key.new_zeros(min(count, 1)), (key[1:] != key[:-1]).long()]).cumsum(0)
-        rows = count
-    return torch.searchsorted(key, torch.arange(rows + 1, device=key.device)), order
+    return _runs(key, in_order, rows)
 
 
 def values_at(grad: Tensor, pattern: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ from .entries import (
     as_entry_mask,
     as_index,
     as_row_mask,
+    as_tensor,
     as_values,
     both,
     check_crow,
@@ -29,10 +30,10 @@ from .entries import (
     wide_dtype,
 )
 from .errors import check, fail
-from .rows import Rows
+from .tensorlike import TensorLike
 
 
-class SparseTarget(Rows):
+class SparseTarget(TensorLike):
     """A few weighted classes for each row of the logits. Build it with one of the ``from_*`` constructors.
 
     Args:
@@ -105,7 +106,8 @@ class SparseTarget(Rows):
         """
         if kind not in (None, "probs", "logprobs", "logits"):
             fail(f"kind must be 'probs', 'logprobs' or 'logits', got {kind!r}")
-        indices, mask = as_index(indices, "indices"), as_entry_mask(mask, indices)
+        indices = as_index(indices, "indices")
+        mask = as_entry_mask(mask, indices)
         check(indices.dim() > 0, f"indices must have the shape (..., K), got {list(indices.shape)}")
         if values is None:  # of an id, -100 is the one mark of padding
             kind, indices = None, indices if mask is None else torch.where(mask, indices, IGNORE_INDEX)
@@ -181,7 +183,7 @@ class SparseTarget(Rows):
 
     @classmethod
     def from_csr(cls, t: Tensor, *, row_mask: Optional[Tensor] = None, ignore_empty: bool = False) -> "SparseTarget":
-        """A ``torch.sparse_csr_tensor`` (N, V) with int32 or int64 indices, taken as it is.
+        """A ``torch.sparse_csr_tensor`` (N, V), int32 or int64, taken as it is, or a batch of them (..., N, V).
 
         Examples:
             >>> csr = torch.sparse_csr_tensor(torch.tensor([0, 1, 3]), torch.tensor([2, 0, 1]), torch.ones(3), (2, 4))
@@ -190,12 +192,35 @@ class SparseTarget(Rows):
         """
         check(t.layout == torch.sparse_csr, f"target must be a sparse CSR tensor, got layout {t.layout}", TypeError)
         with outside_transforms(t):
-            check(t.dim() == 2 and t.dense_dim() == 0, f"target must be (N, V), got {list(t.shape)}")
-            num_classes = t.shape[1]
+            check(t.dim() >= 2 and t.dense_dim() == 0, f"target must be (..., N, V), got {list(t.shape)}")
+            num_classes = t.shape[-1]
             values = t.values() if t.requires_grad else t.values().detach()
             crow, columns = t.crow_indices().detach(), t.col_indices().detach()
-            check_crow(crow, columns.shape[0])
+            check_crow(crow, columns.shape[-1])
+            if t.dim() > 2:  # each of the batch has as many entries
+                first = torch.arange(math.prod(t.shape[:-2]), device=t.device).reshape(*t.shape[:-2], 1)
+                crow = crow + first * columns.shape[-1]
+                crow, columns = torch.stack((crow[..., :-1], crow[..., 1:]), -1), columns.reshape(-1)
+                values = values.reshape(-1)
         return cls.from_jagged(columns, values, crow, row_mask=row_mask, num_classes=num_classes,
+                               ignore_empty=ignore_empty)
+
+    @classmethod
+    def from_scipy(cls, matrix: Any, *, row_mask: Optional[Tensor] = None,
+                   ignore_empty: bool = False) -> "SparseTarget":
+        """A SciPy sparse matrix or array (N, V): CSR shares its memory, others are converted by SciPy. Stored zeros are
+        padding, duplicates add up, counts become float32.
+
+        Examples:
+            >>> import scipy.sparse
+            >>> SparseTarget.from_scipy(scipy.sparse.csr_matrix([[0, 2, 0], [1, 0, 1]])).to_dense()
+            tensor([[0., 2., 0.],
+                    [1., 0., 1.]])
+        """
+        check(hasattr(matrix, "tocsr"), f"matrix must be sparse, of SciPy, got {type(matrix).__name__}", TypeError)
+        check(len(matrix.shape) == 2, f"matrix must be (N, V), got {list(matrix.shape)}")
+        csr = matrix.tocsr()
+        return cls.from_jagged(csr.indices, csr.data, csr.indptr, row_mask=row_mask, num_classes=csr.shape[1],
                                ignore_empty=ignore_empty)
 
     @classmethod
@@ -212,8 +237,7 @@ class SparseTarget(Rows):
             >>> SparseTarget.from_dense(weights).indices
             tensor([1, 2, 0, 3])
         """
-        if not isinstance(t, Tensor):
-            fail(f"t must be a tensor, got {type(t).__name__}", TypeError)
+        t = as_tensor(t, "t")
         check(t.layout == torch.strided, f"t must be dense, got layout {t.layout}; use from_coo or from_csr", TypeError)
         check(t.dim() > 0, "t must be (..., V), got shape []")
         check(k is None or isinstance(k, Integral) and not isinstance(k, bool) and k > 0,
@@ -274,7 +298,7 @@ class SparseTarget(Rows):
             values = self.values.to(wide_dtype(self.values)).log()
         return SparseTarget(self.indices, values, self.offsets, self.row_mask, self.num_classes, "logprobs")
 
-    def to_dense(self, dtype: Optional[torch.dtype] = None) -> Tensor:
+    def to_dense(self, dtype: Optional[torch.dtype] = None, *, num_classes: Optional[int] = None) -> Tensor:
         """``(*shape, num_classes)``, zeros in ignored rows. For tests and metrics: it is what this library avoids.
 
         Examples:
@@ -282,9 +306,11 @@ class SparseTarget(Rows):
             tensor([[0.3000, 0.0000, 0.7000, 0.0000]])
         """
         if not isinstance(self.indices, Tensor):  # the arrays that evaluation hands to compute_metrics
-            return self._map(torch.as_tensor).to_dense(dtype)
+            return self._map(torch.as_tensor).to_dense(dtype, num_classes=num_classes)
+        if num_classes is not None:
+            return self.with_num_classes(num_classes).to_dense(dtype)
         if self.num_classes is None:
-            fail("num_classes must be known for to_dense, got None; pass num_classes= to the constructor")
+            fail("num_classes must be known for to_dense, got None; pass num_classes=")
         flat, rows = self.flatten(), math.prod(self.shape)
         logprobs = self.kind == "logprobs"
         dtype = dtype or (torch.float32 if self.values is None else wide_dtype(self.values) if logprobs

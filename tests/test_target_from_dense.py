@@ -82,7 +82,7 @@ def test_gradients_reach_the_dense_tensor(k, device):
 
 @pytest.mark.parametrize("wrong,words", [
     (lambda: SparseTarget.from_dense(torch.eye(3).to_sparse()), "t must be dense, got layout torch.sparse_coo"),
-    (lambda: SparseTarget.from_dense([[1.0]]), "t must be a tensor, got list"),
+    (lambda: SparseTarget.from_dense([["a"]]), "t must be a tensor, an array or a list of numbers, got list"),
     (lambda: SparseTarget.from_dense(torch.tensor(1.0)), r"t must be \(..., V\), got shape \[\]"),
     (lambda: SparseTarget.from_dense(torch.eye(3), 0), "k must be a positive integer or None, got 0"),
     (lambda: SparseTarget.from_dense(torch.eye(3), 2.5), "k must be a positive integer or None, got 2.5"),

@@ -67,8 +67,9 @@ class _CrossEntropy(torch.autograd.Function):
             grad_loss = torch.zeros_like(grad_lse)
         elif divisor is not None:
             if ctx.forecasts and once and grad_lse is None and eager() and not batched(grad_loss):
-                forecast.remember("cross_entropy", grad_loss)
-                as_expected = expected is not None and torch.equal(expected, grad_loss)
+                as_expected = forecast.remember("cross_entropy", grad_loss, expected)
+                if as_expected and not ctx.needs_input_grad[_VALUES]:
+                    return (grad_logits, *(None,) * (_INPUTS - 1))
             grad_loss = (grad_loss / divisor).expand(lse.shape)
         if ctx.needs_input_grad[_VALUES] and a.values is not None:
             grad_values = ops.backward_values(grad_loss, logits, lse, lse_residual, *a).to(a.values.dtype)

@@ -1,0 +1,206 @@
+"""What people do with tensors, done with a target: compare, cut, copy; and the functions of ``torch`` that take it."""
+
+from typing import TYPE_CHECKING, Any, Callable, Dict, List, Mapping, Optional, Sequence, Tuple, TypeVar, Union
+
+import torch
+from torch import Tensor
+
+from .entries import IGNORE_INDEX, live_entries, ranges_of
+from .errors import check
+from .rows import Rows
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+_FUNCTIONS: Dict[Any, Callable[..., Any]] = {}
+
+
+def implements(*functions: Any) -> Callable[[_F], _F]:
+    """The decorated function is what functions of ``torch`` do with targets."""
+    def register(f: _F) -> _F:
+        _FUNCTIONS.update(dict.fromkeys(functions, f))
+        return f
+    return register
+
+
+class TensorLike(Rows):
+    """What :class:`sparse_ce.SparseTarget` has of a tensor beside its rows."""
+
+    __slots__ = ()
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Tuple[Any, ...] = (),
+                           kwargs: Optional[Mapping[str, Any]] = None) -> Any:
+        """``torch.cat``, ``stack``, ``split``, ``chunk``, ``reshape``, ``unsqueeze``, ``clone`` and ``equal``."""
+        own = _FUNCTIONS.get(function)
+        return NotImplemented if own is None else own(*args, **(kwargs or {}))
+
+    def eq(self, ignore_index: int) -> Tensor:
+        """``shape``, bool: True for the rows that are ignored; the opposite of :meth:`ne`, as ``t == -100`` is.
+
+        Examples:
+            >>> SparseTarget.from_index(torch.tensor([3, -100, 5])) == -100
+            tensor([False,  True, False])
+        """
+        return ~self.ne(ignore_index)
+
+    def __eq__(self, other: object) -> Any:
+        return self.eq(other) if isinstance(other, int) and not isinstance(other, bool) else NotImplemented
+
+    def __ne__(self, other: object) -> Any:
+        return self.ne(other) if isinstance(other, int) and not isinstance(other, bool) else NotImplemented
+
+    __hash__ = object.__hash__
+
+    @implements(torch.equal)
+    def equal(self, other: Any) -> bool:
+        """Whether both are of one form, shape, kind and number of classes, ignore the same rows, and hold the same
+        entries in the same order in all others. A GPU is waited for.
+
+        Examples:
+            >>> target = SparseTarget.from_index(torch.tensor([3, 5]))
+            >>> target.equal(target.clone()), target.equal(target[:1])
+            (True, False)
+        """
+        if not isinstance(other, TensorLike):
+            return False
+        a, b = self._absolute(), other._absolute()
+        said = [(t.form, t.shape, t.kind, t.num_classes, t.values is None, t.device) for t in (a, b)]
+        if said[0] != said[1] or not torch.equal(a.ne(IGNORE_INDEX), b.ne(IGNORE_INDEX)):
+            return False
+        entries = [t._entries_that_count() for t in (a, b)]
+        return all(x.shape == y.shape and torch.equal(x, y) for x, y in zip(*entries))
+
+    def _entries_that_count(self) -> List[Tensor]:
+        """The entries of the rows that are not ignored, and how many each row has."""
+        flat = self.flatten()
+        rows = flat[flat.ne(IGNORE_INDEX)]
+        if rows.offsets is None:
+            return [t for t in (rows.indices, rows.values) if t is not None]
+        rows = rows._gathered()
+        lengths = ranges_of(rows.offsets).diff(dim=-1) if rows.offsets is not None else rows.indices
+        return [t for t in (rows.indices, rows.values, lengths) if t is not None]
+
+    @implements(torch.clone)
+    def clone(self, *, memory_format: Optional[torch.memory_format] = None) -> "Self":
+        """A target in memory of its own; gradients reach the one that it was made of.
+
+        Examples:
+            >>> SparseTarget.from_index(torch.tensor([3, 5])).clone().indices
+            tensor([3, 5])
+        """
+        return self._map(lambda t: t.clone(memory_format=memory_format or torch.preserve_format))
+
+    def contiguous(self) -> "Self":
+        return self._map(lambda t: t.contiguous())
+
+    def with_num_classes(self, num_classes: Optional[int]) -> "Self":
+        """The same target, of another width of the vocabulary. No index is looked at.
+
+        Examples:
+            >>> SparseTarget.from_index(torch.tensor([3, 5])).with_num_classes(8).to_dense().shape
+            torch.Size([2, 8])
+        """
+        return type(self)(self.indices, self.values, self.offsets, self.row_mask, num_classes, self.kind, self.ids)
+
+    # ---------------------------------------------------------------------------------------------------- its shape
+
+    def _dim(self, dim: int, more: int = 0) -> int:
+        count = self.dim() + more
+        check(-count <= dim < count, f"dim must be in [{-count}, {count}), got {dim}", IndexError)
+        return dim % count
+
+    @implements(torch.unsqueeze)
+    def unsqueeze(self, dim: int) -> "Self":
+        """The same rows with a leading dimension of size 1 more.
+
+        Examples:
+            >>> SparseTarget.from_index(torch.tensor([3, 5])).unsqueeze(0).shape
+            torch.Size([1, 2])
+        """
+        dim = self._dim(dim, more=1)
+        return self.reshape(*self.shape[:dim], 1, *self.shape[dim:])
+
+    @implements(torch.split)
+    def split(self, split_size_or_sections: Union[int, Sequence[int]], dim: int = 0) -> Tuple["Self", ...]:
+        """Pieces along a leading dimension: of one size, of which the last may be smaller, or of several.
+
+        Examples:
+            >>> [len(part) for part in SparseTarget.from_index(torch.arange(5)).split(2)]
+            [2, 2, 1]
+        """
+        dim, size = self._dim(dim), split_size_or_sections
+        count = self.shape[dim]
+        if isinstance(size, int):
+            check(size > 0, f"split_size must be positive, got {size}")
+            sizes = [min(size, count - begin) for begin in range(0, count, size)] or [0]
+        else:
+            sizes = list(size)
+        check(sum(sizes) == count, f"split_sizes must add up to {count}, got {sizes}")
+        ends = [sum(sizes[:i + 1]) for i in range(len(sizes))]
+        return tuple(self[(slice(None),) * dim + (slice(end - n, end),)] for n, end in zip(sizes, ends))
+
+    @implements(torch.chunk)
+    def chunk(self, chunks: int, dim: int = 0) -> Tuple["Self", ...]:
+        """At most so many pieces of one size along a leading dimension, of which the last may be smaller.
+
+        Examples:
+            >>> [len(part) for part in SparseTarget.from_index(torch.arange(5)).chunk(2)]
+            [3, 2]
+        """
+        check(chunks > 0, f"chunks must be positive, got {chunks}")
+        return self.split(max(1, -(-self.shape[self._dim(dim)] // chunks)), dim)
+
+    # --------------------------------------------------------------------------------------------- outside of PyTorch
+
+    def numpy(self) -> Dict[str, Any]:
+        """The parts that :meth:`items` gives as NumPy arrays, by name; bfloat16 as float32.
+
+        Examples:
+            >>> SparseTarget.from_index(torch.tensor([3, 5])).numpy()
+            {'indices': array([3, 5])}
+        """
+        def array(t: Any) -> Any:
+            if not isinstance(t, Tensor):
+                return t
+            return (t.float() if t.dtype == torch.bfloat16 else t).detach().cpu().numpy()
+
+        return {name: array(t) for name, t in self.items()}
+
+    def tolist(self) -> Any:
+        """Nested lists over the leading shape: a label; or a list of (class, weight) without padding, the weight in the
+        target's kind; None for a row that is ignored.
+
+        Examples:
+            >>> SparseTarget.from_topk(torch.tensor([[3, 5], [7, 0]]), torch.tensor([[0.75, 0.25], [1, 0]])).tolist()
+            [[(3, 0.75), (5, 0.25)], [(7, 1.0)]]
+        """
+        if self.dim() == 0:
+            return self.unsqueeze(0).tolist()[0]
+        flat = self.flatten()._map(lambda t: torch.as_tensor(t).detach().cpu())
+        counts = flat.ne(IGNORE_INDEX).tolist()
+        return _nested([flat._row(r) if counts[r] else None for r in range(len(counts))], self.shape)
+
+    def _row(self, r: int) -> Any:
+        """Of a target on the CPU with one leading dimension."""
+        if self.form == "index":
+            return int(self.indices[r])
+        begin, end = (r, r + 1) if self.offsets is None else ranges_of(self.offsets)[r].tolist()
+        indices = self.indices[begin:end].reshape(-1)
+        values = None if self.values is None else self.values[begin:end].reshape(-1)
+        live = live_entries(indices, values, self.kind)
+        weights = [1.0] * len(indices) if values is None else values.tolist()
+        if values is None and self.kind == "logprobs":
+            weights = [0.0] * len(indices)
+        return [(i, w) for i, w, used in zip(indices.tolist(), weights, live.tolist()) if used]
+
+
+def _nested(rows: List[Any], shape: Sequence[int]) -> List[Any]:
+    if len(shape) == 1:
+        return rows
+    step = len(rows) // max(1, shape[0])
+    return [_nested(rows[i * step:(i + 1) * step], shape[1:]) for i in range(shape[0])]
+
+
+implements(torch.reshape)(lambda target, shape: target.reshape(*shape))

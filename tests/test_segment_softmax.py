@@ -1,0 +1,110 @@
+"""``segment_softmax`` and ``segment_log_softmax`` against dense softmaxes of each segment."""
+
+import pytest
+import torch
+from torch.autograd import gradcheck, gradgradcheck
+
+from cases import DTYPES, Draw
+from close import assert_close_to_float64
+from sparse_ce import segment_log_softmax, segment_softmax
+
+FUNCTIONS = {"softmax": (segment_softmax, torch.softmax), "log_softmax": (segment_log_softmax, torch.log_softmax)}
+each_function = pytest.mark.parametrize("name", FUNCTIONS)
+
+
+def dense(function, x, index):
+    """``function`` of each segment alone, differentiable."""
+    out = torch.zeros_like(x)
+    for s in index.unique().tolist():
+        out = torch.where((index == s).view(-1, *(1,) * (x.dim() - 1)), out.index_copy(
+            0, (index == s).nonzero()[:, 0], function(x[index == s], 0)), out)
+    return out
+
+
+@each_function
+@pytest.mark.parametrize("trailing", [(), (4,), (2, 3), (1,)], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_values_and_gradients(dtype, trailing, name, device):
+    ours, plain = FUNCTIONS[name]
+    draw = Draw(device)
+    index = draw.integers(7, 60).to(device) * 2  # every other segment is empty
+    x = (draw.normal(60, *trailing) * 8).to(dtype)
+    upstream = draw.normal(60, *trailing).to(dtype)
+    ordered, order = torch.sort(index, stable=True)
+    offsets = torch.searchsorted(ordered, torch.arange(15, device=device))
+    for given, entries in (({"index": index}, x), ({"index": index.int(), "num_segments": 20}, x),
+                           ({"index": ordered}, x[order]), ({"offsets": offsets}, x[order])):
+        at = index if "index" in given and given["index"] is not ordered else ordered
+        leaf, exact_leaf, peer_leaf = (entries.detach().to(t).requires_grad_() for t in (dtype, torch.float64, dtype))
+        y, exact = ours(leaf, **given), dense(plain, exact_leaf, at)
+        peer = dense(plain, peer_leaf.to(torch.promote_types(dtype, torch.float32)), at).to(dtype)
+        assert y.dtype == dtype and y.shape == x.shape
+        assert_close_to_float64(y, peer, exact)
+        grads = [torch.autograd.grad(a, b, upstream.to(a.dtype))[0] for a, b in (
+            (y, leaf), (peer, peer_leaf), (exact, exact_leaf))]
+        assert_close_to_float64(*grads)
+
+
+@each_function
+def test_derivatives_of_first_and_second_order(name, device):
+    x = Draw(device).normal(9, 2, dtype=torch.float64).requires_grad_()
+    index = torch.tensor([3, 0, 3, 1, 1, 3, 0, 5, 1], device=device)
+    assert gradcheck(lambda t: FUNCTIONS[name][0](t, index=index), x)
+    assert gradgradcheck(lambda t: FUNCTIONS[name][0](t, index=index), x)
+
+
+@each_function
+def test_parallel_edges_keep_their_own_values(name, device):
+    """Through a sparse tensor two edges between the same nodes would be summed."""
+    x = torch.tensor([1.0, 1.0, 1.0, 1.0], device=device)
+    y = FUNCTIONS[name][0](x, index=torch.tensor([0, 0, 0, 0], device=device))
+    torch.testing.assert_close(y, FUNCTIONS[name][1](x, 0))
+
+
+@each_function
+def test_no_elements_no_segments_and_peaks(name, device):
+    ours, plain = FUNCTIONS[name]
+    nothing = torch.zeros(0, 3, device=device, requires_grad=True)
+    for given in ({"index": torch.zeros(0, dtype=torch.int64, device=device)},
+                  {"offsets": torch.zeros(4, dtype=torch.int32, device=device)},
+                  {"index": torch.zeros(0, dtype=torch.int32, device=device), "num_segments": 5}):
+        y = ours(nothing, **given)
+        assert y.shape == (0, 3) and torch.autograd.grad(y.sum(), nothing)[0].shape == (0, 3)
+    x = torch.tensor([1e4, -1e4, 3e38, -torch.inf, 0.0], device=device)
+    index = torch.tensor([0, 0, 1, 1, 2], device=device)
+    torch.testing.assert_close(ours(x, index=index), torch.cat([plain(x[:2], 0), plain(x[2:4], 0), plain(x[4:], 0)]))
+
+
+@each_function
+def test_compiled(name, device, fresh_compiler):
+    draw = Draw(device)
+    compiled = torch.compile(lambda x, i: FUNCTIONS[name][0](x * 2, index=i), backend="aot_eager", fullgraph=True)
+    for count in (20, 30):
+        x, index = draw.normal(count, 2).requires_grad_(), draw.integers(5, count).to(device)
+        y, expected = compiled(x, index), FUNCTIONS[name][0](x * 2, index=index)
+        torch.testing.assert_close(y, expected)
+        torch.testing.assert_close(torch.autograd.grad(y.square().sum(), x),
+                                   torch.autograd.grad(expected.square().sum(), x))
+
+
+X, I = torch.zeros(4, 2), torch.tensor([0, 1, 1, 0])
+
+
+@pytest.mark.parametrize("call,error,message", [
+    (lambda: segment_softmax([1.0], index=I), TypeError, "input must be a tensor, got list"),
+    (lambda: segment_softmax(X.long(), index=I), TypeError, "input must be of a floating dtype, got torch.int64"),
+    (lambda: segment_softmax(torch.tensor(1.0), index=I), ValueError, r"input must be \(E,\) or \(E, ...\)"),
+    (lambda: segment_softmax(X), ValueError, "offsets or index must be given"),
+    (lambda: segment_softmax(X, index=I, offsets=I), ValueError, "offsets or index must be given, and not both"),
+    (lambda: segment_softmax(X, offsets=torch.tensor([0, 4]), num_segments=1), ValueError, "num_segments must be None"),
+    (lambda: segment_softmax(X, index=I[:3]), ValueError, r"index must be \(4,\), got \[3\]"),
+    (lambda: segment_softmax(X, index=I.float()), TypeError, "index must be of an integer dtype, got torch.float32"),
+    (lambda: segment_softmax(X, index=I - 1), RuntimeError, r"index must be in \[0, ...\), got -1"),
+    (lambda: segment_softmax(X, index=I, num_segments=1), RuntimeError, r"index must be in \[0, 1\), got 1"),
+    (lambda: segment_softmax(X, offsets=I.view(2, 2)), ValueError, r"offsets must be \(segments \+ 1,\), got \[2, 2\]"),
+    (lambda: segment_softmax(X, offsets=torch.tensor([0, 3])), RuntimeError, "offsets"),
+    (lambda: segment_softmax(X, offsets=torch.tensor([0, 3, 1, 4])), RuntimeError, "offsets"),
+])
+def test_what_is_refused(call, error, message):
+    with pytest.raises(error, match=message):
+        call()
