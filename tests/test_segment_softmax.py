@@ -87,21 +87,21 @@ def test_compiled(name, device, fresh_compiler):
                                    torch.autograd.grad(expected.square().sum(), x))
 
 
-X, INDEX = torch.zeros(4, 2), torch.tensor([0, 1, 1, 0])
+X, AT = torch.zeros(4, 2), torch.tensor([0, 1, 1, 0])
 
 
 @pytest.mark.parametrize("call,error,message", [
-    (lambda: segment_softmax([1.0], index=INDEX), TypeError, "input must be a tensor, got list"),
-    (lambda: segment_softmax(X.long(), index=INDEX), TypeError, "input must be of a floating dtype, got torch.int64"),
-    (lambda: segment_softmax(torch.tensor(1.0), index=INDEX), ValueError, r"input must be \(E,\) or \(E, ...\)"),
+    (lambda: segment_softmax([1.0], index=AT), TypeError, "input must be a tensor, got list"),
+    (lambda: segment_softmax(X.long(), index=AT), TypeError, "input must be of a floating dtype, got torch.int64"),
+    (lambda: segment_softmax(torch.tensor(1.0), index=AT), ValueError, r"input must be \(E,\) or \(E, ...\)"),
     (lambda: segment_softmax(X), ValueError, "offsets or index must be given"),
-    (lambda: segment_softmax(X, index=INDEX, offsets=INDEX), ValueError, "offsets or index must be given, and not both"),
+    (lambda: segment_softmax(X, index=AT, offsets=AT), ValueError, "offsets or index must be given, and not both"),
     (lambda: segment_softmax(X, offsets=torch.tensor([0, 4]), num_segments=1), ValueError, "num_segments must be None"),
-    (lambda: segment_softmax(X, index=INDEX[:3]), ValueError, r"index must be \(4,\), got \[3\]"),
-    (lambda: segment_softmax(X, index=INDEX.float()), TypeError, "index must be of an integer dtype, got torch.float32"),
-    (lambda: segment_softmax(X, index=INDEX - 1), RuntimeError, r"index must be in \[0, ...\), got -1"),
-    (lambda: segment_softmax(X, index=INDEX, num_segments=1), RuntimeError, r"index must be in \[0, 1\), got 1"),
-    (lambda: segment_softmax(X, offsets=INDEX.view(2, 2)), ValueError, r"offsets must be \(segments \+ 1,\), got \[2, 2\]"),
+    (lambda: segment_softmax(X, index=AT[:3]), ValueError, r"index must be \(4,\), got \[3\]"),
+    (lambda: segment_softmax(X, index=AT.float()), TypeError, "index must be of an integer dtype, got torch.float32"),
+    (lambda: segment_softmax(X, index=AT - 1), RuntimeError, r"index must be in \[0, ...\), got -1"),
+    (lambda: segment_softmax(X, index=AT, num_segments=1), RuntimeError, r"index must be in \[0, 1\), got 1"),
+    (lambda: segment_softmax(X, offsets=AT.view(2, 2)), ValueError, r"offsets must be \(segments \+ 1,\), got \[2, 2\]"),
     (lambda: segment_softmax(X, offsets=torch.tensor([0, 3])), RuntimeError, "offsets"),
     (lambda: segment_softmax(X, offsets=torch.tensor([0, 3, 1, 4])), RuntimeError, "offsets"),
 ])

@@ -16,7 +16,7 @@ _upstream: Dict[Tuple[str, torch.device, torch.dtype], Tensor] = {}
 
 
 def remember(op: str, grad: Tensor, expected: Optional[Tensor] = None) -> bool:
-    """``grad``, (), the upstream gradient of a loss that ``op`` made, is the next forecast. Whether it was ``expected``.
+    """``grad``, (), the upstream gradient of a loss that ``op`` made, is the next forecast. Was it ``expected``?
     Where it was not, it is copied: its owner may overwrite it."""
     same = expected is not None and torch.equal(expected, grad)
     _upstream[op, grad.device, grad.dtype] = expected if expected is not None and same else grad.detach().clone()
