@@ -94,8 +94,9 @@ def architectures(torch):
 def extensions(torch, home):
     from torch.utils.cpp_extension import CppExtension, CUDAExtension
     sanitize = os.environ.get("SPARSE_CE_SANITIZE")
-    cxx = ["-std=c++17", "-O3", "-fvisibility=hidden", "-fopenmp-simd", "-fno-math-errno", "-fno-trapping-math",
-           "-g0", STABLE_ABI]
+    # Python's own flags say -fwrapv, with which label smoothing takes 1.15 times as long (g++ 12).
+    cxx = ["-std=c++17", "-O3", "-fno-wrapv", "-fvisibility=hidden", "-fopenmp-simd", "-fno-math-errno",
+           "-fno-trapping-math", "-g0", STABLE_ABI]
     link = []
     if sanitize:
         cxx += [f"-fsanitize={sanitize}", "-fno-sanitize-recover=undefined", "-fno-omit-frame-pointer", "-g1", "-O1"]

@@ -1,7 +1,7 @@
 """Losses as functions. Formulas: ``csrc/math.h``; the same in plain PyTorch: ``reference.py``."""
 
 import math
-from typing import Any, Dict, Literal, Optional, Tuple, Union
+from typing import TYPE_CHECKING, Any, Dict, Literal, Optional, Tuple, TypedDict, Union, overload
 
 import torch
 from torch import Tensor
@@ -20,7 +20,40 @@ from .target import Target, as_target
 
 __all__ = ["cross_entropy", "linear_cross_entropy", "log_softmax", "masked_mean"]
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
 Inplace = Literal[False, "backward"]
+Reduction = Literal["none", "sum", "mean"]
+
+
+class Options(TypedDict, total=False):
+    """The keywords that both losses take, for type checkers."""
+
+    ignore_index: int
+    reduction: Reduction
+    label_smoothing: float
+    z_loss: float
+    logit_scale: float
+    softcap: Optional[float]
+    normalizer: Optional[Normalizer]
+    num_classes: Optional[int]
+    inplace: Inplace
+
+
+@overload
+def cross_entropy(input: Tensor, target: Target, weight: Optional[Tensor] = None, *,
+                  return_lse: Literal[False] = False, **options: "Unpack[Options]") -> Tensor: ...
+
+
+@overload
+def cross_entropy(input: Tensor, target: Target, weight: Optional[Tensor] = None, *,
+                  return_lse: Literal[True], **options: "Unpack[Options]") -> Tuple[Tensor, Tensor]: ...
+
+
+@overload
+def cross_entropy(input: Tensor, target: Target, weight: Optional[Tensor] = None, *,
+                  return_lse: bool, **options: "Unpack[Options]") -> Union[Tensor, Tuple[Tensor, Tensor]]: ...
 
 
 def cross_entropy(
@@ -29,7 +62,7 @@ def cross_entropy(
     weight: Optional[Tensor] = None,
     *,
     ignore_index: int = IGNORE_INDEX,
-    reduction: str = "mean",
+    reduction: Reduction = "mean",
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
     logit_scale: float = 1.0,
@@ -101,6 +134,24 @@ def cross_entropy(
     return _result(loss, lse, input.shape[:-1], reduction, return_lse)
 
 
+@overload
+def linear_cross_entropy(input: Tensor, linear_weight: Tensor, target: Target, *, linear_bias: Optional[Tensor] = None,
+                         weight: Optional[Tensor] = None, chunk_rows: Optional[int] = None,
+                         return_lse: Literal[False] = False, **options: "Unpack[Options]") -> Tensor: ...
+
+
+@overload
+def linear_cross_entropy(input: Tensor, linear_weight: Tensor, target: Target, *, linear_bias: Optional[Tensor] = None,
+                         weight: Optional[Tensor] = None, chunk_rows: Optional[int] = None,
+                         return_lse: Literal[True], **options: "Unpack[Options]") -> Tuple[Tensor, Tensor]: ...
+
+
+@overload
+def linear_cross_entropy(input: Tensor, linear_weight: Tensor, target: Target, *, linear_bias: Optional[Tensor] = None,
+                         weight: Optional[Tensor] = None, chunk_rows: Optional[int] = None, return_lse: bool,
+                         **options: "Unpack[Options]") -> Union[Tensor, Tuple[Tensor, Tensor]]: ...
+
+
 def linear_cross_entropy(
     input: Tensor,
     linear_weight: Tensor,
@@ -109,7 +160,7 @@ def linear_cross_entropy(
     linear_bias: Optional[Tensor] = None,
     weight: Optional[Tensor] = None,
     ignore_index: int = IGNORE_INDEX,
-    reduction: str = "mean",
+    reduction: Reduction = "mean",
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
     logit_scale: float = 1.0,

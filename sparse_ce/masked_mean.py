@@ -53,12 +53,17 @@ def masked_mean(input: Tensor, mask: Tensor, dim: Union[int, Sequence[int], None
     shape = input.shape
     if mask.shape != shape:
         mask = mask.expand(shape)
-    reduced = [d in dims for d in range(len(shape))]
-    if sum(a != b for a, b in zip(reduced, reduced[1:])) > 2:  # more runs of dimensions than the op takes
-        order = sorted(range(len(shape)), key=reduced.__getitem__)
-        input, mask, dims = input.permute(order), mask.permute(order), tuple(range(reduced.count(False), len(shape)))
-    mean = masked_mean_op(input, mask, dims)
-    return mean.reshape([1 if r else n for r, n in zip(reduced, shape)]) if keepdim else mean
+    if len(shape) > 3 and _runs(dims, len(shape)) > 3:  # of dimensions that are kept or reduced: the op takes three
+        order = sorted(range(len(shape)), key=lambda d: d in dims)
+        first = len(shape) - len(dims)
+        mean = masked_mean_op(input.permute(order), mask.permute(order), range(first, len(shape)))
+    else:
+        mean = masked_mean_op(input, mask, dims)
+    return mean.reshape([1 if d in dims else n for d, n in enumerate(shape)]) if keepdim else mean
+
+
+def _runs(dims: Sequence[int], count: int) -> int:
+    return 1 + sum((d in dims) != (d - 1 in dims) for d in range(1, count))
 
 
 def _check_call(input: Tensor, mask: Tensor, dim: Union[int, Sequence[int], None]) -> Tuple[int, ...]:

@@ -69,7 +69,9 @@ class SparseCrossEntropyLoss(_Loss):
             tensor(0.6931)
         """
         normalizer = self.normalizer if normalizer is None else normalizer
-        return functional.cross_entropy(input, target, self.weight, normalizer=normalizer, **self.options)
+        result: Union[Tensor, Tuple[Tensor, Tensor]] = functional.cross_entropy(
+            input, target, self.weight, normalizer=normalizer, **self.options)
+        return result
 
 
 class LinearSparseCrossEntropyLoss(_Loss):
@@ -119,8 +121,10 @@ class LinearSparseCrossEntropyLoss(_Loss):
             tensor(1.3863)
         """
         normalizer = self.normalizer if normalizer is None else normalizer
-        return functional.linear_cross_entropy(input, linear_weight, target, linear_bias=linear_bias,
-                                               weight=self.weight, normalizer=normalizer, **self.options)
+        result: Union[Tensor, Tuple[Tensor, Tensor]] = functional.linear_cross_entropy(
+            input, linear_weight, target, linear_bias=linear_bias, weight=self.weight, normalizer=normalizer,
+            **self.options)
+        return result
 
 
 class MaskedMean(nn.Module):

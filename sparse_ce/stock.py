@@ -8,7 +8,7 @@ why ``nn.CrossEntropyLoss()(logits, coo).backward()`` fails. A PyTorch that has 
 import threading
 from collections import deque
 from functools import partial
-from typing import Any, Callable, Deque, List, Optional, cast
+from typing import Any, Callable, Deque, Dict, List, Optional
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from . import ops
 from .arguments import arithmetic_dtype
 from .entries import NO_MARK
 from .errors import check, fail
-from .functional import cross_entropy
+from .functional import Reduction, cross_entropy
 from .sparse_softmax import csr_softmax, csr_softmax_backward
 from .target import SparseTarget
 
@@ -116,7 +116,7 @@ def reopen_holes() -> None:
 _LOSS = "aten::cross_entropy_loss"
 _stock = torch.library.get_kernel(_LOSS, "AutogradCPU").call_boxed  # a composition: the same for every key
 _ANY_KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.AutogradCPU)
-_REDUCTIONS = {0: "none", 1: "mean", 2: "sum"}  # ATen's numbers
+_REDUCTIONS: Dict[int, Reduction] = {0: "none", 1: "mean", 2: "sum"}  # ATen's numbers
 _LAYOUTS = (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc)
 # In inference mode a call passes no Autograd key: there the layout of the target leads to its kernel.
 _KEYS = [prefix + device for device in _DEVICES for prefix in ("Autograd", "Sparse", "SparseCsr")]
@@ -143,7 +143,7 @@ def _with_sparse_target(input: Tensor, target: Tensor, weight: Optional[Tensor] 
     loss = cross_entropy(input.movedim(classes, -1), entries, None if weight is None else weight.detach(),
                          ignore_index=NO_MARK, reduction=_REDUCTIONS[reduction],
                          label_smoothing=max(0.0, label_smoothing))
-    return cast(Tensor, loss).to(_result_dtype(input, target, weight))
+    return loss.to(_result_dtype(input, target, weight))
 
 
 def _class_dim(input: Tensor) -> int:
