@@ -250,7 +250,8 @@ class Rows(Parts):
         if sizes.count(-1) == 1 and rest > 0:
             sizes[sizes.index(-1)] = rows // rest
         fits = math.prod(sizes) == rows and all([n >= 0 for n in sizes])  # a list: torch.compile takes no generator
-        check(fits and (self.offsets is None or len(sizes) > 0), f"shape must have the {rows} rows of the target, of shape {list(self.shape)}, got {sizes}")
+        check(fits and (self.offsets is None or len(sizes) > 0),
+              f"shape must have the {rows} rows of the target, of shape {list(self.shape)}, got {sizes}")
 
         def each(t: Tensor, trailing: int) -> Tensor:
             return t.reshape(*sizes, *t.shape[t.dim() - trailing:])
