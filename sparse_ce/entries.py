@@ -3,7 +3,7 @@
 import math
 import warnings
 from contextlib import nullcontext
-from typing import Any, ContextManager, Optional, Sequence, Tuple
+from typing import Any, ContextManager, Optional, Protocol, Sequence, Tuple, Union
 
 import torch
 import torch.nn.functional as F
@@ -23,7 +23,16 @@ def padding_value(kind: Optional[str]) -> float:
     return -math.inf if kind == "logprobs" else 0.0
 
 
-def as_tensor(t: Any, argument: str) -> Tensor:
+class SupportsArray(Protocol):
+    """An array of NumPy, a column of pandas, what else becomes an array."""
+
+    def __array__(self) -> Any: ...
+
+
+Numbers = Union[Tensor, Sequence[Any], SupportsArray]
+
+
+def as_tensor(t: Numbers, argument: str) -> Tensor:
     """A tensor as it is; an array, which it shares its memory with, or a list made one."""
     if isinstance(t, Tensor):
         return t
@@ -35,7 +44,7 @@ def as_tensor(t: Any, argument: str) -> Tensor:
         fail(f"{argument} must be a tensor, an array or a list of numbers, got {type(t).__name__}: {error}", TypeError)
 
 
-def as_index(given: Any, argument: str) -> Tensor:
+def as_index(given: Numbers, argument: str) -> Tensor:
     """int64 and int32 as they are, narrower integers widened: the kernels know these two."""
     t = as_tensor(given, argument)
     if t.numel() == 0 and not isinstance(given, Tensor) and isinstance(given, (list, tuple)):
@@ -47,7 +56,7 @@ def as_index(given: Any, argument: str) -> Tensor:
     return t.long()
 
 
-def as_values(given: Any, argument: str = "values") -> Tensor:
+def as_values(given: Numbers, argument: str = "values") -> Tensor:
     """Floating dtypes as they are; counts become float32."""
     t = as_tensor(given, argument)
     if t.dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
@@ -62,7 +71,7 @@ def wide_dtype(values: Tensor) -> torch.dtype:
     return torch.float64 if values.dtype == torch.float64 else torch.float32
 
 
-def as_entry_mask(given: Any, indices: Tensor) -> Optional[Tensor]:
+def as_entry_mask(given: Optional[Numbers], indices: Tensor) -> Optional[Tensor]:
     if given is None:
         return None
     mask = as_tensor(given, "mask")
@@ -71,7 +80,7 @@ def as_entry_mask(given: Any, indices: Tensor) -> Optional[Tensor]:
     return mask.bool()
 
 
-def as_row_mask(given: Any, shape: Sequence[int]) -> Optional[Tensor]:
+def as_row_mask(given: Optional[Numbers], shape: Sequence[int]) -> Optional[Tensor]:
     if given is None:
         return None
     row_mask = as_tensor(given, "row_mask")

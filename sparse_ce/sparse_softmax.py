@@ -95,9 +95,11 @@ def _segments(input: Tensor, offsets: Optional[Tensor], index: Optional[Tensor],
     check(isinstance(input, Tensor), f"input must be a tensor, got {type(input).__name__}", TypeError)
     check(input.dtype.is_floating_point, f"input must be of a floating dtype, got {input.dtype}", TypeError)
     check(input.dim() > 0, "input must be (E,) or (E, ...), got shape []")
-    check((offsets is None) != (index is None), "offsets or index must be given, and not both")
     order = None
-    if offsets is not None:
+    if (offsets is None) == (index is None):
+        fail("offsets or index must be given, and not both")
+    if index is None:
+        assert offsets is not None
         check(num_segments is None, "num_segments must be None beside offsets, which say it")
         offsets = as_index(offsets, "offsets")
         check(offsets.dim() == 1 and offsets.shape[0] > 0,
@@ -111,8 +113,7 @@ def _segments(input: Tensor, offsets: Optional[Tensor], index: Optional[Tensor],
                   f"{'...' if num_segments is None else num_segments}), got {low if low < 0 else high}", RuntimeError)
         offsets, order = _runs(index, in_order=readable(index) and not bool((index[1:] < index[:-1]).any()))
     rows = input.reshape(input.shape[0], input.shape[1:].numel()) if input.dim() > 1 else input
-    flat = sparse_softmax(rows, offsets, order, log)
-    return flat.view(input.shape)
+    return sparse_softmax(rows, offsets, order, log).view(input.shape)
 
 
 def _runs(key: Tensor, in_order: bool, rows: Optional[int] = None) -> Tuple[Tensor, Optional[Tensor]]:

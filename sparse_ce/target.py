@@ -11,6 +11,7 @@ from . import reference
 from .arguments import Arguments
 from .entries import (
     IGNORE_INDEX,
+    Numbers,
     as_entry_mask,
     as_index,
     as_row_mask,
@@ -68,7 +69,7 @@ class SparseTarget(TensorLike):
     # ------------------------------------------------------------------------------------------------ constructors
 
     @classmethod
-    def from_index(cls, labels: Tensor, ignore_index: int = IGNORE_INDEX, *, row_mask: Optional[Tensor] = None,
+    def from_index(cls, labels: Numbers, ignore_index: int = IGNORE_INDEX, *, row_mask: Optional[Numbers] = None,
                    num_classes: Optional[int] = None) -> "SparseTarget":
         """One class a row. ``labels``: any shape, integer; rows labelled ``ignore_index`` are ignored.
 
@@ -77,14 +78,14 @@ class SparseTarget(TensorLike):
             tensor([ True,  True, False])
         """
         labels = as_index(labels, "labels")
+        counts = as_row_mask(row_mask, labels.shape)
         if ignore_index != IGNORE_INDEX:
-            counts = labels.ne(ignore_index)
-            row_mask = counts if row_mask is None else row_mask & counts
-        return cls(labels, row_mask=as_row_mask(row_mask, labels.shape), num_classes=num_classes)
+            counts = both(counts, labels.ne(ignore_index))
+        return cls(labels, row_mask=counts, num_classes=num_classes)
 
     @classmethod
-    def from_topk(cls, indices: Tensor, values: Optional[Tensor], *, mask: Optional[Tensor] = None,
-                  kind: Optional[str] = None, row_mask: Optional[Tensor] = None, num_classes: Optional[int] = None,
+    def from_topk(cls, indices: Numbers, values: Optional[Numbers], *, mask: Optional[Numbers] = None,
+                  kind: Optional[str] = None, row_mask: Optional[Numbers] = None, num_classes: Optional[int] = None,
                   ignore_empty: bool = False) -> "SparseTarget":
         """Padded top-k. ``indices``, ``values``, ``mask``: ``(..., K)``.
 
@@ -128,8 +129,8 @@ class SparseTarget(TensorLike):
                    ids=values is None)
 
     @classmethod
-    def from_jagged(cls, indices: Tensor, values: Optional[Tensor], offsets: Tensor, *, kind: str = "probs",
-                    row_mask: Optional[Tensor] = None, num_classes: Optional[int] = None,
+    def from_jagged(cls, indices: Numbers, values: Optional[Numbers], offsets: Numbers, *, kind: str = "probs",
+                    row_mask: Optional[Numbers] = None, num_classes: Optional[int] = None,
                     ignore_empty: bool = False) -> "SparseTarget":
         """Rows of different lengths, one behind the other.
 
@@ -161,7 +162,7 @@ class SparseTarget(TensorLike):
         return cls(indices, values, offsets, row_mask, num_classes, kind)
 
     @classmethod
-    def from_coo(cls, t: Tensor, *, row_mask: Optional[Tensor] = None, ignore_empty: bool = False) -> "SparseTarget":
+    def from_coo(cls, t: Tensor, *, row_mask: Optional[Numbers] = None, ignore_empty: bool = False) -> "SparseTarget":
         """A ``torch.sparse_coo_tensor`` of shape (..., V), coalesced or not; duplicates add up.
 
         Needs no synchronisation. Gradients reach the tensor's values.
@@ -182,7 +183,7 @@ class SparseTarget(TensorLike):
         return cls._from_rows(shape, rows, columns, values, row_mask, num_classes, ignore_empty)
 
     @classmethod
-    def from_csr(cls, t: Tensor, *, row_mask: Optional[Tensor] = None, ignore_empty: bool = False) -> "SparseTarget":
+    def from_csr(cls, t: Tensor, *, row_mask: Optional[Numbers] = None, ignore_empty: bool = False) -> "SparseTarget":
         """A ``torch.sparse_csr_tensor`` (N, V), int32 or int64, taken as it is, or a batch of them (..., N, V).
 
         Examples:
@@ -206,7 +207,7 @@ class SparseTarget(TensorLike):
                                ignore_empty=ignore_empty)
 
     @classmethod
-    def from_scipy(cls, matrix: Any, *, row_mask: Optional[Tensor] = None,
+    def from_scipy(cls, matrix: Any, *, row_mask: Optional[Numbers] = None,
                    ignore_empty: bool = False) -> "SparseTarget":
         """A SciPy sparse matrix or array (N, V): CSR shares its memory, others are converted by SciPy. Stored zeros are
         padding, duplicates add up, counts become float32.
@@ -224,7 +225,7 @@ class SparseTarget(TensorLike):
                                ignore_empty=ignore_empty)
 
     @classmethod
-    def from_dense(cls, t: Tensor, k: Optional[int] = None, *, row_mask: Optional[Tensor] = None,
+    def from_dense(cls, t: Numbers, k: Optional[int] = None, *, row_mask: Optional[Numbers] = None,
                    ignore_empty: bool = False) -> "SparseTarget":
         """Weights (..., V) that are mostly zeros. Where few are, ``F.cross_entropy`` takes ``t`` as it is, and faster.
 
@@ -254,7 +255,7 @@ class SparseTarget(TensorLike):
 
     @classmethod
     def _from_rows(cls, shape: Sequence[int], rows: Tensor, columns: Tensor, values: Tensor,
-                   row_mask: Optional[Tensor], num_classes: int, ignore_empty: bool) -> "SparseTarget":
+                   row_mask: Optional[Numbers], num_classes: int, ignore_empty: bool) -> "SparseTarget":
         """Entries that ascend by their row-major number in ``shape``."""
         if not shape:
             indices, values = single_row(columns, values)

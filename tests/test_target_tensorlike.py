@@ -182,6 +182,7 @@ def test_arrays_and_lists_are_taken_as_tensors():
         assert masked.ne(-100).tolist() == [True, False]
     assert SparseTarget.from_topk(indices, values).indices.data_ptr() == indices.ctypes.data
     assert SparseTarget.from_index([3, -100, 5]).ne(-100).tolist() == [True, False, True]
+    assert SparseTarget.from_index([3, -1, 5], -1, row_mask=[1, 1, 0]).ne(-100).tolist() == [True, False, False]
     assert SparseTarget.from_index([]).shape == (0,)
     jagged = SparseTarget.from_jagged([3, 5, 7], [0.5, 0.5, 1], np.array([0, 2, 3]))
     torch.testing.assert_close(jagged.to_dense(num_classes=9), expected)
