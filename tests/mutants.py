@@ -79,7 +79,6 @@ CUDA = [
     ("csrc/cuda/masked_mean.cu", "address(args.mask) % std::min<int64_t>(pack * weight, 16) == 0", "true"),
     ("csrc/cuda/masked_mean.cu", "fit = fit && axis.stride.input % pack == 0 && (", "fit = fit && ("),
     ("csrc/cuda/masked_mean.cu", "!differ || axis.stride.mask % pack == 0", "true"),
-    ("csrc/cuda/masked_mean.cu", "!args.columns_kept() || args.columns.size % pack == 0", "true"),
     ("csrc/cuda/masked_mean.cu", "static_cast<acc_t>(differ ? bytes.at[e] : bytes.at[0])", "acc_t(1)"),
     ("csrc/cuda/masked_mean.cu", "const int64_t column = unit % plan.spans * kSpan;", "const int64_t column = 0;"),
     ("csrc/cuda/masked_mean.cu", "mine[0].merge(single[0]);", ""),

@@ -33,7 +33,10 @@ Case draw(bool small) {
   c.mask_dtype = chance(0.6) ? DType::kUInt8 : number;
   // Deep: so many elements behind an output that they are shared among blocks.
   const bool deep = chance(0.55), packed = chance(0.5), outer_first = chance(0.7);
-  const int64_t behind = chance(0.3) ? 2100 + below(9000) : 17000 + below(small ? 3000 : 20000);
+  // More parts than a warp merges at once, now and then.
+  const int64_t behind = !small && chance(0.02) ? 34 * 16384 + below(9000)
+                         : chance(0.3)          ? 2100 + below(9000)
+                                                : 17000 + below(small ? 3000 : 20000);
   const bool outer = chance(0.6), rows = chance(0.7);
   for (const bool kept : {outer_first, !outer_first})
     if (kept ? outer : rows) c.runs.push_back({1 + below(chance(0.5) ? 9 : small ? 20 : 70), kept, chance(0.75)});
@@ -50,7 +53,8 @@ Case draw(bool small) {
   }
   const bool aligned = packed || chance(0.3);
   c.offset = aligned ? 8 * below(2) : below(9), c.mask_offset = aligned ? 8 * below(2) : below(9);
-  c.gap = chance(0.6) ? 0 : chance(0.5) ? 8 * below(3) : below(4);
+  // Rows that begin on a boundary though the mask's, or their own ends, do not.
+  c.gap = chance(0.2) ? (8 - columns.size % 8) % 8 : chance(0.6) ? 0 : chance(0.5) ? 8 * below(3) : below(4);
   c.max_blocks = chance(0.5) ? 0 : 1 + below(3);
   c.hidden = one_of<double>({0, 0.2, 0.5, 0.95, 1});
   return c;
