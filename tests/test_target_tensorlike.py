@@ -150,6 +150,13 @@ def test_comparisons_copies_and_arrays(form, device):
     assert torch.equal(target.with_num_classes(None).to_dense(num_classes=VOCAB + 2)[..., :VOCAB], target.to_dense())
 
 
+def test_what_is_not_equal_and_not_stacked(device):
+    first, last = (SparseTarget.from_index(torch.tensor(t, device=device)) for t in ([-100, 3], [3, -100]))
+    assert not first.equal(last) and not torch.equal(first, last)
+    with pytest.raises(ValueError, match=r"targets must have one shape to be stacked, got \[\(1,\), \(2,\)\]"):
+        torch.stack([first, last[:1]])
+
+
 def test_lists_of_labels_and_of_no_rows(device):
     assert SparseTarget.from_index(torch.tensor([[3, -100]], device=device)).tolist() == [[3, None]]
     assert SparseTarget.from_index(torch.tensor(3, device=device)).tolist() == 3
@@ -201,11 +208,11 @@ def test_a_batch_of_csr_tensors(device):
     target = SparseTarget.from_csr(csr)
     assert target.shape == (3, 4)
     torch.testing.assert_close(target.to_dense(), dense)
-    crow, columns = csr.crow_indices().clone(), csr.col_indices()
-    crow[1, -1] = 3
-    broken = torch.sparse_csr_tensor(crow, columns, csr.values(), dense.shape, check_invariants=False)
-    if device == "cpu":
-        with pytest.raises(RuntimeError, match="crow_indices that ascend from 0 to its 4 entries"):
+    for last in (3, 5) if device == "cpu" else ():
+        crow = csr.crow_indices().clone()
+        crow[1, -1] = last
+        broken = torch.sparse_csr_tensor(crow, csr.col_indices(), csr.values(), dense.shape, check_invariants=False)
+        with pytest.raises(RuntimeError, match=f"crow_indices that ascend from 0 to its 4 entries, got 0 to {last}"):
             SparseTarget.from_csr(broken)
 
 
