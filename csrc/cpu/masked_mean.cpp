@@ -114,19 +114,18 @@ SCE_HD void sum_item(const MaskedMeanArgs& args, const Plan& plan, int64_t item,
   weights_t w[kTogether];
   const bool kept = args.columns_kept();
   const int64_t group = item / plan.parts, end = std::min((item % plan.parts + 1) * plan.per_part, plan.lines);
-  int64_t line = item % plan.parts * plan.per_part, row = line / plan.per_row, of_row = line % plan.per_row;
+  int64_t line = item % plan.parts * plan.per_part, row = line / plan.per_row;
   const Place from = Place{}.moved(args.outer.stride, group / plan.blocks);
-  const int64_t first = group % plan.blocks * plan.width, sums = kept ? plan.width : std::min(plan.width, kColumns);
+  // Where a row has several lines, an item has one of them alone.
+  const int64_t column = (group % plan.blocks + line % plan.per_row) * plan.width;
+  const int64_t n = std::min(plan.width, args.columns.size - column), sums = kept ? n : std::min(n, kColumns);
   while (line < end) {
     std::fill_n(sum, sums, acc_t(0));
     std::fill_n(weight, sums, acc_t(0));
-    int64_t waiting = 0, n = plan.width;
+    int64_t waiting = 0;
     same = 0;
-    for (const int64_t last = std::min(line + (kept ? kLines : plan.per_part), end); line < last; ++line) {
-      const int64_t column = first + of_row * plan.width;
+    for (const int64_t last = std::min(line + (kept ? kLines : plan.per_part), end); line < last; ++line, ++row) {
       const Place place = from.moved(args.rows.stride, row).moved(args.columns.stride, column);
-      n = std::min(plan.width, args.columns.size - column);
-      if (++of_row == plan.per_row) of_row = 0, ++row;
       w[waiting] = weights_at<weights_t>(args, place.mask);
       if constexpr (!kDiffer<weights_t>) {
         if (w[waiting].value == 0) continue;  // it is not read
