@@ -47,7 +47,7 @@ def as_tensor(t: Numbers, argument: str) -> Tensor:
 def as_index(given: Numbers, argument: str) -> Tensor:
     """int64 and int32 as they are, narrower integers widened: the kernels know these two."""
     t = as_tensor(given, argument)
-    if t.numel() == 0 and not isinstance(given, Tensor) and isinstance(given, (list, tuple)):
+    if isinstance(given, (list, tuple)) and t.numel() == 0:
         return t.long()  # an empty list has no dtype
     if t.dtype in (torch.int64, torch.int32):
         return t

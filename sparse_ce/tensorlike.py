@@ -1,5 +1,6 @@
 """What people do with tensors, done with a target: compare, cut, copy; and the functions of ``torch`` that take it."""
 
+from numbers import Integral
 from typing import TYPE_CHECKING, Any, Callable, Dict, List, Mapping, Optional, Sequence, Tuple, TypeVar, Union
 
 import torch
@@ -10,7 +11,7 @@ from .errors import check
 from .rows import Rows
 
 if TYPE_CHECKING:
-    from typing_extensions import Self
+    from typing_extensions import Self, TypeGuard
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 _FUNCTIONS: Dict[Any, Callable[..., Any]] = {}
@@ -22,6 +23,10 @@ def implements(*functions: Any) -> Callable[[_F], _F]:
         _FUNCTIONS.update(dict.fromkeys(functions, f))
         return f
     return register
+
+
+def _is_index(value: object) -> "TypeGuard[int]":
+    return isinstance(value, Integral) and not isinstance(value, bool)
 
 
 class TensorLike(Rows):
@@ -46,10 +51,10 @@ class TensorLike(Rows):
         return ~self.ne(ignore_index)
 
     def __eq__(self, other: object) -> Any:
-        return self.eq(other) if isinstance(other, int) and not isinstance(other, bool) else NotImplemented
+        return self.eq(int(other)) if _is_index(other) else NotImplemented
 
     def __ne__(self, other: object) -> Any:
-        return self.ne(other) if isinstance(other, int) and not isinstance(other, bool) else NotImplemented
+        return self.ne(int(other)) if _is_index(other) else NotImplemented
 
     __hash__ = object.__hash__
 
@@ -79,8 +84,8 @@ class TensorLike(Rows):
         if rows.offsets is None:
             return [t for t in (rows.indices, rows.values) if t is not None]
         rows = rows._gathered()
-        lengths = ranges_of(rows.offsets).diff(dim=-1) if rows.offsets is not None else rows.indices
-        return [t for t in (rows.indices, rows.values, lengths) if t is not None]
+        assert rows.offsets is not None
+        return [t for t in (rows.indices, rows.values, rows.offsets.diff(dim=-1)) if t is not None]
 
     @implements(torch.clone)
     def clone(self, *, memory_format: Optional[torch.memory_format] = None) -> "Self":
@@ -132,14 +137,17 @@ class TensorLike(Rows):
         """
         dim, size = self._dim(dim), split_size_or_sections
         count = self.shape[dim]
-        if isinstance(size, int):
-            check(size > 0, f"split_size must be positive, got {size}")
-            sizes = [min(size, count - begin) for begin in range(0, count, size)] or [0]
-        else:
+        if isinstance(size, Sequence):
             sizes = list(size)
+        else:
+            check(size > 0, f"split_size must be positive, got {size}")
+            sizes = [min(int(size), count - begin) for begin in range(0, count, int(size))] or [0]
         check(sum(sizes) == count, f"split_sizes must add up to {count}, got {sizes}")
-        ends = [sum(sizes[:i + 1]) for i in range(len(sizes))]
-        return tuple(self[(slice(None),) * dim + (slice(end - n, end),)] for n, end in zip(sizes, ends))
+        pieces, end = [], 0
+        for n in sizes:
+            end += n
+            pieces.append(self[(slice(None),) * dim + (slice(end - n, end),)])
+        return tuple(pieces)
 
     @implements(torch.chunk)
     def chunk(self, chunks: int, dim: int = 0) -> Tuple["Self", ...]:
@@ -179,21 +187,21 @@ class TensorLike(Rows):
         if self.dim() == 0:
             return self.unsqueeze(0).tolist()[0]
         flat = self.flatten()._map(lambda t: torch.as_tensor(t).detach().cpu())
-        counts = flat.ne(IGNORE_INDEX).tolist()
-        return _nested([flat._row(r) if counts[r] else None for r in range(len(counts))], self.shape)
-
-    def _row(self, r: int) -> Any:
-        """Of a target on the CPU with one leading dimension."""
-        if self.form == "index":
-            return int(self.indices[r])
-        begin, end = (r, r + 1) if self.offsets is None else ranges_of(self.offsets)[r].tolist()
-        indices = self.indices[begin:end].reshape(-1)
-        values = None if self.values is None else self.values[begin:end].reshape(-1)
-        live = live_entries(indices, values, self.kind)
-        weights = [1.0] * len(indices) if values is None else values.tolist()
-        if values is None and self.kind == "logprobs":
-            weights = [0.0] * len(indices)
-        return [(i, w) for i, w, used in zip(indices.tolist(), weights, live.tolist()) if used]
+        counts, indices = flat.ne(IGNORE_INDEX).tolist(), flat.indices.reshape(-1).tolist()
+        if flat.offsets is not None:
+            ranges = ranges_of(flat.offsets).tolist()
+        else:
+            k = flat.indices.shape[-1] if flat.form == "topk" else 1
+            ranges = [(r * k, r * k + k) for r in range(len(counts))]
+        if flat.form == "index":
+            entries = indices
+        else:
+            weights = [1.0] * len(indices) if flat.values is None else flat.values.reshape(-1).tolist()
+            live = live_entries(flat.indices, flat.values, flat.kind).reshape(-1).tolist()
+            entries = list(zip(indices, weights))
+        rows = [None if not count else entries[begin] if flat.form == "index" else
+                [entries[i] for i in range(begin, end) if live[i]] for count, (begin, end) in zip(counts, ranges)]
+        return _nested(rows, self.shape)
 
 
 def _nested(rows: List[Any], shape: Sequence[int]) -> List[Any]:
