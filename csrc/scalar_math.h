@@ -8,6 +8,8 @@
 
 namespace sparse_ce {
 
+SCE_HD constexpr int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
 #ifdef SCE_CUDA
 // ex2.approx.ftz: 2 ulp, and exactly 0 for -inf. The plain exp2f spends three more instructions on subnormals.
 SCE_HD float exponential(float x) {

@@ -92,13 +92,13 @@ struct Plan {
   explicit Plan(const MaskedMeanArgs& args) {
     const bool kept = args.columns_kept();
     width = std::min(args.columns.size, kept ? kTile : kSpan);
-    const int64_t count = (args.columns.size + width - 1) / width;
+    const int64_t count = divide_up(args.columns.size, width);
     per_row = kept ? 1 : count;
     blocks = kept ? count : 1;
     lines = args.rows.size * per_row;
-    const int64_t groups = args.outer.size * blocks, wanted = (kFewItems + groups - 1) / groups;
-    per_part = std::max(kSpan / width, kept ? (lines + wanted - 1) / wanted : 1);
-    parts = (lines + per_part - 1) / per_part;
+    const int64_t groups = args.outer.size * blocks, wanted = divide_up(kFewItems, groups);
+    per_part = std::max(kSpan / width, kept ? divide_up(lines, wanted) : 1);
+    parts = divide_up(lines, per_part);
     items = groups * parts;
   }
   // Outputs of an item.
@@ -208,7 +208,7 @@ SCE_HD void write_line(const MaskedMeanArgs& args, const Place& place, int64_t n
 
 template <typename scalar_t>
 void backward(const MaskedMeanArgs& args) {
-  const int64_t width = std::min(args.columns.size, kTile), per_row = (args.columns.size + width - 1) / width;
+  const int64_t width = std::min(args.columns.size, kTile), per_row = divide_up(args.columns.size, width);
   const int64_t per_outer = args.rows.size * per_row, grain = kGrain / width;
   torch::stable::parallel_for(0, args.outer.size * per_outer, grain, [&](int64_t begin, int64_t end) {
     for (int64_t line = begin; line < end; ++line) {

@@ -10,8 +10,6 @@
 namespace sparse_ce {
 namespace cpu {
 
-constexpr int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
-
 // Asks for the entries of a row that will soon be collected.
 inline void prefetch_entries(const TargetView& target, int64_t r) {
   const auto prefetch = [](const void* array, int64_t begin, int64_t end) {

@@ -21,8 +21,6 @@ constexpr int64_t kMostBlocks = 1 << 20;
 template <typename scalar_t, int n>
 constexpr int kRun = n == 1 || sizeof(scalar_t) == 4 ? 4 : 2;
 
-SCE_HD int64_t quotient_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
-
 // How the elements are shared: an item is a part of what lies behind one output, or behind `lanes` packs of them.
 struct Plan {
   int64_t pack;  // columns that a thread takes at once
@@ -53,13 +51,12 @@ inline Plan plan_of(const MaskedMeanArgs& args) {
   const int most = kept ? kMostLanes : plan.warps ? kWarp : kThreads;
   for (plan.lanes = 1; plan.lanes < most && plan.lanes * plan.pack < columns;) plan.lanes *= 2;
   const int64_t width = plan.lanes * plan.pack;
-  plan.spans = kept ? 1 : quotient_up(columns, kSpan);
-  plan.blocks = kept ? quotient_up(columns, width) : 1;
+  plan.spans = kept ? 1 : divide_up(columns, kSpan);
+  plan.blocks = kept ? divide_up(columns, width) : 1;
   plan.units = args.rows.size * plan.spans;
   const int64_t groups = args.outer.size * plan.blocks, elements = behind * (kept ? std::min(width, columns) : 1);
-  plan.units_per_part =
-      quotient_up(plan.units, std::min(quotient_up(kWantedBlocks, groups), quotient_up(elements, kSpan)));
-  plan.parts = quotient_up(plan.units, plan.units_per_part);
+  plan.units_per_part = divide_up(plan.units, std::min(divide_up(kWantedBlocks, groups), divide_up(elements, kSpan)));
+  plan.parts = divide_up(plan.units, plan.units_per_part);
   plan.items = groups * plan.parts;
   return plan;
 }
@@ -146,12 +143,12 @@ __global__ void __launch_bounds__(kThreads, n == 1 ? 3 : 2)
         const Place place = from.moved(args.rows.stride, unit / plan.spans).moved(args.columns.stride, column);
         const Place step = Place{}.moved(args.columns.stride, width);
         add_run<scalar_t, n>(args, place.moved(args.columns.stride, lane * n), step,
-                             quotient_up(columns / n - lane, plan.lanes), mine);
+                             divide_up(columns / n - lane, plan.lanes), mine);
         const int64_t rest = columns / n * n;
         MaskedSum<acc_t> single[1] = {};
         add_run<scalar_t, 1>(args, place.moved(args.columns.stride, rest + lane),
                              Place{}.moved(args.columns.stride, plan.lanes),
-                             quotient_up(columns - rest - lane, plan.lanes), single);
+                             divide_up(columns - rest - lane, plan.lanes), single);
         mine[0].merge(single[0]);
       }
 #pragma unroll
@@ -163,7 +160,7 @@ __global__ void __launch_bounds__(kThreads, n == 1 ? 3 : 2)
     const int64_t columns = args.columns.size - first < width ? args.columns.size - first : width;
     if (lane * n < columns)
       add_run<scalar_t, n>(args, from.moved(args.columns.stride, lane * n).moved(args.rows.stride, begin + slot),
-                           Place{}.moved(args.rows.stride, slots), quotient_up(end - begin - slot, slots), mine);
+                           Place{}.moved(args.rows.stride, slots), divide_up(end - begin - slot, slots), mine);
     __syncthreads();  // the last item's sums are read
 #pragma unroll
     for (int e = 0; e < n; ++e) sums[e][threadIdx.x] = mine[e].sum, sums[n + e][threadIdx.x] = mine[e].weight;
@@ -252,7 +249,7 @@ cudaError_t masked_mean(const MaskedMeanArgs& args, void* workspace, cudaStream_
 }
 
 cudaError_t masked_mean_backward(const MaskedMeanArgs& args, cudaStream_t stream) {
-  const int64_t spans = quotient_up(args.columns.size, kSpan);
+  const int64_t spans = divide_up(args.columns.size, kSpan);
   const int64_t blocks = blocks_of(args, args.outer.size * args.rows.size * spans, true);
   return with_storage(args.dtype, [&](auto storage) {
     using scalar_t = decltype(storage);
