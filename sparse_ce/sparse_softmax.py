@@ -1,6 +1,6 @@
 """Softmax over the entries that a sparse tensor has. Formulas: ``csrc/math.h``."""
 
-from typing import Any, List, Optional, Tuple
+from typing import Optional, Tuple
 
 import torch
 from torch import Tensor
@@ -9,6 +9,18 @@ from .arguments import arithmetic_dtype
 from .entries import as_index, lies_in_order
 from .errors import check, fail
 from .ops.sparse_softmax import sparse_softmax, sparse_softmax_backward
+from .patterns import (
+    LAYOUTS,
+    assemble,
+    coalesced,
+    coordinates,
+    csr_offsets,
+    flat,
+    sparse_dims,
+    values_at,
+    values_of,
+    with_values,
+)
 from .tracing import readable
 
 
@@ -34,23 +46,22 @@ def log_softmax(input: Tensor, dim: int) -> Tensor:
         tensor([-0.6931, -0.6931,  0.0000])
     """
     check(isinstance(input, Tensor), f"input must be a tensor, got {type(input).__name__}", TypeError)
-    if input.layout not in (torch.sparse_coo, torch.sparse_csr):
+    if input.layout not in LAYOUTS:
         fail(f"input must be sparse COO or CSR, got layout {input.layout}; " + (
             "torch.log_softmax takes strided tensors" if input.layout == torch.strided else "convert it with "
             ".to_sparse_csr()"))
     check(input.dtype.is_floating_point, f"input must be of a floating dtype, got {input.dtype}", TypeError)
     check(isinstance(dim, int) and not isinstance(dim, bool), f"dim must be an int, got {dim!r}", TypeError)
     check(-input.dim() <= dim < input.dim(), f"dim must be in [{-input.dim()}, {input.dim()}), got {dim}")
-    if input.layout == torch.sparse_coo:
-        input = input.coalesce()
+    input = coalesced(input)
     dim %= input.dim()
-    values = _values(input)
-    if dim >= _sparse_dims(input):  # rows of dense elements, all there
+    values = values_of(input)
+    if dim >= sparse_dims(input):  # rows of dense elements, all there
         wide = values.to(arithmetic_dtype(values.dtype))
-        return _assemble(torch.log_softmax(wide, dim - input.dim()).to(values.dtype), input.detach())
+        return assemble(torch.log_softmax(wide, dim - input.dim()).to(values.dtype), input.detach())
     offsets, order = rows_along(input, dim)
-    flat = sparse_softmax(_flat(values, input), offsets, order, True)
-    return _assemble(flat.view(values.shape), input.detach())
+    output = sparse_softmax(flat(values, input), offsets, order, True)
+    return assemble(output.view(values.shape), input.detach())
 
 
 def segment_softmax(input: Tensor, *, offsets: Optional[Tensor] = None, index: Optional[Tensor] = None,
@@ -111,7 +122,9 @@ def _segments(input: Tensor, offsets: Optional[Tensor], index: Optional[Tensor],
             low, high = (int(x) for x in index.aminmax())
             check(low >= 0 and (num_segments is None or high < num_segments), "index must be in [0, "
                   f"{'...' if num_segments is None else num_segments}), got {low if low < 0 else high}", RuntimeError)
-        offsets, order = _runs(index, in_order=readable(index) and not bool((index[1:] < index[:-1]).any()))
+            num_segments = high + 1
+        in_order = readable(index) and not bool((index[1:] < index[:-1]).any())
+        offsets, order = _runs(index, in_order, num_segments)
     rows = input.reshape(input.shape[0], input.shape[1:].numel()) if input.dim() > 1 else input
     return sparse_softmax(rows, offsets, order, log).view(input.shape)
 
@@ -128,126 +141,23 @@ def _runs(key: Tensor, in_order: bool, rows: Optional[int] = None) -> Tuple[Tens
     return torch.searchsorted(key, torch.arange(rows + 1, device=key.device)), order
 
 
-class _Values(torch.autograd.Function):
-    """``input.values()``. Of CSR PyTorch's own derivative has none (torch 2.13: a second one is silently partial)."""
-
-    @staticmethod
-    def forward(ctx: Any, input: Tensor) -> Tensor:
-        ctx.save_for_backward(input.detach())
-        return input.values().detach()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return _assemble(grad, *ctx.saved_tensors)
-
-
-class _Assemble(torch.autograd.Function):
-    """The inverse: values in the pattern of a sparse tensor. Its own derivative would look the pattern up again."""
-
-    @staticmethod
-    def forward(ctx: Any, values: Tensor, pattern: Tensor) -> Tensor:
-        ctx.save_for_backward(pattern)
-        return with_values(pattern, values)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tuple[Tensor, None]:
-        return values_at(grad, *ctx.saved_tensors), None
-
-
-def _values(input: Tensor) -> Tensor:
-    values: Tensor = _Values.apply(input)
-    return values
-
-
-def _assemble(values: Tensor, pattern: Tensor) -> Tensor:
-    assembled: Tensor = _Assemble.apply(values, pattern)
-    return assembled
-
-
 def rows_along(input: Tensor, dim: int) -> Tuple[Tensor, Optional[Tensor]]:
     """``offsets`` and ``order`` of ``torch.ops.sparse_ce.sparse_softmax``: the rows along a sparse dimension.
 
     Without a look at the device's memory, and where entries lie row by row already, without sorting.
     """
-    if input.layout == torch.sparse_csr and dim == _sparse_dims(input) - 1:
-        return _csr_offsets(input), None
-    coordinates, sizes = _coordinates(input)
-    count = coordinates[0].shape[0]
+    if input.layout == torch.sparse_csr and dim == sparse_dims(input) - 1:
+        return csr_offsets(input), None
+    indices, sizes = coordinates(input)
+    count = indices[0].shape[0]
     key, rows = None, 1
-    for axis, (index, size) in enumerate(zip(coordinates, sizes)):
+    for axis, (index, size) in enumerate(zip(indices, sizes)):
         if axis != dim:
             key, rows = index if key is None else key * size + index, rows * size
     if key is None:
         return torch.arange(2, device=input.device) * count, None
     in_order = dim == len(sizes) - 1 and (input.layout == torch.sparse_csr or lies_in_order(input, key))
     return _runs(key, in_order, rows)
-
-
-def values_at(grad: Tensor, pattern: Tensor) -> Tensor:
-    """The elements of ``grad``, of any layout, that ``pattern`` stores, in the shape of ``pattern.values()``."""
-    if grad.layout == pattern.layout:
-        if all(map(_same, _indices(pattern), _indices(grad))):
-            return _values(grad if grad.layout == torch.sparse_csr else grad.coalesce())
-    if grad.layout == pattern.layout == torch.sparse_coo:
-        return _values(grad.coalesce().sparse_mask(pattern))
-    dense = grad if grad.layout == torch.strided else grad.to_dense()
-    coordinates, _ = _coordinates(pattern)
-    return dense[tuple(coordinates)].view(pattern.values().shape)
-
-
-def _indices(t: Tensor) -> Tuple[Tensor, ...]:
-    return (t._indices(),) if t.layout == torch.sparse_coo else (t.crow_indices(), t.col_indices())
-
-
-def _same(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors are known to be equal: on a GPU a comparison would wait for it."""
-    return a.shape == b.shape and a.dtype == b.dtype and (
-        a.data_ptr() == b.data_ptr() and a.stride() == b.stride() or a.is_cpu and torch.equal(a, b))
-
-
-def _sparse_dims(t: Tensor) -> int:
-    """Dimensions before the dense ones, batch dimensions included."""
-    return t.dim() - t.dense_dim()
-
-
-def _flat(values: Tensor, pattern: Tensor) -> Tensor:
-    """(entries,), or (entries, width) where there are dense dimensions."""
-    dense = pattern.dense_dim()
-    return values.reshape(-1, *([values.shape[-dense:].numel()] if dense else []))
-
-
-def with_values(pattern: Tensor, values: Tensor) -> Tensor:
-    if pattern.layout == torch.sparse_coo:
-        return torch.sparse_coo_tensor(pattern._indices(), values, pattern.shape, is_coalesced=True,
-                                       check_invariants=False)
-    return torch.sparse_csr_tensor(pattern.crow_indices(), pattern.col_indices(), values, pattern.shape,
-                                   check_invariants=False)
-
-
-def _csr_offsets(t: Tensor) -> Tensor:
-    """(rows + 1,): the batches of a CSR tensor one below the other."""
-    crow = t.crow_indices()
-    if crow.dim() == 1:
-        return crow
-    entries = t.col_indices().shape[-1]
-    crow = crow.reshape(-1, crow.shape[-1]).long()
-    first = torch.arange(crow.shape[0], device=crow.device)[:, None] * entries
-    return torch.cat([(crow[:, :-1] + first).flatten(), first.new_full((1,), crow.shape[0] * entries)])
-
-
-def _coordinates(t: Tensor) -> Tuple[List[Tensor], torch.Size]:
-    """Of every entry, an int64 index for each sparse dimension, and the sizes of these."""
-    sizes = t.shape[:_sparse_dims(t)]
-    if t.layout == torch.sparse_coo:
-        return list(t._indices()), sizes
-    offsets, columns = _csr_offsets(t).long(), t.col_indices().reshape(-1).long()
-    position = torch.arange(columns.shape[0], device=columns.device)
-    row = torch.searchsorted(offsets, position, right=True) - 1
-    found = [columns]
-    for size in reversed(sizes[:-1]):
-        found.insert(0, row % size)
-        row = torch.div(row, size, rounding_mode="floor")
-    return found, sizes
 
 
 # ------------------------------------------------------------------------- what aten lacks for CSR: see stock.py
@@ -259,12 +169,12 @@ def csr_softmax(input: Tensor, dim: int, half_to_float: bool, log: bool) -> Tens
     check(not half_to_float, "half_to_float must be False for CSR, got True; convert the input instead", RuntimeError)
     check(input.dtype.is_floating_point, f"input must be of a floating dtype, got {input.dtype}", RuntimeError)
     dim, values = dim % input.dim(), input.values()
-    if dim >= _sparse_dims(input):
+    if dim >= sparse_dims(input):
         wide = values.to(arithmetic_dtype(values.dtype))
         softmax = torch.log_softmax if log else torch.softmax
         return with_values(input, softmax(wide, dim - input.dim()).to(values.dtype))
-    flat = sparse_softmax(_flat(values, input), *rows_along(input, dim), log)
-    return with_values(input, flat.view(values.shape))
+    rows = sparse_softmax(flat(values, input), *rows_along(input, dim), log)
+    return with_values(input, rows.view(values.shape))
 
 
 @torch.no_grad()
@@ -272,10 +182,10 @@ def csr_softmax_backward(grad: Tensor, output: Tensor, dim: int, input: Tensor, 
     """``aten::_sparse_softmax_backward_data`` and ``_sparse_log_softmax_backward_data`` of a CSR tensor."""
     dim, values = dim % output.dim(), output.values()
     grad_values = values_at(grad, output).to(values.dtype)
-    if dim >= _sparse_dims(output):
+    if dim >= sparse_dims(output):
         backward = torch._log_softmax_backward_data if log else torch._softmax_backward_data
         wide = arithmetic_dtype(values.dtype)
         grad_input = backward(grad_values.to(wide), values.to(wide), dim - output.dim(), wide)
         return with_values(output, grad_input.to(values.dtype))
-    flat = sparse_softmax_backward(_flat(grad_values, output), _flat(values, output), *rows_along(output, dim), log)
-    return with_values(output, flat.view(values.shape))
+    rows = sparse_softmax_backward(flat(grad_values, output), flat(values, output), *rows_along(output, dim), log)
+    return with_values(output, rows.view(values.shape))

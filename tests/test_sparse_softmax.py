@@ -9,7 +9,7 @@ from torch.autograd import gradcheck, gradgradcheck
 import sparse_ce
 from cases import DTYPES, Draw
 from close import assert_bitwise_equal, assert_close_to_float64
-from sparse_ce import log_softmax, reference, sparse_softmax
+from sparse_ce import log_softmax, patterns, reference
 
 ops = torch.ops.sparse_ce
 
@@ -212,7 +212,7 @@ def test_the_op_and_its_derivatives_of_any_order(ordered, shape, log, device):
 
 
 def entries(t, stored):
-    return t[stored] if t.layout == torch.strided else sparse_softmax._Values.apply(t)
+    return t[stored] if t.layout == torch.strided else patterns.values_of(t)
 
 
 @pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr], ids=str)

@@ -1,0 +1,206 @@
+"""``log_softmax`` of COO tensors made of values: their gradient, which PyTorch looks up in the pattern, is the dense
+one, whatever else happens to the tensors on the way, and nothing is looked up."""
+
+import threading
+
+import pytest
+import torch
+
+import sparse_ce
+from cases import Draw
+from sparse_ce import log_softmax, patterns
+
+DOUBLE = torch.float64
+
+
+def indices(draw, *shape, share=0.5):
+    """In order, each once."""
+    return (draw.uniform(*shape) < share).nonzero().T
+
+
+def repeated(draw, *shape):
+    """In no order, some twice."""
+    index = indices(draw, *shape)
+    index = torch.cat([index, index[:, ::2]], 1)
+    return index[:, torch.randperm(index.shape[1], generator=draw.generator).to(index.device)]
+
+
+MADE = {
+    "coalesced": lambda draw, shape: (indices(draw, *shape), True),
+    "not known to be in order": lambda draw, shape: (indices(draw, *shape), None),
+    "out of order": lambda draw, shape: (repeated(draw, *shape), None),
+}
+
+
+def slow_calls(f):
+    """What f calls that takes the longer, the more entries there are, or makes a sparse tensor dense."""
+    with torch.autograd.profiler.profile() as profile:
+        f()
+    slow = []
+    for event in profile.function_events:
+        name = event.name.removeprefix("aten::")
+        if name == "sparse_mask" and not any(child.name == "aten::_indices" for child in event.cpu_children):
+            continue  # of a gradient that has nothing
+        if name in ("sparse_mask", "_coalesce", "to_dense", "_to_dense"):
+            slow.append(name)
+    return slow
+
+
+def made(name, device, shape=(6, 9), dense=()):
+    """A leaf of values, the sparse tensor of it, the same tensor densely with -inf where nothing is, and a draw."""
+    draw = Draw(device)
+    index, flag = MADE[name](draw, shape)
+    values = draw.normal(index.shape[1], *dense, dtype=DOUBLE).requires_grad_()
+    sparse = torch.sparse_coo_tensor(index, values, (*shape, *dense), is_coalesced=flag)
+    stored = torch.zeros(shape, dtype=torch.bool, device=device)
+    stored[tuple(index)] = True
+    # Of duplicates the sum.
+    full = torch.zeros(*shape, *dense, dtype=DOUBLE, device=device).index_put(tuple(index), values, accumulate=True)
+    stored = stored.view(*shape, *[1] * len(dense)).expand_as(full)
+    return values, sparse, torch.where(stored, full, -torch.inf), draw
+
+
+def dense_log_softmax(full, dim):
+    """0 where nothing is stored."""
+    return torch.where(full == -torch.inf, 0.0, torch.log_softmax(full, dim))
+
+
+USES = {
+    "values": lambda y, other: y.values().pow(2).sum() if y.is_sparse else y.pow(2).sum(),
+    "sum": lambda y, other: (torch.sparse.sum(y * y) if y.is_sparse else (y * y).sum()),
+    "twice": lambda y, other: (y * other).sum() + (y * y).sum(),
+    "dense": lambda y, other: (y.to_dense() * other).sum(),
+}
+
+
+@pytest.mark.parametrize("use", USES)
+@pytest.mark.parametrize("name", MADE)
+@pytest.mark.parametrize("shape,dense", [((6, 9), ()), ((4, 5, 6), ()), ((5, 6), (3,)), ((30,), ())], ids=str)
+def test_the_gradient_of_the_values_is_the_dense_one(shape, dense, name, use, device):
+    if use == "twice" and dense:
+        use = "values"  # PyTorch multiplies no hybrid tensor by a dense one
+    values, sparse, full, draw = made(name, device, shape, dense)
+    other = draw.normal(*full.shape, dtype=DOUBLE)
+    for dim in range(full.dim()):
+        expected, = torch.autograd.grad(USES[use](dense_log_softmax(full, dim), other), values, retain_graph=True)
+        y = log_softmax(sparse, dim)
+        for _ in range(2):  # the second time through the same graph
+            got, = torch.autograd.grad(USES[use](y, other), values, retain_graph=True)
+            torch.testing.assert_close(got, expected)
+
+
+@pytest.mark.parametrize("name", MADE)
+def test_second_derivatives_of_the_values(name, device):
+    values, sparse, full, _ = made(name, device)
+    results = []
+    for y in (log_softmax(sparse, 1), dense_log_softmax(full, 1)):
+        first, = torch.autograd.grad(USES["values"](y, None), values, create_graph=True)
+        results.append(torch.autograd.grad(first.pow(3).sum(), values, retain_graph=True)[0])
+    torch.testing.assert_close(*results)
+
+
+@pytest.mark.parametrize("name", MADE)
+def test_the_sparse_tensor_keeps_its_gradient_its_hooks_and_other_uses(name, device):
+    results = []
+    for softmax in (log_softmax, lambda t, dim: log_softmax(t * 1, dim)):  # of a product, which is not made of values
+        values, sparse, full, draw = made(name, device)
+        other, seen = draw.normal(*full.shape, dtype=DOUBLE), []
+        sparse.retain_grad()
+        sparse.register_hook(lambda grad: seen.append(grad.to_dense()) or 2 * grad)
+        loss = softmax(sparse, 1).pow(2).to_dense().sum() + (sparse * other).to_dense().sum()
+        grads = torch.autograd.grad(loss, [values, sparse], retain_graph=True)
+        loss.backward()
+        results.append([t.to_dense() for t in (*grads, values.grad, sparse.grad)] + seen)
+    for ours, plain in zip(*results):
+        torch.testing.assert_close(ours, plain)
+    assert len(results[0]) == len(results[1]) == 6
+    finite = torch.where(full == -torch.inf, 0.0, full)
+    exact, = torch.autograd.grad(dense_log_softmax(full, 1).pow(2).sum() + (finite * other).sum(), values)
+    torch.testing.assert_close(results[0][0], 2 * exact)
+
+
+def test_a_tensor_that_no_gradient_reaches(device):
+    values, sparse, _, _ = made("coalesced", device)
+    log_softmax(sparse, 1)
+    torch.sparse.sum(sparse).backward()
+    torch.testing.assert_close(values.grad, torch.ones_like(values))
+    values, sparse, _, _ = made("coalesced", device)
+    y = log_softmax(sparse, 1)
+    got = torch.autograd.grad(y.detach().values().sum() + 0 * values.sum(), values)[0]
+    assert not got.any()
+
+
+def test_threads_go_backward_through_one_graph(device):
+    values, sparse, _, draw = made("coalesced", device, (300, 40))
+    y = log_softmax(sparse, 1)
+    grads = [draw.normal(*y.values().shape, dtype=DOUBLE) for _ in range(4)]
+    expected = [torch.autograd.grad(y.values(), values, grad, retain_graph=True)[0] for grad in grads]
+    got = {}
+
+    def backward(i):
+        got[i] = [torch.autograd.grad(y.values(), values, grads[i], retain_graph=True)[0] for _ in range(30)]
+
+    threads = [threading.Thread(target=backward, args=(i,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for i, exact in enumerate(expected):
+        assert all(torch.equal(grad, exact) for grad in got[i])
+
+
+@pytest.mark.parametrize("name", ["coalesced", "not known to be in order"])
+@pytest.mark.parametrize("use", ["values", "twice"])
+def test_nothing_is_looked_up_where_the_pattern_is_the_same(use, name, device):
+    values, sparse, full, draw = made(name, device)
+    weight = draw.normal(len(values), dtype=DOUBLE)
+
+    def step():
+        y = log_softmax(sparse, 1)
+        loss = y.values().pow(2).sum()
+        if use == "twice":
+            loss = loss + (y.values() * weight).sum()
+        loss.backward()
+
+    slow = slow_calls(step)
+    if device == "cpu" or (use, name) == ("values", "coalesced"):  # on a GPU a look at the entries would wait
+        assert slow == []
+    assert values.grad.any()
+
+
+def test_what_pytorch_does_itself_is_slow(device):
+    """Or the tests around this one cannot fail."""
+    values, sparse, _, draw = made("coalesced", device)
+    assert "sparse_mask" in slow_calls(lambda: torch.sparse.sum(sparse * sparse).backward())
+
+
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr], ids=str)
+def test_another_pattern_is_found_without_making_it_dense(layout, device):
+    draw = Draw(device)
+    x, elsewhere = (torch.sparse_coo_tensor(i, draw.normal(i.shape[1], dtype=DOUBLE), (6, 9), is_coalesced=True)
+                    for i in (indices(draw, 6, 9), indices(draw, 6, 9)))
+    leaf = x.to_sparse(layout=layout).requires_grad_()
+    halves = torch.sparse_coo_tensor(torch.cat([elsewhere.indices()] * 2, 1), torch.cat([elsewhere.values() / 2] * 2),
+                                     (6, 9))
+    for grad in (elsewhere.to_sparse_csr(), elsewhere, halves):
+        slow = slow_calls(lambda: patterns.values_at(grad, leaf.detach()))
+        assert slow == (["_coalesce"] if grad is halves else [])
+        found = patterns.values_at(grad, leaf.detach())
+        torch.testing.assert_close(found, elsewhere.to_dense()[tuple(x.indices())])
+    nothing = torch.sparse_coo_tensor(torch.empty(2, 0, dtype=torch.long), torch.empty(0, dtype=DOUBLE), (6, 9))
+    assert not patterns.values_at(nothing.to(device), x).any()
+
+
+def test_columns_of_a_csr_gradient_in_any_order(device):
+    grad = torch.sparse_csr_tensor([0, 3, 4], [2, 0, 1, 0], torch.tensor([3.0, 1.0, 2.0, 4.0]), (2, 3)).to(device)
+    pattern = torch.tensor([[1.0, 0.0, 1.0], [0.0, 1.0, 0.0]], device=device).to_sparse_csr()
+    assert patterns.values_at(grad, pattern).tolist() == [1.0, 3.0, 0.0]
+
+
+def test_a_segment_softmax_by_offsets_is_that_of_the_coo(device):
+    values, sparse, _, draw = made("coalesced", device)
+    offsets = sparse.detach().to_sparse_csr().crow_indices()
+    upstream = draw.normal(len(values), dtype=DOUBLE)
+    by_coo, = torch.autograd.grad(log_softmax(sparse, 1).values(), values, upstream)
+    by_offsets, = torch.autograd.grad(sparse_ce.segment_log_softmax(values, offsets=offsets), values, upstream)
+    torch.testing.assert_close(by_coo, by_offsets)
