@@ -23,6 +23,7 @@ from goals import goals
 from linear_problems import LINEAR_SHAPES, measure_linear
 from mean_problems import MEAN_SHAPES, measure_masked_mean
 from peers import Problem, Shape
+from small_problems import SMALL_SHAPES, measure_small
 from sparse_problems import SPARSE_SHAPES, STOCK_SHAPES, measure_log_softmax, measure_stock
 from variant_problems import VARIANTS, measure_variant
 from work import Work, work_on
@@ -189,7 +190,8 @@ def main() -> int:
                                *((shape, measure_log_softmax) for shape in sparse),
                                *((shape, measure_linear) for shape in linear),
                                *((shape, measure_stock) for shape in stock),
-                               *((shape, measure_variant) for shape in variants)]:
+                               *((shape, measure_variant) for shape in variants),
+                               *((shape, measure_small) for shape in SMALL_SHAPES[args.device])]:
         if args.only and not any(part in f"{measure_one.__name__} {shape}" for part in args.only):
             continue
         try:

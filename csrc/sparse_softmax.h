@@ -13,9 +13,9 @@ template <typename acc_t>
 struct SoftmaxRow {
   acc_t max, log_sum, share;
 
-  // NaN everywhere in a row whose entries are all -inf.
-  SCE_HD explicit SoftmaxRow(const RowStats<acc_t>& stats)
-      : max(stats.max), log_sum(logarithm(stats.sum)), share(acc_t(1) / stats.sum) {}
+  SCE_HD SoftmaxRow(acc_t max, acc_t log_sum, acc_t share) : max(max), log_sum(log_sum), share(share) {}
+  // `sum`: of exp(z - max). NaN everywhere in a row whose entries are all -inf.
+  SCE_HD SoftmaxRow(acc_t max, acc_t sum) : SoftmaxRow(max, logarithm(sum), acc_t(1) / sum) {}
   template <bool log>
   SCE_HD acc_t at(acc_t z) const {
     return log ? (z - max) - log_sum : exponential(z - max) * share;

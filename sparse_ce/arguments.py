@@ -217,6 +217,13 @@ def check_chunk_rows(chunk_rows: Optional[int]) -> None:
         fail(f"chunk_rows must be a positive integer or None, got {chunk_rows!r}")
 
 
+def fit_as_labels(target: Tensor, shape: torch.Size, input: Tensor) -> bool:
+    """Whether a tensor is class labels that the ops take as they are; where it is not, :func:`check_target` may know
+    why. The arguments are its."""
+    return (target.dtype in (torch.int64, torch.int32) and target.layout == torch.strided
+            and target.shape == shape[:-1] and target.device == input.device)
+
+
 def check_target(target: Parts, shape: torch.Size, input: Tensor, num_classes: Optional[int]) -> None:
     """``shape``: of the logits; ``input``: the logits, or the hidden states that they are made from."""
     leading, vocab, device = shape[:-1], shape[-1], input.device

@@ -84,8 +84,8 @@ def as_row_mask(given: Optional[Numbers], shape: Sequence[int]) -> Optional[Tens
     if given is None:
         return None
     row_mask = as_tensor(given, "row_mask")
-    check(row_mask.shape == torch.Size(shape), f"row_mask must be a tensor of the leading shape {list(shape)}, got "
-          f"{list(row_mask.shape)}")
+    if row_mask.shape != torch.Size(shape):
+        fail(f"row_mask must be a tensor of the leading shape {list(shape)}, got {list(row_mask.shape)}")
     return row_mask.bool()
 
 
@@ -150,7 +150,7 @@ def warn_of_logprobs(indices: Tensor, values: Tensor) -> None:
         return
     values = values.detach()
     at = (0,) * values.dim()
-    if values[at] > 0 or values[at[:-1]].amax() > 0 or not values.amax() <= 0 or not values.amin() < 0:
+    if values[at].item() > 0 or values[at[:-1]].amax() > 0 or not values.amax() <= 0 or not values.amin() < 0:
         return
     sums = values.to(wide_dtype(values)).masked_fill(indices.eq(IGNORE_INDEX), -math.inf).exp().sum(-1)
     if sums.amax() <= 1.01:

@@ -124,14 +124,16 @@ def cross_entropy(
     options = dict(ignore_index=ignore_index, label_smoothing=label_smoothing, z_loss=z_loss, logit_scale=logit_scale,
                    softcap=softcap, num_classes=num_classes)
     arguments.check_input(input, "V")
-    if input.shape[-1] == 0:
-        fail(f"input must have at least one class, got shape {list(input.shape)}")
-    options = arguments.checked(options, input.shape[-1])
+    shape = input.shape
+    if shape[-1] == 0:
+        fail(f"input must have at least one class, got shape {list(shape)}")
+    options = arguments.checked(options, shape[-1])
     arguments.check_inplace(inplace)
-    a, normalizer = _dense_parts(input, input.shape, target, weight, reduction, normalizer, options)
-    loss, lse = cross_entropy_op(input.reshape(-1, input.shape[-1]), a, inplace=inplace == "backward",
-                                 mean=reduction != "none", normalizer=normalizer)
-    return _result(loss, lse, input.shape[:-1], reduction, return_lse)
+    a, normalizer = _dense_parts(input, shape, target, weight, reduction, normalizer, options)
+    logits = input if len(shape) == 2 else input.reshape(-1, shape[-1])
+    out = cross_entropy_op(logits, a, inplace == "backward", reduction != "none", normalizer, return_lse)
+    loss, lse = out if return_lse else (out, None)
+    return _result(loss, lse, shape, reduction)
 
 
 @overload
@@ -223,7 +225,7 @@ def linear_cross_entropy(
     rows = input.reshape(math.prod(input.shape[:-1]), input.shape[-1])
     loss, lse = linear_cross_entropy_op(Head(rows, linear_weight, linear_bias), a, chunk_rows=chunk_rows,
                                         mean=reduction != "none", normalizer=normalizer)
-    return _result(loss, lse, input.shape[:-1], reduction, return_lse)
+    return _result(loss, lse if return_lse else None, input.shape, reduction)
 
 
 def _dense_parts(input: Tensor, shape: torch.Size, target: Target, weight: Optional[Tensor], reduction: str,
@@ -234,26 +236,30 @@ def _dense_parts(input: Tensor, shape: torch.Size, target: Target, weight: Optio
     if input.is_cuda and ops.why_no_cuda is not None:
         fail(f"input must be on a device with kernels, got a CUDA tensor, but {ops.why_no_cuda}; reinstall sparse_ce "
              "with nvcc on the PATH", RuntimeError)
-    given, num_classes, ignore_index = target, options["num_classes"], options["ignore_index"]
-    target = as_target(given, shape)
-    arguments.check_target(target, shape, input, num_classes)
-    if target is given and ignore_index != IGNORE_INDEX and ignore_index != NO_MARK:
-        target = target._marked(ignore_index)
+    num_classes = options["num_classes"]
     if weight is not None:
         weight = arguments.class_weights(weight, input, shape[-1], shape[-1] if num_classes is None else num_classes)
+    if type(target) is Tensor and arguments.fit_as_labels(target, shape, input):  # most calls
+        a = Arguments(target if len(shape) == 2 else target.reshape(-1), None, None, weight, **options)
+    else:
+        given, ignore_index, target = target, options["ignore_index"], as_target(target, shape)
+        arguments.check_target(target, shape, input, num_classes)
+        if target is given and ignore_index != IGNORE_INDEX and ignore_index != NO_MARK:
+            target = target._marked(ignore_index)
+        flat = target.flatten()
+        a = Arguments(flat.indices, flat.values, flat.offsets, weight, flat.row_mask, logprobs=flat.kind == "logprobs",
+                      **options)
     if reduction == "sum":
         normalizer = 1.0  # a mean that divides by 1
-    flat = target.flatten()
-    a = Arguments(flat.indices, flat.values, flat.offsets, weight, flat.row_mask, logprobs=flat.kind == "logprobs",
-                  **options)
     return a, None if normalizer is None else arguments.scalar_normalizer(normalizer, input)
 
 
-def _result(loss: Tensor, lse: Tensor, leading: torch.Size, reduction: str,
-            return_lse: bool) -> Union[Tensor, Tuple[Tensor, Tensor]]:
+def _result(loss: Tensor, lse: Optional[Tensor], shape: torch.Size,
+            reduction: str) -> Union[Tensor, Tuple[Tensor, Tensor]]:
+    """Of logits, or of hidden states, of a ``shape``."""
     if reduction == "none":
-        loss = loss.reshape(leading)
-    return (loss, lse.reshape(leading)) if return_lse else loss
+        loss = loss.reshape(shape[:-1])
+    return loss if lse is None else (loss, lse.reshape(shape[:-1]))
 
 
 # Asked here: torch.compile of 2.11 cannot trace the question.

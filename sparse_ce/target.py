@@ -109,7 +109,8 @@ class SparseTarget(TensorLike):
             fail(f"kind must be 'probs', 'logprobs' or 'logits', got {kind!r}")
         indices = as_index(indices, "indices")
         mask = as_entry_mask(mask, indices)
-        check(indices.dim() > 0, f"indices must have the shape (..., K), got {list(indices.shape)}")
+        if indices.dim() == 0:
+            fail("indices must have the shape (..., K), got []")
         if values is None:  # of an id, -100 is the one mark of padding
             kind, indices = None, indices if mask is None else torch.where(mask, indices, IGNORE_INDEX)
         else:
@@ -331,10 +332,12 @@ def as_target(target: Target, shape: torch.Size) -> SparseTarget:
     if isinstance(target, SparseTarget):
         return target
     if isinstance(target, (tuple, list)):
-        check(len(target) == 2, f"target must be (indices, values) where it is a tuple, got {len(target)} elements")
+        if len(target) != 2:
+            fail(f"target must be (indices, values) where it is a tuple, got {len(target)} elements")
         return SparseTarget.from_topk(*target)
-    check(isinstance(target, Tensor), "target must be a tensor, an (indices, values) tuple or a SparseTarget, got "
-           f"{type(target).__name__}", TypeError)
+    if not isinstance(target, Tensor):
+        fail("target must be a tensor, an (indices, values) tuple or a SparseTarget, got "
+             f"{type(target).__name__}", TypeError)
     if target.layout == torch.sparse_coo:
         return SparseTarget.from_coo(target)
     if target.layout == torch.sparse_csr:

@@ -3,11 +3,13 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from torch._dynamo.eval_frame import _debug_get_cache_entry_list
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from cases import Draw
 from close import assert_bitwise_equal
-from sparse_ce import SparseTarget, cross_entropy, linear_cross_entropy, masked_mean
+from compiling import DYNAMIC
+from sparse_ce import SparseCrossEntropyLoss, SparseTarget, cross_entropy, linear_cross_entropy, masked_mean
 
 pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
@@ -138,3 +140,47 @@ def test_a_functional_equals_pytorch_at_every_vocabulary(device):
     for vocab in VOCABULARIES:
         x, y, w = draw.normal(6, vocab), draw.integers(vocab, 6), draw.uniform(vocab)
         torch.testing.assert_close(compiled(x, y, w), F.cross_entropy(x, y, w))
+
+
+@pytest.mark.parametrize("form", DYNAMIC)
+def test_ten_batches_of_different_counts_compile_a_step_twice_at_most(form, device):
+    """Model and loss in one graph, its target an argument; the second compilation is for any count."""
+    counter, draw = CompileCounterWithBackend("aot_eager"), Draw(device)
+    layer, loss = torch.nn.Linear(5, 11).to(device), SparseCrossEntropyLoss(num_classes=11)
+
+    def step(x, target):
+        return loss(layer(x), target)
+
+    compiled = torch.compile(step, backend=counter, fullgraph=True)
+    for entries in (5, 9, 12, 3, 20, 7, 30, 11, 4, 6):
+        x, target = draw.normal(6, 5), DYNAMIC[form](entries, draw)
+        grads = []
+        for run in (compiled, step):
+            layer.zero_grad()
+            run(x, target).backward()
+            grads.append(layer.weight.grad)
+        assert_bitwise_equal(*grads)
+    assert counter.frame_count <= 2
+
+
+def test_a_target_is_guarded_by_little_more_than_labels(device):
+    """What torch.compile looks at before each call of compiled code: of a target its tensors, kind and width."""
+    draw = Draw(device)
+    x, labels = draw.normal(6, 11), draw.integers(11, 6)
+    targets = {"topk": SparseTarget.from_topk(draw.integers(11, 6, 3), draw.uniform(6, 3)),
+               "jagged": SparseTarget.from_jagged(draw.integers(11, 12), draw.uniform(12),
+                                                  torch.arange(7, device=device) * 2)}
+
+    def guards(target):
+        torch.compiler.reset()
+
+        def step(x, target):
+            return cross_entropy(x, target)
+
+        torch.compile(step, backend="aot_eager", fullgraph=True)(x, target)
+        entry, = _debug_get_cache_entry_list(step.__code__)
+        return sum(": source=" not in line for line in str(entry.guard_manager).splitlines())
+
+    least = guards(labels)
+    for target in targets.values():
+        assert guards(target) <= least + 40

@@ -6,7 +6,7 @@ from torch.autograd import gradcheck, gradgradcheck
 
 from cases import DTYPES, Draw
 from close import assert_close_to_float64
-from sparse_ce import segment_log_softmax, segment_softmax
+from sparse_ce import reference, segment_log_softmax, segment_softmax
 
 FUNCTIONS = {"softmax": (segment_softmax, torch.softmax), "log_softmax": (segment_log_softmax, torch.log_softmax)}
 each_function = pytest.mark.parametrize("name", FUNCTIONS)
@@ -108,3 +108,48 @@ X, AT = torch.zeros(4, 2), torch.tensor([0, 1, 1, 0])
 def test_what_is_refused(call, error, message):
     with pytest.raises(error, match=message):
         call()
+
+
+@pytest.mark.parametrize("log", [True, False])
+@pytest.mark.parametrize("ordered", [True, False])
+@pytest.mark.parametrize("width", [1, 3, 16, 21, 40])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_positions_side_by_side_in_segments_of_every_length(dtype, width, ordered, log, threads, device):
+    """Shorter and longer than what is added at a time, any number of threads the same bits."""
+    draw, lengths = Draw(device), torch.tensor([0, 1, 2, 31, 33, 0, 700, 1500, 3, 0])
+    offsets = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).to(device)
+    count = int(lengths.sum())
+    order = torch.randperm(count, generator=draw.generator).to(device) if ordered else None
+    values = (3 * draw.normal(count, width) + (100 if dtype != torch.float16 else 10)).to(dtype)
+    grad = draw.normal(count, width).to(dtype)
+    ops, results = torch.ops.sparse_ce, []
+    for number in (1, 2, 3):
+        threads(number)
+        output = ops.sparse_softmax(values, offsets, order, log)
+        results.append((output, ops.sparse_softmax_backward(grad, output, offsets, order, log)))
+    for result in results[1:]:
+        assert torch.equal(result[0], results[0][0]) and torch.equal(result[1], results[0][1])
+    output, gradient = results[0]
+    function = torch.log_softmax if log else torch.softmax
+    rows = torch.arange(count, device=device) if order is None else order
+    for begin, end in zip(offsets[:-1].tolist(), offsets[1:].tolist()):
+        row = rows[begin:end]
+        assert_close_to_float64(output[row], function(values[row], 0), function(values[row].double(), 0))
+        exact, peer = (reference.sparse_softmax_backward(
+            grad[row].to(t), output[row].to(t), torch.tensor([0, end - begin], device=device), None, log)
+            for t in (torch.float64, dtype))
+        if end - begin > 1:  # a single entry's gradient is 0 but for rounding
+            assert_close_to_float64(gradient[row], peer, exact)
+
+
+def test_more_segments_than_sixteen_bits_count(device):
+    """Their order is found in another way."""
+    draw = Draw(device)
+    index = (draw.integers(100_000, 70_000) // 3 * 3).to(device)
+    x = draw.normal(70_000)
+    by_index = segment_softmax(x, index=index)
+    sums = torch.zeros(100_000, device=device).index_add(0, index, by_index)
+    torch.testing.assert_close(sums[index], torch.ones_like(x))
+    far = torch.tensor([5, 1 << 40, 5], device=device)
+    torch.testing.assert_close(segment_softmax(torch.zeros(3, device=device), index=far),
+                               torch.tensor([0.5, 1.0, 0.5], device=device))

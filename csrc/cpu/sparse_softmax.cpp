@@ -4,8 +4,6 @@
 #include <torch/csrc/stable/ops.h>
 
 #include <algorithm>
-#include <array>
-#include <tuple>
 #include <vector>
 
 namespace sparse_ce {
@@ -15,45 +13,161 @@ namespace {
 // Fewer elements than this are not worth waking a thread for.
 constexpr int64_t kGrain = 16384;
 
-template <bool log, typename scalar_t, typename acc_t>
-SCE_HD void normalize_body(const scalar_t* values, int64_t n, const SoftmaxRow<acc_t> row, scalar_t* result) {
-  SCE_SIMD()
-  for (int64_t i = 0; i < n; ++i) from_acc(row.template at<log>(to_acc(values[i])), result[i]);
-}
+// Longer rows of single positions are packed, where they are not, and taken by vectors along the row.
+constexpr int64_t kShort = 32;
+
+// Terms that are added in the arithmetic dtype before they go into float64.
+constexpr int64_t kTerms = 256;
+
+// The elements of `lanes` neighbouring positions of a row's entries: vectors across the positions, one entry at a time.
+template <int64_t lanes, typename scalar_t>
+struct Lanes {
+  using acc_t = acc_type<scalar_t>;
+  const SparseSoftmaxArgs* args;  // null: the row is packed
+  int64_t width, n;
+  scalar_t* result;
+  int64_t begin = 0, position = 0;
+
+  SCE_HD int64_t at(int64_t i) const { return args ? args->at(begin + i) * width + position : i; }
+
+  // total[l] = the sum over the row's entries of term(element, l).
+  template <typename term_t>
+  SCE_HD void sum(double* total, const term_t& term) const {
+    for (int64_t l = 0; l < lanes; ++l) total[l] = 0;
+    for (int64_t first = 0; first < n; first += kTerms) {
+      acc_t part[lanes] = {};
+      for (int64_t i = first; i < n && i < first + kTerms; ++i) {
+        const int64_t element = at(i);
+        SCE_SIMD()
+        for (int64_t l = 0; l < lanes; ++l) part[l] += term(element + l, l);
+      }
+      for (int64_t l = 0; l < lanes; ++l) total[l] += part[l];
+    }
+  }
+
+  template <typename result_t>
+  SCE_HD void write(const result_t& result_of) const {
+    for (int64_t i = 0; i < n; ++i) {
+      const int64_t element = at(i);
+      SCE_SIMD()
+      for (int64_t l = 0; l < lanes; ++l) from_acc(result_of(element + l, l), result[element + l]);
+    }
+  }
+};
+
+// What is done with a row, forward and backward: with some of its positions where they lie, or with a long row of
+// single positions that are packed.
+template <bool log, typename scalar_t>
+struct Forward {
+  using acc_t = acc_type<scalar_t>;
+  static constexpr int64_t kInputs = 1;
+  const scalar_t* inputs[kInputs];
+
+  explicit Forward(const SparseSoftmaxArgs& args) : inputs{static_cast<const scalar_t*>(args.values)} {}
+
+  template <int64_t lanes>
+  SCE_HD void operator()(const Lanes<lanes, scalar_t>& row, const scalar_t* const* in) const {
+    const scalar_t* values = in[0];
+    acc_t max[lanes];
+    for (int64_t l = 0; l < lanes; ++l) max[l] = RowStats<acc_t>().max;
+    for (int64_t i = 0; i < row.n; ++i) {
+      const scalar_t* z = values + row.at(i);
+      SCE_SIMD()
+      for (int64_t l = 0; l < lanes; ++l) max[l] = to_acc(z[l]) > max[l] ? to_acc(z[l]) : max[l];
+    }
+    double sum[lanes];
+    row.sum(sum, [&](int64_t element, int64_t l) { return exponential(to_acc(values[element]) - max[l]); });
+    acc_t log_sum[lanes], share[lanes];
+    for (int64_t l = 0; l < lanes; ++l) {
+      const SoftmaxRow<acc_t> of_lane(max[l], static_cast<acc_t>(sum[l]));
+      log_sum[l] = of_lane.log_sum, share[l] = of_lane.share;
+    }
+    row.write([&](int64_t element, int64_t l) {
+      return SoftmaxRow<acc_t>(max[l], log_sum[l], share[l]).template at<log>(to_acc(values[element]));
+    });
+  }
+
+  static void packed(const scalar_t* const* in, int64_t n, scalar_t* result) {
+    const LogitTransform<acc_t> identity{LossOptions{}};
+    const scalar_t* values = in[0];
+    RowStats<acc_t> stats;
+    for (int64_t begin = 0; begin < n; begin += kSpan) {
+      const int64_t m = std::min(kSpan, n - begin);
+      stats.merge(Tile<scalar_t>::stats(values + begin, m, identity, false, nullptr, values + begin));
+    }
+    const SoftmaxRow<acc_t> row(stats.max, stats.sum);
+    with_instruction_set([&](auto) SCE_INLINE {
+      SCE_SIMD()
+      for (int64_t i = 0; i < n; ++i) from_acc(row.template at<log>(to_acc(values[i])), result[i]);
+    });
+  }
+};
 
 template <bool log, typename scalar_t>
-SCE_HD void gradient_body(const scalar_t* grad, const scalar_t* output, int64_t n, scalar_t* result) {
+struct Backward {
   using acc_t = acc_type<scalar_t>;
-  double sum = 0;
-  for (int64_t begin = 0; begin < n; begin += kTile)
-    sum += sum_in_lanes<acc_t>(begin, begin + kTile < n ? begin + kTile : n, [&](int64_t i) {
-      return SoftmaxGradient<acc_t>::template term<log>(to_acc(grad[i]), to_acc(output[i]));
+  using Gradient = SoftmaxGradient<acc_t>;
+  static constexpr int64_t kInputs = 2;
+  const scalar_t* inputs[kInputs];
+
+  explicit Backward(const SparseSoftmaxArgs& args)
+      : inputs{static_cast<const scalar_t*>(args.grad), static_cast<const scalar_t*>(args.output)} {}
+
+  template <int64_t lanes>
+  SCE_HD void operator()(const Lanes<lanes, scalar_t>& row, const scalar_t* const* in) const {
+    const scalar_t *grad = in[0], *output = in[1];
+    double sum[lanes];
+    row.sum(sum, [&](int64_t element, int64_t) {
+      return Gradient::template term<log>(to_acc(grad[element]), to_acc(output[element]));
     });
-  const SoftmaxGradient<acc_t> row{static_cast<acc_t>(sum)};
-  SCE_SIMD()
-  for (int64_t i = 0; i < n; ++i) from_acc(row.template at<log>(to_acc(grad[i]), to_acc(output[i])), result[i]);
-}
-
-template <typename scalar_t>
-void forward_row(const scalar_t* values, int64_t n, bool log, scalar_t* result) {
-  using acc_t = acc_type<scalar_t>;
-  const LogitTransform<acc_t> identity{LossOptions{}};
-  RowStats<acc_t> stats;
-  for (int64_t begin = 0; begin < n; begin += kSpan) {
-    const int64_t m = std::min(kSpan, n - begin);
-    stats.merge(Tile<scalar_t>::stats(values + begin, m, identity, false, nullptr, values + begin));
+    acc_t total[lanes];
+    for (int64_t l = 0; l < lanes; ++l) total[l] = static_cast<acc_t>(sum[l]);
+    row.write([&](int64_t element, int64_t l) {
+      return Gradient{total[l]}.template at<log>(to_acc(grad[element]), to_acc(output[element]));
+    });
   }
-  const SoftmaxRow<acc_t> row(stats);
-  with_instruction_set([&](auto) SCE_INLINE {
-    log ? normalize_body<true>(values, n, row, result) : normalize_body<false>(values, n, row, result);
-  });
+
+  static void packed(const scalar_t* const* in, int64_t n, scalar_t* result) {
+    const scalar_t *grad = in[0], *output = in[1];
+    with_instruction_set([&](auto) SCE_INLINE {
+      double sum = 0;
+      for (int64_t begin = 0; begin < n; begin += kTile)
+        sum += sum_in_lanes<acc_t>(begin, begin + kTile < n ? begin + kTile : n, [&](int64_t i) {
+          return Gradient::template term<log>(to_acc(grad[i]), to_acc(output[i]));
+        });
+      const Gradient row{static_cast<acc_t>(sum)};
+      SCE_SIMD()
+      for (int64_t i = 0; i < n; ++i) from_acc(row.template at<log>(to_acc(grad[i]), to_acc(output[i])), result[i]);
+    });
+  }
+};
+
+template <int64_t lanes, typename scalar_t, typename function_t>
+SCE_HD void by_lanes(const SparseSoftmaxArgs& args, int64_t begin, int64_t n, int64_t& position, const function_t& f) {
+  scalar_t* result = static_cast<scalar_t*>(args.result);
+  for (; position + lanes <= args.width; position += lanes)
+    f(Lanes<lanes, scalar_t>{&args, args.width, n, result, begin, position}, f.inputs);
 }
 
-// Calls f(inputs..., n, result) for each row, all of them pointers to n elements. Rows that are scattered, by an order
-// or by the width of each entry, are gathered first. A thread takes the rows that begin in its share of the entries.
-template <typename scalar_t, typename function_t, typename... inputs_t>
-void for_rows(const SparseSoftmaxArgs& args, const function_t& f, const inputs_t*... inputs) {
-  scalar_t* result = static_cast<scalar_t*>(args.result);
+// f(inputs, result) of a row of single positions, packed into `buffer` where they are not.
+template <typename function_t, typename scalar_t, typename run_t>
+SCE_HD void packed(const SparseSoftmaxArgs& args, int64_t begin, int64_t n, const function_t& f, scalar_t* buffer,
+                   const run_t& run) {
+  const scalar_t* rows[function_t::kInputs];
+  scalar_t* result = static_cast<scalar_t*>(args.result) + begin;
+  for (int64_t k = 0; k < f.kInputs; ++k) {
+    rows[k] = args.order ? buffer + k * n : f.inputs[k] + begin;
+    for (int64_t i = 0; args.order && i < n; ++i) buffer[k * n + i] = f.inputs[k][args.at(begin + i)];
+  }
+  if (!args.order) return run(rows, result);
+  scalar_t* made = buffer + f.kInputs * n;
+  run(rows, made);
+  for (int64_t i = 0; i < n; ++i) static_cast<scalar_t*>(args.result)[args.at(begin + i)] = made[i];
+}
+
+// A thread takes the rows that begin in its share of the entries.
+template <typename scalar_t, typename function_t>
+void for_rows(const SparseSoftmaxArgs& args, const function_t& f) {
   const auto first_row = [&](int64_t entry) {  // that begins at the entry or later
     int64_t low = 0, high = args.rows;
     while (low < high) {
@@ -65,26 +179,23 @@ void for_rows(const SparseSoftmaxArgs& args, const function_t& f, const inputs_t
   const int64_t grain = std::max<int64_t>(1, kGrain / args.width);
   torch::stable::parallel_for(0, args.entries, grain, [&](int64_t first, int64_t last) {
     std::vector<scalar_t> buffer;
-    for (int64_t r = first_row(first), end = first_row(last); r < end; ++r) {
-      const int64_t begin = args.row_begin(r), n = args.row_begin(r + 1) - begin;
-      if (!args.order && args.width == 1) {
-        f((inputs + begin)..., n, result + begin);
-        continue;
+    const int64_t first_of_these = first_row(first), end = first_row(last);
+    with_instruction_set([&](auto) SCE_INLINE {
+      for (int64_t r = first_of_these; r < end; ++r) {
+        const int64_t begin = args.row_begin(r), n = args.row_begin(r + 1) - begin;
+        if (args.width == 1) {
+          if (args.order) buffer.resize(std::max(buffer.size(), static_cast<size_t>(n * (f.kInputs + 1))));
+          packed(args, begin, n, f, buffer.data(), [&](const scalar_t* const* rows, scalar_t* result) SCE_INLINE {
+            n > kShort ? f.packed(rows, n, result) : f(Lanes<1, scalar_t>{nullptr, 1, n, result}, rows);
+          });
+          continue;
+        }
+        int64_t position = 0;
+        by_lanes<16, scalar_t>(args, begin, n, position, f);
+        by_lanes<4, scalar_t>(args, begin, n, position, f);
+        by_lanes<1, scalar_t>(args, begin, n, position, f);
       }
-      buffer.resize(static_cast<size_t>(n) * (1 + sizeof...(inputs)));
-      for (int64_t d = 0; d < args.width; ++d) {
-        scalar_t* free = buffer.data();
-        const auto gather = [&](const scalar_t* from) {
-          scalar_t* to = free;
-          for (int64_t i = 0; i < n; ++i) to[i] = from[args.at(begin + i) * args.width + d];
-          free += n;
-          return static_cast<const scalar_t*>(to);
-        };
-        const std::array<const scalar_t*, sizeof...(inputs)> rows{gather(inputs)...};
-        std::apply([&](auto... row) { f(row..., n, free); }, rows);
-        for (int64_t i = 0; i < n; ++i) result[args.at(begin + i) * args.width + d] = free[i];
-      }
-    }
+    });
   });
 }
 
@@ -93,23 +204,16 @@ void for_rows(const SparseSoftmaxArgs& args, const function_t& f, const inputs_t
 void sparse_softmax(const SparseSoftmaxArgs& args) {
   with_storage(args.dtype, [&](auto storage) {
     using scalar_t = decltype(storage);
-    for_rows<scalar_t>(
-        args, [&](const scalar_t* values, int64_t n, scalar_t* result) { forward_row(values, n, args.log, result); },
-        static_cast<const scalar_t*>(args.values));
+    args.log ? for_rows<scalar_t>(args, Forward<true, scalar_t>(args))
+             : for_rows<scalar_t>(args, Forward<false, scalar_t>(args));
   });
 }
 
 void sparse_softmax_backward(const SparseSoftmaxArgs& args) {
   with_storage(args.dtype, [&](auto storage) {
     using scalar_t = decltype(storage);
-    for_rows<scalar_t>(
-        args,
-        [&](const scalar_t* grad, const scalar_t* output, int64_t n, scalar_t* result) {
-          with_instruction_set([&](auto) SCE_INLINE {
-            args.log ? gradient_body<true>(grad, output, n, result) : gradient_body<false>(grad, output, n, result);
-          });
-        },
-        static_cast<const scalar_t*>(args.grad), static_cast<const scalar_t*>(args.output));
+    args.log ? for_rows<scalar_t>(args, Backward<true, scalar_t>(args))
+             : for_rows<scalar_t>(args, Backward<false, scalar_t>(args));
   });
 }
 

@@ -59,7 +59,8 @@ struct ForwardRow {
           const acc_t z = to_acc(values[i]);
           mine.push(&z, 0, 1);
         });
-    const SoftmaxRow<acc_t> softmax(RowGroup<kWidth>::broadcast(RowGroup<kWidth>::reduce(mine)));
+    const RowStats<acc_t> stats = RowGroup<kWidth>::broadcast(RowGroup<kWidth>::reduce(mine));
+    const SoftmaxRow<acc_t> softmax(stats.max, stats.sum);
     const auto at = [&](scalar_t value, scalar_t& out) {
       const acc_t z = to_acc(value);
       from_acc(args.log ? softmax.template at<true>(z) : softmax.template at<false>(z), out);

@@ -9,7 +9,7 @@ from .. import reference
 from ..arguments import Arguments, arithmetic_dtype
 from ..errors import fail
 from ..tracing import eager
-from . import forecast
+from . import forecast, small_calls
 from .library import (
     batched,
     composite,
@@ -24,56 +24,68 @@ from .library import (
     register_in_place,
 )
 
-_VALUES = 1 + Arguments._fields.index("values")  # of the inputs below
-_INPUTS = 10
-
 
 class _CrossEntropy(torch.autograd.Function):
-    """(loss, lse), or (mean, lse), with the gradient for logits and for the values of the entries."""
+    """loss, or the mean, and lse where it is asked for, with the gradient for logits and for the values of the entries
+    (which autograd does not see among ``a``)."""
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, indices: Tensor, values: Optional[Tensor], offsets: Optional[Tensor],
-                weight: Optional[Tensor], row_mask: Optional[Tensor], numbers: Tuple[Any, ...], inplace: bool,
-                mean: bool, normalizer: Optional[Tensor]) -> Tuple[Tensor, Tensor]:
-        a = Arguments(indices, values, offsets, weight, row_mask, *numbers)
-        divisor = expected = grad_logits = None
+    def forward(ctx: Any, logits: Tensor, values: Optional[Tensor], a: Arguments, how: Tuple[Any, ...]) -> Any:
+        inplace, mean, normalizer, return_lse = how
+        expected = small = None
         ctx.forecasts = mean and logits.is_cpu and ctx.needs_input_grad[0] and not inplace
         if ctx.forecasts:
-            expected = forecast.take("cross_entropy", logits.device, arithmetic_dtype(logits.dtype))
-        with torch._C._AutoDispatchBelowAutograd():
-            if expected is not None:
-                loss, divisor, lse, lse_residual, grad_logits = ops.forward_with_gradient(
-                    expected, normalizer, logits, *a)
-            else:
-                loss, lse, lse_residual = ops.forward_with_residual(logits, *a)
-                if mean:
-                    loss, divisor = ops.loss_mean(loss, normalizer, *a.tensors, a.ignore_index)
-        ctx.save_for_backward(logits, *a.tensors, lse, lse_residual, divisor)
-        ctx.numbers, ctx.inplace, ctx.made = numbers, inplace, (expected, grad_logits)
+            expected = forecast.take("cross_entropy", arithmetic_dtype(logits.dtype))
+        if expected is not None and not return_lse:
+            small = small_calls.cross_entropy(logits, a, True, normalizer, expected)
+        if small is not None:
+            loss, grad_logits = small
+            ctx.save_for_backward(logits, a.indices, a.values, normalizer)
+        else:
+            divisor = grad_logits = None
+            with torch._C._AutoDispatchBelowAutograd():
+                if expected is not None:
+                    loss, divisor, lse, lse_residual, grad_logits = ops.forward_with_gradient(
+                        expected, normalizer, logits, *a)
+                else:
+                    loss, lse, lse_residual = ops.forward_with_residual(logits, *a)
+                    if mean:
+                        loss, divisor = ops.loss_mean(loss, normalizer, *a.tensors, a.ignore_index)
+            ctx.save_for_backward(logits, *a.tensors, lse, lse_residual, divisor)
+        ctx.numbers, ctx.inplace, ctx.made, ctx.small = a.numbers, inplace, (expected, grad_logits), small is not None
         ctx.set_materialize_grads(False)
-        return loss, lse
+        return (loss, lse) if return_lse else loss
 
     @staticmethod
-    def backward(ctx: Any, grad_loss: Optional[Tensor], grad_lse: Optional[Tensor]) -> Tuple[Optional[Tensor], ...]:
-        logits, *tensors, lse, lse_residual, divisor = ctx.saved_tensors
-        a = Arguments(*tensors, *ctx.numbers)
-        grad_values = None
-        once = not torch.is_grad_enabled()
+    def backward(ctx: Any, grad_loss: Optional[Tensor], grad_lse: Optional[Tensor] = None) -> Tuple[Any, ...]:
+        logits, *saved = ctx.saved_tensors  # also where nothing of it is needed: it knows of logits that were changed
         (expected, grad_logits), ctx.made = ctx.made, (None, None)  # handed out once: its new owner may overwrite it
+        once = not torch.is_grad_enabled()
         as_expected = False
+        wants_logits, wants_values = ctx.needs_input_grad[:2]
+        if ctx.forecasts and once and grad_lse is None and grad_loss is not None and eager() and not batched(grad_loss):
+            as_expected = forecast.remember("cross_entropy", grad_loss, expected)
+            if as_expected and not wants_values:
+                return grad_logits, *_NONE[1:]
+        if ctx.small:  # which keeps nothing for an upstream gradient that is not the expected one
+            indices, values, normalizer = saved
+            a = Arguments(indices, values, None, None, None, *ctx.numbers)
+            with torch._C._AutoDispatchBelowAutograd():
+                loss, lse, lse_residual = ops.forward_with_residual(logits, *a)
+                divisor = ops.loss_mean(loss, normalizer, *a.tensors, a.ignore_index)[1]
+        else:
+            *tensors, lse, lse_residual, divisor = saved
+            a = Arguments(*tensors, *ctx.numbers)
         if grad_loss is None:
             if grad_lse is None:
-                return (None,) * _INPUTS
+                return _NONE
             grad_loss = torch.zeros_like(grad_lse)
         elif divisor is not None:
-            if ctx.forecasts and once and grad_lse is None and eager() and not batched(grad_loss):
-                as_expected = forecast.remember("cross_entropy", grad_loss, expected)
-                if as_expected and not ctx.needs_input_grad[_VALUES]:
-                    return (grad_logits, *(None,) * (_INPUTS - 1))
             grad_loss = (grad_loss / divisor).expand(lse.shape)
-        if ctx.needs_input_grad[_VALUES] and a.values is not None:
+        grad_values = None
+        if wants_values and a.values is not None:
             grad_values = ops.backward_values(grad_loss, logits, lse, lse_residual, *a).to(a.values.dtype)
-        if not ctx.needs_input_grad[0]:
+        if not wants_logits:
             grad_logits = None
         elif not as_expected:
             given = (grad_loss, grad_lse, logits, lse, lse_residual, *a)
@@ -85,9 +97,10 @@ class _CrossEntropy(torch.autograd.Function):
                     grad_logits = ops.backward(*given)
             else:
                 grad_logits = ops.backward(*given)
-        grads: list[Optional[Tensor]] = [None] * _INPUTS
-        grads[0], grads[_VALUES] = grad_logits, grad_values
-        return tuple(grads)
+        return grad_logits, grad_values, *_NONE[2:]
+
+
+_NONE = (None,) * 4  # of the inputs
 
 
 class _LossMean(torch.autograd.Function):
@@ -115,21 +128,29 @@ def refuse_weight_grad(weight: Optional[Tensor]) -> None:
 
 @register_autograd("forward")
 def _forward(logits: Tensor, *arguments: Any, **named: Any) -> Tuple[Tensor, Tensor]:
-    return _run(logits, Arguments(*arguments, **named))
+    out: Tuple[Tensor, Tensor] = _run(logits, Arguments(*arguments, **named), return_lse=True)
+    return out
 
 
-def _run(logits: Tensor, a: Arguments, inplace: bool = False, mean: bool = False,
-         normalizer: Optional[Tensor] = None) -> Tuple[Tensor, Tensor]:
+def _run(logits: Tensor, a: Arguments, inplace: bool = False, mean: bool = False, normalizer: Optional[Tensor] = None,
+         return_lse: bool = False) -> Any:
+    """loss, or (loss, lse)."""
     if composite(logits):
         loss, lse = reference.forward(logits, *a)
-        return reference.loss_mean(loss, normalizer, *a.tensors, a.ignore_index)[0] if mean else loss, lse
+        if mean:
+            loss = reference.loss_mean(loss, normalizer, *a.tensors, a.ignore_index)[0]
+        return (loss, lse) if return_lse else loss
     if needs_grad(logits, a.values, a.weight):
         refuse_weight_grad(a.weight)
-        out: Tuple[Tensor, Tensor] = _CrossEntropy.apply(logits, *a.tensors, a.numbers, inplace, mean, normalizer)
-        return out
+        return _CrossEntropy.apply(logits, a.values, a, (inplace, mean, normalizer, return_lse))
+    small = None if return_lse else small_calls.cross_entropy(logits, a, mean, normalizer, None)
+    if small is not None:
+        return small[0]
     with torch._C._AutoDispatchBelowAutograd():
         loss, lse = ops.forward(logits, *a)
-        return ops.loss_mean(loss, normalizer, *a.tensors, a.ignore_index)[0] if mean else loss, lse
+        if mean:
+            loss = ops.loss_mean(loss, normalizer, *a.tensors, a.ignore_index)[0]
+    return (loss, lse) if return_lse else loss
 
 
 _write_gradient = register_in_place("backward_", "logits")
@@ -163,16 +184,19 @@ def _(loss: Tensor, *args: Any, **kwargs: Any) -> Tuple[Tensor, Tensor]:
     return loss.new_empty(()), loss.new_empty(())
 
 
-def cross_entropy(logits: Tensor, a: Arguments, *, inplace: bool, mean: bool,
-                  normalizer: Optional[Tensor]) -> Tuple[Tensor, Tensor]:
-    """``torch.ops.sparse_ce.forward``, with the choices of a loss that is the mean already (``normalizer``, (), divides
-    instead of the count of rows) and of a gradient that overwrites the logits.
+def cross_entropy(logits: Tensor, a: Arguments, inplace: bool, mean: bool, normalizer: Optional[Tensor],
+                  return_lse: bool) -> Any:
+    """``torch.ops.sparse_ce.forward``, its loss or (loss, lse), with the choices of a loss that is the mean already
+    (``normalizer``, (), divides instead of the count of rows) and of a gradient that overwrites the logits.
 
     Under ``torch.compile`` and functorch the gradient is a fresh tensor: their graphs do not let a backward write to an
     input. So it is for logits whose rows overlap or whose columns are strided.
     """
     if not eager():
         loss, lse = ops.forward(logits, *a)
-        return ops.loss_mean(loss, normalizer, *a.tensors, a.ignore_index)[0] if mean else loss, lse
-    writable = logits.stride(1) == 1 and (logits.shape[0] <= 1 or logits.stride(0) >= logits.shape[1])
-    return _run(logits, a, inplace and writable, mean, normalizer)
+        if mean:
+            loss = ops.loss_mean(loss, normalizer, *a.tensors, a.ignore_index)[0]
+        return (loss, lse) if return_lse else loss
+    if inplace:
+        inplace = logits.stride(1) == 1 and (logits.shape[0] <= 1 or logits.stride(0) >= logits.shape[1])
+    return _run(logits, a, inplace, mean, normalizer, return_lse)

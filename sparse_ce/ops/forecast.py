@@ -12,20 +12,20 @@ from typing import Dict, Optional, Tuple
 import torch
 from torch import Tensor
 
-_upstream: Dict[Tuple[str, torch.device, torch.dtype], Tensor] = {}
+_upstream: Dict[Tuple[str, torch.dtype], Tensor] = {}  # on a CPU
 
 
 def remember(op: str, grad: Tensor, expected: Optional[Tensor] = None) -> bool:
     """``grad``, (), the upstream gradient of a loss that ``op`` made, is the next forecast. Was it ``expected``?
     Where it was not, it is copied: its owner may overwrite it."""
-    same = expected is not None and torch.equal(expected, grad)
-    _upstream[op, grad.device, grad.dtype] = expected if expected is not None and same else grad.detach().clone()
+    same = expected is not None and expected.item() == grad.item()
+    _upstream[op, grad.dtype] = expected if expected is not None and same else grad.detach().clone()
     return same
 
 
-def take(op: str, device: torch.device, dtype: torch.dtype) -> Optional[Tensor]:
+def take(op: str, dtype: torch.dtype) -> Optional[Tensor]:
     """The upstream gradient, (), that a loss of ``dtype`` made by ``op`` may expect; None where there is no saying."""
-    return None if hooked() else _upstream.pop((op, device, dtype), None)
+    return None if hooked() else _upstream.pop((op, dtype), None)
 
 
 def hooked() -> bool:

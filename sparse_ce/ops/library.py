@@ -13,6 +13,7 @@ from typing import Any, Callable, Optional, Tuple, Type, TypeVar
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from .. import reference
 from ..arguments import arithmetic_dtype
@@ -22,13 +23,18 @@ ops = torch.ops.sparse_ce
 _F = TypeVar("_F", bound=Callable[..., Any])
 
 
+def library_path(name: str) -> Optional[str]:
+    found = glob.glob(os.path.join(os.path.dirname(os.path.dirname(__file__)), name + ".*so"))
+    return found[0] if found else None
+
+
 def _load(name: str) -> Optional[str]:
     """Loads one library of the package; returns why it could not be loaded, or None."""
-    found = glob.glob(os.path.join(os.path.dirname(os.path.dirname(__file__)), name + ".*so"))
-    if not found:
+    path = library_path(name)
+    if path is None:
         return f"{name} was not built"
     try:
-        torch.ops.load_library(found[0])
+        torch.ops.load_library(path)
     except OSError as error:
         return str(error)
     return None
@@ -62,20 +68,26 @@ def cuda_architectures() -> str:
 
 # --------------------------------------------------------------------------------------------------- who differentiates
 
+_transforms = torch._C._are_functorch_transforms_active
+
+
 def composite(t: Tensor) -> bool:
     """Whether only a composition of PyTorch's own ops can follow: functorch, a dual level, a foreign device."""
-    return (torch._C._are_functorch_transforms_active()
-            or torch.autograd.forward_ad._current_level >= 0
-            or t.device.type not in ("cpu", "cuda", "meta"))
+    return (_transforms() or forward_ad._current_level >= 0
+            or not t.is_cpu and not t.is_cuda and t.device.type not in ("cpu", "cuda", "meta"))
 
 
 def batched(grad: Tensor) -> bool:
     """Whether a gradient stands for several: under ``torch.func.vmap`` or ``is_grads_batched``."""
-    return torch._C._are_functorch_transforms_active() or torch._C._functorch.is_legacy_batchedtensor(grad)
+    return _transforms() or torch._C._functorch.is_legacy_batchedtensor(grad)
 
 
 def needs_grad(*arguments: object) -> bool:
-    return torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in arguments)
+    if torch.is_grad_enabled():
+        for t in arguments:
+            if t is not None and isinstance(t, Tensor) and t.requires_grad:
+                return True
+    return False
 
 
 # --------------------------------------------------------------------------------------------------------- registration

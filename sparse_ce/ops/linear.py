@@ -105,7 +105,7 @@ def _expected(input: Tensor, half: bool) -> Optional[Tensor]:
     if forecast.hooked():
         return None
     dtype = arithmetic_dtype(input.dtype)
-    expected = forecast.take("linear", input.device, dtype) if eager() and input.is_cpu else None
+    expected = forecast.take("linear", dtype) if eager() and input.is_cpu else None
     if expected is None and not half:
         expected = torch.ones((), dtype=dtype, device=input.device)
     return expected
