@@ -4,32 +4,17 @@ import inspect
 import os
 import re
 import sys
-from pathlib import Path
 
 import pytest
 
 import forked
 import sparse_ce
+from pages import PAGES, ROOT, WITH_CODE, session
 
-ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "benchmarks"))
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 LIBRARIES = {"accelerate": "1.15", "lightning": "2.5", "transformers": "5.23"}
 checkout = pytest.mark.skipif(not (ROOT / "mkdocs.yml").exists(),
                               reason="a source distribution has neither the site's settings nor the records")
-
-
-def session(page):
-    """The Python blocks of a page, each in its line, so that a traceback names it."""
-    lines, code = [], False
-    for line in page.read_text().splitlines():
-        fence = line.startswith("```")
-        code = line == "```python" if fence else code
-        lines.append(line if code and not fence else "")
-    return "\n".join(lines)
-
-
-WITH_CODE = [page for page in PAGES if session(page).strip()]
 
 
 def test_the_pages_with_code_are_found():

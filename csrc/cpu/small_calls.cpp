@@ -1,6 +1,6 @@
-// small_calls.cpp - the plain loss of few logits without the dispatcher. An op costs 10 to 20 us before it has looked at
-// a number (arguments made into values of a schema, results into tensors); this is a C function that Python calls with
-// addresses. It takes what needs no copy and no message: where it returns false, the op is called, which says why.
+// small_calls.cpp - the plain loss of few logits without the dispatcher. An op costs 10 to 20 us before it has looked
+// at a number (arguments made into values of a schema, results into tensors); this is a C function that Python calls
+// with addresses. It takes what needs no copy and no message: where it returns false, the op is called, which says why.
 #include "../cross_entropy_views.h"
 
 #include <vector>
@@ -8,9 +8,9 @@
 namespace sparse_ce {
 namespace {
 
-// A call, as Python packs it: see sparse_ce/ops/small_calls.py. logits (rows, vocab) of column stride 1; indices (rows,)
-// or (rows, width), values of that shape or null; loss, normalizer and grad_mean in the arithmetic dtype, the last two
-// (1,) or null. All of it lies in this memory, packed but for the rows of the logits. Options are the defaults.
+// A call, as Python packs it: see sparse_ce/ops/small_calls.py. logits (rows, vocab) of column stride 1; indices
+// (rows,) or (rows, width), values of that shape or null; loss, normalizer and grad_mean in the arithmetic dtype, the
+// last two (1,) or null. All of it lies in this memory, packed but for the rows of the logits. Options are the defaults.
 struct Call {
   const void *logits, *indices, *values, *normalizer, *grad_mean;
   void* loss;  // (rows,), or the mean (1,)
