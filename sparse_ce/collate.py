@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils.data import default_collate
 from torch.utils.data._utils.collate import default_collate_fn_map
 
-from .entries import IGNORE_INDEX, pad_entries, padding_value, ranges_of
+from .entries import IGNORE_INDEX, Kind, pad_entries, padding_value, ranges_of
 from .errors import check
 from .target import SparseTarget
 from .tensorlike import implements
@@ -141,20 +141,20 @@ def _joined(what: str, targets: Sequence[SparseTarget], join: Callable[[List[Ten
     return SparseTarget(indices, values, None, row_mask, num_classes, kind)
 
 
-def _common_kind(what: str, targets: Sequence[SparseTarget]) -> str:
+def _common_kind(what: str, targets: Sequence[SparseTarget]) -> Kind:
     kinds = {t.kind for t in targets if t.values is not None}
     check(len(kinds) <= 1, f"{what} must have targets of one kind, got {sorted(kinds)}; convert them with .probs() or "
            ".log_probs()")
     return kinds.pop() if kinds else "probs"
 
 
-def _values_of(t: SparseTarget, kind: str) -> Tensor:
+def _values_of(t: SparseTarget, kind: Kind) -> Tensor:
     """Those of a target without values are 1, or its logarithm."""
     return torch.full_like(t.indices, kind == "probs", dtype=torch.float32) if t.values is None else t.values
 
 
 def _one_behind_the_other(targets: Sequence[SparseTarget],
-                          kind: str) -> Tuple[Tensor, Optional[Tensor], List[Tensor]]:
+                          kind: Kind) -> Tuple[Tensor, Optional[Tensor], List[Tensor]]:
     """All entries of jagged targets, and the ranges of each target's rows among them."""
     # Slices of one target that are views still, as on a GPU, share its entries; with gradients, none has two rows.
     ranges, parts, bases, base = [], [], {}, 0

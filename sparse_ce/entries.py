@@ -3,7 +3,7 @@
 import math
 import warnings
 from contextlib import nullcontext
-from typing import Any, ContextManager, Optional, Protocol, Sequence, Tuple, Union
+from typing import Any, ContextManager, Literal, Optional, Protocol, Sequence, Tuple, Union
 
 import torch
 import torch.nn.functional as F
@@ -12,6 +12,9 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 from .errors import check, fail
 from .tracing import VALIDATES, readable
+
+Kind = Literal["probs", "logprobs"]  # of the values that a target has
+GivenKind = Literal["probs", "logprobs", "logits"]  # of those that it is made from
 
 IGNORE_INDEX = -100  # PyTorch's default, and the mark of padding inside a SparseTarget
 NO_MARK = torch.iinfo(torch.int64).min  # as ignore_index: no index marks anything, as in PyTorch's sparse tensors
@@ -123,7 +126,7 @@ def pad_entries(indices: Tensor, k: int) -> Tensor:
     return torch.cat((indices, indices[..., -1:].expand(*indices.shape[:-1], missing)), -1)
 
 
-def single_row(indices: Tensor, values: Tensor, kind: str = "probs") -> Tuple[Tensor, Tensor]:
+def single_row(indices: Tensor, values: Tensor, kind: Kind = "probs") -> Tuple[Tensor, Tensor]:
     """The entries of a row alone as those of a top-k, which counts as the jagged row does.
 
     A top-k is ignored where every index is ``ignore_index``, whatever that is: a last entry of weight 0 and another

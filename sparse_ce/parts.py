@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .entries import IGNORE_INDEX, pad_entries, padding_value, ranges_of
+from .entries import IGNORE_INDEX, Kind, pad_entries, padding_value, ranges_of
 from .errors import check, fail
 from .tracing import readable
 
@@ -46,12 +46,12 @@ class Parts:
     offsets: Optional[Tensor]
     row_mask: Optional[Tensor]
     num_classes: Optional[int]
-    kind: str
+    kind: Kind
     ids: bool
 
     def __init__(self, indices: Union[Tensor, Dict[str, Any]], values: Optional[Tensor] = None,
                  offsets: Optional[Tensor] = None, row_mask: Optional[Tensor] = None,
-                 num_classes: Optional[int] = None, kind: str = "probs", ids: bool = False):
+                 num_classes: Optional[int] = None, kind: Kind = "probs", ids: bool = False):
         given: Tuple[Any, ...] = (indices, values, offsets, row_mask, num_classes, kind, ids)
         if type(indices) is dict:  # what a framework made of items()
             given = _put_together(indices)

@@ -11,6 +11,8 @@ from . import reference
 from .arguments import Arguments
 from .entries import (
     IGNORE_INDEX,
+    GivenKind,
+    Kind,
     Numbers,
     as_entry_mask,
     as_index,
@@ -85,8 +87,8 @@ class SparseTarget(TensorLike):
 
     @classmethod
     def from_topk(cls, indices: Numbers, values: Optional[Numbers], *, mask: Optional[Numbers] = None,
-                  kind: Optional[str] = None, row_mask: Optional[Numbers] = None, num_classes: Optional[int] = None,
-                  ignore_empty: bool = False) -> "SparseTarget":
+                  kind: Optional[GivenKind] = None, row_mask: Optional[Numbers] = None,
+                  num_classes: Optional[int] = None, ignore_empty: bool = False) -> "SparseTarget":
         """Padded top-k. ``indices``, ``values``, ``mask``: ``(..., K)``.
 
         ``kind`` says what ``values`` are: ``"probs"`` (weights, used as they are; so without ``kind``, with a warning
@@ -130,7 +132,7 @@ class SparseTarget(TensorLike):
                    ids=values is None)
 
     @classmethod
-    def from_jagged(cls, indices: Numbers, values: Optional[Numbers], offsets: Numbers, *, kind: str = "probs",
+    def from_jagged(cls, indices: Numbers, values: Optional[Numbers], offsets: Numbers, *, kind: Kind = "probs",
                     row_mask: Optional[Numbers] = None, num_classes: Optional[int] = None,
                     ignore_empty: bool = False) -> "SparseTarget":
         """Rows of different lengths, one behind the other.

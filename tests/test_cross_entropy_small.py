@@ -135,7 +135,7 @@ class Subclass(torch.Tensor):
 
 def negated(x):
     """With the bit that says that the numbers in memory are to be negated."""
-    return torch.complex(torch.zeros_like(x), -x).conj().imag
+    return torch._neg_view(-x)
 
 
 NOT_SMALL = {

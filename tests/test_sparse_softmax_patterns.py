@@ -28,7 +28,8 @@ def repeated(draw, *shape):
 MADE = {
     "coalesced": lambda draw, shape: (indices(draw, *shape), True),
     "not known to be in order": lambda draw, shape: (indices(draw, *shape), None),
-    "in order, some twice": lambda draw, shape: (indices(draw, *shape).repeat_interleave(2, 1)[:, ::3].contiguous(), None),
+    "in order, some twice": lambda draw, shape: (
+        indices(draw, *shape).repeat_interleave(2, 1)[:, ::3].contiguous(), None),
     "out of order": lambda draw, shape: (repeated(draw, *shape), None),
 }
 

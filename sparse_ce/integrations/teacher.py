@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from itertools import chain
-from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
+from typing import Any, Callable, Dict, List, Literal, Optional, Sequence, Tuple
 
 import torch
 import torch.nn.functional as F
@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from ..collate import collate
-from ..entries import IGNORE_INDEX
+from ..entries import IGNORE_INDEX, GivenKind
 from ..errors import check, fail
 from ..target import SparseTarget
 
@@ -52,7 +52,7 @@ class TopKCollator:
 
     def __init__(self, collator: Optional[Callable[[List[Dict[str, Any]]], Dict[str, Any]]] = None, *,
                  ids: str = "teacher_ids", values: str = "teacher_logprobs", mask: Optional[str] = None,
-                 kind: str = "logprobs", predicts: str = "token", k: Optional[int] = None,
+                 kind: GivenKind = "logprobs", predicts: Literal["token", "next"] = "token", k: Optional[int] = None,
                  padding_side: str = "right", num_classes: Optional[int] = None) -> None:
         check(kind in ("logprobs", "probs", "logits"), f"kind must be 'logprobs', 'probs' or 'logits', got {kind!r}")
         check(predicts in ("token", "next"), f"predicts must be 'token' or 'next', got {predicts!r}")

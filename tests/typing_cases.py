@@ -1,0 +1,45 @@
+"""What type checkers make of calls: mypy reads this file in `make lint`. A mistake that it did not see would leave its
+`type: ignore` unused, which is an error too."""
+
+from typing import Optional, Tuple, Union
+
+import torch
+from torch import Tensor
+from typing_extensions import assert_type
+
+import sparse_ce
+from sparse_ce import SparseTarget
+
+
+def losses(x: Tensor, labels: Tensor, head: Tensor, yes: bool) -> None:
+    assert_type(sparse_ce.cross_entropy(x, labels), Tensor)
+    assert_type(sparse_ce.cross_entropy(x, labels, return_lse=False), Tensor)
+    assert_type(sparse_ce.cross_entropy(x, labels, return_lse=True), Tuple[Tensor, Tensor])
+    assert_type(sparse_ce.cross_entropy(x, labels, return_lse=yes), Union[Tensor, Tuple[Tensor, Tensor]])
+    assert_type(sparse_ce.linear_cross_entropy(x, head, labels, reduction="sum"), Tensor)
+    assert_type(sparse_ce.linear_cross_entropy(x, head, (labels, x), return_lse=True), Tuple[Tensor, Tensor])
+    sparse_ce.cross_entropy(x, labels, reduction="average")  # type: ignore[call-overload]
+    sparse_ce.cross_entropy(x, labels, inplace=True)  # type: ignore[call-overload]
+    sparse_ce.cross_entropy(x, labels, smoothing=0.1)  # type: ignore[call-overload]
+    sparse_ce.cross_entropy(x, labels, softcap="30")  # type: ignore[call-overload]
+    sparse_ce.linear_cross_entropy(x, head, labels, reduction="average")  # type: ignore[call-overload]
+
+
+def targets(ids: Tensor, values: Tensor) -> None:
+    target = SparseTarget.from_topk(ids, values, kind="logits")
+    assert_type(target, SparseTarget)
+    assert_type(target.size(), torch.Size)
+    assert_type(target.size(0), int)
+    assert_type(target.values, Optional[Tensor])
+    assert_type(target[1:], SparseTarget)
+    SparseTarget.from_topk([[3, 5]], [[0.9, 0.1]])
+    SparseTarget.from_topk(ids, values, kind="logit")  # type: ignore[arg-type]
+    SparseTarget.from_jagged(ids, values, ids, kind="logits")  # type: ignore[arg-type]
+    SparseTarget(ids, values, kind="logits")  # type: ignore[arg-type]
+    SparseTarget.from_index(3)  # type: ignore[arg-type]
+
+
+def softmaxes(x: Tensor, index: Tensor) -> None:
+    assert_type(sparse_ce.segment_softmax(x, index=index), Tensor)
+    assert_type(sparse_ce.log_softmax(x, 1), Tensor)
+    sparse_ce.segment_softmax(x, index)  # type: ignore[misc]
