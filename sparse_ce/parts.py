@@ -28,9 +28,31 @@ if TYPE_CHECKING:
 
 
 class Part(str):
-    """The name of a part. It knows the width of the vocabulary too: what is rebuilt from parts keeps their names."""
+    """The name of a part, which knows the width of the vocabulary: what is rebuilt from parts keeps their names.
 
-    num_classes: Optional[int] = None
+    The text says it too, "indices@32000", so that it outlives files that keep nothing but texts (safetensors). A name
+    is equal to the one without it: in a dict it is found as "indices".
+    """
+
+    __slots__ = ()
+
+    @property
+    def plain(self) -> str:
+        return str(self).partition("@")[0]
+
+    @property
+    def num_classes(self) -> Optional[int]:
+        width = str(self).partition("@")[2]
+        return int(width) if width else None
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, str) and self.plain == str(other).partition("@")[0]
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    def __hash__(self) -> int:
+        return hash(self.plain)
 
 
 class Parts:
@@ -180,8 +202,8 @@ class Parts:
     def items(self) -> ItemsView[str, Any]:
         """Parts, by name, that may be moved, sliced, padded and concatenated one by one.
 
-        ``SparseTarget(dict(t.items()))`` is the same target again. Frameworks that take batches apart use this. A
-        jagged target on a GPU is waited for.
+        ``SparseTarget(dict(t.items()))`` is the same target again, also from a file of tensors by name. Frameworks that
+        take batches apart use this. A jagged target on a GPU is waited for.
 
         Examples:
             >>> target = SparseTarget.from_topk(torch.tensor([[3, 5]]), torch.tensor([[0.9, 0.1]]))
@@ -196,7 +218,8 @@ class Parts:
         ids = self.ids and parts["values"] is None
         names = {"indices": "ids" if ids else "indices",
                  "values": "values" if self.kind == "probs" else self.kind, "offsets": "offsets"}
-        return {_named(names[name], self.num_classes): t for name, t in parts.items() if t is not None}.items()
+        width = "" if self.num_classes is None else f"@{self.num_classes}"
+        return {Part(names[name] + width): t for name, t in parts.items() if t is not None}.items()
 
     def keys(self) -> KeysView[str]:
         return dict(self.items()).keys()
@@ -261,16 +284,11 @@ class Parts:
 
 def _put_together(parts: Dict[str, Any]) -> Tuple[Any, ...]:
     """What :class:`Parts` holds, of what :meth:`Parts.items` gave."""
-    num_classes = next((name.num_classes for name in parts if isinstance(name, Part)), None)
+    num_classes = next((Part(name).num_classes for name in parts), None)
+    parts = {Part(name): t for name, t in parts.items()}
     kind, ids = "logprobs" if "logprobs" in parts else "probs", "ids" in parts
     return (parts.get("ids" if ids else "indices"), parts.get("values" if kind == "probs" else kind),
             parts.get("offsets"), None, num_classes, kind, ids)
-
-
-def _named(name: str, num_classes: Optional[int]) -> Part:
-    part = Part(name)
-    part.num_classes = num_classes
-    return part
 
 
 def _alone(t: Any) -> Any:

@@ -21,7 +21,7 @@ def coalesced(input: Tensor) -> Tensor:
     if input.layout == torch.sparse_csr or input.is_coalesced():
         _replace_mask(input)
         return input
-    if input.sparse_dim() and readable(input._indices()):
+    if readable(input._indices()):
         key = _keys(input)
         if bool((key[1:] > key[:-1]).all()):
             _replace_mask(input)
@@ -203,6 +203,8 @@ def coordinates(t: Tensor) -> Tuple[List[Tensor], torch.Size]:
 def _keys(t: Tensor) -> Tensor:
     """(entries,), int64: the row-major number of each."""
     indices, sizes = coordinates(t)
+    if not indices:
+        return t._indices().new_zeros(t._nnz())
     key = indices[0]
     for index, size in zip(indices[1:], sizes[1:]):
         key = key * size + index

@@ -33,6 +33,7 @@ from .entries import (
     wide_dtype,
 )
 from .errors import check, fail
+from .parts import Part
 from .tensorlike import TensorLike
 
 
@@ -372,4 +373,4 @@ torch.utils._pytree.register_pytree_node(
     SparseTarget, _flatten_target, _unflatten_target, serialized_type_name="sparse_ce.SparseTarget",
     to_dumpable_context=list, from_dumpable_context=tuple,
     flatten_with_keys_fn=_flatten_target_with_keys)
-torch.serialization.add_safe_globals([SparseTarget])  # torch.load of a saved batch
+torch.serialization.add_safe_globals([SparseTarget, Part])  # torch.load of a saved batch, or of its parts

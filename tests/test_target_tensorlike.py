@@ -273,3 +273,30 @@ def test_pandas_columns_are_labels_and_masks():
 def test_other_functions_of_torch_say_that_they_take_no_target():
     with pytest.raises(TypeError, match="torch.add"):
         torch.add(SparseTarget.from_index([1]), 1)
+
+
+@pytest.mark.parametrize("known", [True, False])
+@pytest.mark.parametrize("form", FORMS)
+def test_a_file_of_the_parts_by_name_keeps_the_width_too(form, known, tmp_path):
+    """A file of safetensors has nothing but texts and tensors."""
+    from safetensors.torch import load_file, save_file
+
+    target = target_of(form, (6,), "cpu").with_num_classes(VOCAB if known else None)
+    save_file({name: t.contiguous() for name, t in target.items()}, tmp_path / "parts.safetensors")
+    torch.save(dict(target.items()), tmp_path / "parts.pt")
+    for parts in (load_file(tmp_path / "parts.safetensors"), torch.load(tmp_path / "parts.pt"),
+                  pickle.loads(pickle.dumps(dict(target.items()))), dict(target.items())):
+        again = SparseTarget(parts)
+        assert again.num_classes == target.num_classes and again.equal(SparseTarget(dict(target.items())))
+        torch.testing.assert_close(again.to_dense(num_classes=VOCAB), target.to_dense(num_classes=VOCAB))
+        assert again.ne(-100).tolist() == target.ne(-100).tolist()
+
+
+def test_the_names_of_parts_are_found_with_and_without_the_width():
+    target = SparseTarget.from_topk(torch.tensor([[3, 5]]), torch.tensor([[0.9, 0.1]]), num_classes=VOCAB)
+    parts = dict(target.items())
+    assert list(parts) == ["indices", "values"] == list(target.keys()) and set(parts) == {"values", "indices"}
+    name = next(iter(parts))
+    assert parts["indices"] is parts[name] and str(name) == "indices@23"
+    assert name == "indices" and not name != "indices" and name != "values" and name != 3
+    assert target["values"].tolist() == parts["values"].tolist() and "offsets" not in parts
