@@ -25,6 +25,12 @@ def losses(x: Tensor, labels: Tensor, head: Tensor, yes: bool) -> None:
     sparse_ce.linear_cross_entropy(x, head, labels, reduction="average")  # type: ignore[call-overload]
 
 
+def modules(weight: Tensor) -> None:
+    sparse_ce.SparseCrossEntropyLoss(weight, reduction="none")
+    sparse_ce.SparseCrossEntropyLoss(reduction="average")  # type: ignore[arg-type]
+    sparse_ce.LinearSparseCrossEntropyLoss(reduction="average")  # type: ignore[arg-type]
+
+
 def targets(ids: Tensor, values: Tensor) -> None:
     target = SparseTarget.from_topk(ids, values, kind="logits")
     assert_type(target, SparseTarget)
