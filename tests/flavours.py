@@ -30,7 +30,12 @@ PLAIN = "plain"
 KERNELS = ("test_cross_entropy_*", "test_linear_*", "test_masked_mean*", "test_sparse_softmax*", "test_stock_*",
            "test_target_*", "test_flavour*")
 NO_KERNELS = ("test_cross_entropy_compile*", "test_cross_entropy_data_parallel", "test_linear_compile",
-              "test_target_validation_cuda", "test_target_arrays", "test_target_collate", "test_target_tensorlike")
+              "test_target_validation_cuda", "test_target_arrays", "test_target_collate", "test_target_tensorlike",
+              "test_cross_entropy_small")
+# What a compiler, a transform or another process makes of the ops, whoever serves them.
+COMPILED = ("compile_once", "compile_twice", "op_compiles", "compiled_function", "constant_of_the_graph",
+            "the_example_shows")
+SAME_FOR_EVERY_KERNEL = (*COMPILED, "opcheck", "gradcheck", "never_there_at_once")
 PRODUCTS = ("test_linear_values", "test_linear_gradients", "test_linear_chunks", "test_linear_failures",
             "test_linear_forecast", "test_flavour*")
 OF_THE_CPU = ("test_linear_memory", "test_linear_bfloat16")
@@ -84,8 +89,10 @@ FLAVOURS = {
     PLAIN: Flavour(("test_*",), BUILDS + PROGRAMS, at_least=6000),
     # The compiler's baseline, and the set between it and AVX-512; small calls too go through the dispatcher.
     "baseline": Flavour(KERNELS, NO_KERNELS + SAME_ON_EVERY_SET, at_least=4000,
+                        without=SAME_FOR_EVERY_KERNEL,
                         environment={"SPARSE_CE_CPU": "default", "SPARSE_CE_TEST_OPS": "1"}),
     "avx2": Flavour(KERNELS, NO_KERNELS + SAME_ON_EVERY_SET, at_least=4000,
+                    without=SAME_FOR_EVERY_KERNEL,
                     environment={"SPARSE_CE_CPU": "avx2", "SPARSE_CE_TEST_OPS": "1"}),
     # How 16-bit numbers are multiplied. The tests of all dtypes at once compare with PyTorch's own choice.
     "float32": Flavour(PRODUCTS, only=("bfloat16", "flavour"), without=("at_once",), at_least=200,
@@ -103,9 +110,9 @@ FLAVOURS = {
     # kernels alone have, and of slow pairs the easier: random labels beside labels of one class, whose sums drift most,
     # 16-bit beside float32 numbers next to 16-bit ones throughout, and PyTorch's samples in float32 beside float64.
     "emulated": Flavour(KERNELS, NO_KERNELS + OF_THE_CPU, at_least=4000, build=build_emulated,
-                        without=("instruction_set", "many_rows", "number_of_threads", "gradients_keep_their_memory",
-                                 "-random-1024 chunks", "-random-blocks of classes", "module_db-torch.float32",
-                                 "torch.float32)-one class-blocks of classes"),
+                        without=(*COMPILED, "instruction_set", "many_rows", "number_of_threads",
+                                 "gradients_keep_their_memory", "-random-1024 chunks", "-random-blocks of classes",
+                                 "module_db-torch.float32", "torch.float32)-one class-blocks of classes"),
                         sources=("csrc", "tests/emulation", "third_party"),
                         environment={"SPARSE_CE_VALIDATE": "1", "OMP_NUM_THREADS": "1"}),
     # The same kernels one by one, as programs of their own: against float64, in any order of threads, under sanitizers.
