@@ -1,5 +1,6 @@
 """Softmax over the entries that a sparse tensor has. Formulas: ``csrc/math.h``."""
 
+import math
 from typing import Optional, Tuple
 
 import torch
@@ -134,7 +135,8 @@ def _runs(key: Tensor, in_order: bool, rows: Optional[int] = None) -> Tuple[Tens
     """``offsets`` and ``order`` of entries of equal ``key``, which is not negative and below ``rows``. A row without an
     entry may have no offset."""
     count = key.shape[0]
-    if rows is not None and rows <= 2 * count and readable(key):
+    # Looking rows up among ordered keys takes 20 times as long for a row as counting takes for an entry.
+    if rows is not None and rows <= 2 * count < (rows * 64 if in_order else math.inf) and readable(key):
         offsets = F.pad(torch.bincount(key, minlength=rows).cumsum(0), (1, 0))
         return offsets, None if in_order else _stable_order(key, rows)
     order = None
