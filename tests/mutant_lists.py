@@ -301,6 +301,7 @@ PYTHON = [
     ("sparse_ce/parts.py", "return int(width) if width else None", "return None"),
     ("sparse_ce/ops/small_calls.py", "or logits.is_neg()", ""),
     ("sparse_ce/ops/small_calls.py", "or values.is_neg()", ""),
+    ("sparse_ce/ops/small_calls.py", "if indices.is_neg() or", "if"),
     ("sparse_ce/ops/small_calls.py", "or _profiles() or", "or"),
     ("sparse_ce/ops/small_calls.py", "or _traces()", ""),
     ("sparse_ce/ops/small_calls.py", "if column_stride != 1:", "if False:"),
