@@ -2,7 +2,7 @@
 # make test         the suite: builds, installs, tests; six minutes on two cores
 # make test-all     the suite, then its other flavours: other kernels, sanitizers, emulated CUDA, what takes long
 # make kernels      the CPU kernels that changed compiled again, into the environment: seconds a file
-# make lint         ruff, mypy, clang-format, and what CONTRIBUTING says of the sources
+# make lint         ruff, mypy, pyright, clang-format, and what CONTRIBUTING says of the sources
 # make mutants      breaks the code on purpose, one change at a time; MUTANTS="cpu tile.cpp" for some
 # make bench        speed and memory beside the peers
 # make docs         the pages of docs/ with an API reference, into build/site; needs neither torch nor a compiler

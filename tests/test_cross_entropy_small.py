@@ -145,7 +145,7 @@ NOT_SMALL = {
     "labels of a subclass": lambda x, t: (x, t.as_subclass(Subclass), {}),
     "labels with a stride": lambda x, t: (x, t.repeat(2, 1).T.reshape(-1)[::2], {}),
     "values with a stride": lambda x, t: (x, (t[:, None].expand(-1, 2).contiguous(), torch.ones(2, ROWS).T), {}),
-    "a lazy negation of labels": lambda x, t: (x, negated(t), {}),
+    "a lazy negation of labels": lambda x, t: (x, negated(t.fill_(5)), dict(ignore_index=-5)),
     "a lazy negation of the normalizer": lambda x, t: (x, t, dict(normalizer=negated(torch.tensor(3.0)))),
     "a lazy negation of values": lambda x, t: (x, (t[:, None], negated(torch.ones(ROWS, 1))), {}),
     "a mask of rows": lambda x, t: (x, SparseTarget.from_index(t, row_mask=torch.ones(ROWS).bool()), {}),

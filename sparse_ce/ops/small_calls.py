@@ -48,7 +48,9 @@ def cross_entropy(logits: Tensor, a: Arguments, mean: bool, normalizer: Optional
         return None
     if type(indices) is not Tensor or not indices.is_contiguous() or _function is None or _profiles() or _traces():
         return None
-    if indices.is_neg() or normalizer is not None and normalizer.is_neg() or grad_mean is not None and grad_mean.is_neg():
+    if indices.is_neg() or normalizer is not None and normalizer.is_neg():
+        return None
+    if grad_mean is not None and grad_mean.is_neg():
         return None
     (rows, vocab), (row_stride, column_stride), at_values, values_dtype = logits.shape, logits.stride(), 0, 0
     if values is not None:
