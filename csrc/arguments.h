@@ -25,7 +25,7 @@ struct TargetArguments : OnStack {
 #define SCE_ARGUMENTS                                                                                               \
   SCE_TARGET                                                                                                        \
   ", float label_smoothing=0., float z_loss=0., float logit_scale=1., float? softcap=None, int? num_classes=None, " \
-  "bool logprobs=False"
+  "bool logprobs=False, Tensor? row_scale=None"
 struct Arguments : TargetArguments {
   using TargetArguments::TargetArguments;
   double label_smoothing = next<double>();
@@ -34,6 +34,7 @@ struct Arguments : TargetArguments {
   std::optional<double> softcap = next<std::optional<double>>();
   std::optional<int64_t> num_classes = next<std::optional<int64_t>>();
   bool logprobs = next<bool>();
+  OptionalTensor row_scale = next<OptionalTensor>();
 
   // `classes`: what there are `vocab` of.
   void check_options(int64_t vocab, const char* classes) const {
@@ -54,6 +55,35 @@ struct HeadArguments : OnStack {
   Tensor input = next<Tensor>();
   Tensor weight = next<Tensor>();
   OptionalTensor bias = next<OptionalTensor>();
+};
+
+// Upstream gradients: of the loss, and of what select gives beside it.
+#define SCE_UPSTREAM                                                                                                 \
+  "Tensor? grad_loss, Tensor? grad_lse, Tensor? grad_log_probs, Tensor? grad_log_rest, Tensor? grad_entropy, Tensor? " \
+  "grad_mean_logit"
+struct Upstreams : OnStack {
+  using OnStack::OnStack;
+  OptionalTensor loss = next<OptionalTensor>();
+  OptionalTensor lse = next<OptionalTensor>();
+  OptionalTensor log_probs = next<OptionalTensor>();
+  OptionalTensor log_rest = next<OptionalTensor>();
+  OptionalTensor entropy = next<OptionalTensor>();
+  OptionalTensor mean_logit = next<OptionalTensor>();
+};
+
+// The outputs of select that are asked for.
+#define SCE_OUTPUTS                                                                                           \
+  "float? padding_value=None, bool loss=False, bool log_probs=True, bool log_rest=False, bool entropy=False, " \
+  "bool mean_logit=False, bool argmax=False"
+struct Outputs : OnStack {
+  using OnStack::OnStack;
+  std::optional<double> padding_value = next<std::optional<double>>();  // -inf by default
+  bool loss = next<bool>();
+  bool log_probs = next<bool>();
+  bool log_rest = next<bool>();
+  bool entropy = next<bool>();
+  bool mean_logit = next<bool>();
+  bool argmax = next<bool>();
 };
 
 // The gradients that are asked for.

@@ -13,12 +13,20 @@ struct CrossEntropyArgs {
   int64_t row_stride;
   TargetView target;
   LossOptions options;
+  const void* row_scale;    // (rows,) by which logit_scale is multiplied, with any stride, or null: 1
+  int64_t row_scale_stride;
   const void* weight_sum;   // (1,) sum of the class weights, or null: it is num_classes
   int64_t max_blocks;       // 0: no limit. Tests lower it, so that blocks take several rows
 
   template <typename scalar_t>
   SCE_HD const scalar_t* row(int64_t r) const {
     return static_cast<const scalar_t*>(logits) + r * row_stride;
+  }
+
+  template <typename acc_t>
+  SCE_HD LogitTransform<acc_t> transform(int64_t r) const {
+    const acc_t of_row = row_scale ? static_cast<const acc_t*>(row_scale)[r * row_scale_stride] : acc_t(1);
+    return LogitTransform<acc_t>(options, of_row);
   }
 };
 
@@ -39,7 +47,7 @@ struct ForwardArgs : CrossEntropyArgs {
 
 // Reads of `lse`, `grad_*` may be strided: an expanded scalar has stride 0.
 struct BackwardArgs : CrossEntropyArgs {
-  const void* grad_loss;    // (rows,)
+  const void* grad_loss;    // (rows,), or null
   const void* grad_lse;     // (rows,), or null
   const void* lse;          // (rows,)
   const void* lse_residual; // (rows,), or null
@@ -55,7 +63,7 @@ struct BackwardArgs : CrossEntropyArgs {
 
   template <typename acc_t>
   SCE_HD acc_t upstream(int64_t r) const {
-    return static_cast<const acc_t*>(grad_loss)[r * grad_loss_stride];
+    return grad_loss ? static_cast<const acc_t*>(grad_loss)[r * grad_loss_stride] : acc_t(0);
   }
   template <typename acc_t>
   SCE_HD acc_t upstream_of_lse(int64_t r) const {

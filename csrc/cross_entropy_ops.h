@@ -102,10 +102,7 @@ class CrossEntropyOps {
                         const Tensor& lse, const OptionalTensor& lse_residual, const Arguments& given) {
     Held held;
     BackwardArgs args = view_backward(grad_loss, grad_lse, logits, lse, lse_residual, given, held);
-    check(args.rows <= 1 || args.row_stride >= args.vocab,
-          "logits must be rows that do not overlap to be overwritten, got row stride ", args.row_stride);
-    check(args.logits == logits.const_data_ptr(), "logits must have column stride 1 to be overwritten, got ",
-          logits.stride(1));
+    check_overwritable(logits, args);
     if (args.rows == 0) return;
     device_t::check_target(args.target, logits);
     args.grad_logits = logits.mutable_data_ptr();

@@ -12,7 +12,7 @@ namespace sparse_ce {
 // Keeps what the views point to: contiguous copies where a tensor was strided, the sum of the class weights.
 struct Held {
   Tensor logits, indices;
-  OptionalTensor values, offsets, row_mask, weight, weight_sum;
+  OptionalTensor values, offsets, row_mask, weight, weight_sum, row_scale;
 };
 
 // Logits (rows, vocab) may have any row stride; only a column stride other than 1 costs a copy.
@@ -100,6 +100,14 @@ inline void view_arguments(const Arguments& given, Held& held, CrossEntropyArgs&
   args.target = view_target(given, given.num_classes.value_or(args.vocab), held);
   args.target.logprobs = given.values && given.logprobs;
   args.options = given.options();
+  if (given.row_scale) {
+    const Tensor& scale = *given.row_scale;
+    held.row_scale = scale;
+    if (scale.dim() == 0)
+      args.row_scale = view_scalar(scale, held.logits, "row_scale");
+    else
+      args.row_scale = view_rows(scale, held.logits, "row_scale", args.row_scale_stride);
+  }
   if (!given.weight || given.label_smoothing == 0) return;
   held.weight_sum = torch::stable::sum(*held.weight);
   args.weight_sum = held.weight_sum->const_data_ptr();
@@ -112,13 +120,13 @@ inline void view_call(const Tensor& logits, const Arguments& given, Held& held, 
 }
 
 // What every backward is given for its rows. `like`: of the device and dtype of the logits, with their rows.
-inline BackwardArgs view_upstream(const CrossEntropyArgs& rows, const Tensor& like, const Tensor& grad_loss,
+inline BackwardArgs view_upstream(const CrossEntropyArgs& rows, const Tensor& like, const OptionalTensor& grad_loss,
                                   const OptionalTensor& grad_lse, const Tensor& lse,
                                   const OptionalTensor& lse_residual) {
   BackwardArgs args{};
   static_cast<CrossEntropyArgs&>(args) = rows;
   int64_t stride = 1;
-  args.grad_loss = view_rows(grad_loss, like, "grad_loss", args.grad_loss_stride);
+  if (grad_loss) args.grad_loss = view_rows(*grad_loss, like, "grad_loss", args.grad_loss_stride);
   if (grad_lse) args.grad_lse = view_rows(*grad_lse, like, "grad_lse", args.grad_lse_stride);
   args.lse = view_rows(lse, like, "lse", stride);
   check(args.rows <= 1 || stride == 1, "lse must be contiguous, got stride ", stride);
@@ -127,6 +135,14 @@ inline BackwardArgs view_upstream(const CrossEntropyArgs& rows, const Tensor& li
     check(args.rows <= 1 || stride == 1, "lse_residual must be contiguous, got stride ", stride);
   }
   return args;
+}
+
+// Whether a gradient may be written where `logits` lie.
+inline void check_overwritable(const Tensor& logits, const CrossEntropyArgs& args) {
+  check(args.rows <= 1 || args.row_stride >= args.vocab,
+        "logits must be rows that do not overlap to be overwritten, got row stride ", args.row_stride);
+  check(args.logits == logits.const_data_ptr(), "logits must have column stride 1 to be overwritten, got ",
+        logits.stride(1));
 }
 
 // Classes are bounded by their weights, which are looked up, and by nothing without them.

@@ -68,13 +68,13 @@ struct LossOptions {
   double softcap = 0;  // 0: none
 };
 
-// z = softcap tanh(scale x / softcap), or scale x without a softcap.
+// z = softcap tanh(scale x / softcap), or scale x without a softcap. `row_scale` multiplies the options' scale.
 template <typename acc_t>
 struct LogitTransform {
   acc_t scale, softcap;
 
-  SCE_HD explicit LogitTransform(const LossOptions& options)
-      : scale(static_cast<acc_t>(options.logit_scale)), softcap(static_cast<acc_t>(options.softcap)) {}
+  SCE_HD explicit LogitTransform(const LossOptions& options, acc_t row_scale = 1)
+      : scale(static_cast<acc_t>(options.logit_scale) * row_scale), softcap(static_cast<acc_t>(options.softcap)) {}
 
   SCE_HD bool identity() const { return scale == acc_t(1) && softcap == acc_t(0); }
   SCE_HD acc_t operator()(acc_t x) const {
@@ -82,10 +82,12 @@ struct LogitTransform {
     return softcap == acc_t(0) ? scaled : softcap * hyperbolic_tangent(scaled / softcap);
   }
   // dz/dx, from z.
-  SCE_HD acc_t slope(acc_t z) const {
-    if (softcap == acc_t(0)) return scale;
+  SCE_HD acc_t slope(acc_t z) const { return scale * slope_of_cap(z); }
+  // dz/d(scale x), from z.
+  SCE_HD acc_t slope_of_cap(acc_t z) const {
+    if (softcap == acc_t(0)) return acc_t(1);
     const acc_t t = z / softcap;
-    return scale * (acc_t(1) - t * t);
+    return acc_t(1) - t * t;
   }
 };
 
@@ -97,6 +99,8 @@ struct RowStats {
   acc_t sum = 0;       // sum_j exp(z_j - max)
   acc_t weighted = 0;  // sum_j o_j (z_j - max), where label smoothing needs it
   acc_t weight = 0;    // sum_j o_j over the same j
+
+  SCE_HD bool empty() const { return sum == acc_t(0); }
 
   SCE_HD void move_max(acc_t to) {
     const acc_t shift = max - to;  // <= 0

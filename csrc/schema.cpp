@@ -10,7 +10,7 @@
 //   (N, K)  and nothing else                          ids, K a row
 // Without values every weight is 1; with `logprobs` the weights are exp(values), and the gradient for the values is
 // theirs. An entry of weight 0, of log-probability -inf or of class ignore_index is padding. weight (V,) A are class
-// weights; row_mask (N,) bool is true where a row counts.
+// weights; row_mask (N,) bool is true where a row counts; row_scale (N,) or () A multiplies logit_scale.
 #include "arguments.h"
 
 #define SCE_GRADIENTS "(Tensor grad_input, Tensor grad_weight, Tensor grad_bias, Tensor grad_values)"
@@ -47,6 +47,25 @@ STABLE_TORCH_LIBRARY(sparse_ce, m) {
   // labels' class weights for class labels, else the number of rows that are not ignored; `normalizer` () A where there
   // is one. Over nothing, or by 0: 0 and inf.
   m.def("loss_mean(Tensor loss, Tensor? normalizer, " SCE_TARGET ") -> (Tensor mean, Tensor divisor)");
+
+  // The log-probabilities of the entries' classes, in the shape of indices, and what one read of the logits gives beside
+  // them; all A but argmax, which is int64, and (N,); (0,) where it is not asked for. Formulas in select.h. Weights say
+  // what is padding, which gets padding_value, and in the loss what they always say. Rows that are ignored: 0, argmax -1.
+  m.def("select(Tensor logits, " SCE_ARGUMENTS ", " SCE_OUTPUTS
+        ") -> (Tensor loss, Tensor lse, Tensor lse_residual, Tensor log_probs, Tensor log_rest, Tensor entropy, "
+        "Tensor mean_logit, Tensor argmax)");
+
+  // grad_logits (N, V), dtype of logits, of the sum of products of the outputs with their gradients, and grad_scale (N,)
+  // A, that of the row's row_scale, or (0,). log_rest and entropy are what select gave, where there is a gradient for
+  // them.
+  m.def("select_backward(" SCE_UPSTREAM
+        ", Tensor logits, Tensor lse, Tensor? lse_residual, Tensor? log_rest, Tensor? entropy, " SCE_ARGUMENTS
+        ", bool scale_grad=False) -> (Tensor grad_logits, Tensor grad_scale)");
+
+  // The same gradient, written over the logits.
+  m.def("select_backward_(" SCE_UPSTREAM
+        ", Tensor(a!) logits, Tensor lse, Tensor? lse_residual, Tensor? log_rest, Tensor? entropy, " SCE_ARGUMENTS
+        ", bool scale_grad=False) -> Tensor");
 
   // The same for logits that never exist: z = input linear_weight^T + linear_bias, chunk_rows rows at a time (as many
   // as fit a budget by default). input (N, D), linear_weight (V, D), linear_bias (V,): of one dtype, or weight and bias

@@ -14,11 +14,12 @@ from .parts import Parts
 from .tracing import VALIDATES, readable
 
 Normalizer = Union[int, float, Tensor]
+Scale = Union[float, Tensor]
 
 
 class Arguments(NamedTuple):
     """What the ops of a cross entropy take last, in the order of ``csrc/schema.cpp``: the target's parts with one
-    leading dimension, the class weights, and the numbers."""
+    leading dimension, the class weights, the numbers, and what multiplies ``logit_scale``, (N,) or ()."""
 
     indices: Tensor
     values: Optional[Tensor] = None
@@ -32,14 +33,24 @@ class Arguments(NamedTuple):
     softcap: Optional[float] = None
     num_classes: Optional[int] = None
     logprobs: bool = False
+    row_scale: Optional[Tensor] = None
 
     @property
     def tensors(self) -> Tuple[Optional[Tensor], ...]:
-        return self[:5]
+        return *self[:5], self.row_scale
 
     @property
     def numbers(self) -> Tuple[Any, ...]:
-        return self[5:]
+        return self[5:-1]
+
+    @classmethod
+    def of(cls, tensors: Sequence[Optional[Tensor]], numbers: Tuple[Any, ...]) -> "Arguments":
+        return cls(*tensors[:5], *numbers, tensors[5])
+
+    @property
+    def target(self) -> Tuple[Any, ...]:
+        """What the mean of losses knows of them."""
+        return self[:6]
 
     @property
     def labels(self) -> bool:
@@ -70,8 +81,7 @@ _RULES: Dict[str, _Rule] = {
     "ignore_index": _Rule("an integer"),
     "label_smoothing": _Rule("a number", lambda x: 0 <= x <= 1, "in [0, 1]"),
     "z_loss": _Rule("a number", lambda x: 0 <= x < math.inf, "finite and not negative"),
-    "logit_scale": _Rule("a number", lambda x: -math.inf < x < math.inf, "finite",
-                         fix="; scale input itself where the scale is learned: input * logit_scale"),
+    "logit_scale": _Rule("a number", lambda x: -math.inf < x < math.inf, "finite"),
     "softcap": _Rule("a number", lambda x: 0 < x < math.inf, "a positive number or None", True,
                      fix="; cap input itself where the cap is learned: softcap * tanh(input / softcap)"),
     "num_classes": _Rule("an integer", lambda x: x > 0, "a positive integer or None", True),
@@ -94,7 +104,7 @@ def checked(options: Dict[str, Any], vocab: Optional[int] = None,
         if value is None and rule.optional:
             continue
         number = rule.type == "a number"
-        if not (_is_number(value) if number else _is_integer(value)):
+        if not (is_number(value) if number else _is_integer(value)):
             fail(f"{name} must be {rule.type}, got {_described(value)}{rule.fix}", TypeError)
         if name == "num_classes" and vocab is not None:
             if not 0 < value <= vocab:
@@ -117,7 +127,7 @@ def check_held(weight: Optional[Tensor], normalizer: Optional[Normalizer], optio
             fail(f"weight must be (V,), one weight a class, got {list(weight.shape)}")
 
 
-def _is_number(value: object) -> bool:
+def is_number(value: object) -> bool:
     return isinstance(value, (Real, torch.SymInt, torch.SymFloat)) and not isinstance(value, bool)
 
 
@@ -127,6 +137,26 @@ def _is_integer(value: object) -> bool:
 
 def _described(value: object) -> str:
     return f"a {type(value).__name__} of shape {list(value.shape)}" if isinstance(value, Tensor) else repr(value)
+
+
+def taken_scale(logit_scale: Scale, shape: torch.Size, input: Tensor) -> Tuple[float, Optional[Tensor]]:
+    """``logit_scale`` and ``row_scale`` of the ops, for logits of ``shape`` on the device of ``input``."""
+    if not isinstance(logit_scale, Tensor):
+        return logit_scale, None
+    _check_local("logit_scale", logit_scale, "pass logit_scale.full_tensor()")
+    if not logit_scale.dtype.is_floating_point or logit_scale.layout != torch.strided:
+        fail(f"logit_scale must be a number or a strided tensor of a floating dtype, got {logit_scale.dtype}, "
+             f"{logit_scale.layout}", TypeError)
+    if logit_scale.dim() and logit_scale.shape != shape[:-1]:
+        fail(f"logit_scale must be a number, (), or of the leading shape {list(shape[:-1])}, got "
+             f"{list(logit_scale.shape)}")
+    if logit_scale.dim() and logit_scale.requires_grad:
+        fail("logit_scale must not require grad where it has a number for each row, got one that does; pass "
+             "logit_scale.detach(), or scale input itself: input * logit_scale[..., None]")
+    if logit_scale.device != input.device:
+        fail(f"logit_scale must be on the device of input, {input.device}, got {logit_scale.device}", RuntimeError)
+    scale = logit_scale.to(arithmetic_dtype(input.dtype))
+    return 1.0, scale.reshape(-1) if scale.dim() else scale
 
 
 # ------------------------------------------------------------------------------------------------ what divides, and how
@@ -140,7 +170,7 @@ def check_reduction(reduction: str, normalizer: Optional[Normalizer]) -> None:
         fail(f"normalizer must be None unless reduction is 'mean', got reduction={reduction!r}")
     if isinstance(normalizer, Tensor):
         _check_normalizer_tensor(normalizer)
-    elif not (_is_number(normalizer) or isinstance(normalizer, bool)):
+    elif not (is_number(normalizer) or isinstance(normalizer, bool)):
         fail(f"normalizer must be a number or a tensor, got {normalizer!r}", TypeError)
     elif not 0 <= normalizer < math.inf:
         fail(f"normalizer must be finite and not negative, got {normalizer}")

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.amp.autocast_mode import is_autocast_available
 
 from . import arguments, ops
-from .arguments import Arguments, Normalizer
+from .arguments import Arguments, Normalizer, Scale
 from .entries import IGNORE_INDEX, NO_MARK
 from .errors import fail
 from .masked_mean import masked_mean
@@ -16,7 +16,7 @@ from .ops.cross_entropy import cross_entropy as cross_entropy_op
 from .ops.linear import Head
 from .ops.linear import linear_cross_entropy as linear_cross_entropy_op
 from .sparse_softmax import log_softmax
-from .target import Target, as_target
+from .target import SparseTarget, Target, as_target
 
 __all__ = ["cross_entropy", "linear_cross_entropy", "log_softmax", "masked_mean"]
 
@@ -34,7 +34,7 @@ class Options(TypedDict, total=False):
     reduction: Reduction
     label_smoothing: float
     z_loss: float
-    logit_scale: float
+    logit_scale: Scale
     softcap: Optional[float]
     normalizer: Optional[Normalizer]
     num_classes: Optional[int]
@@ -65,7 +65,7 @@ def cross_entropy(
     reduction: Reduction = "mean",
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
-    logit_scale: float = 1.0,
+    logit_scale: Scale = 1.0,
     softcap: Optional[float] = None,
     normalizer: Optional[Normalizer] = None,
     num_classes: Optional[int] = None,
@@ -121,15 +121,16 @@ def cross_entropy(
         tensor([0.7076, 0.0949])
         >>> loss.sum().backward()
     """
-    options = dict(ignore_index=ignore_index, label_smoothing=label_smoothing, z_loss=z_loss, logit_scale=logit_scale,
-                   softcap=softcap, num_classes=num_classes)
     arguments.check_input(input, "V")
     shape = input.shape
     if shape[-1] == 0:
         fail(f"input must have at least one class, got shape {list(shape)}")
+    logit_scale, row_scale = arguments.taken_scale(logit_scale, shape, input)
+    options = dict(ignore_index=ignore_index, label_smoothing=label_smoothing, z_loss=z_loss, logit_scale=logit_scale,
+                   softcap=softcap, num_classes=num_classes)
     options = arguments.checked(options, shape[-1])
     arguments.check_inplace(inplace)
-    a, normalizer = _dense_parts(input, shape, target, weight, reduction, normalizer, options)
+    a, normalizer = _dense_parts(input, shape, target, weight, reduction, normalizer, options, row_scale)
     logits = input if len(shape) == 2 else input.reshape(-1, shape[-1])
     out = cross_entropy_op(logits, a, inplace == "backward", reduction != "none", normalizer, return_lse)
     loss, lse = out if return_lse else (out, None)
@@ -165,7 +166,7 @@ def linear_cross_entropy(
     reduction: Reduction = "mean",
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
-    logit_scale: float = 1.0,
+    logit_scale: Scale = 1.0,
     softcap: Optional[float] = None,
     normalizer: Optional[Normalizer] = None,
     num_classes: Optional[int] = None,
@@ -212,16 +213,17 @@ def linear_cross_entropy(
         >>> hidden.grad[2].eq(0).all()  # of the ignored row
         tensor(True)
     """
-    options = dict(ignore_index=ignore_index, label_smoothing=label_smoothing, z_loss=z_loss, logit_scale=logit_scale,
-                   softcap=softcap, num_classes=num_classes)
     arguments.check_input(input, "D")
     arguments.check_head(input, linear_weight, linear_bias)
     arguments.check_chunk_rows(chunk_rows)
+    shape = torch.Size((*input.shape[:-1], linear_weight.shape[0]))
+    logit_scale, row_scale = arguments.taken_scale(logit_scale, shape, input)
+    options = dict(ignore_index=ignore_index, label_smoothing=label_smoothing, z_loss=z_loss, logit_scale=logit_scale,
+                   softcap=softcap, num_classes=num_classes)
     options = arguments.checked(options, linear_weight.shape[0], "the rows of linear_weight")
     arguments.check_inplace(inplace)
     input, linear_weight, linear_bias = _autocast(input, linear_weight, linear_bias)
-    shape = torch.Size((*input.shape[:-1], linear_weight.shape[0]))
-    a, normalizer = _dense_parts(input, shape, target, weight, reduction, normalizer, options)
+    a, normalizer = _dense_parts(input, shape, target, weight, reduction, normalizer, options, row_scale)
     rows = input.reshape(math.prod(input.shape[:-1]), input.shape[-1])
     loss, lse = linear_cross_entropy_op(Head(rows, linear_weight, linear_bias), a, chunk_rows=chunk_rows,
                                         mean=reduction != "none", normalizer=normalizer)
@@ -229,29 +231,42 @@ def linear_cross_entropy(
 
 
 def _dense_parts(input: Tensor, shape: torch.Size, target: Target, weight: Optional[Tensor], reduction: str,
-                 normalizer: Optional[Normalizer], options: Dict[str, Any]) -> Tuple[Arguments, Optional[Tensor]]:
+                 normalizer: Optional[Normalizer], options: Dict[str, Any],
+                 row_scale: Optional[Tensor]) -> Tuple[Arguments, Optional[Tensor]]:
     """The arguments of the ops, the target with one leading dimension, and the normalizer, for logits of ``shape`` on
     the device of ``input``."""
     arguments.check_reduction(reduction, normalizer)
-    if input.is_cuda and ops.why_no_cuda is not None:
-        fail(f"input must be on a device with kernels, got a CUDA tensor, but {ops.why_no_cuda}; reinstall sparse_ce "
-             "with nvcc on the PATH", RuntimeError)
     num_classes = options["num_classes"]
     if weight is not None:
         weight = arguments.class_weights(weight, input, shape[-1], shape[-1] if num_classes is None else num_classes)
     if type(target) is Tensor and arguments.fit_as_labels(target, shape, input):  # most calls
-        a = Arguments(target if len(shape) == 2 else target.reshape(-1), None, None, weight, **options)
+        check_kernels(input)
+        labels = target if len(shape) == 2 else target.reshape(-1)
+        a = Arguments(labels, None, None, weight, row_scale=row_scale, **options)
     else:
-        given, ignore_index, target = target, options["ignore_index"], as_target(target, shape)
-        arguments.check_target(target, shape, input, num_classes)
-        if target is given and ignore_index != IGNORE_INDEX and ignore_index != NO_MARK:
-            target = target._marked(ignore_index)
-        flat = target.flatten()
-        a = Arguments(flat.indices, flat.values, flat.offsets, weight, flat.row_mask, logprobs=flat.kind == "logprobs",
-                      **options)
+        a = flat_target(input, shape, as_target(target, shape), target, weight, row_scale, options)
     if reduction == "sum":
         normalizer = 1.0  # a mean that divides by 1
     return a, None if normalizer is None else arguments.scalar_normalizer(normalizer, input)
+
+
+def flat_target(input: Tensor, shape: torch.Size, target: SparseTarget, given: object, weight: Optional[Tensor],
+                row_scale: Optional[Tensor], options: Dict[str, Any]) -> Arguments:
+    """The arguments of the ops: ``target``, made of what was ``given``, with one leading dimension."""
+    check_kernels(input)
+    ignore_index = options["ignore_index"]
+    arguments.check_target(target, shape, input, options["num_classes"])
+    if target is given and ignore_index != IGNORE_INDEX and ignore_index != NO_MARK:
+        target = target._marked(ignore_index)
+    flat = target.flatten()
+    return Arguments(flat.indices, flat.values, flat.offsets, weight, flat.row_mask,
+                     logprobs=flat.kind == "logprobs", row_scale=row_scale, **options)
+
+
+def check_kernels(input: Tensor) -> None:
+    if input.is_cuda and ops.why_no_cuda is not None:
+        fail(f"input must be on a device with kernels, got a CUDA tensor, but {ops.why_no_cuda}; reinstall sparse_ce "
+             "with nvcc on the PATH", RuntimeError)
 
 
 def _result(loss: Tensor, lse: Optional[Tensor], shape: torch.Size,

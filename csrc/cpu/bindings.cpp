@@ -1,5 +1,6 @@
 #include "../linear_ops.h"
 #include "../masked_mean_ops.h"
+#include "../select_ops.h"
 #include "../sparse_softmax_ops.h"
 #include "gradient_memory.h"
 
@@ -19,6 +20,8 @@ struct Cpu {
   static void backward(const BackwardArgs& args, const Tensor&) { cpu::cross_entropy_backward(args); }
   static void backward_values(const BackwardArgs& args, const Tensor&) { cpu::cross_entropy_backward_values(args); }
   static void loss_mean(const LossMeanArgs& args, const Tensor&) { cpu::loss_mean(args); }
+  static void select_forward(const SelectArgs& args, const Tensor&) { cpu::select_forward(args); }
+  static void select_backward(const SelectBackwardArgs& args, const Tensor&) { cpu::select_backward(args); }
   static void check_target(const TargetView& target, const Tensor&) { check_entries(target); }
   static void sparse_softmax(const SparseSoftmaxArgs& args, const Tensor&) { cpu::sparse_softmax(args); }
   static void sparse_softmax_backward(const SparseSoftmaxArgs& args, const Tensor&) {
@@ -72,6 +75,7 @@ std::string cpu_instruction_set() { return cpu::instruction_set(); }
 
 STABLE_TORCH_LIBRARY_IMPL(sparse_ce, CPU, m) {
   sparse_ce::CrossEntropyOps<sparse_ce::Cpu>::add_to(m);
+  sparse_ce::SelectOps<sparse_ce::Cpu>::add_to(m);
   sparse_ce::LinearOps<sparse_ce::Cpu>::add_to(m);
   sparse_ce::SparseSoftmaxOps<sparse_ce::Cpu>::add_to(m);
   sparse_ce::MaskedMeanOps<sparse_ce::Cpu>::add_to(m);

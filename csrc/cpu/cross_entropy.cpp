@@ -1,31 +1,11 @@
+#include "row_loops.h"
 #include "row_passes.h"
-
-#include <torch/csrc/stable/ops.h>
 
 #include <vector>
 
 namespace sparse_ce {
 namespace cpu {
 namespace {
-
-// Fewer logits than this are not worth waking a thread for.
-constexpr int64_t kGrain = 16384;
-
-// Rows are shared out whole while there are enough of them; a few long rows are shared out by spans.
-bool split_rows(int64_t rows, int64_t spans) { return rows < int64_t(torch::stable::get_num_threads()) && spans > 1; }
-
-template <typename function_t>
-void parallel_rows(int64_t rows, int64_t columns, const function_t& f) {
-  const int64_t grain = std::max<int64_t>(1, kGrain / std::max<int64_t>(1, columns));
-  torch::stable::parallel_for(0, rows, grain, f);
-}
-
-template <typename function_t>
-void parallel_spans(int64_t rows, int64_t spans, const function_t& f) {
-  torch::stable::parallel_for(0, rows * spans, 1, [&](int64_t begin, int64_t end) {
-    for (int64_t i = begin; i < end; ++i) f(i / spans, i % spans);
-  });
-}
 
 template <typename scalar_t>
 void run_forward(const ForwardArgs& args) {

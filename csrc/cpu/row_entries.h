@@ -18,20 +18,25 @@ class RowEntries {
   std::vector<acc_t> class_weights;  // o, empty where there are no class weights
   std::vector<acc_t> weights;        // w~
   std::vector<acc_t> logits;         // transformed; in backward then the gradient
+  std::vector<int64_t> positions;    // in the target, of select alone
 
   size_t size() const { return columns.size(); }
 
   void clear() { resize(0); }
 
+  template <bool with_positions = false>
   void collect(const TargetView& target, int64_t r) {
     const EntryRange range = target.row(r);
     const size_t most = static_cast<size_t>(range.end - range.begin);
     columns.resize(most);
     weights.resize(most);
+    if (with_positions) positions.resize(most);
     size_t kept = 0;
+    int64_t position = range.begin;
     const auto keep = [&](const Entry<acc_t>& entry) {  // an index out of range was refused before
       columns[kept] = entry.column;
       weights[kept] = entry.value;
+      if (with_positions) positions[kept] = position++;
       kept += entry.column >= 0;
     };
     with_index(target.indices_dtype, [&](auto index) {
@@ -57,18 +62,19 @@ class RowEntries {
   }
 
   // Adds up the weights of equal columns, in the order of their entries so that sums are reproducible, and orders the
-  // entries by span. Where columns ascend, as in COO and CSR, both are done.
-  void arrange(size_t spans) {
+  // entries by parts of the columns, `part` each, a power of two. Where columns ascend, as in COO and CSR, both are done.
+  template <int64_t part = kSpan>
+  void arrange(size_t parts) {
     bool ascending = true;
     for (size_t k = 1; k < size(); ++k) ascending &= columns[k - 1] < columns[k];
     if (!ascending && may_repeat()) merge_duplicates();
-    span_begin_.assign(spans + 1, 0);
-    if (spans > 1) {
-      for (const int64_t column : columns) ++span_begin_[span_of(column) + 1];
-      for (size_t t = 1; t < spans; ++t) span_begin_[t] += span_begin_[t - 1];
-      if (!ascending) order_by_span();
+    part_begin_.assign(parts + 1, 0);
+    if (parts > 1) {
+      for (const int64_t column : columns) ++part_begin_[part_of<part>(column) + 1];
+      for (size_t t = 1; t < parts; ++t) part_begin_[t] += part_begin_[t - 1];
+      if (!ascending) order_by_part<part>();
     }
-    span_begin_[spans] = size();
+    part_begin_[parts] = size();
     logits.resize(size());
   }
 
@@ -83,7 +89,7 @@ class RowEntries {
     return static_cast<acc_t>((sums[0] + sums[1]) + (sums[2] + sums[3]));
   }
 
-  size_t span_begin(size_t t) const { return span_begin_[t]; }
+  size_t part_begin(size_t t) const { return part_begin_[t]; }
 
   template <typename scalar_t>
   void gather(const scalar_t* row, const LogitTransform<acc_t>& transform, size_t begin, size_t end) {
@@ -93,7 +99,10 @@ class RowEntries {
   }
 
  private:
-  static size_t span_of(int64_t column) { return static_cast<uint64_t>(column) / kSpan; }
+  template <int64_t part>
+  static size_t part_of(int64_t column) {
+    return static_cast<uint64_t>(column) / part;
+  }
 
   void resize(size_t count) {
     columns.resize(count);
@@ -143,10 +152,11 @@ class RowEntries {
   }
 
   // A counting sort.
-  void order_by_span() {
+  template <int64_t part>
+  void order_by_part() {
     position_.resize(size());
-    cursor_ = span_begin_;
-    for (size_t k = 0; k < size(); ++k) position_[k] = cursor_[span_of(columns[k])]++;
+    cursor_ = part_begin_;
+    for (size_t k = 0; k < size(); ++k) position_[k] = cursor_[part_of<part>(columns[k])]++;
     const auto move = [this](auto& array, auto& scratch) {
       scratch.resize(array.size());
       for (size_t k = 0; k < array.size(); ++k) scratch[position_[k]] = array[k];
@@ -164,7 +174,7 @@ class RowEntries {
   std::vector<Seen> seen_;
   size_t row_ = 0;
   std::vector<uint64_t> marks_;  // all 0 between calls
-  std::vector<size_t> span_begin_, cursor_, position_;
+  std::vector<size_t> part_begin_, cursor_, position_;
   std::vector<int64_t> moved_columns_;
   std::vector<acc_t> moved_weights_;
 };

@@ -41,7 +41,7 @@ class Forward {
 
  public:
   explicit Forward(const ForwardArgs& args)
-      : args_(args), columns_(args.target.num_classes), spans_(divide_up(columns_, kSpan)), transform_(args.options) {}
+      : args_(args), columns_(args.target.num_classes), spans_(divide_up(columns_, kSpan)) {}
 
   int64_t spans() const { return spans_; }
   bool ignored(int64_t r) const { return args_.target.ignored(r); }
@@ -59,7 +59,8 @@ class Forward {
     const int64_t column = t * kSpan;
     const scalar_t* next = t + 1 < spans_ ? row(r) + column + kSpan : row(after);
     const bool weighted = args_.options.label_smoothing != 0;
-    return Tile<scalar_t>::stats(row(r) + column, std::min(kSpan, columns_ - column), transform_, weighted,
+    return Tile<scalar_t>::stats(row(r) + column, std::min(kSpan, columns_ - column),
+                                 args_.template transform<acc_t>(r), weighted,
                                  weights_at<scalar_t>(args_.target, column), next);
   }
 
@@ -69,7 +70,7 @@ class Forward {
     if (ignored(r)) return args_.write(r, true, stats, sums.stats<acc_t>());
     entries.collect(args_.target, r);
     entries.logits.resize(entries.size());
-    entries.gather(row(r), transform_, 0, entries.size());
+    entries.gather(row(r), args_.template transform<acc_t>(r), 0, entries.size());
     for (size_t k = 0; k < entries.size(); ++k)
       sums.add(entries.weights[k], stats.max, [&] { return entries.logits[k]; });
     args_.write(r, false, stats, sums.stats<acc_t>());
@@ -80,7 +81,6 @@ class Forward {
 
   const ForwardArgs& args_;
   const int64_t columns_, spans_;
-  const LogitTransform<acc_t> transform_;
 };
 
 template <typename scalar_t>
@@ -98,8 +98,7 @@ class Backward {
   };
 
   explicit Backward(const BackwardArgs& args)
-      : args_(args), columns_(args.target.num_classes), spans_(divide_up(args.vocab, kSpan)), transform_(args.options) {
-  }
+      : args_(args), columns_(args.target.num_classes), spans_(divide_up(args.vocab, kSpan)) {}
 
   int64_t spans() const { return spans_; }
   RowPlan empty_plan() const { return {true, {0, 0, 0, 0, 0, 0, args_.options, columns_}, {}}; }
@@ -129,8 +128,9 @@ class Backward {
     const scalar_t* next = t + 1 < spans_ ? row(r) + end : row(after);
     scalar_t* gradient = args_.template gradient_row<scalar_t>(r);
     if (live > begin) {
-      plan.entries.gather(row(r), transform_, plan.entries.span_begin(t), plan.entries.span_begin(t + 1));
-      Tile<scalar_t>::gradient(row(r) + begin, live - begin, transform_, plan.coefficients,
+      const auto transform = args_.template transform<acc_t>(r);
+      plan.entries.gather(row(r), transform, plan.entries.part_begin(t), plan.entries.part_begin(t + 1));
+      Tile<scalar_t>::gradient(row(r) + begin, live - begin, transform, plan.coefficients,
                                weights_at<scalar_t>(args_.target, begin), next, gradient + begin);
     }
     std::fill(reinterpret_cast<char*>(gradient + live), reinterpret_cast<char*>(gradient + end), 0);
@@ -138,7 +138,8 @@ class Backward {
 
   void write_entries(int64_t r, RowPlan& plan) const {
     RowEntries<acc_t>& entries = plan.entries;
-    Tile<scalar_t>::entries(entries.logits.data(), entries.size(), transform_, plan.coefficients,
+    Tile<scalar_t>::entries(entries.logits.data(), entries.size(), args_.template transform<acc_t>(r),
+                            plan.coefficients,
                             entries.class_weights.empty() ? nullptr : entries.class_weights.data(),
                             entries.weights.data());
     scalar_t* gradient = args_.template gradient_row<scalar_t>(r);
@@ -149,8 +150,9 @@ class Backward {
   void write_values(int64_t r) const {
     if (args_.target.ignored(r)) return;
     const GradientCoefficients<acc_t> c = args_.coefficients(r, acc_t(0));
+    const auto transform = args_.template transform<acc_t>(r);
     const EntryRange range = args_.target.row(r);
-    for (int64_t i = range.begin; i < range.end; ++i) args_.write_value(i, row(r), transform_, c);
+    for (int64_t i = range.begin; i < range.end; ++i) args_.write_value(i, row(r), transform, c);
   }
 
  private:
@@ -158,7 +160,6 @@ class Backward {
 
   const BackwardArgs& args_;
   const int64_t columns_, spans_;
-  const LogitTransform<acc_t> transform_;
 };
 
 }  // namespace cpu

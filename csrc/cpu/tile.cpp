@@ -27,11 +27,11 @@ SCE_HD const acc_t* transformed(const scalar_t* logits, int64_t n, const LogitTr
 }
 
 // One pass over memory, so that loads and exponentials overlap; the first few logits find a maximum to start from.
-template <typename acc_t, typename logits_t>
-SCE_HD void push_tile(RowStats<acc_t>& stats, const logits_t& z, int64_t n) {
+template <typename stats_t, typename logits_t>
+SCE_HD void push_tile(stats_t& stats, const logits_t& z, int64_t n) {
   constexpr int64_t kFirst = 256;
   int64_t begin = 0;
-  if (stats.sum == acc_t(0)) {
+  if (stats.empty()) {
     begin = n < kFirst ? n : kFirst;
     stats.push(z, 0, begin);
   }
@@ -103,6 +103,45 @@ SCE_HD void entries_body(acc_t* z, int64_t n, const LogitTransform<acc_t>& trans
     z[i] = c.at(z[i], class_weight ? class_weight[i] : acc_t(1), target_weight[i]) * t.slope(z[i]);
 }
 
+template <typename acc_t>
+SCE_HD int64_t argmax_body(const acc_t* z, int64_t n, acc_t above) {
+  acc_t highest = above;
+  SCE_SIMD(reduction(max : highest))
+  for (int64_t i = 0; i < n; ++i) highest = z[i] > highest ? z[i] : highest;
+  if (!(highest > above)) return -1;
+  int64_t i = 0;
+  while (z[i] != highest) ++i;
+  return i;
+}
+
+template <typename acc_t>
+SCE_HD void derivative_body(const acc_t* z, int64_t n, const SelectCoefficients<acc_t>& coefficients,
+                            const acc_t* class_weight, acc_t* __restrict__ derivative) {
+  const SelectCoefficients<acc_t> c = coefficients;
+  if (class_weight) {
+    SCE_SIMD()
+    for (int64_t i = 0; i < n; ++i) derivative[i] = c.inside(z[i], class_weight[i]);
+  } else {
+    SCE_SIMD()
+    for (int64_t i = 0; i < n; ++i) derivative[i] = c.inside(z[i], acc_t(1));
+  }
+  if (c.of_rest == acc_t(0)) return;
+  SCE_SIMD()
+  for (int64_t i = 0; i < n; ++i) derivative[i] += c.outside(z[i]);
+}
+
+template <typename scalar_t, typename acc_t>
+SCE_HD void chain_body(const scalar_t* logits, const acc_t* z, const acc_t* derivative, int64_t n,
+                       const LogitTransform<acc_t>& transform, acc_t* of_scale, scalar_t* gradient) {
+  const LogitTransform<acc_t> t = transform;
+  if (of_scale)
+    *of_scale += sum_in_lanes<acc_t>(0, n, [&](int64_t i) {
+      return derivative[i] == acc_t(0) ? acc_t(0) : derivative[i] * t.slope_of_cap(z[i]) * to_acc(logits[i]);
+    });
+  SCE_SIMD()
+  for (int64_t i = 0; i < n; ++i) from_acc(derivative[i] * t.slope(z[i]), gradient[i]);
+}
+
 // SPARSE_CE_CPU forces a path so that each can be tested; one that the processor lacks is not taken.
 InstructionSet choose() {
 #ifdef SCE_X86
@@ -150,6 +189,44 @@ void Tile<scalar_t>::entries(acc_t* z, int64_t n, const LogitTransform<acc_t>& t
                              const acc_t* target_weight) {
   with_instruction_set([&](auto)
                            SCE_INLINE { entries_body(z, n, transform, coefficients, class_weight, target_weight); });
+}
+
+template <typename scalar_t>
+void Tile<scalar_t>::transform(const scalar_t* logits, int64_t n, const LogitTransform<acc_t>& transform, acc_t* z) {
+  with_instruction_set([&](auto) SCE_INLINE { transformed(logits, n, transform, z); });
+}
+
+template <typename scalar_t>
+void Tile<scalar_t>::push(const acc_t* z, int64_t n, bool weighted, const acc_t* class_weight,
+                          SelectStats<acc_t>& stats) {
+  with_instruction_set([&](auto) SCE_INLINE {
+    push_tile(stats, z, n);
+    if (weighted) stats.row.push_weighted(z, class_weight, n);
+  });
+}
+
+template <typename scalar_t>
+acc_type<scalar_t> Tile<scalar_t>::total(const acc_t* z, int64_t n) {
+  return with_instruction_set(
+      [&](auto) SCE_INLINE { return sum_in_lanes<acc_t>(0, n, [&](int64_t i) { return z[i]; }); });
+}
+
+template <typename scalar_t>
+int64_t Tile<scalar_t>::argmax(const acc_t* z, int64_t n, acc_t above) {
+  return with_instruction_set([&](auto) SCE_INLINE { return argmax_body(z, n, above); });
+}
+
+template <typename scalar_t>
+void Tile<scalar_t>::derivative(const acc_t* z, int64_t n, const SelectCoefficients<acc_t>& coefficients,
+                                const acc_t* class_weight, acc_t* derivative) {
+  with_instruction_set([&](auto) SCE_INLINE { derivative_body(z, n, coefficients, class_weight, derivative); });
+}
+
+template <typename scalar_t>
+void Tile<scalar_t>::chain(const scalar_t* logits, const acc_t* z, const acc_t* derivative, int64_t n,
+                           const LogitTransform<acc_t>& transform, acc_t* of_scale, scalar_t* gradient) {
+  with_instruction_set(
+      [&](auto) SCE_INLINE { chain_body(logits, z, derivative, n, transform, of_scale, gradient); });
 }
 
 template struct Tile<float>;

@@ -1,7 +1,7 @@
 // tile.h - the two loops over logits that take the CPU's time, for every instruction set.
 #pragma once
 
-#include "../math.h"
+#include "../select.h"
 #include "instruction_set.h"
 
 namespace sparse_ce {
@@ -39,6 +39,20 @@ struct Tile {
   static void entries(acc_t* z, int64_t n, const LogitTransform<acc_t>& transform,
                       const GradientCoefficients<acc_t>& coefficients, const acc_t* class_weight,
                       const acc_t* target_weight);
+
+  // For select, n <= kTile. z of the logits.
+  static void transform(const scalar_t* logits, int64_t n, const LogitTransform<acc_t>& transform, acc_t* z);
+  // Adds z to `stats`, all but its total.
+  static void push(const acc_t* z, int64_t n, bool weighted, const acc_t* class_weight, SelectStats<acc_t>& stats);
+  static acc_t total(const acc_t* z, int64_t n);
+  // The first of the largest, -1 where none is above `above`.
+  static int64_t argmax(const acc_t* z, int64_t n, acc_t above);
+  // dl/dz as if none had an entry.
+  static void derivative(const acc_t* z, int64_t n, const SelectCoefficients<acc_t>& coefficients,
+                         const acc_t* class_weight, acc_t* derivative);
+  // The gradient from it, and, where `of_scale` is there, what it adds to dl/ds; it may be the logits.
+  static void chain(const scalar_t* logits, const acc_t* z, const acc_t* derivative, int64_t n,
+                    const LogitTransform<acc_t>& transform, acc_t* of_scale, scalar_t* gradient);
 };
 
 }  // namespace cpu

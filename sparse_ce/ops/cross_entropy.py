@@ -50,7 +50,7 @@ class _CrossEntropy(torch.autograd.Function):
                 else:
                     loss, lse, lse_residual = ops.forward_with_residual(logits, *a)
                     if mean:
-                        loss, divisor = ops.loss_mean(loss, normalizer, *a.tensors, a.ignore_index)
+                        loss, divisor = ops.loss_mean(loss, normalizer, *a.target)
             ctx.save_for_backward(logits, *a.tensors, lse, lse_residual, divisor)
         ctx.numbers, ctx.inplace, ctx.made, ctx.small = a.numbers, inplace, (expected, grad_logits), small is not None
         ctx.set_materialize_grads(False)
@@ -69,13 +69,13 @@ class _CrossEntropy(torch.autograd.Function):
                 return grad_logits, *_NONE[1:]
         if ctx.small:  # which keeps nothing for an upstream gradient that is not the expected one
             indices, values, normalizer = saved
-            a = Arguments(indices, values, None, None, None, *ctx.numbers)
+            a = Arguments.of((indices, values, None, None, None, None), ctx.numbers)
             with torch._C._AutoDispatchBelowAutograd():
                 loss, lse, lse_residual = ops.forward_with_residual(logits, *a)
-                divisor = ops.loss_mean(loss, normalizer, *a.tensors, a.ignore_index)[1]
+                divisor = ops.loss_mean(loss, normalizer, *a.target)[1]
         else:
             *tensors, lse, lse_residual, divisor = saved
-            a = Arguments(*tensors, *ctx.numbers)
+            a = Arguments.of(tensors, ctx.numbers)
         if grad_loss is None:
             if grad_lse is None:
                 return _NONE
@@ -138,7 +138,7 @@ def _run(logits: Tensor, a: Arguments, inplace: bool = False, mean: bool = False
     if composite(logits):
         loss, lse = reference.forward(logits, *a)
         if mean:
-            loss = reference.loss_mean(loss, normalizer, *a.tensors, a.ignore_index)[0]
+            loss = reference.loss_mean(loss, normalizer, *a.target)[0]
         return (loss, lse) if return_lse else loss
     if needs_grad(logits, a.values, a.weight):
         refuse_weight_grad(a.weight)
@@ -149,7 +149,7 @@ def _run(logits: Tensor, a: Arguments, inplace: bool = False, mean: bool = False
     with torch._C._AutoDispatchBelowAutograd():
         loss, lse = ops.forward(logits, *a)
         if mean:
-            loss = ops.loss_mean(loss, normalizer, *a.tensors, a.ignore_index)[0]
+            loss = ops.loss_mean(loss, normalizer, *a.target)[0]
     return (loss, lse) if return_lse else loss
 
 
@@ -195,8 +195,10 @@ def cross_entropy(logits: Tensor, a: Arguments, inplace: bool, mean: bool, norma
     if not eager():
         loss, lse = ops.forward(logits, *a)
         if mean:
-            loss = ops.loss_mean(loss, normalizer, *a.tensors, a.ignore_index)[0]
+            loss = ops.loss_mean(loss, normalizer, *a.target)[0]
         return (loss, lse) if return_lse else loss
-    if inplace:
-        inplace = logits.stride(1) == 1 and (logits.shape[0] <= 1 or logits.stride(0) >= logits.shape[1])
-    return _run(logits, a, inplace, mean, normalizer, return_lse)
+    return _run(logits, a, inplace and overwritable(logits), mean, normalizer, return_lse)
+
+
+def overwritable(logits: Tensor) -> bool:
+    return logits.stride(1) == 1 and (logits.shape[0] <= 1 or logits.stride(0) >= logits.shape[1])

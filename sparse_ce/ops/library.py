@@ -128,19 +128,21 @@ def register_backward(name: str) -> None:
             return op(*arguments)
 
 
-def register_in_place(name: str, written: str) -> Callable[..., None]:
+def register_in_place(name: str, written: str, fake: Callable[..., Any] = lambda *given, **named: None,
+                      ) -> Callable[..., Any]:
     """Of an op that writes over its argument ``written``: whoever saved that, a second backward included, gets
-    autograd's own error afterwards. Returns its kernel."""
+    autograd's own error afterwards. ``fake``: of what it returns. Returns its kernel."""
     op = getattr(ops, name)
     at = [argument.name for argument in op.default._schema.arguments].index(written)
 
-    def counted(*arguments: Any) -> None:
+    def counted(*arguments: Any) -> Any:
         with torch._C._AutoDispatchBelowADInplaceOrView():
-            op(*arguments)
+            out = op(*arguments)
         torch.autograd.graph.increment_version(arguments[at])
+        return out
 
     _library.impl(name, counted, "ADInplaceOrView")
-    register_fake(name)(lambda *arguments, **named: None)
+    register_fake(name)(fake)
     return counted
 
 

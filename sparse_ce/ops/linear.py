@@ -40,7 +40,7 @@ class Head(NamedTuple):
 
 
 _VALUES = len(Head._fields) + Arguments._fields.index("values")  # of the inputs below
-_INPUTS = 12
+_INPUTS = 13
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -49,10 +49,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, input: Tensor, linear_weight: Tensor, linear_bias: Optional[Tensor],
                 indices: Tensor, values: Optional[Tensor], offsets: Optional[Tensor], weight: Optional[Tensor],
-                row_mask: Optional[Tensor], numbers: Tuple[Any, ...], chunk_rows: Optional[int], mean: bool,
-                normalizer: Optional[Tensor]) -> Tuple[Tensor, Tensor]:
+                row_mask: Optional[Tensor], row_scale: Optional[Tensor], numbers: Tuple[Any, ...],
+                chunk_rows: Optional[int], mean: bool, normalizer: Optional[Tensor]) -> Tuple[Tensor, Tensor]:
         head = Head(input, linear_weight, linear_bias)
-        a = Arguments(indices, values, offsets, weight, row_mask, *numbers)
+        a = Arguments.of((indices, values, offsets, weight, row_mask, row_scale), numbers)
         ctx.wanted = (*ctx.needs_input_grad[:3], ctx.needs_input_grad[_VALUES])
         divisor, gradients, expected = None, None, None
         if mean:
@@ -65,7 +65,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             else:
                 loss, lse, lse_residual = ops.linear_forward_with_residual(*head, *a, chunk_rows)
                 if mean:
-                    loss, divisor = ops.loss_mean(loss, normalizer, *a.tensors, a.ignore_index)
+                    loss, divisor = ops.loss_mean(loss, normalizer, *a.target)
         ctx.save_for_backward(*head, *a.tensors, lse, lse_residual, divisor)
         ctx.numbers, ctx.chunk_rows, ctx.made, ctx.traced = numbers, chunk_rows, (expected, gradients), not eager()
         ctx.set_materialize_grads(False)
@@ -74,7 +74,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_loss: Optional[Tensor], grad_lse: Optional[Tensor]) -> Tuple[Optional[Tensor], ...]:
         *inputs, lse, lse_residual, divisor = ctx.saved_tensors
-        head, a = inputs[:3], Arguments(*inputs[3:], *ctx.numbers)
+        head, a = inputs[:3], Arguments.of(inputs[3:], ctx.numbers)
         all_grads: List[Optional[Tensor]] = [None] * _INPUTS
         (expected, gradients), ctx.made = ctx.made, (None, None)  # handed out once: their new owner may overwrite them
         grads: Optional[Sequence[Tensor]] = None

@@ -1,19 +1,13 @@
-"""The specification: every op of ``sparse_ce`` in plain PyTorch.
+"""The loss of logits, its mean and its gradients in plain PyTorch."""
 
-Slow (it holds the N x V log-probabilities and, for second derivatives, the dense target), and differentiable any number
-of times in any mode. The kernels must agree with it; under ``torch.func`` transforms, forward-mode AD and double
-backward it is what runs. Arguments and shapes are those of ``torch.ops.sparse_ce`` (``csrc/schema.cpp``), ``arguments``
-those of :class:`sparse_ce.arguments.Arguments`; the formulas are derived in ``csrc/math.h``.
-"""
-
-from typing import Any, NamedTuple, Optional, Sequence, Tuple
+from typing import Any, NamedTuple, Optional, Tuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .arguments import Arguments, arithmetic_dtype, split
-from .guarded import normalize, softcapped, times
+from ..arguments import Arguments, arithmetic_dtype
+from ..guarded import normalize, softcapped, times
 
 
 class Entries(NamedTuple):
@@ -23,6 +17,8 @@ class Entries(NamedTuple):
     columns: Tensor  # int64, 0 where there is nothing to read
     values: Tensor  # arithmetic dtype; 0 for padding, NaN for an index out of range
     invalid_rows: Optional[Tensor]  # (N,) bool: offsets that lead outside the entries
+    live: Tensor  # bool: of a class, neither padding nor out of range nor of no row
+    within: Optional[Tensor] = None  # (E,) bool where there are offsets: which entries are some row's
 
     def gather(self, dense: Tensor) -> Tensor:
         """The elements of ``dense`` (N, V) at the entries."""
@@ -77,7 +73,7 @@ def _count(loss: Tensor, a: Arguments) -> Tensor:
 
 
 def entries_of(a: Arguments, num_classes: int, dtype: torch.dtype) -> Entries:
-    rows, invalid_rows, indices, values = None, None, a.indices, a.values
+    rows, invalid_rows, within, indices, values = None, None, None, a.indices, a.values
     if a.offsets is None and indices.dim() == 1:
         indices = indices[:, None]
         values = None if values is None else values[:, None]
@@ -88,7 +84,7 @@ def entries_of(a: Arguments, num_classes: int, dtype: torch.dtype) -> Entries:
     if a.offsets is not None:
         begin, end = (a.offsets[:-1], a.offsets[1:]) if a.offsets.dim() == 1 else a.offsets.unbind(1)
         if begin.shape[0] == 0:  # no rows: no entry belongs to one
-            return Entries(columns[:0], columns[:0], values[:0], begin.bool())
+            return Entries(columns[:0], columns[:0], values[:0], begin.bool(), padding[:0], padding[:0])
         count = columns.shape[0]
         invalid_rows = (begin < 0) | (begin > end) | (end > count)
         end = torch.where(invalid_rows, begin, end)
@@ -96,18 +92,26 @@ def entries_of(a: Arguments, num_classes: int, dtype: torch.dtype) -> Entries:
         begin, order = torch.sort(begin)
         position = torch.arange(count, device=columns.device)
         rows = order[(torch.searchsorted(begin.contiguous(), position, right=True) - 1).clamp(min=0)]
-        padding = padding | (position >= end[rows]) | (position < begin[0])
+        within = (position < end[rows]) & (position >= begin[0])
+        padding = padding | ~within
     outside = ~padding & ((columns < 0) | (columns >= num_classes))
     columns = torch.where(padding | outside, 0, columns)
     if logprobs:  # where before exp: NaN in a padding entry must not touch the gradient
         values = torch.where(padding, -torch.inf, values).exp()
     values = torch.where(padding, 0.0, torch.where(outside, float("nan"), values))
-    return Entries(rows, columns, values, invalid_rows)
+    return Entries(rows, columns, values, invalid_rows, ~outside & (values != 0), within)
 
 
-def transform(logits: Tensor, logit_scale: float, softcap: Optional[float]) -> Tensor:
-    z = logits if logit_scale == 1.0 else logits * logit_scale
-    return z if softcap is None else softcapped(z, softcap)
+def transform(logits: Tensor, a: Arguments, ignored: Tensor) -> Tensor:
+    z = logits if a.logit_scale == 1.0 else logits * a.logit_scale
+    if a.row_scale is not None:
+        z = z * scale_of_rows(a.row_scale, ignored)
+    return z if a.softcap is None else softcapped(z, a.softcap)
+
+
+def scale_of_rows(row_scale: Tensor, ignored: Tensor) -> Tensor:
+    """Against (N, V); that of an ignored row may be anything."""
+    return row_scale if row_scale.dim() == 0 else torch.where(ignored, 1.0, row_scale)[:, None]
 
 
 class Row(NamedTuple):
@@ -122,12 +126,12 @@ class Row(NamedTuple):
     class_weights: Tensor  # (num_classes,)
 
 
-def _row(logits: Tensor, a: Arguments) -> Row:
+def row_of(logits: Tensor, a: Arguments) -> Row:
     dtype = arithmetic_dtype(logits.dtype)
     num_classes = logits.shape[1] if a.num_classes is None else a.num_classes
     ignored = ignored_rows(a, logits.shape[0])
     # where, not a product: NaN and inf in an ignored row must touch neither the loss nor the gradient.
-    z = transform(torch.where(ignored[:, None], 0.0, logits[:, :num_classes].to(dtype)), a.logit_scale, a.softcap)
+    z = transform(torch.where(ignored[:, None], 0.0, logits[:, :num_classes].to(dtype)), a, ignored)
     lse, log_probs = normalize(z)
     entries = entries_of(a, num_classes, dtype)
     class_weights = z.new_ones(num_classes) if a.weight is None else a.weight.to(dtype)
@@ -137,7 +141,7 @@ def _row(logits: Tensor, a: Arguments) -> Row:
 def forward(logits: Tensor, *arguments: Any, **named: Any) -> Tuple[Tensor, Tensor]:
     """``torch.ops.sparse_ce.forward``: (loss (N,), lse (N,)) in the arithmetic dtype."""
     a = Arguments(*arguments, **named)
-    row = _row(logits, a)
+    row = row_of(logits, a)
     w = row.entry_weights
     # A weight of 0 at a logit of -inf adds 0, not 0 * inf.
     terms = -times(w, torch.where(w == 0, 0.0, row.entries.gather(row.log_probs)))
@@ -155,7 +159,7 @@ def backward(grad_loss: Tensor, grad_lse: Optional[Tensor], logits: Tensor, lse:
              lse_residual: Optional[Tensor], *arguments: Any, **named: Any) -> Tensor:
     """``torch.ops.sparse_ce.backward``: grad_logits (N, V). Recomputes ``lse``, so that it too is differentiated."""
     a = Arguments(*arguments, **named)
-    row = _row(logits, a)
+    row = row_of(logits, a)
     num_rows, vocab = logits.shape
     share = a.label_smoothing / row.z.shape[1]
     mass = row.entries.sum(row.entry_weights, num_rows)
@@ -166,120 +170,29 @@ def backward(grad_loss: Tensor, grad_lse: Optional[Tensor], logits: Tensor, lse:
     target = row.entries.to_dense(row.entry_weights, num_rows, row.z.shape[1])
     grad = times(of_q[:, None], row.log_probs.exp()) - times(
         grad_loss[:, None], share * row.class_weights + (1 - a.label_smoothing) * target)
-    slope = a.logit_scale * (torch.ones_like(row.z) if a.softcap is None else 1 - (row.z / a.softcap).square())
-    grad = torch.where(row.ignored[:, None], 0.0, times(grad, slope))
+    grad = torch.where(row.ignored[:, None], 0.0, times(grad, a.logit_scale * slope(row, a)))
+    if a.row_scale is not None:
+        grad = times(grad, scale_of_rows(a.row_scale, row.ignored).expand_as(grad))
     return F.pad(grad, (0, vocab - row.z.shape[1])).to(logits.dtype)
+
+
+def slope(row: Row, a: Arguments) -> Tensor:
+    """dz / d(scaled logits)."""
+    return torch.ones_like(row.z) if a.softcap is None else 1 - (row.z / a.softcap).square()
 
 
 def backward_values(grad_loss: Tensor, logits: Tensor, lse: Tensor, lse_residual: Optional[Tensor], *arguments: Any,
                     **named: Any) -> Tensor:
     """``torch.ops.sparse_ce.backward_values``: the gradient for the entries' values, 0 for padding."""
     a = Arguments(*arguments, **named)
-    row = _row(logits, a)
+    row = row_of(logits, a)
     entries = row.entries
     if logits.shape[0] == 0:
         return torch.zeros_like(a.indices, dtype=row.lse.dtype)
     grad = torch.where(row.ignored, 0.0, grad_loss)
     grad = grad[:, None] if entries.rows is None else grad[entries.rows]
-    slope = entries.values if a.logprobs else 1  # of a weight by its value
-    share = (1 - a.label_smoothing) * row.class_weights[entries.columns] * slope
+    per_value = entries.values if a.logprobs else 1  # of a weight
+    share = (1 - a.label_smoothing) * row.class_weights[entries.columns] * per_value
     skipped = (entries.values == 0) | entries.values.isnan() | (share == 0)
     by, log_probs = (torch.where(skipped, 0.0, t) for t in (grad * share, entries.gather(row.log_probs)))
     return -times(by, log_probs).reshape(a.indices.shape)
-
-
-def _head_logits(input: Tensor, linear_weight: Tensor, linear_bias: Optional[Tensor],
-                 a: Arguments) -> Tuple[Tensor, Tensor, Tensor]:
-    """(input, weight, logits) in the arithmetic dtype, of the classes that exist; ignored rows of the input are 0."""
-    dtype, ignored = arithmetic_dtype(input.dtype), ignored_rows(a, input.shape[0])
-    x, w = torch.where(ignored[:, None], 0.0, input.to(dtype)), linear_weight[:a.num_classes].to(dtype)
-    return x, w, F.linear(x, w, None if linear_bias is None else linear_bias[:a.num_classes].to(dtype))
-
-
-def linear_forward(input: Tensor, linear_weight: Tensor, linear_bias: Optional[Tensor], *given: Any,
-                   **named: Any) -> Tuple[Tensor, Tensor]:
-    """``torch.ops.sparse_ce.linear_forward``; how the rows are chunked makes no difference here."""
-    a, _ = split(given, named, chunk_rows=None)
-    return forward(_head_logits(input, linear_weight, linear_bias, a)[2], *a)
-
-
-def linear_mean(input: Tensor, linear_weight: Tensor, linear_bias: Optional[Tensor], *given: Any,
-                **named: Any) -> Tuple[Tensor, Tensor]:
-    """``torch.ops.sparse_ce.linear_mean``."""
-    a, (normalizer, _) = split(given, named, normalizer=None, chunk_rows=None)
-    loss, lse = linear_forward(input, linear_weight, linear_bias, *a)
-    return loss_mean(loss, normalizer, *a.tensors, a.ignore_index)[0], lse
-
-
-def linear_backward(grad_loss: Tensor, grad_lse: Optional[Tensor], input: Tensor, linear_weight: Tensor,
-                    linear_bias: Optional[Tensor], lse: Tensor, lse_residual: Optional[Tensor], *given: Any,
-                    **named: Any) -> Tuple[Tensor, Tensor, Tensor, Tensor]:
-    """``torch.ops.sparse_ce.linear_backward``: the gradients for input, weight, bias and values, (0,) if not wanted."""
-    a, (_, input_grad, weight_grad, bias_grad, values_grad) = split(
-        given, named, chunk_rows=None, input_grad=True, weight_grad=True, bias_grad=True, values_grad=False)
-    x, w, logits = _head_logits(input, linear_weight, linear_bias, a)
-    padding = linear_weight.shape[0] - w.shape[0]
-    dz = backward(grad_loss, grad_lse, logits, lse, lse_residual, *a)
-    none = input.new_empty(0)
-    return (
-        (dz @ w).to(input.dtype) if input_grad else none,
-        F.pad((dz.T @ x).to(linear_weight.dtype), (0, 0, 0, padding)) if weight_grad else none,
-        F.pad(dz.sum(0).to(linear_bias.dtype), (0, padding)) if bias_grad and linear_bias is not None else none.clone(),
-        backward_values(grad_loss, logits, lse, lse_residual, *a) if values_grad else none.clone(),
-    )
-
-
-def masked_mean(input: Tensor, mask: Tensor, dim: Sequence[int]) -> Tuple[Tensor, Tensor]:
-    """``torch.ops.sparse_ce.masked_mean``: the mean, and the divisor in the arithmetic dtype."""
-    dtype = arithmetic_dtype(input.dtype)
-    weight, dim = mask.to(dtype), list(dim)
-    # where, not a product: NaN and inf under the mask must touch neither the mean nor the gradient.
-    total = torch.where(weight == 0, 0.0, weight * input.to(dtype)).sum(dim)
-    exact = dtype if mask.dtype.is_floating_point else torch.int64
-    divisor = mask.expand(input.shape).sum(dim, dtype=exact).to(dtype)
-    divisor = torch.where(divisor == 0, 1.0, divisor)
-    return (total / divisor).to(input.dtype), divisor
-
-
-def masked_mean_backward(share: Tensor, mask: Tensor, dim: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """``torch.ops.sparse_ce.masked_mean_backward``, in the shape of ``mask``."""
-    for d in sorted(dim):
-        share = share.unsqueeze(d)
-    weight = mask.to(share.dtype)
-    return torch.where(weight == 0, 0.0, weight * share).to(dtype)
-
-
-def sparse_softmax(values: Tensor, offsets: Tensor, order: Optional[Tensor], log: bool) -> Tensor:
-    """``torch.ops.sparse_ce.sparse_softmax``: values (E,) or (E, D)."""
-    row = _row_of_entries(offsets, values.shape[0])
-    z = _in_order(values.to(arithmetic_dtype(values.dtype)), order)
-    like = z.new_zeros(offsets.shape[0] - 1, *z.shape[1:])
-    index = row.view(-1, *[1] * (z.dim() - 1)).expand_as(z)
-    top = (like - torch.inf).scatter_reduce(0, index, z.detach(), "amax")
-    shifted = z - top[row]
-    out = shifted - like.index_add(0, row, shifted.exp()).log()[row]
-    return _out_of_order(out if log else out.exp(), order).to(values.dtype)
-
-
-def sparse_softmax_backward(grad: Tensor, output: Tensor, offsets: Tensor, order: Optional[Tensor],
-                            log: bool) -> Tensor:
-    """``torch.ops.sparse_ce.sparse_softmax_backward``, in the shape of ``output``."""
-    row = _row_of_entries(offsets, output.shape[0])
-    dtype = arithmetic_dtype(output.dtype)
-    g, y = _in_order(grad.to(dtype), order), _in_order(output.to(dtype), order)
-    total = y.new_zeros(offsets.shape[0] - 1, *y.shape[1:]).index_add(0, row, g if log else g * y)[row]
-    return _out_of_order(g - y.exp() * total if log else y * (g - total), order).to(output.dtype)
-
-
-def _row_of_entries(offsets: Tensor, count: int) -> Tensor:
-    return torch.searchsorted(offsets.long(), torch.arange(count, device=offsets.device), right=True) - 1
-
-
-def _in_order(entries: Tensor, order: Optional[Tensor]) -> Tensor:
-    return entries if order is None else entries[order]
-
-
-def _out_of_order(entries: Tensor, order: Optional[Tensor]) -> Tensor:
-    if order is None:
-        return entries
-    return entries[torch.zeros_like(order).scatter(0, order, torch.arange(order.shape[0], device=order.device))]

@@ -1,0 +1,369 @@
+// A row's statistics, then its outputs; in backward its gradient. Rows and spans of them go to threads as those of the
+// loss (row_passes.h); classes that have entries are found by tiles, kTile columns each.
+#include "../select.h"
+#include "row_entries.h"
+#include "row_loops.h"
+#include "row_passes.h"
+
+#include <algorithm>
+#include <vector>
+
+namespace sparse_ce {
+namespace cpu {
+namespace {
+
+constexpr int64_t kTiles = kSpan / kTile;  // of a span
+
+template <typename scalar_t>
+class SelectForward {
+  using acc_t = acc_type<scalar_t>;
+
+ public:
+  explicit SelectForward(const SelectArgs& args)
+      : args_(args), columns_(args.target.num_classes), spans_(divide_up(columns_, kSpan)) {}
+
+  int64_t spans() const { return spans_; }
+
+  // Statistics of a span: of all classes, or of those outside of S, of which `all` says the rest.
+  struct Span {
+    SelectStats<acc_t> all;
+    RowStats<acc_t> rest;
+
+    void merge(const Span& other) {
+      all.merge(other.all);
+      rest.merge(other.rest);
+    }
+  };
+
+  // The classes of the entries, where they are left out.
+  void prepare(int64_t r, RowEntries<acc_t>& entries) const {
+    prefetch_entries(args_.target, r);
+    if (!args_.needs_rest() || args_.target.ignored(r)) return;
+    entries.collect(args_.target, r);
+    entries.template arrange<kTile>(divide_up(columns_, kTile));
+    entries.gather(row(r), args_.template transform<acc_t>(r), 0, entries.size());
+  }
+
+  Span span(int64_t r, int64_t t, int64_t after, const RowEntries<acc_t>& entries) const {
+    const scalar_t* next = t + 1 < spans_ ? row(r) + (t + 1) * kSpan : row(after);
+    Span out;
+    if (!args_.needs_rest()) {
+      add(r, t * kSpan, span_end(t), next, out.all);
+      return out;
+    }
+    SelectStats<acc_t> outside;
+    int64_t from = t * kSpan;
+    for (int64_t p = t * kTiles; p * kTile < span_end(t); ++p) {
+      if (entries.part_begin(p) == entries.part_begin(p + 1)) continue;
+      add(r, from, p * kTile, next, outside);
+      from = std::min((p + 1) * kTile, columns_);
+      add_outside(r, p * kTile, from, entries, entries.part_begin(p), entries.part_begin(p + 1), outside);
+    }
+    add(r, from, span_end(t), next, outside);
+    out.rest = outside.row;
+    if (!args_.needs_smoothing()) {
+      out.all = outside;
+      return out;
+    }
+    add(r, t * kSpan, span_end(t), next, out.all);  // smoothing is relative to the maximum of all
+    return out;
+  }
+
+  // The outputs of a row, of the statistics of all its spans.
+  void finish(int64_t r, Span row_stats, RowEntries<acc_t>& entries) const {
+    const bool ignored = args_.target.ignored(r);
+    const EntryRange range = args_.target.row(r);
+    if (!ignored && args_.needs_rest() && !args_.needs_smoothing()) row_stats.all.merge(of_entries(entries));
+    const SelectStats<acc_t>& stats = row_stats.all;
+    const LogitTransform<acc_t> transform = args_.template transform<acc_t>(r);
+    args_.write_row(r, ignored, false, stats, row_stats.rest, ignored ? TargetStats<acc_t>{} : in_loss(r, stats));
+    if (!args_.log_probs) return;
+    auto* log_probs = static_cast<acc_t*>(args_.log_probs);
+    if (ignored) return std::fill(log_probs + range.begin, log_probs + range.end, acc_t(0));
+    for (int64_t i = range.begin; i < range.end; ++i) args_.write_entry(i, false, row(r), transform, stats.row);
+  }
+
+ private:
+  const scalar_t* row(int64_t r) const { return args_.template row<scalar_t>(r); }
+  int64_t span_end(int64_t t) const { return std::min((t + 1) * kSpan, columns_); }
+
+  // All of the columns [begin, end).
+  void add(int64_t r, int64_t begin, int64_t end, const scalar_t* next, SelectStats<acc_t>& stats) const {
+    if (begin == end) return;
+    const LogitTransform<acc_t> transform = args_.template transform<acc_t>(r);
+    const bool weighted = args_.needs_smoothing();
+    if (!args_.entropy && !args_.mean_logit) {
+      SelectStats<acc_t> added;
+      added.row = Tile<scalar_t>::stats(row(r) + begin, end - begin, transform, weighted,
+                                        weights_at<scalar_t>(args_.target, begin), next);
+      if (args_.argmax && added.row.max >= stats.row.max) added.argmax = argmax(r, begin, end);
+      return stats.merge(added);
+    }
+    alignas(64) acc_t z[kTile];
+    for (int64_t from = begin; from < end; from += kTile) {
+      const int64_t n = std::min(kTile, end - from);
+      Tile<scalar_t>::transform(row(r) + from, n, transform, z);
+      push(z, from, n, weighted, stats);
+      if (args_.mean_logit) stats.total += Tile<scalar_t>::total(z, n);
+    }
+  }
+
+  // A tile without the classes of its entries [first, last), which count in the total alone.
+  void add_outside(int64_t r, int64_t begin, int64_t end, const RowEntries<acc_t>& entries, size_t first, size_t last,
+                   SelectStats<acc_t>& stats) const {
+    alignas(64) acc_t z[kTile];
+    const int64_t n = end - begin;
+    Tile<scalar_t>::transform(row(r) + begin, n, args_.template transform<acc_t>(r), z);
+    if (args_.mean_logit) stats.total += Tile<scalar_t>::total(z, n);
+    for (size_t k = first; k < last; ++k) z[entries.columns[k] - begin] = -acc_t(INFINITY);
+    if (args_.entropy) return push(z, begin, n, false, stats);
+    SelectStats<acc_t> added;
+    added.row = Tile<acc_t>::stats(z, n, LogitTransform<acc_t>(LossOptions{}), false, nullptr, z);
+    if (args_.argmax && added.row.max >= stats.row.max) {
+      const int64_t at = Tile<scalar_t>::argmax(z, n, Limits<acc_t>::kLowest);
+      added.argmax = at < 0 ? -1 : begin + at;
+    }
+    stats.merge(added);
+  }
+
+  // Transformed logits from column `begin` on.
+  void push(const acc_t* z, int64_t begin, int64_t n, bool weighted, SelectStats<acc_t>& stats) const {
+    if (args_.argmax) {
+      const int64_t at = Tile<scalar_t>::argmax(z, n, stats.row.max);
+      if (at >= 0) stats.argmax = begin + at;
+    }
+    Tile<scalar_t>::push(z, n, weighted, weights_at<scalar_t>(args_.target, begin), stats);
+  }
+
+  int64_t argmax(int64_t r, int64_t begin, int64_t end) const {
+    alignas(64) acc_t z[kTile];
+    acc_t highest = Limits<acc_t>::kLowest;
+    int64_t best = -1;
+    for (int64_t from = begin; from < end; from += kTile) {
+      const int64_t n = std::min(kTile, end - from);
+      Tile<scalar_t>::transform(row(r) + from, n, args_.template transform<acc_t>(r), z);
+      const int64_t at = Tile<scalar_t>::argmax(z, n, highest);
+      if (at < 0) continue;
+      highest = z[at];
+      best = from + at;
+    }
+    return best;
+  }
+
+  SelectStats<acc_t> of_entries(const RowEntries<acc_t>& entries) const {
+    SelectStats<acc_t> stats;
+    stats.push(entries.logits.data(), 0, static_cast<int64_t>(entries.size()));
+    for (size_t k = 0; args_.argmax && k < entries.size(); ++k)
+      if (entries.logits[k] == stats.row.max && static_cast<uint64_t>(entries.columns[k]) <
+                                                    static_cast<uint64_t>(stats.argmax))
+        stats.argmax = entries.columns[k];
+    return stats;
+  }
+
+  TargetStats<acc_t> in_loss(int64_t r, const SelectStats<acc_t>& stats) const {
+    TargetSums<WideSum> sums;
+    if (!args_.loss) return sums.stats<acc_t>();
+    const LogitTransform<acc_t> transform = args_.template transform<acc_t>(r);
+    const EntryRange range = args_.target.row(r);
+    for (int64_t i = range.begin; i < range.end; ++i) {
+      const auto entry = args_.target.template entry<acc_t>(i);
+      sums.add(args_.target.share(entry), stats.row.max, [&] { return transform(to_acc(row(r)[entry.column])); });
+    }
+    return sums.stats<acc_t>();
+  }
+
+  const SelectArgs& args_;
+  const int64_t columns_, spans_;
+};
+
+template <typename scalar_t>
+class SelectBackward {
+  using acc_t = acc_type<scalar_t>;
+
+ public:
+  // As of Backward in row_passes.h; `raw` are the logits of the entries as they were, for the scale's gradient.
+  struct RowPlan {
+    bool zero;
+    SelectCoefficients<acc_t> coefficients;
+    RowEntries<acc_t> entries;
+    std::vector<acc_t> raw;
+  };
+
+  explicit SelectBackward(const SelectBackwardArgs& args)
+      : args_(args), columns_(args.target.num_classes), spans_(divide_up(args.vocab, kSpan)) {}
+
+  int64_t spans() const { return spans_; }
+  RowPlan empty_plan() const {
+    return {true, SelectCoefficients<acc_t>({0, 0, 0, 0, 0, 0, args_.options, columns_}), {}, {}};
+  }
+
+  void make_plan(int64_t r, RowPlan& plan) const {
+    RowEntries<acc_t>& entries = plan.entries;
+    entries.clear();
+    plan.zero = args_.target.ignored(r);
+    if (plan.zero) return;
+    entries.template collect<true>(args_.target, r);
+    plan.zero = args_.template without_row_gradient<acc_t>(r) && !any_upstream(entries);
+    if (plan.zero) return entries.clear();
+    // Without a loss a target's weights say no more than which entries there are.
+    const acc_t mass = args_.grad_loss ? entries.mass() : acc_t(0);
+    double upstream = 0;
+    for (size_t k = 0; k < entries.size(); ++k)
+      upstream += args_.template upstream_of_entry<acc_t>(entries.positions[k]);
+    plan.coefficients = args_.select_coefficients(r, mass, static_cast<acc_t>(upstream));
+    for (size_t k = 0; k < entries.size(); ++k) {
+      const acc_t in_loss = args_.grad_loss ? plan.coefficients.d * entries.weights[k] : acc_t(0);
+      entries.weights[k] = in_loss - args_.template upstream_of_entry<acc_t>(entries.positions[k]);
+    }
+    entries.template arrange<kTile>(divide_up(spans_ * kSpan, kTile));
+  }
+
+  // Every element of the span is written. Returns what it adds to dl/ds.
+  acc_t write_span(int64_t r, int64_t t, int64_t after, RowPlan& plan) const {
+    const int64_t begin = t * kSpan, end = std::min(begin + kSpan, args_.vocab);
+    const int64_t live = plan.zero ? begin : std::max(begin, std::min(end, columns_));
+    scalar_t* gradient = args_.template gradient_row<scalar_t>(r);
+    acc_t of_scale = 0;
+    if (live > begin) {
+      const LogitTransform<acc_t> transform = args_.template transform<acc_t>(r);
+      RowEntries<acc_t>& entries = plan.entries;
+      const size_t first = entries.part_begin(t * kTiles), last = entries.part_begin((t + 1) * kTiles);
+      if (args_.grad_scale) {
+        plan.raw.resize(entries.size());
+        for (size_t k = first; k < last; ++k) plan.raw[k] = to_acc(row(r)[entries.columns[k]]);
+      }
+      entries.gather(row(r), transform, first, last);
+      if (plan.coefficients.more() || args_.grad_scale) {
+        for (int64_t p = t * kTiles; p * kTile < live; ++p) of_scale += write_tile(r, p, live, transform, plan);
+      } else {
+        const scalar_t* next = t + 1 < spans_ ? row(r) + end : row(after);
+        Tile<scalar_t>::gradient(row(r) + begin, live - begin, transform, plan.coefficients,
+                                 weights_at<scalar_t>(args_.target, begin), next, gradient + begin);
+      }
+    }
+    std::fill(reinterpret_cast<char*>(gradient + live), reinterpret_cast<char*>(gradient + end), 0);
+    return of_scale;
+  }
+
+  // `of_scale`: of the spans.
+  void write_entries(int64_t r, acc_t of_scale, RowPlan& plan) const {
+    RowEntries<acc_t>& entries = plan.entries;
+    const LogitTransform<acc_t> transform = args_.template transform<acc_t>(r);
+    scalar_t* gradient = args_.template gradient_row<scalar_t>(r);
+    for (size_t k = 0; k < entries.size(); ++k) {
+      const acc_t z = entries.logits[k], o = entries.class_weights.empty() ? acc_t(1) : entries.class_weights[k];
+      const acc_t derivative = plan.coefficients.inside(z, o) - entries.weights[k];
+      if (args_.grad_scale && derivative != acc_t(0)) of_scale += derivative * transform.slope_of_cap(z) * plan.raw[k];
+      from_acc(derivative * transform.slope(z), gradient[entries.columns[k]]);
+    }
+    if (args_.grad_scale)
+      static_cast<acc_t*>(args_.grad_scale)[r] = of_scale * static_cast<acc_t>(args_.options.logit_scale);
+  }
+
+ private:
+  const scalar_t* row(int64_t r) const { return args_.template row<scalar_t>(r); }
+
+  bool any_upstream(const RowEntries<acc_t>& entries) const {
+    return std::any_of(entries.positions.begin(), entries.positions.begin() + static_cast<int64_t>(entries.size()),
+                       [&](int64_t i) { return args_.template upstream_of_entry<acc_t>(i) != acc_t(0); });
+  }
+
+  // Tile p, up to column `live`, as if none of its classes had an entry; those that have add nothing to dl/ds here.
+  acc_t write_tile(int64_t r, int64_t p, int64_t live, const LogitTransform<acc_t>& transform,
+                   const RowPlan& plan) const {
+    alignas(64) acc_t z[kTile], derivative[kTile];
+    const int64_t begin = p * kTile, n = std::min(kTile, live - begin);
+    const RowEntries<acc_t>& entries = plan.entries;
+    Tile<scalar_t>::transform(row(r) + begin, n, transform, z);
+    Tile<scalar_t>::derivative(z, n, plan.coefficients, weights_at<scalar_t>(args_.target, begin), derivative);
+    acc_t of_scale = 0;
+    if (args_.grad_scale)
+      for (size_t k = entries.part_begin(p); k < entries.part_begin(p + 1); ++k)
+        derivative[entries.columns[k] - begin] = acc_t(0);
+    Tile<scalar_t>::chain(row(r) + begin, z, derivative, n, transform, args_.grad_scale ? &of_scale : nullptr,
+                          args_.template gradient_row<scalar_t>(r) + begin);
+    return of_scale;
+  }
+
+  const SelectBackwardArgs& args_;
+  const int64_t columns_, spans_;
+};
+
+template <typename scalar_t>
+void run_forward(const SelectArgs& args) {
+  using Span = typename SelectForward<scalar_t>::Span;
+  using Entries = RowEntries<acc_type<scalar_t>>;
+  const SelectForward<scalar_t> forward(args);
+  const int64_t spans = forward.spans();
+  if (!split_rows(args.rows, spans)) {
+    parallel_rows(args.rows, args.target.num_classes, [&](int64_t begin, int64_t end) {
+      Entries entries;
+      for (int64_t r = begin; r < end; ++r) {
+        forward.prepare(r, entries);
+        Span stats;
+        for (int64_t t = 0; t < spans && !args.target.ignored(r); ++t)
+          stats.merge(forward.span(r, t, std::min(r + 1, end - 1), entries));
+        forward.finish(r, stats, entries);
+      }
+    });
+    return;
+  }
+  std::vector<Entries> entries(args.rows);
+  for (int64_t r = 0; r < args.rows; ++r) forward.prepare(r, entries[r]);
+  std::vector<Span> partial(args.rows * spans);
+  parallel_spans(args.rows, spans, [&](int64_t r, int64_t t) {
+    if (!args.target.ignored(r)) partial[r * spans + t] = forward.span(r, t, r, entries[r]);
+  });
+  for (int64_t r = 0; r < args.rows; ++r) {
+    Span stats;
+    for (int64_t t = 0; t < spans; ++t) stats.merge(partial[r * spans + t]);
+    forward.finish(r, stats, entries[r]);
+  }
+}
+
+template <typename scalar_t>
+void run_backward(const SelectBackwardArgs& args) {
+  using acc_t = acc_type<scalar_t>;
+  const SelectBackward<scalar_t> backward(args);
+  const int64_t spans = backward.spans();
+  if (!split_rows(args.rows, spans)) {
+    parallel_rows(args.rows, args.vocab, [&](int64_t begin, int64_t end) {
+      auto plan = backward.empty_plan();
+      // Backwards: the rows that forward read last may still be in a cache.
+      for (int64_t r = end - 1; r >= begin; --r) {
+        prefetch_entries(args.target, std::max(begin, r - 1));
+        backward.make_plan(r, plan);
+        acc_t of_scale = 0;
+        for (int64_t t = 0; t < spans; ++t) of_scale += backward.write_span(r, t, std::max(begin, r - 1), plan);
+        backward.write_entries(r, of_scale, plan);
+      }
+    });
+    return;
+  }
+  std::vector<typename SelectBackward<scalar_t>::RowPlan> plans(args.rows, backward.empty_plan());
+  for (int64_t r = 0; r < args.rows; ++r) {
+    backward.make_plan(r, plans[r]);
+    plans[r].raw.resize(plans[r].entries.size());
+  }
+  std::vector<acc_t> of_scale(args.rows * spans);
+  parallel_spans(args.rows, spans,
+                 [&](int64_t r, int64_t t) { of_scale[r * spans + t] = backward.write_span(r, t, r, plans[r]); });
+  for (int64_t r = 0; r < args.rows; ++r) {
+    acc_t sum = 0;
+    for (int64_t t = 0; t < spans; ++t) sum += of_scale[r * spans + t];
+    backward.write_entries(r, sum, plans[r]);
+  }
+}
+
+}  // namespace
+
+void select_forward(const SelectArgs& args) {
+  with_storage(args.dtype, [&](auto storage) { run_forward<decltype(storage)>(args); });
+}
+
+void select_backward(const SelectBackwardArgs& args) {
+  with_storage(args.dtype, [&](auto storage) { run_backward<decltype(storage)>(args); });
+}
+
+}  // namespace cpu
+}  // namespace sparse_ce

@@ -1,0 +1,236 @@
+// select.h - log-probabilities of chosen classes, and what else one read of a row of logits gives: its formulas, forward
+// next to backward, and what the bindings hand to a device.
+//
+// Per row, in math.h's names, with S the set of the classes of the entries and q_j = exp(z_j - lse):
+//
+//   log_probs_k = z_{c_k} - lse             log_rest   = log sum_{j not in S} q_j, summed, never 1 less the others
+//   entropy     = lse - sum_j q_j z_j       mean_logit = sum_j z_j / n       argmax: the lowest class of the maximum
+//
+// With g_k, g_r, g_H, g_m their upstream gradients, lse_rest = lse + log_rest and the loss's a, b, d:
+//
+//   dl/dz_j = q_j (a - sum_k g_k - g_r - g_H (log q_j + entropy)) - b o_j + g_m / n
+//             + (j in S ? sum_{k: c_k = j} (g_k - d w~_k) : g_r exp(z_j - lse_rest))
+//   dl/ds   = sum_j dl/dz_j dz_j/ds, s being the row's scale
+//
+// The loss alone is the case g_k = g_r = g_H = g_m = 0. It has kernels of its own: they keep two numbers a row where
+// these keep up to seven, and on AVX-512 its loops are written by hand.
+#pragma once
+
+#include "cross_entropy.h"
+
+namespace sparse_ce {
+
+// Statistics of some of a row's logits; like RowStats a monoid. Which of them are made is the caller's choice.
+template <typename acc_t>
+struct SelectStats {
+  RowStats<acc_t> row;
+  acc_t spread = 0;     // sum_j exp(z_j - max) (z_j - max)
+  acc_t total = 0;      // sum_j z_j
+  int64_t argmax = -1;  // -1: no logit is above -inf, or nobody asked
+
+  SCE_HD bool empty() const { return row.empty(); }
+
+  SCE_HD void move_max(acc_t to) {
+    const acc_t shift = row.max - to;  // <= 0
+    const acc_t factor = exponential(shift);
+    spread = factor == acc_t(0) ? acc_t(0) : factor * (spread + shift * row.sum);
+    row.move_max(to);
+  }
+
+  SCE_HD void merge(SelectStats other) {
+    const bool lower = other.row.max == row.max && static_cast<uint64_t>(other.argmax) < static_cast<uint64_t>(argmax);
+    if (other.row.max > row.max || lower) argmax = other.argmax;
+    const acc_t to = other.row.max > row.max ? other.row.max : row.max;
+    if (row.max != to) move_max(to);
+    if (other.row.max != to) other.move_max(to);
+    row.merge(other.row);
+    spread += other.spread;
+    total += other.total;
+  }
+
+  // e (z - max) of a logit, e being exp(z - max): 0 where that is 0, at -inf too.
+  SCE_HD static acc_t spread_of(acc_t e, acc_t below) { return e * (below < acc_t(-1000) ? acc_t(-1000) : below); }
+
+  // Adds the logits z[begin, end) to `row` and `spread`; see RowStats.
+  template <typename logits_t>
+  SCE_HD void push(const logits_t& z, int64_t begin, int64_t end) {
+    acc_t to = row.max;
+    SCE_SIMD(reduction(max : to))
+    for (int64_t i = begin; i < end; ++i) to = z[i] > to ? z[i] : to;
+    if (to != row.max) move_max(to);
+    const Added added(z, begin, end, to);
+    row.sum += added.sum;
+    spread += added.spread;
+  }
+
+  // The same in one pass. Returns false, with nothing added, where the new maximum is far above the old.
+  template <typename logits_t>
+  SCE_HD bool push_near(const logits_t& z, int64_t begin, int64_t end) {
+    constexpr acc_t kNear = 60;
+    const Added added(z, begin, end, row.max);
+    if (!(added.highest - row.max <= kNear)) return false;
+    row.sum += added.sum;
+    spread += added.spread;
+    if (added.highest != row.max) move_max(added.highest);
+    return true;
+  }
+
+  SCE_HD acc_t entropy() const {
+    const acc_t entropy = logarithm(row.sum) - spread / row.sum;
+    return entropy < acc_t(0) ? acc_t(0) : entropy;
+  }
+
+ private:
+  // What logits add, relative to `from`.
+  struct Added {
+    acc_t highest, sum, spread;
+
+    template <typename logits_t>
+    SCE_HD Added(const logits_t& z, int64_t begin, int64_t end, acc_t from) {
+      acc_t highests[kLanes], sums[kLanes] = {}, spreads[kLanes] = {};
+      for (int64_t k = 0; k < kLanes; ++k) highests[k] = from;
+      const auto add = [&](int64_t k, acc_t x) __attribute__((always_inline)) {
+        highests[k] = x > highests[k] ? x : highests[k];
+        const acc_t e = exponential(x - from);
+        sums[k] += e;
+        spreads[k] += spread_of(e, x - from);
+      };
+      int64_t i = begin;
+      for (; i + kLanes <= end; i += kLanes) {
+        SCE_SIMD()
+        for (int64_t k = 0; k < kLanes; ++k) add(k, z[i + k]);
+      }
+      SCE_SIMD()
+      for (int64_t k = 0; k < end - i; ++k) add(k, z[i + k]);
+      highest = from;
+      for (int64_t k = 0; k < kLanes; ++k) highest = highests[k] > highest ? highests[k] : highest;
+      sum = sum_of_lanes(sums);
+      spread = sum_of_lanes(spreads);
+    }
+  };
+};
+
+// The gradient of a row, with the entries' weights w = sum (d w~ - g), made by the caller.
+template <typename acc_t>
+struct SelectCoefficients : GradientCoefficients<acc_t> {
+  acc_t of_entropy = 0, entropy = 0, of_rest = 0, log_rest = 0, of_each = 0;
+
+  SCE_HD explicit SelectCoefficients(const GradientCoefficients<acc_t>& of_loss)
+      : GradientCoefficients<acc_t>(of_loss) {}
+
+  // Whether it is more than the loss's: a q_j - b o_j.
+  SCE_HD bool more() const { return of_entropy != acc_t(0) || of_rest != acc_t(0) || of_each != acc_t(0); }
+
+  // dl/dz_j where j is in S; without its entries, which are less `w`. A logit of -inf takes nothing from the entropy.
+  SCE_HD acc_t inside(acc_t z, acc_t class_weight) const {
+    const acc_t log_q = this->log_prob(z);
+    const acc_t surprise = (log_q < acc_t(-1000) ? acc_t(-1000) : log_q) + entropy;
+    return exponential(log_q) * (this->a - of_entropy * surprise) + (of_each - this->b * class_weight);
+  }
+  // What classes outside of S have in addition. exp(z - lse_rest) overflows only inside.
+  SCE_HD acc_t outside(acc_t z) const { return of_rest * exponential(this->log_prob(z) - log_rest); }
+};
+
+struct SelectArgs : ForwardArgs {
+  void* log_probs;       // shape of the indices, arithmetic dtype; padding_value on entry where there are offsets
+  void* log_rest;        // (rows,), or null
+  void* entropy;         // (rows,), or null
+  void* mean_logit;      // (rows,), or null
+  int64_t* argmax;       // (rows,), or null
+  double padding_value;
+
+  SCE_HD bool needs_spread() const { return entropy != nullptr; }
+  SCE_HD bool needs_smoothing() const { return options.label_smoothing != 0; }
+  // Whether the entries' classes have to be left out of the sums.
+  SCE_HD bool needs_rest() const { return log_rest != nullptr; }
+  // Whether RowStats say it all.
+  SCE_HD bool plain() const { return !entropy && !mean_logit && !argmax && !log_rest; }
+
+  // What belongs to a row but not to its entries: 0 where it is ignored, NaN where one of its indices is out of range.
+  // `rest`: of the classes outside of S.
+  template <typename acc_t>
+  SCE_HD void write_row(int64_t r, bool ignored, bool invalid, const SelectStats<acc_t>& stats,
+                        const RowStats<acc_t>& rest, const TargetStats<acc_t>& entries) const {
+    const auto put = [&](void* out, acc_t x) {
+      if (out) static_cast<acc_t*>(out)[r] = ignored ? acc_t(0) : invalid ? Limits<acc_t>::kNaN : x;
+    };
+    const RowLoss<acc_t> of_row(stats.row, entries, options, target.num_classes);
+    put(loss, of_row.loss);
+    put(lse, of_row.lse);
+    put(lse_residual, of_row.lse_residual);
+    put(log_rest, not_above_0((rest.max - stats.row.max) + (logarithm(rest.sum) - logarithm(stats.row.sum))));
+    put(entropy, stats.entropy());
+    put(mean_logit, stats.total / static_cast<acc_t>(target.num_classes));
+    if (argmax) argmax[r] = ignored ? -1 : stats.argmax < 0 ? 0 : stats.argmax;
+  }
+
+  // What belongs to entry i of a row that is not ignored.
+  template <typename scalar_t, typename acc_t>
+  SCE_HD void write_entry(int64_t i, bool invalid, const scalar_t* row, const LogitTransform<acc_t>& transform,
+                          const RowStats<acc_t>& stats) const {
+    const auto entry = target.entry<acc_t>(i);
+    acc_t log_prob = static_cast<acc_t>(padding_value);
+    if (entry.column >= 0)
+      log_prob = not_above_0((transform(to_acc(row[entry.column])) - stats.max) - logarithm(stats.sum));
+    static_cast<acc_t*>(log_probs)[i] = invalid ? Limits<acc_t>::kNaN : log_prob;
+  }
+
+  // Rounding may lift a logarithm of nearly 1 above 0. NaN stays.
+  template <typename acc_t>
+  SCE_HD static acc_t not_above_0(acc_t x) {
+    return x > acc_t(0) ? acc_t(0) : x;
+  }
+};
+
+// An upstream gradient, (rows,) with any stride, or null: zeros.
+struct Upstream {
+  const void* grad;
+  int64_t stride;
+
+  template <typename acc_t>
+  SCE_HD acc_t at(int64_t r) const {
+    return grad ? static_cast<const acc_t*>(grad)[r * stride] : acc_t(0);
+  }
+};
+
+struct SelectBackwardArgs : BackwardArgs {
+  const void* grad_log_probs;  // shape of the indices, or null
+  Upstream grad_log_rest, grad_entropy, grad_mean_logit;
+  const void* log_rest;        // (rows,) what forward gave, where there is a gradient for it
+  const void* entropy;         // (rows,)
+  void* grad_scale;            // (rows,), or null: dl/ds of each row
+
+  template <typename acc_t>
+  SCE_HD acc_t upstream_of_entry(int64_t i) const {
+    return grad_log_probs ? static_cast<const acc_t*>(grad_log_probs)[i] : acc_t(0);
+  }
+  // Whether nothing but the entries' log-probabilities can have a gradient in a row.
+  template <typename acc_t>
+  SCE_HD bool without_row_gradient(int64_t r) const {
+    return without_gradient<acc_t>(r) && grad_log_rest.at<acc_t>(r) == acc_t(0) &&
+           grad_entropy.at<acc_t>(r) == acc_t(0) && grad_mean_logit.at<acc_t>(r) == acc_t(0);
+  }
+
+  // `mass`: of the row's entries in the loss; `upstream`: the sum of theirs.
+  template <typename acc_t>
+  SCE_HD SelectCoefficients<acc_t> select_coefficients(int64_t r, acc_t mass, acc_t upstream) const {
+    SelectCoefficients<acc_t> c(coefficients(r, mass));
+    const acc_t of_log_rest = log_rest ? static_cast<const acc_t*>(log_rest)[r] : acc_t(0);
+    if (of_log_rest != -acc_t(INFINITY)) {  // nothing is outside of S
+      c.of_rest = grad_log_rest.at<acc_t>(r);
+      c.log_rest = of_log_rest;
+    }
+    c.of_entropy = grad_entropy.at<acc_t>(r);
+    c.entropy = entropy ? static_cast<const acc_t*>(entropy)[r] : acc_t(0);
+    c.of_each = grad_mean_logit.at<acc_t>(r) / static_cast<acc_t>(target.num_classes);
+    c.a -= upstream + c.of_rest;
+    return c;
+  }
+};
+
+namespace cpu {
+void select_forward(const SelectArgs& args);
+void select_backward(const SelectBackwardArgs& args);
+}  // namespace cpu
+
+}  // namespace sparse_ce

@@ -1,0 +1,165 @@
+"""Log-probabilities of chosen classes. Formulas: ``csrc/select.h``; in plain PyTorch: ``reference/select.py``."""
+
+import math
+from dataclasses import dataclass, fields
+from typing import Any, Iterable, List, Optional, Tuple, Union
+
+import torch
+from torch import Tensor
+
+from . import arguments
+from .arguments import Arguments, Scale
+from .entries import IGNORE_INDEX
+from .errors import fail
+from .functional import Inplace, flat_target
+from .ops.select import Outputs
+from .ops.select import select as select_op
+from .target import SparseTarget, Target, as_target
+
+
+@dataclass(frozen=True, eq=False)
+class LogProbs:
+    """What :func:`selected_log_probs` returns; None for what was not asked for. float32 (float64 for float64 logits),
+    all but ``argmax`` differentiable any number of times.
+
+    It is a pytree node: what compiled and checkpointed functions return, and what ``torch.func`` maps over.
+
+    Args:
+        log_probs: in the shape of the ids, never above 0.
+        lse: (...), log sum exp of each row's transformed logits.
+        log_rest: (...), the logarithm of the probability of all classes that are not among the row's ids.
+        entropy: (...), in nats.
+        mean_logit: (...), the mean of the transformed logits.
+        argmax: (...), int64, the lowest class of the largest logit; -1 in rows that do not count.
+
+    Examples:
+        >>> out = sparse_ce.selected_log_probs(torch.zeros(2, 4), torch.tensor([1, 3]), return_entropy=True)
+        >>> out.log_probs, out.entropy, out.log_rest
+        (tensor([-1.3863, -1.3863]), tensor([1.3863, 1.3863]), None)
+    """
+
+    log_probs: Tensor
+    lse: Tensor
+    log_rest: Optional[Tensor] = None
+    entropy: Optional[Tensor] = None
+    mean_logit: Optional[Tensor] = None
+    argmax: Optional[Tensor] = None
+
+
+def selected_log_probs(
+    input: Tensor,
+    indices: Target,
+    *,
+    ignore_index: int = IGNORE_INDEX,
+    logit_scale: Scale = 1.0,
+    softcap: Optional[float] = None,
+    num_classes: Optional[int] = None,
+    padding_value: float = -math.inf,
+    inplace: Inplace = False,
+    return_log_rest: bool = False,
+    return_entropy: bool = False,
+    return_mean_logit: bool = False,
+    return_argmax: bool = False,
+) -> LogProbs:
+    """``input.log_softmax(-1)`` at a few classes of each row, and what the same read of the logits gives beside it.
+
+    Args:
+        input: logits (..., V), classes last; float16, bfloat16, float32 or float64, any strides.
+        indices: the classes:
+            integers ``input.shape[:-1]``, one a row;
+            integers (..., K), as many dimensions as ``input``, K a row;
+            any target of :func:`sparse_ce.cross_entropy`, whose weights say no more than what is padding; so also
+            :meth:`SparseTarget.from_jagged` ``(ids, None, offsets)``, sets of any length.
+            An index may come several times. Padding (``ignore_index``, an entry of weight 0 or of log-probability -inf)
+            is no class of the row.
+        ignore_index: rows whose every index has this value do not count: outputs 0, gradient 0 whatever their logits
+            hold. In a :class:`SparseTarget` -100 means that, too.
+        logit_scale: a number, a tensor ``input.shape[:-1]`` (a temperature for each row, inverted), or a tensor () that
+            may require grad.
+        softcap, num_classes, inplace: as for :func:`sparse_ce.cross_entropy`.
+        padding_value: what ``log_probs`` holds for padding.
+        return_log_rest: also the logarithm of the rest: of the sum over all other classes, which is made as a sum and
+            so right where next to nothing is left. -inf, with gradient 0, where nothing is.
+        return_entropy: also the entropy of the whole distribution.
+        return_mean_logit: also the mean of the transformed logits.
+        return_argmax: also the class of the largest logit.
+
+    Returns:
+        :class:`LogProbs`.
+
+    Raises:
+        TypeError, ValueError: an argument has the wrong type, shape or value; raised before any work.
+        RuntimeError: dtype or device do not fit, or (CPU) an index is outside of the classes. On CUDA the outputs of
+            such a row are NaN instead, unless ``SPARSE_CE_VALIDATE=1`` is set.
+
+    Examples:
+        >>> logits = torch.tensor([[2.0, 0.0, 1.0], [0.0, 3.0, 0.0]], requires_grad=True)
+        >>> out = sparse_ce.selected_log_probs(logits, torch.tensor([[0, 2], [1, -100]]), return_log_rest=True)
+        >>> out.log_probs.detach(), out.log_rest.detach()
+        (tensor([[-0.4076, -1.4076],
+                [-0.0949,    -inf]]), tensor([-2.4076, -2.4018]))
+        >>> (out.log_probs[0, 0] - 0.1 * out.log_rest[1]).backward()
+    """
+    arguments.check_input(input, "V")
+    shape = input.shape
+    if shape[-1] == 0:
+        fail(f"input must have at least one class, got shape {list(shape)}")
+    arguments.check_inplace(inplace)
+    a = select_arguments(input, shape, indices, ignore_index, logit_scale, softcap, num_classes)
+    wanted = Outputs(checked_padding(padding_value), log_rest=return_log_rest, entropy=return_entropy,
+                     mean_logit=return_mean_logit, argmax=return_argmax)
+    logits = input if len(shape) == 2 else input.reshape(-1, shape[-1])
+    out = select_op(logits, a, wanted, inplace == "backward")
+
+    def rows(wanted: bool, t: Tensor) -> Optional[Tensor]:
+        return t.reshape(shape[:-1]) if wanted else None
+
+    ids = ids_of(indices, shape)
+    return LogProbs(out.log_probs.reshape(ids.indices.shape), out.lse.reshape(shape[:-1]),
+                    rows(return_log_rest, out.log_rest), rows(return_entropy, out.entropy),
+                    rows(return_mean_logit, out.mean_logit), rows(return_argmax, out.argmax))
+
+
+def ids_of(indices: Target, shape: torch.Size) -> SparseTarget:
+    """The classes of each row, for logits of ``shape``: as a target, but a plain tensor may be K ids a row."""
+    if isinstance(indices, Tensor) and indices.layout == torch.strided and indices.dim() == len(shape):
+        if indices.dtype.is_floating_point or indices.dtype.is_complex or indices.dtype == torch.bool:
+            fail(f"indices must be of an integer dtype, got {indices.dtype}", TypeError)
+        return SparseTarget.from_topk(indices, None)
+    return as_target(indices, shape)
+
+
+def checked_padding(padding_value: Any) -> float:
+    if not arguments.is_number(padding_value):
+        fail(f"padding_value must be a number, got {padding_value!r}", TypeError)
+    return float(padding_value)
+
+
+def select_arguments(input: Tensor, shape: torch.Size, indices: Target, ignore_index: int, logit_scale: Scale,
+                     softcap: Optional[float], num_classes: Optional[int],
+                     classes: str = "the last dimension of input") -> Arguments:
+    """Of the op, for logits of ``shape`` on the device of ``input``."""
+    logit_scale, row_scale = arguments.taken_scale(logit_scale, shape, input)
+    options = dict(ignore_index=ignore_index, label_smoothing=0.0, z_loss=0.0, logit_scale=logit_scale,
+                   softcap=softcap, num_classes=num_classes)
+    options = arguments.checked(options, shape[-1], classes)
+    return flat_target(input, shape, ids_of(indices, shape), indices, None, row_scale, options)
+
+
+def _flatten(t: LogProbs) -> Tuple[List[Tensor], Tuple[str, ...]]:
+    present = tuple(f.name for f in fields(t) if getattr(t, f.name) is not None)
+    return [getattr(t, name) for name in present], present
+
+
+def _unflatten(tensors: Iterable[Tensor], present: Tuple[str, ...]) -> LogProbs:
+    return LogProbs(**{"log_probs": None, "lse": None, **dict(zip(present, tensors))})  # type: ignore[arg-type]
+
+
+def _flatten_with_keys(t: LogProbs) -> Tuple[List[Tuple[Any, Tensor]], Tuple[str, ...]]:
+    tensors, present = _flatten(t)
+    return [(torch.utils._pytree.GetAttrKey(name), x) for name, x in zip(present, tensors)], present
+
+
+torch.utils._pytree.register_pytree_node(
+    LogProbs, _flatten, _unflatten, serialized_type_name="sparse_ce.LogProbs", to_dumpable_context=list,
+    from_dumpable_context=tuple, flatten_with_keys_fn=_flatten_with_keys)

@@ -1,0 +1,25 @@
+"""The specification: every op of ``sparse_ce`` in plain PyTorch.
+
+Slow (it holds the N x V log-probabilities and, for second derivatives, the dense target), and differentiable any number
+of times in any mode. The kernels must agree with it; under ``torch.func`` transforms, forward-mode AD and double
+backward it is what runs. Arguments and shapes are those of ``torch.ops.sparse_ce`` (``csrc/schema.cpp``), ``arguments``
+those of :class:`sparse_ce.arguments.Arguments`; the formulas are derived in ``csrc/math.h``.
+"""
+
+from .cross_entropy import (
+    Entries,
+    backward,
+    backward_values,
+    entries_of,
+    forward,
+    ignored_rows,
+    loss_mean,
+)
+from .linear import linear_backward, linear_forward, linear_mean
+from .masked_mean import masked_mean, masked_mean_backward
+from .select import select, select_backward
+from .sparse_softmax import sparse_softmax, sparse_softmax_backward
+
+__all__ = ["Entries", "backward", "backward_values", "entries_of", "forward", "ignored_rows", "linear_backward",
+           "linear_forward", "linear_mean", "loss_mean", "masked_mean", "masked_mean_backward", "select",
+           "select_backward", "sparse_softmax", "sparse_softmax_backward"]

@@ -1,0 +1,28 @@
+"""The masked mean in plain PyTorch."""
+
+from typing import Sequence, Tuple
+
+import torch
+from torch import Tensor
+
+from ..arguments import arithmetic_dtype
+
+
+def masked_mean(input: Tensor, mask: Tensor, dim: Sequence[int]) -> Tuple[Tensor, Tensor]:
+    """``torch.ops.sparse_ce.masked_mean``: the mean, and the divisor in the arithmetic dtype."""
+    dtype = arithmetic_dtype(input.dtype)
+    weight, dim = mask.to(dtype), list(dim)
+    # where, not a product: NaN and inf under the mask must touch neither the mean nor the gradient.
+    total = torch.where(weight == 0, 0.0, weight * input.to(dtype)).sum(dim)
+    exact = dtype if mask.dtype.is_floating_point else torch.int64
+    divisor = mask.expand(input.shape).sum(dim, dtype=exact).to(dtype)
+    divisor = torch.where(divisor == 0, 1.0, divisor)
+    return (total / divisor).to(input.dtype), divisor
+
+
+def masked_mean_backward(share: Tensor, mask: Tensor, dim: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """``torch.ops.sparse_ce.masked_mean_backward``, in the shape of ``mask``."""
+    for d in sorted(dim):
+        share = share.unsqueeze(d)
+    weight = mask.to(share.dtype)
+    return torch.where(weight == 0, 0.0, weight * share).to(dtype)

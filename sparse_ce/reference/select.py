@@ -1,0 +1,131 @@
+"""Log-probabilities of chosen classes in plain PyTorch."""
+
+import math
+from typing import Any, NamedTuple, Optional, Sequence, Tuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..arguments import Arguments, split
+from ..guarded import times
+from .cross_entropy import Entries, Row, forward, row_of, scale_of_rows, slope
+
+_DEFAULTS = dict(padding_value=None, loss=False, log_probs=True, log_rest=False, entropy=False, mean_logit=False,
+                 argmax=False)
+
+
+class _Row(NamedTuple):
+    """What forward and backward share beside :class:`Row`."""
+
+    row: Row
+    inside: Tensor  # (N, num_classes) bool: the classes of the row's entries
+    probs: Tensor  # (N, num_classes)
+    finite: Tensor  # (N, num_classes): log-probabilities, 0 where the probability is 0
+
+
+def _rows(logits: Tensor, a: Arguments) -> _Row:
+    row = row_of(logits, a)
+    live = row.entries.live.to(row.z.dtype)
+    inside = row.entries.to_dense(live, *row.z.shape) > 0
+    probs = row.log_probs.exp()
+    return _Row(row, inside, probs, torch.where(probs == 0, 0.0, row.log_probs))
+
+
+def _log_rest(r: _Row) -> Tensor:
+    """(N,): its own maximum, and no gradient where nothing is outside."""
+    outside = torch.where(r.inside, -torch.inf, r.row.log_probs)
+    nothing = outside.isneginf().all(1)
+    log_rest = torch.logsumexp(torch.where(nothing[:, None], 0.0, outside), 1)
+    return torch.where(nothing, -torch.inf, log_rest)
+
+
+def _entropy(r: _Row) -> Tensor:
+    return -times(r.probs, r.finite).sum(1)
+
+
+def _of_entries(per_row: Tensor, entries: Entries) -> Tensor:
+    return per_row[:, None] if entries.rows is None else per_row[entries.rows]
+
+
+def select(logits: Tensor, *given: Any, **named: Any) -> Tuple[Tensor, ...]:
+    """``torch.ops.sparse_ce.select``."""
+    a, (padding_value, loss, log_probs, log_rest, entropy, mean_logit, argmax) = split(given, named, **_DEFAULTS)
+    r = _rows(logits, a)
+    row, entries = r.row, r.row.entries
+
+    def put(wanted: bool, per_row: Any) -> Tensor:
+        return torch.where(row.ignored, 0.0, per_row()) if wanted else row.lse.new_empty(0)
+
+    lse = put(True, lambda: row.lse)
+    return (
+        put(loss, lambda: forward(logits, *a)[0]), lse, torch.zeros_like(lse),
+        _log_probs(r, a, -math.inf if padding_value is None else padding_value) if log_probs else row.lse.new_empty(0),
+        put(log_rest, lambda: _log_rest(r)), put(entropy, lambda: _entropy(r)),
+        put(mean_logit, lambda: row.z.mean(1)),
+        torch.where(row.ignored, -1, row.z.detach().argmax(1)) if argmax
+        else torch.empty(0, dtype=torch.int64, device=logits.device),
+    )
+
+
+def _log_probs(r: _Row, a: Arguments, padding_value: float) -> Tensor:
+    row, entries = r.row, r.row.entries
+    if entries.rows is not None and entries.rows.numel() < a.indices.numel():  # no rows, but entries
+        return row.lse.new_full(a.indices.shape, padding_value)
+    padding = torch.full_like(entries.values, padding_value)
+    outside = ~entries.live & entries.values.isnan()
+    log_probs = torch.where(entries.live, entries.gather(row.log_probs), torch.where(outside, torch.nan, padding))
+    ignored = _of_entries(row.ignored, entries)
+    if entries.within is not None:
+        ignored = ignored & entries.within
+    return torch.where(ignored, 0.0, log_probs).reshape(a.indices.shape)
+
+
+def select_backward(
+    grad_loss: Optional[Tensor], grad_lse: Optional[Tensor], grad_log_probs: Optional[Tensor],
+    grad_log_rest: Optional[Tensor], grad_entropy: Optional[Tensor], grad_mean_logit: Optional[Tensor], logits: Tensor,
+    lse: Tensor, lse_residual: Optional[Tensor], log_rest: Optional[Tensor], entropy: Optional[Tensor],
+    *given: Any, **named: Any,
+) -> Tuple[Tensor, Tensor]:
+    """``torch.ops.sparse_ce.select_backward``. Makes ``lse``, ``log_rest`` and ``entropy`` anew, to be differentiated
+    too."""
+    a, (scale_grad,) = split(given, named, scale_grad=False)
+    r = _rows(logits, a)
+    row, entries = r.row, r.row.entries
+    (num_rows, vocab), num_classes = logits.shape, row.z.shape[1]
+    of_q = torch.zeros_like(row.lse)
+    grad = torch.zeros_like(row.z)
+    if grad_loss is not None:
+        share = a.label_smoothing / num_classes
+        mass = entries.sum(row.entry_weights, num_rows)
+        per_q = (1 - a.label_smoothing) * mass + share * row.class_weights.sum() + 2 * a.z_loss * row.lse
+        of_q = of_q + times(grad_loss, per_q)
+        target = entries.to_dense(row.entry_weights, num_rows, num_classes)
+        grad = grad - times(grad_loss[:, None], share * row.class_weights + (1 - a.label_smoothing) * target)
+    if grad_lse is not None:
+        of_q = of_q + grad_lse
+    if grad_log_probs is not None and entries.columns.numel() == a.indices.numel():
+        of_entries = torch.where(entries.live, grad_log_probs.reshape(entries.values.shape), 0.0)
+        of_q = of_q - entries.sum(of_entries, num_rows)
+        grad = grad + entries.to_dense(of_entries, num_rows, num_classes)
+    if grad_log_rest is not None:
+        rest = _log_rest(r)
+        nothing = rest.isneginf()
+        of_rest = torch.where(nothing, 0.0, grad_log_rest)
+        of_q = of_q - of_rest
+        share_of_rest = torch.where(r.inside, -torch.inf, row.log_probs) - torch.where(nothing, 0.0, rest)[:, None]
+        grad = grad + times(of_rest[:, None], torch.where(share_of_rest.isneginf(), 0.0, share_of_rest.exp()))
+    if grad_mean_logit is not None:
+        grad = grad + grad_mean_logit[:, None] / num_classes
+    grad = grad + times(of_q[:, None], r.probs)
+    if grad_entropy is not None:
+        grad = grad - times(grad_entropy[:, None], times(r.probs, r.finite + _entropy(r)[:, None]))
+    grad = torch.where(row.ignored[:, None], 0.0, times(grad, slope(row, a)))
+    of_scale = row.lse.new_empty(0)
+    if scale_grad:
+        x = torch.where(row.ignored[:, None], 0.0, logits[:, :num_classes].to(grad.dtype))
+        of_scale = a.logit_scale * times(grad, torch.where(grad == 0, 0.0, x)).sum(1)
+    grad = times(grad, torch.full_like(grad, a.logit_scale))
+    if a.row_scale is not None:
+        grad = times(grad, scale_of_rows(a.row_scale, row.ignored).expand_as(grad))
+    return F.pad(grad, (0, vocab - num_classes)).to(logits.dtype), of_scale
