@@ -138,6 +138,10 @@ class LinearOps {
       if (!live) return;
       live_args.rows = live->count();
       live_args.target = live->view(args.target);
+      if (args.row_scale_stride == 0) return;
+      live_scale = keep(args.row_scale, args.row_scale_stride);
+      live_args.row_scale = live_scale->const_data_ptr();
+      live_args.row_scale_stride = 1;
     }
 
     // 16-bit inputs may meet float32 weights: mixed precision converts them on the way.
@@ -172,19 +176,25 @@ class LinearOps {
       if constexpr (device_t::kLeavesOut) {
         if (!live) return held;
         static_cast<CrossEntropyArgs&>(backward) = live_args;
-        const auto keep = [&](const void*& array, int64_t stride) {
+        const auto replace = [&](const void*& array, int64_t stride) {
           if (!array) return;
-          held.push_back(empty(head.input, {live->count()}, arithmetic_dtype(head.input)));
-          copy_each(array, stride, live->rows.data(), held.back().mutable_data_ptr(), nullptr);
+          held.push_back(keep(array, stride));
           array = held.back().const_data_ptr();
         };
-        keep(backward.grad_loss, backward.grad_loss_stride);
-        keep(backward.grad_lse, backward.grad_lse_stride);
-        keep(backward.lse, 1);
-        keep(backward.lse_residual, 1);
+        replace(backward.grad_loss, backward.grad_loss_stride);
+        replace(backward.grad_lse, backward.grad_lse_stride);
+        replace(backward.lse, 1);
+        replace(backward.lse_residual, 1);
         backward.grad_loss_stride = backward.grad_lse_stride = 1;
       }
       return held;
+    }
+
+    // Of an array with one element a row, those of the rows that count.
+    Tensor keep(const void* array, int64_t stride) const {
+      Tensor kept = empty(head.input, {live->count()}, arithmetic_dtype(head.input));
+      copy_each(array, stride, live->rows.data(), kept.mutable_data_ptr(), nullptr);
+      return kept;
     }
 
     void copy_each(const void* from, int64_t stride, const int64_t* from_rows, void* to, const int64_t* to_rows) const {
@@ -210,6 +220,7 @@ class LinearOps {
     CrossEntropyArgs args{};         // of all rows
     std::optional<LiveRows> live;    // nothing: all of them
     CrossEntropyArgs live_args{};    // of these
+    OptionalTensor live_scale;
   };
 
   // What forward gives for every row.
@@ -277,6 +288,8 @@ class LinearOps {
     args.rows = z.size(0);
     args.row_stride = all.vocab;
     args.target = all.target.slice(begin, begin + args.rows);
+    const DType dtype = args.dtype == DType::kFloat64 ? DType::kFloat64 : DType::kFloat32;
+    if (all.row_scale) args.row_scale = advance(all.row_scale, dtype, begin * all.row_scale_stride);
     return args;
   }
 

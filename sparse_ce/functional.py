@@ -1,7 +1,7 @@
 """Losses as functions. Formulas: ``csrc/math.h``; the same in plain PyTorch: ``reference.py``."""
 
 import math
-from typing import TYPE_CHECKING, Any, Dict, Literal, Optional, Tuple, TypedDict, Union, overload
+from typing import TYPE_CHECKING, Any, Dict, Literal, NamedTuple, Optional, Tuple, TypedDict, Union, overload
 
 import torch
 from torch import Tensor
@@ -13,8 +13,11 @@ from .entries import IGNORE_INDEX, NO_MARK
 from .errors import fail
 from .masked_mean import masked_mean
 from .ops.cross_entropy import cross_entropy as cross_entropy_op
+from .ops.cross_entropy import loss_mean
 from .ops.linear import Head
 from .ops.linear import linear_cross_entropy as linear_cross_entropy_op
+from .ops.select import Outputs
+from .ops.select import select as select_op
 from .sparse_softmax import log_softmax
 from .target import SparseTarget, Target, as_target
 
@@ -41,6 +44,28 @@ class Options(TypedDict, total=False):
     inplace: Inplace
 
 
+class CrossEntropyOutput(NamedTuple):
+    """What a loss returns with ``return_entropy`` or ``return_argmax``; None for the one that was not asked for.
+
+    Args:
+        loss: as without them.
+        lse: ``input.shape[:-1]``, log sum exp of each row's transformed logits, differentiable; 0 where ignored.
+        entropy: ``input.shape[:-1]``, of each row's distribution, in nats, differentiable; 0 where ignored.
+        argmax: ``input.shape[:-1]``, int64, the lowest class of the largest logit; -1 where ignored.
+
+    Examples:
+        >>> logits, labels = torch.tensor([[2.0, 0.0], [0.0, 3.0]]), torch.tensor([0, 0])
+        >>> out = sparse_ce.cross_entropy(logits, labels, return_argmax=True)
+        >>> out.loss, out.argmax == labels
+        (tensor(1.5878), tensor([ True, False]))
+    """
+
+    loss: Tensor
+    lse: Tensor
+    entropy: Optional[Tensor] = None
+    argmax: Optional[Tensor] = None
+
+
 @overload
 def cross_entropy(input: Tensor, target: Target, weight: Optional[Tensor] = None, *,
                   return_lse: Literal[False] = False, **options: "Unpack[Options]") -> Tensor: ...
@@ -54,6 +79,18 @@ def cross_entropy(input: Tensor, target: Target, weight: Optional[Tensor] = None
 @overload
 def cross_entropy(input: Tensor, target: Target, weight: Optional[Tensor] = None, *,
                   return_lse: bool, **options: "Unpack[Options]") -> Union[Tensor, Tuple[Tensor, Tensor]]: ...
+
+
+@overload
+def cross_entropy(input: Tensor, target: Target, weight: Optional[Tensor] = None, *, return_entropy: Literal[True],
+                  return_lse: bool = False, return_argmax: bool = False,
+                  **options: "Unpack[Options]") -> CrossEntropyOutput: ...
+
+
+@overload
+def cross_entropy(input: Tensor, target: Target, weight: Optional[Tensor] = None, *, return_argmax: Literal[True],
+                  return_lse: bool = False, return_entropy: bool = False,
+                  **options: "Unpack[Options]") -> CrossEntropyOutput: ...
 
 
 def cross_entropy(
@@ -71,7 +108,9 @@ def cross_entropy(
     num_classes: Optional[int] = None,
     inplace: Inplace = False,
     return_lse: bool = False,
-) -> Union[Tensor, Tuple[Tensor, Tensor]]:
+    return_entropy: bool = False,
+    return_argmax: bool = False,
+) -> Union[Tensor, Tuple[Tensor, Tensor], CrossEntropyOutput]:
     """Cross entropy between logits and a sparse target; equals ``F.cross_entropy`` with the target made dense.
 
     Classes are the last dimension, always: logits (N, C, H, W) of ``F.cross_entropy`` are ``input.movedim(1, -1)``
@@ -96,7 +135,8 @@ def cross_entropy(
         z_loss: not negative; adds ``z_loss * lse ** 2``, in nats squared, to each row's loss, whose divisor it shares
             (with ``weight`` and class indices, the sum of the labels' class weights).
         logit_scale, softcap: the loss of ``softcap * tanh(logit_scale * input / softcap)``, or of
-            ``logit_scale * input`` without a softcap. Numbers: where they are learned, scale ``input`` itself.
+            ``logit_scale * input`` without a softcap. ``logit_scale`` may also be a tensor: ``input.shape[:-1]``, one
+            for each row (the inverse of its temperature), or (), which may require grad.
         normalizer: divides the sum instead of the mean's own count; a number, or a tensor of any shape whose elements
             are equal (Hugging Face's ``num_items_in_batch``), not negative. 0 gives a loss of 0. Only with
             ``reduction="mean"``. In eager mode a tensor's values are looked at on the CPU (on CUDA with
@@ -104,9 +144,12 @@ def cross_entropy(
         num_classes: only the first ``num_classes`` columns exist (a padded head); the rest get gradient 0.
         inplace: ``"backward"``: the gradient may overwrite ``input``'s storage during backward. False: it never does.
         return_lse: also return ``lse``, log sum exp of each row's transformed logits, differentiable; 0 where ignored.
+        return_entropy, return_argmax: also return the entropy of each row's distribution, differentiable, and the class
+            of its largest logit, from the same read of the logits.
 
     Returns:
-        The loss, a fresh tensor, or ``(loss, lse)``.
+        The loss, a fresh tensor, or ``(loss, lse)``; with ``return_entropy`` or ``return_argmax`` a
+        :class:`CrossEntropyOutput`, ``(loss, lse, entropy, argmax)``.
 
     Raises:
         TypeError, ValueError: an argument has the wrong type, shape or value; raised before any work.
@@ -132,9 +175,24 @@ def cross_entropy(
     arguments.check_inplace(inplace)
     a, normalizer = _dense_parts(input, shape, target, weight, reduction, normalizer, options, row_scale)
     logits = input if len(shape) == 2 else input.reshape(-1, shape[-1])
+    if return_entropy or return_argmax or row_scale is not None and row_scale.requires_grad:
+        all_of_it = _with_metrics(logits, a, inplace == "backward", reduction != "none", normalizer, shape,
+                                  return_entropy, return_argmax)
+        if return_entropy or return_argmax:
+            return all_of_it
+        return all_of_it[:2] if return_lse else all_of_it.loss
     out = cross_entropy_op(logits, a, inplace == "backward", reduction != "none", normalizer, return_lse)
     loss, lse = out if return_lse else (out, None)
     return _result(loss, lse, shape, reduction)
+
+
+def _with_metrics(logits: Tensor, a: Arguments, inplace: bool, mean: bool, normalizer: Optional[Tensor],
+                  shape: torch.Size, entropy: bool, argmax: bool) -> CrossEntropyOutput:
+    """The loss by the op that gives more than it, of logits of ``shape`` with one leading dimension."""
+    out = select_op(logits, a, Outputs(loss=True, log_probs=False, entropy=entropy, argmax=argmax), inplace)
+    loss = loss_mean(out.loss, a, normalizer) if mean else out.loss.reshape(shape[:-1])
+    return CrossEntropyOutput(loss, out.lse.reshape(shape[:-1]), out.entropy.reshape(shape[:-1]) if entropy else None,
+                              out.argmax.reshape(shape[:-1]) if argmax else None)
 
 
 @overload

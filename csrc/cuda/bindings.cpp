@@ -1,9 +1,11 @@
 #include "../linear_ops.h"
 #include "../masked_mean_ops.h"
+#include "../select_ops.h"
 #include "../sparse_softmax_ops.h"
 #include "cross_entropy.h"
 #include "linear.h"
 #include "masked_mean.h"
+#include "select.h"
 #include "sparse_softmax.h"
 #include "torch_device.h"
 
@@ -66,6 +68,12 @@ struct Cuda {
     run(cuda::cross_entropy_backward_values, args, like);
   }
   static void loss_mean(const LossMeanArgs& args, const Tensor& like) { run(cuda::loss_mean, args, like); }
+  static void select_forward(const SelectArgs& args, const Tensor& like) {
+    run(cuda::select_forward, cuda::select_forward_workspace, args, like);
+  }
+  static void select_backward(const SelectBackwardArgs& args, const Tensor& like) {
+    run(cuda::select_backward, cuda::select_backward_workspace, args, like);
+  }
   static void check_target(const TargetView& target, const Tensor& like) {
     static const bool validate = [] {
       const char* given = std::getenv("SPARSE_CE_VALIDATE");
@@ -153,6 +161,7 @@ std::string cuda_architectures() { return SPARSE_CE_CUDA_ARCHITECTURES; }
 
 STABLE_TORCH_LIBRARY_IMPL(sparse_ce, SCE_DISPATCH_KEY, m) {
   sparse_ce::CrossEntropyOps<sparse_ce::Cuda>::add_to(m);
+  sparse_ce::SelectOps<sparse_ce::Cuda>::add_to(m);
   sparse_ce::LinearOps<sparse_ce::Cuda>::add_to(m);
   sparse_ce::SparseSoftmaxOps<sparse_ce::Cuda>::add_to(m);
   sparse_ce::MaskedMeanOps<sparse_ce::Cuda>::add_to(m);

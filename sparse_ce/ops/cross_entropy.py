@@ -120,7 +120,12 @@ class _LossMean(torch.autograd.Function):
         return (grad_mean / divisor).expand(ctx.rows), *(None,) * ctx.others
 
 
-def refuse_weight_grad(weight: Optional[Tensor]) -> None:
+def refuse_other_grads(a: Arguments) -> None:
+    """Those that the losses do not have; that of a scale is ``select``'s."""
+    weight = a.weight
+    if a.row_scale is not None and a.row_scale.requires_grad:
+        fail("row_scale must be a tensor that does not require grad, got one that does; use torch.ops.sparse_ce.select "
+             "with loss=True", RuntimeError)
     if weight is not None and weight.requires_grad:
         fail("weight must be a tensor that does not require grad, got one that does; pass weight.detach()",
              RuntimeError)
@@ -140,8 +145,8 @@ def _run(logits: Tensor, a: Arguments, inplace: bool = False, mean: bool = False
         if mean:
             loss = reference.loss_mean(loss, normalizer, *a.target)[0]
         return (loss, lse) if return_lse else loss
-    if needs_grad(logits, a.values, a.weight):
-        refuse_weight_grad(a.weight)
+    if needs_grad(logits, a.values, a.weight, a.row_scale):
+        refuse_other_grads(a)
         return _CrossEntropy.apply(logits, a.values, a, (inplace, mean, normalizer, return_lse))
     small = None if return_lse else small_calls.cross_entropy(logits, a, mean, normalizer, None)
     if small is not None:
@@ -198,6 +203,12 @@ def cross_entropy(logits: Tensor, a: Arguments, inplace: bool, mean: bool, norma
             loss = ops.loss_mean(loss, normalizer, *a.target)[0]
         return (loss, lse) if return_lse else loss
     return _run(logits, a, inplace and overwritable(logits), mean, normalizer, return_lse)
+
+
+def loss_mean(loss: Tensor, a: Arguments, normalizer: Optional[Tensor]) -> Tensor:
+    """Of ``loss`` (N,), divided by ``normalizer``, (), or by the count of rows."""
+    mean: Tensor = ops.loss_mean(loss, normalizer, *a.target)[0]
+    return mean
 
 
 def overwritable(logits: Tensor) -> bool:

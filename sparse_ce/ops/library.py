@@ -122,7 +122,7 @@ def register_backward(name: str) -> None:
 
     @register_autograd(name)
     def kernel(*arguments: Any) -> Any:
-        if composite(arguments[0]) or needs_grad(*arguments):
+        if composite(next(t for t in arguments if t is not None)) or needs_grad(*arguments):
             return plain(*arguments)
         with torch._C._AutoDispatchBelowAutograd():
             return op(*arguments)

@@ -16,7 +16,7 @@ from .. import reference
 from ..arguments import Arguments, arithmetic_dtype, split
 from ..tracing import eager
 from . import forecast
-from .cross_entropy import refuse_weight_grad
+from .cross_entropy import refuse_other_grads
 from .library import (
     batched,
     composite,
@@ -135,8 +135,8 @@ def _run(head: Head, a: Arguments, chunk_rows: Optional[int], mean: bool,
     out: Tuple[Tensor, Tensor]
     if composite(head.input):
         return reference.linear_mean(*head, *a, normalizer) if mean else reference.linear_forward(*head, *a)
-    if needs_grad(*head, a.values, a.weight):
-        refuse_weight_grad(a.weight)
+    if needs_grad(*head, a.values, a.weight, a.row_scale):
+        refuse_other_grads(a)
         out = _LinearCrossEntropy.apply(*head, *a.tensors, a.numbers, chunk_rows, mean, normalizer)
         return out
     with torch._C._AutoDispatchBelowAutograd():

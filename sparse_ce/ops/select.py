@@ -8,7 +8,7 @@ from torch import Tensor
 from .. import reference
 from ..arguments import Arguments, arithmetic_dtype, split
 from ..tracing import eager
-from .cross_entropy import overwritable, refuse_weight_grad
+from .cross_entropy import overwritable, refuse_other_grads
 from .library import (
     composite,
     needs_grad,
@@ -55,7 +55,7 @@ class _Select(torch.autograd.Function):
         with torch._C._AutoDispatchBelowAutograd():
             out = Selected(*ops.select(logits, *a, *wanted))
         ctx.save_for_backward(logits, *a.tensors, out.lse, out.lse_residual, out.log_rest, out.entropy)
-        ctx.numbers, ctx.inplace = a.numbers, inplace
+        ctx.numbers, ctx.wanted, ctx.inplace = a.numbers, wanted, inplace
         ctx.mark_non_differentiable(out.lse_residual, out.argmax)
         ctx.set_materialize_grads(False)
         return tuple(out)
@@ -65,16 +65,18 @@ class _Select(torch.autograd.Function):
         logits, *tensors, lse, lse_residual, log_rest, entropy = ctx.saved_tensors
         a = Arguments.of(tensors, ctx.numbers)
         upstream = Selected(*grads)
-        given = (upstream.loss, upstream.lse, upstream.log_probs, upstream.log_rest, upstream.entropy,
-                 upstream.mean_logit)
+        # A compiler has zeros for what was not asked for.
+        given = tuple(getattr(upstream, name) if name == "lse" or getattr(ctx.wanted, name) else None
+                      for name in ("loss", "lse", "log_probs", "log_rest", "entropy", "mean_logit"))
+        of_loss, *_, of_rest, of_entropy, _ = given
         wants_logits, wants_values, wants_scale = ctx.needs_input_grad[:3]
         grad_logits = grad_values = of_scale = None
         if all(g is None for g in given):
             return (None,) * 6
         once = not torch.is_grad_enabled()
-        if wants_values and upstream.loss is not None and a.values is not None:
-            grad_values = ops.backward_values(upstream.loss, logits, lse, lse_residual, *a).to(a.values.dtype)
-        made = (None if upstream.log_rest is None else log_rest, None if upstream.entropy is None else entropy)
+        if wants_values and of_loss is not None and a.values is not None:
+            grad_values = ops.backward_values(of_loss, logits, lse, lse_residual, *a).to(a.values.dtype)
+        made = (None if of_rest is None else log_rest, None if of_entropy is None else entropy)
         if once and ctx.inplace and wants_logits:
             grad_logits = logits.detach()
             of_scale = _write_gradient(*given, grad_logits, lse, lse_residual, *made, *a, wants_scale)
@@ -101,7 +103,7 @@ def _run(logits: Tensor, a: Arguments, wanted: Outputs, inplace: bool) -> Tuple[
         return reference.select(logits, *a, *wanted)
     values = a.values if wanted.loss else None
     if needs_grad(logits, values, a.row_scale, a.weight if wanted.loss else None):
-        refuse_weight_grad(a.weight)
+        refuse_other_grads(a._replace(row_scale=None))
         out: Tuple[Tensor, ...] = _Select.apply(logits, values, a.row_scale, a, wanted, inplace)
         return out
     with torch._C._AutoDispatchBelowAutograd():

@@ -1,0 +1,174 @@
+// row_passes.cuh - what is done with one row, or with a part of one, by every kernel that goes over logits.
+#pragma once
+
+#include "cross_entropy.h"
+#include "row_group.cuh"
+
+#include <algorithm>
+
+namespace sparse_ce {
+namespace cuda {
+
+constexpr int kUnroll = 4;  // packs in flight per thread where nothing but exp is computed
+
+// Part `split` of `splits` of the columns [0, columns), in whole packs.
+__host__ __device__ inline int64_t split_begin(int64_t columns, int64_t splits, int64_t split) {
+  const int64_t part = ((columns + splits - 1) / splits + 15) / 16 * 16;
+  return split * part < columns ? split * part : columns;
+}
+
+// Statistics of the columns [begin, end) of row r, by one thread of a group.
+template <int kWidth, typename scalar_t, typename acc_t = acc_type<scalar_t>>
+__device__ RowStats<acc_t> scan_row(const ForwardArgs& args, int64_t r, int64_t begin, int64_t end) {
+  constexpr int kSize = Pack<scalar_t>::kSize;
+  const scalar_t* row = args.template row<scalar_t>(r);
+  const LogitTransform<acc_t> transform = args.template transform<acc_t>(r);
+  RowStats<acc_t> stats;
+
+  if (transform.identity() && args.options.label_smoothing == 0) {
+    for_columns<kWidth, kUnroll>(
+        row, begin, end, true,
+        [&](int64_t c, auto count) {
+          constexpr int n = decltype(count)::value;
+          Pack<scalar_t> packs[n];
+#pragma unroll
+          for (int u = 0; u < n; ++u) packs[u] = Pack<scalar_t>::load(row + c + u * kWidth * kSize);
+          acc_t z[n * kSize];
+#pragma unroll
+          for (int i = 0; i < n * kSize; ++i) z[i] = to_acc(packs[i / kSize].at[i % kSize]);
+          stats.push(z, 0, n * kSize);
+        },
+        [&](int64_t c) {
+          const acc_t z = to_acc(row[c]);
+          stats.push(&z, 0, 1);
+        });
+    return stats;
+  }
+
+  const bool smooth = args.options.label_smoothing != 0;
+  const acc_t* weight = static_cast<const acc_t*>(args.target.weight);
+  for_columns<kWidth, 1>(
+      row, begin, end, true,
+      [&](int64_t c, auto) {
+        const Pack<scalar_t> pack = Pack<scalar_t>::load(row + c);
+        acc_t z[kSize];
+#pragma unroll
+        for (int i = 0; i < kSize; ++i) z[i] = transform(to_acc(pack.at[i]));
+        stats.push(z, 0, kSize);
+        if (smooth) stats.push_weighted(z, weight ? weight + c : nullptr, kSize);
+      },
+      [&](int64_t c) {
+        const acc_t z = transform(to_acc(row[c]));
+        stats.push(&z, 0, 1);
+        if (smooth) stats.push_weighted(&z, weight ? weight + c : nullptr, 1);
+      });
+  return stats;
+}
+
+// The gradient at an entry: made before the dense pass, which may overwrite the logits, and written after it. Rounded
+// to storage once, so that p - 1 near p = 1 keeps its digits in 16 bits. column is -1 where there is nothing to write.
+template <typename acc_t>
+struct EntryGradient {
+  int64_t column;
+  acc_t value;
+};
+
+// Whether equal classes stand side by side, as in a coalesced COO or a CSR tensor. All threads of the group.
+template <int kWidth>
+__device__ bool is_sorted(const TargetView& target, EntryRange range) {
+  bool sorted = true;
+  for (int64_t i = range.begin + RowGroup<kWidth>::rank(); i + 1 < range.end; i += kWidth)
+    sorted = sorted &&
+             load_int(target.indices, target.indices_dtype, i) <= load_int(target.indices, target.indices_dtype, i + 1);
+  return RowGroup<kWidth>::all(sorted);
+}
+
+// Whether entry i is the first of its class in its row; then `sum` is that of weight(k, entry) over all of them, in their
+// order. O(entries) of the row, or O(duplicates) where they are sorted.
+template <typename acc_t, typename weight_t>
+__device__ bool sum_of_class(const TargetView& target, EntryRange range, int64_t i, int64_t column, bool sorted,
+                             const weight_t& weight, acc_t& sum) {
+  int64_t k = i;
+  if (!sorted) k = range.begin;
+  while (sorted && k > range.begin && load_int(target.indices, target.indices_dtype, k - 1) == column) --k;
+  sum = 0;
+  for (; k < range.end; ++k) {
+    if (load_int(target.indices, target.indices_dtype, k) != column) {
+      if (sorted) break;
+      continue;
+    }
+    const auto entry = target.template entry<acc_t>(k);
+    if (entry.column < 0) continue;
+    if (k < i) return false;
+    sum += weight(k, entry);
+  }
+  return true;
+}
+
+// Fills the gradient of the columns [begin, end) with 0.
+template <int kWidth, typename scalar_t>
+__device__ void write_zeros(scalar_t* gradient, int64_t begin, int64_t end) {
+  Pack<scalar_t> zeros;
+  std::memset(&zeros, 0, sizeof(zeros));
+  for_columns<kWidth, 1>(
+      gradient, begin, end, true, [&](int64_t c, auto) { zeros.store(gradient + c); },
+      [&](int64_t c) { gradient[c] = zeros.at[0]; });
+}
+
+// The gradient of the columns [begin, end) as if none had an entry; `gradient` may be `row`.
+template <int kWidth, typename scalar_t, typename acc_t = acc_type<scalar_t>>
+__device__ void write_dense(const BackwardArgs& args, const GradientCoefficients<acc_t>& c,
+                            const LogitTransform<acc_t>& transform, const scalar_t* row, scalar_t* gradient,
+                            int64_t begin, int64_t end) {
+  constexpr int kSize = Pack<scalar_t>::kSize;
+  const bool by_packs = equally_aligned(row, gradient);
+
+  if (transform.identity() && args.options.label_smoothing == 0) {
+    for_columns<kWidth, kUnroll>(
+        row, begin, end, by_packs,
+        [&](int64_t column, auto count) {
+          constexpr int n = decltype(count)::value;
+          Pack<scalar_t> packs[n];
+#pragma unroll
+          for (int u = 0; u < n; ++u) packs[u] = Pack<scalar_t>::load(row + column + u * kWidth * kSize);
+#pragma unroll
+          for (int u = 0; u < n; ++u) {
+#pragma unroll
+            for (int i = 0; i < kSize; ++i) from_acc(c.at(to_acc(packs[u].at[i])), packs[u].at[i]);
+            packs[u].store(gradient + column + u * kWidth * kSize);
+          }
+        },
+        [&](int64_t column) { from_acc(c.at(to_acc(row[column])), gradient[column]); });
+    return;
+  }
+
+  const acc_t* weight = static_cast<const acc_t*>(args.target.weight);
+  const auto general = [&](scalar_t x, int64_t column, scalar_t& out) {
+    const acc_t z = transform(to_acc(x));
+    from_acc(c.at(z, weight ? weight[column] : acc_t(1)) * transform.slope(z), out);
+  };
+  for_columns<kWidth, 1>(
+      row, begin, end, by_packs,
+      [&](int64_t column, auto) {
+        Pack<scalar_t> pack = Pack<scalar_t>::load(row + column);
+#pragma unroll
+        for (int i = 0; i < kSize; ++i) general(pack.at[i], column + i, pack.at[i]);
+        pack.store(gradient + column);
+      },
+      [&](int64_t column) { general(row[column], column, gradient[column]); });
+}
+
+inline int multiprocessors() {
+  int device = 0, count = 1;
+  if (cudaGetDevice(&device) != cudaSuccess ||
+      cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device) != cudaSuccess)
+    return 1;
+  return count;
+}
+
+inline int64_t blocks_of(const CrossEntropyArgs& args, int64_t groups, int per_block) {
+  return blocks_for(groups, per_block, args.max_blocks, (int64_t(1) << 31) - 1);
+}
+
+}  // namespace cuda
+}  // namespace sparse_ce

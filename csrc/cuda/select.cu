@@ -1,0 +1,392 @@
+// Forward reads each logit once; backward reads it once and writes its gradient once. Rows go to threads as those of the
+// loss. Where the classes of a row's entries have to be left out of a sum, they are marked in shared memory, a window of
+// columns at a time.
+#include "row_passes.cuh"
+
+#include "select.h"
+
+namespace sparse_ce {
+namespace cuda {
+namespace {
+
+// ------------------------------------------------------------------------------------------------ classes of entries
+
+// A bit for each column of a window. Every thread of the group must call each function but `has`.
+template <int kWidth>
+class Marked {
+  using Group = RowGroup<kWidth>;
+  static constexpr int kAllWords = 2048;  // of a block
+  static constexpr int kWords = kAllWords / Group::kPerBlock;
+
+ public:
+  static constexpr int64_t kWindow = int64_t(kWords - 1) * 32;  // a pack may be asked for across two words
+
+  // The entries of a row in the columns [begin, end), a window at most.
+  template <typename acc_t>
+  __device__ Marked(const TargetView& target, EntryRange range, int64_t begin, int64_t end, acc_t) : begin_(begin) {
+    SCE_SHARED(unsigned, words, [kAllWords]);
+    words_ = words + threadIdx.x / kWidth * kWords;
+    Group::sync();  // the last window's may still be read
+    for (int w = Group::rank(); w < kWords; w += kWidth) words_[w] = 0;
+    Group::sync();
+    for (int64_t i = range.begin + Group::rank(); i < range.end; i += kWidth) {
+      const int64_t column = target.template entry<acc_t>(i).column;
+      if (column < begin || column >= end) continue;
+      atomicOr(words_ + (column - begin) / 32, 1u << ((column - begin) % 32));
+    }
+    Group::sync();
+  }
+
+  // The bits of up to 32 columns from `column` on, its own the lowest.
+  __device__ unsigned from(int64_t column) const {
+    const int64_t bit = column - begin_;
+    const uint64_t both = static_cast<uint64_t>(words_[bit / 32 + 1]) << 32 | words_[bit / 32];
+    return static_cast<unsigned>(both >> (bit % 32));
+  }
+
+ private:
+  unsigned* words_;
+  int64_t begin_;
+};
+
+// f(begin, end, bits) for the columns [begin, end), a window at a time; bits(column): see Marked. Without `marked` one
+// window, and no bits.
+template <int kWidth, typename acc_t, typename function_t>
+__device__ void for_windows(bool marked, const TargetView& target, EntryRange range, int64_t begin, int64_t end,
+                            const function_t& f) {
+  if (!marked) return f(begin, end, [](int64_t) { return 0u; });
+#pragma unroll 1
+  for (int64_t from = begin; from < end; from += Marked<kWidth>::kWindow) {
+    const int64_t to = from + Marked<kWidth>::kWindow < end ? from + Marked<kWidth>::kWindow : end;
+    const Marked<kWidth> classes(target, range, from, to, acc_t(0));
+    f(from, to, [&](int64_t column) { return classes.from(column); });
+  }
+}
+
+// ------------------------------------------------------------------------------------------------ forward
+
+// Statistics of some columns: of all of them, or of those outside of S, of which `all` then has the total alone.
+template <typename acc_t>
+struct Scanned {
+  SelectStats<acc_t> all;
+  RowStats<acc_t> rest;
+};
+
+// The columns [begin, end) of row r, by one thread of a group; without the entries' classes where `outside`.
+template <int kWidth, typename scalar_t, typename acc_t = acc_type<scalar_t>>
+__device__ SelectStats<acc_t> scan_select(const SelectArgs& args, int64_t r, int64_t begin, int64_t end, bool outside) {
+  constexpr int kSize = Pack<scalar_t>::kSize;
+  const scalar_t* row = args.template row<scalar_t>(r);
+  const LogitTransform<acc_t> transform = args.template transform<acc_t>(r);
+  const acc_t* weight = static_cast<const acc_t*>(args.target.weight);
+  const bool smooth = args.needs_smoothing() && !outside, spread = args.entropy, total = args.mean_logit;
+  const bool argmax = args.argmax;
+  SelectStats<acc_t> stats;
+  if (args.plain()) {
+    stats.row = scan_row<kWidth, scalar_t>(args, r, begin, end);
+    return stats;
+  }
+  const auto push = [&](acc_t* z, int64_t c, int n, unsigned bits) {
+    if (total)
+      for (int i = 0; i < n; ++i) stats.total += z[i];
+    if (outside)
+      for (int i = 0; i < n; ++i) z[i] = bits >> i & 1u ? -acc_t(INFINITY) : z[i];
+    if (argmax) {
+      acc_t highest = stats.row.max;
+      for (int i = 0; i < n; ++i) {
+        if (z[i] > highest) stats.argmax = c + i;
+        highest = z[i] > highest ? z[i] : highest;
+      }
+    }
+    if (spread)
+      stats.push(z, 0, n);
+    else
+      stats.row.push(z, 0, n);
+    if (smooth) stats.row.push_weighted(z, weight ? weight + c : nullptr, n);
+  };
+  for_windows<kWidth, acc_t>(outside, args.target, args.target.row(r), begin, end,
+                             [&](int64_t from, int64_t to, const auto& bits) {
+    for_columns<kWidth, 1>(
+        row, from, to, true,
+        [&](int64_t c, auto) {
+          const Pack<scalar_t> pack = Pack<scalar_t>::load(row + c);
+          acc_t z[kSize];
+#pragma unroll
+          for (int i = 0; i < kSize; ++i) z[i] = transform(to_acc(pack.at[i]));
+          push(z, c, kSize, bits(c));
+        },
+        [&](int64_t c) {
+          acc_t z = transform(to_acc(row[c]));
+          push(&z, c, 1, bits(c));
+        });
+  });
+  return stats;
+}
+
+// What a group scanned, reduced, on lane 0.
+template <int kWidth, typename scalar_t, typename acc_t = acc_type<scalar_t>>
+__device__ Scanned<acc_t> scan(const SelectArgs& args, int64_t r, int64_t begin, int64_t end) {
+  using Group = RowGroup<kWidth>;
+  Scanned<acc_t> out;
+  const bool outside = args.needs_rest();
+  out.all = Group::reduce(scan_select<kWidth, scalar_t>(args, r, begin, end, outside));
+  out.rest = out.all.row;
+  // Smoothing is relative to the maximum of all.
+  if (outside && args.needs_smoothing())
+    out.all = Group::reduce(scan_select<kWidth, scalar_t>(args, r, begin, end, false));
+  return out;
+}
+
+// Adds the entries to a row's statistics and writes its outputs. All threads of the group; `scanned` counts on lane 0.
+template <int kWidth, typename scalar_t, typename acc_t = acc_type<scalar_t>>
+__device__ void finish_row(const SelectArgs& args, int64_t r, bool ignored, const Scanned<acc_t>& scanned) {
+  using Group = RowGroup<kWidth>;
+  const scalar_t* row = args.template row<scalar_t>(r);
+  const LogitTransform<acc_t> transform = args.template transform<acc_t>(r);
+  const EntryRange range = args.target.row(r);
+  auto* log_probs = static_cast<acc_t*>(args.log_probs);
+  if (ignored) {
+    if (Group::rank() == 0) args.write_row(r, true, false, scanned.all, scanned.rest, TargetStats<acc_t>{});
+    for (int64_t i = range.begin + Group::rank(); log_probs && i < range.end; i += kWidth) log_probs[i] = acc_t(0);
+    return;
+  }
+
+  const bool inside = args.needs_rest() && !args.needs_smoothing();
+  const bool sorted = inside && range.end - range.begin > kWarp && is_sorted<kWidth>(args.target, range);
+  bool valid = range.valid;
+  SelectStats<acc_t> stats;
+  for (int64_t i = range.begin + Group::rank(); i < range.end; i += kWidth) {
+    const auto entry = args.target.template entry<acc_t>(i);
+    valid = valid && !(entry.column < 0 && entry.value != entry.value);
+    if (!inside || entry.column < 0) continue;
+    acc_t sum;
+    if (!sum_of_class<acc_t>(args.target, range, i, entry.column, sorted,
+                             [](int64_t, const Entry<acc_t>&) { return acc_t(0); }, sum))
+      continue;
+    const acc_t z = transform(to_acc(row[entry.column]));
+    const bool lower = z == stats.row.max && entry.column < stats.argmax;
+    if (z > stats.row.max || lower) stats.argmax = entry.column;
+    stats.push(&z, 0, 1);
+  }
+  valid = Group::all(valid);
+  stats = Group::reduce(stats);
+  stats.merge(scanned.all);
+  const RowStats<acc_t> of_row = Group::broadcast(stats.row);
+
+  TargetSums<LongSum<acc_t>> sums;
+  for (int64_t i = range.begin + Group::rank(); i < range.end; i += kWidth) {
+    const auto entry = args.target.template entry<acc_t>(i);
+    if (args.loss && entry.column >= 0)
+      sums.add(args.target.share(entry), of_row.max, [&] { return transform(to_acc(row[entry.column])); });
+    if (log_probs) args.write_entry(i, !valid, row, transform, of_row);
+  }
+  const TargetStats<acc_t> in_loss = Group::reduce(sums.template stats<acc_t>());
+  if (Group::rank() == 0) args.write_row(r, false, !valid, stats, scanned.rest, in_loss);
+}
+
+// One group per row, or per part of a row: then partial (rows, splits) receives the statistics.
+template <typename scalar_t, int kWidth>
+__global__ void __launch_bounds__(kThreads, 2)
+    select_kernel(SelectArgs args, int64_t splits, Scanned<acc_type<scalar_t>>* partial) {
+  using Group = RowGroup<kWidth>;
+  const int64_t columns = args.target.num_classes;
+  for (int64_t item = Group::number(); item < args.rows * splits; item += Group::count()) {
+    const int64_t r = item / splits, split = item % splits;
+    const bool ignored = args.target.ignored(r);
+    Scanned<acc_type<scalar_t>> scanned;
+    if (!ignored)
+      scanned = scan<kWidth, scalar_t>(args, r, split_begin(columns, splits, split),
+                                       split_begin(columns, splits, split + 1));
+    if (splits == 1)
+      finish_row<kWidth, scalar_t>(args, r, ignored, scanned);
+    else if (Group::rank() == 0)
+      partial[item] = scanned;
+  }
+}
+
+// One warp per row merges the parts of select_kernel.
+template <typename scalar_t>
+__global__ void __launch_bounds__(kThreads)
+    select_merge_kernel(SelectArgs args, int64_t splits, const Scanned<acc_type<scalar_t>>* partial) {
+  using Group = RowGroup<kWarp>;
+  for (int64_t r = Group::number(); r < args.rows; r += Group::count()) {
+    Scanned<acc_type<scalar_t>> mine;
+    for (int64_t split = Group::rank(); split < splits; split += kWarp) {
+      mine.all.merge(partial[r * splits + split].all);
+      mine.rest.merge(partial[r * splits + split].rest);
+    }
+    mine.all = Group::reduce(mine.all);
+    mine.rest = Group::reduce(mine.rest);
+    finish_row<kWarp, scalar_t>(args, r, args.target.ignored(r), mine);
+  }
+}
+
+// ------------------------------------------------------------------------------------------------ backward
+
+// The gradient of the columns [begin, end) as if none had an entry; `gradient` may be `row`. Returns what this thread's
+// columns add to dl/ds; those of the entries add nothing.
+template <int kWidth, typename scalar_t, typename acc_t = acc_type<scalar_t>>
+__device__ acc_t write_select(const SelectBackwardArgs& args, const SelectCoefficients<acc_t>& c,
+                              const LogitTransform<acc_t>& transform, EntryRange range, const scalar_t* row,
+                              scalar_t* gradient, int64_t begin, int64_t end) {
+  const acc_t* weight = static_cast<const acc_t*>(args.target.weight);
+  const bool by_packs = equally_aligned(row, gradient), scales = args.grad_scale;
+  LongSum<acc_t> of_scale;
+  const auto one = [&](scalar_t x, int64_t column, bool marked, scalar_t& out) {
+    const acc_t z = transform(to_acc(x));
+    acc_t derivative = c.inside(z, weight ? weight[column] : acc_t(1));
+    if (c.of_rest != acc_t(0)) derivative += c.outside(z);
+    if (scales && !marked && derivative != acc_t(0))
+      of_scale.add(derivative * transform.slope_of_cap(z) * to_acc(x));
+    from_acc(derivative * transform.slope(z), out);
+  };
+  for_windows<kWidth, acc_t>(scales, args.target, range, begin, end,
+                             [&](int64_t from, int64_t to, const auto& bits) {
+    for_columns<kWidth, 1>(
+        row, from, to, by_packs,
+        [&](int64_t column, auto) {
+          Pack<scalar_t> pack = Pack<scalar_t>::load(row + column);
+          const unsigned marked = bits(column);
+#pragma unroll
+          for (int i = 0; i < Pack<scalar_t>::kSize; ++i)
+            one(pack.at[i], column + i, marked >> i & 1u, pack.at[i]);
+          pack.store(gradient + column);
+        },
+        [&](int64_t column) { one(row[column], column, bits(column) & 1u, gradient[column]); });
+  });
+  return of_scale.sum;
+}
+
+// As the loss's backward_kernel. The scale's gradient needs whole rows.
+template <typename scalar_t, int kWidth>
+__global__ void __launch_bounds__(kThreads, 2)
+    select_backward_kernel(SelectBackwardArgs args, int64_t splits,
+                           EntryGradient<acc_type<scalar_t>>* entry_gradients) {
+  using Group = RowGroup<kWidth>;
+  using acc_t = acc_type<scalar_t>;
+  const int64_t columns = args.target.num_classes;
+  for (int64_t item = Group::number(); item < args.rows * splits; item += Group::count()) {
+    const int64_t r = item / splits, split = item % splits;
+    const int64_t begin = split_begin(columns, splits, split), end = split_begin(columns, splits, split + 1);
+    const scalar_t* row = args.template row<scalar_t>(r);
+    scalar_t* gradient = args.template gradient_row<scalar_t>(r);
+    if (split == splits - 1) write_zeros<kWidth>(gradient, columns, args.vocab);
+
+    const bool ignored = args.target.ignored(r);
+    const EntryRange range = args.target.row(r);
+    LongSum<acc_t> mass, upstream;
+    bool without = ignored || (range.valid && args.template without_row_gradient<acc_t>(r));
+    if (!ignored) {
+      if (!range.valid) upstream.sum = Limits<acc_t>::kNaN;
+      for (int64_t i = range.begin + Group::rank(); i < range.end; i += kWidth) {
+        const auto entry = args.target.template entry<acc_t>(i);
+        if (entry.column < 0) {
+          if (entry.value != entry.value && !without) upstream.add(entry.value);  // an index out of range
+          continue;
+        }
+        const acc_t g = args.template upstream_of_entry<acc_t>(i);
+        without = without && g == acc_t(0);
+        upstream.add(g);
+        if (args.grad_loss) mass.add(args.target.share(entry));
+      }
+    }
+    if (Group::all(without)) {
+      write_zeros<kWidth>(gradient, begin, end);
+      if (args.grad_scale && Group::rank() == 0) static_cast<acc_t*>(args.grad_scale)[r] = acc_t(0);
+      continue;
+    }
+    const auto sums = Group::broadcast(Group::reduce(TargetStats<acc_t>{upstream.sum, mass.sum}));
+    const SelectCoefficients<acc_t> c = args.select_coefficients(r, sums.mass, sums.dot);
+
+    const LogitTransform<acc_t> transform = args.template transform<acc_t>(r);
+    const auto weight = [&](int64_t i, const Entry<acc_t>& entry) {
+      return (args.grad_loss ? c.d * args.target.share(entry) : acc_t(0)) - args.template upstream_of_entry<acc_t>(i);
+    };
+    const bool sorted = range.end - range.begin > kWarp && is_sorted<kWidth>(args.target, range);
+    LongSum<acc_t> of_scale;
+    for (int64_t i = range.begin + Group::rank(); i < range.end; i += kWidth) {
+      const int64_t column = args.target.template entry<acc_t>(i).column;
+      if (column < begin || column >= end) continue;  // padding, or another group's
+      acc_t sum;
+      const bool first = sum_of_class<acc_t>(args.target, range, i, column, sorted, weight, sum);
+      const acc_t x = to_acc(row[column]), z = transform(x);
+      const acc_t derivative = c.inside(z, args.target.template class_weight<acc_t>(column)) - sum;
+      if (first && args.grad_scale && derivative != acc_t(0))
+        of_scale.add(derivative * transform.slope_of_cap(z) * x);
+      entry_gradients[i] = {first ? column : -1, derivative * transform.slope(z)};
+    }
+    Group::sync();  // the logits at the entries are read
+    if (c.more() || args.grad_scale)
+      of_scale.add(write_select<kWidth>(args, c, transform, range, row, gradient, begin, end));
+    else
+      write_dense<kWidth>(args, c, transform, row, gradient, begin, end);
+    Group::sync();  // the dense gradient is written
+    for (int64_t i = range.begin + Group::rank(); i < range.end; i += kWidth) {
+      const int64_t column = args.target.template entry<acc_t>(i).column;
+      if (column < begin || column >= end) continue;
+      const EntryGradient<acc_t> entry = entry_gradients[i];
+      if (entry.column >= 0) from_acc(entry.value, gradient[entry.column]);
+    }
+    if (!args.grad_scale) continue;
+    const acc_t total = Group::reduce(TargetStats<acc_t>{of_scale.sum, acc_t(0)}).dot;
+    if (Group::rank() == 0)
+      static_cast<acc_t*>(args.grad_scale)[r] = total * static_cast<acc_t>(args.options.logit_scale);
+  }
+}
+
+Plan backward_plan(const SelectBackwardArgs& args) {
+  Plan plan = plan_of(args, multiprocessors());
+  if (!args.grad_scale || plan.splits == 1) return plan;
+  plan.splits = 1;
+  plan.blocks = blocks_of(args, args.rows, 1);
+  return plan;
+}
+
+}  // namespace
+
+// ------------------------------------------------------------------------------------------------ launchers
+
+size_t select_forward_workspace(const SelectArgs& args) {
+  const Plan plan = plan_of(args, multiprocessors());
+  const size_t each = args.dtype == DType::kFloat64 ? sizeof(Scanned<double>) : sizeof(Scanned<float>);
+  return plan.splits == 1 ? 0 : static_cast<size_t>(args.rows * plan.splits) * each;
+}
+
+cudaError_t select_forward(const SelectArgs& args, void* workspace, cudaStream_t stream) {
+  if (args.rows == 0) return cudaSuccess;
+  const Plan plan = plan_of(args, multiprocessors());
+  return with_storage(args.dtype, [&](auto storage) {
+    using scalar_t = decltype(storage);
+    auto* partial = static_cast<Scanned<acc_type<scalar_t>>*>(workspace);
+    const auto run = [&](auto kernel) {
+      return launch(stream, plan.blocks, kThreads, kernel, args, plan.splits, partial);
+    };
+    const cudaError_t error =
+        plan.width == kWarp ? run(select_kernel<scalar_t, kWarp>) : run(select_kernel<scalar_t, kThreads>);
+    if (error != cudaSuccess || plan.splits == 1) return error;
+    return launch(stream, blocks_of(args, args.rows, kThreads / kWarp), kThreads, select_merge_kernel<scalar_t>, args,
+                  plan.splits, partial);
+  });
+}
+
+size_t select_backward_workspace(const SelectBackwardArgs& args) {
+  const size_t each = args.dtype == DType::kFloat64 ? sizeof(EntryGradient<double>) : sizeof(EntryGradient<float>);
+  return static_cast<size_t>(args.target.entries) * each;
+}
+
+cudaError_t select_backward(const SelectBackwardArgs& args, void* workspace, cudaStream_t stream) {
+  if (args.rows == 0) return cudaSuccess;
+  const Plan plan = backward_plan(args);
+  return with_storage(args.dtype, [&](auto storage) {
+    using scalar_t = decltype(storage);
+    auto* entries = static_cast<EntryGradient<acc_type<scalar_t>>*>(workspace);
+    const auto run = [&](auto kernel) {
+      return launch(stream, plan.blocks, kThreads, kernel, args, plan.splits, entries);
+    };
+    return plan.width == kWarp ? run(select_backward_kernel<scalar_t, kWarp>)
+                               : run(select_backward_kernel<scalar_t, kThreads>);
+  });
+}
+
+}  // namespace cuda
+}  // namespace sparse_ce

@@ -1,0 +1,102 @@
+"""opcheck, torch.compile and torch.export of log-probabilities; their memory."""
+
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounterWithBackend
+
+from cases import Draw
+from close import assert_bitwise_equal
+from compiling import DYNAMIC, op_arguments
+from sparse_ce import SparseTarget, selected_log_probs
+
+ops = torch.ops.sparse_ce
+pytestmark = pytest.mark.usefixtures("fresh_compiler")
+EVERYTHING = dict(loss=True, log_rest=True, entropy=True, mean_logit=True, argmax=True)
+
+
+@pytest.mark.parametrize("kind,requires_grad", [("labels", False), ("topk", True), ("csr", True), ("ranges", False)])
+def test_opcheck_of_select(kind, requires_grad, device):
+    logits, target, rows = op_arguments(kind, requires_grad, device)
+    torch.library.opcheck(ops.select.default, (logits, *target), dict(softcap=5.0, **EVERYTHING))
+    torch.library.opcheck(ops.select.default, (logits, *target), dict(row_scale=rows.detach().abs()))
+    out = [t.detach() for t in ops.select(logits.detach(), *target, **EVERYTHING)]
+    given = (rows, None, torch.randn_like(out[3]), rows.detach(), rows.detach(), rows.detach(), logits, *out[1:3],
+             out[4], out[5], *target)
+    torch.library.opcheck(ops.select_backward.default, given)
+    torch.library.opcheck(ops.select_backward.default, given, dict(scale_grad=True, row_scale=torch.ones_like(rows[0]).detach()))
+    if not requires_grad:
+        torch.library.opcheck(ops.select_backward_.default, given, dict(scale_grad=True))
+
+
+@pytest.mark.parametrize("form", DYNAMIC)
+def test_a_changing_number_of_entries_compiles_twice_at_most(form, device):
+    counter = CompileCounterWithBackend("aot_eager")
+    draw = Draw(device)
+
+    def f(x, target):
+        return selected_log_probs(x, target, padding_value=0.0, return_entropy=True, return_log_rest=True)
+
+    compiled = torch.compile(f, backend=counter, fullgraph=True)
+    for nnz in (5, 9, 12, 3, 20):
+        x, target = draw.normal(6, 11).requires_grad_(), DYNAMIC[form](nnz, draw)
+        y = x.detach().clone().requires_grad_()
+        ours, eager = compiled(x, target), f(y, target)
+        for name in ("log_probs", "entropy", "log_rest"):
+            assert_bitwise_equal(getattr(ours, name), getattr(eager, name))
+        (ours.log_probs.sum() + ours.entropy.sum() + ours.log_rest[0]).backward()
+        (eager.log_probs.sum() + eager.entropy.sum() + eager.log_rest[0]).backward()
+        torch.testing.assert_close(x.grad, y.grad)
+    assert counter.frame_count <= 2
+
+
+def test_export(device):
+    class Score(torch.nn.Module):
+        def forward(self, x, ids):
+            out = selected_log_probs(x, ids, return_entropy=True)
+            return out.log_probs, out.entropy
+
+    x, ids = torch.randn(6, 11, device=device), torch.randint(11, (6, 3), device=device)
+    rows = torch.export.Dim("rows", min=2)
+    program = torch.export.export(Score(), (x, ids), dynamic_shapes=({0: rows}, {0: rows}), strict=True)
+    x, ids = torch.randn(9, 11, device=device), torch.randint(11, (9, 3), device=device)
+    for a, b in zip(program.module()(x, ids), Score()(x, ids)):
+        assert_bitwise_equal(a, b)
+
+
+def test_an_inductor_graph_around_it(device):
+    draw = Draw(device)
+    x, ids = draw.normal(6, 11), draw.integers(11, 6, 3)
+
+    def f(x):
+        out = selected_log_probs(x * 2, ids, return_entropy=True)
+        return (out.log_probs.exp().sum(-1) * out.entropy).sum()
+
+    leaf, other = x.clone().requires_grad_(), x.clone().requires_grad_()
+    torch.compile(f, fullgraph=True)(leaf).backward()
+    f(other).backward()
+    torch.testing.assert_close(leaf.grad, other.grad)
+
+
+def test_shapes_on_the_meta_device():
+    x = torch.empty(2, 3, 7, device="meta", dtype=torch.bfloat16, requires_grad=True)
+    out = selected_log_probs(x, torch.empty(2, 3, 4, dtype=torch.int64, device="meta"), return_entropy=True,
+                             return_argmax=True)
+    assert out.log_probs.shape == (2, 3, 4) and out.log_probs.dtype == torch.float32
+    assert out.entropy.shape == (2, 3) and out.argmax.dtype == torch.int64 and out.log_rest is None
+    grad, = torch.autograd.grad(out.log_probs.sum(), x)
+    assert grad.shape == x.shape and grad.dtype == torch.bfloat16
+
+
+def test_36_beside_one_gradient_nothing_of_the_size_of_the_logits(device):
+    """Nor are logits of 16 bits made float32."""
+    x = torch.randn(64, 4096, device=device).bfloat16().requires_grad_()
+    ids = SparseTarget.from_topk(torch.randint(4096, (64, 8), device=device), None)
+    with torch.profiler.profile(profile_memory=True) as profile:
+        out = selected_log_probs(x, ids, return_entropy=True, return_log_rest=True)
+        torch.autograd.grad([out.log_probs, out.entropy, out.log_rest], x,
+                            [torch.ones_like(t) for t in (out.log_probs, out.entropy, out.log_rest)])
+    name = "device_memory_usage" if device == "cuda" else "cpu_memory_usage"
+    largest = max(getattr(event, name) for event in profile.events())
+    assert largest <= x.numel() * 2 + 4096
+    total = sum(max(0, e.cpu_memory_usage) for e in profile.events() if not e.cpu_children) if device == "cpu" else 0
+    assert total <= x.numel() * 2 + 64 * 4 * (3 * 8 + 40)

@@ -1,0 +1,233 @@
+"""What others got wrong with log-probabilities: docs/failures.md, 26 to 39."""
+
+import math
+
+import pytest
+import torch
+
+from cases import Draw
+from close import assert_bitwise_equal
+from select_cases import ALL
+from sparse_ce import SparseTarget, cross_entropy, selected_log_probs
+
+
+def exact_rest(x, ids):
+    z = x.double()
+    outside = torch.ones(z.shape, dtype=torch.bool, device=z.device).scatter(1, ids, False)
+    return torch.where(outside, z, -torch.inf).logsumexp(1) - z.logsumexp(1)
+
+
+def test_26_the_entropy_has_a_gradient_alone_and_beside_log_probs_without_one(device):
+    draw = Draw(device)
+    x, ids = draw.normal(4, 50, dtype=torch.float64), draw.integers(50, 4)
+    expected_leaf = x.clone().requires_grad_()
+    q = expected_leaf.softmax(1)
+    expected, = torch.autograd.grad(-(q * q.log()).sum(1), expected_leaf, torch.arange(4.0, device=device).double())
+    leaf = x.clone().requires_grad_()
+    out = selected_log_probs(leaf, ids, return_entropy=True)
+    (out.entropy * torch.arange(4.0, device=device) + 0 * out.log_probs.detach()).sum().backward()
+    torch.testing.assert_close(leaf.grad, expected)
+
+
+@pytest.mark.parametrize("offset", [-1e4, -100.0, 0.0, 1e4])
+def test_27_a_log_probability_is_never_positive(offset, device):
+    draw = Draw(device)
+    for dtype in (torch.float32, torch.bfloat16):
+        x = draw.normal(64, 3000) * 0.01
+        x[:, 7] += draw.uniform(64, low=0, high=40)
+        out = selected_log_probs((x + offset).to(dtype), torch.full((64,), 7, device=device), return_log_rest=True)
+        assert (out.log_probs <= 0).all() and (out.log_rest <= 0).all() and (out.log_probs > -30).all()
+
+
+@pytest.mark.parametrize("gap", [8.0, 12.0, 16.0, 20.0])
+def test_30_the_rest_is_summed_and_not_subtracted(gap, device):
+    """Down to a rest of 1e-7 and below; 1 less the others has no digits there. Its gradient, too."""
+    draw = Draw(device)
+    x, ids = draw.normal(4, 128256 // 16), torch.stack([
+        torch.randperm(128256 // 16, generator=draw.generator)[:64] for _ in range(4)]).to(device)
+    x.scatter_add_(1, ids, torch.full(ids.shape, gap, device=device))
+    leaf = x.clone().requires_grad_()
+    out = selected_log_probs(leaf, ids, return_log_rest=True)
+    torch.testing.assert_close(out.log_rest.exp().double(), exact_rest(x, ids).exp(), rtol=3e-6, atol=0)
+    wide = x.double().requires_grad_()
+    ours, = torch.autograd.grad(out.log_rest.sum(), leaf)
+    theirs, = torch.autograd.grad(exact_rest(wide, ids).sum(), wide)
+    torch.testing.assert_close(ours.double(), theirs, rtol=2e-5, atol=1e-12)
+
+
+@pytest.mark.parametrize("rest", [-50.0, -90.0, -200.0])
+def test_30_a_rest_beyond_the_range_of_float32(rest, device):
+    draw = Draw(device)
+    x = draw.normal(3, 5000)
+    x[:, 7] -= rest
+    x[1, 8:2000] = -torch.inf  # classes that cannot be
+    leaf = x.clone().requires_grad_()
+    out = selected_log_probs(leaf, torch.full((3,), 7, device=device), return_log_rest=True)
+    torch.testing.assert_close(out.log_rest.double(), exact_rest(x, torch.full((3, 1), 7, device=device)))
+    grad, = torch.autograd.grad(out.log_rest.sum(), leaf)
+    outside = torch.where(torch.arange(5000, device=device) == 7, -torch.inf, x.double()).softmax(1)
+    torch.testing.assert_close(grad[:, 8:].double(), outside[:, 8:], rtol=2e-5, atol=1e-10)
+
+
+def test_30_no_rest_where_the_ids_cover_what_is_finite(device):
+    x = torch.tensor([[1.0, 2.0, 3.0], [1.0, -torch.inf, -torch.inf]], device=device, requires_grad=True)
+    out = selected_log_probs(x, torch.tensor([[0, 1, 2], [0, 0, -100]], device=device), return_log_rest=True)
+    assert (out.log_rest == -torch.inf).all()
+    grad, = torch.autograd.grad(out.log_rest, x, torch.ones(2, device=device))
+    assert (grad == 0).all()
+
+
+def test_33_a_temperature_for_each_row(device):
+    draw = Draw(device)
+    x, ids, temperature = draw.normal(2, 5, 40, dtype=torch.float64), draw.integers(40, 2, 5), draw.uniform(2, 5) + 0.2
+    ours = selected_log_probs(x, ids, logit_scale=1 / temperature).log_probs
+    expected = (x / temperature.double()[..., None]).log_softmax(-1).gather(-1, ids[..., None])[..., 0]
+    torch.testing.assert_close(ours, expected, rtol=1e-6, atol=1e-6)  # of float32 temperatures
+    loss = cross_entropy(x, ids, logit_scale=1 / temperature)
+    torch.testing.assert_close(loss, -expected.mean(), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("form", ["padded", "jagged"])
+def test_34_an_id_twice(form, device):
+    """Each has its log-probability; the rest knows the class once; gradients add."""
+    x = Draw(device).normal(2, 9, dtype=torch.float64).requires_grad_()
+    ids = torch.tensor([[3, 5, 3, 3], [1, 1, 2, 0]], device=device)
+    target = ids if form == "padded" else SparseTarget.from_jagged(ids.view(-1), None,
+                                                                  torch.tensor([0, 4, 8], device=device))
+    out = selected_log_probs(x, target, return_log_rest=True)
+    log_probs = x.log_softmax(1)
+    upstream = torch.arange(1.0, 9, device=device, dtype=torch.float64)
+    expected, = torch.autograd.grad((log_probs.gather(1, ids).view(-1) * upstream).sum(), x, retain_graph=True)
+    ours, = torch.autograd.grad(out.log_probs.reshape(-1), x, upstream, retain_graph=True)
+    torch.testing.assert_close(ours, expected)
+    torch.testing.assert_close(out.log_rest, exact_rest(x.detach(), ids))
+
+
+def test_35_padding_of_minus_infinity_meets_a_weight_of_zero(device):
+    """The gradient is 0 there and no NaN, also where somebody's upstream gradient at the padding is NaN or infinite."""
+    x = Draw(device).normal(2, 9).requires_grad_()
+    ids = torch.tensor([[3, -100], [4, 5]], device=device)
+    weights = torch.tensor([[1.0, 0.0], [0.5, 0.5]], device=device)
+    log_probs = selected_log_probs(x, ids).log_probs
+    assert log_probs[0, 1] == -torch.inf
+    loss = -(weights * torch.where(weights == 0, 0.0, log_probs)).sum()
+    loss.backward()
+    assert x.grad.isfinite().all()
+    for bad in (torch.nan, torch.inf):
+        upstream = torch.tensor([[1.0, bad], [0.0, 1.0]], device=device)
+        grad, = torch.autograd.grad(selected_log_probs(x, ids).log_probs, x, upstream)
+        assert grad.isfinite().all()
+
+
+def test_37_a_kept_set_without_the_sampled_token(device):
+    """Replay of truncated sampling: log p(y given S) is -inf or 0 at most, and defined."""
+    x = Draw(device).normal(3, 20)
+    kept = SparseTarget.from_jagged(torch.tensor([1, 2, 3, 5], device=device), None,
+                                    torch.tensor([0, 2, 3, 4], device=device))
+    sampled = selected_log_probs(x, torch.tensor([7, 3, 5], device=device)).log_probs
+    of_kept = selected_log_probs(x, kept).log_probs
+    normalised = sampled - torch.stack([of_kept[:2].logsumexp(0), of_kept[2], of_kept[3]])
+    assert normalised.isfinite().all() and normalised[1] == 0 and normalised[2] == 0
+
+
+def test_38_rows_with_a_kept_set_beside_rows_without_one(device):
+    """One pass gives the entropy of all classes beside the log-probability among some; a row without ids has a rest of
+    all classes."""
+    x = Draw(device).normal(2, 20, dtype=torch.float64)
+    kept = SparseTarget.from_jagged(torch.tensor([1, 2], device=device), None,
+                                    torch.tensor([0, 2, 2], device=device))
+    out = selected_log_probs(x, kept, return_entropy=True, return_log_rest=True)
+    q = x.softmax(1)
+    torch.testing.assert_close(out.entropy, -(q * q.log()).sum(1))
+    assert out.log_rest[1] == 0
+    torch.testing.assert_close(out.log_rest[0].exp(), 1 - q[0, 1] - q[0, 2])
+
+
+def test_39_scale_and_softcap_count_in_every_output(device):
+    draw = Draw(device)
+    x, ids = 3 * draw.normal(3, 30, dtype=torch.float64), draw.integers(30, 3, 2)
+    z = 4 * torch.tanh(0.7 * x / 4)
+    ours = selected_log_probs(x, ids, logit_scale=0.7, softcap=4.0, **ALL)
+    for a, b in zip((ours.log_probs, ours.lse, ours.log_rest, ours.entropy, ours.mean_logit, ours.argmax),
+                    vars(selected_log_probs(z, ids, **ALL)).values()):
+        torch.testing.assert_close(a, b)
+
+
+# ------------------------------------------------------------------------------------------------------------- extremes
+
+
+def test_classes_of_minus_infinity_add_nothing(device):
+    """Not to the entropy, not to the gradient; the mean logit is -inf, as the mean is."""
+    draw = Draw(device)
+    x = draw.normal(3, 3000)
+    masked = x.clone()
+    masked[:, 5::3] = -torch.inf
+    live = torch.ones(3000, dtype=torch.bool, device=device)
+    live[5::3] = False
+    leaf, small = masked.clone().requires_grad_(), x[:, live].double().requires_grad_()
+    ids = torch.tensor([[0, 1], [2, 3], [4, 4]], device=device)
+    out = selected_log_probs(leaf, ids, **ALL)
+    expected = selected_log_probs(small, ids, **ALL)  # the first classes keep their numbers
+    assert (out.mean_logit == -torch.inf).all()
+    grads = []
+    for o, l in ((out, leaf), (expected, small)):
+        torch.testing.assert_close(o.entropy.double(), expected.entropy, rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(o.log_rest.double(), expected.log_rest, rtol=1e-6, atol=1e-6)
+        grads.append(torch.autograd.grad((o.entropy + o.log_rest + o.log_probs.sum(1)).sum(), l)[0])
+    assert (grads[0][:, ~live] == 0).all()
+    torch.testing.assert_close(grads[0][:, live].double(), grads[1], rtol=1e-5, atol=1e-7)
+
+
+def test_a_row_that_nobody_wants_a_gradient_of_is_not_read(device):
+    draw = Draw(device)
+    x = draw.normal(3, 40)
+    x[1] = torch.nan
+    x.requires_grad_()
+    out = selected_log_probs(x, draw.integers(40, 3, 2), return_entropy=True, return_log_rest=True)
+    upstream = torch.tensor([1.0, 0.0, 2.0], device=device)
+    grad, = torch.autograd.grad([out.log_probs, out.entropy, out.log_rest], x,
+                                [upstream[:, None].expand(3, 2), upstream, upstream])
+    assert (grad[1] == 0).all() and grad.isfinite().all() and (grad[0] != 0).any()
+
+
+def test_a_row_of_minus_infinity_has_no_distribution(device):
+    x = torch.full((1, 5), -torch.inf, device=device)
+    out = selected_log_probs(x, torch.tensor([[1]], device=device), **ALL)
+    assert out.lse == -torch.inf and out.log_probs.isnan() and out.argmax == 0
+
+
+def test_ties_go_to_the_lowest_class(device):
+    x = torch.zeros(4, 5000, device=device)
+    x[1, [17, 4999]] = 1
+    x[2, [2048, 1000]] = 3
+    x[3] = -5
+    out = selected_log_probs(x, torch.tensor([[17, 4], [17, 4999], [2048, 3], [4, 2]], device=device), **ALL)
+    assert out.argmax.tolist() == [0, 17, 1000, 0]
+
+
+@pytest.mark.parametrize("shape,k", [((0, 7), 3), ((2, 0, 7), 2), ((3, 7), 0)])
+def test_nothing_to_select(shape, k, device):
+    x = torch.randn(shape, device=device, requires_grad=True)
+    out = selected_log_probs(x, torch.zeros(*shape[:-1], k, dtype=torch.int64, device=device), **ALL)
+    assert out.log_probs.shape == (*shape[:-1], k) and out.entropy.shape == shape[:-1]
+    (out.log_probs.sum() + out.entropy.sum()).backward()
+    assert x.grad.shape == x.shape
+
+
+@pytest.mark.parametrize("threads_of", [1, 2])
+def test_few_long_rows_are_shared_among_threads(threads_of, threads, device):
+    """The result does not depend on it."""
+    draw = Draw(device)
+    x, ids = draw.normal(1, 140001), draw.integers(140001, 1, 20)
+    ids[0, 3] = ids[0, 9]
+    results = []
+    for n in (1, threads_of):
+        threads(n)
+        leaf, scale = x.clone().requires_grad_(), torch.tensor(0.7, device=device, requires_grad=True)
+        out = selected_log_probs(leaf, ids, logit_scale=scale, **ALL)
+        grads = torch.autograd.grad((out.log_probs.sum() + out.entropy + out.log_rest + out.mean_logit).sum(),
+                                    [leaf, scale])
+        results.append((out.log_probs, out.log_rest, out.entropy, out.mean_logit, *grads))
+    for a, b in zip(*results):
+        assert_bitwise_equal(a, b)
+    assert math.isfinite(results[0][-1])

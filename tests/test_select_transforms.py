@@ -1,0 +1,252 @@
+"""Log-probabilities under gradcheck, torch.func, in place, checkpointed; scales that are learned; memory; errors."""
+
+import pytest
+import torch
+from torch.autograd import forward_ad, gradcheck, gradgradcheck
+from torch.utils.checkpoint import checkpoint
+
+from cases import FORMS, Draw
+from close import assert_bitwise_equal
+from select_cases import ALL
+from sparse_ce import LogProbs, SparseTarget, cross_entropy, linear_cross_entropy, selected_log_probs
+
+DIFFERENTIABLE = dict(return_log_rest=True, return_entropy=True, return_mean_logit=True)
+
+
+def differentiable(out):
+    return out.log_probs, out.lse, out.log_rest, out.entropy, out.mean_logit
+
+
+def example(device, rows=3, classes=7, k=3):
+    draw = Draw(device)
+    ids = draw.integers(classes - 1, rows, k)
+    ids[0, 1] = ids[0, 0]
+    ids[1, 2] = -100
+    return 2 * draw.normal(rows, classes, dtype=torch.float64), ids
+
+
+@pytest.mark.parametrize("options", [dict(), dict(softcap=4.0, num_classes=6)], ids=["plain", "all"])
+def test_gradcheck_in_both_modes_and_batched(options, device):
+    x, ids = example(device)
+    scale = torch.tensor(0.8, dtype=torch.float64, device=device, requires_grad=True)
+    inputs = x.requires_grad_(), scale
+
+    def f(x, scale):
+        return differentiable(selected_log_probs(x, ids, logit_scale=scale, padding_value=0.0, **options,
+                                                 **DIFFERENTIABLE))
+
+    assert gradcheck(f, inputs, check_forward_ad=True, check_batched_grad=True, check_undefined_grad=True)
+    assert gradgradcheck(f, inputs, check_fwd_over_rev=True)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_second_derivatives_of_every_form(form, device):
+    draw = Draw(device)
+    case = FORMS[form]((2, 3), 11, draw)
+    x = draw.normal(*case.shape, 11, dtype=torch.float64)
+    x[case.ignored] = torch.nan
+    target = case.target
+
+    def f(x):
+        out = selected_log_probs(x, target, padding_value=0.0, softcap=5.0, **DIFFERENTIABLE)
+        return sum(t.square().sum() for t in differentiable(out))
+
+    leaf = x.clone().requires_grad_()
+    grad, = torch.autograd.grad(f(leaf), leaf, create_graph=True)
+    second, = torch.autograd.grad(grad.square().sum(), leaf)
+    if isinstance(target, torch.Tensor) and target.layout != torch.strided:
+        target = SparseTarget.from_coo(target) if target.layout == torch.sparse_coo else SparseTarget.from_csr(target)
+    ours, value = torch.func.grad_and_value(f)(x)
+    torch.testing.assert_close(ours, grad.detach())
+    torch.testing.assert_close(torch.func.grad(lambda x: torch.func.grad(f)(x).square().sum())(x), second)
+    assert value.isfinite() and second.isfinite().all()
+
+
+def test_vmap_and_jacobians(device):
+    x, ids = example(device, rows=4)
+
+    def f(x, i):
+        return selected_log_probs(x, i, **ALL)
+
+    out = torch.func.vmap(f)(x.view(2, 2, 7), ids.view(2, 2, 3))
+    assert isinstance(out, LogProbs)
+    expected = [f(a, b) for a, b in zip(x.view(2, 2, 7), ids.view(2, 2, 3))]
+    for name, t in vars(out).items():
+        torch.testing.assert_close(t, torch.stack([getattr(e, name) for e in expected]))
+    jacobians = [jac(lambda x: selected_log_probs(x, ids, padding_value=0.0).log_probs)(x)
+                 for jac in (torch.func.jacrev, torch.func.jacfwd)]
+    torch.testing.assert_close(*jacobians)
+
+
+def test_forward_mode(device):
+    x, ids = example(device)
+    tangent = torch.randn_like(x)
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(x, tangent)
+        out = selected_log_probs(dual, ids.clamp(min=0), return_entropy=True)
+        log_probs = dual.log_softmax(1)
+        for ours, theirs in ((out.log_probs, log_probs.gather(1, ids.clamp(min=0))),
+                             (out.entropy, -(log_probs.exp() * log_probs).sum(1))):
+            torch.testing.assert_close(forward_ad.unpack_dual(ours).tangent, forward_ad.unpack_dual(theirs).tangent)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_checkpointing(use_reentrant, device):
+    x, ids = example(device)
+
+    def f(x):
+        out = selected_log_probs(2 * x, ids, padding_value=0.0, return_entropy=True)
+        return out.log_probs.sum() + out.entropy.sum()
+
+    plain, saved = (x.clone().requires_grad_() for _ in range(2))
+    f(plain).backward()
+    checkpoint(f, saved, use_reentrant=use_reentrant).backward()
+    assert_bitwise_equal(plain.grad, saved.grad)
+
+
+@pytest.mark.parametrize("wanted", [dict(), DIFFERENTIABLE], ids=["log_probs", "all"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_in_place_the_gradient_takes_the_memory_of_the_logits(dtype, wanted, device):
+    draw = Draw(device)
+    x, ids = draw.normal(5, 3001).to(dtype), draw.integers(3001, 5, 4)
+    grads = []
+    for inplace in (False, "backward"):
+        leaf = x.clone().requires_grad_()
+        logits = leaf * 1
+        out = selected_log_probs(logits, ids, inplace=inplace, **wanted)
+        assert_bitwise_equal(logits.detach(), x)
+        sum(t.sum() for t in vars(out).values() if t is not None).backward()
+        grads.append(leaf.grad)
+        assert torch.equal(logits.detach(), leaf.grad) == (inplace == "backward")
+    assert_bitwise_equal(*grads)
+    logits = (x.clone().requires_grad_()) * 1
+    out = selected_log_probs(logits, ids, inplace="backward")
+    out.log_probs.sum().backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.log_probs.sum().backward()
+
+
+def test_strided_logits_keep_their_memory(device):
+    draw = Draw(device)
+    x, ids = draw.normal(50, 6), draw.integers(50, 6)
+    leaf = x.clone().requires_grad_()
+    out = selected_log_probs(leaf.t(), ids, inplace="backward", return_entropy=True)
+    grad, = torch.autograd.grad(out.log_probs.sum() + out.entropy.sum(), leaf)
+    other = x.t().contiguous().requires_grad_()
+    out = selected_log_probs(other, ids, return_entropy=True)
+    torch.testing.assert_close(grad.t(), torch.autograd.grad(out.log_probs.sum() + out.entropy.sum(), other)[0])
+    assert_bitwise_equal(leaf.detach(), x)
+
+
+# ------------------------------------------------------------------------------------------------- scales that are learned
+
+
+@pytest.mark.parametrize("options", [dict(), dict(softcap=3.0), dict(label_smoothing=0.1, z_loss=0.1)], ids=str)
+@pytest.mark.parametrize("reduction", ["none", "mean"])
+@pytest.mark.parametrize("form", ["labels-int64", "tuple", "csr-int64", "jagged-ranges"])
+def test_the_gradient_of_a_learned_scale_of_the_loss(form, reduction, options, device):
+    draw = Draw(device)
+    case = FORMS[form]((2, 4), 23, draw)
+    x = draw.normal(*case.shape, 23, dtype=torch.float64)
+    x[case.ignored] = torch.nan
+    scale = torch.tensor(1.3, dtype=torch.float64, device=device)
+    results = []
+    for f in (lambda x, s: cross_entropy(x, case.target, logit_scale=s, reduction=reduction, **options),
+              lambda x, s: cross_entropy(x * s, case.target, reduction=reduction, **options)):
+        leaves = [torch.where(case.ignored[..., None], 0.0, x).requires_grad_(), scale.clone().requires_grad_()]
+        loss = f(*leaves)
+        upstream = torch.linspace(0.5, 2, loss.numel(), device=device, dtype=torch.float64).view(loss.shape)
+        results.append((loss, *torch.autograd.grad(loss, leaves, upstream)))
+    for a, b in zip(*results):
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_learned_scale_has_a_gradient_of_float32(dtype, device):
+    """Not of numbers that were rounded to the logits' dtype."""
+    draw = Draw(device)
+    x, ids = (3 * draw.normal(64, 5000)).to(dtype), draw.integers(5000, 64, 3)
+    results = []
+    for x_of, wide in ((x, False), (x.double(), True)):
+        leaf, scale = x_of.clone().requires_grad_(), torch.tensor(0.9, device=device, requires_grad=True,
+                                                                  dtype=torch.float64 if wide else torch.float32)
+        out = selected_log_probs(leaf, ids, logit_scale=scale, **DIFFERENTIABLE)
+        total = sum((t.double() * (i + 1)).sum() for i, t in enumerate(differentiable(out)))
+        results.append(torch.autograd.grad(total, scale)[0])
+    torch.testing.assert_close(results[0].double(), results[1], rtol=3e-5, atol=1e-3)
+
+
+@pytest.mark.parametrize("live", [False, True])
+def test_a_scale_of_each_row_meets_the_linear_head(live, device):
+    """A chunk at a time, and with rows that are left out of the products."""
+    draw = Draw(device)
+    hidden, head = draw.normal(40, 8, dtype=torch.float64), draw.normal(19, 8, dtype=torch.float64)
+    labels, scale = draw.integers(19, 40), draw.uniform(40, low=0.2, high=2, dtype=torch.float64)
+    if live:
+        labels[::3] = -100
+        scale[::3] = torch.nan
+    results = []
+    for f in (lambda h, w: linear_cross_entropy(h, w, labels, logit_scale=scale, chunk_rows=7, reduction=reduction),
+              lambda h, w: cross_entropy(h @ w.T, labels, logit_scale=scale, reduction=reduction)):
+        for reduction in ("mean", "none"):
+            leaves = [hidden.clone().requires_grad_(), head.clone().requires_grad_()]
+            loss = f(*leaves)
+            results.append((loss, *torch.autograd.grad(loss, leaves, torch.ones_like(loss))))
+    for ours, theirs in zip(results[:2], results[2:]):
+        for a, b in zip(ours, theirs):
+            torch.testing.assert_close(a, b)
+
+
+# ---------------------------------------------------------------------------------------------------------------- errors
+
+
+@pytest.mark.parametrize("keywords,error,message", [
+    (dict(logit_scale="1"), TypeError, "logit_scale must be a number"),
+    (dict(logit_scale=torch.ones(3)), ValueError, r"logit_scale must be a number, \(\), or of the leading shape \[2\]"),
+    (dict(logit_scale=torch.ones(2, requires_grad=True)), ValueError, "logit_scale must not require grad"),
+    (dict(logit_scale=torch.ones((), dtype=torch.int64)), TypeError, "logit_scale must be a number or a strided"),
+    (dict(logit_scale=float("inf")), ValueError, "logit_scale must be finite"),
+    (dict(softcap=-1.0), ValueError, "softcap must be a positive number"),
+    (dict(num_classes=8), ValueError, r"num_classes must be in \[1, 7\]"),
+    (dict(padding_value=None), TypeError, "padding_value must be a number"),
+    (dict(inplace=True), ValueError, "inplace must be False or 'backward'"),
+])
+def test_wrong_options_are_named(keywords, error, message, device):
+    keywords = {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in keywords.items()}
+    with pytest.raises(error, match=f"sparse_ce: {message}"):
+        selected_log_probs(torch.zeros(2, 7, device=device), torch.zeros(2, dtype=torch.int64, device=device),
+                           **keywords)
+
+
+@pytest.mark.parametrize("ids,error,message", [
+    (torch.zeros(2, 3), TypeError, "indices must be of an integer dtype"),
+    (torch.zeros(3, dtype=torch.int64), ValueError, "must have leading shape"),
+    (torch.zeros(3, 2, dtype=torch.int64), ValueError, "must have leading shape"),
+    (torch.tensor([7, 0]), RuntimeError, r"must have indices in \[0, 7\) or ignore_index -100, got 7 in row 0"),
+    (torch.tensor([[0, 1], [2, -3]]), RuntimeError, "got -3 in row 1"),
+])
+def test_wrong_ids_are_named(ids, error, message, device):
+    if error is RuntimeError and device != "cpu":
+        pytest.skip("a GPU is not waited for")
+    with pytest.raises(error, match=f"sparse_ce: .*{message}"):
+        selected_log_probs(torch.zeros(2, 7, device=device), ids.to(device))
+
+
+def test_the_ops_check_what_they_are_given(device):
+    op = torch.ops.sparse_ce
+    x, ids = torch.zeros(2, 7, device=device), torch.zeros(2, 3, dtype=torch.int64, device=device)
+    out = op.select(x, ids, entropy=True)
+    wide = torch.zeros(2, dtype=torch.float64, device=device)
+    with pytest.raises(RuntimeError, match="entropy must be what select gave"):
+        op.select_backward(None, None, None, None, out[1], None, x, out[1], None, None, None, ids)
+    with pytest.raises(RuntimeError, match=r"grad_log_probs must have the shape of indices \[2, 3\], got \[2\]"):
+        op.select_backward(None, None, out[1], None, None, None, x, out[1], None, None, None, ids)
+    with pytest.raises(RuntimeError, match="grad_entropy must be of dtype Float, got Double"):
+        op.select_backward(None, None, None, None, wide, None, x, out[1], None, None, out[5], ids)
+    with pytest.raises(RuntimeError, match=r"row_scale must be \(2,\), got \[3\]"):
+        op.select(x, ids, row_scale=torch.zeros(3, device=device))
+    with pytest.raises(RuntimeError, match="row_scale must be of dtype Float, got Double"):
+        op.forward(x, ids, row_scale=wide)
+    rows = torch.zeros(3, 7, device=device)[:1].expand(2, 7)
+    with pytest.raises(RuntimeError, match="rows that do not overlap"):
+        op.select_backward_(None, out[1], None, None, None, None, rows, out[1], None, None, None, ids)

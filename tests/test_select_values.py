@@ -1,0 +1,205 @@
+"""Log-probabilities of chosen classes and their gradients, every form, dtype and option, against float64."""
+
+import math
+
+import pytest
+import torch
+
+import sparse_ce
+from cases import DTYPES, FORMS, Draw
+from close import assert_bitwise_equal, assert_close_to_float64
+from dense import arithmetic
+from select_cases import ALL, OPTIONS, OUTPUTS, dense_select, entries_of
+from sparse_ce import SparseTarget, selected_log_probs
+
+SHAPE, CLASSES, PADDED = (3, 4), 37, 41
+
+
+def make(form, device, dtype, options, seed=0):
+    """(case, logits, keywords, entries, their shape). What must not be read is NaN and inf."""
+    draw = Draw(device, seed)
+    case = FORMS[form](SHAPE, CLASSES, draw, options.get("ignore_index", -100))
+    logits = draw.logits(case.dense, dtype, PADDED if "num_classes" in options else None)
+    logits[case.ignored] = torch.nan
+    logits[case.ignored, :2] = torch.inf
+    keywords = dict(options)
+    if keywords.pop("row_scale", False):
+        keywords["logit_scale"] = draw.uniform(*case.shape, low=0.3, high=1.5)
+        keywords["logit_scale"][case.ignored] = torch.nan
+    if keywords.pop("num_classes", False):
+        keywords["num_classes"] = CLASSES
+    view = logits.view(*case.shape, -1)
+    rows, entries_shape = entries_of(case.target, torch.Size((*case.shape, CLASSES)), options.get("ignore_index", -100))
+    rows = [[] if ignored else entries for entries, ignored in zip(rows, case.ignored.reshape(-1).tolist())]
+    return case, view, keywords, rows, entries_shape
+
+
+def expected(logits, rows, entries_shape, ignored, keywords, dtype):
+    given = {k: v for k, v in keywords.items() if k != "ignore_index"}
+    scale = given.get("logit_scale", 1.0)
+    if isinstance(scale, torch.Tensor):
+        given["logit_scale"] = torch.where(ignored, 1.0, scale.to(dtype).reshape(-1))
+    return dense_select(logits, rows, entries_shape, ignored, dtype=dtype, **given)
+
+
+def padded_entries(target, rows, entries_shape, ignored, shape):
+    """Which elements of log_probs are entries of rows that are ignored: 0 there."""
+    flat = sparse_ce.target.as_target(target, shape).flatten()
+    zero = torch.zeros(math.prod(entries_shape), dtype=torch.bool)
+    for r in range(len(ignored)):
+        if not ignored[r]:
+            continue
+        if flat.offsets is None:
+            width = flat.indices.shape[1] if flat.indices.dim() == 2 else 1
+            zero[r * width:(r + 1) * width] = True
+        else:
+            begin, end = (flat.offsets[r:r + 2] if flat.offsets.dim() == 1 else flat.offsets[r]).tolist()
+            zero[begin:end] = True
+    return zero.reshape(entries_shape)
+
+
+def check(form, device, dtype, options, wanted=OUTPUTS, seed=0):
+    case, view, keywords, rows, entries_shape = make(form, device, dtype, options, seed)
+    ignored = case.ignored.reshape(-1)
+    draw = Draw(device, seed + 1)
+    before = view.clone()
+    leaf = view.detach().requires_grad_()
+    out = selected_log_probs(leaf, case.target, **keywords, **ALL)
+    flat = leaf.reshape(-1, leaf.shape[-1])
+    exact_leaf = flat.detach().double().requires_grad_()
+    peer_leaf = flat.detach().clone().requires_grad_()
+    exact = expected(exact_leaf, rows, entries_shape, ignored, keywords, torch.float64)
+    peer = expected(peer_leaf, rows, entries_shape, ignored, keywords, arithmetic(dtype))
+
+    zero = padded_entries(case.target, rows, entries_shape, ignored, torch.Size((*case.shape, CLASSES))).to(device)
+    live = torch.zeros(math.prod(entries_shape), dtype=torch.bool)
+    live[[i for entries in rows for i, _ in entries]] = True
+    live = live.reshape(entries_shape).to(device)
+    ours = out.log_probs.reshape(entries_shape)
+    assert (ours <= 0)[live].all()
+    assert (ours[zero] == 0).all()
+    assert (ours[~live & ~zero] == keywords.get("padding_value", -math.inf)).all()
+    assert_close_to_float64(ours[live], peer["log_probs"][live], exact["log_probs"][live])
+    for name in OUTPUTS[1:]:
+        t = getattr(out, name)
+        assert t.shape == case.shape and t.dtype == arithmetic(dtype)
+        assert_close_to_float64(t.reshape(-1), peer[name], exact[name])
+    assert torch.equal(out.argmax.reshape(-1), exact["argmax"])
+
+    upstream = {name: draw.normal(*(entries_shape if name == "log_probs" else (len(ignored),)), dtype=torch.float64)
+                for name in OUTPUTS}
+    upstream["log_probs"] = torch.where(live, upstream["log_probs"], torch.where(zero, torch.nan, torch.inf))
+
+    def gradient(result, leaf):
+        pairs = []
+        for name in wanted:
+            g = upstream[name]
+            if name == "log_probs":
+                g = g if isinstance(result, sparse_ce.LogProbs) else torch.where(live, g, 0.0)
+            t = getattr(result, name) if isinstance(result, sparse_ce.LogProbs) else result[name]
+            pairs.append((t, g.reshape(t.shape).to(t.dtype)))
+        outputs, grads = zip(*pairs)
+        return torch.autograd.grad(outputs, leaf, grads, retain_graph=True)[0]
+
+    grad = gradient(out, leaf).reshape(flat.shape)
+    size = sum((upstream[n].abs() for n in wanted if n != "log_probs"), torch.zeros(len(ignored), dtype=torch.float64,
+                                                                                   device=device))
+    if "log_probs" in wanted:
+        of_entries = torch.where(live, upstream["log_probs"], 0.0).abs().reshape(-1)
+        size = size + torch.stack([sum((of_entries[i] for i, _ in entries), of_entries.new_zeros(()))
+                                   for entries in rows])
+    scale = keywords.get("logit_scale", 1.0)
+    size = size * (torch.where(ignored, 1.0, scale.reshape(-1)) if isinstance(scale, torch.Tensor) else scale)
+    # Rows without entries have all classes for their rest, and nothing to compare with.
+    terms = None if wanted == ("log_rest",) else 4 * size[:, None]
+    assert_close_to_float64(grad, gradient(peer, peer_leaf), gradient(exact, exact_leaf), terms)
+    assert_bitwise_equal(view, before)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize("form", FORMS)
+def test_outputs_and_gradients_equal_the_dense_ones(form, options, dtype, device):
+    check(form, device, dtype, options)
+
+
+@pytest.mark.parametrize("wanted", OUTPUTS)
+@pytest.mark.parametrize("form", ["labels-int64", "tuple", "topk-logprobs", "csr-int32", "jagged-ranges"])
+def test_the_gradient_of_each_output_alone(form, wanted, device):
+    for dtype in (torch.float64, torch.float32):
+        check(form, device, dtype, OPTIONS["plain"], (wanted,))
+        check(form, device, dtype, OPTIONS["all"], (wanted,))
+
+
+@pytest.mark.parametrize("ids", ["labels", "one a row", "several", "nested", "list of no ids"])
+def test_plain_integers_are_ids(ids, device):
+    draw = Draw(device)
+    x = draw.normal(2, 3, 11, dtype=torch.float64)
+    labels = draw.integers(11, 2, 3)
+    several = draw.integers(11, 2, 3, 4).int()
+    given = {"labels": labels, "one a row": labels[..., None], "several": several,
+             "nested": SparseTarget.from_topk(several, None), "list of no ids": several[..., :0]}[ids]
+    out = selected_log_probs(x, given, return_log_rest=True)
+    log_probs = x.log_softmax(-1)
+    index = labels[..., None] if ids in ("labels", "one a row") else several if ids != "list of no ids" else several[..., :0]
+    torch.testing.assert_close(out.log_probs, log_probs.gather(-1, index.long()).reshape(out.log_probs.shape))
+    assert out.log_probs.shape == (labels.shape if ids == "labels" else index.shape)
+    if ids == "list of no ids":
+        assert (out.log_rest == 0).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("vocab", [1, 3, 1023, 1024, 1025, 33000, 70001])
+def test_vocabularies_of_any_width(vocab, dtype, device):
+    """Tiles, spans, windows of marks and their ends."""
+    draw = Draw(device, vocab)
+    k = min(vocab, 9)
+    x = (3 * draw.normal(3, vocab)).to(dtype)
+    ids = torch.stack([torch.randperm(vocab, generator=draw.generator)[:k] for _ in range(3)]).to(device)
+    ids[0, 0], ids[1, -1] = vocab - 1, 0
+    if k > 2:
+        ids[2, 1] = ids[2, 0]
+    rows = [list(enumerate(row, r * k)) for r, row in enumerate(ids.tolist())]
+    leaf = x.clone().requires_grad_()
+    out = selected_log_probs(leaf, ids, **ALL)
+    exact_leaf = x.double().requires_grad_()
+    exact = dense_select(exact_leaf, rows, ids.shape, torch.zeros(3, dtype=torch.bool, device=device))
+    assert torch.equal(out.argmax, x.double().argmax(1))
+    for name in OUTPUTS:
+        torch.testing.assert_close(getattr(out, name).double(), exact[name], rtol=2e-6, atol=5e-6)
+    finite = [name for name in OUTPUTS if name != "log_rest" or vocab > k]
+    upstream = [draw.normal(*exact[name].shape, dtype=torch.float64) for name in finite]
+    ours, = torch.autograd.grad([getattr(out, n) for n in finite], leaf, [g.float() for g in upstream])
+    theirs, = torch.autograd.grad([exact[n] for n in finite], exact_leaf, upstream)
+    torch.testing.assert_close(ours.double(), theirs, **({} if dtype == torch.float32 else dict(rtol=8e-3, atol=8e-3)),
+                               check_dtype=False, **(dict(rtol=1e-5, atol=1e-5) if dtype == torch.float32 else {}))
+
+
+@pytest.mark.parametrize("options", [dict(), dict(label_smoothing=0.1, z_loss=0.01), "weight"], ids=str)
+def test_the_loss_beside_the_other_outputs(options, device):
+    """Of the op: what the losses ask it for."""
+    draw = Draw(device)
+    x, indices, values = draw.normal(5, 2003, dtype=torch.float64), draw.integers(2003, 5, 4), draw.uniform(5, 4)
+    indices[1, 2] = indices[1, 0]
+    weight = draw.uniform(2003, dtype=torch.float64) if options == "weight" else None
+    named = dict(label_smoothing=0.2) if options == "weight" else options
+    given = (indices, values, None, weight)
+    grads = [draw.normal(5, dtype=torch.float64) for _ in range(3)] + [draw.normal(5, 4, dtype=torch.float64)]
+    op = torch.ops.sparse_ce
+
+    def ours(x, values):
+        out = op.select(x, indices, values, None, weight, **named, loss=True, log_rest=True, entropy=True)
+        return out[0], out[4], out[5], out[3]
+
+    def apart(x, values):
+        loss = op.forward(x, indices, values, None, weight, **named)[0]
+        out = op.select(x, *given, log_rest=True, entropy=True)
+        return loss, out[4], out[5], out[3]
+
+    results = []
+    for f in (ours, apart):
+        leaves = [x.clone().requires_grad_(), values.clone().requires_grad_()]
+        out = f(*leaves)
+        results.append((*out, *torch.autograd.grad(out, leaves, grads)))
+    for a, b in zip(*results):
+        torch.testing.assert_close(a, b)
