@@ -21,14 +21,15 @@ Examples:
 from . import ops, parallel, reference, travel  # noqa: F401, the names that the documentation uses
 from ._version import __version__
 from .collate import cat, collate
-from .functional import cross_entropy, linear_cross_entropy
+from .functional import CrossEntropyOutput, cross_entropy, linear_cross_entropy
 from .log_probs import LogProbs, selected_log_probs
 from .masked_mean import masked_mean
-from .modules import LinearSparseCrossEntropyLoss, MaskedMean, SparseCrossEntropyLoss
+from .modules import LinearSparseCrossEntropyLoss, MaskedMean, SelectedLogProbs, SparseCrossEntropyLoss
 from .sparse_softmax import log_softmax, segment_log_softmax, segment_softmax
 from .stock import disable_stock, enable_stock
 from .target import SparseTarget
 
-__all__ = ["LinearSparseCrossEntropyLoss", "LogProbs", "MaskedMean", "SparseCrossEntropyLoss", "SparseTarget", "__version__",
-           "cat", "collate", "cross_entropy", "disable_stock", "enable_stock", "linear_cross_entropy", "log_softmax",
-           "masked_mean", "segment_log_softmax", "segment_softmax", "selected_log_probs"]
+__all__ = ["CrossEntropyOutput", "LinearSparseCrossEntropyLoss", "LogProbs", "MaskedMean", "SelectedLogProbs",
+           "SparseCrossEntropyLoss", "SparseTarget", "__version__", "cat", "collate", "cross_entropy", "disable_stock",
+           "enable_stock", "linear_cross_entropy", "log_softmax", "masked_mean", "segment_log_softmax",
+           "segment_softmax", "selected_log_probs"]

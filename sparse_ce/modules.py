@@ -1,13 +1,18 @@
 """Losses as modules: options at construction, where they are checked, tensors at the call."""
 
-from typing import Any, Optional, Sequence, Tuple, Union
+import math
+from typing import Any, Dict, Optional, Sequence, Tuple, Union
 
 from torch import Tensor, nn
 
 from . import arguments, functional
 from .entries import IGNORE_INDEX
+from .log_probs import LogProbs, checked_padding, selected_log_probs
 from .masked_mean import given_dims, masked_mean
 from .target import Target
+
+
+_Output = Union[Tensor, Tuple[Tensor, Tensor], functional.CrossEntropyOutput]
 
 
 class _Loss(nn.Module):
@@ -52,15 +57,17 @@ class SparseCrossEntropyLoss(_Loss):
         num_classes: Optional[int] = None,
         inplace: functional.Inplace = False,
         return_lse: bool = False,
+        return_entropy: bool = False,
+        return_argmax: bool = False,
     ) -> None:
         super().__init__(
             weight, normalizer,
             ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing, z_loss=z_loss,
             logit_scale=logit_scale, softcap=softcap, num_classes=num_classes, inplace=inplace,
-            return_lse=return_lse)
+            return_lse=return_lse, return_entropy=return_entropy, return_argmax=return_argmax)
 
     def forward(self, input: Tensor, target: Target,
-                normalizer: Optional[arguments.Normalizer] = None) -> Union[Tensor, Tuple[Tensor, Tensor]]:
+                normalizer: Optional[arguments.Normalizer] = None) -> _Output:
         """``input`` (..., V), ``target`` in any of its forms; see :func:`sparse_ce.cross_entropy`.
 
         Examples:
@@ -69,7 +76,7 @@ class SparseCrossEntropyLoss(_Loss):
             tensor(0.6931)
         """
         normalizer = self.normalizer if normalizer is None else normalizer
-        result: Union[Tensor, Tuple[Tensor, Tensor]] = functional.cross_entropy(
+        result: _Output = functional.cross_entropy(
             input, target, self.weight, normalizer=normalizer, **self.options)
         return result
 
@@ -125,6 +132,54 @@ class LinearSparseCrossEntropyLoss(_Loss):
             input, linear_weight, target, linear_bias=linear_bias, weight=self.weight, normalizer=normalizer,
             **self.options)
         return result
+
+
+class SelectedLogProbs(nn.Module):
+    """Module form of :func:`sparse_ce.selected_log_probs`; arguments are its keywords, ``logit_scale`` a number.
+
+    Examples:
+        >>> score = sparse_ce.SelectedLogProbs(return_entropy=True)
+        >>> score(torch.zeros(2, 4), torch.tensor([[0, 3], [1, -100]])).log_probs
+        tensor([[-1.3863, -1.3863],
+                [-1.3863,    -inf]])
+    """
+
+    def __init__(
+        self,
+        *,
+        ignore_index: int = IGNORE_INDEX,
+        logit_scale: float = 1.0,
+        softcap: Optional[float] = None,
+        num_classes: Optional[int] = None,
+        padding_value: float = -math.inf,
+        inplace: functional.Inplace = False,
+        return_log_rest: bool = False,
+        return_entropy: bool = False,
+        return_mean_logit: bool = False,
+        return_argmax: bool = False,
+    ) -> None:
+        super().__init__()
+        self.options: Dict[str, Any] = dict(
+            ignore_index=ignore_index, logit_scale=logit_scale, softcap=softcap, num_classes=num_classes,
+            padding_value=padding_value, inplace=inplace, return_log_rest=return_log_rest,
+            return_entropy=return_entropy, return_mean_logit=return_mean_logit, return_argmax=return_argmax)
+        arguments.check_held(None, None, self.options)
+        checked_padding(padding_value)
+
+    def forward(self, input: Tensor, indices: Target, logit_scale: Optional[arguments.Scale] = None) -> LogProbs:
+        """``input`` (..., V), ``indices`` in any form; ``logit_scale`` in place of the module's.
+
+        Examples:
+            >>> temperature = torch.tensor([1.0, 2.0])
+            >>> logits = torch.tensor([[0.0, 2.0], [0.0, 2.0]])
+            >>> sparse_ce.SelectedLogProbs()(logits, torch.tensor([1, 1]), 1 / temperature).log_probs
+            tensor([-0.1269, -0.3133])
+        """
+        options = self.options if logit_scale is None else {**self.options, "logit_scale": logit_scale}
+        return selected_log_probs(input, indices, **options)
+
+    def extra_repr(self) -> str:
+        return ", ".join(f"{name}={value!r}" for name, value in self.options.items() if value is not None)
 
 
 class MaskedMean(nn.Module):
