@@ -58,7 +58,7 @@ struct HeadArguments : OnStack {
 };
 
 // Upstream gradients: of the loss, and of what select gives beside it.
-#define SCE_UPSTREAM                                                                                                 \
+#define SCE_UPSTREAM                                                                                                   \
   "Tensor? grad_loss, Tensor? grad_lse, Tensor? grad_log_probs, Tensor? grad_log_rest, Tensor? grad_entropy, Tensor? " \
   "grad_mean_logit"
 struct Upstreams : OnStack {
@@ -72,7 +72,7 @@ struct Upstreams : OnStack {
 };
 
 // The outputs of select that are asked for.
-#define SCE_OUTPUTS                                                                                           \
+#define SCE_OUTPUTS                                                                                            \
   "float? padding_value=None, bool loss=False, bool log_probs=True, bool log_rest=False, bool entropy=False, " \
   "bool mean_logit=False, bool argmax=False"
 struct Outputs : OnStack {

@@ -48,16 +48,17 @@ STABLE_TORCH_LIBRARY(sparse_ce, m) {
   // is one. Over nothing, or by 0: 0 and inf.
   m.def("loss_mean(Tensor loss, Tensor? normalizer, " SCE_TARGET ") -> (Tensor mean, Tensor divisor)");
 
-  // The log-probabilities of the entries' classes, in the shape of indices, and what one read of the logits gives beside
-  // them; all A but argmax, which is int64, and (N,); (0,) where it is not asked for. Formulas in select.h. Weights say
-  // what is padding, which gets padding_value, and in the loss what they always say. Rows that are ignored: 0, argmax -1.
+  // The log-probabilities of the entries' classes, in the shape of indices, and what one read of the logits gives
+  // beside them, (N,); all A but argmax, which is int64; (0,) where it is not asked for. Formulas in select.h. Weights
+  // say what is padding, which gets padding_value, and in the loss what they always say. Rows that are ignored: 0, and
+  // -1 for argmax.
   m.def("select(Tensor logits, " SCE_ARGUMENTS ", " SCE_OUTPUTS
         ") -> (Tensor loss, Tensor lse, Tensor lse_residual, Tensor log_probs, Tensor log_rest, Tensor entropy, "
         "Tensor mean_logit, Tensor argmax)");
 
-  // grad_logits (N, V), dtype of logits, of the sum of products of the outputs with their gradients, and grad_scale (N,)
-  // A, that of the row's row_scale, or (0,). log_rest and entropy are what select gave, where there is a gradient for
-  // them.
+  // grad_logits (N, V), dtype of logits, of the sum of products of the outputs with their gradients, and grad_scale
+  // (N,) A, that of the row's row_scale, or (0,). log_rest and entropy are what select gave, where there is a gradient
+  // for them.
   m.def("select_backward(" SCE_UPSTREAM
         ", Tensor logits, Tensor lse, Tensor? lse_residual, Tensor? log_rest, Tensor? entropy, " SCE_ARGUMENTS
         ", bool scale_grad=False) -> (Tensor grad_logits, Tensor grad_scale)");

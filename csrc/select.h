@@ -1,5 +1,5 @@
-// select.h - log-probabilities of chosen classes, and what else one read of a row of logits gives: its formulas, forward
-// next to backward, and what the bindings hand to a device.
+// select.h - log-probabilities of chosen classes, and what else one read of a row of logits gives: its formulas,
+// forward next to backward, and what the bindings hand to a device.
 //
 // Per row, in math.h's names, with S the set of the classes of the entries and q_j = exp(z_j - lse):
 //
@@ -24,8 +24,8 @@ namespace sparse_ce {
 template <typename acc_t>
 struct SelectStats {
   RowStats<acc_t> row;
-  acc_t spread = 0;     // sum_j exp(z_j - max) (z_j - max)
-  acc_t total = 0;      // sum_j z_j
+  acc_t spread = 0;  // sum_j exp(z_j - max) (z_j - max)
+  acc_t total = 0;  // sum_j z_j
   int64_t argmax = -1;  // -1: no logit is above -inf, or nobody asked
 
   SCE_HD bool empty() const { return row.empty(); }
@@ -132,11 +132,11 @@ struct SelectCoefficients : GradientCoefficients<acc_t> {
 };
 
 struct SelectArgs : ForwardArgs {
-  void* log_probs;       // shape of the indices, arithmetic dtype; padding_value on entry where there are offsets
-  void* log_rest;        // (rows,), or null
-  void* entropy;         // (rows,), or null
-  void* mean_logit;      // (rows,), or null
-  int64_t* argmax;       // (rows,), or null
+  void* log_probs;  // shape of the indices, arithmetic dtype; padding_value on entry where there are offsets
+  void* log_rest;  // (rows,), or null
+  void* entropy;  // (rows,), or null
+  void* mean_logit;  // (rows,), or null
+  int64_t* argmax;  // (rows,), or null
   double padding_value;
 
   SCE_HD bool needs_spread() const { return entropy != nullptr; }
@@ -196,9 +196,9 @@ struct Upstream {
 struct SelectBackwardArgs : BackwardArgs {
   const void* grad_log_probs;  // shape of the indices, or null
   Upstream grad_log_rest, grad_entropy, grad_mean_logit;
-  const void* log_rest;        // (rows,) what forward gave, where there is a gradient for it
-  const void* entropy;         // (rows,)
-  void* grad_scale;            // (rows,), or null: dl/ds of each row
+  const void* log_rest;  // (rows,) what forward gave, where there is a gradient for it
+  const void* entropy;  // (rows,)
+  void* grad_scale;  // (rows,), or null: dl/ds of each row
 
   template <typename acc_t>
   SCE_HD acc_t upstream_of_entry(int64_t i) const {

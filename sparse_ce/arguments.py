@@ -44,8 +44,8 @@ class Arguments(NamedTuple):
         return self[5:-1]
 
     @classmethod
-    def of(cls, tensors: Sequence[Optional[Tensor]], numbers: Tuple[Any, ...]) -> "Arguments":
-        return cls(*tensors[:5], *numbers, tensors[5])
+    def of(cls, tensors: Sequence[Any], numbers: Tuple[Any, ...]) -> "Arguments":
+        return cls._make((*tensors[:5], *numbers, tensors[5]))
 
     @property
     def target(self) -> Tuple[Any, ...]:

@@ -11,7 +11,6 @@ from .log_probs import LogProbs, checked_padding, selected_log_probs
 from .masked_mean import given_dims, masked_mean
 from .target import Target
 
-
 _Output = Union[Tensor, Tuple[Tensor, Tensor], functional.CrossEntropyOutput]
 
 

@@ -24,16 +24,13 @@ OPTIONS = {
 
 def entries_of(target, shape, ignore_index=-100):
     """For each row the (position among the entries, class) of those that are no padding, in their order."""
-    given = target
-    target = as_target(target, shape)
+    given, target = target, as_target(target, shape)
     flat = target.flatten()
-    marks = {ignore_index} if given is target or not isinstance(given, torch.Tensor) or True else set()
-    marks |= {-100} if given is target else set()
+    marks = {ignore_index, -100} if given is target else {ignore_index}
     rows = []
-    count = math.prod(target.shape)
     indices = flat.indices.reshape(-1).tolist()
     values = None if flat.values is None else flat.values.reshape(-1).tolist()
-    for r in range(count):
+    for r in range(math.prod(target.shape)):
         if flat.offsets is None:
             width = flat.indices.shape[1] if flat.indices.dim() == 2 else 1
             begin, end = r * width, (r + 1) * width
@@ -66,13 +63,11 @@ def dense_select(logits, rows, entries_shape, ignored, *, dtype=torch.float64, l
         out = out.clone()
         out[i] = log_probs[r, c]
     finite = torch.where(log_probs.isneginf(), 0.0, log_probs)
-    rest = torch.stack([torch.logsumexp(lp[~own], 0) if bool((~own & ~lp.isneginf()).any()) else lp.sum() * 0 - torch.inf
-                        for lp, own in zip(log_probs, inside)]) if len(z) else z.sum(1)
-    per_row = dict(lse=torch.logsumexp(z, 1), log_rest=rest, entropy=-(finite.exp() * ~log_probs.isneginf() * finite).sum(1),
-                   mean_logit=z.mean(1))
+    rest = [torch.logsumexp(row[~own], 0) if bool((~own & ~row.isneginf()).any()) else row.sum() * 0 - torch.inf
+            for row, own in zip(log_probs, inside)]
+    per_row = dict(lse=torch.logsumexp(z, 1), log_rest=torch.stack(rest), mean_logit=z.mean(1),
+                   entropy=-(finite.exp() * ~log_probs.isneginf() * finite).sum(1))
     result = {name: torch.where(ignored, 0.0, t) for name, t in per_row.items()}
-    of_entries = torch.zeros(out.shape, dtype=torch.bool)
     result["argmax"] = torch.where(ignored, -1, z.detach().argmax(1))
     result["log_probs"] = out.reshape(entries_shape)
-    del of_entries
     return result

@@ -23,7 +23,8 @@ def test_opcheck_of_select(kind, requires_grad, device):
     given = (rows, None, torch.randn_like(out[3]), rows.detach(), rows.detach(), rows.detach(), logits, *out[1:3],
              out[4], out[5], *target)
     torch.library.opcheck(ops.select_backward.default, given)
-    torch.library.opcheck(ops.select_backward.default, given, dict(scale_grad=True, row_scale=torch.ones_like(rows[0]).detach()))
+    scale = torch.ones_like(rows[0]).detach()
+    torch.library.opcheck(ops.select_backward.default, given, dict(scale_grad=True, row_scale=scale))
     if not requires_grad:
         torch.library.opcheck(ops.select_backward_.default, given, dict(scale_grad=True))
 

@@ -170,10 +170,10 @@ def test_classes_of_minus_infinity_add_nothing(device):
     expected = selected_log_probs(small, ids, **ALL)  # the first classes keep their numbers
     assert (out.mean_logit == -torch.inf).all()
     grads = []
-    for o, l in ((out, leaf), (expected, small)):
+    for o, x in ((out, leaf), (expected, small)):
         torch.testing.assert_close(o.entropy.double(), expected.entropy, rtol=1e-6, atol=1e-6)
         torch.testing.assert_close(o.log_rest.double(), expected.log_rest, rtol=1e-6, atol=1e-6)
-        grads.append(torch.autograd.grad((o.entropy + o.log_rest + o.log_probs.sum(1)).sum(), l)[0])
+        grads.append(torch.autograd.grad((o.entropy + o.log_rest + o.log_probs.sum(1)).sum(), x)[0])
     assert (grads[0][:, ~live] == 0).all()
     torch.testing.assert_close(grads[0][:, live].double(), grads[1], rtol=1e-5, atol=1e-7)
 

@@ -138,7 +138,7 @@ def test_strided_logits_keep_their_memory(device):
     assert_bitwise_equal(leaf.detach(), x)
 
 
-# ------------------------------------------------------------------------------------------------- scales that are learned
+# ---------------------------------------------------------------------------------------------- scales that are learned
 
 
 @pytest.mark.parametrize("options", [dict(), dict(softcap=3.0), dict(label_smoothing=0.1, z_loss=0.1)], ids=str)
@@ -197,7 +197,7 @@ def test_a_scale_of_each_row_meets_the_linear_head(live, device):
             torch.testing.assert_close(a, b)
 
 
-# ---------------------------------------------------------------------------------------------------------------- errors
+# --------------------------------------------------------------------------------------------------------------- errors
 
 
 @pytest.mark.parametrize("keywords,error,message", [

@@ -141,7 +141,8 @@ def test_plain_integers_are_ids(ids, device):
              "nested": SparseTarget.from_topk(several, None), "list of no ids": several[..., :0]}[ids]
     out = selected_log_probs(x, given, return_log_rest=True)
     log_probs = x.log_softmax(-1)
-    index = labels[..., None] if ids in ("labels", "one a row") else several if ids != "list of no ids" else several[..., :0]
+    index = {"labels": labels[..., None], "one a row": labels[..., None], "list of no ids": several[..., :0]}.get(
+        ids, several)
     torch.testing.assert_close(out.log_probs, log_probs.gather(-1, index.long()).reshape(out.log_probs.shape))
     assert out.log_probs.shape == (labels.shape if ids == "labels" else index.shape)
     if ids == "list of no ids":

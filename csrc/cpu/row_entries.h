@@ -62,7 +62,8 @@ class RowEntries {
   }
 
   // Adds up the weights of equal columns, in the order of their entries so that sums are reproducible, and orders the
-  // entries by parts of the columns, `part` each, a power of two. Where columns ascend, as in COO and CSR, both are done.
+  // entries by parts of the columns, `part` each, a power of two. Where columns ascend, as in COO and CSR, both are
+  // done.
   template <int64_t part = kSpan>
   void arrange(size_t parts) {
     bool ascending = true;

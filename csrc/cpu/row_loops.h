@@ -13,7 +13,9 @@ namespace cpu {
 constexpr int64_t kGrain = 16384;
 
 // Rows are shared out whole while there are enough of them; a few long rows are shared out by spans.
-inline bool split_rows(int64_t rows, int64_t spans) { return rows < int64_t(torch::stable::get_num_threads()) && spans > 1; }
+inline bool split_rows(int64_t rows, int64_t spans) {
+  return rows < int64_t(torch::stable::get_num_threads()) && spans > 1;
+}
 
 template <typename function_t>
 void parallel_rows(int64_t rows, int64_t columns, const function_t& f) {

@@ -154,8 +154,8 @@ class SelectForward {
     SelectStats<acc_t> stats;
     stats.push(entries.logits.data(), 0, static_cast<int64_t>(entries.size()));
     for (size_t k = 0; args_.argmax && k < entries.size(); ++k)
-      if (entries.logits[k] == stats.row.max && static_cast<uint64_t>(entries.columns[k]) <
-                                                    static_cast<uint64_t>(stats.argmax))
+      if (entries.logits[k] == stats.row.max &&
+          static_cast<uint64_t>(entries.columns[k]) < static_cast<uint64_t>(stats.argmax))
         stats.argmax = entries.columns[k];
     return stats;
   }

@@ -207,8 +207,8 @@ void Tile<scalar_t>::push(const acc_t* z, int64_t n, bool weighted, const acc_t*
 
 template <typename scalar_t>
 acc_type<scalar_t> Tile<scalar_t>::total(const acc_t* z, int64_t n) {
-  return with_instruction_set(
-      [&](auto) SCE_INLINE { return sum_in_lanes<acc_t>(0, n, [&](int64_t i) { return z[i]; }); });
+  return with_instruction_set([&](auto)
+                                  SCE_INLINE { return sum_in_lanes<acc_t>(0, n, [&](int64_t i) { return z[i]; }); });
 }
 
 template <typename scalar_t>
@@ -225,8 +225,7 @@ void Tile<scalar_t>::derivative(const acc_t* z, int64_t n, const SelectCoefficie
 template <typename scalar_t>
 void Tile<scalar_t>::chain(const scalar_t* logits, const acc_t* z, const acc_t* derivative, int64_t n,
                            const LogitTransform<acc_t>& transform, acc_t* of_scale, scalar_t* gradient) {
-  with_instruction_set(
-      [&](auto) SCE_INLINE { chain_body(logits, z, derivative, n, transform, of_scale, gradient); });
+  with_instruction_set([&](auto) SCE_INLINE { chain_body(logits, z, derivative, n, transform, of_scale, gradient); });
 }
 
 template struct Tile<float>;

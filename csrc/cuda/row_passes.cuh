@@ -83,8 +83,8 @@ __device__ bool is_sorted(const TargetView& target, EntryRange range) {
   return RowGroup<kWidth>::all(sorted);
 }
 
-// Whether entry i is the first of its class in its row; then `sum` is that of weight(k, entry) over all of them, in their
-// order. O(entries) of the row, or O(duplicates) where they are sorted.
+// Whether entry i is the first of its class in its row; then `sum` is that of weight(k, entry) over all of them, in
+// their order. O(entries) of the row, or O(duplicates) where they are sorted.
 template <typename acc_t, typename weight_t>
 __device__ bool sum_of_class(const TargetView& target, EntryRange range, int64_t i, int64_t column, bool sorted,
                              const weight_t& weight, acc_t& sum) {

@@ -1,6 +1,6 @@
-// Forward reads each logit once; backward reads it once and writes its gradient once. Rows go to threads as those of the
-// loss. Where the classes of a row's entries have to be left out of a sum, they are marked in shared memory, a window of
-// columns at a time.
+// Forward reads each logit once; backward reads it once and writes its gradient once. Rows go to threads as those of
+// the loss. Where the classes of a row's entries have to be left out of a sum, they are marked in shared memory, a
+// window of columns at a time.
 #include "row_passes.cuh"
 
 #include "select.h"
@@ -106,20 +106,20 @@ __device__ SelectStats<acc_t> scan_select(const SelectArgs& args, int64_t r, int
   };
   for_windows<kWidth, acc_t>(outside, args.target, args.target.row(r), begin, end,
                              [&](int64_t from, int64_t to, const auto& bits) {
-    for_columns<kWidth, 1>(
-        row, from, to, true,
-        [&](int64_t c, auto) {
-          const Pack<scalar_t> pack = Pack<scalar_t>::load(row + c);
-          acc_t z[kSize];
+                               for_columns<kWidth, 1>(
+                                   row, from, to, true,
+                                   [&](int64_t c, auto) {
+                                     const Pack<scalar_t> pack = Pack<scalar_t>::load(row + c);
+                                     acc_t z[kSize];
 #pragma unroll
-          for (int i = 0; i < kSize; ++i) z[i] = transform(to_acc(pack.at[i]));
-          push(z, c, kSize, bits(c));
-        },
-        [&](int64_t c) {
-          acc_t z = transform(to_acc(row[c]));
-          push(&z, c, 1, bits(c));
-        });
-  });
+                                     for (int i = 0; i < kSize; ++i) z[i] = transform(to_acc(pack.at[i]));
+                                     push(z, c, kSize, bits(c));
+                                   },
+                                   [&](int64_t c) {
+                                     acc_t z = transform(to_acc(row[c]));
+                                     push(&z, c, 1, bits(c));
+                                   });
+                             });
   return stats;
 }
 
@@ -160,8 +160,8 @@ __device__ void finish_row(const SelectArgs& args, int64_t r, bool ignored, cons
     valid = valid && !(entry.column < 0 && entry.value != entry.value);
     if (!inside || entry.column < 0) continue;
     acc_t sum;
-    if (!sum_of_class<acc_t>(args.target, range, i, entry.column, sorted,
-                             [](int64_t, const Entry<acc_t>&) { return acc_t(0); }, sum))
+    if (!sum_of_class<acc_t>(
+            args.target, range, i, entry.column, sorted, [](int64_t, const Entry<acc_t>&) { return acc_t(0); }, sum))
       continue;
     const acc_t z = transform(to_acc(row[entry.column]));
     const bool lower = z == stats.row.max && entry.column < stats.argmax;
@@ -195,8 +195,8 @@ __global__ void __launch_bounds__(kThreads, 2)
     const bool ignored = args.target.ignored(r);
     Scanned<acc_type<scalar_t>> scanned;
     if (!ignored)
-      scanned = scan<kWidth, scalar_t>(args, r, split_begin(columns, splits, split),
-                                       split_begin(columns, splits, split + 1));
+      scanned =
+          scan<kWidth, scalar_t>(args, r, split_begin(columns, splits, split), split_begin(columns, splits, split + 1));
     if (splits == 1)
       finish_row<kWidth, scalar_t>(args, r, ignored, scanned);
     else if (Group::rank() == 0)
@@ -236,20 +236,17 @@ __device__ acc_t write_select(const SelectBackwardArgs& args, const SelectCoeffi
     const acc_t z = transform(to_acc(x));
     acc_t derivative = c.inside(z, weight ? weight[column] : acc_t(1));
     if (c.of_rest != acc_t(0)) derivative += c.outside(z);
-    if (scales && !marked && derivative != acc_t(0))
-      of_scale.add(derivative * transform.slope_of_cap(z) * to_acc(x));
+    if (scales && !marked && derivative != acc_t(0)) of_scale.add(derivative * transform.slope_of_cap(z) * to_acc(x));
     from_acc(derivative * transform.slope(z), out);
   };
-  for_windows<kWidth, acc_t>(scales, args.target, range, begin, end,
-                             [&](int64_t from, int64_t to, const auto& bits) {
+  for_windows<kWidth, acc_t>(scales, args.target, range, begin, end, [&](int64_t from, int64_t to, const auto& bits) {
     for_columns<kWidth, 1>(
         row, from, to, by_packs,
         [&](int64_t column, auto) {
           Pack<scalar_t> pack = Pack<scalar_t>::load(row + column);
           const unsigned marked = bits(column);
 #pragma unroll
-          for (int i = 0; i < Pack<scalar_t>::kSize; ++i)
-            one(pack.at[i], column + i, marked >> i & 1u, pack.at[i]);
+          for (int i = 0; i < Pack<scalar_t>::kSize; ++i) one(pack.at[i], column + i, marked >> i & 1u, pack.at[i]);
           pack.store(gradient + column);
         },
         [&](int64_t column) { one(row[column], column, bits(column) & 1u, gradient[column]); });
@@ -311,8 +308,7 @@ __global__ void __launch_bounds__(kThreads, 2)
       const bool first = sum_of_class<acc_t>(args.target, range, i, column, sorted, weight, sum);
       const acc_t x = to_acc(row[column]), z = transform(x);
       const acc_t derivative = c.inside(z, args.target.template class_weight<acc_t>(column)) - sum;
-      if (first && args.grad_scale && derivative != acc_t(0))
-        of_scale.add(derivative * transform.slope_of_cap(z) * x);
+      if (first && args.grad_scale && derivative != acc_t(0)) of_scale.add(derivative * transform.slope_of_cap(z) * x);
       entry_gradients[i] = {first ? column : -1, derivative * transform.slope(z)};
     }
     Group::sync();  // the logits at the entries are read

@@ -64,9 +64,9 @@ class _Select(torch.autograd.Function):
     def backward(ctx: Any, *grads: Optional[Tensor]) -> Tuple[Optional[Tensor], ...]:
         logits, *tensors, lse, lse_residual, log_rest, entropy = ctx.saved_tensors
         a = Arguments.of(tensors, ctx.numbers)
-        upstream = Selected(*grads)
+        upstream = dict(zip(Selected._fields, grads))
         # A compiler has zeros for what was not asked for.
-        given = tuple(getattr(upstream, name) if name == "lse" or getattr(ctx.wanted, name) else None
+        given = tuple(upstream[name] if name == "lse" or getattr(ctx.wanted, name) else None
                       for name in ("loss", "lse", "log_probs", "log_rest", "entropy", "mean_logit"))
         of_loss, *_, of_rest, of_entropy, _ = given
         wants_logits, wants_values, wants_scale = ctx.needs_input_grad[:3]

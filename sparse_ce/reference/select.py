@@ -1,7 +1,7 @@
 """Log-probabilities of chosen classes in plain PyTorch."""
 
 import math
-from typing import Any, NamedTuple, Optional, Sequence, Tuple
+from typing import Any, NamedTuple, Optional, Tuple
 
 import torch
 import torch.nn.functional as F
@@ -52,7 +52,7 @@ def select(logits: Tensor, *given: Any, **named: Any) -> Tuple[Tensor, ...]:
     """``torch.ops.sparse_ce.select``."""
     a, (padding_value, loss, log_probs, log_rest, entropy, mean_logit, argmax) = split(given, named, **_DEFAULTS)
     r = _rows(logits, a)
-    row, entries = r.row, r.row.entries
+    row = r.row
 
     def put(wanted: bool, per_row: Any) -> Tensor:
         return torch.where(row.ignored, 0.0, per_row()) if wanted else row.lse.new_empty(0)

@@ -10,8 +10,9 @@ struct SelectCase : Case {
   bool loss, log_rest, entropy, mean_logit, argmax, row_scale, grad_scale;
   std::string text() const {
     char out[128];
-    std::snprintf(out, sizeof(out), " loss %d log_rest %d entropy %d mean_logit %d argmax %d row_scale %d grad_scale %d",
-                  loss, log_rest, entropy, mean_logit, argmax, row_scale, grad_scale);
+    std::snprintf(out, sizeof(out),
+                  " loss %d log_rest %d entropy %d mean_logit %d argmax %d row_scale %d grad_scale %d", loss, log_rest,
+                  entropy, mean_logit, argmax, row_scale, grad_scale);
     return Case::text() + out;
   }
 };
@@ -54,7 +55,8 @@ struct Exact {
       : counts(!p.ignored(r)), log_probs(size_t(p.end[r] - p.begin[r])), grad(size_t(c.vocab)), bound(size_t(c.vocab)) {
     if (!counts) return;
     const int64_t n = c.num_classes;
-    const double eps = c.arithmetic == DType::kFloat64 ? 2.3e-16 : 1.2e-7, few = 24 * eps, e = c.options.label_smoothing;
+    const double eps = c.arithmetic == DType::kFloat64 ? 2.3e-16 : 1.2e-7, few = 24 * eps,
+                 e = c.options.label_smoothing;
     const double row_scale = c.row_scale ? g.scale.get(r) : 1, s = c.options.logit_scale * row_scale;
     std::vector<double> z(n), cap(n), target(n), x(n);
     std::vector<char> inside(n);
@@ -117,8 +119,8 @@ struct Exact {
     if (!wanted && g_loss == 0 && g_lse == 0 && (!c.log_rest || g.log_rest.get(r) == 0) && g_entropy == 0 &&
         g_mean == 0)
       return;
-    const double a = g_loss * ((1 - e) * mass + e / double(n) * weights + 2 * c.options.z_loss * lse) + g_lse - upstream -
-                     g_rest;
+    const double a =
+        g_loss * ((1 - e) * mass + e / double(n) * weights + 2 * c.options.z_loss * lse) + g_lse - upstream - g_rest;
     const double all = std::fabs(a) + absolute + std::fabs(g_rest) + std::fabs(g_entropy) * (std::fabs(entropy) + 1) +
                        std::fabs(g_loss) * (2 * c.options.z_loss * std::fabs(lse) + e / double(n) * weights);
     const double ulp = c.dtype == DType::kFloat16 ? 0x1p-11 : c.dtype == DType::kBFloat16 ? 0x1p-8 : eps;
@@ -129,12 +131,13 @@ struct Exact {
       if (!inside[v] && q > 0) dz += g_rest * std::exp(z[v] - lse - log_rest);
       const double slope = s * cap[v];
       grad[v] = invalid || dead ? NAN : dz * slope;
-      const double parts = (q > 0 ? all * q * (1 + std::fabs(log_q) + size) : 0) + std::fabs(g_mean) / double(n) +
-                           std::fabs(g_loss) * e / double(n) * p.weight_of(v) + (target[v] != 0 ? absolute : 0) +
-                           (q > 0 && !inside[v] ? std::fabs(g_rest) * std::exp(z[v] - lse - log_rest) *
-                                                      (2 + size + std::fabs(log_rest)) : 0);
-      bound[v] = ulp * std::fabs(grad[v]) + few * parts * (std::fabs(slope) + 1) + 6e-8 * (c.dtype == DType::kFloat16) +
-                 1e-37;
+      const double parts =
+          (q > 0 ? all * q * (1 + std::fabs(log_q) + size) : 0) + std::fabs(g_mean) / double(n) +
+          std::fabs(g_loss) * e / double(n) * p.weight_of(v) + (target[v] != 0 ? absolute : 0) +
+          (q > 0 && !inside[v] ? std::fabs(g_rest) * std::exp(z[v] - lse - log_rest) * (2 + size + std::fabs(log_rest))
+                               : 0);
+      bound[v] =
+          ulp * std::fabs(grad[v]) + few * parts * (std::fabs(slope) + 1) + 6e-8 * (c.dtype == DType::kFloat16) + 1e-37;
       const double of_x = c.options.logit_scale * cap[v] * x[v];
       of_scale += dz == 0 ? 0 : dz * of_x;
       if (std::isfinite(of_x)) scale_size += parts * std::fabs(of_x) + std::fabs(dz * of_x);
