@@ -91,6 +91,16 @@ STABLE_TORCH_LIBRARY(sparse_ce, m) {
         ") -> (Tensor mean, Tensor divisor, Tensor lse, Tensor lse_residual, "
         "Tensor grad_input, Tensor grad_weight, Tensor grad_bias, Tensor grad_values)");
 
+  // select of such logits, and its gradients.
+  m.def("linear_select(" SCE_HEAD ", " SCE_ARGUMENTS ", " SCE_OUTPUTS
+        ", int? chunk_rows=None) -> (Tensor loss, Tensor lse, Tensor lse_residual, Tensor log_probs, Tensor log_rest, "
+        "Tensor entropy, Tensor mean_logit, Tensor argmax)");
+  m.def("linear_select_backward(" SCE_UPSTREAM ", " SCE_HEAD
+        ", Tensor lse, Tensor? lse_residual, Tensor? log_rest, Tensor? entropy, " SCE_ARGUMENTS
+        ", int? chunk_rows=None, " SCE_WANTED
+        ", bool scale_grad=False) -> (Tensor grad_input, Tensor grad_weight, Tensor grad_bias, Tensor grad_values, "
+        "Tensor grad_scale)");
+
   // gradient *= scale () A, in place. Where scale is 1 nothing is read or written; it is looked at where it lies.
   m.def("scale_(Tensor(a!) gradient, Tensor scale) -> ()");
 

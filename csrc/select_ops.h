@@ -6,42 +6,138 @@
 #include "select.h"
 
 #include <tuple>
+#include <vector>
 
 namespace sparse_ce {
 
+using SelectResults = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
+
+// Tensors for the outputs of so many rows; (0,) for what is not asked for: no two outputs of an op may be one.
+struct SelectOutputs {
+  SelectOutputs(const Tensor& like, int64_t count, const Tensor& indices, const Outputs& wanted)
+      : wanted(wanted), dtype(arithmetic_dtype(like)), loss(rows(like, count, wanted.loss)),
+        lse(rows(like, count, true)), lse_residual(rows(like, count, true)),
+        log_probs(wanted.log_probs ? torch::stable::new_empty(indices, indices.sizes(), dtype) : rows(like, 0, true)),
+        log_rest(rows(like, count, wanted.log_rest)), entropy(rows(like, count, wanted.entropy)),
+        mean_logit(rows(like, count, wanted.mean_logit)),
+        argmax(empty(like, {wanted.argmax ? count : 0}, ScalarType::Long)) {}
+
+  double padding_value() const { return wanted.padding_value.value_or(-INFINITY); }
+
+  // Where a device writes them for the rows from `begin` on, whose first entry is `entry`.
+  void place(SelectArgs& args, int64_t begin, int64_t entry) const {
+    const DType storage = dtype == ScalarType::Double ? DType::kFloat64 : DType::kFloat32;
+    const auto at = [&](bool is_wanted, const Tensor& t, int64_t i) {
+      return is_wanted ? advance(t.mutable_data_ptr(), storage, i) : nullptr;
+    };
+    args.loss = at(wanted.loss, loss, begin);
+    args.lse = at(true, lse, begin);
+    args.lse_residual = at(true, lse_residual, begin);
+    args.log_probs = at(wanted.log_probs, log_probs, entry);
+    args.log_rest = at(wanted.log_rest, log_rest, begin);
+    args.entropy = at(wanted.entropy, entropy, begin);
+    args.mean_logit = at(wanted.mean_logit, mean_logit, begin);
+    args.argmax = wanted.argmax ? static_cast<int64_t*>(argmax.mutable_data_ptr()) + begin : nullptr;
+    args.padding_value = padding_value();
+  }
+
+  const Outputs& wanted;
+  ScalarType dtype;
+  Tensor loss, lse, lse_residual, log_probs, log_rest, entropy, mean_logit, argmax;
+
+ private:
+  Tensor rows(const Tensor& like, int64_t count, bool is_wanted) const {
+    return empty(like, {is_wanted ? count : 0}, arithmetic_dtype(like));
+  }
+};
+
+// What a backward is given, checked, for all rows. `like`: of the device and dtype of the logits, with their rows.
+struct SelectUpstream {
+  SelectUpstream(const Upstreams& grad, const Tensor& like, const Tensor& lse, const OptionalTensor& lse_residual,
+                 const OptionalTensor& log_rest, const OptionalTensor& entropy, const Tensor& indices,
+                 const CrossEntropyArgs& rows)
+      : dtype(arithmetic_dtype(like) == ScalarType::Double ? DType::kFloat64 : DType::kFloat32) {
+    static_cast<BackwardArgs&>(args) = view_upstream(rows, like, grad.loss, grad.lse, lse, lse_residual);
+    if (grad.log_probs) {
+      const Tensor& of_entries = *grad.log_probs;
+      check_same_device(of_entries, like, "grad_log_probs");
+      check(of_entries.scalar_type() == arithmetic_dtype(like), "grad_log_probs must be of dtype ",
+            name(arithmetic_dtype(like)), ", got ", name(of_entries.scalar_type()));
+      check(of_entries.dim() == indices.dim() && same_sizes(of_entries.sizes(), indices.sizes()),
+            "grad_log_probs must have the shape of indices ", shape(indices), ", got ", shape(of_entries));
+      held.push_back(packed(of_entries));
+      args.grad_log_probs = held.back().const_data_ptr();
+    }
+    view(grad.log_rest, like, "grad_log_rest", args.grad_log_rest);
+    view(grad.entropy, like, "grad_entropy", args.grad_entropy);
+    view(grad.mean_logit, like, "grad_mean_logit", args.grad_mean_logit);
+    args.log_rest = made(log_rest, grad.log_rest, like, "log_rest");
+    args.entropy = made(entropy, grad.entropy, like, "entropy");
+  }
+
+  // Replaces the arrays with one element a row by what kept(array, stride) makes of each.
+  template <typename keep_t>
+  void keep(const keep_t& kept) {
+    const auto replace = [&](const void*& array, int64_t stride) {
+      if (!array) return;
+      held.push_back(kept(array, stride));
+      array = held.back().const_data_ptr();
+    };
+    for (Upstream* grad : {&args.grad_log_rest, &args.grad_entropy, &args.grad_mean_logit}) {
+      replace(grad->grad, grad->stride);
+      grad->stride = 1;
+    }
+    replace(args.log_rest, 1);
+    replace(args.entropy, 1);
+  }
+
+  // `chunk` of the rows from `begin` on, whose first entry is `entry`.
+  void place(SelectBackwardArgs& chunk, int64_t begin, int64_t entry) const {
+    const auto move = [&](const void*& array, int64_t by) {
+      if (array) array = advance(array, dtype, by);
+    };
+    for (Upstream* grad : {&chunk.grad_log_rest, &chunk.grad_entropy, &chunk.grad_mean_logit})
+      move(grad->grad, begin * grad->stride);
+    move(chunk.log_rest, begin);
+    move(chunk.entropy, begin);
+    move(chunk.grad_log_probs, entry);
+  }
+
+  DType dtype;
+  std::vector<Tensor> held;
+  SelectBackwardArgs args{};
+
+ private:
+  static void view(const OptionalTensor& grad, const Tensor& like, const char* argument, Upstream& out) {
+    if (grad) out.grad = view_rows(*grad, like, argument, out.stride);
+  }
+  // What forward made, which its gradient needs.
+  static const void* made(const OptionalTensor& made, const OptionalTensor& grad, const Tensor& like,
+                          const char* argument) {
+    if (!grad) return nullptr;
+    check(made.has_value(), argument, " must be what select gave where there is a gradient for it, got None");
+    int64_t stride = 1;
+    const void* data = view_rows(*made, like, argument, stride);
+    check(like.size(0) <= 1 || stride == 1, argument, " must be contiguous, got stride ", stride);
+    return data;
+  }
+};
+
 template <typename device_t>
 class SelectOps {
-  using Results = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
-
  public:
-  static Results select(const Tensor& logits, const Arguments& given, const Outputs& wanted) {
+  static SelectResults select(const Tensor& logits, const Arguments& given, const Outputs& wanted) {
     Held held;
     SelectArgs args{};
     view_call(logits, given, held, args);
     if (args.rows > 0) device_t::check_target(args.target, logits);
-    const ScalarType dtype = arithmetic_dtype(logits);
-    // An empty tensor for what is not asked for: no two outputs of an op may be one.
-    const auto rows_if = [&](bool is_wanted, ScalarType of) { return empty(logits, {is_wanted ? args.rows : 0}, of); };
-    const Tensor loss = rows_if(wanted.loss, dtype), lse = rows_if(true, dtype), residual = rows_if(true, dtype);
-    const Tensor log_rest = rows_if(wanted.log_rest, dtype), entropy = rows_if(wanted.entropy, dtype);
-    const Tensor mean_logit = rows_if(wanted.mean_logit, dtype), argmax = rows_if(wanted.argmax, ScalarType::Long);
-    args.padding_value = wanted.padding_value.value_or(-INFINITY);
-    Tensor log_probs = rows_if(false, dtype);
-    if (wanted.log_probs) {
-      log_probs = torch::stable::new_empty(given.indices, given.indices.sizes(), dtype);
-      if (args.target.offsets) torch::stable::fill_(log_probs, args.padding_value);  // entries may be in no row
-    }
-    const auto if_wanted = [](bool is_wanted, const Tensor& t) { return is_wanted ? t.mutable_data_ptr() : nullptr; };
-    args.loss = if_wanted(wanted.loss, loss);
-    args.lse = lse.mutable_data_ptr();
-    args.lse_residual = residual.mutable_data_ptr();
-    args.log_probs = if_wanted(wanted.log_probs, log_probs);
-    args.log_rest = if_wanted(wanted.log_rest, log_rest);
-    args.entropy = if_wanted(wanted.entropy, entropy);
-    args.mean_logit = if_wanted(wanted.mean_logit, mean_logit);
-    args.argmax = static_cast<int64_t*>(if_wanted(wanted.argmax, argmax));
+    SelectOutputs out(logits, args.rows, given.indices, wanted);
+    // Entries may be in no row.
+    if (wanted.log_probs && args.target.offsets) torch::stable::fill_(out.log_probs, out.padding_value());
+    out.place(args, 0, 0);
     if (args.rows > 0) device_t::select_forward(args, logits);
-    return {loss, lse, residual, log_probs, log_rest, entropy, mean_logit, argmax};
+    return {out.loss,     out.lse,     out.lse_residual, out.log_probs,
+            out.log_rest, out.entropy, out.mean_logit,   out.argmax};
   }
 
   static std::tuple<Tensor, Tensor> backward(const Upstreams& grad, const Tensor& logits, const Tensor& lse,
@@ -80,47 +176,21 @@ class SelectOps {
   struct Call {
     Call(const Upstreams& grad, const Tensor& logits, const Tensor& lse, const OptionalTensor& lse_residual,
          const OptionalTensor& log_rest, const OptionalTensor& entropy, const Arguments& given, bool scale_grad)
-        : grad_scale(empty(logits, {scale_grad ? logits.size(0) : 0}, arithmetic_dtype(logits))) {
-      CrossEntropyArgs rows{};
-      view_call(logits, given, held, rows);
-      static_cast<BackwardArgs&>(args) = view_upstream(rows, logits, grad.loss, grad.lse, lse, lse_residual);
+        : upstream(grad, logits, lse, lse_residual, log_rest, entropy, given.indices, rows_of_call(logits, given)),
+          args(upstream.args), grad_scale(empty(logits, {scale_grad ? logits.size(0) : 0}, arithmetic_dtype(logits))) {
       if (args.rows > 0) device_t::check_target(args.target, logits);
-      if (grad.log_probs) {
-        const Tensor& of_entries = *grad.log_probs;
-        check_same_device(of_entries, logits, "grad_log_probs");
-        check(of_entries.scalar_type() == arithmetic_dtype(logits), "grad_log_probs must be of dtype ",
-              name(arithmetic_dtype(logits)), ", got ", name(of_entries.scalar_type()));
-        check(of_entries.dim() == given.indices.dim() && same_sizes(of_entries.sizes(), given.indices.sizes()),
-              "grad_log_probs must have the shape of indices ", shape(given.indices), ", got ", shape(of_entries));
-        grad_log_probs = packed(of_entries);
-        args.grad_log_probs = grad_log_probs->const_data_ptr();
-      }
-      view(grad.log_rest, logits, "grad_log_rest", args.grad_log_rest);
-      view(grad.entropy, logits, "grad_entropy", args.grad_entropy);
-      view(grad.mean_logit, logits, "grad_mean_logit", args.grad_mean_logit);
-      args.log_rest = made(log_rest, grad.log_rest, logits, "log_rest");
-      args.entropy = made(entropy, grad.entropy, logits, "entropy");
       if (scale_grad) args.grad_scale = grad_scale.mutable_data_ptr();
     }
-
-    static void view(const OptionalTensor& grad, const Tensor& logits, const char* argument, Upstream& out) {
-      if (grad) out.grad = view_rows(*grad, logits, argument, out.stride);
-    }
-    // What forward made, which its gradient needs.
-    static const void* made(const OptionalTensor& made, const OptionalTensor& grad, const Tensor& logits,
-                            const char* argument) {
-      if (!grad) return nullptr;
-      check(made.has_value(), argument, " must be what select gave where there is a gradient for it, got None");
-      int64_t stride = 1;
-      const void* data = view_rows(*made, logits, argument, stride);
-      check(logits.size(0) <= 1 || stride == 1, argument, " must be contiguous, got stride ", stride);
-      return data;
+    CrossEntropyArgs rows_of_call(const Tensor& logits, const Arguments& given) {
+      CrossEntropyArgs rows{};
+      view_call(logits, given, held, rows);
+      return rows;
     }
 
     Held held;
-    OptionalTensor grad_log_probs;
+    SelectUpstream upstream;
+    SelectBackwardArgs& args;
     Tensor grad_scale;
-    SelectBackwardArgs args{};
   };
 };
 

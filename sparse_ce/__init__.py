@@ -22,7 +22,7 @@ from . import ops, parallel, reference, travel  # noqa: F401, the names that the
 from ._version import __version__
 from .collate import cat, collate
 from .functional import CrossEntropyOutput, cross_entropy, linear_cross_entropy
-from .log_probs import LogProbs, selected_log_probs
+from .log_probs import LogProbs, linear_selected_log_probs, selected_log_probs
 from .masked_mean import masked_mean
 from .modules import LinearSparseCrossEntropyLoss, MaskedMean, SelectedLogProbs, SparseCrossEntropyLoss
 from .sparse_softmax import log_softmax, segment_log_softmax, segment_softmax
@@ -31,5 +31,5 @@ from .target import SparseTarget
 
 __all__ = ["CrossEntropyOutput", "LinearSparseCrossEntropyLoss", "LogProbs", "MaskedMean", "SelectedLogProbs",
            "SparseCrossEntropyLoss", "SparseTarget", "__version__", "cat", "collate", "cross_entropy", "disable_stock",
-           "enable_stock", "linear_cross_entropy", "log_softmax", "masked_mean", "segment_log_softmax",
-           "segment_softmax", "selected_log_probs"]
+           "enable_stock", "linear_cross_entropy", "linear_selected_log_probs", "log_softmax", "masked_mean",
+           "segment_log_softmax", "segment_softmax", "selected_log_probs"]

@@ -280,7 +280,7 @@ def linear_cross_entropy(
                    softcap=softcap, num_classes=num_classes)
     options = arguments.checked(options, linear_weight.shape[0], "the rows of linear_weight")
     arguments.check_inplace(inplace)
-    input, linear_weight, linear_bias = _autocast(input, linear_weight, linear_bias)
+    input, linear_weight, linear_bias = autocast_head(input, linear_weight, linear_bias)
     a, normalizer = _dense_parts(input, shape, target, weight, reduction, normalizer, options, row_scale)
     rows = input.reshape(math.prod(input.shape[:-1]), input.shape[-1])
     loss, lse = linear_cross_entropy_op(Head(rows, linear_weight, linear_bias), a, chunk_rows=chunk_rows,
@@ -339,7 +339,7 @@ def _result(loss: Tensor, lse: Optional[Tensor], shape: torch.Size,
 _AUTOCASTS = frozenset(filter(is_autocast_available, ("cpu", "cuda", "hpu", "mps", "mtia", "xla", "xpu")))
 
 
-def _autocast(input: Tensor, linear_weight: Tensor,
+def autocast_head(input: Tensor, linear_weight: Tensor,
               linear_bias: Optional[Tensor]) -> Tuple[Tensor, Tensor, Optional[Tensor]]:
     """The head as autocast would have ``F.linear`` multiply it; float32 weights are converted on the way, not here."""
     device = input.device.type

@@ -11,8 +11,10 @@ from . import arguments
 from .arguments import Arguments, Scale
 from .entries import IGNORE_INDEX
 from .errors import fail
-from .functional import Inplace, flat_target
-from .ops.select import Outputs
+from .functional import Inplace, autocast_head, flat_target
+from .ops.linear import Head
+from .ops.linear_select import linear_select
+from .ops.select import Outputs, Selected
 from .ops.select import select as select_op
 from .target import SparseTarget, Target, as_target
 
@@ -109,15 +111,76 @@ def selected_log_probs(
     wanted = Outputs(checked_padding(padding_value), log_rest=return_log_rest, entropy=return_entropy,
                      mean_logit=return_mean_logit, argmax=return_argmax)
     logits = input if len(shape) == 2 else input.reshape(-1, shape[-1])
-    out = select_op(logits, a, wanted, inplace == "backward")
+    return _result(select_op(logits, a, wanted, inplace == "backward"), wanted, ids_of(indices, shape), shape)
 
+
+def linear_selected_log_probs(
+    input: Tensor,
+    linear_weight: Tensor,
+    indices: Target,
+    *,
+    linear_bias: Optional[Tensor] = None,
+    ignore_index: int = IGNORE_INDEX,
+    logit_scale: Scale = 1.0,
+    softcap: Optional[float] = None,
+    num_classes: Optional[int] = None,
+    padding_value: float = -math.inf,
+    return_log_rest: bool = False,
+    return_entropy: bool = False,
+    return_mean_logit: bool = False,
+    return_argmax: bool = False,
+    chunk_rows: Optional[int] = None,
+) -> LogProbs:
+    """``selected_log_probs(F.linear(input, linear_weight, linear_bias), indices)`` without the logits.
+
+    They are made ``chunk_rows`` rows at a time: in forward once, in backward, which needs them again, once more: four
+    matrix products in all, and one without gradients. Only the gradients that are needed are computed: a head that does
+    not require grad costs neither its product nor memory.
+
+    Args:
+        input: hidden states (..., D); float16, bfloat16, float32 or float64, any strides. Rows that do not count may
+            hold anything, and are not multiplied on a CPU.
+        linear_weight, linear_bias, chunk_rows: as for :func:`sparse_ce.linear_cross_entropy`.
+        indices: as for :func:`sparse_ce.selected_log_probs`, for logits (..., V).
+        ignore_index, logit_scale, softcap, num_classes, padding_value, return_log_rest, return_entropy,
+            return_mean_logit, return_argmax: as for :func:`sparse_ce.selected_log_probs`.
+
+    Returns:
+        :class:`LogProbs`.
+
+    Raises:
+        TypeError, ValueError, RuntimeError: as :func:`sparse_ce.selected_log_probs`.
+
+    Examples:
+        >>> hidden, head = torch.randn(4, 8, requires_grad=True), torch.nn.Linear(8, 100)
+        >>> actions = torch.tensor([3, 14, -100, 15])
+        >>> out = sparse_ce.linear_selected_log_probs(hidden, head.weight, actions, linear_bias=head.bias)
+        >>> expected = head(hidden).log_softmax(-1)[[0, 1, 3], [3, 14, 15]]
+        >>> torch.testing.assert_close(out.log_probs[[0, 1, 3]], expected)
+        >>> out.log_probs.sum().backward()
+    """
+    arguments.check_input(input, "D")
+    arguments.check_head(input, linear_weight, linear_bias)
+    arguments.check_chunk_rows(chunk_rows)
+    shape = torch.Size((*input.shape[:-1], linear_weight.shape[0]))
+    a = select_arguments(input, shape, indices, ignore_index, logit_scale, softcap, num_classes,
+                         "the rows of linear_weight")
+    wanted = Outputs(checked_padding(padding_value), log_rest=return_log_rest, entropy=return_entropy,
+                     mean_logit=return_mean_logit, argmax=return_argmax)
+    input, linear_weight, linear_bias = autocast_head(input, linear_weight, linear_bias)
+    rows = input.reshape(math.prod(shape[:-1]), input.shape[-1])
+    out = linear_select(Head(rows, linear_weight, linear_bias), a, wanted, chunk_rows)
+    return _result(out, wanted, ids_of(indices, shape), shape)
+
+
+def _result(out: Selected, wanted: Outputs, ids: SparseTarget, shape: torch.Size) -> LogProbs:
+    """Of logits of ``shape``."""
     def rows(wanted: bool, t: Tensor) -> Optional[Tensor]:
         return t.reshape(shape[:-1]) if wanted else None
 
-    ids = ids_of(indices, shape)
     return LogProbs(out.log_probs.reshape(ids.indices.shape), out.lse.reshape(shape[:-1]),
-                    rows(return_log_rest, out.log_rest), rows(return_entropy, out.entropy),
-                    rows(return_mean_logit, out.mean_logit), rows(return_argmax, out.argmax))
+                    rows(wanted.log_rest, out.log_rest), rows(wanted.entropy, out.entropy),
+                    rows(wanted.mean_logit, out.mean_logit), rows(wanted.argmax, out.argmax))
 
 
 def ids_of(indices: Target, shape: torch.Size) -> SparseTarget:

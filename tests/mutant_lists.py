@@ -455,7 +455,7 @@ PYTHON = [
     ("sparse_ce/sparse_softmax.py", "num_segments is None or high < num_segments", "True"),
     ("sparse_ce/sparse_softmax.py", "not bool((index[1:] < index[:-1]).any())", "True"),
     ("sparse_ce/ops/select.py", "of_scale = of_scale.sum() if wants_scale else None", "of_scale = None"),
-    ("sparse_ce/ops/select.py", "upstream[name] if name == \"lse\" or getattr(ctx.wanted, name) else None",
+    ("sparse_ce/ops/select.py", "upstream[name] if name == \"lse\" or getattr(wanted, name) else None",
      "upstream[name]"),
     ("sparse_ce/arguments.py", "if logit_scale.dim() and logit_scale.requires_grad:", "if False:"),
     ("sparse_ce/reference/select.py", "torch.where(nothing, -torch.inf, log_rest)", "log_rest"),

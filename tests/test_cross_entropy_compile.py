@@ -65,7 +65,8 @@ def test_every_op_is_checked_here():
     known |= {"linear_forward", "linear_forward_with_residual", "linear_forward_with_gradient", "linear_backward",
               "linear_mean", "scale_",  # in test_linear_compile.py
               "masked_mean", "masked_mean_backward",  # in test_masked_mean.py
-              "select", "select_backward", "select_backward_"}  # in test_select_compile.py
+              "select", "select_backward", "select_backward_",  # in test_select_compile.py
+              "linear_select", "linear_select_backward"}  # in test_linear_select.py
     strings = {"cpu_instruction_set", "cuda_architectures"}  # return a str, which opcheck cannot compare
     defined = {s.name.split("::")[1] for s in torch._C._jit_get_all_schemas() if s.name.startswith("sparse_ce::")}
     assert defined - strings == known, "add the new op"

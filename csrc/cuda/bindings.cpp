@@ -1,6 +1,6 @@
 #include "../linear_ops.h"
+#include "../linear_select_ops.h"
 #include "../masked_mean_ops.h"
-#include "../select_ops.h"
 #include "../sparse_softmax_ops.h"
 #include "cross_entropy.h"
 #include "linear.h"
@@ -163,6 +163,7 @@ STABLE_TORCH_LIBRARY_IMPL(sparse_ce, SCE_DISPATCH_KEY, m) {
   sparse_ce::CrossEntropyOps<sparse_ce::Cuda>::add_to(m);
   sparse_ce::SelectOps<sparse_ce::Cuda>::add_to(m);
   sparse_ce::LinearOps<sparse_ce::Cuda>::add_to(m);
+  sparse_ce::LinearSelectOps<sparse_ce::Cuda>::add_to(m);
   sparse_ce::SparseSoftmaxOps<sparse_ce::Cuda>::add_to(m);
   sparse_ce::MaskedMeanOps<sparse_ce::Cuda>::add_to(m);
 }

@@ -174,6 +174,11 @@ def _(input: Tensor, *args: Any, **kwargs: Any) -> Tuple[Tensor, ...]:
 def _fake_gradients(head: Head, given: Sequence[Any], named: Dict[str, Any]) -> Tuple[Tensor, ...]:
     a, (_, *wanted) = split(given, named, chunk_rows=None, input_grad=True, weight_grad=True, bias_grad=True,
                             values_grad=False)
+    return fake_gradients(head, a, wanted)
+
+
+def fake_gradients(head: Head, a: Arguments, wanted: Sequence[bool]) -> Tuple[Tensor, ...]:
+    """For input, weight, bias and values; (0,) if not wanted."""
     likes = *head, a.indices.to(arithmetic_dtype(head.input.dtype))
     return tuple(head.input.new_empty((0,)) if like is None or not want else like.new_empty(like.shape)
                  for like, want in zip(likes, wanted))

@@ -46,6 +46,13 @@ class Selected(NamedTuple):
     argmax: Tensor
 
 
+def upstream_of(grads: Tuple[Optional[Tensor], ...], wanted: Outputs) -> Tuple[Optional[Tensor], ...]:
+    """Of the outputs' gradients those that a backward is given: a compiler has zeros for what was not asked for."""
+    upstream = dict(zip(Selected._fields, grads))
+    return tuple(upstream[name] if name == "lse" or getattr(wanted, name) else None
+                 for name in ("loss", "lse", "log_probs", "log_rest", "entropy", "mean_logit"))
+
+
 class _Select(torch.autograd.Function):
     """The gradients for logits, the values of the entries, where there is a loss, and the scale, ()."""
 
@@ -64,10 +71,7 @@ class _Select(torch.autograd.Function):
     def backward(ctx: Any, *grads: Optional[Tensor]) -> Tuple[Optional[Tensor], ...]:
         logits, *tensors, lse, lse_residual, log_rest, entropy = ctx.saved_tensors
         a = Arguments.of(tensors, ctx.numbers)
-        upstream = dict(zip(Selected._fields, grads))
-        # A compiler has zeros for what was not asked for.
-        given = tuple(upstream[name] if name == "lse" or getattr(ctx.wanted, name) else None
-                      for name in ("loss", "lse", "log_probs", "log_rest", "entropy", "mean_logit"))
+        given = upstream_of(grads, ctx.wanted)
         of_loss, *_, of_rest, of_entropy, _ = given
         wants_logits, wants_values, wants_scale = ctx.needs_input_grad[:3]
         grad_logits = grad_values = of_scale = None
@@ -117,19 +121,26 @@ register_backward("select_backward")
 @register_fake("select")
 def _(logits: Tensor, *given: Any, **named: Any) -> Tuple[Tensor, ...]:
     a, outputs = split(given, named, **Outputs()._asdict())
-    wanted = Outputs(*outputs)
+    return fake_outputs(logits, a, Outputs(*outputs))
 
+
+def fake_outputs(like: Tensor, a: Arguments, wanted: Outputs) -> Tuple[Tensor, ...]:
+    """``like``: the logits, or what has their rows and dtype."""
     def rows(wanted: bool) -> Tensor:
-        return per_row(logits) if wanted else per_row(logits[:0])
+        return per_row(like) if wanted else per_row(like[:0])
 
-    log_probs = a.indices.new_empty(a.indices.shape, dtype=arithmetic_dtype(logits.dtype)) if wanted.log_probs else None
+    log_probs = a.indices.new_empty(a.indices.shape, dtype=arithmetic_dtype(like.dtype)) if wanted.log_probs else None
     return (rows(wanted.loss), rows(True), rows(True), rows(False) if log_probs is None else log_probs,
             rows(wanted.log_rest), rows(wanted.entropy), rows(wanted.mean_logit), rows(wanted.argmax).long())
 
 
+def fake_scale(like: Tensor, scale_grad: bool) -> Tensor:
+    return per_row(like) if scale_grad else per_row(like[:0])
+
+
 def _fake_scale(logits: Tensor, given: Any, named: Any) -> Tensor:
     _, (scale_grad,) = split(given, named, scale_grad=False)
-    return per_row(logits) if scale_grad else per_row(logits[:0])
+    return fake_scale(logits, scale_grad)
 
 
 @register_fake("select_backward")

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from ..arguments import Arguments, arithmetic_dtype, split
 from .cross_entropy import backward, backward_values, forward, ignored_rows, loss_mean
+from .select import OUTPUTS, select, select_backward
 
 
 def _head_logits(input: Tensor, linear_weight: Tensor, linear_bias: Optional[Tensor],
@@ -40,12 +41,48 @@ def linear_backward(grad_loss: Tensor, grad_lse: Optional[Tensor], input: Tensor
     a, (_, input_grad, weight_grad, bias_grad, values_grad) = split(
         given, named, chunk_rows=None, input_grad=True, weight_grad=True, bias_grad=True, values_grad=False)
     x, w, logits = _head_logits(input, linear_weight, linear_bias, a)
-    padding = linear_weight.shape[0] - w.shape[0]
     dz = backward(grad_loss, grad_lse, logits, lse, lse_residual, *a)
+    return (*_head_gradients(dz, x, w, input, linear_weight, linear_bias, (input_grad, weight_grad, bias_grad)),
+            backward_values(grad_loss, logits, lse, lse_residual, *a) if values_grad else input.new_empty(0))
+
+
+
+def linear_select(input: Tensor, linear_weight: Tensor, linear_bias: Optional[Tensor], *given: Any,
+                  **named: Any) -> Tuple[Tensor, ...]:
+    """``torch.ops.sparse_ce.linear_select``."""
+    a, (*wanted, _) = split(given, named, **OUTPUTS, chunk_rows=None)
+    return select(_head_logits(input, linear_weight, linear_bias, a)[2], *a, *wanted)
+
+
+def linear_select_backward(
+    grad_loss: Optional[Tensor], grad_lse: Optional[Tensor], grad_log_probs: Optional[Tensor],
+    grad_log_rest: Optional[Tensor], grad_entropy: Optional[Tensor], grad_mean_logit: Optional[Tensor], input: Tensor,
+    linear_weight: Tensor, linear_bias: Optional[Tensor], lse: Tensor, lse_residual: Optional[Tensor],
+    log_rest: Optional[Tensor], entropy: Optional[Tensor], *given: Any, **named: Any,
+) -> Tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """``torch.ops.sparse_ce.linear_select_backward``: the gradients for input, weight, bias, values and the rows'
+    scales, (0,) if not wanted."""
+    a, (_, input_grad, weight_grad, bias_grad, values_grad, scale_grad) = split(
+        given, named, chunk_rows=None, input_grad=True, weight_grad=True, bias_grad=True, values_grad=False,
+        scale_grad=False)
+    x, w, logits = _head_logits(input, linear_weight, linear_bias, a)
+    dz, of_scale = select_backward(grad_loss, grad_lse, grad_log_probs, grad_log_rest, grad_entropy, grad_mean_logit,
+                                   logits, lse, lse_residual, log_rest, entropy, *a, scale_grad)
+    values = None
+    if values_grad and grad_loss is not None:
+        values = backward_values(grad_loss, logits, lse, lse_residual, *a)
+    return (*_head_gradients(dz, x, w, input, linear_weight, linear_bias, (input_grad, weight_grad, bias_grad)),
+            input.new_empty(0) if values is None else values, of_scale)
+
+
+def _head_gradients(dz: Tensor, x: Tensor, w: Tensor, input: Tensor, linear_weight: Tensor,
+                    linear_bias: Optional[Tensor], wanted: Tuple[bool, bool, bool]) -> Tuple[Tensor, Tensor, Tensor]:
+    """For input, weight and bias, of the logits' gradient; (0,) if not wanted."""
+    padding = linear_weight.shape[0] - w.shape[0]
+    input_grad, weight_grad, bias_grad = wanted
     none = input.new_empty(0)
     return (
         (dz @ w).to(input.dtype) if input_grad else none,
-        F.pad((dz.T @ x).to(linear_weight.dtype), (0, 0, 0, padding)) if weight_grad else none,
+        F.pad((dz.T @ x).to(linear_weight.dtype), (0, 0, 0, padding)) if weight_grad else none.clone(),
         F.pad(dz.sum(0).to(linear_bias.dtype), (0, padding)) if bias_grad and linear_bias is not None else none.clone(),
-        backward_values(grad_loss, logits, lse, lse_residual, *a) if values_grad else none.clone(),
     )

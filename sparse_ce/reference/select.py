@@ -11,8 +11,8 @@ from ..arguments import Arguments, split
 from ..guarded import times
 from .cross_entropy import Entries, Row, forward, row_of, scale_of_rows, slope
 
-_DEFAULTS = dict(padding_value=None, loss=False, log_probs=True, log_rest=False, entropy=False, mean_logit=False,
-                 argmax=False)
+OUTPUTS = dict(padding_value=None, loss=False, log_probs=True, log_rest=False, entropy=False, mean_logit=False,
+               argmax=False)
 
 
 class _Row(NamedTuple):
@@ -50,7 +50,7 @@ def _of_entries(per_row: Tensor, entries: Entries) -> Tensor:
 
 def select(logits: Tensor, *given: Any, **named: Any) -> Tuple[Tensor, ...]:
     """``torch.ops.sparse_ce.select``."""
-    a, (padding_value, loss, log_probs, log_rest, entropy, mean_logit, argmax) = split(given, named, **_DEFAULTS)
+    a, (padding_value, loss, log_probs, log_rest, entropy, mean_logit, argmax) = split(given, named, **OUTPUTS)
     r = _rows(logits, a)
     row = r.row
 
