@@ -52,6 +52,8 @@ struct BackwardArgs : CrossEntropyArgs {
   const void* lse;          // (rows,)
   const void* lse_residual; // (rows,), or null
   int64_t grad_loss_stride, grad_lse_stride;
+  const void* row_weight;   // (rows,) what grad_loss is multiplied by, or null: 1
+  int64_t row_weight_stride;
   void* grad_logits;        // (rows, vocab), dtype of logits; may be the logits themselves
   int64_t grad_row_stride;
   void* grad_values;        // shape of target.values, arithmetic dtype; zero on entry (values' gradient only)
@@ -63,7 +65,9 @@ struct BackwardArgs : CrossEntropyArgs {
 
   template <typename acc_t>
   SCE_HD acc_t upstream(int64_t r) const {
-    return grad_loss ? static_cast<const acc_t*>(grad_loss)[r * grad_loss_stride] : acc_t(0);
+    if (!grad_loss) return acc_t(0);
+    const acc_t by = row_weight ? static_cast<const acc_t*>(row_weight)[r * row_weight_stride] : acc_t(1);
+    return by * static_cast<const acc_t*>(grad_loss)[r * grad_loss_stride];
   }
   template <typename acc_t>
   SCE_HD acc_t upstream_of_lse(int64_t r) const {

@@ -15,12 +15,14 @@ namespace sparse_ce {
 template <typename device_t>
 class LossMean {
  public:
-  LossMean(const TargetView& target, const Tensor& like, const OptionalTensor& normalizer, const Tensor& grad_mean)
+  LossMean(const TargetView& target, const Tensor& like, const OptionalTensor& normalizer, const Tensor& grad_mean,
+           const OptionalTensor& row_weight)
       : mean(empty(like, {}, arithmetic_dtype(like))), divisor(empty(like, {}, arithmetic_dtype(like))), like_(like),
         grad_loss_(empty(like, {}, arithmetic_dtype(like))) {
     args_.dtype = to_dtype(mean, "mean", /*integer=*/false);
     args_.target = target;
     args_.normalizer = normalizer ? view_scalar(*normalizer, like, "normalizer") : nullptr;
+    if (row_weight) args_.row_weight = view_rows(*row_weight, like, "row_weight", args_.row_weight_stride);
     args_.divisor = divisor.mutable_data_ptr();
     LossMeanArgs count = args_;
     count.grad_mean = view_scalar(grad_mean, like, "grad_mean");
@@ -28,7 +30,12 @@ class LossMean {
     device_t::loss_mean(count, like);
   }
 
-  const void* grad_loss() const { return grad_loss_.const_data_ptr(); }
+  // Of each row's loss, by the row's weight.
+  void give_upstream(BackwardArgs& backward) const {
+    backward.grad_loss = grad_loss_.const_data_ptr();
+    backward.row_weight = args_.row_weight;
+    backward.row_weight_stride = args_.row_weight_stride;
+  }
 
   // loss (rows,), contiguous.
   void finish(const Tensor& loss) {
@@ -58,23 +65,22 @@ class CrossEntropyOps {
     return {loss, lse, *residual};
   }
 
-  static std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> forward_with_gradient(const Tensor& grad_mean,
-                                                                                  const OptionalTensor& normalizer,
-                                                                                  const Tensor& logits,
-                                                                                  const Arguments& given) {
+  static std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> forward_with_gradient(
+      const Tensor& grad_mean, const OptionalTensor& normalizer, const Tensor& logits, const Arguments& given,
+      const OptionalTensor& row_weight) {
     Held held;
     ForwardArgs forward{};
     view_call(logits, given, held, forward);
     device_t::check_target(forward.target, logits);
     const ScalarType dtype = arithmetic_dtype(logits);
-    LossMean<device_t> mean(forward.target, logits, normalizer, grad_mean);
+    LossMean<device_t> mean(forward.target, logits, normalizer, grad_mean, row_weight);
     Tensor loss = empty(logits, {forward.rows}, dtype), lse = empty(logits, {forward.rows}, dtype);
     Tensor residual = empty(logits, {forward.rows}, dtype);
     Tensor grad_logits = device_t::empty_output(logits, {forward.rows, forward.vocab}, logits.scalar_type());
 
     BackwardArgs backward{};
     static_cast<CrossEntropyArgs&>(backward) = forward;
-    backward.grad_loss = mean.grad_loss();
+    mean.give_upstream(backward);
     forward.loss = loss.mutable_data_ptr();
     backward.lse = forward.lse = lse.mutable_data_ptr();
     backward.lse_residual = forward.lse_residual = residual.mutable_data_ptr();
@@ -82,7 +88,7 @@ class CrossEntropyOps {
     backward.grad_row_stride = backward.vocab;
     if (forward.rows > 0) device_t::forward_with_gradient(forward, backward, logits);
     mean.finish(loss);
-    return {mean.mean, mean.divisor, lse, residual, grad_logits};
+    return {mean.mean, mean.divisor, loss, lse, residual, grad_logits};
   }
 
   static Tensor backward(const Tensor& grad_loss, const OptionalTensor& grad_lse, const Tensor& logits,
@@ -123,9 +129,9 @@ class CrossEntropyOps {
   }
 
   static std::tuple<Tensor, Tensor> loss_mean(const Tensor& loss, const OptionalTensor& normalizer,
-                                              const TargetArguments& given) {
+                                              const TargetArguments& given, const OptionalTensor& row_weight) {
     Held held;
-    LossMeanArgs args = view_loss_mean(loss, normalizer, given, held);
+    LossMeanArgs args = view_loss_mean(loss, normalizer, given, row_weight, held);
     Tensor mean = empty(loss, {}, loss.scalar_type()), divisor = empty(loss, {}, loss.scalar_type());
     args.mean = mean.mutable_data_ptr();
     args.divisor = divisor.mutable_data_ptr();

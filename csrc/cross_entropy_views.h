@@ -147,7 +147,7 @@ inline void check_overwritable(const Tensor& logits, const CrossEntropyArgs& arg
 
 // Classes are bounded by their weights, which are looked up, and by nothing without them.
 inline LossMeanArgs view_loss_mean(const Tensor& loss, const OptionalTensor& normalizer, const TargetArguments& given,
-                                   Held& held) {
+                                   const OptionalTensor& row_weight, Held& held) {
   check(loss.dim() == 1, "loss must be (rows,), got ", shape(loss));
   LossMeanArgs args{};
   args.dtype = to_dtype(loss, "loss", /*integer=*/false);
@@ -159,6 +159,7 @@ inline LossMeanArgs view_loss_mean(const Tensor& loss, const OptionalTensor& nor
   args.loss = loss.const_data_ptr();
   args.loss_stride = loss.stride(0);
   args.normalizer = normalizer ? view_scalar(*normalizer, loss, "normalizer") : nullptr;
+  if (row_weight) args.row_weight = view_rows(*row_weight, loss, "row_weight", args.row_weight_stride);
   return args;
 }
 

@@ -166,6 +166,7 @@ struct LinearGradients {
     static_cast<CrossEntropyArgs&>(args) = chunk_args(all, begin, z);
     const DType dtype = arithmetic_dtype(like) == ScalarType::Double ? DType::kFloat64 : DType::kFloat32;
     if (all.grad_loss) args.grad_loss = advance(all.grad_loss, dtype, begin * all.grad_loss_stride);
+    if (all.row_weight) args.row_weight = advance(all.row_weight, dtype, begin * all.row_weight_stride);
     if (all.grad_lse) args.grad_lse = advance(all.grad_lse, dtype, begin * all.grad_lse_stride);
     args.lse = advance(all.lse, dtype, begin);
     if (all.lse_residual) args.lse_residual = advance(all.lse_residual, dtype, begin);

@@ -4,6 +4,7 @@
 
 #include "cross_entropy_ops.h"
 #include "linear_call.h"
+#include "select.h"
 
 namespace sparse_ce {
 
@@ -25,45 +26,57 @@ class LinearOps {
   }
 
   static std::tuple<Tensor, Tensor> mean(const HeadArguments& head, const Arguments& given,
-                                         const OptionalTensor& normalizer, std::optional<int64_t> chunk_rows) {
+                                         const OptionalTensor& normalizer, std::optional<int64_t> chunk_rows,
+                                         const OptionalTensor& row_weight) {
     const Call call(head, given, chunk_rows);
     const auto [loss, lse, residual] = run_forward(call);
     Tensor one = empty(head.input, {}, arithmetic_dtype(head.input));
     torch::stable::fill_(one, 1.0);
-    LossMean<device_t> mean(call.args.target, head.input, normalizer, one);
+    LossMean<device_t> mean(call.args.target, head.input, normalizer, one, row_weight);
     mean.finish(loss);
     return {mean.mean, lse};
   }
 
-  static std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> forward_with_gradient(
-      const Tensor& grad_mean, const OptionalTensor& normalizer, const HeadArguments& head, const Arguments& given,
-      std::optional<int64_t> chunk_rows, const Wanted& wanted) {
+  using Made = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
+  static Made forward_with_gradient(const Tensor& grad_mean, const OptionalTensor& normalizer,
+                                    const HeadArguments& head, const Arguments& given,
+                                    std::optional<int64_t> chunk_rows, const Wanted& wanted,
+                                    const OptionalTensor& row_weight, bool entropy, bool argmax) {
     const Call call(head, given, chunk_rows);
     const Tensor& like = head.input;
-    LossMean<device_t> mean(call.args.target, like, normalizer, grad_mean);
-    const Rows rows(call);
+    LossMean<device_t> mean(call.args.target, like, normalizer, grad_mean, row_weight);
+    Rows rows(call, entropy, argmax);
     Gradients gradients(call, wanted);
     BackwardArgs backward{};
     static_cast<CrossEntropyArgs&>(backward) = call.live_args;
-    backward.grad_loss = mean.grad_loss();
+    mean.give_upstream(backward);
+    OptionalTensor live_weight;
+    if (call.live && row_weight) {
+      live_weight = call.keep(backward.row_weight, backward.row_weight_stride);
+      backward.row_weight = live_weight->const_data_ptr();
+      backward.row_weight_stride = 1;
+    }
     backward.lse = rows.lse.const_data_ptr();
     backward.lse_residual = rows.residual.const_data_ptr();
     call.for_each_chunk(gradients.head, [&](int64_t begin, const Tensor& z) {
-      const ForwardArgs forward = rows.chunk(call.live_args, begin, z);
       const BackwardArgs chunk = gradients.chunk(backward, begin, z);
-      if (wanted.values) {  // needs the logits, which the gradient overwrites
-        device_t::forward(forward, like);
-        device_t::backward_values(chunk, like);
+      const bool more = entropy || argmax;
+      if (!more && !wanted.values) {
+        device_t::forward_with_gradient(rows.chunk(call.live_args, begin, z), chunk, like);
+      } else {  // what else needs the logits comes before the gradient, which overwrites them
+        more ? device_t::select_forward(rows.select_chunk(call.live_args, begin, z), like)
+             : device_t::forward(rows.chunk(call.live_args, begin, z), like);
+        if (wanted.values) device_t::backward_values(chunk, like);
         device_t::backward(chunk, like);
-      } else {
-        device_t::forward_with_gradient(forward, chunk, like);
       }
       gradients.head.add_gradients(begin, z);
     });
-    mean.finish(call.spread(rows.loss));
-    auto [grad_input, grad_weight, grad_bias, grad_values] = gradients.tensors();
-    return {mean.mean, mean.divisor, call.spread(rows.lse), call.spread(rows.residual), grad_input, grad_weight,
-            grad_bias, grad_values};
+    const Tensor loss = call.spread(rows.loss);
+    mean.finish(loss);
+    return std::tuple_cat(
+        std::make_tuple(mean.mean, mean.divisor, loss, call.spread(rows.lse), call.spread(rows.residual),
+                        call.spread(rows.entropy), call.spread(rows.argmax, -1)),
+        gradients.tensors());
   }
 
   static std::tuple<Tensor, Tensor, Tensor, Tensor> backward(const Tensor& grad_loss, const OptionalTensor& grad_lse,
@@ -107,9 +120,11 @@ class LinearOps {
  private:
   // What forward gives for every row.
   struct Rows {
-    explicit Rows(const Call& call) : loss(per_row(call)), lse(per_row(call)), residual(per_row(call)) {}
-    static Tensor per_row(const Call& call) {
-      return empty(call.head.input, {call.live_args.rows}, arithmetic_dtype(call.head.input));
+    explicit Rows(const Call& call, bool entropy = false, bool argmax = false)
+        : loss(per_row(call)), lse(per_row(call)), residual(per_row(call)), entropy(per_row(call, entropy)),
+          argmax(empty(call.head.input, {argmax ? call.live_args.rows : 0}, ScalarType::Long)) {}
+    static Tensor per_row(const Call& call, bool wanted = true) {
+      return empty(call.head.input, {wanted ? call.live_args.rows : 0}, arithmetic_dtype(call.head.input));
     }
 
     ForwardArgs chunk(const CrossEntropyArgs& all, int64_t begin, const Tensor& z) const {
@@ -122,7 +137,16 @@ class LinearOps {
       return args;
     }
 
-    Tensor loss, lse, residual;
+    SelectArgs select_chunk(const CrossEntropyArgs& all, int64_t begin, const Tensor& z) const {
+      SelectArgs args{};
+      static_cast<ForwardArgs&>(args) = chunk(all, begin, z);
+      const DType dtype = to_dtype(loss, "loss", /*integer=*/false);
+      if (entropy.size(0) > 0) args.entropy = advance(entropy.mutable_data_ptr(), dtype, begin);
+      if (argmax.size(0) > 0) args.argmax = static_cast<int64_t*>(argmax.mutable_data_ptr()) + begin;
+      return args;
+    }
+
+    Tensor loss, lse, residual, entropy, argmax;
   };
 
   static std::tuple<Tensor, Tensor, Tensor> run_forward(const Call& call) {

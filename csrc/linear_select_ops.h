@@ -1,5 +1,5 @@
-// linear_select_ops.h - select for logits that never exist: a chunk of rows at a time, as linear_ops.h has it. `device_t`
-// as there and for select_ops.h.
+// linear_select_ops.h - select for logits that never exist: a chunk of rows at a time, as linear_ops.h has it.
+// `device_t` as there and for select_ops.h.
 #pragma once
 
 #include "linear_call.h"
@@ -26,9 +26,10 @@ class LinearSelectOps {
       rows.place(args, begin, first_entry(call.live_args, begin));
       device_t::select_forward(args, call.head.input);
     });
-    return {call.spread(rows.loss),       call.spread(rows.lse),        call.spread(rows.lse_residual), rows.log_probs,
-            call.spread(rows.log_rest),   call.spread(rows.entropy),    call.spread(rows.mean_logit),
-            call.spread(rows.argmax, -1)};
+    return {call.spread(rows.loss),         call.spread(rows.lse),
+            call.spread(rows.lse_residual), rows.log_probs,
+            call.spread(rows.log_rest),     call.spread(rows.entropy),
+            call.spread(rows.mean_logit),   call.spread(rows.argmax, -1)};
   }
 
   static std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward(

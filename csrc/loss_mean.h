@@ -26,6 +26,8 @@ struct LossMeanArgs {
   DType dtype;              // float32 or float64, of all that is not the target's
   TargetView target;
   const void* normalizer;   // (1,), or null: the count of the rows
+  const void* row_weight;   // (rows,), any stride, or null: what each loss is multiplied by
+  int64_t row_weight_stride;
   const void* grad_mean;    // (1,), or null
   void* mean;               // (1,), or null without a loss
   void* divisor;            // (1,)
@@ -33,7 +35,10 @@ struct LossMeanArgs {
 
   template <typename acc_t>
   SCE_HD LossMeanStats<double> row(int64_t r) const {
-    return {loss ? double(static_cast<const acc_t*>(loss)[r * loss_stride]) : 0.0,
+    const double by = row_weight ? double(static_cast<const acc_t*>(row_weight)[r * row_weight_stride]) : 1.0;
+    // A choice, not a product: a row of weight 0 may have a loss of inf, and one that is ignored any weight.
+    const bool counts = loss && by != 0.0 && !(row_weight && target.ignored(r));
+    return {counts ? by * double(static_cast<const acc_t*>(loss)[r * loss_stride]) : 0.0,
             normalizer ? 0.0 : double(target.count<acc_t>(r))};
   }
 

@@ -25,9 +25,10 @@ STABLE_TORCH_LIBRARY(sparse_ce, m) {
 
   // What `loss_mean` makes of the losses and `backward` of grad_mean () A: mean (), divisor (), lse (N,), lse_residual
   // (N,), all A, and grad_logits (N, V). On a CPU each row's gradient is written while its logits are in a cache: one
-  // read and one write in all. Bit for bit what the ops one after the other give.
+  // read and one write in all. Bit for bit what the ops one after the other give. The losses (N,) A come with them.
   m.def("forward_with_gradient(Tensor grad_mean, Tensor? normalizer, Tensor logits, " SCE_ARGUMENTS
-        ") -> (Tensor mean, Tensor divisor, Tensor lse, Tensor lse_residual, Tensor grad_logits)");
+        ", Tensor? row_weight=None) -> (Tensor mean, Tensor divisor, Tensor loss, Tensor lse, Tensor lse_residual, "
+        "Tensor grad_logits)");
 
   // grad_logits (N, V), dtype of logits, of sum(grad_loss * loss + grad_lse * lse). Rows that are ignored or whose
   // upstream gradient is 0 get 0 and are not read.
@@ -45,8 +46,10 @@ STABLE_TORCH_LIBRARY(sparse_ce, m) {
 
   // The mean of loss (N,) A over the rows that count, and what the sum was divided by, both () A: the sum of the
   // labels' class weights for class labels, else the number of rows that are not ignored; `normalizer` () A where there
-  // is one. Over nothing, or by 0: 0 and inf.
-  m.def("loss_mean(Tensor loss, Tensor? normalizer, " SCE_TARGET ") -> (Tensor mean, Tensor divisor)");
+  // is one. Over nothing, or by 0: 0 and inf. row_weight (N,) A multiplies the losses, and changes nothing of the
+  // divisor; 0 hides a loss.
+  m.def("loss_mean(Tensor loss, Tensor? normalizer, " SCE_TARGET
+        ", Tensor? row_weight=None) -> (Tensor mean, Tensor divisor)");
 
   // The log-probabilities of the entries' classes, in the shape of indices, and what one read of the logits gives
   // beside them, (N,); all A but argmax, which is int64; (0,) where it is not asked for. Formulas in select.h. Weights
@@ -77,7 +80,7 @@ STABLE_TORCH_LIBRARY(sparse_ce, m) {
 
   // The mean of these losses, as `loss_mean` makes it, () A, and lse (N,) A. Its gradients are made in forward.
   m.def("linear_mean(" SCE_HEAD ", " SCE_ARGUMENTS
-        ", Tensor? normalizer=None, int? chunk_rows=None) -> (Tensor mean, Tensor lse)");
+        ", Tensor? normalizer=None, int? chunk_rows=None, Tensor? row_weight=None) -> (Tensor mean, Tensor lse)");
 
   // The gradients of sum(grad_loss * loss + grad_lse * lse) for input, linear_weight, linear_bias and values (A), each
   // of the shape and dtype of its tensor; (0,) where it is not asked for. The logits are made anew.
@@ -85,11 +88,13 @@ STABLE_TORCH_LIBRARY(sparse_ce, m) {
         ", Tensor lse, Tensor? lse_residual, " SCE_ARGUMENTS ", int? chunk_rows=None, " SCE_WANTED
         ") -> " SCE_GRADIENTS);
 
-  // linear_mean and its gradients for the upstream gradient grad_mean () A, with one GEMM for the logits.
+  // linear_mean and its gradients for the upstream gradient grad_mean () A, with one GEMM for the logits; the losses,
+  // and where they are asked for entropy (N,) A and argmax (N,) int64, see select.
   m.def("linear_forward_with_gradient(Tensor grad_mean, Tensor? normalizer, " SCE_HEAD ", " SCE_ARGUMENTS
         ", int? chunk_rows=None, " SCE_WANTED
-        ") -> (Tensor mean, Tensor divisor, Tensor lse, Tensor lse_residual, "
-        "Tensor grad_input, Tensor grad_weight, Tensor grad_bias, Tensor grad_values)");
+        ", Tensor? row_weight=None, bool entropy=False, bool argmax=False) -> (Tensor mean, Tensor divisor, "
+        "Tensor loss, Tensor lse, Tensor lse_residual, Tensor entropy, Tensor argmax, Tensor grad_input, Tensor "
+        "grad_weight, Tensor grad_bias, Tensor grad_values)");
 
   // select of such logits, and its gradients.
   m.def("linear_select(" SCE_HEAD ", " SCE_ARGUMENTS ", " SCE_OUTPUTS

@@ -136,8 +136,7 @@ class SelectOps {
     if (wanted.log_probs && args.target.offsets) torch::stable::fill_(out.log_probs, out.padding_value());
     out.place(args, 0, 0);
     if (args.rows > 0) device_t::select_forward(args, logits);
-    return {out.loss,     out.lse,     out.lse_residual, out.log_probs,
-            out.log_rest, out.entropy, out.mean_logit,   out.argmax};
+    return {out.loss, out.lse, out.lse_residual, out.log_probs, out.log_rest, out.entropy, out.mean_logit, out.argmax};
   }
 
   static std::tuple<Tensor, Tensor> backward(const Upstreams& grad, const Tensor& logits, const Tensor& lse,

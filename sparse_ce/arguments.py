@@ -159,6 +159,20 @@ def taken_scale(logit_scale: Scale, shape: torch.Size, input: Tensor) -> Tuple[f
     return 1.0, scale.reshape(-1) if scale.dim() else scale
 
 
+def taken_weight(row_weight: Optional[Tensor], shape: torch.Size, input: Tensor) -> Optional[Tensor]:
+    """``row_weight`` of the ops, (N,), for logits of ``shape`` on the device of ``input``."""
+    if row_weight is None:
+        return None
+    if not isinstance(row_weight, Tensor) or not row_weight.dtype.is_floating_point:
+        fail(f"row_weight must be a tensor of a floating dtype, got {_described(row_weight)}", TypeError)
+    _check_local("row_weight", row_weight, "pass row_weight.full_tensor()")
+    if row_weight.shape != shape[:-1]:
+        fail(f"row_weight must be of the leading shape {list(shape[:-1])}, got {list(row_weight.shape)}")
+    if row_weight.device != input.device:
+        fail(f"row_weight must be on the device of input, {input.device}, got {row_weight.device}", RuntimeError)
+    return row_weight.to(arithmetic_dtype(input.dtype)).reshape(-1)
+
+
 # ------------------------------------------------------------------------------------------------ what divides, and how
 
 def check_reduction(reduction: str, normalizer: Optional[Normalizer]) -> None:

@@ -1,13 +1,13 @@
 """Losses as functions. Formulas: ``csrc/math.h``; the same in plain PyTorch: ``reference.py``."""
 
 import math
-from typing import TYPE_CHECKING, Any, Dict, Literal, NamedTuple, Optional, Tuple, TypedDict, Union, overload
+from typing import TYPE_CHECKING, Any, Dict, Literal, NamedTuple, Optional, Sequence, Tuple, TypedDict, Union, overload
 
 import torch
 from torch import Tensor
 from torch.amp.autocast_mode import is_autocast_available
 
-from . import arguments, ops
+from . import arguments, ops, reference
 from .arguments import Arguments, Normalizer, Scale
 from .entries import IGNORE_INDEX, NO_MARK
 from .errors import fail
@@ -15,6 +15,7 @@ from .masked_mean import masked_mean
 from .ops.cross_entropy import cross_entropy as cross_entropy_op
 from .ops.cross_entropy import loss_mean
 from .ops.linear import Head
+from .ops.linear import Options as HeadOptions
 from .ops.linear import linear_cross_entropy as linear_cross_entropy_op
 from .ops.select import Outputs
 from .ops.select import select as select_op
@@ -40,6 +41,7 @@ class Options(TypedDict, total=False):
     logit_scale: Scale
     softcap: Optional[float]
     normalizer: Optional[Normalizer]
+    row_weight: Optional[Tensor]
     num_classes: Optional[int]
     inplace: Inplace
 
@@ -64,6 +66,9 @@ class CrossEntropyOutput(NamedTuple):
     lse: Tensor
     entropy: Optional[Tensor] = None
     argmax: Optional[Tensor] = None
+
+
+Output = Union[Tensor, Tuple[Tensor, Tensor], CrossEntropyOutput]
 
 
 @overload
@@ -105,12 +110,13 @@ def cross_entropy(
     logit_scale: Scale = 1.0,
     softcap: Optional[float] = None,
     normalizer: Optional[Normalizer] = None,
+    row_weight: Optional[Tensor] = None,
     num_classes: Optional[int] = None,
     inplace: Inplace = False,
     return_lse: bool = False,
     return_entropy: bool = False,
     return_argmax: bool = False,
-) -> Union[Tensor, Tuple[Tensor, Tensor], CrossEntropyOutput]:
+) -> Output:
     """Cross entropy between logits and a sparse target; equals ``F.cross_entropy`` with the target made dense.
 
     Classes are the last dimension, always: logits (N, C, H, W) of ``F.cross_entropy`` are ``input.movedim(1, -1)``
@@ -141,6 +147,9 @@ def cross_entropy(
             are equal (Hugging Face's ``num_items_in_batch``), not negative. 0 gives a loss of 0. Only with
             ``reduction="mean"``. In eager mode a tensor's values are looked at on the CPU (on CUDA with
             ``SPARSE_CE_VALIDATE=1``).
+        row_weight: multiplies the loss of each row, ``input.shape[:-1]``: token weights, importance weights. It does
+            not change what a mean divides by, and may require grad. Where it is 0 the row's loss is 0, whatever its
+            logits hold, and in ignored rows it may be anything.
         num_classes: only the first ``num_classes`` columns exist (a padded head); the rest get gradient 0.
         inplace: ``"backward"``: the gradient may overwrite ``input``'s storage during backward. False: it never does.
         return_lse: also return ``lse``, log sum exp of each row's transformed logits, differentiable; 0 where ignored.
@@ -174,25 +183,20 @@ def cross_entropy(
     options = arguments.checked(options, shape[-1])
     arguments.check_inplace(inplace)
     a, normalizer = _dense_parts(input, shape, target, weight, reduction, normalizer, options, row_scale)
+    row_weight = arguments.taken_weight(row_weight, shape, input)
     logits = input if len(shape) == 2 else input.reshape(-1, shape[-1])
+    mean = reduction != "none"
     if return_entropy or return_argmax or row_scale is not None and row_scale.requires_grad:
-        all_of_it = _with_metrics(logits, a, inplace == "backward", reduction != "none", normalizer, shape,
-                                  return_entropy, return_argmax)
-        if return_entropy or return_argmax:
-            return all_of_it
-        return all_of_it[:2] if return_lse else all_of_it.loss
-    out = cross_entropy_op(logits, a, inplace == "backward", reduction != "none", normalizer, return_lse)
-    loss, lse = out if return_lse else (out, None)
-    return _result(loss, lse, shape, reduction)
+        wanted = Outputs(loss=True, log_probs=False, entropy=return_entropy, argmax=return_argmax)
+        more = select_op(logits, a, wanted, inplace == "backward")
+        loss = loss_mean(more.loss, a, normalizer, row_weight) if mean else more.loss
+        return _result((loss, more.lse, more.entropy, more.argmax), a, shape, reduction, row_weight, return_lse,
+                       return_entropy, return_argmax)
+    out = cross_entropy_op(logits, a, inplace == "backward", mean, normalizer, return_lse, row_weight if mean else None)
+    out = out if return_lse else (out,)
+    return _result(out, a, shape, reduction, row_weight, return_lse)
 
 
-def _with_metrics(logits: Tensor, a: Arguments, inplace: bool, mean: bool, normalizer: Optional[Tensor],
-                  shape: torch.Size, entropy: bool, argmax: bool) -> CrossEntropyOutput:
-    """The loss by the op that gives more than it, of logits of ``shape`` with one leading dimension."""
-    out = select_op(logits, a, Outputs(loss=True, log_probs=False, entropy=entropy, argmax=argmax), inplace)
-    loss = loss_mean(out.loss, a, normalizer) if mean else out.loss.reshape(shape[:-1])
-    return CrossEntropyOutput(loss, out.lse.reshape(shape[:-1]), out.entropy.reshape(shape[:-1]) if entropy else None,
-                              out.argmax.reshape(shape[:-1]) if argmax else None)
 
 
 @overload
@@ -213,6 +217,20 @@ def linear_cross_entropy(input: Tensor, linear_weight: Tensor, target: Target, *
                          **options: "Unpack[Options]") -> Union[Tensor, Tuple[Tensor, Tensor]]: ...
 
 
+@overload
+def linear_cross_entropy(input: Tensor, linear_weight: Tensor, target: Target, *, linear_bias: Optional[Tensor] = None,
+                         weight: Optional[Tensor] = None, chunk_rows: Optional[int] = None,
+                         return_entropy: Literal[True], return_lse: bool = False, return_argmax: bool = False,
+                         **options: "Unpack[Options]") -> CrossEntropyOutput: ...
+
+
+@overload
+def linear_cross_entropy(input: Tensor, linear_weight: Tensor, target: Target, *, linear_bias: Optional[Tensor] = None,
+                         weight: Optional[Tensor] = None, chunk_rows: Optional[int] = None,
+                         return_argmax: Literal[True], return_lse: bool = False, return_entropy: bool = False,
+                         **options: "Unpack[Options]") -> CrossEntropyOutput: ...
+
+
 def linear_cross_entropy(
     input: Tensor,
     linear_weight: Tensor,
@@ -227,11 +245,14 @@ def linear_cross_entropy(
     logit_scale: Scale = 1.0,
     softcap: Optional[float] = None,
     normalizer: Optional[Normalizer] = None,
+    row_weight: Optional[Tensor] = None,
     num_classes: Optional[int] = None,
     inplace: Inplace = False,
     return_lse: bool = False,
+    return_entropy: bool = False,
+    return_argmax: bool = False,
     chunk_rows: Optional[int] = None,
-) -> Union[Tensor, Tuple[Tensor, Tensor]]:
+) -> Output:
     """``cross_entropy(F.linear(input, linear_weight, linear_bias), target)`` without the logits.
 
     They are made, used and overwritten ``chunk_rows`` rows at a time; only the gradients that are needed are computed.
@@ -249,15 +270,18 @@ def linear_cross_entropy(
             (between two chunks, a 16-bit one keeps 24 bits).
         target: as for :func:`cross_entropy`, for logits (..., V).
         linear_bias: (V,), dtype as for ``linear_weight``.
-        weight, ignore_index, reduction, label_smoothing, z_loss, logit_scale, softcap, normalizer, return_lse: as for
-            :func:`cross_entropy`.
+        weight, ignore_index, reduction, label_smoothing, z_loss, logit_scale, softcap, normalizer, row_weight,
+            return_lse, return_entropy, return_argmax: as for :func:`cross_entropy`; a ``logit_scale`` that is a tensor
+            may not require grad here. With a scalar reduction entropy and argmax cost no matrix product more, a
+            gradient for the entropy one.
         num_classes: only the first ``num_classes`` rows of ``linear_weight`` exist; the rest are not read and get
             gradient 0.
         inplace: accepted like everywhere; there are no logits to spare, they are always overwritten.
         chunk_rows: rows whose logits exist at a time; by default what fits a share of all logits (docs/linear-head.md).
 
     Returns:
-        The loss, float32 (float64 for float64), a fresh tensor, or ``(loss, lse)``.
+        The loss, float32 (float64 for float64), a fresh tensor, or ``(loss, lse)``; with ``return_entropy`` or
+        ``return_argmax`` a :class:`CrossEntropyOutput`.
 
     Raises:
         TypeError, ValueError, RuntimeError: as :func:`cross_entropy`.
@@ -282,10 +306,13 @@ def linear_cross_entropy(
     arguments.check_inplace(inplace)
     input, linear_weight, linear_bias = autocast_head(input, linear_weight, linear_bias)
     a, normalizer = _dense_parts(input, shape, target, weight, reduction, normalizer, options, row_scale)
+    row_weight = arguments.taken_weight(row_weight, shape, input)
     rows = input.reshape(math.prod(input.shape[:-1]), input.shape[-1])
-    loss, lse = linear_cross_entropy_op(Head(rows, linear_weight, linear_bias), a, chunk_rows=chunk_rows,
-                                        mean=reduction != "none", normalizer=normalizer)
-    return _result(loss, lse if return_lse else None, input.shape, reduction)
+    mean = reduction != "none"
+    options_of_head = HeadOptions(chunk_rows, mean, normalizer, row_weight if mean else None, return_entropy,
+                                  return_argmax)
+    out = linear_cross_entropy_op(Head(rows, linear_weight, linear_bias), a, options_of_head)
+    return _result(out, a, input.shape, reduction, row_weight, return_lse, return_entropy, return_argmax)
 
 
 def _dense_parts(input: Tensor, shape: torch.Size, target: Target, weight: Optional[Tensor], reduction: str,
@@ -327,12 +354,18 @@ def check_kernels(input: Tensor) -> None:
              "with nvcc on the PATH", RuntimeError)
 
 
-def _result(loss: Tensor, lse: Optional[Tensor], shape: torch.Size,
-            reduction: str) -> Union[Tensor, Tuple[Tensor, Tensor]]:
-    """Of logits, or of hidden states, of a ``shape``."""
+def _result(out: Sequence[Tensor], a: Arguments, shape: torch.Size, reduction: str, row_weight: Optional[Tensor],
+            return_lse: bool, return_entropy: bool = False, return_argmax: bool = False) -> Output:
+    """``out``: loss and, where they are asked for, lse, entropy and argmax, of logits or hidden states of ``shape``."""
+    def rows(at: int, wanted: bool) -> Optional[Tensor]:
+        return out[at].reshape(shape[:-1]) if wanted else None
+
+    loss = out[0]
     if reduction == "none":
-        loss = loss.reshape(shape[:-1])
-    return loss if lse is None else (loss, lse.reshape(shape[:-1]))
+        loss = (loss if row_weight is None else reference.weighted(loss, row_weight, a)).reshape(shape[:-1])
+    if return_entropy or return_argmax:
+        return CrossEntropyOutput(loss, out[1].reshape(shape[:-1]), rows(2, return_entropy), rows(3, return_argmax))
+    return (loss, out[1].reshape(shape[:-1])) if return_lse else loss
 
 
 # Asked here: torch.compile of 2.11 cannot trace the question.

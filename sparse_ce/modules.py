@@ -1,7 +1,7 @@
 """Losses as modules: options at construction, where they are checked, tensors at the call."""
 
 import math
-from typing import Any, Dict, Optional, Sequence, Tuple, Union
+from typing import Any, Dict, Optional, Sequence, Union
 
 from torch import Tensor, nn
 
@@ -10,8 +10,6 @@ from .entries import IGNORE_INDEX
 from .log_probs import LogProbs, checked_padding, selected_log_probs
 from .masked_mean import given_dims, masked_mean
 from .target import Target
-
-_Output = Union[Tensor, Tuple[Tensor, Tensor], functional.CrossEntropyOutput]
 
 
 class _Loss(nn.Module):
@@ -33,8 +31,8 @@ class _Loss(nn.Module):
 class SparseCrossEntropyLoss(_Loss):
     """Module form of :func:`sparse_ce.cross_entropy`; arguments are its keywords.
 
-    ``weight`` is a buffer: it moves with the module. ``normalizer``, which changes from step to step, is an argument of
-    the call.
+    ``weight`` is a buffer: it moves with the module. ``normalizer`` and ``row_weight``, which change from step to
+    step, are arguments of the call.
 
     Examples:
         >>> criterion = sparse_ce.SparseCrossEntropyLoss(label_smoothing=0.1, reduction="sum")
@@ -66,7 +64,8 @@ class SparseCrossEntropyLoss(_Loss):
             return_lse=return_lse, return_entropy=return_entropy, return_argmax=return_argmax)
 
     def forward(self, input: Tensor, target: Target,
-                normalizer: Optional[arguments.Normalizer] = None) -> _Output:
+                normalizer: Optional[arguments.Normalizer] = None, *,
+                row_weight: Optional[Tensor] = None) -> functional.Output:
         """``input`` (..., V), ``target`` in any of its forms; see :func:`sparse_ce.cross_entropy`.
 
         Examples:
@@ -75,8 +74,8 @@ class SparseCrossEntropyLoss(_Loss):
             tensor(0.6931)
         """
         normalizer = self.normalizer if normalizer is None else normalizer
-        result: _Output = functional.cross_entropy(
-            input, target, self.weight, normalizer=normalizer, **self.options)
+        result: functional.Output = functional.cross_entropy(
+            input, target, self.weight, normalizer=normalizer, row_weight=row_weight, **self.options)
         return result
 
 
@@ -108,17 +107,20 @@ class LinearSparseCrossEntropyLoss(_Loss):
         num_classes: Optional[int] = None,
         inplace: functional.Inplace = False,
         return_lse: bool = False,
+        return_entropy: bool = False,
+        return_argmax: bool = False,
         chunk_rows: Optional[int] = None,
     ) -> None:
         super().__init__(
             weight, normalizer,
             ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing, z_loss=z_loss,
             logit_scale=logit_scale, softcap=softcap, num_classes=num_classes, inplace=inplace,
-            return_lse=return_lse, chunk_rows=chunk_rows)
+            return_lse=return_lse, return_entropy=return_entropy, return_argmax=return_argmax, chunk_rows=chunk_rows)
 
     def forward(self, input: Tensor, linear_weight: Tensor, target: Target,
                 linear_bias: Optional[Tensor] = None,
-                normalizer: Optional[arguments.Normalizer] = None) -> Union[Tensor, Tuple[Tensor, Tensor]]:
+                normalizer: Optional[arguments.Normalizer] = None, *,
+                row_weight: Optional[Tensor] = None) -> functional.Output:
         """``input`` (..., D), ``linear_weight`` (V, D), ``target`` in any of its forms, ``linear_bias`` (V,).
 
         Examples:
@@ -127,9 +129,9 @@ class LinearSparseCrossEntropyLoss(_Loss):
             tensor(1.3863)
         """
         normalizer = self.normalizer if normalizer is None else normalizer
-        result: Union[Tensor, Tuple[Tensor, Tensor]] = functional.linear_cross_entropy(
+        result: functional.Output = functional.linear_cross_entropy(
             input, linear_weight, target, linear_bias=linear_bias, weight=self.weight, normalizer=normalizer,
-            **self.options)
+            row_weight=row_weight, **self.options)
         return result
 
 

@@ -72,7 +72,7 @@ def op_calls(device):
         "masked_mean": (x, mask, [1]), "masked_mean_backward": (rows, mask, [1], torch.float32),
         "linear_forward": (*head, *target), "linear_forward_with_residual": (*head, *target),
         "linear_forward_with_gradient": (one, one, *head, *target),
-        "linear_mean": (*head, *target, -100, 0.0, 0.0, 1.0, None, None, False, one),
+        "linear_mean": (*head, *target, -100, 0.0, 0.0, 1.0, None, None, False, None, one),
         "linear_backward": (rows, rows, *head, rows, rows, *target), "scale_": (x.clone(), one),
     }
 

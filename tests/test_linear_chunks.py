@@ -69,9 +69,17 @@ def test_the_ops_equal_the_specification_in_chunks_of_any_size(kind, chunk_rows,
         made = ops.linear_forward_with_gradient(upstream, by, *head, *target, **options, **wanted)
         rows = (upstream / divisor).expand(13)
         grads = ops.linear_backward(rows, None, *head, lse, residual, *target, **options, **wanted)
-        torch.testing.assert_close(made[:3], (mean, divisor, lse))
-        for a, b in zip(made[3:], (residual, *grads)):
+        torch.testing.assert_close(made[:4], (mean, divisor, loss, lse))
+        assert made[5].numel() == made[6].numel() == 0
+        for a, b in zip((made[4], *made[7:]), (residual, *grads)):
             assert_bitwise_equal(a, b)
+        row_weight = torch.linspace(-1, 1, 13, dtype=loss.dtype, device=device)
+        by_row = dict(row_weight=row_weight, entropy=True, argmax=True)
+        made = ops.linear_forward_with_gradient(upstream, by, *head, *target, **options, **wanted, **by_row)
+        grads = ops.linear_backward(rows * row_weight, None, *head, lse, residual, *target, **options, **wanted)
+        mean = reference.loss_mean(loss, by, *target, OPTIONS["ignore_index"], row_weight)[0]
+        metrics = reference.linear_select(*head, *target, **OPTIONS, entropy=True, argmax=True)
+        torch.testing.assert_close((*made[:4], *made[5:]), (mean, divisor, loss, lse, metrics[5], metrics[7], *grads))
 
 
 @pytest.mark.parametrize("dtypes", [(d, d) for d in DTYPES] + MIXED, ids=str)

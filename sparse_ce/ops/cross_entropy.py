@@ -8,6 +8,7 @@ from torch import Tensor
 from .. import reference
 from ..arguments import Arguments, arithmetic_dtype
 from ..errors import fail
+from ..guarded import times
 from ..tracing import eager
 from . import forecast, small_calls
 from .library import (
@@ -18,7 +19,6 @@ from .library import (
     per_row,
     register_autograd,
     register_backward,
-    register_differentiable,
     register_fake,
     register_fake_rows,
     register_in_place,
@@ -26,17 +26,18 @@ from .library import (
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """loss, or the mean, and lse where it is asked for, with the gradient for logits and for the values of the entries
-    (which autograd does not see among ``a``)."""
+    """loss, or the mean, and lse where it is asked for, with the gradient for logits, for the values of the entries
+    (which autograd does not see among ``a``) and for the rows' weights in the mean."""
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, values: Optional[Tensor], a: Arguments, how: Tuple[Any, ...]) -> Any:
+    def forward(ctx: Any, logits: Tensor, values: Optional[Tensor], row_weight: Optional[Tensor], a: Arguments,
+                how: Tuple[Any, ...]) -> Any:
         inplace, mean, normalizer, return_lse = how
         expected = small = None
         ctx.forecasts = mean and logits.is_cpu and ctx.needs_input_grad[0] and not inplace
         if ctx.forecasts:
             expected = forecast.take("cross_entropy", arithmetic_dtype(logits.dtype))
-        if expected is not None and not return_lse:
+        if expected is not None and not return_lse and row_weight is None:
             small = small_calls.cross_entropy(logits, a, True, normalizer, expected)
         if small is not None:
             loss, grad_logits = small
@@ -45,13 +46,15 @@ class _CrossEntropy(torch.autograd.Function):
             divisor = grad_logits = None
             with torch._C._AutoDispatchBelowAutograd():
                 if expected is not None:
-                    loss, divisor, lse, lse_residual, grad_logits = ops.forward_with_gradient(
-                        expected, normalizer, logits, *a)
+                    loss, divisor, losses, lse, lse_residual, grad_logits = ops.forward_with_gradient(
+                        expected, normalizer, logits, *a, row_weight)
                 else:
-                    loss, lse, lse_residual = ops.forward_with_residual(logits, *a)
+                    losses, lse, lse_residual = ops.forward_with_residual(logits, *a)
+                    loss = losses
                     if mean:
-                        loss, divisor = ops.loss_mean(loss, normalizer, *a.target)
-            ctx.save_for_backward(logits, *a.tensors, lse, lse_residual, divisor)
+                        loss, divisor = ops.loss_mean(losses, normalizer, *a.target, row_weight)
+            of_weights = (row_weight, losses if ctx.needs_input_grad[2] else None)
+            ctx.save_for_backward(logits, *a.tensors, lse, lse_residual, divisor, *of_weights)
         ctx.numbers, ctx.inplace, ctx.made, ctx.small = a.numbers, inplace, (expected, grad_logits), small is not None
         ctx.set_materialize_grads(False)
         return (loss, lse) if return_lse else loss
@@ -62,27 +65,32 @@ class _CrossEntropy(torch.autograd.Function):
         (expected, grad_logits), ctx.made = ctx.made, (None, None)  # handed out once: its new owner may overwrite it
         once = not torch.is_grad_enabled()
         as_expected = False
-        wants_logits, wants_values = ctx.needs_input_grad[:2]
+        wants_logits, wants_values, wants_weights = ctx.needs_input_grad[:3]
         if ctx.forecasts and once and grad_lse is None and grad_loss is not None and eager() and not batched(grad_loss):
             as_expected = forecast.remember("cross_entropy", grad_loss, expected)
-            if as_expected and not wants_values:
+            if as_expected and not wants_values and not wants_weights:
                 return grad_logits, *_NONE[1:]
         if ctx.small:  # which keeps nothing for an upstream gradient that is not the expected one
             indices, values, normalizer = saved
-            a = Arguments.of((indices, values, None, None, None, None), ctx.numbers)
+            a, row_weight = Arguments.of((indices, values, None, None, None, None), ctx.numbers), None
             with torch._C._AutoDispatchBelowAutograd():
                 loss, lse, lse_residual = ops.forward_with_residual(logits, *a)
                 divisor = ops.loss_mean(loss, normalizer, *a.target)[1]
         else:
-            *tensors, lse, lse_residual, divisor = saved
+            *tensors, lse, lse_residual, divisor, row_weight, losses = saved
             a = Arguments.of(tensors, ctx.numbers)
+        grad_values = grad_weights = None
         if grad_loss is None:
             if grad_lse is None:
                 return _NONE
             grad_loss = torch.zeros_like(grad_lse)
         elif divisor is not None:
             grad_loss = (grad_loss / divisor).expand(lse.shape)
-        grad_values = None
+            if row_weight is not None:
+                if wants_weights:
+                    losses = losses if once else ops.forward(logits, *a)[0]
+                    grad_weights = reference.weight_gradient(grad_loss, losses, a)
+                grad_loss = times(grad_loss, row_weight)
         if wants_values and a.values is not None:
             grad_values = ops.backward_values(grad_loss, logits, lse, lse_residual, *a).to(a.values.dtype)
         if not wants_logits:
@@ -97,27 +105,51 @@ class _CrossEntropy(torch.autograd.Function):
                     grad_logits = ops.backward(*given)
             else:
                 grad_logits = ops.backward(*given)
-        return grad_logits, grad_values, *_NONE[2:]
+        return grad_logits, grad_values, grad_weights, *_NONE[3:]
 
 
-_NONE = (None,) * 4  # of the inputs
+_NONE = (None,) * 5  # of the inputs
 
 
 class _LossMean(torch.autograd.Function):
 
     @staticmethod
-    def forward(ctx: Any, loss: Tensor, *others: Any) -> Tuple[Tensor, Tensor]:
+    def forward(ctx: Any, loss: Tensor, row_weight: Optional[Tensor], normalizer: Optional[Tensor],
+                target: Tuple[Any, ...]) -> Tuple[Tensor, Tensor]:
         with torch._C._AutoDispatchBelowAutograd():
-            mean, divisor = ops.loss_mean(loss, *others)
-        ctx.save_for_backward(divisor)
+            mean, divisor = ops.loss_mean(loss, normalizer, *target, row_weight)
+        *tensors, ctx.ignore_index = target
+        ctx.save_for_backward(divisor, row_weight, loss if ctx.needs_input_grad[1] else None, *tensors)
         ctx.mark_non_differentiable(divisor)
-        ctx.rows, ctx.others = loss.shape, len(others)
+        ctx.rows = loss.shape
         return mean, divisor
 
     @staticmethod
     def backward(ctx: Any, grad_mean: Tensor, _: Any) -> Tuple[Optional[Tensor], ...]:
-        divisor, = ctx.saved_tensors
-        return (grad_mean / divisor).expand(ctx.rows), *(None,) * ctx.others
+        divisor, row_weight, loss, *tensors = ctx.saved_tensors
+        grad, grad_weights = (grad_mean / divisor).expand(ctx.rows), None
+        if ctx.needs_input_grad[1]:
+            a = Arguments._make((*tensors, ctx.ignore_index, *_NO_OPTIONS))
+            grad_weights = reference.weight_gradient(grad, loss, a)
+        return grad if row_weight is None else times(grad, row_weight), grad_weights, None, None
+
+
+_NO_OPTIONS = Arguments(torch.empty(0))[6:]
+
+
+@register_autograd("loss_mean")
+def _loss_mean(loss: Tensor, normalizer: Optional[Tensor], *given: Any, **named: Any) -> Tuple[Tensor, Tensor]:
+    target = Arguments(*given[:6], **{k: v for k, v in named.items() if k != "row_weight"}).target
+    row_weight = given[6] if len(given) > 6 else named.get("row_weight")
+    out: Tuple[Tensor, Tensor]
+    if composite(loss):
+        return reference.loss_mean(loss, normalizer, *target, row_weight)
+    if needs_grad(loss, row_weight):
+        out = _LossMean.apply(loss, row_weight, normalizer, target)
+        return out
+    with torch._C._AutoDispatchBelowAutograd():
+        out = ops.loss_mean(loss, normalizer, *target, row_weight)
+        return out
 
 
 def refuse_other_grads(a: Arguments) -> None:
@@ -138,30 +170,30 @@ def _forward(logits: Tensor, *arguments: Any, **named: Any) -> Tuple[Tensor, Ten
 
 
 def _run(logits: Tensor, a: Arguments, inplace: bool = False, mean: bool = False, normalizer: Optional[Tensor] = None,
-         return_lse: bool = False) -> Any:
+         return_lse: bool = False, row_weight: Optional[Tensor] = None) -> Any:
     """loss, or (loss, lse)."""
     if composite(logits):
         loss, lse = reference.forward(logits, *a)
         if mean:
-            loss = reference.loss_mean(loss, normalizer, *a.target)[0]
+            loss = reference.loss_mean(loss, normalizer, *a.target, row_weight)[0]
         return (loss, lse) if return_lse else loss
-    if needs_grad(logits, a.values, a.weight, a.row_scale):
+    if needs_grad(logits, a.values, a.weight, a.row_scale, row_weight):
         refuse_other_grads(a)
-        return _CrossEntropy.apply(logits, a.values, a, (inplace, mean, normalizer, return_lse))
-    small = None if return_lse else small_calls.cross_entropy(logits, a, mean, normalizer, None)
-    if small is not None:
-        return small[0]
+        return _CrossEntropy.apply(logits, a.values, row_weight, a, (inplace, mean, normalizer, return_lse))
+    if not return_lse and row_weight is None:
+        small = small_calls.cross_entropy(logits, a, mean, normalizer, None)
+        if small is not None:
+            return small[0]
     with torch._C._AutoDispatchBelowAutograd():
         loss, lse = ops.forward(logits, *a)
         if mean:
-            loss = ops.loss_mean(loss, normalizer, *a.target)[0]
+            loss = ops.loss_mean(loss, normalizer, *a.target, row_weight)[0]
     return (loss, lse) if return_lse else loss
 
 
 _write_gradient = register_in_place("backward_", "logits")
 register_backward("backward")
 register_backward("backward_values")
-register_differentiable("loss_mean", _LossMean)
 
 
 register_fake_rows("forward", "forward_with_residual")
@@ -169,8 +201,8 @@ register_fake_rows("forward", "forward_with_residual")
 
 @register_fake("forward_with_gradient")
 def _(grad_mean: Tensor, normalizer: Optional[Tensor], logits: Tensor, *args: Any, **kwargs: Any) -> Tuple[Tensor, ...]:
-    return (torch.empty_like(grad_mean), torch.empty_like(grad_mean), per_row(logits), per_row(logits),
-            logits.new_empty(logits.shape))
+    rows = (per_row(logits) for _ in range(3))
+    return torch.empty_like(grad_mean), torch.empty_like(grad_mean), *rows, logits.new_empty(logits.shape)
 
 
 @register_fake("backward")
@@ -190,9 +222,10 @@ def _(loss: Tensor, *args: Any, **kwargs: Any) -> Tuple[Tensor, Tensor]:
 
 
 def cross_entropy(logits: Tensor, a: Arguments, inplace: bool, mean: bool, normalizer: Optional[Tensor],
-                  return_lse: bool) -> Any:
+                  return_lse: bool, row_weight: Optional[Tensor]) -> Any:
     """``torch.ops.sparse_ce.forward``, its loss or (loss, lse), with the choices of a loss that is the mean already
-    (``normalizer``, (), divides instead of the count of rows) and of a gradient that overwrites the logits.
+    (``normalizer``, (), divides instead of the count of rows, ``row_weight``, (N,), multiplies their losses) and of a
+    gradient that overwrites the logits.
 
     Under ``torch.compile`` and functorch the gradient is a fresh tensor: their graphs do not let a backward write to an
     input. So it is for logits whose rows overlap or whose columns are strided.
@@ -200,14 +233,14 @@ def cross_entropy(logits: Tensor, a: Arguments, inplace: bool, mean: bool, norma
     if not eager():
         loss, lse = ops.forward(logits, *a)
         if mean:
-            loss = ops.loss_mean(loss, normalizer, *a.target)[0]
+            loss = loss_mean(loss, a, normalizer, row_weight)
         return (loss, lse) if return_lse else loss
-    return _run(logits, a, inplace and overwritable(logits), mean, normalizer, return_lse)
+    return _run(logits, a, inplace and overwritable(logits), mean, normalizer, return_lse, row_weight)
 
 
-def loss_mean(loss: Tensor, a: Arguments, normalizer: Optional[Tensor]) -> Tensor:
-    """Of ``loss`` (N,), divided by ``normalizer``, (), or by the count of rows."""
-    mean: Tensor = ops.loss_mean(loss, normalizer, *a.target)[0]
+def loss_mean(loss: Tensor, a: Arguments, normalizer: Optional[Tensor], row_weight: Optional[Tensor]) -> Tensor:
+    """Of ``loss`` (N,) times ``row_weight`` (N,), divided by ``normalizer``, (), or by the count of rows."""
+    mean: Tensor = ops.loss_mean(loss, normalizer, *a.target, row_weight)[0]
     return mean
 
 

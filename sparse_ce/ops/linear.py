@@ -14,6 +14,7 @@ from torch import Tensor
 
 from .. import reference
 from ..arguments import Arguments, arithmetic_dtype, split
+from ..guarded import times
 from ..tracing import eager
 from . import forecast
 from .cross_entropy import refuse_other_grads
@@ -39,64 +40,101 @@ class Head(NamedTuple):
     linear_bias: Optional[Tensor]
 
 
-_VALUES = len(Head._fields) + Arguments._fields.index("values")  # of the inputs below
-_INPUTS = 13
+class Options(NamedTuple):
+    """Of a loss on a head. ``row_weight``, (N,), multiplies the losses of the mean, and ``normalizer``, (), divides it
+    instead of the count of rows; entropy and argmax come beside the loss where they are asked for."""
+
+    chunk_rows: Optional[int] = None
+    mean: bool = False
+    normalizer: Optional[Tensor] = None
+    row_weight: Optional[Tensor] = None
+    entropy: bool = False
+    argmax: bool = False
+
+    @property
+    def metrics(self) -> bool:
+        return self.entropy or self.argmax
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
-    """(loss, lse), or (mean, lse), with the gradients for input, weight and bias and for the values of the entries."""
+    """loss, or mean, lse, entropy and argmax, (0,) where they are not asked for, with the gradients for input, weight,
+    bias, the values of the entries and the rows' weights in the mean."""
 
     @staticmethod
     def forward(ctx: Any, input: Tensor, linear_weight: Tensor, linear_bias: Optional[Tensor],
-                indices: Tensor, values: Optional[Tensor], offsets: Optional[Tensor], weight: Optional[Tensor],
-                row_mask: Optional[Tensor], row_scale: Optional[Tensor], numbers: Tuple[Any, ...],
-                chunk_rows: Optional[int], mean: bool, normalizer: Optional[Tensor]) -> Tuple[Tensor, Tensor]:
-        head = Head(input, linear_weight, linear_bias)
-        a = Arguments.of((indices, values, offsets, weight, row_mask, row_scale), numbers)
-        ctx.wanted = (*ctx.needs_input_grad[:3], ctx.needs_input_grad[_VALUES])
-        divisor, gradients, expected = None, None, None
-        if mean:
-            differentiated = [t for t, wanted in zip((*head, a.values), ctx.wanted) if wanted and t is not None]
+                values: Optional[Tensor], row_weight: Optional[Tensor], a: Arguments,
+                options: Options) -> Tuple[Tensor, ...]:
+        head, divisor, gradients, expected = Head(input, linear_weight, linear_bias), None, None, None
+        *ctx.wanted, wants_weights = ctx.needs_input_grad[:5]
+        if options.mean:
+            differentiated = [t for t, wanted in zip((*head, values), ctx.wanted) if wanted and t is not None]
             expected = _expected(input, any(t.dtype == torch.float16 for t in differentiated))
         with torch._C._AutoDispatchBelowAutograd():
             if expected is not None:
-                loss, divisor, lse, lse_residual, *gradients = ops.linear_forward_with_gradient(
-                    expected, normalizer, *head, *a, chunk_rows, *ctx.wanted)
+                loss, divisor, losses, lse, lse_residual, entropy, argmax, *gradients = (
+                    ops.linear_forward_with_gradient(expected, options.normalizer, *head, *a, options.chunk_rows,
+                                                     *ctx.wanted, row_weight, options.entropy, options.argmax))
             else:
-                loss, lse, lse_residual = ops.linear_forward_with_residual(*head, *a, chunk_rows)
-                if mean:
-                    loss, divisor = ops.loss_mean(loss, normalizer, *a.target)
-        ctx.save_for_backward(*head, *a.tensors, lse, lse_residual, divisor)
-        ctx.numbers, ctx.chunk_rows, ctx.made, ctx.traced = numbers, chunk_rows, (expected, gradients), not eager()
+                loss, lse, lse_residual, entropy, argmax = _rows(head, a, options)
+                losses = loss
+                if options.mean:
+                    loss, divisor = ops.loss_mean(losses, options.normalizer, *a.target, row_weight)
+        ctx.save_for_backward(*head, *a.tensors, lse, lse_residual, divisor, row_weight,
+                              losses if wants_weights else None, entropy if options.entropy else None)
+        ctx.numbers, ctx.options = a.numbers, options._replace(normalizer=None, row_weight=None)
+        ctx.made, ctx.traced = (expected, gradients), not eager()
+        ctx.mark_non_differentiable(argmax)
         ctx.set_materialize_grads(False)
-        return loss, lse
+        return loss, lse, entropy, argmax
 
     @staticmethod
-    def backward(ctx: Any, grad_loss: Optional[Tensor], grad_lse: Optional[Tensor]) -> Tuple[Optional[Tensor], ...]:
-        *inputs, lse, lse_residual, divisor = ctx.saved_tensors
-        head, a = inputs[:3], Arguments.of(inputs[3:], ctx.numbers)
-        all_grads: List[Optional[Tensor]] = [None] * _INPUTS
+    def backward(ctx: Any, grad_loss: Optional[Tensor], grad_lse: Optional[Tensor], grad_entropy: Optional[Tensor],
+                 _: Optional[Tensor]) -> Tuple[Optional[Tensor], ...]:
+        *inputs, lse, lse_residual, divisor, row_weight, losses, entropy = ctx.saved_tensors
+        head, a, chunk_rows = inputs[:3], Arguments.of(inputs[3:], ctx.numbers), ctx.options.chunk_rows
+        if not ctx.options.entropy:
+            grad_entropy = None  # a compiler has zeros for what was not asked for
+        all_grads: List[Optional[Tensor]] = [None] * 7
         (expected, gradients), ctx.made = ctx.made, (None, None)  # handed out once: their new owner may overwrite them
         grads: Optional[Sequence[Tensor]] = None
+        once = not torch.is_grad_enabled()
         if grad_loss is None:
-            if grad_lse is None:
+            if grad_lse is None and grad_entropy is None:
                 return tuple(all_grads)
-            grad_loss = torch.zeros_like(grad_lse)
+            grad_loss = torch.zeros_like(lse)
         elif divisor is not None:
-            plain = not torch.is_grad_enabled() and grad_lse is None and not batched(grad_loss)
+            plain = once and grad_lse is None and grad_entropy is None and not batched(grad_loss)
             if plain and eager() and grad_loss.is_cpu:
                 forecast.remember("linear", grad_loss)
             if plain and gradients is not None:
                 grads = _rescaled(gradients, expected, grad_loss, ctx.traced)
             grad_loss = (grad_loss / divisor).expand(lse.shape)
-        if grads is None:
-            grads = ops.linear_backward(grad_loss, grad_lse, *head, lse, lse_residual, *a, ctx.chunk_rows, *ctx.wanted)
-        grad_values = grads[3]
-        for at, wanted in zip((0, 1, 2), ctx.wanted):
-            all_grads[at] = grads[at] if wanted else None
-        if ctx.wanted[3] and a.values is not None:
-            all_grads[_VALUES] = grad_values.to(a.values.dtype)
+            if row_weight is not None:
+                if ctx.needs_input_grad[4]:
+                    losses = losses if once else ops.linear_forward(*head, *a, chunk_rows)[0]
+                    all_grads[4] = reference.weight_gradient(grad_loss, losses, a)
+                grad_loss = times(grad_loss, row_weight)
+        if grads is None and any(ctx.wanted):
+            if grad_entropy is None:
+                grads = ops.linear_backward(grad_loss, grad_lse, *head, lse, lse_residual, *a, chunk_rows, *ctx.wanted)
+            else:
+                grads = ops.linear_select_backward(grad_loss, grad_lse, None, None, grad_entropy, None, *head, lse,
+                                                   lse_residual, None, entropy, *a, chunk_rows, *ctx.wanted)
+        for at, wanted in enumerate(ctx.wanted):
+            all_grads[at] = grads[at] if wanted and grads is not None else None
+        if all_grads[3] is not None:
+            all_grads[3] = None if a.values is None else all_grads[3].to(a.values.dtype)
         return tuple(all_grads)
+
+
+def _rows(head: Head, a: Arguments, options: Options) -> Tuple[Tensor, ...]:
+    """loss, lse, lse_residual, entropy, argmax."""
+    if not options.metrics:
+        loss, lse, lse_residual = ops.linear_forward_with_residual(*head, *a, options.chunk_rows)
+        return loss, lse, lse_residual, loss.new_empty(0), torch.empty(0, dtype=torch.int64, device=loss.device)
+    out = ops.linear_select(*head, *a, None, True, False, False, options.entropy, False, options.argmax,
+                            options.chunk_rows)
+    return *out[:3], out[5], out[7]
 
 
 def _expected(input: Tensor, half: bool) -> Optional[Tensor]:
@@ -130,33 +168,37 @@ def _rescaled(gradients: List[Tensor], expected: Tensor, grad_loss: Tensor, trac
     return gradients
 
 
-def _run(head: Head, a: Arguments, chunk_rows: Optional[int], mean: bool,
-         normalizer: Optional[Tensor]) -> Tuple[Tensor, Tensor]:
-    out: Tuple[Tensor, Tensor]
+def _run(head: Head, a: Arguments, options: Options) -> Tuple[Tensor, ...]:
+    """loss, or mean, lse and, where they are asked for, entropy and argmax."""
+    mean, normalizer, row_weight = options.mean, options.normalizer, options.row_weight
     if composite(head.input):
-        return reference.linear_mean(*head, *a, normalizer) if mean else reference.linear_forward(*head, *a)
-    if needs_grad(*head, a.values, a.weight, a.row_scale):
+        out = reference.linear_select(*head, *a, None, True, False, False, options.entropy, False, options.argmax)
+        loss = reference.loss_mean(out[0], normalizer, *a.target, row_weight)[0] if mean else out[0]
+        return loss, out[1], out[5], out[7]
+    if needs_grad(*head, a.values, a.weight, a.row_scale, row_weight):
         refuse_other_grads(a)
-        out = _LinearCrossEntropy.apply(*head, *a.tensors, a.numbers, chunk_rows, mean, normalizer)
-        return out
+        out = _LinearCrossEntropy.apply(*head, a.values, row_weight, a, options)
+        return tuple(out)
     with torch._C._AutoDispatchBelowAutograd():
-        out = (ops.linear_mean(*head, *a, normalizer, chunk_rows) if mean
-               else ops.linear_forward(*head, *a, chunk_rows))
-        return out
+        if not options.metrics:
+            return tuple(ops.linear_mean(*head, *a, normalizer, options.chunk_rows, row_weight) if mean
+                         else ops.linear_forward(*head, *a, options.chunk_rows))
+        loss, lse, _, entropy, argmax = _rows(head, a, options)
+        return ops.loss_mean(loss, normalizer, *a.target, row_weight)[0] if mean else loss, lse, entropy, argmax
 
 
 @register_autograd("linear_forward")
 def _forward(input: Tensor, linear_weight: Tensor, linear_bias: Optional[Tensor], *given: Any,
-             **named: Any) -> Tuple[Tensor, Tensor]:
+             **named: Any) -> Tuple[Tensor, ...]:
     a, (chunk_rows,) = split(given, named, chunk_rows=None)
-    return _run(Head(input, linear_weight, linear_bias), a, chunk_rows, False, None)
+    return _run(Head(input, linear_weight, linear_bias), a, Options(chunk_rows))[:2]
 
 
 @register_autograd("linear_mean")
 def _mean(input: Tensor, linear_weight: Tensor, linear_bias: Optional[Tensor], *given: Any,
-          **named: Any) -> Tuple[Tensor, Tensor]:
-    a, (normalizer, chunk_rows) = split(given, named, normalizer=None, chunk_rows=None)
-    return _run(Head(input, linear_weight, linear_bias), a, chunk_rows, True, normalizer)
+          **named: Any) -> Tuple[Tensor, ...]:
+    a, (normalizer, chunk_rows, row_weight) = split(given, named, normalizer=None, chunk_rows=None, row_weight=None)
+    return _run(Head(input, linear_weight, linear_bias), a, Options(chunk_rows, True, normalizer, row_weight))[:2]
 
 
 _scale = register_in_place("scale_", "gradient")
@@ -194,16 +236,26 @@ def _(grad_loss: Tensor, grad_lse: Optional[Tensor], input: Tensor, linear_weigh
 @register_fake("linear_forward_with_gradient")
 def _(grad_mean: Tensor, normalizer: Optional[Tensor], input: Tensor, linear_weight: Tensor,
       linear_bias: Optional[Tensor], *given: Any, **named: Any) -> Tuple[Tensor, ...]:
-    scalar = per_row(input).new_empty(())
-    return (scalar, torch.empty_like(scalar), per_row(input), per_row(input),
-            *_fake_gradients(Head(input, linear_weight, linear_bias), given, named))
+    a, (_, *wanted, _, entropy, argmax) = split(given, named, chunk_rows=None, input_grad=True, weight_grad=True,
+                                                bias_grad=True, values_grad=False, row_weight=None, entropy=False,
+                                                argmax=False)
+
+    def rows(wanted: bool = True) -> Tensor:
+        return per_row(input if wanted else input[:0])
+
+    return (rows().new_empty(()), rows().new_empty(()), rows(), rows(), rows(), rows(entropy), rows(argmax).long(),
+            *fake_gradients(Head(input, linear_weight, linear_bias), a, wanted))
 
 
-def linear_cross_entropy(head: Head, a: Arguments, *, chunk_rows: Optional[int], mean: bool,
-                         normalizer: Optional[Tensor]) -> Tuple[Tensor, Tensor]:
-    """``torch.ops.sparse_ce.linear_forward``, or ``linear_mean``, which is divided by ``normalizer``, ()."""
+def linear_cross_entropy(head: Head, a: Arguments, options: Options) -> Tuple[Tensor, ...]:
+    """``torch.ops.sparse_ce.linear_forward``, or ``linear_mean``: loss, lse and, where they are asked for, entropy and
+    argmax. With these a compiled loss makes the logits twice."""
     if eager():
-        return _run(head, a, chunk_rows, mean, normalizer)
-    out: Tuple[Tensor, Tensor] = (ops.linear_mean(*head, *a, normalizer, chunk_rows) if mean
-                                  else ops.linear_forward(*head, *a, chunk_rows))
-    return out
+        return _run(head, a, options)
+    mean, normalizer, chunk_rows, row_weight = options.mean, options.normalizer, options.chunk_rows, options.row_weight
+    if not options.metrics:
+        return tuple(ops.linear_mean(*head, *a, normalizer, chunk_rows, row_weight) if mean
+                     else ops.linear_forward(*head, *a, chunk_rows))
+    out = ops.linear_select(*head, *a, None, True, False, False, options.entropy, False, options.argmax, chunk_rows)
+    loss = ops.loss_mean(out[0], normalizer, *a.target, row_weight)[0] if mean else out[0]
+    return loss, out[1], out[5], out[7]

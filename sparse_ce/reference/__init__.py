@@ -14,6 +14,8 @@ from .cross_entropy import (
     forward,
     ignored_rows,
     loss_mean,
+    weight_gradient,
+    weighted,
 )
 from .linear import linear_backward, linear_forward, linear_mean, linear_select, linear_select_backward
 from .masked_mean import masked_mean, masked_mean_backward
@@ -21,5 +23,6 @@ from .select import select, select_backward
 from .sparse_softmax import sparse_softmax, sparse_softmax_backward
 
 __all__ = ["Entries", "backward", "backward_values", "entries_of", "forward", "ignored_rows", "linear_backward",
-           "linear_forward", "linear_mean", "linear_select", "linear_select_backward", "loss_mean", "masked_mean", "masked_mean_backward", "select",
-           "select_backward", "sparse_softmax", "sparse_softmax_backward"]
+           "linear_forward", "linear_mean", "linear_select", "linear_select_backward", "loss_mean", "masked_mean",
+           "masked_mean_backward", "select", "select_backward", "sparse_softmax", "sparse_softmax_backward",
+           "weight_gradient", "weighted"]

@@ -53,15 +53,30 @@ def ignored_rows(a: Arguments, num_rows: int) -> Tensor:
     return ignored if a.row_mask is None else ignored | ~a.row_mask
 
 
-def loss_mean(loss: Tensor, normalizer: Optional[Tensor], *arguments: Any) -> Tuple[Tensor, Tensor]:
+def loss_mean(loss: Tensor, normalizer: Optional[Tensor], *given: Any, **named: Any) -> Tuple[Tensor, Tensor]:
     """The mean of ``loss`` (N,) over the rows that count, (), and the divisor, (): inf over nothing, for a mean of 0.
 
-    ``normalizer``, (), divides instead of the count. ``arguments``: the target's, up to ``ignore_index``.
+    ``normalizer``, (), divides instead of the count. ``given``: the target's arguments, up to ``ignore_index``, and
+    ``row_weight`` (N,), which multiplies the losses.
     """
-    divisor = _count(loss, Arguments(*arguments)) if normalizer is None else normalizer
+    row_weight = given[6] if len(given) > 6 else named.pop("row_weight", None)
+    a = Arguments(*given[:6], **named)
+    divisor = _count(loss, a) if normalizer is None else normalizer
     empty = divisor == 0
     divisor = torch.where(empty, torch.inf, divisor)
+    if row_weight is not None:
+        loss = weighted(loss, row_weight, a)
     return torch.where(empty, 0.0, loss.sum() / divisor), divisor
+
+
+def weighted(loss: Tensor, row_weight: Tensor, a: Arguments) -> Tensor:
+    """Each row's loss by its weight: 0 where that is 0 or the row ignored, whatever the other is."""
+    return times(torch.where(ignored_rows(a, loss.shape[0]), 0.0, row_weight), loss)
+
+
+def weight_gradient(grad_loss: Tensor, loss: Tensor, a: Arguments) -> Tensor:
+    """Of rows' weights: 0 where a row is ignored, whatever its loss is."""
+    return times(torch.where(ignored_rows(a, loss.shape[0]), 0.0, grad_loss), loss)
 
 
 def _count(loss: Tensor, a: Arguments) -> Tensor:

@@ -29,9 +29,9 @@ def linear_forward(input: Tensor, linear_weight: Tensor, linear_bias: Optional[T
 def linear_mean(input: Tensor, linear_weight: Tensor, linear_bias: Optional[Tensor], *given: Any,
                 **named: Any) -> Tuple[Tensor, Tensor]:
     """``torch.ops.sparse_ce.linear_mean``."""
-    a, (normalizer, _) = split(given, named, normalizer=None, chunk_rows=None)
+    a, (normalizer, _, row_weight) = split(given, named, normalizer=None, chunk_rows=None, row_weight=None)
     loss, lse = linear_forward(input, linear_weight, linear_bias, *a)
-    return loss_mean(loss, normalizer, *a.target)[0], lse
+    return loss_mean(loss, normalizer, *a.target, row_weight)[0], lse
 
 
 def linear_backward(grad_loss: Tensor, grad_lse: Optional[Tensor], input: Tensor, linear_weight: Tensor,
