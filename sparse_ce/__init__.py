@@ -20,6 +20,7 @@ Examples:
 
 from . import ops, parallel, reference, travel  # noqa: F401, the names that the documentation uses
 from ._version import __version__
+from .candidates import candidate_logits
 from .collate import cat, collate
 from .functional import cross_entropy, linear_cross_entropy
 from .masked_mean import masked_mean
@@ -29,5 +30,5 @@ from .stock import disable_stock, enable_stock
 from .target import SparseTarget
 
 __all__ = ["LinearSparseCrossEntropyLoss", "MaskedMean", "SparseCrossEntropyLoss", "SparseTarget", "__version__",
-           "cat", "collate", "cross_entropy", "disable_stock", "enable_stock", "linear_cross_entropy", "log_softmax",
+           "candidate_logits", "cat", "collate", "cross_entropy", "disable_stock", "enable_stock", "linear_cross_entropy", "log_softmax",
            "masked_mean", "segment_log_softmax", "segment_softmax"]

@@ -5,14 +5,15 @@ from typing import TYPE_CHECKING, Any, Dict, Literal, Optional, Tuple, TypedDict
 
 import torch
 from torch import Tensor
-from torch.amp.autocast_mode import is_autocast_available
 
-from . import arguments, ops
+from . import arguments
 from .arguments import Arguments, Normalizer
+from .autocast import as_linear_multiplies
 from .entries import IGNORE_INDEX, NO_MARK
 from .errors import fail
 from .masked_mean import masked_mean
 from .ops.cross_entropy import cross_entropy as cross_entropy_op
+from .ops.library import check_kernels
 from .ops.linear import Head
 from .ops.linear import linear_cross_entropy as linear_cross_entropy_op
 from .sparse_softmax import log_softmax
@@ -219,7 +220,7 @@ def linear_cross_entropy(
     arguments.check_chunk_rows(chunk_rows)
     options = arguments.checked(options, linear_weight.shape[0], "the rows of linear_weight")
     arguments.check_inplace(inplace)
-    input, linear_weight, linear_bias = _autocast(input, linear_weight, linear_bias)
+    input, linear_weight, linear_bias = as_linear_multiplies(input, linear_weight, linear_bias)
     shape = torch.Size((*input.shape[:-1], linear_weight.shape[0]))
     a, normalizer = _dense_parts(input, shape, target, weight, reduction, normalizer, options)
     rows = input.reshape(math.prod(input.shape[:-1]), input.shape[-1])
@@ -233,9 +234,7 @@ def _dense_parts(input: Tensor, shape: torch.Size, target: Target, weight: Optio
     """The arguments of the ops, the target with one leading dimension, and the normalizer, for logits of ``shape`` on
     the device of ``input``."""
     arguments.check_reduction(reduction, normalizer)
-    if input.is_cuda and ops.why_no_cuda is not None:
-        fail(f"input must be on a device with kernels, got a CUDA tensor, but {ops.why_no_cuda}; reinstall sparse_ce "
-             "with nvcc on the PATH", RuntimeError)
+    check_kernels(input)
     num_classes = options["num_classes"]
     if weight is not None:
         weight = arguments.class_weights(weight, input, shape[-1], shape[-1] if num_classes is None else num_classes)
@@ -260,22 +259,3 @@ def _result(loss: Tensor, lse: Optional[Tensor], shape: torch.Size,
     if reduction == "none":
         loss = loss.reshape(shape[:-1])
     return loss if lse is None else (loss, lse.reshape(shape[:-1]))
-
-
-# Asked here: torch.compile of 2.11 cannot trace the question.
-_AUTOCASTS = frozenset(filter(is_autocast_available, ("cpu", "cuda", "hpu", "mps", "mtia", "xla", "xpu")))
-
-
-def _autocast(input: Tensor, linear_weight: Tensor,
-              linear_bias: Optional[Tensor]) -> Tuple[Tensor, Tensor, Optional[Tensor]]:
-    """The head as autocast would have ``F.linear`` multiply it; float32 weights are converted on the way, not here."""
-    device = input.device.type
-    available = device in _AUTOCASTS or is_autocast_available(device)
-    if input.dtype == torch.float64 or not available or not torch.is_autocast_enabled(device):
-        return input, linear_weight, linear_bias
-    dtype = torch.get_autocast_dtype(device)
-
-    def cast(t: Tensor) -> Tensor:
-        return t if t.dtype in (dtype, torch.float32) else t.to(dtype)
-
-    return input.to(dtype), cast(linear_weight), None if linear_bias is None else cast(linear_bias)
