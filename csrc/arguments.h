@@ -52,8 +52,8 @@ struct Arguments : TargetArguments {
   LossOptions options() const { return {label_smoothing, z_loss, logit_scale, softcap.value_or(0)}; }
 };
 
-#define SCE_CANDIDATES                                                                                             \
-  "Tensor indices, Tensor? values=None, Tensor? offsets=None, Tensor? row_mask=None, int ignore_index=-100, "      \
+#define SCE_CANDIDATES                                                                                        \
+  "Tensor indices, Tensor? values=None, Tensor? offsets=None, Tensor? row_mask=None, int ignore_index=-100, " \
   "bool logprobs=False, float logit_scale=1., float? softcap=None"
 struct CandidateArguments : OnStack {
   using OnStack::OnStack;

@@ -18,12 +18,12 @@ namespace sparse_ce {
 struct CandidateArgs {
   const void* input;
   const void* weight;
-  const void* bias;         // (vocab,), or null
+  const void* bias;  // (vocab,), or null
   DType input_dtype, weight_dtype, bias_dtype;
   int64_t width, input_stride, weight_stride;
-  TargetView target;        // without class weights; its own weights say what is padding, and no more
+  TargetView target;  // without class weights; its own weights say what is padding, and no more
   LossOptions options;
-  int64_t max_blocks;       // 0: no limit. Tests lower it, so that blocks take several rows
+  int64_t max_blocks;  // 0: no limit. Tests lower it, so that blocks take several rows
 
   template <typename input_t>
   SCE_HD const input_t* input_row(int64_t r) const {
@@ -36,7 +36,7 @@ struct CandidateArgs {
 };
 
 struct CandidateForwardArgs : CandidateArgs {
-  void* logits;             // (entries,) arithmetic dtype
+  void* logits;  // (entries,) arithmetic dtype
 
   // `dot`: <x_r, W_column>.
   template <typename acc_t>
@@ -53,17 +53,17 @@ struct CandidateForwardArgs : CandidateArgs {
 // What an entry adds to gradients: nothing where d is 0.
 template <typename acc_t>
 struct CandidateGradient {
-  int64_t column;           // negative where the entry has no class
+  int64_t column;  // negative where the entry has no class
   acc_t d;
 };
 
 struct CandidateBackwardArgs : CandidateArgs {
-  const void* grad;         // (entries,) arithmetic dtype
-  const void* logits;       // (entries,), what forward made; null without a softcap
-  void* grad_input;         // (rows, width), dtype of input, or null
-  void* grad_logits;        // (entries,) arithmetic dtype: d; or null, with the next two
-  int64_t* ids;             // (entries + 1,), vocab on entry: the id of an entry that adds to gradients
-  int64_t* rows;            // (entries,): its row
+  const void* grad;  // (entries,) arithmetic dtype
+  const void* logits;  // (entries,), what forward made; null without a softcap
+  void* grad_input;  // (rows, width), dtype of input, or null
+  void* grad_logits;  // (entries,) arithmetic dtype: d; or null, with the next two
+  int64_t* ids;  // (entries + 1,), vocab on entry: the id of an entry that adds to gradients
+  int64_t* rows;  // (entries,): its row
 
   template <typename acc_t>
   SCE_HD CandidateGradient<acc_t> gradient(int64_t i, const LogitTransform<acc_t>& transform) const {
@@ -83,17 +83,17 @@ struct CandidateBackwardArgs : CandidateArgs {
 
 // The gradients for the head: the entries of an id, which lie together in `ids`, are added in their order.
 struct CandidateWeightArgs {
-  const void* input;        // (rows, width)
+  const void* input;  // (rows, width)
   DType input_dtype, weight_dtype, bias_dtype;
   int64_t width, input_stride;
   int64_t entries, vocab;
-  const int64_t* ids;       // (entries + 1,), ascending; vocab for entries without a gradient, and in the end
-  const int64_t* order;     // (entries + 1,): which entry each is
-  const int64_t* slots;     // (entries + 1,): the row of grad_weight that each adds to, or null: its id
-  const int64_t* rows;      // (entries,), of the entries as they were
+  const int64_t* ids;  // (entries + 1,), ascending; vocab for entries without a gradient, and in the end
+  const int64_t* order;  // (entries + 1,): which entry each is
+  const int64_t* slots;  // (entries + 1,): the row of grad_weight that each adds to, or null: its id
+  const int64_t* rows;  // (entries,), of the entries as they were
   const void* grad_logits;  // (entries,), likewise
-  void* grad_weight;        // (vocab or fewer, width), or null; rows that no id has are not written
-  void* grad_bias;          // (vocab,), or null; likewise
+  void* grad_weight;  // (vocab or fewer, width), or null; rows that no id has are not written
+  void* grad_bias;  // (vocab,), or null; likewise
   int64_t max_blocks;
 
   SCE_HD bool begins(int64_t p) const { return ids[p] < vocab && (p == 0 || ids[p - 1] != ids[p]); }

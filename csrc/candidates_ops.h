@@ -33,8 +33,8 @@ class CandidateOps {
     const Backward backward(grad, logits, head, given, wanted);
     OptionalTensor grad_weight;
     if (wanted.weight) {
-      grad_weight = device_t::empty_output(head.weight, {head.weight.size(0), head.weight.size(1)},
-                                           head.weight.scalar_type());
+      grad_weight =
+          device_t::empty_output(head.weight, {head.weight.size(0), head.weight.size(1)}, head.weight.scalar_type());
       torch::stable::zero_(*grad_weight);
     }
     const OptionalTensor grad_bias = backward.sum(grad_weight, std::nullopt);
@@ -52,8 +52,8 @@ class CandidateOps {
     const int64_t count = distinct.size(0) - 1;  // the last is no id
     const OptionalTensor grad_weight = empty(head.weight, {count, head.weight.size(1)}, head.weight.scalar_type());
     const OptionalTensor grad_bias = backward.sum(grad_weight, slots);
-    return {backward.or_empty(backward.grad_input), torch::stable::clone(rows_of(distinct, 0, count)),
-            *grad_weight, backward.or_empty(grad_bias)};
+    return {backward.or_empty(backward.grad_input), torch::stable::clone(rows_of(distinct, 0, count)), *grad_weight,
+            backward.or_empty(grad_bias)};
   }
 
   template <typename library_t>
@@ -64,9 +64,7 @@ class CandidateOps {
   }
 
  private:
-  static Tensor with_unit_columns(const Tensor& t) {
-    return t.size(1) <= 1 || t.stride(1) == 1 ? t : packed(t);
-  }
+  static Tensor with_unit_columns(const Tensor& t) { return t.size(1) <= 1 || t.stride(1) == 1 ? t : packed(t); }
 
   // What every op is called with, checked.
   struct Call {
@@ -191,9 +189,9 @@ class CandidateOps {
 
     // Ascending, equal ones in their order; and where each was.
     static std::tuple<Tensor, Tensor> sorted(const Tensor& ids) {
-      std::array<StableIValue, 4> stack{
-          torch::stable::detail::from(ids), torch::stable::detail::from(std::optional<bool>(true)),
-          torch::stable::detail::from(int64_t(-1)), torch::stable::detail::from(false)};
+      std::array<StableIValue, 4> stack{torch::stable::detail::from(ids),
+                                        torch::stable::detail::from(std::optional<bool>(true)),
+                                        torch::stable::detail::from(int64_t(-1)), torch::stable::detail::from(false)};
       STABLE_TORCH_ERROR_CODE_CHECK(torch_call_dispatcher("aten::sort", "stable", stack.data(), TORCH_ABI_VERSION));
       return {torch::stable::detail::to<Tensor>(stack[0]), torch::stable::detail::to<Tensor>(stack[1])};
     }

@@ -134,12 +134,14 @@ void forward(const CandidateForwardArgs& args) {
     if (now.size() == 0) return;
     with_instruction_set([&](auto) SCE_INLINE {
       const acc_t* x = converted(args.template input_row<input_t>(r), args.width, buffer);
-      for_each_few<weight_t>(args, now, after, [&](const auto& rows, const auto& next, size_t k, auto count) SCE_INLINE {
-        constexpr int64_t n = decltype(count)::value;
-        acc_t dots[n];
-        dot_rows<n>(x, rows, next, args.width, dots);
-        for (size_t j = 0; j < n; ++j) args.write(now.entries[k + j], now.columns[k + j], dots[j], transform);
-      });
+      for_each_few<weight_t>(args, now, after,
+                             [&](const auto& rows, const auto& next, size_t k, auto count) SCE_INLINE {
+                               constexpr int64_t n = decltype(count)::value;
+                               acc_t dots[n];
+                               dot_rows<n>(x, rows, next, args.width, dots);
+                               for (size_t j = 0; j < n; ++j)
+                                 args.write(now.entries[k + j], now.columns[k + j], dots[j], transform);
+                             });
     });
   });
 }
@@ -162,12 +164,13 @@ void backward(const CandidateBackwardArgs& args) {
     if (!args.grad_input) return;
     std::fill(total, total + args.width, acc_t(0));
     with_instruction_set([&](auto) SCE_INLINE {
-      for_each_few<weight_t>(args, now, after, [&](const auto& rows, const auto& next, size_t k, auto count) SCE_INLINE {
-        constexpr int64_t n = decltype(count)::value;
-        acc_t d[n];
-        for (size_t j = 0; j < n; ++j) d[j] = args.gradient(now.entries[k + j], transform).d;
-        add_rows<n>(d, rows, next, args.width, total);
-      });
+      for_each_few<weight_t>(args, now, after,
+                             [&](const auto& rows, const auto& next, size_t k, auto count) SCE_INLINE {
+                               constexpr int64_t n = decltype(count)::value;
+                               acc_t d[n];
+                               for (size_t j = 0; j < n; ++j) d[j] = args.gradient(now.entries[k + j], transform).d;
+                               add_rows<n>(d, rows, next, args.width, total);
+                             });
       input_t* out = static_cast<input_t*>(args.grad_input) + r * args.width;
       SCE_SIMD()
       for (int64_t c = 0; c < args.width; ++c) from_acc(total[c], out[c]);

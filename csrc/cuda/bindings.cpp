@@ -102,7 +102,8 @@ struct Cuda {
     run(cuda::candidate_weight_gradient, args, like);
   }
   static void check_may_wait(const Tensor& like) {
-    check(!is_capturing(like), "sparse_grad must be False where a CUDA graph is captured, got True: the host waits for "
+    check(!is_capturing(like),
+          "sparse_grad must be False where a CUDA graph is captured, got True: the host waits for "
           "the number of distinct ids");
   }
 
