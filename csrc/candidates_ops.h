@@ -27,10 +27,10 @@ class CandidateOps {
     return logits;
   }
 
-  static std::tuple<Tensor, Tensor, Tensor> backward(const Tensor& grad, const OptionalTensor& logits,
+  static std::tuple<Tensor, Tensor, Tensor> backward(const Tensor& grad, const OptionalTensor& output,
                                                      const HeadArguments& head, const CandidateArguments& given,
                                                      const HeadWanted& wanted) {
-    const Backward backward(grad, logits, head, given, wanted);
+    const Backward backward(grad, output, head, given, wanted);
     OptionalTensor grad_weight;
     if (wanted.weight) {
       grad_weight =
@@ -41,13 +41,13 @@ class CandidateOps {
     return {backward.or_empty(backward.grad_input), backward.or_empty(grad_weight), backward.or_empty(grad_bias)};
   }
 
-  static std::tuple<Tensor, Tensor, Tensor, Tensor> backward_sparse(const Tensor& grad, const OptionalTensor& logits,
+  static std::tuple<Tensor, Tensor, Tensor, Tensor> backward_sparse(const Tensor& grad, const OptionalTensor& output,
                                                                     const HeadArguments& head,
                                                                     const CandidateArguments& given,
                                                                     const HeadWanted& wanted) {
     check(wanted.weight, "weight_grad must be True where it is sparse, got False");
     device_t::check_may_wait(head.input);
-    const Backward backward(grad, logits, head, given, wanted);
+    const Backward backward(grad, output, head, given, wanted);
     const auto [distinct, slots] = backward.distinct();
     const int64_t count = distinct.size(0) - 1;  // the last is no id
     const OptionalTensor grad_weight = empty(head.weight, {count, head.weight.size(1)}, head.weight.scalar_type());
@@ -96,7 +96,7 @@ class CandidateOps {
 
   // The entries that add to gradients, by id, and the gradient for the input.
   struct Backward {
-    Backward(const Tensor& grad, const OptionalTensor& given_logits, const HeadArguments& head_arguments,
+    Backward(const Tensor& grad, const OptionalTensor& given_output, const HeadArguments& head_arguments,
              const CandidateArguments& given, const HeadWanted& wanted_gradients)
         : call(head_arguments, given), head(head_arguments), wanted(wanted_gradients) {
       wanted.bias = wanted.bias && head.bias;
@@ -104,11 +104,11 @@ class CandidateOps {
       static_cast<CandidateArgs&>(args) = call.args;
       const Tensor packed_grad = of_entries(grad, given, "grad");
       args.grad = packed_grad.const_data_ptr();
-      OptionalTensor logits;
+      OptionalTensor output;
       if (given.softcap) {
-        check(given_logits.has_value(), "logits must be what candidate_logits gave where there is a softcap, got None");
-        logits = of_entries(*given_logits, given, "logits");
-        args.logits = logits->const_data_ptr();
+        check(given_output.has_value(), "output must be what candidate_logits gave where there is a softcap, got None");
+        output = of_entries(*given_output, given, "output");
+        args.logits = output->const_data_ptr();
       }
       const Tensor& input = call.held.logits;
       const int64_t entries = call.args.target.entries;

@@ -79,13 +79,13 @@ STABLE_TORCH_LIBRARY(sparse_ce, m) {
   // asked but which are padding.
   m.def("candidate_logits(" SCE_HEAD ", " SCE_CANDIDATES ") -> Tensor");
 
-  // Its gradients, (0,) where one is not asked for. With a softcap `logits` is what forward gave.
-  m.def("candidate_logits_backward(Tensor grad, Tensor? logits, " SCE_HEAD ", " SCE_CANDIDATES ", " SCE_HEAD_WANTED
+  // Its gradients, (0,) where one is not asked for. With a softcap `output` is what forward gave.
+  m.def("candidate_logits_backward(Tensor grad, Tensor? output, " SCE_HEAD ", " SCE_CANDIDATES ", " SCE_HEAD_WANTED
         ") -> (Tensor grad_input, Tensor grad_weight, Tensor grad_bias)");
 
   // The same, but of the gradient for the weight only the rows (U, D) of the ids (U,) that have one, ascending. Waits
   // for the device to know U.
-  m.def("candidate_logits_backward_sparse(Tensor grad, Tensor? logits, " SCE_HEAD ", " SCE_CANDIDATES
+  m.def("candidate_logits_backward_sparse(Tensor grad, Tensor? output, " SCE_HEAD ", " SCE_CANDIDATES
         ", " SCE_HEAD_WANTED ") -> (Tensor grad_input, Tensor ids, Tensor grad_rows, Tensor grad_bias)");
 
   // Softmax, or its logarithm, over the entries of each row of a sparse matrix: values (E,) or (E, D), each of D

@@ -261,10 +261,10 @@ def candidate_logits(input: Tensor, linear_weight: Tensor, linear_bias: Optional
     return torch.where(without == 1, -torch.inf, torch.where(without == 2, torch.nan, z)).reshape(c.indices.shape)
 
 
-def candidate_logits_backward(grad: Tensor, logits: Optional[Tensor], input: Tensor, linear_weight: Tensor,
+def candidate_logits_backward(grad: Tensor, output: Optional[Tensor], input: Tensor, linear_weight: Tensor,
                               linear_bias: Optional[Tensor], *given: Any, **named: Any) -> Tuple[Tensor, ...]:
     """``torch.ops.sparse_ce.candidate_logits_backward``: the gradients for input, weight and bias, (0,) if not wanted.
-    Recomputes ``logits``, so that they too are differentiated."""
+    Recomputes ``output``, so that it too is differentiated."""
     c, (input_grad, weight_grad, bias_grad) = split_candidates(given, named)
     none = input.new_empty(0)
     if input.shape[0] == 0:

@@ -81,7 +81,7 @@ SCE_HD int64_t warps_a_row(const TargetView& target) {
 
 // Three blocks leave 80 registers a thread; of its own accord ptxas takes 107 (sm_90, 16 bits).
 template <typename input_t, typename weight_t>
-__global__ void __launch_bounds__(kThreads, 3) forward_kernel(CandidateForwardArgs args) {
+__global__ void __launch_bounds__(kThreads, 3) logits_kernel(CandidateForwardArgs args) {
   using acc_t = acc_type<input_t>;
   constexpr int kSize = 16 / sizeof(weight_t);
   const LogitTransform<acc_t> transform(args.options);
@@ -130,7 +130,7 @@ __global__ void __launch_bounds__(kThreads, 3) forward_kernel(CandidateForwardAr
 
 // A lane finds the gradient of an entry; all of them then add its row of the weight.
 template <typename input_t, typename weight_t>
-__global__ void __launch_bounds__(kThreads) backward_kernel(CandidateBackwardArgs args) {
+__global__ void __launch_bounds__(kThreads) input_kernel(CandidateBackwardArgs args) {
   using acc_t = acc_type<input_t>;
   constexpr int kSize = 16 / sizeof(weight_t);
   const LogitTransform<acc_t> transform(args.options);
@@ -217,14 +217,14 @@ int64_t spans_of(bool any, int64_t width, DType dtype) {
 cudaError_t candidate_logits(const CandidateForwardArgs& args, cudaStream_t stream) {
   return with_head(args.input_dtype, args.weight_dtype, [&](auto x, auto w) {
     return launch_warps(stream, args.target.rows * warps_a_row(args.target), args,
-                        forward_kernel<decltype(x), decltype(w)>);
+                        logits_kernel<decltype(x), decltype(w)>);
   });
 }
 
 cudaError_t candidate_logits_backward(const CandidateBackwardArgs& args, cudaStream_t stream) {
   return with_head(args.input_dtype, args.weight_dtype, [&](auto x, auto w) {
     return launch_warps(stream, args.target.rows * spans_of(args.grad_input, args.width, args.weight_dtype), args,
-                        backward_kernel<decltype(x), decltype(w)>);
+                        input_kernel<decltype(x), decltype(w)>);
   });
 }
 

@@ -29,9 +29,9 @@ class _CandidateLogits(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tuple[Any, ...]:
-        *inputs, logits = ctx.saved_tensors
+        *inputs, output = ctx.saved_tensors
         wanted = ctx.needs_input_grad[:3]
-        given = (grad, logits, *inputs, *ctx.numbers, *wanted)
+        given = (grad, output, *inputs, *ctx.numbers, *wanted)
         # A sparse gradient has no derivative of its own.
         sparse = ctx.sparse_grad and wanted[1] and not torch.is_grad_enabled() and not batched(grad)
         if sparse:
@@ -71,7 +71,7 @@ def _(input: Tensor, linear_weight: Tensor, linear_bias: Optional[Tensor], indic
 
 
 @register_fake("candidate_logits_backward")
-def _(grad: Tensor, logits: Optional[Tensor], input: Tensor, linear_weight: Tensor, linear_bias: Optional[Tensor],
+def _(grad: Tensor, output: Optional[Tensor], input: Tensor, linear_weight: Tensor, linear_bias: Optional[Tensor],
       *given: Any, **named: Any) -> Tuple[Tensor, ...]:
     _, wanted = split_candidates(given, named)
     return tuple(like.new_empty(like.shape) if want and like is not None else input.new_empty(0)
