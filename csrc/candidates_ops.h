@@ -50,7 +50,8 @@ class CandidateOps {
     const Backward backward(grad, output, head, given, wanted);
     const auto [distinct, slots] = backward.distinct();
     const int64_t count = distinct.size(0) - 1;  // the last is no id
-    const OptionalTensor grad_weight = empty(head.weight, {count, head.weight.size(1)}, head.weight.scalar_type());
+    const OptionalTensor grad_weight =
+        device_t::empty_output(head.weight, {count, head.weight.size(1)}, head.weight.scalar_type());
     const OptionalTensor grad_bias = backward.sum(grad_weight, slots);
     return {backward.or_empty(backward.grad_input), torch::stable::clone(rows_of(distinct, 0, count)), *grad_weight,
             backward.or_empty(grad_bias)};

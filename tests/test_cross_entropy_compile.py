@@ -65,8 +65,8 @@ def test_every_op_is_checked_here():
     known |= {"linear_forward", "linear_forward_with_residual", "linear_forward_with_gradient", "linear_backward",
               "linear_mean", "scale_",  # in test_linear_compile.py
               "masked_mean", "masked_mean_backward",  # in test_masked_mean.py
-              "candidate_logits", "candidate_logits_backward"}  # in test_candidate_logits.py
-    known |= {"candidate_logits_backward_sparse"}  # whose shapes are read from numbers, in test_candidate_logits.py
+              "candidate_logits", "candidate_logits_backward"}  # in test_candidates.py
+    known |= {"candidate_logits_backward_sparse"}  # whose shapes are read from numbers, in test_candidates.py
     strings = {"cpu_instruction_set", "cuda_architectures"}  # return a str, which opcheck cannot compare
     defined = {s.name.split("::")[1] for s in torch._C._jit_get_all_schemas() if s.name.startswith("sparse_ce::")}
     assert defined - strings == known, "add the new op"
