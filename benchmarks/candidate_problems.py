@@ -14,12 +14,14 @@ from torch import Tensor
 import record as records
 import sparse_ce
 from bench import Call, Spread, extra_bytes, ratio, time_by_turns, total
+from check import WrongResult
 from goals import Goal
 from work import BOTH, FORWARD
 
 READ, FILL = "read of as many bytes", "zeros of the head"
 TRAINED, SPARSE = f"{BOTH}, head trained", f"{BOTH}, head trained, sparse gradient"
-PEER, PEER_FORWARD, PEER_TRAINED = "einsum over W[ids]", "einsum over W[ids], forward", "einsum over W[ids], head trained"
+PEER = "einsum over W[ids]"
+PEER_FORWARD, PEER_TRAINED = f"{PEER}, forward", f"{PEER}, head trained"
 AT_LEAST = 4.0
 
 
@@ -39,7 +41,8 @@ class CandidateShape:
 CANDIDATE_SHAPES = {
     "cpu": [CandidateShape(256, 1024, 128256, 64, torch.float32), CandidateShape(256, 1024, 128256, 64, torch.bfloat16),
             CandidateShape(256, 1024, 32000, 64, torch.float32)],
-    "cuda": [CandidateShape(8192, 4096, 128256, 64, torch.bfloat16), CandidateShape(8192, 4096, 32000, 8, torch.bfloat16)],
+    "cuda": [CandidateShape(8192, 4096, 128256, 64, torch.bfloat16),
+             CandidateShape(8192, 4096, 32000, 8, torch.bfloat16)],
 }
 
 
@@ -69,7 +72,10 @@ def measure_candidates(shape: CandidateShape, device: torch.device, repeats: int
             return z, *torch.autograd.grad(z, leaves, upstream.to(z.dtype))
         return call
 
-    _check(both(ours, trained)(), both(ours, trained, sparse_grad=True)(), x, trained, ids, upstream)
+    try:
+        _check(both(ours, trained)(), both(ours, trained, sparse_grad=True)(), x, trained, ids, upstream)
+    except AssertionError as error:
+        raise WrongResult(f"{shape}: {error}") from error
     size, head = many.numel() * many.element_size(), w.numel() * w.element_size()
     words, filled = many.view(torch.int32), torch.zeros_like(w)
     table: Dict[str, Tuple[str, int, List[str], Callable[[], Any]]] = {  # side, bytes, floors, call

@@ -1,5 +1,5 @@
-// arguments.h - the arguments that ops share, once: as the schema has them and as the ops do. A new option of the losses
-// is a line in each here, with what it must be, and its part in math.h's formula.
+// arguments.h - the arguments that ops share, once: as the schema has them and as the ops do. A new option of the
+// losses is a line in each here, with what it must be, and its part in math.h's formula.
 #pragma once
 
 #include "boxing.h"

@@ -14,7 +14,8 @@
 
 namespace sparse_ce {
 
-// x (rows, width) and W (vocab, width): unit column stride, any row stride; W and b as x, or float32 where x has 16 bits.
+// x (rows, width) and W (vocab, width): unit column stride, any row stride. W and b are of the dtype of x, or float32
+// where that has 16 bits.
 struct CandidateArgs {
   const void* input;
   const void* weight;
@@ -97,10 +98,7 @@ struct CandidateWeightArgs {
   int64_t max_blocks;
 
   SCE_HD bool begins(int64_t p) const { return ids[p] < vocab && (p == 0 || ids[p - 1] != ids[p]); }
-  template <typename weight_t>
-  SCE_HD weight_t* gradient_row(int64_t p) const {
-    return static_cast<weight_t*>(grad_weight) + (slots ? slots[p] : ids[p]) * width;
-  }
+  SCE_HD int64_t gradient_row(int64_t p) const { return slots ? slots[p] : ids[p]; }
   template <typename acc_t>
   SCE_HD void write_bias(int64_t p, acc_t sum) const {
     store_float(sum, grad_bias, bias_dtype, ids[p]);

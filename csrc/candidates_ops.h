@@ -1,6 +1,6 @@
 // candidates_ops.h - the ops on tensors, for the CPU and for CUDA alike. `device_t` has candidate_logits,
-// candidate_logits_backward, candidate_weight_gradient, check_target, called before any work, check_may_wait, before the
-// one read of a number that the host needs, and empty_output for the large fresh result.
+// candidate_logits_backward, candidate_weight_gradient, check_target, called before any work, check_may_wait, called
+// before the host waits for a number, and empty_output for the large fresh result.
 #pragma once
 
 #include "candidates.h"

@@ -30,5 +30,5 @@ from .stock import disable_stock, enable_stock
 from .target import SparseTarget
 
 __all__ = ["LinearSparseCrossEntropyLoss", "MaskedMean", "SparseCrossEntropyLoss", "SparseTarget", "__version__",
-           "candidate_logits", "cat", "collate", "cross_entropy", "disable_stock", "enable_stock", "linear_cross_entropy", "log_softmax",
-           "masked_mean", "segment_log_softmax", "segment_softmax"]
+           "candidate_logits", "cat", "collate", "cross_entropy", "disable_stock", "enable_stock",
+           "linear_cross_entropy", "log_softmax", "masked_mean", "segment_log_softmax", "segment_softmax"]

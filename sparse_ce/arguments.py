@@ -69,9 +69,17 @@ class Candidates(NamedTuple):
     logit_scale: float = 1.0
     softcap: Optional[float] = None
 
+    @property
+    def tensors(self) -> Tuple[Optional[Tensor], ...]:
+        return self[:4]
+
+    @property
+    def numbers(self) -> Tuple[Any, ...]:
+        return self[4:]
+
 
 def split_candidates(given: Sequence[Any], named: Dict[str, Any]) -> Tuple[Candidates, Tuple[bool, bool, bool]]:
-    """The arguments of a backward, and the gradients that are asked for: those of the input, the weight and the bias."""
+    """The arguments of a backward, and whether the gradients for input, weight and bias are asked for."""
     count = len(Candidates._fields)
     wanted = dict(zip(("input_grad", "weight_grad", "bias_grad"), (*given[count:], True, True, True)))
     wanted.update((name, named[name]) for name in wanted if name in named)

@@ -35,30 +35,31 @@ def candidate_logits(
     Args:
         input: hidden states (..., D); float16, bfloat16, float32 or float64, any strides. Arithmetic and result are
             float32 (float64 for float64).
-        linear_weight: the head's weight (V, D), of the dtype of ``input``, or float32 with an ``input`` of 16 bits. Under
-            autocast both may be what ``F.linear`` takes there.
-        indices: int64 or int32, (..., K) with as many dimensions as ``input``: K ids a row; or ``input.shape[:-1]``: one
-            id a row; or a :class:`SparseTarget` of any form, whose weights say what is padding and no more (a jagged
-            set of ids: ``SparseTarget.from_jagged(ids, None, offsets)``); or another target that
+        linear_weight: the head's weight (V, D), of the dtype of ``input``, or float32 with an ``input`` of 16 bits.
+            Under autocast both may be what ``F.linear`` takes there. A stride of its columns other than 1 costs a copy.
+        indices: int64 or int32, (..., K) with as many dimensions as ``input``: K ids a row; or ``input.shape[:-1]``:
+            one id a row; or a :class:`SparseTarget` of any form, whose weights say what is padding and no more (a
+            jagged set of ids: ``SparseTarget.from_jagged(ids, None, offsets)``); or another target that
             :func:`cross_entropy` takes. Ids may repeat.
         linear_bias: (V,), dtype as for ``linear_weight``.
-        logit_scale, softcap: the result is ``softcap * tanh(logit_scale * logit / softcap)``, or ``logit_scale * logit``
-            without a softcap. Numbers.
+        logit_scale, softcap: the result is ``softcap * tanh(logit_scale * logit / softcap)``, or
+            ``logit_scale * logit`` without a softcap. Numbers.
         sparse_grad: the gradient for ``linear_weight`` is a coalesced sparse COO tensor with a row for each id that has
-            a gradient, at most min(N K, V), in place of a dense (V, D). CUDA is waited for to count them; not within the
-            capture of a CUDA graph, nor under ``torch.compile``. Under ``torch.func`` and where the gradient is itself
-            differentiated (``create_graph=True``) it is dense.
+            a gradient, at most min(N K, V), in place of a dense (V, D). CUDA is waited for to count them; not within
+            the capture of a CUDA graph, nor under ``torch.compile``. Under ``torch.func`` and where the gradient is
+            itself differentiated (``create_graph=True``) it is dense.
 
     Returns:
         float32 (float64 for float64), differentiable any number of times, in the shape of the ids: ``input.shape[:-1]``
-        for one id a row, (..., K), or (entries,) for jagged targets, in their order (COO: by rows). Padding, which is an
-        id of -100, an entry of weight 0 or log-probability -inf and each one of a masked row, gives -inf, and no
-        gradient to anything; nor does an upstream gradient of 0. What ``input`` holds in rows of such alone is not read.
+        for one id a row, (..., K), or (entries,) for jagged targets, in their order (COO: by rows). Padding, which is
+        an id of -100, an entry of weight 0 or log-probability -inf and each one of a masked row, gives -inf, and no
+        gradient to anything; nor does an upstream gradient of 0. What ``input`` holds in rows of such alone is not
+        read.
 
     Raises:
         TypeError, ValueError: an argument has the wrong type, shape or value; raised before any work.
-        RuntimeError: dtype or device do not fit, or (CPU) an id is not in [0, V). On CUDA its logit is NaN instead, unless
-            ``SPARSE_CE_VALIDATE=1`` is set. ``sparse_grad`` within the capture of a CUDA graph.
+        RuntimeError: dtype or device do not fit, or (CPU) an id is not in [0, V). On CUDA its logit is NaN instead,
+            unless ``SPARSE_CE_VALIDATE=1`` is set. ``sparse_grad`` within the capture of a CUDA graph.
 
     Examples:
         >>> hidden, head = torch.randn(2, 8, requires_grad=True), torch.nn.Linear(8, 100)

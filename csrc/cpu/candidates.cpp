@@ -90,8 +90,8 @@ SCE_HD void for_each_few(const args_t& args, const RowEntries& now, const RowEnt
   while (k < size) few(std::integral_constant<int64_t, 1>{});
 }
 
-// A thread takes whole rows. `collect(r, entries)` finds the entries of a row, `work(r, entries, after, buffer)` gets them
-// with those of the row after it, and memory for a row of the input.
+// A thread takes whole rows. `collect(r, entries)` finds the entries of a row, `work(r, entries, after, buffer)` gets
+// them with those of the row after it, and memory for a row of the input.
 template <typename acc_t, typename collect_t, typename work_t>
 void for_rows(const CandidateArgs& args, const collect_t& collect, const work_t& work) {
   const int64_t rows = args.target.rows, per_row = args.width * args.target.entries / std::max<int64_t>(1, rows);
@@ -202,7 +202,7 @@ void weight_gradient(const CandidateWeightArgs& args) {
         }
         if (args.grad_bias) args.write_bias(p, of_bias);
         if (width == 0) continue;
-        weight_t* out = args.template gradient_row<weight_t>(p);
+        weight_t* out = static_cast<weight_t*>(args.grad_weight) + args.gradient_row(p) * width;
         SCE_SIMD()
         for (int64_t c = 0; c < width; ++c) from_acc(total[c], out[c]);
       }

@@ -196,7 +196,7 @@ __global__ void __launch_bounds__(kThreads) weight_kernel(CandidateWeightArgs ar
       }
     }
     if (args.grad_bias && item % spans == 0 && Warp::rank() == 0) args.write_bias(p, of_bias);
-    if (writes) gradients.store(args.slots ? args.slots[p] : id, c, rounded<weight_t>(total));
+    if (writes) gradients.store(args.gradient_row(p), c, rounded<weight_t>(total));
   }
 }
 

@@ -12,19 +12,16 @@ from ..tracing import eager
 from .library import batched, composite, needs_grad, ops, register_autograd, register_backward, register_fake
 from .linear import Head
 
-_INPUTS = 6
-
 
 class _CandidateLogits(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, input: Tensor, linear_weight: Tensor, linear_bias: Optional[Tensor],
-                tensors: Tuple[Optional[Tensor], ...], numbers: Tuple[Any, ...], sparse_grad: bool) -> Tensor:
+                c: Candidates, sparse_grad: bool) -> Tensor:
         with torch._C._AutoDispatchBelowAutograd():
-            logits: Tensor = ops.candidate_logits(input, linear_weight, linear_bias, *tensors, *numbers)
-        capped = Candidates(*tensors, *numbers).softcap is not None  # type: ignore[arg-type]
-        ctx.save_for_backward(input, linear_weight, linear_bias, *tensors, logits if capped else None)
-        ctx.numbers, ctx.sparse_grad = numbers, sparse_grad
+            logits: Tensor = ops.candidate_logits(input, linear_weight, linear_bias, *c)
+        ctx.save_for_backward(input, linear_weight, linear_bias, *c.tensors, None if c.softcap is None else logits)
+        ctx.numbers, ctx.sparse_grad = c.numbers, sparse_grad
         return logits
 
     @staticmethod
@@ -41,7 +38,7 @@ class _CandidateLogits(torch.autograd.Function):
         else:
             grad_input, grad_weight, grad_bias = ops.candidate_logits_backward(*given)
         grads = (grad_input, grad_weight, grad_bias)
-        return (*(g if w else None for g, w in zip(grads, wanted)), *(None,) * (_INPUTS - 3))
+        return (*(g if w else None for g, w in zip(grads, wanted)), None, None)
 
 
 def _run(head: Head, c: Candidates, sparse_grad: bool) -> Tensor:
@@ -49,7 +46,7 @@ def _run(head: Head, c: Candidates, sparse_grad: bool) -> Tensor:
     if composite(head.input):
         return reference.candidate_logits(*head, *c)
     if needs_grad(*head):
-        logits = _CandidateLogits.apply(*head, c[:4], c[4:], sparse_grad)
+        logits = _CandidateLogits.apply(*head, c, sparse_grad)
         return logits
     with torch._C._AutoDispatchBelowAutograd():
         logits = ops.candidate_logits(*head, *c)
@@ -89,7 +86,7 @@ def candidate_logits(head: Head, c: Candidates, sparse_grad: bool) -> Tensor:
     if eager():
         return _run(head, c, sparse_grad)
     if sparse_grad:
-        fail("sparse_grad must be False under torch.compile and export, got True: how many ids differ, and so the shape "
-             "of the gradient, is not known there")
+        fail("sparse_grad must be False under torch.compile and export, got True: how many ids differ, and so the "
+             "shape of the gradient, is not known there")
     logits: Tensor = ops.candidate_logits(*head, *c)
     return logits

@@ -38,7 +38,7 @@ Case draw(bool small) {
   c.k = c.layout == Case::kIndex ? 1 : below(chance(0.2) ? 80 : 12);
   // Packs are of 2, 4 and 8; a span is of 32 packs.
   c.width = chance(0.5) ? 8 * (1 + below(small ? 12 : 80)) : 1 + below(small ? 40 : 600);
-  c.input_gap = chance(0.6) ? 0 : chance(0.5) ? 8 : below(5), c.weight_gap = chance(0.6) ? 0 : chance(0.5) ? 8 : below(5);
+  for (int64_t* gap : {&c.input_gap, &c.weight_gap}) *gap = chance(0.6) ? 0 : chance(0.5) ? 8 : below(5);
   c.input_offset = chance(0.6) ? 0 : below(9), c.weight_offset = chance(0.6) ? 0 : below(9);
   c.bias = chance(0.5), c.mask = chance(0.3), c.values = c.layout != Case::kIndex && chance(0.5);
   c.logprobs = c.values && chance(0.5);
@@ -90,7 +90,8 @@ struct Problem {
         entry = {r, mask.get(r) ? column_of(i) : TargetView::kPadding};
         if (entry.column >= 0) reads[size_t(r)] = true;
       }
-      if (c.layout == Case::kRanges) offsets.set(2 * r, double(begin[size_t(r)])), offsets.set(2 * r + 1, double(end[size_t(r)]));
+      if (c.layout != Case::kRanges) continue;
+      offsets.set(2 * r, double(begin[size_t(r)])), offsets.set(2 * r + 1, double(end[size_t(r)]));
     }
     if (c.layout != Case::kRanges)
       for (int64_t r = 0; r <= c.rows; ++r) offsets.set(r, double(r < c.rows ? begin[size_t(r)] : entries));
@@ -118,8 +119,8 @@ struct Problem {
   }
 
   void fill(int64_t i) {
-    const double id = chance(0.1) ? double(kIgnore) : chance(0.02) ? double(c.vocab + below(9)) : chance(0.02) ? -1 : -2;
-    indices.set(i, id != -2 ? id : double(below(c.vocab)));
+    const double out = chance(0.5) ? double(c.vocab + below(9)) : -1;
+    indices.set(i, chance(0.1) ? double(kIgnore) : chance(0.04) ? out : double(below(c.vocab)));
     const double padding = c.logprobs ? -INFINITY : 0;
     values.set(i, chance(0.2) ? padding : c.logprobs && chance(0.3) ? -300 : uniform(0.1, 2));
     if (c.values && values.get(i) == padding && chance(0.5)) indices.set(i, double(c.vocab + 7));
