@@ -53,6 +53,8 @@ CUDA = [
     ("csrc/cuda/candidates.cu", "return by_packs && c + kSize <= width;", "return by_packs;"),
     ("csrc/cuda/candidates.cu", "if (c + e < width) pack.at[e] = at[e];",
      "if (c + e + 1 < width) pack.at[e] = at[e];"),
+    ("csrc/cuda/candidates.cu", "c = body + Warp::rank(); c", "c = body + Warp::rank() + 1; c"),
+    ("csrc/cuda/candidates.cu", "inputs.by_packs && weights.by_packs ?", "weights.by_packs ?"),
     ("csrc/cuda/candidates.cu", "ignored || i + u >= range.end", "i + u >= range.end"),
     ("csrc/cuda/candidates.cu", "args.target.ignored(r) ? range.begin : range.end;", "range.end;"),
     ("csrc/cuda/candidates.cu", "i += parts * kFlight)", "i += 2 * parts * kFlight)"),
