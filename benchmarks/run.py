@@ -18,6 +18,7 @@ import torch
 
 import record as records
 from bench import Call, extra_bytes, time_by_turns
+from candidate_problems import CANDIDATE_SHAPES, measure_candidates
 from check import WrongResult, check, exact
 from goals import goals
 from linear_problems import LINEAR_SHAPES, measure_linear
@@ -183,12 +184,15 @@ def main() -> int:
     means = [dataclasses.replace(shape, shape=(shape.shape[0] // 8, *shape.shape[1:]),
                                  mask=(shape.mask[0] // 8, *shape.mask[1:])) if args.quick else shape
              for shape in MEAN_SHAPES]
+    candidates = [dataclasses.replace(shape, rows=shape.rows // 8) if args.quick else shape
+                  for shape in CANDIDATE_SHAPES[args.device]]
     variants = [dataclasses.replace(shape, rows=shape.rows // 8) if args.quick else shape
                 for shape in VARIANTS[args.device]]
     for shape, measure_one in [*((shape, measure) for shape in shapes),
                                *((shape, measure_masked_mean) for shape in means),
                                *((shape, measure_log_softmax) for shape in sparse),
                                *((shape, measure_linear) for shape in linear),
+                               *((shape, measure_candidates) for shape in candidates),
                                *((shape, measure_stock) for shape in stock),
                                *((shape, measure_variant) for shape in variants),
                                *((shape, measure_small) for shape in SMALL_SHAPES[args.device])]:

@@ -1,5 +1,5 @@
-// arguments.h - the arguments that the losses share, once: as the schema has them and as the ops do. A new option is a
-// line in each here, with what it must be, and its part in math.h's formula.
+// arguments.h - the arguments that ops share, once: as the schema has them and as the ops do. A new option of the
+// losses is a line in each here, with what it must be, and its part in math.h's formula.
 #pragma once
 
 #include "boxing.h"
@@ -22,6 +22,12 @@ struct TargetArguments : OnStack {
   int64_t ignore_index = next<int64_t>();
 };
 
+inline void check_transform(double logit_scale, std::optional<double> softcap) {
+  check(std::isfinite(logit_scale), "logit_scale must be finite, got ", logit_scale);
+  check(!softcap || (std::isfinite(*softcap) && *softcap > 0), "softcap must be a positive number or None, got ",
+        softcap.value_or(0));
+}
+
 #define SCE_ARGUMENTS                                                                                               \
   SCE_TARGET                                                                                                        \
   ", float label_smoothing=0., float z_loss=0., float logit_scale=1., float? softcap=None, int? num_classes=None, " \
@@ -40,13 +46,34 @@ struct Arguments : TargetArguments {
   void check_options(int64_t vocab, const char* classes) const {
     check(label_smoothing >= 0 && label_smoothing <= 1, "label_smoothing must be in [0, 1], got ", label_smoothing);
     check(std::isfinite(z_loss) && z_loss >= 0, "z_loss must be finite and not negative, got ", z_loss);
-    check(std::isfinite(logit_scale), "logit_scale must be finite, got ", logit_scale);
-    check(!softcap || (std::isfinite(*softcap) && *softcap > 0), "softcap must be a positive number or None, got ",
-          softcap.value_or(0));
+    check_transform(logit_scale, softcap);
     check(!num_classes || (*num_classes > 0 && *num_classes <= vocab), "num_classes must be in [1, ", vocab, "], ",
           classes, ", got ", num_classes.value_or(0));
   }
   LossOptions options() const { return {label_smoothing, z_loss, logit_scale, softcap.value_or(0)}; }
+};
+
+#define SCE_CANDIDATES                                                                                        \
+  "Tensor indices, Tensor? values=None, Tensor? offsets=None, Tensor? row_mask=None, int ignore_index=-100, " \
+  "bool logprobs=False, float logit_scale=1., float? softcap=None"
+struct CandidateArguments : OnStack {
+  using OnStack::OnStack;
+  Tensor indices = next<Tensor>();
+  OptionalTensor values = next<OptionalTensor>();
+  OptionalTensor offsets = next<OptionalTensor>();
+  OptionalTensor row_mask = next<OptionalTensor>();
+  int64_t ignore_index = next<int64_t>();
+  bool logprobs = next<bool>();
+  double logit_scale = next<double>();
+  std::optional<double> softcap = next<std::optional<double>>();
+
+  LossOptions options() const {
+    check_transform(logit_scale, softcap);
+    LossOptions options;
+    options.logit_scale = logit_scale;
+    options.softcap = softcap.value_or(0);
+    return options;
+  }
 };
 
 #define SCE_HEAD "Tensor input, Tensor linear_weight, Tensor? linear_bias"
@@ -55,6 +82,28 @@ struct HeadArguments : OnStack {
   Tensor input = next<Tensor>();
   Tensor weight = next<Tensor>();
   OptionalTensor bias = next<OptionalTensor>();
+
+  void check_tensors() const {
+    check(input.dim() == 2, "input must be (rows, width), got ", shape(input));
+    to_dtype(input, "input", /*integer=*/false);
+    check(weight.dim() == 2 && weight.size(1) == input.size(1), "linear_weight must be (vocab, ", input.size(1),
+          "), as wide as input, got ", shape(weight));
+    check(weight.size(0) > 0, "linear_weight must have at least one class, got ", shape(weight));
+    check_operand(weight, "linear_weight");
+    if (!bias) return;
+    check(bias->dim() == 1 && bias->size(0) == weight.size(0), "linear_bias must be (", weight.size(0), ",), got ",
+          shape(*bias));
+    check_operand(*bias, "linear_bias");
+  }
+
+ private:
+  // 16-bit inputs may meet float32 weights: mixed precision converts them on the way.
+  void check_operand(const Tensor& t, const char* argument) const {
+    check_same_device(t, input, argument);
+    const bool mixed = input.element_size() == 2 && t.scalar_type() == ScalarType::Float;
+    check(mixed || t.scalar_type() == input.scalar_type(), argument, " must be of the dtype of input, ",
+          name(input.scalar_type()), input.element_size() == 2 ? ", or float32" : "", ", got ", name(t.scalar_type()));
+  }
 };
 
 // Upstream gradients: of the loss, and of what select gives beside it.
@@ -86,13 +135,18 @@ struct Outputs : OnStack {
   bool argmax = next<bool>();
 };
 
-// The gradients that are asked for.
-#define SCE_WANTED "bool input_grad=True, bool weight_grad=True, bool bias_grad=True, bool values_grad=False"
-struct Wanted : OnStack {
+// The gradients that are asked for: for a head alone, and for the values of the entries too.
+#define SCE_HEAD_WANTED "bool input_grad=True, bool weight_grad=True, bool bias_grad=True"
+struct HeadWanted : OnStack {
   using OnStack::OnStack;
   bool input = next<bool>();
   bool weight = next<bool>();
   bool bias = next<bool>();
+};
+
+#define SCE_WANTED SCE_HEAD_WANTED ", bool values_grad=False"
+struct Wanted : HeadWanted {
+  using HeadWanted::HeadWanted;
   bool values = next<bool>();
 };
 

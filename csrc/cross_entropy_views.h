@@ -27,7 +27,9 @@ inline void view_logits(const Tensor& logits, Held& held, CrossEntropyArgs& args
   args.row_stride = held.logits.stride(0);
 }
 
-inline void view_entries(const TargetArguments& given, Held& held, TargetView& target) {
+// `given`: any arguments with indices, values and offsets.
+template <typename given_t>
+void view_entries(const given_t& given, Held& held, TargetView& target) {
   const Tensor& indices = given.indices;
   const OptionalTensor &values = given.values, &offsets = given.offsets;
   const int64_t rows = target.rows;
@@ -74,8 +76,9 @@ inline void view_weight(const Tensor& weight, Held& held, TargetView& target) {
   target.weight = held.weight->const_data_ptr();
 }
 
-// Of `held.logits`, or of losses in their place.
-inline TargetView view_target(const TargetArguments& given, int64_t num_classes, Held& held) {
+// Of `held.logits`, or of what has as many rows in their place; all but the class weights.
+template <typename given_t>
+TargetView view_rows_and_entries(const given_t& given, int64_t num_classes, Held& held) {
   TargetView target{};
   target.rows = held.logits.size(0);
   target.num_classes = num_classes;
@@ -91,6 +94,11 @@ inline TargetView view_target(const TargetArguments& given, int64_t num_classes,
     held.row_mask = packed(row_mask);
     target.row_mask = static_cast<const bool*>(held.row_mask->const_data_ptr());
   }
+  return target;
+}
+
+inline TargetView view_target(const TargetArguments& given, int64_t num_classes, Held& held) {
+  TargetView target = view_rows_and_entries(given, num_classes, held);
   if (given.weight) view_weight(*given.weight, held, target);
   return target;
 }

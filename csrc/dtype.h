@@ -118,6 +118,23 @@ SCE_HD acc_t load_float(const void* array, DType dtype, int64_t i) {
   }
 }
 
+template <typename acc_t>
+SCE_HD void store_float(acc_t x, void* array, DType dtype, int64_t i) {
+  switch (dtype) {
+    case DType::kFloat64:
+      static_cast<double*>(array)[i] = static_cast<double>(x);
+      break;
+    case DType::kFloat16:
+      from_acc(static_cast<float>(x), static_cast<Half*>(array)[i]);
+      break;
+    case DType::kBFloat16:
+      from_acc(static_cast<float>(x), static_cast<BFloat16*>(array)[i]);
+      break;
+    default:
+      static_cast<float*>(array)[i] = static_cast<float>(x);
+  }
+}
+
 SCE_HD int64_t load_int(const void* array, DType dtype, int64_t i) {
   return dtype == DType::kInt64 ? static_cast<const int64_t*>(array)[i] : static_cast<const int32_t*>(array)[i];
 }

@@ -33,17 +33,7 @@ struct LinearCall {
   LinearCall(const HeadArguments& given_head, const Arguments& given, std::optional<int64_t> rows)
       : head(without_history(given_head)), chunk_rows(rows) {
     const Tensor &input = head.input, &weight = head.weight;
-    check(input.dim() == 2, "input must be (rows, width), got ", shape(input));
-    to_dtype(input, "input", /*integer=*/false);
-    check(weight.dim() == 2 && weight.size(1) == input.size(1), "linear_weight must be (vocab, ", input.size(1),
-          "), as wide as input, got ", shape(weight));
-    check(weight.size(0) > 0, "linear_weight must have at least one class, got ", shape(weight));
-    check_operand(weight, "linear_weight");
-    if (head.bias) {
-      check(head.bias->dim() == 1 && head.bias->size(0) == weight.size(0), "linear_bias must be (", weight.size(0),
-            ",), got ", shape(*head.bias));
-      check_operand(*head.bias, "linear_bias");
-    }
+    head.check_tensors();
     check(!chunk_rows || *chunk_rows > 0, "chunk_rows must be positive, got ", chunk_rows.value_or(0));
     given.check_options(weight.size(0), "the rows of linear_weight");
     held.logits = input;
@@ -60,15 +50,6 @@ struct LinearCall {
     live_scale = keep(args.row_scale, args.row_scale_stride);
     live_args.row_scale = live_scale->const_data_ptr();
     live_args.row_scale_stride = 1;
-  }
-
-  // 16-bit inputs may meet float32 weights: mixed precision converts them on the way.
-  void check_operand(const Tensor& t, const char* argument) const {
-    check_same_device(t, head.input, argument);
-    const bool mixed = head.input.element_size() == 2 && t.scalar_type() == ScalarType::Float;
-    check(mixed || t.scalar_type() == head.input.scalar_type(), argument, " must be of the dtype of input, ",
-          name(head.input.scalar_type()), head.input.element_size() == 2 ? ", or float32" : "", ", got ",
-          name(t.scalar_type()));
   }
 
   LinearHead<device_t> chunks() const {

@@ -109,6 +109,20 @@ STABLE_TORCH_LIBRARY(sparse_ce, m) {
   // gradient *= scale () A, in place. Where scale is 1 nothing is read or written; it is looked at where it lies.
   m.def("scale_(Tensor(a!) gradient, Tensor scale) -> ()");
 
+  // The head's logits at the entries of a target alone, shape of indices, A: -inf for padding, which beside the
+  // target's own is every entry of a row that does not count and one that belongs to no row. Of the values nothing is
+  // asked but which are padding.
+  m.def("candidate_logits(" SCE_HEAD ", " SCE_CANDIDATES ") -> Tensor");
+
+  // Its gradients, (0,) where one is not asked for. With a softcap `output` is what forward gave.
+  m.def("candidate_logits_backward(Tensor grad, Tensor? output, " SCE_HEAD ", " SCE_CANDIDATES ", " SCE_HEAD_WANTED
+        ") -> (Tensor grad_input, Tensor grad_weight, Tensor grad_bias)");
+
+  // The same, but of the gradient for the weight only the rows (U, D) of the ids (U,) that have one, ascending. Waits
+  // for the device to know U.
+  m.def("candidate_logits_backward_sparse(Tensor grad, Tensor? output, " SCE_HEAD ", " SCE_CANDIDATES
+        ", " SCE_HEAD_WANTED ") -> (Tensor grad_input, Tensor ids, Tensor grad_rows, Tensor grad_bias)");
+
   // Softmax, or its logarithm, over the entries of each row of a sparse matrix: values (E,) or (E, D), each of D
   // positions alone. Row r has the entries [offsets[r], offsets[r + 1]) of order (E,) int64, without it of 0, 1, 2, ...
   m.def("sparse_softmax(Tensor values, Tensor offsets, Tensor? order, bool log) -> Tensor");

@@ -164,11 +164,11 @@ struct SelectArgs : ForwardArgs {
     if (argmax) argmax[r] = ignored ? -1 : stats.argmax < 0 ? 0 : stats.argmax;
   }
 
-  // What belongs to entry i of a row that is not ignored.
+  // What belongs to entry i of a row that is not ignored. One whose weight underflows to 0 is no padding here.
   template <typename scalar_t, typename acc_t>
   SCE_HD void write_entry(int64_t i, bool invalid, const scalar_t* row, const LogitTransform<acc_t>& transform,
                           const RowStats<acc_t>& stats) const {
-    const auto entry = target.entry<acc_t>(i);
+    const auto entry = target.chosen<acc_t>(i);
     acc_t log_prob = static_cast<acc_t>(padding_value);
     if (entry.column >= 0)
       log_prob = not_above_0((transform(to_acc(row[entry.column])) - stats.max) - logarithm(stats.sum));

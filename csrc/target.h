@@ -75,8 +75,12 @@ struct TargetView {
   // Padding is recognised by its stored value or by ignore_index before its index is used for anything else. An index
   // out of range is a mistake even where its log-probability underflows to a weight of 0, which adds nothing to a row.
   template <typename acc_t>
+  SCE_HD bool is_padding(int64_t column, acc_t value) const {
+    return value == (logprobs ? -acc_t(INFINITY) : acc_t(0)) || column == ignore_index;
+  }
+  template <typename acc_t>
   SCE_HD Entry<acc_t> entry_of(int64_t column, acc_t value) const {
-    if (value == (logprobs ? -acc_t(INFINITY) : acc_t(0)) || column == ignore_index) return {-1, acc_t(0)};
+    if (is_padding(column, value)) return {-1, acc_t(0)};
     if (column < 0 || column >= num_classes) return {-1, Limits<acc_t>::kNaN};
     if (!logprobs) return {column, value};
     // The library's: `exponential` stops at -88, but weights go on, as subnormals, to exp(-103).
@@ -87,6 +91,23 @@ struct TargetView {
   SCE_HD Entry<acc_t> entry(int64_t i) const {
     return entry_of(load_int(indices, indices_dtype, i),
                     values ? load_float<acc_t>(values, values_dtype, i) : acc_t(1));
+  }
+
+  // The class of an entry, whatever its weight, or why it has none.
+  static constexpr int64_t kPadding = -1, kOutside = -2;
+  template <typename acc_t>
+  SCE_HD int64_t column(int64_t i) const {
+    const int64_t column = load_int(indices, indices_dtype, i);
+    if (is_padding(column, values ? load_float<acc_t>(values, values_dtype, i) : acc_t(1))) return kPadding;
+    return column < 0 || column >= num_classes ? kOutside : column;
+  }
+
+  // The same as an entry, of its weight, which may underflow to 0. NaN where there is no class.
+  template <typename acc_t>
+  SCE_HD Entry<acc_t> chosen(int64_t i) const {
+    const int64_t class_of = column<acc_t>(i);
+    if (class_of < 0) return {-1, class_of == kOutside ? Limits<acc_t>::kNaN : acc_t(0)};
+    return {class_of, entry<acc_t>(i).value};
   }
 
   // d weight / d value.

@@ -20,6 +20,7 @@ Examples:
 
 from . import ops, parallel, reference, travel  # noqa: F401, the names that the documentation uses
 from ._version import __version__
+from .candidates import candidate_logits
 from .collate import cat, collate
 from .functional import CrossEntropyOutput, cross_entropy, linear_cross_entropy
 from .log_probs import LogProbs, linear_selected_log_probs, selected_log_probs
@@ -30,6 +31,6 @@ from .stock import disable_stock, enable_stock
 from .target import SparseTarget
 
 __all__ = ["CrossEntropyOutput", "LinearSparseCrossEntropyLoss", "LogProbs", "MaskedMean", "SelectedLogProbs",
-           "SparseCrossEntropyLoss", "SparseTarget", "__version__", "cat", "collate", "cross_entropy", "disable_stock",
+           "SparseCrossEntropyLoss", "SparseTarget", "__version__", "candidate_logits", "cat", "collate", "cross_entropy", "disable_stock",
            "enable_stock", "linear_cross_entropy", "linear_selected_log_probs", "log_softmax", "masked_mean",
            "segment_log_softmax", "segment_softmax", "selected_log_probs"]

@@ -67,6 +67,37 @@ def split(given: Sequence[Any], named: Dict[str, Any], **behind: Any) -> Tuple[A
     return Arguments(*given[:count], **options), list(behind.values())
 
 
+class Candidates(NamedTuple):
+    """What the ops of a few logits of a head take behind it: the ids, a target's parts with one leading dimension, and
+    what becomes of a logit."""
+
+    indices: Tensor
+    values: Optional[Tensor] = None
+    offsets: Optional[Tensor] = None
+    row_mask: Optional[Tensor] = None
+    ignore_index: int = IGNORE_INDEX
+    logprobs: bool = False
+    logit_scale: float = 1.0
+    softcap: Optional[float] = None
+
+    @property
+    def tensors(self) -> Tuple[Optional[Tensor], ...]:
+        return self[:4]
+
+    @property
+    def numbers(self) -> Tuple[Any, ...]:
+        return self[4:]
+
+
+def split_candidates(given: Sequence[Any], named: Dict[str, Any]) -> Tuple[Candidates, Tuple[bool, bool, bool]]:
+    """The arguments of a backward, and whether the gradients for input, weight and bias are asked for."""
+    count = len(Candidates._fields)
+    wanted = dict(zip(("input_grad", "weight_grad", "bias_grad"), (*given[count:], True, True, True)))
+    wanted.update((name, named[name]) for name in wanted if name in named)
+    options = {name: value for name, value in named.items() if name not in wanted}
+    return Candidates(*given[:count], **options), (wanted["input_grad"], wanted["weight_grad"], wanted["bias_grad"])
+
+
 class _Rule(NamedTuple):
     """What an option must be: of which type, and in which range. ``fix``: what to do with a number that is learned."""
 
@@ -113,6 +144,12 @@ def checked(options: Dict[str, Any], vocab: Optional[int] = None,
             fail(f"{name} must be {rule.expectation}, got {value}")
         taken[name] = float(value) if number else value
     return taken
+
+
+def checked_transform(logit_scale: float, softcap: Optional[float]) -> Tuple[float, Optional[float]]:
+    """The two of the options that say what becomes of a logit."""
+    options = checked({**_DEFAULTS, "logit_scale": logit_scale, "softcap": softcap})
+    return options["logit_scale"], options["softcap"]
 
 
 def check_held(weight: Optional[Tensor], normalizer: Optional[Normalizer], options: Dict[str, Any]) -> None:

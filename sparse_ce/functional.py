@@ -5,15 +5,16 @@ from typing import TYPE_CHECKING, Any, Dict, Literal, NamedTuple, Optional, Sequ
 
 import torch
 from torch import Tensor
-from torch.amp.autocast_mode import is_autocast_available
 
-from . import arguments, ops, reference
+from . import arguments, reference
 from .arguments import Arguments, Normalizer, Scale
+from .autocast import as_linear_multiplies
 from .entries import IGNORE_INDEX, NO_MARK
 from .errors import fail
 from .masked_mean import masked_mean
 from .ops.cross_entropy import cross_entropy as cross_entropy_op
 from .ops.cross_entropy import loss_mean
+from .ops.library import check_kernels
 from .ops.linear import Head
 from .ops.linear import Options as HeadOptions
 from .ops.linear import linear_cross_entropy as linear_cross_entropy_op
@@ -304,7 +305,7 @@ def linear_cross_entropy(
                    softcap=softcap, num_classes=num_classes)
     options = arguments.checked(options, linear_weight.shape[0], "the rows of linear_weight")
     arguments.check_inplace(inplace)
-    input, linear_weight, linear_bias = autocast_head(input, linear_weight, linear_bias)
+    input, linear_weight, linear_bias = as_linear_multiplies(input, linear_weight, linear_bias)
     a, normalizer = _dense_parts(input, shape, target, weight, reduction, normalizer, options, row_scale)
     row_weight = arguments.taken_weight(row_weight, shape, input)
     rows = input.reshape(math.prod(input.shape[:-1]), input.shape[-1])
@@ -321,11 +322,11 @@ def _dense_parts(input: Tensor, shape: torch.Size, target: Target, weight: Optio
     """The arguments of the ops, the target with one leading dimension, and the normalizer, for logits of ``shape`` on
     the device of ``input``."""
     arguments.check_reduction(reduction, normalizer)
+    check_kernels(input)
     num_classes = options["num_classes"]
     if weight is not None:
         weight = arguments.class_weights(weight, input, shape[-1], shape[-1] if num_classes is None else num_classes)
     if type(target) is Tensor and arguments.fit_as_labels(target, shape, input):  # most calls
-        check_kernels(input)
         labels = target if len(shape) == 2 else target.reshape(-1)
         a = Arguments(labels, None, None, weight, row_scale=row_scale, **options)
     else:
@@ -338,7 +339,6 @@ def _dense_parts(input: Tensor, shape: torch.Size, target: Target, weight: Optio
 def flat_target(input: Tensor, shape: torch.Size, target: SparseTarget, given: object, weight: Optional[Tensor],
                 row_scale: Optional[Tensor], options: Dict[str, Any]) -> Arguments:
     """The arguments of the ops: ``target``, made of what was ``given``, with one leading dimension."""
-    check_kernels(input)
     ignore_index = options["ignore_index"]
     arguments.check_target(target, shape, input, options["num_classes"])
     if target is given and ignore_index != IGNORE_INDEX and ignore_index != NO_MARK:
@@ -346,12 +346,6 @@ def flat_target(input: Tensor, shape: torch.Size, target: SparseTarget, given: o
     flat = target.flatten()
     return Arguments(flat.indices, flat.values, flat.offsets, weight, flat.row_mask,
                      logprobs=flat.kind == "logprobs", row_scale=row_scale, **options)
-
-
-def check_kernels(input: Tensor) -> None:
-    if input.is_cuda and ops.why_no_cuda is not None:
-        fail(f"input must be on a device with kernels, got a CUDA tensor, but {ops.why_no_cuda}; reinstall sparse_ce "
-             "with nvcc on the PATH", RuntimeError)
 
 
 def _result(out: Sequence[Tensor], a: Arguments, shape: torch.Size, reduction: str, row_weight: Optional[Tensor],
@@ -366,22 +360,3 @@ def _result(out: Sequence[Tensor], a: Arguments, shape: torch.Size, reduction: s
     if return_entropy or return_argmax:
         return CrossEntropyOutput(loss, out[1].reshape(shape[:-1]), rows(2, return_entropy), rows(3, return_argmax))
     return (loss, out[1].reshape(shape[:-1])) if return_lse else loss
-
-
-# Asked here: torch.compile of 2.11 cannot trace the question.
-_AUTOCASTS = frozenset(filter(is_autocast_available, ("cpu", "cuda", "hpu", "mps", "mtia", "xla", "xpu")))
-
-
-def autocast_head(input: Tensor, linear_weight: Tensor,
-              linear_bias: Optional[Tensor]) -> Tuple[Tensor, Tensor, Optional[Tensor]]:
-    """The head as autocast would have ``F.linear`` multiply it; float32 weights are converted on the way, not here."""
-    device = input.device.type
-    available = device in _AUTOCASTS or is_autocast_available(device)
-    if input.dtype == torch.float64 or not available or not torch.is_autocast_enabled(device):
-        return input, linear_weight, linear_bias
-    dtype = torch.get_autocast_dtype(device)
-
-    def cast(t: Tensor) -> Tensor:
-        return t if t.dtype in (dtype, torch.float32) else t.to(dtype)
-
-    return input.to(dtype), cast(linear_weight), None if linear_bias is None else cast(linear_bias)

@@ -9,9 +9,11 @@ from torch import Tensor
 
 from . import arguments
 from .arguments import Arguments, Scale
+from .autocast import as_linear_multiplies
 from .entries import IGNORE_INDEX
 from .errors import fail
-from .functional import Inplace, autocast_head, flat_target
+from .functional import Inplace, flat_target
+from .ops.library import check_kernels
 from .ops.linear import Head
 from .ops.linear_select import linear_select
 from .ops.select import Outputs, Selected
@@ -167,7 +169,7 @@ def linear_selected_log_probs(
                          "the rows of linear_weight")
     wanted = Outputs(checked_padding(padding_value), log_rest=return_log_rest, entropy=return_entropy,
                      mean_logit=return_mean_logit, argmax=return_argmax)
-    input, linear_weight, linear_bias = autocast_head(input, linear_weight, linear_bias)
+    input, linear_weight, linear_bias = as_linear_multiplies(input, linear_weight, linear_bias)
     rows = input.reshape(math.prod(shape[:-1]), input.shape[-1])
     out = linear_select(Head(rows, linear_weight, linear_bias), a, wanted, chunk_rows)
     return _result(out, wanted, ids_of(indices, shape), shape)
@@ -202,6 +204,7 @@ def select_arguments(input: Tensor, shape: torch.Size, indices: Target, ignore_i
                      softcap: Optional[float], num_classes: Optional[int],
                      classes: str = "the last dimension of input") -> Arguments:
     """Of the op, for logits of ``shape`` on the device of ``input``."""
+    check_kernels(input)
     logit_scale, row_scale = arguments.taken_scale(logit_scale, shape, input)
     options = dict(ignore_index=ignore_index, label_smoothing=0.0, z_loss=0.0, logit_scale=logit_scale,
                    softcap=softcap, num_classes=num_classes)

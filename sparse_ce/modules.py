@@ -115,7 +115,8 @@ class LinearSparseCrossEntropyLoss(_Loss):
             weight, normalizer,
             ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing, z_loss=z_loss,
             logit_scale=logit_scale, softcap=softcap, num_classes=num_classes, inplace=inplace,
-            return_lse=return_lse, return_entropy=return_entropy, return_argmax=return_argmax, chunk_rows=chunk_rows)
+            return_lse=return_lse, return_entropy=return_entropy, return_argmax=return_argmax,
+            chunk_rows=chunk_rows)
 
     def forward(self, input: Tensor, linear_weight: Tensor, target: Target,
                 linear_bias: Optional[Tensor] = None,

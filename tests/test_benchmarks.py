@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmarks"))
+import candidate_problems  # noqa: E402
 import linear_problems  # noqa: E402
 import peers  # noqa: E402
 import run  # noqa: E402
@@ -67,6 +68,17 @@ def test_variants_are_measured_and_checked(dtype, changes, quick, monkeypatch):
     monkeypatch.setattr(sparse_ce, "cross_entropy", lambda *args, **options: right(*args, **options) * 1.05)
     with pytest.raises(WrongResult, match="16 x 300"):
         variant_problems.measure_variant(shape, CPU, 1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_candidates_are_measured_and_checked(dtype, quick, monkeypatch):
+    shape = candidate_problems.CandidateShape(32, 64, 300, 8, dtype)
+    found = candidate_problems.measure_candidates(shape, CPU, 1)
+    assert len(found["rows"]) == 9 and len(found["goals"]) == 1
+    right = sparse_ce.candidate_logits
+    monkeypatch.setattr(sparse_ce, "candidate_logits", lambda *args, **options: right(*args, **options) * 1.05)
+    with pytest.raises(WrongResult, match="32 x 64 x 300"):
+        candidate_problems.measure_candidates(shape, CPU, 1)
 
 
 def test_a_problem_that_fails_does_not_take_the_others_with_it(tmp_path, monkeypatch, capsys):

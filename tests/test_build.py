@@ -17,7 +17,7 @@ LIBRARIES = sorted(Path(sparse_ce.__file__).parent.glob("_C*.so"))
 needs_nvcc = pytest.mark.skipif(shutil.which("nvcc") is None and "CI" not in os.environ, reason="needs nvcc")
 
 
-@pytest.fixture(scope="module", params=["cross_entropy", "linear", "sparse_softmax", "masked_mean"])
+@pytest.fixture(scope="module", params=["cross_entropy", "linear", "sparse_softmax", "masked_mean", "candidates"])
 def compiled(request, tmp_path_factory):
     """The kernels for sm_80 and sm_90, and ptxas' report: {(architecture, kernel): (spilled bytes, registers)}."""
     out = tmp_path_factory.mktemp("cuda") / f"{request.param}.o"
@@ -41,7 +41,7 @@ def compiled(request, tmp_path_factory):
 def test_no_kernel_spills_registers_for_half_bfloat16_and_float(compiled):
     report = {key: value for key, value in compiled[1].items() if "double" not in key[1]}
     kernels = {"cross_entropy": 3 * (2 + 2 + 1 + 1), "linear": 3 * (3 + 1) + 1, "sparse_softmax": 3 * 2,
-               "masked_mean": 3 * (4 + 1 + 2)}
+               "masked_mean": 3 * (4 + 1 + 2), "candidates": (3 + 2) * 3}
     assert len(report) == 2 * kernels[compiled[0].stem]  # of both architectures
     assert {key: spilled for key, (spilled, _) in report.items() if spilled} == {}
 
@@ -70,6 +70,14 @@ def test_logits_are_read_and_gradients_written_by_16_bytes(compiled):
         assert len(loads) == 2 * 4 * 2 and min(loads) >= 2  # architectures, dtypes, kernels; in flight of a thread
         stores = [body.count("STG.E.128") for name, body in packs if re.search(r"\dgradient_kernel", name)]
         assert len(stores) == 2 * 4 and min(stores) >= 1
+        return
+    if compiled[0].stem == "candidates":
+        for kernel, loads, stores in (("logits", 4 + 1, 0), ("input", 4, 1), ("weight", 4, 1)):
+            bodies = [body for name, body in found if f"{kernel}_kernel" in name]
+            assert len(bodies) == 2 * (4 + 2)  # architectures, dtypes
+            # Of an input of 16 bits that meets a weight of 32, a pack is 8 bytes.
+            assert min(body.count("LDG.E.128") for body in bodies) >= min(loads, 4)
+            assert min(body.count("STG.E.128") + body.count("STG.E.64") for body in bodies) >= stores
         return
     streams = r"\d(forward|backward|rows|scale|accumulate)_kernel"
     dense = {name: body for name, body in functions.items() if re.search(streams, name)}

@@ -66,7 +66,9 @@ def test_every_op_is_checked_here():
               "linear_mean", "scale_",  # in test_linear_compile.py
               "masked_mean", "masked_mean_backward",  # in test_masked_mean.py
               "select", "select_backward", "select_backward_",  # in test_select_compile.py
-              "linear_select", "linear_select_backward"}  # in test_linear_select.py
+              "linear_select", "linear_select_backward",  # in test_linear_select.py
+              "candidate_logits", "candidate_logits_backward"}  # in test_candidates.py
+    known |= {"candidate_logits_backward_sparse"}  # whose shapes are read from numbers, in test_candidates.py
     strings = {"cpu_instruction_set", "cuda_architectures"}  # return a str, which opcheck cannot compare
     defined = {s.name.split("::")[1] for s in torch._C._jit_get_all_schemas() if s.name.startswith("sparse_ce::")}
     assert defined - strings == known, "add the new op"

@@ -62,7 +62,7 @@ def op_calls(device):
               torch.ones(4, dtype=torch.bool, device=device))
     head = x, draw.normal(7, 7), draw.normal(7)
     entries, mask = draw.normal(12), torch.ones(4, 7, device=device)
-    order = torch.arange(12, device=device)
+    order, ids = torch.arange(12, device=device), (*target[:3], target[4])
     return {
         "forward": (x, *target), "forward_with_residual": (x, *target), "forward_with_gradient": (one, one, x, *target),
         "backward": (rows, rows, x, rows, rows, *target), "backward_": (rows, rows, x.clone(), rows, rows, *target),
@@ -74,6 +74,7 @@ def op_calls(device):
         "linear_forward_with_gradient": (one, one, *head, *target),
         "linear_mean": (*head, *target, -100, 0.0, 0.0, 1.0, None, None, False, None, one),
         "linear_backward": (rows, rows, *head, rows, rows, *target), "scale_": (x.clone(), one),
+        "candidate_logits": (*head, *ids), "candidate_logits_backward": (entries, entries, *head, *ids),
     }
 
 

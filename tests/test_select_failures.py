@@ -231,3 +231,27 @@ def test_few_long_rows_are_shared_among_threads(threads_of, threads, device):
     for a, b in zip(*results):
         assert_bitwise_equal(a, b)
     assert math.isfinite(results[0][-1])
+
+
+@pytest.mark.parametrize("form", ["topk", "jagged"])
+def test_a_teachers_log_probability_of_minus_500_is_no_padding(form, device):
+    """Its weight underflows to 0, but the id is there: it has a log-probability and is not in the rest."""
+    draw = Draw(device)
+    x = draw.normal(2, 30, dtype=torch.float64)
+    ids = torch.tensor([[3, 5], [7, 9]], device=device)
+    logprobs = torch.tensor([[-0.1, -500.0], [-torch.inf, -0.2]], device=device)
+    target = SparseTarget.from_topk(ids, logprobs, kind="logprobs") if form == "topk" else SparseTarget.from_jagged(
+        ids.view(-1), logprobs.view(-1), torch.tensor([0, 2, 4], device=device), kind="logprobs")
+    leaf = x.clone().requires_grad_()
+    out = selected_log_probs(leaf, target, return_log_rest=True)
+    of_all = x.log_softmax(1)
+    expected = torch.where(logprobs.isneginf(), -torch.inf, of_all.gather(1, ids))
+    torch.testing.assert_close(out.log_probs.reshape(2, 2), expected)
+    kept = torch.tensor([[3, 5], [9, 9]], device=device)
+    torch.testing.assert_close(out.log_rest, exact_rest(x, kept))
+    ours, = torch.autograd.grad(out.log_probs.reshape(2, 2)[0, 1] + out.log_rest.sum(), leaf)
+    wide = x.clone().requires_grad_()
+    theirs, = torch.autograd.grad(wide.log_softmax(1)[0, 5] + exact_rest(wide, kept).sum(), wide)
+    torch.testing.assert_close(ours, theirs)
+    torch.testing.assert_close(torch.func.grad(lambda x: selected_log_probs(x, target).log_probs.flatten()[1])(x),
+                               torch.func.grad(lambda x: x.log_softmax(1)[0, 5])(x))

@@ -1,3 +1,4 @@
+#include "../candidates_ops.h"
 #include "../linear_ops.h"
 #include "../linear_select_ops.h"
 #include "../masked_mean_ops.h"
@@ -30,6 +31,15 @@ struct Cpu {
   static void check_rows(const SparseSoftmaxArgs& args) { check_rows_on_host(args); }
   static void masked_mean(const MaskedMeanArgs& args, const Tensor&) { cpu::masked_mean(args); }
   static void masked_mean_backward(const MaskedMeanArgs& args, const Tensor&) { cpu::masked_mean_backward(args); }
+
+  static void candidate_logits(const CandidateForwardArgs& args, const Tensor&) { cpu::candidate_logits(args); }
+  static void candidate_logits_backward(const CandidateBackwardArgs& args, const Tensor&) {
+    cpu::candidate_logits_backward(args);
+  }
+  static void candidate_weight_gradient(const CandidateWeightArgs& args, const Tensor&) {
+    cpu::candidate_weight_gradient(args);
+  }
+  static void check_may_wait(const Tensor&) {}  // there is nobody to wait for
 
   static void accumulate(const AccumulateArgs& args, const Tensor&) { cpu::accumulate(args); }
   static void scale(const ScaleArgs& args, const Tensor&) { cpu::scale(args); }
@@ -80,6 +90,7 @@ STABLE_TORCH_LIBRARY_IMPL(sparse_ce, CPU, m) {
   sparse_ce::LinearSelectOps<sparse_ce::Cpu>::add_to(m);
   sparse_ce::SparseSoftmaxOps<sparse_ce::Cpu>::add_to(m);
   sparse_ce::MaskedMeanOps<sparse_ce::Cpu>::add_to(m);
+  sparse_ce::CandidateOps<sparse_ce::Cpu>::add_to(m);
 }
 
 STABLE_TORCH_LIBRARY_IMPL(sparse_ce, CompositeExplicitAutograd, m) {

@@ -24,19 +24,22 @@ class RowEntries {
 
   void clear() { resize(0); }
 
-  template <bool with_positions = false>
+  // Of select, with positions, also entries whose weights underflow to 0.
+  template <bool of_select = false>
   void collect(const TargetView& target, int64_t r) {
     const EntryRange range = target.row(r);
     const size_t most = static_cast<size_t>(range.end - range.begin);
     columns.resize(most);
     weights.resize(most);
-    if (with_positions) positions.resize(most);
+    if (of_select) {
+      positions.resize(most);
+      collect_chosen(target, range);
+      return weigh(target);
+    }
     size_t kept = 0;
-    int64_t position = range.begin;
     const auto keep = [&](const Entry<acc_t>& entry) {  // an index out of range was refused before
       columns[kept] = entry.column;
       weights[kept] = entry.value;
-      if (with_positions) positions[kept] = position++;
       kept += entry.column >= 0;
     };
     with_index(target.indices_dtype, [&](auto index) {
@@ -52,13 +55,7 @@ class RowEntries {
       });
     });
     resize(kept);
-    if (target.weight) {
-      class_weights.resize(kept);
-      for (size_t k = 0; k < kept; ++k) {
-        class_weights[k] = target.template class_weight<acc_t>(columns[k]);
-        weights[k] = target.share(Entry<acc_t>{columns[k], weights[k]});
-      }
-    }
+    weigh(target);
   }
 
   // Adds up the weights of equal columns, in the order of their entries so that sums are reproducible, and orders the
@@ -103,6 +100,28 @@ class RowEntries {
   template <int64_t part>
   static size_t part_of(int64_t column) {
     return static_cast<uint64_t>(column) / part;
+  }
+
+  void collect_chosen(const TargetView& target, EntryRange range) {
+    size_t kept = 0;
+    for (int64_t i = range.begin; i < range.end; ++i) {
+      const Entry<acc_t> entry = target.chosen<acc_t>(i);
+      columns[kept] = entry.column;
+      weights[kept] = entry.value;
+      positions[kept] = i;
+      kept += entry.column >= 0;
+    }
+    resize(kept);
+  }
+
+  // Class weights, where there are any.
+  void weigh(const TargetView& target) {
+    if (!target.weight) return;
+    class_weights.resize(size());
+    for (size_t k = 0; k < size(); ++k) {
+      class_weights[k] = target.template class_weight<acc_t>(columns[k]);
+      weights[k] = target.share(Entry<acc_t>{columns[k], weights[k]});
+    }
   }
 
   void resize(size_t count) {

@@ -39,7 +39,7 @@ class SelectForward {
   void prepare(int64_t r, RowEntries<acc_t>& entries) const {
     prefetch_entries(args_.target, r);
     if (!args_.needs_rest() || args_.target.ignored(r)) return;
-    entries.collect(args_.target, r);
+    entries.template collect<true>(args_.target, r);
     entries.template arrange<kTile>(divide_up(columns_, kTile));
     entries.gather(row(r), args_.template transform<acc_t>(r), 0, entries.size());
   }

@@ -1,7 +1,9 @@
+#include "../candidates_ops.h"
 #include "../linear_ops.h"
 #include "../linear_select_ops.h"
 #include "../masked_mean_ops.h"
 #include "../sparse_softmax_ops.h"
+#include "candidates.h"
 #include "cross_entropy.h"
 #include "linear.h"
 #include "masked_mean.h"
@@ -80,12 +82,9 @@ struct Cuda {
       return given && given[0] == '1';
     }();
     if (!validate) return;
+    if (is_capturing(like)) return;  // a graph's target has no values yet
     const cuda::DeviceGuard guard(like.get_device_index());
-    const cudaStream_t stream = cuda::stream_of(like);
-    cudaStreamCaptureStatus status;
-    check_cuda(cudaStreamIsCapturing(stream, &status));
-    if (status != cudaStreamCaptureStatusNone) return;  // a graph's target has no values yet
-    check_entries(HostTarget(target, stream).view());
+    check_entries(HostTarget(target, cuda::stream_of(like)).view());
   }
   static void sparse_softmax(const SparseSoftmaxArgs& args, const Tensor& like) {
     run(cuda::sparse_softmax, args, like);
@@ -99,6 +98,21 @@ struct Cuda {
   }
   static void masked_mean_backward(const MaskedMeanArgs& args, const Tensor& like) {
     run(cuda::masked_mean_backward, args, like);
+  }
+
+  static void candidate_logits(const CandidateForwardArgs& args, const Tensor& like) {
+    run(cuda::candidate_logits, args, like);
+  }
+  static void candidate_logits_backward(const CandidateBackwardArgs& args, const Tensor& like) {
+    run(cuda::candidate_logits_backward, args, like);
+  }
+  static void candidate_weight_gradient(const CandidateWeightArgs& args, const Tensor& like) {
+    run(cuda::candidate_weight_gradient, args, like);
+  }
+  static void check_may_wait(const Tensor& like) {
+    check(!is_capturing(like),
+          "sparse_grad must be False where a CUDA graph is captured, got True: the host waits for "
+          "the number of distinct ids");
   }
 
   static void accumulate(const AccumulateArgs& args, const Tensor& like) { run(cuda::accumulate, args, like); }
@@ -136,6 +150,12 @@ struct Cuda {
   }
 
  private:
+  static bool is_capturing(const Tensor& like) {
+    const cuda::DeviceGuard guard(like.get_device_index());
+    cudaStreamCaptureStatus status;
+    check_cuda(cudaStreamIsCapturing(cuda::stream_of(like), &status));
+    return status != cudaStreamCaptureStatusNone;
+  }
   template <typename args_t>
   static void run(cudaError_t (*launcher)(const args_t&, cudaStream_t), const args_t& args, const Tensor& like) {
     const cuda::DeviceGuard guard(like.get_device_index());
@@ -166,6 +186,7 @@ STABLE_TORCH_LIBRARY_IMPL(sparse_ce, SCE_DISPATCH_KEY, m) {
   sparse_ce::LinearSelectOps<sparse_ce::Cuda>::add_to(m);
   sparse_ce::SparseSoftmaxOps<sparse_ce::Cuda>::add_to(m);
   sparse_ce::MaskedMeanOps<sparse_ce::Cuda>::add_to(m);
+  sparse_ce::CandidateOps<sparse_ce::Cuda>::add_to(m);
 }
 
 STABLE_TORCH_LIBRARY_IMPL(sparse_ce, CompositeExplicitAutograd, m) {

@@ -100,7 +100,7 @@ __global__ void __launch_bounds__(kThreads, 3)
       const int64_t column = args.target.template entry<acc_t>(i).column;
       if (column < begin || column >= end) continue;  // padding, or another group's
       acc_t sum;
-      const bool first = sum_of_class<acc_t>(
+      const bool first = sum_of_class<false, acc_t>(
           args.target, range, i, column, sorted, [](int64_t, const Entry<acc_t>& entry) { return entry.value; }, sum);
       const acc_t o = args.target.template class_weight<acc_t>(column);
       const acc_t z = transform(to_acc(row[column]));

@@ -85,7 +85,7 @@ __device__ bool is_sorted(const TargetView& target, EntryRange range) {
 
 // Whether entry i is the first of its class in its row; then `sum` is that of weight(k, entry) over all of them, in
 // their order. O(entries) of the row, or O(duplicates) where they are sorted.
-template <typename acc_t, typename weight_t>
+template <bool of_select, typename acc_t, typename weight_t>
 __device__ bool sum_of_class(const TargetView& target, EntryRange range, int64_t i, int64_t column, bool sorted,
                              const weight_t& weight, acc_t& sum) {
   int64_t k = i;
@@ -97,7 +97,7 @@ __device__ bool sum_of_class(const TargetView& target, EntryRange range, int64_t
       if (sorted) break;
       continue;
     }
-    const auto entry = target.template entry<acc_t>(k);
+    const auto entry = of_select ? target.template chosen<acc_t>(k) : target.template entry<acc_t>(k);
     if (entry.column < 0) continue;
     if (k < i) return false;
     sum += weight(k, entry);

@@ -30,7 +30,7 @@ class Marked {
     for (int w = Group::rank(); w < kWords; w += kWidth) words_[w] = 0;
     Group::sync();
     for (int64_t i = range.begin + Group::rank(); i < range.end; i += kWidth) {
-      const int64_t column = target.template entry<acc_t>(i).column;
+      const int64_t column = target.template chosen<acc_t>(i).column;
       if (column < begin || column >= end) continue;
       atomicOr(words_ + (column - begin) / 32, 1u << ((column - begin) % 32));
     }
@@ -156,11 +156,11 @@ __device__ void finish_row(const SelectArgs& args, int64_t r, bool ignored, cons
   bool valid = range.valid;
   SelectStats<acc_t> stats;
   for (int64_t i = range.begin + Group::rank(); i < range.end; i += kWidth) {
-    const auto entry = args.target.template entry<acc_t>(i);
+    const auto entry = args.target.template chosen<acc_t>(i);
     valid = valid && !(entry.column < 0 && entry.value != entry.value);
     if (!inside || entry.column < 0) continue;
     acc_t sum;
-    if (!sum_of_class<acc_t>(
+    if (!sum_of_class<true, acc_t>(
             args.target, range, i, entry.column, sorted, [](int64_t, const Entry<acc_t>&) { return acc_t(0); }, sum))
       continue;
     const acc_t z = transform(to_acc(row[entry.column]));
@@ -175,7 +175,7 @@ __device__ void finish_row(const SelectArgs& args, int64_t r, bool ignored, cons
 
   TargetSums<LongSum<acc_t>> sums;
   for (int64_t i = range.begin + Group::rank(); i < range.end; i += kWidth) {
-    const auto entry = args.target.template entry<acc_t>(i);
+    const auto entry = args.target.template chosen<acc_t>(i);
     if (args.loss && entry.column >= 0)
       sums.add(args.target.share(entry), of_row.max, [&] { return transform(to_acc(row[entry.column])); });
     if (log_probs) args.write_entry(i, !valid, row, transform, of_row);
@@ -276,7 +276,7 @@ __global__ void __launch_bounds__(kThreads, 2)
     if (!ignored) {
       if (!range.valid) upstream.sum = Limits<acc_t>::kNaN;
       for (int64_t i = range.begin + Group::rank(); i < range.end; i += kWidth) {
-        const auto entry = args.target.template entry<acc_t>(i);
+        const auto entry = args.target.template chosen<acc_t>(i);
         if (entry.column < 0) {
           if (entry.value != entry.value && !without) upstream.add(entry.value);  // an index out of range
           continue;
@@ -302,10 +302,10 @@ __global__ void __launch_bounds__(kThreads, 2)
     const bool sorted = range.end - range.begin > kWarp && is_sorted<kWidth>(args.target, range);
     LongSum<acc_t> of_scale;
     for (int64_t i = range.begin + Group::rank(); i < range.end; i += kWidth) {
-      const int64_t column = args.target.template entry<acc_t>(i).column;
+      const int64_t column = args.target.template chosen<acc_t>(i).column;
       if (column < begin || column >= end) continue;  // padding, or another group's
       acc_t sum;
-      const bool first = sum_of_class<acc_t>(args.target, range, i, column, sorted, weight, sum);
+      const bool first = sum_of_class<true, acc_t>(args.target, range, i, column, sorted, weight, sum);
       const acc_t x = to_acc(row[column]), z = transform(x);
       const acc_t derivative = c.inside(z, args.target.template class_weight<acc_t>(column)) - sum;
       if (first && args.grad_scale && derivative != acc_t(0)) of_scale.add(derivative * transform.slope_of_cap(z) * x);
@@ -318,7 +318,7 @@ __global__ void __launch_bounds__(kThreads, 2)
       write_dense<kWidth>(args, c, transform, row, gradient, begin, end);
     Group::sync();  // the dense gradient is written
     for (int64_t i = range.begin + Group::rank(); i < range.end; i += kWidth) {
-      const int64_t column = args.target.template entry<acc_t>(i).column;
+      const int64_t column = args.target.template chosen<acc_t>(i).column;
       if (column < begin || column >= end) continue;
       const EntryGradient<acc_t> entry = entry_gradients[i];
       if (entry.column >= 0) from_acc(entry.value, gradient[entry.column]);

@@ -53,6 +53,12 @@ def _load_all() -> Optional[str]:
 why_no_cuda = _load_all()
 """None where the CUDA kernels are loaded, else the reason why they are not."""
 
+def check_kernels(input: Tensor) -> None:
+    if input.is_cuda and why_no_cuda is not None:
+        fail(f"input must be on a device with kernels, got a CUDA tensor, but {why_no_cuda}; reinstall sparse_ce "
+             "with nvcc on the PATH", RuntimeError)
+
+
 _library = torch.library.Library("sparse_ce", "IMPL")
 
 

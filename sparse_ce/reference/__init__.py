@@ -6,6 +6,7 @@ backward it is what runs. Arguments and shapes are those of ``torch.ops.sparse_c
 those of :class:`sparse_ce.arguments.Arguments`; the formulas are derived in ``csrc/math.h``.
 """
 
+from .candidates import candidate_logits, candidate_logits_backward
 from .cross_entropy import (
     Entries,
     backward,
@@ -22,7 +23,7 @@ from .masked_mean import masked_mean, masked_mean_backward
 from .select import select, select_backward
 from .sparse_softmax import sparse_softmax, sparse_softmax_backward
 
-__all__ = ["Entries", "backward", "backward_values", "entries_of", "forward", "ignored_rows", "linear_backward",
-           "linear_forward", "linear_mean", "linear_select", "linear_select_backward", "loss_mean", "masked_mean",
-           "masked_mean_backward", "select", "select_backward", "sparse_softmax", "sparse_softmax_backward",
-           "weight_gradient", "weighted"]
+__all__ = ["Entries", "backward", "backward_values", "candidate_logits", "candidate_logits_backward", "entries_of",
+           "forward", "ignored_rows", "linear_backward", "linear_forward", "linear_mean", "linear_select",
+           "linear_select_backward", "loss_mean", "masked_mean", "masked_mean_backward", "select", "select_backward",
+           "sparse_softmax", "sparse_softmax_backward", "weight_gradient", "weighted"]

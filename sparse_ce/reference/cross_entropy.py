@@ -1,12 +1,12 @@
 """The loss of logits, its mean and its gradients in plain PyTorch."""
 
-from typing import Any, NamedTuple, Optional, Tuple
+from typing import Any, NamedTuple, Optional, Tuple, Union
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..arguments import Arguments, arithmetic_dtype
+from ..arguments import Arguments, Candidates, arithmetic_dtype
 from ..guarded import normalize, softcapped, times
 
 
@@ -17,7 +17,7 @@ class Entries(NamedTuple):
     columns: Tensor  # int64, 0 where there is nothing to read
     values: Tensor  # arithmetic dtype; 0 for padding, NaN for an index out of range
     invalid_rows: Optional[Tensor]  # (N,) bool: offsets that lead outside the entries
-    live: Tensor  # bool: of a class, neither padding nor out of range nor of no row
+    live: Tensor  # bool: of a class, neither padding nor out of range nor of no row; the weight may underflow to 0
     within: Optional[Tensor] = None  # (E,) bool where there are offsets: which entries are some row's
 
     def gather(self, dense: Tensor) -> Tensor:
@@ -114,13 +114,12 @@ def entries_of(a: Arguments, num_classes: int, dtype: torch.dtype) -> Entries:
     if logprobs:  # where before exp: NaN in a padding entry must not touch the gradient
         values = torch.where(padding, -torch.inf, values).exp()
     values = torch.where(padding, 0.0, torch.where(outside, float("nan"), values))
-    return Entries(rows, columns, values, invalid_rows, ~outside & (values != 0), within)
+    return Entries(rows, columns, values, invalid_rows, ~(outside | padding), within)
 
 
-def transform(logits: Tensor, a: Arguments, ignored: Tensor) -> Tensor:
+def transform(logits: Tensor, a: Union[Arguments, Candidates]) -> Tensor:
+    """By the numbers of ``a``."""
     z = logits if a.logit_scale == 1.0 else logits * a.logit_scale
-    if a.row_scale is not None:
-        z = z * scale_of_rows(a.row_scale, ignored)
     return z if a.softcap is None else softcapped(z, a.softcap)
 
 
@@ -146,7 +145,8 @@ def row_of(logits: Tensor, a: Arguments) -> Row:
     num_classes = logits.shape[1] if a.num_classes is None else a.num_classes
     ignored = ignored_rows(a, logits.shape[0])
     # where, not a product: NaN and inf in an ignored row must touch neither the loss nor the gradient.
-    z = transform(torch.where(ignored[:, None], 0.0, logits[:, :num_classes].to(dtype)), a, ignored)
+    z = torch.where(ignored[:, None], 0.0, logits[:, :num_classes].to(dtype))
+    z = transform(z if a.row_scale is None else z * scale_of_rows(a.row_scale, ignored), a)
     lse, log_probs = normalize(z)
     entries = entries_of(a, num_classes, dtype)
     class_weights = z.new_ones(num_classes) if a.weight is None else a.weight.to(dtype)

@@ -86,8 +86,7 @@ struct Exact {
         invalid = true;
         continue;
       }
-      const double w = p.value_of(i);
-      if (w == 0) continue;
+      const double w = p.value_of(i);  // 0 where it underflows: chosen all the same
       inside[column] = 1;
       log_probs[i - p.begin[r]] = z[column] - lse;  // NaN where there is no distribution
       wanted = wanted || g.log_probs.get(i) != 0;

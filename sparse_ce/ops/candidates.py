@@ -1,0 +1,92 @@
+"""``torch.ops.sparse_ce.candidate_logits``: the logits of a linear head at a few ids of each row, and its autograd."""
+
+from typing import Any, Optional, Tuple
+
+import torch
+from torch import Tensor
+
+from .. import reference
+from ..arguments import Candidates, arithmetic_dtype, split_candidates
+from ..errors import fail
+from ..tracing import eager
+from .library import batched, composite, needs_grad, ops, register_autograd, register_backward, register_fake
+from .linear import Head
+
+
+class _CandidateLogits(torch.autograd.Function):
+
+    @staticmethod
+    def forward(ctx: Any, input: Tensor, linear_weight: Tensor, linear_bias: Optional[Tensor],
+                c: Candidates, sparse_grad: bool) -> Tensor:
+        with torch._C._AutoDispatchBelowAutograd():
+            logits: Tensor = ops.candidate_logits(input, linear_weight, linear_bias, *c)
+        ctx.save_for_backward(input, linear_weight, linear_bias, *c.tensors, None if c.softcap is None else logits)
+        ctx.numbers, ctx.sparse_grad = c.numbers, sparse_grad
+        return logits
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tuple[Any, ...]:
+        *inputs, output = ctx.saved_tensors
+        wanted = ctx.needs_input_grad[:3]
+        given = (grad, output, *inputs, *ctx.numbers, *wanted)
+        # A sparse gradient has no derivative of its own.
+        sparse = ctx.sparse_grad and wanted[1] and not torch.is_grad_enabled() and not batched(grad)
+        if sparse:
+            grad_input, ids, rows, grad_bias = ops.candidate_logits_backward_sparse(*given)
+            grad_weight = torch.sparse_coo_tensor(ids[None], rows, inputs[1].shape, is_coalesced=True,
+                                                  check_invariants=False)
+        else:
+            grad_input, grad_weight, grad_bias = ops.candidate_logits_backward(*given)
+        grads = (grad_input, grad_weight, grad_bias)
+        return (*(g if w else None for g, w in zip(grads, wanted)), None, None)
+
+
+def _run(head: Head, c: Candidates, sparse_grad: bool) -> Tensor:
+    logits: Tensor
+    if composite(head.input):
+        return reference.candidate_logits(*head, *c)
+    if needs_grad(*head):
+        logits = _CandidateLogits.apply(*head, c, sparse_grad)
+        return logits
+    with torch._C._AutoDispatchBelowAutograd():
+        logits = ops.candidate_logits(*head, *c)
+    return logits
+
+
+@register_autograd("candidate_logits")
+def _forward(input: Tensor, linear_weight: Tensor, linear_bias: Optional[Tensor], *given: Any, **named: Any) -> Tensor:
+    return _run(Head(input, linear_weight, linear_bias), Candidates(*given, **named), sparse_grad=False)
+
+
+register_backward("candidate_logits_backward")
+
+
+@register_fake("candidate_logits")
+def _(input: Tensor, linear_weight: Tensor, linear_bias: Optional[Tensor], indices: Tensor, *given: Any,
+      **named: Any) -> Tensor:
+    return indices.new_empty(indices.shape, dtype=arithmetic_dtype(input.dtype))
+
+
+@register_fake("candidate_logits_backward")
+def _(grad: Tensor, output: Optional[Tensor], input: Tensor, linear_weight: Tensor, linear_bias: Optional[Tensor],
+      *given: Any, **named: Any) -> Tuple[Tensor, ...]:
+    _, wanted = split_candidates(given, named)
+    return tuple(like.new_empty(like.shape) if want and like is not None else input.new_empty(0)
+                 for like, want in zip((input, linear_weight, linear_bias), wanted))
+
+
+@register_fake("candidate_logits_backward_sparse")
+def _(*given: Any, **named: Any) -> Tuple[Tensor, ...]:
+    fail("sparse_grad must be False where there are no numbers (torch.compile, export, meta), got True: how many ids "
+         "differ, and so the shape of the gradient, is read from them")
+
+
+def candidate_logits(head: Head, c: Candidates, sparse_grad: bool) -> Tensor:
+    """``torch.ops.sparse_ce.candidate_logits``, with the choice of a weight gradient that is a sparse COO tensor."""
+    if eager():
+        return _run(head, c, sparse_grad)
+    if sparse_grad:
+        fail("sparse_grad must be False under torch.compile and export, got True: how many ids differ, and so the "
+             "shape of the gradient, is not known there")
+    logits: Tensor = ops.candidate_logits(*head, *c)
+    return logits
