@@ -31,6 +31,6 @@ from .stock import disable_stock, enable_stock
 from .target import SparseTarget
 
 __all__ = ["CrossEntropyOutput", "LinearSparseCrossEntropyLoss", "LogProbs", "MaskedMean", "SelectedLogProbs",
-           "SparseCrossEntropyLoss", "SparseTarget", "__version__", "candidate_logits", "cat", "collate", "cross_entropy", "disable_stock",
-           "enable_stock", "linear_cross_entropy", "linear_selected_log_probs", "log_softmax", "masked_mean",
-           "segment_log_softmax", "segment_softmax", "selected_log_probs"]
+           "SparseCrossEntropyLoss", "SparseTarget", "__version__", "candidate_logits", "cat", "collate",
+           "cross_entropy", "disable_stock", "enable_stock", "linear_cross_entropy", "linear_selected_log_probs",
+           "log_softmax", "masked_mean", "segment_log_softmax", "segment_softmax", "selected_log_probs"]
