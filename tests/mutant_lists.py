@@ -304,7 +304,7 @@ CPU = [
     ("csrc/cpu/select.cpp", "row_stats.all.merge(of_entries(entries));", ";"),
     ("csrc/cpu/select.cpp", "if (args_.mean_logit) stats.total += Tile<scalar_t>::total(z, n);\n    for (size_t k",
      "for (size_t k"),
-    ("csrc/cpu/select.cpp", "added.argmax = at < 0 ? -1 : begin + at;", "added.argmax = begin + at;"),
+    ("csrc/cpu/select.cpp", "if (args_.argmax && stats.row.max > above)", "if (args_.argmax)"),
     ("csrc/cpu/select.cpp", "if (at >= 0) stats.argmax = begin + at;", "stats.argmax = begin + at;"),
     ("csrc/cpu/select.cpp", "const acc_t mass = args_.grad_loss ? entries.mass() : acc_t(0);",
      "const acc_t mass = entries.mass();"),

@@ -14,6 +14,16 @@ namespace {
 
 constexpr int64_t kTiles = kSpan / kTile;  // of a span
 
+// z of a tile: the logits themselves where nothing becomes of them, or `buffer`.
+template <typename scalar_t, typename acc_t>
+const acc_t* transformed(const scalar_t* logits, int64_t n, const LogitTransform<acc_t>& transform, acc_t* buffer) {
+  if constexpr (std::is_same_v<scalar_t, acc_t>) {
+    if (transform.identity()) return logits;
+  }
+  Tile<scalar_t>::transform(logits, n, transform, buffer);
+  return buffer;
+}
+
 template <typename scalar_t>
 class SelectForward {
   using acc_t = acc_type<scalar_t>;
@@ -41,7 +51,6 @@ class SelectForward {
     if (!args_.needs_rest() || args_.target.ignored(r)) return;
     entries.template collect<true>(args_.target, r);
     entries.template arrange<kTile>(divide_up(columns_, kTile));
-    entries.gather(row(r), args_.template transform<acc_t>(r), 0, entries.size());
   }
 
   Span span(int64_t r, int64_t t, int64_t after, const RowEntries<acc_t>& entries) const {
@@ -73,9 +82,12 @@ class SelectForward {
   void finish(int64_t r, Span row_stats, RowEntries<acc_t>& entries) const {
     const bool ignored = args_.target.ignored(r);
     const EntryRange range = args_.target.row(r);
-    if (!ignored && args_.needs_rest() && !args_.needs_smoothing()) row_stats.all.merge(of_entries(entries));
-    const SelectStats<acc_t>& stats = row_stats.all;
     const LogitTransform<acc_t> transform = args_.template transform<acc_t>(r);
+    if (!ignored && args_.needs_rest() && !args_.needs_smoothing()) {
+      entries.gather(row(r), transform, 0, entries.size());  // now that the row is in a cache
+      row_stats.all.merge(of_entries(entries));
+    }
+    const SelectStats<acc_t>& stats = row_stats.all;
     args_.write_row(r, ignored, false, stats, row_stats.rest, ignored ? TargetStats<acc_t>{} : in_loss(r, stats));
     if (!args_.log_probs) return;
     auto* log_probs = static_cast<acc_t*>(args_.log_probs);
@@ -93,16 +105,16 @@ class SelectForward {
     const LogitTransform<acc_t> transform = args_.template transform<acc_t>(r);
     const bool weighted = args_.needs_smoothing();
     if (!args_.entropy && !args_.mean_logit) {
-      SelectStats<acc_t> added;
-      added.row = Tile<scalar_t>::stats(row(r) + begin, end - begin, transform, weighted,
-                                        weights_at<scalar_t>(args_.target, begin), next);
-      if (args_.argmax && added.row.max >= stats.row.max) added.argmax = argmax(r, begin, end);
-      return stats.merge(added);
+      const acc_t above = stats.row.max;
+      stats.row = Tile<scalar_t>::stats(row(r) + begin, end - begin, transform, weighted,
+                                        weights_at<scalar_t>(args_.target, begin), next, stats.row);
+      if (args_.argmax && stats.row.max > above) stats.argmax = argmax(r, begin, end);
+      return;
     }
-    alignas(64) acc_t z[kTile];
+    alignas(64) acc_t buffer[kTile];
     for (int64_t from = begin; from < end; from += kTile) {
       const int64_t n = std::min(kTile, end - from);
-      Tile<scalar_t>::transform(row(r) + from, n, transform, z);
+      const acc_t* z = transformed(row(r) + from, n, transform, buffer);
       push(z, from, n, weighted, stats);
       if (args_.mean_logit) stats.total += Tile<scalar_t>::total(z, n);
     }
@@ -116,14 +128,7 @@ class SelectForward {
     Tile<scalar_t>::transform(row(r) + begin, n, args_.template transform<acc_t>(r), z);
     if (args_.mean_logit) stats.total += Tile<scalar_t>::total(z, n);
     for (size_t k = first; k < last; ++k) z[entries.columns[k] - begin] = -acc_t(INFINITY);
-    if (args_.entropy) return push(z, begin, n, false, stats);
-    SelectStats<acc_t> added;
-    added.row = Tile<acc_t>::stats(z, n, LogitTransform<acc_t>(LossOptions{}), false, nullptr, z);
-    if (args_.argmax && added.row.max >= stats.row.max) {
-      const int64_t at = Tile<scalar_t>::argmax(z, n, Limits<acc_t>::kLowest);
-      added.argmax = at < 0 ? -1 : begin + at;
-    }
-    stats.merge(added);
+    push(z, begin, n, false, stats);
   }
 
   // Transformed logits from column `begin` on.
@@ -132,16 +137,19 @@ class SelectForward {
       const int64_t at = Tile<scalar_t>::argmax(z, n, stats.row.max);
       if (at >= 0) stats.argmax = begin + at;
     }
-    Tile<scalar_t>::push(z, n, weighted, weights_at<scalar_t>(args_.target, begin), stats);
+    const acc_t* weights = weights_at<scalar_t>(args_.target, begin);
+    if (args_.entropy) return Tile<scalar_t>::push(z, n, weighted, weights, stats);
+    stats.row = Tile<acc_t>::stats(z, n, LogitTransform<acc_t>(LossOptions{}), weighted, weights, z, stats.row);
   }
 
   int64_t argmax(int64_t r, int64_t begin, int64_t end) const {
-    alignas(64) acc_t z[kTile];
+    alignas(64) acc_t buffer[kTile];
+    const LogitTransform<acc_t> transform = args_.template transform<acc_t>(r);
     acc_t highest = Limits<acc_t>::kLowest;
     int64_t best = -1;
     for (int64_t from = begin; from < end; from += kTile) {
       const int64_t n = std::min(kTile, end - from);
-      Tile<scalar_t>::transform(row(r) + from, n, args_.template transform<acc_t>(r), z);
+      const acc_t* z = transformed(row(r) + from, n, transform, buffer);
       const int64_t at = Tile<scalar_t>::argmax(z, n, highest);
       if (at < 0) continue;
       highest = z[at];
@@ -271,10 +279,10 @@ class SelectBackward {
   // Tile p, up to column `live`, as if none of its classes had an entry; those that have add nothing to dl/ds here.
   acc_t write_tile(int64_t r, int64_t p, int64_t live, const LogitTransform<acc_t>& transform,
                    const RowPlan& plan) const {
-    alignas(64) acc_t z[kTile], derivative[kTile];
+    alignas(64) acc_t buffer[kTile], derivative[kTile];
     const int64_t begin = p * kTile, n = std::min(kTile, live - begin);
     const RowEntries<acc_t>& entries = plan.entries;
-    Tile<scalar_t>::transform(row(r) + begin, n, transform, z);
+    const acc_t* z = transformed(row(r) + begin, n, transform, buffer);
     Tile<scalar_t>::derivative(z, n, plan.coefficients, weights_at<scalar_t>(args_.target, begin), derivative);
     acc_t of_scale = 0;
     if (args_.grad_scale)

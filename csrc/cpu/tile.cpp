@@ -40,8 +40,8 @@ SCE_HD void push_tile(stats_t& stats, const logits_t& z, int64_t n) {
 
 template <InstructionSet set, typename scalar_t, typename acc_t>
 SCE_HD RowStats<acc_t> stats_body(const scalar_t* logits, int64_t n, const LogitTransform<acc_t>& transform,
-                                  bool weighted, const acc_t* class_weight, [[maybe_unused]] const scalar_t* next) {
-  RowStats<acc_t> stats;
+                                  bool weighted, const acc_t* class_weight, [[maybe_unused]] const scalar_t* next,
+                                  RowStats<acc_t> stats) {
   if constexpr (set == InstructionSet::kAvx512 && std::is_same_v<acc_t, float>) {
     if (transform.softcap == acc_t(0) && transform.scale > acc_t(0) && !weighted) {
       avx512::push(logits, n, transform.scale, next, stats);
@@ -168,9 +168,10 @@ InstructionSet instruction_set_in_use() {
 template <typename scalar_t>
 RowStats<acc_type<scalar_t>> Tile<scalar_t>::stats(const scalar_t* logits, int64_t n,
                                                    const LogitTransform<acc_t>& transform, bool weighted,
-                                                   const acc_t* class_weight, const scalar_t* next) {
+                                                   const acc_t* class_weight, const scalar_t* next,
+                                                   RowStats<acc_t> before) {
   return with_instruction_set([&](auto set) SCE_INLINE {
-    return stats_body<decltype(set)::value>(logits, n, transform, weighted, class_weight, next);
+    return stats_body<decltype(set)::value>(logits, n, transform, weighted, class_weight, next, before);
   });
 }
 

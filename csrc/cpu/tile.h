@@ -27,9 +27,10 @@ template <typename scalar_t>
 struct Tile {
   using acc_t = acc_type<scalar_t>;
 
-  // Statistics; with `weighted` also those of label smoothing. `next`: the logits that will be worked on after these.
+  // Statistics, added to those of `before`; with `weighted` also those of label smoothing. `next`: the logits that will
+  // be worked on after these.
   static RowStats<acc_t> stats(const scalar_t* logits, int64_t n, const LogitTransform<acc_t>& transform, bool weighted,
-                               const acc_t* class_weight, const scalar_t* next);
+                               const acc_t* class_weight, const scalar_t* next, RowStats<acc_t> before = {});
   // The gradient as if none had an entry; it may be the logits.
   static void gradient(const scalar_t* logits, int64_t n, const LogitTransform<acc_t>& transform,
                        const GradientCoefficients<acc_t>& coefficients, const acc_t* class_weight, const scalar_t* next,
