@@ -97,6 +97,20 @@ class LinearOps {
     return gradients.tensors();
   }
 
+  static Tensor logits(const HeadArguments& given, std::optional<int64_t> num_classes) {
+    const HeadArguments head = without_history(given);
+    head.check_tensors();
+    const int64_t vocab = head.weight.size(0), classes = num_classes.value_or(vocab);
+    check(classes > 0 && classes <= vocab, "num_classes must be in [1, ", vocab, "], the rows of linear_weight, got ",
+          classes);
+    TargetView rows{};
+    rows.rows = head.input.size(0);
+    LinearHead<device_t> chunks(head.input, head.weight, head.bias, classes, std::max<int64_t>(1, rows.rows), nullptr);
+    const Tensor z = chunks.logits(0, rows);
+    const ScalarType dtype = device_t::logits_dtype(head.input.scalar_type());
+    return z.scalar_type() == dtype ? z : torch::stable::to(z, dtype);
+  }
+
   static void scale_(const Tensor& gradient, const Tensor& scale) {
     ScaleArgs args{};
     args.scale = view_scalar(scale, gradient, "scale");
@@ -114,6 +128,7 @@ class LinearOps {
     m.impl("linear_forward_with_gradient", boxed<&forward_with_gradient>);
     m.impl("linear_backward", boxed<&backward>);
     m.impl("linear_mean", boxed<&mean>);
+    m.impl("linear_logits", boxed<&logits>);
     m.impl("scale_", boxed<&scale_>);
   }
 

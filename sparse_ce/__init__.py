@@ -29,8 +29,10 @@ from .modules import LinearSparseCrossEntropyLoss, MaskedMean, SelectedLogProbs,
 from .sparse_softmax import log_softmax, segment_log_softmax, segment_softmax
 from .stock import disable_stock, enable_stock
 from .target import SparseTarget
+from .topk import linear_topk_log_probs, topk_log_probs
 
 __all__ = ["CrossEntropyOutput", "LinearSparseCrossEntropyLoss", "LogProbs", "MaskedMean", "SelectedLogProbs",
            "SparseCrossEntropyLoss", "SparseTarget", "__version__", "candidate_logits", "cat", "collate",
            "cross_entropy", "disable_stock", "enable_stock", "linear_cross_entropy", "linear_selected_log_probs",
-           "log_softmax", "masked_mean", "segment_log_softmax", "segment_softmax", "selected_log_probs"]
+           "linear_topk_log_probs", "log_softmax", "masked_mean", "segment_log_softmax", "segment_softmax",
+           "selected_log_probs", "topk_log_probs"]

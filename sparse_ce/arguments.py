@@ -135,7 +135,7 @@ def checked(options: Dict[str, Any], vocab: Optional[int] = None,
         if value is None and rule.optional:
             continue
         number = rule.type == "a number"
-        if not (is_number(value) if number else _is_integer(value)):
+        if not (is_number(value) if number else is_integer(value)):
             fail(f"{name} must be {rule.type}, got {_described(value)}{rule.fix}", TypeError)
         if name == "num_classes" and vocab is not None:
             if not 0 < value <= vocab:
@@ -168,7 +168,7 @@ def is_number(value: object) -> bool:
     return isinstance(value, (Real, torch.SymInt, torch.SymFloat)) and not isinstance(value, bool)
 
 
-def _is_integer(value: object) -> bool:
+def is_integer(value: object) -> bool:
     return isinstance(value, (Integral, torch.SymInt)) and not isinstance(value, bool)
 
 
@@ -294,7 +294,7 @@ def check_head(input: Tensor, linear_weight: Tensor, linear_bias: Optional[Tenso
 
 
 def check_chunk_rows(chunk_rows: Optional[int]) -> None:
-    if chunk_rows is not None and not (_is_integer(chunk_rows) and chunk_rows > 0):
+    if chunk_rows is not None and not (is_integer(chunk_rows) and chunk_rows > 0):
         fail(f"chunk_rows must be a positive integer or None, got {chunk_rows!r}")
 
 

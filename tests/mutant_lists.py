@@ -112,6 +112,12 @@ CUDA = [
     ("csrc/cuda/select.cu", "if (scales && !marked && derivative", "if (scales && derivative"),
     ("csrc/cuda/select.cu", "plan.splits = 1;", ""),
     ("csrc/cuda/select.cu", "mine.rest.merge(partial[r * splits + split].rest);", ""),
+    ("csrc/topk.h", "if (at < k - above) ids[above + at] = id;", "ids[above + at] = id;"),
+    ("csrc/topk.h", "largest ? z > last : z < last", "z > last"),
+    ("csrc/cuda/topk.cu", "if (found.without()) continue;", ""),
+    ("csrc/cuda/topk.cu", "if (lane >= offset) sum += other;", "sum += other;"),
+    ("csrc/cuda/topk.cu", "first = -misalignment;", "first = 0;"),
+    ("csrc/cuda/topk.cu", "found.found_equal += all_equal;", ""),
 ]
 CPU = [
     ("csrc/math.h", "constexpr int64_t kLanes = 16;", "constexpr int64_t kLanes = 1;"),
@@ -316,6 +322,10 @@ CPU = [
     ("csrc/select_ops.h", "if (wanted.log_probs && args.target.offsets) torch::stable::fill_",
      "if (false) torch::stable::fill_"),
     ("csrc/linear_call.h", "if (all.row_scale) args.row_scale = advance(", "if (false) args.row_scale = advance("),
+    ("csrc/topk.h", "found_above >= above && found_equal", "found_equal"),
+    ("csrc/cpu/topk.cpp", ">= least;", "> least;"),
+    ("csrc/cpu/topk.cpp", "largest ? 1 : -1", "1"),
+    ("csrc/cpu/topk.cpp", "if (found.without()) return;", ""),
 ]
 PYTHON = [
     ("sparse_ce/ops/library.py", "torch.autograd.graph.increment_version(arguments[at])", "pass"),
@@ -520,6 +530,10 @@ PYTHON = [
     ("sparse_ce/reference/select.py", "torch.where(nothing, -torch.inf, log_rest)", "log_rest"),
     ("sparse_ce/reference/select.py", "torch.where(probs == 0, 0.0, row.log_probs)", "row.log_probs"),
     ("sparse_ce/reference/select.py", "ignored = ignored & entries.within", "pass"),
+    ("sparse_ce/topk.py", "largest=a.logit_scale >= 0)", "largest=True)"),
+    ("sparse_ce/topk.py", "row_scale if row_scale is None or row_scale.dim() == 0 else row_scale[begin:begin + step]",
+     "row_scale"),
+    ("sparse_ce/ops/topk.py", "sort(dim=1, descending=largest, stable=True)", "sort(dim=1, descending=largest)"),
 ]
 # The integrations; only tests/test_trainer*.py run.
 TRAINER = [

@@ -36,6 +36,7 @@ def kinds(output):
 
 
 KINDS = {"cross_entropy": ("warp a row", "block a row", "blocks a row"),
+         "topk": ("ties", "few ties"),
          "select": ("warp a row", "block a row", "blocks a row"),
          "linear": ("plain sum", "split sum by packs", "split sum by singles", "rows", "scale", "scale of 1"),
          "candidates": ("weights by packs", "weights by singles"),

@@ -3,6 +3,7 @@
 #include "../linear_select_ops.h"
 #include "../masked_mean_ops.h"
 #include "../sparse_softmax_ops.h"
+#include "../topk_ops.h"
 #include "gradient_memory.h"
 
 #include <torch/csrc/inductor/aoti_torch/generated/c_shim_cpu.h>
@@ -23,6 +24,7 @@ struct Cpu {
   static void loss_mean(const LossMeanArgs& args, const Tensor&) { cpu::loss_mean(args); }
   static void select_forward(const SelectArgs& args, const Tensor&) { cpu::select_forward(args); }
   static void select_backward(const SelectBackwardArgs& args, const Tensor&) { cpu::select_backward(args); }
+  static void topk_ids(const TopkArgs& args, const Tensor&) { cpu::topk_ids(args); }
   static void check_target(const TargetView& target, const Tensor&) { check_entries(target); }
   static void sparse_softmax(const SparseSoftmaxArgs& args, const Tensor&) { cpu::sparse_softmax(args); }
   static void sparse_softmax_backward(const SparseSoftmaxArgs& args, const Tensor&) {
@@ -53,6 +55,8 @@ struct Cpu {
     const bool native = input == ScalarType::BFloat16 && cpu::multiplies_bfloat16();
     return size_in_bytes(input) > 2 || native ? input : ScalarType::Float;
   }
+  // Of logits that are handed out: the same on every CPU.
+  static ScalarType logits_dtype(ScalarType input) { return size_in_bytes(input) > 2 ? input : ScalarType::Float; }
   static ScalarType product_dtype(ScalarType work) { return work; }
 
   // A fortieth of the logits, but what GEMMs need to be fast: 256 rows of a large vocabulary in float32. 16-bit logits,
@@ -90,6 +94,7 @@ STABLE_TORCH_LIBRARY_IMPL(sparse_ce, CPU, m) {
   sparse_ce::LinearSelectOps<sparse_ce::Cpu>::add_to(m);
   sparse_ce::SparseSoftmaxOps<sparse_ce::Cpu>::add_to(m);
   sparse_ce::MaskedMeanOps<sparse_ce::Cpu>::add_to(m);
+  sparse_ce::TopkOps<sparse_ce::Cpu>::add_to(m);
   sparse_ce::CandidateOps<sparse_ce::Cpu>::add_to(m);
 }
 

@@ -3,12 +3,14 @@
 #include "../linear_select_ops.h"
 #include "../masked_mean_ops.h"
 #include "../sparse_softmax_ops.h"
+#include "../topk_ops.h"
 #include "candidates.h"
 #include "cross_entropy.h"
 #include "linear.h"
 #include "masked_mean.h"
 #include "select.h"
 #include "sparse_softmax.h"
+#include "topk.h"
 #include "torch_device.h"
 
 #include <torch/csrc/stable/library.h>
@@ -76,6 +78,7 @@ struct Cuda {
   static void select_backward(const SelectBackwardArgs& args, const Tensor& like) {
     run(cuda::select_backward, cuda::select_backward_workspace, args, like);
   }
+  static void topk_ids(const TopkArgs& args, const Tensor& like) { run(cuda::topk_ids, args, like); }
   static void check_target(const TargetView& target, const Tensor& like) {
     static const bool validate = [] {
       const char* given = std::getenv("SPARSE_CE_VALIDATE");
@@ -128,6 +131,7 @@ struct Cuda {
 
   // Tensor cores multiply 16 bits and add in float32, which a product keeps until it is summed.
   static ScalarType work_dtype(ScalarType input) { return input; }
+  static ScalarType logits_dtype(ScalarType input) { return input; }
   static ScalarType product_dtype(ScalarType work) {
     return cuda::kWideningProducts && size_in_bytes(work) == 2 ? ScalarType::Float : work;
   }
@@ -186,6 +190,7 @@ STABLE_TORCH_LIBRARY_IMPL(sparse_ce, SCE_DISPATCH_KEY, m) {
   sparse_ce::LinearSelectOps<sparse_ce::Cuda>::add_to(m);
   sparse_ce::SparseSoftmaxOps<sparse_ce::Cuda>::add_to(m);
   sparse_ce::MaskedMeanOps<sparse_ce::Cuda>::add_to(m);
+  sparse_ce::TopkOps<sparse_ce::Cuda>::add_to(m);
   sparse_ce::CandidateOps<sparse_ce::Cuda>::add_to(m);
 }
 

@@ -19,6 +19,15 @@ def _head_logits(input: Tensor, linear_weight: Tensor, linear_bias: Optional[Ten
     return x, w, F.linear(x, w, None if linear_bias is None else linear_bias[:a.num_classes].to(dtype))
 
 
+def linear_logits(input: Tensor, linear_weight: Tensor, linear_bias: Optional[Tensor],
+                  num_classes: Optional[int] = None) -> Tensor:
+    """``torch.ops.sparse_ce.linear_logits``."""
+    dtype = arithmetic_dtype(input.dtype)
+    bias = None if linear_bias is None else linear_bias[:num_classes].to(dtype)
+    z = F.linear(input.to(dtype), linear_weight[:num_classes].to(dtype), bias)
+    return z if input.device.type == "cpu" else z.to(input.dtype)
+
+
 def linear_forward(input: Tensor, linear_weight: Tensor, linear_bias: Optional[Tensor], *given: Any,
                    **named: Any) -> Tuple[Tensor, Tensor]:
     """``torch.ops.sparse_ce.linear_forward``; how the rows are chunked makes no difference here."""

@@ -1,0 +1,65 @@
+"""``torch.ops.sparse_ce.topk_ids`` and ``linear_logits``: what a teacher's cache is made from. Without derivatives."""
+
+from typing import Any, Optional, Tuple
+
+import torch
+from torch import Tensor
+
+from .. import reference
+from ..arguments import arithmetic_dtype
+from .library import composite, ops, register_autograd, register_fake
+from .linear import Head
+
+
+def _detached(t: Optional[Tensor]) -> Optional[Tensor]:
+    return None if t is None else t.detach()
+
+
+@register_autograd("topk_ids")
+def _topk_ids(logits: Tensor, *others: Any) -> Tensor:
+    if composite(logits):
+        return reference.topk_ids(logits, *others)
+    with torch._C._AutoDispatchBelowAutograd():
+        ids: Tensor = ops.topk_ids(logits.detach(), *others)
+    return ids
+
+
+@register_autograd("linear_logits")
+def _linear_logits(input: Tensor, linear_weight: Tensor, linear_bias: Optional[Tensor],
+                   num_classes: Optional[int] = None) -> Tensor:
+    head = _detached(input), _detached(linear_weight), _detached(linear_bias)
+    if composite(input):
+        return reference.linear_logits(*head, num_classes)
+    with torch._C._AutoDispatchBelowAutograd():
+        logits: Tensor = ops.linear_logits(*head, num_classes)
+    return logits
+
+
+@register_fake("topk_ids")
+def _(logits: Tensor, last: Tensor, above: Tensor, ids: Tensor, largest: bool = True) -> Tensor:
+    return torch.empty_like(ids)
+
+
+@register_fake("linear_logits")
+def _(input: Tensor, linear_weight: Tensor, linear_bias: Optional[Tensor], num_classes: Optional[int] = None) -> Tensor:
+    classes = linear_weight.shape[0] if num_classes is None else num_classes
+    dtype = arithmetic_dtype(input.dtype) if input.device.type == "cpu" else input.dtype
+    return input.new_empty(input.shape[0], classes, dtype=dtype)
+
+
+def topk(logits: Tensor, k: int, largest: bool) -> Tuple[Tensor, Tensor]:
+    """(values, ids) of the ``k`` largest of each row of logits (N, V), or of the smallest, in their order; of equal ones
+    the lowest ids, by ascending id."""
+    top = logits.detach().topk(k, 1, largest)
+    last = top.values[:, -1].to(arithmetic_dtype(logits.dtype))
+    values = top.values.to(last.dtype)
+    above = (values > last[:, None] if largest else values < last[:, None]).sum(1)
+    ids = ops.topk_ids(logits.detach(), last, above, top.indices, largest)
+    values, order = logits.detach().gather(1, ids).sort(dim=1, descending=largest, stable=True)
+    return values, ids.gather(1, order)
+
+
+def linear_logits(head: Head, num_classes: Optional[int]) -> Tensor:
+    """(N, V) as the losses of the head make them."""
+    logits: Tensor = ops.linear_logits(*head, num_classes)
+    return logits

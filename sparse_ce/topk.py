@@ -1,0 +1,175 @@
+"""A teacher's top-k: the k likeliest classes of each row with their log-probabilities, ready to be a target."""
+
+import math
+from typing import List, Literal, Optional, Tuple, Union, overload
+
+import torch
+from torch import Tensor
+
+from . import arguments
+from .arguments import Arguments, Scale
+from .autocast import as_linear_multiplies
+from .errors import fail
+from .ops.library import check_kernels
+from .ops.linear import Head
+from .ops.select import Outputs
+from .ops.select import select as select_op
+from .ops.topk import linear_logits, topk
+from .target import SparseTarget
+
+_CHUNK_BYTES = 1 << 27  # of float32 logits of a head: what its products need to be fast
+
+
+@overload
+def topk_log_probs(input: Tensor, k: int, *, logit_scale: Scale = 1.0, softcap: Optional[float] = None,
+                   num_classes: Optional[int] = None, return_log_rest: Literal[False] = False) -> SparseTarget: ...
+
+
+@overload
+def topk_log_probs(input: Tensor, k: int, *, logit_scale: Scale = 1.0, softcap: Optional[float] = None,
+                   num_classes: Optional[int] = None,
+                   return_log_rest: Literal[True]) -> Tuple[SparseTarget, Tensor]: ...
+
+
+def topk_log_probs(
+    input: Tensor,
+    k: int,
+    *,
+    logit_scale: Scale = 1.0,
+    softcap: Optional[float] = None,
+    num_classes: Optional[int] = None,
+    return_log_rest: bool = False,
+) -> Union[SparseTarget, Tuple[SparseTarget, Tensor]]:
+    """The ``k`` likeliest classes of each row and their log-probabilities, as a target that a loss takes as it is.
+
+    They are normalized over all classes. Nothing has a gradient. Of classes that tie, the lowest are taken and stand
+    first, on every device.
+
+    Args:
+        input: logits (..., V), classes last; float16, bfloat16, float32 or float64, any strides.
+        k: at most the number of classes.
+        logit_scale: a number, or a tensor of positive numbers, () or ``input.shape[:-1]``.
+        softcap, num_classes: as for :func:`sparse_ce.cross_entropy`.
+        return_log_rest: also the logarithm of the probability of all other classes, ``input.shape[:-1]``: what a loss
+            needs to know of the teacher's tail.
+
+    Returns:
+        :class:`SparseTarget` of form "topk", ``kind="logprobs"``, values float32 (float64 for float64), likeliest
+        first; or ``(target, log_rest)``.
+
+    Raises:
+        TypeError, ValueError: an argument has the wrong type, shape or value.
+
+    Examples:
+        >>> teacher = torch.tensor([[0.0, 2.0, 1.0, 2.0]])
+        >>> target = sparse_ce.topk_log_probs(teacher, 2)
+        >>> target.indices, target.values
+        (tensor([[1, 3]]), tensor([[-0.9199, -0.9199]]))
+        >>> student = torch.zeros(1, 4, requires_grad=True)
+        >>> sparse_ce.cross_entropy(student, target).backward()
+    """
+    arguments.check_input(input, "V")
+    shape = input.shape
+    options, row_scale = _options(input, shape, k, logit_scale, softcap, num_classes, "the last dimension of input")
+    logits = input.detach().reshape(math.prod(shape[:-1]), shape[-1])
+    ids, log_probs, log_rest = _of_logits(logits, k, options, row_scale)
+    return _target(ids, log_probs, log_rest, shape, options, return_log_rest)
+
+
+@overload
+def linear_topk_log_probs(input: Tensor, linear_weight: Tensor, k: int, *, linear_bias: Optional[Tensor] = None,
+                          logit_scale: Scale = 1.0, softcap: Optional[float] = None, num_classes: Optional[int] = None,
+                          return_log_rest: Literal[False] = False,
+                          chunk_rows: Optional[int] = None) -> SparseTarget: ...
+
+
+@overload
+def linear_topk_log_probs(input: Tensor, linear_weight: Tensor, k: int, *, linear_bias: Optional[Tensor] = None,
+                          logit_scale: Scale = 1.0, softcap: Optional[float] = None, num_classes: Optional[int] = None,
+                          return_log_rest: Literal[True],
+                          chunk_rows: Optional[int] = None) -> Tuple[SparseTarget, Tensor]: ...
+
+
+def linear_topk_log_probs(
+    input: Tensor,
+    linear_weight: Tensor,
+    k: int,
+    *,
+    linear_bias: Optional[Tensor] = None,
+    logit_scale: Scale = 1.0,
+    softcap: Optional[float] = None,
+    num_classes: Optional[int] = None,
+    return_log_rest: bool = False,
+    chunk_rows: Optional[int] = None,
+) -> Union[SparseTarget, Tuple[SparseTarget, Tensor]]:
+    """``topk_log_probs(F.linear(input, linear_weight, linear_bias), k)`` without the logits of all rows at once.
+
+    Args:
+        input: hidden states (..., D); float16, bfloat16, float32 or float64, any strides.
+        linear_weight, linear_bias: as for :func:`sparse_ce.linear_cross_entropy`.
+        k, logit_scale, softcap, num_classes, return_log_rest: as for :func:`topk_log_probs`.
+        chunk_rows: rows whose logits exist at a time; by default what fits 128 MiB of float32 logits.
+
+    Returns:
+        As :func:`topk_log_probs`.
+
+    Raises:
+        TypeError, ValueError, RuntimeError: as :func:`topk_log_probs` and :func:`sparse_ce.linear_cross_entropy`.
+
+    Examples:
+        >>> hidden, head = torch.randn(6, 8), torch.nn.Linear(8, 100)
+        >>> target = sparse_ce.linear_topk_log_probs(hidden, head.weight, 5, linear_bias=head.bias)
+        >>> target.shape, target.indices.shape, target.num_classes
+        (torch.Size([6]), torch.Size([6, 5]), 100)
+    """
+    arguments.check_input(input, "D")
+    arguments.check_head(input, linear_weight, linear_bias)
+    arguments.check_chunk_rows(chunk_rows)
+    shape = torch.Size((*input.shape[:-1], linear_weight.shape[0]))
+    options, row_scale = _options(input, shape, k, logit_scale, softcap, num_classes, "the rows of linear_weight")
+    input, linear_weight, linear_bias = as_linear_multiplies(input, linear_weight, linear_bias)
+    rows = input.detach().reshape(math.prod(shape[:-1]), input.shape[-1])
+    step = chunk_rows or max(1, _CHUNK_BYTES // (4 * shape[-1]))
+    parts: List[Tuple[Tensor, Tensor, Tensor]] = []
+    for begin in range(0, max(1, rows.shape[0]), step):
+        head = Head(rows[begin:begin + step], linear_weight.detach(),
+                    None if linear_bias is None else linear_bias.detach())
+        of_rows = row_scale if row_scale is None or row_scale.dim() == 0 else row_scale[begin:begin + step]
+        parts.append(_of_logits(linear_logits(head, options.num_classes), k, options, of_rows))
+    ids, log_probs, log_rest = (torch.cat(part) for part in zip(*parts))
+    return _target(ids, log_probs, log_rest, shape, options, return_log_rest)
+
+
+def _options(input: Tensor, shape: torch.Size, k: int, logit_scale: Scale, softcap: Optional[float],
+             num_classes: Optional[int], classes: str) -> Tuple[Arguments, Optional[Tensor]]:
+    """The numbers, in arguments without a target, and a scale that is a tensor; for logits of ``shape``."""
+    check_kernels(input)
+    if shape[-1] == 0:
+        fail(f"input must have at least one class, got shape {list(shape)}")
+    scale, row_scale = arguments.taken_scale(logit_scale, shape, input)
+    taken = arguments.checked(dict(ignore_index=-100, label_smoothing=0.0, z_loss=0.0, logit_scale=scale,
+                                   softcap=softcap, num_classes=num_classes), shape[-1], classes)
+    most = shape[-1] if num_classes is None else num_classes
+    if not arguments.is_integer(k) or not 0 < k <= most:
+        fail(f"k must be an integer in [1, {most}], the number of classes, got {k!r}")
+    return Arguments(input, **taken), None if row_scale is None else row_scale.detach()
+
+
+def _of_logits(logits: Tensor, k: int, a: Arguments, row_scale: Optional[Tensor]) -> Tuple[Tensor, Tensor, Tensor]:
+    """ids (N, k), log-probabilities (N, k) and log_rest (N,) of logits (N, V)."""
+    with torch.no_grad():
+        live = logits if a.num_classes is None else logits[:, :a.num_classes]
+        _, ids = topk(live, k, largest=a.logit_scale >= 0)
+        if a.logit_scale == 0:  # all tie
+            ids = torch.arange(k, device=ids.device).expand_as(ids).contiguous()
+        out = select_op(logits, a._replace(indices=ids, row_scale=row_scale), Outputs(log_rest=True))
+    return ids, out.log_probs, out.log_rest
+
+
+def _target(ids: Tensor, log_probs: Tensor, log_rest: Tensor, shape: torch.Size, a: Arguments,
+            return_log_rest: bool) -> Union[SparseTarget, Tuple[SparseTarget, Tensor]]:
+    leading, k = shape[:-1], ids.shape[1]
+    classes = shape[-1] if a.num_classes is None else a.num_classes
+    target = SparseTarget.from_topk(ids.reshape(*leading, k), log_probs.reshape(*leading, k), kind="logprobs",
+                                    num_classes=int(classes))
+    return (target, log_rest.reshape(leading)) if return_log_rest else target

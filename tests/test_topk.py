@@ -1,0 +1,144 @@
+"""The k likeliest classes: which, in which order, their log-probabilities, and as a target of a loss."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from cases import DTYPES, Draw
+from close import assert_bitwise_equal
+from sparse_ce import SparseTarget, cross_entropy, linear_topk_log_probs, reference, topk_log_probs
+
+ops = torch.ops.sparse_ce
+
+
+def expected_ids(z, k):
+    """By value, then by id: a stable sort."""
+    return z.double().sort(dim=-1, descending=True, stable=True).indices[..., :k]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("vocab,k", [(1, 1), (7, 7), (33, 5), (1000, 64), (5003, 3)])
+@pytest.mark.parametrize("ties", [False, True])
+def test_ids_and_log_probabilities_equal_a_stable_sort(ties, vocab, k, dtype, device):
+    draw = Draw(device)
+    z = draw.normal(2, 5, vocab) * 3
+    z = (z.round() if ties else z).to(dtype)
+    target, log_rest = topk_log_probs(z, k, return_log_rest=True)
+    ids = expected_ids(z, k)
+    assert target.form == "topk" and target.kind == "logprobs" and target.num_classes == vocab
+    assert torch.equal(target.indices, ids)
+    log_probs = z.double().log_softmax(-1)
+    torch.testing.assert_close(target.values.double(), log_probs.gather(-1, ids), rtol=1e-5, atol=1e-5)
+    rest = torch.ones(z.shape, dtype=torch.bool, device=device).scatter(-1, ids, False)
+    torch.testing.assert_close(log_rest.double(), torch.where(rest, log_probs, -torch.inf).logsumexp(-1), rtol=1e-5,
+                               atol=1e-5)
+
+
+def test_all_classes_tie(device):
+    for dtype in (torch.bfloat16, torch.float32):
+        for row in (0.0, -torch.inf):
+            z = torch.full((3, 4000), row, dtype=dtype, device=device)
+            z[:, 2] = 0
+            assert topk_log_probs(z, 9).indices.tolist() == [
+                list(range(9)) if row == 0 else [2, 0, 1, 3, 4, 5, 6, 7, 8]] * 3
+
+
+@pytest.mark.parametrize("scale", [0.5, -2.0, 0.0, "row", "tensor"])
+def test_scale_softcap_and_classes_that_do_not_exist(scale, device):
+    draw = Draw(device)
+    z = draw.normal(4, 30, dtype=torch.float64)
+    z[:, 25:] = torch.nan
+    by = {"row": lambda: draw.uniform(4, low=0.5, high=2, dtype=torch.float64),
+          "tensor": lambda: torch.tensor(1.7, dtype=torch.float64, device=device)}.get(scale, lambda: scale)()
+    target = topk_log_probs(z, 6, logit_scale=by, softcap=5.0, num_classes=25)
+    factor = by[:, None] if isinstance(by, torch.Tensor) and by.dim() else by
+    scaled = 5 * torch.tanh(z[:, :25] * factor / 5)
+    assert torch.equal(target.indices, expected_ids(scaled, 6)) and target.num_classes == 25
+    torch.testing.assert_close(target.values, scaled.log_softmax(1).gather(1, target.indices))
+
+
+def test_strided_and_misaligned_logits(device):
+    draw = Draw(device)
+    base = draw.normal(6, 4 * 777 + 8).round().bfloat16()
+    for z in (base[:, 1:700], base[:, 3:], base.t()[:9], base[:, ::2], base[1::2, 5:2000]):
+        assert torch.equal(topk_log_probs(z, 7 if z.shape[1] > 6 else 2).indices,
+                           expected_ids(z, 7 if z.shape[1] > 6 else 2))
+
+
+def test_a_row_of_nan_stays_a_row_of_nan(device):
+    z = Draw(device).normal(3, 40)
+    z[1] = torch.nan
+    target = topk_log_probs(z, 3)
+    assert target.values[1].isnan().all() and torch.equal(target.indices[[0, 2]], expected_ids(z[[0, 2]], 3))
+    assert ((0 <= target.indices) & (target.indices < 40)).all()
+
+
+def test_a_loss_takes_the_target_as_it_is(device):
+    draw = Draw(device)
+    teacher, student = 2 * draw.normal(2, 3, 50), draw.normal(2, 3, 50).requires_grad_()
+    ours = cross_entropy(student, topk_log_probs(teacher.requires_grad_(), 50))
+    theirs = F.cross_entropy(student.flatten(0, 1), teacher.detach().softmax(-1).flatten(0, 1))
+    torch.testing.assert_close(ours, theirs)
+    ours.backward()
+    assert teacher.grad is None
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("chunk_rows", [None, 1, 4])
+def test_of_a_head_it_is_that_of_its_logits(chunk_rows, dtype, device):
+    draw = Draw(device)
+    hidden, weight, bias = draw.normal(2, 5, 16, dtype=dtype), draw.normal(301, 16, dtype=dtype), draw.normal(
+        301, dtype=dtype)
+    scale = draw.uniform(2, 5, low=0.5, high=2, dtype=torch.float64).to(
+        torch.float64 if dtype == torch.float64 else torch.float32)
+    target, log_rest = linear_topk_log_probs(hidden, weight, 8, linear_bias=bias, logit_scale=scale, num_classes=290,
+                                             return_log_rest=True, chunk_rows=chunk_rows)
+    z = ops.linear_logits(hidden.view(10, 16), weight, bias)
+    same, same_rest = topk_log_probs(z.view(2, 5, -1), 8, logit_scale=scale, num_classes=290, return_log_rest=True)
+    assert target.shape == (2, 5) and target.num_classes == 290
+    exact = F.linear(hidden.double(), weight.double(), bias.double())
+    torch.testing.assert_close(z.double().view(exact.shape), exact, rtol=2 * torch.finfo(dtype).eps,
+                               atol=40 * torch.finfo(dtype).eps)
+    if dtype == torch.float64:
+        assert torch.equal(target.indices, same.indices)
+    torch.testing.assert_close(target.values, same.values, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(log_rest, same_rest, rtol=1e-4, atol=1e-4)
+
+
+def test_no_rows(device):
+    assert topk_log_probs(torch.zeros(0, 7, device=device), 3).indices.shape == (0, 3)
+    empty = linear_topk_log_probs(torch.zeros(2, 0, 4, device=device), torch.zeros(7, 4, device=device), 3)
+    assert empty.indices.shape == (2, 0, 3)
+
+
+def test_the_op_equals_its_specification_and_passes_opcheck(device, fresh_compiler):
+    draw = Draw(device)
+    z = draw.normal(5, 60).round()
+    for largest in (True, False):
+        top = z.topk(9, 1, largest)
+        last = top.values[:, -1].clone()
+        above = (top.values > last[:, None] if largest else top.values < last[:, None]).sum(1)
+        given = z, last, above, top.indices, largest
+        assert torch.equal(ops.topk_ids(*given), reference.topk_ids(*given))
+        torch.library.opcheck(ops.topk_ids.default, given)
+        many = torch.func.vmap(lambda a, b, c, d: ops.topk_ids(a[None], b[None], c[None], d[None], largest)[0])
+        assert torch.equal(many(*given[:4]), ops.topk_ids(*given))
+    torch.library.opcheck(ops.linear_logits.default, (draw.normal(4, 3), draw.normal(7, 3), None))
+    torch.library.opcheck(ops.linear_logits.default, (draw.normal(4, 3), draw.normal(7, 3), draw.normal(7)),
+                          dict(num_classes=5))
+
+
+def test_compiled_it_gives_the_same(device, fresh_compiler):
+    z = Draw(device).normal(4, 30).round()
+    compiled = torch.compile(lambda z: topk_log_probs(z * 1, 5), backend="aot_eager", fullgraph=True)
+    ours, eager = compiled(z), topk_log_probs(z, 5)
+    assert isinstance(ours, SparseTarget) and torch.equal(ours.indices, eager.indices)
+    assert_bitwise_equal(ours.values, eager.values)
+
+
+@pytest.mark.parametrize("k,error", [(0, ValueError), (8, ValueError), (2.0, ValueError), (True, ValueError)])
+def test_a_wrong_k_is_named(k, error, device):
+    with pytest.raises(error, match=r"sparse_ce: k must be an integer in \[1, 7\], the number of classes, got"):
+        topk_log_probs(torch.zeros(2, 7, device=device), k)
+    with pytest.raises(error, match=r"sparse_ce: k must be an integer in \[1, 7\]"):
+        linear_topk_log_probs(torch.zeros(2, 4, device=device), torch.zeros(7, 4, device=device), k)
