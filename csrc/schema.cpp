@@ -106,13 +106,13 @@ STABLE_TORCH_LIBRARY(sparse_ce, m) {
         ", bool scale_grad=False) -> (Tensor grad_input, Tensor grad_weight, Tensor grad_bias, Tensor grad_values, "
         "Tensor grad_scale)");
 
-  // The logits of all rows, (N, V), as the losses of the head make them: of the dtype of input, but on a CPU float32 where
-  // that is one of 16 bits. Without a gradient.
+  // The logits of all rows, (N, V), as the losses of the head make them: of the dtype of input, but on a CPU float32
+  // where that is one of 16 bits. Without a gradient.
   m.def("linear_logits(" SCE_HEAD ", int? num_classes=None) -> Tensor");
 
-  // Of `ids` (N, k), the k largest of each row of logits (smallest, with largest=False) by torch.topk, whose order among
-  // ties is not defined: the lowest of those that tie with the last, after those above it, both by ascending id. last
-  // (N,) A: the k-th largest; above (N,) int64: how many are above it. A row whose last is NaN stays as it is.
+  // `ids` (N, k) are the k largest of each row of logits (smallest, with largest=False) as torch.topk has them, whose
+  // order among ties is not defined. Returns the lowest of those that tie with the last, after those above it, both by
+  // ascending id. last (N,) A: the k-th largest; above (N,) int64: how many are above it. A row whose last is NaN stays.
   m.def("topk_ids(Tensor logits, Tensor last, Tensor above, Tensor ids, bool largest=True) -> Tensor");
 
   // gradient *= scale () A, in place. Where scale is 1 nothing is read or written; it is looked at where it lies.

@@ -11,10 +11,6 @@ from .library import composite, ops, register_autograd, register_fake
 from .linear import Head
 
 
-def _detached(t: Optional[Tensor]) -> Optional[Tensor]:
-    return None if t is None else t.detach()
-
-
 @register_autograd("topk_ids")
 def _topk_ids(logits: Tensor, *others: Any) -> Tensor:
     if composite(logits):
@@ -27,7 +23,7 @@ def _topk_ids(logits: Tensor, *others: Any) -> Tensor:
 @register_autograd("linear_logits")
 def _linear_logits(input: Tensor, linear_weight: Tensor, linear_bias: Optional[Tensor],
                    num_classes: Optional[int] = None) -> Tensor:
-    head = _detached(input), _detached(linear_weight), _detached(linear_bias)
+    head = Head(input.detach(), linear_weight.detach(), None if linear_bias is None else linear_bias.detach())
     if composite(input):
         return reference.linear_logits(*head, num_classes)
     with torch._C._AutoDispatchBelowAutograd():
