@@ -112,7 +112,8 @@ STABLE_TORCH_LIBRARY(sparse_ce, m) {
 
   // `ids` (N, k) are the k largest of each row of logits (smallest, with largest=False) as torch.topk has them, whose
   // order among ties is not defined. Returns the lowest of those that tie with the last, after those above it, both by
-  // ascending id. last (N,) A: the k-th largest; above (N,) int64: how many are above it. A row whose last is NaN stays.
+  // ascending id. last (N,) A: the k-th largest; above (N,) int64: how many are above it. A row whose last is NaN
+  // stays.
   m.def("topk_ids(Tensor logits, Tensor last, Tensor above, Tensor ids, bool largest=True) -> Tensor");
 
   // gradient *= scale () A, in place. Where scale is 1 nothing is read or written; it is looked at where it lies.

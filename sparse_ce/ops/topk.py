@@ -44,8 +44,8 @@ def _(input: Tensor, linear_weight: Tensor, linear_bias: Optional[Tensor], num_c
 
 
 def topk(logits: Tensor, k: int, largest: bool) -> Tuple[Tensor, Tensor]:
-    """(values, ids) of the ``k`` largest of each row of logits (N, V), or of the smallest, in their order; of equal ones
-    the lowest ids, by ascending id."""
+    """(values, ids) of the ``k`` largest of each row of logits (N, V), or of the smallest, in their order; of equal
+    ones the lowest ids, by ascending id."""
     top = logits.detach().topk(k, 1, largest)
     last = top.values[:, -1].to(arithmetic_dtype(logits.dtype))
     values = top.values.to(last.dtype)
