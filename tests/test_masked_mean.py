@@ -11,6 +11,7 @@ from torch.autograd import gradcheck, gradgradcheck
 import sparse_ce
 from cases import DTYPES, Draw
 from close import assert_bitwise_equal, assert_close_to_float64
+from dense import arithmetic
 from sparse_ce import MaskedMean, masked_mean, reference
 
 ops = torch.ops.sparse_ce
@@ -329,7 +330,7 @@ def test_the_composition_of_other_devices_gives_the_same(mask_dtype, shape, dim,
     for dtype in DTYPES:
         x = draw.normal(*shape).to(dtype)
         x = torch.where(mask == 0, NAN, x)
-        wide = reference.arithmetic_dtype(dtype)
+        wide = arithmetic(dtype)
         mask = mask.to(wide) if mask.is_floating_point() else mask
         torch.testing.assert_close(reference.masked_mean(x, mask, dim), ops.masked_mean(x, mask, dim))
         share = draw.normal(*[n for d, n in enumerate(shape) if d not in dim], dtype=wide)
