@@ -1,4 +1,4 @@
-"""Losses as functions. Formulas: ``csrc/math.h``; the same in plain PyTorch: ``reference.py``."""
+"""Losses as functions. Formulas: ``csrc/math.h``; the same in plain PyTorch: ``reference/``."""
 
 import math
 from typing import TYPE_CHECKING, Any, Dict, Literal, NamedTuple, Optional, Sequence, Tuple, TypedDict, Union, overload

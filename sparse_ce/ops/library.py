@@ -1,6 +1,6 @@
 """Where this package's ops meet ``torch.library``: loads the kernels, and registers autograd and shape functions.
 
-The Autograd kernel of an op runs its composition in ``reference.py`` where only plain PyTorch ops can follow
+The Autograd kernel of an op runs its composition in ``reference/`` where only plain PyTorch ops can follow
 (``torch.func`` transforms, forward-mode AD, devices without kernels of ours), an ``autograd.Function`` where a gradient
 is needed, and the C++ kernel alone otherwise. The backward of an op is itself an op: where somebody differentiates it,
 its composition makes second derivatives right.
