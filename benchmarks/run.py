@@ -24,6 +24,7 @@ from goals import goals
 from linear_problems import LINEAR_SHAPES, measure_linear
 from mean_problems import MEAN_SHAPES, measure_masked_mean
 from peers import Problem, Shape
+from select_problems import SELECT_SHAPES, measure_select
 from small_problems import SMALL_SHAPES, measure_small
 from sparse_problems import SPARSE_SHAPES, STOCK_SHAPES, measure_log_softmax, measure_stock
 from variant_problems import VARIANTS, measure_variant
@@ -186,6 +187,8 @@ def main() -> int:
              for shape in MEAN_SHAPES]
     candidates = [dataclasses.replace(shape, rows=shape.rows // 8) if args.quick else shape
                   for shape in CANDIDATE_SHAPES[args.device]]
+    selects = [dataclasses.replace(shape, rows=shape.rows // 8) if args.quick else shape
+               for shape in SELECT_SHAPES[args.device]]
     variants = [dataclasses.replace(shape, rows=shape.rows // 8) if args.quick else shape
                 for shape in VARIANTS[args.device]]
     for shape, measure_one in [*((shape, measure) for shape in shapes),
@@ -193,6 +196,7 @@ def main() -> int:
                                *((shape, measure_log_softmax) for shape in sparse),
                                *((shape, measure_linear) for shape in linear),
                                *((shape, measure_candidates) for shape in candidates),
+                               *((shape, measure_select) for shape in selects),
                                *((shape, measure_stock) for shape in stock),
                                *((shape, measure_variant) for shape in variants),
                                *((shape, measure_small) for shape in SMALL_SHAPES[args.device])]:

@@ -1,5 +1,6 @@
 """The benchmark's problems: a peer that a torch does not have is reported, and a wrong result is."""
 
+import dataclasses
 import json
 import re
 import shutil
@@ -15,6 +16,7 @@ import candidate_problems  # noqa: E402
 import linear_problems  # noqa: E402
 import peers  # noqa: E402
 import run  # noqa: E402
+import select_problems  # noqa: E402
 import sparse_ce  # noqa: E402
 import variant_problems  # noqa: E402
 from check import WrongResult  # noqa: E402
@@ -79,6 +81,21 @@ def test_candidates_are_measured_and_checked(dtype, quick, monkeypatch):
     monkeypatch.setattr(sparse_ce, "candidate_logits", lambda *args, **options: right(*args, **options) * 1.05)
     with pytest.raises(WrongResult, match="32 x 64 x 300"):
         candidate_problems.measure_candidates(shape, CPU, 1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_log_probabilities_are_measured_and_checked(dtype, quick, monkeypatch):
+    shape = select_problems.SelectShape(16, 300, 8, dtype)
+    found = select_problems.measure_select(shape, CPU, 1)
+    assert len(found["rows"]) == 13 and len(found["goals"]) == (7 if dtype == torch.float32 else 6)
+    right = sparse_ce.selected_log_probs
+
+    def wrong(*args, **options):
+        out = right(*args, **options)
+        return dataclasses.replace(out, entropy=out.entropy * 1.05)
+    monkeypatch.setattr(sparse_ce, "selected_log_probs", wrong)
+    with pytest.raises(WrongResult, match="16 x 300"):
+        select_problems.measure_select(shape, CPU, 1)
 
 
 def test_a_problem_that_fails_does_not_take_the_others_with_it(tmp_path, monkeypatch, capsys):
