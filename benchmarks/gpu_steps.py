@@ -150,6 +150,7 @@ def speed(machine: Machine) -> List[Group]:
         benchmark(machine, "8192 x 128256", 85, "--only", "measure 8192 x 128256"),
         Step("counters", counters, 60, skip_if=NO_COUNTERS, show=COUNTED),
         benchmark(machine, "variants", 60, "--only", "measure_variant"),
+        benchmark(machine, "log-probabilities", 60, "--only", "measure_select"),
         benchmark(machine, "linear head", 80, "--only", "measure_linear linear head, 8192 x 4096"),
         benchmark(machine, "16384, float32", 90, "--only", "measure 16384", "--only", "measure 4096 x 128256"),
         benchmark(machine, "means, log_softmax", 70, "--only", "measure_masked_mean", "--only", "measure_log_softmax"),
