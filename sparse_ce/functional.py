@@ -18,6 +18,7 @@ from .ops.library import check_kernels
 from .ops.linear import Head
 from .ops.linear import Options as HeadOptions
 from .ops.linear import linear_cross_entropy as linear_cross_entropy_op
+from .ops.linear_select import linear_select as linear_select_op
 from .ops.select import Outputs
 from .ops.select import select as select_op
 from .sparse_softmax import log_softmax
@@ -272,9 +273,8 @@ def linear_cross_entropy(
         target: as for :func:`cross_entropy`, for logits (..., V).
         linear_bias: (V,), dtype as for ``linear_weight``.
         weight, ignore_index, reduction, label_smoothing, z_loss, logit_scale, softcap, normalizer, row_weight,
-            return_lse, return_entropy, return_argmax: as for :func:`cross_entropy`; a ``logit_scale`` that is a tensor
-            may not require grad here. With a scalar reduction entropy and argmax cost no matrix product more, a
-            gradient for the entropy one.
+            return_lse, return_entropy, return_argmax: as for :func:`cross_entropy`. With a scalar reduction entropy and
+            argmax cost no matrix product more; a gradient for the entropy, or for a learned ``logit_scale``, costs one.
         num_classes: only the first ``num_classes`` rows of ``linear_weight`` exist; the rest are not read and get
             gradient 0.
         inplace: accepted like everywhere; there are no logits to spare, they are always overwritten.
@@ -310,9 +310,16 @@ def linear_cross_entropy(
     row_weight = arguments.taken_weight(row_weight, shape, input)
     rows = input.reshape(math.prod(input.shape[:-1]), input.shape[-1])
     mean = reduction != "none"
-    options_of_head = HeadOptions(chunk_rows, mean, normalizer, row_weight if mean else None, return_entropy,
-                                  return_argmax)
-    out = linear_cross_entropy_op(Head(rows, linear_weight, linear_bias), a, options_of_head)
+    head = Head(rows, linear_weight, linear_bias)
+    out: Sequence[Tensor]
+    if row_scale is not None and row_scale.requires_grad:
+        wanted = Outputs(loss=True, log_probs=False, entropy=return_entropy, argmax=return_argmax)
+        more = linear_select_op(head, a, wanted, chunk_rows)
+        out = (loss_mean(more.loss, a, normalizer, row_weight) if mean else more.loss, more.lse, more.entropy,
+               more.argmax)
+    else:
+        out = linear_cross_entropy_op(head, a, HeadOptions(
+            chunk_rows, mean, normalizer, row_weight if mean else None, return_entropy, return_argmax))
     return _result(out, a, input.shape, reduction, row_weight, return_lse, return_entropy, return_argmax)
 
 

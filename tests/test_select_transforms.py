@@ -161,6 +161,26 @@ def test_the_gradient_of_a_learned_scale_of_the_loss(form, reduction, options, d
         torch.testing.assert_close(a, b)
 
 
+@pytest.mark.parametrize("metrics", [dict(), dict(return_entropy=True, return_argmax=True)], ids=str)
+@pytest.mark.parametrize("reduction", ["none", "mean"])
+def test_the_gradient_of_a_learned_scale_of_a_linear_head(reduction, metrics, device):
+    draw = Draw(device)
+    hidden, head = draw.normal(9, 6, dtype=torch.float64), draw.normal(23, 6, dtype=torch.float64)
+    labels, weight = draw.integers(23, 9), draw.uniform(9, dtype=torch.float64)
+    labels[4] = -100
+    results = []
+    for linear in (True, False):
+        leaves = [hidden.clone().requires_grad_(), head.clone().requires_grad_(),
+                  torch.tensor(1.3, dtype=torch.float64, device=device, requires_grad=True)]
+        keywords = dict(logit_scale=leaves[2], reduction=reduction, row_weight=weight, label_smoothing=0.1, **metrics)
+        out = (linear_cross_entropy(leaves[0], leaves[1], labels, chunk_rows=4, **keywords) if linear
+               else cross_entropy(leaves[0] @ leaves[1].T, labels, **keywords))
+        loss = out.loss if metrics else out
+        results.append((loss, *torch.autograd.grad(loss, leaves, torch.ones_like(loss))))
+    for a, b in zip(*results):
+        torch.testing.assert_close(a, b)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_learned_scale_has_a_gradient_of_float32(dtype, device):
     """Not of numbers that were rounded to the logits' dtype."""
