@@ -1,6 +1,6 @@
 """Policy gradients (GRPO) on samples of top-p sampling, whose kept tokens are replayed.
 
-    python examples/train_policy.py           # a minute or two on two CPU cores
+    python examples/train_policy.py           # a minute or two on one CPU core
     python examples/train_policy.py --fast    # seconds: fewer steps
 
 The task is to sort: numbers, then the same numbers in ascending order. A short supervised warm-up makes a model that
