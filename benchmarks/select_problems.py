@@ -46,7 +46,7 @@ SELECT_SHAPES = {
 
 
 def pair(logits: Tensor, ids: Tensor) -> Tuple[Tensor, Tensor]:
-    """Log-probabilities by a logsumexp for each row, so that no copy of the logits is made, and the entropy in chunks."""
+    """Log-probabilities by a logsumexp for each row, so that the logits are not copied, and the entropy in chunks."""
     lse = torch.stack([torch.logsumexp(row, -1) for row in logits])
     entropy = []
     for chunk in logits.split(ENTROPY_ROWS):

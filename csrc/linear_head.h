@@ -31,7 +31,6 @@ class LinearHead {
         block_(weight.scalar_type() == work_ ? classes : block_classes()) {
     if (bias) bias_ = torch::stable::to(rows_of(*bias, 0, classes), work_);
     chunk_rows_ = std::min(rows(), chunk_rows.value_or(default_chunk_rows()));
-    chunks_ = device_t::empty_output(input, {chunk_rows_, classes}, work_);
   }
 
   int64_t rows() const { return live_ ? live_->count() : input_.size(0); }
@@ -55,10 +54,18 @@ class LinearHead {
     }
   }
 
+  // The same where there is room, in tensors that outlive this head: a sum over chunks that come one call at a time.
+  // `weight_low` and `bias_low`: see add. What lies beyond the classes is the caller's.
+  void continue_gradients(const OptionalTensor& input, const OptionalTensor& weight, const OptionalTensor& weight_low,
+                          const OptionalTensor& bias, const OptionalTensor& bias_low) {
+    grad_input = input, grad_weight = weight, weight_low_ = weight_low, grad_bias = bias, bias_low_ = bias_low;
+  }
+
   // Logits (n, classes) of the rows of `target`, the first of which is `begin`, in the one chunk that there is.
   Tensor logits(int64_t begin, const TargetView& target) {
+    if (!chunks_) chunks_ = device_t::empty_output(input_, {chunk_rows_, classes_}, work_);
     chunk_input_ = work_input(begin, target);
-    const Tensor z = rows_of(chunks_, 0, target.rows);
+    const Tensor z = rows_of(*chunks_, 0, target.rows);
     for (int64_t v = 0; v < classes_; v += block_) {
       const int64_t end = std::min(classes_, v + block_);
       const Tensor w = transposed(work_weight(v, end));
@@ -75,16 +82,26 @@ class LinearHead {
 
   // Adds what the gradient dz (n, classes) of `logits` contributes. Chunks come in order, each after its logits.
   void add_gradients(int64_t begin, const Tensor& dz) {
-    const int64_t end = begin + dz.size(0);
-    first_ = begin == 0, last_ = end == rows();
-    if (grad_input) write_input_gradient(begin, end, dz);
-    if (grad_weight) add_weight_gradient(dz);
-    if (grad_bias) add_bias_gradient(dz);
+    first_ = begin == 0, last_ = begin + dz.size(0) == rows();
+    add_chunk(begin, dz);
+  }
+
+  // The same for all rows of this head, one chunk of those that the gradients are summed over.
+  void add_gradients_of_chunk(const TargetView& target, const Tensor& dz, bool first, bool last) {
+    chunk_input_ = work_input(0, target);
+    first_ = first, last_ = last;
+    add_chunk(0, dz);
   }
 
   OptionalTensor grad_input, grad_weight, grad_bias;
 
  private:
+  void add_chunk(int64_t begin, const Tensor& dz) {
+    if (grad_input) write_input_gradient(begin, begin + dz.size(0), dz);
+    if (grad_weight) add_weight_gradient(dz);
+    if (grad_bias) add_bias_gradient(dz);
+  }
+
   // Classes whose weights are converted together, or whose products are summed together.
   int64_t block_classes() const {
     return std::max<int64_t>(256, device_t::kBlockBytes / (4 * std::max<int64_t>(1, width_)));
@@ -264,7 +281,8 @@ class LinearHead {
   OptionalTensor bias_;
   int64_t classes_, width_, block_, chunk_rows_;
   bool first_ = false, last_ = false;
-  Tensor chunks_, chunk_input_;  // (chunk_rows, classes) and the rows that it comes from
+  OptionalTensor chunks_;  // (chunk_rows, classes)
+  Tensor chunk_input_;  // the rows that they come from
   OptionalTensor input_rows_, work_block_, product_block_, input_sums_, input_product_, input_low_, weight_low_;
   OptionalTensor bias_low_, ones_;
 };

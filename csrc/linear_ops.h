@@ -111,6 +111,33 @@ class LinearOps {
     return z.scalar_type() == dtype ? z : torch::stable::to(z, dtype);
   }
 
+  // A chunk of rows at a time, in calls of their own.
+  static void add_gradients_(const HeadArguments& given, const Tensor& grad_logits, const OptionalTensor& grad_input,
+                             const OptionalTensor& grad_weight, const OptionalTensor& weight_low,
+                             const OptionalTensor& grad_bias, const OptionalTensor& bias_low, bool first, bool last) {
+    const HeadArguments head = without_history(given);
+    head.check_tensors();
+    TargetView rows{};
+    rows.rows = head.input.size(0);
+    check(grad_logits.dim() == 2 && grad_logits.size(0) == rows.rows && grad_logits.size(1) <= head.weight.size(0),
+          "grad_logits must be (", rows.rows, ", classes), got ", shape(grad_logits));
+    const auto like = [](const OptionalTensor& gradient, const Tensor& of, const char* argument) {
+      if (!gradient) return;
+      check(gradient->dim() == of.dim() && same_sizes(gradient->sizes(), of.sizes()) && gradient->is_contiguous(),
+            argument, " must be contiguous and of shape ", shape(of), ", got ", shape(*gradient));
+      check(gradient->scalar_type() == of.scalar_type(), argument, " must be of dtype ", name(of.scalar_type()),
+            ", got ", name(gradient->scalar_type()));
+    };
+    like(grad_input, head.input, "grad_input");
+    like(grad_weight, head.weight, "grad_weight");
+    if (head.bias) like(grad_bias, *head.bias, "grad_bias");
+    if (rows.rows == 0) return;
+    LinearHead<device_t> chunk(head.input, head.weight, std::nullopt, grad_logits.size(1), rows.rows, nullptr);
+    chunk.continue_gradients(grad_input, grad_weight, weight_low, grad_bias, bias_low);
+    const bool same = grad_logits.scalar_type() == chunk.work();
+    chunk.add_gradients_of_chunk(rows, same ? grad_logits : torch::stable::to(grad_logits, chunk.work()), first, last);
+  }
+
   static void scale_(const Tensor& gradient, const Tensor& scale) {
     ScaleArgs args{};
     args.scale = view_scalar(scale, gradient, "scale");
@@ -129,6 +156,7 @@ class LinearOps {
     m.impl("linear_backward", boxed<&backward>);
     m.impl("linear_mean", boxed<&mean>);
     m.impl("linear_logits", boxed<&logits>);
+    m.impl("linear_add_gradients_", boxed<&add_gradients_>);
     m.impl("scale_", boxed<&scale_>);
   }
 

@@ -110,6 +110,14 @@ STABLE_TORCH_LIBRARY(sparse_ce, m) {
   // where that is one of 16 bits. Without a gradient.
   m.def("linear_logits(" SCE_HEAD ", int? num_classes=None) -> Tensor");
 
+  // Adds what the gradient grad_logits (N, classes) of the logits of these rows contributes to the gradients of a head:
+  // writes grad_input (N, D), and to grad_weight (V, D) and grad_bias (V,) adds, or for the first chunk writes, their
+  // first rows. weight_low (classes, D) and bias_low (1, classes) uint8 hold what sums of 16 bits have no room for
+  // between two chunks.
+  m.def("linear_add_gradients_(" SCE_HEAD
+        ", Tensor grad_logits, Tensor(a!)? grad_input, Tensor(b!)? grad_weight, Tensor(c!)? weight_low, "
+        "Tensor(d!)? grad_bias, Tensor(e!)? bias_low, bool first, bool last) -> ()");
+
   // `ids` (N, k) are the k largest of each row of logits (smallest, with largest=False) as torch.topk has them, whose
   // order among ties is not defined. Returns the lowest of those that tie with the last, after those above it, both by
   // ascending id. last (N,) A: the k-th largest; above (N,) int64: how many are above it. A row whose last is NaN

@@ -60,9 +60,14 @@ class SmallLM(nn.Module):
         self.register_buffer("causal", nn.Transformer.generate_square_subsequent_mask(length))
         self.loss = LinearSparseCrossEntropyLoss()
 
+    def hidden(self, tokens: Tensor) -> Tensor:
+        """tokens (B, S), S up to ``length`` -> what the head multiplies, (B, S, dim)."""
+        length = tokens.shape[1]
+        hidden = self.embedding(tokens) * math.sqrt(self.embedding.embedding_dim) + self.position[:length]
+        for layer in self.layers:
+            hidden = layer(hidden, self.causal[:length, :length], is_causal=True)
+        return self.norm(hidden)
+
     def forward(self, tokens: Tensor, target: SparseTarget, normalizer=None) -> Tensor:
         """tokens (B, S), target (B, S) -> the sum of the positions' losses by ``normalizer``, (), or their mean."""
-        hidden = self.embedding(tokens) * math.sqrt(self.embedding.embedding_dim) + self.position
-        for layer in self.layers:
-            hidden = layer(hidden, self.causal, is_causal=True)
-        return self.loss(self.norm(hidden), self.head.weight, target, self.head.bias, normalizer)
+        return self.loss(self.hidden(tokens), self.head.weight, target, self.head.bias, normalizer)

@@ -28,7 +28,7 @@ PLAIN = "plain"
 
 # What no kernel of a CPU or GPU has a part in, or only as the tests beside it have.
 KERNELS = ("test_candidates*", "test_cross_entropy_*", "test_linear_*", "test_masked_mean*", "test_select_*",
-           "test_sparse_softmax*", "test_stock_*", "test_target_*", "test_topk*", "test_flavour*")
+           "test_row_loss*", "test_sparse_softmax*", "test_stock_*", "test_target_*", "test_topk*", "test_flavour*")
 NO_KERNELS = ("test_cross_entropy_compile*", "test_select_compile", "test_linear_compile",
               "test_cross_entropy_data_parallel",
               "test_target_validation_cuda", "test_target_arrays", "test_target_collate", "test_target_tensorlike",

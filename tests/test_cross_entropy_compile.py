@@ -67,6 +67,7 @@ def test_every_op_is_checked_here():
               "masked_mean", "masked_mean_backward",  # in test_masked_mean.py
               "select", "select_backward", "select_backward_",  # in test_select_compile.py
               "topk_ids", "linear_logits",  # in test_topk.py
+              "linear_add_gradients_",  # in test_row_loss.py
               "linear_select", "linear_select_backward",  # in test_linear_select.py
               "candidate_logits", "candidate_logits_backward"}  # in test_candidates.py
     known |= {"candidate_logits_backward_sparse"}  # whose shapes are read from numbers, in test_candidates.py

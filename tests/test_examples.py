@@ -96,3 +96,12 @@ def test_a_trainer_learns_from_sparse_labels_in_three_ways(tmp_path):
     assert len({tuple(numbers) for _, *numbers in losses}) == 1  # the same loss, and so the same training
     for _, before, after in losses:
         assert float(after) < 0.5 * float(before)
+
+
+def test_policy_gradients_replay_the_kept_tokens_and_raise_the_reward(tmp_path):
+    said = run(EXAMPLES / "train_policy.py", "--fast", cwd=tmp_path)
+    replayed, biased = map(float, re.findall(r"max \|ratio - 1\| = (\S+)$", said, re.M))
+    assert replayed < 1e-5  # rounding
+    assert 1e-3 < biased < 0.1 + 1e-3  # top-p 0.9 keeps at least that much
+    (before, after), = re.findall(r"^mean reward +(\S+) +(\S+)$", said, re.M)
+    assert float(after) > float(before) + 0.1

@@ -107,7 +107,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             if plain and eager() and grad_loss.is_cpu:
                 forecast.remember("linear", grad_loss)
             if plain and gradients is not None:
-                grads = _rescaled(gradients, expected, grad_loss, ctx.traced)
+                grads = rescaled(gradients, expected, grad_loss, ctx.traced)
             grad_loss = (grad_loss / divisor).expand(lse.shape)
             if row_weight is not None:
                 if ctx.needs_input_grad[4]:
@@ -149,7 +149,7 @@ def _expected(input: Tensor, half: bool) -> Optional[Tensor]:
     return expected
 
 
-def _rescaled(gradients: List[Tensor], expected: Tensor, grad_loss: Tensor, traced: bool) -> Optional[List[Tensor]]:
+def rescaled(gradients: List[Any], expected: Tensor, grad_loss: Tensor, traced: bool = False) -> Optional[List[Any]]:
     """``gradients``, made for ``expected``, for ``grad_loss`` instead; None where scaling would not give them.
 
     In place, and on CUDA without a look at either: there, and where forward was ``traced``, ``expected`` is 1.
@@ -161,10 +161,12 @@ def _rescaled(gradients: List[Tensor], expected: Tensor, grad_loss: Tensor, trac
             return gradients
         grad_loss = grad_loss / expected
         # Beyond that a gradient may have left the range of its dtype; a NaN is not within either.
-        if not 2.0 ** -40 < abs(grad_loss) < 2.0 ** 40 or any(g.dtype == torch.float16 for g in gradients):
+        if not 2.0 ** -40 < abs(grad_loss) < 2.0 ** 40 or any(
+                g is not None and g.dtype == torch.float16 for g in gradients):
             return None
     for gradient in gradients:
-        _scale(gradient, grad_loss)
+        if gradient is not None:
+            _scale(gradient, grad_loss)
     return gradients
 
 

@@ -1,0 +1,321 @@
+"""Any loss that is a sum over rows, of a linear head's log-probabilities, in three matrix products."""
+
+import math
+from typing import Any, Callable, Dict, List, NamedTuple, Optional, Sequence, Tuple, Union
+
+import torch
+from torch import Tensor
+
+from . import arguments, reference
+from .arguments import Arguments, Normalizer, Scale
+from .autocast import as_linear_multiplies
+from .entries import IGNORE_INDEX
+from .errors import fail
+from .functional import Reduction
+from .log_probs import LogProbs, checked_padding, ids_of, select_arguments
+from .ops.library import composite, needs_grad
+from .ops.linear import Head
+from .ops.linear_select import linear_select
+from .ops.row_loss import Chunked, backward_of_chunk, expected_upstream, forecast_next, new_gradients, rescaled
+from .ops.select import Outputs, Selected
+from .ops.select import select as select_op
+from .ops.topk import linear_logits
+from .target import SparseTarget, Target
+from .tracing import eager
+
+RowFunction = Callable[..., Any]
+_CHUNK_BYTES = 1 << 27  # of float32 logits
+
+
+def linear_row_loss(
+    fn: RowFunction,
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Target,
+    *row_args: Union[Tensor, SparseTarget],
+    linear_bias: Optional[Tensor] = None,
+    reduction: Reduction = "mean",
+    normalizer: Optional[Normalizer] = None,
+    has_aux: bool = False,
+    ignore_index: int = IGNORE_INDEX,
+    logit_scale: Scale = 1.0,
+    softcap: Optional[float] = None,
+    num_classes: Optional[int] = None,
+    padding_value: float = -math.inf,
+    return_log_rest: bool = False,
+    return_entropy: bool = False,
+    return_mean_logit: bool = False,
+    return_argmax: bool = False,
+    chunk_rows: Optional[int] = None,
+) -> Any:
+    """The mean of ``fn(log_probs, target, *row_args)`` over rows, without the logits and with three matrix products.
+
+    ``fn`` is written in PyTorch on the ids' shape: policy gradients with any clipping, distillation of any kind. It is
+    called for a chunk of rows at a time, differentiated there, and its gradient goes on into the head while the chunk's
+    logits exist. Losses that couple rows (of a sequence, of a pair) use :func:`linear_selected_log_probs`, which takes
+    four products.
+
+    Args:
+        fn: ``fn(log_probs, target, *row_args) -> (rows,)``, or with ``has_aux`` ``((rows,), {name: (rows,)})``.
+            ``log_probs`` is a :class:`LogProbs`; ``target`` and ``row_args`` are cut to its rows, all with one leading
+            dimension. It gets rows that count, any number of them (on CUDA also others, with outputs of 0, whose losses
+            are not used), and must give each row what that row alone determines. What requires grad reaches it as a
+            row argument; through its closure is an error.
+        input, linear_weight, linear_bias: as for :func:`sparse_ce.linear_cross_entropy`.
+        target: as ``indices`` of :func:`sparse_ce.selected_log_probs`.
+        row_args: tensors ``(*leading, ...)`` or targets of the leading shape; may require grad.
+        reduction: ``"none"``, ``"sum"`` or ``"mean"`` over the rows that count; a mean over nothing is 0.
+        normalizer: as for :func:`sparse_ce.cross_entropy`.
+        has_aux: ``fn`` also returns a dict of tensors (rows,), which come back detached, in the leading shape, 0 in
+            rows that do not count.
+        ignore_index, logit_scale, softcap, num_classes, padding_value, return_log_rest, return_entropy,
+            return_mean_logit, return_argmax: as for :func:`sparse_ce.selected_log_probs`.
+        chunk_rows: rows whose logits exist at a time; by default what fits 128 MiB of float32 logits.
+
+    With ``reduction="none"``, under ``torch.compile``, ``torch.func`` and checkpointing, for a ``logit_scale`` that
+    requires grad, in float16 and where the gradient is differentiated again, the logits are made twice: four products.
+
+    Returns:
+        The loss, float32 (float64 for float64), or ``(loss, aux)``.
+
+    Raises:
+        TypeError, ValueError, RuntimeError: as :func:`linear_selected_log_probs`; also where ``fn`` returns another
+            shape than (rows,) or what requires grad comes into it through its closure.
+
+    Examples:
+        >>> hidden, head = torch.randn(6, 8, requires_grad=True), torch.nn.Linear(8, 50)
+        >>> actions, advantages = torch.randint(50, (6,)), torch.randn(6)
+        >>> def policy_gradient(log_probs, actions, advantages):
+        ...     return -advantages * log_probs.log_probs - 0.01 * log_probs.entropy
+        >>> loss = sparse_ce.linear_row_loss(policy_gradient, hidden, head.weight, actions, advantages,
+        ...                                  linear_bias=head.bias, return_entropy=True)
+        >>> loss.backward()
+    """
+    arguments.check_input(input, "D")
+    arguments.check_head(input, linear_weight, linear_bias)
+    arguments.check_chunk_rows(chunk_rows)
+    arguments.check_reduction(reduction, normalizer)
+    shape = torch.Size((*input.shape[:-1], linear_weight.shape[0]))
+    a = select_arguments(input, shape, target, ignore_index, logit_scale, softcap, num_classes,
+                         "the rows of linear_weight")
+    wanted = Outputs(checked_padding(padding_value), log_rest=return_log_rest, entropy=return_entropy,
+                     mean_logit=return_mean_logit, argmax=return_argmax)
+    divisor = None if normalizer is None else arguments.scalar_normalizer(normalizer, input)
+    input, linear_weight, linear_bias = as_linear_multiplies(input, linear_weight, linear_bias)
+    leading, count = shape[:-1], math.prod(shape[:-1])
+    counts = ~reference.ignored_rows(a, count)
+    rows = _Rows(input.reshape(count, input.shape[-1]), ids_of(target, shape).flatten(),
+                 [_flat(argument, leading) for argument in row_args], a, not isinstance(target, SparseTarget))
+    if eager() and input.is_cpu and not composite(input) and not bool(counts.all()):
+        rows, live = rows.at(counts.nonzero()[:, 0]), None
+    else:
+        live = counts
+    if reduction == "sum":
+        divisor = counts.new_ones((), dtype=arguments.arithmetic_dtype(input.dtype))
+    elif divisor is None:
+        divisor = counts.sum(dtype=arguments.arithmetic_dtype(input.dtype))
+    step = chunk_rows or max(1, _CHUNK_BYTES // (4 * shape[-1]))
+    call = _Call(fn, wanted, has_aux, live, torch.where(divisor == 0, torch.inf, divisor), step)
+    head = Head(rows.input, linear_weight, linear_bias)
+    tensors = [t for t in rows.row_args if isinstance(t, Tensor)]
+    half = any(t is not None and t.dtype == torch.float16 and t.requires_grad for t in head)
+    plain = (eager() and reduction != "none" and needs_grad(*head, *tensors) and not composite(input) and not half
+             and expected_upstream(input, take=False) is not None
+             and not (a.row_scale is not None and a.row_scale.requires_grad))
+    if plain:
+        loss, *aux_values = _LinearRowLoss.apply(*head, rows, call, *tensors)
+        aux = dict(zip(call.names, aux_values))
+    else:
+        losses, aux = _four_products(head, rows, call)
+        loss = losses if reduction == "none" else losses.sum() / call.divisor
+    if reduction == "none":
+        loss = _spread(loss, counts, live).reshape(leading)
+    if not has_aux:
+        return loss
+    return loss, {name: _spread(t, counts, live).reshape(leading) for name, t in aux.items()}
+
+
+class _Rows(NamedTuple):
+    """What is cut to a chunk; all with one leading dimension."""
+
+    input: Tensor
+    target: SparseTarget
+    row_args: Sequence[Any]
+    a: Arguments
+    unwrap: bool  # fn is given a tensor, as the caller gave one
+
+    def at(self, rows: Any) -> "_Rows":
+        scale = self.a.row_scale
+        a = self.a if scale is None or scale.dim() == 0 else self.a._replace(row_scale=scale[rows])
+        return self._replace(input=self.input[rows], target=self.target[rows].compact(), a=a,
+                             row_args=[t[rows] for t in self.row_args])
+
+    @property
+    def arguments(self) -> Arguments:
+        flat = self.target.flatten()
+        return self.a._replace(indices=flat.indices, values=flat.values, offsets=flat.offsets, row_mask=flat.row_mask)
+
+    def given(self) -> Any:
+        return self.target.indices if self.unwrap and self.target.form != "jagged" and self.target.values is None \
+            else self.target
+
+
+class _Call(NamedTuple):
+    fn: RowFunction
+    wanted: Outputs
+    has_aux: bool
+    live: Optional[Tensor]  # (rows,) bool, or None: all of them count
+    divisor: Tensor
+    step: int
+    names: List[str] = []
+
+
+def _flat(argument: Any, leading: torch.Size) -> Any:
+    if isinstance(argument, SparseTarget):
+        if argument.shape != leading:
+            fail(f"row_args must be of the leading shape {list(leading)}, got {list(argument.shape)}")
+        return argument.flatten()
+    if not isinstance(argument, Tensor):
+        fail(f"row_args must be tensors or SparseTargets, got {type(argument).__name__}", TypeError)
+    if argument.shape[:len(leading)] != leading:
+        fail(f"row_args must be of the leading shape {list(leading)}, got {list(argument.shape)}")
+    return argument.reshape(math.prod(leading), *argument.shape[len(leading):])
+
+
+def _spread(t: Tensor, counts: Tensor, live: Optional[Tensor]) -> Tensor:
+    if live is not None:
+        return t
+    return t.new_zeros(counts.shape[0]).index_put((counts.nonzero()[:, 0],), t)
+
+
+def _log_probs(out: Selected, rows: _Rows, wanted: Outputs) -> LogProbs:
+    return LogProbs(out.log_probs, out.lse, out.log_rest if wanted.log_rest else None,
+                    out.entropy if wanted.entropy else None, out.mean_logit if wanted.mean_logit else None,
+                    out.argmax if wanted.argmax else None)
+
+
+def _call(out: LogProbs, rows: _Rows, call: _Call, live: Optional[Tensor],
+          row_args: Sequence[Any]) -> Tuple[Tensor, Dict[str, Tensor]]:
+    """The losses (rows,) that ``fn`` gives, 0 where a row does not count, and what it tells besides."""
+    result = call.fn(out, rows.given(), *row_args)
+    losses: Any = result
+    told: Dict[str, Tensor] = {}
+    if call.has_aux:
+        losses, told = result
+    count = rows.input.shape[0]
+    if not isinstance(losses, Tensor) or losses.shape != (count,):
+        fail(f"fn must return losses of shape [{count}], one a row, got "
+             f"{list(losses.shape) if isinstance(losses, Tensor) else type(losses).__name__}")
+    for name, t in told.items():
+        if t.shape != (count,):
+            fail(f"fn must return aux tensors of shape [{count}], got {list(t.shape)} for {name!r}")
+    aux = {name: t.detach() for name, t in told.items()}
+    if live is not None:
+        losses = torch.where(live, losses, 0.0)
+        aux = {name: torch.where(live, t, torch.zeros((), dtype=t.dtype, device=t.device)) for name, t in aux.items()}
+    return losses.to(out.lse.dtype), aux
+
+
+def _four_products(head: Head, rows: _Rows, call: _Call) -> Tuple[Tensor, Dict[str, Tensor]]:
+    out = linear_select(head, rows.arguments, call.wanted, call.step)
+    return _call(_log_probs(out, rows, call.wanted), rows, call, call.live, rows.row_args)
+
+
+class _LinearRowLoss(torch.autograd.Function):
+    """The loss and aux, with the gradients for the head and for the row arguments."""
+
+    @staticmethod
+    def forward(ctx: Any, input: Tensor, linear_weight: Tensor, linear_bias: Optional[Tensor], rows: _Rows,
+                call: _Call, *tensors: Tensor) -> Tuple[Tensor, ...]:
+        ctx.wanted = (*ctx.needs_input_grad[:3], *ctx.needs_input_grad[5:])
+        expected = expected_upstream(input)
+        assert expected is not None
+        loss, aux, gradients = _three_products(Head(input, linear_weight, linear_bias), rows, call, expected,
+                                               ctx.wanted)
+        ctx.save_for_backward(input, linear_weight, linear_bias, *tensors)
+        ctx.rows, ctx.call, ctx.made = rows, call, (expected, gradients)
+        ctx.mark_non_differentiable(*aux.values())
+        call.names[:] = aux
+        return loss, *aux.values()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor, *_: Any) -> Tuple[Optional[Tensor], ...]:
+        input, linear_weight, linear_bias, *tensors = ctx.saved_tensors
+        head = Head(input, linear_weight, linear_bias)
+        (expected, gradients), ctx.made = ctx.made, (None, None)  # handed out once: their new owner may overwrite them
+        given = iter(tensors)
+        rows = ctx.rows._replace(input=input, row_args=[next(given) if isinstance(t, Tensor) else t
+                                                        for t in ctx.rows.row_args])
+        if torch.is_grad_enabled():
+            losses, _ = _four_products(head, rows, ctx.call)
+            leaves = [t for t, wanted in zip((*head, *tensors), ctx.wanted) if wanted]
+            found = iter(torch.autograd.grad(losses.sum() / ctx.call.divisor, leaves, grad, create_graph=True,
+                                             allow_unused=True))
+            made = [next(found) if wanted else None for wanted in ctx.wanted]
+        else:
+            if grad.is_cpu:
+                forecast_next(grad)
+            scaled = None if gradients is None else rescaled(gradients, expected, grad)
+            made = _three_products(head, rows, ctx.call, grad, ctx.wanted)[2] if scaled is None else scaled
+        return *made[:3], None, None, *made[3:]
+
+
+def _three_products(head: Head, rows: _Rows, call: _Call, upstream: Tensor,
+                    wanted: Sequence[bool]) -> Tuple[Tensor, Dict[str, Tensor], List[Optional[Tensor]]]:
+    """loss (), aux and the gradients for input, weight, bias and each tensor among the row arguments, for the upstream
+    gradient of the loss."""
+    count, step = rows.input.shape[0], call.step
+    chunked = new_gradients(head, rows.a.num_classes, wanted[:3], whole=count <= step)
+    of_args = [torch.zeros_like(t) if want else None
+               for t, want in zip((t for t in rows.row_args if isinstance(t, Tensor)), wanted[3:])]
+    total = torch.zeros((), dtype=call.divisor.dtype, device=head.input.device)
+    aux: Dict[str, List[Tensor]] = {}
+    for begin in range(0, count, step):
+        end = min(count, begin + step)
+        chunk = rows.at(slice(begin, end))
+        a, live = chunk.arguments, None if call.live is None else call.live[begin:end]
+        z = linear_logits(Head(chunk.input, head.linear_weight, head.linear_bias), a.num_classes)
+        a = a._replace(num_classes=None)
+        out = select_op(z, a, call.wanted)
+        with torch.enable_grad():
+            leaves = Selected(*(t.detach().requires_grad_(t.is_floating_point()) for t in out))
+            given = iter(wanted[3:])
+            args = [t.detach().requires_grad_(next(given)) if isinstance(t, Tensor) else t for t in chunk.row_args]
+            losses, told = _call(_log_probs(leaves, chunk, call.wanted), chunk, call, live, args)
+            tensors = [t for t in args if isinstance(t, Tensor) and t.requires_grad]
+            _check_closure(losses, (*leaves, *tensors))
+        total += losses.detach().sum()
+        for name, t in told.items():
+            aux.setdefault(name, []).append(t)
+        found = _gradients(losses, [*leaves[:-1], *tensors], upstream / call.divisor)
+        backward_of_chunk(Chunked(chunked, begin, end, begin == 0, end == count), z, a, call.wanted, out, leaves,
+                          found[:len(leaves) - 1], Head(chunk.input, head.linear_weight, head.linear_bias))
+        of_tensors = iter(found[len(leaves) - 1:])
+        for gradient in of_args:
+            if gradient is not None:
+                part = next(of_tensors)
+                if part is not None:
+                    gradient[begin:end] = part
+    joined = {name: torch.cat(parts) for name, parts in aux.items()}
+    return total / call.divisor, joined, [*chunked.gradients, *of_args]
+
+
+def _gradients(losses: Tensor, leaves: Sequence[Tensor], upstream: Tensor) -> List[Optional[Tensor]]:
+    if not losses.requires_grad:
+        return [None] * len(leaves)
+    return list(torch.autograd.grad(losses, leaves, upstream.expand(losses.shape), allow_unused=True))
+
+
+def _check_closure(losses: Tensor, leaves: Sequence[Tensor]) -> None:
+    """That nothing requires grad but what ``fn`` was given: its gradient would be lost."""
+    known, seen, nodes = {id(t) for t in leaves}, set(), [losses.grad_fn]
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        variable = getattr(node, "variable", None)
+        if variable is not None and id(variable) not in known:
+            fail("fn must get what requires grad as a row argument, got a tensor of shape "
+                 f"{list(variable.shape)} through its closure; detach it, or use linear_selected_log_probs")
+        nodes += [next_node for next_node, _ in node.next_functions]

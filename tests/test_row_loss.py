@@ -1,0 +1,256 @@
+"""Losses of rows on a linear head against the same function of all logits: values, gradients, aux, what it refuses."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.autograd import gradcheck, gradgradcheck
+from torch.utils.checkpoint import checkpoint
+
+from cases import FORMS, Draw
+from close import assert_bitwise_equal
+from sparse_ce import SparseTarget, linear_cross_entropy, linear_row_loss, linear_selected_log_probs, row_loss
+
+ASKED = dict(return_log_rest=True, return_entropy=True, return_mean_logit=True)
+
+
+def of_all(out, target, weight):
+    """Uses every output, and the target it is given."""
+    log_probs = torch.where(out.log_probs.isneginf(), 0.0, out.log_probs)
+    if isinstance(target, SparseTarget) and target.form == "jagged":
+        per_row = torch.stack([log_probs[b:e].square().sum() for b, e in (
+            target.offsets.tolist() if target.offsets.dim() == 2
+            else zip(target.offsets[:-1].tolist(), target.offsets[1:].tolist()))])
+    else:
+        per_row = log_probs.square() if log_probs.dim() == 1 else log_probs.square().sum(1)
+    return weight * (per_row + 0.1 * out.lse + out.log_rest.exp() + 0.3 * out.entropy) + 0.01 * out.mean_logit
+
+
+def example(form, device, dtype=torch.float64):
+    draw = Draw(device)
+    case = FORMS[form]((3, 4), 23, draw)
+    hidden = draw.normal(*case.shape, 6, dtype=dtype)
+    hidden[case.ignored] = torch.nan
+    return case, hidden, draw.normal(27, 6, dtype=dtype), draw.normal(27, dtype=dtype), draw.normal(
+        *case.shape, dtype=dtype)
+
+
+@pytest.mark.parametrize("chunk_rows", [None, 1, 5])
+@pytest.mark.parametrize("options", [dict(), dict(softcap=4.0, logit_scale=0.7, normalizer=5)], ids=str)
+@pytest.mark.parametrize("form", FORMS)
+def test_it_equals_four_products(form, options, chunk_rows, device):
+    case, hidden, weight, bias, by = example(form, device)
+    plain = {k: v for k, v in options.items() if k != "normalizer"}
+    results = []
+    for three in (True, False):
+        leaves = [t.clone().requires_grad_() for t in (hidden, weight, bias, by)]
+        if three:
+            loss = linear_row_loss(of_all, leaves[0], leaves[1], case.target, leaves[3], linear_bias=leaves[2],
+                                   num_classes=23, chunk_rows=chunk_rows, **options, **ASKED)
+        else:
+            target = case.target
+            rows = linear_row_loss(of_all, leaves[0], leaves[1], target, leaves[3], linear_bias=leaves[2],
+                                   num_classes=23, reduction="none", **plain, **ASKED)
+            assert rows.shape == case.shape and (rows[case.ignored] == 0).all()
+            loss = rows.sum() / options.get("normalizer", (~case.ignored).sum())
+        results.append((loss, *torch.autograd.grad(3 * loss, leaves)))
+    for ours, theirs in zip(*results):
+        torch.testing.assert_close(ours, theirs)
+    assert (results[0][1][case.ignored] == 0).all() and (results[0][4][case.ignored] == 0).all()
+
+
+def test_the_cross_entropy_is_a_case_of_it(device):
+    draw = Draw(device)
+    hidden, head, labels = draw.normal(12, 6), draw.normal(30, 6), draw.integers(30, 12)
+    labels[3] = -100
+    results = []
+    for ours in (True, False):
+        leaves = [hidden.clone().requires_grad_(), head.clone().requires_grad_()]
+        loss = (linear_row_loss(lambda out, target: -out.log_probs, *leaves, labels, chunk_rows=5) if ours
+                else linear_cross_entropy(*leaves, labels))
+        results.append((loss, *torch.autograd.grad(loss, leaves)))
+    for a, b in zip(*results):
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("mixed", [False, True])
+def test_sixteen_bits_in_chunks_are_near_to_float64(mixed, dtype, device):
+    draw = Draw(device)
+    hidden, head = draw.normal(40, 16).to(dtype), draw.normal(300, 16).to(torch.float32 if mixed else dtype)
+    labels = draw.integers(300, 40)
+    results = []
+    for wide in (False, True):
+        leaves = [(t.double() if wide else t.clone()).requires_grad_() for t in (hidden, head)]
+        loss = linear_row_loss(lambda out, _: -out.log_probs - 0.1 * out.entropy, *leaves, labels, return_entropy=True,
+                               chunk_rows=7)
+        results.append((loss, *torch.autograd.grad(loss, leaves)))
+    for ours, exact in zip(*results):
+        assert (ours.double() - exact).abs().max() <= 8 * torch.finfo(dtype).eps * exact.abs().max()
+
+
+def test_the_logits_are_made_once(device, monkeypatch):
+    """And not a second time for backward, but where that is said."""
+    draw = Draw(device)
+    hidden, head, labels = draw.normal(9, 4).requires_grad_(), draw.normal(11, 4), draw.integers(11, 9)
+    made = []
+    right = row_loss.linear_logits
+    monkeypatch.setattr(row_loss, "linear_logits", lambda head, classes: made.append(len(head.input)) or right(
+        head, classes))
+    for _ in range(2):
+        loss = linear_row_loss(lambda out, _: -out.log_probs, hidden, head, labels, chunk_rows=4)
+        assert made == [4, 4, 1]
+        loss.backward()
+        assert made == [4, 4, 1]
+        made.clear()
+    linear_row_loss(lambda out, _: -out.log_probs, hidden, head, labels, reduction="none")
+    assert made == []
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_opcheck_of_the_op_that_adds(dtype, device, fresh_compiler):
+    draw = Draw(device)
+    hidden, head, bias = (draw.normal(*s).to(dtype) for s in ((5, 4), (9, 4), (9,)))
+    grads = [torch.empty_like(t) for t in (hidden, head, bias)]
+    low = [torch.zeros(*s, dtype=torch.uint8, device=device) for s in ((9, 4), (1, 9))]
+    given = hidden, head, bias, draw.normal(5, 9), grads[0], grads[1], low[0], grads[2], low[1]
+    torch.library.opcheck(torch.ops.sparse_ce.linear_add_gradients_.default, (*given, True, False))
+    with pytest.raises(RuntimeError, match="grad_weight must be contiguous and of shape"):
+        torch.ops.sparse_ce.linear_add_gradients_(*given[:5], grads[1][:3], *given[6:], True, True)
+
+
+def test_aux_comes_back_in_the_leading_shape(device):
+    case, hidden, weight, bias, by = example("labels-int64", device)
+
+    def fn(out, target, by):
+        return -by * out.log_probs, {"right": out.argmax == target, "entropy": out.entropy}
+
+    for requires_grad in (True, False):
+        leaf = hidden.clone().requires_grad_(requires_grad)
+        loss, aux = linear_row_loss(fn, leaf, weight[:23], case.target, by, has_aux=True, return_argmax=True,
+                                    return_entropy=True, chunk_rows=5)
+        z = torch.where(case.ignored[..., None], 0.0, hidden) @ weight[:23].T
+        assert torch.equal(aux["right"], (z.argmax(-1) == case.target) & ~case.ignored)
+        log_probs = z.log_softmax(-1)
+        torch.testing.assert_close(aux["entropy"], torch.where(case.ignored, 0.0, -(log_probs.exp() * log_probs).sum(-1)))
+        assert not aux["entropy"].requires_grad and loss.requires_grad == requires_grad
+
+
+@pytest.mark.parametrize("wanted", [(True, False, False, False), (False, True, False, False), (False, False, True, False),
+                                    (False, False, False, True)], ids=str)
+def test_any_one_gradient(wanted, device):
+    case, hidden, weight, bias, by = example("topk-ids", device)
+    grads = []
+    for reduction in ("mean", "none"):
+        leaves = [t.clone().requires_grad_(want) for t, want in zip((hidden, weight, bias, by), wanted)]
+        loss = linear_row_loss(of_all, leaves[0], leaves[1], case.target, leaves[3], linear_bias=leaves[2],
+                               num_classes=23, chunk_rows=5, reduction=reduction, **ASKED)
+        loss = loss if reduction == "mean" else loss.sum() / (~case.ignored).sum()
+        grads.append(torch.autograd.grad(loss, leaves[wanted.index(True)])[0])
+    torch.testing.assert_close(*grads)
+
+
+def test_gradcheck_of_first_and_second_order(device):
+    draw = Draw(device)
+    hidden, head, by = (draw.normal(*s, dtype=torch.float64).requires_grad_() for s in ((4, 3), (6, 3), (4,)))
+    labels = torch.tensor([1, 2, -100, 5], device=device)
+
+    def f(h, w, by):
+        return linear_row_loss(lambda out, _, by: by * out.log_probs.square() + out.entropy, h, w, labels, by,
+                               return_entropy=True, chunk_rows=2)
+
+    assert gradcheck(f, (hidden, head, by))
+    assert gradgradcheck(f, (hidden, head, by))
+
+
+def test_a_second_backward_and_a_changed_upstream_gradient(device):
+    draw = Draw(device)
+    hidden, head, labels = draw.normal(9, 4).requires_grad_(), draw.normal(11, 4), draw.integers(11, 9)
+    loss = linear_row_loss(lambda out, _: -out.log_probs, hidden, head, labels, chunk_rows=4)
+    first, = torch.autograd.grad(loss, hidden, retain_graph=True)
+    second, = torch.autograd.grad(loss, hidden, torch.tensor(3.0, device=device))
+    torch.testing.assert_close(second, 3 * first)
+    again = linear_row_loss(lambda out, _: -out.log_probs, hidden, head, labels, chunk_rows=4)
+    torch.testing.assert_close(torch.autograd.grad(again, hidden)[0], first)
+
+
+def test_checkpointed_and_compiled(device, fresh_compiler):
+    draw = Draw(device)
+    hidden, head, labels = draw.normal(9, 4), draw.normal(11, 4), draw.integers(11, 9)
+
+    def f(h):
+        return linear_row_loss(lambda out, _: -out.log_probs * out.entropy.detach(), h, head, labels,
+                               return_entropy=True)
+
+    grads = []
+    for g in (f, lambda h: checkpoint(f, h, use_reentrant=False), torch.compile(f, backend="aot_eager", fullgraph=True)):
+        leaf = hidden.clone().requires_grad_()
+        g(leaf).backward()
+        grads.append(leaf.grad)
+    torch.testing.assert_close(grads[0], grads[1])
+    torch.testing.assert_close(grads[0], grads[2])
+
+
+def test_nothing_counts(device):
+    hidden = torch.full((3, 4), torch.nan, device=device, requires_grad=True)
+    head = torch.randn(7, 4, device=device, requires_grad=True)
+    loss = linear_row_loss(lambda out, _: -out.log_probs, hidden, head, torch.full((3,), -100, device=device))
+    grads = torch.autograd.grad(loss, [hidden, head])
+    assert loss == 0 and all((g == 0).all() for g in grads)
+
+
+def test_what_requires_grad_may_not_come_through_the_closure(device):
+    hidden, head = torch.randn(3, 4, device=device, requires_grad=True), torch.randn(7, 4, device=device)
+    labels, learned = torch.tensor([1, 2, 3], device=device), torch.ones((), device=device, requires_grad=True)
+    with pytest.raises(ValueError, match="sparse_ce: fn must get what requires grad as a row argument"):
+        linear_row_loss(lambda out, _: -out.log_probs * learned, hidden, head, labels)
+    with pytest.raises(ValueError, match=r"sparse_ce: fn must return losses of shape \[3\], one a row, got \[\]"):
+        linear_row_loss(lambda out, _: -out.log_probs.sum(), hidden, head, labels)
+    with pytest.raises(ValueError, match=r"sparse_ce: row_args must be of the leading shape \[3\], got \[4\]"):
+        linear_row_loss(lambda out, _, by: -out.log_probs, hidden, head, labels, torch.ones(4, device=device))
+
+
+def test_31_a_policy_gradient_by_rows_equals_that_of_all_logits(device):
+    """Clipped ratios, a reference policy and an entropy bonus, as GRPO has them."""
+    draw = Draw(device)
+    hidden, head, actions = draw.normal(2, 7, 6), draw.normal(40, 6), draw.integers(40, 2, 7)
+    actions[0, 4:] = -100
+    old, ref = -draw.uniform(2, 7, low=1, high=6), -draw.uniform(2, 7, low=1, high=6)
+    advantages = draw.normal(2, 7)
+
+    def grpo(out, _, old, ref, advantages):
+        ratio = (out.log_probs - old).exp()
+        clipped = torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages)
+        gap = ref - out.log_probs
+        return -clipped + 0.04 * (gap.exp() - gap - 1) - 0.01 * out.entropy
+
+    results = []
+    for ours in (True, False):
+        leaves = [hidden.clone().requires_grad_(), head.clone().requires_grad_()]
+        if ours:
+            loss = linear_row_loss(grpo, *leaves, actions, old, ref, advantages, return_entropy=True, chunk_rows=5)
+        else:
+            counts = actions != -100
+            log_probs = F.linear(*leaves).log_softmax(-1)
+            chosen = log_probs.gather(-1, actions.clamp(min=0)[..., None])[..., 0]
+
+            class Out:
+                pass
+            out = Out()
+            out.log_probs, out.entropy = chosen, -(log_probs.exp() * log_probs).sum(-1)
+            loss = torch.where(counts, grpo(out, None, old, ref, advantages), 0.0).sum() / counts.sum()
+        results.append((loss, *torch.autograd.grad(loss, leaves)))
+    for a, b in zip(*results):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+    assert linear_selected_log_probs(hidden, head, actions).log_probs.shape == (2, 7)
+
+
+def test_the_same_bits_from_run_to_run(device):
+    draw = Draw(device)
+    hidden, head, labels = draw.normal(30, 8), draw.normal(50, 8), draw.integers(50, 30)
+    grads = []
+    for _ in range(3):
+        leaf = head.clone().requires_grad_()
+        linear_row_loss(lambda out, _: -out.log_probs, hidden, leaf, labels, chunk_rows=8).backward()
+        grads.append(leaf.grad)
+    assert_bitwise_equal(grads[0], grads[1])
+    assert_bitwise_equal(grads[0], grads[2])
