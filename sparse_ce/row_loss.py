@@ -247,7 +247,7 @@ class _LinearRowLoss(torch.autograd.Function):
         rows = ctx.rows._replace(input=input, row_args=[next(given) if isinstance(t, Tensor) else t
                                                         for t in ctx.rows.row_args])
         if torch.is_grad_enabled():
-            losses, _ = _four_products(head, rows, ctx.call)
+            losses = _four_products(head, rows, ctx.call)[0]
             leaves = [t for t, wanted in zip((*head, *tensors), ctx.wanted) if wanted]
             found = iter(torch.autograd.grad(losses.sum() / ctx.call.divisor, leaves, grad, create_graph=True,
                                              allow_unused=True))
