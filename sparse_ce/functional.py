@@ -66,8 +66,8 @@ class CrossEntropyOutput(NamedTuple):
 
     loss: Tensor
     lse: Tensor
-    entropy: Optional[Tensor] = None
-    argmax: Optional[Tensor] = None
+    entropy: Tensor = None  # type: ignore[assignment]  # or None, as who asked knows
+    argmax: Tensor = None  # type: ignore[assignment]
 
 
 Output = Union[Tensor, Tuple[Tensor, Tensor], CrossEntropyOutput]
@@ -358,7 +358,7 @@ def flat_target(input: Tensor, shape: torch.Size, target: SparseTarget, given: o
 def _result(out: Sequence[Tensor], a: Arguments, shape: torch.Size, reduction: str, row_weight: Optional[Tensor],
             return_lse: bool, return_entropy: bool = False, return_argmax: bool = False) -> Output:
     """``out``: loss and, where they are asked for, lse, entropy and argmax, of logits or hidden states of ``shape``."""
-    def rows(at: int, wanted: bool) -> Optional[Tensor]:
+    def rows(at: int, wanted: bool) -> Any:
         return out[at].reshape(shape[:-1]) if wanted else None
 
     loss = out[0]

@@ -44,10 +44,11 @@ class LogProbs:
 
     log_probs: Tensor
     lse: Tensor
-    log_rest: Optional[Tensor] = None
-    entropy: Optional[Tensor] = None
-    mean_logit: Optional[Tensor] = None
-    argmax: Optional[Tensor] = None
+    # None where not asked for, which who reads them knows: Optional would have everybody assert it.
+    log_rest: Tensor = None  # type: ignore[assignment]
+    entropy: Tensor = None  # type: ignore[assignment]
+    mean_logit: Tensor = None  # type: ignore[assignment]
+    argmax: Tensor = None  # type: ignore[assignment]
 
 
 def selected_log_probs(
@@ -177,7 +178,7 @@ def linear_selected_log_probs(
 
 def _result(out: Selected, wanted: Outputs, ids: SparseTarget, shape: torch.Size) -> LogProbs:
     """Of logits of ``shape``."""
-    def rows(wanted: bool, t: Tensor) -> Optional[Tensor]:
+    def rows(wanted: bool, t: Tensor) -> Any:
         return t.reshape(shape[:-1]) if wanted else None
 
     return LogProbs(out.log_probs.reshape(ids.indices.shape), out.lse.reshape(shape[:-1]),

@@ -189,9 +189,9 @@ def _spread(t: Tensor, counts: Tensor, live: Optional[Tensor]) -> Tensor:
 
 
 def _log_probs(out: Selected, rows: _Rows, wanted: Outputs) -> LogProbs:
-    return LogProbs(out.log_probs, out.lse, out.log_rest if wanted.log_rest else None,
-                    out.entropy if wanted.entropy else None, out.mean_logit if wanted.mean_logit else None,
-                    out.argmax if wanted.argmax else None)
+    asked = {name: getattr(out, name) for name in ("log_rest", "entropy", "mean_logit", "argmax")
+             if getattr(wanted, name)}
+    return LogProbs(out.log_probs, out.lse, **asked)
 
 
 def _call(out: LogProbs, rows: _Rows, call: _Call, live: Optional[Tensor],

@@ -122,7 +122,7 @@ def test_what_fails_is_reported_and_does_not_stop_the_rest(there, tmp_path):
         "nvidia-smi": "exit 9",
         "compute-sanitizer": 'case "$2" in racecheck) echo a race; exit 1;; synccheck) kill -9 $$;; esac; '
                              + STAND_INS["compute-sanitizer"]})
-    assert done.returncode == 1 and "failed: driver, racecheck cross_entropy" in done.stdout
+    assert done.returncode == 1 and f"failed: driver, racecheck {build.OPS[0]}" in done.stdout
     status = {name: step["status"] for name, step in steps.items()}
     assert status["driver"] == "failed" and steps["driver"]["exit_code"] == 9
     for op in build.OPS:
