@@ -13,7 +13,7 @@ from .errors import fail
 from .ops.candidates import candidate_logits as candidate_logits_op
 from .ops.library import check_kernels
 from .ops.linear import Head
-from .target import SparseTarget, Target, as_target
+from .target import Target, as_ids
 
 
 def candidate_logits(
@@ -76,7 +76,9 @@ def candidate_logits(
         fail(f"sparse_grad must be a bool, got {sparse_grad!r}", TypeError)
     check_kernels(input)
     input, linear_weight, linear_bias = as_linear_multiplies(input, linear_weight, linear_bias)
-    target = _ids(indices, input, linear_weight.shape[0])
+    of_logits = torch.Size((*input.shape[:-1], linear_weight.shape[0]))
+    target = as_ids(indices, of_logits)
+    arguments.check_target(target, of_logits, input, None)
     shape = target.indices.shape
     flat = target.flatten()
     c = Candidates(flat.indices, flat.values, flat.offsets, flat.row_mask, logprobs=flat.kind == "logprobs",
@@ -84,20 +86,3 @@ def candidate_logits(
     rows = input.reshape(math.prod(input.shape[:-1]), input.shape[-1])
     logits = candidate_logits_op(Head(rows, linear_weight, linear_bias), c, sparse_grad)
     return logits if logits.shape == shape or flat.form == "jagged" else logits.reshape(shape)
-
-
-def _ids(indices: Target, input: Tensor, vocab: int) -> SparseTarget:
-    """The ids as a target for hidden states ``input`` (..., D) of a head of ``vocab`` classes."""
-    if isinstance(indices, Tensor) and indices.layout == torch.strided and not indices.dtype.is_floating_point:
-        leading = list(input.shape[:-1])
-        if indices.dim() != input.dim():
-            target = SparseTarget.from_index(indices)
-        else:
-            target = SparseTarget.from_topk(indices, None)
-        if list(target.shape) != leading:
-            fail(f"indices must be {[*leading, 'K']}, K ids for each row of input, or {leading}, one id a row, got "
-                 f"{list(indices.shape)}")
-    else:
-        target = as_target(indices, torch.Size((*input.shape[:-1], vocab)))
-    arguments.check_target(target, torch.Size((*input.shape[:-1], vocab)), input, None)
-    return target

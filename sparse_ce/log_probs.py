@@ -18,7 +18,7 @@ from .ops.linear import Head
 from .ops.linear_select import linear_select
 from .ops.select import Outputs, Selected
 from .ops.select import select as select_op
-from .target import SparseTarget, Target, as_target
+from .target import SparseTarget, Target, as_ids
 
 
 @dataclass(frozen=True, eq=False)
@@ -110,11 +110,13 @@ def selected_log_probs(
     if shape[-1] == 0:
         fail(f"input must have at least one class, got shape {list(shape)}")
     arguments.check_inplace(inplace)
-    a = select_arguments(input, shape, indices, ignore_index, logit_scale, softcap, num_classes)
+    ids = as_ids(indices, shape)
+    a = select_arguments(input, shape, ids, indices, ignore_index, logit_scale, softcap, num_classes)
     wanted = Outputs(checked_padding(padding_value), log_rest=return_log_rest, entropy=return_entropy,
                      mean_logit=return_mean_logit, argmax=return_argmax)
     logits = input if len(shape) == 2 else input.reshape(-1, shape[-1])
-    return _result(select_op(logits, a, wanted, inplace == "backward"), wanted, ids_of(indices, shape), shape)
+    out = select_op(logits, a, wanted, inplace == "backward")
+    return result(out, wanted, ids.indices.shape, shape[:-1])
 
 
 def linear_selected_log_probs(
@@ -166,33 +168,25 @@ def linear_selected_log_probs(
     arguments.check_head(input, linear_weight, linear_bias)
     arguments.check_chunk_rows(chunk_rows)
     shape = torch.Size((*input.shape[:-1], linear_weight.shape[0]))
-    a = select_arguments(input, shape, indices, ignore_index, logit_scale, softcap, num_classes,
+    ids = as_ids(indices, shape)
+    a = select_arguments(input, shape, ids, indices, ignore_index, logit_scale, softcap, num_classes,
                          "the rows of linear_weight")
     wanted = Outputs(checked_padding(padding_value), log_rest=return_log_rest, entropy=return_entropy,
                      mean_logit=return_mean_logit, argmax=return_argmax)
     input, linear_weight, linear_bias = as_linear_multiplies(input, linear_weight, linear_bias)
     rows = input.reshape(math.prod(shape[:-1]), input.shape[-1])
     out = linear_select(Head(rows, linear_weight, linear_bias), a, wanted, chunk_rows)
-    return _result(out, wanted, ids_of(indices, shape), shape)
+    return result(out, wanted, ids.indices.shape, shape[:-1])
 
 
-def _result(out: Selected, wanted: Outputs, ids: SparseTarget, shape: torch.Size) -> LogProbs:
-    """Of logits of ``shape``."""
+def result(out: Selected, wanted: Outputs, shape_of_ids: torch.Size, leading: torch.Size) -> LogProbs:
+    """What was ``wanted`` of it, in these shapes."""
     def rows(wanted: bool, t: Tensor) -> Any:
-        return t.reshape(shape[:-1]) if wanted else None
+        return t.reshape(leading) if wanted else None
 
-    return LogProbs(out.log_probs.reshape(ids.indices.shape), out.lse.reshape(shape[:-1]),
-                    rows(wanted.log_rest, out.log_rest), rows(wanted.entropy, out.entropy),
-                    rows(wanted.mean_logit, out.mean_logit), rows(wanted.argmax, out.argmax))
-
-
-def ids_of(indices: Target, shape: torch.Size) -> SparseTarget:
-    """The classes of each row, for logits of ``shape``: as a target, but a plain tensor may be K ids a row."""
-    if isinstance(indices, Tensor) and indices.layout == torch.strided and indices.dim() == len(shape):
-        if indices.dtype.is_floating_point or indices.dtype.is_complex or indices.dtype == torch.bool:
-            fail(f"indices must be of an integer dtype, got {indices.dtype}", TypeError)
-        return SparseTarget.from_topk(indices, None)
-    return as_target(indices, shape)
+    return LogProbs(out.log_probs.reshape(shape_of_ids), out.lse.reshape(leading), rows(wanted.log_rest, out.log_rest),
+                    rows(wanted.entropy, out.entropy), rows(wanted.mean_logit, out.mean_logit),
+                    rows(wanted.argmax, out.argmax))
 
 
 def checked_padding(padding_value: Any) -> float:
@@ -201,16 +195,16 @@ def checked_padding(padding_value: Any) -> float:
     return float(padding_value)
 
 
-def select_arguments(input: Tensor, shape: torch.Size, indices: Target, ignore_index: int, logit_scale: Scale,
-                     softcap: Optional[float], num_classes: Optional[int],
+def select_arguments(input: Tensor, shape: torch.Size, ids: SparseTarget, given: Target, ignore_index: int,
+                     logit_scale: Scale, softcap: Optional[float], num_classes: Optional[int],
                      classes: str = "the last dimension of input") -> Arguments:
-    """Of the op, for logits of ``shape`` on the device of ``input``."""
+    """Of the op, for logits of ``shape`` on the device of ``input`` and ``ids`` made of what was ``given``."""
     check_kernels(input)
     logit_scale, row_scale = arguments.taken_scale(logit_scale, shape, input)
     options = dict(ignore_index=ignore_index, label_smoothing=0.0, z_loss=0.0, logit_scale=logit_scale,
                    softcap=softcap, num_classes=num_classes)
     options = arguments.checked(options, shape[-1], classes)
-    return flat_target(input, shape, ids_of(indices, shape), indices, None, row_scale, options)
+    return flat_target(input, shape, ids, given, None, row_scale, options)
 
 
 def _flatten(t: LogProbs) -> Tuple[List[Tensor], Tuple[str, ...]]:

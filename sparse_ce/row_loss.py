@@ -9,22 +9,22 @@ from torch import Tensor
 from . import arguments, reference
 from .arguments import Arguments, Normalizer, Scale
 from .autocast import as_linear_multiplies
-from .entries import IGNORE_INDEX
+from .entries import IGNORE_INDEX, NO_MARK
 from .errors import fail
 from .functional import Reduction
-from .log_probs import LogProbs, checked_padding, ids_of, select_arguments
+from .log_probs import checked_padding, result, select_arguments
+from .ops import forecast
 from .ops.library import composite, needs_grad
-from .ops.linear import Head
+from .ops.linear import Head, rescaled
 from .ops.linear_select import linear_select
-from .ops.row_loss import Chunked, backward_of_chunk, expected_upstream, forecast_next, new_gradients, rescaled
+from .ops.row_loss import FORECAST, add_chunk, expected_upstream, new_gradients
 from .ops.select import Outputs, Selected
 from .ops.select import select as select_op
-from .ops.topk import linear_logits
-from .target import SparseTarget, Target
+from .ops.topk import linear_logits, rows_at_a_time
+from .target import SparseTarget, Target, as_ids
 from .tracing import eager
 
 RowFunction = Callable[..., Any]
-_CHUNK_BYTES = 1 << 27  # of float32 logits
 
 
 def linear_row_loss(
@@ -96,7 +96,8 @@ def linear_row_loss(
     arguments.check_chunk_rows(chunk_rows)
     arguments.check_reduction(reduction, normalizer)
     shape = torch.Size((*input.shape[:-1], linear_weight.shape[0]))
-    a = select_arguments(input, shape, target, ignore_index, logit_scale, softcap, num_classes,
+    ids = as_ids(target, shape)
+    a = select_arguments(input, shape, ids, target, ignore_index, logit_scale, softcap, num_classes,
                          "the rows of linear_weight")
     wanted = Outputs(checked_padding(padding_value), log_rest=return_log_rest, entropy=return_entropy,
                      mean_logit=return_mean_logit, argmax=return_argmax)
@@ -104,7 +105,7 @@ def linear_row_loss(
     input, linear_weight, linear_bias = as_linear_multiplies(input, linear_weight, linear_bias)
     leading, count = shape[:-1], math.prod(shape[:-1])
     counts = ~reference.ignored_rows(a, count)
-    rows = _Rows(input.reshape(count, input.shape[-1]), ids_of(target, shape).flatten(),
+    rows = _Rows(input.reshape(count, input.shape[-1]), ids.flatten(),
                  [_flat(argument, leading) for argument in row_args], a, not isinstance(target, SparseTarget))
     if eager() and input.is_cpu and not composite(input) and not bool(counts.all()):
         rows, live = rows.at(counts.nonzero()[:, 0]), None
@@ -114,13 +115,13 @@ def linear_row_loss(
         divisor = counts.new_ones((), dtype=arguments.arithmetic_dtype(input.dtype))
     elif divisor is None:
         divisor = counts.sum(dtype=arguments.arithmetic_dtype(input.dtype))
-    step = chunk_rows or max(1, _CHUNK_BYTES // (4 * shape[-1]))
-    call = _Call(fn, wanted, has_aux, live, torch.where(divisor == 0, torch.inf, divisor), step)
+    step = chunk_rows or rows_at_a_time(shape[-1])
+    call = _Call(fn, wanted, has_aux, live, torch.where(divisor == 0, torch.inf, divisor), step, [])
     head = Head(rows.input, linear_weight, linear_bias)
     tensors = [t for t in rows.row_args if isinstance(t, Tensor)]
     half = any(t is not None and t.dtype == torch.float16 and t.requires_grad for t in head)
     plain = (eager() and reduction != "none" and needs_grad(*head, *tensors) and not composite(input) and not half
-             and expected_upstream(input, take=False) is not None
+             and not forecast.hooked()
              and not (a.row_scale is not None and a.row_scale.requires_grad))
     if plain:
         loss, *aux_values = _LinearRowLoss.apply(*head, rows, call, *tensors)
@@ -152,12 +153,15 @@ class _Rows(NamedTuple):
 
     @property
     def arguments(self) -> Arguments:
-        flat = self.target.flatten()
+        target, mark = self.target, self.a.ignore_index
+        if not self.unwrap and mark != IGNORE_INDEX and mark != NO_MARK:
+            target = target._marked(mark)
+        flat = target.flatten()
         return self.a._replace(indices=flat.indices, values=flat.values, offsets=flat.offsets, row_mask=flat.row_mask)
 
     def given(self) -> Any:
-        return self.target.indices if self.unwrap and self.target.form != "jagged" and self.target.values is None \
-            else self.target
+        plain = self.unwrap and self.target.offsets is None and self.target.values is None
+        return self.target.indices if plain else self.target
 
 
 class _Call(NamedTuple):
@@ -167,7 +171,7 @@ class _Call(NamedTuple):
     live: Optional[Tensor]  # (rows,) bool, or None: all of them count
     divisor: Tensor
     step: int
-    names: List[str] = []
+    names: List[str]  # of aux, once fn was called
 
 
 def _flat(argument: Any, leading: torch.Size) -> Any:
@@ -188,20 +192,13 @@ def _spread(t: Tensor, counts: Tensor, live: Optional[Tensor]) -> Tensor:
     return t.new_zeros(counts.shape[0]).index_put((counts.nonzero()[:, 0],), t)
 
 
-def _log_probs(out: Selected, rows: _Rows, wanted: Outputs) -> LogProbs:
-    asked = {name: getattr(out, name) for name in ("log_rest", "entropy", "mean_logit", "argmax")
-             if getattr(wanted, name)}
-    return LogProbs(out.log_probs, out.lse, **asked)
-
-
-def _call(out: LogProbs, rows: _Rows, call: _Call, live: Optional[Tensor],
-          row_args: Sequence[Any]) -> Tuple[Tensor, Dict[str, Tensor]]:
+def _losses(out: Selected, rows: _Rows, call: _Call, live: Optional[Tensor],
+            row_args: Sequence[Any]) -> Tuple[Tensor, Dict[str, Tensor]]:
     """The losses (rows,) that ``fn`` gives, 0 where a row does not count, and what it tells besides."""
-    result = call.fn(out, rows.given(), *row_args)
-    losses: Any = result
+    losses: Any = call.fn(result(out, call.wanted, out.log_probs.shape, out.lse.shape), rows.given(), *row_args)
     told: Dict[str, Tensor] = {}
     if call.has_aux:
-        losses, told = result
+        losses, told = losses
     count = rows.input.shape[0]
     if not isinstance(losses, Tensor) or losses.shape != (count,):
         fail(f"fn must return losses of shape [{count}], one a row, got "
@@ -218,7 +215,7 @@ def _call(out: LogProbs, rows: _Rows, call: _Call, live: Optional[Tensor],
 
 def _four_products(head: Head, rows: _Rows, call: _Call) -> Tuple[Tensor, Dict[str, Tensor]]:
     out = linear_select(head, rows.arguments, call.wanted, call.step)
-    return _call(_log_probs(out, rows, call.wanted), rows, call, call.live, rows.row_args)
+    return _losses(out, rows, call, call.live, rows.row_args)
 
 
 class _LinearRowLoss(torch.autograd.Function):
@@ -229,7 +226,6 @@ class _LinearRowLoss(torch.autograd.Function):
                 call: _Call, *tensors: Tensor) -> Tuple[Tensor, ...]:
         ctx.wanted = (*ctx.needs_input_grad[:3], *ctx.needs_input_grad[5:])
         expected = expected_upstream(input)
-        assert expected is not None
         loss, aux, gradients = _three_products(Head(input, linear_weight, linear_bias), rows, call, expected,
                                                ctx.wanted)
         ctx.save_for_backward(input, linear_weight, linear_bias, *tensors)
@@ -254,7 +250,7 @@ class _LinearRowLoss(torch.autograd.Function):
             made = [next(found) if wanted else None for wanted in ctx.wanted]
         else:
             if grad.is_cpu:
-                forecast_next(grad)
+                forecast.remember(FORECAST, grad)
             scaled = None if gradients is None else rescaled(gradients, expected, grad)
             made = _three_products(head, rows, ctx.call, grad, ctx.wanted)[2] if scaled is None else scaled
         return *made[:3], None, None, *made[3:]
@@ -265,7 +261,7 @@ def _three_products(head: Head, rows: _Rows, call: _Call, upstream: Tensor,
     """loss (), aux and the gradients for input, weight, bias and each tensor among the row arguments, for the upstream
     gradient of the loss."""
     count, step = rows.input.shape[0], call.step
-    chunked = new_gradients(head, rows.a.num_classes, wanted[:3], whole=count <= step)
+    gradients = new_gradients(head, rows.a.num_classes, wanted[:3], whole=count <= step)
     of_args = [torch.zeros_like(t) if want else None
                for t, want in zip((t for t in rows.row_args if isinstance(t, Tensor)), wanted[3:])]
     total = torch.zeros((), dtype=call.divisor.dtype, device=head.input.device)
@@ -274,22 +270,22 @@ def _three_products(head: Head, rows: _Rows, call: _Call, upstream: Tensor,
         end = min(count, begin + step)
         chunk = rows.at(slice(begin, end))
         a, live = chunk.arguments, None if call.live is None else call.live[begin:end]
-        z = linear_logits(Head(chunk.input, head.linear_weight, head.linear_bias), a.num_classes)
+        of_chunk = Head(chunk.input, head.linear_weight, head.linear_bias)
+        z = linear_logits(of_chunk, a.num_classes)
         a = a._replace(num_classes=None)
         out = select_op(z, a, call.wanted)
         with torch.enable_grad():
             leaves = Selected(*(t.detach().requires_grad_(t.is_floating_point()) for t in out))
             given = iter(wanted[3:])
             args = [t.detach().requires_grad_(next(given)) if isinstance(t, Tensor) else t for t in chunk.row_args]
-            losses, told = _call(_log_probs(leaves, chunk, call.wanted), chunk, call, live, args)
+            losses, told = _losses(leaves, chunk, call, live, args)
             tensors = [t for t in args if isinstance(t, Tensor) and t.requires_grad]
             _check_closure(losses, (*leaves, *tensors))
         total += losses.detach().sum()
         for name, t in told.items():
             aux.setdefault(name, []).append(t)
         found = _gradients(losses, [*leaves[:-1], *tensors], upstream / call.divisor)
-        backward_of_chunk(Chunked(chunked, begin, end, begin == 0, end == count), z, a, call.wanted, out, leaves,
-                          found[:len(leaves) - 1], Head(chunk.input, head.linear_weight, head.linear_bias))
+        add_chunk(gradients, of_chunk, slice(begin, end), z, a, call.wanted, out, found[:len(leaves) - 1])
         of_tensors = iter(found[len(leaves) - 1:])
         for gradient in of_args:
             if gradient is not None:
@@ -297,7 +293,7 @@ def _three_products(head: Head, rows: _Rows, call: _Call, upstream: Tensor,
                 if part is not None:
                     gradient[begin:end] = part
     joined = {name: torch.cat(parts) for name, parts in aux.items()}
-    return total / call.divisor, joined, [*chunked.gradients, *of_args]
+    return total / call.divisor, joined, [*gradients.tensors, *of_args]
 
 
 def _gradients(losses: Tensor, leaves: Sequence[Tensor], upstream: Tensor) -> List[Optional[Tensor]]:

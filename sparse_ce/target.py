@@ -354,6 +354,20 @@ def as_target(target: Target, shape: torch.Size) -> SparseTarget:
     return SparseTarget.from_index(target)
 
 
+def as_ids(indices: Target, shape: torch.Size) -> SparseTarget:
+    """The ids of each row, for logits of ``shape`` (..., V): a target, of which a plain tensor may have K a row."""
+    if not isinstance(indices, Tensor) or indices.layout != torch.strided:
+        return as_target(indices, shape)
+    leading = list(shape[:-1])
+    if indices.dtype.is_floating_point or indices.dtype.is_complex or indices.dtype == torch.bool:
+        fail(f"indices must be of an integer dtype, got {indices.dtype}", TypeError)
+    several = indices.dim() == len(shape)
+    if indices.shape[:len(leading)] != shape[:-1] or not several and indices.dim() != len(leading):
+        fail(f"indices must be {[*leading, 'K']}, K ids for each row of input, or {leading}, one id a row, got "
+             f"{list(indices.shape)}")
+    return SparseTarget.from_topk(indices, None) if several else SparseTarget.from_index(indices)
+
+
 def _flatten_target(t: SparseTarget) -> Tuple[List[Tensor], Tuple[Any, ...]]:
     """The tensors that are there, and which they are: transforms such as vmap take no None among their leaves."""
     return [getattr(t, name) for name in t._present], (t.num_classes, t._present, t.kind, t.ids)

@@ -14,10 +14,8 @@ from .ops.library import check_kernels
 from .ops.linear import Head
 from .ops.select import Outputs
 from .ops.select import select as select_op
-from .ops.topk import linear_logits, topk
+from .ops.topk import linear_logits, rows_at_a_time, topk
 from .target import SparseTarget
-
-_CHUNK_BYTES = 1 << 27  # of float32 logits of a head: what its products need to be fast
 
 
 @overload
@@ -129,7 +127,7 @@ def linear_topk_log_probs(
     options, row_scale = _options(input, shape, k, logit_scale, softcap, num_classes, "the rows of linear_weight")
     input, linear_weight, linear_bias = as_linear_multiplies(input, linear_weight, linear_bias)
     rows = input.detach().reshape(math.prod(shape[:-1]), input.shape[-1])
-    step = chunk_rows or max(1, _CHUNK_BYTES // (4 * shape[-1]))
+    step = chunk_rows or rows_at_a_time(shape[-1])
     parts: List[Tuple[Tensor, Tensor, Tensor]] = []
     for begin in range(0, max(1, rows.shape[0]), step):
         head = Head(rows[begin:begin + step], linear_weight.detach(),

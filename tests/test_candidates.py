@@ -512,7 +512,7 @@ def test_what_is_refused(device):
             lambda: candidate_logits(x, w, ids[..., None]),
         "got [3, 2]": lambda: candidate_logits(x, w, ids[..., 0].T),
         "got [2, 2, 4]": lambda: candidate_logits(x, w, ids[:, :2]),
-        "target must be sparse, got a dense torch.float32": lambda: candidate_logits(x, w, ids.float()),
+        "indices must be of an integer dtype, got torch.float32": lambda: candidate_logits(x, w, ids.float()),
         "target must have leading shape [2, 3]": lambda: candidate_logits(x, w, SparseTarget.from_topk(ids[0], None)),
         "target must have 9 classes, got 8":
             lambda: candidate_logits(x, w, SparseTarget.from_topk(ids, None, num_classes=8)),

@@ -8,7 +8,7 @@ from torch.utils.checkpoint import checkpoint
 
 from cases import FORMS, Draw
 from close import assert_bitwise_equal
-from sparse_ce import SparseTarget, linear_cross_entropy, linear_row_loss, linear_selected_log_probs, row_loss
+from sparse_ce import LogProbs, SparseTarget, linear_cross_entropy, linear_row_loss, linear_selected_log_probs, row_loss
 
 ASKED = dict(return_log_rest=True, return_entropy=True, return_mean_logit=True)
 
@@ -160,6 +160,35 @@ def test_gradcheck_of_first_and_second_order(device):
 
     assert gradcheck(f, (hidden, head, by))
     assert gradgradcheck(f, (hidden, head, by))
+
+
+@pytest.mark.parametrize("form", ["labels-target", "topk-ids", "tuple", "jagged"])
+def test_another_ignore_index(form, device):
+    """In a SparseTarget -100 goes on to mean padding, for the function too."""
+    draw = Draw(device)
+    case = FORMS[form]((3, 4), 23, draw, 5)
+    hidden, head = draw.normal(*case.shape, 6), draw.normal(23, 6)
+    target = case.target
+    if form == "topk-ids":  # some padding by one mark and some by the other
+        target = SparseTarget.from_topk(torch.where(target.indices == 3, -100, target.indices), None)
+
+    def fn(out, given):
+        return fn.of_rows(torch.where(out.log_probs.isneginf(), 0.0, out.log_probs), given)
+
+    def of_rows(log_probs, given):
+        if form != "jagged":
+            return log_probs if log_probs.dim() == 1 else log_probs.sum(1)
+        return torch.stack([log_probs[b:e].sum() for b, e in given.offsets.tolist()] if given.offsets.dim() == 2 else [
+            log_probs[b:e].sum() for b, e in zip(given.offsets[:-1].tolist(), given.offsets[1:].tolist())])
+
+    fn.of_rows = of_rows
+    of_all = linear_selected_log_probs(hidden, head, target, ignore_index=5)
+    flat = LogProbs(of_all.log_probs if form == "jagged" else of_all.log_probs.flatten(0, 1), of_all.lse)
+    expected = fn(flat, target)
+    results = [linear_row_loss(fn, hidden.clone().requires_grad_(grad), head, target, ignore_index=5, chunk_rows=5,
+                               reduction="sum") for grad in (True, False)]
+    for loss in results:
+        torch.testing.assert_close(loss.detach(), expected.sum())
 
 
 def test_a_second_backward_and_a_changed_upstream_gradient(device):

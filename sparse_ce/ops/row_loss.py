@@ -8,28 +8,19 @@ from torch import Tensor
 from ..arguments import Arguments, arithmetic_dtype
 from . import forecast
 from .library import ops, register_fake
-from .linear import Head, rescaled
-from .select import Outputs, Selected
+from .linear import Head
+from .select import Outputs, Selected, upstream_of
 
-__all__ = ["Chunked", "backward_of_chunk", "expected_upstream", "forecast_next", "new_gradients", "rescaled"]
+FORECAST = "row loss"
 
 
 class Gradients(NamedTuple):
     """For input, weight and bias, None where not wanted, and what their sums have no room for in 16 bits."""
 
-    gradients: List[Optional[Tensor]]
+    num_rows: int
+    tensors: List[Optional[Tensor]]
     weight_low: Optional[Tensor]
     bias_low: Optional[Tensor]
-
-
-class Chunked(NamedTuple):
-    """The rows [begin, end) of them."""
-
-    of: Gradients
-    begin: int
-    end: int
-    first: bool
-    last: bool
 
 
 def new_gradients(head: Head, num_classes: Optional[int], wanted: Sequence[bool], whole: bool) -> Gradients:
@@ -46,43 +37,33 @@ def new_gradients(head: Head, num_classes: Optional[int], wanted: Sequence[bool]
             return None
         return torch.empty(rows, columns, dtype=torch.uint8, device=gradient.device)
 
-    return Gradients(made, low(made[1], classes, width), low(made[2], 1, classes))
+    return Gradients(head.input.shape[0], made, low(made[1], classes, width), low(made[2], 1, classes))
 
 
-def backward_of_chunk(chunk: Chunked, logits: Tensor, a: Arguments, wanted: Outputs, out: Selected, leaves: Selected,
-                      grads: Sequence[Optional[Tensor]], head: Head) -> None:
-    """Adds what a chunk's ``logits`` contribute, which its gradient overwrites. ``grads``: of what select gave, all
-    but argmax."""
-    given = dict(zip(Selected._fields, grads))
-    upstream = [given[name] for name in ("loss", "lse", "log_probs", "log_rest", "entropy", "mean_logit")]
-    upstream = [None if g is None or g.numel() == 0 and name_wanted is False else g
-                for g, name_wanted in zip(upstream, (False, True, True, wanted.log_rest, wanted.entropy,
-                                                     wanted.mean_logit))]
-    grad_input, grad_weight, grad_bias = chunk.of.gradients
-    if grad_input is None and grad_weight is None and grad_bias is None:
+def add_chunk(gradients: Gradients, head: Head, rows: slice, logits: Tensor, a: Arguments, wanted: Outputs,
+              out: Selected, grads: Sequence[Optional[Tensor]]) -> None:
+    """Adds what the ``logits`` of some ``rows``, those of ``head.input``, contribute; their gradient overwrites them.
+    ``grads``: of what select gave, all but argmax. The chunks come in order."""
+    if all(gradient is None for gradient in gradients.tensors):
         return
+    upstream = upstream_of(tuple(grads), wanted)
+    *_, of_rest, of_entropy, _ = upstream
     if all(g is None for g in upstream):
         logits = torch.zeros_like(logits)
     else:
-        made = (None if upstream[3] is None else out.log_rest, None if upstream[4] is None else out.entropy)
+        made = (None if of_rest is None else out.log_rest, None if of_entropy is None else out.entropy)
         ops.select_backward_(*upstream, logits, out.lse, out.lse_residual, *made, *a, False)
-    rows = None if grad_input is None else grad_input[chunk.begin:chunk.end]
-    ops.linear_add_gradients_(*head, logits, rows, grad_weight, chunk.of.weight_low, grad_bias, chunk.of.bias_low,
-                              chunk.first, chunk.last)
+    of_input, of_weight, of_bias = gradients.tensors
+    first, last = rows.start == 0, rows.stop == gradients.num_rows
+    ops.linear_add_gradients_(*head, logits, None if of_input is None else of_input[rows], of_weight,
+                              gradients.weight_low, of_bias, gradients.bias_low, first, last)
 
 
-def expected_upstream(input: Tensor, take: bool = True) -> Optional[Tensor]:
-    """The upstream gradient, (), for which forward makes the gradients: that of the step before, or 1; None where
-    they would take the memory that hooks save."""
-    if forecast.hooked():
-        return None
+def expected_upstream(input: Tensor) -> Tensor:
+    """The upstream gradient, (), for which forward makes the gradients: that of the step before, or 1."""
     dtype = arithmetic_dtype(input.dtype)
-    expected = forecast.take("row loss", dtype) if take and input.is_cpu else None
+    expected = forecast.take(FORECAST, dtype) if input.is_cpu else None
     return torch.ones((), dtype=dtype, device=input.device) if expected is None else expected
-
-
-def forecast_next(grad: Tensor) -> None:
-    forecast.remember("row loss", grad)
 
 
 register_fake("linear_add_gradients_")(lambda *given, **named: None)

@@ -55,6 +55,11 @@ def topk(logits: Tensor, k: int, largest: bool) -> Tuple[Tensor, Tensor]:
     return values, ids.gather(1, order)
 
 
+def rows_at_a_time(vocab: int) -> int:
+    """Whose logits are 128 MiB of float32: what a head's products need to be fast."""
+    return max(1, (1 << 27) // (4 * vocab))
+
+
 def linear_logits(head: Head, num_classes: Optional[int]) -> Tensor:
     """(N, V) as the losses of the head make them."""
     logits: Tensor = ops.linear_logits(*head, num_classes)
