@@ -135,6 +135,15 @@ struct Outputs : OnStack {
   bool argmax = next<bool>();
 };
 
+// How the logits of a head exist: so many rows at a time, by default what fits a budget, and where the head has 16 bits
+// in its dtype or not rounded.
+#define SCE_CHUNKS "int? chunk_rows=None, bool float32_logits=False"
+struct ChunkOptions : OnStack {
+  using OnStack::OnStack;
+  std::optional<int64_t> chunk_rows = next<std::optional<int64_t>>();
+  bool float32_logits = next<bool>();
+};
+
 // The gradients that are asked for: for a head alone, and for the values of the entries too.
 #define SCE_HEAD_WANTED "bool input_grad=True, bool weight_grad=True, bool bias_grad=True"
 struct HeadWanted : OnStack {

@@ -29,12 +29,4 @@ inline void multiply(const Tensor& out, const Tensor& a, const Tensor& b) {
   (void)torch::stable::detail::to<Tensor>(stack[0]);  // owns the handle that was returned
 }
 
-// out = a b with out in float32 and a, b of 16 bits: the GEMM's accumulators as they are. CUDA only.
-inline void multiply_widening(const Tensor& out, const Tensor& a, const Tensor& b) {
-  std::array<StableIValue, 4> stack{torch::stable::detail::from(a), torch::stable::detail::from(b),
-                                    torch::stable::detail::from(ScalarType::Float), torch::stable::detail::from(out)};
-  STABLE_TORCH_ERROR_CODE_CHECK(torch_call_dispatcher("aten::mm", "dtype_out", stack.data(), TORCH_ABI_VERSION));
-  (void)torch::stable::detail::to<Tensor>(stack[0]);
-}
-
 }  // namespace sparse_ce

@@ -30,8 +30,8 @@ inline CrossEntropyArgs chunk_args(const CrossEntropyArgs& all, int64_t begin, c
 // What every op is called with, checked. The target's rows are the input's; logits come later, chunk by chunk.
 template <typename device_t>
 struct LinearCall {
-  LinearCall(const HeadArguments& given_head, const Arguments& given, std::optional<int64_t> rows)
-      : head(without_history(given_head)), chunk_rows(rows) {
+  LinearCall(const HeadArguments& given_head, const Arguments& given, const ChunkOptions& options)
+      : head(without_history(given_head)), chunk_rows(options.chunk_rows), float32_logits(options.float32_logits) {
     const Tensor &input = head.input, &weight = head.weight;
     head.check_tensors();
     check(!chunk_rows || *chunk_rows > 0, "chunk_rows must be positive, got ", chunk_rows.value_or(0));
@@ -53,7 +53,7 @@ struct LinearCall {
   }
 
   LinearHead<device_t> chunks() const {
-    return {head.input, head.weight, head.bias, args.vocab, chunk_rows, live ? &*live : nullptr};
+    return {head.input, head.weight, head.bias, args.vocab, chunk_rows, float32_logits, live ? &*live : nullptr};
   }
 
   // f(begin, z) for the logits z of the rows from `begin` on.
@@ -126,6 +126,7 @@ struct LinearCall {
 
   HeadArguments head;
   std::optional<int64_t> chunk_rows;
+  bool float32_logits;
   Held held;
   CrossEntropyArgs args{};         // of all rows
   std::optional<LiveRows> live;    // nothing: all of them

@@ -3,10 +3,11 @@
 //
 // The products are made in the `work` dtype: the input's, or float32 on a CPU that does not multiply 16-bit numbers
 // (its own GEMM for them takes three times as long as one of float32). Weights of another dtype are converted a block
-// of classes at a time. `device_t` has besides what cross_entropy_ops.h asks for: work_dtype, product_dtype,
-// kWholeBytes (logits of no more make one chunk), chunk_bytes, kBlockBytes (of converted weights, of a product),
-// add_product, accumulate, kLeavesOut and live_rows, and for these copy_rows, without them may_ignore and
-// clear_ignored_rows.
+// of classes at a time. The logits are of this dtype too, or where they may not be rounded to 16 bits, float32.
+// `device_t` has besides what cross_entropy_ops.h asks for: work_dtype, kWidens (whether products of 16 bits come out
+// in float32) and multiply_widening, kWholeBytes (logits of no more make one chunk), chunk_bytes, kBlockBytes (of
+// converted weights, of a product), add_product, accumulate, kLeavesOut and live_rows, and for these copy_rows, without
+// them may_ignore and clear_ignored_rows.
 #pragma once
 
 #include "arguments.h"
@@ -24,18 +25,18 @@ class LinearHead {
   // input (rows, width), weight (vocab, width), bias (vocab,); only the first `classes` of the vocabulary exist, and of
   // the input only the rows of `live`, or all: what is said of rows below means these.
   LinearHead(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, int64_t classes,
-             std::optional<int64_t> chunk_rows, const LiveRows* live)
-      : work_(device_t::work_dtype(input.scalar_type())),
+             std::optional<int64_t> chunk_rows, bool float32_logits, const LiveRows* live)
+      : work_(device_t::work_dtype(input.scalar_type(), float32_logits)),
+        logits_dtype_(float32_logits ? product_dtype() : work_),
         input_(input.dim() == 2 && input.stride(1) == 1 ? input : packed(input)), weight_(rows_of(weight, 0, classes)),
         live_(live), classes_(classes), width_(input.size(1)),
         block_(weight.scalar_type() == work_ ? classes : block_classes()) {
-    if (bias) bias_ = torch::stable::to(rows_of(*bias, 0, classes), work_);
+    if (bias) bias_ = torch::stable::to(rows_of(*bias, 0, classes), logits_dtype_);
     chunk_rows_ = std::min(rows(), chunk_rows.value_or(default_chunk_rows()));
   }
 
   int64_t rows() const { return live_ ? live_->count() : input_.size(0); }
   int64_t chunk_rows() const { return chunk_rows_; }
-  ScalarType work() const { return work_; }
 
   // Makes room for the gradients: of the dtypes and shapes of input, weight and bias.
   void begin_gradients(const Wanted& wanted, const Tensor& weight, const OptionalTensor& bias) {
@@ -63,18 +64,20 @@ class LinearHead {
 
   // Logits (n, classes) of the rows of `target`, the first of which is `begin`, in the one chunk that there is.
   Tensor logits(int64_t begin, const TargetView& target) {
-    if (!chunks_) chunks_ = device_t::empty_output(input_, {chunk_rows_, classes_}, work_);
+    if (!chunks_) chunks_ = device_t::empty_output(input_, {chunk_rows_, classes_}, logits_dtype_);
     chunk_input_ = work_input(begin, target);
     const Tensor z = rows_of(*chunks_, 0, target.rows);
     for (int64_t v = 0; v < classes_; v += block_) {
       const int64_t end = std::min(classes_, v + block_);
       const Tensor w = transposed(work_weight(v, end));
       Tensor part = columns_of(z, v, end);
-      if (bias_) {
+      if (bias_ && !wide()) {
         torch::stable::copy_(part, rows_of(*bias_, v, end));
         device_t::add_product(part, chunk_input_, w);
       } else {
-        multiply(part, chunk_input_, w);
+        multiply_into(part, chunk_input_, w);
+        if (bias_)
+          device_t::add_product(part, transposed(ones(target.rows, logits_dtype_)), row_of(rows_of(*bias_, v, end)));
       }
     }
     return z;
@@ -96,10 +99,41 @@ class LinearHead {
   OptionalTensor grad_input, grad_weight, grad_bias;
 
  private:
-  void add_chunk(int64_t begin, const Tensor& dz) {
+  void add_chunk(int64_t begin, const Tensor& gradient) {
+    const Tensor dz = as_multiplied(gradient);
     if (grad_input) write_input_gradient(begin, begin + dz.size(0), dz);
     if (grad_weight) add_weight_gradient(dz);
     if (grad_bias) add_bias_gradient(dz);
+  }
+
+  // Whether the logits are wider than what is multiplied.
+  bool wide() const { return logits_dtype_ != work_; }
+
+  ScalarType product_dtype() const {
+    return device_t::kWidens && size_in_bytes(work_) == 2 ? ScalarType::Float : work_;
+  }
+
+  void multiply_into(const Tensor& out, const Tensor& a, const Tensor& b) const {
+    if constexpr (device_t::kWidens)
+      if (out.scalar_type() != work_) return device_t::multiply_widening(out, a, b);
+    multiply(out, a, b);
+  }
+
+  Tensor as_multiplied(const Tensor& dz) {
+    if (dz.scalar_type() == work_) return dz;
+    if (!work_gradient_) work_gradient_ = device_t::empty_output(input_, {chunk_rows_, classes_}, work_);
+    Tensor rounded = rows_of(*work_gradient_, 0, dz.size(0));
+    torch::stable::copy_(rounded, dz);
+    return rounded;
+  }
+
+  static Tensor row_of(const Tensor& t) { return torch::stable::unsqueeze(t, 0); }
+
+  // (1, rows): the bias is the weight of an input that is always 1.
+  Tensor ones(int64_t rows, ScalarType dtype) const {
+    Tensor t = empty(input_, {1, rows}, dtype);
+    torch::stable::fill_(t, 1.0);
+    return t;
   }
 
   // Classes whose weights are converted together, or whose products are summed together.
@@ -110,7 +144,7 @@ class LinearHead {
   // The largest chunk that fits the device's budget; all of about one size, so that none is too short to be fast. Where
   // its rows of the input and of their gradient are copied as well, these share the budget.
   int64_t default_chunk_rows() const {
-    const int64_t size = size_in_bytes(work_), row = classes_ * size;
+    const int64_t size = size_in_bytes(work_), row = classes_ * (size + (wide() ? size_in_bytes(logits_dtype_) : 0));
     const int64_t copies = live_ || input_.scalar_type() != work_ ? 2 * width_ * size : 0;
     const bool whole = rows() * row <= device_t::kWholeBytes;
     if (whole && rows() * copies <= std::max(rows() * row / 4, kLeastCopies)) return std::max<int64_t>(1, rows());
@@ -220,8 +254,7 @@ class LinearHead {
     for (int64_t v = 0; v < classes_; v += block_) {
       const int64_t end = std::min(classes_, v + block_);
       const Tensor part = columns_of(dz, v, end), w = work_weight(v, end);
-      if (split && !input_product_)
-        input_product_ = empty(input_, {chunk_rows_, width_}, device_t::product_dtype(work_));
+      if (split && !input_product_) input_product_ = empty(input_, {chunk_rows_, width_}, product_dtype());
       add(total, input_low_, part, w, v == 0, end == classes_, [&] { return rows_of(*input_product_, 0, rows); });
     }
     if (!out) copy_apart(*grad_input, total, begin, /*gather=*/false);
@@ -238,20 +271,15 @@ class LinearHead {
       OptionalTensor low;
       if (weight_low_) low = rows_of(*weight_low_, v, end);
       add(rows_of(*grad_weight, v, end), low, transposed(columns_of(dz, v, end)), chunk_input_, first_, last_,
-          [&] { return block_buffer(end - v, device_t::product_dtype(work_)); });
+          [&] { return block_buffer(end - v, product_dtype()); });
     }
   }
 
-  // The bias is the weight of an input that is always 1.
   void add_bias_gradient(const Tensor& dz) {
-    if (!ones_) {
-      ones_ = empty(input_, {1, chunk_rows_}, work_);
-      torch::stable::fill_(*ones_, 1.0);
-    }
-    const Tensor total = torch::stable::unsqueeze(rows_of(*grad_bias, 0, classes_), 0);
+    const Tensor total = row_of(rows_of(*grad_bias, 0, classes_));
     if (!(first_ && last_) && !bias_low_) bias_low_ = empty(input_, {1, classes_}, ScalarType::Byte);
-    add(total, bias_low_, columns_of(*ones_, 0, dz.size(0)), dz, first_, last_,
-        [&] { return empty(input_, {1, classes_}, device_t::product_dtype(work_)); });
+    add(total, bias_low_, ones(dz.size(0), work_), dz, first_, last_,
+        [&] { return empty(input_, {1, classes_}, product_dtype()); });
   }
 
   // total += a b, or = a b for the first of several. `low` holds what a total of 16 bits has no room for until the
@@ -262,7 +290,7 @@ class LinearHead {
     if (plain(total)) return first ? multiply(total, a, b) : device_t::add_product(total, a, b);
     if (first && last && total.scalar_type() == work_) return multiply(total, a, b);
     const Tensor product = buffer();
-    product.scalar_type() == work_ ? multiply(product, a, b) : multiply_widening(product, a, b);
+    multiply_into(product, a, b);
     AccumulateArgs args{};
     args.product = product.const_data_ptr();
     args.product_dtype = to_dtype(product, "product", /*integer=*/false);
@@ -275,16 +303,17 @@ class LinearHead {
     device_t::accumulate(args, total);
   }
 
-  ScalarType work_;
+  ScalarType work_, logits_dtype_;
   Tensor input_, weight_;
   const LiveRows* live_;  // or null: all
   OptionalTensor bias_;
   int64_t classes_, width_, block_, chunk_rows_;
   bool first_ = false, last_ = false;
   OptionalTensor chunks_;  // (chunk_rows, classes)
+  OptionalTensor work_gradient_;  // the same, of the logits' gradient where these are wide
   Tensor chunk_input_;  // the rows that they come from
   OptionalTensor input_rows_, work_block_, product_block_, input_sums_, input_product_, input_low_, weight_low_;
-  OptionalTensor bias_low_, ones_;
+  OptionalTensor bias_low_;
 };
 
 }  // namespace sparse_ce

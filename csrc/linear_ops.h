@@ -15,20 +15,20 @@ class LinearOps {
 
  public:
   static std::tuple<Tensor, Tensor> forward(const HeadArguments& head, const Arguments& given,
-                                            std::optional<int64_t> chunk_rows) {
-    const auto [loss, lse, residual] = run_forward(Call(head, given, chunk_rows));
+                                            const ChunkOptions& options) {
+    const auto [loss, lse, residual] = run_forward(Call(head, given, options));
     return {loss, lse};
   }
 
   static std::tuple<Tensor, Tensor, Tensor> forward_with_residual(const HeadArguments& head, const Arguments& given,
-                                                                  std::optional<int64_t> chunk_rows) {
-    return run_forward(Call(head, given, chunk_rows));
+                                                                  const ChunkOptions& options) {
+    return run_forward(Call(head, given, options));
   }
 
   static std::tuple<Tensor, Tensor> mean(const HeadArguments& head, const Arguments& given,
-                                         const OptionalTensor& normalizer, std::optional<int64_t> chunk_rows,
+                                         const OptionalTensor& normalizer, const ChunkOptions& options,
                                          const OptionalTensor& row_weight) {
-    const Call call(head, given, chunk_rows);
+    const Call call(head, given, options);
     const auto [loss, lse, residual] = run_forward(call);
     Tensor one = empty(head.input, {}, arithmetic_dtype(head.input));
     torch::stable::fill_(one, 1.0);
@@ -39,10 +39,9 @@ class LinearOps {
 
   using Made = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
   static Made forward_with_gradient(const Tensor& grad_mean, const OptionalTensor& normalizer,
-                                    const HeadArguments& head, const Arguments& given,
-                                    std::optional<int64_t> chunk_rows, const Wanted& wanted,
-                                    const OptionalTensor& row_weight, bool entropy, bool argmax) {
-    const Call call(head, given, chunk_rows);
+                                    const HeadArguments& head, const Arguments& given, const ChunkOptions& options,
+                                    const Wanted& wanted, const OptionalTensor& row_weight, bool entropy, bool argmax) {
+    const Call call(head, given, options);
     const Tensor& like = head.input;
     LossMean<device_t> mean(call.args.target, like, normalizer, grad_mean, row_weight);
     Rows rows(call, entropy, argmax);
@@ -82,8 +81,8 @@ class LinearOps {
   static std::tuple<Tensor, Tensor, Tensor, Tensor> backward(const Tensor& grad_loss, const OptionalTensor& grad_lse,
                                                              const HeadArguments& head, const Tensor& lse,
                                                              const OptionalTensor& lse_residual, const Arguments& given,
-                                                             std::optional<int64_t> chunk_rows, const Wanted& wanted) {
-    const Call call(head, given, chunk_rows);
+                                                             const ChunkOptions& options, const Wanted& wanted) {
+    const Call call(head, given, options);
     BackwardArgs backward = view_upstream(call.args, head.input, grad_loss, grad_lse, lse, lse_residual);
     const auto held = call.keep_live(backward);
     Gradients gradients(call, wanted);
@@ -97,7 +96,7 @@ class LinearOps {
     return gradients.tensors();
   }
 
-  static Tensor logits(const HeadArguments& given, std::optional<int64_t> num_classes) {
+  static Tensor logits(const HeadArguments& given, std::optional<int64_t> num_classes, bool float32_logits) {
     const HeadArguments head = without_history(given);
     head.check_tensors();
     const int64_t vocab = head.weight.size(0), classes = num_classes.value_or(vocab);
@@ -105,10 +104,11 @@ class LinearOps {
           classes);
     TargetView rows{};
     rows.rows = head.input.size(0);
-    LinearHead<device_t> chunks(head.input, head.weight, head.bias, classes, std::max<int64_t>(1, rows.rows), nullptr);
+    LinearHead<device_t> chunks(head.input, head.weight, head.bias, classes, std::max<int64_t>(1, rows.rows),
+                                float32_logits, nullptr);
     const Tensor z = chunks.logits(0, rows);
     const ScalarType dtype = device_t::logits_dtype(head.input.scalar_type());
-    return z.scalar_type() == dtype ? z : torch::stable::to(z, dtype);
+    return size_in_bytes(z.scalar_type()) >= size_in_bytes(dtype) ? z : torch::stable::to(z, dtype);
   }
 
   // A chunk of rows at a time, in calls of their own.
@@ -132,10 +132,9 @@ class LinearOps {
     like(grad_weight, head.weight, "grad_weight");
     if (head.bias) like(grad_bias, *head.bias, "grad_bias");
     if (rows.rows == 0) return;
-    LinearHead<device_t> chunk(head.input, head.weight, std::nullopt, grad_logits.size(1), rows.rows, nullptr);
+    LinearHead<device_t> chunk(head.input, head.weight, std::nullopt, grad_logits.size(1), rows.rows, false, nullptr);
     chunk.continue_gradients(grad_input, grad_weight, weight_low, grad_bias, bias_low);
-    const bool same = grad_logits.scalar_type() == chunk.work();
-    chunk.add_gradients_of_chunk(rows, same ? grad_logits : torch::stable::to(grad_logits, chunk.work()), first, last);
+    chunk.add_gradients_of_chunk(rows, grad_logits, first, last);
   }
 
   static void scale_(const Tensor& gradient, const Tensor& scale) {

@@ -15,8 +15,8 @@ class LinearSelectOps {
 
  public:
   static SelectResults select(const HeadArguments& head, const Arguments& given, const Outputs& wanted,
-                              std::optional<int64_t> chunk_rows) {
-    const Call call(head, given, chunk_rows);
+                              const ChunkOptions& options) {
+    const Call call(head, given, options);
     SelectOutputs rows(call.head.input, call.live_args.rows, given.indices, wanted);
     clear_log_probs(call, rows);
     LinearHead<device_t> chunks = call.chunks();
@@ -35,8 +35,8 @@ class LinearSelectOps {
   static std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward(
       const Upstreams& grad, const HeadArguments& head, const Tensor& lse, const OptionalTensor& lse_residual,
       const OptionalTensor& log_rest, const OptionalTensor& entropy, const Arguments& given,
-      std::optional<int64_t> chunk_rows, const Wanted& wanted, bool scale_grad) {
-    const Call call(head, given, chunk_rows);
+      const ChunkOptions& options, const Wanted& wanted, bool scale_grad) {
+    const Call call(head, given, options);
     const Tensor& like = call.head.input;
     SelectUpstream upstream(grad, like, lse, lse_residual, log_rest, entropy, given.indices, call.args);
     const auto held = call.keep_live(upstream.args);

@@ -73,42 +73,42 @@ STABLE_TORCH_LIBRARY(sparse_ce, m) {
 
   // The same for logits that never exist: z = input linear_weight^T + linear_bias, chunk_rows rows at a time (as many
   // as fit a budget by default). input (N, D), linear_weight (V, D), linear_bias (V,): of one dtype, or weight and bias
-  // of float32 with an input of 16 bits. Only the first num_classes rows of the weight are read.
-  m.def("linear_forward(" SCE_HEAD ", " SCE_ARGUMENTS ", int? chunk_rows=None) -> (Tensor loss, Tensor lse)");
-  m.def("linear_forward_with_residual(" SCE_HEAD ", " SCE_ARGUMENTS
-        ", int? chunk_rows=None) -> (Tensor loss, Tensor lse, Tensor lse_residual)");
+  // of float32 with an input of 16 bits. Of 16 bits z is rounded to them on the way, but not with float32_logits. Only
+  // the first num_classes rows of the weight are read.
+  m.def("linear_forward(" SCE_HEAD ", " SCE_ARGUMENTS ", " SCE_CHUNKS ") -> (Tensor loss, Tensor lse)");
+  m.def("linear_forward_with_residual(" SCE_HEAD ", " SCE_ARGUMENTS ", " SCE_CHUNKS
+        ") -> (Tensor loss, Tensor lse, Tensor lse_residual)");
 
   // The mean of these losses, as `loss_mean` makes it, () A, and lse (N,) A. Its gradients are made in forward.
-  m.def("linear_mean(" SCE_HEAD ", " SCE_ARGUMENTS
-        ", Tensor? normalizer=None, int? chunk_rows=None, Tensor? row_weight=None) -> (Tensor mean, Tensor lse)");
+  m.def("linear_mean(" SCE_HEAD ", " SCE_ARGUMENTS ", Tensor? normalizer=None, " SCE_CHUNKS
+        ", Tensor? row_weight=None) -> (Tensor mean, Tensor lse)");
 
   // The gradients of sum(grad_loss * loss + grad_lse * lse) for input, linear_weight, linear_bias and values (A), each
   // of the shape and dtype of its tensor; (0,) where it is not asked for. The logits are made anew.
   m.def("linear_backward(Tensor grad_loss, Tensor? grad_lse, " SCE_HEAD
-        ", Tensor lse, Tensor? lse_residual, " SCE_ARGUMENTS ", int? chunk_rows=None, " SCE_WANTED
-        ") -> " SCE_GRADIENTS);
+        ", Tensor lse, Tensor? lse_residual, " SCE_ARGUMENTS ", " SCE_CHUNKS ", " SCE_WANTED ") -> " SCE_GRADIENTS);
 
   // linear_mean and its gradients for the upstream gradient grad_mean () A, with one GEMM for the logits; the losses,
   // and where they are asked for entropy (N,) A and argmax (N,) int64, see select.
   m.def("linear_forward_with_gradient(Tensor grad_mean, Tensor? normalizer, " SCE_HEAD ", " SCE_ARGUMENTS
-        ", int? chunk_rows=None, " SCE_WANTED
+        ", " SCE_CHUNKS ", " SCE_WANTED
         ", Tensor? row_weight=None, bool entropy=False, bool argmax=False) -> (Tensor mean, Tensor divisor, "
         "Tensor loss, Tensor lse, Tensor lse_residual, Tensor entropy, Tensor argmax, Tensor grad_input, Tensor "
         "grad_weight, Tensor grad_bias, Tensor grad_values)");
 
   // select of such logits, and its gradients.
-  m.def("linear_select(" SCE_HEAD ", " SCE_ARGUMENTS ", " SCE_OUTPUTS
-        ", int? chunk_rows=None) -> (Tensor loss, Tensor lse, Tensor lse_residual, Tensor log_probs, Tensor log_rest, "
+  m.def("linear_select(" SCE_HEAD ", " SCE_ARGUMENTS ", " SCE_OUTPUTS ", " SCE_CHUNKS
+        ") -> (Tensor loss, Tensor lse, Tensor lse_residual, Tensor log_probs, Tensor log_rest, "
         "Tensor entropy, Tensor mean_logit, Tensor argmax)");
   m.def("linear_select_backward(" SCE_UPSTREAM ", " SCE_HEAD
-        ", Tensor lse, Tensor? lse_residual, Tensor? log_rest, Tensor? entropy, " SCE_ARGUMENTS
-        ", int? chunk_rows=None, " SCE_WANTED
+        ", Tensor lse, Tensor? lse_residual, Tensor? log_rest, Tensor? entropy, " SCE_ARGUMENTS ", " SCE_CHUNKS
+        ", " SCE_WANTED
         ", bool scale_grad=False) -> (Tensor grad_input, Tensor grad_weight, Tensor grad_bias, Tensor grad_values, "
         "Tensor grad_scale)");
 
-  // The logits of all rows, (N, V), as the losses of the head make them: of the dtype of input, but on a CPU float32
-  // where that is one of 16 bits. Without a gradient.
-  m.def("linear_logits(" SCE_HEAD ", int? num_classes=None) -> Tensor");
+  // The logits of all rows, (N, V), as the losses of the head make them: of the dtype of input, but float32 where
+  // that is one of 16 bits on a CPU, or they are asked for. Without a gradient.
+  m.def("linear_logits(" SCE_HEAD ", int? num_classes=None, bool float32_logits=False) -> Tensor");
 
   // Adds what the gradient grad_logits (N, classes) of the logits of these rows contributes to the gradients of a head:
   // writes grad_input (N, D), and to grad_weight (V, D) and grad_bias (V,) adds, or for the first chunk writes, their

@@ -58,6 +58,16 @@ class Arguments(NamedTuple):
         return self.offsets is None and self.values is None and self.indices.dim() == 1
 
 
+class Chunks(NamedTuple):
+    """How the logits of a head exist: so many rows at a time, and those of a head of 16 bits rounded or not."""
+
+    chunk_rows: Optional[int] = None
+    float32_logits: bool = False
+
+
+CHUNKS = Chunks()._asdict()
+
+
 def split(given: Sequence[Any], named: Dict[str, Any], **behind: Any) -> Tuple[Arguments, List[Any]]:
     """The arguments of a loss, and what a schema has ``behind`` them, with its defaults."""
     count = len(Arguments._fields)
@@ -157,7 +167,7 @@ def check_held(weight: Optional[Tensor], normalizer: Optional[Normalizer], optio
     check_reduction(options.get("reduction", "mean"), normalizer)
     check_inplace(options.get("inplace", False))
     checked({name: options.get(name, default) for name, default in _DEFAULTS.items()})
-    check_chunk_rows(options.get("chunk_rows"))
+    taken_chunks(options.get("chunk_rows"), options.get("logits_dtype"))
     if weight is not None:
         _check_weight(weight)
         if weight.dim() != 1:
@@ -293,9 +303,13 @@ def check_head(input: Tensor, linear_weight: Tensor, linear_bias: Optional[Tenso
         fail(f"linear_bias must be ({linear_weight.shape[0]},), got {list(linear_bias.shape)}")
 
 
-def check_chunk_rows(chunk_rows: Optional[int]) -> None:
+def taken_chunks(chunk_rows: Optional[int], logits_dtype: Optional[torch.dtype]) -> Chunks:
+    if logits_dtype is not None and logits_dtype != torch.float32:
+        fail(f"logits_dtype must be torch.float32 or None, got {logits_dtype!r}",
+             ValueError if isinstance(logits_dtype, torch.dtype) else TypeError)
     if chunk_rows is not None and not (is_integer(chunk_rows) and chunk_rows > 0):
         fail(f"chunk_rows must be a positive integer or None, got {chunk_rows!r}")
+    return Chunks(chunk_rows, logits_dtype is not None)
 
 
 def fit_as_labels(target: Tensor, shape: torch.Size, input: Tensor) -> bool:

@@ -204,32 +204,37 @@ def cross_entropy(
 @overload
 def linear_cross_entropy(input: Tensor, linear_weight: Tensor, target: Target, *, linear_bias: Optional[Tensor] = None,
                          weight: Optional[Tensor] = None, chunk_rows: Optional[int] = None,
-                         return_lse: Literal[False] = False, **options: "Unpack[Options]") -> Tensor: ...
+                         logits_dtype: Optional[torch.dtype] = None, return_lse: Literal[False] = False,
+                         **options: "Unpack[Options]") -> Tensor: ...
 
 
 @overload
 def linear_cross_entropy(input: Tensor, linear_weight: Tensor, target: Target, *, linear_bias: Optional[Tensor] = None,
                          weight: Optional[Tensor] = None, chunk_rows: Optional[int] = None,
-                         return_lse: Literal[True], **options: "Unpack[Options]") -> Tuple[Tensor, Tensor]: ...
+                         logits_dtype: Optional[torch.dtype] = None, return_lse: Literal[True],
+                         **options: "Unpack[Options]") -> Tuple[Tensor, Tensor]: ...
 
 
 @overload
 def linear_cross_entropy(input: Tensor, linear_weight: Tensor, target: Target, *, linear_bias: Optional[Tensor] = None,
-                         weight: Optional[Tensor] = None, chunk_rows: Optional[int] = None, return_lse: bool,
+                         weight: Optional[Tensor] = None, chunk_rows: Optional[int] = None,
+                         logits_dtype: Optional[torch.dtype] = None, return_lse: bool,
                          **options: "Unpack[Options]") -> Union[Tensor, Tuple[Tensor, Tensor]]: ...
 
 
 @overload
 def linear_cross_entropy(input: Tensor, linear_weight: Tensor, target: Target, *, linear_bias: Optional[Tensor] = None,
                          weight: Optional[Tensor] = None, chunk_rows: Optional[int] = None,
-                         return_entropy: Literal[True], return_lse: bool = False, return_argmax: bool = False,
+                         logits_dtype: Optional[torch.dtype] = None, return_entropy: Literal[True],
+                         return_lse: bool = False, return_argmax: bool = False,
                          **options: "Unpack[Options]") -> CrossEntropyOutput: ...
 
 
 @overload
 def linear_cross_entropy(input: Tensor, linear_weight: Tensor, target: Target, *, linear_bias: Optional[Tensor] = None,
                          weight: Optional[Tensor] = None, chunk_rows: Optional[int] = None,
-                         return_argmax: Literal[True], return_lse: bool = False, return_entropy: bool = False,
+                         logits_dtype: Optional[torch.dtype] = None, return_argmax: Literal[True],
+                         return_lse: bool = False, return_entropy: bool = False,
                          **options: "Unpack[Options]") -> CrossEntropyOutput: ...
 
 
@@ -253,6 +258,7 @@ def linear_cross_entropy(
     return_lse: bool = False,
     return_entropy: bool = False,
     return_argmax: bool = False,
+    logits_dtype: Optional[torch.dtype] = None,
     chunk_rows: Optional[int] = None,
 ) -> Output:
     """``cross_entropy(F.linear(input, linear_weight, linear_bias), target)`` without the logits.
@@ -278,6 +284,10 @@ def linear_cross_entropy(
         num_classes: only the first ``num_classes`` rows of ``linear_weight`` exist; the rest are not read and get
             gradient 0.
         inplace: accepted like everywhere; there are no logits to spare, they are always overwritten.
+        logits_dtype: ``torch.float32``: the logits of a head of 16 bits, under autocast too, stay what its product
+            sums in float32; None: they are rounded to 16 bits where the product gives them so (on CUDA, and on a CPU
+            that multiplies bfloat16). Their gradient is rounded for its products in any case. A wider head's are as
+            wide as it is.
         chunk_rows: rows whose logits exist at a time; by default what fits a share of all logits (docs/linear-head.md).
 
     Returns:
@@ -298,7 +308,7 @@ def linear_cross_entropy(
     """
     arguments.check_input(input, "D")
     arguments.check_head(input, linear_weight, linear_bias)
-    arguments.check_chunk_rows(chunk_rows)
+    chunks = arguments.taken_chunks(chunk_rows, logits_dtype)
     shape = torch.Size((*input.shape[:-1], linear_weight.shape[0]))
     logit_scale, row_scale = arguments.taken_scale(logit_scale, shape, input)
     options = dict(ignore_index=ignore_index, label_smoothing=label_smoothing, z_loss=z_loss, logit_scale=logit_scale,
@@ -314,12 +324,12 @@ def linear_cross_entropy(
     out: Sequence[Tensor]
     if row_scale is not None and row_scale.requires_grad:
         wanted = Outputs(loss=True, log_probs=False, entropy=return_entropy, argmax=return_argmax)
-        more = linear_select_op(head, a, wanted, chunk_rows)
+        more = linear_select_op(head, a, wanted, chunks)
         out = (loss_mean(more.loss, a, normalizer, row_weight) if mean else more.loss, more.lse, more.entropy,
                more.argmax)
     else:
         out = linear_cross_entropy_op(head, a, HeadOptions(
-            chunk_rows, mean, normalizer, row_weight if mean else None, return_entropy, return_argmax))
+            chunks, mean, normalizer, row_weight if mean else None, return_entropy, return_argmax))
     return _result(out, a, input.shape, reduction, row_weight, return_lse, return_entropy, return_argmax)
 
 

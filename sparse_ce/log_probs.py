@@ -134,6 +134,7 @@ def linear_selected_log_probs(
     return_entropy: bool = False,
     return_mean_logit: bool = False,
     return_argmax: bool = False,
+    logits_dtype: Optional[torch.dtype] = None,
     chunk_rows: Optional[int] = None,
 ) -> LogProbs:
     """``selected_log_probs(F.linear(input, linear_weight, linear_bias), indices)`` without the logits.
@@ -145,7 +146,7 @@ def linear_selected_log_probs(
     Args:
         input: hidden states (..., D); float16, bfloat16, float32 or float64, any strides. Rows that do not count may
             hold anything, and are not multiplied on a CPU.
-        linear_weight, linear_bias, chunk_rows: as for :func:`sparse_ce.linear_cross_entropy`.
+        linear_weight, linear_bias, logits_dtype, chunk_rows: as for :func:`sparse_ce.linear_cross_entropy`.
         indices: as for :func:`sparse_ce.selected_log_probs`, for logits (..., V).
         ignore_index, logit_scale, softcap, num_classes, padding_value, return_log_rest, return_entropy,
             return_mean_logit, return_argmax: as for :func:`sparse_ce.selected_log_probs`.
@@ -166,7 +167,7 @@ def linear_selected_log_probs(
     """
     arguments.check_input(input, "D")
     arguments.check_head(input, linear_weight, linear_bias)
-    arguments.check_chunk_rows(chunk_rows)
+    chunks = arguments.taken_chunks(chunk_rows, logits_dtype)
     shape = torch.Size((*input.shape[:-1], linear_weight.shape[0]))
     ids = as_ids(indices, shape)
     a = select_arguments(input, shape, ids, indices, ignore_index, logit_scale, softcap, num_classes,
@@ -175,7 +176,7 @@ def linear_selected_log_probs(
                      mean_logit=return_mean_logit, argmax=return_argmax)
     input, linear_weight, linear_bias = as_linear_multiplies(input, linear_weight, linear_bias)
     rows = input.reshape(math.prod(shape[:-1]), input.shape[-1])
-    out = linear_select(Head(rows, linear_weight, linear_bias), a, wanted, chunk_rows)
+    out = linear_select(Head(rows, linear_weight, linear_bias), a, wanted, chunks)
     return result(out, wanted, ids.indices.shape, shape[:-1])
 
 

@@ -3,6 +3,7 @@
 import math
 from typing import Any, Dict, Optional, Sequence, Union
 
+import torch
 from torch import Tensor, nn
 
 from . import arguments, functional
@@ -109,6 +110,7 @@ class LinearSparseCrossEntropyLoss(_Loss):
         return_lse: bool = False,
         return_entropy: bool = False,
         return_argmax: bool = False,
+        logits_dtype: Optional[torch.dtype] = None,
         chunk_rows: Optional[int] = None,
     ) -> None:
         super().__init__(
@@ -116,7 +118,7 @@ class LinearSparseCrossEntropyLoss(_Loss):
             ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing, z_loss=z_loss,
             logit_scale=logit_scale, softcap=softcap, num_classes=num_classes, inplace=inplace,
             return_lse=return_lse, return_entropy=return_entropy, return_argmax=return_argmax,
-            chunk_rows=chunk_rows)
+            logits_dtype=logits_dtype, chunk_rows=chunk_rows)
 
     def forward(self, input: Tensor, linear_weight: Tensor, target: Target,
                 linear_bias: Optional[Tensor] = None,

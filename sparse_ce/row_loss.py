@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from . import arguments, reference
-from .arguments import Arguments, Normalizer, Scale
+from .arguments import Arguments, Chunks, Normalizer, Scale
 from .autocast import as_linear_multiplies
 from .entries import IGNORE_INDEX, NO_MARK
 from .errors import fail
@@ -46,6 +46,7 @@ def linear_row_loss(
     return_entropy: bool = False,
     return_mean_logit: bool = False,
     return_argmax: bool = False,
+    logits_dtype: Optional[torch.dtype] = None,
     chunk_rows: Optional[int] = None,
 ) -> Any:
     """The mean of ``fn(log_probs, target, *row_args)`` over rows, without the logits and with three matrix products.
@@ -70,6 +71,7 @@ def linear_row_loss(
             rows that do not count.
         ignore_index, logit_scale, softcap, num_classes, padding_value, return_log_rest, return_entropy,
             return_mean_logit, return_argmax: as for :func:`sparse_ce.selected_log_probs`.
+        logits_dtype: as for :func:`sparse_ce.linear_cross_entropy`.
         chunk_rows: rows whose logits exist at a time; by default what fits 128 MiB of float32 logits.
 
     With ``reduction="none"``, under ``torch.compile``, ``torch.func`` and checkpointing, for a ``logit_scale`` that
@@ -93,7 +95,7 @@ def linear_row_loss(
     """
     arguments.check_input(input, "D")
     arguments.check_head(input, linear_weight, linear_bias)
-    arguments.check_chunk_rows(chunk_rows)
+    chunks = arguments.taken_chunks(chunk_rows, logits_dtype)
     arguments.check_reduction(reduction, normalizer)
     shape = torch.Size((*input.shape[:-1], linear_weight.shape[0]))
     ids = as_ids(target, shape)
@@ -116,7 +118,8 @@ def linear_row_loss(
     elif divisor is None:
         divisor = counts.sum(dtype=arguments.arithmetic_dtype(input.dtype))
     step = chunk_rows or rows_at_a_time(shape[-1])
-    call = _Call(fn, wanted, has_aux, live, torch.where(divisor == 0, torch.inf, divisor), step, [])
+    divisor = torch.where(divisor == 0, torch.inf, divisor)
+    call = _Call(fn, wanted, has_aux, live, divisor, step, chunks.float32_logits, [])
     head = Head(rows.input, linear_weight, linear_bias)
     tensors = [t for t in rows.row_args if isinstance(t, Tensor)]
     half = any(t is not None and t.dtype == torch.float16 and t.requires_grad for t in head)
@@ -171,6 +174,7 @@ class _Call(NamedTuple):
     live: Optional[Tensor]  # (rows,) bool, or None: all of them count
     divisor: Tensor
     step: int
+    float32_logits: bool
     names: List[str]  # of aux, once fn was called
 
 
@@ -214,7 +218,7 @@ def _losses(out: Selected, rows: _Rows, call: _Call, live: Optional[Tensor],
 
 
 def _four_products(head: Head, rows: _Rows, call: _Call) -> Tuple[Tensor, Dict[str, Tensor]]:
-    out = linear_select(head, rows.arguments, call.wanted, call.step)
+    out = linear_select(head, rows.arguments, call.wanted, Chunks(call.step, call.float32_logits))
     return _losses(out, rows, call, call.live, rows.row_args)
 
 
@@ -271,7 +275,7 @@ def _three_products(head: Head, rows: _Rows, call: _Call, upstream: Tensor,
         chunk = rows.at(slice(begin, end))
         a, live = chunk.arguments, None if call.live is None else call.live[begin:end]
         of_chunk = Head(chunk.input, head.linear_weight, head.linear_bias)
-        z = linear_logits(of_chunk, a.num_classes)
+        z = linear_logits(of_chunk, a.num_classes, call.float32_logits)
         a = a._replace(num_classes=None)
         out = select_op(z, a, call.wanted)
         with torch.enable_grad():

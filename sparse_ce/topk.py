@@ -77,14 +77,14 @@ def topk_log_probs(
 @overload
 def linear_topk_log_probs(input: Tensor, linear_weight: Tensor, k: int, *, linear_bias: Optional[Tensor] = None,
                           logit_scale: Scale = 1.0, softcap: Optional[float] = None, num_classes: Optional[int] = None,
-                          return_log_rest: Literal[False] = False,
+                          return_log_rest: Literal[False] = False, logits_dtype: Optional[torch.dtype] = None,
                           chunk_rows: Optional[int] = None) -> SparseTarget: ...
 
 
 @overload
 def linear_topk_log_probs(input: Tensor, linear_weight: Tensor, k: int, *, linear_bias: Optional[Tensor] = None,
                           logit_scale: Scale = 1.0, softcap: Optional[float] = None, num_classes: Optional[int] = None,
-                          return_log_rest: Literal[True],
+                          return_log_rest: Literal[True], logits_dtype: Optional[torch.dtype] = None,
                           chunk_rows: Optional[int] = None) -> Tuple[SparseTarget, Tensor]: ...
 
 
@@ -98,6 +98,7 @@ def linear_topk_log_probs(
     softcap: Optional[float] = None,
     num_classes: Optional[int] = None,
     return_log_rest: bool = False,
+    logits_dtype: Optional[torch.dtype] = None,
     chunk_rows: Optional[int] = None,
 ) -> Union[SparseTarget, Tuple[SparseTarget, Tensor]]:
     """``topk_log_probs(F.linear(input, linear_weight, linear_bias), k)`` without the logits of all rows at once.
@@ -106,6 +107,7 @@ def linear_topk_log_probs(
         input: hidden states (..., D); float16, bfloat16, float32 or float64, any strides.
         linear_weight, linear_bias: as for :func:`sparse_ce.linear_cross_entropy`.
         k, logit_scale, softcap, num_classes, return_log_rest: as for :func:`topk_log_probs`.
+        logits_dtype: as for :func:`sparse_ce.linear_cross_entropy`.
         chunk_rows: rows whose logits exist at a time; by default what fits 128 MiB of float32 logits.
 
     Returns:
@@ -122,7 +124,7 @@ def linear_topk_log_probs(
     """
     arguments.check_input(input, "D")
     arguments.check_head(input, linear_weight, linear_bias)
-    arguments.check_chunk_rows(chunk_rows)
+    chunks = arguments.taken_chunks(chunk_rows, logits_dtype)
     shape = torch.Size((*input.shape[:-1], linear_weight.shape[0]))
     options, row_scale = _options(input, shape, k, logit_scale, softcap, num_classes, "the rows of linear_weight")
     input, linear_weight, linear_bias = as_linear_multiplies(input, linear_weight, linear_bias)
@@ -133,7 +135,7 @@ def linear_topk_log_probs(
         head = Head(rows[begin:begin + step], linear_weight.detach(),
                     None if linear_bias is None else linear_bias.detach())
         of_rows = row_scale if row_scale is None or row_scale.dim() == 0 else row_scale[begin:begin + step]
-        parts.append(_of_logits(linear_logits(head, options.num_classes), k, options, of_rows))
+        parts.append(_of_logits(linear_logits(head, options.num_classes, chunks.float32_logits), k, options, of_rows))
     ids, log_probs, log_rest = (torch.cat(part) for part in zip(*parts))
     return _target(ids, log_probs, log_rest, shape, options, return_log_rest)
 

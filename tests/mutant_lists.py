@@ -327,6 +327,7 @@ CPU = [
     ("csrc/cpu/topk.cpp", "largest ? 1 : -1", "1"),
     ("csrc/cpu/topk.cpp", "if (found.without()) return;", ""),
     ("csrc/linear_head.h", "first_ = first, last_ = last;", "first_ = true, last_ = true;"),
+    ("csrc/cpu/bindings.cpp", "cpu::multiplies_bfloat16() && !float32_logits;", "cpu::multiplies_bfloat16();"),
     ("csrc/linear_ops.h", "check(gradient->dim() == of.dim() &&", "check(true ||"),
 ]
 PYTHON = [
@@ -386,8 +387,12 @@ PYTHON = [
      "return input, linear_weight, linear_bias"),
     ("sparse_ce/reference/linear.py", "linear_weight[:a.num_classes].to(dtype)", "linear_weight.to(dtype)"),
     ("sparse_ce/reference/linear.py", "torch.where(ignored[:, None], 0.0, input.to(dtype)),", "input.to(dtype),"),
-    ("sparse_ce/modules.py", "return_argmax=return_argmax,\n            chunk_rows=chunk_rows)",
-     "return_argmax=return_argmax)"),
+    ("sparse_ce/modules.py", "logits_dtype=logits_dtype, chunk_rows=chunk_rows)", "logits_dtype=logits_dtype)"),
+    ("sparse_ce/modules.py", "logits_dtype=logits_dtype, chunk_rows=chunk_rows)", "chunk_rows=chunk_rows)"),
+    ("sparse_ce/arguments.py", "Chunks(chunk_rows, logits_dtype is not None)", "Chunks(chunk_rows)"),
+    ("sparse_ce/ops/topk.py", "wide = float32_logits or", "wide ="),
+    ("sparse_ce/ops/topk.py", "ops.linear_logits(*head, num_classes, float32_logits)\n    return logits\n\n\n@",
+     "ops.linear_logits(*head, num_classes)\n    return logits\n\n\n@"),
     ("sparse_ce/reference/cross_entropy.py", "counts = torch.where(counts, a.weight[labels], 0.0)",
      "counts = a.weight[labels]"),
     ("sparse_ce/reference/cross_entropy.py", "torch.where(ignored[:, None], 0.0, logits[:, :num_classes].to(dtype))",

@@ -94,8 +94,8 @@ def test_the_logits_are_made_once(device, monkeypatch):
     hidden, head, labels = draw.normal(9, 4).requires_grad_(), draw.normal(11, 4), draw.integers(11, 9)
     made = []
     right = row_loss.linear_logits
-    monkeypatch.setattr(row_loss, "linear_logits", lambda head, classes: made.append(len(head.input)) or right(
-        head, classes))
+    monkeypatch.setattr(row_loss, "linear_logits", lambda head, *others: made.append(len(head.input)) or right(
+        head, *others))
     for _ in range(2):
         loss = linear_row_loss(lambda out, _: -out.log_probs, hidden, head, labels, chunk_rows=4)
         assert made == [4, 4, 1]

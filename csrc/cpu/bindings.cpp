@@ -51,13 +51,13 @@ struct Cpu {
   static std::optional<LiveRows> live_rows(const TargetView& target) { return LiveRows::of(target); }
   static void copy_rows(const CopyRowsArgs& args) { cpu::copy_rows(args); }
 
-  static ScalarType work_dtype(ScalarType input) {
-    const bool native = input == ScalarType::BFloat16 && cpu::multiplies_bfloat16();
+  static ScalarType work_dtype(ScalarType input, bool float32_logits) {
+    const bool native = input == ScalarType::BFloat16 && cpu::multiplies_bfloat16() && !float32_logits;
     return size_in_bytes(input) > 2 || native ? input : ScalarType::Float;
   }
   // Of logits that are handed out: the same on every CPU.
   static ScalarType logits_dtype(ScalarType input) { return size_in_bytes(input) > 2 ? input : ScalarType::Float; }
-  static ScalarType product_dtype(ScalarType work) { return work; }
+  static constexpr bool kWidens = false;
 
   // A fortieth of the logits, but what GEMMs need to be fast: 256 rows of a large vocabulary in float32. 16-bit logits,
   // beside which a part of the weight's gradient is kept, get less, unless they fit into one chunk, which needs none.

@@ -130,10 +130,11 @@ struct Cuda {
   static bool may_ignore(const TargetView& target) { return target.row_mask || (!target.offsets && target.width > 0); }
 
   // Tensor cores multiply 16 bits and add in float32, which a product keeps until it is summed.
-  static ScalarType work_dtype(ScalarType input) { return input; }
+  static ScalarType work_dtype(ScalarType input, bool) { return input; }
   static ScalarType logits_dtype(ScalarType input) { return input; }
-  static ScalarType product_dtype(ScalarType work) {
-    return cuda::kWideningProducts && size_in_bytes(work) == 2 ? ScalarType::Float : work;
+  static constexpr bool kWidens = true;
+  static void multiply_widening(const Tensor& out, const Tensor& a, const Tensor& b) {
+    cuda::multiply_widening(out, a, b);
   }
 
   // A sixteenth of the logits, but as much as is kept of the weight's gradient beside its own memory, a byte a weight:

@@ -11,6 +11,8 @@
 
 #include <cuda_runtime_api.h>
 
+#include <array>
+
 #define SCE_DISPATCH_KEY CUDA
 
 namespace sparse_ce {
@@ -25,7 +27,14 @@ inline cudaStream_t stream_of(const Tensor& t) {
 }
 
 constexpr auto kAddmmOut = aoti_torch_cuda_addmm_out;
-constexpr bool kWideningProducts = true;  // of 16 bits into float32
+
+// out = a b with out in float32 and a, b of 16 bits: the GEMM's accumulators as they are.
+inline void multiply_widening(const Tensor& out, const Tensor& a, const Tensor& b) {
+  std::array<StableIValue, 4> stack{torch::stable::detail::from(a), torch::stable::detail::from(b),
+                                    torch::stable::detail::from(ScalarType::Float), torch::stable::detail::from(out)};
+  STABLE_TORCH_ERROR_CODE_CHECK(torch_call_dispatcher("aten::mm", "dtype_out", stack.data(), TORCH_ABI_VERSION));
+  (void)torch::stable::detail::to<Tensor>(stack[0]);
+}
 
 }  // namespace cuda
 }  // namespace sparse_ce

@@ -219,7 +219,8 @@ class FusedHead:
         return loss_function
 
     def _options(self, logits: Any) -> Dict[str, Any]:
-        return {k: v for k, v in self.options.items() if k != "chunk_rows" or isinstance(logits, Logits)}
+        of_head = ("chunk_rows", "logits_dtype")
+        return {k: v for k, v in self.options.items() if k not in of_head or isinstance(logits, Logits)}
 
     def _forward(self, signature: inspect.Signature) -> Callable[..., Any]:
         def forward(module: Any, *args: Any, **kwargs: Any) -> Any:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from .. import reference
-from ..arguments import Arguments, arithmetic_dtype, split
+from ..arguments import CHUNKS, Arguments, Chunks, arithmetic_dtype, split
 from ..guarded import times
 from ..tracing import eager
 from . import forecast
@@ -44,7 +44,7 @@ class Options(NamedTuple):
     """Of a loss on a head. ``row_weight``, (N,), multiplies the losses of the mean, and ``normalizer``, (), divides it
     instead of the count of rows; entropy and argmax come beside the loss where they are asked for."""
 
-    chunk_rows: Optional[int] = None
+    chunks: Chunks = Chunks()
     mean: bool = False
     normalizer: Optional[Tensor] = None
     row_weight: Optional[Tensor] = None
@@ -72,7 +72,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         with torch._C._AutoDispatchBelowAutograd():
             if expected is not None:
                 loss, divisor, losses, lse, lse_residual, entropy, argmax, *gradients = (
-                    ops.linear_forward_with_gradient(expected, options.normalizer, *head, *a, options.chunk_rows,
+                    ops.linear_forward_with_gradient(expected, options.normalizer, *head, *a, *options.chunks,
                                                      *ctx.wanted, row_weight, options.entropy, options.argmax))
             else:
                 loss, lse, lse_residual, entropy, argmax = _rows(head, a, options)
@@ -91,7 +91,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, grad_loss: Optional[Tensor], grad_lse: Optional[Tensor], grad_entropy: Optional[Tensor],
                  _: Optional[Tensor]) -> Tuple[Optional[Tensor], ...]:
         *inputs, lse, lse_residual, divisor, row_weight, losses, entropy = ctx.saved_tensors
-        head, a, chunk_rows = inputs[:3], Arguments.of(inputs[3:], ctx.numbers), ctx.options.chunk_rows
+        head, a, chunks = inputs[:3], Arguments.of(inputs[3:], ctx.numbers), ctx.options.chunks
         if not ctx.options.entropy:
             grad_entropy = None  # a compiler has zeros for what was not asked for
         all_grads: List[Optional[Tensor]] = [None] * 7
@@ -111,15 +111,15 @@ class _LinearCrossEntropy(torch.autograd.Function):
             grad_loss = (grad_loss / divisor).expand(lse.shape)
             if row_weight is not None:
                 if ctx.needs_input_grad[4]:
-                    losses = losses if once else ops.linear_forward(*head, *a, chunk_rows)[0]
+                    losses = losses if once else ops.linear_forward(*head, *a, *chunks)[0]
                     all_grads[4] = reference.weight_gradient(grad_loss, losses, a)
                 grad_loss = times(grad_loss, row_weight)
         if grads is None and any(ctx.wanted):
             if grad_entropy is None:
-                grads = ops.linear_backward(grad_loss, grad_lse, *head, lse, lse_residual, *a, chunk_rows, *ctx.wanted)
+                grads = ops.linear_backward(grad_loss, grad_lse, *head, lse, lse_residual, *a, *chunks, *ctx.wanted)
             else:
                 grads = ops.linear_select_backward(grad_loss, grad_lse, None, None, grad_entropy, None, *head, lse,
-                                                   lse_residual, None, entropy, *a, chunk_rows, *ctx.wanted)
+                                                   lse_residual, None, entropy, *a, *chunks, *ctx.wanted)
         for at, wanted in enumerate(ctx.wanted):
             all_grads[at] = grads[at] if wanted and grads is not None else None
         if all_grads[3] is not None:
@@ -130,10 +130,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
 def _rows(head: Head, a: Arguments, options: Options) -> Tuple[Tensor, ...]:
     """loss, lse, lse_residual, entropy, argmax."""
     if not options.metrics:
-        loss, lse, lse_residual = ops.linear_forward_with_residual(*head, *a, options.chunk_rows)
+        loss, lse, lse_residual = ops.linear_forward_with_residual(*head, *a, *options.chunks)
         return loss, lse, lse_residual, loss.new_empty(0), torch.empty(0, dtype=torch.int64, device=loss.device)
     out = ops.linear_select(*head, *a, None, True, False, False, options.entropy, False, options.argmax,
-                            options.chunk_rows)
+                            *options.chunks)
     return *out[:3], out[5], out[7]
 
 
@@ -183,8 +183,8 @@ def _run(head: Head, a: Arguments, options: Options) -> Tuple[Tensor, ...]:
         return tuple(out)
     with torch._C._AutoDispatchBelowAutograd():
         if not options.metrics:
-            return tuple(ops.linear_mean(*head, *a, normalizer, options.chunk_rows, row_weight) if mean
-                         else ops.linear_forward(*head, *a, options.chunk_rows))
+            return tuple(ops.linear_mean(*head, *a, normalizer, *options.chunks, row_weight) if mean
+                         else ops.linear_forward(*head, *a, *options.chunks))
         loss, lse, _, entropy, argmax = _rows(head, a, options)
         return ops.loss_mean(loss, normalizer, *a.target, row_weight)[0] if mean else loss, lse, entropy, argmax
 
@@ -192,15 +192,16 @@ def _run(head: Head, a: Arguments, options: Options) -> Tuple[Tensor, ...]:
 @register_autograd("linear_forward")
 def _forward(input: Tensor, linear_weight: Tensor, linear_bias: Optional[Tensor], *given: Any,
              **named: Any) -> Tuple[Tensor, ...]:
-    a, (chunk_rows,) = split(given, named, chunk_rows=None)
-    return _run(Head(input, linear_weight, linear_bias), a, Options(chunk_rows))[:2]
+    a, chunks = split(given, named, **CHUNKS)
+    return _run(Head(input, linear_weight, linear_bias), a, Options(Chunks(*chunks)))[:2]
 
 
 @register_autograd("linear_mean")
 def _mean(input: Tensor, linear_weight: Tensor, linear_bias: Optional[Tensor], *given: Any,
           **named: Any) -> Tuple[Tensor, ...]:
-    a, (normalizer, chunk_rows, row_weight) = split(given, named, normalizer=None, chunk_rows=None, row_weight=None)
-    return _run(Head(input, linear_weight, linear_bias), a, Options(chunk_rows, True, normalizer, row_weight))[:2]
+    a, (normalizer, *chunks, row_weight) = split(given, named, normalizer=None, **CHUNKS, row_weight=None)
+    options = Options(Chunks(*chunks), True, normalizer, row_weight)
+    return _run(Head(input, linear_weight, linear_bias), a, options)[:2]
 
 
 _scale = register_in_place("scale_", "gradient")
@@ -216,8 +217,8 @@ def _(input: Tensor, *args: Any, **kwargs: Any) -> Tuple[Tensor, ...]:
 
 
 def _fake_gradients(head: Head, given: Sequence[Any], named: Dict[str, Any]) -> Tuple[Tensor, ...]:
-    a, (_, *wanted) = split(given, named, chunk_rows=None, input_grad=True, weight_grad=True, bias_grad=True,
-                            values_grad=False)
+    a, (_, _, *wanted) = split(given, named, **CHUNKS, input_grad=True, weight_grad=True, bias_grad=True,
+                               values_grad=False)
     return fake_gradients(head, a, wanted)
 
 
@@ -238,9 +239,9 @@ def _(grad_loss: Tensor, grad_lse: Optional[Tensor], input: Tensor, linear_weigh
 @register_fake("linear_forward_with_gradient")
 def _(grad_mean: Tensor, normalizer: Optional[Tensor], input: Tensor, linear_weight: Tensor,
       linear_bias: Optional[Tensor], *given: Any, **named: Any) -> Tuple[Tensor, ...]:
-    a, (_, *wanted, _, entropy, argmax) = split(given, named, chunk_rows=None, input_grad=True, weight_grad=True,
-                                                bias_grad=True, values_grad=False, row_weight=None, entropy=False,
-                                                argmax=False)
+    a, (_, _, *wanted, _, entropy, argmax) = split(given, named, **CHUNKS, input_grad=True, weight_grad=True,
+                                                   bias_grad=True, values_grad=False, row_weight=None, entropy=False,
+                                                   argmax=False)
 
     def rows(wanted: bool = True) -> Tensor:
         return per_row(input if wanted else input[:0])
@@ -254,10 +255,10 @@ def linear_cross_entropy(head: Head, a: Arguments, options: Options) -> Tuple[Te
     argmax. With these a compiled loss makes the logits twice."""
     if eager():
         return _run(head, a, options)
-    mean, normalizer, chunk_rows, row_weight = options.mean, options.normalizer, options.chunk_rows, options.row_weight
+    mean, normalizer, chunks, row_weight = options.mean, options.normalizer, options.chunks, options.row_weight
     if not options.metrics:
-        return tuple(ops.linear_mean(*head, *a, normalizer, chunk_rows, row_weight) if mean
-                     else ops.linear_forward(*head, *a, chunk_rows))
-    out = ops.linear_select(*head, *a, None, True, False, False, options.entropy, False, options.argmax, chunk_rows)
+        return tuple(ops.linear_mean(*head, *a, normalizer, *chunks, row_weight) if mean
+                     else ops.linear_forward(*head, *a, *chunks))
+    out = ops.linear_select(*head, *a, None, True, False, False, options.entropy, False, options.argmax, *chunks)
     loss = ops.loss_mean(out[0], normalizer, *a.target, row_weight)[0] if mean else out[0]
     return loss, out[1], out[5], out[7]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .. import reference
-from ..arguments import Arguments, split
+from ..arguments import CHUNKS, Arguments, Chunks, split
 from ..tracing import eager
 from .cross_entropy import refuse_other_grads
 from .library import composite, needs_grad, ops, register_autograd, register_backward, register_fake
@@ -24,12 +24,12 @@ class _LinearSelect(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, input: Tensor, linear_weight: Tensor, linear_bias: Optional[Tensor],
                 values: Optional[Tensor], row_scale: Optional[Tensor], a: Arguments, wanted: Outputs,
-                chunk_rows: Optional[int]) -> Tuple[Tensor, ...]:
+                chunks: Chunks) -> Tuple[Tensor, ...]:
         head = Head(input, linear_weight, linear_bias)
         with torch._C._AutoDispatchBelowAutograd():
-            out = Selected(*ops.linear_select(*head, *a, *wanted, chunk_rows))
+            out = Selected(*ops.linear_select(*head, *a, *wanted, *chunks))
         ctx.save_for_backward(*head, *a.tensors, out.lse, out.lse_residual, out.log_rest, out.entropy)
-        ctx.numbers, ctx.wanted, ctx.chunk_rows = a.numbers, wanted, chunk_rows
+        ctx.numbers, ctx.wanted, ctx.chunks = a.numbers, wanted, chunks
         ctx.mark_non_differentiable(out.lse_residual, out.argmax)
         ctx.set_materialize_grads(False)
         return tuple(out)
@@ -47,7 +47,7 @@ class _LinearSelect(torch.autograd.Function):
         wants_values = wants_values and of_loss is not None and a.values is not None
         made = (None if of_rest is None else log_rest, None if of_entropy is None else entropy)
         *gradients, of_scale = ops.linear_select_backward(
-            *given, *head, lse, lse_residual, *made, *a, ctx.chunk_rows, *wanted, wants_values, wants_scale)
+            *given, *head, lse, lse_residual, *made, *a, *ctx.chunks, *wanted, wants_values, wants_scale)
         for i, is_wanted in enumerate((*wanted, wants_values)):
             out[i] = gradients[i] if is_wanted else None
         if wants_values and a.values is not None:
@@ -56,24 +56,25 @@ class _LinearSelect(torch.autograd.Function):
         return tuple(out)
 
 
-def _run(head: Head, a: Arguments, wanted: Outputs, chunk_rows: Optional[int]) -> Tuple[Tensor, ...]:
+def _run(head: Head, a: Arguments, wanted: Outputs, chunks: Chunks) -> Tuple[Tensor, ...]:
     if composite(head.input):
         return reference.linear_select(*head, *a, *wanted)
     values = a.values if wanted.loss else None
     if needs_grad(*head, values, a.row_scale, a.weight if wanted.loss else None):
         refuse_other_grads(a._replace(row_scale=None))
-        out: Tuple[Tensor, ...] = _LinearSelect.apply(*head, values, a.row_scale, a, wanted, chunk_rows)
+        out: Tuple[Tensor, ...] = _LinearSelect.apply(*head, values, a.row_scale, a, wanted, chunks)
         return out
     with torch._C._AutoDispatchBelowAutograd():
-        out = ops.linear_select(*head, *a, *wanted, chunk_rows)
+        out = ops.linear_select(*head, *a, *wanted, *chunks)
         return out
 
 
 @register_autograd("linear_select")
 def _linear_select(input: Tensor, linear_weight: Tensor, linear_bias: Optional[Tensor], *given: Any,
                    **named: Any) -> Tuple[Tensor, ...]:
-    a, (*wanted, chunk_rows) = split(given, named, **Outputs()._asdict(), chunk_rows=None)
-    return _run(Head(input, linear_weight, linear_bias), a, Outputs(*wanted), chunk_rows)
+    a, (*wanted, chunk_rows, float32_logits) = split(given, named, **Outputs()._asdict(), **CHUNKS)
+    chunks = Chunks(chunk_rows, float32_logits)
+    return _run(Head(input, linear_weight, linear_bias), a, Outputs(*wanted), chunks)
 
 
 register_backward("linear_select_backward")
@@ -82,7 +83,7 @@ register_backward("linear_select_backward")
 @register_fake("linear_select")
 def _(input: Tensor, linear_weight: Tensor, linear_bias: Optional[Tensor], *given: Any,
       **named: Any) -> Tuple[Tensor, ...]:
-    a, (*wanted, _) = split(given, named, **Outputs()._asdict(), chunk_rows=None)
+    a, (*wanted, _, _) = split(given, named, **Outputs()._asdict(), **CHUNKS)
     return fake_outputs(input, a, Outputs(*wanted))
 
 
@@ -91,14 +92,14 @@ def _(grad_loss: Optional[Tensor], grad_lse: Optional[Tensor], grad_log_probs: O
       grad_log_rest: Optional[Tensor], grad_entropy: Optional[Tensor], grad_mean_logit: Optional[Tensor],
       input: Tensor, linear_weight: Tensor, linear_bias: Optional[Tensor], lse: Tensor, lse_residual: Optional[Tensor],
       log_rest: Optional[Tensor], entropy: Optional[Tensor], *given: Any, **named: Any) -> Tuple[Tensor, ...]:
-    a, (_, *wanted, scale_grad) = split(given, named, chunk_rows=None, input_grad=True, weight_grad=True,
-                                        bias_grad=True, values_grad=False, scale_grad=False)
+    a, (_, _, *wanted, scale_grad) = split(given, named, **CHUNKS, input_grad=True, weight_grad=True, bias_grad=True,
+                                           values_grad=False, scale_grad=False)
     head = Head(input, linear_weight, linear_bias)
     return *fake_gradients(head, a, wanted), fake_scale(input, scale_grad)
 
 
-def linear_select(head: Head, a: Arguments, wanted: Outputs, chunk_rows: Optional[int]) -> Selected:
+def linear_select(head: Head, a: Arguments, wanted: Outputs, chunks: Chunks) -> Selected:
     """``torch.ops.sparse_ce.linear_select``."""
     if eager():
-        return Selected(*_run(head, a, wanted, chunk_rows))
-    return Selected(*ops.linear_select(*head, *a, *wanted, chunk_rows))
+        return Selected(*_run(head, a, wanted, chunks))
+    return Selected(*ops.linear_select(*head, *a, *wanted, *chunks))

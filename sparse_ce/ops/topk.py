@@ -22,12 +22,12 @@ def _topk_ids(logits: Tensor, *others: Any) -> Tensor:
 
 @register_autograd("linear_logits")
 def _linear_logits(input: Tensor, linear_weight: Tensor, linear_bias: Optional[Tensor],
-                   num_classes: Optional[int] = None) -> Tensor:
+                   num_classes: Optional[int] = None, float32_logits: bool = False) -> Tensor:
     head = Head(input.detach(), linear_weight.detach(), None if linear_bias is None else linear_bias.detach())
     if composite(input):
-        return reference.linear_logits(*head, num_classes)
+        return reference.linear_logits(*head, num_classes, float32_logits)
     with torch._C._AutoDispatchBelowAutograd():
-        logits: Tensor = ops.linear_logits(*head, num_classes)
+        logits: Tensor = ops.linear_logits(*head, num_classes, float32_logits)
     return logits
 
 
@@ -37,9 +37,11 @@ def _(logits: Tensor, last: Tensor, above: Tensor, ids: Tensor, largest: bool = 
 
 
 @register_fake("linear_logits")
-def _(input: Tensor, linear_weight: Tensor, linear_bias: Optional[Tensor], num_classes: Optional[int] = None) -> Tensor:
+def _(input: Tensor, linear_weight: Tensor, linear_bias: Optional[Tensor], num_classes: Optional[int] = None,
+      float32_logits: bool = False) -> Tensor:
     classes = linear_weight.shape[0] if num_classes is None else num_classes
-    dtype = arithmetic_dtype(input.dtype) if input.device.type == "cpu" else input.dtype
+    wide = float32_logits or input.device.type == "cpu"
+    dtype = arithmetic_dtype(input.dtype) if wide else input.dtype
     return input.new_empty(input.shape[0], classes, dtype=dtype)
 
 
@@ -60,7 +62,7 @@ def rows_at_a_time(vocab: int) -> int:
     return max(1, (1 << 27) // (4 * vocab))
 
 
-def linear_logits(head: Head, num_classes: Optional[int]) -> Tensor:
+def linear_logits(head: Head, num_classes: Optional[int], float32_logits: bool) -> Tensor:
     """(N, V) as the losses of the head make them."""
-    logits: Tensor = ops.linear_logits(*head, num_classes)
+    logits: Tensor = ops.linear_logits(*head, num_classes, float32_logits)
     return logits

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..arguments import Arguments, arithmetic_dtype, split
+from ..arguments import CHUNKS, Arguments, arithmetic_dtype, split
 from .cross_entropy import backward, backward_values, forward, ignored_rows, loss_mean
 from .select import OUTPUTS, select, select_backward
 
@@ -20,25 +20,26 @@ def _head_logits(input: Tensor, linear_weight: Tensor, linear_bias: Optional[Ten
 
 
 def linear_logits(input: Tensor, linear_weight: Tensor, linear_bias: Optional[Tensor],
-                  num_classes: Optional[int] = None) -> Tensor:
+                  num_classes: Optional[int] = None, float32_logits: bool = False) -> Tensor:
     """``torch.ops.sparse_ce.linear_logits``."""
     dtype = arithmetic_dtype(input.dtype)
     bias = None if linear_bias is None else linear_bias[:num_classes].to(dtype)
     z = F.linear(input.to(dtype), linear_weight[:num_classes].to(dtype), bias)
-    return z if input.device.type == "cpu" else z.to(input.dtype)
+    return z if float32_logits or input.device.type == "cpu" else z.to(input.dtype)
 
 
 def linear_forward(input: Tensor, linear_weight: Tensor, linear_bias: Optional[Tensor], *given: Any,
                    **named: Any) -> Tuple[Tensor, Tensor]:
-    """``torch.ops.sparse_ce.linear_forward``; how the rows are chunked makes no difference here."""
-    a, _ = split(given, named, chunk_rows=None)
+    """``torch.ops.sparse_ce.linear_forward``; how the rows are chunked makes no difference here, where no logit is
+    rounded."""
+    a, _ = split(given, named, **CHUNKS)
     return forward(_head_logits(input, linear_weight, linear_bias, a)[2], *a)
 
 
 def linear_mean(input: Tensor, linear_weight: Tensor, linear_bias: Optional[Tensor], *given: Any,
                 **named: Any) -> Tuple[Tensor, Tensor]:
     """``torch.ops.sparse_ce.linear_mean``."""
-    a, (normalizer, _, row_weight) = split(given, named, normalizer=None, chunk_rows=None, row_weight=None)
+    a, (normalizer, _, _, row_weight) = split(given, named, normalizer=None, **CHUNKS, row_weight=None)
     loss, lse = linear_forward(input, linear_weight, linear_bias, *a)
     return loss_mean(loss, normalizer, *a.target, row_weight)[0], lse
 
@@ -47,8 +48,8 @@ def linear_backward(grad_loss: Tensor, grad_lse: Optional[Tensor], input: Tensor
                     linear_bias: Optional[Tensor], lse: Tensor, lse_residual: Optional[Tensor], *given: Any,
                     **named: Any) -> Tuple[Tensor, Tensor, Tensor, Tensor]:
     """``torch.ops.sparse_ce.linear_backward``: the gradients for input, weight, bias and values, (0,) if not wanted."""
-    a, (_, input_grad, weight_grad, bias_grad, values_grad) = split(
-        given, named, chunk_rows=None, input_grad=True, weight_grad=True, bias_grad=True, values_grad=False)
+    a, (_, _, input_grad, weight_grad, bias_grad, values_grad) = split(
+        given, named, **CHUNKS, input_grad=True, weight_grad=True, bias_grad=True, values_grad=False)
     x, w, logits = _head_logits(input, linear_weight, linear_bias, a)
     dz = backward(grad_loss, grad_lse, logits, lse, lse_residual, *a)
     return (*_head_gradients(dz, x, w, input, linear_weight, linear_bias, (input_grad, weight_grad, bias_grad)),
@@ -59,7 +60,7 @@ def linear_backward(grad_loss: Tensor, grad_lse: Optional[Tensor], input: Tensor
 def linear_select(input: Tensor, linear_weight: Tensor, linear_bias: Optional[Tensor], *given: Any,
                   **named: Any) -> Tuple[Tensor, ...]:
     """``torch.ops.sparse_ce.linear_select``."""
-    a, (*wanted, _) = split(given, named, **OUTPUTS, chunk_rows=None)
+    a, (*wanted, _, _) = split(given, named, **OUTPUTS, **CHUNKS)
     return select(_head_logits(input, linear_weight, linear_bias, a)[2], *a, *wanted)
 
 
@@ -71,8 +72,8 @@ def linear_select_backward(
 ) -> Tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """``torch.ops.sparse_ce.linear_select_backward``: the gradients for input, weight, bias, values and the rows'
     scales, (0,) if not wanted."""
-    a, (_, input_grad, weight_grad, bias_grad, values_grad, scale_grad) = split(
-        given, named, chunk_rows=None, input_grad=True, weight_grad=True, bias_grad=True, values_grad=False,
+    a, (_, _, input_grad, weight_grad, bias_grad, values_grad, scale_grad) = split(
+        given, named, **CHUNKS, input_grad=True, weight_grad=True, bias_grad=True, values_grad=False,
         scale_grad=False)
     x, w, logits = _head_logits(input, linear_weight, linear_bias, a)
     dz, of_scale = select_backward(grad_loss, grad_lse, grad_log_probs, grad_log_rest, grad_entropy, grad_mean_logit,

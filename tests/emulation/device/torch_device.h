@@ -1,7 +1,7 @@
 // torch_device.h - stands in for csrc/cuda/torch_device.h: the emulated kernels serve tensors of the CPU.
 #define SPARSE_CE_CUDA_TORCH_DEVICE
 
-#include "../../../csrc/tensors.h"
+#include "../../../csrc/gemm.h"
 
 #include <torch/csrc/inductor/aoti_torch/generated/c_shim_cpu.h>
 #include <torch/csrc/stable/library.h>
@@ -19,7 +19,11 @@ struct DeviceGuard {
 inline cudaStream_t stream_of(const Tensor&) { return nullptr; }
 
 constexpr auto kAddmmOut = aoti_torch_cpu_addmm_out;
-constexpr bool kWideningProducts = false;  // a CPU's mm has none
+
+// A CPU's mm has no wider result: its operands are widened.
+inline void multiply_widening(const Tensor& out, const Tensor& a, const Tensor& b) {
+  multiply(out, torch::stable::to(a, ScalarType::Float), torch::stable::to(b, ScalarType::Float));
+}
 
 inline std::string instruction_set() { return "emulated CUDA"; }
 
