@@ -76,7 +76,7 @@ struct Cuda {
     run(cuda::select_forward, cuda::select_forward_workspace, args, like);
   }
   static void select_backward(const SelectBackwardArgs& args, const Tensor& like) {
-    run(cuda::select_backward, cuda::select_backward_workspace, args, like);
+    run(cuda::select_backward, cuda::cross_entropy_backward_workspace, args, like);
   }
   static void topk_ids(const TopkArgs& args, const Tensor& like) { run(cuda::topk_ids, args, like); }
   static void check_target(const TargetView& target, const Tensor& like) {

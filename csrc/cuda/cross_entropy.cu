@@ -159,11 +159,8 @@ cudaError_t cross_entropy_forward(const ForwardArgs& args, void* workspace, cuda
   return with_storage(args.dtype, [&](auto storage) {
     using scalar_t = decltype(storage);
     auto* partial = static_cast<RowStats<acc_type<scalar_t>>*>(workspace);
-    const auto run = [&](auto kernel) {
-      return launch(stream, plan.blocks, kThreads, kernel, args, plan.splits, partial);
-    };
-    const cudaError_t error =
-        plan.width == kWarp ? run(forward_kernel<scalar_t, kWarp>) : run(forward_kernel<scalar_t, kThreads>);
+    auto kernel = plan.width == kWarp ? forward_kernel<scalar_t, kWarp> : forward_kernel<scalar_t, kThreads>;
+    const cudaError_t error = launch(stream, plan.blocks, kThreads, kernel, args, plan.splits, partial);
     if (error != cudaSuccess || plan.splits == 1) return error;
     return launch(stream, blocks_of(args, args.rows, kThreads / kWarp), kThreads, forward_merge_kernel<scalar_t>, args,
                   plan.splits, partial);
@@ -181,10 +178,8 @@ cudaError_t cross_entropy_backward(const BackwardArgs& args, void* workspace, cu
   return with_storage(args.dtype, [&](auto storage) {
     using scalar_t = decltype(storage);
     auto* entries = static_cast<EntryGradient<acc_type<scalar_t>>*>(workspace);
-    const auto run = [&](auto kernel) {
-      return launch(stream, plan.blocks, kThreads, kernel, args, plan.splits, entries);
-    };
-    return plan.width == kWarp ? run(backward_kernel<scalar_t, kWarp>) : run(backward_kernel<scalar_t, kThreads>);
+    auto kernel = plan.width == kWarp ? backward_kernel<scalar_t, kWarp> : backward_kernel<scalar_t, kThreads>;
+    return launch(stream, plan.blocks, kThreads, kernel, args, plan.splits, entries);
   });
 }
 

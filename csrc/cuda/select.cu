@@ -354,20 +354,12 @@ cudaError_t select_forward(const SelectArgs& args, void* workspace, cudaStream_t
   return with_storage(args.dtype, [&](auto storage) {
     using scalar_t = decltype(storage);
     auto* partial = static_cast<Scanned<acc_type<scalar_t>>*>(workspace);
-    const auto run = [&](auto kernel) {
-      return launch(stream, plan.blocks, kThreads, kernel, args, plan.splits, partial);
-    };
-    const cudaError_t error =
-        plan.width == kWarp ? run(select_kernel<scalar_t, kWarp>) : run(select_kernel<scalar_t, kThreads>);
+    auto kernel = plan.width == kWarp ? select_kernel<scalar_t, kWarp> : select_kernel<scalar_t, kThreads>;
+    const cudaError_t error = launch(stream, plan.blocks, kThreads, kernel, args, plan.splits, partial);
     if (error != cudaSuccess || plan.splits == 1) return error;
     return launch(stream, blocks_of(args, args.rows, kThreads / kWarp), kThreads, select_merge_kernel<scalar_t>, args,
                   plan.splits, partial);
   });
-}
-
-size_t select_backward_workspace(const SelectBackwardArgs& args) {
-  const size_t each = args.dtype == DType::kFloat64 ? sizeof(EntryGradient<double>) : sizeof(EntryGradient<float>);
-  return static_cast<size_t>(args.target.entries) * each;
 }
 
 cudaError_t select_backward(const SelectBackwardArgs& args, void* workspace, cudaStream_t stream) {
@@ -376,11 +368,9 @@ cudaError_t select_backward(const SelectBackwardArgs& args, void* workspace, cud
   return with_storage(args.dtype, [&](auto storage) {
     using scalar_t = decltype(storage);
     auto* entries = static_cast<EntryGradient<acc_type<scalar_t>>*>(workspace);
-    const auto run = [&](auto kernel) {
-      return launch(stream, plan.blocks, kThreads, kernel, args, plan.splits, entries);
-    };
-    return plan.width == kWarp ? run(select_backward_kernel<scalar_t, kWarp>)
-                               : run(select_backward_kernel<scalar_t, kThreads>);
+    auto kernel =
+        plan.width == kWarp ? select_backward_kernel<scalar_t, kWarp> : select_backward_kernel<scalar_t, kThreads>;
+    return launch(stream, plan.blocks, kThreads, kernel, args, plan.splits, entries);
   });
 }
 

@@ -13,7 +13,7 @@ namespace cuda {
 size_t select_forward_workspace(const SelectArgs& args);
 cudaError_t select_forward(const SelectArgs& args, void* workspace, cudaStream_t stream);
 
-size_t select_backward_workspace(const SelectBackwardArgs& args);
+// With the workspace of cross_entropy_backward.
 cudaError_t select_backward(const SelectBackwardArgs& args, void* workspace, cudaStream_t stream);
 
 }  // namespace cuda

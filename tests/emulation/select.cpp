@@ -186,7 +186,7 @@ void run_select(const SelectCase& c) {
   Array& gradient = c.in_place ? p.logits : fresh;
   backward.grad_logits = gradient.device();
   backward.grad_row_stride = c.in_place ? c.row_stride : c.vocab;
-  Array entries(DType::kFloat64, int64_t(cuda::select_backward_workspace(backward) + 7) / 8);
+  Array entries(DType::kFloat64, int64_t(cuda::cross_entropy_backward_workspace(backward) + 7) / 8);
   must(cuda::select_backward(backward, entries.device(), nullptr), "backward");
 
   for (Array* a : {&lse, &log_rest, &entropy, &mean_logit, &argmax, &log_probs, &of_scale, &gradient}) a->download();
