@@ -5,7 +5,7 @@ trained it must fill a gradient of its size, too. What that takes at the least i
 that lie side by side.
 """
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, Callable, Dict, List, Tuple
 
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor
 
 import record as records
 import sparse_ce
-from bench import Call, Spread, extra_bytes, ratio, time_by_turns, total
+from bench import Call, extra_bytes, ratio, time_by_turns
 from check import WrongResult
 from goals import Goal
 from work import BOTH, FORWARD
@@ -89,10 +89,13 @@ def measure_candidates(shape: CandidateShape, device: torch.device, repeats: int
         PEER: ("peer", 2 * size, [READ, READ], both(peer, w)),
         PEER_TRAINED: ("peer", 2 * size + head, [READ, READ, FILL], both(peer, trained)),
     }
-    seconds = time_by_turns({name: Call(row[3]) for name, row in table.items()}, device, repeats, 2, small=False)
+    calls = {name: Call(row[3]) for name, row in table.items()}
+    seconds = time_by_turns(calls, device, repeats, 2, small=False)
     mine = {PEER_FORWARD: FORWARD, PEER: BOTH, PEER_TRAINED: TRAINED}
-    rows = [_row(name, *row[:3], seconds, mine.get(name),
-                 None if row[0] == "floor" else extra_bytes(Call(row[3]), device)) for name, row in table.items()]
+    rows = []
+    for name, (side, moves, floor, *_) in table.items():
+        extra = None if side == "floor" else extra_bytes(calls[name], device)
+        rows.append(records.timed_row(name, side, {"bytes": moves}, floor, seconds, mine.get(name), extra))
     goals = [Goal(f"{PEER} / ours, {BOTH}, frozen head", ratio(seconds[PEER], seconds[BOTH]), AT_LEAST, True)]
     return {"title": str(shape), "logits_bytes": size, "rows": rows,
             "goals": [records.goal_row(goal) for goal in goals], "not_run": {}}
@@ -113,14 +116,3 @@ def _check(dense: Tuple[Tensor, ...], sparse: Tuple[Tensor, ...], x: Tensor, w: 
         expected = upstream[row, k].double() @ x.detach().double()[row]
         torch.testing.assert_close(dense[2][id].double(), expected, **tolerance)
     assert torch.equal(sparse[2].to_dense(), dense[2]), "the sparse gradient must be the dense one"
-
-
-def _row(name: str, side: str, moves: int, floor: List[str], seconds: Any, mine: Any, extra: Any) -> records.Record:
-    return {
-        "name": name, "side": side, "target": "", "bytes": moves, "floor": floor,
-        "ms": asdict(Spread.of([1e3 * t for t in seconds[name]])),
-        "gb_per_s": moves / Spread.of(seconds[name]).median / 1e9,
-        "over_floor": asdict(ratio(seconds[name], total(*(seconds[f] for f in floor)))),
-        "over_ours": asdict(ratio(seconds[name], seconds[mine])) if mine else None,
-        "extra_mib": None if extra is None else extra / 2**20, "gradient_error": None, "note": "",
-    }

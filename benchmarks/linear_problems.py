@@ -116,17 +116,17 @@ def measure_linear(shape: LinearShape, device: torch.device, repeats: int) -> Di
     ours, peers = _ours(problem), _peers(problem)
     if shape.memory_alone:
         return _measure_memory(problem, ours, {STOCK: peers[STOCK]})
-    floors = _floors(problem)
+    bare = floors(problem)
     slow = {name: peers.pop(name) for name in [CHUNKED] if device.type == "cpu"}
     errors, not_run = _check_all(problem, ours, peers)
-    calls = {**floors, **ours, **{name: call for name, call in peers.items() if name not in not_run}}
+    calls = {**bare, **ours, **{name: call for name, call in peers.items() if name not in not_run}}
     seconds = time_by_turns({name: Call(run) for name, run in calls.items()}, device, min(repeats, ROUNDS), 2, False)
     found, failures = _once(problem, slow)
     seconds.update(found)
     not_run.update(failures)
     calls.update({name: slow[name] for name in found})
-    held = {name: None if name in floors or name in slow else _held(problem, run) for name, run in calls.items()}
-    rows = [_row(name, problem, name in floors, name in ours, seconds, held[name], errors.get(name)) for name in calls]
+    held = {name: None if name in bare or name in slow else held_by(problem, run) for name, run in calls.items()}
+    rows = [_row(name, problem, name in bare, name in ours, seconds, held[name], errors.get(name)) for name in calls]
     return _record(shape, rows, _goals(shape, device, seconds, held[INDEX_BOTH]), not_run)
 
 
@@ -137,14 +137,14 @@ def _once(problem: LinearProblem, peers) -> Tuple[Dict[str, Samples], Dict[str, 
         try:
             seconds.update(time_by_turns({name: Call(run)}, problem.device, 1, 0, False))
         except Exception as failure:  # its own, whatever it is: this torch may not have it
-            not_run[name] = _reason(failure)
+            not_run[name] = reason_of(failure)
     return seconds, not_run
 
 
 def _measure_memory(problem: LinearProblem, ours, peers) -> Dict[str, Any]:
     """One call each, of which only the memory counts."""
     held = {}
-    calls = {name: lambda name=name, run=run: held.update({name: _held(problem, run)})
+    calls = {name: lambda name=name, run=run: held.update({name: held_by(problem, run)})
              for name, run in {**ours, **peers}.items()}
     seconds = time_by_turns({name: Call(calls.pop(name)) for name in ours}, problem.device, 1, 0, False)
     found, not_run = _once(problem, calls)
@@ -158,7 +158,7 @@ def _measure_memory(problem: LinearProblem, ours, peers) -> Dict[str, Any]:
     return {**_record(problem.shape, rows, goals, not_run), "untimed": True}
 
 
-def _floors(problem: LinearProblem) -> Dict[str, Callable[[], Any]]:
+def floors(problem: LinearProblem) -> Dict[str, Callable[[], Any]]:
     x, w = problem.input.detach(), problem.weight.detach()
     dz = torch.softmax(x @ w.T, 1).div_(problem.shape.rows)
     z, grad_input, grad_weight = torch.empty_like(dz), torch.empty_like(x), torch.empty_like(w)
@@ -227,16 +227,16 @@ def _check_all(problem: LinearProblem, ours, peers) -> Tuple[Dict[str, float], D
     not_run: Dict[str, str] = {}
     for soft, unfused in ((True, SOFT_UNFUSED), (False, UNFUSED)):
         truth = problem.exact(soft)
-        allowed = 2 * _error(peers[unfused](), truth) + 4 * torch.finfo(problem.shape.dtype).eps
+        allowed = 2 * error_of(peers[unfused](), truth) + 4 * torch.finfo(problem.shape.dtype).eps
         for name, call in {**ours, **peers}.items():
             if (name in (BOTH, SOFT_UNFUSED)) != soft:
                 continue
             try:
-                error = _error(call(), truth)
+                error = error_of(call(), truth)
             except Exception as failure:  # a peer's own, whatever it is, must not end the run
                 if name in ours:
                     raise
-                not_run[name] = _reason(failure)
+                not_run[name] = reason_of(failure)
                 continue
             if not error <= (allowed if name in ours else TENTH):
                 raise WrongResult(f"{name}: gradients are off by {error:.2e} of their scale, allowed {allowed:.2e}")
@@ -244,16 +244,16 @@ def _check_all(problem: LinearProblem, ours, peers) -> Tuple[Dict[str, float], D
     return errors, not_run
 
 
-def _reason(failure: Exception) -> str:
+def reason_of(failure: Exception) -> str:
     return str(failure).strip().split("\n")[0] or type(failure).__name__
 
 
-def _error(found: Gradients, truth: Gradients) -> float:
+def error_of(found: Gradients, truth: Gradients) -> float:
     parts = [((a.to(b.dtype) - b).abs().max() / b.abs().max()).item() for a, b in zip(found, truth)]
     return torch.tensor(parts).max().item()  # Python's max() would lose a NaN
 
 
-def _held(problem: LinearProblem, run: Callable[[], Gradients]) -> Optional[int]:
+def held_by(problem: LinearProblem, run: Callable[[], Gradients]) -> Optional[int]:
     extra = extra_bytes(Call(run), problem.device)
     return None if extra is None else max(0, extra - problem.input.nbytes - problem.weight.nbytes)
 

@@ -7,7 +7,7 @@ import re
 import subprocess
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Dict, Optional
+from typing import Any, Dict, Optional, Sequence
 
 import torch
 
@@ -53,6 +53,21 @@ def row(shape: Shape, work: Work, seconds: Dict[str, Samples], extra: Optional[i
         "extra_mib": None if extra is None else extra / 2**20,
         "gradient_error": error,
         "note": work.note,
+    }
+
+
+def timed_row(name: str, side: str, amount: Record, floor: Sequence[str], seconds: Dict[str, Samples],
+              mine: Optional[str] = None, extra: Optional[int] = None, error: Optional[float] = None) -> Record:
+    """Of any work. ``amount``: {"bytes": n} or {"operations": n}; ``mine``: the row of ours that does the same."""
+    (unit, count), = amount.items()
+    rate = count / Spread.of(seconds[name]).median / 1e9
+    return {
+        "name": name, "side": side, "target": "", **amount, "floor": list(floor),
+        "ms": asdict(Spread.of([1e3 * t for t in seconds[name]])),
+        "gb_per_s" if unit == "bytes" else "gflop_per_s": rate,
+        "over_floor": asdict(ratio(seconds[name], total(*(seconds[f] for f in floor)))),
+        "over_ours": asdict(ratio(seconds[name], seconds[mine])) if mine else None,
+        "extra_mib": None if extra is None else extra / 2**20, "gradient_error": error, "note": "",
     }
 
 

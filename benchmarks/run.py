@@ -22,6 +22,7 @@ from candidate_problems import CANDIDATE_SHAPES, measure_candidates
 from check import WrongResult, check, exact
 from goals import goals
 from linear_problems import LINEAR_SHAPES, measure_linear
+from linear_select_problems import LINEAR_SELECT_SHAPES, measure_linear_select
 from mean_problems import MEAN_SHAPES, measure_masked_mean
 from peers import Problem, Shape
 from select_problems import SELECT_SHAPES, measure_select
@@ -181,6 +182,8 @@ def main() -> int:
     sparse = [dataclasses.replace(shape, rows=shape.rows // 8) if args.quick else shape for shape in SPARSE_SHAPES]
     linear = [dataclasses.replace(shape, rows=shape.rows // 8) if args.quick else shape
               for shape in LINEAR_SHAPES[args.device]]
+    of_head = [dataclasses.replace(shape, rows=shape.rows // 8) if args.quick else shape
+               for shape in LINEAR_SELECT_SHAPES[args.device]]
     stock = [dataclasses.replace(shape, rows=shape.rows // 8) if args.quick else shape for shape in STOCK_SHAPES]
     means = [dataclasses.replace(shape, shape=(shape.shape[0] // 8, *shape.shape[1:]),
                                  mask=(shape.mask[0] // 8, *shape.mask[1:])) if args.quick else shape
@@ -195,6 +198,7 @@ def main() -> int:
                                *((shape, measure_masked_mean) for shape in means),
                                *((shape, measure_log_softmax) for shape in sparse),
                                *((shape, measure_linear) for shape in linear),
+                               *((shape, measure_linear_select) for shape in of_head),
                                *((shape, measure_candidates) for shape in candidates),
                                *((shape, measure_select) for shape in selects),
                                *((shape, measure_stock) for shape in stock),

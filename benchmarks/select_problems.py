@@ -5,7 +5,7 @@ write in PyTorch: ``log_softmax`` or ``logsumexp`` and ``gather``, and the pair 
 log-probabilities and its entropy, row by row and in chunks.
 """
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, Callable, Dict, List, Optional, Tuple
 
 import torch
@@ -14,15 +14,17 @@ from torch import Tensor
 
 import record as records
 import sparse_ce
-from bench import Call, Spread, extra_bytes, ratio, time_by_turns, total
+from bench import Call, extra_bytes, ratio, time_by_turns, total
 from check import WrongResult
 from goals import Goal
+from peers import compiled_when_called
 from work import BOTH, COPY, FORWARD, IN_PLACE, READ
 
 LOSS, MORE = "cross_entropy, forward", "with entropy and log_rest"
 FORWARD_MORE, BOTH_MORE, TOPK = f"{FORWARD}, {MORE}", f"{BOTH}, {MORE}", "topk_log_probs"
 GATHER, LSE, PAIR, PLAIN_TOPK = ("log_softmax + gather", "logsumexp + gather, forward",
                                  "selective log-softmax + entropy, forward", "torch.topk")
+COMPILED_GATHER, COMPILED_MORE = f"torch.compile of {GATHER}", "torch.compile of log_softmax, gather + entropy, forward"
 ENTROPY_ROWS = 128  # of a chunk
 
 
@@ -55,6 +57,15 @@ def pair(logits: Tensor, ids: Tensor) -> Tuple[Tensor, Tensor]:
     return logits.gather(1, ids) - lse[:, None], torch.cat(entropy)
 
 
+def _gathered(logits: Tensor, ids: Tensor) -> Tensor:
+    return F.log_softmax(logits, -1, dtype=torch.float32).gather(1, ids)
+
+
+def _gathered_and_entropy(logits: Tensor, ids: Tensor) -> Tuple[Tensor, Tensor]:
+    log_probs = F.log_softmax(logits, -1, dtype=torch.float32)
+    return log_probs.gather(1, ids), -(log_probs.exp() * log_probs).sum(-1)
+
+
 def measure_select(shape: SelectShape, device: torch.device, repeats: int) -> Dict[str, Any]:
     generator = torch.Generator().manual_seed(1)
     logits = (3 * torch.randn(shape.rows, shape.vocab, generator=generator)).to(device, shape.dtype)
@@ -73,9 +84,21 @@ def measure_select(shape: SelectShape, device: torch.device, repeats: int) -> Di
         grads = [upstream, of_rows, of_rows][:len(outputs)]
         return *outputs, *torch.autograd.grad(outputs, leaf, grads)
 
-    def gather() -> Tuple[Tensor, ...]:
-        log_probs = F.log_softmax(leaf, -1, dtype=torch.float32).gather(1, ids)
+    def gather(log_probs_of: Callable[..., Tensor] = _gathered) -> Tuple[Tensor, ...]:
+        log_probs = log_probs_of(leaf, ids)
         return log_probs, *torch.autograd.grad(log_probs, leaf, upstream)
+
+    compiled, compiled_more = compiled_when_called(_gathered), compiled_when_called(_gathered_and_entropy)
+    peers, not_run = {
+        COMPILED_GATHER: ("peer", 3 * logits.nbytes, [READ, COPY], lambda: gather(compiled), None),
+        COMPILED_MORE: ("peer", logits.nbytes, [READ], lambda: compiled_more(logits, ids), None),
+    }, {}
+    for name in list(peers):
+        try:
+            peers[name][3]()
+        except Exception as failure:  # a compiler's own, on this machine
+            not_run[name] = str(failure).strip().split("\n")[0] or type(failure).__name__
+            del peers[name]
 
     try:
         _check(both(True), logits, ids, upstream, of_rows)
@@ -98,12 +121,16 @@ def measure_select(shape: SelectShape, device: torch.device, repeats: int) -> Di
         LSE: ("peer", size, [READ], lambda: logits.gather(1, ids) - torch.logsumexp(logits, 1, keepdim=True), None),
         PAIR: ("peer", size, [READ], lambda: pair(logits, ids), None),
         PLAIN_TOPK: ("peer", size, [READ], lambda: logits.topk(shape.ids, 1), None),
+        **peers,
     }
     calls = {name: Call(row[3], row[4]) for name, row in table.items()}
     seconds = time_by_turns(calls, device, repeats, 2, small=False)
-    mine = {GATHER: BOTH, LSE: FORWARD, PAIR: FORWARD_MORE, PLAIN_TOPK: TOPK}
-    rows = [_row(name, *row[:3], seconds, mine.get(name),
-                 None if row[0] == "floor" else extra_bytes(calls[name], device)) for name, row in table.items()]
+    mine = {GATHER: BOTH, COMPILED_GATHER: BOTH, LSE: FORWARD, PAIR: FORWARD_MORE, COMPILED_MORE: FORWARD_MORE,
+            PLAIN_TOPK: TOPK}
+    rows = []
+    for name, (side, moves, floor, *_) in table.items():
+        extra = None if side == "floor" else extra_bytes(calls[name], device)
+        rows.append(records.timed_row(name, side, {"bytes": moves}, floor, seconds, mine.get(name), extra))
     floor = total(seconds[READ], seconds[COPY])
     found = [
         Goal(f"{FORWARD} / {LOSS}", ratio(seconds[FORWARD], seconds[LOSS]), 1.15, False),
@@ -117,7 +144,7 @@ def measure_select(shape: SelectShape, device: torch.device, repeats: int) -> Di
     if shape.dtype == torch.float32:
         found.append(Goal(f"{GATHER} / ours", ratio(seconds[GATHER], seconds[BOTH]), 6.0, True))
     return {"title": str(shape), "logits_bytes": size, "rows": rows,
-            "goals": [records.goal_row(goal) for goal in found], "not_run": {}}
+            "goals": [records.goal_row(goal) for goal in found], "not_run": not_run}
 
 
 def _check(ours: Tuple[Tensor, ...], logits: Tensor, ids: Tensor, upstream: Tensor, of_rows: Tensor) -> None:
@@ -132,14 +159,3 @@ def _check(ours: Tuple[Tensor, ...], logits: Tensor, ids: Tensor, upstream: Tens
     for found, expected in zip(ours, exact):
         torch.testing.assert_close(found[some].double(), expected, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(ours[-1][some].double(), grad, rtol=2 * torch.finfo(logits.dtype).eps, atol=1e-5)
-
-
-def _row(name: str, side: str, moves: int, floor: List[str], seconds: Any, mine: Any, extra: Any) -> records.Record:
-    return {
-        "name": name, "side": side, "target": "", "bytes": moves, "floor": floor,
-        "ms": asdict(Spread.of([1e3 * t for t in seconds[name]])),
-        "gb_per_s": moves / Spread.of(seconds[name]).median / 1e9,
-        "over_floor": asdict(ratio(seconds[name], total(*(seconds[f] for f in floor)))),
-        "over_ours": asdict(ratio(seconds[name], seconds[mine])) if mine else None,
-        "extra_mib": None if extra is None else extra / 2**20, "gradient_error": None, "note": "",
-    }

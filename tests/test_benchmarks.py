@@ -14,6 +14,7 @@ import torch.nn.functional as F
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmarks"))
 import candidate_problems  # noqa: E402
 import linear_problems  # noqa: E402
+import linear_select_problems  # noqa: E402
 import peers  # noqa: E402
 import run  # noqa: E402
 import select_problems  # noqa: E402
@@ -96,6 +97,25 @@ def test_log_probabilities_are_measured_and_checked(dtype, quick, monkeypatch):
     monkeypatch.setattr(sparse_ce, "selected_log_probs", wrong)
     with pytest.raises(WrongResult, match="16 x 300"):
         select_problems.measure_select(shape, CPU, 1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_log_probabilities_of_a_head_are_measured_and_checked(dtype, quick, monkeypatch):
+    shape = linear_problems.LinearShape(32, 64, 300, 8, dtype)
+    found = linear_select_problems.measure_linear_select(shape, CPU, 1)
+    assert len(found["rows"]) == 11 and len(found["goals"]) == 4
+    assert found["not_run"] == {linear_select_problems.COMPILED: "no compiler"}
+    right = sparse_ce.linear_row_loss
+    monkeypatch.setattr(sparse_ce, "linear_row_loss", lambda *args, **options: right(*args, **options) * 1.2)
+    with pytest.raises(WrongResult, match="32 x 64 x 300"):
+        linear_select_problems.measure_linear_select(shape, CPU, 1)
+
+
+def test_memory_of_log_probabilities_of_a_head(quick):
+    shape = linear_problems.LinearShape(32, 16, 256, 4, torch.float32, memory_alone=True)
+    found = linear_select_problems.measure_linear_select(shape, CPU, 1)
+    assert found["untimed"] and [row["name"] for row in found["rows"]] == [
+        linear_select_problems.BOTH, linear_select_problems.ROW_LOSS]
 
 
 def test_a_problem_that_fails_does_not_take_the_others_with_it(tmp_path, monkeypatch, capsys):
