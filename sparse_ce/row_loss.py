@@ -282,7 +282,8 @@ def _three_products(head: Head, rows: _Rows, call: _Call, upstream: Tensor,
             leaves = Selected(*(t.detach().requires_grad_(t.is_floating_point()) for t in out))
             given = iter(wanted[3:])
             args = [t.detach().requires_grad_(next(given)) if isinstance(t, Tensor) else t for t in chunk.row_args]
-            losses, told = _losses(leaves, chunk, call, live, args)
+            # Not the leaves themselves: fn may write into what it is given.
+            losses, told = _losses(Selected(*(t.clone() for t in leaves)), chunk, call, live, args)
             tensors = [t for t in args if isinstance(t, Tensor) and t.requires_grad]
             _check_closure(losses, (*leaves, *tensors))
         total += losses.detach().sum()
