@@ -1,7 +1,7 @@
 """Log-probabilities and row losses of a linear head, beside the bare GEMMs and what people write in PyTorch.
 
 The floor is the arithmetic: one product forward; three where the gradients are made while the logits are there, as
-``linear_row_loss`` makes them; four where backward makes the logits anew, as any loss that couples rows has it. All rows
+``linear_row_loss`` makes them; four where backward makes the logits anew, as any loss that couples rows has it. All
 compute the same gradients, of the mean over rows of -sum(weight * log-probability). Extra memory as in linear_problems.
 """
 
