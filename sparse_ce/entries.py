@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
-from .errors import check, fail
+from .errors import fail
 from .tracing import VALIDATES, readable
 
 Kind = Literal["probs", "logprobs"]  # of the values that a target has
@@ -78,8 +78,8 @@ def as_entry_mask(given: Optional[Numbers], indices: Tensor) -> Optional[Tensor]
     if given is None:
         return None
     mask = as_tensor(given, "mask")
-    check(mask.shape == indices.shape, f"mask must have the shape of indices, {list(indices.shape)}, got "
-          f"{list(mask.shape)}")
+    if mask.shape != indices.shape:
+        fail(f"mask must have the shape of indices, {list(indices.shape)}, got {list(mask.shape)}")
     return mask.bool()
 
 

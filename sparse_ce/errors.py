@@ -8,6 +8,7 @@ def fail(message: str, error: Type[Exception] = ValueError) -> NoReturn:
 
 
 def check(condition: bool, message: str, error: Type[Exception] = ValueError) -> None:
-    """For checks off the path of every call: the message is made whether it is needed or not."""
+    """For checks off the path of every call: the message is made whether it is needed or not, and torch.compile takes
+    each size that it names for a constant."""
     if not condition:
         fail(message, error)

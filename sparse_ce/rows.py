@@ -246,12 +246,12 @@ class Rows(Parts):
         if self.by_sample:
             return self._absolute().reshape(*shape)
         sizes = list(shape[0]) if len(shape) == 1 and isinstance(shape[0], (tuple, list)) else list(shape)
-        rows, rest = self.shape.numel(), math.prod([n for n in sizes if n != -1])
+        rows, rest = math.prod(self.shape), math.prod([n for n in sizes if n != -1])
         if sizes.count(-1) == 1 and rest > 0:
             sizes[sizes.index(-1)] = rows // rest
         fits = math.prod(sizes) == rows and all([n >= 0 for n in sizes])  # a list: torch.compile takes no generator
-        check(fits and (self.offsets is None or len(sizes) > 0),
-              f"shape must have the {rows} rows of the target, of shape {list(self.shape)}, got {sizes}")
+        if not fits or self.offsets is not None and len(sizes) == 0:
+            fail(f"shape must have the {rows} rows of the target, of shape {list(self.shape)}, got {sizes}")
 
         def each(t: Tensor, trailing: int) -> Tensor:
             return t.reshape(*sizes, *t.shape[t.dim() - trailing:])

@@ -115,11 +115,12 @@ def _segments(input: Tensor, offsets: Optional[Tensor], index: Optional[Tensor],
         assert offsets is not None
         check(num_segments is None, "num_segments must be None beside offsets, which say it")
         offsets = as_index(offsets, "offsets")
-        check(offsets.dim() == 1 and offsets.shape[0] > 0,
-              f"offsets must be (segments + 1,), got {list(offsets.shape)}")
+        if offsets.dim() != 1 or offsets.shape[0] == 0:
+            fail(f"offsets must be (segments + 1,), got {list(offsets.shape)}")
     else:
         index = as_index(index, "index")
-        check(index.shape == input.shape[:1], f"index must be ({input.shape[0]},), got {list(index.shape)}")
+        if index.shape != input.shape[:1]:
+            fail(f"index must be ({input.shape[0]},), got {list(index.shape)}")
         if readable(index) and index.numel() > 0:
             low, high = (int(x) for x in index.aminmax())
             check(low >= 0 and (num_segments is None or high < num_segments), "index must be in [0, "
@@ -127,7 +128,7 @@ def _segments(input: Tensor, offsets: Optional[Tensor], index: Optional[Tensor],
             num_segments = high + 1
         in_order = readable(index) and not bool((index[1:] < index[:-1]).any())
         offsets, order = _runs(index, in_order, num_segments)
-    rows = input.reshape(input.shape[0], input.shape[1:].numel()) if input.dim() > 1 else input
+    rows = input.reshape(input.shape[0], math.prod(input.shape[1:])) if input.dim() > 1 else input
     return sparse_softmax(rows, offsets, order, log).view(input.shape)
 
 

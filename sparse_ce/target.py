@@ -151,13 +151,14 @@ class SparseTarget(TensorLike):
         if kind not in ("probs", "logprobs"):
             fail(f"kind must be 'probs' or 'logprobs', got {kind!r}")
         indices, offsets = as_index(indices, "indices"), as_index(offsets, "offsets")
-        check(indices.dim() == 1, f"indices must be (entries,), got {list(indices.shape)}")
+        if indices.dim() != 1:
+            fail(f"indices must be (entries,), got {list(indices.shape)}")
         if values is not None:
             values = as_values(values)
-            check(values.shape == indices.shape,
-                   f"values must be (entries,) like indices, {list(indices.shape)}, got {list(values.shape)}")
-        check(offsets.dim() >= 1 and (offsets.dim() == 1 and offsets.shape[0] >= 1 or offsets.shape[-1] == 2),
-               f"offsets must be (rows + 1,) or (..., 2), got {list(offsets.shape)}")
+            if values.shape != indices.shape:
+                fail(f"values must be (entries,) like indices, {list(indices.shape)}, got {list(values.shape)}")
+        if offsets.dim() == 0 or not (offsets.dim() == 1 and offsets.shape[0] >= 1 or offsets.shape[-1] == 2):
+            fail(f"offsets must be (rows + 1,) or (..., 2), got {list(offsets.shape)}")
         kind = "probs" if values is None else kind
         target = cls(indices, values, offsets, None, num_classes, kind)
         row_mask = as_row_mask(row_mask, target.shape)

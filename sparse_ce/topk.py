@@ -131,7 +131,8 @@ def linear_topk_log_probs(
     rows = input.detach().reshape(math.prod(shape[:-1]), input.shape[-1])
     step = chunk_rows or rows_at_a_time(shape[-1])
     parts: List[Tuple[Tensor, Tensor, Tensor]] = []
-    for begin in range(0, max(1, rows.shape[0]), step):
+    # Where one chunk holds all rows, their number stays open to torch.compile.
+    for begin in range(0, rows.shape[0], step) if rows.shape[0] > step else (0,):
         head = Head(rows[begin:begin + step], linear_weight.detach(),
                     None if linear_bias is None else linear_bias.detach())
         of_rows = row_scale if row_scale is None or row_scale.dim() == 0 else row_scale[begin:begin + step]
