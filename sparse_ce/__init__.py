@@ -25,15 +25,23 @@ from .collate import cat, collate
 from .functional import CrossEntropyOutput, cross_entropy, linear_cross_entropy
 from .log_probs import LogProbs, linear_selected_log_probs, selected_log_probs
 from .masked_mean import masked_mean
-from .modules import LinearSparseCrossEntropyLoss, MaskedMean, SelectedLogProbs, SparseCrossEntropyLoss
+from .modules import (
+    LinearRowLoss,
+    LinearSelectedLogProbs,
+    LinearSparseCrossEntropyLoss,
+    MaskedMean,
+    SelectedLogProbs,
+    SparseCrossEntropyLoss,
+)
 from .row_loss import linear_row_loss
 from .sparse_softmax import log_softmax, segment_log_softmax, segment_softmax
 from .stock import disable_stock, enable_stock
 from .target import SparseTarget
 from .topk import linear_topk_log_probs, topk_log_probs
 
-__all__ = ["CrossEntropyOutput", "LinearSparseCrossEntropyLoss", "LogProbs", "MaskedMean", "SelectedLogProbs",
-           "SparseCrossEntropyLoss", "SparseTarget", "__version__", "candidate_logits", "cat", "collate",
-           "cross_entropy", "disable_stock", "enable_stock", "linear_cross_entropy", "linear_row_loss",
-           "linear_selected_log_probs", "linear_topk_log_probs", "log_softmax", "masked_mean", "segment_log_softmax",
-           "segment_softmax", "selected_log_probs", "topk_log_probs"]
+__all__ = ["CrossEntropyOutput", "LinearRowLoss", "LinearSelectedLogProbs", "LinearSparseCrossEntropyLoss", "LogProbs",
+           "MaskedMean", "SelectedLogProbs", "SparseCrossEntropyLoss", "SparseTarget", "__version__",
+           "candidate_logits", "cat", "collate", "cross_entropy", "disable_stock", "enable_stock",
+           "linear_cross_entropy", "linear_row_loss", "linear_selected_log_probs", "linear_topk_log_probs",
+           "log_softmax", "masked_mean", "segment_log_softmax", "segment_softmax", "selected_log_probs",
+           "topk_log_probs"]
