@@ -190,10 +190,11 @@ def result(out: Selected, wanted: Outputs, shape_of_ids: torch.Size, leading: to
                     rows(wanted.argmax, out.argmax))
 
 
-def checked_padding(padding_value: Any) -> float:
+def checked_padding(padding_value: Any) -> Optional[float]:
+    """As the ops take it: None is -inf, which AOTInductor, whose graphs are JSON, has no number for."""
     if not arguments.is_number(padding_value):
         fail(f"padding_value must be a number, got {padding_value!r}", TypeError)
-    return float(padding_value)
+    return None if padding_value == -math.inf else float(padding_value)
 
 
 def select_arguments(input: Tensor, shape: torch.Size, ids: SparseTarget, given: Target, ignore_index: int,

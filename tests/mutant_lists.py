@@ -400,6 +400,7 @@ PYTHON = [
     ("sparse_ce/modules.py", "linear_bias=linear_bias,\n                               normalizer=normalizer,",
      "linear_bias=linear_bias,\n                               normalizer=self.normalizer,"),
     ("sparse_ce/rows.py", "rows, rest = math.prod(self.shape),", "rows, rest = self.shape.numel(),"),
+    ("sparse_ce/log_probs.py", "return None if padding_value == -math.inf else", "return"),
     ("sparse_ce/topk.py", "if rows.shape[0] > step else (0,):", "or (0,):"),
     ("sparse_ce/reference/cross_entropy.py", "counts = torch.where(counts, a.weight[labels], 0.0)",
      "counts = a.weight[labels]"),

@@ -1,4 +1,6 @@
-"""opcheck, torch.compile and torch.export of log-probabilities; their memory."""
+"""opcheck, torch.compile, torch.export and AOTInductor of log-probabilities; their memory."""
+
+import math
 
 import pytest
 import torch
@@ -9,6 +11,7 @@ from cases import Draw
 from close import assert_bitwise_equal
 from compiling import DYNAMIC, op_arguments
 from sparse_ce import (
+    LinearRowLoss,
     SparseTarget,
     candidate_logits,
     cross_entropy,
@@ -114,6 +117,76 @@ def test_export(device):
     x, ids = torch.randn(9, 11, device=device), torch.randint(11, (9, 3), device=device)
     for a, b in zip(program.module()(x, ids), Score()(x, ids)):
         assert_bitwise_equal(a, b)
+    numbers = [a for node in program.graph.nodes for a in (*node.args, *node.kwargs.values()) if isinstance(a, float)]
+    assert all(math.isfinite(a) for a in numbers), "AOTInductor reads no others"
+
+
+class OfLogits(torch.nn.Module):
+    def forward(self, x, ids, kept):
+        return {"selected": selected_log_probs(x, ids, return_log_rest=True, return_entropy=True,
+                                               return_mean_logit=True, return_argmax=True),
+                "jagged": selected_log_probs(x[:, 0], kept, softcap=5.0, padding_value=0.0),
+                "topk": topk_log_probs(x, 3, return_log_rest=True),
+                "loss": cross_entropy(x, ids[..., 0], label_smoothing=0.1)}
+
+
+class OfHead(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.head = torch.nn.Linear(6, 11).requires_grad_(False)
+        self.rows = LinearRowLoss(lambda out, _, by: -by * out.log_probs - 0.1 * out.entropy, return_entropy=True)
+
+    def forward(self, h, ids, kept):
+        w, b = self.head.weight, self.head.bias
+        return {"selected": linear_selected_log_probs(h, w, ids, linear_bias=b, return_log_rest=True,
+                                                      return_entropy=True, logit_scale=h[..., 0].exp()),
+                "jagged": linear_selected_log_probs(h[:, 0], w, kept),
+                "candidates": candidate_logits(h, w, ids, linear_bias=b),
+                "topk": linear_topk_log_probs(h, w, 3, linear_bias=b),
+                "rows": self.rows(h, w, ids[..., 0], h[..., 1], linear_bias=b),
+                "loss": linear_cross_entropy(h, w, ids[..., 0], linear_bias=b)}
+
+
+def packaged(program, folder):
+    path = torch._inductor.aoti_compile_and_package(program, package_path=str(folder / "module.pt2"), inductor_configs={
+        "aot_inductor.compile_wrapper_opt_level": "O0"})
+    return torch._inductor.aoti_load_package(path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("module,width", [(OfLogits, 11), (OfHead, 6)], ids=["logits", "head"])
+def test_aot_inductor_with_a_dynamic_batch(module, width, device, tmp_path):
+    """Every output and every form of target goes through the executor that AOTInductor calls ops of others with."""
+    draw, module = Draw(device), module().to(device)
+
+    def given(batch):
+        ids = draw.integers(11, batch, 4, 3)
+        ids[0, 1, 2], ids[1, 0] = -100, -100
+        kept = SparseTarget.from_jagged(draw.integers(11, 2 * batch), None, ascending(batch, device))
+        return draw.normal(batch, 4, width), ids, kept
+
+    batch, entries = torch.export.Dim("batch", min=2, max=200), torch.export.Dim("entries", min=2, max=400)
+    program = torch.export.export(module, given(6), dynamic_shapes=(
+        {0: batch}, {0: batch}, [{0: entries}, {0: batch + 1}]))
+    loaded = packaged(program, tmp_path)
+    for size in (6, 2, 9, 77):
+        arguments = given(size)
+        ours, eager = (torch.utils._pytree.tree_flatten(f(*arguments)) for f in (loaded, module))
+        assert ours[1] == eager[1]
+        for a, b in zip(ours[0], eager[0]):
+            torch.testing.assert_close(a, b)
+
+
+@pytest.mark.slow
+def test_aot_inductor_knows_no_padding_value_of_nan(device, tmp_path):
+    """A limit of PyTorch's: its graphs are JSON, which has no such number. -inf, the default, does not reach them."""
+    class Score(torch.nn.Module):
+        def forward(self, x, ids):
+            return selected_log_probs(x, ids, padding_value=math.nan).log_probs
+
+    draw = Draw(device)
+    with pytest.raises(RuntimeError, match="type must be number, but is string"):
+        packaged(torch.export.export(Score(), (draw.normal(6, 11), draw.integers(11, 6, 3))), tmp_path)
 
 
 def test_an_inductor_graph_around_it(device):
