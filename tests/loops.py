@@ -57,6 +57,9 @@ class TinyLM(nn.Module):
             hidden = block(hidden)
         return self.norm(hidden)
 
+    def logits(self, tokens: Tensor) -> Tensor:
+        return F.linear(self.trunk(tokens), self.head.weight, self.head.bias)
+
     def forward(self, tokens: Tensor, target: Optional[SparseTarget] = None, normalizer=None) -> Tensor:
         """The loss, or the hidden states (B, S, DIM) where there is no target."""
         hidden = self.trunk(tokens)
@@ -71,7 +74,7 @@ class TinyLM(nn.Module):
 
 def reference_loss(model: TinyLM, tokens: Tensor, target: SparseTarget, normalizer: float) -> Tensor:
     """The same in PyTorch's own ops with the target made dense."""
-    logits = F.linear(model.trunk(tokens), model.head.weight, model.head.bias)
+    logits = model.logits(tokens)
     if logits.dtype != torch.float64:
         logits = logits.float()
     smooth = 0.9 * target.to_dense(logits.dtype) + 0.1 / VOCAB
