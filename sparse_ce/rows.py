@@ -48,6 +48,39 @@ class Rows(Parts):
         ranges = ranges_of(target.offsets)
         return int((ranges[..., 1] - ranges[..., 0]).sum())
 
+    def row_indices(self) -> Tensor:
+        """The row of each entry, int64, in the shape of ``indices``: rows of the leading shape, numbered row by row.
+
+        What a function of entries needs to come back to rows, and to get what rows have; for jagged targets (COO and
+        CSR are such) as for others. An entry that belongs to no row, which slices keep until they are made
+        :meth:`compact` (on a GPU and under ``torch.compile`` on and on), gets a row beside it: in log-probabilities it
+        is padding, to be left out as such. A GPU is not waited for.
+
+        Examples:
+            >>> kept = SparseTarget.from_jagged(torch.tensor([3, 5, 7]), None, torch.tensor([0, 2, 3]))
+            >>> kept.row_indices()
+            tensor([0, 0, 1])
+            >>> out = sparse_ce.selected_log_probs(torch.zeros(2, 8), kept)
+            >>> torch.zeros(2).index_add(0, kept.row_indices(), out.log_probs)
+            tensor([-4.1589, -2.0794])
+            >>> sparse_ce.segment_log_softmax(out.log_probs, index=kept.row_indices())
+            tensor([-0.6931, -0.6931,  0.0000])
+        """
+        if self.by_sample:
+            return self._absolute().row_indices().reshape(self.indices.shape)
+        rows = math.prod(self.shape)
+        if self.offsets is None:
+            numbers = torch.arange(rows, device=self.device).reshape(self.shape)
+            return numbers if self.form == "index" else numbers[..., None].expand(self.indices.shape)
+        place = torch.arange(self.indices.shape[0], dtype=self.offsets.dtype, device=self.device)
+        if self.offsets.dim() == 1:
+            return torch.searchsorted(self.offsets[1:-1].contiguous(), place, right=True)
+        begins, ends = self.offsets.reshape(-1, 2).unbind(1)
+        begins, order = torch.where(begins < ends, begins, torch.iinfo(begins.dtype).max).sort(stable=True)
+        if rows == 0:
+            return torch.zeros_like(place, dtype=torch.int64)
+        return order[(torch.searchsorted(begins, place, right=True) - 1).clamp(min=0)]
+
     @property
     def device(self) -> torch.device:
         return self.indices.device

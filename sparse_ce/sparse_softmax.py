@@ -116,7 +116,8 @@ def _segments(input: Tensor, offsets: Optional[Tensor], index: Optional[Tensor],
         check(num_segments is None, "num_segments must be None beside offsets, which say it")
         offsets = as_index(offsets, "offsets")
         if offsets.dim() != 1 or offsets.shape[0] == 0:
-            fail(f"offsets must be (segments + 1,), got {list(offsets.shape)}")
+            ranges = "; pass index=target.row_indices() for a target with ranges" if offsets.shape[-1:] == (2,) else ""
+            fail(f"offsets must be (segments + 1,), got {list(offsets.shape)}{ranges}")
     else:
         index = as_index(index, "index")
         if index.shape != input.shape[:1]:
