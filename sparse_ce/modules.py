@@ -221,12 +221,14 @@ class LinearSelectedLogProbs(_Held):
         return_entropy: bool = False,
         return_mean_logit: bool = False,
         return_argmax: bool = False,
+        logits_dtype: Optional[torch.dtype] = None,
         chunk_rows: Optional[int] = None,
     ) -> None:
         super().__init__(
             ignore_index=ignore_index, logit_scale=logit_scale, softcap=softcap, num_classes=num_classes,
             padding_value=padding_value, return_log_rest=return_log_rest, return_entropy=return_entropy,
-            return_mean_logit=return_mean_logit, return_argmax=return_argmax, chunk_rows=chunk_rows)
+            return_mean_logit=return_mean_logit, return_argmax=return_argmax, logits_dtype=logits_dtype,
+            chunk_rows=chunk_rows)
 
     def forward(self, input: Tensor, linear_weight: Tensor, indices: Target, linear_bias: Optional[Tensor] = None,
                 logit_scale: Optional[arguments.Scale] = None) -> LogProbs:
@@ -274,13 +276,14 @@ class LinearRowLoss(_Held):
         return_entropy: bool = False,
         return_mean_logit: bool = False,
         return_argmax: bool = False,
+        logits_dtype: Optional[torch.dtype] = None,
         chunk_rows: Optional[int] = None,
     ) -> None:
         super().__init__(
             normalizer=normalizer, reduction=reduction, has_aux=has_aux, ignore_index=ignore_index,
             logit_scale=logit_scale, softcap=softcap, num_classes=num_classes, padding_value=padding_value,
             return_log_rest=return_log_rest, return_entropy=return_entropy, return_mean_logit=return_mean_logit,
-            return_argmax=return_argmax, chunk_rows=chunk_rows)
+            return_argmax=return_argmax, logits_dtype=logits_dtype, chunk_rows=chunk_rows)
         if not callable(fn):
             fail(f"fn must be a function of log-probabilities and target, got {fn!r}", TypeError)
         self.fn, self.normalizer = fn, normalizer

@@ -17,7 +17,7 @@ from sparse_ce import LinearRowLoss, LinearSelectedLogProbs, SelectedLogProbs, S
 
 # Another value than the default for each keyword.
 NUMBERS = dict(ignore_index=3, logit_scale=0.7, softcap=5.0, num_classes=30, padding_value=-2.0)
-CHUNKS = dict(chunk_rows=5)
+CHUNKS = dict(logits_dtype=torch.float32, chunk_rows=5)
 
 
 def of_rows(out, target, by):
