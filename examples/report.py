@@ -56,7 +56,7 @@ def peak_mib(device: torch.device) -> float:
 def median_seconds(steps: Dict[str, Callable[[], object]], repeats: int, device: torch.device) -> Dict[str, float]:
     """Median time of each step; they take turns, so that a busy machine slows all of them alike."""
     seconds: Dict[str, List[float]] = {name: [] for name in steps}
-    for repeat in tqdm(range(repeats + 2), desc="timing the loss", unit="round"):
+    for repeat in tqdm(range(repeats + 2), desc="timing", unit="round"):
         for name, step in steps.items():
             started = time.perf_counter()
             step()

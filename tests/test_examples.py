@@ -3,12 +3,18 @@
 import json
 import os
 import re
+import shutil
+import signal
 import socket
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
+import torch
+import torch.nn.functional as F
 
 import forked
+from sparse_ce import SparseTarget
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 TORCHRUN = "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"
@@ -105,3 +111,207 @@ def test_policy_gradients_replay_the_kept_tokens_and_raise_the_reward(tmp_path):
     assert 1e-3 < biased < 0.1 + 1e-3  # top-p 0.9 keeps at least that much
     (before, after), = re.findall(r"^mean reward +(\S+) +(\S+)$", said, re.M)
     assert float(after) > float(before) + 0.1
+
+
+# ------------------------------------------------------------------------------------------------ a teacher's cache
+
+SCORE = EXAMPLES / "score.py", "--fast", "--tokens", 4200, "--length", 64, "--batch", 8, "--shard", 20, "--k", 16
+SHARDS = [f"shard-{i:05}-of-00004.safetensors" for i in range(4)]  # 65 sequences: 20, 20, 20, 5
+
+
+def shards_of(folder, names=SHARDS):
+    """{name: tensor} of all files, and the header of the first."""
+    safetensors = pytest.importorskip("safetensors")
+    tensors, headers = [], []
+    for name in names:
+        with safetensors.safe_open(folder / name, "pt") as file:
+            tensors.append({key: file.get_tensor(key) for key in file.keys()})
+            headers.append(json.loads(file.metadata()["cache"]))
+    assert sorted(path.name for path in folder.glob("shard-*")) == list(names)
+    return {key: torch.cat([shard[key] for shard in tensors]) for key in tensors[0]}, headers[0]
+
+
+@pytest.fixture
+def examples(monkeypatch):
+    """Their modules can be imported."""
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+
+
+@pytest.fixture(scope="module")
+def scored(tmp_path_factory):
+    pytest.importorskip("safetensors")
+    folder = tmp_path_factory.mktemp("scored")
+    said = run(*SCORE, "--out", folder, cwd=folder)
+    return folder, said, json.loads((folder / "numbers.json").read_text())
+
+
+def test_a_scored_text_is_in_the_files_with_the_teachers_exact_top_k(scored, examples):
+    from corpus import read_corpus
+    from small_lm import SmallLM
+
+    shard, made = shards_of(scored[0])
+    tokens = torch.from_numpy(read_corpus(1024, 40)[0][:65 * 64]).view(65, 64)
+    assert shard["tokens"].dtype == shard["ids"].dtype == torch.uint16
+    assert torch.equal(shard["tokens"].long(), tokens)
+
+    model = SmallLM(1024, 64, 32)
+    model.load_state_dict(torch.load(scored[0] / "teacher.pt"))
+    with torch.no_grad():
+        logits = model.head(model.hidden(tokens))
+    exact = model.double().head(model.hidden(tokens)).log_softmax(-1).detach()
+    ids = shard["ids"].long()
+    top = exact.topk(16)
+    torch.testing.assert_close(exact.gather(-1, ids), top.values, rtol=0, atol=1e-5)  # the k likeliest, in their order
+    assert ids.eq(logits.topk(16).indices).float().mean() > 0.999  # but for what is closer than rounding
+    assert shard["log_probs"].dtype == torch.float16
+    torch.testing.assert_close(shard["log_probs"].double(), top.values, rtol=2**-11, atol=1e-5)
+    rest = torch.log1p(-top.values.exp().sum(-1))
+    torch.testing.assert_close(shard["log_rest"].double(), rest, rtol=0, atol=1e-5)
+    assert {name: made[name] for name in ("vocab", "k", "temperature", "first")} == dict(
+        vocab=1024, k=16, temperature=1.0, first=0)
+    target = SparseTarget.from_topk(shard["ids"], shard["log_probs"], kind="logprobs", num_classes=made["vocab"])
+    entropy = -(top.values.exp() * top.values).sum(-1).mean().item()
+    assert model.float()(tokens, target).item() == pytest.approx(entropy, rel=1e-3)  # as a student's loss
+
+
+def test_what_scoring_says_of_itself_is_so(scored):
+    folder, said, numbers = scored
+    shard, made = shards_of(folder)
+    assert numbers["tokens"] == numbers["scored"] == 65 * 64
+    assert numbers["bytes"] == sum((folder / name).stat().st_size for name in SHARDS)
+    assert 2 + 16 * 4 + 4 < numbers["bytes"] / numbers["tokens"] < 2 + 16 * 4 + 4 + 2
+    assert numbers["mass"] == pytest.approx(1 - shard["log_rest"].double().exp().mean().item(), abs=1e-6)
+    compared = numbers["compared"]
+    assert compared["ids that differ"] == compared["log-probabilities that differ"] == 0
+    assert 0 < compared["largest error of a log-probability"] <= 2**-11 * 16  # half of a last bit, of values below 16
+    losses = [value for name, value in compared.items() if name.startswith("a student's loss")]
+    assert losses[0] == losses[1] != losses[2] and losses[0] == pytest.approx(losses[2], rel=1e-4)
+    # A teacher's divergence from itself, of which rounding leaves a little.
+    assert compared["the teacher's own loss"] == pytest.approx(compared["entropy of the top-k, the least loss"],
+                                                               abs=1e-4)
+    assert numbers["student"][0] == losses[0] and numbers["student"][-1] < 0.95 * losses[0]
+    assert "0 of 4 files are there" in said and f"{65 * 64:,} of {65 * 64:,} tokens scored" in said
+
+
+def test_a_killed_run_that_is_started_again_leaves_the_same_bytes(scored, tmp_path):
+    """Killed when the third file is written and has not got its name."""
+    shutil.copy(scored[0] / "teacher.pt", tmp_path)
+    program = tmp_path / "killed.py"
+    program.write_text(f"""import os, runpy, signal, sys
+sys.path.insert(0, {str(EXAMPLES)!r})
+replace = os.replace
+def replace_or_die(source, target):
+    if "00002-of" in str(target):
+        os.kill(os.getpid(), signal.SIGKILL)
+    replace(source, target)
+os.replace = replace_or_die
+runpy.run_path({str(SCORE[0])!r}, run_name="__main__")
+""")
+    killed = forked.run(program, *SCORE[1:], "--out", tmp_path, cwd=tmp_path,
+                        env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"})
+    assert killed.returncode == -signal.SIGKILL, killed.stderr[-3000:]
+    assert sorted(path.name for path in tmp_path.glob("shard-*.safetensors")) == SHARDS[:2]
+    assert [path.name for path in tmp_path.glob("*.tmp")] == ["shard-00002-of-00004.tmp"]
+    first = [(tmp_path / name).stat().st_mtime_ns for name in SHARDS[:2]]
+
+    said = run(*SCORE, "--out", tmp_path, cwd=tmp_path)
+    assert "2 of 4 files are there" in said and f"{25 * 64:,} of {65 * 64:,} tokens scored" in said
+    assert [(tmp_path / name).stat().st_mtime_ns for name in SHARDS[:2]] == first
+    assert not list(tmp_path.glob("*.tmp"))
+    for name in SHARDS:
+        assert (tmp_path / name).read_bytes() == (scored[0] / name).read_bytes(), name
+
+
+def test_a_damaged_file_of_a_cache_is_refused_by_its_name(scored, examples, tmp_path):
+    from teacher_cache import read_shard
+
+    path = tmp_path / SHARDS[3]
+    whole = (scored[0] / SHARDS[3]).read_bytes()
+    header = 8 + int.from_bytes(whole[:8], "little")
+    temperature = re.search(rb"temperature\W+", whole).end()  # its value
+    places = [0, 9, temperature, whole.index(b"log_rest"), whole.index(b"crc32") + 10, header,
+              (header + len(whole)) // 2, len(whole) - 1]
+    damaged = {place: whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1:] for place in places}
+    for what, content in {**damaged, "cut": whole[:-7], "empty": b"", "longer": whole + bytes(8)}.items():
+        path.write_bytes(content)
+        with pytest.raises(ValueError, match=rf"{SHARDS[3]} is damaged.*delete it"):
+            pytest.fail(f"read with a change at {what}: {read_shard(path)[1]}")
+    path.write_bytes(whole)
+    read_shard(path)
+
+
+def test_scoring_goes_on_neither_from_a_damaged_file_nor_from_one_that_was_made_otherwise(examples, tmp_path):
+    import score
+
+    generator = torch.Generator().manual_seed(0)
+    embedding, weight = torch.randn(2, 300, 8, generator=generator)
+    teacher = score.Teacher(lambda tokens: embedding[tokens], weight, None, 1)
+    text = torch.randint(300, (7, 16), generator=generator)
+    args = Namespace(k=4, temperature=1.0, dtype="bfloat16", model=None, shard=3, batch=2, device="cpu", out=tmp_path)
+
+    def refused(what, teacher=teacher, text=text, **changed):
+        with pytest.raises(ValueError, match=what):
+            score.write_cache(teacher, text, Namespace(**{**vars(args), **changed}))
+
+    paths, done = score.write_cache(teacher, text, args)
+    assert [path.name for path in paths] == [f"shard-{i:05}-of-00003.safetensors" for i in range(3)]
+    assert done == 7 * 16 and score.write_cache(teacher, text, args) == (paths, 0)
+    otherwise = f"{paths[0]} was made otherwise.*: "
+    refused(otherwise + "k is 4 and not 8, temperature is 1.0 and not 2.0$", k=8, temperature=2.0)
+    refused(otherwise + "dtype is 'bfloat16' and not 'float16'$", dtype="float16")
+    refused(otherwise + "teacher is 1 and not 2$", teacher._replace(checksum=2))
+    refused(otherwise + "text is", text=text.flip(0))
+    paths[2].rename(paths[2].with_name("kept"))
+    paths[1].rename(paths[2])
+    refused(f"{paths[2]} was made otherwise.*: first is 3 and not 6$")
+    paths[2].rename(paths[1])
+    paths[2].with_name("kept").rename(paths[2])
+    with open(paths[1], "r+b") as file:
+        file.truncate(700)
+    refused(f"{paths[1]} is damaged")
+
+
+def hugging_face_folder(folder, **config):
+    """A tiny model, and a tokenizer whose tokens are bytes."""
+    transformers = pytest.importorskip("transformers", minversion="5.23")
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({character: i for i, character in enumerate(alphabet)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder)
+    torch.manual_seed(0)
+    model = transformers.GraniteForCausalLM(transformers.GraniteConfig(
+        vocab_size=256, hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2,
+        max_position_embeddings=64, bos_token_id=1, eos_token_id=2, pad_token_id=0, initializer_range=0.4, **config))
+    model.save_pretrained(folder)
+    return model.eval()
+
+
+def test_a_causal_lm_of_hugging_face_scores_a_file(tmp_path):
+    model = hugging_face_folder(tmp_path / "model")
+    text = "Of every position of a text the likeliest tokens. " * 20
+    (tmp_path / "book.txt").write_text(text)
+    run(EXAMPLES / "score.py", "--fast", "--model", tmp_path / "model", "--text", tmp_path / "book.txt",
+        "--tokens", 640, "--length", 32, "--k", 5, "--temperature", 2, "--dtype", "float32", "--steps", 2,
+        "--out", tmp_path / "cache", cwd=tmp_path)
+    shard, made = shards_of(tmp_path / "cache", ["shard-00000-of-00001.safetensors"])
+    assert shard["tokens"].shape == (20, 32) and shard["tokens"].dtype == shard["ids"].dtype == torch.uint8
+    with torch.no_grad():
+        exact = F.log_softmax(model(shard["tokens"].long()).logits / 2, -1)
+    torch.testing.assert_close(shard["log_probs"], exact.topk(5).values, rtol=0, atol=1e-5)
+    torch.testing.assert_close(exact.gather(-1, shard["ids"].long()), shard["log_probs"], rtol=0, atol=1e-5)
+    compared = json.loads((tmp_path / "cache" / "numbers.json").read_text())["compared"]
+    assert compared["ids that differ"] == compared["largest error of a log-probability"] == 0
+    assert compared["the teacher's own loss"] == pytest.approx(compared["entropy of the top-k, the least loss"],
+                                                               abs=1e-6)
+
+
+def test_a_teacher_whose_logits_are_not_those_of_its_head_alone_is_refused(examples, tmp_path):
+    hugging_face_folder(tmp_path, logits_scaling=4.0)
+    import score
+    (tmp_path / "book.txt").write_text("text " * 20)
+    with pytest.raises(SystemExit, match="does more to its logits than its head"):
+        score.hugging_face_teacher(Namespace(model=str(tmp_path), text=[tmp_path / "book.txt"], tokens=64, length=32,
+                                             device="cpu"))
