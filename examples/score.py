@@ -211,7 +211,7 @@ def main() -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--out", type=Path, default=Path("teacher-cache"), help="folder of the cache")
     args = parser.parse_args()
-    args.tokens = args.tokens or (20_000 if args.fast else 400_000)
+    args.tokens = args.tokens or (20_000 if args.fast else 200_000)
     args.out.mkdir(parents=True, exist_ok=True)
     device = torch.device(args.device)
 

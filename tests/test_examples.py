@@ -1,6 +1,7 @@
 """The examples that users copy from run, teach the model something, and agree with each other."""
 
 import json
+import math
 import os
 import re
 import shutil
@@ -157,6 +158,7 @@ def test_a_scored_text_is_in_the_files_with_the_teachers_exact_top_k(scored, exa
     model = SmallLM(1024, 64, 32)
     model.load_state_dict(torch.load(scored[0] / "teacher.pt"))
     with torch.no_grad():
+        assert model(tokens, SparseTarget.from_index(tokens).shift(1)) < 0.85 * math.log(1024)  # it has learned
         logits = model.head(model.hidden(tokens))
     exact = model.double().head(model.hidden(tokens)).log_softmax(-1).detach()
     ids = shard["ids"].long()
@@ -212,11 +214,12 @@ runpy.run_path({str(SCORE[0])!r}, run_name="__main__")
     assert killed.returncode == -signal.SIGKILL, killed.stderr[-3000:]
     assert sorted(path.name for path in tmp_path.glob("shard-*.safetensors")) == SHARDS[:2]
     assert [path.name for path in tmp_path.glob("*.tmp")] == ["shard-00002-of-00004.tmp"]
-    first = [(tmp_path / name).stat().st_mtime_ns for name in SHARDS[:2]]
+    kept = ["teacher.pt", *SHARDS[:2]]
+    first = [(tmp_path / name).stat().st_mtime_ns for name in kept]
 
     said = run(*SCORE, "--out", tmp_path, cwd=tmp_path)
     assert "2 of 4 files are there" in said and f"{25 * 64:,} of {65 * 64:,} tokens scored" in said
-    assert [(tmp_path / name).stat().st_mtime_ns for name in SHARDS[:2]] == first
+    assert [(tmp_path / name).stat().st_mtime_ns for name in kept] == first
     assert not list(tmp_path.glob("*.tmp"))
     for name in SHARDS:
         assert (tmp_path / name).read_bytes() == (scored[0] / name).read_bytes(), name
