@@ -24,6 +24,7 @@ TRAINERS = {  # the shares of the samples of whose means the gradient is the mea
     "trainer,loss,topk,stream,average": EVERYTHING,
     "trainer,loss,topk,lopsided,average": IN_TURN[:1],
     "trainer,fused,labels,lopsided,average": IN_TURN[:1],
+    "trainer,reporting,labels,lopsided,average": IN_TURN[:1],
 }
 WRAPPERS = ["wrapper,ddp", "wrapper,fsdp", "wrapper,fsdp with a sharded head"]
 
@@ -75,6 +76,20 @@ def test_two_processes_of_the_trainer_equal_one(case, results):
         labels = SparseTarget(labels.indices, labels.values, labels.offsets, None, tiny_lm.VOCAB)
     expected = dense_labels(collate(list(Samples(form)))["labels"])
     torch.testing.assert_close(dense_labels(labels), expected)
+
+
+def test_the_log_of_two_processes_has_the_metrics_of_one(results):
+    """The second process has nothing but padding, and its part of a mean is nothing."""
+    log = result_of(results, "trainer,reporting,labels,lopsided,average")["log"]
+    samples = Samples("labels")
+    batch = collate([samples[i] for i in IN_TURN[0]])
+    labels = batch.pop("labels")[:, 1:]
+    counts = labels.ne(-100)
+    with torch.no_grad():
+        log_probs = make_model()(**batch).logits[:, :-1].double().log_softmax(-1)[counts]
+    assert log[0]["entropy"] == pytest.approx(-(log_probs.exp() * log_probs).sum(-1).mean().item(), rel=1e-5)
+    right = (log_probs.argmax(-1) == labels[counts]).double().mean().item()
+    assert log[0]["mean_token_accuracy"] == pytest.approx(right) and right > 0
 
 
 @pytest.mark.parametrize("case", WRAPPERS)

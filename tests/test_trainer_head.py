@@ -226,13 +226,14 @@ def test_replicas_run_on_their_own_parameters():
     whole = collate(list(samples))
     expected = model(**{**whole, "labels": None}).logits
     expected = dense_loss(expected, dense_labels(whole["labels"]), 9)
-    fuse_lm_head(model)
-    total = 0
+    fuse_lm_head(model, report_metrics=True)
+    total = items = 0
     for replica, begin in zip(replicas_on_cpu(model, 2), (0, 4)):
         part = {"input_ids": whole["input_ids"][begin:begin + 4], "labels": whole["labels"][begin:begin + 4]}
-        loss = replica(**part, num_items_in_batch=torch.tensor([[9]])).loss
+        output = replica(**part, num_items_in_batch=torch.tensor([[9]]))
+        loss, items = output.loss, items + output.num_items
         loss.backward()
         assert replica.lm_head.weight.grad is not None
         total = total + loss.detach()
-    assert not gradients(model)
+    assert not gradients(model) and items == whole["labels"].ne(-100)[:, 1:].sum()
     torch.testing.assert_close(total, expected.float())

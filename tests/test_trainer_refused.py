@@ -32,9 +32,9 @@ def test_24_adapters_on_the_head_are_refused_and_elsewhere_honoured():
         step(adapted(model, "lm_head"))
     model = adapted(make_model(), "q_proj")
     expected = step(model)
-    handle = fuse_lm_head(model)
+    handle = fuse_lm_head(model, report_metrics=True)
     output = model(**collate(list(Samples("labels"))))
-    assert "logits" not in output
+    assert "logits" not in output and output.entropy > 0 and output.num_items > 0
     torch.testing.assert_close(output.loss, expected)
     handle.remove()
     assert model(**collate(list(Samples("labels")))).logits is not None
@@ -156,7 +156,8 @@ def test_what_is_no_causal_language_model():
 @pytest.mark.parametrize("make", [causal_lm_loss, lambda **options: fuse_lm_head(make_model(), **options)],
                          ids=["causal_lm_loss", "fuse_lm_head"])
 def test_options_that_do_not_exist_are_refused_at_once(make):
-    for options in ({"label_smooting": 0.1}, {"normalizer": 3}, {"return_lse": True}, {"target": 0}):
+    for options in ({"label_smooting": 0.1}, {"normalizer": 3}, {"return_lse": True}, {"target": 0},
+                    {"return_entropy": True}, {"return_argmax": True}):
         with pytest.raises(TypeError, match="sparse_ce: options must be among .* got "):
             make(**options)
     with pytest.raises(ValueError, match="sparse_ce: reduction must be 'mean' or 'sum'"):

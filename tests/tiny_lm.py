@@ -149,10 +149,11 @@ def arguments(path, **changes):
 
 
 def make_trainer(path, model, samples, eval_samples=None, compute_loss_func=None, compute_metrics=None,
-                 collator=collate, preprocess_logits_for_metrics=None, **changes):
-    return Trainer(model, arguments(path, **changes), data_collator=collator, train_dataset=samples,
-                   eval_dataset=eval_samples, compute_loss_func=compute_loss_func, compute_metrics=compute_metrics,
-                   preprocess_logits_for_metrics=preprocess_logits_for_metrics, callbacks=[Recorder()])
+                 collator=collate, preprocess_logits_for_metrics=None, trainer_class=Trainer, **changes):
+    return trainer_class(
+        model, arguments(path, **changes), data_collator=collator, train_dataset=samples, eval_dataset=eval_samples,
+        compute_loss_func=compute_loss_func, compute_metrics=compute_metrics,
+        preprocess_logits_for_metrics=preprocess_logits_for_metrics, callbacks=[Recorder()])
 
 
 def recorded(trainer):

@@ -12,9 +12,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import IterableDataset
+from transformers import Trainer
 
 import tiny_lm
-from sparse_ce.integrations.transformers import causal_lm_loss, fuse_lm_head
+from sparse_ce.integrations.transformers import TokenMetrics, causal_lm_loss, fuse_lm_head
 from tiny_lm import Samples, collate, make_model
 
 torch.set_num_threads(1)
@@ -37,11 +38,15 @@ class Lopsided(Samples):
         return super().__getitem__({2: 5, 3: 5, 6: 5, 7: 5}.get(i, i))
 
 
+class LoggingTrainer(TokenMetrics, Trainer):
+    pass
+
+
 def train(output, route, form, data, average):
     model = make_model()
     loss = causal_lm_loss() if route == "loss" else None
-    if route == "fused":
-        fuse_lm_head(model)
+    if route != "loss":
+        fuse_lm_head(model, report_metrics=route == "reporting")
     samples = {"map": Samples, "stream": lambda form: Stream(Samples(form)), "lopsided": Lopsided}[data](form)
     seen = []
     options = dict(per_device_train_batch_size=2, gradient_accumulation_steps=2, per_device_eval_batch_size=2,
@@ -50,13 +55,15 @@ def train(output, route, form, data, average):
         options["accelerator_config"] = {"dispatch_batches": True, "split_batches": True}
         options["per_device_train_batch_size"] = options["per_device_eval_batch_size"] = 4  # of both processes then
     trainer = tiny_lm.make_trainer(output, model, samples, eval_samples=Samples(form), compute_loss_func=loss,
+                                   trainer_class=LoggingTrainer if route == "reporting" else Trainer,
                                    compute_metrics=lambda p: seen.append(p) or {"rows": len(p.predictions)}, **options)
     trainer.train()
     trainer.evaluate()
     labels = seen[-1].label_ids
     labels = torch.from_numpy(labels) if form == "labels" else {str(k): torch.from_numpy(v) for k, v in labels.items()}
     return {"gradients": {k.removeprefix("module."): g for k, g in tiny_lm.recorded(trainer)[0].items()},
-            "parameters": trainer.accelerator.unwrap_model(trainer.model).state_dict(), "labels": labels}
+            "parameters": trainer.accelerator.unwrap_model(trainer.model).state_dict(), "labels": labels,
+            "log": trainer.state.log_history}
 
 
 def wrap(output, kind):

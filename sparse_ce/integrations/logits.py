@@ -7,7 +7,7 @@ know the hidden states, the weight and the bias that were really used, and follo
 
 import math
 from numbers import Real
-from typing import Any, Callable, Dict, NoReturn, Optional, Tuple, cast
+from typing import Any, Callable, Dict, NoReturn, Optional, Tuple
 
 import torch
 import torch.nn.functional as F
@@ -52,13 +52,13 @@ class Logits:
                  gain: Optional[float] = None) -> None:
         self.hidden, self.weight, self.bias, self.scale, self.gain = hidden, weight, bias, scale, gain
 
-    def loss(self, target: SparseTarget, **options: Any) -> Tensor:
+    def loss(self, target: SparseTarget, **options: Any) -> Any:
         """:func:`sparse_ce.linear_cross_entropy` of these logits."""
         # A cap must be positive, and tanh is odd.
         sign, cap = (1.0, None) if self.gain is None else (math.copysign(1.0, self.gain), abs(self.gain))
         scale = self.scale if cap is None else sign * self.scale * cap
-        return cast(Tensor, functional.linear_cross_entropy(self.hidden, self.weight, target, linear_bias=self.bias,
-                                                            logit_scale=scale, softcap=cap, **options))
+        return functional.linear_cross_entropy(self.hidden, self.weight, target, linear_bias=self.bias,
+                                               logit_scale=scale, softcap=cap, **options)
 
     def __mul__(self, factor: float) -> "Logits":
         if not isinstance(factor, Real):

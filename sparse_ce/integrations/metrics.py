@@ -1,0 +1,183 @@
+"""Entropy and token accuracy beside a loss: in a model's output, and in the Trainer's log."""
+
+import inspect
+import typing
+from dataclasses import field, fields, make_dataclass
+from typing import Any, Dict, Optional, Type, cast
+
+import torch
+from torch import Tensor
+from transformers.utils import ModelOutput
+
+from .. import reference
+from ..arguments import Arguments
+from ..entries import IGNORE_INDEX, wide_dtype
+from ..errors import check, fail
+from ..target import SparseTarget
+
+NAMES = ("entropy", "token_accuracy", "num_items")
+_NO_CLASS = torch.iinfo(torch.int32).max  # a class that no vocabulary has
+
+
+def metrics_of(entropy: Tensor, argmax: Tensor, target: SparseTarget) -> Dict[str, Tensor]:
+    """The fields of :data:`NAMES`, 0-d, detached: means over the rows that count, 0 over nothing, and their number.
+
+    ``entropy``, ``argmax``: of each row, in the shape of ``target``, 0 and -1 where it is ignored.
+    """
+    entropy, num_items = entropy.detach(), target.ne(IGNORE_INDEX).sum()
+    divisor = num_items.clamp(min=1)
+    right = is_top_class(argmax, target).sum(dtype=entropy.dtype)
+    return dict(zip(NAMES, (entropy.sum() / divisor, right / divisor, num_items)))
+
+
+@torch.no_grad()
+def is_top_class(classes: Tensor, target: SparseTarget) -> Tensor:
+    """Bool, in the shape of both: whether no class of the row's target has a larger weight than this one.
+
+    The weights of entries of one class are added up first. Of classes that tie each is a top class, one whose weight is
+    not positive is none, and so nothing is in a row that is ignored or has no entries.
+    """
+    counts = target.ne(IGNORE_INDEX)
+    if target.form == "index":
+        return counts & (classes == target.indices)
+    flat, num_rows, classes = target.flatten(), counts.numel(), classes.reshape(-1)
+    given = Arguments(flat.indices, flat.values, flat.offsets, logprobs=flat.kind == "logprobs")
+    dtype = torch.float32 if flat.values is None else wide_dtype(flat.values)
+    entries = reference.entries_of(given, _NO_CLASS, dtype)
+    rows, columns = entries.rows, entries.columns
+    if rows is None:
+        rows = torch.arange(num_rows, device=columns.device)[:, None].expand(columns.shape).reshape(-1)
+    columns, live = columns.reshape(-1), entries.live.reshape(-1)
+    if columns.shape[0] == 0:
+        return torch.zeros_like(counts)
+    # Entries of one class of one row side by side; those that are none have a class of their own.
+    key, order = torch.sort(rows * (_NO_CLASS + 1) + torch.where(live, columns, _NO_CLASS))
+    rows, columns, live = rows[order], columns[order], live[order]
+    run = torch.cat((key.new_zeros(1), (key[1:] != key[:-1]).long().cumsum(0)))
+    weights = torch.where(live, entries.values.reshape(-1)[order], 0.0)
+    weights = torch.zeros_like(weights).index_add(0, run, weights)[run]
+    largest = weights.new_zeros(num_rows).scatter_reduce(0, rows, weights, "amax")
+    hit = live & (columns == classes[rows]) & (weights == largest[rows]) & (weights > 0)
+    return counts & torch.zeros_like(classes).index_add(0, rows, hit.to(classes.dtype)).gt(0).reshape(counts.shape)
+
+
+# ----------------------------------------------------------------------------------------------- in a model's output
+
+_TYPES: Dict[type, type] = {}  # of an output, and the same with metrics
+_BASES: Dict[type, type] = {}  # the other way around
+
+
+def make_type(base: Type[Any]) -> None:
+    """``base`` with the fields of :data:`NAMES`. Fields and not mere keys: what takes an output apart and rebuilds it
+    (PyTorch's pytrees, for FSDP and some of DDP) passes on nothing else."""
+    check(not any(f.name in NAMES for f in fields(base)),
+          f"model must have an output without fields {list(NAMES)} of its own, got {base.__name__}")
+    made = make_dataclass(f"{base.__name__}WithMetrics", [(name, Optional[Tensor], field(default=None)) for name in NAMES],
+                          bases=(base,), namespace={"__module__": __name__, "__reduce__": _reduce})
+    _TYPES[base], _BASES[made] = made, base
+
+
+def _reduce(output: Any) -> Any:
+    """For pickle, which finds no class by its name that was made here."""
+    return _rebuilt, (_BASES[type(output)], dict(output))
+
+
+def _rebuilt(base: Type[Any], items: Dict[str, Any]) -> Any:
+    return with_metrics(base(), items)
+
+
+def make_types(forward: Any) -> None:
+    """Those of what ``forward`` says that it returns: where it is compiled, no type can be made."""
+    returned = inspect.signature(forward).return_annotation
+    for base in typing.get_args(returned) or (returned,):
+        if isinstance(base, type) and issubclass(base, ModelOutput) and base not in _TYPES:
+            make_type(base)
+
+
+def with_metrics(output: Any, metrics: Dict[str, Tensor]) -> Any:
+    """A model's output with its metrics; a tuple, which has no names for them, as it is."""
+    if not isinstance(output, ModelOutput):
+        return output
+    if type(output) not in _TYPES:
+        make_type(type(output))
+    return _TYPES[type(output)](**output, **metrics)
+
+
+def metrics_beside(output: Any) -> Any:
+    """A model's output whose metrics are attributes, no longer among its items, which the Trainer's evaluation takes
+    for predictions."""
+    base = _BASES.get(type(output))
+    if base is None:
+        return output
+    beside = base(**{name: value for name, value in output.items() if name not in NAMES})
+    set_beside(beside, {name: output[name] for name in NAMES})
+    return beside
+
+
+def set_beside(output: Any, metrics: Dict[str, Tensor]) -> None:
+    if not isinstance(output, ModelOutput):
+        fail(f"outputs must be a ModelOutput of transformers to report metrics in, got {type(output).__name__}",
+             TypeError)
+    for name, value in metrics.items():
+        setattr(output, name, value)
+
+
+# ------------------------------------------------------------------------------------------------ in the Trainer's log
+
+class TokenMetrics:
+    """Logs ``entropy`` and ``mean_token_accuracy``, named as TRL names them: a base of a Trainer, in front of it.
+
+    Every line of the log that has the training loss has both, means over the tokens of all steps since the last such
+    line, over all processes, devices and parts of an accumulated step, each token weighing as much as any other. The
+    device is waited for where the loss is logged and nowhere else. Evaluation and prediction have them among their
+    metrics, as ``eval_entropy``, ``test_mean_token_accuracy`` and so on; samples that are repeated to fill the last
+    batch of several processes count again.
+
+    The model, or the Trainer's loss function, must report them: ``fuse_lm_head(model, report_metrics=True)`` or
+    ``causal_lm_loss(report_metrics=True)``.
+
+    Raises:
+        ValueError: in the first step, where nothing reports them.
+
+    Examples:
+        >>> from transformers import Trainer
+        >>> class LoggingTrainer(TokenMetrics, Trainer):
+        ...     pass
+    """
+
+    _sums: Optional[Tensor] = None  # of items, of their entropies, and of those that are right
+
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, *args: Any, **kwargs: Any) -> Any:
+        loss, output = cast(Any, super()).compute_loss(model, inputs, True, *args, **kwargs)
+        check(all(isinstance(getattr(output, name, None), Tensor) for name in NAMES),
+              f"the model's output must have {list(NAMES)} to log, got {type(output).__name__} without; use "
+              "fuse_lm_head(model, report_metrics=True) or causal_lm_loss(report_metrics=True)")
+        entropy, accuracy, items = (getattr(output, name) for name in NAMES)
+        sums = torch.stack([(t * items).sum() for t in (torch.ones_like(entropy), entropy, accuracy)])
+        self._sums = sums if self._sums is None else self._sums + sums
+        return (loss, output) if return_outputs else loss
+
+    def log(self, logs: Dict[str, float], *args: Any, **kwargs: Any) -> None:
+        if "loss" in logs:
+            logs.update(self._taken())
+        elif "train_loss" in logs:  # the end of training: what was not logged is of no later one
+            self._sums = None
+        cast(Any, super()).log(logs, *args, **kwargs)
+
+    def evaluation_loop(self, dataloader: Any, description: str, prediction_loss_only: Optional[bool] = None,
+                        ignore_keys: Any = None, metric_key_prefix: str = "eval") -> Any:
+        training, self._sums = self._sums, None
+        try:
+            output = cast(Any, super()).evaluation_loop(dataloader, description, prediction_loss_only, ignore_keys,
+                                                   metric_key_prefix)
+            output.metrics.update(self._taken(f"{metric_key_prefix}_"))
+        finally:
+            self._sums = training
+        return output
+
+    def _taken(self, prefix: str = "") -> Dict[str, float]:
+        if self._sums is None:
+            return {}
+        sums, self._sums = self._sums[None], None
+        items, entropy, right = cast(Any, self).accelerator.gather(sums).sum(0).tolist()
+        return {f"{prefix}entropy": entropy / max(items, 1), f"{prefix}mean_token_accuracy": right / max(items, 1)}
