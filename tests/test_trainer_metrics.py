@@ -1,4 +1,4 @@
-"""``report_metrics``: entropy and token accuracy in the output of a model, and ``TokenMetrics``: in the Trainer's log."""
+"""``report_metrics``: entropy and token accuracy in a model's output, and ``TokenMetrics``: in the Trainer's log."""
 
 import tiny_lm  # noqa: F401, first: it skips this module where there is no transformers
 
@@ -40,7 +40,8 @@ def by_definition(model, batch):
         logits = copy.deepcopy(model).double()(**batch).logits[:, :-1]
     log_probs = logits.log_softmax(-1)
     entropy = -(log_probs.exp() * log_probs).sum(-1)[counts].mean().item()
-    return entropy, right_by_definition(logits.argmax(-1), dense, counts)[counts].double().mean().item(), int(counts.sum())
+    right = right_by_definition(logits.argmax(-1), dense, counts)
+    return entropy, right[counts].double().mean().item(), int(counts.sum())
 
 
 def in_part_right(form, size=8, seed=0):
@@ -315,10 +316,10 @@ def test_without_logits_in_evaluation_and_in_mixed_precision(tmp_path):
     assert logged([trainer.evaluate()], "eval_") == [pytest.approx(expected, abs=0.1)]
 
 
-def test_devices_weigh_by_their_tokens():
-    """DataParallel gathers one of each from every device."""
+def test_devices_and_processes_weigh_by_their_tokens():
+    """DataParallel gathers one of each from every device; there is another process here, of 60 tokens."""
     class Base:
-        accelerator = SimpleNamespace(gather=lambda sums: torch.cat((sums, sums)))  # two processes
+        accelerator = SimpleNamespace(gather=lambda sums: torch.cat((sums, torch.tensor([[60.0, 120.0, 6.0]]))))
 
         def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
             assert return_outputs and num_items_in_batch == 4
@@ -334,7 +335,9 @@ def test_devices_weigh_by_their_tokens():
     trainer = Both()
     assert trainer.compute_loss(None, {}, num_items_in_batch=4) == 1
     trainer.log({"loss": 1.0}, 3.0)
-    assert trainer.logs == ({"loss": 1.0, "entropy": pytest.approx(1.5), "mean_token_accuracy": pytest.approx(0.4)}, 3.0)
+    logs, start_time = trainer.logs
+    assert logs == {"loss": 1.0, "entropy": pytest.approx(1.8), "mean_token_accuracy": pytest.approx(0.22)}
+    assert start_time == 3.0
     trainer.log({"loss": 1.0})
     assert trainer.logs == ({"loss": 1.0}, None)
 

@@ -47,17 +47,15 @@ def is_top_class(classes: Tensor, target: SparseTarget) -> Tensor:
     rows, columns = entries.rows, entries.columns
     if rows is None:
         rows = torch.arange(num_rows, device=columns.device)[:, None].expand(columns.shape).reshape(-1)
-    columns, live = columns.reshape(-1), entries.live.reshape(-1)
+    columns, weights = columns.reshape(-1), torch.where(entries.live, entries.values, 0.0).reshape(-1)
     if columns.shape[0] == 0:
         return torch.zeros_like(counts)
-    # Entries of one class of one row side by side; those that are none have a class of their own.
-    key, order = torch.sort(rows * (_NO_CLASS + 1) + torch.where(live, columns, _NO_CLASS))
-    rows, columns, live = rows[order], columns[order], live[order]
+    key, order = torch.sort(rows * _NO_CLASS + columns)  # entries of one class of one row side by side
+    rows, columns, weights = rows[order], columns[order], weights[order]
     run = torch.cat((key.new_zeros(1), (key[1:] != key[:-1]).long().cumsum(0)))
-    weights = torch.where(live, entries.values.reshape(-1)[order], 0.0)
     weights = torch.zeros_like(weights).index_add(0, run, weights)[run]
     largest = weights.new_zeros(num_rows).scatter_reduce(0, rows, weights, "amax")
-    hit = live & (columns == classes[rows]) & (weights == largest[rows]) & (weights > 0)
+    hit = (columns == classes[rows]) & (weights == largest[rows]) & (weights > 0)
     return counts & torch.zeros_like(classes).index_add(0, rows, hit.to(classes.dtype)).gt(0).reshape(counts.shape)
 
 
@@ -72,8 +70,9 @@ def make_type(base: Type[Any]) -> None:
     (PyTorch's pytrees, for FSDP and some of DDP) passes on nothing else."""
     check(not any(f.name in NAMES for f in fields(base)),
           f"model must have an output without fields {list(NAMES)} of its own, got {base.__name__}")
-    made = make_dataclass(f"{base.__name__}WithMetrics", [(name, Optional[Tensor], field(default=None)) for name in NAMES],
-                          bases=(base,), namespace={"__module__": __name__, "__reduce__": _reduce})
+    made = make_dataclass(
+        f"{base.__name__}WithMetrics", [(name, Optional[Tensor], field(default=None)) for name in NAMES],
+        bases=(base,), namespace={"__module__": __name__, "__reduce__": _reduce})
     _TYPES[base], _BASES[made] = made, base
 
 
