@@ -4,6 +4,7 @@ import tiny_lm  # noqa: F401, first: it skips this module where there is no tran
 
 # isort: split
 import copy
+import functools
 import inspect
 
 import pytest
@@ -12,7 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from close import assert_close_to_float64
-from sparse_ce import SparseTarget, cross_entropy
+from sparse_ce import SparseTarget, cross_entropy, functional
 from sparse_ce.integrations.transformers import causal_lm_loss, fuse_lm_head
 from tiny_lm import (
     MODELS,
@@ -71,6 +72,25 @@ def test_what_these_models_do_to_their_logits_matters(name):
     naive = F.linear(hidden, model.get_output_embeddings().weight)
     target = SparseTarget.from_index(labels).shift(1)
     assert abs(cross_entropy(naive, target) - cross_entropy(logits, target)) > 1e-3
+
+
+@pytest.mark.parametrize("report_metrics", [False, True])
+def test_logits_of_a_bfloat16_head_that_are_not_rounded(report_metrics, monkeypatch):
+    """Every way to a fused head is told, and logits that exist, in evaluation, are what they are."""
+    told, right = [], functional.linear_cross_entropy
+
+    @functools.wraps(right)
+    def recorded(*args, **options):
+        told.append(options.get("logits_dtype"))
+        return right(*args, **options)
+
+    monkeypatch.setattr(functional, "linear_cross_entropy", recorded)
+    model, batch = make_model(MODELS[0]).bfloat16(), batch_of()
+    fuse_lm_head(model, logits_dtype=torch.float32, report_metrics=report_metrics)
+    loss = model(**batch).loss
+    assert told == [torch.float32] and torch.isfinite(loss)
+    with torch.no_grad():
+        torch.testing.assert_close(model.eval()(**batch).loss, loss, rtol=0.05, atol=0)
 
 
 def test_the_logits_never_exist():

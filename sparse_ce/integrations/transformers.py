@@ -108,7 +108,7 @@ def _loss(logits: Any, labels: Any, normalizer: Optional[Normalizer], options: D
     return loss, metrics_of(out.entropy, out.argmax, target)
 
 
-_OF_THE_DISTRIBUTION = ("logit_scale", "softcap", "num_classes", "chunk_rows")
+_OF_THE_DISTRIBUTION = ("logit_scale", "softcap", "num_classes", "chunk_rows", "logits_dtype")
 
 
 def _cross_entropy(logits: Any, target: SparseTarget, **options: Any) -> Any:
