@@ -22,6 +22,8 @@ from . import ops, parallel, reference, travel  # noqa: F401, the names that the
 from ._version import __version__
 from .candidates import candidate_logits
 from .collate import cat, collate
+from .distillation import distillation_loss, linear_distillation_loss
+from .divergence import divergence
 from .functional import CrossEntropyOutput, cross_entropy, linear_cross_entropy
 from .log_probs import LogProbs, linear_selected_log_probs, selected_log_probs
 from .masked_mean import masked_mean
@@ -41,7 +43,7 @@ from .topk import linear_topk_log_probs, topk_log_probs
 
 __all__ = ["CrossEntropyOutput", "LinearRowLoss", "LinearSelectedLogProbs", "LinearSparseCrossEntropyLoss", "LogProbs",
            "MaskedMean", "SelectedLogProbs", "SparseCrossEntropyLoss", "SparseTarget", "__version__",
-           "candidate_logits", "cat", "collate", "cross_entropy", "disable_stock", "enable_stock",
-           "linear_cross_entropy", "linear_row_loss", "linear_selected_log_probs", "linear_topk_log_probs",
-           "log_softmax", "masked_mean", "segment_log_softmax", "segment_softmax", "selected_log_probs",
-           "topk_log_probs"]
+           "candidate_logits", "cat", "collate", "cross_entropy", "disable_stock", "distillation_loss", "divergence",
+           "enable_stock", "linear_cross_entropy", "linear_distillation_loss", "linear_row_loss",
+           "linear_selected_log_probs", "linear_topk_log_probs", "log_softmax", "masked_mean", "segment_log_softmax",
+           "segment_softmax", "selected_log_probs", "topk_log_probs"]

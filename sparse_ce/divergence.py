@@ -1,0 +1,301 @@
+"""Divergences of a student from a teacher that is known at a few classes of each row.
+
+S are the teacher's distinct classes in a row, p its weights there, s their sum; q are the student's probabilities, Q
+their sum over S, and V is the number of classes. What the teacher has off S is said by ``rest``. All sums are over S
+and, where the rest has a part in them, one term more, made of what the student's log-probabilities come with: nothing
+here has V numbers a row.
+"""
+
+import math
+from typing import Any, Callable, Dict, NamedTuple, Optional, Tuple, Union
+
+import torch
+from torch import Tensor
+
+from . import arguments, reference
+from .arguments import Arguments, Normalizer
+from .errors import fail
+from .functional import Reduction
+from .guarded import times
+from .log_probs import LogProbs, selected_log_probs
+from .segments import Segments, segments_of
+from .target import SparseTarget, Target, as_target
+
+KINDS = ("forward_kl", "reverse_kl", "jsd", "skew_forward", "skew_reverse", "alpha", "tv", "hellinger")
+RESTS = ("zero", "renormalize", "bucket", "uniform", "floor")
+_BETWEEN = ("jsd", "skew_forward", "skew_reverse", "alpha")  # those that have a beta
+_ANY_CLASS = torch.iinfo(torch.int32).max
+
+_INFINITE = "it is infinite: the student has probability where the teacher has 0. Use rest='floor', 'bucket' or " \
+            "'renormalize', which say what the teacher has there"
+_EVERY_CLASS = "it would need each class off the teacher's: two rows that are equal in all that is kept of them " \
+               "differ in it. Only the two KL directions have such a rest; use rest='bucket'"
+_AS_ZERO = "a teacher's e^floor off its classes adds nothing to this direction: that is rest='zero'"
+
+
+def needed(kind: str, rest: str) -> Union[Tuple[str, ...], str]:
+    """The fields of :class:`LogProbs` that it needs beside ``log_probs``, or the reason why it is refused."""
+    if rest == "zero":
+        if kind == "reverse_kl":
+            return _INFINITE
+        return () if kind in ("forward_kl", "skew_forward", "alpha") else ("log_rest",)
+    if rest in ("renormalize", "bucket"):
+        return ("log_rest",) if rest == "bucket" else ()
+    if kind == "reverse_kl":
+        return ("log_rest", "entropy")
+    if kind == "forward_kl":
+        return ("mean_logit",) if rest == "uniform" else _AS_ZERO
+    return _EVERY_CLASS
+
+
+def divergence(
+    student: Union[Tensor, LogProbs],
+    teacher: Target,
+    *,
+    kind: str = "forward_kl",
+    beta: float = 0.5,
+    rest: str = "zero",
+    floor: float = -100.0,
+    teacher_log_rest: Optional[Tensor] = None,
+    reduction: Reduction = "mean",
+    normalizer: Optional[Normalizer] = None,
+) -> Tensor:
+    """How far a student is from a teacher whose probabilities are known at a few classes of each row.
+
+    Args:
+        student: logits (..., V), or what :func:`sparse_ce.selected_log_probs` gave for ``teacher``, with the fields
+            that ``kind`` and ``rest`` need (docs/distillation.md has the table).
+        teacher: probabilities p as any form of target of :func:`sparse_ce.cross_entropy`, for the leading shape; most
+            exact as log-probabilities, ``SparseTarget.from_topk(ids, log_probs, kind="logprobs")``. Repeated ids add
+            up. Rows that it ignores do not count.
+        kind: ``"forward_kl"`` KL(p, q), ``"reverse_kl"`` KL(q, p), ``"jsd"`` beta KL(p, M) + (1 - beta) KL(q, M) with
+            M = beta p + (1 - beta) q, ``"skew_forward"`` KL(p, M), ``"skew_reverse"`` KL(q, beta q + (1 - beta) p),
+            ``"alpha"`` (1 - sum p^beta q^(1 - beta)) / (beta (1 - beta)), ``"tv"`` sum |p - q| / 2, ``"hellinger"``
+            sum (sqrt p - sqrt q)^2 / 2.
+        beta: between 0 and 1, of jsd, skew_forward, skew_reverse and alpha.
+        rest: the teacher off its classes. ``"zero"``: 0, and p as it is, whatever it sums to; ``"renormalize"``: p and
+            q are both normalized over the classes; ``"bucket"``: all other classes are one, which has 1 - sum p;
+            ``"uniform"``: each of them has its share of 1 - sum p; ``"floor"``: each has e^floor. Not every kind is
+            defined with each.
+        floor: a log-probability: of the classes off the teacher's with ``rest="floor"``; elsewhere the least that its
+            bucket, or a class of its uniform rest, is taken to have.
+        teacher_log_rest: leading shape, log of the teacher's probability off its classes, where it is known
+            (``topk_log_probs(..., return_log_rest=True)``); else it is made of 1 - sum p, which has few digits.
+        reduction, normalizer: as for :func:`sparse_ce.cross_entropy`.
+
+    Returns:
+        float32 (float64 for a student in float64): the divergence, ``()`` or the leading shape. Differentiable in
+        ``student`` and in the teacher's values; rows that do not count give 0 and gradient 0.
+
+    Raises:
+        TypeError, ValueError: ``kind`` is not defined with ``rest``, and why; a field of ``student`` is missing, and
+            how to get it; shapes that do not fit; a ``beta`` that is not between 0 and 1.
+
+    Examples:
+        >>> logits, ids = torch.zeros(2, 4, requires_grad=True), torch.tensor([[0, 1], [2, 3]])
+        >>> teacher = sparse_ce.SparseTarget.from_topk(ids, torch.tensor([[0.5, 0.3], [0.9, 0.1]]))
+        >>> sparse_ce.divergence(logits, teacher, rest="bucket", reduction="none")
+        tensor([0.1927, 1.0612], grad_fn=<ViewBackward0>)
+    """
+    fields = checked(kind, beta, rest, floor)
+    arguments.check_reduction(reduction, normalizer)
+    if not isinstance(student, LogProbs):
+        arguments.check_input(student, "V")
+        given = as_teacher(teacher, student.shape[:-1], student.shape[-1])
+        wanted: Dict[str, Any] = {f"return_{field}": True for field in fields}
+        student = selected_log_probs(student, given, **wanted)
+    else:
+        given = as_teacher(teacher, student.lse.shape, None)
+    for field in fields:
+        if getattr(student, field) is None:
+            fail(f"student must have {field}, which kind={kind!r} with rest={rest!r} needs, got None; ask for it with "
+                 f"return_{field}=True")
+    if student.log_probs.shape != given.indices.shape:
+        fail(f"student must have log_probs at the ids of teacher, {list(given.indices.shape)}, got "
+             f"{list(student.log_probs.shape)}")
+    leading, dtype, device = student.lse.shape, student.lse.dtype, student.lse.device
+    if normalizer is not None:
+        normalizer = arguments.scalar_normalizer(normalizer, student.lse)
+    if teacher_log_rest is not None:
+        if teacher_log_rest.shape != leading:
+            fail(f"teacher_log_rest must be of the leading shape {list(leading)}, got {list(teacher_log_rest.shape)}")
+        teacher_log_rest = teacher_log_rest.reshape(-1).to(dtype)
+    a, lse = _arguments(given), student.lse.reshape(-1)
+    if lse.device != a.indices.device:
+        fail(f"teacher must be on the device of student, {device}, got {a.indices.device}", RuntimeError)
+    ignored = reference.ignored_rows(a, lse.shape[0])
+    t = _Teacher.of(a, lse.shape[0], dtype, teacher_log_rest, floor)
+    s = _Student(student.log_probs.reshape(t.log_p.shape), lse,
+                 *(None if field is None else field.reshape(-1)
+                   for field in (student.log_rest, student.entropy, student.mean_logit)))
+    loss = _WITH_REST[rest](t, s, kind, beta, floor, given.num_classes)
+    loss = torch.where(ignored, 0.0, loss)
+    if reduction == "none":
+        return loss.reshape(leading)
+    if reduction == "sum":
+        return loss.sum()
+    return reference.loss_mean(loss, normalizer, *a.target)[0]
+
+
+def tempered(teacher: SparseTarget, temperature: float) -> SparseTarget:
+    """Its probabilities to the power of 1 / ``temperature``, normalized over the classes of each row; a repeated class
+    is one."""
+    if teacher.form == "index":
+        return teacher
+    values = teacher.values
+    dtype = torch.float32 if values is None else torch.promote_types(values.dtype, torch.float32)
+    t = _Teacher.of(_arguments(teacher), math.prod(teacher.shape), dtype, None, 0.0)
+    log_p = torch.where(t.part, t.normalized(t.log_p / temperature), -torch.inf).reshape(teacher.indices.shape)
+    return SparseTarget(teacher.indices, log_p, teacher.offsets, teacher.row_mask, teacher.num_classes, "logprobs")
+
+
+def _arguments(teacher: SparseTarget) -> Arguments:
+    flat = teacher.flatten()
+    return Arguments(flat.indices, flat.values, flat.offsets, None, flat.row_mask, logprobs=flat.kind == "logprobs")
+
+
+def checked(kind: str, beta: float, rest: str, floor: float) -> Tuple[str, ...]:
+    if kind not in KINDS:
+        fail(f"kind must be one of {', '.join(map(repr, KINDS))}, got {kind!r}")
+    if rest not in RESTS:
+        fail(f"rest must be one of {', '.join(map(repr, RESTS))}, got {rest!r}")
+    fields = needed(kind, rest)
+    if isinstance(fields, str):
+        fail(f"kind must be defined with rest={rest!r}, got {kind!r}: {fields}")
+    if not arguments.is_number(beta) or kind in _BETWEEN and not 0 < beta < 1:
+        fail(f"beta must be a number between 0 and 1, got {beta!r}; its limits are kind='forward_kl' and 'reverse_kl'",
+             ValueError if arguments.is_number(beta) else TypeError)
+    if not arguments.is_number(floor) or not -math.inf < floor <= 0:
+        fail(f"floor must be a finite log-probability, got {floor!r}",
+             ValueError if arguments.is_number(floor) else TypeError)
+    return fields
+
+
+def as_teacher(teacher: Target, leading: torch.Size, vocab: Optional[int]) -> SparseTarget:
+    """With the number of classes, where one of the two knows it."""
+    if vocab is None and isinstance(teacher, Tensor) and teacher.layout != torch.strided:
+        vocab = teacher.shape[-1]
+    given = as_target(teacher, torch.Size((*leading, vocab or _ANY_CLASS)))
+    if given.shape != leading:
+        fail(f"teacher must have leading shape {list(leading)}, got {list(given.shape)}")
+    return given if given.num_classes is not None or vocab is None else given.with_num_classes(vocab)
+
+
+class _Student(NamedTuple):
+    log_q: Tensor  # at the teacher's entries
+    lse: Tensor  # (N,), as are the others
+    log_rest: Optional[Tensor]
+    entropy: Optional[Tensor]
+    mean_logit: Optional[Tensor]
+
+
+class _Teacher(NamedTuple):
+    """Of the entries of each row. Those that are padding, or repeat a class, have no part in any sum."""
+
+    segments: Segments
+    log_p: Tensor  # 0 where there is no part
+    part: Tensor  # bool
+    given_log_rest: Optional[Tensor]  # (N,)
+    floor: float
+
+    @classmethod
+    def of(cls, a: Arguments, num_rows: int, dtype: torch.dtype, log_rest: Optional[Tensor],
+           floor: float) -> "_Teacher":
+        entries = reference.entries_of(a, _ANY_CLASS, dtype)
+        segments = segments_of(entries, num_rows)
+        part = entries.live | entries.values.isnan()
+        if a.values is None:
+            log_p = torch.zeros_like(entries.values)
+        else:
+            values = a.values.to(dtype).reshape(entries.values.shape)
+            log_p = torch.where(part, values, 0.0) if a.logprobs else torch.where(part, values, 1.0).log()
+        first, log_p = segments.merged(entries.columns, log_p, part)
+        return cls(segments, torch.where(first, log_p, 0.0), first, log_rest, floor)
+
+    def sum(self, terms: Tensor) -> Tensor:
+        return self.segments.sum(torch.where(self.part, terms, 0.0))
+
+    def normalized(self, x: Tensor) -> Tensor:
+        """Logarithms of what sums to 1 over a row."""
+        total = self.segments.logsumexp(torch.where(self.part, x, -torch.inf))
+        return x - self.segments.spread(torch.where(total.isneginf(), 0.0, total))
+
+    def log_rest(self) -> Tensor:
+        """(N,): of 1 - sum p, at least the floor."""
+        if self.given_log_rest is not None:
+            return self.given_log_rest.clamp(min=self.floor)
+        rest = 1 - self.sum(self.log_p.exp())
+        return torch.where(rest > 0, torch.where(rest > 0, rest, 1.0).log(), self.floor).clamp(min=self.floor)
+
+
+def _term(kind: str, beta: float, log_p: Tensor, log_q: Tensor) -> Tensor:
+    """What a class adds to the sum of a kind; log_p is finite."""
+    p, q = log_p.exp(), log_q.exp()
+    if kind == "forward_kl":
+        return p * (log_p - log_q)
+    if kind == "reverse_kl":
+        return times(q, log_q - log_p)
+    if kind == "alpha":
+        return (beta * log_p + (1 - beta) * log_q).exp()
+    if kind == "tv":
+        return (p - q).abs() / 2
+    if kind == "hellinger":
+        return ((log_p / 2).exp() - (log_q / 2).exp()).square() / 2
+    of_p = 1 - beta if kind == "skew_reverse" else beta
+    middle = torch.logaddexp(log_p + math.log(of_p), log_q + math.log1p(-of_p))
+    if kind == "skew_forward":
+        return p * (log_p - middle)
+    if kind == "skew_reverse":
+        return times(q, log_q - middle)
+    return beta * p * (log_p - middle) + (1 - beta) * times(q, log_q - middle)
+
+
+def _finished(kind: str, beta: float, total: Tensor) -> Tensor:
+    return (1 - total) / (beta * (1 - beta)) if kind == "alpha" else total
+
+
+def _zero(t: _Teacher, s: _Student, kind: str, beta: float, floor: float, _: Optional[int]) -> Tensor:
+    total = t.sum(_term(kind, beta, t.log_p, s.log_q))
+    if s.log_rest is None or kind in ("forward_kl", "skew_forward", "alpha"):
+        return _finished(kind, beta, total)
+    of_zero = {"jsd": -(1 - beta) * math.log1p(-beta), "skew_reverse": -math.log(beta), "tv": 0.5,
+               "hellinger": 0.5}[kind] if kind in _BETWEEN else 0.5
+    return total + of_zero * s.log_rest.exp()
+
+
+def _renormalize(t: _Teacher, s: _Student, kind: str, beta: float, floor: float, _: Optional[int]) -> Tensor:
+    total = t.sum(_term(kind, beta, t.normalized(t.log_p), t.normalized(s.log_q)))
+    return _finished(kind, beta, total)
+
+
+def _bucket(t: _Teacher, s: _Student, kind: str, beta: float, floor: float, _: Optional[int]) -> Tensor:
+    assert s.log_rest is not None
+    total = t.sum(_term(kind, beta, t.log_p, s.log_q)) + _term(kind, beta, t.log_rest(), s.log_rest)
+    return _finished(kind, beta, total)
+
+
+def _uniform(t: _Teacher, s: _Student, kind: str, beta: float, floor: float, num_classes: Optional[int]) -> Tensor:
+    if num_classes is None:
+        fail("teacher must have num_classes with rest='uniform', got None; pass num_classes= where it is made")
+    others = num_classes - t.sum(torch.ones_like(t.log_p))
+    log_each = (t.log_rest() - others.clamp(min=1).log()).clamp(min=floor)
+    if kind == "reverse_kl":
+        return _against(t, s, log_each)
+    assert s.mean_logit is not None
+    log_q_of_others = num_classes * (s.mean_logit - s.lse) - t.sum(s.log_q)
+    each = torch.where(others > 0, log_each.exp(), 0.0)
+    return t.sum(_term(kind, beta, t.log_p, s.log_q)) + times(each, others * log_each - log_q_of_others)
+
+
+def _floor(t: _Teacher, s: _Student, kind: str, beta: float, floor: float, _: Optional[int]) -> Tensor:
+    return _against(t, s, torch.full_like(s.lse, floor))
+
+
+def _against(t: _Teacher, s: _Student, log_each: Tensor) -> Tensor:
+    """KL(q, p) where every class off the teacher's has e^log_each."""
+    assert s.entropy is not None and s.log_rest is not None
+    return -s.entropy - t.sum(times(s.log_q.exp(), t.log_p)) - times(s.log_rest.exp(), log_each)
+
+
+_WITH_REST: Dict[str, Callable[..., Tensor]] = {
+    "zero": _zero, "renormalize": _renormalize, "bucket": _bucket, "uniform": _uniform, "floor": _floor}

@@ -1,0 +1,112 @@
+"""Sums over the entries of each row of a target, in a fixed order on every device, and back."""
+
+from typing import Any, NamedTuple, Optional, Tuple
+
+import torch
+from torch import Tensor
+
+from .reference.cross_entropy import Entries
+from .tracing import eager
+
+
+class Segments(NamedTuple):
+    """Which entries belong to a row: all of (N, K), or runs of (E,)."""
+
+    num_rows: int
+    rows: Optional[Tensor] = None  # (E,) int64, of each entry; num_rows where there is none
+    bounds: Optional[Tensor] = None  # (2 N + 2,): where runs begin and end, every second being that of a row
+    place: Optional[Tensor] = None  # (N,): the run of each row
+
+    def sum(self, terms: Tensor) -> Tensor:
+        """(N,)."""
+        if self.rows is None or self.bounds is None or self.place is None:
+            return terms.sum(1)
+        total: Tensor = _Sum.apply(terms, self.rows, self.bounds, self.place)
+        return total
+
+    def spread(self, per_row: Tensor) -> Tensor:
+        """To each entry its row's, 0 to one of none."""
+        if self.rows is None:
+            return per_row[:, None]
+        spread: Tensor = _Spread.apply(per_row, self.rows, self.bounds, self.place)
+        return spread
+
+    def logsumexp(self, x: Tensor) -> Tensor:
+        """(N,); -inf where there is nothing."""
+        if self.rows is None or self.bounds is None or self.place is None:
+            if x.shape[1] == 0:
+                return x.new_full((self.num_rows,), -torch.inf)
+            highest = x.detach().amax(1)
+        else:
+            highest = torch.segment_reduce(x.detach(), "max", offsets=self.bounds)[self.place]
+        highest = torch.where(highest.isfinite(), highest, 0.0)
+        total = self.sum((x - self.spread(highest)).exp())
+        return torch.where(total == 0, -torch.inf, torch.where(total == 0, 1.0, total).log()) + highest
+
+    def merged(self, columns: Tensor, logs: Tensor, part: Tensor) -> Tuple[Tensor, Tensor]:
+        """Which entries stand for their class in their row, one each, and the logarithm of the sum of all of it."""
+        if columns.numel() == 0 or columns.dim() == 2 and columns.shape[1] == 1:
+            return part, logs
+        shape, keys = columns.shape, torch.where(part, columns, -1)
+        if self.rows is not None:
+            keys = torch.where(part, self.rows * (1 << 31) + columns, -1)
+        # The largest of a class first, which the others are summed relative to.
+        _, by_size = logs.detach().sort(dim=-1, descending=True, stable=True)
+        keys, by_class = keys.gather(-1, by_size).sort(dim=-1, stable=True)
+        order = by_size.gather(-1, by_class)
+        first = torch.ones_like(part)
+        first[..., 1:] = keys[..., 1:] != keys[..., :-1]
+        if eager() and logs.is_cpu and bool(first[keys >= 0].all()):
+            return part, logs
+        group = first.flatten().cumsum(0) - 1
+        bounds = torch.searchsorted(group, torch.arange(group.shape[0] + 1, device=group.device))
+        in_order = logs.gather(-1, order).flatten()
+        highest = in_order.detach()[bounds[group]]
+        everyone = torch.arange(group.shape[0], device=group.device)
+        relative = torch.where(keys.flatten() >= 0, in_order - highest, 0.0).exp()
+        total = _Sum.apply(relative, group, bounds, everyone)
+        summed = highest + _Spread.apply(total, group, bounds, everyone).log()
+        back = order.argsort(-1)
+        return part & first.gather(-1, back), summed.view(shape).gather(-1, back)
+
+
+def segments_of(entries: Entries, num_rows: int) -> Segments:
+    if entries.rows is None:
+        return Segments(num_rows)
+    assert entries.within is not None
+    count = entries.rows.shape[0]
+    # Entries lie row by row: a run begins where the row changes, and those that belong to none end it too.
+    rows = torch.where(entries.within, entries.rows, num_rows)
+    position = torch.arange(count, device=rows.device)
+    begin = rows.new_full((num_rows + 1,), count).scatter_reduce(0, rows, position, "amin")[:num_rows]
+    end = rows.new_full((num_rows + 1,), 0).scatter_reduce(0, rows, position + 1, "amax")[:num_rows]
+    begin, order = begin.sort(stable=True)
+    end = torch.maximum(end[order], begin)
+    bounds = torch.cat((begin.new_zeros(1), torch.stack((begin, end), 1).flatten(), begin.new_full((1,), count)))
+    return Segments(num_rows, rows, bounds, 2 * order.argsort() + 1)
+
+
+class _Sum(torch.autograd.Function):
+    """(E,) -> (N,); its derivative is :class:`_Spread`, whose derivative it is."""
+
+    @staticmethod
+    def forward(ctx: Any, terms: Tensor, rows: Tensor, bounds: Tensor, place: Tensor) -> Tensor:
+        ctx.save_for_backward(rows, bounds, place)
+        return torch.segment_reduce(terms, "sum", offsets=bounds)[place]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tuple[Tensor, None, None, None]:
+        return _Spread.apply(grad, *ctx.saved_tensors), None, None, None
+
+
+class _Spread(torch.autograd.Function):
+    """(N,) -> (E,)."""
+
+    @staticmethod
+    def forward(ctx: Any, per_row: Tensor, rows: Tensor, bounds: Tensor, place: Tensor) -> Tensor:
+        ctx.save_for_backward(rows, bounds, place)
+        return torch.cat((per_row, per_row.new_zeros(1)))[rows]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tuple[Tensor, None, None, None]:
+        return _Sum.apply(grad, *ctx.saved_tensors), None, None, None
