@@ -226,7 +226,7 @@ def _together(of_rows: Loss, share: float, share_of_labels: float, input: Tensor
     dtype = arguments.arithmetic_dtype(input.dtype)
     per_row, per_label = (torch.full((), x, dtype=dtype, device=input.device) for x in (share, share_of_labels))
     if reduction == "mean" and normalizer is None:
-        per_row, per_label = (x / rows.sum().clamp(min=1) for x, rows in ((per_row, of_teacher), (per_label, of_labels)))
+        per_row, per_label = per_row / of_teacher.sum().clamp(min=1), per_label / of_labels.sum().clamp(min=1)
         reduction = "sum"
 
     def of_both(out: LogProbs, ids: Tensor, teacher: SparseTarget, *log_rest: Tensor) -> Tensor:

@@ -16,7 +16,6 @@ from . import arguments, reference
 from .arguments import Arguments, Normalizer
 from .errors import fail
 from .functional import Reduction
-from .guarded import times
 from .log_probs import LogProbs, selected_log_probs
 from .segments import Segments, segments_of
 from .target import SparseTarget, Target, as_target
@@ -125,7 +124,7 @@ def divergence(
         fail(f"teacher must be on the device of student, {device}, got {a.indices.device}", RuntimeError)
     ignored = reference.ignored_rows(a, lse.shape[0])
     t = _Teacher.of(a, lse.shape[0], dtype, teacher_log_rest, floor)
-    s = _Student(student.log_probs.reshape(t.log_p.shape), lse,
+    s = _Student(torch.where(t.part, student.log_probs.reshape(t.log_p.shape), 0.0), lse,
                  *(None if field is None else field.reshape(-1)
                    for field in (student.log_rest, student.entropy, student.mean_logit)))
     loss = _WITH_REST[rest](t, s, kind, beta, floor, given.num_classes)
@@ -182,7 +181,7 @@ def as_teacher(teacher: Target, leading: torch.Size, vocab: Optional[int]) -> Sp
 
 
 class _Student(NamedTuple):
-    log_q: Tensor  # at the teacher's entries
+    log_q: Tensor  # at the teacher's entries; 0 where one has no part
     lse: Tensor  # (N,), as are the others
     log_rest: Optional[Tensor]
     entropy: Optional[Tensor]
@@ -233,8 +232,9 @@ def _term(kind: str, beta: float, log_p: Tensor, log_q: Tensor) -> Tensor:
     p, q = log_p.exp(), log_q.exp()
     if kind == "forward_kl":
         return p * (log_p - log_q)
+    finite = torch.where(log_q.isneginf(), 0.0, log_q)  # where q, its factor, is 0
     if kind == "reverse_kl":
-        return times(q, log_q - log_p)
+        return q * (finite - log_p)
     if kind == "alpha":
         return (beta * log_p + (1 - beta) * log_q).exp()
     if kind == "tv":
@@ -246,8 +246,8 @@ def _term(kind: str, beta: float, log_p: Tensor, log_q: Tensor) -> Tensor:
     if kind == "skew_forward":
         return p * (log_p - middle)
     if kind == "skew_reverse":
-        return times(q, log_q - middle)
-    return beta * p * (log_p - middle) + (1 - beta) * times(q, log_q - middle)
+        return q * (finite - middle)
+    return beta * p * (log_p - middle) + (1 - beta) * q * (finite - middle)
 
 
 def _finished(kind: str, beta: float, total: Tensor) -> Tensor:
@@ -282,9 +282,12 @@ def _uniform(t: _Teacher, s: _Student, kind: str, beta: float, floor: float, num
     if kind == "reverse_kl":
         return _against(t, s, log_each)
     assert s.mean_logit is not None
-    log_q_of_others = num_classes * (s.mean_logit - s.lse) - t.sum(s.log_q)
-    each = torch.where(others > 0, log_each.exp(), 0.0)
-    return t.sum(_term(kind, beta, t.log_p, s.log_q)) + times(each, others * log_each - log_q_of_others)
+    none = s.mean_logit.isneginf()  # a class without probability
+    of_others = num_classes * (torch.where(none, 0.0, s.mean_logit) - s.lse) - t.sum(
+        torch.where(s.log_q.isneginf(), 0.0, s.log_q))
+    against = others * log_each - torch.where(none, -torch.inf, of_others)
+    total = t.sum(_term(kind, beta, t.log_p, s.log_q))
+    return torch.where(others > 0, total + log_each.exp() * against, total)
 
 
 def _floor(t: _Teacher, s: _Student, kind: str, beta: float, floor: float, _: Optional[int]) -> Tensor:
@@ -294,7 +297,7 @@ def _floor(t: _Teacher, s: _Student, kind: str, beta: float, floor: float, _: Op
 def _against(t: _Teacher, s: _Student, log_each: Tensor) -> Tensor:
     """KL(q, p) where every class off the teacher's has e^log_each."""
     assert s.entropy is not None and s.log_rest is not None
-    return -s.entropy - t.sum(times(s.log_q.exp(), t.log_p)) - times(s.log_rest.exp(), log_each)
+    return -s.entropy - t.sum(s.log_q.exp() * t.log_p) - s.log_rest.exp() * log_each
 
 
 _WITH_REST: Dict[str, Callable[..., Tensor]] = {
