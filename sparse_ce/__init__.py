@@ -28,6 +28,9 @@ from .functional import CrossEntropyOutput, cross_entropy, linear_cross_entropy
 from .log_probs import LogProbs, linear_selected_log_probs, selected_log_probs
 from .masked_mean import masked_mean
 from .modules import (
+    DistillationLoss,
+    Divergence,
+    LinearDistillationLoss,
     LinearRowLoss,
     LinearSelectedLogProbs,
     LinearSparseCrossEntropyLoss,
@@ -41,9 +44,10 @@ from .stock import disable_stock, enable_stock
 from .target import SparseTarget
 from .topk import linear_topk_log_probs, topk_log_probs
 
-__all__ = ["CrossEntropyOutput", "LinearRowLoss", "LinearSelectedLogProbs", "LinearSparseCrossEntropyLoss", "LogProbs",
-           "MaskedMean", "SelectedLogProbs", "SparseCrossEntropyLoss", "SparseTarget", "__version__",
-           "candidate_logits", "cat", "collate", "cross_entropy", "disable_stock", "distillation_loss", "divergence",
-           "enable_stock", "linear_cross_entropy", "linear_distillation_loss", "linear_row_loss",
-           "linear_selected_log_probs", "linear_topk_log_probs", "log_softmax", "masked_mean", "segment_log_softmax",
-           "segment_softmax", "selected_log_probs", "topk_log_probs"]
+__all__ = ["CrossEntropyOutput", "DistillationLoss", "Divergence", "LinearDistillationLoss", "LinearRowLoss",
+           "LinearSelectedLogProbs", "LinearSparseCrossEntropyLoss", "LogProbs", "MaskedMean", "SelectedLogProbs",
+           "SparseCrossEntropyLoss", "SparseTarget", "__version__", "candidate_logits", "cat", "collate",
+           "cross_entropy", "disable_stock", "distillation_loss", "divergence", "enable_stock", "linear_cross_entropy",
+           "linear_distillation_loss", "linear_row_loss", "linear_selected_log_probs", "linear_topk_log_probs",
+           "log_softmax", "masked_mean", "segment_log_softmax", "segment_softmax", "selected_log_probs",
+           "topk_log_probs"]

@@ -177,24 +177,28 @@ def _checked(teacher: Target, labels: Optional[Target], shape: torch.Size, of_ki
     """The teacher at the temperature, for logits of ``shape``, and the fields to ask for."""
     rest = of_kind["rest"]
     fields = checked(of_kind["kind"], of_kind["beta"], rest, of_kind["floor"])
-    for name, value, holds, expected in (("temperature", temperature, lambda x: 0 < x < float("inf"), "positive"),
-                                         ("alpha", alpha, lambda x: 0 <= x <= 1, "in [0, 1]")):
-        if not arguments.is_number(value):
-            fail(f"{name} must be a number, got {value!r}", TypeError)
-        if not holds(value):
-            fail(f"{name} must be {expected}, got {value}")
+    check_shares(rest, temperature, alpha, of_kind["teacher_log_rest"] is not None)
     if alpha < 1 and labels is None:
         fail(f"labels must be given where alpha is not 1, got None and alpha={alpha}")
     given = as_teacher(teacher, shape[:-1], shape[-1])
     if temperature != 1:
-        if rest not in ("zero", "renormalize") or of_kind["teacher_log_rest"] is not None:
-            fail(f"temperature must be 1 with rest={rest!r}" + (
-                " and teacher_log_rest" if of_kind["teacher_log_rest"] is not None else "") + f", got {temperature}: "
-                "what a teacher has off its classes at another temperature is not known; cache it at this one, "
-                "topk_log_probs(logits, k, logit_scale=1 / temperature), and divide the student's logits alone, "
-                "logit_scale=1 / temperature")
         given = tempered(given, temperature)
     return given, {f"return_{field}": True for field in fields}
+
+
+def check_shares(rest: str, temperature: float, alpha: float, with_log_rest: bool = False) -> None:
+    for name, value in (("temperature", temperature), ("alpha", alpha)):
+        if not arguments.is_number(value):
+            fail(f"{name} must be a number, got {value!r}", TypeError)
+    if not 0 < temperature < float("inf"):
+        fail(f"temperature must be positive, got {temperature}")
+    if not 0 <= alpha <= 1:
+        fail(f"alpha must be in [0, 1], got {alpha}")
+    if temperature != 1 and (rest not in ("zero", "renormalize") or with_log_rest):
+        fail(f"temperature must be 1 with {'teacher_log_rest' if with_log_rest else f'rest={rest!r}'}, got "
+             f"{temperature}: what a teacher has off its classes at another temperature is not known; cache it at this "
+             "one, topk_log_probs(logits, k, logit_scale=1 / temperature), and divide the student's logits alone, "
+             "logit_scale=1 / temperature")
 
 
 def _divided(temperature: float, logit_scale: Scale, softcap: Optional[float]) -> Dict[str, Any]:

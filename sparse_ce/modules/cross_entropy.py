@@ -1,0 +1,120 @@
+"""Modules of the losses of logits and of a linear head."""
+
+from typing import Optional
+
+import torch
+from torch import Tensor
+
+from .. import arguments, functional
+from ..entries import IGNORE_INDEX
+from ..target import Target
+from .held import HeldLoss
+
+
+class SparseCrossEntropyLoss(HeldLoss):
+    """Module form of :func:`sparse_ce.cross_entropy`; arguments are its keywords.
+
+    ``weight`` is a buffer: it moves with the module. ``normalizer`` and ``row_weight``, which change from step to
+    step, are arguments of the call.
+
+    Examples:
+        >>> criterion = sparse_ce.SparseCrossEntropyLoss(label_smoothing=0.1, reduction="sum")
+        >>> criterion(torch.zeros(2, 4), torch.tensor([0, 3]))
+        tensor(2.7726)
+    """
+
+    def __init__(
+        self,
+        weight: Optional[Tensor] = None,
+        *,
+        ignore_index: int = IGNORE_INDEX,
+        reduction: functional.Reduction = "mean",
+        label_smoothing: float = 0.0,
+        z_loss: float = 0.0,
+        logit_scale: float = 1.0,
+        softcap: Optional[float] = None,
+        normalizer: Optional[arguments.Normalizer] = None,
+        num_classes: Optional[int] = None,
+        inplace: functional.Inplace = False,
+        return_lse: bool = False,
+        return_entropy: bool = False,
+        return_argmax: bool = False,
+    ) -> None:
+        super().__init__(
+            weight, normalizer,
+            ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing, z_loss=z_loss,
+            logit_scale=logit_scale, softcap=softcap, num_classes=num_classes, inplace=inplace,
+            return_lse=return_lse, return_entropy=return_entropy, return_argmax=return_argmax)
+
+    def forward(self, input: Tensor, target: Target,
+                normalizer: Optional[arguments.Normalizer] = None, *,
+                row_weight: Optional[Tensor] = None) -> functional.Output:
+        """``input`` (..., V), ``target`` in any of its forms; see :func:`sparse_ce.cross_entropy`.
+
+        Examples:
+            >>> criterion = sparse_ce.SparseCrossEntropyLoss()
+            >>> criterion(torch.zeros(2, 4), torch.tensor([0, -100]), normalizer=2)
+            tensor(0.6931)
+        """
+        normalizer = self.normalizer if normalizer is None else normalizer
+        result: functional.Output = functional.cross_entropy(
+            input, target, self.weight, normalizer=normalizer, row_weight=row_weight, **self.options)
+        return result
+
+
+class LinearSparseCrossEntropyLoss(HeldLoss):
+    """Module form of :func:`sparse_ce.linear_cross_entropy`; arguments are its keywords.
+
+    The head stays where it is, in the model: its weight and bias are arguments of the call, as is ``normalizer``.
+    ``weight``, of the classes, is a buffer.
+
+    Examples:
+        >>> criterion = sparse_ce.LinearSparseCrossEntropyLoss(z_loss=1e-4)
+        >>> hidden, head = torch.randn(4, 8), torch.nn.Linear(8, 100)
+        >>> criterion(hidden, head.weight, torch.tensor([3, 14, 15, 92])).backward()
+        >>> head.weight.grad.shape
+        torch.Size([100, 8])
+    """
+
+    def __init__(
+        self,
+        *,
+        weight: Optional[Tensor] = None,
+        ignore_index: int = IGNORE_INDEX,
+        reduction: functional.Reduction = "mean",
+        label_smoothing: float = 0.0,
+        z_loss: float = 0.0,
+        logit_scale: float = 1.0,
+        softcap: Optional[float] = None,
+        normalizer: Optional[arguments.Normalizer] = None,
+        num_classes: Optional[int] = None,
+        inplace: functional.Inplace = False,
+        return_lse: bool = False,
+        return_entropy: bool = False,
+        return_argmax: bool = False,
+        logits_dtype: Optional[torch.dtype] = None,
+        chunk_rows: Optional[int] = None,
+    ) -> None:
+        super().__init__(
+            weight, normalizer,
+            ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing, z_loss=z_loss,
+            logit_scale=logit_scale, softcap=softcap, num_classes=num_classes, inplace=inplace,
+            return_lse=return_lse, return_entropy=return_entropy, return_argmax=return_argmax,
+            logits_dtype=logits_dtype, chunk_rows=chunk_rows)
+
+    def forward(self, input: Tensor, linear_weight: Tensor, target: Target,
+                linear_bias: Optional[Tensor] = None,
+                normalizer: Optional[arguments.Normalizer] = None, *,
+                row_weight: Optional[Tensor] = None) -> functional.Output:
+        """``input`` (..., D), ``linear_weight`` (V, D), ``target`` in any of its forms, ``linear_bias`` (V,).
+
+        Examples:
+            >>> criterion = sparse_ce.LinearSparseCrossEntropyLoss()
+            >>> criterion(torch.zeros(2, 8), torch.randn(4, 8), torch.tensor([0, 3]), torch.zeros(4))
+            tensor(1.3863)
+        """
+        normalizer = self.normalizer if normalizer is None else normalizer
+        result: functional.Output = functional.linear_cross_entropy(
+            input, linear_weight, target, linear_bias=linear_bias, weight=self.weight, normalizer=normalizer,
+            row_weight=row_weight, **self.options)
+        return result

@@ -1,0 +1,163 @@
+"""Modules of divergences and of losses of distillation."""
+
+from typing import Any, Optional, Union
+
+import torch
+from torch import Tensor
+
+from .. import arguments, functional
+from ..distillation import check_shares, distillation_loss, linear_distillation_loss
+from ..divergence import checked, divergence
+from ..entries import IGNORE_INDEX
+from ..log_probs import LogProbs
+from ..target import Target
+from .held import Held, scaled
+
+
+class _HeldKind(Held):
+    """Checks what can be said of a divergence before there is one."""
+
+    def __init__(self, normalizer: Optional[arguments.Normalizer], **options: Any) -> None:
+        checked(*(options[name] for name in ("kind", "beta", "rest", "floor")))
+        super().__init__(normalizer=normalizer, **options)
+        self.normalizer = normalizer
+
+
+class Divergence(_HeldKind):
+    """Module form of :func:`sparse_ce.divergence`; arguments are its keywords.
+
+    Examples:
+        >>> criterion = sparse_ce.Divergence(kind="tv", rest="bucket")
+        >>> teacher = torch.tensor([[0, 1]]), torch.tensor([[0.5, 0.3]])
+        >>> criterion(torch.zeros(1, 4), teacher)
+        tensor(0.3000)
+    """
+
+    def __init__(
+        self,
+        *,
+        kind: str = "forward_kl",
+        beta: float = 0.5,
+        rest: str = "zero",
+        floor: float = -100.0,
+        reduction: functional.Reduction = "mean",
+        normalizer: Optional[arguments.Normalizer] = None,
+    ) -> None:
+        super().__init__(normalizer, kind=kind, beta=beta, rest=rest, floor=floor, reduction=reduction)
+
+    def forward(self, student: Union[Tensor, LogProbs], teacher: Target, teacher_log_rest: Optional[Tensor] = None,
+                normalizer: Optional[arguments.Normalizer] = None) -> Tensor:
+        """``student``: logits (..., V), or their log-probabilities at the teacher's ids; ``teacher`` in any form;
+        ``normalizer`` in place of the module's.
+
+        Examples:
+            >>> sparse_ce.Divergence()(torch.zeros(2, 4), torch.tensor([0, 3]), normalizer=4)
+            tensor(0.6931)
+        """
+        normalizer = self.normalizer if normalizer is None else normalizer
+        return divergence(student, teacher, teacher_log_rest=teacher_log_rest, normalizer=normalizer, **self.options)
+
+
+class DistillationLoss(_HeldKind):
+    """Module form of :func:`sparse_ce.distillation_loss`; arguments are its keywords, ``logit_scale`` a number.
+
+    Examples:
+        >>> criterion = sparse_ce.DistillationLoss(kind="jsd", rest="renormalize", temperature=2.0, alpha=0.9)
+        >>> teacher = torch.tensor([[0, 1]]), torch.tensor([[0.5, 0.5]])
+        >>> criterion(torch.zeros(1, 4), teacher, torch.tensor([1]))
+        tensor(0.1386)
+    """
+
+    def __init__(
+        self,
+        *,
+        kind: str = "forward_kl",
+        rest: str = "zero",
+        beta: float = 0.5,
+        floor: float = -100.0,
+        temperature: float = 1.0,
+        temperature_squared: bool = False,
+        alpha: float = 1.0,
+        ignore_index: int = IGNORE_INDEX,
+        logit_scale: float = 1.0,
+        softcap: Optional[float] = None,
+        num_classes: Optional[int] = None,
+        reduction: functional.Reduction = "mean",
+        normalizer: Optional[arguments.Normalizer] = None,
+    ) -> None:
+        super().__init__(
+            normalizer, kind=kind, rest=rest, beta=beta, floor=floor, temperature=temperature,
+            temperature_squared=temperature_squared, alpha=alpha, ignore_index=ignore_index, logit_scale=logit_scale,
+            softcap=softcap, num_classes=num_classes, reduction=reduction)
+        check_shares(rest, temperature, alpha)
+
+    def forward(self, input: Tensor, teacher: Target, labels: Optional[Target] = None,
+                teacher_log_rest: Optional[Tensor] = None, normalizer: Optional[arguments.Normalizer] = None,
+                logit_scale: Optional[arguments.Scale] = None) -> Tensor:
+        """``input`` (..., V), ``teacher`` and ``labels`` in any form; ``normalizer`` and ``logit_scale`` in place of
+        the module's.
+
+        Examples:
+            >>> teacher = torch.tensor([[0, 1]]), torch.tensor([[0.5, 0.5]])
+            >>> sparse_ce.DistillationLoss()(torch.zeros(1, 4), teacher)
+            tensor(0.6931)
+        """
+        normalizer = self.normalizer if normalizer is None else normalizer
+        return distillation_loss(input, teacher, labels, teacher_log_rest=teacher_log_rest, normalizer=normalizer,
+                                 **scaled(self.options, logit_scale))
+
+
+class LinearDistillationLoss(_HeldKind):
+    """Module form of :func:`sparse_ce.linear_distillation_loss`; arguments are its keywords, ``logit_scale`` a number.
+
+    The head stays where it is, in the model: its weight and bias are arguments of the call.
+
+    Examples:
+        >>> criterion = sparse_ce.LinearDistillationLoss(kind="reverse_kl", rest="bucket")
+        >>> hidden, head = torch.randn(6, 8), torch.nn.Linear(8, 50)
+        >>> of_teacher = sparse_ce.topk_log_probs(torch.randn(6, 50), 5)
+        >>> criterion(hidden, head.weight, of_teacher, linear_bias=head.bias).backward()
+    """
+
+    def __init__(
+        self,
+        *,
+        kind: str = "forward_kl",
+        rest: str = "zero",
+        beta: float = 0.5,
+        floor: float = -100.0,
+        temperature: float = 1.0,
+        temperature_squared: bool = False,
+        alpha: float = 1.0,
+        ignore_index: int = IGNORE_INDEX,
+        logit_scale: float = 1.0,
+        softcap: Optional[float] = None,
+        num_classes: Optional[int] = None,
+        reduction: functional.Reduction = "mean",
+        normalizer: Optional[arguments.Normalizer] = None,
+        logits_dtype: Optional[torch.dtype] = None,
+        chunk_rows: Optional[int] = None,
+    ) -> None:
+        super().__init__(
+            normalizer, kind=kind, rest=rest, beta=beta, floor=floor, temperature=temperature,
+            temperature_squared=temperature_squared, alpha=alpha, ignore_index=ignore_index, logit_scale=logit_scale,
+            softcap=softcap, num_classes=num_classes, reduction=reduction, logits_dtype=logits_dtype,
+            chunk_rows=chunk_rows)
+        check_shares(rest, temperature, alpha)
+
+    def forward(self, input: Tensor, linear_weight: Tensor, teacher: Target, labels: Optional[Target] = None,
+                linear_bias: Optional[Tensor] = None, teacher_log_rest: Optional[Tensor] = None,
+                normalizer: Optional[arguments.Normalizer] = None,
+                logit_scale: Optional[arguments.Scale] = None) -> Tensor:
+        """``input`` (..., D), ``linear_weight`` (V, D), ``teacher`` and ``labels`` in any form, ``linear_bias`` (V,);
+        ``normalizer`` and ``logit_scale`` in place of the module's.
+
+        Examples:
+            >>> teacher = torch.tensor([[0, 1]]), torch.tensor([[0.5, 0.5]])
+            >>> sparse_ce.LinearDistillationLoss()(torch.zeros(1, 2), torch.randn(4, 2), teacher)
+            tensor(0.6931)
+        """
+        normalizer = self.normalizer if normalizer is None else normalizer
+        return linear_distillation_loss(
+            input, linear_weight, teacher, labels, linear_bias=linear_bias, teacher_log_rest=teacher_log_rest,
+            normalizer=normalizer, **scaled(self.options, logit_scale))

@@ -1,0 +1,34 @@
+"""The module of a masked mean."""
+
+from typing import Sequence, Union
+
+from torch import Tensor, nn
+
+from ..masked_mean import given_dims, masked_mean
+
+
+class MaskedMean(nn.Module):
+    """Module form of :func:`sparse_ce.masked_mean`; arguments are its keywords.
+
+    Examples:
+        >>> pool = sparse_ce.MaskedMean(dim=1)
+        >>> pool(torch.tensor([[1.0, 2.0, torch.nan]]), torch.tensor([[True, True, False]]))
+        tensor([1.5000])
+    """
+
+    def __init__(self, dim: Union[int, Sequence[int], None] = None, keepdim: bool = False) -> None:
+        super().__init__()
+        given_dims(dim)
+        self.dim, self.keepdim = dim, keepdim
+
+    def forward(self, input: Tensor, mask: Tensor) -> Tensor:
+        """``mask`` broadcasts to the shape of ``input``; see :func:`sparse_ce.masked_mean`.
+
+        Examples:
+            >>> sparse_ce.MaskedMean()(torch.tensor([1.0, 2.0]), torch.tensor([0, 1]))
+            tensor(2.)
+        """
+        return masked_mean(input, mask, self.dim, self.keepdim)
+
+    def extra_repr(self) -> str:
+        return f"dim={self.dim}, keepdim={self.keepdim}"

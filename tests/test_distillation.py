@@ -1,0 +1,212 @@
+"""Losses of distillation: on logits their two parts, on a linear head the same, and in modules."""
+
+import inspect
+import itertools
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import sparse_ce
+from cases import Draw
+from refusals import assert_refused
+from sparse_ce import (
+    DistillationLoss,
+    Divergence,
+    LinearDistillationLoss,
+    SparseTarget,
+    cross_entropy,
+    distillation_loss,
+    divergence,
+    linear_distillation_loss,
+    topk_log_probs,
+)
+from sparse_ce.divergence import KINDS, RESTS, needed
+
+DEFINED = [(kind, rest) for kind, rest in itertools.product(KINDS, RESTS) if not isinstance(needed(kind, rest), str)]
+SHAPE, CLASSES, WIDTH, IDS = (2, 4), 19, 6, 3
+TEACHERS = ("topk", "masked", "repeated", "jagged", "labels")
+
+
+def make(device):
+    """[input, weight, bias], labels, the teacher in its forms, and log_rest of those where it fits."""
+    draw, dtype = Draw(device), torch.float64
+    head = [t.requires_grad_() for t in (draw.normal(*SHAPE, WIDTH, dtype=dtype),
+                                         draw.normal(CLASSES, WIDTH, dtype=dtype), draw.normal(CLASSES, dtype=dtype))]
+    top, log_rest = topk_log_probs(2 * draw.normal(*SHAPE, CLASSES, dtype=dtype), IDS, return_log_rest=True)
+    labels = draw.integers(CLASSES, *SHAPE)
+    labels[0, 1] = -100
+    labels[1, 2], labels[1, 3] = top.indices[1, 2, 1], top.indices[1, 3, 0]  # among the teacher's classes
+    ids, log_p = top.indices, top.values
+    row_mask = torch.tensor([[True, True, False, True], [False, True, True, True]], device=device)
+    begin = torch.arange(0, 8 * IDS, IDS, device=device)
+    teachers = {
+        "topk": top, "masked": SparseTarget.from_topk(ids, log_p, kind="logprobs", row_mask=row_mask),
+        "repeated": SparseTarget.from_topk(torch.cat((ids, ids[..., :1]), -1),
+                                           torch.cat((log_p - 0.5, log_p[..., :1] - 1), -1), kind="logprobs"),
+        "jagged": SparseTarget.from_jagged(ids.flatten(), log_p.flatten(), kind="logprobs", offsets=torch.stack(
+            (begin, begin + IDS), -1).reshape(*SHAPE, 2)),
+        "labels": SparseTarget.from_index(labels.clamp(min=0)),
+    }
+    return head, labels, teachers, log_rest
+
+
+def close(found, expected, leaves):
+    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
+    upstream = torch.linspace(0.5, 2, found.numel(), dtype=found.dtype, device=found.device).reshape(found.shape)
+    for a, b in zip(torch.autograd.grad(found, leaves, upstream), torch.autograd.grad(expected, leaves, upstream)):
+        torch.testing.assert_close(a, b, rtol=1e-8, atol=1e-10)
+
+
+@pytest.mark.parametrize("form", TEACHERS)
+@pytest.mark.parametrize("kind,rest", DEFINED)
+def test_a_head_equals_its_logits(kind, rest, form, device):
+    """Three products, whatever it takes to make them of both losses."""
+    head, labels, teachers, log_rest = make(device)
+    for temperature, alpha, reduction, given, softcap in itertools.product(
+            (1.0, 2.0), (1.0, 0.3), ("mean", "sum", "none"), (None, log_rest), (None, 3.0)):
+        if temperature != 1 and (rest not in ("zero", "renormalize") or given is not None):
+            continue
+        if given is not None and form in ("repeated", "labels"):
+            continue
+        options = dict(kind=kind, rest=rest, teacher_log_rest=given, temperature=temperature, alpha=alpha,
+                       reduction=reduction, softcap=softcap, logit_scale=0.7)
+        expected = distillation_loss(F.linear(*head), teachers[form], labels, **options)
+        found = linear_distillation_loss(*head[:2], teachers[form], labels, linear_bias=head[2], chunk_rows=3,
+                                         **options)
+        close(found, expected, head)
+
+
+@pytest.mark.parametrize("form", TEACHERS)
+def test_both_losses_of_one_pass_over_the_head(form, device, monkeypatch):
+    """Of class indices at temperature 1 the head is multiplied three times, not six."""
+    head, labels, teachers, _ = make(device)
+    asked = []
+    for name in ("linear_row_loss", "linear_cross_entropy"):
+        right = getattr(sparse_ce.distillation, name)
+        monkeypatch.setattr(sparse_ce.distillation, name,
+                            lambda *args, right=right, **named: asked.append(right) or right(*args, **named))
+    for ignore_index in (-100, int(labels[0, 0])):
+        found = linear_distillation_loss(*head[:2], teachers[form], labels, kind="jsd", rest="bucket", alpha=0.5,
+                                         ignore_index=ignore_index)
+        assert len(asked) == (2 if form == "jagged" else 1)
+        asked.clear()
+        if ignore_index != -100:
+            labels = torch.where(labels == -100, ignore_index, labels)
+        z = F.linear(*head[:2])
+        parts = [divergence(z, teachers[form], kind="jsd", rest="bucket"),
+                 cross_entropy(z, labels, ignore_index=ignore_index)]
+        if ignore_index == -100:
+            close(found, (parts[0] + parts[1]) / 2, head[:2])
+
+
+def test_its_parts_and_what_is_left_out(device):
+    head, labels, teachers, _ = make(device)
+    z = F.linear(*head).detach().requires_grad_()
+    of_teacher, of_labels = divergence(z, teachers["masked"], rest="renormalize"), cross_entropy(z, labels)
+    options = dict(rest="renormalize")
+    close(distillation_loss(z, teachers["masked"], labels, alpha=0.25, **options), 0.25 * of_teacher + 0.75 * of_labels,
+          [z])
+    close(distillation_loss(z, teachers["masked"], **options), of_teacher, [z])
+    close(distillation_loss(z, teachers["masked"], labels, alpha=0, **options), of_labels, [z])
+    by = distillation_loss(z, teachers["masked"], labels, alpha=0.25, normalizer=5, **options)
+    sums = distillation_loss(z, teachers["masked"], labels, alpha=0.25, reduction="sum", **options)
+    close(by, sums / 5, [z])
+
+
+@pytest.mark.parametrize("softcap", [None, 3.0])
+@pytest.mark.parametrize("rest", ["zero", "renormalize"])
+def test_temperature(rest, softcap, device):
+    """Of the student behind its softcap, and of the teacher within its classes, where a repeated one is one."""
+    head, _, teachers, _ = make(device)
+    z, temperature = F.linear(*head).detach().requires_grad_(), 2.5
+    for form in ("topk", "repeated"):
+        teacher = teachers[form].probs()
+        p = torch.zeros_like(z).scatter_add(-1, teacher.indices, teacher.values)
+        inside = p > 0
+        p = torch.where(inside, torch.where(inside, p, 1).log() / temperature, -torch.inf).softmax(-1)
+        x = 0.7 * z if softcap is None else softcap * torch.tanh(0.7 * z / softcap)
+        x = x / temperature
+        log_q = torch.where(inside, x, -torch.inf).log_softmax(-1) if rest == "renormalize" else x.log_softmax(-1)
+        exact = torch.where(inside, p * (torch.where(inside, p, 1).log() - torch.where(inside, log_q, 0)), 0).sum(-1)
+        options = dict(rest=rest, temperature=temperature, softcap=softcap, logit_scale=0.7)
+        close(distillation_loss(z, teachers[form], **options), exact.mean(), [z])
+        close(distillation_loss(z, teachers[form], temperature_squared=True, **options),
+              exact.mean() * temperature**2, [z])
+
+
+def test_a_learned_teacher_gets_its_gradient(device):
+    head, labels, teachers, _ = make(device)
+    log_p = teachers["topk"].values.clone().requires_grad_()
+    teacher = SparseTarget.from_topk(teachers["topk"].indices, log_p, kind="logprobs")
+    for alpha in (1.0, 0.5):
+        options = dict(kind="jsd", rest="bucket", alpha=alpha)
+        close(linear_distillation_loss(*head[:2], teacher, labels, **options),
+              distillation_loss(F.linear(*head[:2]), teacher, labels, **options), [*head[:2], log_p])
+
+
+def test_nothing_counts(device):
+    """Not 0 / 0, in either part."""
+    head, labels, teachers, _ = make(device)
+    nothing = torch.zeros(SHAPE, dtype=torch.bool, device=device)
+    teacher = SparseTarget.from_topk(teachers["topk"].indices, teachers["topk"].values, kind="logprobs",
+                                     row_mask=nothing)
+    loss = linear_distillation_loss(*head[:2], teacher, torch.full_like(labels, -100), alpha=0.5)
+    assert loss.item() == 0
+    assert all(g.eq(0).all() for g in torch.autograd.grad(loss, head[:2]))
+
+
+OPTIONS = dict(kind="jsd", rest="renormalize", beta=0.4, floor=-30.0, temperature=2.0, temperature_squared=True,
+               alpha=0.3, ignore_index=-1, logit_scale=0.5, softcap=7.0, num_classes=18, reduction="sum",
+               normalizer=None)
+
+
+@pytest.mark.parametrize("module,function,extra", [
+    (Divergence, divergence, {}), (DistillationLoss, distillation_loss, {}),
+    (LinearDistillationLoss, linear_distillation_loss, dict(logits_dtype=torch.float32, chunk_rows=3))],
+    ids=lambda x: getattr(x, "__name__", ""))
+def test_modules_are_their_functions(module, function, extra, device):
+    head, labels, teachers, log_rest = make(device)
+    labels = torch.where(labels == -100, -1, labels)
+    names = [name for name, p in inspect.signature(function).parameters.items() if p.kind == p.KEYWORD_ONLY]
+    held = {name: value for name, value in {**OPTIONS, **extra}.items() if name in names}
+    assert set(held) | {"teacher_log_rest", "linear_bias"} >= set(names)
+    assert set(inspect.signature(module).parameters) == set(held)
+    criterion = module(**held)
+    assert all(f"{name}=" in repr(criterion) for name in held if held[name] is not None)
+    teacher = teachers["masked"]
+    if module is Divergence:
+        z = F.linear(*head)
+        close(criterion(z, teacher), function(z, teacher, **held), head)
+        close(Divergence(rest="bucket", kind="tv")(z, teacher, log_rest, normalizer=3),
+              function(z, teacher, rest="bucket", kind="tv", teacher_log_rest=log_rest, normalizer=3), head)
+        return
+    inputs = (F.linear(*head),) if module is DistillationLoss else head[:2]
+    more = {} if module is DistillationLoss else dict(linear_bias=head[2])
+    held["num_classes"] = None if len(inputs) == 1 else 19
+    criterion = module(**held)
+    close(criterion(*inputs, teachers["topk"], labels, **more), function(*inputs, teachers["topk"], labels, **more,
+                                                                        **held), head)
+    called = criterion(*inputs, teachers["topk"], labels, **more, logit_scale=2.0)
+    close(called, function(*inputs, teachers["topk"], labels, **more, **{**held, "logit_scale": 2.0}), head)
+
+
+@pytest.mark.parametrize("options,words", [
+    (dict(alpha=0.5), ["labels must be given where alpha is not 1"]),
+    (dict(alpha=1.5), ["alpha must be in [0, 1], got 1.5"]), (dict(alpha="all"), ["alpha must be a number"]),
+    (dict(temperature=0.0), ["temperature must be positive, got 0.0"]),
+    (dict(temperature=None), ["temperature must be a number, got None"]),
+    (dict(temperature=2.0, rest="bucket"), ["temperature must be 1 with rest='bucket'", "logit_scale=1 / temperature"]),
+    (dict(temperature=2.0, teacher_log_rest=True), ["temperature must be 1 with teacher_log_rest"]),
+    (dict(kind="reverse_kl"), ["kind must be defined with rest='zero'", "infinite"]),
+], ids=str)
+def test_wrong_options_are_named(options, words, device):
+    head, _, teachers, log_rest = make(device)
+    if "teacher_log_rest" in options:
+        options = {**options, "teacher_log_rest": log_rest}
+    calls = [lambda: distillation_loss(F.linear(*head), teachers["topk"], **options),
+             lambda: linear_distillation_loss(*head[:2], teachers["topk"], **options)]
+    if "teacher_log_rest" not in options and options != dict(alpha=0.5):
+        calls += [lambda: DistillationLoss(**options), lambda: LinearDistillationLoss(**options)]
+    for call in calls:
+        assert_refused(call, *words, error=(TypeError, ValueError))
