@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from pathlib import Path
 
 import pytest
 import torch
@@ -228,6 +229,20 @@ REFUSED = [pair for pair in itertools.product(KINDS, RESTS) if pair not in DEFIN
 def test_the_table_is_complete():
     assert len(DEFINED) + len(REFUSED) == len(KINDS) * len(RESTS) == 40
     assert len(DEFINED) == 8 * 2 + 7 + 2 + 1  # renormalize and bucket; zero; uniform; floor
+
+
+def test_the_documentation_prints_the_table():
+    page = (Path(__file__).resolve().parent.parent / "docs" / "distillation.md").read_text()
+    rows = {line.split("|")[1].strip(): [cell.strip() for cell in line.split("|")[2:-1]]
+            for line in page.split("\n") if line.startswith("|") and line.count("|") == 7}
+    header = rows.pop("")
+    assert header == list(RESTS)
+    rows.pop("---")
+    assert list(rows) == list(KINDS)
+    for kind, rest in itertools.product(KINDS, RESTS):
+        fields = needed(kind, rest)
+        expected = "refused" if isinstance(fields, str) else ", ".join(fields) or "-"
+        assert rows[kind][RESTS.index(rest)] == expected, (kind, rest)
 
 
 @pytest.mark.parametrize("kind,rest", REFUSED)
