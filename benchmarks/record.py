@@ -71,6 +71,15 @@ def timed_row(name: str, side: str, amount: Record, floor: Sequence[str], second
     }
 
 
+def joined(before: Record, found: Record) -> Record:
+    """``found`` with the problems of ``before`` that it lacks, in their order; each says what it was measured at."""
+    def dated(record: Record) -> Dict[str, Record]:
+        at = {"date": record["date"], "csrc": record["csrc"]}
+        return {problem["title"]: {**at, **problem} for problem in record["problems"]}
+
+    return {**found, "problems": list({**dated(before), **dated(found)}.values())}
+
+
 def goal_row(goal: Goal) -> Record:
     return {**asdict(goal), "met": goal.met}
 
@@ -119,7 +128,10 @@ def markdown(record: Record) -> str:
     if record["quick"]:
         parts.append("A quick run: fewer rows and rounds than the goals are made for.")
     for problem in record["problems"]:
-        parts += [f"### {problem['title']}", problem_table(problem)]
+        parts.append(f"### {problem['title']}")
+        if problem.get("csrc", record["csrc"]) != record["csrc"]:
+            parts.append(f"Measured {problem['date']}, csrc {problem['csrc']}.")
+        parts.append(problem_table(problem))
     return "\n\n".join(parts) + "\n"
 
 

@@ -2,7 +2,8 @@
 
 Every result is checked against float64 before it is timed. Writes <date>-<device>.json, .md and two pictures to --out;
 --update-results also keeps the record in benchmarks/records and makes RESULTS.md and the plots again from the records.
-With a file, a record of this program or of gpu_acceptance.py, it keeps that one and measures nothing.
+With a file, a record of this program or of gpu_acceptance.py, it keeps that one and measures nothing. With --only the
+device's latest record keeps what was not measured.
 """
 
 import argparse
@@ -124,9 +125,14 @@ def measure(shape: Shape, device: torch.device, repeats: int) -> Dict[str, Any]:
     }
 
 
-def update_results(found: records.Record) -> None:
-    """Keeps the record; RESULTS.md from the latest of each device, pictures from the latest of each type of device."""
+def update_results(found: records.Record, whole: bool = True) -> None:
+    """Keeps the record; RESULTS.md from the latest of each device, pictures from the latest of each type of device.
+    One that is not ``whole`` takes the problems that it lacks from the device's latest."""
     from plot import plot_memory, plot_time
+    if not whole:
+        before = [json.loads(path.read_text()) for path in sorted((HERE / "records").glob("*.json"))]
+        of_device = [kept for kept in before if kept["device"] == found["device"]]
+        found = records.joined(of_device[-1], found) if of_device else found
     records.save(found, HERE / "records" / f"{records.slug(found)}.json")
     latest: Dict[str, records.Record] = {}
     for path in sorted((HERE / "records").glob("*.json")):  # by date
@@ -165,7 +171,7 @@ def main() -> int:
         if not found or kept.get("rehearsal"):
             sys.exit(f"--update-results must be the record of a benchmark, got {args.update_results}, which is "
                      + ("a rehearsal" if found else "without one"))
-        update_results(found)
+        update_results(found, whole=not args.only)
         return 0
     if args.device == "cuda" and not torch.cuda.is_available():
         sys.exit(f"--device cuda needs a GPU and a CUDA build of torch, got torch {torch.__version__} without one")
@@ -230,7 +236,7 @@ def main() -> int:
     if found["failed"]:
         return 1
     if args.update_results:
-        update_results(found)
+        update_results(found, whole=not args.only)
     return 0
 
 

@@ -43,6 +43,35 @@ TABLES = {
         f'{_BOTH}, class index, reduction="none"': 'sparse_ce, `reduction="none"`',
         "F.linear_cross_entropy, class index": "`F.linear_cross_entropy`",
     }, "MiB"),
+    "log-probabilities": Table(r"selected_log_probs, ", 4, {
+        "floor": "floor", "forward": "sparse_ce, forward",
+        "forward, with entropy and log_rest": "sparse_ce, forward, with entropy and log_rest",
+        _BOTH: "sparse_ce, forward + backward", f"{_BOTH}, in place": "sparse_ce, forward + backward, in place",
+        "logsumexp + gather, forward": "`logsumexp` and `gather`, forward",
+        "log_softmax + gather": "`log_softmax` and `gather`, forward + backward",
+        "torch.compile of log_softmax + gather": "`torch.compile` of these",
+        "selective log-softmax + entropy, forward": "TRL's pair of functions, forward",
+        "topk_log_probs": "sparse_ce, `topk_log_probs`", "torch.topk": "`torch.topk` alone",
+    }),
+    "head log-probabilities": Table(r"log-probabilities of a linear head, \d", 3, {
+        "GEMM of the logits": "one GEMM", "GEMMs": "three GEMMs",
+        "linear_selected_log_probs, forward": "sparse_ce, forward",
+        "linear_selected_log_probs, forward + backward": "sparse_ce, forward + backward",
+        "linear_row_loss, forward + backward": "sparse_ce, `linear_row_loss`",
+        "linear_topk_log_probs": "sparse_ce, `linear_topk_log_probs`",
+        "F.linear + log_softmax + gather, forward": "`F.linear`, `log_softmax`, `gather`, forward",
+        "F.linear + log_softmax + gather": "these, forward + backward",
+        "torch.compile of F.linear + log_softmax + gather": "`torch.compile` of these",
+        "F.linear + log_softmax + gather, checkpointed chunks of 128 rows": "these in checkpointed chunks",
+    }),
+    "candidates": Table(r"candidate_logits, ", 3, {
+        "forward": "sparse_ce, forward", _BOTH: "sparse_ce, forward + backward",
+        f"{_BOTH}, head trained": "sparse_ce, head trained",
+        f"{_BOTH}, head trained, sparse gradient": "sparse_ce, head trained, `sparse_grad=True`",
+        "einsum over W[ids], forward": "`einsum` over `W[ids]`, forward",
+        "einsum over W[ids]": "`einsum` over `W[ids]`, forward + backward",
+        "einsum over W[ids], head trained": "`einsum` over `W[ids]`, head trained",
+    }),
     "log_softmax": Table(r"log_softmax of sparse COO", 2, {
         "forward": "sparse_ce, forward", _BOTH: "sparse_ce, forward + backward",
         f"{_BOTH}, CSR": "sparse_ce, forward + backward, CSR",
@@ -92,12 +121,14 @@ def markdown(name: str) -> str:
             bold = "**" if "sparse_ce" in text else ""
             lines.append("| " + " | ".join(f"{bold}{cell}{bold}" if cell else "" for cell in (text, *cells)) + " |")
     rounds = f": medians of {record['repeats']} rounds" if table.unit == "ms" else ""
-    return "\n".join([*lines, "", f"{machine(record)}{rounds}."])
+    measured = {**record, "date": problems[0].get("date", record["date"])}
+    return "\n".join([*lines, "", f"{machine(measured)}{rounds}."])
 
 
 def _heading(title: str) -> str:
-    return re.sub(r"^(linear head|log_softmax of sparse COO|masked_mean of|stock [^,]* with a sparse)[, ]*|memory, |"
-                  r", K=\d+", "", title)
+    names = ("linear head", "selected_log_probs", "log-probabilities of a linear head", "candidate_logits",
+             "log_softmax of sparse COO", "masked_mean of", "stock [^,]* with a sparse")
+    return re.sub(rf"^({'|'.join(names)})[, ]*|memory, |, K=\d+", "", title)
 
 
 def _cell(problem: Record, name: str, unit: str) -> str:

@@ -5,8 +5,9 @@ from typing import Any, NamedTuple, Optional, Tuple
 import torch
 from torch import Tensor
 
+from .ops.library import composite
 from .reference.cross_entropy import Entries
-from .tracing import eager
+from .tracing import eager, readable
 
 
 class Segments(NamedTuple):
@@ -47,6 +48,8 @@ class Segments(NamedTuple):
         """Which entries stand for their class in their row, one each, and the logarithm of the sum of all of it."""
         if columns.numel() == 0 or columns.dim() == 2 and columns.shape[1] == 1:
             return part, logs
+        if self.rows is None and eager() and composite(logs):
+            return _merged_by_pairs(columns, logs, part)
         shape, keys = columns.shape, torch.where(part, columns, -1)
         if self.rows is not None:
             keys = torch.where(part, self.rows * (1 << 31) + columns, -1)
@@ -56,7 +59,7 @@ class Segments(NamedTuple):
         order = by_size.gather(-1, by_class)
         first = torch.ones_like(part)
         first[..., 1:] = keys[..., 1:] != keys[..., :-1]
-        if eager() and logs.is_cpu and bool(first[keys >= 0].all()):
+        if readable(first) and bool(first[keys >= 0].all()):
             return part, logs
         group = first.flatten().cumsum(0) - 1
         bounds = torch.searchsorted(group, torch.arange(group.shape[0] + 1, device=group.device))
@@ -86,13 +89,26 @@ def segments_of(entries: Entries, num_rows: int) -> Segments:
     return Segments(num_rows, rows, bounds, 2 * order.argsort() + 1)
 
 
+def _merged_by_pairs(columns: Tensor, logs: Tensor, part: Tensor) -> Tuple[Tensor, Tensor]:
+    """The same for (N, K) by K x K comparisons, which transforms such as vmap know how to batch."""
+    same = (columns[..., None] == columns[..., None, :]) & part[..., None] & part[..., None, :]
+    first = ~(same & torch.ones_like(same).tril(-1)).any(-1)
+    others = torch.where(same, logs[..., None, :], -torch.inf)
+    highest = torch.where(part, others.detach().amax(-1), 0.0)
+    total = (others - highest[..., None]).exp().sum(-1)
+    return part & first, torch.where(part, highest + torch.where(part, total, 1.0).log(), 0.0)
+
+
 class _Sum(torch.autograd.Function):
     """(E,) -> (N,); its derivative is :class:`_Spread`, whose derivative it is."""
 
     @staticmethod
-    def forward(ctx: Any, terms: Tensor, rows: Tensor, bounds: Tensor, place: Tensor) -> Tensor:
-        ctx.save_for_backward(rows, bounds, place)
+    def forward(terms: Tensor, rows: Tensor, bounds: Tensor, place: Tensor) -> Tensor:
         return torch.segment_reduce(terms, "sum", offsets=bounds)[place]
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Tuple[Any, ...], output: Any) -> None:
+        ctx.save_for_backward(*inputs[1:])
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tuple[Tensor, None, None, None]:
@@ -103,9 +119,12 @@ class _Spread(torch.autograd.Function):
     """(N,) -> (E,)."""
 
     @staticmethod
-    def forward(ctx: Any, per_row: Tensor, rows: Tensor, bounds: Tensor, place: Tensor) -> Tensor:
-        ctx.save_for_backward(rows, bounds, place)
+    def forward(per_row: Tensor, rows: Tensor, bounds: Tensor, place: Tensor) -> Tensor:
         return torch.cat((per_row, per_row.new_zeros(1)))[rows]
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Tuple[Any, ...], output: Any) -> None:
+        ctx.save_for_backward(*inputs[1:])
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tuple[Tensor, None, None, None]:

@@ -118,6 +118,25 @@ def test_memory_of_log_probabilities_of_a_head(quick):
         linear_select_problems.BOTH, linear_select_problems.ROW_LOSS]
 
 
+def test_a_part_that_is_measured_again_joins_the_latest_record():
+    def record(csrc, *titles):
+        return {"device": "a CPU", "driver": None, "threads": 2, "instruction_set": "avx2", "torch": "2", "system": "x",
+                "date": f"day {csrc}", "csrc": csrc, "repeats": 1, "quick": False,
+                "problems": [{"title": title, "rows": [{**ROW, "name": csrc}], "goals": [], "not_run": {}}
+                             for title in titles]}
+
+    joined = run.records.joined(record("old", "one", "two"), record("new", "two", "three"))
+    assert joined["csrc"] == "new"
+    assert [(p["title"], p["csrc"], p["rows"][0]["name"]) for p in joined["problems"]] == [
+        ("one", "old", "old"), ("two", "new", "new"), ("three", "new", "new")]
+    text = run.records.markdown(run.records.joined(joined, record("newest", "three")))
+    assert text.count("Measured") == 2 and "### one\n\nMeasured day old, csrc old." in text
+
+
+ROW = {"side": "ours", "bytes": 1, "gb_per_s": 1.0, "ms": {"median": 1.0, "p20": 1.0, "p80": 1.0}, "over_floor": {
+    "median": 1.0}, "over_ours": None, "extra_mib": None, "gradient_error": None, "note": ""}
+
+
 def test_a_problem_that_fails_does_not_take_the_others_with_it(tmp_path, monkeypatch, capsys):
     def broken(shape, device, repeats):
         raise WrongResult("planted")
