@@ -32,7 +32,6 @@ ROUNDS = 9  # a call takes up to two seconds
 LINEAR_SELECT_SHAPES = {
     "cpu": [
         LinearShape(512, 512, 32000, 64, torch.float32),
-        LinearShape(512, 512, 32000, 64, torch.bfloat16),
         LinearShape(256, 1024, 128256, 64, torch.float32),
         LinearShape(8192, 128, 128256, 64, torch.float32, memory_alone=True),
     ],
