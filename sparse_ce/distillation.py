@@ -151,7 +151,8 @@ def linear_distillation_loss(
     if 0 < alpha < 1 and temperature == 1 and _is_labels(labels, shape) and given.form != "jagged" and not _learned(
             given):
         assert isinstance(labels, Tensor)
-        labels = torch.where(labels == ignore_index, IGNORE_INDEX, labels)
+        if ignore_index != IGNORE_INDEX:  # then -100 is an error, as any other index that is no class
+            labels = torch.where(labels == ignore_index, IGNORE_INDEX, labels.masked_fill(labels == IGNORE_INDEX, -1))
         return _together(of_rows, share, 1 - alpha, input, linear_weight, given, labels, rest_args, of_loss,
                          logit_scale=logit_scale, softcap=softcap, **of_head, **fields)
     parts = []

@@ -54,7 +54,8 @@ def make(device):
 def close(found, expected, leaves):
     torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
     upstream = torch.linspace(0.5, 2, found.numel(), dtype=found.dtype, device=found.device).reshape(found.shape)
-    for a, b in zip(torch.autograd.grad(found, leaves, upstream), torch.autograd.grad(expected, leaves, upstream)):
+    grads = [torch.autograd.grad(t, leaves, upstream, retain_graph=True) for t in (found, expected)]
+    for a, b in zip(*grads):
         torch.testing.assert_close(a, b, rtol=1e-8, atol=1e-10)
 
 
@@ -87,17 +88,17 @@ def test_both_losses_of_one_pass_over_the_head(form, device, monkeypatch):
         monkeypatch.setattr(sparse_ce.distillation, name,
                             lambda *args, right=right, **named: asked.append(right) or right(*args, **named))
     for ignore_index in (-100, int(labels[0, 0])):
+        labels = torch.where(labels == -100, ignore_index, labels)
         found = linear_distillation_loss(*head[:2], teachers[form], labels, kind="jsd", rest="bucket", alpha=0.5,
                                          ignore_index=ignore_index)
         assert len(asked) == (2 if form == "jagged" else 1)
         asked.clear()
-        if ignore_index != -100:
-            labels = torch.where(labels == -100, ignore_index, labels)
         z = F.linear(*head[:2])
         parts = [divergence(z, teachers[form], kind="jsd", rest="bucket"),
                  cross_entropy(z, labels, ignore_index=ignore_index)]
-        if ignore_index == -100:
-            close(found, (parts[0] + parts[1]) / 2, head[:2])
+        close(found, (parts[0] + parts[1]) / 2, head[:2])
+    with pytest.raises(RuntimeError, match="target must have indices in"):
+        linear_distillation_loss(*head[:2], teachers[form], torch.full_like(labels, -100), alpha=0.5, ignore_index=0)
 
 
 def test_its_parts_and_what_is_left_out(device):
@@ -210,3 +211,25 @@ def test_wrong_options_are_named(options, words, device):
         calls += [lambda: DistillationLoss(**options), lambda: LinearDistillationLoss(**options)]
     for call in calls:
         assert_refused(call, *words, error=(TypeError, ValueError))
+
+
+@pytest.mark.parametrize("repeated", [False, True])
+def test_transforms(repeated, device):
+    """One gradient for each sample, and those of a jagged teacher."""
+    head, _, teachers, _ = make(device)
+    z = F.linear(*head).detach()
+    form = "repeated" if repeated else "topk"
+    teacher = teachers[form]
+
+    def loss(z, indices, values):
+        return divergence(z, SparseTarget.from_topk(indices, values, kind="logprobs"), kind="jsd", rest="bucket")
+
+    each = torch.func.vmap(torch.func.grad(loss))(z, teacher.indices, teacher.values)
+    for i in range(len(z)):
+        leaf = z[i].clone().requires_grad_()
+        expected, = torch.autograd.grad(loss(leaf, teacher.indices[i], teacher.values[i]), leaf)
+        torch.testing.assert_close(each[i], expected)
+    jagged = teachers["jagged"]
+    found = torch.func.grad(lambda z: divergence(z, jagged, kind="jsd", rest="bucket"))(z)
+    leaf = z.clone().requires_grad_()
+    torch.testing.assert_close(found, torch.autograd.grad(divergence(leaf, jagged, kind="jsd", rest="bucket"), leaf)[0])
