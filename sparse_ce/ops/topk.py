@@ -48,11 +48,14 @@ def _(input: Tensor, linear_weight: Tensor, linear_bias: Optional[Tensor], num_c
 def topk(logits: Tensor, k: int, largest: bool) -> Tuple[Tensor, Tensor]:
     """(values, ids) of the ``k`` largest of each row of logits (N, V), or of the smallest, in their order; of equal
     ones the lowest ids, by ascending id."""
-    top = logits.detach().topk(k, 1, largest)
-    last = top.values[:, -1].to(arithmetic_dtype(logits.dtype))
-    values = top.values.to(last.dtype)
+    more = min(k + 1, logits.shape[1])
+    found, ids = logits.detach().topk(more, 1, largest)
+    values, ids = found[:, :k].to(arithmetic_dtype(logits.dtype)), ids[:, :k].contiguous()
+    last = values[:, -1]
     above = (values > last[:, None] if largest else values < last[:, None]).sum(1)
-    ids = ops.topk_ids(logits.detach(), last, above, top.indices, largest)
+    # Where the next one is another, or there is none, no tie goes through the k-th: such a row is not read again.
+    alone = found[:, -1].ne(found[:, k - 1]) if more > k else torch.ones_like(last, dtype=torch.bool)
+    ids = ops.topk_ids(logits.detach(), torch.where(alone, torch.nan, last), above, ids, largest).sort(1).values
     values, order = logits.detach().gather(1, ids).sort(dim=1, descending=largest, stable=True)
     return values, ids.gather(1, order)
 
