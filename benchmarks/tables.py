@@ -93,12 +93,18 @@ TABLES = {
 
 
 def latest(problems: str) -> Record:
-    """The last record that has such problems."""
-    for path in sorted(RECORDS.glob("*.json"), reverse=True):
-        record = json.loads(path.read_text())
-        if any(re.match(problems, problem["title"]) for problem in record["problems"]):
-            return record
-    raise LookupError(f"no record has a problem {problems!r}")
+    """The record in which such problems were measured last."""
+    def measured(record: Record) -> str:
+        """And where, so that two records of a day have an order."""
+        dates = [problem.get("date", record["date"]) for problem in record["problems"]
+                 if re.match(problems, problem["title"])]
+        return f"{max(dates)} {record['device']}" if dates else ""
+
+    records = [json.loads(path.read_text()) for path in sorted(RECORDS.glob("*.json"))]
+    found = max(records, key=measured)
+    if not measured(found):
+        raise LookupError(f"no record has a problem {problems!r}")
+    return found
 
 
 def machine(record: Record) -> str:
