@@ -32,6 +32,12 @@ class Segments(NamedTuple):
         spread: Tensor = _Spread.apply(per_row, self.rows, self.bounds, self.place)
         return spread
 
+    def of_rows(self, per_row: Tensor, of_none: bool) -> Tensor:
+        """To each entry its row's, of what has no gradient; ``of_none`` to one of none."""
+        if self.rows is None:
+            return per_row[:, None]
+        return torch.cat((per_row, per_row.new_full((1,), of_none)))[self.rows]
+
     def logsumexp(self, x: Tensor) -> Tensor:
         """(N,); -inf where there is nothing."""
         if self.rows is None or self.bounds is None or self.place is None:
