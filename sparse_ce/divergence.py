@@ -162,7 +162,7 @@ def checked(kind: str, beta: float, rest: str, floor: float) -> Tuple[str, ...]:
     if isinstance(fields, str):
         fail(f"kind must be defined with rest={rest!r}, got {kind!r}: {fields}")
     if not arguments.is_number(beta) or kind in _BETWEEN and not 0 < beta < 1:
-        fail(f"beta must be a number between 0 and 1, got {beta!r}; its limits are kind='forward_kl' and 'reverse_kl'",
+        fail(f"beta must be a number between 0 and 1, got {beta!r}; at its ends use kind='forward_kl' or 'reverse_kl'",
              ValueError if arguments.is_number(beta) else TypeError)
     if not arguments.is_number(floor) or not -math.inf < floor <= 0:
         fail(f"floor must be a finite log-probability, got {floor!r}",

@@ -1,6 +1,6 @@
 """Losses of distillation that other frameworks publish, each formula typed anew in plain PyTorch, beside the call of
-ours that has its values and its gradients; and where one of them fails, what is right. docs/distillation.md has the table
-for those who come from there. Sources are named where a formula stands, by the commit that was read."""
+ours that has its values and its gradients; and where one of them fails, what is right. docs/distillation.md has the
+table for those who come from there. Sources are named where a formula stands, by the commit that was read."""
 
 import math
 from dataclasses import dataclass, replace
