@@ -69,7 +69,7 @@ def distillation_loss(
     """
     arguments.check_input(input, "V")
     of_kind = dict(kind=kind, rest=rest, beta=beta, floor=floor, teacher_log_rest=teacher_log_rest)
-    given, fields = _checked(teacher, labels, input.shape, of_kind, temperature, alpha)
+    given, fields = _checked(teacher, labels, input.shape, num_classes, of_kind, temperature, alpha)
     of_loss: Dict[str, Any] = dict(reduction=reduction, normalizer=normalizer)
     parts = []
     if alpha > 0:
@@ -136,8 +136,8 @@ def linear_distillation_loss(
     arguments.check_head(input, linear_weight, linear_bias)
     shape = torch.Size((*input.shape[:-1], linear_weight.shape[0]))
     of_kind = dict(kind=kind, rest=rest, beta=beta, floor=floor)
-    given, fields = _checked(teacher, labels, shape, dict(of_kind, teacher_log_rest=teacher_log_rest), temperature,
-                             alpha)
+    given, fields = _checked(teacher, labels, shape, num_classes, dict(of_kind, teacher_log_rest=teacher_log_rest),
+                             temperature, alpha)
     of_head: Dict[str, Any] = dict(linear_bias=linear_bias, num_classes=num_classes, logits_dtype=logits_dtype,
                                    chunk_rows=chunk_rows)
     of_loss: Dict[str, Any] = dict(reduction=reduction, normalizer=normalizer)
@@ -173,8 +173,8 @@ def linear_distillation_loss(
     return parts[0] if len(parts) == 1 else parts[0] + parts[1]
 
 
-def _checked(teacher: Target, labels: Optional[Target], shape: torch.Size, of_kind: Dict[str, Any], temperature: float,
-             alpha: float) -> Tuple[SparseTarget, Dict[str, Any]]:
+def _checked(teacher: Target, labels: Optional[Target], shape: torch.Size, num_classes: Optional[int],
+             of_kind: Dict[str, Any], temperature: float, alpha: float) -> Tuple[SparseTarget, Dict[str, Any]]:
     """The teacher at the temperature, for logits of ``shape``, and the fields to ask for."""
     rest = of_kind["rest"]
     fields = checked(of_kind["kind"], of_kind["beta"], rest, of_kind["floor"])
@@ -182,6 +182,8 @@ def _checked(teacher: Target, labels: Optional[Target], shape: torch.Size, of_ki
     if alpha < 1 and labels is None:
         fail(f"labels must be given where alpha is not 1, got None and alpha={alpha}")
     given = as_teacher(teacher, shape[:-1], shape[-1])
+    if num_classes is not None:  # over these its rest is spread
+        given = given.with_num_classes(num_classes)
     if temperature != 1:
         given = tempered(given, temperature)
     return given, {f"return_{field}": True for field in fields}

@@ -162,7 +162,7 @@ def checked(kind: str, beta: float, rest: str, floor: float) -> Tuple[str, ...]:
     if isinstance(fields, str):
         fail(f"kind must be defined with rest={rest!r}, got {kind!r}: {fields}")
     if not arguments.is_number(beta) or kind in _BETWEEN and not 0 < beta < 1:
-        fail(f"beta must be a number between 0 and 1, got {beta!r}; its limits are kind='forward_kl' and 'reverse_kl'",
+        fail(f"beta must be a number between 0 and 1, got {beta!r}; at its ends use kind='forward_kl' or 'reverse_kl'",
              ValueError if arguments.is_number(beta) else TypeError)
     if not arguments.is_number(floor) or not -math.inf < floor <= 0:
         fail(f"floor must be a finite log-probability, got {floor!r}",
@@ -202,7 +202,8 @@ class _Teacher(NamedTuple):
            floor: float) -> "_Teacher":
         entries = reference.entries_of(a, _ANY_CLASS, dtype)
         segments = segments_of(entries, num_rows)
-        part = entries.live | entries.values.isnan()
+        # What stands in a row that does not count has no gradient either.
+        part = (entries.live | entries.values.isnan()) & ~segments.of_rows(reference.ignored_rows(a, num_rows), True)
         if a.values is None:
             log_p = torch.zeros_like(entries.values)
         else:
@@ -219,6 +220,10 @@ class _Teacher(NamedTuple):
         total = self.segments.logsumexp(torch.where(self.part, x, -torch.inf))
         return x - self.segments.spread(torch.where(total.isneginf(), 0.0, total))
 
+    def classes(self) -> Tensor:
+        """(N,): of its classes."""
+        return self.sum(torch.ones_like(self.log_p))
+
     def log_rest(self) -> Tensor:
         """(N,): of 1 - sum p, at least the floor."""
         if self.given_log_rest is not None:
@@ -226,12 +231,20 @@ class _Teacher(NamedTuple):
         rest = 1 - self.sum(self.log_p.exp())
         return torch.where(rest > 0, torch.where(rest > 0, rest, 1.0).log(), self.floor).clamp(min=self.floor)
 
+    def is_rounding(self, log_rest: Tensor) -> Tensor:
+        """(N,) bool: whether it may be 0, for all that its numbers say."""
+        least = torch.full_like(log_rest, self.floor)
+        if self.given_log_rest is None:
+            least = torch.maximum(least, (self.classes() * torch.finfo(log_rest.dtype).eps).log())
+        return log_rest <= least
+
 
 def _term(kind: str, beta: float, log_p: Tensor, log_q: Tensor) -> Tensor:
     """What a class adds to the sum of a kind; log_p is finite."""
     p, q = log_p.exp(), log_q.exp()
     if kind == "forward_kl":
-        return p * (log_p - log_q)
+        some = p > 0  # a p that is too small for its dtype is 0, however little the student has there
+        return torch.where(some, p * (log_p - torch.where(some, log_q, 0.0)), 0.0)
     finite = torch.where(log_q.isneginf(), 0.0, log_q)  # where q, its factor, is 0
     if kind == "reverse_kl":
         return q * (finite - log_p)
@@ -265,29 +278,35 @@ def _zero(t: _Teacher, s: _Student, kind: str, beta: float, floor: float, _: Opt
 
 def _renormalize(t: _Teacher, s: _Student, kind: str, beta: float, floor: float, _: Optional[int]) -> Tensor:
     total = t.sum(_term(kind, beta, t.normalized(t.log_p), t.normalized(s.log_q)))
-    return _finished(kind, beta, total)
+    return torch.where(t.classes() > 0, _finished(kind, beta, total), 0.0)
 
 
-def _bucket(t: _Teacher, s: _Student, kind: str, beta: float, floor: float, _: Optional[int]) -> Tensor:
+def _bucket(t: _Teacher, s: _Student, kind: str, beta: float, floor: float, num_classes: Optional[int]) -> Tensor:
     assert s.log_rest is not None
-    total = t.sum(_term(kind, beta, t.log_p, s.log_q)) + _term(kind, beta, t.log_rest(), s.log_rest)
+    log_rest = t.log_rest()
+    empty = s.log_rest.isneginf() & t.is_rounding(log_rest)
+    if num_classes is not None:
+        empty = empty | (t.classes() == num_classes)
+    term = _term(kind, beta, log_rest, torch.where(empty, log_rest, s.log_rest))
+    total = t.sum(_term(kind, beta, t.log_p, s.log_q)) + torch.where(empty, 0.0, term)
     return _finished(kind, beta, total)
 
 
 def _uniform(t: _Teacher, s: _Student, kind: str, beta: float, floor: float, num_classes: Optional[int]) -> Tensor:
     if num_classes is None:
         fail("teacher must have num_classes with rest='uniform', got None; pass num_classes= where it is made")
-    others = num_classes - t.sum(torch.ones_like(t.log_p))
-    log_each = (t.log_rest() - others.clamp(min=1).log()).clamp(min=floor)
+    others, log_rest = num_classes - t.classes(), t.log_rest()
+    log_each = (log_rest - others.clamp(min=1).log()).clamp(min=floor)
     if kind == "reverse_kl":
         return _against(t, s, log_each)
     assert s.mean_logit is not None
     none = s.mean_logit.isneginf()  # a class without probability
     of_others = num_classes * (torch.where(none, 0.0, s.mean_logit) - s.lse) - t.sum(
         torch.where(s.log_q.isneginf(), 0.0, s.log_q))
-    against = others * log_each - torch.where(none, -torch.inf, of_others)
+    some = (others > 0) & ~(none & t.is_rounding(log_rest))
+    against = others * log_each - torch.where(none & some, -torch.inf, of_others)
     total = t.sum(_term(kind, beta, t.log_p, s.log_q))
-    return torch.where(others > 0, total + log_each.exp() * against, total)
+    return torch.where(some, total + log_each.exp() * against, total)
 
 
 def _floor(t: _Teacher, s: _Student, kind: str, beta: float, floor: float, _: Optional[int]) -> Tensor:

@@ -22,15 +22,19 @@ class Segments(NamedTuple):
         """(N,)."""
         if self.rows is None or self.bounds is None or self.place is None:
             return terms.sum(1)
-        total: Tensor = _Sum.apply(terms, self.rows, self.bounds, self.place)
-        return total
+        return _sum(terms, self.rows, self.bounds, self.place)
 
     def spread(self, per_row: Tensor) -> Tensor:
         """To each entry its row's, 0 to one of none."""
+        if self.rows is None or self.bounds is None or self.place is None:
+            return per_row[:, None]
+        return _spread(per_row, self.rows, self.bounds, self.place)
+
+    def of_rows(self, per_row: Tensor, of_none: bool) -> Tensor:
+        """To each entry its row's, of what has no gradient; ``of_none`` to one of none."""
         if self.rows is None:
             return per_row[:, None]
-        spread: Tensor = _Spread.apply(per_row, self.rows, self.bounds, self.place)
-        return spread
+        return torch.cat((per_row, per_row.new_full((1,), of_none)))[self.rows]
 
     def logsumexp(self, x: Tensor) -> Tensor:
         """(N,); -inf where there is nothing."""
@@ -39,7 +43,8 @@ class Segments(NamedTuple):
                 return x.new_full((self.num_rows,), -torch.inf)
             highest = x.detach().amax(1)
         else:
-            highest = torch.segment_reduce(x.detach(), "max", offsets=self.bounds)[self.place]
+            nothing = x.new_full((self.num_rows + 1,), -torch.inf)
+            highest = nothing.scatter_reduce(0, self.rows, x.detach(), "amax")[:self.num_rows]
         highest = torch.where(highest.isfinite(), highest, 0.0)
         total = self.sum((x - self.spread(highest)).exp())
         return torch.where(total == 0, -torch.inf, torch.where(total == 0, 1.0, total).log()) + highest
@@ -67,8 +72,8 @@ class Segments(NamedTuple):
         highest = in_order.detach()[bounds[group]]
         everyone = torch.arange(group.shape[0], device=group.device)
         relative = torch.where(keys.flatten() >= 0, in_order - highest, 0.0).exp()
-        total = _Sum.apply(relative, group, bounds, everyone)
-        summed = highest + _Spread.apply(total, group, bounds, everyone).log()
+        total = _sum(relative, group, bounds, everyone)
+        summed = highest + _spread(total, group, bounds, everyone).log()
         back = order.argsort(-1)
         return part & first.gather(-1, back), summed.view(shape).gather(-1, back)
 
@@ -99,6 +104,20 @@ def _merged_by_pairs(columns: Tensor, logs: Tensor, part: Tensor) -> Tuple[Tenso
     return part & first, torch.where(part, highest + torch.where(part, total, 1.0).log(), 0.0)
 
 
+def _sum(terms: Tensor, rows: Tensor, bounds: Tensor, place: Tensor) -> Tensor:
+    if eager() and composite(terms):  # which know no segments
+        return terms.new_zeros(place.shape[0] + 1).index_add(0, rows, terms)[:place.shape[0]]
+    total: Tensor = _Sum.apply(terms, rows, bounds, place)
+    return total
+
+
+def _spread(per_row: Tensor, rows: Tensor, bounds: Tensor, place: Tensor) -> Tensor:
+    if eager() and composite(per_row):
+        return torch.cat((per_row, per_row.new_zeros(1)))[rows]
+    spread: Tensor = _Spread.apply(per_row, rows, bounds, place)
+    return spread
+
+
 class _Sum(torch.autograd.Function):
     """(E,) -> (N,); its derivative is :class:`_Spread`, whose derivative it is."""
 
@@ -112,7 +131,7 @@ class _Sum(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tuple[Tensor, None, None, None]:
-        return _Spread.apply(grad, *ctx.saved_tensors), None, None, None
+        return _spread(grad, *ctx.saved_tensors), None, None, None
 
 
 class _Spread(torch.autograd.Function):
@@ -128,4 +147,4 @@ class _Spread(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tuple[Tensor, None, None, None]:
-        return _Sum.apply(grad, *ctx.saved_tensors), None, None, None
+        return _sum(grad, *ctx.saved_tensors), None, None, None

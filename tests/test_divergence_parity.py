@@ -1,0 +1,624 @@
+"""Losses of distillation that other frameworks publish, each formula typed anew in plain PyTorch, beside the call of
+ours that has its values and its gradients; and where one of them fails, what is right. docs/distillation.md has the
+table for those who come from there. Sources are named where a formula stands, by the commit that was read."""
+
+import math
+from dataclasses import dataclass, replace
+from typing import Callable, Dict
+
+import pytest
+import torch
+from torch import Tensor
+
+from cases import Draw
+from sparse_ce import (
+    SparseTarget,
+    cross_entropy,
+    distillation_loss,
+    divergence,
+    linear_distillation_loss,
+    topk_log_probs,
+)
+
+ROWS, CLASSES, K = 24, 41, 6
+INF = math.inf
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Rows from flat to so peaked that 1e-5 is left beside the ids; in the last the student leaves the teacher's."""
+
+    logits: Tensor  # (N, V), of the student
+    teacher_logits: Tensor  # (N, V)
+    ids: Tensor  # (N, K); 0 where there is none
+    log_probs: Tensor  # (N, K), of the teacher, over all classes; -inf where there is none
+    live: Tensor  # (N, K) bool
+    counts: Tensor  # (N,) bool
+
+    def where_rows_count(self) -> "Problem":
+        """In float64: what the formulas of others see."""
+        rows = self.counts
+        return Problem(self.logits[rows].double(), self.teacher_logits[rows].double(), self.ids[rows],
+                       self.log_probs[rows].double(), self.live[rows], rows[rows])
+
+    def target(self, form: str, log_probs: Tensor) -> SparseTarget:
+        values = log_probs.to(self.logits.dtype)
+        if form == "topk":
+            return SparseTarget.from_topk(self.ids, values, mask=self.live, kind="logprobs", row_mask=self.counts)
+        offsets = torch.cat((self.counts.new_zeros(1, dtype=torch.int64), self.live.sum(1).cumsum(0)))
+        return SparseTarget.from_jagged(self.ids[self.live], values[self.live], offsets, kind="logprobs",
+                                        row_mask=self.counts)
+
+    def log_rest(self) -> Tensor:
+        return (1 - self.log_probs.double().exp().sum(1)).log()
+
+    def known_rest(self) -> Dict[str, Tensor]:
+        """1 less the sum has few digits in float32: there a teacher says what it has beside its classes."""
+        return {} if self.logits.dtype == torch.float64 else {"teacher_log_rest": self.log_rest().float()}
+
+
+def make(device, dtype, ragged=False, of_student=False, k=K, seed=0):
+    draw = Draw(device, seed)
+    teacher = 2 * draw.normal(ROWS, CLASSES, dtype=torch.float64)
+    peaks = torch.linspace(0, 13, ROWS, dtype=torch.float64, device=device)[:, None]
+    teacher.scatter_add_(1, teacher.argmax(1, keepdim=True), peaks)
+    logits = 0.8 * teacher + draw.normal(ROWS, CLASSES, dtype=torch.float64)
+    logits[-1] = 2 * draw.normal(CLASSES, dtype=torch.float64)
+    logits, teacher = logits.to(dtype), teacher.to(dtype)
+    ids = (logits if of_student else teacher).topk(k).indices
+    log_probs = teacher.double().log_softmax(1).gather(1, ids).to(dtype)
+    live, counts = torch.ones_like(ids, dtype=torch.bool), torch.ones(ROWS, dtype=torch.bool, device=device)
+    if ragged:
+        live = torch.arange(k, device=device) < 1 + draw.integers(k, ROWS, 1)
+        counts[[3, 17]] = False
+        live[17] = False
+        logits[3] = torch.nan
+    ids, log_probs = torch.where(live, ids, 0), torch.where(live, log_probs, -INF)
+    return Problem(logits, teacher, ids, log_probs, live, counts)
+
+
+# ------------------------------------------------------------------------------------------------ what formulas share
+
+
+def kl(log_a, log_b, live=None):
+    """KL(a, b) over the last dimension; what is not ``live`` has no part."""
+    if live is None:
+        live = torch.ones_like(log_a, dtype=torch.bool)
+    a, b = torch.where(live, log_a, 0.0), torch.where(live, log_b, 0.0)
+    return torch.where(live, a.exp() * (a - b), 0.0).sum(-1)
+
+
+def mixed(log_a, log_b, share_of_b):
+    return torch.logaddexp(log_a + math.log(1 - share_of_b), log_b + math.log(share_of_b))
+
+
+def generalized_jsd(log_q, log_p, beta, live=None):
+    """TRL's: 0 is KL(p, q), 1 is KL(q, p), and between them beta weighs the teacher, in the mixture and outside it."""
+    if beta in (0, 1):
+        return kl(log_q, log_p, live) if beta else kl(log_p, log_q, live)
+    live = torch.ones_like(log_p, dtype=torch.bool) if live is None else live
+    middle = mixed(torch.where(live, log_q, 0.0), torch.where(live, log_p, 0.0), beta)
+    return beta * kl(log_p, middle, live) + (1 - beta) * kl(log_q, middle, live)
+
+
+def of_beta(beta):
+    """Arguments of ours for it."""
+    return {0: dict(kind="forward_kl"), 1: dict(kind="reverse_kl")}.get(beta, dict(kind="jsd", beta=beta))
+
+
+def normalized(log_x, live=None):
+    log_x = log_x if live is None else torch.where(live, log_x, -INF)
+    return log_x - log_x.logsumexp(-1, keepdim=True)
+
+
+def student(z, p, temperature=1.0):
+    return (z / temperature).log_softmax(1).gather(1, p.ids)
+
+
+# ------------------------------------------------------------------------------------------ the formulas, one by one
+
+
+def trl_gkd(beta, temperature):
+    """huggingface/trl f2cd577, experimental/gkd/gkd_trainer.py, generalized_jsd_loss: all classes, no T^2."""
+    def theirs(z, p):
+        return generalized_jsd((z / temperature).log_softmax(1), (p.teacher_logits / temperature).log_softmax(1), beta)
+
+    def ours(z, p, form):
+        everything = replace(p, ids=torch.arange(CLASSES, device=z.device).expand(ROWS, -1),
+                             live=p.counts[:, None].expand(-1, CLASSES))
+        return distillation_loss(z, everything.target(form, p.teacher_logits.log_softmax(1)), rest="renormalize",
+                                 temperature=temperature, reduction="none", **of_beta(beta))
+
+    return theirs, ours
+
+
+def trl_tail(log_x, live=None):
+    """The (K+1)-vector of its add_tail_bucket."""
+    log_x = log_x if live is None else torch.where(live, log_x, -INF)
+    inside = log_x.logsumexp(-1, keepdim=True).clamp(max=-1e-7)
+    return torch.cat((log_x, torch.log(-torch.expm1(inside))), -1)
+
+
+def trl_topk(beta, add_tail):
+    """huggingface/trl f2cd577, experimental/sdpo/loss_utils.py and sdft's copy of it, on the student's top-k, and
+    experimental/server_distillation/server_distillation_trainer.py on a server's: one bucket, or both normalized."""
+    def theirs(z, p):
+        widen = (lambda log_x: trl_tail(log_x, p.live)) if add_tail else (lambda log_x: normalized(log_x, p.live))
+        live = torch.cat((p.live, torch.ones_like(p.live[:, :1])), 1) if add_tail else p.live
+        return generalized_jsd(widen(student(z, p)), widen(p.log_probs), beta, live)
+
+    def ours(z, p, form):
+        rest = dict(rest="bucket", **p.known_rest()) if add_tail else dict(rest="renormalize")
+        return divergence(z, p.target(form, p.log_probs), reduction="none", **rest, **of_beta(beta))
+
+    return theirs, ours
+
+
+def verl_forward(z, p):
+    """verl-project/verl 1dda039, trainer/distillation/fsdp/losses.py, compute_forward_kl_topk with
+    ``log_prob_min_clamp: null``: the teacher's top-k as it is. The clamps are in the tests of line 28."""
+    return kl(p.log_probs, student(z, p), p.live)
+
+
+def ours_forward(z, p, form):
+    return divergence(z, p.target(form, p.log_probs), reduction="none")
+
+
+def verl_recipe_jsd(beta):
+    """verl-project/verl-recipe 48ea0a7, gkd/megatron/megatron_distill_losses.py, JSD: a teacher that is 0 off its
+    top-k, whose probabilities are taken as they are."""
+    def theirs(z, p):
+        log_q = student(z, p)
+        middle = mixed(log_q, p.log_probs, beta)
+        outside = 1 - log_q.exp().sum(1)
+        return beta * kl(p.log_probs, middle) + (1 - beta) * (kl(log_q, middle) - outside * math.log(1 - beta))
+
+    return theirs, lambda z, p, form: divergence(z, p.target(form, p.log_probs), kind="jsd", beta=beta,
+                                                 reduction="none")
+
+
+def verl_recipe_rkl(z, p):
+    """The same file, RKL."""
+    return kl(normalized(student(z, p)), normalized(p.log_probs))
+
+
+def ours_renormalized(kind):
+    return lambda z, p, form: divergence(z, p.target(form, p.log_probs), kind=kind, rest="renormalize",
+                                         reduction="none")
+
+
+def verl_recipe_both(share):
+    """The same file, KL_RKL: two calls of ours."""
+    def theirs(z, p):
+        return (1 - share) * verl_forward(z, p) + share * verl_recipe_rkl(z, p)
+
+    def ours(z, p, form):
+        return (1 - share) * ours_forward(z, p, form) + share * ours_renormalized("reverse_kl")(z, p, form)
+
+    return theirs, ours
+
+
+def nemo_rl(kind, zero_outside_topk, weight=0.3):
+    """NVIDIA-NeMo/RL 7ea279a, algorithms/loss/loss_functions.py, DistillationLossFn. The teacher's logits are
+    normalized over its top-k in every case; ``zero_outside_topk`` leaves the student over all classes, and off the
+    top-k the teacher has e^-100."""
+    def theirs(z, p):
+        log_p, all_q = normalized(p.log_probs), z.log_softmax(1)
+        log_q = all_q.gather(1, p.ids)
+        if not zero_outside_topk:
+            log_q = normalized(log_q)
+        forward, backward = kl(log_p, log_q), kl(log_q, log_p)
+        if zero_outside_topk:
+            rest = (all_q.exp() * all_q).sum(1) - (log_q.exp() * log_q).sum(1)
+            backward = backward + rest + 100 * (1 - log_q.exp().sum(1))
+        return {"forward": forward, "reverse": backward, "mixed": weight * forward + (1 - weight) * backward}[kind]
+
+    def ours(z, p, form):
+        teacher = p.target(form, normalized(p.log_probs.double()))
+        of_rest = [dict(rest="zero"), dict(rest="floor")] if zero_outside_topk else 2 * [dict(rest="renormalize")]
+        forward, backward = (lambda: divergence(z, teacher, kind="forward_kl", reduction="none", **of_rest[0]),
+                             lambda: divergence(z, teacher, kind="reverse_kl", reduction="none", **of_rest[1]))
+        if kind == "mixed":
+            return weight * forward() + (1 - weight) * backward()
+        return forward() if kind == "forward" else backward()
+
+    return theirs, ours
+
+
+def distillkit(kind, missing, temperature):
+    """arcee-ai/DistillKit a61c2e7, lossfuncs/common.py, kl.py, jsd.py, tvd.py: everything times T^2; "zero" normalizes
+    the teacher over its entries, at T = 1 too, "symmetric_uniform" over its entries and what is left as one more."""
+    def with_bucket(log_x, log_rest):
+        return torch.cat((log_x, log_rest[:, None]), 1)
+
+    def theirs(z, p):
+        log_q = student(z, p, temperature)
+        outside = 1 - log_q.exp().sum(1)
+        if missing == "zero":
+            log_p = normalized(p.log_probs / temperature)
+        else:
+            log_p = normalized(with_bucket(p.log_probs, p.log_rest()) / temperature)
+            log_q = with_bucket(log_q, outside.log())
+        middle = mixed(log_q, log_p, 0.5)
+        left = outside if missing == "zero" else 0
+        return temperature ** 2 * {
+            "kl": lambda: kl(log_p, log_q),
+            "jsd": lambda: (kl(log_p, middle) + kl(log_q, middle) + left * math.log(2)) / 2,
+            "tvd": lambda: ((log_p.exp() - log_q.exp()).abs().sum(1) + left) / 2}[kind]()
+
+    def ours(z, p, form):
+        named = dict(kind={"kl": "forward_kl", "jsd": "jsd", "tvd": "tv"}[kind], reduction="none")
+        if missing == "zero" and temperature == 1:
+            return distillation_loss(z, p.target(form, normalized(p.log_probs.double())), **named)
+        if missing == "zero":
+            return distillation_loss(z, p.target(form, p.log_probs), temperature=temperature, temperature_squared=True,
+                                     **named)
+        both = normalized(with_bucket(p.log_probs.double(), p.log_rest()) / temperature)
+        return temperature ** 2 * distillation_loss(
+            z, p.target(form, both[:, :-1]), rest="bucket", logit_scale=1 / temperature,
+            teacher_log_rest=both[:, -1].to(z.dtype), **named)
+
+    return theirs, ours
+
+
+def axolotl_forward(temperature):
+    """axolotl-ai-cloud/axolotl 067b021, integrations/kd/topk_logprob/forward_kl.py, on what its chat_template.py makes
+    of a teacher: normalized over its entries at the temperature. Not multiplied by its square."""
+    def theirs(z, p):
+        return kl(normalized(p.log_probs / temperature, p.live), student(z, p, temperature), p.live)
+
+    return theirs, lambda z, p, form: distillation_loss(z, p.target(form, p.log_probs), temperature=temperature,
+                                                        reduction="none")
+
+
+def axolotl_fused(beta, temperature):
+    """The same repository, kernels/liger.py with kd_normalize_topk, the value; its gradient: the test of line 5."""
+    def theirs(z, p):
+        log_p, log_q = normalized(p.log_probs / temperature), normalized(student(z, p, temperature))
+        return temperature ** 2 * generalized_jsd(log_q, log_p, beta)
+
+    return theirs, lambda z, p, form: distillation_loss(
+        z, p.target(form, p.log_probs), rest="renormalize", temperature=temperature, temperature_squared=True,
+        reduction="none", **of_beta(beta))
+
+
+def megatron_ghost(z, p):
+    """NVIDIA/Megatron-LM c99881a, megatron/training/distillation/cached_logits_loss.py, topk_kl_div with its ghost
+    token; an entry of log-probability -1000 is padding."""
+    log_q = student(z, p)
+    of_student = (1 - torch.where(p.live, log_q.exp(), 0.0).sum(1)).clamp(min=1e-8).log()
+    of_teacher = (1 - p.log_probs.exp().sum(1)).clamp(min=1e-8).log()
+    return kl(p.log_probs, log_q, p.live) + of_teacher.exp() * (of_teacher - of_student)
+
+
+def ours_ghost(z, p, form):
+    return divergence(z, p.target(form, p.log_probs), rest="bucket", reduction="none", **p.known_rest())
+
+
+def modelopt_topk(reverse, temperature):
+    """NVIDIA/Model-Optimizer a2fbac7, torch/distill/plugins/megatron.py, TopKLogitsKLLoss: not reversed it is
+    KL(teacher, student), whatever its docstring says."""
+    def theirs(z, p):
+        log_p, log_q = normalized(p.log_probs / temperature), normalized(student(z, p, temperature))
+        return kl(log_q, log_p) if reverse else kl(log_p, log_q)
+
+    return theirs, lambda z, p, form: distillation_loss(
+        z, p.target(form, p.log_probs), kind="reverse_kl" if reverse else "forward_kl", rest="renormalize",
+        temperature=temperature, reduction="none")
+
+
+def ms_swift(beta, temperature):
+    """modelscope/ms-swift 3602360, rlhf_trainers/gkd_loss.py with gkd_logits_topk."""
+    def theirs(z, p):
+        at_ids = z.gather(1, p.ids) / temperature
+        return generalized_jsd(at_ids.log_softmax(1), (p.log_probs / temperature).log_softmax(1), beta)
+
+    return theirs, lambda z, p, form: distillation_loss(
+        z, p.target(form, p.log_probs), rest="renormalize", temperature=temperature, reduction="none", **of_beta(beta))
+
+
+def tinker_cross_entropy(z, p):
+    """tinker-docs.thinkingmachines.ai/tinker/losses/cross-entropy with (N, K) weights, which tinker-cookbook 9dfcc3a,
+    distillation/sdft.py, makes the teacher's top-k, normalized; weight 0 at id 0 is padding. A sum, not a mean."""
+    weights = torch.where(p.live, normalized(p.log_probs, p.live).exp(), 0.0)
+    return -(weights * student(z, p)).sum(1)
+
+
+def ours_tinker(z, p, form):
+    return cross_entropy(z, p.target(form, normalized(p.log_probs.double(), p.live)), reduction="none")
+
+
+def tinker_reverse(z, p):
+    """The same file, reverse_kl_custom_loss, whose gradient is that of the divergence: the weights sum to 1."""
+    log_p, log_q = normalized(p.log_probs, p.live), normalized(student(z, p), p.live)
+    advantage = torch.where(p.live, log_q - log_p, 0.0).detach()
+    return (torch.where(p.live, log_q, -INF).exp() * advantage).sum(1)
+
+
+def sampled(temperature, draws=30):
+    """Random sampling KD, arXiv:2503.16870: ids drawn from p^t, and each draw's weight p / p^t, summing to 1 in a row.
+    At t = 1 they are the draws' counts. The loss is that of a target which is 0 elsewhere, less the target's entropy.
+    Ours takes the draws as they come, an id as often as it was drawn."""
+    def drawn(p):
+        generator = torch.Generator().manual_seed(7)
+        log_p = p.teacher_logits.double().log_softmax(1)
+        ids = torch.multinomial((log_p * temperature).softmax(1).cpu(), draws, True, generator=generator).to(p.ids)
+        return ids, (log_p.gather(1, ids) * (1 - temperature)).softmax(1)
+
+    def theirs(z, p):
+        ids, weights = drawn(p)
+        w = torch.zeros_like(z).scatter_add(1, ids, weights)
+        return (torch.xlogy(w, w) - w * z.log_softmax(1)).sum(1)
+
+    def ours(z, p, form):
+        ids, weights = drawn(p)
+        everywhere = replace(p, ids=ids, live=p.counts[:, None].expand_as(ids))
+        return divergence(z, everywhere.target(form, weights.log()), reduction="none")
+
+    return theirs, ours
+
+
+@dataclass(frozen=True)
+class Peer:
+    theirs: Callable[..., Tensor]
+    ours: Callable[..., Tensor]
+    ragged: bool = False  # knows padding within a row, and rows that do not count
+    of_student: bool = False  # the ids are the student's likeliest
+
+
+PEERS: Dict[str, Peer] = {
+    **{f"trl gkd, beta {b}, T {t}": Peer(*trl_gkd(b, t)) for b in (0, 0.3, 0.5, 1) for t in (1.0, 2.0)},
+    **{f"trl sdpo and sdft, alpha {b}, {'tail' if tail else 'no tail'}": Peer(*trl_topk(b, tail), of_student=True)
+       for b in (0, 0.5, 1) for tail in (True, False)},
+    **{f"trl server, beta {b}, {'tail' if tail else 'no tail'}": Peer(*trl_topk(b, tail), ragged=True)
+       for b in (0, 0.3, 1) for tail in (True, False)},
+    "verl forward_kl_topk": Peer(verl_forward, ours_forward, ragged=True),
+    "verl-recipe rkl": Peer(verl_recipe_rkl, ours_renormalized("reverse_kl")),
+    "verl-recipe kl_rkl": Peer(*verl_recipe_both(0.1)),
+    "verl-recipe jsd": Peer(*verl_recipe_jsd(0.3)),
+    **{f"nemo-rl {kind}{', zero_outside_topk' if zero else ''}": Peer(*nemo_rl(kind, zero))
+       for kind in ("forward", "reverse", "mixed") for zero in (False, True)},
+    **{f"distillkit {kind}, {missing}, T {t}": Peer(*distillkit(kind, missing, t))
+       for kind in ("kl", "jsd", "tvd") for missing in ("zero", "symmetric_uniform") for t in (1.0, 2.0)},
+    **{f"axolotl forward_kl, T {t}": Peer(*axolotl_forward(t), ragged=True) for t in (1.5, 2.0)},
+    **{f"axolotl fused, beta {b}": Peer(*axolotl_fused(b, 2.0)) for b in (0, 0.5, 1)},
+    "megatron-lm ghost token": Peer(megatron_ghost, ours_ghost, ragged=True),
+    **{f"model-optimizer top-k{', reverse' if r else ''}": Peer(*modelopt_topk(r, 2.0)) for r in (False, True)},
+    **{f"ms-swift, beta {b}, T {t}": Peer(*ms_swift(b, t)) for b in (0, 0.5, 1) for t in (1.0, 2.0)},
+    "tinker cross_entropy": Peer(tinker_cross_entropy, ours_tinker, ragged=True),
+    "tinker sdft reverse kl": Peer(tinker_reverse, ours_renormalized("reverse_kl"), ragged=True),
+    **{f"random sampling, t {t}": Peer(*sampled(t)) for t in (1.0, 0.8)},
+}
+
+
+def assert_equal(ours, exact, dtype):
+    """To 1e-9 of the largest in float64, and to 1e-6 of it in float32, or of 1: of the probabilities in its terms."""
+    assert exact.isfinite().all()
+    error, size = (ours.double() - exact).abs().max(), exact.abs().max()
+    allowed = 1e-9 * size if dtype == torch.float64 else 1e-6 * size.clamp(min=1)
+    assert error <= allowed, f"error {error:.2e}, {allowed:.2e} allowed"
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+@pytest.mark.parametrize("form", ["topk", "jagged"])
+@pytest.mark.parametrize("name", PEERS)
+def test_40_values_and_gradients_of_a_peer(name, form, dtype, device):
+    peer = PEERS[name]
+    p = make(device, dtype, peer.ragged, peer.of_student)
+    rest = torch.where(torch.zeros_like(p.logits).scatter(1, p.ids, 1) > 0, 0.0, p.logits.softmax(1)).sum(1)
+    assert rest[p.counts].min() < 1e-4 and rest[p.counts].max() > 0.3
+    leaf, seen = p.logits.clone().requires_grad_(), p.where_rows_count()
+    exact_leaf = seen.logits.clone().requires_grad_()
+    exact, ours = peer.theirs(exact_leaf, seen), peer.ours(leaf, p, form)
+    assert ours.dtype == dtype and (ours[~p.counts] == 0).all()
+    assert_equal(ours[p.counts].detach(), exact.detach(), dtype)
+    upstream = Draw(device, 1).normal(ROWS, dtype=torch.float64)
+    exact_grad, = torch.autograd.grad(exact, exact_leaf, upstream[p.counts])
+    grad, = torch.autograd.grad(ours, leaf, upstream.to(dtype))
+    assert (grad[~p.counts] == 0).all()
+    assert_equal(grad[p.counts], exact_grad, dtype)
+
+
+# ---------------------------------------------------------------------------------------------- where one of them fails
+
+
+def gradient(value, leaf):
+    return torch.autograd.grad(value, leaf, torch.ones_like(value), retain_graph=True)[0]
+
+
+def test_4_a_teacher_whose_sum_is_not_1(device):
+    """verl-recipe's gkd, KL: backward returns q - p for the sum of p (log p - log q) over a top-k, whose derivative is
+    s q - p with s the sum of p."""
+    p = make(device, torch.float64)
+    leaf = p.logits.clone().requires_grad_()
+    exact, ours = (gradient(f, leaf) for f in (verl_forward(leaf, p), ours_forward(leaf, p, "topk")))
+    assert_equal(ours, exact, torch.float64)
+    q, weights = leaf.detach().softmax(1), p.log_probs.exp()
+    theirs = q.scatter_add(1, p.ids, -weights)
+    wrong = (theirs - exact).abs().amax(1)
+    assert (wrong[weights.sum(1) > 1 - 1e-5] < 1e-5).all() and (wrong[weights.sum(1) < 0.8] > 0.01).all()
+
+
+def test_5_the_square_of_the_temperature_is_in_the_gradient_where_it_is_in_the_loss(device):
+    """axolotl's fused loss multiplies the value by it, after the gradients have been taken."""
+    temperature = 2.0
+    theirs, ours = axolotl_fused(0, temperature)
+    p = make(device, torch.float64)
+    leaf = p.logits.clone().requires_grad_()
+    exact, ours = theirs(leaf, p), ours(leaf, p, "topk")
+    assert_equal(ours.detach(), exact.detach(), torch.float64)
+    assert_equal(gradient(ours, leaf), gradient(exact, leaf), torch.float64)
+    of_theirs = gradient(exact / temperature ** 2, leaf)  # of what it differentiates
+    without = distillation_loss(leaf, p.target("topk", p.log_probs), rest="renormalize", temperature=temperature,
+                                reduction="none")
+    assert_equal(gradient(without, leaf), of_theirs, torch.float64)
+
+
+def test_3_padding_has_no_part_in_the_normalizer_of_the_student(device):
+    """axolotl's fused loss normalizes the student over all K entries of a row and masks after it: the id 0 with which a
+    batch of different K is padded is one of its classes. Where nothing is padded it is right."""
+    p = make(device, torch.float64, ragged=True)
+    p.logits[:, 0] += 5  # a class that stands in no row but as padding may be likely
+    seen = p.where_rows_count()
+    z = seen.logits
+    log_p = normalized(seen.log_probs, seen.live)
+    theirs = kl(log_p, normalized(student(z, seen)), seen.live)
+    exact = kl(log_p, normalized(student(z, seen), seen.live), seen.live)
+    ours = ours_renormalized("forward_kl")(p.logits, p, "topk")[p.counts]
+    assert_equal(ours, exact, torch.float64)
+    whole = seen.live.all(1)
+    assert whole.any() and (theirs - exact)[whole].abs().max() < 1e-12
+    assert ((theirs - exact)[~whole].abs() > 0.05).double().mean() > 0.3
+
+
+def test_28_rows_where_the_student_has_more_than_the_teacher_keep_their_gradient(device):
+    """verl clamps each row's forward_kl_topk at 0. It is below 0 wherever the student's sum Q over the top-k is far
+    enough above the teacher's s, and has a derivative there, s q - p. A bucket makes it a divergence."""
+    p = make(device, torch.float64)
+    p = replace(p, logits=p.logits.scatter_add(1, p.ids, torch.full_like(p.log_probs, 3.0)))
+    leaf = p.logits.clone().requires_grad_()
+    exact = verl_forward(leaf, p)
+    negative = exact < 0
+    assert negative.sum() >= 4
+    q, weights = leaf.detach().softmax(1), p.log_probs.exp()
+    assert (q.gather(1, p.ids).sum(1) > weights.sum(1))[negative].all()
+    clamped = gradient(exact.clamp(min=0), leaf)
+    assert (clamped[negative] == 0).all()
+    ours = ours_forward(leaf, p, "topk")
+    assert_equal(ours.detach(), exact.detach(), torch.float64)
+    expected = (weights.sum(1, keepdim=True) * q).scatter_add(1, p.ids, -weights)
+    assert_equal(gradient(ours, leaf), expected, torch.float64)
+    assert_equal(gradient(ours, leaf)[~negative], clamped[~negative], torch.float64)
+    with_rest = ours_ghost(leaf, p, "topk")
+    assert (with_rest >= 0).all() and (gradient(with_rest, leaf)[negative].abs().amax(1) > 1e-5).all()
+
+
+def test_28_a_class_that_the_student_does_not_expect_keeps_its_gradient(device):
+    """verl's log_prob_min_clamp, -10 unless it is set, takes the student's push towards the very classes that it gives
+    less than e^-10; its loss_max_clamp, 10, takes whole rows. Above both the two agree."""
+    p = make(device, torch.float64)
+    lowered = torch.zeros_like(p.log_probs)
+    lowered[::2, 0] = -40.0
+    p = replace(p, logits=p.logits.scatter_add(1, p.ids, lowered))
+    leaf = p.logits.clone().requires_grad_()
+    log_q = student(leaf, p)
+    missed = log_q < -10
+    assert missed[::2, 0].all()
+    theirs = gradient(kl(p.log_probs.clamp(min=-10), log_q.clamp(min=-10)), leaf).gather(1, p.ids)
+    loss = ours_forward(leaf, p, "topk")
+    assert_equal(loss.detach(), verl_forward(leaf, p).detach(), torch.float64)
+    ours = gradient(loss, leaf).gather(1, p.ids)
+    assert (theirs[missed] >= 0).all() and (ours[::2, 0] < -0.9 * p.log_probs[::2, 0].exp()).all()
+    high = loss > 10
+    assert high.any() and (gradient(ours_forward(leaf, p, "topk").clamp(max=10), leaf)[high] == 0).all()
+    whole = ~missed.any(1) & (p.log_probs > -10).all(1)
+    assert whole.any()
+    assert_equal(ours[whole], theirs[whole], torch.float64)
+
+
+def test_29_the_reverse_divergence_from_a_teacher_without_a_rest_is_refused(device):
+    """verl had it and took it out, axolotl's fused loss still has it (kd_beta 1 without kd_normalize_topk): summed over
+    the top-k alone it falls without end as the student leaves them, while the divergence rises."""
+    p = make(device, torch.float64)
+    target, head = p.target("topk", p.log_probs), torch.zeros(CLASSES, 3, dtype=torch.float64, device=device)
+    truncated, whole = [], []
+    for step in (0.0, 2.0, 4.0):
+        z = p.logits.scatter_add(1, p.ids, torch.full_like(p.log_probs, -step))
+        truncated.append(kl(student(z, p), p.log_probs).mean())
+        whole.append(kl(z.log_softmax(1), p.teacher_logits.log_softmax(1)).mean())
+        for rest in ("renormalize", "bucket", "floor", "uniform"):
+            assert divergence(z, SparseTarget.from_topk(p.ids, p.log_probs, kind="logprobs"), kind="reverse_kl",
+                              rest=rest).isfinite()
+    assert truncated[0] > truncated[1] > truncated[2] - 1e-12 and truncated[1] < 0 and whole[0] < whole[1] < whole[2]
+    for refused in (lambda: divergence(p.logits, target, kind="reverse_kl"),
+                    lambda: distillation_loss(p.logits, target, kind="reverse_kl"),
+                    lambda: linear_distillation_loss(p.logits[:, :3], head, target, kind="reverse_kl")):
+        with pytest.raises(ValueError, match="rest='zero'.*infinite.*rest='floor', 'bucket' or 'renormalize'"):
+            refused()
+
+
+@pytest.mark.parametrize("gap", [9.0, 15.0, 18.0, 21.0, 24.0])
+def test_30_what_both_have_off_the_ids_is_right_however_little_it_is(gap, device):
+    """TRL, Megatron-LM and DistillKit make it as 1 less the others, and clamp: of 1e-7 and less they have no digit, and
+    no gradient. DistillKit's clamp at 1 - 1e-8 is 1 in float32: a teacher that sums to 1 makes its loss NaN."""
+    draw = Draw(device)
+    ids = torch.stack([torch.randperm(4000, generator=draw.generator)[:32] for _ in range(8)]).to(device)
+    boost = torch.zeros(8, 4000, device=device).scatter_(1, ids, gap)
+    z, t = draw.normal(8, 4000) + boost, draw.normal(8, 4000) + boost
+    teacher, teacher_rest = topk_log_probs(t, 32, return_log_rest=True)
+    leaf, exact_leaf = z.clone().requires_grad_(), z.double().requires_grad_()
+    off = torch.ones_like(z, dtype=torch.bool).scatter(1, teacher.indices, False)
+
+    def with_rest(x):
+        log_x = x.log_softmax(1)
+        return torch.cat((log_x.gather(1, teacher.indices),
+                          torch.where(off, log_x, -INF).logsumexp(1, keepdim=True)), 1)
+
+    log_q, log_p = with_rest(exact_leaf), with_rest(t.double())
+    for beta in (0, 0.4, 1):
+        ours = divergence(leaf, teacher, rest="bucket", teacher_log_rest=teacher_rest, reduction="none",
+                          **of_beta(beta))
+        exact = generalized_jsd(log_q, log_p, beta)
+        assert (ours - exact).abs().max() < 2e-6 * (kl(log_p, log_q) + kl(log_q, log_p) + 1).max()
+        exact_grad = gradient(exact, exact_leaf)
+        grad = gradient(ours, leaf)
+        assert (grad - exact_grad).abs().max() < 2e-6
+        # What is off the ids has next to no gradient: in its own measure.
+        error = torch.where(off, (grad - exact_grad).abs(), 0.0).amax(1)
+        assert (error < 2e-5 * torch.where(off, exact_leaf.softmax(1) * (1 + exact_grad.abs()), 0.0).amax(1)).all()
+
+    in_float32 = z.log_softmax(1).gather(1, teacher.indices)
+    total = in_float32.exp().sum(1)
+    theirs = {"trl": trl_tail(in_float32)[:, -1], "megatron-lm": (1 - total).clamp(min=1e-8).log(),
+              "distillkit": torch.log1p(-total.clamp(min=1e-8, max=1 - 1e-8))}
+    for name, log_rest in theirs.items():
+        wrong = (log_rest - log_q[:, -1].detach()).abs().max()
+        assert gap in (15, 18) or (wrong < 0.01 if gap == 9 else wrong > 0.1), name
+
+
+def test_34_a_sampled_token_that_stands_before_the_top_k_is_one_class(device):
+    """A server puts it there whether or not it is one of them. TRL's server_distillation masks it where it equals the
+    top-1; here entries of one class add up, so what is the same twice must be masked, and what was drawn twice must
+    not."""
+    p = make(device, torch.float64, k=3)
+    both = torch.cat((p.ids[:, :1], p.ids), 1)
+    both[::2, 0] = 7
+    log_p = p.teacher_logits.log_softmax(1)
+    repeated = (both[:, :1] == both[:, 1:]).any(1)
+    assert repeated.any() and not repeated.all()
+    mask = torch.ones_like(both, dtype=torch.bool)
+    mask[:, 0] = ~repeated
+    values = log_p.gather(1, both)
+    for rest in ("zero", "renormalize", "bucket"):
+        ours = divergence(p.logits, SparseTarget.from_topk(both, values, mask=mask, kind="logprobs"), rest=rest,
+                          reduction="none")
+        for row in range(ROWS):
+            distinct = both[row].unique()
+            once = SparseTarget.from_topk(distinct[None], log_p[row, distinct][None], kind="logprobs")
+            assert_equal(ours[row], divergence(p.logits[row:row + 1], once, rest=rest), torch.float64)
+    # Counted twice, the teacher has twice its probability there.
+    twice = divergence(p.logits, SparseTarget.from_topk(both, values, kind="logprobs"), reduction="none")
+    weights = torch.zeros_like(log_p).scatter_add(1, both, values.exp())
+    assert_equal(twice, (torch.xlogy(weights, weights) - weights * p.logits.log_softmax(1)).sum(1), torch.float64)
+
+
+@pytest.mark.parametrize("beta", [0, 0.5, 1])
+def test_35_padding_of_minus_infinity(beta, device):
+    """ms-swift fills what a server did not send with -inf. It drops the rows of nothing else, but its formula is NaN on
+    those that are padded in part, from 0 times -inf."""
+    p = make(device, torch.float64, ragged=True)
+    seen = p.where_rows_count()
+    log_p = torch.where(seen.live, seen.log_probs, -INF).log_softmax(1)
+    log_q = student(seen.logits, seen).log_softmax(1)
+    theirs = (log_p.exp() * (log_p - log_q)).sum(1)
+    partly = ~seen.live.all(1)
+    assert partly.any() and theirs[partly].isnan().all() and theirs[~partly].isfinite().all()
+    for rest in ("renormalize", "bucket"):
+        leaf, exact_leaf = p.logits.clone().requires_grad_(), seen.logits.clone().requires_grad_()
+        ours = divergence(leaf, SparseTarget.from_topk(p.ids, p.log_probs, kind="logprobs", row_mask=p.counts),
+                          rest=rest, reduction="none", **of_beta(beta))
+        exact = trl_topk(beta, rest == "bucket")[0](exact_leaf, seen)
+        assert_equal(ours[p.counts].detach(), exact.detach(), torch.float64)
+        grad = gradient(ours, leaf)
+        assert (grad[~p.counts] == 0).all()
+        assert_equal(grad[p.counts], gradient(exact, exact_leaf), torch.float64)
