@@ -1,0 +1,183 @@
+"""``TeacherCache``: a teacher's cache as a dataset of sequences, and batches of such."""
+
+import bisect
+import os
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any, Dict, List, Mapping, Optional, Protocol, Sequence, Union
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from ..arguments import is_integer
+from ..collate import collate
+from ..errors import check, fail
+from ..target import SparseTarget
+from . import npy, parquet, safetensors
+from .sequence import (
+    Header,
+    Place,
+    Predicts,
+    Stored,
+    check_shapes,
+    check_values,
+    names_of_parts,
+    rows_to_move,
+    sample_of,
+)
+
+OPEN_SHARDS = 32  # each is a map of a file or several, and a process may hold a thousand
+
+
+class Shard(Protocol):
+    path: Path
+    header: Header
+
+    def __len__(self) -> int: ...
+    def read(self, i: int, verify: bool) -> Stored: ...
+    def close(self) -> None: ...
+
+
+class TeacherCache(Dataset[Dict[str, Any]]):
+    """A teacher's cache, a map-style dataset with a sequence for each index. Opening it reads headers alone; processes
+    of a ``DataLoader`` open the files for themselves.
+
+    Args:
+        path: a ``.parquet`` or ``.safetensors`` file, a folder of ``.npy`` files, or a folder of such shards, which are
+            read in the order of their names. :class:`CacheWriter` writes them, and other files with arrays or columns
+            of its names and shapes are read, too: also ids (N, S, K) with log_probs alike, as
+            ``examples/teacher_cache.py`` writes them.
+        verify: compare checksums, and check the values of each sequence that is read.
+        predicts: what row i of a sample is to be: ``"next"``, what the teacher predicts behind token i, as the logits
+            at i are; ``"token"``, what it predicts of token i, as labels for a loss that shifts are. None: as it was
+            written.
+        names: other names for the parts of a sample, ``{"tokens": "input_ids", "target": "labels"}`` for the Trainer.
+        num_classes: where the files do not say it.
+
+    Attributes:
+        num_classes, k, metadata: as they were written; ``k=None``: positions have different numbers of entries.
+
+    Raises:
+        ValueError: a file is damaged or cut off, or shards do not belong together; the error names the file, and the
+            sequence and position where there is one.
+        FileNotFoundError: there is no cache.
+        ImportError: pyarrow is needed and not there.
+
+    Examples:
+        >>> path = tempfile.mkdtemp() + "/teacher.npy"
+        >>> with CacheWriter(path, num_classes=100, k=4) as writer:
+        ...     writer.add(sparse_ce.topk_log_probs(torch.randn(8, 100), 4), tokens=torch.arange(8))
+        >>> sample = TeacherCache(path)[0]
+        >>> sample["tokens"].shape, sample["target"].shape, sample["target"].kind
+        (torch.Size([8]), torch.Size([8]), 'logprobs')
+    """
+
+    def __init__(self, path: Union[str, "os.PathLike[str]"], *, verify: bool = True,
+                 predicts: Optional[Predicts] = None, names: Optional[Dict[str, str]] = None,
+                 num_classes: Optional[int] = None) -> None:
+        self.path, self.verify, self.shards = Path(path), verify, _shards(Path(path))
+        self._ends: List[int] = []
+        first = self.shards[0].header
+        for shard in self.shards:
+            begin, header = self._ends[-1] if self._ends else 0, shard.header
+            check(header.first in (None, begin) or len(self.shards) == 1, f"shards must follow one another, got "
+                  f"{begin} sequences before {shard.path}, which has sequence {header.first} first; one is missing")
+            for name in ("num_classes", "k", "predicts", "columns"):
+                old, new = getattr(first, name), getattr(header, name)
+                check(old == new, f"{name} must be {old!r}, as in {self.shards[0].path}, got {new!r} in {shard.path}")
+            self._ends.append(begin + len(shard))
+        check(first.num_classes is None or num_classes in (None, first.num_classes),
+              f"num_classes must be {first.num_classes}, as {self.shards[0].path} says, got {num_classes}")
+        self.num_classes = num_classes if first.num_classes is None else first.num_classes
+        check(self.num_classes is not None, f"num_classes must be given where the files do not say it, got None for "
+              f"{self.path}")
+        self.k, self.metadata = first.k, dict(first.metadata or {})
+        self._moved, self._names = rows_to_move(first.predicts, predicts), names_of_parts(names)
+        self._open: "OrderedDict[int, None]" = OrderedDict()
+
+    def __getstate__(self) -> Dict[str, Any]:
+        return {**vars(self), "_open": OrderedDict()}
+
+    def __len__(self) -> int:
+        return self._ends[-1]
+
+    def __getitem__(self, i: int) -> Dict[str, Any]:
+        """``{"tokens": (S,) int64, "target": SparseTarget (S,), "log_rest": (S,) float32}``, of which ``tokens`` and
+        ``log_rest`` are there where they were written. The target's values have the dtype of the file.
+
+        Examples:
+            >>> path = tempfile.mkdtemp() + "/teacher.npy"
+            >>> with CacheWriter(path, num_classes=100) as writer:
+            ...     writer.add(sparse_ce.topk_log_probs(torch.randn(2, 8, 100), 4))
+            >>> TeacherCache(path)[-1]
+            {'target': SparseTarget(jagged, shape=[8], nnz=32, num_classes=100, values=float16, device=cpu)}
+        """
+        check(is_integer(i) and -len(self) <= i < len(self), f"index must be an integer in [{-len(self)}, "
+              f"{len(self)}), got {i!r}", IndexError)
+        i = int(i) % len(self)
+        number = bisect.bisect_right(self._ends, i)
+        shard = self.shards[number]
+        self._open[number] = None
+        self._open.move_to_end(number)
+        while len(self._open) > OPEN_SHARDS:
+            self.shards[self._open.popitem(last=False)[0]].close()
+        within = i - (self._ends[number] - len(shard))
+        stored = shard.read(within, self.verify)
+        place = Place(str(shard.path), within)
+        check_shapes(stored, place)
+        if self.verify:
+            check_values(stored, self.num_classes, place)
+        return sample_of(stored, self.num_classes, self._moved, self._names)
+
+
+def _shards(path: Path) -> List[Shard]:
+    if path.is_dir() and not (path / "ids.npy").exists():
+        inside = sorted(file for file in path.iterdir() if not file.name.endswith(".tmp") and
+                        (file.suffix in (".parquet", ".safetensors") or (file / "ids.npy").exists()))
+        if not inside:
+            fail(f"path must be a cache, or a folder of its shards, got {path} with neither", FileNotFoundError)
+        return [_shard(file) for file in inside]
+    if not path.exists():
+        fail(f"path must be a cache, got {path}, which is not there", FileNotFoundError)
+    return [_shard(path)]
+
+
+def _shard(path: Path) -> Shard:
+    if path.is_dir():
+        return npy.shard(path)
+    if path.suffix == ".safetensors":
+        return safetensors.shard(path)
+    check(path.suffix == ".parquet", f"path must be a folder or end in .safetensors or .parquet, got {path}")
+    return parquet.ParquetShard(path)
+
+
+def collate_sequences(samples: Sequence[Mapping[str, Any]], padding: int = 0) -> Dict[str, Any]:
+    """:func:`sparse_ce.collate` of samples of different lengths: positions are filled up at the end, with rows that are
+    ignored in the target, with ``padding`` in what else has one number for each position.
+
+    Examples:
+        >>> def sample(length):
+        ...     target = sparse_ce.topk_log_probs(torch.randn(length, 100), 4)
+        ...     return {"tokens": torch.ones(length, dtype=torch.int64), "target": target}
+        >>> batch = collate_sequences([sample(3), sample(5)])
+        >>> batch["tokens"].tolist(), batch["target"].ne(-100).sum(1)
+        ([[1, 1, 1, 0, 0], [1, 1, 1, 1, 1]], tensor([3, 5]))
+    """
+    def length_of(sample: Mapping[str, Any]) -> int:
+        lengths = {len(part) for part in sample.values() if isinstance(part, SparseTarget)}
+        check(len(lengths) == 1, f"samples must have targets of one length, got {sorted(lengths)}")
+        return lengths.pop()
+
+    lengths = [length_of(sample) for sample in samples]
+    longest = max(lengths)
+
+    def filled(part: Any, length: int) -> Any:
+        if isinstance(part, Tensor) and part.shape == (length,):
+            return F.pad(part, (0, longest - length), value=padding)
+        return part
+
+    batch: Dict[str, Any] = collate([{name: filled(part, length) for name, part in sample.items()}
+                                     for sample, length in zip(samples, lengths)])
+    return batch

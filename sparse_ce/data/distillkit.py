@@ -1,0 +1,251 @@
+"""Teachers captured by DistillKit: Parquet files with compressed log-probabilities, read as they are.
+
+Of each position ``compressed_logprobs`` has the bytes, in this order and without gaps:
+
+- ``exact_k`` values of ``exact_dtype``, those of the likeliest classes;
+- a coefficient of ``term_dtype`` for each of ``polynomial_terms``: powers, "sqrt" or "exp" of t = 0, 1, ... (of [0, 1]
+  with ``normalize_t``), whose sum stands for the other k - ``exact_k`` values;
+- for each of ``residual_bins`` a scale of ``scale_dtype`` and ``num_elements`` integers of ``element_bits`` bits, from the
+  highest bit on, filled up to bytes: what is to be added to the next of these values, in units of the scale, from
+  -2^(bits - 1) on (of one bit: -1 and 1).
+
+With ``delta_encoding`` the values are differences to the one before. ``bytepacked_indices`` has the k ids, each of
+ceil(log2(d)) bits, from the highest bit on. Captures from before have ``packed_indices``, ids from the lowest bit on in
+64-bit words that none crosses, ``exact_values``, and ``coeffs`` of the powers (or inverse powers) of 1, 2, ...: of logits
+less their mean, which are known up to a constant alone. ``token_ids`` and ``top_values`` are as they say.
+"""
+
+import json
+import math
+import os
+from pathlib import Path
+from typing import Any, Dict, List, Optional, Tuple, Union
+
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from ..arguments import is_integer
+from ..errors import check, fail
+from .parquet import Rows
+from .sequence import (
+    Place,
+    Predicts,
+    Stored,
+    check_shapes,
+    check_values,
+    names_of_parts,
+    rows_to_move,
+    sample_of,
+    tensor_of,
+    bytes_of,
+)
+
+_DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}
+_DEFAULTS: Dict[str, Any] = {"exact_dtype": "float32", "polynomial_terms": None, "term_dtype": "float32",
+                             "residual_bins": [], "delta_encoding": True, "normalize_t": False}
+_LEGACY: Dict[str, Any] = {"invert_polynomial": True, "with_sqrt_term": False, "term_dtype": "float32"}
+_FORMS = {"compressed": ("compressed_logprobs", "bytepacked_indices"), "plain": ("top_values", "token_ids"),
+          "legacy": ("packed_indices", "exact_values", "coeffs")}
+
+
+class DistillKitCache(Dataset[Dict[str, Any]]):
+    """A teacher captured by DistillKit, a map-style dataset of samples as those of :class:`TeacherCache`: ``tokens`` (S,)
+    and ``target`` (S,), of which row i is what the teacher predicts behind token i. Where the file has a token more than
+    rows, the last one is left out.
+
+    Args:
+        path: a Parquet file of a capture, or the folder of them.
+        config: the configuration of the compression, as a dict or the path of its YAML or JSON; by default the
+            ``compression_config.yaml`` beside the files.
+        verify: check the values of each sequence that is read.
+        predicts, names: as for :class:`TeacherCache`.
+        num_classes: for ``token_ids`` without a configuration.
+
+    Log-probabilities are float32, and 0 where a polynomial is larger. The oldest captures hold logits: their target has
+    ``kind="probs"``, normalized over the k.
+
+    Raises:
+        ValueError: a file is damaged or does not fit the configuration; the error names the file, and the sequence and
+            position where there is one.
+        ImportError: pyarrow, or PyYAML for the configuration, is needed and not there.
+    """
+
+    def __init__(self, path: Union[str, "os.PathLike[str]"], config: Union[None, str, Path, Dict[str, Any]] = None, *,
+                 verify: bool = True, predicts: Optional[Predicts] = None, names: Optional[Dict[str, str]] = None,
+                 num_classes: Optional[int] = None) -> None:
+        self.path, self.verify = Path(path), verify
+        check(self.path.exists(), f"path must be a capture of DistillKit, got {path}, which is not there",
+              FileNotFoundError)
+        files = sorted(self.path.glob("*.parquet"), key=_number) if self.path.is_dir() else [self.path]
+        check(len(files) > 0, f"path must hold Parquet files, got {path} without one")
+        self._files = [Rows(file) for file in files]
+        self._ends = [sum(len(f) for f in self._files[:i + 1]) for i in range(len(files))]
+        found = [name for name, columns in _FORMS.items() if set(columns) <= set(self._files[0].names)]
+        check(len(found) > 0, f"columns must be {', or '.join(' and '.join(c) for c in _FORMS.values())}, got "
+              f"{self._files[0].names} in {files[0]}")
+        self._form = found[0]
+        self._tokens = ["input_ids"] if "input_ids" in self._files[0].names else []
+        self.config = self._configured(config, files[0].parent)
+        said = self.config.get("d", self.config.get("vocab_size"))
+        check(None in (said, num_classes) or said == num_classes, f"num_classes must be {said}, as the configuration "
+              f"says, got {num_classes}")
+        self.num_classes: Optional[int] = num_classes if said is None else int(said)
+        check(self.num_classes is not None, "num_classes must be given where no configuration says it, got None")
+        self._bits = max(1, math.ceil(math.log2(int(self.num_classes or 1))))
+        self._moved, self._names = rows_to_move("next", predicts), names_of_parts(names)
+
+    def _configured(self, config: Union[None, str, Path, Dict[str, Any]], folder: Path) -> Dict[str, Any]:
+        if config is None and (folder / "compression_config.yaml").exists():
+            config = folder / "compression_config.yaml"
+        if isinstance(config, (str, Path)):
+            config = _read_config(Path(config))
+        if config is None:
+            check(self._form == "plain", f"config must be given where there is no compression_config.yaml, got None "
+                  f"for {self.path}")
+            config = {}
+        config = {**(_DEFAULTS if self._form == "compressed" else _LEGACY), **config}
+        needed = {"compressed": ["d", "k", "exact_k"], "plain": [],
+                  "legacy": ["vocab_size", "k", "exact_k", "polynomial_degree"]}[self._form]
+        missing = [name for name in needed if name not in config]
+        check(not missing, f"config must have {', '.join(needed)}, got one without {', '.join(missing)}")
+        return config
+
+    def __len__(self) -> int:
+        return self._ends[-1]
+
+    def __getitem__(self, i: int) -> Dict[str, Any]:
+        check(is_integer(i) and -len(self) <= i < len(self), f"index must be an integer in [{-len(self)}, "
+              f"{len(self)}), got {i!r}", IndexError)
+        i = int(i) % len(self)
+        number = next(n for n, end in enumerate(self._ends) if i < end)
+        rows = self._files[number]
+        within = i - (self._ends[number] - len(rows))
+        place = Place(str(rows.path), within)
+        row = rows.row(within, [*self._tokens, *_FORMS[self._form]])
+        parts = {name: _rectangle(*row[name], name, place) for name in _FORMS[self._form]}
+        ids, values = {"compressed": self._compressed, "plain": self._plain, "legacy": self._legacy}[self._form](
+            parts, place)
+        tokens = None
+        if self._tokens:
+            tokens = row["input_ids"][0].long()
+            check(len(tokens) - len(ids) in (0, 1), f"input_ids must have {len(ids)} tokens, as many as rows, or one "
+                  f"more, got {len(tokens)} at {place.at()}")
+            tokens = tokens[:len(ids)]
+        if self._form == "legacy":
+            values = torch.log_softmax(values, -1)
+        stored = Stored(ids, values, None, tokens)
+        check_shapes(stored, place)
+        if self.verify:
+            check_values(stored, self.num_classes, place)
+        return sample_of(stored, self.num_classes, self._moved, self._names)
+
+    # ------------------------------------------------------------------------------------------------ the three forms
+
+    def _plain(self, parts: Dict[str, Tensor], place: Place) -> Tuple[Tensor, Tensor]:
+        return parts["token_ids"].long(), parts["top_values"].float()
+
+    def _compressed(self, parts: Dict[str, Tensor], place: Place) -> Tuple[Tensor, Tensor]:
+        c, k = self.config, int(self.config["k"])
+        packed, taken = parts["compressed_logprobs"], 0
+
+        def take(count: int) -> Tensor:
+            nonlocal taken
+            taken += count
+            check(taken <= packed.shape[1], f"compressed_logprobs must have {taken} bytes or more at each position, as "
+                  f"the configuration says, got {packed.shape[1]} at {place.at()}")
+            return packed[:, taken - count:taken].contiguous()
+
+        def numbers(count: int, dtype: str) -> Tensor:
+            t = _DTYPES[dtype]
+            return tensor_of(bytes_of(take(count * t.itemsize)), t).reshape(-1, count)
+
+        exact = numbers(int(c["exact_k"]), c["exact_dtype"]).float()
+        rest = torch.zeros(len(packed), k - exact.shape[1])
+        terms: List[Any] = c["polynomial_terms"] or []
+        if terms:
+            coefficients = numbers(len(terms), c["term_dtype"])
+            rest = (_terms(terms, rest.shape[1], coefficients.dtype, c["normalize_t"])
+                    * coefficients[:, None]).sum(-1).float()
+        begin = 0
+        for bin in c["residual_bins"]:
+            bits, count = int(bin["element_bits"]), int(bin["num_elements"])
+            scale = numbers(1, bin["scale_dtype"]).float()
+            units = _unpacked(take((bits * count + 7) // 8), bits, count)
+            residual = 2 * units - 1 if bits == 1 else units - 2 ** (bits - 1)
+            rest[:, begin:begin + count] += residual.float() * scale
+            begin += count
+        check(taken == packed.shape[1], f"compressed_logprobs must have {taken} bytes at each position, as the "
+              f"configuration says, got {packed.shape[1]} at {place.at()}")
+        values = torch.cat((exact, rest), 1)
+        if c["delta_encoding"]:
+            values = values.cumsum(1)
+        indices = parts["bytepacked_indices"]
+        check(indices.shape[1] == (self._bits * k + 7) // 8, f"bytepacked_indices must have {k} ids of {self._bits} "
+              f"bits, as the configuration says, got {indices.shape[1]} bytes at {place.at()}")
+        return _unpacked(indices, self._bits, k), values.clamp(max=0)
+
+    def _legacy(self, parts: Dict[str, Tensor], place: Place) -> Tuple[Tensor, Tensor]:
+        c, k = self.config, int(self.config["k"])
+        packed, exact = parts["packed_indices"].long(), parts["exact_values"].float()
+        each = 64 // self._bits
+        shifts = torch.arange(each) * self._bits
+        ids = ((packed[..., None] >> shifts) & (2 ** self._bits - 1)).reshape(len(packed), -1)
+        t = torch.arange(1, k - exact.shape[1] + 1, dtype=torch.float32)
+        powers = range(int(c["polynomial_degree"]) + 1)
+        terms = [t ** (-p if c["invert_polynomial"] else p) for p in powers] + [t.sqrt()] * bool(c["with_sqrt_term"])
+        coefficients = parts["coeffs"].float()
+        fits = ids.shape[1] >= k and exact.shape[1] == int(c["exact_k"]) and coefficients.shape[1] in (len(terms), 0)
+        check(fits, f"columns must have {k} ids, {c['exact_k']} exact values and {len(terms)} coefficients, as the "
+              f"configuration says, got {ids.shape[1]}, {exact.shape[1]} and {coefficients.shape[1]} at {place.at()}")
+        if exact.shape[1] == k:
+            return ids[:, :k], exact
+        return ids[:, :k], torch.cat((exact, (torch.stack(terms, -1) * coefficients[:, None]).sum(-1)), 1)
+
+
+def _number(path: Path) -> Tuple[int, str]:
+    """``data_10.parquet`` comes behind ``data_9.parquet``."""
+    digits = "".join(c for c in path.stem if c.isdigit())
+    return int(digits or 0), path.name
+
+
+def _read_config(path: Path) -> Dict[str, Any]:
+    text = path.read_text()
+    if path.suffix == ".json":
+        said = json.loads(text)
+    else:
+        try:
+            import yaml
+        except ImportError as error:
+            fail(f"PyYAML must be installed for {path}, got {error}; pip install 'sparse_ce[data]', or give config= as "
+                 "a dict", ImportError)
+        said = yaml.safe_load(text)
+    check(isinstance(said, dict), f"config must be a mapping, got {type(said).__name__} in {path}")
+    said = said.get("logprob_compressor", said)  # of the configuration of a training run
+    return dict(said)
+
+
+def _rectangle(values: Tensor, counts: Optional[Tensor], name: str, place: Place) -> Tensor:
+    """(rows, as many as each has)."""
+    if counts is None:
+        fail(f"{name} must be lists of lists, got lists at {place.at()}")
+    width = int(counts[0]) if len(counts) else 0
+    wrong = counts.ne(width)
+    if wrong.any():
+        position = int(wrong.to(torch.uint8).argmax())
+        fail(f"{name} must have {width} numbers at each position, got {int(counts[position])} at {place.at(position)}")
+    return values.reshape(len(counts), width)
+
+
+def _unpacked(packed: Tensor, bits: int, count: int) -> Tensor:
+    """(rows, count) int64, of ``bits`` bits each, of bytes (rows, n): the highest bit first."""
+    each = (packed.long()[..., None] >> torch.arange(7, -1, -1)) & 1
+    each = each.reshape(len(packed), -1)[:, :bits * count].reshape(len(packed), count, bits)
+    return (each << torch.arange(bits - 1, -1, -1)).sum(-1)
+
+
+def _terms(terms: List[Any], count: int, dtype: torch.dtype, normalize: bool) -> Tensor:
+    """(count, terms)"""
+    t = torch.linspace(0, 1, count, dtype=dtype) if normalize else torch.arange(count, dtype=dtype)
+    functions = {"sqrt": torch.sqrt, "exp": torch.exp}
+    return torch.stack([functions[term](t) if isinstance(term, str) else t ** term for term in terms], -1)

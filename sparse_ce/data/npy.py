@@ -1,0 +1,56 @@
+"""Shards that are folders of ``.npy`` files, one for each array, which ``numpy.load(mmap_mode="r")`` takes as well."""
+
+import ast
+from pathlib import Path
+from typing import Sequence
+
+import torch
+
+from ..errors import check, fail
+from .flat import Array, FlatShard, pieces_of, shape_of, whole
+from .sequence import AGAIN, Header, Stored, bytes_of, header_text, read_header
+
+_MAGIC = b"\x93NUMPY"
+_DTYPES = {"<i8": torch.int64, "<i4": torch.int32, "<u4": torch.uint32, "<u2": torch.uint16, "|u1": torch.uint8,
+           "<f8": torch.float64, "<f4": torch.float32, "<f2": torch.float16}
+_NAMES = {**{dtype: name for name, dtype in _DTYPES.items()}, torch.bfloat16: "<u2"}  # which NumPy has not
+HEADER = "header.json"
+
+
+def write(path: Path, sequences: Sequence[Stored], header: Header) -> None:
+    with whole(path) as folder:
+        folder.mkdir()
+        for name, parts in pieces_of(sequences).items():
+            said = repr({"descr": _NAMES[parts[0].dtype], "fortran_order": False, "shape": tuple(shape_of(parts))})
+            length = -(-(10 + len(said) + 1) // 64) * 64 - 10  # the data begins at a multiple of 64
+            with open(folder / f"{name}.npy", "wb") as file:
+                file.write(_MAGIC + b"\x01\x00" + length.to_bytes(2, "little") + said.ljust(length - 1).encode() +
+                           b"\n")
+                for part in parts:
+                    file.write(bytes_of(part.contiguous()))
+        (folder / HEADER).write_text(header_text(header, len(sequences)))
+
+
+def shard(path: Path) -> FlatShard:
+    arrays = {file.stem: _array(file) for file in sorted(path.glob("*.npy"))}
+    text = path / HEADER
+    header, promised = read_header(text.read_text(), str(text)) if text.exists() else (None, -1)
+    return FlatShard(path, arrays, header, promised)
+
+
+def _array(path: Path) -> Array:
+    """Of versions 1 to 3 of the format."""
+    with open(path, "rb") as file:
+        start = file.read(8)
+        check(start[:6] == _MAGIC and len(start) == 8, f"{path} must be a .npy file, got {start!r}; {AGAIN}")
+        width = 2 if start[6] == 1 else 4
+        length = int.from_bytes(file.read(width), "little")
+        text = file.read(length)
+    try:
+        said = ast.literal_eval(text.decode("latin1"))
+        array = Array(path, 8 + width + length, _DTYPES[said["descr"]], tuple(int(n) for n in said["shape"]))
+    except (ValueError, SyntaxError, KeyError, TypeError) as error:
+        fail(f"{path} must be a .npy file of numbers, got a header that cannot be read: {error!r}; {AGAIN}")
+    check(len(text) == length and len(array.shape) > 0 and (not said["fortran_order"] or len(array.shape) == 1),
+          f"{path} must be a .npy file of rows in C's order, got {text!r}; {AGAIN}")
+    return array

@@ -1,0 +1,202 @@
+"""One sequence of a teacher's cache: what is stored of it, whether that is right, and what it becomes."""
+
+import ctypes
+import json
+import zlib
+from typing import Any, Dict, Literal, NamedTuple, NoReturn, Optional, Tuple
+
+import torch
+from torch import Tensor
+
+from ..errors import check, fail
+from ..target import SparseTarget
+
+Predicts = Literal["next", "token"]
+VERSION = 1  # of the layout
+DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}  # of log-probabilities
+AGAIN = "delete it and write it again"
+
+
+class Place(NamedTuple):
+    """Where something is wrong, for errors: a sequence, counted in its file."""
+
+    file: str
+    sequence: int
+
+    def at(self, position: Optional[int] = None) -> str:
+        return (f"sequence {self.sequence}{'' if position is None else f', position {position}'} of {self.file}")
+
+
+class Stored(NamedTuple):
+    """The tensors of a sequence of P positions, in the dtypes of its file.
+
+    ids, log_probs: (P, K), or (E,) with ``counts`` (P,) int64, how many of the E each position has. tokens, log_rest:
+    (P,) or None.
+    """
+
+    ids: Tensor
+    log_probs: Tensor
+    counts: Optional[Tensor] = None
+    tokens: Optional[Tensor] = None
+    log_rest: Optional[Tensor] = None
+
+    @property
+    def positions(self) -> int:
+        return len(self.ids if self.counts is None else self.counts)
+
+    def position_of(self, entry: int) -> int:
+        """Of an entry, by its row-major number."""
+        if self.counts is None:
+            return entry // max(1, self.ids.shape[1])
+        return int(torch.searchsorted(self.counts.cumsum(0), entry, right=True))
+
+
+class Header(NamedTuple):
+    """What a shard says of itself."""
+
+    num_classes: Optional[int]
+    k: Optional[int] = None
+    dtype: str = "float16"
+    predicts: Predicts = "next"
+    columns: Tuple[str, ...] = ("ids", "log_probs")
+    first: Optional[int] = None
+    metadata: Optional[Dict[str, Any]] = None
+
+
+def narrow_dtype(num_classes: int) -> torch.dtype:
+    """The smaller of uint16 and uint32 that holds every class."""
+    return torch.uint16 if num_classes <= 2**16 else torch.uint32
+
+
+# ---------------------------------------------------------------------------------------------------- bytes and tensors
+
+def bytes_of(t: Tensor) -> memoryview:
+    """The memory of a contiguous tensor, which has to outlive it."""
+    if t.numel() == 0:
+        return memoryview(b"")
+    return memoryview((ctypes.c_ubyte * (t.numel() * t.element_size())).from_address(t.data_ptr())).cast("B")
+
+
+def tensor_of(data: memoryview, dtype: torch.dtype) -> Tensor:
+    """(n,): a copy of bytes, which a map of a file or a column of Parquet lets nobody write to."""
+    return torch.frombuffer(bytearray(data), dtype=dtype) if len(data) else torch.empty(0, dtype=dtype)
+
+
+def checksum(stored: Stored) -> int:
+    total = 0
+    for name, t in zip(stored._fields, stored):
+        if t is not None:
+            t = t.contiguous()
+            total = zlib.crc32(bytes_of(t), zlib.crc32(name.encode(), total))
+    return total
+
+
+# ----------------------------------------------------------------------------------------------------------- the header
+
+def header_text(header: Header, sequences: int) -> str:
+    said = {"sparse_ce": VERSION, **header._asdict(), "sequences": sequences}
+    text = json.dumps(said, sort_keys=True)
+    return json.dumps({**said, "crc32": zlib.crc32(text.encode())}, sort_keys=True)
+
+
+def read_header(text: Any, file: str) -> Tuple[Header, int]:
+    """The header, and how many sequences it promises; of a file of ``examples/teacher_cache.py``, -1."""
+    try:
+        said = json.loads(text)
+        assert isinstance(said, dict)
+        if "sparse_ce" not in said:
+            other = {name: value for name, value in said.items() if name != "crc32"}
+            return Header(said["vocab"], said.get("k"), said.get("dtype", "float16"), "next", (), said.get("first"),
+                          other), -1
+        written = said.pop("crc32")
+        whole = written == zlib.crc32(json.dumps(said, sort_keys=True).encode())
+    except (ValueError, KeyError, AssertionError) as error:
+        fail(f"header must be whole, got {error!r} in {file}; {AGAIN}")
+    check(whole, f"header must be whole, got one of another checksum in {file}; {AGAIN}")
+    check(said["sparse_ce"] <= VERSION, f"header must be of version {VERSION} at most, got {said['sparse_ce']} in "
+          f"{file}; a newer sparse_ce has written it")
+    sequences = said["sequences"]
+    fields = {name: said[name] for name in Header._fields}
+    return Header(**{**fields, "columns": tuple(fields["columns"])}), sequences
+
+
+# --------------------------------------------------------------------------------------------------------------- checks
+
+def check_checksum(stored: Stored, written: int, place: Place) -> None:
+    found = checksum(stored)
+    check(found == written, f"checksum must be {written:08x}, got {found:08x} at {place.at()}; the file is damaged, "
+          f"{AGAIN}")
+
+
+def check_shapes(stored: Stored, place: Place) -> None:
+    ids, log_probs, positions = stored.ids, stored.log_probs, stored.positions
+    check(ids.shape == log_probs.shape, f"log_probs must have the shape of ids, {list(ids.shape)}, got "
+          f"{list(log_probs.shape)} at {place.at()}")
+    for name in ("tokens", "log_rest"):
+        t = getattr(stored, name)
+        check(t is None or t.shape == (positions,), f"{name} must be ({positions},), one for each position, got "
+              f"{[] if t is None else list(t.shape)} at {place.at()}")
+
+
+def check_values(stored: Stored, num_classes: Optional[int], place: Place) -> None:
+    """That every log-probability is one, and every id that is not padding a class."""
+    def refuse(what: str, t: Tensor, wrong: Tensor, entries: bool) -> NoReturn:
+        i = int(wrong.reshape(-1).to(torch.uint8).argmax())
+        fail(f"{what}, got {t.reshape(-1)[i].item()} at {place.at(stored.position_of(i) if entries else i)}")
+
+    ids, log_probs = stored.ids.long(), stored.log_probs
+    wrong = ~(log_probs <= 0)  # NaN too
+    if wrong.any():
+        refuse("log_probs must be at most 0", log_probs, wrong, True)
+    if stored.log_rest is not None:
+        wrong = ~(stored.log_rest <= 0)
+        if wrong.any():
+            refuse("log_rest must be at most 0", stored.log_rest, wrong, False)
+    if num_classes is not None:
+        wrong = ((ids < 0) | (ids >= num_classes)) & log_probs.ne(-torch.inf)
+        if wrong.any():
+            refuse(f"ids must be in [0, {num_classes})", ids, wrong, True)
+        tokens = None if stored.tokens is None else stored.tokens.long()
+        if tokens is not None:
+            wrong = (tokens < 0) | (tokens >= num_classes)
+            if wrong.any():
+                refuse(f"tokens must be in [0, {num_classes})", tokens, wrong, False)
+
+
+# ------------------------------------------------------------------------------------------------------- what it becomes
+
+def target_of(stored: Stored, num_classes: Optional[int]) -> SparseTarget:
+    """(P,), kind "logprobs", with int64 indices; positions without an entry are ignored."""
+    ids = stored.ids.long()
+    if stored.counts is None:
+        return SparseTarget.from_topk(ids, stored.log_probs, kind="logprobs", num_classes=num_classes,
+                                      ignore_empty=True)
+    offsets = torch.cat((stored.counts.new_zeros(1), stored.counts.cumsum(0)))
+    return SparseTarget.from_jagged(ids, stored.log_probs, offsets, kind="logprobs", num_classes=num_classes,
+                                    ignore_empty=True)
+
+
+def sample_of(stored: Stored, num_classes: Optional[int], moved: int, names: Dict[str, str]) -> Dict[str, Any]:
+    """What a dataset gives of a sequence; row i is the stored row i + ``moved``."""
+    target, log_rest = target_of(stored, num_classes).shift(moved), stored.log_rest
+    if log_rest is not None and moved:
+        kept = log_rest[max(0, moved):len(log_rest) + min(0, moved)]
+        fill = log_rest.new_zeros(len(log_rest) - len(kept))
+        log_rest = torch.cat((kept, fill) if moved > 0 else (fill, kept))
+    parts = {"tokens": None if stored.tokens is None else stored.tokens.long(), "target": target, "log_rest": log_rest}
+    return {names.get(name, name): part for name, part in parts.items() if part is not None}
+
+
+def rows_to_move(stored: Predicts, wanted: Optional[Predicts]) -> int:
+    """For ``sample_of``: the logits at i predict token i + 1."""
+    check(wanted in (None, "next", "token"), f"predicts must be 'next', 'token' or None, got {wanted!r}")
+    if wanted is None or wanted == stored:
+        return 0
+    return 1 if wanted == "next" else -1
+
+
+def names_of_parts(names: Optional[Dict[str, str]]) -> Dict[str, str]:
+    names = dict(names or {})
+    check(set(names) <= {"tokens", "target", "log_rest"},
+          f"names must be of 'tokens', 'target' and 'log_rest', got {sorted(names)}")
+    return names

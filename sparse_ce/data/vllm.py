@@ -1,0 +1,120 @@
+"""vLLM's log-probabilities, as its Python objects and as the JSON of its OpenAI server."""
+
+from collections.abc import Mapping, Sequence
+from itertools import chain
+from typing import Any, Dict, List, Optional, Tuple
+
+import torch
+
+from ..errors import fail
+from ..target import SparseTarget
+
+_LOWEST = -9999.0  # what the server writes for -inf, which JSON does not know
+Entries = Tuple[List[int], List[float]]
+
+
+def from_vllm(logprobs: Any, *, num_classes: Optional[int] = None) -> SparseTarget:
+    """A target (S,), jagged, ``kind="logprobs"``, float32, of what vLLM returns for a text of S tokens.
+
+    Args:
+        logprobs: any of
+
+            - ``RequestOutput.prompt_logprobs`` or ``CompletionOutput.logprobs``: for each position a dict from token id to
+              ``Logprob``, or None; or the ``FlatLogprobs`` that ``SamplingParams(flat_logprobs=True)`` gives,
+            - ``prompt_logprobs`` of the server: the same, from texts of ids to ``{"logprob": ..., "rank": ...}``,
+            - ``choice["logprobs"]`` of the server, of completions (``top_logprobs``) and of chats (``content``); the
+              request has to ask for ids in place of texts, ``"return_tokens_as_token_ids": true``.
+        num_classes: of the vocabulary, where it is to be checked.
+
+    Row i is what the model predicted of token i, ``predicts="token"``. A position without entries, as the first of a
+    prompt is, is ignored. The sampled token, which stands before the most likely ones and may be one of them, counts
+    once.
+
+    Examples:
+        >>> from_vllm([None, {7: -0.1, 9: -2.5}], num_classes=10).tolist()
+        [None, [(7, -0.10000000149011612), (9, -2.5)]]
+        >>> chat = {"content": [{"token": "token_id:7", "logprob": -0.5, "top_logprobs": [
+        ...     {"token": "token_id:7", "logprob": -0.5}, {"token": "token_id:9", "logprob": -1.5}]}]}
+        >>> from_vllm(chat).tolist()
+        [[(7, -0.5), (9, -1.5)]]
+    """
+    rows = [_once(*row) for row in entries_of(logprobs)]
+    counts = torch.tensor([0, *(len(ids) for ids, _ in rows)], dtype=torch.int64)
+    ids = torch.tensor(list(chain.from_iterable(row for row, _ in rows)), dtype=torch.int64)
+    values = torch.tensor(list(chain.from_iterable(row for _, row in rows)), dtype=torch.float32)
+    for wrong, what, t in ((~(values <= 0), "logprobs must be at most 0", values),
+                           ((ids < 0) | (ids >= (num_classes or 2**31)),
+                            f"token ids must be in [0, {num_classes or 2**31})", ids)):
+        if wrong.any():
+            entry = int(wrong.to(torch.uint8).argmax())
+            position = int(torch.searchsorted(counts[1:].cumsum(0), entry, right=True))
+            fail(f"{what}, got {t[entry].item()} at position {position}")
+    return SparseTarget.from_jagged(ids, values, counts.cumsum(0), kind="logprobs", num_classes=num_classes,
+                                    ignore_empty=True)
+
+
+def entries_of(logprobs: Any) -> List[Entries]:
+    """Token ids and log-probabilities of each position, as they come."""
+    if hasattr(logprobs, "model_dump"):  # of a client of the server
+        logprobs = logprobs.model_dump()
+    if hasattr(logprobs, "start_indices"):
+        ids, values = list(logprobs.token_ids), [_logprob(v) for v in logprobs.logprobs]
+        return [(ids[a:b], values[a:b]) for a, b in zip(logprobs.start_indices, logprobs.end_indices)]
+    if isinstance(logprobs, Mapping):
+        return _of_server(logprobs)
+    if not isinstance(logprobs, Sequence) or isinstance(logprobs, str):
+        fail("logprobs must be a list with a dict for each position, FlatLogprobs, or the logprobs of a choice, got "
+             f"{type(logprobs).__name__}", TypeError)
+    return [_of_dict(row) for row in logprobs]
+
+
+def _of_server(said: Mapping[str, Any]) -> List[Entries]:
+    if said.get("content") is not None:
+        rows = []
+        for position in said["content"]:
+            entries = [position, *(position.get("top_logprobs") or [])]
+            rows.append(([_id(e["token"]) for e in entries], [_logprob(e["logprob"]) for e in entries]))
+        return rows
+    if said.get("top_logprobs") is not None:
+        tokens, chosen = said.get("tokens") or [], said.get("token_logprobs") or []
+        rows = [_of_dict(row) for row in said["top_logprobs"]]
+        for row, token, logprob in zip(rows, tokens, chosen):  # which need not be among the most likely ones
+            if logprob is not None:
+                row[0].insert(0, _id(token))
+                row[1].insert(0, _logprob(logprob))
+        return rows
+    fail(f"logprobs must have 'content' or 'top_logprobs', got {sorted(said)}; ask for logprobs and top_logprobs")
+
+
+def _of_dict(row: Any) -> Entries:
+    if row is None:
+        return [], []
+    if not isinstance(row, Mapping):
+        fail(f"logprobs must have a dict or None for each position, got {type(row).__name__}", TypeError)
+    return ([_id(token, bare=isinstance(entry, Mapping)) for token, entry in row.items()],
+            [_logprob(entry) for entry in row.values()])
+
+
+def _id(token: Any, bare: bool = False) -> int:
+    """``bare``: a text of digits is an id. Of tokens as texts, "7" may be any id."""
+    if not isinstance(token, str):
+        return int(token)
+    digits = token.removeprefix("token_id:")
+    if not digits.isdigit() or digits == token and not bare:
+        fail(f"token must be an id, such as 'token_id:123', got {token!r}; ask the server for them with "
+             "return_tokens_as_token_ids")
+    return int(digits)
+
+
+def _logprob(entry: Any) -> float:
+    value = float(entry["logprob"] if isinstance(entry, Mapping) else getattr(entry, "logprob", entry))
+    return -torch.inf if value == _LOWEST else value
+
+
+def _once(ids: List[int], values: List[float]) -> Entries:
+    """Without the ids that came before, and without those that no probability is left for."""
+    kept: Dict[int, float] = {}
+    for token, value in zip(ids, values):
+        if value != -torch.inf:
+            kept.setdefault(token, value)
+    return list(kept), list(kept.values())

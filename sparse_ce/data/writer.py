@@ -1,0 +1,218 @@
+"""``CacheWriter``: a teacher's top-k, batch by batch, into a file or a folder of shards."""
+
+import os
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Callable, Dict, List, Optional, Sequence, Type, Union
+
+import torch
+from torch import Tensor
+
+from ..arguments import is_integer
+from ..entries import IGNORE_INDEX, live_entries
+from ..errors import check, fail
+from ..target import SparseTarget
+from . import npy, parquet, safetensors
+from .cache import TeacherCache
+from .sequence import DTYPES, Header, Place, Predicts, Stored, check_values, narrow_dtype
+
+FORMATS: Dict[str, Callable[[Path, Sequence[Stored], Header], None]] = {
+    "safetensors": safetensors.write, "parquet": parquet.write, "npy": npy.write}
+
+
+class CacheWriter:
+    """Writes a teacher's cache. A context manager: what it is left with normally is whole, an error leaves the shard
+    that was not whole unwritten, and a name is never that of half a file.
+
+    Args:
+        path: ``x.parquet``, ``x.safetensors`` and ``x.npy`` become one shard, kept in memory until the end. Anything
+            else is a folder of shards, written one by one.
+        num_classes: of the teacher's vocabulary.
+        k: entries of each position: a rectangle, in which fewer are padded. None: as many as each position has.
+        dtype: of the log-probabilities in the file, float16, bfloat16 or float32; they are rounded to it once.
+        predicts: ``"next"`` where row p is what the teacher predicts behind token p, as its logits at p are, ``"token"``
+            where it is what it predicts of token p.
+        metadata: what else to remember: which teacher, which text. Anything that JSON knows.
+        format: of the shards of a folder, ``"safetensors"``, ``"parquet"`` or ``"npy"``.
+        shard: sequences of a shard, which is what is kept in memory.
+        resume: go on behind the shards that are in the folder; ``len(writer)`` sequences are there. They must have been
+            written with the same arguments.
+
+    Raises:
+        ValueError: the path is taken, or a shard of it was written with other arguments.
+        ImportError: pyarrow is needed and not there.
+
+    Examples:
+        >>> path = tempfile.mkdtemp() + "/teacher"
+        >>> with CacheWriter(path, num_classes=100, k=4, shard=2) as writer:
+        ...     for _ in range(3):
+        ...         target, log_rest = sparse_ce.topk_log_probs(torch.randn(1, 8, 100), 4, return_log_rest=True)
+        ...         writer.add(target, log_rest=log_rest)
+        >>> sorted(os.listdir(path))
+        ['shard-00000.safetensors', 'shard-00001.safetensors']
+    """
+
+    def __init__(self, path: Union[str, "os.PathLike[str]"], *, num_classes: int, k: Optional[int] = None,
+                 dtype: torch.dtype = torch.float16, predicts: Predicts = "next",
+                 metadata: Optional[Dict[str, Any]] = None, format: str = "safetensors", shard: int = 512,
+                 resume: bool = False) -> None:
+        for name, number, most in (("num_classes", num_classes, 2**31), ("k", k, num_classes), ("shard", shard, 2**31)):
+            check(number is None and name == "k" or is_integer(number) and 0 < number <= most,
+                  f"{name} must be an integer in [1, {most}], got {number!r}")
+        named = {value: name for name, value in DTYPES.items()}
+        check(dtype in named, f"dtype must be float16, bfloat16 or float32, got {dtype}")
+        check(predicts in ("next", "token"), f"predicts must be 'next' or 'token', got {predicts!r}")
+        check(format in FORMATS, f"format must be one of {', '.join(FORMATS)}, got {format!r}")
+        self.path, suffix = Path(path), Path(path).suffix[1:]
+        self._one = suffix in FORMATS
+        self._format = suffix if self._one else format
+        if self._format == "parquet":
+            parquet.pyarrow_parquet()
+        self._header = Header(num_classes, k, named[dtype], predicts, metadata=metadata or {})
+        self._shard, self._shards, self._written = shard, 0, 0
+        self._pending: List[Stored] = []
+        if self._one:
+            check(not resume, f"path must be a folder of shards to be resumed, got {self.path}")
+        there = self.path.exists() and (not self.path.is_dir() or any(self.path.iterdir()))
+        check(resume or not there, f"path must not be taken, got {self.path}; delete it, or go on behind what is there "
+              "with resume=True")
+        if there:
+            self._resume()
+
+    def _resume(self) -> None:
+        shards = TeacherCache(self.path).shards
+        ours = [self.path / self._name(i) for i in range(len(shards))]
+        check([s.path for s in shards] == ours, f"path must hold shards named {self._name(0)} and so on, got "
+              f"{shards[-1].path.name} in {self.path}")
+        for shard in shards:
+            differences = [f"{name} {old!r} and not {new!r}" for name, old, new in
+                           zip(Header._fields, shard.header, self._header)
+                           if name not in ("columns", "first") and old != new]
+            check(not differences, f"{shard.path} must be written as this writer writes, got {', '.join(differences)}")
+        self._header = self._header._replace(columns=shards[0].header.columns)
+        self._shards, self._written = len(shards), sum(len(s) for s in shards)
+
+    def _name(self, i: int) -> str:
+        return f"shard-{i:05}.{self._format}"
+
+    def __len__(self) -> int:
+        """Sequences that were added, those that were there included."""
+        return self._written + len(self._pending)
+
+    def __enter__(self) -> "CacheWriter":
+        return self
+
+    def __exit__(self, kind: Optional[Type[BaseException]], error: Optional[BaseException],
+                 traceback: Optional[TracebackType]) -> None:
+        if kind is None:
+            self.close()
+        self._pending = []
+
+    def close(self) -> None:
+        """Writes what was added since the last shard.
+
+        Examples:
+            >>> CacheWriter(tempfile.mkdtemp() + "/teacher.npy", num_classes=100).close()
+        """
+        if self._pending:
+            path = self.path if self._one else self.path / self._name(self._shards)
+            FORMATS[self._format](path, self._pending, self._header._replace(first=self._written))
+            self._shards, self._written, self._pending = self._shards + 1, len(self), []
+
+    def add(self, target: SparseTarget, *, tokens: Optional[Tensor] = None, log_rest: Optional[Tensor] = None,
+            lengths: Optional[Union[Tensor, Sequence[int]]] = None) -> None:
+        """Adds a sequence, or a batch of sequences.
+
+        Args:
+            target: (S,) or (B, S), top-k or jagged, ``kind="logprobs"``, on any device: what
+                :func:`sparse_ce.topk_log_probs` makes. Of a row that is ignored nothing is kept.
+            tokens: (S,) or (B, S), integers: the text.
+            log_rest: (S,) or (B, S): the logarithm of the probability of all other classes.
+            lengths: (B,): how many positions of each sequence are more than padding.
+
+        Raises:
+            ValueError: shapes do not fit, an id is outside the vocabulary, a log-probability is positive or NaN; the
+                error names the sequence and the position.
+
+        Examples:
+            >>> target = SparseTarget.from_topk(torch.tensor([[3, 5], [7, 1]]), torch.tensor([[-0.1, -3], [-0.4, -2]]),
+            ...                                 kind="logprobs")
+            >>> writer = CacheWriter(tempfile.mkdtemp() + "/teacher.npy", num_classes=8, k=2)
+            >>> writer.add(target, tokens=torch.tensor([0, 3]))
+            >>> len(writer)
+            1
+        """
+        header = self._header
+        check(isinstance(target, SparseTarget) and target.form != "index" and target.kind == "logprobs",
+              f"target must be a SparseTarget of log-probabilities, got {target!r}; convert weights with .log_probs()")
+        check(target.num_classes in (None, header.num_classes), f"target must have {header.num_classes} classes, got "
+              f"{target.num_classes}")
+        check(target.dim() in (1, 2), f"target must be (S,) or (B, S), got {list(target.shape)}")
+        columns = ("ids", "log_probs", *(name for name, t in (("tokens", tokens), ("log_rest", log_rest))
+                                         if t is not None))
+        check(len(self) == 0 or columns == header.columns, f"columns must be {header.columns}, as before, got {columns}")
+        batch, rest = target.detach().cpu(), {}
+        for name, t in (("tokens", tokens), ("log_rest", log_rest)):
+            check(t is None or t.shape == target.shape, f"{name} must be {list(target.shape)}, as target, got "
+                  f"{[] if t is None else list(t.shape)}")
+            rest[name] = None if t is None else t.detach().cpu().reshape(-1, target.shape[-1])
+        batch = batch if batch.dim() == 2 else batch.unsqueeze(0)
+        ends = [batch.shape[1]] * len(batch) if lengths is None else [int(n) for n in lengths]
+        check(len(ends) == len(batch) and all(0 <= n <= batch.shape[1] for n in ends),
+              f"lengths must be {len(batch)} numbers in [0, {batch.shape[1]}], got {ends}")
+        made = [self._stored(batch[b, :end], {name: None if t is None else t[b, :end] for name, t in rest.items()},
+                             Place(str(self.path), len(self) + b)) for b, end in enumerate(ends)]
+        self._header = header._replace(columns=columns)
+        for stored in made:
+            self._pending.append(stored)
+            if len(self._pending) == self._shard and not self._one:
+                self.close()
+
+    def _stored(self, target: SparseTarget, rest: Dict[str, Optional[Tensor]], place: Place) -> Stored:
+        """One sequence, (S,), as a file has it, checked before it is narrowed."""
+        header, k = self._header, self._header.k
+        assert target.values is not None and header.num_classes is not None
+        counted, rows = target.ne(IGNORE_INDEX), len(target)
+        if target.form == "jagged":
+            target = target._gathered()
+            assert target.values is not None and target.offsets is not None
+            row = torch.repeat_interleave(torch.arange(rows), target.offsets.diff(dim=-1)[:, 0].long())
+        else:
+            row = torch.arange(rows).repeat_interleave(target.indices.shape[-1])
+        ids, values = target.indices.reshape(-1).long(), target.values.reshape(-1)  # type: ignore[union-attr]
+        live = live_entries(ids, values, "logprobs") & counted[row]
+        rectangle = target.form == "topk" and target.indices.shape[-1] == k
+        if not rectangle:
+            ids, values, row = ids[live], values[live], row[live]
+        else:
+            ids, values = ids.masked_fill(~live, 0), values.masked_fill(~live, -torch.inf)
+        tokens, log_rest = rest["tokens"], rest["log_rest"]
+        stored = Stored(ids, values, torch.bincount(row, minlength=rows), None if tokens is None else tokens.long(),
+                        None if log_rest is None else log_rest.float())
+        check_values(stored, header.num_classes, place)
+        stored = stored._replace(log_probs=values.to(DTYPES[header.dtype]))
+        narrow = narrow_dtype(header.num_classes)
+        if k is not None:
+            stored = _rectangle(stored, row, k, place)
+        elif stored.log_probs.isneginf().any():  # rounded to it
+            live = ~stored.log_probs.isneginf()
+            stored = stored._replace(ids=ids[live], log_probs=stored.log_probs[live],
+                                     counts=torch.bincount(row[live], minlength=rows))
+        return stored._replace(ids=stored.ids.to(narrow),
+                               tokens=None if stored.tokens is None else stored.tokens.to(narrow))
+
+
+def _rectangle(stored: Stored, row: Tensor, k: int, place: Place) -> Stored:
+    """(P, k) of entries and the positions that they are at."""
+    assert stored.counts is not None
+    if (stored.counts > k).any():
+        position = int(stored.counts.argmax())
+        fail(f"target must have at most {k} entries in a row, k of the writer, got {int(stored.counts[position])} at "
+             f"{place.at(position)}")
+    begins = stored.counts.cumsum(0) - stored.counts
+    at = (row, torch.arange(len(row)) - begins[row])
+    shape = len(stored.counts), k
+    return stored._replace(
+        ids=torch.zeros(shape, dtype=torch.int64).index_put(at, stored.ids),
+        log_probs=torch.full(shape, -torch.inf, dtype=stored.log_probs.dtype).index_put(at, stored.log_probs),
+        counts=None)
