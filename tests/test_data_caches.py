@@ -309,7 +309,7 @@ def test_rectangles_of_whole_sequences(tmp_path):
 
 
 def test_arrays_and_columns_without_a_header(tmp_path):
-    (target, tokens, log_rest), other = sequence(4), sequence(3, 1)
+    (target, tokens, _), other = sequence(4), sequence(3, 1)
     folder = tmp_path / "arrays.npy"
     folder.mkdir()
     np.save(folder / "ids.npy", torch.cat((target.indices, other[0].indices)).to(torch.int32).numpy())
@@ -330,7 +330,7 @@ def test_arrays_and_columns_without_a_header(tmp_path):
     assert torch.equal(cache[0]["target"].indices.reshape(4, K), target.indices)
 
 
-# ------------------------------------------------------------------------------------------------------ how it is written
+# ----------------------------------------------------------------------------------------------------- how it is written
 
 def test_an_error_leaves_whole_shards_and_nothing_else(tmp_path, format):
     for path, left in ((tmp_path / "teacher", [f"shard-00000.{format}"]), (tmp_path / f"one.{format}", None)):

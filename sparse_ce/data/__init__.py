@@ -4,7 +4,7 @@
 
     with CacheWriter("teacher", num_classes=V, k=64, metadata={"model": ...}) as writer:
         for tokens in batches:                                           # (B, S)
-            target, log_rest = linear_topk_log_probs(hidden(tokens), head.weight, 64, return_log_rest=True)
+            target, log_rest = sparse_ce.topk_log_probs(teacher(tokens).logits, 64, return_log_rest=True)
             writer.add(target, tokens=tokens, log_rest=log_rest)         # SparseTarget (B, S)
 
     cache = TeacherCache("teacher")                                      # reads headers, no data
@@ -12,8 +12,8 @@
     DataLoader(cache, batch_size=8, shuffle=True, num_workers=2, collate_fn=collate_sequences)
 
 The suffix of the path says the format. ``x.parquet``, ``x.safetensors`` and ``x.npy``, a folder of ``.npy`` files, each
-hold any number of sequences; any other path is a folder of such shards, each of which gets its name when it is whole, so
-that a writer that was stopped goes on with ``resume=True``. Everything is little-endian. Shards hold
+hold any number of sequences; any other path is a folder of such shards, each of which gets its name when it is whole:
+a writer that was stopped goes on with ``resume=True``. Everything is little-endian. Shards hold
 
     ids         (P, K), or (E,) where positions have different numbers of entries; uint16, or uint32 for more classes
     log_probs   like ids; float16, bfloat16 or float32; -inf marks padding, whose id is 0
@@ -23,8 +23,8 @@ that a writer that was stopped goes on with ``resume=True``. Everything is littl
     log_rest    (P,) float32, optional: the logarithm of the probability of all classes that are not among the ids
     crc32       (N,) uint32: a checksum of each sequence, taken when it is written and compared when it is read
 
-In a ``.safetensors`` file these are tensors, in a ``.npy`` folder files of these names that ``numpy.load(mmap_mode="r")``
-takes, bfloat16 as the uint16 of its bits. A ``.parquet`` file has a row for each sequence:
+In a ``.safetensors`` file these are tensors, in a ``.npy`` folder files of these names that ``numpy.load`` takes, with
+``mmap_mode="r"`` too, and bfloat16 is the uint16 of its bits. A ``.parquet`` file has a row for each sequence:
 
     input_ids   list<uint16 or uint32>              the tokens
     ids         list<list<uint16 or uint32>>        of each position its entries, K or as many as it has

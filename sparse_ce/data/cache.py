@@ -6,7 +6,6 @@ from collections import OrderedDict
 from pathlib import Path
 from typing import Any, Dict, List, Mapping, Optional, Protocol, Sequence, Union
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.data import Dataset
@@ -15,7 +14,9 @@ from ..arguments import is_integer
 from ..collate import collate
 from ..errors import check, fail
 from ..target import SparseTarget
-from . import npy, parquet, safetensors
+from .npy import shard as npy_shard
+from .parquet import ParquetShard
+from .safetensors import shard as safetensors_shard
 from .sequence import (
     Header,
     Place,
@@ -95,7 +96,7 @@ class TeacherCache(Dataset[Dict[str, Any]]):
               f"{self.path}")
         self.k, self.metadata = first.k, dict(first.metadata or {})
         self._moved, self._names = rows_to_move(first.predicts, predicts), names_of_parts(names)
-        self._open: "OrderedDict[int, None]" = OrderedDict()
+        self._open: OrderedDict[int, None] = OrderedDict()
 
     def __getstate__(self) -> Dict[str, Any]:
         return {**vars(self), "_open": OrderedDict()}
@@ -146,11 +147,11 @@ def _shards(path: Path) -> List[Shard]:
 
 def _shard(path: Path) -> Shard:
     if path.is_dir():
-        return npy.shard(path)
+        return npy_shard(path)
     if path.suffix == ".safetensors":
-        return safetensors.shard(path)
+        return safetensors_shard(path)
     check(path.suffix == ".parquet", f"path must be a folder or end in .safetensors or .parquet, got {path}")
-    return parquet.ParquetShard(path)
+    return ParquetShard(path)
 
 
 def collate_sequences(samples: Sequence[Mapping[str, Any]], padding: int = 0) -> Dict[str, Any]:

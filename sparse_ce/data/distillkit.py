@@ -5,14 +5,14 @@ Of each position ``compressed_logprobs`` has the bytes, in this order and withou
 - ``exact_k`` values of ``exact_dtype``, those of the likeliest classes;
 - a coefficient of ``term_dtype`` for each of ``polynomial_terms``: powers, "sqrt" or "exp" of t = 0, 1, ... (of [0, 1]
   with ``normalize_t``), whose sum stands for the other k - ``exact_k`` values;
-- for each of ``residual_bins`` a scale of ``scale_dtype`` and ``num_elements`` integers of ``element_bits`` bits, from the
-  highest bit on, filled up to bytes: what is to be added to the next of these values, in units of the scale, from
+- for each of ``residual_bins`` a scale of ``scale_dtype`` and ``num_elements`` integers of ``element_bits`` bits, from
+  the highest bit on, filled up to bytes: what is to be added to the next of these values, in units of the scale, from
   -2^(bits - 1) on (of one bit: -1 and 1).
 
 With ``delta_encoding`` the values are differences to the one before. ``bytepacked_indices`` has the k ids, each of
 ceil(log2(d)) bits, from the highest bit on. Captures from before have ``packed_indices``, ids from the lowest bit on in
-64-bit words that none crosses, ``exact_values``, and ``coeffs`` of the powers (or inverse powers) of 1, 2, ...: of logits
-less their mean, which are known up to a constant alone. ``token_ids`` and ``top_values`` are as they say.
+64-bit words that none crosses, ``exact_values``, and ``coeffs`` of the powers (or inverse powers) of 1, 2, ...: of
+logits less their mean, which are known up to a constant alone. ``token_ids`` and ``top_values`` are as they say.
 """
 
 import json
@@ -32,13 +32,13 @@ from .sequence import (
     Place,
     Predicts,
     Stored,
+    bytes_of,
     check_shapes,
     check_values,
     names_of_parts,
     rows_to_move,
     sample_of,
     tensor_of,
-    bytes_of,
 )
 
 _DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}
@@ -50,9 +50,9 @@ _FORMS = {"compressed": ("compressed_logprobs", "bytepacked_indices"), "plain": 
 
 
 class DistillKitCache(Dataset[Dict[str, Any]]):
-    """A teacher captured by DistillKit, a map-style dataset of samples as those of :class:`TeacherCache`: ``tokens`` (S,)
-    and ``target`` (S,), of which row i is what the teacher predicts behind token i. Where the file has a token more than
-    rows, the last one is left out.
+    """A teacher captured by DistillKit, a map-style dataset of samples as those of :class:`TeacherCache`: ``tokens``
+    (S,) and ``target`` (S,), of which row i is what the teacher predicts behind token i. Where the file has a token
+    more than rows, the last one is left out.
 
     Args:
         path: a Parquet file of a capture, or the folder of them.
@@ -62,8 +62,8 @@ class DistillKitCache(Dataset[Dict[str, Any]]):
         predicts, names: as for :class:`TeacherCache`.
         num_classes: for ``token_ids`` without a configuration.
 
-    Log-probabilities are float32, and 0 where a polynomial is larger. The oldest captures hold logits: their target has
-    ``kind="probs"``, normalized over the k.
+    Log-probabilities are float32, and 0 where a polynomial is larger. The oldest captures hold logits: they are
+    normalized over the k.
 
     Raises:
         ValueError: a file is damaged or does not fit the configuration; the error names the file, and the sequence and
@@ -147,13 +147,18 @@ class DistillKitCache(Dataset[Dict[str, Any]]):
 
     def _compressed(self, parts: Dict[str, Tensor], place: Place) -> Tuple[Tensor, Tensor]:
         c, k = self.config, int(self.config["k"])
-        packed, taken = parts["compressed_logprobs"], 0
+        packed, indices, taken = parts["compressed_logprobs"], parts["bytepacked_indices"], 0
+        terms: List[Any] = c["polynomial_terms"] or []
+        needed = (int(c["exact_k"]) * _DTYPES[c["exact_dtype"]].itemsize + len(terms) * _DTYPES[c["term_dtype"]].itemsize
+                  + sum(_DTYPES[bin["scale_dtype"]].itemsize + _bytes(bin) for bin in c["residual_bins"]))
+        for name, t, n in (("compressed_logprobs", packed, needed), ("bytepacked_indices", indices,
+                                                                     (self._bits * k + 7) // 8)):
+            check(t.shape[1] == n, f"{name} must have {n} bytes at each position, as the configuration says, got "
+                  f"{t.shape[1]} at {place.at()}")
 
         def take(count: int) -> Tensor:
             nonlocal taken
             taken += count
-            check(taken <= packed.shape[1], f"compressed_logprobs must have {taken} bytes or more at each position, as "
-                  f"the configuration says, got {packed.shape[1]} at {place.at()}")
             return packed[:, taken - count:taken].contiguous()
 
         def numbers(count: int, dtype: str) -> Tensor:
@@ -162,7 +167,6 @@ class DistillKitCache(Dataset[Dict[str, Any]]):
 
         exact = numbers(int(c["exact_k"]), c["exact_dtype"]).float()
         rest = torch.zeros(len(packed), k - exact.shape[1])
-        terms: List[Any] = c["polynomial_terms"] or []
         if terms:
             coefficients = numbers(len(terms), c["term_dtype"])
             rest = (_terms(terms, rest.shape[1], coefficients.dtype, c["normalize_t"])
@@ -171,18 +175,13 @@ class DistillKitCache(Dataset[Dict[str, Any]]):
         for bin in c["residual_bins"]:
             bits, count = int(bin["element_bits"]), int(bin["num_elements"])
             scale = numbers(1, bin["scale_dtype"]).float()
-            units = _unpacked(take((bits * count + 7) // 8), bits, count)
+            units = _unpacked(take(_bytes(bin)), bits, count)
             residual = 2 * units - 1 if bits == 1 else units - 2 ** (bits - 1)
             rest[:, begin:begin + count] += residual.float() * scale
             begin += count
-        check(taken == packed.shape[1], f"compressed_logprobs must have {taken} bytes at each position, as the "
-              f"configuration says, got {packed.shape[1]} at {place.at()}")
         values = torch.cat((exact, rest), 1)
         if c["delta_encoding"]:
             values = values.cumsum(1)
-        indices = parts["bytepacked_indices"]
-        check(indices.shape[1] == (self._bits * k + 7) // 8, f"bytepacked_indices must have {k} ids of {self._bits} "
-              f"bits, as the configuration says, got {indices.shape[1]} bytes at {place.at()}")
         return _unpacked(indices, self._bits, k), values.clamp(max=0)
 
     def _legacy(self, parts: Dict[str, Tensor], place: Place) -> Tuple[Tensor, Tensor]:
@@ -235,6 +234,11 @@ def _rectangle(values: Tensor, counts: Optional[Tensor], name: str, place: Place
         position = int(wrong.to(torch.uint8).argmax())
         fail(f"{name} must have {width} numbers at each position, got {int(counts[position])} at {place.at(position)}")
     return values.reshape(len(counts), width)
+
+
+def _bytes(bin: Dict[str, Any]) -> int:
+    """Of the integers of a residual bin at a position."""
+    return (int(bin["element_bits"]) * int(bin["num_elements"]) + 7) // 8
 
 
 def _unpacked(packed: Tensor, bits: int, count: int) -> Tensor:

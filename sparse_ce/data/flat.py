@@ -1,4 +1,4 @@
-"""Arrays in files, mapped into memory: what the formats of ``.safetensors`` files and ``.npy`` folders have in common."""
+"""Arrays in files, mapped into memory: what ``.safetensors`` files and ``.npy`` folders have in common."""
 
 import math
 import mmap
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..errors import check, fail
-from .sequence import AGAIN, DTYPES, Header, Place, Stored, check_checksum, checksum, tensor_of
+from .sequence import AGAIN, DTYPES, Header, Place, Stored, check_checksum, checksum, tensor_of, with_columns
 
 
 class Array(NamedTuple):
@@ -85,8 +85,11 @@ class FlatShard:
     def __init__(self, path: Path, arrays: Dict[str, Array], header: Optional[Header], promised: int) -> None:
         self.path = path
         self._maps: Dict[Path, mmap.mmap] = {}
-        for name in ("ids", "log_probs"):
-            check(name in arrays, f"arrays must have {name!r}, got {sorted(arrays)} in {path}")
+        needed = {"ids", "log_probs"}
+        if header is not None and promised >= 0:
+            needed |= {"sequences", "crc32", *header.columns, *(["entries"] if header.k is None else [])}
+        check(needed <= set(arrays), f"arrays must be {', '.join(sorted(needed))}, got {', '.join(sorted(arrays))} in "
+              f"{path}; {AGAIN}")
         self._length: Optional[int] = None  # of each sequence, where they are a rectangle
         if len(arrays["ids"].shape) == 3:
             sequences, self._length = arrays["ids"].shape[:2]
@@ -99,12 +102,12 @@ class FlatShard:
         log_probs = arrays["log_probs"]
         if header is not None and header.dtype == "bfloat16" and log_probs.dtype == torch.uint16:
             arrays["log_probs"] = log_probs._replace(dtype=torch.bfloat16)
-        check(arrays["log_probs"].dtype in DTYPES.values(), f"log_probs must be of {', '.join(DTYPES)}, got "
+        dtypes = list(DTYPES.values()) if header is None else [DTYPES.get(header.dtype)]
+        check(arrays["log_probs"].dtype in dtypes, f"log_probs must be of {', '.join(map(str, dtypes))}, got "
               f"{log_probs.dtype} in {path}")
         self._arrays, self._sequences = arrays, sequences
         self._check_shapes(promised)
-        columns = tuple(name for name in ("ids", "log_probs", "tokens", "log_rest") if name in arrays)
-        self.header = (header or Header(None))._replace(columns=columns)
+        self.header = with_columns(header, arrays)
 
     def __len__(self) -> int:
         return self._sequences
@@ -166,7 +169,7 @@ class FlatShard:
     def _check_shapes(self, promised: int) -> None:
         """By the sizes of the files and what they say of themselves: no data is read."""
         ends: Dict[Path, int] = {}
-        for name, array in self._arrays.items():
+        for array in self._arrays.values():
             ends[array.file] = max(array.end, ends.get(array.file, 0))
         for name, array in self._arrays.items():
             size = array.file.stat().st_size

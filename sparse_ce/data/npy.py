@@ -34,7 +34,7 @@ def write(path: Path, sequences: Sequence[Stored], header: Header) -> None:
 def shard(path: Path) -> FlatShard:
     arrays = {file.stem: _array(file) for file in sorted(path.glob("*.npy"))}
     text = path / HEADER
-    header, promised = read_header(text.read_text(), str(text)) if text.exists() else (None, -1)
+    header, promised = read_header(text.read_bytes(), str(text)) if text.exists() else (None, -1)
     return FlatShard(path, arrays, header, promised)
 
 
@@ -49,8 +49,8 @@ def _array(path: Path) -> Array:
     try:
         said = ast.literal_eval(text.decode("latin1"))
         array = Array(path, 8 + width + length, _DTYPES[said["descr"]], tuple(int(n) for n in said["shape"]))
+        by_rows = len(array.shape) > 0 and (not said["fortran_order"] or len(array.shape) == 1)
     except (ValueError, SyntaxError, KeyError, TypeError) as error:
         fail(f"{path} must be a .npy file of numbers, got a header that cannot be read: {error!r}; {AGAIN}")
-    check(len(text) == length and len(array.shape) > 0 and (not said["fortran_order"] or len(array.shape) == 1),
-          f"{path} must be a .npy file of rows in C's order, got {text!r}; {AGAIN}")
+    check(len(text) == length and by_rows, f"{path} must be a .npy file of rows in C's order, got {text!r}; {AGAIN}")
     return array

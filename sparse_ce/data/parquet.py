@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..errors import check, fail
 from .flat import whole
-from .sequence import AGAIN, DTYPES, Header, Place, Stored, bytes_of, header_text, read_header, tensor_of
+from .sequence import AGAIN, DTYPES, Header, Place, Stored, bytes_of, header_text, read_header, tensor_of, with_columns
 
 ENTRIES_OF_A_GROUP = 2**20  # what is decoded at a time; a reader of single sequences decodes it for each
 _COLUMNS = {"ids": "ids", "log_probs": "log_probs", "log_probs_bfloat16": "log_probs", "input_ids": "tokens",
@@ -33,7 +33,7 @@ def _arrow_types() -> List[Tuple[Any, torch.dtype]]:
             (pa.float16(), torch.float16), (pa.float32(), torch.float32), (pa.float64(), torch.float64)]
 
 
-# --------------------------------------------------------------------------------------------------------------- writing
+# -------------------------------------------------------------------------------------------------------------- writing
 
 def write(path: Path, sequences: Sequence[Stored], header: Header) -> None:
     pa, pq = pyarrow_parquet()
@@ -42,8 +42,7 @@ def write(path: Path, sequences: Sequence[Stored], header: Header) -> None:
         try:
             while begin < len(sequences):
                 end, entries = begin, 0
-                while end < len(sequences) and (end == begin or entries + sequences[end].ids.numel() <=
-                                                ENTRIES_OF_A_GROUP):
+                while end < len(sequences) and entries < ENTRIES_OF_A_GROUP:
                     entries += sequences[end].ids.numel()
                     end += 1
                 table = _table(sequences[begin:end]).replace_schema_metadata(
@@ -84,10 +83,10 @@ def _table(sequences: Sequence[Stored]) -> Any:
     return pa.table(columns)
 
 
-# --------------------------------------------------------------------------------------------------------------- reading
+# -------------------------------------------------------------------------------------------------------------- reading
 
 class Column(NamedTuple):
-    """Of a row group: numbers in lists, and where those of each list begin, from the outermost list to the innermost."""
+    """Of a row group: numbers in lists, and where each list begins, from the outermost lists to the innermost."""
 
     values: memoryview
     dtype: torch.dtype
@@ -138,12 +137,12 @@ class Rows:
     def _opened(self) -> Any:
         """A forked process opens the file anew: it has none of the threads that Arrow may read with."""
         if self._file is None or self._process != os.getpid():
-            _, pq = pyarrow_parquet()
+            pa, pq = pyarrow_parquet()
             try:
                 self._file = pq.ParquetFile(self.path, page_checksum_verification=True)
             except FileNotFoundError:
                 raise
-            except (OSError, ValueError) as error:  # Arrow's errors are of these
+            except (pa.ArrowException, OSError, ValueError) as error:
                 fail(f"{self.path} must be a whole Parquet file, got {os.path.getsize(self.path)} bytes in which no "
                      f"sequence can be found: {error}; {AGAIN}")
             self._process, self._groups = os.getpid(), {}
@@ -152,9 +151,10 @@ class Rows:
     def _decoded(self, group: int, names: Sequence[str]) -> Dict[str, Column]:
         begin, end = self._begins[group], self._begins[group + 1]
         where = f"sequences {begin} to {end - 1} of {self.path}"
+        pa, _ = pyarrow_parquet()
         try:
             table = self._opened().read_row_group(group, columns=list(names), use_threads=False)
-        except (OSError, ValueError, MemoryError) as error:
+        except (pa.ArrowException, OSError, ValueError, MemoryError) as error:
             fail(f"row group {group} must be whole, got {error} at {where}; the file is damaged, {AGAIN}")
         check(table.num_rows == end - begin, f"row group {group} must have {end - begin} rows, got {table.num_rows} at "
               f"{where}; {AGAIN}")
@@ -170,7 +170,8 @@ def _column(chunked: Any, name: str, where: str) -> Column:
     while pa.types.is_list(array.type) or pa.types.is_large_list(array.type):
         offsets.append(tensor_of(*_memory(array.offsets, name, where)).long())
         array = array.values
-    check(len(offsets) in (1, 2), f"{name} must be a list, or a list of lists, of numbers, got {chunked.type} at {where}")
+    check(len(offsets) in (1, 2), f"{name} must be a list, or a list of lists, of numbers, got {chunked.type} at "
+          f"{where}")
     values, dtype = _memory(array, name, where)
     return Column(values, dtype, offsets)
 
@@ -197,8 +198,9 @@ class ParquetShard:
               f"{path}")
         check(promised in (-1, len(self._rows)), f"sequences must be {promised}, as the header says, got "
               f"{len(self._rows)} in {path}; {AGAIN}")
-        columns = tuple(name for name in ("ids", "log_probs", "tokens", "log_rest") if name in found)
-        self.header = (header or Header(None))._replace(columns=columns)
+        self.header = with_columns(header, found)
+        check(header is None or promised < 0 or self.header.columns == header.columns, f"columns must be those of "
+              f"{header and header.columns}, as the header says, got {self._rows.names} in {path}; {AGAIN}")
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -215,8 +217,9 @@ class ParquetShard:
               f"log_probs must have as many entries at each position as ids, got others at {place.at()}")
         if "log_probs_bfloat16" in self._columns:
             log_probs = log_probs.view(torch.bfloat16)
-        check(log_probs.dtype in (*DTYPES.values(), torch.float64), f"log_probs must be of a floating dtype, got "
-              f"{log_probs.dtype} at {place.at()}")
+        dtypes = [*DTYPES.values(), torch.float64] if self._rows.text is None else [DTYPES.get(self.header.dtype)]
+        check(log_probs.dtype in dtypes, f"log_probs must be of {', '.join(map(str, dtypes))}, got {log_probs.dtype} "
+              f"at {place.at()}")
         k = self.header.k
         if k is not None and counts is not None:
             wrong = counts.ne(k)

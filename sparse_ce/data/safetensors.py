@@ -1,6 +1,7 @@
 """Shards that are ``.safetensors`` files: eight bytes, the size of a JSON header, which says where each tensor lies.
 
-Written and read without the library of that name, whose slices of a file have to go through NumPy or a copy of the whole.
+Written and read without the library of that name: it maps the whole file for each tensor, and has no bfloat16 beside
+NumPy.
 """
 
 import json

@@ -3,7 +3,7 @@
 import ctypes
 import json
 import zlib
-from typing import Any, Dict, Literal, NamedTuple, NoReturn, Optional, Tuple
+from typing import Any, Collection, Dict, Literal, NamedTuple, NoReturn, Optional, Tuple
 
 import torch
 from torch import Tensor
@@ -71,10 +71,12 @@ def narrow_dtype(num_classes: int) -> torch.dtype:
 # ---------------------------------------------------------------------------------------------------- bytes and tensors
 
 def bytes_of(t: Tensor) -> memoryview:
-    """The memory of a contiguous tensor, which has to outlive it."""
+    """The memory of a contiguous tensor."""
     if t.numel() == 0:
         return memoryview(b"")
-    return memoryview((ctypes.c_ubyte * (t.numel() * t.element_size())).from_address(t.data_ptr())).cast("B")
+    array: Any = (ctypes.c_ubyte * (t.numel() * t.element_size())).from_address(t.data_ptr())
+    array.owner = t  # lives as long as a view of it does
+    return memoryview(array).cast("B")
 
 
 def tensor_of(data: memoryview, dtype: torch.dtype) -> Tensor:
@@ -86,8 +88,7 @@ def checksum(stored: Stored) -> int:
     total = 0
     for name, t in zip(stored._fields, stored):
         if t is not None:
-            t = t.contiguous()
-            total = zlib.crc32(bytes_of(t), zlib.crc32(name.encode(), total))
+            total = zlib.crc32(bytes_of(t.contiguous()), zlib.crc32(name.encode(), total))
     return total
 
 
@@ -118,6 +119,12 @@ def read_header(text: Any, file: str) -> Tuple[Header, int]:
     sequences = said["sequences"]
     fields = {name: said[name] for name in Header._fields}
     return Header(**{**fields, "columns": tuple(fields["columns"])}), sequences
+
+
+def with_columns(header: Optional[Header], found: Collection[str]) -> Header:
+    """The header, or one for files that have none, with the columns that are there."""
+    columns = tuple(name for name in ("ids", "log_probs", "tokens", "log_rest") if name in found)
+    return (header or Header(None))._replace(columns=columns)
 
 
 # --------------------------------------------------------------------------------------------------------------- checks
@@ -163,7 +170,7 @@ def check_values(stored: Stored, num_classes: Optional[int], place: Place) -> No
                 refuse(f"tokens must be in [0, {num_classes})", tokens, wrong, False)
 
 
-# ------------------------------------------------------------------------------------------------------- what it becomes
+# ------------------------------------------------------------------------------------------------------ what it becomes
 
 def target_of(stored: Stored, num_classes: Optional[int]) -> SparseTarget:
     """(P,), kind "logprobs", with int64 indices; positions without an entry are ignored."""

@@ -19,8 +19,8 @@ def from_vllm(logprobs: Any, *, num_classes: Optional[int] = None) -> SparseTarg
     Args:
         logprobs: any of
 
-            - ``RequestOutput.prompt_logprobs`` or ``CompletionOutput.logprobs``: for each position a dict from token id to
-              ``Logprob``, or None; or the ``FlatLogprobs`` that ``SamplingParams(flat_logprobs=True)`` gives,
+            - ``RequestOutput.prompt_logprobs`` or ``CompletionOutput.logprobs``: for each position a dict from token id
+              to ``Logprob``, or None; or the ``FlatLogprobs`` that ``SamplingParams(flat_logprobs=True)`` gives,
             - ``prompt_logprobs`` of the server: the same, from texts of ids to ``{"logprob": ..., "rank": ...}``,
             - ``choice["logprobs"]`` of the server, of completions (``top_logprobs``) and of chats (``content``); the
               request has to ask for ids in place of texts, ``"return_tokens_as_token_ids": true``.

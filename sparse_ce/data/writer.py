@@ -12,12 +12,15 @@ from ..arguments import is_integer
 from ..entries import IGNORE_INDEX, live_entries
 from ..errors import check, fail
 from ..target import SparseTarget
-from . import npy, parquet, safetensors
 from .cache import TeacherCache
+from .npy import write as write_npy
+from .parquet import pyarrow_parquet
+from .parquet import write as write_parquet
+from .safetensors import write as write_safetensors
 from .sequence import DTYPES, Header, Place, Predicts, Stored, check_values, narrow_dtype
 
 FORMATS: Dict[str, Callable[[Path, Sequence[Stored], Header], None]] = {
-    "safetensors": safetensors.write, "parquet": parquet.write, "npy": npy.write}
+    "safetensors": write_safetensors, "parquet": write_parquet, "npy": write_npy}
 
 
 class CacheWriter:
@@ -30,8 +33,8 @@ class CacheWriter:
         num_classes: of the teacher's vocabulary.
         k: entries of each position: a rectangle, in which fewer are padded. None: as many as each position has.
         dtype: of the log-probabilities in the file, float16, bfloat16 or float32; they are rounded to it once.
-        predicts: ``"next"`` where row p is what the teacher predicts behind token p, as its logits at p are, ``"token"``
-            where it is what it predicts of token p.
+        predicts: ``"next"`` where row p is what the teacher predicts behind token p, as its logits at p are,
+            ``"token"`` where it is what it predicts of token p.
         metadata: what else to remember: which teacher, which text. Anything that JSON knows.
         format: of the shards of a folder, ``"safetensors"``, ``"parquet"`` or ``"npy"``.
         shard: sequences of a shard, which is what is kept in memory.
@@ -57,7 +60,8 @@ class CacheWriter:
                  metadata: Optional[Dict[str, Any]] = None, format: str = "safetensors", shard: int = 512,
                  resume: bool = False) -> None:
         for name, number, most in (("num_classes", num_classes, 2**31), ("k", k, num_classes), ("shard", shard, 2**31)):
-            check(number is None and name == "k" or is_integer(number) and 0 < number <= most,
+            fits = isinstance(number, int) and is_integer(number) and 0 < number <= most
+            check(fits or number is None and name == "k",
                   f"{name} must be an integer in [1, {most}], got {number!r}")
         named = {value: name for name, value in DTYPES.items()}
         check(dtype in named, f"dtype must be float16, bfloat16 or float32, got {dtype}")
@@ -67,7 +71,7 @@ class CacheWriter:
         self._one = suffix in FORMATS
         self._format = suffix if self._one else format
         if self._format == "parquet":
-            parquet.pyarrow_parquet()
+            pyarrow_parquet()
         self._header = Header(num_classes, k, named[dtype], predicts, metadata=metadata or {})
         self._shard, self._shards, self._written = shard, 0, 0
         self._pending: List[Stored] = []
@@ -150,7 +154,8 @@ class CacheWriter:
         check(target.dim() in (1, 2), f"target must be (S,) or (B, S), got {list(target.shape)}")
         columns = ("ids", "log_probs", *(name for name, t in (("tokens", tokens), ("log_rest", log_rest))
                                          if t is not None))
-        check(len(self) == 0 or columns == header.columns, f"columns must be {header.columns}, as before, got {columns}")
+        check(len(self) == 0 or columns == header.columns,
+              f"columns must be {header.columns}, as before, got {columns}")
         batch, rest = target.detach().cpu(), {}
         for name, t in (("tokens", tokens), ("log_rest", log_rest)):
             check(t is None or t.shape == target.shape, f"{name} must be {list(target.shape)}, as target, got "

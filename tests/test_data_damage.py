@@ -1,0 +1,352 @@
+"""Caches that are damaged, cut off, or hold what is no log-probability: an error that names the file and the row."""
+
+import random
+import re
+import shutil
+
+import pytest
+import torch
+
+from cache_cases import FORMATS, LENGTHS, K, V, assert_same, needs, sequence, write
+from sparse_ce import SparseTarget
+from sparse_ce.data import CacheWriter, TeacherCache
+from sparse_ce.data.sequence import Header, Stored, header_text
+from sparse_ce.data.writer import FORMATS as WRITERS
+
+
+@pytest.fixture(params=FORMATS)
+def format(request):
+    needs(request.param)
+    return request.param
+
+
+COLUMNS = ("ids", "log_probs", "tokens", "log_rest")
+
+
+def files_of(path):
+    return sorted(path.iterdir()) if path.is_dir() else [path]
+
+
+def read_all(path):
+    return list(TeacherCache(path))
+
+
+def refusal(read, path):
+    """The error that a cache is refused with, in the documented form."""
+    with pytest.raises(ValueError) as caught:
+        read()
+    said = str(caught.value)
+    assert re.search(r"^sparse_ce: .+ must .+, got .+", said, re.S) and str(path) in said, said
+    return said
+
+
+# -------------------------------------------------------------------------------------------------------- cut off
+
+@pytest.mark.parametrize("ragged", [False, True], ids=["fixed", "ragged"])
+def test_a_file_that_is_cut_off_anywhere_is_refused(tmp_path, format, ragged):
+    path = tmp_path / f"teacher.{format}"
+    write(path, ragged=ragged)
+    for file in files_of(path):
+        data = file.read_bytes()
+        for size in sorted({0, 1, 5, 9, len(data) // 3, len(data) // 2, len(data) - 9, len(data) - 1}):
+            file.write_bytes(data[:size])
+            refusal(lambda: read_all(path), path)
+        file.write_bytes(data)
+    assert len(read_all(path)) == len(LENGTHS)
+
+
+@pytest.mark.parametrize("format", ["npy", "safetensors"])
+@pytest.mark.parametrize("ragged", [False, True], ids=["fixed", "ragged"])
+def test_what_is_cut_off_is_named_by_its_first_sequence_and_position(tmp_path, format, ragged):
+    path = tmp_path / f"teacher.{format}"
+    sequences = write(path, ragged=ragged)
+    file = path / "log_probs.npy" if format == "npy" else path
+    if format == "safetensors":  # tokens are last: the widest dtypes come first
+        file.write_bytes(file.read_bytes()[:-5])
+        assert "is cut off at sequence 4, position 6 of" in refusal(lambda: TeacherCache(path), path)
+        return
+    counts = [torch.full((n,), K) if not ragged else s[0].offsets.diff() for n, s in zip(LENGTHS, sequences)]
+    entries = int(sum(c.sum() for c in counts[:2]) + counts[2][:5].sum())  # all before sequence 2, position 5
+    position = 5 + int((counts[2][5:] > 0).to(torch.uint8).argmax())
+    row = entries if ragged else entries // K
+    file.write_bytes(file.read_bytes()[:128 + (row * (1 if ragged else K)) * 2 + 1])
+    assert f"is cut off at sequence 2, position {position} of" in refusal(lambda: TeacherCache(path), path)
+
+
+def test_a_parquet_file_without_its_end_has_no_sequence(tmp_path):
+    needs("parquet")
+    path = tmp_path / "teacher.parquet"
+    write(path)
+    path.write_bytes(path.read_bytes()[:-1])
+    said = refusal(lambda: TeacherCache(path), path)
+    assert "must be a whole Parquet file" in said and "delete it and write it again" in said
+
+
+def test_bytes_too_many_are_refused(tmp_path):
+    for format in ("npy", "safetensors"):
+        path = tmp_path / f"teacher.{format}"
+        write(path)
+        file = path / "ids.npy" if format == "npy" else path
+        with open(file, "ab") as end:
+            end.write(b"\0\0")
+        refusal(lambda: TeacherCache(path), path)
+
+
+def test_a_file_that_is_cut_off_while_it_is_open(tmp_path):
+    path = tmp_path / "teacher.npy"
+    write(path)
+    cache = TeacherCache(path)
+    file = path / "tokens.npy"
+    file.write_bytes(file.read_bytes()[:150])
+    assert "tokens must have 32 rows" in refusal(lambda: list(cache), file)
+
+
+def test_a_shard_that_is_missing_or_of_another_cache(tmp_path, format):
+    write(tmp_path / "teacher", format=format, shard=2)
+    write(tmp_path / "other", format=format, shard=2, vocab=V + 1)
+    folder, shards = tmp_path / "teacher", files_of(tmp_path / "teacher")
+    shards[1].rename(tmp_path / "away")
+    said = refusal(lambda: TeacherCache(folder), shards[2])
+    assert "got 2 sequences before" in said and "one is missing" in said
+    shutil.copytree(tmp_path / "other" / shards[1].name, shards[1]) if format == "npy" else shutil.copy(
+        tmp_path / "other" / shards[1].name, shards[1])
+    assert f"num_classes must be {V}, as in" in refusal(lambda: TeacherCache(folder), shards[1])
+    with pytest.raises(FileNotFoundError, match="sparse_ce: path must be a cache, got .*nowhere"):
+        TeacherCache(tmp_path / "nowhere")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(FileNotFoundError, match="sparse_ce: path must be a cache, or a folder of its shards"):
+        TeacherCache(tmp_path / "empty")
+
+
+# ------------------------------------------------------------------------------------------------------- flipped bits
+
+@pytest.mark.parametrize("ragged", [False, True], ids=["fixed", "ragged"])
+@pytest.mark.parametrize("format", ["npy", "safetensors"])
+def test_a_flipped_bit_never_goes_unseen(tmp_path, format, ragged):
+    path = tmp_path / f"teacher.{format}"
+    sequences = write(path, ragged=ragged, lengths=(3, 1, 4))
+    draw, refused, flips = random.Random(5), 0, 0
+    for file in files_of(path):
+        data = bytearray(file.read_bytes())
+        for at in range(0, len(data), 3):
+            bit = 1 << draw.randrange(8)
+            data[at] ^= bit
+            file.write_bytes(data)
+            data[at] ^= bit
+            flips += 1
+            try:
+                samples = read_all(path)
+            except ValueError as error:
+                assert str(error).startswith("sparse_ce: ") and str(path) in str(error), error
+                refused += 1
+            else:  # a space between two words of a header
+                for sample, expected in zip(samples, sequences):
+                    assert_same(sample, *expected)
+        file.write_bytes(data)
+    assert refused > 0.5 * flips
+    assert len(read_all(path)) == 3
+
+
+@pytest.mark.parametrize("format", ["npy", "safetensors"])
+def test_a_flipped_bit_is_named_by_its_sequence(tmp_path, format):
+    path = tmp_path / f"teacher.{format}"
+    sequences = write(path, dtype=torch.float32)
+    log_probs = sequences[2][0].values[:6].contiguous()  # the next position is ignored
+    file = path / "log_probs.npy" if format == "npy" else path
+    data = bytearray(file.read_bytes())
+    at = bytes(data).index(log_probs.numpy().tobytes())
+    data[at + 2] ^= 1
+    file.write_bytes(data)
+    cache = TeacherCache(path)
+    for i in (0, 1, 3, 4):
+        assert_same(cache[i], *sequences[i])
+    said = refusal(lambda: cache[2], path)
+    assert "checksum must be" in said and "at sequence 2 of" in said
+    read = TeacherCache(path, verify=False)[2]["target"]
+    assert (read.values[:6] != log_probs).sum() == 1 and torch.equal(read.indices[:6], sequences[2][0].indices[:6])
+
+
+def test_parquets_own_checksums_name_the_row_group(tmp_path, monkeypatch):
+    needs("parquet")
+    import pyarrow.parquet as pq
+    monkeypatch.setattr("sparse_ce.data.parquet.ENTRIES_OF_A_GROUP", 1)  # a group for each
+    path = tmp_path / "teacher.parquet"
+    sequences = write(path)
+    for name in range(4):
+        data = bytearray(path.read_bytes())
+        chunk = pq.ParquetFile(path).metadata.row_group(3).column(name)
+        data[chunk.data_page_offset + chunk.total_compressed_size - 3] ^= 4
+        damaged = tmp_path / f"{name}.parquet"
+        damaged.write_bytes(data)
+        cache = TeacherCache(damaged)
+        for i in (0, 1, 2, 4):
+            assert_same(cache[i], *sequences[i])
+        said = refusal(lambda: cache[3], damaged)
+        assert "row group 3 must be whole" in said and "CRC checksum" in said and "at sequences 3 to 3 of" in said
+
+
+def test_a_flipped_bit_of_parquet_is_refused_or_harmless(tmp_path):
+    """Its footer has no checksum, but what is read by it is compared with the header, which has."""
+    needs("parquet")
+    path = tmp_path / "teacher.parquet"
+    sequences = write(path, lengths=(3, 1, 4))
+    data, draw, refused = bytearray(path.read_bytes()), random.Random(5), 0
+    pages = 0
+    for at in range(0, len(data), 7):
+        bit = 1 << draw.randrange(8)
+        data[at] ^= bit
+        path.write_bytes(data)
+        data[at] ^= bit
+        pages += 1
+        try:
+            samples = read_all(path)
+        except ValueError as error:
+            assert str(error).startswith("sparse_ce: ") and str(path) in str(error), error
+            refused += 1
+        else:
+            for sample, expected in zip(samples, sequences):
+                assert_same(sample, *expected)
+    assert refused > 0.3 * pages
+
+
+@pytest.mark.parametrize("change", ["num_classes", "version", "crc32", "text", "sequences"])
+def test_a_header_that_is_not_whole(tmp_path, change):
+    path = tmp_path / "teacher.npy"
+    write(path)
+    header = path / "header.json"
+    said = header.read_text()
+    header.write_text({"num_classes": said.replace("1000", "1001"), "version": said.replace('_ce": 1', '_ce": 2'),
+                       "crc32": said.replace('"crc32": ', '"crc32": 1'), "text": said[:-1],
+                       "sequences": header_text(Header(V, K), 6)}[change])
+    expected = "sequences must be 6, as the header says, got 5" if change == "sequences" else "header must be whole"
+    assert expected in refusal(lambda: TeacherCache(path), path)
+
+
+def test_a_header_of_a_later_version(tmp_path, monkeypatch):
+    monkeypatch.setattr("sparse_ce.data.sequence.VERSION", 2)
+    write(tmp_path / "teacher.npy")
+    monkeypatch.undo()
+    assert "version 1 at most, got 2" in refusal(lambda: TeacherCache(tmp_path / "teacher.npy"), tmp_path)
+
+
+# ---------------------------------------------------------------------------------------------- values that are none
+
+def damaged_values(ragged):
+    """(the words of the error, sequence 1 with one wrong value at position 2)."""
+    def stored(**changes):
+        target, tokens, log_rest = sequence(4, 7)
+        parts = dict(ids=target.indices, log_probs=target.values, tokens=tokens, log_rest=log_rest)
+        for name, value in changes.items():
+            parts[name] = parts[name].clone()
+            parts[name][(2, 3) if parts[name].dim() == 2 else 2] = value
+        counts = None
+        if ragged:
+            parts["ids"], parts["log_probs"] = parts["ids"].flatten(), parts["log_probs"].flatten()
+            counts = torch.full((4,), K)
+        return Stored(parts["ids"].to(torch.uint16), parts["log_probs"], counts, parts["tokens"].to(torch.uint16),
+                      parts["log_rest"])
+    return [(f"ids must be in [0, {V}), got {V} at", stored(ids=V)),
+            (f"ids must be in [0, {V}), got 65535 at", stored(ids=65535)),
+            ("log_probs must be at most 0, got nan at", stored(log_probs=torch.nan)),
+            ("log_probs must be at most 0, got 0.5 at", stored(log_probs=0.5)),
+            ("log_rest must be at most 0, got 2.0 at", stored(log_rest=2.0)),
+            ("log_rest must be at most 0, got nan at", stored(log_rest=torch.nan)),
+            (f"tokens must be in [0, {V}), got {V} at", stored(tokens=V))], stored
+
+
+@pytest.mark.parametrize("ragged", [False, True], ids=["fixed", "ragged"])
+def test_values_that_are_none_are_named_by_sequence_and_position(tmp_path, format, ragged):
+    cases, stored = damaged_values(ragged)
+    for i, (words, wrong) in enumerate(cases):
+        path = tmp_path / f"{i}.{format}"
+        WRITERS[format](path, [stored(), wrong], Header(V, None if ragged else K, "float32", "next", COLUMNS))
+        cache = TeacherCache(path)
+        assert cache[0]["target"].shape == (4,)
+        assert f"{words} sequence 1, position 2 of {path}" in refusal(lambda: cache[1], path)
+        assert TeacherCache(path, verify=False)[1]["target"].shape == (4,)
+    path = tmp_path / f"padding.{format}"  # an id that is never used may be anything
+    padding = stored(ids=60000, log_probs=-torch.inf)
+    WRITERS[format](path, [padding], Header(V, None if ragged else K, "float32", "next", COLUMNS))
+    assert TeacherCache(path)[0]["target"].ne(-100).all()
+
+
+def test_other_numbers_of_entries_than_the_header_says(tmp_path):
+    needs("parquet")
+    stored = Stored(torch.zeros(3, dtype=torch.uint16), -torch.ones(3), torch.tensor([2, 1]))
+    WRITERS["parquet"](tmp_path / "k.parquet", [stored], Header(V, 2, "float32"))
+    assert "ids must be 2 at each position, got 1 at sequence 0, position 1 of" in refusal(
+        lambda: TeacherCache(tmp_path / "k.parquet")[0], tmp_path)
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+    for table, words in (({"ids": [[[1, 2]]], "log_probs": [[[-1.0], [-1.0]]]}, "log_probs must have as many entries"),
+                         ({"ids": [[[1]]], "log_probs": [[[-1.0]]], "log_rest": [[-1.0, -1.0]]}, "log_rest must be (1,)"),
+                         ({"ids": [[[1, None]]], "log_probs": [[[-1.0, 1.0]]]}, "ids must have no nulls"),
+                         ({"ids": [[["a"]]], "log_probs": [[[-1.0]]]}, "ids must be of numbers"),
+                         ({"ids": [1], "log_probs": [[[-1.0]]]}, "ids must be a list"),
+                         ({"ids": [[[1]]], "log_probs": [[[1]]]}, "log_probs must be of torch.float16"),
+                         ({"ids": [[[1]]]}, "columns must be 'ids' and 'log_probs'")):
+        pq.write_table(pa.table(table), tmp_path / "wrong.parquet")
+        assert words in refusal(lambda: TeacherCache(tmp_path / "wrong.parquet", num_classes=V)[0], tmp_path)
+
+
+@pytest.mark.parametrize("k", [2, None])
+def test_the_writer_refuses_them_too(tmp_path, k):
+    def target(ids=(3, 4), values=(-1.0, -2.0), vocab=V):
+        return SparseTarget.from_topk(torch.tensor([[1, 2], ids]), torch.tensor([[-1.0, -2.0], values]),
+                                      kind="logprobs", num_classes=vocab)
+
+    path = tmp_path / "teacher.npy"
+    writer = CacheWriter(path, num_classes=V, k=k)
+    writer.add(target())
+    where = f"at sequence 1, position 1 of {path}"
+    for wrong, words in ((dict(target=target(ids=(3, V))), f"ids must be in [0, {V}), got {V} {where}"),
+                         (dict(target=target(ids=(3, -1))), f"ids must be in [0, {V}), got -1 {where}"),
+                         (dict(target=target(ids=(3, 65536 + 3))), f"ids must be in [0, {V}), got 65539 {where}"),
+                         (dict(target=target(values=(0.25, -1))), f"log_probs must be at most 0, got 0.25 {where}"),
+                         (dict(target=target(values=(1e-9, -1))), "log_probs must be at most 0, got 9.9"),
+                         (dict(target=target(values=(-1, torch.nan))), f"log_probs must be at most 0, got nan {where}"),
+                         (dict(target=target(vocab=V + 1)), f"target must have {V} classes, got {V + 1}"),
+                         (dict(target=target().probs()), "target must be a SparseTarget of log-probabilities"),
+                         (dict(target=SparseTarget.from_index(torch.tensor([1]))), "target must be a SparseTarget"),
+                         (dict(target=target().reshape(1, 1, 2)), "target must be (S,) or (B, S), got [1, 1, 2]"),
+                         (dict(target=target(), lengths=[3]), "lengths must be 1 numbers in [0, 2], got [3]"),
+                         (dict(target=target(), lengths=[1, 1]), "lengths must be 1 numbers")):
+        with pytest.raises(ValueError, match=re.escape(words)):
+            writer.add(**wrong)
+    writer.close()
+    assert len(writer) == len(TeacherCache(path)) == 1
+    with CacheWriter(tmp_path / "other.npy", num_classes=V, k=k) as writer:
+        for wrong, words in ((dict(tokens=torch.tensor([0, V])), f"tokens must be in [0, {V}), got {V}"),
+                             (dict(tokens=torch.tensor([0, -100])), f"tokens must be in [0, {V}), got -100"),
+                             (dict(tokens=torch.tensor([0])), "tokens must be [2], as target, got [1]"),
+                             (dict(log_rest=torch.tensor([0.0, 0.5])), "log_rest must be at most 0, got 0.5")):
+            with pytest.raises(ValueError, match=re.escape(words)):
+                writer.add(target(), **wrong)
+
+
+def test_more_entries_than_k_are_refused(tmp_path):
+    writer = CacheWriter(tmp_path / "teacher.npy", num_classes=V, k=2)
+    with pytest.raises(ValueError, match="sparse_ce: target must have at most 2 entries in a row, k of the writer, got "
+                                         f"{K} at sequence 0, position 0 of"):
+        writer.add(sequence(4)[0])
+
+
+@pytest.mark.parametrize("options, words", [
+    (dict(num_classes=0), "num_classes must be an integer in [1, 2147483648], got 0"),
+    (dict(num_classes=None), "num_classes must be an integer"),
+    (dict(k=0), f"k must be an integer in [1, {V}], got 0"), (dict(k=V + 1), "k must be an integer"),
+    (dict(shard=0), "shard must be an integer"), (dict(dtype=torch.float64), "dtype must be float16"),
+    (dict(predicts="last"), "predicts must be 'next' or 'token'"), (dict(format="csv"), "format must be one of")])
+def test_arguments_of_the_writer(tmp_path, options, words):
+    with pytest.raises(ValueError, match=re.escape("sparse_ce: " + words)):
+        CacheWriter(tmp_path / "teacher", **{**dict(num_classes=V), **options})
+
+
+def test_a_library_that_is_not_there_is_named(tmp_path, monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "pyarrow", None)
+    with pytest.raises(ImportError, match=r"sparse_ce: pyarrow must be installed for Parquet, got .*; pip install "
+                                          r"'sparse_ce\[data\]'"):
+        CacheWriter(tmp_path / "teacher.parquet", num_classes=V)
+    (tmp_path / "there.parquet").write_bytes(b"PAR1")
+    with pytest.raises(ImportError, match="sparse_ce: pyarrow must be installed for Parquet"):
+        TeacherCache(tmp_path / "there.parquet")

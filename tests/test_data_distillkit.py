@@ -1,0 +1,238 @@
+"""Captures of DistillKit. The files are written here, after the description of the format, bit by bit."""
+
+import math
+import re
+import struct
+
+import pytest
+import torch
+
+import sparse_ce
+from sparse_ce.data import DistillKitCache, collate_sequences
+
+pa = pytest.importorskip("pyarrow", minversion="18")
+pq = pytest.importorskip("pyarrow.parquet")
+V, K = 300, 12
+CODES = {"float16": "<e", "float32": "<f", "float64": "<d"}
+RECOMMENDED = dict(d=V, k=K, exact_k=4, exact_dtype="bfloat16", polynomial_terms=[0, 1, 2, "sqrt"], residual_bins=[],
+                   term_dtype="float32", delta_encoding=False, error_diffusion=False)
+CONFIGS = {
+    "recommended": RECOMMENDED,
+    "differences": {**RECOMMENDED, "delta_encoding": True, "exact_dtype": "float32", "polynomial_terms": [0, 1, 2]},
+    "exact alone": dict(d=V, k=K, exact_k=K, exact_dtype="float16", residual_bins=[], delta_encoding=False),
+    "residuals": {**RECOMMENDED, "residual_bins": [dict(scale_dtype="float16", element_bits=5, num_elements=3),
+                                                   dict(scale_dtype="float32", element_bits=1, num_elements=4)]},
+    "residuals alone": dict(d=V, k=K, exact_k=1, exact_dtype="float32", residual_bins=[
+        dict(scale_dtype="float32", element_bits=7, num_elements=11)], delta_encoding=False),
+    "terms of [0, 1]": {**RECOMMENDED, "normalize_t": True, "polynomial_terms": [0, 1, "exp"], "term_dtype": "float64"},
+}
+
+
+def number(value, dtype):
+    """(its bytes, what they say)."""
+    if dtype == "bfloat16":
+        data = struct.pack("<f", value)[2:]
+        return data, struct.unpack("<f", b"\0\0" + data)[0]
+    data = struct.pack(CODES[dtype], value)
+    return data, struct.unpack(CODES[dtype], data)[0]
+
+
+def bits(numbers, width):
+    text = "".join(format(n, f"0{width}b") for n in numbers)
+    text += "0" * (-len(text) % 8)
+    return bytes(int(text[i:i + 8], 2) for i in range(0, len(text), 8))
+
+
+def position(draw, c):
+    """(bytes of the log-probabilities, bytes of the ids, ids, log-probabilities) of a position."""
+    data, values = b"", []
+
+    def say(value, dtype):
+        nonlocal data
+        part, said = number(value, dtype)
+        data += part
+        return said
+
+    def uniform(low, high):
+        return low + (high - low) * torch.rand((), generator=draw).item()
+
+    for i in range(c["exact_k"]):
+        values.append(say(uniform(-0.5, -0.1) * (1 if c["delta_encoding"] else i + 1), c.get("exact_dtype", "float32")))
+    count = c["k"] - c["exact_k"]
+    terms = c.get("polynomial_terms") or []
+    coefficients = [say(uniform(-0.5, -0.1) / (1 + 10 * i), c.get("term_dtype", "float32")) for i in range(len(terms))]
+    rest = []
+    for i in range(count):
+        t = i / (count - 1) if c.get("normalize_t") else float(i)
+        rest.append(sum(a * {"sqrt": math.sqrt, "exp": math.exp}.get(term, lambda x: x ** term)(t)
+                        for a, term in zip(coefficients, terms)))
+    at = 0
+    for bin in c["residual_bins"]:
+        scale = say(uniform(0.01, 0.02), bin["scale_dtype"])
+        units = torch.randint(2 ** bin["element_bits"], (bin["num_elements"],), generator=draw).tolist()
+        data += bits(units, bin["element_bits"])
+        for u in units:
+            rest[at] += scale * (2 * u - 1 if bin["element_bits"] == 1 else u - 2 ** (bin["element_bits"] - 1))
+            at += 1
+    values += rest
+    if c["delta_encoding"]:
+        values = [sum(values[:i + 1]) for i in range(len(values))]
+    ids = torch.randperm(c["d"], generator=draw)[:c["k"]].tolist()
+    return data, bits(ids, math.ceil(math.log2(c["d"]))), ids, [min(v, 0.0) for v in values]
+
+
+def capture(path, c, lengths=(5, 1, 9), extra=1):
+    """Writes a file; returns [(tokens, ids (S, K), log-probabilities (S, K))]."""
+    draw, rows, expected = torch.Generator().manual_seed(3), [], []
+    for n in lengths:
+        positions = [position(draw, c) for _ in range(n)]
+        tokens = torch.randint(c["d"], (n + extra,), generator=draw).tolist()
+        rows.append({"input_ids": tokens, "compressed_logprobs": [list(p[0]) for p in positions],
+                     "bytepacked_indices": [list(p[1]) for p in positions]})
+        expected.append((tokens[:n], torch.tensor([p[2] for p in positions]), torch.tensor([p[3] for p in positions])))
+    numbers = pa.list_(pa.list_(pa.uint8()))
+    schema = pa.schema([("input_ids", pa.list_(pa.uint64())), ("compressed_logprobs", numbers),
+                        ("bytepacked_indices", numbers)])
+    pq.write_table(pa.Table.from_pylist(rows, schema=schema), path, row_group_size=2)
+    return expected
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("extra", [0, 1])
+def test_a_capture_is_read_as_it_is(tmp_path, name, extra):
+    expected = capture(tmp_path / "data_0.parquet", CONFIGS[name], extra=extra)
+    cache = DistillKitCache(tmp_path / "data_0.parquet", CONFIGS[name])
+    assert len(cache) == 3 and cache.num_classes == V
+    for i in (2, 0, 1, -1):
+        tokens, ids, values = expected[i]
+        target = cache[i]["target"]
+        assert cache[i]["tokens"].tolist() == tokens and target.num_classes == V and target.kind == "logprobs"
+        assert torch.equal(target.indices, ids)
+        torch.testing.assert_close(target.values, values, rtol=1e-6, atol=1e-6)
+    batch = collate_sequences([cache[i] for i in range(3)])
+    assert batch["tokens"].shape == (3, 9) and sparse_ce.cross_entropy(torch.randn(3, 9, V), batch["target"]) > 0
+
+
+@pytest.mark.parametrize("vocab", [2, 256, 257, 151936])
+def test_ids_have_as_many_bits_as_the_vocabulary_needs(tmp_path, vocab):
+    c = dict(d=vocab, k=2, exact_k=2, exact_dtype="float32", residual_bins=[], delta_encoding=False)
+    (_, ids, _), *_ = capture(tmp_path / "x.parquet", c)
+    assert torch.equal(DistillKitCache(tmp_path / "x.parquet", c)[0]["target"].indices, ids)
+
+
+def test_a_folder_with_its_configuration(tmp_path):
+    yaml = pytest.importorskip("yaml")
+    c, expected = CONFIGS["recommended"], []
+    for i in (0, 1, 2, 10):
+        expected += capture(tmp_path / f"data_{i}.parquet", c, lengths=(i + 1, 2))
+    with pytest.raises(ValueError, match="sparse_ce: config must be given where there is no compression_config.yaml"):
+        DistillKitCache(tmp_path)
+    (tmp_path / "compression_config.yaml").write_text(yaml.safe_dump(c))
+    cache = DistillKitCache(tmp_path, predicts="token", names={"target": "labels"})
+    assert len(cache) == 8 and [len(sample["tokens"]) for sample in cache] == [1, 2, 2, 2, 3, 2, 11, 2]
+    labels = cache[6]["labels"]
+    assert labels.ne(-100).tolist() == [False] + [True] * 10 and torch.equal(labels.indices[1:], expected[6][1][:-1])
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump({"teacher": {"kind": "dataset"}, "logprob_compressor": c}))
+    assert len(DistillKitCache(tmp_path, tmp_path / "run.yaml")) == 8
+
+
+def test_plain_top_k(tmp_path):
+    ids, values = [[[3, 5], [7, 1]]], [[[-0.5, -1.5], [-0.25, -2.0]]]
+    table = pa.table({"input_ids": [[1, 2]], "token_ids": ids, "top_values": pa.array(
+        values, pa.list_(pa.list_(pa.float16())))})
+    pq.write_table(table, tmp_path / "x.parquet")
+    cache = DistillKitCache(tmp_path / "x.parquet", num_classes=8)
+    assert cache[0]["target"].tolist() == [[(3, -0.5), (5, -1.5)], [(7, -0.25), (1, -2.0)]]
+    with pytest.raises(ValueError, match="sparse_ce: num_classes must be given where no configuration says it"):
+        DistillKitCache(tmp_path / "x.parquet")
+
+
+@pytest.mark.parametrize("invert, root", [(True, False), (False, True)])
+def test_the_oldest_captures_hold_logits(tmp_path, invert, root):
+    """Ids from the lowest bit on, seven of nine bits in a word of 64."""
+    c = dict(vocab_size=V, k=9, exact_k=2, polynomial_degree=2, invert_polynomial=invert, with_sqrt_term=root)
+    draw = torch.Generator().manual_seed(1)
+    ids = torch.stack([torch.randperm(V, generator=draw)[:9] for _ in range(3)])
+    exact = torch.tensor([[5.0, 4.5], [3.0, 2.0], [2.0, 1.0]])
+    coeffs = torch.rand(3, 3 + root, generator=draw) / 100
+    logits = [[*exact[r].tolist(), *(sum(a * t ** (-p if invert else p) for p, a in enumerate(coeffs[r, :3].tolist())) +
+                                     (coeffs[r, 3].item() * math.sqrt(t) if root else 0) for t in range(1, 8))]
+              for r in range(3)]
+    packed = [[sum(n << (9 * i) for i, n in enumerate(row[b:b + 7])) for b in (0, 7)] for row in ids.tolist()]
+    table = pa.table({"input_ids": [[1, 2, 3]], "packed_indices": pa.array([packed], pa.list_(pa.list_(pa.uint64()))),
+                      "exact_values": [exact.tolist()], "coeffs": [coeffs.tolist()]})
+    pq.write_table(table, tmp_path / "x.parquet")
+    target = DistillKitCache(tmp_path / "x.parquet", c)[0]["target"]
+    assert torch.equal(target.indices, ids)
+    torch.testing.assert_close(target.values, torch.tensor(logits).log_softmax(-1))
+
+
+# ------------------------------------------------------------------------------------------------------ what is refused
+
+def refused(make, *words):
+    with pytest.raises(ValueError) as caught:
+        make()
+    said = str(caught.value)
+    assert re.search(r"^sparse_ce: .+ must .+, got .+", said, re.S) and all(word in said for word in words), said
+
+
+def test_another_configuration_than_it_was_written_with(tmp_path):
+    path, c = tmp_path / "x.parquet", CONFIGS["residuals"]
+    capture(path, c)
+    where = f"at sequence 1 of {path}"
+    refused(lambda: DistillKitCache(path, {**c, "exact_k": 5})[1], "compressed_logprobs must have 35 bytes", "got 33",
+            where)
+    refused(lambda: DistillKitCache(path, {**c, "residual_bins": []})[1], "compressed_logprobs must have 24 bytes",
+            where)
+    refused(lambda: DistillKitCache(path, {**c, "d": 2000})[1], "bytepacked_indices must have 17 bytes", "got 14", where)
+    refused(lambda: DistillKitCache(path, {"d": V}), "config must have d, k, exact_k, got one without k, exact_k")
+    refused(lambda: DistillKitCache(path, c, num_classes=5), "num_classes must be 300")
+
+
+def test_values_that_are_none_and_files_that_are_damaged(tmp_path):
+    path, c = tmp_path / "x.parquet", CONFIGS["exact alone"]
+    capture(path, c)
+
+    def changed(change):
+        rows = pq.read_table(path).to_pylist()
+        change(rows[1])
+        schema = pq.read_schema(path)
+        pq.write_table(pa.Table.from_pylist(rows, schema=schema), tmp_path / "y.parquet")
+        return DistillKitCache(tmp_path / "y.parquet", c)
+
+    nan, positive = list(struct.pack("<e", math.nan)), list(struct.pack("<e", 0.5))
+    nan_cache = changed(lambda row: row["compressed_logprobs"][0].__setitem__(slice(4, 6), nan))
+    where = f"at sequence 1, position 0 of {tmp_path / 'y.parquet'}"
+    assert len(nan_cache[0]["tokens"]) == 5
+    refused(lambda: nan_cache[1], "log_probs must be at most 0, got nan", where)
+    cache = changed(lambda row: row["compressed_logprobs"][0].__setitem__(slice(4, 6), positive))
+    assert cache[1]["target"].values[0, 2] == 0
+    cache = changed(lambda row: row["bytepacked_indices"][0].__setitem__(0, 255))
+    refused(lambda: cache[1], f"ids must be in [0, {V}), got", where)
+    cache = changed(lambda row: row["input_ids"].append(0))
+    refused(lambda: cache[1], "input_ids must have 1 tokens, as many as rows, or one more, got 3")
+    cache = changed(lambda row: row["compressed_logprobs"].append([0]))
+    refused(lambda: cache[1], "compressed_logprobs must have 24 numbers at each position, got 1 at sequence 1, pos")
+    data = path.read_bytes()
+    path.write_bytes(data[:-20])
+    refused(lambda: DistillKitCache(path, c), "must be a whole Parquet file", str(path))
+    path.write_bytes(data[:30] + bytes(80) + data[110:])
+    refused(lambda: list(DistillKitCache(path, c)), "row group 0 must be whole", f"sequences 0 to 1 of {path}")
+
+
+def test_columns_of_somebody_else(tmp_path):
+    pq.write_table(pa.table({"text": ["a"]}), tmp_path / "x.parquet")
+    refused(lambda: DistillKitCache(tmp_path / "x.parquet", {}), "columns must be compressed_logprobs and")
+    with pytest.raises(FileNotFoundError, match="sparse_ce: path must be a capture of DistillKit"):
+        DistillKitCache(tmp_path / "nowhere", {})
+    (tmp_path / "empty").mkdir()
+    refused(lambda: DistillKitCache(tmp_path / "empty", {}), "path must hold Parquet files")
+
+
+def test_a_library_that_is_not_there_is_named(tmp_path, monkeypatch):
+    capture(tmp_path / "data_0.parquet", RECOMMENDED)
+    (tmp_path / "compression_config.yaml").write_text("d: 300\n")
+    monkeypatch.setitem(__import__("sys").modules, "yaml", None)
+    with pytest.raises(ImportError, match=r"sparse_ce: PyYAML must be installed for .*; pip install 'sparse_ce\[data\]'"):
+        DistillKitCache(tmp_path)
+    assert len(DistillKitCache(tmp_path, RECOMMENDED)) == 3

@@ -1,0 +1,92 @@
+"""vLLM's log-probabilities as targets: its Python objects and the JSON of its server."""
+
+import json
+import re
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import sparse_ce
+from sparse_ce.data import CacheWriter, TeacherCache, from_vllm
+
+
+def logprob(value, rank=1):
+    return SimpleNamespace(logprob=value, rank=rank, decoded_token="x")
+
+
+EXPECTED = [None, [(9, -4.0), (5, -0.5), (6, -1.5)], [(5, -0.25)], [(7, -0.0), (2, -3.0)]]
+# The sampled token first, among the most likely ones or not.
+OBJECTS = [None, {9: logprob(-4.0, 31), 5: logprob(-0.5), 6: logprob(-1.5, 2)}, {5: logprob(-0.25)},
+           {7: logprob(-0.0), 2: logprob(-3.0, 2), 8: logprob(-torch.inf, 900)}]
+PROMPT_JSON = json.loads(json.dumps([None, *({str(token): {"logprob": max(e.logprob, -9999.0), "rank": e.rank,
+                                                          "decoded_token": "x"} for token, e in row.items()}
+                                             for row in OBJECTS[1:])]))
+FLAT = SimpleNamespace(start_indices=[0, 0, 4, 6], end_indices=[0, 4, 6, 10],
+                       token_ids=[9, 5, 6, 9, 5, 5, 7, 7, 2, 8],
+                       logprobs=[-4.0, -0.5, -1.5, -4.0, -0.25, -0.25, -0.0, -0.0, -3.0, -torch.inf], ranks=[1] * 10)
+
+
+def chat(rows):
+    def token(i, value):
+        return {"token": f"token_id:{i}", "logprob": max(value, -9999.0), "bytes": [120]}
+    return {"content": [{**token(*row[0]), "top_logprobs": [token(*entry) for entry in top]} for row, top in rows]}
+
+
+CHAT = chat([(EXPECTED[1], EXPECTED[1][1:]), (EXPECTED[2], EXPECTED[2]),
+             (EXPECTED[3], [*EXPECTED[3], (8, -torch.inf)])])
+COMPLETION = {"tokens": ["token_id:9", "token_id:5", "token_id:7"], "token_logprobs": [-4.0, -0.25, -0.0],
+              "top_logprobs": [{"token_id:5": -0.5, "token_id:6": -1.5}, {"token_id:5": -0.25},
+                               {"token_id:7": -0.0, "token_id:2": -3.0, "token_id:8": -9999.0}],
+              "text_offset": [0, 1, 2]}
+ECHO = {**COMPLETION, "tokens": ["token_id:1", *COMPLETION["tokens"]],
+        "token_logprobs": [None, *COMPLETION["token_logprobs"]], "top_logprobs": [None, *COMPLETION["top_logprobs"]]}
+FORMS = {"prompt_logprobs": (OBJECTS, EXPECTED), "prompt_logprobs as JSON": (PROMPT_JSON, EXPECTED),
+         "FlatLogprobs": (FLAT, EXPECTED), "logprobs": (OBJECTS[1:], EXPECTED[1:]),
+         "numbers": ([row and {i: e.logprob for i, e in row.items()} for row in OBJECTS], EXPECTED),
+         "chat": (CHAT, EXPECTED[1:]), "completion": (COMPLETION, EXPECTED[1:]), "echo": (ECHO, EXPECTED),
+         "client": (SimpleNamespace(model_dump=lambda: CHAT), EXPECTED[1:]), "nothing": ([], []),
+         "only the first": ([None], [None])}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_every_form_is_the_same_target(form):
+    given, expected = FORMS[form]
+    target = from_vllm(given, num_classes=10)
+    assert target.form == "jagged" and target.kind == "logprobs" and target.num_classes == 10
+    assert target.tolist() == expected and target.shape == (len(expected),)
+    assert target.ne(-100).tolist() == [row is not None for row in expected]
+    assert target.values.dtype == torch.float32 and from_vllm(given).tolist() == expected
+
+
+def test_it_trains_and_goes_into_a_cache(tmp_path):
+    target = from_vllm(OBJECTS, num_classes=10)
+    logits = torch.randn(4, 10, dtype=torch.float64, requires_grad=True)
+    loss = sparse_ce.cross_entropy(logits, target)
+    expected = -(target.to_dense(torch.float64) * logits.log_softmax(-1)).sum() / 3
+    torch.testing.assert_close(loss, expected)
+    for k in (None, 3):
+        path = tmp_path / f"{k}.npy"
+        with CacheWriter(path, num_classes=10, k=k, predicts="token", dtype=torch.float32) as writer:
+            writer.add(target)
+        assert TeacherCache(path)[0]["target"].tolist() == EXPECTED
+        assert TeacherCache(path, predicts="next")[0]["target"].tolist() == [*EXPECTED[1:], None]
+
+
+@pytest.mark.parametrize("given, error, words", [
+    ([{10: -0.5}], ValueError, "token ids must be in [0, 10), got 10 at position 0"),
+    ([None, {1: -0.5}, {3: -1, -1: -0.5}], ValueError, "token ids must be in [0, 10), got -1 at position 2"),
+    ([{1: 0.5}], ValueError, "logprobs must be at most 0, got 0.5 at position 0"),
+    ([{1: -1.0}, {}, {1: -1.0, 2: float("nan")}], ValueError, "logprobs must be at most 0, got nan at position 2"),
+    ([[1, 2]], TypeError, "logprobs must have a dict or None for each position, got list"),
+    ("text", TypeError, "logprobs must be a list with a dict for each position, FlatLogprobs, or the logprobs of a"),
+    (3.0, TypeError, "got float"),
+    ({"tokens": ["a"]}, ValueError, "logprobs must have 'content' or 'top_logprobs', got ['tokens']"),
+    ({"content": [{"token": "Hello", "logprob": -0.5}]}, ValueError,
+     "token must be an id, such as 'token_id:123', got 'Hello'; ask the server for them"),
+    ({"content": [{"token": "7", "logprob": -0.5}]}, ValueError, "token must be an id, such as 'token_id:123', got '7'"),
+    ([{"7": -0.5}], ValueError, "token must be an id, such as 'token_id:123', got '7'"),
+    ([{"x": {"logprob": -0.5}}], ValueError, "token must be an id")])
+def test_what_is_refused(given, error, words):
+    with pytest.raises(error, match=re.escape("sparse_ce: ") + ".*" + re.escape(words)):
+        from_vllm(given, num_classes=10)
