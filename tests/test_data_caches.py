@@ -165,13 +165,13 @@ def test_a_pickled_cache_is_small_and_reads_on(tmp_path, format):
 
 
 def test_few_shards_are_open_at_a_time(tmp_path, format, monkeypatch):
-    monkeypatch.setattr("sparse_ce.data.cache.OPEN_SHARDS", 2)
+    monkeypatch.setattr("sparse_ce.data.shards.MOST_OPEN", 2)
     sequences = write(tmp_path / "teacher", format=format, shard=1)
     cache = TeacherCache(tmp_path / "teacher")
     for _ in range(2):
         for i, expected in enumerate(sequences):
             assert_same(cache[i], *expected)
-    maps = [shard._rows._file if format == "parquet" else shard._maps for shard in cache.shards]
+    maps = [shard._rows._file if format == "parquet" else shard._maps for shard in cache.shards.all]
     assert sum(map(bool, maps)) == 2
 
 
@@ -323,7 +323,8 @@ def test_arrays_and_columns_without_a_header(tmp_path):
     import pyarrow as pa
     import pyarrow.parquet as pq
     table = pa.table({"tokens": [tokens.tolist(), [1]], "ids": [target.indices.tolist(), [[5]]],
-                      "log_probs": pa.array([target.values.tolist(), [[-0.5]]], pa.large_list(pa.list_(pa.float32())))})
+                      "log_probs": pa.array([target.values.tolist(), [[-0.5]]],
+                                            pa.large_list(pa.list_(pa.float32())))})
     pq.write_table(table.slice(0, 2), tmp_path / "foreign.parquet")
     cache = TeacherCache(tmp_path / "foreign.parquet", num_classes=V)
     assert cache[1]["target"].tolist() == [[(5, -0.5)]] and cache[1]["tokens"].tolist() == [1]

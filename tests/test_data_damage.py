@@ -279,7 +279,8 @@ def test_other_numbers_of_entries_than_the_header_says(tmp_path):
     import pyarrow as pa
     import pyarrow.parquet as pq
     for table, words in (({"ids": [[[1, 2]]], "log_probs": [[[-1.0], [-1.0]]]}, "log_probs must have as many entries"),
-                         ({"ids": [[[1]]], "log_probs": [[[-1.0]]], "log_rest": [[-1.0, -1.0]]}, "log_rest must be (1,)"),
+                         ({"ids": [[[1]]], "log_probs": [[[-1.0]]], "log_rest": [[-1.0, -1.0]]},
+                          "log_rest must be (1,)"),
                          ({"ids": [[[1, None]]], "log_probs": [[[-1.0, 1.0]]]}, "ids must have no nulls"),
                          ({"ids": [[["a"]]], "log_probs": [[[-1.0]]]}, "ids must be of numbers"),
                          ({"ids": [1], "log_probs": [[[-1.0]]]}, "ids must be a list"),

@@ -120,7 +120,8 @@ def test_ids_have_as_many_bits_as_the_vocabulary_needs(tmp_path, vocab):
     assert torch.equal(DistillKitCache(tmp_path / "x.parquet", c)[0]["target"].indices, ids)
 
 
-def test_a_folder_with_its_configuration(tmp_path):
+def test_a_folder_with_its_configuration(tmp_path, monkeypatch):
+    monkeypatch.setattr("sparse_ce.data.shards.MOST_OPEN", 2)
     yaml = pytest.importorskip("yaml")
     c, expected = CONFIGS["recommended"], []
     for i in (0, 1, 2, 10):
@@ -132,6 +133,7 @@ def test_a_folder_with_its_configuration(tmp_path):
     assert len(cache) == 8 and [len(sample["tokens"]) for sample in cache] == [1, 2, 2, 2, 3, 2, 11, 2]
     labels = cache[6]["labels"]
     assert labels.ne(-100).tolist() == [False] + [True] * 10 and torch.equal(labels.indices[1:], expected[6][1][:-1])
+    assert sum(rows._file is not None for rows in cache._files.all) == 2
     (tmp_path / "run.yaml").write_text(yaml.safe_dump({"teacher": {"kind": "dataset"}, "logprob_compressor": c}))
     assert len(DistillKitCache(tmp_path, tmp_path / "run.yaml")) == 8
 
@@ -180,8 +182,8 @@ def test_another_configuration_than_it_was_written_with(tmp_path):
     path, c = tmp_path / "x.parquet", CONFIGS["residuals"]
     capture(path, c)
     where = f"at sequence 1 of {path}"
-    refused(lambda: DistillKitCache(path, {**c, "exact_k": 5})[1], "compressed_logprobs must have 35 bytes", "got 33",
-            where)
+    refused(lambda: DistillKitCache(path, {**c, "exact_k": 5})[1],
+            "compressed_logprobs must have 35 bytes", "got 33", where)
     refused(lambda: DistillKitCache(path, {**c, "residual_bins": []})[1], "compressed_logprobs must have 24 bytes",
             where)
     refused(lambda: DistillKitCache(path, {**c, "d": 2000})[1], "bytepacked_indices must have 17 bytes", "got 14", where)
@@ -233,6 +235,6 @@ def test_a_library_that_is_not_there_is_named(tmp_path, monkeypatch):
     capture(tmp_path / "data_0.parquet", RECOMMENDED)
     (tmp_path / "compression_config.yaml").write_text("d: 300\n")
     monkeypatch.setitem(__import__("sys").modules, "yaml", None)
-    with pytest.raises(ImportError, match=r"sparse_ce: PyYAML must be installed for .*; pip install 'sparse_ce\[data\]'"):
+    with pytest.raises(ImportError, match=r"sparse_ce: PyYAML must be installed .*; pip install 'sparse_ce\[data\]'"):
         DistillKitCache(tmp_path)
     assert len(DistillKitCache(tmp_path, RECOMMENDED)) == 3

@@ -44,6 +44,7 @@ ECHO = {**COMPLETION, "tokens": ["token_id:1", *COMPLETION["tokens"]],
 FORMS = {"prompt_logprobs": (OBJECTS, EXPECTED), "prompt_logprobs as JSON": (PROMPT_JSON, EXPECTED),
          "FlatLogprobs": (FLAT, EXPECTED), "logprobs": (OBJECTS[1:], EXPECTED[1:]),
          "numbers": ([row and {i: e.logprob for i, e in row.items()} for row in OBJECTS], EXPECTED),
+         "numbers as JSON": ([row and {str(i): e.logprob for i, e in row.items()} for row in OBJECTS], EXPECTED),
          "chat": (CHAT, EXPECTED[1:]), "completion": (COMPLETION, EXPECTED[1:]), "echo": (ECHO, EXPECTED),
          "client": (SimpleNamespace(model_dump=lambda: CHAT), EXPECTED[1:]), "nothing": ([], []),
          "only the first": ([None], [None])}
@@ -84,8 +85,8 @@ def test_it_trains_and_goes_into_a_cache(tmp_path):
     ({"tokens": ["a"]}, ValueError, "logprobs must have 'content' or 'top_logprobs', got ['tokens']"),
     ({"content": [{"token": "Hello", "logprob": -0.5}]}, ValueError,
      "token must be an id, such as 'token_id:123', got 'Hello'; ask the server for them"),
-    ({"content": [{"token": "7", "logprob": -0.5}]}, ValueError, "token must be an id, such as 'token_id:123', got '7'"),
-    ([{"7": -0.5}], ValueError, "token must be an id, such as 'token_id:123', got '7'"),
+    ({"content": [{"token": "7", "logprob": -0.5}]}, ValueError, "such as 'token_id:123', got '7'"),
+    ({"top_logprobs": [{"7": -0.5}]}, ValueError, "token must be an id, such as 'token_id:123', got '7'"),
     ([{"x": {"logprob": -0.5}}], ValueError, "token must be an id")])
 def test_what_is_refused(given, error, words):
     with pytest.raises(error, match=re.escape("sparse_ce: ") + ".*" + re.escape(words)):

@@ -1,8 +1,6 @@
 """``TeacherCache``: a teacher's cache as a dataset of sequences, and batches of such."""
 
-import bisect
 import os
-from collections import OrderedDict
 from pathlib import Path
 from typing import Any, Dict, List, Mapping, Optional, Protocol, Sequence, Union
 
@@ -10,7 +8,6 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from ..arguments import is_integer
 from ..collate import collate
 from ..errors import check, fail
 from ..target import SparseTarget
@@ -28,8 +25,7 @@ from .sequence import (
     rows_to_move,
     sample_of,
 )
-
-OPEN_SHARDS = 32  # each is a map of a file or several, and a process may hold a thousand
+from .shards import Shards
 
 
 class Shard(Protocol):
@@ -78,31 +74,27 @@ class TeacherCache(Dataset[Dict[str, Any]]):
     def __init__(self, path: Union[str, "os.PathLike[str]"], *, verify: bool = True,
                  predicts: Optional[Predicts] = None, names: Optional[Dict[str, str]] = None,
                  num_classes: Optional[int] = None) -> None:
-        self.path, self.verify, self.shards = Path(path), verify, _shards(Path(path))
-        self._ends: List[int] = []
-        first = self.shards[0].header
-        for shard in self.shards:
-            begin, header = self._ends[-1] if self._ends else 0, shard.header
-            check(header.first in (None, begin) or len(self.shards) == 1, f"shards must follow one another, got "
+        self.path, self.verify = Path(path), verify
+        self.shards: Shards[Shard] = Shards(_shards(self.path))
+        begin, one, first = 0, self.shards.all[0], self.shards.all[0].header
+        for shard in self.shards.all:
+            header = shard.header
+            check(header.first in (None, begin) or len(self.shards.all) == 1, f"shards must follow one another, got "
                   f"{begin} sequences before {shard.path}, which has sequence {header.first} first; one is missing")
             for name in ("num_classes", "k", "predicts", "columns"):
                 old, new = getattr(first, name), getattr(header, name)
-                check(old == new, f"{name} must be {old!r}, as in {self.shards[0].path}, got {new!r} in {shard.path}")
-            self._ends.append(begin + len(shard))
+                check(old == new, f"{name} must be {old!r}, as in {one.path}, got {new!r} in {shard.path}")
+            begin += len(shard)
         check(first.num_classes is None or num_classes in (None, first.num_classes),
-              f"num_classes must be {first.num_classes}, as {self.shards[0].path} says, got {num_classes}")
+              f"num_classes must be {first.num_classes}, as {one.path} says, got {num_classes}")
         self.num_classes = num_classes if first.num_classes is None else first.num_classes
         check(self.num_classes is not None, f"num_classes must be given where the files do not say it, got None for "
               f"{self.path}")
         self.k, self.metadata = first.k, dict(first.metadata or {})
         self._moved, self._names = rows_to_move(first.predicts, predicts), names_of_parts(names)
-        self._open: OrderedDict[int, None] = OrderedDict()
-
-    def __getstate__(self) -> Dict[str, Any]:
-        return {**vars(self), "_open": OrderedDict()}
 
     def __len__(self) -> int:
-        return self._ends[-1]
+        return len(self.shards)
 
     def __getitem__(self, i: int) -> Dict[str, Any]:
         """``{"tokens": (S,) int64, "target": SparseTarget (S,), "log_rest": (S,) float32}``, of which ``tokens`` and
@@ -115,16 +107,7 @@ class TeacherCache(Dataset[Dict[str, Any]]):
             >>> TeacherCache(path)[-1]
             {'target': SparseTarget(jagged, shape=[8], nnz=32, num_classes=100, values=float16, device=cpu)}
         """
-        check(is_integer(i) and -len(self) <= i < len(self), f"index must be an integer in [{-len(self)}, "
-              f"{len(self)}), got {i!r}", IndexError)
-        i = int(i) % len(self)
-        number = bisect.bisect_right(self._ends, i)
-        shard = self.shards[number]
-        self._open[number] = None
-        self._open.move_to_end(number)
-        while len(self._open) > OPEN_SHARDS:
-            self.shards[self._open.popitem(last=False)[0]].close()
-        within = i - (self._ends[number] - len(shard))
+        shard, within = self.shards.find(i)
         stored = shard.read(within, self.verify)
         place = Place(str(shard.path), within)
         check_shapes(stored, place)

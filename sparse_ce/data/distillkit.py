@@ -25,7 +25,6 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from ..arguments import is_integer
 from ..errors import check, fail
 from .parquet import Rows
 from .sequence import (
@@ -40,6 +39,7 @@ from .sequence import (
     sample_of,
     tensor_of,
 )
+from .shards import Shards
 
 _DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}
 _DEFAULTS: Dict[str, Any] = {"exact_dtype": "float32", "polynomial_terms": None, "term_dtype": "float32",
@@ -62,13 +62,21 @@ class DistillKitCache(Dataset[Dict[str, Any]]):
         predicts, names: as for :class:`TeacherCache`.
         num_classes: for ``token_ids`` without a configuration.
 
-    Log-probabilities are float32, and 0 where a polynomial is larger. The oldest captures hold logits: they are
-    normalized over the k.
+    Log-probabilities are float32, and 0 where a polynomial is larger; DistillKit itself rounds residuals and sums of
+    differences to ``exact_dtype``. The oldest captures hold logits: they are normalized over the k.
 
     Raises:
         ValueError: a file is damaged or does not fit the configuration; the error names the file, and the sequence and
             position where there is one.
         ImportError: pyarrow, or PyYAML for the configuration, is needed and not there.
+
+    Examples:
+        >>> path = tempfile.mkdtemp() + "/data_0.parquet"
+        >>> pyarrow.parquet.write_table(pyarrow.table({
+        ...     "input_ids": [[5, 7]], "token_ids": [[[3, 5], [7, 1]]],
+        ...     "top_values": [[[-0.5, -1.5], [-0.25, -2.0]]]}), path)
+        >>> DistillKitCache(path, num_classes=8)[0]["target"].tolist()
+        [[(3, -0.5), (5, -1.5)], [(7, -0.25), (1, -2.0)]]
     """
 
     def __init__(self, path: Union[str, "os.PathLike[str]"], config: Union[None, str, Path, Dict[str, Any]] = None, *,
@@ -79,13 +87,15 @@ class DistillKitCache(Dataset[Dict[str, Any]]):
               FileNotFoundError)
         files = sorted(self.path.glob("*.parquet"), key=_number) if self.path.is_dir() else [self.path]
         check(len(files) > 0, f"path must hold Parquet files, got {path} without one")
-        self._files = [Rows(file) for file in files]
-        self._ends = [sum(len(f) for f in self._files[:i + 1]) for i in range(len(files))]
-        found = [name for name, columns in _FORMS.items() if set(columns) <= set(self._files[0].names)]
-        check(len(found) > 0, f"columns must be {', or '.join(' and '.join(c) for c in _FORMS.values())}, got "
-              f"{self._files[0].names} in {files[0]}")
-        self._form = found[0]
-        self._tokens = ["input_ids"] if "input_ids" in self._files[0].names else []
+        self._files = Shards([Rows(file) for file in files])
+        there = self._files.all[0].names
+        self._form = next((name for name, columns in _FORMS.items() if set(columns) <= set(there)), "")
+        check(self._form != "", f"columns must be {', or '.join(' and '.join(c) for c in _FORMS.values())}, got {there} "
+              f"in {files[0]}")
+        self._columns = [*_FORMS[self._form], *(["input_ids"] if "input_ids" in there else [])]
+        for rows in self._files.all:
+            check(set(self._columns) <= set(rows.names), f"columns must be {', '.join(self._columns)}, as in {files[0]}, "
+                  f"got {rows.names} in {rows.path}")
         self.config = self._configured(config, files[0].parent)
         said = self.config.get("d", self.config.get("vocab_size"))
         check(None in (said, num_classes) or said == num_classes, f"num_classes must be {said}, as the configuration "
@@ -112,22 +122,17 @@ class DistillKitCache(Dataset[Dict[str, Any]]):
         return config
 
     def __len__(self) -> int:
-        return self._ends[-1]
+        return len(self._files)
 
     def __getitem__(self, i: int) -> Dict[str, Any]:
-        check(is_integer(i) and -len(self) <= i < len(self), f"index must be an integer in [{-len(self)}, "
-              f"{len(self)}), got {i!r}", IndexError)
-        i = int(i) % len(self)
-        number = next(n for n, end in enumerate(self._ends) if i < end)
-        rows = self._files[number]
-        within = i - (self._ends[number] - len(rows))
+        rows, within = self._files.find(i)
         place = Place(str(rows.path), within)
-        row = rows.row(within, [*self._tokens, *_FORMS[self._form]])
+        row = rows.row(within, self._columns)
         parts = {name: _rectangle(*row[name], name, place) for name in _FORMS[self._form]}
         ids, values = {"compressed": self._compressed, "plain": self._plain, "legacy": self._legacy}[self._form](
             parts, place)
         tokens = None
-        if self._tokens:
+        if "input_ids" in row:
             tokens = row["input_ids"][0].long()
             check(len(tokens) - len(ids) in (0, 1), f"input_ids must have {len(ids)} tokens, as many as rows, or one "
                   f"more, got {len(tokens)} at {place.at()}")

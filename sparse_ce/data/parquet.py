@@ -12,7 +12,7 @@ from ..errors import check, fail
 from .flat import whole
 from .sequence import AGAIN, DTYPES, Header, Place, Stored, bytes_of, header_text, read_header, tensor_of, with_columns
 
-ENTRIES_OF_A_GROUP = 2**20  # what is decoded at a time; a reader of single sequences decodes it for each
+ENTRIES_OF_A_GROUP = 2**18  # what is decoded at a time: whoever reads sequences at random decodes it for each
 _COLUMNS = {"ids": "ids", "log_probs": "log_probs", "log_probs_bfloat16": "log_probs", "input_ids": "tokens",
             "tokens": "tokens", "log_rest": "log_rest"}
 

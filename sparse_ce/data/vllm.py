@@ -65,7 +65,7 @@ def entries_of(logprobs: Any) -> List[Entries]:
     if not isinstance(logprobs, Sequence) or isinstance(logprobs, str):
         fail("logprobs must be a list with a dict for each position, FlatLogprobs, or the logprobs of a choice, got "
              f"{type(logprobs).__name__}", TypeError)
-    return [_of_dict(row) for row in logprobs]
+    return [_of_dict(row, bare=True) for row in logprobs]
 
 
 def _of_server(said: Mapping[str, Any]) -> List[Entries]:
@@ -86,13 +86,12 @@ def _of_server(said: Mapping[str, Any]) -> List[Entries]:
     fail(f"logprobs must have 'content' or 'top_logprobs', got {sorted(said)}; ask for logprobs and top_logprobs")
 
 
-def _of_dict(row: Any) -> Entries:
+def _of_dict(row: Any, bare: bool = False) -> Entries:
     if row is None:
         return [], []
     if not isinstance(row, Mapping):
         fail(f"logprobs must have a dict or None for each position, got {type(row).__name__}", TypeError)
-    return ([_id(token, bare=isinstance(entry, Mapping)) for token, entry in row.items()],
-            [_logprob(entry) for entry in row.values()])
+    return [_id(token, bare) for token in row], [_logprob(entry) for entry in row.values()]
 
 
 def _id(token: Any, bare: bool = False) -> int:

@@ -84,7 +84,7 @@ class CacheWriter:
             self._resume()
 
     def _resume(self) -> None:
-        shards = TeacherCache(self.path).shards
+        shards = TeacherCache(self.path).shards.all
         ours = [self.path / self._name(i) for i in range(len(shards))]
         check([s.path for s in shards] == ours, f"path must hold shards named {self._name(0)} and so on, got "
               f"{shards[-1].path.name} in {self.path}")

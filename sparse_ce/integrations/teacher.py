@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from ..collate import collate
+from ..data.vllm import entries_of
 from ..entries import IGNORE_INDEX, GivenKind
 from ..errors import check, fail
 from ..target import SparseTarget
@@ -102,7 +103,7 @@ class TopKCollator:
             fail(f"sample must hold {self.values!r}, got {sorted(sample)}; the Trainer drops it unless "
                   "TrainingArguments(remove_unused_columns=False)")
         if hasattr(teacher, "start_indices") or _is_prompt_logprobs(teacher):
-            rows = [_candidates(row) for row in _positions(teacher)]
+            rows = entries_of(teacher)
             indices, values = _padded([r[0] for r in rows], IGNORE_INDEX).long(), _padded([r[1] for r in rows], 0.0)
         else:
             check(self.ids in sample, f"sample must hold {self.ids!r}, got {sorted(sample)}")
@@ -136,25 +137,6 @@ def pad_inputs(samples: Sequence[Mapping[str, Any]]) -> Dict[str, Any]:
 
 def _is_prompt_logprobs(teacher: Any) -> bool:
     return isinstance(teacher, (list, tuple)) and any(isinstance(row, Mapping) for row in teacher)
-
-
-def _positions(teacher: Any) -> List[Any]:
-    """vLLM's flat form as one dict per position; its list of dicts as it is."""
-    if not hasattr(teacher, "start_indices"):
-        return list(teacher)
-    ids, values = list(teacher.token_ids), list(teacher.logprobs)
-    return [dict(zip(ids[a:b], values[a:b])) for a, b in zip(teacher.start_indices, teacher.end_indices)]
-
-
-def _candidates(row: Optional[Mapping[Any, Any]]) -> Tuple[List[int], List[float]]:
-    """Ids and log-probabilities of one position."""
-    row = row or {}
-
-    def logprob(entry: Any) -> float:
-        if isinstance(entry, Mapping):
-            return float(entry["logprob"])
-        return float(getattr(entry, "logprob", entry))
-    return [int(token) for token in row], [logprob(entry) for entry in row.values()]
 
 
 def _padded(rows: Any, fill: float) -> Tensor:

@@ -1,0 +1,46 @@
+"""Files that are read as one dataset, of which few are open at a time."""
+
+import bisect
+from collections import OrderedDict
+from typing import Any, Dict, Generic, List, Protocol, Sequence, Tuple, TypeVar
+
+from ..arguments import is_integer
+from ..errors import check
+
+MOST_OPEN = 32  # each is a map of a file or several, and a process may hold a thousand
+
+
+class Closable(Protocol):
+    def __len__(self) -> int: ...
+    def close(self) -> None: ...
+
+
+_Shard = TypeVar("_Shard", bound=Closable)
+
+
+class Shards(Generic[_Shard]):
+
+    def __init__(self, shards: Sequence[_Shard]) -> None:
+        self.all = list(shards)
+        self._ends: List[int] = []
+        for shard in self.all:
+            self._ends.append(len(shard) + (self._ends[-1] if self._ends else 0))
+        self._open: OrderedDict[int, None] = OrderedDict()
+
+    def __getstate__(self) -> Dict[str, Any]:
+        return {**vars(self), "_open": OrderedDict()}
+
+    def __len__(self) -> int:
+        return self._ends[-1]
+
+    def find(self, i: Any) -> Tuple[_Shard, int]:
+        """The shard that has index ``i``, and its index there; others are closed, the longest unused first."""
+        check(is_integer(i) and -len(self) <= i < len(self), f"index must be an integer in [{-len(self)}, "
+              f"{len(self)}), got {i!r}", IndexError)
+        i = int(i) % len(self)
+        number = bisect.bisect_right(self._ends, i)
+        self._open[number] = None
+        self._open.move_to_end(number)
+        while len(self._open) > MOST_OPEN:
+            self.all[self._open.popitem(last=False)[0]].close()
+        return self.all[number], i - (self._ends[number] - len(self.all[number]))
