@@ -27,7 +27,7 @@ ROOT = Path(__file__).resolve().parent.parent
 OBJECTS = ROOT / "build" / "mutants"
 # The tests about a file have a word of its name in theirs, or of these; without any, of its folder's or the op's.
 ABOUT = {"arguments": "errors_options_dimension", "autocast": "modes_candidates",
-         "collate": "collate_target_rows_trainer", "entries": "sparse_arguments_stock_target_rows",
+         "collate": "collate_target_rows_trainer", "data": "data", "entries": "sparse_arguments_stock_target_rows",
          "gradient_memory": "forecast", "guarded": "zero_upstream", "integrations": "trainer", "live_rows": "linear",
          "loss_mean": "cross_entropy", "modules": "modules_options", "parts": "target",
          "reference": "transforms_failures_candidates", "rows": "rows_target", "travel": "arrays_training"}

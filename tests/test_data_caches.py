@@ -331,7 +331,7 @@ def test_arrays_and_columns_without_a_header(tmp_path):
     assert torch.equal(cache[0]["target"].indices.reshape(4, K), target.indices)
 
 
-# ----------------------------------------------------------------------------------------------------- how it is written
+# ---------------------------------------------------------------------------------------------------- how it is written
 
 def test_an_error_leaves_whole_shards_and_nothing_else(tmp_path, format):
     for path, left in ((tmp_path / "teacher", [f"shard-00000.{format}"]), (tmp_path / f"one.{format}", None)):

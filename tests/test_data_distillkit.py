@@ -186,7 +186,8 @@ def test_another_configuration_than_it_was_written_with(tmp_path):
             "compressed_logprobs must have 35 bytes", "got 33", where)
     refused(lambda: DistillKitCache(path, {**c, "residual_bins": []})[1], "compressed_logprobs must have 24 bytes",
             where)
-    refused(lambda: DistillKitCache(path, {**c, "d": 2000})[1], "bytepacked_indices must have 17 bytes", "got 14", where)
+    refused(lambda: DistillKitCache(path, {**c, "d": 2000})[1],
+            "bytepacked_indices must have 17 bytes", "got 14", where)
     refused(lambda: DistillKitCache(path, {"d": V}), "config must have d, k, exact_k, got one without k, exact_k")
     refused(lambda: DistillKitCache(path, c, num_classes=5), "num_classes must be 300")
 

@@ -3,6 +3,8 @@ the integration of transformers speaks of a model, `model` and `tokens` for it."
 
 import doctest
 import inspect
+import os
+import tempfile
 
 import pytest
 import torch
@@ -53,6 +55,17 @@ def test_the_public_names_are_found():
 @pytest.mark.parametrize("name", OF_THE_PACKAGE)
 def test_its_example_runs(name):
     run(name, OF_THE_PACKAGE[name])
+
+
+def test_the_examples_of_caches_run():
+    pyarrow = pytest.importorskip("pyarrow")
+    from sparse_ce import data
+    found = {"sparse_ce.data": data, **dict(documented(data, data.__all__))}
+    assert set(found) == {"sparse_ce.data", "CacheWriter", "CacheWriter.add", "CacheWriter.close", "DistillKitCache",
+                          "TeacherCache", "TeacherCache.__getitem__", "collate_sequences", "from_vllm"}
+    for name, thing in found.items():
+        run(name, thing, CacheWriter=data.CacheWriter, TeacherCache=data.TeacherCache, os=os, pyarrow=pyarrow,
+            tempfile=tempfile)
 
 
 def test_the_examples_of_the_integrations_run():

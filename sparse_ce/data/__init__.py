@@ -47,7 +47,7 @@ Examples:
     ...     writer.add(sparse_ce.topk_log_probs(torch.randn(2, 8, 1000), 4))
     >>> cache = TeacherCache(path)
     >>> len(cache), cache[1]["target"]
-    (2, SparseTarget(topk, shape=[8], k=4, num_classes=1000, values=float16, device=cpu))
+    (2, SparseTarget(topk, shape=[8], k=4, num_classes=1000, logprobs=float16, row_mask, device=cpu))
 """
 
 from .cache import TeacherCache, collate_sequences

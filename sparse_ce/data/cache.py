@@ -104,8 +104,8 @@ class TeacherCache(Dataset[Dict[str, Any]]):
             >>> path = tempfile.mkdtemp() + "/teacher.npy"
             >>> with CacheWriter(path, num_classes=100) as writer:
             ...     writer.add(sparse_ce.topk_log_probs(torch.randn(2, 8, 100), 4))
-            >>> TeacherCache(path)[-1]
-            {'target': SparseTarget(jagged, shape=[8], nnz=32, num_classes=100, values=float16, device=cpu)}
+            >>> TeacherCache(path)[-1]["target"]
+            SparseTarget(jagged, shape=[8], nnz=32, num_classes=100, logprobs=float16, row_mask, device=cpu)
         """
         shard, within = self.shards.find(i)
         stored = shard.read(within, self.verify)

@@ -90,12 +90,12 @@ class DistillKitCache(Dataset[Dict[str, Any]]):
         self._files = Shards([Rows(file) for file in files])
         there = self._files.all[0].names
         self._form = next((name for name, columns in _FORMS.items() if set(columns) <= set(there)), "")
-        check(self._form != "", f"columns must be {', or '.join(' and '.join(c) for c in _FORMS.values())}, got {there} "
-              f"in {files[0]}")
+        check(self._form != "", f"columns must be {', or '.join(' and '.join(c) for c in _FORMS.values())}, got "
+              f"{there} in {files[0]}")
         self._columns = [*_FORMS[self._form], *(["input_ids"] if "input_ids" in there else [])]
         for rows in self._files.all:
-            check(set(self._columns) <= set(rows.names), f"columns must be {', '.join(self._columns)}, as in {files[0]}, "
-                  f"got {rows.names} in {rows.path}")
+            check(set(self._columns) <= set(rows.names), f"columns must be {', '.join(self._columns)}, as in "
+                  f"{files[0]}, got {rows.names} in {rows.path}")
         self.config = self._configured(config, files[0].parent)
         said = self.config.get("d", self.config.get("vocab_size"))
         check(None in (said, num_classes) or said == num_classes, f"num_classes must be {said}, as the configuration "
@@ -154,7 +154,8 @@ class DistillKitCache(Dataset[Dict[str, Any]]):
         c, k = self.config, int(self.config["k"])
         packed, indices, taken = parts["compressed_logprobs"], parts["bytepacked_indices"], 0
         terms: List[Any] = c["polynomial_terms"] or []
-        needed = (int(c["exact_k"]) * _DTYPES[c["exact_dtype"]].itemsize + len(terms) * _DTYPES[c["term_dtype"]].itemsize
+        needed = (int(c["exact_k"]) * _DTYPES[c["exact_dtype"]].itemsize
+                  + len(terms) * _DTYPES[c["term_dtype"]].itemsize
                   + sum(_DTYPES[bin["scale_dtype"]].itemsize + _bytes(bin) for bin in c["residual_bins"]))
         for name, t, n in (("compressed_logprobs", packed, needed), ("bytepacked_indices", indices,
                                                                      (self._bits * k + 7) // 8)):
