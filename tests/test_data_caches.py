@@ -353,7 +353,9 @@ def test_a_file_that_cannot_be_written_has_no_name(tmp_path, format, monkeypatch
 def test_a_writer_goes_on_where_another_was_stopped(tmp_path, format):
     sequences = [sequence(n, i) for i, n in enumerate(LENGTHS)]
     options = dict(num_classes=V, k=K, shard=2, format=format, metadata={"model": "m"})
-    stopped = CacheWriter(tmp_path / "teacher", **options)
+    (tmp_path / "teacher").mkdir()
+    (tmp_path / "teacher" / f"shard-00000.{format}.tmp").mkdir()  # it was killed over the first
+    stopped = CacheWriter(tmp_path / "teacher", **options, resume=True)
     for target, tokens, _ in sequences[:3]:
         stopped.add(target, tokens=tokens)
     (tmp_path / "teacher" / f"shard-00001.{format}.tmp").mkdir()  # it was killed over the second

@@ -15,6 +15,7 @@ ceil(log2(d)) bits, from the highest bit on. Captures from before have ``packed_
 logits less their mean, which are known up to a constant alone. ``token_ids`` and ``top_values`` are as they say.
 """
 
+import importlib
 import json
 import math
 import os
@@ -220,7 +221,7 @@ def _read_config(path: Path) -> Dict[str, Any]:
         said = json.loads(text)
     else:
         try:
-            import yaml
+            yaml: Any = importlib.import_module("yaml")
         except ImportError as error:
             fail(f"PyYAML must be installed for {path}, got {error}; pip install 'sparse_ce[data]', or give config= as "
                  "a dict", ImportError)

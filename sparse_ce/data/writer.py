@@ -77,7 +77,8 @@ class CacheWriter:
         self._pending: List[Stored] = []
         if self._one:
             check(not resume, f"path must be a folder of shards to be resumed, got {self.path}")
-        there = self.path.exists() and (not self.path.is_dir() or any(self.path.iterdir()))
+        there = self.path.exists() and (not self.path.is_dir() or any(file.suffix != ".tmp" for file in
+                                                                      self.path.iterdir()))
         check(resume or not there, f"path must not be taken, got {self.path}; delete it, or go on behind what is there "
               "with resume=True")
         if there:
