@@ -1,4 +1,5 @@
 # make demo         trains a small language model on sparse labels: a few minutes on two cores
+# make distill      what the tail of a teacher's top-k costs its students: minutes on two cores
 # make test         the suite: builds, installs, tests; six minutes on two cores
 # make test-all     the suite, then its other flavours: other kernels, sanitizers, emulated CUDA, what takes long
 # make kernels      the CPU kernels that changed compiled again, into the environment: seconds a file
@@ -21,10 +22,13 @@ SOURCES := setup.py pyproject.toml build_backend.py $(wildcard csrc/*.* csrc/*/*
 # Two processes of a thread each; the tests of a file share what they have compiled. The order is tests/flavours.py's.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
-.PHONY: demo test test-all kernels lint mutants bench docs test-wheel sdist gpu-kit clean
+.PHONY: demo distill test test-all kernels lint mutants bench docs test-wheel sdist gpu-kit clean
 
 demo: $(VENV)/.demo
 	$(BIN)/python examples/train_next_distribution.py
+
+distill: $(VENV)/.demo
+	$(BIN)/python examples/distill.py
 
 test: $(VENV)/.tests
 	cd $(BIN) && ./python -m sparse_ce  # here the source tree, which has no libraries, would hide the installed package

@@ -21,6 +21,9 @@ matplotlib.use("Agg")  # no display is needed
 import matplotlib.pyplot as plt  # noqa: E402
 
 COLORS = ("#8a8f98", "#1f6feb")  # PyTorch's way, and ours
+STYLE = {"font.size": 10, "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True,
+         "axes.grid.axis": "y", "grid.color": "#e3e5e8", "axes.axisbelow": True, "axes.titlesize": 11,
+         "axes.titlelocation": "left", "legend.frameon": False}
 
 
 class Run(NamedTuple):
@@ -145,9 +148,7 @@ def device_name(device: torch.device) -> str:
 
 
 def draw(path: Path, device: torch.device, runs: Dict[str, Run], losses: LossCost) -> None:
-    with plt.rc_context({"font.size": 10, "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True,
-                         "axes.grid.axis": "y", "grid.color": "#e3e5e8", "axes.axisbelow": True,
-                         "axes.titlesize": 11, "axes.titlelocation": "left", "legend.frameon": False}):
+    with plt.rc_context(STYLE):
         figure, (left, middle, right) = plt.subplots(1, 3, figsize=(13, 4), width_ratios=(1, 1, 0.75),
                                                      layout="constrained")
         for color, (name, run) in zip(COLORS, runs.items()):

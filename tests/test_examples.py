@@ -318,3 +318,79 @@ def test_a_teacher_whose_logits_are_not_those_of_its_head_alone_is_refused(examp
     with pytest.raises(SystemExit, match="does more to its logits than its head"):
         score.hugging_face_teacher(Namespace(model=str(tmp_path), text=[tmp_path / "book.txt"], tokens=64, length=32,
                                              device="cpu"))
+
+
+# ------------------------------------------------------------------------------------------- what the tail of it costs
+
+@pytest.fixture(scope="module")
+def distilled(tmp_path_factory):
+    pytest.importorskip("safetensors")
+    folder = tmp_path_factory.mktemp("distilled")
+    said = run(EXAMPLES / "distill.py", "--fast", "--out", folder, cwd=folder)
+    return folder, said, json.loads((folder / "numbers.json").read_text())
+
+
+def test_students_learn_from_the_same_start_and_from_their_teacher(distilled):
+    numbers = distilled[2]
+    students, teacher = numbers["students"], numbers["teacher"]
+    assert list(students) == ["labels alone", "zero", "renormalize", "uniform", "bucket", "bucket and labels",
+                              "bucket, then on-policy"]
+    assert teacher["KL(p, q)"] == teacher["own KL(q, p)"] == 0
+    for name, student in students.items():
+        assert student["held_out"][0] == [0, numbers["start"]]  # the same weights, judged on the same text
+        assert len(student["train_loss"]) == numbers["sizes"]["steps"] == student["held_out"][-1][0]
+        # Through the fused head and by its definition.
+        assert student["perplexity"] == pytest.approx(student["held_out"][-1][1], rel=1e-4)
+        if name != "renormalize":  # which says nothing of the classes that a text is mostly not of
+            assert student["perplexity"] < 0.5 * numbers["start"], name
+        if name not in ("labels alone", "renormalize"):
+            assert student["KL(p, q)"] < students["labels alone"]["KL(p, q)"], name
+
+
+def test_the_tail_of_a_student_is_what_its_loss_says_of_it(distilled):
+    students, teacher = distilled[2]["students"], distilled[2]["teacher"]
+    tail = {name: student["off top-k"] for name, student in students.items()}
+    assert tail["zero"] < 0.5 * teacher["off top-k"]
+    assert tail["bucket"] == pytest.approx(teacher["off top-k"], abs=0.1)
+    assert tail["renormalize"] > 0.9
+    over_confidence = {name: student["loss"] - student["entropy"] for name, student in students.items()}
+    assert over_confidence["zero"] > over_confidence["bucket"] + 0.1
+
+
+def test_the_cache_that_students_read_has_the_bytes_of_its_layout(distilled):
+    folder, _, numbers = distilled
+    sizes, cache = numbers["sizes"], numbers["cache"]
+    shard, made = shards_of(folder, [f"shard-{i:05}-of-{cache['files']:05}.safetensors" for i in range(cache["files"])])
+    assert list(shard["ids"].shape) == [sizes["cached"], sizes["length"], sizes["k"]] and made["k"] == sizes["k"]
+    assert cache["tokens"] == shard["tokens"].numel() == sizes["cached"] * sizes["length"]
+    assert cache["bytes"] == sum(path.stat().st_size for path in folder.glob("shard-*"))
+    layout = 2 + sizes["k"] * (2 + 2) + 4  # a token, ids and log-probabilities, log_rest
+    assert 0 < cache["bytes"] - layout * cache["tokens"] < 2048 * cache["files"]  # the headers
+    assert cache["dense_bytes"] == 4 * 1024 * cache["tokens"]
+    assert cache["off top-k"] == pytest.approx(shard["log_rest"].double().exp().mean().item(), abs=1e-6)
+
+
+def test_the_table_of_students_shows_the_numbers(distilled):
+    folder, said, numbers = distilled
+    columns = ["perplexity", "KL(p, q)", "loss", "entropy", "off top-k", "own KL(q, p)", "tokens/s"]
+    table = {line[:24].strip(): line[24:].split() for line in said.splitlines()}
+    for name, of_run in {"teacher": numbers["teacher"], **numbers["students"]}.items():
+        assert [float(value.replace(",", "")) for value in table[name]] == [
+            pytest.approx(of_run[column], abs=0.51 * unit)
+            for column, unit in zip(columns, (0.1, 1e-3, 1e-3, 1e-3, 1e-3, 1e-3, 1))], name
+    cache = numbers["cache"]
+    assert f"cache: {cache['bytes']:,} bytes in" in said and f"logits are {cache['dense_bytes']:,}" in said
+    assert f"untrained student: {numbers['start']:.1f}" in said
+    assert (folder / "distillation.png").stat().st_size > 10_000
+
+
+def test_a_student_goes_on_where_its_prompt_ends(examples):
+    import distill
+
+    torch.manual_seed(0)
+    model = distill.SmallLM(97, 16, 16, 1)
+    with torch.no_grad():
+        model.head.bias[5] = 50.0  # all that it ever says
+    begun = torch.randint(97, (3, 4))
+    text = distill.continued(model, begun, 16)
+    assert torch.equal(text[:, :4], begun) and text.shape == (3, 16) and text[:, 4:].eq(5).all()

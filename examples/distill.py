@@ -1,0 +1,257 @@
+"""What the tail of a teacher's top-k costs: one teacher, its cache on disk, and students that differ in the loss alone.
+
+    python examples/distill.py           # minutes on two CPU cores; uses a GPU where there is one
+    python examples/distill.py --fast    # seconds: the same code on a toy size
+
+The text is the source of Python's standard library. A teacher learns it, and the top-k of a part of it goes to disk as
+``score.py`` writes it. Smaller students, all from the same initial weights, learn from the same batches of that cache,
+each from ``linear_distillation_loss``, without logits: from the labels alone, from the teacher with one ``rest`` each,
+from both, and one that goes on, for the second half of its steps, on text of its own that the teacher scores as it is
+written (reverse KL, on-policy).
+
+They are judged on files that neither teacher nor students have seen, on every class: there alone logits are made.
+k is small, so that the tail matters.
+"""
+
+import argparse
+import functools
+import json
+import math
+import time
+from collections import defaultdict
+from pathlib import Path
+from typing import Any, Callable, Dict, List, NamedTuple, Optional, Tuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from tqdm import tqdm
+
+import sparse_ce
+from corpus import read_corpus
+from distill_report import draw, print_table
+from report import Run, device_name, peak_mib
+from score import Teacher, write_cache
+from small_lm import SmallLM
+from sparse_ce import SparseTarget
+from teacher_cache import checksum, read_shard, target_of
+
+
+class Sizes(NamedTuple):
+    vocab: int = 8192
+    files: Optional[int] = None  # all
+    length: int = 128
+    batch: int = 8
+    teacher: Tuple[int, int] = (192, 3)  # width and layers
+    teacher_steps: int = 600
+    student: Tuple[int, int] = (64, 2)
+    steps: int = 400
+    cached: int = 3200  # sequences: a student sees each once
+    k: int = 8
+    evaluations: int = 8
+    held_out: int = 64  # sequences
+    learning_rate: float = 3e-3
+
+
+FAST = Sizes(vocab=1024, files=40, length=64, teacher=(48, 1), teacher_steps=60, student=(32, 1), steps=40, cached=160,
+             evaluations=2, held_out=16)
+
+STUDENTS: Dict[str, Dict[str, Any]] = {
+    "labels alone": {"alpha": 0.0},
+    "zero": {"rest": "zero"},
+    "renormalize": {"rest": "renormalize"},
+    "uniform": {"rest": "uniform"},
+    "bucket": {"rest": "bucket"},
+    "bucket and labels": {"rest": "bucket", "alpha": 0.5},
+    "bucket, then on-policy": {"rest": "bucket"},
+}
+ON_POLICY = "bucket, then on-policy"
+
+
+class Cache(NamedTuple):
+    """What was read from the files, (sequences, length) each; row i is of the token behind token i."""
+
+    tokens: Tensor
+    target: SparseTarget
+    log_rest: Tensor
+
+
+def read_cache(paths: List[Path]) -> Cache:
+    shards = [read_shard(path) for path in paths]
+    return Cache(torch.cat([shard["tokens"].long() for shard, _ in shards]),
+                 sparse_ce.cat([target_of(*shard) for shard in shards]),
+                 torch.cat([shard["log_rest"] for shard, _ in shards]))
+
+
+def small_lm(sizes: Sizes, shape: Tuple[int, int], args: argparse.Namespace) -> SmallLM:
+    torch.manual_seed(args.seed)  # the same initial weights for every student
+    return SmallLM(sizes.vocab, sizes.length, *shape).to(args.device)
+
+
+def next_tokens(tokens: Tensor) -> Tensor:
+    """The label of each position; the last one has none."""
+    return F.pad(tokens[:, 1:], (0, 1), value=-100)
+
+
+@torch.no_grad()
+def continued(model: SmallLM, tokens: Tensor, length: int) -> Tensor:
+    """(B, S) -> (B, length): goes on with what the model draws. Keys and values are not cached: the text is short."""
+    while tokens.shape[1] < length:
+        logits = model.head(model.hidden(tokens)[:, -1])
+        tokens = torch.cat([tokens, logits.softmax(-1).multinomial(1)], 1)
+    return tokens
+
+
+# ------------------------------------------------------------------------------------------------------------ losses
+
+
+def loss_on_text(model: SmallLM, text: Tensor, device: str, rows: Tensor) -> Tuple[Tensor, int]:
+    """The teacher's; with the number of tokens that it is of."""
+    tokens = text[rows].to(device)
+    return model(tokens, SparseTarget.from_index(next_tokens(tokens))), tokens.numel()
+
+
+def loss_on_cache(student: SmallLM, cache: Cache, device: str, how: Dict[str, Any], rows: Tensor) -> Tuple[Tensor, int]:
+    tokens, target, log_rest = (part[rows].to(device) for part in cache)
+    loss = sparse_ce.linear_distillation_loss(
+        student.hidden(tokens), student.head.weight, target, next_tokens(tokens), linear_bias=student.head.bias,
+        teacher_log_rest=log_rest, **how)
+    return loss, tokens.numel()
+
+
+def loss_on_own_text(student: SmallLM, teacher: SmallLM, cache: Cache, sizes: Sizes, device: str,
+                     rows: Tensor) -> Tuple[Tensor, int]:
+    """Both halves of each sequence begin a text: the student goes on, and the teacher scores what it wrote."""
+    half, begun = sizes.length // 2, sizes.length // 4
+    tokens = cache.tokens[rows].to(device).view(-1, half)
+    tokens = continued(student, tokens[:, :begun], half)
+    with torch.no_grad():
+        target, log_rest = sparse_ce.linear_topk_log_probs(
+            teacher.hidden(tokens)[:, begun - 1:-1], teacher.head.weight, sizes.k, linear_bias=teacher.head.bias,
+            return_log_rest=True)
+    loss = sparse_ce.linear_distillation_loss(
+        student.hidden(tokens)[:, begun - 1:-1], student.head.weight, target, linear_bias=student.head.bias,
+        kind="reverse_kl", rest="bucket", teacher_log_rest=log_rest)
+    return loss, log_rest.numel()
+
+
+# ---------------------------------------------------------------------------------------------- training and measuring
+
+
+@torch.no_grad()
+def perplexity(model: SmallLM, held_out: Tensor, sizes: Sizes) -> float:
+    losses = [model(tokens, SparseTarget.from_index(next_tokens(tokens))).item() * len(tokens)
+              for tokens in held_out.split(sizes.batch)]
+    return math.exp(sum(losses) / len(held_out))
+
+
+def train(name: str, model: SmallLM, losses: List[Callable[[Tensor], Tuple[Tensor, int]]], sequences: int, steps: int,
+          held_out: Tensor, sizes: Sizes, args: argparse.Namespace) -> Run:
+    """Each of ``losses`` has its part of the steps. Tokens a second are the median of the last part's."""
+    optimizer = torch.optim.AdamW(model.parameters(), sizes.learning_rate, betas=(0.9, 0.98))
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, sizes.learning_rate, steps, pct_start=0.1)
+    generator, needed = torch.Generator().manual_seed(args.seed), steps * sizes.batch  # the same batches for every run
+    order = torch.cat([torch.randperm(sequences, generator=generator) for _ in range(0, needed, sequences)])
+    train_loss, speeds, curve = [], [], [(0, perplexity(model, held_out, sizes))]
+    progress = tqdm(order[:needed].view(steps, sizes.batch), desc=name, unit="step")
+    for step, rows in enumerate(progress, 1):
+        started = time.perf_counter()
+        loss, tokens = losses[(step - 1) * len(losses) // steps](rows)
+        optimizer.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+        train_loss.append(loss.item())  # waits for a GPU, too
+        speeds.append(tokens / (time.perf_counter() - started))
+        if step % max(1, steps // sizes.evaluations) == 0 or step == steps:
+            curve.append((step, perplexity(model, held_out, sizes)))
+            progress.set_postfix_str(f"held-out perplexity {curve[-1][1]:.1f}")
+    last_part = speeds[-(steps // len(losses)):]
+    return Run(train_loss, curve, float(np.median(last_part)), peak_mib(torch.device(args.device)))
+
+
+def kl(p: Tensor, q: Tensor) -> Tensor:
+    return (p.exp() * (p - q)).sum(-1)
+
+
+@torch.no_grad()
+def measure(student: SmallLM, teacher: SmallLM, held_out: Tensor, sizes: Sizes, seed: int = 0) -> Dict[str, float]:
+    """By their definitions, on every class, in nats. A student that knows what it does not know has an entropy like its
+    loss; one with less is over-confident."""
+    found: Dict[str, List[Tensor]] = defaultdict(list)
+    for tokens in held_out.split(sizes.batch):
+        p, q = (model.head(model.hidden(tokens))[:, :-1].log_softmax(-1) for model in (teacher, student))
+        found["KL(p, q)"].append(kl(p, q))
+        found["loss"].append(-q.gather(-1, tokens[:, 1:, None]).squeeze(-1))
+        found["entropy"].append(-(q.exp() * q).sum(-1))
+        found["off top-k"].append(1 - q.gather(-1, p.topk(sizes.k).indices).exp().sum(-1))
+    half, begun = sizes.length // 2, sizes.length // 4
+    torch.manual_seed(seed)
+    own = continued(student, held_out[:, :begun], half)
+    for tokens in own.split(sizes.batch):
+        p, q = (model.head(model.hidden(tokens)[:, begun - 1:-1]).log_softmax(-1) for model in (teacher, student))
+        found["own KL(q, p)"].append(kl(q, p))
+    numbers = {name: torch.cat(parts).mean().item() for name, parts in found.items()}
+    return {"perplexity": math.exp(numbers["loss"]), **numbers}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--fast", action="store_true", help="a toy size, for tests")
+    parser.add_argument("--steps", type=int, help="training steps of each student")
+    parser.add_argument("--k", type=int, help="classes of a row of the cache")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--out", type=Path, default=Path("distill-output"), help="folder of picture, numbers and cache")
+    args = parser.parse_args()
+    sizes = FAST if args.fast else Sizes()
+    sizes = sizes._replace(steps=args.steps or sizes.steps, k=args.k or sizes.k)
+    args.out.mkdir(parents=True, exist_ok=True)
+
+    started = time.perf_counter()
+    text, held_out = (torch.from_numpy(tokens[:len(tokens) // sizes.length * sizes.length]).view(-1, sizes.length)
+                      for tokens in read_corpus(sizes.vocab, sizes.files))
+    spread = torch.linspace(0, len(held_out) - 1, min(sizes.held_out, len(held_out))).long()
+    held_out = held_out[spread].to(args.device)
+    print(f"{text.numel():,} tokens to learn from, {held_out.numel():,} held out; vocabulary {sizes.vocab:,}")
+
+    teacher = small_lm(sizes, sizes.teacher, args)
+    loss_of_teacher = functools.partial(loss_on_text, teacher, text, args.device)
+    run = train("teacher", teacher, [loss_of_teacher], len(text), sizes.teacher_steps, held_out, sizes, args)
+    teacher.requires_grad_(False)
+    numbers: Dict[str, Any] = {
+        "torch": torch.__version__, "device": device_name(torch.device(args.device)), "sizes": sizes._asdict(),
+        "teacher": {**run._asdict(), "tokens/s": run.tokens_per_second, **measure(teacher, teacher, held_out, sizes)}}
+
+    for path in args.out.glob("shard-*.safetensors"):
+        path.unlink()  # another teacher's
+    how = argparse.Namespace(k=sizes.k, temperature=1.0, dtype="float16", model=None, shard=1024, batch=sizes.batch,
+                             device=args.device, out=args.out)
+    scorer = Teacher(teacher.hidden, teacher.head.weight, teacher.head.bias, checksum(teacher.state_dict().values()))
+    part = torch.linspace(0, len(text) - 1, min(sizes.cached, len(text))).long()
+    paths, scored = write_cache(scorer, text[part], how)
+    cache = read_cache(paths)
+    numbers["cache"] = {"files": len(paths), "tokens": scored, "bytes": sum(path.stat().st_size for path in paths),
+                        "dense_bytes": 4 * sizes.vocab * scored, "off top-k": cache.log_rest.exp().mean().item()}
+
+    numbers["students"] = {}
+    for name, arguments in STUDENTS.items():
+        student = small_lm(sizes, sizes.student, args)
+        losses: List[Any] = [functools.partial(loss_on_cache, student, cache, args.device, arguments)]
+        if name == ON_POLICY:
+            losses.append(functools.partial(loss_on_own_text, student, teacher, cache, sizes, args.device))
+        run = train(name, student, losses, len(cache.tokens), sizes.steps, held_out, sizes, args)
+        numbers["students"][name] = {**run._asdict(), "tokens/s": run.tokens_per_second,
+                                     **measure(student, teacher, held_out, sizes)}
+    numbers["start"] = run.held_out[0][1]
+    numbers["seconds"] = time.perf_counter() - started
+    (args.out / "numbers.json").write_text(json.dumps(numbers, indent=1) + "\n")
+    draw(args.out / "distillation.png", numbers)
+    print_table(numbers)
+    print(f"{args.out}/distillation.png and numbers.json written; {numbers['seconds']:.0f} s in all")
+
+
+if __name__ == "__main__":
+    main()

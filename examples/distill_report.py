@@ -1,0 +1,52 @@
+"""The students of ``distill.py`` beside each other: as a table, and as a picture."""
+
+from pathlib import Path
+from typing import Any, Dict
+
+from report import STYLE, plt
+
+# p is the teacher, q the student; all in nats but perplexity, tokens/s and the student's probability off p's top-k.
+COLUMNS = {"perplexity": ".1f", "KL(p, q)": ".3f", "loss": ".3f", "entropy": ".3f", "off top-k": ".3f",
+           "own KL(q, p)": ".3f", "tokens/s": ",.0f"}
+GREY = "#5b616a"
+
+
+def print_table(numbers: Dict[str, Any]) -> None:
+    cache, sizes = numbers["cache"], numbers["sizes"]
+    stored, dense = cache["bytes"], cache["dense_bytes"]
+    print(f"\ncache: {stored:,} bytes in {cache['files']} files, {stored / cache['tokens']:.1f} a token; dense float32 "
+          f"logits are {dense:,}, {dense / stored:.0f} times as much")
+    print(f"the teacher's probability off its top {sizes['k']} of {sizes['vocab']:,}: {cache['off top-k']:.3f}")
+    print(f"held-out perplexity of an untrained student: {numbers['start']:.1f}\n")
+    print(f"{'':<24}" + "".join(f"{name:>14}" for name in COLUMNS))
+    for name, run in {"teacher": numbers["teacher"], **numbers["students"]}.items():
+        print(f"{name:<24}" + "".join(f"{format(run[column], spec):>14}" for column, spec in COLUMNS.items()))
+
+
+def draw(path: Path, numbers: Dict[str, Any]) -> None:
+    students, teacher = numbers["students"], numbers["teacher"]
+    colors = dict(zip(students, plt.get_cmap("tab10").colors))
+    with plt.rc_context(STYLE):
+        figure, (left, middle, right) = plt.subplots(1, 3, figsize=(14, 4.4), layout="constrained")
+        for name, run in students.items():
+            left.plot(*zip(*run["held_out"]), color=colors[name], marker="o", markersize=3, label=name)
+        left.axhline(teacher["perplexity"], color=GREY, linestyle="--", label="teacher")
+        left.set(title="held-out perplexity", xlabel="step", yscale="log")
+        left.legend(fontsize=8)
+        names = list(students)[::-1]
+        bars = middle.barh(names, [students[name]["KL(p, q)"] for name in names],
+                           color=[colors[name] for name in names])
+        middle.bar_label(bars, fmt="%.2f", padding=3)
+        middle.set(title="KL(teacher, student), held-out, nats")
+        for name, run in {**students, "teacher": teacher}.items():
+            right.plot(run["loss"], run["entropy"], "o", color=colors.get(name, GREY))
+            right.annotate(name, (run["loss"], run["entropy"]), (5, 4), textcoords="offset points", fontsize=8)
+        right.axline((teacher["loss"], teacher["loss"]), slope=1, color="#8a8f98", linewidth=1)
+        right.set(title="calibrated on the line, over-confident below", xlabel="held-out loss, nats",
+                  ylabel="entropy, nats")
+        cache = numbers["cache"]
+        figure.supxlabel(f"top {numbers['sizes']['k']} of {numbers['sizes']['vocab']:,} classes, "
+                         f"{cache['bytes'] / cache['tokens']:.0f} bytes a token; {numbers['device']}",
+                         fontsize=9, color=GREY)
+        figure.savefig(path, dpi=140)
+        plt.close(figure)
