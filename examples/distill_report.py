@@ -34,16 +34,17 @@ def draw(path: Path, numbers: Dict[str, Any]) -> None:
         left.set(title="held-out perplexity", xlabel="step", yscale="log")
         left.legend(fontsize=8)
         names = list(students)[::-1]
-        bars = middle.barh(names, [students[name]["KL(p, q)"] for name in names],
-                           color=[colors[name] for name in names])
-        middle.bar_label(bars, fmt="%.2f", padding=3)
-        middle.set(title="KL(teacher, student), held-out, nats")
-        for name, run in {**students, "teacher": teacher}.items():
-            right.plot(run["loss"], run["entropy"], "o", color=colors.get(name, GREY))
-            right.annotate(name, (run["loss"], run["entropy"]), (5, 4), textcoords="offset points", fontsize=8)
-        right.axline((teacher["loss"], teacher["loss"]), slope=1, color="#8a8f98", linewidth=1)
-        right.set(title="calibrated on the line, over-confident below", xlabel="held-out loss, nats",
-                  ylabel="entropy, nats")
+        for axes, title, values in (
+                (middle, "KL(teacher, student), held-out, nats", [students[name]["KL(p, q)"] for name in names]),
+                (right, "over-confidence: held-out loss less entropy, nats",
+                 [students[name]["loss"] - students[name]["entropy"] for name in names])):
+            bars = axes.barh(names, values, color=[colors[name] for name in names])
+            axes.bar_label(bars, fmt="%.2f", padding=3)
+            axes.set(title=title)
+            axes.grid(True, axis="x")
+            axes.grid(False, axis="y")
+        right.set_yticklabels([])
+        right.axvline(teacher["loss"] - teacher["entropy"], color=GREY, linestyle="--")
         cache = numbers["cache"]
         figure.supxlabel(f"top {numbers['sizes']['k']} of {numbers['sizes']['vocab']:,} classes, "
                          f"{cache['bytes'] / cache['tokens']:.0f} bytes a token; {numbers['device']}",

@@ -330,31 +330,41 @@ def distilled(tmp_path_factory):
     return folder, said, json.loads((folder / "numbers.json").read_text())
 
 
-def test_students_learn_from_the_same_start_and_from_their_teacher(distilled):
+def test_students_of_the_same_start_learn(distilled):
     numbers = distilled[2]
     students, teacher = numbers["students"], numbers["teacher"]
-    assert list(students) == ["labels alone", "zero", "renormalize", "uniform", "bucket", "bucket and labels",
-                              "bucket, then on-policy"]
+    assert list(students) == ["labels alone", "zero", "renormalize", "uniform", "bucket", "zero and labels",
+                              "bucket and labels", "bucket, then on-policy"]
     assert teacher["KL(p, q)"] == teacher["own KL(q, p)"] == 0
+    assert teacher["perplexity"] < 0.1 * teacher["held_out"][0][1]
+    steps = numbers["sizes"]["steps"]
     for name, student in students.items():
         assert student["held_out"][0] == [0, numbers["start"]]  # the same weights, judged on the same text
-        assert len(student["train_loss"]) == numbers["sizes"]["steps"] == student["held_out"][-1][0]
-        # Through the fused head and by its definition.
+        assert len(student["train_loss"]) == steps == student["held_out"][-1][0]
+        # By the fused head and by its definition.
         assert student["perplexity"] == pytest.approx(student["held_out"][-1][1], rel=1e-4)
-        if name != "renormalize":  # which says nothing of the classes that a text is mostly not of
-            assert student["perplexity"] < 0.5 * numbers["start"], name
-        if name not in ("labels alone", "renormalize"):
-            assert student["KL(p, q)"] < students["labels alone"]["KL(p, q)"], name
+        # Of "renormalize" nothing is asked off the top-k, where most classes are.
+        assert student["perplexity"] < (0.95 if name == "renormalize" else 0.15) * numbers["start"], name
+    bucket, on_policy = (students[name]["train_loss"] for name in ("bucket", "bucket, then on-policy"))
+    assert on_policy[:steps // 2] == bucket[:steps // 2]  # the same batches until it has text of its own
+    assert not set(on_policy[steps // 2:]) & set(bucket[steps // 2:])
 
 
 def test_the_tail_of_a_student_is_what_its_loss_says_of_it(distilled):
-    students, teacher = distilled[2]["students"], distilled[2]["teacher"]
-    tail = {name: student["off top-k"] for name, student in students.items()}
-    assert tail["zero"] < 0.5 * teacher["off top-k"]
-    assert tail["bucket"] == pytest.approx(teacher["off top-k"], abs=0.1)
-    assert tail["renormalize"] > 0.9
-    over_confidence = {name: student["loss"] - student["entropy"] for name, student in students.items()}
-    assert over_confidence["zero"] > over_confidence["bucket"] + 0.1
+    students = distilled[2]["students"]
+
+    def ascend(column, *names):
+        values = [students[name][column] for name in names]
+        assert all(less < more for less, more in zip(values, values[1:])), (column, dict(zip(names, values)))
+
+    ascend("off top-k", "zero", "bucket", "labels alone", "renormalize")
+    ascend("off top-k", "zero and labels", "bucket and labels")
+    ascend("entropy", "zero", "bucket", "bucket and labels", "uniform")
+    for column in "KL(p, q)", "perplexity":
+        ascend(column, "bucket and labels", "labels alone", "zero", "renormalize")
+        ascend(column, "bucket and labels", "bucket", "zero")
+    assert students["zero"]["loss"] - students["zero"]["entropy"] > 0.5  # over-confident
+    assert students["renormalize"]["off top-k"] > 0.9
 
 
 def test_the_cache_that_students_read_has_the_bytes_of_its_layout(distilled):
