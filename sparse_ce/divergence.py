@@ -271,8 +271,11 @@ def _zero(t: _Teacher, s: _Student, kind: str, beta: float, floor: float, _: Opt
     total = t.sum(_term(kind, beta, t.log_p, s.log_q))
     if s.log_rest is None or kind in ("forward_kl", "skew_forward", "alpha"):
         return _finished(kind, beta, total)
-    of_zero = {"jsd": -(1 - beta) * math.log1p(-beta), "skew_reverse": -math.log(beta), "tv": 0.5,
-               "hellinger": 0.5}[kind] if kind in _BETWEEN else 0.5
+    of_zero = 0.5  # what a student's probability adds where p is 0, of tv and hellinger
+    if kind == "jsd":
+        of_zero = -(1 - beta) * math.log1p(-beta)
+    if kind == "skew_reverse":
+        of_zero = -math.log(beta)
     return total + of_zero * s.log_rest.exp()
 
 
