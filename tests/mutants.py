@@ -30,7 +30,8 @@ ABOUT = {"arguments": "errors_options_dimension", "autocast": "modes_candidates"
          "collate": "collate_target_rows_trainer", "data": "data", "entries": "sparse_arguments_stock_target_rows",
          "gradient_memory": "forecast", "guarded": "zero_upstream", "integrations": "trainer", "live_rows": "linear",
          "loss_mean": "cross_entropy", "modules": "modules_options", "parts": "target",
-         "reference": "transforms_failures_candidates", "rows": "rows_target", "segments": "divergence_distillation", "travel": "arrays_training"}
+         "reference": "transforms_failures_candidates", "rows": "rows_target", "segments": "divergence_distillation",
+         "travel": "arrays_training"}
 LATE = ("bfloat16", "compile", "limits", "memory")  # take long, and rarely find what nothing else does
 
 
