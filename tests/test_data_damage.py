@@ -14,6 +14,9 @@ from sparse_ce.data.sequence import Header, Stored, header_text
 from sparse_ce.data.writer import FORMATS as WRITERS
 
 
+np = pytest.importorskip("numpy")
+
+
 @pytest.fixture(params=FORMATS)
 def format(request):
     needs(request.param)
@@ -65,12 +68,14 @@ def test_what_is_cut_off_is_named_by_its_first_sequence_and_position(tmp_path, f
         file.write_bytes(file.read_bytes()[:-5])
         assert "is cut off at sequence 4, position 6 of" in refusal(lambda: TeacherCache(path), path)
         return
-    counts = [torch.full((n,), K) if not ragged else s[0].offsets.diff() for n, s in zip(LENGTHS, sequences)]
-    entries = int(sum(c.sum() for c in counts[:2]) + counts[2][:5].sum())  # all before sequence 2, position 5
-    position = 5 + int((counts[2][5:] > 0).to(torch.uint8).argmax())
-    row = entries if ragged else entries // K
-    file.write_bytes(file.read_bytes()[:128 + (row * (1 if ragged else K)) * 2 + 1])
-    assert f"is cut off at sequence 2, position {position} of" in refusal(lambda: TeacherCache(path), path)
+    counts = torch.cat([torch.full((n,), K) if not ragged else s[0].offsets.diff() for n, s in zip(LENGTHS, sequences)])
+    begins = torch.tensor([0, *LENGTHS]).cumsum(0)
+    for kept in (30, int(begins[3]), 13, int(begins[1])):  # positions, from the last on
+        lost = kept + int((counts[kept:] > 0).to(torch.uint8).argmax())  # the first with something to lose
+        number = int((begins <= lost).sum()) - 1
+        file.write_bytes(file.read_bytes()[:128 + int(counts[:kept].sum()) * 2 + 1])
+        assert f"is cut off at sequence {number}, position {lost - begins[number]} of" in refusal(
+            lambda: TeacherCache(path), path)
 
 
 def test_a_parquet_file_without_its_end_has_no_sequence(tmp_path):
@@ -220,6 +225,27 @@ def test_a_header_that_is_not_whole(tmp_path, change):
                        "sequences": header_text(Header(V, K), 6)}[change])
     expected = "sequences must be 6, as the header says, got 5" if change == "sequences" else "header must be whole"
     assert expected in refusal(lambda: TeacherCache(path), path)
+
+
+@pytest.mark.parametrize("name, change, words", [
+    ("tokens", lambda a: a[:-1], "tokens must have 32 rows, got 31 in"),
+    ("crc32", lambda a: a[:-1], "crc32 must have 5 rows, got 4 in"),
+    ("sequences", lambda a: np.array([0, 7, 99, 20, 23, 32]), "sequences must ascend from 0 to 32, got 7 to 99 at seq"),
+    ("sequences", lambda a: np.array([0, 7, 6, 20, 23, 32]), "sequences must ascend from 0 to 32, got 7 to 6 at seq"),
+    ("entries", lambda a: a + 1000, "entries must ascend from 0 to"),
+    ("entries", lambda a: np.where(np.arange(33) == 3, 10**6, a), "entries must ascend from 0 to"),
+    ("log_probs", lambda a: a.astype("float32"), "log_probs must be of torch.float16, got torch.float32 in"),
+    ("crc32", None, "arrays must be crc32, entries, ids, log_probs, log_rest, sequences, tokens, got entries, ids, "),
+    ("tokens", None, "arrays must be crc32, entries, ids, log_probs, log_rest, sequences, tokens, got crc32, entries")])
+def test_arrays_that_do_not_fit_together(tmp_path, name, change, words):
+    path = tmp_path / "teacher.npy"
+    write(path, ragged=True)
+    file = path / f"{name}.npy"
+    array = np.load(file)
+    file.unlink()
+    if change is not None:
+        np.save(file, change(array))
+    assert words in refusal(lambda: list(TeacherCache(path, verify=False)), path)
 
 
 def test_a_header_of_a_later_version(tmp_path, monkeypatch):
