@@ -263,6 +263,7 @@ def test_the_library_of_safetensors_reads_the_file(tmp_path):
     with safetensors.safe_open(tmp_path / "teacher.safetensors", "pt") as file:
         t = {name: file.get_tensor(name) for name in file.keys()}
         assert set(file.metadata()) == {"cache"}
+    assert int.from_bytes((tmp_path / "teacher.safetensors").read_bytes()[:8], "little") % 8 == 0  # tensors are aligned
     assert {name: x.dtype for name, x in t.items()} == {
         "ids": torch.uint16, "log_probs": torch.bfloat16, "entries": torch.int64, "sequences": torch.int64,
         "tokens": torch.uint16, "log_rest": torch.float32, "crc32": torch.uint32}

@@ -4,6 +4,7 @@ import random
 import re
 import shutil
 
+import numpy as np
 import pytest
 import torch
 
@@ -12,9 +13,6 @@ from sparse_ce import SparseTarget
 from sparse_ce.data import CacheWriter, TeacherCache
 from sparse_ce.data.sequence import Header, Stored, header_text
 from sparse_ce.data.writer import FORMATS as WRITERS
-
-
-np = pytest.importorskip("numpy")
 
 
 @pytest.fixture(params=FORMATS)
@@ -246,6 +244,26 @@ def test_arrays_that_do_not_fit_together(tmp_path, name, change, words):
     if change is not None:
         np.save(file, change(array))
     assert words in refusal(lambda: list(TeacherCache(path, verify=False)), path)
+
+
+def test_arrays_by_columns_are_refused(tmp_path):
+    write(tmp_path / "teacher.npy")
+    file = tmp_path / "teacher.npy" / "ids.npy"
+    np.save(file, np.asfortranarray(np.load(file)))
+    assert "must be a .npy file of rows in C's order" in refusal(lambda: TeacherCache(tmp_path / "teacher.npy"), file)
+
+
+@pytest.mark.parametrize("change, words", [
+    (lambda data: (10**6).to_bytes(8, "little") + data[8:], "fewer than its header"),
+    (lambda data: data[:4], "fewer than its header"),
+    (lambda data: data.replace(b'"shape": [32, 5]', b'"shape": [31, 5]', 1), "whose shapes are not those of its data"),
+    (lambda data: data.replace(b'"F16"', b'"F99"'), "got a header that cannot be read"),
+    (lambda data: data.replace(b'{', b'(', 1), "got a header that cannot be read")])
+def test_a_header_of_safetensors_that_is_not_whole(tmp_path, change, words):
+    path = tmp_path / "teacher.safetensors"
+    write(path)
+    path.write_bytes(change(path.read_bytes()))
+    assert words in refusal(lambda: TeacherCache(path), path)
 
 
 def test_a_header_of_a_later_version(tmp_path, monkeypatch):
