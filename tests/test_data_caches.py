@@ -27,7 +27,8 @@ def format(request):
 @pytest.mark.parametrize("parts", [True, False], ids=["all parts", "target alone"])
 def test_a_round_trip_is_exact(tmp_path, format, dtype, ragged, vocab, parts):
     path = tmp_path / f"teacher.{format}"
-    sequences = write(path, ragged=ragged, vocab=vocab, dtype=dtype, parts=parts, metadata={"model": "né", "n": [1]})
+    sequences = write(path, ragged=ragged, vocab=vocab, dtype=dtype, parts=parts, metadata={"model": "né", "n": [1]},
+                      shard=2)  # of which a file of its own knows nothing
     cache = TeacherCache(path)
     assert len(cache) == len(LENGTHS) and cache.num_classes == vocab and cache.k == (None if ragged else K)
     assert cache.metadata == {"model": "né", "n": [1]}
@@ -171,8 +172,10 @@ def test_few_shards_are_open_at_a_time(tmp_path, format, monkeypatch):
     for _ in range(2):
         for i, expected in enumerate(sequences):
             assert_same(cache[i], *expected)
+    for i in (0, 1, 0, 2):  # of 0 and 1, 1 was not used for longer
+        cache[i]
     maps = [shard._rows._file if format == "parquet" else shard._maps for shard in cache.shards.all]
-    assert sum(map(bool, maps)) == 2
+    assert [bool(m) for m in maps] == [True, False, True, False, False]
 
 
 # --------------------------------------------------------------------------------------------------------- in training
@@ -359,7 +362,9 @@ def test_a_writer_goes_on_where_another_was_stopped(tmp_path, format):
     stopped = CacheWriter(tmp_path / "teacher", **options, resume=True)
     for target, tokens, _ in sequences[:3]:
         stopped.add(target, tokens=tokens)
-    (tmp_path / "teacher" / f"shard-00001.{format}.tmp").mkdir()  # it was killed over the second
+    killed = tmp_path / "teacher" / f"shard-00001.{format}.tmp"  # it was killed over the second
+    killed.mkdir()
+    (killed / "ids.npy").write_bytes(b"half")
     with pytest.raises(ValueError, match="sparse_ce: path must not be taken, got .*resume=True"):
         CacheWriter(tmp_path / "teacher", **options)
     with CacheWriter(tmp_path / "teacher", **options, resume=True) as writer:
