@@ -41,6 +41,7 @@ def draw(path: Path, numbers: Dict[str, Any]) -> None:
             bars = axes.barh(names, values, color=[colors[name] for name in names])
             axes.bar_label(bars, fmt="%.2f", padding=3)
             axes.set(title=title)
+            axes.margins(x=0.15)  # for the labels
             axes.grid(True, axis="x")
             axes.grid(False, axis="y")
         right.set_yticklabels([])
