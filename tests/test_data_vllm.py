@@ -24,7 +24,7 @@ PROMPT_JSON = json.loads(json.dumps([None, *({str(token): {"logprob": max(e.logp
                                              for row in OBJECTS[1:])]))
 FLAT = SimpleNamespace(start_indices=[0, 0, 4, 6], end_indices=[0, 4, 6, 10],
                        token_ids=[9, 5, 6, 9, 5, 5, 7, 7, 2, 8],
-                       logprobs=[-4.0, -0.5, -1.5, -4.0, -0.25, -0.25, -0.0, -0.0, -3.0, -torch.inf], ranks=[1] * 10)
+                       logprobs=[-4.0, -0.5, -1.5, -4.0, -0.25, -0.26, -0.0, -0.0, -3.0, -torch.inf], ranks=[1] * 10)
 
 
 def chat(rows):
