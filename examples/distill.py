@@ -160,7 +160,7 @@ def train(name: str, model: SmallLM, losses: List[Callable[[Tensor], Tuple[Tenso
         schedule.step()
         train_loss.append(loss.item())  # waits for a GPU, too
         speeds.append(tokens / (time.perf_counter() - started))
-        if step % max(1, steps // sizes.evaluations) == 0 or step == steps:
+        if step * sizes.evaluations % steps < sizes.evaluations:
             curve.append((step, perplexity(model, held_out, sizes)))
             progress.set_postfix_str(f"held-out perplexity {curve[-1][1]:.1f}")
     last_part = speeds[-(steps // len(losses)):]
