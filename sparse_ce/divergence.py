@@ -73,7 +73,7 @@ def divergence(
             sum (sqrt p - sqrt q)^2 / 2.
         beta: between 0 and 1, of jsd, skew_forward, skew_reverse and alpha.
         rest: the teacher off its classes. ``"zero"``: 0, and p as it is, whatever it sums to; ``"renormalize"``: p and
-            q are both normalized over the classes; ``"bucket"``: all other classes are one, which has 1 - sum p;
+            q are both normalized over the classes, and nothing is asked of q elsewhere, which labels beside it must; ``"bucket"``: all other classes are one, which has 1 - sum p;
             ``"uniform"``: each of them has its share of 1 - sum p; ``"floor"``: each has e^floor. Not every kind is
             defined with each.
         floor: a log-probability: of the classes off the teacher's with ``rest="floor"``; elsewhere the least that its
