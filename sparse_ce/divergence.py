@@ -73,9 +73,9 @@ def divergence(
             sum (sqrt p - sqrt q)^2 / 2.
         beta: between 0 and 1, of jsd, skew_forward, skew_reverse and alpha.
         rest: the teacher off its classes. ``"zero"``: 0, and p as it is, whatever it sums to; ``"renormalize"``: p and
-            q are both normalized over the classes, and nothing is asked of q elsewhere, which labels beside it must; ``"bucket"``: all other classes are one, which has 1 - sum p;
-            ``"uniform"``: each of them has its share of 1 - sum p; ``"floor"``: each has e^floor. Not every kind is
-            defined with each.
+            q are both normalized over the classes, and nothing is asked of q elsewhere: that is left to labels;
+            ``"bucket"``: all other classes are one, which has 1 - sum p; ``"uniform"``: each of them has its share of
+            1 - sum p; ``"floor"``: each has e^floor. Not every kind is defined with each.
         floor: a log-probability: of the classes off the teacher's with ``rest="floor"``; elsewhere the least that its
             bucket, or a class of its uniform rest, is taken to have.
         teacher_log_rest: leading shape, log of the teacher's probability off its classes, where it is known
