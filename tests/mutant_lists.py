@@ -342,7 +342,6 @@ PYTHON = [
     ("sparse_ce/divergence.py", "normalized(t.log_p / temperature)", "normalized(t.log_p)"),
     ("sparse_ce/segments.py", "first[..., 1:] = keys[..., 1:] != keys[..., :-1]", "pass"),
     ("sparse_ce/segments.py", "2 * order.argsort() + 1", "2 * order + 1"),
-    ("sparse_ce/segments.py", "torch.where(entries.within, entries.rows, num_rows)", "entries.rows"),
     ("sparse_ce/segments.py", "return part & first.gather(-1, back),", "return part,"),
     ("sparse_ce/segments.py", ".any(-1)\n    others", ".any(-1) | True\n    others"),
     ("sparse_ce/distillation.py", "softcap / temperature)", "softcap)"),
