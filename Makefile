@@ -87,8 +87,9 @@ $(VENV)/.tests: $(VENV)/.installed
 	$(BIN)/python -m pip install -q "sparse_ce[test,demo]" nvidia-cuda-cuobjdump nvidia-cuda-nvdisasm --group loops
 	touch $@
 
+# With the training libraries: what the pages make of them is looked at as well.
 $(VENV)/.lint: $(VENV)/.installed
-	$(BIN)/python -m pip install -q --group lint
+	$(BIN)/python -m pip install -q --group lint --group loops
 	touch $@
 
 test-wheel:
