@@ -17,6 +17,7 @@ import argparse
 import functools
 import json
 import math
+import shutil
 import time
 from collections import defaultdict
 from pathlib import Path
@@ -32,10 +33,10 @@ import sparse_ce
 from corpus import read_corpus
 from distill_report import draw, print_table
 from report import Run, device_name, peak_mib
-from score import Teacher, write_cache
+from score import Teacher, checksum, write_cache
 from small_lm import SmallLM
 from sparse_ce import SparseTarget
-from teacher_cache import checksum, read_shard, target_of
+from sparse_ce.data import TeacherCache
 
 
 class Sizes(NamedTuple):
@@ -78,11 +79,8 @@ class Cache(NamedTuple):
     log_rest: Tensor
 
 
-def read_cache(paths: List[Path]) -> Cache:
-    shards = [read_shard(path) for path in paths]
-    return Cache(torch.cat([shard["tokens"].long() for shard, _ in shards]),
-                 sparse_ce.cat([target_of(*shard) for shard in shards]),
-                 torch.cat([shard["log_rest"] for shard, _ in shards]))
+def read_cache(files: TeacherCache) -> Cache:
+    return Cache(**sparse_ce.collate([files[i] for i in range(len(files))]))
 
 
 def small_lm(sizes: Sizes, shape: Tuple[int, int], args: argparse.Namespace) -> SmallLM:
@@ -214,15 +212,14 @@ def main() -> None:
         "torch": torch.__version__, "device": device_name(torch.device(args.device)), "sizes": sizes._asdict(),
         "teacher": {**run._asdict(), "tokens/s": run.tokens_per_second, **measure(teacher, teacher, held_out, sizes)}}
 
-    for path in args.out.glob("shard-*.safetensors"):
-        path.unlink()  # another teacher's
+    shutil.rmtree(args.out / "cache", ignore_errors=True)  # another teacher's
     how = argparse.Namespace(k=sizes.k, temperature=1.0, dtype="float16", model=None, shard=1024, batch=sizes.batch,
                              device=args.device, out=args.out)
     scorer = Teacher(teacher.hidden, teacher.head.weight, teacher.head.bias, checksum(teacher.state_dict().values()))
     part = torch.linspace(0, len(text) - 1, min(sizes.cached, len(text))).long()
-    paths, scored = write_cache(scorer, text[part], how)
-    cache = read_cache(paths)
-    numbers["cache"] = {"files": len(paths), "tokens": scored, "bytes": sum(path.stat().st_size for path in paths),
+    files, scored = write_cache(scorer, text[part], how)
+    cache, sizes_of_files = read_cache(files), [path.stat().st_size for path in files.path.iterdir()]
+    numbers["cache"] = {"files": len(sizes_of_files), "tokens": scored, "bytes": sum(sizes_of_files),
                         "dense_bytes": 4 * sizes.vocab * scored, "off top-k": cache.log_rest.exp().mean().item()}
 
     numbers["students"] = {}

@@ -5,9 +5,9 @@
     python examples/score.py --model FOLDER_OR_NAME --text book.txt --length 1024   # a causal LM of Hugging Face
 
 The head's logits, (tokens, vocabulary), never exist: ``linear_topk_log_probs`` makes them a chunk at a time, and how
-much longer it takes than the head's products alone is printed. ``teacher_cache.py`` says what is written.
+much longer it takes than the head's products alone is printed. ``sparse_ce.data`` says what is written.
 
-A run that was killed is started again with the same command: it checks the files that are there and makes the others.
+A run that was killed is started again with the same command: it goes on behind the files that are there.
 At the end what is read is compared with what is computed, and a student trains on it for a few steps.
 """
 
@@ -16,12 +16,14 @@ import itertools
 import json
 import sysconfig
 import time
+import zlib
 from pathlib import Path
 from typing import Any, Callable, Dict, Iterable, Iterator, List, NamedTuple, Optional, Tuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.data import DataLoader
 from tqdm import tqdm
 
 import sparse_ce
@@ -29,7 +31,7 @@ from corpus import read_corpus
 from report import device_name, median_seconds, peak_mib
 from small_lm import SmallLM
 from sparse_ce import SparseTarget
-from teacher_cache import Shard, checksum, read_shard, smallest_dtype, target_of, write_shard
+from sparse_ce.data import CacheWriter, TeacherCache
 
 
 class Teacher(NamedTuple):
@@ -37,6 +39,13 @@ class Teacher(NamedTuple):
     weight: Tensor  # (V, D)
     bias: Optional[Tensor]
     checksum: int  # of all weights: another teacher's files are not taken for this one's
+
+
+def checksum(tensors: Iterable[Tensor]) -> int:
+    total = 0
+    for t in tensors:
+        total = zlib.crc32(t.detach().cpu().contiguous().flatten().view(torch.uint8).numpy(), total)
+    return total
 
 
 def train(model: SmallLM, batches: Iterable[Tuple[Tensor, SparseTarget]]) -> List[float]:
@@ -98,36 +107,26 @@ def top_k(teacher: Teacher, hidden: Tensor, args: argparse.Namespace) -> Tuple[S
                                            logit_scale=1 / args.temperature, return_log_rest=True)
 
 
-@torch.no_grad()
-def score(teacher: Teacher, tokens: Tensor, args: argparse.Namespace, progress: tqdm) -> Shard:
-    """tokens (sequences, length) -> a shard, whose batches leave the device one by one."""
-    narrow, parts = smallest_dtype(len(teacher.weight)), []
-    for batch in tokens.split(args.batch):
-        target, log_rest = top_k(teacher, teacher.hidden(batch.to(args.device)), args)
-        parts.append((batch.to(narrow), target.indices.to(narrow).cpu(),
-                      target.values.to(getattr(torch, args.dtype)).cpu(), log_rest.float().cpu()))
-        progress.update(batch.numel())
-    return dict(zip(("tokens", "ids", "log_probs", "log_rest"), map(torch.cat, zip(*parts))))
-
-
-def write_cache(teacher: Teacher, sequences: Tensor, args: argparse.Namespace) -> Tuple[List[Path], int]:
-    """The files, and how many tokens this run scored for them."""
-    made = {"vocab": len(teacher.weight), "k": args.k, "temperature": args.temperature, "dtype": args.dtype,
-            "model": args.model or "small_lm", "teacher": teacher.checksum, "text": checksum([sequences])}
-    parts = sequences.split(args.shard)
-    paths = [args.out / f"shard-{i:05}-of-{len(parts):05}.safetensors" for i in range(len(parts))]
-    headers = [{**made, "first": i * args.shard} for i in range(len(parts))]
-    there = [path.exists() for path in paths]
-    for path, header in itertools.compress(zip(paths, headers), there):
-        read_shard(path, header)  # an error if it is damaged or of another run
-    print(f"{sum(there)} of {len(paths)} files are there", flush=True)
-
-    done = sum(part.numel() for part in itertools.compress(parts, there))
-    with tqdm(total=sequences.numel(), initial=done, desc="scoring", unit="token", unit_scale=True) as progress:
-        for path, part, header, is_there in zip(paths, parts, headers, there):
-            if not is_there:
-                write_shard(path, score(teacher, part, args, progress), header)
-    return paths, sequences.numel() - done
+def write_cache(teacher: Teacher, sequences: Tensor, args: argparse.Namespace) -> Tuple[TeacherCache, int]:
+    """The cache in ``args.out / "cache"`` of tokens (sequences, length), and how many tokens this run scored for it."""
+    made = {"model": args.model or "small_lm", "teacher": teacher.checksum, "text": checksum([sequences]),
+            "temperature": args.temperature}
+    folder = args.out / "cache"
+    with CacheWriter(folder, num_classes=len(teacher.weight), k=args.k, dtype=getattr(torch, args.dtype),
+                     metadata=made, shard=args.shard, resume=True) as writer:
+        done = len(writer)
+        print(f"{done} of {len(sequences)} sequences are there", flush=True)
+        with tqdm(total=sequences.numel(), initial=sequences[:done].numel(), desc="scoring", unit="token",
+                  unit_scale=True) as progress:
+            # Shard by shard: what a product rounds to depends on the rows beside it, and a run that goes on is to
+            # write the same bytes.
+            for batch in itertools.chain.from_iterable(part.split(args.batch)
+                                                       for part in sequences[done:].split(args.shard)):
+                with torch.no_grad():
+                    target, log_rest = top_k(teacher, teacher.hidden(batch.to(args.device)), args)
+                writer.add(target, tokens=batch, log_rest=log_rest)
+                progress.update(batch.numel())
+    return TeacherCache(folder), sequences[done:].numel()
 
 
 @torch.no_grad()
@@ -146,16 +145,15 @@ def speed(teacher: Teacher, tokens: Tensor, args: argparse.Namespace) -> Dict[st
                           3 if args.fast else 9, torch.device(args.device))
 
 
-def batches(paths: Iterable[Path], size: int) -> Iterator[Tuple[Tensor, SparseTarget]]:
+def batches(cache: TeacherCache, size: int) -> Iterator[Tuple[Tensor, SparseTarget]]:
     """What a student trains on: tokens (B, S), target (B, S)."""
-    for path in paths:
-        shard, made = read_shard(path)
-        yield from zip(shard["tokens"].long().split(size), target_of(shard, made).split(size))
+    for batch in DataLoader(cache, size, collate_fn=sparse_ce.collate):
+        yield batch["tokens"], batch["target"]
 
 
-def compare(teacher: Teacher, student: SmallLM, path: Path, args: argparse.Namespace) -> Dict[str, float]:
-    """The first batch of a file, as it was read and as it is computed now."""
-    tokens, read = (part.to(args.device) for part in next(batches([path], args.batch)))
+def compare(teacher: Teacher, student: SmallLM, cache: TeacherCache, args: argparse.Namespace) -> Dict[str, float]:
+    """The first batch, as it was read and as it is computed now."""
+    tokens, read = (part.to(args.device) for part in next(batches(cache, args.batch)))
     with torch.no_grad():
         hidden = teacher.hidden(tokens)
         exact, _ = top_k(teacher, hidden, args)
@@ -209,7 +207,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=20, help="training steps of the student")
     parser.add_argument("--fast", action="store_true", help="a toy size, for tests")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--out", type=Path, default=Path("teacher-cache"), help="folder of the cache")
+    parser.add_argument("--out", type=Path, default=Path("teacher-cache"), help="folder of cache and numbers")
     args = parser.parse_args()
     args.tokens = args.tokens or (20_000 if args.fast else 200_000)
     args.out.mkdir(parents=True, exist_ok=True)
@@ -221,18 +219,19 @@ def main() -> None:
         raise SystemExit(f"the text must have {args.length} tokens, one sequence")
     sequences = text.unflatten(0, (-1, args.length))
     seconds, peak_before, started = speed(teacher, sequences, args), peak_mib(device), time.perf_counter()
-    paths, scored = write_cache(teacher, sequences, args)
+    cache, scored = write_cache(teacher, sequences, args)
     numbers: Dict[str, Any] = {
         "torch": torch.__version__, "device": device_name(device), "vocab": len(teacher.weight), "tokens": len(text),
         "scored": scored, "seconds": time.perf_counter() - started, "batch_seconds": seconds,
-        "peak_mib": [peak_before, peak_mib(device)], "bytes": sum(path.stat().st_size for path in paths)}
-    rest = sum(read_shard(path)[0]["log_rest"].double().exp().sum().item() for path in paths)
+        "peak_mib": [peak_before, peak_mib(device)],
+        "bytes": sum(path.stat().st_size for path in cache.path.iterdir())}
+    rest = sum(cache[i]["log_rest"].double().exp().sum().item() for i in range(len(cache)))
     numbers["mass"] = 1 - rest / len(text)
 
     torch.manual_seed(1)
     student = SmallLM(len(teacher.weight), args.length, 64, 1).to(device)
-    numbers["compared"] = compare(teacher, student, paths[0], args)
-    numbers["student"] = train(student, itertools.islice(batches(paths, args.batch), args.steps))
+    numbers["compared"] = compare(teacher, student, cache, args)
+    numbers["student"] = train(student, itertools.islice(batches(cache, args.batch), args.steps))
     (args.out / "numbers.json").write_text(json.dumps(numbers, indent=1) + "\n")
     print_numbers(numbers, args)
 

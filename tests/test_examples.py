@@ -117,19 +117,20 @@ def test_policy_gradients_replay_the_kept_tokens_and_raise_the_reward(tmp_path):
 # ------------------------------------------------------------------------------------------------ a teacher's cache
 
 SCORE = EXAMPLES / "score.py", "--fast", "--tokens", 4200, "--length", 64, "--batch", 8, "--shard", 20, "--k", 16
-SHARDS = [f"shard-{i:05}-of-00004.safetensors" for i in range(4)]  # 65 sequences: 20, 20, 20, 5
+SHARDS = [f"shard-{i:05}.safetensors" for i in range(4)]  # 65 sequences: 20, 20, 20, 5
 
 
-def shards_of(folder, names=SHARDS):
-    """{name: tensor} of all files, and the header of the first."""
+def shards_of(folder, length, names=SHARDS):
+    """{name: (sequences, length, ...)} of all files, read by the library whose format it is, and the first header."""
     safetensors = pytest.importorskip("safetensors")
     tensors, headers = [], []
     for name in names:
-        with safetensors.safe_open(folder / name, "pt") as file:
-            tensors.append({key: file.get_tensor(key) for key in file.keys()})
+        with safetensors.safe_open(folder / "cache" / name, "pt") as file:
+            tensors.append({key: file.get_tensor(key) for key in ("tokens", "ids", "log_probs", "log_rest")})
             headers.append(json.loads(file.metadata()["cache"]))
-    assert sorted(path.name for path in folder.glob("shard-*")) == list(names)
-    return {key: torch.cat([shard[key] for shard in tensors]) for key in tensors[0]}, headers[0]
+    assert sorted(path.name for path in (folder / "cache").iterdir()) == list(names)
+    return {key: torch.cat([shard[key] for shard in tensors]).unflatten(0, (-1, length)) for key in tensors[0]
+            }, headers[0]
 
 
 @pytest.fixture
@@ -140,7 +141,6 @@ def examples(monkeypatch):
 
 @pytest.fixture(scope="module")
 def scored(tmp_path_factory):
-    pytest.importorskip("safetensors")
     folder = tmp_path_factory.mktemp("scored")
     said = run(*SCORE, "--out", folder, cwd=folder)
     return folder, said, json.loads((folder / "numbers.json").read_text())
@@ -150,7 +150,7 @@ def test_a_scored_text_is_in_the_files_with_the_teachers_exact_top_k(scored, exa
     from corpus import read_corpus
     from small_lm import SmallLM
 
-    shard, made = shards_of(scored[0])
+    shard, made = shards_of(scored[0], 64)
     tokens = torch.from_numpy(read_corpus(1024, 40)[0][:65 * 64]).view(65, 64)
     assert shard["tokens"].dtype == shard["ids"].dtype == torch.uint16
     assert torch.equal(shard["tokens"].long(), tokens)
@@ -169,18 +169,18 @@ def test_a_scored_text_is_in_the_files_with_the_teachers_exact_top_k(scored, exa
     torch.testing.assert_close(shard["log_probs"].double(), top.values, rtol=2**-11, atol=1e-5)
     rest = torch.log1p(-top.values.exp().sum(-1))
     torch.testing.assert_close(shard["log_rest"].double(), rest, rtol=0, atol=1e-5)
-    assert {name: made[name] for name in ("vocab", "k", "temperature", "first")} == dict(
-        vocab=1024, k=16, temperature=1.0, first=0)
-    target = SparseTarget.from_topk(shard["ids"], shard["log_probs"], kind="logprobs", num_classes=made["vocab"])
+    assert {name: made[name] for name in ("num_classes", "k", "first")} == dict(num_classes=1024, k=16, first=0)
+    assert made["metadata"]["temperature"] == 1.0
+    target = SparseTarget.from_topk(shard["ids"], shard["log_probs"], kind="logprobs", num_classes=made["num_classes"])
     entropy = -(top.values.exp() * top.values).sum(-1).mean().item()
     assert model.float()(tokens, target).item() == pytest.approx(entropy, rel=1e-3)  # as a student's loss
 
 
 def test_what_scoring_says_of_itself_is_so(scored):
     folder, said, numbers = scored
-    shard, made = shards_of(folder)
+    shard, made = shards_of(folder, 64)
     assert numbers["tokens"] == numbers["scored"] == 65 * 64
-    assert numbers["bytes"] == sum((folder / name).stat().st_size for name in SHARDS)
+    assert numbers["bytes"] == sum((folder / "cache" / name).stat().st_size for name in SHARDS)
     assert 2 + 16 * 4 + 4 < numbers["bytes"] / numbers["tokens"] < 2 + 16 * 4 + 4 + 2
     assert numbers["mass"] == pytest.approx(1 - shard["log_rest"].double().exp().mean().item(), abs=1e-6)
     compared = numbers["compared"]
@@ -192,7 +192,7 @@ def test_what_scoring_says_of_itself_is_so(scored):
     assert compared["the teacher's own loss"] == pytest.approx(compared["entropy of the top-k, the least loss"],
                                                                abs=1e-4)
     assert numbers["student"][0] == losses[0] and numbers["student"][-1] < 0.95 * losses[0]
-    assert "0 of 4 files are there" in said and f"{65 * 64:,} of {65 * 64:,} tokens scored" in said
+    assert "0 of 65 sequences are there" in said and f"{65 * 64:,} of {65 * 64:,} tokens scored" in said
 
 
 def test_a_killed_run_that_is_started_again_leaves_the_same_bytes(scored, tmp_path):
@@ -203,7 +203,7 @@ def test_a_killed_run_that_is_started_again_leaves_the_same_bytes(scored, tmp_pa
 sys.path.insert(0, {str(EXAMPLES)!r})
 replace = os.replace
 def replace_or_die(source, target):
-    if "00002-of" in str(target):
+    if "shard-00002" in str(target):
         os.kill(os.getpid(), signal.SIGKILL)
     replace(source, target)
 os.replace = replace_or_die
@@ -212,38 +212,21 @@ runpy.run_path({str(SCORE[0])!r}, run_name="__main__")
     killed = forked.run(program, *SCORE[1:], "--out", tmp_path, cwd=tmp_path,
                         env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"})
     assert killed.returncode == -signal.SIGKILL, killed.stderr[-3000:]
-    assert sorted(path.name for path in tmp_path.glob("shard-*.safetensors")) == SHARDS[:2]
-    assert [path.name for path in tmp_path.glob("*.tmp")] == ["shard-00002-of-00004.tmp"]
-    kept = ["teacher.pt", *SHARDS[:2]]
+    assert sorted(path.name for path in (tmp_path / "cache").iterdir()) == [*SHARDS[:2], f"{SHARDS[2]}.tmp"]
+    files = [f"cache/{name}" for name in SHARDS]
+    kept = ["teacher.pt", *files[:2]]
     first = [(tmp_path / name).stat().st_mtime_ns for name in kept]
 
     said = run(*SCORE, "--out", tmp_path, cwd=tmp_path)
-    assert "2 of 4 files are there" in said and f"{25 * 64:,} of {65 * 64:,} tokens scored" in said
+    assert "40 of 65 sequences are there" in said and f"{25 * 64:,} of {65 * 64:,} tokens scored" in said
     assert [(tmp_path / name).stat().st_mtime_ns for name in kept] == first
-    assert not list(tmp_path.glob("*.tmp"))
-    for name in SHARDS:
+    assert len(list((tmp_path / "cache").iterdir())) == 4
+    for name in files:
         assert (tmp_path / name).read_bytes() == (scored[0] / name).read_bytes(), name
 
 
-def test_a_damaged_file_of_a_cache_is_refused_by_its_name(scored, examples, tmp_path):
-    from teacher_cache import read_shard
-
-    path = tmp_path / SHARDS[3]
-    whole = (scored[0] / SHARDS[3]).read_bytes()
-    header = 8 + int.from_bytes(whole[:8], "little")
-    temperature = re.search(rb"temperature\W+", whole).end()  # its value
-    places = [0, 9, temperature, whole.index(b"log_rest"), whole.index(b"crc32") + 10, header,
-              (header + len(whole)) // 2, len(whole) - 1]
-    damaged = {place: whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1:] for place in places}
-    for what, content in {**damaged, "cut": whole[:-7], "empty": b"", "longer": whole + bytes(8)}.items():
-        path.write_bytes(content)
-        with pytest.raises(ValueError, match=rf"{SHARDS[3]} is damaged.*delete it"):
-            pytest.fail(f"read with a change at {what}: {read_shard(path)[1]}")
-    path.write_bytes(whole)
-    read_shard(path)
-
-
-def test_scoring_goes_on_neither_from_a_damaged_file_nor_from_one_that_was_made_otherwise(examples, tmp_path):
+def test_scoring_does_not_go_on_from_files_that_were_made_otherwise(examples, tmp_path):
+    """What a damaged file is met with: test_data_damage.py."""
     import score
 
     generator = torch.Generator().manual_seed(0)
@@ -253,25 +236,16 @@ def test_scoring_goes_on_neither_from_a_damaged_file_nor_from_one_that_was_made_
     args = Namespace(k=4, temperature=1.0, dtype="bfloat16", model=None, shard=3, batch=2, device="cpu", out=tmp_path)
 
     def refused(what, teacher=teacher, text=text, **changed):
-        with pytest.raises(ValueError, match=what):
+        with pytest.raises(ValueError, match=f"shard-00000.*{what}"):
             score.write_cache(teacher, text, Namespace(**{**vars(args), **changed}))
 
-    paths, done = score.write_cache(teacher, text, args)
-    assert [path.name for path in paths] == [f"shard-{i:05}-of-00003.safetensors" for i in range(3)]
-    assert done == 7 * 16 and score.write_cache(teacher, text, args) == (paths, 0)
-    otherwise = f"{paths[0]} was made otherwise.*: "
-    refused(otherwise + "k is 4 and not 8, temperature is 1.0 and not 2.0$", k=8, temperature=2.0)
-    refused(otherwise + "dtype is 'bfloat16' and not 'float16'$", dtype="float16")
-    refused(otherwise + "teacher is 1 and not 2$", teacher._replace(checksum=2))
-    refused(otherwise + "text is", text=text.flip(0))
-    paths[2].rename(paths[2].with_name("kept"))
-    paths[1].rename(paths[2])
-    refused(f"{paths[2]} was made otherwise.*: first is 3 and not 6$")
-    paths[2].rename(paths[1])
-    paths[2].with_name("kept").rename(paths[2])
-    with open(paths[1], "r+b") as file:
-        file.truncate(700)
-    refused(f"{paths[1]} is damaged")
+    cache, done = score.write_cache(teacher, text, args)
+    assert len(cache) == 7 and done == 7 * 16 and score.write_cache(teacher, text, args)[1] == 0
+    refused("k 4 and not 8", k=8)
+    refused("'temperature': 1.0.* and not .*'temperature': 2.0", temperature=2.0)
+    refused("dtype 'bfloat16' and not 'float16'", dtype="float16")
+    refused("'teacher': 1.* and not .*'teacher': 2", teacher._replace(checksum=2))
+    refused("'text': .* and not ", text=text.flip(0))
 
 
 def hugging_face_folder(folder, **config):
@@ -298,14 +272,14 @@ def test_a_causal_lm_of_hugging_face_scores_a_file(tmp_path):
     (tmp_path / "book.txt").write_text(text)
     run(EXAMPLES / "score.py", "--fast", "--model", tmp_path / "model", "--text", tmp_path / "book.txt",
         "--tokens", 640, "--length", 32, "--k", 5, "--temperature", 2, "--dtype", "float32", "--steps", 2,
-        "--out", tmp_path / "cache", cwd=tmp_path)
-    shard, made = shards_of(tmp_path / "cache", ["shard-00000-of-00001.safetensors"])
-    assert shard["tokens"].shape == (20, 32) and shard["tokens"].dtype == shard["ids"].dtype == torch.uint8
+        "--out", tmp_path / "out", cwd=tmp_path)
+    shard, made = shards_of(tmp_path / "out", 32, SHARDS[:1])
+    assert shard["tokens"].shape == (20, 32) and shard["tokens"].dtype == shard["ids"].dtype == torch.uint16
     with torch.no_grad():
         exact = F.log_softmax(model(shard["tokens"].long()).logits / 2, -1)
     torch.testing.assert_close(shard["log_probs"], exact.topk(5).values, rtol=0, atol=1e-5)
     torch.testing.assert_close(exact.gather(-1, shard["ids"].long()), shard["log_probs"], rtol=0, atol=1e-5)
-    compared = json.loads((tmp_path / "cache" / "numbers.json").read_text())["compared"]
+    compared = json.loads((tmp_path / "out" / "numbers.json").read_text())["compared"]
     assert compared["ids that differ"] == compared["largest error of a log-probability"] == 0
     assert compared["the teacher's own loss"] == pytest.approx(compared["entropy of the top-k, the least loss"],
                                                                abs=1e-6)
@@ -324,7 +298,6 @@ def test_a_teacher_whose_logits_are_not_those_of_its_head_alone_is_refused(examp
 
 @pytest.fixture(scope="module")
 def distilled(tmp_path_factory):
-    pytest.importorskip("safetensors")
     folder = tmp_path_factory.mktemp("distilled")
     said = run(EXAMPLES / "distill.py", "--fast", "--out", folder, cwd=folder)
     return folder, said, json.loads((folder / "numbers.json").read_text())
@@ -370,12 +343,13 @@ def test_the_tail_of_a_student_is_what_its_loss_says_of_it(distilled):
 def test_the_cache_that_students_read_has_the_bytes_of_its_layout(distilled):
     folder, _, numbers = distilled
     sizes, cache = numbers["sizes"], numbers["cache"]
-    shard, made = shards_of(folder, [f"shard-{i:05}-of-{cache['files']:05}.safetensors" for i in range(cache["files"])])
+    shard, made = shards_of(folder, sizes["length"], SHARDS[:cache["files"]])
     assert list(shard["ids"].shape) == [sizes["cached"], sizes["length"], sizes["k"]] and made["k"] == sizes["k"]
     assert cache["tokens"] == shard["tokens"].numel() == sizes["cached"] * sizes["length"]
-    assert cache["bytes"] == sum(path.stat().st_size for path in folder.glob("shard-*"))
+    assert cache["bytes"] == sum(path.stat().st_size for path in (folder / "cache").iterdir())
     layout = 2 + sizes["k"] * (2 + 2) + 4  # a token, ids and log-probabilities, log_rest
-    assert 0 < cache["bytes"] - layout * cache["tokens"] < 2048 * cache["files"]  # the headers
+    headers = cache["bytes"] - layout * cache["tokens"]  # and where each sequence begins, and its checksum
+    assert 0 < headers < 2048 * cache["files"] + 16 * 240
     assert cache["dense_bytes"] == 4 * 1024 * cache["tokens"]
     assert cache["off top-k"] == pytest.approx(shard["log_rest"].double().exp().mean().item(), abs=1e-6)
 

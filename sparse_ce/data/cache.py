@@ -44,8 +44,7 @@ class TeacherCache(Dataset[Dict[str, Any]]):
     Args:
         path: a ``.parquet`` or ``.safetensors`` file, a folder of ``.npy`` files, or a folder of such shards, which are
             read in the order of their names. :class:`CacheWriter` writes them, and other files with arrays or columns
-            of its names and shapes are read, too: also ids (N, S, K) with log_probs alike, as
-            ``examples/teacher_cache.py`` writes them.
+            of its names and shapes are read, too: also ids (N, S, K) with log_probs alike.
         verify: compare checksums, and check the values of each sequence that is read.
         predicts: what row i of a sample is to be: ``"next"``, what the teacher predicts behind token i, as the logits
             at i are; ``"token"``, what it predicts of token i, as labels for a loss that shifts are. None: as it was

@@ -101,14 +101,10 @@ def header_text(header: Header, sequences: int) -> str:
 
 
 def read_header(text: Any, file: str) -> Tuple[Header, int]:
-    """The header, and how many sequences it promises; of a file of ``examples/teacher_cache.py``, -1."""
+    """The header, and how many sequences it promises."""
     try:
         said = json.loads(text)
         assert isinstance(said, dict)
-        if "sparse_ce" not in said:
-            other = {name: value for name, value in said.items() if name != "crc32"}
-            return Header(said["vocab"], said.get("k"), said.get("dtype", "float16"), "next", (), said.get("first"),
-                          other), -1
         written = said.pop("crc32")
         whole = written == zlib.crc32(json.dumps(said, sort_keys=True).encode())
     except (ValueError, KeyError, AssertionError) as error:
