@@ -178,7 +178,7 @@ def _checked(teacher: Target, labels: Optional[Target], shape: torch.Size, num_c
     """The teacher at the temperature, for logits of ``shape``, and the fields to ask for."""
     rest = of_kind["rest"]
     fields = checked(of_kind["kind"], of_kind["beta"], rest, of_kind["floor"])
-    check_shares(rest, temperature, alpha, of_kind["teacher_log_rest"] is not None)
+    check_shares(rest, temperature, alpha)
     if alpha < 1 and labels is None:
         fail(f"labels must be given where alpha is not 1, got None and alpha={alpha}")
     given = as_teacher(teacher, shape[:-1], shape[-1])
@@ -189,7 +189,7 @@ def _checked(teacher: Target, labels: Optional[Target], shape: torch.Size, num_c
     return given, {f"return_{field}": True for field in fields}
 
 
-def check_shares(rest: str, temperature: float, alpha: float, with_log_rest: bool = False) -> None:
+def check_shares(rest: str, temperature: float, alpha: float) -> None:
     for name, value in (("temperature", temperature), ("alpha", alpha)):
         if not arguments.is_number(value):
             fail(f"{name} must be a number, got {value!r}", TypeError)
@@ -197,11 +197,10 @@ def check_shares(rest: str, temperature: float, alpha: float, with_log_rest: boo
         fail(f"temperature must be positive, got {temperature}")
     if not 0 <= alpha <= 1:
         fail(f"alpha must be in [0, 1], got {alpha}")
-    if temperature != 1 and (rest not in ("zero", "renormalize") or with_log_rest):
-        fail(f"temperature must be 1 with {'teacher_log_rest' if with_log_rest else f'rest={rest!r}'}, got "
-             f"{temperature}: what a teacher has off its classes at another temperature is not known; cache it at this "
-             "one, topk_log_probs(logits, k, logit_scale=1 / temperature), and divide the student's logits alone, "
-             "logit_scale=1 / temperature")
+    if temperature != 1 and rest not in ("zero", "renormalize"):
+        fail(f"temperature must be 1 with rest={rest!r}, got {temperature}: what a teacher has off its classes at "
+             "another temperature is not known; cache it at this one, topk_log_probs(logits, k, logit_scale=1 / "
+             "temperature), and divide the student's logits alone, logit_scale=1 / temperature")
 
 
 def _divided(temperature: float, logit_scale: Scale, softcap: Optional[float]) -> Dict[str, Any]:

@@ -79,7 +79,8 @@ def divergence(
         floor: a log-probability: of the classes off the teacher's with ``rest="floor"``; elsewhere the least that its
             bucket, or a class of its uniform rest, is taken to have.
         teacher_log_rest: leading shape, log of the teacher's probability off its classes, where it is known
-            (``topk_log_probs(..., return_log_rest=True)``); else it is made of 1 - sum p, which has few digits.
+            (``topk_log_probs(..., return_log_rest=True)``); else it is made of 1 - sum p, which has few digits. Only
+            ``"bucket"`` and ``"uniform"`` look at it.
         reduction, normalizer: as for :func:`sparse_ce.cross_entropy`.
 
     Returns:
@@ -269,8 +270,9 @@ def _finished(kind: str, beta: float, total: Tensor) -> Tensor:
 
 def _zero(t: _Teacher, s: _Student, kind: str, beta: float, floor: float, _: Optional[int]) -> Tensor:
     total = t.sum(_term(kind, beta, t.log_p, s.log_q))
-    if s.log_rest is None or kind in ("forward_kl", "skew_forward", "alpha"):
+    if kind in ("forward_kl", "skew_forward", "alpha"):
         return _finished(kind, beta, total)
+    assert s.log_rest is not None
     of_zero = 0.5  # what a student's probability adds where p is 0, of tv and hellinger
     if kind == "jsd":
         of_zero = -(1 - beta) * math.log1p(-beta)

@@ -198,19 +198,26 @@ def test_modules_are_their_functions(module, function, extra, device):
     (dict(temperature=0.0), ["temperature must be positive, got 0.0"]),
     (dict(temperature=None), ["temperature must be a number, got None"]),
     (dict(temperature=2.0, rest="bucket"), ["temperature must be 1 with rest='bucket'", "logit_scale=1 / temperature"]),
-    (dict(temperature=2.0, teacher_log_rest=True), ["temperature must be 1 with teacher_log_rest"]),
     (dict(kind="reverse_kl"), ["kind must be defined with rest='zero'", "infinite"]),
 ], ids=str)
 def test_wrong_options_are_named(options, words, device):
-    head, _, teachers, log_rest = make(device)
-    if "teacher_log_rest" in options:
-        options = {**options, "teacher_log_rest": log_rest}
+    head, _, teachers, _ = make(device)
     calls = [lambda: distillation_loss(F.linear(*head), teachers["topk"], **options),
              lambda: linear_distillation_loss(*head[:2], teachers["topk"], **options)]
-    if "teacher_log_rest" not in options and options != dict(alpha=0.5):
+    if options != dict(alpha=0.5):
         calls += [lambda: DistillationLoss(**options), lambda: LinearDistillationLoss(**options)]
     for call in calls:
         assert_refused(call, *words, error=(TypeError, ValueError))
+
+
+@pytest.mark.parametrize("rest", ["zero", "renormalize"])
+def test_a_log_rest_that_nothing_looks_at_may_be_given(rest, device):
+    """As a loop does that tries one treatment of the tail after the other, at a temperature too."""
+    head, labels, teachers, log_rest = make(device)
+    for function, given in ((distillation_loss, (F.linear(*head),)), (linear_distillation_loss, head[:2])):
+        options = dict(rest=rest, temperature=2.0, alpha=0.5)
+        assert torch.equal(function(*given, teachers["topk"], labels, teacher_log_rest=log_rest, **options),
+                           function(*given, teachers["topk"], labels, **options))
 
 
 @pytest.mark.parametrize("repeated", [False, True])
