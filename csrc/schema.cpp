@@ -118,11 +118,9 @@ STABLE_TORCH_LIBRARY(sparse_ce, m) {
         ", Tensor grad_logits, Tensor(a!)? grad_input, Tensor(b!)? grad_weight, Tensor(c!)? weight_low, "
         "Tensor(d!)? grad_bias, Tensor(e!)? bias_low, bool first, bool last) -> ()");
 
-  // `ids` (N, k) are the k largest of each row of logits (smallest, with largest=False) as torch.topk has them, whose
-  // order among ties is not defined. Returns the lowest of those that tie with the last, after those above it, both by
-  // ascending id. last (N,) A: the k-th largest; above (N,) int64: how many are above it. A row whose last is NaN
-  // stays.
-  m.def("topk_ids(Tensor logits, Tensor last, Tensor above, Tensor ids, bool largest=True) -> Tensor");
+  // (N, k) int64: the classes of the k largest of each row of logits (N, V), largest first, or of the smallest,
+  // smallest first. Of those that tie the lowest are taken and come first; NaN is larger than any number.
+  m.def("topk_ids(Tensor logits, int k, bool largest=True) -> Tensor");
 
   // gradient *= scale () A, in place. Where scale is 1 nothing is read or written; it is looked at where it lies.
   m.def("scale_(Tensor(a!) gradient, Tensor scale) -> ()");

@@ -1,4 +1,4 @@
-// topk.h - which of a row's classes are its k largest where several tie for the last place: the lowest.
+// topk.h - the k largest logits of a row in their order: the largest first, of equal ones the lowest class.
 #pragma once
 
 #include "dtype.h"
@@ -6,13 +6,11 @@
 namespace sparse_ce {
 
 struct TopkArgs {
-  const void* logits;     // (rows, columns): unit column stride, any row stride
+  const void* logits;  // (rows, columns): unit column stride, any row stride
   DType dtype;
-  int64_t rows, columns, row_stride, k;
-  const void* last;       // (rows,) arithmetic dtype: the k-th largest
-  const int64_t* above;   // (rows,) how many are above it
-  bool largest;           // false: the k smallest, and "above" is below
-  int64_t* ids;  // (rows, k): those above by ascending id, then those that tie; left as it is where last is NaN
+  int64_t rows, columns, row_stride, k;  // 0 < k <= columns < 2^31
+  bool largest;  // false: the k smallest, the smallest first
+  int64_t* ids;  // (rows, k)
   int64_t max_blocks;  // 0: no limit
 
   template <typename scalar_t>
@@ -21,28 +19,33 @@ struct TopkArgs {
   }
 };
 
-// Where the ids of a row go, in the order in which they are found.
-template <typename acc_t>
-struct TopkRow {
-  acc_t last;
-  bool largest;
-  int64_t k, above, found_above = 0, found_equal = 0;
-  int64_t* ids;
+template <typename scalar_t>
+using order_type =
+    std::conditional_t<sizeof(scalar_t) == 2, int16_t, std::conditional_t<sizeof(scalar_t) == 4, int32_t, int64_t>>;
 
-  SCE_HD TopkRow(const TopkArgs& args, int64_t r)
-      : last(static_cast<const acc_t*>(args.last)[r]), largest(args.largest), k(args.k), above(args.above[r]),
-        ids(args.ids + r * args.k) {}
+// An integer for each number, larger for what comes earlier. The two zeros have the same; NaN counts as the largest
+// number, as for torch.topk.
+template <typename scalar_t>
+SCE_HD order_type<scalar_t> order_of(scalar_t x, bool largest) {
+  using order_t = order_type<scalar_t>;
+  constexpr order_t kMost = std::numeric_limits<order_t>::max();
+  constexpr int kExponent = std::is_same<scalar_t, Half>::value ? 5 : sizeof(scalar_t) == 8 ? 11 : 8;
+  constexpr order_t kInfinity = static_cast<order_t>(kMost ^ (kMost >> kExponent));
+  const auto bits = bit_cast<order_t>(x);
+  auto order = static_cast<order_t>(bits < 0 ? bits ^ kMost : bits);
+  order = order == -1 ? 0 : order;
+  order = (bits & kMost) > kInfinity ? kMost : order;
+  return static_cast<order_t>(largest ? order : ~order);
+}
 
-  SCE_HD bool without() const { return last != last; }
-  SCE_HD bool full() const { return found_above >= above && found_equal >= k - above; }
-  SCE_HD bool is_above(acc_t z) const { return largest ? z > last : z < last; }
-  SCE_HD bool is_equal(acc_t z) const { return z == last; }
-  // Class `id`, the so many-th of those above or of those that tie.
-  SCE_HD void put_above(int64_t at, int64_t id) const {
-    if (at < above) ids[at] = id;
-  }
-  SCE_HD void put_equal(int64_t at, int64_t id) const {
-    if (at < k - above) ids[above + at] = id;
+// A class that may be among the k.
+template <typename scalar_t>
+struct Candidate {
+  order_type<scalar_t> order;
+  int32_t id;
+
+  SCE_HD bool before(const Candidate& other) const {
+    return order != other.order ? order > other.order : id < other.id;
   }
 };
 

@@ -9,33 +9,24 @@ namespace sparse_ce {
 template <typename device_t>
 class TopkOps {
  public:
-  static Tensor topk_ids(const Tensor& logits, const Tensor& last, const Tensor& above, const Tensor& ids,
-                         bool largest) {
+  static Tensor topk_ids(const Tensor& logits, int64_t k, bool largest) {
     check(logits.dim() == 2, "logits must be (rows, vocab), got ", shape(logits));
     TopkArgs args{};
     args.dtype = to_dtype(logits, "logits", /*integer=*/false);
     args.rows = logits.size(0);
     args.columns = logits.size(1);
-    check(ids.dim() == 2 && ids.size(0) == args.rows && ids.scalar_type() == ScalarType::Long, "ids must be (",
-          args.rows, ", k) of dtype int64, got ", shape(ids), " of ", name(ids.scalar_type()));
-    check(above.dim() == 1 && above.size(0) == args.rows && above.scalar_type() == ScalarType::Long, "above must be (",
-          args.rows, ",) of dtype int64, got ", shape(above), " of ", name(above.scalar_type()));
-    check_same_device(ids, logits, "ids");
-    check_same_device(above, logits, "above");
-    int64_t stride = 1;
-    const Tensor packed_last = packed(last), packed_above = packed(above);
-    args.last = view_rows(packed_last, logits, "last", stride);
-    args.above = static_cast<const int64_t*>(packed_above.const_data_ptr());
-    args.k = ids.size(1);
+    args.k = k;
     args.largest = largest;
+    check(args.columns <= std::numeric_limits<int32_t>::max(), "logits must have fewer than 2^31 classes, got ",
+          args.columns);
+    check(k >= 0 && k <= args.columns, "k must be in [0, ", args.columns, "], the number of classes, got ", k);
     const Tensor rows = args.columns == 1 || logits.stride(1) == 1 ? logits : packed(logits);
     args.logits = rows.const_data_ptr();
     args.row_stride = rows.stride(0);
-    Tensor out = empty(ids, {args.rows, args.k}, ScalarType::Long);
-    torch::stable::copy_(out, ids);
-    args.ids = static_cast<int64_t*>(out.mutable_data_ptr());
-    if (args.rows > 0 && args.k > 0) device_t::topk_ids(args, logits);
-    return out;
+    Tensor ids = empty(logits, {args.rows, k}, ScalarType::Long);
+    args.ids = static_cast<int64_t*>(ids.mutable_data_ptr());
+    if (args.rows > 0 && k > 0) device_t::topk_ids(args, logits);
+    return ids;
   }
 
   template <typename library_t>

@@ -14,7 +14,7 @@ from .ops.library import check_kernels
 from .ops.linear import Head
 from .ops.select import Outputs
 from .ops.select import select as select_op
-from .ops.topk import linear_logits, rows_at_a_time, topk
+from .ops.topk import linear_logits, rows_at_a_time, topk_ids
 from .target import SparseTarget
 
 
@@ -160,7 +160,7 @@ def _of_logits(logits: Tensor, k: int, a: Arguments, row_scale: Optional[Tensor]
     """ids (N, k), log-probabilities (N, k) and log_rest (N,) of logits (N, V)."""
     with torch.no_grad():
         live = logits if a.num_classes is None else logits[:, :a.num_classes]
-        _, ids = topk(live, k, largest=a.logit_scale >= 0)
+        ids = topk_ids(live, k, largest=a.logit_scale >= 0)
         if a.logit_scale == 0:  # all tie
             ids = torch.arange(k, device=ids.device).expand_as(ids).contiguous()
         out = select_op(logits, a._replace(indices=ids, row_scale=row_scale), Outputs(log_rest=True))

@@ -111,21 +111,39 @@ def test_no_rows(device):
     assert empty.indices.shape == (2, 0, 3)
 
 
-def test_the_op_equals_its_specification_and_passes_opcheck(device, fresh_compiler):
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("vocab,k", [(1, 1), (63, 40), (64, 3), (130, 130), (700, 9), (4100, 1), (4100, 1500)])
+def test_the_op_equals_its_specification(vocab, k, dtype, device):
+    """Of the smallest, too; with ties, infinities, NaN, both zeros, and rows in order, whose k largest are together."""
+    draw = Draw(device)
+    z = torch.stack((draw.normal(vocab), draw.normal(vocab).round(), torch.arange(vocab, device=device).float(),
+                     -torch.arange(vocab, device=device).float(), torch.full((vocab,), -torch.inf, device=device),
+                     torch.zeros(vocab, device=device), *draw.normal(3, vocab).round()))
+    z[5, ::2] = -0.0
+    z[6, ::5], z[7, vocab // 2:], z[8, ::3] = torch.nan, torch.inf, -torch.inf
+    z[8, ::7] = -torch.nan
+    z = z.to(dtype)
+    for largest in (True, False):
+        assert torch.equal(ops.topk_ids(z, k, largest), reference.topk_ids(z, k, largest))
+
+
+def test_the_op_passes_opcheck_and_is_mapped(device, fresh_compiler):
     draw = Draw(device)
     z = draw.normal(5, 60).round()
     for largest in (True, False):
-        top = z.topk(9, 1, largest)
-        last = top.values[:, -1].clone()
-        above = (top.values > last[:, None] if largest else top.values < last[:, None]).sum(1)
-        given = z, last, above, top.indices, largest
-        assert torch.equal(ops.topk_ids(*given), reference.topk_ids(*given))
-        torch.library.opcheck(ops.topk_ids.default, given)
-        many = torch.func.vmap(lambda a, b, c, d: ops.topk_ids(a[None], b[None], c[None], d[None], largest)[0])
-        assert torch.equal(many(*given[:4]), ops.topk_ids(*given))
+        torch.library.opcheck(ops.topk_ids.default, (z, 9, largest))
+        many = torch.func.vmap(lambda row: ops.topk_ids(row[None], 9, largest)[0])
+        assert torch.equal(many(z), ops.topk_ids(z, 9, largest))
     torch.library.opcheck(ops.linear_logits.default, (draw.normal(4, 3), draw.normal(7, 3), None))
     torch.library.opcheck(ops.linear_logits.default, (draw.normal(4, 3), draw.normal(7, 3), draw.normal(7)),
                           dict(num_classes=5))
+
+
+@pytest.mark.parametrize("k", [-1, 8])
+def test_the_op_names_a_wrong_k(k, device):
+    with pytest.raises(RuntimeError, match=r"sparse_ce: k must be in \[0, 7\], the number of classes, got"):
+        ops.topk_ids(torch.zeros(2, 7, device=device), k)
+    assert ops.topk_ids(torch.zeros(2, 7, device=device), 0).shape == (2, 0)
 
 
 def test_compiled_it_gives_the_same(device, fresh_compiler):

@@ -1,49 +1,99 @@
+// A row is read once, for the largest of each of its blocks. The k-th largest of these is at most that of the row, and
+// of a row without order hardly below it: what is above it lies in few blocks.
+#include "../math.h"
 #include "../topk.h"
 
 #include "instruction_set.h"
 #include "row_loops.h"
 
+#include <algorithm>
+#include <functional>
+#include <vector>
+
 namespace sparse_ce {
 namespace cpu {
 namespace {
 
-constexpr int64_t kTile = 1024;
+constexpr int64_t kBlock = 64;
 
-// Whether any of n logits is among the k largest, or ties with the last of them.
 template <typename scalar_t>
-SCE_HD bool any_wanted(const scalar_t* logits, int64_t n, acc_type<scalar_t> last, bool largest) {
-  const auto sign = static_cast<acc_type<scalar_t>>(largest ? 1 : -1);
-  const auto least = sign * last;
-  int wanted = 0;
-#pragma omp simd reduction(| : wanted)
-  for (int64_t i = 0; i < n; ++i) wanted |= sign * to_acc(logits[i]) >= least;
-  return wanted != 0;
+SCE_HD void find_highest(const scalar_t* logits, int64_t columns, bool largest, order_type<scalar_t>* highest) {
+  const auto of_block = [&](int64_t begin, int64_t n) SCE_INLINE {
+    auto most = std::numeric_limits<order_type<scalar_t>>::min();
+    SCE_SIMD(reduction(max : most))
+    for (int64_t i = begin; i < begin + n; ++i) most = std::max(most, order_of(logits[i], largest));
+    return most;
+  };
+  int64_t begin = 0;
+  for (; begin + kBlock <= columns; begin += kBlock) *highest++ = of_block(begin, kBlock);
+  if (begin < columns) *highest = of_block(begin, columns - begin);
 }
 
 template <typename scalar_t>
-void find(const TopkArgs& args, int64_t r) {
-  using acc_t = acc_type<scalar_t>;
-  TopkRow<acc_t> found(args, r);
-  if (found.without()) return;
-  const scalar_t* row = args.row<scalar_t>(r);
-  for (int64_t begin = 0; begin < args.columns && !found.full(); begin += kTile) {
-    const int64_t end = std::min(begin + kTile, args.columns);
-    const bool any = with_instruction_set(
-        [&](auto) SCE_INLINE { return any_wanted(row + begin, end - begin, found.last, found.largest); });
-    for (int64_t i = begin; any && i < end; ++i) {
-      const acc_t z = to_acc(row[i]);
-      if (found.is_above(z)) found.put_above(found.found_above++, i);
-      if (found.is_equal(z)) found.put_equal(found.found_equal++, i);
-    }
+class Finder {
+ public:
+  explicit Finder(const TopkArgs& args)
+      : args_(args), blocks_(static_cast<size_t>((args.columns + kBlock - 1) / kBlock)), highest_(blocks_),
+        copy_(blocks_), listed_(2 * kBlock) {}
+
+  void find(int64_t r) {
+    const scalar_t* row = args_.row<scalar_t>(r);
+    int64_t count = 0;
+    with_instruction_set([&](auto) SCE_INLINE {
+      find_highest(row, args_.columns, args_.largest, highest_.data());
+      count = list(row, least());
+    });
+    const auto before = [](const auto& a, const auto& b) { return a.before(b); };
+    Candidate<scalar_t>* listed = listed_.data();
+    if (args_.k < count) std::nth_element(listed, listed + args_.k, listed + count, before);
+    std::sort(listed, listed + args_.k, before);
+    for (int64_t i = 0; i < args_.k; ++i) args_.ids[r * args_.k + i] = listed_[static_cast<size_t>(i)].id;
   }
-}
+
+ private:
+  using order_t = order_type<scalar_t>;
+
+  // What at least k logits have or are above.
+  order_t least() {
+    if (static_cast<size_t>(args_.k) > blocks_) return std::numeric_limits<order_t>::min();
+    copy_ = highest_;
+    std::nth_element(copy_.begin(), copy_.begin() + args_.k - 1, copy_.end(), std::greater<order_t>());
+    return copy_[static_cast<size_t>(args_.k - 1)];
+  }
+
+  // Those that have it or are above it, but for ties behind the k first. Returns how many.
+  SCE_HD int64_t list(const scalar_t* row, order_t least) {
+    int64_t count = 0, equal = 0;
+    for (size_t b = 0; b < blocks_; ++b) {
+      if (highest_[b] < least || (highest_[b] == least && equal >= args_.k)) continue;
+      const int64_t begin = static_cast<int64_t>(b) * kBlock, n = std::min(kBlock, args_.columns - begin);
+      if (listed_.size() < static_cast<size_t>(count + kBlock)) listed_.resize(listed_.size() * 2);
+      order_t orders[kBlock];
+      SCE_SIMD()
+      for (int64_t i = 0; i < n; ++i) orders[i] = order_of(row[begin + i], args_.largest);
+      Candidate<scalar_t>* listed = listed_.data();
+      for (int64_t i = 0; i < n; ++i) {  // without a branch: which is taken cannot be foretold
+        listed[count] = {orders[i], static_cast<int32_t>(begin + i)};
+        count += orders[i] >= least;
+        equal += orders[i] == least;
+      }
+    }
+    return count;
+  }
+
+  const TopkArgs& args_;
+  const size_t blocks_;
+  std::vector<order_t> highest_, copy_;
+  std::vector<Candidate<scalar_t>> listed_;
+};
 
 }  // namespace
 
 void topk_ids(const TopkArgs& args) {
   with_storage(args.dtype, [&](auto storage) {
     parallel_rows(args.rows, args.columns, [&](int64_t begin, int64_t end) {
-      for (int64_t r = begin; r < end; ++r) find<decltype(storage)>(args, r);
+      Finder<decltype(storage)> finder(args);
+      for (int64_t r = begin; r < end; ++r) finder.find(r);
     });
   });
 }

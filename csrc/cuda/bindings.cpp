@@ -78,7 +78,9 @@ struct Cuda {
   static void select_backward(const SelectBackwardArgs& args, const Tensor& like) {
     run(cuda::select_backward, cuda::cross_entropy_backward_workspace, args, like);
   }
-  static void topk_ids(const TopkArgs& args, const Tensor& like) { run(cuda::topk_ids, args, like); }
+  static void topk_ids(const TopkArgs& args, const Tensor& like) {
+    run(cuda::topk_ids, cuda::topk_ids_workspace, args, like);
+  }
   static void check_target(const TargetView& target, const Tensor& like) {
     static const bool validate = [] {
       const char* given = std::getenv("SPARSE_CE_VALIDATE");

@@ -1,4 +1,8 @@
-// A warp takes a row, a pack a lane at a time, in the order of the columns. Hardly a step finds anything.
+// A block takes a row. Each thread keeps the largest of what lies at each place of its packs; the k-th largest of these
+// is at most that of the row, and of a row without order hardly below it. What is not below it goes into a list, in the
+// second and last read, in any order, and each finds its place by being compared with all others. Where the list is
+// too short, for ties without end or a k above the number of such places, the row is read again, once for each bit of
+// the k-th and of its class.
 #include "row_group.cuh"
 
 #include "topk.h"
@@ -7,77 +11,130 @@ namespace sparse_ce {
 namespace cuda {
 namespace {
 
-// The sum of the numbers of the lanes before this one; `all` becomes that of the warp.
-__device__ int sum_before(int mine, int& all) {
-  const int lane = threadIdx.x % kWarp;
-  int sum = mine;
+constexpr int64_t kListed = 1024;  // of a row, or k if that is more
+constexpr int64_t kMostBlocks = 528;  // that have lists
+
+template <typename number_t>
+struct Sum {
+  number_t sum = 0;
+  __device__ void merge(const Sum& other) { sum += other.sum; }
+};
+
+__device__ __forceinline__ int sum_of_block(int mine) { return RowGroup<kThreads>::reduce(Sum<int>{mine}).sum; }
+
+// f(place in the pack, order, class) of all of a row.
+template <int kUnroll, typename scalar_t, typename function_t>
+__device__ __forceinline__ void for_orders(const scalar_t* row, const TopkArgs& args, const function_t& f) {
+  using pack_t = Pack<scalar_t>;
+  for_columns<kThreads, kUnroll>(
+      row, 0, args.columns, true,
+      [&](int64_t c, auto packs) {
+        constexpr int kPacks = decltype(packs)::value, kStride = kThreads * pack_t::kSize;
+        pack_t pack[kPacks];
 #pragma unroll
-  for (int offset = 1; offset < kWarp; offset *= 2) {
-    const int other = __shfl_up_sync(0xffffffffu, sum, offset);
-    if (lane >= offset) sum += other;
-  }
-  all = __shfl_sync(0xffffffffu, sum, kWarp - 1);
-  return sum - mine;
+        for (int u = 0; u < kPacks; ++u) pack[u] = pack_t::load(row + c + u * kStride);
+#pragma unroll
+        for (int u = 0; u < kPacks; ++u)
+#pragma unroll
+          for (int i = 0; i < pack_t::kSize; ++i)
+            f(i, order_of(pack[u].at[i], args.largest), static_cast<int32_t>(c + u * kStride + i));
+      },
+      [&](int64_t c) { f(0, order_of(row[c], args.largest), static_cast<int32_t>(c)); });
 }
 
-// Puts the wanted among this lane's n logits, the first of which is in column c, where the order has them. All lanes.
-template <typename acc_t, int n>
-__device__ void put(TopkRow<acc_t>& found, const acc_t (&z)[n], int count, int64_t c) {
-  int above = 0, equal = 0;
-#pragma unroll
-  for (int i = 0; i < n; ++i) {
-    above += i < count && found.is_above(z[i]);
-    equal += i < count && found.is_equal(z[i]);
+// The largest order that k have or are above; `count`, which all threads call, says how many of an order. The smallest
+// of all if there are not as many.
+template <typename order_t, typename count_t>
+__device__ order_t kth_largest(int64_t k, const count_t& count) {
+  using bits_t = std::make_unsigned_t<order_t>;
+  constexpr int kBits = 8 * sizeof(order_t);
+  constexpr bits_t kSign = bits_t(1) << (kBits - 1);
+  bits_t kth = 0;
+#pragma unroll 1
+  for (int bit = kBits - 1; bit >= 0; --bit) {
+    const auto wanted = static_cast<bits_t>(kth | bits_t(1) << bit);
+    if (count(static_cast<order_t>(wanted ^ kSign)) >= k) kth = wanted;
   }
-  if (!__any_sync(0xffffffffu, above + equal > 0)) return;
-  int all_above, all_equal;
-  int64_t at_above = found.found_above + sum_before(above, all_above);
-  int64_t at_equal = found.found_equal + sum_before(equal, all_equal);
-#pragma unroll
-  for (int i = 0; i < n; ++i) {
-    if (i < count && found.is_above(z[i])) found.put_above(at_above++, c + i);
-    if (i < count && found.is_equal(z[i])) found.put_equal(at_equal++, c + i);
-  }
-  found.found_above += all_above;
-  found.found_equal += all_equal;
+  return static_cast<order_t>(kth ^ kSign);
 }
 
+// lists (blocks, room).
 template <typename scalar_t>
-__global__ void __launch_bounds__(kThreads) topk_ids_kernel(TopkArgs args) {
-  using Group = RowGroup<kWarp>;
-  using acc_t = acc_type<scalar_t>;
+__global__ void __launch_bounds__(kThreads) topk_ids_kernel(TopkArgs args, Candidate<scalar_t>* lists, int64_t room) {
+  using order_t = order_type<scalar_t>;
   constexpr int kSize = Pack<scalar_t>::kSize;
-  for (int64_t r = Group::number(); r < args.rows; r += Group::count()) {
-    TopkRow<acc_t> found(args, r);
-    if (found.without()) continue;
+  SCE_SHARED(int, listed, [1]);
+  Candidate<scalar_t>* list = lists + blockIdx.x * room;
+  for (int64_t r = blockIdx.x; r < args.rows; r += gridDim.x) {
     const scalar_t* row = args.template row<scalar_t>(r);
-    const auto misalignment = static_cast<int64_t>(reinterpret_cast<uintptr_t>(row) % 16 / sizeof(scalar_t));
-    // What lies before the first pack counts as the end of one that begins before the row.
-    for (int64_t first = -misalignment; first < args.columns && !found.full(); first += kWarp * kSize) {
-      const int64_t c = first + Group::rank() * kSize;
-      acc_t z[kSize];
-      int64_t begin = c < 0 ? 0 : c;
-      const int64_t end = c + kSize < args.columns ? c + kSize : args.columns;
-      const int count = begin < end ? static_cast<int>(end - begin) : 0;
-      if (count == kSize) {
-        const Pack<scalar_t> pack = Pack<scalar_t>::load(row + begin);
+    order_t highest[kSize];
 #pragma unroll
-        for (int i = 0; i < kSize; ++i) z[i] = to_acc(pack.at[i]);
-      } else {
+    for (int i = 0; i < kSize; ++i) highest[i] = std::numeric_limits<order_t>::min();
+    for_orders<4>(row, args, [&](int i, order_t order, int32_t) {
+      if (order > highest[i]) highest[i] = order;
+    });
+    order_t least = kth_largest<order_t>(args.k, [&](order_t of) {
+      int mine = 0;
 #pragma unroll
-        for (int i = 0; i < kSize; ++i) z[i] = i < count ? to_acc(row[begin + i]) : acc_t(0);
+      for (int i = 0; i < kSize; ++i) mine += highest[i] >= of;
+      return sum_of_block(mine);
+    });
+    int32_t last = std::numeric_limits<int32_t>::max();  // of the classes that tie with the least
+    int count = 0;
+    for (bool exact = false; true; exact = true) {
+      __syncthreads();  // the list, and how long it is, have been read
+      if (threadIdx.x == 0) listed[0] = 0;
+      __syncthreads();
+      for_orders<4>(row, args, [&](int, order_t order, int32_t id) {
+        if (order < least || (order == least && id > last)) return;
+        const int at = atomicAdd(&listed[0], 1);
+        if (at < room) list[at] = {order, id};
+      });
+      __syncthreads();
+      count = listed[0];
+      if (count <= room || exact) break;
+      least = kth_largest<order_t>(args.k, [&](order_t of) {
+        int mine = 0;
+        for_orders<1>(row, args, [&](int, order_t order, int32_t) { mine += order >= of; });
+        return sum_of_block(mine);
+      });
+      last = 0;
+#pragma unroll 1
+      for (int bit = 30; bit >= 0; --bit) {
+        const int32_t end = last | 1 << bit;
+        if (end >= args.columns) continue;
+        int mine = 0;
+        for_orders<1>(row, args,
+                      [&](int, order_t order, int32_t id) { mine += order > least || (order == least && id < end); });
+        if (sum_of_block(mine) < args.k) last = end;
       }
-      put<acc_t, kSize>(found, z, count, begin);
+    }
+    for (int at = threadIdx.x; at < count; at += kThreads) {
+      const Candidate<scalar_t> mine = list[at];
+      int place = 0;
+      for (int other = 0; other < count; ++other) place += list[other].before(mine);
+      if (place < args.k) args.ids[r * args.k + place] = mine.id;
     }
   }
 }
 
+int64_t blocks_of(const TopkArgs& args) { return blocks_for(args.rows, 1, args.max_blocks, kMostBlocks); }
+int64_t room_of(const TopkArgs& args) { return std::max(args.k, kListed); }
+
 }  // namespace
 
-cudaError_t topk_ids(const TopkArgs& args, cudaStream_t stream) {
+size_t topk_ids_workspace(const TopkArgs& args) {
+  const size_t of_one = args.dtype == DType::kFloat64 ? sizeof(Candidate<double>) : sizeof(Candidate<float>);
+  return static_cast<size_t>(blocks_of(args) * room_of(args)) * of_one;
+}
+
+cudaError_t topk_ids(const TopkArgs& args, void* workspace, cudaStream_t stream) {
   return with_storage(args.dtype, [&](auto storage) {
-    const int64_t blocks = blocks_for(args.rows, kThreads / kWarp, args.max_blocks, (int64_t(1) << 31) - 1);
-    return launch(stream, blocks, kThreads, topk_ids_kernel<decltype(storage)>, args);
+    using scalar_t = decltype(storage);
+    static_assert(sizeof(Candidate<scalar_t>) <=
+                  (sizeof(scalar_t) == 8 ? sizeof(Candidate<double>) : sizeof(Candidate<float>)));
+    return launch(stream, blocks_of(args), kThreads, topk_ids_kernel<scalar_t>, args,
+                  static_cast<Candidate<scalar_t>*>(workspace), room_of(args));
   });
 }
 

@@ -1,6 +1,6 @@
 """``torch.ops.sparse_ce.topk_ids`` and ``linear_logits``: what a teacher's cache is made from. Without derivatives."""
 
-from typing import Any, Optional, Tuple
+from typing import Optional
 
 import torch
 from torch import Tensor
@@ -12,11 +12,11 @@ from .linear import Head
 
 
 @register_autograd("topk_ids")
-def _topk_ids(logits: Tensor, *others: Any) -> Tensor:
+def _topk_ids(logits: Tensor, k: int, largest: bool = True) -> Tensor:
     if composite(logits):
-        return reference.topk_ids(logits, *others)
+        return reference.topk_ids(logits.detach(), k, largest)
     with torch._C._AutoDispatchBelowAutograd():
-        ids: Tensor = ops.topk_ids(logits.detach(), *others)
+        ids: Tensor = ops.topk_ids(logits.detach(), k, largest)
     return ids
 
 
@@ -32,8 +32,8 @@ def _linear_logits(input: Tensor, linear_weight: Tensor, linear_bias: Optional[T
 
 
 @register_fake("topk_ids")
-def _(logits: Tensor, last: Tensor, above: Tensor, ids: Tensor, largest: bool = True) -> Tensor:
-    return torch.empty_like(ids)
+def _(logits: Tensor, k: int, largest: bool = True) -> Tensor:
+    return logits.new_empty(logits.shape[0], k, dtype=torch.int64)
 
 
 @register_fake("linear_logits")
@@ -45,19 +45,11 @@ def _(input: Tensor, linear_weight: Tensor, linear_bias: Optional[Tensor], num_c
     return input.new_empty(input.shape[0], classes, dtype=dtype)
 
 
-def topk(logits: Tensor, k: int, largest: bool) -> Tuple[Tensor, Tensor]:
-    """(values, ids) of the ``k`` largest of each row of logits (N, V), or of the smallest, in their order; of equal
-    ones the lowest ids, by ascending id."""
-    more = min(k + 1, logits.shape[1])
-    found, ids = logits.detach().topk(more, 1, largest)
-    values, ids = found[:, :k].to(arithmetic_dtype(logits.dtype)), ids[:, :k].contiguous()
-    last = values[:, -1]
-    above = (values > last[:, None] if largest else values < last[:, None]).sum(1)
-    # Where the next one is another, or there is none, no tie goes through the k-th: such a row is not read again.
-    alone = found[:, -1].ne(found[:, k - 1]) if more > k else torch.ones_like(last, dtype=torch.bool)
-    ids = ops.topk_ids(logits.detach(), torch.where(alone, torch.nan, last), above, ids, largest).sort(1).values
-    values, order = logits.detach().gather(1, ids).sort(dim=1, descending=largest, stable=True)
-    return values, ids.gather(1, order)
+def topk_ids(logits: Tensor, k: int, largest: bool) -> Tensor:
+    """(N, k): the ``k`` largest of each row of logits (N, V), or the smallest, in their order; of equal ones the lowest
+    ids, by ascending id."""
+    ids: Tensor = ops.topk_ids(logits, k, largest)
+    return ids
 
 
 def rows_at_a_time(vocab: int) -> int:
