@@ -6,17 +6,38 @@
 
 namespace sparse_ce {
 
-// The upper 24 bits of a float32: 16 where its 16-bit result will be, 8 beside it. What a sum over chunks loses between
-// two of them is 2^-17 of it; rounding the result to bfloat16 loses 2^-9.
+// A float32 rounded to 24 bits: 16 where its 16-bit result will be, 8 beside it. For bfloat16 they are its upper bits:
+// what a sum over chunks loses between two of them is 2^-17 of it, rounding the result loses 2^-9. For float16, which
+// rounds to 2^-12, they have two bits more of the number and two less of the exponent: 2^-19 and a range of 2^-36, below
+// which is 0, to 2^26, from where on is infinity.
+template <typename scalar_t>
 struct SplitFloat {
+  static constexpr int kDropped = std::is_same<scalar_t, Half>::value ? 6 : 8;  // bits of the number
+  static constexpr uint32_t kBelow = kDropped == 6 ? 90u << 23 : 0;  // of what is the least exponent, here 0
+  static constexpr uint32_t kInfinity = 0x7fffffu >> (23 - kDropped) << (23 - kDropped);
+
   SCE_HD static float join(uint16_t high, uint8_t low) {
-    return bit_cast<float>(static_cast<uint32_t>(high) << 16 | static_cast<uint32_t>(low) << 8);
+    const uint32_t bits = static_cast<uint32_t>(high) << 8 | low, sign = bits >> 23 << 31, number = bits & 0x7fffffu;
+    uint32_t magnitude = (number << kDropped) + kBelow;
+    if (kBelow > 0) {
+      magnitude = number == 0 ? 0 : magnitude;
+      magnitude = number >= kInfinity ? 0x7f800000u | (number - kInfinity) : magnitude;
+    }
+    return bit_cast<float>(sign | magnitude);
   }
   SCE_HD static void split(float x, uint16_t& high, uint8_t& low) {
-    const uint32_t bits = bit_cast<uint32_t>(x);
-    const uint32_t rounded = x != x ? 0x7fc00000u : bits + 0x7fu + ((bits >> 8) & 1u);  // to nearest, ties to even
-    high = static_cast<uint16_t>(rounded >> 16);
-    low = static_cast<uint8_t>(rounded >> 8);
+    const uint32_t bits = bit_cast<uint32_t>(x), magnitude = bits & 0x7fffffffu;
+    // To nearest, ties to even.
+    const uint32_t rounded = magnitude + ((1u << (kDropped - 1)) - 1) + ((magnitude >> kDropped) & 1u);
+    uint32_t number = (rounded - kBelow) >> kDropped;
+    if (kBelow > 0) {
+      number = rounded < kBelow + (1u << 23) ? 0 : number;
+      number = rounded >= kBelow + (kInfinity << kDropped) ? kInfinity : number;
+    }
+    number = x != x ? kInfinity | 1u << (22 - kDropped) : number;
+    const uint32_t all = bits >> 31 << 23 | number;
+    high = static_cast<uint16_t>(all >> 8);
+    low = static_cast<uint8_t>(all);
   }
 };
 
@@ -40,10 +61,10 @@ SCE_HD void accumulate_element(acc_type<scalar_t> product, bool first, bool last
   if constexpr (sizeof(scalar_t) > 2) {
     total = first ? product : total + product;
   } else {
-    const float sum = first ? product : SplitFloat::join(bit_cast<uint16_t>(total), low[i]) + product;
+    const float sum = first ? product : SplitFloat<scalar_t>::join(bit_cast<uint16_t>(total), low[i]) + product;
     if (last) return from_acc(sum, total);
     uint16_t high;
-    SplitFloat::split(sum, high, low[i]);
+    SplitFloat<scalar_t>::split(sum, high, low[i]);
     total = bit_cast<scalar_t>(high);
   }
 }
