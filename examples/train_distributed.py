@@ -7,6 +7,7 @@ A process has a GPU and talks NCCL where there are GPUs, else it has a share of 
 """
 
 import argparse
+import gc
 import os
 from contextlib import nullcontext
 
@@ -50,7 +51,15 @@ def main() -> None:
     if on_gpu:
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if on_gpu else "gloo")
-    world, rank = dist.get_world_size(), dist.get_rank()
+    train(args, device)
+    # Neither DDP's reducer nor FSDP's states may be the last to hold the group: whatever ends it waits for Gloo's
+    # threads, which may wait for the GIL.
+    gc.collect()
+    dist.destroy_process_group()
+
+
+def train(args: argparse.Namespace, device: torch.device) -> None:
+    world, rank, on_gpu = dist.get_world_size(), dist.get_rank(), device.type == "cuda"
     share = args.batch // (world * args.accumulate)
     if share * world * args.accumulate != args.batch:
         raise SystemExit(f"--batch must be a multiple of processes times --accumulate, {world * args.accumulate}")
@@ -84,10 +93,6 @@ def main() -> None:
             dist.all_reduce(total)
             if rank == 0:
                 print(f"step {step} loss {total.item() / world:.5f}", flush=True)
-    # DDP's reducer must not be the last to hold the group: it would wait for Gloo's threads, which may wait for the
-    # GIL.
-    del model
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
