@@ -8,8 +8,8 @@ namespace sparse_ce {
 
 // A float32 rounded to 24 bits: 16 where its 16-bit result will be, 8 beside it. For bfloat16 they are its upper bits:
 // what a sum over chunks loses between two of them is 2^-17 of it, rounding the result loses 2^-9. For float16, which
-// rounds to 2^-12, they have two bits more of the number and two less of the exponent: 2^-19 and a range of 2^-36, below
-// which is 0, to 2^26, from where on is infinity.
+// rounds to 2^-12, they have two bits more of the number and two less of the exponent: 2^-19, and a range from 2^-36,
+// below which is 0, to 2^26, from where on is infinity.
 template <typename scalar_t>
 struct SplitFloat {
   static constexpr int kDropped = std::is_same<scalar_t, Half>::value ? 6 : 8;  // bits of the number
