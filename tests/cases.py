@@ -9,6 +9,7 @@ import math
 from dataclasses import dataclass
 from typing import Any, Callable, Optional, Sequence, Tuple
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -17,6 +18,11 @@ from sparse_ce import SparseTarget
 
 IGNORE = -100
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
+
+
+def slow(*parameters):
+    """Of a test, what the flavour `slow` alone runs; others of the same test are in every run."""
+    return [pytest.param(*(p if isinstance(p, tuple) else (p,)), marks=pytest.mark.slow) for p in parameters]
 
 
 def devices():

@@ -43,7 +43,7 @@ OF_THE_CPU = ("test_linear_memory", "test_linear_bfloat16")
 # The same on every instruction set: memory, and what becomes of a target before a kernel has it.
 SAME_ON_EVERY_SET = ("test_linear_memory", "test_target_*")
 PROGRAMS = ("test_emulation*",)
-BUILDS = ("test_build", "test_gpu_acceptance")
+BUILDS = ("test_build", "test_gpu_acceptance", "test_native_kernels")
 
 
 # Where files are shared out among processes, the largest last would be waited for: those of more than ten seconds.

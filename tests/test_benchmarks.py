@@ -1,6 +1,7 @@
 """The benchmark's problems: a peer that a torch does not have is reported, and a wrong result is."""
 
 import dataclasses
+import itertools
 import json
 import re
 import shutil
@@ -20,6 +21,7 @@ import run  # noqa: E402
 import select_problems  # noqa: E402
 import sparse_ce  # noqa: E402
 import variant_problems  # noqa: E402
+from cases import slow  # noqa: E402
 from check import WrongResult  # noqa: E402
 
 CPU = torch.device("cpu")
@@ -55,14 +57,17 @@ def test_peers_that_this_torch_lacks_are_not_run(memory_alone, quick, old_torch)
     assert memory_alone or found["not_run"][linear_problems.COMPILED] == "no compiler"
 
 
+@pytest.mark.slow
 def test_a_compiler_that_refuses_is_a_peer_that_is_not_run(quick):
     found = run.measure(peers.Shape(8, 64, 4, torch.float32, small=True), CPU, 1)
     assert {name for name, reason in found["not_run"].items() if reason == "no compiler"} == {
         "torch.compile, class index", "torch.compile, dense probability"}
 
 
-@pytest.mark.parametrize("changes", [dict(), dict(stored=304), dict(label_smoothing=0.1), dict(softcap=30.0)], ids=str)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype,changes", [
+    (torch.float32, dict(stored=304)), (torch.bfloat16, dict(softcap=30.0)),
+    *slow(*itertools.product([torch.float32, torch.bfloat16], [dict(), dict(label_smoothing=0.1)]),
+          (torch.float32, dict(softcap=30.0)), (torch.bfloat16, dict(stored=304)))], ids=str)
 def test_variants_are_measured_and_checked(dtype, changes, quick, monkeypatch):
     shape = variant_problems.Variant(16, 300, dtype, **changes)
     found = variant_problems.measure_variant(shape, CPU, 1)

@@ -8,7 +8,7 @@ import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import sparse_ce
-from cases import FORMS, Draw, devices
+from cases import FORMS, Draw, devices, slow
 from close import assert_bitwise_equal
 from compiling import DYNAMIC, dirty_allocator, jagged, op_arguments
 from sparse_ce import SparseTarget, cross_entropy
@@ -20,7 +20,8 @@ pytestmark = pytest.mark.usefixtures("fresh_compiler")
 # ------------------------------------------------------------------------------------------------------------ opcheck
 
 
-@pytest.mark.parametrize("kind,requires_grad", [("labels", False), ("topk", False), ("csr", True), ("ranges", False)])
+@pytest.mark.parametrize("kind,requires_grad", [("labels", False), ("topk", False),
+                                                *slow(("csr", True), ("ranges", False))])
 def test_opcheck_of_the_differentiable_ops(kind, requires_grad, device):
     """Schema, fake tensors, autograd registration and AOT dispatch with dynamic shapes."""
     logits, target, rows = op_arguments(kind, requires_grad, device)

@@ -64,8 +64,9 @@ def close(found, expected, leaves):
 def test_a_head_equals_its_logits(kind, rest, form, device):
     """Three products, whatever it takes to make them of both losses."""
     head, labels, teachers, log_rest = make(device)
-    for temperature, alpha, reduction, given, softcap in itertools.product(
-            (1.0, 2.0), (1.0, 0.3), ("mean", "sum", "none"), (None, log_rest), (None, 3.0)):
+    reductions = itertools.cycle(("mean", "sum", "none"))
+    for temperature, alpha, given, softcap, reduction in zip(*zip(*itertools.product(
+            (1.0, 2.0), (1.0, 0.3), (None, log_rest), (None, 3.0))), reductions):
         if temperature != 1 and (rest not in ("zero", "renormalize") or given is not None):
             continue
         if given is not None and form in ("repeated", "labels"):

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 
 import forked
+from cases import slow
 from sparse_ce import SparseTarget
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
@@ -69,8 +70,8 @@ def test_the_plain_loop_learns(plain):
 @pytest.mark.parametrize("command,tolerance", [
     (("train_plain.py", "--dtype", "float32", "--accumulate", "4"), 1e-3),
     (("train_plain.py", "--dtype", "float16", "--accumulate", "2"), 2e-2),
-    (("train_plain.py", "--dtype", "bfloat16"), 2e-2),
-    pytest.param(("train_plain.py", "--dtype", "float32", "--compile"), 1e-3, marks=pytest.mark.slow),
+    *slow((("train_plain.py", "--dtype", "bfloat16"), 2e-2),
+          (("train_plain.py", "--dtype", "float32", "--compile"), 1e-3)),
     (("train_distributed.py", "--strategy", "ddp"), 1e-3),
     (("train_distributed.py", "--strategy", "fsdp2", "--accumulate", "2"), 1e-3),
     (("train_lightning.py",), 1e-3),
@@ -83,6 +84,7 @@ def test_every_loop_trains_as_the_plain_one(command, tolerance, plain, tmp_path)
     assert ours == pytest.approx(plain, rel=tolerance)
 
 
+@pytest.mark.slow
 def test_two_processes_of_lightning_train_alike_and_leave_no_process_group(plain, tmp_path):
     """One that is left ends a process now and then by `terminate called without an active exception`."""
     program = tmp_path / "train.py"  # Lightning starts the other process with the same file

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch.autograd import gradcheck, gradgradcheck
 from torch.utils.checkpoint import checkpoint
 
-from cases import FORMS, Draw
+from cases import FORMS, Draw, slow
 from close import assert_bitwise_equal
 from compiling import op_arguments
 from select_cases import ALL, OUTPUTS
@@ -143,7 +143,7 @@ def test_autocast_multiplies_as_linear_would(device):
     assert weight.grad.dtype == torch.float32
 
 
-@pytest.mark.parametrize("kind,requires_grad", [("labels", False), ("topk", True), ("ranges", False)])
+@pytest.mark.parametrize("kind,requires_grad", [("labels", False), ("ranges", False), *slow(("topk", True))])
 def test_opcheck_of_linear_select(kind, requires_grad, device, fresh_compiler):
     _, target, rows = op_arguments(kind, requires_grad, device)
     draw = Draw(device)

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from cases import Draw
+from cases import Draw, slow
 from close import assert_bitwise_equal
 from compiling import DYNAMIC, op_arguments
 from sparse_ce import (
@@ -29,7 +29,8 @@ pytestmark = pytest.mark.usefixtures("fresh_compiler")
 EVERYTHING = dict(loss=True, log_rest=True, entropy=True, mean_logit=True, argmax=True)
 
 
-@pytest.mark.parametrize("kind,requires_grad", [("labels", False), ("topk", True), ("csr", True), ("ranges", False)])
+@pytest.mark.parametrize("kind,requires_grad", [("labels", False), ("topk", True),
+                                                *slow(("csr", True), ("ranges", False))])
 def test_opcheck_of_select(kind, requires_grad, device):
     logits, target, rows = op_arguments(kind, requires_grad, device)
     torch.library.opcheck(ops.select.default, (logits, *target), dict(softcap=5.0, **EVERYTHING))

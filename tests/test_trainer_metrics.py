@@ -12,6 +12,7 @@ import torch
 from accelerate.utils import convert_to_fp32
 from transformers import Trainer
 
+from cases import slow
 from sparse_ce import SparseTarget
 from sparse_ce.integrations import metrics
 from sparse_ce.integrations.metrics import is_top_class
@@ -204,7 +205,7 @@ def test_duplicates_add_up_before_classes_are_compared():
     assert is_top_class(torch.tensor([5, 5]), target).tolist() == [False, True]
 
 
-@pytest.mark.parametrize("form", ["labels", "topk"])
+@pytest.mark.parametrize("form", ["topk", *slow("labels")])
 def test_a_compiled_model_reports_them_in_one_graph_and_trains_as_without(form):
     batch, results = collate(list(in_part_right(form))), []
     metrics._TYPES.clear()  # the type of the output has to be there before the compiler is
