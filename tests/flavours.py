@@ -103,7 +103,7 @@ FLAVOURS = {
                       environment={"SPARSE_CE_CPU_BFLOAT16": "native"}),
     # The CPU's kernels under AddressSanitizer and UndefinedBehaviorSanitizer.
     "sanitized": Flavour(("test_cross_entropy_values", "test_cross_entropy_shapes", "test_cross_entropy_errors",
-                          "test_masked_mean", "test_flavour*"), at_least=300, build=build_sanitized,
+                          "test_masked_mean", "test_topk", "test_flavour*"), at_least=300, build=build_sanitized,
                          sources=("csrc", "setup.py"), sanitizes=True, environment={
                              "ASAN_OPTIONS": "detect_leaks=0:verify_asan_link_order=0",
                              "UBSAN_OPTIONS": "print_stacktrace=1"}),
