@@ -123,9 +123,17 @@ void compare_rounded(const char* what, int64_t step, int64_t i, DType dtype, dou
 
 // ------------------------------------------------------------------------------------------------ accumulate
 
-// 24 of 32 bits: the total holds 16, `low` 8.
-double joined(uint16_t high, uint8_t low) {
-  const uint32_t bits = uint32_t(high) << 16 | uint32_t(low) << 8;
+// 24 bits, of which the total holds 16 and `low` 8: the upper ones of a float32, or beside float16 a sign, 6 bits of
+// exponent and 17 of the number.
+double joined(DType dtype, uint16_t high, uint8_t low) {
+  const uint32_t all = uint32_t(high) << 8 | low;
+  if (dtype == DType::kFloat16) {
+    const int exponent = int(all >> 17 & 63);
+    const double number = double(all & 0x1ffff) / 0x20000, sign = all >> 23 ? -1 : 1;
+    if (exponent == 63) return number > 0 ? double(NAN) : sign * INFINITY;
+    return exponent == 0 ? sign * 0.0 : sign * std::ldexp(1 + number, exponent - 37);
+  }
+  const uint32_t bits = all << 8;
   float x;
   std::memcpy(&x, &bits, sizeof(x));
   return x;
@@ -155,7 +163,8 @@ void run_sum(const Case& c) {
     std::vector<uint16_t> high(size_t(c.split() ? c.count : 0));
     must(cudaMemcpy(high.data(), total.device(), high.size() * 2, cudaMemcpyDeviceToHost), "download");
 
-    // Each step adds with one rounding and, unless it is the last, keeps 16 bits of the mantissa: half a unit is 2^-16.
+    // Each step adds with one rounding and, unless it is the last, keeps 16 bits of the number, with float16 18 and
+    // nothing below 2^-36: half a unit is 2^-16 or 2^-18.
     for (int64_t i = 0; i < c.count; ++i) {
       double& sum = exact[size_t(i)];
       double& off = error[size_t(i)];
@@ -163,9 +172,10 @@ void run_sum(const Case& c) {
       const double size = std::fabs(sum) + off;
       const bool open = c.split() && !last;
       if (step > 0) off += rounding(arithmetic(c.dtype), size);
-      if (open) off += 0x1p-16 * (1 + 0x1p-10) * size;
+      if (open) off += (c.dtype == DType::kFloat16 ? 0x1p-18 : 0x1p-16) * (1 + 0x1p-10) * size;
+      if (open && c.dtype == DType::kFloat16) off += 0x1p-36;
       if (open)
-        compare_rounded("partial sum", step, i, DType::kFloat64, joined(high[size_t(i)], low[i]), sum, off);
+        compare_rounded("partial sum", step, i, DType::kFloat64, joined(c.dtype, high[size_t(i)], low[i]), sum, off);
       else
         compare_rounded("sum", step, i, c.dtype, total.get(i), sum, off);
     }
