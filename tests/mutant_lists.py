@@ -120,7 +120,6 @@ CUDA = [
     ("csrc/cuda/topk.cu", "|| (order == least && id > last)) return;", "|| order == least) return;"),
     ("csrc/cuda/topk.cu", "if (sum_of_block(mine) < args.k) last = end;", ""),
     ("csrc/cuda/topk.cu", "if (threadIdx.x == 0) listed[0] = 0;", ""),
-    ("csrc/cuda/topk.cu", "__syncthreads();  // the list, and how long it is, have been read", ""),
     ("csrc/cuda/topk.cu", "  number_t sum = 0;", "  number_t sum = 1;"),
 ]
 CPU = [

@@ -82,7 +82,7 @@ __global__ void __launch_bounds__(kThreads) topk_ids_kernel(TopkArgs args, Candi
     int32_t last = std::numeric_limits<int32_t>::max();  // of the classes that tie with the least
     int count = 0;
     for (bool exact = false; true; exact = true) {
-      __syncthreads();  // the list, and how long it is, have been read
+      // Between here and whoever reads the last list, and how long it is, lie the barriers of kth_largest.
       if (threadIdx.x == 0) listed[0] = 0;
       __syncthreads();
       for_orders<4>(row, args, [&](int, order_t order, int32_t id) {
