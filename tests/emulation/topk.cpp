@@ -40,7 +40,8 @@ void run_case(const Case& c) {
   Array ids(DType::kInt64, c.rows * c.k);
   for (int64_t i = 0; i < logits.count(); ++i) {
     const double z = double(below(c.levels)) - 2;
-    logits.set(i, chance(0.02) ? one_of<double>({-INFINITY, -INFINITY, double(NAN), -double(NAN)}) : z == 0 && chance(0.5) ? -0.0 : z);
+    const double special = one_of<double>({-INFINITY, -INFINITY, double(NAN), -double(NAN)});
+    logits.set(i, chance(0.02) ? special : z == 0 && chance(0.5) ? -0.0 : z);
   }
   for (Array* a : {&logits, &ids}) a->upload();
   TopkArgs args{};
