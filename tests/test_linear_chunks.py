@@ -163,19 +163,21 @@ def test_13_sums_over_a_thousand_chunks_do_not_drift(dtypes, labels_of, sizes, d
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("inputs,upstream", [
-    ([1, 1, -1, 0.5], [1] * 4), ([1] * 3, [1] * 3), ([0] * 3, [1] * 3), ([1, 1], [1e6, 1]), ([1] * 3, [1, -1e6, 1]),
-    ([1] * 3, [1, torch.nan, 1]),
-    ([1e-10] * 4, [1] * 4), ([4e-11, 4e-11, 1e-4], [1e-6, -1e-6, 1])], ids=str)
-def test_a_sum_over_chunks_overflows_where_its_total_does(inputs, upstream, dtype, device):
+    ([25e3, 25e3, -25e3, 1e4], [1] * 4), ([25e3] * 3, [1] * 3), ([0] * 3, [1] * 3), ([25e3] * 2, [2**20, 1]),
+    ([25e3] * 3, [1, -2**20, 1]), ([25e3] * 3, [1, torch.nan, 1]), ([3e-6] * 4, [1] * 4),
+    ([1e-6, 1e-6, 2], [1e-6, -1e-6, 1]),
+    ([0, (1 + 2**-6) / 2**7], [1, (1 + 2**-5) / 2**8]),  # the second product is a tie of float16
+], ids=str)
+def test_a_sum_over_chunks_rounds_and_overflows_as_its_total_does(inputs, upstream, dtype, device):
     """Not where it goes beyond float16 and comes back; infinity and NaN stay, a GradScaler looks for them."""
-    inputs, upstream = (torch.tensor(t, device=device) for t in (inputs, upstream))
-    inputs, upstream = 25000.0 * inputs[:, None], -4.0 * upstream
+    inputs, upstream = (torch.tensor(t, dtype=torch.float32, device=device) for t in (inputs, upstream))
+    inputs, upstream = inputs[:, None], -4.0 * upstream
     weight = torch.zeros(2, 1, dtype=dtype, device=device, requires_grad=True)
     rows = torch.zeros(len(inputs), dtype=torch.long, device=device)
     loss = linear_cross_entropy(inputs.to(dtype), weight, rows, reduction="none", chunk_rows=1)
     grad, = torch.autograd.grad(loss, weight, upstream)
     products = upstream.double() / -2 * inputs.to(dtype).double()[:, 0]  # of two classes with p = 1/2
-    torch.testing.assert_close(grad[0, 0], products.sum().to(dtype), equal_nan=True)
+    torch.testing.assert_close(grad[0, 0], products.sum().to(dtype), rtol=0, atol=0, equal_nan=True)
 
 
 # ----------------------------------------------------------------------------------------------- 8, 18: rows and memory

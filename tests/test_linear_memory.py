@@ -8,6 +8,7 @@ import torch
 
 import forked
 import sparse_ce
+from cases import slow
 
 PEAK = """
 import re, sys, torch, sparse_ce
@@ -40,7 +41,7 @@ SHAPES = {"small head, wide hidden states": (8192, 500, 1024), "large head": (10
 
 @pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="reads /proc")
 @pytest.mark.skipif(sparse_ce.ops.instruction_set() == "emulated CUDA", reason="the formula of the CPU")
-@pytest.mark.parametrize("reduction", ["mean", pytest.param("none", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("reduction", ["mean", *slow("none")])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("ignored", [0.0, 0.1])
 @pytest.mark.parametrize("shape", SHAPES)

@@ -45,7 +45,7 @@ class Finder {
     });
     const auto before = [](const auto& a, const auto& b) { return a.before(b); };
     Candidate<scalar_t>* listed = listed_.data();
-    if (args_.k < count) std::nth_element(listed, listed + args_.k, listed + count, before);
+    std::nth_element(listed, listed + args_.k, listed + count, before);
     std::sort(listed, listed + args_.k, before);
     for (int64_t i = 0; i < args_.k; ++i) args_.ids[r * args_.k + i] = listed_[static_cast<size_t>(i)].id;
   }

@@ -14,17 +14,7 @@ from ..target import SparseTarget
 from .npy import shard as npy_shard
 from .parquet import ParquetShard
 from .safetensors import shard as safetensors_shard
-from .sequence import (
-    Header,
-    Place,
-    Predicts,
-    Stored,
-    check_shapes,
-    check_values,
-    names_of_parts,
-    rows_to_move,
-    sample_of,
-)
+from .sequence import Header, Place, Predicts, Stored, names_of_parts, rows_to_move, sample_of
 from .shards import Shards
 
 
@@ -107,12 +97,8 @@ class TeacherCache(Dataset[Dict[str, Any]]):
             SparseTarget(jagged, shape=[8], nnz=32, num_classes=100, logprobs=float16, row_mask, device=cpu)
         """
         shard, within = self.shards.find(i)
-        stored = shard.read(within, self.verify)
-        place = Place(str(shard.path), within)
-        check_shapes(stored, place)
-        if self.verify:
-            check_values(stored, self.num_classes, place)
-        return sample_of(stored, self.num_classes, self._moved, self._names)
+        stored, place = shard.read(within, self.verify), Place(str(shard.path), within)
+        return sample_of(stored, self.num_classes, place, self.verify, self._moved, self._names)
 
 
 def _shards(path: Path) -> List[Shard]:

@@ -28,18 +28,7 @@ from torch.utils.data import Dataset
 
 from ..errors import check, fail
 from .parquet import Rows
-from .sequence import (
-    Place,
-    Predicts,
-    Stored,
-    bytes_of,
-    check_shapes,
-    check_values,
-    names_of_parts,
-    rows_to_move,
-    sample_of,
-    tensor_of,
-)
+from .sequence import Place, Predicts, Stored, bytes_of, names_of_parts, rows_to_move, sample_of, tensor_of
 from .shards import Shards
 
 _DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}
@@ -141,10 +130,7 @@ class DistillKitCache(Dataset[Dict[str, Any]]):
         if self._form == "legacy":
             values = torch.log_softmax(values, -1)
         stored = Stored(ids, values, None, tokens)
-        check_shapes(stored, place)
-        if self.verify:
-            check_values(stored, self.num_classes, place)
-        return sample_of(stored, self.num_classes, self._moved, self._names)
+        return sample_of(stored, self.num_classes, place, self.verify, self._moved, self._names)
 
     # ------------------------------------------------------------------------------------------------ the three forms
 

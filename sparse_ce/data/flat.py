@@ -121,7 +121,7 @@ class FlatShard:
     def read(self, i: int, verify: bool) -> Stored:
         """Sequence ``i``; with ``verify`` its checksum is compared, where there is one."""
         place = Place(str(self.path), i)
-        begin, end = self._range("sequences", i, self._rows_of_positions, place)
+        begin, end = self._positions_of(i, place)
         ids_begin, ids_end, counts = begin, end, None
         if "entries" in self._arrays:
             offsets = self._rows("entries", begin, end + 1)
@@ -142,12 +142,12 @@ class FlatShard:
     def _rows_of_positions(self) -> int:
         return self._arrays["entries"].shape[0] - 1 if "entries" in self._arrays else self._arrays["ids"].shape[0]
 
-    def _range(self, name: str, i: int, rows: int, place: Place) -> Tuple[int, int]:
+    def _positions_of(self, i: int, place: Place) -> Tuple[int, int]:
         if self._length is not None:
             return i * self._length, (i + 1) * self._length
-        begin, end = self._rows(name, i, i + 2).tolist()
-        check(0 <= begin <= end <= rows, f"{name} must ascend from 0 to {rows}, got {begin} to {end} at {place.at()}; "
-              f"the file is damaged, {AGAIN}")
+        (begin, end), most = self._rows("sequences", i, i + 2).tolist(), self._rows_of_positions
+        check(0 <= begin <= end <= most, f"sequences must ascend from 0 to {most}, got {begin} to {end} at "
+              f"{place.at()}; the file is damaged, {AGAIN}")
         return begin, end
 
     def _rows(self, name: str, begin: int, end: int) -> Tensor:

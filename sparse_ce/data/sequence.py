@@ -179,8 +179,12 @@ def target_of(stored: Stored, num_classes: Optional[int]) -> SparseTarget:
                                     ignore_empty=True)
 
 
-def sample_of(stored: Stored, num_classes: Optional[int], moved: int, names: Dict[str, str]) -> Dict[str, Any]:
-    """What a dataset gives of a sequence; row i is the stored row i + ``moved``."""
+def sample_of(stored: Stored, num_classes: Optional[int], place: Place, verify: bool, moved: int,
+              names: Dict[str, str]) -> Dict[str, Any]:
+    """What a dataset gives of a sequence, checked; row i is the stored row i + ``moved``."""
+    check_shapes(stored, place)
+    if verify:
+        check_values(stored, num_classes, place)
     target, log_rest = target_of(stored, num_classes).shift(moved), stored.log_rest
     if log_rest is not None and moved:
         kept = log_rest[max(0, moved):len(log_rest) + min(0, moved)]

@@ -8,6 +8,7 @@ import torch
 
 from ..errors import fail
 from ..target import SparseTarget
+from .sequence import Stored, target_of
 
 _LOWEST = -9999.0  # what the server writes for -inf, which JSON does not know
 Entries = Tuple[List[int], List[float]]
@@ -39,18 +40,17 @@ def from_vllm(logprobs: Any, *, num_classes: Optional[int] = None) -> SparseTarg
         [[(7, -0.5), (9, -1.5)]]
     """
     rows = [_once(*row) for row in entries_of(logprobs)]
-    counts = torch.tensor([0, *(len(ids) for ids, _ in rows)], dtype=torch.int64)
+    counts = torch.tensor([len(ids) for ids, _ in rows], dtype=torch.int64)
     ids = torch.tensor(list(chain.from_iterable(row for row, _ in rows)), dtype=torch.int64)
     values = torch.tensor(list(chain.from_iterable(row for _, row in rows)), dtype=torch.float32)
+    stored = Stored(ids, values, counts)
     for wrong, what, t in ((~(values <= 0), "logprobs must be at most 0", values),
                            ((ids < 0) | (ids >= (num_classes or 2**31)),
                             f"token ids must be in [0, {num_classes or 2**31})", ids)):
         if wrong.any():
             entry = int(wrong.to(torch.uint8).argmax())
-            position = int(torch.searchsorted(counts[1:].cumsum(0), entry, right=True))
-            fail(f"{what}, got {t[entry].item()} at position {position}")
-    return SparseTarget.from_jagged(ids, values, counts.cumsum(0), kind="logprobs", num_classes=num_classes,
-                                    ignore_empty=True)
+            fail(f"{what}, got {t[entry].item()} at position {stored.position_of(entry)}")
+    return target_of(stored, num_classes)
 
 
 def entries_of(logprobs: Any) -> List[Entries]:

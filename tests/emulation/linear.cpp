@@ -49,7 +49,7 @@ Case draw(bool small) {
   const bool aligned = chance(0.6);
   for (int64_t* offset : {&c.offset, &c.product_offset, &c.low_offset}) *offset = aligned ? 8 * below(3) : below(17);
   c.steps = 1 + below(small ? 3 : 6);
-  c.size = one_of<double>({1, 60, 30000}), c.special = chance(0.3) ? 0.05 : 0;
+  c.size = one_of<double>({1e-11, 1, 60, 30000}), c.special = chance(0.3) ? 0.05 : 0;
   c.scale = one_of<double>({1, 1, 1.0000001192092896, -2.7, 0, INFINITY, double(NAN)});
   if (c.kind != kRows) return c;
   c.rows = chance(0.03) ? 0 : 1 + below(small ? 20 : 60), c.width = below(6);
