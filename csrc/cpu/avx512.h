@@ -14,7 +14,7 @@ namespace sparse_ce {
 namespace cpu {
 namespace avx512 {
 
-constexpr float kLog2e = 1.44269504f;
+constexpr float kLog2e = 1.44269504f, kLn2 = 0.693147181f;
 
 // Beyond this a logit's product with log2(e) leaves too few digits for the fraction.
 constexpr float kLargest = 1 << 20;
@@ -54,17 +54,31 @@ class Exponential {
     SCE_EACH(k, degree + 1) coefficients_[k] = _mm512_set1_ps(factor * kFits[degree - 4][k]);
   }
 
-  // In place of x. 0 for -inf and NaN for NaN, as exp has it.
+  // slope x + offset, in place of x.
+  template <int count>
+  SCE_AVX512_INLINE void scale(Columns<count>& x) const {
+    SCE_EACH(k, count) x.vector[k] = _mm512_fmadd_ps(x.vector[k], slope_, offset_);
+  }
+
+  // Of an exponent. 0 for -inf and NaN for NaN, as exp has it.
+  template <int count>
+  SCE_AVX512_INLINE Columns<count> raise(const Columns<count>& exponent) const {
+    constexpr int kFloor = _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC;
+    __m512 fraction[count];
+    Columns<count> p;
+    SCE_EACH(k, count) fraction[k] = _mm512_reduce_ps(exponent.vector[k], kFloor);
+    SCE_EACH(k, count) p.vector[k] = _mm512_fmadd_ps(coefficients_[degree], fraction[k], coefficients_[degree - 1]);
+    SCE_EACH(i, degree - 1)
+    SCE_EACH(k, count) p.vector[k] = _mm512_fmadd_ps(p.vector[k], fraction[k], coefficients_[degree - 2 - i]);
+    SCE_EACH(k, count) p.vector[k] = _mm512_scalef_ps(p.vector[k], exponent.vector[k]);
+    return p;
+  }
+
+  // In place of x.
   template <int count>
   SCE_AVX512_INLINE void operator()(Columns<count>& x) const {
-    constexpr int kFloor = _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC;
-    __m512 fraction[count], p[count];
-    SCE_EACH(k, count) x.vector[k] = _mm512_fmadd_ps(x.vector[k], slope_, offset_);
-    SCE_EACH(k, count) fraction[k] = _mm512_reduce_ps(x.vector[k], kFloor);
-    SCE_EACH(k, count) p[k] = _mm512_fmadd_ps(coefficients_[degree], fraction[k], coefficients_[degree - 1]);
-    SCE_EACH(i, degree - 1)
-    SCE_EACH(k, count) p[k] = _mm512_fmadd_ps(p[k], fraction[k], coefficients_[degree - 2 - i]);
-    SCE_EACH(k, count) x.vector[k] = _mm512_scalef_ps(p[k], x.vector[k]);
+    scale(x);
+    x = raise(x);
   }
 
  private:
@@ -72,98 +86,174 @@ class Exponential {
   __m512 coefficients_[degree + 1];
 };
 
-// The maximum of some logits and the sum of their exponentials relative to a reference, lane by lane.
-struct Lanes {
-  __m512 max, sum;
+// An exponent to multiply with where the power may be 0: finite, and still so low that the power is.
+template <int count>
+SCE_AVX512_INLINE void keep_finite(Columns<count>& exponent) {
+  const __m512 lowest = _mm512_set1_ps(-1500);
+  SCE_EACH(k, count) exponent.vector[k] = _mm512_max_ps(lowest, exponent.vector[k]);  // NaN stays
+}
 
-  SCE_AVX512_INLINE Lanes() : max(_mm512_set1_ps(-INFINITY)), sum(_mm512_setzero_ps()) {}
+// The maximum of some logits and the sum of their exponentials relative to a reference, lane by lane; of SelectStats
+// also the sum of exponentials times exponents.
+template <typename stats_t>
+struct Lanes {
+  static constexpr bool kSpread = std::is_same_v<stats_t, SelectStats<float>>;
+  __m512 max, sum, spread;
+
+  SCE_AVX512_INLINE Lanes() : max(_mm512_set1_ps(-INFINITY)), sum(_mm512_setzero_ps()), spread(_mm512_setzero_ps()) {}
 
   template <int count, typename exponential_t>
   SCE_AVX512_INLINE void push(Columns<count> x, const exponential_t& exponential) {
     SCE_EACH(k, count) max = _mm512_max_ps(x.vector[k], max);  // NaN in x loses
-    exponential(x);
-    SCE_EACH(k, count / 2) x.vector[k] = _mm512_add_ps(x.vector[k], x.vector[k + count / 2]);
-    SCE_EACH(k, count / 2) sum = _mm512_add_ps(sum, x.vector[k]);
+    exponential.scale(x);
+    if constexpr (kSpread) keep_finite(x);
+    Columns<count> power = exponential.raise(x);
+    if constexpr (kSpread) {
+      SCE_EACH(k, count) spread = _mm512_fmadd_ps(power.vector[k], x.vector[k], spread);
+    }
+    SCE_EACH(k, count / 2) power.vector[k] = _mm512_add_ps(power.vector[k], power.vector[k + count / 2]);
+    SCE_EACH(k, count / 2) sum = _mm512_add_ps(sum, power.vector[k]);
+  }
+
+  SCE_AVX512_INLINE void merge(const Lanes& other) {
+    max = _mm512_max_ps(other.max, max);
+    sum = _mm512_add_ps(other.sum, sum);
+    if constexpr (kSpread) spread = _mm512_add_ps(other.spread, spread);
   }
 };
 
-template <typename scalar_t>
-SCE_AVX512_INLINE float first_maximum(const scalar_t* x, int64_t n) {
+template <typename logits_t>
+SCE_AVX512_INLINE float first_maximum(const logits_t& logits, int64_t n) {
   Columns<kNarrow> first;
   if (n < kPack)
-    load_first(x, n, first);
+    logits.read_first(n, first);
   else
-    load(x, first);
+    logits.read(first);
   return _mm512_reduce_max_ps(_mm512_max_ps(first.vector[0], first.vector[1]));
 }
 
-// Adds blocks of scale * x to `row` for as long as they stay near the logits that they begin with; returns how many
-// columns it added.
-template <typename scalar_t>
-SCE_AVX512 int64_t push_stretch(const scalar_t* x, int64_t n, float scale, const scalar_t* next, RowStats<float>& row) {
-  const float first = first_maximum(x, n), reference = scale * first;
+// Adds blocks of scale * logits to `row`, RowStats or SelectStats, for as long as they stay near the logits that they
+// begin with; returns how many columns it added.
+template <typename logits_t, typename scalar_t, typename stats_t>
+SCE_AVX512 int64_t push_stretch(const logits_t& logits, int64_t n, float scale, const scalar_t* next, stats_t& row) {
+  const float first = first_maximum(logits, n), reference = scale * first;
   if (!(std::fabs(reference) < kLargest)) return 0;
   const Exponential<5> exponential(Line(scale, reference), 1.0f);
   const __m512 limit = _mm512_set1_ps(first + kNear / scale);
   Columns<kWide> wide;
   Columns<kNarrow> pack;
-  Lanes stretch;
+  Lanes<stats_t> stretch;
   int64_t begin = 0;
   while (begin < n) {
     const int64_t end = std::min(begin + kBlock<scalar_t>, n), step = stream_columns(end - begin);
-    Lanes block;
+    Lanes<stats_t> block;
     int64_t i = begin;
     for (; i < begin + step; i += kPack) {
-      prefetch_streams(x + i, next + i, step);
-      load_streams(x + i, step, wide);
+      prefetch_streams(logits.x + i, next + i, step);
+      read_streams(logits.from(i), step, wide);
       block.push(wide, exponential);
     }
     for (i = begin + kStreams * step; i + kPack <= end; i += kPack) {
-      load(x + i, pack);
+      logits.from(i).read(pack);
       block.push(pack, exponential);
     }
     if (i < end) {
-      load_first(x + i, end - i, pack);
+      logits.from(i).read_first(end - i, pack);
       block.push(pack, exponential);
     }
     if (_mm512_cmp_ps_mask(block.max, limit, _CMP_NLE_UQ)) break;
-    stretch.max = _mm512_max_ps(block.max, stretch.max);
-    stretch.sum = _mm512_add_ps(block.sum, stretch.sum);
+    stretch.merge(block);
     begin = end;
   }
   if (begin == 0) return 0;
   // Relative to the exponential of the maximum as it was added: a row with all its mass at one class adds up to 1.
   const float most = _mm512_reduce_max_ps(stretch.max);
   Columns<1> top{{_mm512_set1_ps(most)}};
-  exponential(top);
-  RowStats<float> stats;
-  stats.max = scale * most;
-  stats.sum = _mm512_reduce_add_ps(stretch.sum) / _mm512_cvtss_f32(top.vector[0]);
-  row.merge(stats);
+  exponential.scale(top);
+  const float exponent = _mm512_cvtss_f32(top.vector[0]), power = _mm512_cvtss_f32(exponential.raise(top).vector[0]);
+  RowStats<float> sums;
+  sums.max = scale * most;
+  sums.sum = _mm512_reduce_add_ps(stretch.sum) / power;
+  if constexpr (Lanes<stats_t>::kSpread) {
+    stats_t stats;
+    stats.row = sums;
+    stats.spread = kLn2 * (_mm512_reduce_add_ps(stretch.spread) / power - exponent * sums.sum);
+    row.merge(stats);
+  } else {
+    row.merge(sums);
+  }
   return begin;
 }
 
-// Adds scale * x to `row`; scale > 0.
-template <typename scalar_t>
-SCE_AVX512 void push(const scalar_t* x, int64_t n, float scale, const scalar_t* next, RowStats<float>& row) {
+// Adds scale * logits to `row`; scale > 0. plain(begin, end) adds a tile where these loops are not right.
+template <typename logits_t, typename scalar_t, typename stats_t, typename plain_t>
+SCE_AVX512 void push(const logits_t& logits, int64_t n, float scale, const scalar_t* next, stats_t& row,
+                     const plain_t& plain) {
   const FlushSubnormals flush;
   for (int64_t begin = 0; begin < n;) {
-    begin += push_stretch(x + begin, n - begin, scale, next + begin, row);
+    begin += push_stretch(logits.from(begin), n - begin, scale, next + begin, row);
     const int64_t end = std::min(begin + kTile, n);
-    if (begin < end) row.push(Scaled<scalar_t>{x, scale}, begin, end);
+    if (begin < end) plain(begin, end);
     begin = end;
   }
 }
 
-// gradient = dz/dx a exp(scale x - lse), which may be in place; scale > 0. Writes nothing and returns false where only
-// the plain formula is right: beyond the range of the exponent's fraction and for factors near the ends of float's.
-template <typename scalar_t>
-SCE_AVX512 bool gradient(const scalar_t* x, int64_t n, float scale, const GradientCoefficients<float>& c,
-                         const scalar_t* next, scalar_t* gradient) {
+// What a gradient multiplies each exponential with: a number, which is part of the polynomial,
+struct Times {
+  SCE_AVX512_INLINE Times(const GradientCoefficients<float>& c, double, float) : factor(c.a) {}
+
+  template <int count>
+  SCE_AVX512_INLINE void operator()(const Columns<count>&, Columns<count>&) const {}
+  SCE_AVX512_INLINE bool usual() const { return true; }
+
+  const float factor;
+};
+
+// or, with entropy or the rest among what is differentiated, a line over its exponent. `where_one`: the exponent of a
+// probability of 1, `log2`: what another one more adds to the logarithm of the probability.
+class TimesLine {
+ public:
+  SCE_AVX512_INLINE TimesLine(const SelectCoefficients<float>& c, double where_one, float log2)
+      : slope_(-c.of_entropy * log2),
+        offset_(static_cast<float>(c.a + c.of_rest * std::exp(-static_cast<double>(c.log_rest)) -
+                                   c.of_entropy * (c.entropy - where_one * log2))) {}
+
+  template <int count>
+  SCE_AVX512_INLINE void operator()(Columns<count> exponent, Columns<count>& x) const {
+    const __m512 slope = _mm512_set1_ps(slope_), offset = _mm512_set1_ps(offset_);
+    keep_finite(exponent);
+    SCE_EACH(k, count) exponent.vector[k] = _mm512_fmadd_ps(exponent.vector[k], slope, offset);
+    SCE_EACH(k, count) x.vector[k] = _mm512_mul_ps(x.vector[k], exponent.vector[k]);
+  }
+  SCE_AVX512_INLINE bool usual() const { return std::fabs(slope_) < 1e30f && std::fabs(offset_) < 1e30f; }
+
+  static constexpr float factor = 1;
+
+ private:
+  const float slope_, offset_;
+};
+
+template <int count, typename exponential_t, typename times_t>
+SCE_AVX512_INLINE void differentiate(const exponential_t& exponential, const times_t& times, Columns<count>& x) {
+  exponential.scale(x);
+  Columns<count> power = exponential.raise(x);
+  times(x, power);
+  x = power;
+}
+
+// gradient = dz/dx a exp(scale x - lse), or what SelectCoefficients have in place of a, which may be in place;
+// scale > 0. Writes nothing and returns false where only the plain formula is right: beyond the range of the exponent's
+// fraction and for factors near the ends of float's.
+template <typename times_t, typename scalar_t, typename coefficients_t>
+SCE_AVX512 bool gradient(const scalar_t* x, int64_t n, float scale, const coefficients_t& c, const scalar_t* next,
+                         scalar_t* gradient) {
   const Line line(scale, c.lse);
   const double where = (static_cast<double>(c.lse) + c.lse_residual) / scale;  // x whose probability is 1
-  const float factor = c.a * scale * static_cast<float>(std::exp2(-(where * line.slope + line.offset)));
-  if (!(std::fabs(c.lse) < kLargest && std::fabs(factor) > 1e-30f && std::fabs(factor) < 1e30f)) return false;
+  const double where_one = where * line.slope + line.offset;
+  const times_t times(c, where_one, scale / line.slope);
+  const float factor = times.factor * scale * static_cast<float>(std::exp2(-where_one));
+  if (!(std::fabs(c.lse) < kLargest && std::fabs(factor) > 1e-30f && std::fabs(factor) < 1e30f && times.usual()))
+    return false;
   const FlushSubnormals flush;
   const Exponential<sizeof(scalar_t) == 2 ? 4 : 6> exponential(line, factor);
   Columns<kWide> wide;
@@ -174,18 +264,18 @@ SCE_AVX512 bool gradient(const scalar_t* x, int64_t n, float scale, const Gradie
     for (; i < begin + step; i += kPack) {
       prefetch_streams(x + i, next + i, step);
       prefetch_stores(gradient + i, step);
-      load_streams(x + i, step, wide);
-      exponential(wide);
+      read_streams(Every<scalar_t>{x + i}, step, wide);
+      differentiate(exponential, times, wide);
       store_streams(wide, step, gradient + i);
     }
     for (i = begin + kStreams * step; i + kPack <= end; i += kPack) {
       load(x + i, pack);
-      exponential(pack);
+      differentiate(exponential, times, pack);
       store(pack, gradient + i);
     }
     if (i < end) {
-      load_first(x + i, end - i, pack);
-      exponential(pack);
+      load(x + i, first_columns(end - i), pack);
+      differentiate(exponential, times, pack);
       store_first(pack, end - i, gradient + i);
     }
   }

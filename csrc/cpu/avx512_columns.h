@@ -39,10 +39,8 @@ SCE_AVX512_INLINE int64_t stream_columns(int64_t n) { return n / (kStreams * kPa
 
 #define SCE_EACH(k, count) _Pragma("GCC unroll 8") for (int k = 0; k < count; ++k)
 
-SCE_AVX512_INLINE __mmask16 low16(int64_t n) {
-  return static_cast<__mmask16>(n >= 16 ? 0xffff : n <= 0 ? 0 : (1 << n) - 1);
-}
-SCE_AVX512_INLINE __mmask32 low32(int64_t n) { return static_cast<__mmask32>((uint64_t(1) << n) - 1); }
+// The first n <= 32 columns of a pack.
+SCE_AVX512_INLINE uint32_t first_columns(int64_t n) { return static_cast<uint32_t>((uint64_t(1) << n) - 1); }
 
 // 32 logits of 16 bits. Of BFloat16 `a` gets the even ones and `b` the odd ones: one instruction each, not two.
 SCE_AVX512_INLINE void widen(__m512i bits, BFloat16, __m512& a, __m512& b) {
@@ -101,12 +99,44 @@ SCE_AVX512_INLINE void load(const scalar_t* x, Columns<kNarrow>& out) {
   widen(_mm512_loadu_si512(x), scalar_t{}, out.vector[0], out.vector[1]);
 }
 
-// 32 columns of each stream, `step` columns apart.
+// Those whose bit is set; -inf in the others, which changes neither a maximum nor a sum of exponentials.
+SCE_AVX512_INLINE void load(const float* x, uint32_t columns, Columns<kNarrow>& out) {
+  const __m512 fill = _mm512_set1_ps(-INFINITY);
+  SCE_EACH(k, kNarrow)
+  out.vector[k] = _mm512_mask_loadu_ps(fill, static_cast<__mmask16>(columns >> 16 * k), x + 16 * k);
+}
 template <typename scalar_t>
-SCE_AVX512_INLINE void load_streams(const scalar_t* x, int64_t step, Columns<kWide>& out) {
+SCE_AVX512_INLINE void load(const scalar_t* x, uint32_t columns, Columns<kNarrow>& out) {
+  constexpr short kMinusInfinity = static_cast<short>(std::is_same_v<scalar_t, Half> ? 0xfc00 : 0xff80);
+  const __m512i bits = _mm512_mask_loadu_epi16(_mm512_set1_epi16(kMinusInfinity), columns, x);
+  widen(bits, scalar_t{}, out.vector[0], out.vector[1]);
+}
+
+// Of a row all columns are read, or those with a bit in `kept` (columns / 32,).
+template <typename scalar_t>
+struct Every {
+  const scalar_t* x;
+
+  SCE_AVX512_INLINE Every from(int64_t i) const { return {x + i}; }
+  SCE_AVX512_INLINE void read(Columns<kNarrow>& out) const { load(x, out); }
+  SCE_AVX512_INLINE void read_first(int64_t n, Columns<kNarrow>& out) const { load(x, first_columns(n), out); }
+};
+template <typename scalar_t>
+struct Kept {
+  const scalar_t* x;
+  const uint32_t* kept;
+
+  SCE_AVX512_INLINE Kept from(int64_t i) const { return {x + i, kept + i / kPack}; }  // i: a multiple of kPack
+  SCE_AVX512_INLINE void read(Columns<kNarrow>& out) const { load(x, *kept, out); }
+  SCE_AVX512_INLINE void read_first(int64_t n, Columns<kNarrow>& out) const { load(x, *kept & first_columns(n), out); }
+};
+
+// 32 columns of each stream, `step` columns apart.
+template <typename logits_t>
+SCE_AVX512_INLINE void read_streams(const logits_t& logits, int64_t step, Columns<kWide>& out) {
   SCE_EACH(k, kStreams) {
     Columns<kNarrow> part;
-    load(x + k * step, part);
+    logits.from(k * step).read(part);
     out.vector[2 * k] = part.vector[0];
     out.vector[2 * k + 1] = part.vector[1];
   }
@@ -125,26 +155,14 @@ SCE_AVX512_INLINE void store_streams(const Columns<kWide>& x, int64_t step, scal
   SCE_EACH(k, kStreams) store(Columns<kNarrow>{{x.vector[2 * k], x.vector[2 * k + 1]}}, out + k * step);
 }
 
-// The first n < 32 columns; -inf in the others, which changes neither a maximum nor a sum of exponentials.
-SCE_AVX512_INLINE void load_first(const float* x, int64_t n, Columns<kNarrow>& out) {
-  const __m512 fill = _mm512_set1_ps(-INFINITY);
-  out.vector[0] = _mm512_mask_loadu_ps(fill, low16(n), x);
-  out.vector[1] = _mm512_mask_loadu_ps(fill, low16(n - 16), x + 16);
-}
-template <typename scalar_t>
-SCE_AVX512_INLINE void load_first(const scalar_t* x, int64_t n, Columns<kNarrow>& out) {
-  constexpr short kMinusInfinity = static_cast<short>(std::is_same_v<scalar_t, Half> ? 0xfc00 : 0xff80);
-  const __m512i bits = _mm512_mask_loadu_epi16(_mm512_set1_epi16(kMinusInfinity), low32(n), x);
-  widen(bits, scalar_t{}, out.vector[0], out.vector[1]);
-}
-
+// The first n columns.
 SCE_AVX512_INLINE void store_first(const Columns<kNarrow>& x, int64_t n, float* out) {
-  _mm512_mask_storeu_ps(out, low16(n), x.vector[0]);
-  _mm512_mask_storeu_ps(out + 16, low16(n - 16), x.vector[1]);
+  SCE_EACH(k, kNarrow)
+  _mm512_mask_storeu_ps(out + 16 * k, static_cast<__mmask16>(first_columns(n) >> 16 * k), x.vector[k]);
 }
 template <typename scalar_t>
 SCE_AVX512_INLINE void store_first(const Columns<kNarrow>& x, int64_t n, scalar_t* out) {
-  _mm512_mask_storeu_epi16(out, low32(n), narrow(x.vector[0], x.vector[1], scalar_t{}));
+  _mm512_mask_storeu_epi16(out, first_columns(n), narrow(x.vector[0], x.vector[1], scalar_t{}));
 }
 
 }  // namespace avx512

@@ -6,7 +6,7 @@
 
 #include <type_traits>
 
-#if defined(__x86_64__)
+#if defined(__x86_64__) && !defined(SCE_PORTABLE)  // as other processors compile it
 #define SCE_X86 1
 #define SCE_AVX2 __attribute__((target("arch=x86-64-v3")))
 #if defined(__clang__)

@@ -5,6 +5,7 @@
 #include "../target.h"
 #include "tile.h"
 
+#include <algorithm>
 #include <vector>
 
 namespace sparse_ce {
@@ -59,20 +60,18 @@ class RowEntries {
   }
 
   // Adds up the weights of equal columns, in the order of their entries so that sums are reproducible, and orders the
-  // entries by parts of the columns, `part` each, a power of two. Where columns ascend, as in COO and CSR, both are
-  // done.
-  template <int64_t part = kSpan>
-  void arrange(size_t parts) {
+  // entries by spans of the columns. Where columns ascend, as in COO and CSR, both are done.
+  void arrange(size_t spans) {
     bool ascending = true;
     for (size_t k = 1; k < size(); ++k) ascending &= columns[k - 1] < columns[k];
     if (!ascending && may_repeat()) merge_duplicates();
-    part_begin_.assign(parts + 1, 0);
-    if (parts > 1) {
-      for (const int64_t column : columns) ++part_begin_[part_of<part>(column) + 1];
-      for (size_t t = 1; t < parts; ++t) part_begin_[t] += part_begin_[t - 1];
-      if (!ascending) order_by_part<part>();
+    span_begin_.assign(spans + 1, 0);
+    if (spans > 1) {
+      for (const int64_t column : columns) ++span_begin_[span_of(column) + 1];
+      for (size_t t = 1; t < spans; ++t) span_begin_[t] += span_begin_[t - 1];
+      if (!ascending) order_by_span();
     }
-    part_begin_[parts] = size();
+    span_begin_[spans] = size();
     logits.resize(size());
   }
 
@@ -87,7 +86,19 @@ class RowEntries {
     return static_cast<acc_t>((sums[0] + sums[1]) + (sums[2] + sums[3]));
   }
 
-  size_t part_begin(size_t t) const { return part_begin_[t]; }
+  size_t span_begin(size_t t) const { return span_begin_[t]; }
+
+  // A bit for each column of a span, set where the column has no entry.
+  struct Others {
+    uint32_t bits[kSpan / 32];
+  };
+  Others without_entries(size_t t) const {
+    Others others;
+    std::fill_n(others.bits, kSpan / 32, ~0u);
+    for (size_t k = span_begin_[t]; k < span_begin_[t + 1]; ++k)
+      others.bits[columns[k] % kSpan / 32] &= ~(1u << columns[k] % 32);
+    return others;
+  }
 
   template <typename scalar_t>
   void gather(const scalar_t* row, const LogitTransform<acc_t>& transform, size_t begin, size_t end) {
@@ -97,10 +108,7 @@ class RowEntries {
   }
 
  private:
-  template <int64_t part>
-  static size_t part_of(int64_t column) {
-    return static_cast<uint64_t>(column) / part;
-  }
+  static size_t span_of(int64_t column) { return static_cast<uint64_t>(column) / kSpan; }
 
   void collect_chosen(const TargetView& target, EntryRange range) {
     size_t kept = 0;
@@ -172,11 +180,10 @@ class RowEntries {
   }
 
   // A counting sort.
-  template <int64_t part>
-  void order_by_part() {
+  void order_by_span() {
     position_.resize(size());
-    cursor_ = part_begin_;
-    for (size_t k = 0; k < size(); ++k) position_[k] = cursor_[part_of<part>(columns[k])]++;
+    cursor_ = span_begin_;
+    for (size_t k = 0; k < size(); ++k) position_[k] = cursor_[span_of(columns[k])]++;
     const auto move = [this](auto& array, auto& scratch) {
       scratch.resize(array.size());
       for (size_t k = 0; k < array.size(); ++k) scratch[position_[k]] = array[k];
@@ -194,7 +201,7 @@ class RowEntries {
   std::vector<Seen> seen_;
   size_t row_ = 0;
   std::vector<uint64_t> marks_;  // all 0 between calls
-  std::vector<size_t> part_begin_, cursor_, position_;
+  std::vector<size_t> span_begin_, cursor_, position_;
   std::vector<int64_t> moved_columns_;
   std::vector<acc_t> moved_weights_;
 };

@@ -129,7 +129,7 @@ class Backward {
     scalar_t* gradient = args_.template gradient_row<scalar_t>(r);
     if (live > begin) {
       const auto transform = args_.template transform<acc_t>(r);
-      plan.entries.gather(row(r), transform, plan.entries.part_begin(t), plan.entries.part_begin(t + 1));
+      plan.entries.gather(row(r), transform, plan.entries.span_begin(t), plan.entries.span_begin(t + 1));
       Tile<scalar_t>::gradient(row(r) + begin, live - begin, transform, plan.coefficients,
                                weights_at<scalar_t>(args_.target, begin), next, gradient + begin);
     }

@@ -1,5 +1,5 @@
 // A row's statistics, then its outputs; in backward its gradient. Rows and spans of them go to threads as those of the
-// loss (row_passes.h); classes that have entries are found by tiles, kTile columns each.
+// loss (row_passes.h).
 #include "../select.h"
 #include "row_entries.h"
 #include "row_loops.h"
@@ -11,8 +11,6 @@
 namespace sparse_ce {
 namespace cpu {
 namespace {
-
-constexpr int64_t kTiles = kSpan / kTile;  // of a span
 
 // z of a tile: the logits themselves where nothing becomes of them, or `buffer`.
 template <typename scalar_t, typename acc_t>
@@ -50,31 +48,21 @@ class SelectForward {
     prefetch_entries(args_.target, r);
     if (!args_.needs_rest() || args_.target.ignored(r)) return;
     entries.template collect<true>(args_.target, r);
-    entries.template arrange<kTile>(divide_up(columns_, kTile));
+    entries.arrange(spans_);
   }
 
   Span span(int64_t r, int64_t t, int64_t after, const RowEntries<acc_t>& entries) const {
     const scalar_t* next = t + 1 < spans_ ? row(r) + (t + 1) * kSpan : row(after);
     Span out;
     if (!args_.needs_rest()) {
-      add(r, t * kSpan, span_end(t), next, out.all);
+      out.all = of_span(r, t, nullptr, next);
       return out;
     }
-    SelectStats<acc_t> outside;
-    int64_t from = t * kSpan;
-    for (int64_t p = t * kTiles; p * kTile < span_end(t); ++p) {
-      if (entries.part_begin(p) == entries.part_begin(p + 1)) continue;
-      add(r, from, p * kTile, next, outside);
-      from = std::min((p + 1) * kTile, columns_);
-      add_outside(r, p * kTile, from, entries, entries.part_begin(p), entries.part_begin(p + 1), outside);
-    }
-    add(r, from, span_end(t), next, outside);
+    const auto others = entries.without_entries(t);
+    const SelectStats<acc_t> outside = of_span(r, t, others.bits, next);
     out.rest = outside.row;
-    if (!args_.needs_smoothing()) {
-      out.all = outside;
-      return out;
-    }
-    add(r, t * kSpan, span_end(t), next, out.all);  // smoothing is relative to the maximum of all
+    // Smoothing is relative to the maximum of all.
+    out.all = args_.needs_smoothing() ? of_span(r, t, nullptr, next) : outside;
     return out;
   }
 
@@ -97,65 +85,17 @@ class SelectForward {
 
  private:
   const scalar_t* row(int64_t r) const { return args_.template row<scalar_t>(r); }
-  int64_t span_end(int64_t t) const { return std::min((t + 1) * kSpan, columns_); }
 
-  // All of the columns [begin, end).
-  void add(int64_t r, int64_t begin, int64_t end, const scalar_t* next, SelectStats<acc_t>& stats) const {
-    if (begin == end) return;
-    const LogitTransform<acc_t> transform = args_.template transform<acc_t>(r);
-    const bool weighted = args_.needs_smoothing();
-    if (!args_.entropy && !args_.mean_logit) {
-      const acc_t above = stats.row.max;
-      stats.row = Tile<scalar_t>::stats(row(r) + begin, end - begin, transform, weighted,
-                                        weights_at<scalar_t>(args_.target, begin), next, stats.row);
-      if (args_.argmax && stats.row.max > above) stats.argmax = argmax(r, begin, end);
-      return;
-    }
-    alignas(64) acc_t buffer[kTile];
-    for (int64_t from = begin; from < end; from += kTile) {
-      const int64_t n = std::min(kTile, end - from);
-      const acc_t* z = transformed(row(r) + from, n, transform, buffer);
-      push(z, from, n, weighted, stats);
-      if (args_.mean_logit) stats.total += Tile<scalar_t>::total(z, n);
-    }
-  }
-
-  // A tile without the classes of its entries [first, last), which count in the total alone.
-  void add_outside(int64_t r, int64_t begin, int64_t end, const RowEntries<acc_t>& entries, size_t first, size_t last,
-                   SelectStats<acc_t>& stats) const {
-    alignas(64) acc_t z[kTile];
-    const int64_t n = end - begin;
-    Tile<scalar_t>::transform(row(r) + begin, n, args_.template transform<acc_t>(r), z);
-    if (args_.mean_logit) stats.total += Tile<scalar_t>::total(z, n);
-    for (size_t k = first; k < last; ++k) z[entries.columns[k] - begin] = -acc_t(INFINITY);
-    push(z, begin, n, false, stats);
-  }
-
-  // Transformed logits from column `begin` on.
-  void push(const acc_t* z, int64_t begin, int64_t n, bool weighted, SelectStats<acc_t>& stats) const {
-    if (args_.argmax) {
-      const int64_t at = Tile<scalar_t>::argmax(z, n, stats.row.max);
-      if (at >= 0) stats.argmax = begin + at;
-    }
-    const acc_t* weights = weights_at<scalar_t>(args_.target, begin);
-    if (args_.entropy) return Tile<scalar_t>::push(z, n, weighted, weights, stats);
-    stats.row = Tile<acc_t>::stats(z, n, LogitTransform<acc_t>(LossOptions{}), weighted, weights, z, stats.row);
-  }
-
-  int64_t argmax(int64_t r, int64_t begin, int64_t end) const {
-    alignas(64) acc_t buffer[kTile];
-    const LogitTransform<acc_t> transform = args_.template transform<acc_t>(r);
-    acc_t highest = Limits<acc_t>::kLowest;
-    int64_t best = -1;
-    for (int64_t from = begin; from < end; from += kTile) {
-      const int64_t n = std::min(kTile, end - from);
-      const acc_t* z = transformed(row(r) + from, n, transform, buffer);
-      const int64_t at = Tile<scalar_t>::argmax(z, n, highest);
-      if (at < 0) continue;
-      highest = z[at];
-      best = from + at;
-    }
-    return best;
+  // Of the classes that are kept, all of them where that is null.
+  SelectStats<acc_t> of_span(int64_t r, int64_t t, const uint32_t* kept, const scalar_t* next) const {
+    const int64_t begin = t * kSpan;
+    const Wanted wanted{args_.entropy != nullptr, args_.mean_logit != nullptr, args_.argmax != nullptr,
+                        args_.needs_smoothing() && !kept};
+    SelectStats<acc_t> stats = Tile<scalar_t>::select_stats(row(r) + begin, std::min(kSpan, columns_ - begin),
+                                                            args_.template transform<acc_t>(r), wanted,
+                                                            weights_at<scalar_t>(args_.target, begin), kept, next);
+    if (stats.argmax >= 0) stats.argmax += begin;
+    return stats;
   }
 
   SelectStats<acc_t> of_entries(const RowEntries<acc_t>& entries) const {
@@ -223,7 +163,7 @@ class SelectBackward {
       const acc_t in_loss = args_.grad_loss ? plan.coefficients.d * entries.weights[k] : acc_t(0);
       entries.weights[k] = in_loss - args_.template upstream_of_entry<acc_t>(entries.positions[k]);
     }
-    entries.template arrange<kTile>(divide_up(spans_ * kSpan, kTile));
+    entries.arrange(spans_);
   }
 
   // Every element of the span is written. Returns what it adds to dl/ds.
@@ -235,19 +175,20 @@ class SelectBackward {
     if (live > begin) {
       const LogitTransform<acc_t> transform = args_.template transform<acc_t>(r);
       RowEntries<acc_t>& entries = plan.entries;
-      const size_t first = entries.part_begin(t * kTiles), last = entries.part_begin((t + 1) * kTiles);
+      const size_t first = entries.span_begin(t), last = entries.span_begin(t + 1);
       if (args_.grad_scale) {
         plan.raw.resize(entries.size());
         for (size_t k = first; k < last; ++k) plan.raw[k] = to_acc(row(r)[entries.columns[k]]);
       }
       entries.gather(row(r), transform, first, last);
-      if (plan.coefficients.more() || args_.grad_scale) {
-        for (int64_t p = t * kTiles; p * kTile < live; ++p) of_scale += write_tile(r, p, live, transform, plan);
-      } else {
-        const scalar_t* next = t + 1 < spans_ ? row(r) + end : row(after);
-        Tile<scalar_t>::gradient(row(r) + begin, live - begin, transform, plan.coefficients,
-                                 weights_at<scalar_t>(args_.target, begin), next, gradient + begin);
-      }
+      const scalar_t* next = t + 1 < spans_ ? row(r) + end : row(after);
+      const SelectCoefficients<acc_t>& c = plan.coefficients;
+      if (!c.more() && !args_.grad_scale)
+        Tile<scalar_t>::gradient(row(r) + begin, live - begin, transform, c, weights_at<scalar_t>(args_.target, begin),
+                                 next, gradient + begin);
+      else if (args_.grad_scale ||
+               !Tile<scalar_t>::select_gradient(row(r) + begin, live - begin, transform, c, next, gradient + begin))
+        of_scale = write_tiles(r, t, live, transform, plan);
     }
     std::fill(reinterpret_cast<char*>(gradient + live), reinterpret_cast<char*>(gradient + end), 0);
     return of_scale;
@@ -276,20 +217,21 @@ class SelectBackward {
                        [&](int64_t i) { return args_.template upstream_of_entry<acc_t>(i) != acc_t(0); });
   }
 
-  // Tile p, up to column `live`, as if none of its classes had an entry; those that have add nothing to dl/ds here.
-  acc_t write_tile(int64_t r, int64_t p, int64_t live, const LogitTransform<acc_t>& transform,
-                   const RowPlan& plan) const {
+  // A span, up to column `live`, as if none of its classes had an entry; those that have add nothing to dl/ds here.
+  acc_t write_tiles(int64_t r, int64_t t, int64_t live, const LogitTransform<acc_t>& transform,
+                    const RowPlan& plan) const {
     alignas(64) acc_t buffer[kTile], derivative[kTile];
-    const int64_t begin = p * kTile, n = std::min(kTile, live - begin);
-    const RowEntries<acc_t>& entries = plan.entries;
-    const acc_t* z = transformed(row(r) + begin, n, transform, buffer);
-    Tile<scalar_t>::derivative(z, n, plan.coefficients, weights_at<scalar_t>(args_.target, begin), derivative);
     acc_t of_scale = 0;
-    if (args_.grad_scale)
-      for (size_t k = entries.part_begin(p); k < entries.part_begin(p + 1); ++k)
-        derivative[entries.columns[k] - begin] = acc_t(0);
-    Tile<scalar_t>::chain(row(r) + begin, z, derivative, n, transform, args_.grad_scale ? &of_scale : nullptr,
-                          args_.template gradient_row<scalar_t>(r) + begin);
+    typename RowEntries<acc_t>::Others others;
+    if (args_.grad_scale) others = plan.entries.without_entries(t);
+    for (int64_t begin = t * kSpan; begin < live; begin += kTile) {
+      const int64_t n = std::min(kTile, live - begin);
+      const acc_t* z = transformed(row(r) + begin, n, transform, buffer);
+      Tile<scalar_t>::derivative(z, n, plan.coefficients, weights_at<scalar_t>(args_.target, begin),
+                                 args_.grad_scale ? others.bits + (begin - t * kSpan) / 32 : nullptr, derivative);
+      Tile<scalar_t>::chain(row(r) + begin, z, derivative, n, transform, args_.grad_scale ? &of_scale : nullptr,
+                            args_.template gradient_row<scalar_t>(r) + begin);
+    }
     return of_scale;
   }
 

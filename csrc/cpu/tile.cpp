@@ -42,12 +42,16 @@ template <InstructionSet set, typename scalar_t, typename acc_t>
 SCE_HD RowStats<acc_t> stats_body(const scalar_t* logits, int64_t n, const LogitTransform<acc_t>& transform,
                                   bool weighted, const acc_t* class_weight, [[maybe_unused]] const scalar_t* next,
                                   RowStats<acc_t> stats) {
+#ifdef SCE_X86
   if constexpr (set == InstructionSet::kAvx512 && std::is_same_v<acc_t, float>) {
     if (transform.softcap == acc_t(0) && transform.scale > acc_t(0) && !weighted) {
-      avx512::push(logits, n, transform.scale, next, stats);
+      avx512::push(avx512::Every<scalar_t>{logits}, n, transform.scale, next, stats,
+                   [&](int64_t begin, int64_t end)
+                       SCE_INLINE { stats.push(Scaled<scalar_t>{logits, transform.scale}, begin, end); });
       return stats;
     }
   }
+#endif
   alignas(64) acc_t buffer[kTile];
   for (int64_t begin = 0; begin < n; begin += kTile) {
     const int64_t m = n - begin < kTile ? n - begin : kTile;
@@ -67,10 +71,12 @@ SCE_HD void gradient_body(const scalar_t* logits, int64_t n, const LogitTransfor
                           const GradientCoefficients<acc_t>& coefficients, const acc_t* class_weight,
                           [[maybe_unused]] const scalar_t* next, scalar_t* gradient) {
   const GradientCoefficients<acc_t> c = coefficients;
+#ifdef SCE_X86
   if constexpr (set == InstructionSet::kAvx512 && std::is_same_v<acc_t, float>) {
     const bool plain = transform.softcap == acc_t(0) && transform.scale > acc_t(0) && c.b == acc_t(0);
-    if (plain && avx512::gradient(logits, n, transform.scale, coefficients, next, gradient)) return;
+    if (plain && avx512::gradient<avx512::Times>(logits, n, transform.scale, coefficients, next, gradient)) return;
   }
+#endif
   if (transform.identity() && c.b == acc_t(0)) {
     if constexpr (sizeof(scalar_t) == 2) {
       SCE_SIMD()
@@ -103,6 +109,7 @@ SCE_HD void entries_body(acc_t* z, int64_t n, const LogitTransform<acc_t>& trans
     z[i] = c.at(z[i], class_weight ? class_weight[i] : acc_t(1), target_weight[i]) * t.slope(z[i]);
 }
 
+// The first of the largest, -1 where none is above `above`.
 template <typename acc_t>
 SCE_HD int64_t argmax_body(const acc_t* z, int64_t n, acc_t above) {
   acc_t highest = above;
@@ -114,9 +121,106 @@ SCE_HD int64_t argmax_body(const acc_t* z, int64_t n, acc_t above) {
   return i;
 }
 
+// `value` where a bit is missing among those `kept`, if there are any.
+template <typename acc_t>
+SCE_HD void leave_out(const uint32_t* kept, int64_t n, acc_t value, acc_t* z) {
+  for (int64_t word = 0; kept && word < divide_up(n, 32); ++word)
+    for (uint32_t left = ~kept[word]; left != 0; left &= left - 1) z[32 * word + __builtin_ctz(left)] = value;
+}
+
+// Tile by tile: transformed, without what is left out, in buffer (kTile,) or, where nothing becomes of them, the logits.
+template <typename scalar_t, typename acc_t>
+SCE_HD const acc_t* kept_of(const scalar_t* logits, int64_t begin, int64_t n, const LogitTransform<acc_t>& transform,
+                            const uint32_t* kept, acc_t* buffer) {
+  if constexpr (std::is_same_v<scalar_t, acc_t>) {
+    if (transform.identity() && !kept) return logits + begin;
+  }
+  transformed(logits + begin, n, transform, buffer);
+  leave_out(kept ? kept + begin / 32 : nullptr, n, -acc_t(INFINITY), buffer);
+  return buffer;
+}
+
+// Of logits of which one at least is `max`, when transformed: the first.
+template <typename scalar_t, typename acc_t>
+SCE_HD int64_t place_of(acc_t max, const scalar_t* logits, int64_t n, const LogitTransform<acc_t>& transform,
+                        const uint32_t* kept) {
+  alignas(64) acc_t buffer[kTile];
+  for (int64_t begin = 0; begin < n; begin += kTile) {
+    const int64_t m = n - begin < kTile ? n - begin : kTile;
+    const acc_t* z = kept_of(logits, begin, m, transform, kept, buffer);
+    int64_t equal = 0;
+    SCE_SIMD(reduction(+ : equal))
+    for (int64_t i = 0; i < m; ++i) equal += z[i] == max;
+    for (int64_t i = 0; equal != 0; ++i)
+      if (z[i] == max) return begin + i;
+  }
+  return -1;
+}
+
+#ifdef SCE_X86
+// In one pass over memory. sums: SelectStats, or RowStats alone.
+template <typename source_t, typename stats_t>
+SCE_AVX512 void push_plain(const source_t& source, int64_t n, const LogitTransform<float>& transform,
+                           const uint32_t* kept, const decltype(source.x) next, stats_t& sums) {
+  avx512::push(source, n, transform.scale, next, sums, [&](int64_t begin, int64_t end) SCE_INLINE {
+    alignas(64) float buffer[kTile];
+    sums.push(kept_of(source.x, begin, end - begin, transform, kept, buffer), 0, end - begin);
+  });
+}
+template <typename source_t>
+void push_plain(const source_t& source, int64_t n, const LogitTransform<float>& transform, bool spread,
+                const uint32_t* kept, const decltype(source.x) next, SelectStats<float>& stats) {
+  if (spread) return push_plain(source, n, transform, kept, next, stats);
+  push_plain(source, n, transform, kept, next, stats.row);
+}
+#endif
+
+template <InstructionSet set, typename scalar_t, typename acc_t>
+SCE_HD SelectStats<acc_t> select_stats_body(const scalar_t* logits, int64_t n, const LogitTransform<acc_t>& transform,
+                                            const Wanted& wanted, const acc_t* class_weight, const uint32_t* kept,
+                                            [[maybe_unused]] const scalar_t* next) {
+  SelectStats<acc_t> stats;
+  bool done = false;
+#ifdef SCE_X86
+  if constexpr (set == InstructionSet::kAvx512 && std::is_same_v<acc_t, float>) {
+    done = transform.softcap == acc_t(0) && transform.scale > acc_t(0) && !wanted.total && !wanted.weighted;
+    if (done && kept)
+      push_plain(avx512::Kept<scalar_t>{logits, kept}, n, transform, wanted.spread, kept, next, stats);
+    else if (done)
+      push_plain(avx512::Every<scalar_t>{logits}, n, transform, wanted.spread, kept, next, stats);
+  }
+#endif
+  if (!done && !kept && !wanted.spread && !wanted.total && !wanted.weighted) {
+    stats.row = stats_body<set>(logits, n, transform, false, class_weight, next, stats.row);
+    done = true;
+  }
+  if (done) {
+    if (wanted.argmax && stats.row.max > Limits<acc_t>::kLowest)
+      stats.argmax = place_of(stats.row.max, logits, n, transform, kept);
+    return stats;
+  }
+  alignas(64) acc_t buffer[kTile];
+  for (int64_t begin = 0; begin < n; begin += kTile) {
+    const int64_t m = n - begin < kTile ? n - begin : kTile;
+    if (wanted.total) {
+      const acc_t* z = kept_of(logits, begin, m, transform, nullptr, buffer);
+      stats.total += sum_in_lanes<acc_t>(0, m, [&](int64_t i) { return z[i]; });
+    }
+    const acc_t* z = kept_of(logits, begin, m, transform, kept, buffer);
+    const int64_t at = wanted.argmax ? argmax_body(z, m, stats.row.max) : -1;
+    if (at >= 0) stats.argmax = begin + at;
+    if (wanted.spread)
+      push_tile(stats, z, m);
+    else
+      push_tile(stats.row, z, m);
+    if (wanted.weighted) stats.row.push_weighted(z, class_weight ? class_weight + begin : nullptr, m);
+  }
+  return stats;
+}
+
 template <typename acc_t>
 SCE_HD void derivative_body(const acc_t* z, int64_t n, const SelectCoefficients<acc_t>& coefficients,
-                            const acc_t* class_weight, acc_t* __restrict__ derivative) {
+                            const acc_t* class_weight, const uint32_t* kept, acc_t* __restrict__ derivative) {
   const SelectCoefficients<acc_t> c = coefficients;
   if (class_weight) {
     SCE_SIMD()
@@ -125,9 +229,11 @@ SCE_HD void derivative_body(const acc_t* z, int64_t n, const SelectCoefficients<
     SCE_SIMD()
     for (int64_t i = 0; i < n; ++i) derivative[i] = c.inside(z[i], acc_t(1));
   }
-  if (c.of_rest == acc_t(0)) return;
-  SCE_SIMD()
-  for (int64_t i = 0; i < n; ++i) derivative[i] += c.outside(z[i]);
+  if (c.of_rest != acc_t(0)) {
+    SCE_SIMD()
+    for (int64_t i = 0; i < n; ++i) derivative[i] += c.outside(z[i]);
+  }
+  leave_out(kept, n, acc_t(0), derivative);
 }
 
 template <typename scalar_t, typename acc_t>
@@ -193,34 +299,39 @@ void Tile<scalar_t>::entries(acc_t* z, int64_t n, const LogitTransform<acc_t>& t
 }
 
 template <typename scalar_t>
+SelectStats<acc_type<scalar_t>> Tile<scalar_t>::select_stats(const scalar_t* logits, int64_t n,
+                                                             const LogitTransform<acc_t>& transform,
+                                                             const Wanted& wanted, const acc_t* class_weight,
+                                                             const uint32_t* kept, const scalar_t* next) {
+  return with_instruction_set([&](auto set) SCE_INLINE {
+    return select_stats_body<decltype(set)::value>(logits, n, transform, wanted, class_weight, kept, next);
+  });
+}
+
+template <typename scalar_t>
+bool Tile<scalar_t>::select_gradient([[maybe_unused]] const scalar_t* logits, [[maybe_unused]] int64_t n,
+                                     const LogitTransform<acc_t>& transform, const SelectCoefficients<acc_t>& c,
+                                     [[maybe_unused]] const scalar_t* next, [[maybe_unused]] scalar_t* gradient) {
+  if (transform.softcap != acc_t(0) || !(transform.scale > acc_t(0)) || c.b != acc_t(0) || c.of_each != acc_t(0))
+    return false;
+#ifdef SCE_X86
+  if constexpr (std::is_same_v<acc_t, float>) {
+    if (instruction_set_in_use() == InstructionSet::kAvx512)
+      return avx512::gradient<avx512::TimesLine>(logits, n, transform.scale, c, next, gradient);
+  }
+#endif
+  return false;
+}
+
+template <typename scalar_t>
 void Tile<scalar_t>::transform(const scalar_t* logits, int64_t n, const LogitTransform<acc_t>& transform, acc_t* z) {
   with_instruction_set([&](auto) SCE_INLINE { transformed(logits, n, transform, z); });
 }
 
 template <typename scalar_t>
-void Tile<scalar_t>::push(const acc_t* z, int64_t n, bool weighted, const acc_t* class_weight,
-                          SelectStats<acc_t>& stats) {
-  with_instruction_set([&](auto) SCE_INLINE {
-    push_tile(stats, z, n);
-    if (weighted) stats.row.push_weighted(z, class_weight, n);
-  });
-}
-
-template <typename scalar_t>
-acc_type<scalar_t> Tile<scalar_t>::total(const acc_t* z, int64_t n) {
-  return with_instruction_set([&](auto)
-                                  SCE_INLINE { return sum_in_lanes<acc_t>(0, n, [&](int64_t i) { return z[i]; }); });
-}
-
-template <typename scalar_t>
-int64_t Tile<scalar_t>::argmax(const acc_t* z, int64_t n, acc_t above) {
-  return with_instruction_set([&](auto) SCE_INLINE { return argmax_body(z, n, above); });
-}
-
-template <typename scalar_t>
 void Tile<scalar_t>::derivative(const acc_t* z, int64_t n, const SelectCoefficients<acc_t>& coefficients,
-                                const acc_t* class_weight, acc_t* derivative) {
-  with_instruction_set([&](auto) SCE_INLINE { derivative_body(z, n, coefficients, class_weight, derivative); });
+                                const acc_t* class_weight, const uint32_t* kept, acc_t* derivative) {
+  with_instruction_set([&](auto) SCE_INLINE { derivative_body(z, n, coefficients, class_weight, kept, derivative); });
 }
 
 template <typename scalar_t>

@@ -22,6 +22,11 @@ struct Scaled {
   SCE_HD acc_type<scalar_t> operator[](int64_t i) const { return scale * to_acc(logits[i]); }
 };
 
+// Of SelectStats, beside maximum and sum: the spread, the total, the argmax and what label smoothing needs.
+struct Wanted {
+  bool spread, total, argmax, weighted;
+};
+
 // What is done with n <= kSpan logits, for the instruction set in use; class_weight (n,) may be null.
 template <typename scalar_t>
 struct Tile {
@@ -41,16 +46,21 @@ struct Tile {
                       const GradientCoefficients<acc_t>& coefficients, const acc_t* class_weight,
                       const acc_t* target_weight);
 
-  // For select, n <= kTile. z of the logits.
+  // For select: statistics of what is wanted. `kept`, (n / 32,) or null, has a bit for each logit; one without it
+  // counts in the total alone. argmax: from 0 on.
+  static SelectStats<acc_t> select_stats(const scalar_t* logits, int64_t n, const LogitTransform<acc_t>& transform,
+                                         const Wanted& wanted, const acc_t* class_weight, const uint32_t* kept,
+                                         const scalar_t* next);
+  // Its gradient without label smoothing, a mean logit and a gradient for the scale, as if none had an entry; false,
+  // with nothing written, where there is no loop for it.
+  static bool select_gradient(const scalar_t* logits, int64_t n, const LogitTransform<acc_t>& transform,
+                              const SelectCoefficients<acc_t>& coefficients, const scalar_t* next, scalar_t* gradient);
+
+  // For select by tiles, n <= kTile. z of the logits.
   static void transform(const scalar_t* logits, int64_t n, const LogitTransform<acc_t>& transform, acc_t* z);
-  // Adds z to `stats`, all but its total.
-  static void push(const acc_t* z, int64_t n, bool weighted, const acc_t* class_weight, SelectStats<acc_t>& stats);
-  static acc_t total(const acc_t* z, int64_t n);
-  // The first of the largest, -1 where none is above `above`.
-  static int64_t argmax(const acc_t* z, int64_t n, acc_t above);
-  // dl/dz as if none had an entry.
+  // dl/dz as if none had an entry, 0 where one is not among the `kept`.
   static void derivative(const acc_t* z, int64_t n, const SelectCoefficients<acc_t>& coefficients,
-                         const acc_t* class_weight, acc_t* derivative);
+                         const acc_t* class_weight, const uint32_t* kept, acc_t* derivative);
   // The gradient from it, and, where `of_scale` is there, what it adds to dl/ds; it may be the logits.
   static void chain(const scalar_t* logits, const acc_t* z, const acc_t* derivative, int64_t n,
                     const LogitTransform<acc_t>& transform, acc_t* of_scale, scalar_t* gradient);
