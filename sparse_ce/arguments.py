@@ -130,14 +130,19 @@ _RULES: Dict[str, _Rule] = {
 _DEFAULTS = {name: Arguments._field_defaults[name] for name in _RULES}
 
 
-def checked(options: Dict[str, Any], vocab: Optional[int] = None,
-            classes: str = "the last dimension of input") -> Dict[str, Any]:
-    """``options``, one for each rule, as the ops take them. ``classes``: what there are ``vocab`` of."""
+def are_defaults(options: Dict[str, Any]) -> bool:
+    """Whether ``options``, one for each rule, are what they are without being given; ``ignore_index`` may be any."""
     for name, default in _DEFAULTS.items():
         value = options[name]
         if type(value) is not type(default) or value != default and name != "ignore_index":
-            break
-    else:
+            return False
+    return True
+
+
+def checked(options: Dict[str, Any], vocab: Optional[int] = None,
+            classes: str = "the last dimension of input") -> Dict[str, Any]:
+    """``options``, one for each rule, as the ops take them. ``classes``: what there are ``vocab`` of."""
+    if are_defaults(options):
         return options  # most calls: nothing to look at
     taken = {}
     for name, rule in _RULES.items():

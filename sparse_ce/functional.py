@@ -13,7 +13,7 @@ from .entries import IGNORE_INDEX, NO_MARK
 from .errors import fail
 from .masked_mean import masked_mean
 from .ops.cross_entropy import cross_entropy as cross_entropy_op
-from .ops.cross_entropy import loss_mean
+from .ops.cross_entropy import loss_mean, mean_of_labels
 from .ops.library import check_kernels
 from .ops.linear import Head
 from .ops.linear import Options as HeadOptions
@@ -179,9 +179,15 @@ def cross_entropy(
     shape = input.shape
     if shape[-1] == 0:
         fail(f"input must have at least one class, got shape {list(shape)}")
-    logit_scale, row_scale = arguments.taken_scale(logit_scale, shape, input)
     options = dict(ignore_index=ignore_index, label_smoothing=label_smoothing, z_loss=z_loss, logit_scale=logit_scale,
                    softcap=softcap, num_classes=num_classes)
+    if (type(target) is Tensor and len(shape) == 2 and weight is None and row_weight is None and normalizer is None
+            and reduction == "mean" and inplace is False and not (return_lse or return_entropy or return_argmax)
+            and arguments.are_defaults(options) and arguments.fit_as_labels(target, shape, input)):
+        loss = mean_of_labels(input, target, ignore_index)
+        if loss is not None:
+            return loss
+    options["logit_scale"], row_scale = arguments.taken_scale(logit_scale, shape, input)
     options = arguments.checked(options, shape[-1])
     arguments.check_inplace(inplace)
     a, normalizer = _dense_parts(input, shape, target, weight, reduction, normalizer, options, row_scale)

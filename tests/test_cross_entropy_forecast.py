@@ -27,8 +27,8 @@ def makes(monkeypatch):
             calls.append(args[0].item())
             return op(*args)
 
-    def small(logits, a, mean, normalizer, grad_mean, call=small_calls.cross_entropy):
-        found = call(logits, a, mean, normalizer, grad_mean)
+    def small(*args, call=small_calls.cross_entropy):
+        found, grad_mean = call(*args), args[-1]
         if found is not None and grad_mean is not None:
             calls.append(grad_mean.item())
         return found

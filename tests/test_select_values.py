@@ -149,6 +149,25 @@ def test_plain_integers_are_ids(ids, device):
         assert (out.log_rest == 0).all()
 
 
+def check_long_rows(x, ids, draw):
+    """ALL outputs, and their gradients, against float64; x (N, V), ids (N, K)."""
+    rows = [[(k, c) for k, c in enumerate(row, r * len(row))] for r, row in enumerate(ids.tolist())]
+    leaf, exact_leaf = x.clone().requires_grad_(), x.double().requires_grad_()
+    out = selected_log_probs(leaf, ids, **ALL)
+    exact = dense_select(exact_leaf, rows, ids.shape, torch.zeros(len(rows), dtype=torch.bool, device=x.device))
+    assert torch.equal(out.argmax, x.double().argmax(1))
+    for name in OUTPUTS:
+        torch.testing.assert_close(getattr(out, name).double(), exact[name], rtol=2e-6, atol=5e-6)
+    finite = [name for name in OUTPUTS if name != "mean_logit" and (name != "log_rest" or x.shape[1] > ids.shape[1])]
+    if x.isfinite().all():
+        finite.append("mean_logit")
+    upstream = [draw.normal(*exact[name].shape, dtype=torch.float64) for name in finite]
+    ours, = torch.autograd.grad([getattr(out, n) for n in finite], leaf, [g.float() for g in upstream])
+    theirs, = torch.autograd.grad([exact[n] for n in finite], exact_leaf, upstream)
+    close = dict(rtol=1e-5, atol=1e-5) if x.dtype == torch.float32 else dict(rtol=8e-3, atol=8e-3)
+    torch.testing.assert_close(ours.double(), theirs, check_dtype=False, **close)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("vocab", [1, 3, 1023, 1024, 1025, 33000, 70001])
 def test_vocabularies_of_any_width(vocab, dtype, device):
@@ -160,20 +179,33 @@ def test_vocabularies_of_any_width(vocab, dtype, device):
     ids[0, 0], ids[1, -1] = vocab - 1, 0
     if k > 2:
         ids[2, 1] = ids[2, 0]
-    rows = [list(enumerate(row, r * k)) for r, row in enumerate(ids.tolist())]
-    leaf = x.clone().requires_grad_()
-    out = selected_log_probs(leaf, ids, **ALL)
-    exact_leaf = x.double().requires_grad_()
-    exact = dense_select(exact_leaf, rows, ids.shape, torch.zeros(3, dtype=torch.bool, device=device))
-    assert torch.equal(out.argmax, x.double().argmax(1))
-    for name in OUTPUTS:
-        torch.testing.assert_close(getattr(out, name).double(), exact[name], rtol=2e-6, atol=5e-6)
-    finite = [name for name in OUTPUTS if name != "log_rest" or vocab > k]
-    upstream = [draw.normal(*exact[name].shape, dtype=torch.float64) for name in finite]
-    ours, = torch.autograd.grad([getattr(out, n) for n in finite], leaf, [g.float() for g in upstream])
-    theirs, = torch.autograd.grad([exact[n] for n in finite], exact_leaf, upstream)
-    torch.testing.assert_close(ours.double(), theirs, **({} if dtype == torch.float32 else dict(rtol=8e-3, atol=8e-3)),
-                               check_dtype=False, **(dict(rtol=1e-5, atol=1e-5) if dtype == torch.float32 else {}))
+    check_long_rows(x, ids, draw)
+
+
+WIDTH = 9001
+ROWS = {
+    "a far tail": lambda noise: torch.where(torch.arange(WIDTH, device=noise.device) == 5000, 0.0, noise - 14),
+    "rising": lambda noise: noise + torch.linspace(-150, 150, WIDTH, device=noise.device),
+    "falling": lambda noise: noise + torch.linspace(150, -150, WIDTH, device=noise.device),
+    "one of all": lambda noise: torch.where(torch.arange(WIDTH, device=noise.device) == 5000, 0.0, noise - 3e4),
+    "beyond the exponent's digits": lambda noise: 4 * noise + 3e6,
+    "of equals": lambda noise: torch.ones_like(noise),
+    "mostly impossible": lambda noise: torch.where(noise > 0.5, noise, -torch.inf).index_fill(
+        1, torch.arange(5000, device=noise.device), -torch.inf),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("kind", ROWS)
+def test_long_rows_of_every_kind(kind, dtype, device):
+    """The ids take whole vectors from the sums, and at times the maximum."""
+    draw = Draw(device)
+    x = ROWS[kind](draw.normal(2, WIDTH)).to(dtype)
+    ids = torch.cat((torch.arange(33, device=device).expand(2, -1), draw.integers(WIDTH, 2, 5)), 1)
+    ids[0, -1], ids[1, -1] = x[0].argmax(), 4224
+    if dtype == torch.float16 and kind == "beyond the exponent's digits":
+        x = x.clamp(max=6e4)
+    check_long_rows(x, ids, draw)
 
 
 @pytest.mark.parametrize("options", [dict(), dict(label_smoothing=0.1, z_loss=0.01), "weight"], ids=str)

@@ -19,8 +19,10 @@ constexpr float kLog2e = 1.44269504f, kLn2 = 0.693147181f;
 // Beyond this a logit's product with log2(e) leaves too few digits for the fraction.
 constexpr float kLargest = 1 << 20;
 
-// Logits may exceed the reference of a sum by this much before it overflows.
-constexpr float kNear = 60;
+// Logits may exceed the reference of a sum by this much: before it overflows; before what the maximum adds to the
+// spread hides the digits of what others add.
+template <typename stats_t>
+constexpr float kNear = std::is_same_v<stats_t, SelectStats<float>> ? 4 : 60;
 
 // Results below the normal range become 0 instead of costing 150 cycles each.
 class FlushSubnormals {
@@ -122,24 +124,32 @@ struct Lanes {
   }
 };
 
+// Of the first n columns.
 template <typename logits_t>
-SCE_AVX512_INLINE float first_maximum(const logits_t& logits, int64_t n) {
-  Columns<kNarrow> first;
-  if (n < kPack)
-    logits.read_first(n, first);
-  else
-    logits.read(first);
-  return _mm512_reduce_max_ps(_mm512_max_ps(first.vector[0], first.vector[1]));
+SCE_AVX512_INLINE float maximum(const logits_t& logits, int64_t n) {
+  __m512 max = _mm512_set1_ps(-INFINITY);
+  for (int64_t i = 0; i < n; i += kPack) {
+    Columns<kNarrow> pack;
+    if (n - i < kPack)
+      logits.from(i).read_first(n - i, pack);
+    else
+      logits.from(i).read(pack);
+    SCE_EACH(k, kNarrow) max = _mm512_max_ps(pack.vector[k], max);
+  }
+  return _mm512_reduce_max_ps(max);
 }
 
 // Adds blocks of scale * logits to `row`, RowStats or SelectStats, for as long as they stay near the logits that they
-// begin with; returns how many columns it added.
+// begin with, or near the maximum so far; returns how many columns it added.
 template <typename logits_t, typename scalar_t, typename stats_t>
 SCE_AVX512 int64_t push_stretch(const logits_t& logits, int64_t n, float scale, const scalar_t* next, stats_t& row) {
-  const float first = first_maximum(logits, n), reference = scale * first;
+  constexpr bool kSpread = Lanes<stats_t>::kSpread;
+  float first = maximum(logits, std::min(n, kSpread ? 8 * kPack : kPack));
+  if constexpr (kSpread) first = std::max(first, row.row.max / scale);
+  const float reference = scale * first;
   if (!(std::fabs(reference) < kLargest)) return 0;
   const Exponential<5> exponential(Line(scale, reference), 1.0f);
-  const __m512 limit = _mm512_set1_ps(first + kNear / scale);
+  const __m512 limit = _mm512_set1_ps(first + kNear<stats_t> / scale);
   Columns<kWide> wide;
   Columns<kNarrow> pack;
   Lanes<stats_t> stretch;
@@ -168,14 +178,15 @@ SCE_AVX512 int64_t push_stretch(const logits_t& logits, int64_t n, float scale, 
   if (begin == 0) return 0;
   // Relative to the exponential of the maximum as it was added: a row with all its mass at one class adds up to 1.
   const float most = _mm512_reduce_max_ps(stretch.max);
-  Columns<1> top{{_mm512_set1_ps(most)}};
+  Columns<1> top{{_mm512_set1_ps(std::max(most, first))}};
   exponential.scale(top);
   const float exponent = _mm512_cvtss_f32(top.vector[0]), power = _mm512_cvtss_f32(exponential.raise(top).vector[0]);
   RowStats<float> sums;
   sums.max = scale * most;
   sums.sum = _mm512_reduce_add_ps(stretch.sum) / power;
-  if constexpr (Lanes<stats_t>::kSpread) {
+  if constexpr (kSpread) {
     stats_t stats;
+    if (most < first) sums.max = row.row.max;
     stats.row = sums;
     stats.spread = kLn2 * (_mm512_reduce_add_ps(stretch.spread) / power - exponent * sums.sum);
     row.merge(stats);
@@ -198,9 +209,9 @@ SCE_AVX512 void push(const logits_t& logits, int64_t n, float scale, const scala
   }
 }
 
-// What a gradient multiplies each exponential with: a number, which is part of the polynomial,
+// What a gradient makes of each probability: that times a number, which is part of the polynomial,
 struct Times {
-  SCE_AVX512_INLINE Times(const GradientCoefficients<float>& c, double, float) : factor(c.a) {}
+  SCE_AVX512_INLINE Times(const GradientCoefficients<float>& c, float, double, float) : factor(c.a) {}
 
   template <int count>
   SCE_AVX512_INLINE void operator()(const Columns<count>&, Columns<count>&) const {}
@@ -209,28 +220,29 @@ struct Times {
   const float factor;
 };
 
-// or, with entropy or the rest among what is differentiated, a line over its exponent. `where_one`: the exponent of a
-// probability of 1, `log2`: what another one more adds to the logarithm of the probability.
+// or, with more than a loss among what is differentiated, that times a line over its exponent, and what every class
+// has. `where_one`: the exponent of a probability of 1, `log2`: what another one more adds to its logarithm.
 class TimesLine {
  public:
-  SCE_AVX512_INLINE TimesLine(const SelectCoefficients<float>& c, double where_one, float log2)
+  SCE_AVX512_INLINE TimesLine(const SelectCoefficients<float>& c, float scale, double where_one, float log2)
       : slope_(-c.of_entropy * log2),
         offset_(static_cast<float>(c.a + c.of_rest * std::exp(-static_cast<double>(c.log_rest)) -
-                                   c.of_entropy * (c.entropy - where_one * log2))) {}
+                                   c.of_entropy * (c.entropy - where_one * log2))),
+        each_(scale * (c.of_each - c.b)) {}
 
   template <int count>
   SCE_AVX512_INLINE void operator()(Columns<count> exponent, Columns<count>& x) const {
-    const __m512 slope = _mm512_set1_ps(slope_), offset = _mm512_set1_ps(offset_);
+    const __m512 slope = _mm512_set1_ps(slope_), offset = _mm512_set1_ps(offset_), each = _mm512_set1_ps(each_);
     keep_finite(exponent);
     SCE_EACH(k, count) exponent.vector[k] = _mm512_fmadd_ps(exponent.vector[k], slope, offset);
-    SCE_EACH(k, count) x.vector[k] = _mm512_mul_ps(x.vector[k], exponent.vector[k]);
+    SCE_EACH(k, count) x.vector[k] = _mm512_fmadd_ps(x.vector[k], exponent.vector[k], each);
   }
   SCE_AVX512_INLINE bool usual() const { return std::fabs(slope_) < 1e30f && std::fabs(offset_) < 1e30f; }
 
   static constexpr float factor = 1;
 
  private:
-  const float slope_, offset_;
+  const float slope_, offset_, each_;
 };
 
 template <int count, typename exponential_t, typename times_t>
@@ -250,7 +262,7 @@ SCE_AVX512 bool gradient(const scalar_t* x, int64_t n, float scale, const coeffi
   const Line line(scale, c.lse);
   const double where = (static_cast<double>(c.lse) + c.lse_residual) / scale;  // x whose probability is 1
   const double where_one = where * line.slope + line.offset;
-  const times_t times(c, where_one, scale / line.slope);
+  const times_t times(c, scale, where_one, scale / line.slope);
   const float factor = times.factor * scale * static_cast<float>(std::exp2(-where_one));
   if (!(std::fabs(c.lse) < kLargest && std::fabs(factor) > 1e-30f && std::fabs(factor) < 1e30f && times.usual()))
     return false;

@@ -183,11 +183,12 @@ class SelectBackward {
       entries.gather(row(r), transform, first, last);
       const scalar_t* next = t + 1 < spans_ ? row(r) + end : row(after);
       const SelectCoefficients<acc_t>& c = plan.coefficients;
+      const acc_t* weights = weights_at<scalar_t>(args_.target, begin);
+      const int64_t n = live - begin;
       if (!c.more() && !args_.grad_scale)
-        Tile<scalar_t>::gradient(row(r) + begin, live - begin, transform, c, weights_at<scalar_t>(args_.target, begin),
-                                 next, gradient + begin);
+        Tile<scalar_t>::gradient(row(r) + begin, n, transform, c, weights, next, gradient + begin);
       else if (args_.grad_scale ||
-               !Tile<scalar_t>::select_gradient(row(r) + begin, live - begin, transform, c, next, gradient + begin))
+               !Tile<scalar_t>::select_gradient(row(r) + begin, n, transform, c, weights, next, gradient + begin))
         of_scale = write_tiles(r, t, live, transform, plan);
     }
     std::fill(reinterpret_cast<char*>(gradient + live), reinterpret_cast<char*>(gradient + end), 0);

@@ -128,7 +128,7 @@ SCE_HD void leave_out(const uint32_t* kept, int64_t n, acc_t value, acc_t* z) {
     for (uint32_t left = ~kept[word]; left != 0; left &= left - 1) z[32 * word + __builtin_ctz(left)] = value;
 }
 
-// Tile by tile: transformed, without what is left out, in buffer (kTile,) or, where nothing becomes of them, the logits.
+// A tile transformed, without what is left out: in buffer (kTile,) or, where nothing becomes of it, the logits.
 template <typename scalar_t, typename acc_t>
 SCE_HD const acc_t* kept_of(const scalar_t* logits, int64_t begin, int64_t n, const LogitTransform<acc_t>& transform,
                             const uint32_t* kept, acc_t* buffer) {
@@ -157,6 +157,18 @@ SCE_HD int64_t place_of(acc_t max, const scalar_t* logits, int64_t n, const Logi
   return -1;
 }
 
+template <typename scalar_t, typename acc_t>
+SCE_HD acc_t total_of(const scalar_t* logits, int64_t n, const LogitTransform<acc_t>& transform) {
+  alignas(64) acc_t buffer[kTile];
+  acc_t total = 0;
+  for (int64_t begin = 0; begin < n; begin += kTile) {
+    const int64_t m = n - begin < kTile ? n - begin : kTile;
+    const acc_t* z = kept_of(logits, begin, m, transform, nullptr, buffer);
+    total += sum_in_lanes<acc_t>(0, m, [&](int64_t i) { return z[i]; });
+  }
+  return total;
+}
+
 #ifdef SCE_X86
 // In one pass over memory. sums: SelectStats, or RowStats alone.
 template <typename source_t, typename stats_t>
@@ -183,17 +195,18 @@ SCE_HD SelectStats<acc_t> select_stats_body(const scalar_t* logits, int64_t n, c
   bool done = false;
 #ifdef SCE_X86
   if constexpr (set == InstructionSet::kAvx512 && std::is_same_v<acc_t, float>) {
-    done = transform.softcap == acc_t(0) && transform.scale > acc_t(0) && !wanted.total && !wanted.weighted;
+    done = transform.softcap == acc_t(0) && transform.scale > acc_t(0) && !wanted.weighted;
     if (done && kept)
       push_plain(avx512::Kept<scalar_t>{logits, kept}, n, transform, wanted.spread, kept, next, stats);
     else if (done)
       push_plain(avx512::Every<scalar_t>{logits}, n, transform, wanted.spread, kept, next, stats);
   }
 #endif
-  if (!done && !kept && !wanted.spread && !wanted.total && !wanted.weighted) {
+  if (!done && !kept && !wanted.spread && !wanted.weighted) {
     stats.row = stats_body<set>(logits, n, transform, false, class_weight, next, stats.row);
     done = true;
   }
+  if (wanted.total) stats.total = total_of(logits, n, transform);  // of what is in a cache
   if (done) {
     if (wanted.argmax && stats.row.max > Limits<acc_t>::kLowest)
       stats.argmax = place_of(stats.row.max, logits, n, transform, kept);
@@ -202,10 +215,6 @@ SCE_HD SelectStats<acc_t> select_stats_body(const scalar_t* logits, int64_t n, c
   alignas(64) acc_t buffer[kTile];
   for (int64_t begin = 0; begin < n; begin += kTile) {
     const int64_t m = n - begin < kTile ? n - begin : kTile;
-    if (wanted.total) {
-      const acc_t* z = kept_of(logits, begin, m, transform, nullptr, buffer);
-      stats.total += sum_in_lanes<acc_t>(0, m, [&](int64_t i) { return z[i]; });
-    }
     const acc_t* z = kept_of(logits, begin, m, transform, kept, buffer);
     const int64_t at = wanted.argmax ? argmax_body(z, m, stats.row.max) : -1;
     if (at >= 0) stats.argmax = begin + at;
@@ -311,9 +320,9 @@ SelectStats<acc_type<scalar_t>> Tile<scalar_t>::select_stats(const scalar_t* log
 template <typename scalar_t>
 bool Tile<scalar_t>::select_gradient([[maybe_unused]] const scalar_t* logits, [[maybe_unused]] int64_t n,
                                      const LogitTransform<acc_t>& transform, const SelectCoefficients<acc_t>& c,
-                                     [[maybe_unused]] const scalar_t* next, [[maybe_unused]] scalar_t* gradient) {
-  if (transform.softcap != acc_t(0) || !(transform.scale > acc_t(0)) || c.b != acc_t(0) || c.of_each != acc_t(0))
-    return false;
+                                     const acc_t* class_weight, [[maybe_unused]] const scalar_t* next,
+                                     [[maybe_unused]] scalar_t* gradient) {
+  if (transform.softcap != acc_t(0) || !(transform.scale > acc_t(0)) || (class_weight && c.b != acc_t(0))) return false;
 #ifdef SCE_X86
   if constexpr (std::is_same_v<acc_t, float>) {
     if (instruction_set_in_use() == InstructionSet::kAvx512)

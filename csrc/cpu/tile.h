@@ -51,10 +51,11 @@ struct Tile {
   static SelectStats<acc_t> select_stats(const scalar_t* logits, int64_t n, const LogitTransform<acc_t>& transform,
                                          const Wanted& wanted, const acc_t* class_weight, const uint32_t* kept,
                                          const scalar_t* next);
-  // Its gradient without label smoothing, a mean logit and a gradient for the scale, as if none had an entry; false,
-  // with nothing written, where there is no loop for it.
+  // Its gradient, and nothing for the scale, as if none had an entry; false, with nothing written, where there is no
+  // loop for it.
   static bool select_gradient(const scalar_t* logits, int64_t n, const LogitTransform<acc_t>& transform,
-                              const SelectCoefficients<acc_t>& coefficients, const scalar_t* next, scalar_t* gradient);
+                              const SelectCoefficients<acc_t>& coefficients, const acc_t* class_weight,
+                              const scalar_t* next, scalar_t* gradient);
 
   // For select by tiles, n <= kTile. z of the logits.
   static void transform(const scalar_t* logits, int64_t n, const LogitTransform<acc_t>& transform, acc_t* z);

@@ -27,58 +27,41 @@ from .library import (
 
 class _CrossEntropy(torch.autograd.Function):
     """loss, or the mean, and lse where it is asked for, with the gradient for logits, for the values of the entries
-    (which autograd does not see among ``a``) and for the rows' weights in the mean."""
+    (which autograd does not see among ``a``) and for the rows' weights in the mean. ``expected``: the upstream gradient
+    for which the one of the logits is made here."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, values: Optional[Tensor], row_weight: Optional[Tensor], a: Arguments,
-                how: Tuple[Any, ...]) -> Any:
-        inplace, mean, normalizer, return_lse = how
-        expected = small = None
-        ctx.forecasts = mean and logits.is_cpu and ctx.needs_input_grad[0] and not inplace
-        if ctx.forecasts:
-            expected = forecast.take("cross_entropy", arithmetic_dtype(logits.dtype))
-        if expected is not None and not return_lse and row_weight is None:
-            small = small_calls.cross_entropy(logits, a, True, normalizer, expected)
-        if small is not None:
-            loss, grad_logits = small
-            ctx.save_for_backward(logits, a.indices, a.values, normalizer)
-        else:
-            divisor = grad_logits = None
-            with torch._C._AutoDispatchBelowAutograd():
-                if expected is not None:
-                    loss, divisor, losses, lse, lse_residual, grad_logits = ops.forward_with_gradient(
-                        expected, normalizer, logits, *a, row_weight)
-                else:
-                    losses, lse, lse_residual = ops.forward_with_residual(logits, *a)
-                    loss = losses
-                    if mean:
-                        loss, divisor = ops.loss_mean(losses, normalizer, *a.target, row_weight)
-            of_weights = (row_weight, losses if ctx.needs_input_grad[2] else None)
-            ctx.save_for_backward(logits, *a.tensors, lse, lse_residual, divisor, *of_weights)
-        ctx.numbers, ctx.inplace, ctx.made, ctx.small = a.numbers, inplace, (expected, grad_logits), small is not None
+                how: Tuple[Any, ...], expected: Optional[Tensor]) -> Any:
+        inplace, mean, normalizer, return_lse, ctx.forecasts = how
+        divisor = grad_logits = None
+        with torch._C._AutoDispatchBelowAutograd():
+            if expected is not None:
+                loss, divisor, losses, lse, lse_residual, grad_logits = ops.forward_with_gradient(
+                    expected, normalizer, logits, *a, row_weight)
+            else:
+                losses, lse, lse_residual = ops.forward_with_residual(logits, *a)
+                loss = losses
+                if mean:
+                    loss, divisor = ops.loss_mean(losses, normalizer, *a.target, row_weight)
+        of_weights = (row_weight, losses if ctx.needs_input_grad[2] else None)
+        ctx.save_for_backward(logits, *a.tensors, lse, lse_residual, divisor, *of_weights)
+        ctx.numbers, ctx.inplace, ctx.made = a.numbers, inplace, (expected, grad_logits)
         ctx.set_materialize_grads(False)
         return (loss, lse) if return_lse else loss
 
     @staticmethod
     def backward(ctx: Any, grad_loss: Optional[Tensor], grad_lse: Optional[Tensor] = None) -> Tuple[Any, ...]:
-        logits, *saved = ctx.saved_tensors  # also where nothing of it is needed: it knows of logits that were changed
+        # Also where nothing of it is needed: it knows of logits that were changed.
+        logits, *tensors, lse, lse_residual, divisor, row_weight, losses = ctx.saved_tensors
         (expected, grad_logits), ctx.made = ctx.made, (None, None)  # handed out once: its new owner may overwrite it
-        once = not torch.is_grad_enabled()
         as_expected = False
         wants_logits, wants_values, wants_weights = ctx.needs_input_grad[:3]
-        if ctx.forecasts and once and grad_lse is None and grad_loss is not None and eager() and not batched(grad_loss):
+        if ctx.forecasts and grad_lse is None and grad_loss is not None and _is_last(grad_loss):
             as_expected = forecast.remember("cross_entropy", grad_loss, expected)
             if as_expected and not wants_values and not wants_weights:
                 return grad_logits, *_NONE[1:]
-        if ctx.small:  # which keeps nothing for an upstream gradient that is not the expected one
-            indices, values, normalizer = saved
-            a, row_weight = Arguments.of((indices, values, None, None, None, None), ctx.numbers), None
-            with torch._C._AutoDispatchBelowAutograd():
-                loss, lse, lse_residual = ops.forward_with_residual(logits, *a)
-                divisor = ops.loss_mean(loss, normalizer, *a.target)[1]
-        else:
-            *tensors, lse, lse_residual, divisor, row_weight, losses = saved
-            a = Arguments.of(tensors, ctx.numbers)
+        a = Arguments.of(tensors, ctx.numbers)
         grad_values = grad_weights = None
         if grad_loss is None:
             if grad_lse is None:
@@ -88,7 +71,7 @@ class _CrossEntropy(torch.autograd.Function):
             grad_loss = (grad_loss / divisor).expand(lse.shape)
             if row_weight is not None:
                 if wants_weights:
-                    losses = losses if once else ops.forward(logits, *a)[0]
+                    losses = ops.forward(logits, *a)[0] if torch.is_grad_enabled() else losses
                     grad_weights = reference.weight_gradient(grad_loss, losses, a)
                 grad_loss = times(grad_loss, row_weight)
         if wants_values and a.values is not None:
@@ -96,19 +79,89 @@ class _CrossEntropy(torch.autograd.Function):
         if not wants_logits:
             grad_logits = None
         elif not as_expected:
-            given = (grad_loss, grad_lse, logits, lse, lse_residual, *a)
-            if once and ctx.inplace:
-                grad_logits = logits.detach()
-                _write_gradient(grad_loss, grad_lse, grad_logits, lse, lse_residual, *a)
-            elif once and eager():
-                with torch._C._AutoDispatchBelowAutograd():
-                    grad_logits = ops.backward(*given)
-            else:
-                grad_logits = ops.backward(*given)
+            grad_logits = _gradient(grad_loss, grad_lse, logits, lse, lse_residual, a, ctx.inplace)
         return grad_logits, grad_values, grad_weights, *_NONE[3:]
 
 
-_NONE = (None,) * 5  # of the inputs
+_NONE = (None,) * 6  # of the inputs
+
+
+class _SmallMean(torch.autograd.Function):
+    """A mean that is known already, as is the gradient for the expected upstream gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, made: Tuple[Any, ...]) -> Tensor:
+        loss: Tensor
+        loss, grad_logits, expected, indices, values, normalizer, ignore_index = made
+        ctx.save_for_backward(logits, indices, values, normalizer)
+        ctx.made = grad_logits, expected, ignore_index
+        return loss
+
+    @staticmethod
+    def backward(ctx: Any, grad_loss: Tensor) -> Tuple[Optional[Tensor], None]:
+        logits, indices, values, normalizer = ctx.saved_tensors
+        grad_logits: Optional[Tensor]
+        grad_logits, expected, ignore_index = ctx.made
+        ctx.made = None, None, ignore_index  # as above
+        if _is_last(grad_loss) and forecast.remember("cross_entropy", grad_loss, expected):
+            return grad_logits, None
+        a = Arguments(indices, values, ignore_index=ignore_index)
+        with torch._C._AutoDispatchBelowAutograd():
+            loss, lse, lse_residual = ops.forward_with_residual(logits, *a)
+            divisor = ops.loss_mean(loss, normalizer, *a.target)[1]
+        return _gradient((grad_loss / divisor).expand(lse.shape), None, logits, lse, lse_residual, a, False), None
+
+
+# Past the part of Function.apply that looks for functorch, which is not there.
+_small_mean = super(torch.autograd.Function, _SmallMean).apply
+
+
+def _small(logits: Tensor, indices: Tensor, values: Optional[Tensor], ignore_index: int,
+           normalizer: Optional[Tensor]) -> Optional[Tensor]:
+    """The mean, of a small call whose upstream gradient is known."""
+    dtype = arithmetic_dtype(logits.dtype)
+    expected = forecast.known("cross_entropy", dtype)
+    if expected is None:
+        return None
+    made = small_calls.cross_entropy(logits, indices, values, ignore_index, True, normalizer, expected)
+    if made is None:
+        return None
+    forecast.take("cross_entropy", dtype)
+    loss: Tensor = _small_mean(logits, (*made, expected, indices, values, normalizer, ignore_index))
+    return loss
+
+
+def mean_of_labels(logits: Tensor, labels: Tensor, ignore_index: int) -> Optional[Tensor]:
+    """What :func:`cross_entropy` gives for labels (N,) that fit, without other options: before anything is made of
+    them, where the call is a small one and a gradient for the logits, if one may be asked for, is foreseen."""
+    if not eager() or composite(logits):
+        return None
+    if torch.is_grad_enabled() and logits.requires_grad:
+        return _small(logits, labels, None, ignore_index, None)
+    made = small_calls.cross_entropy(logits, labels, None, ignore_index, True, None, None)
+    return None if made is None else made[0]
+
+
+def _is_last(grad: Tensor) -> bool:
+    """Whether nobody asks for second derivatives, or for several gradients at once."""
+    return not torch.is_grad_enabled() and eager() and not batched(grad)
+
+
+def _gradient(grad_loss: Tensor, grad_lse: Optional[Tensor], logits: Tensor, lse: Tensor,
+              lse_residual: Optional[Tensor], a: Arguments, inplace: bool) -> Tensor:
+    given = (grad_loss, grad_lse, logits, lse, lse_residual, *a)
+    grad_logits: Tensor
+    if torch.is_grad_enabled():
+        grad_logits = ops.backward(*given)
+    elif inplace:
+        grad_logits = logits.detach()
+        _write_gradient(grad_loss, grad_lse, grad_logits, lse, lse_residual, *a)
+    elif eager():
+        with torch._C._AutoDispatchBelowAutograd():
+            grad_logits = ops.backward(*given)
+    else:
+        grad_logits = ops.backward(*given)
+    return grad_logits
 
 
 class _LossMean(torch.autograd.Function):
@@ -179,11 +232,20 @@ def _run(logits: Tensor, a: Arguments, inplace: bool = False, mean: bool = False
         return (loss, lse) if return_lse else loss
     if needs_grad(logits, a.values, a.weight, a.row_scale, row_weight):
         refuse_other_grads(a)
-        return _CrossEntropy.apply(logits, a.values, row_weight, a, (inplace, mean, normalizer, return_lse))
-    if not return_lse and row_weight is None:
-        small = small_calls.cross_entropy(logits, a, mean, normalizer, None)
-        if small is not None:
-            return small[0]
+        expected, forecasts = None, mean and logits.is_cpu and logits.requires_grad and not inplace
+        if forecasts:
+            others = return_lse or row_weight is not None or a.values is not None and a.values.requires_grad
+            if not others and small_calls.plain(a):
+                small = _small(logits, a.indices, a.values, a.ignore_index, normalizer)
+                if small is not None:
+                    return small
+            expected = forecast.take("cross_entropy", arithmetic_dtype(logits.dtype))
+        return _CrossEntropy.apply(logits, a.values, row_weight, a, (inplace, mean, normalizer, return_lse, forecasts),
+                                   expected)
+    if not return_lse and row_weight is None and small_calls.plain(a):
+        made = small_calls.cross_entropy(logits, a.indices, a.values, a.ignore_index, mean, normalizer, None)
+        if made is not None:
+            return made[0]
     with torch._C._AutoDispatchBelowAutograd():
         loss, lse = ops.forward(logits, *a)
         if mean:

@@ -23,8 +23,13 @@ def remember(op: str, grad: Tensor, expected: Optional[Tensor] = None) -> bool:
     return same
 
 
-def take(op: str, dtype: torch.dtype) -> Optional[Tensor]:
+def known(op: str, dtype: torch.dtype) -> Optional[Tensor]:
     """The upstream gradient, (), that a loss of ``dtype`` made by ``op`` may expect; None where there is no saying."""
+    return None if hooked() else _upstream.get((op, dtype))
+
+
+def take(op: str, dtype: torch.dtype) -> Optional[Tensor]:
+    """The same, for the forward that it serves."""
     return None if hooked() else _upstream.pop((op, dtype), None)
 
 

@@ -24,6 +24,7 @@ _DTYPES = {torch.float32: 0, torch.float64: 1, torch.float16: 2, torch.bfloat16:
 _PLAIN = (Tensor, Parameter)
 _AT = Arguments._fields.index("ignore_index") + 1
 _DEFAULTS = tuple(Arguments._field_defaults[name] for name in Arguments._fields[_AT:])
+_wrapped = torch._C._functorch.is_functorch_wrapped_tensor  # it may have outlived its transform
 _profiles, _traces = torch._C._autograd._profiler_enabled, torch._C._is_tracing
 
 
@@ -37,20 +38,24 @@ def _find() -> Any:
 _function = _find()
 
 
-def cross_entropy(logits: Tensor, a: Arguments, mean: bool, normalizer: Optional[Tensor],
-                  grad_mean: Optional[Tensor]) -> Optional[Tuple[Tensor, Optional[Tensor]]]:
+def plain(a: Arguments) -> bool:
+    """Whether there is no more to a call than classes, perhaps their weights, and what is ignored."""
+    return a.offsets is None and a.weight is None and a.row_mask is None and a[_AT:] == _DEFAULTS
+
+
+def cross_entropy(logits: Tensor, indices: Tensor, values: Optional[Tensor], ignore_index: int, mean: bool,
+                  normalizer: Optional[Tensor], grad_mean: Optional[Tensor],
+                  ) -> Optional[Tuple[Tensor, Optional[Tensor]]]:
     """What ``forward`` and ``loss_mean`` or, with ``grad_mean``, ``forward_with_gradient`` return first and last: the
-    same bits. loss (N,), or the mean (); grad_logits. None where the call is not a small one, or wrong."""
-    if not 0 < logits.numel() <= LOGITS or type(logits) not in _PLAIN or not logits.is_cpu or logits.is_neg():
+    same bits. logits (N, V) of a floating dtype, indices (N,) or (N, K); loss (N,), or the mean (); grad_logits. None
+    where the call is not a small one, or wrong."""
+    if type(logits) not in _PLAIN or type(indices) is not Tensor or not 0 < logits.numel() <= LOGITS:
         return None
-    indices, values = a.indices, a.values
-    if a.offsets is not None or a.weight is not None or a.row_mask is not None or a[_AT:] != _DEFAULTS:
+    if not logits.is_cpu or logits.is_neg() or indices.is_neg() or not indices.is_contiguous():
         return None
-    if type(indices) is not Tensor or not indices.is_contiguous() or _function is None or _profiles() or _traces():
+    if normalizer is not None and normalizer.is_neg() or grad_mean is not None and grad_mean.is_neg():
         return None
-    if indices.is_neg() or normalizer is not None and normalizer.is_neg():
-        return None
-    if grad_mean is not None and grad_mean.is_neg():
+    if _function is None or _profiles() or _traces() or _wrapped(logits):
         return None
     (rows, vocab), (row_stride, column_stride), at_values, values_dtype = logits.shape, logits.stride(), 0, 0
     if values is not None:
@@ -61,15 +66,17 @@ def cross_entropy(logits: Tensor, a: Arguments, mean: bool, normalizer: Optional
         at_values, values_dtype = values.data_ptr(), _DTYPES[values.dtype]
     if column_stride != 1:
         return None
-    dtype, shape = _DTYPES[logits.dtype], () if mean else (rows,)
-    loss = logits.new_empty(shape) if dtype < 2 else logits.new_empty(shape, dtype=torch.float32)
-    at_grad, grad = 0, None
-    if grad_mean is not None:
-        grad = logits.new_empty((rows, vocab))
+    dtype, at_grad, grad = _DTYPES[logits.dtype], 0, None
+    if grad_mean is None:
+        loss = torch.empty(() if mean else (rows,), dtype=logits.dtype if dtype < 2 else torch.float32)
+    else:
+        loss = torch.empty_like(grad_mean)
+        # What is like packed logits is packed, and made in less time than what is given its shape.
+        grad = torch.empty_like(logits) if row_stride == vocab else logits.new_empty((rows, vocab))
         at_grad = grad.data_ptr()
     done = _function(_CALL.pack(
         logits.data_ptr(), indices.data_ptr(), at_values, 0 if normalizer is None else normalizer.data_ptr(),
         0 if grad_mean is None else grad_mean.data_ptr(), loss.data_ptr(), at_grad, rows, vocab, row_stride,
-        1 if indices.dim() == 1 else indices.shape[1], a.ignore_index, dtype, _DTYPES[indices.dtype], values_dtype,
+        1 if indices.dim() == 1 else indices.shape[1], ignore_index, dtype, _DTYPES[indices.dtype], values_dtype,
         mean))
     return (loss, grad) if done else None
