@@ -80,6 +80,11 @@ def joined(before: Record, found: Record) -> Record:
     return {**found, "problems": list({**dated(before), **dated(found)}.values())}
 
 
+def where(record: Record) -> str:
+    """The device and, of a processor, which of the kernels it ran: two that share a name may differ in that."""
+    return record["device"] if record["driver"] else f"{record['device']}, {record['instruction_set']}"
+
+
 def goal_row(goal: Goal) -> Record:
     return {**asdict(goal), "met": goal.met}
 
@@ -124,7 +129,7 @@ def markdown(record: Record) -> str:
     about = [record["device"], f"driver {record['driver']}" if record["driver"] else f"{record['threads']} threads, "
              f"{record['instruction_set']}", f"torch {record['torch']}", record["system"], record["date"],
              f"csrc {record['csrc']}", f"{record['repeats']} rounds"]
-    parts = [f"## {record['device']}", ", ".join(about) + "."]
+    parts = [f"## {where(record)}", ", ".join(about) + "."]
     if record["quick"]:
         parts.append("A quick run: fewer rows and rounds than the goals are made for.")
     for problem in record["problems"]:
@@ -142,7 +147,7 @@ def save(record: Record, path: Path) -> None:
 
 def slug(record: Record) -> str:
     """A file name: date and device."""
-    device = re.sub(r"\((r|tm)\)", "", record["device"].lower())
+    device = re.sub(r"\((r|tm)\)", "", where(record).lower())
     return record["date"] + "-" + re.sub(r"[^a-z0-9.]+", "-", device).strip("-")
 
 

@@ -131,25 +131,26 @@ def update_results(found: records.Record, whole: bool = True) -> None:
     from plot import plot_memory, plot_time
     if not whole:
         before = [json.loads(path.read_text()) for path in sorted((HERE / "records").glob("*.json"))]
-        of_device = [kept for kept in before if kept["device"] == found["device"]]
+        of_device = [kept for kept in before if records.where(kept) == records.where(found)]
         found = records.joined(of_device[-1], found) if of_device else found
     records.save(found, HERE / "records" / f"{records.slug(found)}.json")
     latest: Dict[str, records.Record] = {}
     for path in sorted((HERE / "records").glob("*.json")):  # by date
         kept = json.loads(path.read_text())
-        latest.pop(kept["device"], None)
-        latest[kept["device"]] = kept
+        latest.pop(records.where(kept), None)
+        latest[records.where(kept)] = kept
     pictures: Dict[str, Tuple[str, str]] = {}  # file: its device, the last of a type with such problems, and its text
     for kept in latest.values():
         for name, text, draw in (("time", "time of a step's loss by method", plot_time),
                                  ("memory", "memory of a step's loss by method", plot_memory)):
             picture = f"{name}-{kept['device_type']}.png"
             if draw(kept, HERE / picture):
-                pictures[picture] = kept["device"], text
+                pictures[picture] = records.where(kept), text
     parts = [INTRODUCTION]
     for kept in latest.values():
         parts.append(records.markdown(kept))
-        parts += [f"![{text}]({picture})\n" for picture, (device, text) in pictures.items() if device == kept["device"]]
+        parts += [f"![{text}]({picture})\n" for picture, (where, text) in pictures.items()
+                  if where == records.where(kept)]
     (HERE / "RESULTS.md").write_text("\n".join(parts))
 
 

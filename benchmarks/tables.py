@@ -27,6 +27,13 @@ _LOSS = {
 TABLES = {
     "loss": Table(r"\d+ x \d+, K=64,", 4, {"floor": "floor", **_LOSS}),
     "loss memory": Table(r"\d+ x \d+, K=64,", 4, _LOSS, "MiB"),
+    "small calls": Table(r"small calls, ", 2, {
+        "input.sum()": "`input.sum()` alone",
+        f"{_BOTH}, class index": "sparse_ce, class indices", f"{_BOTH}, SparseTarget": "sparse_ce, `SparseTarget`",
+        f"{_BOTH}, (indices, values)": "sparse_ce, `(indices, values)`",
+        "F.cross_entropy, class index": "`F.cross_entropy`, class indices",
+        "F.cross_entropy, dense probability": "`F.cross_entropy`, dense probabilities",
+    }, "us"),
     "head time": Table(r"linear head, \d", 4, {
         "GEMMs": "three GEMMs",
         f"{_BOTH}, class index": "sparse_ce",
@@ -126,14 +133,15 @@ def markdown(name: str) -> str:
         if any(cells):
             bold = "**" if "sparse_ce" in text else ""
             lines.append("| " + " | ".join(f"{bold}{cell}{bold}" if cell else "" for cell in (text, *cells)) + " |")
-    rounds = f": medians of {record['repeats']} rounds" if table.unit == "ms" else ""
+    rounds = "" if table.unit == "MiB" else f": medians of {record['repeats']} rounds"
     measured = {**record, "date": problems[0].get("date", record["date"])}
     return "\n".join([*lines, "", f"{machine(measured)}{rounds}."])
 
 
 def _heading(title: str) -> str:
     names = ("linear head", "selected_log_probs", "log-probabilities of a linear head", "candidate_logits",
-             "log_softmax of sparse COO", "masked_mean of", "stock [^,]* with a sparse")
+             "log_softmax of sparse COO", "masked_mean of", "stock [^,]* with a sparse",
+             "small calls")
     return re.sub(rf"^({'|'.join(names)})[, ]*|memory, |, K=\d+", "", title)
 
 
@@ -143,6 +151,8 @@ def _cell(problem: Record, name: str, unit: str) -> str:
         return f"{sum(rows[part]['ms']['median'] for part in rows[_BOTH]['floor']):.3g}"
     if name not in rows:
         return ""
+    if unit == "us":
+        return f"{1e3 * rows[name]['ms']['median']:.3g}"
     if unit == "ms":
         return f"{rows[name]['ms']['median']:.4g}" if rows[name]["ms"]["median"] >= 1e3 else (
             f"{rows[name]['ms']['median']:.3g}")

@@ -34,8 +34,8 @@ NO_KERNELS = ("test_cross_entropy_compile*", "test_select_compile", "test_linear
               "test_target_validation_cuda", "test_target_arrays", "test_target_collate", "test_target_tensorlike",
               "test_cross_entropy_small")
 # What a compiler, a transform or another process makes of the ops, whoever serves them.
-COMPILED = ("compile_once", "compile_twice", "op_compiles", "compiled_function", "constant_of_the_graph",
-            "the_example_shows")
+COMPILED = ("compile_once", "compile_twice", "op_compiles", "compiled_function", "compiled_with",
+            "constant_of_the_graph", "the_example_shows")
 SAME_FOR_EVERY_KERNEL = (*COMPILED, "opcheck", "gradcheck", "never_there_at_once")
 PRODUCTS = ("test_linear_values", "test_linear_gradients", "test_linear_chunks", "test_linear_failures",
             "test_linear_forecast", "test_linear_rounding", "test_flavour*")
@@ -103,7 +103,8 @@ FLAVOURS = {
                       environment={"SPARSE_CE_CPU_BFLOAT16": "native"}),
     # The CPU's kernels under AddressSanitizer and UndefinedBehaviorSanitizer.
     "sanitized": Flavour(("test_cross_entropy_values", "test_cross_entropy_shapes", "test_cross_entropy_errors",
-                          "test_masked_mean", "test_topk", "test_flavour*"), at_least=300, build=build_sanitized,
+                          "test_masked_mean", "test_topk", "test_select_values", "test_flavour*"),
+                         at_least=300, build=build_sanitized,
                          sources=("csrc", "setup.py"), sanitizes=True, environment={
                              "ASAN_OPTIONS": "detect_leaks=0:verify_asan_link_order=0",
                              "UBSAN_OPTIONS": "print_stacktrace=1"}),
@@ -111,7 +112,8 @@ FLAVOURS = {
     # thread: the vendor's products, part of the emulated linear head, differ in bits of two. Left out: what the CPU's
     # kernels alone have, and of slow pairs the easier: random labels beside labels of one class, whose sums drift most,
     # 16-bit beside float32 numbers next to 16-bit ones throughout, and PyTorch's samples in float32 beside float64.
-    "emulated": Flavour(KERNELS, NO_KERNELS + OF_THE_CPU, at_least=4000, build=build_emulated,
+    "emulated": Flavour((*KERNELS, "test_divergence_values", "test_distillation"), NO_KERNELS + OF_THE_CPU,
+                        at_least=4000, build=build_emulated,
                         without=(*COMPILED, "instruction_set", "many_rows", "number_of_threads",
                                  "gradients_keep_their_memory", "-random-1024 chunks", "-random-blocks of classes",
                                  "module_db-torch.float32", "torch.float32)-one class-blocks of classes"),

@@ -138,6 +138,13 @@ def test_a_part_that_is_measured_again_joins_the_latest_record():
     assert text.count("Measured") == 2 and "### one\n\nMeasured day old, csrc old." in text
 
 
+def test_processors_of_one_name_and_two_instruction_sets_are_two_machines():
+    avx2 = {"device": "A CPU(R)", "driver": None, "instruction_set": "avx2", "date": "2026-01-01"}
+    gpu = {"device": "A GPU", "driver": "1.2", "instruction_set": "avx2", "date": "2026-01-01"}
+    assert run.records.slug(avx2) == "2026-01-01-a-cpu-avx2" and run.records.slug(gpu) == "2026-01-01-a-gpu"
+    assert run.records.where(avx2) != run.records.where({**avx2, "instruction_set": "avx512"})
+
+
 ROW = {"side": "ours", "bytes": 1, "gb_per_s": 1.0, "ms": {"median": 1.0, "p20": 1.0, "p80": 1.0}, "over_floor": {
     "median": 1.0}, "over_ours": None, "extra_mib": None, "gradient_error": None, "note": ""}
 
