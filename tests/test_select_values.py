@@ -164,7 +164,7 @@ def check_long_rows(x, ids, draw):
     upstream = [draw.normal(*exact[name].shape, dtype=torch.float64) for name in finite]
     ours, = torch.autograd.grad([getattr(out, n) for n in finite], leaf, [g.float() for g in upstream])
     theirs, = torch.autograd.grad([exact[n] for n in finite], exact_leaf, upstream)
-    close = dict(rtol=1e-5, atol=1e-5) if x.dtype == torch.float32 else dict(rtol=8e-3, atol=8e-3)
+    close = dict(rtol=2e-5, atol=2e-7) if x.dtype == torch.float32 else dict(rtol=8e-3, atol=8e-3)
     torch.testing.assert_close(ours.double(), theirs, check_dtype=False, **close)
 
 
@@ -187,7 +187,8 @@ ROWS = {
     "a far tail": lambda noise: torch.where(torch.arange(WIDTH, device=noise.device) == 5000, 0.0, noise - 14),
     "rising": lambda noise: noise + torch.linspace(-150, 150, WIDTH, device=noise.device),
     "falling": lambda noise: noise + torch.linspace(150, -150, WIDTH, device=noise.device),
-    "one of all": lambda noise: torch.where(torch.arange(WIDTH, device=noise.device) == 5000, 0.0, noise - 3e4),
+    "one of all": lambda noise: torch.where(torch.arange(WIDTH, device=noise.device) == 5000, 0.0, noise - 60),
+    "far from 0": lambda noise: 2 * noise + 1e5,
     "beyond the exponent's digits": lambda noise: 4 * noise + 3e6,
     "of equals": lambda noise: torch.ones_like(noise),
     "mostly impossible": lambda noise: torch.where(noise > 0.5, noise, -torch.inf).index_fill(
@@ -203,21 +204,23 @@ def test_long_rows_of_every_kind(kind, dtype, device):
     x = ROWS[kind](draw.normal(2, WIDTH)).to(dtype)
     ids = torch.cat((torch.arange(33, device=device).expand(2, -1), draw.integers(WIDTH, 2, 5)), 1)
     ids[0, -1], ids[1, -1] = x[0].argmax(), 4224
-    if dtype == torch.float16 and kind == "beyond the exponent's digits":
+    if dtype == torch.float16:
         x = x.clamp(max=6e4)
     check_long_rows(x, ids, draw)
 
 
-@pytest.mark.parametrize("options", [dict(), dict(label_smoothing=0.1, z_loss=0.01), "weight"], ids=str)
-def test_the_loss_beside_the_other_outputs(options, device):
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+@pytest.mark.parametrize("options", [dict(), dict(label_smoothing=0.1, z_loss=0.01, logit_scale=0.5), "weight"], ids=str)
+def test_the_loss_beside_the_other_outputs(options, dtype, device):
     """Of the op: what the losses ask it for."""
     draw = Draw(device)
-    x, indices, values = draw.normal(5, 2003, dtype=torch.float64), draw.integers(2003, 5, 4), draw.uniform(5, 4)
+    x, indices, values = draw.normal(5, 2003, dtype=dtype), draw.integers(2003, 5, 4), draw.uniform(5, 4)
     indices[1, 2] = indices[1, 0]
-    weight = draw.uniform(2003, dtype=torch.float64) if options == "weight" else None
+    weight = draw.uniform(2003, dtype=dtype) if options == "weight" else None
     named = dict(label_smoothing=0.2) if options == "weight" else options
     given = (indices, values, None, weight)
-    grads = [draw.normal(5, dtype=torch.float64) for _ in range(3)] + [draw.normal(5, 4, dtype=torch.float64)]
+    of_select = {k: v for k, v in named.items() if k == "logit_scale"}
+    grads = [draw.normal(5, dtype=dtype) for _ in range(3)] + [draw.normal(5, 4, dtype=dtype)]
     op = torch.ops.sparse_ce
 
     def ours(x, values):
@@ -226,7 +229,7 @@ def test_the_loss_beside_the_other_outputs(options, device):
 
     def apart(x, values):
         loss = op.forward(x, indices, values, None, weight, **named)[0]
-        out = op.select(x, *given, log_rest=True, entropy=True)
+        out = op.select(x, *given, **of_select, log_rest=True, entropy=True)
         return loss, out[4], out[5], out[3]
 
     results = []
@@ -235,4 +238,4 @@ def test_the_loss_beside_the_other_outputs(options, device):
         out = f(*leaves)
         results.append((*out, *torch.autograd.grad(out, leaves, grads)))
     for a, b in zip(*results):
-        torch.testing.assert_close(a, b)
+        torch.testing.assert_close(a, b, **(dict(rtol=1e-5, atol=1e-6) if dtype == torch.float32 else {}))
