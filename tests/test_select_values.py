@@ -210,7 +210,8 @@ def test_long_rows_of_every_kind(kind, dtype, device):
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
-@pytest.mark.parametrize("options", [dict(), dict(label_smoothing=0.1, z_loss=0.01, logit_scale=0.5), "weight"], ids=str)
+@pytest.mark.parametrize("options", [dict(), dict(label_smoothing=0.1, z_loss=0.01, logit_scale=0.5), "weight"],
+                         ids=str)
 def test_the_loss_beside_the_other_outputs(options, dtype, device):
     """Of the op: what the losses ask it for."""
     draw = Draw(device)
