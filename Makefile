@@ -1,6 +1,6 @@
 # make demo         trains a small language model on sparse labels: a few minutes on two cores
 # make distill      what the tail of a teacher's top-k costs its students: minutes on two cores
-# make test         the suite: builds, installs, tests; about ten minutes on two cores
+# make test         the suite: builds, installs, tests; minutes on two cores
 # make test-all     the suite, then its other flavours: other kernels, sanitizers, emulated CUDA, what takes long
 # make kernels      the CPU kernels that changed compiled again, into the environment: seconds a file
 # make lint         ruff, mypy, pyright, clang-format, and what CONTRIBUTING says of the sources

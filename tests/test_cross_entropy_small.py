@@ -269,12 +269,16 @@ def test_gradients_of_values_and_of_second_order(kind, taken, ops_alone):
         torch.testing.assert_close(small, op, rtol=1e-12, atol=1e-14)
 
 
-def test_logits_that_have_outlived_a_transform(taken):
+@pytest.mark.parametrize("gradient", [False, True])
+def test_logits_that_have_outlived_a_transform(gradient, taken):
     """PyTorch's ops look through what is left of one."""
     t, wrappers = torch.arange(ROWS), []
     torch.func.grad(lambda x: (wrappers.append(x), x.sum())[1])(torch.randn(ROWS, VOCAB))
-    torch.testing.assert_close(cross_entropy(wrappers[0], t), torch.nn.functional.cross_entropy(wrappers[0], t))
-    assert not any(taken)
+    expected = torch.nn.functional.cross_entropy(wrappers[0], t)
+    forecast.remember("cross_entropy", torch.tensor(1.0))
+    with torch.set_grad_enabled(gradient):
+        torch.testing.assert_close(cross_entropy(wrappers[0], t).detach(), expected.detach())
+    assert taken and not any(taken)
 
 
 def test_a_large_call_does_not_spend_the_forecast_of_a_small_one(monkeypatch):
