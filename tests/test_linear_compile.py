@@ -278,6 +278,7 @@ def test_compiled_gradients_have_the_bits_of_eager_ones_made_without_a_forecast(
     assert first[2].ne(0).any()
     for a, b in zip(first, foreseen):
         if upstream == -1.7:
-            torch.testing.assert_close(a, b, rtol=2 * torch.finfo(dtype).eps, atol=1e-6)
+            eps = torch.finfo(dtype).eps  # of what is rounded before it is summed over the rows, too
+            torch.testing.assert_close(a, b, rtol=2 * eps, atol=max(1e-6, 2 * eps * b.abs().max().item()))
         else:  # a power of two rounds nothing
             assert_bitwise_equal(a, b)

@@ -19,10 +19,12 @@ constexpr float kLog2e = 1.44269504f, kLn2 = 0.693147181f;
 // Beyond this a logit's product with log2(e) leaves too few digits for the fraction.
 constexpr float kLargest = 1 << 20;
 
-// Logits may exceed the reference of a sum by this much: before it overflows; before what the maximum adds to the
-// spread hides the digits of what others add.
-template <typename stats_t>
-constexpr float kNear = std::is_same_v<stats_t, SelectStats<float>> ? 4 : 60;
+// Logits may exceed the reference of a sum by this much before it overflows.
+constexpr float kNear = 60;
+
+// An exponent may exceed the one that a spread is relative to by this much, before what it adds hides the digits of
+// what others add.
+constexpr float kFar = 6;
 
 // Results below the normal range become 0 instead of costing 150 cycles each.
 class FlushSubnormals {
@@ -76,11 +78,14 @@ class Exponential {
     return p;
   }
 
-  // In place of x.
-  template <int count>
-  SCE_AVX512_INLINE void operator()(Columns<count>& x) const {
+  // Of one logit, and of one exponent.
+  SCE_AVX512_INLINE float exponent(float logit) const {
+    Columns<1> x{{_mm512_set1_ps(logit)}};
     scale(x);
-    x = raise(x);
+    return _mm512_cvtss_f32(x.vector[0]);
+  }
+  SCE_AVX512_INLINE float power(float exponent) const {
+    return _mm512_cvtss_f32(raise(Columns<1>{{_mm512_set1_ps(exponent)}}).vector[0]);
   }
 
  private:
@@ -96,7 +101,7 @@ SCE_AVX512_INLINE void keep_finite(Columns<count>& exponent) {
 }
 
 // The maximum of some logits and the sum of their exponentials relative to a reference, lane by lane; of SelectStats
-// also the sum of exponentials times exponents.
+// also the sum of exponentials times exponents less `center`. What is summed for RowStats has the same bits.
 template <typename stats_t>
 struct Lanes {
   static constexpr bool kSpread = std::is_same_v<stats_t, SelectStats<float>>;
@@ -105,17 +110,21 @@ struct Lanes {
   SCE_AVX512_INLINE Lanes() : max(_mm512_set1_ps(-INFINITY)), sum(_mm512_setzero_ps()), spread(_mm512_setzero_ps()) {}
 
   template <int count, typename exponential_t>
-  SCE_AVX512_INLINE void push(Columns<count> x, const exponential_t& exponential) {
+  SCE_AVX512_INLINE void push(Columns<count> x, const exponential_t& exponential, __m512 center) {
     SCE_EACH(k, count) max = _mm512_max_ps(x.vector[k], max);  // NaN in x loses
     exponential.scale(x);
     if constexpr (kSpread) keep_finite(x);
     Columns<count> power = exponential.raise(x);
     if constexpr (kSpread) {
+      SCE_EACH(k, count) x.vector[k] = _mm512_sub_ps(x.vector[k], center);
       SCE_EACH(k, count) spread = _mm512_fmadd_ps(power.vector[k], x.vector[k], spread);
     }
     SCE_EACH(k, count / 2) power.vector[k] = _mm512_add_ps(power.vector[k], power.vector[k + count / 2]);
     SCE_EACH(k, count / 2) sum = _mm512_add_ps(sum, power.vector[k]);
   }
+
+  // The center goes up by `by`.
+  SCE_AVX512_INLINE void move_center(float by) { spread = _mm512_fnmadd_ps(_mm512_set1_ps(by), sum, spread); }
 
   SCE_AVX512_INLINE void merge(const Lanes& other) {
     max = _mm512_max_ps(other.max, max);
@@ -139,56 +148,70 @@ SCE_AVX512_INLINE float maximum(const logits_t& logits, int64_t n) {
   return _mm512_reduce_max_ps(max);
 }
 
+// Of a block, n <= kBlock.
+template <typename stats_t, typename logits_t, typename exponential_t, typename scalar_t>
+SCE_AVX512_INLINE Lanes<stats_t> push_block(const logits_t& logits, int64_t n, const exponential_t& exponential,
+                                            float center, const scalar_t* next) {
+  const __m512 centers = _mm512_set1_ps(center);
+  const int64_t step = stream_columns(n);
+  Columns<kWide> wide;
+  Columns<kNarrow> pack;
+  Lanes<stats_t> block;
+  int64_t i = 0;
+  for (; i < step; i += kPack) {
+    prefetch_streams(logits.x + i, next + i, step);
+    read_streams(logits.from(i), step, wide);
+    block.push(wide, exponential, centers);
+  }
+  for (i = kStreams * step; i + kPack <= n; i += kPack) {
+    logits.from(i).read(pack);
+    block.push(pack, exponential, centers);
+  }
+  if (i < n) {
+    logits.from(i).read_first(n - i, pack);
+    block.push(pack, exponential, centers);
+  }
+  return block;
+}
+
 // Adds blocks of scale * logits to `row`, RowStats or SelectStats, for as long as they stay near the logits that they
-// begin with, or near the maximum so far; returns how many columns it added.
+// begin with; returns how many columns it added.
 template <typename logits_t, typename scalar_t, typename stats_t>
 SCE_AVX512 int64_t push_stretch(const logits_t& logits, int64_t n, float scale, const scalar_t* next, stats_t& row) {
   constexpr bool kSpread = Lanes<stats_t>::kSpread;
-  float first = maximum(logits, std::min(n, kSpread ? 8 * kPack : kPack));
-  if constexpr (kSpread) first = std::max(first, row.row.max / scale);
-  const float reference = scale * first;
+  const float first = maximum(logits, std::min(n, kPack)), reference = scale * first;
   if (!(std::fabs(reference) < kLargest)) return 0;
   const Exponential<5> exponential(Line(scale, reference), 1.0f);
-  const __m512 limit = _mm512_set1_ps(first + kNear<stats_t> / scale);
-  Columns<kWide> wide;
-  Columns<kNarrow> pack;
+  const __m512 limit = _mm512_set1_ps(first + kNear / scale);
+  float center = kSpread ? exponential.exponent(maximum(logits, std::min(n, 8 * kPack))) : 0;
   Lanes<stats_t> stretch;
   int64_t begin = 0;
   while (begin < n) {
-    const int64_t end = std::min(begin + kBlock<scalar_t>, n), step = stream_columns(end - begin);
-    Lanes<stats_t> block;
-    int64_t i = begin;
-    for (; i < begin + step; i += kPack) {
-      prefetch_streams(logits.x + i, next + i, step);
-      read_streams(logits.from(i), step, wide);
-      block.push(wide, exponential);
-    }
-    for (i = begin + kStreams * step; i + kPack <= end; i += kPack) {
-      logits.from(i).read(pack);
-      block.push(pack, exponential);
-    }
-    if (i < end) {
-      logits.from(i).read_first(end - i, pack);
-      block.push(pack, exponential);
-    }
+    const int64_t end = std::min(begin + kBlock<scalar_t>, n);
+    auto block = push_block<stats_t>(logits.from(begin), end - begin, exponential, center, next + begin);
     if (_mm512_cmp_ps_mask(block.max, limit, _CMP_NLE_UQ)) break;
+    if constexpr (kSpread) {
+      const float highest = exponential.exponent(_mm512_reduce_max_ps(block.max));
+      if (highest > center + kFar) {
+        stretch.move_center(highest - center);
+        center = highest;
+        continue;
+      }
+    }
     stretch.merge(block);
     begin = end;
   }
   if (begin == 0) return 0;
   // Relative to the exponential of the maximum as it was added: a row with all its mass at one class adds up to 1.
-  const float most = _mm512_reduce_max_ps(stretch.max);
-  Columns<1> top{{_mm512_set1_ps(std::max(most, first))}};
-  exponential.scale(top);
-  const float exponent = _mm512_cvtss_f32(top.vector[0]), power = _mm512_cvtss_f32(exponential.raise(top).vector[0]);
+  const float most = _mm512_reduce_max_ps(stretch.max), exponent = exponential.exponent(most);
+  const float power = exponential.power(exponent);
   RowStats<float> sums;
   sums.max = scale * most;
   sums.sum = _mm512_reduce_add_ps(stretch.sum) / power;
   if constexpr (kSpread) {
     stats_t stats;
-    if (most < first) sums.max = row.row.max;
     stats.row = sums;
-    stats.spread = kLn2 * (_mm512_reduce_add_ps(stretch.spread) / power - exponent * sums.sum);
+    stats.spread = kLn2 * (_mm512_reduce_add_ps(stretch.spread) / power - (exponent - center) * sums.sum);
     row.merge(stats);
   } else {
     row.merge(sums);

@@ -134,7 +134,7 @@ def _small(logits: Tensor, indices: Tensor, values: Optional[Tensor], ignore_ind
 def mean_of_labels(logits: Tensor, labels: Tensor, ignore_index: int) -> Optional[Tensor]:
     """What :func:`cross_entropy` gives for labels (N,) that fit, without other options: before anything is made of
     them, where the call is a small one and a gradient for the logits, if one may be asked for, is foreseen."""
-    if not eager() or composite(logits):
+    if not logits.is_cpu or not eager() or composite(logits):
         return None
     if torch.is_grad_enabled() and logits.requires_grad:
         return _small(logits, labels, None, ignore_index, None)
