@@ -241,7 +241,7 @@ def test_a_model_that_fails_reports_nothing_old():
     model = make_model()
     fuse_lm_head(model, report_metrics=True)
     copied = copy.deepcopy(model)
-    assert "entropy" in copied(**batch_of_labels()) and model._sparse_ce_metrics is None
+    assert "entropy" in copied(**batch_of_labels()) and model._sparse_ce_beside is None
     for p in copied.parameters():
         torch.nn.init.zeros_(p)
     assert copied(**batch_of_labels()).entropy.item() == pytest.approx(torch.tensor(VOCAB).log().item())

@@ -7,7 +7,7 @@ know the hidden states, the weight and the bias that were really used, and follo
 
 import math
 from numbers import Real
-from typing import Any, Callable, Dict, NoReturn, Optional, Tuple
+from typing import Any, Callable, Dict, NoReturn, Optional, Tuple, Union
 
 import torch
 import torch.nn.functional as F
@@ -15,7 +15,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from .. import functional
-from ..errors import fail
+from ..errors import check, fail
+from ..log_probs import LogProbs, linear_selected_log_probs
 from ..target import SparseTarget
 
 _TANH = (torch.tanh, F.tanh)
@@ -28,6 +29,13 @@ class HeadInput:
 
     def __init__(self, hidden: Tensor) -> None:
         self.hidden = hidden
+
+    def to(self, *args: Any, **kwargs: Any) -> "HeadInput":
+        """What a hook in front of a head does, whose weight is wider than the model's."""
+        return HeadInput(self.hidden.to(*args, **kwargs))
+
+    def float(self) -> "HeadInput":
+        return HeadInput(self.hidden.float())
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Tuple[Any, ...] = (),
@@ -48,17 +56,39 @@ def _linear(hidden: Tensor, weight: Tensor, bias: Optional[Tensor] = None) -> "L
 class Logits:
     """``scale * x`` or, with a ``gain``, ``gain * tanh(scale * x)``, for ``x = F.linear(hidden, weight, bias)``."""
 
-    def __init__(self, hidden: Tensor, weight: Tensor, bias: Optional[Tensor], scale: float = 1.0,
+    def __init__(self, hidden: Tensor, weight: Tensor, bias: Optional[Tensor], scale: Union[float, Tensor] = 1.0,
                  gain: Optional[float] = None) -> None:
         self.hidden, self.weight, self.bias, self.scale, self.gain = hidden, weight, bias, scale, gain
 
-    def loss(self, target: SparseTarget, **options: Any) -> Any:
-        """:func:`sparse_ce.linear_cross_entropy` of these logits."""
+    def loss(self, target: SparseTarget, *, logit_scale: Union[float, Tensor] = 1.0, **options: Any) -> Any:
+        """:func:`sparse_ce.linear_cross_entropy` of these logits times ``logit_scale``."""
+        return self.of_head(functional.linear_cross_entropy, target, logit_scale, **options)
+
+    def log_probs(self, ids: Tensor, *, logit_scale: Union[float, Tensor] = 1.0, **options: Any) -> LogProbs:
+        """:func:`sparse_ce.linear_selected_log_probs` of these logits times ``logit_scale``."""
+        out: LogProbs = self.of_head(linear_selected_log_probs, ids, logit_scale, **options)
+        return out
+
+    def of_head(self, function: Callable[..., Any], target: Any, logit_scale: Union[float, Tensor],
+                **options: Any) -> Any:
+        """``function(hidden states, weight, target, ...)`` of these logits times ``logit_scale``."""
+        scaled = self._scaled(logit_scale)
         # A cap must be positive, and tanh is odd.
-        sign, cap = (1.0, None) if self.gain is None else (math.copysign(1.0, self.gain), abs(self.gain))
-        scale = self.scale if cap is None else sign * self.scale * cap
-        return functional.linear_cross_entropy(self.hidden, self.weight, target, linear_bias=self.bias,
-                                               logit_scale=scale, softcap=cap, **options)
+        sign, cap = (1.0, None) if scaled.gain is None else (math.copysign(1.0, scaled.gain), abs(scaled.gain))
+        scale = scaled.scale if cap is None else sign * scaled.scale * cap
+        return function(self.hidden, self.weight, target, linear_bias=self.bias, logit_scale=scale, softcap=cap,
+                        **options)
+
+    def wide(self) -> "Logits":
+        """Of float32 products."""
+        bias = None if self.bias is None else self.bias.float()
+        return Logits(self.hidden.float(), self.weight.float(), bias, self.scale, self.gain)
+
+    def _scaled(self, by: Union[float, Tensor]) -> "Logits":
+        if not isinstance(by, Tensor):
+            return self * by
+        check(self.gain is None, "logit_scale must be a number for a model with a softcap, got a tensor")
+        return Logits(self.hidden, self.weight, self.bias, self.scale * by)
 
     def __mul__(self, factor: float) -> "Logits":
         if not isinstance(factor, Real):

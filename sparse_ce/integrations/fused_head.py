@@ -1,0 +1,259 @@
+"""``fuse_lm_head``: a causal language model of transformers that goes from hidden states to its loss."""
+
+import inspect
+from types import MethodType
+from typing import Any, Callable, Dict, Optional, Tuple
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from transformers import PreTrainedModel
+from transformers.loss.loss_utils import ForCausalLMLoss
+
+from .. import functional
+from ..arguments import is_number
+from ..entries import IGNORE_INDEX
+from ..errors import check, fail
+from . import per_token
+from .logits import HeadInput, Logits
+from .metrics import make_types, with_metrics
+from .token_loss import MARK, check_options, token_loss
+
+
+def fuse_lm_head(model: Any, *, eval_logits: bool = True, report_metrics: bool = False, **options: Any) -> "FusedHead":
+    """Makes ``model.forward`` go from hidden states to the loss without logits, wherever it gets labels.
+
+    The model's own code runs; between its head and its loss the logits are a formula
+    (``sparse_ce.integrations.logits``),
+    so a factor, a softcap, a bias and tied embeddings are what they are in the model, and auxiliary losses are added as
+    ever. The output has no ``logits`` then. Forward without labels, and so ``generate``, is untouched. Labels may be
+    class indices (B, S), an ``(indices, values)`` tuple, a COO tensor (B, S, V) or a ``SparseTarget``.
+
+    TRL's trainers ask a model for the log-probability of each label instead (``fused_lm_head=True``). They get it from
+    the same formula, whether TRL patched the model before or after: ``SFTTrainer`` minus the loss of each position,
+    with any labels and options; the others, whose log-probabilities options would bend, what
+    :func:`sparse_ce.linear_selected_log_probs` gives.
+
+    Args:
+        model: a causal language model of transformers, or one inside PEFT, DDP, FSDP or DataParallel, before or after
+            it is wrapped. Fuse before ``torch.compile``.
+        eval_logits: a forward in eval mode without gradients, as in ``Trainer.evaluate``, makes logits as ever, for
+            ``compute_metrics``; False leaves them out there as well.
+        report_metrics: an output with a loss has three more fields, detached, 0-d, on the device; nothing waits for
+            them. Of the positions that count, whose labels are not ignored: ``num_items``, int64, how many there are;
+            ``entropy``, the mean of the entropies of the model's distributions in nats; ``token_accuracy``, the share
+            at which the likeliest class is the label, or one of those with the largest weight in a soft label. Means
+            over nothing are 0; neither class weights nor ``num_items_in_batch`` have a part in them. DataParallel
+            gathers one of each from every device. An output that is a tuple has none of them. Inside of a
+            Trainer's ``compute_loss`` they are attributes of the output and not among its items, which evaluation
+            collects as predictions. :class:`TokenMetrics` logs them.
+        options: those of :func:`sparse_ce.linear_cross_entropy`, such as ``label_smoothing``, ``z_loss``, ``weight``
+            and ``chunk_rows``; not ``softcap``, which is the model's, and not ``normalizer``, which is
+            ``num_items_in_batch``, nor ``return_*``. ``logit_scale``, a number, or a 0-d tensor where the model has no
+            softcap, multiplies the model's logits: 1 / T for a temperature T.
+
+    Returns:
+        A handle; ``handle.remove()`` gives the model its own forward back.
+
+    Raises:
+        TypeError, ValueError: the model has no head, one that is more than a matrix product (adapters, quantisation),
+            or another loss than that of causal language models; Liger's fused loss is in its place. A copy of the head
+            that PEFT trains (``modules_to_save=["lm_head"]``) is a matrix product.
+        ValueError, AttributeError: from its first forward, if its code does something else to the logits.
+
+    Examples:
+        >>> handle = fuse_lm_head(model, z_loss=1e-4)
+        >>> output = model(input_ids=tokens, labels=tokens)
+        >>> output.loss.backward()
+        >>> output.logits is None
+        True
+        >>> handle.remove()
+    """
+    check_options(functional.linear_cross_entropy, options, "softcap", "inplace")
+    scale = options.get("logit_scale", 1.0)
+    if not (is_number(scale) or isinstance(scale, Tensor) and scale.dim() == 0):
+        fail(f"logit_scale must be a number or a 0-d tensor, got {scale!r}", TypeError)
+    while not isinstance(model, PreTrainedModel):
+        inner = model.get_base_model() if hasattr(model, "get_base_model") else getattr(model, "module", None)
+        if inner is None:
+            fail(f"model must be a causal language model of transformers, got {type(model).__name__}", TypeError)
+        model = inner
+    check("labels" in inspect.signature(model.forward).parameters,
+           f"model must have a forward that takes labels, got {type(model).__name__}")
+    check(not hasattr(model.loss_function, MARK), f"model must not be fused yet, got a fused "
+           f"{type(model).__name__}")
+    _check_liger(model)
+    check(model.loss_function is ForCausalLMLoss, "model must have the loss of causal language models, "
+           f"ForCausalLMLoss, got {getattr(model.loss_function, '__name__', model.loss_function)}")
+    _check_head(model)
+    return FusedHead(model, eval_logits, report_metrics, options)
+
+
+def _check_liger(model: Any) -> None:
+    """Liger's fused loss takes the place of ``forward``, of a class or of a model."""
+    for forward in (model.__dict__.get("forward"), type(model).forward):
+        if "liger_kernel" in getattr(inspect.unwrap(getattr(forward, "__func__", forward)), "__module__", ""):
+            fail("model must keep its own forward, got that of liger_kernel; apply Liger with "
+                 "fused_linear_cross_entropy=False, or leave out fuse_lm_head")
+
+
+def _head_of(model: Any) -> Any:
+    """The module that multiplies: of a head that PEFT keeps copies of (``modules_to_save``), the one in use."""
+    head = model.get_output_embeddings()
+    copies = getattr(head, "modules_to_save", None)
+    if not isinstance(copies, nn.ModuleDict):
+        return head
+    active = head.active_adapters
+    if head.disable_adapters or not active or any(name not in copies for name in active):
+        return head.original_module
+    return copies[active[0]]
+
+
+def _check_head(model: Any) -> Any:
+    head = _head_of(model)
+    if head is None:
+        fail(f"model must have an output head, got {type(model).__name__} without one", TypeError)
+    if getattr(type(head), "forward", None) is not nn.Linear.forward:
+        fail("model must have a plain nn.Linear as its output head, got "
+             f"{type(head).__module__}.{type(head).__name__}; keep adapters and quantisation away from the head "
+             '(PEFT: modules_to_save=["lm_head"] trains a copy of it), or train with causal_lm_loss', TypeError)
+    weight = head.weight
+    wrapped = is_traceable_wrapper_subclass(weight) and not isinstance(weight, DTensor)  # FSDP2's, between forwards
+    if wrapped or not weight.dtype.is_floating_point:
+        fail(f"model must have an output head with a plain floating weight, got {type(weight).__name__} of "
+             f"{weight.dtype}; a quantised head has no fused loss", TypeError)
+    if _enter_head not in head._forward_pre_hooks.values():
+        head.register_forward_pre_hook(_enter_head)
+    return head
+
+
+class FusedHead:
+    """What :func:`fuse_lm_head` did to a model; :meth:`remove` undoes it.
+
+    Examples:
+        >>> handle = fuse_lm_head(model)
+        >>> handle.active
+        True
+        >>> handle.remove()
+    """
+
+    def __init__(self, model: Any, eval_logits: bool, report_metrics: bool, options: Dict[str, Any]) -> None:
+        self.model, self.eval_logits, self.report_metrics = model, eval_logits, report_metrics
+        self.options, self.active = options, True
+        self.used = False  # whether a loss has come from here, where nothing is compiled
+        self.summed = False  # whether a trainer is about to sum the log-probabilities of all positions
+        self._own = {name: model.__dict__[name] for name in ("forward", "_loss_function") if name in model.__dict__}
+        forward = self._own.get("forward")
+        self._call = (lambda module, *args, **kwargs: forward(*args, **kwargs)) if forward else type(model).forward
+        signature = inspect.signature(model.forward)
+        self._labels_at = list(signature.parameters).index("labels")
+        self._hook = model.register_forward_pre_hook(per_token.ask, with_kwargs=True)
+        self._fused = self._forward(signature)
+        if report_metrics:
+            make_types(type(model).forward)
+        self._fused_loss = self._loss()
+        model._loss_function = MethodType(self._fused_loss, model)
+        model._sparse_ce_asked = model._sparse_ce_beside = None
+        model.forward = MethodType(self._fused, model)
+        model._replicate_for_data_parallel = MethodType(self._replicate, model)
+
+    def remove(self) -> None:
+        """Gives the model its own forward and loss back; a second call does nothing.
+
+        Examples:
+            >>> fuse_lm_head(model).remove()
+            >>> model(input_ids=tokens, labels=tokens).logits.shape
+            torch.Size([1, 3, 50])
+        """
+        if not self.active:
+            return
+        self.active = False
+        self._hook.remove()
+        for name in ("_replicate_for_data_parallel", "_loss_function", "_sparse_ce_asked", "_sparse_ce_beside"):
+            delattr(self.model, name)
+        # Wrapped since, as autocast does, it stays: without labels to fuse it passes everything on.
+        if getattr(self.model.__dict__.get("forward"), "__func__", None) is self._fused:
+            del self.model.forward
+        self.model.__dict__.update({k: v for k, v in self._own.items() if k not in self.model.__dict__})
+
+    def _loss(self) -> Callable[..., Tensor]:
+        def loss_function(module: Any, logits: Any, labels: Any, vocab_size: Any = None, num_items_in_batch: Any = None,
+                          ignore_index: int = IGNORE_INDEX, shift_labels: Any = None, **kwargs: Any) -> Tensor:
+            shift = shift_labels is None
+            options = {"ignore_index": ignore_index, **self._options(logits)}
+            labels = labels if shift else shift_labels
+            if module._sparse_ce_asked is not None:
+                loss, module._sparse_ce_beside = per_token.scores(
+                    logits, labels, num_items_in_batch, options, module._sparse_ce_asked, shift=shift,
+                    summed=self.summed)
+                return loss
+            # The metrics are on their way to the output, past the model's own code.
+            loss, module._sparse_ce_beside = token_loss(logits, labels, num_items_in_batch, options, shift=shift,
+                                                        report_metrics=self.report_metrics)
+            return loss
+
+        setattr(loss_function, MARK, self)
+        return loss_function
+
+    def _options(self, logits: Any) -> Dict[str, Any]:
+        of_head = ("chunk_rows", "logits_dtype")
+        return {k: v for k, v in self.options.items() if k not in of_head or isinstance(logits, Logits)}
+
+    def _forward(self, signature: inspect.Signature) -> Callable[..., Any]:
+        def forward(module: Any, *args: Any, **kwargs: Any) -> Any:
+            labels = kwargs.get("labels", args[self._labels_at] if len(args) > self._labels_at else None)
+            if not self.active:
+                return self._call(module, *args, **kwargs)
+            asked = per_token.taken(module, kwargs, self._own.get("forward"))
+            if asked is not None and labels is None:
+                labels = kwargs["labels"] = kwargs.get("shift_labels")
+            if labels is None:
+                return self._call(module, *args, **kwargs)
+            if not torch.compiler.is_compiling():
+                self.used = True
+            if asked is None and self.eval_logits and not (module.training or torch.is_grad_enabled()):
+                return _with_what_is_beside(module, self._call(module, *args, **kwargs))
+            head = _check_head(module)
+            if isinstance(head, FSDPModule):
+                head.set_reshard_after_forward(False, recurse=False)  # the loss reads the weight after the head is left
+            head._sparse_ce_fusing, module._sparse_ce_asked = True, asked
+            try:
+                output = self._call(module, *args, **kwargs)
+            finally:
+                head._sparse_ce_fusing, module._sparse_ce_asked = False, None
+            return _with_what_is_beside(module, _without_logits(module, output))
+
+        module = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        setattr(forward, "__signature__", signature.replace(parameters=[module, *signature.parameters.values()]))
+        return forward
+
+    def _replicate(self, model: Any) -> Any:
+        """A replica of DataParallel has the attributes of the model it was made from: bind its forward to itself."""
+        replica = type(model)._replicate_for_data_parallel(model)
+        replica.forward = MethodType(self._fused, replica)
+        replica._loss_function = MethodType(self._fused_loss, replica)
+        return replica
+
+
+def _enter_head(head: nn.Module, args: Tuple[Any, ...]) -> Optional[Tuple[HeadInput]]:
+    return (HeadInput(*args),) if getattr(head, "_sparse_ce_fusing", False) else None
+
+
+def _without_logits(module: nn.Module, output: Any) -> Any:
+    items = list(output.values() if isinstance(output, dict) else output)
+    if not any(isinstance(v, Logits) for v in items) or not isinstance(items[0], Tensor):
+        fail(f"model must make its loss from the logits of its output head with self.loss_function, got "
+             f"{type(module).__name__}, which does not; train it with causal_lm_loss instead of fuse_lm_head")
+    if isinstance(output, dict):
+        return type(output)(**{k: v for k, v in output.items() if not isinstance(v, Logits)})
+    return tuple(v for v in items if not isinstance(v, Logits))
+
+
+def _with_what_is_beside(module: Any, output: Any) -> Any:
+    """The output with its metrics, or, where a trainer asked for scores of each position, these in its place."""
+    beside, module._sparse_ce_beside = module._sparse_ce_beside, None
+    if isinstance(beside, per_token.TokenScores):
+        return per_token.output_of(beside, output)
+    return output if beside is None else with_metrics(output, beside)

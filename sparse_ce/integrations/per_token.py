@@ -1,0 +1,144 @@
+"""What TRL's trainers ask of a model, ``model(..., labels=labels, fused_lm_head=True)``: scores of each position.
+
+TRL patches a model (``add_fused_lm_head``), before or after it is fused, with a temperature and a choice of fields that
+its new forward alone knows. :func:`ask` is a hook in front of both forwards and gives the request a name of our own, so
+that TRL's, called first or last, passes it on; :func:`taken` finds in TRL's forward what was wanted.
+"""
+
+import sys
+from dataclasses import dataclass
+from typing import Any, Dict, NamedTuple, Optional, Tuple
+
+import torch
+from torch import Tensor
+from transformers.utils import ModelOutput
+
+from ..entries import IGNORE_INDEX
+from ..errors import check, fail
+from ..target import SparseTarget
+from .logits import Logits
+from .metrics import is_top_class
+from .token_loss import target_of
+
+_THEIRS, _OURS = "fused_lm_head", "sparse_ce_scores"
+_OF_SFT = {"log_probs", "entropy", "is_top1"}  # what SFTTrainer alone asks for
+_OF_HEAD = {"chunk_rows", "logits_dtype", "num_classes", "ignore_index"}  # leave log-probabilities what they are
+
+
+class Asked(NamedTuple):
+    """``fields`` of :class:`TokenScores`, of logits divided by ``temperature``; ``float32``: of float32 products."""
+
+    fields: Tuple[str, ...]
+    temperature: float
+    float32: bool
+
+
+@dataclass
+class TokenScores(ModelOutput):
+    """TRL's ``FusedCausalLMOutput``: of each position (B, S - 1), or (B, S) of labels that were shifted before, 0 where
+    its label is ignored; None where not asked for. Of soft labels ``log_probs`` is minus the cross entropy."""
+
+    loss: Optional[Tensor] = None
+    log_probs: Optional[Tensor] = None
+    entropy: Optional[Tensor] = None
+    log_sum_sq_probs: Optional[Tensor] = None
+    mean_logits: Optional[Tensor] = None
+    is_top1: Optional[Tensor] = None
+    label_mask: Optional[Tensor] = None
+    aux_loss: Optional[Tensor] = None
+
+
+def ask(model: Any, args: Tuple[Any, ...], kwargs: Dict[str, Any]) -> Optional[Tuple[Tuple[Any, ...], Dict[str, Any]]]:
+    """A forward pre-hook."""
+    if not kwargs.get(_THEIRS):
+        return None
+    return args, {**{name: value for name, value in kwargs.items() if name != _THEIRS}, _OURS: True}
+
+
+def taken(model: Any, kwargs: Dict[str, Any], before: Any) -> Optional[Asked]:
+    """The request among ``kwargs``, which it leaves. ``before``: the forward that the model had before it was fused."""
+    asked = [kwargs.pop(name, False) for name in (_THEIRS, _OURS)]
+    if not any(asked):
+        return None
+    kwargs["use_cache"] = False  # as TRL's
+    return _asked(model, before)
+
+
+@torch.compiler.assume_constant_result
+def _asked(model: Any, before: Any) -> Asked:
+    for forward in (model.__dict__.get("forward"), before):
+        function = getattr(forward, "__func__", forward)
+        while function is not None:
+            names = getattr(getattr(function, "__code__", None), "co_freevars", ())
+            if {"outputs", "temperature", "cast_lm_head_to_fp32"} <= set(names):
+                found = {name: cell.cell_contents for name, cell in zip(names, function.__closure__)}
+                return Asked(tuple(found["outputs"]), float(found["temperature"]), bool(found["cast_lm_head_to_fp32"]))
+            function = getattr(function, "__wrapped__", None)
+    version = getattr(sys.modules.get("trl"), "__version__", "not loaded")
+    fail(f"model must be patched by the add_fused_lm_head of trl 1.16 to be asked for {_THEIRS}=True, got no such "
+         f"forward (trl {version}); call handle.remove() and train without fuse_lm_head")
+
+
+def scores(logits: Any, labels: Any, normalizer: Any, options: Dict[str, Any], asked: Asked, *, shift: bool,
+           summed: bool) -> Tuple[Tensor, TokenScores]:
+    """The loss, minus the sum of the log-probabilities divided by ``normalizer`` or the count, and the scores.
+
+    ``summed``: nothing is done with the log-probabilities but to sum them. They are one element then, (1, 1): the
+    gradient of a sum takes three matrix products, of any other function of them four.
+    """
+    if not isinstance(logits, Logits):
+        fail(f"logits must be those of the output head for {_THEIRS}=True, got a {type(logits).__name__}", TypeError)
+    check(options.get("reduction", "mean") == "mean", "reduction must be 'mean' where TRL divides the losses, got "
+          f"{options.get('reduction')!r}")
+    target = target_of(labels, logits, options["ignore_index"], shift)
+    bending = set(options) - _OF_HEAD
+    check(not bending or set(asked.fields) <= _OF_SFT, "fuse_lm_head must be without options that bend "
+          f"log-probabilities for a trainer of TRL other than SFTTrainer, got {sorted(bending)}")
+    options = {name: value for name, value in options.items() if name not in ("reduction", "ignore_index")}
+    options["logit_scale"] = options.get("logit_scale", 1.0) / asked.temperature
+    if asked.float32:
+        with torch.autocast(logits.device.type, enabled=False):
+            made = _made(logits.wide(), target, options, asked.fields, bool(bending), summed)
+    else:
+        made = _made(logits, target, options, asked.fields, bool(bending), summed)
+    counts = made.label_mask
+    for name, value in made.items():
+        if not (summed and name == "log_probs"):
+            made[name] = torch.where(counts, value, 0)[:, :-1 if shift else None]
+    assert made.log_probs is not None and made.label_mask is not None
+    divisor = made.label_mask.sum().clamp(min=1) if normalizer is None else normalizer
+    return -made.log_probs.sum() / divisor, made
+
+
+def _made(logits: Logits, target: SparseTarget, options: Dict[str, Any], fields: Tuple[str, ...], bending: bool,
+          summed: bool) -> TokenScores:
+    """Of each of the S positions, whatever it is where the label is ignored."""
+    entropy, top1 = "entropy" in fields, "is_top1" in fields
+    made = TokenScores(label_mask=target.ne(IGNORE_INDEX))
+    out: Any
+    if summed or bending or target.form != "index":
+        out = logits.loss(target, reduction="sum" if summed else "none", return_lse=True, return_entropy=entropy,
+                          return_argmax=top1, **options)
+        loss, lse = out[:2] if isinstance(out, tuple) else (out.loss, out.lse)
+        made["log_probs"] = -loss.reshape(1, 1) if summed else -loss
+    else:
+        out = logits.log_probs(target.indices, padding_value=0.0, return_entropy=entropy, return_argmax=top1,
+                               return_mean_logit="mean_logits" in fields, **options)
+        made["log_probs"], lse = out.log_probs, out.lse
+    if entropy:
+        made["entropy"] = out.entropy
+    if top1:
+        made["is_top1"] = is_top_class(out.argmax, target)
+    with torch.no_grad():
+        if "mean_logits" in fields:
+            made["mean_logits"] = out.mean_logit.detach()
+        if "log_sum_sq_probs" in fields:  # of the squares of probabilities, whose logarithms are twice as large
+            twice = {**options, "logit_scale": 2 * options["logit_scale"]}
+            made["log_sum_sq_probs"] = logits.log_probs(target.indices, **twice).lse - 2 * lse.detach()
+    return made
+
+
+def output_of(made: TokenScores, output: Any) -> TokenScores:
+    """The scores, with the loss and the router's loss of the model's own output."""
+    loss = output["loss"] if isinstance(output, dict) else output[0]
+    return TokenScores(**{**made, "loss": loss, "aux_loss": getattr(output, "aux_loss", None)})

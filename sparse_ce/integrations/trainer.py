@@ -1,0 +1,101 @@
+"""What the Trainer of transformers and its subclasses are asked to check and to hand on around a step."""
+
+import functools
+import sys
+from typing import Any, Callable, List
+
+from torch import nn
+from transformers import Trainer
+
+from ..errors import check, fail
+from ..target import SparseTarget
+from .fused_head import FusedHead
+from .metrics import metrics_beside
+from .token_loss import MARK
+
+_SUMS = "1.16."  # releases of TRL whose SFTTrainer is known to do nothing with log-probabilities but to sum them
+
+
+def install() -> None:
+    for name, around in (("compute_loss", _around_compute_loss), ("training_step", _around_training_step)):
+        method = getattr(Trainer, name)
+        if not hasattr(method, MARK):  # a reload must not wrap it twice
+            wrapped = around(method)
+            setattr(wrapped, MARK, True)
+            setattr(Trainer, name, wrapped)
+
+
+def _around_compute_loss(compute_loss: Callable[..., Any]) -> Callable[..., Any]:
+    """That takes metrics out of the items of an output, all of which evaluation collects."""
+
+    @functools.wraps(compute_loss)
+    def checked(self: Any, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        _check_smoothing(self, model, inputs)
+        made = compute_loss(self, model, inputs, *args, **kwargs)
+        return (made[0], metrics_beside(made[1])) if isinstance(made, tuple) else made
+
+    return checked
+
+
+def _around_training_step(training_step: Callable[..., Any]) -> Callable[..., Any]:
+    """That sees whether the loss of a fused model, whose options it would miss otherwise, comes from its head."""
+
+    @functools.wraps(training_step)
+    def checked(self: Any, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        heads = _heads(model)
+        if not heads:
+            return training_step(self, model, inputs, *args, **kwargs)
+        _check_smoothing(self, model, inputs)
+        _check_liger(self)
+        for head in heads:
+            head.used, head.summed = False, _sums_log_probs(self)
+        try:
+            loss = training_step(self, model, inputs, *args, **kwargs)
+        finally:
+            for head in heads:
+                head.summed = False
+        compiled = any(hasattr(module, "_orig_mod") for module in model.modules())
+        check(compiled or all(head.used for head in heads), "the loss of a fused model must come from its forward with "
+              f"labels, got a step of {_release(self)} that made it without; call handle.remove() and train without "
+              "fuse_lm_head")
+        return loss
+
+    return checked
+
+
+def _heads(model: nn.Module) -> List[FusedHead]:
+    found = (getattr(m.__dict__.get("_loss_function"), MARK, None) for m in model.modules())
+    return [head for head in found if head is not None]
+
+
+def _sums_log_probs(trainer: Any) -> bool:
+    return (type(trainer).compute_loss.__module__ == "trl.trainer.sft_trainer"
+            and getattr(sys.modules.get("trl"), "__version__", "").startswith(_SUMS)
+            and trainer.args.loss_type == "nll" and trainer.compute_loss_func is None)
+
+
+def _release(trainer: Any) -> str:
+    library = type(trainer).__module__.split(".")[0]
+    return f"{type(trainer).__name__} ({library} {getattr(sys.modules.get(library), '__version__', '')})"
+
+
+def _check_smoothing(trainer: Any, model: nn.Module, inputs: Any) -> None:
+    """``label_smoothing_factor``: the Trainer would drop it (it has a loss function), make the logits of a fused head
+    for it, or fail in it (soft labels). Nowhere else do these meet."""
+    if getattr(trainer, "label_smoother", None) is None:
+        return
+    loss = trainer.compute_loss_func
+    while isinstance(loss, functools.partial):
+        loss = loss.func
+    labels = inputs.get("labels") if hasattr(inputs, "get") else None  # GRPO's are a list before a step prepares them
+    if hasattr(loss, MARK) or isinstance(labels, SparseTarget) or _heads(model):
+        given = trainer.args.label_smoothing_factor
+        fail(f"label_smoothing_factor must be 0 with soft labels and with the losses of sparse_ce, got {given}; "
+             f"use causal_lm_loss(label_smoothing={given}) or fuse_lm_head(model, label_smoothing={given})")
+
+
+def _check_liger(trainer: Any) -> None:
+    given = getattr(trainer.args, "liger_kernel_config", None) or {}
+    if getattr(trainer.args, "use_liger_kernel", False) and given.get("fused_linear_cross_entropy", True):
+        fail("use_liger_kernel must come without Liger's own fused loss where the head is fused by fuse_lm_head, got "
+             f"liger_kernel_config={given or None}; add fused_linear_cross_entropy=False to it")
