@@ -64,8 +64,8 @@ def taken(model: Any, kwargs: Dict[str, Any], before: Any) -> Optional[Asked]:
     return _asked(model, before)
 
 
-@torch.compiler.assume_constant_result
-def _asked(model: Any, before: Any) -> Asked:
+def patched(model: Any, before: Any = None) -> Optional[Asked]:
+    """What TRL's forward of the model, one of the two, was made for; None where it has none."""
     for forward in (model.__dict__.get("forward"), before):
         function = getattr(forward, "__func__", forward)
         while function is not None:
@@ -74,9 +74,17 @@ def _asked(model: Any, before: Any) -> Asked:
                 found = {name: cell.cell_contents for name, cell in zip(names, function.__closure__)}
                 return Asked(tuple(found["outputs"]), float(found["temperature"]), bool(found["cast_lm_head_to_fp32"]))
             function = getattr(function, "__wrapped__", None)
-    version = getattr(sys.modules.get("trl"), "__version__", "not loaded")
-    fail(f"model must be patched by the add_fused_lm_head of trl 1.16 to be asked for {_THEIRS}=True, got no such "
-         f"forward (trl {version}); call handle.remove() and train without fuse_lm_head")
+    return None
+
+
+@torch.compiler.assume_constant_result
+def _asked(model: Any, before: Any) -> Asked:
+    asked = patched(model, before)
+    if asked is None:
+        version = getattr(sys.modules.get("trl"), "__version__", "not loaded")
+        fail(f"model must be patched by the add_fused_lm_head of trl 1.16 to be asked for {_THEIRS}=True, got no such "
+             f"forward (trl {version}); call handle.remove() and train without fuse_lm_head")
+    return asked
 
 
 def scores(logits: Any, labels: Any, normalizer: Any, options: Dict[str, Any], asked: Asked, *, shift: bool,

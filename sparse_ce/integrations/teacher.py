@@ -1,5 +1,6 @@
 """Batches of a teacher's cached top-k, as inference servers and distillation tools write it."""
 
+import math
 from collections.abc import Mapping
 from itertools import chain
 from typing import Any, Callable, Dict, List, Literal, Optional, Sequence, Tuple
@@ -9,7 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from ..collate import collate
+from ..arguments import is_number
+from ..collate import cat, collate
 from ..data.vllm import entries_of
 from ..entries import IGNORE_INDEX, GivenKind
 from ..errors import check, fail
@@ -30,8 +32,13 @@ class TopKCollator:
     An id that comes a second time in a position counts once: vLLM lists the sampled token beside the top k. Positions
     without a candidate are ignored, and so are those whose ``labels``, if the sample has them, are -100.
 
+    Hard labels can stand in where there is no teacher, in some positions or whole samples of a batch
+    (``fill_with_labels``), and beside it (``label_weight``).
+
     Args:
         collator: makes the batch of everything else; by default sequences as long as ``input_ids`` are padded with 0.
+            One that puts all samples into a row (``DataCollatorWithFlattening``, TRL's with ``padding_free=True``) gets
+            labels (1, total); the first position of each sequence, which no other predicts, is ignored.
         ids, values, mask: keys of a sample. ``mask=None``: there is none.
         kind: what the values are, ``"logprobs"``, ``"probs"`` or ``"logits"``, as in ``SparseTarget.from_topk``.
             ``"logits"`` also normalises log-probabilities over the candidates.
@@ -41,6 +48,11 @@ class TopKCollator:
         k: candidates kept in each position, those of the largest values; batches then all have the same K.
         padding_side: where ``collator`` pads.
         num_classes: size of the vocabulary, where it shall be checked.
+        fill_with_labels: positions without a candidate have their label instead, with weight 1; a sample may have no
+            teacher at all.
+        label_weight: in [0, 1): of the sample's own label in the target of each position that has both; the
+            candidates' probabilities are multiplied by 1 - ``label_weight``. The cross entropy of such a target is the
+            same sum of both losses.
 
     With the Trainer set ``remove_unused_columns=False``: it drops keys that are not arguments of the model.
 
@@ -54,14 +66,16 @@ class TopKCollator:
     def __init__(self, collator: Optional[Callable[[List[Dict[str, Any]]], Dict[str, Any]]] = None, *,
                  ids: str = "teacher_ids", values: str = "teacher_logprobs", mask: Optional[str] = None,
                  kind: GivenKind = "logprobs", predicts: Literal["token", "next"] = "token", k: Optional[int] = None,
-                 padding_side: str = "right", num_classes: Optional[int] = None) -> None:
+                 padding_side: str = "right", num_classes: Optional[int] = None, fill_with_labels: bool = False,
+                 label_weight: float = 0.0) -> None:
         check(kind in ("logprobs", "probs", "logits"), f"kind must be 'logprobs', 'probs' or 'logits', got {kind!r}")
         check(predicts in ("token", "next"), f"predicts must be 'token' or 'next', got {predicts!r}")
         check(padding_side in ("right", "left"), f"padding_side must be 'right' or 'left', got {padding_side!r}")
         check(k is None or k > 0, f"k must be positive or None, got {k}")
         self.collator, self.ids, self.values, self.mask = collator or pad_inputs, ids, values, mask
         self.kind, self.predicts, self.k, self.num_classes = kind, predicts, k, num_classes
-        self.padding_side = padding_side
+        check(is_number(label_weight) and 0 <= label_weight < 1, f"label_weight must be in [0, 1), got {label_weight!r}")
+        self.padding_side, self.fill_with_labels, self.label_weight = padding_side, fill_with_labels, label_weight
 
     def __call__(self, samples: Sequence[Mapping[str, Any]]) -> Dict[str, Any]:
         """A batch: what ``collator`` makes, and ``labels``, a ``SparseTarget`` (B, S).
@@ -73,27 +87,49 @@ class TopKCollator:
         """
         taken = {self.ids, self.values, self.mask, "labels"}
         batch = self.collator([{key: v for key, v in sample.items() if key not in taken} for sample in samples])
-        length = batch["input_ids"].shape[1]
-        return {**batch, "labels": collate([self._target(sample, length) for sample in samples])}
+        rows = [self._target(sample) for sample in samples]
+        size, length = batch["input_ids"].shape
+        if size == len(samples):
+            labels = collate([_widened(target, length, self.padding_side) for target in rows])
+        else:
+            total = sum(len(target) for target in rows)
+            check((size, length) == (1, total), f"collator must make input_ids ({len(samples)}, S) or, of all sequences "
+                  f"in a row, (1, {total}), got {[size, length]}")
+            labels = cat(rows).unsqueeze(0)
+        first = _first(batch.get("position_ids"), [len(target) for target in rows], size, length)
+        return {**batch, "labels": labels if first is None else _without(labels, first)}
 
-    def _target(self, sample: Mapping[str, Any], length: int) -> SparseTarget:
-        """(length,): one sample's rows, filled up on the side of the padding."""
-        indices, values = self._entries(sample)
-        rows = len(sample["input_ids"])
+    def _target(self, sample: Mapping[str, Any]) -> SparseTarget:
+        """(S,): one sample's rows."""
+        rows, kind, given = len(sample["input_ids"]), self.kind, sample.get("labels")
+        labels = None if given is None else torch.as_tensor(given)
+        if self.fill_with_labels and labels is not None and sample.get(self.values) is None:
+            indices, values = torch.full((rows, 1), IGNORE_INDEX), torch.zeros(rows, 1)
+        else:
+            indices, values = self._entries(sample)
         check(indices.shape[0] == rows, f"{self.values} must have a row for each of the {rows} input_ids, got "
-               f"{indices.shape[0]}; add rows without candidates where there is no teacher")
+              f"{indices.shape[0]}; add rows without candidates where there is no teacher, and cut both where sequences "
+              "are cut")
         if self.k is not None:
             indices, values = _largest(indices, values, self.k)
         if self.predicts == "next":
             indices, values = F.pad(indices, (0, 0, 1, -1), value=IGNORE_INDEX), F.pad(values, (0, 0, 1, -1))
-        counts = None
-        if sample.get("labels") is not None:
-            counts = torch.as_tensor(sample["labels"]).ne(IGNORE_INDEX)
-        before = length - rows if self.padding_side == "left" else 0
-        pad = (before, length - rows - before)
+        if self.fill_with_labels or self.label_weight:
+            if labels is None:
+                fail(f"sample must hold 'labels' for fill_with_labels and label_weight, got {sorted(sample)}")
+            indices, values = self._with_labels(indices, _as_log_probs(indices, values, kind), labels)
+            kind = "logprobs"
         return SparseTarget.from_topk(
-            F.pad(indices, (0, 0, *pad), value=IGNORE_INDEX), F.pad(values, (0, 0, *pad)), kind=self.kind,
-            row_mask=None if counts is None else F.pad(counts, pad), num_classes=self.num_classes, ignore_empty=True)
+            indices, values, kind=kind, row_mask=None if labels is None else labels.ne(IGNORE_INDEX),
+            num_classes=self.num_classes, ignore_empty=True)
+
+    def _with_labels(self, indices: Tensor, values: Tensor, labels: Tensor) -> Tuple[Tensor, Tensor]:
+        """(S, K + 1): the candidates and their log-probabilities with the label behind them."""
+        taught = indices.ne(IGNORE_INDEX).any(1)
+        weight = torch.where(taught, self.label_weight, float(self.fill_with_labels)).to(values.dtype)
+        label = torch.where(weight > 0, labels, IGNORE_INDEX)[:, None]
+        values = torch.where(taught[:, None], values + math.log1p(-self.label_weight), values)
+        return torch.cat((indices, label), 1), torch.cat((values, weight.clamp(min=1e-30).log()[:, None]), 1)
 
     def _entries(self, sample: Mapping[str, Any]) -> Tuple[Tensor, Tensor]:
         """Ids and values (S, K), padding marked by an id of -100."""
@@ -121,8 +157,52 @@ class TopKCollator:
         return indices.masked_fill(padding, IGNORE_INDEX), values.masked_fill(padding, 0.0)
 
 
+def _widened(target: SparseTarget, length: int, padding_side: str) -> SparseTarget:
+    """(length,): filled up with ignored rows on the side of the padding."""
+    missing = length - len(target)
+    if missing == 0:
+        return target
+    assert target.values is not None
+    indices, values = target.indices, target.values
+    pad = (missing, 0) if padding_side == "left" else (0, missing)
+    return SparseTarget.from_topk(
+        F.pad(indices, (0, 0, *pad), value=IGNORE_INDEX), F.pad(values, (0, 0, *pad)), kind=target.kind,
+        row_mask=F.pad(target.ne(IGNORE_INDEX), pad), num_classes=target.num_classes)
+
+
+def _first(position_ids: Optional[Tensor], lengths: List[int], size: int, length: int) -> Optional[Tensor]:
+    """Bool (B, S): where a sequence begins behind another in the same row; None where none does."""
+    if position_ids is not None:
+        first = position_ids.eq(0).expand(size, length).clone()
+    elif size == len(lengths):
+        return None
+    else:
+        first = torch.zeros(size, length, dtype=torch.bool)
+        first[0, torch.tensor([0] + lengths[:-1]).cumsum(0)] = True
+    first[:, 0] = False
+    return first
+
+
+def _without(target: SparseTarget, ignored: Tensor) -> SparseTarget:
+    """With the rows of ``ignored`` among those that do not count."""
+    return SparseTarget(target.indices, target.values, target.offsets, target.ne(IGNORE_INDEX) & ~ignored,
+                        target.num_classes, target.kind, target.ids)
+
+
+def _as_log_probs(indices: Tensor, values: Tensor, kind: str) -> Tensor:
+    """(S, K): of entries whose padding has an id of -100; of padding anything but NaN."""
+    padding = indices.eq(IGNORE_INDEX)
+    if kind == "probs":
+        return values.masked_fill(padding, 1.0).log()
+    if kind == "logits":
+        values = values.masked_fill(padding, -torch.inf).log_softmax(1)
+    return values.masked_fill(padding, 0.0)
+
+
 def pad_inputs(samples: Sequence[Mapping[str, Any]]) -> Dict[str, Any]:
     """``collate``, with sequences as long as ``input_ids`` padded with 0 on the right; adds ``attention_mask``."""
+    check("seq_lengths" not in samples[0], "collator must be given for packed samples, which have 'seq_lengths', got "
+          "None; with TRL it is TopKCollator(DataCollatorForLanguageModeling(pad_token_id, padding_free=True))")
     samples = [{"attention_mask": [1] * len(sample["input_ids"]), **sample} for sample in samples]
     batch = {}
     for key in samples[0]:

@@ -9,15 +9,17 @@ from transformers import Trainer
 
 from ..errors import check, fail
 from ..target import SparseTarget
-from .fused_head import FusedHead
+from .fused_head import FusedHead, fuse_lm_head
 from .metrics import metrics_beside
+from .per_token import patched
 from .token_loss import MARK
 
 _SUMS = "1.16."  # releases of TRL whose SFTTrainer is known to do nothing with log-probabilities but to sum them
 
 
 def install() -> None:
-    for name, around in (("compute_loss", _around_compute_loss), ("training_step", _around_training_step)):
+    for name, around in (("compute_loss", _around_compute_loss), ("training_step", _around_training_step),
+                         ("_prepare_inputs", _around_prepare_inputs)):
         method = getattr(Trainer, name)
         if not hasattr(method, MARK):  # a reload must not wrap it twice
             wrapped = around(method)
@@ -59,6 +61,21 @@ def _around_training_step(training_step: Callable[..., Any]) -> Callable[..., An
               f"labels, got a step of {_release(self)} that made it without; call handle.remove() and train without "
               "fuse_lm_head")
         return loss
+
+    return checked
+
+
+def _around_prepare_inputs(prepare_inputs: Callable[..., Any]) -> Callable[..., Any]:
+    """That fuses the head of a model that TRL has patched when it first gets soft labels, which TRL's cannot read."""
+
+    @functools.wraps(prepare_inputs)
+    def checked(self: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        inputs = prepare_inputs(self, inputs, *args, **kwargs)
+        if isinstance(inputs, dict) and isinstance(inputs.get("labels"), SparseTarget):
+            for model in self.model.modules():
+                if patched(model) is not None and not _heads(self.model):
+                    fuse_lm_head(model)
+        return inputs
 
     return checked
 
