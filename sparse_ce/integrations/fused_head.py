@@ -14,15 +14,20 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 
 from .. import functional
 from ..arguments import is_number
+from ..distillation import check_shares, linear_distillation_loss
+from ..divergence import checked
 from ..entries import IGNORE_INDEX
 from ..errors import check, fail
+from ..target import SparseTarget
+from ..topk import linear_topk_log_probs
 from . import per_token
 from .logits import HeadInput, Logits
 from .metrics import make_types, with_metrics
-from .token_loss import MARK, check_options, token_loss
+from .token_loss import MARK, check_options, shifted_rows, token_loss
 
 
-def fuse_lm_head(model: Any, *, eval_logits: bool = True, report_metrics: bool = False, **options: Any) -> "FusedHead":
+def fuse_lm_head(model: Any, *, eval_logits: bool = True, report_metrics: bool = False,
+                 distillation: Optional[Dict[str, Any]] = None, **options: Any) -> "FusedHead":
     """Makes ``model.forward`` go from hidden states to the loss without logits, wherever it gets labels.
 
     The model's own code runs; between its head and its loss the logits are a formula
@@ -49,6 +54,11 @@ def fuse_lm_head(model: Any, *, eval_logits: bool = True, report_metrics: bool =
             gathers one of each from every device. An output that is a tuple has none of them. Inside of a
             Trainer's ``compute_loss`` they are attributes of the output and not among its items, which evaluation
             collects as predictions. :class:`TokenMetrics` logs them.
+        distillation: ``kind``, ``rest``, ``alpha`` and other options of :func:`sparse_ce.distillation_loss`, which is
+            the loss then: labels are the teacher, a ``SparseTarget``; beside them the forward takes ``hard_labels``
+            (B, S), class indices, and ``teacher_log_rest`` (B, S), as :class:`TopKCollator` makes both, in the
+            positions of the labels. Other options may be ``ignore_index``, ``reduction``, ``num_classes``,
+            ``logit_scale``, ``chunk_rows`` and ``logits_dtype``.
         options: those of :func:`sparse_ce.linear_cross_entropy`, such as ``label_smoothing``, ``z_loss``, ``weight``
             and ``chunk_rows``; not ``softcap``, which is the model's, and not ``normalizer``, which is
             ``num_items_in_batch``, nor ``return_*``. ``logit_scale``, a number, or a 0-d tensor where the model has no
@@ -71,15 +81,15 @@ def fuse_lm_head(model: Any, *, eval_logits: bool = True, report_metrics: bool =
         True
         >>> handle.remove()
     """
-    check_options(functional.linear_cross_entropy, options, "softcap", "inplace")
+    if distillation is None:
+        check_options(functional.linear_cross_entropy, options, "softcap", "inplace")
+    else:
+        check_options(linear_distillation_loss, options, "softcap", "teacher_log_rest", *_OF_DISTILLATION)
+        _check_distillation(**distillation)
     scale = options.get("logit_scale", 1.0)
     if not (is_number(scale) or isinstance(scale, Tensor) and scale.dim() == 0):
         fail(f"logit_scale must be a number or a 0-d tensor, got {scale!r}", TypeError)
-    while not isinstance(model, PreTrainedModel):
-        inner = model.get_base_model() if hasattr(model, "get_base_model") else getattr(model, "module", None)
-        if inner is None:
-            fail(f"model must be a causal language model of transformers, got {type(model).__name__}", TypeError)
-        model = inner
+    model = _base_of(model)
     check("labels" in inspect.signature(model.forward).parameters,
            f"model must have a forward that takes labels, got {type(model).__name__}")
     check(not hasattr(model.loss_function, MARK), f"model must not be fused yet, got a fused "
@@ -88,7 +98,44 @@ def fuse_lm_head(model: Any, *, eval_logits: bool = True, report_metrics: bool =
     check(model.loss_function is ForCausalLMLoss, "model must have the loss of causal language models, "
            f"ForCausalLMLoss, got {getattr(model.loss_function, '__name__', model.loss_function)}")
     _check_head(model)
-    return FusedHead(model, eval_logits, report_metrics, options)
+    return FusedHead(model, eval_logits, report_metrics, options, distillation)
+
+
+def _base_of(model: Any) -> Any:
+    while not isinstance(model, PreTrainedModel):
+        inner = model.get_base_model() if hasattr(model, "get_base_model") else getattr(model, "module", None)
+        if inner is None:
+            fail(f"model must be a causal language model of transformers, got {type(model).__name__}", TypeError)
+        model = inner
+    return model
+
+
+@torch.no_grad()
+def topk_of(model: Any, inputs: Dict[str, Any], rows: Tensor, k: int,
+            logit_scale: float = 1.0) -> Tuple[SparseTarget, Tensor]:
+    """The top ``k`` of a model's positions where ``rows`` (B, S) is True, and the rest's logarithm; without logits."""
+    head = _check_head(_base_of(model))
+    head._sparse_ce_fusing = True
+    try:
+        logits = model(**{**inputs, "use_cache": False}).logits
+    finally:
+        head._sparse_ce_fusing = False
+    if not isinstance(logits, Logits):
+        fail(f"model must give the logits of its output head, got {type(logits).__name__} of {type(model).__name__}")
+    out: Tuple[SparseTarget, Tensor] = logits.of_rows(rows).of_head(linear_topk_log_probs, k, logit_scale,
+                                                                    return_log_rest=True)
+    return out
+
+
+_OF_DISTILLATION = ("kind", "rest", "beta", "floor", "temperature", "temperature_squared", "alpha")
+_ROWS = {"hard_labels": "labels", "teacher_log_rest": "teacher_log_rest"}  # beside labels, and what the loss calls them
+
+
+def _check_distillation(*, kind: str = "forward_kl", rest: str = "zero", beta: float = 0.5, floor: float = -100.0,
+                        temperature: float = 1.0, temperature_squared: bool = False, alpha: float = 1.0) -> None:
+    """As the loss would, at once."""
+    checked(kind, beta, rest, floor)
+    check_shares(rest, temperature, alpha)
 
 
 def _check_liger(model: Any) -> None:
@@ -139,9 +186,10 @@ class FusedHead:
         >>> handle.remove()
     """
 
-    def __init__(self, model: Any, eval_logits: bool, report_metrics: bool, options: Dict[str, Any]) -> None:
+    def __init__(self, model: Any, eval_logits: bool, report_metrics: bool, options: Dict[str, Any],
+                 distillation: Optional[Dict[str, Any]]) -> None:
         self.model, self.eval_logits, self.report_metrics = model, eval_logits, report_metrics
-        self.options, self.active = options, True
+        self.options, self.distillation, self.active = options, distillation, True
         self.used = False  # whether a loss has come from here, where nothing is compiled
         self.summed = False  # whether a trainer is about to sum the log-probabilities of all positions
         self._own = {name: model.__dict__[name] for name in ("forward", "_loss_function") if name in model.__dict__}
@@ -155,7 +203,7 @@ class FusedHead:
             make_types(type(model).forward)
         self._fused_loss = self._loss()
         model._loss_function = MethodType(self._fused_loss, model)
-        model._sparse_ce_asked = model._sparse_ce_beside = None
+        model._sparse_ce_asked = model._sparse_ce_rows = model._sparse_ce_beside = None
         model.forward = MethodType(self._fused, model)
         model._replicate_for_data_parallel = MethodType(self._replicate, model)
 
@@ -171,7 +219,8 @@ class FusedHead:
             return
         self.active = False
         self._hook.remove()
-        for name in ("_replicate_for_data_parallel", "_loss_function", "_sparse_ce_asked", "_sparse_ce_beside"):
+        for name in ("_replicate_for_data_parallel", "_loss_function", "_sparse_ce_asked", "_sparse_ce_rows",
+                     "_sparse_ce_beside"):
             delattr(self.model, name)
         # Wrapped since, as autocast does, it stays: without labels to fuse it passes everything on.
         if getattr(self.model.__dict__.get("forward"), "__func__", None) is self._fused:
@@ -183,15 +232,17 @@ class FusedHead:
                           ignore_index: int = IGNORE_INDEX, shift_labels: Any = None, **kwargs: Any) -> Tensor:
             shift = shift_labels is None
             options = {"ignore_index": ignore_index, **self._options(logits)}
-            labels = labels if shift else shift_labels
+            labels, teacher = labels if shift else shift_labels, None
+            if self.distillation is not None:
+                teacher = {**self.distillation, **shifted_rows(module._sparse_ce_rows, shift, options["ignore_index"])}
             if module._sparse_ce_asked is not None:
                 loss, module._sparse_ce_beside = per_token.scores(
                     logits, labels, num_items_in_batch, options, module._sparse_ce_asked, shift=shift,
-                    summed=self.summed)
+                    summed=self.summed, teacher=teacher)
                 return loss
             # The metrics are on their way to the output, past the model's own code.
             loss, module._sparse_ce_beside = token_loss(logits, labels, num_items_in_batch, options, shift=shift,
-                                                        report_metrics=self.report_metrics)
+                                                        report_metrics=self.report_metrics, teacher=teacher)
             return loss
 
         setattr(loss_function, MARK, self)
@@ -213,6 +264,9 @@ class FusedHead:
                 return self._call(module, *args, **kwargs)
             if not torch.compiler.is_compiling():
                 self.used = True
+            module._sparse_ce_rows = {name: kwargs.pop(given) for given, name in _ROWS.items() if given in kwargs}
+            check(self.distillation is not None or not module._sparse_ce_rows, "hard_labels and teacher_log_rest must "
+                  "come with fuse_lm_head(model, distillation=...), got a head that is fused without")
             if asked is None and self.eval_logits and not (module.training or torch.is_grad_enabled()):
                 return _with_what_is_beside(module, self._call(module, *args, **kwargs))
             head = _check_head(module)

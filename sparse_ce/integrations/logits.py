@@ -79,6 +79,10 @@ class Logits:
         return function(self.hidden, self.weight, target, linear_bias=self.bias, logit_scale=scale, softcap=cap,
                         **options)
 
+    def of_rows(self, rows: Tensor) -> "Logits":
+        """Those of the positions where ``rows``, bool, is True."""
+        return Logits(self.hidden[rows], self.weight, self.bias, self.scale, self.gain)
+
     def wide(self) -> "Logits":
         """Of float32 products."""
         bias = None if self.bias is None else self.bias.float()

@@ -18,7 +18,7 @@ from ..errors import check, fail
 from ..target import SparseTarget
 from .logits import Logits
 from .metrics import is_top_class
-from .token_loss import target_of
+from .token_loss import entropy_and_argmax, loss_of, target_of
 
 _THEIRS, _OURS = "fused_lm_head", "sparse_ce_scores"
 _OF_SFT = {"log_probs", "entropy", "is_top1"}  # what SFTTrainer alone asks for
@@ -88,7 +88,7 @@ def _asked(model: Any, before: Any) -> Asked:
 
 
 def scores(logits: Any, labels: Any, normalizer: Any, options: Dict[str, Any], asked: Asked, *, shift: bool,
-           summed: bool) -> Tuple[Tensor, TokenScores]:
+           summed: bool, teacher: Optional[Dict[str, Any]]) -> Tuple[Tensor, TokenScores]:
     """The loss, minus the sum of the log-probabilities divided by ``normalizer`` or the count, and the scores.
 
     ``summed``: nothing is done with the log-probabilities but to sum them. They are one element then, (1, 1): the
@@ -99,16 +99,16 @@ def scores(logits: Any, labels: Any, normalizer: Any, options: Dict[str, Any], a
     check(options.get("reduction", "mean") == "mean", "reduction must be 'mean' where TRL divides the losses, got "
           f"{options.get('reduction')!r}")
     target = target_of(labels, logits, options["ignore_index"], shift)
-    bending = set(options) - _OF_HEAD
+    bending = set(options) - _OF_HEAD | set(teacher or ())
     check(not bending or set(asked.fields) <= _OF_SFT, "fuse_lm_head must be without options that bend "
           f"log-probabilities for a trainer of TRL other than SFTTrainer, got {sorted(bending)}")
     options = {name: value for name, value in options.items() if name not in ("reduction", "ignore_index")}
     options["logit_scale"] = options.get("logit_scale", 1.0) / asked.temperature
     if asked.float32:
         with torch.autocast(logits.device.type, enabled=False):
-            made = _made(logits.wide(), target, options, asked.fields, bool(bending), summed)
+            made = _made(logits.wide(), target, teacher, options, asked.fields, bool(bending), summed)
     else:
-        made = _made(logits, target, options, asked.fields, bool(bending), summed)
+        made = _made(logits, target, teacher, options, asked.fields, bool(bending), summed)
     counts = made.label_mask
     for name, value in made.items():
         if not (summed and name == "log_probs"):
@@ -118,25 +118,33 @@ def scores(logits: Any, labels: Any, normalizer: Any, options: Dict[str, Any], a
     return -made.log_probs.sum() / divisor, made
 
 
-def _made(logits: Logits, target: SparseTarget, options: Dict[str, Any], fields: Tuple[str, ...], bending: bool,
-          summed: bool) -> TokenScores:
+def _made(logits: Logits, target: SparseTarget, teacher: Optional[Dict[str, Any]], options: Dict[str, Any],
+          fields: Tuple[str, ...], bending: bool, summed: bool) -> TokenScores:
     """Of each of the S positions, whatever it is where the label is ignored."""
-    entropy, top1 = "entropy" in fields, "is_top1" in fields
     made = TokenScores(label_mask=target.ne(IGNORE_INDEX))
-    out: Any
+    wanted = dict(return_entropy="entropy" in fields, return_argmax="is_top1" in fields)
+    entropy = argmax = lse = None
+    out: Any = None
     if summed or bending or target.form != "index":
-        out = logits.loss(target, reduction="sum" if summed else "none", return_lse=True, return_entropy=entropy,
-                          return_argmax=top1, **options)
-        loss, lse = out[:2] if isinstance(out, tuple) else (out.loss, out.lse)
+        reduction = "sum" if summed else "none"
+        if teacher is None:
+            out = logits.loss(target, reduction=reduction, return_lse=True, **wanted, **options)
+            loss, lse, *_ = out if isinstance(out, tuple) else (out.loss, out.lse)
+            if any(wanted.values()):
+                entropy, argmax = out.entropy, out.argmax
+        else:
+            loss = loss_of(logits, target, teacher, reduction=reduction, **options)
+            if any(wanted.values()):
+                entropy, argmax = entropy_and_argmax(logits, target, options)
         made["log_probs"] = -loss.reshape(1, 1) if summed else -loss
     else:
-        out = logits.log_probs(target.indices, padding_value=0.0, return_entropy=entropy, return_argmax=top1,
-                               return_mean_logit="mean_logits" in fields, **options)
-        made["log_probs"], lse = out.log_probs, out.lse
-    if entropy:
-        made["entropy"] = out.entropy
-    if top1:
-        made["is_top1"] = is_top_class(out.argmax, target)
+        out = logits.log_probs(target.indices, padding_value=0.0, return_mean_logit="mean_logits" in fields, **wanted,
+                               **options)
+        made["log_probs"], lse, entropy, argmax = out.log_probs, out.lse, out.entropy, out.argmax
+    if "entropy" in fields:
+        made["entropy"] = entropy
+    if "is_top1" in fields:
+        made["is_top1"] = is_top_class(argmax, target)
     with torch.no_grad():
         if "mean_logits" in fields:
             made["mean_logits"] = out.mean_logit.detach()

@@ -54,6 +54,11 @@ class TopKCollator:
             candidates' probabilities are multiplied by 1 - ``label_weight``. The cross entropy of such a target is the
             same sum of both losses.
 
+        hard_labels: the batch gets ``hard_labels`` (B, S) besides, of the samples' ``labels`` or, without, their
+            ``input_ids``; -100 where ``labels`` does not count. For ``fuse_lm_head(distillation=...)``.
+        log_rest: key of (S,) logarithms of the teacher's probability off its candidates; the batch gets
+            ``teacher_log_rest`` (B, S). None: there is none.
+
     With the Trainer set ``remove_unused_columns=False``: it drops keys that are not arguments of the model.
 
     Examples:
@@ -67,7 +72,7 @@ class TopKCollator:
                  ids: str = "teacher_ids", values: str = "teacher_logprobs", mask: Optional[str] = None,
                  kind: GivenKind = "logprobs", predicts: Literal["token", "next"] = "token", k: Optional[int] = None,
                  padding_side: str = "right", num_classes: Optional[int] = None, fill_with_labels: bool = False,
-                 label_weight: float = 0.0) -> None:
+                 label_weight: float = 0.0, hard_labels: bool = False, log_rest: Optional[str] = None) -> None:
         check(kind in ("logprobs", "probs", "logits"), f"kind must be 'logprobs', 'probs' or 'logits', got {kind!r}")
         check(predicts in ("token", "next"), f"predicts must be 'token' or 'next', got {predicts!r}")
         check(padding_side in ("right", "left"), f"padding_side must be 'right' or 'left', got {padding_side!r}")
@@ -75,6 +80,7 @@ class TopKCollator:
         self.collator, self.ids, self.values, self.mask = collator or pad_inputs, ids, values, mask
         self.kind, self.predicts, self.k, self.num_classes = kind, predicts, k, num_classes
         check(is_number(label_weight) and 0 <= label_weight < 1, f"label_weight must be in [0, 1), got {label_weight!r}")
+        self.hard_labels, self.log_rest = hard_labels, log_rest
         self.padding_side, self.fill_with_labels, self.label_weight = padding_side, fill_with_labels, label_weight
 
     def __call__(self, samples: Sequence[Mapping[str, Any]]) -> Dict[str, Any]:
@@ -85,7 +91,7 @@ class TopKCollator:
             >>> TopKCollator(num_classes=10)([vllm])["labels"].ne(-100)
             tensor([[False,  True]])
         """
-        taken = {self.ids, self.values, self.mask, "labels"}
+        taken = {self.ids, self.values, self.mask, self.log_rest, "labels"}
         batch = self.collator([{key: v for key, v in sample.items() if key not in taken} for sample in samples])
         rows = [self._target(sample) for sample in samples]
         size, length = batch["input_ids"].shape
@@ -97,7 +103,14 @@ class TopKCollator:
                   f"in a row, (1, {total}), got {[size, length]}")
             labels = cat(rows).unsqueeze(0)
         first = _first(batch.get("position_ids"), [len(target) for target in rows], size, length)
-        return {**batch, "labels": labels if first is None else _without(labels, first)}
+        batch = {**batch, "labels": labels if first is None else _without(labels, first)}
+        if self.hard_labels:
+            hard = _laid([_hard_labels(sample) for sample in samples], size, length, self.padding_side, IGNORE_INDEX)
+            batch["hard_labels"] = hard if first is None else hard.masked_fill(first, IGNORE_INDEX)
+        if self.log_rest is not None:
+            batch["teacher_log_rest"] = _laid([self._log_rest(sample) for sample in samples], size, length,
+                                              self.padding_side, 0.0)
+        return batch
 
     def _target(self, sample: Mapping[str, Any]) -> SparseTarget:
         """(S,): one sample's rows."""
@@ -122,6 +135,15 @@ class TopKCollator:
         return SparseTarget.from_topk(
             indices, values, kind=kind, row_mask=None if labels is None else labels.ne(IGNORE_INDEX),
             num_classes=self.num_classes, ignore_empty=True)
+
+    def _log_rest(self, sample: Mapping[str, Any]) -> Tensor:
+        """(S,), in the positions of the labels."""
+        if sample.get(self.log_rest) is None:
+            fail(f"sample must hold {self.log_rest!r}, got {sorted(sample)}")
+        rest, rows = torch.as_tensor(sample[self.log_rest]).float(), len(sample["input_ids"])
+        check(rest.shape == (rows,), f"{self.log_rest} must have an element for each of the {rows} input_ids, got shape "
+              f"{list(rest.shape)}")
+        return F.pad(rest, (1, -1)) if self.predicts == "next" else rest
 
     def _with_labels(self, indices: Tensor, values: Tensor, labels: Tensor) -> Tuple[Tensor, Tensor]:
         """(S, K + 1): the candidates and their log-probabilities with the label behind them."""
@@ -168,6 +190,18 @@ def _widened(target: SparseTarget, length: int, padding_side: str) -> SparseTarg
     return SparseTarget.from_topk(
         F.pad(indices, (0, 0, *pad), value=IGNORE_INDEX), F.pad(values, (0, 0, *pad)), kind=target.kind,
         row_mask=F.pad(target.ne(IGNORE_INDEX), pad), num_classes=target.num_classes)
+
+
+def _hard_labels(sample: Mapping[str, Any]) -> Tensor:
+    return torch.as_tensor(sample["input_ids"] if sample.get("labels") is None else sample["labels"]).long()
+
+
+def _laid(rows: List[Tensor], size: int, length: int, padding_side: str, fill: float) -> Tensor:
+    """(B, S), of sequences that are padded or all in a row."""
+    if size != len(rows):
+        return torch.cat(rows)[None]
+    return torch.stack([F.pad(t, (length - len(t), 0) if padding_side == "left" else (0, length - len(t)), value=fill)
+                        for t in rows])
 
 
 def _first(position_ids: Optional[Tensor], lengths: List[int], size: int, length: int) -> Optional[Tensor]:

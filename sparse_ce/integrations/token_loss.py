@@ -4,10 +4,12 @@ import inspect
 from typing import Any, Callable, Dict, Optional, Tuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from .. import functional
 from ..arguments import Normalizer, check_held
+from ..distillation import distillation_loss, linear_distillation_loss
 from ..entries import IGNORE_INDEX
 from ..errors import check, fail
 from ..target import SparseTarget, as_target
@@ -27,36 +29,53 @@ def target_of(labels: Any, logits: Any, ignore_index: int, shift: bool) -> Spars
     return target.shift(1) if shift else target
 
 
+def shifted_rows(rows: Dict[str, Tensor], shift: bool, ignore_index: int) -> Dict[str, Tensor]:
+    """What stands beside the labels of each position, for the logits that are compared with them."""
+    if not shift:
+        return rows
+    return {name: F.pad(t[:, 1:], (0, 1), value=0 if t.is_floating_point() else ignore_index)
+            for name, t in rows.items()}
+
+
 def token_loss(logits: Any, labels: Any, normalizer: Optional[Normalizer], options: Dict[str, Any], *, shift: bool,
-               report_metrics: bool) -> Tuple[Tensor, Optional[Dict[str, Tensor]]]:
+               report_metrics: bool, teacher: Optional[Dict[str, Any]] = None
+               ) -> Tuple[Tensor, Optional[Dict[str, Tensor]]]:
     """The loss and, where they are asked for, its metrics. ``logits`` (B, S, V): numbers, or the :class:`Logits` of a
-    fused head."""
+    fused head. ``teacher``: options of a distillation from the labels, what of them has a row of each position too."""
     target = target_of(labels, logits, options.get("ignore_index", IGNORE_INDEX), shift)
     if options.get("reduction", "mean") == "mean":
         options = {**options, "normalizer": normalizer}
     if not report_metrics:
-        return _cross_entropy(logits, target, **options), None
+        return loss_of(logits, target, teacher, **options), None
     # Metrics are to change nothing of a gradient. Those that a fused head reads beside the loss in eager mode do not
     # (but for a rounding where logits have a factor); of logits, and compiled, the gradients would be those of another
     # op, so that metrics get a read of their own.
-    if isinstance(logits, Logits) and not torch.compiler.is_compiling():
-        out = _cross_entropy(logits, target, return_entropy=True, return_argmax=True, **options)
+    if isinstance(logits, Logits) and teacher is None and not torch.compiler.is_compiling():
+        out = loss_of(logits, target, None, return_entropy=True, return_argmax=True, **options)
         return out.loss, metrics_of(out.entropy, out.argmax, target)
-    loss = _cross_entropy(logits, target, **options)
+    loss = loss_of(logits, target, teacher, **options)
+    return loss, metrics_of(*entropy_and_argmax(logits, target, options), target)
+
+
+def entropy_and_argmax(logits: Any, target: SparseTarget, options: Dict[str, Any]) -> Tuple[Tensor, Tensor]:
+    """(B, S) each, of a read of their own: 0 and -1 where the target is ignored."""
     rows = SparseTarget.from_index(torch.where(target.ne(IGNORE_INDEX), 0, IGNORE_INDEX))
     options = {name: options[name] for name in _OF_THE_DISTRIBUTION if name in options}
     with torch.no_grad():
-        out = _cross_entropy(logits, rows, return_entropy=True, return_argmax=True, **options)
-    return loss, metrics_of(out.entropy, out.argmax, target)
+        out = loss_of(logits, rows, None, return_entropy=True, return_argmax=True, **options)
+    return out.entropy, out.argmax
 
 
 _OF_THE_DISTRIBUTION = ("logit_scale", "softcap", "num_classes", "chunk_rows", "logits_dtype")
 
 
-def _cross_entropy(logits: Any, target: SparseTarget, **options: Any) -> Any:
+def loss_of(logits: Any, target: SparseTarget, teacher: Optional[Dict[str, Any]], **options: Any) -> Any:
+    if teacher is None:
+        return (logits.loss(target, **options) if isinstance(logits, Logits)
+                else functional.cross_entropy(logits, target, **options))
     if isinstance(logits, Logits):
-        return logits.loss(target, **options)
-    return functional.cross_entropy(logits, target, **options)
+        return logits.of_head(linear_distillation_loss, target, options.pop("logit_scale", 1.0), **teacher, **options)
+    return distillation_loss(logits, target, **teacher, **options)
 
 
 def check_options(loss: Callable[..., Any], options: Dict[str, Any], *taken: str) -> None:

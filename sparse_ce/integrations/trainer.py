@@ -86,7 +86,7 @@ def _heads(model: nn.Module) -> List[FusedHead]:
 
 
 def _sums_log_probs(trainer: Any) -> bool:
-    return (type(trainer).compute_loss.__module__ == "trl.trainer.sft_trainer"
+    return (type(trainer).compute_loss.__module__ in ("trl.trainer.sft_trainer", "sparse_ce.integrations.trl")
             and getattr(sys.modules.get("trl"), "__version__", "").startswith(_SUMS)
             and trainer.args.loss_type == "nll" and trainer.compute_loss_func is None)
 
