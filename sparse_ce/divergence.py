@@ -244,7 +244,7 @@ def _term(kind: str, beta: float, log_p: Tensor, log_q: Tensor) -> Tensor:
     """What a class adds to the sum of a kind; log_p is finite."""
     p, q = log_p.exp(), log_q.exp()
     if kind == "forward_kl":
-        some = p > 0  # a p that is too small for its dtype is 0, however little the student has there
+        some = p != 0  # a p that is too small for its dtype is 0, however little the student has there; a NaN is not
         return torch.where(some, p * (log_p - torch.where(some, log_q, 0.0)), 0.0)
     finite = torch.where(log_q.isneginf(), 0.0, log_q)  # where q, its factor, is 0
     if kind == "reverse_kl":

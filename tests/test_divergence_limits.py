@@ -161,6 +161,28 @@ def test_what_rows_that_do_not_count_hold_reaches_nothing(kind, rest, dtype, dev
         torch.testing.assert_close(tuple(t[counts] for t in ours)[:2], expected[:2], rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("spoilt", [torch.nan, -0.1], ids=["NaN", "a negative probability"])
+@every_kind
+def test_a_teacher_that_is_none_is_not_ignored(kind, rest, spoilt, device):
+    """A row that counts has no loss then; what looks like a good student would be none."""
+    logits, ids, weights = make(device, torch.float64)
+    weights[1, 0] = spoilt
+    loss = divergence(logits, topk(ids)(weights), kind=kind, rest=rest, reduction="none")
+    assert loss.isnan().tolist() == [False, True, False, False, False]
+    log_probs = SparseTarget.from_topk(ids, torch.where(weights > 0, weights.log(), torch.nan), kind="logprobs",
+                                       num_classes=CLASSES)
+    assert divergence(logits, log_probs, kind=kind, rest=rest).isnan()
+
+
+@pytest.mark.parametrize("kind", ["forward_kl", "reverse_kl", "jsd"])
+def test_a_rest_that_is_no_number_is_not_ignored(kind, device):
+    logits, ids, weights = make(device, torch.float64)
+    rest = (1 - weights.sum(1)).log()
+    rest[2] = torch.nan
+    loss = divergence(logits, topk(ids)(weights), kind=kind, rest="bucket", teacher_log_rest=rest, reduction="none")
+    assert loss.isnan().tolist() == [False, False, True, False, False]
+
+
 @pytest.mark.parametrize("form", ["topk", "jagged", "no entries", "no classes"])
 @every_kind
 def test_rows_without_classes(kind, rest, form, device):
