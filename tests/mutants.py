@@ -1,6 +1,6 @@
 """Breaks the code on purpose, one change at a time, and checks that a test notices.
 
-    python tests/mutants.py [-j N] [cuda cpu python trainer] [WORD ...]
+    python tests/mutants.py [-j N] [cuda cpu python trainer trl] [WORD ...]
 
 A WORD is part of a file's name or of a text: `cpu tile.cpp` runs the CPU's mutants in that file. Each is built, meets
 the tests that are about its file, and where those pass all others: a mutant that a test notices costs seconds, a
@@ -20,7 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from flavours import FLAVOURS, digest_of, others
-from mutant_lists import CPU, CUDA, PYTHON, TRAINER
+from mutant_lists import CPU, CUDA, PYTHON, TRAINER, TRL
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -29,7 +29,7 @@ OBJECTS = ROOT / "build" / "mutants"
 ABOUT = {"arguments": "errors_options_dimension", "autocast": "modes_candidates",
          **dict.fromkeys(("avx512", "avx512_columns", "row_entries", "tile"), "select_values_shapes"),
          "collate": "collate_target_rows_trainer", "data": "data", "entries": "sparse_arguments_stock_target_rows",
-         "gradient_memory": "forecast", "guarded": "zero_upstream", "integrations": "trainer", "live_rows": "linear",
+         "gradient_memory": "forecast", "guarded": "zero_upstream", "integrations": "trainer_trl", "live_rows": "linear",
          "loss_mean": "cross_entropy", "modules": "modules_options", "parts": "target",
          "reference": "transforms_failures_candidates", "rows": "rows_target", "segments": "divergence_distillation",
          "travel": "arrays_training"}
@@ -161,9 +161,13 @@ def of_trainer(tree: Path, mutant: tuple) -> str:
     return of_python(tree, mutant, "trainer*")
 
 
+def of_trl(tree: Path, mutant: tuple) -> str:
+    return of_python(tree, mutant, "trl*")
+
+
 # What finds the test that notices a mutant in a tree of files: "" where none does.
 GROUPS = {"cuda": (CUDA, of_programs), "cpu": (CPU, of_cpu), "python": (PYTHON, of_python),
-          "trainer": (TRAINER, of_trainer)}
+          "trainer": (TRAINER, of_trainer), "trl": (TRL, of_trl)}
 
 
 def problems() -> list:

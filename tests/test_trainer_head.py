@@ -93,6 +93,44 @@ def test_logits_of_a_bfloat16_head_that_are_not_rounded(report_metrics, monkeypa
         torch.testing.assert_close(model.eval()(**batch).loss, loss, rtol=0.05, atol=0)
 
 
+@pytest.mark.parametrize("name", ["llama", "gemma2, softcap", "granite, logits_scaling"])
+def test_a_temperature_divides_what_the_model_makes(name):
+    model, batch = make_model(name), batch_of("topk")
+    dense, counted = dense_labels(batch["labels"]), batch["labels"][:, 1:].ne(-100).sum()
+    plain = {key: t for key, t in batch.items() if key != "labels"}
+    dense_loss(model(**plain).logits / 3, dense, counted).backward()
+    expected = gradients(model)
+    model.zero_grad()
+    fuse_lm_head(model, logit_scale=1 / 3, report_metrics=True)
+    output = model(**batch)
+    output.loss.backward()
+    for parameter, gradient in gradients(model).items():
+        torch.testing.assert_close(gradient, expected[parameter], rtol=1e-4, atol=1e-6)
+    with torch.no_grad():
+        evaluated = model.eval()(**batch)
+        torch.testing.assert_close(evaluated.loss, output.loss.detach())
+        torch.testing.assert_close(evaluated.entropy, output.entropy)
+        log_probs = (model(**plain).logits / 3).log_softmax(-1)[:, :-1][batch["labels"][:, 1:].ne(-100)]
+    torch.testing.assert_close(output.entropy, -(log_probs.exp() * log_probs).sum(-1).mean())
+
+
+def test_a_temperature_that_is_learned():
+    model, batch, scale = make_model(), batch_of(), nn.Parameter(torch.tensor(0.7))
+    dense_loss(model(**{**batch, "labels": None}).logits * scale, dense_labels(batch["labels"]),
+               batch["labels"][:, 1:].ne(-100).sum()).backward()
+    expected, scale.grad = scale.grad, None
+    fuse_lm_head(model, logit_scale=scale)
+    model(**batch).loss.backward()
+    torch.testing.assert_close(scale.grad, expected, rtol=1e-4, atol=1e-6)
+    capped = make_model("gemma2, softcap")
+    fuse_lm_head(capped, logit_scale=scale)
+    with pytest.raises(ValueError, match="sparse_ce: logit_scale must be a number for a model with a softcap"):
+        capped(**batch)
+    for wrong in ("a half", torch.ones(2), None):
+        with pytest.raises(TypeError, match="sparse_ce: logit_scale must be a number or a 0-d tensor"):
+            fuse_lm_head(make_model(), logit_scale=wrong)
+
+
 def test_the_logits_never_exist():
     """No tensor of (positions, vocabulary) is made between forward's begin and backward's end."""
     from torch.utils._python_dispatch import TorchDispatchMode

@@ -40,6 +40,59 @@ def test_24_adapters_on_the_head_are_refused_and_elsewhere_honoured():
     assert model(**collate(list(Samples("labels")))).logits is not None
 
 
+@pytest.mark.parametrize("wrapped_first", [True, False])
+def test_24_a_copy_of_the_head_that_peft_trains(wrapped_first):
+    """``modules_to_save`` is a matrix product like any other, whose weight is the adapter's own."""
+    config = peft.LoraConfig(target_modules=["q_proj"], modules_to_save=["lm_head"], task_type="CAUSAL_LM")
+    model = make_model()
+    handle = None if wrapped_first else fuse_lm_head(model)
+    model = peft.get_peft_model(model, config)
+    handle = fuse_lm_head(model) if handle is None else handle
+    head = model.get_base_model().lm_head
+    with torch.no_grad():
+        head.modules_to_save["default"].weight.mul_(0.5)
+    fused = step(model)
+    fused.backward()
+    of_fused = head.modules_to_save["default"].weight.grad.clone()
+    with model.disable_adapter():
+        of_base = step(model)
+    assert head.original_module.weight.grad is None
+    handle.remove()
+    model.zero_grad()
+    plain = step(model)
+    plain.backward()
+    torch.testing.assert_close(fused, plain)
+    torch.testing.assert_close(of_fused, head.modules_to_save["default"].weight.grad)
+    with model.disable_adapter():
+        torch.testing.assert_close(step(model), of_base)
+    assert abs(of_base - plain) > 1e-3
+
+
+def lce_forward(self, input_ids=None, attention_mask=None, labels=None, **kwargs):
+    return None
+
+
+lce_forward.__module__ = "liger_kernel.transformers.model.llama"  # what Liger leaves on an instance, or on a class
+
+
+def test_24_the_fused_loss_of_liger_is_refused_by_name(tmp_path):
+    model = make_model()
+    model.forward = lce_forward.__get__(model)
+    with pytest.raises(ValueError, match="sparse_ce: model must keep its own forward, got that of liger_kernel"):
+        fuse_lm_head(model)
+    model = make_model()
+    fuse_lm_head(model)
+    trainer = tiny_lm.make_trainer(tmp_path, model, Samples("labels"))
+    trainer.args.use_liger_kernel = True  # without Liger itself, which wants a GPU
+    for config in (None, {"rope": True}, {"fused_linear_cross_entropy": True}):
+        trainer.args.liger_kernel_config = config
+        with pytest.raises(ValueError, match="sparse_ce: use_liger_kernel must come without Liger's own fused loss"):
+            trainer.training_step(model, collate(list(Samples("labels"))))
+    trainer.args.liger_kernel_config = {"fused_linear_cross_entropy": False}
+    trainer.current_gradient_accumulation_steps = 1
+    assert trainer.training_step(model, collate(list(Samples("labels")))) > 0
+
+
 class Int8Linear(nn.Linear):
     """A quantised head, as such libraries write one."""
 

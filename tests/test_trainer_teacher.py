@@ -124,6 +124,70 @@ def test_logits_are_normalised_over_the_candidates():
     torch.testing.assert_close(target["labels"].to_dense()[0], dense / dense.sum(-1, keepdim=True).clamp(min=1e-9))
 
 
+LABELS = [-100, 8, 20, 11]
+
+
+def hard(labels=LABELS):
+    return expected([[] if c == -100 else [c] for c in labels], [[] if c == -100 else [0.0] for c in labels])
+
+
+@pytest.mark.parametrize("kind", ["logprobs", "probs", "logits"])
+@pytest.mark.parametrize("weight", [0.0, 0.25])
+def test_labels_stand_in_for_a_teacher_and_beside_it(kind, weight):
+    """Position 1 and 3 have both, 2 a label alone, 0 a teacher and a label that does not count; the second sample has
+    no teacher at all, and both are in one batch."""
+    values = [np.exp(r).tolist() for r in LOGPROBS] if kind == "probs" else LOGPROBS
+    taught = {**INPUT, "labels": LABELS, "teacher_ids": IDS, "teacher_logprobs": values}
+    alone = {**INPUT, "labels": LABELS, "teacher_ids": None, "teacher_logprobs": None}
+    teacher = expected()
+    if kind == "logits":
+        teacher = teacher / teacher.sum(-1, keepdim=True).clamp(min=1e-9)
+    mixed = torch.stack((torch.zeros(VOCAB), (1 - weight) * teacher[1] + weight * hard()[1], hard()[2],
+                         (1 - weight) * teacher[3] + weight * hard()[3]))
+    collator = TopKCollator(kind=kind, label_weight=weight, fill_with_labels=True, num_classes=VOCAB)
+    target = collator([taught, alone])["labels"]
+    assert target.ne(-100).tolist() == [[False, True, True, True]] * 2
+    torch.testing.assert_close(target.to_dense(), torch.stack((mixed, hard())), rtol=1e-5, atol=1e-6)
+    if weight:  # without standing in
+        target = TopKCollator(kind=kind, label_weight=weight, num_classes=VOCAB)([taught])["labels"]
+        assert target.ne(-100).tolist() == [[False, True, False, True]]
+        torch.testing.assert_close(target.to_dense()[0, [1, 3]], mixed[[1, 3]], rtol=1e-5, atol=1e-6)
+    shifted = TopKCollator(kind=kind, label_weight=weight, fill_with_labels=True, predicts="next", num_classes=VOCAB)
+    first = shifted([{**taught, "labels": [5, 8, 20, 11]}])["labels"].to_dense()[0]
+    torch.testing.assert_close(first[1], (1 - weight) * teacher[0] + weight * hard()[1], rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(first[0], hard([5])[0])
+    with pytest.raises(ValueError, match="sparse_ce: sample must hold 'labels' for fill_with_labels"):
+        collator([{**taught, "labels": None}])
+    with pytest.raises(ValueError, match="remove_unused_columns"):  # not silently hard labels
+        TopKCollator()([alone])
+
+
+def test_what_stands_beside_the_labels_follows_them():
+    first = {**INPUT, "teacher_ids": IDS, "teacher_logprobs": LOGPROBS, "rest": [-1.0, -2.0, -3.0, -4.0]}
+    second = {"input_ids": [7, 3], "labels": [-100, 3], "teacher_ids": [[3], [4]], "teacher_logprobs": [[-1.0], [-2.0]],
+              "rest": [-5.0, -6.0]}
+    options = dict(hard_labels=True, log_rest="rest", predicts="next")
+    batch = TopKCollator(**options)([first, second])
+    assert batch["hard_labels"].tolist() == [[1, 5, 8, 9], [-100, 3, -100, -100]]
+    assert batch["teacher_log_rest"].tolist() == [[0.0, -1.0, -2.0, -3.0], [0.0, -5.0, 0.0, 0.0]]
+    assert set(batch) == {"input_ids", "attention_mask", "labels", "hard_labels", "teacher_log_rest"}
+    left = TopKCollator(lambda samples: {"input_ids": torch.zeros(2, 5)}, padding_side="left", **options)
+    assert left([first, second])["hard_labels"].tolist() == [[-100, 1, 5, 8, 9], [-100, -100, -100, -100, 3]]
+    flat = TopKCollator(lambda samples: {"input_ids": torch.tensor([[1, 5, 8, 9, 7, 3]])}, **options)
+    batch = flat([first, {**second, "labels": [7, 3]}])
+    assert batch["hard_labels"].tolist() == [[1, 5, 8, 9, -100, 3]]  # 7 begins a sequence: nothing there predicts it
+    assert batch["labels"].ne(-100).tolist() == [[False, True, True, False, False, True]]
+    assert batch["teacher_log_rest"].tolist() == [[0.0, -1.0, -2.0, -3.0, 0.0, -5.0]]
+    at = torch.tensor([[0, 1, 0, 1, 2, 0]])  # sequences that were packed before
+    packed = TopKCollator(lambda samples: {"input_ids": torch.tensor([[1, 5, 8, 9, 7, 3]]), "position_ids": at})
+    assert packed([first, second])["labels"].ne(-100).tolist() == [[True, True, False, True, False, False]]
+    for missing in ({**first, "rest": None}, {**first, "rest": [-1.0]}):
+        with pytest.raises(ValueError, match="sparse_ce: (sample must hold 'rest'|rest must have an element for each)"):
+            TopKCollator(**options)([missing])
+    with pytest.raises(ValueError, match=r"sparse_ce: collator must make input_ids \(2, S\) or, .* \(1, 6\), got \[3"):
+        TopKCollator(lambda samples: {"input_ids": torch.zeros(3, 6)})([first, second])
+
+
 def test_a_trainer_distils_from_a_cache(tmp_path):
     teacher, student = make_model(seed=1).eval(), make_model(seed=2)
     cache = []
@@ -151,7 +215,8 @@ def test_errors_say_what_is_missing(tmp_path):
         TopKCollator()([{**sample, "input_ids": [1, 2, 3]}])
     with pytest.raises(ValueError, match=r"must have one shape \(S, K\), got \[4, 3\], \[4, 2\]"):
         TopKCollator()([{**sample, "teacher_logprobs": np.zeros((4, 2))}])
-    for options in ({"kind": "log"}, {"predicts": "this"}, {"k": 0}, {"padding_side": "both"}):
+    for options in ({"kind": "log"}, {"predicts": "this"}, {"k": 0}, {"padding_side": "both"},
+                    {"label_weight": 1.0}, {"label_weight": "half"}):
         with pytest.raises(ValueError, match="sparse_ce: .* must be .*, got"):
             TopKCollator(**options)
 

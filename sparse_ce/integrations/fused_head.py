@@ -81,14 +81,14 @@ def fuse_lm_head(model: Any, *, eval_logits: bool = True, report_metrics: bool =
         True
         >>> handle.remove()
     """
+    scale = options.get("logit_scale", 1.0)
+    if not (is_number(scale) or isinstance(scale, Tensor) and scale.dim() == 0):
+        fail(f"logit_scale must be a number or a 0-d tensor, got {scale!r}", TypeError)
     if distillation is None:
         check_options(functional.linear_cross_entropy, options, "softcap", "inplace")
     else:
         check_options(linear_distillation_loss, options, "softcap", "teacher_log_rest", *_OF_DISTILLATION)
         _check_distillation(**distillation)
-    scale = options.get("logit_scale", 1.0)
-    if not (is_number(scale) or isinstance(scale, Tensor) and scale.dim() == 0):
-        fail(f"logit_scale must be a number or a 0-d tensor, got {scale!r}", TypeError)
     model = _base_of(model)
     check("labels" in inspect.signature(model.forward).parameters,
            f"model must have a forward that takes labels, got {type(model).__name__}")

@@ -34,7 +34,7 @@ class Asked(NamedTuple):
 
 
 @dataclass
-class TokenScores(ModelOutput):
+class TokenScores(ModelOutput):  # type: ignore[misc]
     """TRL's ``FusedCausalLMOutput``: of each position (B, S - 1), or (B, S) of labels that were shifted before, 0 where
     its label is ignored; None where not asked for. Of soft labels ``log_probs`` is minus the cross entropy."""
 
@@ -61,13 +61,14 @@ def taken(model: Any, kwargs: Dict[str, Any], before: Any) -> Optional[Asked]:
     if not any(asked):
         return None
     kwargs["use_cache"] = False  # as TRL's
-    return _asked(model, before)
+    asked_for: Asked = _asked(model, before)
+    return asked_for
 
 
 def patched(model: Any, before: Any = None) -> Optional[Asked]:
     """What TRL's forward of the model, one of the two, was made for; None where it has none."""
     for forward in (model.__dict__.get("forward"), before):
-        function = getattr(forward, "__func__", forward)
+        function: Any = getattr(forward, "__func__", forward)
         while function is not None:
             names = getattr(getattr(function, "__code__", None), "co_freevars", ())
             if {"outputs", "temperature", "cast_lm_head_to_fp32"} <= set(names):
@@ -77,7 +78,7 @@ def patched(model: Any, before: Any = None) -> Optional[Asked]:
     return None
 
 
-@torch.compiler.assume_constant_result
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _asked(model: Any, before: Any) -> Asked:
     asked = patched(model, before)
     if asked is None:
@@ -109,10 +110,10 @@ def scores(logits: Any, labels: Any, normalizer: Any, options: Dict[str, Any], a
             made = _made(logits.wide(), target, teacher, options, asked.fields, bool(bending), summed)
     else:
         made = _made(logits, target, teacher, options, asked.fields, bool(bending), summed)
-    counts = made.label_mask
+    counts = made["label_mask"]
     for name, value in made.items():
         if not (summed and name == "log_probs"):
-            made[name] = torch.where(counts, value, 0)[:, :-1 if shift else None]
+            made[name] = value.masked_fill(~counts, 0)[:, :-1 if shift else None]
     assert made.log_probs is not None and made.label_mask is not None
     divisor = made.label_mask.sum().clamp(min=1) if normalizer is None else normalizer
     return -made.log_probs.sum() / divisor, made
@@ -123,7 +124,9 @@ def _made(logits: Logits, target: SparseTarget, teacher: Optional[Dict[str, Any]
     """Of each of the S positions, whatever it is where the label is ignored."""
     made = TokenScores(label_mask=target.ne(IGNORE_INDEX))
     wanted = dict(return_entropy="entropy" in fields, return_argmax="is_top1" in fields)
-    entropy = argmax = lse = None
+    entropy: Any = None
+    argmax: Any = None
+    lse: Any = None
     out: Any = None
     if summed or bending or target.form != "index":
         reduction = "sum" if summed else "none"

@@ -37,8 +37,8 @@ class TopKCollator:
 
     Args:
         collator: makes the batch of everything else; by default sequences as long as ``input_ids`` are padded with 0.
-            One that puts all samples into a row (``DataCollatorWithFlattening``, TRL's with ``padding_free=True``) gets
-            labels (1, total); the first position of each sequence, which no other predicts, is ignored.
+            One that puts all samples into a row (``DataCollatorWithFlattening``, TRL's with ``padding_free=True``)
+            gets labels (1, total); the first position of each sequence, which no other predicts, is ignored.
         ids, values, mask: keys of a sample. ``mask=None``: there is none.
         kind: what the values are, ``"logprobs"``, ``"probs"`` or ``"logits"``, as in ``SparseTarget.from_topk``.
             ``"logits"`` also normalises log-probabilities over the candidates.
@@ -79,7 +79,8 @@ class TopKCollator:
         check(k is None or k > 0, f"k must be positive or None, got {k}")
         self.collator, self.ids, self.values, self.mask = collator or pad_inputs, ids, values, mask
         self.kind, self.predicts, self.k, self.num_classes = kind, predicts, k, num_classes
-        check(is_number(label_weight) and 0 <= label_weight < 1, f"label_weight must be in [0, 1), got {label_weight!r}")
+        check(is_number(label_weight) and 0 <= label_weight < 1,
+              f"label_weight must be in [0, 1), got {label_weight!r}")
         self.hard_labels, self.log_rest = hard_labels, log_rest
         self.padding_side, self.fill_with_labels, self.label_weight = padding_side, fill_with_labels, label_weight
 
@@ -99,8 +100,8 @@ class TopKCollator:
             labels = collate([_widened(target, length, self.padding_side) for target in rows])
         else:
             total = sum(len(target) for target in rows)
-            check((size, length) == (1, total), f"collator must make input_ids ({len(samples)}, S) or, of all sequences "
-                  f"in a row, (1, {total}), got {[size, length]}")
+            check((size, length) == (1, total), f"collator must make input_ids ({len(samples)}, S) or, of all "
+                  f"sequences in a row, (1, {total}), got {[size, length]}")
             labels = cat(rows).unsqueeze(0)
         first = _first(batch.get("position_ids"), [len(target) for target in rows], size, length)
         batch = {**batch, "labels": labels if first is None else _without(labels, first)}
@@ -121,8 +122,8 @@ class TopKCollator:
         else:
             indices, values = self._entries(sample)
         check(indices.shape[0] == rows, f"{self.values} must have a row for each of the {rows} input_ids, got "
-              f"{indices.shape[0]}; add rows without candidates where there is no teacher, and cut both where sequences "
-              "are cut")
+              f"{indices.shape[0]}; add rows without candidates where there is no teacher, and cut both where "
+              "sequences are cut")
         if self.k is not None:
             indices, values = _largest(indices, values, self.k)
         if self.predicts == "next":
@@ -138,11 +139,12 @@ class TopKCollator:
 
     def _log_rest(self, sample: Mapping[str, Any]) -> Tensor:
         """(S,), in the positions of the labels."""
+        assert self.log_rest is not None
         if sample.get(self.log_rest) is None:
             fail(f"sample must hold {self.log_rest!r}, got {sorted(sample)}")
         rest, rows = torch.as_tensor(sample[self.log_rest]).float(), len(sample["input_ids"])
-        check(rest.shape == (rows,), f"{self.log_rest} must have an element for each of the {rows} input_ids, got shape "
-              f"{list(rest.shape)}")
+        check(rest.shape == (rows,), f"{self.log_rest} must have an element for each of the {rows} input_ids, got "
+              f"shape {list(rest.shape)}")
         return F.pad(rest, (1, -1)) if self.predicts == "next" else rest
 
     def _with_labels(self, indices: Tensor, values: Tensor, labels: Tensor) -> Tuple[Tensor, Tensor]:

@@ -87,4 +87,5 @@ def check_options(loss: Callable[..., Any], options: Dict[str, Any], *taken: str
             fail(f"options must be among {sorted(set(known) - refused)}, got {name!r}", TypeError)
     check(options.get("reduction", "mean") != "none",
            "reduction must be 'mean' or 'sum' in a training loop, got 'none'")
-    check_held(options.get("weight"), None, options)
+    check_held(options.get("weight"), None, {name: value for name, value in options.items() if name != "logit_scale"
+                                             or not isinstance(value, Tensor)})

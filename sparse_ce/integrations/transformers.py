@@ -61,7 +61,8 @@ def causal_lm_loss(*, shift: bool = True, report_metrics: bool = False, **option
         logits = outputs["logits"] if isinstance(outputs, dict) else getattr(outputs, "logits", None)
         if logits is None:
             logits = outputs[0]
-        value, metrics = token_loss(logits, labels, num_items_in_batch, options, shift=shift, report_metrics=report_metrics)
+        value, metrics = token_loss(logits, labels, num_items_in_batch, options, shift=shift,
+                                    report_metrics=report_metrics)
         if metrics is not None:
             set_beside(outputs, metrics)
         return value

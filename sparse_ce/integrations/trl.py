@@ -1,10 +1,10 @@
 """TRL: distillation with :class:`trl.SFTTrainer`, from a cache or with the teacher in the loop.
 
-``SFTTrainer``, ``DPOTrainer``, ``KTOTrainer``, ``GRPOTrainer`` and ``RLOOTrainer`` themselves need nothing of this module:
+``SFTTrainer``, ``DPOTrainer``, ``KTOTrainer``, ``GRPOTrainer`` and ``RLOOTrainer`` need nothing of this module:
 :func:`sparse_ce.integrations.transformers.fuse_lm_head` answers them.
 """
 
-from typing import Any, Dict, List, Optional, Tuple
+from typing import Any, Dict, List, Literal, Optional, Tuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -24,7 +24,7 @@ _CACHED = {"teacher_ids": "teacher_logprobs", "ids": "log_probs"}  # the names o
 _LOG_REST = ("teacher_log_rest", "log_rest")
 
 
-class DistillationTrainer(SFTTrainer):
+class DistillationTrainer(SFTTrainer):  # type: ignore[misc]
     """``SFTTrainer`` whose loss is a divergence from a teacher: of its cached top-k, or of a model in the loop.
 
     Everything else is TRL's: PEFT, bf16, gradient checkpointing, packing, padding-free batches, accumulation, several
@@ -65,10 +65,10 @@ class DistillationTrainer(SFTTrainer):
     _tag_names = ["trl", "distillation"]
 
     def __init__(self, model: Any, *args: Any, teacher_model: Optional[nn.Module] = None, k: int = 64,
-                 predicts: str = "next", kind: str = "forward_kl", rest: str = "bucket", beta: float = 0.5,
-                 floor: float = -100.0, temperature: float = 1.0, temperature_squared: bool = False, alpha: float = 1.0,
-                 on_policy: float = 0.0, max_new_tokens: int = 64, sampling_temperature: float = 1.0,
-                 **of_trl: Any) -> None:
+                 predicts: Literal["token", "next"] = "next", kind: str = "forward_kl", rest: str = "bucket",
+                 beta: float = 0.5, floor: float = -100.0, temperature: float = 1.0, temperature_squared: bool = False,
+                 alpha: float = 1.0, on_policy: float = 0.0, max_new_tokens: int = 64,
+                 sampling_temperature: float = 1.0, **of_trl: Any) -> None:
         check(0 <= on_policy <= 1, f"on_policy must be in [0, 1], got {on_policy}")
         check(on_policy == 0 or teacher_model is not None, "teacher_model must be given for on_policy, to score the "
               "student's text, got None")
@@ -80,11 +80,11 @@ class DistillationTrainer(SFTTrainer):
         self._hard_labels = alpha < 1
         self._of_generation = dict(max_new_tokens=max_new_tokens, do_sample=sampling_temperature > 0,
                                    temperature=sampling_temperature or None, top_k=0)
-        self._columns: Dict[str, Optional[str]] = {}
+        self._columns: Dict[str, Any] = {}
         self.teacher_model: Any = None
         super().__init__(model, *args, **of_trl)
-        check(on_policy == 0 or not (self.padding_free or self.args.packing), "padding_free and packing must be off for "
-              "on_policy, which continues each prompt by itself")
+        check(on_policy == 0 or not (self.padding_free or self.args.packing),
+              "padding_free and packing must be off for on_policy, which continues each prompt by itself")
         fuse_lm_head(self.model, logit_scale=1 / self._asks_at, distillation=dict(
             kind=kind, rest=rest, beta=beta, floor=floor, alpha=alpha, temperature_squared=temperature_squared,
             temperature=temperature if self._asks_at == 1 else 1.0))
@@ -92,9 +92,10 @@ class DistillationTrainer(SFTTrainer):
             self.teacher_model = self.accelerator.prepare_model(
                 teacher_model.requires_grad_(False).eval(), evaluation_mode=True)
         else:
-            check(bool(self._columns), f"train_dataset must hold {' or '.join(map(str, _CACHED.items()))} where there is "
-                  f"no teacher_model, got {self.train_dataset.column_names}")
-            self.data_collator = TopKCollator(self.data_collator, predicts=predicts, hard_labels=self._hard_labels,
+            check(bool(self._columns), f"train_dataset must hold {' or '.join(map(str, _CACHED.items()))} where there "
+                  f"is no teacher_model, got {self.train_dataset.column_names}")
+            collator: Any = cast(Any, self).data_collator
+            self.data_collator = TopKCollator(collator, predicts=predicts, hard_labels=self._hard_labels,
                                               **self._columns)
 
     # ------------------------------------------------------------------------------------------------ a cached teacher
@@ -125,9 +126,10 @@ class DistillationTrainer(SFTTrainer):
 
     def _set_signature_columns_if_needed(self) -> None:
         super()._set_signature_columns_if_needed()
-        self._signature_columns = list(dict.fromkeys([*self._signature_columns, *filter(None, self._columns.values())]))
+        names: List[str] = cast(Any, self)._signature_columns
+        self._signature_columns = list(dict.fromkeys([*names, *filter(None, self._columns.values())]))
 
-    # --------------------------------------------------------------------------------------------- a teacher in the loop
+    # -------------------------------------------------------------------------------------------- a teacher in the loop
 
     def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, *args: Any, **kwargs: Any) -> Any:
         if self.teacher_model is not None and not isinstance(inputs["labels"], SparseTarget):
@@ -145,12 +147,13 @@ class DistillationTrainer(SFTTrainer):
         ids = torch.full((*labels.shape, self.k), IGNORE_INDEX, device=labels.device)
         log_probs = log_rest.new_zeros(ids.shape)
         rest = log_rest.new_zeros(labels.shape)
+        assert top.values is not None
         ids[at], log_probs[at], rest[at] = top.indices, top.values, log_rest
         target = SparseTarget.from_topk(ids, log_probs, kind="logprobs", row_mask=at, num_classes=top.num_classes)
         inputs = {**inputs, "labels": target, "teacher_log_rest": rest}
         return {**inputs, "hard_labels": labels} if self._hard_labels else inputs
 
-    # --------------------------------------------------------------------------------------------- the student's own text
+    # ------------------------------------------------------------------------------------------- the student's own text
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: torch.device) -> Tuple[List[Any], Any]:
         """Before the Trainer counts what it divides by."""

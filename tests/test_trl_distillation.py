@@ -1,0 +1,221 @@
+"""``DistillationTrainer``: a cached teacher and one in the loop give the same steps, which are those of dense logits."""
+
+import trl_cases as cases  # first: it skips this module where there is no TRL
+
+# isort: split
+import peft
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import Trainer
+from trl import SFTConfig
+
+import sparse_ce
+from sparse_ce.integrations.transformers import TopKCollator, fuse_lm_head
+from sparse_ce.integrations.trl import DistillationTrainer
+from tiny_lm import VOCAB, make_model
+from trl_cases import assert_logs_close, labels_dataset, logged, teacher_dataset, teacher_model, tokenizer
+
+NAMES = ("loss", "entropy", "grad_norm")
+K = 8
+
+
+def train(path, data=None, name="llama", config=None, steps=3, **named):
+    made = DistillationTrainer(make_model(name), args=cases.arguments(SFTConfig, path, **{"max_steps": steps,
+                                                                                         **(config or {})}),
+                               train_dataset=data or labels_dataset(), processing_class=tokenizer(), **named)
+    if steps:
+        made.train()
+    return made
+
+
+def in_loop(**named):
+    return dict(teacher_model=teacher_model(), k=K, **named)
+
+
+def dense_steps(path, temperature=1.0, alpha=1.0, kind="forward_kl", rest="bucket", factor=1.0):
+    """The losses of the Trainer with both models' logits and PyTorch's autograd: of two classes each, those of the
+    teacher's top K and the rest, as rest="bucket" has it; or of the top K alone."""
+    teacher = teacher_model()
+
+    def loss(outputs, labels, num_items_in_batch=None, ids=None):
+        counts = labels[:, 1:].ne(-100)
+        student = (outputs.logits[:, :-1].double() / temperature).log_softmax(-1)
+        with torch.no_grad():
+            of_teacher = (teacher(outputs.ids).logits[:, :-1].double() / temperature).log_softmax(-1)
+        top = of_teacher.topk(K).indices
+        p, q = of_teacher.gather(-1, top), student.gather(-1, top)
+        if rest == "bucket":
+            p, q = (torch.cat((x, whole.scatter(-1, top, -torch.inf).logsumexp(-1, keepdim=True)), -1)
+                    for x, whole in ((p, of_teacher), (q, student)))
+        else:
+            p, q = p.log_softmax(-1), q.log_softmax(-1)
+        if kind == "reverse_kl":
+            p, q = q, p
+        divergence = (p.exp() * (p - q)).sum(-1)[counts].sum() * factor
+        plain = outputs.logits[:, :-1].double().log_softmax(-1)
+        hard = -plain.gather(-1, labels[:, 1:, None].clamp(min=0))[..., 0][counts].sum()
+        return ((alpha * divergence + (1 - alpha) * hard) / num_items_in_batch).float()
+
+    model = make_model()
+    forward = model.forward
+
+    def remembering(*args, **kwargs):
+        output = forward(*args, **kwargs)
+        output.ids = kwargs["input_ids"]
+        return output
+
+    model.forward = remembering
+    data = labels_dataset().filter(lambda row: any(label != -100 for label in row["labels"]))
+    args = cases.arguments(cases.tiny_lm.TrainingArguments, path, remove_unused_columns=False)
+
+    def collator(rows):
+        return cases.tiny_lm.collate([{**{name: torch.tensor(row[name]) for name in ("input_ids", "labels")},
+                                       "attention_mask": torch.ones(len(row["input_ids"]))} for row in rows])
+
+    trainer = Trainer(model, args, train_dataset=data, data_collator=collator, compute_loss_func=loss)
+    trainer.train()
+    return logged(trainer, "loss", "grad_norm")
+
+
+@pytest.mark.parametrize("options", [
+    {}, dict(kind="reverse_kl"), dict(alpha=0.5), dict(kind="reverse_kl", rest="renormalize"),
+    dict(temperature=2.0, rest="renormalize", temperature_squared=True),
+], ids=str)
+def test_cached_in_the_loop_and_dense_are_one(tmp_path, options):
+    cached, looped = train(tmp_path, teacher_dataset(K), **options), train(tmp_path, **in_loop(**options))
+    assert_logs_close(logged(cached, *NAMES), logged(looped, *NAMES))
+    factor = options.get("temperature", 1.0) ** 2 if options.get("temperature_squared") else 1.0
+    expected = dense_steps(tmp_path, factor=factor, **{name: value for name, value in options.items()
+                                                       if name != "temperature_squared"})
+    assert_logs_close(logged(cached, "loss", "grad_norm"), expected, rtol=1e-4)
+
+
+def test_a_teacher_in_the_loop_is_asked_at_the_temperature(tmp_path):
+    options = dict(temperature=2.0, temperature_squared=True)
+    assert_logs_close(logged(train(tmp_path, **in_loop(**options)), "loss", "grad_norm"),
+                      dense_steps(tmp_path, temperature=2.0, factor=4.0), rtol=1e-4)
+    with pytest.raises(ValueError, match="sparse_ce: alpha must be 1 at a temperature with rest='bucket'"):
+        train(tmp_path, alpha=0.5, **in_loop(**options))
+    with pytest.raises(ValueError, match="sparse_ce: temperature must be 1 with rest='bucket'"):
+        train(tmp_path, teacher_dataset(K), **options)
+
+
+@pytest.mark.parametrize("config", [
+    dict(packing=True, max_length=16), dict(padding_free=True, max_length=None), dict(max_length=6),
+    dict(max_length=6, truncation_mode="keep_end"), dict(gradient_accumulation_steps=2),
+    dict(gradient_checkpointing=True),
+], ids=str)
+def test_batches_of_every_kind(tmp_path, config):
+    """Where a cached sequence loses its beginning, its teacher has seen it and one in the loop has not."""
+    cached = train(tmp_path, teacher_dataset(K), config=config)
+    if config.get("truncation_mode") != "keep_end":
+        assert_logs_close(logged(cached, *NAMES), logged(train(tmp_path, **in_loop(), config=config), *NAMES))
+    if "max_length" not in config:
+        assert_logs_close(logged(cached, *NAMES), logged(
+            train(tmp_path, teacher_dataset(K), config={**config, "gradient_checkpointing": False}), *NAMES))
+
+
+@pytest.mark.parametrize("route", ["cached", "in the loop", "own text"])
+def test_lora_bfloat16_checkpointing_and_accumulation(tmp_path, route):
+    config = peft.LoraConfig(target_modules=["q_proj"], r=2, task_type="CAUSAL_LM")
+    named = {"cached": dict(data=teacher_dataset(K)), "in the loop": in_loop(),
+             "own text": in_loop(on_policy=0.5, max_new_tokens=5, kind="reverse_kl")}[route]
+    trainer = train(tmp_path, config=dict(bf16=True, gradient_checkpointing=True, gradient_accumulation_steps=2,
+                                          optim="adamw_torch", learning_rate=0.05), steps=20, peft_config=config, **named)
+    losses = [line["loss"] for line in logged(trainer, "loss")]
+    assert sum(losses[-5:]) < 0.85 * sum(losses[:5])
+    assert all(torch.equal(p, q) for p, q in zip(trainer.model.get_base_model().lm_head.parameters(),
+                                                 make_model().lm_head.parameters()))
+
+
+def test_a_student_learns_from_its_own_text(tmp_path):
+    before = [p.clone() for p in teacher_model().parameters()]
+    trainer = train(tmp_path, steps=40, config=dict(optim="adamw_torch", learning_rate=1e-2),
+                    **in_loop(on_policy=1.0, max_new_tokens=6, kind="reverse_kl"))
+    losses = [line["loss"] for line in logged(trainer, "loss")]
+    assert sum(losses[-5:]) < 0.5 * sum(losses[:5])
+    assert all(torch.equal(p, q) for p, q in zip(before, trainer.teacher_model.parameters()))
+
+
+def test_own_text_begins_behind_the_prompt_and_ends_at_its_end(tmp_path):
+    trainer = train(tmp_path, steps=0, **in_loop(on_policy=1.0, max_new_tokens=4))
+    batch = trainer.data_collator([trainer.train_dataset[i] for i in range(4)])
+
+    def generate(input_ids, attention_mask, pad_token_id, **_):
+        """9, 2 (the end), and something behind it."""
+        assert (input_ids.eq(pad_token_id) | attention_mask.bool()).all() and (attention_mask[:, -1] == 1).all()
+        return torch.cat((input_ids, torch.tensor([[9, 2, 7, 7]]).expand(len(input_ids), -1)), 1)
+
+    trainer.model.generate = generate
+    made = trainer._continued(batch)
+    for ids, labels, mask, given, of_given in zip(made["input_ids"], made["labels"], made["attention_mask"],
+                                                  batch["input_ids"], batch["labels"]):
+        prompt = max(1, int(of_given.ne(-100).int().argmax())) if of_given.ne(-100).any() else int(given.ne(0).sum())
+        assert torch.equal(ids[:prompt], given[:prompt]) and ids[prompt:prompt + 2].tolist() == [9, 2]
+        assert mask.tolist() == [1] * (prompt + 2) + [0] * (len(ids) - prompt - 2)
+        assert labels.tolist() == [-100] * prompt + [9, 2] + [-100] * (len(ids) - prompt - 2)
+
+
+def test_the_teachers_logits_never_exist(tmp_path):
+    largest = [0]
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            out = func(*args, **(kwargs or {}))
+            for t in out if isinstance(out, (tuple, list)) else [out]:
+                if isinstance(t, torch.Tensor) and t.dim() >= 2 and t.shape[-1] == VOCAB:
+                    largest[0] = max(largest[0], t.shape[0] if t.dim() == 2 else t.shape[0] * t.shape[1])
+            return out
+
+    trainer = train(tmp_path, steps=0, **in_loop())
+    batch = trainer.data_collator([trainer.train_dataset[i] for i in range(4)])
+    with Watch():
+        trainer._taught(batch)
+    counted = int(batch["labels"][:, 1:].ne(-100).sum())
+    assert 0 < largest[0] <= counted < batch["labels"].numel()  # of the tokens that count, at most
+
+
+def test_a_parquet_cache_of_ours(tmp_path):
+    path, data, teacher = tmp_path / "cache.parquet", labels_dataset(), teacher_model()
+    with sparse_ce.data.CacheWriter(path, num_classes=VOCAB, k=K, dtype=torch.float32) as writer:
+        for row in data:
+            ids = torch.tensor([row["input_ids"]])
+            target, log_rest = sparse_ce.topk_log_probs(teacher(ids).logits, K, return_log_rest=True)
+            writer.add(target, tokens=ids, log_rest=log_rest)
+    cache = cases.datasets.load_dataset("parquet", data_files=str(path), split="train", cache_dir=str(tmp_path / "hf"))
+    ours = train(tmp_path, cache.add_column("labels", data["labels"]))
+    assert_logs_close(logged(ours, *NAMES), logged(train(tmp_path, teacher_dataset(K)), *NAMES))
+
+
+def test_evaluation_and_a_plain_trainer(tmp_path):
+    """``fuse_lm_head(distillation=...)`` is all that a Trainer without TRL needs."""
+    options = dict(kind="jsd", rest="bucket", beta=0.3, alpha=0.7)
+    ours = train(tmp_path, teacher_dataset(K), eval_dataset=teacher_dataset(K), **options)
+    model, data = make_model(), teacher_dataset(K).filter(lambda row: any(label != -100 for label in row["labels"]))
+    fuse_lm_head(model, distillation=options)
+    args = cases.arguments(cases.tiny_lm.TrainingArguments, tmp_path, remove_unused_columns=False)
+    collator = TopKCollator(predicts="next", hard_labels=True, log_rest="teacher_log_rest")
+    plain = Trainer(model, args, train_dataset=data, eval_dataset=data, data_collator=collator)
+    plain.train()
+    assert_logs_close(logged(ours, "loss", "grad_norm"), logged(plain, "loss", "grad_norm"))
+    assert ours.evaluate()["eval_loss"] == pytest.approx(plain.evaluate()["eval_loss"], rel=1e-5)
+
+
+@pytest.mark.parametrize("named,message", [
+    ({}, "train_dataset must hold"), (dict(on_policy=0.5), "teacher_model must be given for on_policy"),
+    (dict(on_policy=2.0), r"on_policy must be in \[0, 1\]"), (dict(kind="js"), "kind must be one of"),
+    (dict(kind="reverse_kl", rest="zero"), "kind must be defined with rest='zero'"),
+    (dict(alpha=1.5), r"alpha must be in \[0, 1\]"),
+])
+def test_what_is_refused(tmp_path, named, message):
+    with pytest.raises(ValueError, match="sparse_ce: " + message):
+        train(tmp_path, **named)
+    with pytest.raises(ValueError, match="sparse_ce: padding_free and packing must be off for on_policy"):
+        train(tmp_path, config=dict(packing=True), **in_loop(on_policy=0.5))
+    head = make_model()
+    fuse_lm_head(head)
+    with pytest.raises(ValueError, match="sparse_ce: hard_labels and teacher_log_rest must come with"):
+        head(torch.tensor([[3, 4]]), labels=torch.tensor([[3, 4]]), hard_labels=torch.tensor([[3, 4]]))
+    with pytest.raises(TypeError, match="sparse_ce: options must be among .*'kind'"):
+        fuse_lm_head(make_model(), distillation={}, kind="jsd")

@@ -1,0 +1,78 @@
+"""TRL's trainers of policies through ``linear_selected_log_probs``: a fused head beside their own."""
+
+import trl_cases as cases  # first: it skips this module where there is no TRL
+
+# isort: split
+import pytest
+import torch
+from trl import (
+    DPOConfig,
+    DPOTrainer,
+    GRPOConfig,
+    GRPOTrainer,
+    KTOConfig,
+    KTOTrainer,
+    RLOOConfig,
+    RLOOTrainer,
+)
+
+from sparse_ce.integrations import logits
+from sparse_ce.integrations.transformers import fuse_lm_head
+from trl_cases import assert_logs_close, logged, saved_model, tokenizer
+
+SAMPLED = dict(num_generations=4, max_completion_length=5)
+RUNS = {
+    "dpo": (DPOTrainer, DPOConfig, cases.preferences, {},
+            ("loss", "rewards/margins", "logps/chosen", "logits/chosen", "entropy", "mean_token_accuracy", "grad_norm")),
+    "dpo, weighted": (DPOTrainer, DPOConfig, cases.preferences, dict(use_weighting=True),
+                      ("loss", "rewards/margins", "logps/rejected", "grad_norm")),
+    "kto": (KTOTrainer, KTOConfig, cases.judged, {}, ("loss", "logps/chosen", "logits/chosen", "kl", "grad_norm")),
+    "grpo": (GRPOTrainer, GRPOConfig, cases.prompts, dict(SAMPLED, num_iterations=2),
+             ("loss", "reward", "entropy", "grad_norm")),
+    "grpo, temperature": (GRPOTrainer, GRPOConfig, cases.prompts,
+                          dict(SAMPLED, temperature=0.7, beta=0.1, entropy_coef=0.01),
+                          ("loss", "reward", "entropy", "kl", "grad_norm")),
+    "grpo, float32 head": (GRPOTrainer, GRPOConfig, cases.prompts,
+                           dict(SAMPLED, cast_lm_head_to_fp32=True, bf16=True), ("reward", "entropy")),
+    "rloo": (RLOOTrainer, RLOOConfig, cases.prompts, SAMPLED, ("reward", "entropy", "kl", "grad_norm")),
+}
+
+
+def train(path, run, fuse, name="llama", **options):
+    trainer, config, data, changes, names = RUNS[run]
+    model = saved_model(path / "model", name)
+    if fuse == "before":
+        fuse_lm_head(model, **options)
+    reward = {"reward_funcs": cases.different_words} if "reward" in names else {}
+    torch.manual_seed(3)
+    made = trainer(model, args=cases.arguments(config, path, **changes), train_dataset=data(),
+                   processing_class=tokenizer(), **reward)
+    if fuse == "after":
+        fuse_lm_head(made.model, **options)
+    made.train()
+    return logged(made, *names)
+
+
+@pytest.mark.parametrize("fuse", ["before", "after"])
+@pytest.mark.parametrize("run", list(RUNS))
+def test_every_step_is_that_of_its_own_head(tmp_path, run, fuse, monkeypatch):
+    expected = train(tmp_path, run, None)
+    calls, right = [], logits.linear_selected_log_probs
+    monkeypatch.setattr(logits, "linear_selected_log_probs",
+                        lambda *args, **named: calls.append(1) or right(*args, **named))
+    assert_logs_close(train(tmp_path, run, fuse), expected, rtol=1e-3 if "float32" in run else 5e-5, atol=2e-6)
+    assert len(calls) >= 3
+
+
+def test_a_softcap_and_tied_embeddings(tmp_path):
+    for name in ("gemma2, softcap", "gpt2, tied"):
+        assert_logs_close(train(tmp_path, "dpo", "before", name), train(tmp_path, "dpo", None, name), rtol=5e-5)
+
+
+@pytest.mark.parametrize("options", [dict(z_loss=1e-3), dict(label_smoothing=0.1), dict(logit_scale=0.5),
+                                     dict(distillation=dict(kind="jsd"))], ids=str)
+def test_options_that_bend_log_probabilities_are_refused(tmp_path, options):
+    with pytest.raises(ValueError, match="sparse_ce: fuse_lm_head must be without options that bend"):
+        train(tmp_path, "dpo", "before", **options)
+    if "logit_scale" in options:
+        assert train(tmp_path, "dpo", "before", chunk_rows=5)
