@@ -785,7 +785,7 @@ TRAINER = [
     ("sparse_ce/integrations/fused_head.py", "shifted_rows(module._sparse_ce_rows, shift,",
      "shifted_rows(module._sparse_ce_rows, False,"),
     ("sparse_ce/integrations/trainer.py", 'given.get("fused_linear_cross_entropy", True)',
-     'given.get("fused_linear_cross_entropy", False)'),,
+     'given.get("fused_linear_cross_entropy", False)'),
     ("sparse_ce/parts.py", "offsets + first, 0)", "offsets, 0)"),
     ("sparse_ce/parts.py", "place - begins.gather(1, row)", "place"),
     ("sparse_ce/parts.py", "counts = offsets[..., 0] >= 0", "counts = offsets[..., 0] >= -999"),
