@@ -1,6 +1,7 @@
 """What mutants.py breaks: the lists of its groups."""
 
-# (file, text, replacement); `tsan` marks what only a race detector can see.
+# (file, text, replacement); `tsan` marks what only a race detector can see, `asan` what touches
+# memory that is not there.
 CUDA = [
     ("csrc/math.h", "a = grad * per_q + grad_lse;", "a = grad * per_q;"),
     ("csrc/math.h", "return (z - lse) - lse_residual;", "return (z - lse) + 64 * lse_residual;"),
@@ -50,7 +51,7 @@ CUDA = [
     ("csrc/target.h", "column >= num_classes ? kOutside : column;", "column > num_classes ? kOutside : column;"),
     ("csrc/cuda/candidates.cu", "pack_t::aligned(first) && stride", "stride"),
     ("csrc/cuda/candidates.cu", "&& stride % kSize == 0)", ")"),
-    ("csrc/cuda/candidates.cu", "return by_packs && c + kSize <= width;", "return by_packs;"),
+    ("csrc/cuda/candidates.cu", "return by_packs && c + kSize <= width;", "return by_packs /* asan */;"),
     ("csrc/cuda/candidates.cu", "if (c + e < width) pack.at[e] = at[e];",
      "if (c + e + 1 < width) pack.at[e] = at[e];"),
     ("csrc/cuda/candidates.cu", "c = body + Warp::rank(); c", "c = body + Warp::rank() + 1; c"),

@@ -84,8 +84,9 @@ def by_likelihood(mutant: tuple, tests: list) -> tuple:
 
 
 def of_programs(tree: Path, mutant: tuple) -> str:
-    flavour = "tsan" if mutant[2] == "// tsan" else "plain"
-    options = ["--small", "--seeds", "1", "100"] if flavour == "tsan" else ["--seeds", "1", "800"]
+    flavour = next((name for name in ("tsan", "asan") if re.search(rf"/[/*] {name}\b", mutant[2])), "plain")
+    options = {"tsan": ["--small", "--seeds", "1", "100"], "asan": ["--seeds", "1", "200"]}.get(
+        flavour, ["--seeds", "1", "800"])
     for source in sorted(tree.glob("tests/emulation/*.cpp")):
         if (tree / mutant[0]).resolve() in included(source):
             build([sys.executable, "tests/emulation/build.py", flavour, source.stem], tree)

@@ -38,7 +38,9 @@ Case draw(bool small) {
   c.k = c.layout == Case::kIndex ? 1 : below(chance(0.2) ? 80 : 12);
   // Packs are of 2, 4 and 8; a span is of 32 packs.
   c.width = chance(0.5) ? 8 * (1 + below(small ? 12 : 80)) : 1 + below(small ? 40 : 600);
-  for (int64_t* gap : {&c.input_gap, &c.weight_gap}) *gap = chance(0.6) ? 0 : chance(0.5) ? 8 : below(5);
+  // At times rows begin where packs do and do not end there.
+  for (int64_t* gap : {&c.input_gap, &c.weight_gap})
+    *gap = chance(0.5) ? 0 : one_of<int64_t>({8, below(5), 8 - c.width % 8});
   c.input_offset = chance(0.6) ? 0 : below(9), c.weight_offset = chance(0.6) ? 0 : below(9);
   c.bias = chance(0.5), c.mask = chance(0.3), c.values = c.layout != Case::kIndex && chance(0.5);
   c.logprobs = c.values && chance(0.5);
@@ -72,13 +74,17 @@ struct Problem {
   std::vector<EntryOf> each;
 
   explicit Problem(const Case& c)
-      : c(c), entries(lay_out()), input(c.input_dtype, c.rows * (c.width + c.input_gap), c.input_offset),
-        weight(c.weight_dtype, c.vocab * (c.width + c.weight_gap), c.weight_offset), bias(c.bias_dtype, c.vocab),
+      : c(c), entries(lay_out()), input(c.input_dtype, c.rows * (c.width + c.input_gap) - c.input_gap, c.input_offset),
+        weight(c.weight_dtype, c.vocab * (c.width + c.weight_gap) - c.weight_gap, c.weight_offset),
+        bias(c.bias_dtype, c.vocab),
         grad(c.input_dtype == DType::kFloat64 ? DType::kFloat64 : DType::kFloat32, entries),
         indices(c.indices_dtype, entries), values(c.values_dtype, entries),
         offsets(c.offsets_dtype, c.layout == Case::kRanges ? 2 * c.rows : c.rows + 1), mask(DType::kUInt8, c.rows) {
-    for (int64_t i = 0; i < input.count(); ++i) input.set(i, uniform(-1, 1));
-    for (int64_t i = 0; i < weight.count(); ++i) weight.set(i, uniform(-1, 1));
+    // Between two rows lies what belongs to neither.
+    for (int64_t i = 0; i < input.count(); ++i)
+      input.set(i, i % (c.width + c.input_gap) < c.width ? uniform(-1, 1) : NAN);
+    for (int64_t i = 0; i < weight.count(); ++i)
+      weight.set(i, i % (c.width + c.weight_gap) < c.width ? uniform(-1, 1) : NAN);
     for (int64_t i = 0; i < bias.count(); ++i) bias.set(i, uniform(-2, 2));
     each.assign(size_t(entries), {-1, TargetView::kPadding});
     for (int64_t i = 0; i < entries; ++i) fill(i);

@@ -88,8 +88,11 @@ struct Problem {
         grad_loss(c.arithmetic, c.unit_stride_grad ? c.rows : 1), grad_lse(c.arithmetic, c.rows),
         mask(size_t(c.rows), 1) {
     const double nan = std::nan(""), inf = INFINITY;
-    for (int64_t i = 0; i < logits.count(); ++i)
-      logits.set(i, chance(0.02) ? -inf : c.shift + uniform(-c.logit_size, c.logit_size));
+    const bool ties = chance(0.15);
+    for (int64_t i = 0; i < logits.count(); ++i) {
+      const double x = c.shift + uniform(-c.logit_size, c.logit_size);
+      logits.set(i, chance(0.02) ? -inf : ties ? std::round(x) : x);
+    }
     double sum = 0;
     for (int64_t v = 0; v < c.num_classes; ++v) {
       weight.set(v, chance(0.1) ? 0 : uniform(0, 2));
