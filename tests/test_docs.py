@@ -12,7 +12,8 @@ import sparse_ce
 from pages import PAGES, ROOT, WITH_CODE, session
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
-LIBRARIES = {"accelerate": "1.15", "datasets": "4", "lightning": "2.5", "transformers": "5.23"}
+LIBRARIES = {"accelerate": "1.15", "datasets": "4", "lightning": "2.5", "peft": "0.21", "transformers": "5.23",
+             "trl": "1.16"}
 checkout = pytest.mark.skipif(not (ROOT / "mkdocs.yml").exists(),
                               reason="a source distribution has neither the site's settings nor the records")
 
@@ -33,7 +34,7 @@ def test_the_code_of_a_page_runs(page, tmp_path, monkeypatch):
         return
     # Training libraries keep what they were told for the rest of the process.
     alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
-    program = tmp_path / page.with_suffix(".py").name
+    program = tmp_path / f"page_{page.stem}.py"  # trl.py would be what it imports
     program.write_text(session(page))
     done = forked.run(program, cwd=tmp_path, env={**os.environ, "CUDA_VISIBLE_DEVICES": "", **alone})
     assert done.returncode == 0, done.stderr[-3000:]

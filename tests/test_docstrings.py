@@ -79,3 +79,12 @@ def test_the_examples_of_the_integrations_run():
                           "causal_lm_loss", "fuse_lm_head"}
     for name, thing in found.items():
         run(name, thing, model=model, tokens=torch.tensor([[1, 2, 3]]))
+
+
+def test_the_example_of_trl_runs(tmp_path):
+    cases = pytest.importorskip("trl_cases")
+    from trl import SFTConfig
+
+    from sparse_ce.integrations.trl import DistillationTrainer
+    run("DistillationTrainer", DistillationTrainer, model=cases.make_model(), teacher=cases.teacher_model(),
+        sft_config=cases.arguments(SFTConfig, tmp_path), dataset=cases.labels_dataset(), tokenizer=cases.tokenizer())

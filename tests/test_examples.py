@@ -107,6 +107,23 @@ def test_a_trainer_learns_from_sparse_labels_in_three_ways(tmp_path):
         assert float(after) < 0.5 * float(before)
 
 
+@pytest.mark.parametrize("name,falls", [
+    ("trl_sft", ["hard labels: loss", "hard and soft labels: loss", "the same with LoRA: loss"]),
+    ("trl_distill", ["teacher: loss", "teacher in the loop, packed: loss", "its cache, packed, from the teacher's top 8: loss",
+                     "half on its own text: loss"]),
+    ("trl_policy", ["DPO: loss"]),
+])
+def test_the_trainers_of_trl_learn(name, falls, tmp_path):
+    pytest.importorskip("trl", minversion="1.16")
+    said = run(EXAMPLES / f"{name}.py", cwd=tmp_path)
+    for what in falls:
+        before, after = re.search(rf"^{re.escape(what)} ([\d.]+) -> ([\d.]+)", said, re.MULTILINE).groups()
+        assert float(after) < 0.7 * float(before), what
+    if name == "trl_policy":
+        before, after = re.search(r"^GRPO: reward ([\d.]+) -> ([\d.]+)", said, re.MULTILINE).groups()
+        assert float(after) > 1.2 * float(before)
+
+
 def test_policy_gradients_replay_the_kept_tokens_and_raise_the_reward(tmp_path):
     said = run(EXAMPLES / "train_policy.py", "--fast", cwd=tmp_path)
     replayed, biased = map(float, re.findall(r"max \|ratio - 1\| = (\S+)$", said, re.M))

@@ -1,0 +1,45 @@
+"""TRL's SFTTrainer with a fused head: hard and soft labels in one batch, LoRA, and a head that PEFT trains.
+
+    python examples/trl_sft.py      # seconds, on the CPU
+
+Every second sequence has the distributions that its tokens were drawn from, as a teacher's top-k would be cached; the
+others have their tokens alone. The (tokens, vocabulary) logits never exist.
+"""
+
+import tempfile
+
+import torch
+import trl_words
+from datasets import Dataset
+from peft import LoraConfig
+from trl import SFTConfig, SFTTrainer
+
+from sparse_ce.integrations.transformers import TopKCollator, fuse_lm_head
+
+
+def train(what: str, model, dataset: Dataset, collator, **options) -> None:
+    fuse_lm_head(model, z_loss=1e-4)
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = SFTTrainer(
+            model, trl_words.settings(SFTConfig, folder, remove_unused_columns=False), train_dataset=dataset,
+            processing_class=trl_words.tokenizer(), data_collator=collator, **options)
+        trainer.train()
+    print(f"{what}: {trl_words.log_of(trainer, 'loss', 'entropy', 'mean_token_accuracy')}")
+
+
+def main() -> None:
+    torch.set_num_threads(1)  # tensors too small for more
+    rows = trl_words.rows(256)
+    mixed = [{**row, "labels": row["input_ids"]} if i % 2 else
+             {"input_ids": row["input_ids"], "labels": row["input_ids"], "teacher_ids": None, "teacher_logprobs": None}
+             for i, row in enumerate(rows)]
+    collator = TopKCollator(fill_with_labels=True)
+    train("hard labels", trl_words.model(), Dataset.from_list(rows).select_columns(["input_ids"]), None)
+    train("hard and soft labels", trl_words.model(), Dataset.from_list(mixed), collator)
+    lora = LoraConfig(target_modules=["q_proj", "v_proj", "up_proj"], r=16, modules_to_save=["lm_head", "embed_tokens"],
+                      task_type="CAUSAL_LM")
+    train("the same with LoRA", trl_words.model(), Dataset.from_list(mixed), collator, peft_config=lora)
+
+
+if __name__ == "__main__":
+    main()
