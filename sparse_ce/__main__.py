@@ -2,6 +2,7 @@
 
 import platform
 import sys
+from importlib import metadata
 from typing import List, Tuple
 
 import torch
@@ -27,6 +28,21 @@ def _gpus() -> str:
                      for i in range(torch.cuda.device_count()))
 
 
+# What targets are handed to, where it is installed.
+_CLIENTS = ("numpy", "scipy", "transformers", "accelerate", "trl", "peft", "lightning", "datasets", "timm", "torchvision",
+            "liger-kernel")
+
+
+def _clients() -> str:
+    found = []
+    for name in _CLIENTS:
+        try:
+            found.append(f"{name} {metadata.version(name)}")
+        except metadata.PackageNotFoundError:
+            pass
+    return ", ".join(found) or "none"
+
+
 def main() -> None:
     rows = [
         ("sparse_ce", f"{__version__}, {ops.__file__.rsplit('ops', 1)[0]}"),
@@ -35,6 +51,7 @@ def main() -> None:
         ("cpu kernels", f"{ops.instruction_set()}, {torch.get_num_threads()} threads"),
         ("cuda kernels", ops.cuda_architectures() if ops.why_no_cuda is None else f"not loaded: {ops.why_no_cuda}"),
         ("gpu", _gpus()),
+        ("clients", _clients()),
     ] + [(f"op {name}", kernels) for name, kernels in _kernels()]
     width = max(len(name) for name, _ in rows)
     sys.stdout.writelines(f"{name:<{width}}  {value}\n" for name, value in rows)

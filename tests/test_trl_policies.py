@@ -23,7 +23,8 @@ from trl_cases import assert_logs_close, logged, saved_model, tokenizer
 SAMPLED = dict(num_generations=4, max_completion_length=5)
 RUNS = {
     "dpo": (DPOTrainer, DPOConfig, cases.preferences, {},
-            ("loss", "rewards/margins", "logps/chosen", "logits/chosen", "entropy", "mean_token_accuracy", "grad_norm")),
+            ("loss", "rewards/margins", "logps/chosen", "logits/chosen", "entropy", "mean_token_accuracy",
+             "grad_norm")),
     "dpo, weighted": (DPOTrainer, DPOConfig, cases.preferences, dict(use_weighting=True),
                       ("loss", "rewards/margins", "logps/rejected", "grad_norm")),
     "kto": (KTOTrainer, KTOConfig, cases.judged, {}, ("loss", "logps/chosen", "logits/chosen", "kl", "grad_norm")),

@@ -69,8 +69,9 @@ def preferences():
 
 
 def judged():
-    return datasets.Dataset.from_list([{"prompt": words(ids[:3]), "completion": " " + words(ids[3:]), "label": i % 2 > 0}
-                                       for i, ids in enumerate(s["input_ids"] for s in Samples("labels"))])
+    sequences = enumerate(s["input_ids"] for s in Samples("labels"))
+    return datasets.Dataset.from_list([
+        {"prompt": words(ids[:3]), "completion": " " + words(ids[3:]), "label": i % 2 > 0} for i, ids in sequences])
 
 
 def prompts():

@@ -4,7 +4,7 @@
 :func:`sparse_ce.integrations.transformers.fuse_lm_head` answers them.
 """
 
-from typing import Any, Dict, List, Literal, Optional, Tuple, cast
+from typing import Any, Dict, List, Literal, Optional, Tuple
 
 import torch
 import torch.nn.functional as F
@@ -63,6 +63,13 @@ class DistillationTrainer(SFTTrainer):  # type: ignore[misc]
     """
 
     _tag_names = ["trl", "distillation"]
+    args: Any  # and what else a Trainer of TRL types as what a Trainer may have at all
+    model: Any
+    model_wrapped: Any
+    processing_class: Any
+    train_dataset: Any
+    data_collator: Any
+    _signature_columns: Any
 
     def __init__(self, model: Any, *args: Any, teacher_model: Optional[nn.Module] = None, k: int = 64,
                  predicts: Literal["token", "next"] = "next", kind: str = "forward_kl", rest: str = "bucket",
@@ -94,8 +101,7 @@ class DistillationTrainer(SFTTrainer):  # type: ignore[misc]
         else:
             check(bool(self._columns), f"train_dataset must hold {' or '.join(map(str, _CACHED.items()))} where there "
                   f"is no teacher_model, got {self.train_dataset.column_names}")
-            collator: Any = cast(Any, self).data_collator
-            self.data_collator = TopKCollator(collator, predicts=predicts, hard_labels=self._hard_labels,
+            self.data_collator = TopKCollator(self.data_collator, predicts=predicts, hard_labels=self._hard_labels,
                                               **self._columns)
 
     # ------------------------------------------------------------------------------------------------ a cached teacher
@@ -126,8 +132,7 @@ class DistillationTrainer(SFTTrainer):  # type: ignore[misc]
 
     def _set_signature_columns_if_needed(self) -> None:
         super()._set_signature_columns_if_needed()
-        names: List[str] = cast(Any, self)._signature_columns
-        self._signature_columns = list(dict.fromkeys([*names, *filter(None, self._columns.values())]))
+        self._signature_columns = list(dict.fromkeys([*self._signature_columns, *filter(None, self._columns.values())]))
 
     # -------------------------------------------------------------------------------------------- a teacher in the loop
 

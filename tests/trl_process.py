@@ -1,0 +1,57 @@
+"""One of the two processes that test_trl_distributed starts: ``python trl_process.py OUTPUT``; rank 0 writes its logs."""
+
+import os
+import sys
+
+import torch
+import trl_cases as cases
+from trl import SFTConfig, SFTTrainer
+
+from sparse_ce.integrations.transformers import TopKCollator, fuse_lm_head
+from sparse_ce.integrations.trl import DistillationTrainer
+
+NAMES = ("loss", "entropy", "mean_token_accuracy", "grad_norm", "num_tokens")
+COUNT = 4  # of sequences in a step
+
+
+def sft(path, size, soft, fuse=True):
+    model = cases.make_model()
+    if fuse:
+        fuse_lm_head(model)
+    data = cases.teacher_dataset(log_rest=False) if soft else cases.labels_dataset()
+    trainer = SFTTrainer(
+        model, args=cases.arguments(SFTConfig, path, per_device_train_batch_size=size, remove_unused_columns=not soft,
+                                    dataset_kwargs={"skip_prepare_dataset": True}), train_dataset=data,
+        processing_class=cases.tokenizer(), data_collator=TopKCollator(predicts="next") if soft else None)
+    trainer.train()
+    return cases.logged(trainer, *NAMES)
+
+
+def distillation(path, size, cached):
+    options = {} if cached else dict(teacher_model=cases.teacher_model(), k=8)
+    data = cases.teacher_dataset() if cached else cases.labels_dataset()
+    keep = [i for i in range(8) if i != 5]  # which has no labels
+    data = data.select([*keep, 0])
+    trainer = DistillationTrainer(
+        cases.make_model(), args=cases.arguments(SFTConfig, path, per_device_train_batch_size=size), train_dataset=data,
+        processing_class=cases.tokenizer(), **options)
+    trainer.train()
+    return cases.logged(trainer, *NAMES)
+
+
+CASES = {"labels": lambda path, size: sft(path, size, False), "soft": lambda path, size: sft(path, size, True),
+         "trl": lambda path, size: sft(path, size, False, fuse=False),
+         "cached": lambda path, size: distillation(path, size, True),
+         "in the loop": lambda path, size: distillation(path, size, False)}
+
+
+def main(output):
+    torch.set_num_threads(1)
+    made = {name: case(output, COUNT // int(os.environ["WORLD_SIZE"])) for name, case in CASES.items()}
+    if os.environ["RANK"] == "0":
+        torch.save(made, f"{output}/logs.pt")
+    torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
