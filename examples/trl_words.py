@@ -3,8 +3,9 @@
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import nn
-from trainer_sparse_labels import LENGTH, VOCAB, MarkovText
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from trainer_sparse_labels import LENGTH, VOCAB, MarkovText
 
 
 def tokenizer() -> PreTrainedTokenizerFast:

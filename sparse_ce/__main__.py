@@ -29,8 +29,8 @@ def _gpus() -> str:
 
 
 # What targets are handed to, where it is installed.
-_CLIENTS = ("numpy", "scipy", "transformers", "accelerate", "trl", "peft", "lightning", "datasets", "timm", "torchvision",
-            "liger-kernel")
+_CLIENTS = ("numpy", "scipy", "transformers", "accelerate", "trl", "peft", "lightning", "datasets", "timm",
+            "torchvision", "liger-kernel")
 
 
 def _clients() -> str:

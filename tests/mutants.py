@@ -29,7 +29,7 @@ OBJECTS = ROOT / "build" / "mutants"
 ABOUT = {"arguments": "errors_options_dimension", "autocast": "modes_candidates",
          **dict.fromkeys(("avx512", "avx512_columns", "row_entries", "tile"), "select_values_shapes"),
          "collate": "collate_target_rows_trainer", "data": "data", "entries": "sparse_arguments_stock_target_rows",
-         "gradient_memory": "forecast", "guarded": "zero_upstream", "integrations": "trainer_trl",
+         "gradient_memory": "forecast", "guarded": "zero_upstream", "integrations": "trainer",
          "live_rows": "linear",
          "loss_mean": "cross_entropy", "modules": "modules_options", "parts": "target",
          "reference": "transforms_failures_candidates", "rows": "rows_target", "segments": "divergence_distillation",

@@ -1,12 +1,12 @@
-"""One of the two processes that test_trl_distributed starts: ``python trl_process.py OUTPUT``; rank 0 writes its logs."""
+"""One of the two processes of test_trl_distributed: ``python trl_process.py OUTPUT``; rank 0 writes their logs."""
 
 import os
 import sys
 
 import torch
-import trl_cases as cases
 from trl import SFTConfig, SFTTrainer
 
+import trl_cases as cases
 from sparse_ce.integrations.transformers import TopKCollator, fuse_lm_head
 from sparse_ce.integrations.trl import DistillationTrainer
 
