@@ -708,7 +708,10 @@ PYTHON = [
     ("sparse_ce/data/vllm.py", "kept.setdefault(token, value)", "kept[token] = value"),
     ("sparse_ce/data/vllm.py", "return -torch.inf if value == _LOWEST else value", "return value"),
     ("sparse_ce/data/vllm.py", "or digits == token and not bare:", "and not bare:"),
-    ("sparse_ce/data/vllm.py", "row[0].insert(0, _id(token))", "row[0].append(_id(token))"),
+    ("sparse_ce/data/vllm.py", "row[0].insert(0, _id(token, i))", "row[0].append(_id(token, i))"),
+    ("sparse_ce/data/vllm.py", "check(found == n, f", "check(True, f"),
+    ("sparse_ce/data/vllm.py", "if type(token) is not int and not is_integer(token):", "if False:"),
+    ("sparse_ce/data/vllm.py", "check(0 <= begin <= end <= len(said.token_ids), f", "check(True, f"),
     ("sparse_ce/data/vllm.py", "if logprob is not None:", "if True:"),
     ("sparse_ce/data/vllm.py", "(~(values <= 0),", "(values > 0,"),
 ]

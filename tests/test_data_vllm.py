@@ -47,7 +47,8 @@ FORMS = {"prompt_logprobs": (OBJECTS, EXPECTED), "prompt_logprobs as JSON": (PRO
          "numbers as JSON": ([row and {str(i): e.logprob for i, e in row.items()} for row in OBJECTS], EXPECTED),
          "chat": (CHAT, EXPECTED[1:]), "completion": (COMPLETION, EXPECTED[1:]), "echo": (ECHO, EXPECTED),
          "client": (SimpleNamespace(model_dump=lambda: CHAT), EXPECTED[1:]), "nothing": ([], []),
-         "only the first": ([None], [None])}
+         "only the first": ([None], [None]),
+         "top_logprobs alone": ({"top_logprobs": [{"token_id:5": -0.5, "token_id:6": -1.5}]}, [[(5, -0.5), (6, -1.5)]])}
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -84,10 +85,39 @@ def test_it_trains_and_goes_into_a_cache(tmp_path):
     (3.0, TypeError, "got float"),
     ({"tokens": ["a"]}, ValueError, "logprobs must have 'content' or 'top_logprobs', got ['tokens']"),
     ({"content": [{"token": "Hello", "logprob": -0.5}]}, ValueError,
-     "token must be an id, such as 'token_id:123', got 'Hello'; ask the server for them"),
+     "token must be an id, such as 'token_id:123', got 'Hello' at position 0; ask the server for them"),
     ({"content": [{"token": "7", "logprob": -0.5}]}, ValueError, "such as 'token_id:123', got '7'"),
     ({"top_logprobs": [{"7": -0.5}]}, ValueError, "token must be an id, such as 'token_id:123', got '7'"),
-    ([{"x": {"logprob": -0.5}}], ValueError, "token must be an id")])
+    ([{"x": {"logprob": -0.5}}], ValueError, "token must be an id"),
+    ([{1: -1.0}, {1.5: -1.0}], ValueError, "token must be an id, such as 7 or 'token_id:7', got 1.5 at position 1"),
+    ([{True: -1.0}], ValueError, "token must be an id, such as 7 or 'token_id:7', got True at position 0"),
+    ([{None: -1.0}], ValueError, "token must be an id, such as 7 or 'token_id:7', got None at position 0"),
+    ([None, {1: None}], ValueError, "logprob must be a number, got None at position 1"),
+    ([{1: "much"}], ValueError, "logprob must be a number, got 'much' at position 0"),
+    ([{1: {"rank": 1}}], ValueError, "logprob must be a number, got None at position 0"),
+    ([{1: logprob(None)}], ValueError, "logprob must be a number, got None at position 0"),
+    ({"content": [{"token": "token_id:1", "logprob": -1.0}, {"token": "token_id:1"}]}, ValueError,
+     "logprob must be a number, got None at position 1"),
+    ({"content": [{"logprob": -0.5}]}, ValueError, "got None at position 0"),
+    ({"content": [{"token": "token_id:1", "logprob": -0.5, "top_logprobs": [{"logprob": -0.5}]}]}, ValueError,
+     "got None at position 0"),
+    ({"content": [None]}, TypeError, "content must have a dict for each position, got NoneType at position 0"),
+    ({"content": [{"token": "token_id:1", "logprob": -0.5, "top_logprobs": [3]}]}, TypeError,
+     "top_logprobs must have dicts, got int at position 0"),
+    ({**COMPLETION, "tokens": COMPLETION["tokens"][:2]}, ValueError,
+     "tokens must be 3, one for each of top_logprobs, got 2"),
+    ({**COMPLETION, "tokens": []}, ValueError, "tokens must be 3, one for each of top_logprobs, got 0"),
+    ({**COMPLETION, "tokens": None}, ValueError, "tokens must be 3, one for each of top_logprobs, got None"),
+    ({**COMPLETION, "token_logprobs": [-4.0]}, ValueError, "token_logprobs must be 3, one for each of top_logprobs"),
+    ({**COMPLETION, "top_logprobs": COMPLETION["top_logprobs"][:1]}, ValueError, "tokens must be 1, one for each of"),
+    (SimpleNamespace(**{**vars(FLAT), "token_ids": [9.5] * 10}), ValueError, "got 9.5 at position 1"),
+    (SimpleNamespace(**{**vars(FLAT), "logprobs": [None] * 10}), ValueError, "got None at position 1"),
+    (SimpleNamespace(**{**vars(FLAT), "logprobs": [-1.0] * 3}), ValueError,
+     "logprobs must be 10, one for each of token_ids, got 3"),
+    (SimpleNamespace(**{**vars(FLAT), "end_indices": [0, 4]}), ValueError,
+     "end_indices must be 4, one for each of start_indices, got 2"),
+    (SimpleNamespace(**{**vars(FLAT), "end_indices": [0, 4, 6, 11]}), ValueError,
+     "indices must ascend from 0 to 10, got 6 to 11 at position 3")])
 def test_what_is_refused(given, error, words):
     with pytest.raises(error, match=re.escape("sparse_ce: ") + ".*" + re.escape(words)):
         from_vllm(given, num_classes=10)

@@ -6,7 +6,8 @@ from typing import Any, Dict, List, Optional, Tuple
 
 import torch
 
-from ..errors import fail
+from ..arguments import is_integer
+from ..errors import check, fail
 from ..target import SparseTarget
 from .sequence import Stored, target_of
 
@@ -58,55 +59,88 @@ def entries_of(logprobs: Any) -> List[Entries]:
     if hasattr(logprobs, "model_dump"):  # of a client of the server
         logprobs = logprobs.model_dump()
     if hasattr(logprobs, "start_indices"):
-        ids, values = list(logprobs.token_ids), [_logprob(v) for v in logprobs.logprobs]
-        return [(ids[a:b], values[a:b]) for a, b in zip(logprobs.start_indices, logprobs.end_indices)]
+        return _of_flat(logprobs)
     if isinstance(logprobs, Mapping):
         return _of_server(logprobs)
     if not isinstance(logprobs, Sequence) or isinstance(logprobs, str):
         fail("logprobs must be a list with a dict for each position, FlatLogprobs, or the logprobs of a choice, got "
              f"{type(logprobs).__name__}", TypeError)
-    return [_of_dict(row, bare=True) for row in logprobs]
+    return [_of_dict(row, i, bare=True) for i, row in enumerate(logprobs)]
+
+
+def _of_flat(said: Any) -> List[Entries]:
+    _check_length("logprobs", said.logprobs, len(said.token_ids), "token_ids")
+    _check_length("end_indices", said.end_indices, len(said.start_indices), "start_indices")
+    rows = []
+    for i, (begin, end) in enumerate(zip(said.start_indices, said.end_indices)):
+        check(0 <= begin <= end <= len(said.token_ids), f"indices must ascend from 0 to {len(said.token_ids)}, got "
+              f"{begin} to {end} at position {i}")
+        rows.append(([_id(token, i) for token in said.token_ids[begin:end]],
+                     [_logprob(value, i) for value in said.logprobs[begin:end]]))
+    return rows
 
 
 def _of_server(said: Mapping[str, Any]) -> List[Entries]:
     if said.get("content") is not None:
         rows = []
-        for position in said["content"]:
+        for i, position in enumerate(said["content"]):
+            _check_dict("content must have a dict for each position", position, i)
             entries = [position, *(position.get("top_logprobs") or [])]
-            rows.append(([_id(e["token"]) for e in entries], [_logprob(e["logprob"]) for e in entries]))
+            for entry in entries:
+                _check_dict("top_logprobs must have dicts", entry, i)
+            rows.append(([_id(e.get("token"), i) for e in entries], [_logprob(e, i) for e in entries]))
         return rows
     if said.get("top_logprobs") is not None:
-        tokens, chosen = said.get("tokens") or [], said.get("token_logprobs") or []
-        rows = [_of_dict(row) for row in said["top_logprobs"]]
-        for row, token, logprob in zip(rows, tokens, chosen):  # which need not be among the most likely ones
+        tokens, chosen = said.get("tokens"), said.get("token_logprobs")
+        rows = [_of_dict(row, i) for i, row in enumerate(said["top_logprobs"])]
+        if tokens is not None or chosen is not None:
+            _check_length("tokens", tokens, len(rows), "top_logprobs")
+            _check_length("token_logprobs", chosen, len(rows), "top_logprobs")
+        # The token that was chosen need not be among the most likely ones.
+        for i, (row, token, logprob) in enumerate(zip(rows, tokens or [], chosen or [])):
             if logprob is not None:
-                row[0].insert(0, _id(token))
-                row[1].insert(0, _logprob(logprob))
+                row[0].insert(0, _id(token, i))
+                row[1].insert(0, _logprob(logprob, i))
         return rows
     fail(f"logprobs must have 'content' or 'top_logprobs', got {sorted(said)}; ask for logprobs and top_logprobs")
 
 
-def _of_dict(row: Any, bare: bool = False) -> Entries:
+def _check_dict(must: str, row: Any, i: int) -> None:
+    if not isinstance(row, Mapping):
+        fail(f"{must}, got {type(row).__name__} at position {i}", TypeError)
+
+
+def _check_length(name: str, part: Any, n: int, of: str) -> None:
+    found = None if part is None else len(part)
+    check(found == n, f"{name} must be {n}, one for each of {of}, got {found}")
+
+
+def _of_dict(row: Any, i: int, bare: bool = False) -> Entries:
     if row is None:
         return [], []
-    if not isinstance(row, Mapping):
-        fail(f"logprobs must have a dict or None for each position, got {type(row).__name__}", TypeError)
-    return [_id(token, bare) for token in row], [_logprob(entry) for entry in row.values()]
+    _check_dict("logprobs must have a dict or None for each position", row, i)
+    return [_id(token, i, bare) for token in row], [_logprob(entry, i) for entry in row.values()]
 
 
-def _id(token: Any, bare: bool = False) -> int:
+def _id(token: Any, i: int, bare: bool = False) -> int:
     """``bare``: a text of digits is an id. Of tokens as texts, "7" may be any id."""
     if not isinstance(token, str):
+        if type(token) is not int and not is_integer(token):
+            fail(f"token must be an id, such as 7 or 'token_id:7', got {token!r} at position {i}")
         return int(token)
     digits = token.removeprefix("token_id:")
-    if not digits.isdigit() or digits == token and not bare:
-        fail(f"token must be an id, such as 'token_id:123', got {token!r}; ask the server for them with "
-             "return_tokens_as_token_ids")
+    if not digits.isdecimal() or digits == token and not bare:
+        fail(f"token must be an id, such as 'token_id:123', got {token!r} at position {i}; ask the server for them "
+             "with return_tokens_as_token_ids")
     return int(digits)
 
 
-def _logprob(entry: Any) -> float:
-    value = float(entry["logprob"] if isinstance(entry, Mapping) else getattr(entry, "logprob", entry))
+def _logprob(entry: Any, i: int) -> float:
+    given: Any = entry.get("logprob") if isinstance(entry, Mapping) else getattr(entry, "logprob", entry)
+    try:
+        value = float(given)
+    except (TypeError, ValueError):
+        fail(f"logprob must be a number, got {given!r} at position {i}")
     return -torch.inf if value == _LOWEST else value
 
 
