@@ -14,7 +14,7 @@ from ..target import SparseTarget
 from .npy import shard as npy_shard
 from .parquet import ParquetShard
 from .safetensors import shard as safetensors_shard
-from .sequence import Header, Place, Predicts, Stored, names_of_parts, rows_to_move, sample_of
+from .sequence import Header, Place, Predicts, Stored, check_num_classes, names_of_parts, rows_to_move, sample_of
 from .shards import Shards
 
 
@@ -39,6 +39,8 @@ class TeacherCache(Dataset[Dict[str, Any]]):
         predicts: what row i of a sample is to be: ``"next"``, what the teacher predicts behind token i, as the logits
             at i are; ``"token"``, what it predicts of token i, as labels for a loss that shifts are. None: as it was
             written.
+        written: what row i of the files is, ``"next"`` or ``"token"``, where they do not say it and ``predicts`` is
+            given.
         names: other names for the parts of a sample, ``{"tokens": "input_ids", "target": "labels"}`` for the Trainer.
         num_classes: where the files do not say it.
 
@@ -62,8 +64,9 @@ class TeacherCache(Dataset[Dict[str, Any]]):
 
     def __init__(self, path: Union[str, "os.PathLike[str]"], *, verify: bool = True,
                  predicts: Optional[Predicts] = None, names: Optional[Dict[str, str]] = None,
-                 num_classes: Optional[int] = None) -> None:
+                 num_classes: Optional[int] = None, written: Optional[Predicts] = None) -> None:
         self.path, self.verify = Path(path), verify
+        check_num_classes(num_classes, path)
         self.shards: Shards[Shard] = Shards(_shards(self.path))
         begin, one, first = 0, self.shards.all[0], self.shards.all[0].header
         for shard in self.shards.all:
@@ -80,7 +83,14 @@ class TeacherCache(Dataset[Dict[str, Any]]):
         check(self.num_classes is not None, f"num_classes must be given where the files do not say it, got None for "
               f"{self.path}")
         self.k, self.metadata = first.k, dict(first.metadata or {})
-        self._moved, self._names = rows_to_move(first.predicts, predicts), names_of_parts(names)
+        check(written in (None, "next", "token"), f"written must be 'next', 'token' or None, got {written!r} for "
+              f"{self.path}")
+        check(first.predicts is None or written in (None, first.predicts),
+              f"written must be {first.predicts!r}, as {one.path} says, got {written!r}")
+        stored = first.predicts or written
+        check(stored is not None or predicts is None, "written must be 'next' or 'token' where predicts is given and "
+              f"the files do not say it, got None for {self.path}")
+        self._moved, self._names = rows_to_move(stored, predicts), names_of_parts(names)
 
     def __len__(self) -> int:
         return len(self.shards)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..errors import check, fail
-from .sequence import AGAIN, DTYPES, Header, Place, Stored, check_checksum, checksum, tensor_of, with_columns
+from .sequence import AGAIN, DTYPES, INTEGERS, Header, Place, Stored, check_checksum, checksum, tensor_of, with_columns
 
 
 class Array(NamedTuple):
@@ -90,6 +90,7 @@ class FlatShard:
             needed |= {"sequences", "crc32", *header.columns, *(["entries"] if header.k is None else [])}
         check(needed <= set(arrays), f"arrays must be {', '.join(sorted(needed))}, got {', '.join(sorted(arrays))} in "
               f"{path}; {AGAIN}")
+        _check_kinds(arrays, path)
         self._length: Optional[int] = None  # of each sequence, where they are a rectangle
         if len(arrays["ids"].shape) == 3:
             sequences, self._length = arrays["ids"].shape[:2]
@@ -124,13 +125,13 @@ class FlatShard:
         begin, end = self._positions_of(i, place)
         ids_begin, ids_end, counts = begin, end, None
         if "entries" in self._arrays:
-            offsets = self._rows("entries", begin, end + 1)
+            offsets = self._rows("entries", begin, end + 1).long()
             ids_begin, ids_end = int(offsets[0]), int(offsets[-1])
             counts = offsets.diff()
             entries = self._arrays["ids"].shape[0]
-            check(0 <= ids_begin and bool((counts >= 0).all()) and ids_end <= entries,
-                  f"entries must ascend from 0 to {entries}, got {ids_begin} to {ids_end} at {place.at()}; the file is "
-                  f"damaged, {AGAIN}")
+            if not (0 <= ids_begin and bool((counts >= 0).all()) and ids_end <= entries):
+                fail(f"entries must ascend from 0 to {entries}, got {ids_begin} to {ids_end} at {place.at()}; the file "
+                     f"is damaged, {AGAIN}")
         stored = Stored(self._rows("ids", ids_begin, ids_end), self._rows("log_probs", ids_begin, ids_end), counts,
                         *(self._rows(name, begin, end) if name in self._arrays else None
                           for name in ("tokens", "log_rest")))
@@ -146,8 +147,9 @@ class FlatShard:
         if self._length is not None:
             return i * self._length, (i + 1) * self._length
         (begin, end), most = self._rows("sequences", i, i + 2).tolist(), self._rows_of_positions
-        check(0 <= begin <= end <= most, f"sequences must ascend from 0 to {most}, got {begin} to {end} at "
-              f"{place.at()}; the file is damaged, {AGAIN}")
+        if not 0 <= begin <= end <= most:
+            fail(f"sequences must ascend from 0 to {most}, got {begin} to {end} at {place.at()}; the file is damaged, "
+                 f"{AGAIN}")
         return begin, end
 
     def _rows(self, name: str, begin: int, end: int) -> Tensor:
@@ -160,8 +162,8 @@ class FlatShard:
             with open(array.file, "rb") as file:
                 self._maps[array.file] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         view = memoryview(self._maps[array.file])
-        check(last <= len(view), f"{name} must have {array.shape[0]} rows, got a file of {len(view)} bytes: "
-              f"{array.file}")
+        if last > len(view):
+            fail(f"{name} must have {array.shape[0]} rows, got a file of {len(view)} bytes: {array.file}; {AGAIN}")
         return tensor_of(view[first:last], array.dtype).reshape(end - begin, *array.shape[1:])
 
     # ------------------------------------------------------------------------------------------- what can be seen early
@@ -198,13 +200,29 @@ class FlatShard:
         if known:
             position = row
             if name in by:
-                offsets = self._rows("entries", 0, self._arrays["entries"].shape[0])
+                offsets = self._rows("entries", 0, self._arrays["entries"].shape[0]).long()
                 position = int(torch.searchsorted(offsets[1:].contiguous(), row, right=True))
             if self._length is not None:
                 sequence, first = divmod(position, self._length)
             else:
-                begins = self._rows("sequences", 0, self._sequences + 1)
+                begins = self._rows("sequences", 0, self._sequences + 1).long()
                 sequence = int(torch.searchsorted(begins[1:].contiguous(), position, right=True))
                 first = position - int(begins[min(sequence, self._sequences)])
             where = Place(str(self.path), sequence).at(first) if name != "crc32" else Place(str(self.path), row).at()
         fail(f"{array.file} must have {array.end} bytes at least, got {size}: it is cut off at {where}; {AGAIN}")
+
+
+def _check_kinds(arrays: Dict[str, Array], path: Path) -> None:
+    """Of arrays of others, too: what would lose its fraction, or cannot be counted."""
+    for name in {"ids", "tokens", "crc32"} & set(arrays):
+        check(arrays[name].dtype in INTEGERS, f"{name} must be integers, got {arrays[name].dtype} in {path}")
+    for name, of in (("sequences", "N"), ("entries", "P")):
+        if name in arrays:
+            dtype, shape = arrays[name].dtype, list(arrays[name].shape)
+            check(dtype in INTEGERS and len(shape) == 1 and shape[0] > 0, f"{name} must be ({of} + 1,) integers, got "
+                  f"{dtype} {shape} in {path}")
+    shape = list(arrays["ids"].shape)
+    by_entries = "entries" in arrays
+    check(len(shape) == 1 if by_entries else len(shape) in (2, 3), "ids must be "
+          f"{'(E,) beside entries' if by_entries else '(P, K), (N, S, K), or (E,) beside entries'}, got {shape} in "
+          f"{path}")

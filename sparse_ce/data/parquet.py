@@ -10,7 +10,19 @@ from torch import Tensor
 
 from ..errors import check, fail
 from .flat import whole
-from .sequence import AGAIN, DTYPES, Header, Place, Stored, bytes_of, header_text, read_header, tensor_of, with_columns
+from .sequence import (
+    AGAIN,
+    DTYPES,
+    Header,
+    Place,
+    Stored,
+    bytes_of,
+    check_integers,
+    header_text,
+    read_header,
+    tensor_of,
+    with_columns,
+)
 
 ENTRIES_OF_A_GROUP = 2**18  # what is decoded at a time: whoever reads sequences at random decodes it for each
 _COLUMNS = {"ids": "ids", "log_probs": "log_probs", "log_probs_bfloat16": "log_probs", "input_ids": "tokens",
@@ -168,6 +180,7 @@ def _column(chunked: Any, name: str, where: str) -> Column:
         array = array.chunk(0) if array.num_chunks == 1 else pa.concat_arrays(array.chunks)
     offsets: List[Tensor] = []
     while pa.types.is_list(array.type) or pa.types.is_large_list(array.type):
+        _check_no_nulls(array, name, where)  # of which the offsets know nothing: a null is as long as []
         offsets.append(tensor_of(*_memory(array.offsets, name, where)).long())
         array = array.values
     check(len(offsets) in (1, 2), f"{name} must be a list, or a list of lists, of numbers, got {chunked.type} at "
@@ -176,11 +189,15 @@ def _column(chunked: Any, name: str, where: str) -> Column:
     return Column(values, dtype, offsets)
 
 
+def _check_no_nulls(array: Any, name: str, where: str) -> None:
+    check(array.null_count == 0, f"{name} must have no nulls, got {array.null_count} at {where}")
+
+
 def _memory(array: Any, name: str, where: str) -> Tuple[memoryview, torch.dtype]:
     dtype = next((dtype for arrow, dtype in _arrow_types() if arrow == array.type), None)
     if dtype is None:
         fail(f"{name} must be of numbers, got {array.type} at {where}")
-    check(array.null_count == 0, f"{name} must have no nulls, got {array.null_count} at {where}")
+    _check_no_nulls(array, name, where)
     buffer = array.buffers()[1]
     view = memoryview(buffer) if buffer is not None else memoryview(b"")
     return view[array.offset * dtype.itemsize:(array.offset + len(array)) * dtype.itemsize], dtype
@@ -211,15 +228,19 @@ class ParquetShard:
     def read(self, i: int, verify: bool) -> Stored:
         """Sequence ``i``. Checksums are those of Parquet's pages, which are compared as they are decoded."""
         place = Place(str(self.path), i)
-        row = {self._columns[name]: part for name, part in self._rows.row(i, list(self._columns)).items()}
+        row: Dict[str, Tuple[Tensor, Optional[Tensor]]] = {}
+        for name, part in self._rows.row(i, list(self._columns)).items():
+            row[self._columns[name]] = part
+            if self._columns[name] in ("ids", "tokens"):
+                check_integers(name, part[0], place)
         (ids, counts), (log_probs, others) = row["ids"], row["log_probs"]
-        check(counts is not None and others is not None and torch.equal(counts, others),
-              f"log_probs must have as many entries at each position as ids, got others at {place.at()}")
+        if counts is None or others is None or not torch.equal(counts, others):
+            fail(f"log_probs must have as many entries at each position as ids, got others at {place.at()}")
         if "log_probs_bfloat16" in self._columns:
             log_probs = log_probs.view(torch.bfloat16)
         dtypes = [*DTYPES.values(), torch.float64] if self._rows.text is None else [DTYPES.get(self.header.dtype)]
-        check(log_probs.dtype in dtypes, f"log_probs must be of {', '.join(map(str, dtypes))}, got {log_probs.dtype} "
-              f"at {place.at()}")
+        if log_probs.dtype not in dtypes:
+            fail(f"log_probs must be of {', '.join(map(str, dtypes))}, got {log_probs.dtype} at {place.at()}")
         k = self.header.k
         if k is not None and counts is not None:
             wrong = counts.ne(k)

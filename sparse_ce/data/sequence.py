@@ -8,12 +8,14 @@ from typing import Any, Collection, Dict, Literal, NamedTuple, NoReturn, Optiona
 import torch
 from torch import Tensor
 
+from ..arguments import is_integer
 from ..errors import check, fail
 from ..target import SparseTarget
 
 Predicts = Literal["next", "token"]
 VERSION = 1  # of the layout
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}  # of log-probabilities
+INTEGERS = (torch.uint8, torch.uint16, torch.uint32, torch.uint64, torch.int8, torch.int16, torch.int32, torch.int64)
 AGAIN = "delete it and write it again"
 
 
@@ -52,12 +54,12 @@ class Stored(NamedTuple):
 
 
 class Header(NamedTuple):
-    """What a shard says of itself."""
+    """What a shard says of itself. ``predicts``: None only where it says nothing."""
 
     num_classes: Optional[int]
     k: Optional[int] = None
     dtype: str = "float16"
-    predicts: Predicts = "next"
+    predicts: Optional[Predicts] = "next"
     columns: Tuple[str, ...] = ("ids", "log_probs")
     first: Optional[int] = None
     metadata: Optional[Dict[str, Any]] = None
@@ -120,25 +122,35 @@ def read_header(text: Any, file: str) -> Tuple[Header, int]:
 def with_columns(header: Optional[Header], found: Collection[str]) -> Header:
     """The header, or one for files that have none, with the columns that are there."""
     columns = tuple(name for name in ("ids", "log_probs", "tokens", "log_rest") if name in found)
-    return (header or Header(None))._replace(columns=columns)
+    return (header or Header(None, predicts=None))._replace(columns=columns)
 
 
 # --------------------------------------------------------------------------------------------------------------- checks
 
 def check_checksum(stored: Stored, written: int, place: Place) -> None:
     found = checksum(stored)
-    check(found == written, f"checksum must be {written:08x}, got {found:08x} at {place.at()}; the file is damaged, "
-          f"{AGAIN}")
+    if found != written:
+        fail(f"checksum must be {written:08x}, got {found:08x} at {place.at()}; the file is damaged, {AGAIN}")
+
+
+def check_num_classes(num_classes: Any, path: Any) -> None:
+    check(num_classes is None or is_integer(num_classes) and num_classes > 0,
+          f"num_classes must be a positive integer, got {num_classes!r} for {path}")
+
+
+def check_integers(name: str, t: Tensor, place: Place) -> None:
+    if t.dtype not in INTEGERS:  # which would lose their fraction
+        fail(f"{name} must be integers, got {t.dtype} at {place.at()}")
 
 
 def check_shapes(stored: Stored, place: Place) -> None:
     ids, log_probs, positions = stored.ids, stored.log_probs, stored.positions
-    check(ids.shape == log_probs.shape, f"log_probs must have the shape of ids, {list(ids.shape)}, got "
-          f"{list(log_probs.shape)} at {place.at()}")
+    if ids.shape != log_probs.shape:
+        fail(f"log_probs must have the shape of ids, {list(ids.shape)}, got {list(log_probs.shape)} at {place.at()}")
     for name in ("tokens", "log_rest"):
         t = getattr(stored, name)
-        check(t is None or t.shape == (positions,), f"{name} must be ({positions},), one for each position, got "
-              f"{[] if t is None else list(t.shape)} at {place.at()}")
+        if t is not None and t.shape != (positions,):
+            fail(f"{name} must be ({positions},), one for each position, got {list(t.shape)} at {place.at()}")
 
 
 def check_values(stored: Stored, num_classes: Optional[int], place: Place) -> None:
@@ -194,8 +206,8 @@ def sample_of(stored: Stored, num_classes: Optional[int], place: Place, verify: 
     return {names.get(name, name): part for name, part in parts.items() if part is not None}
 
 
-def rows_to_move(stored: Predicts, wanted: Optional[Predicts]) -> int:
-    """For ``sample_of``: the logits at i predict token i + 1."""
+def rows_to_move(stored: Optional[Predicts], wanted: Optional[Predicts]) -> int:
+    """For ``sample_of``: the logits at i predict token i + 1. ``stored`` is known where anything is ``wanted``."""
     check(wanted in (None, "next", "token"), f"predicts must be 'next', 'token' or None, got {wanted!r}")
     if wanted is None or wanted == stored:
         return 0
