@@ -232,6 +232,117 @@ def test_columns_of_somebody_else(tmp_path):
     refused(lambda: DistillKitCache(tmp_path / "empty", {}), "path must hold Parquet files")
 
 
+LEGACY = dict(vocab_size=V, k=K, exact_k=4, polynomial_degree=2)
+
+
+@pytest.mark.parametrize("change, words", [
+    (dict(d="x"), "d must be an integer in [1, 2147483648], got 'x'"), (dict(d=0), "d must be an integer in [1, "),
+    (dict(d=1.5), "d must be an integer"), (dict(d=None), "d must be an integer in [1, 2147483648], got None"),
+    (dict(k=None), "k must be an integer in [1, 2147483648], got None"), (dict(k=[3]), "k must be an integer"),
+    (dict(k=True), "k must be an integer"),
+    (dict(exact_k=K + 1), f"exact_k must be an integer in [0, {K}], got {K + 1}"),
+    (dict(exact_k=-1), "exact_k must be an integer"), (dict(exact_k=None), "exact_k must be an integer"),
+    (dict(exact_dtype="int8"), "exact_dtype must be one of float16, bfloat16, float32, float64, got 'int8'"),
+    (dict(term_dtype="int8"), "term_dtype must be one of float16, bfloat16, float32, float64, got 'int8'"),
+    (dict(exact_dtype=["float16"]), "exact_dtype must be one of"),
+    (dict(polynomial_terms=[0, "cubic"]), "polynomial_terms must be powers, 'sqrt' or 'exp', got [0, 'cubic']"),
+    (dict(polynomial_terms=3), "polynomial_terms must be powers, 'sqrt' or 'exp', got 3"),
+    (dict(polynomial_terms="sqrt"), "polynomial_terms must be powers, 'sqrt' or 'exp', got 'sqrt'"),
+    (dict(delta_encoding="no"), "delta_encoding must be true or false, got 'no'"),
+    (dict(normalize_t=[]), "normalize_t must be true or false, got []"),
+    (dict(residual_bins={"a": 1}), "residual_bins must be a list of mappings, got"),
+    (dict(residual_bins=[5]), "residual_bins must be a list of mappings, got"),
+    (dict(residual_bins=[dict(scale_dtype="float16", num_elements=3)]),
+     "residual_bins must have element_bits, an integer in [1, 32], got None"),
+    (dict(residual_bins=[dict(scale_dtype="float16", num_elements=3, element_bits=64)]),
+     "residual_bins must have element_bits, an integer in [1, 32], got 64"),
+    (dict(residual_bins=[dict(scale_dtype="float16", num_elements="x", element_bits=4)]),
+     f"residual_bins must have num_elements, an integer in [0, {K - 4}], got 'x'"),
+    (dict(residual_bins=[dict(element_bits=5, num_elements=3)]), "residual_bins must have scale_dtype, one of float16"),
+    (dict(residual_bins=[dict(scale_dtype="float16", element_bits=5, num_elements=n) for n in (5, 4)]),
+     f"residual_bins must have {K - 4} elements at most, k - exact_k, got 9"),
+    (dict(residual_bins=[dict(scale_dtype="float16", element_bits=5, num_elements=9)]),
+     f"residual_bins must have num_elements, an integer in [0, {K - 4}], got 9"),
+    ({**LEGACY, "form": "legacy", "vocab_size": "x"}, "vocab_size must be an integer in [1, 2147483648], got 'x'"),
+    ({**LEGACY, "form": "legacy", "polynomial_degree": -1}, "polynomial_degree must be an integer in [0, "),
+    ({**LEGACY, "form": "legacy", "with_sqrt_term": "x"}, "with_sqrt_term must be true or false, got 'x'"),
+    (dict(form="plain", d="x"), "d must be an integer in [1, 2147483648], got 'x'")])
+def test_a_configuration_that_is_none_is_named(tmp_path, change, words):
+    yaml = pytest.importorskip("yaml")
+    path, form = tmp_path / "x.parquet", change.get("form", "compressed")
+    columns = {"compressed": ("compressed_logprobs", "bytepacked_indices"), "plain": ("top_values", "token_ids"),
+               "legacy": ("packed_indices", "exact_values", "coeffs")}[form]
+    pq.write_table(pa.table({name: [[[1]]] for name in columns}), path)
+    config = {**(RECOMMENDED if form == "compressed" else {}), **change}
+    refused(lambda: DistillKitCache(path, config), words, f"in the configuration of {path}")
+    (tmp_path / "other.yaml").write_text(yaml.safe_dump(config))
+    refused(lambda: DistillKitCache(path, tmp_path / "other.yaml"), words, f"in {tmp_path / 'other.yaml'}")
+
+
+def test_bins_may_be_none(tmp_path):
+    expected = capture(tmp_path / "x.parquet", RECOMMENDED)
+    cache = DistillKitCache(tmp_path / "x.parquet", {**RECOMMENDED, "residual_bins": None, "delta_encoding": 0})
+    assert torch.equal(cache[0]["target"].indices, expected[0][1])
+
+
+@pytest.mark.parametrize("name, text, words", [
+    ("x.json", "{", "must be JSON, got JSONDecodeError"), ("x.yaml", "{a: [", "must be YAML, got ParserError"),
+    ("x.yaml", "\0", "must be YAML, got ReaderError"), ("x.json", "\udcff", "must be JSON, got UnicodeDecodeError"),
+    ("x.yaml", "- 1\n", "config must be a mapping, got list in"),
+    ("x.json", "3", "config must be a mapping, got int in"),
+    ("x.yaml", "logprob_compressor: 3", "logprob_compressor must be a mapping, got int in")])
+def test_a_file_that_is_no_configuration_is_named(tmp_path, name, text, words):
+    pytest.importorskip("yaml")
+    capture(tmp_path / "x.parquet", RECOMMENDED)
+    (tmp_path / name).write_bytes(text.encode("utf8", "surrogateescape"))
+    refused(lambda: DistillKitCache(tmp_path / "x.parquet", tmp_path / name), words, str(tmp_path / name))
+
+
+def test_other_arguments_of_a_capture(tmp_path):
+    path = tmp_path / "x.parquet"
+    capture(path, RECOMMENDED)
+    refused(lambda: DistillKitCache(path, [RECOMMENDED]), "config must be a mapping or the path of one, got list")
+    with pytest.raises(FileNotFoundError, match="sparse_ce: config must be a file, got .*nowhere.yaml"):
+        DistillKitCache(path, tmp_path / "nowhere.yaml")
+    pq.write_table(pa.table({"token_ids": [[[1]]], "top_values": [[[-1.0]]]}), path)
+    for number in ("x", 0, 1.5):
+        refused(lambda: DistillKitCache(path, num_classes=number), "num_classes must be a positive integer, got "
+                f"{number!r}", str(path))
+
+
+@pytest.mark.parametrize("columns, words", [
+    (dict(input_ids=[[1], [1.5]]), "input_ids must be integers, got torch.float64"),
+    (dict(token_ids=[[[1]], [[1.7]]]), "token_ids must be integers, got torch.float64"),
+    (dict(input_ids=[[1], None]), "input_ids must have no nulls, got 1"),
+    (dict(token_ids=[[[1]], [None]]), "token_ids must have no nulls, got 1"),
+    (dict(top_values=[[[-1.0]], None]), "top_values must have no nulls, got 1")])
+def test_columns_that_would_be_read_as_something_else(tmp_path, columns, words):
+    path = tmp_path / "x.parquet"
+    pq.write_table(pa.table({"token_ids": [[[1]], [[2]]], "top_values": [[[-1.0]], [[-2.0]]], **columns}), path)
+    refused(lambda: DistillKitCache(path, num_classes=V)[1], words, str(path))
+
+
+def test_bytes_of_other_integers(tmp_path):
+    """As another program saves them again."""
+    expected, path = capture(tmp_path / "x.parquet", RECOMMENDED), tmp_path / "y.parquet"
+    table, wide = pq.read_table(tmp_path / "x.parquet"), pa.list_(pa.list_(pa.int64()))
+    for name in ("compressed_logprobs", "bytepacked_indices"):
+        i = table.column_names.index(name)
+        table = table.set_column(i, name, table[name].cast(wide))
+    pq.write_table(table, path)
+    for sample, (_, ids, values) in zip(DistillKitCache(path, RECOMMENDED), expected):
+        assert torch.equal(sample["target"].indices, ids)
+        torch.testing.assert_close(sample["target"].values, values, rtol=1e-6, atol=1e-6)
+    for number, kind, words in ((256, pa.int64(), "must be bytes, in [0, 255], got 256 at sequence 0"),
+                                (1.5, pa.float64(), "compressed_logprobs must be integers, got torch.float64")):
+        rows = table.to_pylist()
+        rows[0]["compressed_logprobs"][0][0] = number
+        column = pa.array([row["compressed_logprobs"] for row in rows], pa.list_(pa.list_(kind)))
+        pq.write_table(table.set_column(table.column_names.index("compressed_logprobs"), "compressed_logprobs", column),
+                       path)
+        refused(lambda: DistillKitCache(path, RECOMMENDED)[0], words, str(path))
+
+
 def test_a_library_that_is_not_there_is_named(tmp_path, monkeypatch):
     capture(tmp_path / "data_0.parquet", RECOMMENDED)
     (tmp_path / "compression_config.yaml").write_text("d: 300\n")

@@ -15,8 +15,6 @@ ceil(log2(d)) bits, from the highest bit on. Captures from before have ``packed_
 logits less their mean, which are known up to a constant alone. ``token_ids`` and ``top_values`` are as they say.
 """
 
-import importlib
-import json
 import math
 import os
 from pathlib import Path
@@ -27,16 +25,26 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from ..errors import check, fail
+from .distillkit_config import DTYPES, configuration
 from .parquet import Rows
-from .sequence import Place, Predicts, Stored, bytes_of, names_of_parts, rows_to_move, sample_of, tensor_of
+from .sequence import (
+    Place,
+    Predicts,
+    Stored,
+    bytes_of,
+    check_integers,
+    check_num_classes,
+    names_of_parts,
+    rows_to_move,
+    sample_of,
+    tensor_of,
+)
 from .shards import Shards
 
-_DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}
-_DEFAULTS: Dict[str, Any] = {"exact_dtype": "float32", "polynomial_terms": None, "term_dtype": "float32",
-                             "residual_bins": [], "delta_encoding": True, "normalize_t": False}
-_LEGACY: Dict[str, Any] = {"invert_polynomial": True, "with_sqrt_term": False, "term_dtype": "float32"}
 _FORMS = {"compressed": ("compressed_logprobs", "bytepacked_indices"), "plain": ("top_values", "token_ids"),
           "legacy": ("packed_indices", "exact_values", "coeffs")}
+_BYTES = _FORMS["compressed"]
+_INTEGERS = {*_BYTES, "token_ids", "packed_indices", "input_ids"}
 
 
 class DistillKitCache(Dataset[Dict[str, Any]]):
@@ -73,6 +81,7 @@ class DistillKitCache(Dataset[Dict[str, Any]]):
                  verify: bool = True, predicts: Optional[Predicts] = None, names: Optional[Dict[str, str]] = None,
                  num_classes: Optional[int] = None) -> None:
         self.path, self.verify = Path(path), verify
+        check_num_classes(num_classes, path)
         check(self.path.exists(), f"path must be a capture of DistillKit, got {path}, which is not there",
               FileNotFoundError)
         files = sorted(self.path.glob("*.parquet"), key=_number) if self.path.is_dir() else [self.path]
@@ -86,7 +95,7 @@ class DistillKitCache(Dataset[Dict[str, Any]]):
         for rows in self._files.all:
             check(set(self._columns) <= set(rows.names), f"columns must be {', '.join(self._columns)}, as in "
                   f"{files[0]}, got {rows.names} in {rows.path}")
-        self.config = self._configured(config, files[0].parent)
+        self.config = configuration(config, self._form, self.path, files[0].parent)
         said = self.config.get("d", self.config.get("vocab_size"))
         check(None in (said, num_classes) or said == num_classes, f"num_classes must be {said}, as the configuration "
               f"says, got {num_classes}")
@@ -95,22 +104,6 @@ class DistillKitCache(Dataset[Dict[str, Any]]):
         self._bits = max(1, math.ceil(math.log2(int(self.num_classes or 1))))
         self._moved, self._names = rows_to_move("next", predicts), names_of_parts(names)
 
-    def _configured(self, config: Union[None, str, Path, Dict[str, Any]], folder: Path) -> Dict[str, Any]:
-        if config is None and (folder / "compression_config.yaml").exists():
-            config = folder / "compression_config.yaml"
-        if isinstance(config, (str, Path)):
-            config = _read_config(Path(config))
-        if config is None:
-            check(self._form == "plain", f"config must be given where there is no compression_config.yaml, got None "
-                  f"for {self.path}")
-            config = {}
-        config = {**(_DEFAULTS if self._form == "compressed" else _LEGACY), **config}
-        needed = {"compressed": ["d", "k", "exact_k"], "plain": [],
-                  "legacy": ["vocab_size", "k", "exact_k", "polynomial_degree"]}[self._form]
-        missing = [name for name in needed if name not in config]
-        check(not missing, f"config must have {', '.join(needed)}, got one without {', '.join(missing)}")
-        return config
-
     def __len__(self) -> int:
         return len(self._files)
 
@@ -118,6 +111,9 @@ class DistillKitCache(Dataset[Dict[str, Any]]):
         rows, within = self._files.find(i)
         place = Place(str(rows.path), within)
         row = rows.row(within, self._columns)
+        for name, (numbers, _) in row.items():
+            if name in _INTEGERS:
+                check_integers(name, numbers, place)
         parts = {name: _rectangle(*row[name], name, place) for name in _FORMS[self._form]}
         ids, values = {"compressed": self._compressed, "plain": self._plain, "legacy": self._legacy}[self._form](
             parts, place)
@@ -139,11 +135,11 @@ class DistillKitCache(Dataset[Dict[str, Any]]):
 
     def _compressed(self, parts: Dict[str, Tensor], place: Place) -> Tuple[Tensor, Tensor]:
         c, k = self.config, int(self.config["k"])
-        packed, indices, taken = parts["compressed_logprobs"], parts["bytepacked_indices"], 0
-        terms: List[Any] = c["polynomial_terms"] or []
-        needed = (int(c["exact_k"]) * _DTYPES[c["exact_dtype"]].itemsize
-                  + len(terms) * _DTYPES[c["term_dtype"]].itemsize
-                  + sum(_DTYPES[bin["scale_dtype"]].itemsize + _bytes(bin) for bin in c["residual_bins"]))
+        packed, indices = (_as_bytes(name, parts[name], place) for name in _BYTES)
+        terms, taken = c["polynomial_terms"], 0
+        needed = (int(c["exact_k"]) * DTYPES[c["exact_dtype"]].itemsize
+                  + len(terms) * DTYPES[c["term_dtype"]].itemsize
+                  + sum(DTYPES[bin["scale_dtype"]].itemsize + _bytes(bin) for bin in c["residual_bins"]))
         for name, t, n in (("compressed_logprobs", packed, needed), ("bytepacked_indices", indices,
                                                                      (self._bits * k + 7) // 8)):
             check(t.shape[1] == n, f"{name} must have {n} bytes at each position, as the configuration says, got "
@@ -155,7 +151,7 @@ class DistillKitCache(Dataset[Dict[str, Any]]):
             return packed[:, taken - count:taken].contiguous()
 
         def numbers(count: int, dtype: str) -> Tensor:
-            t = _DTYPES[dtype]
+            t = DTYPES[dtype]
             return tensor_of(bytes_of(take(count * t.itemsize)), t).reshape(-1, count)
 
         exact = numbers(int(c["exact_k"]), c["exact_dtype"]).float()
@@ -201,22 +197,6 @@ def _number(path: Path) -> Tuple[int, str]:
     return int(digits or 0), path.name
 
 
-def _read_config(path: Path) -> Dict[str, Any]:
-    text = path.read_text()
-    if path.suffix == ".json":
-        said = json.loads(text)
-    else:
-        try:
-            yaml: Any = importlib.import_module("yaml")
-        except ImportError as error:
-            fail(f"PyYAML must be installed for {path}, got {error}; pip install 'sparse_ce[data]', or give config= as "
-                 "a dict", ImportError)
-        said = yaml.safe_load(text)
-    check(isinstance(said, dict), f"config must be a mapping, got {type(said).__name__} in {path}")
-    said = said.get("logprob_compressor", said)  # of the configuration of a training run
-    return dict(said)
-
-
 def _rectangle(values: Tensor, counts: Optional[Tensor], name: str, place: Place) -> Tensor:
     """(rows, as many as each has)."""
     if counts is None:
@@ -227,6 +207,15 @@ def _rectangle(values: Tensor, counts: Optional[Tensor], name: str, place: Place
         position = int(wrong.to(torch.uint8).argmax())
         fail(f"{name} must have {width} numbers at each position, got {int(counts[position])} at {place.at(position)}")
     return values.reshape(len(counts), width)
+
+
+def _as_bytes(name: str, t: Tensor, place: Place) -> Tensor:
+    if t.dtype != torch.uint8:  # another program has saved them again
+        t = t.long()
+        wrong = (t < 0) | (t > 255)
+        if wrong.any():
+            fail(f"{name} must be bytes, in [0, 255], got {int(t[wrong][0])} at {place.at()}")
+    return t.to(torch.uint8)
 
 
 def _bytes(bin: Dict[str, Any]) -> int:
