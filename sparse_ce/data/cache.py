@@ -45,7 +45,8 @@ class TeacherCache(Dataset[Dict[str, Any]]):
         num_classes: where the files do not say it.
 
     Attributes:
-        num_classes, k, metadata: as they were written; ``k=None``: positions have different numbers of entries.
+        num_classes, k, metadata: as they were written, metadata as JSON gives it back; ``k=None``: positions have
+            different numbers of entries.
 
     Raises:
         ValueError: a file is damaged or cut off, or shards do not belong together; the error names the file, and the
@@ -66,7 +67,6 @@ class TeacherCache(Dataset[Dict[str, Any]]):
                  predicts: Optional[Predicts] = None, names: Optional[Dict[str, str]] = None,
                  num_classes: Optional[int] = None, written: Optional[Predicts] = None) -> None:
         self.path, self.verify = Path(path), verify
-        check_num_classes(num_classes, path)
         self.shards: Shards[Shard] = Shards(_shards(self.path))
         begin, one, first = 0, self.shards.all[0], self.shards.all[0].header
         for shard in self.shards.all:

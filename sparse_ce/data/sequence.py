@@ -96,6 +96,19 @@ def checksum(stored: Stored) -> int:
 
 # ----------------------------------------------------------------------------------------------------------- the header
 
+def as_json(metadata: Any) -> Dict[str, Any]:
+    """What JSON gives back of it, with texts for keys and lists for tuples: as it will be read, and what checksums are
+    of."""
+    must = "metadata must be a dict of what JSON knows, with keys of one type in each dict"
+    if not isinstance(metadata, dict):
+        fail(f"{must}, got {type(metadata).__name__}")
+    try:
+        said: Dict[str, Any] = json.loads(json.dumps(metadata, sort_keys=True, allow_nan=False))
+    except (TypeError, ValueError, RecursionError) as error:
+        fail(f"{must}, got {error!r}")
+    return said
+
+
 def header_text(header: Header, sequences: int) -> str:
     said = {"sparse_ce": VERSION, **header._asdict(), "sequences": sequences}
     text = json.dumps(said, sort_keys=True)
@@ -108,7 +121,8 @@ def read_header(text: Any, file: str) -> Tuple[Header, int]:
         said = json.loads(text)
         assert isinstance(said, dict)
         written = said.pop("crc32")
-        whole = written == zlib.crc32(json.dumps(said, sort_keys=True).encode())
+        # Headers whose keys were numbers once have these in the order of numbers, which is that of the file.
+        whole = written in [zlib.crc32(json.dumps(said, sort_keys=order).encode()) for order in (True, False)]
     except (ValueError, KeyError, AssertionError) as error:
         fail(f"header must be whole, got {error!r} in {file}; {AGAIN}")
     check(whole, f"header must be whole, got one of another checksum in {file}; {AGAIN}")

@@ -17,7 +17,7 @@ from .npy import write as write_npy
 from .parquet import pyarrow_parquet
 from .parquet import write as write_parquet
 from .safetensors import write as write_safetensors
-from .sequence import DTYPES, Header, Place, Predicts, Stored, check_values, narrow_dtype
+from .sequence import DTYPES, Header, Place, Predicts, Stored, as_json, check_values, narrow_dtype
 
 FORMATS: Dict[str, Callable[[Path, Sequence[Stored], Header], None]] = {
     "safetensors": write_safetensors, "parquet": write_parquet, "npy": write_npy}
@@ -35,7 +35,8 @@ class CacheWriter:
         dtype: of the log-probabilities in the file, float16, bfloat16 or float32; they are rounded to it once.
         predicts: ``"next"`` where row p is what the teacher predicts behind token p, as its logits at p are,
             ``"token"`` where it is what it predicts of token p.
-        metadata: what else to remember: which teacher, which text. Anything that JSON knows.
+        metadata: what else to remember: which teacher, which text. A dict of what JSON knows; what JSON gives back of
+            it is written, with texts for keys and lists for tuples.
         format: of the shards of a folder, ``"safetensors"``, ``"parquet"`` or ``"npy"``.
         shard: sequences of a shard, which is what is kept in memory.
         resume: go on behind the shards that are in the folder; ``len(writer)`` sequences are there. They must have been
@@ -72,7 +73,8 @@ class CacheWriter:
         self._format = suffix if self._one else format
         if self._format == "parquet":
             pyarrow_parquet()
-        self._header = Header(num_classes, k, named[dtype], predicts, metadata=metadata or {})
+        self._header = Header(num_classes, k, named[dtype], predicts,
+                              metadata=as_json({} if metadata is None else metadata))
         self._shard, self._shards, self._written = shard, 0, 0
         self._pending: List[Stored] = []
         if self._one:
