@@ -345,8 +345,8 @@ def test_the_writer_refuses_them_too(tmp_path, k):
                          (dict(target=target().probs()), "target must be a SparseTarget of log-probabilities"),
                          (dict(target=SparseTarget.from_index(torch.tensor([1]))), "target must be a SparseTarget"),
                          (dict(target=target().reshape(1, 1, 2)), "target must be (S,) or (B, S), got [1, 1, 2]"),
-                         (dict(target=target(), lengths=[3]), "lengths must be 1 numbers in [0, 2], got [3]"),
-                         (dict(target=target(), lengths=[1, 1]), "lengths must be 1 numbers")):
+                         (dict(target=target(), lengths=[3]), "lengths must be 1 integers in [0, 2], got [3]"),
+                         (dict(target=target(), lengths=[1, 1]), "lengths must be 1 integers")):
         with pytest.raises(ValueError, match=re.escape(words)):
             writer.add(**wrong)
     writer.close()

@@ -17,8 +17,9 @@ from .npy import write as write_npy
 from .parquet import pyarrow_parquet
 from .parquet import write as write_parquet
 from .safetensors import write as write_safetensors
-from .sequence import DTYPES, Header, Place, Predicts, Stored, as_json, check_values, narrow_dtype
+from .sequence import DTYPES, INTEGERS, Header, Place, Predicts, Stored, as_json, check_values, narrow_dtype
 
+Numbers = Union[Tensor, Sequence[Any]]  # or lists of them
 FORMATS: Dict[str, Callable[[Path, Sequence[Stored], Header], None]] = {
     "safetensors": write_safetensors, "parquet": write_parquet, "npy": write_npy}
 
@@ -126,20 +127,20 @@ class CacheWriter:
             FORMATS[self._format](path, self._pending, self._header._replace(first=self._written))
             self._shards, self._written, self._pending = self._shards + 1, len(self), []
 
-    def add(self, target: SparseTarget, *, tokens: Optional[Tensor] = None, log_rest: Optional[Tensor] = None,
+    def add(self, target: SparseTarget, *, tokens: Optional[Numbers] = None, log_rest: Optional[Numbers] = None,
             lengths: Optional[Union[Tensor, Sequence[int]]] = None) -> None:
         """Adds a sequence, or a batch of sequences.
 
         Args:
             target: (S,) or (B, S), top-k or jagged, ``kind="logprobs"``, on any device: what
                 :func:`sparse_ce.topk_log_probs` makes. Of a row that is ignored nothing is kept.
-            tokens: (S,) or (B, S), integers: the text.
-            log_rest: (S,) or (B, S): the logarithm of the probability of all other classes.
+            tokens: (S,) or (B, S), integers, a tensor or lists: the text.
+            log_rest: (S,) or (B, S), a tensor or lists: the logarithm of the probability of all other classes.
             lengths: (B,): how many positions of each sequence are more than padding.
 
         Raises:
-            ValueError: shapes do not fit, an id is outside the vocabulary, a log-probability is positive or NaN; the
-                error names the sequence and the position.
+            ValueError: shapes do not fit, tokens or lengths are not integers, an id is outside the vocabulary, a
+                log-probability is positive or NaN; the error names the sequence and the position.
 
         Examples:
             >>> target = SparseTarget.from_topk(torch.tensor([[3, 5], [7, 1]]), torch.tensor([[-0.1, -3], [-0.4, -2]]),
@@ -160,14 +161,16 @@ class CacheWriter:
         check(len(self) == 0 or columns == header.columns,
               f"columns must be {header.columns}, as before, got {columns}")
         batch, rest = target.detach().cpu(), {}
-        for name, t in (("tokens", tokens), ("log_rest", log_rest)):
-            check(t is None or t.shape == target.shape, f"{name} must be {list(target.shape)}, as target, got "
-                  f"{[] if t is None else list(t.shape)}")
-            rest[name] = None if t is None else t.detach().cpu().reshape(-1, target.shape[-1])
+        place = Place(str(self.path), len(self))
+        for name, given in (("tokens", tokens), ("log_rest", log_rest)):
+            t = None if given is None else _numbers(name, given, target, place)
+            rest[name] = None if t is None else t if t.dim() == 2 else t.unsqueeze(0)
         batch = batch if batch.dim() == 2 else batch.unsqueeze(0)
-        ends = [batch.shape[1]] * len(batch) if lengths is None else [int(n) for n in lengths]
-        check(len(ends) == len(batch) and all(0 <= n <= batch.shape[1] for n in ends),
-              f"lengths must be {len(batch)} numbers in [0, {batch.shape[1]}], got {ends}")
+        ends: Any = lengths.tolist() if isinstance(lengths, Tensor) else lengths
+        ends = [batch.shape[1]] * len(batch) if lengths is None else ends
+        check(isinstance(ends, (list, tuple)) and len(ends) == len(batch) and all(
+            is_integer(n) and 0 <= n <= batch.shape[1] for n in ends), f"lengths must be {len(batch)} integers in "
+              f"[0, {batch.shape[1]}], got {ends!r} at {place.at()}")
         made = [self._stored(batch[b, :end], {name: None if t is None else t[b, :end] for name, t in rest.items()},
                              Place(str(self.path), len(self) + b)) for b, end in enumerate(ends)]
         self._header = header._replace(columns=columns)
@@ -208,6 +211,21 @@ class CacheWriter:
                                      counts=torch.bincount(row[live], minlength=rows))
         return stored._replace(ids=stored.ids.to(narrow),
                                tokens=None if stored.tokens is None else stored.tokens.to(narrow))
+
+
+def _numbers(name: str, given: Numbers, target: SparseTarget, place: Place) -> Tensor:
+    """A tensor of the shape of ``target``."""
+    try:
+        t = torch.as_tensor(given).detach().cpu()
+    except (TypeError, ValueError, RuntimeError) as error:
+        fail(f"{name} must be a tensor or a list of numbers, got {error!r} at {place.at()}")
+    check(t.shape == target.shape, f"{name} must be {list(target.shape)}, as target, got {list(t.shape)} at "
+          f"{place.at()}")
+    if name == "tokens":
+        check(t.dtype in INTEGERS or t.numel() == 0, f"tokens must be integers, got {t.dtype} at {place.at()}")
+    check(not t.dtype.is_complex and t.dtype != torch.bool, f"{name} must be real numbers, got {t.dtype} at "
+          f"{place.at()}")
+    return t
 
 
 def _rectangle(stored: Stored, row: Tensor, k: int, place: Place) -> Stored:
