@@ -43,7 +43,7 @@ def test_a_round_trip_is_exact(tmp_path, format, dtype, ragged, vocab, parts):
 def test_a_folder_of_shards_is_one_cache(tmp_path, format):
     sequences = write(tmp_path / "teacher", format=format, shard=2)
     assert sorted(file.name for file in (tmp_path / "teacher").iterdir()) == [
-        f"shard-0000{i}.{format}" for i in range(3)]
+        ".complete", *(f"shard-0000{i}.{format}" for i in range(3))]
     cache = TeacherCache(tmp_path / "teacher")
     assert len(cache) == 5
     for i, expected in enumerate(sequences):

@@ -108,7 +108,8 @@ def test_a_file_that_is_cut_off_while_it_is_open(tmp_path):
 def test_a_shard_that_is_missing_or_of_another_cache(tmp_path, format):
     write(tmp_path / "teacher", format=format, shard=2)
     write(tmp_path / "other", format=format, shard=2, vocab=V + 1)
-    folder, shards = tmp_path / "teacher", files_of(tmp_path / "teacher")
+    folder = tmp_path / "teacher"
+    shards = sorted(folder.glob("shard-*"))
     shards[1].rename(tmp_path / "away")
     said = refusal(lambda: TeacherCache(folder), shards[2])
     assert "got 2 sequences before" in said and "one is missing" in said
@@ -351,13 +352,13 @@ def test_the_writer_refuses_them_too(tmp_path, k):
             writer.add(**wrong)
     writer.close()
     assert len(writer) == len(TeacherCache(path)) == 1
-    with CacheWriter(tmp_path / "other.npy", num_classes=V, k=k) as writer:
-        for wrong, words in ((dict(tokens=torch.tensor([0, V])), f"tokens must be in [0, {V}), got {V}"),
-                             (dict(tokens=torch.tensor([0, -100])), f"tokens must be in [0, {V}), got -100"),
-                             (dict(tokens=torch.tensor([0])), "tokens must be [2], as target, got [1]"),
-                             (dict(log_rest=torch.tensor([0.0, 0.5])), "log_rest must be at most 0, got 0.5")):
-            with pytest.raises(ValueError, match=re.escape(words)):
-                writer.add(target(), **wrong)
+    writer = CacheWriter(tmp_path / "other.npy", num_classes=V, k=k)
+    for wrong, words in ((dict(tokens=torch.tensor([0, V])), f"tokens must be in [0, {V}), got {V}"),
+                         (dict(tokens=torch.tensor([0, -100])), f"tokens must be in [0, {V}), got -100"),
+                         (dict(tokens=torch.tensor([0])), "tokens must be [2], as target, got [1]"),
+                         (dict(log_rest=torch.tensor([0.0, 0.5])), "log_rest must be at most 0, got 0.5")):
+        with pytest.raises(ValueError, match=re.escape(words)):
+            writer.add(target(), **wrong)
 
 
 def test_more_entries_than_k_are_refused(tmp_path):

@@ -11,6 +11,7 @@ from torch.utils.data import Dataset
 from ..collate import collate
 from ..errors import check, fail
 from ..target import SparseTarget
+from .folder import check_marker
 from .npy import shard as npy_shard
 from .parquet import ParquetShard
 from .safetensors import shard as safetensors_shard
@@ -49,8 +50,8 @@ class TeacherCache(Dataset[Dict[str, Any]]):
             different numbers of entries.
 
     Raises:
-        ValueError: a file is damaged or cut off, or shards do not belong together; the error names the file, and the
-            sequence and position where there is one.
+        ValueError: a file is damaged or cut off, or shards do not belong together or are missing; the error names the
+            file, and the sequence and position where there is one.
         FileNotFoundError: there is no cache.
         ImportError: pyarrow is needed and not there.
 
@@ -67,16 +68,11 @@ class TeacherCache(Dataset[Dict[str, Any]]):
                  predicts: Optional[Predicts] = None, names: Optional[Dict[str, str]] = None,
                  num_classes: Optional[int] = None, written: Optional[Predicts] = None) -> None:
         self.path, self.verify = Path(path), verify
-        self.shards: Shards[Shard] = Shards(_shards(self.path))
-        begin, one, first = 0, self.shards.all[0], self.shards.all[0].header
-        for shard in self.shards.all:
-            header = shard.header
-            check(header.first in (None, begin) or len(self.shards.all) == 1, f"shards must follow one another, got "
-                  f"{begin} sequences before {shard.path}, which has sequence {header.first} first; one is missing")
-            for name in ("num_classes", "k", "predicts", "columns"):
-                old, new = getattr(first, name), getattr(header, name)
-                check(old == new, f"{name} must be {old!r}, as in {one.path}, got {new!r} in {shard.path}")
-            begin += len(shard)
+        check_num_classes(num_classes, path)
+        self.shards: Shards[Shard] = Shards(opened(self.path))
+        one, first = self.shards.all[0], self.shards.all[0].header
+        if one.path != self.path:
+            check_marker(self.path, len(self.shards.all), len(self.shards))
         check(first.num_classes is None or num_classes in (None, first.num_classes),
               f"num_classes must be {first.num_classes}, as {one.path} says, got {num_classes}")
         self.num_classes = num_classes if first.num_classes is None else first.num_classes
@@ -109,6 +105,21 @@ class TeacherCache(Dataset[Dict[str, Any]]):
         shard, within = self.shards.find(i)
         stored, place = shard.read(within, self.verify), Place(str(shard.path), within)
         return sample_of(stored, self.num_classes, place, self.verify, self._moved, self._names)
+
+
+def opened(path: Path) -> List[Shard]:
+    """The shards of a cache, which are alike and follow one another. The last ones may be missing."""
+    shards, begin = _shards(path), 0
+    first = shards[0].header
+    for shard in shards:
+        header = shard.header
+        check(header.first in (None, begin) or shard.path == path, f"shards must follow one another, got {begin} "
+              f"sequences before {shard.path}, which has sequence {header.first} first; one is missing")
+        for name in ("num_classes", "k", "predicts", "columns"):
+            old, new = getattr(first, name), getattr(header, name)
+            check(old == new, f"{name} must be {old!r}, as in {shards[0].path}, got {new!r} in {shard.path}")
+        begin += len(shard)
+    return shards
 
 
 def _shards(path: Path) -> List[Shard]:

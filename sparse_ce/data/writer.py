@@ -12,7 +12,8 @@ from ..arguments import is_integer
 from ..entries import IGNORE_INDEX, live_entries
 from ..errors import check, fail
 from ..target import SparseTarget
-from .cache import TeacherCache
+from .cache import opened
+from .folder import MARKER, write_marker
 from .npy import write as write_npy
 from .parquet import pyarrow_parquet
 from .parquet import write as write_parquet
@@ -44,7 +45,8 @@ class CacheWriter:
             written with the same arguments.
 
     Raises:
-        ValueError: the path is taken, or a shard of it was written with other arguments.
+        ValueError: the path is taken, or a shard of it was written with other arguments; or at the end, there was no
+            sequence.
         ImportError: pyarrow is needed and not there.
 
     Examples:
@@ -54,7 +56,7 @@ class CacheWriter:
         ...         target, log_rest = sparse_ce.topk_log_probs(torch.randn(1, 8, 100), 4, return_log_rest=True)
         ...         writer.add(target, log_rest=log_rest)
         >>> sorted(os.listdir(path))
-        ['shard-00000.safetensors', 'shard-00001.safetensors']
+        ['.complete', 'shard-00000.safetensors', 'shard-00001.safetensors']
     """
 
     def __init__(self, path: Union[str, "os.PathLike[str]"], *, num_classes: int, k: Optional[int] = None,
@@ -80,15 +82,15 @@ class CacheWriter:
         self._pending: List[Stored] = []
         if self._one:
             check(not resume, f"path must be a folder of shards to be resumed, got {self.path}")
-        there = self.path.exists() and (not self.path.is_dir() or any(file.suffix != ".tmp" for file in
-                                                                      self.path.iterdir()))
+        there = self.path.exists() and (not self.path.is_dir() or any(
+            file.suffix != ".tmp" and file.name != MARKER for file in self.path.iterdir()))
         check(resume or not there, f"path must not be taken, got {self.path}; delete it, or go on behind what is there "
               "with resume=True")
         if there:
             self._resume()
 
     def _resume(self) -> None:
-        shards = TeacherCache(self.path).shards.all
+        shards = opened(self.path)  # of which the last may have been deleted, to be written again
         ours = [self.path / self._name(i) for i in range(len(shards))]
         check([s.path for s in shards] == ours, f"path must hold shards named {self._name(0)} and so on, got "
               f"{shards[-1].path.name} in {self.path}")
@@ -117,13 +119,24 @@ class CacheWriter:
         self._pending = []
 
     def close(self) -> None:
-        """Writes what was added since the last shard.
+        """Writes what was added since the last shard, and into a folder, hidden, how many shards and sequences it has:
+        a cache that lacks one then is refused.
 
         Examples:
-            >>> CacheWriter(tempfile.mkdtemp() + "/teacher.npy", num_classes=100).close()
+            >>> writer = CacheWriter(tempfile.mkdtemp() + "/teacher.npy", num_classes=100)
+            >>> writer.add(sparse_ce.topk_log_probs(torch.randn(8, 100), 4))
+            >>> writer.close()
         """
+        check(len(self) > 0, f"writer must be given a sequence at least, got none for {self.path}; nothing is written")
+        self._write()
+        if not self._one:
+            write_marker(self.path, self._shards, self._written)
+
+    def _write(self) -> None:
         if self._pending:
             path = self.path if self._one else self.path / self._name(self._shards)
+            if not self._one:
+                (self.path / MARKER).unlink(missing_ok=True)  # until it is whole again
             FORMATS[self._format](path, self._pending, self._header._replace(first=self._written))
             self._shards, self._written, self._pending = self._shards + 1, len(self), []
 
@@ -177,7 +190,7 @@ class CacheWriter:
         for stored in made:
             self._pending.append(stored)
             if len(self._pending) == self._shard and not self._one:
-                self.close()
+                self._write()
 
     def _stored(self, target: SparseTarget, rest: Dict[str, Optional[Tensor]], place: Place) -> Stored:
         """One sequence, (S,), as a file has it, checked before it is narrowed."""

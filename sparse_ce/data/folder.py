@@ -1,0 +1,30 @@
+"""Folders of shards: a file that says how many there are, which is there once their writer was closed."""
+
+import json
+from pathlib import Path
+
+from ..errors import check, fail
+from .flat import whole
+
+MARKER = ".complete"  # hidden: whoever reads all files of a folder as Parquet leaves it out
+
+
+def write_marker(folder: Path, shards: int, sequences: int) -> None:
+    text, marker = json.dumps({"shards": shards, "sequences": sequences}), folder / MARKER
+    if not marker.exists() or marker.read_bytes() != text.encode():  # a folder that is whole may be read-only
+        with whole(marker) as file:
+            file.write_text(text)
+
+
+def check_marker(folder: Path, shards: int, sequences: int) -> None:
+    """Without the file nothing is known: a writer was stopped, or the folder is from before there was one."""
+    marker = folder / MARKER
+    if not marker.exists():
+        return
+    try:
+        said = json.loads(marker.read_bytes())
+        expected = said["shards"], said["sequences"]
+    except (ValueError, KeyError, TypeError) as error:
+        fail(f"{marker} must be whole, got {error!r}; delete it where no shard is missing")
+    check(expected == (shards, sequences), f"shards must be {expected[0]} with {expected[1]} sequences, as {marker} "
+          f"says, got {shards} with {sequences}; one is missing, or was added or changed")

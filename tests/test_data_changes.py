@@ -1,0 +1,143 @@
+"""Caches of which something is missing."""
+
+import os
+import re
+import shutil
+
+import pytest
+
+from cache_cases import FORMATS, LENGTHS, K, V, assert_same, needs, sequence, write
+from sparse_ce.data import CacheWriter, TeacherCache
+
+MARKER = ".complete"
+
+
+@pytest.fixture(params=FORMATS)
+def format(request):
+    needs(request.param)
+    return request.param
+
+
+def remove(path):
+    shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+
+# --------------------------------------------------------------------------------------------------- shards are missing
+
+@pytest.mark.parametrize("left", range(3))
+def test_one_shard_that_is_left_of_several_is_no_cache(tmp_path, format, left):
+    folder = tmp_path / "teacher"
+    sequences = write(folder, format=format, shard=2)
+    (folder / MARKER).unlink()
+    for i in {0, 1, 2} - {left}:
+        remove(folder / f"shard-0000{i}.{format}")
+    shard = folder / f"shard-0000{left}.{format}"
+    if left:
+        with pytest.raises(ValueError, match=f"sparse_ce: shards must follow one another, got 0 sequences before "
+                                             f"{re.escape(str(shard))}, which has sequence {2 * left} first; one is"):
+            TeacherCache(folder)
+    else:
+        assert len(TeacherCache(folder)) == 2
+    assert_same(TeacherCache(shard)[0], *sequences[2 * left])  # by its own path it is one
+
+
+@pytest.mark.parametrize("lost", [(0,), (1,), (2,), (1, 2)], ids=str)
+def test_a_cache_that_was_whole_must_be_whole(tmp_path, format, lost):
+    folder = tmp_path / "teacher"
+    write(folder, format=format, shard=2)
+    assert (folder / MARKER).exists()
+    for i in lost:
+        remove(folder / f"shard-0000{i}.{format}")
+    with pytest.raises(ValueError, match="sparse_ce: shards must .*, got .*; .* missing") as caught:
+        TeacherCache(folder)
+    assert str(folder) in str(caught.value)
+    if lost != (0,) and lost != (1,):
+        assert f"shards must be 3 with 5 sequences, as {folder / MARKER} says, got {3 - len(lost)} with" in str(
+            caught.value)
+
+
+def test_a_cache_without_the_marker_is_read(tmp_path, format):
+    """As those were written before there was one."""
+    sequences = write(tmp_path / "teacher", format=format, shard=2)
+    (tmp_path / "teacher" / MARKER).unlink()
+    assert_same(TeacherCache(tmp_path / "teacher")[4], *sequences[4])
+
+
+@pytest.mark.parametrize("text", ["", "[3, 5]", '{"shards": 3}', "\udcff", '{"shards": 3, "sequences": 5'])
+def test_a_marker_that_cannot_be_read_is_named(tmp_path, text):
+    write(tmp_path / "teacher", shard=2)
+    marker = tmp_path / "teacher" / MARKER
+    marker.write_bytes(text.encode("utf8", "surrogateescape"))
+    with pytest.raises(ValueError, match=f"sparse_ce: {re.escape(str(marker))} must be whole, got .*; delete it"):
+        TeacherCache(tmp_path / "teacher")
+
+
+def test_a_writer_that_is_stopped_leaves_no_marker(tmp_path, format):
+    folder, options = tmp_path / "teacher", dict(num_classes=V, k=K, shard=2, format=format)
+
+    def add(count, resume, error=None):
+        with CacheWriter(folder, **options, resume=resume) as writer:
+            for i in range(len(writer), len(writer) + count):
+                writer.add(sequence(3, i)[0])
+                assert i % 2 == 0 or not (folder / MARKER).exists()  # another shard is there
+            if error:
+                raise error
+
+    with pytest.raises(KeyError):
+        add(5, False, KeyError())
+    assert not (folder / MARKER).exists() and len(TeacherCache(folder)) == 4
+    add(2, True)
+    assert (folder / MARKER).exists() and len(TeacherCache(folder)) == 6
+    with pytest.raises(KeyError):
+        add(3, True, KeyError())  # goes on behind what was whole, and is stopped
+    assert not (folder / MARKER).exists() and len(TeacherCache(folder)) == 8
+    add(0, True)
+    assert (folder / MARKER).exists() and len(TeacherCache(folder)) == 8
+    remove(folder / f"shard-00003.{format}")  # was damaged, say
+    stopped = CacheWriter(folder, **options, resume=True)
+    assert len(stopped) == 6
+    with pytest.raises(ValueError, match="shards must be 4 with 8 sequences"):  # until it has written one
+        TeacherCache(folder)
+    add(2, True)
+    assert len(TeacherCache(folder)) == 8
+
+
+def test_a_folder_of_which_the_marker_is_left_is_written_again(tmp_path, format):
+    folder = tmp_path / "teacher"
+    for _ in range(2):
+        write(folder, format=format)
+        assert len(TeacherCache(folder)) == len(LENGTHS)
+        remove(folder / f"shard-00000.{format}")
+        assert os.listdir(folder) == [MARKER]
+    with CacheWriter(folder, num_classes=V, format=format, resume=True) as writer:
+        assert len(writer) == 0
+        writer.add(sequence(3)[0])
+    assert len(TeacherCache(folder)) == 1
+
+
+def test_the_marker_is_none_of_the_files_that_others_read(tmp_path):
+    needs("parquet")
+    import pyarrow.parquet as pq
+    write(tmp_path / "teacher", format="parquet", shard=2)
+    assert (tmp_path / "teacher" / MARKER).exists()
+    assert pq.read_table(tmp_path / "teacher").num_rows == 5
+    datasets = pytest.importorskip("datasets")
+    read = datasets.load_dataset("parquet", data_dir=str(tmp_path / "teacher"), split="train",
+                                 cache_dir=str(tmp_path / "cache"))
+    assert len(read) == 5
+
+
+def test_a_writer_without_a_sequence_says_so(tmp_path, format):
+    for path in (tmp_path / f"teacher.{format}", tmp_path / "teacher"):
+        with pytest.raises(ValueError, match=f"sparse_ce: writer must be given a sequence at least, got none for "
+                                             f"{re.escape(str(path))}; "):
+            with CacheWriter(path, num_classes=V, format=format):
+                pass
+        assert not path.exists()
+        with pytest.raises(KeyError):  # which stays what it was
+            with CacheWriter(path, num_classes=V, format=format):
+                raise KeyError
+    write(tmp_path / "teacher", format=format)
+    write(tmp_path / "teacher", format=format, lengths=(), resume=True)
+    assert len(TeacherCache(tmp_path / "teacher")) == len(LENGTHS)
