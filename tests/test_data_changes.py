@@ -1,10 +1,12 @@
-"""Caches of which something is missing."""
+"""Caches of which something is missing, or goes while they are open."""
 
+import multiprocessing
 import os
 import re
 import shutil
 
 import pytest
+import torch
 
 from cache_cases import FORMATS, LENGTHS, K, V, assert_same, needs, sequence, write
 from sparse_ce.data import CacheWriter, TeacherCache
@@ -141,3 +143,44 @@ def test_a_writer_without_a_sequence_says_so(tmp_path, format):
     write(tmp_path / "teacher", format=format)
     write(tmp_path / "teacher", format=format, lengths=(), resume=True)
     assert len(TeacherCache(tmp_path / "teacher")) == len(LENGTHS)
+
+
+# -------------------------------------------------------------------------------- files that change while they are open
+
+def read_behind_the_end(cache, file, size, last, said):
+    cache[0]
+    os.truncate(file, size)
+    try:
+        cache[last]
+    except ValueError as error:
+        said.put(str(error))
+    else:
+        said.put("nothing")
+
+
+@pytest.mark.parametrize("ragged", [False, True], ids=["fixed", "ragged"])
+@pytest.mark.parametrize("part", ["ids", "log_probs", "tokens", "log_rest", "sequences", "crc32", "entries"])
+def test_a_file_that_is_cut_off_behind_our_back(tmp_path, format, part, ragged, monkeypatch):
+    """In a process of its own: reading what a map has no file for ends it, with SIGBUS."""
+    monkeypatch.setattr("sparse_ce.data.parquet.ENTRIES_OF_A_GROUP", 1000)
+    if part == "entries" and not ragged or part != "ids" and format != "npy":
+        return
+    path = tmp_path / f"teacher.{format}"
+    lengths = [200] * 40 if part not in ("sequences", "crc32") else [1] * 1600
+    target = sequence(lengths[0], ragged=ragged)[0]
+    rest = torch.zeros(lengths[0])
+    with CacheWriter(path, num_classes=V, k=None if ragged else K) as writer:
+        for _ in lengths:
+            writer.add(target, tokens=rest.long(), log_rest=rest)
+    file = path / f"{part}.npy" if format == "npy" else path
+    context = multiprocessing.get_context("fork")
+    said = context.Queue()
+    process = context.Process(target=read_behind_the_end, args=(TeacherCache(path), file, file.stat().st_size // 4,
+                                                                len(lengths) - 1, said))
+    process.start()
+    process.join(60)
+    assert process.exitcode == 0
+    words = said.get(timeout=10)
+    assert words.startswith("sparse_ce: ") and " must " in words and ", got " in words and str(file) in words, words
+    if format != "parquet":
+        assert "as when it was opened, got" in words and f"at sequence {len(lengths) - 1} of {path}" in words

@@ -122,6 +122,10 @@ class FlatShard:
     def read(self, i: int, verify: bool) -> Stored:
         """Sequence ``i``; with ``verify`` its checksum is compared, where there is one."""
         place = Place(str(self.path), i)
+        for file, view in self._maps.items():  # a page behind the end of a file is no error, but the process's end
+            if view.size() < len(view):
+                fail(f"{file} must have {len(view)} bytes, as when it was opened, got {view.size()} at {place.at()}; "
+                     f"{AGAIN}")
         begin, end = self._positions_of(i, place)
         ids_begin, ids_end, counts = begin, end, None
         if "entries" in self._arrays:
