@@ -218,7 +218,7 @@ def main() -> None:
     scorer = Teacher(teacher.hidden, teacher.head.weight, teacher.head.bias, checksum(teacher.state_dict().values()))
     part = torch.linspace(0, len(text) - 1, min(sizes.cached, len(text))).long()
     files, scored = write_cache(scorer, text[part], how)
-    cache, sizes_of_files = read_cache(files), [path.stat().st_size for path in files.path.iterdir()]
+    cache, sizes_of_files = read_cache(files), [path.stat().st_size for path in files.path.glob("shard-*")]
     numbers["cache"] = {"files": len(sizes_of_files), "tokens": scored, "bytes": sum(sizes_of_files),
                         "dense_bytes": 4 * sizes.vocab * scored, "off top-k": cache.log_rest.exp().mean().item()}
 

@@ -224,7 +224,7 @@ def main() -> None:
         "torch": torch.__version__, "device": device_name(device), "vocab": len(teacher.weight), "tokens": len(text),
         "scored": scored, "seconds": time.perf_counter() - started, "batch_seconds": seconds,
         "peak_mib": [peak_before, peak_mib(device)],
-        "bytes": sum(path.stat().st_size for path in cache.path.iterdir())}
+        "bytes": sum(path.stat().st_size for path in cache.path.glob("shard-*"))}
     rest = sum(cache[i]["log_rest"].double().exp().sum().item() for i in range(len(cache)))
     numbers["mass"] = 1 - rest / len(text)
 

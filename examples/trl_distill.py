@@ -6,11 +6,11 @@
 import tempfile
 
 import torch
-import trl_words
 from datasets import Dataset, load_dataset
 from trl import SFTConfig, SFTTrainer
 
 import sparse_ce
+import trl_words
 from sparse_ce.data import CacheWriter
 from sparse_ce.integrations.transformers import fuse_lm_head
 from sparse_ce.integrations.trl import DistillationTrainer

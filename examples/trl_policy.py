@@ -9,10 +9,10 @@ and their gradients by ``linear_selected_log_probs``. The reward counts the even
 import tempfile
 
 import torch
-import trl_words
 from datasets import Dataset
 from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer
 
+import trl_words
 from sparse_ce.integrations.transformers import fuse_lm_head
 
 

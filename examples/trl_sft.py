@@ -9,11 +9,11 @@ others have their tokens alone. The (tokens, vocabulary) logits never exist.
 import tempfile
 
 import torch
-import trl_words
 from datasets import Dataset
 from peft import LoraConfig
 from trl import SFTConfig, SFTTrainer
 
+import trl_words
 from sparse_ce.integrations.transformers import TopKCollator, fuse_lm_head
 
 
