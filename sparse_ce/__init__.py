@@ -30,12 +30,14 @@ from .masked_mean import masked_mean
 from .modules import (
     DistillationLoss,
     Divergence,
+    LabelSmoothingCrossEntropy,
     LinearDistillationLoss,
     LinearRowLoss,
     LinearSelectedLogProbs,
     LinearSparseCrossEntropyLoss,
     MaskedMean,
     SelectedLogProbs,
+    SoftTargetCrossEntropy,
     SparseCrossEntropyLoss,
 )
 from .row_loss import linear_row_loss
@@ -44,10 +46,10 @@ from .stock import disable_stock, enable_stock
 from .target import SparseTarget
 from .topk import linear_topk_log_probs, topk_log_probs
 
-__all__ = ["CrossEntropyOutput", "DistillationLoss", "Divergence", "LinearDistillationLoss", "LinearRowLoss",
-           "LinearSelectedLogProbs", "LinearSparseCrossEntropyLoss", "LogProbs", "MaskedMean", "SelectedLogProbs",
-           "SparseCrossEntropyLoss", "SparseTarget", "__version__", "candidate_logits", "cat", "collate",
-           "cross_entropy", "disable_stock", "distillation_loss", "divergence", "enable_stock", "linear_cross_entropy",
-           "linear_distillation_loss", "linear_row_loss", "linear_selected_log_probs", "linear_topk_log_probs",
-           "log_softmax", "masked_mean", "segment_log_softmax", "segment_softmax", "selected_log_probs",
-           "topk_log_probs"]
+__all__ = ["CrossEntropyOutput", "DistillationLoss", "Divergence", "LabelSmoothingCrossEntropy",
+           "LinearDistillationLoss", "LinearRowLoss", "LinearSelectedLogProbs", "LinearSparseCrossEntropyLoss",
+           "LogProbs", "MaskedMean", "SelectedLogProbs", "SoftTargetCrossEntropy", "SparseCrossEntropyLoss",
+           "SparseTarget", "__version__", "candidate_logits", "cat", "collate", "cross_entropy", "disable_stock",
+           "distillation_loss", "divergence", "enable_stock", "linear_cross_entropy", "linear_distillation_loss",
+           "linear_row_loss", "linear_selected_log_probs", "linear_topk_log_probs", "log_softmax", "masked_mean",
+           "segment_log_softmax", "segment_softmax", "selected_log_probs", "topk_log_probs"]

@@ -5,6 +5,8 @@ from .distillation import DistillationLoss, Divergence, LinearDistillationLoss
 from .log_probs import LinearSelectedLogProbs, SelectedLogProbs
 from .masked_mean import MaskedMean
 from .row_loss import LinearRowLoss
+from .soft_target import LabelSmoothingCrossEntropy, SoftTargetCrossEntropy
 
-__all__ = ["DistillationLoss", "Divergence", "LinearDistillationLoss", "LinearRowLoss", "LinearSelectedLogProbs",
-           "LinearSparseCrossEntropyLoss", "MaskedMean", "SelectedLogProbs", "SparseCrossEntropyLoss"]
+__all__ = ["DistillationLoss", "Divergence", "LabelSmoothingCrossEntropy", "LinearDistillationLoss", "LinearRowLoss",
+           "LinearSelectedLogProbs", "LinearSparseCrossEntropyLoss", "MaskedMean", "SelectedLogProbs",
+           "SoftTargetCrossEntropy", "SparseCrossEntropyLoss"]
