@@ -1,0 +1,287 @@
+"""What test_data_vision starts: ``python vision_process.py`` compares with torchvision and timm, of which both are
+given the same seed, and prints a line of JSON for each check: its name, and what it found wrong."""
+
+import contextlib
+import json
+import pickle
+import traceback
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+CHECKS = {}
+CLASSES = 7
+
+
+def check(f):
+    CHECKS[f.__name__] = f
+    return f
+
+
+def batch(n=6, dtype=torch.float32, size=(3, 9, 12)):
+    """Of images and labels; some neighbours have one class."""
+    generator = torch.Generator().manual_seed(n)
+    images = torch.randint(256, (n, *size), generator=generator)
+    labels = torch.randint(CLASSES, (n,), generator=generator)
+    labels[1] = labels[0]
+    return (images.to(torch.uint8) if dtype == torch.uint8 else (images / 255).to(dtype)), labels
+
+
+def assert_equal(ours, theirs, what="images"):
+    assert type(ours) is type(theirs), f"{what}: {type(ours)} and not {type(theirs)}"
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=0, msg=lambda text: f"{what}: {text}")
+
+
+def assert_same_target(ours, theirs, exactly=True):
+    """Sparse, and equal where it is made dense; smoothing is done in another order."""
+    sparse = getattr(ours, "target", ours)
+    assert sparse.indices.shape == (*theirs.shape[:1], 2) and sparse.values.dtype == torch.float32
+    torch.testing.assert_close(ours.to_dense(), theirs, **(dict(rtol=0, atol=0) if exactly else {}))
+
+
+def seeded(seed, call):
+    """What it returns, and what the generators that it may have used draw next."""
+    torch.manual_seed(seed)
+    np.random.seed(seed)
+    return call(), (torch.rand(()).item(), np.random.rand())
+
+
+# ------------------------------------------------------------------------------------------------------- torchvision
+
+@check
+def torchvision_mixes_the_same_with_the_same_seed():
+    from torchvision.transforms import v2
+
+    from sparse_ce import data
+    for name, dtypes in (("MixUp", ()), ("CutMix", (torch.uint8, torch.int16))):
+        for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64, *dtypes):
+            for seed, alpha in enumerate((0.05, 0.2, 1.0, 1.0, 1.0, 3.0)):
+                images, labels = batch(dtype=dtype)
+                kept = images.clone()
+                options = dict(alpha=alpha, num_classes=CLASSES)
+                transform = pickle.loads(pickle.dumps(getattr(data, name)(**options)))
+                (ours, target), after = seeded(seed, lambda: transform(images, labels))
+                (theirs, dense), expected = seeded(seed, lambda: getattr(v2, name)(**options)(images, labels))
+                assert_equal(ours, theirs)
+                assert_same_target(target, dense)
+                assert after == expected and torch.equal(images, kept) and target.num_classes == CLASSES
+                function = getattr(data, name.lower())
+                generator = torch.Generator().manual_seed(seed)
+                again, same = function(images, labels, alpha, num_classes=CLASSES, generator=generator)
+                assert torch.equal(again, ours) and same.equal(target)
+
+
+@check
+def torchvision_finds_labels_and_images_in_the_same_places():
+    from torchvision import tv_tensors
+    from torchvision.transforms import v2
+
+    from sparse_ce import data
+    images, labels = batch()
+    mask = torch.ones(6, 9, 12)
+    for name in ("MixUp", "CutMix"):
+        for given in ((images, {"LABELS": labels, "a label": mask}),
+                      {"image": images, "id": torch.arange(6), "my_Label": labels, "name": "x"},
+                      {"first": tv_tensors.Image(images), "second": tv_tensors.Image(images * 2), "mask": mask,
+                       "video": tv_tensors.Video(images[:, None].repeat(1, 2, 1, 1, 1)), "labels": labels}):
+            ours, _ = seeded(3, lambda: getattr(data, name)(num_classes=CLASSES)(given))
+            theirs, _ = seeded(3, lambda: getattr(v2, name)(num_classes=CLASSES)(given))
+            leaves = (list(zip(*(part.values() for part in (ours, theirs)))) if isinstance(given, dict)
+                      else [(ours[0], theirs[0]), *zip(ours[1].values(), theirs[1].values())])
+            assert len(leaves) >= 3
+            for a, b in leaves:
+                if isinstance(a, str):
+                    assert a == b
+                elif isinstance(a, torch.Tensor):
+                    assert_equal(a, b)
+                else:
+                    assert_same_target(a, b)
+        got = getattr(data, name)(num_classes=CLASSES, labels_getter=lambda given: given["y"])(
+            {"x": images, "y": labels})
+        assert got["y"].shape == (6,)
+        for refused in (tv_tensors.Mask(mask), tv_tensors.BoundingBoxes(
+                torch.ones(6, 4), format="XYXY", canvas_size=(9, 12))):
+            for transform in (getattr(v2, name)(num_classes=CLASSES), getattr(data, name)(num_classes=CLASSES)):
+                with refusal("masks"):
+                    transform({"image": images, "labels": labels, "other": refused})
+
+
+@contextlib.contextmanager
+def refusal(word):
+    try:
+        yield
+    except ValueError as error:
+        assert word in str(error), error
+    else:
+        raise AssertionError("nothing was refused")
+
+
+@check
+def torchvision_chooses_among_ours_in_a_collate_fn_with_workers():
+    from torch.utils.data import DataLoader, default_collate
+    from torchvision.transforms import v2
+
+    from sparse_ce import data
+    samples = list(zip(*batch(24)))
+
+    def mixed(of):
+        choice = v2.RandomChoice([of.CutMix(num_classes=CLASSES), of.MixUp(num_classes=CLASSES, alpha=0.2)])
+        torch.manual_seed(5)
+        return list(DataLoader(samples, 4, shuffle=True, num_workers=2,
+                               collate_fn=lambda samples: choice(*default_collate(samples))))
+
+    for (ours, target), (theirs, dense) in zip(mixed(data), mixed(v2), strict=True):
+        assert_equal(ours, theirs)
+        assert_same_target(target, dense)
+
+
+@check
+def torchvision_mixes_weights_of_all_classes_the_same():
+    from torchvision.transforms import v2
+
+    from sparse_ce import data
+    images, labels = batch()
+    soft = F.one_hot(labels, CLASSES) * 0.75
+    soft[2] = 0
+    soft[:, 3] += 0.25
+    for name in ("MixUp", "CutMix"):
+        for weights in (F.one_hot(labels, CLASSES), soft):
+            (ours, target), _ = seeded(1, lambda: getattr(data, name)()(images, weights))
+            (theirs, dense), _ = seeded(1, lambda: getattr(v2, name)()(images, weights))
+            assert_equal(ours, theirs)
+            torch.testing.assert_close(target.to_dense(), dense)
+
+
+# -------------------------------------------------------------------------------------------------------------- timm
+
+OF_TIMM = [dict(mixup_alpha=0.8), dict(mixup_alpha=0.0, cutmix_alpha=1.0), dict(mixup_alpha=0.8, cutmix_alpha=1.0),
+           dict(mixup_alpha=0.1, cutmix_alpha=0.1, prob=0.5, switch_prob=0.3), dict(cutmix_minmax=(0.2, 0.8)),
+           dict(mixup_alpha=0.0, cutmix_minmax=(0.3, 0.9), prob=0.7), dict(cutmix_alpha=2.0, correct_lam=False),
+           dict(cutmix_alpha=1.0, prob=0.0)]
+
+
+@check
+def timm_mixes_the_same_with_the_same_seed():
+    import timm.data
+
+    from sparse_ce import data
+    for mode in ("batch", "pair", "elem"):
+        for options in OF_TIMM:
+            for seed in range(6):
+                smoothing = 0.1 * (seed % 2)
+                dtype = (torch.float32, torch.float64, torch.float16, torch.bfloat16)[seed % 4]
+                options = dict(options, mode=mode, num_classes=CLASSES, label_smoothing=smoothing)
+                images, labels = batch(dtype=dtype, size=(3, 19, 23))
+                kept = images.clone()
+                ours = pickle.loads(pickle.dumps(data.Mixup(**options)))
+                (mixed, target), after = seeded(seed, lambda: ours(images, labels))
+                assert torch.equal(images, kept)
+                (theirs, dense), expected = seeded(seed, lambda: timm.data.Mixup(**options)(images.clone(), labels))
+                assert_equal(mixed, theirs, f"{options} seed {seed}")
+                # timm's own shares of each row are of the images' dtype.
+                rough = mode != "batch" and dtype in (torch.float16, torch.bfloat16)
+                torch.testing.assert_close(target.to_dense(), dense.float(), atol=5e-3 if rough else 1e-6, rtol=0)
+                if not smoothing and not rough and dtype == torch.float32:
+                    assert_same_target(target, dense)
+                assert after == expected, options
+
+
+@check
+def timm_is_switched_off_the_same():
+    import timm.data
+
+    from sparse_ce import data
+    images, labels = batch()
+    for mode in ("batch", "pair", "elem"):
+        both = [of(cutmix_alpha=1.0, num_classes=CLASSES, mode=mode) for of in (data.Mixup, timm.data.Mixup)]
+        for one in both:
+            one.mixup_enabled = False
+        ours, theirs = [one(images.clone(), labels) for one in both]
+        assert_equal(ours[0], theirs[0])
+        assert_equal(ours[0], images)
+        torch.testing.assert_close(ours[1].to_dense(), theirs[1])
+        assert torch.equal(ours[1].target.indices, labels[:, None].expand(-1, 2))
+
+
+@check
+def timm_collates_the_same_with_the_same_seed():
+    import timm.data
+
+    from sparse_ce import data
+    images, labels = batch(dtype=torch.uint8, size=(3, 19, 23))
+    for mode in ("batch", "pair", "elem", "half"):
+        for options in OF_TIMM:
+            for seed in range(4):
+                options = dict(options, mode=mode, num_classes=CLASSES, label_smoothing=0.0)
+                as_arrays = seed % 2
+
+                def samples():  # timm's writes to them
+                    return [(image.numpy().copy() if as_arrays else image.clone(), int(label))
+                            for image, label in zip(images, labels)]
+
+                (mixed, target), after = seeded(seed, lambda: data.FastCollateMixup(**options)(samples()))
+                (theirs, dense), expected = seeded(seed, lambda: timm.data.FastCollateMixup(**options)(samples()))
+                assert_equal(mixed, theirs, f"{options} seed {seed}")
+                assert_same_target(target, dense)
+                assert after == expected, options
+
+
+@check
+def timm_has_the_same_losses():
+    import timm.data
+    import timm.loss
+
+    import sparse_ce
+    from close import assert_close_to_float64
+    from sparse_ce import data
+    generator = torch.Generator().manual_seed(0)
+    labels = torch.randint(50, (16,), generator=generator)
+    images = torch.zeros(16, 3, 4, 4)
+    peaks = 8 * F.one_hot(labels, 50)
+    base = 2 * torch.randn(16, 50, generator=generator, dtype=torch.float64) + peaks
+    unnormalised = torch.randn(16, 50, generator=generator)
+    few = torch.where(torch.rand(16, 50, generator=generator) < 0.05, unnormalised, 0.0)
+    targets = [(unnormalised, unnormalised), (few, few), (few.to_sparse(), few), (few.to_sparse_csr(), few)]
+    for smoothing in (0.0, 0.1):
+        options = dict(mode="elem", num_classes=50, label_smoothing=smoothing)
+        np.random.seed(1)
+        _, ours = data.Mixup(**options)(images, labels)
+        np.random.seed(1)
+        _, theirs = timm.data.Mixup(**options)(images.clone(), labels)
+        # In float64 float32's rounding of a product would show.
+        sparse = ours.target if smoothing else ours
+        targets += [(ours, sparse.to_dense().double() * (1 - smoothing) + smoothing / 50), (theirs, theirs)]
+
+    def run(criterion, logits, target):
+        logits = logits.detach().requires_grad_()
+        loss = criterion(logits, target)
+        (1.7 * loss).backward()
+        return loss.detach(), logits.grad
+
+    losses = [(sparse_ce.SoftTargetCrossEntropy(), timm.loss.SoftTargetCrossEntropy(), ours, theirs)
+              for ours, theirs in targets]
+    losses += [(sparse_ce.LabelSmoothingCrossEntropy(s), timm.loss.LabelSmoothingCrossEntropy(s), labels, labels)
+               for s in (0.0, 0.1, 0.5)]
+    losses += [(sparse_ce.LabelSmoothingCrossEntropy(), timm.loss.LabelSmoothingCrossEntropy(), labels, labels)]
+    for ours, theirs, target, peer_target in losses:
+        for dtype in (torch.float32, torch.float64):
+            wide = peer_target.double() if peer_target.is_floating_point() else peer_target
+            peer = peer_target.to(dtype) if peer_target.is_floating_point() else peer_target
+            # Dense weights in the dtype of the logits, as a loop has them.
+            given = target.to(dtype) if isinstance(target, torch.Tensor) and target.is_floating_point() else target
+            for got, close, exact in zip(run(ours, base.to(dtype), given), run(theirs, base.to(dtype), peer),
+                                         run(theirs, base.to(dtype).double(), wide)):
+                assert_close_to_float64(got.to(dtype), close, exact)
+
+
+if __name__ == "__main__":
+    import vision_clients
+    vision_clients.make_importable()
+    for name, one in CHECKS.items():
+        try:
+            one()
+            wrong = ""
+        except Exception:
+            wrong = traceback.format_exc()
+        print(json.dumps([name, wrong]), flush=True)
