@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from .entries import IGNORE_INDEX
-from .errors import fail
+from .errors import fail, moving_classes
 from .parts import Parts
 from .tracing import VALIDATES, readable
 
@@ -329,8 +329,7 @@ def check_target(target: Parts, shape: torch.Size, input: Tensor, num_classes: O
     leading, vocab, device = shape[:-1], shape[-1], input.device
     if target.shape != leading:
         form = {"index": "input.shape[:-1]", "topk": "input.shape[:-1] + (K,)", "jagged": "that of the logits"}
-        second = len(shape) > 2 and target.shape == shape[:1] + input.shape[2:]
-        fix = "; classes are last here, not second as in F.cross_entropy: pass input.movedim(1, -1)" if second else ""
+        fix = moving_classes(input.shape, target.shape, target.indices.shape if target.form == "topk" else ())
         fail(f"target must have leading shape {list(leading)}, for logits {list(shape)} ({target.form}: shape "
              f"{form[target.form]}), got {list(target.shape)}{fix}")
     for name in target._present:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from . import arguments, reference
 from .arguments import Arguments, Normalizer
-from .errors import fail
+from .errors import fail, moving_classes
 from .functional import Reduction
 from .log_probs import LogProbs, selected_log_probs
 from .segments import Segments, segments_of
@@ -177,7 +177,8 @@ def as_teacher(teacher: Target, leading: torch.Size, vocab: Optional[int]) -> Sp
         vocab = teacher.shape[-1]
     given = as_target(teacher, torch.Size((*leading, vocab or _ANY_CLASS)))
     if given.shape != leading:
-        fail(f"teacher must have leading shape {list(leading)}, got {list(given.shape)}")
+        fix = moving_classes((*leading, vocab or 0), given.shape, given.indices.shape if given.form == "topk" else ())
+        fail(f"teacher must have leading shape {list(leading)}, got {list(given.shape)}{fix}")
     return given if given.num_classes is not None or vocab is None else given.with_num_classes(vocab)
 
 

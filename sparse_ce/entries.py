@@ -163,6 +163,29 @@ def warn_of_logprobs(indices: Tensor, values: Tensor) -> None:
                       stacklevel=3)
 
 
+def warn_of_classes_second(shape: Sequence[int], num_classes: int, rows: Tensor, columns: Tensor,
+                           values: Tensor) -> None:
+    """Warns where a COO tensor (N, C, ..., W), of leading ``shape`` and ``num_classes`` W, holds by all appearances
+    distributions over its second dimension, as ``F.cross_entropy`` has them: all sums along it are 1, and some along
+    its last are greater. Its shape is that of the logits either way. The sum of all settles it for nearly every target.
+    """
+    if len(shape) < 2 or values.numel() == 0 or not readable(values):
+        return
+    samples, classes, between = shape[0], shape[1], math.prod(shape[2:])
+    values = values.detach().to(wide_dtype(values))
+    places = samples * between * num_classes
+    if abs(float(values.sum()) - places) > 0.001 * places:
+        return
+    place = (rows // (classes * between) * between + rows % between) * num_classes + columns
+    place = place.clamp(0, places - 1)  # of a class that does not exist the loss complains
+    along_second = values.new_zeros(places).index_add_(0, place, values)
+    along_last = values.new_zeros(samples * classes * between).index_add_(0, rows, values)
+    if (along_second - 1).abs().amax() < 0.01 < along_last.amax() - 1:
+        warnings.warn("sparse_ce: target looks like distributions over its second dimension (all sums along it are 1, "
+                      f"and not along its last) but its last, of {num_classes}, is taken for the classes; pass "
+                      "input.movedim(1, -1) and target.movedim(1, -1)", stacklevel=3)
+
+
 # --------------------------------------------------------------------------------------------- PyTorch's sparse tensors
 
 def outside_transforms(t: Tensor) -> ContextManager[object]:

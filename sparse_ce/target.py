@@ -29,10 +29,11 @@ from .entries import (
     ranges_of,
     single_row,
     softmax_of_live,
+    warn_of_classes_second,
     warn_of_logprobs,
     wide_dtype,
 )
-from .errors import check, fail
+from .errors import check, fail, moving_classes
 from .parts import Part
 from .tensorlike import TensorLike
 
@@ -185,6 +186,7 @@ class SparseTarget(TensorLike):
                    f"{t.dense_dim()}")
             *shape, num_classes = t.shape
             rows, columns, values = coo_entries(t)
+            warn_of_classes_second(shape, num_classes, rows, columns, values)
         return cls._from_rows(shape, rows, columns, values, row_mask, num_classes, ignore_empty)
 
     @classmethod
@@ -364,8 +366,9 @@ def as_ids(indices: Target, shape: torch.Size) -> SparseTarget:
         fail(f"indices must be of an integer dtype, got {indices.dtype}", TypeError)
     several = indices.dim() == len(shape)
     if indices.shape[:len(leading)] != shape[:-1] or not several and indices.dim() != len(leading):
+        fix = moving_classes(shape, indices.shape[:-1] if several else indices.shape, indices.shape)
         fail(f"indices must be {[*leading, 'K']}, K ids for each row of input, or {leading}, one id a row, got "
-             f"{list(indices.shape)}")
+             f"{list(indices.shape)}{fix}")
     return SparseTarget.from_topk(indices, None) if several else SparseTarget.from_index(indices)
 
 

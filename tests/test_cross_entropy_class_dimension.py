@@ -1,14 +1,35 @@
 """Classes are last here and second in F.cross_entropy: what fits only there is an error that names the way."""
 
+import warnings
+
 import pytest
 import torch
 import torch.nn.functional as F
 
+import sparse_ce
 from cases import Draw
 from refusals import assert_refused
 from sparse_ce import SparseTarget, cross_entropy, linear_cross_entropy
 
 MOVE = "input.movedim(1, -1)"
+# Of classes, height and width, one or two or all are equal, or equal to the batch, or to the entries of a row: 2.
+SHAPES = [(2, 5, 4), (2, 4, 2), (5, 5, 4), (4, 5, 4), (2, 5, 3, 4), (2, 5, 5, 4), (2, 5, 4, 5), (2, 5, 4, 4),
+          (4, 5, 4, 4), (4, 5, 4, 5), (5, 5, 3, 4), (2, 2, 3, 4), (2, 5, 2, 2), (3, 2, 4, 5, 6)]
+
+
+def losses(x):
+    """{name: function of a target}, of all that take logits and targets."""
+    other = sparse_ce.topk_log_probs(x.detach(), 2)
+    return {"cross_entropy": lambda t: cross_entropy(x, t),
+            "module": lambda t: sparse_ce.SparseCrossEntropyLoss()(x, t),
+            "soft target": lambda t: sparse_ce.SoftTargetCrossEntropy()(x, t),
+            "smoothing": lambda t: sparse_ce.LabelSmoothingCrossEntropy()(x, t),
+            "selected": lambda t: sparse_ce.selected_log_probs(x, t),
+            "selected module": lambda t: sparse_ce.SelectedLogProbs()(x, t),
+            "divergence": lambda t: sparse_ce.divergence(x, t),
+            "teacher": lambda t: sparse_ce.distillation_loss(x, t),
+            "teacher module": lambda t: sparse_ce.DistillationLoss()(x, t),
+            "labels": lambda t: sparse_ce.distillation_loss(x, other, t, alpha=0.5)}
 
 
 @pytest.mark.parametrize("shape", [(2, 5, 4), (2, 5, 3, 4), (2, 5, 5, 4), (2, 5, 4, 5), (3, 2, 4, 5, 6)], ids=str)
@@ -38,3 +59,56 @@ def test_where_both_readings_fit_the_last_dimension_is_the_classes(device):
         x, labels = draw.normal(*shape), draw.integers(5, *shape[:-1])
         torch.testing.assert_close(cross_entropy(x, labels), F.cross_entropy(x.movedim(-1, 1), labels))
         assert (cross_entropy(x, labels) - F.cross_entropy(x, labels)).abs() > 1e-2
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_every_form_of_target_of_logits_with_classes_second_names_movedim(shape, device):
+    """Whatever takes it: a target whose own classes and entries are last."""
+    draw = Draw(device)
+    x, (samples, classes, *places) = draw.normal(*shape), shape
+    indices, weights = draw.integers(classes, samples, *places, 2), draw.uniform(samples, *places, 2)
+    target = SparseTarget.from_topk(indices, weights, num_classes=classes)
+    dense = target.to_dense()
+    targets = {"labels": indices[..., 0], "index": SparseTarget.from_index(indices[..., 0]), "topk": target,
+               "pair": (indices, weights), "ids": SparseTarget.from_topk(indices, None), "coo": dense.to_sparse(),
+               "jagged": SparseTarget.from_dense(dense)}
+    if classes != 2:  # of as many entries as classes nobody can say which is which
+        targets["entries second"] = indices.movedim(-1, 1), weights.movedim(-1, 1)
+    for name, call in losses(x).items():
+        for form, given in targets.items():
+            with pytest.raises(ValueError, match="sparse_ce: .+ must .+, got .+") as caught:
+                call(given)
+            assert MOVE in str(caught.value), f"{name}, {form}: {caught.value}"
+
+
+@pytest.mark.parametrize("shape", [(2, 5, 3, 4), (2, 5, 4), (2, 5, 5), (2, 5, 5, 5), (2, 5, 4, 5), (2, 3, 2, 3, 4)],
+                         ids=str)
+def test_a_coo_target_with_classes_second_warns(shape, device):
+    """Its shape is that of the logits: the sums alone can tell."""
+    draw = Draw(device)
+    x, (samples, classes, *places) = draw.normal(*shape), shape
+    weights = torch.tensor([0.25, 0.75], device=device).expand(samples, *places, 2)
+    soft = torch.zeros(samples, *places, classes, device=device).scatter_add_(
+        -1, draw.integers(classes // 2 + 1, samples, *places, 2), weights)
+    second, last = soft.movedim(-1, 1).to_sparse(), soft.to_sparse()
+    if device == "cpu":
+        for target in (lambda: second, lambda: SparseTarget.from_coo(second)):
+            with pytest.warns(UserWarning, match=r"pass input.movedim\(1, -1\) and target.movedim\(1, -1\)"):
+                cross_entropy(x, target())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        expected = F.cross_entropy(x, soft.movedim(-1, 1))
+        torch.testing.assert_close(cross_entropy(x.movedim(1, -1), last), expected)
+        torch.testing.assert_close(cross_entropy(x.movedim(1, -1), second.movedim(1, -1)), expected)
+        with sparse_ce.enable_stock():
+            torch.testing.assert_close(F.cross_entropy(x, second), expected)
+
+
+def test_other_coo_targets_do_not_warn():
+    draw = Draw("cpu")
+    x, each_class_once = draw.normal(2, 8, 6), torch.eye(8, 6).expand(2, 8, 6)
+    counts = draw.integers(3, 2, 8, 6).float()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for dense in (each_class_once, counts, counts * (12 / counts.sum())):
+            cross_entropy(x, dense.to_sparse())
