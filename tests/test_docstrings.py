@@ -59,13 +59,18 @@ def test_its_example_runs(name):
 
 def test_the_examples_of_caches_run():
     pyarrow = pytest.importorskip("pyarrow")
+    pytest.importorskip("pyarrow.parquet")  # an attribute of pyarrow once somebody has imported it
     from sparse_ce import data
     found = {"sparse_ce.data": data, **dict(documented(data, data.__all__))}
-    assert set(found) == {"sparse_ce.data", "CacheWriter", "CacheWriter.add", "CacheWriter.close", "DistillKitCache",
-                          "TeacherCache", "TeacherCache.__getitem__", "collate_sequences", "from_vllm"}
+    assert set(found) == {
+        "sparse_ce.data", "CacheWriter", "CacheWriter.add", "CacheWriter.close", "DistillKitCache", "TeacherCache",
+        "TeacherCache.__getitem__", "collate_sequences", "from_vllm", "CutMix", "CutMix.forward", "FastCollateMixup",
+        "FastCollateMixup.__call__", "MixUp", "MixUp.forward", "Mixup", "Mixup.__call__", "SmoothedTarget",
+        "SmoothedTarget.__getitem__", "SmoothedTarget.pin_memory", "SmoothedTarget.shape", "SmoothedTarget.to",
+        "SmoothedTarget.to_dense", "cutmix", "mixup"}
     for name, thing in found.items():
-        run(name, thing, CacheWriter=data.CacheWriter, TeacherCache=data.TeacherCache, os=os, pyarrow=pyarrow,
-            tempfile=tempfile)
+        run(name, thing, CacheWriter=data.CacheWriter, MixUp=data.MixUp, Mixup=data.Mixup,
+            TeacherCache=data.TeacherCache, os=os, pyarrow=pyarrow, tempfile=tempfile)
 
 
 def test_the_examples_of_the_integrations_run():
