@@ -85,6 +85,7 @@ $(VENV)/.bench: $(VENV)/.installed
 
 $(VENV)/.tests: $(VENV)/.installed
 	$(BIN)/python -m pip install -q "sparse_ce[test,demo]" nvidia-cuda-cuobjdump nvidia-cuda-nvdisasm --group loops
+	$(BIN)/python -m pip install -q --no-deps --upgrade --target $(VENV)/vision "torchvision==0.28.*" "timm==1.0.*"
 	touch $@
 
 # With the training libraries: what the pages make of them is looked at as well.

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from . import arguments
-from .errors import check, fail
+from .errors import fail
 from .target import SparseTarget
 
 
@@ -37,7 +37,8 @@ class SmoothedTarget:
     smoothing: float
 
     def __init__(self, target: SparseTarget, smoothing: float) -> None:
-        check(isinstance(target, SparseTarget), f"target must be a SparseTarget, got {type(target).__name__}", TypeError)
+        if not isinstance(target, SparseTarget):
+            fail(f"target must be a SparseTarget, got {type(target).__name__}", TypeError)
         self.target, self.smoothing = target, checked_smoothing(smoothing)
 
     @property

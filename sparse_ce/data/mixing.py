@@ -170,7 +170,7 @@ class _OfBatches(nn.Module):
             >>> mixed["label"].indices.tolist()
             [[3, 5], [5, 3]]
         """
-        check(bool(inputs), "images and labels must be given, got nothing", TypeError)
+        check(bool(inputs), "inputs must be images and labels, got nothing", TypeError)
         given = inputs if len(inputs) > 1 else inputs[0]
         getter = self.labels_getter
         labels = getter(given) if callable(getter) else _labels_in(given)
@@ -236,7 +236,7 @@ class CutMix(_OfBatches):
 def _labels_in(given: Any) -> Any:
     """Of (images, labels), (images, {"labels": labels}) or such a dict: torchvision's rule."""
     if isinstance(given, (tuple, list)):
-        check(len(given) > 1, f"images and labels must be given, got {len(given)} part")
+        check(len(given) > 1, f"inputs must be images and labels, got {len(given)} part")
         given = given[1]
     if isinstance(given, (Tensor, SparseTarget, tuple)) or not isinstance(given, Mapping):
         return given
@@ -250,7 +250,8 @@ def _images_among(leaves: Sequence[Any], labels: Any) -> Sequence[int]:
     """Their places. torchvision's own tensors say what they are."""
     kinds = [type(leaf).__name__ if isinstance(leaf, Tensor) and leaf is not labels else "" for leaf in leaves]
     refused = {"BoundingBoxes", "Mask", "KeyPoints"}.intersection(kinds)
-    check(not refused, f"images must come without boxes, masks and keypoints, which are not mixed, got {sorted(refused)}")
+    check(not refused, "images must come without boxes, masks and keypoints, which are not mixed, got "
+          f"{sorted(refused)}")
     found = [at for at, kind in enumerate(kinds) if kind in ("Image", "Video")] or [
         at for at, kind in enumerate(kinds) if kind][:1]
     check(bool(found), f"images must be a tensor, got none among {[type(leaf).__name__ for leaf in leaves]}", TypeError)

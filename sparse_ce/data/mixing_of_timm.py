@@ -72,12 +72,12 @@ class Mixup:
         if cutmix_minmax is not None:
             check(len(cutmix_minmax) == 2, f"cutmix_minmax must be two numbers or None, got {cutmix_minmax}")
             cutmix_alpha = 1.0  # timm's own choice
-        check(mixup_alpha >= 0 and cutmix_alpha >= 0 and mixup_alpha + cutmix_alpha > 0,
-              "mixup_alpha or cutmix_alpha must be positive, and neither negative, got "
-              f"{mixup_alpha} and {cutmix_alpha}")
+        check(mixup_alpha >= 0, f"mixup_alpha must be 0 or positive, got {mixup_alpha}")
+        check(cutmix_alpha >= 0, f"cutmix_alpha must be 0 or positive, got {cutmix_alpha}")
+        check(mixup_alpha + cutmix_alpha > 0, "mixup_alpha must be positive where cutmix_alpha is 0, got 0")
         check(mode in self._MODES, f"mode must be one of {', '.join(map(repr, self._MODES))}, got {mode!r}")
-        check(not multi_label, "multi_label must be False, got True: timm smooths these towards 0.5, for a binary cross "
-              "entropy, which takes dense targets; use timm's Mixup")
+        check(not multi_label, "multi_label must be False, got True: timm smooths these towards 0.5, for a binary "
+              "cross entropy, which takes dense targets; use timm's Mixup")
         self.mixup_alpha, self.cutmix_alpha, self.cutmix_minmax = mixup_alpha, cutmix_alpha, cutmix_minmax
         self.mix_prob = checked_smoothing(prob, "prob")
         self.switch_prob = checked_smoothing(switch_prob, "switch_prob")
@@ -113,7 +113,7 @@ class Mixup:
         target = with_partners(entries, entries.flip(), lam)[:rows]
         return SmoothedTarget(target, self.label_smoothing) if self.label_smoothing else target
 
-    # ------------------------------------------------------------------------- draws, in the order in which timm has them
+    # ----------------------------------------------------------------------- draws, in the order in which timm has them
 
     @property
     def _draw(self) -> Any:
@@ -143,8 +143,8 @@ class Mixup:
             both = self.mixup_alpha > 0 and self.cutmix_alpha > 0
             if both:
                 cuts = self._draw.rand(draws) < self.switch_prob
-            of_cutmix = self._draw.beta(self.cutmix_alpha, self.cutmix_alpha, size=draws) if self.cutmix_alpha > 0 else 0
-            of_mixup = self._draw.beta(self.mixup_alpha, self.mixup_alpha, size=draws) if self.mixup_alpha > 0 else 0
+            of_cutmix, of_mixup = (self._draw.beta(alpha, alpha, size=draws) if alpha > 0 else 0.0
+                                   for alpha in (self.cutmix_alpha, self.mixup_alpha))
             drawn = numpy.where(cuts, of_cutmix, of_mixup).astype(numpy.float32)
             lam = numpy.where(self._draw.rand(draws) < self.mix_prob, drawn, lam)
         for i in range(draws):

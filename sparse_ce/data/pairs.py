@@ -78,11 +78,11 @@ def _padded(t: SparseTarget) -> Tuple[Tensor, Optional[Tensor]]:
         indices, values = t.indices, t.values
     else:
         parts = dict(t.items())  # the entries of each row, (N, E); offsets of ignored rows are -100
-        indices = parts["indices"]
-        padding = indices == IGNORE_INDEX
-        values = (torch.ones_like(indices, dtype=torch.float32) if t.values is None else parts["values"]).masked_fill(
-            padding, 0.0)
-        return indices.masked_fill(padding & (parts["offsets"][:, :1] >= 0), 0), values
+        padding = parts["indices"] == IGNORE_INDEX
+        values = torch.ones_like(padding, dtype=torch.float32) if t.values is None else parts["values"]
+        # A row without entries counts: its padding has an index.
+        indices, values = parts["indices"].masked_fill(padding, 0), values.masked_fill(padding, 0.0)
+        return indices.masked_fill(parts["offsets"][:, :1] < 0, IGNORE_INDEX), values
     return (indices if t.row_mask is None else indices.masked_fill(~t.row_mask[:, None], IGNORE_INDEX)), values
 
 

@@ -6,13 +6,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .. import functional
+from .. import arguments, functional
 from ..errors import fail
 from ..smoothed import SmoothedTarget, checked_smoothing
 from ..target import SparseTarget, Target
 from ..tracing import readable
 
-# Of the weights of a dense target: where fewer are not 0, the kernels of sparse targets are faster than F.cross_entropy.
+# Where no more of a dense target's weights are not 0, the kernels of sparse targets are faster than F.cross_entropy.
 _FEW = 1 / 16
 
 
@@ -100,6 +100,7 @@ def _cross_entropy(x: Tensor, target: Target, smoothing: float) -> Tensor:
     if not _is_dense(target):
         return functional.cross_entropy(x, target, label_smoothing=smoothing)
     assert isinstance(target, Tensor)
+    arguments.check_input(x, "V")
     if target.shape != x.shape:
         fail(f"target must have the shape of x, {list(x.shape)}, where it is dense weights, got {list(target.shape)}")
     if target.device != x.device:

@@ -1,0 +1,150 @@
+"""timm's losses by their names, of dense and sparse targets: their formula, in float64. Against timm itself:
+test_data_vision.py."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import sparse_ce
+from cases import Draw
+from close import assert_close_to_float64
+from refusals import assert_refused
+from sparse_ce import LabelSmoothingCrossEntropy, SoftTargetCrossEntropy, SparseTarget, functional
+from sparse_ce.data import SmoothedTarget
+
+ROWS, CLASSES = 12, 40
+
+
+def dense_targets(device):
+    """Few or many weights, unnormalised, negative; a row of zeros."""
+    draw = Draw(device)
+    many = draw.normal(ROWS, CLASSES, dtype=torch.float64)
+    few = torch.where(draw.uniform(ROWS, CLASSES) < 0.04, many, 0.0)
+    few[3] = 0
+    return {"many": many, "few": few, "at the border": torch.where(
+        torch.arange(ROWS * CLASSES, device=device).reshape(ROWS, CLASSES) % 16 == 0, many, 0.0)}
+
+
+def soft_loss(logits, dense):
+    return torch.sum(-dense * F.log_softmax(logits, -1), -1).mean()
+
+
+def smoothed(dense, smoothing):
+    return dense * (1 - smoothing) + smoothing / CLASSES
+
+
+def run(loss, logits):
+    logits = logits.detach().requires_grad_()
+    value = loss(logits)
+    (1.7 * value).backward()
+    return value.detach(), logits.grad
+
+
+def assert_same(loss, expected, logits):
+    """``expected``: a function of logits and a dtype, of which the dense target is made."""
+    dtype = logits.dtype
+    for ours, peer, exact in zip(run(loss, logits), run(lambda x: expected(x, dtype), logits),
+                                 run(lambda x: expected(x, torch.float64), logits.double())):
+        assert_close_to_float64(ours, peer, exact)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("name", dense_targets("cpu"))
+@pytest.mark.parametrize("shape", [(ROWS,), (3, 4)])
+def test_dense_weights(name, dtype, shape, device):
+    dense = dense_targets(device)[name].to(dtype).double().reshape(*shape, CLASSES)
+    logits = Draw(device, 1).logits(dense, dtype)
+    assert_same(lambda x: SoftTargetCrossEntropy()(x, dense.to(dtype)), lambda x, d: soft_loss(x, dense.to(d)), logits)
+
+
+@pytest.mark.parametrize("form", ["topk", "pair", "coo", "csr", "jagged", "index", "labels"])
+def test_sparse_weights(form, device):
+    dense = dense_targets(device)["few"].float().double()
+    if form in ("index", "labels"):
+        dense = F.one_hot(dense.abs().argmax(-1), CLASSES).double()
+    few = dense.float()
+    values, indices = few.abs().topk(8)
+    values = few.gather(1, indices)
+    target = {"topk": SparseTarget.from_topk(indices, values), "pair": (indices, values), "coo": few.to_sparse(),
+              "csr": few.to_sparse_csr(), "jagged": SparseTarget.from_dense(few),
+              "index": SparseTarget.from_index(few.argmax(-1)), "labels": few.argmax(-1)}[form]
+    logits = Draw(device, 1).logits(dense, torch.float32)
+    assert_same(lambda x: SoftTargetCrossEntropy()(x, target), lambda x, d: soft_loss(x, dense.to(d)), logits)
+    for s in (0.0, 0.1, 1.0):
+        assert_same(lambda x: LabelSmoothingCrossEntropy(s)(x, target),
+                    lambda x, d: soft_loss(x, smoothed(dense.to(d), s)), logits)
+
+
+@pytest.mark.parametrize("smoothing", [0.1, 0.5])
+@pytest.mark.parametrize("name", ["few", "many"])
+def test_smoothing_of_dense_weights_and_of_smoothed_targets(name, smoothing, device):
+    dense = dense_targets(device)[name].float().double()
+    logits = Draw(device, 1).logits(dense, torch.float32)
+    expected = lambda x, d: soft_loss(x, smoothed(dense.to(d), smoothing))
+    assert_same(lambda x: LabelSmoothingCrossEntropy(smoothing)(x, dense.float()), expected, logits)
+    target = SmoothedTarget(SparseTarget.from_dense(dense.float()), smoothing)
+    assert_same(lambda x: SoftTargetCrossEntropy()(x, target), expected, logits)
+
+
+def test_few_weights_take_the_sparse_kernels_and_many_do_not(monkeypatch):
+    """Fewer than one in sixteen."""
+    targets = {name: t.float() for name, t in dense_targets("cpu").items()}
+    taken, whole = [], functional.cross_entropy
+    monkeypatch.setattr(functional, "cross_entropy", lambda x, t, **options: taken.append(t) or whole(x, t, **options))
+    logits = Draw("cpu").normal(ROWS, CLASSES)
+    for name, count in (("few", 1), ("at the border", 1), ("many", 0)):
+        SoftTargetCrossEntropy()(logits, targets[name])
+        assert len(taken) == count, name
+        taken.clear()
+
+
+def test_weights_have_gradients_where_they_are_0_too(device):
+    dense = dense_targets(device)["few"].float().requires_grad_()
+    logits = Draw(device, 1).normal(ROWS, CLASSES)
+    grad, = torch.autograd.grad(SoftTargetCrossEntropy()(logits, dense), dense)
+    torch.testing.assert_close(grad, -logits.log_softmax(-1) / ROWS)
+    with torch.no_grad():
+        torch.testing.assert_close(SoftTargetCrossEntropy()(logits, dense), soft_loss(logits, dense))
+
+
+def test_they_compile_and_take_autocast(device, fresh_compiler):
+    dense = dense_targets(device)["few"].float()
+    pair = SmoothedTarget(SparseTarget.from_topk(*reversed(dense.topk(2)), kind="probs"), 0.1)
+    logits = Draw(device, 1).normal(ROWS, CLASSES)
+    for criterion, target in ((SoftTargetCrossEntropy(), dense), (SoftTargetCrossEntropy(), pair),
+                              (LabelSmoothingCrossEntropy(), dense.argmax(-1))):
+        compiled = torch.compile(criterion, fullgraph=True, backend="aot_eager")
+        torch.testing.assert_close(run(lambda x: compiled(x, target), logits),
+                                   run(lambda x: criterion(x, target), logits))
+        with torch.autocast(device, torch.bfloat16):
+            half = criterion(logits.bfloat16(), target)
+        assert half.dtype == torch.float32
+        torch.testing.assert_close(half, criterion(logits.bfloat16().float(), target))
+
+
+def test_ignored_rows_do_not_count(device):
+    logits = Draw(device).normal(4, CLASSES)
+    labels = torch.tensor([3, -100, 5, -100], device=device)
+    logits[1] = torch.nan
+    torch.testing.assert_close(LabelSmoothingCrossEntropy()(logits, labels),
+                               F.cross_entropy(logits, labels, label_smoothing=0.1))
+
+
+def test_what_is_wrong_is_refused():
+    logits, dense = torch.zeros(4, 5), torch.rand(4, 5)
+    for criterion in (SoftTargetCrossEntropy(), LabelSmoothingCrossEntropy()):
+        for wrong in (dense[:2], dense[:, :1], dense[0], torch.rand(4)):
+            assert_refused(lambda: criterion(logits, wrong), "target", list(wrong.shape))
+        assert_refused(lambda: criterion(logits, dense.to("meta")), "target", "meta")
+        assert_refused(lambda: criterion(logits, "target"), "target", "str")
+        assert_refused(lambda: criterion([1], dense), "input", "list")
+        assert_refused(lambda: criterion(logits.long(), dense), "input", "int64")
+    target = SmoothedTarget(SparseTarget.from_index(torch.tensor([1, 2, 3, 4])), 0.1)
+    assert_refused(lambda: LabelSmoothingCrossEntropy()(logits, target), "target", "SoftTargetCrossEntropy")
+    for wrong in (-0.1, 1.1, "0.1", None):
+        assert_refused(lambda: LabelSmoothingCrossEntropy(wrong), "smoothing", repr(wrong))
+
+
+def test_they_say_what_they_are():
+    assert repr(LabelSmoothingCrossEntropy(0.2)) == "LabelSmoothingCrossEntropy(smoothing=0.2)"
+    assert sparse_ce.LabelSmoothingCrossEntropy().confidence == pytest.approx(0.9)
