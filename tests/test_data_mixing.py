@@ -190,7 +190,7 @@ def test_nothing_waits_for_a_gpu(device):
         torch.cuda.set_sync_debug_mode("default")
 
 
-# ------------------------------------------------------------------------------------------------- where they are called
+# ------------------------------------------------------------------------------------------------ where they are called
 
 class Batches:
     """A ``collate_fn`` as torchvision's page has it, which can be pickled."""
@@ -232,7 +232,7 @@ print(mixup(torch.rand(2, 3, 4, 4), torch.tensor([1, 2]))[1].shape)
     assert done.stdout.strip() == "torch.Size([2])", done.stderr
 
 
-# --------------------------------------------------------------------------------------------------------- what is refused
+# ----------------------------------------------------------------------------------------------------- what is refused
 
 @pytest.mark.parametrize("change,words", [
     (dict(alpha=0), ["alpha", "0"]), (dict(alpha=-1.0), ["alpha", "-1.0"]), (dict(alpha="1"), ["alpha", "'1'"]),

@@ -124,6 +124,15 @@ def test_the_trainers_of_trl_learn(name, falls, tmp_path):
         assert float(after) > 1.2 * float(before)
 
 
+@pytest.mark.parametrize("mix", ["torchvision", "timm"])
+def test_images_are_classified_after_mixing_as_either_library_does(mix, tmp_path):
+    said = run(EXAMPLES / "train_images.py", "--mix", mix, cwd=tmp_path)
+    epochs = [[float(number) for number in numbers] for numbers in
+              re.findall(r"^epoch \d loss (\S+) held-out (\S+) accuracy (\S+)$", said, re.M)]
+    assert len(epochs) == 4 and epochs[-1][2] > 0.8
+    assert epochs[-1][1] < 0.6 * epochs[0][1] and epochs[-1][0] > 1.2 * epochs[-1][1]  # mixed labels cannot be known
+
+
 def test_policy_gradients_replay_the_kept_tokens_and_raise_the_reward(tmp_path):
     said = run(EXAMPLES / "train_policy.py", "--fast", cwd=tmp_path)
     replayed, biased = map(float, re.findall(r"max \|ratio - 1\| = (\S+)$", said, re.M))
