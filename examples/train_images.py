@@ -1,4 +1,4 @@
-"""An image classifier with MixUp and CutMix, as torchvision's and timm's pages show them: targets are two classes a row.
+"""An image classifier with MixUp and CutMix as torchvision's and timm's pages show them: two weighted classes a row.
 
     python examples/train_images.py [--mix timm]
 """
