@@ -155,6 +155,20 @@ def test_masked_rows_of_soft_labels_are_ignored(lam, images, device):
         torch.testing.assert_close(mixed.to_dense(), lam * kept + (1 - lam) * kept.flip(0))
 
 
+@pytest.mark.parametrize("transform", [MixUp, CutMix])
+def test_transforms_are_their_functions(transform, images, labels, device):
+    """Of labels in any form, which are found as one."""
+    function = dict(MixUp=mixup, CutMix=cutmix)[transform.__name__]
+    for given in (labels, *(given for given, _ in soft_labels(device).values())):
+        ours = transform(alpha=0.7, num_classes=CLASSES, generator=torch.Generator().manual_seed(5))
+        expected, target = function(images, given, 0.7, num_classes=CLASSES,
+                                    generator=torch.Generator().manual_seed(5))
+        for mixed, mixed_target in (ours(images, given), transform(
+                alpha=0.7, num_classes=CLASSES, generator=torch.Generator().manual_seed(5))({
+                    "image": images, "label": given}).values()):
+            assert torch.equal(mixed, expected) and mixed_target.equal(target)
+
+
 def test_uint8_images_are_rounded(device):
     labels = torch.tensor([0, 1, 2, 3], device=device)
     images = Draw(device).integers(256, 4, 3, 5, 6).to(torch.uint8)

@@ -135,8 +135,7 @@ def blended(images: Tensor, others: Tensor, lam: Union[float, Tensor], rest: Uni
     if dtype == torch.uint8:
         mixed = (images.float() * lam + others.float() * rest).round_().to(dtype)
     elif isinstance(lam, Tensor):
-        wide = torch.promote_types(dtype, torch.float32)
-        mixed = (images.to(wide) * lam).to(dtype) + (others.to(wide) * rest).to(dtype)
+        mixed = (images * lam).to(dtype) + (others * rest).to(dtype)  # 16 bits times float32 is float32
     else:
         mixed = others * rest + images * lam
     return _like(mixed, images)
