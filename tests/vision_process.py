@@ -157,8 +157,8 @@ def torchvision_mixes_weights_of_all_classes_the_same():
 
 OF_TIMM = [dict(mixup_alpha=0.8), dict(mixup_alpha=0.0, cutmix_alpha=1.0), dict(mixup_alpha=0.8, cutmix_alpha=1.0),
            dict(mixup_alpha=0.1, cutmix_alpha=0.1, prob=0.5, switch_prob=0.3), dict(cutmix_minmax=(0.2, 0.8)),
-           dict(mixup_alpha=0.0, cutmix_minmax=(0.3, 0.9), prob=0.7), dict(cutmix_alpha=2.0, correct_lam=False),
-           dict(cutmix_alpha=1.0, prob=0.0)]
+           dict(mixup_alpha=0.0, cutmix_minmax=(0.3, 0.9), prob=0.7, correct_lam=False),
+           dict(cutmix_alpha=2.0, correct_lam=False), dict(cutmix_alpha=1.0, prob=0.0)]
 
 
 @check
