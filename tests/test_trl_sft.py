@@ -244,9 +244,13 @@ def test_removed_the_head_is_trls_again(tmp_path):
     trainer = SFTTrainer(model, args=config,
                          train_dataset=labels_dataset(), processing_class=tokenizer())
     batch = {"input_ids": torch.tensor([[3, 4, 5, 6]]), "labels": torch.tensor([[3, 4, -100, 6]])}
+    cached = []
+    trainer.model.model.register_forward_pre_hook(lambda _, args, kwargs: cached.append(kwargs["use_cache"]),
+                                                  with_kwargs=True)
     ours = copy.copy(trainer.model(**batch, fused_lm_head=True))
     handle.remove()
     theirs = trainer.model(**batch, fused_lm_head=True)
+    assert cached == [False, False]  # keys and values that nobody will read
     assert type(theirs).__name__ == "FusedCausalLMOutput" and type(ours) is not type(theirs)
     assert set(theirs) <= set(ours)
     for name, value in theirs.items():
