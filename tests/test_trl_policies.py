@@ -15,10 +15,11 @@ from trl import (
     RLOOConfig,
     RLOOTrainer,
 )
+from trl.trainer.utils import add_fused_lm_head
 
 from sparse_ce.integrations import logits
 from sparse_ce.integrations.transformers import fuse_lm_head
-from trl_cases import assert_logs_close, logged, saved_model, tokenizer
+from trl_cases import assert_logs_close, logged, make_model, saved_model, tokenizer
 
 SAMPLED = dict(num_generations=4, max_completion_length=5)
 RUNS = {
@@ -68,6 +69,33 @@ def test_every_step_is_that_of_its_own_head(tmp_path, run, fuse, monkeypatch):
 def test_a_softcap_and_tied_embeddings(tmp_path):
     for name in ("gemma2, softcap", "gpt2, tied"):
         assert_logs_close(train(tmp_path, "dpo", "before", name), train(tmp_path, "dpo", None, name), rtol=5e-5)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2, softcap", "mixtral, router loss"])
+@pytest.mark.parametrize("wide_head", [False, True])
+def test_every_field_and_its_gradient_are_those_of_trl(name, wide_head):
+    """Zero where the label is ignored; the labels shifted before or not."""
+    model = make_model(name)
+    if wide_head:
+        model.bfloat16().lm_head = model.lm_head.float()
+    fields = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
+    add_fused_lm_head(model, temperature=0.7, cast_lm_head_to_fp32=wide_head, outputs=fields)
+    handle = fuse_lm_head(model)
+    tokens = torch.tensor([[3, 4, 5, 6, 7, 8], [9, 10, 11, 12, 13, 14]])
+    labels = torch.where(torch.arange(6) % 3 == 1, -100, tokens)
+    made = []
+    for _ in range(2):
+        for given in (dict(labels=labels), dict(labels=labels, shift_labels=labels), dict(shift_labels=labels)):
+            model.zero_grad()
+            out = model(tokens, **given, num_items_in_batch=5, fused_lm_head=True)
+            (out.log_probs.square().sum() + out.entropy.sum()).backward()
+            made.append((out, model.lm_head.weight.grad.clone()))
+        handle.remove()
+    for (ours, of_ours), (theirs, of_theirs) in zip(made[:3], made[3:]):
+        assert all(ours[field] is not None for field in fields) and ours.log_probs.dtype == torch.float32
+        for field, value in theirs.items():
+            torch.testing.assert_close(ours[field], value, rtol=2e-5, atol=2e-5)
+        torch.testing.assert_close(of_ours, of_theirs, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("options", [dict(z_loss=1e-3), dict(label_smoothing=0.1), dict(logit_scale=0.5),
