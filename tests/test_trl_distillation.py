@@ -158,6 +158,16 @@ def test_own_text_begins_behind_the_prompt_and_ends_at_its_end(tmp_path):
         assert labels.tolist() == [-100] * prompt + [9, 2] + [-100] * (len(ids) - prompt - 2)
 
 
+def test_a_step_divides_by_the_tokens_that_the_student_wrote(tmp_path):
+    for share in (1.0, 0.0):
+        trainer = train(tmp_path, steps=0, **in_loop(on_policy=share, max_new_tokens=2))
+        trainer.model_wrapped = trainer.model
+        given = [trainer.data_collator([trainer.train_dataset[i] for i in part]) for part in ((0, 1), (2, 3))]
+        batches, items = trainer.get_batch_samples(iter(given), 2, torch.device("cpu"))
+        counted = sum(int(batch["labels"][:, 1:].ne(-100).sum()) for batch in batches)
+        assert items == counted and (counted <= 8 if share else batches == given and counted > 8)
+
+
 def test_the_teachers_logits_never_exist(tmp_path):
     largest = [0]
 
