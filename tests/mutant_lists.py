@@ -905,7 +905,7 @@ TRL = [
     ("sparse_ce/integrations/per_token.py", 'options.get("logit_scale", 1.0) / asked.temperature',
      'options.get("logit_scale", 1.0)'),
     ("sparse_ce/integrations/per_token.py", "_made(logits.wide(), target", "_made(logits, target"),
-    ("sparse_ce/integrations/per_token.py", "value.masked_fill(~counts, 0)", "value"),
+    ("sparse_ce/integrations/per_token.py", "value if summed and name", "value if True or name"),
     ("sparse_ce/integrations/per_token.py", "check(not bending or", "check(True or"),
     ("sparse_ce/integrations/per_token.py", '"logit_scale": 2 * options["logit_scale"]',
      '"logit_scale": options["logit_scale"]'),

@@ -132,8 +132,9 @@ def test_lora_bfloat16_checkpointing_and_accumulation(tmp_path, route):
 
 def test_a_student_learns_from_its_own_text(tmp_path):
     before = [p.clone() for p in teacher_model().parameters()]
-    trainer = train(tmp_path, steps=40, config=dict(optim="adamw_torch", learning_rate=1e-2),
-                    **in_loop(on_policy=1.0, max_new_tokens=6, kind="reverse_kl"))
+    trainer = train(tmp_path, steps=40, config=dict(optim="adamw_torch", learning_rate=1e-2), k=K, on_policy=1.0,
+                    teacher_model=teacher_model().train().requires_grad_(), max_new_tokens=6, kind="reverse_kl")
+    assert not trainer.teacher_model.training and not any(p.requires_grad for p in trainer.teacher_model.parameters())
     losses = [line["loss"] for line in logged(trainer, "loss")]
     assert sum(losses[-5:]) < 0.5 * sum(losses[:5])
     assert all(torch.equal(p, q) for p, q in zip(before, trainer.teacher_model.parameters()))

@@ -110,10 +110,9 @@ def scores(logits: Any, labels: Any, normalizer: Any, options: Dict[str, Any], a
             made = _made(logits.wide(), target, teacher, options, asked.fields, bool(bending), summed)
     else:
         made = _made(logits, target, teacher, options, asked.fields, bool(bending), summed)
-    counts = made["label_mask"]
-    for name, value in made.items():
-        if not (summed and name == "log_probs"):
-            made[name] = value.masked_fill(~counts, 0)[:, :-1 if shift else None]
+    if shift:  # away with what the last position would predict
+        for name, value in made.items():
+            made[name] = value if summed and name == "log_probs" else value[:, :-1]
     assert made.log_probs is not None and made.label_mask is not None
     divisor = made.label_mask.sum().clamp(min=1) if normalizer is None else normalizer
     return -made.log_probs.sum() / divisor, made
@@ -121,7 +120,7 @@ def scores(logits: Any, labels: Any, normalizer: Any, options: Dict[str, Any], a
 
 def _made(logits: Logits, target: SparseTarget, teacher: Optional[Dict[str, Any]], options: Dict[str, Any],
           fields: Tuple[str, ...], bending: bool, summed: bool) -> TokenScores:
-    """Of each of the S positions, whatever it is where the label is ignored."""
+    """Of each of the S positions."""
     made = TokenScores(label_mask=target.ne(IGNORE_INDEX))
     wanted = dict(return_entropy="entropy" in fields, return_argmax="is_top1" in fields)
     entropy: Any = None
