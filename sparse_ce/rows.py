@@ -186,7 +186,8 @@ class Rows(Parts):
     def __getitem__(self, key: Any) -> "Self": ...
 
     def __getitem__(self, key: Any) -> Any:
-        """Rows by integers, slices, ``...``, and tensors, arrays and lists of integers or bool, as of a tensor.
+        """Rows by integers, slices, ``...``, None (a dimension of size 1 more), and tensors, arrays and lists of
+        integers or bool, as of a tensor.
 
         By integers and slices nothing is copied but, at most, offsets. Of a jagged target, integers that leave a single
         row read its offsets, and tensors of integers copy their rows' entries: a GPU is waited for. ``for`` loops come
@@ -196,6 +197,8 @@ class Rows(Parts):
             >>> target = SparseTarget.from_index(torch.tensor([[3, 5], [7, 1]]))
             >>> target[0].indices, target[[1, 0, 1]].shape, target[torch.tensor([False, True])].indices
             (tensor([3, 5]), torch.Size([3, 2]), tensor([[7, 1]]))
+            >>> target[None].shape, target[:, None, 0].shape
+            (torch.Size([1, 2, 2]), torch.Size([2, 1]))
         """
         if isinstance(key, str):
             return dict(self.items())[key]
@@ -207,7 +210,7 @@ class Rows(Parts):
             values = None if self.values is None else self.values[key]
             return self._replace(self.indices[key], values, None, row_mask)
         first = key[0]  # a jagged target has at least one leading dimension
-        if self.offsets.dim() == 1 and isinstance(first, slice) and first.step in (None, 1):
+        if self.offsets.dim() == 1 and len(key) == 1 and isinstance(first, slice) and first.step in (None, 1):
             begin, end, _ = first.indices(self.shape[0])
             offsets = self.offsets[begin:max(begin, end) + 1]
         else:
@@ -300,7 +303,8 @@ class Rows(Parts):
         """A key for the parts: as long as the leading shape, arrays and lists made tensors."""
         key = tuple(map(_as_key, given if isinstance(given, tuple) else (given,)))
         dots = [i for i, k in enumerate(key) if k is Ellipsis]
-        used = sum(k.dim() if isinstance(k, Tensor) and k.dtype == torch.bool else 1 for k in key) - len(dots)
+        new = len([k for k in key if k is None])
+        used = sum(k.dim() if isinstance(k, Tensor) and k.dtype == torch.bool else 1 for k in key) - len(dots) - new
         check(used == 0 or len(self.shape) > 0, "target must have a leading dimension to be sliced, got shape []",
                TypeError)
         check(used <= len(self.shape) and len(dots) <= 1, "target must be sliced with at most "
@@ -311,12 +315,12 @@ class Rows(Parts):
 
 
 def _as_key(k: Any) -> Any:
-    if k is Ellipsis or isinstance(k, slice):
+    if k is None or k is Ellipsis or isinstance(k, slice):
         return k
     if isinstance(k, (Integral, torch.SymInt)) and not isinstance(k, bool):
         return k if isinstance(k, torch.SymInt) else int(k)
     check(isinstance(k, (Tensor, list)) or hasattr(k, "__array__"), "target must be sliced with integers, slices, "
-          f"'...' and tensors, arrays or lists of integers or bool, got {type(k).__name__}", TypeError)
+          f"'...', None and tensors, arrays or lists of integers or bool, got {type(k).__name__}", TypeError)
     if isinstance(k, list) and not k:
         return torch.zeros(0, dtype=torch.int64)
     k = as_tensor(k, "a key")

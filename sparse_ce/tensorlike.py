@@ -6,9 +6,10 @@ from typing import TYPE_CHECKING, Any, Callable, Dict, List, Mapping, Optional, 
 import torch
 from torch import Tensor
 
-from .entries import IGNORE_INDEX, live_entries, ranges_of
+from .entries import IGNORE_INDEX, Numbers, as_index, live_entries, ranges_of
 from .errors import check
 from .rows import Rows
+from .top_class import is_top_class
 
 if TYPE_CHECKING:
     from typing_extensions import Self, TypeGuard
@@ -86,6 +87,25 @@ class TensorLike(Rows):
         rows = rows._gathered()
         assert rows.offsets is not None
         return [t for t in (rows.indices, rows.values, rows.offsets.diff(dim=-1)) if t is not None]
+
+    def is_top_class(self, classes: Numbers) -> Tensor:
+        """``shape``, bool: where ``classes``, ``shape``, is a class of the largest weight of its row: what is
+        right, for token accuracy.
+
+        Entries of one class are added up first. Classes that tie are all right; one whose weight is not positive is
+        not, and so nothing is in a row that is ignored or has no entries. Nothing is made dense.
+
+        Examples:
+            >>> target = SparseTarget.from_topk(torch.tensor([[3, 5], [7, 0]]), torch.tensor([[0.2, 0.8], [1.0, 0.0]]))
+            >>> target.is_top_class(torch.tensor([5, 5]))  # such as the argmax of linear_cross_entropy
+            tensor([ True, False])
+        """
+        if not isinstance(self.indices, Tensor):  # the arrays that evaluation hands to compute_metrics
+            return self._map(torch.as_tensor).is_top_class(classes)
+        classes = as_index(classes, "classes")
+        check(classes.shape == self.shape, f"classes must be {list(self.shape)}, one for each row of the target, got "
+              f"{list(classes.shape)}")
+        return is_top_class(classes, self)
 
     @implements(torch.clone)
     def clone(self, *, memory_format: Optional[torch.memory_format] = None) -> "Self":

@@ -40,13 +40,16 @@ KEYS = [
     np.array([-1, 0], dtype=np.int32), torch.tensor([4, 4, 1]), torch.tensor(2), torch.tensor([[0, 1], [2, 3]]),
     [True, False, True, False, True, False], np.arange(6) % 2 == 1, torch.arange(6) > 3,
     torch.zeros(6, dtype=torch.bool),
-    (np.array([3, 0]), ...), ..., (..., slice(2, 5)), (torch.tensor([0, 5]),),
+    (np.array([3, 0]), ...), ..., (..., slice(2, 5)), (torch.tensor([0, 5]),), None, (..., None), (None, slice(1, 4)),
+    (2, None), (None, [2, 0, 2]),
 ]
 KEYS_2D = [
     (slice(None), [0, 2]), (1, torch.tensor([3, 0])), ([0, 5], [1, 2]), (..., 1), (torch.arange(6) > 2, 0),
     (slice(1, 3), np.array([True, False, True, True])), [1, 0], (np.int32(4), slice(2)),
     torch.arange(24).view(6, 4) % 5 == 0,
-    (np.array([2, 1]), ...), (torch.tensor([[1], [4]]), torch.tensor([0, 3])),
+    (np.array([2, 1]), ...), (torch.tensor([[1], [4]]), torch.tensor([0, 3])), None, (slice(1, 3), None), (..., None),
+    (None, 1, np.newaxis, slice(2)), (torch.arange(6) > 2, None, 0), (None, ..., None), (0, 1, None),
+    (torch.tensor([3, 3]), None, torch.tensor([0, 2])),
 ]
 
 
@@ -62,8 +65,16 @@ def test_rows_by_every_kind_of_key(form, device):
             assert_means(target[key], dense.reshape(-1, VOCAB)[rows], counts.reshape(-1)[rows])
 
 
+def test_a_dimension_more_of_offsets_that_are_one_behind_the_other(device):
+    target = SparseTarget.from_jagged(torch.tensor([3, 5, 7, 2, 0], device=device), None,
+                                      torch.tensor([0, 2, 3, 5], device=device), num_classes=VOCAB)
+    dense, counts = meaning(target)
+    for key in ((slice(1, None), None), (None, slice(1, None)), None, (2, None), (None, 2)):
+        assert_means(target[key], dense[key], counts[key])
+
+
 @pytest.mark.parametrize("key", [
-    1.5, None, True, torch.tensor([0.5]), [0.5], (0, 0, 0), [9], torch.tensor([9]), torch.zeros(5, dtype=torch.bool),
+    1.5, True, torch.tensor([0.5]), [0.5], (0, 0, 0), [9], torch.tensor([9]), torch.zeros(5, dtype=torch.bool),
     (..., ...), [[1], [1, 2]]], ids=repr)
 @pytest.mark.parametrize("form", ["labels-target", "topk-target", "jagged-ranges"])
 def test_keys_that_are_refused(form, key, device):

@@ -15,7 +15,6 @@ from transformers import Trainer
 from cases import slow
 from sparse_ce import SparseTarget
 from sparse_ce.integrations import metrics
-from sparse_ce.integrations.metrics import is_top_class
 from sparse_ce.integrations.transformers import TokenMetrics, causal_lm_loss, fuse_lm_head
 from tiny_lm import VOCAB, Samples, collate, dense_labels, gradients, make_model
 
@@ -155,54 +154,6 @@ def test_over_nothing_they_are_zero():
     ids = torch.ones(2, 4, dtype=torch.int64)
     output = model(input_ids=ids, labels=torch.full_like(ids, -100))
     assert (output.entropy, output.token_accuracy, output.num_items) == (0, 0, 0)
-
-
-def targets(seed):
-    """Every form of target, (6, 5), over 7 classes: duplicates, ties, negative weights, padding, rows that are ignored
-    or empty."""
-    g = torch.Generator().manual_seed(seed)
-    indices = torch.randint(7, (6, 5, 4), generator=g)
-    weights = torch.randint(-1, 4, (6, 5, 4), generator=g) / 4
-    mask = torch.rand(6, 5, generator=g) < 0.8
-    indices[torch.rand(6, 5, 4, generator=g) < 0.2] = -100
-    known = dict(row_mask=mask, num_classes=7)
-    yield SparseTarget.from_topk(indices, weights, **known)
-    yield SparseTarget.from_topk(indices, weights.half(), **known)
-    yield SparseTarget.from_topk(indices, weights.clamp(min=0).log() - 3, kind="logprobs", **known)
-    yield SparseTarget.from_topk(indices, None, **known)
-    yield SparseTarget.from_topk(indices[..., :0], weights[..., :0], **known)
-    yield SparseTarget.from_index(indices[..., 0], **known)
-    lengths = torch.randint(5, (30,), generator=g)
-    offsets = torch.cat((torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)))
-    total = int(offsets[-1])
-    flat, values = indices.reshape(-1)[:total], weights.reshape(-1)[:total]
-    for kept in (values, values.double(), None):
-        jagged = SparseTarget.from_jagged(flat, kept, offsets, row_mask=mask.reshape(-1), num_classes=7).reshape(6, 5)
-        yield jagged
-        yield jagged[2:, 1:]
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_the_top_class_of_a_target_is_that_of_the_dense_one(seed):
-    seen = set()
-    for target in targets(seed):
-        dense, counts = target.to_dense(torch.float64), target.ne(-100)
-        if target.kind == "logprobs":
-            dense = dense.float()  # ties of rounded exponentials
-        for c in range(7):
-            classes = torch.full(target.shape, c)
-            expected = right_by_definition(classes, dense, counts)
-            ours = is_top_class(classes, target)
-            assert ours.dtype == torch.bool and torch.equal(ours, expected), target
-            seen.update(ours.reshape(-1).tolist())
-    assert seen == {True, False}
-
-
-def test_duplicates_add_up_before_classes_are_compared():
-    target = SparseTarget.from_topk(torch.tensor([[3, 5, 3], [5, 3, 3]]),
-                                    torch.tensor([[0.3, 0.4, 0.3], [0.25, 0.5, -0.4]]))
-    assert is_top_class(torch.tensor([3, 3]), target).tolist() == [True, False]
-    assert is_top_class(torch.tensor([5, 5]), target).tolist() == [False, True]
 
 
 @pytest.mark.parametrize("form", ["topk", *slow("labels")])

@@ -9,14 +9,11 @@ import torch
 from torch import Tensor
 from transformers.utils import ModelOutput
 
-from .. import reference
-from ..arguments import Arguments
-from ..entries import IGNORE_INDEX, wide_dtype
+from ..entries import IGNORE_INDEX
 from ..errors import check, fail
 from ..target import SparseTarget
 
 NAMES = ("entropy", "token_accuracy", "num_items")
-_NO_CLASS = torch.iinfo(torch.int32).max  # a class that no vocabulary has
 
 
 def metrics_of(entropy: Tensor, argmax: Tensor, target: SparseTarget) -> Dict[str, Tensor]:
@@ -26,37 +23,8 @@ def metrics_of(entropy: Tensor, argmax: Tensor, target: SparseTarget) -> Dict[st
     """
     entropy, num_items = entropy.detach(), target.ne(IGNORE_INDEX).sum()
     divisor = num_items.clamp(min=1)
-    right = is_top_class(argmax, target).sum(dtype=entropy.dtype)
+    right = target.is_top_class(argmax).sum(dtype=entropy.dtype)
     return dict(zip(NAMES, (entropy.sum() / divisor, right / divisor, num_items)))
-
-
-@torch.no_grad()
-def is_top_class(classes: Tensor, target: SparseTarget) -> Tensor:
-    """Bool, in the shape of both: whether no class of the row's target has a larger weight than this one.
-
-    The weights of entries of one class are added up first. Of classes that tie each is a top class, one whose weight is
-    not positive is none, and so nothing is in a row that is ignored or has no entries.
-    """
-    counts = target.ne(IGNORE_INDEX)
-    if target.form == "index":
-        return counts & (classes == target.indices)
-    flat, num_rows, classes = target.flatten(), counts.numel(), classes.reshape(-1)
-    given = Arguments(flat.indices, flat.values, flat.offsets, logprobs=flat.kind == "logprobs")
-    dtype = torch.float32 if flat.values is None else wide_dtype(flat.values)
-    entries = reference.entries_of(given, _NO_CLASS, dtype)
-    rows, columns = entries.rows, entries.columns
-    if rows is None:
-        rows = torch.arange(num_rows, device=columns.device)[:, None].expand(columns.shape).reshape(-1)
-    columns, weights = columns.reshape(-1), torch.where(entries.live, entries.values, 0.0).reshape(-1)
-    if columns.shape[0] == 0:
-        return torch.zeros_like(counts)
-    key, order = torch.sort(rows * _NO_CLASS + columns)  # entries of one class of one row side by side
-    rows, columns, weights = rows[order], columns[order], weights[order]
-    run = torch.cat((key.new_zeros(1), (key[1:] != key[:-1]).long().cumsum(0)))
-    weights = torch.zeros_like(weights).index_add(0, run, weights)[run]
-    largest = weights.new_zeros(num_rows).scatter_reduce(0, rows, weights, "amax")
-    hit = (columns == classes[rows]) & (weights == largest[rows]) & (weights > 0)
-    return counts & torch.zeros_like(classes).index_add(0, rows, hit.to(classes.dtype)).gt(0).reshape(counts.shape)
 
 
 # ----------------------------------------------------------------------------------------------- in a model's output

@@ -17,7 +17,6 @@ from ..entries import IGNORE_INDEX
 from ..errors import check, fail
 from ..target import SparseTarget
 from .logits import Logits
-from .metrics import is_top_class
 from .token_loss import entropy_and_argmax, loss_of, target_of
 
 _THEIRS, _OURS = "fused_lm_head", "sparse_ce_scores"
@@ -146,7 +145,7 @@ def _made(logits: Logits, target: SparseTarget, teacher: Optional[Dict[str, Any]
     if "entropy" in fields:
         made["entropy"] = entropy
     if "is_top1" in fields:
-        made["is_top1"] = is_top_class(argmax, target)
+        made["is_top1"] = target.is_top_class(argmax)
     with torch.no_grad():
         if "mean_logits" in fields:
             made["mean_logits"] = out.mean_logit.detach()
