@@ -115,9 +115,9 @@ def _joined(what: str, targets: Sequence[SparseTarget], join: Callable[[List[Ten
     classes = {t.num_classes for t in targets if t.num_classes is not None}
     check(len(classes) <= 1, f"{what} must have targets of one number of classes, got {sorted(classes)}")
     if len(forms) > 1:
-        targets = [_as_jagged(t) if "jagged" in forms else _as_topk(t) for t in targets]
+        targets = [as_jagged(t) if "jagged" in forms else as_topk(t) for t in targets]
     num_classes = classes.pop() if classes else None
-    kind = _common_kind(what, targets)
+    kind = common_kind(what, targets)
 
     def joined(parts: Sequence[Tensor], value: float, *trailing: int) -> Tensor:
         return join([_pad(x, [*(t.shape if largest is None else largest), *trailing], value)
@@ -137,18 +137,18 @@ def _joined(what: str, targets: Sequence[SparseTarget], join: Callable[[List[Ten
         indices = joined([t.indices for t in targets], IGNORE_INDEX, k)
         return SparseTarget(indices, None, None, row_mask, num_classes, ids=True)
     indices = joined([pad_entries(t.indices, k) for t in targets], IGNORE_INDEX, k)
-    values = joined([_values_of(t, kind) for t in targets], padding_value(kind), k)
+    values = joined([values_of(t, kind) for t in targets], padding_value(kind), k)
     return SparseTarget(indices, values, None, row_mask, num_classes, kind)
 
 
-def _common_kind(what: str, targets: Sequence[SparseTarget]) -> Kind:
+def common_kind(what: str, targets: Sequence[SparseTarget]) -> Kind:
     kinds = {t.kind for t in targets if t.values is not None}
     check(len(kinds) <= 1, f"{what} must have targets of one kind, got {sorted(kinds)}; convert them with .probs() or "
            ".log_probs()")
     return kinds.pop() if kinds else "probs"
 
 
-def _values_of(t: SparseTarget, kind: Kind) -> Tensor:
+def values_of(t: SparseTarget, kind: Kind) -> Tensor:
     """Those of a target without values are 1, or its logarithm."""
     return torch.full_like(t.indices, kind == "probs", dtype=torch.float32) if t.values is None else t.values
 
@@ -168,21 +168,21 @@ def _one_behind_the_other(targets: Sequence[SparseTarget],
         ranges.append(ranges_of(t.offsets) + bases[entries])
     values = None
     if any(t.values is not None for t in parts):
-        values = torch.cat([_values_of(t, kind) for t in parts])
+        values = torch.cat([values_of(t, kind) for t in parts])
     return torch.cat([t.indices for t in parts]), values, ranges
 
 
-def _as_topk(t: SparseTarget) -> SparseTarget:
+def as_topk(t: SparseTarget) -> SparseTarget:
     """Labels as weighted classes: one a row, of weight 1."""
     if t.form == "topk":
         return t
     return SparseTarget(t.indices[..., None], None, None, t.ne(IGNORE_INDEX), t.num_classes, ids=True)
 
 
-def _as_jagged(t: SparseTarget) -> SparseTarget:
+def as_jagged(t: SparseTarget) -> SparseTarget:
     if t.form == "jagged":
         return t
-    t = _as_topk(t)
+    t = as_topk(t)
     k = t.indices.shape[-1]  # ignored rows by the mask: that all indices are -100 says nothing in a jagged target
     begin = torch.arange(t.shape.numel(), device=t.device).reshape(t.shape) * k
     values = None if t.values is None else t.values.reshape(-1)

@@ -22,7 +22,9 @@ from accelerate.utils import DataLoaderConfiguration
 from torch.utils.data import DataLoader
 
 SAMPLES, ROWS, VOCAB = 10, 3, 11
-FORMS = ["labels", "topk", "jagged", "jagged flat"]
+# Of two forms one process has the first in its batches, the other the second.
+FORMS = ["labels", "topk", "jagged", "jagged flat", "labels topk", "topk16 labels", "labels jagged", "ids topk",
+         "labels ids", "jagged topk16", "labels logprobs", "topk16 topk"]
 LOADERS = {"shard": {}, "dispatch": {"dispatch_batches": True},
            "dispatch split": {"dispatch_batches": True, "split_batches": True}}
 
@@ -33,41 +35,78 @@ def dense_rows():
     return dense * (torch.rand(SAMPLES, ROWS, VOCAB, generator=g) < torch.linspace(0.05, 0.9, SAMPLES)[:, None, None])
 
 
-def dataset(form):
+def of_form(form):
     dense = dense_rows()
     if form == "labels":
-        target = sparse_ce.SparseTarget.from_index(dense.argmax(-1), num_classes=VOCAB)
-    elif form == "topk":
-        target = sparse_ce.SparseTarget.from_dense(dense, 4)
-    elif form == "jagged":
+        return sparse_ce.SparseTarget.from_index(dense.argmax(-1), num_classes=VOCAB)
+    if form == "jagged":
         counts = torch.arange(ROWS) != torch.arange(SAMPLES)[:, None] % 4
-        target = sparse_ce.SparseTarget.from_dense(dense, row_mask=counts)
-    else:
-        target = sparse_ce.SparseTarget.from_dense(dense[:, 0])
-    return target
+        return sparse_ce.SparseTarget.from_dense(dense, row_mask=counts)
+    if form == "flat":
+        return sparse_ce.SparseTarget.from_dense(dense[:, 0])
+    target = sparse_ce.SparseTarget.from_dense(dense, 4)
+    if form == "ids":
+        return sparse_ce.SparseTarget.from_topk(target.indices, None, num_classes=VOCAB)
+    if form == "topk16":  # as caches have them
+        return sparse_ce.SparseTarget.from_topk(target.indices.int(), target.values.half(), num_classes=VOCAB)
+    return target.log_probs() if form == "logprobs" else target
+
+
+def dataset(form):
+    """The targets of the samples."""
+    forms = [of_form(part) for part in form.removeprefix("jagged " * (form == "jagged flat")).split()]
+    return [forms[i // 2 % len(forms)][i] for i in range(SAMPLES)]
+
+
+def meaning(target):
+    """What it says of each sample, dense, and which rows count."""
+    return torch.stack([t.to_dense(torch.float64) for t in target]), torch.stack([t.ne(-100) for t in target])
 
 
 def through(loader, form):
     """Of all batches: the number of the sample, its target dense, and which rows count."""
     Accelerator._shared_state = {}
     accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(**LOADERS[loader]))
-    target = dataset(form)
-    samples = [(torch.tensor(float(i)), target[i]) for i in range(SAMPLES)]
+    targets = dataset(form)
+    samples, dense = [(torch.tensor(float(i)), target) for i, target in enumerate(targets)], meaning(targets)[0]
     batches = accelerator.prepare(DataLoader(samples, batch_size=4 if "split" in loader else 2,
                                              collate_fn=sparse_ce.collate))
     found, own = [], 0
     for x, part in batches:
         own += len(x)
-        assert isinstance(part, sparse_ce.SparseTarget) and torch.equal(part.to_dense(), target.to_dense()[x.long()])
+        assert isinstance(part, sparse_ce.SparseTarget)
+        assert torch.equal(part.to_dense(torch.float64), dense[x.long()])
         x, part = accelerator.gather_for_metrics((x, part))
-        found.append((x, part.to_dense(), part.ne(-100)))
+        found.append((x, part.to_dense(torch.float64), part.ne(-100)))
     assert own < SAMPLES, "each process has a share"
     return [torch.cat(parts) for parts in zip(*found)]
 
 
+def padded(rank):
+    """What is gathered of sequences of 2 labels in one process, of 3 top-k in the other."""
+    dense = dense_rows()[:2]
+    target = sparse_ce.SparseTarget.from_index(dense.argmax(-1)[:, :2], num_classes=VOCAB)
+    if rank == 1:
+        target = sparse_ce.SparseTarget.from_dense(dense, 4)
+    accelerator = Accelerator(cpu=True)
+    target = accelerator.gather(accelerator.pad_across_processes(target, dim=1, pad_index=-100))
+    return target.to_dense(torch.float64), target.ne(-100)
+
+
+def refusal(rank):
+    """Of processes one of which has weights, the other logarithms."""
+    target = of_form("topk" if rank else "logprobs")
+    try:
+        Accelerator(cpu=True).gather(target)
+    except ValueError as error:
+        return str(error)
+
+
 def main(folder):
+    rank = int(os.environ["RANK"])
     torch.set_num_threads(1)
     found = {f"{loader},{form}": through(loader, form) for loader in LOADERS for form in FORMS}
+    found.update(padded=padded(rank), refusal=refusal(rank))
     assert not [m for m in sys.modules if m.startswith("sparse_ce.integrations.")]
     torch.save(found, f"{folder}/{os.environ['RANK']}.pt")
     torch.distributed.destroy_process_group()

@@ -13,7 +13,8 @@ import sparse_ce
 pytest.importorskip("accelerate", minversion="1.15")
 
 HERE = Path(__file__).resolve().parent
-FORMS = ["labels", "topk", "jagged", "jagged flat"]
+FORMS = ["labels", "topk", "jagged", "jagged flat", "labels topk", "topk16 labels", "labels jagged", "ids topk",
+         "labels ids", "jagged topk16", "labels logprobs", "topk16 topk"]
 
 
 @pytest.fixture(scope="module")
@@ -35,12 +36,30 @@ def results(tmp_path_factory):
 @pytest.mark.parametrize("loader", ["shard", "dispatch", "dispatch split"])
 def test_both_processes_see_every_sample_once(loader, form, results, monkeypatch):
     monkeypatch.setenv("RANK", "0")
-    from accelerate_process import SAMPLES, dataset
-    target = dataset(form)
+    from accelerate_process import SAMPLES, dataset, meaning
+    exact, counted = meaning(dataset(form))
     for found in results:
         x, dense, counts = found[f"{loader},{form}"]
         assert x.tolist() == list(range(SAMPLES))
-        assert torch.equal(dense, target.to_dense()) and torch.equal(counts, target.ne(-100))
+        assert torch.equal(dense, exact) and torch.equal(counts, counted)
+
+
+def test_sequences_of_different_lengths_and_forms_are_padded_and_gathered(results, monkeypatch):
+    monkeypatch.setenv("RANK", "0")
+    from accelerate_process import VOCAB, dense_rows
+    dense = dense_rows()[:2]
+    labels = torch.nn.functional.one_hot(dense.argmax(-1), VOCAB)
+    labels[:, 2] = 0
+    topk = torch.where(dense >= dense.topk(4).values[..., -1:], dense, 0.0)
+    counts = torch.tensor([[True, True, False]] * 2 + [[True] * 3] * 2)
+    for found in results:
+        assert torch.equal(found["padded"][0], torch.cat((labels, topk)).double())
+        assert torch.equal(found["padded"][1], counts)
+
+
+def test_weights_and_logarithms_of_two_processes_do_not_mix(results):
+    for found in results:
+        assert found["refusal"].startswith("sparse_ce: targets of all processes must be of one kind, got ['logprobs', ")
 
 
 @pytest.mark.parametrize("first", ["sparse_ce", "accelerate"])
