@@ -1,15 +1,28 @@
-"""The plain PyTorch loop: soft labels, mixed precision, gradient accumulation that counts tokens, torch.compile.
+"""The plain PyTorch loop: soft labels beside hard ones, mixed precision, gradient accumulation that counts tokens,
+torch.compile, evaluation without logits, checkpoints.
 
-    python examples/train_plain.py [--accumulate 4] [--compile]
+    python examples/train_plain.py [--accumulate 4] [--compile] [--save FOLDER] [--resume FOLDER/step_10.pt]
 """
 
 import argparse
+from pathlib import Path
 
 import torch
 from torch.utils.data import DataLoader
 
 import sparse_ce
-from small_lm import MarkovText, SmallLM
+from small_lm import MarkovText, SmallLM, metrics, token_sums
+
+
+@torch.no_grad()
+def evaluate(model: SmallLM, batches: DataLoader, device: str) -> str:
+    model.eval()
+    sums = torch.zeros(4, device=device)
+    for part in batches:
+        tokens, target = part["tokens"].to(device), part["target"].to(device)
+        sums += token_sums(model(tokens, target, measure=True), target)
+    model.train()
+    return "".join(f" {name} {value:.5f}" for name, value in metrics(sums).items())
 
 
 def main() -> None:
@@ -20,20 +33,29 @@ def main() -> None:
     parser.add_argument("--compile", action="store_true")
     parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], default="bfloat16")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--save", type=Path, help="a folder for a checkpoint after every 10 steps")
+    parser.add_argument("--resume", type=Path, help="a checkpoint to go on from")
     args = parser.parse_args()
 
     torch.manual_seed(0)
-    text = MarkovText(args.steps * args.batch)
-    batches = DataLoader(text, args.batch // args.accumulate, collate_fn=sparse_ce.collate,
-                         pin_memory=args.device == "cuda")
+    text, held_out = MarkovText(args.steps * args.batch), MarkovText(100, first=10**6)
     model = SmallLM(text.vocab, text.length).to(args.device)
     step_loss = torch.compile(model, fullgraph=True) if args.compile else model
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     dtype = getattr(torch, args.dtype)
     scaler = torch.amp.GradScaler(args.device, enabled=dtype == torch.float16)
 
+    done, kept = 0, {"model": model, "optimizer": optimizer, "scaler": scaler}
+    if args.resume:
+        state = torch.load(args.resume, map_location=args.device)
+        done = state["step"]
+        for name, part in kept.items():
+            part.load_state_dict(state[name])
+    batches = DataLoader(text, args.batch // args.accumulate, sampler=range(done * args.batch, len(text)),
+                         collate_fn=sparse_ce.collate, pin_memory=args.device == "cuda")
+
     micro_batches = iter(batches)
-    for step in range(1, args.steps + 1):
+    for step in range(done + 1, args.steps + 1):
         parts = [next(micro_batches) for _ in range(args.accumulate)]
         normalizer = sum(part["target"].ne(-100).sum() for part in parts)  # of the step, not of each part
         total = torch.zeros((), device=args.device)
@@ -49,6 +71,11 @@ def main() -> None:
         optimizer.zero_grad()
         if step % 10 == 0 or step == 1:
             print(f"step {step} loss {total.item():.5f}")
+        if args.save and step % 10 == 0:
+            args.save.mkdir(exist_ok=True)
+            torch.save({"step": step, **{name: part.state_dict() for name, part in kept.items()}},
+                       args.save / f"step_{step}.pt")
+    print(f"held out{evaluate(model, DataLoader(held_out, 32, collate_fn=sparse_ce.collate), args.device)}")
 
 
 if __name__ == "__main__":

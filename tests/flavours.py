@@ -47,11 +47,11 @@ BUILDS = ("test_build", "test_gpu_acceptance", "test_native_kernels")
 
 
 # Where files are shared out among processes, the largest last would be waited for: those of more than ten seconds.
-LONGEST = ("test_examples", "test_native_kernels", "test_linear_compile", "test_cross_entropy_compile",
-           "test_cross_entropy_compile_sizes", "test_linear_chunks", "test_benchmarks", "test_linear_values",
-           "test_masked_mean", "test_cross_entropy_values", "test_data_caches", "test_linear_memory", "test_collection",
-           "test_trainer_distributed", "test_training_distributed", "test_training_policies",
-           "test_trainer_steps", "test_training_loops", "test_docs", "test_stock_import",
+LONGEST = ("test_examples_training", "test_examples", "test_native_kernels", "test_linear_compile",
+           "test_cross_entropy_compile", "test_cross_entropy_compile_sizes", "test_linear_chunks", "test_benchmarks",
+           "test_linear_values", "test_masked_mean", "test_cross_entropy_values", "test_data_caches",
+           "test_linear_memory", "test_collection", "test_trainer_distributed", "test_training_distributed",
+           "test_training_policies", "test_trainer_steps", "test_training_loops", "test_docs", "test_stock_import",
            "test_gpu_acceptance")
 
 

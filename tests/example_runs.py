@@ -1,0 +1,29 @@
+"""What the examples print that users copy from, run on the CPU."""
+
+import os
+import socket
+from pathlib import Path
+
+import forked
+
+EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
+TORCHRUN = "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"
+
+
+def run(*command, cwd) -> str:
+    """What a Python command prints, on the CPU."""
+    done = forked.run(*command, cwd=cwd, env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"})
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+def run_two(*command, cwd) -> str:
+    """What the first of two processes prints that find each other as torchrun's do."""
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    shared = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "WORLD_SIZE": "2",
+              "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    started = [forked.Program(*command, cwd=cwd, env={**shared, "RANK": rank, "LOCAL_RANK": rank}) for rank in "01"]
+    assert forked.all_codes(started) == [0, 0], "".join(process.said("stderr")[-3000:] for process in started)
+    return started[0].said("stdout")
