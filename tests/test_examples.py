@@ -38,8 +38,9 @@ def test_a_trainer_learns_from_sparse_labels_in_three_ways(tmp_path):
 
 @pytest.mark.parametrize("name,falls", [
     ("trl_sft", ["hard labels: loss", "hard and soft labels: loss", "the same with LoRA: loss"]),
-    ("trl_distill", ["teacher: loss", "teacher in the loop, packed: loss",
-                     "its cache, packed, from the teacher's top 8: loss", "half on its own text: loss"]),
+    pytest.param("trl_distill", [
+        "teacher: loss", "teacher in the loop, packed: loss", "its cache, packed, from the teacher's top 8: loss",
+        "half on its own text: loss"], marks=pytest.mark.slow),
     ("trl_policy", ["DPO: loss"]),
 ])
 def test_the_trainers_of_trl_learn(name, falls, tmp_path):

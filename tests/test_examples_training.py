@@ -92,8 +92,8 @@ def mean_gradients(checkpoint):
 
 @pytest.mark.parametrize("command,start,checkpoint,tolerance", [
     (("train_plain.py", "--dtype", "float16", "--accumulate", "2"), run, "step_{}.pt", 2e-2),
-    (("train_accelerate.py", "--accumulate", "2"), run_two, "step_{}", 1e-3),
-    (("train_lightning.py", "--accumulate", "4"), run, "step={}.ckpt", 1e-3),
+    pytest.param(("train_accelerate.py", "--accumulate", "2"), run_two, "step_{}", 1e-3, marks=pytest.mark.slow),
+    pytest.param(("train_lightning.py", "--accumulate", "4"), run, "step={}.ckpt", 1e-3, marks=pytest.mark.slow),
 ], ids=["plain", "accelerate", "lightning"])
 def test_a_run_that_goes_on_is_bit_for_bit_the_one_that_was_not_interrupted(command, start, checkpoint, tolerance,
                                                                             plain, folder, tmp_path):

@@ -55,7 +55,7 @@ def parameters(trainer):
     ("mixtral, router loss", dict(gradient_accumulation_steps=2)), ("llama", dict(gradient_checkpointing=True)),
     ("llama", dict(packing=True, max_length=16, dataset_kwargs={})), ("llama", dict(neftune_noise_alpha=5.0)),
     ("llama", dict(padding_free=True, max_length=None)), ("llama", dict(auto_find_batch_size=True)),
-    ("llama", dict(torch_compile=True, torch_compile_backend="aot_eager")),
+    pytest.param("llama", dict(torch_compile=True, torch_compile_backend="aot_eager"), marks=pytest.mark.slow),
 ], ids=str)
 def test_every_step_is_that_of_its_own_head(tmp_path, name, changes):
     expected = train(tmp_path, None, name, **changes)
