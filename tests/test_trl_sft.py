@@ -84,6 +84,33 @@ def test_lora(tmp_path, fuse, changes):
         torch.testing.assert_close(merged(**batch).logits, expected.model(**batch).logits, rtol=1e-3, atol=1e-3)
 
 
+def test_an_adapter_that_is_saved_reloaded_and_merged(tmp_path):
+    adapter, tokens = tmp_path / "adapter", torch.tensor([[3, 4, 5, 6, 7]])
+    trainer = train(tmp_path, "before", peft_config=lora(modules_to_save=["lm_head"], init_lora_weights="gaussian"))
+    trainer.save_model(str(adapter))
+    expected = trainer.model.eval()(input_ids=tokens, labels=tokens).loss
+    base = make_model()
+    fuse_lm_head(base)
+    reloaded = peft.PeftModel.from_pretrained(base, adapter)
+    later = peft.PeftModel.from_pretrained(make_model(), adapter).merge_and_unload()
+    for model in (reloaded, reloaded.merge_and_unload(), later):
+        if model is later:
+            fuse_lm_head(model)
+        output = model.train()(input_ids=tokens, labels=tokens)
+        assert output.logits is None
+        torch.testing.assert_close(output.loss, expected)
+
+
+def test_a_run_that_goes_on(tmp_path):
+    whole = train(tmp_path, "before", max_steps=4, save_strategy="steps", save_steps=2)
+    model = make_model()
+    fuse_lm_head(model)
+    trainer = SFTTrainer(model, args=cases.arguments(SFTConfig, tmp_path, max_steps=4, dataset_kwargs={
+        "skip_prepare_dataset": True}), train_dataset=labels_dataset(), processing_class=tokenizer())
+    trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert_logs_close(logged(trainer, *METRICS[:-1]), logged(whole, *METRICS[:-1]), rtol=1e-6, atol=1e-7)
+
+
 @pytest.mark.parametrize("fuse", ORDERS)
 def test_bfloat16_with_lora_and_checkpointing(tmp_path, fuse):
     changes = dict(bf16=True, gradient_checkpointing=True, gradient_accumulation_steps=2)
