@@ -14,7 +14,7 @@ struct Case {
   int64_t rows, vocab, num_classes, row_stride, offset;
   enum Layout { kIndex, kTopK, kOffsets, kRanges } layout;
   int64_t width;
-  bool has_values, logprobs, has_weight, has_mask, has_grad_lse, in_place, unit_stride_grad;
+  bool has_values, logprobs, has_weight, has_mask, has_grad_lse, in_place, unit_stride_grad, ties;
   LossOptions options;
   int64_t max_blocks;
   double logit_size, shift;
@@ -88,10 +88,9 @@ struct Problem {
         grad_loss(c.arithmetic, c.unit_stride_grad ? c.rows : 1), grad_lse(c.arithmetic, c.rows),
         mask(size_t(c.rows), 1) {
     const double nan = std::nan(""), inf = INFINITY;
-    const bool ties = chance(0.15);
     for (int64_t i = 0; i < logits.count(); ++i) {
-      const double x = c.shift + uniform(-c.logit_size, c.logit_size);
-      logits.set(i, chance(0.02) ? -inf : ties ? std::round(x) : x);
+      logits.set(i, chance(0.02) ? -inf : c.shift + uniform(-c.logit_size, c.logit_size));
+      if (c.ties) logits.set(i, std::round(logits.get(i)));
     }
     double sum = 0;
     for (int64_t v = 0; v < c.num_classes; ++v) {
