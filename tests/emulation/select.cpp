@@ -25,7 +25,11 @@ SelectCase draw_select(bool small) {
   c.loss = chance(0.4), c.log_rest = chance(0.6), c.entropy = chance(0.6), c.mean_logit = chance(0.4);
   c.argmax = chance(0.5), c.row_scale = chance(0.3), c.grad_scale = chance(0.3);
   if (!c.loss) c.options.label_smoothing = c.options.z_loss = 0;
-  c.ties = c.vocab < 2000 && chance(0.3);  // of more, the roundings of equal terms add up beyond what is allowed
+  c.ties = c.vocab < 2000 && chance(0.5);  // of more, the roundings of equal terms add up beyond what is allowed
+  if (c.ties) {  // among the entries of one thread, too
+    c.logit_size = 1;
+    if (c.layout != Case::kIndex) c.width = 90;
+  }
   return c;
 }
 
