@@ -17,6 +17,7 @@ from trl import (
 )
 from trl.trainer.utils import add_fused_lm_head
 
+from sparse_ce import SparseTarget
 from sparse_ce.integrations import logits
 from sparse_ce.integrations.transformers import fuse_lm_head
 from trl_cases import assert_logs_close, logged, make_model, saved_model, tokenizer
@@ -98,10 +99,30 @@ def test_every_field_and_its_gradient_are_those_of_trl(name, wide_head):
         torch.testing.assert_close(of_ours, of_theirs, rtol=1e-4, atol=1e-4)
 
 
+def test_labels_whose_mask_says_what_is_ignored():
+    """By a mask beside the indices, and by an index of the user's own."""
+    tokens = torch.tensor([[3, 4, 5, 6, 7, 8]])
+    counts = torch.tensor([[True, True, False, True, False, True]])
+    made = []
+    for given, options in ((torch.where(counts, tokens, -100), {}),
+                           (SparseTarget.from_index(tokens, row_mask=counts), {}),
+                           (torch.where(counts, tokens, -1), dict(ignore_index=-1))):
+        model = make_model()
+        add_fused_lm_head(model, outputs=("log_probs", "entropy", "mean_logits", "is_top1"))
+        fuse_lm_head(model, **options)
+        made.append(model(tokens, labels=given, fused_lm_head=True))
+    for out in made:
+        for field, value in made[0].items():
+            torch.testing.assert_close(out[field], value)
+            assert field == "loss" or not value[~counts[:, 1:]].any()
+
+
 @pytest.mark.parametrize("options", [dict(z_loss=1e-3), dict(label_smoothing=0.1), dict(logit_scale=0.5),
                                      dict(distillation=dict(kind="jsd"))], ids=str)
 def test_options_that_bend_log_probabilities_are_refused(tmp_path, options):
     with pytest.raises(ValueError, match="sparse_ce: fuse_lm_head must be without options that bend"):
         train(tmp_path, "dpo", "before", **options)
+    with pytest.raises(ValueError, match="sparse_ce: fuse_lm_head must be without options that bend"):
+        train(tmp_path, "grpo", "after", **options)
     if "logit_scale" in options:
         assert train(tmp_path, "dpo", "before", chunk_rows=5)

@@ -64,7 +64,7 @@ class Logits:
         """:func:`sparse_ce.linear_cross_entropy` of these logits times ``logit_scale``."""
         return self.of_head(functional.linear_cross_entropy, target, logit_scale, **options)
 
-    def log_probs(self, ids: Tensor, *, logit_scale: Union[float, Tensor] = 1.0, **options: Any) -> LogProbs:
+    def log_probs(self, ids: SparseTarget, *, logit_scale: Union[float, Tensor] = 1.0, **options: Any) -> LogProbs:
         """:func:`sparse_ce.linear_selected_log_probs` of these logits times ``logit_scale``."""
         out: LogProbs = self.of_head(linear_selected_log_probs, ids, logit_scale, **options)
         return out

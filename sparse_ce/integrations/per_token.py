@@ -20,7 +20,7 @@ from .logits import Logits
 from .token_loss import entropy_and_argmax, loss_of, target_of
 
 _THEIRS, _OURS = "fused_lm_head", "sparse_ce_scores"
-_OF_SFT = {"log_probs", "entropy", "is_top1"}  # what SFTTrainer alone asks for
+_OF_SFT = {"log_probs", "entropy", "is_top1"}  # just what SFTTrainer asks for, and no other
 _OF_HEAD = {"chunk_rows", "logits_dtype", "num_classes", "ignore_index"}  # leave log-probabilities what they are
 
 
@@ -100,7 +100,7 @@ def scores(logits: Any, labels: Any, normalizer: Any, options: Dict[str, Any], a
           f"{options.get('reduction')!r}")
     target = target_of(labels, logits, options["ignore_index"], shift)
     bending = set(options) - _OF_HEAD | set(teacher or ())
-    check(not bending or set(asked.fields) <= _OF_SFT, "fuse_lm_head must be without options that bend "
+    check(not bending or set(asked.fields) == _OF_SFT, "fuse_lm_head must be without options that bend "
           f"log-probabilities for a trainer of TRL other than SFTTrainer, got {sorted(bending)}")
     options = {name: value for name, value in options.items() if name not in ("reduction", "ignore_index")}
     options["logit_scale"] = options.get("logit_scale", 1.0) / asked.temperature
@@ -139,7 +139,7 @@ def _made(logits: Logits, target: SparseTarget, teacher: Optional[Dict[str, Any]
                 entropy, argmax = entropy_and_argmax(logits, target, options)
         made["log_probs"] = -loss.reshape(1, 1) if summed else -loss
     else:
-        out = logits.log_probs(target.indices, padding_value=0.0, return_mean_logit="mean_logits" in fields, **wanted,
+        out = logits.log_probs(target, padding_value=0.0, return_mean_logit="mean_logits" in fields, **wanted,
                                **options)
         made["log_probs"], lse, entropy, argmax = out.log_probs, out.lse, out.entropy, out.argmax
     if "entropy" in fields:
@@ -151,7 +151,7 @@ def _made(logits: Logits, target: SparseTarget, teacher: Optional[Dict[str, Any]
             made["mean_logits"] = out.mean_logit.detach()
         if "log_sum_sq_probs" in fields:  # of the squares of probabilities, whose logarithms are twice as large
             twice = {**options, "logit_scale": 2 * options["logit_scale"]}
-            made["log_sum_sq_probs"] = logits.log_probs(target.indices, **twice).lse - 2 * lse.detach()
+            made["log_sum_sq_probs"] = logits.log_probs(target, **twice).lse - 2 * lse.detach()
     return made
 
 
