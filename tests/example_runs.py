@@ -1,7 +1,6 @@
 """What the examples print that users copy from, run on the CPU."""
 
 import os
-import socket
 from pathlib import Path
 
 import forked
@@ -19,11 +18,6 @@ def run(*command, cwd) -> str:
 
 def run_two(*command, cwd) -> str:
     """What the first of two processes prints that find each other as torchrun's do."""
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
-    shared = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "WORLD_SIZE": "2",
-              "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    started = [forked.Program(*command, cwd=cwd, env={**shared, "RANK": rank, "LOCAL_RANK": rank}) for rank in "01"]
+    started = forked.two(*command, cwd=cwd, CUDA_VISIBLE_DEVICES="")
     assert forked.all_codes(started) == [0, 0], "".join(process.said("stderr")[-3000:] for process in started)
     return started[0].said("stdout")

@@ -1,14 +1,11 @@
 """Two processes give the step of one, whatever the labels are and however batches reach them."""
 
-import os
-import socket
 from pathlib import Path
 
 import pytest
 import torch
 
 import forked
-import sparse_ce
 import tiny_lm
 from sparse_ce import SparseTarget
 from tiny_lm import Samples, assert_gradients_close, collate, dense_labels, dense_loss, gradients, make_model
@@ -32,14 +29,8 @@ WRAPPERS = ["wrapper,ddp", "wrapper,fsdp", "wrapper,fsdp with a sharded head"]
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
     """What two processes over gloo made of every case; one pair of them, since their imports take the longest."""
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
-    output, package = tmp_path_factory.mktemp("processes"), Path(sparse_ce.__file__).parent.parent
-    environment = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
-                   "PYTHONPATH": os.pathsep.join([str(package), str(HERE)]), "OMP_NUM_THREADS": "1"}
-    started = [forked.Program(HERE / "trainer_process.py", output, *TRAINERS, *WRAPPERS, cwd=output, env={
-        **environment, "RANK": str(rank), "LOCAL_RANK": str(rank)}) for rank in (0, 1)]
+    output = tmp_path_factory.mktemp("processes")
+    started = forked.two(HERE / "trainer_process.py", output, *TRAINERS, *WRAPPERS, cwd=output)
     forked.all_codes(started)
     for rank, process in enumerate(started):
         (output / f"errors{rank}").write_text(process.said("stderr"))

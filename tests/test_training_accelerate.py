@@ -1,14 +1,11 @@
 """accelerate's own data path in two processes: what makes a target travel needs no integration."""
 
-import os
-import socket
 from pathlib import Path
 
 import pytest
 import torch
 
 import forked
-import sparse_ce
 
 pytest.importorskip("accelerate", minversion="1.15")
 
@@ -19,14 +16,8 @@ FORMS = ["labels", "topk", "jagged", "jagged flat", "labels topk", "topk16 label
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
-    folder, package = tmp_path_factory.mktemp("processes"), Path(sparse_ce.__file__).parent.parent
-    environment = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
-                   "PYTHONPATH": os.pathsep.join([str(package), str(HERE)]), "OMP_NUM_THREADS": "1"}
-    started = [forked.Program(HERE / "accelerate_process.py", folder, cwd=folder, env={
-        **environment, "RANK": str(rank), "LOCAL_RANK": str(rank)}) for rank in (0, 1)]
+    folder = tmp_path_factory.mktemp("processes")
+    started = forked.two(HERE / "accelerate_process.py", folder, cwd=folder)
     codes = forked.all_codes(started, timeout=120)
     assert codes == [0, 0], "".join(process.said("stderr")[-3000:] for process in started)
     return [torch.load(folder / f"{rank}.pt") for rank in (0, 1)]
