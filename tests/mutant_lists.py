@@ -929,7 +929,7 @@ TRL = [
     ("sparse_ce/integrations/trainer.py", ".startswith(_SUMS)", ".startswith(\"\")"),
     ("sparse_ce/integrations/trainer.py", 'trainer.args.loss_type == "nll" and', ""),
     ("sparse_ce/integrations/trainer.py", "compiled or all(head.used for head in heads)", "True"),
-    ("sparse_ce/integrations/trainer.py", "if patched(model) is not None and", "if False and"),
+    ("sparse_ce/integrations/trainer.py", "if soft and not _heads(self.model):", "if False:"),
     ("sparse_ce/integrations/trl.py", "self._factor = self._asks_at ** 2 if", "self._factor = 1.0 if"),
     ("sparse_ce/integrations/trl.py", "logit_scale=1 / self._asks_at, distillation", "distillation"),
     ("sparse_ce/integrations/trl.py", "rows, self.k, 1 / self._asks_at)", "rows, self.k)"),

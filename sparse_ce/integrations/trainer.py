@@ -71,10 +71,10 @@ def _around_prepare_inputs(prepare_inputs: Callable[..., Any]) -> Callable[..., 
     @functools.wraps(prepare_inputs)
     def checked(self: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         inputs = prepare_inputs(self, inputs, *args, **kwargs)
-        if isinstance(inputs, dict) and isinstance(inputs.get("labels"), SparseTarget):
-            for model in self.model.modules():
-                if patched(model) is not None and not _heads(self.model):
-                    fuse_lm_head(model)
+        soft = isinstance(inputs, dict) and isinstance(inputs.get("labels"), SparseTarget)
+        if soft and not _heads(self.model):
+            for model in filter(patched, self.model.modules()):
+                fuse_lm_head(model)
         return inputs
 
     return checked
