@@ -35,18 +35,23 @@ SCE_HD acc_t sum_of_lanes(acc_t* lanes) {
   return lanes[0];
 }
 
-// The sum of term(i) over begin <= i < end.
-template <typename acc_t, typename term_t>
-SCE_HD acc_t sum_in_lanes(int64_t begin, int64_t end, const term_t& term) {
+// The sum of term(i) over begin <= i < end; before(i) is called for the first of as many terms as there are lanes.
+template <typename acc_t, typename term_t, typename before_t>
+SCE_HD acc_t sum_in_lanes(int64_t begin, int64_t end, const term_t& term, const before_t& before) {
   acc_t lanes[kLanes] = {};
   int64_t i = begin;
   for (; i + kLanes <= end; i += kLanes) {
+    before(i);
     SCE_SIMD()
     for (int64_t k = 0; k < kLanes; ++k) lanes[k] += term(i + k);
   }
   SCE_SIMD()
   for (int64_t k = 0; k < end - i; ++k) lanes[k] += term(i + k);
   return sum_of_lanes(lanes);
+}
+template <typename acc_t, typename term_t>
+SCE_HD acc_t sum_in_lanes(int64_t begin, int64_t end, const term_t& term) {
+  return sum_in_lanes<acc_t>(begin, end, term, [](int64_t) {});
 }
 
 // A sum of many terms one after the other that keeps what rounding takes from it (Kahan), for threads of a GPU, where
@@ -262,8 +267,8 @@ struct GradientCoefficients {
   // dloss/dz_j: a q_j alone for most classes, less b o_j where labels are smoothed, less d sum w~ where there are
   // entries.
   SCE_HD acc_t at(acc_t z) const { return a * exponential(log_prob(z)); }
-  // a q_j for storage of 16 bits, whose rounding hides both the residual and a rough exponential.
-  SCE_HD acc_t at_rough(acc_t z) const { return a * exponential_rough(z - lse); }
+  // By this an exponential relative to `max` is multiplied to become a q_j.
+  SCE_HD acc_t per_power(acc_t max) const { return a * exponential(log_prob(max)); }
   SCE_HD acc_t at(acc_t z, acc_t class_weight) const { return at(z) - b * class_weight; }
   SCE_HD acc_t at(acc_t z, acc_t class_weight, acc_t target_weight) const {
     return at(z, class_weight) - d * target_weight;

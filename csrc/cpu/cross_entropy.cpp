@@ -27,7 +27,8 @@ void run_forward(const ForwardArgs& args) {
   for (int64_t r = 0; r < args.rows; ++r) {
     RowStats<acc_t> stats;
     for (int64_t t = 0; t < spans; ++t) stats.merge(partial[r * spans + t]);
-    forward.finish(r, stats, entries);
+    if (!forward.ignored(r)) forward.collect(r, entries);
+    forward.sum(r, stats, entries);
   }
 }
 
@@ -49,7 +50,30 @@ void run_backward(const BackwardArgs& args) {
   for (int64_t r = 0; r < args.rows; ++r) backward.write_entries(r, plans[r]);
 }
 
-// The gradient of a row follows its loss while the logits are in the second cache.
+// Where a row's exponentials are kept between its loss and its gradient: in the gradient itself, if that is stored as it
+// is computed with.
+template <typename scalar_t>
+class Scratch {
+  using acc_t = acc_type<scalar_t>;
+
+ public:
+  explicit Scratch(const BackwardArgs& args) : args_(args), maxima_(divide_up(args.vocab, kPowers)) {
+    if (!std::is_same_v<scalar_t, acc_t>) powers_.resize(args.vocab);
+    if (args.options.softcap != 0) slopes_.resize(args.vocab);
+  }
+
+  Powers<acc_t> row(int64_t r) {
+    acc_t* powers = powers_.data();
+    if constexpr (std::is_same_v<scalar_t, acc_t>) powers = args_.template gradient_row<scalar_t>(r);
+    return {powers, slopes_.empty() ? nullptr : slopes_.data(), maxima_.data()};
+  }
+
+ private:
+  const BackwardArgs& args_;
+  std::vector<acc_t> powers_, slopes_, maxima_;
+};
+
+// The gradient of a row follows its loss while the logits, or their exponentials, are in the second cache.
 template <typename scalar_t>
 void run_both(const ForwardArgs& forward_args, const BackwardArgs& backward_args) {
   const Forward<scalar_t> forward(forward_args);
@@ -61,9 +85,17 @@ void run_both(const ForwardArgs& forward_args, const BackwardArgs& backward_args
   }
   parallel_rows(forward_args.rows, forward_args.vocab, [&](int64_t begin, int64_t end) {
     auto plan = backward.empty_plan();
+    Scratch<scalar_t> scratch(backward_args);
     for (int64_t r = begin; r < end; ++r) {
-      forward.write(r, r, plan.entries);
-      backward.write(r, std::min(r + 1, end - 1), true, plan);
+      const int64_t after = std::min(r + 1, end - 1);
+      if (forward.keeps(r)) {
+        const auto kept = scratch.row(r);
+        forward.write(r, after, plan.entries, kept);
+        backward.write_kept(r, kept, plan);
+      } else {
+        forward.write(r, r, plan.entries);
+        backward.write(r, after, true, plan);
+      }
     }
   });
 }

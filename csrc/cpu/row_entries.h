@@ -59,12 +59,20 @@ class RowEntries {
     weigh(target);
   }
 
-  // Adds up the weights of equal columns, in the order of their entries so that sums are reproducible, and orders the
-  // entries by spans of the columns. Where columns ascend, as in COO and CSR, both are done.
-  void arrange(size_t spans) {
+  // Adds up the weights of equal columns, in the order of their entries so that sums are reproducible. Of the logits,
+  // where they are there, the first of a column stays. Returns whether columns ascend.
+  bool merge_repeated() {
     bool ascending = true;
     for (size_t k = 1; k < size(); ++k) ascending &= columns[k - 1] < columns[k];
     if (!ascending && may_repeat()) merge_duplicates();
+    return ascending;
+  }
+
+  // The same, and the entries ordered by spans of the columns. Where columns ascend, as in COO and CSR, both are done.
+  // The logits are to be gathered afterwards.
+  void arrange(size_t spans) {
+    logits.resize(size());
+    const bool ascending = merge_repeated();
     span_begin_.assign(spans + 1, 0);
     if (spans > 1) {
       for (const int64_t column : columns) ++span_begin_[span_of(column) + 1];
@@ -173,6 +181,7 @@ class RowEntries {
       }
       seen_[slot] = {row_, kept};
       columns[kept] = columns[k];
+      logits[kept] = logits[k];
       if (!class_weights.empty()) class_weights[kept] = class_weights[k];
       weights[kept++] = weights[k];
     }

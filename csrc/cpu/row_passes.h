@@ -28,6 +28,9 @@ const acc_type<scalar_t>* weights_at(const TargetView& target, int64_t column) {
   return weight ? weight + column : nullptr;
 }
 
+// Longer rows leave the caches before their gradient is written: their exponentials are made twice.
+constexpr int64_t kLongestKept = int64_t(1) << 20;
+
 struct WideSum {
   double sum = 0;
   void add(double x) { sum += x; }
@@ -45,32 +48,43 @@ class Forward {
 
   int64_t spans() const { return spans_; }
   bool ignored(int64_t r) const { return args_.target.ignored(r); }
+  // Whether a row's exponentials are worth keeping for its gradient.
+  bool keeps(int64_t r) const {
+    return args_.vocab <= kLongestKept &&
+           Tile<scalar_t>::keeps(args_.template transform<acc_t>(r), args_.options.label_smoothing != 0);
+  }
 
-  // `after` is the row that will be read next; `entries` receives those of a row that is not ignored.
-  void write(int64_t r, int64_t after, RowEntries<acc_t>& entries) const {
+  // `after` is the row that will be read next; `entries` receives those of a row that is not ignored, with their
+  // logits, and `kept` its exponentials, which may overwrite the logits.
+  void write(int64_t r, int64_t after, RowEntries<acc_t>& entries, const Powers<acc_t>& kept = {}) const {
     prefetch_entries(args_.target, r);
     RowStats<acc_t> stats;
-    if (!ignored(r))
-      for (int64_t t = 0; t < spans_; ++t) stats.merge(span(r, t, after));
-    finish(r, stats, entries);
+    if (ignored(r)) return sum(r, stats, entries);
+    const bool overwrites = static_cast<const void*>(kept.powers) == row(r);
+    if (overwrites) collect(r, entries);
+    for (int64_t t = 0; t < spans_; ++t) stats.merge(span(r, t, after, kept.from(t * kSpan)));
+    if (!overwrites) collect(r, entries);  // their logits are in a cache now
+    sum(r, stats, entries);
   }
 
-  RowStats<acc_t> span(int64_t r, int64_t t, int64_t after) const {
+  RowStats<acc_t> span(int64_t r, int64_t t, int64_t after, const Powers<acc_t>& kept = {}) const {
     const int64_t column = t * kSpan;
     const scalar_t* next = t + 1 < spans_ ? row(r) + column + kSpan : row(after);
-    const bool weighted = args_.options.label_smoothing != 0;
     return Tile<scalar_t>::stats(row(r) + column, std::min(kSpan, columns_ - column),
-                                 args_.template transform<acc_t>(r), weighted,
-                                 weights_at<scalar_t>(args_.target, column), next);
+                                 args_.template transform<acc_t>(r), args_.options.label_smoothing != 0,
+                                 weights_at<scalar_t>(args_.target, column), next, kept);
   }
 
-  // Adds the entries and writes what belongs to the row.
-  void finish(int64_t r, const RowStats<acc_t>& stats, RowEntries<acc_t>& entries) const {
-    TargetSums<WideSum> sums;  // a row may have a hundred thousand entries
-    if (ignored(r)) return args_.write(r, true, stats, sums.stats<acc_t>());
+  void collect(int64_t r, RowEntries<acc_t>& entries) const {
     entries.collect(args_.target, r);
     entries.logits.resize(entries.size());
     entries.gather(row(r), args_.template transform<acc_t>(r), 0, entries.size());
+  }
+
+  // Adds the collected entries and writes what belongs to the row.
+  void sum(int64_t r, const RowStats<acc_t>& stats, const RowEntries<acc_t>& entries) const {
+    TargetSums<WideSum> sums;  // a row may have a hundred thousand entries
+    if (ignored(r)) return args_.write(r, true, stats, sums.stats<acc_t>());
     for (size_t k = 0; k < entries.size(); ++k)
       sums.add(entries.weights[k], stats.max, [&] { return entries.logits[k]; });
     args_.write(r, false, stats, sums.stats<acc_t>());
@@ -112,6 +126,20 @@ class Backward {
     write_entries(r, plan);
   }
 
+  // From what Forward has kept of the row, without its logits.
+  void write_kept(int64_t r, const Powers<acc_t>& kept, RowPlan& plan) const {
+    plan.zero = args_.template without_gradient<acc_t>(r);
+    const int64_t live = plan.zero ? 0 : columns_;
+    scalar_t* gradient = args_.template gradient_row<scalar_t>(r);
+    std::fill(reinterpret_cast<char*>(gradient + live), reinterpret_cast<char*>(gradient + args_.vocab), 0);
+    if (plan.zero) return;
+    plan.coefficients = args_.coefficients(r, plan.entries.mass());
+    plan.entries.merge_repeated();
+    Tile<scalar_t>::gradient(kept, live, args_.template transform<acc_t>(r), plan.coefficients,
+                             weights_at<scalar_t>(args_.target, 0), gradient);
+    write_entries(r, plan);
+  }
+
   void make_plan(int64_t r, bool collected, RowPlan& plan) const {
     RowEntries<acc_t>& entries = plan.entries;
     plan.zero = args_.template without_gradient<acc_t>(r);
@@ -130,7 +158,7 @@ class Backward {
     if (live > begin) {
       const auto transform = args_.template transform<acc_t>(r);
       plan.entries.gather(row(r), transform, plan.entries.span_begin(t), plan.entries.span_begin(t + 1));
-      Tile<scalar_t>::gradient(row(r) + begin, live - begin, transform, plan.coefficients,
+      Tile<scalar_t>::gradient(row(r) + begin, live - begin, transform, args_.options.label_smoothing != 0, plan.coefficients,
                                weights_at<scalar_t>(args_.target, begin), next, gradient + begin);
     }
     std::fill(reinterpret_cast<char*>(gradient + live), reinterpret_cast<char*>(gradient + end), 0);

@@ -1,6 +1,7 @@
 #include "tile.h"
 
 #include "avx512.h"
+#include "powers.h"
 
 #include <cstdlib>
 #include <cstring>
@@ -8,23 +9,6 @@
 namespace sparse_ce {
 namespace cpu {
 namespace {
-
-// z of a tile.
-template <typename scalar_t, typename acc_t>
-SCE_HD const acc_t* transformed(const scalar_t* logits, int64_t n, const LogitTransform<acc_t> transform,
-                                acc_t* __restrict__ z) {
-  if (transform.identity()) {
-    SCE_SIMD()
-    for (int64_t i = 0; i < n; ++i) z[i] = to_acc(logits[i]);
-  } else if (transform.softcap != acc_t(0)) {
-    SCE_SIMD()
-    for (int64_t i = 0; i < n; ++i) z[i] = transform(to_acc(logits[i]));
-  } else {
-    SCE_SIMD()
-    for (int64_t i = 0; i < n; ++i) z[i] = transform.scale * to_acc(logits[i]);
-  }
-  return z;
-}
 
 // One pass over memory, so that loads and exponentials overlap; the first few logits find a maximum to start from.
 template <typename stats_t, typename logits_t>
@@ -38,13 +22,23 @@ SCE_HD void push_tile(stats_t& stats, const logits_t& z, int64_t n) {
   if (begin < n && !stats.push_near(z, begin, n)) stats.push(z, begin, n);
 }
 
+// Whether forward and backward are loops of avx512.h over the logits, which take less time for two exponentials than it
+// takes to keep one.
+template <InstructionSet set, typename scalar_t>
+SCE_HD bool twice(const LogitTransform<acc_type<scalar_t>>& transform, bool weighted) {
+  if constexpr (set == InstructionSet::kAvx512 && std::is_same_v<acc_type<scalar_t>, float>)
+    return transform.softcap == 0 && transform.scale > 0 && !weighted;
+  return false;
+}
+
 template <InstructionSet set, typename scalar_t, typename acc_t>
 SCE_HD RowStats<acc_t> stats_body(const scalar_t* logits, int64_t n, const LogitTransform<acc_t>& transform,
                                   bool weighted, const acc_t* class_weight, [[maybe_unused]] const scalar_t* next,
-                                  RowStats<acc_t> stats) {
+                                  const Powers<acc_t>& kept) {
+  RowStats<acc_t> stats;
 #ifdef SCE_X86
   if constexpr (set == InstructionSet::kAvx512 && std::is_same_v<acc_t, float>) {
-    if (transform.softcap == acc_t(0) && transform.scale > acc_t(0) && !weighted) {
+    if (twice<set, scalar_t>(transform, weighted)) {
       avx512::push(avx512::Every<scalar_t>{logits}, n, transform.scale, next, stats,
                    [&](int64_t begin, int64_t end)
                        SCE_INLINE { stats.push(Scaled<scalar_t>{logits, transform.scale}, begin, end); });
@@ -52,50 +46,48 @@ SCE_HD RowStats<acc_t> stats_body(const scalar_t* logits, int64_t n, const Logit
     }
   }
 #endif
-  alignas(64) acc_t buffer[kTile];
-  for (int64_t begin = 0; begin < n; begin += kTile) {
-    const int64_t m = n - begin < kTile ? n - begin : kTile;
-    if (std::is_same_v<scalar_t, acc_t> && transform.softcap == acc_t(0) && !weighted) {
-      push_tile(stats, Scaled<scalar_t>{logits + begin, transform.scale}, m);
-      continue;
-    }
-    const acc_t* z = transformed(logits + begin, m, transform, buffer);
-    push_tile(stats, z, m);
-    if (weighted) stats.push_weighted(z, class_weight ? class_weight + begin : nullptr, m);
+  for (int64_t begin = 0; begin < n; begin += kPowers) {
+    const int64_t m = n - begin < kPowers ? n - begin : kPowers;
+    const RowStats<acc_t> tile = raise_tile<set>(logits + begin, m, transform, weighted,
+                                            class_weight ? class_weight + begin : nullptr,
+                                            begin + m < n ? logits + begin + m : next, kept.powers_at(begin),
+                                            kept.slopes_at(begin));
+    if (kept.maxima) kept.maxima[begin / kPowers] = tile.max;
+    stats.merge(tile);
   }
   return stats;
 }
 
 template <InstructionSet set, typename scalar_t, typename acc_t>
-SCE_HD void gradient_body(const scalar_t* logits, int64_t n, const LogitTransform<acc_t>& transform,
+SCE_HD void gradient_body(const scalar_t* logits, int64_t n, const LogitTransform<acc_t>& transform, bool weighted,
                           const GradientCoefficients<acc_t>& coefficients, const acc_t* class_weight,
                           [[maybe_unused]] const scalar_t* next, scalar_t* gradient) {
-  const GradientCoefficients<acc_t> c = coefficients;
 #ifdef SCE_X86
   if constexpr (set == InstructionSet::kAvx512 && std::is_same_v<acc_t, float>) {
-    const bool plain = transform.softcap == acc_t(0) && transform.scale > acc_t(0) && c.b == acc_t(0);
-    if (plain && avx512::gradient<avx512::Times>(logits, n, transform.scale, coefficients, next, gradient)) return;
+    if (twice<set, scalar_t>(transform, weighted) &&
+        avx512::gradient<avx512::Times>(logits, n, transform.scale, coefficients, next, gradient))
+      return;
   }
 #endif
-  if (transform.identity() && c.b == acc_t(0)) {
-    if constexpr (sizeof(scalar_t) == 2) {
-      SCE_SIMD()
-      for (int64_t i = 0; i < n; ++i) from_acc(c.at_rough(to_acc(logits[i])), gradient[i]);
-    } else {
-      SCE_SIMD()
-      for (int64_t i = 0; i < n; ++i) from_acc(c.at(to_acc(logits[i])), gradient[i]);
-    }
-    return;
+  alignas(64) acc_t powers[kPowers], slopes[kPowers];
+  const bool capped = transform.softcap != acc_t(0);
+  for (int64_t begin = 0; begin < n; begin += kPowers) {
+    const int64_t m = n - begin < kPowers ? n - begin : kPowers;
+    const acc_t max =
+        raise_tile<set>(logits + begin, m, transform, false, static_cast<const acc_t*>(nullptr), begin + m < n ? logits + begin + m : next, powers, capped ? slopes : nullptr).max;
+    gradient_of<set>(powers, capped ? slopes : nullptr, max, m, transform.scale, coefficients,
+                     class_weight ? class_weight + begin : nullptr, gradient + begin);
   }
-  alignas(64) acc_t buffer[kTile];
-  const LogitTransform<acc_t> t = transform;
-  for (int64_t begin = 0; begin < n; begin += kTile) {
-    const int64_t m = n - begin < kTile ? n - begin : kTile;
-    const acc_t* z = transformed(logits + begin, m, t, buffer);
-    const acc_t* o = class_weight ? class_weight + begin : nullptr;
-    SCE_SIMD()
-    for (int64_t i = 0; i < m; ++i) from_acc(c.at(z[i], o ? o[i] : acc_t(1)) * t.slope(z[i]), gradient[begin + i]);
-  }
+}
+
+template <InstructionSet set, typename scalar_t, typename acc_t>
+SCE_HD void kept_gradient_body(const Powers<acc_t>& kept, int64_t n, const LogitTransform<acc_t>& transform,
+                               const GradientCoefficients<acc_t>& coefficients, const acc_t* class_weight,
+                               scalar_t* gradient) {
+  for (int64_t begin = 0; begin < n; begin += kPowers)
+    gradient_of<set>(kept.powers_at(begin), kept.slopes_at(begin), kept.maxima[begin / kPowers],
+                     n - begin < kPowers ? n - begin : kPowers, transform.scale, coefficients,
+                     class_weight ? class_weight + begin : nullptr, gradient + begin);
 }
 
 template <typename acc_t>
@@ -129,25 +121,25 @@ SCE_HD void leave_out(const uint32_t* kept, int64_t n, acc_t value, acc_t* z) {
 }
 
 // A tile transformed, without what is left out: in buffer (kTile,) or, where nothing becomes of it, the logits.
-template <typename scalar_t, typename acc_t>
+template <InstructionSet set, typename scalar_t, typename acc_t>
 SCE_HD const acc_t* kept_of(const scalar_t* logits, int64_t begin, int64_t n, const LogitTransform<acc_t>& transform,
                             const uint32_t* kept, acc_t* buffer) {
   if constexpr (std::is_same_v<scalar_t, acc_t>) {
     if (transform.identity() && !kept) return logits + begin;
   }
-  transformed(logits + begin, n, transform, buffer);
+  transform_into<set>(logits + begin, n, transform, buffer);
   leave_out(kept ? kept + begin / 32 : nullptr, n, -acc_t(INFINITY), buffer);
   return buffer;
 }
 
 // Of logits of which one at least is `max`, when transformed: the first.
-template <typename scalar_t, typename acc_t>
+template <InstructionSet set, typename scalar_t, typename acc_t>
 SCE_HD int64_t place_of(acc_t max, const scalar_t* logits, int64_t n, const LogitTransform<acc_t>& transform,
                         const uint32_t* kept) {
   alignas(64) acc_t buffer[kTile];
   for (int64_t begin = 0; begin < n; begin += kTile) {
     const int64_t m = n - begin < kTile ? n - begin : kTile;
-    const acc_t* z = kept_of(logits, begin, m, transform, kept, buffer);
+    const acc_t* z = kept_of<set>(logits, begin, m, transform, kept, buffer);
     int64_t equal = 0;
     SCE_SIMD(reduction(+ : equal))
     for (int64_t i = 0; i < m; ++i) equal += z[i] == max;
@@ -157,13 +149,13 @@ SCE_HD int64_t place_of(acc_t max, const scalar_t* logits, int64_t n, const Logi
   return -1;
 }
 
-template <typename scalar_t, typename acc_t>
+template <InstructionSet set, typename scalar_t, typename acc_t>
 SCE_HD acc_t total_of(const scalar_t* logits, int64_t n, const LogitTransform<acc_t>& transform) {
   alignas(64) acc_t buffer[kTile];
   acc_t total = 0;
   for (int64_t begin = 0; begin < n; begin += kTile) {
     const int64_t m = n - begin < kTile ? n - begin : kTile;
-    const acc_t* z = kept_of(logits, begin, m, transform, nullptr, buffer);
+    const acc_t* z = kept_of<set>(logits, begin, m, transform, nullptr, buffer);
     total += sum_in_lanes<acc_t>(0, m, [&](int64_t i) { return z[i]; });
   }
   return total;
@@ -176,7 +168,7 @@ SCE_AVX512 void push_plain(const source_t& source, int64_t n, const LogitTransfo
                            const uint32_t* kept, const decltype(source.x) next, stats_t& sums) {
   avx512::push(source, n, transform.scale, next, sums, [&](int64_t begin, int64_t end) SCE_INLINE {
     alignas(64) float buffer[kTile];
-    sums.push(kept_of(source.x, begin, end - begin, transform, kept, buffer), 0, end - begin);
+    sums.push(kept_of<InstructionSet::kAvx512>(source.x, begin, end - begin, transform, kept, buffer), 0, end - begin);
   });
 }
 template <typename source_t>
@@ -203,19 +195,19 @@ SCE_HD SelectStats<acc_t> select_stats_body(const scalar_t* logits, int64_t n, c
   }
 #endif
   if (!done && !kept && !wanted.spread && !wanted.weighted) {
-    stats.row = stats_body<set>(logits, n, transform, false, class_weight, next, stats.row);
+    stats.row = stats_body<set>(logits, n, transform, false, class_weight, next, {});
     done = true;
   }
-  if (wanted.total) stats.total = total_of(logits, n, transform);  // of what is in a cache
+  if (wanted.total) stats.total = total_of<set>(logits, n, transform);  // of what is in a cache
   if (done) {
     if (wanted.argmax && stats.row.max > Limits<acc_t>::kLowest)
-      stats.argmax = place_of(stats.row.max, logits, n, transform, kept);
+      stats.argmax = place_of<set>(stats.row.max, logits, n, transform, kept);
     return stats;
   }
   alignas(64) acc_t buffer[kTile];
   for (int64_t begin = 0; begin < n; begin += kTile) {
     const int64_t m = n - begin < kTile ? n - begin : kTile;
-    const acc_t* z = kept_of(logits, begin, m, transform, kept, buffer);
+    const acc_t* z = kept_of<set>(logits, begin, m, transform, kept, buffer);
     const int64_t at = wanted.argmax ? argmax_body(z, m, stats.row.max) : -1;
     if (at >= 0) stats.argmax = begin + at;
     if (wanted.spread)
@@ -281,21 +273,36 @@ InstructionSet instruction_set_in_use() {
 }
 
 template <typename scalar_t>
+bool Tile<scalar_t>::keeps(const LogitTransform<acc_t>& transform, bool weighted) {
+  return instruction_set_in_use() != InstructionSet::kAvx512 ||
+         !twice<InstructionSet::kAvx512, scalar_t>(transform, weighted);
+}
+
+template <typename scalar_t>
 RowStats<acc_type<scalar_t>> Tile<scalar_t>::stats(const scalar_t* logits, int64_t n,
                                                    const LogitTransform<acc_t>& transform, bool weighted,
                                                    const acc_t* class_weight, const scalar_t* next,
-                                                   RowStats<acc_t> before) {
+                                                   const Powers<acc_t>& kept) {
   return with_instruction_set([&](auto set) SCE_INLINE {
-    return stats_body<decltype(set)::value>(logits, n, transform, weighted, class_weight, next, before);
+    return stats_body<decltype(set)::value>(logits, n, transform, weighted, class_weight, next, kept);
   });
 }
 
 template <typename scalar_t>
-void Tile<scalar_t>::gradient(const scalar_t* logits, int64_t n, const LogitTransform<acc_t>& transform,
+void Tile<scalar_t>::gradient(const scalar_t* logits, int64_t n, const LogitTransform<acc_t>& transform, bool weighted,
                               const GradientCoefficients<acc_t>& coefficients, const acc_t* class_weight,
                               const scalar_t* next, scalar_t* gradient) {
   with_instruction_set([&](auto set) SCE_INLINE {
-    gradient_body<decltype(set)::value>(logits, n, transform, coefficients, class_weight, next, gradient);
+    gradient_body<decltype(set)::value>(logits, n, transform, weighted, coefficients, class_weight, next, gradient);
+  });
+}
+
+template <typename scalar_t>
+void Tile<scalar_t>::gradient(const Powers<acc_t>& kept, int64_t n, const LogitTransform<acc_t>& transform,
+                              const GradientCoefficients<acc_t>& coefficients, const acc_t* class_weight,
+                              scalar_t* gradient) {
+  with_instruction_set([&](auto set) SCE_INLINE {
+    kept_gradient_body<decltype(set)::value>(kept, n, transform, coefficients, class_weight, gradient);
   });
 }
 
@@ -334,7 +341,8 @@ bool Tile<scalar_t>::select_gradient([[maybe_unused]] const scalar_t* logits, [[
 
 template <typename scalar_t>
 void Tile<scalar_t>::transform(const scalar_t* logits, int64_t n, const LogitTransform<acc_t>& transform, acc_t* z) {
-  with_instruction_set([&](auto) SCE_INLINE { transformed(logits, n, transform, z); });
+  with_instruction_set([&](auto set)
+                           SCE_INLINE { transform_into<decltype(set)::value>(logits, n, transform, z); });
 }
 
 template <typename scalar_t>

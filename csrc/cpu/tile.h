@@ -14,6 +14,23 @@ constexpr int64_t kTile = 1024;
 // backward writes one span, the next one arrives in the second cache, which has to hold both and a gradient.
 constexpr int64_t kSpan = 32 * kTile;
 
+// Columns whose exponentials are relative to one maximum.
+constexpr int64_t kPowers = 4 * kTile;
+
+// Of a row, or what follows in it: exponentials and, under a softcap, dz/dx of each logit, (n,) or null, and the maxima
+// that they are relative to, (n / kPowers,) rounded up.
+template <typename acc_t>
+struct Powers {
+  acc_t *powers = nullptr, *slopes = nullptr, *maxima = nullptr;
+
+  SCE_HD acc_t* powers_at(int64_t column) const { return powers ? powers + column : nullptr; }
+  SCE_HD acc_t* slopes_at(int64_t column) const { return slopes ? slopes + column : nullptr; }
+  // `column`: a multiple of kPowers.
+  SCE_HD Powers from(int64_t column) const {
+    return {powers_at(column), slopes_at(column), maxima ? maxima + column / kPowers : nullptr};
+  }
+};
+
 // Logits without a softcap, converted and scaled where they are used.
 template <typename scalar_t>
 struct Scaled {
@@ -32,14 +49,18 @@ template <typename scalar_t>
 struct Tile {
   using acc_t = acc_type<scalar_t>;
 
-  // Statistics, added to those of `before`; with `weighted` also those of label smoothing. `next`: the logits that will
-  // be worked on after these.
+  // Whether the exponentials of logits that are transformed so are worth keeping, from `stats` to `gradient`.
+  static bool keeps(const LogitTransform<acc_t>& transform, bool weighted);
+  // Statistics; with `weighted` also those of label smoothing. `next`: the logits that will be worked on after these.
+  // `kept` receives the exponentials.
   static RowStats<acc_t> stats(const scalar_t* logits, int64_t n, const LogitTransform<acc_t>& transform, bool weighted,
-                               const acc_t* class_weight, const scalar_t* next, RowStats<acc_t> before = {});
-  // The gradient as if none had an entry; it may be the logits.
-  static void gradient(const scalar_t* logits, int64_t n, const LogitTransform<acc_t>& transform,
+                               const acc_t* class_weight, const scalar_t* next, const Powers<acc_t>& kept = {});
+  // The gradient as if none had an entry; it may be the logits. From what was kept it has the same bits.
+  static void gradient(const scalar_t* logits, int64_t n, const LogitTransform<acc_t>& transform, bool weighted,
                        const GradientCoefficients<acc_t>& coefficients, const acc_t* class_weight, const scalar_t* next,
                        scalar_t* gradient);
+  static void gradient(const Powers<acc_t>& kept, int64_t n, const LogitTransform<acc_t>& transform,
+                       const GradientCoefficients<acc_t>& coefficients, const acc_t* class_weight, scalar_t* gradient);
   // The gradient at logits that have entries of the given summed weights. In place of the logits `z`, which are
   // transformed but not yet rounded to storage.
   static void entries(acc_t* z, int64_t n, const LogitTransform<acc_t>& transform,

@@ -1,0 +1,69 @@
+// convert.h - tiles of stored logits as numbers to compute with, and numbers as a stored gradient.
+#pragma once
+
+#include "../dtype.h"
+#include "../math.h"
+#include "instruction_set.h"
+
+#ifdef SCE_X86
+#include <immintrin.h>
+#endif
+
+namespace sparse_ce {
+namespace cpu {
+
+#ifdef SCE_X86
+// float16 takes 15 instructions a conversion without F16C, which every processor with AVX2 has.
+SCE_AVX2 inline void widen_f16c(const Half* x, int64_t n, float* out) {
+  int64_t i = 0;
+  for (; i + 8 <= n; i += 8)
+    _mm256_storeu_ps(out + i, _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(x + i))));
+  for (; i < n; ++i) out[i] = to_acc(x[i]);
+}
+SCE_AVX2 inline void narrow_f16c(const float* x, int64_t n, float by, Half* out) {
+  const __m256 factor = _mm256_set1_ps(by);
+  int64_t i = 0;
+  for (; i + 8 <= n; i += 8) {
+    const __m256 product = _mm256_mul_ps(_mm256_loadu_ps(x + i), factor);
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(out + i), _mm256_cvtps_ph(product, _MM_FROUND_TO_NEAREST_INT));
+  }
+  for (; i < n; ++i) from_acc(x[i] * by, out[i]);
+}
+#endif
+
+// In `buffer` (n,), or x itself where it is stored as it is computed with.
+template <InstructionSet set, typename scalar_t, typename acc_t>
+SCE_HD const acc_t* widened(const scalar_t* x, int64_t n, acc_t* __restrict__ buffer) {
+  if constexpr (std::is_same_v<scalar_t, acc_t>) return x;
+#ifdef SCE_X86
+  else if constexpr (std::is_same_v<scalar_t, Half> && set != InstructionSet::kDefault) {
+    widen_f16c(x, n, buffer);
+    return buffer;
+  }
+#endif
+  else {
+    SCE_SIMD()
+    for (int64_t i = 0; i < n; ++i) buffer[i] = to_acc(x[i]);
+    return buffer;
+  }
+}
+
+// by * x, to nearest. A tie of BFloat16 goes away from zero: what is stored here comes from exponentials that are not
+// exact enough to tell one. A NaN of arithmetic stays one.
+template <InstructionSet set, typename scalar_t, typename acc_t>
+SCE_HD void narrow_product(const acc_t* x, int64_t n, acc_t by, scalar_t* out) {
+#ifdef SCE_X86
+  if constexpr (std::is_same_v<scalar_t, Half> && set != InstructionSet::kDefault) return narrow_f16c(x, n, by, out);
+#endif
+  SCE_SIMD()
+  for (int64_t i = 0; i < n; ++i) {
+    const acc_t product = x[i] * by;
+    if constexpr (std::is_same_v<scalar_t, BFloat16>)
+      out[i].bits = static_cast<uint16_t>((bit_cast<uint32_t>(product) + 0x8000u) >> 16);
+    else
+      from_acc(product, out[i]);
+  }
+}
+
+}  // namespace cpu
+}  // namespace sparse_ce

@@ -1,0 +1,112 @@
+// powers.h - a tile's exponentials relative to its maximum, which serve the sum of the row and then the gradient: one
+// exponential a logit where they are kept in between. Where they are not, making them again gives the same bits.
+#pragma once
+
+#include "../math.h"
+#include "convert.h"
+#include "tile.h"
+
+#include <algorithm>
+
+namespace sparse_ce {
+namespace cpu {
+
+// z (n,) of logits.
+template <InstructionSet set, typename scalar_t, typename acc_t>
+SCE_HD void transform_into(const scalar_t* logits, int64_t n, const LogitTransform<acc_t> transform, acc_t* z) {
+  const acc_t* x = widened<set>(logits, n, z);
+  if (transform.softcap != acc_t(0)) {
+    SCE_SIMD()
+    for (int64_t i = 0; i < n; ++i) z[i] = transform(x[i]);
+  } else if (transform.scale != acc_t(1)) {
+    SCE_SIMD()
+    for (int64_t i = 0; i < n; ++i) z[i] = transform.scale * x[i];
+  } else if (x != z) {
+    std::copy(x, x + n, z);
+  }
+}
+
+// The same, in `buffer` or, where nothing becomes of the logits, the logits.
+template <InstructionSet set, typename scalar_t, typename acc_t>
+SCE_HD const acc_t* transformed(const scalar_t* logits, int64_t n, const LogitTransform<acc_t>& transform,
+                                acc_t* buffer) {
+  if constexpr (std::is_same_v<scalar_t, acc_t>) {
+    if (transform.identity()) return logits;
+  }
+  transform_into<set>(logits, n, transform, buffer);
+  return buffer;
+}
+
+// The largest; NaN is never the larger one. Four lanes' worth of vectors, because one would wait for each comparison.
+template <typename acc_t>
+SCE_HD acc_t maximum(const acc_t* z, int64_t n) {
+  constexpr int64_t kWide = 4 * kLanes;
+  acc_t lanes[kWide];
+  for (int64_t k = 0; k < kWide; ++k) lanes[k] = Limits<acc_t>::kLowest;
+  int64_t i = 0;
+  for (; i + kWide <= n; i += kWide) {
+    SCE_SIMD()
+    for (int64_t k = 0; k < kWide; ++k) lanes[k] = z[i + k] > lanes[k] ? z[i + k] : lanes[k];
+  }
+  acc_t max = Limits<acc_t>::kLowest;
+  for (; i < n; ++i) max = z[i] > max ? z[i] : max;
+  for (int64_t k = 0; k < kWide; ++k) max = lanes[k] > max ? lanes[k] : max;
+  return max;
+}
+
+// Of n <= kPowers logits: their statistics and, where they are there, `powers` (n,), which may be the logits, and
+// `slopes` (n,), dz/dx of logits that have a softcap.
+template <InstructionSet set, typename scalar_t, typename acc_t>
+SCE_HD RowStats<acc_t> raise_tile(const scalar_t* logits, int64_t n, const LogitTransform<acc_t>& transform, bool weighted,
+                             const acc_t* class_weight, const scalar_t* next, acc_t* powers, acc_t* slopes) {
+  constexpr int kDegree = degree_for<scalar_t>;
+  alignas(64) acc_t buffer[kPowers];
+  const acc_t* z = transformed<set>(logits, n, transform, powers ? powers : buffer);
+  RowStats<acc_t> stats;
+  const acc_t max = stats.max = maximum(z, n);
+  if (weighted) stats.push_weighted(z, class_weight, n);
+  if (slopes) {
+    const LogitTransform<acc_t> t = transform;
+    SCE_SIMD()
+    for (int64_t i = 0; i < n; ++i) slopes[i] = t.slope(z[i]);
+  }
+  const auto power = [&](int64_t i) { return exponential_below<kDegree>(z[i] - max); };
+  constexpr int64_t kLine = 64, kSoon = 512;
+  const auto ask = [&](int64_t i) {
+    for (int64_t byte = 0; byte < kLanes * int64_t(sizeof(scalar_t)); byte += kLine)
+      __builtin_prefetch(reinterpret_cast<const char*>(next + i) + byte, 0, 2);
+  };
+  if (powers)
+    stats.sum = sum_in_lanes<acc_t>(
+        0, n, [&](int64_t i) { return powers[i] = power(i); },
+        [&](int64_t i) {
+          ask(i);
+          for (int64_t byte = 0; byte < kLanes * int64_t(sizeof(acc_t)); byte += kLine)
+            __builtin_prefetch(reinterpret_cast<char*>(powers + i) + kSoon + byte, 1);
+        });
+  else
+    stats.sum = sum_in_lanes<acc_t>(0, n, power, ask);
+  return stats;
+}
+
+// The gradient from them, as if no logit had an entry. `max` is what they are relative to; they become scratch.
+template <InstructionSet set, typename scalar_t, typename acc_t>
+SCE_HD void gradient_of(acc_t* powers, const acc_t* slopes, acc_t max, int64_t n, acc_t slope,
+                        const GradientCoefficients<acc_t>& coefficients, const acc_t* class_weight,
+                        scalar_t* gradient) {
+  const acc_t b = coefficients.b, by = coefficients.per_power(max);
+  if (slopes) {
+    SCE_SIMD()
+    for (int64_t i = 0; i < n; ++i) powers[i] = (by * powers[i] - b * (class_weight ? class_weight[i] : acc_t(1))) * slopes[i];
+    return narrow_product<set>(powers, n, acc_t(1), gradient);
+  }
+  if (b != acc_t(0)) {
+    SCE_SIMD()
+    for (int64_t i = 0; i < n; ++i) powers[i] = (by * powers[i] - b * (class_weight ? class_weight[i] : acc_t(1))) * slope;
+    return narrow_product<set>(powers, n, acc_t(1), gradient);
+  }
+  narrow_product<set>(powers, n, by * slope, gradient);
+}
+
+}  // namespace cpu
+}  // namespace sparse_ce
