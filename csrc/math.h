@@ -21,37 +21,38 @@
 namespace sparse_ce {
 
 // Sums are made in lanes of one add in so many terms: one lane over all terms would round too often, and how many there
-// are must not be left to what a compiler makes of a loop. A thread of a GPU adds few terms and is a lane of its own.
+// are must not be left to what a compiler makes of a loop. Terms that are ready sooner than an add is done want more of
+// them. A thread of a GPU adds few terms and is a lane of its own.
 #ifdef SCE_CUDA
-constexpr int64_t kLanes = 1;
+constexpr int64_t kLanes = 1, kWideLanes = 1;
 #else
-constexpr int64_t kLanes = 16;
+constexpr int64_t kLanes = 16, kWideLanes = 64;
 #endif
 
-template <typename acc_t>
-SCE_HD acc_t sum_of_lanes(acc_t* lanes) {
-  for (int64_t half = kLanes / 2; half > 0; half /= 2)
-    for (int64_t k = 0; k < half; ++k) lanes[k] += lanes[k + half];
+template <typename acc_t, size_t lane_count>
+SCE_HD acc_t sum_of_lanes(acc_t (&lanes)[lane_count]) {
+  for (size_t half = lane_count / 2; half > 0; half /= 2)
+    for (size_t k = 0; k < half; ++k) lanes[k] += lanes[k + half];
   return lanes[0];
 }
 
 // The sum of term(i) over begin <= i < end; before(i) is called for the first of as many terms as there are lanes.
-template <typename acc_t, typename term_t, typename before_t>
+template <typename acc_t, int64_t lane_count = kLanes, typename term_t, typename before_t>
 SCE_HD acc_t sum_in_lanes(int64_t begin, int64_t end, const term_t& term, const before_t& before) {
-  acc_t lanes[kLanes] = {};
+  acc_t lanes[lane_count] = {};
   int64_t i = begin;
-  for (; i + kLanes <= end; i += kLanes) {
+  for (; i + lane_count <= end; i += lane_count) {
     before(i);
     SCE_SIMD()
-    for (int64_t k = 0; k < kLanes; ++k) lanes[k] += term(i + k);
+    for (int64_t k = 0; k < lane_count; ++k) lanes[k] += term(i + k);
   }
   SCE_SIMD()
   for (int64_t k = 0; k < end - i; ++k) lanes[k] += term(i + k);
   return sum_of_lanes(lanes);
 }
-template <typename acc_t, typename term_t>
+template <typename acc_t, int64_t lane_count = kLanes, typename term_t>
 SCE_HD acc_t sum_in_lanes(int64_t begin, int64_t end, const term_t& term) {
-  return sum_in_lanes<acc_t>(begin, end, term, [](int64_t) {});
+  return sum_in_lanes<acc_t, lane_count>(begin, end, term, [](int64_t) {});
 }
 
 // A sum of many terms one after the other that keeps what rounding takes from it (Kahan), for threads of a GPU, where
@@ -76,16 +77,17 @@ struct LossOptions {
 // z = softcap tanh(scale x / softcap), or scale x without a softcap. `row_scale` multiplies the options' scale.
 template <typename acc_t>
 struct LogitTransform {
-  acc_t scale, softcap;
+  acc_t scale, softcap, scale_per_cap;
 
   SCE_HD explicit LogitTransform(const LossOptions& options, acc_t row_scale = 1)
-      : scale(static_cast<acc_t>(options.logit_scale) * row_scale), softcap(static_cast<acc_t>(options.softcap)) {}
+      : scale(static_cast<acc_t>(options.logit_scale) * row_scale), softcap(static_cast<acc_t>(options.softcap)),
+        scale_per_cap(softcap == acc_t(0) ? acc_t(0) : scale / softcap) {}
 
   SCE_HD bool identity() const { return scale == acc_t(1) && softcap == acc_t(0); }
-  SCE_HD acc_t operator()(acc_t x) const {
-    const acc_t scaled = scale * x;
-    return softcap == acc_t(0) ? scaled : softcap * hyperbolic_tangent(scaled / softcap);
-  }
+  SCE_HD acc_t operator()(acc_t x) const { return softcap == acc_t(0) ? scale * x : softcap * tangent(x); }
+  // Of logits that have a softcap: z / softcap, and dz/dx from it.
+  SCE_HD acc_t tangent(acc_t x) const { return hyperbolic_tangent(scale_per_cap * x); }
+  SCE_HD acc_t slope_at(acc_t tangent) const { return scale * (acc_t(1) - tangent * tangent); }
   // dz/dx, from z.
   SCE_HD acc_t slope(acc_t z) const { return scale * slope_of_cap(z); }
   // dz/d(scale x), from z.
@@ -168,13 +170,16 @@ struct RowStats {
   // Adds the smoothing's share of the same n logits, after push. A class of weight 0 adds 0 even at -inf.
   SCE_HD void push_weighted(const acc_t* z, const acc_t* class_weight, int64_t n) {
     const acc_t to = max;
-    const auto weight_at = [&](int64_t i) { return class_weight ? class_weight[i] : acc_t(1); };
-    const acc_t added = sum_in_lanes<acc_t>(0, n, [&](int64_t i) {
-      const acc_t o = weight_at(i);
+    if (!class_weight) {
+      weighted += sum_in_lanes<acc_t, kWideLanes>(0, n, [&](int64_t i) { return z[i] - to; });
+      weight += static_cast<acc_t>(n);
+      return;
+    }
+    weighted += sum_in_lanes<acc_t, kWideLanes>(0, n, [&](int64_t i) {
+      const acc_t o = class_weight[i];
       return o == acc_t(0) ? acc_t(0) : o * (z[i] - to);
     });
-    weighted += added;
-    weight += sum_in_lanes<acc_t>(0, n, weight_at);
+    weight += sum_in_lanes<acc_t, kWideLanes>(0, n, [&](int64_t i) { return class_weight[i]; });
   }
 };
 

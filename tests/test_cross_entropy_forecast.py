@@ -75,6 +75,66 @@ def test_rows_in_parts_many_rows_and_none(rows, vocab, dtype, makes):
     assert grads[0].shape == (rows, vocab)
 
 
+LONG_ROWS = {
+    "plain": {}, "scaled": dict(logit_scale=0.7), "scaled down and up": dict(logit_scale=torch.tensor([-0.3, 2.0, 0.0])),
+    "softcap": dict(softcap=5.0, logit_scale=1.5), "smoothed": dict(label_smoothing=0.2),
+    "all": dict(softcap=5.0, label_smoothing=0.2, z_loss=0.1),
+}
+
+
+@pytest.mark.parametrize("options", LONG_ROWS)
+@pytest.mark.parametrize("vocab", [4096, 33_003, 102_401])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_what_is_kept_of_a_long_row_between_loss_and_gradient(dtype, vocab, options, makes):
+    """Exponentials of each part relative to its own maximum, which may be far from the row's, -inf or hidden by a NaN;
+    entries of one class that come twice, in any order."""
+    draw = Draw("cpu")
+    x = draw.normal(3, vocab).to(dtype)
+    x[0, vocab // 2] = 40  # nearly all of the row's mass
+    x[1, :vocab - 5] = -torch.inf if "scaled" not in options else -99  # 0 * inf is NaN
+    x[2, ::3] -= 200
+    indices = draw.integers(vocab, 3, 9)
+    indices[:, 5:] = indices[:, :4]
+    target = (indices, draw.uniform(3, 9))
+    keywords = dict(LONG_ROWS[options], num_classes=vocab - 2, weight=draw.uniform(vocab - 2))
+    if options == "plain" or "scaled" in options:
+        keywords.pop("weight")
+    indices.clamp_(max=vocab - 3)
+    for row in (slice(0, 2), slice(0, 3)):
+        part = x[row].clone().requires_grad_()
+        scale = keywords.get("logit_scale")
+        given = dict(keywords, logit_scale=scale[row]) if isinstance(scale, torch.Tensor) else keywords
+        results = []
+        forecast._upstream.clear()
+        for _ in range(2):
+            loss, lse = cross_entropy(part, tuple(t[row] for t in target), return_lse=True, **given)
+            results.append((loss.detach(), lse.detach(), grad_of(loss, part, 0.75)))
+        assert results[0][2].isfinite().all() and results[0][2][:, -2:].count_nonzero() == 0
+        for a, b in zip(*results):
+            assert_bitwise_equal(a, b)
+    assert makes == [0.75] * 2
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_rows_too_long_to_keep_anything_of(dtype, makes):
+    x, *target = example(dtype, 2, (1 << 20) + 5)
+    grads = [grad_of(cross_entropy(x, tuple(target)), x, 3.0) for _ in range(2)]
+    assert makes == [3.0]
+    assert_bitwise_equal(*grads)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_nan_is_kept_too(dtype, makes):
+    """Of its row alone."""
+    x, *target = example(dtype, 3, 9000)
+    with torch.no_grad():
+        x[1, 4500] = torch.nan
+    for _ in range(2):
+        grad = grad_of(cross_entropy(x, tuple(target)), x)
+        assert grad[1].isnan().all() and grad[::2].isfinite().all()
+    assert makes == [1.0]
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_few_long_rows_are_shared_out_by_parts(dtype, makes, threads):
     x, *target = example(dtype, 2, 100_003)

@@ -20,14 +20,12 @@ SCE_AVX2 inline void widen_f16c(const Half* x, int64_t n, float* out) {
     _mm256_storeu_ps(out + i, _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(x + i))));
   for (; i < n; ++i) out[i] = to_acc(x[i]);
 }
-SCE_AVX2 inline void narrow_f16c(const float* x, int64_t n, float by, Half* out) {
-  const __m256 factor = _mm256_set1_ps(by);
+SCE_AVX2 inline void narrow_f16c(const float* x, int64_t n, Half* out) {
   int64_t i = 0;
-  for (; i + 8 <= n; i += 8) {
-    const __m256 product = _mm256_mul_ps(_mm256_loadu_ps(x + i), factor);
-    _mm_storeu_si128(reinterpret_cast<__m128i*>(out + i), _mm256_cvtps_ph(product, _MM_FROUND_TO_NEAREST_INT));
-  }
-  for (; i < n; ++i) from_acc(x[i] * by, out[i]);
+  for (; i + 8 <= n; i += 8)
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(out + i),
+                     _mm256_cvtps_ph(_mm256_loadu_ps(x + i), _MM_FROUND_TO_NEAREST_INT));
+  for (; i < n; ++i) from_acc(x[i], out[i]);
 }
 #endif
 
@@ -48,20 +46,24 @@ SCE_HD const acc_t* widened(const scalar_t* x, int64_t n, acc_t* __restrict__ bu
   }
 }
 
-// by * x, to nearest. A tie of BFloat16 goes away from zero: what is stored here comes from exponentials that are not
-// exact enough to tell one. A NaN of arithmetic stays one.
-template <InstructionSet set, typename scalar_t, typename acc_t>
-SCE_HD void narrow_product(const acc_t* x, int64_t n, acc_t by, scalar_t* out) {
+// The numbers term(i), to nearest. A tie of BFloat16 goes away from zero: what is stored here comes from exponentials
+// that are not exact enough to tell one. A NaN of arithmetic stays one. `buffer` (n,) is scratch, which `term` may read.
+template <InstructionSet set, typename scalar_t, typename acc_t, typename term_t>
+SCE_HD void narrow(int64_t n, const term_t& term, acc_t* buffer, scalar_t* out) {
 #ifdef SCE_X86
-  if constexpr (std::is_same_v<scalar_t, Half> && set != InstructionSet::kDefault) return narrow_f16c(x, n, by, out);
+  if constexpr (std::is_same_v<scalar_t, Half> && set != InstructionSet::kDefault) {
+    SCE_SIMD()
+    for (int64_t i = 0; i < n; ++i) buffer[i] = term(i);
+    return narrow_f16c(buffer, n, out);
+  }
 #endif
   SCE_SIMD()
   for (int64_t i = 0; i < n; ++i) {
-    const acc_t product = x[i] * by;
+    const acc_t x = term(i);
     if constexpr (std::is_same_v<scalar_t, BFloat16>)
-      out[i].bits = static_cast<uint16_t>((bit_cast<uint32_t>(product) + 0x8000u) >> 16);
+      out[i].bits = static_cast<uint16_t>((bit_cast<uint32_t>(x) + 0x8000u) >> 16);
     else
-      from_acc(product, out[i]);
+      from_acc(x, out[i]);
   }
 }
 

@@ -26,7 +26,20 @@ SCE_HD void transform_into(const scalar_t* logits, int64_t n, const LogitTransfo
   }
 }
 
-// The same, in `buffer` or, where nothing becomes of the logits, the logits.
+// The same of logits that have a softcap, with dz/dx.
+template <InstructionSet set, typename scalar_t, typename acc_t>
+SCE_HD void transform_into(const scalar_t* logits, int64_t n, const LogitTransform<acc_t> transform, acc_t* z,
+                           acc_t* __restrict__ slopes) {
+  const acc_t* x = widened<set>(logits, n, z);
+  SCE_SIMD()
+  for (int64_t i = 0; i < n; ++i) {
+    const acc_t t = transform.tangent(x[i]);
+    slopes[i] = transform.slope_at(t);
+    z[i] = transform.softcap * t;
+  }
+}
+
+// The same without, in `buffer` or, where nothing becomes of the logits, the logits.
 template <InstructionSet set, typename scalar_t, typename acc_t>
 SCE_HD const acc_t* transformed(const scalar_t* logits, int64_t n, const LogitTransform<acc_t>& transform,
                                 acc_t* buffer) {
@@ -37,20 +50,19 @@ SCE_HD const acc_t* transformed(const scalar_t* logits, int64_t n, const LogitTr
   return buffer;
 }
 
-// The largest; NaN is never the larger one. Four lanes' worth of vectors, because one would wait for each comparison.
+// The largest; NaN is never the larger one. 
 template <typename acc_t>
 SCE_HD acc_t maximum(const acc_t* z, int64_t n) {
-  constexpr int64_t kWide = 4 * kLanes;
-  acc_t lanes[kWide];
-  for (int64_t k = 0; k < kWide; ++k) lanes[k] = Limits<acc_t>::kLowest;
+  acc_t lanes[kWideLanes];
+  for (int64_t k = 0; k < kWideLanes; ++k) lanes[k] = Limits<acc_t>::kLowest;
   int64_t i = 0;
-  for (; i + kWide <= n; i += kWide) {
+  for (; i + kWideLanes <= n; i += kWideLanes) {
     SCE_SIMD()
-    for (int64_t k = 0; k < kWide; ++k) lanes[k] = z[i + k] > lanes[k] ? z[i + k] : lanes[k];
+    for (int64_t k = 0; k < kWideLanes; ++k) lanes[k] = z[i + k] > lanes[k] ? z[i + k] : lanes[k];
   }
   acc_t max = Limits<acc_t>::kLowest;
   for (; i < n; ++i) max = z[i] > max ? z[i] : max;
-  for (int64_t k = 0; k < kWide; ++k) max = lanes[k] > max ? lanes[k] : max;
+  for (int64_t k = 0; k < kWideLanes; ++k) max = lanes[k] > max ? lanes[k] : max;
   return max;
 }
 
@@ -61,15 +73,15 @@ SCE_HD RowStats<acc_t> raise_tile(const scalar_t* logits, int64_t n, const Logit
                              const acc_t* class_weight, const scalar_t* next, acc_t* powers, acc_t* slopes) {
   constexpr int kDegree = degree_for<scalar_t>;
   alignas(64) acc_t buffer[kPowers];
-  const acc_t* z = transformed<set>(logits, n, transform, powers ? powers : buffer);
+  acc_t* const own = powers ? powers : buffer;
+  const acc_t* z = own;
+  if (slopes)
+    transform_into<set>(logits, n, transform, own, slopes);
+  else
+    z = transformed<set>(logits, n, transform, own);
   RowStats<acc_t> stats;
   const acc_t max = stats.max = maximum(z, n);
   if (weighted) stats.push_weighted(z, class_weight, n);
-  if (slopes) {
-    const LogitTransform<acc_t> t = transform;
-    SCE_SIMD()
-    for (int64_t i = 0; i < n; ++i) slopes[i] = t.slope(z[i]);
-  }
   const auto power = [&](int64_t i) { return exponential_below<kDegree>(z[i] - max); };
   constexpr int64_t kLine = 64, kSoon = 512;
   const auto ask = [&](int64_t i) {
@@ -91,21 +103,19 @@ SCE_HD RowStats<acc_t> raise_tile(const scalar_t* logits, int64_t n, const Logit
 
 // The gradient from them, as if no logit had an entry. `max` is what they are relative to; they become scratch.
 template <InstructionSet set, typename scalar_t, typename acc_t>
-SCE_HD void gradient_of(acc_t* powers, const acc_t* slopes, acc_t max, int64_t n, acc_t slope,
+SCE_HD void gradient_of(acc_t* powers, const acc_t* slopes, acc_t max, int64_t n, acc_t scale,
                         const GradientCoefficients<acc_t>& coefficients, const acc_t* class_weight,
                         scalar_t* gradient) {
-  const acc_t b = coefficients.b, by = coefficients.per_power(max);
-  if (slopes) {
-    SCE_SIMD()
-    for (int64_t i = 0; i < n; ++i) powers[i] = (by * powers[i] - b * (class_weight ? class_weight[i] : acc_t(1))) * slopes[i];
-    return narrow_product<set>(powers, n, acc_t(1), gradient);
-  }
-  if (b != acc_t(0)) {
-    SCE_SIMD()
-    for (int64_t i = 0; i < n; ++i) powers[i] = (by * powers[i] - b * (class_weight ? class_weight[i] : acc_t(1))) * slope;
-    return narrow_product<set>(powers, n, acc_t(1), gradient);
-  }
-  narrow_product<set>(powers, n, by * slope, gradient);
+  const acc_t b = coefficients.b, by = coefficients.per_power(max), scaled = by * scale;
+  const auto write = [&](const auto& term) SCE_INLINE { narrow<set>(n, term, powers, gradient); };
+  if (b == acc_t(0) && !slopes) return write([&](int64_t i) { return scaled * powers[i]; });
+  if (b == acc_t(0)) return write([&](int64_t i) { return by * powers[i] * slopes[i]; });
+  const auto less = [&](const auto& slope) SCE_INLINE {
+    if (class_weight) return write([&](int64_t i) { return (by * powers[i] - b * class_weight[i]) * slope(i); });
+    write([&](int64_t i) { return (by * powers[i] - b) * slope(i); });
+  };
+  if (slopes) return less([&](int64_t i) { return slopes[i]; });
+  less([&](int64_t) { return scale; });
 }
 
 }  // namespace cpu
