@@ -135,38 +135,6 @@ struct RowStats {
     sum += sum_in_lanes<acc_t>(begin, end, [&](int64_t i) { return exponential(z[i] - to); });
   }
 
-  // The same in one pass, for long streams: exponents are taken relative to the maximum so far, which overflows nothing
-  // while the new one is near. Returns false, with nothing added, when it is not.
-  template <typename logits_t>
-  SCE_HD bool push_near(const logits_t& z, int64_t begin, int64_t end) {
-    constexpr acc_t kNear = 60;
-    const acc_t from = max;
-    acc_t highest[kLanes], lanes[kLanes] = {};
-    for (int64_t k = 0; k < kLanes; ++k) highest[k] = from;
-    int64_t i = begin;
-    for (; i + kLanes <= end; i += kLanes) {
-      SCE_SIMD()
-      for (int64_t k = 0; k < kLanes; ++k) {
-        const acc_t x = z[i + k];
-        highest[k] = x > highest[k] ? x : highest[k];
-        lanes[k] += exponential(x - from);
-      }
-    }
-    SCE_SIMD()
-    for (int64_t k = 0; k < end - i; ++k) {
-      const acc_t x = z[i + k];
-      highest[k] = x > highest[k] ? x : highest[k];
-      lanes[k] += exponential(x - from);
-    }
-    acc_t to = from;
-    for (int64_t k = 0; k < kLanes; ++k) to = highest[k] > to ? highest[k] : to;
-    const acc_t added = sum_of_lanes(lanes);
-    if (!(to - from <= kNear)) return false;
-    sum += added;
-    if (to != max) move_max(to);
-    return true;
-  }
-
   // Adds the smoothing's share of the same n logits, after push. A class of weight 0 adds 0 even at -inf.
   SCE_HD void push_weighted(const acc_t* z, const acc_t* class_weight, int64_t n) {
     const acc_t to = max;

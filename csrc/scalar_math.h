@@ -67,7 +67,7 @@ struct Power<float, 5> {
 };
 template <>
 struct Power<float, 6> : Power<float, 5> {
-  static constexpr float kFit[] = {1.0f,           0.693147182f,   0.240226462f,  0.0555032864f,
+  static constexpr float kFit[] = {1.0f,           0.693147182f,   0.240226462f,   0.0555032864f,
                                    0.00961848907f, 0.00133999309f, 0.000153458124f};
 };
 template <>
@@ -128,14 +128,16 @@ SCE_HD acc_t exponential_below(acc_t x) {
 
 // The degree for logits as they are stored.
 template <typename scalar_t>
-constexpr int degree_for = sizeof(scalar_t) == 8 ? 11 : sizeof(scalar_t) == 4 ? 6 : 5;
+constexpr int degree_for = sizeof(scalar_t) == 8   ? 11
+                           : sizeof(scalar_t) == 4 ? 6
+                                                   : 5;
 
-SCE_HD double exponential(double x) { return exponential_below<degree_for<double>>(x); }
+SCE_HD double exponential(double x) { return exponential_below<degree_for<double> >(x); }
 
 // By exp(-2 |x|) - 1, which keeps its digits near 0: relative error 3e-7 (4e-16).
 template <typename acc_t>
 SCE_HD acc_t hyperbolic_tangent(acc_t x) {
-  const Raised<acc_t, degree_for<acc_t>> e(acc_t(-2 * 1.44269504088896340736) * std::fabs(x));
+  const Raised<acc_t, degree_for<acc_t> > e(acc_t(-2 * 1.44269504088896340736) * std::fabs(x));
   const acc_t less_one = e.power * (e.f * e.template fit<1>()) + (e.power - acc_t(1));
   return std::copysign(less_one / (acc_t(2) + less_one), x);
 }

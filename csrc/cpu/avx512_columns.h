@@ -1,6 +1,7 @@
 // avx512_columns.h - logits in AVX-512 registers: how they are loaded, converted, prefetched and stored.
 #pragma once
 
+#include "convert.h"
 #include "tile.h"
 
 #ifdef SCE_X86
@@ -65,7 +66,6 @@ SCE_AVX512_INLINE __m512i narrow(__m512 a, __m512 b, Half) {
   return _mm512_inserti64x4(_mm512_castsi256_si512(low), high, 1);
 }
 
-constexpr int kLine = 64, kSoon = 512;
 template <typename scalar_t>
 constexpr int kLines = kPack * sizeof(scalar_t) / kLine;  // of a stream
 

@@ -12,6 +12,8 @@
 namespace sparse_ce {
 namespace cpu {
 
+constexpr int64_t kLine = 64, kSoon = 512;  // bytes
+
 #ifdef SCE_X86
 // float16 takes 15 instructions a conversion without F16C, which every processor with AVX2 has.
 SCE_AVX2 inline void widen_f16c(const Half* x, int64_t n, float* out) {

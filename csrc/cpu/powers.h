@@ -50,7 +50,7 @@ SCE_HD const acc_t* transformed(const scalar_t* logits, int64_t n, const LogitTr
   return buffer;
 }
 
-// The largest; NaN is never the larger one. 
+// The largest; NaN is never the larger one.
 template <typename acc_t>
 SCE_HD acc_t maximum(const acc_t* z, int64_t n) {
   acc_t lanes[kWideLanes];
@@ -66,12 +66,34 @@ SCE_HD acc_t maximum(const acc_t* z, int64_t n) {
   return max;
 }
 
-// Of n <= kPowers logits: their statistics and, where they are there, `powers` (n,), which may be the logits, and
-// `slopes` (n,), dz/dx of logits that have a softcap.
+// Statistics of transformed logits z (n,). `powers` (n,), which may be z, receives the exponentials unless it is null;
+// meanwhile `next`, the logits that are worked on after these, come nearer.
+template <typename scalar_t, typename acc_t>
+SCE_HD RowStats<acc_t> raise(const acc_t* z, int64_t n, bool weighted, const acc_t* class_weight, const scalar_t* next,
+                             acc_t* powers) {
+  RowStats<acc_t> stats;
+  const acc_t max = stats.max = maximum(z, n);
+  if (weighted) stats.push_weighted(z, class_weight, n);
+  const auto power = [&](int64_t i) { return exponential_below<degree_for<scalar_t>>(z[i] - max); };
+  const auto ask = [&](int64_t i) SCE_INLINE {
+    for (int64_t byte = 0; byte < kLanes * int64_t(sizeof(scalar_t)); byte += kLine)
+      __builtin_prefetch(reinterpret_cast<const char*>(next + i) + byte, /*write=*/0, /*locality=*/2);
+  };
+  const auto ask_to_own = [&](int64_t i) SCE_INLINE {
+    ask(i);
+    for (int64_t byte = 0; byte < kLanes * int64_t(sizeof(acc_t)); byte += kLine)
+      __builtin_prefetch(reinterpret_cast<char*>(powers + i) + kSoon + byte, /*write=*/1);
+  };
+  stats.sum = powers ? sum_in_lanes<acc_t>(
+                           0, n, [&](int64_t i) { return powers[i] = power(i); }, ask_to_own)
+                     : sum_in_lanes<acc_t>(0, n, power, ask);
+  return stats;
+}
+
+// The same of n <= kPowers logits. `slopes` (n,): dz/dx where there is a softcap, null without.
 template <InstructionSet set, typename scalar_t, typename acc_t>
-SCE_HD RowStats<acc_t> raise_tile(const scalar_t* logits, int64_t n, const LogitTransform<acc_t>& transform, bool weighted,
+SCE_HD RowStats<acc_t> raise(const scalar_t* logits, int64_t n, const LogitTransform<acc_t>& transform, bool weighted,
                              const acc_t* class_weight, const scalar_t* next, acc_t* powers, acc_t* slopes) {
-  constexpr int kDegree = degree_for<scalar_t>;
   alignas(64) acc_t buffer[kPowers];
   acc_t* const own = powers ? powers : buffer;
   const acc_t* z = own;
@@ -79,26 +101,7 @@ SCE_HD RowStats<acc_t> raise_tile(const scalar_t* logits, int64_t n, const Logit
     transform_into<set>(logits, n, transform, own, slopes);
   else
     z = transformed<set>(logits, n, transform, own);
-  RowStats<acc_t> stats;
-  const acc_t max = stats.max = maximum(z, n);
-  if (weighted) stats.push_weighted(z, class_weight, n);
-  const auto power = [&](int64_t i) { return exponential_below<kDegree>(z[i] - max); };
-  constexpr int64_t kLine = 64, kSoon = 512;
-  const auto ask = [&](int64_t i) {
-    for (int64_t byte = 0; byte < kLanes * int64_t(sizeof(scalar_t)); byte += kLine)
-      __builtin_prefetch(reinterpret_cast<const char*>(next + i) + byte, 0, 2);
-  };
-  if (powers)
-    stats.sum = sum_in_lanes<acc_t>(
-        0, n, [&](int64_t i) { return powers[i] = power(i); },
-        [&](int64_t i) {
-          ask(i);
-          for (int64_t byte = 0; byte < kLanes * int64_t(sizeof(acc_t)); byte += kLine)
-            __builtin_prefetch(reinterpret_cast<char*>(powers + i) + kSoon + byte, 1);
-        });
-  else
-    stats.sum = sum_in_lanes<acc_t>(0, n, power, ask);
-  return stats;
+  return raise(z, n, weighted, class_weight, next, powers);
 }
 
 // The gradient from them, as if no logit had an entry. `max` is what they are relative to; they become scratch.

@@ -158,8 +158,8 @@ class Backward {
     if (live > begin) {
       const auto transform = args_.template transform<acc_t>(r);
       plan.entries.gather(row(r), transform, plan.entries.span_begin(t), plan.entries.span_begin(t + 1));
-      Tile<scalar_t>::gradient(row(r) + begin, live - begin, transform, args_.options.label_smoothing != 0, plan.coefficients,
-                               weights_at<scalar_t>(args_.target, begin), next, gradient + begin);
+      Tile<scalar_t>::gradient(row(r) + begin, live - begin, transform, args_.options.label_smoothing != 0,
+                               plan.coefficients, weights_at<scalar_t>(args_.target, begin), next, gradient + begin);
     }
     std::fill(reinterpret_cast<char*>(gradient + live), reinterpret_cast<char*>(gradient + end), 0);
   }

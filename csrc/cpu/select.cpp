@@ -186,7 +186,8 @@ class SelectBackward {
       const acc_t* weights = weights_at<scalar_t>(args_.target, begin);
       const int64_t n = live - begin;
       if (!c.more() && !args_.grad_scale)
-        Tile<scalar_t>::gradient(row(r) + begin, n, transform, args_.options.label_smoothing != 0, c, weights, next, gradient + begin);
+        Tile<scalar_t>::gradient(row(r) + begin, n, transform, args_.options.label_smoothing != 0, c, weights, next,
+                                 gradient + begin);
       else if (args_.grad_scale ||
                !Tile<scalar_t>::select_gradient(row(r) + begin, n, transform, c, weights, next, gradient + begin))
         of_scale = write_tiles(r, t, live, transform, plan);

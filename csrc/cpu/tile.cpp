@@ -11,8 +11,8 @@ namespace cpu {
 namespace {
 
 // One pass over memory, so that loads and exponentials overlap; the first few logits find a maximum to start from.
-template <typename stats_t, typename logits_t>
-SCE_HD void push_tile(stats_t& stats, const logits_t& z, int64_t n) {
+template <typename acc_t>
+SCE_HD void push_tile(SelectStats<acc_t>& stats, const acc_t* z, int64_t n) {
   constexpr int64_t kFirst = 256;
   int64_t begin = 0;
   if (stats.empty()) {
@@ -48,10 +48,9 @@ SCE_HD RowStats<acc_t> stats_body(const scalar_t* logits, int64_t n, const Logit
 #endif
   for (int64_t begin = 0; begin < n; begin += kPowers) {
     const int64_t m = n - begin < kPowers ? n - begin : kPowers;
-    const RowStats<acc_t> tile = raise_tile<set>(logits + begin, m, transform, weighted,
-                                            class_weight ? class_weight + begin : nullptr,
-                                            begin + m < n ? logits + begin + m : next, kept.powers_at(begin),
-                                            kept.slopes_at(begin));
+    const RowStats<acc_t> tile =
+        raise<set>(logits + begin, m, transform, weighted, class_weight ? class_weight + begin : nullptr,
+                   begin + m < n ? logits + begin + m : next, kept.powers_at(begin), kept.slopes_at(begin));
     if (kept.maxima) kept.maxima[begin / kPowers] = tile.max;
     stats.merge(tile);
   }
@@ -73,8 +72,9 @@ SCE_HD void gradient_body(const scalar_t* logits, int64_t n, const LogitTransfor
   const bool capped = transform.softcap != acc_t(0);
   for (int64_t begin = 0; begin < n; begin += kPowers) {
     const int64_t m = n - begin < kPowers ? n - begin : kPowers;
-    const acc_t max =
-        raise_tile<set>(logits + begin, m, transform, false, static_cast<const acc_t*>(nullptr), begin + m < n ? logits + begin + m : next, powers, capped ? slopes : nullptr).max;
+    const acc_t max = raise<set>(logits + begin, m, transform, false, static_cast<const acc_t*>(nullptr),
+                                 begin + m < n ? logits + begin + m : next, powers, capped ? slopes : nullptr)
+                          .max;
     gradient_of<set>(powers, capped ? slopes : nullptr, max, m, transform.scale, coefficients,
                      class_weight ? class_weight + begin : nullptr, gradient + begin);
   }
@@ -210,11 +210,13 @@ SCE_HD SelectStats<acc_t> select_stats_body(const scalar_t* logits, int64_t n, c
     const acc_t* z = kept_of<set>(logits, begin, m, transform, kept, buffer);
     const int64_t at = wanted.argmax ? argmax_body(z, m, stats.row.max) : -1;
     if (at >= 0) stats.argmax = begin + at;
-    if (wanted.spread)
-      push_tile(stats, z, m);
-    else
-      push_tile(stats.row, z, m);
-    if (wanted.weighted) stats.row.push_weighted(z, class_weight ? class_weight + begin : nullptr, m);
+    const acc_t* weights = class_weight ? class_weight + begin : nullptr;
+    if (!wanted.spread) {
+      stats.row.merge(raise(z, m, wanted.weighted, weights, next, static_cast<acc_t*>(nullptr)));
+      continue;
+    }
+    push_tile(stats, z, m);
+    if (wanted.weighted) stats.row.push_weighted(z, weights, m);
   }
   return stats;
 }
@@ -341,8 +343,7 @@ bool Tile<scalar_t>::select_gradient([[maybe_unused]] const scalar_t* logits, [[
 
 template <typename scalar_t>
 void Tile<scalar_t>::transform(const scalar_t* logits, int64_t n, const LogitTransform<acc_t>& transform, acc_t* z) {
-  with_instruction_set([&](auto set)
-                           SCE_INLINE { transform_into<decltype(set)::value>(logits, n, transform, z); });
+  with_instruction_set([&](auto set) SCE_INLINE { transform_into<decltype(set)::value>(logits, n, transform, z); });
 }
 
 template <typename scalar_t>
