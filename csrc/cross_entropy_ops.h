@@ -54,6 +54,8 @@ class LossMean {
 
 template <typename device_t>
 class CrossEntropyOps {
+  using RowsAndMean = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;  // mean, divisor, loss, lse, lse_residual
+
  public:
   static std::tuple<Tensor, Tensor> forward(const Tensor& logits, const Arguments& given) {
     auto [loss, lse, residual] = run_forward(logits, given, false);
@@ -69,26 +71,25 @@ class CrossEntropyOps {
       const Tensor& grad_mean, const OptionalTensor& normalizer, const Tensor& logits, const Arguments& given,
       const OptionalTensor& row_weight) {
     Held held;
-    ForwardArgs forward{};
-    view_call(logits, given, held, forward);
-    device_t::check_target(forward.target, logits);
-    const ScalarType dtype = arithmetic_dtype(logits);
-    LossMean<device_t> mean(forward.target, logits, normalizer, grad_mean, row_weight);
-    Tensor loss = empty(logits, {forward.rows}, dtype), lse = empty(logits, {forward.rows}, dtype);
-    Tensor residual = empty(logits, {forward.rows}, dtype);
-    Tensor grad_logits = device_t::empty_output(logits, {forward.rows, forward.vocab}, logits.scalar_type());
+    ForwardArgs args{};
+    view_call(logits, given, held, args);
+    device_t::check_target(args.target, logits);
+    LossMean<device_t> mean(args.target, logits, normalizer, grad_mean, row_weight);
+    Tensor grad_logits = device_t::empty_output(logits, {args.rows, args.vocab}, logits.scalar_type());
+    auto rows = run_with_gradient(args, mean, logits, grad_logits.mutable_data_ptr(), args.vocab);
+    return std::tuple_cat(std::move(rows), std::tuple(grad_logits));
+  }
 
-    BackwardArgs backward{};
-    static_cast<CrossEntropyArgs&>(backward) = forward;
-    mean.give_upstream(backward);
-    forward.loss = loss.mutable_data_ptr();
-    backward.lse = forward.lse = lse.mutable_data_ptr();
-    backward.lse_residual = forward.lse_residual = residual.mutable_data_ptr();
-    backward.grad_logits = grad_logits.mutable_data_ptr();
-    backward.grad_row_stride = backward.vocab;
-    if (forward.rows > 0) device_t::forward_with_gradient(forward, backward, logits);
-    mean.finish(loss);
-    return {mean.mean, mean.divisor, loss, lse, residual, grad_logits};
+  static RowsAndMean forward_with_gradient_(const Tensor& grad_mean, const OptionalTensor& normalizer,
+                                            const Tensor& logits, const Arguments& given,
+                                            const OptionalTensor& row_weight) {
+    Held held;
+    ForwardArgs args{};
+    view_call(logits, given, held, args);
+    check_overwritable(logits, args);
+    device_t::check_target(args.target, logits);
+    LossMean<device_t> mean(args.target, logits, normalizer, grad_mean, row_weight);
+    return run_with_gradient(args, mean, logits, logits.mutable_data_ptr(), args.row_stride);
   }
 
   static Tensor backward(const Tensor& grad_loss, const OptionalTensor& grad_lse, const Tensor& logits,
@@ -144,6 +145,7 @@ class CrossEntropyOps {
     m.impl("forward", boxed<&forward>);
     m.impl("forward_with_residual", boxed<&forward_with_residual>);
     m.impl("forward_with_gradient", boxed<&forward_with_gradient>);
+    m.impl("forward_with_gradient_", boxed<&forward_with_gradient_>);
     m.impl("backward", boxed<&backward>);
     m.impl("backward_", boxed<&backward_>);
     m.impl("backward_values", boxed<&backward_values>);
@@ -167,6 +169,25 @@ class CrossEntropyOps {
     args.lse_residual = residual ? residual->mutable_data_ptr() : nullptr;
     device_t::forward(args, logits);
     return {loss, lse, residual};
+  }
+
+  // grad_logits (rows, vocab) of that row stride: may be the logits.
+  static RowsAndMean run_with_gradient(ForwardArgs forward, LossMean<device_t>& mean, const Tensor& logits,
+                                       void* grad_logits, int64_t grad_row_stride) {
+    const ScalarType dtype = arithmetic_dtype(logits);
+    Tensor loss = empty(logits, {forward.rows}, dtype), lse = empty(logits, {forward.rows}, dtype);
+    Tensor residual = empty(logits, {forward.rows}, dtype);
+    BackwardArgs backward{};
+    static_cast<CrossEntropyArgs&>(backward) = forward;
+    mean.give_upstream(backward);
+    forward.loss = loss.mutable_data_ptr();
+    backward.lse = forward.lse = lse.mutable_data_ptr();
+    backward.lse_residual = forward.lse_residual = residual.mutable_data_ptr();
+    backward.grad_logits = grad_logits;
+    backward.grad_row_stride = grad_row_stride;
+    if (forward.rows > 0) device_t::forward_with_gradient(forward, backward, logits);
+    mean.finish(loss);
+    return {mean.mean, mean.divisor, loss, lse, residual};
   }
 
   static BackwardArgs view_backward(const Tensor& grad_loss, const OptionalTensor& grad_lse, const Tensor& logits,

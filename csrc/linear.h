@@ -83,13 +83,41 @@ SCE_HD acc_t scaled(acc_t x, acc_t by) {
   return x == acc_t(0) ? x : x * by;
 }
 
-// values *= scale, which is read where it lies; nothing is touched where it is 1.
+// values *= scale / expected, which are read where they lie; nothing is touched where that is 1.
 struct ScaleArgs {
-  void* values;  // (count,)
+  void* values;  // (rows, count), the rows row_stride apart and packed
   DType dtype;
   const void* scale;  // (1,) arithmetic dtype
-  int64_t count;
+  const void* expected;  // (1,), what the values were made for, or null: 1
+  int64_t rows, count, row_stride;
   int64_t max_blocks;  // 0: no limit
+
+  // What was made for 0, or for what is not finite, tells of nothing else; nor does what was made below 2^-40 of what is
+  // wanted, which may have underflowed. Where 0 is wanted it is 0, whatever was made.
+  template <typename acc_t>
+  struct Factor {
+    acc_t by;
+    bool known, clears;
+
+    SCE_HD acc_t operator()(acc_t x) const { return !known ? acc_t(NAN) : clears ? acc_t(0) : scaled(x, by); }
+  };
+
+  template <typename acc_t>
+  SCE_HD Factor<acc_t> factor() const {
+    const acc_t wanted = *static_cast<const acc_t*>(scale);
+    if (!expected) return {wanted, true, false};
+    const acc_t made = *static_cast<const acc_t*>(expected);
+    if (made == wanted) return {acc_t(1), true, false};
+    const acc_t by = wanted / made, most = acc_t(int64_t(1) << 40);
+    const bool far = (by >= most || by <= -most) && finite(wanted);
+    return {by, finite(made) && made != acc_t(0) && !far, wanted == acc_t(0)};
+  }
+
+ private:
+  template <typename acc_t>
+  SCE_HD static bool finite(acc_t x) {
+    return x < acc_t(INFINITY) && x > -acc_t(INFINITY);
+  }
 };
 
 namespace cpu {

@@ -137,14 +137,20 @@ class LinearOps {
     chunk.add_gradients_of_chunk(rows, grad_logits, first, last);
   }
 
-  static void scale_(const Tensor& gradient, const Tensor& scale) {
+  static void scale_(const Tensor& gradient, const Tensor& scale, const OptionalTensor& expected) {
     ScaleArgs args{};
     args.scale = view_scalar(scale, gradient, "scale");
+    if (expected) args.expected = view_scalar(*expected, gradient, "expected");
     args.dtype = to_dtype(gradient, "gradient", /*integer=*/false);
-    check(gradient.is_contiguous(), "gradient must be contiguous, got shape ", shape(gradient));
+    const bool packed = gradient.is_contiguous();
+    const bool rows = gradient.dim() == 2 && gradient.stride(1) == 1 && gradient.stride(0) >= gradient.size(1);
+    check(packed || rows, "gradient must be contiguous, or rows that are and do not overlap, got shape ",
+          shape(gradient));
     args.values = gradient.mutable_data_ptr();
-    args.count = gradient.numel();
-    if (args.count > 0) device_t::scale(args, gradient);
+    args.rows = packed ? 1 : gradient.size(0);
+    args.count = packed ? gradient.numel() : gradient.size(1);
+    args.row_stride = packed ? args.count : gradient.stride(0);
+    if (gradient.numel() > 0) device_t::scale(args, gradient);
   }
 
   template <typename library_t>

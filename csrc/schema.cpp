@@ -30,6 +30,10 @@ STABLE_TORCH_LIBRARY(sparse_ce, m) {
         ", Tensor? row_weight=None) -> (Tensor mean, Tensor divisor, Tensor loss, Tensor lse, Tensor lse_residual, "
         "Tensor grad_logits)");
 
+  // The same gradient, written over the logits.
+  m.def("forward_with_gradient_(Tensor grad_mean, Tensor? normalizer, Tensor(a!) logits, " SCE_ARGUMENTS
+        ", Tensor? row_weight=None) -> (Tensor mean, Tensor divisor, Tensor loss, Tensor lse, Tensor lse_residual)");
+
   // grad_logits (N, V), dtype of logits, of sum(grad_loss * loss + grad_lse * lse). Rows that are ignored or whose
   // upstream gradient is 0 get 0 and are not read.
   m.def("backward(Tensor grad_loss, Tensor? grad_lse, Tensor logits, Tensor lse, Tensor? lse_residual, " SCE_ARGUMENTS
@@ -122,8 +126,10 @@ STABLE_TORCH_LIBRARY(sparse_ce, m) {
   // smallest first. Of those that tie the lowest are taken and come first; NaN is larger than any number.
   m.def("topk_ids(Tensor logits, int k, bool largest=True) -> Tensor");
 
-  // gradient *= scale () A, in place. Where scale is 1 nothing is read or written; it is looked at where it lies.
-  m.def("scale_(Tensor(a!) gradient, Tensor scale) -> ()");
+  // gradient *= scale () A, or scale / expected () A of one that was made for the upstream gradient `expected`, in place:
+  // packed, or rows of column stride 1. Where that is 1 nothing is read or written; it is looked at where it lies. From
+  // an expected one that is 0, not finite, or less than 2^-40 of another scale there is no way: an error, on CUDA NaN.
+  m.def("scale_(Tensor(a!) gradient, Tensor scale, Tensor? expected=None) -> ()");
 
   // The head's logits at the entries of a target alone, shape of indices, A: -inf for padding, which beside the
   // target's own is every entry of a row that does not count and one that belongs to no row. Of the values nothing is

@@ -2,7 +2,7 @@
 
 import math
 from numbers import Integral, Real
-from typing import Any, Callable, Dict, List, NamedTuple, Optional, Sequence, Tuple, Union
+from typing import Any, Callable, Dict, List, Literal, NamedTuple, Optional, Sequence, Tuple, Union
 
 import torch
 from torch import Tensor
@@ -13,6 +13,7 @@ from .errors import fail, moving_classes
 from .parts import Parts
 from .tracing import VALIDATES, readable
 
+Inplace = Literal[False, "backward", "forward"]
 Normalizer = Union[int, float, Tensor]
 Scale = Union[float, Tensor]
 
@@ -288,8 +289,8 @@ def check_input(input: Tensor, last: str) -> None:
 
 
 def check_inplace(inplace: object) -> None:
-    if inplace is not False and inplace != "backward":
-        fail(f"inplace must be False or 'backward', got {inplace!r}")
+    if inplace is not False and not (isinstance(inplace, str) and inplace in ("backward", "forward")):
+        fail(f"inplace must be False, 'backward' or 'forward', got {inplace!r}")
 
 
 def check_head(input: Tensor, linear_weight: Tensor, linear_bias: Optional[Tensor]) -> None:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from . import arguments, reference
-from .arguments import Arguments, Normalizer, Scale
+from .arguments import Arguments, Inplace, Normalizer, Scale
 from .autocast import as_linear_multiplies
 from .entries import IGNORE_INDEX, NO_MARK
 from .errors import fail
@@ -29,7 +29,6 @@ __all__ = ["cross_entropy", "linear_cross_entropy", "log_softmax", "masked_mean"
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-Inplace = Literal[False, "backward"]
 Reduction = Literal["none", "sum", "mean"]
 
 
@@ -153,7 +152,12 @@ def cross_entropy(
             not change what a mean divides by, and may require grad. Where it is 0 the row's loss is 0, whatever its
             logits hold, and in ignored rows it may be anything.
         num_classes: only the first ``num_classes`` columns exist (a padded head); the rest get gradient 0.
-        inplace: ``"backward"``: the gradient may overwrite ``input``'s storage during backward. False: it never does.
+        inplace: with ``"forward"`` a later read of ``input`` sees its gradient: the loss writes it there at once, one read
+            and one write of the logits in all, for the upstream gradient of the step before; another one scales it in
+            backward, which rounds once more. Where that cannot be it is ``"backward"``: the gradient may overwrite
+            ``input``'s storage during backward. So it is in the first step, for ``reduction="none"``, an ``input`` that
+            is a leaf or whose rows overlap, in float16, with ``return_*`` and values that require grad, under
+            ``torch.compile``, ``torch.func`` and checkpointing. False: ``input`` is never written.
         return_lse: also return ``lse``, log sum exp of each row's transformed logits, differentiable; 0 where ignored.
         return_entropy, return_argmax: also return the entropy of each row's distribution, differentiable, and the class
             of its largest logit, from the same read of the logits.
@@ -196,11 +200,11 @@ def cross_entropy(
     mean = reduction != "none"
     if return_entropy or return_argmax or row_scale is not None and row_scale.requires_grad:
         wanted = Outputs(loss=True, log_probs=False, entropy=return_entropy, argmax=return_argmax)
-        more = select_op(logits, a, wanted, inplace == "backward")
+        more = select_op(logits, a, wanted, inplace is not False)
         loss = loss_mean(more.loss, a, normalizer, row_weight) if mean else more.loss
         return _result((loss, more.lse, more.entropy, more.argmax), a, shape, reduction, row_weight, return_lse,
                        return_entropy, return_argmax)
-    out = cross_entropy_op(logits, a, inplace == "backward", mean, normalizer, return_lse, row_weight if mean else None)
+    out = cross_entropy_op(logits, a, inplace, mean, normalizer, return_lse, row_weight if mean else None)
     out = out if return_lse else (out,)
     return _result(out, a, shape, reduction, row_weight, return_lse)
 

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from . import arguments
-from .arguments import Arguments, Scale
+from .arguments import Arguments, Inplace, Scale
 from .autocast import as_linear_multiplies
 from .entries import IGNORE_INDEX
 from .errors import fail
-from .functional import Inplace, flat_target
+from .functional import flat_target
 from .ops.library import check_kernels
 from .ops.linear import Head
 from .ops.linear_select import linear_select
@@ -81,7 +81,7 @@ def selected_log_probs(
             hold. In a :class:`SparseTarget` -100 means that, too.
         logit_scale: a number, a tensor ``input.shape[:-1]`` (a temperature for each row, inverted), or a tensor () that
             may require grad.
-        softcap, num_classes, inplace: as for :func:`sparse_ce.cross_entropy`.
+        softcap, num_classes, inplace: as for :func:`sparse_ce.cross_entropy`; ``"forward"`` is ``"backward"`` here.
         padding_value: what ``log_probs`` holds for padding.
         return_log_rest: also the logarithm of the rest: of the sum over all other classes, which is made as a sum and
             so right where next to nothing is left. -inf, with gradient 0, where nothing is.
@@ -115,7 +115,7 @@ def selected_log_probs(
     wanted = Outputs(checked_padding(padding_value), log_rest=return_log_rest, entropy=return_entropy,
                      mean_logit=return_mean_logit, argmax=return_argmax)
     logits = input if len(shape) == 2 else input.reshape(-1, shape[-1])
-    out = select_op(logits, a, wanted, inplace == "backward")
+    out = select_op(logits, a, wanted, inplace is not False)
     return result(out, wanted, ids.indices.shape, shape[:-1])
 
 

@@ -1,3 +1,4 @@
+#include "../errors.h"
 #include "../linear.h"
 #include "../live_rows.h"
 #include "instruction_set.h"
@@ -37,8 +38,8 @@ SCE_HD void accumulate_body(const AccumulateArgs& args, int64_t begin, int64_t e
 }
 
 template <typename scalar_t>
-SCE_HD void scale_body(scalar_t* values, acc_type<scalar_t> by, int64_t count) {
-  for (int64_t i = 0; i < count; ++i) from_acc(scaled(to_acc(values[i]), by), values[i]);
+SCE_HD void scale_body(scalar_t* values, ScaleArgs::Factor<acc_type<scalar_t>> factor, int64_t count) {
+  for (int64_t i = 0; i < count; ++i) from_acc(factor(to_acc(values[i])), values[i]);
 }
 
 }  // namespace
@@ -76,11 +77,24 @@ void copy_rows(const CopyRowsArgs& args) {
 void scale(const ScaleArgs& args) {
   with_storage(args.dtype, [&](auto storage) {
     using scalar_t = decltype(storage);
-    const auto by = *static_cast<const acc_type<scalar_t>*>(args.scale);
-    if (by == 1) return;
-    torch::stable::parallel_for(0, args.count, kGrain, [&](int64_t begin, int64_t end) {
-      scalar_t* values = static_cast<scalar_t*>(args.values) + begin;
-      with_instruction_set([&](auto) SCE_INLINE { scale_body(values, by, end - begin); });
+    using acc_t = acc_type<scalar_t>;
+    const auto factor = args.template factor<acc_t>();
+    check(factor.known, "expected must be finite, not 0 and at least 2^-40 of scale, got ",
+          *static_cast<const acc_t*>(args.expected), " where scale is ", *static_cast<const acc_t*>(args.scale),
+          "; inplace='backward' expects nothing");
+    if (factor.by == 1) return;
+    const auto scale = [&](scalar_t* values, int64_t count) {
+      with_instruction_set([&](auto) SCE_INLINE { scale_body(values, factor, count); });
+    };
+    scalar_t* values = static_cast<scalar_t*>(args.values);
+    if (args.rows == 1) {
+      torch::stable::parallel_for(0, args.count, kGrain,
+                                  [&](int64_t begin, int64_t end) { scale(values + begin, end - begin); });
+      return;
+    }
+    const int64_t grain = std::max<int64_t>(1, kGrain / args.count);
+    torch::stable::parallel_for(0, args.rows, grain, [&](int64_t begin, int64_t end) {
+      for (int64_t r = begin; r < end; ++r) scale(values + r * args.row_stride, args.count);
     });
   });
 }

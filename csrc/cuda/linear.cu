@@ -10,16 +10,23 @@ namespace {
 // Enough for every multiprocessor, and so few that a scale of 1, which most are, costs no time worth the name.
 constexpr int64_t kMostBlocks = 4096;
 
-// Shares the elements [0, count) among the threads of the grid: `elements(i, Count<n>)` stands for the n elements at i.
-// Where they cannot be read kSize at a time (`by_packs` false) they are all singles.
+// Shares the elements [0, count) among `threads`, of which this is number `thread`: `elements(i, Count<n>)` stands for
+// the n elements at i. Where they cannot be read kSize at a time (`by_packs` false) they are all singles.
 template <int kSize, typename elements_t>
-__device__ __forceinline__ void for_elements(int64_t count, bool by_packs, const elements_t& elements) {
-  const int64_t thread = blockIdx.x * int64_t(kThreads) + threadIdx.x, threads = gridDim.x * int64_t(kThreads);
+__device__ __forceinline__ void for_elements(int64_t count, bool by_packs, int64_t thread, int64_t threads,
+                                             const elements_t& elements) {
   const int64_t body = by_packs ? count / kSize * kSize : 0;
 #pragma unroll 1
   for (int64_t i = thread * kSize; i < body; i += threads * kSize) elements(i, Count<kSize>{});
 #pragma unroll 1
   for (int64_t i = body + thread; i < count; i += threads) elements(i, Count<1>{});
+}
+
+// Among the threads of the grid.
+template <int kSize, typename elements_t>
+__device__ __forceinline__ void for_elements(int64_t count, bool by_packs, const elements_t& elements) {
+  for_elements<kSize>(count, by_packs, blockIdx.x * int64_t(kThreads) + threadIdx.x, gridDim.x * int64_t(kThreads),
+                      elements);
 }
 
 // ------------------------------------------------------------------------------------------------ accumulate
@@ -68,16 +75,23 @@ __global__ void __launch_bounds__(kThreads) clear_rows_kernel(ClearRowsArgs args
 template <typename scalar_t>
 __global__ void __launch_bounds__(kThreads) scale_kernel(ScaleArgs args) {
   constexpr int kSize = Pack<scalar_t>::kSize;
-  const auto by = *static_cast<const acc_type<scalar_t>*>(args.scale);
-  if (by == 1) return;
-  scalar_t* values = static_cast<scalar_t*>(args.values);
-  for_elements<kSize>(args.count, Pack<scalar_t, kSize>::aligned(values), [&](int64_t i, auto count) {
-    constexpr int n = decltype(count)::value;
-    auto scaled = Pack<scalar_t, n>::load(values + i);
+  const auto factor = args.factor<acc_type<scalar_t>>();
+  if (factor.known && factor.by == 1) return;
+  const auto scale = [&](scalar_t* values, int64_t thread, int64_t threads) {
+    const bool by_packs = Pack<scalar_t, kSize>::aligned(values);
+    for_elements<kSize>(args.count, by_packs, thread, threads, [&](int64_t i, auto count) {
+      constexpr int n = decltype(count)::value;
+      auto pack = Pack<scalar_t, n>::load(values + i);
 #pragma unroll
-    for (int e = 0; e < n; ++e) from_acc(sparse_ce::scaled(to_acc(scaled.at[e]), by), scaled.at[e]);
-    scaled.store(values + i);
-  });
+      for (int e = 0; e < n; ++e) from_acc(factor(to_acc(pack.at[e])), pack.at[e]);
+      pack.store(values + i);
+    });
+  };
+  scalar_t* values = static_cast<scalar_t*>(args.values);
+  const int64_t block = blockIdx.x, blocks = gridDim.x;
+  if (args.rows == 1) return scale(values, block * kThreads + threadIdx.x, blocks * kThreads);
+#pragma unroll 1
+  for (int64_t r = block; r < args.rows; r += blocks) scale(values + r * args.row_stride, threadIdx.x, kThreads);
 }
 
 // ------------------------------------------------------------------------------------------------ launchers
@@ -111,7 +125,9 @@ cudaError_t clear_ignored_rows(const ClearRowsArgs& args, cudaStream_t stream) {
 cudaError_t scale(const ScaleArgs& args, cudaStream_t stream) {
   return with_storage(args.dtype, [&](auto storage) {
     using scalar_t = decltype(storage);
-    return launch_for(args.count, kThreads * Pack<scalar_t>::kSize, scale_kernel<scalar_t>, args, stream);
+    const bool packed = args.rows == 1;  // else a block takes a row
+    return launch_for(packed ? args.count : args.rows, packed ? kThreads * Pack<scalar_t>::kSize : 1,
+                      scale_kernel<scalar_t>, args, stream);
   });
 }
 

@@ -4,6 +4,7 @@ import functools
 import sys
 from typing import Any, Callable, List
 
+import torch
 from torch import nn
 from transformers import Trainer
 
@@ -33,6 +34,7 @@ def _around_compute_loss(compute_loss: Callable[..., Any]) -> Callable[..., Any]
     @functools.wraps(compute_loss)
     def checked(self: Any, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         _check_smoothing(self, model, inputs)
+        _check_logits_stay(self, kwargs.get("return_outputs", args[0] if args else False))
         made = compute_loss(self, model, inputs, *args, **kwargs)
         return (made[0], metrics_beside(made[1])) if isinstance(made, tuple) else made
 
@@ -101,14 +103,27 @@ def _check_smoothing(trainer: Any, model: nn.Module, inputs: Any) -> None:
     for it, or fail in it (soft labels). Nowhere else do these meet."""
     if getattr(trainer, "label_smoother", None) is None:
         return
-    loss = trainer.compute_loss_func
-    while isinstance(loss, functools.partial):
-        loss = loss.func
+    loss = _loss_of(trainer)
     labels = inputs.get("labels") if hasattr(inputs, "get") else None  # GRPO's are a list before a step prepares them
     if hasattr(loss, MARK) or isinstance(labels, SparseTarget) or _heads(model):
         given = trainer.args.label_smoothing_factor
         fail(f"label_smoothing_factor must be 0 with soft labels and with the losses of sparse_ce, got {given}; "
              f"use causal_lm_loss(label_smoothing={given}) or fuse_lm_head(model, label_smoothing={given})")
+
+
+def _check_logits_stay(trainer: Any, return_outputs: bool) -> None:
+    """Whoever asks for a model's outputs beside its loss reads their logits, of which a metric of the step is made."""
+    options = getattr(_loss_of(trainer), MARK, None)
+    if return_outputs and torch.is_grad_enabled() and isinstance(options, dict) and options.get("inplace") == "forward":
+        fail("inplace must be False or 'backward' where a training step returns the model's outputs, got "
+             "causal_lm_loss(inplace='forward'), which overwrites their logits")
+
+
+def _loss_of(trainer: Any) -> Any:
+    loss = trainer.compute_loss_func
+    while isinstance(loss, functools.partial):
+        loss = loss.func
+    return loss
 
 
 def _check_liger(trainer: Any) -> None:

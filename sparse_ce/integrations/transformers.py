@@ -7,7 +7,7 @@ from torch import Tensor
 
 from .. import functional
 from ..arguments import Normalizer
-from ..errors import fail
+from ..errors import check, fail
 from ..target import SparseTarget
 from . import trainer
 from .fused_head import FusedHead, fuse_lm_head
@@ -32,6 +32,8 @@ def causal_lm_loss(*, shift: bool = True, report_metrics: bool = False, **option
             ``token_accuracy`` and ``num_items`` that :func:`fuse_lm_head` describes, from a second read of the logits.
         options: those of :func:`sparse_ce.cross_entropy`, but for ``normalizer``, ``return_lse``, ``return_entropy``,
             ``return_argmax`` and ``reduction="none"``. With ``reduction="sum"`` the Trainer's count is not used.
+            ``inplace="forward"`` leaves no logits: it is an error with ``report_metrics``, and in a training step that
+            returns the model's outputs (``compute_loss(..., return_outputs=True)``).
 
     Returns:
         ``f(outputs, labels, num_items_in_batch=None)``, a fresh 0-d tensor. ``outputs``: a model's, with ``logits``
@@ -54,6 +56,8 @@ def causal_lm_loss(*, shift: bool = True, report_metrics: bool = False, **option
         tensor(2.3026)
     """
     check_options(functional.cross_entropy, options)
+    check(not report_metrics or options.get("inplace") != "forward", "inplace must be False or 'backward' with "
+          "report_metrics, which reads the logits after the loss, got 'forward'")
 
     def loss(outputs: Any, labels: Any, num_items_in_batch: Optional[Normalizer] = None) -> Tensor:
         if labels is None:
@@ -67,5 +71,5 @@ def causal_lm_loss(*, shift: bool = True, report_metrics: bool = False, **option
             set_beside(outputs, metrics)
         return value
 
-    setattr(loss, MARK, True)
+    setattr(loss, MARK, options)
     return loss

@@ -31,7 +31,7 @@ class SelectedLogProbs(Held):
         softcap: Optional[float] = None,
         num_classes: Optional[int] = None,
         padding_value: float = -math.inf,
-        inplace: functional.Inplace = False,
+        inplace: arguments.Inplace = False,
         return_log_rest: bool = False,
         return_entropy: bool = False,
         return_mean_logit: bool = False,

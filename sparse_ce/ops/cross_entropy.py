@@ -6,11 +6,11 @@ import torch
 from torch import Tensor
 
 from .. import reference
-from ..arguments import Arguments, arithmetic_dtype
+from ..arguments import Arguments, Inplace, arithmetic_dtype
 from ..errors import fail
 from ..guarded import times
 from ..tracing import eager
-from . import forecast, small_calls
+from . import forecast, overwriting, small_calls
 from .library import (
     batched,
     composite,
@@ -58,7 +58,10 @@ class _CrossEntropy(torch.autograd.Function):
         as_expected = False
         wants_logits, wants_values, wants_weights = ctx.needs_input_grad[:3]
         if ctx.forecasts and grad_lse is None and grad_loss is not None and _is_last(grad_loss):
-            as_expected = forecast.remember("cross_entropy", grad_loss, expected)
+            if ctx.inplace:
+                overwriting.remember(grad_loss)
+            else:
+                as_expected = forecast.remember("cross_entropy", grad_loss, expected)
             if as_expected and not wants_values and not wants_weights:
                 return grad_logits, *_NONE[1:]
         a = Arguments.of(tensors, ctx.numbers)
@@ -153,7 +156,7 @@ def _gradient(grad_loss: Tensor, grad_lse: Optional[Tensor], logits: Tensor, lse
     grad_logits: Tensor
     if torch.is_grad_enabled():
         grad_logits = ops.backward(*given)
-    elif inplace:
+    elif inplace and eager():
         grad_logits = logits.detach()
         _write_gradient(grad_loss, grad_lse, grad_logits, lse, lse_residual, *a)
     elif eager():
@@ -222,8 +225,8 @@ def _forward(logits: Tensor, *arguments: Any, **named: Any) -> Tuple[Tensor, Ten
     return out
 
 
-def _run(logits: Tensor, a: Arguments, inplace: bool = False, mean: bool = False, normalizer: Optional[Tensor] = None,
-         return_lse: bool = False, row_weight: Optional[Tensor] = None) -> Any:
+def _run(logits: Tensor, a: Arguments, inplace: Inplace = False, mean: bool = False,
+         normalizer: Optional[Tensor] = None, return_lse: bool = False, row_weight: Optional[Tensor] = None) -> Any:
     """loss, or (loss, lse)."""
     if composite(logits):
         loss, lse = reference.forward(logits, *a)
@@ -240,8 +243,13 @@ def _run(logits: Tensor, a: Arguments, inplace: bool = False, mean: bool = False
                 if small is not None:
                     return small
             expected = forecast.take("cross_entropy", arithmetic_dtype(logits.dtype))
-        return _CrossEntropy.apply(logits, a.values, row_weight, a, (inplace, mean, normalizer, return_lse, forecasts),
-                                   expected)
+        elif inplace == "forward" and mean and not return_lse and overwriting.may_overwrite(logits, a):
+            upstream = overwriting.expected_upstream(logits)
+            if upstream is not None:
+                return overwriting.overwriting_mean(logits, a, normalizer, row_weight, upstream)
+            forecasts = True
+        how = (inplace is not False, mean, normalizer, return_lse, forecasts)
+        return _CrossEntropy.apply(logits, a.values, row_weight, a, how, expected)
     if not return_lse and row_weight is None and small_calls.plain(a):
         made = small_calls.cross_entropy(logits, a.indices, a.values, a.ignore_index, mean, normalizer, None)
         if made is not None:
@@ -283,11 +291,11 @@ def _(loss: Tensor, *args: Any, **kwargs: Any) -> Tuple[Tensor, Tensor]:
     return loss.new_empty(()), loss.new_empty(())
 
 
-def cross_entropy(logits: Tensor, a: Arguments, inplace: bool, mean: bool, normalizer: Optional[Tensor],
+def cross_entropy(logits: Tensor, a: Arguments, inplace: Inplace, mean: bool, normalizer: Optional[Tensor],
                   return_lse: bool, row_weight: Optional[Tensor]) -> Any:
     """``torch.ops.sparse_ce.forward``, its loss or (loss, lse), with the choices of a loss that is the mean already
     (``normalizer``, (), divides instead of the count of rows, ``row_weight``, (N,), multiplies their losses) and of a
-    gradient that overwrites the logits.
+    gradient that overwrites the logits, in backward or at once.
 
     Under ``torch.compile`` and functorch the gradient is a fresh tensor: their graphs do not let a backward write to an
     input. So it is for logits whose rows overlap or whose columns are strided.
@@ -297,7 +305,7 @@ def cross_entropy(logits: Tensor, a: Arguments, inplace: bool, mean: bool, norma
         if mean:
             loss = loss_mean(loss, a, normalizer, row_weight)
         return (loss, lse) if return_lse else loss
-    return _run(logits, a, inplace and overwritable(logits), mean, normalizer, return_lse, row_weight)
+    return _run(logits, a, inplace if overwritable(logits) else False, mean, normalizer, return_lse, row_weight)
 
 
 def loss_mean(loss: Tensor, a: Arguments, normalizer: Optional[Tensor], row_weight: Optional[Tensor]) -> Tensor:

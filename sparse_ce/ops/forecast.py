@@ -7,30 +7,51 @@ follows (an evaluation that forgot ``torch.no_grad``), or one that is not the pl
 for ``lse``), the next forward makes no gradient.
 """
 
-from typing import Dict, Optional, Tuple
+import math
+from typing import Any, Dict, Optional, Tuple
 
 import torch
 from torch import Tensor
 
-_upstream: Dict[Tuple[str, torch.dtype], Tensor] = {}  # on a CPU
+_upstream: Dict[Tuple[Any, ...], Tensor] = {}  # by op, dtype and place
 
 
 def remember(op: str, grad: Tensor, expected: Optional[Tensor] = None) -> bool:
     """``grad``, (), the upstream gradient of a loss that ``op`` made, is the next forecast. Was it ``expected``?
     Where it was not, it is copied: its owner may overwrite it."""
     same = expected is not None and expected.item() == grad.item()
-    _upstream[op, grad.dtype] = expected if expected is not None and same else grad.detach().clone()
+    _upstream[op, grad.dtype, None] = expected if expected is not None and same else grad.detach().clone()
     return same
+
+
+def remember_divisor(op: str, grad: Tensor) -> None:
+    """The same, on any device, for an ``op`` that divides by its forecast: what is 0 or not finite is none."""
+    if grad.is_cpu:
+        if 0 < abs(grad.item()) < math.inf:
+            _upstream[op, grad.dtype, None] = grad.detach().clone()
+    elif not _captured(grad):  # nothing waits for the device to look at it
+        finite = torch.nan_to_num(grad.detach(), nan=1.0, posinf=1.0, neginf=1.0)
+        _upstream[op, grad.dtype, place(grad)] = finite + (finite == 0)
+
+
+def place(t: Tensor) -> Any:
+    """Where a forecast is one: a stream reads what it wrote itself. None on a CPU."""
+    return (t.device, torch.cuda.current_stream(t.device).cuda_stream) if t.is_cuda else None
+
+
+def _captured(t: Tensor) -> bool:
+    """Whether what is done now is done again in each replay of a CUDA graph, which keeps its numbers to itself."""
+    return t.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def known(op: str, dtype: torch.dtype) -> Optional[Tensor]:
     """The upstream gradient, (), that a loss of ``dtype`` made by ``op`` may expect; None where there is no saying."""
-    return None if hooked() else _upstream.get((op, dtype))
+    return None if hooked() else _upstream.get((op, dtype, None))
 
 
-def take(op: str, dtype: torch.dtype) -> Optional[Tensor]:
-    """The same, for the forward that it serves."""
-    return None if hooked() else _upstream.pop((op, dtype), None)
+def take(op: str, dtype: torch.dtype, at: Any = None) -> Optional[Tensor]:
+    """The same, for the forward that it serves, in a place."""
+    return None if hooked() else _upstream.pop((op, dtype, at), None)
 
 
 def hooked() -> bool:

@@ -28,8 +28,8 @@ from .library import (
     register_backward,
     register_fake,
     register_fake_rows,
-    register_in_place,
 )
+from .overwriting import scale
 
 
 class Head(NamedTuple):
@@ -166,7 +166,7 @@ def rescaled(gradients: List[Any], expected: Tensor, grad_loss: Tensor, traced: 
             return None
     for gradient in gradients:
         if gradient is not None:
-            _scale(gradient, grad_loss)
+            scale(gradient, grad_loss)
     return gradients
 
 
@@ -204,7 +204,6 @@ def _mean(input: Tensor, linear_weight: Tensor, linear_bias: Optional[Tensor], *
     return _run(Head(input, linear_weight, linear_bias), a, options)[:2]
 
 
-_scale = register_in_place("scale_", "gradient")
 register_backward("linear_backward")
 
 
