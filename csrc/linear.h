@@ -92,8 +92,8 @@ struct ScaleArgs {
   int64_t rows, count, row_stride;
   int64_t max_blocks;  // 0: no limit
 
-  // What was made for 0, or for what is not finite, tells of nothing else; nor does what was made below 2^-40 of what is
-  // wanted, which may have underflowed. Where 0 is wanted it is 0, whatever was made.
+  // What was made for 0, or for what is not finite, tells of nothing else; nor does what was made for so little of what
+  // is wanted that it may have underflowed. Where 0 is wanted it is 0, whatever was made.
   template <typename acc_t>
   struct Factor {
     acc_t by;

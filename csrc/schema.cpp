@@ -126,9 +126,9 @@ STABLE_TORCH_LIBRARY(sparse_ce, m) {
   // smallest first. Of those that tie the lowest are taken and come first; NaN is larger than any number.
   m.def("topk_ids(Tensor logits, int k, bool largest=True) -> Tensor");
 
-  // gradient *= scale () A, or scale / expected () A of one that was made for the upstream gradient `expected`, in place:
-  // packed, or rows of column stride 1. Where that is 1 nothing is read or written; it is looked at where it lies. From
-  // an expected one that is 0, not finite, or less than 2^-40 of another scale there is no way: an error, on CUDA NaN.
+  // gradient *= scale () A, in place; packed, or rows of column stride 1. Of one that was made for another upstream
+  // gradient, `expected` () A, it is scale / expected. Where that is 1 nothing is read or written; it is looked at
+  // where it lies. An expected one that is 0, not finite, or below 2^-40 of scale is an error, on CUDA NaN.
   m.def("scale_(Tensor(a!) gradient, Tensor scale, Tensor? expected=None) -> ()");
 
   // The head's logits at the entries of a target alone, shape of indices, A: -inf for padding, which beside the

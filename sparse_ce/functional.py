@@ -152,9 +152,9 @@ def cross_entropy(
             not change what a mean divides by, and may require grad. Where it is 0 the row's loss is 0, whatever its
             logits hold, and in ignored rows it may be anything.
         num_classes: only the first ``num_classes`` columns exist (a padded head); the rest get gradient 0.
-        inplace: with ``"forward"`` a later read of ``input`` sees its gradient: the loss writes it there at once, one read
-            and one write of the logits in all, for the upstream gradient of the step before; another one scales it in
-            backward, which rounds once more. Where that cannot be it is ``"backward"``: the gradient may overwrite
+        inplace: with ``"forward"`` a later read of ``input`` sees its gradient: the loss writes it there at once, one
+            read and one write of the logits in all, for the upstream gradient of the step before; another one scales it
+            in backward, which rounds once more. Where that cannot be it is ``"backward"``: the gradient may overwrite
             ``input``'s storage during backward. So it is in the first step, for ``reduction="none"``, an ``input`` that
             is a leaf or whose rows overlap, in float16, with ``return_*`` and values that require grad, under
             ``torch.compile``, ``torch.func`` and checkpointing. False: ``input`` is never written.

@@ -36,8 +36,8 @@ OPTIONS = [
     ("num_classes", 0, "0"), ("num_classes", 8, "8"), ("num_classes", -1, "-1"), ("num_classes", "3", "'3'"),
     ("num_classes", 2.5, "2.5"),
     ("ignore_index", 1.5, "1.5"), ("ignore_index", None, "None"), ("ignore_index", "pad", "'pad'"),
-    ("inplace", True, "'backward', got True"), ("inplace", 0, "got 0"), ("inplace", None, "got None"),
-    ("inplace", "forward", "'backward', got 'forward'"),
+    ("inplace", True, "False, 'backward' or 'forward', got True"), ("inplace", 0, "got 0"),
+    ("inplace", None, "got None"), ("inplace", "forwards", "got 'forwards'"), ("inplace", ["forward"], "['forward']"),
     ("normalizer", "8", "'8'"), ("normalizer", torch.tensor([]), "[0]"), ("normalizer", [4], "[4]"),
     ("normalizer", torch.tensor([1j]), "complex"),
 ]

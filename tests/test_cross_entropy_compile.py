@@ -46,6 +46,9 @@ def test_opcheck_of_the_ops_without_a_derivative(kind, device):
         torch.library.opcheck(ops.backward_.default, (rows, rows, logits, lse, torch.zeros_like(lse), *target))
         torch.library.opcheck(ops.forward_with_gradient.default, (rows[0].clone(), None, logits, *target))
         torch.library.opcheck(ops.forward_with_gradient.default, (rows[0].clone(), rows[1].clone(), logits, *target))
+        torch.library.opcheck(ops.forward_with_gradient_.default, (rows[0].clone(), None, logits, *target))
+        torch.library.opcheck(ops.forward_with_gradient_.default, (rows[0].clone(), rows[1].clone(), logits, *target),
+                              dict(row_weight=rows))
 
 
 @pytest.mark.parametrize("requires_grad", [False, True])
@@ -61,8 +64,8 @@ def test_opcheck_of_the_sparse_softmax(shape, requires_grad, device):
 
 
 def test_every_op_is_checked_here():
-    known = {"forward", "forward_with_residual", "forward_with_gradient", "backward", "backward_", "backward_values",
-             "loss_mean", "sparse_softmax", "sparse_softmax_backward"}  # checked above
+    known = {"forward", "forward_with_residual", "forward_with_gradient", "forward_with_gradient_", "backward",
+             "backward_", "backward_values", "loss_mean", "sparse_softmax", "sparse_softmax_backward"}  # checked above
     known |= {"linear_forward", "linear_forward_with_residual", "linear_forward_with_gradient", "linear_backward",
               "linear_mean", "scale_",  # in test_linear_compile.py
               "masked_mean", "masked_mean_backward",  # in test_masked_mean.py
@@ -89,6 +92,8 @@ def test_ops_without_a_derivative_do_not_pretend_to_have_one(device):
     logits = logits.detach()
     ops.backward_(rows, None, logits, loss.detach(), None, *target)
     assert logits._version == 1  # whoever saved the logits for a backward will notice
+    ops.forward_with_gradient_(rows[0].detach().clone(), None, logits, *target)
+    assert logits._version == 2
 
 
 # ------------------------------------------------------------------------------------------------------------ compile
@@ -213,6 +218,39 @@ def test_compiled_autograd(device):
     with compiled_autograd._enable(torch.compile(backend="aot_eager", fullgraph=True)):
         cross_entropy(x * 1, labels, label_smoothing=0.1).backward()
     torch.testing.assert_close(x.grad, torch.autograd.grad(cross_entropy(x, labels, label_smoothing=0.1), x)[0])
+
+
+@pytest.mark.parametrize("inplace", ["backward", "forward"])
+def test_compiled_autograd_of_a_gradient_in_place(inplace, device):
+    from torch._dynamo import compiled_autograd
+    draw = Draw(device)
+    x, labels = draw.normal(6, 11).requires_grad_(), draw.integers(11, 6)
+    expected, = torch.autograd.grad(cross_entropy(x, labels), x)
+    compiler = torch.compile(backend="aot_eager", fullgraph=True)
+    for before, upstream in ((2.0, 2.0), (2.0, 3.0), (5.0, 3.0), (3.0, 3.0)):
+        cross_entropy(x * 1, labels, inplace=inplace).backward(torch.tensor(before, device=device))
+        x.grad = None
+        with compiled_autograd._enable(compiler):
+            logits = x * 1
+            loss = cross_entropy(logits, labels, inplace=inplace)
+            assert logits.detach().equal(x.detach()) == (inplace == "backward")
+            loss.backward(torch.tensor(upstream, device=device))
+        torch.testing.assert_close(x.grad, upstream * expected)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_a_compiled_loss_that_may_write_at_once_writes_nothing(reduction, device):
+    draw = Draw(device)
+    x, labels = draw.normal(6, 11).requires_grad_(), draw.integers(11, 6)
+    expected, = torch.autograd.grad(cross_entropy(x, labels, reduction=reduction), x)
+    cross_entropy(x * 1, labels, inplace="forward").backward()
+    compiled = torch.compile(lambda z: cross_entropy(z, labels, reduction=reduction, inplace="forward"),
+                             backend="aot_eager", fullgraph=True)
+    for _ in range(2):
+        logits = x * 1
+        grad, = torch.autograd.grad(compiled(logits), logits)
+        assert logits.detach().equal(x.detach())
+        torch.testing.assert_close(grad, expected)
 
 
 # ----------------------------------------------------------------------------------------------- export, AOTInductor

@@ -65,6 +65,7 @@ def op_calls(device):
     order, ids = torch.arange(12, device=device), (*target[:3], target[4])
     return {
         "forward": (x, *target), "forward_with_residual": (x, *target), "forward_with_gradient": (one, one, x, *target),
+        "forward_with_gradient_": (one, one, x.clone(), *target),
         "backward": (rows, rows, x, rows, rows, *target), "backward_": (rows, rows, x.clone(), rows, rows, *target),
         "backward_values": (rows, x, rows, rows, *target), "loss_mean": (rows, one, *target),
         "sparse_softmax": (entries, target[2], order, True),
@@ -73,7 +74,7 @@ def op_calls(device):
         "linear_forward": (*head, *target), "linear_forward_with_residual": (*head, *target),
         "linear_forward_with_gradient": (one, one, *head, *target),
         "linear_mean": (*head, *target, -100, 0.0, 0.0, 1.0, None, None, False, None, one),
-        "linear_backward": (rows, rows, *head, rows, rows, *target), "scale_": (x.clone(), one),
+        "linear_backward": (rows, rows, *head, rows, rows, *target), "scale_": (x.clone(), one, one),
         "candidate_logits": (*head, *ids), "candidate_logits_backward": (entries, entries, *head, *ids),
     }
 

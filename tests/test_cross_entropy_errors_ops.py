@@ -55,7 +55,8 @@ WRONG_JAGGED = {
 }
 
 
-@pytest.mark.parametrize("name", ["forward", "forward_with_residual", "backward", "backward_", "backward_values"])
+@pytest.mark.parametrize("name", ["forward", "forward_with_residual", "forward_with_gradient", "forward_with_gradient_",
+                                  "backward", "backward_", "backward_values"])
 @pytest.mark.parametrize("wrong", [*WRONG, *WRONG_JAGGED])
 def test_every_op_refuses_a_wrong_tensor(wrong, name, device):
     given = jagged(device) if wrong in WRONG_JAGGED else arguments(device)
@@ -66,6 +67,8 @@ def test_every_op_refuses_a_wrong_tensor(wrong, name, device):
         given.update(grad_loss=rows, lse=rows, lse_residual=rows)
         if name != "backward_values":
             given["grad_lse"] = None
+    elif "gradient" in name:
+        given.update(grad_mean=rows[0], normalizer=None)
     before = given["logits"].clone()
     assert_refused(lambda: getattr(ops, name)(**given), argument, word, error=RuntimeError)
     assert_bitwise_equal(given["logits"], before)
@@ -95,6 +98,20 @@ def test_overwriting_logits_that_overlap_is_refused(device):
         before = bad.clone()
         assert_refused(lambda: ops.backward_(**dict(given, logits=bad)), "logits", word, error=RuntimeError)
         assert_bitwise_equal(bad.contiguous(), before)
+        call = dict(arguments(device), logits=bad, grad_mean=rows[0], normalizer=None)
+        assert_refused(lambda: ops.forward_with_gradient_(**call), "logits", word, error=RuntimeError)
+        assert_bitwise_equal(bad.contiguous(), before)
+
+
+def test_what_a_gradient_is_made_for_must_fit(device):
+    given = dict(arguments(device), grad_mean=torch.ones((), device=device), normalizer=None)
+    before, one = given["logits"].clone(), given["grad_mean"]
+    refused = [("grad_mean", one[None], "[1]"), ("grad_mean", one.double(), "Double"), ("normalizer", one[None], "[1]"),
+               ("row_weight", one.expand(3), "[3]"), ("row_weight", one.half().expand(4), "Half")]
+    for argument, bad, word in refused:
+        call = dict(given, **{argument: bad})
+        assert_refused(lambda: ops.forward_with_gradient_(**call), argument, word, error=RuntimeError)
+        assert_bitwise_equal(given["logits"], before)
 
 
 def test_a_masked_row_may_hold_any_index(device):
@@ -172,10 +189,14 @@ def test_a_scale_that_does_not_fit_is_refused(device):
     refused = [((gradient, scale[None]), "scale", "[1]"), ((gradient, scale.double()), "scale", "Double"),
                ((gradient.bfloat16(), scale.bfloat16()), "scale", "Float", "BFloat16"),
                ((gradient.long(), scale), "gradient", "Long"), ((gradient[:, ::2], scale), "gradient", "contiguous"),
-               ((gradient.t(), scale), "gradient", "contiguous", "[6, 4]")]
-    for (values, by), *words in refused:
+               ((gradient.t(), scale), "gradient", "contiguous", "[6, 4]"),
+               ((gradient[:1].expand(4, 6), scale), "gradient", "overlap"),
+               ((gradient, scale, scale[None]), "expected", "[1]"),
+               ((gradient, scale, scale.double()), "expected", "Double")]
+    for call, *words in refused:
+        values = call[0]
         before = values.clone()
-        assert_refused(lambda: ops.scale_(values, by), *words, error=RuntimeError)
+        assert_refused(lambda: ops.scale_(*call), *words, error=RuntimeError)
         assert_bitwise_equal(values, before)
 
 

@@ -62,6 +62,7 @@ def test_opcheck_of_the_ops_without_a_derivative(kind, dtype, head_dtype, device
                               dict(OPTIONS, **wanted))
     torch.library.opcheck(ops.linear_forward_with_gradient.default, (one, None, *head[:2], None, *target))
     torch.library.opcheck(ops.scale_.default, (head[1], rows[0].clone()))
+    torch.library.opcheck(ops.scale_.default, (head[1], rows[0].clone(), rows[1].clone()))
 
 
 def test_ops_without_a_derivative_do_not_pretend_to_have_one(device):

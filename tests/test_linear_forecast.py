@@ -1,6 +1,7 @@
 """The gradients of the linear head that forward makes ahead of backward, and what backward scales them by."""
 
 import gc
+import math
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from dense import arithmetic
 from linear_cases import Traced, example, fused, make_head, scaled
 from loss_cases import FORECAST_OPTIONS
 from sparse_ce import linear_cross_entropy
-from sparse_ce.ops import forecast
+from sparse_ce.ops import forecast, instruction_set
 
 ops = torch.ops.sparse_ce
 PAIRS = [(d, d) for d in DTYPES] + [(torch.bfloat16, torch.float32), (torch.float16, torch.float32)]
@@ -241,6 +242,43 @@ def test_a_scale_of_one_touches_nothing(dtype, device):
     before = gradient.view(bits).clone()
     ops.scale_(gradient, one)
     assert gradient.view(bits).equal(before)
+
+
+@pytest.mark.parametrize("rows,columns,beside", [(1, 37, 0), (5, 37, 3), (700, 3, 1), (3, 40_001, 7), (3, 0, 2)])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_scale_of_rows_leaves_alone_what_is_beside_them(dtype, rows, columns, beside, device, threads):
+    threads(2)
+    wide = Draw(device).normal(rows, columns + beside).to(dtype)
+    scale, made = (torch.tensor(x, dtype=arithmetic(dtype), device=device) for x in (-0.7, 3.0))
+    expected = wide.clone()
+    expected[:, :columns] = (wide[:, :columns].to(scale.dtype) * (scale / made)).to(dtype)
+    ops.scale_(wide[:, :columns], scale, made)
+    assert_bitwise_equal(wide, expected)
+    ops.scale_(wide[:, :columns], made, made)
+    assert_bitwise_equal(wide, expected)
+
+
+@pytest.mark.parametrize("expected,scale,factor", [
+    (2.0, 0.0, 0.0), (2.0, math.inf, math.inf), (2.0, math.nan, math.nan), (math.inf, math.inf, 1.0), (0.0, 0.0, 1.0),
+    (1e-20, 1e-10, 1e10), (1.0, 1e-30, 1e-30), (0.0, 1.0, None), (-0.0, 1.0, None), (math.inf, 1.0, None),
+    (-math.inf, math.inf, None), (math.nan, 1.0, None), (1e-13, 1.0, None), (-1e-13, 1.0, None)])
+def test_scale_from_what_it_was_made_for(expected, scale, factor, device):
+    gradient = torch.tensor([[0.0, -1.5, 2.0, math.nan, math.inf]], device=device)
+    before = gradient.clone()
+    call = gradient, *(torch.tensor(x, device=device) for x in (scale, expected))
+    if factor is None and device == "cpu" and instruction_set() != "emulated CUDA":
+        with pytest.raises(RuntimeError, match="sparse_ce: expected must be finite, not 0 and at least 2"):
+            ops.scale_(*call)
+        assert_bitwise_equal(gradient, before)
+        return
+    ops.scale_(*call)
+    if factor is None:
+        made = torch.full_like(before, math.nan)
+    elif factor == 0:  # whatever was made
+        made = torch.zeros_like(before)
+    else:
+        made = torch.where(before == 0, 0.0, before * (call[1] / call[2] if factor != 1 else 1))
+    assert_bitwise_equal(gradient, made)
 
 
 def test_whoever_saved_what_is_scaled_will_notice(device):

@@ -229,7 +229,7 @@ def test_a_scale_of_each_row_meets_the_linear_head(live, device):
     (dict(softcap=-1.0), ValueError, "softcap must be a positive number"),
     (dict(num_classes=8), ValueError, r"num_classes must be in \[1, 7\]"),
     (dict(padding_value=None), TypeError, "padding_value must be a number"),
-    (dict(inplace=True), ValueError, "inplace must be False or 'backward'"),
+    (dict(inplace=True), ValueError, "inplace must be False, 'backward' or 'forward'"),
 ])
 def test_wrong_options_are_named(keywords, error, message, device):
     keywords = {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in keywords.items()}

@@ -6,7 +6,7 @@ from typing import Optional
 import torch
 from torch import Tensor
 
-from .. import arguments, functional
+from .. import arguments
 from ..entries import IGNORE_INDEX
 from ..log_probs import LogProbs, linear_selected_log_probs, selected_log_probs
 from ..target import Target

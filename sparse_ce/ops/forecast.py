@@ -29,9 +29,14 @@ def remember_divisor(op: str, grad: Tensor) -> None:
     if grad.is_cpu:
         if 0 < abs(grad.item()) < math.inf:
             _upstream[op, grad.dtype, None] = grad.detach().clone()
-    elif not _captured(grad):  # nothing waits for the device to look at it
-        finite = torch.nan_to_num(grad.detach(), nan=1.0, posinf=1.0, neginf=1.0)
-        _upstream[op, grad.dtype, place(grad)] = finite + (finite == 0)
+    elif not _captured(grad):
+        _upstream[op, grad.dtype, place(grad)] = divisor(grad)
+
+
+def divisor(grad: Tensor) -> Tensor:
+    """``grad`` itself or, where it is none, 1: without a look at it, for which the device would be waited for."""
+    finite = torch.nan_to_num(grad.detach(), nan=1.0, posinf=1.0, neginf=1.0)
+    return finite + (finite == 0)
 
 
 def place(t: Tensor) -> Any:

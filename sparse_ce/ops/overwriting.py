@@ -43,9 +43,10 @@ class _Overwriting(torch.autograd.Function):
     def forward(ctx: Any, logits: Tensor, row_weight: Optional[Tensor], a: Arguments, normalizer: Optional[Tensor],
                 expected: Tensor) -> Tensor:
         mean: Tensor
-        mean, divisor, losses, _, _ = _write_gradient(expected, normalizer, logits.detach(), *a, row_weight)
+        grad_logits = logits.detach()
+        mean, divisor, losses, _, _ = _write_gradient(expected, normalizer, grad_logits, *a, row_weight)
         of_weights = (divisor, losses, *a.tensors) if ctx.needs_input_grad[1] else ()
-        ctx.save_for_backward(logits, *of_weights)  # behind the write: whoever writes there again is noticed
+        ctx.save_for_backward(grad_logits, *of_weights)  # behind the write: whoever writes there again is noticed
         ctx.numbers, ctx.expected = a.numbers, expected
         return mean
 
@@ -53,7 +54,7 @@ class _Overwriting(torch.autograd.Function):
     def backward(ctx: Any, grad_mean: Tensor) -> Tuple[Optional[Tensor], ...]:
         expected, ctx.expected = ctx.expected, None  # handed out once: its new owner may overwrite it
         _check_plain(expected, grad_mean)
-        logits, *of_weights = ctx.saved_tensors
+        grad_logits, *of_weights = ctx.saved_tensors
         grad_weights = None
         if of_weights:
             divisor, losses, *tensors = of_weights
@@ -61,7 +62,6 @@ class _Overwriting(torch.autograd.Function):
             grad_weights = reference.weight_gradient((grad_mean / divisor).expand(losses.shape), losses, a)
         if eager():
             remember(grad_mean)
-        grad_logits = logits.detach()
         (scale if eager() else ops.scale_)(grad_logits, grad_mean, expected)
         return grad_logits, grad_weights, None, None, None
 

@@ -1,0 +1,35 @@
+"""What the tests of ``inplace="forward"`` share: a call, a step that leaves a forecast, the gradient without it."""
+
+import torch
+
+from cases import Draw
+from sparse_ce import cross_entropy
+
+
+def example(device, dtype=torch.float32, rows=6, vocab=50):
+    """A leaf, and a target of three classes a row."""
+    draw = Draw(device)
+    x = draw.normal(rows, vocab).to(dtype).requires_grad_()
+    return x, (draw.integers(vocab, rows, 3), draw.uniform(rows, 3))
+
+
+def number(value, loss):
+    return torch.tensor(value, dtype=loss.dtype, device=loss.device)
+
+
+def expect(upstream, device, dtype=torch.float32):
+    """A step that leaves a forecast behind."""
+    x, target = example(device, dtype)
+    loss = cross_entropy(x * 1, target, inplace="forward")
+    loss.backward(number(upstream, loss))
+
+
+def plain(logits, target, upstream=1.0, *args, **options):
+    """Loss and gradient of a leaf of these logits, made in backward."""
+    leaf = logits.detach().clone().requires_grad_()
+    loss = cross_entropy(leaf, target, *args, inplace="backward", **options)
+    return loss.detach(), torch.autograd.grad(loss, leaf, number(upstream, loss))[0]
+
+
+def overwritten(logits, before):
+    return not torch.equal(logits.detach().nan_to_num(nan=77.0), before.detach().nan_to_num(nan=77.0))

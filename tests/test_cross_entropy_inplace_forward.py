@@ -1,0 +1,290 @@
+"""``inplace="forward"``: the gradient that the loss writes over its logits, and another upstream gradient than expected."""
+
+import pytest
+import torch
+from torch.profiler import profile
+
+import sparse_ce
+from cases import FORMS, Draw
+from close import assert_bitwise_equal
+from inplace_cases import example, expect, number, overwritten, plain
+from loss_cases import FORECAST_OPTIONS
+from sparse_ce import SparseCrossEntropyLoss, cross_entropy
+from sparse_ce.ops import forecast, instruction_set
+
+DTYPES = [torch.bfloat16, torch.float32, torch.float64]
+OPTIONS = {**FORECAST_OPTIONS, "weight": {}, "row_weight": {}, "row_weight, sum": dict(reduction="sum"),
+           "logit_scale": {}}
+
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("form", FORMS)
+def test_the_gradient_is_the_same_and_lies_where_the_logits_were(form, dtype, options, device):
+    draw = Draw(device)
+    case = FORMS[form]((3, 4), 37, draw)
+    x = draw.normal(*case.shape, 41 if options == "everything" else 37).to(dtype)
+    if options == "everything":
+        x[..., 37:] = torch.nan
+    x[case.ignored] = torch.nan
+    keywords = dict(OPTIONS[options])
+    if options == "weight":
+        keywords["weight"] = draw.uniform(37, low=0.2)
+    if options.startswith("row_weight"):
+        keywords["row_weight"] = draw.normal(*case.shape)
+        keywords["row_weight"].view(-1)[3] = 0
+    if options == "logit_scale":
+        keywords["logit_scale"] = draw.uniform(*case.shape, low=0.5)
+    expected_loss, expected = plain(x, case.target, -0.375, **keywords)
+    expect(-0.375, device, dtype)
+    leaf = x.clone().requires_grad_()
+    logits = leaf * 1
+    loss = cross_entropy(logits, case.target, inplace="forward", **keywords)
+    assert_bitwise_equal(loss.detach(), expected_loss)
+    assert_bitwise_equal(logits.detach(), expected)  # at once
+    grad, = torch.autograd.grad(loss, logits, number(-0.375, loss))
+    assert grad.data_ptr() == logits.data_ptr()
+    assert_bitwise_equal(grad, expected)
+    assert_bitwise_equal(leaf.detach(), x)
+
+
+@pytest.mark.parametrize("rows,vocab", [(1, 100_003), (5, 100_003), (700, 33), (0, 7), (4, 1)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_rows_in_parts_many_rows_and_none(rows, vocab, dtype, device, threads):
+    """The CPU takes a row in parts of 32768 columns, on several threads where there are few rows."""
+    x, target = example(device, dtype, rows, vocab)
+    weight = Draw(device, 1).uniform(vocab, low=0.2)
+    for count in (1, 4):
+        threads(count)
+        expected = plain(x, target, 3.0, weight)
+        expect(3.0, device, dtype)
+        logits = x * 1
+        loss = cross_entropy(logits, target, weight, inplace="forward")
+        assert_bitwise_equal(loss.detach(), expected[0])
+        assert_bitwise_equal(logits.detach(), expected[1])
+        assert_bitwise_equal(torch.autograd.grad(loss, logits, number(3.0, loss))[0], expected[1])
+
+
+@pytest.mark.parametrize("upstream", [1.0, 3.0])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_columns_beside_strided_rows_are_not_written(dtype, upstream, device):
+    wide, (indices, values) = example(device, dtype, 6, 83)
+    target = indices % 50, values
+    for columns in (slice(0, 50), slice(3, 53)):
+        expect(1.0, device, dtype)
+        base = wide * 1
+        logits, before = base[:, columns], base.detach().clone()
+        expected, grads = plain(logits, target)[1], []
+        logits.register_hook(grads.append)  # a view has another grad_fn once it was written to
+        loss = cross_entropy(logits, target, inplace="forward")
+        assert_bitwise_equal(logits.detach(), expected)
+        loss.backward(number(upstream, loss))
+        grad, = grads
+        assert grad.data_ptr() == logits.data_ptr()
+        assert_bitwise_equal(grad, (expected.to(loss.dtype) * upstream).to(dtype))
+        before[:, columns] = grad
+        assert_bitwise_equal(base.detach(), before)
+        before.zero_()[:, columns] = grad
+        assert_bitwise_equal(wide.grad, before)
+        wide.grad = None
+
+
+def test_logits_of_a_function_that_returns_several_views(device):
+    x, target = example(device)
+    expect(1.0, device)
+    _, logits = torch.cat((x, x)).mul(1).chunk(2)
+    loss = cross_entropy(logits, target, inplace="forward")
+    assert overwritten(logits, x)
+    loss.backward()
+    assert_bitwise_equal(x.grad, plain(x, target)[1])
+
+
+def test_the_gradient_flows_on_to_those_who_made_the_logits(device):
+    draw = Draw(device)
+    hidden, labels = draw.normal(2, 6, 5), draw.integers(11, 2, 6)
+    grads = []
+    for inplace in (False, "forward"):
+        head, bias = draw.normal(11, 5).mul(0).add(torch.arange(5, device=device)), torch.zeros(11, device=device)
+        for t in (head, bias):
+            t.requires_grad_()
+        expect(1.0, device)
+        logits = torch.nn.functional.linear(hidden, head, bias)
+        before = logits.detach().clone()
+        cross_entropy(logits, labels, inplace=inplace).backward()
+        assert overwritten(logits, before) == (inplace == "forward")
+        grads.append((head.grad, bias.grad))
+    for a, b in zip(*grads):
+        assert_bitwise_equal(a, b)
+
+
+def test_weights_of_rows_get_their_gradient(device):
+    x, target = example(device)
+    results = []
+    for inplace in (False, "forward"):
+        row_weight = Draw(device, 5).normal(6)
+        row_weight[2] = 0
+        row_weight.requires_grad_()
+        expect(3.0, device)
+        logits = x * 1
+        loss = cross_entropy(logits, target, row_weight=row_weight, inplace=inplace)
+        assert overwritten(logits, x) == (inplace == "forward")
+        results.append(torch.autograd.grad(loss, (logits, row_weight), number(3.0, loss)))
+    for a, b in zip(*results):
+        assert_bitwise_equal(a, b)
+    assert results[1][1][2] != 0
+
+
+def test_no_memory_of_the_size_of_the_logits_is_taken(device):
+    x, target = example(device, rows=64, vocab=4099)
+    size = x.numel() * x.element_size()
+    expect(1.0, device)
+    logits = x * 1
+    if device == "cuda":
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        grad, = torch.autograd.grad(cross_entropy(logits, target, inplace="forward"), logits)
+        taken = torch.cuda.max_memory_allocated() - before
+    else:
+        with profile(profile_memory=True) as seen:
+            grad, = torch.autograd.grad(cross_entropy(logits, target, inplace="forward"), logits)
+        taken = sum(max(0, event.self_cpu_memory_usage) for event in seen.events())
+    assert grad.data_ptr() == logits.data_ptr()
+    assert taken < size / 2
+
+
+@pytest.mark.parametrize("inplace", ["forward", "backward"])
+def test_modules_and_the_other_functions_take_it(inplace, device):
+    x, target = example(device)
+    expected = plain(x, target, 1.0, label_smoothing=0.1)[1]
+    expect(1.0, device)
+    logits = x * 1
+    loss = SparseCrossEntropyLoss(label_smoothing=0.1, inplace=inplace)(logits, target)
+    assert overwritten(logits, x) == (inplace == "forward")
+    assert_bitwise_equal(torch.autograd.grad(loss, logits)[0], expected)
+    for call in (lambda z: sparse_ce.selected_log_probs(z, target[0], inplace=inplace).log_probs.sum(),
+                 lambda z: sparse_ce.SelectedLogProbs(inplace=inplace)(z, target[0]).log_probs.sum()):
+        expect(1.0, device)
+        logits = x * 1
+        out = call(logits)
+        assert not overwritten(logits, x)  # "forward" is "backward" there
+        grad, = torch.autograd.grad(out, logits)
+        assert grad.data_ptr() == logits.data_ptr()
+    head, hidden = Draw(device).normal(50, 7).requires_grad_(), Draw(device).normal(6, 7)
+    results = [torch.autograd.grad(sparse_ce.linear_cross_entropy(hidden, head, target, inplace=how), head)[0]
+               for how in (False, inplace)]
+    assert_bitwise_equal(*results)
+
+
+# --------------------------------------------------------------------------------------------- another upstream gradient
+
+
+@pytest.mark.parametrize("expected,upstream", [(1.0, 65536.0), (65536.0, 1.0), (0.25, -0.7), (3.0, 1.0)])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_another_upstream_gradient_rounds_once_more(dtype, expected, upstream, device):
+    x, target = example(device, dtype)
+    expect(expected, device, dtype)
+    logits = x * 1
+    loss = cross_entropy(logits, target, inplace="forward")
+    made = logits.detach().clone()
+    assert_bitwise_equal(made, plain(x, target, expected)[1])
+    grad, = torch.autograd.grad(loss, logits, number(upstream, loss))
+    assert grad.data_ptr() == logits.data_ptr()
+    ratio = number(upstream, loss) / number(expected, loss)
+    assert_bitwise_equal(grad, (made.to(loss.dtype) * ratio).to(dtype))
+    eps = torch.finfo(dtype).eps
+    torch.testing.assert_close(grad, plain(x, target, upstream)[1], rtol=2 * eps, atol=0)
+    logits = x * 1
+    cross_entropy(logits, target, inplace="forward")
+    assert_bitwise_equal(logits.detach(), plain(x, target, upstream)[1])  # the next forecast
+
+
+@pytest.mark.parametrize("upstream", [0.0, float("nan"), float("inf"), -float("inf")])
+def test_an_upstream_gradient_that_is_no_forecast(upstream, device):
+    """The loss with a weight of 0, as an auxiliary loss may begin with, must not cost the next step its gradient."""
+    x, target = example(device)
+    target[0][1] = -100  # an ignored row
+    x = x.detach()
+    x[2] = torch.nan
+    x.requires_grad_()
+    expect(1.0, device)
+    logits = x * 1
+    loss = cross_entropy(logits, target, inplace="forward")
+    assert overwritten(logits, x)
+    grad, = torch.autograd.grad(loss, logits, number(upstream, loss))
+    assert grad[1].eq(0).all()
+    if upstream == 0:
+        assert grad.eq(0).all()  # of a row of NaN, too
+    else:
+        assert not grad[[0, 3, 4, 5]].isfinite().any()
+    expected = plain(x, target)[1]
+    for _ in range(2):
+        logits = x * 1
+        loss = cross_entropy(logits, target, inplace="forward")
+        assert_bitwise_equal(torch.autograd.grad(loss, logits)[0], expected)
+
+
+@pytest.mark.parametrize("expected", [0.0, -0.0, float("nan"), float("inf"), 1e-13, -1e-20])
+def test_a_gradient_made_for_nothing_is_an_error_and_on_cuda_nan(expected, device):
+    """A loop gives no such forecast but the last two; whoever does gets no wrong number."""
+    x, target = example(device)
+    expect(1.0, device)
+    upstream, = forecast._upstream.values()
+    upstream.fill_(expected)
+    logits = x * 1
+    loss = cross_entropy(logits, target, inplace="forward")
+    if device == "cuda" or instruction_set() == "emulated CUDA":
+        assert torch.autograd.grad(loss, logits)[0].isnan().all()
+    else:
+        with pytest.raises(RuntimeError, match=r"sparse_ce: expected must be finite, not 0 and at least 2\^-40 of scale"):
+            torch.autograd.grad(loss, logits)
+
+
+def test_what_a_gpu_takes_for_a_forecast():
+    """Without a look at it, which would wait."""
+    given = [0.0, -0.0, float("nan"), float("inf"), -float("inf"), 1e-30, -0.25]
+    made = torch.stack([forecast.divisor(torch.tensor(g)) for g in given])
+    assert_bitwise_equal(made, torch.tensor([1.0, 1.0, 1.0, 1.0, 1.0, 1e-30, -0.25]))
+
+
+def test_an_upstream_gradient_that_its_owner_overwrites(device):
+    x, target = example(device)
+    loss = cross_entropy(x * 1, target, inplace="forward")
+    upstream = number(2.0, loss)
+    loss.backward(upstream)
+    logits = x * 1
+    loss = cross_entropy(logits, target, inplace="forward")
+    upstream.mul_(2)
+    assert_bitwise_equal(torch.autograd.grad(loss, logits, upstream)[0], plain(x, target, 4.0)[1])
+
+
+def test_accumulated_steps_and_what_scales_the_loss(device):
+    x, target = example(device)
+    parts = [tuple(t[i:i + 2] for t in target) for i in (0, 2, 4)]
+    grads = []
+    for inplace in (False, "forward"):
+        seen, leaf = [], x.detach().clone().requires_grad_()
+        for _ in range(2):
+            for i, part in enumerate(parts):
+                logits = leaf[2 * i:2 * i + 2] * 1
+                loss = cross_entropy(logits, part, inplace=inplace) / 3
+                seen.append(overwritten(logits, leaf[2 * i:2 * i + 2]))
+                loss.backward()
+        assert seen == ([False] + 5 * [True] if inplace else 6 * [False])
+        grads.append(leaf.grad)
+    assert_bitwise_equal(*grads)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+def test_a_grad_scaler(dtype, device):
+    x, target = example(device)
+    grads = []
+    for inplace in (False, "forward"):
+        leaf, scaler = x.detach().clone().requires_grad_(), torch.amp.GradScaler(device, growth_interval=2)
+        optimizer = torch.optim.SGD([leaf], lr=0.01)
+        for _ in range(6):
+            optimizer.zero_grad()
+            scaler.scale(cross_entropy((leaf * 1).to(dtype), target, inplace=inplace)).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        assert scaler.get_scale() == 2.0 ** 19
+        grads.append(leaf.grad / scaler.get_scale())
+    assert_bitwise_equal(*grads)  # powers of two round nothing
