@@ -38,7 +38,8 @@ def kinds(output):
 KINDS = {"cross_entropy": ("warp a row", "block a row", "blocks a row"),
          "topk": ("ties", "few ties"),
          "select": ("warp a row", "block a row", "blocks a row"),
-         "linear": ("plain sum", "split sum by packs", "split sum by singles", "rows", "scale", "scale of 1"),
+         "linear": ("plain sum", "split sum by packs", "split sum by singles", "rows", "scale", "scale of 1",
+                    "scale from another", "scale of rows"),
          "candidates": ("weights by packs", "weights by singles"),
          "sparse_softmax": ("rows for warps", "a row for a block"),
          "masked_mean": [way + packs for packs in (" by packs", " by singles") for way in (

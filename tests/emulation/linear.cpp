@@ -16,20 +16,29 @@ struct Case {
   int64_t steps;                    // products of a sum
   double size, special;             // of the products; the share of elements that meet an infinity or NaN
   double scale;
+  bool from_expected;               // a gradient made for another upstream gradient,
+  double expected;                  // this one
+  int64_t beside;                   // elements between two rows that are scaled
   int64_t rows, width, ignore_index, offsets_step;  // offsets_step 0: no offsets
   bool masked;
   double ignored;  // the share of the entries that are ignore_index, and of the rows that a mask drops
 
+  bool touches_nothing() const { return from_expected ? scale == expected : scale == 1; }
+  bool known() const {
+    if (!from_expected) return true;
+    const bool far = std::isfinite(scale) && std::fabs(scale / expected) >= std::ldexp(1, 40);
+    return std::isfinite(expected) && expected != 0 && !far;
+  }
   bool split() const { return kind == kSum && size_of(dtype) == 2; }
   std::string text() const {
     char out[320];
     std::snprintf(
         out, sizeof(out),
-        "kind %d dtype %d product %d count %ld offsets %ld %ld %ld steps %ld size %g special %g scale %g rows %ld "
-        "width %ld offsets_step %ld masked %d ignored %g max_blocks %ld",
+        "kind %d dtype %d product %d count %ld offsets %ld %ld %ld steps %ld size %g special %g scale %g / %d %g rows "
+        "%ld %ld width %ld offsets_step %ld masked %d ignored %g max_blocks %ld",
         kind, int(dtype), int(product_dtype), long(count), long(offset), long(product_offset), long(low_offset),
-        long(steps), size, special, scale, long(rows), long(width), long(offsets_step), masked, ignored,
-        long(max_blocks));
+        long(steps), size, special, scale, from_expected, expected, long(rows), long(beside), long(width),
+        long(offsets_step), masked, ignored, long(max_blocks));
     return out;
   }
 };
@@ -51,6 +60,9 @@ Case draw(bool small) {
   c.steps = 1 + below(small ? 3 : 6);
   c.size = one_of<double>({1e-11, 1, 60, 30000}), c.special = chance(0.3) ? 0.05 : 0;
   c.scale = one_of<double>({1, 1, 1.0000001192092896, -2.7, 0, INFINITY, double(NAN)});
+  c.from_expected = chance(0.6);
+  c.expected = one_of<double>({c.scale, 1, 1, 3, -0.25, 1e-13, -1e-20, 0, INFINITY, double(NAN)});
+  if (c.kind == kScale) c.rows = chance(0.5) ? 1 : 2 + below(12), c.beside = c.rows == 1 ? 0 : below(9);
   if (c.kind != kRows) return c;
   c.rows = chance(0.03) ? 0 : 1 + below(small ? 20 : 60), c.width = below(6);
   c.count = 1 + below(chance(0.5) ? 40 : 1500);
@@ -61,7 +73,8 @@ Case draw(bool small) {
 
 std::string kind_of(const Case& c) {
   if (c.kind == kRows) return "rows";
-  if (c.kind == kScale) return c.scale == 1 ? "scale of 1" : "scale";
+  if (c.kind == kScale && c.touches_nothing()) return "scale of 1";
+  if (c.kind == kScale) return c.rows == 1 ? c.from_expected ? "scale from another" : "scale" : "scale of rows";
   if (!c.split()) return "plain sum";
   const int64_t product_bytes = c.product_offset * size_of(c.product_dtype);
   const bool aligned = c.offset % 8 == 0 && product_bytes % 16 == 0 && (c.low_offset % 8 == 0 || c.steps == 1);
@@ -230,39 +243,52 @@ void run_rows(const Case& c) {
 // ------------------------------------------------------------------------------------------------ scale
 
 void run_scale(const Case& c) {
-  Array scale(arithmetic(c.dtype), 1), values(c.dtype, c.count, c.offset), before(c.dtype, c.count, c.offset);
-  scale.set(0, c.scale);
-  for (int64_t i = -c.offset; i < c.count; ++i) {
+  const int64_t stride = c.count + c.beside, count = c.rows * stride;
+  Array scale(arithmetic(c.dtype), 1), expected(arithmetic(c.dtype), 1);
+  Array values(c.dtype, count, c.offset), before(c.dtype, count, c.offset);
+  scale.set(0, c.scale), expected.set(0, c.expected);
+  for (int64_t i = -c.offset; i < count; ++i) {
     // 0 is the gradient of an ignored row, whatever the scale is.
     const double x = chance(c.special) ? one_of<double>({INFINITY, -INFINITY, double(NAN)})
                      : chance(0.1)     ? 0
                                        : uniform(-60, 60);
     values.set(i, x), before.set(i, x);
   }
-  scale.upload(), values.upload();
+  scale.upload(), expected.upload(), values.upload();
   ScaleArgs args{};
   args.values = values.device(), args.dtype = c.dtype, args.scale = scale.device(), args.count = c.count;
-  args.max_blocks = c.max_blocks;
+  args.rows = c.rows, args.row_stride = stride, args.max_blocks = c.max_blocks;
+  if (c.from_expected) args.expected = expected.device();
   must(cuda::scale(args, nullptr), "scale");
   values.download();
   for (int64_t i = -c.offset; i < 0; ++i) compare("front of the values", 0, i, values.get(i), before.get(i), 0);
-  for (int64_t i = 0; i < c.count; ++i) {
-    const double exact = before.get(i) == 0 ? 0 : before.get(i) * scale.get(0),
-                 error = std::isfinite(exact) ? rounding(arithmetic(c.dtype), exact) : 0;
-    compare_rounded("scaled value", 0, i, c.dtype, values.get(i), exact, error);
+  const bool known = c.known();
+  const bool clears = c.from_expected && c.scale == 0;
+  for (int64_t i = 0; i < count; ++i) {
+    if (i % stride >= c.count) {
+      compare("beside a row", i / stride, i % stride, values.get(i), before.get(i), 0);
+      continue;
+    }
+    const double factor = c.from_expected ? scale.get(0) / expected.get(0) : scale.get(0);
+    const double exact = !known                         ? NAN
+                         : clears || before.get(i) == 0 ? 0
+                                                        : before.get(i) * factor,
+                 error = std::isfinite(exact) ? 2 * rounding(arithmetic(c.dtype), exact) : 0;
+    compare_rounded("scaled value", i / stride, i % stride, c.dtype, values.get(i), exact, error);
   }
 }
 
 // A scale of 1 touches nothing: whatever the bits were, NaN of any payload among them, they are.
 void run_scale_of_one(const Case& c) {
-  const int64_t size = size_of(c.dtype);
-  Array one(arithmetic(c.dtype), 1);
-  Bytes values(c.count * size, c.offset * size);
+  const int64_t size = size_of(c.dtype), stride = c.count + c.beside;
+  Array scale(arithmetic(c.dtype), 1);
+  Bytes values(c.rows * stride * size, c.offset * size);
   const std::vector<uint8_t> before = values.host;
-  one.set(0, 1), one.upload();
+  scale.set(0, c.scale), scale.upload();
   ScaleArgs args{};
-  args.values = values.device(), args.dtype = c.dtype, args.scale = one.device(), args.count = c.count;
-  args.max_blocks = c.max_blocks;
+  args.values = values.device(), args.dtype = c.dtype, args.scale = scale.device(), args.count = c.count;
+  args.rows = c.rows, args.row_stride = stride, args.max_blocks = c.max_blocks;
+  if (c.from_expected) args.expected = scale.device();
   must(cuda::scale(args, nullptr), "scale");
   values.download();
   for (size_t i = 0; i < before.size(); ++i) compare("byte", 0, int64_t(i), values.host[i], before[i], 0);
@@ -271,7 +297,7 @@ void run_scale_of_one(const Case& c) {
 void run_case(const Case& c) {
   if (c.kind == kSum) return run_sum(c);
   if (c.kind == kRows) return run_rows(c);
-  c.scale == 1 ? run_scale_of_one(c) : run_scale(c);
+  c.touches_nothing() ? run_scale_of_one(c) : run_scale(c);
 }
 
 }  // namespace
