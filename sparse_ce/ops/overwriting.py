@@ -52,8 +52,8 @@ class _Overwriting(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_mean: Tensor) -> Tuple[Optional[Tensor], ...]:
+        _check_plain(ctx.expected, grad_mean)
         expected, ctx.expected = ctx.expected, None  # handed out once: its new owner may overwrite it
-        _check_plain(expected, grad_mean)
         grad_logits, *of_weights = ctx.saved_tensors
         grad_weights = None
         if of_weights:
