@@ -356,9 +356,10 @@ CPU = [
     ("csrc/cpu/linear.cpp", "scale(values + begin, end - begin)", "scale(values, end - begin)"),
     ("csrc/cpu/linear.cpp", "check(factor.known,", "check(true,"),
     ("csrc/cross_entropy_ops.h", "check_overwritable(logits, args);\n    device_t", "device_t"),
-    ("csrc/cross_entropy_ops.h", "logits.mutable_data_ptr(), args.row_stride)", "logits.mutable_data_ptr(), args.vocab)"),
-    ("csrc/cross_entropy_ops.h", "device_t::check_target(args.target, logits);\n    LossMean<device_t> mean(args.target, "
-     "logits, normalizer, grad_mean, row_weight);\n    return",
+    ("csrc/cross_entropy_ops.h", "logits.mutable_data_ptr(), args.row_stride)",
+     "logits.mutable_data_ptr(), args.vocab)"),
+    ("csrc/cross_entropy_ops.h", "device_t::check_target(args.target, logits);\n    LossMean<device_t> "
+     "mean(args.target, logits, normalizer, grad_mean, row_weight);\n    return",
      "LossMean<device_t> mean(args.target, logits, normalizer, grad_mean, row_weight);\n    return"),
     ("csrc/linear_ops.h", "args.loss = advance(loss.mutable_data_ptr(), dtype, begin);",
      "args.loss = loss.mutable_data_ptr();"),

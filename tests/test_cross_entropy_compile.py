@@ -315,17 +315,21 @@ def test_nothing_waits_for_the_gpu(form, gpu):
         for reduction in ("none", "mean"):
             loss = cross_entropy(x, target, weight, reduction=reduction, label_smoothing=0.1)
             loss.backward(upstream if reduction == "none" else None)
+        for scale in (1, 1, 3, 0, 1):
+            (scale * cross_entropy(x * 1, target, weight, inplace="forward")).backward()
     finally:
         torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.parametrize("gpu", [d for d in devices() if d == "cuda"])
+@pytest.mark.parametrize("inplace", [False, "forward"])
 @pytest.mark.parametrize("form", ["labels-int64", "tuple", "coo-target", "csr-target-ignore-empty", "jagged-ranges"])
-def test_a_cuda_graph_replays_with_other_logits(form, gpu):
+def test_a_cuda_graph_replays_with_other_logits(form, inplace, gpu):
     draw = Draw(gpu)
     case = FORMS[form]((3, 4), 37, draw)
     x, target = draw.normal(*case.shape, 37).requires_grad_(), case.target
-    step = torch.cuda.make_graphed_callables(lambda x: cross_entropy(x, target, label_smoothing=0.1), (x,))
+    step = torch.cuda.make_graphed_callables(
+        lambda x: cross_entropy(x * 1, target, label_smoothing=0.1, inplace=inplace), (x,))
     for _ in range(3):
         y = draw.normal(*case.shape, 37).requires_grad_()
         expected = cross_entropy(y, target, label_smoothing=0.1)

@@ -1,4 +1,4 @@
-"""``inplace="forward"``: the gradient that the loss writes over its logits, and another upstream gradient than expected."""
+"""``inplace="forward"``: the gradient that the loss writes over its logits, and upstream gradients not expected."""
 
 import pytest
 import torch
@@ -175,7 +175,7 @@ def test_modules_and_the_other_functions_take_it(inplace, device):
     assert_bitwise_equal(*results)
 
 
-# --------------------------------------------------------------------------------------------- another upstream gradient
+# -------------------------------------------------------------------------------------------- another upstream gradient
 
 
 @pytest.mark.parametrize("expected,upstream", [(1.0, 65536.0), (65536.0, 1.0), (0.25, -0.7), (3.0, 1.0)])
@@ -235,7 +235,7 @@ def test_a_gradient_made_for_nothing_is_an_error_and_on_cuda_nan(expected, devic
     if device == "cuda" or instruction_set() == "emulated CUDA":
         assert torch.autograd.grad(loss, logits)[0].isnan().all()
     else:
-        with pytest.raises(RuntimeError, match=r"sparse_ce: expected must be finite, not 0 and at least 2\^-40 of scale"):
+        with pytest.raises(RuntimeError, match="sparse_ce: expected must be finite, not 0 and at least 2"):
             torch.autograd.grad(loss, logits)
 
 

@@ -189,7 +189,7 @@ def test_a_traced_call_writes_nothing(device):
     assert not overwritten(logits, x)
 
 
-# -------------------------------------------------------------------------------------------------- never a wrong number
+# ------------------------------------------------------------------------------------------------- never a wrong number
 
 
 @pytest.mark.parametrize("function", ["tanh", "exp", "sigmoid", "square of the logits"])

@@ -29,7 +29,7 @@ def remember_divisor(op: str, grad: Tensor) -> None:
     if grad.is_cpu:
         if 0 < abs(grad.item()) < math.inf:
             _upstream[op, grad.dtype, None] = grad.detach().clone()
-    elif not _captured(grad):
+    elif not captured(grad):
         _upstream[op, grad.dtype, place(grad)] = divisor(grad)
 
 
@@ -44,7 +44,7 @@ def place(t: Tensor) -> Any:
     return (t.device, torch.cuda.current_stream(t.device).cuda_stream) if t.is_cuda else None
 
 
-def _captured(t: Tensor) -> bool:
+def captured(t: Tensor) -> bool:
     """Whether what is done now is done again in each replay of a CUDA graph, which keeps its numbers to itself."""
     return t.is_cuda and torch.cuda.is_current_stream_capturing()
 

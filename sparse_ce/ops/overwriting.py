@@ -29,6 +29,8 @@ def may_overwrite(logits: Tensor, a: Arguments) -> bool:
 
 def expected_upstream(logits: Tensor) -> Optional[Tensor]:
     """The upstream gradient, (), that the loss of ``logits`` may expect."""
+    if forecast.captured(logits):
+        return None
     return forecast.take(FORECAST, arithmetic_dtype(logits.dtype), forecast.place(logits))
 
 
