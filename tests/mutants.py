@@ -31,8 +31,8 @@ ABOUT = {"arguments": "errors_options_dimension", "autocast": "modes_candidates"
          "collate": "collate_target_rows_trainer", "data": "data",
          "entries": "sparse_arguments_stock_target_rows_dimension", "errors": "errors_dimension",
          **dict.fromkeys(("mixing", "mixing_of_timm", "pairs"), "mixing_vision"),
-         "gradient_memory": "forecast", "overwriting": "inplace", "guarded": "zero_upstream", "integrations": "trainer", "live_rows": "linear",
-         "smoothed": "mixing_soft_vision", "soft_target": "soft_vision",
+         "gradient_memory": "forecast", "guarded": "zero_upstream", "integrations": "trainer", "live_rows": "linear",
+         "overwriting": "inplace", "smoothed": "mixing_soft_vision", "soft_target": "soft_vision",
          "loss_mean": "cross_entropy", "modules": "modules_options", "parts": "target",
          "reference": "transforms_failures_candidates", "rows": "rows_target", "segments": "divergence_distillation",
          "travel": "arrays_training"}

@@ -96,6 +96,11 @@ def test_without_a_gradient_nothing_is_written_and_no_forecast_used(device):
     cross_entropy(logits, target, row_weight=row_weight, inplace="forward").backward()
     assert not overwritten(logits, x)
     logits = x * 1
+    with torch.no_grad():
+        view = logits[:]
+    cross_entropy(view, target, row_weight=row_weight, inplace="forward").backward()
+    assert not overwritten(logits, x)
+    logits = x * 1
     cross_entropy(logits, target, inplace="forward")
     assert overwritten(logits, x)
 
