@@ -22,8 +22,8 @@ FORECAST = "forward_with_gradient_"
 def may_overwrite(logits: Tensor, a: Arguments) -> bool:
     """Whether forward may write the gradient over ``logits``, which backward may: nobody owns them, their gradient is
     all that is asked for beside that of the rows' weights, and it holds what is made for 1 and scaled afterwards."""
-    owner = logits if logits._base is None else logits._base
-    return (logits.requires_grad and not owner.is_leaf and logits.dtype != torch.float16
+    base = logits._base
+    return (not logits.is_leaf and not (base is not None and base.is_leaf) and logits.dtype != torch.float16
             and not (a.values is not None and a.values.requires_grad))
 
 
