@@ -289,7 +289,7 @@ def check_input(input: Tensor, last: str) -> None:
 
 
 def check_inplace(inplace: object) -> None:
-    if inplace is not False and not (isinstance(inplace, str) and inplace in ("backward", "forward")):
+    if inplace is not False and inplace not in ("backward", "forward"):
         fail(f"inplace must be False, 'backward' or 'forward', got {inplace!r}")
 
 

@@ -76,7 +76,7 @@ template <typename scalar_t>
 __global__ void __launch_bounds__(kThreads) scale_kernel(ScaleArgs args) {
   constexpr int kSize = Pack<scalar_t>::kSize;
   const auto factor = args.factor<acc_type<scalar_t>>();
-  if (factor.known && factor.by == 1) return;
+  if (factor.by == 1) return;
   const auto scale = [&](scalar_t* values, int64_t thread, int64_t threads) {
     const bool by_packs = Pack<scalar_t, kSize>::aligned(values);
     for_elements<kSize>(args.count, by_packs, thread, threads, [&](int64_t i, auto count) {
