@@ -22,6 +22,7 @@ from bench import Call, extra_bytes, time_by_turns
 from candidate_problems import CANDIDATE_SHAPES, measure_candidates
 from check import WrongResult, check, exact
 from goals import goals
+from image_problems import IMAGE_SHAPES, measure_images
 from linear_problems import LINEAR_SHAPES, measure_linear
 from linear_select_problems import LINEAR_SELECT_SHAPES, measure_linear_select
 from mean_problems import MEAN_SHAPES, measure_masked_mean
@@ -210,6 +211,7 @@ def main() -> int:
                                *((shape, measure_select) for shape in selects),
                                *((shape, measure_stock) for shape in stock),
                                *((shape, measure_variant) for shape in variants),
+                               *((shape, measure_images) for shape in IMAGE_SHAPES),
                                *((shape, measure_small) for shape in SMALL_SHAPES[args.device])]:
         if args.only and not any(part in f"{measure_one.__name__} {shape}" for part in args.only):
             continue

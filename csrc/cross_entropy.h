@@ -6,11 +6,31 @@
 
 namespace sparse_ce {
 
+// A row whose classes do not lie side by side.
+template <typename scalar_t>
+struct StridedRow {
+  scalar_t* first;
+  int64_t step;
+  SCE_HD scalar_t& operator[](int64_t column) const { return first[column * step]; }
+};
+
+// Rows that lie side by side, as those of images (outer, vocab, inner): row r is pixel r % inner of image r / inner.
+struct StridedRows {
+  int64_t inner;  // 0: rows are packed, a row stride apart
+  int64_t outer_stride, column_stride;
+
+  template <typename scalar_t>
+  SCE_HD StridedRow<scalar_t> row(scalar_t* first, int64_t r) const {
+    return {first + r / inner * outer_stride + r % inner, column_stride};
+  }
+};
+
 struct CrossEntropyArgs {
-  const void* logits;       // (rows, vocab): unit column stride, any row stride
+  const void* logits;       // (rows, vocab): unit column stride, any row stride; or as `strided` has it
   DType dtype;
   int64_t rows, vocab;      // columns >= target.num_classes exist in memory only
   int64_t row_stride;
+  StridedRows strided;
   TargetView target;
   LossOptions options;
   const void* row_scale;    // (rows,) by which logit_scale is multiplied, with any stride, or null: 1
@@ -21,6 +41,10 @@ struct CrossEntropyArgs {
   template <typename scalar_t>
   SCE_HD const scalar_t* row(int64_t r) const {
     return static_cast<const scalar_t*>(logits) + r * row_stride;
+  }
+  template <typename scalar_t>
+  SCE_HD StridedRow<const scalar_t> strided_row(int64_t r) const {
+    return strided.row(static_cast<const scalar_t*>(logits), r);
   }
 
   template <typename acc_t>
@@ -56,11 +80,16 @@ struct BackwardArgs : CrossEntropyArgs {
   int64_t row_weight_stride;
   void* grad_logits;        // (rows, vocab), dtype of logits; may be the logits themselves
   int64_t grad_row_stride;
+  StridedRows grad_strided; // where those of the logits are
   void* grad_values;        // shape of target.values, arithmetic dtype; zero on entry (values' gradient only)
 
   template <typename scalar_t>
   SCE_HD scalar_t* gradient_row(int64_t r) const {
     return static_cast<scalar_t*>(grad_logits) + r * grad_row_stride;
+  }
+  template <typename scalar_t>
+  SCE_HD StridedRow<scalar_t> strided_gradient_row(int64_t r) const {
+    return grad_strided.row(static_cast<scalar_t*>(grad_logits), r);
   }
 
   template <typename acc_t>
@@ -91,8 +120,8 @@ struct BackwardArgs : CrossEntropyArgs {
   }
 
   // The gradient for the value of entry i, of a row whose coefficients are `c`.
-  template <typename scalar_t, typename acc_t>
-  SCE_HD void write_value(int64_t i, const scalar_t* row, const LogitTransform<acc_t>& transform,
+  template <typename row_t, typename acc_t>
+  SCE_HD void write_value(int64_t i, const row_t& row, const LogitTransform<acc_t>& transform,
                           const GradientCoefficients<acc_t>& c) const {
     const auto entry = target.entry<acc_t>(i);
     if (entry.column < 0) return;

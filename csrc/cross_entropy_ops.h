@@ -72,12 +72,12 @@ class CrossEntropyOps {
       const OptionalTensor& row_weight) {
     Held held;
     ForwardArgs args{};
-    view_call(logits, given, held, args);
+    view_call(logits, given, held, args, /*strided=*/true);
     device_t::check_target(args.target, logits);
     LossMean<device_t> mean(args.target, logits, normalizer, grad_mean, row_weight);
-    Tensor grad_logits = device_t::empty_output(logits, {args.rows, args.vocab}, logits.scalar_type());
-    auto rows = run_with_gradient(args, mean, logits, grad_logits.mutable_data_ptr(), args.vocab);
-    return std::tuple_cat(std::move(rows), std::tuple(grad_logits));
+    BackwardArgs backward = backward_of(args);
+    const Tensor grad_logits = empty_gradient(logits, backward);
+    return std::tuple_cat(run_with_gradient(args, backward, mean, logits), std::tuple(grad_logits));
   }
 
   static RowsAndMean forward_with_gradient_(const Tensor& grad_mean, const OptionalTensor& normalizer,
@@ -85,11 +85,13 @@ class CrossEntropyOps {
                                             const OptionalTensor& row_weight) {
     Held held;
     ForwardArgs args{};
-    view_call(logits, given, held, args);
+    view_call(logits, given, held, args, /*strided=*/true);
     check_overwritable(logits, args);
     device_t::check_target(args.target, logits);
     LossMean<device_t> mean(args.target, logits, normalizer, grad_mean, row_weight);
-    return run_with_gradient(args, mean, logits, logits.mutable_data_ptr(), args.row_stride);
+    BackwardArgs backward = backward_of(args);
+    overwrite(logits, backward);
+    return run_with_gradient(args, backward, mean, logits);
   }
 
   static Tensor backward(const Tensor& grad_loss, const OptionalTensor& grad_lse, const Tensor& logits,
@@ -97,10 +99,8 @@ class CrossEntropyOps {
     Held held;
     BackwardArgs args = view_backward(grad_loss, grad_lse, logits, lse, lse_residual, given, held);
     if (args.rows > 0) device_t::check_target(args.target, logits);
-    Tensor grad_logits = device_t::empty_output(logits, {args.rows, args.vocab}, logits.scalar_type());
+    const Tensor grad_logits = empty_gradient(logits, args);
     if (args.rows == 0) return grad_logits;
-    args.grad_logits = grad_logits.mutable_data_ptr();
-    args.grad_row_stride = args.vocab;
     device_t::backward(args, logits);
     return grad_logits;
   }
@@ -112,8 +112,7 @@ class CrossEntropyOps {
     check_overwritable(logits, args);
     if (args.rows == 0) return;
     device_t::check_target(args.target, logits);
-    args.grad_logits = logits.mutable_data_ptr();
-    args.grad_row_stride = args.row_stride;
+    overwrite(logits, args);
     device_t::backward(args, logits);
   }
 
@@ -153,11 +152,33 @@ class CrossEntropyOps {
   }
 
  private:
+  static void overwrite(const Tensor& logits, BackwardArgs& args) {
+    args.grad_logits = logits.mutable_data_ptr();
+    args.grad_row_stride = args.row_stride;
+    args.grad_strided = args.strided;
+  }
+
+  // Fresh, and laid out as the logits are: rows packed, or side by side.
+  static Tensor empty_gradient(const Tensor& logits, BackwardArgs& args) {
+    Tensor gradient;
+    if (logits.dim() == 2) {
+      gradient = device_t::empty_output(logits, {args.rows, args.vocab}, logits.scalar_type());
+    } else {
+      const int64_t outer = logits.size(0), inner = logits.size(1);
+      const Tensor packed = device_t::empty_output(logits, {outer * args.vocab, inner}, logits.scalar_type());
+      gradient = torch::stable::transpose(torch::stable::view(packed, {outer, args.vocab, inner}), 1, 2);
+      args.grad_strided = {inner, args.vocab * inner, inner};
+    }
+    args.grad_logits = gradient.mutable_data_ptr();
+    args.grad_row_stride = args.vocab;
+    return gradient;
+  }
+
   static std::tuple<Tensor, Tensor, OptionalTensor> run_forward(const Tensor& logits, const Arguments& given,
                                                                 bool with_residual) {
     Held held;
     ForwardArgs args{};
-    view_call(logits, given, held, args);
+    view_call(logits, given, held, args, /*strided=*/true);
     const ScalarType dtype = arithmetic_dtype(logits);
     Tensor loss = empty(logits, {args.rows}, dtype), lse = empty(logits, {args.rows}, dtype);
     OptionalTensor residual;
@@ -171,20 +192,22 @@ class CrossEntropyOps {
     return {loss, lse, residual};
   }
 
-  // grad_logits (rows, vocab) of that row stride: may be the logits.
-  static RowsAndMean run_with_gradient(ForwardArgs forward, LossMean<device_t>& mean, const Tensor& logits,
-                                       void* grad_logits, int64_t grad_row_stride) {
+  static BackwardArgs backward_of(const CrossEntropyArgs& args) {
+    BackwardArgs backward{};
+    static_cast<CrossEntropyArgs&>(backward) = args;
+    return backward;
+  }
+
+  // `backward` says where the gradient goes: it may be the logits.
+  static RowsAndMean run_with_gradient(ForwardArgs forward, BackwardArgs backward, LossMean<device_t>& mean,
+                                       const Tensor& logits) {
     const ScalarType dtype = arithmetic_dtype(logits);
     Tensor loss = empty(logits, {forward.rows}, dtype), lse = empty(logits, {forward.rows}, dtype);
     Tensor residual = empty(logits, {forward.rows}, dtype);
-    BackwardArgs backward{};
-    static_cast<CrossEntropyArgs&>(backward) = forward;
     mean.give_upstream(backward);
     forward.loss = loss.mutable_data_ptr();
     backward.lse = forward.lse = lse.mutable_data_ptr();
     backward.lse_residual = forward.lse_residual = residual.mutable_data_ptr();
-    backward.grad_logits = grad_logits;
-    backward.grad_row_stride = grad_row_stride;
     if (forward.rows > 0) device_t::forward_with_gradient(forward, backward, logits);
     mean.finish(loss);
     return {mean.mean, mean.divisor, loss, lse, residual};
@@ -194,7 +217,7 @@ class CrossEntropyOps {
                                     const Tensor& lse, const OptionalTensor& lse_residual, const Arguments& given,
                                     Held& held) {
     CrossEntropyArgs args{};
-    view_call(logits, given, held, args);
+    view_call(logits, given, held, args, /*strided=*/true);
     return view_upstream(args, logits, grad_loss, grad_lse, lse, lse_residual);
   }
 };

@@ -5,7 +5,9 @@
 #include "cross_entropy.h"
 #include "loss_mean.h"
 
+#include <algorithm>
 #include <limits>
+#include <utility>
 
 namespace sparse_ce {
 
@@ -25,6 +27,20 @@ inline void view_logits(const Tensor& logits, Held& held, CrossEntropyArgs& args
   held.logits = logits.stride(1) == 1 || args.vocab == 1 ? logits : packed(logits);
   args.logits = held.logits.const_data_ptr();
   args.row_stride = held.logits.stride(0);
+}
+
+// Logits (outer, inner, vocab), rows side by side: another stride of theirs than 1 costs a copy.
+inline void view_strided_logits(const Tensor& logits, Held& held, CrossEntropyArgs& args) {
+  const int64_t inner = logits.size(1);
+  args.dtype = to_dtype(logits, "logits", /*integer=*/false);
+  args.rows = rows_of(logits);
+  args.vocab = logits.size(2);
+  check(args.vocab > 0, "logits must have at least one class, got ", shape(logits));
+  held.logits = logits.stride(1) == 1 || inner <= 1
+                    ? logits
+                    : torch::stable::transpose(packed(torch::stable::transpose(logits, 1, 2)), 1, 2);
+  args.logits = held.logits.const_data_ptr();
+  args.strided = {inner, held.logits.stride(0), held.logits.stride(2)};
 }
 
 // `given`: any arguments with indices, values and offsets.
@@ -80,7 +96,7 @@ inline void view_weight(const Tensor& weight, Held& held, TargetView& target) {
 template <typename given_t>
 TargetView view_rows_and_entries(const given_t& given, int64_t num_classes, Held& held) {
   TargetView target{};
-  target.rows = held.logits.size(0);
+  target.rows = rows_of(held.logits);
   target.num_classes = num_classes;
   target.ignore_index = given.ignore_index;
   view_entries(given, held, target);
@@ -121,8 +137,13 @@ inline void view_arguments(const Arguments& given, Held& held, CrossEntropyArgs&
   args.weight_sum = held.weight_sum->const_data_ptr();
 }
 
-inline void view_call(const Tensor& logits, const Arguments& given, Held& held, CrossEntropyArgs& args) {
-  view_logits(logits, held, args);
+// `strided`: whether the op knows rows whose classes are strided, (outer, inner, vocab).
+inline void view_call(const Tensor& logits, const Arguments& given, Held& held, CrossEntropyArgs& args,
+                      bool strided = false) {
+  if (strided && logits.dim() == 3)
+    view_strided_logits(logits, held, args);
+  else
+    view_logits(logits, held, args);
   given.check_options(args.vocab, "the columns of logits");
   view_arguments(given, held, args);
 }
@@ -145,8 +166,25 @@ inline BackwardArgs view_upstream(const CrossEntropyArgs& rows, const Tensor& li
   return args;
 }
 
+// As below, of logits (outer, inner, vocab): a dimension's elements lie beyond what the denser ones span.
+inline void check_strided_overwritable(const Tensor& logits, const CrossEntropyArgs& args) {
+  check(args.logits == logits.const_data_ptr(), "logits must have inner stride 1 to be overwritten, got ",
+        logits.stride(1));
+  std::pair<int64_t, int64_t> by_stride[3];
+  for (int64_t i = 0; i < 3; ++i) by_stride[i] = {logits.size(i) > 1 ? logits.stride(i) : 0, logits.size(i)};
+  std::sort(by_stride, by_stride + 3);
+  int64_t spanned = 1;
+  for (const auto& [stride, size] : by_stride) {
+    if (size <= 1) continue;
+    check(stride >= spanned, "logits must be rows that do not overlap to be overwritten, got strides [",
+          logits.stride(0), ", ", logits.stride(1), ", ", logits.stride(2), "]");
+    spanned += stride * (size - 1);
+  }
+}
+
 // Whether a gradient may be written where `logits` lie.
 inline void check_overwritable(const Tensor& logits, const CrossEntropyArgs& args) {
+  if (logits.dim() == 3) return check_strided_overwritable(logits, args);
   check(args.rows <= 1 || args.row_stride >= args.vocab,
         "logits must be rows that do not overlap to be overwritten, got row stride ", args.row_stride);
   check(args.logits == logits.const_data_ptr(), "logits must have column stride 1 to be overwritten, got ",

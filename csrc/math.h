@@ -223,6 +223,9 @@ template <typename acc_t>
 struct GradientCoefficients {
   acc_t a, b, d, lse, lse_residual;
 
+  SCE_HD GradientCoefficients(acc_t a, acc_t b, acc_t d, acc_t lse, acc_t lse_residual)
+      : a(a), b(b), d(d), lse(lse), lse_residual(lse_residual) {}
+
   // weight_sum is O; grad is g, grad_lse is g_lse.
   SCE_HD GradientCoefficients(acc_t grad, acc_t grad_lse, acc_t mass, acc_t lse, acc_t lse_residual, acc_t weight_sum,
                               const LossOptions& options, int64_t num_classes)

@@ -28,33 +28,6 @@ SCE_HD double hyperbolic_tangent(double x) { return tanh(x); }
 SCE_HD float logarithm(float x) { return logf(x); }
 SCE_HD double logarithm(double x) { return log(x); }
 #else
-// x = n ln2 + r with |r| <= ln2 / 2 and power = 2^n, for x <= 88; power is 0 from x = -88 on, and r NaN where x is.
-struct Reduced {
-  float r, power;
-
-  SCE_HD explicit Reduced(float x) {
-    constexpr float kLog2e = 1.44269504f, kLn2 = 0.693147181f;
-    // Adding 1.5 * 2^23 rounds to an integer n in the low bits of the mantissa; 127 more makes them 2^n's exponent.
-    constexpr float kRound = 12582912.0f + 127.0f;
-    x = x < -88.0f ? -88.0f : x;
-    const float rounded = x * kLog2e + kRound;
-    power = bit_cast<float>(bit_cast<uint32_t>(rounded) << 23);
-    r = x - (rounded - kRound) * kLn2;
-  }
-};
-
-// exp(x) for x <= 88: exactly 0 for -inf, NaN for NaN, 3e-9 + rounding relative error (minimax fit on +-ln2/2).
-SCE_HD float exponential(float x) {
-  const auto [r, power] = Reduced(x);
-  float p = 0.001381459879f;
-  p = p * r + 0.008368717507f;
-  p = p * r + 0.04166838899f;
-  p = p * r + 0.1666652113f;
-  p = p * r + 0.4999999404f;
-  p = p * (r * r) + r;
-  return p * power + power;
-}
-
 // The bits of a float and the polynomial for 2^f, |f| <= 1/2, by its degree: minimax fits of relative error 2e-7 (5) and
 // 8e-8 (6) with the rounding of their terms, exactly 1 at 0.
 template <typename acc_t, int degree>

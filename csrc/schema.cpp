@@ -11,6 +11,10 @@
 // Without values every weight is 1; with `logprobs` the weights are exp(values), and the gradient for the values is
 // theirs. An entry of weight 0, of log-probability -inf or of class ignore_index is padding. weight (V,) A are class
 // weights; row_mask (N,) bool is true where a row counts; row_scale (N,) or () A multiplies logit_scale.
+//
+// logits of forward, forward_with_residual, forward_with_gradient, backward, backward_ and backward_values may also be
+// (outer, inner, V), N = outer * inner rows whose classes are strided, as those of images are. Inner rows that lie side
+// by side are read where they lie. Their gradient has this shape, and the layout of (outer, V, inner).
 #include "arguments.h"
 
 #define SCE_GRADIENTS "(Tensor grad_input, Tensor grad_weight, Tensor grad_bias, Tensor grad_values)"

@@ -86,10 +86,13 @@ inline const void* view_scalar(const Tensor& t, const Tensor& like, const char* 
   return t.const_data_ptr();
 }
 
+// Of logits (rows, classes), or (outer, inner, classes).
+inline int64_t rows_of(const Tensor& logits) { return logits.size(0) * (logits.dim() == 3 ? logits.size(1) : 1); }
+
 // A vector (rows,) of the arithmetic dtype with any stride, 0 included.
 inline const void* view_rows(const Tensor& t, const Tensor& logits, const char* argument, int64_t& stride) {
   check_same_device(t, logits, argument);
-  check(t.dim() == 1 && t.size(0) == logits.size(0), argument, " must be (", logits.size(0), ",), got ", shape(t));
+  check(t.dim() == 1 && t.size(0) == rows_of(logits), argument, " must be (", rows_of(logits), ",), got ", shape(t));
   check(t.scalar_type() == arithmetic_dtype(logits), argument, " must be of dtype ", name(arithmetic_dtype(logits)),
         ", got ", name(t.scalar_type()));
   stride = t.stride(0);

@@ -21,6 +21,7 @@ from .ops.linear import linear_cross_entropy as linear_cross_entropy_op
 from .ops.linear_select import linear_select as linear_select_op
 from .ops.select import Outputs
 from .ops.select import select as select_op
+from .ops.strided import rows_of
 from .sparse_softmax import log_softmax
 from .target import SparseTarget, Target, as_target
 
@@ -121,7 +122,8 @@ def cross_entropy(
     """Cross entropy between logits and a sparse target; equals ``F.cross_entropy`` with the target made dense.
 
     Classes are the last dimension, always: logits (N, C, H, W) of ``F.cross_entropy`` are ``input.movedim(1, -1)``
-    here. Labels that fit only the other reading are an error; where both fit (C == H == W), the last is taken.
+    here, which is used where it lies, without a copy. Labels that fit only the other reading are an error; where both
+    fit (C == H == W), the last is taken.
 
     Args:
         input: logits (..., V), classes last; float16, bfloat16, float32 or float64, any strides. Arithmetic and result
@@ -196,15 +198,14 @@ def cross_entropy(
     arguments.check_inplace(inplace)
     a, normalizer = _dense_parts(input, shape, target, weight, reduction, normalizer, options, row_scale)
     row_weight = arguments.taken_weight(row_weight, shape, input)
-    logits = input if len(shape) == 2 else input.reshape(-1, shape[-1])
     mean = reduction != "none"
     if return_entropy or return_argmax or row_scale is not None and row_scale.requires_grad:
         wanted = Outputs(loss=True, log_probs=False, entropy=return_entropy, argmax=return_argmax)
-        more = select_op(logits, a, wanted, inplace is not False)
+        more = select_op(input.reshape(-1, shape[-1]), a, wanted, inplace is not False)
         loss = loss_mean(more.loss, a, normalizer, row_weight) if mean else more.loss
         return _result((loss, more.lse, more.entropy, more.argmax), a, shape, reduction, row_weight, return_lse,
                        return_entropy, return_argmax)
-    out = cross_entropy_op(logits, a, inplace, mean, normalizer, return_lse, row_weight if mean else None)
+    out = cross_entropy_op(rows_of(input), a, inplace, mean, normalizer, return_lse, row_weight if mean else None)
     out = out if return_lse else (out,)
     return _result(out, a, shape, reduction, row_weight, return_lse)
 

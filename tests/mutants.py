@@ -28,11 +28,13 @@ OBJECTS = ROOT / "build" / "mutants"
 # The tests about a file have a word of its name in theirs, or of these; without any, of its folder's or the op's.
 ABOUT = {"arguments": "errors_options_dimension", "autocast": "modes_candidates",
          **dict.fromkeys(("avx512", "avx512_columns", "row_entries", "tile"), "select_values_shapes"),
+         **dict.fromkeys(("powers", "convert", "row_passes", "scalar_math"), "forecast_values_shapes"),
          "collate": "collate_target_rows_trainer", "data": "data",
          "entries": "sparse_arguments_stock_target_rows_dimension", "errors": "errors_dimension",
          **dict.fromkeys(("mixing", "mixing_of_timm", "pairs"), "mixing_vision"),
          "gradient_memory": "forecast", "guarded": "zero_upstream", "integrations": "trainer", "live_rows": "linear",
-         "overwriting": "inplace", "smoothed": "mixing_soft_vision", "soft_target": "soft_vision",
+         "overwriting": "inplace", **dict.fromkeys(("strided", "strided_rows", "strided_columns"), "strided"),
+         "smoothed": "mixing_soft_vision", "soft_target": "soft_vision",
          "loss_mean": "cross_entropy", "modules": "modules_options", "parts": "target",
          "reference": "transforms_failures_candidates", "rows": "rows_target", "segments": "divergence_distillation",
          "travel": "arrays_training"}

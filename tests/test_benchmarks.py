@@ -14,6 +14,7 @@ import torch.nn.functional as F
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmarks"))
 import candidate_problems  # noqa: E402
+import image_problems  # noqa: E402
 import linear_problems  # noqa: E402
 import linear_select_problems  # noqa: E402
 import peers  # noqa: E402
@@ -76,6 +77,17 @@ def test_variants_are_measured_and_checked(dtype, changes, quick, monkeypatch):
     monkeypatch.setattr(sparse_ce, "cross_entropy", lambda *args, **options: right(*args, **options) * 1.05)
     with pytest.raises(WrongResult, match="16 x 300"):
         variant_problems.measure_variant(shape, CPU, 1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_images_are_measured_and_checked(dtype, quick, monkeypatch):
+    shape = image_problems.ImageShape(2, 5, (8, 8), dtype)
+    found = image_problems.measure_images(shape, CPU, 1)
+    assert len(found["rows"]) == 7 and len(found["goals"]) == 2
+    right = sparse_ce.cross_entropy
+    monkeypatch.setattr(sparse_ce, "cross_entropy", lambda *args, **options: right(*args, **options) * 1.05)
+    with pytest.raises(AssertionError):
+        image_problems.measure_images(shape, CPU, 1)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -26,7 +26,7 @@ def jagged(device):
 
 WRONG = {  # (argument, what it becomes, what the message must name besides the argument)
     "logits of one dimension": ("logits", lambda t: t[0], "[7]"),
-    "logits of three dimensions": ("logits", lambda t: t[None], "[1, 4, 7]"),
+    "logits of four dimensions": ("logits", lambda t: t[None, None], "[1, 1, 4, 7]"),
     "logits of integers": ("logits", lambda t: t.long(), "Long"),
     "logits without classes": ("logits", lambda t: t[:, :0], "[4, 0]"),
     "indices of too few rows": ("indices", lambda t: t[:3], "[3, 3]"),

@@ -66,6 +66,30 @@ def test_rows_in_parts_many_rows_and_none(rows, vocab, dtype, device, threads):
 
 @pytest.mark.parametrize("upstream", [1.0, 3.0])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_images_whose_classes_are_second(dtype, upstream, device):
+    """Their gradient lies as they do, in their memory; that of a part of an image's classes is made in backward."""
+    draw = Draw(device)
+    images, labels = draw.normal(2, 7, 8, 9).to(dtype).requires_grad_(), draw.integers(5, 2, 8, 9)
+    for classes in (slice(0, 7), slice(1, 6)):
+        at_once = classes == slice(0, 7)
+        leaf = images.detach()[:, classes].movedim(1, -1).requires_grad_()
+        loss = cross_entropy(leaf, labels)
+        expected, = torch.autograd.grad(loss, leaf, number(1.0 if at_once else upstream, loss))
+        if at_once:
+            expected = (expected.to(loss.dtype) * upstream).to(dtype)
+        expect(1.0, device, dtype)
+        made = images * 1
+        logits, grads = made[:, classes].movedim(1, -1), []
+        logits.register_hook(grads.append)
+        loss = cross_entropy(logits, labels, inplace="forward")
+        assert overwritten(made, images) == at_once
+        loss.backward(number(upstream, loss))
+        assert_bitwise_equal(grads[0], expected)
+        assert grads[0].data_ptr() == logits.data_ptr() and grads[0].stride() == logits.stride()
+
+
+@pytest.mark.parametrize("upstream", [1.0, 3.0])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_columns_beside_strided_rows_are_not_written(dtype, upstream, device):
     wide, (indices, values) = example(device, dtype, 6, 83)
     target = indices % 50, values

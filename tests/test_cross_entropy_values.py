@@ -6,71 +6,8 @@ import pytest
 import torch
 
 import sparse_ce
-from cases import DTYPES, FORMS, WITH_VALUES, Draw
-from close import assert_close_to_float64
-from dense import arithmetic, dense_cross_entropy
-from loss_cases import CLASSES, OPTIONS, PADDED, SHAPE, gradients, subtracted
-
-
-def make(form, device, dtype, options, seed=0):
-    """(case, logits, keyword arguments of the loss). What must not be read is poisoned with NaN and inf."""
-    draw = Draw(device, seed)
-    case = FORMS[form](SHAPE, CLASSES, draw, options.get("ignore_index", -100))
-    logits = draw.logits(case.dense, dtype, PADDED if "num_classes" in options else None)
-    logits[case.ignored] = torch.nan
-    logits[case.ignored, :2] = torch.inf
-    keywords = dict(options)
-    if "weight" in options:
-        keywords["weight"] = draw.uniform(CLASSES, low=0.2, high=2)
-        keywords["weight"][2] = 0
-    return case, logits, keywords
-
-
-def dense_result(case, logits, keywords, upstream, upstream_lse, exact):
-    """(loss, lse, gradient for logits, gradient for values or None) of the dense target.
-
-    ``exact``: all float64. Else as PyTorch would have it: in the arithmetic dtype, gradients in their tensors' dtypes.
-    """
-    dtype = torch.float64 if exact else arithmetic(logits.dtype)
-    keywords = {k: v for k, v in keywords.items() if k not in ("return_lse", "ignore_index")}
-    given = [logits] if case.values is None else [logits, case.values]
-    leaves = [t.detach().to(torch.float64 if exact else t.dtype).requires_grad_() for t in given]
-    dense = case.dense_of(leaves[1].to(dtype) if len(leaves) == 2 else None)
-    loss, lse = dense_cross_entropy(leaves[0], dense, case.ignored, case.labels, dtype=dtype, **keywords)
-    grads = gradients(loss, lse, leaves, upstream, upstream_lse)
-    return loss, lse, grads[0], grads[1] if len(grads) == 2 else None
-
-
-def check(form, device, dtype, options, reductions, seed=0, values_grad=False):
-    case, logits, keywords = make(form, device, dtype, options, seed)
-    if "normalizer" in options:
-        reductions = ("mean",)
-    draw = Draw(device, seed + 1)
-    before = logits.clone()
-    for reduction in reductions:
-        upstream = draw.normal(*(case.shape if reduction == "none" else ()))
-        upstream_lse = draw.normal(*case.shape) if "return_lse" in options else None
-        logits.requires_grad_()
-        values = case.values.clone().requires_grad_() if values_grad else case.values
-        leaves = [logits, values] if values_grad else [logits]
-        out = sparse_ce.cross_entropy(logits.view(*case.shape, -1), case.build(values), reduction=reduction, **keywords)
-        loss, lse = out if "return_lse" in options else (out, None)
-        ours = gradients(loss, lse, leaves, upstream, upstream_lse)
-        logits.requires_grad_(False)
-
-        keywords["reduction"] = reduction
-        view = logits.view(*case.shape, -1)
-        exact = dense_result(case, view, keywords, upstream, upstream_lse, exact=True)
-        peer = dense_result(case, view, keywords, upstream, upstream_lse, exact=False)
-        assert_close_to_float64(loss, peer[0], exact[0])
-        assert_close_to_float64(ours[0].view(view.shape), peer[2], exact[2],
-                                subtracted(case, keywords, upstream, upstream_lse))
-        if lse is not None:
-            assert_close_to_float64(lse, peer[1], exact[1])
-        if values_grad:
-            assert_close_to_float64(ours[1], peer[3], exact[3], arithmetic=arithmetic(dtype))
-        del keywords["reduction"]
-    torch.testing.assert_close(logits, before, rtol=0, atol=0, equal_nan=True)
+from cases import DTYPES, FORMS, WITH_VALUES
+from loss_cases import CLASSES, OPTIONS, check, make
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

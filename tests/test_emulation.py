@@ -35,7 +35,7 @@ def kinds(output):
     return {kind: int(count) for kind, count in re.findall(r"^(.*): (\d+) cases$", output, re.M)}
 
 
-KINDS = {"cross_entropy": ("warp a row", "block a row", "blocks a row"),
+KINDS = {"cross_entropy": ("warp a row", "block a row", "blocks a row", "a thread a row"),
          "topk": ("ties", "few ties"),
          "select": ("warp a row", "block a row", "blocks a row"),
          "linear": ("plain sum", "split sum by packs", "split sum by singles", "rows", "scale", "scale of 1",

@@ -1,5 +1,6 @@
 #include "row_loops.h"
 #include "row_passes.h"
+#include "strided_rows.h"
 
 #include <vector>
 
@@ -111,18 +112,22 @@ void run_backward_values(const BackwardArgs& args) {
 }  // namespace
 
 void cross_entropy_forward(const ForwardArgs& args) {
+  if (args.strided.inner > 0) return strided_forward(args);
   with_storage(args.dtype, [&](auto storage) { run_forward<decltype(storage)>(args); });
 }
 
 void cross_entropy_forward_with_gradient(const ForwardArgs& forward, const BackwardArgs& backward) {
+  if (forward.strided.inner > 0) return strided_forward_with_gradient(forward, backward);
   with_storage(forward.dtype, [&](auto storage) { run_both<decltype(storage)>(forward, backward); });
 }
 
 void cross_entropy_backward(const BackwardArgs& args) {
+  if (args.strided.inner > 0) return strided_backward(args);
   with_storage(args.dtype, [&](auto storage) { run_backward<decltype(storage)>(args); });
 }
 
 void cross_entropy_backward_values(const BackwardArgs& args) {
+  if (args.strided.inner > 0) return strided_backward_values(args);
   with_storage(args.dtype, [&](auto storage) { run_backward_values<decltype(storage)>(args); });
 }
 

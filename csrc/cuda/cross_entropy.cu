@@ -1,6 +1,7 @@
 // Forward reads each logit once; backward reads it once and writes its gradient once. A group of threads takes a row,
 // or a part of one where rows are few and long; see plan_of.
 #include "row_passes.cuh"
+#include "strided_rows.cuh"
 
 namespace sparse_ce {
 namespace cuda {
@@ -148,6 +149,7 @@ Plan plan_of(const CrossEntropyArgs& args, int multiprocessors) {
 }
 
 size_t cross_entropy_forward_workspace(const CrossEntropyArgs& args) {
+  if (args.strided.inner > 0) return 0;
   const Plan plan = plan_of(args, multiprocessors());
   const size_t each = args.dtype == DType::kFloat64 ? sizeof(RowStats<double>) : sizeof(RowStats<float>);
   return plan.splits == 1 ? 0 : static_cast<size_t>(args.rows * plan.splits) * each;
@@ -158,6 +160,7 @@ cudaError_t cross_entropy_forward(const ForwardArgs& args, void* workspace, cuda
   const Plan plan = plan_of(args, multiprocessors());
   return with_storage(args.dtype, [&](auto storage) {
     using scalar_t = decltype(storage);
+    if (args.strided.inner > 0) return launch_strided(stream, strided_forward_kernel<scalar_t>, args);
     auto* partial = static_cast<RowStats<acc_type<scalar_t>>*>(workspace);
     auto kernel = plan.width == kWarp ? forward_kernel<scalar_t, kWarp> : forward_kernel<scalar_t, kThreads>;
     const cudaError_t error = launch(stream, plan.blocks, kThreads, kernel, args, plan.splits, partial);
@@ -178,6 +181,7 @@ cudaError_t cross_entropy_backward(const BackwardArgs& args, void* workspace, cu
   return with_storage(args.dtype, [&](auto storage) {
     using scalar_t = decltype(storage);
     auto* entries = static_cast<EntryGradient<acc_type<scalar_t>>*>(workspace);
+    if (args.strided.inner > 0) return launch_strided(stream, strided_backward_kernel<scalar_t>, args, entries);
     auto kernel = plan.width == kWarp ? backward_kernel<scalar_t, kWarp> : backward_kernel<scalar_t, kThreads>;
     return launch(stream, plan.blocks, kThreads, kernel, args, plan.splits, entries);
   });
@@ -186,8 +190,10 @@ cudaError_t cross_entropy_backward(const BackwardArgs& args, void* workspace, cu
 cudaError_t cross_entropy_backward_values(const BackwardArgs& args, cudaStream_t stream) {
   if (args.rows == 0) return cudaSuccess;
   return with_storage(args.dtype, [&](auto storage) {
-    return launch(stream, blocks_of(args, args.rows, kThreads / kWarp), kThreads,
-                  backward_values_kernel<decltype(storage)>, args);
+    using scalar_t = decltype(storage);
+    if (args.strided.inner > 0) return launch_strided(stream, strided_backward_values_kernel<scalar_t>, args);
+    return launch(stream, blocks_of(args, args.rows, kThreads / kWarp), kThreads, backward_values_kernel<scalar_t>,
+                  args);
   });
 }
 

@@ -10,7 +10,7 @@ from ..arguments import Arguments, Inplace, arithmetic_dtype
 from ..errors import fail
 from ..guarded import times
 from ..tracing import eager
-from . import forecast, overwriting, small_calls
+from . import forecast, overwriting, small_calls, strided
 from .library import (
     batched,
     composite,
@@ -272,12 +272,12 @@ register_fake_rows("forward", "forward_with_residual")
 @register_fake("forward_with_gradient")
 def _(grad_mean: Tensor, normalizer: Optional[Tensor], logits: Tensor, *args: Any, **kwargs: Any) -> Tuple[Tensor, ...]:
     rows = (per_row(logits) for _ in range(3))
-    return torch.empty_like(grad_mean), torch.empty_like(grad_mean), *rows, logits.new_empty(logits.shape)
+    return torch.empty_like(grad_mean), torch.empty_like(grad_mean), *rows, strided.empty_gradient(logits)
 
 
 @register_fake("backward")
 def _(grad_loss: Tensor, grad_lse: Optional[Tensor], logits: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    return logits.new_empty(logits.shape)
+    return strided.empty_gradient(logits)
 
 
 @register_fake("backward_values")
@@ -298,7 +298,7 @@ def cross_entropy(logits: Tensor, a: Arguments, inplace: Inplace, mean: bool, no
     gradient that overwrites the logits, in backward or at once.
 
     Under ``torch.compile`` and functorch the gradient is a fresh tensor: their graphs do not let a backward write to an
-    input. So it is for logits whose rows overlap or whose columns are strided.
+    input. So it is for logits whose rows overlap, and for those (rows, classes) whose columns are strided.
     """
     if not eager():
         loss, lse = ops.forward(logits, *a)
@@ -315,4 +315,6 @@ def loss_mean(loss: Tensor, a: Arguments, normalizer: Optional[Tensor], row_weig
 
 
 def overwritable(logits: Tensor) -> bool:
+    if logits.dim() == 3:
+        return strided.overwritable(logits)
     return logits.stride(1) == 1 and (logits.shape[0] <= 1 or logits.stride(0) >= logits.shape[1])

@@ -184,5 +184,6 @@ def register_fake_rows(*names: str) -> None:
 
 
 def per_row(like: Tensor) -> Tensor:
-    """(rows,) of the arithmetic dtype, for shape functions."""
-    return like.new_empty(like.shape[0], dtype=arithmetic_dtype(like.dtype))
+    """(rows,) of the arithmetic dtype, for shape functions. like: (rows, ...), or logits (outer, inner, classes)."""
+    rows = like.shape[0] * like.shape[1] if like.dim() == 3 else like.shape[0]
+    return like.new_empty(rows, dtype=arithmetic_dtype(like.dtype))

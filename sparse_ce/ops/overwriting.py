@@ -24,7 +24,13 @@ def may_overwrite(logits: Tensor, a: Arguments) -> bool:
     all that is asked for beside that of the rows' weights, and it holds what is made for 1 and scaled afterwards."""
     base = logits._base
     return (not logits.is_leaf and not (base is not None and base.is_leaf) and logits.dtype != torch.float16
-            and not (a.values is not None and a.values.requires_grad))
+            and not (a.values is not None and a.values.requires_grad)
+            and (logits.dim() == 2 or _as_they_lie(logits).is_contiguous()))
+
+
+def _as_they_lie(logits: Tensor) -> Tensor:
+    """Logits or their gradient, (N, V) or (outer, inner, V), with the dimension last whose elements are adjacent."""
+    return logits if logits.dim() == 2 else logits.transpose(1, 2)
 
 
 def expected_upstream(logits: Tensor) -> Optional[Tensor]:
@@ -64,7 +70,7 @@ class _Overwriting(torch.autograd.Function):
             grad_weights = reference.weight_gradient((grad_mean / divisor).expand(losses.shape), losses, a)
         if eager():
             remember(grad_mean)
-        (scale if eager() else ops.scale_)(grad_logits, grad_mean, expected)
+        (scale if eager() else ops.scale_)(_as_they_lie(grad_logits), grad_mean, expected)
         return grad_logits, grad_weights, None, None, None
 
 

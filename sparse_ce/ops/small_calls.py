@@ -51,6 +51,8 @@ def cross_entropy(logits: Tensor, indices: Tensor, values: Optional[Tensor], ign
     where the call is not a small one, or wrong."""
     if type(logits) not in _PLAIN or type(indices) is not Tensor or not 0 < logits.numel() <= LOGITS:
         return None
+    if logits.dim() != 2:
+        return None
     if not logits.is_cpu or logits.is_neg() or indices.is_neg() or not indices.is_contiguous():
         return None
     if normalizer is not None and normalizer.is_neg() or grad_mean is not None and grad_mean.is_neg():

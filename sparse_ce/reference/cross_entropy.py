@@ -142,6 +142,7 @@ class Row(NamedTuple):
 
 def row_of(logits: Tensor, a: Arguments) -> Row:
     dtype = arithmetic_dtype(logits.dtype)
+    logits = logits.flatten(0, -2)
     num_classes = logits.shape[1] if a.num_classes is None else a.num_classes
     ignored = ignored_rows(a, logits.shape[0])
     # where, not a product: NaN and inf in an ignored row must touch neither the loss nor the gradient.
@@ -154,13 +155,14 @@ def row_of(logits: Tensor, a: Arguments) -> Row:
 
 
 def forward(logits: Tensor, *arguments: Any, **named: Any) -> Tuple[Tensor, Tensor]:
-    """``torch.ops.sparse_ce.forward``: (loss (N,), lse (N,)) in the arithmetic dtype."""
+    """``torch.ops.sparse_ce.forward``: (loss (N,), lse (N,)) in the arithmetic dtype. logits: (N, V), or (outer, inner,
+    V), whose N rows are outer * inner."""
     a = Arguments(*arguments, **named)
     row = row_of(logits, a)
     w = row.entry_weights
     # A weight of 0 at a logit of -inf adds 0, not 0 * inf.
     terms = -times(w, torch.where(w == 0, 0.0, row.entries.gather(row.log_probs)))
-    loss = (1 - a.label_smoothing) * row.entries.sum(terms, logits.shape[0])
+    loss = (1 - a.label_smoothing) * row.entries.sum(terms, row.z.shape[0])
     if a.label_smoothing:
         o = row.class_weights
         smoothed = torch.where(o == 0, 0.0, -o * row.log_probs).sum(1)
@@ -172,10 +174,11 @@ def forward(logits: Tensor, *arguments: Any, **named: Any) -> Tuple[Tensor, Tens
 
 def backward(grad_loss: Tensor, grad_lse: Optional[Tensor], logits: Tensor, lse: Tensor,
              lse_residual: Optional[Tensor], *arguments: Any, **named: Any) -> Tensor:
-    """``torch.ops.sparse_ce.backward``: grad_logits (N, V). Recomputes ``lse``, so that it too is differentiated."""
+    """``torch.ops.sparse_ce.backward``: grad_logits, the shape of logits. Recomputes ``lse``, so that it too is
+    differentiated."""
     a = Arguments(*arguments, **named)
     row = row_of(logits, a)
-    num_rows, vocab = logits.shape
+    num_rows, vocab = row.z.shape[0], logits.shape[-1]
     share = a.label_smoothing / row.z.shape[1]
     mass = row.entries.sum(row.entry_weights, num_rows)
     per_q = (1 - a.label_smoothing) * mass + share * row.class_weights.sum() + 2 * a.z_loss * row.lse
@@ -188,7 +191,7 @@ def backward(grad_loss: Tensor, grad_lse: Optional[Tensor], logits: Tensor, lse:
     grad = torch.where(row.ignored[:, None], 0.0, times(grad, a.logit_scale * slope(row, a)))
     if a.row_scale is not None:
         grad = times(grad, scale_of_rows(a.row_scale, row.ignored).expand_as(grad))
-    return F.pad(grad, (0, vocab - row.z.shape[1])).to(logits.dtype)
+    return F.pad(grad, (0, vocab - row.z.shape[1])).to(logits.dtype).reshape(logits.shape)
 
 
 def slope(row: Row, a: Arguments) -> Tensor:
@@ -202,7 +205,7 @@ def backward_values(grad_loss: Tensor, logits: Tensor, lse: Tensor, lse_residual
     a = Arguments(*arguments, **named)
     row = row_of(logits, a)
     entries = row.entries
-    if logits.shape[0] == 0:
+    if row.z.shape[0] == 0:
         return torch.zeros_like(a.indices, dtype=row.lse.dtype)
     grad = torch.where(row.ignored, 0.0, grad_loss)
     grad = grad[:, None] if entries.rows is None else grad[entries.rows]

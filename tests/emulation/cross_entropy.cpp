@@ -21,7 +21,7 @@ struct Exact {
     std::vector<double> z(static_cast<size_t>(n)), slope(static_cast<size_t>(n)), target(static_cast<size_t>(n));
     double max = -INFINITY, size = 0;
     for (int64_t v = 0; v < n; ++v) {
-      const double x = c.options.logit_scale * p.logits.get(r * c.row_stride + v);
+      const double x = c.options.logit_scale * p.logits.get(c.at(r, v));
       const double t = c.options.softcap ? std::tanh(x / c.options.softcap) : 0;
       z[v] = c.options.softcap ? c.options.softcap * t : x;
       slope[v] = c.options.logit_scale * (1 - t * t);
@@ -89,6 +89,25 @@ struct Exact {
   }
 };
 
+// Rows as they were drawn, or some of them side by side.
+Case draw_rows(bool small) {
+  Case c = draw(small);
+  if (c.rows == 0 || c.vocab > 5000 || chance(0.6)) return c;
+  if (c.vocab <= 33 && chance(0.4)) c.rows = 100 + below(400);  // several blocks, or several rows a thread
+  const int64_t inner = chance(0.3) ? c.rows : 1 + below(c.rows), outer = c.rows / inner;
+  c.rows = outer * inner;
+  const int64_t gap = chance(0.3) ? below(9) : 0;
+  c.strided = {inner, c.vocab * (inner + gap) + gap, inner + gap};
+  if (chance(0.3)) c.strided = {inner, inner, outer * inner + gap};  // classes first
+  return c;
+}
+
+int64_t place(const BackwardArgs& args, int64_t r, int64_t v) {
+  const StridedRows& rows = args.grad_strided;
+  if (rows.inner == 0) return r * args.grad_row_stride + v;
+  return r / rows.inner * rows.outer_stride + r % rows.inner + v * rows.column_stride;
+}
+
 void run_case(const Case& c) {
   Problem p(c);
   Array loss(c.arithmetic, c.rows), lse(c.arithmetic, c.rows), residual(c.arithmetic, c.rows);
@@ -135,6 +154,9 @@ void run_case(const Case& c) {
   Array& gradient = c.in_place ? p.logits : fresh;
   backward.grad_logits = gradient.device();
   backward.grad_row_stride = c.in_place ? c.row_stride : c.vocab;
+  backward.grad_strided = c.strided;
+  if (c.strided.inner && !c.in_place)
+    backward.grad_strided = {c.strided.inner, c.vocab * c.strided.inner, c.strided.inner};
   Array entries(DType::kFloat64, int64_t(cuda::cross_entropy_backward_workspace(backward) + 7) / 8);
 
   std::vector<Exact> exact;
@@ -159,7 +181,7 @@ void run_case(const Case& c) {
     compare("loss", r, 0, loss.get(r), exact[r].loss, exact[r].loss_bound);
     compare("lse", r, 0, lse.get(r), exact[r].lse, exact[r].lse_bound);
     for (int64_t v = 0; v < c.vocab; ++v)
-      compare("grad", r, v, gradient.get(r * backward.grad_row_stride + v), exact[r].grad[v], exact[r].grad_bound[v]);
+      compare("grad", r, v, gradient.get(place(backward, r, v)), exact[r].grad[v], exact[r].grad_bound[v]);
     for (int64_t i = p.begin[r]; i < p.end[r]; ++i)
       compare("grad_values", r, i, grad_values.get(i), exact[r].grad_values[i - p.begin[r]],
               exact[r].grad_values_bound[i - p.begin[r]]);
@@ -170,10 +192,11 @@ std::string kind_of(const Case& c) {
   CrossEntropyArgs shape{};
   shape.rows = c.rows, shape.dtype = c.dtype, shape.target.num_classes = c.num_classes;
   if (c.rows == 0) return "nothing";
+  if (c.strided.inner > 0) return "a thread a row";
   const cuda::Plan plan = cuda::plan_of(shape, cuda::multiprocessors());
   return plan.width == cuda::kWarp ? "warp a row" : plan.splits == 1 ? "block a row" : "blocks a row";
 }
 
 }  // namespace
 
-int main(int argc, char** argv) { return run_seeds(argc, argv, draw, kind_of, run_case); }
+int main(int argc, char** argv) { return run_seeds(argc, argv, draw_rows, kind_of, run_case); }

@@ -18,15 +18,24 @@ struct Case {
   LossOptions options;
   int64_t max_blocks;
   double logit_size, shift;
+  StridedRows strided;  // `inner` is 0 where rows are packed
+
+  // Of row r's class v among the logits.
+  int64_t at(int64_t r, int64_t v) const {
+    return strided.inner ? r / strided.inner * strided.outer_stride + r % strided.inner + v * strided.column_stride
+                         : r * row_stride + v;
+  }
+  int64_t logits_count() const { return rows ? at(rows - 1, vocab - 1) + 1 : 0; }
   std::string text() const {
     char out[512];
     std::snprintf(out, sizeof(out),
                   "dtype %d rows %ld vocab %ld classes %ld stride %ld offset %ld layout %d width %ld values %d "
                   "logprobs %d weight %d "
-                  "mask %d grad_lse %d in_place %d smoothing %g z_loss %g scale %g softcap %g max_blocks %ld",
+                  "mask %d grad_lse %d in_place %d smoothing %g z_loss %g scale %g softcap %g max_blocks %ld inner %ld",
                   int(dtype), long(rows), long(vocab), long(num_classes), long(row_stride), long(offset), int(layout),
                   long(width), has_values, logprobs, has_weight, has_mask, has_grad_lse, in_place,
-                  options.label_smoothing, options.z_loss, options.logit_scale, options.softcap, long(max_blocks));
+                  options.label_smoothing, options.z_loss, options.logit_scale, options.softcap, long(max_blocks),
+                  long(strided.inner));
     return out;
   }
 };
@@ -80,7 +89,7 @@ struct Problem {
 
   static int64_t entries_of(const Case& c) { return c.layout == Case::kIndex ? c.rows : c.rows * c.width; }
   explicit Problem(const Case& c)
-      : c(c), begin(c.rows), end(c.rows), logits(c.dtype, c.rows ? (c.rows - 1) * c.row_stride + c.vocab : 0, c.offset),
+      : c(c), begin(c.rows), end(c.rows), logits(c.dtype, c.logits_count(), c.offset),
         indices(chance(0.5) ? DType::kInt64 : DType::kInt32, entries_of(c)),
         values(one_of<DType>({DType::kFloat32, DType::kFloat64, DType::kFloat16, DType::kBFloat16}), entries_of(c)),
         offsets(chance(0.5) ? DType::kInt64 : DType::kInt32, c.layout == Case::kRanges ? 2 * c.rows : c.rows + 1),
@@ -104,11 +113,11 @@ struct Problem {
       grad_lse.set(r, uniform(-1, 1));
       if (c.unit_stride_grad || r == 0) grad_loss.set(r, chance(0.2) ? 0 : uniform(-2, 2));
       if (ignored(r) && chance(0.5))  // what an ignored row holds must not matter
-        for (int64_t v = 0; v < c.vocab; ++v) logits.set(r * c.row_stride + v, chance(0.5) ? nan : inf);
+        for (int64_t v = 0; v < c.vocab; ++v) logits.set(c.at(r, v), chance(0.5) ? nan : inf);
       else if (chance(0.2))  // nor what lies beyond the classes
-        for (int64_t v = c.num_classes; v < c.vocab; ++v) logits.set(r * c.row_stride + v, nan);
+        for (int64_t v = c.num_classes; v < c.vocab; ++v) logits.set(c.at(r, v), nan);
       if (chance(0.05))  // a row that starts with nothing but -inf
-        for (int64_t v = 0; v + 1 < c.num_classes; ++v) logits.set(r * c.row_stride + v, -inf);
+        for (int64_t v = 0; v + 1 < c.num_classes; ++v) logits.set(c.at(r, v), -inf);
     }
     for (Array* a : {&logits, &indices, &values, &offsets, &weight, &weight_sum, &grad_loss, &grad_lse}) a->upload();
     if (c.rows > 0) {
@@ -178,6 +187,7 @@ struct Problem {
     args.logits = logits.device();
     args.dtype = c.dtype;
     args.rows = c.rows, args.vocab = c.vocab, args.row_stride = c.row_stride;
+    args.strided = c.strided;
     args.options = c.options;
     args.max_blocks = c.max_blocks;
     args.weight_sum = c.has_weight ? weight_sum.device() : nullptr;

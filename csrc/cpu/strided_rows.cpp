@@ -1,0 +1,237 @@
+#include "strided_rows.h"
+
+#include "row_entries.h"
+#include "row_loops.h"
+#include "strided_columns.h"
+
+#include <memory>
+#include <vector>
+
+namespace sparse_ce {
+namespace cpu {
+namespace {
+
+struct WideSum {
+  double sum = 0;
+  void add(double x) { sum += x; }
+};
+
+// How the rows go to blocks: by the shape alone, so that the result does not depend on the number of threads.
+struct Grid {
+  int64_t inner, rows;  // of a block
+  int64_t per_image, blocks;
+  int64_t held;         // columns of a block whose z exist at a time: all of them, or twice kColumns
+
+  Grid(const CrossEntropyArgs& args, int64_t element_size) : inner(args.strided.inner) {
+    const int64_t columns = args.target.num_classes, fit = kBlockBytes / (columns * element_size);
+    const int64_t most = fit < kLeastRows ? kMostRows : std::min(fit, kMostRows);
+    per_image = divide_up(inner, most);
+    rows = std::min(most, divide_up(divide_up(inner, per_image), 16) * 16);
+    blocks = args.rows / inner * per_image;
+    held = fit < kLeastRows ? std::min(2 * kColumns, columns) : columns;
+  }
+  int64_t first(int64_t block) const { return block / per_image * inner + block % per_image * rows; }
+  int64_t size(int64_t block) const { return std::min(rows, inner - block % per_image * rows); }
+};
+
+// The memory and the passes of a thread, for a block of rows [first, first + n) at a time.
+template <typename scalar_t>
+class Block {
+  using acc_t = acc_type<scalar_t>;
+
+ public:
+  Block(const CrossEntropyArgs& args, const Grid& grid)
+      : args_(args), grid_(grid), columns_(args.target.num_classes),
+        class_weight_(static_cast<const acc_t*>(args.target.weight)),
+        z_(new acc_t[static_cast<size_t>(grid.rows * grid.held)]), rows_(new BlockRows<acc_t>) {}
+
+  void take(int64_t block) {
+    first_ = grid_.first(block), n_ = grid_.size(block);
+    for (int64_t i = 0; i < n_; ++i) {
+      const int64_t r = (first_ + i) * args_.row_scale_stride;
+      rows_->scale[i] = args_.row_scale ? static_cast<const acc_t*>(args_.row_scale)[r] : acc_t(1);
+    }
+  }
+
+  void forward(const ForwardArgs& args) {
+    std::fill_n(rows_->max, n_, RowStats<acc_t>().max);
+    std::fill_n(rows_->sum, n_, acc_t(0));
+    std::fill_n(rows_->weighted, n_, acc_t(0));
+    rows_->weight = 0;
+    acc_t *max = rows_->part_max[0], *next_max = rows_->part_max[1];
+    load(view(0), max);
+    for (int64_t c = 0; c < columns_; c += kColumns) {
+      with_instruction_set([&](auto) SCE_INLINE {
+        push_columns(view(c), max, view(c + kColumns), next_max, args_.options, scaled(), class_weight_, *rows_);
+      });
+      std::swap(max, next_max);
+    }
+    for (int64_t i = 0; i < n_; ++i) finish(args, i);
+  }
+
+  // `loaded`: forward has made the z of this block.
+  void backward(const BackwardArgs& args, bool loaded) {
+    for (int64_t c = 0; !loaded && grid_.held == columns_ && c < columns_; c += kColumns) load(view(c), nullptr);
+    at_entries_.clear();
+    for (int64_t i = 0; i < n_; ++i) plan(args, i);
+    scalar_t* gradient = args.strided_gradient_row<scalar_t>(first_).first;
+    const int64_t step = args.grad_strided.column_stride;
+    for (int64_t c = 0; c < columns_; c += kColumns) {
+      if (grid_.held < columns_) load(view(c), nullptr);
+      with_instruction_set([&](auto) SCE_INLINE {
+        write_columns(view(c), args.options, scaled(), class_weight_, *rows_, gradient, step);
+      });
+    }
+    for (int64_t c = columns_; c < args.vocab; ++c)
+      std::fill_n(reinterpret_cast<char*>(gradient + c * step), n_ * int64_t(sizeof(scalar_t)), 0);
+    for (const auto& [at, value] : at_entries_) from_acc(value, gradient[at]);
+  }
+
+ private:
+  struct AtEntry {
+    int64_t at;  // from the gradient of the block's first row and class
+    acc_t value;
+  };
+
+  bool scaled() const { return args_.row_scale != nullptr; }
+
+  // The columns [begin, begin + kColumns), as far as there are.
+  Columns<scalar_t> view(int64_t begin) const {
+    acc_t* z = z_.get() + (grid_.held == columns_ ? begin : begin % grid_.held) * grid_.rows;
+    return {args_.strided_row<scalar_t>(first_).first,
+            args_.strided.column_stride,
+            n_,
+            begin,
+            std::min(begin + kColumns, columns_),
+            columns_,
+            z,
+            grid_.rows};
+  }
+
+  void load(const Columns<scalar_t>& columns, acc_t* max) {
+    with_instruction_set([&](auto) SCE_INLINE { load_columns(columns, args_.options, scaled(), *rows_, max); });
+  }
+
+  LogitTransform<acc_t> transform(int64_t i) const { return LogitTransform<acc_t>(args_.options, rows_->scale[i]); }
+  // z of row i, from where it is in a cache.
+  acc_t z_of(int64_t i, int64_t column) const {
+    if (grid_.held == columns_) return z_[static_cast<size_t>(column * grid_.rows + i)];
+    return transform(i)(to_acc(args_.strided_row<scalar_t>(first_ + i)[column]));
+  }
+
+  // Adds the entries and writes what belongs to row i.
+  void finish(const ForwardArgs& args, int64_t i) const {
+    const int64_t r = first_ + i;
+    const RowStats<acc_t> stats = rows_->stats(i);
+    TargetSums<WideSum> sums;
+    const bool ignored = args.target.ignored(r);
+    if (!ignored) {
+      const EntryRange range = args.target.row(r);
+      for (int64_t k = range.begin; k < range.end; ++k) {
+        const auto entry = args.target.entry<acc_t>(k);  // an index out of range was refused before
+        if (entry.column < 0) continue;
+        sums.add(args.target.share(entry), stats.max, [&] { return z_of(i, entry.column); });
+      }
+    }
+    args.write(r, ignored, stats, sums.template stats<acc_t>());
+  }
+
+  // The coefficients of row i, and the gradient at its entries, from the logits that the dense pass may overwrite:
+  // rounded to storage once, so that p - 1 near p = 1 keeps its digits in 16 bits.
+  void plan(const BackwardArgs& args, int64_t i) {
+    const int64_t r = first_ + i;
+    const bool zero = args.without_gradient<acc_t>(r);
+    rows_->live[i] = zero ? acc_t(0) : acc_t(1);
+    if (zero) return set(i, {0, 0, 0, 0, 0});
+    const auto t = transform(i);
+    const int64_t step = args.grad_strided.column_stride;
+    const EntryRange range = args.target.row(r);
+    if (range.end - range.begin == 1) {  // most rows of most targets
+      const auto entry = args.target.entry<acc_t>(range.begin);
+      const acc_t w = entry.column < 0 ? acc_t(0) : args.target.share(entry);
+      const GradientCoefficients<acc_t> c = args.coefficients(r, w);
+      set(i, c);
+      if (entry.column < 0) return;
+      const acc_t z = z_of(i, entry.column);
+      const acc_t o = args.target.class_weight<acc_t>(entry.column);
+      return at_entries_.push_back({entry.column * step + i, c.at(z, o, w) * t.slope(z)});
+    }
+    entries_.collect(args.target, r);
+    const GradientCoefficients<acc_t> c = args.coefficients(r, entries_.mass());
+    set(i, c);
+    entries_.arrange(1);
+    for (size_t k = 0; k < entries_.size(); ++k) {
+      const acc_t z = z_of(i, entries_.columns[k]);
+      const acc_t o = entries_.class_weights.empty() ? acc_t(1) : entries_.class_weights[k];
+      at_entries_.push_back({entries_.columns[k] * step + i, c.at(z, o, entries_.weights[k]) * t.slope(z)});
+    }
+  }
+
+  void set(int64_t i, const GradientCoefficients<acc_t>& c) {
+    rows_->a[i] = c.a, rows_->b[i] = c.b;
+    rows_->lse[i] = c.lse, rows_->lse_residual[i] = c.lse_residual;
+  }
+
+  const CrossEntropyArgs& args_;
+  const Grid& grid_;
+  const int64_t columns_;
+  const acc_t* class_weight_;
+  int64_t first_ = 0, n_ = 0;
+  std::unique_ptr<acc_t[]> z_;
+  std::unique_ptr<BlockRows<acc_t>> rows_;
+  std::vector<AtEntry> at_entries_;
+  RowEntries<acc_t> entries_;
+};
+
+// f(Block<scalar_t>&) for every block of rows.
+template <typename function_t>
+void for_blocks(const CrossEntropyArgs& args, const function_t& f) {
+  with_storage(args.dtype, [&](auto storage) {
+    using scalar_t = decltype(storage);
+    const Grid grid(args, sizeof(acc_type<scalar_t>));
+    parallel_rows(grid.blocks, grid.rows * args.vocab, [&](int64_t begin, int64_t end) {
+      Block<scalar_t> block(args, grid);
+      for (int64_t b = begin; b < end; ++b) {
+        block.take(b);
+        f(block);
+      }
+    });
+  });
+}
+
+}  // namespace
+
+void strided_forward(const ForwardArgs& args) {
+  for_blocks(args, [&](auto& block) { block.forward(args); });
+}
+
+void strided_forward_with_gradient(const ForwardArgs& forward, const BackwardArgs& backward) {
+  for_blocks(forward, [&](auto& block) {
+    block.forward(forward);
+    block.backward(backward, true);
+  });
+}
+
+void strided_backward(const BackwardArgs& args) {
+  for_blocks(args, [&](auto& block) { block.backward(args, false); });
+}
+
+void strided_backward_values(const BackwardArgs& args) {
+  with_storage(args.dtype, [&](auto storage) {
+    using scalar_t = decltype(storage);
+    using acc_t = acc_type<scalar_t>;
+    parallel_rows(args.rows, args.target.entries / std::max<int64_t>(1, args.rows), [&](int64_t begin, int64_t end) {
+      for (int64_t r = begin; r < end; ++r) {
+        if (args.target.ignored(r)) continue;
+        const GradientCoefficients<acc_t> c = args.template coefficients<acc_t>(r, acc_t(0));
+        const auto transform = args.template transform<acc_t>(r);
+        const EntryRange range = args.target.row(r);
+        for (int64_t i = range.begin; i < range.end; ++i)
+          args.write_value(i, args.template strided_row<scalar_t>(r), transform, c);
+      }
+    });
+  });
+}
+
+}  // namespace cpu
+}  // namespace sparse_ce

@@ -1,0 +1,63 @@
+"""Logits whose classes are strided, such as (N, C, H, W) with the classes moved last: as (outer, inner, classes), whose
+inner rows lie side by side, they are read and their gradient is written where they lie."""
+
+from typing import Optional
+
+from torch import Tensor
+
+LEAST_INNER = 32
+"""Fewer rows side by side are less than the CPU's vectors and a GPU's warps take: copied, they are faster."""
+
+LEAST_ROWS_PER_CLASS = 8
+"""On a GPU a thread goes through a row; where they are fewer and longer, copies of them are shared by many threads."""
+
+
+def rows_of(logits: Tensor) -> Tensor:
+    """``logits`` (..., classes) as the ops take them: as a view (outer, inner, classes) where their classes are strided
+    and that is worth it, else (rows, classes), of strided ones a copy."""
+    if logits.dim() >= 2 and logits.stride(-1) != 1 and logits.shape[-1] > 1:
+        view = _side_by_side(logits)
+        if view is not None:
+            return view
+    return logits if logits.dim() == 2 else logits.reshape(-1, logits.shape[-1])
+
+
+def _side_by_side(logits: Tensor) -> Optional[Tensor]:
+    """A view (outer, inner, classes) with rows next to each other; None where there is none, or copies are faster."""
+    shape, strides = logits.shape, logits.stride()
+    at, inner = logits.dim() - 1, 1  # dimensions from `at` on are inner
+    while at > 0 and (shape[at - 1] == 1 or strides[at - 1] == inner):
+        at -= 1
+        inner *= shape[at]
+    outer = step = last = 1
+    for i in range(at - 1, -1, -1):
+        if shape[i] != 1 and outer != 1 and strides[i] != step * last:
+            return None
+        if shape[i] != 1:
+            step, last = strides[i], shape[i]
+            outer *= shape[i]
+    if inner < LEAST_INNER or outer == 0:
+        return None
+    if logits.is_cuda and outer * inner < LEAST_ROWS_PER_CLASS * shape[-1]:
+        return None
+    return logits.view(outer, inner, shape[-1])
+
+
+def empty_gradient(logits: Tensor) -> Tensor:
+    """For shape functions: of (rows, classes), or laid out as (outer, classes, inner)."""
+    if logits.dim() == 2:
+        return logits.new_empty(logits.shape)
+    outer, inner, classes = logits.shape
+    return logits.new_empty((outer, classes, inner)).transpose(1, 2)
+
+
+def overwritable(logits: Tensor) -> bool:
+    """Whether rows (outer, inner, classes) do not overlap: each dimension's elements lie beyond what the denser ones
+    span."""
+    spanned = 1
+    for stride, size in sorted((s, n) for s, n in zip(logits.stride(), logits.shape) if n > 1):
+        if stride < spanned:
+            return False
+        spanned += stride * (size - 1)
+    return True
+
