@@ -15,7 +15,7 @@ constexpr int64_t kTile = 1024;
 constexpr int64_t kSpan = 32 * kTile;
 
 // Columns whose exponentials are relative to one maximum.
-constexpr int64_t kPowers = 4 * kTile;
+constexpr int64_t kPowers = 2 * kTile;
 
 // Of a row, or what follows in it: exponentials and, under a softcap, dz/dx of each logit, (n,) or null, and the maxima
 // that they are relative to, (n / kPowers,) rounded up.
