@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import Dict, List, Optional
 
+import torch
+
 import sparse_ce
 from bench import Samples, Spread, ratio, total
 from peers import Shape
