@@ -50,19 +50,23 @@ SCE_HD const acc_t* transformed(const scalar_t* logits, int64_t n, const LogitTr
   return buffer;
 }
 
-// The largest; NaN is never the larger one.
+// The largest; NaN is never the larger one. Rows may be too short for lanes, of which filling and reducing takes longer.
 template <typename acc_t>
 SCE_HD acc_t maximum(const acc_t* z, int64_t n) {
-  acc_t lanes[kWideLanes];
-  for (int64_t k = 0; k < kWideLanes; ++k) lanes[k] = Limits<acc_t>::kLowest;
-  int64_t i = 0;
-  for (; i + kWideLanes <= n; i += kWideLanes) {
-    SCE_SIMD()
-    for (int64_t k = 0; k < kWideLanes; ++k) lanes[k] = z[i + k] > lanes[k] ? z[i + k] : lanes[k];
-  }
   acc_t max = Limits<acc_t>::kLowest;
-  for (; i < n; ++i) max = z[i] > max ? z[i] : max;
-  for (int64_t k = 0; k < kWideLanes; ++k) max = lanes[k] > max ? lanes[k] : max;
+  int64_t i = 0;
+  if (n >= kWideLanes) {
+    acc_t lanes[kWideLanes];
+    for (int64_t k = 0; k < kWideLanes; ++k) lanes[k] = max;
+    for (; i + kWideLanes <= n; i += kWideLanes) {
+      SCE_SIMD()
+      for (int64_t k = 0; k < kWideLanes; ++k) lanes[k] = z[i + k] > lanes[k] ? z[i + k] : lanes[k];
+    }
+    SCE_SIMD(reduction(max : max))
+    for (int64_t k = 0; k < kWideLanes; ++k) max = lanes[k] > max ? lanes[k] : max;
+  }
+  SCE_SIMD(reduction(max : max))
+  for (int64_t k = i; k < n; ++k) max = z[k] > max ? z[k] : max;
   return max;
 }
 

@@ -44,15 +44,13 @@ class Forward {
 
  public:
   explicit Forward(const ForwardArgs& args)
-      : args_(args), columns_(args.target.num_classes), spans_(divide_up(columns_, kSpan)) {}
+      : args_(args), columns_(args.target.num_classes), spans_(divide_up(columns_, kSpan)),
+        keeps_(!args.row_scale && args.rows > 0 && keeps_row(0)) {}
 
   int64_t spans() const { return spans_; }
   bool ignored(int64_t r) const { return args_.target.ignored(r); }
   // Whether a row's exponentials are worth keeping for its gradient.
-  bool keeps(int64_t r) const {
-    return args_.vocab <= kLongestKept &&
-           Tile<scalar_t>::keeps(args_.template transform<acc_t>(r), args_.options.label_smoothing != 0);
-  }
+  bool keeps(int64_t r) const { return args_.row_scale ? keeps_row(r) : keeps_; }
 
   // `after` is the row that will be read next; `entries` receives those of a row that is not ignored, with their
   // logits, and `kept` its exponentials, which may overwrite the logits.
@@ -93,8 +91,14 @@ class Forward {
  private:
   const scalar_t* row(int64_t r) const { return args_.template row<scalar_t>(r); }
 
+  bool keeps_row(int64_t r) const {
+    return args_.vocab <= kLongestKept &&
+           Tile<scalar_t>::keeps(args_.template transform<acc_t>(r), args_.options.label_smoothing != 0);
+  }
+
   const ForwardArgs& args_;
   const int64_t columns_, spans_;
+  const bool keeps_;
 };
 
 template <typename scalar_t>
