@@ -28,8 +28,8 @@ SCE_HD double hyperbolic_tangent(double x) { return tanh(x); }
 SCE_HD float logarithm(float x) { return logf(x); }
 SCE_HD double logarithm(double x) { return log(x); }
 #else
-// The bits of a float and the polynomial for 2^f, |f| <= 1/2, by its degree: minimax fits of relative error 2e-7 (5) and
-// 8e-8 (6) with the rounding of their terms, exactly 1 at 0.
+// The bits of a float and the polynomial for 2^f, |f| <= 1/2, by its degree: minimax fits of relative error 2e-7 (5)
+// and 8e-8 (6) with the rounding of their terms, exactly 1 at 0.
 template <typename acc_t, int degree>
 struct Power;
 template <>
@@ -91,8 +91,8 @@ struct Raised : Power<acc_t, degree> {
   }
 };
 
-// exp(x), x < 88 (709), in the fewest instructions: the fit's relative error and that of rounding x log2(e), |x| 6e-8 (1e-16), of which
-// little is left in a sum whose terms get smaller with x. Exactly 1 for 0, 0 for -inf, NaN for NaN.
+// exp(x), x < 88 (709), in the fewest instructions: the fit's relative error and that of rounding x log2(e), |x| 6e-8
+// (1e-16), of which little is left in a sum whose terms get smaller with x. Exactly 1 for 0, 0 for -inf, NaN for NaN.
 template <int degree, typename acc_t>
 SCE_HD acc_t exponential_below(acc_t x) {
   const Raised<acc_t, degree> e(x * acc_t(1.44269504088896340736));

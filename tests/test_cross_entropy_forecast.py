@@ -76,7 +76,8 @@ def test_rows_in_parts_many_rows_and_none(rows, vocab, dtype, makes):
 
 
 LONG_ROWS = {
-    "plain": {}, "scaled": dict(logit_scale=0.7), "scaled down and up": dict(logit_scale=torch.tensor([-0.3, 2.0, 0.0])),
+    "plain": {}, "scaled": dict(logit_scale=0.7),
+    "scaled by row": dict(logit_scale=torch.tensor([-0.3, 2.0, 0.0])),
     "softcap": dict(softcap=5.0, logit_scale=1.5), "smoothed": dict(label_smoothing=0.2),
     "all": dict(softcap=5.0, label_smoothing=0.2, z_loss=0.1),
 }

@@ -49,7 +49,7 @@ SCE_HD const acc_t* widened(const scalar_t* x, int64_t n, acc_t* __restrict__ bu
 }
 
 // The numbers term(i), to nearest. A tie of BFloat16 goes away from zero: what is stored here comes from exponentials
-// that are not exact enough to tell one. A NaN of arithmetic stays one. `buffer` (n,) is scratch, which `term` may read.
+// that are not exact enough to tell one. A NaN of arithmetic stays one. `buffer` (n,) is scratch; `term` may read it.
 template <InstructionSet set, typename scalar_t, typename acc_t, typename term_t>
 SCE_HD void narrow(int64_t n, const term_t& term, acc_t* buffer, scalar_t* out) {
 #ifdef SCE_X86

@@ -51,8 +51,8 @@ void run_backward(const BackwardArgs& args) {
   for (int64_t r = 0; r < args.rows; ++r) backward.write_entries(r, plans[r]);
 }
 
-// Where a row's exponentials are kept between its loss and its gradient: in the gradient itself, if that is stored as it
-// is computed with.
+// Where a row's exponentials are kept between its loss and its gradient: in the gradient itself, if that is stored as
+// it is computed with.
 template <typename scalar_t>
 class Scratch {
   using acc_t = acc_type<scalar_t>;
