@@ -19,7 +19,6 @@ class Table(NamedTuple):
 
 _LOSS = {
     _BOTH: "sparse_ce", f"{_BOTH}, in place": "sparse_ce, in place",
-    f"{_BOTH}, in place at once": "sparse_ce, in place at once",
     "F.cross_entropy, class index": "`F.cross_entropy`, class indices",
     "F.cross_entropy, dense probability": "`F.cross_entropy`, dense probabilities",
     "torch.compile, dense probability": "`torch.compile` of the latter",
