@@ -50,7 +50,7 @@ SCE_HD const acc_t* transformed(const scalar_t* logits, int64_t n, const LogitTr
   return buffer;
 }
 
-// The largest; NaN is never the larger one. Rows may be too short for lanes, of which filling and reducing takes longer.
+// The largest; NaN is never the larger one. Of few logits without lanes, which take longer to fill and to reduce.
 template <typename acc_t>
 SCE_HD acc_t maximum(const acc_t* z, int64_t n) {
   acc_t max = Limits<acc_t>::kLowest;
