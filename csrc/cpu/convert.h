@@ -33,7 +33,8 @@ SCE_AVX2 inline void narrow_f16c(const float* x, int64_t n, Half* out) {
 
 // In `buffer` (n,), or x itself where it is stored as it is computed with.
 template <InstructionSet set, typename scalar_t, typename acc_t>
-SCE_HD const acc_t* widened(const scalar_t* x, int64_t n, acc_t* __restrict__ buffer) {
+SCE_HD const acc_t* widened(const scalar_t* x, [[maybe_unused]] int64_t n,
+                            [[maybe_unused]] acc_t* __restrict__ buffer) {
   if constexpr (std::is_same_v<scalar_t, acc_t>) return x;
 #ifdef SCE_X86
   else if constexpr (std::is_same_v<scalar_t, Half> && set != InstructionSet::kDefault) {
@@ -51,7 +52,7 @@ SCE_HD const acc_t* widened(const scalar_t* x, int64_t n, acc_t* __restrict__ bu
 // The numbers term(i), to nearest. A tie of BFloat16 goes away from zero: what is stored here comes from exponentials
 // that are not exact enough to tell one. A NaN of arithmetic stays one. `buffer` (n,) is scratch; `term` may read it.
 template <InstructionSet set, typename scalar_t, typename acc_t, typename term_t>
-SCE_HD void narrow(int64_t n, const term_t& term, acc_t* buffer, scalar_t* out) {
+SCE_HD void narrow(int64_t n, const term_t& term, [[maybe_unused]] acc_t* buffer, scalar_t* out) {
 #ifdef SCE_X86
   if constexpr (std::is_same_v<scalar_t, Half> && set != InstructionSet::kDefault) {
     SCE_SIMD()

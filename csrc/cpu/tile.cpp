@@ -58,9 +58,9 @@ SCE_HD RowStats<acc_t> stats_body(const scalar_t* logits, int64_t n, const Logit
 }
 
 template <InstructionSet set, typename scalar_t, typename acc_t>
-SCE_HD void gradient_body(const scalar_t* logits, int64_t n, const LogitTransform<acc_t>& transform, bool weighted,
-                          const GradientCoefficients<acc_t>& coefficients, const acc_t* class_weight,
-                          [[maybe_unused]] const scalar_t* next, scalar_t* gradient) {
+SCE_HD void gradient_body(const scalar_t* logits, int64_t n, const LogitTransform<acc_t>& transform,
+                          [[maybe_unused]] bool weighted, const GradientCoefficients<acc_t>& coefficients,
+                          const acc_t* class_weight, [[maybe_unused]] const scalar_t* next, scalar_t* gradient) {
 #ifdef SCE_X86
   if constexpr (set == InstructionSet::kAvx512 && std::is_same_v<acc_t, float>) {
     if (twice<set, scalar_t>(transform, weighted) &&
