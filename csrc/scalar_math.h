@@ -105,7 +105,11 @@ constexpr int degree_for = sizeof(scalar_t) == 8   ? 11
                            : sizeof(scalar_t) == 4 ? 6
                                                    : 5;
 
-SCE_HD double exponential(double x) { return exponential_below<degree_for<double> >(x); }
+// A template: of a float it is no double's.
+template <typename acc_t>
+SCE_HD acc_t exponential(acc_t x) {
+  return exponential_below<degree_for<acc_t> >(x);
+}
 
 // By exp(-2 |x|) - 1, which keeps its digits near 0: relative error 3e-7 (4e-16).
 template <typename acc_t>
