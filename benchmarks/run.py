@@ -21,6 +21,7 @@ import record as records
 from bench import Call, extra_bytes, time_by_turns
 from candidate_problems import CANDIDATE_SHAPES, measure_candidates
 from check import WrongResult, check, exact
+from cliff_problems import CLIFF_SHAPES, measure_cliffs
 from goals import goals
 from image_problems import IMAGE_SHAPES, measure_images
 from linear_problems import LINEAR_SHAPES, measure_linear
@@ -202,7 +203,10 @@ def main() -> int:
                for shape in SELECT_SHAPES[args.device]]
     variants = [dataclasses.replace(shape, rows=shape.rows // 8) if args.quick else shape
                 for shape in VARIANTS[args.device]]
+    cliffs = [dataclasses.replace(shape, rows=shape.rows // 8) if args.quick else shape
+              for shape in CLIFF_SHAPES[args.device]]
     for shape, measure_one in [*((shape, measure) for shape in shapes),
+                               *((shape, measure_cliffs) for shape in cliffs),
                                *((shape, measure_masked_mean) for shape in means),
                                *((shape, measure_log_softmax) for shape in sparse),
                                *((shape, measure_linear) for shape in linear),

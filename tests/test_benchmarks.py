@@ -14,6 +14,7 @@ import torch.nn.functional as F
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmarks"))
 import candidate_problems  # noqa: E402
+import cliff_problems  # noqa: E402
 import image_problems  # noqa: E402
 import linear_problems  # noqa: E402
 import linear_select_problems  # noqa: E402
@@ -88,6 +89,19 @@ def test_images_are_measured_and_checked(dtype, quick, monkeypatch):
     monkeypatch.setattr(sparse_ce, "cross_entropy", lambda *args, **options: right(*args, **options) * 1.05)
     with pytest.raises(AssertionError):
         image_problems.measure_images(shape, CPU, 1)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, *slow(torch.float32)])
+def test_cliffs_are_measured_and_checked(dtype, quick, monkeypatch):
+    shape = cliff_problems.CliffShape(8, 128, dtype)
+    found = cliff_problems.measure_cliffs(shape, CPU, 1)
+    names = [row["name"] for row in found["rows"]]
+    assert len(names) == len(set(names)) > 40 and found["goals"]
+    right = sparse_ce.cross_entropy
+    monkeypatch.setattr(sparse_ce, "cross_entropy", lambda input, *args, **options: right(input, *args, **options) * (
+        1.05 if input.dtype == dtype else 1.0))
+    with pytest.raises(WrongResult, match="8 x 128"):
+        cliff_problems.measure_cliffs(shape, CPU, 1)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
