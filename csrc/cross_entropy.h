@@ -18,10 +18,11 @@ struct StridedRow {
 struct StridedRows {
   int64_t inner;  // 0: rows are packed, a row stride apart
   int64_t outer_stride, column_stride;
+  int64_t inner_stride = 1;
 
   template <typename scalar_t>
   SCE_HD StridedRow<scalar_t> row(scalar_t* first, int64_t r) const {
-    return {first + r / inner * outer_stride + r % inner, column_stride};
+    return {first + r / inner * outer_stride + r % inner * inner_stride, column_stride};
   }
 };
 

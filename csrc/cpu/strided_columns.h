@@ -3,7 +3,10 @@
 #pragma once
 
 #include "../math.h"
+#include "convert.h"
 #include "instruction_set.h"
+
+#include <type_traits>
 
 namespace sparse_ce {
 namespace cpu {
@@ -21,7 +24,7 @@ constexpr int64_t kAhead = 12;  // columns asked for before they are needed
 template <typename acc_t>
 struct BlockRows {
   alignas(64) acc_t scale[kMostRows];  // by which logit_scale is multiplied
-  alignas(64) acc_t part_max[2][kMostRows];  // of kColumns columns
+  alignas(64) acc_t part_max[2][kMostRows];  // of kColumns columns, where those of all columns are not kept
   alignas(64) acc_t max[kMostRows];
   alignas(64) acc_t sum[kMostRows];
   alignas(64) acc_t weighted[kMostRows];
@@ -38,7 +41,7 @@ struct Columns {
   using acc_t = acc_type<scalar_t>;
 
   const scalar_t* logits;  // of the first row and column
-  int64_t step;  // to the next column
+  int64_t step, apart;  // to the next column, to the next row
   int64_t rows, begin, end;
   int64_t available;  // columns that there are
   acc_t* z;
@@ -61,56 +64,115 @@ SCE_HD void prefetch_to_write(const scalar_t* column, int64_t rows) {
   for (int64_t i = 0; i < rows; i += kLine) __builtin_prefetch(column + i, 1);
 }
 
-// z of the logits of a column. `max`, of the rows, goes up with them, where it is not null.
-template <typename scalar_t, typename acc_t>
-SCE_HD void load_column(const Columns<scalar_t>& columns, int64_t c, const LossOptions& options, bool scaled,
-                        const BlockRows<acc_t>& rows, acc_t* max) {
+// f(Count<k>{}, column) for the columns [begin, end), k at a time: what belongs to a row is then loaded once for k.
+template <int count>
+using Count = std::integral_constant<int, count>;
+template <typename function_t>
+SCE_HD void for_columns(int64_t begin, int64_t end, const function_t& f) {
+  constexpr int kTogether = 4;
+  for (; begin + kTogether <= end; begin += kTogether) f(Count<kTogether>{}, begin);
+  for (; begin < end; ++begin) f(Count<1>{}, begin);
+}
+#define SCE_EACH_COLUMN(k, count) _Pragma("GCC unroll 4") for (int k = 0; k < count; ++k)
+
+// z of `count` columns of logits x, `step` apart, n rows of each. `max`, of the rows, goes up with them.
+template <int count, typename source_t, typename acc_t>
+SCE_HD void transform_columns(const source_t* x, int64_t step, int64_t n, const LossOptions& options, bool scaled,
+                              const acc_t* scale, acc_t* z, int64_t stride, acc_t* max) {
+  const auto each = [&](const auto& transform) SCE_INLINE {
+    SCE_SIMD()
+    for (int64_t i = 0; i < n; ++i) {
+      acc_t highest = max[i];
+      SCE_EACH_COLUMN(k, count) {
+        const acc_t of_row = transform(to_acc(x[k * step + i]), i);
+        z[k * stride + i] = of_row;
+        highest = of_row > highest ? of_row : highest;  // NaN loses
+      }
+      max[i] = highest;
+    }
+  };
   const LogitTransform<acc_t> all(options);
-  const int64_t n = columns.rows;
+  if (all.softcap != acc_t(0))
+    each([&](acc_t logit, int64_t i) SCE_INLINE { return LogitTransform<acc_t>(options, scale[i])(logit); });
+  else if (scaled || !all.identity())
+    each([&](acc_t logit, int64_t i) SCE_INLINE { return LogitTransform<acc_t>(options, scale[i]).scale * logit; });
+  else
+    each([&](acc_t logit, int64_t) SCE_INLINE { return logit; });
+}
+
+// The same of the logits from column c on.
+template <int count, typename scalar_t, typename acc_t>
+SCE_HD void load_some(const Columns<scalar_t>& columns, int64_t c, const LossOptions& options, bool scaled,
+                      const BlockRows<acc_t>& rows, acc_t* max) {
+  const int64_t n = columns.rows, stride = columns.stride, step = columns.step, apart = columns.apart;
   const scalar_t* x = columns.at(c);
-  acc_t* __restrict__ z = columns.z_of(c);
-  if (c + kAhead < columns.available) prefetch_column(columns.at(c + kAhead), n);
-  if (!scaled && all.identity()) {
-    SCE_SIMD()
-    for (int64_t i = 0; i < n; ++i) z[i] = to_acc(x[i]);
-  } else if (all.softcap == acc_t(0)) {
-    SCE_SIMD()
-    for (int64_t i = 0; i < n; ++i) z[i] = LogitTransform<acc_t>(options, rows.scale[i]).scale * to_acc(x[i]);
-  } else {
-    SCE_SIMD()
-    for (int64_t i = 0; i < n; ++i) z[i] = LogitTransform<acc_t>(options, rows.scale[i])(to_acc(x[i]));
+  acc_t* z = columns.z_of(c);
+  if (apart != 1) {
+    for (int k = 0; k < count; ++k)
+      for (int64_t i = 0; i < n; ++i) z[k * stride + i] = to_acc(x[k * step + i * apart]);
+    return transform_columns<count>(z, stride, n, options, scaled, rows.scale, z, stride, max);
   }
-  if (!max) return;
-  SCE_SIMD()
-  for (int64_t i = 0; i < n; ++i) max[i] = z[i] > max[i] ? z[i] : max[i];  // NaN loses
+  constexpr int64_t kSome = 128;  // rows: more lines of `count` columns than the processor asks for at a time
+  for (int64_t i = 0; i < n; i += kSome) {
+    const int64_t m = n - i < kSome ? n - i : kSome;
+    for (int64_t k = c + kAhead; k < c + kAhead + count && k < columns.available; ++k)
+      prefetch_column(columns.at(k) + i, m);
+    transform_columns<count>(x + i, step, m, options, scaled, rows.scale + i, z + i, stride, max + i);
+  }
 }
 
 template <typename scalar_t, typename acc_t>
 SCE_HD void load_columns(const Columns<scalar_t>& columns, const LossOptions& options, bool scaled,
                          const BlockRows<acc_t>& rows, acc_t* max) {
-  for (int64_t i = 0; max && i < columns.rows; ++i) max[i] = RowStats<acc_t>().max;
-  for (int64_t c = columns.begin; c < columns.end; ++c) load_column(columns, c, options, scaled, rows, max);
+  for (int64_t i = 0; i < columns.rows; ++i) max[i] = RowStats<acc_t>().max;
+  for_columns(columns.begin, columns.end, [&](auto count, int64_t c) SCE_INLINE {
+    load_some<decltype(count)::value>(columns, c, options, scaled, rows, max);
+  });
+}
+
+// exp(z - max) of these columns in place of z, as it is without a softcap, whose slope needs z. `also(count, column)`
+// is done in between, `sum` (rows,) receives the sums, unless it is null.
+template <typename scalar_t, typename acc_t, typename also_t>
+SCE_HD void raise_columns(const Columns<scalar_t>& columns, const acc_t* max, bool in_place, acc_t* sum,
+                          const also_t& also) {
+  const int64_t n = columns.rows, stride = columns.stride;
+  for_columns(columns.begin, columns.end, [&](auto count, int64_t c) SCE_INLINE {
+    constexpr int kCount = decltype(count)::value;
+    acc_t* z = columns.z_of(c);
+    const auto power = [&](int k, int64_t i) SCE_INLINE {
+      return exponential_below<degree_for<scalar_t>>(z[k * stride + i] - max[i]);  // with NaN
+    };
+    if (in_place) {
+      SCE_SIMD()
+      for (int64_t i = 0; i < n; ++i) {
+        acc_t total = sum[i];
+        SCE_EACH_COLUMN(k, kCount) total += z[k * stride + i] = power(k, i);
+        sum[i] = total;
+      }
+    } else {
+      SCE_SIMD()
+      for (int64_t i = 0; i < n; ++i) {
+        acc_t total = sum[i];
+        SCE_EACH_COLUMN(k, kCount) total += power(k, i);
+        sum[i] = total;
+      }
+    }
+    also(count, c);
+  });
 }
 
 // Statistics of at most kColumns columns, added to those of the rows. `max` (rows,): of these columns. class_weight: of
-// all columns, or null. Meanwhile the columns `next` are loaded, whose maxima become `next_max`: while they arrive from
-// memory, exponentials are made.
+// all columns, or null. `keep`: z becomes the exponentials. Meanwhile the columns `next` are loaded, whose maxima become
+// `next_max`: while they arrive from memory, exponentials are made.
 template <typename scalar_t, typename acc_t>
 SCE_HD void push_columns(const Columns<scalar_t>& columns, const acc_t* max, const Columns<scalar_t>& next,
-                         acc_t* next_max, const LossOptions& options, bool scaled, const acc_t* class_weight,
+                         acc_t* next_max, const LossOptions& options, bool scaled, const acc_t* class_weight, bool keep,
                          BlockRows<acc_t>& rows) {
   alignas(64) acc_t sum[kMostRows], smoothed[kMostRows];
   const int64_t n = columns.rows;
   for (int64_t i = 0; i < n; ++i) {
     next_max[i] = RowStats<acc_t>().max;
     sum[i] = smoothed[i] = acc_t(0);
-  }
-  for (int64_t c = columns.begin; c < columns.end; ++c) {
-    const acc_t* z = columns.z_of(c);
-    SCE_SIMD()
-    for (int64_t i = 0; i < n; ++i) sum[i] += exponential_below<degree_for<scalar_t>>(z[i] - max[i]);  // with NaN
-    const int64_t ahead = c - columns.begin + next.begin;
-    if (ahead < next.end) load_column(next, ahead, options, scaled, rows, next_max);
   }
   acc_t weight = 0;
   for (int64_t c = columns.begin; options.label_smoothing != 0 && c < columns.end; ++c) {
@@ -121,6 +183,12 @@ SCE_HD void push_columns(const Columns<scalar_t>& columns, const acc_t* max, con
     SCE_SIMD()
     for (int64_t i = 0; i < n; ++i) smoothed[i] += o * (z[i] - max[i]);
   }
+  raise_columns(columns, max, keep, sum, [&](auto count, int64_t c) SCE_INLINE {
+    constexpr int kCount = decltype(count)::value;
+    const int64_t ahead = c - columns.begin + next.begin;
+    if (ahead + kCount <= next.end) return load_some<kCount>(next, ahead, options, scaled, rows, next_max);
+    for (int64_t k = ahead; k < next.end; ++k) load_some<1>(next, k, options, scaled, rows, next_max);
+  });
   const acc_t before = rows.weight;
   SCE_SIMD()
   for (int64_t i = 0; i < n; ++i) {
@@ -133,34 +201,48 @@ SCE_HD void push_columns(const Columns<scalar_t>& columns, const acc_t* max, con
   rows.weight += weight;
 }
 
-// The gradient as if no column had an entry; it may be the logits, whose z are there already.
-template <typename scalar_t, typename acc_t>
-SCE_HD void write_columns(const Columns<scalar_t>& columns, const LossOptions& options, bool scaled,
-                          const acc_t* class_weight, const BlockRows<acc_t>& rows, scalar_t* gradient, int64_t step) {
-  const LogitTransform<acc_t> all(options);
-  const bool plain = !scaled && all.identity() && options.label_smoothing == 0;
+// The gradient as if no column had an entry; it may be the logits. Of z, or of the exponentials relative to `max`
+// (rows,) that have taken its place; `z` becomes scratch.
+template <InstructionSet set, typename scalar_t, typename acc_t>
+SCE_HD void write_columns(const Columns<scalar_t>& columns, const acc_t* max, const LossOptions& options, bool scaled,
+                          const acc_t* class_weight, const BlockRows<acc_t>& rows, scalar_t* gradient, int64_t step,
+                          int64_t apart) {
+  const bool capped = options.softcap != 0, smoothed = options.label_smoothing != 0;
   const int64_t n = columns.rows;
-  const auto coefficients = [&](int64_t i) SCE_INLINE {
+  const auto of_row = [&](int64_t i) SCE_INLINE {
     return GradientCoefficients<acc_t>(rows.a[i], rows.b[i], acc_t(0), rows.lse[i], rows.lse_residual[i]);
   };
+  alignas(64) acc_t per_power[kMostRows], scale[kMostRows];
+  bool all_live = true;
+  for (int64_t i = 0; i < n; ++i) all_live &= rows.live[i] != acc_t(0);
+  SCE_SIMD()
+  for (int64_t i = 0; i < n; ++i) {
+    scale[i] = LogitTransform<acc_t>(options, rows.scale[i]).scale;
+    per_power[i] = capped ? acc_t(0) : of_row(i).per_power(max[i]) * scale[i];
+  }
   for (int64_t c = columns.begin; c < columns.end; ++c) {
-    const acc_t* z = columns.z_of(c);
-    scalar_t* out = gradient + c * step;
-    if (c + kAhead < columns.available) prefetch_to_write(out + kAhead * step, n);
-    if (plain) {
+    acc_t* const z = columns.z_of(c);
+    alignas(64) scalar_t together[kMostRows];
+    scalar_t* const out = apart == 1 ? gradient + c * step : together;
+    if (apart == 1 && c + kAhead < columns.available) prefetch_to_write(out + kAhead * step, n);
+    const acc_t o = class_weight ? class_weight[c] : acc_t(1);
+    if (capped) {
       SCE_SIMD()
-      for (int64_t i = 0; i < n; ++i) {
-        const acc_t g = coefficients(i).at(z[i]);
-        from_acc(rows.live[i] != acc_t(0) ? g : acc_t(0), out[i]);
-      }
-    } else {
-      const acc_t o = class_weight ? class_weight[c] : acc_t(1);
+      for (int64_t i = 0; i < n; ++i)
+        z[i] = of_row(i).at(z[i], o) * LogitTransform<acc_t>(options, rows.scale[i]).slope(z[i]);
+    } else if (smoothed) {
       SCE_SIMD()
-      for (int64_t i = 0; i < n; ++i) {
-        const acc_t g = coefficients(i).at(z[i], o) * LogitTransform<acc_t>(options, rows.scale[i]).slope(z[i]);
-        from_acc(rows.live[i] != acc_t(0) ? g : acc_t(0), out[i]);
-      }
+      for (int64_t i = 0; i < n; ++i) z[i] = per_power[i] * z[i] - rows.b[i] * o * scale[i];
     }
+    const bool made = capped || smoothed;
+    const auto write = [&](const auto& term) SCE_INLINE { narrow<set>(n, term, z, out); };
+    if (all_live && !made)
+      write([&](int64_t i) SCE_INLINE { return per_power[i] * z[i]; });
+    else if (made)
+      write([&](int64_t i) SCE_INLINE { return rows.live[i] != acc_t(0) ? z[i] : acc_t(0); });
+    else
+      write([&](int64_t i) SCE_INLINE { return rows.live[i] != acc_t(0) ? per_power[i] * z[i] : acc_t(0); });
+    for (int64_t i = 0; apart != 1 && i < n; ++i) gradient[c * step + i * apart] = together[i];
   }
 }
 

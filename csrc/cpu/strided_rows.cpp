@@ -16,18 +16,19 @@ struct WideSum {
   void add(double x) { sum += x; }
 };
 
-// How the rows go to blocks: by the shape alone, so that the result does not depend on the number of threads.
+// How the rows go to blocks. A row's result does not depend on the block that it is in.
 struct Grid {
   int64_t inner, rows;  // of a block
   int64_t per_image, blocks;
   int64_t held;         // columns of a block whose z exist at a time: all of them, or twice kColumns
 
   Grid(const CrossEntropyArgs& args, int64_t element_size) : inner(args.strided.inner) {
+    const int64_t images = args.rows / inner, threads = torch::stable::get_num_threads();
     const int64_t columns = args.target.num_classes, fit = kBlockBytes / (columns * element_size);
     const int64_t most = fit < kLeastRows ? kMostRows : std::min(fit, kMostRows);
-    per_image = divide_up(inner, most);
+    per_image = std::max(divide_up(inner, most), std::min(divide_up(threads, images), inner / kLeastRows));
     rows = std::min(most, divide_up(divide_up(inner, per_image), 16) * 16);
-    blocks = args.rows / inner * per_image;
+    blocks = images * per_image;
     held = fit < kLeastRows ? std::min(2 * kColumns, columns) : columns;
   }
   int64_t first(int64_t block) const { return block / per_image * inner + block % per_image * rows; }
@@ -43,7 +44,10 @@ class Block {
   Block(const CrossEntropyArgs& args, const Grid& grid)
       : args_(args), grid_(grid), columns_(args.target.num_classes),
         class_weight_(static_cast<const acc_t*>(args.target.weight)),
-        z_(new acc_t[static_cast<size_t>(grid.rows * grid.held)]), rows_(new BlockRows<acc_t>) {}
+        z_(new acc_t[static_cast<size_t>(grid.rows * grid.held)]), rows_(new BlockRows<acc_t>) {
+    if (grid.held == columns_)
+      maxima_.reset(new acc_t[static_cast<size_t>((divide_up(columns_, kColumns) + 1) * kMostRows)]);
+  }
 
   void take(int64_t block) {
     first_ = grid_.first(block), n_ = grid_.size(block);
@@ -58,32 +62,30 @@ class Block {
     std::fill_n(rows_->sum, n_, acc_t(0));
     std::fill_n(rows_->weighted, n_, acc_t(0));
     rows_->weight = 0;
-    acc_t *max = rows_->part_max[0], *next_max = rows_->part_max[1];
-    load(view(0), max);
-    for (int64_t c = 0; c < columns_; c += kColumns) {
+    load(view(0), max_of(0));
+    for (int64_t c = 0; c < columns_; c += kColumns)
       with_instruction_set([&](auto) SCE_INLINE {
-        push_columns(view(c), max, view(c + kColumns), next_max, args_.options, scaled(), class_weight_, *rows_);
+        push_columns(view(c), max_of(c), view(c + kColumns), max_of(c + kColumns), args_.options, scaled(),
+                     class_weight_, keeps(), *rows_);
       });
-      std::swap(max, next_max);
-    }
     for (int64_t i = 0; i < n_; ++i) finish(args, i);
   }
 
-  // `loaded`: forward has made the z of this block.
-  void backward(const BackwardArgs& args, bool loaded) {
-    for (int64_t c = 0; !loaded && grid_.held == columns_ && c < columns_; c += kColumns) load(view(c), nullptr);
+  // `made`: forward has made what is kept of this block.
+  void backward(const BackwardArgs& args, bool made) {
     at_entries_.clear();
     for (int64_t i = 0; i < n_; ++i) plan(args, i);
     scalar_t* gradient = args.strided_gradient_row<scalar_t>(first_).first;
-    const int64_t step = args.grad_strided.column_stride;
+    const int64_t step = args.grad_strided.column_stride, apart = args.grad_strided.inner_stride;
     for (int64_t c = 0; c < columns_; c += kColumns) {
-      if (grid_.held < columns_) load(view(c), nullptr);
-      with_instruction_set([&](auto) SCE_INLINE {
-        write_columns(view(c), args.options, scaled(), class_weight_, *rows_, gradient, step);
+      if (!made || grid_.held < columns_) make(c);
+      with_instruction_set([&](auto set) SCE_INLINE {
+        write_columns<decltype(set)::value>(view(c), max_of(c), args.options, scaled(), class_weight_, *rows_, gradient,
+                                            step, apart);
       });
     }
     for (int64_t c = columns_; c < args.vocab; ++c)
-      std::fill_n(reinterpret_cast<char*>(gradient + c * step), n_ * int64_t(sizeof(scalar_t)), 0);
+      for (int64_t i = 0; i < n_; ++i) from_acc(acc_t(0), gradient[c * step + i * apart]);
     for (const auto& [at, value] : at_entries_) from_acc(value, gradient[at]);
   }
 
@@ -100,6 +102,7 @@ class Block {
     acc_t* z = z_.get() + (grid_.held == columns_ ? begin : begin % grid_.held) * grid_.rows;
     return {args_.strided_row<scalar_t>(first_).first,
             args_.strided.column_stride,
+            args_.strided.inner_stride,
             n_,
             begin,
             std::min(begin + kColumns, columns_),
@@ -108,14 +111,31 @@ class Block {
             grid_.rows};
   }
 
+  // Whether exponentials take the place of z.
+  bool keeps() const { return grid_.held == columns_ && args_.options.softcap == 0; }
+
+  // Where the maxima of the columns from `begin` on are.
+  acc_t* max_of(int64_t begin) {
+    const int64_t part = begin / kColumns;
+    return maxima_ ? maxima_.get() + part * kMostRows : rows_->part_max[part % 2];
+  }
+
+  // What the gradient of the columns from `begin` on comes from.
+  void make(int64_t begin) {
+    load(view(begin), max_of(begin));
+    if (args_.options.softcap != 0) return;
+    with_instruction_set([&](auto) SCE_INLINE {
+      alignas(64) acc_t sum[kMostRows] = {};
+      raise_columns(view(begin), max_of(begin), /*in_place=*/true, sum, [](auto, int64_t) SCE_INLINE {});
+    });
+  }
+
   void load(const Columns<scalar_t>& columns, acc_t* max) {
     with_instruction_set([&](auto) SCE_INLINE { load_columns(columns, args_.options, scaled(), *rows_, max); });
   }
 
   LogitTransform<acc_t> transform(int64_t i) const { return LogitTransform<acc_t>(args_.options, rows_->scale[i]); }
-  // z of row i, from where it is in a cache.
   acc_t z_of(int64_t i, int64_t column) const {
-    if (grid_.held == columns_) return z_[static_cast<size_t>(column * grid_.rows + i)];
     return transform(i)(to_acc(args_.strided_row<scalar_t>(first_ + i)[column]));
   }
 
@@ -144,7 +164,7 @@ class Block {
     rows_->live[i] = zero ? acc_t(0) : acc_t(1);
     if (zero) return set(i, {0, 0, 0, 0, 0});
     const auto t = transform(i);
-    const int64_t step = args.grad_strided.column_stride;
+    const int64_t step = args.grad_strided.column_stride, at_row = i * args.grad_strided.inner_stride;
     const EntryRange range = args.target.row(r);
     if (range.end - range.begin == 1) {  // most rows of most targets
       const auto entry = args.target.entry<acc_t>(range.begin);
@@ -154,7 +174,7 @@ class Block {
       if (entry.column < 0) return;
       const acc_t z = z_of(i, entry.column);
       const acc_t o = args.target.class_weight<acc_t>(entry.column);
-      return at_entries_.push_back({entry.column * step + i, c.at(z, o, w) * t.slope(z)});
+      return at_entries_.push_back({entry.column * step + at_row, c.at(z, o, w) * t.slope(z)});
     }
     entries_.collect(args.target, r);
     const GradientCoefficients<acc_t> c = args.coefficients(r, entries_.mass());
@@ -163,7 +183,7 @@ class Block {
     for (size_t k = 0; k < entries_.size(); ++k) {
       const acc_t z = z_of(i, entries_.columns[k]);
       const acc_t o = entries_.class_weights.empty() ? acc_t(1) : entries_.class_weights[k];
-      at_entries_.push_back({entries_.columns[k] * step + i, c.at(z, o, entries_.weights[k]) * t.slope(z)});
+      at_entries_.push_back({entries_.columns[k] * step + at_row, c.at(z, o, entries_.weights[k]) * t.slope(z)});
     }
   }
 
@@ -177,7 +197,7 @@ class Block {
   const int64_t columns_;
   const acc_t* class_weight_;
   int64_t first_ = 0, n_ = 0;
-  std::unique_ptr<acc_t[]> z_;
+  std::unique_ptr<acc_t[]> z_, maxima_;
   std::unique_ptr<BlockRows<acc_t>> rows_;
   std::vector<AtEntry> at_entries_;
   RowEntries<acc_t> entries_;
