@@ -62,6 +62,36 @@ def test_19_any_number_of_classes(vocab, dtype, device):
     check(Draw(device).logits(dense, dtype), indices, values, dense, label_smoothing=0.5, weight=weight)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("rows,vocab", [(1, 10), (15, 24), (17, 3), (513, 10), (1300, 24), (600, 25)])
+def test_short_rows_are_taken_together(rows, vocab, dtype, device):
+    """Rows apart in memory, columns that are no class, ignored rows of NaN; none knows its neighbours."""
+    draw = Draw(device)
+    stored, labels = (3 * draw.normal(rows, vocab + 3)).to(dtype), draw.integers(vocab - 1, rows)
+    labels[::7] = -100
+    stored[::7, 1] = float("nan")
+    options = dict(reduction="none", num_classes=vocab - 1, label_smoothing=0.1)
+    upstream = draw.normal(rows)
+
+    def both(x, labels, upstream):
+        x = x.detach().requires_grad_()
+        loss = cross_entropy(x, labels, **options)
+        return loss.detach(), torch.autograd.grad(loss, x, upstream.to(loss.dtype))[0]
+
+    loss, grad = both(stored[:, :vocab], labels, upstream)
+    live = labels >= 0
+    x = stored[live, :vocab].double().requires_grad_()
+    exact = torch.nn.functional.cross_entropy(x[:, :-1], labels[live], reduction="none", label_smoothing=0.1)
+    exact_grad, = torch.autograd.grad(exact, x, upstream[live].double()) if live.any() else (x,)
+    assert loss[~live].eq(0).all() and grad[~live].eq(0).all() and grad[:, -1].eq(0).all()
+    torch.testing.assert_close(loss[live].double(), exact, rtol=1e-5, atol=1e-5)
+    eps = torch.finfo(dtype).eps
+    torch.testing.assert_close(grad[live].double(), exact_grad, rtol=eps, atol=max(eps / 256, 1e-6))
+    for part in (slice(0, 1), slice(rows // 2, None)):
+        for alone, among in zip(both(stored[part, :vocab], labels[part], upstream[part]), (loss[part], grad[part])):
+            assert_bitwise_equal(alone, among)
+
+
 @pytest.mark.parametrize("scale", [1.0, 2.0**-14, 2.0**17])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_half_gradients_are_rounded_to_the_nearest(dtype, scale, device):
