@@ -404,6 +404,34 @@ def test_the_gradient_of_a_row_of_a_million_does_not_drift(log, device):
     assert ((grad.double() - exact).abs() <= 8 * eps * size).all()
 
 
+@pytest.mark.parametrize("entries", [131072, 131073, 300_007])
+@pytest.mark.parametrize("log", [True, False])
+def test_long_rows_do_not_depend_on_the_threads(log, entries):
+    """Among short ones, in order and not; a row alone has the bits that it has among others."""
+    draw = Draw("cpu")
+    values, upstream = 3 * draw.normal(entries + 50), draw.normal(entries + 50)
+    offsets = torch.tensor([0, 20, entries + 20, entries + 20, entries + 50])
+    order = torch.argsort(draw.uniform(entries + 50))
+    apart, upstream_apart = torch.empty_like(values), torch.empty_like(values)
+    apart[order], upstream_apart[order] = values, upstream
+    found = []
+    threads = torch.get_num_threads()
+    for n in (1, 3):
+        torch.set_num_threads(n)
+        y = ops.sparse_softmax(values, offsets, None, log)
+        grad = ops.sparse_softmax_backward(upstream, y, offsets, None, log)
+        y_apart = ops.sparse_softmax(apart, offsets, order, log)
+        grad_apart = ops.sparse_softmax_backward(upstream_apart, y_apart, offsets, order, log)
+        found += [(y, grad), (y_apart[order], grad_apart[order])]
+    torch.set_num_threads(threads)
+    for others in found[1:]:
+        for one, other in zip(found[0], others):
+            assert_bitwise_equal(one, other)
+    function = torch.log_softmax if log else torch.softmax
+    torch.testing.assert_close(y[20:entries + 20].double(), function(values[20:entries + 20].double(), 0), rtol=1e-5,
+                               atol=1e-5 if log else 1e-9)
+
+
 @pytest.mark.parametrize("offsets,covered", [([1, 3, 4], [1, 2, 3]), ([0, 1, 3], [0, 1, 2]), ([0, 9], [0, 1, 2, 3]),
                                              ([-5, 2], [0, 1]), ([3, 1], [])])
 def test_on_a_gpu_rows_outside_of_the_entries_give_nan_and_reach_no_other_memory(offsets, covered, device):

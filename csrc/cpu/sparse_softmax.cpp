@@ -16,6 +16,9 @@ constexpr int64_t kGrain = 16384;
 // Longer rows of single positions are packed, where they are not, and taken by vectors along the row.
 constexpr int64_t kShort = 32;
 
+// Longer rows of single positions are shared out by spans; fewer have the results of theirs on the stack.
+constexpr int64_t kSpansOfOne = 4, kLongest = kSpansOfOne * kSpan;
+
 // Terms that are added in the arithmetic dtype before they go into float64.
 constexpr int64_t kTerms = 256;
 
@@ -55,6 +58,36 @@ struct Lanes {
   }
 };
 
+struct WideSum {
+  double sum = 0;
+  void merge(const WideSum& other) { sum += other.sum; }
+};
+
+// The spans of a packed row, by one thread or by all: merged in their order, so that the result is the same.
+struct Spans {
+  int64_t n;
+  bool by_all;
+
+  // f(span, first entry, entries) of each.
+  template <typename function_t>
+  void each(const function_t& f) const {
+    const auto some = [&](int64_t first, int64_t last) {
+      for (int64_t t = first; t < last; ++t) f(t, t * kSpan, std::min(kSpan, n - t * kSpan));
+    };
+    by_all ? torch::stable::parallel_for(0, divide_up(n, kSpan), 1, some) : some(0, divide_up(n, kSpan));
+  }
+
+  template <typename part_t, typename function_t>
+  part_t merged(const function_t& f) const {
+    part_t few[kSpansOfOne], whole;
+    std::vector<part_t> many(n > kLongest ? divide_up(n, kSpan) : 0);
+    part_t* const parts = many.empty() ? few : many.data();
+    each([&](int64_t t, int64_t begin, int64_t m) { parts[t] = f(begin, m); });
+    for (int64_t t = 0; t < divide_up(n, kSpan); ++t) whole.merge(parts[t]);
+    return whole;
+  }
+};
+
 // What is done with a row, forward and backward: with some of its positions where they lie, or with a long row of
 // single positions that are packed.
 template <bool log, typename scalar_t>
@@ -87,18 +120,19 @@ struct Forward {
     });
   }
 
-  static void packed(const scalar_t* const* in, int64_t n, scalar_t* result) {
+  template <typename spans_t>
+  static void packed(const scalar_t* const* in, int64_t n, scalar_t* result, const spans_t& spans) {
     const LogitTransform<acc_t> identity{LossOptions{}};
     const scalar_t* values = in[0];
-    RowStats<acc_t> stats;
-    for (int64_t begin = 0; begin < n; begin += kSpan) {
-      const int64_t m = std::min(kSpan, n - begin);
-      stats.merge(Tile<scalar_t>::stats(values + begin, m, identity, false, nullptr, values + begin));
-    }
+    const RowStats<acc_t> stats = spans.template merged<RowStats<acc_t>>([&](int64_t begin, int64_t m) {
+      return Tile<scalar_t>::stats(values + begin, m, identity, false, nullptr, values + begin);
+    });
     const SoftmaxRow<acc_t> row(stats.max, stats.sum);
-    with_instruction_set([&](auto) SCE_INLINE {
-      SCE_SIMD()
-      for (int64_t i = 0; i < n; ++i) from_acc(row.template at<log>(to_acc(values[i])), result[i]);
+    spans.each([&](int64_t, int64_t begin, int64_t m) {
+      with_instruction_set([&](auto) SCE_INLINE {
+        SCE_SIMD()
+        for (int64_t i = begin; i < begin + m; ++i) from_acc(row.template at<log>(to_acc(values[i])), result[i]);
+      });
     });
   }
 };
@@ -127,17 +161,26 @@ struct Backward {
     });
   }
 
-  static void packed(const scalar_t* const* in, int64_t n, scalar_t* result) {
+  template <typename spans_t>
+  static void packed(const scalar_t* const* in, int64_t n, scalar_t* result, const spans_t& spans) {
     const scalar_t *grad = in[0], *output = in[1];
-    with_instruction_set([&](auto) SCE_INLINE {
-      double sum = 0;
-      for (int64_t begin = 0; begin < n; begin += kTile)
-        sum += sum_in_lanes<acc_t>(begin, begin + kTile < n ? begin + kTile : n, [&](int64_t i) {
-          return Gradient::template term<log>(to_acc(grad[i]), to_acc(output[i]));
-        });
-      const Gradient row{static_cast<acc_t>(sum)};
-      SCE_SIMD()
-      for (int64_t i = 0; i < n; ++i) from_acc(row.template at<log>(to_acc(grad[i]), to_acc(output[i])), result[i]);
+    const WideSum sum = spans.template merged<WideSum>([&](int64_t begin, int64_t m) {
+      return with_instruction_set([&](auto) SCE_INLINE {
+        WideSum sum;
+        for (int64_t tile = begin; tile < begin + m; tile += kTile)
+          sum.sum += sum_in_lanes<acc_t>(tile, tile + kTile < begin + m ? tile + kTile : begin + m, [&](int64_t i) {
+            return Gradient::template term<log>(to_acc(grad[i]), to_acc(output[i]));
+          });
+        return sum;
+      });
+    });
+    const Gradient row{static_cast<acc_t>(sum.sum)};
+    spans.each([&](int64_t, int64_t begin, int64_t m) {
+      with_instruction_set([&](auto) SCE_INLINE {
+        SCE_SIMD()
+        for (int64_t i = begin; i < begin + m; ++i)
+          from_acc(row.template at<log>(to_acc(grad[i]), to_acc(output[i])), result[i]);
+      });
     });
   }
 };
@@ -149,20 +192,28 @@ SCE_HD void by_lanes(const SparseSoftmaxArgs& args, int64_t begin, int64_t n, in
     f(Lanes<lanes, scalar_t>{&args, args.width, n, result, begin, position}, f.inputs);
 }
 
-// f(inputs, result) of a row of single positions, packed into `buffer` where they are not.
+// run(inputs, result) of a row of single positions, packed into `buffer` where they are not.
 template <typename function_t, typename scalar_t, typename run_t>
-SCE_HD void packed(const SparseSoftmaxArgs& args, int64_t begin, int64_t n, const function_t& f, scalar_t* buffer,
-                   const run_t& run) {
+SCE_HD void packed(const SparseSoftmaxArgs& args, int64_t begin, const Spans& spans, const function_t& f,
+                   std::vector<scalar_t>& buffer, const run_t& run) {
+  const int64_t n = spans.n;
   const scalar_t* rows[function_t::kInputs];
-  scalar_t* result = static_cast<scalar_t*>(args.result) + begin;
-  for (int64_t k = 0; k < f.kInputs; ++k) {
-    rows[k] = args.order ? buffer + k * n : f.inputs[k] + begin;
-    for (int64_t i = 0; args.order && i < n; ++i) buffer[k * n + i] = f.inputs[k][args.at(begin + i)];
+  scalar_t* const result = static_cast<scalar_t*>(args.result);
+  if (!args.order) {
+    for (int64_t k = 0; k < f.kInputs; ++k) rows[k] = f.inputs[k] + begin;
+    return run(rows, result + begin);
   }
-  if (!args.order) return run(rows, result);
-  scalar_t* made = buffer + f.kInputs * n;
+  buffer.resize(std::max(buffer.size(), static_cast<size_t>(n * (f.kInputs + 1))));
+  for (int64_t k = 0; k < f.kInputs; ++k) rows[k] = buffer.data() + k * n;
+  scalar_t* const made = buffer.data() + f.kInputs * n;
+  spans.each([&](int64_t, int64_t first, int64_t m) {
+    for (int64_t k = 0; k < f.kInputs; ++k)
+      for (int64_t i = first; i < first + m; ++i) buffer[k * n + i] = f.inputs[k][args.at(begin + i)];
+  });
   run(rows, made);
-  for (int64_t i = 0; i < n; ++i) static_cast<scalar_t*>(args.result)[args.at(begin + i)] = made[i];
+  spans.each([&](int64_t, int64_t first, int64_t m) {
+    for (int64_t i = first; i < first + m; ++i) result[args.at(begin + i)] = made[i];
+  });
 }
 
 // A thread takes the rows that begin in its share of the entries.
@@ -176,18 +227,20 @@ void for_rows(const SparseSoftmaxArgs& args, const function_t& f) {
     }
     return low;
   };
+  const auto entries_of = [&](int64_t r) { return args.row_begin(r + 1) - args.row_begin(r); };
   const int64_t grain = std::max<int64_t>(1, kGrain / args.width);
   torch::stable::parallel_for(0, args.entries, grain, [&](int64_t first, int64_t last) {
     std::vector<scalar_t> buffer;
     const int64_t first_of_these = first_row(first), end = first_row(last);
     with_instruction_set([&](auto) SCE_INLINE {
       for (int64_t r = first_of_these; r < end; ++r) {
-        const int64_t begin = args.row_begin(r), n = args.row_begin(r + 1) - begin;
+        const int64_t begin = args.row_begin(r), n = entries_of(r);
         if (args.width == 1) {
-          if (args.order) buffer.resize(std::max(buffer.size(), static_cast<size_t>(n * (f.kInputs + 1))));
-          packed(args, begin, n, f, buffer.data(), [&](const scalar_t* const* rows, scalar_t* result) SCE_INLINE {
-            n > kShort ? f.packed(rows, n, result) : f(Lanes<1, scalar_t>{nullptr, 1, n, result}, rows);
-          });
+          const Spans spans{n, false};
+          if (n <= kLongest)
+            packed(args, begin, spans, f, buffer, [&](const scalar_t* const* rows, scalar_t* result) SCE_INLINE {
+              n > kShort ? f.packed(rows, n, result, spans) : f(Lanes<1, scalar_t>{nullptr, 1, n, result}, rows);
+            });
           continue;
         }
         int64_t position = 0;
@@ -197,6 +250,14 @@ void for_rows(const SparseSoftmaxArgs& args, const function_t& f) {
       }
     });
   });
+  if (args.width != 1 || args.entries <= kLongest) return;
+  std::vector<scalar_t> buffer;
+  for (int64_t r = 0; r < args.rows; ++r) {
+    const Spans spans{entries_of(r), true};
+    if (spans.n > kLongest)
+      packed(args, args.row_begin(r), spans, f, buffer,
+             [&](const scalar_t* const* rows, scalar_t* result) { f.packed(rows, spans.n, result, spans); });
+  }
 }
 
 }  // namespace

@@ -162,8 +162,8 @@ SCE_HD void raise_columns(const Columns<scalar_t>& columns, const acc_t* max, bo
 }
 
 // Statistics of at most kColumns columns, added to those of the rows. `max` (rows,): of these columns. class_weight: of
-// all columns, or null. `keep`: z becomes the exponentials. Meanwhile the columns `next` are loaded, whose maxima become
-// `next_max`: while they arrive from memory, exponentials are made.
+// all columns, or null. `keep`: exponentials take the place of z. Meanwhile the columns `next` are loaded, whose maxima
+// become `next_max`: while they arrive from memory, exponentials are made.
 template <typename scalar_t, typename acc_t>
 SCE_HD void push_columns(const Columns<scalar_t>& columns, const acc_t* max, const Columns<scalar_t>& next,
                          acc_t* next_max, const LossOptions& options, bool scaled, const acc_t* class_weight, bool keep,
