@@ -81,7 +81,7 @@ class _Select(torch.autograd.Function):
         if wants_values and of_loss is not None and a.values is not None:
             grad_values = ops.backward_values(of_loss, logits, lse, lse_residual, *a).to(a.values.dtype)
         made = (None if of_rest is None else log_rest, None if of_entropy is None else entropy)
-        if once and ctx.inplace and wants_logits:
+        if once and ctx.inplace and wants_logits and eager():
             grad_logits = logits.detach()
             of_scale = _write_gradient(*given, grad_logits, lse, lse_residual, *made, *a, wants_scale)
         elif wants_logits or wants_scale:
