@@ -85,7 +85,8 @@ def composite(t: Tensor) -> bool:
 
 def batched(grad: Tensor) -> bool:
     """Whether a gradient stands for several: under ``torch.func.vmap`` or ``is_grads_batched``."""
-    return _transforms() or torch._C._functorch.is_legacy_batchedtensor(grad)
+    return not torch.compiler.is_compiling() and (
+        _transforms() or torch._C._functorch.is_legacy_batchedtensor(grad))
 
 
 def needs_grad(*arguments: object) -> bool:
