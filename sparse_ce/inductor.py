@@ -1,8 +1,8 @@
-"""One read of the logits in a compiled step: a pass over the graphs of ``torch.compile``.
+"""One read of the logits in a compiled step, by a pass over the graphs that Inductor compiles.
 
 The gradient for the logits can be made beside the loss where the upstream gradient is known by then. In a graph that
-holds loss and backward it is: ``one_pass`` puts ``forward_with_gradient`` where ``forward_with_residual``,
-``loss_mean`` and ``backward`` were, for the same bits. Where backward is a graph of its own, the upstream gradient is an
+holds loss and backward it may be: ``one_pass`` puts ``forward_with_gradient`` where ``forward_with_residual``,
+``loss_mean`` and ``backward`` were, for the same bits. Where backward is a graph of its own the upstream gradient is an
 input of that one, and nothing is changed.
 """
 
@@ -18,8 +18,7 @@ from .ops.library import ops
 _aten = torch.ops.aten
 
 
-class _OnePass(CustomGraphPass):  # type: ignore[misc]
-    """For ``torch.compile(step, options={"post_grad_custom_pre_pass": one_pass})``."""
+class _OnePass(CustomGraphPass):
 
     def __call__(self, graph: Graph) -> None:
         for backward in graph.find_nodes(op="call_function", target=ops.backward.default):
@@ -32,6 +31,8 @@ class _OnePass(CustomGraphPass):  # type: ignore[misc]
 
 
 one_pass = _OnePass()
+"""For ``torch.compile(step, options={"post_grad_custom_pre_pass": one_pass})``: a scalar :func:`sparse_ce.cross_entropy`
+on a CPU whose backward is in the same graph reads its logits once. Results keep their bits."""
 
 
 class _Step(NamedTuple):
@@ -54,7 +55,9 @@ def _step_of(backward: Node) -> Optional[_Step]:
     mean = _maker(divisor, ops.loss_mean.default, 1)
     of_mean = {} if mean is None else _arguments(mean)
     forward = _maker(of_mean.get("loss"), ops.forward_with_residual.default, 0)
-    if mean is None or forward is None or of_backward["grad_lse"] is not None or not backward.meta["val"].is_cpu:
+    if mean is None or forward is None or of_backward["grad_lse"] is not None:
+        return None
+    if grad_mean.meta["val"].dim() != 0 or not backward.meta["val"].is_cpu:
         return None
     given = {"row_weight": row_weight, **_arguments(forward)}
     same = all(other[name] == value for other in (of_mean, of_backward) for name, value in given.items()
@@ -72,7 +75,7 @@ def _unweighted(grad_loss: Any) -> Tuple[Any, Any]:
         dead, zero, product = grad_loss.args
         if (_calls(product, _aten.mul.Tensor) and _calls(dead, _aten.eq.Scalar) and dead.args == (product.args[0], 0)
                 and _calls(zero, _aten.full.default) and zero.args[1] == 0):
-            return product.args
+            return product.args[0], product.args[1]
     return grad_loss, None
 
 
@@ -119,9 +122,10 @@ def _join(step: _Step) -> None:
     with graph.inserting_before(forward):
         joined = graph.call_function(op, tuple(given[a.name] for a in op._schema.arguments))
     joined.meta["val"] = (*mean.meta["val"], *forward.meta["val"], backward.meta["val"])
-    for call, at in ((mean, 0), (forward, len(mean.meta["val"]))):
+    for call, first in ((mean, 0), (forward, len(mean.meta["val"]))):
         for result in list(call.users):
-            result.args = (joined, result.args[1] + at)
+            at: Any = result.args[1]
+            result.args = (joined, first + at)
     backward.target, backward.args, backward.kwargs = operator.getitem, (joined, len(joined.meta["val"]) - 1), {}
     for call in (mean, forward):
         graph.erase_node(call)

@@ -1,6 +1,10 @@
-"""For the tests of compilers: arguments of the ops, targets whose number of entries changes."""
+"""For the tests of compilers: arguments of the ops, targets whose number of entries changes, graphs."""
 
 import torch
+from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
+from torch._dynamo.backends.common import aot_autograd
+from torch._inductor.decomposition import select_decomp_table
+from torch._inductor.fx_passes.joint_graph import joint_graph_passes
 
 from cases import Draw
 from sparse_ce import SparseTarget
@@ -46,3 +50,22 @@ def dirty_allocator(device):
     for n in (120, 120 * 1001):
         blocks = [torch.full((n,), 1e30, device=device) for _ in range(4)]
         del blocks
+
+
+def recording(graphs, *passes):
+    """A backend that runs the graphs that Inductor would compile, after its passes and ``passes``, and keeps them."""
+    def compiler(module, inputs):
+        joint_graph_passes(module)
+        for change in passes:
+            change(module.graph)
+        module.recompile()
+        graphs.append(module.graph)
+        return make_boxed_func(module)
+
+    return aot_autograd(fw_compiler=compiler, bw_compiler=compiler, decompositions=select_decomp_table,
+                        partition_fn=min_cut_rematerialization_partition)
+
+
+def ops_in(graph):
+    """The names of our ops, in order."""
+    return [node.target._schema.name.split("::")[1] for node in graph.nodes if "sparse_ce" in str(node.target)]

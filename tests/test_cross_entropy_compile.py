@@ -220,6 +220,20 @@ def test_compiled_autograd(device):
     torch.testing.assert_close(x.grad, torch.autograd.grad(cross_entropy(x, labels, label_smoothing=0.1), x)[0])
 
 
+def test_compiled_autograd_of_a_gradient_that_was_foreseen(device):
+    from torch._dynamo import compiled_autograd
+    draw = Draw(device)
+    x, labels = draw.normal(6, 11).requires_grad_(), draw.integers(11, 6)
+    for options in (dict(), dict(softcap=5.0)):  # with and without the way past the dispatcher
+        for _ in range(2):
+            expected, = torch.autograd.grad(cross_entropy(x, labels, **options), x)
+        loss = cross_entropy(x * 1, labels, **options)
+        with compiled_autograd._enable(torch.compile(backend="aot_eager", fullgraph=True)):
+            loss.backward(torch.tensor(3.0, device=device))
+        torch.testing.assert_close(x.grad, 3 * expected)
+        x.grad = None
+
+
 @pytest.mark.parametrize("inplace", ["backward", "forward"])
 def test_compiled_autograd_of_a_gradient_in_place(inplace, device):
     from torch._dynamo import compiled_autograd

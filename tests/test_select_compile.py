@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from torch._dynamo import compiled_autograd
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from cases import Draw, slow
@@ -202,6 +203,24 @@ def test_an_inductor_graph_around_it(device):
     torch.compile(f, fullgraph=True)(leaf).backward()
     f(other).backward()
     torch.testing.assert_close(leaf.grad, other.grad)
+
+
+@pytest.mark.parametrize("inplace", ["backward", "forward"])
+def test_compiled_autograd_of_a_gradient_in_place(inplace, device):
+    draw = Draw(device)
+    leaves, ids = [draw.normal(6, 11).requires_grad_(), draw.normal(1)[0].requires_grad_()], draw.integers(11, 6, 3)
+
+    def loss_of(inplace):
+        x, scale = leaves
+        out = selected_log_probs(x * 1, ids, logit_scale=scale, inplace=inplace, return_entropy=True)
+        return (out.log_probs.sum(-1) * out.entropy).sum()
+
+    expected = torch.autograd.grad(loss_of(False), leaves)
+    loss = loss_of(inplace)
+    with compiled_autograd._enable(torch.compile(backend="aot_eager", fullgraph=True)):
+        loss.backward()
+    for leaf, e in zip(leaves, expected):
+        torch.testing.assert_close(leaf.grad, e)
 
 
 def test_shapes_on_the_meta_device():
