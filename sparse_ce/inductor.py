@@ -31,8 +31,8 @@ class _OnePass(CustomGraphPass):
 
 
 one_pass = _OnePass()
-"""For ``torch.compile(step, options={"post_grad_custom_pre_pass": one_pass})``: a scalar :func:`sparse_ce.cross_entropy`
-on a CPU whose backward is in the same graph reads its logits once. Results keep their bits."""
+"""For ``torch.compile(step, options={"post_grad_custom_pre_pass": one_pass})``: on a CPU a scalar
+:func:`sparse_ce.cross_entropy` whose backward is in the same graph reads its logits once. Results keep their bits."""
 
 
 class _Step(NamedTuple):

@@ -63,7 +63,7 @@ def test_between_two_graphs_only_logits_and_rows_are_kept(options, passes, devic
     assert sum(node.meta["val"].numel() for node in kept if node not in whole) <= 5 * ROWS
 
 
-# ---------------------------------------------------------------------------------------------- loss and backward in one
+# ------------------------------------------------------------------------------------------- loss and backward in one
 
 
 def several(*losses):
@@ -127,7 +127,8 @@ def compiled(step, passes, device, dynamic=None):
 @pytest.mark.parametrize("name", ONE_PASS)
 def test_loss_and_gradient_in_one_graph_are_made_at_once(name, device):
     step, losses = ONE_PASS[name]
-    assert compiled(step, (one_pass,), device) == (["forward_with_gradient"] if device == "cpu" else TWO_PASSES) * losses
+    of_each = ["forward_with_gradient"] if device == "cpu" else TWO_PASSES
+    assert compiled(step, (one_pass,), device) == of_each * losses
 
 
 @pytest.mark.parametrize("device", ["cpu"])
@@ -153,7 +154,7 @@ def test_a_gradient_that_waits_for_its_loss_is_made_behind_it(device):
 
 
 Call = namedtuple("Call", "one share mean divisor z lse rest y w")
-# What the op `backward` is given: `one` () is the upstream gradient over the divisor, `share` (N,) the same for each row.
+# What the op `backward` is given. `one`, (), is the upstream gradient over the divisor, `share`, (N,), the same a row.
 ITS_BACKWARD = [
     lambda c: (c.share, None, c.z, c.lse, c.rest, c.y),
     lambda c: (torch.where(c.share == 0, 0.0, c.share * c.w), None, c.z, c.lse, c.rest, c.y),
