@@ -406,7 +406,7 @@ def test_the_gradient_of_a_row_of_a_million_does_not_drift(log, device):
 
 @pytest.mark.parametrize("entries", [131072, 131073, 300_007])
 @pytest.mark.parametrize("log", [True, False])
-def test_long_rows_do_not_depend_on_the_threads(log, entries):
+def test_long_rows_do_not_depend_on_the_threads(log, entries, threads):
     """Among short ones, in order and not; a row alone has the bits that it has among others."""
     draw = Draw("cpu")
     values, upstream = 3 * draw.normal(entries + 50), draw.normal(entries + 50)
@@ -415,15 +415,13 @@ def test_long_rows_do_not_depend_on_the_threads(log, entries):
     apart, upstream_apart = torch.empty_like(values), torch.empty_like(values)
     apart[order], upstream_apart[order] = values, upstream
     found = []
-    threads = torch.get_num_threads()
     for n in (1, 3):
-        torch.set_num_threads(n)
+        threads(n)
         y = ops.sparse_softmax(values, offsets, None, log)
         grad = ops.sparse_softmax_backward(upstream, y, offsets, None, log)
         y_apart = ops.sparse_softmax(apart, offsets, order, log)
         grad_apart = ops.sparse_softmax_backward(upstream_apart, y_apart, offsets, order, log)
         found += [(y, grad), (y_apart[order], grad_apart[order])]
-    torch.set_num_threads(threads)
     for others in found[1:]:
         for one, other in zip(found[0], others):
             assert_bitwise_equal(one, other)
