@@ -53,7 +53,8 @@ struct LinearCall {
   }
 
   LinearHead<device_t> chunks() const {
-    return {head.input, head.weight, head.bias, args.vocab, chunk_rows, float32_logits, live ? &*live : nullptr};
+    return {head.input,       head.weight, head.bias,      args.vocab,
+            live_args.target, chunk_rows,  float32_logits, live ? &*live : nullptr};
   }
 
   // f(begin, z) for the logits z of the rows from `begin` on.
@@ -61,7 +62,7 @@ struct LinearCall {
   void for_each_chunk(LinearHead<device_t>& chunks, const function_t& f) const {
     for (int64_t begin = 0; begin < chunks.rows(); begin += chunks.chunk_rows()) {
       const int64_t end = std::min(chunks.rows(), begin + chunks.chunk_rows());
-      f(begin, chunks.logits(begin, live_args.target.slice(begin, end)));
+      f(begin, chunks.logits(begin, end));
     }
   }
 

@@ -7,10 +7,11 @@
 // `device_t` has besides what cross_entropy_ops.h asks for: work_dtype, kWidens (whether products of 16 bits come out
 // in float32) and multiply_widening, kWholeBytes (logits of no more make one chunk), chunk_bytes, kBlockBytes (of
 // converted weights, of a product), add_product, accumulate, kLeavesOut and live_rows, and for these copy_rows, without
-// them may_ignore and clear_ignored_rows.
+// them may_ignore and clear_ignored_rows, and kBorrows (whether memory of the weight's gradient is used for the logits').
 #pragma once
 
 #include "arguments.h"
+#include "borrowed_memory.h"
 #include "gemm.h"
 #include "linear.h"
 #include "live_rows.h"
@@ -23,19 +24,19 @@ template <typename device_t>
 class LinearHead {
  public:
   // input (rows, width), weight (vocab, width), bias (vocab,); only the first `classes` of the vocabulary exist, and of
-  // the input only the rows of `live`, or all: what is said of rows below means these.
+  // the input only the rows of `live`, or all: what is said of rows below means these, which `target` has.
   LinearHead(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, int64_t classes,
-             std::optional<int64_t> chunk_rows, bool float32_logits, const LiveRows* live)
+             const TargetView& target, std::optional<int64_t> chunk_rows, bool float32_logits, const LiveRows* live)
       : work_(device_t::work_dtype(input.scalar_type(), float32_logits)),
         logits_dtype_(float32_logits ? product_dtype() : work_),
         input_(input.dim() == 2 && input.stride(1) == 1 ? input : packed(input)), weight_(rows_of(weight, 0, classes)),
-        live_(live), classes_(classes), width_(input.size(1)),
+        target_(target), live_(live), classes_(classes), width_(input.size(1)),
         block_(weight.scalar_type() == work_ ? classes : block_classes()) {
     if (bias) bias_ = torch::stable::to(rows_of(*bias, 0, classes), logits_dtype_);
     chunk_rows_ = std::min(rows(), chunk_rows.value_or(default_chunk_rows()));
   }
 
-  int64_t rows() const { return live_ ? live_->count() : input_.size(0); }
+  int64_t rows() const { return target_.rows; }
   int64_t chunk_rows() const { return chunk_rows_; }
 
   // Makes room for the gradients: of the dtypes and shapes of input, weight and bias.
@@ -48,6 +49,8 @@ class LinearHead {
     if (wanted.weight) {
       grad_weight = device_t::empty_output(input_, {vocab, width_}, weight.scalar_type());
       clear_rows(grad_weight, rows() > 0 ? classes_ : 0, vocab);
+      if (borrows(weight.scalar_type()))
+        borrowed_.emplace(rows_of(*grad_weight, 0, classes_), rows(), borrowed_block_classes());
     }
     if (wanted.bias && bias) {
       grad_bias = empty(input_, {vocab}, bias->scalar_type());
@@ -62,11 +65,10 @@ class LinearHead {
     grad_input = input, grad_weight = weight, weight_low_ = weight_low, grad_bias = bias, bias_low_ = bias_low;
   }
 
-  // Logits (n, classes) of the rows of `target`, the first of which is `begin`, in the one chunk that there is.
-  Tensor logits(int64_t begin, const TargetView& target) {
-    if (!chunks_) chunks_ = device_t::empty_output(input_, {chunk_rows_, classes_}, logits_dtype_);
-    chunk_input_ = work_input(begin, target);
-    const Tensor z = rows_of(*chunks_, 0, target.rows);
+  // Logits (n, classes) of the rows [begin, end), in the one chunk that there is.
+  Tensor logits(int64_t begin, int64_t end_row) {
+    chunk_input_ = work_input(begin, end_row);
+    const Tensor z = in_chunk(chunks_, logits_dtype_, end_row - begin, classes_);
     for (int64_t v = 0; v < classes_; v += block_) {
       const int64_t end = std::min(classes_, v + block_);
       const Tensor w = transposed(work_weight(v, end));
@@ -77,7 +79,8 @@ class LinearHead {
       } else {
         multiply_into(part, chunk_input_, w);
         if (bias_)
-          device_t::add_product(part, transposed(ones(target.rows, logits_dtype_)), row_of(rows_of(*bias_, v, end)));
+          device_t::add_product(part, transposed(ones(end_row - begin, logits_dtype_)),
+                                row_of(rows_of(*bias_, v, end)));
       }
     }
     return z;
@@ -90,8 +93,8 @@ class LinearHead {
   }
 
   // The same for all rows of this head, one chunk of those that the gradients are summed over.
-  void add_gradients_of_chunk(const TargetView& target, const Tensor& dz, bool first, bool last) {
-    chunk_input_ = work_input(0, target);
+  void add_gradients_of_chunk(const Tensor& dz, bool first, bool last) {
+    chunk_input_ = work_input(0, rows());
     first_ = first, last_ = last;
     add_chunk(0, dz);
   }
@@ -102,8 +105,9 @@ class LinearHead {
   void add_chunk(int64_t begin, const Tensor& gradient) {
     const Tensor dz = as_multiplied(gradient);
     if (grad_input) write_input_gradient(begin, begin + dz.size(0), dz);
-    if (grad_weight) add_weight_gradient(dz);
+    if (grad_weight) borrowed_ ? borrowed_->keep(begin, dz) : add_weight_gradient(dz);
     if (grad_bias) add_bias_gradient(dz);
+    if (borrowed_ && last_) write_weight_gradient();
   }
 
   // Whether the logits are wider than what is multiplied.
@@ -121,10 +125,18 @@ class LinearHead {
 
   Tensor as_multiplied(const Tensor& dz) {
     if (dz.scalar_type() == work_) return dz;
-    if (!work_gradient_) work_gradient_ = device_t::empty_output(input_, {chunk_rows_, classes_}, work_);
-    Tensor rounded = rows_of(*work_gradient_, 0, dz.size(0));
+    Tensor rounded = in_chunk(work_gradient_, work_, dz.size(0), classes_);
     torch::stable::copy_(rounded, dz);
     return rounded;
+  }
+
+  // (rows, columns) in the memory of a chunk, which also has room for a block that is borrowed.
+  Tensor in_chunk(OptionalTensor& memory, ScalarType dtype, int64_t rows, int64_t columns) const {
+    if (!memory) {
+      const int64_t block = borrowed_ ? target_.rows * borrowed_->block_classes() : 0;
+      memory = device_t::empty_output(input_, {std::max(chunk_rows_ * classes_, block)}, dtype);
+    }
+    return torch::stable::view(rows_of(*memory, 0, rows * columns), std::array{rows, columns});
   }
 
   static Tensor row_of(const Tensor& t) { return torch::stable::unsqueeze(t, 0); }
@@ -205,20 +217,20 @@ class LinearHead {
   }
 
   // The input's rows as they are multiplied; where ignored ones are not left out they are cleared.
-  Tensor work_input(int64_t begin, const TargetView& target) {
-    const OptionalTensor given = in_place(input_, begin, begin + target.rows);
+  Tensor work_input(int64_t begin, int64_t end) {
+    const OptionalTensor given = in_place(input_, begin, end);
     bool clear = false;
-    if constexpr (!device_t::kLeavesOut) clear = device_t::may_ignore(target);
+    if constexpr (!device_t::kLeavesOut) clear = device_t::may_ignore(target_);
     if (given && !clear && given->scalar_type() == work_) return *given;
-    if (!input_rows_) input_rows_ = empty(input_, {chunk_rows_, width_}, work_);
-    Tensor x = rows_of(*input_rows_, 0, target.rows);
+    if (!input_rows_) input_rows_ = empty(input_, {one_product() ? rows() : chunk_rows_, width_}, work_);
+    Tensor x = rows_of(*input_rows_, 0, end - begin);
     given ? void(torch::stable::copy_(x, *given)) : copy_apart(input_, x, begin, /*gather=*/true);
     if constexpr (!device_t::kLeavesOut) {
       if (!clear) return x;
       ClearRowsArgs args{};
       args.rows = x.mutable_data_ptr();
       args.row_bytes = width_ * size_in_bytes(work_);
-      args.target = target;
+      args.target = target_.slice(begin, end);
       device_t::clear_ignored_rows(args, x);
     }
     return x;
@@ -259,6 +271,41 @@ class LinearHead {
     }
     if (!out) copy_apart(*grad_input, total, begin, /*gather=*/false);
     if (out && summed_apart) torch::stable::copy_(*out, total);
+  }
+
+  // Whether the logits' gradient of all rows goes into the memory of the weight's: one of several chunks finds room for
+  // it, and its dtype has the range of the products'.
+  bool borrows(ScalarType weight) const {
+    const bool fits = weight == work_ || (weight == ScalarType::BFloat16 && work_ == ScalarType::Float);
+    return device_t::kBorrows && fits && size_in_bytes(weight) == 2 && chunk_rows_ < rows() && rows() <= width_;
+  }
+
+  // Whether the products of what was borrowed need no room beside it.
+  bool one_product() const { return borrowed_ && grad_weight->scalar_type() == work_; }
+
+  int64_t borrowed_block_classes() const {
+    if (grad_weight->scalar_type() != work_) return std::min(classes_, block_classes());
+    return std::min(classes_, std::max<int64_t>(256, chunk_rows_ * classes_ / rows()));
+  }
+
+  // Of what was borrowed, a block of classes at a time.
+  void write_weight_gradient() {
+    const int64_t step = one_product() ? rows() : chunk_rows_;
+    borrowed_->for_each_block([&](int64_t v, int64_t end, Tensor dz) {
+      if (!one_product() || borrowed_->overwrites(v, end)) {
+        Tensor copied = in_chunk(wide() ? work_gradient_ : chunks_, work_, rows(), end - v);
+        torch::stable::copy_(copied, dz);
+        dz = copied;
+      }
+      Tensor out = rows_of(*grad_weight, v, end);
+      const Tensor total = one_product() ? out : block_buffer(end - v, work_);
+      for (int64_t begin = 0; begin < rows(); begin += step) {
+        const int64_t end_row = std::min(rows(), begin + step);
+        add(total, std::nullopt, transposed(rows_of(dz, begin, end_row)), work_input(begin, end_row), begin == 0,
+            end_row == rows(), [&] { return total; });
+      }
+      if (!one_product()) torch::stable::copy_(out, total);
+    });
   }
 
   void add_weight_gradient(const Tensor& dz) {
@@ -305,10 +352,12 @@ class LinearHead {
 
   ScalarType work_, logits_dtype_;
   Tensor input_, weight_;
+  TargetView target_;
   const LiveRows* live_;  // or null: all
   OptionalTensor bias_;
   int64_t classes_, width_, block_, chunk_rows_;
   bool first_ = false, last_ = false;
+  std::optional<BorrowedMemory> borrowed_;
   OptionalTensor chunks_;  // (chunk_rows, classes)
   OptionalTensor work_gradient_;  // the same, of the logits' gradient where these are wide
   Tensor chunk_input_;  // the rows that they come from

@@ -104,9 +104,9 @@ class LinearOps {
           classes);
     TargetView rows{};
     rows.rows = head.input.size(0);
-    LinearHead<device_t> chunks(head.input, head.weight, head.bias, classes, std::max<int64_t>(1, rows.rows),
+    LinearHead<device_t> chunks(head.input, head.weight, head.bias, classes, rows, std::max<int64_t>(1, rows.rows),
                                 float32_logits, nullptr);
-    const Tensor z = chunks.logits(0, rows);
+    const Tensor z = chunks.logits(0, rows.rows);
     const ScalarType dtype = device_t::logits_dtype(head.input.scalar_type());
     return size_in_bytes(z.scalar_type()) >= size_in_bytes(dtype) ? z : torch::stable::to(z, dtype);
   }
@@ -132,9 +132,10 @@ class LinearOps {
     like(grad_weight, head.weight, "grad_weight");
     if (head.bias) like(grad_bias, *head.bias, "grad_bias");
     if (rows.rows == 0) return;
-    LinearHead<device_t> chunk(head.input, head.weight, std::nullopt, grad_logits.size(1), rows.rows, false, nullptr);
+    LinearHead<device_t> chunk(head.input, head.weight, std::nullopt, grad_logits.size(1), rows, rows.rows, false,
+                               nullptr);
     chunk.continue_gradients(grad_input, grad_weight, weight_low, grad_bias, bias_low);
-    chunk.add_gradients_of_chunk(rows, grad_logits, first, last);
+    chunk.add_gradients_of_chunk(grad_logits, first, last);
   }
 
   static void scale_(const Tensor& gradient, const Tensor& scale, const OptionalTensor& expected) {

@@ -58,6 +58,7 @@ struct Cpu {
   // Of logits that are handed out: the same on every CPU.
   static ScalarType logits_dtype(ScalarType input) { return size_in_bytes(input) > 2 ? input : ScalarType::Float; }
   static constexpr bool kWidens = false;
+  static constexpr bool kBorrows = true;
 
   // A fortieth of the logits, but what GEMMs need to be fast: 256 rows of a large vocabulary in float32. 16-bit logits,
   // beside which a part of the weight's gradient is kept, get less, unless they fit into one chunk, which needs none.

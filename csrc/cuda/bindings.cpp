@@ -135,6 +135,7 @@ struct Cuda {
   static ScalarType work_dtype(ScalarType input, bool) { return input; }
   static ScalarType logits_dtype(ScalarType input) { return input; }
   static constexpr bool kWidens = true;
+  static constexpr bool kBorrows = false;
   static void multiply_widening(const Tensor& out, const Tensor& a, const Tensor& b) {
     cuda::multiply_widening(out, a, b);
   }
