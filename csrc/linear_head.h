@@ -5,7 +5,7 @@
 // (its own GEMM for them takes three times as long as one of float32). Weights of another dtype are converted a block
 // of classes at a time. The logits are of this dtype too, or where they may not be rounded to 16 bits, float32.
 // `device_t` has besides what cross_entropy_ops.h asks for: work_dtype, kWidens (whether products of 16 bits come out
-// in float32) and multiply_widening, kWholeBytes (logits of no more make one chunk), chunk_bytes, kBlockBytes (of
+// in float32) and multiply_widening, whole_bytes (logits of no more make one chunk), chunk_bytes, kBlockBytes (of
 // converted weights, of a product), add_product, accumulate, kLeavesOut and live_rows, and for these copy_rows, without
 // them may_ignore and clear_ignored_rows, and kBorrows (whether memory of the weight's gradient is used for the logits').
 #pragma once
@@ -31,7 +31,8 @@ class LinearHead {
         logits_dtype_(float32_logits ? product_dtype() : work_),
         input_(input.dim() == 2 && input.stride(1) == 1 ? input : packed(input)), weight_(rows_of(weight, 0, classes)),
         target_(target), live_(live), classes_(classes), width_(input.size(1)),
-        block_(weight.scalar_type() == work_ ? classes : block_classes()) {
+        block_(weight.scalar_type() == work_ ? classes : block_classes()),
+        may_borrow_(may_borrow(weight.scalar_type())) {
     if (bias) bias_ = torch::stable::to(rows_of(*bias, 0, classes), logits_dtype_);
     chunk_rows_ = std::min(rows(), chunk_rows.value_or(default_chunk_rows()));
   }
@@ -49,7 +50,7 @@ class LinearHead {
     if (wanted.weight) {
       grad_weight = device_t::empty_output(input_, {vocab, width_}, weight.scalar_type());
       clear_rows(grad_weight, rows() > 0 ? classes_ : 0, vocab);
-      if (borrows(weight.scalar_type()))
+      if (may_borrow_ && chunk_rows_ < rows())
         borrowed_.emplace(rows_of(*grad_weight, 0, classes_), rows(), borrowed_block_classes());
     }
     if (wanted.bias && bias) {
@@ -158,11 +159,12 @@ class LinearHead {
   int64_t default_chunk_rows() const {
     const int64_t size = size_in_bytes(work_), row = classes_ * (size + (wide() ? size_in_bytes(logits_dtype_) : 0));
     const int64_t copies = live_ || input_.scalar_type() != work_ ? 2 * width_ * size : 0;
-    const bool whole = rows() * row <= device_t::kWholeBytes;
+    const bool whole = rows() * row <= device_t::whole_bytes(may_borrow_);
     if (whole && rows() * copies <= std::max(rows() * row / 4, kLeastCopies)) return std::max<int64_t>(1, rows());
     int64_t budget = rows() * row;
     if (!whole)
-      budget = device_t::chunk_bytes(rows() * classes_, size_in_bytes(input_.scalar_type()), classes_ * width_);
+      budget =
+          device_t::chunk_bytes(rows() * classes_, size_in_bytes(input_.scalar_type()), classes_ * width_, may_borrow_);
     const int64_t most = std::max<int64_t>(1, std::max(budget, kLeastCopies) / (row + copies));
     const int64_t count = (rows() + most - 1) / most;
     const int64_t even = (rows() + count - 1) / count;
@@ -273,11 +275,11 @@ class LinearHead {
     if (out && summed_apart) torch::stable::copy_(*out, total);
   }
 
-  // Whether the logits' gradient of all rows goes into the memory of the weight's: one of several chunks finds room for
-  // it, and its dtype has the range of the products'.
-  bool borrows(ScalarType weight) const {
+  // Whether the gradient of all logits finds room in the memory of the weight's, whose dtype has the products' range.
+  // Wider ones are summed where they lie.
+  bool may_borrow(ScalarType weight) const {
     const bool fits = weight == work_ || (weight == ScalarType::BFloat16 && work_ == ScalarType::Float);
-    return device_t::kBorrows && fits && size_in_bytes(weight) == 2 && chunk_rows_ < rows() && rows() <= width_;
+    return device_t::kBorrows && fits && size_in_bytes(weight) == 2 && rows() <= width_;
   }
 
   // Whether the products of what was borrowed need no room beside it.
@@ -355,7 +357,9 @@ class LinearHead {
   TargetView target_;
   const LiveRows* live_;  // or null: all
   OptionalTensor bias_;
-  int64_t classes_, width_, block_, chunk_rows_;
+  int64_t classes_, width_, block_;
+  bool may_borrow_;
+  int64_t chunk_rows_;
   bool first_ = false, last_ = false;
   std::optional<BorrowedMemory> borrowed_;
   OptionalTensor chunks_;  // (chunk_rows, classes)

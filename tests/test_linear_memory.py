@@ -35,6 +35,14 @@ grads = run(rows, (*like, labels))
 print(status("VmHWM") - before - sum(g.numel() * g.element_size() for g in grads))
 """
 
+
+def peak(folder, *arguments, **env):
+    package = os.path.dirname(os.path.dirname(os.path.abspath(sparse_ce.__file__)))
+    done = forked.run("-c", PEAK, *arguments, cwd=folder, env={**os.environ, "PYTHONPATH": package, **env})
+    assert done.returncode == 0, done.stderr
+    return int(done.stdout)
+
+
 SHAPES = {"small head, wide hidden states": (8192, 500, 1024), "large head": (1024, 36000, 64),
           "two classes": (20000, 2, 512)}
 
@@ -52,8 +60,19 @@ def test_the_formula_of_the_readme(shape, ignored, dtype, reduction, tmp_path):
     if ignored or dtype == torch.bfloat16:
         chunk = max(chunk * 5 // 4, 16 << 20)
     beside = vocab * width if dtype == torch.bfloat16 else 0
-    package = os.path.dirname(os.path.dirname(os.path.abspath(sparse_ce.__file__)))
-    done = forked.run("-c", PEAK, rows, vocab, width, ignored, reduction, dtype, cwd=tmp_path,
-                        env={**os.environ, "PYTHONPATH": package})
-    assert done.returncode == 0, done.stderr
-    assert int(done.stdout) <= chunk + beside + (10 << 20) + 20 * rows, f"{int(done.stdout) / 2**20:.1f} MiB"
+    extra = peak(tmp_path, rows, vocab, width, ignored, reduction, dtype)
+    assert extra <= chunk + beside + (10 << 20) + 20 * rows, f"{extra / 2**20:.1f} MiB"
+
+
+@pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="reads /proc")
+@pytest.mark.skipif(sparse_ce.ops.instruction_set() == "emulated CUDA", reason="the formula of the CPU")
+@pytest.mark.parametrize("products", ["native", "float32"])
+@pytest.mark.parametrize("ignored", [0.0, 0.1])
+def test_no_more_rows_than_features_need_no_byte_a_weight(ignored, products, tmp_path):
+    """Here 16 MiB are a chunk of 47 MiB of logits, and a sum over chunks would keep 23 MiB beside the gradient."""
+    rows, vocab, width = 1024, 24000, 1024
+    extra = peak(tmp_path, rows, vocab, width, ignored, "mean", torch.bfloat16, SPARSE_CE_CPU_BFLOAT16=products,
+                 SPARSE_CE_BLOCK_CACHE="0")
+    copied = 2 * rows * width if ignored else 0
+    blocks = 0 if products == "native" else 16 << 20
+    assert extra <= (16 << 20) + copied + blocks + (6 << 20), f"{extra / 2**20:.1f} MiB"

@@ -142,8 +142,8 @@ struct Cuda {
 
   // A sixteenth of the logits, but as much as is kept of the weight's gradient beside its own memory, a byte a weight:
   // each chunk reads and writes that gradient once, which below 2048 rows takes a tenth of the time of its products.
-  static constexpr int64_t kWholeBytes = int64_t(256) << 20;
-  static int64_t chunk_bytes(int64_t logits, int64_t logit_bytes, int64_t weights) {
+  static int64_t whole_bytes(bool) { return int64_t(256) << 20; }
+  static int64_t chunk_bytes(int64_t logits, int64_t logit_bytes, int64_t weights, bool) {
     return std::max({logits / 16 * logit_bytes, weights, int64_t(64) << 20});
   }
   static constexpr int64_t kBlockBytes = int64_t(32) << 20;  // stays in the L2 cache; work for every multiprocessor
