@@ -29,7 +29,7 @@ class BorrowedMemory {
     });
   }
 
-  // f(v, end, dz (rows, end - v)) for the classes [v, end) of each block, in the order in which they may be overwritten.
+  // f(v, end, dz (rows, end - v)) for the classes [v, end) of each block, in the order in which it may be overwritten.
   template <typename function_t>
   void for_each_block(const function_t& f) const {
     for (int64_t v = 0; v < classes_; v += block_) {

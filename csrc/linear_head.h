@@ -7,7 +7,8 @@
 // `device_t` has besides what cross_entropy_ops.h asks for: work_dtype, kWidens (whether products of 16 bits come out
 // in float32) and multiply_widening, whole_bytes (logits of no more make one chunk), chunk_bytes, kBlockBytes (of
 // converted weights, of a product), add_product, accumulate, kLeavesOut and live_rows, and for these copy_rows, without
-// them may_ignore and clear_ignored_rows, and kBorrows (whether memory of the weight's gradient is used for the logits').
+// them may_ignore and clear_ignored_rows, and kBorrows (whether the logits' gradient goes into the weight gradient's
+// memory).
 #pragma once
 
 #include "arguments.h"
