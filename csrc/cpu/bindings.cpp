@@ -62,11 +62,12 @@ struct Cpu {
 
   // A fortieth of the logits, but what GEMMs need to be fast: 256 rows of a large vocabulary in float32. 16-bit logits,
   // beside which a part of the weight's gradient is kept, get less, unless they fit into one chunk, which needs none.
-  // Where memory is borrowed two of three products alone are of a chunk, and a sixteenth is enough.
-  static int64_t whole_bytes(bool borrows) { return (borrows ? int64_t(16) : int64_t(128)) << 20; }
+  // Where memory is borrowed two of three products alone are of a chunk, and a sixteenth is enough; but a few rows of a
+  // large vocabulary stay together, since each chunk reads the weight twice.
+  static int64_t whole_bytes(bool borrows) { return (borrows ? int64_t(64) : int64_t(128)) << 20; }
   static int64_t chunk_bytes(int64_t logits, int64_t logit_bytes, int64_t, bool borrows) {
     int64_t least = logit_bytes > 2 ? whole_bytes(false) : int64_t(48) << 20;
-    if (borrows) least = std::clamp(logits / 16 * logit_bytes, whole_bytes(true), least);
+    if (borrows) least = std::clamp(logits / 16 * logit_bytes, int64_t(16) << 20, least);
     return std::max(logits / 40 * logit_bytes, least);
   }
   static constexpr int64_t kBlockBytes = int64_t(4) << 20;  // stays in a cache
