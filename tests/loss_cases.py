@@ -46,13 +46,19 @@ def subtracted(case, keywords, upstream, upstream_lse):
     return (size * keywords.get("logit_scale", 1))[..., None]
 
 
-def make(form, device, dtype, options, seed=0, shape=SHAPE):
-    """(case, logits, keyword arguments of the loss). What must not be read is poisoned with NaN and inf."""
-    draw = Draw(device, seed)
+def poisoned(form, dtype, options, draw, shape=SHAPE):
+    """(case, logits). What must not be read is NaN and inf."""
     case = FORMS[form](shape, CLASSES, draw, options.get("ignore_index", -100))
     logits = draw.logits(case.dense, dtype, PADDED if "num_classes" in options else None)
     logits[case.ignored] = torch.nan
     logits[case.ignored, :2] = torch.inf
+    return case, logits
+
+
+def make(form, device, dtype, options, seed=0, shape=SHAPE):
+    """(case, logits, keyword arguments of the loss)."""
+    draw = Draw(device, seed)
+    case, logits = poisoned(form, dtype, options, draw, shape)
     keywords = dict(options)
     if "weight" in options:
         keywords["weight"] = draw.uniform(CLASSES, low=0.2, high=2)

@@ -14,6 +14,14 @@ from sparse_ce.ops import forecast
 
 NOTICED = "modified by an inplace operation"
 
+
+def at_once(x, target):
+    """(loss, logits) of a step whose gradient is where the logits were."""
+    expect(1.0, x.device.type)
+    logits = x * 1
+    return cross_entropy(logits, target, inplace="forward"), logits
+
+
 def learned_scale(x):
     return torch.ones((), device=x.device, requires_grad=True)
 
@@ -216,9 +224,7 @@ def test_whoever_saved_the_logits_gets_autograds_own_error(function, device):
 
 def test_whoever_writes_there_afterwards_is_noticed(device):
     x, target = example(device)
-    expect(1.0, device)
-    logits = x * 1
-    loss = cross_entropy(logits, target, inplace="forward")
+    loss, logits = at_once(x, target)
     logits.detach().add_(1)
     with pytest.raises(RuntimeError, match=NOTICED):
         loss.backward()
@@ -245,14 +251,10 @@ def test_10_a_second_backward_is_an_error(upstream, device):
 
 def test_second_derivatives_and_several_gradients_are_errors(device):
     x, target = example(device)
-    expect(1.0, device)
-    logits = x * 1
-    loss = cross_entropy(logits, target, inplace="forward")
+    loss, logits = at_once(x, target)
     with pytest.raises(RuntimeError, match="sparse_ce: inplace must be False or 'backward' for second derivatives"):
         torch.autograd.grad(loss, logits, create_graph=True)
-    expect(1.0, device)
-    logits = x * 1
-    loss = cross_entropy(logits, target, inplace="forward")
+    loss, logits = at_once(x, target)
     with pytest.raises(RuntimeError, match="sparse_ce: inplace must be False or 'backward' for several gradients"):
         torch.autograd.grad(loss, logits, torch.ones(2, device=device), is_grads_batched=True)
 

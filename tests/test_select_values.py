@@ -9,19 +9,15 @@ import sparse_ce
 from cases import DTYPES, FORMS, Draw
 from close import assert_bitwise_equal, assert_close_to_float64
 from dense import arithmetic
+from loss_cases import CLASSES, poisoned
 from select_cases import ALL, OPTIONS, OUTPUTS, dense_select, entries_of
 from sparse_ce import SparseTarget, selected_log_probs
 
-SHAPE, CLASSES, PADDED = (3, 4), 37, 41
-
 
 def make(form, device, dtype, options, seed=0):
-    """(case, logits, keywords, entries, their shape). What must not be read is NaN and inf."""
+    """(case, logits, keywords, entries, their shape)."""
     draw = Draw(device, seed)
-    case = FORMS[form](SHAPE, CLASSES, draw, options.get("ignore_index", -100))
-    logits = draw.logits(case.dense, dtype, PADDED if "num_classes" in options else None)
-    logits[case.ignored] = torch.nan
-    logits[case.ignored, :2] = torch.inf
+    case, logits = poisoned(form, dtype, options, draw)
     keywords = dict(options)
     if keywords.pop("row_scale", False):
         keywords["logit_scale"] = draw.uniform(*case.shape, low=0.3, high=1.5)
