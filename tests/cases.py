@@ -5,6 +5,7 @@
 with any index, negative and unnormalised weights.
 """
 
+import itertools
 import math
 from dataclasses import dataclass
 from typing import Any, Callable, Optional, Sequence, Tuple
@@ -23,6 +24,16 @@ DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 def slow(*parameters):
     """Of a test, what the flavour `slow` alone runs; others of the same test are in every run."""
     return [pytest.param(*(p if isinstance(p, tuple) else (p,)), marks=pytest.mark.slow) for p in parameters]
+
+
+def sparsely(every, *axes):
+    """Of all combinations every so many, by their places, so that any two values of two axes meet; the others are slow.
+    """
+    chosen = []
+    for places in itertools.product(*(range(len(axis)) for axis in axes)):
+        values = tuple(axis[i] for axis, i in zip(axes, places))
+        chosen += [values] if sum(places) % every == 0 else slow(values)
+    return chosen
 
 
 def devices():

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch.profiler import ProfilerActivity, profile
 
 import sparse_ce
-from cases import DTYPES, FORMS, WITH_VALUES, Draw
+from cases import DTYPES, FORMS, WITH_VALUES, Draw, sparsely
 from close import assert_bitwise_equal, assert_close_to_float64
 from dense import arithmetic, dense_cross_entropy
 from loss_cases import OPTIONS, check
@@ -57,11 +57,10 @@ def checked(layout):
     return laid_out
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form,options,dtype", sparsely(2, [*FORMS], [*OPTIONS], [torch.float32, torch.bfloat16]),
+                         ids=str)
 def test_loss_and_gradient_equal_the_dense_target(form, options, dtype, device, any_width):
-    check(form, device, dtype, options, ("none", "mean"), shape=IMAGES, laid_out=checked(as_images))
+    check(form, device, dtype, OPTIONS[options], ("none", "mean"), shape=IMAGES, laid_out=checked(as_images))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
@@ -71,10 +70,11 @@ def test_so_does_the_gradient_for_the_values(form, dtype, layout, device, any_wi
     check(form, device, dtype, OPTIONS["all"], ("none",), values_grad=True, shape=IMAGES, laid_out=checked(layout))
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("classes", [1, 2, 21, 63, 64, 65, 150, 1000, 1100])
-@pytest.mark.parametrize("outer,inner", [(1, 1), (3, 1), (1, 17), (2, 35), (1, 513), (3, 1030)])
-def test_any_number_of_rows_and_classes(outer, inner, classes, dtype, device, any_width):
+@pytest.mark.parametrize("images,classes,dtype", sparsely(
+    3, [(1, 1), (3, 1), (1, 17), (2, 35), (1, 513), (3, 1030)], [1, 2, 21, 63, 64, 65, 150, 1000, 1100], DTYPES),
+    ids=str)
+def test_any_number_of_rows_and_classes(images, classes, dtype, device, any_width):
+    outer, inner = images
     if outer * inner * classes > 1 << 20:
         inner = 260
     draw = Draw(device)
