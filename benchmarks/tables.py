@@ -19,12 +19,20 @@ class Table(NamedTuple):
 
 _LOSS = {
     _BOTH: "sparse_ce", f"{_BOTH}, in place": "sparse_ce, in place",
+    f"{_BOTH}, in place at once": "sparse_ce, in place at once",
     "F.cross_entropy, class index": "`F.cross_entropy`, class indices",
     "F.cross_entropy, dense probability": "`F.cross_entropy`, dense probabilities",
     "torch.compile, dense probability": "`torch.compile` of the latter",
     "log_softmax + gather": "`-(log_softmax(x)[rows, cols] * values).sum()`",
 }
+_CLIFFS = {f"{way}, {part}": f"{text}, {part}" for part in ("forward", _BOTH) for way, text in {
+    "class index": "class indices", "label_smoothing": "`label_smoothing`", "weight": "`weight`",
+    "softcap": "`softcap`", "z_loss": "`z_loss`", 'reduction="none"': '`reduction="none"`',
+    "classes apart": "classes apart in memory", "K=64": "64 classes a row", "K=1024": "1024 classes a row",
+    "K=4096": "4096 classes a row", "16384 x 1000": "16384 rows of 1000", "1638400 x 10": "1638400 rows of 10",
+    "1 x 16384000": "one row"}.items()}
 TABLES = {
+    "cliffs": Table(r"cliffs, ", 4, {"copy E": "copy of the logits", **_CLIFFS}),
     "loss": Table(r"\d+ x \d+, K=64,", 4, {"floor": "floor", **_LOSS}),
     "loss memory": Table(r"\d+ x \d+, K=64,", 4, _LOSS, "MiB"),
     "small calls": Table(r"small calls, ", 2, {
@@ -105,7 +113,7 @@ def latest(problems: str) -> Record:
         """And where, so that two records of a day have an order."""
         dates = [problem.get("date", record["date"]) for problem in record["problems"]
                  if re.match(problems, problem["title"])]
-        return f"{max(dates)} {record['device']}" if dates else ""
+        return f"{max(dates)} {record['device']} {record['instruction_set']}" if dates else ""
 
     records = [json.loads(path.read_text()) for path in sorted(RECORDS.glob("*.json"))]
     found = max(records, key=measured)
@@ -141,7 +149,7 @@ def markdown(name: str) -> str:
 def _heading(title: str) -> str:
     names = ("linear head", "selected_log_probs", "log-probabilities of a linear head", "candidate_logits",
              "log_softmax of sparse COO", "masked_mean of", "stock [^,]* with a sparse",
-             "small calls")
+             "small calls", "cliffs")
     return re.sub(rf"^({'|'.join(names)})[, ]*|memory, |, K=\d+", "", title)
 
 
