@@ -380,7 +380,7 @@ CPU = [
      "const bool whole = true;"),
     ("csrc/cpu/bindings.cpp", "logits / 40 * logit_bytes", "logits * logit_bytes"),
     ("csrc/cpu/bindings.cpp", "if (borrows) least =", "if (false) least ="),
-    ("csrc/cpu/bindings.cpp", "borrows ? int64_t(16) : int64_t(128)", "int64_t(128)"),
+    ("csrc/cpu/bindings.cpp", "borrows ? int64_t(64) : int64_t(128)", "int64_t(128)"),
     ("csrc/borrowed_memory.h", "for (int64_t v = 0; v < classes_; v += block_) {",
      "for (int64_t v = (classes_ - 1) / block_ * block_; v >= 0; v -= block_) {"),
     ("csrc/borrowed_memory.h", "return end * width_ > place(v);", "return false;"),
