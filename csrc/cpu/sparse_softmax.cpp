@@ -121,7 +121,7 @@ struct Forward {
   }
 
   template <typename spans_t>
-  static void packed(const scalar_t* const* in, int64_t n, scalar_t* result, const spans_t& spans) {
+  static void packed(const scalar_t* const* in, scalar_t* result, const spans_t& spans) {
     const LogitTransform<acc_t> identity{LossOptions{}};
     const scalar_t* values = in[0];
     const RowStats<acc_t> stats = spans.template merged<RowStats<acc_t>>([&](int64_t begin, int64_t m) {
@@ -162,7 +162,7 @@ struct Backward {
   }
 
   template <typename spans_t>
-  static void packed(const scalar_t* const* in, int64_t n, scalar_t* result, const spans_t& spans) {
+  static void packed(const scalar_t* const* in, scalar_t* result, const spans_t& spans) {
     const scalar_t *grad = in[0], *output = in[1];
     const WideSum sum = spans.template merged<WideSum>([&](int64_t begin, int64_t m) {
       return with_instruction_set([&](auto) SCE_INLINE {
@@ -239,7 +239,7 @@ void for_rows(const SparseSoftmaxArgs& args, const function_t& f) {
           const Spans spans{n, false};
           if (n <= kLongest)
             packed(args, begin, spans, f, buffer, [&](const scalar_t* const* rows, scalar_t* result) SCE_INLINE {
-              n > kShort ? f.packed(rows, n, result, spans) : f(Lanes<1, scalar_t>{nullptr, 1, n, result}, rows);
+              n > kShort ? f.packed(rows, result, spans) : f(Lanes<1, scalar_t>{nullptr, 1, n, result}, rows);
             });
           continue;
         }
@@ -256,7 +256,7 @@ void for_rows(const SparseSoftmaxArgs& args, const function_t& f) {
     const Spans spans{entries_of(r), true};
     if (spans.n > kLongest)
       packed(args, args.row_begin(r), spans, f, buffer,
-             [&](const scalar_t* const* rows, scalar_t* result) { f.packed(rows, spans.n, result, spans); });
+             [&](const scalar_t* const* rows, scalar_t* result) { f.packed(rows, result, spans); });
   }
 }
 

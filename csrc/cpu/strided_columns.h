@@ -204,7 +204,7 @@ SCE_HD void push_columns(const Columns<scalar_t>& columns, const acc_t* max, con
 // The gradient as if no column had an entry; it may be the logits. Of z, or of the exponentials relative to `max`
 // (rows,) that have taken its place; `z` becomes scratch.
 template <InstructionSet set, typename scalar_t, typename acc_t>
-SCE_HD void write_columns(const Columns<scalar_t>& columns, const acc_t* max, const LossOptions& options, bool scaled,
+SCE_HD void write_columns(const Columns<scalar_t>& columns, const acc_t* max, const LossOptions& options,
                           const acc_t* class_weight, const BlockRows<acc_t>& rows, scalar_t* gradient, int64_t step,
                           int64_t apart) {
   const bool capped = options.softcap != 0, smoothed = options.label_smoothing != 0;

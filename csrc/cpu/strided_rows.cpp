@@ -80,8 +80,8 @@ class Block {
     for (int64_t c = 0; c < columns_; c += kColumns) {
       if (!made || grid_.held < columns_) make(c);
       with_instruction_set([&](auto set) SCE_INLINE {
-        write_columns<decltype(set)::value>(view(c), max_of(c), args.options, scaled(), class_weight_, *rows_, gradient,
-                                            step, apart);
+        write_columns<decltype(set)::value>(view(c), max_of(c), args.options, class_weight_, *rows_, gradient, step,
+                                            apart);
       });
     }
     for (int64_t c = columns_; c < args.vocab; ++c)
