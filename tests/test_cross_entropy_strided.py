@@ -127,6 +127,69 @@ def test_options_of_the_rows_are_those_of_packed_rows(form, classes, device, any
                     torch.testing.assert_close(ours, expected, rtol=1e-12, atol=1e-12)
 
 
+# Rows whose maximum moves from one part of the classes to the next; the loss is finite but for the last two.
+def wanderers(classes, draw):
+    at = torch.arange(classes, device=draw.device)
+    rising, peak = at * 0.4 - 200, torch.where(at == 700, 90, 0)
+    late, far = torch.where(at < 200, -torch.inf, 0), torch.where(at < 5, 300, -300)
+    steps = 9 * (at // 64 % 3)
+    nan, infinite = torch.where(at == 900, torch.nan, 0), torch.where(at == 900, torch.inf, 0)
+    shapes = torch.stack([torch.zeros(classes, device=draw.device), rising, -rising, peak, late, far, steps, -steps,
+                          torch.full_like(rising, 3000), nan, infinite])
+    return 2 * draw.normal(3 * len(shapes), classes) + shapes.repeat(3, 1)
+
+
+@pytest.mark.parametrize("options", ["plain", "scaled", "scaled rows", "softcap", "weights"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_long_rows_whose_maximum_moves(dtype, options, device, any_width):
+    """Against packed rows in float64; a row has the bits that it has beside others."""
+    classes, draw = 1203, Draw(device)
+    packed = wanderers(classes, draw).to(dtype)
+    rows = len(packed)
+    labels, weight, scale = draw.integers(classes, rows), draw.uniform(classes), draw.uniform(rows, low=0.5, high=2)
+    labels[::7] = -100
+    weight[:200] = 0  # where a row has -inf
+    labels[labels < 200] = 200
+    labels[::7] = -100
+    more = {"plain": {}, "scaled": dict(logit_scale=0.3), "scaled rows": dict(logit_scale=scale.to(arithmetic(dtype))),
+            "softcap": dict(softcap=30.0),
+            "weights": dict(label_smoothing=0.2, weight=weight.to(arithmetic(dtype)), z_loss=1e-3)}[options]
+
+    def run(x, first=0):
+        part = {name: v[first:first + len(x)] if v is more.get("logit_scale") and options == "scaled rows" else v
+                for name, v in more.items()}
+        exact = {name: v.to(arithmetic(x.dtype)) if torch.is_tensor(v) else v for name, v in part.items()}
+        leaf = x.detach().requires_grad_()
+        loss, lse = cross_entropy(leaf, labels[first:first + len(x)], reduction="none", return_lse=True, **exact)
+        return loss, lse, torch.autograd.grad(loss.sum() + 0.1 * lse.sum(), leaf)[0]
+
+    x = as_images(packed[None])[0]
+    assert is_viewed(x)
+    found, expected = run(x), run(packed.double())
+    eps, stored = torch.finfo(arithmetic(dtype)).eps, torch.finfo(dtype)
+
+    def assert_near(ours, exact, bound):
+        apart = ((ours.double() - exact).abs() > bound) | (ours.isnan() != exact.isnan())
+        assert not apart.any(), (ours[apart], exact[apart])
+
+    # A logit of 3000 that is scaled is rounded; one that is not has all its digits.
+    rounded = expected[1].abs() if "logit_scale" in more or "softcap" in more else torch.zeros_like(expected[1])
+    for ours, exact in zip(found[:2], expected):
+        assert_near(ours, exact, 4 * eps * (4 + exact.abs() + rounded))
+    exact = expected[2]
+    relative = 2 * eps * (8 + exact.abs().clamp(min=1e-300).log().abs() + rounded[:, None])
+    if dtype.itemsize == 2:
+        relative += 0.53 * stored.eps
+    # What cancels: at the label, of smoothed ones, and of a tangent near 1.
+    absolute = eps * (0.01 * ("label_smoothing" in more) + 16 * F.one_hot(labels.clamp(min=0), classes))
+    if "softcap" in more:
+        absolute = absolute + 8 * eps * torch.softmax(30 * torch.tanh(packed.double() / 30), -1).nan_to_num()
+    assert_near(found[2], exact, relative * exact.abs() + absolute + max(4e-38, stored.tiny * stored.eps))
+    for first, last in ((0, 16), (0, 32), (16, 33)):
+        for ours, whole in zip(run(as_images(packed[None, first:last])[0], first), found):
+            assert_bitwise_equal(ours, whole[first:last])
+
+
 # ------------------------------------------------------------------------------------------------------------- layout
 
 

@@ -407,7 +407,7 @@ def test_the_gradient_of_a_row_of_a_million_does_not_drift(log, device):
 @pytest.mark.parametrize("entries", [131072, 131073, 300_007])
 @pytest.mark.parametrize("log", [True, False])
 def test_long_rows_do_not_depend_on_the_threads(log, entries, threads):
-    """Among short ones, in order and not. On the CPU entries that lie apart give the bits of those that lie in order."""
+    """Among short ones, in order and not. On the CPU entries apart give the bits of those in order."""
     draw = Draw("cpu")
     values, upstream = 3 * draw.normal(entries + 50), draw.normal(entries + 50)
     offsets = torch.tensor([0, 20, entries + 20, entries + 20, entries + 50])

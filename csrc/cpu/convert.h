@@ -49,8 +49,17 @@ SCE_HD const acc_t* widened(const scalar_t* x, [[maybe_unused]] int64_t n,
   }
 }
 
-// The numbers term(i), to nearest. A tie of BFloat16 goes away from zero: what is stored here comes from exponentials
-// that are not exact enough to tell one. A NaN of arithmetic stays one. `buffer` (n,) is scratch; `term` may read it.
+// To nearest. A tie of BFloat16 goes away from zero: what is stored here comes from exponentials that are not exact
+// enough to tell one. A NaN of arithmetic stays one.
+template <typename scalar_t, typename acc_t>
+SCE_HD void round_to(acc_t x, scalar_t& out) {
+  if constexpr (std::is_same_v<scalar_t, BFloat16>)
+    out.bits = static_cast<uint16_t>((bit_cast<uint32_t>(x) + 0x8000u) >> 16);
+  else
+    from_acc(x, out);
+}
+
+// The numbers term(i), rounded. `buffer` (n,) is scratch; `term` may read it.
 template <InstructionSet set, typename scalar_t, typename acc_t, typename term_t>
 SCE_HD void narrow(int64_t n, const term_t& term, [[maybe_unused]] acc_t* buffer, scalar_t* out) {
 #ifdef SCE_X86
@@ -61,13 +70,7 @@ SCE_HD void narrow(int64_t n, const term_t& term, [[maybe_unused]] acc_t* buffer
   }
 #endif
   SCE_SIMD()
-  for (int64_t i = 0; i < n; ++i) {
-    const acc_t x = term(i);
-    if constexpr (std::is_same_v<scalar_t, BFloat16>)
-      out[i].bits = static_cast<uint16_t>((bit_cast<uint32_t>(x) + 0x8000u) >> 16);
-    else
-      from_acc(x, out[i]);
-  }
+  for (int64_t i = 0; i < n; ++i) round_to(term(i), out[i]);
 }
 
 }  // namespace cpu

@@ -19,12 +19,12 @@ constexpr int64_t kMostRows = 512;  // of a block: its statistics and a column s
 constexpr int64_t kLeastRows = 128;  // a column of a block is several cache lines
 constexpr int64_t kBlockBytes = 1 << 19;  // of a block's logits, converted: with its gradient in the second cache
 constexpr int64_t kAhead = 12;  // columns asked for before they are needed
+constexpr int64_t kSome = 128;  // rows: more lines of a few columns than the processor asks for at a time
 
 // What belongs to the rows of a block, an array for each field.
 template <typename acc_t>
 struct BlockRows {
   alignas(64) acc_t scale[kMostRows];  // by which logit_scale is multiplied
-  alignas(64) acc_t part_max[2][kMostRows];  // of kColumns columns, where those of all columns are not kept
   alignas(64) acc_t max[kMostRows];
   alignas(64) acc_t sum[kMostRows];
   alignas(64) acc_t weighted[kMostRows];
@@ -35,9 +35,9 @@ struct BlockRows {
   RowStats<acc_t> stats(int64_t i) const { return {max[i], sum[i], weighted[i], weight}; }
 };
 
-// Logits of a block of rows, z (columns, stride) of which the first `rows` of each column count.
+// Logits of a block of rows. z (columns, stride), of which the first `rows` of each column count, or null.
 template <typename scalar_t>
-struct Columns {
+struct BlockColumns {
   using acc_t = acc_type<scalar_t>;
 
   const scalar_t* logits;  // of the first row and column
@@ -64,22 +64,46 @@ SCE_HD void prefetch_to_write(const scalar_t* column, int64_t rows) {
   for (int64_t i = 0; i < rows; i += kLine) __builtin_prefetch(column + i, 1);
 }
 
+// Asks for some rows of the columns that come kAhead after [c, end), and to own their gradients.
+template <typename scalar_t>
+SCE_HD void prefetch_columns(const BlockColumns<scalar_t>& columns, int64_t c, int64_t end, int64_t row, int64_t n) {
+  for (int64_t k = c + kAhead; k < end + kAhead && k < columns.available; ++k) prefetch_column(columns.at(k) + row, n);
+}
+template <typename scalar_t>
+SCE_HD void prefetch_to_write(const BlockColumns<scalar_t>& columns, int64_t c, int64_t end, int64_t row, int64_t n,
+                              scalar_t* gradient, int64_t step) {
+  for (int64_t k = c + kAhead; k < end + kAhead && k < columns.available; ++k)
+    prefetch_to_write(gradient + k * step + row, n);
+}
+
 // f(Count<k>{}, column) for the columns [begin, end), k at a time: what belongs to a row is then loaded once for k.
+constexpr int kTogether = 4;
 template <int count>
 using Count = std::integral_constant<int, count>;
 template <typename function_t>
 SCE_HD void for_columns(int64_t begin, int64_t end, const function_t& f) {
-  constexpr int kTogether = 4;
   for (; begin + kTogether <= end; begin += kTogether) f(Count<kTogether>{}, begin);
   for (; begin < end; ++begin) f(Count<1>{}, begin);
 }
 #define SCE_EACH_COLUMN(k, count) _Pragma("GCC unroll 4") for (int k = 0; k < count; ++k)
 
+// f(transform), where transform(logit, i) is z of row i: compiled for what the options ask for. scale (rows,).
+template <typename acc_t, typename function_t>
+SCE_HD void with_transform(const LossOptions& options, bool scaled, const acc_t* scale, const function_t& f) {
+  const LogitTransform<acc_t> all(options);
+  if (all.softcap != acc_t(0))
+    f([&](acc_t logit, int64_t i) SCE_INLINE { return LogitTransform<acc_t>(options, scale[i])(logit); });
+  else if (scaled || !all.identity())
+    f([&](acc_t logit, int64_t i) SCE_INLINE { return LogitTransform<acc_t>(options, scale[i]).scale * logit; });
+  else
+    f([&](acc_t logit, int64_t) SCE_INLINE { return logit; });
+}
+
 // z of `count` columns of logits x, `step` apart, n rows of each. `max`, of the rows, goes up with them.
 template <int count, typename source_t, typename acc_t>
 SCE_HD void transform_columns(const source_t* x, int64_t step, int64_t n, const LossOptions& options, bool scaled,
                               const acc_t* scale, acc_t* z, int64_t stride, acc_t* max) {
-  const auto each = [&](const auto& transform) SCE_INLINE {
+  with_transform(options, scaled, scale, [&](const auto& transform) SCE_INLINE {
     SCE_SIMD()
     for (int64_t i = 0; i < n; ++i) {
       acc_t highest = max[i];
@@ -90,19 +114,12 @@ SCE_HD void transform_columns(const source_t* x, int64_t step, int64_t n, const 
       }
       max[i] = highest;
     }
-  };
-  const LogitTransform<acc_t> all(options);
-  if (all.softcap != acc_t(0))
-    each([&](acc_t logit, int64_t i) SCE_INLINE { return LogitTransform<acc_t>(options, scale[i])(logit); });
-  else if (scaled || !all.identity())
-    each([&](acc_t logit, int64_t i) SCE_INLINE { return LogitTransform<acc_t>(options, scale[i]).scale * logit; });
-  else
-    each([&](acc_t logit, int64_t) SCE_INLINE { return logit; });
+  });
 }
 
 // The same of the logits from column c on.
 template <int count, typename scalar_t, typename acc_t>
-SCE_HD void load_some(const Columns<scalar_t>& columns, int64_t c, const LossOptions& options, bool scaled,
+SCE_HD void load_some(const BlockColumns<scalar_t>& columns, int64_t c, const LossOptions& options, bool scaled,
                       const BlockRows<acc_t>& rows, acc_t* max) {
   const int64_t n = columns.rows, stride = columns.stride, step = columns.step, apart = columns.apart;
   const scalar_t* x = columns.at(c);
@@ -112,17 +129,15 @@ SCE_HD void load_some(const Columns<scalar_t>& columns, int64_t c, const LossOpt
       for (int64_t i = 0; i < n; ++i) z[k * stride + i] = to_acc(x[k * step + i * apart]);
     return transform_columns<count>(z, stride, n, options, scaled, rows.scale, z, stride, max);
   }
-  constexpr int64_t kSome = 128;  // rows: more lines of `count` columns than the processor asks for at a time
   for (int64_t i = 0; i < n; i += kSome) {
     const int64_t m = n - i < kSome ? n - i : kSome;
-    for (int64_t k = c + kAhead; k < c + kAhead + count && k < columns.available; ++k)
-      prefetch_column(columns.at(k) + i, m);
+    prefetch_columns(columns, c, c + count, i, m);
     transform_columns<count>(x + i, step, m, options, scaled, rows.scale + i, z + i, stride, max + i);
   }
 }
 
 template <typename scalar_t, typename acc_t>
-SCE_HD void load_columns(const Columns<scalar_t>& columns, const LossOptions& options, bool scaled,
+SCE_HD void load_columns(const BlockColumns<scalar_t>& columns, const LossOptions& options, bool scaled,
                          const BlockRows<acc_t>& rows, acc_t* max) {
   for (int64_t i = 0; i < columns.rows; ++i) max[i] = RowStats<acc_t>().max;
   for_columns(columns.begin, columns.end, [&](auto count, int64_t c) SCE_INLINE {
@@ -133,7 +148,7 @@ SCE_HD void load_columns(const Columns<scalar_t>& columns, const LossOptions& op
 // exp(z - max) of these columns in place of z, as it is without a softcap, whose slope needs z. `also(count, column)`
 // is done in between, `sum` (rows,) receives the sums, unless it is null.
 template <typename scalar_t, typename acc_t, typename also_t>
-SCE_HD void raise_columns(const Columns<scalar_t>& columns, const acc_t* max, bool in_place, acc_t* sum,
+SCE_HD void raise_columns(const BlockColumns<scalar_t>& columns, const acc_t* max, bool in_place, acc_t* sum,
                           const also_t& also) {
   const int64_t n = columns.rows, stride = columns.stride;
   for_columns(columns.begin, columns.end, [&](auto count, int64_t c) SCE_INLINE {
@@ -165,7 +180,7 @@ SCE_HD void raise_columns(const Columns<scalar_t>& columns, const acc_t* max, bo
 // all columns, or null. `keep`: exponentials take the place of z. Meanwhile the columns `next` are loaded, whose maxima
 // become `next_max`: while they arrive from memory, exponentials are made.
 template <typename scalar_t, typename acc_t>
-SCE_HD void push_columns(const Columns<scalar_t>& columns, const acc_t* max, const Columns<scalar_t>& next,
+SCE_HD void push_columns(const BlockColumns<scalar_t>& columns, const acc_t* max, const BlockColumns<scalar_t>& next,
                          acc_t* next_max, const LossOptions& options, bool scaled, const acc_t* class_weight, bool keep,
                          BlockRows<acc_t>& rows) {
   alignas(64) acc_t sum[kMostRows], smoothed[kMostRows];
@@ -204,7 +219,7 @@ SCE_HD void push_columns(const Columns<scalar_t>& columns, const acc_t* max, con
 // The gradient as if no column had an entry; it may be the logits. Of z, or of the exponentials relative to `max`
 // (rows,) that have taken its place; `z` becomes scratch.
 template <InstructionSet set, typename scalar_t, typename acc_t>
-SCE_HD void write_columns(const Columns<scalar_t>& columns, const acc_t* max, const LossOptions& options,
+SCE_HD void write_columns(const BlockColumns<scalar_t>& columns, const acc_t* max, const LossOptions& options,
                           const acc_t* class_weight, const BlockRows<acc_t>& rows, scalar_t* gradient, int64_t step,
                           int64_t apart) {
   const bool capped = options.softcap != 0, smoothed = options.label_smoothing != 0;

@@ -2,7 +2,7 @@
 
 #include "row_entries.h"
 #include "row_loops.h"
-#include "strided_columns.h"
+#include "strided_streams.h"
 
 #include <memory>
 #include <vector>
@@ -20,7 +20,7 @@ struct WideSum {
 struct Grid {
   int64_t inner, rows;  // of a block
   int64_t per_image, blocks;
-  int64_t held;         // columns of a block whose z exist at a time: all of them, or twice kColumns
+  bool held;            // whether all z of a block exist at a time, or none
 
   Grid(const CrossEntropyArgs& args, int64_t element_size) : inner(args.strided.inner) {
     const int64_t images = args.rows / inner, threads = torch::stable::get_num_threads();
@@ -29,7 +29,7 @@ struct Grid {
     per_image = std::max(divide_up(inner, most), std::min(divide_up(threads, images), inner / kLeastRows));
     rows = std::min(most, divide_up(divide_up(inner, per_image), 16) * 16);
     blocks = images * per_image;
-    held = fit < kLeastRows ? std::min(2 * kColumns, columns) : columns;
+    held = fit >= kLeastRows;
   }
   int64_t first(int64_t block) const { return block / per_image * inner + block % per_image * rows; }
   int64_t size(int64_t block) const { return std::min(rows, inner - block % per_image * rows); }
@@ -43,10 +43,10 @@ class Block {
  public:
   Block(const CrossEntropyArgs& args, const Grid& grid)
       : args_(args), grid_(grid), columns_(args.target.num_classes),
-        class_weight_(static_cast<const acc_t*>(args.target.weight)),
-        z_(new acc_t[static_cast<size_t>(grid.rows * grid.held)]), rows_(new BlockRows<acc_t>) {
-    if (grid.held == columns_)
-      maxima_.reset(new acc_t[static_cast<size_t>((divide_up(columns_, kColumns) + 1) * kMostRows)]);
+        class_weight_(static_cast<const acc_t*>(args.target.weight)), rows_(new BlockRows<acc_t>) {
+    if (!grid.held) return;
+    z_.reset(new acc_t[static_cast<size_t>(grid.rows * columns_)]);
+    maxima_.reset(new acc_t[static_cast<size_t>((divide_up(columns_, kColumns) + 1) * kMostRows)]);
   }
 
   void take(int64_t block) {
@@ -62,9 +62,11 @@ class Block {
     std::fill_n(rows_->sum, n_, acc_t(0));
     std::fill_n(rows_->weighted, n_, acc_t(0));
     rows_->weight = 0;
-    load(view(0), max_of(0));
+    if (grid_.held) load(view(0), max_of(0));
     for (int64_t c = 0; c < columns_; c += kColumns)
-      with_instruction_set([&](auto) SCE_INLINE {
+      with_instruction_set([&](auto set) SCE_INLINE {
+        if (!grid_.held)
+          return stream_columns<decltype(set)::value>(view(c), args_.options, scaled(), class_weight_, *rows_);
         push_columns(view(c), max_of(c), view(c + kColumns), max_of(c + kColumns), args_.options, scaled(),
                      class_weight_, keeps(), *rows_);
       });
@@ -78,8 +80,11 @@ class Block {
     scalar_t* gradient = args.strided_gradient_row<scalar_t>(first_).first;
     const int64_t step = args.grad_strided.column_stride, apart = args.grad_strided.inner_stride;
     for (int64_t c = 0; c < columns_; c += kColumns) {
-      if (!made || grid_.held < columns_) make(c);
+      if (grid_.held && !made) make(c);
       with_instruction_set([&](auto set) SCE_INLINE {
+        if (!grid_.held)
+          return differentiate_columns<decltype(set)::value>(view(c), args.options, scaled(), class_weight_, *rows_,
+                                                             gradient, step, apart);
         write_columns<decltype(set)::value>(view(c), max_of(c), args.options, class_weight_, *rows_, gradient, step,
                                             apart);
       });
@@ -98,8 +103,7 @@ class Block {
   bool scaled() const { return args_.row_scale != nullptr; }
 
   // The columns [begin, begin + kColumns), as far as there are.
-  Columns<scalar_t> view(int64_t begin) const {
-    acc_t* z = z_.get() + (grid_.held == columns_ ? begin : begin % grid_.held) * grid_.rows;
+  BlockColumns<scalar_t> view(int64_t begin) const {
     return {args_.strided_row<scalar_t>(first_).first,
             args_.strided.column_stride,
             args_.strided.inner_stride,
@@ -107,18 +111,15 @@ class Block {
             begin,
             std::min(begin + kColumns, columns_),
             columns_,
-            z,
+            z_ ? z_.get() + begin * grid_.rows : nullptr,
             grid_.rows};
   }
 
   // Whether exponentials take the place of z.
-  bool keeps() const { return grid_.held == columns_ && args_.options.softcap == 0; }
+  bool keeps() const { return args_.options.softcap == 0; }
 
   // Where the maxima of the columns from `begin` on are.
-  acc_t* max_of(int64_t begin) {
-    const int64_t part = begin / kColumns;
-    return maxima_ ? maxima_.get() + part * kMostRows : rows_->part_max[part % 2];
-  }
+  acc_t* max_of(int64_t begin) const { return maxima_.get() + begin / kColumns * kMostRows; }
 
   // What the gradient of the columns from `begin` on comes from.
   void make(int64_t begin) {
@@ -130,7 +131,7 @@ class Block {
     });
   }
 
-  void load(const Columns<scalar_t>& columns, acc_t* max) {
+  void load(const BlockColumns<scalar_t>& columns, acc_t* max) {
     with_instruction_set([&](auto) SCE_INLINE { load_columns(columns, args_.options, scaled(), *rows_, max); });
   }
 

@@ -1,0 +1,215 @@
+// strided_streams.h - the loops over columns that are too many to keep anything of: a logit is read where it lies, and
+// nothing is written in between. Without copies in the second cache they take half the time of those that make them.
+#pragma once
+
+#include "avx512_streams.h"
+
+namespace sparse_ce {
+namespace cpu {
+
+// Logits may exceed what their sum is relative to by this much: it still has all its digits.
+constexpr int kNear = 8;
+
+// use(x, step, first): x[k * step + i] is the logit of column c + k and row first + i < first + m, in turn of some of
+// the rows. Meanwhile columns that come later are asked for.
+template <InstructionSet set, int count, typename scalar_t, typename use_t>
+SCE_HD void for_some_rows(const BlockColumns<scalar_t>& columns, int64_t c, const use_t& use) {
+  using acc_t = acc_type<scalar_t>;
+  for (int64_t first = 0; first < columns.rows; first += kSome) {
+    const int64_t m = columns.rows - first < kSome ? columns.rows - first : kSome;
+    const scalar_t* x = columns.at(c) + first * columns.apart;
+    if (columns.apart != 1) {
+      alignas(64) scalar_t buffer[count * kSome];
+      for (int k = 0; k < count; ++k)
+        for (int64_t i = 0; i < m; ++i) buffer[k * kSome + i] = x[k * columns.step + i * columns.apart];
+      use(buffer, kSome, first, m);
+      continue;
+    }
+    prefetch_columns(columns, c, c + count, first, m);
+    if constexpr (std::is_same_v<scalar_t, Half> && set != InstructionSet::kDefault) {
+      alignas(64) acc_t buffer[count * kSome];
+      for (int k = 0; k < count; ++k) widened<set>(x + k * columns.step, m, buffer + k * kSome);
+      use(buffer, kSome, first, m);
+    } else {
+      use(x, columns.step, first, m);
+    }
+  }
+}
+
+// Adds the columns to the maxima of the rows and to their sums relative to `reference`.
+template <InstructionSet set, typename scalar_t, typename acc_t>
+SCE_HD void push_stream(const BlockColumns<scalar_t>& columns, const LossOptions& options, bool scaled,
+                        const acc_t* scale, const acc_t* reference, acc_t* max, acc_t* sum) {
+  for_columns(columns.begin, columns.end, [&](auto counted, int64_t c) SCE_INLINE {
+    constexpr int kCount = decltype(counted)::value;
+    for_some_rows<set, kCount>(columns, c, [&](const auto* x, int64_t step, int64_t first, int64_t m) SCE_INLINE {
+      with_transform(options, scaled, scale + first, [&](const auto& transform) SCE_INLINE {
+        SCE_SIMD()
+        for (int64_t i = 0; i < m; ++i) {
+          acc_t high = max[first + i], added = sum[first + i];
+          const acc_t base = reference[first + i];
+          SCE_EACH_COLUMN(k, kCount) {
+            const acc_t z = transform(to_acc(x[k * step + i]), i);
+            high = z > high ? z : high;  // NaN loses, and enters the sum
+            added += exponential_below<degree_for<scalar_t>>(z - base);
+          }
+          max[first + i] = high, sum[first + i] = added;
+        }
+      });
+    });
+  });
+}
+
+// Adds o (z - reference) of the columns to `smoothed`, and returns the sum of o.
+template <InstructionSet set, typename scalar_t, typename acc_t>
+SCE_HD acc_t smooth_stream(const BlockColumns<scalar_t>& columns, const LossOptions& options, bool scaled,
+                           const acc_t* scale, const acc_t* class_weight, const acc_t* reference, acc_t* smoothed) {
+  acc_t weight = 0;
+  for (int64_t c = columns.begin; c < columns.end; ++c) {
+    const acc_t o = class_weight ? class_weight[c] : acc_t(1);
+    weight += o;
+    if (o == acc_t(0)) continue;  // a class of weight 0 adds 0 even at -inf
+    for_some_rows<set, 1>(columns, c, [&](const auto* x, int64_t, int64_t first, int64_t m) SCE_INLINE {
+      with_transform(options, scaled, scale + first, [&](const auto& transform) SCE_INLINE {
+        SCE_SIMD()
+        for (int64_t i = 0; i < m; ++i) smoothed[first + i] += o * (transform(to_acc(x[i]), i) - reference[first + i]);
+      });
+    });
+  }
+  return weight;
+}
+
+// Whether avx512_streams.h has loops for them.
+template <InstructionSet set, typename scalar_t>
+SCE_HD bool quick(const LossOptions& options, int64_t apart) {
+  return set == InstructionSet::kAvx512 && std::is_same_v<acc_type<scalar_t>, float> && options.softcap == 0 &&
+         apart == 1;
+}
+
+// Statistics of at most kColumns columns, added to those of the rows. class_weight: of all columns, or null. Sums are
+// relative to the row's maximum as it was before these columns, or, where they go far beyond it, to their own: then
+// they are made again, which gives the other rows the same bits.
+template <InstructionSet set, typename scalar_t, typename acc_t>
+SCE_HD void stream_columns(const BlockColumns<scalar_t>& columns, const LossOptions& options, bool scaled,
+                           const acc_t* class_weight, BlockRows<acc_t>& rows) {
+  alignas(64) acc_t reference[kMostRows], max[kMostRows], sum[kMostRows], smoothed[kMostRows], power[kMostRows];
+  const int64_t n = columns.rows;
+  const bool as_they_are = !scaled && LogitTransform<acc_t>(options).identity();
+  const bool is_quick = quick<set, scalar_t>(options, columns.apart);
+  for (int64_t i = 0; i < n; ++i) reference[i] = rows.max[i];
+  for (bool again = true; again;) {
+    for (int64_t i = 0; i < n; ++i) {
+      max[i] = RowStats<acc_t>().max;
+      sum[i] = acc_t(0);
+    }
+    if (!is_quick) push_stream<set>(columns, options, scaled, rows.scale, reference, max, sum);
+#ifdef SCE_X86
+    if constexpr (set == InstructionSet::kAvx512 && std::is_same_v<acc_t, float>) {
+      if (is_quick)
+        as_they_are ? avx512::push_columns<false>(columns, options, rows.scale, reference, max, sum)
+                    : avx512::push_columns<true>(columns, options, rows.scale, reference, max, sum);
+    }
+#endif
+    again = false;
+    for (int64_t i = 0; i < n; ++i) {
+      if (!(max[i] > reference[i] + acc_t(kNear))) continue;
+      reference[i] = max[i];
+      again = true;
+    }
+  }
+  for (int64_t i = 0; i < n; ++i) smoothed[i] = acc_t(0);
+  const acc_t weight = options.label_smoothing == 0 ? acc_t(0)
+                                                    : smooth_stream<set>(columns, options, scaled, rows.scale,
+                                                                         class_weight, reference, smoothed);
+  // Relative to the exponential of the maximum as it was added: a row with all its mass at one class adds up to 1.
+  for (int64_t i = 0; i < n; ++i) max[i] = max[i] > reference[i] ? max[i] : reference[i];
+  SCE_SIMD()
+  for (int64_t i = 0; i < n; ++i) power[i] = exponential_below<degree_for<scalar_t>>(max[i] - reference[i]);
+#ifdef SCE_X86
+  if constexpr (set == InstructionSet::kAvx512 && std::is_same_v<acc_t, float>) {
+    if (is_quick) avx512::powers(n, max, reference, power);
+  }
+#endif
+  const acc_t before = rows.weight;
+  SCE_SIMD()
+  for (int64_t i = 0; i < n; ++i) {
+    RowStats<acc_t> stats{rows.max[i], rows.sum[i], rows.weighted[i], before};
+    stats.merge({max[i], sum[i] / power[i], smoothed[i] - weight * (max[i] - reference[i]), weight});
+    rows.max[i] = stats.max;
+    rows.sum[i] = stats.sum;
+    rows.weighted[i] = stats.weighted;
+  }
+  rows.weight += weight;
+}
+
+// term(k, i) of n <= kSome rows of `count` columns, rounded to `out`, whose columns are `apart`.
+template <InstructionSet set, int count, typename scalar_t, typename term_t>
+SCE_HD void narrow_columns(int64_t n, const term_t& term, scalar_t* out, int64_t apart) {
+  if constexpr (std::is_same_v<scalar_t, Half> && set != InstructionSet::kDefault) {
+    alignas(64) acc_type<scalar_t> buffer[kSome];
+    for (int k = 0; k < count; ++k)
+      narrow<set>(n, [&](int64_t i) SCE_INLINE { return term(k, i); }, buffer, out + k * apart);
+  } else {
+    SCE_SIMD()
+    for (int64_t i = 0; i < n; ++i) {
+      SCE_EACH_COLUMN(k, count) round_to(term(k, i), out[k * apart + i]);
+    }
+  }
+}
+
+// The gradient as if no column had an entry; it may be the logits.
+template <InstructionSet set, typename scalar_t, typename acc_t>
+SCE_HD void differentiate_columns(const BlockColumns<scalar_t>& columns, const LossOptions& options, bool scaled,
+                                  const acc_t* class_weight, const BlockRows<acc_t>& rows, scalar_t* gradient,
+                                  int64_t step, int64_t apart) {
+#ifdef SCE_X86
+  if constexpr (set == InstructionSet::kAvx512 && std::is_same_v<acc_t, float>) {
+    if (quick<set, scalar_t>(options, columns.apart) && apart == 1)
+      return !scaled && LogitTransform<acc_t>(options).identity()
+                 ? avx512::differentiate_columns<false>(columns, options, class_weight, rows, gradient, step)
+                 : avx512::differentiate_columns<true>(columns, options, class_weight, rows, gradient, step);
+  }
+#endif
+  const bool plain = options.softcap == 0 && options.label_smoothing == 0;
+  bool all_live = true;
+  for (int64_t i = 0; i < columns.rows; ++i) all_live &= rows.live[i] != acc_t(0);
+  for_columns(columns.begin, columns.end, [&](auto counted, int64_t c) SCE_INLINE {
+    constexpr int kCount = decltype(counted)::value;
+    acc_t o[kCount];
+    SCE_EACH_COLUMN(k, kCount) o[k] = class_weight ? class_weight[c + k] : acc_t(1);
+    for_some_rows<set, kCount>(columns, c, [&](const auto* x, int64_t apart_x, int64_t first, int64_t m) SCE_INLINE {
+      alignas(64) scalar_t together[kCount * kSome];
+      scalar_t* const out = apart == 1 ? gradient + c * step + first : together;
+      const int64_t apart_out = apart == 1 ? step : kSome;
+      if (apart == 1) prefetch_to_write(columns, c, c + kCount, first, m, gradient, step);
+      with_transform(options, scaled, rows.scale + first, [&](const auto& transform) SCE_INLINE {
+        const auto write = [&](const auto& term) SCE_INLINE {
+          narrow_columns<set, kCount>(
+              m,
+              [&](int k, int64_t i) SCE_INLINE {
+                const acc_t z = transform(to_acc(x[k * apart_x + i]), i);
+                return term(z, k, first + i);
+              },
+              out, apart_out);
+        };
+        const auto of_row = [&](int64_t i) SCE_INLINE {
+          return GradientCoefficients<acc_t>(rows.a[i], rows.b[i], acc_t(0), rows.lse[i], rows.lse_residual[i]);
+        };
+        const auto slope = [&](acc_t z, int64_t i)
+                               SCE_INLINE { return LogitTransform<acc_t>(options, rows.scale[i]).slope(z); };
+        const auto live = [&](int64_t i, acc_t x) SCE_INLINE { return rows.live[i] != acc_t(0) ? x : acc_t(0); };
+        if (plain && all_live)
+          write([&](acc_t z, int, int64_t i) SCE_INLINE { return of_row(i).at(z) * slope(z, i); });
+        else if (plain)
+          write([&](acc_t z, int, int64_t i) SCE_INLINE { return live(i, of_row(i).at(z) * slope(z, i)); });
+        else
+          write([&](acc_t z, int k, int64_t i) SCE_INLINE { return live(i, of_row(i).at(z, o[k]) * slope(z, i)); });
+      });
+      for (int k = 0; apart != 1 && k < kCount; ++k)
+        for (int64_t i = 0; i < m; ++i) gradient[(c + k) * step + (first + i) * apart] = together[k * kSome + i];
+    });
+  });
+}
+
+}  // namespace cpu
+}  // namespace sparse_ce
