@@ -87,13 +87,17 @@ SCE_HD void for_columns(int64_t begin, int64_t end, const function_t& f) {
 }
 #define SCE_EACH_COLUMN(k, count) _Pragma("GCC unroll 4") for (int k = 0; k < count; ++k)
 
+// Whether logits without a softcap are multiplied by anything.
+SCE_HD bool multiplies(const LossOptions& options, bool scaled) {
+  return scaled || !LogitTransform<double>(options).identity();
+}
+
 // f(transform), where transform(logit, i) is z of row i: compiled for what the options ask for. scale (rows,).
 template <typename acc_t, typename function_t>
 SCE_HD void with_transform(const LossOptions& options, bool scaled, const acc_t* scale, const function_t& f) {
-  const LogitTransform<acc_t> all(options);
-  if (all.softcap != acc_t(0))
+  if (options.softcap != 0)
     f([&](acc_t logit, int64_t i) SCE_INLINE { return LogitTransform<acc_t>(options, scale[i])(logit); });
-  else if (scaled || !all.identity())
+  else if (multiplies(options, scaled))
     f([&](acc_t logit, int64_t i) SCE_INLINE { return LogitTransform<acc_t>(options, scale[i]).scale * logit; });
   else
     f([&](acc_t logit, int64_t) SCE_INLINE { return logit; });

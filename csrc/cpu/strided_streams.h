@@ -94,7 +94,6 @@ SCE_HD void stream_columns(const BlockColumns<scalar_t>& columns, const LossOpti
                            const acc_t* class_weight, BlockRows<acc_t>& rows) {
   alignas(64) acc_t reference[kMostRows], max[kMostRows], sum[kMostRows], smoothed[kMostRows], power[kMostRows];
   const int64_t n = columns.rows;
-  const bool as_they_are = !scaled && LogitTransform<acc_t>(options).identity();
   const bool is_quick = quick<set, scalar_t>(options, columns.apart);
   for (int64_t i = 0; i < n; ++i) reference[i] = rows.max[i];
   for (bool again = true; again;) {
@@ -106,8 +105,8 @@ SCE_HD void stream_columns(const BlockColumns<scalar_t>& columns, const LossOpti
 #ifdef SCE_X86
     if constexpr (set == InstructionSet::kAvx512 && std::is_same_v<acc_t, float>) {
       if (is_quick)
-        as_they_are ? avx512::push_columns<false>(columns, options, rows.scale, reference, max, sum)
-                    : avx512::push_columns<true>(columns, options, rows.scale, reference, max, sum);
+        multiplies(options, scaled) ? avx512::push_columns<true>(columns, options, rows.scale, reference, max, sum)
+                                    : avx512::push_columns<false>(columns, options, rows.scale, reference, max, sum);
     }
 #endif
     again = false;
@@ -165,9 +164,9 @@ SCE_HD void differentiate_columns(const BlockColumns<scalar_t>& columns, const L
 #ifdef SCE_X86
   if constexpr (set == InstructionSet::kAvx512 && std::is_same_v<acc_t, float>) {
     if (quick<set, scalar_t>(options, columns.apart) && apart == 1)
-      return !scaled && LogitTransform<acc_t>(options).identity()
-                 ? avx512::differentiate_columns<false>(columns, options, class_weight, rows, gradient, step)
-                 : avx512::differentiate_columns<true>(columns, options, class_weight, rows, gradient, step);
+      return multiplies(options, scaled)
+                 ? avx512::differentiate_columns<true>(columns, options, class_weight, rows, gradient, step)
+                 : avx512::differentiate_columns<false>(columns, options, class_weight, rows, gradient, step);
   }
 #endif
   const bool plain = options.softcap == 0 && options.label_smoothing == 0;
