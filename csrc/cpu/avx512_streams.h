@@ -171,7 +171,6 @@ SCE_AVX512 void differentiate_columns(const BlockColumns<scalar_t>& columns, con
     for (int64_t i = 0; i < columns.rows; i += kSome) {
       const int64_t end = std::min(i + kSome, columns.rows);
       prefetch_columns(columns, c, next, i, end - i);
-      prefetch_to_write(columns, c, next, i, end - i, gradient, step);
       if (next - c == kWide)
         differentiate_rows<kWide>(columns.at(c), columns.step, i, end, scale, exponential, rows, o, gradient + c * step,
                                   step);

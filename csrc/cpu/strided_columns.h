@@ -64,16 +64,10 @@ SCE_HD void prefetch_to_write(const scalar_t* column, int64_t rows) {
   for (int64_t i = 0; i < rows; i += kLine) __builtin_prefetch(column + i, 1);
 }
 
-// Asks for some rows of the columns that come kAhead after [c, end), and to own their gradients.
+// Asks for some rows of the columns that come kAhead after [c, end).
 template <typename scalar_t>
 SCE_HD void prefetch_columns(const BlockColumns<scalar_t>& columns, int64_t c, int64_t end, int64_t row, int64_t n) {
   for (int64_t k = c + kAhead; k < end + kAhead && k < columns.available; ++k) prefetch_column(columns.at(k) + row, n);
-}
-template <typename scalar_t>
-SCE_HD void prefetch_to_write(const BlockColumns<scalar_t>& columns, int64_t c, int64_t end, int64_t row, int64_t n,
-                              scalar_t* gradient, int64_t step) {
-  for (int64_t k = c + kAhead; k < end + kAhead && k < columns.available; ++k)
-    prefetch_to_write(gradient + k * step + row, n);
 }
 
 // f(Count<k>{}, column) for the columns [begin, end), k at a time: what belongs to a row is then loaded once for k.
@@ -92,22 +86,24 @@ SCE_HD bool multiplies(const LossOptions& options, bool scaled) {
   return scaled || !LogitTransform<double>(options).identity();
 }
 
-// f(transform), where transform(logit, i) is z of row i: compiled for what the options ask for. scale (rows,).
+// f(transform, capped), where transform(logit, i) is z of row i: compiled for what the options ask for. scale (rows,).
 template <typename acc_t, typename function_t>
 SCE_HD void with_transform(const LossOptions& options, bool scaled, const acc_t* scale, const function_t& f) {
   if (options.softcap != 0)
-    f([&](acc_t logit, int64_t i) SCE_INLINE { return LogitTransform<acc_t>(options, scale[i])(logit); });
+    f([&](acc_t logit, int64_t i) SCE_INLINE { return LogitTransform<acc_t>(options, scale[i])(logit); },
+      std::true_type{});
   else if (multiplies(options, scaled))
-    f([&](acc_t logit, int64_t i) SCE_INLINE { return LogitTransform<acc_t>(options, scale[i]).scale * logit; });
+    f([&](acc_t logit, int64_t i) SCE_INLINE { return LogitTransform<acc_t>(options, scale[i]).scale * logit; },
+      std::false_type{});
   else
-    f([&](acc_t logit, int64_t) SCE_INLINE { return logit; });
+    f([&](acc_t logit, int64_t) SCE_INLINE { return logit; }, std::false_type{});
 }
 
 // z of `count` columns of logits x, `step` apart, n rows of each. `max`, of the rows, goes up with them.
 template <int count, typename source_t, typename acc_t>
 SCE_HD void transform_columns(const source_t* x, int64_t step, int64_t n, const LossOptions& options, bool scaled,
                               const acc_t* scale, acc_t* z, int64_t stride, acc_t* max) {
-  with_transform(options, scaled, scale, [&](const auto& transform) SCE_INLINE {
+  with_transform(options, scaled, scale, [&](const auto& transform, auto) SCE_INLINE {
     SCE_SIMD()
     for (int64_t i = 0; i < n; ++i) {
       acc_t highest = max[i];

@@ -18,20 +18,21 @@ SCE_HD void for_some_rows(const BlockColumns<scalar_t>& columns, int64_t c, cons
   for (int64_t first = 0; first < columns.rows; first += kSome) {
     const int64_t m = columns.rows - first < kSome ? columns.rows - first : kSome;
     const scalar_t* x = columns.at(c) + first * columns.apart;
-    if (columns.apart != 1) {
-      alignas(64) scalar_t buffer[count * kSome];
-      for (int k = 0; k < count; ++k)
-        for (int64_t i = 0; i < m; ++i) buffer[k * kSome + i] = x[k * columns.step + i * columns.apart];
-      use(buffer, kSome, first, m);
-      continue;
-    }
-    prefetch_columns(columns, c, c + count, first, m);
-    if constexpr (std::is_same_v<scalar_t, Half> && set != InstructionSet::kDefault) {
-      alignas(64) acc_t buffer[count * kSome];
-      for (int k = 0; k < count; ++k) widened<set>(x + k * columns.step, m, buffer + k * kSome);
-      use(buffer, kSome, first, m);
+    int64_t step = columns.step;
+    alignas(64) scalar_t together[count * kSome];
+    if (columns.apart == 1) {
+      prefetch_columns(columns, c, c + count, first, m);
     } else {
-      use(x, columns.step, first, m);
+      for (int k = 0; k < count; ++k)
+        for (int64_t i = 0; i < m; ++i) together[k * kSome + i] = x[k * step + i * columns.apart];
+      x = together, step = kSome;
+    }
+    if constexpr (std::is_same_v<scalar_t, Half> && set != InstructionSet::kDefault) {
+      alignas(64) acc_t wide[count * kSome];
+      for (int k = 0; k < count; ++k) widened<set>(x + k * step, m, wide + k * kSome);
+      use(wide, kSome, first, m);
+    } else {
+      use(x, step, first, m);
     }
   }
 }
@@ -43,7 +44,7 @@ SCE_HD void push_stream(const BlockColumns<scalar_t>& columns, const LossOptions
   for_columns(columns.begin, columns.end, [&](auto counted, int64_t c) SCE_INLINE {
     constexpr int kCount = decltype(counted)::value;
     for_some_rows<set, kCount>(columns, c, [&](const auto* x, int64_t step, int64_t first, int64_t m) SCE_INLINE {
-      with_transform(options, scaled, scale + first, [&](const auto& transform) SCE_INLINE {
+      with_transform(options, scaled, scale + first, [&](const auto& transform, auto) SCE_INLINE {
         SCE_SIMD()
         for (int64_t i = 0; i < m; ++i) {
           acc_t high = max[first + i], added = sum[first + i];
@@ -70,7 +71,7 @@ SCE_HD acc_t smooth_stream(const BlockColumns<scalar_t>& columns, const LossOpti
     weight += o;
     if (o == acc_t(0)) continue;  // a class of weight 0 adds 0 even at -inf
     for_some_rows<set, 1>(columns, c, [&](const auto* x, int64_t, int64_t first, int64_t m) SCE_INLINE {
-      with_transform(options, scaled, scale + first, [&](const auto& transform) SCE_INLINE {
+      with_transform(options, scaled, scale + first, [&](const auto& transform, auto) SCE_INLINE {
         SCE_SIMD()
         for (int64_t i = 0; i < m; ++i) smoothed[first + i] += o * (transform(to_acc(x[i]), i) - reference[first + i]);
       });
@@ -156,9 +157,10 @@ SCE_HD void narrow_columns(int64_t n, const term_t& term, scalar_t* out, int64_t
   }
 }
 
-// The gradient as if no column had an entry; it may be the logits.
+// The gradient as if no column had an entry; it may be the logits. The options are a copy: float64 gradients could
+// otherwise be the options, which would be read again for each of them.
 template <InstructionSet set, typename scalar_t, typename acc_t>
-SCE_HD void differentiate_columns(const BlockColumns<scalar_t>& columns, const LossOptions& options, bool scaled,
+SCE_HD void differentiate_columns(const BlockColumns<scalar_t>& columns, LossOptions options, bool scaled,
                                   const acc_t* class_weight, const BlockRows<acc_t>& rows, scalar_t* gradient,
                                   int64_t step, int64_t apart) {
 #ifdef SCE_X86
@@ -169,7 +171,8 @@ SCE_HD void differentiate_columns(const BlockColumns<scalar_t>& columns, const L
                  : avx512::differentiate_columns<false>(columns, options, class_weight, rows, gradient, step);
   }
 #endif
-  const bool plain = options.softcap == 0 && options.label_smoothing == 0;
+  const bool smoothed = options.label_smoothing != 0;
+  const acc_t softcap = static_cast<acc_t>(options.softcap);
   bool all_live = true;
   for (int64_t i = 0; i < columns.rows; ++i) all_live &= rows.live[i] != acc_t(0);
   for_columns(columns.begin, columns.end, [&](auto counted, int64_t c) SCE_INLINE {
@@ -180,29 +183,26 @@ SCE_HD void differentiate_columns(const BlockColumns<scalar_t>& columns, const L
       alignas(64) scalar_t together[kCount * kSome];
       scalar_t* const out = apart == 1 ? gradient + c * step + first : together;
       const int64_t apart_out = apart == 1 ? step : kSome;
-      if (apart == 1) prefetch_to_write(columns, c, c + kCount, first, m, gradient, step);
-      with_transform(options, scaled, rows.scale + first, [&](const auto& transform) SCE_INLINE {
+      with_transform(options, scaled, rows.scale + first, [&](const auto& transform, auto capped) SCE_INLINE {
         const auto write = [&](const auto& term) SCE_INLINE {
-          narrow_columns<set, kCount>(
-              m,
-              [&](int k, int64_t i) SCE_INLINE {
-                const acc_t z = transform(to_acc(x[k * apart_x + i]), i);
-                return term(z, k, first + i);
-              },
-              out, apart_out);
+          const auto of_logit = [&](int k, int64_t i)
+                                    SCE_INLINE { return term(transform(to_acc(x[k * apart_x + i]), i), k, first + i); };
+          narrow_columns<set, kCount>(m, of_logit, out, apart_out);
         };
         const auto of_row = [&](int64_t i) SCE_INLINE {
           return GradientCoefficients<acc_t>(rows.a[i], rows.b[i], acc_t(0), rows.lse[i], rows.lse_residual[i]);
         };
-        const auto slope = [&](acc_t z, int64_t i)
-                               SCE_INLINE { return LogitTransform<acc_t>(options, rows.scale[i]).slope(z); };
+        const auto of_scale = [&](int64_t i) SCE_INLINE { return LogitTransform<acc_t>(options, rows.scale[i]); };
         const auto live = [&](int64_t i, acc_t x) SCE_INLINE { return rows.live[i] != acc_t(0) ? x : acc_t(0); };
-        if (plain && all_live)
-          write([&](acc_t z, int, int64_t i) SCE_INLINE { return of_row(i).at(z) * slope(z, i); });
-        else if (plain)
-          write([&](acc_t z, int, int64_t i) SCE_INLINE { return live(i, of_row(i).at(z) * slope(z, i)); });
-        else
-          write([&](acc_t z, int k, int64_t i) SCE_INLINE { return live(i, of_row(i).at(z, o[k]) * slope(z, i)); });
+        if constexpr (decltype(capped)::value) {
+          write([&](acc_t z, int k, int64_t i)
+                    SCE_INLINE { return live(i, of_row(i).at(z, o[k]) * of_scale(i).slope_at(z / softcap)); });
+        } else if (!smoothed && all_live) {
+          write([&](acc_t z, int, int64_t i) SCE_INLINE { return of_row(i).at(z) * of_scale(i).scale; });
+        } else {
+          write([&](acc_t z, int k, int64_t i)
+                    SCE_INLINE { return live(i, of_row(i).at(z, o[k]) * of_scale(i).scale); });
+        }
       });
       for (int k = 0; apart != 1 && k < kCount; ++k)
         for (int64_t i = 0; i < m; ++i) gradient[(c + k) * step + (first + i) * apart] = together[k * kSome + i];
