@@ -146,13 +146,34 @@ def test_every_instruction_set_has_the_gradient_of_a_tile(dtype, options, module
             shared = scale, softcap, smoothing, grad, mass, lse.item(), address(weight)
             out, inplace = torch.full_like(logits, math.nan), logits.clone()
             gradient = of(module, "tile_gradient", dtype)
-            gradient(logits.data_ptr(), n, *shared, out.data_ptr())
-            gradient(inplace.data_ptr(), n, *shared, inplace.data_ptr())
+            gradient(logits.data_ptr(), n, *shared, out.data_ptr(), False)
+            gradient(inplace.data_ptr(), n, *shared, inplace.data_ptr(), False)
             assert torch.equal(out, inplace)
             assert_near(out, exact, dtype, (name, n))
             at = z.to(entries.dtype, copy=True)
             of(module, "tile_entries", dtype)(at.data_ptr(), n, *shared, entries.data_ptr())
             assert_near(at, exact - d * entries.double() * slope, at.dtype, (name, n))
+
+
+@pytest.mark.parametrize("options", ["plain", "smoothed"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_stores_around_the_caches_begin_and_end_anywhere(dtype, options, modules):
+    """They fill their place and nothing beside it."""
+    scale, softcap, smoothing = OPTIONS[options]
+    of_line = 64 // dtype.itemsize
+    for n in (1, of_line, 3 * of_line + 1, 5000):
+        logits, weight, _, _, lse = problem(dtype, n, options)
+        shared = scale, softcap, smoothing, 1.7, 0.6, lse.item(), address(weight)
+        for name, module in modules.items():
+            gradient = of(module, "tile_gradient", dtype)
+            expected, memory = torch.empty_like(logits), torch.empty(n + 3 * of_line, dtype=dtype)
+            gradient(logits.data_ptr(), n, *shared, expected.data_ptr(), False)
+            line = -(memory.data_ptr() // dtype.itemsize) % of_line + of_line
+            for begin in range(line - 1, line + of_line, 3):
+                memory.fill_(math.nan)
+                gradient(logits.data_ptr(), n, *shared, memory[begin:].data_ptr(), True)
+                assert torch.equal(memory[begin:begin + n], expected), (name, n, begin)
+                assert memory.isnan().sum() == len(memory) - n, (name, n, begin)
 
 
 def assert_near(found, exact, dtype, where):

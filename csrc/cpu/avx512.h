@@ -276,12 +276,49 @@ SCE_AVX512_INLINE void differentiate(const exponential_t& exponential, const tim
   x = power;
 }
 
+// What becomes of the first n < kPack logits.
+template <typename exponential_t, typename times_t, typename scalar_t>
+SCE_AVX512_INLINE void differentiate_first(const exponential_t& exponential, const times_t& times, const scalar_t* x,
+                                           int64_t n, scalar_t* gradient) {
+  Columns<kNarrow> pack;
+  load(x, first_columns(n), pack);
+  differentiate(exponential, times, pack);
+  store_first(pack, n, gradient);
+}
+
+// And of all.
+template <bool around, typename exponential_t, typename times_t, typename scalar_t>
+SCE_AVX512_INLINE void differentiate_row(const exponential_t& exponential, const times_t& times, const scalar_t* x,
+                                         int64_t n, const scalar_t* next, scalar_t* gradient) {
+  Columns<kWide> wide;
+  Columns<kNarrow> pack;
+  const int64_t first = around ? before_line(gradient, n) : 0;
+  if (first > 0) differentiate_first(exponential, times, x, first, gradient);
+  for (int64_t begin = first; begin < n; begin += kBlock<scalar_t>) {
+    const int64_t end = std::min(begin + kBlock<scalar_t>, n), step = stream_columns(end - begin);
+    int64_t i = begin;
+    for (; i < begin + step; i += kPack) {
+      prefetch_streams(x + i, next + i, step);
+      if constexpr (!around) prefetch_stores(gradient + i, step);
+      read_streams(Every<scalar_t>{x + i}, step, wide);
+      differentiate(exponential, times, wide);
+      store_streams<around>(wide, step, gradient + i);
+    }
+    for (i = begin + kStreams * step; i + kPack <= end; i += kPack) {
+      load(x + i, pack);
+      differentiate(exponential, times, pack);
+      store<around>(pack, gradient + i);
+    }
+    if (i < end) differentiate_first(exponential, times, x + i, end - i, gradient + i);
+  }
+}
+
 // gradient = dz/dx a exp(scale x - lse), or what SelectCoefficients have in place of a, which may be in place;
 // scale > 0. Writes nothing and returns false where only the plain formula is right: beyond the range of the exponent's
 // fraction and for factors near the ends of float's.
 template <typename times_t, typename scalar_t, typename coefficients_t>
 SCE_AVX512 bool gradient(const scalar_t* x, int64_t n, float scale, const coefficients_t& c, const scalar_t* next,
-                         scalar_t* gradient) {
+                         const Destination<scalar_t>& to) {
   const Line line(scale, c.lse);
   const double where = (static_cast<double>(c.lse) + c.lse_residual) / scale;  // x whose probability is 1
   const double where_one = where * line.slope + line.offset;
@@ -291,29 +328,10 @@ SCE_AVX512 bool gradient(const scalar_t* x, int64_t n, float scale, const coeffi
     return false;
   const FlushSubnormals flush;
   const Exponential<sizeof(scalar_t) == 2 ? 4 : 6> exponential(line, factor);
-  Columns<kWide> wide;
-  Columns<kNarrow> pack;
-  for (int64_t begin = 0; begin < n; begin += kBlock<scalar_t>) {
-    const int64_t end = std::min(begin + kBlock<scalar_t>, n), step = stream_columns(end - begin);
-    int64_t i = begin;
-    for (; i < begin + step; i += kPack) {
-      prefetch_streams(x + i, next + i, step);
-      prefetch_stores(gradient + i, step);
-      read_streams(Every<scalar_t>{x + i}, step, wide);
-      differentiate(exponential, times, wide);
-      store_streams(wide, step, gradient + i);
-    }
-    for (i = begin + kStreams * step; i + kPack <= end; i += kPack) {
-      load(x + i, pack);
-      differentiate(exponential, times, pack);
-      store(pack, gradient + i);
-    }
-    if (i < end) {
-      load(x + i, first_columns(end - i), pack);
-      differentiate(exponential, times, pack);
-      store_first(pack, end - i, gradient + i);
-    }
-  }
+  if (to.around)
+    differentiate_row<true>(exponential, times, x, n, next, to.gradient);
+  else
+    differentiate_row<false>(exponential, times, x, n, next, to.gradient);
   return true;
 }
 

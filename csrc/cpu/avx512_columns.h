@@ -142,17 +142,21 @@ SCE_AVX512_INLINE void read_streams(const logits_t& logits, int64_t step, Column
   }
 }
 
+// `around` the caches: to whole lines.
+template <bool around>
 SCE_AVX512_INLINE void store(const Columns<kNarrow>& x, float* out) {
-  SCE_EACH(k, kNarrow) _mm512_storeu_ps(out + 16 * k, x.vector[k]);
+  SCE_EACH(k, kNarrow)
+  around ? _mm512_stream_ps(out + 16 * k, x.vector[k]) : _mm512_storeu_ps(out + 16 * k, x.vector[k]);
 }
-template <typename scalar_t>
+template <bool around, typename scalar_t>
 SCE_AVX512_INLINE void store(const Columns<kNarrow>& x, scalar_t* out) {
-  _mm512_storeu_si512(out, narrow(x.vector[0], x.vector[1], scalar_t{}));
+  const __m512i bits = narrow(x.vector[0], x.vector[1], scalar_t{});
+  around ? _mm512_stream_si512(reinterpret_cast<__m512i*>(out), bits) : _mm512_storeu_si512(out, bits);
 }
 
-template <typename scalar_t>
+template <bool around, typename scalar_t>
 SCE_AVX512_INLINE void store_streams(const Columns<kWide>& x, int64_t step, scalar_t* out) {
-  SCE_EACH(k, kStreams) store(Columns<kNarrow>{{x.vector[2 * k], x.vector[2 * k + 1]}}, out + k * step);
+  SCE_EACH(k, kStreams) store<around>(Columns<kNarrow>{{x.vector[2 * k], x.vector[2 * k + 1]}}, out + k * step);
 }
 
 // The first n columns.

@@ -31,10 +31,16 @@ SCE_AVX512_INLINE __m512 load_rows(const Half* x, rows_t rows) {
   return _mm512_cvtph_ps(load_bits(x, rows));
 }
 
+// `around` the caches: to places where a vector can be.
+struct Around {};
 SCE_AVX512_INLINE void store_rows(__m512 x, All, float* out) { _mm512_storeu_ps(out, x); }
+SCE_AVX512_INLINE void store_rows(__m512 x, Around, float* out) { _mm512_stream_ps(out, x); }
 SCE_AVX512_INLINE void store_rows(__m512 x, Few rows, float* out) { _mm512_mask_storeu_ps(out, rows, x); }
 SCE_AVX512_INLINE void store_bits(__m256i bits, All, void* out) {
   _mm256_storeu_si256(static_cast<__m256i*>(out), bits);
+}
+SCE_AVX512_INLINE void store_bits(__m256i bits, Around, void* out) {
+  _mm256_stream_si256(static_cast<__m256i*>(out), bits);
 }
 SCE_AVX512_INLINE void store_bits(__m256i bits, Few rows, void* out) { _mm256_mask_storeu_epi16(out, rows, bits); }
 template <typename rows_t>
@@ -119,8 +125,8 @@ SCE_AVX512 inline void powers(int64_t n, const float* max, const float* referenc
 }
 
 // Gradients of a vector's rows of `count` columns, to columns `apart`. class_weight (count,).
-template <int count, typename scalar_t, typename scale_t, typename exponential_t, typename rows_t>
-SCE_AVX512_INLINE void differentiate_vector(const scalar_t* x, int64_t step, int64_t i, rows_t rows,
+template <int count, typename scalar_t, typename scale_t, typename exponential_t, typename rows_t, typename store_t>
+SCE_AVX512_INLINE void differentiate_vector(const scalar_t* x, int64_t step, int64_t i, rows_t rows, store_t how,
                                             const scale_t& scale, const exponential_t& exponential,
                                             const BlockRows<float>& of, const float* class_weight, scalar_t* out,
                                             int64_t apart) {
@@ -139,24 +145,25 @@ SCE_AVX512_INLINE void differentiate_vector(const scalar_t* x, int64_t step, int
     z.vector[k] = class_weight
                       ? _mm512_maskz_fmsub_ps(live, a, z.vector[k], _mm512_mul_ps(b, _mm512_set1_ps(class_weight[k])))
                       : _mm512_maskz_mul_ps(live, a, z.vector[k]);
-    store_rows(z.vector[k], rows, out + k * apart + i);
+    store_rows(z.vector[k], how, out + k * apart + i);
   }
 }
 
 // The same of the rows [begin, end).
-template <int count, typename scalar_t, typename scale_t, typename exponential_t>
+template <int count, typename store_t, typename scalar_t, typename scale_t, typename exponential_t>
 SCE_AVX512_INLINE void differentiate_rows(const scalar_t* x, int64_t step, int64_t begin, int64_t end,
                                           const scale_t& scale, const exponential_t& exponential,
                                           const BlockRows<float>& of, const float* class_weight, scalar_t* out,
                                           int64_t apart) {
   int64_t i = begin;
   for (; i + kRows <= end; i += kRows)
-    differentiate_vector<count>(x, step, i, All{}, scale, exponential, of, class_weight, out, apart);
-  if (i < end) differentiate_vector<count>(x, step, i, few(end - i), scale, exponential, of, class_weight, out, apart);
+    differentiate_vector<count>(x, step, i, All{}, store_t{}, scale, exponential, of, class_weight, out, apart);
+  const Few last = few(end - i);
+  if (i < end) differentiate_vector<count>(x, step, i, last, last, scale, exponential, of, class_weight, out, apart);
 }
 
 // Of all of them.
-template <bool scaled, typename scalar_t>
+template <bool scaled, typename store_t, typename scalar_t>
 SCE_AVX512 void differentiate_columns(const BlockColumns<scalar_t>& columns, const LossOptions& options,
                                       const float* class_weight, const BlockRows<float>& rows, scalar_t* gradient,
                                       int64_t step) {
@@ -168,17 +175,25 @@ SCE_AVX512 void differentiate_columns(const BlockColumns<scalar_t>& columns, con
   for (int64_t c = columns.begin, next; c < columns.end; c = next) {
     next = c + kWide <= columns.end ? c + kWide : c + 1;
     const float* const o = !smoothed ? nullptr : class_weight ? class_weight + c : kOnes;
+    scalar_t* const out = gradient + c * step;
     for (int64_t i = 0; i < columns.rows; i += kSome) {
       const int64_t end = std::min(i + kSome, columns.rows);
       prefetch_columns(columns, c, next, i, end - i);
       if (next - c == kWide)
-        differentiate_rows<kWide>(columns.at(c), columns.step, i, end, scale, exponential, rows, o, gradient + c * step,
-                                  step);
+        differentiate_rows<kWide, store_t>(columns.at(c), columns.step, i, end, scale, exponential, rows, o, out, step);
       else
-        differentiate_rows<1>(columns.at(c), columns.step, i, end, scale, exponential, rows, o, gradient + c * step,
-                              step);
+        differentiate_rows<1, store_t>(columns.at(c), columns.step, i, end, scale, exponential, rows, o, out, step);
     }
   }
+}
+template <bool scaled, typename scalar_t>
+SCE_AVX512 void differentiate_columns(const BlockColumns<scalar_t>& columns, const LossOptions& options,
+                                      const float* class_weight, const BlockRows<float>& rows,
+                                      const Destination<scalar_t>& to, int64_t step) {
+  constexpr int64_t kVector = kRows * sizeof(scalar_t);  // bytes
+  const bool around = to.around && reinterpret_cast<uintptr_t>(to.gradient) % kVector == 0 && step % kRows == 0;
+  around ? differentiate_columns<scaled, Around>(columns, options, class_weight, rows, to.gradient, step)
+         : differentiate_columns<scaled, All>(columns, options, class_weight, rows, to.gradient, step);
 }
 
 }  // namespace avx512

@@ -3,7 +3,7 @@
 
 #include "../dtype.h"
 #include "../math.h"
-#include "instruction_set.h"
+#include "nontemporal.h"
 
 #ifdef SCE_X86
 #include <immintrin.h>
@@ -12,7 +12,7 @@
 namespace sparse_ce {
 namespace cpu {
 
-constexpr int64_t kLine = 64, kSoon = 512;  // bytes
+constexpr int64_t kSoon = 512;  // bytes
 
 #ifdef SCE_X86
 // float16 takes 15 instructions a conversion without F16C, which every processor with AVX2 has.

@@ -52,20 +52,22 @@ void run_backward(const BackwardArgs& args) {
 }
 
 // Where a row's exponentials are kept between its loss and its gradient: in the gradient itself, if that is stored as
-// it is computed with.
+// it is computed with and comes into a cache.
 template <typename scalar_t>
 class Scratch {
   using acc_t = acc_type<scalar_t>;
 
  public:
-  explicit Scratch(const BackwardArgs& args) : args_(args), maxima_(divide_up(args.vocab, kPowers)) {
-    if (!std::is_same_v<scalar_t, acc_t>) powers_.resize(args.vocab);
+  Scratch(const BackwardArgs& args, bool around) : args_(args), maxima_(divide_up(args.vocab, kPowers)) {
+    if (!std::is_same_v<scalar_t, acc_t> || around) powers_.resize(args.vocab);
     if (args.options.softcap != 0) slopes_.resize(args.vocab);
   }
 
   Powers<acc_t> row(int64_t r) {
     acc_t* powers = powers_.data();
-    if constexpr (std::is_same_v<scalar_t, acc_t>) powers = args_.template gradient_row<scalar_t>(r);
+    if constexpr (std::is_same_v<scalar_t, acc_t>) {
+      if (powers_.empty()) powers = args_.template gradient_row<scalar_t>(r);
+    }
     return {powers, slopes_.empty() ? nullptr : slopes_.data(), maxima_.data()};
   }
 
@@ -86,7 +88,7 @@ void run_both(const ForwardArgs& forward_args, const BackwardArgs& backward_args
   }
   parallel_rows(forward_args.rows, forward_args.vocab, [&](int64_t begin, int64_t end) {
     auto plan = backward.empty_plan();
-    Scratch<scalar_t> scratch(backward_args);
+    Scratch<scalar_t> scratch(backward_args, backward.around_caches());
     for (int64_t r = begin; r < end; ++r) {
       const int64_t after = std::min(r + 1, end - 1);
       if (forward.keeps(r)) {

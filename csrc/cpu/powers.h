@@ -112,9 +112,13 @@ SCE_HD RowStats<acc_t> raise(const scalar_t* logits, int64_t n, const LogitTrans
 template <InstructionSet set, typename scalar_t, typename acc_t>
 SCE_HD void gradient_of(acc_t* powers, const acc_t* slopes, acc_t max, int64_t n, acc_t scale,
                         const GradientCoefficients<acc_t>& coefficients, const acc_t* class_weight,
-                        scalar_t* gradient) {
+                        const Destination<scalar_t>& to) {
   const acc_t b = coefficients.b, by = coefficients.per_power(max), scaled = by * scale;
-  const auto write = [&](const auto& term) SCE_INLINE { narrow<set>(n, term, powers, gradient); };
+  alignas(64) scalar_t rounded[kPowers];
+  const auto write = [&](const auto& term) SCE_INLINE {
+    narrow<set>(n, term, powers, to.around ? rounded : to.gradient);
+    if (to.around) copy_around<set>(rounded, n, to.gradient);
+  };
   if (b == acc_t(0) && !slopes) return write([&](int64_t i) { return scaled * powers[i]; });
   if (b == acc_t(0)) return write([&](int64_t i) { return by * powers[i] * slopes[i]; });
   const auto less = [&](const auto& slope) SCE_INLINE {

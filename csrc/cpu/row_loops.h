@@ -1,6 +1,8 @@
 // row_loops.h - how rows go to threads: whole, or in spans of columns. The result is the same.
 #pragma once
 
+#include "nontemporal.h"
+
 #include <torch/csrc/stable/ops.h>
 
 #include <algorithm>
@@ -20,13 +22,17 @@ inline bool split_rows(int64_t rows, int64_t spans) {
 template <typename function_t>
 void parallel_rows(int64_t rows, int64_t columns, const function_t& f) {
   const int64_t grain = std::max<int64_t>(1, kGrain / std::max<int64_t>(1, columns));
-  torch::stable::parallel_for(0, rows, grain, f);
+  torch::stable::parallel_for(0, rows, grain, [&](int64_t begin, int64_t end) {
+    f(begin, end);
+    finish_stores();
+  });
 }
 
 template <typename function_t>
 void parallel_spans(int64_t rows, int64_t spans, const function_t& f) {
   torch::stable::parallel_for(0, rows * spans, 1, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) f(i / spans, i % spans);
+    finish_stores();
   });
 }
 

@@ -13,7 +13,6 @@ namespace cpu {
 // Asks for the entries of a row that will soon be collected.
 inline void prefetch_entries(const TargetView& target, int64_t r) {
   const auto prefetch = [](const void* array, int64_t begin, int64_t end) {
-    constexpr int64_t kLine = 64;
     for (int64_t byte = begin; byte < end; byte += kLine) __builtin_prefetch(static_cast<const char*>(array) + byte);
   };
   const EntryRange range = target.row(r);
@@ -27,6 +26,24 @@ const acc_type<scalar_t>* weights_at(const TargetView& target, int64_t column) {
   const auto* weight = static_cast<const acc_type<scalar_t>*>(target.weight);
   return weight ? weight + column : nullptr;
 }
+
+// Where the gradients of rows go.
+template <typename scalar_t>
+class Destinations {
+ public:
+  explicit Destinations(const BackwardArgs& args)
+      : args_(args), around_(around_caches(args.logits, args.grad_logits, args.rows * args.vocab * kSize, kSize)) {}
+
+  bool around() const { return around_; }
+  Destination<scalar_t> row(int64_t r, size_t entries) const {
+    return {args_.gradient_row<scalar_t>(r), around_ && few_entries(entries, args_.vocab)};
+  }
+
+ private:
+  static constexpr int64_t kSize = sizeof(scalar_t);
+  const BackwardArgs& args_;
+  const bool around_;
+};
 
 // Longer rows leave the caches before their gradient is written: their exponentials are made twice.
 constexpr int64_t kLongestKept = int64_t(1) << 20;
@@ -116,9 +133,10 @@ class Backward {
   };
 
   explicit Backward(const BackwardArgs& args)
-      : args_(args), columns_(args.target.num_classes), spans_(divide_up(args.vocab, kSpan)) {}
+      : args_(args), columns_(args.target.num_classes), spans_(divide_up(args.vocab, kSpan)), destinations_(args) {}
 
   int64_t spans() const { return spans_; }
+  bool around_caches() const { return destinations_.around(); }
   RowPlan empty_plan() const { return {true, {0, 0, 0, 0, 0, 0, args_.options, columns_}, {}}; }
 
   // `after` is the row that will be read next; `plan` is memory to work in, with the row's entries where Forward has
@@ -140,7 +158,7 @@ class Backward {
     plan.coefficients = args_.coefficients(r, plan.entries.mass());
     plan.entries.merge_repeated();
     Tile<scalar_t>::gradient(kept, live, args_.template transform<acc_t>(r), plan.coefficients,
-                             weights_at<scalar_t>(args_.target, 0), gradient);
+                             weights_at<scalar_t>(args_.target, 0), destinations_.row(r, plan.entries.size()));
     write_entries(r, plan);
   }
 
@@ -163,7 +181,8 @@ class Backward {
       const auto transform = args_.template transform<acc_t>(r);
       plan.entries.gather(row(r), transform, plan.entries.span_begin(t), plan.entries.span_begin(t + 1));
       Tile<scalar_t>::gradient(row(r) + begin, live - begin, transform, args_.options.label_smoothing != 0,
-                               plan.coefficients, weights_at<scalar_t>(args_.target, begin), next, gradient + begin);
+                               plan.coefficients, weights_at<scalar_t>(args_.target, begin), next,
+                               destinations_.row(r, plan.entries.size()).from(begin));
     }
     std::fill(reinterpret_cast<char*>(gradient + live), reinterpret_cast<char*>(gradient + end), 0);
   }
@@ -191,6 +210,7 @@ class Backward {
 
   const BackwardArgs& args_;
   const int64_t columns_, spans_;
+  const Destinations<scalar_t> destinations_;
 };
 
 }  // namespace cpu

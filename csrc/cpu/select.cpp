@@ -138,7 +138,7 @@ class SelectBackward {
   };
 
   explicit SelectBackward(const SelectBackwardArgs& args)
-      : args_(args), columns_(args.target.num_classes), spans_(divide_up(args.vocab, kSpan)) {}
+      : args_(args), columns_(args.target.num_classes), spans_(divide_up(args.vocab, kSpan)), destinations_(args) {}
 
   int64_t spans() const { return spans_; }
   RowPlan empty_plan() const {
@@ -185,12 +185,12 @@ class SelectBackward {
       const SelectCoefficients<acc_t>& c = plan.coefficients;
       const acc_t* weights = weights_at<scalar_t>(args_.target, begin);
       const int64_t n = live - begin;
+      const Destination<scalar_t> to = destinations_.row(r, entries.size()).from(begin);
       if (!c.more() && !args_.grad_scale)
         Tile<scalar_t>::gradient(row(r) + begin, n, transform, args_.options.label_smoothing != 0, c, weights, next,
-                                 gradient + begin);
-      else if (args_.grad_scale ||
-               !Tile<scalar_t>::select_gradient(row(r) + begin, n, transform, c, weights, next, gradient + begin))
-        of_scale = write_tiles(r, t, live, transform, plan);
+                                 to);
+      else if (args_.grad_scale || !Tile<scalar_t>::select_gradient(row(r) + begin, n, transform, c, weights, next, to))
+        of_scale = write_tiles(r, t, live, transform, plan, to);
     }
     std::fill(reinterpret_cast<char*>(gradient + live), reinterpret_cast<char*>(gradient + end), 0);
     return of_scale;
@@ -220,8 +220,8 @@ class SelectBackward {
   }
 
   // A span, up to column `live`, as if none of its classes had an entry; those that have add nothing to dl/ds here.
-  acc_t write_tiles(int64_t r, int64_t t, int64_t live, const LogitTransform<acc_t>& transform,
-                    const RowPlan& plan) const {
+  acc_t write_tiles(int64_t r, int64_t t, int64_t live, const LogitTransform<acc_t>& transform, const RowPlan& plan,
+                    const Destination<scalar_t>& to) const {
     alignas(64) acc_t buffer[kTile], derivative[kTile];
     acc_t of_scale = 0;
     typename RowEntries<acc_t>::Others others;
@@ -232,13 +232,14 @@ class SelectBackward {
       Tile<scalar_t>::derivative(z, n, plan.coefficients, weights_at<scalar_t>(args_.target, begin),
                                  args_.grad_scale ? others.bits + (begin - t * kSpan) / 32 : nullptr, derivative);
       Tile<scalar_t>::chain(row(r) + begin, z, derivative, n, transform, args_.grad_scale ? &of_scale : nullptr,
-                            args_.template gradient_row<scalar_t>(r) + begin);
+                            to.from(begin - t * kSpan));
     }
     return of_scale;
   }
 
   const SelectBackwardArgs& args_;
   const int64_t columns_, spans_;
+  const Destinations<scalar_t> destinations_;
 };
 
 template <typename scalar_t>

@@ -220,8 +220,8 @@ SCE_HD void push_columns(const BlockColumns<scalar_t>& columns, const acc_t* max
 // (rows,) that have taken its place; `z` becomes scratch.
 template <InstructionSet set, typename scalar_t, typename acc_t>
 SCE_HD void write_columns(const BlockColumns<scalar_t>& columns, const acc_t* max, const LossOptions& options,
-                          const acc_t* class_weight, const BlockRows<acc_t>& rows, scalar_t* gradient, int64_t step,
-                          int64_t apart) {
+                          const acc_t* class_weight, const BlockRows<acc_t>& rows, const Destination<scalar_t>& to,
+                          int64_t step, int64_t apart) {
   const bool capped = options.softcap != 0, smoothed = options.label_smoothing != 0;
   const int64_t n = columns.rows;
   const auto of_row = [&](int64_t i) SCE_INLINE {
@@ -238,8 +238,10 @@ SCE_HD void write_columns(const BlockColumns<scalar_t>& columns, const acc_t* ma
   for (int64_t c = columns.begin; c < columns.end; ++c) {
     acc_t* const z = columns.z_of(c);
     alignas(64) scalar_t together[kMostRows];
-    scalar_t* const out = apart == 1 ? gradient + c * step : together;
-    if (apart == 1 && c + kAhead < columns.available) prefetch_to_write(out + kAhead * step, n);
+    const bool at_once = apart == 1 && !to.around;
+    scalar_t* const gradient = to.gradient + c * step;
+    scalar_t* const out = at_once ? gradient : together;
+    if (at_once && c + kAhead < columns.available) prefetch_to_write(out + kAhead * step, n);
     const acc_t o = class_weight ? class_weight[c] : acc_t(1);
     if (capped) {
       SCE_SIMD()
@@ -257,7 +259,8 @@ SCE_HD void write_columns(const BlockColumns<scalar_t>& columns, const acc_t* ma
       write([&](int64_t i) SCE_INLINE { return rows.live[i] != acc_t(0) ? z[i] : acc_t(0); });
     else
       write([&](int64_t i) SCE_INLINE { return rows.live[i] != acc_t(0) ? per_power[i] * z[i] : acc_t(0); });
-    for (int64_t i = 0; apart != 1 && i < n; ++i) gradient[c * step + i * apart] = together[i];
+    if (apart == 1 && !at_once) copy_around<set>(together, n, gradient);
+    for (int64_t i = 0; apart != 1 && i < n; ++i) gradient[i * apart] = together[i];
   }
 }
 

@@ -77,16 +77,16 @@ class Block {
   void backward(const BackwardArgs& args, bool made) {
     at_entries_.clear();
     for (int64_t i = 0; i < n_; ++i) plan(args, i);
-    scalar_t* gradient = args.strided_gradient_row<scalar_t>(first_).first;
+    scalar_t* const gradient = args.strided_gradient_row<scalar_t>(first_).first;
+    const Destination<scalar_t> to{gradient, around(args)};
     const int64_t step = args.grad_strided.column_stride, apart = args.grad_strided.inner_stride;
     for (int64_t c = 0; c < columns_; c += kColumns) {
       if (grid_.held && !made) make(c);
       with_instruction_set([&](auto set) SCE_INLINE {
         if (!grid_.held)
-          return differentiate_columns<decltype(set)::value>(view(c), args.options, scaled(), class_weight_, *rows_,
-                                                             gradient, step, apart);
-        write_columns<decltype(set)::value>(view(c), max_of(c), args.options, class_weight_, *rows_, gradient, step,
-                                            apart);
+          return differentiate_columns<decltype(set)::value>(view(c), args.options, scaled(), class_weight_, *rows_, to,
+                                                             step, apart);
+        write_columns<decltype(set)::value>(view(c), max_of(c), args.options, class_weight_, *rows_, to, step, apart);
       });
     }
     for (int64_t c = columns_; c < args.vocab; ++c)
@@ -99,6 +99,13 @@ class Block {
     int64_t at;  // from the gradient of the block's first row and class
     acc_t value;
   };
+
+  // Whether the gradient of the block that is planned goes around the caches.
+  bool around(const BackwardArgs& args) const {
+    constexpr int64_t kSize = sizeof(scalar_t);
+    return around_caches(args.logits, args.grad_logits, args.rows * args.vocab * kSize, kSize) &&
+           few_entries(at_entries_.size(), n_ * args.vocab);
+  }
 
   bool scaled() const { return args_.row_scale != nullptr; }
 

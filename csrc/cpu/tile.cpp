@@ -60,11 +60,12 @@ SCE_HD RowStats<acc_t> stats_body(const scalar_t* logits, int64_t n, const Logit
 template <InstructionSet set, typename scalar_t, typename acc_t>
 SCE_HD void gradient_body(const scalar_t* logits, int64_t n, const LogitTransform<acc_t>& transform,
                           [[maybe_unused]] bool weighted, const GradientCoefficients<acc_t>& coefficients,
-                          const acc_t* class_weight, [[maybe_unused]] const scalar_t* next, scalar_t* gradient) {
+                          const acc_t* class_weight, [[maybe_unused]] const scalar_t* next,
+                          const Destination<scalar_t>& to) {
 #ifdef SCE_X86
   if constexpr (set == InstructionSet::kAvx512 && std::is_same_v<acc_t, float>) {
     if (twice<set, scalar_t>(transform, weighted) &&
-        avx512::gradient<avx512::Times>(logits, n, transform.scale, coefficients, next, gradient))
+        avx512::gradient<avx512::Times>(logits, n, transform.scale, coefficients, next, to))
       return;
   }
 #endif
@@ -76,18 +77,18 @@ SCE_HD void gradient_body(const scalar_t* logits, int64_t n, const LogitTransfor
                                  begin + m < n ? logits + begin + m : next, powers, capped ? slopes : nullptr)
                           .max;
     gradient_of<set>(powers, capped ? slopes : nullptr, max, m, transform.scale, coefficients,
-                     class_weight ? class_weight + begin : nullptr, gradient + begin);
+                     class_weight ? class_weight + begin : nullptr, to.from(begin));
   }
 }
 
 template <InstructionSet set, typename scalar_t, typename acc_t>
 SCE_HD void kept_gradient_body(const Powers<acc_t>& kept, int64_t n, const LogitTransform<acc_t>& transform,
                                const GradientCoefficients<acc_t>& coefficients, const acc_t* class_weight,
-                               scalar_t* gradient) {
+                               const Destination<scalar_t>& to) {
   for (int64_t begin = 0; begin < n; begin += kPowers)
     gradient_of<set>(kept.powers_at(begin), kept.slopes_at(begin), kept.maxima[begin / kPowers],
                      n - begin < kPowers ? n - begin : kPowers, transform.scale, coefficients,
-                     class_weight ? class_weight + begin : nullptr, gradient + begin);
+                     class_weight ? class_weight + begin : nullptr, to.from(begin));
 }
 
 template <typename acc_t>
@@ -239,16 +240,19 @@ SCE_HD void derivative_body(const acc_t* z, int64_t n, const SelectCoefficients<
   leave_out(kept, n, acc_t(0), derivative);
 }
 
-template <typename scalar_t, typename acc_t>
+template <InstructionSet set, typename scalar_t, typename acc_t>
 SCE_HD void chain_body(const scalar_t* logits, const acc_t* z, const acc_t* derivative, int64_t n,
-                       const LogitTransform<acc_t>& transform, acc_t* of_scale, scalar_t* gradient) {
+                       const LogitTransform<acc_t>& transform, acc_t* of_scale, const Destination<scalar_t>& to) {
   const LogitTransform<acc_t> t = transform;
   if (of_scale)
     *of_scale += sum_in_lanes<acc_t>(0, n, [&](int64_t i) {
       return derivative[i] == acc_t(0) ? acc_t(0) : derivative[i] * t.slope_of_cap(z[i]) * to_acc(logits[i]);
     });
+  alignas(64) scalar_t rounded[kTile];
+  scalar_t* const out = to.around ? rounded : to.gradient;
   SCE_SIMD()
-  for (int64_t i = 0; i < n; ++i) from_acc(derivative[i] * t.slope(z[i]), gradient[i]);
+  for (int64_t i = 0; i < n; ++i) from_acc(derivative[i] * t.slope(z[i]), out[i]);
+  if (to.around) copy_around<set>(rounded, n, to.gradient);
 }
 
 // SPARSE_CE_CPU forces a path so that each can be tested; one that the processor lacks is not taken.
@@ -293,18 +297,18 @@ RowStats<acc_type<scalar_t>> Tile<scalar_t>::stats(const scalar_t* logits, int64
 template <typename scalar_t>
 void Tile<scalar_t>::gradient(const scalar_t* logits, int64_t n, const LogitTransform<acc_t>& transform, bool weighted,
                               const GradientCoefficients<acc_t>& coefficients, const acc_t* class_weight,
-                              const scalar_t* next, scalar_t* gradient) {
+                              const scalar_t* next, const Destination<scalar_t>& to) {
   with_instruction_set([&](auto set) SCE_INLINE {
-    gradient_body<decltype(set)::value>(logits, n, transform, weighted, coefficients, class_weight, next, gradient);
+    gradient_body<decltype(set)::value>(logits, n, transform, weighted, coefficients, class_weight, next, to);
   });
 }
 
 template <typename scalar_t>
 void Tile<scalar_t>::gradient(const Powers<acc_t>& kept, int64_t n, const LogitTransform<acc_t>& transform,
                               const GradientCoefficients<acc_t>& coefficients, const acc_t* class_weight,
-                              scalar_t* gradient) {
+                              const Destination<scalar_t>& to) {
   with_instruction_set([&](auto set) SCE_INLINE {
-    kept_gradient_body<decltype(set)::value>(kept, n, transform, coefficients, class_weight, gradient);
+    kept_gradient_body<decltype(set)::value>(kept, n, transform, coefficients, class_weight, to);
   });
 }
 
@@ -330,12 +334,12 @@ template <typename scalar_t>
 bool Tile<scalar_t>::select_gradient([[maybe_unused]] const scalar_t* logits, [[maybe_unused]] int64_t n,
                                      const LogitTransform<acc_t>& transform, const SelectCoefficients<acc_t>& c,
                                      const acc_t* class_weight, [[maybe_unused]] const scalar_t* next,
-                                     [[maybe_unused]] scalar_t* gradient) {
+                                     [[maybe_unused]] const Destination<scalar_t>& to) {
   if (transform.softcap != acc_t(0) || !(transform.scale > acc_t(0)) || (class_weight && c.b != acc_t(0))) return false;
 #ifdef SCE_X86
   if constexpr (std::is_same_v<acc_t, float>) {
     if (instruction_set_in_use() == InstructionSet::kAvx512)
-      return avx512::gradient<avx512::TimesLine>(logits, n, transform.scale, c, next, gradient);
+      return avx512::gradient<avx512::TimesLine>(logits, n, transform.scale, c, next, to);
   }
 #endif
   return false;
@@ -354,8 +358,10 @@ void Tile<scalar_t>::derivative(const acc_t* z, int64_t n, const SelectCoefficie
 
 template <typename scalar_t>
 void Tile<scalar_t>::chain(const scalar_t* logits, const acc_t* z, const acc_t* derivative, int64_t n,
-                           const LogitTransform<acc_t>& transform, acc_t* of_scale, scalar_t* gradient) {
-  with_instruction_set([&](auto) SCE_INLINE { chain_body(logits, z, derivative, n, transform, of_scale, gradient); });
+                           const LogitTransform<acc_t>& transform, acc_t* of_scale, const Destination<scalar_t>& to) {
+  with_instruction_set([&](auto set) SCE_INLINE {
+    chain_body<decltype(set)::value>(logits, z, derivative, n, transform, of_scale, to);
+  });
 }
 
 template struct Tile<float>;

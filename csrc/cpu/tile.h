@@ -3,6 +3,7 @@
 
 #include "../select.h"
 #include "instruction_set.h"
+#include "nontemporal.h"
 
 namespace sparse_ce {
 namespace cpu {
@@ -58,9 +59,10 @@ struct Tile {
   // The gradient as if none had an entry; it may be the logits. From what was kept it has the same bits.
   static void gradient(const scalar_t* logits, int64_t n, const LogitTransform<acc_t>& transform, bool weighted,
                        const GradientCoefficients<acc_t>& coefficients, const acc_t* class_weight, const scalar_t* next,
-                       scalar_t* gradient);
+                       const Destination<scalar_t>& to);
   static void gradient(const Powers<acc_t>& kept, int64_t n, const LogitTransform<acc_t>& transform,
-                       const GradientCoefficients<acc_t>& coefficients, const acc_t* class_weight, scalar_t* gradient);
+                       const GradientCoefficients<acc_t>& coefficients, const acc_t* class_weight,
+                       const Destination<scalar_t>& to);
   // The gradient at logits that have entries of the given summed weights. In place of the logits `z`, which are
   // transformed but not yet rounded to storage.
   static void entries(acc_t* z, int64_t n, const LogitTransform<acc_t>& transform,
@@ -76,7 +78,7 @@ struct Tile {
   // loop for it.
   static bool select_gradient(const scalar_t* logits, int64_t n, const LogitTransform<acc_t>& transform,
                               const SelectCoefficients<acc_t>& coefficients, const acc_t* class_weight,
-                              const scalar_t* next, scalar_t* gradient);
+                              const scalar_t* next, const Destination<scalar_t>& to);
 
   // For select by tiles, n <= kTile. z of the logits.
   static void transform(const scalar_t* logits, int64_t n, const LogitTransform<acc_t>& transform, acc_t* z);
@@ -85,7 +87,7 @@ struct Tile {
                          const acc_t* class_weight, const uint32_t* kept, acc_t* derivative);
   // The gradient from it, and, where `of_scale` is there, what it adds to dl/ds; it may be the logits.
   static void chain(const scalar_t* logits, const acc_t* z, const acc_t* derivative, int64_t n,
-                    const LogitTransform<acc_t>& transform, acc_t* of_scale, scalar_t* gradient);
+                    const LogitTransform<acc_t>& transform, acc_t* of_scale, const Destination<scalar_t>& to);
 };
 
 }  // namespace cpu

@@ -83,13 +83,13 @@ GradientCoefficients<acc_t> coefficients(const LossOptions& options, double grad
 
 template <typename scalar_t>
 void tile_gradient(uintptr_t logits, int64_t n, double scale, double softcap, double smoothing, double grad,
-                   double mass, double lse, uintptr_t class_weight, uintptr_t gradient) {
+                   double mass, double lse, uintptr_t class_weight, uintptr_t gradient, bool around) {
   using acc_t = acc_type<scalar_t>;
   const LossOptions options = options_of(scale, softcap, smoothing, 0);
   const auto* x = reinterpret_cast<const scalar_t*>(logits);
-  cpu::Tile<scalar_t>::gradient(x, n, LogitTransform<acc_t>(options), smoothing != 0,
-                                coefficients<acc_t>(options, grad, mass, lse, n),
-                                reinterpret_cast<const acc_t*>(class_weight), x, reinterpret_cast<scalar_t*>(gradient));
+  cpu::Tile<scalar_t>::gradient(
+      x, n, LogitTransform<acc_t>(options), smoothing != 0, coefficients<acc_t>(options, grad, mass, lse, n),
+      reinterpret_cast<const acc_t*>(class_weight), x, {reinterpret_cast<scalar_t*>(gradient), around});
 }
 
 template <typename scalar_t>

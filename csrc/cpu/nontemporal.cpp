@@ -1,0 +1,35 @@
+#include "nontemporal.h"
+
+#if __has_include(<unistd.h>)
+#include <unistd.h>
+#endif
+
+namespace sparse_ce {
+namespace cpu {
+namespace {
+
+constexpr int64_t kMiB = int64_t(1) << 20;
+
+// Half of the cache that cores share; the other half is the logits'. From there on a reader that follows loses less by
+// finding nothing in it than the writer gains (32 MiB, two Zen 4 cores, 2026-11-23).
+int64_t too_large() {
+  int64_t shared = 0;
+#ifdef _SC_LEVEL3_CACHE_SIZE
+  shared = sysconf(_SC_LEVEL3_CACHE_SIZE);
+#endif
+  return shared <= 0 ? 16 * kMiB : std::clamp(shared / 2, 4 * kMiB, 32 * kMiB);
+}
+
+}  // namespace
+
+// Stores of 16 bytes fill the queue before their lines are whole, and float64 on AVX2 computes for longer than fetching
+// its lines takes.
+bool around_caches(const void* logits, const void* gradient, int64_t bytes, int64_t size) {
+  static const int64_t most = too_large();
+  const InstructionSet set = instruction_set_in_use();
+  return logits != gradient && bytes >= most &&
+         (set == InstructionSet::kAvx512 || (set == InstructionSet::kAvx2 && size < 8));
+}
+
+}  // namespace cpu
+}  // namespace sparse_ce

@@ -1,0 +1,85 @@
+// nontemporal.h - stores around the caches, for gradients that are larger than these: a line that is stored as a whole
+// need not be read first, which is a third of the traffic of a gradient beside its logits.
+#pragma once
+
+#include "../dtype.h"
+#include "instruction_set.h"
+
+#include <algorithm>
+#include <cstdint>
+
+#ifdef SCE_X86
+#include <immintrin.h>
+#endif
+
+namespace sparse_ce {
+namespace cpu {
+
+// Whether `bytes` of a gradient, of elements of `size`, go around the caches: where nobody would find them in one and
+// the loops wait for memory. Where it overwrites its logits each line is in a cache already.
+bool around_caches(const void* logits, const void* gradient, int64_t bytes, int64_t size);
+
+// Whether they are few among elements that go around the caches: entries are written after the rest, and each fetches
+// its line again.
+constexpr bool few_entries(size_t entries, int64_t elements) { return static_cast<int64_t>(entries) * 64 <= elements; }
+
+// What other threads see of the stores so far, they see from now on.
+inline void finish_stores() {
+#ifdef SCE_X86
+  _mm_sfence();
+#endif
+}
+
+constexpr int64_t kLine = 64;  // bytes
+
+template <typename scalar_t>
+struct Destination {
+  scalar_t* gradient;
+  bool around;
+
+  SCE_HD Destination from(int64_t i) const { return {gradient + i, around}; }
+};
+
+// How many of n elements lie before the first whole line.
+template <typename scalar_t>
+SCE_HD int64_t before_line(const scalar_t* x, int64_t n) {
+  return std::min<int64_t>(n, (-reinterpret_cast<uintptr_t>(x) % kLine) / sizeof(scalar_t));
+}
+
+#ifdef SCE_X86
+// By whole vectors: the queue of stores holds as many of them as of smaller ones.
+SCE_AVX2 inline void copy_lines_avx2(const void* from, int64_t bytes, void* to) {
+  for (int64_t i = 0; i < bytes; i += kLine) {
+    const auto* x = reinterpret_cast<const __m256i*>(static_cast<const char*>(from) + i);
+    auto* out = reinterpret_cast<__m256i*>(static_cast<char*>(to) + i);
+    const __m256i low = _mm256_loadu_si256(x), high = _mm256_loadu_si256(x + 1);
+    _mm256_stream_si256(out, low);
+    _mm256_stream_si256(out + 1, high);
+  }
+}
+SCE_AVX512 inline void copy_lines_avx512(const void* from, int64_t bytes, void* to) {
+  for (int64_t i = 0; i < bytes; i += kLine)
+    _mm512_stream_si512(reinterpret_cast<__m512i*>(static_cast<char*>(to) + i),
+                        _mm512_loadu_si512(static_cast<const char*>(from) + i));
+}
+#endif
+
+// Whole lines around the caches, the rest as usual.
+template <InstructionSet set, typename scalar_t>
+SCE_HD void copy_around(const scalar_t* from, int64_t n, scalar_t* to) {
+#ifdef SCE_X86
+  if constexpr (set != InstructionSet::kDefault) {
+    constexpr int64_t kOfLine = kLine / sizeof(scalar_t);
+    const int64_t begin = before_line(to, n), end = n - (n - begin) % kOfLine, bytes = (end - begin) * sizeof(scalar_t);
+    for (int64_t i = 0; i < begin; ++i) to[i] = from[i];
+    set == InstructionSet::kAvx512 ? copy_lines_avx512(from + begin, bytes, to + begin)
+                                   : copy_lines_avx2(from + begin, bytes, to + begin);
+    for (int64_t i = end; i < n; ++i) to[i] = from[i];
+    return;
+  }
+#endif
+  std::copy(from, from + n, to);
+}
+
+}  // namespace cpu
+}  // namespace sparse_ce

@@ -1,0 +1,85 @@
+"""Gradients too large for the caches are stored around them (csrc/cpu/nontemporal.h): to the bits of those that overwrite
+their logits, which are not. 33 MiB is too large for any cache, as far as the CPU's code is concerned."""
+
+import pytest
+import torch
+
+import sparse_ce
+from cases import DTYPES, Draw
+
+BYTES = 33 << 20
+WAYS = {
+    "labels": dict(),
+    "rows after rows": dict(reduction="none"),
+    "smoothed": dict(label_smoothing=0.1),
+    "weighted and smoothed": dict(label_smoothing=0.1, weight=True),
+    "capped": dict(softcap=9.0),
+    "scaled": dict(logit_scale=0.7),
+    "fewer classes": dict(num_classes=40_003),
+    "some entries": dict(k=9),
+    "rows full of entries": dict(k=2000),
+}
+
+
+def logits(dtype, *shape):
+    """Random, but by the hundred thousand."""
+    some = 3 * Draw("cpu").normal(99_991)
+    count = torch.Size(shape).numel()
+    return some.repeat(count // 99_991 + 1)[:count].view(shape).to(dtype)
+
+
+def gradients(x, target, inplace, reduction="mean", **options):
+    leaf = x.detach().clone(memory_format=torch.preserve_format).requires_grad_()
+    loss = sparse_ce.cross_entropy(leaf * 1, target, reduction=reduction, inplace=inplace, **options)
+    return torch.autograd.grad(loss.sum(), leaf)[0]
+
+
+def target_of(draw, shape, vocab, k):
+    if k:
+        return draw.integers(vocab, *shape, k), draw.uniform(*shape, k, low=0.05)
+    return draw.integers(vocab, *shape).masked_fill_(draw.uniform(*shape) < 0.1, -100)
+
+
+@pytest.mark.parametrize("vocab", [50_257, 51_200])  # rows begin within lines, and at lines
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_rows_have_the_bits_of_gradients_in_place(dtype, vocab):
+    rows = BYTES // (vocab * dtype.itemsize) + 1
+    x = logits(dtype, rows, vocab)
+    for way, given in WAYS.items():
+        options, draw = dict(given), Draw("cpu")
+        target = target_of(draw, (rows,), options.get("num_classes", vocab), options.pop("k", 0))
+        if options.pop("weight", False):
+            arithmetic = torch.float64 if dtype == torch.float64 else torch.float32
+            options["weight"] = draw.uniform(vocab, low=0.2, dtype=arithmetic)
+        found, expected = (gradients(x, target, inplace, **options) for inplace in (False, "backward"))
+        assert torch.equal(found, expected), way
+
+
+@pytest.mark.parametrize("side, classes", [(64, 150), (61, 150), (64, 4000), (61, 4000)])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_strided_classes_have_the_bits_of_gradients_in_place(dtype, side, classes):
+    """Columns that begin at lines, and within them; a block of those of 150 classes fits a cache."""
+    images = BYTES // (side * side * classes * dtype.itemsize) + 1
+    x = logits(dtype, images, classes, side, side).movedim(1, -1)
+    target = target_of(Draw("cpu"), (images, side, side), classes, 0)
+    for options in (dict(), dict(label_smoothing=0.1, logit_scale=0.7)):
+        found, expected = (gradients(x, target, inplace, **options) for inplace in (False, "backward"))
+        assert torch.equal(found, expected), options
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_log_probabilities_have_the_bits_of_gradients_in_place(dtype):
+    """Alone, with an entropy, and with a scale that is learned."""
+    vocab = 50_257
+    rows = BYTES // (vocab * dtype.itemsize) + 1
+    x, ids = logits(dtype, rows, vocab), Draw("cpu").integers(vocab, rows, 9)
+    for entropy, learned in ((False, False), (True, False), (True, True)):
+        found = []
+        for inplace in (False, "backward"):
+            leaf = x.clone().requires_grad_()
+            scale = torch.tensor(0.7, requires_grad=True) if learned else 0.7
+            out = sparse_ce.selected_log_probs(leaf * 1, ids, logit_scale=scale, return_entropy=entropy,
+                                               inplace=inplace)
+            made = [out.log_probs, out.entropy] if entropy else [out.log_probs]
+            found.append(torch.autograd.grad(sum(t.sum() for t in made), leaf)[0])
+        assert torch.equal(*found), (entropy, learned)
