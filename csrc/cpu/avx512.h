@@ -163,12 +163,13 @@ SCE_AVX512_INLINE Lanes<stats_t> push_block(const logits_t& logits, int64_t n, c
     read_streams(logits.from(i), step, wide);
     block.push(wide, exponential, centers);
   }
-  for (i = kStreams * step; i + kPack <= n; i += kPack) {
-    logits.from(i).read(pack);
-    block.push(pack, exponential, centers);
-  }
-  if (i < n) {
-    logits.from(i).read_first(n - i, pack);
+  i = kStreams * step;  // fewer columns are left than the four streams take at a time
+  prefetch_first(next + i, n - i);
+  if (n - i > kPack) {
+    read_first<kStreams>(logits.from(i), n - i, wide);
+    block.push(wide, exponential, centers);
+  } else if (i < n) {
+    read_first<1>(logits.from(i), n - i, pack);
     block.push(pack, exponential, centers);
   }
   return block;
@@ -276,14 +277,14 @@ SCE_AVX512_INLINE void differentiate(const exponential_t& exponential, const tim
   x = power;
 }
 
-// What becomes of the first n < kPack logits.
-template <typename exponential_t, typename times_t, typename scalar_t>
+// What becomes of the first n logits of several packs.
+template <bool around, int packs, typename exponential_t, typename times_t, typename scalar_t>
 SCE_AVX512_INLINE void differentiate_first(const exponential_t& exponential, const times_t& times, const scalar_t* x,
                                            int64_t n, scalar_t* gradient) {
-  Columns<kNarrow> pack;
-  load(x, first_columns(n), pack);
-  differentiate(exponential, times, pack);
-  store_first(pack, n, gradient);
+  Columns<packs * kNarrow> some;
+  read_first<packs>(Every<scalar_t>{x}, n, some);
+  differentiate(exponential, times, some);
+  store_first<around, packs>(some, n, gradient);
 }
 
 // And of all.
@@ -291,9 +292,8 @@ template <bool around, typename exponential_t, typename times_t, typename scalar
 SCE_AVX512_INLINE void differentiate_row(const exponential_t& exponential, const times_t& times, const scalar_t* x,
                                          int64_t n, const scalar_t* next, scalar_t* gradient) {
   Columns<kWide> wide;
-  Columns<kNarrow> pack;
   const int64_t first = around ? before_line(gradient, n) : 0;
-  if (first > 0) differentiate_first(exponential, times, x, first, gradient);
+  if (first > 0) differentiate_first<false, 1>(exponential, times, x, first, gradient);
   for (int64_t begin = first; begin < n; begin += kBlock<scalar_t>) {
     const int64_t end = std::min(begin + kBlock<scalar_t>, n), step = stream_columns(end - begin);
     int64_t i = begin;
@@ -304,12 +304,12 @@ SCE_AVX512_INLINE void differentiate_row(const exponential_t& exponential, const
       differentiate(exponential, times, wide);
       store_streams<around>(wide, step, gradient + i);
     }
-    for (i = begin + kStreams * step; i + kPack <= end; i += kPack) {
-      load(x + i, pack);
-      differentiate(exponential, times, pack);
-      store<around>(pack, gradient + i);
-    }
-    if (i < end) differentiate_first(exponential, times, x + i, end - i, gradient + i);
+    i = begin + kStreams * step;
+    prefetch_first(next + i, end - i);
+    if (end - i > kPack)
+      differentiate_first<around, kStreams>(exponential, times, x + i, end - i, gradient + i);
+    else if (i < end)
+      differentiate_first<around, 1>(exponential, times, x + i, end - i, gradient + i);
   }
 }
 

@@ -11,6 +11,7 @@
 #endif
 #include <immintrin.h>
 
+#include <algorithm>
 #include <cmath>
 
 namespace sparse_ce {
@@ -42,6 +43,9 @@ SCE_AVX512_INLINE int64_t stream_columns(int64_t n) { return n / (kStreams * kPa
 
 // The first n <= 32 columns of a pack.
 SCE_AVX512_INLINE uint32_t first_columns(int64_t n) { return static_cast<uint32_t>((uint64_t(1) << n) - 1); }
+
+// How many of n columns are in its k-th pack.
+SCE_AVX512_INLINE int64_t in_pack(int64_t n, int k) { return std::clamp<int64_t>(n - k * kPack, 0, kPack); }
 
 // 32 logits of 16 bits. Of BFloat16 `a` gets the even ones and `b` the odd ones: one instruction each, not two.
 SCE_AVX512_INLINE void widen(__m512i bits, BFloat16, __m512& a, __m512& b) {
@@ -79,6 +83,13 @@ SCE_AVX512_INLINE void prefetch_streams(const scalar_t* x, const scalar_t* next,
     SCE_EACH(i, kLines<scalar_t>) _mm_prefetch(soon + kLine * i, _MM_HINT_T0);
     SCE_EACH(i, kLines<scalar_t>) _mm_prefetch(later + kLine * i, _MM_HINT_T1);
   }
+}
+
+// Asks for the first n columns of the next span.
+template <typename scalar_t>
+SCE_AVX512_INLINE void prefetch_first(const scalar_t* next, int64_t n) {
+  for (int64_t i = 0; i < n; i += kLine / static_cast<int64_t>(sizeof(scalar_t)))
+    _mm_prefetch(reinterpret_cast<const char*>(next + i), _MM_HINT_T1);
 }
 
 // Asks to own the lines that will be written half a kilobyte later: a store that must wait for its line holds up those
@@ -154,6 +165,20 @@ SCE_AVX512_INLINE void store(const Columns<kNarrow>& x, scalar_t* out) {
   around ? _mm512_stream_si512(reinterpret_cast<__m512i*>(out), bits) : _mm512_storeu_si512(out, bits);
 }
 
+// The first n columns of several packs; others are -inf.
+template <int packs, typename logits_t>
+SCE_AVX512_INLINE void read_first(const logits_t& logits, int64_t n, Columns<packs * kNarrow>& out) {
+  SCE_EACH(k, packs) {
+    Columns<kNarrow> part{{_mm512_set1_ps(-INFINITY), _mm512_set1_ps(-INFINITY)}};
+    if (in_pack(n, k) == kPack)
+      logits.from(k * kPack).read(part);
+    else if (in_pack(n, k) > 0)
+      logits.from(k * kPack).read_first(in_pack(n, k), part);
+    out.vector[2 * k] = part.vector[0];
+    out.vector[2 * k + 1] = part.vector[1];
+  }
+}
+
 template <bool around, typename scalar_t>
 SCE_AVX512_INLINE void store_streams(const Columns<kWide>& x, int64_t step, scalar_t* out) {
   SCE_EACH(k, kStreams) store<around>(Columns<kNarrow>{{x.vector[2 * k], x.vector[2 * k + 1]}}, out + k * step);
@@ -167,6 +192,17 @@ SCE_AVX512_INLINE void store_first(const Columns<kNarrow>& x, int64_t n, float* 
 template <typename scalar_t>
 SCE_AVX512_INLINE void store_first(const Columns<kNarrow>& x, int64_t n, scalar_t* out) {
   _mm512_mask_storeu_epi16(out, first_columns(n), narrow(x.vector[0], x.vector[1], scalar_t{}));
+}
+
+template <bool around, int packs, typename scalar_t>
+SCE_AVX512_INLINE void store_first(const Columns<packs * kNarrow>& x, int64_t n, scalar_t* out) {
+  SCE_EACH(k, packs) {
+    const Columns<kNarrow> part{{x.vector[2 * k], x.vector[2 * k + 1]}};
+    if (in_pack(n, k) == kPack)
+      store<around>(part, out + k * kPack);
+    else if (in_pack(n, k) > 0)
+      store_first(part, in_pack(n, k), out + k * kPack);
+  }
 }
 
 }  // namespace avx512
