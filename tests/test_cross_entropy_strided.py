@@ -193,6 +193,26 @@ def test_long_rows_whose_maximum_moves(dtype, options, device, any_width):
 # ------------------------------------------------------------------------------------------------------------- layout
 
 
+@pytest.mark.parametrize("classes", [40, 2003])
+@pytest.mark.parametrize("options", [dict(), dict(softcap=9.0)], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_an_infinite_weight_of_a_class_that_no_row_has_is_no_nan(dtype, options, classes, device, any_width):
+    """One over how often a class occurs, beside a row that is ignored: gradients do not ask for it."""
+    draw = Draw(device)
+    x = as_images(draw.normal(1, 5, 5, classes).to(dtype))
+    labels = draw.integers(classes - 1, 1, 5, 5) + 1
+    labels[0, 2, 3] = -100
+    weight = draw.uniform(classes, low=0.2, dtype=arithmetic(dtype))
+    weight[0] = float("inf")
+    grads = []
+    for logits in (x, x.contiguous()):
+        leaf = logits.detach().requires_grad_()
+        loss = cross_entropy(leaf, labels, weight, reduction="sum", **options)
+        grads.append(torch.autograd.grad(loss, leaf)[0])
+        assert grads[-1].isfinite().all()
+    torch.testing.assert_close(*grads)
+
+
 def test_what_is_used_where_it_lies():
     x = torch.empty(2, 5, 6, 8)
     for t in (x.movedim(1, -1), x.movedim(0, -1), x.flatten(2).mT, x[:, 1:4].movedim(1, -1), x[:, :, 1:].movedim(1, -1),

@@ -190,8 +190,7 @@ template <bool scaled, typename scalar_t>
 SCE_AVX512 void differentiate_columns(const BlockColumns<scalar_t>& columns, const LossOptions& options,
                                       const float* class_weight, const BlockRows<float>& rows,
                                       const Destination<scalar_t>& to, int64_t step) {
-  constexpr int64_t kVector = kRows * sizeof(scalar_t);  // bytes
-  const bool around = to.around && reinterpret_cast<uintptr_t>(to.gradient) % kVector == 0 && step % kRows == 0;
+  const bool around = to.around && before_line(to.gradient, step) == 0 && step * sizeof(scalar_t) % kLine == 0;
   around ? differentiate_columns<scaled, Around>(columns, options, class_weight, rows, to.gradient, step)
          : differentiate_columns<scaled, All>(columns, options, class_weight, rows, to.gradient, step);
 }

@@ -58,21 +58,23 @@ class Scratch {
   using acc_t = acc_type<scalar_t>;
 
  public:
-  Scratch(const BackwardArgs& args, bool around) : args_(args), maxima_(divide_up(args.vocab, kPowers)) {
-    if (!std::is_same_v<scalar_t, acc_t> || around) powers_.resize(args.vocab);
-    if (args.options.softcap != 0) slopes_.resize(args.vocab);
-  }
+  Scratch(const BackwardArgs& args, bool around)
+      : args_(args), in_gradient_(std::is_same_v<scalar_t, acc_t> && !around) {}
 
   Powers<acc_t> row(int64_t r) {
+    maxima_.resize(divide_up(args_.vocab, kPowers));
+    if (!in_gradient_) powers_.resize(args_.vocab);
+    if (args_.options.softcap != 0) slopes_.resize(args_.vocab);
     acc_t* powers = powers_.data();
     if constexpr (std::is_same_v<scalar_t, acc_t>) {
-      if (powers_.empty()) powers = args_.template gradient_row<scalar_t>(r);
+      if (in_gradient_) powers = args_.template gradient_row<scalar_t>(r);
     }
     return {powers, slopes_.empty() ? nullptr : slopes_.data(), maxima_.data()};
   }
 
  private:
   const BackwardArgs& args_;
+  const bool in_gradient_;
   std::vector<acc_t> powers_, slopes_, maxima_;
 };
 

@@ -238,11 +238,11 @@ SCE_HD void write_columns(const BlockColumns<scalar_t>& columns, const acc_t* ma
   for (int64_t c = columns.begin; c < columns.end; ++c) {
     acc_t* const z = columns.z_of(c);
     alignas(64) scalar_t together[kMostRows];
-    const bool at_once = apart == 1 && !to.around;
+    const bool at_once = apart == 1 && !(to.around && n * sizeof(scalar_t) >= 4 * kLine);
     scalar_t* const gradient = to.gradient + c * step;
     scalar_t* const out = at_once ? gradient : together;
     if (at_once && c + kAhead < columns.available) prefetch_to_write(out + kAhead * step, n);
-    const acc_t o = class_weight ? class_weight[c] : acc_t(1);
+    const acc_t o = !smoothed ? acc_t(0) : class_weight ? class_weight[c] : acc_t(1);  // inf times 0 is not asked for
     if (capped) {
       SCE_SIMD()
       for (int64_t i = 0; i < n; ++i)

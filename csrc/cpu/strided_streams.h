@@ -179,7 +179,7 @@ SCE_HD void differentiate_columns(const BlockColumns<scalar_t>& columns, LossOpt
   for_columns(columns.begin, columns.end, [&](auto counted, int64_t c) SCE_INLINE {
     constexpr int kCount = decltype(counted)::value;
     acc_t o[kCount];
-    SCE_EACH_COLUMN(k, kCount) o[k] = class_weight ? class_weight[c + k] : acc_t(1);
+    SCE_EACH_COLUMN(k, kCount) o[k] = !smoothed ? acc_t(0) : class_weight ? class_weight[c + k] : acc_t(1);
     for_some_rows<set, kCount>(columns, c, [&](const auto* x, int64_t apart_x, int64_t first, int64_t m) SCE_INLINE {
       alignas(64) scalar_t together[kCount * kSome];
       scalar_t* const gradient = to.gradient + c * step + first * apart;
