@@ -90,7 +90,7 @@ void run_both(const ForwardArgs& forward_args, const BackwardArgs& backward_args
   }
   parallel_rows(forward_args.rows, forward_args.vocab, [&](int64_t begin, int64_t end) {
     auto plan = backward.empty_plan();
-    Scratch<scalar_t> scratch(backward_args, backward.around_caches());
+    Scratch<scalar_t> scratch(backward_args, backward.keeps_around());
     for (int64_t r = begin; r < end; ++r) {
       const int64_t after = std::min(r + 1, end - 1);
       if (forward.keeps(r)) {

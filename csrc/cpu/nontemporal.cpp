@@ -1,5 +1,7 @@
 #include "nontemporal.h"
 
+#include <cstdio>
+
 #if __has_include(<unistd.h>)
 #include <unistd.h>
 #endif
@@ -10,14 +12,27 @@ namespace {
 
 constexpr int64_t kMiB = int64_t(1) << 20;
 
-// Half of the cache that cores share; the other half is the logits'. From there on a reader that follows loses less by
-// finding nothing in it than the writer gains (32 MiB, two Zen 4 cores, 2026-11-23).
-int64_t too_large() {
-  int64_t shared = 0;
+// The cache that cores share; 0 where nobody says. sysconf counts all of a processor's where Linux knows the core's.
+int64_t last_cache() {
+  int64_t kib = 0;
+  if (FILE* file = std::fopen("/sys/devices/system/cpu/cpu0/cache/index3/size", "r")) {
+    long found = 0;
+    if (std::fscanf(file, "%ldK", &found) == 1) kib = found;
+    std::fclose(file);
+  }
+  if (kib > 0) return kib << 10;
 #ifdef _SC_LEVEL3_CACHE_SIZE
-  shared = sysconf(_SC_LEVEL3_CACHE_SIZE);
+  return sysconf(_SC_LEVEL3_CACHE_SIZE);
+#else
+  return 0;
 #endif
-  return shared <= 0 ? 16 * kMiB : std::clamp(shared / 2, 4 * kMiB, 32 * kMiB);
+}
+
+// Half of it; the other half is the logits'. From there on a reader that follows loses less by finding nothing in it
+// than the writer gains (32 MiB, two Zen 4 cores, 2026-11-23).
+int64_t too_large() {
+  const int64_t cache = last_cache();
+  return cache <= 0 ? 16 * kMiB : std::clamp(cache / 2, 4 * kMiB, 32 * kMiB);
 }
 
 }  // namespace

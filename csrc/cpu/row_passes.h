@@ -36,7 +36,7 @@ class Destinations {
 
   bool around() const { return around_; }
   Destination<scalar_t> row(int64_t r, size_t entries) const {
-    return {args_.gradient_row<scalar_t>(r), around_ && few_entries(entries, args_.vocab)};
+    return {args_.gradient_row<scalar_t>(r), around_ && worth_it<scalar_t>(args_.vocab, entries)};
   }
 
  private:
@@ -136,7 +136,8 @@ class Backward {
       : args_(args), columns_(args.target.num_classes), spans_(divide_up(args.vocab, kSpan)), destinations_(args) {}
 
   int64_t spans() const { return spans_; }
-  bool around_caches() const { return destinations_.around(); }
+  // Whether what is made of what was kept goes around the caches.
+  bool keeps_around() const { return destinations_.around() && worth_it_of_kept<scalar_t>(); }
   RowPlan empty_plan() const { return {true, {0, 0, 0, 0, 0, 0, args_.options, columns_}, {}}; }
 
   // `after` is the row that will be read next; `plan` is memory to work in, with the row's entries where Forward has
@@ -157,8 +158,10 @@ class Backward {
     if (plan.zero) return;
     plan.coefficients = args_.coefficients(r, plan.entries.mass());
     plan.entries.merge_repeated();
+    Destination<scalar_t> to = destinations_.row(r, plan.entries.size());
+    to.around = to.around && keeps_around();
     Tile<scalar_t>::gradient(kept, live, args_.template transform<acc_t>(r), plan.coefficients,
-                             weights_at<scalar_t>(args_.target, 0), destinations_.row(r, plan.entries.size()));
+                             weights_at<scalar_t>(args_.target, 0), to);
     write_entries(r, plan);
   }
 

@@ -104,7 +104,7 @@ class Block {
   bool around(const BackwardArgs& args) const {
     constexpr int64_t kSize = sizeof(scalar_t);
     return around_caches(args.logits, args.grad_logits, args.rows * args.vocab * kSize, kSize) &&
-           few_entries(at_entries_.size(), n_ * args.vocab);
+           worth_it<scalar_t>(n_ * args.vocab, at_entries_.size());
   }
 
   bool scaled() const { return args_.row_scale != nullptr; }
