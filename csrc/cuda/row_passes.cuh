@@ -142,7 +142,8 @@ __device__ void write_dense(const BackwardArgs& args, const GradientCoefficients
     return;
   }
 
-  const acc_t* weight = static_cast<const acc_t*>(args.target.weight);
+  // Only where labels are smoothed: an infinite one would be multiplied by 0.
+  const acc_t* weight = args.options.label_smoothing == 0 ? nullptr : static_cast<const acc_t*>(args.target.weight);
   const auto general = [&](scalar_t x, int64_t column, scalar_t& out) {
     const acc_t z = transform(to_acc(x));
     from_acc(c.at(z, weight ? weight[column] : acc_t(1)) * transform.slope(z), out);

@@ -85,7 +85,8 @@ __global__ void __launch_bounds__(kStridedThreads, 6)
     strided_backward_kernel(BackwardArgs args, EntryGradient<acc_type<scalar_t>>* entry_gradients) {
   using acc_t = acc_type<scalar_t>;
   const int64_t columns = args.target.num_classes;
-  const acc_t* weight = static_cast<const acc_t*>(args.target.weight);
+  // Only where labels are smoothed: an infinite one would be multiplied by 0.
+  const acc_t* weight = args.options.label_smoothing == 0 ? nullptr : static_cast<const acc_t*>(args.target.weight);
   for_rows(args.rows, [&](int64_t r) {
     const auto row = args.template strided_row<scalar_t>(r);
     const auto gradient = args.template strided_gradient_row<scalar_t>(r);
