@@ -6,6 +6,7 @@ import torch
 
 import sparse_ce
 from cases import DTYPES, Draw
+from dense import arithmetic
 
 BYTES = 33 << 20
 WAYS = {
@@ -49,8 +50,7 @@ def test_rows_have_the_bits_of_gradients_in_place(dtype, vocab):
         options, draw = dict(given), Draw("cpu")
         target = target_of(draw, (rows,), options.get("num_classes", vocab), options.pop("k", 0))
         if options.pop("weight", False):
-            arithmetic = torch.float64 if dtype == torch.float64 else torch.float32
-            options["weight"] = draw.uniform(vocab, low=0.2, dtype=arithmetic)
+            options["weight"] = draw.uniform(vocab, low=0.2, dtype=arithmetic(dtype))
         found, expected = (gradients(x, target, inplace, **options) for inplace in (False, "backward"))
         assert torch.equal(found, expected), way
 

@@ -190,9 +190,6 @@ def test_long_rows_whose_maximum_moves(dtype, options, device, any_width):
             assert_bitwise_equal(ours, whole[first:last])
 
 
-# ------------------------------------------------------------------------------------------------------------- layout
-
-
 @pytest.mark.parametrize("classes", [40, 2003])
 @pytest.mark.parametrize("options", [dict(), dict(softcap=9.0)], ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -211,6 +208,9 @@ def test_an_infinite_weight_of_a_class_that_no_row_has_is_no_nan(dtype, options,
         grads.append(torch.autograd.grad(loss, leaf)[0])
         assert grads[-1].isfinite().all()
     torch.testing.assert_close(*grads)
+
+
+# ------------------------------------------------------------------------------------------------------------- layout
 
 
 def test_what_is_used_where_it_lies():
