@@ -176,6 +176,15 @@ def test_stores_around_the_caches_begin_and_end_anywhere(dtype, options, modules
                 assert memory.isnan().sum() == len(memory) - n, (name, n, begin)
 
 
+def test_gradients_go_around_the_caches_where_they_are_large_and_not_in_place(modules):
+    """With AVX2, float64 computes for longer than its lines take to come. No cache counts as less than 8 MiB."""
+    for name, module in modules.items():
+        for size in (2, 4, 8):
+            large, small = (33 << 20) // size, (3 << 20) // size
+            assert module.around_caches(64, 128, large, size) == (name == "avx512" or name == "avx2" and size < 8)
+            assert not module.around_caches(64, 64, large, size) and not module.around_caches(64, 128, small, size)
+
+
 def assert_near(found, exact, dtype, where):
     error = (found.double() - exact).abs().max()
     assert error <= TOLERANCE[dtype] * exact.abs().max().clamp(min=1e-3), (where, error)

@@ -39,10 +39,10 @@ int64_t too_large() {
 
 // Stores of 16 bytes fill the queue before their lines are whole, and float64 on AVX2 computes for longer than fetching
 // its lines takes.
-bool around_caches(const void* logits, const void* gradient, int64_t bytes, int64_t size) {
+bool around_caches(const void* logits, const void* gradient, int64_t n, int64_t size) {
   static const int64_t most = too_large();
   const InstructionSet set = instruction_set_in_use();
-  return logits != gradient && bytes >= most &&
+  return logits != gradient && n * size >= most &&
          (set == InstructionSet::kAvx512 || (set == InstructionSet::kAvx2 && size < 8));
 }
 

@@ -15,9 +15,9 @@
 namespace sparse_ce {
 namespace cpu {
 
-// Whether `bytes` of a gradient, of elements of `size`, go around the caches: where nobody would find them in one and
-// the loops wait for memory. Where it overwrites its logits each line is in a cache already.
-bool around_caches(const void* logits, const void* gradient, int64_t bytes, int64_t size);
+// Whether a gradient of n elements of `size` bytes goes around the caches: where nobody would find it in one and the
+// loops wait for memory. Where it overwrites its logits each line is in a cache already.
+bool around_caches(const void* logits, const void* gradient, int64_t n, int64_t size);
 
 // Whether n elements that belong together are worth it: entries are written after the rest, and each fetches its line
 // again, for which the stores behind it wait. A row of 2 KiB took a quarter longer, one of 256 bytes three times as

@@ -32,7 +32,7 @@ template <typename scalar_t>
 class Destinations {
  public:
   explicit Destinations(const BackwardArgs& args)
-      : args_(args), around_(around_caches(args.logits, args.grad_logits, args.rows * args.vocab * kSize, kSize)) {}
+      : args_(args), around_(around_caches(args.logits, args.grad_logits, args.rows * args.vocab, sizeof(scalar_t))) {}
 
   bool around() const { return around_; }
   Destination<scalar_t> row(int64_t r, size_t entries) const {
@@ -40,7 +40,6 @@ class Destinations {
   }
 
  private:
-  static constexpr int64_t kSize = sizeof(scalar_t);
   const BackwardArgs& args_;
   const bool around_;
 };

@@ -102,8 +102,7 @@ class Block {
 
   // Whether the gradient of the block that is planned goes around the caches.
   bool around(const BackwardArgs& args) const {
-    constexpr int64_t kSize = sizeof(scalar_t);
-    return around_caches(args.logits, args.grad_logits, args.rows * args.vocab * kSize, kSize) &&
+    return around_caches(args.logits, args.grad_logits, args.rows * args.vocab, sizeof(scalar_t)) &&
            worth_it<scalar_t>(n_ * args.vocab, at_entries_.size());
   }
 

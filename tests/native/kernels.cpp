@@ -132,6 +132,9 @@ PYBIND11_MODULE(kernels, m) {
     }
   });
   m.attr("span") = cpu::kSpan;
+  m.def("around_caches", [](uintptr_t logits, uintptr_t gradient, int64_t n, int64_t size) {
+    return cpu::around_caches(reinterpret_cast<const void*>(logits), reinterpret_cast<const void*>(gradient), n, size);
+  });
   define_monoids<float>(m, "float32");
   define_monoids<double>(m, "float64");
   define_tile<float>(m, "float32");
