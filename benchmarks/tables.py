@@ -56,6 +56,7 @@ TABLES = {
     "head memory": Table(r"linear head, memory", 2, {
         f"{_BOTH}, class index": "sparse_ce", _BOTH: "sparse_ce, K = 64",
         f'{_BOTH}, class index, reduction="none"': 'sparse_ce, `reduction="none"`',
+        f"{_BOTH}, class index, chunk_rows=D/16": "sparse_ce, `chunk_rows=` D / 16",
         "F.linear_cross_entropy, class index": "`F.linear_cross_entropy`",
     }, "MiB"),
     "log-probabilities": Table(r"selected_log_probs, ", 4, {

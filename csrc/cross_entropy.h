@@ -27,26 +27,33 @@ struct StridedRows {
 };
 
 struct CrossEntropyArgs {
-  const void* logits;       // (rows, vocab): unit column stride, any row stride; or as `strided` has it
+  const void* logits;  // (rows, vocab - first_class): unit column stride, any row stride; or as `strided` has it
   DType dtype;
-  int64_t rows, vocab;      // columns >= target.num_classes exist in memory only
+  int64_t rows, vocab;  // columns >= target.num_classes exist in memory only
+  int64_t first_class;  // 0, but of backward where those before it, and perhaps others behind, have their own call
   int64_t row_stride;
   StridedRows strided;
   TargetView target;
   LossOptions options;
-  const void* row_scale;    // (rows,) by which logit_scale is multiplied, with any stride, or null: 1
+  const void* row_scale;  // (rows,) by which logit_scale is multiplied, with any stride, or null: 1
   int64_t row_scale_stride;
-  const void* weight_sum;   // (1,) sum of the class weights, or null: it is num_classes
-  int64_t max_blocks;       // 0: no limit. Tests lower it, so that blocks take several rows
+  const void* weight_sum;  // (1,) sum of the class weights, or null: it is num_classes
+  int64_t max_blocks;  // 0: no limit. Tests lower it, so that blocks take several rows
 
+  // Columns are classes: what a row points to need not exist before the first of them.
   template <typename scalar_t>
   SCE_HD const scalar_t* row(int64_t r) const {
-    return static_cast<const scalar_t*>(logits) + r * row_stride;
+    return static_cast<const scalar_t*>(logits) + (r * row_stride - first_class);
   }
   template <typename scalar_t>
   SCE_HD StridedRow<const scalar_t> strided_row(int64_t r) const {
     return strided.row(static_cast<const scalar_t*>(logits), r);
   }
+
+  // The classes [first_class, classes_end()) have logits here; an entry of another has its part in the row's mass.
+  SCE_HD int64_t classes_end() const { return vocab < target.num_classes ? vocab : target.num_classes; }
+  SCE_HD int64_t classes() const { return classes_end() - first_class; }
+  SCE_HD bool holds(int64_t column) const { return first_class <= column && column < vocab; }
 
   template <typename acc_t>
   SCE_HD LogitTransform<acc_t> transform(int64_t r) const {
@@ -56,9 +63,9 @@ struct CrossEntropyArgs {
 };
 
 struct ForwardArgs : CrossEntropyArgs {
-  void* loss;               // (rows,) arithmetic dtype
-  void* lse;                // (rows,)
-  void* lse_residual;       // (rows,), or null
+  void* loss;  // (rows,) arithmetic dtype
+  void* lse;  // (rows,)
+  void* lse_residual;  // (rows,), or null
 
   // What belongs to a row: its loss, or 0 where it is ignored.
   template <typename acc_t>
@@ -72,21 +79,21 @@ struct ForwardArgs : CrossEntropyArgs {
 
 // Reads of `lse`, `grad_*` may be strided: an expanded scalar has stride 0.
 struct BackwardArgs : CrossEntropyArgs {
-  const void* grad_loss;    // (rows,), or null
-  const void* grad_lse;     // (rows,), or null
-  const void* lse;          // (rows,)
-  const void* lse_residual; // (rows,), or null
+  const void* grad_loss;  // (rows,), or null
+  const void* grad_lse;  // (rows,), or null
+  const void* lse;  // (rows,)
+  const void* lse_residual;  // (rows,), or null
   int64_t grad_loss_stride, grad_lse_stride;
-  const void* row_weight;   // (rows,) what grad_loss is multiplied by, or null: 1
+  const void* row_weight;  // (rows,) what grad_loss is multiplied by, or null: 1
   int64_t row_weight_stride;
-  void* grad_logits;        // (rows, vocab), dtype of logits; may be the logits themselves
+  void* grad_logits;  // like logits, whose dtype it has; may be the logits themselves
   int64_t grad_row_stride;
-  StridedRows grad_strided; // where those of the logits are
-  void* grad_values;        // shape of target.values, arithmetic dtype; zero on entry (values' gradient only)
+  StridedRows grad_strided;  // where those of the logits are
+  void* grad_values;  // shape of target.values, arithmetic dtype; zero on entry (values' gradient only)
 
   template <typename scalar_t>
   SCE_HD scalar_t* gradient_row(int64_t r) const {
-    return static_cast<scalar_t*>(grad_logits) + r * grad_row_stride;
+    return static_cast<scalar_t*>(grad_logits) + (r * grad_row_stride - first_class);
   }
   template <typename scalar_t>
   SCE_HD StridedRow<scalar_t> strided_gradient_row(int64_t r) const {
@@ -125,7 +132,7 @@ struct BackwardArgs : CrossEntropyArgs {
   SCE_HD void write_value(int64_t i, const row_t& row, const LogitTransform<acc_t>& transform,
                           const GradientCoefficients<acc_t>& c) const {
     const auto entry = target.entry<acc_t>(i);
-    if (entry.column < 0) return;
+    if (!holds(entry.column)) return;
     const acc_t by = target.class_weight<acc_t>(entry.column) * target.value_slope(entry);
     static_cast<acc_t*>(grad_values)[i] = c.of_value(transform(to_acc(row[entry.column])), by);
   }

@@ -57,6 +57,15 @@ struct LinearCall {
             live_args.target, chunk_rows,  float32_logits, live ? &*live : nullptr};
   }
 
+  // f(begin, end, z) for the logits z of the classes [begin, end), of all rows that count.
+  template <typename function_t>
+  void for_classes(LinearHead<device_t>& chunks, const function_t& f) const {
+    for (int64_t begin = 0; begin < chunks.classes(); begin += chunks.chunk_classes()) {
+      const int64_t end = std::min(chunks.classes(), begin + chunks.chunk_classes());
+      f(begin, end, chunks.class_logits(begin, end));
+    }
+  }
+
   // f(begin, z) for the logits z of the rows from `begin` on.
   template <typename function_t>
   void for_each_chunk(LinearHead<device_t>& chunks, const function_t& f) const {
@@ -159,6 +168,15 @@ struct LinearGradients {
       const int64_t first = all.target.offsets ? 0 : begin * all.target.width;
       args.grad_values = advance(values->mutable_data_ptr(), dtype, first);
     }
+    return args;
+  }
+
+  // The same for the logits of the classes [begin, end), of all rows.
+  BackwardArgs class_chunk(const BackwardArgs& all, int64_t begin, int64_t end, const Tensor& z) const {
+    BackwardArgs args = chunk(all, 0, z);
+    args.first_class = begin;
+    args.vocab = end;
+    args.row_stride = args.grad_row_stride = end - begin;
     return args;
   }
 

@@ -1,4 +1,4 @@
-// linear_head.h - the linear head, a chunk of rows at a time: no device code.
+// linear_head.h - the linear head, a chunk of rows or of classes at a time: no device code.
 //   z = input W^T + bias      dinput = dz W      dW += dz^T input      dbias += sum over the rows of dz
 //
 // The products are made in the `work` dtype: the input's, or float32 on a CPU that does not multiply 16-bit numbers
@@ -15,7 +15,7 @@
 #include "borrowed_memory.h"
 #include "gemm.h"
 #include "linear.h"
-#include "live_rows.h"
+#include "linear_rows.h"
 
 #include <algorithm>
 
@@ -31,32 +31,47 @@ class LinearHead {
       : work_(device_t::work_dtype(input.scalar_type(), float32_logits)),
         logits_dtype_(float32_logits ? product_dtype() : work_),
         input_(input.dim() == 2 && input.stride(1) == 1 ? input : packed(input)), weight_(rows_of(weight, 0, classes)),
-        target_(target), live_(live), classes_(classes), width_(input.size(1)),
-        block_(weight.scalar_type() == work_ ? classes : block_classes()),
-        may_borrow_(may_borrow(weight.scalar_type())) {
+        target_(target), rows_of_input_(live), classes_(classes), width_(input.size(1)),
+        block_(weight.scalar_type() == work_ ? classes : block_rows()), may_borrow_(may_borrow(weight.scalar_type())) {
     if (bias) bias_ = torch::stable::to(rows_of(*bias, 0, classes), logits_dtype_);
     chunk_rows_ = std::min(rows(), chunk_rows.value_or(default_chunk_rows()));
+    saves_memory_ = chunk_rows && chunk_rows_ * size_in_bytes(work_) < width_;
   }
 
   int64_t rows() const { return target_.rows; }
   int64_t chunk_rows() const { return chunk_rows_; }
+  int64_t classes() const { return classes_; }
+  // Of all rows, in a chunk's memory.
+  int64_t chunk_classes() const {
+    return std::min(classes_, std::max(kLeastClasses, chunk_rows_ * classes_ / std::max<int64_t>(1, rows())));
+  }
+
+  // Once the gradients have begun: whether logits that are made anew for them can come by classes. Then the sum over
+  // chunks is the input's gradient, not the larger one of a 16-bit weight, beside which a byte a weight is kept.
+  bool anew_by_classes() const {
+    return grad_weight && size_in_bytes(grad_weight->scalar_type()) == 2 && !borrowed_ && chunk_rows_ < rows() &&
+           rows() < classes_;
+  }
+  // Whether they are made anew for that even where forward has them: where those bytes are more than the chunk that was
+  // asked for. Backward asks the same, so that its gradients have the bits of those that forward makes.
+  bool saves_memory() const { return saves_memory_ && anew_by_classes(); }
 
   // Makes room for the gradients: of the dtypes and shapes of input, weight and bias.
   void begin_gradients(const Wanted& wanted, const Tensor& weight, const OptionalTensor& bias) {
     const int64_t vocab = weight.size(0);
     if (wanted.input) {
       grad_input = device_t::empty_output(input_, {input_.size(0), width_}, input_.scalar_type());
-      if (live_) clear_other_rows();
+      rows_of_input_.clear_others(*grad_input);
     }
     if (wanted.weight) {
       grad_weight = device_t::empty_output(input_, {vocab, width_}, weight.scalar_type());
-      clear_rows(grad_weight, rows() > 0 ? classes_ : 0, vocab);
+      clear_rows(*grad_weight, rows() > 0 ? classes_ : 0, vocab);
       if (may_borrow_ && chunk_rows_ < rows())
         borrowed_.emplace(rows_of(*grad_weight, 0, classes_), rows(), borrowed_block_classes());
     }
     if (wanted.bias && bias) {
       grad_bias = empty(input_, {vocab}, bias->scalar_type());
-      clear_rows(grad_bias, rows() > 0 ? classes_ : 0, vocab);
+      clear_rows(*grad_bias, rows() > 0 ? classes_ : 0, vocab);
     }
   }
 
@@ -70,28 +85,36 @@ class LinearHead {
   // Logits (n, classes) of the rows [begin, end), in the one chunk that there is.
   Tensor logits(int64_t begin, int64_t end_row) {
     chunk_input_ = work_input(begin, end_row);
-    const Tensor z = in_chunk(chunks_, logits_dtype_, end_row - begin, classes_);
-    for (int64_t v = 0; v < classes_; v += block_) {
-      const int64_t end = std::min(classes_, v + block_);
-      const Tensor w = transposed(work_weight(v, end));
-      Tensor part = columns_of(z, v, end);
-      if (bias_ && !wide()) {
-        torch::stable::copy_(part, rows_of(*bias_, v, end));
-        device_t::add_product(part, chunk_input_, w);
-      } else {
-        multiply_into(part, chunk_input_, w);
-        if (bias_)
-          device_t::add_product(part, transposed(ones(end_row - begin, logits_dtype_)),
-                                row_of(rows_of(*bias_, v, end)));
-      }
-    }
-    return z;
+    return logits_of_classes(0, classes_);
+  }
+
+  // Logits (rows, end - begin) of the classes [begin, end), in the same memory.
+  Tensor class_logits(int64_t begin, int64_t end) {
+    if (begin == 0) chunk_input_ = work_input(0, rows());
+    return logits_of_classes(begin, end);
   }
 
   // Adds what the gradient dz (n, classes) of `logits` contributes. Chunks come in order, each after its logits.
   void add_gradients(int64_t begin, const Tensor& dz) {
     first_ = begin == 0, last_ = begin + dz.size(0) == rows();
     add_chunk(begin, dz);
+  }
+
+  // Adds what the gradient dz (rows, end - begin) of `class_logits` contributes. Classes come in order, each after its
+  // logits.
+  void add_gradients_of_classes(int64_t begin, const Tensor& gradient) {
+    const Tensor dz = as_multiplied(gradient);
+    const int64_t end = begin + dz.size(1);
+    if (grad_input) add_input_gradient(begin, dz);
+    for_each_block(
+        begin, end, grad_weight->scalar_type() == work_ ? classes_ : block_rows(), [&](int64_t v, int64_t last) {
+          add(rows_of(*grad_weight, v, last), std::nullopt, transposed(columns_of(dz, v - begin, last - begin)),
+              chunk_input_, true, true, [&] { return block_buffer(last - v, product_dtype()); });
+        });
+    if (grad_bias) {
+      add(row_of(rows_of(*grad_bias, begin, end)), std::nullopt, ones(rows(), work_), dz, true, true,
+          [&] { return empty(input_, {1, end - begin}, product_dtype()); });
+    }
   }
 
   // The same for all rows of this head, one chunk of those that the gradients are summed over.
@@ -127,15 +150,40 @@ class LinearHead {
 
   Tensor as_multiplied(const Tensor& dz) {
     if (dz.scalar_type() == work_) return dz;
-    Tensor rounded = in_chunk(work_gradient_, work_, dz.size(0), classes_);
+    Tensor rounded = in_chunk(work_gradient_, work_, dz.size(0), dz.size(1));
     torch::stable::copy_(rounded, dz);
     return rounded;
   }
 
-  // (rows, columns) in the memory of a chunk, which also has room for a block that is borrowed.
+  // Logits of the rows of chunk_input_.
+  Tensor logits_of_classes(int64_t begin, int64_t end) {
+    const int64_t rows = chunk_input_.size(0);
+    const Tensor z = in_chunk(chunks_, logits_dtype_, rows, end - begin);
+    for_each_block(begin, end, block_, [&](int64_t v, int64_t last) {
+      const Tensor w = transposed(work_weight(v, last));
+      Tensor part = columns_of(z, v - begin, last - begin);
+      if (bias_ && !wide()) {
+        torch::stable::copy_(part, rows_of(*bias_, v, last));
+        device_t::add_product(part, chunk_input_, w);
+      } else {
+        multiply_into(part, chunk_input_, w);
+        if (bias_) device_t::add_product(part, transposed(ones(rows, logits_dtype_)), row_of(rows_of(*bias_, v, last)));
+      }
+    });
+    return z;
+  }
+
+  // f(begin, end) for blocks of the classes [begin, end).
+  template <typename function_t>
+  static void for_each_block(int64_t begin, int64_t end, int64_t block, const function_t& f) {
+    for (int64_t v = begin; v < end; v += block) f(v, std::min(end, v + block));
+  }
+
+  // (rows, columns) in the memory of a chunk, which also has room for a block that is borrowed, or of classes.
   Tensor in_chunk(OptionalTensor& memory, ScalarType dtype, int64_t rows, int64_t columns) const {
     if (!memory) {
-      const int64_t block = borrowed_ ? target_.rows * borrowed_->block_classes() : 0;
+      const int64_t block_columns = borrowed_ ? borrowed_->block_classes() : anew_by_classes() ? chunk_classes() : 0;
+      const int64_t block = target_.rows * block_columns;
       memory = device_t::empty_output(input_, {std::max(chunk_rows_ * classes_, block)}, dtype);
     }
     return torch::stable::view(rows_of(*memory, 0, rows * columns), std::array{rows, columns});
@@ -150,8 +198,8 @@ class LinearHead {
     return t;
   }
 
-  // Classes whose weights are converted together, or whose products are summed together.
-  int64_t block_classes() const {
+  // Rows of `width`: of classes whose weights are converted or products summed together, or of the input.
+  int64_t block_rows() const {
     return std::max<int64_t>(256, device_t::kBlockBytes / (4 * std::max<int64_t>(1, width_)));
   }
 
@@ -159,7 +207,7 @@ class LinearHead {
   // its rows of the input and of their gradient are copied as well, these share the budget.
   int64_t default_chunk_rows() const {
     const int64_t size = size_in_bytes(work_), row = classes_ * (size + (wide() ? size_in_bytes(logits_dtype_) : 0));
-    const int64_t copies = live_ || input_.scalar_type() != work_ ? 2 * width_ * size : 0;
+    const int64_t copies = !rows_of_input_.all() || input_.scalar_type() != work_ ? 2 * width_ * size : 0;
     const bool whole = rows() * row <= device_t::whole_bytes(may_borrow_);
     if (whole && rows() * copies <= std::max(rows() * row / 4, kLeastCopies)) return std::max<int64_t>(1, rows());
     int64_t budget = rows() * row;
@@ -174,60 +222,18 @@ class LinearHead {
   }
   static constexpr int64_t kLeastCopies = int64_t(16) << 20;
   static constexpr int64_t kRowsTogether = 16;
-
-  static void clear_rows(const OptionalTensor& t, int64_t begin, int64_t end) {
-    if (begin == end) return;
-    Tensor rest = rows_of(*t, begin, end);
-    torch::stable::zero_(rest);
-  }
-
-  // The gradient of the rows that are left out.
-  void clear_other_rows() {
-    int64_t from = 0;
-    for (const int64_t r : live_->rows) {
-      clear_rows(grad_input, from, r);
-      from = r + 1;
-    }
-    clear_rows(grad_input, from, input_.size(0));
-  }
-
-  // The rows [begin, end) of `t`, (rows of the input, width), where they lie; nothing where they lie apart.
-  OptionalTensor in_place(const Tensor& t, int64_t begin, int64_t end) const {
-    if (!live_) return rows_of(t, begin, end);
-    if (!live_->adjacent(begin, end)) return std::nullopt;
-    const int64_t first = live_->rows[static_cast<size_t>(begin)];
-    return rows_of(t, first, first + end - begin);
-  }
-
-  // Between the rows of `apart`, which lie apart and are those from `begin` on, and `together`.
-  void copy_apart(const Tensor& apart, const Tensor& together, int64_t begin, bool gather) const {
-    if constexpr (device_t::kLeavesOut) {
-      const int64_t* rows = live_->rows.data() + begin;
-      const Tensor &from = gather ? apart : together, &to = gather ? together : apart;
-      CopyRowsArgs args{};
-      args.from = from.const_data_ptr();
-      args.from_dtype = to_dtype(from, "input", /*integer=*/false);
-      args.from_stride = from.stride(0);
-      args.from_rows = gather ? rows : nullptr;
-      args.to = to.mutable_data_ptr();
-      args.to_dtype = to_dtype(to, "input", /*integer=*/false);
-      args.to_stride = to.stride(0);
-      args.to_rows = gather ? nullptr : rows;
-      args.count = together.size(0);
-      args.width = width_;
-      device_t::copy_rows(args);
-    }
-  }
+  static constexpr int64_t kLeastClasses = 256;
 
   // The input's rows as they are multiplied; where ignored ones are not left out they are cleared.
   Tensor work_input(int64_t begin, int64_t end) {
-    const OptionalTensor given = in_place(input_, begin, end);
+    const OptionalTensor given = rows_of_input_.in_place(input_, begin, end);
     bool clear = false;
     if constexpr (!device_t::kLeavesOut) clear = device_t::may_ignore(target_);
     if (given && !clear && given->scalar_type() == work_) return *given;
-    if (!input_rows_) input_rows_ = empty(input_, {one_product() ? rows() : chunk_rows_, width_}, work_);
+    const int64_t most = one_product() ? rows() : std::max(chunk_rows_, end - begin);
+    if (!input_rows_ || input_rows_->size(0) < most) input_rows_ = empty(input_, {most, width_}, work_);
     Tensor x = rows_of(*input_rows_, 0, end - begin);
-    given ? void(torch::stable::copy_(x, *given)) : copy_apart(input_, x, begin, /*gather=*/true);
+    given ? void(torch::stable::copy_(x, *given)) : rows_of_input_.gather(input_, x, begin);
     if constexpr (!device_t::kLeavesOut) {
       if (!clear) return x;
       ClearRowsArgs args{};
@@ -251,7 +257,7 @@ class LinearHead {
   // A block of weights as they are multiplied, or a block of a product: never both at once.
   Tensor block_buffer(int64_t rows, ScalarType dtype) {
     OptionalTensor& buffer = dtype == work_ ? work_block_ : product_block_;
-    if (!buffer) buffer = device_t::empty_output(input_, {std::min(classes_, block_classes()), width_}, dtype);
+    if (!buffer) buffer = device_t::empty_output(input_, {std::min(classes_, block_rows()), width_}, dtype);
     return rows_of(*buffer, 0, rows);
   }
 
@@ -260,7 +266,7 @@ class LinearHead {
 
   void write_input_gradient(int64_t begin, int64_t end_row, const Tensor& dz) {
     const int64_t rows = end_row - begin;
-    OptionalTensor out = in_place(*grad_input, begin, end_row);
+    OptionalTensor out = rows_of_input_.in_place(*grad_input, begin, end_row);
     const bool summed_apart = !out || grad_input->scalar_type() != work_;
     if (summed_apart && !input_sums_) input_sums_ = empty(input_, {chunk_rows_, width_}, work_);
     const Tensor total = summed_apart ? rows_of(*input_sums_, 0, rows) : *out;
@@ -272,8 +278,26 @@ class LinearHead {
       if (split && !input_product_) input_product_ = empty(input_, {chunk_rows_, width_}, product_dtype());
       add(total, input_low_, part, w, v == 0, end == classes_, [&] { return rows_of(*input_product_, 0, rows); });
     }
-    if (!out) copy_apart(*grad_input, total, begin, /*gather=*/false);
+    if (!out) rows_of_input_.scatter(total, *grad_input, begin);
     if (out && summed_apart) torch::stable::copy_(*out, total);
+  }
+
+  // Adds what the classes from `begin` on contribute to the gradient of all rows, which is summed in 24 bits.
+  void add_input_gradient(int64_t begin, const Tensor& dz) {
+    const bool last = begin + dz.size(1) == classes_;
+    OptionalTensor out = rows_of_input_.in_place(*grad_input, 0, rows());
+    if (!out && !input_sums_) input_sums_ = empty(input_, {rows(), width_}, grad_input->scalar_type());
+    const Tensor total = out ? *out : *input_sums_;
+    if (!input_low_) input_low_ = empty(input_, {rows(), width_}, ScalarType::Byte);
+    for_each_block(begin, begin + dz.size(1), block_, [&](int64_t v, int64_t end) {
+      const Tensor w = work_weight(v, end), part = columns_of(dz, v - begin, end - begin);
+      for_each_block(0, rows(), block_rows(), [&](int64_t r, int64_t end_row) {
+        if (!input_product_) input_product_ = empty(input_, {block_rows(), width_}, product_dtype());
+        add(rows_of(total, r, end_row), rows_of(*input_low_, r, end_row), rows_of(part, r, end_row), w, v == 0,
+            end == classes_, [&] { return rows_of(*input_product_, 0, end_row - r); });
+      });
+    });
+    if (last && !out) rows_of_input_.scatter(total, *grad_input, 0);
   }
 
   // Whether the gradient of all logits finds room in the memory of the weight's, whose dtype has the products' range.
@@ -287,8 +311,8 @@ class LinearHead {
   bool one_product() const { return borrowed_ && grad_weight->scalar_type() == work_; }
 
   int64_t borrowed_block_classes() const {
-    if (grad_weight->scalar_type() != work_) return std::min(classes_, block_classes());
-    return std::min(classes_, std::max<int64_t>(256, chunk_rows_ * classes_ / rows()));
+    if (grad_weight->scalar_type() != work_) return std::min(classes_, block_rows());
+    return chunk_classes();
   }
 
   // Of what was borrowed, a block of classes at a time.
@@ -313,7 +337,7 @@ class LinearHead {
 
   void add_weight_gradient(const Tensor& dz) {
     const bool whole = plain(*grad_weight) || (first_ && last_ && grad_weight->scalar_type() == work_);
-    const int64_t block = whole ? classes_ : block_classes();
+    const int64_t block = whole ? classes_ : block_rows();
     if (!whole && !(first_ && last_) && !weight_low_ && size_in_bytes(grad_weight->scalar_type()) == 2)
       weight_low_ = device_t::empty_output(input_, {classes_, width_}, ScalarType::Byte);
     for (int64_t v = 0; v < classes_; v += block) {
@@ -356,11 +380,12 @@ class LinearHead {
   ScalarType work_, logits_dtype_;
   Tensor input_, weight_;
   TargetView target_;
-  const LiveRows* live_;  // or null: all
+  LinearRows<device_t> rows_of_input_;
   OptionalTensor bias_;
   int64_t classes_, width_, block_;
   bool may_borrow_;
   int64_t chunk_rows_;
+  bool saves_memory_;  // what chunk_rows asks for
   bool first_ = false, last_ = false;
   std::optional<BorrowedMemory> borrowed_;
   OptionalTensor chunks_;  // (chunk_rows, classes)

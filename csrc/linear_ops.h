@@ -57,19 +57,21 @@ class LinearOps {
     }
     backward.lse = rows.lse.const_data_ptr();
     backward.lse_residual = rows.residual.const_data_ptr();
+    const bool more = entropy || argmax, anew = gradients.head.saves_memory();
     call.for_each_chunk(gradients.head, [&](int64_t begin, const Tensor& z) {
       const BackwardArgs chunk = gradients.chunk(backward, begin, z);
-      const bool more = entropy || argmax;
-      if (!more && !wanted.values) {
+      if (!more && !wanted.values && !anew) {
         device_t::forward_with_gradient(rows.chunk(call.live_args, begin, z), chunk, like);
       } else {  // what else needs the logits comes before the gradient, which overwrites them
         more ? device_t::select_forward(rows.select_chunk(call.live_args, begin, z), like)
              : device_t::forward(rows.chunk(call.live_args, begin, z), like);
+        if (anew) return;
         if (wanted.values) device_t::backward_values(chunk, like);
         device_t::backward(chunk, like);
       }
       gradients.head.add_gradients(begin, z);
     });
+    if (anew) backward_by_classes(call, gradients, backward, wanted);
     const Tensor loss = call.spread(rows.loss);
     mean.finish(loss);
     return std::tuple_cat(
@@ -86,6 +88,10 @@ class LinearOps {
     BackwardArgs backward = view_upstream(call.args, head.input, grad_loss, grad_lse, lse, lse_residual);
     const auto held = call.keep_live(backward);
     Gradients gradients(call, wanted);
+    if (gradients.head.saves_memory()) {
+      backward_by_classes(call, gradients, backward, wanted);
+      return gradients.tensors();
+    }
     call.for_each_chunk(gradients.head, [&](int64_t begin, const Tensor& z) {
       const BackwardArgs chunk = gradients.chunk(backward, begin, z);
       if (wanted.values) device_t::backward_values(chunk, head.input);
@@ -197,6 +203,17 @@ class LinearOps {
 
     Tensor loss, lse, residual, entropy, argmax;
   };
+
+  // Of rows whose loss is known, all of them at a time.
+  static void backward_by_classes(const Call& call, Gradients& gradients, const BackwardArgs& backward,
+                                  const Wanted& wanted) {
+    call.for_classes(gradients.head, [&](int64_t begin, int64_t end, const Tensor& z) {
+      const BackwardArgs chunk = gradients.class_chunk(backward, begin, end, z);
+      if (wanted.values) device_t::backward_values(chunk, call.head.input);
+      device_t::backward(chunk, call.head.input);
+      gradients.head.add_gradients_of_classes(begin, z);
+    });
+  }
 
   static std::tuple<Tensor, Tensor, Tensor> run_forward(const Call& call) {
     const Rows rows(call);

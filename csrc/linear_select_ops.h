@@ -43,6 +43,17 @@ class LinearSelectOps {
     if (call.live) upstream.keep([&](const void* array, int64_t stride) { return call.keep(array, stride); });
     LinearGradients<device_t> gradients(call, wanted);
     const Tensor of_scale = empty(like, {scale_grad ? call.live_args.rows : 0}, arithmetic_dtype(like));
+    if (gradients.head.anew_by_classes() && !scale_grad) {  // its gradient needs whole rows
+      call.for_classes(gradients.head, [&](int64_t begin, int64_t end, const Tensor& z) {
+        SelectBackwardArgs chunk = upstream.args;
+        static_cast<BackwardArgs&>(chunk) = gradients.class_chunk(upstream.args, begin, end, z);
+        upstream.place(chunk, 0, 0);
+        if (wanted.values) device_t::backward_values(chunk, like);
+        device_t::select_backward(chunk, like);
+        gradients.head.add_gradients_of_classes(begin, z);
+      });
+      return std::tuple_cat(gradients.tensors(), std::tuple<Tensor>(call.spread(of_scale)));
+    }
     call.for_each_chunk(gradients.head, [&](int64_t begin, const Tensor& z) {
       SelectBackwardArgs chunk = upstream.args;
       static_cast<BackwardArgs&>(chunk) = gradients.chunk(upstream.args, begin, z);

@@ -300,7 +300,8 @@ def linear_cross_entropy(
             sums in float32; None: they are rounded to 16 bits where the product gives them so (on CUDA, and on a CPU
             that multiplies bfloat16). Their gradient is rounded for its products in any case. A wider head's are as
             wide as it is.
-        chunk_rows: rows whose logits exist at a time; by default what fits a share of all logits (docs/linear-head.md).
+        chunk_rows: rows whose logits exist at a time; by default what fits a share of all logits. Fewer than D / 2 save
+            memory in 16 bits where D < N < V, for a fourth matrix product (docs/linear-head.md).
 
     Returns:
         The loss, float32 (float64 for float64), a fresh tensor, or ``(loss, lse)``; with ``return_entropy`` or

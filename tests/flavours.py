@@ -38,7 +38,8 @@ COMPILED = ("compile_once", "compile_twice", "op_compiles", "compiled_function",
             "constant_of_the_graph", "the_example_shows")
 SAME_FOR_EVERY_KERNEL = (*COMPILED, "opcheck", "gradcheck", "never_there_at_once")
 PRODUCTS = ("test_linear_values", "test_linear_gradients", "test_linear_chunks", "test_linear_failures",
-            "test_linear_forecast", "test_linear_rounding", "test_linear_borrowed", "test_flavour*")
+            "test_linear_forecast", "test_linear_rounding", "test_linear_borrowed", "test_linear_by_classes",
+            "test_flavour*")
 OF_THE_CPU = ("test_linear_memory", "test_linear_bfloat16")
 # The same on every instruction set: memory and what lies in it, and what becomes of a target before a kernel has it.
 SAME_ON_EVERY_SET = ("test_linear_memory", "test_linear_borrowed", "test_target_*")

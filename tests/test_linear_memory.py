@@ -14,7 +14,8 @@ PEAK = """
 import re, sys, torch, sparse_ce
 from sparse_ce import linear_cross_entropy
 torch.set_num_threads(1)
-rows, vocab, width, ignored, reduction, dtype = (eval(a) if i != 4 else a for i, a in enumerate(sys.argv[1:]))
+rows, vocab, width, ignored, reduction, dtype, chunk_rows = (
+    eval(a) if i != 4 else a for i, a in enumerate(sys.argv[1:]))
 
 def status(name):
     return int(re.search(name + r":\\s+(\\d+) kB", open("/proc/self/status").read())[1]) * 1024
@@ -23,7 +24,7 @@ def run(n, like):
     x, w, b, labels = (t.detach()[:n] if t is like[0] or t is like[3] else t.detach() for t in like)
     leaves = [t.requires_grad_() for t in (x, w, b)]
     return torch.autograd.grad(linear_cross_entropy(leaves[0], leaves[1], labels, linear_bias=leaves[2],
-                                                    reduction=reduction).sum(), leaves)
+                                                    reduction=reduction, chunk_rows=chunk_rows).sum(), leaves)
 
 like = [torch.randn(*size).to(dtype) for size in ((rows, width), (vocab, width), (vocab,))]
 labels = torch.randint(vocab, (rows,))
@@ -36,9 +37,9 @@ print(status("VmHWM") - before - sum(g.numel() * g.element_size() for g in grads
 """
 
 
-def peak(folder, *arguments, **env):
+def peak(folder, *arguments, chunk_rows=None, **env):
     package = os.path.dirname(os.path.dirname(os.path.abspath(sparse_ce.__file__)))
-    done = forked.run("-c", PEAK, *arguments, cwd=folder, env={**os.environ, "PYTHONPATH": package, **env})
+    done = forked.run("-c", PEAK, *arguments, chunk_rows, cwd=folder, env={**os.environ, "PYTHONPATH": package, **env})
     assert done.returncode == 0, done.stderr
     return int(done.stdout)
 
@@ -76,3 +77,19 @@ def test_no_more_rows_than_features_need_no_byte_a_weight(ignored, products, tmp
     copied = 2 * rows * width if ignored else 0
     blocks = 0 if products == "native" else 16 << 20
     assert extra <= (16 << 20) + copied + blocks + (6 << 20), f"{extra / 2**20:.1f} MiB"
+
+
+@pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="reads /proc")
+@pytest.mark.skipif(sparse_ce.ops.instruction_set() == "emulated CUDA", reason="the formula of the CPU")
+@pytest.mark.parametrize("products", ["native", "float32"])
+@pytest.mark.parametrize("ignored", [0.0, 0.1])
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_few_rows_in_a_chunk_need_no_byte_a_weight_either(reduction, ignored, products, tmp_path):
+    """They would be 59 MiB beside chunks of 10 MiB; in their place are bytes of the input."""
+    rows, vocab, width, chunk_rows = 2048, 80000, 768, 64
+    extra = peak(tmp_path, rows, vocab, width, ignored, reduction, torch.bfloat16, chunk_rows=chunk_rows,
+                 SPARSE_CE_CPU_BFLOAT16=products, SPARSE_CE_BLOCK_CACHE="0")
+    size = 2 if products == "native" else 4
+    chunk, blocks = chunk_rows * vocab * size, (2 << 20) if products == "native" else (8 << 20)
+    copied = rows * width * (size + 2) if ignored or size == 4 else 0
+    assert extra <= chunk + rows * width + copied + blocks + (6 << 20), f"{extra / 2**20:.1f} MiB"

@@ -119,7 +119,8 @@ constexpr int64_t kAcross = 25;
 // The same call, by the loops for strided rows where rows are short: there, too, rows lie at equal distances.
 template <typename args_t>
 args_t short_across(args_t args) {
-  if (args.strided.inner > 0 || args.rows == 0 || args.vocab >= kAcross) return args;
+  const bool all_classes = args.first_class == 0 && args.vocab >= args.target.num_classes;
+  if (args.strided.inner > 0 || args.rows == 0 || args.vocab >= kAcross || !all_classes) return args;
   args.strided = {args.rows, 0, 1, args.row_stride};
   if constexpr (std::is_same_v<args_t, BackwardArgs>) args.grad_strided = {args.rows, 0, 1, args.grad_row_stride};
   return args;

@@ -1,8 +1,7 @@
 // row_entries.h - the entries of one row, ready to be worked on.
 #pragma once
 
-#include "../math.h"
-#include "../target.h"
+#include "../cross_entropy.h"
 #include "tile.h"
 
 #include <algorithm>
@@ -68,9 +67,11 @@ class RowEntries {
     return ascending;
   }
 
-  // The same, and the entries ordered by spans of the columns. Where columns ascend, as in COO and CSR, both are done.
-  // The logits are to be gathered afterwards.
-  void arrange(size_t spans) {
+  // The same of those that have a logit here, ordered by spans of the columns. Where columns ascend, as in COO and CSR,
+  // both are done. The logits are to be gathered afterwards.
+  void arrange(const CrossEntropyArgs& args, size_t spans) {
+    first_class_ = args.first_class;
+    if (args.first_class > 0 || args.vocab < args.target.num_classes) keep_held(args);
     logits.resize(size());
     const bool ascending = merge_repeated();
     span_begin_.assign(spans + 1, 0);
@@ -104,7 +105,7 @@ class RowEntries {
     Others others;
     std::fill_n(others.bits, kSpan / 32, ~0u);
     for (size_t k = span_begin_[t]; k < span_begin_[t + 1]; ++k)
-      others.bits[columns[k] % kSpan / 32] &= ~(1u << columns[k] % 32);
+      others.bits[in_span(columns[k]) / 32] &= ~(1u << in_span(columns[k]) % 32);
     return others;
   }
 
@@ -116,7 +117,19 @@ class RowEntries {
   }
 
  private:
-  static size_t span_of(int64_t column) { return static_cast<uint64_t>(column) / kSpan; }
+  size_t span_of(int64_t column) const { return static_cast<uint64_t>(column - first_class_) / kSpan; }
+  size_t in_span(int64_t column) const { return static_cast<uint64_t>(column - first_class_) % kSpan; }
+
+  void keep_held(const CrossEntropyArgs& args) {
+    size_t kept = 0;
+    for (size_t k = 0; k < size(); ++k) {
+      columns[kept] = columns[k];
+      weights[kept] = weights[k];
+      if (!class_weights.empty()) class_weights[kept] = class_weights[k];
+      kept += args.holds(columns[k]);
+    }
+    resize(kept);
+  }
 
   void collect_chosen(const TargetView& target, EntryRange range) {
     size_t kept = 0;
@@ -210,6 +223,7 @@ class RowEntries {
   std::vector<Seen> seen_;
   size_t row_ = 0;
   std::vector<uint64_t> marks_;  // all 0 between calls
+  int64_t first_class_ = 0;
   std::vector<size_t> span_begin_, cursor_, position_;
   std::vector<int64_t> moved_columns_;
   std::vector<acc_t> moved_weights_;

@@ -32,14 +32,16 @@ template <typename scalar_t>
 class Destinations {
  public:
   explicit Destinations(const BackwardArgs& args)
-      : args_(args), around_(around_caches(args.logits, args.grad_logits, args.rows * args.vocab, sizeof(scalar_t))) {}
+      : args_(args), around_(around_caches(args.logits, args.grad_logits, args.rows * columns(), sizeof(scalar_t))) {}
 
   bool around() const { return around_; }
   Destination<scalar_t> row(int64_t r, size_t entries) const {
-    return {args_.gradient_row<scalar_t>(r), around_ && worth_it<scalar_t>(args_.vocab, entries)};
+    return {args_.gradient_row<scalar_t>(r), around_ && worth_it<scalar_t>(columns(), entries)};
   }
 
  private:
+  int64_t columns() const { return args_.vocab - args_.first_class; }
+
   const BackwardArgs& args_;
   const bool around_;
 };
@@ -132,12 +134,13 @@ class Backward {
   };
 
   explicit Backward(const BackwardArgs& args)
-      : args_(args), columns_(args.target.num_classes), spans_(divide_up(args.vocab, kSpan)), destinations_(args) {}
+      : args_(args), classes_end_(args.classes_end()), spans_(divide_up(args.vocab - args.first_class, kSpan)),
+        destinations_(args) {}
 
   int64_t spans() const { return spans_; }
   // Whether what is made of what was kept goes around the caches.
   bool keeps_around() const { return destinations_.around() && worth_it_of_kept<scalar_t>(); }
-  RowPlan empty_plan() const { return {true, {0, 0, 0, 0, 0, 0, args_.options, columns_}, {}}; }
+  RowPlan empty_plan() const { return {true, {0, 0, 0, 0, 0, 0, args_.options, classes_end_}, {}}; }
 
   // `after` is the row that will be read next; `plan` is memory to work in, with the row's entries where Forward has
   // collected them.
@@ -151,7 +154,7 @@ class Backward {
   // From what Forward has kept of the row, without its logits.
   void write_kept(int64_t r, const Powers<acc_t>& kept, RowPlan& plan) const {
     plan.zero = args_.template without_gradient<acc_t>(r);
-    const int64_t live = plan.zero ? 0 : columns_;
+    const int64_t live = plan.zero ? 0 : classes_end_;
     scalar_t* gradient = args_.template gradient_row<scalar_t>(r);
     std::fill(reinterpret_cast<char*>(gradient + live), reinterpret_cast<char*>(gradient + args_.vocab), 0);
     if (plan.zero) return;
@@ -170,13 +173,13 @@ class Backward {
     if (plan.zero) return entries.clear();
     if (!collected) entries.collect(args_.target, r);
     plan.coefficients = args_.coefficients(r, entries.mass());
-    entries.arrange(spans_);
+    entries.arrange(args_, spans_);
   }
 
   // Every element of the span is written: zeros for an ignored row and for columns beyond the classes.
   void write_span(int64_t r, int64_t t, int64_t after, RowPlan& plan) const {
-    const int64_t begin = t * kSpan, end = std::min(begin + kSpan, args_.vocab);
-    const int64_t live = plan.zero ? begin : std::max(begin, std::min(end, columns_));
+    const int64_t begin = args_.first_class + t * kSpan, end = std::min(begin + kSpan, args_.vocab);
+    const int64_t live = plan.zero ? begin : std::max(begin, std::min(end, classes_end_));
     const scalar_t* next = t + 1 < spans_ ? row(r) + end : row(after);
     scalar_t* gradient = args_.template gradient_row<scalar_t>(r);
     if (live > begin) {
@@ -211,7 +214,7 @@ class Backward {
   const scalar_t* row(int64_t r) const { return args_.template row<scalar_t>(r); }
 
   const BackwardArgs& args_;
-  const int64_t columns_, spans_;
+  const int64_t classes_end_, spans_;
   const Destinations<scalar_t> destinations_;
 };
 

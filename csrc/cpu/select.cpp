@@ -48,7 +48,7 @@ class SelectForward {
     prefetch_entries(args_.target, r);
     if (!args_.needs_rest() || args_.target.ignored(r)) return;
     entries.template collect<true>(args_.target, r);
-    entries.arrange(spans_);
+    entries.arrange(args_, spans_);
   }
 
   Span span(int64_t r, int64_t t, int64_t after, const RowEntries<acc_t>& entries) const {
@@ -138,11 +138,12 @@ class SelectBackward {
   };
 
   explicit SelectBackward(const SelectBackwardArgs& args)
-      : args_(args), columns_(args.target.num_classes), spans_(divide_up(args.vocab, kSpan)), destinations_(args) {}
+      : args_(args), classes_end_(args.classes_end()), spans_(divide_up(args.vocab - args.first_class, kSpan)),
+        destinations_(args) {}
 
   int64_t spans() const { return spans_; }
   RowPlan empty_plan() const {
-    return {true, SelectCoefficients<acc_t>({0, 0, 0, 0, 0, 0, args_.options, columns_}), {}, {}};
+    return {true, SelectCoefficients<acc_t>({0, 0, 0, 0, 0, 0, args_.options, classes_end_}), {}, {}};
   }
 
   void make_plan(int64_t r, RowPlan& plan) const {
@@ -163,13 +164,13 @@ class SelectBackward {
       const acc_t in_loss = args_.grad_loss ? plan.coefficients.d * entries.weights[k] : acc_t(0);
       entries.weights[k] = in_loss - args_.template upstream_of_entry<acc_t>(entries.positions[k]);
     }
-    entries.arrange(spans_);
+    entries.arrange(args_, spans_);
   }
 
   // Every element of the span is written. Returns what it adds to dl/ds.
   acc_t write_span(int64_t r, int64_t t, int64_t after, RowPlan& plan) const {
-    const int64_t begin = t * kSpan, end = std::min(begin + kSpan, args_.vocab);
-    const int64_t live = plan.zero ? begin : std::max(begin, std::min(end, columns_));
+    const int64_t begin = args_.first_class + t * kSpan, end = std::min(begin + kSpan, args_.vocab);
+    const int64_t live = plan.zero ? begin : std::max(begin, std::min(end, classes_end_));
     scalar_t* gradient = args_.template gradient_row<scalar_t>(r);
     acc_t of_scale = 0;
     if (live > begin) {
@@ -226,19 +227,20 @@ class SelectBackward {
     acc_t of_scale = 0;
     typename RowEntries<acc_t>::Others others;
     if (args_.grad_scale) others = plan.entries.without_entries(t);
-    for (int64_t begin = t * kSpan; begin < live; begin += kTile) {
+    const int64_t span = args_.first_class + t * kSpan;
+    for (int64_t begin = span; begin < live; begin += kTile) {
       const int64_t n = std::min(kTile, live - begin);
       const acc_t* z = transformed(row(r) + begin, n, transform, buffer);
       Tile<scalar_t>::derivative(z, n, plan.coefficients, weights_at<scalar_t>(args_.target, begin),
-                                 args_.grad_scale ? others.bits + (begin - t * kSpan) / 32 : nullptr, derivative);
+                                 args_.grad_scale ? others.bits + (begin - span) / 32 : nullptr, derivative);
       Tile<scalar_t>::chain(row(r) + begin, z, derivative, n, transform, args_.grad_scale ? &of_scale : nullptr,
-                            to.from(begin - t * kSpan));
+                            to.from(begin - span));
     }
     return of_scale;
   }
 
   const SelectBackwardArgs& args_;
-  const int64_t columns_, spans_;
+  const int64_t classes_end_, spans_;
   const Destinations<scalar_t> destinations_;
 };
 

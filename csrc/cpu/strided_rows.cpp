@@ -186,7 +186,7 @@ class Block {
     entries_.collect(args.target, r);
     const GradientCoefficients<acc_t> c = args.coefficients(r, entries_.mass());
     set(i, c);
-    entries_.arrange(1);
+    entries_.arrange(args, 1);
     for (size_t k = 0; k < entries_.size(); ++k) {
       const acc_t z = z_of(i, entries_.columns[k]);
       const acc_t o = entries_.class_weights.empty() ? acc_t(1) : entries_.class_weights[k];

@@ -75,13 +75,14 @@ __global__ void __launch_bounds__(kThreads, 3)
     backward_kernel(BackwardArgs args, int64_t splits, EntryGradient<acc_type<scalar_t>>* entry_gradients) {
   using Group = RowGroup<kWidth>;
   using acc_t = acc_type<scalar_t>;
-  const int64_t columns = args.target.num_classes;
+  const int64_t first_class = args.first_class, classes = args.classes();
   for (int64_t item = Group::number(); item < args.rows * splits; item += Group::count()) {
     const int64_t r = item / splits, split = item % splits;
-    const int64_t begin = split_begin(columns, splits, split), end = split_begin(columns, splits, split + 1);
+    const int64_t begin = first_class + split_begin(classes, splits, split);
+    const int64_t end = first_class + split_begin(classes, splits, split + 1);
     const scalar_t* row = args.template row<scalar_t>(r);
     scalar_t* gradient = args.template gradient_row<scalar_t>(r);
-    if (split == splits - 1) write_zeros<kWidth>(gradient, columns, args.vocab);
+    if (split == splits - 1) write_zeros<kWidth>(gradient, args.classes_end(), args.vocab);
     if (args.template without_gradient<acc_t>(r)) {
       write_zeros<kWidth>(gradient, begin, end);
       continue;
@@ -140,7 +141,7 @@ __global__ void __launch_bounds__(kThreads) backward_values_kernel(BackwardArgs 
 }  // namespace
 
 Plan plan_of(const CrossEntropyArgs& args, int multiprocessors) {
-  const int64_t row_bytes = args.target.num_classes * size_of(args.dtype);
+  const int64_t row_bytes = args.classes() * size_of(args.dtype);
   if (row_bytes <= kWarpRowBytes) return {kWarp, 1, blocks_of(args, args.rows, kThreads / kWarp)};
   const int64_t wanted = int64_t(kBlocksPerMultiprocessor) * multiprocessors;
   const int64_t by_rows = (wanted + args.rows - 1) / args.rows, by_bytes = row_bytes / kSplitBytes;

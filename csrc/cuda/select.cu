@@ -254,20 +254,21 @@ __device__ acc_t write_select(const SelectBackwardArgs& args, const SelectCoeffi
   return of_scale.sum;
 }
 
-// As the loss's backward_kernel. The scale's gradient needs whole rows.
+// As the loss's backward_kernel. The scale's gradient needs whole rows of all classes.
 template <typename scalar_t, int kWidth>
 __global__ void __launch_bounds__(kThreads, 2)
     select_backward_kernel(SelectBackwardArgs args, int64_t splits,
                            EntryGradient<acc_type<scalar_t>>* entry_gradients) {
   using Group = RowGroup<kWidth>;
   using acc_t = acc_type<scalar_t>;
-  const int64_t columns = args.target.num_classes;
+  const int64_t first_class = args.first_class, classes = args.classes();
   for (int64_t item = Group::number(); item < args.rows * splits; item += Group::count()) {
     const int64_t r = item / splits, split = item % splits;
-    const int64_t begin = split_begin(columns, splits, split), end = split_begin(columns, splits, split + 1);
+    const int64_t begin = first_class + split_begin(classes, splits, split);
+    const int64_t end = first_class + split_begin(classes, splits, split + 1);
     const scalar_t* row = args.template row<scalar_t>(r);
     scalar_t* gradient = args.template gradient_row<scalar_t>(r);
-    if (split == splits - 1) write_zeros<kWidth>(gradient, columns, args.vocab);
+    if (split == splits - 1) write_zeros<kWidth>(gradient, args.classes_end(), args.vocab);
 
     const bool ignored = args.target.ignored(r);
     const EntryRange range = args.target.row(r);
