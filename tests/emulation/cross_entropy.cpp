@@ -190,7 +190,7 @@ void run_case(const Case& c) {
 
 std::string kind_of(const Case& c) {
   CrossEntropyArgs shape{};
-  shape.rows = c.rows, shape.dtype = c.dtype, shape.target.num_classes = c.num_classes;
+  shape.rows = c.rows, shape.vocab = c.vocab, shape.dtype = c.dtype, shape.target.num_classes = c.num_classes;
   if (c.rows == 0) return "nothing";
   if (c.strided.inner > 0) return "a thread a row";
   const cuda::Plan plan = cuda::plan_of(shape, cuda::multiprocessors());

@@ -215,7 +215,7 @@ void run_select(const SelectCase& c) {
 
 std::string kind_of(const SelectCase& c) {
   CrossEntropyArgs shape{};
-  shape.rows = c.rows, shape.dtype = c.dtype, shape.target.num_classes = c.num_classes;
+  shape.rows = c.rows, shape.vocab = c.vocab, shape.dtype = c.dtype, shape.target.num_classes = c.num_classes;
   if (c.rows == 0) return "nothing";
   const cuda::Plan plan = cuda::plan_of(shape, cuda::multiprocessors());
   return plan.width == cuda::kWarp ? "warp a row" : plan.splits == 1 ? "block a row" : "blocks a row";
