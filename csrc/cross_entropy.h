@@ -27,18 +27,19 @@ struct StridedRows {
 };
 
 struct CrossEntropyArgs {
-  const void* logits;  // (rows, vocab - first_class): unit column stride, any row stride; or as `strided` has it
+  const void* logits;       // (rows, vocab - first_class), unit column stride, any row stride, or as `strided`
   DType dtype;
-  int64_t rows, vocab;  // columns >= target.num_classes exist in memory only
-  int64_t first_class;  // 0, but of backward where those before it, and perhaps others behind, have their own call
+  int64_t rows, vocab;      // columns >= target.num_classes exist in memory only
+  int64_t first_class;      // 0, but of backward where the classes before it have their own call
   int64_t row_stride;
   StridedRows strided;
   TargetView target;
   LossOptions options;
-  const void* row_scale;  // (rows,) by which logit_scale is multiplied, with any stride, or null: 1
+  const void* row_scale;    // (rows,) by which logit_scale is multiplied, with any stride, or null: 1
   int64_t row_scale_stride;
-  const void* weight_sum;  // (1,) sum of the class weights, or null: it is num_classes
-  int64_t max_blocks;  // 0: no limit. Tests lower it, so that blocks take several rows
+  const void* weight_sum;   // (1,) sum of the class weights, or null: it is num_classes
+  int64_t max_blocks;       // 0: no limit. Tests lower it, so that blocks take several rows
+  bool apart;               // on CUDA: forward and backward are kernels of their own, for measurements and tests
 
   // Columns are classes: what a row points to need not exist before the first of them.
   template <typename scalar_t>
@@ -63,9 +64,9 @@ struct CrossEntropyArgs {
 };
 
 struct ForwardArgs : CrossEntropyArgs {
-  void* loss;  // (rows,) arithmetic dtype
-  void* lse;  // (rows,)
-  void* lse_residual;  // (rows,), or null
+  void* loss;               // (rows,) arithmetic dtype
+  void* lse;                // (rows,)
+  void* lse_residual;       // (rows,), or null
 
   // What belongs to a row: its loss, or 0 where it is ignored.
   template <typename acc_t>
@@ -79,17 +80,17 @@ struct ForwardArgs : CrossEntropyArgs {
 
 // Reads of `lse`, `grad_*` may be strided: an expanded scalar has stride 0.
 struct BackwardArgs : CrossEntropyArgs {
-  const void* grad_loss;  // (rows,), or null
-  const void* grad_lse;  // (rows,), or null
-  const void* lse;  // (rows,)
-  const void* lse_residual;  // (rows,), or null
+  const void* grad_loss;    // (rows,), or null
+  const void* grad_lse;     // (rows,), or null
+  const void* lse;          // (rows,)
+  const void* lse_residual; // (rows,), or null
   int64_t grad_loss_stride, grad_lse_stride;
-  const void* row_weight;  // (rows,) what grad_loss is multiplied by, or null: 1
+  const void* row_weight;   // (rows,) what grad_loss is multiplied by, or null: 1
   int64_t row_weight_stride;
-  void* grad_logits;  // like logits, whose dtype it has; may be the logits themselves
+  void* grad_logits;        // like logits, whose dtype it has; may be the logits themselves
   int64_t grad_row_stride;
-  StridedRows grad_strided;  // where those of the logits are
-  void* grad_values;  // shape of target.values, arithmetic dtype; zero on entry (values' gradient only)
+  StridedRows grad_strided; // where those of the logits are
+  void* grad_values;        // shape of target.values, arithmetic dtype; zero on entry (values' gradient only)
 
   template <typename scalar_t>
   SCE_HD scalar_t* gradient_row(int64_t r) const {
@@ -120,10 +121,13 @@ struct BackwardArgs : CrossEntropyArgs {
   // `mass`: of the row's entries; the gradient for their values needs none.
   template <typename acc_t>
   SCE_HD GradientCoefficients<acc_t> coefficients(int64_t r, acc_t mass) const {
+    const acc_t residual = lse_residual ? static_cast<const acc_t*>(lse_residual)[r] : acc_t(0);
+    return coefficients(r, mass, static_cast<const acc_t*>(lse)[r], residual);
+  }
+  template <typename acc_t>
+  SCE_HD GradientCoefficients<acc_t> coefficients(int64_t r, acc_t mass, acc_t lse_of_row, acc_t residual) const {
     const int64_t classes = target.num_classes;
     const acc_t weights = weight_sum ? *static_cast<const acc_t*>(weight_sum) : static_cast<acc_t>(classes);
-    const acc_t residual = lse_residual ? static_cast<const acc_t*>(lse_residual)[r] : acc_t(0);
-    const acc_t lse_of_row = static_cast<const acc_t*>(lse)[r];
     return {upstream<acc_t>(r), upstream_of_lse<acc_t>(r), mass, lse_of_row, residual, weights, options, classes};
   }
 

@@ -164,6 +164,25 @@ struct TargetStats {
   }
 };
 
+// Statistics of some of a row's logits and of the entries among them; a monoid, as both are.
+template <typename acc_t>
+struct PartStats {
+  RowStats<acc_t> row;
+  TargetStats<acc_t> entries;  // relative to row.max
+
+  SCE_HD void move_max(acc_t to) {
+    if (entries.mass != acc_t(0)) entries.dot += entries.mass * (row.max - to);
+    row.move_max(to);
+  }
+  SCE_HD void merge(PartStats other) {
+    const acc_t to = other.row.max > row.max ? other.row.max : row.max;
+    move_max(to);
+    other.move_max(to);
+    row.merge(other.row);
+    entries.merge(other.entries);
+  }
+};
+
 // The same of many entries: `sum_t` has add, and a sum that loses little.
 template <typename sum_t>
 struct TargetSums {

@@ -57,13 +57,21 @@ class HostTarget {
 
 struct Cuda {
   static void forward(const ForwardArgs& args, const Tensor& like) {
-    run(cuda::cross_entropy_forward, cuda::cross_entropy_forward_workspace, args, like);
+    run(cuda::cross_entropy_forward, cuda::cross_entropy_forward_workspace, with_choice(args), like);
   }
-  // Two kernels; where the logits fit into the second cache, the second finds them there.
+  // By one read where a row fits into registers. Else two kernels; where the logits fit into the second cache, the
+  // second finds them there.
   static void forward_with_gradient(const ForwardArgs& forward_args, const BackwardArgs& backward_args,
                                     const Tensor& like) {
-    forward(forward_args, like);
-    backward(backward_args, like);
+    const cuda::DeviceGuard guard(like.get_device_index());
+    const ForwardArgs args = with_choice(forward_args);
+    if (!cuda::one_pass_of(args)) {
+      forward(args, like);
+      return backward(backward_args, like);
+    }
+    const Tensor bytes = workspace_of(cuda::cross_entropy_backward_workspace(backward_args), like);
+    check_cuda(
+        cuda::cross_entropy_one_pass(args, &backward_args, bytes.mutable_data_ptr(), cuda::stream_of(like)));
   }
   static void backward(const BackwardArgs& args, const Tensor& like) {
     run(cuda::cross_entropy_backward, cuda::cross_entropy_backward_workspace, args, like);
@@ -158,6 +166,15 @@ struct Cuda {
   }
 
  private:
+  // SPARSE_CE_ONE_PASS=0 keeps forward and backward apart, so that the ways can be compared.
+  static ForwardArgs with_choice(ForwardArgs args) {
+    static const bool apart = [] {
+      const char* given = std::getenv("SPARSE_CE_ONE_PASS");
+      return given && given[0] == '0';
+    }();
+    args.apart = apart;
+    return args;
+  }
   static bool is_capturing(const Tensor& like) {
     const cuda::DeviceGuard guard(like.get_device_index());
     cudaStreamCaptureStatus status;
@@ -169,12 +186,15 @@ struct Cuda {
     const cuda::DeviceGuard guard(like.get_device_index());
     check_cuda(launcher(args, cuda::stream_of(like)));
   }
-  // The workspace is torch's caching allocator's: freed at return, reused by later work of the same stream only.
+  // Torch's caching allocator's: freed at return, reused by later work of the same stream only.
+  static Tensor workspace_of(size_t bytes, const Tensor& like) {
+    return empty(like, {static_cast<int64_t>(bytes)}, ScalarType::Byte);
+  }
   template <typename args_t, typename sized_t>
   static void run(cudaError_t (*launcher)(const args_t&, void*, cudaStream_t), size_t (*workspace)(const sized_t&),
                   const args_t& args, const Tensor& like) {
     const cuda::DeviceGuard guard(like.get_device_index());
-    const Tensor bytes = empty(like, {static_cast<int64_t>(workspace(args))}, ScalarType::Byte);
+    const Tensor bytes = workspace_of(workspace(args), like);
     check_cuda(launcher(args, bytes.mutable_data_ptr(), cuda::stream_of(like)));
   }
 };

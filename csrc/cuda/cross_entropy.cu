@@ -1,5 +1,5 @@
 // Forward reads each logit once; backward reads it once and writes its gradient once. A group of threads takes a row,
-// or a part of one where rows are few and long; see plan_of.
+// or a part of one where rows are few and long; see plan_of. Rows that fit into registers go through one_pass.cu.
 #include "row_passes.cuh"
 #include "strided_rows.cuh"
 
@@ -69,7 +69,6 @@ __global__ void __launch_bounds__(kThreads)
 // ------------------------------------------------------------------------------------------------ backward
 
 // One group per row, or per part of a row: it alone reads and writes its columns, so the gradient may be the logits.
-// entry_gradients has one element for each of the target's entries; each belongs to the group of its row and column.
 template <typename scalar_t, int kWidth>
 __global__ void __launch_bounds__(kThreads, 3)
     backward_kernel(BackwardArgs args, int64_t splits, EntryGradient<acc_type<scalar_t>>* entry_gradients) {
@@ -90,33 +89,12 @@ __global__ void __launch_bounds__(kThreads, 3)
 
     const LogitTransform<acc_t> transform = args.template transform<acc_t>(r);
     const EntryRange range = args.target.row(r);
-    LongSum<acc_t> mass;
-    if (!range.valid) mass.sum = Limits<acc_t>::kNaN;
-    for (int64_t i = range.begin + Group::rank(); i < range.end; i += kWidth) {
-      mass.add(args.target.share(args.target.template entry<acc_t>(i)));
-    }
-    const GradientCoefficients<acc_t> c = args.coefficients(r, Group::reduce(TargetStats<acc_t>{0, mass.sum}).mass);
-
-    const bool sorted = range.end - range.begin > kWarp && is_sorted<kWidth>(args.target, range);
-    for (int64_t i = range.begin + Group::rank(); i < range.end; i += kWidth) {
-      const int64_t column = args.target.template entry<acc_t>(i).column;
-      if (column < begin || column >= end) continue;  // padding, or another group's
-      acc_t sum;
-      const bool first = sum_of_class<false, acc_t>(
-          args.target, range, i, column, sorted, [](int64_t, const Entry<acc_t>& entry) { return entry.value; }, sum);
-      const acc_t o = args.target.template class_weight<acc_t>(column);
-      const acc_t z = transform(to_acc(row[column]));
-      entry_gradients[i] = {first ? column : -1, c.at(z, o, sum * o) * transform.slope(z)};
-    }
+    const GradientCoefficients<acc_t> c = args.coefficients(r, mass_of_row<kWidth, acc_t>(args.target, range));
+    make_entry_gradients<kWidth>(args, c, transform, range, row, begin, end, entry_gradients);
     Group::sync();  // the logits at the entries are read
     write_dense<kWidth>(args, c, transform, row, gradient, begin, end);
     Group::sync();  // the dense gradient is written
-    for (int64_t i = range.begin + Group::rank(); i < range.end; i += kWidth) {
-      const int64_t column = args.target.template entry<acc_t>(i).column;
-      if (column < begin || column >= end) continue;
-      const EntryGradient<acc_t> entry = entry_gradients[i];
-      if (entry.column >= 0) from_acc(entry.value, gradient[entry.column]);
-    }
+    write_entry_gradients<kWidth>(args.target, range, begin, end, entry_gradients, gradient);
   }
 }
 
@@ -150,7 +128,7 @@ Plan plan_of(const CrossEntropyArgs& args, int multiprocessors) {
 }
 
 size_t cross_entropy_forward_workspace(const CrossEntropyArgs& args) {
-  if (args.strided.inner > 0) return 0;
+  if (args.strided.inner > 0 || one_pass_of(args)) return 0;
   const Plan plan = plan_of(args, multiprocessors());
   const size_t each = args.dtype == DType::kFloat64 ? sizeof(RowStats<double>) : sizeof(RowStats<float>);
   return plan.splits == 1 ? 0 : static_cast<size_t>(args.rows * plan.splits) * each;
@@ -158,6 +136,7 @@ size_t cross_entropy_forward_workspace(const CrossEntropyArgs& args) {
 
 cudaError_t cross_entropy_forward(const ForwardArgs& args, void* workspace, cudaStream_t stream) {
   if (args.rows == 0) return cudaSuccess;
+  if (one_pass_of(args)) return cross_entropy_one_pass(args, nullptr, nullptr, stream);
   const Plan plan = plan_of(args, multiprocessors());
   return with_storage(args.dtype, [&](auto storage) {
     using scalar_t = decltype(storage);

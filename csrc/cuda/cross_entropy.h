@@ -19,6 +19,19 @@ struct Plan {
 };
 Plan plan_of(const CrossEntropyArgs& args, int multiprocessors);
 
+// Who holds a row in registers: `cluster` blocks, or the block, or a warp of it, with `packs` of 16 bytes a thread.
+// Nobody (0 packs) where it is too long, in float64, or as `apart` has it.
+struct OnePass {
+  int width = 0, packs = 0, cluster = 0;
+  explicit operator bool() const { return packs > 0; }
+};
+OnePass one_pass_of(const CrossEntropyArgs& args);
+
+// For one that there is. `backward`, or null, has `forward`'s rows and reads what that writes; its workspace is that of
+// cross_entropy_backward.
+cudaError_t cross_entropy_one_pass(const ForwardArgs& forward, const BackwardArgs* backward, void* workspace,
+                                   cudaStream_t stream);
+
 size_t cross_entropy_forward_workspace(const CrossEntropyArgs& args);
 cudaError_t cross_entropy_forward(const ForwardArgs& args, void* workspace, cudaStream_t stream);
 

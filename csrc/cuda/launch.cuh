@@ -3,6 +3,7 @@
 #ifndef SPARSE_CE_CUDA_LAUNCH
 #define SPARSE_CE_CUDA_LAUNCH
 
+#include <cooperative_groups.h>
 #include <cuda_runtime.h>
 
 #include <cstdint>
@@ -19,6 +20,50 @@ cudaError_t launch(cudaStream_t stream, int64_t blocks, int threads, void (*kern
   kernel<<<static_cast<unsigned>(blocks), threads, 0, stream>>>(arguments...);
   return cudaGetLastError();
 }
+
+// The same in clusters of `cluster` blocks, which may be 1.
+template <typename... parameters_t, typename... arguments_t>
+cudaError_t launch_clusters(cudaStream_t stream, int64_t blocks, int threads, int cluster,
+                            void (*kernel)(parameters_t...), const arguments_t&... arguments) {
+  cudaLaunchAttribute attribute{};
+  attribute.id = cudaLaunchAttributeClusterDimension;
+  attribute.val.clusterDim = {static_cast<unsigned>(cluster), 1, 1};
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(static_cast<unsigned>(blocks));
+  config.blockDim = dim3(static_cast<unsigned>(threads));
+  config.stream = stream;
+  config.attrs = &attribute;
+  config.numAttrs = cluster > 1 ? 1 : 0;
+  return cudaLaunchKernelEx(&config, kernel, arguments...);
+}
+
+// Whether the current device has clusters, and `kernel` is compiled for them.
+template <typename... parameters_t>
+bool has_clusters(void (*kernel)(parameters_t...)) {
+  cudaFuncAttributes about{};
+  int device = 0, major = 0;
+  return cudaGetDevice(&device) == cudaSuccess &&
+         cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device) == cudaSuccess && major >= 9 &&
+         cudaFuncGetAttributes(&about, kernel) == cudaSuccess && about.ptxVersion >= 90;
+}
+
+// The blocks of a cluster, from compute capability 9.0 on: elsewhere nobody launches one.
+struct Cluster {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  __device__ static void sync() { cooperative_groups::this_cluster().sync(); }
+  // What block `rank` has at `shared`, a shared variable.
+  template <typename T>
+  __device__ static const T* of_block(T* shared, int rank) {
+    return cooperative_groups::this_cluster().map_shared_rank(shared, rank);
+  }
+#else
+  __device__ static void sync() { __trap(); }
+  template <typename T>
+  __device__ static const T* of_block(T* shared, int) {
+    return shared;
+  }
+#endif
+};
 
 }  // namespace cuda
 }  // namespace sparse_ce

@@ -105,6 +105,49 @@ __device__ bool sum_of_class(const TargetView& target, EntryRange range, int64_t
   return true;
 }
 
+// What the loss's entries weigh together. All threads of the group, which all receive it.
+template <int kWidth, typename acc_t>
+__device__ acc_t mass_of_row(const TargetView& target, EntryRange range) {
+  using Group = RowGroup<kWidth>;
+  LongSum<acc_t> mass;
+  if (!range.valid) mass.sum = Limits<acc_t>::kNaN;
+  for (int64_t i = range.begin + Group::rank(); i < range.end; i += kWidth)
+    mass.add(target.share(target.template entry<acc_t>(i)));
+  return Group::broadcast(Group::reduce(TargetStats<acc_t>{0, mass.sum})).mass;
+}
+
+// The gradients at the entries among the columns [begin, end). `entry_gradients` has one element for each of the
+// target's entries; each belongs to the group of its row and column.
+template <int kWidth, typename scalar_t, typename acc_t = acc_type<scalar_t>>
+__device__ void make_entry_gradients(const BackwardArgs& args, const GradientCoefficients<acc_t>& c,
+                                     const LogitTransform<acc_t>& transform, EntryRange range, const scalar_t* row,
+                                     int64_t begin, int64_t end, EntryGradient<acc_t>* entry_gradients) {
+  using Group = RowGroup<kWidth>;
+  const bool sorted = range.end - range.begin > kWarp && is_sorted<kWidth>(args.target, range);
+  for (int64_t i = range.begin + Group::rank(); i < range.end; i += kWidth) {
+    const int64_t column = args.target.template entry<acc_t>(i).column;
+    if (column < begin || column >= end) continue;  // padding, or another group's
+    acc_t sum;
+    const bool first = sum_of_class<false, acc_t>(
+        args.target, range, i, column, sorted, [](int64_t, const Entry<acc_t>& entry) { return entry.value; }, sum);
+    const acc_t o = args.target.template class_weight<acc_t>(column);
+    const acc_t z = transform(to_acc(row[column]));
+    entry_gradients[i] = {first ? column : -1, c.at(z, o, sum * o) * transform.slope(z)};
+  }
+}
+
+// Writes them, once the dense gradient is written.
+template <int kWidth, typename scalar_t, typename acc_t = acc_type<scalar_t>>
+__device__ void write_entry_gradients(const TargetView& target, EntryRange range, int64_t begin, int64_t end,
+                                      const EntryGradient<acc_t>* entry_gradients, scalar_t* gradient) {
+  for (int64_t i = range.begin + RowGroup<kWidth>::rank(); i < range.end; i += kWidth) {
+    const int64_t column = target.template entry<acc_t>(i).column;
+    if (column < begin || column >= end) continue;
+    const EntryGradient<acc_t> entry = entry_gradients[i];
+    if (entry.column >= 0) from_acc(entry.value, gradient[entry.column]);
+  }
+}
+
 // Fills the gradient of the columns [begin, end) with 0.
 template <int kWidth, typename scalar_t>
 __device__ void write_zeros(scalar_t* gradient, int64_t begin, int64_t end) {

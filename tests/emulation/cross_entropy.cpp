@@ -1,8 +1,12 @@
 // The loss against a float64 reference.
 #include "rows.h"
 
+#include <memory>
+#include <string>
+
 #include "../../csrc/cuda/cross_entropy.cu"
 #include "../../csrc/cuda/loss_mean.cu"
+#include "../../csrc/cuda/one_pass.cu"
 
 namespace {
 
@@ -92,6 +96,10 @@ struct Exact {
 // Rows as they were drawn, or some of them side by side.
 Case draw_rows(bool small) {
   Case c = draw(small);
+  c.apart = chance(0.4);
+  if (chance(0.06)) {  // the longest rows that are read once
+    c.rows = 1, c.row_stride = c.num_classes = c.vocab = size_of(c.dtype) == 2 ? 140001 : 70003;
+  }
   if (c.rows == 0 || c.vocab > 5000 || chance(0.6)) return c;
   if (c.vocab <= 33 && chance(0.4)) c.rows = 100 + below(400);  // several blocks, or several rows a thread
   const int64_t inner = chance(0.3) ? c.rows : 1 + below(c.rows), outer = c.rows / inner;
@@ -107,6 +115,28 @@ int64_t place(const BackwardArgs& args, int64_t r, int64_t v) {
   if (rows.inner == 0) return r * args.grad_row_stride + v;
   return r / rows.inner * rows.outer_stride + r % rows.inner + v * rows.column_stride;
 }
+
+// Loss and gradient by one read; `over`: the gradient overwrites a copy of the logits.
+struct ByOneRead {
+  const Case& c;
+  const bool over;
+  Array loss, lse, residual, gradient;
+
+  ByOneRead(const Problem& p, ForwardArgs forward, BackwardArgs backward, bool over)
+      : c(p.c), over(over), loss(c.arithmetic, c.rows), lse(c.arithmetic, c.rows), residual(c.arithmetic, c.rows),
+        gradient(c.dtype, over ? c.logits_count() : c.rows * c.vocab, over ? c.offset : below(9)) {
+    for (int64_t i = 0; i < gradient.count(); ++i) gradient.set(i, over ? p.logits.get(i) : 777);
+    gradient.upload();
+    forward.loss = loss.device(), forward.lse = lse.device(), forward.lse_residual = residual.device();
+    backward.lse = lse.device(), backward.lse_residual = residual.device();
+    if (over) forward.logits = backward.logits = gradient.device();
+    backward.grad_logits = gradient.device(), backward.grad_row_stride = row_stride();
+    Array entries(DType::kFloat64, int64_t(cuda::cross_entropy_backward_workspace(backward) + 7) / 8);
+    must(cuda::cross_entropy_one_pass(forward, &backward, entries.device(), nullptr), "one pass");
+    for (Array* a : {&loss, &lse, &residual, &gradient}) a->download();
+  }
+  int64_t row_stride() const { return over ? c.row_stride : c.vocab; }
+};
 
 void run_case(const Case& c) {
   Problem p(c);
@@ -162,6 +192,10 @@ void run_case(const Case& c) {
   std::vector<Exact> exact;
   for (int64_t r = 0; r < c.rows; ++r) exact.emplace_back(p, r);
 
+  std::vector<std::unique_ptr<ByOneRead>> by_one_read;
+  for (const bool over : {false, true})
+    if (cuda::one_pass_of(forward)) by_one_read.emplace_back(new ByOneRead(p, forward, backward, over));
+
   must(cuda::cross_entropy_backward(backward, entries.device(), nullptr), "backward");
   for (Array* a : {&loss, &lse, &residual, &mean, &divisor, &ahead_divisor, &ahead_grad, &gradient, &grad_values})
     a->download();
@@ -182,6 +216,14 @@ void run_case(const Case& c) {
     compare("lse", r, 0, lse.get(r), exact[r].lse, exact[r].lse_bound);
     for (int64_t v = 0; v < c.vocab; ++v)
       compare("grad", r, v, gradient.get(place(backward, r, v)), exact[r].grad[v], exact[r].grad_bound[v]);
+    for (const auto& one : by_one_read) {  // bit for bit
+      compare("loss by one read", r, 0, one->loss.get(r), loss.get(r), 0);
+      compare("lse by one read", r, 0, one->lse.get(r), lse.get(r), 0);
+      compare("residual by one read", r, 0, one->residual.get(r), residual.get(r), 0);
+      for (int64_t v = 0; v < c.vocab; ++v)
+        compare("grad by one read", r, v, one->gradient.get(r * one->row_stride() + v),
+                gradient.get(place(backward, r, v)), 0);
+    }
     for (int64_t i = p.begin[r]; i < p.end[r]; ++i)
       compare("grad_values", r, i, grad_values.get(i), exact[r].grad_values[i - p.begin[r]],
               exact[r].grad_values_bound[i - p.begin[r]]);
@@ -191,8 +233,15 @@ void run_case(const Case& c) {
 std::string kind_of(const Case& c) {
   CrossEntropyArgs shape{};
   shape.rows = c.rows, shape.vocab = c.vocab, shape.dtype = c.dtype, shape.target.num_classes = c.num_classes;
+  shape.row_stride = c.row_stride, shape.strided = c.strided, shape.apart = c.apart;
+  shape.logits = reinterpret_cast<const void*>(c.offset * size_of(c.dtype));
   if (c.rows == 0) return "nothing";
   if (c.strided.inner > 0) return "a thread a row";
+  if (const cuda::OnePass form = cuda::one_pass_of(shape)) {
+    const std::string packs = std::to_string(form.packs) + " packs";
+    if (form.width == cuda::kWarp) return "one pass, a warp";
+    return "one pass, " + (form.cluster == 1 ? "a block" : std::to_string(form.cluster) + " blocks, " + packs);
+  }
   const cuda::Plan plan = cuda::plan_of(shape, cuda::multiprocessors());
   return plan.width == cuda::kWarp ? "warp a row" : plan.splits == 1 ? "block a row" : "blocks a row";
 }

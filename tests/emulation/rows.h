@@ -14,7 +14,7 @@ struct Case {
   int64_t rows, vocab, num_classes, row_stride, offset;
   enum Layout { kIndex, kTopK, kOffsets, kRanges } layout;
   int64_t width;
-  bool has_values, logprobs, has_weight, has_mask, has_grad_lse, in_place, unit_stride_grad, ties;
+  bool has_values, logprobs, has_weight, has_mask, has_grad_lse, in_place, unit_stride_grad, ties, apart;
   LossOptions options;
   int64_t max_blocks;
   double logit_size, shift;
@@ -190,6 +190,7 @@ struct Problem {
     args.strided = c.strided;
     args.options = c.options;
     args.max_blocks = c.max_blocks;
+    args.apart = c.apart;
     args.weight_sum = c.has_weight ? weight_sum.device() : nullptr;
     TargetView& t = args.target;
     t = TargetView{};

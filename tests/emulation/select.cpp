@@ -3,6 +3,7 @@
 
 #include "../../csrc/cuda/select.cu"
 #include "../../csrc/cuda/cross_entropy.cu"
+#include "../../csrc/cuda/one_pass.cu"
 
 namespace {
 

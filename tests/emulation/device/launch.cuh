@@ -11,14 +11,34 @@ namespace sparse_ce {
 namespace cuda {
 
 template <typename... parameters_t, typename... arguments_t>
-cudaError_t launch(cudaStream_t stream, int64_t blocks, int threads, void (*kernel)(parameters_t...),
-                   const arguments_t&... arguments) {
+cudaError_t launch_clusters(cudaStream_t stream, int64_t blocks, int threads, int cluster,
+                            void (*kernel)(parameters_t...), const arguments_t&... arguments) {
   coc_launch_config config;
   config.grid = dim3(static_cast<unsigned>(blocks));
   config.block = dim3(static_cast<unsigned>(threads));
+  config.cluster = dim3(static_cast<unsigned>(cluster));
   config.stream = stream;
   return coc_launch(config, kernel, arguments...);
 }
+
+template <typename... parameters_t, typename... arguments_t>
+cudaError_t launch(cudaStream_t stream, int64_t blocks, int threads, void (*kernel)(parameters_t...),
+                   const arguments_t&... arguments) {
+  return launch_clusters(stream, blocks, threads, 1, kernel, arguments...);
+}
+
+template <typename... parameters_t>
+bool has_clusters(void (*)(parameters_t...)) {
+  return true;
+}
+
+struct Cluster {
+  static void sync() { cooperative_groups::this_cluster().sync(); }
+  template <typename T>
+  static const T* of_block(T* shared, int rank) {
+    return cooperative_groups::this_cluster().map_shared_rank(shared, rank);
+  }
+};
 
 }  // namespace cuda
 }  // namespace sparse_ce

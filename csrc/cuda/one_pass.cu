@@ -1,0 +1,296 @@
+// The loss and its gradient by one read of the logits: a row lies in the registers of a warp, of a block or of a cluster
+// of blocks, which exchange their statistics once. The gradient is written from the registers. Forward alone is the
+// same kernel without it, so that its bits are the same, and the gradient has the bits of backward_kernel.
+#include "row_passes.cuh"
+
+#include <atomic>
+
+namespace sparse_ce {
+namespace cuda {
+namespace {
+
+constexpr int kMostBlocks = 8;  // of a cluster, everywhere
+
+// What one thread has of a row, whose 16-byte packs its group shares out: kPacks of them, kStride columns apart.
+// Columns that are none of the classes are -inf.
+template <typename scalar_t, int kWidth, int kPacks>
+struct RowSlice {
+  using acc_t = acc_type<scalar_t>;
+  static constexpr int kSize = Pack<scalar_t>::kSize;
+  static constexpr int64_t kStride = int64_t(kWidth) * kSize, kColumns = kPacks * kStride;
+
+  // Part `part` of the row's slices; `begin`, up to `end`, are the classes that the group has.
+  __device__ RowSlice(const scalar_t* row, int64_t classes, int part) : classes_(classes) {
+    const int64_t slice = int64_t(part) * kColumns - misalignment(row);
+    begin = slice > 0 ? slice : 0;
+    end = slice + kColumns < classes ? slice + kColumns : classes;
+    if (end < begin) end = begin;
+    first_ = slice + int64_t(RowGroup<kWidth>::rank()) * kSize;
+  }
+
+  __device__ static int64_t misalignment(const scalar_t* row) {
+    return static_cast<int64_t>(reinterpret_cast<uintptr_t>(row) % 16 / sizeof(scalar_t));
+  }
+
+  __device__ __forceinline__ void load(const scalar_t* row) {
+#pragma unroll
+    for (int u = 0; u < kPacks; ++u) {
+      Pack<scalar_t> pack;
+      if (whole(u)) {
+        pack = Pack<scalar_t>::load(row + column(u));
+      } else {
+#pragma unroll
+        for (int e = 0; e < kSize; ++e) from_acc(-acc_t(INFINITY), pack.at[e]);
+        for_edge(u, [&](int e) { pack.at[e] = row[column(u) + e]; });
+      }
+      std::memcpy(words_[u], pack.at, sizeof(pack));
+    }
+  }
+
+  template <bool kPlain>
+  __device__ __forceinline__ RowStats<acc_t> stats(const LogitTransform<acc_t>& transform, bool smooth,
+                                                   const acc_t* weight) const {
+    RowStats<acc_t> stats;
+#pragma unroll
+    for (int u = 0; u < kPacks; ++u) {
+      acc_t z[kSize], o[kSize];
+#pragma unroll
+      for (int e = 0; e < kSize; ++e) {
+        if constexpr (kPlain) {
+          z[e] = element(u, e);
+          continue;
+        }
+        const int64_t c = column(u) + e;
+        const bool there = 0 <= c && c < classes_;
+        z[e] = there ? transform(element(u, e)) : -acc_t(INFINITY);
+        o[e] = !there ? acc_t(0) : smooth && weight ? weight[c] : acc_t(1);
+      }
+      stats.push(z, 0, kSize);
+      if (smooth) stats.push_weighted(z, o, kSize);
+    }
+    return stats;
+  }
+
+  // `zero` is 0, which the compiler must not know: else it keeps the numbers that it has made of 16-bit logits, for which
+  // there are no registers, in place of making them again.
+  __device__ __forceinline__ void unknow(uint32_t zero) {
+    if constexpr (sizeof(scalar_t) > 2) return;
+#pragma unroll
+    for (int u = 0; u < kPacks; ++u) {
+#pragma unroll
+      for (uint32_t& word : words_[u]) word ^= zero;
+    }
+  }
+
+  // The gradient as if no class had an entry.
+  template <bool kPlain>
+  __device__ __forceinline__ void write(const GradientCoefficients<acc_t>& c, const LogitTransform<acc_t>& transform,
+                                        bool smooth, const acc_t* weight, bool by_packs, scalar_t* gradient) const {
+#pragma unroll
+    for (int u = 0; u < kPacks; ++u) {
+      if (column(u) >= classes_) continue;
+      Pack<scalar_t> pack;
+#pragma unroll
+      for (int e = 0; e < kSize; ++e) {
+        const acc_t x = element(u, e);
+        if constexpr (kPlain) {
+          from_acc(c.at(x), pack.at[e]);
+        } else {
+          const int64_t at = column(u) + e;
+          const acc_t z = transform(x), o = smooth && weight && 0 <= at && at < classes_ ? weight[at] : acc_t(1);
+          from_acc(c.at(z, o) * transform.slope(z), pack.at[e]);
+        }
+      }
+      if (whole(u) && by_packs)
+        pack.store(gradient + column(u));
+      else
+        for_edge(u, [&](int e) { gradient[column(u) + e] = pack.at[e]; });
+    }
+  }
+
+  int64_t begin, end;
+
+ private:
+  __device__ int64_t column(int u) const { return first_ + u * kStride; }
+  __device__ bool whole(int u) const { return column(u) >= 0 && column(u) + kSize <= classes_; }
+  template <typename function_t>
+  __device__ __forceinline__ void for_edge(int u, const function_t& f) const {
+#pragma unroll
+    for (int e = 0; e < kSize; ++e)
+      if (0 <= column(u) + e && column(u) + e < classes_) f(e);
+  }
+
+  __device__ __forceinline__ acc_t element(int u, int e) const {
+    constexpr int kOfWord = sizeof(uint32_t) / sizeof(scalar_t);
+    scalar_t of_word[kOfWord];
+    std::memcpy(of_word, &words_[u][e / kOfWord], sizeof(of_word));
+    return to_acc(of_word[e % kOfWord]);
+  }
+  int64_t classes_, first_;
+  uint32_t words_[kPacks][4];
+};
+
+// What the entries among the columns [begin, end) of row r add, relative to `max`; the first part also has those that
+// are out of range. All threads of the group.
+template <int kWidth, typename scalar_t, typename acc_t = acc_type<scalar_t>>
+__device__ TargetStats<acc_t> entries_of_part(const ForwardArgs& args, EntryRange range,
+                                              const LogitTransform<acc_t>& transform, const scalar_t* row,
+                                              int64_t begin, int64_t end, int part, acc_t max) {
+  using Group = RowGroup<kWidth>;
+  TargetSums<LongSum<acc_t>> sums;
+  if (!range.valid) sums.mass.sum = Limits<acc_t>::kNaN;
+  for (int64_t i = range.begin + Group::rank(); i < range.end; i += kWidth) {
+    const auto entry = args.target.template entry<acc_t>(i);
+    const bool none = entry.column < 0;
+    if (none ? part != 0 : entry.column < begin || entry.column >= end) continue;
+    sums.add(args.target.share(entry), max, [&] { return none ? max : transform(to_acc(row[entry.column])); });
+  }
+  return Group::reduce(sums.template stats<acc_t>());
+}
+
+// The parts of the blocks of a cluster, merged in their order: the same bits in all.
+template <typename acc_t>
+__device__ PartStats<acc_t> exchange(const PartStats<acc_t>& mine, int cluster) {
+  constexpr int kFields = sizeof(mine) / sizeof(acc_t);
+  SCE_SHARED(acc_t, fields, [kFields]);
+  SCE_SHARED(acc_t, all, [kMostBlocks * kFields]);
+  if (threadIdx.x == 0) std::memcpy(fields, &mine, sizeof(mine));
+  Cluster::sync();
+  for (int i = threadIdx.x; i < cluster * kFields; i += kThreads)
+    all[i] = Cluster::of_block(fields, i / kFields)[i % kFields];
+  Cluster::sync();  // also: the next row's fields overwrite these, and no block ends while its are read
+  PartStats<acc_t> total;
+#pragma unroll 1
+  for (int q = 0; q < cluster; ++q) {
+    PartStats<acc_t> other;
+    std::memcpy(&other, all + q * kFields, sizeof(other));
+    total.merge(other);
+  }
+  return total;
+}
+
+// One group per row, or `cluster` blocks. `back` counts where kGradient is set, and reads what `args` writes; the
+// gradient may be the logits, of which a block overwrites none but its own. kPlain: logits are what is stored, and
+// labels are not smoothed.
+template <typename scalar_t, int kWidth, int kPacks, bool kPlain, bool kGradient>
+__global__ void __launch_bounds__(kThreads, kPacks > 8 || !kPlain ? 2 : 3)
+    one_pass_kernel(ForwardArgs args, BackwardArgs back, int cluster,
+                    EntryGradient<acc_type<scalar_t>>* entry_gradients) {
+  using Group = RowGroup<kWidth>;
+  using acc_t = acc_type<scalar_t>;
+  const int64_t classes = args.target.num_classes;
+  const bool smooth = !kPlain && args.options.label_smoothing != 0;
+  const acc_t* weight = static_cast<const acc_t*>(args.target.weight);
+  const int part = static_cast<int>(Group::number() % cluster);
+  for (int64_t r = Group::number() / cluster; r < args.rows; r += Group::count() / cluster) {
+    const scalar_t* row = args.template row<scalar_t>(r);
+    scalar_t* gradient = kGradient ? back.template gradient_row<scalar_t>(r) : nullptr;
+    RowSlice<scalar_t, kWidth, kPacks> slice(row, classes, part);
+    if (kGradient && part == 0) write_zeros<kWidth>(gradient, classes, back.vocab);
+    if (args.target.ignored(r)) {  // and is not read: of some batches that is most rows
+      if (part == 0 && Group::rank() == 0) args.write(r, true, RowStats<acc_t>{}, TargetStats<acc_t>{});
+      if (kGradient) write_zeros<kWidth>(gradient, slice.begin, slice.end);
+      continue;
+    }
+    slice.load(row);
+    const EntryRange range = args.target.row(r);
+    const LogitTransform<acc_t> transform = args.template transform<acc_t>(r);
+    PartStats<acc_t> stats;
+    stats.row = Group::broadcast(Group::reduce(slice.template stats<kPlain>(transform, smooth, weight)));
+    stats.entries = entries_of_part<kWidth>(args, range, transform, row, slice.begin, slice.end, part, stats.row.max);
+    if (cluster > 1) stats = exchange(stats, cluster);
+    if (part == 0 && Group::rank() == 0) args.write(r, false, stats.row, stats.entries);
+    if constexpr (kGradient) {
+      if (back.template without_gradient<acc_t>(r)) {
+        Group::sync();  // the logits are read
+        write_zeros<kWidth>(gradient, slice.begin, slice.end);
+        continue;
+      }
+      const acc_t mass = mass_of_row<kWidth, acc_t>(args.target, range);
+      const RowLoss<acc_t> of_row(stats.row, stats.entries, args.options, classes);  // whose lse all threads know
+      const auto c = back.coefficients(r, mass, of_row.lse, back.lse_residual ? of_row.lse_residual : acc_t(0));
+      make_entry_gradients<kWidth>(back, c, transform, range, row, slice.begin, slice.end, entry_gradients);
+      Group::sync();  // the logits at the entries are read
+      slice.unknow(static_cast<uint32_t>(cluster) >> 8);
+      slice.template write<kPlain>(c, transform, smooth, weight, equally_aligned(row, gradient), gradient);
+      Group::sync();  // the dense gradient is written
+      write_entry_gradients<kWidth>(args.target, range, slice.begin, slice.end, entry_gradients, gradient);
+    }
+  }
+}
+
+// ------------------------------------------------------------------------------------------------ launchers
+
+template <typename scalar_t, int kWidth, int kPacks>
+cudaError_t launch_form(int cluster, const ForwardArgs& forward, const BackwardArgs* backward, void* workspace,
+                        cudaStream_t stream) {
+  const auto launch = [&](auto kernel) {
+    const int64_t most = ((int64_t(1) << 31) - 1) / cluster;
+    const int64_t blocks = cluster * blocks_for(forward.rows, kThreads / kWidth, forward.max_blocks, most);
+    return launch_clusters(stream, blocks, kThreads, cluster, kernel, forward, backward ? *backward : BackwardArgs{},
+                           cluster, static_cast<EntryGradient<acc_type<scalar_t>>*>(workspace));
+  };
+  const LossOptions& options = forward.options;
+  const bool same = options.logit_scale == 1 && options.softcap == 0 && !forward.row_scale;
+  if (same && options.label_smoothing == 0)
+    return launch(backward ? one_pass_kernel<scalar_t, kWidth, kPacks, true, true>
+                           : one_pass_kernel<scalar_t, kWidth, kPacks, true, false>);
+  return launch(backward ? one_pass_kernel<scalar_t, kWidth, kPacks, false, true>
+                         : one_pass_kernel<scalar_t, kWidth, kPacks, false, false>);
+}
+
+bool device_has_clusters() {
+  constexpr int kMostDevices = 64;
+  static std::atomic<int> known[kMostDevices];  // 0: nobody has asked yet
+  int device = 0;
+  if (cudaGetDevice(&device) != cudaSuccess || device >= kMostDevices) return false;
+  if (known[device] == 0) known[device] = has_clusters(one_pass_kernel<float, kThreads, 8, true, false>) ? 1 : -1;
+  return known[device] > 0;
+}
+
+// The bytes of a row that a form holds.
+constexpr int64_t held(int width, int packs, int cluster) { return int64_t(16) * width * packs * cluster; }
+
+}  // namespace
+
+// The first that holds a row. Beside each what is predicted of forward + backward on an H100, in units of a copy of the
+// logits (1 read + 1 write), which no GPU has judged yet.
+OnePass one_pass_of(const CrossEntropyArgs& args) {
+  constexpr OnePass kForms[] = {
+      {kWarp, 16, 1},  // 8 KiB: 1.15 (65536 x 1000 bfloat16: 100 us)
+      {kThreads, 8, 1},  // 32 KiB: 1.05-1.1
+      {kThreads, 8, 2},  // 64 KiB: 1.04-1.11 (32768 x 32000 bfloat16: 1.45-1.55 ms)
+      {kThreads, 8, 4},  // 128 KiB: the same
+      {kThreads, 8, 8},  // 256 KiB: 1.04-1.11 (8192 x 128256 bfloat16: 1.45-1.55 ms)
+      {kThreads, 16, 8},  // 512 KiB: two blocks a multiprocessor
+  };
+  if (args.apart || args.dtype == DType::kFloat64 || args.strided.inner > 0 || args.rows == 0) return {};
+  const int64_t size = size_of(args.dtype);
+  const bool aligned =
+      reinterpret_cast<uintptr_t>(args.logits) % 16 == 0 && (args.rows == 1 || args.row_stride * size % 16 == 0);
+  const int64_t bytes = args.target.num_classes * size + (aligned ? 0 : 16 - size);
+  for (const OnePass& form : kForms) {
+    if (bytes > held(form.width, form.packs, form.cluster)) continue;
+    if (form.width != plan_of(args, 1).width) return {};  // backward would sum the entries in another order
+    return form.cluster == 1 || device_has_clusters() ? form : OnePass{};
+  }
+  return {};
+}
+
+cudaError_t cross_entropy_one_pass(const ForwardArgs& forward, const BackwardArgs* backward, void* workspace,
+                                   cudaStream_t stream) {
+  const OnePass form = one_pass_of(forward);
+  return with_storage(forward.dtype, [&](auto storage) {
+    using scalar_t = decltype(storage);
+    if constexpr (sizeof(scalar_t) < sizeof(double)) {
+      auto launch = launch_form<scalar_t, kThreads, 8>;
+      if (form.width == kWarp) launch = launch_form<scalar_t, kWarp, 16>;
+      if (form.width == kThreads && form.packs == 16) launch = launch_form<scalar_t, kThreads, 16>;
+      return launch(form.cluster, forward, backward, workspace, stream);
+    }
+    return cudaErrorNotSupported;
+  });
+}
+
+}  // namespace cuda
+}  // namespace sparse_ce
