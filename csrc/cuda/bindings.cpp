@@ -70,8 +70,7 @@ struct Cuda {
       return backward(backward_args, like);
     }
     const Tensor bytes = workspace_of(cuda::cross_entropy_backward_workspace(backward_args), like);
-    check_cuda(
-        cuda::cross_entropy_one_pass(args, &backward_args, bytes.mutable_data_ptr(), cuda::stream_of(like)));
+    check_cuda(cuda::cross_entropy_one_pass(args, &backward_args, bytes.mutable_data_ptr(), cuda::stream_of(like)));
   }
   static void backward(const BackwardArgs& args, const Tensor& like) {
     run(cuda::cross_entropy_backward, cuda::cross_entropy_backward_workspace, args, like);
