@@ -1,4 +1,4 @@
-// linear_rows.h - the rows of the linear head's input that take part in its products, and those of the input's gradient:
+// linear_rows.h - the rows of the linear head's input that take part in its products, and of the input's gradient:
 // where they lie, or copied together. `device_t` as for linear_head.h.
 #pragma once
 

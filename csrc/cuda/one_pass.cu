@@ -71,8 +71,8 @@ struct RowSlice {
     return stats;
   }
 
-  // `zero` is 0, which the compiler must not know: else it keeps the numbers that it has made of 16-bit logits, for which
-  // there are no registers, in place of making them again.
+  // `zero` is 0, which the compiler must not know: else it keeps the numbers that it has made of 16-bit logits, and for
+  // these there are no registers, in place of making them again.
   __device__ __forceinline__ void unknow(uint32_t zero) {
     if constexpr (sizeof(scalar_t) > 2) return;
 #pragma unroll
