@@ -20,7 +20,7 @@ needs_nvcc = pytest.mark.skipif(shutil.which("nvcc") is None and "CI" not in os.
 @pytest.fixture(scope="module", params=["cross_entropy", "one_pass", "linear", "sparse_softmax", "masked_mean",
                                         "candidates"])
 def compiled(request, tmp_path_factory):
-    """The kernels for sm_80 and sm_90, and ptxas' report: {(architecture, kernel): bytes of stack, spilled, registers}."""
+    """The kernels for sm_80 and sm_90, and ptxas' report: {(architecture, kernel): stack, spilled, registers}."""
     out = tmp_path_factory.mktemp("cuda") / f"{request.param}.o"
     done = subprocess.run(
         ["nvcc", "-std=c++17", "-O3", "--threads=2", "-gencode", "arch=compute_80,code=sm_80", "-gencode",

@@ -1,5 +1,5 @@
-// The loss and its gradient by one read of the logits: a row lies in the registers of a warp, of a block or of a cluster
-// of blocks, which exchange their statistics once. The gradient is written from the registers. Forward alone is the
+// The loss and its gradient by one read of the logits: a row lies in the registers of a warp, a block or a cluster of
+// blocks, which exchange their statistics once. The gradient is written from the registers. Forward alone is the
 // same kernel without it, so that its bits are the same, and the gradient has the bits of backward_kernel.
 #include "row_passes.cuh"
 
