@@ -53,6 +53,7 @@ struct RowSlice {
     RowStats<acc_t> stats;
 #pragma unroll
     for (int u = 0; u < kPacks; ++u) {
+      if (column(u) >= classes_) break;  // exponentials of nothing would take their time
       acc_t z[kSize], o[kSize];
 #pragma unroll
       for (int e = 0; e < kSize; ++e) {
@@ -88,7 +89,7 @@ struct RowSlice {
                                         bool smooth, const acc_t* weight, bool by_packs, scalar_t* gradient) const {
 #pragma unroll
     for (int u = 0; u < kPacks; ++u) {
-      if (column(u) >= classes_) continue;
+      if (column(u) >= classes_) break;
       Pack<scalar_t> pack;
 #pragma unroll
       for (int e = 0; e < kSize; ++e) {
