@@ -13,8 +13,13 @@ pytestmark = pytest.mark.skipif(shutil.which("nvcc") is None and "CI" not in os.
 
 
 @pytest.fixture(scope="module")
-def plan_of():
-    return native_modules.planning().plan_of
+def planning():
+    return native_modules.planning()
+
+
+@pytest.fixture(scope="module")
+def plan_of(planning):
+    return planning.plan_of
 
 
 def shapes():
@@ -40,3 +45,18 @@ def test_a_limit_of_blocks_is_kept_and_changes_nothing_else(plan_of):
     for rows, classes, doubles, multiprocessors in shapes():
         free, limited = (plan_of(rows, classes, doubles, limit, multiprocessors) for limit in (0, 3))
         assert limited == (*free[:2], min(free[2], 3))
+
+
+def test_rows_that_are_read_once_fit_into_registers(planning):
+    seen = set()
+    for rows, classes, doubles, _ in shapes():
+        for offset in (0, 4):
+            width, packs, cluster = planning.one_pass_of(rows, classes, doubles, offset)
+            aligned = offset == 0 and (rows == 1 or classes % 4 == 0)
+            needed, held = 4 * classes + (0 if aligned else 12), 16 * width * packs * cluster
+            if held == 0:
+                assert doubles or needed > 512 << 10 or 8180 < needed <= 8204
+                continue
+            assert not doubles and needed <= held and (held == 8192 or needed > held // 4)
+            seen.add((width, packs, cluster))
+    assert seen == {(32, 16, 1), (256, 8, 1), (256, 8, 2), (256, 8, 4), (256, 8, 8), (256, 16, 8)}
