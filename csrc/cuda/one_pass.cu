@@ -35,6 +35,7 @@ struct RowSlice {
   __device__ __forceinline__ void load(const scalar_t* row) {
 #pragma unroll
     for (int u = 0; u < kPacks; ++u) {
+      if (column(u) >= classes_) break;  // nobody looks at those behind
       Pack<scalar_t> pack;
       if (whole(u)) {
         pack = Pack<scalar_t>::load(row + column(u));
