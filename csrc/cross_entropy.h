@@ -91,6 +91,8 @@ struct BackwardArgs : CrossEntropyArgs {
   int64_t grad_row_stride;
   StridedRows grad_strided; // where those of the logits are
   void* grad_values;        // shape of target.values, arithmetic dtype; zero on entry (values' gradient only)
+  const void* made_for;     // (1,) the mean's upstream gradient for which forward has made grad_logits, or null: none has
+  const void* grad_mean;    // (1,) the one that came
 
   template <typename scalar_t>
   SCE_HD scalar_t* gradient_row(int64_t r) const {
@@ -110,6 +112,12 @@ struct BackwardArgs : CrossEntropyArgs {
   template <typename acc_t>
   SCE_HD acc_t upstream_of_lse(int64_t r) const {
     return grad_lse ? static_cast<const acc_t*>(grad_lse)[r * grad_lse_stride] : acc_t(0);
+  }
+
+  // Whether grad_logits are what they would become. On a device nobody else may look without waiting for it.
+  SCE_HD bool is_made() const {
+    if (!made_for) return false;
+    return dtype == DType::kFloat64 ? same_bits<double, uint64_t>() : same_bits<float, uint32_t>();
   }
 
   // Whether a row's gradient is 0 and the row is not read: what it holds may be NaN.
@@ -139,6 +147,16 @@ struct BackwardArgs : CrossEntropyArgs {
     if (!holds(entry.column)) return;
     const acc_t by = target.class_weight<acc_t>(entry.column) * target.value_slope(entry);
     static_cast<acc_t*>(grad_values)[i] = c.of_value(transform(to_acc(row[entry.column])), by);
+  }
+
+ private:
+  // A NaN is that NaN, and 0 is not -0, which another sign of zeros would follow from.
+  template <typename acc_t, typename bits_t>
+  SCE_HD bool same_bits() const {
+    bits_t made, came;
+    std::memcpy(&made, made_for, sizeof(acc_t));
+    std::memcpy(&came, grad_mean, sizeof(acc_t));
+    return made == came;
   }
 };
 

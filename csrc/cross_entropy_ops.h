@@ -116,6 +116,19 @@ class CrossEntropyOps {
     device_t::backward(args, logits);
   }
 
+  static void backward_anew_(const Tensor& made_for, const Tensor& grad_mean, const Tensor& grad_loss,
+                             const Tensor& logits, const Tensor& lse, const OptionalTensor& lse_residual,
+                             const Tensor& grad_logits, const Arguments& given) {
+    Held held;
+    BackwardArgs args = view_backward(grad_loss, std::nullopt, logits, lse, lse_residual, given, held);
+    args.made_for = view_scalar(made_for, logits, "made_for");
+    args.grad_mean = view_scalar(grad_mean, logits, "grad_mean");
+    view_gradient(grad_logits, logits, args);
+    if (args.rows == 0) return;
+    device_t::check_target(args.target, logits);
+    device_t::backward(args, logits);
+  }
+
   static Tensor backward_values(const Tensor& grad_loss, const Tensor& logits, const Tensor& lse,
                                 const OptionalTensor& lse_residual, const Arguments& given) {
     Held held;
@@ -147,6 +160,7 @@ class CrossEntropyOps {
     m.impl("forward_with_gradient_", boxed<&forward_with_gradient_>);
     m.impl("backward", boxed<&backward>);
     m.impl("backward_", boxed<&backward_>);
+    m.impl("backward_anew_", boxed<&backward_anew_>);
     m.impl("backward_values", boxed<&backward_values>);
     m.impl("loss_mean", boxed<&loss_mean>);
   }
@@ -167,11 +181,27 @@ class CrossEntropyOps {
       const int64_t outer = logits.size(0), inner = logits.size(1);
       const Tensor packed = device_t::empty_output(logits, {outer * args.vocab, inner}, logits.scalar_type());
       gradient = torch::stable::transpose(torch::stable::view(packed, {outer, args.vocab, inner}), 1, 2);
-      args.grad_strided = {inner, args.vocab * inner, inner};
     }
+    write_to(gradient, args);
+    return gradient;
+  }
+  static void write_to(const Tensor& gradient, BackwardArgs& args) {
     args.grad_logits = gradient.mutable_data_ptr();
     args.grad_row_stride = args.vocab;
-    return gradient;
+    if (gradient.dim() == 3) args.grad_strided = {gradient.size(1), args.vocab * gradient.size(1), gradient.size(1)};
+  }
+
+  // One of that layout which is there.
+  static void view_gradient(const Tensor& gradient, const Tensor& logits, BackwardArgs& args) {
+    check_same_device(gradient, logits, "grad_logits");
+    check(gradient.scalar_type() == logits.scalar_type(), "grad_logits must be of dtype ", name(logits.scalar_type()),
+          ", got ", name(gradient.scalar_type()));
+    check(same_sizes(gradient.sizes(), logits.sizes()), "grad_logits must be ", shape(logits), ", got ",
+          shape(gradient));
+    const Tensor packed = logits.dim() == 3 ? torch::stable::transpose(gradient, 1, 2) : gradient;
+    check(packed.is_contiguous(), "grad_logits must lie as forward_with_gradient returns them, got stride ",
+          gradient.stride(0));
+    write_to(gradient, args);
   }
 
   static std::tuple<Tensor, Tensor, OptionalTensor> run_forward(const Tensor& logits, const Arguments& given,

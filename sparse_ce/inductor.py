@@ -31,8 +31,9 @@ class _OnePass(CustomGraphPass):
 
 
 one_pass = _OnePass()
-"""For ``torch.compile(step, options={"post_grad_custom_pre_pass": one_pass})``: on a CPU a scalar
-:func:`sparse_ce.cross_entropy` whose backward is in the same graph reads its logits once. Results keep their bits."""
+"""For ``torch.compile(step, options={"post_grad_custom_pre_pass": one_pass})``: a scalar
+:func:`sparse_ce.cross_entropy` whose backward is in the same graph reads its logits once. Results keep their bits, but
+on CUDA where Triton's division of the upstream gradient rounds otherwise than ours."""
 
 
 class _Step(NamedTuple):
@@ -45,8 +46,7 @@ class _Step(NamedTuple):
 
 
 def _step_of(backward: Node) -> Optional[_Step]:
-    """None where ``backward`` is not that of a mean, or its forward has more gradients. On CUDA loss and gradient are
-    two kernels anyway."""
+    """None where ``backward`` is not that of a mean, or its forward has more gradients."""
     of_backward = _arguments(backward)
     share, row_weight = _unweighted(of_backward["grad_loss"])
     if not _calls(share, _aten.expand.default) or not _calls(share.args[0], _aten.div.Tensor):
@@ -57,7 +57,7 @@ def _step_of(backward: Node) -> Optional[_Step]:
     forward = _maker(of_mean.get("loss"), ops.forward_with_residual.default, 0)
     if mean is None or forward is None or of_backward["grad_lse"] is not None:
         return None
-    if grad_mean.meta["val"].dim() != 0 or not backward.meta["val"].is_cpu:
+    if grad_mean.meta["val"].dim() != 0 or backward.meta["val"].device.type not in ("cpu", "cuda"):
         return None
     given = {"row_weight": row_weight, **_arguments(forward)}
     same = all(other[name] == value for other in (of_mean, of_backward) for name, value in given.items()

@@ -44,6 +44,9 @@ def test_opcheck_of_the_ops_without_a_derivative(kind, device):
         torch.library.opcheck(ops.forward_with_residual.default, (logits, *target), dict(label_smoothing=0.1))
         lse = torch.logsumexp(logits.float(), 1)
         torch.library.opcheck(ops.backward_.default, (rows, rows, logits, lse, torch.zeros_like(lse), *target))
+        one = rows[0].clone()
+        torch.library.opcheck(ops.backward_anew_.default, (one, 2 * one, rows, logits, lse, torch.zeros_like(lse),
+                                                           logits.clone(), *target))
         torch.library.opcheck(ops.forward_with_gradient.default, (rows[0].clone(), None, logits, *target))
         torch.library.opcheck(ops.forward_with_gradient.default, (rows[0].clone(), rows[1].clone(), logits, *target))
         torch.library.opcheck(ops.forward_with_gradient_.default, (rows[0].clone(), None, logits, *target))
@@ -65,7 +68,8 @@ def test_opcheck_of_the_sparse_softmax(shape, requires_grad, device):
 
 def test_every_op_is_checked_here():
     known = {"forward", "forward_with_residual", "forward_with_gradient", "forward_with_gradient_", "backward",
-             "backward_", "backward_values", "loss_mean", "sparse_softmax", "sparse_softmax_backward"}  # checked above
+             "backward_", "backward_anew_", "backward_values", "loss_mean",  # checked above
+             "sparse_softmax", "sparse_softmax_backward"}
     known |= {"linear_forward", "linear_forward_with_residual", "linear_forward_with_gradient", "linear_backward",
               "linear_mean", "scale_",  # in test_linear_compile.py
               "masked_mean", "masked_mean_backward",  # in test_masked_mean.py

@@ -67,6 +67,7 @@ def op_calls(device):
         "forward": (x, *target), "forward_with_residual": (x, *target), "forward_with_gradient": (one, one, x, *target),
         "forward_with_gradient_": (one, one, x.clone(), *target),
         "backward": (rows, rows, x, rows, rows, *target), "backward_": (rows, rows, x.clone(), rows, rows, *target),
+        "backward_anew_": (one, 2 * one, rows, x, rows, rows, x.clone(), *target),
         "backward_values": (rows, x, rows, rows, *target), "loss_mean": (rows, one, *target),
         "sparse_softmax": (entries, target[2], order, True),
         "sparse_softmax_backward": (entries, entries, target[2], order, True),

@@ -56,7 +56,7 @@ WRONG_JAGGED = {
 
 
 @pytest.mark.parametrize("name", ["forward", "forward_with_residual", "forward_with_gradient", "forward_with_gradient_",
-                                  "backward", "backward_", "backward_values"])
+                                  "backward", "backward_", "backward_anew_", "backward_values"])
 @pytest.mark.parametrize("wrong", [*WRONG, *WRONG_JAGGED])
 def test_every_op_refuses_a_wrong_tensor(wrong, name, device):
     given = jagged(device) if wrong in WRONG_JAGGED else arguments(device)
@@ -65,7 +65,9 @@ def test_every_op_refuses_a_wrong_tensor(wrong, name, device):
     given[argument] = change(given[argument])
     if name.startswith("backward"):
         given.update(grad_loss=rows, lse=rows, lse_residual=rows)
-        if name != "backward_values":
+        if name == "backward_anew_":
+            given.update(made_for=rows[0], grad_mean=rows[1], grad_logits=torch.zeros_like(given["logits"]))
+        elif name != "backward_values":
             given["grad_lse"] = None
     elif "gradient" in name:
         given.update(grad_mean=rows[0], normalizer=None)
@@ -88,6 +90,26 @@ def test_the_backward_ops_refuse_wrong_rows(name, device):
     for argument, bad, word in refused:
         call = dict(given, **{argument: bad})
         assert_refused(lambda: getattr(ops, name)(**call), argument, word, error=RuntimeError)
+
+
+def test_a_gradient_that_is_there_must_fit(device):
+    rows = torch.ones(4, device=device)
+    given = dict(arguments(device), made_for=rows[0], grad_mean=2 * rows[1], grad_loss=rows, lse=rows,
+                 lse_residual=rows)
+    made = torch.full_like(given["logits"], 5)
+    ops.backward_anew_(**given, grad_logits=made)
+    assert (made != 5).all()
+    wide = torch.full((4, 9), 5.0, device=device)
+    refused = [("grad_logits", bad, word) for bad, word in (
+        (wide[:3, :7], "[3, 7]"), (wide[:, :7], "stride 9"), (wide[:, :1].expand(4, 7), "stride 9"),
+        (wide[:, :7].half(), "Half"), (wide[0, :7], "[7]"), (made.t().contiguous().t(), "stride 1"))]
+    refused += [(argument, bad, word) for argument in ("made_for", "grad_mean") for bad, word in (
+        (rows, "[4]"), (rows[0].double(), "Double"), (rows[0].half(), "Half"))]
+    for argument, bad, word in refused:
+        call = {**given, "grad_logits": made.clone(), argument: bad}
+        before = call["grad_logits"].clone()
+        assert_refused(lambda: ops.backward_anew_(**call), argument, word, error=RuntimeError)
+        assert_bitwise_equal(call["grad_logits"], before)
 
 
 def test_overwriting_logits_that_overlap_is_refused(device):

@@ -10,6 +10,7 @@ namespace {
 constexpr int64_t kWarpRowBytes = 8192;  // rows up to here are read by a warp: 16 packs a thread
 constexpr int64_t kSplitBytes = 32768;  // the least part of a row that is worth a block
 constexpr int kBlocksPerMultiprocessor = 4;  // below this many, rows are split
+constexpr int64_t kBlocksIfMade = 12;  // of a multiprocessor, which holds three, where the gradient may be made already
 
 // ------------------------------------------------------------------------------------------------ forward
 
@@ -74,6 +75,7 @@ __global__ void __launch_bounds__(kThreads, 3)
     backward_kernel(BackwardArgs args, int64_t splits, EntryGradient<acc_type<scalar_t>>* entry_gradients) {
   using Group = RowGroup<kWidth>;
   using acc_t = acc_type<scalar_t>;
+  if (args.is_made()) return;
   const int64_t first_class = args.first_class, classes = args.classes();
   for (int64_t item = Group::number(); item < args.rows * splits; item += Group::count()) {
     const int64_t r = item / splits, split = item % splits;
@@ -157,7 +159,9 @@ size_t cross_entropy_backward_workspace(const CrossEntropyArgs& args) {
 
 cudaError_t cross_entropy_backward(const BackwardArgs& args, void* workspace, cudaStream_t stream) {
   if (args.rows == 0) return cudaSuccess;
-  const Plan plan = plan_of(args, multiprocessors());
+  Plan plan = plan_of(args, multiprocessors());
+  // Blocks that find the gradient made cost time all the same, and those that do not can take several rows.
+  if (args.made_for) plan.blocks = std::min<int64_t>(plan.blocks, kBlocksIfMade * multiprocessors());
   return with_storage(args.dtype, [&](auto storage) {
     using scalar_t = decltype(storage);
     auto* entries = static_cast<EntryGradient<acc_type<scalar_t>>*>(workspace);

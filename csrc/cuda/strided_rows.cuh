@@ -84,6 +84,7 @@ template <typename scalar_t>
 __global__ void __launch_bounds__(kStridedThreads, 6)
     strided_backward_kernel(BackwardArgs args, EntryGradient<acc_type<scalar_t>>* entry_gradients) {
   using acc_t = acc_type<scalar_t>;
+  if (args.is_made()) return;
   const int64_t columns = args.target.num_classes;
   // Only where labels are smoothed: an infinite one would be multiplied by 0.
   const acc_t* weight = args.options.label_smoothing == 0 ? nullptr : static_cast<const acc_t*>(args.target.weight);

@@ -55,11 +55,14 @@ class _CrossEntropy(torch.autograd.Function):
         # Also where nothing of it is needed: it knows of logits that were changed.
         logits, *tensors, lse, lse_residual, divisor, row_weight, losses = ctx.saved_tensors
         (expected, grad_logits), ctx.made = ctx.made, (None, None)  # handed out once: its new owner may overwrite it
-        as_expected = False
+        as_expected, made = False, None
         wants_logits, wants_values, wants_weights = ctx.needs_input_grad[:3]
         if ctx.forecasts and grad_lse is None and grad_loss is not None and _is_last(grad_loss):
             if ctx.inplace:
                 overwriting.remember(grad_loss)
+            elif not forecast.on_host(logits):
+                forecast.remember_on_device("cross_entropy", grad_loss)
+                made = None if expected is None else (expected, grad_loss)
             else:
                 as_expected = forecast.remember("cross_entropy", grad_loss, expected)
             if as_expected and not wants_values and not wants_weights:
@@ -81,6 +84,8 @@ class _CrossEntropy(torch.autograd.Function):
             grad_values = ops.backward_values(grad_loss, logits, lse, lse_residual, *a).to(a.values.dtype)
         if not wants_logits:
             grad_logits = None
+        elif made is not None:
+            _write_anew(*made, grad_loss, logits, lse, lse_residual, grad_logits, *a)
         elif not as_expected:
             grad_logits = _gradient(grad_loss, grad_lse, logits, lse, lse_residual, a, ctx.inplace)
         return grad_logits, grad_values, grad_weights, *_NONE[3:]
@@ -235,14 +240,15 @@ def _run(logits: Tensor, a: Arguments, inplace: Inplace = False, mean: bool = Fa
         return (loss, lse) if return_lse else loss
     if needs_grad(logits, a.values, a.weight, a.row_scale, row_weight):
         refuse_other_grads(a)
-        expected, forecasts = None, mean and logits.is_cpu and logits.requires_grad and not inplace
+        expected, forecasts = None, mean and logits.requires_grad and not inplace
+        forecasts = forecasts and (logits.is_cpu or logits.is_cuda)
         if forecasts:
             others = return_lse or row_weight is not None or a.values is not None and a.values.requires_grad
             if not others and small_calls.plain(a):
                 small = _small(logits, a.indices, a.values, a.ignore_index, normalizer)
                 if small is not None:
                     return small
-            expected = forecast.take("cross_entropy", arithmetic_dtype(logits.dtype))
+            expected = forecast.take_for("cross_entropy", logits)
         elif inplace == "forward" and mean and not return_lse and overwriting.may_overwrite(logits, a):
             upstream = overwriting.expected_upstream(logits)
             if upstream is not None:
@@ -262,6 +268,7 @@ def _run(logits: Tensor, a: Arguments, inplace: Inplace = False, mean: bool = Fa
 
 
 _write_gradient = register_in_place("backward_", "logits")
+_write_anew = register_in_place("backward_anew_", "grad_logits")
 register_backward("backward")
 register_backward("backward_values")
 

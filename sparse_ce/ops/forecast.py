@@ -5,15 +5,23 @@ The forecast is the last one. Backward compares; where another one came it compu
 same bits, or (the linear head) scales it, which rounds once more. A forecast serves one forward: where no backward
 follows (an evaluation that forgot ``torch.no_grad``), or one that is not the plain one (second derivatives, a gradient
 for ``lse``), the next forward makes no gradient.
+
+On a GPU the host knows that a gradient was made and the device for which upstream gradient: kernels compare, and nobody
+waits for them. What a CUDA graph does once per replay it does with memory that outlives it, so that each replay expects
+what came to the one before. Graphs and what runs between their replays share it: a forward keeps a copy of its own.
 """
 
 import math
-from typing import Any, Dict, Optional, Tuple
+from typing import Any, Dict, Optional, Set, Tuple
 
 import torch
 from torch import Tensor
 
+from ..arguments import arithmetic_dtype
+
 _upstream: Dict[Tuple[Any, ...], Tensor] = {}  # by op, dtype and place
+_replayed: Dict[Tuple[Any, ...], Tensor] = {}  # by op, dtype and device: never freed, since graphs have their addresses
+_followed: Set[Tuple[Any, ...]] = set()  # those of them that the next forward may take
 
 
 def remember(op: str, grad: Tensor, expected: Optional[Tensor] = None) -> bool:
@@ -22,6 +30,20 @@ def remember(op: str, grad: Tensor, expected: Optional[Tensor] = None) -> bool:
     same = expected is not None and expected.item() == grad.item()
     _upstream[op, grad.dtype, None] = expected if expected is not None and same else grad.detach().clone()
     return same
+
+
+def remember_on_device(op: str, grad: Tensor) -> None:
+    """The same where nobody looks at ``grad``."""
+    key = (op, grad.dtype, grad.device)
+    if captured(grad):
+        if key not in _replayed:
+            return  # what is allocated now is the graph's
+        _replayed[key].copy_(grad.detach())
+    else:
+        _upstream[op, grad.dtype, place(grad)] = grad.detach().clone()
+        if key not in _replayed:
+            _replayed[key] = grad.detach().clone()
+    _followed.add(key)
 
 
 def remember_divisor(op: str, grad: Tensor) -> None:
@@ -57,6 +79,23 @@ def known(op: str, dtype: torch.dtype) -> Optional[Tensor]:
 def take(op: str, dtype: torch.dtype, at: Any = None) -> Optional[Tensor]:
     """The same, for the forward that it serves, in a place."""
     return None if hooked() else _upstream.pop((op, dtype, at), None)
+
+
+def take_for(op: str, logits: Tensor) -> Optional[Tensor]:
+    """The same, for the forward of ``logits``, where they lie."""
+    dtype = arithmetic_dtype(logits.dtype)
+    if not captured(logits):
+        return take(op, dtype, place(logits))
+    key = (op, dtype, logits.device)
+    if hooked() or key not in _followed:
+        return None
+    _followed.remove(key)
+    return _replayed[key].clone()
+
+
+def on_host(t: Tensor) -> bool:
+    """Whether a look at a number costs nothing."""
+    return t.is_cpu
 
 
 def hooked() -> bool:
