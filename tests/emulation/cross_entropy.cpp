@@ -179,7 +179,7 @@ void run_case(const Case& c) {
   must(cuda::cross_entropy_backward_values(backward, nullptr), "backward_values");
 
   Array fresh(c.dtype, c.rows * c.vocab, c.in_place ? 0 : below(3) * 4);
-  for (int64_t i = 0; i < fresh.count(); ++i) fresh.set(i, 777);
+  for (int64_t i = 0; i < fresh.count(); ++i) fresh.set(i, 776);
   fresh.upload();
   Array& gradient = c.in_place ? p.logits : fresh;
   backward.grad_logits = gradient.device();
@@ -196,6 +196,15 @@ void run_case(const Case& c) {
   for (const bool over : {false, true})
     if (cuda::one_pass_of(forward)) by_one_read.emplace_back(new ByOneRead(p, forward, backward, over));
 
+  Array other(c.arithmetic, 1);
+  other.set(0, 0.5), other.upload();
+  if (!c.in_place && chance(0.5)) {
+    backward.made_for = backward.grad_mean = upstream.device();
+    must(cuda::cross_entropy_backward(backward, entries.device(), nullptr), "backward of what is made");
+    fresh.download();
+    for (int64_t i = 0; i < fresh.count(); ++i) compare("what is made", 0, i, fresh.get(i), 776, 0);
+    backward.grad_mean = other.device();
+  }
   must(cuda::cross_entropy_backward(backward, entries.device(), nullptr), "backward");
   for (Array* a : {&loss, &lse, &residual, &mean, &divisor, &ahead_divisor, &ahead_grad, &gradient, &grad_values})
     a->download();
