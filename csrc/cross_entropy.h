@@ -26,6 +26,10 @@ struct StridedRows {
   }
 };
 
+// How often CUDA reads a row for its loss and its gradient: as planned, or, for measurements and tests, by a kernel for
+// each, or once from memory and then from the second cache.
+enum class Reads : uint8_t { kPlanned, kApart, kCached };
+
 struct CrossEntropyArgs {
   const void* logits;       // (rows, vocab - first_class), unit column stride, any row stride, or as `strided`
   DType dtype;
@@ -39,7 +43,7 @@ struct CrossEntropyArgs {
   int64_t row_scale_stride;
   const void* weight_sum;   // (1,) sum of the class weights, or null: it is num_classes
   int64_t max_blocks;       // 0: no limit. Tests lower it, so that blocks take several rows
-  bool apart;               // on CUDA: forward and backward are kernels of their own, for measurements and tests
+  Reads reads;
 
   // Columns are classes: what a row points to need not exist before the first of them.
   template <typename scalar_t>
@@ -91,7 +95,7 @@ struct BackwardArgs : CrossEntropyArgs {
   int64_t grad_row_stride;
   StridedRows grad_strided; // where those of the logits are
   void* grad_values;        // shape of target.values, arithmetic dtype; zero on entry (values' gradient only)
-  const void* made_for;     // (1,) the mean's upstream gradient for which forward has made grad_logits, or null: none has
+  const void* made_for;     // (1,) upstream gradient of the mean that grad_logits are made for, or null: none is
   const void* grad_mean;    // (1,) the one that came
 
   template <typename scalar_t>

@@ -51,8 +51,9 @@ STABLE_TORCH_LIBRARY(sparse_ce, m) {
   // The gradient of `backward` without grad_lse, written over grad_logits, which forward_with_gradient has made for
   // made_for () A: for the same bits as those of grad_mean () A nothing is read or written. grad_loss is what grad_mean
   // makes of it. No device is waited for.
-  m.def("backward_anew_(Tensor made_for, Tensor grad_mean, Tensor grad_loss, Tensor logits, Tensor lse, "
-        "Tensor? lse_residual, Tensor(a!) grad_logits, " SCE_ARGUMENTS ") -> ()");
+  m.def(
+      "backward_anew_(Tensor made_for, Tensor grad_mean, Tensor grad_loss, Tensor logits, Tensor lse, "
+      "Tensor? lse_residual, Tensor(a!) grad_logits, " SCE_ARGUMENTS ") -> ()");
 
   // grad_values, shape of values, A: the gradient of sum(grad_loss * loss) for the entries' values; 0 for padding.
   m.def("backward_values(Tensor grad_loss, Tensor logits, Tensor lse, Tensor? lse_residual, " SCE_ARGUMENTS

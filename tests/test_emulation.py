@@ -37,7 +37,7 @@ def kinds(output):
 
 KINDS = {"cross_entropy": ("warp a row", "block a row", "blocks a row", "a thread a row", "one pass, a warp",
                            "one pass, a block", "one pass, 2 blocks, 8 packs", "one pass, 4 blocks, 8 packs",
-                           "one pass, 8 blocks, 8 packs", "one pass, 8 blocks, 16 packs"),
+                           "one pass, 8 blocks, 8 packs", "one pass, 8 blocks, 16 packs", "in the cache, 8 blocks"),
          "topk": ("ties", "few ties"),
          "select": ("warp a row", "block a row", "blocks a row"),
          "linear": ("plain sum", "split sum by packs", "split sum by singles", "rows", "scale", "scale of 1",
@@ -74,6 +74,16 @@ def test_no_two_threads_race(op):
     output = run_cases(build.program(op, "tsan"), "--small", "--seeds", "1", "100")
     assert "100 passed, 0 failed" in output
     assert set(KINDS[op]) <= set(kinds(output))
+
+
+@pytest.mark.parametrize("flavour,arguments", [
+    ("plain", ("--seeds", "1", "200")), ("asan", ("--seeds", "5001", "5060")),
+    ("tsan", ("--small", "--seeds", "1", "40"))])
+def test_a_device_without_clusters(flavour, arguments):
+    output = run_cases(build.program("cross_entropy", flavour), *arguments, env={"SPARSE_CE_TEST_CLUSTERS": "0"})
+    assert ", 0 failed" in output
+    found = kinds(output)
+    assert found["in the cache, a block"] > 0 and not any("8 blocks" in kind for kind in found)
 
 
 @pytest.mark.skipif(not shutil.which("nvidia-smi"), reason="needs an NVIDIA GPU")

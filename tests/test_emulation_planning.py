@@ -49,14 +49,36 @@ def test_a_limit_of_blocks_is_kept_and_changes_nothing_else(plan_of):
 
 def test_rows_that_are_read_once_fit_into_registers(planning):
     seen = set()
-    for rows, classes, doubles, _ in shapes():
+    for rows, classes, doubles, multiprocessors in shapes():
         for offset in (0, 4):
-            width, packs, cluster = planning.one_pass_of(rows, classes, doubles, offset)
-            aligned = offset == 0 and (rows == 1 or classes % 4 == 0)
-            needed, held = 4 * classes + (0 if aligned else 12), 16 * width * packs * cluster
-            if held == 0:
-                assert doubles or needed > 512 << 10 or 8180 < needed <= 8204
-                continue
-            assert not doubles and needed <= held and (held == 8192 or needed > held // 4)
-            seen.add((width, packs, cluster))
-    assert seen == {(32, 16, 1), (256, 8, 1), (256, 8, 2), (256, 8, 4), (256, 8, 8), (256, 16, 8)}
+            for clusters in (True, False):
+                form = planning.one_pass_of(rows, classes, doubles, offset, multiprocessors, 50 << 20, clusters)
+                width, packs, cluster = form
+                aligned = offset == 0 and (rows == 1 or classes % 4 == 0)
+                needed, held = 4 * classes + (0 if aligned else 12), 16 * width * packs * cluster
+                most = (512 if clusters else 32) << 10
+                if held == 0:
+                    assert doubles or needed > most or 8180 < needed <= 8204
+                    continue
+                assert not doubles and needed <= held <= most and (held == 8192 or needed > held // 4)
+                seen.add((*form, clusters))
+    few = {(32, 16, 1), (256, 8, 1)}
+    many = few | {(256, 8, 2), (256, 8, 4), (256, 8, 8), (256, 16, 8)}
+    assert seen == {(*form, True) for form in many} | {(*form, False) for form in few}
+
+
+@pytest.mark.parametrize("clusters", [True, False])
+def test_rows_that_registers_do_not_hold_wait_in_a_cache_that_does(clusters, planning):
+    """As many at a time as there are blocks for, and not fewer."""
+    cluster, seen = 8 if clusters else 1, set()
+    for rows, classes, doubles, multiprocessors in shapes():
+        for cache in (0, 4 << 20, 50 << 20):
+            form = planning.one_pass_of(rows, classes, doubles, 0, multiprocessors, cache, clusters)
+            if form[0] and form[1]:
+                continue  # registers
+            at_a_time = max(1, multiprocessors // cluster)
+            needed = 4 * classes + (0 if rows == 1 or classes % 4 == 0 else 12)
+            waits = not doubles and rows >= at_a_time and needed * at_a_time <= cache // 4 * 3
+            assert form == ((512, 0, cluster) if waits and needed > 8204 else (0, 0, 0))
+            seen.add(form)
+    assert len(seen) == 2

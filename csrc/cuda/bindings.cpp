@@ -18,6 +18,7 @@
 #include <cuda_runtime.h>
 
 #include <cstdlib>
+#include <string_view>
 #include <vector>
 
 namespace sparse_ce {
@@ -165,13 +166,14 @@ struct Cuda {
   }
 
  private:
-  // SPARSE_CE_ONE_PASS=0 keeps forward and backward apart, so that the ways can be compared.
+  // SPARSE_CE_ONE_PASS is 0 or "cached" so that the ways can be compared.
   static ForwardArgs with_choice(ForwardArgs args) {
-    static const bool apart = [] {
+    static const Reads reads = [] {
       const char* given = std::getenv("SPARSE_CE_ONE_PASS");
-      return given && given[0] == '0';
+      const std::string_view choice = given ? given : "";
+      return choice == "0" ? Reads::kApart : choice == "cached" ? Reads::kCached : Reads::kPlanned;
     }();
-    args.apart = apart;
+    args.reads = reads;
     return args;
   }
   static bool is_capturing(const Tensor& like) {

@@ -19,13 +19,22 @@ struct Plan {
 };
 Plan plan_of(const CrossEntropyArgs& args, int multiprocessors);
 
-// Who holds a row in registers: `cluster` blocks, or the block, or a warp of it, with `packs` of 16 bytes a thread.
-// Nobody (0 packs) where it is too long, in float64, or as `apart` has it.
+// Who holds a row from its loss to its gradient: `cluster` blocks, or the block, or a warp of it, in registers, with
+// `packs` of 16 bytes a thread, or with 0 packs in the second cache. Nobody (width 0) where the cache is too small, in
+// float64, or as `reads` has it.
 struct OnePass {
   int width = 0, packs = 0, cluster = 0;
-  explicit operator bool() const { return packs > 0; }
+  explicit operator bool() const { return width > 0; }
 };
-OnePass one_pass_of(const CrossEntropyArgs& args);
+// What that depends on.
+struct Device {
+  int multiprocessors = 1;
+  int64_t cache_bytes = 0;
+  bool clusters = false;
+};
+Device current_device();
+OnePass one_pass_of(const CrossEntropyArgs& args, const Device& device);
+inline OnePass one_pass_of(const CrossEntropyArgs& args) { return one_pass_of(args, current_device()); }
 
 // For one that there is. `backward`, or null, has `forward`'s rows and reads what that writes; its workspace is that of
 // cross_entropy_backward.

@@ -1,6 +1,7 @@
 // The loss and its gradient by one read of the logits: a row lies in the registers of a warp, a block or a cluster of
 // blocks, which exchange their statistics once. The gradient is written from the registers. Forward alone is the
-// same kernel without it, so that its bits are the same, and the gradient has the bits of backward_kernel.
+// same kernel without it, so that its bits are the same, and the gradient has the bits of backward_kernel. Where
+// registers do not hold a row, so few are worked on at a time that the second cache has them for their gradient.
 #include "row_passes.cuh"
 
 #include <atomic>
@@ -10,17 +11,21 @@ namespace cuda {
 namespace {
 
 constexpr int kMostBlocks = 8;  // of a cluster, everywhere
+constexpr int kCacheThreads = 512;  // of a block whose row waits in the cache: alone on its multiprocessor
 
 // What one thread has of a row, whose 16-byte packs its group shares out: kPacks of them, kStride columns apart.
 // Columns that are none of the classes are -inf.
-template <typename scalar_t, int kWidth, int kPacks>
+template <typename scalar, int kThreadsOfRow, int kPacks>
 struct RowSlice {
+  using scalar_t = scalar;
   using acc_t = acc_type<scalar_t>;
-  static constexpr int kSize = Pack<scalar_t>::kSize;
+  static constexpr bool kHolds = true;
+  static constexpr int kWidth = kThreadsOfRow, kSize = Pack<scalar_t>::kSize;
   static constexpr int64_t kStride = int64_t(kWidth) * kSize, kColumns = kPacks * kStride;
+  static constexpr int blocks(bool plain) { return kPacks > 8 || !plain ? 2 : 3; }  // that a multiprocessor shall hold
 
   // Part `part` of the row's slices; `begin`, up to `end`, are the classes that the group has.
-  __device__ RowSlice(const scalar_t* row, int64_t classes, int part) : classes_(classes) {
+  __device__ RowSlice(const scalar_t* row, int64_t classes, int part, int) : classes_(classes) {
     const int64_t slice = int64_t(part) * kColumns - misalignment(row);
     begin = slice > 0 ? slice : 0;
     end = slice + kColumns < classes ? slice + kColumns : classes;
@@ -49,8 +54,10 @@ struct RowSlice {
   }
 
   template <bool kPlain>
-  __device__ __forceinline__ RowStats<acc_t> stats(const LogitTransform<acc_t>& transform, bool smooth,
-                                                   const acc_t* weight) const {
+  __device__ __forceinline__ RowStats<acc_t> stats(const ForwardArgs& args, int64_t,
+                                                   const LogitTransform<acc_t>& transform) const {
+    const bool smooth = !kPlain && args.options.label_smoothing != 0;
+    const acc_t* weight = static_cast<const acc_t*>(args.target.weight);
     RowStats<acc_t> stats;
 #pragma unroll
     for (int u = 0; u < kPacks; ++u) {
@@ -86,8 +93,11 @@ struct RowSlice {
 
   // The gradient as if no class had an entry.
   template <bool kPlain>
-  __device__ __forceinline__ void write(const GradientCoefficients<acc_t>& c, const LogitTransform<acc_t>& transform,
-                                        bool smooth, const acc_t* weight, bool by_packs, scalar_t* gradient) const {
+  __device__ __forceinline__ void write(const BackwardArgs& args, const GradientCoefficients<acc_t>& c,
+                                        const LogitTransform<acc_t>& transform, const scalar_t* row,
+                                        scalar_t* gradient) const {
+    const bool smooth = !kPlain && args.options.label_smoothing != 0, by_packs = equally_aligned(row, gradient);
+    const acc_t* weight = static_cast<const acc_t*>(args.target.weight);
 #pragma unroll
     for (int u = 0; u < kPacks; ++u) {
       if (column(u) >= classes_) break;
@@ -132,6 +142,34 @@ struct RowSlice {
   uint32_t words_[kPacks][4];
 };
 
+// The same of a row that nobody holds: what is read again comes from the cache.
+template <typename scalar>
+struct RowInCache {
+  using scalar_t = scalar;
+  using acc_t = acc_type<scalar_t>;
+  static constexpr bool kHolds = false;
+  static constexpr int kWidth = kCacheThreads;
+  static constexpr int blocks(bool) { return 1; }
+
+  __device__ RowInCache(const scalar_t*, int64_t classes, int part, int parts)
+      : begin(split_begin(classes, parts, part)), end(split_begin(classes, parts, part + 1)) {}
+
+  __device__ void load(const scalar_t*) {}
+  __device__ void unknow(uint32_t) {}
+
+  template <bool>
+  __device__ RowStats<acc_t> stats(const ForwardArgs& args, int64_t r, const LogitTransform<acc_t>&) const {
+    return scan_row<kWidth, scalar_t>(args, r, begin, end);
+  }
+  template <bool>
+  __device__ void write(const BackwardArgs& args, const GradientCoefficients<acc_t>& c,
+                        const LogitTransform<acc_t>& transform, const scalar_t* row, scalar_t* gradient) const {
+    write_dense<kWidth>(args, c, transform, row, gradient, begin, end);
+  }
+
+  const int64_t begin, end;
+};
+
 // What the entries among the columns [begin, end) of row r add, relative to `max`; the first part also has those that
 // are out of range. All threads of the group.
 template <int kWidth, typename scalar_t, typename acc_t = acc_type<scalar_t>>
@@ -171,23 +209,25 @@ __device__ PartStats<acc_t> exchange(const PartStats<acc_t>& mine, int cluster) 
   return total;
 }
 
+constexpr int threads_of_block(int width) { return width < kThreads ? kThreads : width; }
+
 // One group per row, or `cluster` blocks. `back` counts where kGradient is set, and reads what `args` writes; the
 // gradient may be the logits, of which a block overwrites none but its own. kPlain: logits are what is stored, and
 // labels are not smoothed.
-template <typename scalar_t, int kWidth, int kPacks, bool kPlain, bool kGradient>
-__global__ void __launch_bounds__(kThreads, kPacks > 8 || !kPlain ? 2 : 3)
+template <typename slice_t, bool kPlain, bool kGradient>
+__global__ void __launch_bounds__(threads_of_block(slice_t::kWidth), slice_t::blocks(kPlain))
     one_pass_kernel(ForwardArgs args, BackwardArgs back, int cluster,
-                    EntryGradient<acc_type<scalar_t>>* entry_gradients) {
+                    EntryGradient<typename slice_t::acc_t>* entry_gradients) {
+  using scalar_t = typename slice_t::scalar_t;
+  using acc_t = typename slice_t::acc_t;
+  constexpr int kWidth = slice_t::kWidth;
   using Group = RowGroup<kWidth>;
-  using acc_t = acc_type<scalar_t>;
   const int64_t classes = args.target.num_classes;
-  const bool smooth = !kPlain && args.options.label_smoothing != 0;
-  const acc_t* weight = static_cast<const acc_t*>(args.target.weight);
   const int part = static_cast<int>(Group::number() % cluster);
   for (int64_t r = Group::number() / cluster; r < args.rows; r += Group::count() / cluster) {
     const scalar_t* row = args.template row<scalar_t>(r);
     scalar_t* gradient = kGradient ? back.template gradient_row<scalar_t>(r) : nullptr;
-    RowSlice<scalar_t, kWidth, kPacks> slice(row, classes, part);
+    slice_t slice(row, classes, part, cluster);
     if (kGradient && part == 0) write_zeros<kWidth>(gradient, classes, back.vocab);
     if (args.target.ignored(r)) {  // and is not read: of some batches that is most rows
       if (part == 0 && Group::rank() == 0) args.write(r, true, RowStats<acc_t>{}, TargetStats<acc_t>{});
@@ -198,7 +238,7 @@ __global__ void __launch_bounds__(kThreads, kPacks > 8 || !kPlain ? 2 : 3)
     const EntryRange range = args.target.row(r);
     const LogitTransform<acc_t> transform = args.template transform<acc_t>(r);
     PartStats<acc_t> stats;
-    stats.row = Group::broadcast(Group::reduce(slice.template stats<kPlain>(transform, smooth, weight)));
+    stats.row = Group::broadcast(Group::reduce(slice.template stats<kPlain>(args, r, transform)));
     stats.entries = entries_of_part<kWidth>(args, range, transform, row, slice.begin, slice.end, part, stats.row.max);
     if (cluster > 1) stats = exchange(stats, cluster);
     if (part == 0 && Group::rank() == 0) args.write(r, false, stats.row, stats.entries);
@@ -214,7 +254,7 @@ __global__ void __launch_bounds__(kThreads, kPacks > 8 || !kPlain ? 2 : 3)
       make_entry_gradients<kWidth>(back, c, transform, range, row, slice.begin, slice.end, entry_gradients);
       Group::sync();  // the logits at the entries are read
       slice.unknow(static_cast<uint32_t>(cluster) >> 8);
-      slice.template write<kPlain>(c, transform, smooth, weight, equally_aligned(row, gradient), gradient);
+      slice.template write<kPlain>(back, c, transform, row, gradient);
       Group::sync();  // the dense gradient is written
       write_entry_gradients<kWidth>(args.target, range, slice.begin, slice.end, entry_gradients, gradient);
     }
@@ -223,41 +263,63 @@ __global__ void __launch_bounds__(kThreads, kPacks > 8 || !kPlain ? 2 : 3)
 
 // ------------------------------------------------------------------------------------------------ launchers
 
-template <typename scalar_t, int kWidth, int kPacks>
-cudaError_t launch_form(int cluster, const ForwardArgs& forward, const BackwardArgs* backward, void* workspace,
+template <typename slice_t>
+cudaError_t launch_form(const OnePass& form, const ForwardArgs& forward, const BackwardArgs* backward, void* workspace,
                         cudaStream_t stream) {
+  const int cluster = form.cluster, threads = threads_of_block(form.width);
   const auto launch = [&](auto kernel) {
-    const int64_t most = ((int64_t(1) << 31) - 1) / cluster;
-    const int64_t blocks = cluster * blocks_for(forward.rows, kThreads / kWidth, forward.max_blocks, most);
-    return launch_clusters(stream, blocks, kThreads, cluster, kernel, forward, backward ? *backward : BackwardArgs{},
-                           cluster, static_cast<EntryGradient<acc_type<scalar_t>>*>(workspace));
+    int64_t most = (int64_t(1) << 31) - 1;
+    if (form.packs == 0) most = multiprocessors();  // more rows at a time would not stay in the cache
+    const int64_t groups =
+        blocks_for(forward.rows, threads / form.width, forward.max_blocks, std::max<int64_t>(1, most / cluster));
+    return launch_clusters(stream, cluster * groups, threads, cluster, kernel, forward,
+                           backward ? *backward : BackwardArgs{}, cluster,
+                           static_cast<EntryGradient<typename slice_t::acc_t>*>(workspace));
   };
   const LossOptions& options = forward.options;
   const bool same = options.logit_scale == 1 && options.softcap == 0 && !forward.row_scale;
-  if (same && options.label_smoothing == 0)
-    return launch(backward ? one_pass_kernel<scalar_t, kWidth, kPacks, true, true>
-                           : one_pass_kernel<scalar_t, kWidth, kPacks, true, false>);
-  return launch(backward ? one_pass_kernel<scalar_t, kWidth, kPacks, false, true>
-                         : one_pass_kernel<scalar_t, kWidth, kPacks, false, false>);
+  if constexpr (slice_t::kHolds) {
+    if (same && options.label_smoothing == 0)
+      return launch(backward ? one_pass_kernel<slice_t, true, true> : one_pass_kernel<slice_t, true, false>);
+  }
+  return launch(backward ? one_pass_kernel<slice_t, false, true> : one_pass_kernel<slice_t, false, false>);
 }
 
-bool device_has_clusters() {
+bool device_has_clusters(int device) {
   constexpr int kMostDevices = 64;
   static std::atomic<int> known[kMostDevices];  // 0: nobody has asked yet
-  int device = 0;
-  if (cudaGetDevice(&device) != cudaSuccess || device >= kMostDevices) return false;
-  if (known[device] == 0) known[device] = has_clusters(one_pass_kernel<float, kThreads, 8, true, false>) ? 1 : -1;
+  if (device >= kMostDevices) return false;
+  if (known[device] == 0)
+    known[device] = has_clusters(one_pass_kernel<RowSlice<float, kThreads, 8>, true, false>) ? 1 : -1;
   return known[device] > 0;
 }
 
 // The bytes of a row that a form holds.
-constexpr int64_t held(int width, int packs, int cluster) { return int64_t(16) * width * packs * cluster; }
+constexpr int64_t held(const OnePass& form) { return int64_t(16) * form.width * form.packs * form.cluster; }
+
+// Rows at a time, and their gradients behind them, of which something remains in the cache.
+OnePass in_cache(const CrossEntropyArgs& args, int64_t row_bytes, const Device& device) {
+  const OnePass form{kCacheThreads, 0, device.clusters ? kMostBlocks : 1};
+  const int64_t at_a_time = std::max(1, device.multiprocessors / form.cluster);
+  const bool fits = row_bytes * at_a_time <= device.cache_bytes / 4 * 3;
+  return args.reads == Reads::kCached || (fits && args.rows >= at_a_time) ? form : OnePass{};
+}
 
 }  // namespace
 
+Device current_device() {
+  Device found;
+  int device = 0, cache = 0;
+  if (cudaGetDevice(&device) != cudaSuccess) return found;
+  found.multiprocessors = multiprocessors();
+  if (cudaDeviceGetAttribute(&cache, cudaDevAttrL2CacheSize, device) == cudaSuccess) found.cache_bytes = cache;
+  found.clusters = device_has_clusters(device);
+  return found;
+}
+
 // The first that holds a row. Beside each what is predicted of forward + backward on an H100, in units of a copy of the
-// logits (1 read + 1 write), which no GPU has judged yet.
-OnePass one_pass_of(const CrossEntropyArgs& args) {
+// logits (1 read + 1 write), which no GPU has judged yet; two kernels take 1.5.
+OnePass one_pass_of(const CrossEntropyArgs& args, const Device& device) {
   constexpr OnePass kForms[] = {
       {kWarp, 16, 1},  // 8 KiB: 1.15 (65536 x 1000 bfloat16: 100 us)
       {kThreads, 8, 1},  // 32 KiB: 1.05-1.1
@@ -266,17 +328,20 @@ OnePass one_pass_of(const CrossEntropyArgs& args) {
       {kThreads, 8, 8},  // 256 KiB: 1.04-1.11 (8192 x 128256 bfloat16: 1.45-1.55 ms)
       {kThreads, 16, 8},  // 512 KiB: two blocks a multiprocessor
   };
-  if (args.apart || args.dtype == DType::kFloat64 || args.strided.inner > 0 || args.rows == 0) return {};
+  // Longer rows, and without clusters those above 32 KiB: in_cache, 1.1-1.3. A row of 1 MiB is one of 16 at a time.
+  const bool never = args.reads == Reads::kApart || args.dtype == DType::kFloat64;
+  if (never || args.strided.inner > 0 || args.rows == 0) return {};
   const int64_t size = size_of(args.dtype);
   const bool aligned =
       reinterpret_cast<uintptr_t>(args.logits) % 16 == 0 && (args.rows == 1 || args.row_stride * size % 16 == 0);
   const int64_t bytes = args.target.num_classes * size + (aligned ? 0 : 16 - size);
+  const int width = plan_of(args, 1).width;  // of backward, which would sum the entries in another order
   for (const OnePass& form : kForms) {
-    if (bytes > held(form.width, form.packs, form.cluster)) continue;
-    if (form.width != plan_of(args, 1).width) return {};  // backward would sum the entries in another order
-    return form.cluster == 1 || device_has_clusters() ? form : OnePass{};
+    if (bytes > held(form) || (form.cluster > 1 && !device.clusters)) continue;
+    if (form.width != width) return {};
+    if (args.reads == Reads::kPlanned || width == kWarp) return form;
   }
-  return {};
+  return width == kWarp ? OnePass{} : in_cache(args, bytes, device);
 }
 
 cudaError_t cross_entropy_one_pass(const ForwardArgs& forward, const BackwardArgs* backward, void* workspace,
@@ -285,10 +350,11 @@ cudaError_t cross_entropy_one_pass(const ForwardArgs& forward, const BackwardArg
   return with_storage(forward.dtype, [&](auto storage) {
     using scalar_t = decltype(storage);
     if constexpr (sizeof(scalar_t) < sizeof(double)) {
-      auto launch = launch_form<scalar_t, kThreads, 8>;
-      if (form.width == kWarp) launch = launch_form<scalar_t, kWarp, 16>;
-      if (form.width == kThreads && form.packs == 16) launch = launch_form<scalar_t, kThreads, 16>;
-      return launch(form.cluster, forward, backward, workspace, stream);
+      auto launch = launch_form<RowSlice<scalar_t, kThreads, 8>>;
+      if (form.width == kWarp) launch = launch_form<RowSlice<scalar_t, kWarp, 16>>;
+      if (form.packs == 16 && form.width == kThreads) launch = launch_form<RowSlice<scalar_t, kThreads, 16>>;
+      if (form.packs == 0) launch = launch_form<RowInCache<scalar_t>>;
+      return launch(form, forward, backward, workspace, stream);
     }
     return cudaErrorNotSupported;
   });

@@ -17,12 +17,12 @@ inline int64_t blocks_for(int64_t items, int64_t per_block, int64_t limit, int64
   return std::min(limit > 0 ? limit : most, (items + per_block - 1) / per_block);
 }
 
-// kWidth threads share a row: a warp (several rows a block, for short rows) or the block. Every thread of the group
-// must call each function, with the group's other threads.
+// kWidth threads share a row: a warp (several rows a block, for short rows) or the block, which may be a larger one.
+// Every thread of the group must call each function, with the group's other threads.
 template <int kWidth>
 struct RowGroup {
-  static_assert(kWidth == kWarp || kWidth == kThreads, "a warp or the block");
-  static constexpr int kPerBlock = kThreads / kWidth;
+  static_assert(kWidth == kWarp || kWidth % kThreads == 0, "a warp or the block");
+  static constexpr int kPerBlock = kWidth < kThreads ? kThreads / kWidth : 1;
 
   __device__ static int rank() { return threadIdx.x % kWidth; }
   // Groups of the whole grid, in the order in which they take rows.
@@ -65,7 +65,7 @@ struct RowGroup {
       mine.merge(shuffle_xor<stats_t, acc_t, kFields>(mine, offset));
     if (kWidth == kWarp) return mine;
 
-    constexpr int kWarps = kThreads / kWarp;
+    constexpr int kWarps = kWidth / kWarp;
     SCE_SHARED(acc_t, partial, [kWarps][kFields]);
     __syncthreads();  // the last call's values may still be read
     if (threadIdx.x % kWarp == 0) std::memcpy(partial[threadIdx.x / kWarp], &mine, sizeof(mine));

@@ -105,13 +105,15 @@ __device__ bool sum_of_class(const TargetView& target, EntryRange range, int64_t
   return true;
 }
 
-// What the loss's entries weigh together. All threads of the group, which all receive it.
+// What the loss's entries weigh together. All threads of the group, which all receive it. As many share them in a
+// larger block, so that the sum has the same bits.
 template <int kWidth, typename acc_t>
 __device__ acc_t mass_of_row(const TargetView& target, EntryRange range) {
   using Group = RowGroup<kWidth>;
   LongSum<acc_t> mass;
   if (!range.valid) mass.sum = Limits<acc_t>::kNaN;
-  for (int64_t i = range.begin + Group::rank(); i < range.end; i += kWidth)
+  constexpr int kSharers = kWidth < kThreads ? kWidth : kThreads;
+  for (int64_t i = range.begin + Group::rank(); Group::rank() < kSharers && i < range.end; i += kSharers)
     mass.add(target.share(target.template entry<acc_t>(i)));
   return Group::broadcast(Group::reduce(TargetStats<acc_t>{0, mass.sum})).mass;
 }

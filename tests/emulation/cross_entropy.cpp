@@ -96,7 +96,7 @@ struct Exact {
 // Rows as they were drawn, or some of them side by side.
 Case draw_rows(bool small) {
   Case c = draw(small);
-  c.apart = chance(0.4);
+  c.reads = chance(0.4) ? Reads::kPlanned : chance(0.5) ? Reads::kApart : Reads::kCached;
   if (chance(0.06)) {  // the longest rows that are read once
     c.rows = 1, c.row_stride = c.num_classes = c.vocab = size_of(c.dtype) == 2 ? 140001 : 70003;
   }
@@ -242,13 +242,14 @@ void run_case(const Case& c) {
 std::string kind_of(const Case& c) {
   CrossEntropyArgs shape{};
   shape.rows = c.rows, shape.vocab = c.vocab, shape.dtype = c.dtype, shape.target.num_classes = c.num_classes;
-  shape.row_stride = c.row_stride, shape.strided = c.strided, shape.apart = c.apart;
+  shape.row_stride = c.row_stride, shape.strided = c.strided, shape.reads = c.reads;
   shape.logits = reinterpret_cast<const void*>(c.offset * size_of(c.dtype));
   if (c.rows == 0) return "nothing";
   if (c.strided.inner > 0) return "a thread a row";
   if (const cuda::OnePass form = cuda::one_pass_of(shape)) {
     const std::string packs = std::to_string(form.packs) + " packs";
     if (form.width == cuda::kWarp) return "one pass, a warp";
+    if (form.packs == 0) return form.cluster == 1 ? "in the cache, a block" : "in the cache, 8 blocks";
     return "one pass, " + (form.cluster == 1 ? "a block" : std::to_string(form.cluster) + " blocks, " + packs);
   }
   const cuda::Plan plan = cuda::plan_of(shape, cuda::multiprocessors());

@@ -14,7 +14,8 @@ struct Case {
   int64_t rows, vocab, num_classes, row_stride, offset;
   enum Layout { kIndex, kTopK, kOffsets, kRanges } layout;
   int64_t width;
-  bool has_values, logprobs, has_weight, has_mask, has_grad_lse, in_place, unit_stride_grad, ties, apart;
+  bool has_values, logprobs, has_weight, has_mask, has_grad_lse, in_place, unit_stride_grad, ties;
+  Reads reads;
   LossOptions options;
   int64_t max_blocks;
   double logit_size, shift;
@@ -190,7 +191,7 @@ struct Problem {
     args.strided = c.strided;
     args.options = c.options;
     args.max_blocks = c.max_blocks;
-    args.apart = c.apart;
+    args.reads = c.reads;
     args.weight_sum = c.has_weight ? weight_sum.device() : nullptr;
     TargetView& t = args.target;
     t = TargetView{};
