@@ -70,8 +70,8 @@ struct Cuda {
       forward(args, like);
       return backward(backward_args, like);
     }
-    const Tensor bytes = workspace_of(cuda::cross_entropy_backward_workspace(backward_args), like);
-    check_cuda(cuda::cross_entropy_one_pass(args, &backward_args, bytes.mutable_data_ptr(), cuda::stream_of(like)));
+    const Workspace bytes(cuda::cross_entropy_backward_workspace(backward_args), like);
+    check_cuda(cuda::cross_entropy_one_pass(args, &backward_args, bytes.data(), cuda::stream_of(like)));
   }
   static void backward(const BackwardArgs& args, const Tensor& like) {
     run(cuda::cross_entropy_backward, cuda::cross_entropy_backward_workspace, args, like);
@@ -187,16 +187,24 @@ struct Cuda {
     const cuda::DeviceGuard guard(like.get_device_index());
     check_cuda(launcher(args, cuda::stream_of(like)));
   }
-  // Torch's caching allocator's: freed at return, reused by later work of the same stream only.
-  static Tensor workspace_of(size_t bytes, const Tensor& like) {
-    return empty(like, {static_cast<int64_t>(bytes)}, ScalarType::Byte);
-  }
+  // Torch's caching allocator's: freed at return, reused by later work of the same stream only. None of 0 bytes, which
+  // would take the host 2 us.
+  class Workspace {
+   public:
+    Workspace(size_t bytes, const Tensor& like) {
+      if (bytes > 0) bytes_ = empty(like, {static_cast<int64_t>(bytes)}, ScalarType::Byte);
+    }
+    void* data() const { return bytes_ ? bytes_->mutable_data_ptr() : nullptr; }
+
+   private:
+    OptionalTensor bytes_;
+  };
   template <typename args_t, typename sized_t>
   static void run(cudaError_t (*launcher)(const args_t&, void*, cudaStream_t), size_t (*workspace)(const sized_t&),
                   const args_t& args, const Tensor& like) {
     const cuda::DeviceGuard guard(like.get_device_index());
-    const Tensor bytes = workspace_of(workspace(args), like);
-    check_cuda(launcher(args, bytes.mutable_data_ptr(), cuda::stream_of(like)));
+    const Workspace bytes(workspace(args), like);
+    check_cuda(launcher(args, bytes.data(), cuda::stream_of(like)));
   }
 };
 

@@ -14,14 +14,8 @@
 namespace sparse_ce {
 namespace cuda {
 
-template <typename... parameters_t, typename... arguments_t>
-cudaError_t launch(cudaStream_t stream, int64_t blocks, int threads, void (*kernel)(parameters_t...),
-                   const arguments_t&... arguments) {
-  kernel<<<static_cast<unsigned>(blocks), threads, 0, stream>>>(arguments...);
-  return cudaGetLastError();
-}
-
-// The same in clusters of `cluster` blocks, which may be 1.
+// In clusters of `cluster` blocks, which may be 1. Returns this launch's own error and leaves none behind: neither does
+// an earlier one of somebody else's end here, nor this one there.
 template <typename... parameters_t, typename... arguments_t>
 cudaError_t launch_clusters(cudaStream_t stream, int64_t blocks, int threads, int cluster,
                             void (*kernel)(parameters_t...), const arguments_t&... arguments) {
@@ -34,7 +28,15 @@ cudaError_t launch_clusters(cudaStream_t stream, int64_t blocks, int threads, in
   config.stream = stream;
   config.attrs = &attribute;
   config.numAttrs = cluster > 1 ? 1 : 0;
-  return cudaLaunchKernelEx(&config, kernel, arguments...);
+  const cudaError_t error = cudaLaunchKernelEx(&config, kernel, arguments...);
+  if (error != cudaSuccess) cudaGetLastError();
+  return error;
+}
+
+template <typename... parameters_t, typename... arguments_t>
+cudaError_t launch(cudaStream_t stream, int64_t blocks, int threads, void (*kernel)(parameters_t...),
+                   const arguments_t&... arguments) {
+  return launch_clusters(stream, blocks, threads, 1, kernel, arguments...);
 }
 
 // Whether the current device has clusters, and `kernel` is compiled for them.
