@@ -48,13 +48,16 @@ def test_no_kernel_spills_registers_for_half_bfloat16_and_float(compiled):
     most = {key: 128 if re.search(r"one_pass_kernel<.*true>", key[1]) else 0 for key in report}
     assert {key: stack for key, (stack, *_) in report.items() if stack > most[key]} == {}
     assert {key: spilled for key, (_, spilled, _) in report.items() if spilled and not most[key]} == {}
+    if compiled[0].stem == "cross_entropy":  # fewer blocks a multiprocessor have registers for float64, too
+        assert {key: spilled for key, (_, spilled, _) in compiled[1].items() if spilled} == {}
 
 
 @needs_nvcc
 def test_blocks_fit_three_to_a_multiprocessor(compiled):
     # The sums of a pack's columns and their weights are registers: there two blocks, with more loads in flight.
     # So of sixteen packs of a row, and of eight that are transformed; a row in the cache has a block of 512 threads.
-    two = r"sum_kernel<.*, [248]>|one_pass_kernel<.*(RowInCache|, 16>, |, 8>, false, ).*>"
+    # And of float64.
+    two = r"<double|sum_kernel<.*, [248]>|one_pass_kernel<.*(RowInCache|, 16>, |, 8>, false, ).*>"
     report = {key: value for key, value in compiled[1].items() if not re.search(two, key[1])}
     assert max(registers for *_, registers in report.values()) * 256 * 3 <= 65536
     assert max(registers for *_, registers in compiled[1].values()) * 256 * 2 <= 65536

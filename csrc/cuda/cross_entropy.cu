@@ -36,7 +36,7 @@ __device__ void finish_row(const ForwardArgs& args, int64_t r, bool ignored, con
 
 // One group per row, or per part of a row: then partial (rows, splits) receives the statistics.
 template <typename scalar_t, int kWidth>
-__global__ void __launch_bounds__(kThreads, 4)
+__global__ void __launch_bounds__(kThreads, held_blocks<scalar_t>(4))
     forward_kernel(ForwardArgs args, int64_t splits, RowStats<acc_type<scalar_t>>* partial) {
   using Group = RowGroup<kWidth>;
   const int64_t columns = args.target.num_classes;
@@ -71,7 +71,7 @@ __global__ void __launch_bounds__(kThreads)
 
 // One group per row, or per part of a row: it alone reads and writes its columns, so the gradient may be the logits.
 template <typename scalar_t, int kWidth>
-__global__ void __launch_bounds__(kThreads, 3)
+__global__ void __launch_bounds__(kThreads, held_blocks<scalar_t>(3))
     backward_kernel(BackwardArgs args, int64_t splits, EntryGradient<acc_type<scalar_t>>* entry_gradients) {
   using Group = RowGroup<kWidth>;
   using acc_t = acc_type<scalar_t>;

@@ -49,7 +49,7 @@ __device__ RowStats<acc_t> scan_strided(const ForwardArgs& args, const StridedRo
 }
 
 template <typename scalar_t>
-__global__ void __launch_bounds__(kStridedThreads, 6) strided_forward_kernel(ForwardArgs args) {
+__global__ void __launch_bounds__(kStridedThreads, held_blocks<scalar_t>(6)) strided_forward_kernel(ForwardArgs args) {
   using acc_t = acc_type<scalar_t>;
   for_rows(args.rows, [&](int64_t r) {
     const bool ignored = args.target.ignored(r);
@@ -81,7 +81,7 @@ __device__ inline bool in_order(const TargetView& target, EntryRange range) {
 
 // A row is read and written by one thread, so the gradient may be the logits. entry_gradients: see backward_kernel.
 template <typename scalar_t>
-__global__ void __launch_bounds__(kStridedThreads, 6)
+__global__ void __launch_bounds__(kStridedThreads, held_blocks<scalar_t>(6))
     strided_backward_kernel(BackwardArgs args, EntryGradient<acc_type<scalar_t>>* entry_gradients) {
   using acc_t = acc_type<scalar_t>;
   if (args.is_made()) return;
@@ -141,7 +141,8 @@ __global__ void __launch_bounds__(kStridedThreads, 6)
 }
 
 template <typename scalar_t>
-__global__ void __launch_bounds__(kStridedThreads, 6) strided_backward_values_kernel(BackwardArgs args) {
+__global__ void __launch_bounds__(kStridedThreads, held_blocks<scalar_t>(6))
+    strided_backward_values_kernel(BackwardArgs args) {
   using acc_t = acc_type<scalar_t>;
   for_rows(args.rows, [&](int64_t r) {
     if (args.target.ignored(r)) return;
