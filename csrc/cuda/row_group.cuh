@@ -17,11 +17,12 @@ inline int64_t blocks_for(int64_t items, int64_t per_block, int64_t limit, int64
   return std::min(limit > 0 ? limit : most, (items + per_block - 1) / per_block);
 }
 
-// kWidth threads share a row: a warp (several rows a block, for short rows) or the block, which may be a larger one.
-// Every thread of the group must call each function, with the group's other threads.
+// kWidth threads share a row: lanes of a warp, or all (several rows a block, for short rows), or the block, which may be
+// a larger one. Every thread of the group must call each function, with the group's other threads.
 template <int kWidth>
 struct RowGroup {
-  static_assert(kWidth == kWarp || kWidth % kThreads == 0, "a warp or the block");
+  static constexpr int kLanes = kWidth < kWarp ? kWidth : kWarp;  // of a warp
+  static_assert(kWidth % kThreads == 0 || (kWidth == kLanes && kWarp % kLanes == 0), "lanes of a warp, or the block");
   static constexpr int kPerBlock = kWidth < kThreads ? kThreads / kWidth : 1;
 
   __device__ static int rank() { return threadIdx.x % kWidth; }
@@ -29,10 +30,15 @@ struct RowGroup {
   __device__ static int64_t number() { return blockIdx.x * int64_t(kPerBlock) + threadIdx.x / kWidth; }
   __device__ static int64_t count() { return gridDim.x * int64_t(kPerBlock); }
 
+  // The group's lanes of a warp.
+  __device__ static unsigned lanes() {
+    return (0xffffffffu >> (kWarp - kLanes)) << (threadIdx.x % kWarp / kLanes * kLanes);
+  }
+
   // A barrier that also orders memory among the group.
   __device__ static void sync() {
-    if (kWidth == kWarp)
-      __syncwarp();
+    if (kWidth <= kWarp)
+      __syncwarp(lanes());
     else
       __syncthreads();
   }
@@ -40,19 +46,19 @@ struct RowGroup {
   // What reduce gave lane 0, for all: the threads of a block have the same already.
   template <template <typename> class stats_t, typename acc_t>
   __device__ static stats_t<acc_t> broadcast(const stats_t<acc_t>& reduced) {
-    if (kWidth != kWarp) return reduced;
+    if (kWidth > kWarp) return reduced;
     constexpr int kFields = sizeof(stats_t<acc_t>) / sizeof(acc_t);
     acc_t fields[kFields];
     std::memcpy(fields, &reduced, sizeof(reduced));
 #pragma unroll
-    for (int i = 0; i < kFields; ++i) fields[i] = __shfl_sync(0xffffffffu, fields[i], 0);
+    for (int i = 0; i < kFields; ++i) fields[i] = __shfl_sync(lanes(), fields[i], 0, kLanes);
     stats_t<acc_t> first;
     std::memcpy(&first, fields, sizeof(first));
     return first;
   }
 
   __device__ static bool all(bool value) {
-    return kWidth == kWarp ? __all_sync(0xffffffffu, value) : __syncthreads_and(value);
+    return kWidth <= kWarp ? __all_sync(lanes(), value) : __syncthreads_and(value);
   }
 
   // Merges one stats_t of each thread in a fixed order. Lane 0's result counts: other lanes may differ in the last bit
@@ -61,9 +67,9 @@ struct RowGroup {
   __device__ static stats_t<acc_t> reduce(stats_t<acc_t> mine) {
     constexpr int kFields = sizeof(stats_t<acc_t>) / sizeof(acc_t);
 #pragma unroll
-    for (int offset = kWarp / 2; offset > 0; offset /= 2)
+    for (int offset = kLanes / 2; offset > 0; offset /= 2)
       mine.merge(shuffle_xor<stats_t, acc_t, kFields>(mine, offset));
-    if (kWidth == kWarp) return mine;
+    if (kWidth <= kWarp) return mine;
 
     constexpr int kWarps = kWidth / kWarp;
     SCE_SHARED(acc_t, partial, [kWarps][kFields]);
@@ -85,7 +91,7 @@ struct RowGroup {
     acc_t fields[kFields];
     std::memcpy(fields, &mine, sizeof(mine));
 #pragma unroll
-    for (int i = 0; i < kFields; ++i) fields[i] = __shfl_xor_sync(0xffffffffu, fields[i], offset);
+    for (int i = 0; i < kFields; ++i) fields[i] = __shfl_xor_sync(lanes(), fields[i], offset);
     stats_t<acc_t> other;
     std::memcpy(&other, fields, sizeof(other));
     return other;

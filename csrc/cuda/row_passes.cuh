@@ -1,6 +1,7 @@
 // row_passes.cuh - what is done with one row, or with a part of one, by every kernel that goes over logits.
 #pragma once
 
+#include "classes_of_row.cuh"
 #include "cross_entropy.h"
 #include "row_group.cuh"
 
@@ -79,38 +80,6 @@ struct EntryGradient {
   acc_t value;
 };
 
-// Whether equal classes stand side by side, as in a coalesced COO or a CSR tensor. All threads of the group.
-template <int kWidth>
-__device__ bool is_sorted(const TargetView& target, EntryRange range) {
-  bool sorted = true;
-  for (int64_t i = range.begin + RowGroup<kWidth>::rank(); i + 1 < range.end; i += kWidth)
-    sorted = sorted &&
-             load_int(target.indices, target.indices_dtype, i) <= load_int(target.indices, target.indices_dtype, i + 1);
-  return RowGroup<kWidth>::all(sorted);
-}
-
-// Whether entry i is the first of its class in its row; then `sum` is that of weight(k, entry) over all of them, in
-// their order. O(entries) of the row, or O(duplicates) where they are sorted.
-template <bool of_select, typename acc_t, typename weight_t>
-__device__ bool sum_of_class(const TargetView& target, EntryRange range, int64_t i, int64_t column, bool sorted,
-                             const weight_t& weight, acc_t& sum) {
-  int64_t k = i;
-  if (!sorted) k = range.begin;
-  while (sorted && k > range.begin && load_int(target.indices, target.indices_dtype, k - 1) == column) --k;
-  sum = 0;
-  for (; k < range.end; ++k) {
-    if (load_int(target.indices, target.indices_dtype, k) != column) {
-      if (sorted) break;
-      continue;
-    }
-    const auto entry = of_select ? target.template chosen<acc_t>(k) : target.template entry<acc_t>(k);
-    if (entry.column < 0) continue;
-    if (k < i) return false;
-    sum += weight(k, entry);
-  }
-  return true;
-}
-
 // What the loss's entries weigh together. All threads of the group, which all receive it. As many share them in a
 // larger block, so that the sum has the same bits.
 template <int kWidth, typename acc_t>
@@ -124,30 +93,37 @@ __device__ acc_t mass_of_row(const TargetView& target, EntryRange range) {
   return Group::broadcast(Group::reduce(TargetStats<acc_t>{0, mass.sum})).mass;
 }
 
+// Behind the gradients of the target's entries, what ClassesOfRow needs.
+template <typename acc_t>
+__device__ uint32_t* class_slots(const TargetView& target, EntryGradient<acc_t>* entry_gradients) {
+  return reinterpret_cast<uint32_t*>(entry_gradients + target.entries);
+}
+
 // The gradients at the entries among the columns [begin, end). `entry_gradients` has one element for each of the
 // target's entries; each belongs to the group of its row and column.
-template <int kWidth, typename scalar_t, typename acc_t = acc_type<scalar_t>>
+template <int kWidth, typename row_t, typename acc_t>
 __device__ void make_entry_gradients(const BackwardArgs& args, const GradientCoefficients<acc_t>& c,
-                                     const LogitTransform<acc_t>& transform, EntryRange range, const scalar_t* row,
+                                     const LogitTransform<acc_t>& transform, EntryRange range, const row_t& row,
                                      int64_t begin, int64_t end, EntryGradient<acc_t>* entry_gradients) {
   using Group = RowGroup<kWidth>;
-  const bool sorted = range.end - range.begin > kWarp && is_sorted<kWidth>(args.target, range);
+  const TargetView& target = args.target;
+  const ClassesOfRow<kWidth, false, acc_t> classes(target, range, begin, end, class_slots(target, entry_gradients));
   for (int64_t i = range.begin + Group::rank(); i < range.end; i += kWidth) {
-    const int64_t column = args.target.template entry<acc_t>(i).column;
+    const int64_t column = target.template entry<acc_t>(i).column;
     if (column < begin || column >= end) continue;  // padding, or another group's
     acc_t sum;
-    const bool first = sum_of_class<false, acc_t>(
-        args.target, range, i, column, sorted, [](int64_t, const Entry<acc_t>& entry) { return entry.value; }, sum);
-    const acc_t o = args.target.template class_weight<acc_t>(column);
+    entry_gradients[i].column = -1;
+    if (!classes.sum(i, column, [](int64_t, const Entry<acc_t>& entry) { return entry.value; }, sum)) continue;
+    const acc_t o = target.template class_weight<acc_t>(column);
     const acc_t z = transform(to_acc(row[column]));
-    entry_gradients[i] = {first ? column : -1, c.at(z, o, sum * o) * transform.slope(z)};
+    entry_gradients[i] = {column, c.at(z, o, sum * o) * transform.slope(z)};
   }
 }
 
 // Writes them, once the dense gradient is written.
-template <int kWidth, typename scalar_t, typename acc_t = acc_type<scalar_t>>
+template <int kWidth, typename row_t, typename acc_t>
 __device__ void write_entry_gradients(const TargetView& target, EntryRange range, int64_t begin, int64_t end,
-                                      const EntryGradient<acc_t>* entry_gradients, scalar_t* gradient) {
+                                      const EntryGradient<acc_t>* entry_gradients, const row_t& gradient) {
   for (int64_t i = range.begin + RowGroup<kWidth>::rank(); i < range.end; i += kWidth) {
     const int64_t column = target.template entry<acc_t>(i).column;
     if (column < begin || column >= end) continue;

@@ -139,7 +139,8 @@ __device__ Scanned<acc_t> scan(const SelectArgs& args, int64_t r, int64_t begin,
 
 // Adds the entries to a row's statistics and writes its outputs. All threads of the group; `scanned` counts on lane 0.
 template <int kWidth, typename scalar_t, typename acc_t = acc_type<scalar_t>>
-__device__ void finish_row(const SelectArgs& args, int64_t r, bool ignored, const Scanned<acc_t>& scanned) {
+__device__ void finish_row(const SelectArgs& args, int64_t r, bool ignored, const Scanned<acc_t>& scanned,
+                           uint32_t* slots) {
   using Group = RowGroup<kWidth>;
   const scalar_t* row = args.template row<scalar_t>(r);
   const LogitTransform<acc_t> transform = args.template transform<acc_t>(r);
@@ -152,17 +153,15 @@ __device__ void finish_row(const SelectArgs& args, int64_t r, bool ignored, cons
   }
 
   const bool inside = args.needs_rest() && !args.needs_smoothing();
-  const bool sorted = inside && range.end - range.begin > kWarp && is_sorted<kWidth>(args.target, range);
+  const EntryRange asked = inside ? range : EntryRange{0, 0, true};
+  const ClassesOfRow<kWidth, true, acc_t> classes(args.target, asked, 0, args.target.num_classes, slots);
   bool valid = range.valid;
   SelectStats<acc_t> stats;
   for (int64_t i = range.begin + Group::rank(); i < range.end; i += kWidth) {
     const auto entry = args.target.template chosen<acc_t>(i);
     valid = valid && !(entry.column < 0 && entry.value != entry.value);
-    if (!inside || entry.column < 0) continue;
-    acc_t sum;
-    if (!sum_of_class<true, acc_t>(
-            args.target, range, i, entry.column, sorted, [](int64_t, const Entry<acc_t>&) { return acc_t(0); }, sum))
-      continue;
+    int64_t last;
+    if (!inside || entry.column < 0 || !classes.first(i, entry.column, last)) continue;
     const acc_t z = transform(to_acc(row[entry.column]));
     const bool lower = z == stats.row.max && entry.column < stats.argmax;
     if (z > stats.row.max || lower) stats.argmax = entry.column;
@@ -187,7 +186,7 @@ __device__ void finish_row(const SelectArgs& args, int64_t r, bool ignored, cons
 // One group per row, or per part of a row: then partial (rows, splits) receives the statistics.
 template <typename scalar_t, int kWidth>
 __global__ void __launch_bounds__(kThreads, 2)
-    select_kernel(SelectArgs args, int64_t splits, Scanned<acc_type<scalar_t>>* partial) {
+    select_kernel(SelectArgs args, int64_t splits, Scanned<acc_type<scalar_t>>* partial, uint32_t* slots) {
   using Group = RowGroup<kWidth>;
   const int64_t columns = args.target.num_classes;
   for (int64_t item = Group::number(); item < args.rows * splits; item += Group::count()) {
@@ -198,7 +197,7 @@ __global__ void __launch_bounds__(kThreads, 2)
       scanned =
           scan<kWidth, scalar_t>(args, r, split_begin(columns, splits, split), split_begin(columns, splits, split + 1));
     if (splits == 1)
-      finish_row<kWidth, scalar_t>(args, r, ignored, scanned);
+      finish_row<kWidth, scalar_t>(args, r, ignored, scanned, slots);
     else if (Group::rank() == 0)
       partial[item] = scanned;
   }
@@ -207,7 +206,7 @@ __global__ void __launch_bounds__(kThreads, 2)
 // One warp per row merges the parts of select_kernel.
 template <typename scalar_t>
 __global__ void __launch_bounds__(kThreads)
-    select_merge_kernel(SelectArgs args, int64_t splits, const Scanned<acc_type<scalar_t>>* partial) {
+    select_merge_kernel(SelectArgs args, int64_t splits, const Scanned<acc_type<scalar_t>>* partial, uint32_t* slots) {
   using Group = RowGroup<kWarp>;
   for (int64_t r = Group::number(); r < args.rows; r += Group::count()) {
     Scanned<acc_type<scalar_t>> mine;
@@ -217,7 +216,7 @@ __global__ void __launch_bounds__(kThreads)
     }
     mine.all = Group::reduce(mine.all);
     mine.rest = Group::reduce(mine.rest);
-    finish_row<kWarp, scalar_t>(args, r, args.target.ignored(r), mine);
+    finish_row<kWarp, scalar_t>(args, r, args.target.ignored(r), mine, slots);
   }
 }
 
@@ -300,17 +299,19 @@ __global__ void __launch_bounds__(kThreads, 2)
     const auto weight = [&](int64_t i, const Entry<acc_t>& entry) {
       return (args.grad_loss ? c.d * args.target.share(entry) : acc_t(0)) - args.template upstream_of_entry<acc_t>(i);
     };
-    const bool sorted = range.end - range.begin > kWarp && is_sorted<kWidth>(args.target, range);
+    const ClassesOfRow<kWidth, true, acc_t> classes(args.target, range, begin, end,
+                                                    class_slots(args.target, entry_gradients));
     LongSum<acc_t> of_scale;
     for (int64_t i = range.begin + Group::rank(); i < range.end; i += kWidth) {
       const int64_t column = args.target.template chosen<acc_t>(i).column;
       if (column < begin || column >= end) continue;  // padding, or another group's
       acc_t sum;
-      const bool first = sum_of_class<true, acc_t>(args.target, range, i, column, sorted, weight, sum);
+      entry_gradients[i].column = -1;
+      if (!classes.sum(i, column, weight, sum)) continue;
       const acc_t x = to_acc(row[column]), z = transform(x);
       const acc_t derivative = c.inside(z, args.target.template class_weight<acc_t>(column)) - sum;
-      if (first && args.grad_scale && derivative != acc_t(0)) of_scale.add(derivative * transform.slope_of_cap(z) * x);
-      entry_gradients[i] = {first ? column : -1, derivative * transform.slope(z)};
+      if (args.grad_scale && derivative != acc_t(0)) of_scale.add(derivative * transform.slope_of_cap(z) * x);
+      entry_gradients[i] = {column, derivative * transform.slope(z)};
     }
     Group::sync();  // the logits at the entries are read
     if (c.more() || args.grad_scale)
@@ -339,14 +340,19 @@ Plan backward_plan(const SelectBackwardArgs& args) {
   return plan;
 }
 
+size_t bytes_of_parts(const SelectArgs& args, const Plan& plan) {
+  const size_t each = args.dtype == DType::kFloat64 ? sizeof(Scanned<double>) : sizeof(Scanned<float>);
+  return plan.splits == 1 ? 0 : static_cast<size_t>(args.rows * plan.splits) * each;
+}
+
 }  // namespace
 
 // ------------------------------------------------------------------------------------------------ launchers
 
+// The parts of rows; behind them, where entries' classes are left out of sums, what ClassesOfRow needs.
 size_t select_forward_workspace(const SelectArgs& args) {
-  const Plan plan = plan_of(args, multiprocessors());
-  const size_t each = args.dtype == DType::kFloat64 ? sizeof(Scanned<double>) : sizeof(Scanned<float>);
-  return plan.splits == 1 ? 0 : static_cast<size_t>(args.rows * plan.splits) * each;
+  const size_t slots = args.needs_rest() ? static_cast<size_t>(args.target.entries) * kClassSlots : 0;
+  return bytes_of_parts(args, plan_of(args, multiprocessors())) + slots * sizeof(uint32_t);
 }
 
 cudaError_t select_forward(const SelectArgs& args, void* workspace, cudaStream_t stream) {
@@ -355,11 +361,12 @@ cudaError_t select_forward(const SelectArgs& args, void* workspace, cudaStream_t
   return with_storage(args.dtype, [&](auto storage) {
     using scalar_t = decltype(storage);
     auto* partial = static_cast<Scanned<acc_type<scalar_t>>*>(workspace);
+    auto* slots = reinterpret_cast<uint32_t*>(static_cast<char*>(workspace) + bytes_of_parts(args, plan));
     auto kernel = plan.width == kWarp ? select_kernel<scalar_t, kWarp> : select_kernel<scalar_t, kThreads>;
-    const cudaError_t error = launch(stream, plan.blocks, kThreads, kernel, args, plan.splits, partial);
+    const cudaError_t error = launch(stream, plan.blocks, kThreads, kernel, args, plan.splits, partial, slots);
     if (error != cudaSuccess || plan.splits == 1) return error;
     return launch(stream, blocks_of(args, args.rows, kThreads / kWarp), kThreads, select_merge_kernel<scalar_t>, args,
-                  plan.splits, partial);
+                  plan.splits, partial, slots);
   });
 }
 

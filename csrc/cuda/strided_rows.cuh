@@ -71,14 +71,6 @@ __global__ void __launch_bounds__(kStridedThreads, held_blocks<scalar_t>(6)) str
   });
 }
 
-// Whether equal classes stand side by side, for one thread.
-__device__ inline bool in_order(const TargetView& target, EntryRange range) {
-  for (int64_t i = range.begin; i + 1 < range.end; ++i)
-    if (load_int(target.indices, target.indices_dtype, i) > load_int(target.indices, target.indices_dtype, i + 1))
-      return false;
-  return true;
-}
-
 // A row is read and written by one thread, so the gradient may be the logits. entry_gradients: see backward_kernel.
 template <typename scalar_t>
 __global__ void __launch_bounds__(kStridedThreads, held_blocks<scalar_t>(6))
@@ -99,23 +91,8 @@ __global__ void __launch_bounds__(kStridedThreads, held_blocks<scalar_t>(6))
 
     const LogitTransform<acc_t> transform = args.template transform<acc_t>(r);
     const EntryRange range = args.target.row(r);
-    LongSum<acc_t> mass;
-    if (!range.valid) mass.sum = Limits<acc_t>::kNaN;
-    for (int64_t i = range.begin; i < range.end; ++i) mass.add(args.target.share(args.target.template entry<acc_t>(i)));
-    const GradientCoefficients<acc_t> coefficients = args.coefficients(r, mass.sum);
-    const bool sorted = range.end - range.begin > 2 && in_order(args.target, range);
-    for (int64_t i = range.begin; i < range.end; ++i) {
-      const int64_t column = args.target.template entry<acc_t>(i).column;
-      entry_gradients[i].column = -1;
-      if (column < 0) continue;
-      acc_t sum;
-      if (!sum_of_class<false, acc_t>(
-              args.target, range, i, column, sorted, [](int64_t, const Entry<acc_t>& entry) { return entry.value; },
-              sum))
-        continue;
-      const acc_t o = args.target.template class_weight<acc_t>(column), z = transform(to_acc(row[column]));
-      entry_gradients[i] = {column, coefficients.at(z, o, sum * o) * transform.slope(z)};
-    }
+    const auto coefficients = args.coefficients(r, mass_of_row<1, acc_t>(args.target, range));
+    make_entry_gradients<1>(args, coefficients, transform, range, row, 0, columns, entry_gradients);
     const bool plain = transform.identity() && args.options.label_smoothing == 0;
     const auto dense = [&](int64_t c, auto count) {
       constexpr int n = decltype(count)::value;
@@ -135,8 +112,7 @@ __global__ void __launch_bounds__(kStridedThreads, held_blocks<scalar_t>(6))
     for (; c + kStridedUnroll <= columns; c += kStridedUnroll) dense(c, Count<kStridedUnroll>{});
 #pragma unroll 1
     for (; c < columns; ++c) dense(c, Count<1>{});
-    for (int64_t i = range.begin; i < range.end; ++i)
-      if (entry_gradients[i].column >= 0) from_acc(entry_gradients[i].value, gradient[entry_gradients[i].column]);
+    write_entry_gradients<1>(args.target, range, 0, columns, entry_gradients, gradient);
   });
 }
 

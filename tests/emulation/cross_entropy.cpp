@@ -96,7 +96,7 @@ struct Exact {
 // Rows as they were drawn, or some of them side by side.
 Case draw_rows(bool small) {
   Case c = draw(small);
-  c.reads = chance(0.4) ? Reads::kPlanned : chance(0.5) ? Reads::kApart : Reads::kCached;
+  c.reads = chance(0.5) ? Reads::kPlanned : chance(0.5) ? Reads::kApart : Reads::kCached;
   if (chance(0.06)) {  // the longest rows that are read once
     c.rows = 1, c.row_stride = c.num_classes = c.vocab = size_of(c.dtype) == 2 ? 140001 : 70003;
   }

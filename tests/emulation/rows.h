@@ -52,7 +52,7 @@ Case draw(bool small) {
       c.rows = 1 + below(5);
       break;
     case 1:
-      c.vocab = small ? 33000 : one_of<int64_t>({16392, 33001, 50257, 70003});
+      c.vocab = small ? one_of<int64_t>({20000, 33000}) : one_of<int64_t>({16392, 33001, 50257, 70003});
       c.rows = 1 + below(small ? 1 : 3);
       break;
     default:
@@ -64,6 +64,10 @@ Case draw(bool small) {
   c.offset = chance(0.3) ? below(9) : 0;
   c.layout = Case::Layout(below(4));
   c.width = c.layout == Case::kIndex ? 1 : one_of<int64_t>({0, 1, 2, 3, 8, 40, 90});
+  if (c.layout != Case::kIndex && chance(0.15)) {  // more than the tables of a warp and of a block have room for
+    c.width = one_of<int64_t>({65, 256, 257, 1000, 2048, 2049, 3000, 10000});
+    c.rows = std::min<int64_t>(c.rows, c.width < 1000 ? 9 : c.width < 10000 ? 3 : 1);
+  }
   c.has_values = c.layout != Case::kIndex && chance(0.8);
   c.logprobs = c.has_values && chance(0.4);
   c.has_weight = chance(0.3), c.has_mask = chance(0.3), c.has_grad_lse = chance(0.3), c.in_place = chance(0.4);
