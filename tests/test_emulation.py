@@ -43,7 +43,8 @@ KINDS = {"cross_entropy": ("warp a row", "block a row", "blocks a row", "a threa
          "linear": ("plain sum", "split sum by packs", "split sum by singles", "rows", "scale", "scale of 1",
                     "scale from another", "scale of rows"),
          "candidates": ("weights by packs", "weights by singles"),
-         "sparse_softmax": ("rows for warps", "a row for a block"),
+         "sparse_softmax": [rows + long for rows in ("rows for lanes", "rows for warps") for long in (
+             "", ", one for a block", ", one for blocks")],
          "masked_mean": [way + packs for packs in (" by packs", " by singles") for way in (
              "along, a warp", "along, a block", "across")] + [way + packs + ", in parts" for packs in (
                  " by packs", " by singles") for way in ("along, a block", "across")]}

@@ -100,10 +100,10 @@ struct Cuda {
     check_entries(HostTarget(target, cuda::stream_of(like)).view());
   }
   static void sparse_softmax(const SparseSoftmaxArgs& args, const Tensor& like) {
-    run(cuda::sparse_softmax, args, like);
+    run(cuda::sparse_softmax, cuda::sparse_softmax_workspace, args, like);
   }
   static void sparse_softmax_backward(const SparseSoftmaxArgs& args, const Tensor& like) {
-    run(cuda::sparse_softmax_backward, args, like);
+    run(cuda::sparse_softmax_backward, cuda::sparse_softmax_workspace, args, like);
   }
   static void check_rows(const SparseSoftmaxArgs&) {}  // the kernels stay within the entries
   static void masked_mean(const MaskedMeanArgs& args, const Tensor& like) {

@@ -1,5 +1,7 @@
-// A warp takes a row; rows of more than kLongRow entries are taken by their block, one after the other. Each entry is
-// read twice, the second time from a cache unless its row is longer than one.
+// A row goes to a few lanes of a warp, to the warp, to its block or, where it is longer than a span of entries, to the
+// blocks of the spans that it has entries in: then a second kernel merges their statistics, in the order of the spans,
+// and writes. Entries that registers do not hold are read twice, the second time from a cache unless their row is longer
+// than one.
 #include "row_group.cuh"
 
 #include "sparse_softmax.h"
@@ -8,19 +10,48 @@ namespace sparse_ce {
 namespace cuda {
 namespace {
 
-constexpr int kUnroll = 2;             // packs in flight per thread
-constexpr int64_t kLongRow = 2048;     // entries
-constexpr int kWarps = kThreads / kWarp;
+constexpr int kUnroll = 2;  // packs in flight per thread, of each tensor
+constexpr int kFewLanes = 8;  // for a row of kShortRow entries
+constexpr int kOfLane = 8;  // of which each has so many, in registers
+constexpr int64_t kShortRow = kFewLanes * kOfLane;
+constexpr int64_t kLongRow = 2048;  // entries; what is longer is no warp's
+constexpr int64_t kSpan = 32768;  // entries that are worth a block, of a row that blocks share
+constexpr int64_t kMostSpans = 1024;
 constexpr int64_t kMostBlocks = 1 << 20;
+
+// How rows go to threads, decided on the host, which knows how many there are but not how long each is.
+struct Plan {
+  bool short_rows;  // most rows are
+  int64_t span, spans;  // 0 where no row can be longer than a span
+};
+
+Plan plan_of(const SparseSoftmaxArgs& args) {
+  const int64_t span = std::max(kSpan, divide_up(args.entries, kMostSpans * 64) * 64);
+  return {args.entries <= kShortRow * args.rows, span, args.entries > span ? divide_up(args.entries, span) : 0};
+}
 
 // The entries [begin, end) of a row, at one position of each entry's width.
 struct Row {
-  int64_t begin, end, position;
+  int64_t begin = 0, end = 0, position = 0;
+
+  __device__ int64_t length() const { return end - begin; }
 };
 
 __device__ Row row_of(const SparseSoftmaxArgs& args, int64_t item) {
   const int64_t r = item / args.width;
   return {args.row_begin(r), args.row_begin(r + 1), item % args.width};
+}
+
+// The last row that begins at entry `at` or before. All threads of the block, each of which looks at one row at a time.
+__device__ int64_t row_at(const SparseSoftmaxArgs& args, int64_t at) {
+  int64_t low = 0, count = args.rows;
+  while (count > 1) {
+    const int64_t step = divide_up(count, kThreads), mine = threadIdx.x * step;
+    const int before = __syncthreads_count(mine > 0 && mine < count && args.row_begin(low + mine) <= at);
+    low += before * step;
+    count = step < count - before * step ? step : count - before * step;
+  }
+  return low;
 }
 
 // Calls packs(pointer offset, Count<n>) or single(pointer offset) for the elements of a row, as for_columns does; only
@@ -33,105 +64,212 @@ __device__ __forceinline__ void for_entries(const SparseSoftmaxArgs& args, const
                                [&](int64_t i) { single(args.at(i) * args.width + row.position); });
 }
 
-template <typename scalar_t>
-struct ForwardRow {
-  // All threads of the group; contains barriers.
-  template <int kWidth>
-  __device__ static void run(const SparseSoftmaxArgs& args, const Row& row) {
-    using acc_t = acc_type<scalar_t>;
-    constexpr int kSize = Pack<scalar_t>::kSize;
-    const scalar_t* values = static_cast<const scalar_t*>(args.values);
-    scalar_t* result = static_cast<scalar_t*>(args.result);
-    RowStats<acc_t> mine;
-    for_entries<kWidth>(
-        args, row, values, true,
-        [&](int64_t i, auto count) {
-          constexpr int n = decltype(count)::value;
-          Pack<scalar_t> packs[n];
+// ------------------------------------------------------------------------------------------------ elements
+
+// What is read of each element, what a row's elements add up to, and what becomes of an element, given that.
+template <typename storage_t>
+struct Forward {
+  using scalar_t = storage_t;
+  using acc_t = acc_type<scalar_t>;
+  using Total = RowStats<acc_t>;
+  using Result = SoftmaxRow<acc_t>;
+  static constexpr int kInputs = 1;
+  static constexpr acc_t kNothing = -acc_t(INFINITY);  // adds nothing
+
+  __device__ static const void* input(const SparseSoftmaxArgs& args, int) { return args.values; }
+  __device__ static Result result(const Total& total) { return Result(total.max, total.sum); }
+  template <bool log>
+  __device__ static acc_t at(const Result& result, const acc_t (&x)[kInputs]) {
+    return result.template at<log>(x[0]);
+  }
+
+  template <int n>
+  __device__ void add(bool, const acc_t (&x)[kInputs][n]) {
+    stats.push(x[0], 0, n);
+  }
+  __device__ Total total() const { return stats; }
+  Total stats;
+};
+
+template <typename storage_t>
+struct Backward {
+  using scalar_t = storage_t;
+  using acc_t = acc_type<scalar_t>;
+  using Total = SoftmaxGradient<acc_t>;
+  using Result = Total;
+  static constexpr int kInputs = 2;
+  static constexpr acc_t kNothing = 0;
+
+  __device__ static const void* input(const SparseSoftmaxArgs& args, int k) { return k == 0 ? args.grad : args.output; }
+  __device__ static Result result(const Total& total) { return total; }
+  template <bool log>
+  __device__ static acc_t at(const Result& result, const acc_t (&x)[kInputs]) {
+    return result.template at<log>(x[0], x[1]);
+  }
+
+  template <int n>
+  __device__ void add(bool log, const acc_t (&x)[kInputs][n]) {
+    acc_t added = 0;
 #pragma unroll
-          for (int u = 0; u < n; ++u) packs[u] = Pack<scalar_t>::load(values + i + u * kWidth * kSize);
-          acc_t z[n * kSize];
+    for (int e = 0; e < n; ++e)
+      added += log ? Total::template term<true>(x[0][e], x[1][e]) : Total::template term<false>(x[0][e], x[1][e]);
+    sum.add(added);
+  }
+  __device__ Total total() const { return {sum.sum}; }
+  LongSum<acc_t> sum;
+};
+
+// The tensors of an op_t, Forward or Backward.
+template <typename op_t>
+struct Elements {
+  using scalar_t = typename op_t::scalar_t;
+  using acc_t = acc_type<scalar_t>;
+  static constexpr int kInputs = op_t::kInputs, kSize = Pack<scalar_t>::kSize;
+
+  const scalar_t* in[kInputs];
+  scalar_t* out;
+  bool log;
+
+  __device__ explicit Elements(const SparseSoftmaxArgs& args)
+      : out(static_cast<scalar_t*>(args.result)), log(args.log) {
+    for (int k = 0; k < kInputs; ++k) in[k] = static_cast<const scalar_t*>(op_t::input(args, k));
+  }
+  // Whether packs of all inputs lie where those of the first do.
+  __device__ bool equally_aligned_inputs() const { return equally_aligned(in[0], in[kInputs - 1]); }
+
+  // n packs of each input, from `first` on, kStride elements apart: all loads before anything is made of one.
+  template <int64_t kStride, int n>
+  __device__ __forceinline__ void load(int64_t first, acc_t (&x)[kInputs][n * kSize]) const {
+    Pack<scalar_t> packs[kInputs][n];
 #pragma unroll
-          for (int e = 0; e < n * kSize; ++e) z[e] = to_acc(packs[e / kSize].at[e % kSize]);
-          mine.push(z, 0, n * kSize);
-        },
-        [&](int64_t i) {
-          const acc_t z = to_acc(values[i]);
-          mine.push(&z, 0, 1);
-        });
-    const RowStats<acc_t> stats = RowGroup<kWidth>::broadcast(RowGroup<kWidth>::reduce(mine));
-    const SoftmaxRow<acc_t> softmax(stats.max, stats.sum);
-    const auto at = [&](scalar_t value, scalar_t& out) {
-      const acc_t z = to_acc(value);
-      from_acc(args.log ? softmax.template at<true>(z) : softmax.template at<false>(z), out);
-    };
-    for_entries<kWidth>(
-        args, row, values, equally_aligned(values, result),
-        [&](int64_t i, auto count) {
+    for (int u = 0; u < n; ++u)
 #pragma unroll
-          for (int u = 0; u < decltype(count)::value; ++u) {
-            Pack<scalar_t> pack = Pack<scalar_t>::load(values + i + u * kWidth * kSize);
+      for (int k = 0; k < kInputs; ++k) packs[k][u] = Pack<scalar_t>::load(in[k] + first + u * kStride);
 #pragma unroll
-            for (int e = 0; e < kSize; ++e) at(pack.at[e], pack.at[e]);
-            pack.store(result + i + u * kWidth * kSize);
-          }
-        },
-        [&](int64_t i) { at(values[i], result[i]); });
+    for (int k = 0; k < kInputs; ++k)
+#pragma unroll
+      for (int e = 0; e < n * kSize; ++e) x[k][e] = to_acc(packs[k][e / kSize].at[e % kSize]);
+  }
+  // One element, the e-th of x.
+  template <int n>
+  __device__ __forceinline__ void load_one(int64_t at, acc_t (&x)[kInputs][n], int e) const {
+#pragma unroll
+    for (int k = 0; k < kInputs; ++k) x[k][e] = to_acc(in[k][at]);
+  }
+  template <int n>
+  __device__ __forceinline__ void make(const typename op_t::Result& result, const acc_t (&x)[kInputs][n], int e,
+                                       scalar_t& made) const {
+    acc_t of_one[kInputs];
+#pragma unroll
+    for (int k = 0; k < kInputs; ++k) of_one[k] = x[k][e];
+    from_acc(log ? op_t::template at<true>(result, of_one) : op_t::template at<false>(result, of_one), made);
   }
 };
 
-template <typename scalar_t>
-struct BackwardRow {
-  // All threads of the group; contains barriers.
-  template <int kWidth>
-  __device__ static void run(const SparseSoftmaxArgs& args, const Row& row) {
-    using acc_t = acc_type<scalar_t>;
-    constexpr int kSize = Pack<scalar_t>::kSize;
-    const scalar_t* grad = static_cast<const scalar_t*>(args.grad);
-    const scalar_t* output = static_cast<const scalar_t*>(args.output);
-    scalar_t* result = static_cast<scalar_t*>(args.result);
-    const bool by_packs = equally_aligned(grad, output) && equally_aligned(grad, result);
-    LongSum<acc_t> mine;
-    const auto term = [&](scalar_t g, scalar_t y) {
-      return args.log ? SoftmaxGradient<acc_t>::template term<true>(to_acc(g), to_acc(y))
-                      : SoftmaxGradient<acc_t>::template term<false>(to_acc(g), to_acc(y));
-    };
-    for_entries<kWidth>(
-        args, row, grad, by_packs,
-        [&](int64_t i, auto count) {
+// ------------------------------------------------------------------------------------------------ rows
+
+// What the elements of a row add up to, by all threads of the group; lane 0's counts.
+template <typename op_t, int kWidth>
+__device__ __forceinline__ typename op_t::Total total_of(const SparseSoftmaxArgs& args, const Row& row) {
+  using acc_t = typename op_t::acc_t;
+  const Elements<op_t> elements(args);
+  constexpr int kInputs = op_t::kInputs, kSize = Elements<op_t>::kSize;
+  op_t mine;
+  for_entries<kWidth>(
+      args, row, elements.in[0], elements.equally_aligned_inputs(),
+      [&](int64_t i, auto count) {
+        constexpr int n = decltype(count)::value;
+        acc_t x[kInputs][n * kSize];
+        elements.template load<kWidth * kSize, n>(i, x);
+        mine.add(elements.log, x);
+      },
+      [&](int64_t i) {
+        acc_t x[kInputs][1];
+        elements.load_one(i, x, 0);
+        mine.add(elements.log, x);
+      });
+  return RowGroup<kWidth>::reduce(mine.total());
+}
+
+// Writes the elements of a row, or of a part of one, given the total of the row.
+template <typename op_t, int kWidth>
+__device__ __forceinline__ void write(const SparseSoftmaxArgs& args, const Row& row,
+                                      const typename op_t::Total& total) {
+  using acc_t = typename op_t::acc_t;
+  using scalar_t = typename op_t::scalar_t;
+  const Elements<op_t> elements(args);
+  constexpr int kInputs = op_t::kInputs, kSize = Elements<op_t>::kSize;
+  constexpr int64_t kStride = int64_t(kWidth) * kSize;
+  const auto result = op_t::result(total);
+  for_entries<kWidth>(
+      args, row, elements.in[0], elements.equally_aligned_inputs() && equally_aligned(elements.in[0], elements.out),
+      [&](int64_t i, auto count) {
+        constexpr int n = decltype(count)::value;
+        acc_t x[kInputs][n * kSize];
+        elements.template load<kStride, n>(i, x);
 #pragma unroll
-          for (int u = 0; u < decltype(count)::value; ++u) {
-            const Pack<scalar_t> g = Pack<scalar_t>::load(grad + i + u * kWidth * kSize);
-            const Pack<scalar_t> y = Pack<scalar_t>::load(output + i + u * kWidth * kSize);
-            acc_t sum = 0;
+        for (int u = 0; u < n; ++u) {
+          Pack<scalar_t> pack;
 #pragma unroll
-            for (int e = 0; e < kSize; ++e) sum += term(g.at[e], y.at[e]);
-            mine.add(sum);
-          }
-        },
-        [&](int64_t i) { mine.add(term(grad[i], output[i])); });
-    const SoftmaxGradient<acc_t> total =
-        RowGroup<kWidth>::broadcast(RowGroup<kWidth>::reduce(SoftmaxGradient<acc_t>{mine.sum}));
-    const auto at = [&](scalar_t g, scalar_t y, scalar_t& out) {
-      from_acc(
-          args.log ? total.template at<true>(to_acc(g), to_acc(y)) : total.template at<false>(to_acc(g), to_acc(y)),
-          out);
-    };
-    for_entries<kWidth>(
-        args, row, grad, by_packs,
-        [&](int64_t i, auto count) {
+          for (int e = 0; e < kSize; ++e) elements.make(result, x, u * kSize + e, pack.at[e]);
+          pack.store(elements.out + i + u * kStride);
+        }
+      },
+      [&](int64_t i) {
+        acc_t x[kInputs][1];
+        elements.load_one(i, x, 0);
+        elements.make(result, x, 0, elements.out[i]);
+      });
+}
+
+template <typename op_t, int kWidth>
+__device__ void run(const SparseSoftmaxArgs& args, const Row& row) {
+  write<op_t, kWidth>(args, row, RowGroup<kWidth>::broadcast(total_of<op_t, kWidth>(args, row)));
+}
+
+// A row of no more than kShortRow entries, by kFewLanes lanes: read once, all of it at once.
+template <typename op_t>
+__device__ void run_short(const SparseSoftmaxArgs& args, const Row& row) {
+  using Group = RowGroup<kFewLanes>;
+  const Elements<op_t> elements(args);
+  const int64_t first = row.begin + Group::rank();
+  const int rest = static_cast<int>(row.end - first);
+  const auto place = [&](int u) { return args.at(first + u * kFewLanes) * args.width + row.position; };
+  typename op_t::acc_t x[op_t::kInputs][kOfLane];
 #pragma unroll
-          for (int u = 0; u < decltype(count)::value; ++u) {
-            Pack<scalar_t> g = Pack<scalar_t>::load(grad + i + u * kWidth * kSize);
-            const Pack<scalar_t> y = Pack<scalar_t>::load(output + i + u * kWidth * kSize);
-#pragma unroll
-            for (int e = 0; e < kSize; ++e) at(g.at[e], y.at[e], g.at[e]);
-            g.store(result + i + u * kWidth * kSize);
-          }
-        },
-        [&](int64_t i) { at(grad[i], output[i], result[i]); });
+  for (int u = 0; u < kOfLane; ++u) {
+    if (u * kFewLanes < rest)
+      elements.load_one(place(u), x, u);
+    else
+      for (int k = 0; k < op_t::kInputs; ++k) x[k][u] = op_t::kNothing;
   }
-};
+  op_t mine;
+  mine.add(elements.log, x);
+  const auto result = op_t::result(Group::broadcast(Group::reduce(mine.total())));
+#pragma unroll
+  for (int u = 0; u < kOfLane; ++u)
+    if (u * kFewLanes < rest) elements.make(result, x, u, elements.out[place(u)]);
+}
+
+// Where a span keeps what it adds to a row: it may have the end of one longer than a span, and the beginning of another.
+__device__ int64_t place_of(const SparseSoftmaxArgs& args, const Plan& plan, const Row& row, int64_t span) {
+  return (span * args.width + row.position) * 2 + (row.begin > span * plan.span);
+}
+
+// f(row, part) for the rows longer than a span and their parts in that of `item`, a span at one position of the width.
+// All threads of the block.
+template <typename function_t>
+__device__ void for_shared_rows(const SparseSoftmaxArgs& args, const Plan& plan, int64_t item, const function_t& f) {
+  const int64_t begin = item / args.width * plan.span;
+  const int64_t end = begin + plan.span < args.entries ? begin + plan.span : args.entries;
+  const int64_t last = row_at(args, end - 1);
+  for (int64_t r = row_at(args, begin);; r = last) {
+    const Row row = row_of(args, r * args.width + item % args.width);
+    if (row.length() > plan.span)
+      f(row, Row{row.begin > begin ? row.begin : begin, row.end < end ? row.end : end, row.position});
+    if (r == last) return;
+  }
+}
 
 // Elements that no row has: offsets that do not begin at 0 or end at the number of entries. NaN, not memory's remains.
 template <typename scalar_t>
@@ -145,42 +283,85 @@ __device__ void fill_rest(const SparseSoftmaxArgs& args) {
   fill(args.row_begin(args.rows), args.entries);
 }
 
-// Five blocks leave 48 registers a thread; of its own accord ptxas takes 40 and spills around the divisions (sm_90).
-template <typename scalar_t, template <typename> class row_t>
-__global__ void __launch_bounds__(kThreads, 5) rows_kernel(SparseSoftmaxArgs args) {
-  if (blockIdx.x == 0) fill_rest<scalar_t>(args);
-  const int64_t items = args.rows * args.width;
-  for (int64_t first = int64_t(blockIdx.x) * kWarps; first < items; first += int64_t(gridDim.x) * kWarps) {
-    const int64_t mine = first + threadIdx.x / kWarp;
-    if (mine < items) {
-      const Row row = row_of(args, mine);
-      if (row.end - row.begin <= kLongRow) row_t<scalar_t>::template run<kWarp>(args, row);
+// Spans first, which take longest; partial (spans, width, 2). Then rows, as many as the block has groups of kLanes.
+template <typename op_t, int kLanes>
+__global__ void __launch_bounds__(kThreads, 4)
+    rows_kernel(SparseSoftmaxArgs args, Plan plan, typename op_t::Total* partial) {
+  constexpr int kRows = kThreads / kLanes;
+  if (blockIdx.x == 0) fill_rest<typename op_t::scalar_t>(args);
+  const int64_t spans = plan.spans * args.width, rows = args.rows * args.width;
+  for (int64_t item = blockIdx.x; item < spans + divide_up(rows, kRows); item += gridDim.x) {
+    if (item < spans) {
+      for_shared_rows(args, plan, item, [&](const Row& row, const Row& part) {
+        const auto total = total_of<op_t, kThreads>(args, part);
+        if (threadIdx.x == 0) partial[place_of(args, plan, row, item / args.width)] = total;
+      });
+      continue;
     }
-    for (int64_t item = first; item < first + kWarps && item < items; ++item) {
-      const Row row = row_of(args, item);
-      if (row.end - row.begin > kLongRow) row_t<scalar_t>::template run<kThreads>(args, row);
+    const int64_t first = (item - spans) * kRows, mine = first + threadIdx.x / kLanes;
+    const Row row = mine < rows ? row_of(args, mine) : Row{};
+    constexpr int64_t kShort = kLanes < kWarp ? kShortRow : 0;
+    if (kLanes < kWarp && row.length() <= kShort) run_short<op_t>(args, row);
+    if (__any_sync(0xffffffffu, row.length() > kShort)) {
+      const int64_t of_warp = first + threadIdx.x / kWarp * (kWarp / kLanes);
+      for (int64_t r = of_warp; r < of_warp + kWarp / kLanes && r < rows; ++r) {
+        const Row one = row_of(args, r);
+        if (kShort < one.length() && one.length() <= kLongRow) run<op_t, kWarp>(args, one);
+      }
+    }
+    if (__syncthreads_or(row.length() > kLongRow)) {
+      for (int64_t r = first; r < first + kRows && r < rows; ++r) {
+        const Row one = row_of(args, r);
+        if (kLongRow < one.length() && one.length() <= plan.span) run<op_t, kThreads>(args, one);
+      }
     }
   }
 }
 
-template <template <typename> class row_t>
-cudaError_t launch_rows(const SparseSoftmaxArgs& args, cudaStream_t stream) {
-  const int64_t items = args.rows * args.width;
-  if (items == 0 || args.entries == 0) return cudaSuccess;
-  const int64_t blocks = blocks_for(items, kWarps, args.max_blocks, kMostBlocks);
+// Writes the rows that spans share.
+template <typename op_t>
+__global__ void __launch_bounds__(kThreads, 4)
+    spans_kernel(SparseSoftmaxArgs args, Plan plan, const typename op_t::Total* partial) {
+  for (int64_t item = blockIdx.x; item < plan.spans * args.width; item += gridDim.x)
+    for_shared_rows(args, plan, item, [&](const Row& row, const Row& part) {
+      typename op_t::Total mine;
+      for (int64_t s = row.begin / plan.span + threadIdx.x; s * plan.span < row.end; s += kThreads)
+        mine.merge(partial[place_of(args, plan, row, s)]);
+      write<op_t, kThreads>(args, part, RowGroup<kThreads>::reduce(mine));
+    });
+}
+
+template <template <typename> class op_t>
+cudaError_t launch_rows(const SparseSoftmaxArgs& args, void* workspace, cudaStream_t stream) {
+  const int64_t rows = args.rows * args.width;
+  if (rows == 0 || args.entries == 0) return cudaSuccess;
+  const Plan plan = plan_of(args);
+  const int64_t spans = plan.spans * args.width, per_block = kThreads / (plan.short_rows ? kFewLanes : kWarp);
   return with_storage(args.dtype, [&](auto storage) {
-    return launch(stream, blocks, kThreads, rows_kernel<decltype(storage), row_t>, args);
+    using Op = op_t<decltype(storage)>;
+    auto* partial = static_cast<typename Op::Total*>(workspace);
+    const auto kernel = plan.short_rows ? rows_kernel<Op, kFewLanes> : rows_kernel<Op, kWarp>;
+    const int64_t blocks = blocks_for(spans + divide_up(rows, per_block), 1, args.max_blocks, kMostBlocks);
+    const cudaError_t error = launch(stream, blocks, kThreads, kernel, args, plan, partial);
+    if (error != cudaSuccess || spans == 0) return error;
+    return launch(stream, blocks_for(spans, 1, args.max_blocks, kMostBlocks), kThreads, spans_kernel<Op>, args, plan,
+                  partial);
   });
 }
 
 }  // namespace
 
-cudaError_t sparse_softmax(const SparseSoftmaxArgs& args, cudaStream_t stream) {
-  return launch_rows<ForwardRow>(args, stream);
+size_t sparse_softmax_workspace(const SparseSoftmaxArgs& args) {
+  const size_t each = args.dtype == DType::kFloat64 ? sizeof(RowStats<double>) : sizeof(RowStats<float>);
+  return static_cast<size_t>(plan_of(args).spans * args.width) * 2 * each;
 }
 
-cudaError_t sparse_softmax_backward(const SparseSoftmaxArgs& args, cudaStream_t stream) {
-  return launch_rows<BackwardRow>(args, stream);
+cudaError_t sparse_softmax(const SparseSoftmaxArgs& args, void* workspace, cudaStream_t stream) {
+  return launch_rows<Forward>(args, workspace, stream);
+}
+
+cudaError_t sparse_softmax_backward(const SparseSoftmaxArgs& args, void* workspace, cudaStream_t stream) {
+  return launch_rows<Backward>(args, workspace, stream);
 }
 
 }  // namespace cuda

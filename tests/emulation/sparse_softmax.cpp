@@ -3,6 +3,8 @@
 
 #include "../../csrc/cuda/sparse_softmax.cu"
 
+#include <algorithm>
+
 namespace {
 
 struct Case {
@@ -34,17 +36,27 @@ Case draw(bool small) {
   c.width = chance(0.3) ? 1 + below(5) : 1;
   c.offset = below(9), c.max_blocks = below(3);
   c.size = one_of<double>({1, 5, 60}), c.masked = chance(0.3) ? 0.2 : 0;
-  const bool with_long = chance(small ? 0.15 : 0.3);
-  const int64_t rows = 1 + below(small ? 12 : 40);
-  for (int64_t r = 0; r < rows; ++r) c.lengths.push_back(chance(0.2) ? 0 : 1 + below(chance(0.3) ? 300 : 40));
+  const bool with_long = chance(small ? 0.15 : 0.3), many = chance(0.2);
+  const int64_t rows = 1 + below(many ? 300 : small ? 12 : 40);
+  for (int64_t r = 0; r < rows; ++r)
+    c.lengths.push_back(chance(0.2) ? 0 : 1 + below(!many && chance(0.3) ? 300 : chance(0.1) ? 90 : 40));
   if (with_long) c.lengths[size_t(below(rows))] = 2049 + below(small ? 9 : 3000);
+  // Rows that blocks share: one that begins where a span does, one in the middle, or two of which a span has parts.
+  if (chance(small ? 0.08 : 0.1)) {
+    c.width = chance(0.2) ? 2 : 1;
+    for (int64_t k = 0; k < (small ? 1 : 2); ++k)
+      c.lengths[size_t(chance(0.4) ? 0 : below(rows))] = cuda::kSpan + below(3) + (chance(0.5) ? below(70000) : 0);
+    if (chance(0.4)) c.lengths.resize(2000, 3);
+  }
   return c;
 }
 
 std::string kind_of(const Case& c) {
-  bool any_long = false;
-  for (const int64_t n : c.lengths) any_long = any_long || n > cuda::kLongRow;
-  return any_long ? "a row for a block" : "rows for warps";
+  SparseSoftmaxArgs shape{};
+  shape.rows = int64_t(c.lengths.size()), shape.entries = c.entries();
+  const int64_t longest = *std::max_element(c.lengths.begin(), c.lengths.end());
+  const std::string lanes = cuda::plan_of(shape).short_rows ? "rows for lanes" : "rows for warps";
+  return lanes + (longest > cuda::kSpan ? ", one for blocks" : longest > cuda::kLongRow ? ", one for a block" : "");
 }
 
 void run_case(const Case& c) {
@@ -69,9 +81,10 @@ void run_case(const Case& c) {
   args.offsets_dtype = c.offsets_dtype, args.dtype = c.dtype, args.max_blocks = c.max_blocks;
   args.rows = rows, args.entries = entries, args.width = c.width, args.log = c.log;
   args.values = values.device(), args.result = output.device();
-  must(cuda::sparse_softmax(args, nullptr), "sparse_softmax");
+  Array space(DType::kFloat64, int64_t(cuda::sparse_softmax_workspace(args) + 7) / 8);
+  must(cuda::sparse_softmax(args, space.device(), nullptr), "sparse_softmax");
   args.values = nullptr, args.grad = grad.device(), args.output = output.device(), args.result = result.device();
-  must(cuda::sparse_softmax_backward(args, nullptr), "sparse_softmax_backward");
+  must(cuda::sparse_softmax_backward(args, space.device(), nullptr), "sparse_softmax_backward");
   output.download(), result.download();
 
   const double ulp = c.dtype == DType::kFloat16 ? 0x1p-11 : c.dtype == DType::kBFloat16 ? 0x1p-8 : 0;
