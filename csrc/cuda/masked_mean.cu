@@ -12,7 +12,8 @@ namespace cuda {
 namespace {
 
 constexpr int kMostLanes = 32;  // on columns that are kept
-constexpr int64_t kLong = 2048;  // elements behind an output that a warp takes alone
+constexpr int64_t kLong = 2048;  // elements behind an output that a warp takes alone, however few outputs there are
+constexpr int64_t kManyRows = 4096;  // outputs that give every warp of a device its own
 constexpr int64_t kSpan = 16384;  // elements that are worth a block; columns of a row that it takes at a time
 constexpr int64_t kWantedBlocks = 1024;  // of a device that is busy
 constexpr int64_t kMostBlocks = 1 << 20;
@@ -47,7 +48,7 @@ inline Plan plan_of(const MaskedMeanArgs& args) {
   const int64_t columns = args.columns.size, behind = args.rows.size * (kept ? 1 : columns);
   Plan plan{};
   plan.pack = pack_of(args, args.input);
-  plan.warps = !kept && behind <= kLong;
+  plan.warps = !kept && behind <= (args.outer.size >= kManyRows ? kSpan : kLong);
   const int most = kept ? kMostLanes : plan.warps ? kWarp : kThreads;
   for (plan.lanes = 1; plan.lanes < most && plan.lanes * plan.pack < columns;) plan.lanes *= 2;
   const int64_t width = plan.lanes * plan.pack;
@@ -175,16 +176,17 @@ __global__ void __launch_bounds__(kThreads, n == 1 ? 3 : 2)
   }
 }
 
-// A warp merges the parts of an output. partial (outer, parts, width).
-template <typename scalar_t>
+// A group merges the parts of an output: a warp many, a thread few, its neighbours those of outputs side by side.
+// partial (outer, parts, width).
+template <typename scalar_t, int kWidth>
 __global__ void __launch_bounds__(kThreads)
     merge_kernel(MaskedMeanArgs args, int64_t parts, const MaskedSum<acc_type<scalar_t>>* partial) {
-  using Group = RowGroup<kWarp>;
+  using Group = RowGroup<kWidth>;
   const int64_t width = args.width();
   for (int64_t item = Group::number(); item < args.outer.size * width; item += Group::count()) {
     const int64_t outer = item / width, c = item % width;
     MaskedSum<double> mine;
-    for (int64_t p = Group::rank(); p < parts; p += kWarp) mine.merge(partial[(outer * parts + p) * width + c]);
+    for (int64_t p = Group::rank(); p < parts; p += kWidth) mine.merge(partial[(outer * parts + p) * width + c]);
     const MaskedSum<double> total = Group::reduce(mine);
     if (Group::rank() == 0) args.template finish<scalar_t>(args.outer.stride.out * outer + c, total);
   }
@@ -220,8 +222,8 @@ __global__ void __launch_bounds__(kThreads, 3) gradient_kernel(MaskedMeanArgs ar
   }
 }
 
-int64_t blocks_of(const MaskedMeanArgs& args, int64_t items, bool warps) {
-  return blocks_for(items, warps ? kThreads / kWarp : 1, args.max_blocks, kMostBlocks);
+int64_t blocks_of(const MaskedMeanArgs& args, int64_t items, int width) {
+  return blocks_for(items, kThreads / width, args.max_blocks, kMostBlocks);
 }
 
 }  // namespace
@@ -240,17 +242,19 @@ cudaError_t masked_mean(const MaskedMeanArgs& args, void* workspace, cudaStream_
     constexpr int kPack = Pack<scalar_t>::kSize;
     const auto packs = plan.warps ? sum_kernel<scalar_t, kWarp, kPack> : sum_kernel<scalar_t, kThreads, kPack>;
     const auto singles = plan.warps ? sum_kernel<scalar_t, kWarp, 1> : sum_kernel<scalar_t, kThreads, 1>;
-    const cudaError_t error = launch(stream, blocks_of(args, plan.items, plan.warps), kThreads,
+    const cudaError_t error = launch(stream, blocks_of(args, plan.items, plan.warps ? kWarp : kThreads), kThreads,
                                      plan.pack > 1 ? packs : singles, args, plan, partial);
     if (error != cudaSuccess || plan.parts == 1) return error;
-    const int64_t blocks = blocks_of(args, args.outer.size * args.width(), true);
-    return launch(stream, blocks, kThreads, merge_kernel<scalar_t>, args, plan.parts, partial);
+    const bool few = plan.parts <= kWarp;
+    const int64_t blocks = blocks_of(args, args.outer.size * args.width(), few ? 1 : kWarp);
+    return launch(stream, blocks, kThreads, few ? merge_kernel<scalar_t, 1> : merge_kernel<scalar_t, kWarp>, args,
+                  plan.parts, partial);
   });
 }
 
 cudaError_t masked_mean_backward(const MaskedMeanArgs& args, cudaStream_t stream) {
   const int64_t spans = divide_up(args.columns.size, kSpan);
-  const int64_t blocks = blocks_of(args, args.outer.size * args.rows.size * spans, true);
+  const int64_t blocks = blocks_of(args, args.outer.size * args.rows.size * spans, kWarp);
   return with_storage(args.dtype, [&](auto storage) {
     using scalar_t = decltype(storage);
     const bool packs = pack_of(args, args.grad_input) > 1;

@@ -55,6 +55,8 @@ Case draw(bool small) {
   c.offset = aligned ? 8 * below(2) : below(9), c.mask_offset = aligned ? 8 * below(2) : below(9);
   // Rows that begin on a boundary though the mask's, or their own ends, do not.
   c.gap = chance(0.2) ? (8 - columns.size % 8) % 8 : chance(0.6) ? 0 : chance(0.5) ? 8 * below(3) : below(4);
+  if (!small && chance(0.01))  // so many rows that a warp takes a long one
+    c.runs = {{cuda::kManyRows, true, chance(0.5)}, {cuda::kLong + 4 * (1 + below(4)), false, chance(0.5)}};
   c.max_blocks = chance(0.5) ? 0 : 1 + below(3);
   c.hidden = one_of<double>({0, 0.2, 0.5, 0.95, 1});
   return c;
