@@ -4,17 +4,19 @@
 // The products are made in the `work` dtype: the input's, or float32 on a CPU that does not multiply 16-bit numbers
 // (its own GEMM for them takes three times as long as one of float32). Weights of another dtype are converted a block
 // of classes at a time. The logits are of this dtype too, or where they may not be rounded to 16 bits, float32.
-// `device_t` has besides what cross_entropy_ops.h asks for: work_dtype, kWidens (whether products of 16 bits come out
-// in float32) and multiply_widening, whole_bytes (logits of no more make one chunk), chunk_bytes, kBlockBytes (of
-// converted weights, of a product), add_product, accumulate, kLeavesOut and live_rows, and for these copy_rows, without
-// them may_ignore and clear_ignored_rows, and kBorrows (whether the logits' gradient goes into the weight gradient's
-// memory).
+// `device_t` has besides what cross_entropy_ops.h asks for: work_dtype, multiply, kWidens (whether products of 16 bits
+// come out in float32) and multiply_widening, add_product, accumulate; whole_bytes (logits of no more make one chunk),
+// chunk_bytes, kRowsTogether, kBlockBytes (of converted weights, of a product) and kConvertsBlocks (or the whole weight
+// once); kLeavesOut and live_rows, and for these copy_rows, without them may_ignore and clear_ignored_rows; and for the
+// logits' gradient in the weight gradient's memory kept_rows, kKeptBlockBytes and copy_matrix.
 #pragma once
 
 #include "arguments.h"
 #include "borrowed_memory.h"
 #include "gemm.h"
 #include "linear.h"
+#include "linear_chunks.h"
+#include "linear_products.h"
 #include "linear_rows.h"
 
 #include <algorithm>
@@ -28,14 +30,15 @@ class LinearHead {
   // the input only the rows of `live`, or all: what is said of rows below means these, which `target` has.
   LinearHead(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, int64_t classes,
              const TargetView& target, std::optional<int64_t> chunk_rows, bool float32_logits, const LiveRows* live)
-      : work_(device_t::work_dtype(input.scalar_type(), float32_logits)),
-        logits_dtype_(float32_logits ? product_dtype() : work_),
+      : work_(device_t::work_dtype(input.scalar_type(), float32_logits)), products_(work_),
+        logits_dtype_(float32_logits ? products_.dtype() : work_),
         input_(input.dim() == 2 && input.stride(1) == 1 ? input : packed(input)), weight_(rows_of(weight, 0, classes)),
         target_(target), rows_of_input_(live), classes_(classes), width_(input.size(1)),
-        block_(weight.scalar_type() == work_ ? classes : block_rows()), may_borrow_(may_borrow(weight.scalar_type())) {
+        block_(weight.scalar_type() == work_ || !device_t::kConvertsBlocks ? classes : block_rows()),
+        saves_memory_(chunk_rows && std::min(rows(), *chunk_rows) * size_in_bytes(work_) < width_),
+        may_borrow_(may_borrow(weight.scalar_type(), chunk_rows.has_value())),
+        chunk_rows_(std::min(rows(), chunk_rows ? *chunk_rows : default_chunk_rows<device_t>(sizes()))) {
     if (bias) bias_ = torch::stable::to(rows_of(*bias, 0, classes), logits_dtype_);
-    chunk_rows_ = std::min(rows(), chunk_rows.value_or(default_chunk_rows()));
-    saves_memory_ = chunk_rows && chunk_rows_ * size_in_bytes(work_) < width_;
   }
 
   int64_t rows() const { return target_.rows; }
@@ -49,8 +52,8 @@ class LinearHead {
   // Once the gradients have begun: whether logits that are made anew for them can come by classes. Then the sum over
   // chunks is the input's gradient, not the larger one of a 16-bit weight, beside which a byte a weight is kept.
   bool anew_by_classes() const {
-    return grad_weight && size_in_bytes(grad_weight->scalar_type()) == 2 && !borrowed_ && chunk_rows_ < rows() &&
-           rows() < classes_;
+    return grad_weight && size_in_bytes(grad_weight->scalar_type()) == 2 && !(borrowed_ && rows() <= width_) &&
+           chunk_rows_ < rows() && rows() < classes_;
   }
   // Whether they are made anew for that even where forward has them: where those bytes are more than the chunk that was
   // asked for. Backward asks the same, so that its gradients have the bits of those that forward makes.
@@ -66,8 +69,7 @@ class LinearHead {
     if (wanted.weight) {
       grad_weight = device_t::empty_output(input_, {vocab, width_}, weight.scalar_type());
       clear_rows(*grad_weight, rows() > 0 ? classes_ : 0, vocab);
-      if (may_borrow_ && chunk_rows_ < rows())
-        borrowed_.emplace(rows_of(*grad_weight, 0, classes_), rows(), borrowed_block_classes());
+      if (may_borrow_ && chunk_rows_ < rows()) borrow();
     }
     if (wanted.bias && bias) {
       grad_bias = empty(input_, {vocab}, bias->scalar_type());
@@ -106,14 +108,15 @@ class LinearHead {
     const Tensor dz = as_multiplied(gradient);
     const int64_t end = begin + dz.size(1);
     if (grad_input) add_input_gradient(begin, dz);
-    for_each_block(
-        begin, end, grad_weight->scalar_type() == work_ ? classes_ : block_rows(), [&](int64_t v, int64_t last) {
-          add(rows_of(*grad_weight, v, last), std::nullopt, transposed(columns_of(dz, v - begin, last - begin)),
-              chunk_input_, true, true, [&] { return block_buffer(last - v, product_dtype()); });
-        });
+    for_each_block(begin, end, grad_weight->scalar_type() == work_ ? classes_ : block_rows(),
+                   [&](int64_t v, int64_t last) {
+                     products_.add(rows_of(*grad_weight, v, last), std::nullopt,
+                                   transposed(columns_of(dz, v - begin, last - begin)), chunk_input_, true, true,
+                                   [&] { return block_buffer(last - v, products_.dtype()); });
+                   });
     if (grad_bias) {
-      add(row_of(rows_of(*grad_bias, begin, end)), std::nullopt, ones(rows(), work_), dz, true, true,
-          [&] { return empty(input_, {1, end - begin}, product_dtype()); });
+      products_.add(row_of(rows_of(*grad_bias, begin, end)), std::nullopt, ones(rows(), work_), dz, true, true,
+                    [&] { return empty(input_, {1, end - begin}, products_.dtype()); });
     }
   }
 
@@ -130,23 +133,13 @@ class LinearHead {
   void add_chunk(int64_t begin, const Tensor& gradient) {
     const Tensor dz = as_multiplied(gradient);
     if (grad_input) write_input_gradient(begin, begin + dz.size(0), dz);
-    if (grad_weight) borrowed_ ? borrowed_->keep(begin, dz) : add_weight_gradient(dz);
+    if (grad_weight) borrowed_ ? borrowed_->keep(begin, dz, device_t::copy_matrix) : add_weight_gradient(dz);
     if (grad_bias) add_bias_gradient(dz);
     if (borrowed_ && last_) write_weight_gradient();
   }
 
   // Whether the logits are wider than what is multiplied.
   bool wide() const { return logits_dtype_ != work_; }
-
-  ScalarType product_dtype() const {
-    return device_t::kWidens && size_in_bytes(work_) == 2 ? ScalarType::Float : work_;
-  }
-
-  void multiply_into(const Tensor& out, const Tensor& a, const Tensor& b) const {
-    if constexpr (device_t::kWidens)
-      if (out.scalar_type() != work_) return device_t::multiply_widening(out, a, b);
-    multiply(out, a, b);
-  }
 
   Tensor as_multiplied(const Tensor& dz) {
     if (dz.scalar_type() == work_) return dz;
@@ -161,14 +154,11 @@ class LinearHead {
     const Tensor z = in_chunk(chunks_, logits_dtype_, rows, end - begin);
     for_each_block(begin, end, block_, [&](int64_t v, int64_t last) {
       const Tensor w = transposed(work_weight(v, last));
-      Tensor part = columns_of(z, v - begin, last - begin);
-      if (bias_ && !wide()) {
-        torch::stable::copy_(part, rows_of(*bias_, v, last));
-        device_t::add_product(part, chunk_input_, w);
-      } else {
-        multiply_into(part, chunk_input_, w);
-        if (bias_) device_t::add_product(part, transposed(ones(rows, logits_dtype_)), row_of(rows_of(*bias_, v, last)));
-      }
+      const Tensor part = columns_of(z, v - begin, last - begin);
+      if (bias_ && !wide()) return device_t::add_product(part, rows_of(*bias_, v, last), chunk_input_, w);
+      products_.multiply(part, chunk_input_, w);
+      if (!bias_) return;
+      device_t::add_product(part, part, transposed(ones(rows, logits_dtype_)), row_of(rows_of(*bias_, v, last)));
     });
     return z;
   }
@@ -182,8 +172,8 @@ class LinearHead {
   // (rows, columns) in the memory of a chunk, which also has room for a block that is borrowed, or of classes.
   Tensor in_chunk(OptionalTensor& memory, ScalarType dtype, int64_t rows, int64_t columns) const {
     if (!memory) {
-      const int64_t block_columns = borrowed_ ? borrowed_->block_classes() : anew_by_classes() ? chunk_classes() : 0;
-      const int64_t block = target_.rows * block_columns;
+      const int64_t kept = borrowed_ ? borrowed_->block_classes() : 0, anew = anew_by_classes() ? chunk_classes() : 0;
+      const int64_t block = target_.rows * std::max(kept, anew);
       memory = device_t::empty_output(input_, {std::max(chunk_rows_ * classes_, block)}, dtype);
     }
     return torch::stable::view(rows_of(*memory, 0, rows * columns), std::array{rows, columns});
@@ -203,25 +193,11 @@ class LinearHead {
     return std::max<int64_t>(256, device_t::kBlockBytes / (4 * std::max<int64_t>(1, width_)));
   }
 
-  // The largest chunk that fits the device's budget; all of about one size, so that none is too short to be fast. Where
-  // its rows of the input and of their gradient are copied as well, these share the budget.
-  int64_t default_chunk_rows() const {
+  HeadSizes sizes() const {
     const int64_t size = size_in_bytes(work_), row = classes_ * (size + (wide() ? size_in_bytes(logits_dtype_) : 0));
-    const int64_t copies = !rows_of_input_.all() || input_.scalar_type() != work_ ? 2 * width_ * size : 0;
-    const bool whole = rows() * row <= device_t::whole_bytes(may_borrow_);
-    if (whole && rows() * copies <= std::max(rows() * row / 4, kLeastCopies)) return std::max<int64_t>(1, rows());
-    int64_t budget = rows() * row;
-    if (!whole)
-      budget =
-          device_t::chunk_bytes(rows() * classes_, size_in_bytes(input_.scalar_type()), classes_ * width_, may_borrow_);
-    const int64_t most = std::max<int64_t>(1, std::max(budget, kLeastCopies) / (row + copies));
-    const int64_t count = (rows() + most - 1) / most;
-    const int64_t even = (rows() + count - 1) / count;
-    const int64_t rounded = (even + kRowsTogether - 1) / kRowsTogether * kRowsTogether;
-    return std::max<int64_t>(1, std::min(most, rounded));
+    const int64_t copied = !rows_of_input_.all() || input_.scalar_type() != work_ ? 2 * width_ * size : 0;
+    return {rows(), classes_, width_, size_in_bytes(input_.scalar_type()), row, copied, may_borrow_};
   }
-  static constexpr int64_t kLeastCopies = int64_t(16) << 20;
-  static constexpr int64_t kRowsTogether = 16;
   static constexpr int64_t kLeastClasses = 256;
 
   // The input's rows as they are multiplied; where ignored ones are not left out they are cleared.
@@ -247,6 +223,7 @@ class LinearHead {
 
   // The weights of the classes [begin, end) in the work dtype; the next call may overwrite them.
   Tensor work_weight(int64_t begin, int64_t end) {
+    if (!device_t::kConvertsBlocks && weight_.scalar_type() != work_) weight_ = torch::stable::to(weight_, work_);
     const Tensor given = rows_of(weight_, begin, end);
     if (given.scalar_type() == work_) return given;
     Tensor w = block_buffer(end - begin, work_);
@@ -261,22 +238,20 @@ class LinearHead {
     return rows_of(*buffer, 0, rows);
   }
 
-  // Whether a total of this dtype can stay in the GEMM's hands.
-  bool plain(const Tensor& total) const { return total.scalar_type() == work_ && size_in_bytes(work_) > 2; }
-
   void write_input_gradient(int64_t begin, int64_t end_row, const Tensor& dz) {
     const int64_t rows = end_row - begin;
     OptionalTensor out = rows_of_input_.in_place(*grad_input, begin, end_row);
     const bool summed_apart = !out || grad_input->scalar_type() != work_;
     if (summed_apart && !input_sums_) input_sums_ = empty(input_, {chunk_rows_, width_}, work_);
     const Tensor total = summed_apart ? rows_of(*input_sums_, 0, rows) : *out;
-    const bool split = !plain(total) && block_ < classes_;
+    const bool split = !products_.plain(total.scalar_type()) && block_ < classes_;
     if (split && !input_low_) input_low_ = empty(input_, {chunk_rows_, width_}, ScalarType::Byte);
     for (int64_t v = 0; v < classes_; v += block_) {
       const int64_t end = std::min(classes_, v + block_);
       const Tensor part = columns_of(dz, v, end), w = work_weight(v, end);
-      if (split && !input_product_) input_product_ = empty(input_, {chunk_rows_, width_}, product_dtype());
-      add(total, input_low_, part, w, v == 0, end == classes_, [&] { return rows_of(*input_product_, 0, rows); });
+      if (split && !input_product_) input_product_ = empty(input_, {chunk_rows_, width_}, products_.dtype());
+      products_.add(total, input_low_, part, w, v == 0, end == classes_,
+                    [&] { return rows_of(*input_product_, 0, rows); });
     }
     if (!out) rows_of_input_.scatter(total, *grad_input, begin);
     if (out && summed_apart) torch::stable::copy_(*out, total);
@@ -292,27 +267,41 @@ class LinearHead {
     for_each_block(begin, begin + dz.size(1), block_, [&](int64_t v, int64_t end) {
       const Tensor w = work_weight(v, end), part = columns_of(dz, v - begin, end - begin);
       for_each_block(0, rows(), block_rows(), [&](int64_t r, int64_t end_row) {
-        if (!input_product_) input_product_ = empty(input_, {block_rows(), width_}, product_dtype());
-        add(rows_of(total, r, end_row), rows_of(*input_low_, r, end_row), rows_of(part, r, end_row), w, v == 0,
-            end == classes_, [&] { return rows_of(*input_product_, 0, end_row - r); });
+        if (!input_product_) input_product_ = empty(input_, {block_rows(), width_}, products_.dtype());
+        products_.add(rows_of(total, r, end_row), rows_of(*input_low_, r, end_row), rows_of(part, r, end_row), w,
+                      v == 0, end == classes_, [&] { return rows_of(*input_product_, 0, end_row - r); });
       });
     });
     if (last && !out) rows_of_input_.scatter(total, *grad_input, 0);
   }
 
-  // Whether the gradient of all logits finds room in the memory of the weight's, whose dtype has the products' range.
-  // Wider ones are summed where they lie.
-  bool may_borrow(ScalarType weight) const {
-    const bool fits = weight == work_ || (weight == ScalarType::BFloat16 && work_ == ScalarType::Float);
-    return device_t::kBorrows && fits && size_in_bytes(weight) == 2 && rows() <= width_;
+  // Whether the gradient of all logits is kept until it is complete, in the memory of the weight's gradient, which has
+  // the products' range, and beside it. `asked`: for chunks of some size. Wider logits' gradients are summed where the
+  // weight's lies.
+  bool may_borrow(ScalarType weight, bool asked) const {
+    const bool fits = size_in_bytes(weight) == 2
+                          ? weight == work_ || (weight == ScalarType::BFloat16 && work_ == ScalarType::Float)
+                          : weight != work_ && products_.holds(weight);
+    return fits && (rows() <= width_ * size_in_bytes(weight) / 2 ||
+                    (!saves_memory_ && rows() <= device_t::kept_rows(width_, asked)));
   }
 
   // Whether the products of what was borrowed need no room beside it.
-  bool one_product() const { return borrowed_ && grad_weight->scalar_type() == work_; }
+  bool one_product() const { return borrowed_ && products_.direct(grad_weight->scalar_type()); }
 
-  int64_t borrowed_block_classes() const {
-    if (grad_weight->scalar_type() != work_) return std::min(classes_, block_rows());
-    return chunk_classes();
+  // Of a block of dz: what a chunk has room for, or whose product with the input is as large as the device asks for.
+  int64_t kept_block_classes(ScalarType weight) const {
+    if (!products_.direct(weight)) return std::min(classes_, block_rows());
+    if (device_t::kKeptBlockBytes == 0) return chunk_classes();
+    const int64_t most = std::min(classes_ / 8, device_t::kKeptBlockBytes / (2 * width_));
+    return rounded_up(std::max<int64_t>(1, most), device_t::kRowsTogether);
+  }
+
+  void borrow() {
+    const ScalarType dtype = grad_weight->scalar_type();
+    const int64_t block = kept_block_classes(dtype);
+    borrowed_.emplace(rows_of(*grad_weight, 0, classes_), size_in_bytes(dtype) == 2 ? dtype : work_, rows(), block,
+                      device_t::kKeptBlockBytes > 0 ? block : 0);
   }
 
   // Of what was borrowed, a block of classes at a time.
@@ -328,64 +317,46 @@ class LinearHead {
       const Tensor total = one_product() ? out : block_buffer(end - v, work_);
       for (int64_t begin = 0; begin < rows(); begin += step) {
         const int64_t end_row = std::min(rows(), begin + step);
-        add(total, std::nullopt, transposed(rows_of(dz, begin, end_row)), work_input(begin, end_row), begin == 0,
-            end_row == rows(), [&] { return total; });
+        products_.add(total, std::nullopt, transposed(rows_of(dz, begin, end_row)), work_input(begin, end_row),
+                      begin == 0, end_row == rows(), [&] { return total; });
       }
       if (!one_product()) torch::stable::copy_(out, total);
     });
   }
 
   void add_weight_gradient(const Tensor& dz) {
-    const bool whole = plain(*grad_weight) || (first_ && last_ && grad_weight->scalar_type() == work_);
+    const ScalarType dtype = grad_weight->scalar_type();
+    const bool whole = products_.plain(dtype) || (first_ && (last_ ? products_.direct(dtype) : products_.holds(dtype)));
     const int64_t block = whole ? classes_ : block_rows();
-    if (!whole && !(first_ && last_) && !weight_low_ && size_in_bytes(grad_weight->scalar_type()) == 2)
+    if (!whole && !(first_ && last_) && !weight_low_ && size_in_bytes(dtype) == 2)
       weight_low_ = device_t::empty_output(input_, {classes_, width_}, ScalarType::Byte);
     for (int64_t v = 0; v < classes_; v += block) {
       const int64_t end = std::min(classes_, v + block);
       OptionalTensor low;
       if (weight_low_) low = rows_of(*weight_low_, v, end);
-      add(rows_of(*grad_weight, v, end), low, transposed(columns_of(dz, v, end)), chunk_input_, first_, last_,
-          [&] { return block_buffer(end - v, product_dtype()); });
+      products_.add(rows_of(*grad_weight, v, end), low, transposed(columns_of(dz, v, end)), chunk_input_, first_, last_,
+                    [&] { return block_buffer(end - v, products_.dtype()); });
     }
   }
 
   void add_bias_gradient(const Tensor& dz) {
     const Tensor total = row_of(rows_of(*grad_bias, 0, classes_));
     if (!(first_ && last_) && !bias_low_) bias_low_ = empty(input_, {1, classes_}, ScalarType::Byte);
-    add(total, bias_low_, ones(dz.size(0), work_), dz, first_, last_,
-        [&] { return empty(input_, {1, classes_}, product_dtype()); });
+    products_.add(total, bias_low_, ones(dz.size(0), work_), dz, first_, last_,
+                  [&] { return empty(input_, {1, classes_}, products_.dtype()); });
   }
 
-  // total += a b, or = a b for the first of several. `low` holds what a total of 16 bits has no room for until the
-  // last.
-  template <typename buffer_t>
-  void add(const Tensor& total, const OptionalTensor& low, const Tensor& a, const Tensor& b, bool first, bool last,
-           const buffer_t& buffer) {
-    if (plain(total)) return first ? multiply(total, a, b) : device_t::add_product(total, a, b);
-    if (first && last && total.scalar_type() == work_) return multiply(total, a, b);
-    const Tensor product = buffer();
-    multiply_into(product, a, b);
-    AccumulateArgs args{};
-    args.product = product.const_data_ptr();
-    args.product_dtype = to_dtype(product, "product", /*integer=*/false);
-    args.total = total.mutable_data_ptr();
-    args.dtype = to_dtype(total, "total", /*integer=*/false);
-    args.low = low ? static_cast<uint8_t*>(low->mutable_data_ptr()) : nullptr;
-    args.count = total.numel();
-    args.first = first;
-    args.last = last;
-    device_t::accumulate(args, total);
-  }
-
-  ScalarType work_, logits_dtype_;
+  ScalarType work_;
+  LinearProducts<device_t> products_;
+  ScalarType logits_dtype_;
   Tensor input_, weight_;
   TargetView target_;
   LinearRows<device_t> rows_of_input_;
   OptionalTensor bias_;
   int64_t classes_, width_, block_;
+  bool saves_memory_;  // what chunk_rows asks for
   bool may_borrow_;
   int64_t chunk_rows_;
-  bool saves_memory_;  // what chunk_rows asks for
   bool first_ = false, last_ = false;
   std::optional<BorrowedMemory> borrowed_;
   OptionalTensor chunks_;  // (chunk_rows, classes)

@@ -58,22 +58,30 @@ struct Cpu {
   // Of logits that are handed out: the same on every CPU.
   static ScalarType logits_dtype(ScalarType input) { return size_in_bytes(input) > 2 ? input : ScalarType::Float; }
   static constexpr bool kWidens = false;
-  static constexpr bool kBorrows = true;
 
   // A fortieth of the logits, but what GEMMs need to be fast: 256 rows of a large vocabulary in float32. 16-bit logits,
   // beside which a part of the weight's gradient is kept, get less, unless they fit into one chunk, which needs none.
   // Where memory is borrowed two of three products alone are of a chunk, and a sixteenth is enough; but a few rows of a
   // large vocabulary stay together, since each chunk reads the weight twice.
   static int64_t whole_bytes(bool borrows) { return (borrows ? int64_t(64) : int64_t(128)) << 20; }
-  static int64_t chunk_bytes(int64_t logits, int64_t logit_bytes, int64_t, bool borrows) {
+  static int64_t chunk_bytes(const HeadSizes& head) {
+    const int64_t logits = head.rows * head.classes, logit_bytes = head.input_bytes;
     int64_t least = logit_bytes > 2 ? whole_bytes(false) : int64_t(48) << 20;
-    if (borrows) least = std::clamp(logits / 16 * logit_bytes, int64_t(16) << 20, least);
+    if (head.borrows) least = std::clamp(logits / 16 * logit_bytes, int64_t(16) << 20, least);
     return std::max(logits / 40 * logit_bytes, least);
   }
+  static constexpr int64_t kRowsTogether = 16;
   static constexpr int64_t kBlockBytes = int64_t(4) << 20;  // stays in a cache
+  static constexpr bool kConvertsBlocks = true;
 
-  static void add_product(const Tensor& out, const Tensor& a, const Tensor& b) {
-    STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_cpu_addmm_out(out.get(), out.get(), a.get(), b.get(), 1, 1));
+  // No more than the memory of the weight's gradient holds, in blocks of as many classes as fit into a chunk.
+  static int64_t kept_rows(int64_t, bool) { return 0; }
+  static constexpr int64_t kKeptBlockBytes = 0;
+  static void copy_matrix(Tensor to, const Tensor& from) { torch::stable::copy_(to, from); }
+
+  static void multiply(const Tensor& out, const Tensor& a, const Tensor& b) { sparse_ce::multiply(out, a, b); }
+  static void add_product(const Tensor& out, const Tensor& to, const Tensor& a, const Tensor& b) {
+    STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_cpu_addmm_out(out.get(), to.get(), a.get(), b.get(), 1, 1));
   }
 
   static Tensor empty_output(const Tensor& like, std::initializer_list<int64_t> sizes, ScalarType dtype) {

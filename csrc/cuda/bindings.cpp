@@ -143,22 +143,39 @@ struct Cuda {
   static ScalarType work_dtype(ScalarType input, bool) { return input; }
   static ScalarType logits_dtype(ScalarType input) { return input; }
   static constexpr bool kWidens = true;
-  static constexpr bool kBorrows = false;
+
+  // A 16-bit weight's gradient that is summed over chunks is read and written once for each, in the time of 750 rows of
+  // its product (predicted for an H100): 4096 rows hide it, where they take no more than the weight or 1 GiB. Where the
+  // logits' gradient is kept instead, 1024 rows are enough for fast products.
+  static int64_t whole_bytes(bool) { return int64_t(256) << 20; }
+  static int64_t chunk_bytes(const HeadSizes& head) {
+    if (head.borrows) return std::max<int64_t>(1024, head.rows / 8) * head.row_bytes;
+    const int64_t most = std::max(int64_t(1) << 30, 2 * head.classes * head.width);
+    return std::max(std::min(4096 * head.row_bytes, most), head.rows / 16 * head.row_bytes);
+  }
+  static constexpr int64_t kRowsTogether = 128;  // a tile of a product
+  static constexpr int64_t kBlockBytes = int64_t(32) << 20;  // stays in the L2 cache; work for every multiprocessor
+  static constexpr bool kConvertsBlocks = false;
+
+  // The logits' gradient that finds no room in the memory of the weight's takes as much again at most; half of it, what
+  // a sum over chunks keeps, where chunks of some size were asked for. Up to 1024 features one chunk takes no more.
+  static int64_t kept_rows(int64_t width, bool asked) {
+    return asked ? width + width / 2 : width > 1024 ? 2 * width : 0;
+  }
+  static constexpr int64_t kKeptBlockBytes = int64_t(32) << 20;  // two tiles for every multiprocessor, and more
+  static void copy_matrix(const Tensor& to, const Tensor& from) {
+    const cuda::DeviceGuard guard(to.get_device_index());
+    check_cuda(cuda::copy_matrix(to, from));
+  }
+
+  // PyTorch's products run on its current stream, as the kernels do.
+  static void multiply(const Tensor& out, const Tensor& a, const Tensor& b) { cuda::multiply(out, a, b); }
   static void multiply_widening(const Tensor& out, const Tensor& a, const Tensor& b) {
     cuda::multiply_widening(out, a, b);
   }
-
-  // A sixteenth of the logits, but as much as is kept of the weight's gradient beside its own memory, a byte a weight:
-  // each chunk reads and writes that gradient once, which below 2048 rows takes a tenth of the time of its products.
-  static int64_t whole_bytes(bool) { return int64_t(256) << 20; }
-  static int64_t chunk_bytes(int64_t logits, int64_t logit_bytes, int64_t weights, bool) {
-    return std::max({logits / 16 * logit_bytes, weights, int64_t(64) << 20});
-  }
-  static constexpr int64_t kBlockBytes = int64_t(32) << 20;  // stays in the L2 cache; work for every multiprocessor
-
-  // PyTorch's products run on its current stream, as the kernels do.
-  static void add_product(const Tensor& out, const Tensor& a, const Tensor& b) {
-    STABLE_TORCH_ERROR_CODE_CHECK(cuda::kAddmmOut(out.get(), out.get(), a.get(), b.get(), 1, 1));
+  // `to` is `out` or a vector for every row of it, which cuBLAS adds to what it writes.
+  static void add_product(const Tensor& out, const Tensor& to, const Tensor& a, const Tensor& b) {
+    STABLE_TORCH_ERROR_CODE_CHECK(cuda::add_product(out.get(), to.get(), a.get(), b.get(), 1, 1));
   }
 
   static Tensor empty_output(const Tensor& like, std::initializer_list<int64_t> sizes, ScalarType dtype) {

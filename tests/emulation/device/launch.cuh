@@ -11,9 +11,13 @@
 namespace sparse_ce {
 namespace cuda {
 
+// Whether kernels and products run, or only ask for their memory.
+inline bool runs = true;
+
 template <typename... parameters_t, typename... arguments_t>
 cudaError_t launch_clusters(cudaStream_t stream, int64_t blocks, int threads, int cluster,
                             void (*kernel)(parameters_t...), const arguments_t&... arguments) {
+  if (!runs) return cudaSuccess;
   coc_launch_config config;
   config.grid = dim3(static_cast<unsigned>(blocks));
   config.block = dim3(static_cast<unsigned>(threads));

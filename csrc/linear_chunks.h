@@ -1,0 +1,35 @@
+// linear_chunks.h - how many rows of the linear head's input are multiplied together. Sizes, nothing of torch.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+namespace sparse_ce {
+
+struct HeadSizes {
+  int64_t rows, classes, width;
+  int64_t input_bytes;   // of an element of the input
+  int64_t row_bytes;     // of a row's logits, in every dtype that they are kept in
+  int64_t copied_bytes;  // of a row of the input and of its gradient where these are copied, else 0
+  bool borrows;          // whether the gradient of all logits goes into the weight gradient's memory
+};
+
+inline int64_t rounded_up(int64_t n, int64_t multiple) { return (n + multiple - 1) / multiple * multiple; }
+
+// The largest chunk that fits the device's budget; all of about one size, so that none is too short to be fast. Where
+// its rows of the input and of their gradient are copied as well, these share the budget.
+template <typename device_t>
+int64_t default_chunk_rows(const HeadSizes& head) {
+  constexpr int64_t kLeastCopies = int64_t(16) << 20;
+  const int64_t rows = head.rows, logits = rows * head.row_bytes;
+  const bool whole = logits <= device_t::whole_bytes(head.borrows);
+  if (whole && rows * head.copied_bytes <= std::max(logits / 4, kLeastCopies)) return std::max<int64_t>(1, rows);
+  const int64_t budget = whole ? logits : device_t::chunk_bytes(head);
+  const int64_t row = head.row_bytes + head.copied_bytes;
+  const int64_t most = std::max<int64_t>(1, std::max(budget, kLeastCopies) / row);
+  const int64_t count = (rows + most - 1) / most;
+  const int64_t even = (rows + count - 1) / count;
+  return std::max<int64_t>(1, std::min(most, rounded_up(even, device_t::kRowsTogether)));
+}
+
+}  // namespace sparse_ce
