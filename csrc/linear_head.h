@@ -78,7 +78,7 @@ class LinearHead {
   }
 
   // The same where there is room, in tensors that outlive this head: a sum over chunks that come one call at a time.
-  // `weight_low` and `bias_low`: see add. What lies beyond the classes is the caller's.
+  // `weight_low` and `bias_low`: see LinearProducts::add. What lies beyond the classes is the caller's.
   void continue_gradients(const OptionalTensor& input, const OptionalTensor& weight, const OptionalTensor& weight_low,
                           const OptionalTensor& bias, const OptionalTensor& bias_low) {
     grad_input = input, grad_weight = weight, weight_low_ = weight_low, grad_bias = bias, bias_low_ = bias_low;

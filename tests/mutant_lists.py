@@ -511,6 +511,7 @@ CPU = [
      "input_low_, part, w, true, end == classes_,"),
     ("csrc/linear_head.h", "low = rows_of(*weight_low_, v, end);", "low = rows_of(*weight_low_, 0, end - v);"),
     ("csrc/linear_products.h", "return total == work_ && size_in_bytes(total) > 2;", "return total == work_;"),
+    ("csrc/linear_products.h", "if (first && (last ? direct(dtype) : holds(dtype)))", "if (first)"),
     ("csrc/linear_products.h", "args.first = first;", "args.first = true;"),
     ("csrc/linear_products.h", "args.last = last;", "args.last = true;"),
     ("csrc/linear_chunks.h", "std::max<int64_t>(1, std::max(budget, kLeastCopies) / row)", "rows"),

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from sparse_ce import linear_selected_log_probs
 from sparse_ce.ops import instruction_set
 
 pytestmark = pytest.mark.skipif(instruction_set() != "emulated CUDA", reason="the allocations of the CUDA bindings")
@@ -78,3 +79,40 @@ def test_the_table_of_the_page_and_the_aim():
     recorded = [(sizes, round(step(*sizes) / 2**30, 2)) for sizes, _ in rows]
     assert recorded == rows
     assert dict(rows)[8192, 4096, 128256] <= 2.5
+
+
+def events_of(rows, width, vocab, head_dtype=torch.bfloat16, **options):
+    """What a loss and its gradients call of PyTorch: (name, shapes)."""
+    x, w = torch.ones(rows, width, dtype=torch.bfloat16), torch.ones(vocab, width, dtype=head_dtype)
+    with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as record:
+        labels = torch.zeros(rows, dtype=torch.long)
+        ops.linear_forward_with_gradient(torch.ones(()), None, x, w, None, labels, **options)
+    return [(event.key, event.input_shapes[:2]) for event in record.events()]
+
+
+@pytest.mark.parametrize("head_dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("rows", [30, 40, 60, 61])
+def test_half_more_rows_than_features_are_one_product_of_the_weights_gradient(rows, head_dtype):
+    """Of blocks of 128 classes each. Fewer rows in a chunk, and its gradients would be made by classes."""
+    events = events_of(rows, 40, 520, head_dtype, chunk_rows=20)
+    products = [shapes[0][0] for name, shapes in events
+                if name == "aten::mm" and shapes == [[shapes[0][0], rows], [rows, 40]]]
+    kept = rows <= (80 if head_dtype == torch.float32 else 60)
+    assert products == ([128] * 4 + [8] if kept else [])
+
+
+@pytest.mark.parametrize("chunk_rows", [None, 20])
+def test_a_float32_head_is_converted_once(chunk_rows):
+    events = events_of(100, 40, 520, torch.float32, chunk_rows=chunk_rows)
+    assert sum(name == "aten::_to_copy" and shapes[0] == [520, 40] for name, shapes in events) == 1
+
+
+@pytest.mark.usefixtures("nothing_runs")
+def test_logits_that_are_made_anew_anyway_need_nothing_beside_the_weights_gradient():
+    """They come by classes: an eighth of them is held, and a byte of each of the input's."""
+    rows, width, vocab = 8192, 4096, 128256
+    x, w = (torch.empty(n, width, dtype=torch.bfloat16, requires_grad=True) for n in (rows, vocab))
+    labels = torch.zeros(rows, dtype=torch.long)
+    held = peak(lambda: torch.autograd.grad(linear_selected_log_probs(x, w, labels).log_probs.sum(), (x, w)))
+    gradients, chunk, cleared = 2 * (rows + vocab) * width, 2 * rows * vocab // 8, 2 * rows * width
+    assert gradients + chunk < held < gradients + chunk + cleared + rows * width + (34 << 20)
