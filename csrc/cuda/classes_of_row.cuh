@@ -47,9 +47,10 @@ class ClassesOfRow {
   // Whether entry i is the first of its class, `column`; then no other is at `last` or behind it.
   __device__ bool first(int64_t i, int64_t column, int64_t& last) const {
     last = range_.end;
-    if (slots_) {
-      uint32_t slot = home(column), found;
-      while (index((found = slots_[slot]) / 2 - 1 + range_.begin) != column) slot = after(slot);
+    uint32_t slot = home(column);
+    for (uint32_t tries = 0; tries < size_; ++tries, slot = after(slot)) {
+      const uint32_t found = slots_[slot];
+      if (!is_of(found, column)) continue;
       if (found % 2 == 1) last = i + 1;
       return found / 2 - 1 == i - range_.begin;
     }
@@ -95,6 +96,7 @@ class ClassesOfRow {
   }
 
   // A slot is 0 or, of one class, twice the position of its first entry, counted from 1, and 1 where no other has come.
+  // Half of them stay 0; nobody waits for one, so that rows of wrong offsets, which overlap, end all the same.
   __device__ void table(int64_t begin, int64_t end, uint32_t* slots) {
     const int64_t entries = range_.end - range_.begin;
     const auto for_own = [&](const auto& f) {
@@ -120,16 +122,21 @@ class ClassesOfRow {
     for_own([&](int64_t i, int64_t column) {
       if (column < begin || column >= end) return;
       const auto mine = static_cast<uint32_t>(2 * (i - range_.begin + 1));
-      for (uint32_t slot = home(column);; slot = after(slot)) {
+      uint32_t slot = home(column);
+      for (uint32_t tries = 0; tries < size_; ++tries, slot = after(slot)) {
         const uint32_t found = atomicCAS(slots_ + slot, 0u, mine + 1);
         if (found == 0) return;
-        if (index(found / 2 - 1 + range_.begin) != column) continue;
+        if (!is_of(found, column)) continue;
         atomicMin(slots_ + slot, mine);
         atomicAnd(slots_ + slot, ~1u);
         return;
       }
     });
     Group::sync();
+  }
+  __device__ bool is_of(uint32_t slot, int64_t column) const {
+    const int64_t k = range_.begin + slot / 2 - 1;
+    return slot != 0 && k < range_.end && index(k) == column;
   }
   __device__ uint32_t home(int64_t column) const {
     const uint64_t mixed = static_cast<uint64_t>(column) * 0x9e3779b97f4a7c15u >> 32;

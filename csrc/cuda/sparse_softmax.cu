@@ -1,7 +1,6 @@
 // A row goes to a few lanes of a warp, to the warp, to its block or, where it is longer than a span of entries, to the
 // blocks of the spans that it has entries in: then a second kernel merges their statistics, in the order of the spans,
-// and writes. Entries that registers do not hold are read twice, the second time from a cache unless their row is longer
-// than one.
+// and writes. A row of a few lanes is read once, others twice, the second time from a cache unless they are longer.
 #include "row_group.cuh"
 
 #include "sparse_softmax.h"
@@ -251,7 +250,7 @@ __device__ void run_short(const SparseSoftmaxArgs& args, const Row& row) {
     if (u * kFewLanes < rest) elements.make(result, x, u, elements.out[place(u)]);
 }
 
-// Where a span keeps what it adds to a row: it may have the end of one longer than a span, and the beginning of another.
+// Where a span keeps its part of a row's total: it may have the end of one long row and the beginning of another.
 __device__ int64_t place_of(const SparseSoftmaxArgs& args, const Plan& plan, const Row& row, int64_t span) {
   return (span * args.width + row.position) * 2 + (row.begin > span * plan.span);
 }
