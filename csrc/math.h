@@ -85,6 +85,15 @@ struct LogitTransform {
 
   SCE_HD bool identity() const { return scale == acc_t(1) && softcap == acc_t(0); }
   SCE_HD acc_t operator()(acc_t x) const { return softcap == acc_t(0) ? scale * x : softcap * tangent(x); }
+  // z and dz/d(scale x), from one tangent.
+  struct WithSlope {
+    acc_t z, of_cap;
+  };
+  SCE_HD WithSlope with_slope(acc_t x) const {
+    if (softcap == acc_t(0)) return {scale * x, acc_t(1)};
+    const acc_t t = tangent(x);
+    return {softcap * t, acc_t(1) - t * t};
+  }
   // Of logits that have a softcap: z / softcap, and dz/dx from it.
   SCE_HD acc_t tangent(acc_t x) const { return hyperbolic_tangent(scale_per_cap * x); }
   SCE_HD acc_t slope_at(acc_t tangent) const { return scale * (acc_t(1) - tangent * tangent); }

@@ -12,18 +12,38 @@ SCE_HD constexpr int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / 
 
 #ifdef SCE_CUDA
 // ex2.approx.ftz: 2 ulp, and exactly 0 for -inf. The plain exp2f spends three more instructions on subnormals.
-SCE_HD float exponential(float x) {
+SCE_HD float power_of_2(float x) {
 #if defined(__CUDA_ARCH__)
   float out;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(out) : "f"(x * 1.44269504f));
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(out) : "f"(x));
   return out;
-#else  // on a host the same product and base
-  const float out = exp2f(x * 1.44269504f);
+#else
+  const float out = exp2f(x);
   return out < 0x1p-126f ? 0.0f : out;  // a NaN stays
 #endif
 }
+// rcp.approx.ftz: 1 ulp, and exactly 0 for inf, where the division spends ten more instructions.
+SCE_HD float reciprocal(float x) {
+#if defined(__CUDA_ARCH__)
+  float out;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(out) : "f"(x));
+  return out;
+#else
+  return 1.0f / x;
+#endif
+}
+SCE_HD float exponential(float x) { return power_of_2(x * 1.44269504f); }
 SCE_HD double exponential(double x) { return exp(x); }
-SCE_HD float hyperbolic_tangent(float x) { return tanhf(x); }
+
+// By 1 - 2 / (exp(2 |x|) + 1) and near 0, where that has lost digits, by a minimax fit: relative error 4e-7. Both are
+// always made, without a branch, in two thirds of the instructions of tanhf.
+SCE_HD float hyperbolic_tangent(float x) {
+  const float square = x * x, size = fabsf(x);
+  const float fit =
+      (((0.0162737984f * square - 0.0525868163f) * square + 0.133194193f) * square - 0.333328903f) * square;
+  const float far = copysignf(1.0f - 2.0f * reciprocal(power_of_2(size * 2.88539008f) + 1.0f), x);
+  return size < 0.56f ? x + x * fit : far;
+}
 SCE_HD double hyperbolic_tangent(double x) { return tanh(x); }
 SCE_HD float logarithm(float x) { return logf(x); }
 SCE_HD double logarithm(double x) { return log(x); }

@@ -1,8 +1,10 @@
 """How the CUDA kernels share out rows, over a wide range of shapes: every row is served, no block without work."""
 
+import math
 import os
 import random
 import shutil
+import struct
 
 import pytest
 
@@ -82,3 +84,13 @@ def test_rows_that_registers_do_not_hold_wait_in_a_cache_that_does(clusters, pla
             assert form == ((512, 0, cluster) if waits and needed > 8204 else (0, 0, 0))
             seen.add(form)
     assert len(seen) == 2
+
+
+def test_a_softcap_keeps_the_digits_of_small_logits(planning):
+    draw = random.Random(3)
+    numbers = [struct.unpack("f", struct.pack("f", draw.choice([-1, 1]) * 2 ** draw.uniform(-60, 5)))[0]
+               for _ in range(20000)]
+    for x in [*numbers, 0.56, 0.55999994]:
+        assert abs(planning.hyperbolic_tangent(x) - math.tanh(x)) <= 4e-7 * abs(math.tanh(x))
+    assert [planning.hyperbolic_tangent(x) for x in (0.0, -0.0, math.inf, -math.inf)] == [0, 0, 1, -1]
+    assert math.isnan(planning.hyperbolic_tangent(math.nan))

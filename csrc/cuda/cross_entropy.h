@@ -35,6 +35,8 @@ struct Device {
 Device current_device();
 OnePass one_pass_of(const CrossEntropyArgs& args, const Device& device);
 inline OnePass one_pass_of(const CrossEntropyArgs& args) { return one_pass_of(args, current_device()); }
+// Whether the current device has clusters of blocks, and the kernels are compiled for them.
+bool device_has_clusters();
 
 // For one that there is. `backward`, or null, has `forward`'s rows and reads what that writes; its workspace is that of
 // cross_entropy_backward.

@@ -10,7 +10,6 @@ namespace sparse_ce {
 namespace cuda {
 namespace {
 
-constexpr int kMostBlocks = 8;  // of a cluster, everywhere
 constexpr int kCacheThreads = 512;  // of a block whose row waits in the cache: alone on its multiprocessor
 
 // What one thread has of a row, whose 16-byte packs its group shares out: kPacks of them, kStride columns apart.
@@ -63,17 +62,20 @@ struct RowSlice {
     for (int u = 0; u < kPacks; ++u) {
       if (column(u) >= classes_) break;  // exponentials of nothing would take their time
       acc_t z[kSize], o[kSize];
+      const auto add = [&](const LogitTransform<acc_t>& of_logit) {
 #pragma unroll
-      for (int e = 0; e < kSize; ++e) {
-        if constexpr (kPlain) {
-          z[e] = element(u, e);
-          continue;
+        for (int e = 0; e < kSize; ++e) {
+          if constexpr (kPlain) {
+            z[e] = element(u, e);
+            continue;
+          }
+          const int64_t c = column(u) + e;
+          const bool there = 0 <= c && c < classes_;
+          z[e] = there ? of_logit(element(u, e)) : -acc_t(INFINITY);
+          o[e] = !there ? acc_t(0) : smooth && weight ? weight[c] : acc_t(1);
         }
-        const int64_t c = column(u) + e;
-        const bool there = 0 <= c && c < classes_;
-        z[e] = there ? transform(element(u, e)) : -acc_t(INFINITY);
-        o[e] = !there ? acc_t(0) : smooth && weight ? weight[c] : acc_t(1);
-      }
+      };
+      kPlain ? add(transform) : by_softcap(transform, add);
       stats.push(z, 0, kSize);
       if (smooth) stats.push_weighted(z, o, kSize);
     }
@@ -96,25 +98,30 @@ struct RowSlice {
   __device__ __forceinline__ void write(const BackwardArgs& args, const GradientCoefficients<acc_t>& c,
                                         const LogitTransform<acc_t>& transform, const scalar_t* row,
                                         scalar_t* gradient) const {
-    const bool smooth = !kPlain && args.options.label_smoothing != 0, by_packs = equally_aligned(row, gradient);
+    const bool smooth = !kPlain && args.options.label_smoothing != 0;
     const acc_t* weight = static_cast<const acc_t*>(args.target.weight);
+    const int width = common_width(row, gradient);
 #pragma unroll
     for (int u = 0; u < kPacks; ++u) {
       if (column(u) >= classes_) break;
       Pack<scalar_t> pack;
+      const auto make = [&](const LogitTransform<acc_t>& of_logit) {
 #pragma unroll
-      for (int e = 0; e < kSize; ++e) {
-        const acc_t x = element(u, e);
-        if constexpr (kPlain) {
-          from_acc(c.at(x), pack.at[e]);
-        } else {
-          const int64_t at = column(u) + e;
-          const acc_t z = transform(x), o = smooth && weight && 0 <= at && at < classes_ ? weight[at] : acc_t(1);
-          from_acc(c.at(z, o) * transform.slope(z), pack.at[e]);
+        for (int e = 0; e < kSize; ++e) {
+          const acc_t x = element(u, e);
+          if constexpr (kPlain) {
+            from_acc(c.at(x), pack.at[e]);
+          } else {
+            const int64_t at = column(u) + e;
+            const acc_t o = smooth && weight && 0 <= at && at < classes_ ? weight[at] : acc_t(1);
+            const auto [z, of_cap] = of_logit.with_slope(x);
+            from_acc(c.at(z, o) * (of_logit.scale * of_cap), pack.at[e]);
+          }
         }
-      }
-      if (whole(u) && by_packs)
-        pack.store(gradient + column(u));
+      };
+      kPlain ? make(transform) : by_softcap(transform, make);
+      if (whole(u))
+        pack.store(gradient + column(u), width);
       else
         for_edge(u, [&](int e) { gradient[column(u) + e] = pack.at[e]; });
     }
@@ -188,27 +195,6 @@ __device__ TargetStats<acc_t> entries_of_part(const ForwardArgs& args, EntryRang
   return Group::reduce(sums.template stats<acc_t>());
 }
 
-// The parts of the blocks of a cluster, merged in their order: the same bits in all.
-template <typename acc_t>
-__device__ PartStats<acc_t> exchange(const PartStats<acc_t>& mine, int cluster) {
-  constexpr int kFields = sizeof(mine) / sizeof(acc_t);
-  SCE_SHARED(acc_t, fields, [kFields]);
-  SCE_SHARED(acc_t, all, [kMostBlocks * kFields]);
-  if (threadIdx.x == 0) std::memcpy(fields, &mine, sizeof(mine));
-  Cluster::sync();
-  for (int i = threadIdx.x; i < cluster * kFields; i += kThreads)
-    all[i] = Cluster::of_block(fields, i / kFields)[i % kFields];
-  Cluster::sync();  // also: the next row's fields overwrite these, and no block ends while its are read
-  PartStats<acc_t> total;
-#pragma unroll 1
-  for (int q = 0; q < cluster; ++q) {
-    PartStats<acc_t> other;
-    std::memcpy(&other, all + q * kFields, sizeof(other));
-    total.merge(other);
-  }
-  return total;
-}
-
 constexpr int threads_of_block(int width) { return width < kThreads ? kThreads : width; }
 
 // One group per row, or `cluster` blocks. `back` counts where kGradient is set, and reads what `args` writes; the
@@ -240,7 +226,7 @@ __global__ void __launch_bounds__(threads_of_block(slice_t::kWidth), slice_t::bl
     PartStats<acc_t> stats;
     stats.row = Group::broadcast(Group::reduce(slice.template stats<kPlain>(args, r, transform)));
     stats.entries = entries_of_part<kWidth>(args, range, transform, row, slice.begin, slice.end, part, stats.row.max);
-    if (cluster > 1) stats = exchange(stats, cluster);
+    if (cluster > 1) stats = merge_of_cluster(stats, cluster);
     if (part == 0 && Group::rank() == 0) args.write(r, false, stats.row, stats.entries);
     if constexpr (kGradient) {
       if (back.template without_gradient<acc_t>(r)) {
@@ -285,15 +271,6 @@ cudaError_t launch_form(const OnePass& form, const ForwardArgs& forward, const B
   return launch(backward ? one_pass_kernel<slice_t, false, true> : one_pass_kernel<slice_t, false, false>);
 }
 
-bool device_has_clusters(int device) {
-  constexpr int kMostDevices = 64;
-  static std::atomic<int> known[kMostDevices];  // 0: nobody has asked yet
-  if (device >= kMostDevices) return false;
-  if (known[device] == 0)
-    known[device] = has_clusters(one_pass_kernel<RowSlice<float, kThreads, 8>, true, false>) ? 1 : -1;
-  return known[device] > 0;
-}
-
 // The bytes of a row that a form holds.
 constexpr int64_t held(const OnePass& form) { return int64_t(16) * form.width * form.packs * form.cluster; }
 
@@ -307,13 +284,23 @@ OnePass in_cache(const CrossEntropyArgs& args, int64_t row_bytes, const Device& 
 
 }  // namespace
 
+bool device_has_clusters() {
+  constexpr int kMostDevices = 64;
+  static std::atomic<int> known[kMostDevices];  // 0: nobody has asked yet
+  int device = 0;
+  if (cudaGetDevice(&device) != cudaSuccess || device >= kMostDevices) return false;
+  if (known[device] == 0)
+    known[device] = has_clusters(one_pass_kernel<RowSlice<float, kThreads, 8>, true, false>) ? 1 : -1;
+  return known[device] > 0;
+}
+
 Device current_device() {
   Device found;
   int device = 0, cache = 0;
   if (cudaGetDevice(&device) != cudaSuccess) return found;
   found.multiprocessors = multiprocessors();
   if (cudaDeviceGetAttribute(&cache, cudaDevAttrL2CacheSize, device) == cudaSuccess) found.cache_bytes = cache;
-  found.clusters = device_has_clusters(device);
+  found.clusters = device_has_clusters();
   return found;
 }
 

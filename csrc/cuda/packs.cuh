@@ -27,24 +27,70 @@ struct Pack {
     std::memcpy(pack.at, parts, kBytes);
     return pack;
   }
-  __device__ void store(scalar_t* p) const {
-    part_t parts[kParts];
-    std::memcpy(parts, at, kBytes);
+  __device__ void store(scalar_t* p) const { store_by<part_t, 0, kParts>(p); }
+  // 16 bytes to where boundaries of `width` bytes, and none of more, are: see common_width.
+  __device__ __forceinline__ void store(scalar_t* p, int width) const {
+    static_assert(kBytes == 16, "one instruction where it is aligned");
+    if (width == 16) {
+      store(p);
+    } else if (width == 8) {
+      store_by<uint2, 0, 2>(p);
+    } else if constexpr (sizeof(scalar_t) <= 4) {
+      if (sizeof(scalar_t) == 4 || width == 4) return store_by<uint32_t, 0, 4>(p);
+      p[0] = at[0];
+      store_by<uint32_t, 1, 3>(p);  // whose boundaries lie behind every second element
+      p[kSize - 1] = at[kSize - 1];
+    }
+  }
+
+ private:
+  // So many parts from element `first` on.
+  template <typename to_t, int first, int count>
+  __device__ __forceinline__ void store_by(scalar_t* p) const {
+    constexpr int kOfPart = sizeof(to_t) / sizeof(scalar_t);
 #pragma unroll
-    for (int u = 0; u < kParts; ++u) reinterpret_cast<part_t*>(p)[u] = parts[u];
+    for (int u = 0; u < count; ++u) {
+      scalar_t of_part[kOfPart];  // a copy of all at once would go through memory
+#pragma unroll
+      for (int e = 0; e < kOfPart; ++e) of_part[e] = at[first + u * kOfPart + e];
+      to_t part;
+      std::memcpy(&part, of_part, sizeof(part));
+      reinterpret_cast<to_t*>(p + first)[u] = part;
+    }
   }
 };
 
-// Whether packs of one lie where those of the other do.
-__device__ inline bool equally_aligned(const void* a, const void* b) {
-  return (reinterpret_cast<uintptr_t>(a) - reinterpret_cast<uintptr_t>(b)) % 16 == 0;
+// The bytes, at most 16, whose boundaries in one are boundaries in the other: how packs of one can be written there.
+__device__ inline int common_width(const void* a, const void* b) {
+  const auto apart = static_cast<int>((reinterpret_cast<uintptr_t>(a) - reinterpret_cast<uintptr_t>(b)) % 16) | 16;
+  return apart & -apart;
 }
+__device__ inline bool equally_aligned(const void* a, const void* b) { return common_width(a, b) == 16; }
 
-// So many packs in flight.
+// So many packs in flight of a thread, `stride` elements apart.
 template <int n>
 struct Count {
   static constexpr int value = n;
+  __device__ static constexpr bool has(int) { return true; }
 };
+// Those at the end of a row, of which it may have the first alone.
+template <int n>
+struct Some {
+  static constexpr int value = n;
+  int present;
+  __device__ bool has(int u) const { return u < present; }
+};
+
+// All of them are asked for before the first is waited for. What is not there is 0.
+template <int64_t stride, typename scalar_t, typename count_t>
+__device__ __forceinline__ void load_packs(const scalar_t* first, count_t count,
+                                           Pack<scalar_t> (&packs)[count_t::value]) {
+#pragma unroll
+  for (int u = 0; u < count_t::value; ++u) {
+    packs[u] = Pack<scalar_t>{};
+    if (count.has(u)) packs[u] = Pack<scalar_t>::load(first + u * stride);
+  }
+}
 
 }  // namespace cuda
 }  // namespace sparse_ce

@@ -98,10 +98,35 @@ struct RowGroup {
   }
 };
 
+constexpr int kMostBlocks = 8;  // of a cluster, everywhere
+
+// What thread 0 of each block of a cluster has, merged in the blocks' order: the same bits in all. All threads of the
+// cluster; contains barriers.
+template <template <typename> class stats_t, typename acc_t>
+__device__ stats_t<acc_t> merge_of_cluster(const stats_t<acc_t>& mine, int cluster) {
+  constexpr int kFields = sizeof(mine) / sizeof(acc_t);
+  SCE_SHARED(acc_t, fields, [kFields]);
+  SCE_SHARED(acc_t, all, [kMostBlocks * kFields]);
+  if (threadIdx.x == 0) std::memcpy(fields, &mine, sizeof(mine));
+  Cluster::sync();
+  for (int i = threadIdx.x; i < cluster * kFields; i += kThreads)
+    all[i] = Cluster::of_block(fields, i / kFields)[i % kFields];
+  Cluster::sync();  // also: the next call's fields overwrite these, and no block ends while its are read
+  stats_t<acc_t> total;
+#pragma unroll 1
+  for (int q = 0; q < cluster; ++q) {
+    stats_t<acc_t> other;
+    std::memcpy(&other, all + q * kFields, sizeof(other));
+    total.merge(other);
+  }
+  return total;
+}
+
 // Shares the columns [begin, end) of a row among a group: singles up to the first 16-byte boundary, then packs of which
-// each thread has kUnroll in flight, then single packs and singles. `packs(column, Count<n>)` stands for the n packs at
-// column, column + stride, ..., with stride kWidth * Pack::kSize; `single(column)` for one element. A row that cannot
-// be read by packs (`by_packs` false) is all singles.
+// each thread has kUnroll in flight, then singles; a thread's columns ascend. `packs(column, count)` stands for those
+// of the packs at column, column + stride, ..., with stride kWidth * Pack::kSize, that `count` has: a Count<kUnroll> as
+// long as the group has so many for each of its threads, then one Some<kUnroll> for what is left. `single(column)` is
+// for one element. A row that cannot be read by packs (`by_packs` false) is all singles.
 template <int kWidth, int kUnroll, typename scalar_t, typename packs_t, typename single_t>
 __device__ __forceinline__ void for_columns(const scalar_t* row, int64_t begin, int64_t end, bool by_packs,
                                             const packs_t& packs, const single_t& single) {
@@ -116,11 +141,14 @@ __device__ __forceinline__ void for_columns(const scalar_t* row, int64_t begin, 
 #pragma unroll 1
   for (int64_t c = begin + rank; c < body; c += kWidth) single(c);
   constexpr int64_t kStride = int64_t(kWidth) * kSize;
-  int64_t c = body + int64_t(rank) * kSize;
+  const int64_t mine = int64_t(rank) * kSize;
+  int64_t c = body + mine;
+  // Without `mine` where there is a last step: a warp whose threads left here one by one would wait twice.
+  const int64_t full = tail - (kUnroll == 1 ? 0 : kUnroll * kStride - mine - 1);
 #pragma unroll 1
-  for (; c + (kUnroll - 1) * kStride < tail; c += kUnroll * kStride) packs(c, Count<kUnroll>{});
-#pragma unroll 1
-  for (; c < tail; c += kStride) packs(c, Count<1>{});
+  for (; c < full; c += kUnroll * kStride) packs(c, Count<kUnroll>{});
+  if constexpr (kUnroll > 1)
+    if (c < tail) packs(c, Some<kUnroll>{static_cast<int>((tail - c - 1) / kStride) + 1});
 #pragma unroll 1
   for (int64_t s = tail + rank; s < end; s += kWidth) single(s);
 }

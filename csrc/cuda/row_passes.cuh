@@ -10,7 +10,8 @@
 namespace sparse_ce {
 namespace cuda {
 
-constexpr int kUnroll = 4;  // packs in flight per thread where nothing but exp is computed
+// Packs in flight per thread where nothing but exp is computed, and elsewhere.
+constexpr int kUnroll = 4, kGeneralUnroll = 2;
 
 // Blocks that a multiprocessor shall hold; fewer where each number takes two registers.
 template <typename scalar_t>
@@ -24,11 +25,32 @@ __host__ __device__ inline int64_t split_begin(int64_t columns, int64_t splits, 
   return split * part < columns ? split * part : columns;
 }
 
+// f(transform), which is told once for many logits whether they have a softcap: a question at each would keep the
+// arithmetic of one from that of the next.
+template <typename acc_t, typename function_t>
+__device__ __forceinline__ void by_softcap(LogitTransform<acc_t> transform, const function_t& f) {
+  if (transform.softcap != acc_t(0)) return f(transform);
+  transform.softcap = 0;  // a constant from here on
+  f(transform);
+}
+
+// Packs as numbers; -inf where there is none.
+template <typename scalar_t, typename acc_t, typename count_t>
+__device__ __forceinline__ void to_logits(const Pack<scalar_t> (&packs)[count_t::value], count_t count,
+                                          const LogitTransform<acc_t>& transform,
+                                          acc_t (&z)[count_t::value * Pack<scalar_t>::kSize]) {
+  constexpr int kSize = Pack<scalar_t>::kSize;
+#pragma unroll
+  for (int i = 0; i < count_t::value * kSize; ++i)
+    z[i] = count.has(i / kSize) ? transform(to_acc(packs[i / kSize].at[i % kSize])) : -acc_t(INFINITY);
+}
+
 // Statistics of the columns [begin, end) of row r, by one thread of a group.
 template <int kWidth, typename scalar_t, typename acc_t = acc_type<scalar_t>>
 __device__ RowStats<acc_t> scan_row(const ForwardArgs& args, int64_t r, int64_t begin, int64_t end) {
   constexpr int kSize = Pack<scalar_t>::kSize;
   const scalar_t* row = args.template row<scalar_t>(r);
+  constexpr int64_t kStride = int64_t(kWidth) * kSize;
   const LogitTransform<acc_t> transform = args.template transform<acc_t>(r);
   RowStats<acc_t> stats;
 
@@ -38,11 +60,9 @@ __device__ RowStats<acc_t> scan_row(const ForwardArgs& args, int64_t r, int64_t 
         [&](int64_t c, auto count) {
           constexpr int n = decltype(count)::value;
           Pack<scalar_t> packs[n];
-#pragma unroll
-          for (int u = 0; u < n; ++u) packs[u] = Pack<scalar_t>::load(row + c + u * kWidth * kSize);
+          load_packs<kStride>(row + c, count, packs);
           acc_t z[n * kSize];
-#pragma unroll
-          for (int i = 0; i < n * kSize; ++i) z[i] = to_acc(packs[i / kSize].at[i % kSize]);
+          to_logits(packs, count, LogitTransform<acc_t>(LossOptions{}), z);
           stats.push(z, 0, n * kSize);
         },
         [&](int64_t c) {
@@ -54,15 +74,19 @@ __device__ RowStats<acc_t> scan_row(const ForwardArgs& args, int64_t r, int64_t 
 
   const bool smooth = args.options.label_smoothing != 0;
   const acc_t* weight = static_cast<const acc_t*>(args.target.weight);
-  for_columns<kWidth, 1>(
+  for_columns<kWidth, kGeneralUnroll>(
       row, begin, end, true,
-      [&](int64_t c, auto) {
-        const Pack<scalar_t> pack = Pack<scalar_t>::load(row + c);
-        acc_t z[kSize];
+      [&](int64_t c, auto count) {
+        constexpr int n = decltype(count)::value;
+        Pack<scalar_t> packs[n];
+        load_packs<kStride>(row + c, count, packs);
+        acc_t z[n * kSize];
+        by_softcap(transform, [&](const auto& of_logit) { to_logits(packs, count, of_logit, z); });
+        stats.push(z, 0, n * kSize);
 #pragma unroll
-        for (int i = 0; i < kSize; ++i) z[i] = transform(to_acc(pack.at[i]));
-        stats.push(z, 0, kSize);
-        if (smooth) stats.push_weighted(z, weight ? weight + c : nullptr, kSize);
+        for (int u = 0; u < n; ++u)
+          if (smooth && count.has(u))
+            stats.push_weighted(z + u * kSize, weight ? weight + c + u * kStride : nullptr, kSize);
       },
       [&](int64_t c) {
         const acc_t z = transform(to_acc(row[c]));
@@ -148,21 +172,22 @@ __device__ void write_dense(const BackwardArgs& args, const GradientCoefficients
                             const LogitTransform<acc_t>& transform, const scalar_t* row, scalar_t* gradient,
                             int64_t begin, int64_t end) {
   constexpr int kSize = Pack<scalar_t>::kSize;
-  const bool by_packs = equally_aligned(row, gradient);
+  constexpr int64_t kStride = int64_t(kWidth) * kSize;
+  const int width = common_width(row, gradient);
 
   if (transform.identity() && args.options.label_smoothing == 0) {
     for_columns<kWidth, kUnroll>(
-        row, begin, end, by_packs,
+        row, begin, end, true,
         [&](int64_t column, auto count) {
           constexpr int n = decltype(count)::value;
           Pack<scalar_t> packs[n];
-#pragma unroll
-          for (int u = 0; u < n; ++u) packs[u] = Pack<scalar_t>::load(row + column + u * kWidth * kSize);
+          load_packs<kStride>(row + column, count, packs);
 #pragma unroll
           for (int u = 0; u < n; ++u) {
+            if (!count.has(u)) break;
 #pragma unroll
             for (int i = 0; i < kSize; ++i) from_acc(c.at(to_acc(packs[u].at[i])), packs[u].at[i]);
-            packs[u].store(gradient + column + u * kWidth * kSize);
+            packs[u].store(gradient + column + u * kStride, width);
           }
         },
         [&](int64_t column) { from_acc(c.at(to_acc(row[column])), gradient[column]); });
@@ -171,19 +196,29 @@ __device__ void write_dense(const BackwardArgs& args, const GradientCoefficients
 
   // Only where labels are smoothed: an infinite one would be multiplied by 0.
   const acc_t* weight = args.options.label_smoothing == 0 ? nullptr : static_cast<const acc_t*>(args.target.weight);
-  const auto general = [&](scalar_t x, int64_t column, scalar_t& out) {
-    const acc_t z = transform(to_acc(x));
-    from_acc(c.at(z, weight ? weight[column] : acc_t(1)) * transform.slope(z), out);
+  const auto general = [&](const LogitTransform<acc_t>& of_logit, scalar_t x, int64_t column, scalar_t& out) {
+    const auto [z, of_cap] = of_logit.with_slope(to_acc(x));
+    from_acc(c.at(z, weight ? weight[column] : acc_t(1)) * (of_logit.scale * of_cap), out);
   };
-  for_columns<kWidth, 1>(
-      row, begin, end, by_packs,
-      [&](int64_t column, auto) {
-        Pack<scalar_t> pack = Pack<scalar_t>::load(row + column);
+  for_columns<kWidth, kGeneralUnroll>(
+      row, begin, end, true,
+      [&](int64_t column, auto count) {
+        constexpr int n = decltype(count)::value;
+        Pack<scalar_t> packs[n];
+        load_packs<kStride>(row + column, count, packs);
+        by_softcap(transform, [&](const auto& of_logit) {
 #pragma unroll
-        for (int i = 0; i < kSize; ++i) general(pack.at[i], column + i, pack.at[i]);
-        pack.store(gradient + column);
+          for (int u = 0; u < n; ++u) {
+            if (!count.has(u)) break;
+#pragma unroll
+            for (int i = 0; i < kSize; ++i) general(of_logit, packs[u].at[i], column + u * kStride + i, packs[u].at[i]);
+          }
+        });
+#pragma unroll
+        for (int u = 0; u < n; ++u)
+          if (count.has(u)) packs[u].store(gradient + column + u * kStride, width);
       },
-      [&](int64_t column) { general(row[column], column, gradient[column]); });
+      [&](int64_t column) { general(transform, row[column], column, gradient[column]); });
 }
 
 inline int multiprocessors() {

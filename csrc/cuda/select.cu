@@ -106,14 +106,22 @@ __device__ SelectStats<acc_t> scan_select(const SelectArgs& args, int64_t r, int
   };
   for_windows<kWidth, acc_t>(outside, args.target, args.target.row(r), begin, end,
                              [&](int64_t from, int64_t to, const auto& bits) {
-                               for_columns<kWidth, 1>(
+                               for_columns<kWidth, kGeneralUnroll>(
                                    row, from, to, true,
-                                   [&](int64_t c, auto) {
-                                     const Pack<scalar_t> pack = Pack<scalar_t>::load(row + c);
-                                     acc_t z[kSize];
+                                   [&](int64_t c, auto count) {
+                                     constexpr int n = decltype(count)::value, kStride = kWidth * kSize;
+                                     Pack<scalar_t> packs[n];
+                                     load_packs<kStride>(row + c, count, packs);
 #pragma unroll
-                                     for (int i = 0; i < kSize; ++i) z[i] = transform(to_acc(pack.at[i]));
-                                     push(z, c, kSize, bits(c));
+                                     for (int u = 0; u < n; ++u) {
+                                       if (!count.has(u)) break;
+                                       acc_t z[kSize];
+                                       by_softcap(transform, [&](const auto& of_logit) {
+#pragma unroll
+                                         for (int i = 0; i < kSize; ++i) z[i] = of_logit(to_acc(packs[u].at[i]));
+                                       });
+                                       push(z, c + u * kStride, kSize, bits(c + u * kStride));
+                                     }
                                    },
                                    [&](int64_t c) {
                                      acc_t z = transform(to_acc(row[c]));
@@ -185,7 +193,7 @@ __device__ void finish_row(const SelectArgs& args, int64_t r, bool ignored, cons
 
 // One group per row, or per part of a row: then partial (rows, splits) receives the statistics.
 template <typename scalar_t, int kWidth>
-__global__ void __launch_bounds__(kThreads, 2)
+__global__ void __launch_bounds__(kThreads, 3)
     select_kernel(SelectArgs args, int64_t splits, Scanned<acc_type<scalar_t>>* partial, uint32_t* slots) {
   using Group = RowGroup<kWidth>;
   const int64_t columns = args.target.num_classes;
@@ -229,33 +237,43 @@ __device__ acc_t write_select(const SelectBackwardArgs& args, const SelectCoeffi
                               const LogitTransform<acc_t>& transform, EntryRange range, const scalar_t* row,
                               scalar_t* gradient, int64_t begin, int64_t end) {
   const acc_t* weight = static_cast<const acc_t*>(args.target.weight);
-  const bool by_packs = equally_aligned(row, gradient), scales = args.grad_scale;
+  const int width = common_width(row, gradient);
+  const bool scales = args.grad_scale;
   LongSum<acc_t> of_scale;
-  const auto one = [&](scalar_t x, int64_t column, bool marked, scalar_t& out) {
-    const acc_t z = transform(to_acc(x));
+  const auto one = [&](const LogitTransform<acc_t>& of_logit, scalar_t x, int64_t column, bool marked, scalar_t& out) {
+    const auto [z, of_cap] = of_logit.with_slope(to_acc(x));
     acc_t derivative = c.inside(z, weight ? weight[column] : acc_t(1));
     if (c.of_rest != acc_t(0)) derivative += c.outside(z);
-    if (scales && !marked && derivative != acc_t(0)) of_scale.add(derivative * transform.slope_of_cap(z) * to_acc(x));
-    from_acc(derivative * transform.slope(z), out);
+    if (scales && !marked && derivative != acc_t(0)) of_scale.add(derivative * of_cap * to_acc(x));
+    from_acc(derivative * (of_logit.scale * of_cap), out);
   };
   for_windows<kWidth, acc_t>(scales, args.target, range, begin, end, [&](int64_t from, int64_t to, const auto& bits) {
-    for_columns<kWidth, 1>(
-        row, from, to, by_packs,
-        [&](int64_t column, auto) {
-          Pack<scalar_t> pack = Pack<scalar_t>::load(row + column);
-          const unsigned marked = bits(column);
+    for_columns<kWidth, kGeneralUnroll>(
+        row, from, to, true,
+        [&](int64_t column, auto count) {
+          constexpr int n = decltype(count)::value, kSize = Pack<scalar_t>::kSize, kStride = kWidth * kSize;
+          Pack<scalar_t> packs[n];
+          load_packs<kStride>(row + column, count, packs);
 #pragma unroll
-          for (int i = 0; i < Pack<scalar_t>::kSize; ++i) one(pack.at[i], column + i, marked >> i & 1u, pack.at[i]);
-          pack.store(gradient + column);
+          for (int u = 0; u < n; ++u) {
+            if (!count.has(u)) break;
+            const int64_t at = column + u * kStride;
+            const unsigned marked = bits(at);
+            by_softcap(transform, [&](const auto& of_logit) {
+#pragma unroll
+              for (int i = 0; i < kSize; ++i) one(of_logit, packs[u].at[i], at + i, marked >> i & 1u, packs[u].at[i]);
+            });
+            packs[u].store(gradient + at, width);
+          }
         },
-        [&](int64_t column) { one(row[column], column, bits(column) & 1u, gradient[column]); });
+        [&](int64_t column) { one(transform, row[column], column, bits(column) & 1u, gradient[column]); });
   });
   return of_scale.sum;
 }
 
 // As the loss's backward_kernel. The scale's gradient needs whole rows of all classes.
 template <typename scalar_t, int kWidth>
-__global__ void __launch_bounds__(kThreads, 2)
+__global__ void __launch_bounds__(kThreads, 3)
     select_backward_kernel(SelectBackwardArgs args, int64_t splits,
                            EntryGradient<acc_type<scalar_t>>* entry_gradients) {
   using Group = RowGroup<kWidth>;

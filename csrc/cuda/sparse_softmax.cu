@@ -53,7 +53,7 @@ __device__ int64_t row_at(const SparseSoftmaxArgs& args, int64_t at) {
   return low;
 }
 
-// Calls packs(pointer offset, Count<n>) or single(pointer offset) for the elements of a row, as for_columns does; only
+// Calls packs(pointer offset, count) or single(pointer offset) for the elements of a row, as for_columns does; only
 // rows that lie in one piece have packs.
 template <int kWidth, typename scalar_t, typename packs_t, typename single_t>
 __device__ __forceinline__ void for_entries(const SparseSoftmaxArgs& args, const Row& row, const scalar_t* aligned_like,
@@ -136,18 +136,19 @@ struct Elements {
   // Whether packs of all inputs lie where those of the first do.
   __device__ bool equally_aligned_inputs() const { return equally_aligned(in[0], in[kInputs - 1]); }
 
-  // n packs of each input, from `first` on, kStride elements apart: all loads before anything is made of one.
-  template <int64_t kStride, int n>
-  __device__ __forceinline__ void load(int64_t first, acc_t (&x)[kInputs][n * kSize]) const {
-    Pack<scalar_t> packs[kInputs][n];
+  // The packs of each input that `count` has, from `first` on, kStride elements apart: all loads before anything is made
+  // of one.
+  template <int64_t kStride, typename count_t>
+  __device__ __forceinline__ void load(int64_t first, count_t count,
+                                       acc_t (&x)[kInputs][count_t::value * kSize]) const {
+    Pack<scalar_t> packs[kInputs][count_t::value];
 #pragma unroll
-    for (int u = 0; u < n; ++u)
-#pragma unroll
-      for (int k = 0; k < kInputs; ++k) packs[k][u] = Pack<scalar_t>::load(in[k] + first + u * kStride);
+    for (int k = 0; k < kInputs; ++k) load_packs<kStride>(in[k] + first, count, packs[k]);
 #pragma unroll
     for (int k = 0; k < kInputs; ++k)
 #pragma unroll
-      for (int e = 0; e < n * kSize; ++e) x[k][e] = to_acc(packs[k][e / kSize].at[e % kSize]);
+      for (int e = 0; e < count_t::value * kSize; ++e)
+        x[k][e] = count.has(e / kSize) ? to_acc(packs[k][e / kSize].at[e % kSize]) : op_t::kNothing;
   }
   // One element, the e-th of x.
   template <int n>
@@ -179,7 +180,7 @@ __device__ __forceinline__ typename op_t::Total total_of(const SparseSoftmaxArgs
       [&](int64_t i, auto count) {
         constexpr int n = decltype(count)::value;
         acc_t x[kInputs][n * kSize];
-        elements.template load<kWidth * kSize, n>(i, x);
+        elements.template load<kWidth * kSize>(i, count, x);
         mine.add(elements.log, x);
       },
       [&](int64_t i) {
@@ -205,9 +206,10 @@ __device__ __forceinline__ void write(const SparseSoftmaxArgs& args, const Row& 
       [&](int64_t i, auto count) {
         constexpr int n = decltype(count)::value;
         acc_t x[kInputs][n * kSize];
-        elements.template load<kStride, n>(i, x);
+        elements.template load<kStride>(i, count, x);
 #pragma unroll
         for (int u = 0; u < n; ++u) {
+          if (!count.has(u)) break;
           Pack<scalar_t> pack;
 #pragma unroll
           for (int e = 0; e < kSize; ++e) elements.make(result, x, u * kSize + e, pack.at[e]);

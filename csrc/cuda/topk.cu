@@ -28,16 +28,17 @@ __device__ __forceinline__ void for_orders(const scalar_t* row, const TopkArgs& 
   using pack_t = Pack<scalar_t>;
   for_columns<kThreads, kUnroll>(
       row, 0, args.columns, true,
-      [&](int64_t c, auto packs) {
-        constexpr int kPacks = decltype(packs)::value, kStride = kThreads * pack_t::kSize;
-        pack_t pack[kPacks];
+      [&](int64_t c, auto count) {
+        constexpr int n = decltype(count)::value, kStride = kThreads * pack_t::kSize;
+        pack_t packs[n];
+        load_packs<kStride>(row + c, count, packs);
 #pragma unroll
-        for (int u = 0; u < kPacks; ++u) pack[u] = pack_t::load(row + c + u * kStride);
-#pragma unroll
-        for (int u = 0; u < kPacks; ++u)
+        for (int u = 0; u < n; ++u) {
+          if (!count.has(u)) break;
 #pragma unroll
           for (int i = 0; i < pack_t::kSize; ++i)
-            f(i, order_of(pack[u].at[i], args.largest), static_cast<int32_t>(c + u * kStride + i));
+            f(i, order_of(packs[u].at[i], args.largest), static_cast<int32_t>(c + u * kStride + i));
+        }
       },
       [&](int64_t c) { f(0, order_of(row[c], args.largest), static_cast<int32_t>(c)); });
 }
