@@ -35,11 +35,24 @@ struct LossMeanArgs {
 
   template <typename acc_t>
   SCE_HD LossMeanStats<double> row(int64_t r) const {
-    const double by = row_weight ? double(static_cast<const acc_t*>(row_weight)[r * row_weight_stride]) : 1.0;
+    return of(r, weight_of<acc_t>(r), loss_of<acc_t>(r), asks_whether_ignored() && target.ignored(r));
+  }
+  // The same in parts, for a device that reads what belongs to many rows before it waits for one.
+  SCE_HD bool asks_whether_ignored() const { return row_weight || !normalizer; }
+  template <typename acc_t>
+  SCE_HD acc_t weight_of(int64_t r) const {
+    return row_weight ? static_cast<const acc_t*>(row_weight)[r * row_weight_stride] : acc_t(1);
+  }
+  template <typename acc_t>
+  SCE_HD acc_t loss_of(int64_t r) const {
+    return loss ? static_cast<const acc_t*>(loss)[r * loss_stride] : acc_t(0);
+  }
+  template <typename acc_t>
+  SCE_HD LossMeanStats<double> of(int64_t r, acc_t by, acc_t loss_of_row, bool ignored) const {
     // A choice, not a product: a row of weight 0 may have a loss of inf, and one that is ignored any weight.
-    const bool counts = loss && by != 0.0 && !(row_weight && target.ignored(r));
-    return {counts ? by * double(static_cast<const acc_t*>(loss)[r * loss_stride]) : 0.0,
-            normalizer ? 0.0 : double(target.count<acc_t>(r))};
+    const bool counts = loss && by != acc_t(0) && !(row_weight && ignored);
+    return {counts ? double(by) * double(loss_of_row) : 0.0,
+            normalizer || ignored ? 0.0 : double(target.count<acc_t>(r))};
   }
 
   template <typename acc_t>

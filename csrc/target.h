@@ -59,16 +59,19 @@ struct TargetView {
   // An ignored row is never read and never counted. A row without entries is not ignored: it is a target of mass 0.
   SCE_HD bool ignored(int64_t r) const {
     if (row_mask && !row_mask[r]) return true;
-    if (offsets || width == 0) return false;
-    for (int64_t i = r * width; i < (r + 1) * width; ++i)
+    return has_width() && ignored_from(r, 0);
+  }
+  // Whether each row has a first entry, and whether none from entry k on counts: `ignored` in parts.
+  SCE_HD bool has_width() const { return !offsets && width > 0; }
+  SCE_HD bool ignored_from(int64_t r, int64_t k) const {
+    for (int64_t i = r * width + k; i < (r + 1) * width; ++i)
       if (load_int(indices, indices_dtype, i) != ignore_index) return false;
     return true;
   }
 
-  // What a row counts for in a mean: nothing where it is ignored, its class weight where the target is class labels.
+  // What a row that is not ignored counts for in a mean: its class weight where the target is class labels.
   template <typename acc_t>
   SCE_HD acc_t count(int64_t r) const {
-    if (ignored(r)) return acc_t(0);
     return weight && labels ? class_weight<acc_t>(entry<acc_t>(r).column) : acc_t(1);
   }
 

@@ -35,7 +35,8 @@ def kinds(output):
     return {kind: int(count) for kind, count in re.findall(r"^(.*): (\d+) cases$", output, re.M)}
 
 
-KINDS = {"cross_entropy": ("warp a row", "block a row", "blocks a row", "a thread a row", "one pass, a warp",
+KINDS = {"cross_entropy": ("warp a row", "block a row", "blocks a row", "a thread a row",
+                           "a thread a row, a mean by a cluster", "one pass, a warp",
                            "one pass, a block", "one pass, 2 blocks, 8 packs", "one pass, 4 blocks, 8 packs",
                            "one pass, 8 blocks, 8 packs", "one pass, 8 blocks, 16 packs", "in the cache, 8 blocks"),
          "topk": ("ties", "few ties"),

@@ -100,6 +100,12 @@ Case draw_rows(bool small) {
   if (chance(0.06)) {  // the longest rows that are read once
     c.rows = 1, c.row_stride = c.num_classes = c.vocab = size_of(c.dtype) == 2 ? 140001 : 70003;
   }
+  if (c.rows > 0 && c.vocab <= 8 && chance(0.2)) {  // a mean by a cluster
+    c.rows = cuda::kBlockRows + 1 + below(small ? 9 : 9000), c.width = std::min<int64_t>(c.width, 3);
+    c.logprobs = false;  // weights that underflow are for other cases
+    c.strided = {c.rows, c.vocab * c.rows, c.rows};
+    return c;
+  }
   if (c.rows == 0 || c.vocab > 5000 || chance(0.6)) return c;
   if (c.vocab <= 33 && chance(0.4)) c.rows = 100 + below(400);  // several blocks, or several rows a thread
   const int64_t inner = chance(0.3) ? c.rows : 1 + below(c.rows), outer = c.rows / inner;
@@ -245,7 +251,7 @@ std::string kind_of(const Case& c) {
   shape.row_stride = c.row_stride, shape.strided = c.strided, shape.reads = c.reads;
   shape.logits = reinterpret_cast<const void*>(c.offset * size_of(c.dtype));
   if (c.rows == 0) return "nothing";
-  if (c.strided.inner > 0) return "a thread a row";
+  if (c.strided.inner > 0) return c.rows > cuda::kBlockRows ? "a thread a row, a mean by a cluster" : "a thread a row";
   if (const cuda::OnePass form = cuda::one_pass_of(shape)) {
     const std::string packs = std::to_string(form.packs) + " packs";
     if (form.width == cuda::kWarp) return "one pass, a warp";
