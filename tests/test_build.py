@@ -103,7 +103,9 @@ def test_logits_are_read_and_gradients_written_by_16_bytes(compiled):
     for name, body in dense.items():
         # In flight of one thread, each once more where a row ends; what rows share has been read by others.
         loads = 1 if re.search(r"\d(scale|accumulate)_kernel", name) else 3 if re.search(r"\dspans_kernel", name) else 4
-        assert body.count("LDG.E.128") >= loads, name
+        # Four and the last up to four of a row, and under options two and two.
+        steps = 3 if re.search(r"\d(forward|backward)_kernel", name) else 1
+        assert body.count("LDG.E.128") >= loads * steps, name
         assert re.search(r"\dforward_kernel", name) or body.count("STG.E.128") >= loads, name
         # A store may lie where the next load does, so that no load moves before it.
         assert not re.search(r"\d(rows|spans)_kernel", name) or body.split("STG.E.128")[0].count("LDG.E.128") >= 2

@@ -1,4 +1,9 @@
 // row_passes.cuh - what is done with one row, or with a part of one, by every kernel that goes over logits.
+//
+// Predicted for an H100, which no GPU has judged yet, in parts of what a copy of the same bytes moves, of bfloat16:
+// 90 % of plain rows, 75-85 where rows have 4097 to 6143 classes, 75-90 with label smoothing or a scale, 60-75 in
+// forward and 80-90 in backward under a softcap. A gradient 8 bytes from the logits' alignment as if there were none,
+// 4 bytes 1.2-1.4 times as long, 2 bytes 1.3-1.7 times: sectors are written in so many parts.
 #pragma once
 
 #include "classes_of_row.cuh"
