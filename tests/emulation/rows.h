@@ -65,8 +65,9 @@ Case draw(bool small) {
   c.layout = Case::Layout(below(4));
   c.width = c.layout == Case::kIndex ? 1 : one_of<int64_t>({0, 1, 2, 3, 8, 40, 90});
   // More entries than the tables of a warp and of a block have room for.
-  if (c.layout != Case::kIndex && chance(c.vocab > 4000 ? 0.4 : 0.15)) {
-    c.width = one_of<int64_t>({65, 256, 257, 1000, 2048, 2049, 3000, 10000});
+  const bool block = c.vocab > 4000;
+  if (c.layout != Case::kIndex && chance(block ? 0.5 : 0.2)) {
+    c.width = block ? one_of<int64_t>({65, 2048, 2300, 3000, 10000}) : one_of<int64_t>({65, 256, 257, 1000});
     c.rows = std::min<int64_t>(c.rows, c.width < 1000 ? 9 : c.width < 10000 ? 3 : 1);
   }
   c.has_values = c.layout != Case::kIndex && chance(0.8);
