@@ -12,6 +12,12 @@ namespace cuda {
 constexpr int kThreads = 256;  // of every block
 constexpr int kWarp = 32;
 
+// Blocks that a multiprocessor shall hold; fewer where each number takes two registers.
+template <typename scalar_t>
+constexpr int held_blocks(int blocks) {
+  return sizeof(scalar_t) == sizeof(double) ? (blocks + 1) / 2 : blocks;
+}
+
 // Blocks for `items` of which each takes `per_block` at a time. `limit`: of the tests, or 0.
 inline int64_t blocks_for(int64_t items, int64_t per_block, int64_t limit, int64_t most) {
   return std::min(limit > 0 ? limit : most, (items + per_block - 1) / per_block);
@@ -71,7 +77,7 @@ struct RowGroup {
       mine.merge(shuffle_xor<stats_t, acc_t, kFields>(mine, offset));
     if (kWidth <= kWarp) return mine;
 
-    constexpr int kWarps = kWidth / kWarp;
+    constexpr int kWarps = kWidth > kWarp ? kWidth / kWarp : 1;
     SCE_SHARED(acc_t, partial, [kWarps][kFields]);
     __syncthreads();  // the last call's values may still be read
     if (threadIdx.x % kWarp == 0) std::memcpy(partial[threadIdx.x / kWarp], &mine, sizeof(mine));

@@ -18,12 +18,6 @@ namespace cuda {
 // Packs in flight per thread where nothing but exp is computed, and elsewhere.
 constexpr int kUnroll = 4, kGeneralUnroll = 2;
 
-// Blocks that a multiprocessor shall hold; fewer where each number takes two registers.
-template <typename scalar_t>
-constexpr int held_blocks(int blocks) {
-  return sizeof(scalar_t) == sizeof(double) ? (blocks + 1) / 2 : blocks;
-}
-
 // Part `split` of `splits` of the columns [0, columns), in whole packs.
 __host__ __device__ inline int64_t split_begin(int64_t columns, int64_t splits, int64_t split) {
   const int64_t part = ((columns + splits - 1) / splits + 15) / 16 * 16;

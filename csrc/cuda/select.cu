@@ -193,7 +193,7 @@ __device__ void finish_row(const SelectArgs& args, int64_t r, bool ignored, cons
 
 // One group per row, or per part of a row: then partial (rows, splits) receives the statistics.
 template <typename scalar_t, int kWidth>
-__global__ void __launch_bounds__(kThreads, 3)
+__global__ void __launch_bounds__(kThreads, held_blocks<scalar_t>(3))
     select_kernel(SelectArgs args, int64_t splits, Scanned<acc_type<scalar_t>>* partial, uint32_t* slots) {
   using Group = RowGroup<kWidth>;
   const int64_t columns = args.target.num_classes;
@@ -213,7 +213,7 @@ __global__ void __launch_bounds__(kThreads, 3)
 
 // One warp per row merges the parts of select_kernel.
 template <typename scalar_t>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, held_blocks<scalar_t>(3))
     select_merge_kernel(SelectArgs args, int64_t splits, const Scanned<acc_type<scalar_t>>* partial, uint32_t* slots) {
   using Group = RowGroup<kWarp>;
   for (int64_t r = Group::number(); r < args.rows; r += Group::count()) {
@@ -273,7 +273,7 @@ __device__ acc_t write_select(const SelectBackwardArgs& args, const SelectCoeffi
 
 // As the loss's backward_kernel. The scale's gradient needs whole rows of all classes.
 template <typename scalar_t, int kWidth>
-__global__ void __launch_bounds__(kThreads, 3)
+__global__ void __launch_bounds__(kThreads, held_blocks<scalar_t>(3))
     select_backward_kernel(SelectBackwardArgs args, int64_t splits,
                            EntryGradient<acc_type<scalar_t>>* entry_gradients) {
   using Group = RowGroup<kWidth>;
