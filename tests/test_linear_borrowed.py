@@ -115,10 +115,19 @@ def test_a_loss_of_rows_has_the_same_gradients_in_bfloat16(device):
 
 @pytest.mark.parametrize("ignored", [True, False])
 def test_the_number_of_threads_changes_nothing_in_bfloat16(ignored, threads, device):
+    """But where PyTorch's own products do: with AMX oneDNN shares out their sums among the threads."""
     head, labels = example(device, torch.bfloat16, rows=400, vocab=1000, width=400, ignored=ignored)
-    results = []
+    dz = Draw(device, 1).normal(400, 1000).bfloat16()
+    x, w, _ = (t.detach() for t in head)
+    results, products = [], []
     for n in (1, 2):
         threads(n)
         results.append(torch.autograd.grad(fused(head, labels, chunk_rows=90), head))
+        products.append([product for m in (*range(70, 91), 400)
+                         for product in (x[:m] @ w.t(), dz[:m] @ w, dz[:m].t() @ x[:m])])
+    same = all(map(torch.equal, *products))
     for a, b in zip(*results):
-        assert_bitwise_equal(a, b)
+        if same:
+            assert_bitwise_equal(a, b)
+        else:
+            torch.testing.assert_close(a, b, rtol=2 * torch.finfo(a.dtype).eps, atol=1e-2 * a.abs().max().item())
