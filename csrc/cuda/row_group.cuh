@@ -23,8 +23,8 @@ inline int64_t blocks_for(int64_t items, int64_t per_block, int64_t limit, int64
   return std::min(limit > 0 ? limit : most, (items + per_block - 1) / per_block);
 }
 
-// kWidth threads share a row: lanes of a warp, or all (several rows a block, for short rows), or the block, which may be
-// a larger one. Every thread of the group must call each function, with the group's other threads.
+// kWidth threads share a row: lanes of a warp, or all (several rows a block, for short rows), or the block, which may
+// be a larger one. Every thread of the group must call each function, with the group's other threads.
 template <int kWidth>
 struct RowGroup {
   static constexpr int kLanes = kWidth < kWarp ? kWidth : kWarp;  // of a warp

@@ -9,8 +9,6 @@ namespace sparse_ce {
 namespace cuda {
 namespace {
 
-// ------------------------------------------------------------------------------------------------ classes of entries
-
 // A bit for each column of a window. Every thread of the group must call each function but `has`.
 template <int kWidth>
 class Marked {
@@ -351,11 +349,9 @@ __global__ void __launch_bounds__(kThreads, held_blocks<scalar_t>(3))
 }
 
 Plan backward_plan(const SelectBackwardArgs& args) {
-  Plan plan = plan_of(args, multiprocessors());
+  const Plan plan = plan_of(args, multiprocessors());
   if (!args.grad_scale || plan.splits == 1) return plan;
-  plan.splits = 1;
-  plan.blocks = blocks_of(args, args.rows, 1);
-  return plan;
+  return {plan.width, 1, blocks_of(args, args.rows, 1)};
 }
 
 size_t bytes_of_parts(const SelectArgs& args, const Plan& plan) {

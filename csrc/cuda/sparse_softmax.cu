@@ -136,8 +136,8 @@ struct Elements {
   // Whether packs of all inputs lie where those of the first do.
   __device__ bool equally_aligned_inputs() const { return equally_aligned(in[0], in[kInputs - 1]); }
 
-  // The packs of each input that `count` has, from `first` on, kStride elements apart: all loads before anything is made
-  // of one.
+  // The packs of each input that `count` has, from `first` on, kStride elements apart: all loads before anything is
+  // made of one.
   template <int64_t kStride, typename count_t>
   __device__ __forceinline__ void load(int64_t first, count_t count,
                                        acc_t (&x)[kInputs][count_t::value * kSize]) const {
