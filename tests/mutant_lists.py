@@ -198,7 +198,7 @@ CUDA = [
      "const bool lower = false;"),
     ("csrc/cuda/select.cu", "without = without && g == acc_t(0);", ""),
     ("csrc/cuda/select.cu", "if (scales && !marked && derivative", "if (scales && derivative"),
-    ("csrc/cuda/select.cu", "plan.splits = 1;", ""),
+    ("csrc/cuda/select.cu", "return {plan.width, 1, blocks_of(args, args.rows, 1)};", "return plan;"),
     ("csrc/cuda/select.cu", "mine.rest.merge(partial[r * splits + split].rest);", ""),
     ("csrc/topk.h", "order = order == -1 ? 0 : order;", ""),
     ("csrc/topk.h", "> kInfinity ? kMost", "> kMost ? kMost"),
