@@ -663,7 +663,7 @@ PYTHON = [
      "        if False:\n            return  #"),
     ("sparse_ce/ops/forecast.py", "_replayed[key].copy_(grad.detach())", "_replayed[key] = grad.detach().clone()"),
     ("sparse_ce/ops/forecast.py", "return _replayed[key].clone()", "return _replayed[key]"),
-    ("sparse_ce/ops/forecast.py", "    _followed.remove(key)\n", ""),
+    ("sparse_ce/ops/forecast.py", "    _followed.discard(key)\n", ""),
     ("sparse_ce/ops/cross_entropy.py", "made = None if expected is None else (expected, grad_loss)", "made = None"),
     ("sparse_ce/ops/cross_entropy.py", "made = None if expected is None else (expected, grad_loss)",
      "made = None if expected is None else (expected, expected)"),

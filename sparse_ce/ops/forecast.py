@@ -89,7 +89,7 @@ def take_for(op: str, logits: Tensor) -> Optional[Tensor]:
     key = (op, dtype, logits.device)
     if hooked() or key not in _followed:
         return None
-    _followed.remove(key)
+    _followed.discard(key)
     return _replayed[key].clone()
 
 
