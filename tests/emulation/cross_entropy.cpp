@@ -99,6 +99,11 @@ Case draw_rows(bool small) {
   c.reads = chance(0.5) ? Reads::kPlanned : chance(0.5) ? Reads::kApart : Reads::kCached;
   if (chance(0.06)) {  // the longest rows that are read once
     c.rows = 1, c.row_stride = c.num_classes = c.vocab = size_of(c.dtype) == 2 ? 140001 : 70003;
+    if (chance(0.8)) c.reads = Reads::kPlanned;
+  } else if (chance(0.09)) {  // those of a few blocks
+    const int64_t bytes = (int64_t(32768) << below(3)) * (256 + 1 + below(255)) / 256;
+    c.rows = 1 + below(2), c.row_stride = c.num_classes = c.vocab = bytes / size_of(c.dtype);
+    c.reads = Reads::kPlanned;
   }
   if (c.rows > 0 && c.vocab <= 8 && chance(0.2)) {  // a mean by a cluster
     c.rows = cuda::kBlockRows + 1 + below(small ? 9 : 9000), c.width = std::min<int64_t>(c.width, 3);
