@@ -38,7 +38,7 @@ print(status("VmHWM") - before - sum(g.numel() * g.element_size() for g in grads
 
 
 AMX = os.path.exists("/proc/cpuinfo") and "amx_bf16" in open("/proc/cpuinfo").read()
-PRODUCTS = (16 if AMX else 6) << 20
+PRODUCTS = (24 if AMX else 6) << 20
 """What PyTorch's own products of 16 bits may hold: with AMX oneDNN packs a part of each matrix."""
 
 
