@@ -34,7 +34,7 @@ struct CrossEntropyArgs {
   const void* logits;       // (rows, vocab - first_class), unit column stride, any row stride, or as `strided`
   DType dtype;
   int64_t rows, vocab;      // columns >= target.num_classes exist in memory only
-  int64_t first_class;      // 0, but of backward where the classes before it have their own call
+  int64_t first_class;      // 0, but where the classes before it have their own call, or another process holds them
   int64_t row_stride;
   StridedRows strided;
   TargetView target;
@@ -56,7 +56,10 @@ struct CrossEntropyArgs {
   }
 
   // The classes [first_class, classes_end()) have logits here; an entry of another has its part in the row's mass.
-  SCE_HD int64_t classes_end() const { return vocab < target.num_classes ? vocab : target.num_classes; }
+  SCE_HD int64_t classes_end() const {
+    const int64_t end = vocab < target.num_classes ? vocab : target.num_classes;
+    return end < first_class ? first_class : end;  // padding alone
+  }
   SCE_HD int64_t classes() const { return classes_end() - first_class; }
   SCE_HD bool holds(int64_t column) const { return first_class <= column && column < vocab; }
 

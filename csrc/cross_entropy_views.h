@@ -23,7 +23,6 @@ inline void view_logits(const Tensor& logits, Held& held, CrossEntropyArgs& args
   args.dtype = to_dtype(logits, "logits", /*integer=*/false);
   args.rows = logits.size(0);
   args.vocab = logits.size(1);
-  check(args.vocab > 0, "logits must have at least one class, got ", shape(logits));
   held.logits = logits.stride(1) == 1 || args.vocab == 1 ? logits : packed(logits);
   args.logits = held.logits.const_data_ptr();
   args.row_stride = held.logits.stride(0);
@@ -137,14 +136,28 @@ inline void view_arguments(const Arguments& given, Held& held, CrossEntropyArgs&
   args.weight_sum = held.weight_sum->const_data_ptr();
 }
 
+// The logits of some of the classes alone; there may be none here.
+inline void view_shard(const Arguments& given, int64_t first_class, CrossEntropyArgs& args) {
+  check(given.num_classes.has_value(), "num_classes must be that of all shards where first_class is given, got None");
+  check(first_class >= 0, "first_class must not be negative, got ", first_class);
+  args.first_class = first_class;
+  args.vocab += first_class;
+  given.check_options(std::numeric_limits<int64_t>::max(), "those of all shards");
+}
+
 // `strided`: whether the op knows rows whose classes are strided, (outer, inner, vocab).
 inline void view_call(const Tensor& logits, const Arguments& given, Held& held, CrossEntropyArgs& args,
-                      bool strided = false) {
+                      bool strided = false, std::optional<int64_t> first_class = std::nullopt) {
   if (strided && logits.dim() == 3)
     view_strided_logits(logits, held, args);
   else
     view_logits(logits, held, args);
-  given.check_options(args.vocab, "the columns of logits");
+  if (first_class) {
+    view_shard(given, *first_class, args);
+  } else {
+    check(args.vocab > 0, "logits must have at least one class, got ", shape(logits));
+    given.check_options(args.vocab, "the columns of logits");
+  }
   view_arguments(given, held, args);
 }
 
@@ -185,7 +198,7 @@ inline void check_strided_overwritable(const Tensor& logits, const CrossEntropyA
 // Whether a gradient may be written where `logits` lie.
 inline void check_overwritable(const Tensor& logits, const CrossEntropyArgs& args) {
   if (logits.dim() == 3) return check_strided_overwritable(logits, args);
-  check(args.rows <= 1 || args.row_stride >= args.vocab,
+  check(args.rows <= 1 || args.row_stride >= args.vocab - args.first_class,
         "logits must be rows that do not overlap to be overwritten, got row stride ", args.row_stride);
   check(args.logits == logits.const_data_ptr(), "logits must have column stride 1 to be overwritten, got ",
         logits.stride(1));

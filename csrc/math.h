@@ -167,6 +167,10 @@ struct TargetStats {
   acc_t dot = 0;   // sum_k w~_k (z_{c_k} - max)
   acc_t mass = 0;  // sum_k w~_k
 
+  // To another row's maximum.
+  SCE_HD void move_max(acc_t from, acc_t to) {
+    if (mass != acc_t(0)) dot += mass * (from - to);
+  }
   SCE_HD void merge(const TargetStats& other) {
     dot += other.dot;
     mass += other.mass;
@@ -180,7 +184,7 @@ struct PartStats {
   TargetStats<acc_t> entries;  // relative to row.max
 
   SCE_HD void move_max(acc_t to) {
-    if (entries.mass != acc_t(0)) entries.dot += entries.mass * (row.max - to);
+    entries.move_max(row.max, to);
     row.move_max(to);
   }
   SCE_HD void merge(PartStats other) {

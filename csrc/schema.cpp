@@ -76,15 +76,28 @@ STABLE_TORCH_LIBRARY(sparse_ce, m) {
 
   // grad_logits (N, V), dtype of logits, of the sum of products of the outputs with their gradients, and grad_scale
   // (N,) A, that of the row's row_scale, or (0,). log_rest and entropy are what select gave, where there is a gradient
-  // for them.
+  // for them. With first_class the logits are those of some of num_classes classes: see select_shard.
   m.def("select_backward(" SCE_UPSTREAM
         ", Tensor logits, Tensor lse, Tensor? lse_residual, Tensor? log_rest, Tensor? entropy, " SCE_ARGUMENTS
-        ", bool scale_grad=False) -> (Tensor grad_logits, Tensor grad_scale)");
+        ", bool scale_grad=False, int? first_class=None) -> (Tensor grad_logits, Tensor grad_scale)");
 
   // The same gradient, written over the logits.
   m.def("select_backward_(" SCE_UPSTREAM
         ", Tensor(a!) logits, Tensor lse, Tensor? lse_residual, Tensor? log_rest, Tensor? entropy, " SCE_ARGUMENTS
-        ", bool scale_grad=False) -> Tensor");
+        ", bool scale_grad=False, int? first_class=None) -> Tensor");
+
+  // select where the classes are shared out among several processes. Each tells of its logits (N, C), those of the
+  // classes from first_class on, what the others need: statistics (N, S), S numbers of A each, 2 and what the outputs
+  // ask for; and where log_probs are wanted the logits of the entries that it holds, in the shape of indices, 0 for
+  // others. C may be 0. num_classes is that of all; the target and the class weights are whole everywhere.
+  m.def("select_shard(Tensor logits, " SCE_ARGUMENTS ", " SCE_OUTPUTS
+        ", int first_class=0) -> (Tensor statistics, Tensor chosen)");
+
+  // What select gives of all classes, from the statistics of all shards, one after the other (shards * N, S), and the
+  // sum of what they have chosen. Their gradient is that of select_backward with these outputs and first_class.
+  m.def("select_merge(Tensor statistics, int shards, Tensor? chosen, " SCE_ARGUMENTS ", " SCE_OUTPUTS
+        ") -> (Tensor loss, Tensor lse, Tensor lse_residual, Tensor log_probs, Tensor log_rest, Tensor entropy, "
+        "Tensor mean_logit, Tensor argmax)");
 
   // The same for logits that never exist: z = input linear_weight^T + linear_bias, chunk_rows rows at a time (as many
   // as fit a budget by default). input (N, D), linear_weight (V, D), linear_bias (V,): of one dtype, or weight and bias
@@ -132,6 +145,12 @@ STABLE_TORCH_LIBRARY(sparse_ce, m) {
   m.def("linear_add_gradients_(" SCE_HEAD
         ", Tensor grad_logits, Tensor(a!)? grad_input, Tensor(b!)? grad_weight, Tensor(c!)? weight_low, "
         "Tensor(d!)? grad_bias, Tensor(e!)? bias_low, bool first, bool last) -> ()");
+
+  // Both on every rank of a process group: the statistics are gathered, what was chosen is added up. Each rank gives
+  // its own logits and the same arguments. Differentiable; made of the ops above and collectives, which graphs show.
+  m.def("sharded_select(Tensor logits, " SCE_ARGUMENTS ", " SCE_OUTPUTS
+        ", str group='', int ranks=1, int first_class=0) -> (Tensor loss, Tensor lse, Tensor lse_residual, "
+        "Tensor log_probs, Tensor log_rest, Tensor entropy, Tensor mean_logit, Tensor argmax)");
 
   // (N, k) int64: the classes of the k largest of each row of logits (N, V), largest first, or of the smallest,
   // smallest first. Of those that tie the lowest are taken and come first; NaN is larger than any number.

@@ -18,6 +18,9 @@
 
 #include "cross_entropy.h"
 
+#include <cstring>
+#include <type_traits>
+
 namespace sparse_ce {
 
 // Statistics of some of a row's logits; like RowStats a monoid. Which of them are made is the caller's choice.
@@ -110,6 +113,73 @@ struct SelectStats {
   };
 };
 
+// Statistics of some of a row's classes: of all of them, and of those that are outside of S.
+template <typename acc_t>
+struct Scanned {
+  SelectStats<acc_t> all;
+  RowStats<acc_t> rest;
+
+  SCE_HD void merge(const Scanned& other) {
+    all.merge(other.all);
+    rest.merge(other.rest);
+  }
+};
+
+// What is asked for.
+struct SelectWanted {
+  bool loss, log_probs, log_rest, entropy, mean_logit, argmax;
+};
+
+// What one of several processes, each of which holds some of the classes, tells the others of a row; a monoid, so that
+// all of them merge the same numbers in the same order and have the same bits.
+template <typename acc_t>
+struct ShardStats : Scanned<acc_t> {
+  TargetStats<acc_t> entries;  // relative to all.row.max
+
+  SCE_HD void merge(ShardStats other) {
+    const acc_t mine = this->all.row.max, its = other.all.row.max, to = its > mine ? its : mine;
+    entries.move_max(mine, to);
+    other.entries.move_max(its, to);
+    entries.merge(other.entries);
+    Scanned<acc_t>::merge(other);
+  }
+
+  // f(number) for each number that is told, in their order. `smoothed`: whether labels are.
+  template <typename function_t>
+  SCE_HD void for_each(const SelectWanted& wanted, bool smoothed, const function_t& f) {
+    RowStats<acc_t>& row = this->all.row;
+    f(row.max), f(row.sum);
+    if (wanted.loss) f(entries.dot), f(entries.mass);
+    if (smoothed) f(row.weighted), f(row.weight);
+    if (wanted.log_rest) f(this->rest.max), f(this->rest.sum);
+    if (wanted.entropy) f(this->all.spread);
+    if (wanted.mean_logit) f(this->all.total);
+    if (!wanted.argmax) return;
+    acc_t bits;  // of an integer: not every class is a number of float32
+    to_bits(this->all.argmax, bits);
+    f(bits);
+    this->all.argmax = from_bits(bits);
+  }
+  SCE_HD static int64_t numbers(const SelectWanted& wanted, bool smoothed) {
+    int64_t count = 0;
+    ShardStats().for_each(wanted, smoothed, [&](acc_t&) { ++count; });
+    return count;
+  }
+
+ private:
+  using Integer = std::conditional_t<sizeof(acc_t) == 4, int32_t, int64_t>;
+
+  SCE_HD static void to_bits(int64_t class_of, acc_t& bits) {
+    const Integer integer = static_cast<Integer>(class_of);
+    std::memcpy(&bits, &integer, sizeof(bits));
+  }
+  SCE_HD static int64_t from_bits(const acc_t& bits) {
+    Integer integer;
+    std::memcpy(&integer, &bits, sizeof(bits));
+    return integer;
+  }
+};
+
 // The gradient of a row, with the entries' weights w = sum (d w~ - g), made by the caller.
 template <typename acc_t>
 struct SelectCoefficients : GradientCoefficients<acc_t> {
@@ -131,26 +201,31 @@ struct SelectCoefficients : GradientCoefficients<acc_t> {
   SCE_HD acc_t outside(acc_t z) const { return of_rest * exponential(this->log_prob(z) - log_rest); }
 };
 
+// Of all classes, or of a shard of them: then `statistics` and `chosen` alone are written.
 struct SelectArgs : ForwardArgs {
+  SelectWanted wanted;
   void* log_probs;  // shape of the indices, arithmetic dtype; padding_value on entry where there are offsets
   void* log_rest;  // (rows,), or null
   void* entropy;  // (rows,), or null
   void* mean_logit;  // (rows,), or null
   int64_t* argmax;  // (rows,), or null
   double padding_value;
+  void* statistics;  // (rows, ShardStats::numbers), or null
+  void* chosen;  // shape of the indices, or null: the logits of the entries that a shard holds; 0 on entry
 
-  SCE_HD bool needs_spread() const { return entropy != nullptr; }
   SCE_HD bool needs_smoothing() const { return options.label_smoothing != 0; }
   // Whether the entries' classes have to be left out of the sums.
-  SCE_HD bool needs_rest() const { return log_rest != nullptr; }
+  SCE_HD bool needs_rest() const { return wanted.log_rest; }
   // Whether RowStats say it all.
-  SCE_HD bool plain() const { return !entropy && !mean_logit && !argmax && !log_rest; }
+  SCE_HD bool plain() const { return !wanted.entropy && !wanted.mean_logit && !wanted.argmax && !wanted.log_rest; }
 
   // What belongs to a row but not to its entries: 0 where it is ignored, NaN where one of its indices is out of range.
-  // `rest`: of the classes outside of S.
   template <typename acc_t>
-  SCE_HD void write_row(int64_t r, bool ignored, bool invalid, const SelectStats<acc_t>& stats,
-                        const RowStats<acc_t>& rest, const TargetStats<acc_t>& entries) const {
+  SCE_HD void write_row(int64_t r, bool ignored, bool invalid, const Scanned<acc_t>& scanned,
+                        const TargetStats<acc_t>& entries) const {
+    if (statistics) return write_statistics(r, ShardStats<acc_t>{scanned, entries});
+    const SelectStats<acc_t>& stats = scanned.all;
+    const RowStats<acc_t>& rest = scanned.rest;
     const auto put = [&](void* out, acc_t x) {
       if (out) static_cast<acc_t*>(out)[r] = ignored ? acc_t(0) : invalid ? Limits<acc_t>::kNaN : x;
     };
@@ -168,10 +243,18 @@ struct SelectArgs : ForwardArgs {
   template <typename scalar_t, typename acc_t>
   SCE_HD void write_entry(int64_t i, bool invalid, const scalar_t* row, const LogitTransform<acc_t>& transform,
                           const RowStats<acc_t>& stats) const {
-    const auto entry = target.chosen<acc_t>(i);
+    const int64_t column = target.chosen<acc_t>(i).column;
+    if (!statistics)
+      write_log_prob(i, invalid, column, [&] { return transform(to_acc(row[column])); }, stats);
+    else if (column >= 0 && holds(column))
+      static_cast<acc_t*>(chosen)[i] = transform(to_acc(row[column]));
+  }
+  // z(): the logit of its class, `column`, where it has one.
+  template <typename acc_t, typename logit_t>
+  SCE_HD void write_log_prob(int64_t i, bool invalid, int64_t column, const logit_t& z,
+                             const RowStats<acc_t>& stats) const {
     acc_t log_prob = static_cast<acc_t>(padding_value);
-    if (entry.column >= 0)
-      log_prob = not_above_0((transform(to_acc(row[entry.column])) - stats.max) - logarithm(stats.sum));
+    if (column >= 0) log_prob = not_above_0((z() - stats.max) - logarithm(stats.sum));
     static_cast<acc_t*>(log_probs)[i] = invalid ? Limits<acc_t>::kNaN : log_prob;
   }
 
@@ -179,6 +262,34 @@ struct SelectArgs : ForwardArgs {
   template <typename acc_t>
   SCE_HD static acc_t not_above_0(acc_t x) {
     return x > acc_t(0) ? acc_t(0) : x;
+  }
+
+ private:
+  template <typename acc_t>
+  SCE_HD void write_statistics(int64_t r, ShardStats<acc_t> stats) const {
+    acc_t* to = static_cast<acc_t*>(statistics) + r * ShardStats<acc_t>::numbers(wanted, needs_smoothing());
+    stats.for_each(wanted, needs_smoothing(), [&](acc_t& number) { std::memcpy(to++, &number, sizeof(number)); });
+  }
+};
+
+// What the shards tell of the rows becomes their outputs.
+struct SelectMergeArgs : SelectArgs {
+  const void* told;  // (shards, rows, ShardStats::numbers)
+  const void* logits_of_entries;  // shape of the indices, or null: where there is no class anything
+  int64_t shards;
+
+  template <typename acc_t>
+  SCE_HD ShardStats<acc_t> of_shard(int64_t shard, int64_t r) const {
+    const int64_t numbers = ShardStats<acc_t>::numbers(wanted, needs_smoothing());
+    const acc_t* from = static_cast<const acc_t*>(told) + (shard * rows + r) * numbers;
+    ShardStats<acc_t> stats;
+    stats.for_each(wanted, needs_smoothing(), [&](acc_t& number) { std::memcpy(&number, from++, sizeof(number)); });
+    return stats;
+  }
+  template <typename acc_t>
+  SCE_HD void write_merged_entry(int64_t i, bool invalid, const RowStats<acc_t>& stats) const {
+    const auto z = [&] { return static_cast<const acc_t*>(logits_of_entries)[i]; };
+    write_log_prob(i, invalid, target.chosen<acc_t>(i).column, z, stats);
   }
 };
 
@@ -230,6 +341,7 @@ struct SelectBackwardArgs : BackwardArgs {
 
 namespace cpu {
 void select_forward(const SelectArgs& args);
+void select_merge(const SelectMergeArgs& args);
 void select_backward(const SelectBackwardArgs& args);
 }  // namespace cpu
 

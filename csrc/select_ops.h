@@ -12,6 +12,10 @@ namespace sparse_ce {
 
 using SelectResults = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
 
+inline SelectWanted view_wanted(const Outputs& wanted) {
+  return {wanted.loss, wanted.log_probs, wanted.log_rest, wanted.entropy, wanted.mean_logit, wanted.argmax};
+}
+
 // Tensors for the outputs of so many rows; (0,) for what is not asked for: no two outputs of an op may be one.
 struct SelectOutputs {
   SelectOutputs(const Tensor& like, int64_t count, const Tensor& indices, const Outputs& wanted)
@@ -39,6 +43,7 @@ struct SelectOutputs {
     args.mean_logit = at(wanted.mean_logit, mean_logit, begin);
     args.argmax = wanted.argmax ? static_cast<int64_t*>(argmax.mutable_data_ptr()) + begin : nullptr;
     args.padding_value = padding_value();
+    args.wanted = view_wanted(wanted);
   }
 
   const Outputs& wanted;
@@ -131,30 +136,77 @@ class SelectOps {
     SelectArgs args{};
     view_call(logits, given, held, args);
     if (args.rows > 0) device_t::check_target(args.target, logits);
-    SelectOutputs out(logits, args.rows, given.indices, wanted);
-    // Entries may be in no row.
-    if (wanted.log_probs && args.target.offsets) torch::stable::fill_(out.log_probs, out.padding_value());
-    out.place(args, 0, 0);
+    const SelectOutputs out = outputs(logits, args, given, wanted);
     if (args.rows > 0) device_t::select_forward(args, logits);
-    return {out.loss, out.lse, out.lse_residual, out.log_probs, out.log_rest, out.entropy, out.mean_logit, out.argmax};
+    return results(out);
+  }
+
+  static std::tuple<Tensor, Tensor> shard(const Tensor& logits, const Arguments& given, const Outputs& wanted,
+                                          int64_t first_class) {
+    Held held;
+    SelectArgs args{};
+    view_call(logits, given, held, args, /*strided=*/false, first_class);
+    if (args.rows > 0) device_t::check_target(args.target, logits);
+    args.wanted = view_wanted(wanted);
+    const ScalarType dtype = arithmetic_dtype(logits);
+    const Tensor statistics = empty(logits, {args.rows, numbers(args)}, dtype);
+    args.statistics = statistics.mutable_data_ptr();
+    const Tensor chosen = wanted.log_probs ? torch::stable::new_zeros(given.indices, given.indices.sizes(), dtype)
+                                           : empty(logits, {0}, dtype);
+    args.chosen = chosen.mutable_data_ptr();
+    if (args.rows > 0) device_t::select_forward(args, logits);
+    return {statistics, chosen};
+  }
+
+  static SelectResults merge(const Tensor& statistics, int64_t shards, const OptionalTensor& chosen,
+                             const Arguments& given, const Outputs& wanted) {
+    check(statistics.dim() == 2 && shards > 0 && statistics.size(0) % shards == 0,
+          "statistics must be (shards * rows, numbers), got ", shape(statistics), " for ", shards, " shards");
+    Held held;
+    SelectMergeArgs args{};
+    Tensor told = packed(statistics);
+    const Tensor rows = torch::stable::narrow(told, 0, 0, told.size(0) / shards);
+    check(given.num_classes.has_value(), "num_classes must be that of all shards, got None");
+    view_logits(rows, held, args);
+    args.vocab = *given.num_classes;
+    given.check_options(args.vocab, "those of all shards");
+    view_arguments(given, held, args);
+    if (args.rows > 0) device_t::check_target(args.target, rows);
+    const SelectOutputs out = outputs(rows, args, given, wanted);
+    check(told.scalar_type() == arithmetic_dtype(told) && told.size(1) == numbers(args), "statistics must have ",
+          numbers(args), " numbers a row of float32 or float64, got ", shape(told), " of ", name(told.scalar_type()));
+    Tensor logits;
+    if (wanted.log_probs) {
+      check(chosen && chosen->scalar_type() == told.scalar_type() && same_sizes(chosen->sizes(), given.indices.sizes()),
+            "chosen must have the shape of indices ", shape(given.indices), " and the dtype of statistics");
+      check_same_device(*chosen, told, "chosen");
+      logits = packed(*chosen);
+      args.logits_of_entries = logits.const_data_ptr();
+    }
+    args.told = told.const_data_ptr();
+    args.shards = shards;
+    if (args.rows > 0) device_t::select_merge(args, told);
+    return results(out);
   }
 
   static std::tuple<Tensor, Tensor> backward(const Upstreams& grad, const Tensor& logits, const Tensor& lse,
                                              const OptionalTensor& lse_residual, const OptionalTensor& log_rest,
-                                             const OptionalTensor& entropy, const Arguments& given, bool scale_grad) {
-    Call call(grad, logits, lse, lse_residual, log_rest, entropy, given, scale_grad);
+                                             const OptionalTensor& entropy, const Arguments& given, bool scale_grad,
+                                             std::optional<int64_t> first_class) {
+    Call call(grad, logits, lse, lse_residual, log_rest, entropy, given, scale_grad, first_class);
     SelectBackwardArgs& args = call.args;
-    Tensor grad_logits = device_t::empty_output(logits, {args.rows, args.vocab}, logits.scalar_type());
+    Tensor grad_logits = device_t::empty_output(logits, {args.rows, logits.size(1)}, logits.scalar_type());
     args.grad_logits = grad_logits.mutable_data_ptr();
-    args.grad_row_stride = args.vocab;
+    args.grad_row_stride = logits.size(1);
     if (args.rows > 0) device_t::select_backward(args, logits);
     return {grad_logits, call.grad_scale};
   }
 
   static Tensor backward_(const Upstreams& grad, const Tensor& logits, const Tensor& lse,
                           const OptionalTensor& lse_residual, const OptionalTensor& log_rest,
-                          const OptionalTensor& entropy, const Arguments& given, bool scale_grad) {
-    Call call(grad, logits, lse, lse_residual, log_rest, entropy, given, scale_grad);
+                          const OptionalTensor& entropy, const Arguments& given, bool scale_grad,
+                          std::optional<int64_t> first_class) {
+    Call call(grad, logits, lse, lse_residual, log_rest, entropy, given, scale_grad, first_class);
     SelectBackwardArgs& args = call.args;
     check_overwritable(logits, args);
     args.grad_logits = logits.mutable_data_ptr();
@@ -166,23 +218,42 @@ class SelectOps {
   template <typename library_t>
   static void add_to(library_t& m) {
     m.impl("select", boxed<&select>);
+    m.impl("select_shard", boxed<&shard>);
+    m.impl("select_merge", boxed<&merge>);
     m.impl("select_backward", boxed<&backward>);
     m.impl("select_backward_", boxed<&backward_>);
   }
 
  private:
+  static SelectOutputs outputs(const Tensor& like, SelectArgs& args, const Arguments& given, const Outputs& wanted) {
+    SelectOutputs out(like, args.rows, given.indices, wanted);
+    // Entries may be in no row.
+    if (wanted.log_probs && args.target.offsets) torch::stable::fill_(out.log_probs, out.padding_value());
+    out.place(args, 0, 0);
+    return out;
+  }
+  static SelectResults results(const SelectOutputs& out) {
+    return {out.loss, out.lse, out.lse_residual, out.log_probs, out.log_rest, out.entropy, out.mean_logit, out.argmax};
+  }
+  // That a shard tells of a row.
+  static int64_t numbers(const SelectArgs& args) {
+    return ShardStats<float>::numbers(args.wanted, args.needs_smoothing());
+  }
+
   // What both backwards are called with, checked.
   struct Call {
     Call(const Upstreams& grad, const Tensor& logits, const Tensor& lse, const OptionalTensor& lse_residual,
-         const OptionalTensor& log_rest, const OptionalTensor& entropy, const Arguments& given, bool scale_grad)
-        : upstream(grad, logits, lse, lse_residual, log_rest, entropy, given.indices, rows_of_call(logits, given)),
+         const OptionalTensor& log_rest, const OptionalTensor& entropy, const Arguments& given, bool scale_grad,
+         std::optional<int64_t> first_class)
+        : upstream(grad, logits, lse, lse_residual, log_rest, entropy, given.indices,
+                   rows_of_call(logits, given, first_class)),
           args(upstream.args), grad_scale(empty(logits, {scale_grad ? logits.size(0) : 0}, arithmetic_dtype(logits))) {
       if (args.rows > 0) device_t::check_target(args.target, logits);
       if (scale_grad) args.grad_scale = grad_scale.mutable_data_ptr();
     }
-    CrossEntropyArgs rows_of_call(const Tensor& logits, const Arguments& given) {
+    CrossEntropyArgs rows_of_call(const Tensor& logits, const Arguments& given, std::optional<int64_t> first_class) {
       CrossEntropyArgs rows{};
-      view_call(logits, given, held, rows);
+      view_call(logits, given, held, rows, /*strided=*/false, first_class);
       return rows;
     }
 

@@ -24,8 +24,9 @@ from .candidates import candidate_logits
 from .collate import cat, collate
 from .distillation import distillation_loss, linear_distillation_loss
 from .divergence import divergence
-from .functional import CrossEntropyOutput, cross_entropy, linear_cross_entropy
+from .functional import cross_entropy, linear_cross_entropy
 from .log_probs import LogProbs, linear_selected_log_probs, selected_log_probs
+from .losses import CrossEntropyOutput
 from .masked_mean import masked_mean
 from .modules import (
     DistillationLoss,

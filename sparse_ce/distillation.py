@@ -10,8 +10,9 @@ from .arguments import Normalizer, Scale
 from .divergence import as_teacher, checked, divergence, tempered
 from .entries import IGNORE_INDEX
 from .errors import fail
-from .functional import Reduction, cross_entropy, linear_cross_entropy
+from .functional import cross_entropy, linear_cross_entropy
 from .log_probs import LogProbs, linear_selected_log_probs, selected_log_probs
+from .losses import Reduction
 from .row_loss import linear_row_loss
 from .target import SparseTarget, Target
 

@@ -15,8 +15,8 @@ from torch import Tensor
 from . import arguments, reference
 from .arguments import Arguments, Normalizer
 from .errors import fail, moving_classes
-from .functional import Reduction
 from .log_probs import LogProbs, selected_log_probs
+from .losses import Reduction
 from .segments import Segments, segments_of
 from .target import SparseTarget, Target, as_target
 

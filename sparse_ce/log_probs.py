@@ -12,12 +12,13 @@ from .arguments import Arguments, Inplace, Scale
 from .autocast import as_linear_multiplies
 from .entries import IGNORE_INDEX
 from .errors import fail
-from .functional import flat_target
+from .losses import flat_target
 from .ops.library import check_kernels
 from .ops.linear import Head
 from .ops.linear_select import linear_select
 from .ops.select import Outputs, Selected
-from .ops.select import select as select_op
+from .ops.shards import select as select_op
+from .shards import Group, taken_shard
 from .target import SparseTarget, Target, as_ids
 
 
@@ -61,6 +62,8 @@ def selected_log_probs(
     num_classes: Optional[int] = None,
     padding_value: float = -math.inf,
     inplace: Inplace = False,
+    group: Group = None,
+    vocab_start: Optional[int] = None,
     return_log_rest: bool = False,
     return_entropy: bool = False,
     return_mean_logit: bool = False,
@@ -83,6 +86,7 @@ def selected_log_probs(
             may require grad.
         softcap, num_classes, inplace: as for :func:`sparse_ce.cross_entropy`; ``"forward"`` is ``"backward"`` here.
         padding_value: what ``log_probs`` holds for padding.
+        group, vocab_start: as for :func:`sparse_ce.cross_entropy`, of classes that are shared out among processes.
         return_log_rest: also the logarithm of the rest: of the sum over all other classes, which is made as a sum and
             so right where next to nothing is left. -inf, with gradient 0, where nothing is.
         return_entropy: also the entropy of the whole distribution.
@@ -106,7 +110,10 @@ def selected_log_probs(
         >>> (out.log_probs[0, 0] - 0.1 * out.log_rest[1]).backward()
     """
     arguments.check_input(input, "V")
-    shape = input.shape
+    shard, columns = taken_shard(group, vocab_start, input.shape[-1], num_classes)
+    if shard is not None:
+        num_classes = columns if num_classes is None else num_classes
+    shape = torch.Size((*input.shape[:-1], columns))
     if shape[-1] == 0:
         fail(f"input must have at least one class, got shape {list(shape)}")
     arguments.check_inplace(inplace)
@@ -114,8 +121,8 @@ def selected_log_probs(
     a = select_arguments(input, shape, ids, indices, ignore_index, logit_scale, softcap, num_classes)
     wanted = Outputs(checked_padding(padding_value), log_rest=return_log_rest, entropy=return_entropy,
                      mean_logit=return_mean_logit, argmax=return_argmax)
-    logits = input if len(shape) == 2 else input.reshape(-1, shape[-1])
-    out = select_op(logits, a, wanted, inplace is not False)
+    logits = input if len(shape) == 2 else input.reshape(math.prod(shape[:-1]), input.shape[-1])
+    out = select_op(logits, a, wanted, inplace is not False, shard)
     return result(out, wanted, ids.indices.shape, shape[:-1])
 
 

@@ -11,8 +11,8 @@ from .arguments import Arguments, Chunks, Normalizer, Scale
 from .autocast import as_linear_multiplies
 from .entries import IGNORE_INDEX, NO_MARK
 from .errors import fail
-from .functional import Reduction
 from .log_probs import checked_padding, result, select_arguments
+from .losses import Reduction
 from .ops import forecast
 from .ops.library import composite, needs_grad
 from .ops.linear import Head, rescaled

@@ -17,7 +17,8 @@ from . import ops
 from .arguments import arithmetic_dtype
 from .entries import NO_MARK
 from .errors import check, fail
-from .functional import Reduction, cross_entropy
+from .functional import cross_entropy
+from .losses import Reduction
 from .sparse_softmax import csr_softmax, csr_softmax_backward
 from .target import SparseTarget
 

@@ -22,26 +22,24 @@ const acc_t* transformed(const scalar_t* logits, int64_t n, const LogitTransform
   return buffer;
 }
 
+// The log-probabilities of a row that is ignored; a shard's logits are 0 as they are.
+template <typename acc_t>
+void clear_entries(const SelectArgs& args, EntryRange range) {
+  auto* log_probs = static_cast<acc_t*>(args.log_probs);
+  if (!args.statistics) std::fill(log_probs + range.begin, log_probs + range.end, acc_t(0));
+}
+
 template <typename scalar_t>
 class SelectForward {
   using acc_t = acc_type<scalar_t>;
 
  public:
-  explicit SelectForward(const SelectArgs& args)
-      : args_(args), columns_(args.target.num_classes), spans_(divide_up(columns_, kSpan)) {}
+  explicit SelectForward(const SelectArgs& args) : args_(args), spans_(divide_up(args.classes(), kSpan)) {}
 
   int64_t spans() const { return spans_; }
 
   // Statistics of a span: of all classes, or of those outside of S, of which `all` says the rest.
-  struct Span {
-    SelectStats<acc_t> all;
-    RowStats<acc_t> rest;
-
-    void merge(const Span& other) {
-      all.merge(other.all);
-      rest.merge(other.rest);
-    }
-  };
+  using Span = Scanned<acc_t>;
 
   // The classes of the entries, where they are left out.
   void prepare(int64_t r, RowEntries<acc_t>& entries) const {
@@ -52,7 +50,7 @@ class SelectForward {
   }
 
   Span span(int64_t r, int64_t t, int64_t after, const RowEntries<acc_t>& entries) const {
-    const scalar_t* next = t + 1 < spans_ ? row(r) + (t + 1) * kSpan : row(after);
+    const scalar_t* next = t + 1 < spans_ ? row(r) + begin_of(t + 1) : row(after) + args_.first_class;
     Span out;
     if (!args_.needs_rest()) {
       out.all = of_span(r, t, nullptr, next);
@@ -76,24 +74,24 @@ class SelectForward {
       row_stats.all.merge(of_entries(entries));
     }
     const SelectStats<acc_t>& stats = row_stats.all;
-    args_.write_row(r, ignored, false, stats, row_stats.rest, ignored ? TargetStats<acc_t>{} : in_loss(r, stats));
-    if (!args_.log_probs) return;
-    auto* log_probs = static_cast<acc_t*>(args_.log_probs);
-    if (ignored) return std::fill(log_probs + range.begin, log_probs + range.end, acc_t(0));
+    args_.write_row(r, ignored, false, row_stats, ignored ? TargetStats<acc_t>{} : in_loss(r, stats));
+    if (!args_.wanted.log_probs) return;
+    if (ignored) return clear_entries<acc_t>(args_, range);
     for (int64_t i = range.begin; i < range.end; ++i) args_.write_entry(i, false, row(r), transform, stats.row);
   }
 
  private:
   const scalar_t* row(int64_t r) const { return args_.template row<scalar_t>(r); }
+  int64_t begin_of(int64_t t) const { return args_.first_class + t * kSpan; }
 
   // Of the classes that are kept, all of them where that is null.
   SelectStats<acc_t> of_span(int64_t r, int64_t t, const uint32_t* kept, const scalar_t* next) const {
-    const int64_t begin = t * kSpan;
-    const Wanted wanted{args_.entropy != nullptr, args_.mean_logit != nullptr, args_.argmax != nullptr,
+    const int64_t begin = begin_of(t);
+    const Wanted wanted{args_.wanted.entropy, args_.wanted.mean_logit, args_.wanted.argmax,
                         args_.needs_smoothing() && !kept};
-    SelectStats<acc_t> stats = Tile<scalar_t>::select_stats(row(r) + begin, std::min(kSpan, columns_ - begin),
-                                                            args_.template transform<acc_t>(r), wanted,
-                                                            weights_at<scalar_t>(args_.target, begin), kept, next);
+    SelectStats<acc_t> stats = Tile<scalar_t>::select_stats(
+        row(r) + begin, std::min(kSpan, args_.classes_end() - begin), args_.template transform<acc_t>(r), wanted,
+        weights_at<scalar_t>(args_.target, begin), kept, next);
     if (stats.argmax >= 0) stats.argmax += begin;
     return stats;
   }
@@ -101,7 +99,7 @@ class SelectForward {
   SelectStats<acc_t> of_entries(const RowEntries<acc_t>& entries) const {
     SelectStats<acc_t> stats;
     stats.push(entries.logits.data(), 0, static_cast<int64_t>(entries.size()));
-    for (size_t k = 0; args_.argmax && k < entries.size(); ++k)
+    for (size_t k = 0; args_.wanted.argmax && k < entries.size(); ++k)
       if (entries.logits[k] == stats.row.max &&
           static_cast<uint64_t>(entries.columns[k]) < static_cast<uint64_t>(stats.argmax))
         stats.argmax = entries.columns[k];
@@ -110,18 +108,19 @@ class SelectForward {
 
   TargetStats<acc_t> in_loss(int64_t r, const SelectStats<acc_t>& stats) const {
     TargetSums<WideSum> sums;
-    if (!args_.loss) return sums.stats<acc_t>();
+    if (!args_.wanted.loss) return sums.stats<acc_t>();
     const LogitTransform<acc_t> transform = args_.template transform<acc_t>(r);
     const EntryRange range = args_.target.row(r);
     for (int64_t i = range.begin; i < range.end; ++i) {
       const auto entry = args_.target.template entry<acc_t>(i);
+      if (!args_.holds(entry.column)) continue;
       sums.add(args_.target.share(entry), stats.row.max, [&] { return transform(to_acc(row(r)[entry.column])); });
     }
     return sums.stats<acc_t>();
   }
 
   const SelectArgs& args_;
-  const int64_t columns_, spans_;
+  const int64_t spans_;
 };
 
 template <typename scalar_t>
@@ -251,7 +250,7 @@ void run_forward(const SelectArgs& args) {
   const SelectForward<scalar_t> forward(args);
   const int64_t spans = forward.spans();
   if (!split_rows(args.rows, spans)) {
-    parallel_rows(args.rows, args.target.num_classes, [&](int64_t begin, int64_t end) {
+    parallel_rows(args.rows, args.classes(), [&](int64_t begin, int64_t end) {
       Entries entries;
       for (int64_t r = begin; r < end; ++r) {
         forward.prepare(r, entries);
@@ -274,6 +273,22 @@ void run_forward(const SelectArgs& args) {
     for (int64_t t = 0; t < spans; ++t) stats.merge(partial[r * spans + t]);
     forward.finish(r, stats, entries[r]);
   }
+}
+
+template <typename acc_t>
+void run_merge(const SelectMergeArgs& args) {
+  parallel_rows(args.rows, args.shards, [&](int64_t begin, int64_t end) {
+    for (int64_t r = begin; r < end; ++r) {
+      const bool ignored = args.target.ignored(r);
+      const EntryRange range = args.target.row(r);
+      ShardStats<acc_t> stats;
+      for (int64_t shard = 0; shard < args.shards; ++shard) stats.merge(args.of_shard<acc_t>(shard, r));
+      args.write_row(r, ignored, false, stats, stats.entries);
+      if (!args.wanted.log_probs) continue;
+      if (ignored) clear_entries<acc_t>(args, range);
+      for (int64_t i = range.begin; i < range.end && !ignored; ++i) args.write_merged_entry(i, false, stats.all.row);
+    }
+  });
 }
 
 template <typename scalar_t>
@@ -314,6 +329,10 @@ void run_backward(const SelectBackwardArgs& args) {
 
 void select_forward(const SelectArgs& args) {
   with_storage(args.dtype, [&](auto storage) { run_forward<decltype(storage)>(args); });
+}
+
+void select_merge(const SelectMergeArgs& args) {
+  args.dtype == DType::kFloat64 ? run_merge<double>(args) : run_merge<float>(args);
 }
 
 void select_backward(const SelectBackwardArgs& args) {

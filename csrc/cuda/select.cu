@@ -63,13 +63,6 @@ __device__ void for_windows(bool marked, const TargetView& target, EntryRange ra
 
 // ------------------------------------------------------------------------------------------------ forward
 
-// Statistics of some columns: of all of them, or of those outside of S, of which `all` then has the total alone.
-template <typename acc_t>
-struct Scanned {
-  SelectStats<acc_t> all;
-  RowStats<acc_t> rest;
-};
-
 // The columns [begin, end) of row r, by one thread of a group; without the entries' classes where `outside`.
 template <int kWidth, typename scalar_t, typename acc_t = acc_type<scalar_t>>
 __device__ SelectStats<acc_t> scan_select(const SelectArgs& args, int64_t r, int64_t begin, int64_t end, bool outside) {
@@ -77,8 +70,8 @@ __device__ SelectStats<acc_t> scan_select(const SelectArgs& args, int64_t r, int
   const scalar_t* row = args.template row<scalar_t>(r);
   const LogitTransform<acc_t> transform = args.template transform<acc_t>(r);
   const acc_t* weight = static_cast<const acc_t*>(args.target.weight);
-  const bool smooth = args.needs_smoothing() && !outside, spread = args.entropy, total = args.mean_logit;
-  const bool argmax = args.argmax;
+  const bool smooth = args.needs_smoothing() && !outside, spread = args.wanted.entropy, total = args.wanted.mean_logit;
+  const bool argmax = args.wanted.argmax;
   SelectStats<acc_t> stats;
   if (args.plain()) {
     stats.row = scan_row<kWidth, scalar_t>(args, r, begin, end);
@@ -129,7 +122,7 @@ __device__ SelectStats<acc_t> scan_select(const SelectArgs& args, int64_t r, int
   return stats;
 }
 
-// What a group scanned, reduced, on lane 0.
+// What a group scanned, reduced, on lane 0. Where S is left out `all` has the total of those outside alone.
 template <int kWidth, typename scalar_t, typename acc_t = acc_type<scalar_t>>
 __device__ Scanned<acc_t> scan(const SelectArgs& args, int64_t r, int64_t begin, int64_t end) {
   using Group = RowGroup<kWidth>;
@@ -143,6 +136,16 @@ __device__ Scanned<acc_t> scan(const SelectArgs& args, int64_t r, int64_t begin,
   return out;
 }
 
+// The outputs of a row that does not count; a shard's logits of its entries are 0 already. All threads of the group.
+template <int kWidth, typename acc_t>
+__device__ void finish_ignored(const SelectArgs& args, int64_t r, const Scanned<acc_t>& scanned, EntryRange range) {
+  using Group = RowGroup<kWidth>;
+  if (Group::rank() == 0) args.write_row(r, true, false, scanned, TargetStats<acc_t>{});
+  if (!args.wanted.log_probs || args.statistics) return;
+  auto* log_probs = static_cast<acc_t*>(args.log_probs);
+  for (int64_t i = range.begin + Group::rank(); i < range.end; i += kWidth) log_probs[i] = acc_t(0);
+}
+
 // Adds the entries to a row's statistics and writes its outputs. All threads of the group; `scanned` counts on lane 0.
 template <int kWidth, typename scalar_t, typename acc_t = acc_type<scalar_t>>
 __device__ void finish_row(const SelectArgs& args, int64_t r, bool ignored, const Scanned<acc_t>& scanned,
@@ -151,23 +154,18 @@ __device__ void finish_row(const SelectArgs& args, int64_t r, bool ignored, cons
   const scalar_t* row = args.template row<scalar_t>(r);
   const LogitTransform<acc_t> transform = args.template transform<acc_t>(r);
   const EntryRange range = args.target.row(r);
-  auto* log_probs = static_cast<acc_t*>(args.log_probs);
-  if (ignored) {
-    if (Group::rank() == 0) args.write_row(r, true, false, scanned.all, scanned.rest, TargetStats<acc_t>{});
-    for (int64_t i = range.begin + Group::rank(); log_probs && i < range.end; i += kWidth) log_probs[i] = acc_t(0);
-    return;
-  }
+  if (ignored) return finish_ignored<kWidth>(args, r, scanned, range);
 
   const bool inside = args.needs_rest() && !args.needs_smoothing();
   const EntryRange asked = inside ? range : EntryRange{0, 0, true};
-  const ClassesOfRow<kWidth, true, acc_t> classes(args.target, asked, 0, args.target.num_classes, slots);
+  const ClassesOfRow<kWidth, true, acc_t> classes(args.target, asked, args.first_class, args.classes_end(), slots);
   bool valid = range.valid;
   SelectStats<acc_t> stats;
   for (int64_t i = range.begin + Group::rank(); i < range.end; i += kWidth) {
     const auto entry = args.target.template chosen<acc_t>(i);
     valid = valid && !(entry.column < 0 && entry.value != entry.value);
     int64_t last;
-    if (!inside || entry.column < 0 || !classes.first(i, entry.column, last)) continue;
+    if (!inside || !args.holds(entry.column) || !classes.first(i, entry.column, last)) continue;
     const acc_t z = transform(to_acc(row[entry.column]));
     const bool lower = z == stats.row.max && entry.column < stats.argmax;
     if (z > stats.row.max || lower) stats.argmax = entry.column;
@@ -181,12 +179,12 @@ __device__ void finish_row(const SelectArgs& args, int64_t r, bool ignored, cons
   TargetSums<LongSum<acc_t>> sums;
   for (int64_t i = range.begin + Group::rank(); i < range.end; i += kWidth) {
     const auto entry = args.target.template chosen<acc_t>(i);
-    if (args.loss && entry.column >= 0)
+    if (args.wanted.loss && args.holds(entry.column))
       sums.add(args.target.share(entry), of_row.max, [&] { return transform(to_acc(row[entry.column])); });
-    if (log_probs) args.write_entry(i, !valid, row, transform, of_row);
+    if (args.wanted.log_probs) args.write_entry(i, !valid, row, transform, of_row);
   }
   const TargetStats<acc_t> in_loss = Group::reduce(sums.template stats<acc_t>());
-  if (Group::rank() == 0) args.write_row(r, false, !valid, stats, scanned.rest, in_loss);
+  if (Group::rank() == 0) args.write_row(r, false, !valid, Scanned<acc_t>{stats, scanned.rest}, in_loss);
 }
 
 // One group per row, or per part of a row: then partial (rows, splits) receives the statistics.
@@ -194,14 +192,14 @@ template <typename scalar_t, int kWidth>
 __global__ void __launch_bounds__(kThreads, held_blocks<scalar_t>(3))
     select_kernel(SelectArgs args, int64_t splits, Scanned<acc_type<scalar_t>>* partial, uint32_t* slots) {
   using Group = RowGroup<kWidth>;
-  const int64_t columns = args.target.num_classes;
+  const int64_t first_class = args.first_class, columns = args.classes();
   for (int64_t item = Group::number(); item < args.rows * splits; item += Group::count()) {
     const int64_t r = item / splits, split = item % splits;
     const bool ignored = args.target.ignored(r);
     Scanned<acc_type<scalar_t>> scanned;
     if (!ignored)
-      scanned =
-          scan<kWidth, scalar_t>(args, r, split_begin(columns, splits, split), split_begin(columns, splits, split + 1));
+      scanned = scan<kWidth, scalar_t>(args, r, first_class + split_begin(columns, splits, split),
+                                       first_class + split_begin(columns, splits, split + 1));
     if (splits == 1)
       finish_row<kWidth, scalar_t>(args, r, ignored, scanned, slots);
     else if (Group::rank() == 0)

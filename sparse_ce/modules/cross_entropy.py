@@ -5,7 +5,7 @@ from typing import Optional
 import torch
 from torch import Tensor
 
-from .. import arguments, functional
+from .. import arguments, functional, losses
 from ..entries import IGNORE_INDEX
 from ..target import Target
 from .held import HeldLoss
@@ -28,7 +28,7 @@ class SparseCrossEntropyLoss(HeldLoss):
         weight: Optional[Tensor] = None,
         *,
         ignore_index: int = IGNORE_INDEX,
-        reduction: functional.Reduction = "mean",
+        reduction: losses.Reduction = "mean",
         label_smoothing: float = 0.0,
         z_loss: float = 0.0,
         logit_scale: float = 1.0,
@@ -48,7 +48,7 @@ class SparseCrossEntropyLoss(HeldLoss):
 
     def forward(self, input: Tensor, target: Target,
                 normalizer: Optional[arguments.Normalizer] = None, *,
-                row_weight: Optional[Tensor] = None) -> functional.Output:
+                row_weight: Optional[Tensor] = None) -> losses.Output:
         """``input`` (..., V), ``target`` in any of its forms; see :func:`sparse_ce.cross_entropy`.
 
         Examples:
@@ -57,7 +57,7 @@ class SparseCrossEntropyLoss(HeldLoss):
             tensor(0.6931)
         """
         normalizer = self.normalizer if normalizer is None else normalizer
-        result: functional.Output = functional.cross_entropy(
+        result: losses.Output = functional.cross_entropy(
             input, target, self.weight, normalizer=normalizer, row_weight=row_weight, **self.options)
         return result
 
@@ -81,7 +81,7 @@ class LinearSparseCrossEntropyLoss(HeldLoss):
         *,
         weight: Optional[Tensor] = None,
         ignore_index: int = IGNORE_INDEX,
-        reduction: functional.Reduction = "mean",
+        reduction: losses.Reduction = "mean",
         label_smoothing: float = 0.0,
         z_loss: float = 0.0,
         logit_scale: float = 1.0,
@@ -105,7 +105,7 @@ class LinearSparseCrossEntropyLoss(HeldLoss):
     def forward(self, input: Tensor, linear_weight: Tensor, target: Target,
                 linear_bias: Optional[Tensor] = None,
                 normalizer: Optional[arguments.Normalizer] = None, *,
-                row_weight: Optional[Tensor] = None) -> functional.Output:
+                row_weight: Optional[Tensor] = None) -> losses.Output:
         """``input`` (..., D), ``linear_weight`` (V, D), ``target`` in any of its forms, ``linear_bias`` (V,).
 
         Examples:
@@ -114,7 +114,7 @@ class LinearSparseCrossEntropyLoss(HeldLoss):
             tensor(1.3863)
         """
         normalizer = self.normalizer if normalizer is None else normalizer
-        result: functional.Output = functional.linear_cross_entropy(
+        result: losses.Output = functional.linear_cross_entropy(
             input, linear_weight, target, linear_bias=linear_bias, weight=self.weight, normalizer=normalizer,
             row_weight=row_weight, **self.options)
         return result

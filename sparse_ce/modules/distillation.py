@@ -5,7 +5,7 @@ from typing import Any, Optional, Union
 import torch
 from torch import Tensor
 
-from .. import arguments, functional
+from .. import arguments, losses
 from ..distillation import check_shares, distillation_loss, linear_distillation_loss
 from ..divergence import checked, divergence
 from ..entries import IGNORE_INDEX
@@ -40,7 +40,7 @@ class Divergence(_HeldKind):
         beta: float = 0.5,
         rest: str = "zero",
         floor: float = -100.0,
-        reduction: functional.Reduction = "mean",
+        reduction: losses.Reduction = "mean",
         normalizer: Optional[arguments.Normalizer] = None,
     ) -> None:
         super().__init__(normalizer, kind=kind, beta=beta, rest=rest, floor=floor, reduction=reduction)
@@ -82,7 +82,7 @@ class DistillationLoss(_HeldKind):
         logit_scale: float = 1.0,
         softcap: Optional[float] = None,
         num_classes: Optional[int] = None,
-        reduction: functional.Reduction = "mean",
+        reduction: losses.Reduction = "mean",
         normalizer: Optional[arguments.Normalizer] = None,
     ) -> None:
         super().__init__(
@@ -133,7 +133,7 @@ class LinearDistillationLoss(_HeldKind):
         logit_scale: float = 1.0,
         softcap: Optional[float] = None,
         num_classes: Optional[int] = None,
-        reduction: functional.Reduction = "mean",
+        reduction: losses.Reduction = "mean",
         normalizer: Optional[arguments.Normalizer] = None,
         logits_dtype: Optional[torch.dtype] = None,
         chunk_rows: Optional[int] = None,

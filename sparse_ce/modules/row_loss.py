@@ -6,7 +6,7 @@ from typing import Any, Optional, Union
 import torch
 from torch import Tensor, nn
 
-from .. import arguments, functional
+from .. import arguments, losses
 from ..entries import IGNORE_INDEX
 from ..errors import fail
 from ..row_loss import RowFunction, linear_row_loss
@@ -33,7 +33,7 @@ class LinearRowLoss(Held):
         self,
         fn: RowFunction,
         *,
-        reduction: functional.Reduction = "mean",
+        reduction: losses.Reduction = "mean",
         normalizer: Optional[arguments.Normalizer] = None,
         has_aux: bool = False,
         ignore_index: int = IGNORE_INDEX,

@@ -107,6 +107,11 @@ def register_autograd(name: str) -> Callable[[_F], _F]:
     return register
 
 
+def register_composition(name: str, kernel: Callable[..., Any]) -> None:
+    """Of an op that is made of others."""
+    _library.impl(name, kernel, "CompositeExplicitAutograd")
+
+
 def register_differentiable(name: str, function: Type[torch.autograd.Function]) -> Callable[..., Any]:
     """Of an op that is differentiable for its first argument: by ``function``. Returns its Autograd kernel."""
     op, plain = getattr(ops, name), getattr(reference, name)

@@ -139,7 +139,7 @@ def fake_scale(like: Tensor, scale_grad: bool) -> Tensor:
 
 
 def _fake_scale(logits: Tensor, given: Any, named: Any) -> Tensor:
-    _, (scale_grad,) = split(given, named, scale_grad=False)
+    _, (scale_grad, _) = split(given, named, scale_grad=False, first_class=None)
     return fake_scale(logits, scale_grad)
 
 

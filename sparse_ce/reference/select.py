@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..arguments import Arguments, split
+from ..errors import fail
 from ..guarded import times
 from .cross_entropy import Entries, Row, forward, row_of, scale_of_rows, slope
 
@@ -89,7 +90,10 @@ def select_backward(
 ) -> Tuple[Tensor, Tensor]:
     """``torch.ops.sparse_ce.select_backward``. Makes ``lse``, ``log_rest`` and ``entropy`` anew, to be differentiated
     too."""
-    a, (scale_grad,) = split(given, named, scale_grad=False)
+    a, (scale_grad, first_class) = split(given, named, scale_grad=False, first_class=None)
+    if first_class is not None:
+        fail("first_class must be None where a gradient is differentiated, got one: the other ranks' logits are not "
+             "here", RuntimeError)
     r = _rows(logits, a)
     row, entries = r.row, r.row.entries
     (num_rows, vocab), num_classes = logits.shape, row.z.shape[1]

@@ -2,6 +2,7 @@
 #include "rows.h"
 
 #include "../../csrc/cuda/select.cu"
+#include "../../csrc/cuda/select_merge.cu"
 #include "../../csrc/cuda/cross_entropy.cu"
 #include "../../csrc/cuda/one_pass.cu"
 
@@ -9,12 +10,15 @@ namespace {
 
 struct SelectCase : Case {
   bool loss, log_rest, entropy, mean_logit, argmax, row_scale, grad_scale;
+  std::vector<int64_t> ends;  // of the classes of each shard, where they are shared out
   std::string text() const {
     char out[128];
     std::snprintf(out, sizeof(out),
-                  " loss %d log_rest %d entropy %d mean_logit %d argmax %d row_scale %d grad_scale %d", loss, log_rest,
-                  entropy, mean_logit, argmax, row_scale, grad_scale);
-    return Case::text() + out;
+                  " loss %d log_rest %d entropy %d mean_logit %d argmax %d row_scale %d grad_scale %d shards", loss,
+                  log_rest, entropy, mean_logit, argmax, row_scale, grad_scale);
+    std::string text = Case::text() + out;
+    for (const int64_t end : ends) text += " " + std::to_string(end);
+    return text;
   }
 };
 
@@ -30,6 +34,11 @@ SelectCase draw_select(bool small) {
   if (c.ties) {  // among the entries of one thread, too
     c.logit_size = 1;
     if (c.layout != Case::kIndex) c.width = 90;
+  }
+  if (chance(0.4)) {
+    for (int64_t shards = below(chance(0.1) ? 40 : 4); shards > 0; --shards) c.ends.push_back(below(c.vocab + 1));
+    c.ends.push_back(c.vocab);
+    std::sort(c.ends.begin(), c.ends.end());
   }
   return c;
 }
@@ -53,8 +62,9 @@ struct Upstreams {
 };
 
 struct Exact {
-  double lse = 0, log_rest = 0, entropy = 0, mean_logit = 0, argmax = -1, size = 0, of_scale = 0, scale_size = 0;
-  bool counts, invalid = false;
+  double loss = 0, loss_size = 0, lse = 0, log_rest = 0, entropy = 0, mean_logit = 0, argmax = -1, size = 0,
+         of_scale = 0, scale_size = 0;
+  bool counts, invalid = false, scale_known = true;
   std::vector<double> log_probs, grad, bound;
 
   Exact(const SelectCase& c, const Problem& p, const Upstreams& g, int64_t r)
@@ -80,7 +90,8 @@ struct Exact {
     if (argmax < 0) argmax = 0;
     mean_logit = double(total / n);
     for (double a : z) sum += std::exp(a - max);
-    lse = max + std::log(sum);
+    const double log_sum = std::log(sum);
+    lse = max + log_sum;
     double mass = 0, upstream = 0, absolute = 0;
     bool wanted = false;
     for (int64_t i = p.begin[r]; i < p.end[r]; ++i) {
@@ -117,7 +128,8 @@ struct Exact {
       if (q > 0) entropy -= q * (z[v] - lse);
       weights += p.weight_of(v);
     }
-    if (dead) lse = -INFINITY, entropy = NAN;
+    of_loss(c, p, r, z, log_sum);
+    if (dead) lse = -INFINITY, entropy = NAN, loss = NAN;
     const double g_loss = c.loss ? g.loss.get(r) : 0, g_lse = c.has_grad_lse ? g.lse.get(r) : 0;
     const double g_rest = c.log_rest && rest_max > -INFINITY ? g.log_rest.get(r) : 0;
     const double g_entropy = c.entropy ? g.entropy.get(r) : 0, g_mean = c.mean_logit ? g.mean_logit.get(r) : 0;
@@ -145,11 +157,88 @@ struct Exact {
           ulp * std::fabs(grad[v]) + few * parts * (std::fabs(slope) + 1) + 6e-8 * (c.dtype == DType::kFloat16) + 1e-37;
       const double of_x = c.options.logit_scale * cap[v] * x[v];
       of_scale += dz == 0 ? 0 : dz * of_x;
+      scale_known = scale_known && !(std::isinf(x[v]) && c.options.softcap != 0);  // 0 * inf, or 0 by rounding
       if (std::isfinite(of_x)) scale_size += parts * std::fabs(of_x) + std::fabs(dz * of_x);
     }
     if (invalid || dead) of_scale = NAN;
   }
+
+ private:
+  // What is summed, and how large its terms are; those of a class of weight 0 are 0 even at -inf.
+  void of_loss(const SelectCase& c, const Problem& p, int64_t r, const std::vector<double>& z, double log_sum) {
+    const double e = c.options.label_smoothing, n = double(c.num_classes), max = lse - log_sum;
+    const auto add = [&](double w, int64_t column) {
+      if (w == 0) return;
+      loss += w * (log_sum - (z[size_t(column)] - max));
+      loss_size += std::fabs(w);
+    };
+    for (int64_t i = p.begin[r]; i < p.end[r]; ++i) {
+      const int64_t column = int64_t(p.indices.get(i));
+      if (p.padding(i) || column == kIgnore || column < 0 || column >= c.num_classes) continue;
+      add((1 - e) * p.value_of(i) * p.weight_of(column), column);
+    }
+    for (int64_t v = 0; e != 0 && v < c.num_classes; ++v) add(e / n * p.weight_of(v), v);
+    loss += c.options.z_loss * lse * lse;
+    loss_size = loss_size * (2 * size + std::fabs(lse) + 1) + c.options.z_loss * (lse * lse + 1) + 1e-3;
+  }
 };
+
+// The logits, and in backward the gradients, of the classes of shard `s` alone.
+template <typename args_t>
+args_t of_shard(args_t args, const SelectCase& c, size_t s) {
+  args.first_class = s == 0 ? 0 : c.ends[s - 1];
+  args.vocab = c.ends[s];
+  args.logits = advance(args.logits, args.dtype, args.first_class);
+  return args;
+}
+
+void run_forward(const SelectArgs& args) {
+  Array space(DType::kInt32, int64_t(cuda::select_forward_workspace(args) + 3) / 4);
+  must(cuda::select_forward(args, space.device(), nullptr), "forward");
+}
+
+void run_forward_of_shards(const SelectArgs& args, const SelectCase& c, const Problem& p) {
+  const int64_t numbers = ShardStats<float>::numbers(args.wanted, args.needs_smoothing());
+  const auto shards = int64_t(c.ends.size());
+  Array told(c.arithmetic, shards * c.rows * numbers), chosen(c.arithmetic, p.indices.count());
+  for (int64_t i = 0; i < told.count(); ++i) told.set(i, 55);
+  for (int64_t i = 0; i < chosen.count(); ++i) chosen.set(i, 0);
+  told.upload(), chosen.upload();
+  for (int64_t s = 0; s < shards; ++s) {
+    SelectArgs part = of_shard(args, c, size_t(s));
+    for (void** out :
+         {&part.loss, &part.lse, &part.lse_residual, &part.log_probs, &part.log_rest, &part.entropy, &part.mean_logit})
+      *out = nullptr;
+    part.argmax = nullptr;
+    part.statistics = advance(told.device(), c.arithmetic, s * c.rows * numbers);
+    part.chosen = chosen.device();
+    run_forward(part);
+  }
+  SelectMergeArgs merge{};
+  static_cast<SelectArgs&>(merge) = args;
+  merge.dtype = c.arithmetic;
+  merge.told = told.device(), merge.logits_of_entries = chosen.device(), merge.shards = shards;
+  must(cuda::select_merge(merge, nullptr), "merge");
+}
+
+void run_backward(const SelectBackwardArgs& args) {
+  Array entries(DType::kFloat64, int64_t(cuda::cross_entropy_backward_workspace(args) + 7) / 8);
+  must(cuda::select_backward(args, entries.device(), nullptr), "backward");
+}
+
+// `of_scale` becomes the sum of the shards'.
+void run_backward_of_shards(const SelectBackwardArgs& args, const SelectCase& c, Array& of_scale) {
+  std::vector<double> sums(size_t(c.rows), 0);
+  for (size_t s = 0; s < c.ends.size(); ++s) {
+    SelectBackwardArgs part = of_shard(args, c, s);
+    part.grad_logits = advance(args.grad_logits, args.dtype, part.first_class);
+    run_backward(part);
+    of_scale.download();
+    for (int64_t r = 0; r < c.rows; ++r) sums[size_t(r)] += of_scale.get(r);
+  }
+  for (int64_t r = 0; r < c.rows; ++r) of_scale.set(r, sums[size_t(r)]);
+  of_scale.upload();
+}
 
 void run_select(const SelectCase& c) {
   Problem p(c);
@@ -163,6 +252,7 @@ void run_select(const SelectCase& c) {
   }
   SelectArgs forward{};
   p.fill(forward);
+  forward.wanted = {c.loss, true, c.log_rest, c.entropy, c.mean_logit, c.argmax};
   forward.row_scale = c.row_scale ? g.scale.device() : nullptr, forward.row_scale_stride = 1;
   forward.loss = c.loss ? loss.device() : nullptr;
   forward.lse = lse.device(), forward.lse_residual = residual.device(), forward.log_probs = log_probs.device();
@@ -170,8 +260,7 @@ void run_select(const SelectCase& c) {
   forward.mean_logit = c.mean_logit ? mean_logit.device() : nullptr;
   forward.argmax = c.argmax ? static_cast<int64_t*>(argmax.device()) : nullptr;
   forward.padding_value = -7;
-  Array space(DType::kInt32, int64_t(cuda::select_forward_workspace(forward) + 3) / 4);
-  must(cuda::select_forward(forward, space.device(), nullptr), "forward");
+  c.ends.empty() ? run_forward(forward) : run_forward_of_shards(forward, c, p);
 
   SelectBackwardArgs backward{};
   p.fill(backward);
@@ -192,16 +281,18 @@ void run_select(const SelectCase& c) {
   Array& gradient = c.in_place ? p.logits : fresh;
   backward.grad_logits = gradient.device();
   backward.grad_row_stride = c.in_place ? c.row_stride : c.vocab;
-  Array entries(DType::kFloat64, int64_t(cuda::cross_entropy_backward_workspace(backward) + 7) / 8);
-  must(cuda::select_backward(backward, entries.device(), nullptr), "backward");
+  c.ends.empty() ? run_backward(backward) : run_backward_of_shards(backward, c, of_scale);
 
-  for (Array* a : {&lse, &log_rest, &entropy, &mean_logit, &argmax, &log_probs, &of_scale, &gradient}) a->download();
+  for (Array* a : {&loss, &lse, &log_rest, &entropy, &mean_logit, &argmax, &log_probs, &of_scale, &gradient})
+    a->download();
   const double few = 24 * (c.arithmetic == DType::kFloat64 ? 2.3e-16 : 1.2e-7);
   for (int64_t r = 0; r < c.rows; ++r) {
     const Exact& x = exact[r];
     const double bound = few * (2 * x.size + std::fabs(x.lse) + 2);
     const auto of_row = [&](double value) { return !x.counts ? 0 : x.invalid ? NAN : value; };
     compare("lse", r, 0, lse.get(r), of_row(x.lse), bound);
+    if (c.loss)
+      compare("loss", r, 0, loss.get(r), of_row(x.loss), few * x.loss_size * (c.options.label_smoothing != 0 ? 8 : 1));
     if (c.log_rest) compare("log_rest", r, 0, log_rest.get(r), of_row(x.log_rest), bound);
     if (c.entropy) compare("entropy", r, 0, entropy.get(r), of_row(x.entropy), bound * (1 + x.entropy));
     if (c.mean_logit) compare("mean_logit", r, 0, mean_logit.get(r), of_row(x.mean_logit), 4 * bound);
@@ -210,7 +301,8 @@ void run_select(const SelectCase& c) {
       compare("log_probs", r, i, log_probs.get(i), of_row(x.log_probs[i - p.begin[r]]), bound);
     for (int64_t v = 0; v < c.vocab; ++v)
       compare("grad", r, v, gradient.get(r * backward.grad_row_stride + v), x.grad[v], x.bound[v]);
-    if (c.grad_scale) compare("of_scale", r, 0, of_scale.get(r), x.of_scale, few * x.scale_size + 1e-30);
+    if (c.grad_scale && x.scale_known)
+      compare("of_scale", r, 0, of_scale.get(r), x.of_scale, few * x.scale_size + 1e-30);
   }
 }
 
@@ -218,6 +310,7 @@ std::string kind_of(const SelectCase& c) {
   CrossEntropyArgs shape{};
   shape.rows = c.rows, shape.vocab = c.vocab, shape.dtype = c.dtype, shape.target.num_classes = c.num_classes;
   if (c.rows == 0) return "nothing";
+  if (!c.ends.empty()) return "shards";
   const cuda::Plan plan = cuda::plan_of(shape, cuda::multiprocessors());
   return plan.width == cuda::kWarp ? "warp a row" : plan.splits == 1 ? "block a row" : "blocks a row";
 }

@@ -1,0 +1,164 @@
+"""The loss of a linear head's logits, which never exist. Formulas: ``csrc/math.h``."""
+
+import math
+from typing import TYPE_CHECKING, Literal, Optional, Sequence, Tuple, Union, overload
+
+import torch
+from torch import Tensor
+
+from . import arguments
+from .arguments import Inplace, Normalizer, Scale
+from .autocast import as_linear_multiplies
+from .entries import IGNORE_INDEX
+from .losses import CrossEntropyOutput, Output, Reduction, dense_parts, result_of
+from .ops.cross_entropy import loss_mean
+from .ops.linear import Head
+from .ops.linear import Options as HeadOptions
+from .ops.linear import linear_cross_entropy as linear_cross_entropy_op
+from .ops.linear_select import linear_select as linear_select_op
+from .ops.select import Outputs
+from .shards import Group
+from .target import Target
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from .losses import Options
+
+
+@overload
+def linear_cross_entropy(input: Tensor, linear_weight: Tensor, target: Target, *, linear_bias: Optional[Tensor] = None,
+                         weight: Optional[Tensor] = None, chunk_rows: Optional[int] = None,
+                         logits_dtype: Optional[torch.dtype] = None, return_lse: Literal[False] = False,
+                         **options: "Unpack[Options]") -> Tensor: ...
+
+
+@overload
+def linear_cross_entropy(input: Tensor, linear_weight: Tensor, target: Target, *, linear_bias: Optional[Tensor] = None,
+                         weight: Optional[Tensor] = None, chunk_rows: Optional[int] = None,
+                         logits_dtype: Optional[torch.dtype] = None, return_lse: Literal[True],
+                         **options: "Unpack[Options]") -> Tuple[Tensor, Tensor]: ...
+
+
+@overload
+def linear_cross_entropy(input: Tensor, linear_weight: Tensor, target: Target, *, linear_bias: Optional[Tensor] = None,
+                         weight: Optional[Tensor] = None, chunk_rows: Optional[int] = None,
+                         logits_dtype: Optional[torch.dtype] = None, return_lse: bool,
+                         **options: "Unpack[Options]") -> Union[Tensor, Tuple[Tensor, Tensor]]: ...
+
+
+@overload
+def linear_cross_entropy(input: Tensor, linear_weight: Tensor, target: Target, *, linear_bias: Optional[Tensor] = None,
+                         weight: Optional[Tensor] = None, chunk_rows: Optional[int] = None,
+                         logits_dtype: Optional[torch.dtype] = None, return_entropy: Literal[True],
+                         return_lse: bool = False, return_argmax: bool = False,
+                         **options: "Unpack[Options]") -> CrossEntropyOutput: ...
+
+
+@overload
+def linear_cross_entropy(input: Tensor, linear_weight: Tensor, target: Target, *, linear_bias: Optional[Tensor] = None,
+                         weight: Optional[Tensor] = None, chunk_rows: Optional[int] = None,
+                         logits_dtype: Optional[torch.dtype] = None, return_argmax: Literal[True],
+                         return_lse: bool = False, return_entropy: bool = False,
+                         **options: "Unpack[Options]") -> CrossEntropyOutput: ...
+
+
+def linear_cross_entropy(
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Target,
+    *,
+    linear_bias: Optional[Tensor] = None,
+    weight: Optional[Tensor] = None,
+    ignore_index: int = IGNORE_INDEX,
+    reduction: Reduction = "mean",
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    logit_scale: Scale = 1.0,
+    softcap: Optional[float] = None,
+    normalizer: Optional[Normalizer] = None,
+    row_weight: Optional[Tensor] = None,
+    num_classes: Optional[int] = None,
+    inplace: Inplace = False,
+    group: Group = None,
+    vocab_start: Optional[int] = None,
+    return_lse: bool = False,
+    return_entropy: bool = False,
+    return_argmax: bool = False,
+    logits_dtype: Optional[torch.dtype] = None,
+    chunk_rows: Optional[int] = None,
+) -> Output:
+    """``cross_entropy(F.linear(input, linear_weight, linear_bias), target)`` without the logits.
+
+    They are made, used and overwritten ``chunk_rows`` rows at a time; only the gradients that are needed are computed.
+    With a scalar reduction they are made in forward (three matrix products in all) and scaled in backward. On a CPU an
+    eager step makes them for the upstream gradient of the step before; the first one, ``torch.compile`` and CUDA for 1,
+    which rounds once more where another one comes that is not a power of two: there the bits differ. With
+    ``reduction="none"``, for a second backward and under checkpointing, backward makes the logits anew (four). Second
+    derivatives are right, but computed from all logits at once.
+
+    Args:
+        input: hidden states (..., D); float16, bfloat16, float32 or float64, any strides. Rows whose target is ignored
+            may hold anything: their gradient is 0, and nothing of them reaches the weight's.
+        linear_weight: the head's weight (V, D), of the dtype of ``input``, or float32 with an ``input`` of 16 bits.
+            Under autocast both may be what ``F.linear`` takes there. Its gradient is summed over the chunks in float32
+            (between two chunks, a 16-bit one keeps 24 bits); on a CPU one of bfloat16 with no more rows than D over all
+            rows at once.
+        target: as for :func:`cross_entropy`, for logits (..., V).
+        linear_bias: (V,), dtype as for ``linear_weight``.
+        weight, ignore_index, reduction, label_smoothing, z_loss, logit_scale, softcap, normalizer, row_weight,
+            return_lse, return_entropy, return_argmax: as for :func:`cross_entropy`. With a scalar reduction entropy and
+            argmax cost no matrix product more; a gradient for the entropy, or for a learned ``logit_scale``, costs one.
+        num_classes: only the first ``num_classes`` rows of ``linear_weight`` exist; the rest are not read and get
+            gradient 0.
+        inplace: accepted like everywhere; there are no logits to spare, they are always overwritten.
+        logits_dtype: ``torch.float32``: the logits of a head of 16 bits, under autocast too, stay what its product
+            sums in float32; None: they are rounded to 16 bits where the product gives them so (on CUDA, and on a CPU
+            that multiplies bfloat16). Their gradient is rounded for its products in any case. A wider head's are as
+            wide as it is.
+        chunk_rows: rows whose logits exist at a time; by default what fits a share of all logits. Fewer than D / 2 save
+            memory in 16 bits where D < N < V, for a fourth matrix product (docs/linear-head.md).
+
+    Returns:
+        The loss, float32 (float64 for float64), a fresh tensor, or ``(loss, lse)``; with ``return_entropy`` or
+        ``return_argmax`` a :class:`CrossEntropyOutput`.
+
+    Raises:
+        TypeError, ValueError, RuntimeError: as :func:`cross_entropy`.
+
+    Examples:
+        >>> hidden, head = torch.randn(4, 8, requires_grad=True), torch.nn.Linear(8, 100)
+        >>> labels = torch.tensor([3, 14, -100, 15])
+        >>> loss = sparse_ce.linear_cross_entropy(hidden, head.weight, labels, linear_bias=head.bias)
+        >>> loss.backward()
+        >>> torch.testing.assert_close(loss, torch.nn.functional.cross_entropy(head(hidden), labels))
+        >>> hidden.grad[2].eq(0).all()  # of the ignored row
+        tensor(True)
+    """
+    arguments.check_input(input, "D")
+    if group is not None or vocab_start is not None:
+        raise NotImplementedError
+    arguments.check_head(input, linear_weight, linear_bias)
+    chunks = arguments.taken_chunks(chunk_rows, logits_dtype)
+    shape = torch.Size((*input.shape[:-1], linear_weight.shape[0]))
+    logit_scale, row_scale = arguments.taken_scale(logit_scale, shape, input)
+    options = dict(ignore_index=ignore_index, label_smoothing=label_smoothing, z_loss=z_loss, logit_scale=logit_scale,
+                   softcap=softcap, num_classes=num_classes)
+    options = arguments.checked(options, linear_weight.shape[0], "the rows of linear_weight")
+    arguments.check_inplace(inplace)
+    input, linear_weight, linear_bias = as_linear_multiplies(input, linear_weight, linear_bias)
+    a, normalizer = dense_parts(input, shape, target, weight, reduction, normalizer, options, row_scale)
+    row_weight = arguments.taken_weight(row_weight, shape, input)
+    rows = input.reshape(math.prod(input.shape[:-1]), input.shape[-1])
+    mean = reduction != "none"
+    head = Head(rows, linear_weight, linear_bias)
+    out: Sequence[Tensor]
+    if row_scale is not None and row_scale.requires_grad:
+        wanted = Outputs(loss=True, log_probs=False, entropy=return_entropy, argmax=return_argmax)
+        more = linear_select_op(head, a, wanted, chunks)
+        out = (loss_mean(more.loss, a, normalizer, row_weight) if mean else more.loss, more.lse, more.entropy,
+               more.argmax)
+    else:
+        out = linear_cross_entropy_op(head, a, HeadOptions(
+            chunks, mean, normalizer, row_weight if mean else None, return_entropy, return_argmax))
+    return result_of(out, a, input.shape, reduction, row_weight, return_lse, return_entropy, return_argmax)

@@ -1,0 +1,191 @@
+"""``torch.ops.sparse_ce.sharded_select``: select where the classes are shared out among the processes of a group.
+
+Each makes its rows' statistics of its own classes, all gather them, 16 bytes a row in float32 and more for what is
+asked for, and merge them in the order of their ranks: every process has the same bits. The gradient for the logits is
+each one's own and needs nobody else.
+"""
+
+from typing import Any, NamedTuple, Optional, Tuple
+
+import torch
+from torch import Tensor
+
+from ..arguments import Arguments, split
+from ..errors import fail
+from ..guarded import times
+from ..tracing import eager
+from .cross_entropy import overwritable, refuse_other_grads
+from .library import composite, needs_grad, ops, register_autograd, register_composition, register_fake
+from .select import Outputs, Selected, fake_outputs, upstream_of
+from .select import select as select_here
+
+SHARD = dict(group="", ranks=1, first_class=0)
+
+
+class Shard(NamedTuple):
+    """The classes that this process holds, from ``first_class`` on, and who holds the others."""
+
+    group: str  # the name of a process group, which graphs can hold
+    ranks: int
+    first_class: int
+
+
+# ----------------------------------------------------------------------------------------------------------- collectives
+
+class Gathered(NamedTuple):
+    """Rows (n, ...) of every rank, (ranks * n, ...), which may still be on the way."""
+
+    tensor: Tensor
+
+    def wait(self) -> Tensor:
+        arrived: Tensor = torch.ops._c10d_functional.wait_tensor(self.tensor)
+        return arrived
+
+
+def gather(t: Tensor, shard: Shard) -> Gathered:
+    return Gathered(torch.ops._c10d_functional.all_gather_into_tensor(t.contiguous(), shard.ranks, shard.group))
+
+
+def add_up(t: Tensor, shard: Shard) -> Gathered:
+    """The sum over the ranks."""
+    return Gathered(torch.ops._c10d_functional.all_reduce(t.contiguous(), "sum", shard.group))
+
+
+# -------------------------------------------------------------------------------------------------------------- the loss
+
+class _ShardedSelect(torch.autograd.Function):
+    """The gradients for logits, the values of the entries, where there is a loss, and the scale, ()."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, values: Optional[Tensor], row_scale: Optional[Tensor], a: Arguments,
+                wanted: Outputs, shard: Shard, inplace: bool) -> Tuple[Tensor, ...]:
+        # The gradient of a weight is its class's log-probability, which another rank may hold.
+        for_values = ctx.needs_input_grad[1] and wanted.loss
+        out = _select(logits, a, wanted._replace(log_probs=wanted.log_probs or for_values), shard)
+        ctx.save_for_backward(logits, *a.tensors, out.lse, out.lse_residual, out.log_rest, out.entropy,
+                              out.log_probs if for_values else None)
+        ctx.numbers, ctx.wanted, ctx.shard, ctx.inplace = a.numbers, wanted, shard, inplace
+        ctx.mark_non_differentiable(out.lse_residual, out.argmax)
+        ctx.set_materialize_grads(False)
+        return tuple(out if wanted.log_probs else out._replace(log_probs=out.log_probs.new_empty(0)))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Optional[Tensor]) -> Tuple[Optional[Tensor], ...]:
+        logits, *tensors, lse, lse_residual, log_rest, entropy, log_probs = ctx.saved_tensors
+        a, wanted, shard = Arguments.of(tensors, ctx.numbers), ctx.wanted, ctx.shard
+        given = upstream_of(grads, wanted)
+        of_loss, *_, of_rest, of_entropy, _ = given
+        wants_logits, wants_values, wants_scale = ctx.needs_input_grad[:3]
+        if all(g is None for g in given):
+            return (None,) * 7
+        refuse_second(grads)
+        grad_logits = grad_values = of_scale = None
+        if wants_values and of_loss is not None and a.values is not None:
+            grad_values = gradient_of_values(of_loss, log_probs, a).to(a.values.dtype)
+        made = (None if of_rest is None else log_rest, None if of_entropy is None else entropy)
+        if wants_logits or wants_scale:
+            if ctx.inplace and wants_logits and eager():
+                grad_logits = logits.detach()
+                of_scale = ops.select_backward_(*given, grad_logits, lse, lse_residual, *made, *a, wants_scale,
+                                                shard.first_class)
+                torch.autograd.graph.increment_version(logits)
+            else:
+                grad_logits, of_scale = ops.select_backward(*given, logits, lse, lse_residual, *made, *a, wants_scale,
+                                                            shard.first_class)
+        of_scale = add_up(of_scale.sum(), shard).wait() if wants_scale and of_scale is not None else None
+        return grad_logits if wants_logits else None, grad_values, of_scale, None, None, None, None
+
+
+def refuse_second(grads: Tuple[Optional[Tensor], ...]) -> None:
+    if eager() and torch.is_grad_enabled() and any(g is not None for g in grads):
+        fail("create_graph must be False where the classes are shared out among processes, got True: what the other "
+             "ranks' logits do to a gradient is not known here", RuntimeError)
+
+
+def gradient_of_values(grad_loss: Tensor, log_probs: Tensor, a: Arguments) -> Tensor:
+    """In the shape of ``values``: minus each entry's log-probability by what it counts for, 0 where that is 0."""
+    assert a.values is not None
+    by = grad_loss * (1 - a.label_smoothing)
+    if a.offsets is None:
+        by = by[:, None] if a.values.dim() == 2 else by
+    else:
+        by = _of_jagged(by, a)
+    values = a.values.to(log_probs.dtype)
+    padding = (values == (-torch.inf if a.logprobs else 0)) | (a.indices == a.ignore_index)
+    if a.weight is not None:
+        by = by * a.weight[torch.where(padding, 0, a.indices).clamp(0, a.weight.shape[0] - 1).long()]
+    if a.logprobs:
+        by = by * values.exp()
+    return -times(torch.where(padding, 0.0, by), log_probs)
+
+
+def _of_jagged(per_row: Tensor, a: Arguments) -> Tensor:
+    """(E,): the element of each entry's row, 0 for entries of none."""
+    assert a.offsets is not None
+    begin, end = (a.offsets[:-1], a.offsets[1:]) if a.offsets.dim() == 1 else a.offsets.unbind(1)
+    count = a.indices.shape[0]
+    at = torch.zeros(count + 1, dtype=torch.int64, device=per_row.device)
+    numbers = torch.arange(1, per_row.shape[0] + 1, device=per_row.device)
+    at = at.index_add(0, begin.long(), numbers).index_add(0, end.long(), -numbers)
+    rows = at[:count].cumsum(0)  # 1 and more; 0 for entries of no row, which no two rows share
+    return torch.cat((per_row.new_zeros(1), per_row))[rows]
+
+
+def _select(logits: Tensor, a: Arguments, wanted: Outputs, shard: Shard) -> Selected:
+    with torch._C._AutoDispatchBelowAutograd():
+        statistics, chosen = ops.select_shard(logits, *a, *wanted, shard.first_class)
+        told = gather(statistics, shard)
+        of_entries = add_up(chosen, shard).wait() if wanted.log_probs else None
+        return Selected(*ops.select_merge(told.wait(), shard.ranks, of_entries, *a, *wanted))
+
+
+def _sharded_select(logits: Tensor, *given: Any, **named: Any) -> Tuple[Tensor, ...]:
+    a, (*wanted, group, ranks, first_class) = split(given, named, **Outputs()._asdict(), **SHARD)
+    return _run(logits, a, Outputs(*wanted), Shard(group, ranks, first_class), False)
+
+
+def _run(logits: Tensor, a: Arguments, wanted: Outputs, shard: Shard, inplace: bool) -> Tuple[Tensor, ...]:
+    if composite(logits):
+        fail("input must be an ordinary tensor on the CPU or CUDA where the classes are shared out among processes, got "
+             "one of torch.func, of forward-mode AD or of another device", RuntimeError)
+    values = a.values if wanted.loss else None
+    if needs_grad(logits, values, a.row_scale, a.weight if wanted.loss else None):
+        refuse_other_grads(a._replace(row_scale=None))
+        out: Tuple[Tensor, ...] = _ShardedSelect.apply(logits, values, a.row_scale, a, wanted, shard, inplace)
+        return out
+    return tuple(_select(logits, a, wanted, shard))
+
+
+register_autograd("sharded_select")(_sharded_select)
+register_composition("sharded_select", _sharded_select)  # in inference mode
+
+
+@register_fake("select_shard")
+def _(logits: Tensor, *given: Any, **named: Any) -> Tuple[Tensor, Tensor]:
+    a, (*outputs, _) = split(given, named, **Outputs()._asdict(), first_class=0)
+    _, lse, _, chosen, *_ = fake_outputs(logits, a, Outputs(*outputs))
+    return lse.new_empty(lse.shape[0], numbers_of(a, Outputs(*outputs))), chosen
+
+
+@register_fake("select_merge")
+def _(statistics: Tensor, shards: int, chosen: Optional[Tensor], *given: Any, **named: Any) -> Tuple[Tensor, ...]:
+    a, outputs = split(given, named, **Outputs()._asdict())
+    return fake_outputs(statistics[:statistics.shape[0] // shards], a, Outputs(*outputs))
+
+
+def numbers_of(a: Arguments, wanted: Outputs) -> int:
+    """That a rank tells of a row; ``ShardStats`` of ``csrc/select.h``."""
+    pairs = 1 + wanted.loss + (a.label_smoothing != 0) + wanted.log_rest
+    return 2 * pairs + wanted.entropy + wanted.mean_logit + wanted.argmax
+
+
+def select(logits: Tensor, a: Arguments, wanted: Outputs, inplace: bool, shard: Optional[Shard]) -> Selected:
+    """:func:`sparse_ce.ops.select.select`; with a shard of all classes, of which ``logits`` (N, C) are this rank's, for
+    arguments that are the same on every rank."""
+    if shard is None:
+        return select_here(logits, a, wanted, inplace)
+    if a.num_classes is None:
+        fail("num_classes must be that of all ranks, got None")
+    if not eager():
+        return Selected(*ops.sharded_select(logits, *a, *wanted, *shard))
+    return Selected(*_run(logits, a, wanted, shard, inplace and overwritable(logits)))

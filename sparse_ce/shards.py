@@ -1,0 +1,35 @@
+"""Classes that are shared out among the processes of a group: which of them are here."""
+
+from typing import TYPE_CHECKING, Any, Optional, Tuple
+
+from .arguments import is_integer
+from .errors import fail
+from .ops.shards import Shard
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+Group = Optional["ProcessGroup"]
+
+
+def taken_shard(group: Group, vocab_start: Optional[int], here: int,
+                num_classes: Optional[int]) -> Tuple[Optional[Shard], int]:
+    """The shard, None where all classes are ``here``, and how many columns all ranks have together.
+
+    Without ``vocab_start`` every rank has as many; with it nobody but ``num_classes`` knows where the last ones end.
+    """
+    if group is None:
+        if vocab_start is not None:
+            fail(f"vocab_start must be None where there is no group, got {vocab_start!r}")
+        return None, here
+    name: Any = getattr(group, "group_name", None)
+    if name is None:
+        fail(f"group must be a torch.distributed.ProcessGroup, got {type(group).__name__}", TypeError)
+    ranks, rank = group.size(), group.rank()
+    if vocab_start is None:
+        return Shard(name, ranks, rank * here), ranks * here
+    if not is_integer(vocab_start) or vocab_start < 0:
+        fail(f"vocab_start must be an integer that is not negative, or None, got {vocab_start!r}")
+    if num_classes is None:
+        fail("num_classes must be the number of classes of all ranks where vocab_start is given, got None")
+    return Shard(name, ranks, vocab_start), num_classes
