@@ -14,6 +14,7 @@ from .functional import cross_entropy, linear_cross_entropy
 from .log_probs import LogProbs, linear_selected_log_probs, selected_log_probs
 from .losses import Reduction
 from .row_loss import linear_row_loss
+from .shards import Group, taken_shard
 from .target import SparseTarget, Target
 
 Loss = Callable[..., Tensor]
@@ -36,6 +37,8 @@ def distillation_loss(
     logit_scale: Scale = 1.0,
     softcap: Optional[float] = None,
     num_classes: Optional[int] = None,
+    group: Group = None,
+    vocab_start: Optional[int] = None,
     reduction: Reduction = "mean",
     normalizer: Optional[Normalizer] = None,
 ) -> Tensor:
@@ -52,8 +55,9 @@ def distillation_loss(
         temperature_squared: whether the divergence is multiplied by ``temperature ** 2``, which keeps its gradient's
             size as the temperature grows.
         alpha: the divergence's share, in [0, 1].
-        ignore_index, logit_scale, softcap, num_classes, reduction, normalizer: as for :func:`sparse_ce.cross_entropy`.
-            Each of the two means is over the rows that count in its target; a ``normalizer`` divides both.
+        ignore_index, logit_scale, softcap, num_classes, group, vocab_start, reduction, normalizer: as for
+            :func:`sparse_ce.cross_entropy`. Each of the two means is over the rows that count in its target; a
+            ``normalizer`` divides both.
 
     Returns:
         As :func:`sparse_ce.cross_entropy`.
@@ -69,19 +73,22 @@ def distillation_loss(
         tensor(0.7279, grad_fn=<AddBackward0>)
     """
     arguments.check_input(input, "V")
+    _, columns, classes = taken_shard(group, vocab_start, input.shape[-1], num_classes)
+    shape = torch.Size((*input.shape[:-1], columns))
     of_kind = dict(kind=kind, rest=rest, beta=beta, floor=floor, teacher_log_rest=teacher_log_rest)
-    given, fields = _checked(teacher, labels, input.shape, num_classes, of_kind, temperature, alpha)
+    given, fields = _checked(teacher, labels, shape, classes, of_kind, temperature, alpha)
     of_loss: Dict[str, Any] = dict(reduction=reduction, normalizer=normalizer)
+    of_classes: Dict[str, Any] = dict(num_classes=num_classes, group=group, vocab_start=vocab_start)
     parts = []
     if alpha > 0:
-        student = selected_log_probs(input, given, num_classes=num_classes, **fields,
+        student = selected_log_probs(input, given, **of_classes, **fields,
                                      **_divided(temperature, logit_scale, softcap))
         share = alpha * (temperature ** 2 if temperature_squared else 1)
         parts.append(share * divergence(student, given, **of_kind, **of_loss))  # type: ignore[arg-type]
     if alpha < 1:
         assert labels is not None
         parts.append((1 - alpha) * cross_entropy(input, labels, ignore_index=ignore_index, logit_scale=logit_scale,
-                                                 softcap=softcap, num_classes=num_classes, **of_loss))
+                                                 softcap=softcap, **of_classes, **of_loss))
     return parts[0] if len(parts) == 1 else parts[0] + parts[1]
 
 
@@ -104,6 +111,8 @@ def linear_distillation_loss(
     logit_scale: Scale = 1.0,
     softcap: Optional[float] = None,
     num_classes: Optional[int] = None,
+    group: Group = None,
+    vocab_start: Optional[int] = None,
     reduction: Reduction = "mean",
     normalizer: Optional[Normalizer] = None,
     logits_dtype: Optional[torch.dtype] = None,
@@ -118,7 +127,8 @@ def linear_distillation_loss(
     Args:
         input, linear_weight, linear_bias, logits_dtype, chunk_rows: as for :func:`sparse_ce.linear_cross_entropy`.
         teacher, labels, kind, rest, beta, floor, teacher_log_rest, temperature, temperature_squared, alpha,
-            ignore_index, logit_scale, softcap, num_classes, reduction, normalizer: as for :func:`distillation_loss`.
+            ignore_index, logit_scale, softcap, num_classes, group, vocab_start, reduction, normalizer: as for
+            :func:`distillation_loss`.
 
     Returns:
         As :func:`distillation_loss`.
@@ -135,12 +145,13 @@ def linear_distillation_loss(
     """
     arguments.check_input(input, "D")
     arguments.check_head(input, linear_weight, linear_bias)
-    shape = torch.Size((*input.shape[:-1], linear_weight.shape[0]))
+    _, columns, classes = taken_shard(group, vocab_start, linear_weight.shape[0], num_classes)
+    shape = torch.Size((*input.shape[:-1], columns))
     of_kind = dict(kind=kind, rest=rest, beta=beta, floor=floor)
-    given, fields = _checked(teacher, labels, shape, num_classes, dict(of_kind, teacher_log_rest=teacher_log_rest),
+    given, fields = _checked(teacher, labels, shape, classes, dict(of_kind, teacher_log_rest=teacher_log_rest),
                              temperature, alpha)
-    of_head: Dict[str, Any] = dict(linear_bias=linear_bias, num_classes=num_classes, logits_dtype=logits_dtype,
-                                   chunk_rows=chunk_rows)
+    of_head: Dict[str, Any] = dict(linear_bias=linear_bias, num_classes=num_classes, group=group,
+                                   vocab_start=vocab_start, logits_dtype=logits_dtype, chunk_rows=chunk_rows)
     of_loss: Dict[str, Any] = dict(reduction=reduction, normalizer=normalizer)
     rest_args = () if teacher_log_rest is None else (teacher_log_rest,)
     share = alpha * (temperature ** 2 if temperature_squared else 1)

@@ -18,6 +18,7 @@ from .errors import fail, moving_classes
 from .log_probs import LogProbs, selected_log_probs
 from .losses import Reduction
 from .segments import Segments, segments_of
+from .shards import Group, taken_shard
 from .target import SparseTarget, Target, as_target
 
 KINDS = ("forward_kl", "reverse_kl", "jsd", "skew_forward", "skew_reverse", "alpha", "tv", "hellinger")
@@ -58,6 +59,9 @@ def divergence(
     teacher_log_rest: Optional[Tensor] = None,
     reduction: Reduction = "mean",
     normalizer: Optional[Normalizer] = None,
+    num_classes: Optional[int] = None,
+    group: Group = None,
+    vocab_start: Optional[int] = None,
 ) -> Tensor:
     """How far a student is from a teacher whose probabilities are known at a few classes of each row.
 
@@ -82,6 +86,7 @@ def divergence(
             (``topk_log_probs(..., return_log_rest=True)``); else it is made of 1 - sum p, which has few digits. Only
             ``"bucket"`` and ``"uniform"`` look at it.
         reduction, normalizer: as for :func:`sparse_ce.cross_entropy`.
+        num_classes, group, vocab_start: of a student that is logits, as for :func:`sparse_ce.cross_entropy`.
 
     Returns:
         float32 (float64 for a student in float64): the divergence, ``()`` or the leading shape. Differentiable in
@@ -101,9 +106,11 @@ def divergence(
     arguments.check_reduction(reduction, normalizer)
     if not isinstance(student, LogProbs):
         arguments.check_input(student, "V")
-        given = as_teacher(teacher, student.shape[:-1], student.shape[-1])
+        _, columns, classes = taken_shard(group, vocab_start, student.shape[-1], num_classes)
+        given = as_teacher(teacher, student.shape[:-1], columns if classes is None else classes)
         wanted: Dict[str, Any] = {f"return_{field}": True for field in fields}
-        student = selected_log_probs(student, given, **wanted)
+        student = selected_log_probs(student, given, num_classes=num_classes, group=group, vocab_start=vocab_start,
+                                     **wanted)
     else:
         given = as_teacher(teacher, student.lse.shape, None)
     for field in fields:

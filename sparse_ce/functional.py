@@ -147,9 +147,7 @@ def cross_entropy(
         >>> loss.sum().backward()
     """
     arguments.check_input(input, "V")
-    shard, columns = taken_shard(group, vocab_start, input.shape[-1], num_classes)
-    if shard is not None:
-        num_classes = columns if num_classes is None else num_classes
+    shard, columns, num_classes = taken_shard(group, vocab_start, input.shape[-1], num_classes)
     shape = torch.Size((*input.shape[:-1], columns))
     if shape[-1] == 0:
         fail(f"input must have at least one class, got shape {list(shape)}")

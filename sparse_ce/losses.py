@@ -1,4 +1,4 @@
-"""What the losses of logits and of a linear head share: their options, their target as the ops take it, their results."""
+"""What the losses of logits and of a head share: their options, their target as the ops take it, their results."""
 
 from typing import Any, Dict, Literal, NamedTuple, Optional, Sequence, Tuple, TypedDict, Union
 

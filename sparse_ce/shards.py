@@ -13,23 +13,24 @@ Group = Optional["ProcessGroup"]
 
 
 def taken_shard(group: Group, vocab_start: Optional[int], here: int,
-                num_classes: Optional[int]) -> Tuple[Optional[Shard], int]:
-    """The shard, None where all classes are ``here``, and how many columns all ranks have together.
+                num_classes: Optional[int]) -> Tuple[Optional[Shard], int, Optional[int]]:
+    """The shard, None where all classes are ``here``, how many columns all ranks have together, and ``num_classes``,
+    which is never None for a shard.
 
     Without ``vocab_start`` every rank has as many; with it nobody but ``num_classes`` knows where the last ones end.
     """
     if group is None:
         if vocab_start is not None:
             fail(f"vocab_start must be None where there is no group, got {vocab_start!r}")
-        return None, here
+        return None, here, num_classes
     name: Any = getattr(group, "group_name", None)
     if name is None:
         fail(f"group must be a torch.distributed.ProcessGroup, got {type(group).__name__}", TypeError)
     ranks, rank = group.size(), group.rank()
     if vocab_start is None:
-        return Shard(name, ranks, rank * here), ranks * here
+        return Shard(name, ranks, rank * here), ranks * here, ranks * here if num_classes is None else num_classes
     if not is_integer(vocab_start) or vocab_start < 0:
         fail(f"vocab_start must be an integer that is not negative, or None, got {vocab_start!r}")
     if num_classes is None:
         fail("num_classes must be the number of classes of all ranks where vocab_start is given, got None")
-    return Shard(name, ranks, vocab_start), num_classes
+    return Shard(name, ranks, vocab_start), num_classes, num_classes

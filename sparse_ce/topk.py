@@ -13,19 +13,22 @@ from .errors import fail
 from .ops.library import check_kernels
 from .ops.linear import Head
 from .ops.select import Outputs
-from .ops.select import select as select_op
-from .ops.topk import linear_logits, rows_at_a_time, topk_ids
+from .ops.shards import Shard
+from .ops.shards import select as select_op
+from .ops.topk import linear_logits, rows_at_a_time, topk_ids, topk_ids_of_shards
+from .shards import Group, taken_shard
 from .target import SparseTarget
 
 
 @overload
 def topk_log_probs(input: Tensor, k: int, *, logit_scale: Scale = 1.0, softcap: Optional[float] = None,
-                   num_classes: Optional[int] = None, return_log_rest: Literal[False] = False) -> SparseTarget: ...
+                   num_classes: Optional[int] = None, group: Group = None, vocab_start: Optional[int] = None,
+                   return_log_rest: Literal[False] = False) -> SparseTarget: ...
 
 
 @overload
 def topk_log_probs(input: Tensor, k: int, *, logit_scale: Scale = 1.0, softcap: Optional[float] = None,
-                   num_classes: Optional[int] = None,
+                   num_classes: Optional[int] = None, group: Group = None, vocab_start: Optional[int] = None,
                    return_log_rest: Literal[True]) -> Tuple[SparseTarget, Tensor]: ...
 
 
@@ -36,6 +39,8 @@ def topk_log_probs(
     logit_scale: Scale = 1.0,
     softcap: Optional[float] = None,
     num_classes: Optional[int] = None,
+    group: Group = None,
+    vocab_start: Optional[int] = None,
     return_log_rest: bool = False,
 ) -> Union[SparseTarget, Tuple[SparseTarget, Tensor]]:
     """The ``k`` likeliest classes of each row and their log-probabilities, as a target that a loss takes as it is.
@@ -47,7 +52,8 @@ def topk_log_probs(
         input: logits (..., V), classes last; float16, bfloat16, float32 or float64, any strides.
         k: at most the number of classes.
         logit_scale: a number, or a tensor of positive numbers, () or ``input.shape[:-1]``.
-        softcap, num_classes: as for :func:`sparse_ce.cross_entropy`.
+        softcap, num_classes, group, vocab_start: as for :func:`sparse_ce.cross_entropy`. Of classes that are shared out
+            among processes each tells its k of a row, ids and logits, and all find the same.
         return_log_rest: also the logarithm of the probability of all other classes, ``input.shape[:-1]``: what a loss
             needs to know of the teacher's tail.
 
@@ -67,16 +73,18 @@ def topk_log_probs(
         >>> sparse_ce.cross_entropy(student, target).backward()
     """
     arguments.check_input(input, "V")
-    shape = input.shape
+    shard, columns, num_classes = taken_shard(group, vocab_start, input.shape[-1], num_classes)
+    shape = torch.Size((*input.shape[:-1], columns))
     options, row_scale = _options(input, shape, k, logit_scale, softcap, num_classes, "the last dimension of input")
-    logits = input.detach().reshape(math.prod(shape[:-1]), shape[-1])
-    ids, log_probs, log_rest = _of_logits(logits, k, options, row_scale)
+    logits = input.detach().reshape(math.prod(shape[:-1]), input.shape[-1])
+    ids, log_probs, log_rest = _of_logits(logits, k, options, row_scale, shard)
     return _target(ids, log_probs, log_rest, shape, options, return_log_rest)
 
 
 @overload
 def linear_topk_log_probs(input: Tensor, linear_weight: Tensor, k: int, *, linear_bias: Optional[Tensor] = None,
                           logit_scale: Scale = 1.0, softcap: Optional[float] = None, num_classes: Optional[int] = None,
+                          group: Group = None, vocab_start: Optional[int] = None,
                           return_log_rest: Literal[False] = False, logits_dtype: Optional[torch.dtype] = None,
                           chunk_rows: Optional[int] = None) -> SparseTarget: ...
 
@@ -84,6 +92,7 @@ def linear_topk_log_probs(input: Tensor, linear_weight: Tensor, k: int, *, linea
 @overload
 def linear_topk_log_probs(input: Tensor, linear_weight: Tensor, k: int, *, linear_bias: Optional[Tensor] = None,
                           logit_scale: Scale = 1.0, softcap: Optional[float] = None, num_classes: Optional[int] = None,
+                          group: Group = None, vocab_start: Optional[int] = None,
                           return_log_rest: Literal[True], logits_dtype: Optional[torch.dtype] = None,
                           chunk_rows: Optional[int] = None) -> Tuple[SparseTarget, Tensor]: ...
 
@@ -97,6 +106,8 @@ def linear_topk_log_probs(
     logit_scale: Scale = 1.0,
     softcap: Optional[float] = None,
     num_classes: Optional[int] = None,
+    group: Group = None,
+    vocab_start: Optional[int] = None,
     return_log_rest: bool = False,
     logits_dtype: Optional[torch.dtype] = None,
     chunk_rows: Optional[int] = None,
@@ -106,7 +117,7 @@ def linear_topk_log_probs(
     Args:
         input: hidden states (..., D); float16, bfloat16, float32 or float64, any strides.
         linear_weight, linear_bias: as for :func:`sparse_ce.linear_cross_entropy`.
-        k, logit_scale, softcap, num_classes, return_log_rest: as for :func:`topk_log_probs`.
+        k, logit_scale, softcap, num_classes, group, vocab_start, return_log_rest: as for :func:`topk_log_probs`.
         logits_dtype: as for :func:`sparse_ce.linear_cross_entropy`.
         chunk_rows: rows whose logits exist at a time; by default what fits 128 MiB of float32 logits.
 
@@ -125,7 +136,8 @@ def linear_topk_log_probs(
     arguments.check_input(input, "D")
     arguments.check_head(input, linear_weight, linear_bias)
     chunks = arguments.taken_chunks(chunk_rows, logits_dtype)
-    shape = torch.Size((*input.shape[:-1], linear_weight.shape[0]))
+    shard, columns, num_classes = taken_shard(group, vocab_start, linear_weight.shape[0], num_classes)
+    shape = torch.Size((*input.shape[:-1], columns))
     options, row_scale = _options(input, shape, k, logit_scale, softcap, num_classes, "the rows of linear_weight")
     input, linear_weight, linear_bias = as_linear_multiplies(input, linear_weight, linear_bias)
     rows = input.detach().reshape(math.prod(shape[:-1]), input.shape[-1])
@@ -136,7 +148,9 @@ def linear_topk_log_probs(
         head = Head(rows[begin:begin + step], linear_weight.detach(),
                     None if linear_bias is None else linear_bias.detach())
         of_rows = row_scale if row_scale is None or row_scale.dim() == 0 else row_scale[begin:begin + step]
-        parts.append(_of_logits(linear_logits(head, options.num_classes, chunks.float32_logits), k, options, of_rows))
+        of_head = options.num_classes if shard is None else None
+        logits = linear_logits(head, of_head, chunks.float32_logits)
+        parts.append(_of_logits(logits, k, options, of_rows, shard))
     ids, log_probs, log_rest = (torch.cat(part) for part in zip(*parts))
     return _target(ids, log_probs, log_rest, shape, options, return_log_rest)
 
@@ -156,14 +170,17 @@ def _options(input: Tensor, shape: torch.Size, k: int, logit_scale: Scale, softc
     return Arguments(input, **taken), None if row_scale is None else row_scale.detach()
 
 
-def _of_logits(logits: Tensor, k: int, a: Arguments, row_scale: Optional[Tensor]) -> Tuple[Tensor, Tensor, Tensor]:
-    """ids (N, k), log-probabilities (N, k) and log_rest (N,) of logits (N, V)."""
+def _of_logits(logits: Tensor, k: int, a: Arguments, row_scale: Optional[Tensor],
+               shard: Optional[Shard]) -> Tuple[Tensor, Tensor, Tensor]:
+    """ids (N, k), log-probabilities (N, k) and log_rest (N,) of logits (N, V), or of those of a shard."""
     with torch.no_grad():
-        live = logits if a.num_classes is None else logits[:, :a.num_classes]
-        ids = topk_ids(live, k, largest=a.logit_scale >= 0)
+        before = 0 if shard is None else shard.first_class
+        live = logits if a.num_classes is None else logits[:, :max(0, a.num_classes - before)]
+        largest = a.logit_scale >= 0
+        ids = topk_ids(live, k, largest) if shard is None else topk_ids_of_shards(live, k, largest, shard)
         if a.logit_scale == 0:  # all tie
             ids = torch.arange(k, device=ids.device).expand_as(ids).contiguous()
-        out = select_op(logits, a._replace(indices=ids, row_scale=row_scale), Outputs(log_rest=True))
+        out = select_op(logits, a._replace(indices=ids, row_scale=row_scale), Outputs(log_rest=True), False, shard)
     return ids, out.log_probs, out.log_rest
 
 

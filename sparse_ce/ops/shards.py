@@ -30,7 +30,7 @@ class Shard(NamedTuple):
     first_class: int
 
 
-# ----------------------------------------------------------------------------------------------------------- collectives
+# ---------------------------------------------------------------------------------------------------------- collectives
 
 class Gathered(NamedTuple):
     """Rows (n, ...) of every rank, (ranks * n, ...), which may still be on the way."""
@@ -51,7 +51,7 @@ def add_up(t: Tensor, shard: Shard) -> Gathered:
     return Gathered(torch.ops._c10d_functional.all_reduce(t.contiguous(), "sum", shard.group))
 
 
-# -------------------------------------------------------------------------------------------------------------- the loss
+# ------------------------------------------------------------------------------------------------------------- the loss
 
 class _ShardedSelect(torch.autograd.Function):
     """The gradients for logits, the values of the entries, where there is a loss, and the scale, ()."""
@@ -146,8 +146,8 @@ def _sharded_select(logits: Tensor, *given: Any, **named: Any) -> Tuple[Tensor, 
 
 def _run(logits: Tensor, a: Arguments, wanted: Outputs, shard: Shard, inplace: bool) -> Tuple[Tensor, ...]:
     if composite(logits):
-        fail("input must be an ordinary tensor on the CPU or CUDA where the classes are shared out among processes, got "
-             "one of torch.func, of forward-mode AD or of another device", RuntimeError)
+        fail("input must be an ordinary tensor on the CPU or CUDA where the classes are shared out among processes, "
+             "got one of torch.func, of forward-mode AD or of another device", RuntimeError)
     values = a.values if wanted.loss else None
     if needs_grad(logits, values, a.row_scale, a.weight if wanted.loss else None):
         refuse_other_grads(a._replace(row_scale=None))

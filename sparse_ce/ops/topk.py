@@ -9,6 +9,7 @@ from .. import reference
 from ..arguments import arithmetic_dtype
 from .library import composite, ops, register_autograd, register_fake
 from .linear import Head
+from .shards import Shard, gather
 
 
 @register_autograd("topk_ids")
@@ -50,6 +51,29 @@ def topk_ids(logits: Tensor, k: int, largest: bool) -> Tensor:
     ids, by ascending id."""
     ids: Tensor = ops.topk_ids(logits, k, largest)
     return ids
+
+
+def topk_ids_of_shards(logits: Tensor, k: int, largest: bool, shard: Shard) -> Tensor:
+    """The same ids, (N, k), on every rank, of logits (N, C) that are those of ``shard``: each tells its own k with
+    their logits."""
+    here = min(k, logits.shape[1])
+    # A rank with fewer: behind what any class has, and of ties the last.
+    worst = -torch.inf if largest else torch.nan
+    of_ids = logits.new_full((logits.shape[0], k), worst, dtype=arithmetic_dtype(logits.dtype))
+    ids = torch.full(of_ids.shape, torch.iinfo(torch.int64).max, dtype=torch.int64, device=logits.device)
+    if here:
+        found = topk_ids(logits, here, largest)
+        of_ids[:, :here], ids[:, :here] = logits.gather(1, found), found + shard.first_class
+    told = gather(of_ids, shard), gather(ids, shard)
+
+    def beside(t: Tensor) -> Tensor:
+        of_rows: Tensor = t.unflatten(0, (shard.ranks, -1)).movedim(0, 1)
+        return of_rows.flatten(1)
+
+    of_ids, ids = (beside(t.wait()) for t in told)
+    ids, order = ids.sort(1)  # of ties the lowest id comes first, whatever the order of the ranks
+    first: Tensor = ids.gather(1, topk_ids(of_ids.gather(1, order), k, largest))
+    return first
 
 
 def rows_at_a_time(vocab: int) -> int:
