@@ -28,10 +28,12 @@ from .linear import (
 )
 from .masked_mean import masked_mean, masked_mean_backward
 from .select import select, select_backward
+from .shards import select_merge, select_shard
 from .sparse_softmax import sparse_softmax, sparse_softmax_backward
 from .topk import topk_ids
 
 __all__ = ["Entries", "backward", "backward_values", "candidate_logits", "candidate_logits_backward", "entries_of",
            "forward", "ignored_rows", "linear_backward", "linear_forward", "linear_logits", "linear_mean",
            "linear_select", "linear_select_backward", "loss_mean", "masked_mean", "masked_mean_backward", "select",
-           "select_backward", "sparse_softmax", "sparse_softmax_backward", "topk_ids", "weight_gradient", "weighted"]
+           "select_backward", "select_merge", "select_shard", "sparse_softmax", "sparse_softmax_backward", "topk_ids",
+           "weight_gradient", "weighted"]
