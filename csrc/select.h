@@ -155,7 +155,7 @@ struct ShardStats : Scanned<acc_t> {
     if (wanted.entropy) f(this->all.spread);
     if (wanted.mean_logit) f(this->all.total);
     if (!wanted.argmax) return;
-    acc_t bits;  // of an integer: not every class is a number of float32
+    acc_t bits;  // of an integer, for not every class is a number of float32; 0 for none, where -1 would be a NaN
     to_bits(this->all.argmax, bits);
     f(bits);
     this->all.argmax = from_bits(bits);
@@ -170,13 +170,13 @@ struct ShardStats : Scanned<acc_t> {
   using Integer = std::conditional_t<sizeof(acc_t) == 4, int32_t, int64_t>;
 
   SCE_HD static void to_bits(int64_t class_of, acc_t& bits) {
-    const Integer integer = static_cast<Integer>(class_of);
+    const Integer integer = static_cast<Integer>(class_of + 1);
     std::memcpy(&bits, &integer, sizeof(bits));
   }
   SCE_HD static int64_t from_bits(const acc_t& bits) {
     Integer integer;
     std::memcpy(&integer, &bits, sizeof(bits));
-    return integer;
+    return static_cast<int64_t>(integer) - 1;
   }
 };
 

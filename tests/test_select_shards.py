@@ -143,7 +143,6 @@ def test_a_class_beyond_what_float32_counts_is_told(device):
 
 def test_opcheck_of_the_ops_of_shards(device):
     logits, a, _ = problem("topk", torch.float32, {}, 50, 1)
-    logits, a = torch.randn_like(logits), a._replace(row_mask=None)  # without an argmax, -1 is a NaN there
     for wanted in WANTED.values():
         statistics, chosen = ops.select_shard(logits, *a, *wanted, 3)
         torch.library.opcheck(ops.select_shard.default, (logits, *a, *wanted, 3))

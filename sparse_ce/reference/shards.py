@@ -76,7 +76,7 @@ def select_shard(logits: Tensor, *given: Any, **named: Any) -> Tuple[Tensor, Ten
         none = highest == torch.finfo(z.dtype).min
         first = (z == highest[:, None]).to(torch.uint8).argmax(1) if z.shape[1] else torch.zeros_like(none).long()
         integer = torch.int32 if z.element_size() == 4 else torch.int64
-        told.append(torch.where(none, -1, first + s.begin).to(integer).view(z.dtype))
+        told.append(torch.where(none, 0, first + s.begin + 1).to(integer).view(z.dtype))
     chosen = s.chosen.reshape(a.indices.shape) if wanted["log_probs"] else z.new_empty(0)
     return torch.stack(told, 1), chosen
 
@@ -128,7 +128,7 @@ def select_merge(statistics: Tensor, shards: int, chosen: Optional[Tensor], *giv
     if wanted["mean_logit"]:
         mean_logit = next(told).sum(0) / a.num_classes
     if wanted["argmax"]:
-        classes = next(told).contiguous().view(torch.int32 if top.element_size() == 4 else torch.int64).long()
+        classes = next(told).contiguous().view(torch.int32 if top.element_size() == 4 else torch.int64).long() - 1
         most = torch.iinfo(torch.int64).max
         lowest = torch.where((highest == top) & (classes >= 0), classes, most).amin(0)
         argmax = torch.where(ignored, -1, torch.where(lowest == most, 0, lowest))
