@@ -143,6 +143,7 @@ def test_a_class_beyond_what_float32_counts_is_told(device):
 
 def test_opcheck_of_the_ops_of_shards(device):
     logits, a, _ = problem("topk", torch.float32, {}, 50, 1)
+    logits = torch.randn_like(logits)  # without rows of -inf, whose losses are NaN
     for wanted in WANTED.values():
         statistics, chosen = ops.select_shard(logits, *a, *wanted, 3)
         torch.library.opcheck(ops.select_shard.default, (logits, *a, *wanted, 3))

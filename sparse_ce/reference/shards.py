@@ -61,8 +61,9 @@ def select_shard(logits: Tensor, *given: Any, **named: Any) -> Tuple[Tensor, Ten
         terms = torch.where(s.entry_weights == 0, 0.0, s.entry_weights * (s.chosen - of_row))
         told += [s.entries.sum(terms, num_rows), s.entries.sum(s.entry_weights, num_rows)]
     if a.label_smoothing:
-        o, counts = s.class_weights, ~ignored_rows(a, num_rows)
-        told += [torch.where(counts, torch.where(o == 0, 0.0, o * below).sum(1), 0.0), torch.where(counts, o.sum(), 0.0)]
+        o, ignored = s.class_weights, ignored_rows(a, num_rows)
+        told += [torch.where(ignored, 0.0, torch.where(o == 0, 0.0, o * below).sum(1)),
+                 torch.where(ignored, 0.0, o.sum())]
     if wanted["log_rest"]:
         inside = s.entries.to_dense(s.held.to(z.dtype), *z.shape) > 0 if z.shape[1] else torch.zeros_like(z).bool()
         outside = torch.where(inside, -torch.inf, z)
@@ -132,9 +133,12 @@ def select_merge(statistics: Tensor, shards: int, chosen: Optional[Tensor], *giv
         most = torch.iinfo(torch.int64).max
         lowest = torch.where((highest == top) & (classes >= 0), classes, most).amin(0)
         argmax = torch.where(ignored, -1, torch.where(lowest == most, 0, lowest))
-    return (put("loss", loss), put("lse", lse), torch.zeros_like(lse), _log_probs(chosen, a, entries, lse, ignored,
-            invalid, -torch.inf if padding_value is None else padding_value) if wanted["log_probs"]
-            else top.new_empty(0), put("log_rest", rest), put("entropy", entropy), put("mean_logit", mean_logit), argmax)
+    log_probs = top.new_empty(0)
+    if wanted["log_probs"]:
+        padding = -torch.inf if padding_value is None else padding_value
+        log_probs = _log_probs(chosen, a, entries, lse, ignored, invalid, padding)
+    return (put("loss", loss), put("lse", lse), torch.zeros_like(lse), log_probs, put("log_rest", rest),
+            put("entropy", entropy), put("mean_logit", mean_logit), argmax)
 
 
 def _log_probs(chosen: Optional[Tensor], a: Arguments, entries: Entries, lse: Tensor, ignored: Tensor, invalid: Tensor,
