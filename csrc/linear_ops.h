@@ -198,6 +198,9 @@ class LinearOps {
       const DType dtype = to_dtype(loss, "loss", /*integer=*/false);
       if (entropy.size(0) > 0) args.entropy = advance(entropy.mutable_data_ptr(), dtype, begin);
       if (argmax.size(0) > 0) args.argmax = static_cast<int64_t*>(argmax.mutable_data_ptr()) + begin;
+      args.wanted.loss = true;
+      args.wanted.entropy = args.entropy != nullptr;
+      args.wanted.argmax = args.argmax != nullptr;
       return args;
     }
 
