@@ -293,7 +293,8 @@ def check_inplace(inplace: object) -> None:
         fail(f"inplace must be False, 'backward' or 'forward', got {inplace!r}")
 
 
-def check_head(input: Tensor, linear_weight: Tensor, linear_bias: Optional[Tensor]) -> None:
+def check_head(input: Tensor, linear_weight: Tensor, linear_bias: Optional[Tensor], sharded: bool = False) -> None:
+    """``sharded``: by classes, of which there may be none here."""
     for name, t in (("linear_weight", linear_weight), ("linear_bias", linear_bias)):
         if t is None and name == "linear_bias":
             continue
@@ -303,7 +304,7 @@ def check_head(input: Tensor, linear_weight: Tensor, linear_bias: Optional[Tenso
             fail(f"{name} must be on the device of input, {input.device}, got {t.device}", RuntimeError)
     if linear_weight.dim() != 2 or linear_weight.shape[1] != input.shape[-1]:
         fail(f"linear_weight must be (V, {input.shape[-1]}), as wide as input, got {list(linear_weight.shape)}")
-    if linear_weight.shape[0] == 0:
+    if linear_weight.shape[0] == 0 and not sharded:
         fail(f"linear_weight must have at least one class, got shape {list(linear_weight.shape)}")
     if linear_bias is not None and linear_bias.shape != linear_weight.shape[:1]:
         fail(f"linear_bias must be ({linear_weight.shape[0]},), got {list(linear_bias.shape)}")

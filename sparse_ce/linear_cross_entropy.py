@@ -15,9 +15,10 @@ from .ops.cross_entropy import loss_mean
 from .ops.linear import Head
 from .ops.linear import Options as HeadOptions
 from .ops.linear import linear_cross_entropy as linear_cross_entropy_op
-from .ops.linear_select import linear_select as linear_select_op
+from .ops.linear_shards import Mean
+from .ops.linear_shards import linear_select as linear_select_op
 from .ops.select import Outputs
-from .shards import Group
+from .shards import Group, sharded_head
 from .target import Target
 
 if TYPE_CHECKING:
@@ -112,12 +113,22 @@ def linear_cross_entropy(
         num_classes: only the first ``num_classes`` rows of ``linear_weight`` exist; the rest are not read and get
             gradient 0.
         inplace: accepted like everywhere; there are no logits to spare, they are always overwritten.
+        group, vocab_start: the process group whose ranks share out the head's classes, and the first class of the rows
+            of ``linear_weight`` here; None: every rank has as many rows, in the order of ranks. With ``vocab_start``
+            ranks may have any number of rows, none too, and ``num_classes`` says how many classes there are. All other
+            arguments, ``input`` among them, and the upstream gradient are the same on every rank, and so are results
+            and the gradient for ``input``, to the bit. That one is complete: it has been added up over the ranks, in
+            the dtype of ``input``, as tensor parallelism does it; whoever adds it up again has it twice. It is sent
+            while the weight's gradient is computed, which is that of the rows here. With a scalar reduction gradients
+            are made in forward for 1, but in float16, and backward sends nothing; otherwise, and for a gradient of
+            ``lse`` or the entropy, it makes the logits anew and sends there. A second derivative is an error.
         logits_dtype: ``torch.float32``: the logits of a head of 16 bits, under autocast too, stay what its product
             sums in float32; None: they are rounded to 16 bits where the product gives them so (on CUDA, and on a CPU
             that multiplies bfloat16). Their gradient is rounded for its products in any case. A wider head's are as
             wide as it is.
-        chunk_rows: rows whose logits exist at a time; by default what fits a share of all logits. Fewer than D / 2 save
-            memory in 16 bits where D < N < V, for a fourth matrix product (docs/linear-head.md).
+        chunk_rows: rows whose logits exist at a time; by default what fits a share of all logits. Fewer than D / 2
+            save memory in 16 bits where D < N < V, for a fourth matrix product (docs/linear-head.md). With a ``group``
+            two chunks exist at a time, and by default there are two to eight of them where there are rows enough.
 
     Returns:
         The loss, float32 (float64 for float64), a fresh tensor, or ``(loss, lse)``; with ``return_entropy`` or
@@ -136,15 +147,13 @@ def linear_cross_entropy(
         tensor(True)
     """
     arguments.check_input(input, "D")
-    if group is not None or vocab_start is not None:
-        raise NotImplementedError
-    arguments.check_head(input, linear_weight, linear_bias)
+    arguments.check_head(input, linear_weight, linear_bias, group is not None)
     chunks = arguments.taken_chunks(chunk_rows, logits_dtype)
-    shape = torch.Size((*input.shape[:-1], linear_weight.shape[0]))
+    shard, shape, num_classes = sharded_head(input, linear_weight, group, vocab_start, num_classes)
     logit_scale, row_scale = arguments.taken_scale(logit_scale, shape, input)
     options = dict(ignore_index=ignore_index, label_smoothing=label_smoothing, z_loss=z_loss, logit_scale=logit_scale,
                    softcap=softcap, num_classes=num_classes)
-    options = arguments.checked(options, linear_weight.shape[0], "the rows of linear_weight")
+    options = arguments.checked(options, shape[-1], "the rows of linear_weight")
     arguments.check_inplace(inplace)
     input, linear_weight, linear_bias = as_linear_multiplies(input, linear_weight, linear_bias)
     a, normalizer = dense_parts(input, shape, target, weight, reduction, normalizer, options, row_scale)
@@ -153,9 +162,12 @@ def linear_cross_entropy(
     mean = reduction != "none"
     head = Head(rows, linear_weight, linear_bias)
     out: Sequence[Tensor]
-    if row_scale is not None and row_scale.requires_grad:
-        wanted = Outputs(loss=True, log_probs=False, entropy=return_entropy, argmax=return_argmax)
-        more = linear_select_op(head, a, wanted, chunks)
+    wanted = Outputs(loss=True, log_probs=False, entropy=return_entropy, argmax=return_argmax)
+    if shard is not None:
+        more = linear_select_op(head, a, wanted, chunks, shard, Mean(mean, normalizer, row_weight if mean else None))
+        out = more.loss, more.lse, more.entropy, more.argmax
+    elif row_scale is not None and row_scale.requires_grad:
+        more = linear_select_op(head, a, wanted, chunks, shard)
         out = (loss_mean(more.loss, a, normalizer, row_weight) if mean else more.loss, more.lse, more.entropy,
                more.argmax)
     else:

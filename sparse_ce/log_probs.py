@@ -15,10 +15,10 @@ from .errors import fail
 from .losses import flat_target
 from .ops.library import check_kernels
 from .ops.linear import Head
-from .ops.linear_select import linear_select
+from .ops.linear_shards import linear_select
 from .ops.select import Outputs, Selected
 from .ops.shards import select as select_op
-from .shards import Group, taken_shard
+from .shards import Group, sharded_head, taken_shard
 from .target import SparseTarget, Target, as_ids
 
 
@@ -139,6 +139,8 @@ def linear_selected_log_probs(
     return_entropy: bool = False,
     return_mean_logit: bool = False,
     return_argmax: bool = False,
+    group: Group = None,
+    vocab_start: Optional[int] = None,
     logits_dtype: Optional[torch.dtype] = None,
     chunk_rows: Optional[int] = None,
 ) -> LogProbs:
@@ -155,6 +157,7 @@ def linear_selected_log_probs(
         indices: as for :func:`sparse_ce.selected_log_probs`, for logits (..., V).
         ignore_index, logit_scale, softcap, num_classes, padding_value, return_log_rest, return_entropy,
             return_mean_logit, return_argmax: as for :func:`sparse_ce.selected_log_probs`.
+        group, vocab_start: as for :func:`sparse_ce.linear_cross_entropy`, of a head whose classes are shared out.
 
     Returns:
         :class:`LogProbs`.
@@ -171,9 +174,9 @@ def linear_selected_log_probs(
         >>> out.log_probs.sum().backward()
     """
     arguments.check_input(input, "D")
-    arguments.check_head(input, linear_weight, linear_bias)
+    arguments.check_head(input, linear_weight, linear_bias, group is not None)
     chunks = arguments.taken_chunks(chunk_rows, logits_dtype)
-    shape = torch.Size((*input.shape[:-1], linear_weight.shape[0]))
+    shard, shape, num_classes = sharded_head(input, linear_weight, group, vocab_start, num_classes)
     ids = as_ids(indices, shape)
     a = select_arguments(input, shape, ids, indices, ignore_index, logit_scale, softcap, num_classes,
                          "the rows of linear_weight")
@@ -181,7 +184,7 @@ def linear_selected_log_probs(
                      mean_logit=return_mean_logit, argmax=return_argmax)
     input, linear_weight, linear_bias = as_linear_multiplies(input, linear_weight, linear_bias)
     rows = input.reshape(math.prod(shape[:-1]), input.shape[-1])
-    out = linear_select(Head(rows, linear_weight, linear_bias), a, wanted, chunks)
+    out = linear_select(Head(rows, linear_weight, linear_bias), a, wanted, chunks, shard)
     return result(out, wanted, ids.indices.shape, shape[:-1])
 
 

@@ -1,7 +1,7 @@
 """Any loss that is a sum over rows, of a linear head's log-probabilities, in three matrix products."""
 
 import math
-from typing import Any, Callable, Dict, List, NamedTuple, Optional, Sequence, Tuple, Union
+from typing import Any, Callable, Dict, Iterator, List, NamedTuple, Optional, Sequence, Tuple, Union
 
 import torch
 from torch import Tensor
@@ -16,11 +16,13 @@ from .losses import Reduction
 from .ops import forecast
 from .ops.library import composite, needs_grad
 from .ops.linear import Head, rescaled
-from .ops.linear_select import linear_select
-from .ops.row_loss import FORECAST, add_chunk, expected_upstream, new_gradients
+from .ops.linear_shards import Chunk, classes_here, in_turn, linear_select, merged, rows_a_chunk, scaled
+from .ops.row_loss import FORECAST, add_chunk, complete, expected_upstream, new_gradients
 from .ops.select import Outputs, Selected
 from .ops.select import select as select_op
+from .ops.shards import Shard, refuse_second
 from .ops.topk import linear_logits, rows_at_a_time
+from .shards import Group, sharded_head
 from .target import SparseTarget, Target, as_ids
 from .tracing import eager
 
@@ -46,6 +48,8 @@ def linear_row_loss(
     return_entropy: bool = False,
     return_mean_logit: bool = False,
     return_argmax: bool = False,
+    group: Group = None,
+    vocab_start: Optional[int] = None,
     logits_dtype: Optional[torch.dtype] = None,
     chunk_rows: Optional[int] = None,
 ) -> Any:
@@ -71,8 +75,11 @@ def linear_row_loss(
             rows that do not count.
         ignore_index, logit_scale, softcap, num_classes, padding_value, return_log_rest, return_entropy,
             return_mean_logit, return_argmax: as for :func:`sparse_ce.selected_log_probs`.
+        group, vocab_start: as for :func:`sparse_ce.linear_cross_entropy`, of a head whose classes are shared out.
+            ``fn`` and ``row_args`` are the same on every rank; so are the gradients for these.
         logits_dtype: as for :func:`sparse_ce.linear_cross_entropy`.
-        chunk_rows: rows whose logits exist at a time; by default what fits 128 MiB of float32 logits.
+        chunk_rows: rows whose logits exist at a time; by default what fits 128 MiB of float32 logits; with a
+            ``group`` as for :func:`sparse_ce.linear_cross_entropy`.
 
     With ``reduction="none"``, under ``torch.compile``, ``torch.func`` and checkpointing, for a ``logit_scale`` that
     requires grad, in float16 and where the gradient is differentiated again, the logits are made twice: four products.
@@ -94,10 +101,10 @@ def linear_row_loss(
         >>> loss.backward()
     """
     arguments.check_input(input, "D")
-    arguments.check_head(input, linear_weight, linear_bias)
+    arguments.check_head(input, linear_weight, linear_bias, group is not None)
     chunks = arguments.taken_chunks(chunk_rows, logits_dtype)
     arguments.check_reduction(reduction, normalizer)
-    shape = torch.Size((*input.shape[:-1], linear_weight.shape[0]))
+    shard, shape, num_classes = sharded_head(input, linear_weight, group, vocab_start, num_classes)
     ids = as_ids(target, shape)
     a = select_arguments(input, shape, ids, target, ignore_index, logit_scale, softcap, num_classes,
                          "the rows of linear_weight")
@@ -117,9 +124,12 @@ def linear_row_loss(
         divisor = counts.new_ones((), dtype=arguments.arithmetic_dtype(input.dtype))
     elif divisor is None:
         divisor = counts.sum(dtype=arguments.arithmetic_dtype(input.dtype))
-    step = chunk_rows or rows_at_a_time(shape[-1])
+    if shard is None:
+        step = chunk_rows or rows_at_a_time(shape[-1])
+    else:
+        step = rows_a_chunk(chunk_rows, rows.input.shape[0], a, shard, input.is_cpu)
     divisor = torch.where(divisor == 0, torch.inf, divisor)
-    call = _Call(fn, wanted, has_aux, live, divisor, step, chunks.float32_logits, [])
+    call = _Call(fn, wanted, has_aux, live, divisor, step, chunks.float32_logits, shard, [])
     head = Head(rows.input, linear_weight, linear_bias)
     tensors = [t for t in rows.row_args if isinstance(t, Tensor)]
     half = any(t is not None and t.dtype == torch.float16 and t.requires_grad for t in head)
@@ -175,6 +185,7 @@ class _Call(NamedTuple):
     divisor: Tensor
     step: int
     float32_logits: bool
+    shard: Optional[Shard]
     names: List[str]  # of aux, once fn was called
 
 
@@ -218,7 +229,7 @@ def _losses(out: Selected, rows: _Rows, call: _Call, live: Optional[Tensor],
 
 
 def _four_products(head: Head, rows: _Rows, call: _Call) -> Tuple[Tensor, Dict[str, Tensor]]:
-    out = linear_select(head, rows.arguments, call.wanted, Chunks(call.step, call.float32_logits))
+    out = linear_select(head, rows.arguments, call.wanted, Chunks(call.step, call.float32_logits), call.shard)
     return _losses(out, rows, call, call.live, rows.row_args)
 
 
@@ -229,7 +240,7 @@ class _LinearRowLoss(torch.autograd.Function):
     def forward(ctx: Any, input: Tensor, linear_weight: Tensor, linear_bias: Optional[Tensor], rows: _Rows,
                 call: _Call, *tensors: Tensor) -> Tuple[Tensor, ...]:
         ctx.wanted = (*ctx.needs_input_grad[:3], *ctx.needs_input_grad[5:])
-        expected = expected_upstream(input)
+        expected = expected_upstream(input, call.shard)
         loss, aux, gradients = _three_products(Head(input, linear_weight, linear_bias), rows, call, expected,
                                                ctx.wanted)
         ctx.save_for_backward(input, linear_weight, linear_bias, *tensors)
@@ -246,7 +257,11 @@ class _LinearRowLoss(torch.autograd.Function):
         given = iter(tensors)
         rows = ctx.rows._replace(input=input, row_args=[next(given) if isinstance(t, Tensor) else t
                                                         for t in ctx.rows.row_args])
-        if torch.is_grad_enabled():
+        if ctx.call.shard is not None:
+            refuse_second((grad,))
+            made = _three_products(head, rows, ctx.call, grad, ctx.wanted)[2] if gradients is None else scaled(
+                gradients, grad)
+        elif torch.is_grad_enabled():
             losses = _four_products(head, rows, ctx.call)[0]
             leaves = [t for t, wanted in zip((*head, *tensors), ctx.wanted) if wanted]
             found = iter(torch.autograd.grad(losses.sum() / ctx.call.divisor, leaves, grad, create_graph=True,
@@ -255,8 +270,8 @@ class _LinearRowLoss(torch.autograd.Function):
         else:
             if grad.is_cpu:
                 forecast.remember(FORECAST, grad)
-            scaled = None if gradients is None else rescaled(gradients, expected, grad)
-            made = _three_products(head, rows, ctx.call, grad, ctx.wanted)[2] if scaled is None else scaled
+            again = None if gradients is None else rescaled(gradients, expected, grad)
+            made = _three_products(head, rows, ctx.call, grad, ctx.wanted)[2] if again is None else again
         return *made[:3], None, None, *made[3:]
 
 
@@ -265,19 +280,14 @@ def _three_products(head: Head, rows: _Rows, call: _Call, upstream: Tensor,
     """loss (), aux and the gradients for input, weight, bias and each tensor among the row arguments, for the upstream
     gradient of the loss."""
     count, step = rows.input.shape[0], call.step
-    gradients = new_gradients(head, rows.a.num_classes, wanted[:3], whole=count <= step)
+    classes = rows.a.num_classes if call.shard is None else classes_here(head.linear_weight, rows.a, call.shard)
+    gradients = new_gradients(head, classes, wanted[:3], count <= step, call.shard)
     of_args = [torch.zeros_like(t) if want else None
                for t, want in zip((t for t in rows.row_args if isinstance(t, Tensor)), wanted[3:])]
     total = torch.zeros((), dtype=call.divisor.dtype, device=head.input.device)
     aux: Dict[str, List[Tensor]] = {}
-    for begin in range(0, count, step):
-        end = min(count, begin + step)
-        chunk = rows.at(slice(begin, end))
-        a, live = chunk.arguments, None if call.live is None else call.live[begin:end]
-        of_chunk = Head(chunk.input, head.linear_weight, head.linear_bias)
-        z = linear_logits(of_chunk, a.num_classes, call.float32_logits)
-        a = a._replace(num_classes=None)
-        out = select_op(z, a, call.wanted)
+    for (at, chunk, of_chunk, a), z, out in _selected(head, rows, call):
+        live = None if call.live is None else call.live[at]
         with torch.enable_grad():
             leaves = Selected(*(t.detach().requires_grad_(t.is_floating_point()) for t in out))
             given = iter(wanted[3:])
@@ -290,15 +300,37 @@ def _three_products(head: Head, rows: _Rows, call: _Call, upstream: Tensor,
         for name, t in told.items():
             aux.setdefault(name, []).append(t)
         found = _gradients(losses, [*leaves[:-1], *tensors], upstream / call.divisor)
-        add_chunk(gradients, of_chunk, slice(begin, end), z, a, call.wanted, out, found[:len(leaves) - 1])
+        add_chunk(gradients, of_chunk, at, z, a, call.wanted, out, found[:len(leaves) - 1])
+        del z  # before the next chunk's are made
         of_tensors = iter(found[len(leaves) - 1:])
         for gradient in of_args:
             if gradient is not None:
                 part = next(of_tensors)
                 if part is not None:
-                    gradient[begin:end] = part
+                    gradient[at] = part
     joined = {name: torch.cat(parts) for name, parts in aux.items()}
-    return total / call.divisor, joined, [*gradients.tensors, *of_args]
+    return total / call.divisor, joined, [*complete(gradients), *of_args]
+
+
+def _selected(head: Head, rows: _Rows, call: _Call) -> Iterator[Tuple[Chunk, Tensor, Selected]]:
+    """Each chunk, its logits and what select gives."""
+    def chunks() -> Iterator[Chunk]:
+        for begin in range(0, rows.input.shape[0], call.step):
+            at = slice(begin, min(rows.input.shape[0], begin + call.step))
+            chunk = rows.at(at)
+            input = chunk.input if call.live is None else torch.where(call.live[at][:, None], chunk.input, 0.0)
+            yield Chunk(at, chunk, head._replace(input=input), chunk.arguments)
+
+    if call.shard is not None:
+        for chunk, z, told in in_turn(chunks(), call.wanted, call.float32_logits, call.shard):
+            yield chunk, z, merged(told, chunk.a, call.wanted, call.shard)
+            del z
+        return
+    for chunk in chunks():
+        z = linear_logits(chunk.head, chunk.a.num_classes, call.float32_logits)
+        chunk = chunk._replace(a=chunk.a._replace(num_classes=None))
+        yield chunk, z, select_op(z, chunk.a, call.wanted)
+        del z
 
 
 def _gradients(losses: Tensor, leaves: Sequence[Tensor], upstream: Tensor) -> List[Optional[Tensor]]:

@@ -2,6 +2,9 @@
 
 from typing import TYPE_CHECKING, Any, Optional, Tuple
 
+import torch
+from torch import Tensor
+
 from .arguments import is_integer
 from .errors import fail
 from .ops.shards import Shard
@@ -34,3 +37,12 @@ def taken_shard(group: Group, vocab_start: Optional[int], here: int,
     if num_classes is None:
         fail("num_classes must be the number of classes of all ranks where vocab_start is given, got None")
     return Shard(name, ranks, vocab_start), num_classes, num_classes
+
+
+def sharded_head(input: Tensor, linear_weight: Tensor, group: Group, vocab_start: Optional[int],
+                 num_classes: Optional[int]) -> Tuple[Optional[Shard], torch.Size, Optional[int]]:
+    """The same of a head: the shard, the shape of the logits of all ranks, and ``num_classes``."""
+    shard, columns, num_classes = taken_shard(group, vocab_start, linear_weight.shape[0], num_classes)
+    if columns == 0:
+        fail(f"linear_weight must have at least one class on some rank, got shape {list(linear_weight.shape)}")
+    return shard, torch.Size((*input.shape[:-1], columns)), num_classes

@@ -16,7 +16,7 @@ from .ops.select import Outputs
 from .ops.shards import Shard
 from .ops.shards import select as select_op
 from .ops.topk import linear_logits, rows_at_a_time, topk_ids, topk_ids_of_shards
-from .shards import Group, taken_shard
+from .shards import Group, sharded_head, taken_shard
 from .target import SparseTarget
 
 
@@ -136,8 +136,7 @@ def linear_topk_log_probs(
     arguments.check_input(input, "D")
     arguments.check_head(input, linear_weight, linear_bias)
     chunks = arguments.taken_chunks(chunk_rows, logits_dtype)
-    shard, columns, num_classes = taken_shard(group, vocab_start, linear_weight.shape[0], num_classes)
-    shape = torch.Size((*input.shape[:-1], columns))
+    shard, shape, num_classes = sharded_head(input, linear_weight, group, vocab_start, num_classes)
     options, row_scale = _options(input, shape, k, logit_scale, softcap, num_classes, "the rows of linear_weight")
     input, linear_weight, linear_bias = as_linear_multiplies(input, linear_weight, linear_bias)
     rows = input.detach().reshape(math.prod(shape[:-1]), input.shape[-1])

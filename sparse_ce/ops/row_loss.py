@@ -6,10 +6,12 @@ import torch
 from torch import Tensor
 
 from ..arguments import Arguments, arithmetic_dtype
+from ..tracing import eager
 from . import forecast
 from .library import ops, register_fake
 from .linear import Head
 from .select import Outputs, Selected, upstream_of
+from .shards import Gathered, Shard, add_up
 
 FORECAST = "row loss"
 
@@ -21,15 +23,19 @@ class Gradients(NamedTuple):
     tensors: List[Optional[Tensor]]
     weight_low: Optional[Tensor]
     bias_low: Optional[Tensor]
+    shard: Optional[Shard]
+    sums: List[Gathered]  # of the input's over the ranks, a chunk's each
 
 
-def new_gradients(head: Head, num_classes: Optional[int], wanted: Sequence[bool], whole: bool) -> Gradients:
-    """``whole``: one chunk holds all rows."""
+def new_gradients(head: Head, num_classes: Optional[int], wanted: Sequence[bool], whole: bool,
+                  shard: Optional[Shard] = None) -> Gradients:
+    """``whole``: one chunk holds all rows. With a shard ``num_classes`` are those of them that are here."""
     vocab, width = head.linear_weight.shape
     classes = vocab if num_classes is None else num_classes
     empty = head.input.shape[0] == 0
     made = [None if t is None or not want else torch.zeros_like(t, memory_format=torch.contiguous_format)
-            if empty or i and classes < vocab else torch.empty_like(t, memory_format=torch.contiguous_format)
+            if empty or classes == 0 or i and classes < vocab
+            else torch.empty_like(t, memory_format=torch.contiguous_format)
             for i, (t, want) in enumerate(zip(head, wanted))]
 
     def low(gradient: Optional[Tensor], rows: int, columns: int) -> Optional[Tensor]:
@@ -37,32 +43,57 @@ def new_gradients(head: Head, num_classes: Optional[int], wanted: Sequence[bool]
             return None
         return torch.empty(rows, columns, dtype=torch.uint8, device=gradient.device)
 
-    return Gradients(head.input.shape[0], made, low(made[1], classes, width), low(made[2], 1, classes))
+    return Gradients(head.input.shape[0], made, low(made[1], classes, width), low(made[2], 1, classes), shard, [])
 
 
 def add_chunk(gradients: Gradients, head: Head, rows: slice, logits: Tensor, a: Arguments, wanted: Outputs,
-              out: Selected, grads: Sequence[Optional[Tensor]]) -> None:
+              out: Selected, grads: Sequence[Optional[Tensor]], scale_grad: bool = False) -> Optional[Tensor]:
     """Adds what the ``logits`` of some ``rows``, those of ``head.input``, contribute; their gradient overwrites them.
-    ``grads``: of what select gave, all but argmax. The chunks come in order."""
-    if all(gradient is None for gradient in gradients.tensors):
-        return
+    ``grads``: of what select gave, all but argmax. The chunks come in order. Returns the gradients of the rows' scales,
+    if they are asked for."""
+    if all(gradient is None for gradient in gradients.tensors) and not scale_grad:
+        return None
     upstream = upstream_of(tuple(grads), wanted)
     *_, of_rest, of_entropy, _ = upstream
+    of_scale: Optional[Tensor] = None
     if all(g is None for g in upstream):
         logits = torch.zeros_like(logits)
     else:
         made = (None if of_rest is None else out.log_rest, None if of_entropy is None else out.entropy)
-        ops.select_backward_(*upstream, logits, out.lse, out.lse_residual, *made, *a, False)
+        first_class = None if gradients.shard is None else gradients.shard.first_class
+        of_scale = ops.select_backward_(*upstream, logits, out.lse, out.lse_residual, *made, *a, scale_grad,
+                                        first_class)
     of_input, of_weight, of_bias = gradients.tensors
-    first, last = rows.start == 0, rows.stop == gradients.num_rows
-    ops.linear_add_gradients_(*head, logits, None if of_input is None else of_input[rows], of_weight,
-                              gradients.weight_low, of_bias, gradients.bias_low, first, last)
+    share = None if of_input is None else of_input[rows]
+    ends = (rows.start == 0, rows.stop == gradients.num_rows)
+    low_weight, low_bias = gradients.weight_low, gradients.bias_low
+    if gradients.shard is None:
+        ops.linear_add_gradients_(*head, logits, share, of_weight, low_weight, of_bias, low_bias, *ends)
+        return of_scale if scale_grad else None
+    here = logits.shape[1] > 0  # or the gradients, of classes that nobody has, are 0 already
+    if share is not None:
+        if here:
+            ops.linear_add_gradients_(*head, logits, share, None, None, None, None, *ends)
+        gradients.sums.append(add_up(share, gradients.shard, inplace=eager()))  # on its way during the next product
+    if here and not (of_weight is None and of_bias is None):
+        ops.linear_add_gradients_(*head, logits, None, of_weight, low_weight, of_bias, low_bias, *ends)
+    return of_scale if scale_grad else None
 
 
-def expected_upstream(input: Tensor) -> Tensor:
-    """The upstream gradient, (), for which forward makes the gradients: that of the step before, or 1."""
+def complete(gradients: Gradients) -> List[Optional[Tensor]]:
+    """For input, weight and bias, once the other ranks' shares have come."""
+    of_input, of_weight, of_bias = gradients.tensors
+    sums = [total.wait() for total in gradients.sums]
+    if sums and not eager():
+        of_input = torch.cat(sums)
+    return [of_input, of_weight, of_bias]
+
+
+def expected_upstream(input: Tensor, shard: Optional[Shard]) -> Tensor:
+    """The upstream gradient, (), for which forward makes the gradients: that of the step before, or 1, which with a
+    shard all ranks expect."""
     dtype = arithmetic_dtype(input.dtype)
-    expected = forecast.take(FORECAST, dtype) if input.is_cpu else None
+    expected = forecast.take(FORECAST, dtype) if input.is_cpu and shard is None else None
     return torch.ones((), dtype=dtype, device=input.device) if expected is None else expected
 
 

@@ -46,8 +46,10 @@ def gather(t: Tensor, shard: Shard) -> Gathered:
     return Gathered(torch.ops._c10d_functional.all_gather_into_tensor(t.contiguous(), shard.ranks, shard.group))
 
 
-def add_up(t: Tensor, shard: Shard) -> Gathered:
-    """The sum over the ranks."""
+def add_up(t: Tensor, shard: Shard, inplace: bool = False) -> Gathered:
+    """The sum over the ranks; ``inplace``, where ``t``, which is contiguous, was."""
+    if inplace:
+        return Gathered(torch.ops._c10d_functional.all_reduce_(t, "sum", shard.group))
     return Gathered(torch.ops._c10d_functional.all_reduce(t.contiguous(), "sum", shard.group))
 
 
