@@ -71,16 +71,21 @@ class Program:
         return Path(self._folder.name, stream).read_text()
 
 
-def two(*command: Any, cwd: Any, **environment: str) -> List[Program]:
-    """Processes of rank 0 and 1, of a thread each, that find each other as torchrun's do, and what tests share."""
+def ranks(count: int, *command: Any, cwd: Any, **environment: str) -> List[Program]:
+    """Processes of a thread each that find each other as torchrun's do, and what tests share."""
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
     package = importlib.util.find_spec("sparse_ce").origin
     path = os.pathsep.join([str(Path(package).parent.parent), str(Path(__file__).parent)])
-    shared = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+    shared = {**os.environ, "WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
               "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **environment}
-    return [Program(*command, cwd=cwd, env={**shared, "RANK": rank, "LOCAL_RANK": rank}) for rank in "01"]
+    return [Program(*command, cwd=cwd, env={**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)})
+            for rank in range(count)]
+
+
+def two(*command: Any, cwd: Any, **environment: str) -> List[Program]:
+    return ranks(2, *command, cwd=cwd, **environment)
 
 
 def all_codes(started: Sequence[Program], timeout: float = 300) -> List[int]:

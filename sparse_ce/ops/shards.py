@@ -15,7 +15,7 @@ from ..errors import fail
 from ..guarded import times
 from ..tracing import eager
 from .cross_entropy import overwritable, refuse_other_grads
-from .library import composite, needs_grad, ops, register_autograd, register_composition, register_fake
+from .library import batched, composite, needs_grad, ops, register_autograd, register_composition, register_fake
 from .select import Outputs, Selected, fake_outputs, upstream_of
 from .select import select as select_here
 
@@ -81,6 +81,9 @@ class _ShardedSelect(torch.autograd.Function):
         if all(g is None for g in given):
             return (None,) * 7
         refuse_second(grads)
+        if wants_scale and any(g is not None and batched(g) for g in grads):
+            fail("is_grads_batched must be False where logit_scale requires grad and the classes are shared out among "
+                 "processes, got True: no collective adds up several gradients at once", RuntimeError)
         grad_logits = grad_values = of_scale = None
         if wants_values and of_loss is not None and a.values is not None:
             grad_values = gradient_of_values(of_loss, log_probs, a).to(a.values.dtype)
@@ -105,32 +108,34 @@ def refuse_second(grads: Tuple[Optional[Tensor], ...]) -> None:
 
 
 def gradient_of_values(grad_loss: Tensor, log_probs: Tensor, a: Arguments) -> Tensor:
-    """In the shape of ``values``: minus each entry's log-probability by what it counts for, 0 where that is 0."""
+    """In the shape of ``values``: minus each entry's log-probability by what it counts for, 0 where that is 0, and
+    where nothing counts: of padding and in rows that are ignored, whatever these hold."""
     assert a.values is not None
+    values, classes = a.values.to(log_probs.dtype), a.indices.long()  # in fewer bits a class may be ``ignore_index``
     by = grad_loss * (1 - a.label_smoothing)
-    if a.offsets is None:
-        by = by[:, None] if a.values.dim() == 2 else by
-    else:
-        by = _of_jagged(by, a)
-    values = a.values.to(log_probs.dtype)
-    padding = (values == (-torch.inf if a.logprobs else 0)) | (a.indices == a.ignore_index)
+    dead = torch.zeros_like(by, dtype=torch.bool) if a.row_mask is None else a.row_mask.logical_not()
+    if a.offsets is not None:
+        rows = _rows_of_entries(a)
+        by, dead = torch.cat((by.new_zeros(1), by))[rows], torch.cat((dead.new_ones(1), dead))[rows]
+    elif values.dim() == 2:
+        by, dead = by[:, None], dead[:, None]
+    dead = dead | (values == (-torch.inf if a.logprobs else 0)) | (classes == a.ignore_index)
     if a.weight is not None:
-        by = by * a.weight[torch.where(padding, 0, a.indices).clamp(0, a.weight.shape[0] - 1).long()]
+        by = by * a.weight[torch.where(dead, 0, classes).clamp(0, a.weight.shape[0] - 1)]
     if a.logprobs:
         by = by * values.exp()
-    return -times(torch.where(padding, 0.0, by), log_probs)
+    return -times(torch.where(dead, 0.0, by), log_probs)
 
 
-def _of_jagged(per_row: Tensor, a: Arguments) -> Tensor:
-    """(E,): the element of each entry's row, 0 for entries of none."""
+def _rows_of_entries(a: Arguments) -> Tensor:
+    """(E,): one more than the number of each entry's row, 0 for entries of none. No two rows share an entry."""
     assert a.offsets is not None
     begin, end = (a.offsets[:-1], a.offsets[1:]) if a.offsets.dim() == 1 else a.offsets.unbind(1)
     count = a.indices.shape[0]
-    at = torch.zeros(count + 1, dtype=torch.int64, device=per_row.device)
-    numbers = torch.arange(1, per_row.shape[0] + 1, device=per_row.device)
+    at = torch.zeros(count + 1, dtype=torch.int64, device=a.indices.device)
+    numbers = torch.arange(1, begin.shape[0] + 1, device=at.device)
     at = at.index_add(0, begin.long(), numbers).index_add(0, end.long(), -numbers)
-    rows = at[:count].cumsum(0)  # 1 and more; 0 for entries of no row, which no two rows share
-    return torch.cat((per_row.new_zeros(1), per_row))[rows]
+    return at[:count].cumsum(0)
 
 
 def _select(logits: Tensor, a: Arguments, wanted: Outputs, shard: Shard) -> Selected:

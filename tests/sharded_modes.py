@@ -1,0 +1,262 @@
+"""What one of several processes does for test_sharded_logits.py: compilers, what is sent, and peers.
+
+    RANK=r WORLD_SIZE=n python sharded_modes.py FOLDER CASE ...
+
+As sharded_cases.py.
+"""
+
+import math
+import sys
+from pathlib import Path
+from typing import Any, Callable, Dict, List, Tuple
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.parallel import loss_parallel
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.profiler import profile
+
+import sparse_ce
+from sharded_cases import assert_same, main, share
+from sharded_problems import assert_the_same_everywhere
+from sparse_ce import SparseTarget
+
+sys.path.append(str(Path(__file__).parent.parent / "benchmarks"))
+from collectives import Collective, collectives  # noqa: E402
+
+CLASSES = 23
+
+
+def target_of(kind: str, rows: int, values: Tensor) -> Any:
+    generator = torch.Generator().manual_seed(rows)
+    indices = torch.randint(CLASSES, (rows, 3), generator=generator)
+    if kind == "labels":
+        return indices[:, 0]
+    if kind == "topk":
+        return indices, values
+    return SparseTarget.from_jagged(indices.flatten(), values.flatten(), torch.arange(0, 3 * rows + 1, 3))
+
+
+def drawn(rows: int, dtype: torch.dtype = torch.float64) -> Tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(rows + 1)
+    return (torch.randn(rows, CLASSES, generator=generator, dtype=torch.float64).to(dtype).requires_grad_(),
+            torch.rand(rows, 3, generator=generator, dtype=torch.float64).requires_grad_())
+
+
+def compiled_once_and_for_other_sizes(backend: str = "aot_eager") -> None:
+    for kind in ("labels", "topk", "jagged"):
+        for options in (dict(reduction="mean"), dict(reduction="none", label_smoothing=0.1, return_entropy=True)):
+            torch._dynamo.reset()
+            counter = CompileCounterWithBackend(backend)
+
+            def loss(x: Tensor, target: Any, scale: Tensor, keywords: Dict[str, Any]) -> Tensor:
+                out = sparse_ce.cross_entropy(x, target, logit_scale=scale, **keywords)
+                out = out if isinstance(out, tuple) else (out,)
+                return sum((t * 1.5).sum() for t in out if t is not None and t.is_floating_point())
+
+            compiled = torch.compile(loss, backend=counter, fullgraph=True)
+            for rows in (4, 7, 9, 16):
+                x, values = drawn(rows)
+                local, keywords = share(x, **options)
+                found = []
+                for f in (loss, compiled):
+                    scale = torch.tensor(1.25, dtype=torch.float64, requires_grad=True)
+                    out = f(local, target_of(kind, rows, values), scale, keywords)
+                    leaves = [local, scale] if kind == "labels" else [local, scale, values]
+                    found.append((out.detach(), *torch.autograd.grad(out, leaves)))
+                assert_same(found[1], found[0])
+            assert counter.frame_count <= 2, f"{kind}: {counter.frame_count} compilations"
+    torch._dynamo.reset()
+
+
+def compiled_by_inductor() -> None:
+    compiled_once_and_for_other_sizes("inductor")
+
+
+def compiled_log_probs() -> None:
+    counter = CompileCounterWithBackend("aot_eager")
+
+    def outputs(x: Tensor, ids: Tensor, keywords: Dict[str, Any]) -> Any:
+        return sparse_ce.selected_log_probs(x, ids, return_log_rest=True, return_entropy=True, return_argmax=True,
+                                            **keywords)
+
+    compiled = torch.compile(outputs, backend=counter, fullgraph=True)
+    for rows in (4, 7, 9):
+        x, values = drawn(rows)
+        local, keywords = share(x)
+        ids = target_of("topk", rows, values)[0]
+        found = []
+        for f in (outputs, compiled):
+            out = f(local, ids, keywords)
+            loss = out.log_probs.sum() + out.log_rest.sum() - out.entropy.sum()
+            found.append((out.lse.detach(), out.argmax, *torch.autograd.grad(loss, local)))
+        assert_same(found[1], found[0])
+    assert counter.frame_count <= 2
+    torch._dynamo.reset()
+
+
+def traced_without_data() -> None:
+    """Nothing waits for a number: fake tensors have none."""
+    for kind in ("labels", "topk", "jagged"):
+        x, values = drawn(6)
+        local, keywords = share(x)
+
+        def step(local: Tensor, values: Tensor, scale: Tensor) -> Tuple[Tensor, ...]:
+            local, values = local.detach().requires_grad_(), values.detach().requires_grad_()
+            loss = sparse_ce.cross_entropy(local, target_of(kind, 6, values), logit_scale=scale, label_smoothing=0.1,
+                                           **keywords)
+            leaves = [local] if kind == "labels" else [local, values]
+            return (loss, *torch.autograd.grad(loss, leaves))
+
+        scale = torch.tensor(0.5, dtype=torch.float64)
+        expected = step(local, values, scale)
+        for mode in ("fake", "symbolic"):
+            traced = make_fx(step, tracing_mode=mode)(local, values, scale)
+            assert_same(traced(local, values, scale), expected)
+
+
+# ------------------------------------------------------------------------------------------------------------------ sent
+
+def sent_by(call: Callable[[], Any], number: int) -> Tuple[List[Collective], List[str]]:
+    """Collectives, with the bytes that this rank hands in, and what else has a part in what was called."""
+    with profile(record_shapes=True) as seen:
+        call()
+    names = {"_c10d_functional::all_gather_into_tensor": "all_gather", "_c10d_functional::all_reduce": "all_reduce"}
+    sent = [Collective(names[e.name], number * math.prod(e.input_shapes[0])) for e in seen.events() if e.name in names]
+    return sent, [e.name for e in seen.events() if e.name not in names]
+
+
+def as_planned() -> None:
+    """What ``benchmarks/collectives.py`` reckons with is what is sent, by a call that nobody watches."""
+    world, rows = dist.get_world_size(), 12
+    asked = [(), ("label_smoothing",), ("entropy",), ("argmax",), ("label_smoothing", "entropy", "argmax")]
+    for dtype, number in ((torch.float64, 8), (torch.float32, 4), (torch.bfloat16, 4)):
+        x, values = drawn(rows, dtype)
+        local, keywords = share(x)
+        values = values.detach()
+        for kind in ("labels", "topk", "jagged"):
+            for outputs in asked:
+                options = {f"return_{name}": True for name in outputs if name != "label_smoothing"}
+                options.update({name: 0.1 for name in outputs if name == "label_smoothing"})
+                out: List[Any] = []
+                sent, others = sent_by(lambda: out.append(sparse_ce.cross_entropy(
+                    local, target_of(kind, rows, values), z_loss=0.1, **options, **keywords)), number)
+                planned = collectives("sparse_ce", rows, world, element=dtype.itemsize, outputs=outputs)
+                assert sent == planned, f"{kind} {outputs} {dtype}: {sent}, planned {planned}"
+                assert not {"aten::item", "aten::_local_scalar_dense"} & {*others}
+                assert sum(name.startswith("c10d::") for name in others) == len(sent)
+                loss = out[0][0] if isinstance(out[0], tuple) else out[0]
+                sent, others = sent_by(lambda: loss.backward(), number)
+                assert not sent and not {"aten::item", "aten::_local_scalar_dense"} & {*others}
+
+
+def as_planned_of_log_probs() -> None:
+    world, rows = dist.get_world_size(), 12
+    for outputs in ((), ("log_rest",), ("mean_logit",), ("log_rest", "entropy", "mean_logit", "argmax")):
+        x, values = drawn(rows, torch.float32)
+        local, keywords = share(x)
+        ids, out = target_of("topk", rows, values)[0], []
+        sent, _ = sent_by(lambda: out.append(sparse_ce.selected_log_probs(
+            local, ids, **{f"return_{name}": True for name in outputs}, **keywords)), 4)
+        planned = collectives("sparse_ce", rows, world, outputs=outputs, entries=3)
+        # That of a loss has its two numbers more.
+        planned[0] = planned[0]._replace(bytes=planned[0].bytes - 8 * rows)
+        assert sent == planned, f"{outputs}: {sent}, planned {planned}"
+        assert not sent_by(lambda: out[0].log_probs.sum().backward(), 4)[0]
+
+
+def bytes_of_a_row() -> None:
+    """In the words of the contract: 16 in float32, 32 in float64, and what is asked for."""
+    for dtype, number in ((torch.float32, 4), (torch.float64, 8)):
+        x, values = drawn(5, dtype)
+        local, keywords = share(x)
+        labels = target_of("labels", 5, values)
+        more = {"label_smoothing": 2, "return_entropy": 1, "return_argmax": 1}
+        for name, numbers in {"": 0, **more}.items():
+            options = {name: 0.1 if name == "label_smoothing" else True} if name else {}
+            sent, _ = sent_by(lambda: sparse_ce.cross_entropy(local, labels, **options, **keywords), number)
+            assert sent == [Collective("all_gather", 5 * number * (4 + numbers))]
+        # The gradient of the entries' values takes their log-probabilities, that of a scale one number.
+        target = target_of("topk", 5, values)
+        scale = torch.tensor(1.5, dtype=dtype, requires_grad=True)
+        out: List[Tensor] = []
+        sent, _ = sent_by(lambda: out.append(sparse_ce.cross_entropy(local, target, logit_scale=scale, **keywords)),
+                          number)
+        assert sent == [Collective("all_gather", 5 * number * 4), Collective("all_reduce", 5 * number * 3)]
+        assert sent_by(out[0].backward, number)[0] == [Collective("all_reduce", number)]
+
+
+# ----------------------------------------------------------------------------------------------------------------- peers
+
+def loss_parallel_of_pytorch() -> None:
+    world, rank = dist.get_world_size(), dist.get_rank()
+    mesh, n = dist.init_device_mesh("cpu", (world,)), 6
+    x = torch.randn(7, n * world, dtype=torch.float64)
+    labels = torch.tensor([0, n, n * world - 1, -100, 1, 2, n - 1])
+    local = x[:, rank * n:rank * n + n].clone().requires_grad_()
+    ours, = torch.autograd.grad(loss := sparse_ce.cross_entropy(local, labels, group=mesh.get_group()), local)
+    sharded = DTensor.from_local(local, mesh, [Shard(1)])
+    with loss_parallel():
+        peer = F.cross_entropy(sharded, labels)
+        peer.backward()
+    assert_same(loss, peer.full_tensor())
+    assert_same(ours, local.grad)
+
+
+def smoothing_over_all_classes() -> None:
+    """Megatron-LM smooths over its own classes, of which it takes e K / (K - 1), K being how many those are, and the
+    mean of their log-probabilities; Transformer Engine adds its own logits by e / V alone. Neither has the same loss on
+    all ranks; on one rank Megatron's is ours of e V / (V - 1)."""
+    e, x = 0.1, torch.randn(6, 20, dtype=torch.float64, generator=torch.Generator().manual_seed(3)) * 3
+    labels = torch.tensor([0, 19, 7, 3, 12, 9])
+    local, keywords = share(x)
+    ours = sparse_ce.cross_entropy(local, labels, label_smoothing=e, reduction="none", **keywords)
+    assert_same(ours, F.cross_entropy(x, labels, label_smoothing=e, reduction="none"))
+    lse = torch.logsumexp(x, 1)
+    nll = lse - x.gather(1, labels[:, None])[:, 0]
+
+    def megatron(own: Tensor) -> Tensor:
+        smoothing = e * own.shape[1] / (own.shape[1] - 1)
+        return (1 - smoothing) * nll - smoothing * (own - lse[:, None]).mean(1)
+
+    engine = (1 - e) * nll + e * lse - e / x.shape[1] * local.sum(1)
+    for theirs in (megatron(local), engine):
+        everybody = [torch.empty_like(theirs) for _ in range(dist.get_world_size())]
+        dist.all_gather(everybody, theirs)
+        assert not torch.allclose(everybody[0], everybody[1]) and not torch.allclose(theirs, ours)
+    added = local.sum(1)
+    dist.all_reduce(added)
+    assert_same(ours, (1 - e) * nll + e * lse - e / x.shape[1] * added)
+    assert_same(sparse_ce.cross_entropy(local, labels, label_smoothing=e * 20 / 19, reduction="none", **keywords),
+                megatron(x))
+    assert_the_same_everywhere({"loss": ours})
+
+
+def gradients_of_log_probabilities() -> None:
+    """Whatever follows them: those of ``log_softmax`` of all classes, also where a label is weighted."""
+    x = torch.randn(5, 12, dtype=torch.float64, requires_grad=True)
+    labels, weight = torch.tensor([0, 11, 5, 5, 2]), torch.rand(12, dtype=torch.float64)
+    local, keywords = share(x)
+    begin = keywords["vocab_start"]
+    here = slice(begin, begin + local.shape[1])
+    log_probs = x.log_softmax(1).gather(1, labels[:, None])[:, 0]
+    expected, = torch.autograd.grad((log_probs.exp() * 3).sum() + log_probs[1], x)
+    found = sparse_ce.selected_log_probs(local, labels, **keywords).log_probs
+    assert_same(torch.autograd.grad((found.exp() * 3).sum() + found[1], local)[0], expected[:, here])
+    loss = sparse_ce.cross_entropy(local, labels, weight, **keywords)
+    peer = F.cross_entropy(x, labels, weight)
+    assert_same(loss, peer)
+    assert_same(torch.autograd.grad(loss, local)[0], torch.autograd.grad(peer, x)[0][:, here])
+
+
+MODES: Dict[str, Callable[[], None]] = {f.__name__.replace("_", " "): f for f in (
+    compiled_once_and_for_other_sizes, compiled_log_probs, traced_without_data, as_planned, as_planned_of_log_probs,
+    bytes_of_a_row, loss_parallel_of_pytorch, smoothing_over_all_classes, gradients_of_log_probabilities)}
+SLOW: Dict[str, Callable[[], None]] = {"compiled by inductor": compiled_by_inductor}
+
+if __name__ == "__main__":
+    main(lambda name: {**MODES, **SLOW}[name]())
