@@ -1,4 +1,4 @@
-"""What one of several processes does for test_sharded_logits.py.
+"""What one of several processes does for test_sharded_logits.py: values and gradients, errors, modes of autograd.
 
     RANK=r WORLD_SIZE=n python sharded_cases.py FOLDER CASE ...
 
@@ -8,6 +8,7 @@ the name of the case, "" where nothing was.
 
 import os
 import sys
+import time
 import traceback
 from datetime import timedelta
 from pathlib import Path
@@ -81,7 +82,7 @@ def check_values(target: Callable[[Tensor], Any], values: Tensor, rows: int = 2,
     assert found[1][1].dtype == values.dtype
 
 
-# --------------------------------------------------------------------------------------- the gradient of entries' values
+# -------------------------------------------------------------------------------------- the gradient of entries' values
 
 def values_of_rows_that_do_not_count() -> None:
     """Whatever their entries, weights and upstream gradients are."""
@@ -148,11 +149,12 @@ def values_of_any_dtype() -> None:
     for dtype in (torch.float16, torch.bfloat16, torch.float32):
         values = torch.tensor([[0.5, 0.25], [0.125, 1.0]], dtype=dtype)
         check_values(lambda v: (indices, v), values)
-        check_values(lambda v: SparseTarget.from_jagged(indices.flatten(), v.flatten(), torch.tensor([0, 3, 4])), values)
+        check_values(lambda v: SparseTarget.from_jagged(indices.flatten(), v.flatten(), torch.tensor([0, 3, 4])),
+                     values)
     check_values(lambda v: (indices, v), values.double(), dtype=torch.bfloat16)
 
 
-# ----------------------------------------------------------------------------------------------------------------- modes
+# ---------------------------------------------------------------------------------------------------------------- modes
 
 def no_rows() -> None:
     x = torch.zeros(0, 10, dtype=torch.float64, requires_grad=True)
@@ -201,7 +203,8 @@ def errors_come_to_every_rank() -> None:
             assert "sparse_ce: " in str(error), error
         else:
             raise AssertionError(f"{target}, {other}")
-    assert_same(sparse_ce.cross_entropy(local, torch.tensor([1, 9]), **keywords), F.cross_entropy(x, torch.tensor([1, 9])))
+    labels = torch.tensor([1, 9])
+    assert_same(sparse_ce.cross_entropy(local, labels, **keywords), F.cross_entropy(x, labels))
 
 
 def derivatives_that_are_refused() -> None:
@@ -374,11 +377,13 @@ def main(run: Callable[[str], None]) -> None:
     for name in names:
         print(name, flush=True)  # the last line of a process that hangs
         torch.manual_seed(1)
+        begun = time.monotonic()
         try:
             run(name)
             found[name] = ""
         except Exception as error:
             found[name] = f"{error}\n{''.join(traceback.format_exc())}"
+        print(f"{time.monotonic() - begun:.2f}", flush=True)
     torch.save(found, folder / f"{os.environ['RANK']}.pt")
     dist.barrier()
     dist.destroy_process_group()
