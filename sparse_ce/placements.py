@@ -1,0 +1,444 @@
+"""DTensors as arguments: this rank's tensors go into the same function, and what it returns comes out as DTensors.
+
+Classes may be shared out on one dimension of the mesh, rows on any others. What crosses ranks because rows are elsewhere
+is all here: the sum of what a mean divides by, that of the loss, and in backward those of the gradients of whatever the
+rows have in common, such as the weight of a head.
+
+torch.distributed.tensor takes long to import: nobody imports this module before there is a DTensor.
+"""
+
+import sys
+from typing import Any, Callable, Dict, List, NamedTuple, Optional, Sequence, Tuple
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+
+from . import arguments, reference
+from .distillation import check_shares
+from .divergence import as_teacher, checked
+from .entries import IGNORE_INDEX
+from .errors import fail
+from .log_probs import LogProbs, selected_log_probs
+from .losses import dense_parts, flat_target
+from .shards import is_distributed
+from .target import SparseTarget, Target, as_ids, as_target
+
+Given = Dict[str, Any]  # arguments by the names of their parameters
+
+_FIRST = "fn", "input", "linear_weight", "target"  # in front of the row arguments of linear_row_loss
+_OF_DATA = "dp", "data", "fsdp", "hsdp"  # how the names of mesh dimensions begin that share out data
+
+
+def call(function: Callable[..., Any], given: Given) -> Any:
+    """``function`` of arguments among which there are DTensors."""
+    given = dict(given)
+    for name in ("group", "vocab_start"):
+        if given.pop(name, None) is not None:
+            fail(f"{name} must be None for a DTensor, whose mesh and placements say it, got one")
+    reduction = given.get("reduction", "none")
+    arguments.check_reduction(reduction, None)
+    if "student" in given:
+        rows = _enter_student(given)
+    else:
+        rows = _enter_head(given) if "linear_weight" in given else _enter_logits(given, "input")
+        _take_targets(given, rows)
+        rows.name_classes(given)
+    for name in ("row_weight", "teacher_log_rest"):
+        if given.get(name) is not None:
+            given[name] = rows.local(name, given[name])
+    for name in ("weight", "normalizer"):
+        if isinstance(given.get(name), Tensor):
+            given[name] = _whole(name, given[name])
+    scale = given.get("logit_scale")
+    if isinstance(scale, Tensor):
+        given["logit_scale"] = rows.local("logit_scale", scale) if scale.dim() else rows.summed(
+            _whole("logit_scale", scale))
+    row_args = [rows.target("row_args", t) if isinstance(t, SparseTarget) else rows.local("row_args", t)
+                for t in given.pop("row_args", ())]
+
+    def run(**changed: Any) -> Any:
+        named = {**given, **changed}
+        first = [named.pop(name) for name in _FIRST] if "fn" in named else []
+        return rows.returned(function(*first, *row_args, **named), reduction != "none")
+
+    if reduction != "mean" or given["normalizer"] is not None or not rows.sharded:
+        return run()
+    if "alpha" in given:
+        return _both_means(run, given, rows)
+    return run(normalizer=rows.total(_divisor(given, rows)).to_local())
+
+
+def _both_means(run: Callable[..., Any], given: Given, rows: "Rows") -> Any:
+    """Of a divergence and of a cross entropy: they divide by different numbers, so each is a call of its own."""
+    alpha, teacher, labels = given["alpha"], given["teacher"], given["labels"]
+    check_shares(given["rest"], given["temperature"], alpha)
+    if alpha < 1 and labels is None:
+        return run()  # which says so
+    parts = []
+    if alpha > 0:
+        counted = _divisor(dict(teacher=teacher), rows)
+        parts.append(alpha * run(alpha=1.0, normalizer=rows.total(counted).to_local()))
+    if alpha < 1:
+        counted = _divisor(dict(teacher=labels, ignore_index=given["ignore_index"]), rows)
+        parts.append((1 - alpha) * run(alpha=0.0, normalizer=rows.total(counted).to_local()))
+    return parts[0] if len(parts) == 1 else parts[0] + parts[1]
+
+
+def _divisor(given: Given, rows: "Rows") -> Tensor:
+    """What the mean of these rows alone would divide by, (), 0 over nothing."""
+    shape, like, mark = torch.Size((*rows.here, rows.classes)), rows.like, given.get("ignore_index", IGNORE_INDEX)
+    target = given["teacher"] if "teacher" in given else given["target"]
+    options = dict(ignore_index=mark, num_classes=given.get("num_classes"))
+    zeros = torch.zeros(rows.here.numel(), dtype=arguments.arithmetic_dtype(like.dtype), device=like.device)
+    with torch.no_grad():
+        if "weight" in given:
+            a, _ = dense_parts(like, shape, target, given["weight"], "mean", None, options, None)
+            divisor = reference.loss_mean(zeros, None, *a.target)[1]
+            return torch.where(divisor.isinf(), 0.0, divisor)
+        ids = as_ids(target, shape) if "fn" in given else as_target(target, shape)
+        a = flat_target(like, shape, ids, target, None, None, options)
+        return (~reference.ignored_rows(a, zeros.shape[0])).sum(dtype=zeros.dtype)
+
+
+# ------------------------------------------------------------------------------------------------------------ the rows
+
+class Rows(NamedTuple):
+    """Where the rows are, and the classes: ``placements`` of tensors of the leading shape, which are the same on all
+    ranks of ``vocab``, the mesh dimension that the ``classes`` are shared out on, from ``first_class`` on."""
+
+    mesh: DeviceMesh
+    placements: Tuple[Any, ...]
+    leading: torch.Size
+    classes: int
+    like: Tensor  # local, of the dtype and on the device of the logits
+    vocab: Optional[int] = None
+    first_class: int = 0
+
+    @property
+    def sharded(self) -> bool:
+        return any(p.is_shard() for p in self.placements)
+
+    @property
+    def ranges(self) -> List[Tuple[int, int]]:
+        """[begin, end) of the rows here in each leading dimension."""
+        return [_range(size, dim, self.mesh, self.placements) for dim, size in enumerate(self.leading)]
+
+    @property
+    def here(self) -> torch.Size:
+        return torch.Size([end - begin for begin, end in self.ranges])
+
+    def name_classes(self, given: Given) -> None:
+        """Which classes are here, for a function that is given its columns or its head's rows."""
+        given.update(self.of_classes(given.get("num_classes")))
+        count = given.get("num_classes")
+        if self.vocab is None or count == self.classes:
+            return
+        for name, t in given.items():  # of all columns: the function knows of no more than there are classes
+            if isinstance(t, SparseTarget) and t.num_classes == self.classes:
+                given[name] = t.with_num_classes(count)
+        if isinstance(given.get("weight"), Tensor) and given["weight"].shape == (self.classes,):
+            given["weight"] = _whole("weight", given["weight"])[:count]
+
+    def of_classes(self, num_classes: Optional[int] = None) -> Given:
+        if self.vocab is None:
+            return {} if num_classes is None else dict(num_classes=num_classes)
+        if num_classes is None:
+            num_classes = self.classes
+        elif arguments.is_integer(num_classes) and not 0 < num_classes <= self.classes:
+            fail(f"num_classes must be in [1, {self.classes}], the classes of all ranks, got {num_classes}")
+        return dict(group=self.mesh.get_group(self.vocab), vocab_start=self.first_class, num_classes=num_classes)
+
+    # -------------------------------------------------------------------------------------------------------- inwards
+
+    def local(self, name: str, t: Any) -> Any:
+        """The rows here of a tensor (*leading, ...): a DTensor, or a plain one of all rows or of these."""
+        if not isinstance(t, Tensor):
+            return t  # of which the function complains
+        if is_distributed(t):
+            placed: Any = t
+            if placed.device_mesh != self.mesh:
+                fail(f"{name} must be on the mesh of the logits, {self.mesh}, got {placed.device_mesh}")
+            if any(p.is_shard() and p.dim >= len(self.leading) for p in placed.placements):
+                _refuse(name, placed, self.placements)
+            if placed.placements != self.placements:
+                placed = placed.redistribute(placements=self.placements)
+            return _local(placed, self.placements)
+        count = len(self.leading)
+        if not self.sharded or t.shape[:count] == self.here:
+            return t
+        if t.shape[:count] != self.leading:
+            self._refuse_shape(name, t.shape)
+        t = self.summed(t)
+        for dim, (begin, end) in enumerate(self.ranges):
+            t = t.narrow(dim, begin, end - begin)
+        return t
+
+    def target(self, name: str, t: Target) -> Target:
+        """The rows here of a target in any form."""
+        if isinstance(t, (tuple, list)):
+            return type(t)(self.local(name, part) for part in t)
+        if isinstance(t, Tensor) and t.layout == torch.strided:
+            return self.local(name, t)
+        if isinstance(t, SparseTarget) and is_distributed(t.indices):
+            if t.form == "jagged":
+                t = t._map(lambda part: _whole(name, part))
+            else:
+                return t._map(lambda part: self.local(name, part))
+        if not self.sharded:
+            return t
+        t = t if isinstance(t, SparseTarget) else as_target(t, torch.Size((*self.leading, self.classes)))
+        if name == "indices" and t.form == "jagged":
+            fail("indices must be labels or top-k where rows are sharded, got jagged ones: their log-probabilities have "
+                 "no placement; pass input.to_local(), or pad them")
+        if t.shape == self.here:
+            return t
+        if t.shape != self.leading:
+            self._refuse_shape(name, t.shape)
+        t = t._map(self.summed)
+        return t[tuple(slice(begin, end) for begin, end in self.ranges)]
+
+    def _refuse_shape(self, name: str, shape: Sequence[int]) -> None:
+        fail(f"{name} must have leading shape {list(self.leading)}, or {list(self.here)}, of the rows that are here, got "
+             f"{list(shape)}")
+
+    def summed(self, t: Tensor) -> Tensor:
+        """``t``, the same where rows differ: its gradient is the sum of theirs."""
+        if not self.sharded or not t.requires_grad or not torch.is_grad_enabled():
+            return t
+        same = [Replicate()] * self.mesh.ndim
+        partial = tuple(Partial() if p.is_shard() else Replicate() for p in self.placements)
+        result: Tensor = DTensor.from_local(t, self.mesh, same, run_check=False).to_local(grad_placements=partial)
+        return result
+
+    # ------------------------------------------------------------------------------------------------------- outwards
+
+    def returned(self, out: Any, scalar: bool) -> Any:
+        """What a function of these rows gave. ``scalar``: it, or the first of it, is a sum over them."""
+        if isinstance(out, Tensor):
+            return self.total(out) if scalar else self.placed(out)
+        if isinstance(out, LogProbs):
+            return LogProbs(*(None if t is None else self.placed(t) for t in (  # type: ignore[arg-type]
+                out.log_probs, out.lse, out.log_rest, out.entropy, out.mean_logit, out.argmax)))
+        if isinstance(out, SparseTarget):
+            return out._map(self.placed)
+        if isinstance(out, dict):
+            return {name: self.placed(t) for name, t in out.items()}
+        first, *rest = out
+        made = (self.returned(first, scalar), *(t if t is None else self.returned(t, False) for t in rest))
+        return made if type(out) is tuple else type(out)(*made)
+
+    def placed(self, t: Tensor) -> Tensor:
+        """(*leading, ...), of its rows here."""
+        if not self.sharded:
+            return DTensor.from_local(t, self.mesh, self.placements, run_check=False)
+        shape = torch.Size((*self.leading, *t.shape[len(self.leading):]))
+        strides, stride = [], 1
+        for size in reversed(shape):
+            strides.append(stride)
+            stride *= max(size, 1)
+        return DTensor.from_local(t.contiguous(), self.mesh, self.placements, run_check=False, shape=shape,
+                                  stride=tuple(reversed(strides)))
+
+    def total(self, t: Tensor) -> Any:
+        """The sum over all rows of what is a sum over those here, ()."""
+        same = [Replicate()] * self.mesh.ndim
+        if not self.sharded:
+            return DTensor.from_local(t, self.mesh, same, run_check=False)
+        partial = [Partial() if p.is_shard() else Replicate() for p in self.placements]
+        return DTensor.from_local(t, self.mesh, partial, run_check=False).redistribute(placements=same)
+
+
+def _range(size: int, dim: int, mesh: DeviceMesh, placements: Sequence[Any]) -> Tuple[int, int]:
+    """[begin, end) of what is here of dimension ``dim``, which each mesh dimension cuts as ``torch.chunk`` does."""
+    begin = 0
+    for at, placement in enumerate(placements):
+        if placement.is_shard() and placement.dim == dim:
+            step = -(-size // mesh.size(at))
+            low = min(mesh.get_local_rank(at) * step, size)
+            begin, size = begin + low, min(step, size - low)
+    return begin, begin + size
+
+
+# ----------------------------------------------------------------------------------------------------- what has the rows
+
+def _enter_logits(given: Given, name: str) -> Rows:
+    """Makes the logits local."""
+    logits = given[name]
+    last = logits.dim() - 1
+    if last < 0:
+        fail(f"{name} must be (..., V), got shape []")
+    placements, vocab = _leading(name, logits, last)
+    local = given[name] = _local(logits, logits.placements)
+    begin, end = _range(logits.shape[last], last, logits.device_mesh, logits.placements)
+    rows = Rows(logits.device_mesh, placements, logits.shape[:last], logits.shape[last], local,
+                _several(logits.device_mesh, vocab), begin)
+    _check_cut(name, local, (*rows.here, end - begin))
+    return rows
+
+
+def _enter_head(given: Given) -> Rows:
+    """Makes hidden states, weight and bias local."""
+    hidden, weight, bias = given["input"], given["linear_weight"], given["linear_bias"]
+    of_rows, of_head = is_distributed(hidden), is_distributed(weight)
+    if not isinstance(hidden, Tensor) or hidden.dim() == 0 or not isinstance(weight, Tensor) or weight.dim() != 2:
+        arguments.check_input(hidden, "D")
+        fail(f"linear_weight must be (V, {hidden.shape[-1]}), as wide as input, got "
+             f"{list(weight.shape) if isinstance(weight, Tensor) else type(weight).__name__}")
+    mesh = (hidden if of_rows else weight).device_mesh
+    if of_rows and of_head and weight.device_mesh != mesh:
+        fail(f"linear_weight must be on the mesh of input, {mesh}, got {weight.device_mesh}")
+    if of_head and not of_rows and _holds_data(weight):
+        arguments.check_head(hidden, weight, bias)  # which refuses it and says how
+    last, same = hidden.dim() - 1, [Replicate()] * mesh.ndim
+    placements: List[Any] = list(same)
+    if of_rows:
+        leading, features = _leading("input", hidden, last)
+        if features is not None:
+            fixed = [Replicate() if i == features else p for i, p in enumerate(hidden.placements)]
+            _refuse("input", hidden, fixed)
+        placements = list(leading)
+    vocab = _of_head(weight) if of_head else None
+    if vocab is not None:  # sequences that are shared out there come together
+        placements[vocab] = Replicate()
+    whole = tuple(weight.placements) if of_head else tuple(same)
+    if of_rows:
+        if list(hidden.placements) != placements:
+            hidden = hidden.redistribute(placements=placements)
+        hidden = _local(hidden, tuple(placements))
+    begin, end = _range(weight.shape[0], 0, mesh, whole)
+    shape = given["input"].shape
+    rows = Rows(mesh, tuple(placements), shape[:last], weight.shape[0], hidden, _several(mesh, vocab), begin)
+    _check_cut("input", hidden, (*rows.here, shape[-1]))
+    local = rows.summed(_local(weight, whole) if of_head else weight)
+    _check_cut("linear_weight", local, (end - begin, weight.shape[1]))
+    if bias is not None:
+        given["linear_bias"] = rows.summed(_bias(bias, mesh, whole, weight.shape[0]))
+    given["input"], given["linear_weight"] = hidden, local
+    return rows
+
+
+def _bias(bias: Tensor, mesh: DeviceMesh, placements: Tuple[Any, ...], classes: int) -> Tensor:
+    """Of the classes here; whole, or placed as the weight is."""
+    placed: Any = bias
+    if not is_distributed(bias):
+        if bias.shape != (classes,):
+            fail(f"linear_bias must be ({classes},), or a DTensor of that shape, got {list(bias.shape)}")
+        placed = DTensor.from_local(bias, mesh, [Replicate()] * mesh.ndim, run_check=False)
+    elif placed.device_mesh != mesh:
+        fail(f"linear_bias must be on the mesh of linear_weight, {mesh}, got {placed.device_mesh}")
+    if tuple(placed.placements) != placements:
+        placed = placed.redistribute(placements=placements)
+    return _local(placed, placements)
+
+
+def _enter_student(given: Given) -> Rows:
+    """Makes the student of a divergence, logits or log-probabilities, log-probabilities of the rows here."""
+    student = given["student"]
+    if isinstance(student, LogProbs):
+        lse: Any = student.lse
+        placements, _ = _leading("student", lse, lse.dim())
+        rows = Rows(lse.device_mesh, placements, lse.shape, 0, lse.to_local())
+        _take_targets(given, rows)
+        fields = [student.log_probs, student.lse, student.log_rest, student.entropy, student.mean_logit]
+        given["student"] = LogProbs(*(
+            None if t is None else rows.local("student", t) for t in fields))  # type: ignore[arg-type]
+        return rows
+    rows = _enter_logits(given, "student")
+    _take_targets(given, rows)
+    teacher = given["teacher"] = as_teacher(given["teacher"], rows.here, rows.classes)
+    fields = checked(given["kind"], given["beta"], given["rest"], given["floor"])
+    given["student"] = selected_log_probs(given["student"], teacher, **rows.of_classes(),
+                                          **{f"return_{field}": True for field in fields})
+    return rows
+
+
+def _take_targets(given: Given, rows: Rows) -> None:
+    for name in ("target", "indices", "teacher", "labels"):
+        if given.get(name) is not None:
+            given[name] = rows.target(name, given[name])
+
+
+# ---------------------------------------------------------------------------------------------------- how it is placed
+
+def _leading(name: str, t: Any, last: int) -> Tuple[Tuple[Any, ...], Optional[int]]:
+    """The placements of the leading dimensions, and the mesh dimension that shares out the ``last``."""
+    rows, found = [], None
+    for at, p in enumerate(t.placements):
+        if type(p) is Shard and p.dim == last and found is None:
+            found = at
+            rows.append(Replicate())
+        elif p.is_replicate() or type(p) is Shard and p.dim < last:
+            rows.append(p)
+        else:
+            _refuse(name, t, [q if q.is_replicate() or type(q) is Shard and i != at else Replicate()
+                              for i, q in enumerate(t.placements)])
+    return tuple(rows), found
+
+
+def _of_head(weight: Any) -> Optional[int]:
+    """The mesh dimension that shares out the classes of a head."""
+    found = None
+    for at, p in enumerate(weight.placements):
+        if type(p) is Shard and p.dim == 0 and found is None:
+            found = at
+        elif not p.is_replicate():
+            _refuse("linear_weight", weight, [q if q.is_replicate() or type(q) is Shard and q.dim == 0 and i != at
+                                              else Replicate() for i, q in enumerate(weight.placements)])
+    return found
+
+
+def _refuse(name: str, t: Any, fixed: Sequence[Any]) -> None:
+    fail(f"{name} must be placed Replicate or Shard on each mesh dimension, its last dimension, or a head's classes, "
+         f"shared out on one at most, got a DTensor with placements {list(t.placements)}; pass "
+         f"{name}.redistribute(placements={list(fixed)})", TypeError)
+
+
+def _holds_data(weight: Any) -> bool:
+    """Whether the ranks that share a weight out have other rows each, so that plain hidden states are not the same
+    there: a parameter of FSDP2 outside of its module's forward, or a mesh whose name says it.
+
+    FSDP2 leaves no mark on what it shards, but its states know their parameters.
+    """
+    names = weight.device_mesh.mesh_dim_names or ()
+    if any(p.is_shard() and name.startswith(_OF_DATA) for p, name in zip(weight.placements, names)):
+        return True
+    states = sys.modules.get("torch.distributed._composable_state")
+    if states is None or torch.compiler.is_compiling():
+        return False
+    for reference_to_state in list(getattr(states, "_module_state_mapping", {}).values()):
+        state: Any = reference_to_state()
+        groups = getattr(state, "_fsdp_param_groups", None)
+        for group in [getattr(state, "_fsdp_param_group", None)] if groups is None else groups:
+            if any(p.sharded_param is weight for p in getattr(group, "fsdp_params", ())):
+                return True
+    return False
+
+
+def _several(mesh: DeviceMesh, at: Optional[int]) -> Optional[int]:
+    return None if at is None or mesh.size(at) == 1 else at
+
+
+def _local(t: Any, placements: Tuple[Any, ...]) -> Tensor:
+    """What is here of ``t``, whose gradient comes with ``placements``."""
+    local = t.to_local(grad_placements=placements)
+    wait = getattr(local, "wait", None)  # still on the way
+    result: Tensor = local if wait is None else wait()
+    return result
+
+
+def _whole(name: str, t: Tensor) -> Tensor:
+    """A plain tensor, or what every rank has of a DTensor."""
+    if not is_distributed(t):
+        return t
+    placed: Any = t
+    if not all(p.is_replicate() for p in placed.placements):
+        fail(f"{name} must be the same on every rank, got a DTensor with placements {list(placed.placements)}; pass "
+             f"{name}.full_tensor()", TypeError)
+    return _local(placed, tuple(placed.placements))
+
+
+def _check_cut(name: str, local: Tensor, shape: Sequence[int]) -> None:
+    if local.shape != torch.Size(shape):
+        fail(f"{name} must be cut as torch.chunk does, {list(shape)} here, got {list(local.shape)}")
