@@ -1,8 +1,8 @@
 """DTensors as arguments: this rank's tensors go into the same function, and what it returns comes out as DTensors.
 
-Classes may be shared out on one dimension of the mesh, rows on any others. What crosses ranks because rows are elsewhere
-is all here: the sum of what a mean divides by, that of the loss, and in backward those of the gradients of whatever the
-rows have in common, such as the weight of a head.
+Classes may be shared out on one dimension of the mesh, rows on any others. What crosses ranks because rows are
+elsewhere is all here: the sum of what a mean divides by, that of the loss, and in backward those of the gradients of
+whatever the rows have in common, such as the weight of a head.
 
 torch.distributed.tensor takes long to import: nobody imports this module before there is a DTensor.
 """
@@ -23,7 +23,7 @@ from .errors import fail
 from .log_probs import LogProbs, selected_log_probs
 from .losses import dense_parts, flat_target
 from .shards import is_distributed
-from .target import SparseTarget, Target, as_ids, as_target
+from .target import SparseTarget, as_ids, as_target
 
 Given = Dict[str, Any]  # arguments by the names of their parameters
 
@@ -161,7 +161,7 @@ class Rows(NamedTuple):
             if placed.device_mesh != self.mesh:
                 fail(f"{name} must be on the mesh of the logits, {self.mesh}, got {placed.device_mesh}")
             if any(p.is_shard() and p.dim >= len(self.leading) for p in placed.placements):
-                _refuse(name, placed, self.placements)
+                _refuse(name, placed, "Replicate or Shard of a leading dimension", self.placements)
             if placed.placements != self.placements:
                 placed = placed.redistribute(placements=self.placements)
             return _local(placed, self.placements)
@@ -175,10 +175,10 @@ class Rows(NamedTuple):
             t = t.narrow(dim, begin, end - begin)
         return t
 
-    def target(self, name: str, t: Target) -> Target:
+    def target(self, name: str, t: Any) -> Any:
         """The rows here of a target in any form."""
         if isinstance(t, (tuple, list)):
-            return type(t)(self.local(name, part) for part in t)
+            return tuple(self.local(name, part) for part in t)
         if isinstance(t, Tensor) and t.layout == torch.strided:
             return self.local(name, t)
         if isinstance(t, SparseTarget) and is_distributed(t.indices):
@@ -190,8 +190,8 @@ class Rows(NamedTuple):
             return t
         t = t if isinstance(t, SparseTarget) else as_target(t, torch.Size((*self.leading, self.classes)))
         if name == "indices" and t.form == "jagged":
-            fail("indices must be labels or top-k where rows are sharded, got jagged ones: their log-probabilities have "
-                 "no placement; pass input.to_local(), or pad them")
+            fail("indices must be labels or top-k where rows are sharded, got jagged ones: their log-probabilities "
+                 "have no placement; pass input.to_local(), or pad them")
         if t.shape == self.here:
             return t
         if t.shape != self.leading:
@@ -200,8 +200,8 @@ class Rows(NamedTuple):
         return t[tuple(slice(begin, end) for begin, end in self.ranges)]
 
     def _refuse_shape(self, name: str, shape: Sequence[int]) -> None:
-        fail(f"{name} must have leading shape {list(self.leading)}, or {list(self.here)}, of the rows that are here, got "
-             f"{list(shape)}")
+        fail(f"{name} must have leading shape {list(self.leading)}, or {list(self.here)}, of the rows that are here, "
+             f"got {list(shape)}")
 
     def summed(self, t: Tensor) -> Tensor:
         """``t``, the same where rows differ: its gradient is the sum of theirs."""
@@ -219,8 +219,7 @@ class Rows(NamedTuple):
         if isinstance(out, Tensor):
             return self.total(out) if scalar else self.placed(out)
         if isinstance(out, LogProbs):
-            return LogProbs(*(None if t is None else self.placed(t) for t in (  # type: ignore[arg-type]
-                out.log_probs, out.lse, out.log_rest, out.entropy, out.mean_logit, out.argmax)))
+            return _of_each(self.placed, out)
         if isinstance(out, SparseTarget):
             return out._map(self.placed)
         if isinstance(out, dict):
@@ -250,6 +249,13 @@ class Rows(NamedTuple):
         return DTensor.from_local(t, self.mesh, partial, run_check=False).redistribute(placements=same)
 
 
+def _of_each(f: Callable[[Tensor], Tensor], out: LogProbs) -> LogProbs:
+    """``f`` of each field that is there."""
+    made: Any = (None if t is None else f(t) for t in (out.log_probs, out.lse, out.log_rest, out.entropy,
+                                                       out.mean_logit, out.argmax))
+    return LogProbs(*made)
+
+
 def _range(size: int, dim: int, mesh: DeviceMesh, placements: Sequence[Any]) -> Tuple[int, int]:
     """[begin, end) of what is here of dimension ``dim``, which each mesh dimension cuts as ``torch.chunk`` does."""
     begin = 0
@@ -261,7 +267,7 @@ def _range(size: int, dim: int, mesh: DeviceMesh, placements: Sequence[Any]) -> 
     return begin, begin + size
 
 
-# ----------------------------------------------------------------------------------------------------- what has the rows
+# ---------------------------------------------------------------------------------------------------- what has the rows
 
 def _enter_logits(given: Given, name: str) -> Rows:
     """Makes the logits local."""
@@ -280,12 +286,11 @@ def _enter_logits(given: Given, name: str) -> Rows:
 
 def _enter_head(given: Given) -> Rows:
     """Makes hidden states, weight and bias local."""
-    hidden, weight, bias = given["input"], given["linear_weight"], given["linear_bias"]
+    hidden: Any = given["input"]
+    weight: Any = given["linear_weight"]
+    bias: Optional[Tensor] = given["linear_bias"]
     of_rows, of_head = is_distributed(hidden), is_distributed(weight)
-    if not isinstance(hidden, Tensor) or hidden.dim() == 0 or not isinstance(weight, Tensor) or weight.dim() != 2:
-        arguments.check_input(hidden, "D")
-        fail(f"linear_weight must be (V, {hidden.shape[-1]}), as wide as input, got "
-             f"{list(weight.shape) if isinstance(weight, Tensor) else type(weight).__name__}")
+    _check_shapes(hidden, weight)
     mesh = (hidden if of_rows else weight).device_mesh
     if of_rows and of_head and weight.device_mesh != mesh:
         fail(f"linear_weight must be on the mesh of input, {mesh}, got {weight.device_mesh}")
@@ -297,7 +302,7 @@ def _enter_head(given: Given) -> Rows:
         leading, features = _leading("input", hidden, last)
         if features is not None:
             fixed = [Replicate() if i == features else p for i, p in enumerate(hidden.placements)]
-            _refuse("input", hidden, fixed)
+            _refuse("input", hidden, "Replicate or Shard of a leading dimension", fixed)
         placements = list(leading)
     vocab = _of_head(weight) if of_head else None
     if vocab is not None:  # sequences that are shared out there come together
@@ -317,6 +322,16 @@ def _enter_head(given: Given) -> Rows:
         given["linear_bias"] = rows.summed(_bias(bias, mesh, whole, weight.shape[0]))
     given["input"], given["linear_weight"] = hidden, local
     return rows
+
+
+def _check_shapes(hidden: Any, weight: Any) -> None:
+    for name, t in (("input", hidden), ("linear_weight", weight)):
+        if not isinstance(t, Tensor):
+            fail(f"{name} must be a tensor, got {type(t).__name__}", TypeError)
+    if hidden.dim() == 0:
+        fail("input must be (..., D), got shape []")
+    if weight.dim() != 2:
+        fail(f"linear_weight must be (V, {hidden.shape[-1]}), as wide as input, got {list(weight.shape)}")
 
 
 def _bias(bias: Tensor, mesh: DeviceMesh, placements: Tuple[Any, ...], classes: int) -> Tensor:
@@ -341,16 +356,14 @@ def _enter_student(given: Given) -> Rows:
         placements, _ = _leading("student", lse, lse.dim())
         rows = Rows(lse.device_mesh, placements, lse.shape, 0, lse.to_local())
         _take_targets(given, rows)
-        fields = [student.log_probs, student.lse, student.log_rest, student.entropy, student.mean_logit]
-        given["student"] = LogProbs(*(
-            None if t is None else rows.local("student", t) for t in fields))  # type: ignore[arg-type]
+        given["student"] = _of_each(lambda t: rows.local("student", t), student)
         return rows
     rows = _enter_logits(given, "student")
     _take_targets(given, rows)
     teacher = given["teacher"] = as_teacher(given["teacher"], rows.here, rows.classes)
     fields = checked(given["kind"], given["beta"], given["rest"], given["floor"])
-    given["student"] = selected_log_probs(given["student"], teacher, **rows.of_classes(),
-                                          **{f"return_{field}": True for field in fields})
+    wanted: Given = {f"return_{field}": True for field in fields}
+    given["student"] = selected_log_probs(given["student"], teacher, **rows.of_classes(), **wanted)
     return rows
 
 
@@ -372,8 +385,9 @@ def _leading(name: str, t: Any, last: int) -> Tuple[Tuple[Any, ...], Optional[in
         elif p.is_replicate() or type(p) is Shard and p.dim < last:
             rows.append(p)
         else:
-            _refuse(name, t, [q if q.is_replicate() or type(q) is Shard and i != at else Replicate()
-                              for i, q in enumerate(t.placements)])
+            _refuse(name, t, "Replicate or Shard on each mesh dimension, its last dimension on one at most", [
+                q if q.is_replicate() or type(q) is Shard and i != at else Replicate()
+                for i, q in enumerate(t.placements)])
     return tuple(rows), found
 
 
@@ -384,14 +398,14 @@ def _of_head(weight: Any) -> Optional[int]:
         if type(p) is Shard and p.dim == 0 and found is None:
             found = at
         elif not p.is_replicate():
-            _refuse("linear_weight", weight, [q if q.is_replicate() or type(q) is Shard and q.dim == 0 and i != at
-                                              else Replicate() for i, q in enumerate(weight.placements)])
+            _refuse("linear_weight", weight, "Replicate, or Shard(0) on one mesh dimension", [
+                q if q.is_replicate() or type(q) is Shard and q.dim == 0 and i != at else Replicate()
+                for i, q in enumerate(weight.placements)])
     return found
 
 
-def _refuse(name: str, t: Any, fixed: Sequence[Any]) -> None:
-    fail(f"{name} must be placed Replicate or Shard on each mesh dimension, its last dimension, or a head's classes, "
-         f"shared out on one at most, got a DTensor with placements {list(t.placements)}; pass "
+def _refuse(name: str, t: Any, expectation: str, fixed: Sequence[Any]) -> None:
+    fail(f"{name} must be placed {expectation}, got a DTensor with placements {list(t.placements)}; pass "
          f"{name}.redistribute(placements={list(fixed)})", TypeError)
 
 

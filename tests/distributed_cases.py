@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate
 from torch.nn.parallel import DistributedDataParallel
 
 import loops
@@ -107,7 +107,6 @@ def errors(rank: int):
     mesh = dist.init_device_mesh("cpu", (WORLD,))
     tokens, target = loops.batch()
     x, flat = torch.randn(40, loops.VOCAB), target.flatten()
-    rows = DTensor.from_local(x[:20], mesh, [Shard(0)])
     count = DTensor.from_local(torch.tensor(5), mesh, [Replicate()])
     model = loops.TinyLM()
     sharded = wrap("fsdp_sharded_head", model)
@@ -115,7 +114,6 @@ def errors(rank: int):
         "linear_weight": lambda: sharded(tokens, target),
         "linear_bias": lambda: sparse_ce.linear_cross_entropy(
             torch.randn(40, loops.DIM), torch.randn(loops.VOCAB, loops.DIM), flat, linear_bias=model.head.bias),
-        "input": lambda: sparse_ce.cross_entropy(rows, flat),
         "normalizer": lambda: sparse_ce.cross_entropy(x, flat, normalizer=count),
     }
     found = {}

@@ -6,6 +6,7 @@ Each compares what it gets of DTensors with what one process computes of the who
 and saves the differences, {name of the case: {what: largest difference}}, and what errors say: FOLDER/RANK.pt.
 """
 
+import functools
 import os
 import sys
 from datetime import timedelta
@@ -15,9 +16,11 @@ from typing import Any, Callable, Dict, NamedTuple, Tuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 import sparse_ce
+from placement_training import TRAINING
 from sparse_ce import LogProbs, SparseTarget
 
 WORLD, V, D = 4, 53, 6
@@ -60,11 +63,11 @@ OPTIONS: Dict[str, Dict[str, Any]] = {
 }
 
 
-def mesh_of(kind: str, made={}):
-    if not made:
-        made["all"] = dist.init_device_mesh("cpu", (WORLD,), mesh_dim_names=("tensor",))
-        made["grid"] = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
-    return made[kind]
+@functools.cache
+def mesh_of(kind: str):
+    if kind == "all":
+        return dist.init_device_mesh("cpu", (WORLD,), mesh_dim_names=("tensor",))
+    return dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
 
 
 class World:
@@ -107,13 +110,14 @@ class World:
             return (make(indices, whole, kind="logprobs", num_classes=classes),
                     make(self.given(indices, given), here, kind="logprobs", num_classes=classes), whole, weighs)
         dense = torch.rand(*leading, classes, generator=self.draw, dtype=torch.float64)
-        whole = dense.masked_fill(dense < 0.5, 0.0).to_sparse()
+        dense = dense.masked_fill(dense < 0.5, 0.0)
+        whole = dense.to_sparse()
         if form == "jagged":
             whole = SparseTarget.from_coo(whole)
             if given == "placed":
                 return whole, whole._map(lambda t: self.place(t, [R] * self.mesh.ndim)), None, None
             return whole, whole[self.ranges()] if given == "here" else whole, None, None
-        return whole, dense.masked_fill(dense < 0.5, 0.0)[self.ranges()].to_sparse() if given == "here" else whole, None, None
+        return whole, dense[self.ranges()].to_sparse() if given == "here" else whole, None, None
 
     def ranges(self):
         box = self.place(torch.arange(torch.Size(self.layout.leading).numel()).reshape(self.layout.leading)).to_local()
@@ -178,6 +182,7 @@ def difference(ours: Any, exact: Tensor) -> float:
         return float("inf")
     if exact.numel() == 0 or torch.equal(ours, exact):
         return 0.0
+    exact, ours = exact.detach(), ours.detach()
     scale = max(1.0, float(exact[exact.isfinite()].abs().max()))
     return float((ours - exact).abs().nan_to_num(torch.inf).max()) / scale
 
@@ -349,6 +354,48 @@ def cases():
     return found
 
 
+def refusals() -> Dict[str, str]:
+    """What is said of what cannot be taken."""
+    grid, row = mesh_of("grid"), mesh_of("all")
+    draw = torch.Generator().manual_seed(3)
+    x, hidden, weight = (torch.randn(size, generator=draw) for size in ((4, 8), (4, D), (8, D)))
+    labels, pairs = torch.tensor([0, 3, 5, 7]), (torch.zeros(4, 2, dtype=torch.int64), torch.rand(4, 2))
+    jagged = SparseTarget.from_jagged(labels, None, torch.arange(5))
+
+    def at(t, *placements, mesh=grid):
+        return DTensor.from_local(t, mesh, [Partial()]) if placements == (Partial(),) else distribute_tensor(
+            t, mesh, placements, src_data_rank=None)
+
+    head = torch.nn.Linear(D, 8, bias=False)
+    named = dist.init_device_mesh("cpu", (WORLD,), mesh_dim_names=("dp_shard",))
+    loss, of_head = sparse_ce.cross_entropy, sparse_ce.linear_cross_entropy
+    calls = {
+        "partial": lambda: loss(at(x, Partial(), mesh=row), labels),
+        "classes twice": lambda: loss(at(x, Shard(1), Shard(1)), labels),
+        "group": lambda: loss(at(x, Shard(1), mesh=row), labels, group=dist.group.WORLD),
+        "target": lambda: loss(at(x, Shard(0), R), labels[:3]),
+        "other mesh": lambda: loss(at(x, Shard(0), R), at(labels, Shard(0), mesh=row)),
+        "num_classes": lambda: loss(at(x, R, Shard(1)), labels, num_classes=9),
+        "normalizer": lambda: loss(at(x, R, Shard(1)), labels, normalizer=at(torch.ones(4), R, Shard(0))),
+        "no rows": lambda: loss(at(x, Shard(0), R), pairs, row_weight=torch.ones(5)),
+        "jagged": lambda: sparse_ce.selected_log_probs(at(x, Shard(0), R), jagged),
+        "features": lambda: of_head(at(hidden, R, Shard(1)), at(weight, R, Shard(0)), labels),
+        "weight": lambda: of_head(hidden, at(weight, R, Shard(1)), labels),
+        "head's mesh": lambda: of_head(at(hidden, R, R), at(weight, Shard(0), mesh=row), labels),
+        "bias": lambda: of_head(hidden, at(weight, R, Shard(0)), labels, linear_bias=torch.zeros(4)),
+        "named": lambda: of_head(hidden, at(weight, Shard(0), mesh=named), labels),
+        "fsdp": lambda: of_head(hidden, fully_shard(head, mesh=row).weight, labels),
+    }
+    found = {}
+    for name, call in calls.items():
+        try:
+            call()
+            found[name] = "nothing"
+        except Exception as error:
+            found[name] = f"{type(error).__name__}: {error}"
+    return found
+
+
 def main() -> None:
     rank, folder = int(sys.argv[1]), Path(sys.argv[2])
     torch.set_num_threads(1)
@@ -365,6 +412,10 @@ def main() -> None:
             found[name] = function(*arguments, at)
         except Exception as error:  # all have it, or the others wait in vain
             found[name] = {"error": f"{type(error).__name__}: {error}"}
+    found["refused"] = refusals() if not only else {}
+    for name, train in TRAINING.items():
+        print(name, flush=True)
+        found[f"training {name}"] = train() if not only else {}
     torch.save(found, folder / f"{rank}.pt")
     dist.barrier()
     dist.destroy_process_group()

@@ -160,7 +160,7 @@ def test_nothing_counts(device):
 
 OPTIONS = dict(kind="jsd", rest="renormalize", beta=0.4, floor=-30.0, temperature=2.0, temperature_squared=True,
                alpha=0.3, ignore_index=-1, logit_scale=0.5, softcap=7.0, num_classes=18, reduction="sum",
-               normalizer=None)
+               normalizer=None, group=None, vocab_start=None)
 
 
 @pytest.mark.parametrize("module,function,extra", [

@@ -7,6 +7,7 @@ import pickle
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import sparse_ce
 from cases import Draw
@@ -16,7 +17,9 @@ from select_cases import ALL
 from sparse_ce import LinearRowLoss, LinearSelectedLogProbs, SelectedLogProbs, SparseTarget
 
 # Another value than the default for each keyword.
-NUMBERS = dict(ignore_index=3, logit_scale=0.7, softcap=5.0, num_classes=30, padding_value=-2.0)
+NUMBERS = dict(ignore_index=3, logit_scale=0.7, softcap=5.0, num_classes=30, padding_value=-2.0, group=None,
+               vocab_start=None)
+OF_CALLS = "normalizer", "group", "vocab_start"  # None here as well
 CHUNKS = dict(logits_dtype=torch.float32, chunk_rows=5)
 
 
@@ -71,7 +74,7 @@ def test_the_module_has_every_keyword_of_its_function_with_its_default(name):
     kind = type(module())
     of_module = {p.name: p.default for p in inspect.signature(kind).parameters.values() if p.name != "fn"}
     assert of_module == of_function and set(options) == set(of_function)
-    assert [k for k, v in options.items() if v == of_function[k] and k != "normalizer"] == []
+    assert [k for k, v in options.items() if v == of_function[k] and k not in OF_CALLS] == []
 
 
 @each_module
@@ -112,6 +115,31 @@ def test_it_can_be_copied_pickled_and_saved(name, device):
     for other in (copy.deepcopy(made), pickle.loads(pickle.dumps(made)), torch.load(file, weights_only=False)):
         same(other(*tensors, **named), made(*tensors, **named))
         assert repr(other) == repr(made)
+
+
+@pytest.fixture
+def group():
+    """Of this process alone, which has all classes."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield dist.group.WORLD
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+@each_module
+def test_it_holds_a_process_group_which_copies_and_files_know_by_its_name(name, group):
+    module, _, _ = MODULES[name]
+    tensors, named = example(name, "cpu")
+    full = dict(FIELDS) if name == "rows" else {}
+    made = module(group=group, vocab_start=0, num_classes=33, **full)
+    file = pickle.dumps(made)
+    for other in (made, copy.deepcopy(made), copy.copy(made), pickle.loads(file)):
+        assert other.options["group"] is group and other.state_dict() == {}
+        for ours, exact in zip(results(other(*tensors, **named)), results(module(**full)(*tensors, **named))):
+            torch.testing.assert_close(ours, exact)
+    dist.destroy_process_group()
+    assert_refused(lambda: pickle.loads(file), "group must exist in the process that a module is loaded into",
+                   error=RuntimeError)
 
 
 @pytest.mark.parametrize("scale", ["rows", "learned"])

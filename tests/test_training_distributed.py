@@ -49,13 +49,12 @@ def test_gradients_are_those_of_one_process(case, results):
                 assert loss == 0 and not grad.any()
 
 
-@pytest.mark.parametrize("argument", ["linear_weight", "linear_bias", "input", "normalizer"])
+@pytest.mark.parametrize("argument", ["linear_weight", "linear_bias", "normalizer"])
 def test_a_shard_is_refused_with_the_way_out(argument, results):
     placement = {"normalizer": "Replicate()"}.get(argument, "Shard(dim=0)")
-    fix = {"input": "pass input.full_tensor(), or input.to_local() where each rank holds its own rows",
-           "normalizer": "pass normalizer.full_tensor()"}.get(argument, (
-               "compute the loss in the forward of the module that fully_shard was given the head with, or unshard it "
-               "before, head.unshard()"))
+    fix = {"normalizer": "pass normalizer.full_tensor()"}.get(argument, (
+        "compute the loss in the forward of the module that fully_shard was given the head with, or unshard it before, "
+        "head.unshard()"))
     for found in results:
         assert found["errors"][argument] == (
             f"sparse_ce: {argument} must be a tensor that this process holds in full, got a DTensor with placements "

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from .. import arguments, functional, losses
 from ..entries import IGNORE_INDEX
+from ..shards import Group
 from ..target import Target
 from .held import HeldLoss
 
@@ -36,6 +37,8 @@ class SparseCrossEntropyLoss(HeldLoss):
         normalizer: Optional[arguments.Normalizer] = None,
         num_classes: Optional[int] = None,
         inplace: arguments.Inplace = False,
+        group: Group = None,
+        vocab_start: Optional[int] = None,
         return_lse: bool = False,
         return_entropy: bool = False,
         return_argmax: bool = False,
@@ -43,8 +46,8 @@ class SparseCrossEntropyLoss(HeldLoss):
         super().__init__(
             weight, normalizer,
             ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing, z_loss=z_loss,
-            logit_scale=logit_scale, softcap=softcap, num_classes=num_classes, inplace=inplace,
-            return_lse=return_lse, return_entropy=return_entropy, return_argmax=return_argmax)
+            logit_scale=logit_scale, softcap=softcap, num_classes=num_classes, inplace=inplace, group=group,
+            vocab_start=vocab_start, return_lse=return_lse, return_entropy=return_entropy, return_argmax=return_argmax)
 
     def forward(self, input: Tensor, target: Target,
                 normalizer: Optional[arguments.Normalizer] = None, *,
@@ -89,6 +92,8 @@ class LinearSparseCrossEntropyLoss(HeldLoss):
         normalizer: Optional[arguments.Normalizer] = None,
         num_classes: Optional[int] = None,
         inplace: arguments.Inplace = False,
+        group: Group = None,
+        vocab_start: Optional[int] = None,
         return_lse: bool = False,
         return_entropy: bool = False,
         return_argmax: bool = False,
@@ -98,8 +103,8 @@ class LinearSparseCrossEntropyLoss(HeldLoss):
         super().__init__(
             weight, normalizer,
             ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing, z_loss=z_loss,
-            logit_scale=logit_scale, softcap=softcap, num_classes=num_classes, inplace=inplace,
-            return_lse=return_lse, return_entropy=return_entropy, return_argmax=return_argmax,
+            logit_scale=logit_scale, softcap=softcap, num_classes=num_classes, inplace=inplace, group=group,
+            vocab_start=vocab_start, return_lse=return_lse, return_entropy=return_entropy, return_argmax=return_argmax,
             logits_dtype=logits_dtype, chunk_rows=chunk_rows)
 
     def forward(self, input: Tensor, linear_weight: Tensor, target: Target,

@@ -10,6 +10,7 @@ from ..distillation import check_shares, distillation_loss, linear_distillation_
 from ..divergence import checked, divergence
 from ..entries import IGNORE_INDEX
 from ..log_probs import LogProbs
+from ..shards import Group
 from ..target import Target
 from .held import Held, scaled
 
@@ -82,13 +83,15 @@ class DistillationLoss(_HeldKind):
         logit_scale: float = 1.0,
         softcap: Optional[float] = None,
         num_classes: Optional[int] = None,
+        group: Group = None,
+        vocab_start: Optional[int] = None,
         reduction: losses.Reduction = "mean",
         normalizer: Optional[arguments.Normalizer] = None,
     ) -> None:
         super().__init__(
             normalizer, kind=kind, rest=rest, beta=beta, floor=floor, temperature=temperature,
             temperature_squared=temperature_squared, alpha=alpha, ignore_index=ignore_index, logit_scale=logit_scale,
-            softcap=softcap, num_classes=num_classes, reduction=reduction)
+            softcap=softcap, num_classes=num_classes, group=group, vocab_start=vocab_start, reduction=reduction)
         check_shares(rest, temperature, alpha)
 
     def forward(self, input: Tensor, teacher: Target, labels: Optional[Target] = None,
@@ -133,6 +136,8 @@ class LinearDistillationLoss(_HeldKind):
         logit_scale: float = 1.0,
         softcap: Optional[float] = None,
         num_classes: Optional[int] = None,
+        group: Group = None,
+        vocab_start: Optional[int] = None,
         reduction: losses.Reduction = "mean",
         normalizer: Optional[arguments.Normalizer] = None,
         logits_dtype: Optional[torch.dtype] = None,
@@ -141,8 +146,8 @@ class LinearDistillationLoss(_HeldKind):
         super().__init__(
             normalizer, kind=kind, rest=rest, beta=beta, floor=floor, temperature=temperature,
             temperature_squared=temperature_squared, alpha=alpha, ignore_index=ignore_index, logit_scale=logit_scale,
-            softcap=softcap, num_classes=num_classes, reduction=reduction, logits_dtype=logits_dtype,
-            chunk_rows=chunk_rows)
+            softcap=softcap, num_classes=num_classes, group=group, vocab_start=vocab_start, reduction=reduction,
+            logits_dtype=logits_dtype, chunk_rows=chunk_rows)
         check_shares(rest, temperature, alpha)
 
     def forward(self, input: Tensor, linear_weight: Tensor, teacher: Target, labels: Optional[Target] = None,

@@ -2,9 +2,11 @@
 
 from typing import Any, Dict, Optional
 
+import torch
 from torch import Tensor, nn
 
 from .. import arguments
+from ..errors import fail
 from ..log_probs import checked_padding
 
 
@@ -17,6 +19,19 @@ class Held(nn.Module):
         arguments.check_held(weight, normalizer, options)
         checked_padding(options.get("padding_value", 0.0))
         self.options = options
+
+    def __getstate__(self) -> Dict[str, Any]:
+        """With the name of a process group, which has no copies and no files."""
+        group = self.options.get("group")
+        if group is None:
+            return self.__dict__
+        return {**self.__dict__, "options": {**self.options, "group": _Named(group.group_name)}}
+
+    def __setstate__(self, state: Dict[str, Any]) -> None:
+        super().__setstate__(state)
+        group = self.options.get("group")
+        if isinstance(group, _Named):
+            self.options = {**self.options, "group": group.found()}
 
     def extra_repr(self) -> str:
         return ", ".join(f"{name}={value!r}" for name, value in self.options.items() if value is not None)
@@ -36,3 +51,14 @@ class HeldLoss(Held):
 def scaled(options: Dict[str, Any], logit_scale: Optional[arguments.Scale]) -> Dict[str, Any]:
     """The options of a call, which may have a scale of its own."""
     return options if logit_scale is None else {**options, "logit_scale": logit_scale}
+
+
+class _Named(str):
+    """The name of a process group, by which the processes of a job all know it."""
+
+    def found(self) -> Any:
+        try:
+            return getattr(torch.distributed.distributed_c10d, "_resolve_process_group")(self)
+        except (AttributeError, RuntimeError, ValueError):  # of a torch without processes, or of no such group
+            fail(f"group must exist in the process that a module is loaded into, got none of the name {str(self)!r}; "
+                 "make it first, or save the module's state_dict()", RuntimeError)

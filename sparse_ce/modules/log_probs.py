@@ -9,6 +9,7 @@ from torch import Tensor
 from .. import arguments
 from ..entries import IGNORE_INDEX
 from ..log_probs import LogProbs, linear_selected_log_probs, selected_log_probs
+from ..shards import Group
 from ..target import Target
 from .held import Held, scaled
 
@@ -32,6 +33,8 @@ class SelectedLogProbs(Held):
         num_classes: Optional[int] = None,
         padding_value: float = -math.inf,
         inplace: arguments.Inplace = False,
+        group: Group = None,
+        vocab_start: Optional[int] = None,
         return_log_rest: bool = False,
         return_entropy: bool = False,
         return_mean_logit: bool = False,
@@ -39,8 +42,9 @@ class SelectedLogProbs(Held):
     ) -> None:
         super().__init__(
             ignore_index=ignore_index, logit_scale=logit_scale, softcap=softcap, num_classes=num_classes,
-            padding_value=padding_value, inplace=inplace, return_log_rest=return_log_rest,
-            return_entropy=return_entropy, return_mean_logit=return_mean_logit, return_argmax=return_argmax)
+            padding_value=padding_value, inplace=inplace, group=group, vocab_start=vocab_start,
+            return_log_rest=return_log_rest, return_entropy=return_entropy, return_mean_logit=return_mean_logit,
+            return_argmax=return_argmax)
 
     def forward(self, input: Tensor, indices: Target, logit_scale: Optional[arguments.Scale] = None) -> LogProbs:
         """``input`` (..., V), ``indices`` in any form; ``logit_scale`` in place of the module's.
@@ -76,6 +80,8 @@ class LinearSelectedLogProbs(Held):
         softcap: Optional[float] = None,
         num_classes: Optional[int] = None,
         padding_value: float = -math.inf,
+        group: Group = None,
+        vocab_start: Optional[int] = None,
         return_log_rest: bool = False,
         return_entropy: bool = False,
         return_mean_logit: bool = False,
@@ -85,7 +91,8 @@ class LinearSelectedLogProbs(Held):
     ) -> None:
         super().__init__(
             ignore_index=ignore_index, logit_scale=logit_scale, softcap=softcap, num_classes=num_classes,
-            padding_value=padding_value, return_log_rest=return_log_rest, return_entropy=return_entropy,
+            padding_value=padding_value, group=group, vocab_start=vocab_start, return_log_rest=return_log_rest,
+            return_entropy=return_entropy,
             return_mean_logit=return_mean_logit, return_argmax=return_argmax, logits_dtype=logits_dtype,
             chunk_rows=chunk_rows)
 

@@ -10,6 +10,7 @@ from .. import arguments, losses
 from ..entries import IGNORE_INDEX
 from ..errors import fail
 from ..row_loss import RowFunction, linear_row_loss
+from ..shards import Group
 from ..target import SparseTarget, Target
 from .held import Held, scaled
 
@@ -41,6 +42,8 @@ class LinearRowLoss(Held):
         softcap: Optional[float] = None,
         num_classes: Optional[int] = None,
         padding_value: float = -math.inf,
+        group: Group = None,
+        vocab_start: Optional[int] = None,
         return_log_rest: bool = False,
         return_entropy: bool = False,
         return_mean_logit: bool = False,
@@ -50,9 +53,10 @@ class LinearRowLoss(Held):
     ) -> None:
         super().__init__(
             normalizer=normalizer, reduction=reduction, has_aux=has_aux, ignore_index=ignore_index,
-            logit_scale=logit_scale, softcap=softcap, num_classes=num_classes, padding_value=padding_value,
-            return_log_rest=return_log_rest, return_entropy=return_entropy, return_mean_logit=return_mean_logit,
-            return_argmax=return_argmax, logits_dtype=logits_dtype, chunk_rows=chunk_rows)
+            logit_scale=logit_scale, softcap=softcap, num_classes=num_classes, padding_value=padding_value, group=group,
+            vocab_start=vocab_start, return_log_rest=return_log_rest, return_entropy=return_entropy,
+            return_mean_logit=return_mean_logit, return_argmax=return_argmax, logits_dtype=logits_dtype,
+            chunk_rows=chunk_rows)
         if not callable(fn):
             fail(f"fn must be a function of log-probabilities and target, got {fn!r}", TypeError)
         self.fn, self.normalizer = fn, normalizer
