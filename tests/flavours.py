@@ -51,10 +51,10 @@ BUILDS = ("test_build", "test_gpu_acceptance", "test_native_kernels")
 LONGEST = ("test_examples_training", "test_examples", "test_native_kernels", "test_linear_compile",
            "test_cross_entropy_compile", "test_cross_entropy_compile_sizes", "test_linear_chunks", "test_benchmarks",
            "test_linear_values", "test_masked_mean", "test_cross_entropy_values", "test_data_caches",
-           "test_linear_memory", "test_sharded_logits", "test_collection", "test_trainer_distributed", "test_training_distributed",
-           "test_training_policies", "test_trl_sft", "test_trl_distillation", "test_trl_policies",
-           "test_trl_distributed", "test_trainer_steps", "test_training_loops", "test_docs", "test_stock_import",
-           "test_gpu_acceptance")
+           "test_linear_memory", "test_sharded_logits", "test_collection", "test_trainer_distributed",
+           "test_training_distributed", "test_training_policies", "test_trl_sft", "test_trl_distillation",
+           "test_trl_policies", "test_trl_distributed", "test_trainer_steps", "test_training_loops", "test_docs",
+           "test_stock_import", "test_gpu_acceptance")
 
 
 @dataclass(frozen=True)

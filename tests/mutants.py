@@ -36,6 +36,7 @@ ABOUT = {"arguments": "errors_options_dimension", "autocast": "modes_candidates"
          "live_rows": "linear",
          **dict.fromkeys(("strided", "strided_rows", "strided_columns", "strided_streams"), "strided"),
          "avx512_streams": "strided", "overwriting": "inplace",
+         "select": "select_sharded", "shards": "sharded_data",
          "smoothed": "mixing_soft_vision", "soft_target": "soft_vision",
          "loss_mean": "cross_entropy", "modules": "modules_options", "parts": "target",
          "reference": "transforms_failures_candidates", "rows": "rows_target", "segments": "divergence_distillation",

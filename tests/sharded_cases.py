@@ -118,7 +118,7 @@ def values_of_no_row() -> None:
 def values_of_padding() -> None:
     indices = torch.tensor([[3, -1, 150, 9000], [7, 7, -100, 60], [-100, -100, -100, -100]])
     for kind, none in (("probs", 0.0), ("logprobs", -torch.inf)):
-        values = torch.tensor([[-0.5, none, -1, none], [-0.25, -0.75, -0.5, none], [-1, -2, -3, none]],
+        values = torch.tensor([[0.0, none, -1, none], [-0.25, -0.75, -0.5, none], [-1, -2, -3, none]],
                               dtype=torch.float64)
         weight = torch.rand(200, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
         weight[7] = 0
