@@ -378,9 +378,15 @@ def _check_floating(name: str, t: Optional[Tensor], fix: str) -> None:
     _check_local(name, t, fix)
 
 
+def is_distributed(t: object) -> bool:
+    """Whether it is a DTensor."""
+    # Without torch.distributed.tensor, which takes long to import. The type is asked: of a tensor that it traces,
+    # torch.compile knows the attributes of its own class alone.
+    return type(t) is not Tensor and type(t) is not Parameter and hasattr(type(t), "full_tensor")
+
+
 def _check_local(name: str, t: Tensor, fix: str) -> None:
     """A shard knows neither the other classes nor whether the processes' gradients are to be added or averaged."""
-    # Without torch.distributed.tensor, which takes long to import; of a plain tensor, the question takes 2 us.
-    if type(t) not in (Tensor, Parameter) and hasattr(t, "full_tensor"):
+    if is_distributed(t):
         fail(f"{name} must be a tensor that this process holds in full, got a DTensor with placements "
              f"{list(getattr(t, 'placements'))}; {fix}", TypeError)

@@ -14,7 +14,7 @@ from .functional import cross_entropy, linear_cross_entropy
 from .log_probs import LogProbs, linear_selected_log_probs, selected_log_probs
 from .losses import Reduction
 from .row_loss import linear_row_loss
-from .shards import Group, is_distributed, on_mesh, taken_shard
+from .shards import Group, on_mesh, taken_shard
 from .target import SparseTarget, Target
 
 Loss = Callable[..., Tensor]
@@ -72,7 +72,7 @@ def distillation_loss(
         >>> sparse_ce.distillation_loss(logits, teacher, labels, rest="renormalize", alpha=0.5, temperature=2.0)
         tensor(0.7279, grad_fn=<AddBackward0>)
     """
-    if is_distributed(input):
+    if arguments.is_distributed(input):
         return on_mesh(distillation_loss, locals())  # type: ignore[no-any-return]
     arguments.check_input(input, "V")
     _, columns, classes = taken_shard(group, vocab_start, input.shape[-1], num_classes)
@@ -145,7 +145,7 @@ def linear_distillation_loss(
         ...                                           kind="jsd", rest="bucket")
         >>> loss.backward()
     """
-    if is_distributed(input) or is_distributed(linear_weight):
+    if arguments.is_distributed(input) or arguments.is_distributed(linear_weight):
         return on_mesh(linear_distillation_loss, locals())  # type: ignore[no-any-return]
     arguments.check_input(input, "D")
     arguments.check_head(input, linear_weight, linear_bias, group is not None)

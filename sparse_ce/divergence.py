@@ -18,7 +18,7 @@ from .errors import fail, moving_classes
 from .log_probs import LogProbs, selected_log_probs
 from .losses import Reduction
 from .segments import Segments, segments_of
-from .shards import Group, is_distributed, on_mesh, taken_shard
+from .shards import Group, on_mesh, taken_shard
 from .target import SparseTarget, Target, as_target
 
 KINDS = ("forward_kl", "reverse_kl", "jsd", "skew_forward", "skew_reverse", "alpha", "tv", "hellinger")
@@ -102,7 +102,7 @@ def divergence(
         >>> sparse_ce.divergence(logits, teacher, rest="bucket", reduction="none")
         tensor([0.2180, 1.0612], grad_fn=<ViewBackward0>)
     """
-    if is_distributed(student.lse if isinstance(student, LogProbs) else student):
+    if arguments.is_distributed(student.lse if isinstance(student, LogProbs) else student):
         return on_mesh(divergence, locals())  # type: ignore[no-any-return]
     fields = checked(kind, beta, rest, floor)
     arguments.check_reduction(reduction, normalizer)

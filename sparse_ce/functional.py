@@ -18,7 +18,7 @@ from .ops.cross_entropy import loss_mean, mean_of_labels
 from .ops.select import Outputs
 from .ops.shards import select as select_op
 from .ops.strided import rows_of
-from .shards import Group, is_distributed, on_mesh, taken_shard
+from .shards import Group, on_mesh, taken_shard
 from .sparse_softmax import log_softmax
 from .target import Target
 
@@ -146,7 +146,7 @@ def cross_entropy(
         tensor([0.7076, 0.0949])
         >>> loss.sum().backward()
     """
-    if type(input) is not Tensor and is_distributed(input):
+    if type(input) is not Tensor and arguments.is_distributed(input):
         return on_mesh(cross_entropy, locals())  # type: ignore[no-any-return]
     arguments.check_input(input, "V")
     shard, columns, num_classes = taken_shard(group, vocab_start, input.shape[-1], num_classes)

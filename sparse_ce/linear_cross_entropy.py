@@ -18,7 +18,7 @@ from .ops.linear import linear_cross_entropy as linear_cross_entropy_op
 from .ops.linear_shards import Mean
 from .ops.linear_shards import linear_select as linear_select_op
 from .ops.select import Outputs
-from .shards import Group, is_distributed, on_mesh, sharded_head
+from .shards import Group, on_mesh, sharded_head
 from .target import Target
 
 if TYPE_CHECKING:
@@ -146,7 +146,7 @@ def linear_cross_entropy(
         >>> hidden.grad[2].eq(0).all()  # of the ignored row
         tensor(True)
     """
-    if is_distributed(input) or is_distributed(linear_weight):
+    if arguments.is_distributed(input) or arguments.is_distributed(linear_weight):
         return on_mesh(linear_cross_entropy, locals())  # type: ignore[no-any-return]
     arguments.check_input(input, "D")
     arguments.check_head(input, linear_weight, linear_bias, group is not None)

@@ -18,7 +18,7 @@ from .ops.linear import Head
 from .ops.linear_shards import linear_select
 from .ops.select import Outputs, Selected
 from .ops.shards import select as select_op
-from .shards import Group, is_distributed, on_mesh, sharded_head, taken_shard
+from .shards import Group, on_mesh, sharded_head, taken_shard
 from .target import SparseTarget, Target, as_ids
 
 
@@ -109,7 +109,7 @@ def selected_log_probs(
                 [-0.0949,    -inf]]), tensor([-2.4076, -2.4018]))
         >>> (out.log_probs[0, 0] - 0.1 * out.log_rest[1]).backward()
     """
-    if type(input) is not Tensor and is_distributed(input):
+    if type(input) is not Tensor and arguments.is_distributed(input):
         return on_mesh(selected_log_probs, locals())  # type: ignore[no-any-return]
     arguments.check_input(input, "V")
     shard, columns, num_classes = taken_shard(group, vocab_start, input.shape[-1], num_classes)
@@ -175,7 +175,7 @@ def linear_selected_log_probs(
         >>> torch.testing.assert_close(out.log_probs[[0, 1, 3]], expected)
         >>> out.log_probs.sum().backward()
     """
-    if is_distributed(input) or is_distributed(linear_weight):
+    if arguments.is_distributed(input) or arguments.is_distributed(linear_weight):
         return on_mesh(linear_selected_log_probs, locals())  # type: ignore[no-any-return]
     arguments.check_input(input, "D")
     arguments.check_head(input, linear_weight, linear_bias, group is not None)

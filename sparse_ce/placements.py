@@ -16,13 +16,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from . import arguments, reference
+from .arguments import is_distributed
 from .distillation import check_shares
 from .divergence import as_teacher, checked
 from .entries import IGNORE_INDEX
 from .errors import fail
 from .log_probs import LogProbs, selected_log_probs
 from .losses import dense_parts, flat_target
-from .shards import is_distributed
 from .target import SparseTarget, as_ids, as_target
 
 Given = Dict[str, Any]  # arguments by the names of their parameters

@@ -22,7 +22,7 @@ from .ops.select import Outputs, Selected
 from .ops.select import select as select_op
 from .ops.shards import Shard, refuse_second
 from .ops.topk import linear_logits, rows_at_a_time
-from .shards import Group, is_distributed, on_mesh, sharded_head
+from .shards import Group, on_mesh, sharded_head
 from .target import SparseTarget, Target, as_ids
 from .tracing import eager
 
@@ -100,7 +100,7 @@ def linear_row_loss(
         ...                                  linear_bias=head.bias, return_entropy=True)
         >>> loss.backward()
     """
-    if is_distributed(input) or is_distributed(linear_weight):
+    if arguments.is_distributed(input) or arguments.is_distributed(linear_weight):
         return on_mesh(linear_row_loss, locals())
     arguments.check_input(input, "D")
     arguments.check_head(input, linear_weight, linear_bias, group is not None)

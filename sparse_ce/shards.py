@@ -4,7 +4,6 @@ from typing import TYPE_CHECKING, Any, Callable, Dict, Optional, Tuple
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
 
 from .arguments import is_integer
 from .errors import fail
@@ -47,12 +46,6 @@ def sharded_head(input: Tensor, linear_weight: Tensor, group: Group, vocab_start
     if columns == 0:
         fail(f"linear_weight must have at least one class on some rank, got shape {list(linear_weight.shape)}")
     return shard, torch.Size((*input.shape[:-1], columns)), num_classes
-
-
-def is_distributed(t: object) -> bool:
-    """Whether it is a DTensor; of a plain tensor the answer takes 0.1 us."""
-    # Without torch.distributed.tensor, which takes long to import.
-    return type(t) is not Tensor and type(t) is not Parameter and hasattr(t, "full_tensor")
 
 
 def on_mesh(function: Callable[..., Any], given: Dict[str, Any]) -> Any:

@@ -16,7 +16,7 @@ from .ops.select import Outputs
 from .ops.shards import Shard
 from .ops.shards import select as select_op
 from .ops.topk import linear_logits, rows_at_a_time, topk_ids, topk_ids_of_shards
-from .shards import Group, is_distributed, on_mesh, sharded_head, taken_shard
+from .shards import Group, on_mesh, sharded_head, taken_shard
 from .target import SparseTarget
 
 
@@ -72,7 +72,7 @@ def topk_log_probs(
         >>> student = torch.zeros(1, 4, requires_grad=True)
         >>> sparse_ce.cross_entropy(student, target).backward()
     """
-    if is_distributed(input):
+    if arguments.is_distributed(input):
         return on_mesh(topk_log_probs, locals())  # type: ignore[no-any-return]
     arguments.check_input(input, "V")
     shard, columns, num_classes = taken_shard(group, vocab_start, input.shape[-1], num_classes)
@@ -135,7 +135,7 @@ def linear_topk_log_probs(
         >>> target.shape, target.indices.shape, target.num_classes
         (torch.Size([6]), torch.Size([6, 5]), 100)
     """
-    if is_distributed(input) or is_distributed(linear_weight):
+    if arguments.is_distributed(input) or arguments.is_distributed(linear_weight):
         return on_mesh(linear_topk_log_probs, locals())  # type: ignore[no-any-return]
     arguments.check_input(input, "D")
     arguments.check_head(input, linear_weight, linear_bias, group is not None)

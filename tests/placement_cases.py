@@ -351,7 +351,34 @@ def cases():
             form = "pair" if name.startswith("rows") else "logprobs"
             add(of_heads, name, placed, form, "all")
             add(of_heads, name, placed, "labels" if name.startswith("loss") else form, "placed")
+    for of, name, placed in (("logits", "loss", "data_classes"), ("logits", "loss", "rows"),
+                             ("logits", "selected", "data_classes"), ("logits", "divergence", "data_classes"),
+                             ("head", "loss", "data_tensor"), ("head", "loss", "sequence")):
+        add(compiled, of, name, placed)
     return found
+
+
+def compiled(of: str, name: str, placed: str, seed: int):
+    """In one graph: functions ``of`` "logits" or of a "head"."""
+    torch.compiler.reset()
+    leaves, shapes = {}, {}
+    if of == "logits":
+        function, layout = {"loss": lambda x, t, by: sparse_ce.cross_entropy(x, t), **CALLS}[name], LAYOUTS[placed]
+        shapes["input"] = (4, 3, V), layout.placements
+    else:
+        hidden_at, weight_at, _ = HEAD_LAYOUTS[placed]
+        rows = tuple(R if w.is_shard() else h for h, w in zip(hidden_at, weight_at))
+        function, layout = HEADS[name], Layout("grid", (4, 3), rows)
+        shapes = {"input": ((4, 3, D), hidden_at), "linear_weight": ((V, D), weight_at)}
+    world = World(layout, seed)
+    for what, (shape, at) in shapes.items():
+        t = world.normal(*shape).requires_grad_()
+        leaves[what] = t, world.place(t, at, True)
+    (indices, values), (own, own_values), *_ = world.target("pair", "here", V)
+    whole = function(*(pair[0] for pair in leaves.values()), (indices, values.detach()), None)
+    run = torch.compile(function, fullgraph=True, backend="aot_eager")
+    return compared(world, whole, run(*(pair[1] for pair in leaves.values()), (own, own_values.detach()), None), leaves,
+                    world.rows)
 
 
 def refusals() -> Dict[str, str]:

@@ -1,7 +1,7 @@
 """DTensors: what four processes compute of their parts is what one computes of the whole, values and every gradient.
 
-Logits and heads whose classes are shared out, rows that are, both, evenly or not; targets of all rows, of those here and
-of DTensors; twenty optimizer steps with FSDP2, tensor and sequence parallelism.
+Logits and heads whose classes are shared out, rows that are, both, evenly or not; targets of all rows, of those here
+and of DTensors; twenty optimizer steps with FSDP2, tensor and sequence parallelism.
 """
 
 import os
@@ -18,8 +18,8 @@ from placement_training import TRAINING
 
 CASES = list(placement_cases.cases())
 NOT_HERE = ("sparse_ce: linear_weight must be a tensor that this process holds in full, got a DTensor with placements "
-            "[Shard(dim=0)]; compute the loss in the forward of the module that fully_shard was given the head with, or "
-            "unshard it before, head.unshard()")
+            "[Shard(dim=0)]; compute the loss in the forward of the module that fully_shard was given the head with, "
+            "or unshard it before, head.unshard()")
 REFUSED = {
     "partial": "input must be placed Replicate or Shard on each mesh dimension, its last dimension on one at most, got "
                "a DTensor with placements [Partial(sum)]; pass input.redistribute(placements=[Replicate()])",
@@ -71,8 +71,8 @@ def test_twenty_steps_are_those_of_one_process(name, results):
 
 
 def test_it_is_right_where_loss_parallel_is_not(results):
-    """With class weights it trips over an ignored row; class probabilities, which it is not documented to know, it takes
-    and has another gradient for (torch 2.13)."""
+    """With class weights it trips over an ignored row; class probabilities, which it is not documented to know, it
+    takes and gets wrong (torch 2.13)."""
     for found in results:
         found = dict(found["training peer"])
         peer = {name: found.pop(f"peer, {name}") for name in ("labels", "weight", "soft")}
@@ -89,6 +89,7 @@ def test_what_cannot_be_taken_is_refused_with_the_way_out(name, results):
 
 
 def test_nobody_waits_for_the_import_before_there_is_one():
-    done = forked.run("-c", "import sys, torch, sparse_ce; sparse_ce.cross_entropy(torch.zeros(2, 3), torch.zeros(2)."
-                      "long()); print('sparse_ce.placements' in sys.modules)", cwd=Path(sparse_ce.__file__).parent.parent)
+    program = ("import sys, torch, sparse_ce; sparse_ce.cross_entropy(torch.zeros(2, 3), torch.zeros(2).long()); "
+               "print('sparse_ce.placements' in sys.modules)")
+    done = forked.run("-c", program, cwd=Path(sparse_ce.__file__).parent.parent)
     assert done.stdout == "False\n", done.stderr
