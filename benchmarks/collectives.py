@@ -64,7 +64,7 @@ class Call:
     chunk_rows: Optional[int] = None  # of our head; by default an eighth of the rows, at least 1024
     sequence_parallel: bool = False  # each rank has a share of the rows' hidden states, and wants their gradient
     reduction: str = "mean"
-    weight_gradient: str = "before"  # a chunk's, and the input's; "after" it; or of all rows at once, "last"
+    weight_gradient: str = "after"  # a chunk's, and the input's; "before" it; or of all rows at once, "last"
     outputs: Tuple[str, ...] = ()  # of STATISTICS
     entries: int = 0  # of a row whose log-probabilities every rank wants
     rows_sharded: bool = False  # over another dimension of the mesh, for whose mean all count their rows
@@ -352,7 +352,6 @@ def markdown() -> str:
             lines.append(_line(kind, [*cells, f"{total / 1024:,.0f}"]))
     logits: List[Way] = [(kind, kind, {}) for kind in OF_LOGITS if kind != "two reductions"]
     heads: List[Way] = [(kind, kind, {}) for kind in OF_HEADS]
-    heads.insert(1, ("sparse_ce head, weight's gradient after the input's", OF_HEADS[0], {"weight_gradient": "after"}))
     shapes = [(link, r, n) for link, r in (("nvlink", 8), ("ndr", 4), ("ndr", 16)) for n in (8192, 65536)]
     for unit, ways in (("us", logits), ("ms, exposed", heads)):
         headings = [f"{'NVLink' if link == 'nvlink' else 'NDR'}, {r} ranks, {n} rows" for link, r, n in shapes]

@@ -170,7 +170,7 @@ def test_loss_parallel_is_counted_as_this_torch_does_it(tmp_path):
 # Two chunks of one row, two ranks, one feature and two classes a rank, one operation a second: a product takes 4 s. The
 # statistics have 16 bytes, the input's gradient 2; in a ring of two each takes as many seconds as it has bytes, divided
 # by the bandwidth.
-SMALL = dict(features=1, classes=4, chunk_rows=1)
+SMALL = dict(weight_gradient="before", features=1, classes=4, chunk_rows=1)
 
 
 def times_of(bandwidth, backward=False, **options):
@@ -204,7 +204,7 @@ def test_the_weights_gradient_hides_the_last_reduction():
 
 def test_hidden_states_are_gathered_a_chunk_ahead():
     # 8 bytes of a rank in a chunk: 1 s. Of a chunk's two rows a product takes 8 s, statistics 4 s, the gradient 1 s.
-    call = model.Call(4, 2, features=4, classes=2, chunk_rows=2, sequence_parallel=True)
+    call = model.Call(4, 2, features=4, classes=2, chunk_rows=2, sequence_parallel=True, weight_gradient="before")
     assert model.timeline(KINDS[HEAD](call)[0], 2, Link(0.0, 8.0), 2.0) == {
         "hidden 0": (0, 1), "hidden 1": (1, 2), "logits 0": (1, 9), "statistics 0": (9, 13),
         "logits 1": (9, 17), "statistics 1": (17, 21),
@@ -235,7 +235,7 @@ def test_megatron_gathers_hidden_states_again_for_the_weights_product():
         "hidden": (0, 16), "input": (0, 8), "input gradient": (16, 32), "weight": (16, 24)}
 
 
-OPTIONS = [dict(), dict(sequence_parallel=True), dict(reduction="none"), dict(weight_gradient="after"),
+OPTIONS = [dict(), dict(sequence_parallel=True), dict(reduction="none"), dict(weight_gradient="before"),
            dict(weight_gradient="last", outputs=("entropy",), entries=7)]
 
 
