@@ -74,6 +74,9 @@ def add_chunk(gradients: Gradients, head: Head, rows: slice, logits: Tensor, a: 
     if share is not None:
         if here:
             ops.linear_add_gradients_(*head, logits, share, None, None, None, None, *ends)
+        elif not eager():
+            # 0, of what comes in backward: a sum that waits for nothing would be moved to this rank's forward graph.
+            share = torch.mm(logits.to(share.dtype), share.new_empty(0, share.shape[1]))
         gradients.sums.append(add_up(share, gradients.shard, inplace=eager()))  # on its way during the next product
     if here and not (of_weight is None and of_bias is None):
         ops.linear_add_gradients_(*head, logits, None, of_weight, low_weight, of_bias, low_bias, *ends)
