@@ -111,7 +111,7 @@ CUDA = [
     ("csrc/cuda/select_merge.cu", "shard < args.shards; shard += kWarp", "shard < args.shards; shard = args.shards"),
     ("csrc/cuda/select_merge.cu", "valid = valid && args.target.template column<acc_t>(i) != TargetView::kOutside;",
      ""),
-    ("csrc/cuda/select_merge.cu", "static_cast<acc_t*>(args.log_probs)[i] = acc_t(0);", ""),
+    ("csrc/cuda/select_merge.cu", "static_cast<acc_t*>(args.log_probs)[i] = acc_t(0);", ";"),
     ("csrc/cuda/select_merge.cu", "Group::broadcast(stats.all.row);", "mine.all.row;"),
     ("csrc/cuda/select.cu", "const int64_t begin = first_class + split_begin", "const int64_t begin = split_begin"),
     ("csrc/cuda/select.cu", "const int64_t end = first_class + split_begin", "const int64_t end = split_begin"),

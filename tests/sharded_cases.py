@@ -21,7 +21,7 @@ from torch import Tensor
 
 import sparse_ce
 from cases import FORMS, Draw
-from sharded_problems import Problem, assert_the_same_everywhere, compare
+from sharded_problems import Problem, assert_same, assert_the_same_everywhere, compare, share
 from sparse_ce import SparseTarget
 
 COMMON = dict(dtype=torch.float64, infinite=False)
@@ -51,19 +51,6 @@ PROBLEMS: Dict[str, Dict[str, Any]] = {
     "overwritten in backward": dict(COMMON, inplace="backward", layout="strided", scale="learned", shape=(2, 3, 2)),
     **{f"every form, {form}": dict(COMMON, form=form, select=False, values_grad=True) for form in FORMS},
 }
-
-
-def share(t: Tensor, **named: Any) -> Tuple[Tensor, Dict[str, Any]]:
-    """The columns of this rank, which are not as many as those of the others, and the keywords that say so."""
-    world, rank, n = dist.get_world_size(), dist.get_rank(), t.shape[-1]
-    cuts = [0, *(n * (i + 1) // world - 1 for i in range(world - 1)), n]
-    begin, end = cuts[rank:rank + 2]
-    local = t.detach()[..., begin:end].clone().requires_grad_(t.requires_grad)
-    return local, dict(group=dist.group.WORLD, vocab_start=begin, num_classes=n, **named)
-
-
-def assert_same(ours: Any, one: Any, tolerance: float = 1e-12) -> None:
-    torch.testing.assert_close(ours, one, rtol=tolerance, atol=tolerance, equal_nan=True)
 
 
 def check_values(target: Callable[[Tensor], Any], values: Tensor, rows: int = 2, logits: Any = None,
@@ -264,6 +251,22 @@ def gradients_are_not_asked_for() -> None:
     assert not sparse_ce.cross_entropy(local, labels, **keywords).requires_grad
 
 
+def one_gradient_alone() -> None:
+    """Every combination of who requires one, logits, values and scale."""
+    x, indices = torch.randn(3, 11, dtype=torch.float64), torch.tensor([[0, 10], [5, 5], [3, -100]])
+    for number in range(1, 8):
+        found = []
+        for logits, keywords in ((x, {}), share(x)):
+            leaves = [logits.clone(), torch.full((3, 2), 0.4, dtype=torch.float64), torch.tensor(0.7).double()]
+            asked = [t.requires_grad_() for i, t in enumerate(leaves) if number >> i & 1]
+            loss = sparse_ce.cross_entropy(leaves[0], (indices, leaves[1]), logit_scale=leaves[2], **keywords)
+            found.append(list(torch.autograd.grad(loss, asked)))
+        if number & 1:
+            begin = keywords["vocab_start"]
+            found[0][0] = found[0][0][:, begin:begin + logits.shape[1]]
+        assert_same(found[1], found[0])
+
+
 def training() -> None:
     """Accumulation, checkpointing and autocast of a head whose rows are shared out: the gradients of one process."""
     draw = Draw("cpu")
@@ -349,7 +352,8 @@ def random(first: int, last: int) -> None:
 CASES: Dict[str, Callable[[], None]] = {f.__name__.replace("_", " "): f for f in (
     values_of_rows_that_do_not_count, values_of_no_row, values_of_padding, values_with_any_dtype_of_indices,
     values_of_any_dtype, no_rows, ties, errors_come_to_every_rank, derivatives_that_are_refused,
-    several_gradients_at_once,    gradients_are_not_asked_for, training, overwritten_logits, some_of_the_processes)}
+    several_gradients_at_once, gradients_are_not_asked_for, one_gradient_alone, training, overwritten_logits,
+    some_of_the_processes)}
 
 
 def run(name: str) -> None:

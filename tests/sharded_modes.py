@@ -21,8 +21,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.profiler import profile
 
 import sparse_ce
-from sharded_cases import assert_same, main, run, share
-from sharded_problems import assert_the_same_everywhere
+from sharded_cases import main, run
+from sharded_problems import assert_same, assert_the_same_everywhere, share
 from sparse_ce import SparseTarget
 
 sys.path.append(str(Path(__file__).parent.parent / "benchmarks"))
@@ -126,6 +126,23 @@ def traced_without_data() -> None:
         for mode in ("fake", "symbolic"):
             traced = make_fx(step, tracing_mode=mode)(local, values, scale)
             assert_same(traced(local, values, scale), expected)
+
+
+def shapes_of_the_ops() -> None:
+    """What a compiler is told of them is what they return."""
+    x, values = drawn(6)
+    indices = target_of("topk", 6, values)[0]
+    given = (indices, values.detach(), None, None, None)
+    for number in range(3, 32, 7):
+        wanted = {name: bool(number >> i & 1) for i, name in enumerate(
+            ("log_probs", "log_rest", "entropy", "mean_logit", "argmax"))}
+        named = dict(num_classes=CLASSES, loss=number % 3 > 0, label_smoothing=0.1 * (number % 3 > 1), **wanted)
+        checks = dict(test_utils=("test_schema", "test_faketensor"))
+        ops, local = torch.ops.sparse_ce, x.detach()[:, 5:9].clone()
+        torch.library.opcheck(ops.select_shard, (local, *given), dict(named, first_class=5), **checks)
+        statistics, chosen = ops.select_shard(x.detach(), *given, first_class=0, **named)
+        chosen = chosen if wanted["log_probs"] else None
+        torch.library.opcheck(ops.select_merge, (statistics, 1, chosen, *given), named, **checks)
 
 
 # ----------------------------------------------------------------------------------------------------------------- sent
@@ -268,7 +285,7 @@ def by_name(*functions: Callable[[], None]) -> Dict[str, Callable[[], None]]:
     return {f.__name__.replace("_", " "): f for f in functions}
 
 
-MODES = by_name(as_planned, as_planned_of_log_probs, bytes_of_a_row, loss_parallel_of_pytorch,
+MODES = by_name(shapes_of_the_ops, as_planned, as_planned_of_log_probs, bytes_of_a_row, loss_parallel_of_pytorch,
                 smoothing_over_all_classes, gradients_of_log_probabilities)
 COMPILERS = by_name(compiled_once_and_for_other_sizes, compiled_log_probs, traced_without_data)
 SLOW = by_name(compiled_with_every_form, compiled_by_inductor)

@@ -2,7 +2,7 @@
 
 import math
 import zlib
-from typing import Any, Dict, List, NamedTuple, Optional
+from typing import Any, Dict, List, NamedTuple, Optional, Tuple
 
 import torch
 import torch.distributed as dist
@@ -11,7 +11,6 @@ from torch import Tensor
 import sparse_ce
 from cases import FORMS, WITH_VALUES, Draw
 from close import assert_close_to_float64
-from sparse_ce import SparseTarget
 
 EXTRAS = ("lse", "entropy", "argmax")
 OUTPUTS = ("log_rest", "entropy", "mean_logit", "argmax")
@@ -232,6 +231,19 @@ def near(name: str, ours: Tensor, one: Tensor, exact: Tensor, logits: torch.dtyp
         raise AssertionError(f"{name}: {error}") from None
 
 
+def share(t: Tensor, **named: Any) -> Tuple[Tensor, Dict[str, Any]]:
+    """The columns of this rank, which are not as many as those of the others, and the keywords that say so."""
+    world, rank, n = dist.get_world_size(), dist.get_rank(), t.shape[-1]
+    cuts = [0, *(n * (i + 1) // world - 1 for i in range(world - 1)), n]
+    begin, end = cuts[rank:rank + 2]
+    local = t.detach()[..., begin:end].clone().requires_grad_(t.requires_grad)
+    return local, dict(group=dist.group.WORLD, vocab_start=begin, num_classes=n, **named)
+
+
+def assert_same(ours: Any, one: Any, tolerance: float = 1e-12) -> None:
+    torch.testing.assert_close(ours, one, rtol=tolerance, atol=tolerance, equal_nan=True)
+
+
 def assert_the_same_everywhere(found: Dict[str, Tensor]) -> None:
     """To the bit."""
     for name, t in found.items():
@@ -241,9 +253,3 @@ def assert_the_same_everywhere(found: Dict[str, Tensor]) -> None:
         dist.all_reduce(lowest, dist.ReduceOp.MIN)
         dist.all_reduce(highest, dist.ReduceOp.MAX)
         assert torch.equal(lowest, highest), f"{name} differs between ranks, here {t}"
-
-
-def jagged_without_owners(values: Tensor, kind: str = "probs", **options: Any) -> SparseTarget:
-    """Two rows of classes 0...5 with gaps before, between and behind them."""
-    offsets = torch.tensor([[4, 6], [1, 3]])
-    return SparseTarget.from_jagged(torch.arange(8) % 6, values, offsets, kind=kind, **options)
