@@ -6,35 +6,21 @@ Each compares what it gets of DTensors with what one process computes of the who
 and saves the differences, {name of the case: {what: largest difference}}, and what errors say: FOLDER/RANK.pt.
 """
 
-import functools
 import os
 import sys
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Callable, Dict, NamedTuple, Tuple
+from typing import Any, Callable, Dict, Tuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 
 import sparse_ce
 from placement_training import TRAINING
-from sparse_ce import LogProbs, SparseTarget
-
-WORLD, V, D = 4, 53, 6
-R = Replicate()
-
-
-class Layout(NamedTuple):
-    """``mesh``: "all", four in a row, or "grid", two by two; ``placements`` of logits (*leading, V)."""
-
-    mesh: str
-    leading: Tuple[int, ...]
-    placements: Tuple[Any, ...]
-    vocab: int = V
-
+from placement_world import WORLD, D, Layout, R, V, World, compared, mesh_of
+from sparse_ce import SparseTarget
 
 LAYOUTS = {
     "classes": Layout("all", (4, 3), (Shard(2),)),
@@ -61,159 +47,6 @@ OPTIONS: Dict[str, Dict[str, Any]] = {
     "normalizer": dict(normalizer=7.0, return_lse=True),
     "padded": dict(num_classes=-3, weight=True),
 }
-
-
-@functools.cache
-def mesh_of(kind: str):
-    if kind == "all":
-        return dist.init_device_mesh("cpu", (WORLD,), mesh_dim_names=("tensor",))
-    return dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
-
-
-class World:
-    """Draws the whole, and hands out what is here of it."""
-
-    def __init__(self, layout: Layout, seed: int):
-        self.mesh, self.layout = mesh_of(layout.mesh), layout
-        self.last = len(layout.leading)
-        self.rows = tuple(R if p.is_shard() and p.dim == self.last else p for p in layout.placements)
-        self.draw = torch.Generator().manual_seed(seed)
-
-    def normal(self, *size: int) -> Tensor:
-        return torch.randn(size, generator=self.draw, dtype=torch.float64)
-
-    def integers(self, high: int, *size: int) -> Tensor:
-        return torch.randint(high, size, generator=self.draw)
-
-    def place(self, t: Tensor, placements=None, grad: bool = False) -> Any:
-        placed = distribute_tensor(t.detach(), self.mesh, self.rows if placements is None else placements,
-                                   src_data_rank=None)
-        return placed.requires_grad_(grad)
-
-    def target(self, form: str, given: str, classes: int):
-        """The whole target, what a process is given of it, and their values, None where those do not learn."""
-        leading, weighs = self.layout.leading, None
-        if form == "labels":
-            labels = self.integers(classes, *leading)
-            labels.view(-1)[1] = -100
-            return labels, self.given(labels, given), None, None
-        if form in ("pair", "logprobs"):
-            indices = self.integers(classes, *leading, 3)
-            indices.view(-1, 3)[1] = -100
-            values = torch.rand(*leading, 3, generator=self.draw, dtype=torch.float64)
-            whole = (values.log() if form == "logprobs" else values).requires_grad_()
-            here = whole.detach().clone().requires_grad_() if given == "all" else self.given(whole.detach(), given)
-            weighs = here.requires_grad_() if given != "here" else None
-            if form == "pair":
-                return (indices, whole), (self.given(indices, given), here), whole, weighs
-            make = SparseTarget.from_topk
-            return (make(indices, whole, kind="logprobs", num_classes=classes),
-                    make(self.given(indices, given), here, kind="logprobs", num_classes=classes), whole, weighs)
-        dense = torch.rand(*leading, classes, generator=self.draw, dtype=torch.float64)
-        dense = dense.masked_fill(dense < 0.5, 0.0)
-        whole = dense.to_sparse()
-        if form == "jagged":
-            whole = SparseTarget.from_coo(whole)
-            if given == "placed":
-                return whole, whole._map(lambda t: self.place(t, [R] * self.mesh.ndim)), None, None
-            return whole, whole[self.ranges()] if given == "here" else whole, None, None
-        return whole, dense[self.ranges()].to_sparse() if given == "here" else whole, None, None
-
-    def ranges(self):
-        box = self.place(torch.arange(torch.Size(self.layout.leading).numel()).reshape(self.layout.leading)).to_local()
-        grid = torch.stack(torch.meshgrid(*(torch.arange(n) for n in self.layout.leading), indexing="ij"), -1)
-        grid = grid.reshape(-1, self.last)[box.reshape(-1)]
-        if not len(grid):
-            return tuple(slice(0, n) for n in box.shape)
-        return tuple(slice(int(low), int(high) + 1) for low, high in zip(grid.amin(0), grid.amax(0)))
-
-    def given(self, t: Tensor, given: str) -> Any:
-        if given == "all":
-            return t
-        placed = self.place(t)
-        return placed if given == "placed" else placed.to_local()
-
-    def options(self, named: Dict[str, Any], given: str, found: Dict[str, Tuple[Tensor, Any]]):
-        """Those of the whole and those of a process. What learns is put into ``found`` with its twin."""
-        whole, here = dict(named), dict(named)
-        classes = self.layout.vocab
-        if "num_classes" in named:
-            classes = max(1, classes + named["num_classes"])
-            whole["num_classes"] = here["num_classes"] = classes
-        if named.get("weight"):
-            whole["weight"] = torch.rand(self.layout.vocab, generator=self.draw, dtype=torch.float64)
-            here["weight"] = self.place(whole["weight"], [R] * self.mesh.ndim) if given == "placed" else whole["weight"]
-        for name in ("row_weight", "logit_scale"):
-            if named.get(name) in (True, "rows"):
-                t = whole[name] = torch.rand(*self.layout.leading, generator=self.draw, dtype=torch.float64)
-                here[name] = self.given(t, given)
-                if name == "row_weight" and given != "here":
-                    whole[name].requires_grad_()
-                    here[name] = here[name].detach().clone().requires_grad_()
-                    found[name] = whole[name], here[name]
-        if named.get("logit_scale") == "learned":
-            whole["logit_scale"] = torch.tensor(1.3, dtype=torch.float64, requires_grad=True)
-            here["logit_scale"] = (self.place(whole["logit_scale"], [R] * self.mesh.ndim, True) if given == "placed"
-                                   else whole["logit_scale"].detach().clone().requires_grad_())
-            found["logit_scale"] = whole["logit_scale"], here["logit_scale"]
-        return whole, here, classes
-
-
-def tensors(out: Any):
-    """By name, of whatever these functions return."""
-    if isinstance(out, Tensor):
-        return {"loss": out}
-    if isinstance(out, LogProbs):
-        out = {name: getattr(out, name) for name in LogProbs.__dataclass_fields__}
-    elif isinstance(out, SparseTarget):
-        out = {"indices": out.indices, "values": out.values}
-    elif hasattr(out, "_asdict"):
-        out = out._asdict()
-    elif isinstance(out, tuple):
-        first, second = out
-        second = second if isinstance(second, dict) else {"second": second}
-        out = {**tensors(first), **second}
-    return {name: t for name, t in out.items() if t is not None}
-
-
-def difference(ours: Any, exact: Tensor) -> float:
-    ours = ours.full_tensor() if isinstance(ours, DTensor) else ours
-    if ours.shape != exact.shape or ours.dtype != exact.dtype:
-        return float("inf")
-    if exact.numel() == 0 or torch.equal(ours, exact):
-        return 0.0
-    exact, ours = exact.detach(), ours.detach()
-    scale = max(1.0, float(exact[exact.isfinite()].abs().max()))
-    return float((ours - exact).abs().nan_to_num(torch.inf).max()) / scale
-
-
-def compared(world: World, exact: Any, ours: Any, leaves: Dict[str, Tuple[Tensor, Any]], rows) -> Dict[str, Any]:
-    """The differences of results and gradients; where a placement is another one, that is one too."""
-    exact, ours, found = tensors(exact), tensors(ours), {}
-    assert list(exact) == list(ours)
-    upstream, here = [], []
-    for name, t in ours.items():
-        assert isinstance(t, DTensor), name
-        expected = tuple(R for _ in rows) if t.dim() == 0 else rows
-        found[name] = difference(t, exact[name]) if tuple(t.placements) == expected else f"placed {t.placements}"
-        # A log-probability of padding is -inf, and has no gradient.
-        u = torch.where(exact[name].isfinite(), world.normal(*exact[name].shape), 0.0)
-        upstream.append(u)
-        here.append(distribute_tensor(u, world.mesh, expected, src_data_rank=None))
-    differentiable = [i for i, t in enumerate(exact.values()) if t.requires_grad]
-    if not differentiable or not leaves:
-        return found
-
-    def grads(outs, ups, of):
-        return torch.autograd.grad([list(outs.values())[i] for i in differentiable], of,
-                                   [ups[i] for i in differentiable])
-
-    of_whole = grads(exact, upstream, [pair[0] for pair in leaves.values()])
-    of_here = grads(ours, here, [pair[1] for pair in leaves.values()])
-    for (name, (_, leaf)), a, b in zip(leaves.items(), of_whole, of_here):
-        same = not isinstance(leaf, DTensor) or tuple(b.placements) == tuple(leaf.placements)
-        found[f"grad of {name}"] = difference(b, a) if same else f"placed {b.placements}"
-    return found
 
 
 def of_logits(layout: str, form: str, given: str, option: str, seed: int):

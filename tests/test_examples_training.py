@@ -185,3 +185,23 @@ def test_a_batch_of_soft_and_hard_labels_is_the_dense_one(monkeypatch):
     exact = {"loss": loss, "perplexity": math.exp(loss), "accuracy": right.double().mean().item(),
              "entropy": -(log_probs.exp() * log_probs).sum(-1).mean().item()}
     assert metrics(sums) == pytest.approx(exact, rel=1e-9)
+
+
+def train_sharded(*options, cwd) -> Dict[int, float]:
+    said = run_two(EXAMPLES / "train_tensor_parallel.py", "--steps", 10, *options, cwd=cwd)
+    return {int(step): float(loss) for step, loss in re.findall(r"^step (\d+) loss (\S+) \(", said, re.MULTILINE)}
+
+
+@pytest.fixture(scope="module")
+def of_shared_logits(tmp_path_factory):
+    return train_sharded(cwd=tmp_path_factory.mktemp("tensor"))
+
+
+def test_a_head_that_is_shared_out_learns(of_shared_logits):
+    assert sorted(of_shared_logits) == [1, 10] and of_shared_logits[10] < 0.7 * of_shared_logits[1]
+
+
+@pytest.mark.parametrize("options", ["--head weight --sequence",
+                                     *slow("--head weight", "--sequence", "--tensor 1")])
+def test_a_head_that_is_shared_out_trains_alike_however(options, of_shared_logits, tmp_path):
+    assert train_sharded(*options.split(), cwd=tmp_path) == pytest.approx(of_shared_logits, rel=1e-3)

@@ -13,7 +13,7 @@ import torch
 import forked
 import placement_cases
 import sparse_ce
-from placement_cases import WORLD
+from placement_world import WORLD
 from placement_training import TRAINING
 
 CASES = list(placement_cases.cases())

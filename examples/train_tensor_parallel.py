@@ -1,0 +1,132 @@
+"""A head too wide for one device: its classes are shared out among some ranks, the batch among the others.
+
+    torchrun --standalone --nproc-per-node=4 examples/train_tensor_parallel.py
+    torchrun --standalone --nproc-per-node=8 examples/train_tensor_parallel.py --tensor 4 --head weight --sequence
+
+The mesh is data x tensor: FSDP2 shards the parameters over ``data`` and averages the gradients there, the layers'
+products and the head are shared out over ``tensor``. The loss is given a DTensor, logits or the head's weight, and finds
+the rest there. A process has a GPU and talks NCCL where there are GPUs, else it has a share of the CPU and talks Gloo.
+"""
+
+import argparse
+import gc
+import os
+import time
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
+from torch.utils.data import DataLoader, DistributedSampler
+
+import sparse_ce
+from small_lm import MarkovText
+
+
+class Layer(nn.Module):
+    def __init__(self, dim: int):
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(dim), nn.Linear(dim, 4 * dim), nn.Linear(4 * dim, dim)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return hidden + self.down(nn.functional.gelu(self.up(self.norm(hidden))))
+
+
+class Model(nn.Module):
+    """Of the next token from one: text of a Markov chain asks for no more. ``head``: what its loss is given."""
+
+    def __init__(self, vocab: int, head: str, dim: int = 64, layers: int = 2):
+        super().__init__()
+        self.embedding = nn.Embedding(vocab, dim)
+        self.layers = nn.ModuleList(Layer(dim) for _ in range(layers))
+        self.norm = nn.LayerNorm(dim)
+        self.head = nn.Linear(dim, vocab)
+        self.kind = head
+
+    def forward(self, tokens: Tensor, target: sparse_ce.SparseTarget, normalizer: Tensor) -> Tensor:
+        hidden = self.embedding(tokens)
+        for layer in self.layers:
+            hidden = layer(hidden)
+        hidden = self.norm(hidden)
+        if self.kind == "weight":  # the logits never exist, not even a rank's share of them
+            return sparse_ce.linear_cross_entropy(hidden, self.head.weight, target, linear_bias=self.head.bias,
+                                                  normalizer=normalizer)
+        return sparse_ce.cross_entropy(self.head(hidden), target, normalizer=normalizer)
+
+
+def parallel(model: Model, mesh, sequence: bool) -> nn.Module:
+    """``sequence``: between the products each rank of ``tensor`` has its part of every sequence."""
+    rows = Shard(1) if sequence else Replicate()
+    local = dict(use_local_output=not sequence)
+    plan = {"embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=rows, **local),
+            # Logits stay where they are made; of a head whose weight the loss takes, nothing but that is shared out.
+            "head": ColwiseParallel(input_layouts=rows, output_layouts=Shard(-1), use_local_output=False)}
+    if sequence:
+        plan.update({name: SequenceParallel(use_local_output=False) for name in ("norm", "layers.*.norm")})
+    plan.update({"layers.*.up": ColwiseParallel(input_layouts=rows),
+                 "layers.*.down": RowwiseParallel(output_layouts=rows, **local)})
+    model = parallelize_module(model, mesh["tensor"], plan)
+    for layer in model.layers:
+        fully_shard(layer, mesh=mesh["data"])
+    return fully_shard(model, mesh=mesh["data"])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--tensor", type=int, default=2, help="ranks that share the classes out")
+    parser.add_argument("--head", choices=["logits", "weight"], default="logits", help="what the loss is given")
+    parser.add_argument("--sequence", action="store_true", help="sequence parallelism")
+    parser.add_argument("--labels", choices=["soft", "hard"], default="soft")
+    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--batch", type=int, default=32, help="sequences of an optimizer step, of all processes")
+    args = parser.parse_args()
+
+    on_gpu = torch.cuda.is_available()
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if on_gpu else torch.device("cpu")
+    if on_gpu:
+        torch.cuda.set_device(device)
+    dist.init_process_group("nccl" if on_gpu else "gloo")
+    train(args, device)
+    gc.collect()  # FSDP's states hold groups, which nobody may hold when they end
+    dist.destroy_process_group()
+
+
+def train(args: argparse.Namespace, device: torch.device) -> None:
+    copies = dist.get_world_size() // args.tensor
+    if copies * args.tensor != dist.get_world_size() or args.batch % copies:
+        raise SystemExit(f"--tensor must divide the {dist.get_world_size()} processes, and the rest of them --batch")
+    mesh = dist.init_device_mesh(device.type, (copies, args.tensor), mesh_dim_names=("data", "tensor"))
+
+    torch.manual_seed(0)  # the same initial weights in every process
+    text = MarkovText(args.steps * args.batch)
+    model = parallel(Model(text.vocab, args.head).to(device), mesh, args.sequence)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    # Ranks that share the classes out see the same rows.
+    sampler = DistributedSampler(text, copies, mesh.get_local_rank("data"), shuffle=False)
+    batches = DataLoader(text, args.batch // copies, sampler=sampler, collate_fn=sparse_ce.collate)
+
+    tokens_seen, start = 0, time.perf_counter()
+    for step, part in enumerate(batches, 1):
+        tokens, target = part["tokens"].to(device), part["target"].to(device)
+        if args.labels == "hard":
+            target = sparse_ce.SparseTarget.from_index(tokens, row_mask=target.ne(-100)).shift(1)
+        # Tokens of the step in all processes. FSDP2 averages the gradients of the copies, so each divides by its share.
+        count = target.ne(-100).sum()
+        dist.all_reduce(count, group=mesh["data"].get_group())
+        loss = model(tokens, target, count / copies)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        tokens_seen += int(count)
+        if step % 10 == 0 or step == 1:
+            total = loss.detach().to_local().clone()
+            dist.all_reduce(total, group=mesh["data"].get_group())
+            if dist.get_rank() == 0:
+                rate = tokens_seen / (time.perf_counter() - start)
+                print(f"step {step} loss {total.item() / copies:.5f}", f"({rate:.0f} tokens/s)", flush=True)
+
+
+if __name__ == "__main__":
+    main()
