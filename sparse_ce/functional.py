@@ -86,7 +86,8 @@ def cross_entropy(
 
     Args:
         input: logits (..., V), classes last; float16, bfloat16, float32 or float64, any strides. Arithmetic and result
-            are float32 (float64 for float64).
+            are float32 (float64 for float64). Or a DTensor, which may be sharded over rows and over the classes; then
+            the result is one, and means are over the rows of its whole mesh (docs/vocabulary-parallel.md).
         target: one of
             class indices, integer, ``input.shape[:-1]``;
             ``(indices, values)``, padded top-k, (..., K) each, the values being weights;

@@ -101,10 +101,10 @@ def linear_cross_entropy(
     Args:
         input: hidden states (..., D); float16, bfloat16, float32 or float64, any strides. Rows whose target is ignored
             may hold anything: their gradient is 0, and nothing of them reaches the weight's.
-        linear_weight: the head's weight (V, D), of the dtype of ``input``, or float32 with an ``input`` of 16 bits.
-            Under autocast both may be what ``F.linear`` takes there. Its gradient is summed over the chunks in float32
-            (between two chunks, a 16-bit one keeps 24 bits); on a CPU one of bfloat16 with no more rows than D over all
-            rows at once.
+        linear_weight: the head's weight (V, D), of the dtype of ``input``, or float32 with an ``input`` of 16 bits; it
+            may be a DTensor that is sharded over V (docs/vocabulary-parallel.md). Under autocast both may be what
+            ``F.linear`` takes there. Its gradient is summed over the chunks in float32 (between two chunks, a 16-bit
+            one keeps 24 bits); on a CPU one of bfloat16 with no more rows than D over all rows at once.
         target: as for :func:`cross_entropy`, for logits (..., V).
         linear_bias: (V,), dtype as for ``linear_weight``.
         weight, ignore_index, reduction, label_smoothing, z_loss, logit_scale, softcap, normalizer, row_weight,
