@@ -73,8 +73,8 @@ def main() -> None:
     exact = train(LlamaForCausalLM.from_pretrained(folder / "model", dtype=torch.float64), of_logits)
     found = {"one process": {"first": float(exact["losses"][0]), "last": float(exact["losses"][-1])}}
     for way, (plan, loss) in WAYS.items():
-        model = LlamaForCausalLM.from_pretrained(folder / "model", dtype=torch.float64,
-                                                 distributed_config=DistributedConfig(tp_size=2, tp_plan=plan or "auto"))
+        config = DistributedConfig(tp_size=2, tp_plan=plan or "auto")
+        model = LlamaForCausalLM.from_pretrained(folder / "model", dtype=torch.float64, distributed_config=config)
         with torch.no_grad():
             logits = model(torch.zeros(1, 2, dtype=torch.int64)).logits
         ours = train(model, loss)

@@ -13,8 +13,8 @@ import torch
 import forked
 import placement_cases
 import sparse_ce
-from placement_world import WORLD
 from placement_training import TRAINING
+from placement_world import WORLD
 
 CASES = list(placement_cases.cases())
 NOT_HERE = ("sparse_ce: linear_weight must be a tensor that this process holds in full, got a DTensor with placements "
