@@ -5,7 +5,8 @@
 
 The mesh is data x tensor: FSDP2 shards the parameters over ``data`` and averages the gradients there, the layers'
 products and the head are shared out over ``tensor``. The loss is given a DTensor, logits or the head's weight, and
-finds the rest there. A process has a GPU and talks NCCL where there are GPUs, else it has a share of the CPU and talks Gloo.
+finds the rest there. A process has a GPU and talks NCCL where there are GPUs, else it has a share of the CPU and talks
+Gloo.
 """
 
 import argparse
