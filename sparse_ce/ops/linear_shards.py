@@ -1,4 +1,4 @@
-"""``torch.ops.sparse_ce.sharded_linear_select``: the loss of a linear head whose classes are shared out among processes.
+"""``torch.ops.sparse_ce.sharded_linear_select``: the loss of a head whose classes are shared out among processes.
 
 A chunk of rows at a time: while one's statistics are gathered the next one's logits are multiplied, and while one's
 gradient for the input is added up its gradient for the weight is. With a scalar loss both happen in forward (three
@@ -337,8 +337,8 @@ def scaled(gradients: Sequence[Optional[Tensor]], grad: Tensor) -> List[Optional
 
 def _run(head: Head, a: Arguments, wanted: Outputs, mean: Mean, chunks: Chunks, shard: Shard) -> Tuple[Tensor, ...]:
     if composite(head.input):
-        fail("input must be an ordinary tensor on the CPU or CUDA where the classes are shared out among processes, got "
-             "one of torch.func, of forward-mode AD or of another device", RuntimeError)
+        fail("input must be an ordinary tensor on the CPU or CUDA where the classes are shared out among processes, "
+             "got one of torch.func, of forward-mode AD or of another device", RuntimeError)
     values = a.values if wanted.loss else None
     if needs_grad(*head, values, a.row_scale, mean.row_weight, a.weight if wanted.loss else None):
         refuse_other_grads(a._replace(row_scale=None))
