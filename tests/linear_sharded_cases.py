@@ -1,0 +1,291 @@
+"""What one of several processes, each with some classes of a head, does for test_linear_sharded.py.
+
+    python linear_sharded_cases.py RANKS RANK FOLDER
+
+Runs every case with the others and saves what it found: FOLDER/RANK.pt, a dictionary by the name of the case.
+"""
+
+import math
+import os
+import sys
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Dict, NamedTuple, Optional
+
+import torch
+import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+import linear_cases
+import sparse_ce
+from cases import DTYPES, FORMS, Draw
+from loss_cases import OPTIONS
+
+SIXTEEN = [torch.float16, torch.bfloat16]
+ASKED = dict(return_log_rest=True, return_entropy=True, return_mean_logit=True, return_argmax=True)
+
+
+class Case(NamedTuple):
+    """One loss and its gradients. ``how``: what is special about it."""
+
+    how: str = "loss"
+    form: str = "tuple"
+    options: str = "plain"
+    reduction: str = "mean"
+    dtype: torch.dtype = torch.float64
+    cut: str = "uneven"
+    chunk_rows: Optional[int] = 5
+    head_dtype: Optional[torch.dtype] = None
+
+    @property
+    def name(self) -> str:
+        return "-".join(str(part).removeprefix("torch.") for part in self)
+
+
+CASES = [
+    *(Case(form=form, reduction=reduction, chunk_rows=chunk_rows) for form in FORMS
+      for reduction, chunk_rows in (("mean", 5), ("none", 1), ("sum", None))),
+    *(Case(form=form, options=options, reduction=reduction, cut=cut) for options in OPTIONS if options != "plain"
+      for form, reduction, cut in (("labels-int64", "mean", "uneven"), ("tuple", "mean", "empty"))),
+    *(Case(form=form, options="all", reduction="none", cut="first empty") for form in ("labels-int64", "tuple", "jagged")
+      if form in FORMS),
+    *(Case(options="num_classes", reduction=reduction, cut=cut) for cut in ("padded", "even")
+      for reduction in ("mean", "none")),
+    *(Case(how, reduction=reduction, cut=cut) for how in ("selected", "row loss") for cut in ("uneven", "empty")
+      for reduction in ("mean", "none")),
+    *(Case(how, form, "num_classes", cut="padded") for how in ("selected", "row loss") for form in FORMS),
+    *(Case(how, reduction=reduction) for how in ("row weights", "scale", "entropy", "metrics")
+      for reduction in ("mean", "none")),
+    *(Case(how, cut=cut) for how in ("input alone", "head alone", "bias alone", "values alone", "no gradient",
+                                     "upstream of 0", "accumulated", "retained", "checkpoint", "traced", "inference")
+      for cut in ("uneven", "empty")),
+    Case("row loss, retained"), Case("row loss, upstream of 0"),
+    Case("compiled"), Case("compiled", reduction="none", cut="empty"),
+    *(Case(dtype=dtype, reduction=reduction, form=form) for dtype in DTYPES if dtype != torch.float64
+      for reduction in ("mean", "none") for form in ("tuple", "labels-int64")),
+    *(Case(dtype=dtype, head_dtype=torch.float32) for dtype in SIXTEEN),
+]
+
+
+# ----------------------------------------------------------------------------------------------------- what is computed
+
+def make(case: Case):
+    """The example, [input, weight, bias], keywords; (weight of rows, upstream gradients by shape)."""
+    options = OPTIONS[case.options]
+    example, head, keywords = linear_cases.make(case.form, "cpu", case.dtype, options, case.head_dtype)
+    if case.cut == "even":  # as many for 2 ranks as for 3
+        head = [head[0], *(torch.cat([t, t.new_full((42 - t.shape[0], *t.shape[1:]), math.nan)]) for t in head[1:])]
+    if "normalizer" not in options or case.reduction == "mean":
+        keywords["reduction"] = case.reduction
+    return example, head, keywords
+
+
+def ends(case: Case, classes: int, ranks: int):
+    """Where each rank's classes end."""
+    inner = {"uneven": [11, 29], "empty": [20, classes], "first empty": [0, 15], "padded": [20, 37],
+             "even": [classes // ranks, 2 * classes // ranks]}[case.cut]
+    return [*(inner[:ranks - 1] if case.cut in ("uneven", "first empty", "even") else inner[3 - ranks:]), classes]
+
+
+def row_loss(out, target, by):
+    finite = torch.where(out.lse.isinf(), 0.0, out.lse)
+    return by * (finite + out.log_rest.exp() + 0.3 * out.entropy) + 0.01 * out.mean_logit
+
+
+def compute(case: Case, **shard: Any) -> Dict[str, torch.Tensor]:
+    """By name: what a rank finds, or without a shard one process."""
+    example, head, keywords = make(case)
+    ranks, rank, group = shard.get("ranks", 1), shard.get("rank", 0), shard.get("group")
+    if group is not None:
+        bounds = [0, *ends(case, head[1].shape[0], ranks)]
+        begin, end = bounds[rank:rank + 2]
+        head = [head[0], head[1][begin:end], head[2][begin:end]]
+        keywords.update(group=group, num_classes=keywords.get("num_classes", bounds[-1]))
+        if case.cut != "even":
+            keywords["vocab_start"] = begin
+    draw = Draw("cpu", 7)
+    arithmetic = torch.float64 if case.dtype == torch.float64 else torch.float32
+    by = draw.uniform(*example.shape, dtype=arithmetic)
+    by[example.ignored] = torch.nan
+    by.view(-1)[4] = 0
+    wanted = {"input alone": "input", "head alone": "weight bias", "bias alone": "bias", "values alone": "values",
+              "no gradient": "", "inference": ""}.get(case.how, "input weight bias values by scale").split()
+    leaves = {"input": head[0], "weight": head[1], "bias": head[2]}
+    if example.values is not None and case.how != "selected" and not case.how.startswith("row loss"):
+        leaves["values"] = example.values
+    if case.how == "row weights" or case.how.startswith("row loss"):
+        leaves["by"] = by
+    if case.how == "scale":
+        leaves["scale"] = torch.tensor(1.3, dtype=arithmetic)
+    leaves = {name: t.clone().requires_grad_(name in wanted) for name, t in leaves.items()}
+    keywords.update(chunk_rows=case.chunk_rows, linear_bias=leaves["bias"])
+
+    def call(input: torch.Tensor, weight: torch.Tensor) -> Any:
+        target = example.build(leaves.get("values", example.values))
+        if case.how == "selected":
+            given = {k: v for k, v in keywords.items() if k not in ("reduction", "normalizer")}
+            return sparse_ce.linear_selected_log_probs(input, weight, target, **given, **ASKED)
+        if case.how.startswith("row loss"):
+            return sparse_ce.linear_row_loss(row_loss, input, weight, target, leaves["by"], **keywords, **ASKED)
+        more: Dict[str, Any] = {}
+        if case.how == "row weights":
+            more["row_weight"] = leaves["by"]
+        if case.how == "scale":
+            more["logit_scale"] = leaves["scale"]
+        if case.how in ("entropy", "metrics"):
+            more = dict(return_entropy=True, return_argmax=True)
+        return sparse_ce.linear_cross_entropy(input, weight, target, **keywords, **more)
+
+    def run() -> Dict[str, torch.Tensor]:
+        if case.how == "checkpoint":
+            out = checkpoint(call, leaves["input"], leaves["weight"], use_reentrant=False)
+        elif case.how == "compiled" and group is not None:
+            torch._dynamo.reset()
+            backend = "aot_eager_decomp_partition"  # cuts forward from backward as Inductor has it done
+            out = torch.compile(call, fullgraph=True, backend=backend)(leaves["input"], leaves["weight"])
+        else:
+            out = call(leaves["input"], leaves["weight"])
+        if case.how == "selected":
+            return {name: getattr(out, name) for name in ("log_probs", "lse", "log_rest", "entropy", "mean_logit",
+                                                          "argmax")}
+        if isinstance(out, tuple):
+            return {name: t for name, t in zip(("loss", "lse", "entropy", "argmax"), out) if t is not None}
+        return {"loss": out}
+
+    if case.how == "inference":
+        with torch.inference_mode():
+            return run()
+    with linear_cases.Traced() if case.how == "traced" else linear_cases.contextlib.nullcontext():
+        found = run()
+        outputs = [t for name, t in found.items() if t.is_floating_point() and t.requires_grad
+                   and not (case.how == "metrics" and name != "loss")]
+        if not outputs:
+            return found
+        upstream = [draw.normal(*t.shape, dtype=t.dtype) * (case.how[-1] != "0") for t in outputs]
+        outputs = [torch.where(t.isinf(), 0.0, t) for t in outputs]  # of padding
+        names = [name for name, t in leaves.items() if t.requires_grad]
+        total = sum((t * u).sum() for t, u in zip(outputs, upstream))
+        asked = [leaves[name] for name in names]
+        if case.how in ("accumulated", "retained", "row loss, retained"):
+            total.backward(retain_graph=True)
+            if case.how == "accumulated":
+                again = run()
+                total = sum((again[name] * 0.7 * u).sum() for name, u in zip(found, upstream))
+            total.backward()
+            grads = [t.grad for t in asked]
+        else:
+            grads = torch.autograd.grad(total, asked)
+    return {**found, **{f"grad_{name}": grad for name, grad in zip(names, grads)}}
+
+
+# ---------------------------------------------------------------------------------------------- what is sent, and errors
+
+COUNTED = dict(rows=600, width=24, classes=53)
+
+
+class Collectives(TorchDispatchMode):
+    """Those that run inside: their names and bytes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if "c10d" in str(func) and "wait_tensor" not in str(func):
+            self.seen.append((func._schema.name.split("::")[1], args[0].numel() * args[0].element_size()))
+        return func(*args, **(kwargs or {}))
+
+
+def recorded(record, element: int):
+    """Of a profile, which does not change how it is computed: the same."""
+    found = []
+    for event in sorted(record.events(), key=lambda event: event.time_range.start):
+        if event.name.startswith("_c10d_functional::") and "wait_tensor" not in event.name:
+            gathers = "all_gather" in event.name
+            size = (8 if element == 8 else 4) if gathers else element
+            found.append((event.name.split("::")[1].rstrip("_"), size * math.prod(event.input_shapes[0])))
+    return found
+
+
+def counted(group, ranks: int, rank: int):
+    """By dtype and reduction: the collectives of forward and of backward, as a profile and as a mode see them."""
+    found = {}
+    for dtype in (torch.float64, torch.bfloat16, torch.float16):
+        for reduction in ("mean", "none"):
+            draw = Draw("cpu")
+            hidden = draw.normal(COUNTED["rows"], COUNTED["width"]).to(dtype).requires_grad_()
+            bounds = [0, 17, 53, 53][:ranks] + [53]
+            weight = draw.normal(COUNTED["classes"], COUNTED["width"]).to(dtype)
+            local = weight[bounds[rank]:bounds[rank + 1]].clone().requires_grad_()
+            labels = draw.integers(COUNTED["classes"], COUNTED["rows"])
+
+            def forward(hidden=hidden, local=local, labels=labels, bounds=bounds, reduction=reduction):
+                return sparse_ce.linear_cross_entropy(hidden, local, labels, group=group, vocab_start=bounds[rank],
+                                                      num_classes=bounds[-1], reduction=reduction).mean()
+
+            ways = []
+            for way in (lambda: torch.profiler.profile(record_shapes=True), Collectives):
+                passes = []
+                with way() as first:
+                    loss = forward()
+                with way() as second:
+                    loss.backward()
+                passes = [each.seen if isinstance(each, Collectives) else recorded(each, dtype.itemsize)
+                          for each in (first, second)]
+                ways.append(passes)
+            found[str(dtype), reduction] = ways
+    return found
+
+
+def errors(group, ranks: int, rank: int):
+    hidden, weight = torch.randn(6, 4, requires_grad=True), torch.randn(5, 4, requires_grad=True)
+    labels = torch.zeros(6, dtype=torch.long)
+
+    def loss(target=labels, **options):
+        return sparse_ce.linear_cross_entropy(hidden, weight, target, group=group, **options)
+
+    def row(**options):
+        return sparse_ce.linear_row_loss(lambda out, target: -out.log_probs, hidden, weight, labels, group=group)
+
+    calls = {
+        "second derivative": lambda: torch.autograd.grad(loss(), hidden, create_graph=True),
+        "second derivative of rows": lambda: torch.autograd.grad(loss(reduction="none").sum(), hidden,
+                                                                 create_graph=True),
+        "second derivative of a row loss": lambda: torch.autograd.grad(row(), hidden, create_graph=True),
+        "functional": lambda: torch.func.grad(lambda x: sparse_ce.linear_cross_entropy(
+            x, weight, labels, group=group))(hidden.detach()),
+        "label": lambda: loss(torch.full((6,), 5 * ranks)),
+        "num_classes": lambda: loss(num_classes=5 * ranks + 1),
+        "vocab_start": lambda: loss(vocab_start=5 * rank),
+    }
+    found = {}
+    for name, call in calls.items():
+        try:
+            call()
+        except Exception as error:
+            found[name] = f"{type(error).__name__}: {error}"
+    found["and then"] = bool(loss().isfinite())  # the group is as it was
+    return found
+
+
+def main() -> None:
+    ranks, rank, folder = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
+    torch.set_num_threads(1)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # all are here, whatever the host's name resolves to
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks,
+                            timeout=timedelta(seconds=20))
+    shard = dict(group=dist.group.WORLD, ranks=ranks, rank=rank)
+    found: Dict[str, Any] = {}
+    for case in CASES:
+        print(case.name, flush=True)  # the last line of a process that hangs
+        found[case.name] = {name: t.detach() for name, t in compute(case, **shard).items()}
+    found["collectives"] = counted(**shard)
+    found["errors"] = errors(**shard)
+    torch.save(found, folder / f"{rank}.pt")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,153 @@
+"""A head whose classes are shared out among 2 and 3 processes against one process that has it whole: values, every
+gradient, what is sent."""
+
+import functools
+import os
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+
+import forked
+import sparse_ce
+from cases import Draw
+from close import assert_bitwise_equal, assert_close_to_float64
+from linear_cases import dense_result
+from linear_sharded_cases import CASES, COUNTED, compute, make
+from pages import ROOT
+from sparse_ce.arguments import Arguments
+from sparse_ce.ops.linear_shards import rows_a_chunk
+from sparse_ce.ops.shards import Shard
+
+sys.path.insert(0, str(ROOT / "benchmarks"))
+import collectives as model  # noqa: E402
+
+CASES_FILE = Path(__file__).parent / "linear_sharded_cases.py"
+RANKS = [2, 3]
+
+
+@functools.cache
+def found_by(ranks):
+    """What each process found: a list of dictionaries."""
+    with tempfile.TemporaryDirectory() as folder:
+        environment = {**os.environ, "PYTHONPATH": str(Path(sparse_ce.__file__).parent.parent),
+                       "CUDA_VISIBLE_DEVICES": ""}
+        started = [forked.Program(CASES_FILE, ranks, rank, folder, cwd=folder, env=environment)
+                   for rank in range(ranks)]
+        codes = forked.all_codes(started, timeout=300)
+        assert codes == [0] * ranks, "\n".join(process.said(stream)[-2000:] for process in started
+                                               for stream in ("stdout", "stderr"))
+        return [torch.load(Path(folder) / f"{rank}.pt") for rank in range(ranks)]
+
+
+def together(found, name):
+    """Of what the processes have, all: the same everywhere, or a share of the classes each."""
+    each = [one[name] for one in found]
+    if name in ("grad_weight", "grad_bias"):
+        return torch.cat(each)
+    for other in each[1:]:
+        assert_bitwise_equal(other, each[0])
+    return each[0]
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_it_is_what_one_process_finds(case, ranks):
+    found = [one[case.name] for one in found_by(ranks)]
+    if case.dtype == torch.float64:
+        expected = compute(case)
+        assert all(sorted(one) == sorted(expected) for one in found)
+        for name, t in expected.items():
+            ours = together(found, name)
+            assert not ours.isnan().any() and ours.shape == t.shape
+            torch.testing.assert_close(ours, t.detach(), rtol=1e-12, atol=1e-12)
+        return
+    example, head, keywords = make(case)
+    shape = example.shape if case.reduction == "none" else ()
+    draw = Draw("cpu", 7)
+    draw.uniform(*example.shape)
+    upstream = draw.normal(*shape)
+    exact, peer = (dense_result(example, head, keywords, upstream, None, exact=which) for which in (True, False))
+    loss = together(found, "loss")
+    assert_close_to_float64(loss, peer[0].to(loss.dtype), exact[0])
+    names = ["grad_input", "grad_weight", "grad_bias", *(["grad_values"] if example.values is not None else [])]
+    for name, p, e in zip(names, peer[2], exact[2], strict=True):
+        ours = together(found, name)
+        assert_close_to_float64(ours, p.to(ours.dtype), e, arithmetic=case.dtype)
+        if name == "grad_input":
+            assert not ours[example.ignored].any()
+
+
+# ----------------------------------------------------------------------------------------------------------- what is sent
+
+def predicted(kind, ranks, dtype, reduction):
+    step = rows_a_chunk(None, COUNTED["rows"], Arguments(torch.empty(0), num_classes=COUNTED["classes"]),
+                        Shard("", ranks, 0), on_cpu=True)
+    call = dict(rows=COUNTED["rows"], ranks=ranks, features=COUNTED["width"], classes=COUNTED["classes"],
+                element=dtype.itemsize, chunk_rows=step, reduction=reduction)
+    return [sorted(model.collectives(kind, backward=backward, **call)) for backward in (False, True)]
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_every_chunk_is_gathered_once_and_added_up_once(reduction, dtype, ranks):
+    # In float16 gradients that are made for an upstream gradient of 1 might be too small: backward makes them.
+    predictions = predicted("sparse_ce head", ranks, dtype, "none" if dtype == torch.float16 else reduction)
+    number = max(4, dtype.itemsize)
+    for found in found_by(ranks):
+        for way in found["collectives"][str(dtype), reduction]:
+            forward, backward = ([(name.removesuffix("_into_tensor"), size) for name, size in part] for part in way)
+            assert [sorted(forward), sorted(backward)] == predictions
+            gathers = [size for name, size in forward if name == "all_gather"]
+            assert len(gathers) == 2 and sum(gathers) == 4 * number * COUNTED["rows"]
+            sums = [size for name, size in forward + backward if name == "all_reduce"]
+            assert len(sums) == 2 and sum(sums) == COUNTED["width"] * dtype.itemsize * COUNTED["rows"]
+            assert not backward or reduction == "none" or dtype == torch.float16
+            # The next chunk's statistics are on their way before the first one's gradient is.
+            assert [name for name, _ in forward[:2]] == ["all_gather", "all_gather"]
+
+
+@pytest.mark.parametrize("rows", [1, 255, 256, 511, 512, 1000, 4096, 100_000])
+@pytest.mark.parametrize("on_cpu", [True, False])
+def test_there_are_chunks_to_overlap_and_none_too_small(on_cpu, rows):
+    a = Arguments(torch.empty(0), num_classes=128_256)
+    steps = {rows_a_chunk(None, rows, a, Shard("", 8, first), on_cpu) for first in (0, 5, 128_256)}
+    step, = steps  # whatever a rank has of the classes
+    least = 256 if on_cpu else 1024
+    count = -(-rows // step)
+    assert count >= 2 if rows >= 2 * least else count == 1
+    assert count == 1 or step >= least
+    assert step * 128_256 / 8 * 4 <= 1 << 27 or step <= least
+    assert rows_a_chunk(7, rows, a, Shard("", 8, 0), on_cpu) == 7
+
+
+# ----------------------------------------------------------------------------------------------------------------- errors
+
+@pytest.mark.parametrize("ranks", RANKS)
+def test_what_cannot_be_had_is_said_on_every_rank(ranks):
+    second = ("RuntimeError: sparse_ce: create_graph must be False where the classes are shared out among processes, "
+              "got True: what the other ranks' logits do to a gradient is not known here")
+    for found in found_by(ranks):
+        said = found["errors"]
+        for name in ("second derivative", "second derivative of rows", "second derivative of a row loss"):
+            assert said[name] == second
+        assert said["functional"].startswith("RuntimeError: sparse_ce: input must be an ordinary tensor")
+        assert said["label"] == (f"RuntimeError: sparse_ce: target must have indices in [0, {5 * ranks}) or "
+                                 f"ignore_index -100, got {5 * ranks} in row 0")
+        assert said["num_classes"] == (f"ValueError: sparse_ce: num_classes must be in [1, {5 * ranks}], the rows of "
+                                       f"linear_weight, got {5 * ranks + 1}")
+        assert said["vocab_start"].startswith("ValueError: sparse_ce: num_classes must be the number of classes of all")
+        assert said["and then"]
+
+
+def test_without_a_group_there_are_classes_and_no_vocab_start():
+    hidden, labels = torch.randn(3, 4), torch.zeros(3, dtype=torch.long)
+    with pytest.raises(ValueError, match="sparse_ce: vocab_start must be None where there is no group, got 3"):
+        sparse_ce.linear_cross_entropy(hidden, torch.randn(5, 4), labels, vocab_start=3)
+    with pytest.raises(ValueError, match=r"sparse_ce: linear_weight must have at least one class, got shape \[0, 4\]"):
+        sparse_ce.linear_cross_entropy(hidden, torch.randn(0, 4), labels)
+    with pytest.raises(TypeError, match="sparse_ce: group must be a torch.distributed.ProcessGroup, got str"):
+        sparse_ce.linear_selected_log_probs(hidden, torch.randn(5, 4), labels, group="tp")
