@@ -48,7 +48,8 @@ CASES = [
       for reduction, chunk_rows in (("mean", 5), ("none", 1), ("sum", None))),
     *(Case(form=form, options=options, reduction=reduction, cut=cut) for options in OPTIONS if options != "plain"
       for form, reduction, cut in (("labels-int64", "mean", "uneven"), ("tuple", "mean", "empty"))),
-    *(Case(form=form, options="all", reduction="none", cut="first empty") for form in ("labels-int64", "tuple", "jagged")
+    *(Case(form=form, options="all", reduction="none", cut="first empty")
+      for form in ("labels-int64", "tuple", "jagged")
       if form in FORMS),
     *(Case(options="num_classes", reduction=reduction, cut=cut) for cut in ("padded", "even")
       for reduction in ("mean", "none")),
@@ -179,7 +180,7 @@ def compute(case: Case, **shard: Any) -> Dict[str, torch.Tensor]:
     return {**found, **{f"grad_{name}": grad for name, grad in zip(names, grads)}}
 
 
-# ---------------------------------------------------------------------------------------------- what is sent, and errors
+# --------------------------------------------------------------------------------------------- what is sent, and errors
 
 COUNTED = dict(rows=600, width=24, classes=53)
 

@@ -80,7 +80,7 @@ def test_it_is_what_one_process_finds(case, ranks):
             assert not ours[example.ignored].any()
 
 
-# ----------------------------------------------------------------------------------------------------------- what is sent
+# --------------------------------------------------------------------------------------------------------- what is sent
 
 def predicted(kind, ranks, dtype, reduction):
     step = rows_a_chunk(None, COUNTED["rows"], Arguments(torch.empty(0), num_classes=COUNTED["classes"]),
@@ -124,7 +124,7 @@ def test_there_are_chunks_to_overlap_and_none_too_small(on_cpu, rows):
     assert rows_a_chunk(7, rows, a, Shard("", 8, 0), on_cpu) == 7
 
 
-# ----------------------------------------------------------------------------------------------------------------- errors
+# --------------------------------------------------------------------------------------------------------------- errors
 
 @pytest.mark.parametrize("ranks", RANKS)
 def test_what_cannot_be_had_is_said_on_every_rank(ranks):

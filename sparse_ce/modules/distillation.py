@@ -43,8 +43,12 @@ class Divergence(_HeldKind):
         floor: float = -100.0,
         reduction: losses.Reduction = "mean",
         normalizer: Optional[arguments.Normalizer] = None,
+        num_classes: Optional[int] = None,
+        group: Group = None,
+        vocab_start: Optional[int] = None,
     ) -> None:
-        super().__init__(normalizer, kind=kind, beta=beta, rest=rest, floor=floor, reduction=reduction)
+        super().__init__(normalizer, kind=kind, beta=beta, rest=rest, floor=floor, reduction=reduction,
+                         num_classes=num_classes, group=group, vocab_start=vocab_start)
 
     def forward(self, student: Union[Tensor, LogProbs], teacher: Target, teacher_log_rest: Optional[Tensor] = None,
                 normalizer: Optional[arguments.Normalizer] = None) -> Tensor:
