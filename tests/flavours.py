@@ -105,7 +105,7 @@ FLAVOURS = {
                       environment={"SPARSE_CE_CPU_BFLOAT16": "native"}),
     # The CPU's kernels under AddressSanitizer and UndefinedBehaviorSanitizer.
     "sanitized": Flavour(("test_cross_entropy_values", "test_cross_entropy_shapes", "test_cross_entropy_errors",
-                          "test_masked_mean", "test_topk", "test_select_values", "test_flavour*"),
+                          "test_masked_mean", "test_topk", "test_select_values", "test_select_shards", "test_flavour*"),
                          at_least=300, build=build_sanitized,
                          sources=("csrc", "setup.py"), sanitizes=True, environment={
                              "ASAN_OPTIONS": "detect_leaks=0:verify_asan_link_order=0",
@@ -114,7 +114,8 @@ FLAVOURS = {
     # thread: the vendor's products, part of the emulated linear head, differ in bits of two. Left out: what the CPU's
     # kernels alone have, and of slow pairs the easier: random labels beside labels of one class, whose sums drift most,
     # 16-bit beside float32 numbers next to 16-bit ones throughout, and PyTorch's samples in float32 beside float64.
-    "emulated": Flavour((*KERNELS, "test_divergence_values", "test_distillation"), NO_KERNELS + OF_THE_CPU,
+    "emulated": Flavour((*KERNELS, "test_divergence_values", "test_distillation", "test_sharded_topk"),
+                        NO_KERNELS + OF_THE_CPU,
                         at_least=4000, build=build_emulated,
                         without=(*COMPILED, "instruction_set", "many_rows", "number_of_threads",
                                  "gradients_keep_their_memory", "-random-1024 chunks", "-random-blocks of classes",
