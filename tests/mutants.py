@@ -33,7 +33,7 @@ ABOUT = {"arguments": "errors_options_dimension", "autocast": "modes_candidates"
          "entries": "sparse_arguments_stock_target_rows_dimension", "errors": "errors_dimension",
          **dict.fromkeys(("mixing", "mixing_of_timm", "pairs"), "mixing_vision"),
          "gradient_memory": "forecast", "guarded": "zero_upstream", "inductor": "graphs", "integrations": "trainer",
-         "live_rows": "linear",
+         "live_rows": "linear", "logits": "trainer",
          **dict.fromkeys(("strided", "strided_rows", "strided_columns", "strided_streams"), "strided"),
          "avx512_streams": "strided", "overwriting": "inplace",
          "select": "select_sharded", "shards": "sharded_data",

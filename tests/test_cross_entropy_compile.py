@@ -74,6 +74,8 @@ def test_every_op_is_checked_here():
               "linear_mean", "scale_",  # in test_linear_compile.py
               "masked_mean", "masked_mean_backward",  # in test_masked_mean.py
               "select", "select_backward", "select_backward_",  # in test_select_compile.py
+             "select_shard", "select_merge",  # in test_select_shards.py
+             "sharded_select", "sharded_linear_select",  # made of others and collectives, in test_*sharded*.py
               "topk_ids", "linear_logits",  # in test_topk.py
               "linear_add_gradients_",  # in test_row_loss.py
               "linear_select", "linear_select_backward",  # in test_linear_select.py
