@@ -7,13 +7,12 @@ whatever the rows have in common, such as the weight of a head.
 torch.distributed.tensor takes long to import: nobody imports this module before there is a DTensor.
 """
 
-import sys
 from typing import Any, Callable, Dict, List, NamedTuple, Optional, Sequence, Tuple
 
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from . import arguments, reference
 from .arguments import is_distributed
@@ -23,12 +22,22 @@ from .entries import IGNORE_INDEX
 from .errors import fail
 from .log_probs import LogProbs, selected_log_probs
 from .losses import dense_parts, flat_target
+from .placed import (
+    check_cut,
+    dimension_of_classes,
+    holds_data,
+    leading_placements,
+    local_part,
+    range_here,
+    refuse_placements,
+    several,
+    whole,
+)
 from .target import SparseTarget, as_ids, as_target
 
 Given = Dict[str, Any]  # arguments by the names of their parameters
 
 _FIRST = "fn", "input", "linear_weight", "target"  # in front of the row arguments of linear_row_loss
-_OF_DATA = "dp", "data", "fsdp", "hsdp"  # how the names of mesh dimensions begin that share out data
 
 
 def call(function: Callable[..., Any], given: Given) -> Any:
@@ -50,11 +59,11 @@ def call(function: Callable[..., Any], given: Given) -> Any:
             given[name] = rows.local(name, given[name])
     for name in ("weight", "normalizer"):
         if isinstance(given.get(name), Tensor):
-            given[name] = _whole(name, given[name])
+            given[name] = whole(name, given[name])
     scale = given.get("logit_scale")
     if isinstance(scale, Tensor):
         given["logit_scale"] = rows.local("logit_scale", scale) if scale.dim() else rows.summed(
-            _whole("logit_scale", scale))
+            whole("logit_scale", scale))
     row_args = [rows.target("row_args", t) if isinstance(t, SparseTarget) else rows.local("row_args", t)
                 for t in given.pop("row_args", ())]
 
@@ -123,7 +132,7 @@ class Rows(NamedTuple):
     @property
     def ranges(self) -> List[Tuple[int, int]]:
         """[begin, end) of the rows here in each leading dimension."""
-        return [_range(size, dim, self.mesh, self.placements) for dim, size in enumerate(self.leading)]
+        return [range_here(size, dim, self.mesh, self.placements) for dim, size in enumerate(self.leading)]
 
     @property
     def here(self) -> torch.Size:
@@ -139,7 +148,7 @@ class Rows(NamedTuple):
             if isinstance(t, SparseTarget) and t.num_classes == self.classes:
                 given[name] = t.with_num_classes(count)
         if isinstance(given.get("weight"), Tensor) and given["weight"].shape == (self.classes,):
-            given["weight"] = _whole("weight", given["weight"])[:count]
+            given["weight"] = whole("weight", given["weight"])[:count]
 
     def of_classes(self, num_classes: Optional[int] = None) -> Given:
         if self.vocab is None:
@@ -161,10 +170,10 @@ class Rows(NamedTuple):
             if placed.device_mesh != self.mesh:
                 fail(f"{name} must be on the mesh of the logits, {self.mesh}, got {placed.device_mesh}")
             if any(p.is_shard() and p.dim >= len(self.leading) for p in placed.placements):
-                _refuse(name, placed, "Replicate or Shard of a leading dimension", self.placements)
+                refuse_placements(name, placed, "Replicate or Shard of a leading dimension", self.placements)
             if placed.placements != self.placements:
                 placed = placed.redistribute(placements=self.placements)
-            return _local(placed, self.placements)
+            return local_part(placed, self.placements)
         count = len(self.leading)
         if not self.sharded or t.shape[:count] == self.here:
             return t
@@ -183,7 +192,7 @@ class Rows(NamedTuple):
             return self.local(name, t)
         if isinstance(t, SparseTarget) and is_distributed(t.indices):
             if t.form == "jagged":
-                t = t._map(lambda part: _whole(name, part))
+                t = t._map(lambda part: whole(name, part))
             else:
                 return t._map(lambda part: self.local(name, part))
         if not self.sharded:
@@ -256,17 +265,6 @@ def _of_each(f: Callable[[Tensor], Tensor], out: LogProbs) -> LogProbs:
     return LogProbs(*made)
 
 
-def _range(size: int, dim: int, mesh: DeviceMesh, placements: Sequence[Any]) -> Tuple[int, int]:
-    """[begin, end) of what is here of dimension ``dim``, which each mesh dimension cuts as ``torch.chunk`` does."""
-    begin = 0
-    for at, placement in enumerate(placements):
-        if placement.is_shard() and placement.dim == dim:
-            step = -(-size // mesh.size(at))
-            low = min(mesh.get_local_rank(at) * step, size)
-            begin, size = begin + low, min(step, size - low)
-    return begin, begin + size
-
-
 # ---------------------------------------------------------------------------------------------------- what has the rows
 
 def _enter_logits(given: Given, name: str) -> Rows:
@@ -275,12 +273,12 @@ def _enter_logits(given: Given, name: str) -> Rows:
     last = logits.dim() - 1
     if last < 0:
         fail(f"{name} must be (..., V), got shape []")
-    placements, vocab = _leading(name, logits, last)
-    local = given[name] = _local(logits, logits.placements)
-    begin, end = _range(logits.shape[last], last, logits.device_mesh, logits.placements)
+    placements, vocab = leading_placements(name, logits, last)
+    local = given[name] = local_part(logits, logits.placements)
+    begin, end = range_here(logits.shape[last], last, logits.device_mesh, logits.placements)
     rows = Rows(logits.device_mesh, placements, logits.shape[:last], logits.shape[last], local,
-                _several(logits.device_mesh, vocab), begin)
-    _check_cut(name, local, (*rows.here, end - begin))
+                several(logits.device_mesh, vocab), begin)
+    check_cut(name, local, (*rows.here, end - begin))
     return rows
 
 
@@ -294,30 +292,30 @@ def _enter_head(given: Given) -> Rows:
     mesh = (hidden if of_rows else weight).device_mesh
     if of_rows and of_head and weight.device_mesh != mesh:
         fail(f"linear_weight must be on the mesh of input, {mesh}, got {weight.device_mesh}")
-    if of_head and not of_rows and _holds_data(weight):
+    if of_head and not of_rows and holds_data(weight):
         arguments.check_head(hidden, weight, bias)  # which refuses it and says how
     last, same = hidden.dim() - 1, [Replicate()] * mesh.ndim
     placements: List[Any] = list(same)
     if of_rows:
-        leading, features = _leading("input", hidden, last)
+        leading, features = leading_placements("input", hidden, last)
         if features is not None:
             fixed = [Replicate() if i == features else p for i, p in enumerate(hidden.placements)]
-            _refuse("input", hidden, "Replicate or Shard of a leading dimension", fixed)
+            refuse_placements("input", hidden, "Replicate or Shard of a leading dimension", fixed)
         placements = list(leading)
-    vocab = _of_head(weight) if of_head else None
+    vocab = dimension_of_classes(weight) if of_head else None
     if vocab is not None:  # sequences that are shared out there come together
         placements[vocab] = Replicate()
     whole = tuple(weight.placements) if of_head else tuple(same)
     if of_rows:
         if list(hidden.placements) != placements:
             hidden = hidden.redistribute(placements=placements)
-        hidden = _local(hidden, tuple(placements))
-    begin, end = _range(weight.shape[0], 0, mesh, whole)
+        hidden = local_part(hidden, tuple(placements))
+    begin, end = range_here(weight.shape[0], 0, mesh, whole)
     shape = given["input"].shape
-    rows = Rows(mesh, tuple(placements), shape[:last], weight.shape[0], hidden, _several(mesh, vocab), begin)
-    _check_cut("input", hidden, (*rows.here, shape[-1]))
-    local = rows.summed(_local(weight, whole) if of_head else weight)
-    _check_cut("linear_weight", local, (end - begin, weight.shape[1]))
+    rows = Rows(mesh, tuple(placements), shape[:last], weight.shape[0], hidden, several(mesh, vocab), begin)
+    check_cut("input", hidden, (*rows.here, shape[-1]))
+    local = rows.summed(local_part(weight, whole) if of_head else weight)
+    check_cut("linear_weight", local, (end - begin, weight.shape[1]))
     if bias is not None:
         given["linear_bias"] = rows.summed(_bias(bias, mesh, whole, weight.shape[0]))
     given["input"], given["linear_weight"] = hidden, local
@@ -345,7 +343,7 @@ def _bias(bias: Tensor, mesh: DeviceMesh, placements: Tuple[Any, ...], classes: 
         fail(f"linear_bias must be on the mesh of linear_weight, {mesh}, got {placed.device_mesh}")
     if tuple(placed.placements) != placements:
         placed = placed.redistribute(placements=placements)
-    return _local(placed, placements)
+    return local_part(placed, placements)
 
 
 def _enter_student(given: Given) -> Rows:
@@ -353,7 +351,7 @@ def _enter_student(given: Given) -> Rows:
     student = given["student"]
     if isinstance(student, LogProbs):
         lse: Any = student.lse
-        placements, _ = _leading("student", lse, lse.dim())
+        placements, _ = leading_placements("student", lse, lse.dim())
         rows = Rows(lse.device_mesh, placements, lse.shape, 0, lse.to_local())
         _take_targets(given, rows)
         given["student"] = _of_each(lambda t: rows.local("student", t), student)
@@ -371,88 +369,3 @@ def _take_targets(given: Given, rows: Rows) -> None:
     for name in ("target", "indices", "teacher", "labels"):
         if given.get(name) is not None:
             given[name] = rows.target(name, given[name])
-
-
-# ---------------------------------------------------------------------------------------------------- how it is placed
-
-def _leading(name: str, t: Any, last: int) -> Tuple[Tuple[Any, ...], Optional[int]]:
-    """The placements of the leading dimensions, and the mesh dimension that shares out the ``last``."""
-    rows, found = [], None
-    for at, p in enumerate(t.placements):
-        if type(p) is Shard and p.dim == last and found is None:
-            found = at
-            rows.append(Replicate())
-        elif p.is_replicate() or type(p) is Shard and p.dim < last:
-            rows.append(p)
-        else:
-            _refuse(name, t, "Replicate or Shard on each mesh dimension, its last dimension on one at most", [
-                q if q.is_replicate() or type(q) is Shard and i != at else Replicate()
-                for i, q in enumerate(t.placements)])
-    return tuple(rows), found
-
-
-def _of_head(weight: Any) -> Optional[int]:
-    """The mesh dimension that shares out the classes of a head."""
-    found = None
-    for at, p in enumerate(weight.placements):
-        if type(p) is Shard and p.dim == 0 and found is None:
-            found = at
-        elif not p.is_replicate():
-            _refuse("linear_weight", weight, "Replicate, or Shard(0) on one mesh dimension", [
-                q if q.is_replicate() or type(q) is Shard and q.dim == 0 and i != at else Replicate()
-                for i, q in enumerate(weight.placements)])
-    return found
-
-
-def _refuse(name: str, t: Any, expectation: str, fixed: Sequence[Any]) -> None:
-    fail(f"{name} must be placed {expectation}, got a DTensor with placements {list(t.placements)}; pass "
-         f"{name}.redistribute(placements={list(fixed)})", TypeError)
-
-
-def _holds_data(weight: Any) -> bool:
-    """Whether the ranks that share a weight out have other rows each, so that plain hidden states are not the same
-    there: a parameter of FSDP2 outside of its module's forward, or a mesh whose name says it.
-
-    FSDP2 leaves no mark on what it shards, but its states know their parameters.
-    """
-    names = weight.device_mesh.mesh_dim_names or ()
-    if any(p.is_shard() and name.startswith(_OF_DATA) for p, name in zip(weight.placements, names)):
-        return True
-    states = sys.modules.get("torch.distributed._composable_state")
-    if states is None or torch.compiler.is_compiling():
-        return False
-    for reference_to_state in list(getattr(states, "_module_state_mapping", {}).values()):
-        state: Any = reference_to_state()
-        groups = getattr(state, "_fsdp_param_groups", None)
-        for group in [getattr(state, "_fsdp_param_group", None)] if groups is None else groups:
-            if any(p.sharded_param is weight for p in getattr(group, "fsdp_params", ())):
-                return True
-    return False
-
-
-def _several(mesh: DeviceMesh, at: Optional[int]) -> Optional[int]:
-    return None if at is None or mesh.size(at) == 1 else at
-
-
-def _local(t: Any, placements: Tuple[Any, ...]) -> Tensor:
-    """What is here of ``t``, whose gradient comes with ``placements``."""
-    local = t.to_local(grad_placements=placements)
-    wait = getattr(local, "wait", None)  # still on the way
-    result: Tensor = local if wait is None else wait()
-    return result
-
-
-def _whole(name: str, t: Tensor) -> Tensor:
-    """A plain tensor, or what every rank has of a DTensor."""
-    if not is_distributed(t):
-        return t
-    placed: Any = t
-    if not all(p.is_replicate() for p in placed.placements):
-        fail(f"{name} must be the same on every rank, got a DTensor with placements {list(placed.placements)}; pass "
-             f"{name}.full_tensor()", TypeError)
-    return _local(placed, tuple(placed.placements))
-
-
-def _check_cut(name: str, local: Tensor, shape: Sequence[int]) -> None:
-    if local.shape != torch.Size(shape):
-        fail(f"{name} must be cut as torch.chunk does, {list(shape)} here, got {list(local.shape)}")

@@ -1,0 +1,108 @@
+"""How DTensors are placed, and what of them is here."""
+
+import sys
+from typing import Any, Optional, Sequence, Tuple
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate, Shard
+
+from .arguments import is_distributed
+from .errors import fail
+
+_OF_DATA = "dp", "data", "fsdp", "hsdp"  # how the names of mesh dimensions begin that share out data
+
+
+def range_here(size: int, dim: int, mesh: DeviceMesh, placements: Sequence[Any]) -> Tuple[int, int]:
+    """[begin, end) of what is here of dimension ``dim``, which each mesh dimension cuts as ``torch.chunk`` does."""
+    begin = 0
+    for at, placement in enumerate(placements):
+        if placement.is_shard() and placement.dim == dim:
+            step = -(-size // mesh.size(at))
+            low = min(mesh.get_local_rank(at) * step, size)
+            begin, size = begin + low, min(step, size - low)
+    return begin, begin + size
+
+
+def leading_placements(name: str, t: Any, last: int) -> Tuple[Tuple[Any, ...], Optional[int]]:
+    """The placements of the leading dimensions, and the mesh dimension that shares out the ``last``."""
+    rows, found = [], None
+    for at, p in enumerate(t.placements):
+        if type(p) is Shard and p.dim == last and found is None:
+            found = at
+            rows.append(Replicate())
+        elif p.is_replicate() or type(p) is Shard and p.dim < last:
+            rows.append(p)
+        else:
+            refuse_placements(name, t, "Replicate or Shard on each mesh dimension, its last dimension on one at most", [
+                q if q.is_replicate() or type(q) is Shard and i != at else Replicate()
+                for i, q in enumerate(t.placements)])
+    return tuple(rows), found
+
+
+def dimension_of_classes(weight: Any) -> Optional[int]:
+    """The mesh dimension that shares out the classes of a head."""
+    found = None
+    for at, p in enumerate(weight.placements):
+        if type(p) is Shard and p.dim == 0 and found is None:
+            found = at
+        elif not p.is_replicate():
+            refuse_placements("linear_weight", weight, "Replicate, or Shard(0) on one mesh dimension", [
+                q if q.is_replicate() or type(q) is Shard and q.dim == 0 and i != at else Replicate()
+                for i, q in enumerate(weight.placements)])
+    return found
+
+
+def refuse_placements(name: str, t: Any, expectation: str, fixed: Sequence[Any]) -> None:
+    fail(f"{name} must be placed {expectation}, got a DTensor with placements {list(t.placements)}; pass "
+         f"{name}.redistribute(placements={list(fixed)})", TypeError)
+
+
+def holds_data(weight: Any) -> bool:
+    """Whether the ranks that share a weight out have other rows each, so that plain hidden states are not the same
+    there: a parameter of FSDP2 outside of its module's forward, or a mesh whose name says it.
+
+    FSDP2 leaves no mark on what it shards, but its states know their parameters.
+    """
+    names = weight.device_mesh.mesh_dim_names or ()
+    if any(p.is_shard() and name.startswith(_OF_DATA) for p, name in zip(weight.placements, names)):
+        return True
+    states = sys.modules.get("torch.distributed._composable_state")
+    if states is None or torch.compiler.is_compiling():
+        return False
+    for reference_to_state in list(getattr(states, "_module_state_mapping", {}).values()):
+        state: Any = reference_to_state()
+        groups = getattr(state, "_fsdp_param_groups", None)
+        for group in [getattr(state, "_fsdp_param_group", None)] if groups is None else groups:
+            if any(p.sharded_param is weight for p in getattr(group, "fsdp_params", ())):
+                return True
+    return False
+
+
+def several(mesh: DeviceMesh, at: Optional[int]) -> Optional[int]:
+    return None if at is None or mesh.size(at) == 1 else at
+
+
+def local_part(t: Any, placements: Tuple[Any, ...]) -> Tensor:
+    """What is here of ``t``, whose gradient comes with ``placements``."""
+    local = t.to_local(grad_placements=placements)
+    wait = getattr(local, "wait", None)  # still on the way
+    result: Tensor = local if wait is None else wait()
+    return result
+
+
+def whole(name: str, t: Tensor) -> Tensor:
+    """A plain tensor, or what every rank has of a DTensor."""
+    if not is_distributed(t):
+        return t
+    placed: Any = t
+    if not all(p.is_replicate() for p in placed.placements):
+        fail(f"{name} must be the same on every rank, got a DTensor with placements {list(placed.placements)}; pass "
+             f"{name}.full_tensor()", TypeError)
+    return local_part(placed, tuple(placed.placements))
+
+
+def check_cut(name: str, local: Tensor, shape: Sequence[int]) -> None:
+    if local.shape != torch.Size(shape):
+        fail(f"{name} must be cut as torch.chunk does, {list(shape)} here, got {list(local.shape)}")
