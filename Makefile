@@ -19,8 +19,9 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 SOURCES := setup.py pyproject.toml build_backend.py $(wildcard csrc/*.* csrc/*/*.* sparse_ce/*.py sparse_ce/*/*.py)
 
-# Two processes of a thread each; the tests of a file share what they have compiled. The order is tests/flavours.py's.
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+# Two processes of a thread each; the tests of a file share what they have compiled. The order is tests/flavours.py's. A
+# process that dies ends the run: others in its place would die of the same test, and pytest-xdist then waits for ever.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 
 .PHONY: demo distill test test-all kernels lint mutants bench docs test-wheel sdist gpu-kit clean
 
