@@ -314,7 +314,7 @@ CPU = [
     ("csrc/cross_entropy.h", "lse_residual)[r] : acc_t(0)", "lse_residual)[0] : acc_t(0)"),
     ("csrc/cross_entropy.h", "if (!holds(entry.column)) return;", ""),
     ("csrc/cross_entropy.h", "if (!holds(entry.column)) return;", "if (entry.column < 0) return;"),
-    ("csrc/cross_entropy.h", "(logits) + (r * row_stride - first_class);", "(logits) + r * row_stride;"),
+    ("csrc/cross_entropy.h", "memory + (offset - first_class)", "memory + offset"),
     ("csrc/cross_entropy.h", "first_class <= column && column < vocab", "column < vocab"),
     ("csrc/cross_entropy.h", "first_class <= column && column < vocab", "first_class <= column"),
     ("csrc/cpu/row_entries.h", "kept += args.holds(columns[k]);", "++kept;"),
