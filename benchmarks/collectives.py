@@ -119,20 +119,24 @@ def _logits(work: Callable[[Call], List[Collective]]) -> Callable[[Call], Passes
 
 def _our_head(call: Call) -> Passes:
     chunks = call.chunks
-    forward, backward = _all_rows(call, "hidden 0", chunks[0]), []
-    for i, rows in enumerate(chunks):
+
+    def logits(i: int) -> List[Step]:
+        ahead = [] if i else _all_rows(call, "hidden 0", chunks[0])
         if i + 1 < len(chunks):  # a chunk ahead: the statistics would be in its way
-            forward += _all_rows(call, f"hidden {i + 1}", chunks[i + 1])
-        forward += [_product(call, f"logits {i}", rows, f"hidden {i}"),
-                    Step(f"statistics {i}", call.statistics(rows), (f"logits {i}",))]
+            ahead += _all_rows(call, f"hidden {i + 1}", chunks[i + 1])
+        return [*ahead, _product(call, f"logits {i}", chunks[i], f"hidden {i}")]
+
+    forward, backward = [], []
+    for i, rows in enumerate(chunks):
+        forward += [*logits(i), Step(f"statistics {i}", call.statistics(rows), (f"logits {i}",))]
         if i and call.reduction != "none":  # the chunk before, whose statistics have arrived during this one's product
             forward += _gradients(call, i - 1, f"statistics {i - 1}")
     last = len(chunks) - 1
     if call.reduction != "none":
         forward += _gradients(call, last, f"statistics {last}")
     else:
-        for i, rows in enumerate(chunks):
-            backward += [Step(f"logits {i}", call.product(rows)), *_gradients(call, i, f"logits {i}")]
+        for i in range(len(chunks)):
+            backward += [*logits(i), *_gradients(call, i, f"logits {i}")]
     return forward + _in_turn(call.results()), backward
 
 

@@ -48,7 +48,7 @@ struct CrossEntropyArgs {
   // Columns are classes: what a row points to need not exist before the first of them.
   template <typename scalar_t>
   SCE_HD const scalar_t* row(int64_t r) const {
-    return row_from(static_cast<const scalar_t*>(logits), r * row_stride);
+    return static_cast<const scalar_t*>(logits) + (r * row_stride - first_class);
   }
   template <typename scalar_t>
   SCE_HD StridedRow<const scalar_t> strided_row(int64_t r) const {
@@ -62,12 +62,6 @@ struct CrossEntropyArgs {
   }
   SCE_HD int64_t classes() const { return classes_end() - first_class; }
   SCE_HD bool holds(int64_t column) const { return first_class <= column && column < vocab; }
-
-  // A shard without columns has no memory, and nothing can be counted from null.
-  template <typename element_t>
-  SCE_HD element_t* row_from(element_t* memory, int64_t offset) const {
-    return memory ? memory + (offset - first_class) : memory;
-  }
 
   template <typename acc_t>
   SCE_HD LogitTransform<acc_t> transform(int64_t r) const {
@@ -109,7 +103,7 @@ struct BackwardArgs : CrossEntropyArgs {
 
   template <typename scalar_t>
   SCE_HD scalar_t* gradient_row(int64_t r) const {
-    return row_from(static_cast<scalar_t*>(grad_logits), r * grad_row_stride);
+    return static_cast<scalar_t*>(grad_logits) + (r * grad_row_stride - first_class);
   }
   template <typename scalar_t>
   SCE_HD StridedRow<scalar_t> strided_gradient_row(int64_t r) const {

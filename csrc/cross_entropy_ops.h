@@ -167,7 +167,7 @@ class CrossEntropyOps {
 
  private:
   static void overwrite(const Tensor& logits, BackwardArgs& args) {
-    args.grad_logits = logits.mutable_data_ptr();
+    args.grad_logits = mutable_origin(logits);
     args.grad_row_stride = args.row_stride;
     args.grad_strided = args.strided;
   }
@@ -186,7 +186,7 @@ class CrossEntropyOps {
     return gradient;
   }
   static void write_to(const Tensor& gradient, BackwardArgs& args) {
-    args.grad_logits = gradient.mutable_data_ptr();
+    args.grad_logits = mutable_origin(gradient);
     args.grad_row_stride = args.vocab;
     if (gradient.dim() == 3) args.grad_strided = {gradient.size(1), args.vocab * gradient.size(1), gradient.size(1)};
   }

@@ -24,7 +24,7 @@ inline void view_logits(const Tensor& logits, Held& held, CrossEntropyArgs& args
   args.rows = logits.size(0);
   args.vocab = logits.size(1);
   held.logits = logits.stride(1) == 1 || args.vocab == 1 ? logits : packed(logits);
-  args.logits = held.logits.const_data_ptr();
+  args.logits = origin(held.logits);
   args.row_stride = held.logits.stride(0);
 }
 
@@ -38,7 +38,7 @@ inline void view_strided_logits(const Tensor& logits, Held& held, CrossEntropyAr
   held.logits = logits.stride(1) == 1 || inner <= 1
                     ? logits
                     : torch::stable::transpose(packed(torch::stable::transpose(logits, 1, 2)), 1, 2);
-  args.logits = held.logits.const_data_ptr();
+  args.logits = origin(held.logits);
   args.strided = {inner, held.logits.stride(0), held.logits.stride(2)};
 }
 
@@ -181,8 +181,7 @@ inline BackwardArgs view_upstream(const CrossEntropyArgs& rows, const Tensor& li
 
 // As below, of logits (outer, inner, vocab): a dimension's elements lie beyond what the denser ones span.
 inline void check_strided_overwritable(const Tensor& logits, const CrossEntropyArgs& args) {
-  check(args.logits == logits.const_data_ptr(), "logits must have inner stride 1 to be overwritten, got ",
-        logits.stride(1));
+  check(args.logits == origin(logits), "logits must have inner stride 1 to be overwritten, got ", logits.stride(1));
   std::pair<int64_t, int64_t> by_stride[3];
   for (int64_t i = 0; i < 3; ++i) by_stride[i] = {logits.size(i) > 1 ? logits.stride(i) : 0, logits.size(i)};
   std::sort(by_stride, by_stride + 3);
@@ -200,8 +199,7 @@ inline void check_overwritable(const Tensor& logits, const CrossEntropyArgs& arg
   if (logits.dim() == 3) return check_strided_overwritable(logits, args);
   check(args.rows <= 1 || args.row_stride >= args.vocab - args.first_class,
         "logits must be rows that do not overlap to be overwritten, got row stride ", args.row_stride);
-  check(args.logits == logits.const_data_ptr(), "logits must have column stride 1 to be overwritten, got ",
-        logits.stride(1));
+  check(args.logits == origin(logits), "logits must have column stride 1 to be overwritten, got ", logits.stride(1));
 }
 
 // Classes are bounded by their weights, which are looked up, and by nothing without them.

@@ -17,7 +17,7 @@ inline HeadArguments without_history(HeadArguments head) {
 
 inline CrossEntropyArgs chunk_args(const CrossEntropyArgs& all, int64_t begin, const Tensor& z) {
   CrossEntropyArgs args = all;
-  args.logits = z.const_data_ptr();
+  args.logits = origin(z);
   args.dtype = to_dtype(z, "logits", /*integer=*/false);
   args.rows = z.size(0);
   args.row_stride = all.vocab;
@@ -162,7 +162,7 @@ struct LinearGradients {
     if (all.grad_lse) args.grad_lse = advance(all.grad_lse, dtype, begin * all.grad_lse_stride);
     args.lse = advance(all.lse, dtype, begin);
     if (all.lse_residual) args.lse_residual = advance(all.lse_residual, dtype, begin);
-    args.grad_logits = z.mutable_data_ptr();
+    args.grad_logits = mutable_origin(z);
     args.grad_row_stride = args.row_stride;
     if (values) {
       const int64_t first = all.target.offsets ? 0 : begin * all.target.width;

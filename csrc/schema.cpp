@@ -153,12 +153,14 @@ STABLE_TORCH_LIBRARY(sparse_ce, m) {
         "Tensor log_probs, Tensor log_rest, Tensor entropy, Tensor mean_logit, Tensor argmax)");
 
   // The same for the logits of a head, of whose classes each rank holds some: linear_weight (C, D), C may be 0. input
-  // and all else are the same on every rank, and so is the gradient for input, which is added up. With `mean` the loss
-  // is that of loss_mean, (), and its gradients are made in forward. chunk_rows must be the same on every rank.
+  // and all else are the same on every rank, and so is the gradient for input, which is added up. With
+  // `shares_rows` input, and so its gradient, is a share of the rows, as many on each rank, in the order of ranks. With
+  // `mean` the loss is that of loss_mean, (), and its gradients are made in forward. chunk_rows must be the same on
+  // every rank.
   m.def("sharded_linear_select(" SCE_HEAD ", " SCE_ARGUMENTS ", " SCE_OUTPUTS ", " SCE_CHUNKS
         ", bool mean=False, Tensor? normalizer=None, Tensor? row_weight=None, str group='', int ranks=1, "
-        "int first_class=0) -> (Tensor loss, Tensor lse, Tensor lse_residual, Tensor log_probs, Tensor log_rest, "
-        "Tensor entropy, Tensor mean_logit, Tensor argmax)");
+        "int first_class=0, bool shares_rows=False) -> (Tensor loss, Tensor lse, Tensor lse_residual, "
+        "Tensor log_probs, Tensor log_rest, Tensor entropy, Tensor mean_logit, Tensor argmax)");
 
   // (N, k) int64: the classes of the k largest of each row of logits (N, V), largest first, or of the smallest,
   // smallest first. Of those that tie the lowest are taken and come first; NaN is larger than any number.

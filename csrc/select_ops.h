@@ -196,7 +196,7 @@ class SelectOps {
     Call call(grad, logits, lse, lse_residual, log_rest, entropy, given, scale_grad, first_class);
     SelectBackwardArgs& args = call.args;
     Tensor grad_logits = device_t::empty_output(logits, {args.rows, logits.size(1)}, logits.scalar_type());
-    args.grad_logits = grad_logits.mutable_data_ptr();
+    args.grad_logits = mutable_origin(grad_logits);
     args.grad_row_stride = logits.size(1);
     if (args.rows > 0) device_t::select_backward(args, logits);
     return {grad_logits, call.grad_scale};
@@ -209,7 +209,7 @@ class SelectOps {
     Call call(grad, logits, lse, lse_residual, log_rest, entropy, given, scale_grad, first_class);
     SelectBackwardArgs& args = call.args;
     check_overwritable(logits, args);
-    args.grad_logits = logits.mutable_data_ptr();
+    args.grad_logits = mutable_origin(logits);
     args.grad_row_stride = args.row_stride;
     if (args.rows > 0) device_t::select_backward(args, logits);
     return call.grad_scale;

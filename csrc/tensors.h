@@ -73,6 +73,12 @@ inline void check_same_device(const Tensor& t, const Tensor& logits, const char*
 // A call of the dispatcher only where there is something to copy.
 inline Tensor packed(const Tensor& t) { return t.is_contiguous() ? t : torch::stable::contiguous(t); }
 
+// What the columns of rows are counted from. Rows without columns may have no memory: theirs are counted from another
+// address, from which nothing is read and to which nothing is written, since nothing can be counted from null.
+inline char nowhere = 0;
+inline const void* origin(const Tensor& rows) { return rows.numel() > 0 ? rows.const_data_ptr() : &nowhere; }
+inline void* mutable_origin(const Tensor& rows) { return rows.numel() > 0 ? rows.mutable_data_ptr() : &nowhere; }
+
 inline Tensor empty(const Tensor& like, std::initializer_list<int64_t> size, ScalarType dtype) {
   return torch::stable::new_empty(like, Sizes(size.begin(), size.size()), dtype);
 }

@@ -42,6 +42,7 @@ from .modules import (
     SparseCrossEntropyLoss,
 )
 from .row_loss import linear_row_loss
+from .shards import SequenceGroup
 from .sparse_softmax import log_softmax, segment_log_softmax, segment_softmax
 from .stock import disable_stock, enable_stock
 from .target import SparseTarget
@@ -49,8 +50,9 @@ from .topk import linear_topk_log_probs, topk_log_probs
 
 __all__ = ["CrossEntropyOutput", "DistillationLoss", "Divergence", "LabelSmoothingCrossEntropy",
            "LinearDistillationLoss", "LinearRowLoss", "LinearSelectedLogProbs", "LinearSparseCrossEntropyLoss",
-           "LogProbs", "MaskedMean", "SelectedLogProbs", "SoftTargetCrossEntropy", "SparseCrossEntropyLoss",
-           "SparseTarget", "__version__", "candidate_logits", "cat", "collate", "cross_entropy", "disable_stock",
-           "distillation_loss", "divergence", "enable_stock", "linear_cross_entropy", "linear_distillation_loss",
-           "linear_row_loss", "linear_selected_log_probs", "linear_topk_log_probs", "log_softmax", "masked_mean",
-           "segment_log_softmax", "segment_softmax", "selected_log_probs", "topk_log_probs"]
+           "LogProbs", "MaskedMean", "SelectedLogProbs", "SequenceGroup", "SoftTargetCrossEntropy",
+           "SparseCrossEntropyLoss", "SparseTarget", "__version__", "candidate_logits", "cat", "collate",
+           "cross_entropy", "disable_stock", "distillation_loss", "divergence", "enable_stock", "linear_cross_entropy",
+           "linear_distillation_loss", "linear_row_loss", "linear_selected_log_probs", "linear_topk_log_probs",
+           "log_softmax", "masked_mean", "segment_log_softmax", "segment_softmax", "selected_log_probs",
+           "topk_log_probs"]

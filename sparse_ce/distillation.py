@@ -14,7 +14,7 @@ from .functional import cross_entropy, linear_cross_entropy
 from .log_probs import LogProbs, linear_selected_log_probs, selected_log_probs
 from .losses import Reduction
 from .row_loss import linear_row_loss
-from .shards import Group, on_mesh, taken_shard
+from .shards import Group, on_mesh, sharded_head, taken_shard
 from .target import SparseTarget, Target
 
 Loss = Callable[..., Tensor]
@@ -149,8 +149,7 @@ def linear_distillation_loss(
         return on_mesh(linear_distillation_loss, locals())  # type: ignore[no-any-return]
     arguments.check_input(input, "D")
     arguments.check_head(input, linear_weight, linear_bias, group is not None)
-    _, columns, classes = taken_shard(group, vocab_start, linear_weight.shape[0], num_classes)
-    shape = torch.Size((*input.shape[:-1], columns))
+    _, shape, classes = sharded_head(input, linear_weight, group, vocab_start, num_classes)
     of_kind = dict(kind=kind, rest=rest, beta=beta, floor=floor)
     given, fields = _checked(teacher, labels, shape, classes, dict(of_kind, teacher_log_rest=teacher_log_rest),
                              temperature, alpha)

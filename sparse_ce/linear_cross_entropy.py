@@ -116,12 +116,13 @@ def linear_cross_entropy(
         group, vocab_start: the process group whose ranks share out the head's classes, and the first class of the rows
             of ``linear_weight`` here; None: every rank has as many rows, in the order of ranks. With ``vocab_start``
             ranks may have any number of rows, none too, and ``num_classes`` says how many classes there are. All other
-            arguments, ``input`` among them, and the upstream gradient are the same on every rank, and so are results
-            and the gradient for ``input``, to the bit. That one is complete: it has been added up over the ranks, in
-            the dtype of ``input``, as tensor parallelism does it; whoever adds it up again has it twice. It is sent
-            while the weight's gradient is computed, which is that of the rows here. With a scalar reduction gradients
-            are made in forward for 1, but in float16, and backward sends nothing; otherwise, and for a gradient of
-            ``lse`` or the entropy, it makes the logits anew and sends there. A second derivative is an error.
+            arguments, ``input`` among them (but for a :class:`SequenceGroup`), and the upstream gradient are the same
+            on every rank, and so are results and the gradient for ``input``, to the bit. That one is complete: it has
+            been added up over the ranks, in the dtype of ``input``, as tensor parallelism does it; whoever adds it up
+            again has it twice. It is sent while the weight's gradient is computed, which is that of the rows here. With
+            a scalar reduction gradients are made in forward for 1, but in float16, and backward sends nothing;
+            otherwise, and for a gradient of ``lse`` or the entropy, it makes the logits anew and sends there. A second
+            derivative is an error.
         logits_dtype: ``torch.float32``: the logits of a head of 16 bits, under autocast too, stay what its product
             sums in float32; None: they are rounded to 16 bits where the product gives them so (on CUDA, and on a CPU
             that multiplies bfloat16). Their gradient is rounded for its products in any case. A wider head's are as
@@ -175,4 +176,4 @@ def linear_cross_entropy(
     else:
         out = linear_cross_entropy_op(head, a, HeadOptions(
             chunks, mean, normalizer, row_weight if mean else None, return_entropy, return_argmax))
-    return result_of(out, a, input.shape, reduction, row_weight, return_lse, return_entropy, return_argmax)
+    return result_of(out, a, shape, reduction, row_weight, return_lse, return_entropy, return_argmax)

@@ -187,7 +187,7 @@ def linear_selected_log_probs(
     wanted = Outputs(checked_padding(padding_value), log_rest=return_log_rest, entropy=return_entropy,
                      mean_logit=return_mean_logit, argmax=return_argmax)
     input, linear_weight, linear_bias = as_linear_multiplies(input, linear_weight, linear_bias)
-    rows = input.reshape(math.prod(shape[:-1]), input.shape[-1])
+    rows = input.reshape(math.prod(input.shape[:-1]), input.shape[-1])
     out = linear_select(Head(rows, linear_weight, linear_bias), a, wanted, chunks, shard)
     return result(out, wanted, ids.indices.shape, shape[:-1])
 

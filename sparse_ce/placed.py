@@ -54,6 +54,33 @@ def dimension_of_classes(weight: Any) -> Optional[int]:
     return found
 
 
+def dimension_of_sequence(hidden: Any, vocab: Optional[int]) -> Optional[int]:
+    """The leading dimension of hidden states that the ranks of ``vocab``, among whom the classes of a head are shared
+    out, share out too, into parts of the same size; None: there is none, or the mesh cuts those parts further."""
+    if vocab is None or hidden.device_mesh.size(vocab) == 1:
+        return None
+    placement = hidden.placements[vocab]
+    if type(placement) is not Shard:
+        return None
+    dim: int = placement.dim
+    if any(p.is_shard() and p.dim == dim for p in hidden.placements[vocab + 1:]):
+        return None
+    before = [Replicate() if at == vocab else p for at, p in enumerate(hidden.placements)]
+    begin, end = range_here(hidden.shape[dim], dim, hidden.device_mesh, before)
+    return dim if (end - begin) % hidden.device_mesh.size(vocab) == 0 else None
+
+
+def ranks_first(t: Tensor, dim: int, ranks: int) -> Tensor:
+    """A tensor whose dimension ``dim`` is shared out among ``ranks``: their parts one after the other along the first
+    dimension."""
+    return t if dim == 0 else t.unflatten(dim, (ranks, t.shape[dim] // ranks)).movedim(dim, 0).flatten(0, 1)
+
+
+def ranks_within(t: Tensor, dim: int, ranks: int) -> Tensor:
+    """What :func:`ranks_first` was given."""
+    return t if dim == 0 else t.unflatten(0, (ranks, t.shape[0] // ranks)).movedim(0, dim).flatten(dim, dim + 1)
+
+
 def refuse_placements(name: str, t: Any, expectation: str, fixed: Sequence[Any]) -> None:
     fail(f"{name} must be placed {expectation}, got a DTensor with placements {list(t.placements)}; pass "
          f"{name}.redistribute(placements={list(fixed)})", TypeError)

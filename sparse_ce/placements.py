@@ -7,12 +7,12 @@ whatever the rows have in common, such as the weight of a head.
 torch.distributed.tensor takes long to import: nobody imports this module before there is a DTensor.
 """
 
-from typing import Any, Callable, Dict, List, NamedTuple, Optional, Sequence, Tuple
+from typing import Any, Callable, List, Optional, Tuple
 
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.distributed.tensor import DTensor, Replicate
 
 from . import arguments, reference
 from .arguments import is_distributed
@@ -25,6 +25,7 @@ from .losses import dense_parts, flat_target
 from .placed import (
     check_cut,
     dimension_of_classes,
+    dimension_of_sequence,
     holds_data,
     leading_placements,
     local_part,
@@ -33,9 +34,8 @@ from .placed import (
     several,
     whole,
 )
+from .placed_rows import Given, Rows, of_each
 from .target import SparseTarget, as_ids, as_target
-
-Given = Dict[str, Any]  # arguments by the names of their parameters
 
 _FIRST = "fn", "input", "linear_weight", "target"  # in front of the row arguments of linear_row_loss
 
@@ -79,7 +79,7 @@ def call(function: Callable[..., Any], given: Given) -> Any:
     return run(normalizer=rows.total(_divisor(given, rows)).to_local())
 
 
-def _both_means(run: Callable[..., Any], given: Given, rows: "Rows") -> Any:
+def _both_means(run: Callable[..., Any], given: Given, rows: Rows) -> Any:
     """Of a divergence and of a cross entropy: they divide by different numbers, so each is a call of its own."""
     alpha, teacher, labels = given["alpha"], given["teacher"], given["labels"]
     check_shares(given["rest"], given["temperature"], alpha)
@@ -95,9 +95,9 @@ def _both_means(run: Callable[..., Any], given: Given, rows: "Rows") -> Any:
     return parts[0] if len(parts) == 1 else parts[0] + parts[1]
 
 
-def _divisor(given: Given, rows: "Rows") -> Tensor:
+def _divisor(given: Given, rows: Rows) -> Tensor:
     """What the mean of these rows alone would divide by, (), 0 over nothing."""
-    shape, like, mark = torch.Size((*rows.here, rows.classes)), rows.like, given.get("ignore_index", IGNORE_INDEX)
+    shape, like, mark = torch.Size((*rows.given, rows.classes)), rows.like, given.get("ignore_index", IGNORE_INDEX)
     target = given["teacher"] if "teacher" in given else given["target"]
     options = dict(ignore_index=mark, num_classes=given.get("num_classes"))
     zeros = torch.zeros(rows.here.numel(), dtype=arguments.arithmetic_dtype(like.dtype), device=like.device)
@@ -109,160 +109,6 @@ def _divisor(given: Given, rows: "Rows") -> Tensor:
         ids = as_ids(target, shape) if "fn" in given else as_target(target, shape)
         a = flat_target(like, shape, ids, target, None, None, options)
         return (~reference.ignored_rows(a, zeros.shape[0])).sum(dtype=zeros.dtype)
-
-
-# ------------------------------------------------------------------------------------------------------------ the rows
-
-class Rows(NamedTuple):
-    """Where the rows are, and the classes: ``placements`` of tensors of the leading shape, which are the same on all
-    ranks of ``vocab``, the mesh dimension that the ``classes`` are shared out on, from ``first_class`` on."""
-
-    mesh: DeviceMesh
-    placements: Tuple[Any, ...]
-    leading: torch.Size
-    classes: int
-    like: Tensor  # local, of the dtype and on the device of the logits
-    vocab: Optional[int] = None
-    first_class: int = 0
-
-    @property
-    def sharded(self) -> bool:
-        return any(p.is_shard() for p in self.placements)
-
-    @property
-    def ranges(self) -> List[Tuple[int, int]]:
-        """[begin, end) of the rows here in each leading dimension."""
-        return [range_here(size, dim, self.mesh, self.placements) for dim, size in enumerate(self.leading)]
-
-    @property
-    def here(self) -> torch.Size:
-        return torch.Size([end - begin for begin, end in self.ranges])
-
-    def name_classes(self, given: Given) -> None:
-        """Which classes are here, for a function that is given its columns or its head's rows."""
-        given.update(self.of_classes(given.get("num_classes")))
-        count = given.get("num_classes")
-        if self.vocab is None or count == self.classes:
-            return
-        for name, t in given.items():  # of all columns: the function knows of no more than there are classes
-            if isinstance(t, SparseTarget) and t.num_classes == self.classes:
-                given[name] = t.with_num_classes(count)
-        if isinstance(given.get("weight"), Tensor) and given["weight"].shape == (self.classes,):
-            given["weight"] = whole("weight", given["weight"])[:count]
-
-    def of_classes(self, num_classes: Optional[int] = None) -> Given:
-        if self.vocab is None:
-            return {} if num_classes is None else dict(num_classes=num_classes)
-        if num_classes is None:
-            num_classes = self.classes
-        elif arguments.is_integer(num_classes) and not 0 < num_classes <= self.classes:
-            fail(f"num_classes must be in [1, {self.classes}], the classes of all ranks, got {num_classes}")
-        return dict(group=self.mesh.get_group(self.vocab), vocab_start=self.first_class, num_classes=num_classes)
-
-    # -------------------------------------------------------------------------------------------------------- inwards
-
-    def local(self, name: str, t: Any) -> Any:
-        """The rows here of a tensor (*leading, ...): a DTensor, or a plain one of all rows or of these."""
-        if not isinstance(t, Tensor):
-            return t  # of which the function complains
-        if is_distributed(t):
-            placed: Any = t
-            if placed.device_mesh != self.mesh:
-                fail(f"{name} must be on the mesh of the logits, {self.mesh}, got {placed.device_mesh}")
-            if any(p.is_shard() and p.dim >= len(self.leading) for p in placed.placements):
-                refuse_placements(name, placed, "Replicate or Shard of a leading dimension", self.placements)
-            if placed.placements != self.placements:
-                placed = placed.redistribute(placements=self.placements)
-            return local_part(placed, self.placements)
-        count = len(self.leading)
-        if not self.sharded or t.shape[:count] == self.here:
-            return t
-        if t.shape[:count] != self.leading:
-            self._refuse_shape(name, t.shape)
-        t = self.summed(t)
-        for dim, (begin, end) in enumerate(self.ranges):
-            t = t.narrow(dim, begin, end - begin)
-        return t
-
-    def target(self, name: str, t: Any) -> Any:
-        """The rows here of a target in any form."""
-        if isinstance(t, (tuple, list)):
-            return tuple(self.local(name, part) for part in t)
-        if isinstance(t, Tensor) and t.layout == torch.strided:
-            return self.local(name, t)
-        if isinstance(t, SparseTarget) and is_distributed(t.indices):
-            if t.form == "jagged":
-                t = t._map(lambda part: whole(name, part))
-            else:
-                return t._map(lambda part: self.local(name, part))
-        if not self.sharded:
-            return t
-        t = t if isinstance(t, SparseTarget) else as_target(t, torch.Size((*self.leading, self.classes)))
-        if name == "indices" and t.form == "jagged":
-            fail("indices must be labels or top-k where rows are sharded, got jagged ones: their log-probabilities "
-                 "have no placement; pass input.to_local(), or pad them")
-        if t.shape == self.here:
-            return t
-        if t.shape != self.leading:
-            self._refuse_shape(name, t.shape)
-        t = t._map(self.summed)
-        return t[tuple(slice(begin, end) for begin, end in self.ranges)]
-
-    def _refuse_shape(self, name: str, shape: Sequence[int]) -> None:
-        fail(f"{name} must have leading shape {list(self.leading)}, or {list(self.here)}, of the rows that are here, "
-             f"got {list(shape)}")
-
-    def summed(self, t: Tensor) -> Tensor:
-        """``t``, the same where rows differ: its gradient is the sum of theirs."""
-        if not self.sharded or not t.requires_grad or not torch.is_grad_enabled():
-            return t
-        same = [Replicate()] * self.mesh.ndim
-        partial = tuple(Partial() if p.is_shard() else Replicate() for p in self.placements)
-        result: Tensor = DTensor.from_local(t, self.mesh, same, run_check=False).to_local(grad_placements=partial)
-        return result
-
-    # ------------------------------------------------------------------------------------------------------- outwards
-
-    def returned(self, out: Any, scalar: bool) -> Any:
-        """What a function of these rows gave. ``scalar``: it, or the first of it, is a sum over them."""
-        if isinstance(out, Tensor):
-            return self.total(out) if scalar else self.placed(out)
-        if isinstance(out, LogProbs):
-            return _of_each(self.placed, out)
-        if isinstance(out, SparseTarget):
-            return out._map(self.placed)
-        if isinstance(out, dict):
-            return {name: self.placed(t) for name, t in out.items()}
-        first, *rest = out
-        made = (self.returned(first, scalar), *(t if t is None else self.returned(t, False) for t in rest))
-        return made if type(out) is tuple else type(out)(*made)
-
-    def placed(self, t: Tensor) -> Tensor:
-        """(*leading, ...), of its rows here."""
-        if not self.sharded:
-            return DTensor.from_local(t, self.mesh, self.placements, run_check=False)
-        shape = torch.Size((*self.leading, *t.shape[len(self.leading):]))
-        strides, stride = [], 1
-        for size in reversed(shape):
-            strides.append(stride)
-            stride *= max(size, 1)
-        return DTensor.from_local(t.contiguous(), self.mesh, self.placements, run_check=False, shape=shape,
-                                  stride=tuple(reversed(strides)))
-
-    def total(self, t: Tensor) -> Any:
-        """The sum over all rows of what is a sum over those here, ()."""
-        same = [Replicate()] * self.mesh.ndim
-        if not self.sharded:
-            return DTensor.from_local(t, self.mesh, same, run_check=False)
-        partial = [Partial() if p.is_shard() else Replicate() for p in self.placements]
-        return DTensor.from_local(t, self.mesh, partial, run_check=False).redistribute(placements=same)
-
-
-def _of_each(f: Callable[[Tensor], Tensor], out: LogProbs) -> LogProbs:
-    """``f`` of each field that is there."""
-    made: Any = (None if t is None else f(t) for t in (out.log_probs, out.lse, out.log_rest, out.entropy,
-                                                       out.mean_logit, out.argmax))
-    return LogProbs(*made)
 
 
 # ---------------------------------------------------------------------------------------------------- what has the rows
@@ -303,17 +149,23 @@ def _enter_head(given: Given) -> Rows:
             refuse_placements("input", hidden, "Replicate or Shard of a leading dimension", fixed)
         placements = list(leading)
     vocab = dimension_of_classes(weight) if of_head else None
-    if vocab is not None:  # sequences that are shared out there come together
+    if vocab is not None:
         placements[vocab] = Replicate()
     whole = tuple(weight.placements) if of_head else tuple(same)
-    if of_rows:
+    sequence = dimension_of_sequence(hidden, vocab) if of_rows else None
+    if sequence is not None:  # each chunk is gathered, and its gradient scattered
+        hidden = local_part(hidden, tuple(hidden.placements))
+    elif of_rows:
         if list(hidden.placements) != placements:
             hidden = hidden.redistribute(placements=placements)
         hidden = local_part(hidden, tuple(placements))
     begin, end = range_here(weight.shape[0], 0, mesh, whole)
     shape = given["input"].shape
-    rows = Rows(mesh, tuple(placements), shape[:last], weight.shape[0], hidden, several(mesh, vocab), begin)
-    check_cut("input", hidden, (*rows.here, shape[-1]))
+    rows = Rows(mesh, tuple(placements), shape[:last], weight.shape[0], hidden, several(mesh, vocab), begin, sequence)
+    cut = list(rows.here)
+    if sequence is not None:
+        cut[sequence] //= rows.ranks
+    check_cut("input", hidden, (*cut, shape[-1]))
     local = rows.summed(local_part(weight, whole) if of_head else weight)
     check_cut("linear_weight", local, (end - begin, weight.shape[1]))
     if bias is not None:
@@ -354,7 +206,7 @@ def _enter_student(given: Given) -> Rows:
         placements, _ = leading_placements("student", lse, lse.dim())
         rows = Rows(lse.device_mesh, placements, lse.shape, 0, lse.to_local())
         _take_targets(given, rows)
-        given["student"] = _of_each(lambda t: rows.local("student", t), student)
+        given["student"] = of_each(lambda t: rows.local("student", t), student)
         return rows
     rows = _enter_logits(given, "student")
     _take_targets(given, rows)

@@ -20,7 +20,7 @@ from .ops.linear_shards import Chunk, classes_here, in_turn, linear_select, merg
 from .ops.row_loss import FORECAST, add_chunk, complete, expected_upstream, new_gradients
 from .ops.select import Outputs, Selected
 from .ops.select import select as select_op
-from .ops.shards import Shard, refuse_second
+from .ops.shards import Shard, chunks_of, refuse_second
 from .ops.topk import linear_logits, rows_at_a_time
 from .shards import Group, on_mesh, sharded_head
 from .target import SparseTarget, Target, as_ids
@@ -116,10 +116,12 @@ def linear_row_loss(
     input, linear_weight, linear_bias = as_linear_multiplies(input, linear_weight, linear_bias)
     leading, count = shape[:-1], math.prod(shape[:-1])
     counts = ~reference.ignored_rows(a, count)
-    rows = _Rows(input.reshape(count, input.shape[-1]), ids.flatten(),
+    rows = _Rows(input.reshape(math.prod(input.shape[:-1]), input.shape[-1]), ids.flatten(),
                  [_flat(argument, leading) for argument in row_args], a, not isinstance(target, SparseTarget))
-    if eager() and input.is_cpu and not composite(input) and not bool(counts.all()):
-        rows, live = rows.at(counts.nonzero()[:, 0]), None
+    shares_rows = shard is not None and shard.shares_rows
+    if eager() and input.is_cpu and not composite(input) and not shares_rows and not bool(counts.all()):
+        here = counts.nonzero()[:, 0]
+        rows, live = rows.at(here, rows.input[here]), None
     else:
         live = counts
     if reduction == "sum":
@@ -129,7 +131,7 @@ def linear_row_loss(
     if shard is None:
         step = chunk_rows or rows_at_a_time(shape[-1])
     else:
-        step = rows_a_chunk(chunk_rows, rows.input.shape[0], a, shard, input.is_cpu)
+        step = rows_a_chunk(chunk_rows, shard.rows(rows.input), a, shard, input.is_cpu)
     divisor = torch.where(divisor == 0, torch.inf, divisor)
     call = _Call(fn, wanted, has_aux, live, divisor, step, chunks.float32_logits, shard, [])
     head = Head(rows.input, linear_weight, linear_bias)
@@ -160,10 +162,10 @@ class _Rows(NamedTuple):
     a: Arguments
     unwrap: bool  # fn is given a tensor, as the caller gave one
 
-    def at(self, rows: Any) -> "_Rows":
+    def at(self, rows: Any, input: Tensor) -> "_Rows":
         scale = self.a.row_scale
         a = self.a if scale is None or scale.dim() == 0 else self.a._replace(row_scale=scale[rows])
-        return self._replace(input=self.input[rows], target=self.target[rows].compact(), a=a,
+        return self._replace(input=input, target=self.target[rows].compact(), a=a,
                              row_args=[t[rows] for t in self.row_args])
 
     @property
@@ -216,7 +218,7 @@ def _losses(out: Selected, rows: _Rows, call: _Call, live: Optional[Tensor],
     told: Dict[str, Tensor] = {}
     if call.has_aux:
         losses, told = losses
-    count = rows.input.shape[0]
+    count = out.lse.shape[0]
     if not isinstance(losses, Tensor) or losses.shape != (count,):
         fail(f"fn must return losses of shape [{count}], one a row, got "
              f"{list(losses.shape) if isinstance(losses, Tensor) else type(losses).__name__}")
@@ -281,14 +283,14 @@ def _three_products(head: Head, rows: _Rows, call: _Call, upstream: Tensor,
                     wanted: Sequence[bool]) -> Tuple[Tensor, Dict[str, Tensor], List[Optional[Tensor]]]:
     """loss (), aux and the gradients for input, weight, bias and each tensor among the row arguments, for the upstream
     gradient of the loss."""
-    count, step = rows.input.shape[0], call.step
+    count = rows.input.shape[0] if call.shard is None else call.shard.rows(rows.input)
     classes = rows.a.num_classes if call.shard is None else classes_here(head.linear_weight, rows.a, call.shard)
-    gradients = new_gradients(head, classes, wanted[:3], count <= step, call.shard)
+    gradients = new_gradients(head, classes, wanted[:3], count <= call.step, call.shard)
     of_args = [torch.zeros_like(t) if want else None
                for t, want in zip((t for t in rows.row_args if isinstance(t, Tensor)), wanted[3:])]
     total = torch.zeros((), dtype=call.divisor.dtype, device=head.input.device)
-    aux: Dict[str, List[Tensor]] = {}
-    for (at, chunk, of_chunk, a), z, out in _selected(head, rows, call):
+    aux: Dict[str, Tensor] = {}
+    for (here, (at, chunk), of_chunk, a), z, out in _selected(head, rows, call):
         live = None if call.live is None else call.live[at]
         with torch.enable_grad():
             leaves = Selected(*(t.detach().requires_grad_(t.is_floating_point()) for t in out))
@@ -300,9 +302,9 @@ def _three_products(head: Head, rows: _Rows, call: _Call, upstream: Tensor,
             _check_closure(losses, (*leaves, *tensors))
         total += losses.detach().sum()
         for name, t in told.items():
-            aux.setdefault(name, []).append(t)
+            aux.setdefault(name, t.new_empty(count))[at] = t
         found = _gradients(losses, [*leaves[:-1], *tensors], upstream / call.divisor)
-        add_chunk(gradients, of_chunk, at, z, a, call.wanted, out, found[:len(leaves) - 1])
+        add_chunk(gradients, of_chunk, here, z, a, call.wanted, out, found[:len(leaves) - 1])
         del z  # before the next chunk's are made
         of_tensors = iter(found[len(leaves) - 1:])
         for gradient in of_args:
@@ -310,18 +312,17 @@ def _three_products(head: Head, rows: _Rows, call: _Call, upstream: Tensor,
                 part = next(of_tensors)
                 if part is not None:
                     gradient[at] = part
-    joined = {name: torch.cat(parts) for name, parts in aux.items()}
-    return total / call.divisor, joined, [*complete(gradients), *of_args]
+    return total / call.divisor, aux, [*complete(gradients), *of_args]
 
 
 def _selected(head: Head, rows: _Rows, call: _Call) -> Iterator[Tuple[Chunk, Tensor, Selected]]:
     """Each chunk, its logits and what select gives."""
     def chunks() -> Iterator[Chunk]:
-        for begin in range(0, rows.input.shape[0], call.step):
-            at = slice(begin, min(rows.input.shape[0], begin + call.step))
-            chunk = rows.at(at)
-            input = chunk.input if call.live is None else torch.where(call.live[at][:, None], chunk.input, 0.0)
-            yield Chunk(at, chunk, head._replace(input=input), chunk.arguments)
+        for here, at, input in chunks_of(rows.input, call.step, call.shard):
+            if call.live is not None:
+                input = torch.where(call.live[at][:, None], input, 0.0)
+            chunk = rows.at(at, input)
+            yield Chunk(here, (at, chunk), head._replace(input=input), chunk.arguments)
 
     if call.shard is not None:
         for chunk, z, told in in_turn(chunks(), call.wanted, call.float32_logits, call.shard):

@@ -1,6 +1,6 @@
 """Classes that are shared out among the processes of a group: which of them are here."""
 
-from typing import TYPE_CHECKING, Any, Callable, Dict, Optional, Tuple
+from typing import TYPE_CHECKING, Any, Callable, Dict, NamedTuple, Optional, Tuple, Union
 
 import torch
 from torch import Tensor
@@ -12,7 +12,25 @@ from .ops.shards import Shard
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-Group = Optional["ProcessGroup"]
+
+
+class SequenceGroup(NamedTuple):
+    """A ``group`` whose ranks share out the rows of a head's hidden states as well as its classes.
+
+    ``input`` is (n, ..., D) on every rank, its share of all rows, which are those of rank 0, then those of rank 1, and
+    so on along the first dimension: (ranks * n, ...), as Megatron's sequences (s, b) are. Everything else is of all
+    rows, as results are. A chunk's hidden states are gathered while the chunk before is multiplied, and its gradient
+    comes back by a reduce-scatter: each rank gets its own rows' gradient, complete.
+
+    Examples:
+        >>> def loss(hidden, weight, labels, group):  # (s / ranks, b, D), (V / ranks, D), (s, b)
+        ...     return sparse_ce.linear_cross_entropy(hidden, weight, labels, group=sparse_ce.SequenceGroup(group))
+    """
+
+    group: "ProcessGroup"
+
+
+Group = Optional[Union["ProcessGroup", SequenceGroup]]
 
 
 def taken_shard(group: Group, vocab_start: Optional[int], here: int,
@@ -26,6 +44,8 @@ def taken_shard(group: Group, vocab_start: Optional[int], here: int,
         if vocab_start is not None:
             fail(f"vocab_start must be None where there is no group, got {vocab_start!r}")
         return None, here, num_classes
+    if isinstance(group, SequenceGroup):
+        fail("group must be a ProcessGroup for logits, got SequenceGroup, whose ranks share out the rows of a head")
     name: Any = getattr(group, "group_name", None)
     if name is None:
         fail(f"group must be a torch.distributed.ProcessGroup, got {type(group).__name__}", TypeError)
@@ -42,10 +62,18 @@ def taken_shard(group: Group, vocab_start: Optional[int], here: int,
 def sharded_head(input: Tensor, linear_weight: Tensor, group: Group, vocab_start: Optional[int],
                  num_classes: Optional[int]) -> Tuple[Optional[Shard], torch.Size, Optional[int]]:
     """The same of a head: the shard, the shape of the logits of all ranks, and ``num_classes``."""
-    shard, columns, num_classes = taken_shard(group, vocab_start, linear_weight.shape[0], num_classes)
+    shares_rows = isinstance(group, SequenceGroup)
+    processes = group.group if isinstance(group, SequenceGroup) else group
+    shard, columns, num_classes = taken_shard(processes, vocab_start, linear_weight.shape[0], num_classes)
     if columns == 0:
         fail(f"linear_weight must have at least one class on some rank, got shape {list(linear_weight.shape)}")
-    return shard, torch.Size((*input.shape[:-1], columns)), num_classes
+    leading = list(input.shape[:-1])
+    if shares_rows and shard is not None:
+        if not leading:
+            fail(f"input must be (n, ..., D) where its rows are shared out, got {list(input.shape)}")
+        leading[0] *= shard.ranks
+        shard = shard._replace(shares_rows=True)
+    return shard, torch.Size((*leading, columns)), num_classes
 
 
 def on_mesh(function: Callable[..., Any], given: Dict[str, Any]) -> Any:

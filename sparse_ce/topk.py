@@ -1,7 +1,7 @@
 """A teacher's top-k: the k likeliest classes of each row with their log-probabilities, ready to be a target."""
 
 import math
-from typing import List, Literal, Optional, Tuple, Union, overload
+from typing import Any, Iterator, List, Literal, Optional, Tuple, Union, overload
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ from .errors import fail
 from .ops.library import check_kernels
 from .ops.linear import Head
 from .ops.select import Outputs
-from .ops.shards import Shard
+from .ops.shards import Shard, chunks_of
 from .ops.shards import select as select_op
 from .ops.topk import linear_logits, rows_at_a_time, topk_ids, topk_ids_of_shards
 from .shards import Group, on_mesh, sharded_head, taken_shard
@@ -143,19 +143,35 @@ def linear_topk_log_probs(
     shard, shape, num_classes = sharded_head(input, linear_weight, group, vocab_start, num_classes)
     options, row_scale = _options(input, shape, k, logit_scale, softcap, num_classes, "the rows of linear_weight")
     input, linear_weight, linear_bias = as_linear_multiplies(input, linear_weight, linear_bias)
-    rows = input.detach().reshape(math.prod(shape[:-1]), input.shape[-1])
+    rows = input.detach().reshape(math.prod(input.shape[:-1]), input.shape[-1])
+    head = Head(rows, linear_weight.detach(), None if linear_bias is None else linear_bias.detach())
     step = chunk_rows or rows_at_a_time(shape[-1])
     parts: List[Tuple[Tensor, Tensor, Tensor]] = []
-    # Where one chunk holds all rows, their number stays open to torch.compile.
-    for begin in range(0, rows.shape[0], step) if rows.shape[0] > step else (0,):
-        head = Head(rows[begin:begin + step], linear_weight.detach(),
-                    None if linear_bias is None else linear_bias.detach())
-        of_rows = row_scale if row_scale is None or row_scale.dim() == 0 else row_scale[begin:begin + step]
+    order: List[Tensor] = []
+    for of, chunk in _chunks(rows, step, shard):
+        of_rows = row_scale if row_scale is None or row_scale.dim() == 0 else row_scale[of]
         of_head = options.num_classes if shard is None else None
-        logits = linear_logits(head, of_head, chunks.float32_logits)
+        logits = linear_logits(head._replace(input=chunk), of_head, chunks.float32_logits)
         parts.append(_of_logits(logits, k, options, of_rows, shard))
+        if isinstance(of, Tensor):
+            order.append(of)
     ids, log_probs, log_rest = (torch.cat(part) for part in zip(*parts))
+    if order:
+        ids, log_probs, log_rest = (torch.empty_like(t).index_copy_(0, torch.cat(order), t)
+                                    for t in (ids, log_probs, log_rest))
     return _target(ids, log_probs, log_rest, shape, options, return_log_rest)
+
+
+def _chunks(rows: Tensor, step: int, shard: Optional[Shard]) -> Iterator[Tuple[Any, Tensor]]:
+    """Which of all rows, and their hidden states (n, D)."""
+    shares_rows = shard is not None and shard.shares_rows
+    if rows.shape[0] == 0 or rows.shape[0] <= step and not shares_rows:  # their number stays open to torch.compile
+        yield slice(None), rows
+        return
+    if shard is not None and shares_rows:
+        step = shard.ranks * max(1, step // shard.ranks)
+    for _, of, chunk in chunks_of(rows, step, shard):
+        yield of, chunk
 
 
 def _options(input: Tensor, shape: torch.Size, k: int, logit_scale: Scale, softcap: Optional[float],

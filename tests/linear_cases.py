@@ -45,10 +45,10 @@ def make_head(case, draw, dtype, head_dtype=None, vocab=None, bias=True, width=W
     return [x.to(dtype), w.to(head_dtype or dtype), None if b is None else b.to(head_dtype or dtype)]
 
 
-def make(form, device, dtype, options, head_dtype=None, bias=True, seed=0):
+def make(form, device, dtype, options, head_dtype=None, bias=True, seed=0, shape=SHAPE):
     """(case, head, keyword arguments of the loss)."""
     draw = Draw(device, seed)
-    case = FORMS[form](SHAPE, CLASSES, draw, options.get("ignore_index", -100))
+    case = FORMS[form](shape, CLASSES, draw, options.get("ignore_index", -100))
     head = make_head(case, draw, dtype, head_dtype, PADDED if "num_classes" in options else None, bias)
     keywords = dict(options)
     if "weight" in options:

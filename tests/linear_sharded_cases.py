@@ -9,6 +9,7 @@ import math
 import os
 import sys
 from datetime import timedelta
+from itertools import product
 from pathlib import Path
 from typing import Any, Dict, NamedTuple, Optional
 
@@ -37,6 +38,7 @@ class Case(NamedTuple):
     cut: str = "uneven"
     chunk_rows: Optional[int] = 5
     head_dtype: Optional[torch.dtype] = None
+    sequence: bool = False  # the rows of the hidden states are shared out too
 
     @property
     def name(self) -> str:
@@ -67,6 +69,19 @@ CASES = [
       for reduction in ("mean", "none") for form in ("tuple", "labels-int64")),
     *(Case(dtype=dtype, head_dtype=torch.float32) for dtype in SIXTEEN),
 ]
+CASES += [
+    *(Case(form=form, reduction=reduction, chunk_rows=chunk_rows, sequence=True) for form in FORMS
+      for reduction, chunk_rows in (("mean", 7), ("none", 1), ("sum", None))),
+    *(Case(options=options, cut="empty", sequence=True) for options in OPTIONS if options != "plain"),
+    *(Case(how, form, reduction=reduction, sequence=True) for how in ("selected", "row loss", "row weights", "entropy")
+      for form in ("tuple", "labels-int64", "jagged") if form in FORMS for reduction in ("mean", "none")),
+    *(Case(how, cut=cut, sequence=True) for how in ("scale", "metrics", "input alone", "head alone", "no gradient",
+                                                    "accumulated", "retained", "row loss, retained", "checkpoint",
+                                                    "traced", "compiled", "inference", "upstream of 0")
+      for cut in ("uneven", "empty")),
+    Case("compiled", reduction="none", cut="empty", sequence=True),
+    *(Case(dtype=dtype, reduction=reduction, sequence=True) for dtype in SIXTEEN for reduction in ("mean", "none")),
+]
 
 
 # ----------------------------------------------------------------------------------------------------- what is computed
@@ -74,7 +89,8 @@ CASES = [
 def make(case: Case):
     """The example, [input, weight, bias], keywords; (weight of rows, upstream gradients by shape)."""
     options = OPTIONS[case.options]
-    example, head, keywords = linear_cases.make(case.form, "cpu", case.dtype, options, case.head_dtype)
+    shape = (6, 2) if case.sequence else linear_cases.SHAPE
+    example, head, keywords = linear_cases.make(case.form, "cpu", case.dtype, options, case.head_dtype, shape=shape)
     if case.cut == "even":  # as many for 2 ranks as for 3
         head = [head[0], *(torch.cat([t, t.new_full((42 - t.shape[0], *t.shape[1:]), math.nan)]) for t in head[1:])]
     if "normalizer" not in options or case.reduction == "mean":
@@ -105,6 +121,9 @@ def compute(case: Case, **shard: Any) -> Dict[str, torch.Tensor]:
         keywords.update(group=group, num_classes=keywords.get("num_classes", bounds[-1]))
         if case.cut != "even":
             keywords["vocab_start"] = begin
+        if case.sequence:
+            share = head[0].shape[0] // ranks
+            head[0], keywords["group"] = head[0][rank * share:][:share], sparse_ce.SequenceGroup(group)
     draw = Draw("cpu", 7)
     arithmetic = torch.float64 if case.dtype == torch.float64 else torch.float32
     by = draw.uniform(*example.shape, dtype=arithmetic)
@@ -203,45 +222,51 @@ def recorded(record, element: int):
     found = []
     for event in sorted(record.events(), key=lambda event: event.time_range.start):
         if event.name.startswith("_c10d_functional::") and "wait_tensor" not in event.name:
-            gathers = "all_gather" in event.name
+            gathers = "all_gather" in event.name and event.input_shapes[0][-1] != COUNTED["width"]
             size = (8 if element == 8 else 4) if gathers else element
             found.append((event.name.split("::")[1].rstrip("_"), size * math.prod(event.input_shapes[0])))
     return found
 
 
 def counted(group, ranks: int, rank: int):
-    """By dtype and reduction: the collectives of forward and of backward, as a profile and as a mode see them."""
+    """By dtype, reduction and whether rows are shared out too: the collectives of forward and of backward, as a profile
+    and as a mode see them."""
     found = {}
-    for dtype in (torch.float64, torch.bfloat16, torch.float16):
-        for reduction in ("mean", "none"):
-            draw = Draw("cpu")
-            hidden = draw.normal(COUNTED["rows"], COUNTED["width"]).to(dtype).requires_grad_()
-            bounds = [0, 17, 53, 53][:ranks] + [53]
-            weight = draw.normal(COUNTED["classes"], COUNTED["width"]).to(dtype)
-            local = weight[bounds[rank]:bounds[rank + 1]].clone().requires_grad_()
-            labels = draw.integers(COUNTED["classes"], COUNTED["rows"])
+    for dtype, reduction, sequence in product((torch.float64, torch.bfloat16, torch.float16), ("mean", "none"),
+                                              (False, True)):
+        draw = Draw("cpu")
+        hidden = draw.normal(COUNTED["rows"], COUNTED["width"]).to(dtype)
+        if sequence:
+            hidden = hidden.chunk(ranks)[rank].clone()
+        hidden.requires_grad_()
+        bounds = [0, 17, 53, 53][:ranks] + [53]
+        weight = draw.normal(COUNTED["classes"], COUNTED["width"]).to(dtype)
+        local = weight[bounds[rank]:bounds[rank + 1]].clone().requires_grad_()
+        labels = draw.integers(COUNTED["classes"], COUNTED["rows"])
 
-            def forward(hidden=hidden, local=local, labels=labels, bounds=bounds, reduction=reduction):
-                return sparse_ce.linear_cross_entropy(hidden, local, labels, group=group, vocab_start=bounds[rank],
-                                                      num_classes=bounds[-1], reduction=reduction).mean()
+        given = dict(group=sparse_ce.SequenceGroup(group) if sequence else group, vocab_start=bounds[rank],
+                     num_classes=bounds[-1], reduction=reduction)
 
-            ways = []
-            for way in (lambda: torch.profiler.profile(record_shapes=True), Collectives):
-                passes = []
-                with way() as first:
-                    loss = forward()
-                with way() as second:
-                    loss.backward()
-                passes = [each.seen if isinstance(each, Collectives) else recorded(each, dtype.itemsize)
-                          for each in (first, second)]
-                ways.append(passes)
-            found[str(dtype), reduction] = ways
+        def forward(hidden=hidden, local=local, labels=labels, given=given):
+            return sparse_ce.linear_cross_entropy(hidden, local, labels, **given).mean()
+
+        ways = []
+        for way in (lambda: torch.profiler.profile(record_shapes=True), Collectives):
+            passes = []
+            with way() as first:
+                loss = forward()
+            with way() as second:
+                loss.backward()
+            passes = [each.seen if isinstance(each, Collectives) else recorded(each, dtype.itemsize)
+                      for each in (first, second)]
+            ways.append(passes)
+        found[str(dtype), reduction, sequence] = ways
     return found
 
 
 def errors(group, ranks: int, rank: int):
     hidden, weight = torch.randn(6, 4, requires_grad=True), torch.randn(5, 4, requires_grad=True)
-    labels = torch.zeros(6, dtype=torch.long)
+    labels, sequence = torch.zeros(6, dtype=torch.long), sparse_ce.SequenceGroup(group)
 
     def loss(target=labels, **options):
         return sparse_ce.linear_cross_entropy(hidden, weight, target, group=group, **options)
@@ -259,6 +284,9 @@ def errors(group, ranks: int, rank: int):
         "label": lambda: loss(torch.full((6,), 5 * ranks)),
         "num_classes": lambda: loss(num_classes=5 * ranks + 1),
         "vocab_start": lambda: loss(vocab_start=5 * rank),
+        "sequence of logits": lambda: sparse_ce.cross_entropy(weight, labels[:5], group=sequence),
+        "sequence of a row": lambda: sparse_ce.linear_cross_entropy(hidden[0], weight, labels[0], group=sequence),
+        "sequence of other rows": lambda: sparse_ce.linear_cross_entropy(hidden, weight, labels, group=sequence),
     }
     found = {}
     for name, call in calls.items():
@@ -266,6 +294,12 @@ def errors(group, ranks: int, rank: int):
             call()
         except Exception as error:
             found[name] = f"{type(error).__name__}: {error}"
+    for name, of in (("no rows", group), ("no rows of a sequence", sequence)):
+        for reduction in ("mean", "none"):
+            nothing = hidden[:0].detach().requires_grad_()
+            out = sparse_ce.linear_cross_entropy(nothing, weight, labels[:0], reduction=reduction, group=of)
+            grads = torch.autograd.grad(out.sum(), (nothing, weight))
+            found[name, reduction] = out, *grads
     found["and then"] = bool(loss().isfinite())  # the group is as it was
     return found
 

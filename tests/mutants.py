@@ -31,6 +31,7 @@ ABOUT = {"arguments": "errors_options_dimension", "autocast": "modes_candidates"
          **dict.fromkeys(("powers", "convert", "row_passes", "scalar_math"), "forecast_values_shapes"),
          "collate": "collate_target_rows_trainer", "data": "data",
          "entries": "sparse_arguments_stock_target_rows_dimension", "errors": "errors_dimension",
+         **dict.fromkeys(("linear_shards", "placed", "placed_rows"), "linear_sharded_placements"),
          **dict.fromkeys(("mixing", "mixing_of_timm", "pairs"), "mixing_vision"),
          "gradient_memory": "forecast", "guarded": "zero_upstream", "inductor": "graphs", "integrations": "trainer",
          "live_rows": "linear", "logits": "trainer",

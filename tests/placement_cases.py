@@ -10,7 +10,7 @@ import os
 import sys
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Callable, Dict, Tuple
+from typing import Any, Callable, Dict, List, Tuple
 
 import torch
 import torch.distributed as dist
@@ -18,6 +18,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 
 import sparse_ce
+from linear_sharded_cases import Collectives
 from placement_training import TRAINING
 from placement_world import WORLD, D, Layout, R, V, World, compared, mesh_of
 from sparse_ce import SparseTarget
@@ -94,6 +95,7 @@ HEADS: Dict[str, Callable[..., Any]] = {
         of_rows, x, w, t, by, has_aux=True, return_entropy=True, return_argmax=True, reduction="none", **o),
     "distillation": lambda x, w, t, by, labels, **o: sparse_ce.linear_distillation_loss(
         x, w, t, labels, alpha=0.3, **o),
+    "topk": lambda x, w, t, by, **o: sparse_ce.linear_topk_log_probs(x, w, 4, **o),
 }
 
 
@@ -122,19 +124,30 @@ HEAD_LAYOUTS = {
     "plain_head": ((Shard(0), Shard(1)), None, None),
     "replicated": ((R, R), (R, R), (R, R)),
     "rows": ((Shard(0), Shard(0)), (R, R), None),
+    # Sequences whose parts have one size: nobody gathers all hidden states.
+    "sequence_even": ((Shard(0), Shard(1)), (R, Shard(0)), (R, Shard(0))),
+    "sequence_rows": ((Shard(0), Shard(0)), (R, Shard(0)), None),
+    "sequence_alone": ((R, Shard(1)), (R, Shard(0)), (R, R)),
+    "sequence_first": ((Shard(1), R), (Shard(0), R), (R, R)),
+    "sequence_cut": ((Shard(0), Shard(0)), (Shard(0), R), None),  # of which the other dimension has parts
 }
+
+
+def leading_of(placed: str):
+    return (4, 6) if placed.startswith("sequence_") else (4, 3)
 
 
 def of_heads(name: str, placed: str, form: str, given: str, seed: int):
     hidden_at, weight_at, bias_at = HEAD_LAYOUTS[placed]
     rows = [R, R] if hidden_at is None else [R if w is not None and w.is_shard() else h for h, w in zip(
         hidden_at, weight_at or (None, None))]
-    world, leaves = World(Layout("grid", (4, 3), tuple(rows)), seed), {}
-    hidden, weight, bias = world.normal(4, 3, D), world.normal(V, D), world.normal(V)
+    leading = leading_of(placed)
+    world, leaves = World(Layout("grid", leading, tuple(rows)), seed), {}
+    hidden, weight, bias = world.normal(*leading, D), world.normal(V, D), world.normal(V)
     for what, t, at in (("input", hidden, hidden_at), ("linear_weight", weight, weight_at), ("bias", bias, bias_at)):
         t = t.requires_grad_()
         leaves[what] = t, t.detach().clone().requires_grad_() if at is None else world.place(t, at, True)
-    by = world.normal(4, 3).requires_grad_()
+    by = world.normal(*leading).requires_grad_()
     if name != "selected" and name != "loss":
         leaves["by"] = by, (by.detach().clone() if given == "all" else world.given(by, given)).requires_grad_()
     target, ours, values, learned = world.target(form, given, V)
@@ -184,9 +197,15 @@ def cases():
             form = "pair" if name.startswith("rows") else "logprobs"
             add(of_heads, name, placed, form, "all")
             add(of_heads, name, placed, "labels" if name.startswith("loss") else form, "placed")
+    for form in FORMS:
+        for placed in ("sequence_even", "sequence_rows", "sequence_alone"):
+            for given in GIVEN[:2] if form == "coo" else GIVEN:
+                add(of_heads, "loss", placed, form, given)
+    add(of_heads, "selected", "sequence_alone", "jagged", "all")
     for of, name, placed in (("logits", "loss", "data_classes"), ("logits", "loss", "rows"),
                              ("logits", "selected", "data_classes"), ("logits", "divergence", "data_classes"),
-                             ("head", "loss", "data_tensor"), ("head", "loss", "sequence")):
+                             ("head", "loss", "data_tensor"), ("head", "loss", "sequence"),
+                             ("head", "loss", "sequence_even")):
         add(compiled, of, name, placed)
     return found
 
@@ -201,8 +220,8 @@ def compiled(of: str, name: str, placed: str, seed: int):
     else:
         hidden_at, weight_at, _ = HEAD_LAYOUTS[placed]
         rows = tuple(R if w.is_shard() else h for h, w in zip(hidden_at, weight_at))
-        function, layout = HEADS[name], Layout("grid", (4, 3), rows)
-        shapes = {"input": ((4, 3, D), hidden_at), "linear_weight": ((V, D), weight_at)}
+        function, layout = HEADS[name], Layout("grid", leading_of(placed), rows)
+        shapes = {"input": ((*layout.leading, D), hidden_at), "linear_weight": ((V, D), weight_at)}
     world = World(layout, seed)
     for what, (shape, at) in shapes.items():
         t = world.normal(*shape).requires_grad_()
@@ -212,6 +231,18 @@ def compiled(of: str, name: str, placed: str, seed: int):
     run = torch.compile(function, fullgraph=True, backend="aot_eager")
     return compared(world, whole, run(*(pair[1] for pair in leaves.values()), (own, own_values.detach()), None), leaves,
                     world.rows)
+
+
+def sent(placed: str) -> List[Tuple[str, int]]:
+    """The collectives of a head's loss and its gradients: their names and numbers."""
+    world = World(Layout("grid", leading_of(placed), (R, R)), 3)
+    leading = leading_of(placed)
+    hidden_at, weight_at, _ = HEAD_LAYOUTS[placed]
+    hidden, weight = world.place(world.normal(*leading, D), hidden_at, True), world.place(world.normal(V, D), weight_at)
+    labels = world.integers(V, *leading)
+    with Collectives() as counted:
+        sparse_ce.linear_cross_entropy(hidden, weight, labels, chunk_rows=8).backward()
+    return counted.seen
 
 
 def refusals() -> Dict[str, str]:
@@ -273,6 +304,7 @@ def main() -> None:
         except Exception as error:  # all have it, or the others wait in vain
             found[name] = {"error": f"{type(error).__name__}: {error}"}
     found["refused"] = refusals() if not only else {}
+    found["sent"] = {placed: sent(placed) for placed in HEAD_LAYOUTS if placed.startswith("sequence")}
     for name, train in TRAINING.items():
         print(name, flush=True)
         found[f"training {name}"] = train() if not only else {}

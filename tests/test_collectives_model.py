@@ -89,6 +89,10 @@ def test_sequence_parallelism_gathers_hidden_states_and_scatters_their_gradient(
     assert model.collectives(HEAD, 80, 4, features=64, chunk_rows=40, sequence_parallel=True) == [
         ("all_gather", 1280), ("all_gather", 1280), ("all_gather", 640), ("all_gather", 640),
         ("reduce_scatter", 5120), ("reduce_scatter", 5120)]
+    # Whoever makes the logits anew has not kept the hidden states of all ranks.
+    assert sorted(model.collectives(HEAD, 80, 4, True, features=64, chunk_rows=40, sequence_parallel=True,
+                                    reduction="none")) == [
+        ("all_gather", 1280), ("all_gather", 1280), ("reduce_scatter", 5120), ("reduce_scatter", 5120)]
     assert model.collectives("Megatron-LM head", 80, 4, True, features=64, sequence_parallel=True) == [
         ("all_gather", 2560), ("reduce_scatter", 10240)]
 

@@ -42,10 +42,10 @@ def found_by(ranks):
         return [torch.load(Path(folder) / f"{rank}.pt") for rank in range(ranks)]
 
 
-def together(found, name):
-    """Of what the processes have, all: the same everywhere, or a share of the classes each."""
+def together(found, name, sequence=False):
+    """Of what the processes have, all: the same everywhere, or a share of the classes each, or of the rows."""
     each = [one[name] for one in found]
-    if name in ("grad_weight", "grad_bias"):
+    if name in ("grad_weight", "grad_bias") or sequence and name == "grad_input":
         return torch.cat(each)
     for other in each[1:]:
         assert_bitwise_equal(other, each[0])
@@ -60,7 +60,7 @@ def test_it_is_what_one_process_finds(case, ranks):
         expected = compute(case)
         assert all(sorted(one) == sorted(expected) for one in found)
         for name, t in expected.items():
-            ours = together(found, name)
+            ours = together(found, name, case.sequence)
             assert not ours.isnan().any() and ours.shape == t.shape
             torch.testing.assert_close(ours, t.detach(), rtol=1e-12, atol=1e-12)
         return
@@ -74,7 +74,7 @@ def test_it_is_what_one_process_finds(case, ranks):
     assert_close_to_float64(loss, peer[0].to(loss.dtype), exact[0])
     names = ["grad_input", "grad_weight", "grad_bias", *(["grad_values"] if example.values is not None else [])]
     for name, p, e in zip(names, peer[2], exact[2], strict=True):
-        ours = together(found, name)
+        ours = together(found, name, case.sequence)
         assert_close_to_float64(ours, p.to(ours.dtype), e, arithmetic=case.dtype)
         if name == "grad_input":
             assert not ours[example.ignored].any()
@@ -82,32 +82,39 @@ def test_it_is_what_one_process_finds(case, ranks):
 
 # --------------------------------------------------------------------------------------------------------- what is sent
 
-def predicted(kind, ranks, dtype, reduction):
+def predicted(kind, ranks, dtype, reduction, sequence):
     step = rows_a_chunk(None, COUNTED["rows"], Arguments(torch.empty(0), num_classes=COUNTED["classes"]),
-                        Shard("", ranks, 0), on_cpu=True)
+                        Shard("", ranks, 0, sequence), on_cpu=True)
     call = dict(rows=COUNTED["rows"], ranks=ranks, features=COUNTED["width"], classes=COUNTED["classes"],
-                element=dtype.itemsize, chunk_rows=step, reduction=reduction)
+                element=dtype.itemsize, chunk_rows=step, reduction=reduction, sequence_parallel=sequence)
     return [sorted(model.collectives(kind, backward=backward, **call)) for backward in (False, True)]
 
 
 @pytest.mark.parametrize("ranks", RANKS)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_every_chunk_is_gathered_once_and_added_up_once(reduction, dtype, ranks):
+@pytest.mark.parametrize("sequence", [False, True])
+def test_every_chunk_is_gathered_once_and_added_up_once(sequence, reduction, dtype, ranks):
     # In float16 gradients that are made for an upstream gradient of 1 might be too small: backward makes them.
-    predictions = predicted("sparse_ce head", ranks, dtype, "none" if dtype == torch.float16 else reduction)
+    predictions = predicted("sparse_ce head", ranks, dtype, "none" if dtype == torch.float16 else reduction, sequence)
     number = max(4, dtype.itemsize)
     for found in found_by(ranks):
-        for way in found["collectives"][str(dtype), reduction]:
-            forward, backward = ([(name.removesuffix("_into_tensor"), size) for name, size in part] for part in way)
+        for way in found["collectives"][str(dtype), reduction, sequence]:
+            forward, backward = ([(name.removesuffix("_tensor").removesuffix("_into"), size) for name, size in part]
+                                 for part in way)
             assert [sorted(forward), sorted(backward)] == predictions
+            hidden = COUNTED["width"] * dtype.itemsize * COUNTED["rows"]
             gathers = [size for name, size in forward if name == "all_gather"]
-            assert len(gathers) == 2 and sum(gathers) == 4 * number * COUNTED["rows"]
-            sums = [size for name, size in forward + backward if name == "all_reduce"]
-            assert len(sums) == 2 and sum(sums) == COUNTED["width"] * dtype.itemsize * COUNTED["rows"]
+            assert len(gathers) == (4 if sequence else 2)
+            assert sum(gathers) == 4 * number * COUNTED["rows"] + (hidden // ranks if sequence else 0)
+            sums = [size for name, size in forward + backward
+                    if name == ("reduce_scatter" if sequence else "all_reduce")]
+            assert len(sums) == 2 and sum(sums) == hidden
             assert not backward or reduction == "none" or dtype == torch.float16
             # The next chunk's statistics are on their way before the first one's gradient is.
-            assert [name for name, _ in forward[:2]] == ["all_gather", "all_gather"]
+            assert all(name == "all_gather" for name, _ in forward[:len(gathers)])
+            if sequence:  # and its hidden states before the first one is multiplied
+                assert [size * ranks for _, size in forward[:2]] == sums
 
 
 @pytest.mark.parametrize("rows", [1, 255, 256, 511, 512, 1000, 4096, 100_000])
@@ -140,7 +147,24 @@ def test_what_cannot_be_had_is_said_on_every_rank(ranks):
         assert said["num_classes"] == (f"ValueError: sparse_ce: num_classes must be in [1, {5 * ranks}], the rows of "
                                        f"linear_weight, got {5 * ranks + 1}")
         assert said["vocab_start"].startswith("ValueError: sparse_ce: num_classes must be the number of classes of all")
+        assert said["sequence of logits"] == ("ValueError: sparse_ce: group must be a ProcessGroup for logits, got "
+                                              "SequenceGroup, whose ranks share out the rows of a head")
+        assert said["sequence of a row"] == ("ValueError: sparse_ce: input must be (n, ..., D) where its rows are "
+                                             "shared out, got [4]")
+        assert said["sequence of other rows"].startswith("ValueError: sparse_ce: target must ")
+        assert f"{6 * ranks}" in said["sequence of other rows"]
         assert said["and then"]
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize("name", ["no rows", "no rows of a sequence"])
+def test_no_rows_are_a_loss_of_0_and_gradients_of_0(name, ranks):
+    for found in found_by(ranks):
+        for reduction, shape in (("mean", ()), ("none", (0,))):
+            loss, grad_input, grad_weight = found["errors"][name, reduction]
+            assert_bitwise_equal(loss, torch.zeros(shape))
+            assert_bitwise_equal(grad_input, torch.zeros(0, 4))
+            assert_bitwise_equal(grad_weight, torch.zeros(5, 4))
 
 
 def test_without_a_group_there_are_classes_and_no_vocab_start():

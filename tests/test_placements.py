@@ -14,7 +14,7 @@ import forked
 import placement_cases
 import sparse_ce
 from placement_training import TRAINING
-from placement_world import WORLD
+from placement_world import WORLD, D
 
 CASES = list(placement_cases.cases())
 NOT_HERE = ("sparse_ce: linear_weight must be a tensor that this process holds in full, got a DTensor with placements "
@@ -79,6 +79,21 @@ def test_it_is_right_where_loss_parallel_is_not(results):
         assert_equal(found)
         assert peer["labels"] < 1e-12
         assert all(isinstance(peer[name], str) or peer[name] > 1e-3 for name in ("weight", "soft")), peer
+
+
+def test_hidden_states_that_are_shared_out_evenly_come_and_go_by_the_chunk(results):
+    """24 rows of 6 float64: 8 at a time of each of the rows here, and nothing is sent of all of them."""
+    rows = {"sequence_even": 12, "sequence_rows": 12, "sequence_alone": 24, "sequence_first": 24}
+    for found in results:
+        for placed, here in rows.items():
+            sent = [(name, size) for name, size in found["sent"][placed] if size > 16]
+            sizes = [min(8, here - begin) for begin in range(0, here, 8)]
+            assert sorted(sent) == sorted([
+                *(("all_gather_into_tensor", rows // 2 * D * 8) for rows in sizes),
+                *(("all_gather_into_tensor", rows * 32) for rows in sizes),  # 4 statistics
+                *(("reduce_scatter_tensor", rows * D * 8) for rows in sizes)]), placed
+        for placed in ("sequence", "sequence_cut"):  # else all of them come first
+            assert not any(name == "reduce_scatter_tensor" for name, _ in found["sent"][placed])
 
 
 @pytest.mark.parametrize("name", REFUSED)

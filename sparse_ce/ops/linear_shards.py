@@ -25,7 +25,18 @@ from .linear_select import linear_select as linear_select_here
 from .overwriting import scale
 from .row_loss import Gradients, add_chunk, complete, new_gradients
 from .select import Outputs, Selected, upstream_of
-from .shards import SHARD, Gathered, Shard, add_up, gather, gradient_of_values, numbers_of, refuse_second
+from .shards import (
+    SHARD,
+    Gathered,
+    Shard,
+    add_up,
+    chunks_of,
+    gather,
+    gradient_of_values,
+    numbers_of,
+    pieces,
+    refuse_second,
+)
 from .topk import rows_at_a_time
 
 
@@ -41,7 +52,8 @@ _ROWS = Mean()
 
 
 class Chunk(NamedTuple):
-    """Some of the rows that are multiplied: where they are among these, which they are of all, and what they have."""
+    """Some of the rows that are multiplied: where they are among these, or among those here where ranks share them out,
+    which they are of all, and what they have."""
 
     rows: slice
     of: Any
@@ -53,7 +65,10 @@ class Chunk(NamedTuple):
 
 def rows_a_chunk(asked: Optional[int], rows: int, a: Arguments, shard: Shard, on_cpu: bool) -> int:
     """Of all ranks alike: of nothing that one of them alone knows, as its share of the classes. Several, so that there
-    is something to overlap, but none too small for its products."""
+    is something to overlap, but none too small for its products. As many of each rank where rows are shared out."""
+    if shard.shares_rows:
+        share = rows_a_chunk(asked, rows, a, shard._replace(shares_rows=False), on_cpu)
+        return shard.ranks * max(1, share // shard.ranks)
     if asked is not None:
         return asked
     least, most = (256, 4) if on_cpu else (1024, 8)
@@ -115,28 +130,27 @@ class _Rows:
     out, as the target, which is the same on every rank, has it; else they are cleared."""
 
     def __init__(self, head: Head, a: Arguments, chunks: Chunks, shard: Shard):
-        self.head, self.a, self.all = head, a, head.input.shape[0]
+        self.head, self.a, self.shard, self.all = head, a, shard, shard.rows(head.input)
         counts = ~reference.ignored_rows(a, self.all)
-        self.live: Optional[Tensor] = None  # (n,), those that are multiplied, or None: all
+        self.live: Optional[Tensor] = None  # (n,), those that are multiplied, in turn, or None: all as they are
         self.counts: Optional[Tensor] = counts
-        if eager() and head.input.is_cpu:
+        if eager() and head.input.is_cpu and not shard.shares_rows:
             self.counts = None
             if not bool(counts.all()):
                 self.live = counts.nonzero()[:, 0]
         self.count = self.all if self.live is None else self.live.shape[0]
         self.step = rows_a_chunk(chunks.chunk_rows, self.count, a, shard, head.input.is_cpu)
+        if shard.shares_rows:
+            self.live = torch.cat([rows.of for rows in pieces(head.input, self.step, shard)]) if self.all else None
 
     def __iter__(self) -> Iterator[Chunk]:
-        for begin in range(0, self.count, self.step):
-            rows = slice(begin, min(self.count, begin + self.step))
-            of: Any = rows if self.live is None else self.live[rows]
-            input = self.head.input[of]
+        for rows, of, input in chunks_of(self.head.input, self.step, self.shard, self.live):
             if self.counts is not None:
                 input = torch.where(self.counts[of][:, None], input, 0.0)
             yield Chunk(rows, of, self.head._replace(input=input), _arguments_of(self.a, of))
 
     def new_gradients(self, wanted: Sequence[bool], shard: Shard) -> Gradients:
-        input = self.head.input if self.live is None else self.head.input[:self.count]
+        input = self.head.input if self.count == self.all else self.head.input[:self.count]
         classes = classes_here(self.head.linear_weight, self.a, shard)
         return new_gradients(self.head._replace(input=input), classes, wanted, self.count <= self.step, shard)
 
@@ -145,7 +159,7 @@ class _Rows:
         return self.head.input.new_zeros(shape, dtype=arithmetic_dtype(self.head.input.dtype))
 
     def spread(self, t: Tensor, dim: int = 0) -> Tensor:
-        """Of all rows, 0 in those that were left out."""
+        """Of all rows in their order, 0 in those that were left out."""
         if self.live is None:
             return t
         shape = list(t.shape)
@@ -184,7 +198,7 @@ class _Making:
     def finished(self) -> List[Optional[Tensor]]:
         of_scale = add_up(self.of_scale, self.shard) if self.wants_scale else None
         of_input, of_weight, of_bias = complete(self.gradients)
-        if of_input is not None:
+        if of_input is not None and not self.shard.shares_rows:
             of_input = self.rows.spread(of_input)
         return [of_input, of_weight, of_bias, None if of_scale is None else of_scale.wait()]
 
@@ -265,11 +279,11 @@ class _ShardedLinear(torch.autograd.Function):
         divisor = of_rows = None
         with torch._C._AutoDispatchBelowAutograd():
             if mean.mean:
-                unknown = input.new_zeros(input.shape[0], dtype=arithmetic_dtype(input.dtype))
+                unknown = input.new_zeros(shard.rows(input), dtype=arithmetic_dtype(input.dtype))
                 divisor = ops.loss_mean(unknown, mean.normalizer, *a.target, mean.row_weight)[1]
                 if any(ctx.making) and not forecast.hooked() and not any(
                         t is not None and want and t.dtype == torch.float16 for t, want in zip(head, of_head)):
-                    of_rows = _of_rows(torch.ones_like(divisor), divisor, mean.row_weight, input.shape[0])
+                    of_rows = _of_rows(torch.ones_like(divisor), divisor, mean.row_weight, shard.rows(input))
             out, ctx.made = _forward(head, a, asked, chunks, shard, of_rows, ctx.making)
             losses = out.loss
             if mean.mean:
@@ -355,7 +369,8 @@ def _run(head: Head, a: Arguments, wanted: Outputs, mean: Mean, chunks: Chunks, 
 
 def _sharded_linear_select(input: Tensor, linear_weight: Tensor, linear_bias: Optional[Tensor], *given: Any,
                            **named: Any) -> Tuple[Tensor, ...]:
-    a, behind = split(given, named, **Outputs()._asdict(), **CHUNKS, **Mean()._asdict(), **SHARD)
+    a, behind = split(given, named, **Outputs()._asdict(), **CHUNKS, **Mean()._asdict(), **SHARD,
+                      shares_rows=False)
     wanted, chunks, mean, shard = Outputs(*behind[:7]), Chunks(*behind[7:9]), Mean(*behind[9:12]), Shard(*behind[12:])
     return _run(Head(input, linear_weight, linear_bias), a, wanted, mean, chunks, shard)
 

@@ -11,13 +11,14 @@ from . import forecast
 from .library import ops, register_fake
 from .linear import Head
 from .select import Outputs, Selected, upstream_of
-from .shards import Gathered, Shard, add_up
+from .shards import Gathered, Shard, add_up, scatter_sum
 
 FORECAST = "row loss"
 
 
 class Gradients(NamedTuple):
-    """For input, weight and bias, None where not wanted, and what their sums have no room for in 16 bits."""
+    """For input, weight and bias, None where not wanted, and what their sums have no room for in 16 bits. That for an
+    input whose rows are shared out is in ``sums`` alone."""
 
     num_rows: int
     tensors: List[Optional[Tensor]]
@@ -30,12 +31,13 @@ class Gradients(NamedTuple):
 def new_gradients(head: Head, num_classes: Optional[int], wanted: Sequence[bool], whole: bool,
                   shard: Optional[Shard] = None) -> Gradients:
     """``whole``: one chunk holds all rows. With a shard ``num_classes`` are those of them that are here."""
+    shares_rows = shard is not None and shard.shares_rows
     vocab, width = head.linear_weight.shape
     classes = vocab if num_classes is None else num_classes
     empty = head.input.shape[0] == 0
     made = [None if t is None or not want else torch.zeros_like(t, memory_format=torch.contiguous_format)
             if empty or classes == 0 or i and classes < vocab
-            else torch.empty_like(t, memory_format=torch.contiguous_format)
+            else torch.empty_like(t[:0] if shares_rows and i == 0 else t, memory_format=torch.contiguous_format)
             for i, (t, want) in enumerate(zip(head, wanted))]
 
     def low(gradient: Optional[Tensor], rows: int, columns: int) -> Optional[Tensor]:
@@ -49,6 +51,7 @@ def new_gradients(head: Head, num_classes: Optional[int], wanted: Sequence[bool]
 def add_chunk(gradients: Gradients, head: Head, rows: slice, logits: Tensor, a: Arguments, wanted: Outputs,
               out: Selected, grads: Sequence[Optional[Tensor]], scale_grad: bool = False) -> Optional[Tensor]:
     """Adds what the ``logits`` of some ``rows``, those of ``head.input``, contribute; their gradient overwrites them.
+    Where rows are shared out ``rows`` are those of this rank.
     ``grads``: of what select gave, all but argmax. The chunks come in order. Returns the gradients of the rows' scales,
     if they are asked for."""
     if all(gradient is None for gradient in gradients.tensors) and not scale_grad:
@@ -71,13 +74,18 @@ def add_chunk(gradients: Gradients, head: Head, rows: slice, logits: Tensor, a: 
         ops.linear_add_gradients_(*head, logits, share, of_weight, low_weight, of_bias, low_bias, *ends)
         return of_scale if scale_grad else None
     here = logits.shape[1] > 0  # or the gradients, of classes that nobody has, are 0 already
+    shares_rows = gradients.shard.shares_rows
     if share is not None:
+        if shares_rows:  # of the rows of all ranks
+            share = torch.empty_like(head.input) if here else torch.zeros_like(head.input)
         if here:
             ops.linear_add_gradients_(*head, logits, share, None, None, None, None, *ends)
         elif not eager():
             # 0, of what comes in backward: a sum that waits for nothing would be moved to this rank's forward graph.
             share = torch.mm(logits.to(share.dtype), share.new_empty(0, share.shape[1]))
-        gradients.sums.append(add_up(share, gradients.shard, inplace=eager()))  # on its way during the next product
+        # On its way during the next product.
+        gradients.sums.append(scatter_sum(share, gradients.shard) if shares_rows
+                              else add_up(share, gradients.shard, inplace=eager()))
     if here and not (of_weight is None and of_bias is None):
         ops.linear_add_gradients_(*head, logits, None, of_weight, low_weight, of_bias, low_bias, *ends)
     return of_scale if scale_grad else None
@@ -87,7 +95,7 @@ def complete(gradients: Gradients) -> List[Optional[Tensor]]:
     """For input, weight and bias, once the other ranks' shares have come."""
     of_input, of_weight, of_bias = gradients.tensors
     sums = [total.wait() for total in gradients.sums]
-    if sums and not eager():
+    if sums and (not eager() or gradients.shard is not None and gradients.shard.shares_rows):
         of_input = torch.cat(sums)
     return [of_input, of_weight, of_bias]
 

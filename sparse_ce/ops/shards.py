@@ -5,7 +5,7 @@ asked for, and merge them in the order of their ranks: every process has the sam
 each one's own and needs nobody else.
 """
 
-from typing import Any, NamedTuple, Optional, Tuple
+from typing import Any, Iterator, List, NamedTuple, Optional, Tuple
 
 import torch
 from torch import Tensor
@@ -23,11 +23,20 @@ SHARD = dict(group="", ranks=1, first_class=0)
 
 
 class Shard(NamedTuple):
-    """The classes that this process holds, from ``first_class`` on, and who holds the others."""
+    """The classes that this process holds, from ``first_class`` on, and who holds the others.
+
+    ``shares_rows``: hidden states (n, D) are a share as well, as many rows on each rank. All rows, which everything
+    else has, are those of rank 0, then those of rank 1, and so on.
+    """
 
     group: str  # the name of a process group, which graphs can hold
     ranks: int
     first_class: int
+    shares_rows: bool = False
+
+    def rows(self, input: Tensor) -> int:
+        """Of all ranks."""
+        return input.shape[0] * (self.ranks if self.shares_rows else 1)
 
 
 # ---------------------------------------------------------------------------------------------------------- collectives
@@ -51,6 +60,47 @@ def add_up(t: Tensor, shard: Shard, inplace: bool = False) -> Gathered:
     if inplace:
         return Gathered(torch.ops._c10d_functional.all_reduce_(t, "sum", shard.group))
     return Gathered(torch.ops._c10d_functional.all_reduce(t.contiguous(), "sum", shard.group))
+
+
+def scatter_sum(t: Tensor, shard: Shard) -> Gathered:
+    """Of (ranks * n, ...) this rank's n of the sum over the ranks."""
+    return Gathered(torch.ops._c10d_functional.reduce_scatter_tensor(t.contiguous(), "sum", shard.ranks, shard.group))
+
+
+class Piece(NamedTuple):
+    """Some of the rows of each rank: which of those ``here``, and which they are ``of`` all rows, (n,)."""
+
+    here: slice
+    of: Tensor
+
+
+def pieces(input: Tensor, step: int, shard: Shard) -> List[Piece]:
+    """Of hidden states whose rows are shared out, ``step`` rows of all at a time: as many of each rank."""
+    count, share = input.shape[0], step // shard.ranks
+    firsts = torch.arange(shard.ranks, device=input.device)[:, None] * count
+    slices = [slice(begin, min(count, begin + share)) for begin in range(0, count, share)]
+    return [Piece(here, (firsts + torch.arange(here.start, here.stop, device=input.device)).flatten())
+            for here in slices]
+
+
+def chunks_of(input: Tensor, step: int, shard: Optional[Shard],
+              live: Optional[Tensor] = None) -> Iterator[Tuple[slice, Any, Tensor]]:
+    """``step`` rows at a time of those that are ``live``, or all: which of these they are, or of those here where rows
+    are shared out, which of all, and their hidden states (n, D). Those of other ranks are on their way during the
+    products of the chunk before."""
+    if shard is None or not shard.shares_rows:
+        count = input.shape[0] if live is None else live.shape[0]
+        for begin in range(0, count, step):
+            rows = slice(begin, min(count, begin + step))
+            of: Any = rows if live is None else live[rows]
+            yield rows, of, input[of]
+        return
+    all_pieces = pieces(input, step, shard)
+    coming = [gather(input[piece.here], shard) for piece in all_pieces[:1]]
+    for piece, following in zip(all_pieces, (*all_pieces[1:], None)):
+        if following is not None:
+            coming.append(gather(input[following.here], shard))
+        yield *piece, coming.pop(0).wait()
 
 
 # ------------------------------------------------------------------------------------------------------------- the loss
@@ -194,5 +244,5 @@ def select(logits: Tensor, a: Arguments, wanted: Outputs, inplace: bool, shard: 
     if a.num_classes is None:
         fail("num_classes must be that of all ranks, got None")
     if not eager():
-        return Selected(*ops.sharded_select(logits, *a, *wanted, *shard))
+        return Selected(*ops.sharded_select(logits, *a, *wanted, *shard[:3]))
     return Selected(*_run(logits, a, wanted, shard, inplace and overwritable(logits)))
