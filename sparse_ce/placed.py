@@ -29,14 +29,14 @@ def leading_placements(name: str, t: Any, last: int) -> Tuple[Tuple[Any, ...], O
     """The placements of the leading dimensions, and the mesh dimension that shares out the ``last``."""
     rows, found = [], None
     for at, p in enumerate(t.placements):
-        if type(p) is Shard and p.dim == last and found is None:
+        if isinstance(p, Shard) and p.dim == last and found is None:
             found = at
             rows.append(Replicate())
-        elif p.is_replicate() or type(p) is Shard and p.dim < last:
+        elif p.is_replicate() or isinstance(p, Shard) and p.dim < last:
             rows.append(p)
         else:
             refuse_placements(name, t, "Replicate or Shard on each mesh dimension, its last dimension on one at most", [
-                q if q.is_replicate() or type(q) is Shard and i != at else Replicate()
+                q if q.is_replicate() or isinstance(q, Shard) and i != at else Replicate()
                 for i, q in enumerate(t.placements)])
     return tuple(rows), found
 
@@ -45,11 +45,11 @@ def dimension_of_classes(weight: Any) -> Optional[int]:
     """The mesh dimension that shares out the classes of a head."""
     found = None
     for at, p in enumerate(weight.placements):
-        if type(p) is Shard and p.dim == 0 and found is None:
+        if isinstance(p, Shard) and p.dim == 0 and found is None:
             found = at
         elif not p.is_replicate():
             refuse_placements("linear_weight", weight, "Replicate, or Shard(0) on one mesh dimension", [
-                q if q.is_replicate() or type(q) is Shard and q.dim == 0 and i != at else Replicate()
+                q if q.is_replicate() or isinstance(q, Shard) and q.dim == 0 and i != at else Replicate()
                 for i, q in enumerate(weight.placements)])
     return found
 
@@ -60,7 +60,7 @@ def dimension_of_sequence(hidden: Any, vocab: Optional[int]) -> Optional[int]:
     if vocab is None or hidden.device_mesh.size(vocab) == 1:
         return None
     placement = hidden.placements[vocab]
-    if type(placement) is not Shard:
+    if not isinstance(placement, Shard):
         return None
     dim: int = placement.dim
     if any(p.is_shard() and p.dim == dim for p in hidden.placements[vocab + 1:]):

@@ -32,6 +32,7 @@ ABOUT = {"arguments": "errors_options_dimension", "autocast": "modes_candidates"
          "collate": "collate_target_rows_trainer", "data": "data",
          "entries": "sparse_arguments_stock_target_rows_dimension", "errors": "errors_dimension",
          **dict.fromkeys(("linear_shards", "placed", "placed_rows"), "linear_sharded_placements"),
+         "row_loss": "row_loss_sharded", "topk": "topk_placements",
          **dict.fromkeys(("mixing", "mixing_of_timm", "pairs"), "mixing_vision"),
          "gradient_memory": "forecast", "guarded": "zero_upstream", "inductor": "graphs", "integrations": "trainer",
          "live_rows": "linear", "logits": "trainer",

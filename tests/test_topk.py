@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from cases import DTYPES, Draw
 from close import assert_bitwise_equal
 from sparse_ce import SparseTarget, cross_entropy, linear_topk_log_probs, reference, topk_log_probs
+from sparse_ce.ops.topk import linear_logits
 
 ops = torch.ops.sparse_ce
 
@@ -103,6 +104,20 @@ def test_of_a_head_it_is_that_of_its_logits(chunk_rows, dtype, device):
         assert torch.equal(target.indices, same.indices)
     torch.testing.assert_close(target.values, same.values, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(log_rest, same_rest, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("chunk_rows,expected", [(4, [4, 4, 2]), (10, [10]), (None, [10])])
+def test_the_logits_of_a_chunk_are_there_at_a_time(chunk_rows, expected, monkeypatch, device):
+    made = []
+
+    def recorded(*given):
+        made.append(linear_logits(*given))
+        return made[-1]
+
+    monkeypatch.setattr("sparse_ce.topk.linear_logits", recorded)
+    linear_topk_log_probs(torch.randn(2, 5, 4, device=device), torch.randn(7, 4, device=device), 3,
+                          chunk_rows=chunk_rows)
+    assert [logits.shape[0] for logits in made] == expected
 
 
 def test_no_rows(device):
