@@ -42,29 +42,39 @@ class Shard(NamedTuple):
 # ---------------------------------------------------------------------------------------------------------- collectives
 
 class Gathered(NamedTuple):
-    """Rows (n, ...) of every rank, (ranks * n, ...), which may still be on the way."""
+    """Rows (n, ...) of every rank, (ranks * n, ...), or a sum over them, which may still be on the way."""
 
     tensor: Tensor
 
     def wait(self) -> Tensor:
-        arrived: Tensor = torch.ops._c10d_functional.wait_tensor(self.tensor)
-        return arrived
+        return self.tensor if self.tensor.is_cpu else _arrived(self.tensor)
+
+
+def _arrived(t: Tensor) -> Tensor:
+    arrived: Tensor = torch.ops._c10d_functional.wait_tensor(t)
+    return arrived
+
+
+def _sent(t: Tensor) -> Gathered:
+    """What a collective returned. On a CPU it is waited for at once: with two of Gloo's under way PyTorch (2.13 and 2.15,
+    without anything of ours) corrupts a process's heap once in some ten thousands of them."""
+    return Gathered(_arrived(t) if t.is_cpu else t)
 
 
 def gather(t: Tensor, shard: Shard) -> Gathered:
-    return Gathered(torch.ops._c10d_functional.all_gather_into_tensor(t.contiguous(), shard.ranks, shard.group))
+    return _sent(torch.ops._c10d_functional.all_gather_into_tensor(t.contiguous(), shard.ranks, shard.group))
 
 
 def add_up(t: Tensor, shard: Shard, inplace: bool = False) -> Gathered:
     """The sum over the ranks; ``inplace``, where ``t``, which is contiguous, was."""
     if inplace:
-        return Gathered(torch.ops._c10d_functional.all_reduce_(t, "sum", shard.group))
-    return Gathered(torch.ops._c10d_functional.all_reduce(t.contiguous(), "sum", shard.group))
+        return _sent(torch.ops._c10d_functional.all_reduce_(t, "sum", shard.group))
+    return _sent(torch.ops._c10d_functional.all_reduce(t.contiguous(), "sum", shard.group))
 
 
 def scatter_sum(t: Tensor, shard: Shard) -> Gathered:
     """Of (ranks * n, ...) this rank's n of the sum over the ranks."""
-    return Gathered(torch.ops._c10d_functional.reduce_scatter_tensor(t.contiguous(), "sum", shard.ranks, shard.group))
+    return _sent(torch.ops._c10d_functional.reduce_scatter_tensor(t.contiguous(), "sum", shard.ranks, shard.group))
 
 
 class Piece(NamedTuple):
