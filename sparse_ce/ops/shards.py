@@ -56,8 +56,8 @@ def _arrived(t: Tensor) -> Tensor:
 
 
 def _sent(t: Tensor) -> Gathered:
-    """What a collective returned. On a CPU it is waited for at once: with two of Gloo's under way PyTorch (2.13 and 2.15,
-    without anything of ours) corrupts a process's heap once in some ten thousands of them."""
+    """What a collective returned. On a CPU it is waited for at once: with two of Gloo's under way PyTorch (2.13 and
+    2.15, without anything of ours) corrupts a process's heap once in some ten thousands of them."""
     return Gathered(_arrived(t) if t.is_cpu else t)
 
 
