@@ -18,6 +18,7 @@ from linear_cases import dense_result
 from linear_sharded_cases import CASES, COUNTED, compute, make
 from pages import ROOT
 from sparse_ce.arguments import Arguments
+from sparse_ce.ops import shards
 from sparse_ce.ops.linear_shards import rows_a_chunk
 from sparse_ce.ops.shards import Shard
 
@@ -129,6 +130,20 @@ def test_there_are_chunks_to_overlap_and_none_too_small(on_cpu, rows):
     assert count == 1 or step >= least
     assert step * 128_256 / 8 * 4 <= 1 << 27 or step <= least
     assert rows_a_chunk(7, rows, a, Shard("", 8, 0), on_cpu) == 7
+
+
+def test_one_collective_of_a_cpu_is_under_way_at_a_time(monkeypatch):
+    """Two of Gloo's at once have corrupted the heap, in some runs of ten thousands of them."""
+    waited_for, t = [], torch.ones(2)
+    monkeypatch.setattr(shards, "_arrived", lambda t: waited_for.append(t) or t)
+    first = shards._sent(t)
+    assert not waited_for  # products run meanwhile
+    shards._ready(torch.ones(2))
+    assert len(waited_for) == 1 and waited_for[0] is t
+    second = shards._sent(torch.ones(2))
+    assert first.wait() is t and second.wait() is second.tensor
+    shards._ready(torch.ones(2))
+    assert len(waited_for) == 3  # the second, which nothing holds any more, once
 
 
 # --------------------------------------------------------------------------------------------------------------- errors

@@ -45,9 +45,19 @@ class Gathered(NamedTuple):
     """Rows (n, ...) of every rank, (ranks * n, ...), or a sum over them, which may still be on the way."""
 
     tensor: Tensor
+    has_come: bool = False
 
     def wait(self) -> Tensor:
-        return self.tensor if self.tensor.is_cpu else _arrived(self.tensor)
+        if self.has_come:
+            return self.tensor
+        if _under_way and _under_way[-1] is self.tensor:
+            _under_way.pop()
+        return _arrived(self.tensor)
+
+
+# With two of Gloo's collectives under way PyTorch (2.13 and 2.15, without anything of ours) corrupts a process's heap
+# once in some ten thousands of them: of a CPU's there is one at a time. Graphs wait where they send.
+_under_way: List[Tensor] = []
 
 
 def _arrived(t: Tensor) -> Tensor:
@@ -55,26 +65,37 @@ def _arrived(t: Tensor) -> Tensor:
     return arrived
 
 
+def _ready(t: Tensor) -> Tensor:
+    """To be sent: packed, and nothing else is under way."""
+    if t.is_cpu and eager():
+        while _under_way:
+            _arrived(_under_way.pop())
+    return t.contiguous()
+
+
 def _sent(t: Tensor) -> Gathered:
-    """What a collective returned. On a CPU it is waited for at once: with two of Gloo's under way PyTorch (2.13 and
-    2.15, without anything of ours) corrupts a process's heap once in some ten thousands of them."""
-    return Gathered(_arrived(t) if t.is_cpu else t)
+    """What a collective returned."""
+    if not t.is_cpu:
+        return Gathered(t)
+    if not eager():
+        return Gathered(_arrived(t), has_come=True)
+    _under_way.append(t)
+    return Gathered(t)
 
 
 def gather(t: Tensor, shard: Shard) -> Gathered:
-    return _sent(torch.ops._c10d_functional.all_gather_into_tensor(t.contiguous(), shard.ranks, shard.group))
+    return _sent(torch.ops._c10d_functional.all_gather_into_tensor(_ready(t), shard.ranks, shard.group))
 
 
 def add_up(t: Tensor, shard: Shard, inplace: bool = False) -> Gathered:
     """The sum over the ranks; ``inplace``, where ``t``, which is contiguous, was."""
-    if inplace:
-        return _sent(torch.ops._c10d_functional.all_reduce_(t, "sum", shard.group))
-    return _sent(torch.ops._c10d_functional.all_reduce(t.contiguous(), "sum", shard.group))
+    collective = torch.ops._c10d_functional.all_reduce_ if inplace else torch.ops._c10d_functional.all_reduce
+    return _sent(collective(_ready(t), "sum", shard.group))
 
 
 def scatter_sum(t: Tensor, shard: Shard) -> Gathered:
     """Of (ranks * n, ...) this rank's n of the sum over the ranks."""
-    return _sent(torch.ops._c10d_functional.reduce_scatter_tensor(t.contiguous(), "sum", shard.ranks, shard.group))
+    return _sent(torch.ops._c10d_functional.reduce_scatter_tensor(_ready(t), "sum", shard.ranks, shard.group))
 
 
 class Piece(NamedTuple):
