@@ -94,8 +94,8 @@ def test_no_more_rows_than_features_need_no_byte_a_weight(ignored, products, tmp
 @pytest.mark.parametrize("ignored", [0.0, 0.1])
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_few_rows_in_a_chunk_need_no_byte_a_weight_either(reduction, ignored, products, tmp_path):
-    """They would be 59 MiB beside chunks of 10 MiB; in their place are bytes of the input."""
-    rows, vocab, width, chunk_rows = 2048, 80000, 768, 64
+    """They would be 35 MiB beside chunks of 4 MiB; in their place are bytes of the input."""
+    rows, vocab, width, chunk_rows = 1024, 72000, 512, 32
     extra = peak(tmp_path, rows, vocab, width, ignored, reduction, torch.bfloat16, chunk_rows=chunk_rows,
                  SPARSE_CE_CPU_BFLOAT16=products, SPARSE_CE_BLOCK_CACHE="0")
     size = 2 if products == "native" else 4
