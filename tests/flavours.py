@@ -41,8 +41,10 @@ PRODUCTS = ("test_linear_values", "test_linear_gradients", "test_linear_chunks",
             "test_linear_forecast", "test_linear_rounding", "test_linear_borrowed", "test_linear_by_classes",
             "test_flavour*")
 OF_THE_CPU = ("test_linear_memory", "test_linear_bfloat16")
-# The same on every instruction set: memory and what lies in it, and what becomes of a target before a kernel has it.
-SAME_ON_EVERY_SET = ("test_linear_memory", "test_linear_borrowed", "test_target_*")
+# The same on every instruction set: memory and what lies in it, what becomes of a target before a kernel has it, and of
+# classes that are shared out what the processes send each other (test_select_shards and test_linear_by_classes compute
+# with shards in one).
+SAME_ON_EVERY_SET = ("test_linear_memory", "test_linear_borrowed", "test_linear_sharded", "test_target_*")
 PROGRAMS = ("test_emulation*",)
 BUILDS = ("test_build", "test_gpu_acceptance", "test_native_kernels")
 
@@ -92,7 +94,8 @@ def build_sanitized(folder: Path) -> None:
 FLAVOURS = {
     PLAIN: Flavour(("test_*",), BUILDS + PROGRAMS, at_least=6000),
     # The compiler's baseline, and the set between it and AVX-512; small calls too go through the dispatcher.
-    "baseline": Flavour(KERNELS, NO_KERNELS + SAME_ON_EVERY_SET, at_least=4000,
+    # Nothing goes around the caches without AVX2.
+    "baseline": Flavour(KERNELS, NO_KERNELS + SAME_ON_EVERY_SET + ("test_cross_entropy_large",), at_least=4000,
                         without=SAME_FOR_EVERY_KERNEL,
                         environment={"SPARSE_CE_CPU": "default", "SPARSE_CE_TEST_OPS": "1"}),
     "avx2": Flavour(KERNELS, NO_KERNELS + SAME_ON_EVERY_SET, at_least=4000,

@@ -1,6 +1,6 @@
 """What one of four processes does for test_placements.py.
 
-    python placement_cases.py RANK FOLDER
+    python placement_cases.py RANK FOLDER quick|slow
 
 Each compares what it gets of DTensors with what one process computes of the whole, which every process does for itself,
 and saves the differences, {name of the case: {what: largest difference}}, and what errors say: FOLDER/RANK.pt.
@@ -168,8 +168,8 @@ def of_heads(name: str, placed: str, form: str, given: str, seed: int):
     return compared(world, *found, leaves, tuple(rows))
 
 
-def cases():
-    """{name: (function, arguments)}."""
+def cases() -> Dict[str, Tuple[Callable[..., Any], Tuple[Any, ...]]]:
+    """{name: (function, arguments)}; SLOW has more."""
     found: Dict[str, Tuple[Callable[..., Any], Tuple[Any, ...]]] = {}
 
     def add(function, *arguments):
@@ -202,10 +202,7 @@ def cases():
             for given in GIVEN[:2] if form == "coo" else GIVEN:
                 add(of_heads, "loss", placed, form, given)
     add(of_heads, "selected", "sequence_alone", "jagged", "all")
-    for of, name, placed in (("logits", "loss", "data_classes"), ("logits", "loss", "rows"),
-                             ("logits", "selected", "data_classes"), ("logits", "divergence", "data_classes"),
-                             ("head", "loss", "data_tensor"), ("head", "loss", "sequence"),
-                             ("head", "loss", "sequence_even")):
+    for of, name, placed in (("logits", "loss", "data_classes"), ("head", "loss", "sequence_even")):
         add(compiled, of, name, placed)
     return found
 
@@ -231,6 +228,12 @@ def compiled(of: str, name: str, placed: str, seed: int):
     run = torch.compile(function, fullgraph=True, backend="aot_eager")
     return compared(world, whole, run(*(pair[1] for pair in leaves.values()), (own, own_values.detach()), None), leaves,
                     world.rows)
+
+
+# Each process takes seconds to follow one.
+SLOW = {"-".join(["compiled", *arguments]): (compiled, arguments) for arguments in (
+    ("logits", "loss", "rows"), ("logits", "selected", "data_classes"), ("logits", "divergence", "data_classes"),
+    ("head", "loss", "data_tensor"), ("head", "loss", "sequence"))}
 
 
 def sent(placed: str) -> List[Tuple[str, int]]:
@@ -294,20 +297,19 @@ def main() -> None:
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=WORLD,
                             timeout=timedelta(seconds=60))
     found: Dict[str, Any] = {}
-    only = sys.argv[3] if len(sys.argv) > 3 else ""
-    for at, (name, (function, arguments)) in enumerate(cases().items()):
-        if only not in name:
-            continue
+    slow = sys.argv[3] == "slow"
+    for at, (name, (function, arguments)) in enumerate((SLOW if slow else cases()).items()):
         print(name, flush=True)  # the last line of a process that hangs
         try:
             found[name] = function(*arguments, at)
         except Exception as error:  # all have it, or the others wait in vain
             found[name] = {"error": f"{type(error).__name__}: {error}"}
-    found["refused"] = refusals() if not only else {}
-    found["sent"] = {placed: sent(placed) for placed in HEAD_LAYOUTS if placed.startswith("sequence")}
-    for name, train in TRAINING.items():
-        print(name, flush=True)
-        found[f"training {name}"] = train() if not only else {}
+    if not slow:
+        found["refused"] = refusals()
+        found["sent"] = {placed: sent(placed) for placed in HEAD_LAYOUTS if placed.startswith("sequence")}
+        for name, train in TRAINING.items():
+            print(name, flush=True)
+            found[f"training {name}"] = train()
     torch.save(found, folder / f"{rank}.pt")
     dist.barrier()
     dist.destroy_process_group()

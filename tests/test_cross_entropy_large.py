@@ -5,7 +5,7 @@ import pytest
 import torch
 
 import sparse_ce
-from cases import DTYPES, Draw
+from cases import DTYPES, Draw, sparsely
 from dense import arithmetic
 
 BYTES = 33 << 20
@@ -41,8 +41,7 @@ def target_of(draw, shape, vocab, k):
     return draw.integers(vocab, *shape).masked_fill_(draw.uniform(*shape) < 0.1, -100)
 
 
-@pytest.mark.parametrize("vocab", [50_257, 51_200])  # rows begin within lines, and at lines
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype, vocab", sparsely(2, DTYPES, [50_257, 51_200]))  # rows begin within lines, and at lines
 def test_rows_have_the_bits_of_gradients_in_place(dtype, vocab):
     rows = BYTES // (vocab * dtype.itemsize) + 1
     x = logits(dtype, rows, vocab)
@@ -55,8 +54,7 @@ def test_rows_have_the_bits_of_gradients_in_place(dtype, vocab):
         assert torch.equal(found, expected), way
 
 
-@pytest.mark.parametrize("side, classes", [(64, 150), (61, 150), (64, 4000), (61, 4000)])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype, side, classes", sparsely(2, DTYPES, [64, 61], [150, 4000]))
 def test_strided_classes_have_the_bits_of_gradients_in_place(dtype, side, classes):
     """Columns that begin at lines, and within them; a block of those of 150 classes fits a cache."""
     images = BYTES // (side * side * classes * dtype.itemsize) + 1

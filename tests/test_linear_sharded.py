@@ -15,7 +15,7 @@ import sparse_ce
 from cases import Draw
 from close import assert_bitwise_equal, assert_close_to_float64
 from linear_cases import dense_result
-from linear_sharded_cases import CASES, COUNTED, compute, make
+from linear_sharded_cases import CASES, COUNTED, SLOW, compute, make
 from pages import ROOT
 from sparse_ce.arguments import Arguments
 from sparse_ce.ops import shards
@@ -30,12 +30,12 @@ RANKS = [2, 3]
 
 
 @functools.cache
-def found_by(ranks):
-    """What each process found: a list of dictionaries."""
+def found_by(ranks, cases="quick"):
+    """What each process found in the quick cases or in the slow ones: a list of dictionaries."""
     with tempfile.TemporaryDirectory() as folder:
         environment = {**os.environ, "PYTHONPATH": str(Path(sparse_ce.__file__).parent.parent),
                        "CUDA_VISIBLE_DEVICES": ""}
-        started = [forked.Program(CASES_FILE, ranks, rank, folder, cwd=folder, env=environment)
+        started = [forked.Program(CASES_FILE, ranks, rank, folder, cases, cwd=folder, env=environment)
                    for rank in range(ranks)]
         codes = forked.all_codes(started, timeout=300)
         assert codes == [0] * ranks, "\n".join(process.said(stream)[-2000:] for process in started
@@ -54,9 +54,10 @@ def together(found, name, sequence=False):
 
 
 @pytest.mark.parametrize("ranks", RANKS)
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", [*CASES, *(pytest.param(case, marks=pytest.mark.slow) for case in SLOW)],
+                         ids=lambda case: case.name)
 def test_it_is_what_one_process_finds(case, ranks):
-    found = [one[case.name] for one in found_by(ranks)]
+    found = [one[case.name] for one in found_by(ranks, "slow" if case in SLOW else "quick")]
     if case.dtype == torch.float64:
         expected = compute(case)
         assert all(sorted(one) == sorted(expected) for one in found)

@@ -4,6 +4,7 @@ Logits and heads whose classes are shared out, rows that are, both, evenly or no
 and of DTensors; twenty optimizer steps with FSDP2, tensor and sequence parallelism.
 """
 
+import functools
 import os
 from pathlib import Path
 
@@ -13,6 +14,7 @@ import torch
 import forked
 import placement_cases
 import sparse_ce
+from cases import slow
 from placement_training import TRAINING
 from placement_world import WORLD, D
 
@@ -41,26 +43,35 @@ REFUSED = {
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory):
-    """What each process found."""
-    folder = tmp_path_factory.mktemp("world")
-    path = os.pathsep.join([str(Path(sparse_ce.__file__).parent.parent), str(Path(__file__).parent)])
-    environment = {**os.environ, "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    started = [forked.Program(placement_cases.__file__, rank, folder, cwd=folder, env=environment)
-               for rank in range(WORLD)]
-    codes = forked.all_codes(started, timeout=240)
-    assert codes == [0] * WORLD, "\n".join(process.said(stream)[-2000:] for process in started
-                                           for stream in ("stdout", "stderr"))
-    return [torch.load(folder / f"{rank}.pt") for rank in range(WORLD)]
+def found_by(tmp_path_factory):
+    """What each process found in the quick cases or in the slow ones."""
+    @functools.cache
+    def of_all(cases):
+        folder = tmp_path_factory.mktemp("world")
+        path = os.pathsep.join([str(Path(sparse_ce.__file__).parent.parent), str(Path(__file__).parent)])
+        environment = {**os.environ, "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+        started = [forked.Program(placement_cases.__file__, rank, folder, cases, cwd=folder, env=environment)
+                   for rank in range(WORLD)]
+        codes = forked.all_codes(started, timeout=240)
+        assert codes == [0] * WORLD, "\n".join(process.said(stream)[-2000:] for process in started
+                                               for stream in ("stdout", "stderr"))
+        return [torch.load(folder / f"{rank}.pt") for rank in range(WORLD)]
+
+    return of_all
+
+
+@pytest.fixture
+def results(found_by):
+    return found_by("quick")
 
 
 def assert_equal(found):
     assert found and {name: d for name, d in found.items() if isinstance(d, str) or not d < 1e-12} == {}
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_it_is_what_one_process_computes(case, results):
-    for found in results:
+@pytest.mark.parametrize("case", [*CASES, *slow(*placement_cases.SLOW)])
+def test_it_is_what_one_process_computes(case, found_by):
+    for found in found_by("slow" if case in placement_cases.SLOW else "quick"):
         assert_equal(found[case])
 
 
