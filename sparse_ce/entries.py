@@ -101,6 +101,32 @@ def ranges_of(offsets: Tensor) -> Tensor:
     return torch.stack((offsets[:-1], offsets[1:]), -1) if offsets.dim() == 1 else offsets
 
 
+def share_entries(ranges: Tensor, entries: int) -> bool:
+    """Whether an entry lies in more than one of (..., 2) [begin, end), as far as these may be looked at, a GPU's
+    under ``SPARSE_CE_VALIDATE=1``. Of wrong ranges it is not said: the loss must complain."""
+    if ranges.numel() <= 2 or not readable(ranges, wait=VALIDATES):
+        return False
+    begins, ends = ranges.reshape(-1, 2).unbind(1)
+    if not (begins[1:] < ends[:-1]).any():
+        return False  # in order, as nearly all are
+    if ((begins < 0) | (begins > ends) | (ends > entries)).any():
+        return False
+    some = begins < ends
+    begins, order = begins[some].sort()
+    return bool((begins[1:] < ends[some][order][:-1]).any())
+
+
+def one_by_one(ranges: Tensor, used: Optional[int] = None) -> Tuple[Tensor, Tensor]:
+    """The entries of each (..., 2) [begin, end), ``used`` in all, one behind the other: their places before, and the
+    ranges among them."""
+    begins, ends = ranges.reshape(-1, 2).unbind(1)
+    lengths = ends - begins
+    ends = lengths.cumsum(0, dtype=lengths.dtype)
+    source = torch.repeat_interleave(begins - ends + lengths, lengths, output_size=used)
+    source = source + torch.arange(source.shape[0], device=source.device)
+    return source, torch.stack((ends - lengths, ends), -1).reshape(ranges.shape)
+
+
 def live_entries(indices: Tensor, values: Optional[Tensor], kind: Optional[str]) -> Tensor:
     """Which entries are more than padding."""
     live = indices.ne(IGNORE_INDEX)

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .entries import IGNORE_INDEX, Kind, pad_entries, padding_value, ranges_of
+from .entries import IGNORE_INDEX, Kind, one_by_one, pad_entries, padding_value, ranges_of
 from .errors import check, fail
 from .tracing import readable
 
@@ -182,12 +182,8 @@ class Parts:
     def _gathered(self, used: Optional[int] = None) -> "Self":
         """A jagged target with a copy of each row's entries, of which there are ``used``."""
         assert self.offsets is not None
-        begins, ends = ranges_of(self.offsets).reshape(-1, 2).unbind(1)
-        lengths = ends - begins
-        ends = lengths.cumsum(0, dtype=lengths.dtype)
-        source = torch.repeat_interleave(begins - ends + lengths, lengths, output_size=used)
-        source = source + torch.arange(source.shape[0], device=source.device)
-        return self._select(source, torch.stack((ends - lengths, ends), -1).reshape(*self.shape, 2))
+        source, ranges = one_by_one(ranges_of(self.offsets), used)
+        return self._select(source, ranges)
 
     def _own(self, wait: bool = False) -> "Self":
         """``compact`` in storages that hold nothing else: pickling and ``deepcopy`` take whole storages."""

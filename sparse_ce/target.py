@@ -24,9 +24,11 @@ from .entries import (
     coo_entries,
     empty_rows,
     live_entries,
+    one_by_one,
     outside_transforms,
     padding_value,
     ranges_of,
+    share_entries,
     single_row,
     softmax_of_live,
     warn_of_classes_second,
@@ -140,7 +142,8 @@ class SparseTarget(TensorLike):
         """Rows of different lengths, one behind the other.
 
         ``indices``: (entries,). ``values``: (entries,), or None for weights of 1. ``offsets``: (rows + 1,), or
-        (..., 2) with the [begin, end) of each row. ``kind``: ``"probs"``, ``values`` are the weights, or
+        (..., 2) with the [begin, end) of each row. Rows that share entries get a copy of them each; on a GPU, where
+        that is not looked for but under ``SPARSE_CE_VALIDATE=1``, and in compiled code no two may. ``kind``: ``"probs"``, ``values`` are the weights, or
         ``"logprobs"``, their logarithms. ``ignore_empty=True`` ignores empty rows: those without an entry that is more
         than padding, such as rows of stored zeros. The rule is one for every form of target.
 
@@ -161,6 +164,9 @@ class SparseTarget(TensorLike):
         if offsets.dim() == 0 or not (offsets.dim() == 1 and offsets.shape[0] >= 1 or offsets.shape[-1] == 2):
             fail(f"offsets must be (rows + 1,) or (..., 2), got {list(offsets.shape)}")
         kind = "probs" if values is None else kind
+        if offsets.dim() > 1 and share_entries(offsets, indices.shape[0]):  # an entry has one place for its gradient
+            source, offsets = one_by_one(offsets)
+            indices, values = indices[source], None if values is None else values[source]
         target = cls(indices, values, offsets, None, num_classes, kind)
         row_mask = as_row_mask(row_mask, target.shape)
         if ignore_empty:

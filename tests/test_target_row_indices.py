@@ -133,3 +133,44 @@ def test_segments_of_a_joined_target(device):
         torch.testing.assert_close(found[begin:end], x[begin:end].log_softmax(0))
     out = linear_selected_log_probs(draw.normal(12, 4), draw.normal(11, 4), joined)
     assert out.log_probs.shape == joined.row_indices().shape
+
+
+SHARED = {"one set of many rows": [[0, 4]] * 3, "windows": [[0, 3], [2, 5], [4, 9], [0, 0], [8, 9]],
+          "out of order": [[5, 9], [0, 2], [1, 6]], "beside an empty row": [[3, 3], [2, 4], [3, 5]]}
+
+
+@pytest.mark.parametrize("kind", ["probs", "logprobs", None])
+@pytest.mark.parametrize("ranges", SHARED.values(), ids=SHARED)
+def test_rows_that_share_entries_have_them_each(ranges, kind, monkeypatch, device):
+    """Otherwise the gradient of a shared value would be that of one row alone."""
+    monkeypatch.setattr("sparse_ce.entries.VALIDATES", True)  # a GPU is not waited for without
+    draw, rows = Draw(device), len(ranges)
+    ids, offsets = torch.arange(9, device=device) * 4, torch.tensor(ranges, device=device)
+    values = None if kind is None else draw.uniform(9, low=0.1, dtype=torch.float64).requires_grad_()
+    logits, upstream = draw.normal(rows, 37, dtype=torch.float64), draw.normal(rows, dtype=torch.float64)
+    weights = torch.ones(9, device=device).double() if kind is None else values.exp() if kind == "logprobs" else values
+    dense = torch.stack([weights.new_zeros(37).index_put((ids[begin:end],), weights[begin:end])
+                         for begin, end in ranges])
+    expected = -(logits.log_softmax(-1) * dense).sum(-1)
+
+    target = SparseTarget.from_jagged(ids, values, offsets, kind=kind or "probs")
+    assert target.shape == (rows,) and check(target).all()
+    found = sparse_ce.cross_entropy(logits, target, reduction="none")
+    torch.testing.assert_close(found, expected)
+    if values is not None:
+        gradients = (torch.autograd.grad((t * upstream).sum(), values)[0] for t in (found, expected))
+        torch.testing.assert_close(*gradients)
+    out = sparse_ce.selected_log_probs(logits, target).log_probs
+    torch.testing.assert_close(out, logits.log_softmax(-1)[target.row_indices(), target.indices])
+
+    empty = SparseTarget.from_jagged(ids, values, offsets, kind=kind or "probs", ignore_empty=True)
+    assert empty.ne(-100).tolist() == [begin < end for begin, end in ranges]
+
+
+@pytest.mark.parametrize("ranges", [[[0, 2], [2, 5]], [[2, 5], [0, 2]], [[0, 2], [1, 99]], [[1, 3], [-2, 2]],
+                                    [[4, 2], [0, 3]], [[0, 3], [9, 9], [4, 5]]], ids=str)
+def test_other_rows_keep_the_entries_that_they_are_given(ranges, device):
+    """Wrong ones too, for the loss to complain of."""
+    ids, offsets = torch.arange(5, device=device), torch.tensor(ranges, device=device)
+    target = SparseTarget.from_jagged(ids, None, offsets)
+    assert target.indices.data_ptr() == ids.data_ptr() and target.offsets.tolist() == ranges
