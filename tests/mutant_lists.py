@@ -932,7 +932,7 @@ PYTHON = [
     ("sparse_ce/parts.py", "if shortest < 0 or first < 0 or last > entries or", "if"),
     ("sparse_ce/parts.py", "return self._select(slice(low, high), moved - low)",
      "return self._select(slice(low, high), moved)"),
-    ("sparse_ce/parts.py", "begins - ends + lengths, lengths", "begins - begins, lengths"),
+    ("sparse_ce/entries.py", "begins - ends + lengths, lengths", "begins - begins, lengths"),
     ("sparse_ce/parts.py", "return self.compact(wait)._map(_alone)", "return self.compact(wait)"),
     ("sparse_ce/tracing.py", "if not eager() or type(t)", "if type(t)"),
     ("sparse_ce/collate.py", "t.ne(IGNORE_INDEX), t.num_classes, ids=True)", "None, t.num_classes, ids=True)"),
