@@ -1,5 +1,6 @@
-// arguments.h - the arguments that ops share, once: as the schema has them and as the ops do. A new option of the
-// losses is a line in each here, with what it must be, and its part in math.h's formula.
+// arguments.h - the arguments that ops share, once: as the schema has them and as the ops do, in one order, which is
+// that of sparse_ce/arguments.py. A new option of the losses is a line in each here, with what it must be, and its part
+// in math.h's formula.
 #pragma once
 
 #include "boxing.h"
@@ -50,7 +51,14 @@ struct Arguments : TargetArguments {
     check(!num_classes || (*num_classes > 0 && *num_classes <= vocab), "num_classes must be in [1, ", vocab, "], ",
           classes, ", got ", num_classes.value_or(0));
   }
-  LossOptions options() const { return {label_smoothing, z_loss, logit_scale, softcap.value_or(0)}; }
+  LossOptions options() const {
+    LossOptions options;
+    options.label_smoothing = label_smoothing;
+    options.z_loss = z_loss;
+    options.logit_scale = logit_scale;
+    options.softcap = softcap.value_or(0);
+    return options;
+  }
 };
 
 #define SCE_CANDIDATES                                                                                        \

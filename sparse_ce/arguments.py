@@ -132,9 +132,9 @@ _DEFAULTS = {name: Arguments._field_defaults[name] for name in _RULES}
 
 
 def are_defaults(options: Dict[str, Any]) -> bool:
-    """Whether ``options``, one for each rule, are what they are without being given; ``ignore_index`` may be any."""
-    for name, default in _DEFAULTS.items():
-        value = options[name]
+    """Whether ``options`` are what they are without being given; ``ignore_index`` may be any."""
+    for name, value in options.items():
+        default = _DEFAULTS[name]
         if type(value) is not type(default) or value != default and name != "ignore_index":
             return False
     return True
@@ -142,12 +142,12 @@ def are_defaults(options: Dict[str, Any]) -> bool:
 
 def checked(options: Dict[str, Any], vocab: Optional[int] = None,
             classes: str = "the last dimension of input") -> Dict[str, Any]:
-    """``options``, one for each rule, as the ops take them. ``classes``: what there are ``vocab`` of."""
+    """``options`` as the ops take them. ``classes``: what there are ``vocab`` of."""
     if are_defaults(options):
         return options  # most calls: nothing to look at
     taken = {}
-    for name, rule in _RULES.items():
-        value = taken[name] = options[name]
+    for name, value in options.items():
+        rule, taken[name] = _RULES[name], value
         if value is None and rule.optional:
             continue
         number = rule.type == "a number"
@@ -164,7 +164,7 @@ def checked(options: Dict[str, Any], vocab: Optional[int] = None,
 
 def checked_transform(logit_scale: float, softcap: Optional[float]) -> Tuple[float, Optional[float]]:
     """The two of the options that say what becomes of a logit."""
-    options = checked({**_DEFAULTS, "logit_scale": logit_scale, "softcap": softcap})
+    options = checked({"logit_scale": logit_scale, "softcap": softcap})
     return options["logit_scale"], options["softcap"]
 
 
@@ -172,7 +172,7 @@ def check_held(weight: Optional[Tensor], normalizer: Optional[Normalizer], optio
     """What can be said of a loss's options, as many as are given, before there are logits."""
     check_reduction(options.get("reduction", "mean"), normalizer)
     check_inplace(options.get("inplace", False))
-    checked({name: options.get(name, default) for name, default in _DEFAULTS.items()})
+    checked({name: value for name, value in options.items() if name in _RULES})
     taken_chunks(options.get("chunk_rows"), options.get("logits_dtype"))
     if weight is not None:
         _check_weight(weight)

@@ -1,7 +1,7 @@
 """Losses as functions. Formulas: ``csrc/math.h``; the same in plain PyTorch: ``reference/``."""
 
 import math
-from typing import TYPE_CHECKING, Literal, Optional, Tuple, Union, overload
+from typing import TYPE_CHECKING, Literal, Optional, Tuple, TypedDict, Union, overload
 
 import torch
 from torch import Tensor
@@ -27,7 +27,33 @@ __all__ = ["cross_entropy", "linear_cross_entropy", "log_softmax", "masked_mean"
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from .losses import Options
+
+class _Shared(TypedDict, total=False):
+    ignore_index: int
+    reduction: Reduction
+    label_smoothing: float
+    z_loss: float
+    logit_scale: Scale
+    softcap: Optional[float]
+    normalizer: Optional[Normalizer]
+    num_classes: Optional[int]
+    inplace: Inplace
+    group: Group
+    vocab_start: Optional[int]
+
+
+class Options(_Shared, total=False):
+    """The keywords that both losses take, for type checkers."""
+
+    row_weight: Optional[Tensor]
+
+
+class HeldOptions(_Shared, total=False):
+    """Those that their modules hold."""
+
+    return_lse: bool
+    return_entropy: bool
+    return_argmax: bool
 
 
 @overload

@@ -24,7 +24,7 @@ from .target import Target
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from .losses import Options
+    from .functional import Options
 
 
 @overload

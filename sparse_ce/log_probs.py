@@ -215,8 +215,7 @@ def select_arguments(input: Tensor, shape: torch.Size, ids: SparseTarget, given:
     """Of the op, for logits of ``shape`` on the device of ``input`` and ``ids`` made of what was ``given``."""
     check_kernels(input)
     logit_scale, row_scale = arguments.taken_scale(logit_scale, shape, input)
-    options = dict(ignore_index=ignore_index, label_smoothing=0.0, z_loss=0.0, logit_scale=logit_scale,
-                   softcap=softcap, num_classes=num_classes)
+    options = dict(ignore_index=ignore_index, logit_scale=logit_scale, softcap=softcap, num_classes=num_classes)
     options = arguments.checked(options, shape[-1], classes)
     return flat_target(input, shape, ids, given, None, row_scale, options)
 

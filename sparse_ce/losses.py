@@ -1,35 +1,17 @@
-"""What the losses of logits and of a head share: their options, their target as the ops take it, their results."""
+"""What the losses of logits and of a head share: their target as the ops take it, their results."""
 
-from typing import Any, Dict, Literal, NamedTuple, Optional, Sequence, Tuple, TypedDict, Union
+from typing import Any, Dict, Literal, NamedTuple, Optional, Sequence, Tuple, Union
 
 import torch
 from torch import Tensor
 
 from . import arguments, reference
-from .arguments import Arguments, Inplace, Normalizer, Scale
+from .arguments import Arguments, Normalizer
 from .entries import IGNORE_INDEX, NO_MARK
 from .ops.library import check_kernels
-from .shards import Group
 from .target import SparseTarget, Target, as_target
 
 Reduction = Literal["none", "sum", "mean"]
-
-
-class Options(TypedDict, total=False):
-    """The keywords that both losses take, for type checkers."""
-
-    ignore_index: int
-    reduction: Reduction
-    label_smoothing: float
-    z_loss: float
-    logit_scale: Scale
-    softcap: Optional[float]
-    normalizer: Optional[Normalizer]
-    row_weight: Optional[Tensor]
-    num_classes: Optional[int]
-    inplace: Inplace
-    group: Group
-    vocab_start: Optional[int]
 
 
 class CrossEntropyOutput(NamedTuple):

@@ -142,10 +142,10 @@ class SparseTarget(TensorLike):
         """Rows of different lengths, one behind the other.
 
         ``indices``: (entries,). ``values``: (entries,), or None for weights of 1. ``offsets``: (rows + 1,), or
-        (..., 2) with the [begin, end) of each row. Rows that share entries get a copy of them each; on a GPU, where
-        that is not looked for but under ``SPARSE_CE_VALIDATE=1``, and in compiled code no two may. ``kind``: ``"probs"``, ``values`` are the weights, or
-        ``"logprobs"``, their logarithms. ``ignore_empty=True`` ignores empty rows: those without an entry that is more
-        than padding, such as rows of stored zeros. The rule is one for every form of target.
+        (..., 2) with the [begin, end) of each row; rows that share entries get a copy of them each, but on a GPU, where
+        none may without ``SPARSE_CE_VALIDATE=1``. ``kind``: ``"probs"``, ``values`` are the weights, or ``"logprobs"``,
+        their logarithms. ``ignore_empty=True`` ignores empty rows: those without an entry that is more than padding,
+        such as rows of stored zeros. The rule is one for every form of target.
 
         Examples:
             >>> offsets = torch.tensor([0, 2, 2, 3])  # rows of two, no and one entry

@@ -181,8 +181,7 @@ def _options(input: Tensor, shape: torch.Size, k: int, logit_scale: Scale, softc
     if shape[-1] == 0:
         fail(f"input must have at least one class, got shape {list(shape)}")
     scale, row_scale = arguments.taken_scale(logit_scale, shape, input)
-    taken = arguments.checked(dict(ignore_index=-100, label_smoothing=0.0, z_loss=0.0, logit_scale=scale,
-                                   softcap=softcap, num_classes=num_classes), shape[-1], classes)
+    taken = arguments.checked(dict(logit_scale=scale, softcap=softcap, num_classes=num_classes), shape[-1], classes)
     most = shape[-1] if num_classes is None else num_classes
     if not arguments.is_integer(k) or not 0 < k <= most:
         fail(f"k must be an integer in [1, {most}], the number of classes, got {k!r}")

@@ -12,6 +12,7 @@ from cases import FORMS, Draw, devices, slow
 from close import assert_bitwise_equal
 from compiling import DYNAMIC, dirty_allocator, jagged, op_arguments
 from sparse_ce import SparseTarget, cross_entropy
+from sparse_ce.arguments import Arguments
 
 ops = torch.ops.sparse_ce
 pytestmark = pytest.mark.usefixtures("fresh_compiler")
@@ -85,6 +86,12 @@ def test_every_op_is_checked_here():
     defined = {s.name.split("::")[1] for s in torch._C._jit_get_all_schemas() if s.name.startswith("sparse_ce::")}
     assert defined - strings == known, "add the new op"
     torch.library.opcheck(ops.cpu_instruction_set.default, (), test_utils="test_schema")
+
+
+def test_python_knows_the_arguments_of_the_schema_in_their_order():
+    arguments = ops.forward.default._schema.arguments[1:]  # behind the logits
+    assert [argument.name for argument in arguments] == list(Arguments._fields)
+    assert {a.name: a.default_value for a in arguments if a.has_default_value()} == Arguments._field_defaults
 
 
 def test_ops_without_a_derivative_do_not_pretend_to_have_one(device):

@@ -6,6 +6,7 @@ import torch
 from cases import Draw
 from refusals import assert_refused
 from sparse_ce import SparseTarget, cross_entropy, linear_cross_entropy, masked_mean
+from sparse_ce.arguments import Arguments
 from sparse_ce.parts import Parts
 
 ops = torch.ops.sparse_ce
@@ -74,7 +75,7 @@ def op_calls(device):
         "masked_mean": (x, mask, [1]), "masked_mean_backward": (rows, mask, [1], torch.float32),
         "linear_forward": (*head, *target), "linear_forward_with_residual": (*head, *target),
         "linear_forward_with_gradient": (one, one, *head, *target),
-        "linear_mean": (*head, *target, -100, 0.0, 0.0, 1.0, None, None, False, None, one),
+        "linear_mean": (*head, *Arguments(*target), one),
         "linear_backward": (rows, rows, *head, rows, rows, *target), "scale_": (x.clone(), one, one),
         "candidate_logits": (*head, *ids), "candidate_logits_backward": (entries, entries, *head, *ids),
     }

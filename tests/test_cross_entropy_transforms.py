@@ -10,6 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from cases import FORMS, Draw
 from close import assert_bitwise_equal
+from loss_cases import CLASSES, OPTIONS, PADDED
 from sparse_ce import SparseTarget, cross_entropy
 
 ALL = dict(label_smoothing=0.2, z_loss=0.1, logit_scale=2.0, softcap=4.0, num_classes=6)
@@ -59,6 +60,24 @@ def test_a_penalty_on_the_gradient(device):
         grad, = torch.autograd.grad(loss(leaf), leaf, create_graph=True)
         results.append(torch.autograd.grad(grad.pow(3).sum(), leaf)[0])
     torch.testing.assert_close(*results)
+
+
+@pytest.mark.parametrize("metrics", [False, True])
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_a_gradient_to_be_differentiated_is_the_one_that_is_not(options, metrics, device):
+    """It is made of plain PyTorch's operations, of the loss's or, with an entropy beside it, of select's."""
+    draw, options = Draw(device), dict(options, return_entropy=metrics)
+    x = draw.normal(4, PADDED if "num_classes" in options else CLASSES, dtype=torch.float64).requires_grad_()
+    target = draw.integers(CLASSES, 4, 3), draw.uniform(4, 3, dtype=torch.float64)
+    if options.pop("weight", False):
+        options["weight"] = draw.uniform(CLASSES, low=0.2, dtype=torch.float64)
+    found = []
+    for create_graph in (False, True):
+        out = cross_entropy(x, target, **options)
+        loss = out if isinstance(out, torch.Tensor) else out[0]
+        found.append(torch.autograd.grad(loss, x, create_graph=create_graph)[0].detach())
+    assert found[0].abs().max() > 1e-3
+    torch.testing.assert_close(found[1], found[0])
 
 
 def test_forward_mode_follows_logits_and_values(device):

@@ -9,6 +9,7 @@ import math
 import pytest
 import torch
 
+import loss_cases
 from sparse_ce import reference
 from sparse_ce.arguments import Arguments
 from sparse_ce.ops.select import Outputs, Selected
@@ -25,8 +26,11 @@ WANTED = {
     "no sums": Outputs(log_probs=False, mean_logit=True, argmax=True),
     "all": Outputs(loss=True, log_rest=True, entropy=True, mean_logit=True, argmax=True),
 }
+NUMBERS = set(Arguments._fields[5:]) - {"ignore_index", "num_classes", "logprobs", "row_scale"}
 OPTIONS = {
     "plain": {},
+    "every number": {name: number for options in loss_cases.OPTIONS.values() for name, number in options.items()
+                     if name in NUMBERS},
     "smoothed": dict(label_smoothing=0.1, z_loss=0.01),
     "weighted": dict(label_smoothing=0.2, weight=True),
     "transformed": dict(softcap=10.0, logit_scale=0.8, row_scale=True),

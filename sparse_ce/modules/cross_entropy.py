@@ -1,15 +1,18 @@
 """Modules of the losses of logits and of a linear head."""
 
-from typing import Optional
+from typing import TYPE_CHECKING, Optional
 
 import torch
 from torch import Tensor
 
 from .. import arguments, functional, losses
-from ..entries import IGNORE_INDEX
-from ..shards import Group
 from ..target import Target
-from .held import HeldLoss
+from .held import HeldLoss, holds
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from ..functional import HeldOptions
 
 
 class SparseCrossEntropyLoss(HeldLoss):
@@ -24,30 +27,9 @@ class SparseCrossEntropyLoss(HeldLoss):
         tensor(2.7726)
     """
 
-    def __init__(
-        self,
-        weight: Optional[Tensor] = None,
-        *,
-        ignore_index: int = IGNORE_INDEX,
-        reduction: losses.Reduction = "mean",
-        label_smoothing: float = 0.0,
-        z_loss: float = 0.0,
-        logit_scale: float = 1.0,
-        softcap: Optional[float] = None,
-        normalizer: Optional[arguments.Normalizer] = None,
-        num_classes: Optional[int] = None,
-        inplace: arguments.Inplace = False,
-        group: Group = None,
-        vocab_start: Optional[int] = None,
-        return_lse: bool = False,
-        return_entropy: bool = False,
-        return_argmax: bool = False,
-    ) -> None:
-        super().__init__(
-            weight, normalizer,
-            ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing, z_loss=z_loss,
-            logit_scale=logit_scale, softcap=softcap, num_classes=num_classes, inplace=inplace, group=group,
-            vocab_start=vocab_start, return_lse=return_lse, return_entropy=return_entropy, return_argmax=return_argmax)
+    @holds(functional.cross_entropy)
+    def __init__(self, weight: Optional[Tensor] = None, **options: "Unpack[HeldOptions]") -> None:
+        super().__init__(weight, **options)
 
     def forward(self, input: Tensor, target: Target,
                 normalizer: Optional[arguments.Normalizer] = None, *,
@@ -79,33 +61,10 @@ class LinearSparseCrossEntropyLoss(HeldLoss):
         torch.Size([100, 8])
     """
 
-    def __init__(
-        self,
-        *,
-        weight: Optional[Tensor] = None,
-        ignore_index: int = IGNORE_INDEX,
-        reduction: losses.Reduction = "mean",
-        label_smoothing: float = 0.0,
-        z_loss: float = 0.0,
-        logit_scale: float = 1.0,
-        softcap: Optional[float] = None,
-        normalizer: Optional[arguments.Normalizer] = None,
-        num_classes: Optional[int] = None,
-        inplace: arguments.Inplace = False,
-        group: Group = None,
-        vocab_start: Optional[int] = None,
-        return_lse: bool = False,
-        return_entropy: bool = False,
-        return_argmax: bool = False,
-        logits_dtype: Optional[torch.dtype] = None,
-        chunk_rows: Optional[int] = None,
-    ) -> None:
-        super().__init__(
-            weight, normalizer,
-            ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing, z_loss=z_loss,
-            logit_scale=logit_scale, softcap=softcap, num_classes=num_classes, inplace=inplace, group=group,
-            vocab_start=vocab_start, return_lse=return_lse, return_entropy=return_entropy, return_argmax=return_argmax,
-            logits_dtype=logits_dtype, chunk_rows=chunk_rows)
+    @holds(functional.linear_cross_entropy)
+    def __init__(self, *, weight: Optional[Tensor] = None, logits_dtype: Optional[torch.dtype] = None,
+                 chunk_rows: Optional[int] = None, **options: "Unpack[HeldOptions]") -> None:
+        super().__init__(weight, logits_dtype=logits_dtype, chunk_rows=chunk_rows, **options)
 
     def forward(self, input: Tensor, linear_weight: Tensor, target: Target,
                 linear_bias: Optional[Tensor] = None,

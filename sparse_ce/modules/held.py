@@ -1,6 +1,8 @@
 """What the modules hold: options, checked at construction."""
 
-from typing import Any, Dict, Optional
+import functools
+import inspect
+from typing import Any, Callable, Dict, Optional, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -8,6 +10,30 @@ from torch import Tensor, nn
 from .. import arguments
 from ..errors import fail
 from ..log_probs import checked_padding
+
+init_t = TypeVar("init_t", bound=Callable[..., None])
+OF_CALLS = ("linear_bias", "row_weight")  # what changes from call to call
+
+
+def holds(function: Callable[..., Any]) -> Callable[[init_t], init_t]:
+    """Of an ``__init__`` that takes any ``options``: they are the keywords of ``function`` and have its defaults."""
+    keywords = [p for p in inspect.signature(function).parameters.values()
+                if p.kind == p.KEYWORD_ONLY and p.name not in OF_CALLS]
+
+    def decorate(init: init_t) -> init_t:
+        own = [p for p in inspect.signature(init).parameters.values() if p.kind == p.POSITIONAL_OR_KEYWORD]
+        signature = inspect.Signature([*own, *keywords], return_annotation=None)
+
+        @functools.wraps(init)
+        def taken(*given: Any, **named: Any) -> None:
+            bound = signature.bind(*given, **named)
+            bound.apply_defaults()
+            init(*bound.args, **bound.kwargs)
+
+        taken.__signature__ = signature  # type: ignore[attr-defined]
+        return taken  # type: ignore[return-value]
+
+    return decorate
 
 
 class Held(nn.Module):
@@ -42,7 +68,8 @@ class HeldLoss(Held):
 
     weight: Optional[Tensor]
 
-    def __init__(self, weight: Optional[Tensor], normalizer: Optional[arguments.Normalizer], **options: Any) -> None:
+    def __init__(self, weight: Optional[Tensor], normalizer: Optional[arguments.Normalizer] = None,
+                 **options: Any) -> None:
         super().__init__(weight=weight, normalizer=normalizer, **options)
         self.register_buffer("weight", weight)
         self.normalizer = normalizer

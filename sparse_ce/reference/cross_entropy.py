@@ -154,6 +154,28 @@ def row_of(logits: Tensor, a: Arguments) -> Row:
     return Row(ignored, z, lse, log_probs, entries, entries.values * class_weights[entries.columns], class_weights)
 
 
+def loss_of_rows(a: Arguments, of_entries: Tensor, smoothed: Optional[Tensor], num_classes: int,
+                 lse: Tensor) -> Tensor:
+    """All (N,): of the row's entries, of all its classes alike, and what the loss has of ``lse`` alone."""
+    loss = (1 - a.label_smoothing) * of_entries
+    if smoothed is not None:
+        loss = loss + a.label_smoothing / num_classes * smoothed
+    return loss + a.z_loss * times(lse, lse) if a.z_loss else loss
+
+
+def of_probabilities(a: Arguments, row: Row) -> Tensor:
+    """(N,): what a row's probabilities are multiplied with in the derivative of its loss."""
+    mass = row.entries.sum(row.entry_weights, row.z.shape[0])
+    share = a.label_smoothing / row.z.shape[1]
+    return (1 - a.label_smoothing) * mass + share * row.class_weights.sum() + 2 * a.z_loss * row.lse
+
+
+def of_classes(a: Arguments, row: Row) -> Tensor:
+    """(N, num_classes): what is subtracted from that."""
+    target = row.entries.to_dense(row.entry_weights, *row.z.shape)
+    return a.label_smoothing / row.z.shape[1] * row.class_weights + (1 - a.label_smoothing) * target
+
+
 def forward(logits: Tensor, *arguments: Any, **named: Any) -> Tuple[Tensor, Tensor]:
     """``torch.ops.sparse_ce.forward``: (loss (N,), lse (N,)) in the arithmetic dtype. logits: (N, V), or (outer, inner,
     V), whose N rows are outer * inner."""
@@ -162,13 +184,9 @@ def forward(logits: Tensor, *arguments: Any, **named: Any) -> Tuple[Tensor, Tens
     w = row.entry_weights
     # A weight of 0 at a logit of -inf adds 0, not 0 * inf.
     terms = -times(w, torch.where(w == 0, 0.0, row.entries.gather(row.log_probs)))
-    loss = (1 - a.label_smoothing) * row.entries.sum(terms, row.z.shape[0])
-    if a.label_smoothing:
-        o = row.class_weights
-        smoothed = torch.where(o == 0, 0.0, -o * row.log_probs).sum(1)
-        loss = loss + a.label_smoothing / row.z.shape[1] * smoothed
-    if a.z_loss:
-        loss = loss + a.z_loss * times(row.lse, row.lse)
+    o = row.class_weights
+    smoothed = torch.where(o == 0, 0.0, -o * row.log_probs).sum(1) if a.label_smoothing else None
+    loss = loss_of_rows(a, row.entries.sum(terms, row.z.shape[0]), smoothed, row.z.shape[1], row.lse)
     return torch.where(row.ignored, 0.0, loss), torch.where(row.ignored, 0.0, row.lse)
 
 
@@ -178,20 +196,14 @@ def backward(grad_loss: Tensor, grad_lse: Optional[Tensor], logits: Tensor, lse:
     differentiated."""
     a = Arguments(*arguments, **named)
     row = row_of(logits, a)
-    num_rows, vocab = row.z.shape[0], logits.shape[-1]
-    share = a.label_smoothing / row.z.shape[1]
-    mass = row.entries.sum(row.entry_weights, num_rows)
-    per_q = (1 - a.label_smoothing) * mass + share * row.class_weights.sum() + 2 * a.z_loss * row.lse
-    of_q = times(grad_loss, per_q)
+    of_q = times(grad_loss, of_probabilities(a, row))
     if grad_lse is not None:
         of_q = of_q + grad_lse
-    target = row.entries.to_dense(row.entry_weights, num_rows, row.z.shape[1])
-    grad = times(of_q[:, None], row.log_probs.exp()) - times(
-        grad_loss[:, None], share * row.class_weights + (1 - a.label_smoothing) * target)
+    grad = times(of_q[:, None], row.log_probs.exp()) - times(grad_loss[:, None], of_classes(a, row))
     grad = torch.where(row.ignored[:, None], 0.0, times(grad, a.logit_scale * slope(row, a)))
     if a.row_scale is not None:
         grad = times(grad, scale_of_rows(a.row_scale, row.ignored).expand_as(grad))
-    return F.pad(grad, (0, vocab - row.z.shape[1])).to(logits.dtype).reshape(logits.shape)
+    return F.pad(grad, (0, logits.shape[-1] - row.z.shape[1])).to(logits.dtype).reshape(logits.shape)
 
 
 def slope(row: Row, a: Arguments) -> Tensor:

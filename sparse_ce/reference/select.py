@@ -10,7 +10,7 @@ from torch import Tensor
 from ..arguments import Arguments, split
 from ..errors import fail
 from ..guarded import times
-from .cross_entropy import Entries, Row, forward, row_of, scale_of_rows, slope
+from .cross_entropy import Entries, Row, forward, of_classes, of_probabilities, row_of, scale_of_rows, slope
 
 OUTPUTS = dict(padding_value=None, loss=False, log_probs=True, log_rest=False, entropy=False, mean_logit=False,
                argmax=False)
@@ -100,12 +100,8 @@ def select_backward(
     of_q = torch.zeros_like(row.lse)
     grad = torch.zeros_like(row.z)
     if grad_loss is not None:
-        share = a.label_smoothing / num_classes
-        mass = entries.sum(row.entry_weights, num_rows)
-        per_q = (1 - a.label_smoothing) * mass + share * row.class_weights.sum() + 2 * a.z_loss * row.lse
-        of_q = of_q + times(grad_loss, per_q)
-        target = entries.to_dense(row.entry_weights, num_rows, num_classes)
-        grad = grad - times(grad_loss[:, None], share * row.class_weights + (1 - a.label_smoothing) * target)
+        of_q = of_q + times(grad_loss, of_probabilities(a, row))
+        grad = grad - times(grad_loss[:, None], of_classes(a, row))
     if grad_lse is not None:
         of_q = of_q + grad_lse
     if grad_log_probs is not None and entries.columns.numel() == a.indices.numel():

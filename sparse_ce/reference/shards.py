@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ..arguments import Arguments, arithmetic_dtype, split
-from .cross_entropy import Entries, entries_of, ignored_rows, scale_of_rows, transform
+from .cross_entropy import Entries, entries_of, ignored_rows, loss_of_rows, scale_of_rows, transform
 from .select import OUTPUTS
 
 
@@ -102,7 +102,7 @@ def select_merge(statistics: Tensor, shards: int, chosen: Optional[Tensor], *giv
         return torch.where(weights == 0, sums, sums + weights * (highest - top)).sum(0), weights.sum(0)
 
     log_sum = total(sums).log()
-    lse, entries, e = top + log_sum, entries_of(a, a.num_classes, top.dtype), a.label_smoothing
+    lse, entries = top + log_sum, entries_of(a, a.num_classes, top.dtype)
     invalid = entries.sum((~entries.live & entries.values.isnan()).to(top.dtype), top.shape[0])
     invalid = (invalid != 0) | invalid.isnan()
 
@@ -111,14 +111,17 @@ def select_merge(statistics: Tensor, shards: int, chosen: Optional[Tensor], *giv
             return top.new_empty(0)
         return torch.where(ignored, 0.0, torch.where(invalid, torch.nan, per_row))
 
-    loss = rest = entropy = mean_logit = top
+    loss = rest = entropy = mean_logit = of_entries = top
+    smoothed = None
     argmax = torch.empty(0, dtype=torch.int64, device=top.device)
     if wanted["loss"]:
         dot, mass = moved(next(told), next(told))
-        loss = (1 - e) * (mass * log_sum - dot) + a.z_loss * lse * lse
-    if e:
+        of_entries = mass * log_sum - dot
+    if a.label_smoothing:
         dot, mass = moved(next(told), next(told))
-        loss = loss + e / a.num_classes * (mass * log_sum - dot)
+        smoothed = mass * log_sum - dot
+    if wanted["loss"]:
+        loss = loss_of_rows(a, of_entries, smoothed, a.num_classes, lse)
     if wanted["log_rest"]:
         of_rest, rests = next(told), next(told)
         top_rest = of_rest.amax(0)
