@@ -99,7 +99,9 @@ def extensions(torch, home):
            "-fno-trapping-math", "-g0", STABLE_ABI]
     link = []
     if sanitize:
-        cxx += [f"-fsanitize={sanitize}", "-fno-sanitize-recover=undefined", "-fno-omit-frame-pointer", "-g1", "-O1"]
+        # Checks of addresses as calls, and none of sizes that they are checked against: a third less to compile.
+        cxx += [f"-fsanitize={sanitize}", "-fno-sanitize-recover=undefined", "-fno-sanitize=object-size",
+                "--param=asan-instrumentation-with-call-threshold=0", "-fno-omit-frame-pointer", "-g1", "-O1"]
         link += [f"-fsanitize={sanitize}"]
     found = [CppExtension("sparse_ce._C", sorted(glob("csrc/*.cpp") + glob("csrc/cpu/*.cpp")), py_limited_api=True,
                           extra_compile_args={"cxx": cxx}, extra_link_args=link)]

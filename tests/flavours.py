@@ -40,7 +40,7 @@ SAME_FOR_EVERY_KERNEL = (*COMPILED, "opcheck", "gradcheck", "never_there_at_once
 PRODUCTS = ("test_linear_values", "test_linear_gradients", "test_linear_chunks", "test_linear_failures",
             "test_linear_forecast", "test_linear_rounding", "test_linear_borrowed", "test_linear_by_classes",
             "test_flavour*")
-OF_THE_CPU = ("test_linear_memory", "test_linear_bfloat16")
+OF_THE_CPU = ("test_linear_memory", "test_linear_bfloat16", "test_cross_entropy_large")
 # The same on every instruction set: memory and what lies in it, what becomes of a target before a kernel has it, and of
 # classes that are shared out what the processes send each other (test_select_shards and test_linear_by_classes compute
 # with shards in one).
@@ -117,13 +117,15 @@ FLAVOURS = {
     # The CUDA kernels' real source on a CPU, bindings included: tensors of the CPU are served by the CUDA ops. One
     # thread: the vendor's products, part of the emulated linear head, differ in bits of two. Left out: what the CPU's
     # kernels alone have, and of slow pairs the easier: random labels beside labels of one class, whose sums drift most,
-    # 16-bit beside float32 numbers next to 16-bit ones throughout, and PyTorch's samples in float32 beside float64.
+    # 16-bit beside float32 numbers next to 16-bit ones throughout, PyTorch's samples in float32 beside float64, and two
+    # processes beside three.
     "emulated": Flavour((*KERNELS, "test_divergence_values", "test_distillation", "test_sharded_topk"),
                         NO_KERNELS + OF_THE_CPU,
                         at_least=4000, build=build_emulated,
                         without=(*COMPILED, "instruction_set", "many_rows", "number_of_threads",
                                  "gradients_keep_their_memory", "-random-1024 chunks", "-random-blocks of classes",
-                                 "module_db-torch.float32", "torch.float32)-one class-blocks of classes"),
+                                 "every_rank_has_what_one_process_has[3]", "module_db-torch.float32",
+                                 "torch.float32)-one class-blocks of classes"),
                         sources=("csrc", "tests/emulation", "third_party"),
                         environment={"SPARSE_CE_VALIDATE": "1", "OMP_NUM_THREADS": "1"}),
     # The same kernels one by one, as programs of their own: against float64, in any order of threads, under sanitizers.
