@@ -10,7 +10,10 @@ from cases import Draw
 from refusals import OPTIONS, assert_refused, good
 from sparse_ce import LinearSparseCrossEntropyLoss, SparseCrossEntropyLoss, cross_entropy, linear_cross_entropy
 
-NUMBERS = ("label_smoothing", "z_loss", "logit_scale", "softcap", "ignore_index", "num_classes", "chunk_rows")
+# Those of the schema, however many there are: real numbers, and with integers.
+OF_THE_SCHEMA = {a.name: str(a.type) for a in torch.ops.sparse_ce.forward.default._schema.arguments}
+REAL = [name for name, kind in OF_THE_SCHEMA.items() if "float" in kind]
+NUMBERS = (*REAL, *(name for name, kind in OF_THE_SCHEMA.items() if "int" in kind), "chunk_rows")
 
 
 def calls(device, **options):
@@ -56,7 +59,7 @@ def test_numpy_scalars_are_numbers(device):
 
 
 NEGATIVE = [("z_loss", -1e-4), ("z_loss", -1), ("normalizer", -1), ("normalizer", -0.5)]
-NOT_FINITE = [(name, value) for name in ("label_smoothing", "z_loss", "logit_scale", "softcap", "normalizer")
+NOT_FINITE = [(name, value) for name in (*REAL, "normalizer")
               for value in (float("nan"), float("inf"), -float("inf"), np.float32("nan"))]
 
 
@@ -64,9 +67,9 @@ NOT_FINITE = [(name, value) for name in ("label_smoothing", "z_loss", "logit_sca
 def test_a_number_of_the_wrong_sign_or_none_at_all_is_refused(name, value, device):
     for call in (*calls(device, **{name: value}), *modules(**{name: value})):
         assert_refused(call, name, value, error=ValueError)
-    if name == "z_loss":
+    if name in REAL:
         x, labels = good(device)
-        assert_refused(lambda: torch.ops.sparse_ce.forward(x, labels, z_loss=float(value)), name, value)
+        assert_refused(lambda: torch.ops.sparse_ce.forward(x, labels, **{name: float(value)}), name, value)
 
 
 @pytest.mark.parametrize("normalizer,word", [
