@@ -71,6 +71,7 @@ struct Spans {
   // f(span, first entry, entries) of each.
   template <typename function_t>
   void each(const function_t& f) const {
+    if (n <= kSpan) return f(0, 0, n);  // most rows, and short ones: what is below takes as long as 64 entries
     const auto some = [&](int64_t first, int64_t last) {
       for (int64_t t = first; t < last; ++t) f(t, t * kSpan, std::min(kSpan, n - t * kSpan));
     };
@@ -79,6 +80,7 @@ struct Spans {
 
   template <typename part_t, typename function_t>
   part_t merged(const function_t& f) const {
+    if (n <= kSpan) return f(0, n);
     part_t few[kSpansOfOne], whole;
     std::vector<part_t> many(n > kLongest ? divide_up(n, kSpan) : 0);
     part_t* const parts = many.empty() ? few : many.data();
