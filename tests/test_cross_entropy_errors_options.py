@@ -143,3 +143,9 @@ def test_modules_refuse_what_else_can_be_seen_at_construction():
 def test_the_dimension_of_a_sparse_softmax_is_an_integer(dim, device):
     rows = torch.eye(3, device=device).to_sparse()
     assert_refused(lambda: sparse_ce.log_softmax(rows, dim), "dim", repr(dim), error=TypeError)
+
+
+@pytest.mark.parametrize("module", [SparseCrossEntropyLoss, LinearSparseCrossEntropyLoss])
+def test_a_module_says_what_it_holds_whoever_gave_it(module):
+    said = repr(module(z_loss=0.5))
+    assert all(part in said for part in ("z_loss=0.5", "reduction='mean'", "label_smoothing=0.0", "ignore_index=-100"))
