@@ -14,11 +14,6 @@ namespace sparse_ce {
 namespace cpu {
 namespace avx512 {
 
-constexpr float kLog2e = 1.44269504f, kLn2 = 0.693147181f;
-
-// Beyond this a logit's product with log2(e) leaves too few digits for the fraction.
-constexpr float kLargest = 1 << 20;
-
 // Logits may exceed the reference of a sum by this much before it overflows.
 constexpr float kNear = 60;
 
@@ -35,13 +30,6 @@ class FlushSubnormals {
 
  private:
   const unsigned saved_;
-};
-
-// exp(scale x - reference) as 2^(slope x + offset). Rounding the two is the same factor near 1 for every x.
-struct Line {
-  float slope, offset;
-
-  SCE_AVX512_INLINE Line(float scale, float reference) : slope(scale * kLog2e), offset(-reference * kLog2e) {}
 };
 
 // factor 2^(slope x + offset), with a polynomial for the fraction of the exponent. Minimax fits on [0, 1]: relative
@@ -320,8 +308,7 @@ template <typename times_t, typename scalar_t, typename coefficients_t>
 SCE_AVX512 bool gradient(const scalar_t* x, int64_t n, float scale, const coefficients_t& c, const scalar_t* next,
                          const Destination<scalar_t>& to) {
   const Line line(scale, c.lse);
-  const double where = (static_cast<double>(c.lse) + c.lse_residual) / scale;  // x whose probability is 1
-  const double where_one = where * line.slope + line.offset;
+  const double where_one = line.where_one(c.lse, c.lse_residual, scale);
   const times_t times(c, scale, where_one, scale / line.slope);
   const float factor = times.factor * scale * static_cast<float>(std::exp2(-where_one));
   if (!(std::fabs(c.lse) < kLargest && std::fabs(factor) > 1e-30f && std::fabs(factor) < 1e30f && times.usual()))

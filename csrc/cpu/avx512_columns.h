@@ -2,6 +2,7 @@
 #pragma once
 
 #include "convert.h"
+#include "line.h"
 #include "tile.h"
 
 #ifdef SCE_X86
@@ -38,8 +39,6 @@ constexpr int64_t kBlock = kStreams * (4096 + 128) / sizeof(scalar_t);  // colum
 
 // Columns of a stream in a block of n; what is left of the block comes behind the streams.
 SCE_AVX512_INLINE int64_t stream_columns(int64_t n) { return n / (kStreams * kPack) * kPack; }
-
-#define SCE_EACH(k, count) _Pragma("GCC unroll 8") for (int k = 0; k < count; ++k)
 
 // The first n <= 32 columns of a pack.
 SCE_AVX512_INLINE uint32_t first_columns(int64_t n) { return static_cast<uint32_t>((uint64_t(1) << n) - 1); }

@@ -63,7 +63,7 @@ class Scratch {
 
   Powers<acc_t> row(int64_t r) {
     maxima_.resize(divide_up(args_.vocab, kPowers));
-    if (!in_gradient_) powers_.resize(args_.vocab);
+    if (!in_gradient_) powers_.resize(args_.vocab + kSpare);
     if (args_.options.softcap != 0) slopes_.resize(args_.vocab);
     acc_t* powers = powers_.data();
     if constexpr (std::is_same_v<scalar_t, acc_t>) {

@@ -162,8 +162,8 @@ class Backward {
     plan.entries.merge_repeated();
     Destination<scalar_t> to = destinations_.row(r, plan.entries.size());
     to.around = to.around && keeps_around();
-    Tile<scalar_t>::gradient(kept, live, args_.template transform<acc_t>(r), plan.coefficients,
-                             weights_at<scalar_t>(args_.target, 0), to);
+    Tile<scalar_t>::gradient(kept, live, args_.template transform<acc_t>(r), args_.options.label_smoothing != 0,
+                             plan.coefficients, weights_at<scalar_t>(args_.target, 0), to);
     write_entries(r, plan);
   }
 

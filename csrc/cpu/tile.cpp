@@ -1,7 +1,6 @@
 #include "tile.h"
 
-#include "avx512.h"
-#include "powers.h"
+#include "loss_tiles.h"
 
 #include <cstdlib>
 #include <cstring>
@@ -20,86 +19,6 @@ SCE_HD void push_tile(SelectStats<acc_t>& stats, const acc_t* z, int64_t n) {
     stats.push(z, 0, begin);
   }
   if (begin < n && !stats.push_near(z, begin, n)) stats.push(z, begin, n);
-}
-
-// Whether forward and backward are loops of avx512.h over the logits, which take less time for two exponentials than it
-// takes to keep one.
-template <InstructionSet set, typename scalar_t>
-SCE_HD bool twice(const LogitTransform<acc_type<scalar_t>>& transform, bool weighted) {
-  if constexpr (set == InstructionSet::kAvx512 && std::is_same_v<acc_type<scalar_t>, float>)
-    return transform.softcap == 0 && transform.scale > 0 && !weighted;
-  return false;
-}
-
-template <InstructionSet set, typename scalar_t, typename acc_t>
-SCE_HD RowStats<acc_t> stats_body(const scalar_t* logits, int64_t n, const LogitTransform<acc_t>& transform,
-                                  bool weighted, const acc_t* class_weight, [[maybe_unused]] const scalar_t* next,
-                                  const Powers<acc_t>& kept) {
-  RowStats<acc_t> stats;
-#ifdef SCE_X86
-  if constexpr (set == InstructionSet::kAvx512 && std::is_same_v<acc_t, float>) {
-    if (twice<set, scalar_t>(transform, weighted)) {
-      avx512::push(avx512::Every<scalar_t>{logits}, n, transform.scale, next, stats,
-                   [&](int64_t begin, int64_t end)
-                       SCE_INLINE { stats.push(Scaled<scalar_t>{logits, transform.scale}, begin, end); });
-      return stats;
-    }
-  }
-#endif
-  for (int64_t begin = 0; begin < n; begin += kPowers) {
-    const int64_t m = n - begin < kPowers ? n - begin : kPowers;
-    const RowStats<acc_t> tile =
-        raise<set>(logits + begin, m, transform, weighted, class_weight ? class_weight + begin : nullptr,
-                   begin + m < n ? logits + begin + m : next, kept.powers_at(begin), kept.slopes_at(begin));
-    if (kept.maxima) kept.maxima[begin / kPowers] = tile.max;
-    stats.merge(tile);
-  }
-  return stats;
-}
-
-template <InstructionSet set, typename scalar_t, typename acc_t>
-SCE_HD void gradient_body(const scalar_t* logits, int64_t n, const LogitTransform<acc_t>& transform,
-                          [[maybe_unused]] bool weighted, const GradientCoefficients<acc_t>& coefficients,
-                          const acc_t* class_weight, [[maybe_unused]] const scalar_t* next,
-                          const Destination<scalar_t>& to) {
-#ifdef SCE_X86
-  if constexpr (set == InstructionSet::kAvx512 && std::is_same_v<acc_t, float>) {
-    if (twice<set, scalar_t>(transform, weighted) &&
-        avx512::gradient<avx512::Times>(logits, n, transform.scale, coefficients, next, to))
-      return;
-  }
-#endif
-  alignas(64) acc_t powers[kPowers], slopes[kPowers];
-  const bool capped = transform.softcap != acc_t(0);
-  for (int64_t begin = 0; begin < n; begin += kPowers) {
-    const int64_t m = n - begin < kPowers ? n - begin : kPowers;
-    const acc_t max = raise<set>(logits + begin, m, transform, false, static_cast<const acc_t*>(nullptr),
-                                 begin + m < n ? logits + begin + m : next, powers, capped ? slopes : nullptr)
-                          .max;
-    gradient_of<set>(powers, capped ? slopes : nullptr, max, m, transform.scale, coefficients,
-                     class_weight ? class_weight + begin : nullptr, to.from(begin));
-  }
-}
-
-template <InstructionSet set, typename scalar_t, typename acc_t>
-SCE_HD void kept_gradient_body(const Powers<acc_t>& kept, int64_t n, const LogitTransform<acc_t>& transform,
-                               const GradientCoefficients<acc_t>& coefficients, const acc_t* class_weight,
-                               const Destination<scalar_t>& to) {
-  for (int64_t begin = 0; begin < n; begin += kPowers)
-    gradient_of<set>(kept.powers_at(begin), kept.slopes_at(begin), kept.maxima[begin / kPowers],
-                     n - begin < kPowers ? n - begin : kPowers, transform.scale, coefficients,
-                     class_weight ? class_weight + begin : nullptr, to.from(begin));
-}
-
-template <typename acc_t>
-SCE_HD void entries_body(acc_t* z, int64_t n, const LogitTransform<acc_t>& transform,
-                         const GradientCoefficients<acc_t>& coefficients, const acc_t* class_weight,
-                         const acc_t* target_weight) {
-  const GradientCoefficients<acc_t> c = coefficients;
-  const LogitTransform<acc_t> t = transform;
-  SCE_SIMD()
-  for (int64_t i = 0; i < n; ++i)
-    z[i] = c.at(z[i], class_weight ? class_weight[i] : acc_t(1), target_weight[i]) * t.slope(z[i]);
 }
 
 // The first of the largest, -1 where none is above `above`.
@@ -305,10 +224,10 @@ void Tile<scalar_t>::gradient(const scalar_t* logits, int64_t n, const LogitTran
 
 template <typename scalar_t>
 void Tile<scalar_t>::gradient(const Powers<acc_t>& kept, int64_t n, const LogitTransform<acc_t>& transform,
-                              const GradientCoefficients<acc_t>& coefficients, const acc_t* class_weight,
+                              bool weighted, const GradientCoefficients<acc_t>& coefficients, const acc_t* class_weight,
                               const Destination<scalar_t>& to) {
   with_instruction_set([&](auto set) SCE_INLINE {
-    kept_gradient_body<decltype(set)::value>(kept, n, transform, coefficients, class_weight, to);
+    kept_gradient_body<decltype(set)::value>(kept, n, transform, weighted, coefficients, class_weight, to);
   });
 }
 

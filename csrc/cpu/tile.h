@@ -17,9 +17,11 @@ constexpr int64_t kSpan = 32 * kTile;
 
 // Columns whose exponentials are relative to one maximum.
 constexpr int64_t kPowers = 2 * kTile;
+constexpr int64_t kSpare = 31;
 
 // Of a row, or what follows in it: exponentials and, under a softcap, dz/dx of each logit, (n,) or null, and the maxima
-// that they are relative to, (n / kPowers,) rounded up.
+// that they are relative to, (n / kPowers,) rounded up. Where logits have 16 bits the exponentials of a tile are in an
+// order of its own, and behind those of a row there is memory for kSpare more.
 template <typename acc_t>
 struct Powers {
   acc_t *powers = nullptr, *slopes = nullptr, *maxima = nullptr;
@@ -60,7 +62,7 @@ struct Tile {
   static void gradient(const scalar_t* logits, int64_t n, const LogitTransform<acc_t>& transform, bool weighted,
                        const GradientCoefficients<acc_t>& coefficients, const acc_t* class_weight, const scalar_t* next,
                        const Destination<scalar_t>& to);
-  static void gradient(const Powers<acc_t>& kept, int64_t n, const LogitTransform<acc_t>& transform,
+  static void gradient(const Powers<acc_t>& kept, int64_t n, const LogitTransform<acc_t>& transform, bool weighted,
                        const GradientCoefficients<acc_t>& coefficients, const acc_t* class_weight,
                        const Destination<scalar_t>& to);
   // The gradient at logits that have entries of the given summed weights. In place of the logits `z`, which are

@@ -1,0 +1,130 @@
+"""Rows of several tiles, whose exponentials are relative to what the loops have seen of a row so far: however logits
+rise, fall, spike or are missing along it, losses and gradients are those of float64, and a gradient has the same bits
+from exponentials that were kept and from those made again."""
+
+import math
+
+import pytest
+import torch
+
+from cases import Draw
+from close import assert_bitwise_equal
+from sparse_ce import cross_entropy
+
+TILE, SPAN = 2048, 32768  # columns that share a reference, and that a thread takes at least
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+SIZES = [511, 512, 545, TILE + 31, 2 * TILE + 511, 3 * TILE + 512, 4 * TILE + 417, SPAN + TILE + 5, SPAN + 100]
+
+
+def rise(z):
+    return z + torch.linspace(-40, 40, len(z))
+
+
+def spike_in(tile):
+    def change(z):
+        z[min(tile * TILE + 77, len(z) - 1)] = 60
+        return z
+    return change
+
+
+def without(begin, end):
+    def change(z):
+        z[begin:end] = -math.inf
+        z[-1] = 1
+        return z
+    return change
+
+
+def far(begin, end):
+    """Beyond where the product with log2(e) has digits for a fraction; float16 has no such numbers."""
+    def change(z):
+        z[begin:end] *= 2.0 ** 19
+        return z
+    return change
+
+
+ROWS = {
+    "flat": lambda z: z, "rising": rise, "falling": lambda z: rise(z).flip(0), "steep": lambda z: 20 * z,
+    "a spike at first": spike_in(0), "a spike in the second tile": spike_in(1), "a spike at last": spike_in(99),
+    "none at first": without(0, TILE), "none at first but few": without(3, TILE + 9),
+    "none between": without(TILE, 2 * TILE),
+    "none": without(0, -1), "low": lambda z: z - 3e4, "high": lambda z: z + 3e4, "tiny": lambda z: 1e-6 * z,
+    "far at first": far(0, TILE), "far between": far(TILE, TILE + 5), "far at last": far(-3, None),
+}
+
+
+def problem(name, n, dtype, seed=0):
+    draw = Draw("cpu", seed)
+    z = ROWS[name](2 * draw.normal(n))
+    top = torch.finfo(dtype).max
+    return z.clamp(min=-math.inf, max=top).to(dtype)[None], draw.integers(n, 1, 3), draw.uniform(1, 3)
+
+
+def gradients(logits, index, value, **options):
+    """The loss and its gradient twice: before forward expects a backward, and when it makes the gradient itself."""
+    x = logits.clone().requires_grad_()
+    for _ in range(2):
+        loss = cross_entropy(x, (index, value), **options)
+        yield loss.detach(), torch.autograd.grad(loss, x, torch.tensor(-1.5))[0]
+
+
+@pytest.mark.parametrize("n", SIZES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", ROWS)
+def test_a_row_is_that_of_float64_and_kept_exponentials_change_no_bit(name, dtype, n):
+    logits, index, value = problem(name, n, dtype)
+    index = torch.where(logits.gather(1, index).isfinite(), index, n - 1)
+    for options in ({}, dict(logit_scale=0.3), dict(label_smoothing=0.1)):
+        if "label_smoothing" in options and logits.isinf().any():
+            continue  # the loss is inf
+        (loss, grad), (again, kept) = gradients(logits, index, value, **options)
+        assert_bitwise_equal(loss, again)
+        assert_bitwise_equal(grad, kept)
+        x = logits.double().requires_grad_()
+        exact = cross_entropy(x, (index, value.double()), **options)
+        exact_grad = torch.autograd.grad(exact, x, torch.tensor(-1.5, dtype=torch.float64))[0]
+        scale = options.get("logit_scale", 1.0)
+        # A sum of as many terms; lse and the logits at the entries are rounded to float32.
+        size = scale * logits[logits.isfinite()].abs().max().item()
+        torch.testing.assert_close(loss.double(), exact.detach(), rtol=2e-6, atol=4e-6 + 4 * size * 2.0 ** -24)
+        eps = {torch.float32: 4e-6, torch.bfloat16: 2.0 ** -8, torch.float16: 2.0 ** -10}[dtype]
+        tiny = 2.0 ** -24 if dtype == torch.float16 else 1e-30
+        tiny += 1e-5 * options.get("label_smoothing", 0.0) / n  # a probability less its share of the smoothing
+        of_lse = 2 * size * 2.0 ** -24
+        others = torch.ones_like(grad, dtype=torch.bool).index_fill(1, index[0], False)
+        torch.testing.assert_close(grad[others].double(), exact_grad[others], rtol=eps + of_lse, atol=tiny)
+        torch.testing.assert_close(grad[~others].double(), exact_grad[~others], rtol=eps, atol=4e-6 + 2 * of_lse)
+
+
+@pytest.mark.parametrize("place", [0, 5, TILE + 3, 3 * TILE + 9])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_nan_and_inf_of_any_tile_reach_the_loss_and_the_gradient(dtype, place):
+    logits, index, value = problem("flat", 3 * TILE + 200, dtype)
+    for bad in (math.nan, math.inf):
+        logits[0, place] = bad
+        for loss, grad in gradients(logits, index, value):
+            assert not loss.isfinite() and grad[0, place].isnan()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_row_with_all_its_mass_at_one_class_costs_nothing(dtype):
+    for n in (TILE, 5 * TILE + 300):
+        for place in (0, n // 2, n - 1):
+            logits = torch.full((1, n), -200.0, dtype=dtype)
+            logits[0, place] = 60.5
+            index, value = torch.tensor([[place]]), torch.ones(1, 1)
+            for loss, grad in gradients(logits, index, value):
+                assert loss == 0 and not grad.any()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_gradient_in_place_has_the_same_bits(dtype):
+    for name in ("flat", "rising", "a spike at last", "none between"):
+        logits, index, value = problem(name, SPAN + TILE + 45, dtype)
+        index = torch.where(logits.gather(1, index).isfinite(), index, logits.shape[1] - 1)
+        wanted = list(gradients(logits, index, value))[0][1]
+        for inplace in ("forward", "backward"):
+            for _ in range(2):
+                leaf = logits.clone().requires_grad_()
+                cross_entropy(leaf * 1, (index, value), inplace=inplace).backward(torch.tensor(-1.5))
+                assert_bitwise_equal(leaf.grad, wanted)
