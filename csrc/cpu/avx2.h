@@ -315,8 +315,9 @@ class Stretch {
 // and, as its maximum, what they are relative to. plain(begin, end) adds a tile, and keeps both, where these loops are
 // not right; done(begin, end) follows either.
 template <typename scalar_t, typename kept_t, typename plain_t, typename done_t>
-SCE_AVX2 __attribute__((noinline)) void push(const scalar_t* logits, int64_t n, float scale, bool smoothed, const scalar_t* next,
-                   RowStats<float>& row, const kept_t& kept, const plain_t& plain, const done_t& done) {
+SCE_AVX2 __attribute__((noinline)) void push(const scalar_t* logits, int64_t n, float scale, bool smoothed,
+                                             const scalar_t* next, RowStats<float>& row, const kept_t& kept,
+                                             const plain_t& plain, const done_t& done) {
   Stretch stretch(scale, smoothed, row);
   Reference& reference = stretch.reference;
   for (int64_t begin = 0; begin < n; begin += kPowers) {
@@ -352,6 +353,19 @@ SCE_AVX2 __attribute__((noinline)) void push(const scalar_t* logits, int64_t n, 
 // Whether exponentials that were kept of a tile of n are those of `push`, relative to `max`.
 inline bool raised_here(float max, int64_t n) { return n >= kShortest && std::fabs(max) < kLargest; }
 
+// The sum of the exponentials of z (n,), of which the largest is `max`, relative to it; `powers` as above. Meanwhile
+// what is in memory at `next` comes nearer.
+SCE_AVX2 inline float sum_beside(const float* z, int64_t n, float max, const float* next, float* powers) {
+  const Line line(1, max);
+  const Lanes lanes = push_tile<false>(z, n, line, max, next, powers);
+  return sum_of(_mm256_add_ps(lanes.sum[0], lanes.sum[1])) / Exponential(line).power(max);
+}
+
+// By this an exponential relative to `max` is multiplied to become a exp(scale x - lse).
+inline float per_power(float max, float scale, const GradientCoefficients<float>& c) {
+  return c.a * static_cast<float>(std::exp2(-Line(scale, max).where_one(c.lse, c.lse_residual, scale)));
+}
+
 // factor * x - less, rounded.
 template <typename scalar_t>
 SCE_AVX2 void narrow(const float* powers, int64_t n, float factor, float less, scalar_t* out) {
@@ -371,10 +385,10 @@ SCE_AVX2 void narrow(const float* powers, int64_t n, float factor, float less, s
 
 // dz/dx (a exp(z - lse) - b) from exponentials that `push` has kept, relative to `max`, of n <= kPowers plain logits.
 template <typename scalar_t>
-SCE_AVX2 __attribute__((noinline)) void gradient(const float* powers, float max, int64_t n, float scale, const GradientCoefficients<float>& c,
-                       const Destination<scalar_t>& to) {
-  const double one = Line(scale, max).where_one(c.lse, c.lse_residual, scale);
-  const float factor = c.a * scale * static_cast<float>(std::exp2(-one));
+SCE_AVX2 __attribute__((noinline)) void gradient(const float* powers, float max, int64_t n, float scale,
+                                                 const GradientCoefficients<float>& c,
+                                                 const Destination<scalar_t>& to) {
+  const float factor = scale * per_power(max, scale, c);
   alignas(64) scalar_t rounded[kPowers];
   narrow(powers, n, factor, c.b * scale, to.around ? rounded : to.gradient);
   if (to.around) copy_around<InstructionSet::kAvx2>(rounded, n, to.gradient);

@@ -2,7 +2,7 @@
 // exponential a logit where they are kept in between. Where they are not, making them again gives the same bits.
 #pragma once
 
-#include "../math.h"
+#include "avx2_softcap.h"
 #include "convert.h"
 #include "tile.h"
 
@@ -11,9 +11,18 @@
 namespace sparse_ce {
 namespace cpu {
 
+// Whether loops of avx2.h are there.
+template <InstructionSet set, typename acc_t>
+constexpr bool kWithAvx2 = set == InstructionSet::kAvx2 && std::is_same_v<acc_t, float>;
+
 // z (n,) of logits.
 template <InstructionSet set, typename scalar_t, typename acc_t>
 SCE_HD void transform_into(const scalar_t* logits, int64_t n, const LogitTransform<acc_t> transform, acc_t* z) {
+#ifdef SCE_X86
+  if constexpr (kWithAvx2<set, acc_t>) {
+    if (transform.softcap != 0 && n >= avx2::kGroup) return avx2::cap_into(logits, n, transform, z, nullptr);
+  }
+#endif
   const acc_t* x = widened<set>(logits, n, z);
   if (transform.softcap != acc_t(0)) {
     SCE_SIMD()
@@ -30,6 +39,11 @@ SCE_HD void transform_into(const scalar_t* logits, int64_t n, const LogitTransfo
 template <InstructionSet set, typename scalar_t, typename acc_t>
 SCE_HD void transform_into(const scalar_t* logits, int64_t n, const LogitTransform<acc_t> transform, acc_t* z,
                            acc_t* __restrict__ slopes) {
+#ifdef SCE_X86
+  if constexpr (kWithAvx2<set, acc_t>) {
+    if (n >= avx2::kGroup) return avx2::cap_into(logits, n, transform, z, slopes);
+  }
+#endif
   const acc_t* x = widened<set>(logits, n, z);
   SCE_SIMD()
   for (int64_t i = 0; i < n; ++i) {
@@ -72,12 +86,20 @@ SCE_HD acc_t maximum(const acc_t* z, int64_t n) {
 
 // Statistics of transformed logits z (n,). `powers` (n,), which may be z, receives the exponentials unless it is null;
 // meanwhile `next`, the logits that are worked on after these, come nearer.
-template <typename scalar_t, typename acc_t>
+template <InstructionSet set, typename scalar_t, typename acc_t>
 SCE_HD RowStats<acc_t> raise(const acc_t* z, int64_t n, bool weighted, const acc_t* class_weight, const scalar_t* next,
                              acc_t* powers) {
   RowStats<acc_t> stats;
   const acc_t max = stats.max = maximum(z, n);
   if (weighted) stats.push_weighted(z, class_weight, n);
+#ifdef SCE_X86
+  if constexpr (kWithAvx2<set, acc_t>) {
+    if (avx2::raised_here(max, n)) {
+      stats.sum = avx2::sum_beside(z, n, max, reinterpret_cast<const float*>(next), powers);
+      return stats;
+    }
+  }
+#endif
   const auto power = [&](int64_t i) { return exponential_below<degree_for<scalar_t>>(z[i] - max); };
   const auto ask = [&](int64_t i) SCE_INLINE {
     for (int64_t byte = 0; byte < kLanes * int64_t(sizeof(scalar_t)); byte += kLine)
@@ -105,7 +127,7 @@ SCE_HD RowStats<acc_t> raise(const scalar_t* logits, int64_t n, const LogitTrans
     transform_into<set>(logits, n, transform, own, slopes);
   else
     z = transformed<set>(logits, n, transform, own);
-  return raise(z, n, weighted, class_weight, next, powers);
+  return raise<set>(z, n, weighted, class_weight, next, powers);
 }
 
 // The gradient from them, as if no logit had an entry. `max` is what they are relative to; they become scratch.
@@ -113,7 +135,13 @@ template <InstructionSet set, typename scalar_t, typename acc_t>
 SCE_HD void gradient_of(acc_t* powers, const acc_t* slopes, acc_t max, int64_t n, acc_t scale,
                         const GradientCoefficients<acc_t>& coefficients, const acc_t* class_weight,
                         const Destination<scalar_t>& to) {
-  const acc_t b = coefficients.b, by = coefficients.per_power(max), scaled = by * scale;
+  acc_t by = coefficients.per_power(max);
+#ifdef SCE_X86
+  if constexpr (kWithAvx2<set, acc_t>) {
+    if (avx2::raised_here(max, n)) by = avx2::per_power(max, 1, coefficients);
+  }
+#endif
+  const acc_t b = coefficients.b, scaled = by * scale;
   alignas(64) scalar_t rounded[kPowers];
   const auto write = [&](const auto& term) SCE_INLINE {
     narrow<set>(n, term, powers, to.around ? rounded : to.gradient);

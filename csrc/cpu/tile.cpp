@@ -132,7 +132,7 @@ SCE_HD SelectStats<acc_t> select_stats_body(const scalar_t* logits, int64_t n, c
     if (at >= 0) stats.argmax = begin + at;
     const acc_t* weights = class_weight ? class_weight + begin : nullptr;
     if (!wanted.spread) {
-      stats.row.merge(raise(z, m, wanted.weighted, weights, next, static_cast<acc_t*>(nullptr)));
+      stats.row.merge(raise<set>(z, m, wanted.weighted, weights, next, static_cast<acc_t*>(nullptr)));
       continue;
     }
     push_tile(stats, z, m);
