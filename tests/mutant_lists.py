@@ -442,8 +442,6 @@ CPU = [
     ("csrc/cpu/avx2.h", "_mm256_max_ps(lowest, x.vector[k])", "_mm256_max_ps(x.vector[k], lowest)"),
     ("csrc/cpu/avx2.h", "constexpr float kNear = 4;", "constexpr float kNear = 400;"),
     ("csrc/cpu/avx2.h", "std::fabs(scale_ * highest) < kLargest", "true"),
-    ("csrc/cpu/avx2.h", "kNear / scale_, -Limits<float>::kLowest)", "kNear / scale_, INFINITY)"),
-    ("csrc/cpu/avx2.h", "usable_ ? std::min", "true ? std::min"),
     ("csrc/cpu/avx2.h", ".power(most);", ".power(reference.logit());"),
     ("csrc/cpu/avx2.h", "distance - count * (most - reference.logit())", "distance"),
     ("csrc/cpu/avx2.h", "distance += to_acc(x[k]) - reference;", ";"),

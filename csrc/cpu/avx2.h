@@ -185,7 +185,7 @@ class Reference {
   void move(float highest) {
     logit_ = highest;
     usable_ = std::fabs(scale_ * highest) < kLargest;
-    limit_ = usable_ ? std::min(highest + kNear / scale_, -Limits<float>::kLowest) : -INFINITY;
+    limit_ = usable_ ? highest + kNear / scale_ : -INFINITY;
   }
   bool usable() const { return usable_; }
   float logit() const { return logit_; }
