@@ -40,7 +40,7 @@ SAME_FOR_EVERY_KERNEL = (*COMPILED, "opcheck", "gradcheck", "never_there_at_once
 PRODUCTS = ("test_linear_values", "test_linear_gradients", "test_linear_chunks", "test_linear_failures",
             "test_linear_forecast", "test_linear_rounding", "test_linear_borrowed", "test_linear_by_classes",
             "test_flavour*")
-OF_THE_CPU = ("test_linear_memory", "test_linear_bfloat16", "test_cross_entropy_large")
+OF_THE_CPU = ("test_linear_memory", "test_linear_bfloat16", "test_cross_entropy_large", "test_cross_entropy_tiles")
 # The same on every instruction set: memory and what lies in it, what becomes of a target before a kernel has it, and of
 # classes that are shared out what the processes send each other (test_select_shards and test_linear_by_classes compute
 # with shards in one).
@@ -108,7 +108,7 @@ FLAVOURS = {
                       environment={"SPARSE_CE_CPU_BFLOAT16": "native"}),
     # The CPU's kernels under AddressSanitizer and UndefinedBehaviorSanitizer.
     "sanitized": Flavour(("test_cross_entropy_values", "test_cross_entropy_shapes", "test_cross_entropy_errors",
-                          "test_linear_sharded", "test_masked_mean", "test_topk", "test_select_values",
+                          "test_cross_entropy_tiles", "test_linear_sharded", "test_masked_mean", "test_topk", "test_select_values",
                           "test_select_shards", "test_flavour*"),
                          at_least=300, build=build_sanitized,
                          sources=("csrc", "setup.py"), sanitizes=True, environment={
