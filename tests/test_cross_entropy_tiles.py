@@ -125,8 +125,9 @@ def test_a_row_with_all_its_mass_at_one_class_costs_nothing(dtype):
             logits = torch.full((1, n), -200.0, dtype=dtype)
             logits[0, place] = 60.5
             index, value = torch.tensor([[place]]), torch.ones(1, 1)
-            for loss, grad in gradients(logits, index, value):
-                assert loss == 0 and not grad.any()
+            for sign in (1.0, -1.0):
+                for loss, grad in gradients(sign * logits, index, value, logit_scale=sign):
+                    assert loss == 0 and not grad.any()
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
