@@ -112,9 +112,9 @@ def test_a_row_is_that_of_float64_and_kept_exponentials_change_no_bit(name, dtyp
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_nan_and_inf_of_any_tile_reach_the_loss_and_the_gradient(dtype, place):
     logits, index, value = problem("flat", 3 * TILE + 200, dtype)
-    for bad in (math.nan, math.inf):
+    for bad, options in ((math.nan, {}), (math.inf, {}), (math.nan, dict(softcap=20.0))):
         logits[0, place] = bad
-        for loss, grad in gradients(logits, index, value):
+        for loss, grad in gradients(logits, index, value, **options):
             assert not loss.isfinite() and grad[0, place].isnan()
 
 
