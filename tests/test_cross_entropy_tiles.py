@@ -98,7 +98,8 @@ def test_a_row_is_that_of_float64_and_kept_exponentials_change_no_bit(name, dtyp
         # under a softcap times 1 less a square near 1; at an entry less its weight.
         distance = (z.logsumexp(1, keepdim=True) - z).clamp(max=100)
         p = (-distance).exp()
-        of_p = (3e-6 + 2 * size * 2.0 ** -24 + distance * 2.0 ** -23).double()
+        of_z = 4e-7 * cap if cap else 2.0 ** -23 * size  # of a tanh, and of what is rounded to float32
+        of_p = (4e-6 + of_z + distance * 2.0 ** -23).double()
         near = of_p * p + 1e-6 * smoothing / n * weight.max()
         allowed = near * (1.5 * abs(scale or 1.0)) + exact_grad.abs() * {
             torch.float32: 1e-6, torch.bfloat16: 2.0 ** -8, torch.float16: 2.0 ** -10}[dtype]
