@@ -2,9 +2,7 @@
 // compilers make of plain C++ in half as much time again.
 #pragma once
 
-#include "convert.h"
-#include "line.h"
-#include "tile.h"
+#include "avx2_groups.h"
 
 #ifdef SCE_X86
 #include <algorithm>
@@ -14,11 +12,6 @@ namespace sparse_ce {
 namespace cpu {
 namespace avx2 {
 
-#define SCE_AVX2_INLINE SCE_AVX2 inline __attribute__((always_inline))
-
-constexpr int kVectors = 4;
-constexpr int64_t kGroup = 8 * kVectors;  // columns
-
 // Logits may exceed the reference of a sum by this much. An exponent has an error that grows with it: 2.5e-7 of the
 // exponential at the most.
 constexpr float kNear = 4;
@@ -26,79 +19,16 @@ constexpr float kNear = 4;
 // A tile of fewer is left to plain C++, which has less to do before and after.
 constexpr int64_t kShortest = 512;
 
-// Logits of 16 bits whose maximum is found while they are raised, once more where they turn out to be too far above the
-// reference, which is rare: 6 instructions of 16 logits less. Those of float32 may be overwritten meanwhile.
+// The maximum of logits of 16 bits is found while they are raised, which spares converting them twice; they are raised
+// once more where it turns out to be too far above the reference, which is rare. Those of float32 may be overwritten
+// meanwhile.
 template <typename scalar_t>
 constexpr bool kMaximumFirst = sizeof(scalar_t) == 4;
 
-struct Group {
-  __m256 vector[kVectors];
-};
-
-SCE_AVX2_INLINE void load(const float* x, Group& out) {
-  SCE_EACH(k, kVectors) out.vector[k] = _mm256_loadu_ps(x + 8 * k);
-}
-SCE_AVX2_INLINE void load(const Half* x, Group& out) {
-  SCE_EACH(k, kVectors) out.vector[k] = _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(x + 8 * k)));
-}
-// The even ones of 16, then the odd ones: one instruction each. In this order their exponentials are kept.
-SCE_AVX2_INLINE void load(const BFloat16* x, Group& out) {
-  SCE_EACH(k, kVectors / 2) {
-    const __m256i bits = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(x + 16 * k));
-    out.vector[2 * k] = _mm256_castsi256_ps(_mm256_slli_epi32(bits, 16));
-    out.vector[2 * k + 1] =
-        _mm256_castsi256_ps(_mm256_and_si256(bits, _mm256_set1_epi32(static_cast<int>(0xffff0000u))));
-  }
-}
-
-// The inverse, to nearest. A tie of BFloat16 goes away from zero (round_to in convert.h).
-SCE_AVX2_INLINE void store(const Group& x, float* out) {
-  SCE_EACH(k, kVectors) _mm256_storeu_ps(out + 8 * k, x.vector[k]);
-}
-SCE_AVX2_INLINE void store(const Group& x, Half* out) {
-  SCE_EACH(k, kVectors)
-  _mm_storeu_si128(reinterpret_cast<__m128i*>(out + 8 * k), _mm256_cvtps_ph(x.vector[k], _MM_FROUND_TO_NEAREST_INT));
-}
-SCE_AVX2_INLINE void store(const Group& x, BFloat16* out) {
-  const __m256i half = _mm256_set1_epi32(0x8000);
-  SCE_EACH(k, kVectors / 2) {
-    const __m256i even = _mm256_add_epi32(_mm256_castps_si256(x.vector[2 * k]), half);
-    const __m256i odd = _mm256_add_epi32(_mm256_castps_si256(x.vector[2 * k + 1]), half);
-    _mm256_storeu_si256(reinterpret_cast<__m256i*>(out + 16 * k),
-                        _mm256_blend_epi16(_mm256_srli_epi32(even, 16), odd, 0xaa));
-  }
-}
-
-// The first n < kGroup of them; -inf for the others, which changes neither a maximum nor a sum of exponentials.
+// How many exponentials are kept of the last n < kGroup logits: where `load` changes their order a whole group.
 template <typename scalar_t>
-SCE_AVX2_INLINE void load_first(const scalar_t* x, int64_t n, Group& out) {
-  alignas(32) scalar_t some[kGroup];
-  for (int64_t i = 0; i < n; ++i) some[i] = x[i];
-  for (int64_t i = n; i < kGroup; ++i) from_acc(-INFINITY, some[i]);
-  load(some, out);
-}
-template <typename scalar_t>
-SCE_AVX2_INLINE void store_first(const Group& x, int64_t n, scalar_t* out) {
-  alignas(32) scalar_t some[kGroup];
-  store(x, some);
-  for (int64_t i = 0; i < n; ++i) out[i] = some[i];
-}
-
-SCE_AVX2_INLINE float highest_of(__m256 x) {
-  __m128 max = _mm_max_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
-  max = _mm_max_ps(max, _mm_movehl_ps(max, max));
-  return _mm_cvtss_f32(_mm_max_ss(max, _mm_movehdup_ps(max)));
-}
-SCE_AVX2_INLINE float sum_of(__m256 x) {
-  __m128 sum = _mm_add_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
-  sum = _mm_add_ps(sum, _mm_movehl_ps(sum, sum));
-  return _mm_cvtss_f32(_mm_add_ss(sum, _mm_movehdup_ps(sum)));
-}
-
-// NaN is never the larger one.
-SCE_AVX2_INLINE __m256 higher(const Group& x, __m256 max) {
-  SCE_EACH(k, kVectors) max = _mm256_max_ps(x.vector[k], max);
-  return max;
+constexpr int64_t kept_of_last(int64_t n) {
+  return std::is_same_v<scalar_t, BFloat16> ? kGroup : n;
 }
 
 // Of n columns.
@@ -128,22 +58,10 @@ class Exponential {
   // 2^(slope x + offset) = fit * power: a fit for what is left of the exponent, at most 1/2, of relative error 1.8e-7
   // (9e-8 in the mean) with the rounding of its terms, in place of x. 0 for -inf and NaN for NaN, as exp has it.
   SCE_AVX2_INLINE void raise(Group& x, Group& power) const {
-    // Adding 1.5 * 2^23 rounds to an integer n in the low bits of the mantissa; 127 more makes them 2^n's exponent.
-    const __m256 round = _mm256_set1_ps(12582912.0f + 127.0f), lowest = _mm256_set1_ps(-127);
     constexpr float kFit[] = {1.00000012f, 0.693147242f, 0.240219116f, 0.0555008352f, 0.00968556013f, 0.00135216f};
-    Group fit;
     SCE_EACH(k, kVectors) x.vector[k] = _mm256_fmadd_ps(x.vector[k], slope_, offset_);
-    SCE_EACH(k, kVectors) x.vector[k] = _mm256_max_ps(lowest, x.vector[k]);  // NaN stays
-    SCE_EACH(k, kVectors) power.vector[k] = _mm256_add_ps(x.vector[k], round);
-    SCE_EACH(k, kVectors)
-    x.vector[k] = _mm256_sub_ps(x.vector[k], _mm256_sub_ps(power.vector[k], round));
-    SCE_EACH(k, kVectors)
-    power.vector[k] = _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_castps_si256(power.vector[k]), 23));
-    SCE_EACH(k, kVectors)
-    fit.vector[k] = _mm256_fmadd_ps(_mm256_set1_ps(kFit[5]), x.vector[k], _mm256_set1_ps(kFit[4]));
-    SCE_EACH(i, 4)
-    SCE_EACH(k, kVectors) fit.vector[k] = _mm256_fmadd_ps(fit.vector[k], x.vector[k], _mm256_set1_ps(kFit[3 - i]));
-    x = fit;
+    split(x, power);
+    x = polynomial(kFit, x);
   }
 
   // Of one logit, with the bits that it has among others.
@@ -217,18 +135,18 @@ SCE_AVX2_INLINE void push(Group x, const Exponential& exponential, __m256 refere
 }
 
 // Asks for the columns that come soon, and for those that are worked on after the tile.
-template <typename scalar_t>
-SCE_AVX2_INLINE void prefetch(const scalar_t* x, const scalar_t* next) {
-  for (int64_t byte = 0; byte < kGroup * int64_t(sizeof(scalar_t)); byte += kLine) {
-    if constexpr (!kMaximumFirst<scalar_t>) _mm_prefetch(reinterpret_cast<const char*>(x) + kSoon + byte, _MM_HINT_T0);
+template <typename scalar_t, typename next_t>
+SCE_AVX2_INLINE void prefetch(const scalar_t* x, const next_t* next) {
+  for (int64_t byte = 0; !kMaximumFirst<scalar_t> && byte < kGroup * int64_t(sizeof(scalar_t)); byte += kLine)
+    _mm_prefetch(reinterpret_cast<const char*>(x) + kSoon + byte, _MM_HINT_T0);
+  for (int64_t byte = 0; byte < kGroup * int64_t(sizeof(next_t)); byte += kLine)
     _mm_prefetch(reinterpret_cast<const char*>(next) + byte, _MM_HINT_T1);
-  }
 }
 
-// A tile, n <= kPowers. `powers` (n,), which may be x where that is float32, in the order of `load`: of logits of 16
-// bits (n,) rounded up to whole groups.
-template <bool keep, bool smoothed, typename scalar_t>
-SCE_AVX2 Lanes push_tile(const scalar_t* x, int64_t n, const Line& line, float reference, const scalar_t* next,
+// A tile, n <= kPowers. `powers` (n,), which may be x where that is float32, are in the order of `load`, those behind
+// whole groups as `kept_of_last` says.
+template <bool keep, bool smoothed, typename scalar_t, typename next_t>
+SCE_AVX2 Lanes push_tile(const scalar_t* x, int64_t n, const Line& line, float reference, const next_t* next,
                          float* powers) {
   const Exponential exponential(line);
   const __m256 beside = _mm256_set1_ps(reference);
@@ -237,8 +155,8 @@ SCE_AVX2 Lanes push_tile(const scalar_t* x, int64_t n, const Line& line, float r
   int64_t i = 0;
   for (; i + kGroup <= n; i += kGroup) {
     prefetch(x + i, next + i);
-    if constexpr (keep) __builtin_prefetch(reinterpret_cast<char*>(powers + i) + kSoon, /*write=*/1);
-    if constexpr (keep) __builtin_prefetch(reinterpret_cast<char*>(powers + i) + kSoon + kLine, /*write=*/1);
+    for (int64_t byte = 0; keep && byte < kGroup * int64_t(sizeof(float)); byte += kLine)
+      __builtin_prefetch(reinterpret_cast<char*>(powers + i) + kSoon + byte, /*write=*/1);
     load(x + i, group);
     push<keep, smoothed, scalar_t>(group, exponential, beside, lanes, powers + i);
   }
@@ -248,12 +166,12 @@ SCE_AVX2 Lanes push_tile(const scalar_t* x, int64_t n, const Line& line, float r
   for (int64_t k = i; smoothed && k < n; ++k) distance += to_acc(x[k]) - reference;
   alignas(32) float some[kGroup];
   push<keep, false, scalar_t>(group, exponential, beside, lanes, some);
-  if constexpr (keep) std::copy(some, some + (kMaximumFirst<scalar_t> ? n - i : kGroup), powers + i);
+  if constexpr (keep) std::copy(some, some + kept_of_last<scalar_t>(n - i), powers + i);
   lanes.distance[0] = _mm256_add_ps(_mm256_setr_ps(distance, 0, 0, 0, 0, 0, 0, 0), lanes.distance[0]);
   return lanes;
 }
-template <bool smoothed, typename scalar_t>
-SCE_AVX2 Lanes push_tile(const scalar_t* x, int64_t n, const Line& line, float reference, const scalar_t* next,
+template <bool smoothed, typename scalar_t, typename next_t>
+SCE_AVX2 Lanes push_tile(const scalar_t* x, int64_t n, const Line& line, float reference, const next_t* next,
                          float* powers) {
   return powers ? push_tile<true, smoothed>(x, n, line, reference, next, powers)
                 : push_tile<false, smoothed>(x, n, line, reference, next, powers);
@@ -263,24 +181,31 @@ SCE_AVX2 Lanes push_tile(const scalar_t* x, int64_t n, const Line& line, float r
 class Stretch {
  public:
   SCE_AVX2_INLINE Stretch(float scale, bool smoothed, RowStats<float>& row)
-      : reference(scale), scale_(scale), smoothed_(smoothed), row_(row) {}
+      : reference_(scale), scale_(scale), smoothed_(smoothed), row_(row) {}
 
-  // What a tile adds, but for its maximum where that is known before.
+  // What the exponentials of the last tile that was added are relative to.
+  float reference() const { return reference_.value(); }
+
+  // Adds a tile, or false where no reference is right for it.
   template <typename scalar_t>
-  SCE_AVX2_INLINE Lanes raise(const scalar_t* x, int64_t n, const scalar_t* next, float* powers) const {
-    const Line line(scale_, reference.value());
-    return smoothed_ ? push_tile<true>(x, n, line, reference.logit(), next, powers)
-                     : push_tile<false>(x, n, line, reference.logit(), next, powers);
-  }
-
-  SCE_AVX2_INLINE void add(const Lanes& tile, int64_t n) {
+  SCE_AVX2_INLINE bool push(const scalar_t* x, int64_t n, const scalar_t* next, float* powers) {
+    float highest = -INFINITY;
+    if (kMaximumFirst<scalar_t> || !reference_.usable()) {
+      highest = maximum(x, n);
+      if (!reference_.reaches(highest)) move(highest);
+    }
+    if (!reference_.usable()) return false;
+    Lanes tile = raise(x, n, next, powers);
+    if constexpr (kMaximumFirst<scalar_t>) {
+      tile.max = _mm256_set1_ps(highest);
+    } else if (!reference_.reaches(highest_of(tile.max))) {
+      move(highest_of(tile.max));
+      if (!reference_.usable()) return false;
+      tile = raise(x, n, next, powers);
+    }
     lanes_.merge(tile);
     columns_ += n;
-  }
-
-  SCE_AVX2_INLINE void move(float highest) {
-    finish();
-    reference.move(highest);
+    return true;
   }
 
   // Relative to the exponential of the maximum as it was added: a row with all its mass at one class adds up to 1.
@@ -290,10 +215,10 @@ class Stretch {
     RowStats<float> stats;
     stats.max = scale_ * most;
     stats.sum =
-        sum_of(_mm256_add_ps(lanes_.sum[0], lanes_.sum[1])) / Exponential(Line(scale_, reference.value())).power(most);
+        sum_of(_mm256_add_ps(lanes_.sum[0], lanes_.sum[1])) / Exponential(Line(scale_, reference_.value())).power(most);
     if (smoothed_) {
       const float distance = sum_of(_mm256_add_ps(lanes_.distance[0], lanes_.distance[1]));
-      stats.weighted = scale_ * (distance - count * (most - reference.logit()));
+      stats.weighted = scale_ * (distance - count * (most - reference_.logit()));
       stats.weight = count;
     }
     row_.merge(stats);
@@ -301,9 +226,21 @@ class Stretch {
     columns_ = 0;
   }
 
-  Reference reference;
-
  private:
+  SCE_AVX2_INLINE void move(float highest) {
+    finish();
+    reference_.move(highest);
+  }
+
+  // What a tile adds, but for its maximum where that is known before.
+  template <typename scalar_t>
+  SCE_AVX2_INLINE Lanes raise(const scalar_t* x, int64_t n, const scalar_t* next, float* powers) const {
+    const Line line(scale_, reference_.value());
+    return smoothed_ ? push_tile<true>(x, n, line, reference_.logit(), next, powers)
+                     : push_tile<false>(x, n, line, reference_.logit(), next, powers);
+  }
+
+  Reference reference_;
   const float scale_;
   const bool smoothed_;
   RowStats<float>& row_;
@@ -319,33 +256,15 @@ SCE_AVX2 __attribute__((noinline)) void push(const scalar_t* logits, int64_t n, 
                                              const scalar_t* next, RowStats<float>& row, const kept_t& kept,
                                              const plain_t& plain, const done_t& done) {
   Stretch stretch(scale, smoothed, row);
-  Reference& reference = stretch.reference;
   for (int64_t begin = 0; begin < n; begin += kPowers) {
-    const int64_t m = std::min(kPowers, n - begin);
-    const scalar_t *const x = logits + begin, *const after = begin + m < n ? x + m : next;
+    const int64_t end = std::min(n, begin + kPowers), m = end - begin;
     const Powers<float> memory = kept(begin);
-    float highest = -INFINITY;
-    Lanes tile;
-    if (m >= kShortest && (kMaximumFirst<scalar_t> || !reference.usable())) {
-      highest = maximum(x, m);
-      if (!reference.reaches(highest)) stretch.move(highest);
-    }
-    if (m >= kShortest && reference.usable()) {
-      tile = stretch.raise(x, m, after, memory.powers);
-      if constexpr (kMaximumFirst<scalar_t>) tile.max = _mm256_set1_ps(highest);
-      highest = highest_of(tile.max);
-      if (!reference.reaches(highest)) {
-        stretch.move(highest);
-        if (reference.usable()) tile = stretch.raise(x, m, after, memory.powers);
-      }
-    }
-    if (m >= kShortest && reference.usable()) {
-      if (memory.maxima) *memory.maxima = reference.value();
-      stretch.add(tile, m);
+    if (m >= kShortest && stretch.push(logits + begin, m, end < n ? logits + end : next, memory.powers)) {
+      if (memory.maxima) *memory.maxima = stretch.reference();
     } else {
-      plain(begin, begin + m);
+      plain(begin, end);
     }
-    done(begin, begin + m);
+    done(begin, end);
   }
   stretch.finish();
 }
@@ -355,7 +274,8 @@ inline bool raised_here(float max, int64_t n) { return n >= kShortest && std::fa
 
 // The sum of the exponentials of z (n,), of which the largest is `max`, relative to it; `powers` as above. Meanwhile
 // what is in memory at `next` comes nearer.
-SCE_AVX2 inline float sum_beside(const float* z, int64_t n, float max, const float* next, float* powers) {
+template <typename next_t>
+SCE_AVX2 float sum_beside(const float* z, int64_t n, float max, const next_t* next, float* powers) {
   const Line line(1, max);
   const Lanes lanes = push_tile<false>(z, n, line, max, next, powers);
   return sum_of(_mm256_add_ps(lanes.sum[0], lanes.sum[1])) / Exponential(line).power(max);
@@ -378,7 +298,7 @@ SCE_AVX2 void narrow(const float* powers, int64_t n, float factor, float less, s
   }
   if (i == n) return;
   alignas(32) float some[kGroup] = {};
-  std::copy(powers + i, powers + i + (kMaximumFirst<scalar_t> ? n - i : kGroup), some);
+  std::copy(powers + i, powers + i + kept_of_last<scalar_t>(n - i), some);
   SCE_EACH(k, kVectors) group.vector[k] = _mm256_fmsub_ps(_mm256_loadu_ps(some + 8 * k), by, minus);
   store_first(group, n - i, out + i);
 }

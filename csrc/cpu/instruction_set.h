@@ -17,6 +17,9 @@
 #endif
 #define SCE_INLINE __attribute__((always_inline))
 
+// A loop over registers, which have no addresses.
+#define SCE_EACH(k, count) _Pragma("GCC unroll 8") for (int k = 0; k < count; ++k)
+
 namespace sparse_ce {
 namespace cpu {
 

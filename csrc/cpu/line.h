@@ -10,8 +10,6 @@
 namespace sparse_ce {
 namespace cpu {
 
-#define SCE_EACH(k, count) _Pragma("GCC unroll 8") for (int k = 0; k < count; ++k)
-
 constexpr float kLog2e = 1.44269504f, kLn2 = 0.693147181f;
 
 // Beyond this a logit's product with log2(e) leaves too few digits for the fraction.

@@ -18,13 +18,12 @@ SCE_HD bool twice(const LogitTransform<acc_type<scalar_t>>& transform, bool weig
   return false;
 }
 
+#ifdef SCE_X86
 // or of avx2.h, tile by tile, wherever these are right.
-template <InstructionSet set, typename scalar_t, typename acc_t>
-SCE_HD bool by_tiles(const LogitTransform<acc_t>& transform, bool weighted, const acc_t* class_weight) {
-  if constexpr (set == InstructionSet::kAvx2 && std::is_same_v<acc_t, float>)
-    return transform.softcap == 0 && transform.scale > 0 && !(weighted && class_weight);
-  return false;
+SCE_HD bool by_tiles(int64_t n, const LogitTransform<float>& transform, bool weighted, const float* class_weight) {
+  return n >= avx2::kShortest && transform.softcap == 0 && transform.scale > 0 && !(weighted && class_weight);
 }
+#endif
 
 // Tile [begin, end) of n logits, by powers.h.
 template <InstructionSet set, typename scalar_t, typename acc_t>
@@ -70,8 +69,8 @@ SCE_HD RowStats<acc_t> stats_body(const scalar_t* logits, int64_t n, const Logit
       return stats;
     }
   }
-  if constexpr (set == InstructionSet::kAvx2 && std::is_same_v<acc_t, float>) {
-    if (n >= avx2::kShortest && by_tiles<set, scalar_t>(transform, weighted, class_weight))
+  if constexpr (kWithAvx2<set, acc_t>) {
+    if (by_tiles(n, transform, weighted, class_weight))
       return stats_by_tiles(logits, n, transform, weighted, next, kept);
   }
 #endif
@@ -133,8 +132,8 @@ SCE_HD void gradient_body(const scalar_t* logits, int64_t n, const LogitTransfor
         avx512::gradient<avx512::Times>(logits, n, transform.scale, coefficients, next, to))
       return;
   }
-  if constexpr (set == InstructionSet::kAvx2 && std::is_same_v<acc_t, float>) {
-    if (n >= avx2::kShortest && by_tiles<set, scalar_t>(transform, weighted, class_weight))
+  if constexpr (kWithAvx2<set, acc_t>) {
+    if (by_tiles(n, transform, weighted, class_weight))
       return gradient_by_tiles(logits, n, transform, coefficients, next, to);
   }
 #endif
@@ -155,9 +154,8 @@ SCE_HD void kept_gradient_body(const Powers<acc_t>& kept, int64_t n, const Logit
                                [[maybe_unused]] bool weighted, const GradientCoefficients<acc_t>& coefficients,
                                const acc_t* class_weight, const Destination<scalar_t>& to) {
 #ifdef SCE_X86
-  if constexpr (set == InstructionSet::kAvx2 && std::is_same_v<acc_t, float>) {
-    if (n >= avx2::kShortest && by_tiles<set, scalar_t>(transform, weighted, class_weight))
-      return gradient_by_tiles(kept, n, transform, coefficients, to);
+  if constexpr (kWithAvx2<set, acc_t>) {
+    if (by_tiles(n, transform, weighted, class_weight)) return gradient_by_tiles(kept, n, transform, coefficients, to);
   }
 #endif
   for (int64_t begin = 0; begin < n; begin += kPowers)

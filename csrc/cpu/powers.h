@@ -95,7 +95,7 @@ SCE_HD RowStats<acc_t> raise(const acc_t* z, int64_t n, bool weighted, const acc
 #ifdef SCE_X86
   if constexpr (kWithAvx2<set, acc_t>) {
     if (avx2::raised_here(max, n)) {
-      stats.sum = avx2::sum_beside(z, n, max, reinterpret_cast<const float*>(next), powers);
+      stats.sum = avx2::sum_beside(z, n, max, next, powers);
       return stats;
     }
   }
@@ -130,18 +130,23 @@ SCE_HD RowStats<acc_t> raise(const scalar_t* logits, int64_t n, const LogitTrans
   return raise<set>(z, n, weighted, class_weight, next, powers);
 }
 
+// By this an exponential of a tile of n is multiplied to become a q_j.
+template <InstructionSet set, typename acc_t>
+SCE_HD acc_t per_power(acc_t max, [[maybe_unused]] int64_t n, const GradientCoefficients<acc_t>& coefficients) {
+#ifdef SCE_X86
+  if constexpr (kWithAvx2<set, acc_t>) {
+    if (avx2::raised_here(max, n)) return avx2::per_power(max, 1, coefficients);
+  }
+#endif
+  return coefficients.per_power(max);
+}
+
 // The gradient from them, as if no logit had an entry. `max` is what they are relative to; they become scratch.
 template <InstructionSet set, typename scalar_t, typename acc_t>
 SCE_HD void gradient_of(acc_t* powers, const acc_t* slopes, acc_t max, int64_t n, acc_t scale,
                         const GradientCoefficients<acc_t>& coefficients, const acc_t* class_weight,
                         const Destination<scalar_t>& to) {
-  acc_t by = coefficients.per_power(max);
-#ifdef SCE_X86
-  if constexpr (kWithAvx2<set, acc_t>) {
-    if (avx2::raised_here(max, n)) by = avx2::per_power(max, 1, coefficients);
-  }
-#endif
-  const acc_t b = coefficients.b, scaled = by * scale;
+  const acc_t b = coefficients.b, by = per_power<set>(max, n, coefficients), scaled = by * scale;
   alignas(64) scalar_t rounded[kPowers];
   const auto write = [&](const auto& term) SCE_INLINE {
     narrow<set>(n, term, powers, to.around ? rounded : to.gradient);
