@@ -33,6 +33,9 @@ struct TargetView {
   bool labels;              // one class a row, without values or offsets
   bool logprobs;            // values are logarithms of the weights; false where there are none
 
+  // What is stored of an entry's class.
+  SCE_HD int64_t index(int64_t i) const { return load_int(indices, indices_dtype, i); }
+
   SCE_HD EntryRange row(int64_t r) const {
     if (!offsets) return {r * width, (r + 1) * width, true};
     const int64_t begin = load_int(offsets, offsets_dtype, r * offsets_step);
@@ -65,7 +68,7 @@ struct TargetView {
   SCE_HD bool has_width() const { return !offsets && width > 0; }
   SCE_HD bool ignored_from(int64_t r, int64_t k) const {
     for (int64_t i = r * width + k; i < (r + 1) * width; ++i)
-      if (load_int(indices, indices_dtype, i) != ignore_index) return false;
+      if (index(i) != ignore_index) return false;
     return true;
   }
 
@@ -92,15 +95,14 @@ struct TargetView {
   }
   template <typename acc_t>
   SCE_HD Entry<acc_t> entry(int64_t i) const {
-    return entry_of(load_int(indices, indices_dtype, i),
-                    values ? load_float<acc_t>(values, values_dtype, i) : acc_t(1));
+    return entry_of(index(i), values ? load_float<acc_t>(values, values_dtype, i) : acc_t(1));
   }
 
   // The class of an entry, whatever its weight, or why it has none.
   static constexpr int64_t kPadding = -1, kOutside = -2;
   template <typename acc_t>
   SCE_HD int64_t column(int64_t i) const {
-    const int64_t column = load_int(indices, indices_dtype, i);
+    const int64_t column = index(i);
     if (is_padding(column, values ? load_float<acc_t>(values, values_dtype, i) : acc_t(1))) return kPadding;
     return column < 0 || column >= num_classes ? kOutside : column;
   }

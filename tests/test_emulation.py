@@ -39,6 +39,8 @@ KINDS = {"cross_entropy": ("warp a row", "block a row", "blocks a row", "a threa
                            "a thread a row, a mean by a cluster", "one pass, a warp",
                            "one pass, a block", "one pass, 2 blocks, 8 packs", "one pass, 4 blocks, 8 packs",
                            "one pass, 8 blocks, 8 packs", "one pass, 8 blocks, 16 packs", "in the cache, 8 blocks"),
+         "classes_of_row": [threads + entries for threads in ("a thread", "a warp", "a block") for entries in (
+             ", few", ", sorted", ", repeated", ", unsorted")],
          "topk": ("ties", "few ties"),
          "select": ("warp a row", "block a row", "blocks a row"),
          "linear": ("plain sum", "split sum by packs", "split sum by singles", "rows", "scale", "scale of 1",

@@ -154,7 +154,7 @@ cudaError_t cross_entropy_forward(const ForwardArgs& args, void* workspace, cuda
 
 size_t cross_entropy_backward_workspace(const CrossEntropyArgs& args) {
   const size_t each = args.dtype == DType::kFloat64 ? sizeof(EntryGradient<double>) : sizeof(EntryGradient<float>);
-  return static_cast<size_t>(args.target.entries) * (each + kClassSlots * sizeof(uint32_t));
+  return static_cast<size_t>(args.target.entries) * (each + kSumSlots * sizeof(uint32_t));
 }
 
 cudaError_t cross_entropy_backward(const BackwardArgs& args, void* workspace, cudaStream_t stream) {

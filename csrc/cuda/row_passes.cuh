@@ -130,7 +130,8 @@ __device__ void make_entry_gradients(const BackwardArgs& args, const GradientCoe
                                      int64_t begin, int64_t end, EntryGradient<acc_t>* entry_gradients) {
   using Group = RowGroup<kWidth>;
   const TargetView& target = args.target;
-  const ClassesOfRow<kWidth, false, acc_t> classes(target, range, begin, end, class_slots(target, entry_gradients));
+  const ClassesOfRow<kWidth, false, true, acc_t> classes(target, range, begin, end,
+                                                         class_slots(target, entry_gradients));
   for (int64_t i = range.begin + Group::rank(); i < range.end; i += kWidth) {
     const int64_t column = target.template entry<acc_t>(i).column;
     if (column < begin || column >= end) continue;  // padding, or another group's

@@ -158,14 +158,14 @@ __device__ void finish_row(const SelectArgs& args, int64_t r, bool ignored, cons
 
   const bool inside = args.needs_rest() && !args.needs_smoothing();
   const EntryRange asked = inside ? range : EntryRange{0, 0, true};
-  const ClassesOfRow<kWidth, true, acc_t> classes(args.target, asked, args.first_class, args.classes_end(), slots);
+  const ClassesOfRow<kWidth, true, false, acc_t> classes(args.target, asked, args.first_class, args.classes_end(),
+                                                         slots);
   bool valid = range.valid;
   SelectStats<acc_t> stats;
   for (int64_t i = range.begin + Group::rank(); i < range.end; i += kWidth) {
     const auto entry = args.target.template chosen<acc_t>(i);
     valid = valid && !(entry.column < 0 && entry.value != entry.value);
-    int64_t last;
-    if (!inside || !args.holds(entry.column) || !classes.first(i, entry.column, last)) continue;
+    if (!inside || !args.holds(entry.column) || !classes.first(i, entry.column)) continue;
     const acc_t z = transform(to_acc(row[entry.column]));
     const bool lower = z == stats.row.max && entry.column < stats.argmax;
     if (z > stats.row.max || lower) stats.argmax = entry.column;
@@ -313,8 +313,8 @@ __global__ void __launch_bounds__(kThreads, held_blocks<scalar_t>(3))
     const auto weight = [&](int64_t i, const Entry<acc_t>& entry) {
       return (args.grad_loss ? c.d * args.target.share(entry) : acc_t(0)) - args.template upstream_of_entry<acc_t>(i);
     };
-    const ClassesOfRow<kWidth, true, acc_t> classes(args.target, range, begin, end,
-                                                    class_slots(args.target, entry_gradients));
+    const ClassesOfRow<kWidth, true, true, acc_t> classes(args.target, range, begin, end,
+                                                          class_slots(args.target, entry_gradients));
     LongSum<acc_t> of_scale;
     for (int64_t i = range.begin + Group::rank(); i < range.end; i += kWidth) {
       const int64_t column = args.target.template chosen<acc_t>(i).column;
