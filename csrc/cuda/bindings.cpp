@@ -66,12 +66,13 @@ struct Cuda {
                                     const Tensor& like) {
     const cuda::DeviceGuard guard(like.get_device_index());
     const ForwardArgs args = with_choice(forward_args);
-    if (!cuda::one_pass_of(args)) {
+    const cuda::OnePass form = cuda::one_pass_of(args);
+    if (!form) {
       forward(args, like);
       return backward(backward_args, like);
     }
     const Workspace bytes(cuda::cross_entropy_backward_workspace(backward_args), like);
-    check_cuda(cuda::cross_entropy_one_pass(args, &backward_args, bytes.data(), cuda::stream_of(like)));
+    check_cuda(cuda::cross_entropy_one_pass(form, args, &backward_args, bytes.data(), cuda::stream_of(like)));
   }
   static void backward(const BackwardArgs& args, const Tensor& like) {
     run(cuda::cross_entropy_backward, cuda::cross_entropy_backward_workspace, args, like);

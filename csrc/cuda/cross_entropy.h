@@ -20,10 +20,11 @@ struct Plan {
 Plan plan_of(const CrossEntropyArgs& args, int multiprocessors);
 
 // Who holds a row from its loss to its gradient: `cluster` blocks, or the block, or a warp of it, in registers, with
-// `packs` of 16 bytes a thread, or with 0 packs in the second cache. Nobody (width 0) where the cache is too small, in
-// float64, or as `reads` has it.
+// `packs` of 16 bytes a thread, or with 0 packs in the second cache, which has `rows` at a time. Nobody (width 0) where
+// the cache is too small, in float64, or as `reads` has it.
 struct OnePass {
   int width = 0, packs = 0, cluster = 0;
+  int64_t rows = 0;
   explicit operator bool() const { return width > 0; }
 };
 // What that depends on.
@@ -38,10 +39,9 @@ inline OnePass one_pass_of(const CrossEntropyArgs& args) { return one_pass_of(ar
 // Whether the current device has clusters of blocks, and the kernels are compiled for them.
 bool device_has_clusters();
 
-// For one that there is. `backward`, or null, has `forward`'s rows and reads what that writes; its workspace is that of
-// cross_entropy_backward.
-cudaError_t cross_entropy_one_pass(const ForwardArgs& forward, const BackwardArgs* backward, void* workspace,
-                                   cudaStream_t stream);
+// `backward`, or null, has `forward`'s rows and reads what it writes; its workspace is that of cross_entropy_backward.
+cudaError_t cross_entropy_one_pass(const OnePass& form, const ForwardArgs& forward, const BackwardArgs* backward,
+                                   void* workspace, cudaStream_t stream);
 
 size_t cross_entropy_forward_workspace(const CrossEntropyArgs& args);
 cudaError_t cross_entropy_forward(const ForwardArgs& args, void* workspace, cudaStream_t stream);
