@@ -154,7 +154,8 @@ cudaError_t cross_entropy_forward(const ForwardArgs& args, void* workspace, cuda
 
 size_t cross_entropy_backward_workspace(const CrossEntropyArgs& args) {
   const size_t each = args.dtype == DType::kFloat64 ? sizeof(EntryGradient<double>) : sizeof(EntryGradient<float>);
-  return static_cast<size_t>(args.target.entries) * (each + kSumSlots * sizeof(uint32_t));
+  const bool tables = args.target.offsets || args.target.width > kWarp;  // shorter rows have none
+  return static_cast<size_t>(args.target.entries) * (each + (tables ? kSumSlots * sizeof(uint32_t) : 0));
 }
 
 cudaError_t cross_entropy_backward(const BackwardArgs& args, void* workspace, cudaStream_t stream) {
