@@ -13,6 +13,7 @@ from .errors import fail
 from .ops.library import check_kernels
 from .ops.linear import Head
 from .ops.select import Outputs
+from .ops.linear_shards import shard_logits
 from .ops.shards import Shard, chunks_of
 from .ops.shards import select as select_op
 from .ops.topk import linear_logits, rows_at_a_time, topk_ids, topk_ids_of_shards
@@ -150,8 +151,9 @@ def linear_topk_log_probs(
     order: List[Tensor] = []
     for of, chunk in _chunks(rows, step, shard):
         of_rows = row_scale if row_scale is None or row_scale.dim() == 0 else row_scale[of]
-        of_head = options.num_classes if shard is None else None
-        logits = linear_logits(head._replace(input=chunk), of_head, chunks.float32_logits)
+        of_chunk = head._replace(input=chunk)
+        logits = (linear_logits(of_chunk, options.num_classes, chunks.float32_logits) if shard is None
+                  else shard_logits(of_chunk, options, shard, chunks.float32_logits))
         parts.append(_of_logits(logits, k, options, of_rows, shard))
         if isinstance(of, Tensor):
             order.append(of)
