@@ -15,6 +15,14 @@ def eager() -> bool:
     return not torch.compiler.is_compiling() and torch._C._len_torch_dispatch_stack() == 0
 
 
+_TRACERS = tuple(getattr(torch._C._TorchDispatchModeKey, name) for name in ("FAKE", "FUNCTIONAL", "PROXY"))
+
+
+def traced() -> bool:
+    """Whether a compiler or an exporter makes a graph of this call. Other modes look on while it runs."""
+    return torch.compiler.is_compiling() or any(torch._C._get_dispatch_mode(key) is not None for key in _TRACERS)
+
+
 def readable(t: Tensor, wait: bool = False) -> bool:
     """Whether the numbers in ``t`` may be looked at: not where a compiler or a transform traces, nor on ``meta``; on a
     GPU only if ``wait``, and outside of a CUDA graph's capture."""

@@ -277,11 +277,21 @@ def errors(group, ranks: int, rank: int):
     def row(**options):
         return sparse_ce.linear_row_loss(lambda out, target: -out.log_probs, hidden, weight, labels, group=group)
 
+    def watched(call):
+        with Collectives():
+            return call()
+
     calls = {
         "second derivative": lambda: torch.autograd.grad(loss(), hidden, create_graph=True),
         "second derivative of rows": lambda: torch.autograd.grad(loss(reduction="none").sum(), hidden,
                                                                  create_graph=True),
         "second derivative of a row loss": lambda: torch.autograd.grad(row(), hidden, create_graph=True),
+        "second derivative under a mode": lambda: watched(lambda: torch.autograd.grad(
+            loss(), hidden, create_graph=True)),
+        "second derivative of rows under a mode": lambda: watched(lambda: torch.autograd.grad(
+            loss(reduction="none").sum(), hidden, create_graph=True)),
+        "second derivative of a row loss under a mode": lambda: watched(lambda: torch.autograd.grad(
+            row(), hidden, create_graph=True)),
         "functional": lambda: torch.func.grad(lambda x: sparse_ce.linear_cross_entropy(
             x, weight, labels, group=group))(hidden.detach()),
         "label": lambda: loss(torch.full((6,), 5 * ranks)),

@@ -21,6 +21,7 @@ from torch import Tensor
 
 import sparse_ce
 from cases import FORMS, Draw
+from linear_sharded_cases import Collectives
 from sharded_problems import Problem, assert_same, assert_the_same_everywhere, compare, share
 from sparse_ce import SparseTarget
 
@@ -211,6 +212,8 @@ def derivatives_that_are_refused() -> None:
             raise AssertionError(f"no error with {text}")
 
     expect("create_graph must be False", lambda: torch.autograd.grad(loss(local), local, create_graph=True))
+    with Collectives():
+        expect("create_graph must be False", lambda: torch.autograd.grad(loss(local), local, create_graph=True))
     given = local.detach()
     for transform in (torch.func.grad, torch.func.jacrev, lambda f: lambda x: torch.func.vmap(f)(x[None]),
                       lambda f: lambda x: torch.func.jvp(f, (x,), (x,))):

@@ -13,7 +13,7 @@ from torch import Tensor
 from ..arguments import Arguments, split
 from ..errors import fail
 from ..guarded import times
-from ..tracing import eager
+from ..tracing import eager, traced
 from .cross_entropy import overwritable, refuse_other_grads
 from .library import batched, composite, needs_grad, ops, register_autograd, register_composition, register_fake
 from .select import Outputs, Selected, fake_outputs, upstream_of
@@ -183,7 +183,7 @@ class _ShardedSelect(torch.autograd.Function):
 
 
 def refuse_second(grads: Tuple[Optional[Tensor], ...]) -> None:
-    if eager() and torch.is_grad_enabled() and any(g is not None for g in grads):
+    if torch.is_grad_enabled() and not traced() and any(g is not None for g in grads):
         fail("create_graph must be False where the classes are shared out among processes, got True: what the other "
              "ranks' logits do to a gradient is not known here", RuntimeError)
 
