@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from . import arguments
+from .agreement import agreed
 from .arguments import Normalizer, Scale
 from .divergence import as_teacher, checked, divergence, tempered
 from .entries import IGNORE_INDEX
@@ -20,6 +21,7 @@ from .target import SparseTarget, Target
 Loss = Callable[..., Tensor]
 
 
+@agreed
 def distillation_loss(
     input: Tensor,
     teacher: Target,
@@ -94,6 +96,7 @@ def distillation_loss(
     return parts[0] if len(parts) == 1 else parts[0] + parts[1]
 
 
+@agreed
 def linear_distillation_loss(
     input: Tensor,
     linear_weight: Tensor,

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from . import arguments, reference
+from .agreement import agreed
 from .arguments import Arguments, Normalizer
 from .errors import fail, moving_classes
 from .log_probs import LogProbs, selected_log_probs
@@ -48,6 +49,7 @@ def needed(kind: str, rest: str) -> Union[Tuple[str, ...], str]:
     return _EVERY_CLASS
 
 
+@agreed
 def divergence(
     student: Union[Tensor, LogProbs],
     teacher: Target,

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from . import arguments
+from .agreement import agreed
 from .arguments import Inplace, Normalizer, Scale
 from .entries import IGNORE_INDEX
 from .errors import fail
@@ -83,6 +84,7 @@ def cross_entropy(input: Tensor, target: Target, weight: Optional[Tensor] = None
                   **options: "Unpack[Options]") -> CrossEntropyOutput: ...
 
 
+@agreed
 def cross_entropy(
     input: Tensor,
     target: Target,

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from . import arguments
+from .agreement import agreed
 from .arguments import Inplace, Normalizer, Scale
 from .autocast import as_linear_multiplies
 from .entries import IGNORE_INDEX
@@ -64,6 +65,7 @@ def linear_cross_entropy(input: Tensor, linear_weight: Tensor, target: Target, *
                          **options: "Unpack[Options]") -> CrossEntropyOutput: ...
 
 
+@agreed
 def linear_cross_entropy(
     input: Tensor,
     linear_weight: Tensor,

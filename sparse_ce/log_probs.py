@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from . import arguments
+from .agreement import agreed
 from .arguments import Arguments, Inplace, Scale
 from .autocast import as_linear_multiplies
 from .entries import IGNORE_INDEX
@@ -52,6 +53,7 @@ class LogProbs:
     argmax: Tensor = None  # type: ignore[assignment]
 
 
+@agreed
 def selected_log_probs(
     input: Tensor,
     indices: Target,
@@ -126,6 +128,7 @@ def selected_log_probs(
     return result(out, wanted, ids.indices.shape, shape[:-1])
 
 
+@agreed
 def linear_selected_log_probs(
     input: Tensor,
     linear_weight: Tensor,

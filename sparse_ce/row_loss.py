@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from . import arguments, reference
+from .agreement import agreed
 from .arguments import Arguments, Chunks, Normalizer, Scale
 from .autocast import as_linear_multiplies
 from .entries import IGNORE_INDEX, NO_MARK
@@ -20,7 +21,7 @@ from .ops.linear_shards import Chunk, classes_here, in_turn, linear_select, merg
 from .ops.row_loss import FORECAST, add_chunk, complete, expected_upstream, new_gradients
 from .ops.select import Outputs, Selected
 from .ops.select import select as select_op
-from .ops.shards import Shard, chunks_of, refuse_second
+from .ops.shards import Shard, check_ranks, chunks_of, refuse_second
 from .ops.topk import linear_logits, rows_at_a_time
 from .shards import Group, on_mesh, sharded_head
 from .target import SparseTarget, Target, as_ids
@@ -29,6 +30,7 @@ from .tracing import eager
 RowFunction = Callable[..., Any]
 
 
+@agreed
 def linear_row_loss(
     fn: RowFunction,
     input: Tensor,
@@ -141,6 +143,9 @@ def linear_row_loss(
              and not forecast.hooked()
              and not (a.row_scale is not None and a.row_scale.requires_grad))
     if plain:
+        if shard is not None:
+            check_ranks(head.input, linear_weight.shape[0], rows.arguments, shard, wanted, dtype=head.input.dtype,
+                        chunk_rows=step)
         loss, *aux_values = _LinearRowLoss.apply(*head, rows, call, *tensors)
         aux = dict(zip(call.names, aux_values))
     else:

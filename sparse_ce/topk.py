@@ -7,14 +7,15 @@ import torch
 from torch import Tensor
 
 from . import arguments
+from .agreement import agreed
 from .arguments import Arguments, Scale
 from .autocast import as_linear_multiplies
 from .errors import fail
 from .ops.library import check_kernels
 from .ops.linear import Head
-from .ops.select import Outputs
 from .ops.linear_shards import shard_logits
-from .ops.shards import Shard, chunks_of
+from .ops.select import Outputs
+from .ops.shards import Shard, check_ranks, chunks_of
 from .ops.shards import select as select_op
 from .ops.topk import linear_logits, rows_at_a_time, topk_ids, topk_ids_of_shards
 from .shards import Group, on_mesh, sharded_head, taken_shard
@@ -33,6 +34,7 @@ def topk_log_probs(input: Tensor, k: int, *, logit_scale: Scale = 1.0, softcap: 
                    return_log_rest: Literal[True]) -> Tuple[SparseTarget, Tensor]: ...
 
 
+@agreed
 def topk_log_probs(
     input: Tensor,
     k: int,
@@ -80,6 +82,8 @@ def topk_log_probs(
     shape = torch.Size((*input.shape[:-1], columns))
     options, row_scale = _options(input, shape, k, logit_scale, softcap, num_classes, "the last dimension of input")
     logits = input.detach().reshape(math.prod(shape[:-1]), input.shape[-1])
+    if shard is not None:
+        check_ranks(logits, logits.shape[1], options, shard, k=k)
     ids, log_probs, log_rest = _of_logits(logits, k, options, row_scale, shard)
     return _target(ids, log_probs, log_rest, shape, options, return_log_rest)
 
@@ -100,6 +104,7 @@ def linear_topk_log_probs(input: Tensor, linear_weight: Tensor, k: int, *, linea
                           chunk_rows: Optional[int] = None) -> Tuple[SparseTarget, Tensor]: ...
 
 
+@agreed
 def linear_topk_log_probs(
     input: Tensor,
     linear_weight: Tensor,
@@ -147,6 +152,8 @@ def linear_topk_log_probs(
     rows = input.detach().reshape(math.prod(input.shape[:-1]), input.shape[-1])
     head = Head(rows, linear_weight.detach(), None if linear_bias is None else linear_bias.detach())
     step = chunk_rows or rows_at_a_time(shape[-1])
+    if shard is not None:
+        check_ranks(rows, linear_weight.shape[0], options, shard, k=k, chunk_rows=step)
     parts: List[Tuple[Tensor, Tensor, Tensor]] = []
     order: List[Tensor] = []
     for of, chunk in _chunks(rows, step, shard):

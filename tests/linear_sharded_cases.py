@@ -215,7 +215,7 @@ class Collectives(TorchDispatchMode):
         self.seen: list = []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if "c10d" in str(func) and "wait_tensor" not in str(func):
+        if "_c10d_functional" in str(func) and "wait_tensor" not in str(func):
             self.seen.append((func._schema.name.split("::")[1], args[0].numel() * args[0].element_size()))
         return func(*args, **(kwargs or {}))
 

@@ -30,6 +30,7 @@ from .shards import (
     Gathered,
     Shard,
     add_up,
+    check_ranks,
     chunks_of,
     gather,
     gradient_of_values,
@@ -387,6 +388,8 @@ def linear_select(head: Head, a: Arguments, wanted: Outputs, chunks: Chunks, sha
     """
     if shard is None:
         return linear_select_here(head, a, wanted, chunks)
+    check_ranks(head.input, head.linear_weight.shape[0], a, shard, wanted, mean=mean.mean, dtype=head.input.dtype,
+                **chunks._asdict())
     if eager():
         return Selected(*_run(head, a, wanted, mean, chunks, shard))
     return Selected(*ops.sharded_linear_select(*head, *a, *wanted, *chunks, *mean, *shard))

@@ -9,8 +9,10 @@ from typing import Any, Iterator, List, NamedTuple, Optional, Tuple
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
-from ..arguments import Arguments, split
+from ..agreement import Given, agree, talks
+from ..arguments import Arguments, arithmetic_dtype, split
 from ..errors import fail
 from ..guarded import times
 from ..tracing import eager, traced
@@ -37,6 +39,23 @@ class Shard(NamedTuple):
     def rows(self, input: Tensor) -> int:
         """Of all ranks."""
         return input.shape[0] * (self.ranks if self.shares_rows else 1)
+
+
+def check_ranks(rows: Tensor, columns: int, a: Arguments, shard: Shard, wanted: Optional[Outputs] = None,
+                **alike: Any) -> None:
+    """Under ``SPARSE_CE_VALIDATE=1``, before a call's first collective: that every rank comes to it, with its
+    ``columns`` of all classes and else the same. ``rows``: logits or hidden states."""
+    if not talks() or type(rows) not in (Tensor, Parameter) or rows.is_meta:
+        return
+    count = shard.rows(rows)
+    if wanted is not None:
+        with torch._C._AutoDispatchBelowAutograd():  # refuses a wrong target, though no class is here
+            ops.select_shard(rows.new_empty(count, 0), *a, *wanted, shard.first_class)
+        alike.update(wanted._asdict())
+    assert a.num_classes is not None
+    numbers = dict(zip(Arguments._fields[5:], a.numbers))
+    agree(shard.group, Given(shard.first_class, columns, a.num_classes, dict(
+        {"the number of rows": count, "the dtype of the results": arithmetic_dtype(rows.dtype)}, **numbers, **alike)))
 
 
 # ---------------------------------------------------------------------------------------------------------- collectives
@@ -274,6 +293,7 @@ def select(logits: Tensor, a: Arguments, wanted: Outputs, inplace: bool, shard: 
         return select_here(logits, a, wanted, inplace)
     if a.num_classes is None:
         fail("num_classes must be that of all ranks, got None")
+    check_ranks(logits, logits.shape[1], a, shard._replace(shares_rows=False), wanted)  # they are those of all rows
     if not eager():
         return Selected(*ops.sharded_select(logits, *a, *wanted, *shard[:3]))
     return Selected(*_run(logits, a, wanted, shard, inplace and overwritable(logits)))

@@ -1,0 +1,169 @@
+"""What one of several processes does for test_sharded_agreement.py, which sets ``SPARSE_CE_VALIDATE=1``.
+
+    RANK=r WORLD_SIZE=n python agreement_cases.py FOLDER
+
+Saves what each call said here, FOLDER/RANK.pt: by name its error, or the loss.
+"""
+
+import sys
+from pathlib import Path
+from typing import Any, Callable, Dict, Tuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import sparse_ce
+from linear_sharded_cases import Collectives
+from sharded_cases import connect
+
+CLASSES, WIDTH = 12, 4
+LABELS, TOP_K = torch.tensor([0, 11, 5, -100]), (torch.tensor([[0, 11]] * 4), torch.full((4, 2), 0.5))
+HIDDEN, WEIGHT = (torch.randn(n, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(n))
+                  for n in (4, CLASSES))
+
+# [first class, columns] of each rank, and the number of classes, or of each rank's.
+PARTED: Dict[str, Tuple[Any, Any]] = {
+    "even": ([[0, 4], [4, 4], [8, 4]], 12),
+    "in another order": ([[8, 4], [0, 4], [4, 4]], 12),
+    "one is empty": ([[0, 4], [4, 0], [4, 8]], 12),
+    "one has all": ([[12, 0], [0, 12], [0, 0]], 12),
+    "one is padding": ([[0, 4], [4, 8], [12, 4]], 12),
+    "all that is left is padding": ([[0, 20], [12, 4], [16, 2]], 12),
+    "not said": ([[None, 4], [None, 4], [None, 4]], None),
+}
+NOT_PARTED: Dict[str, Tuple[Any, Any]] = {
+    "overlap": ([[0, 5], [4, 4], [8, 4]], 12),
+    "twice the same": ([[0, 4], [0, 4], [8, 4]], 12),
+    "one within another": ([[0, 8], [2, 2], [8, 4]], 12),
+    "gap": ([[0, 3], [4, 4], [8, 4]], 12),
+    "as many as there are, with a gap": ([[0, 4], [5, 4], [8, 4]], 12),
+    "the first is missing": ([[1, 3], [4, 4], [8, 4]], 12),
+    "the last is missing": ([[0, 4], [4, 4], [8, 3]], 12),
+    "numbers of classes": ([[0, 4], [4, 4], [8, 4]], [12, 12, 11]),
+    "other columns, and not said": ([[None, 4], [None, 5], [None, 4]], None),
+}
+
+
+def row_loss(out: Any, target: Tensor) -> Tensor:
+    return -out.log_probs
+
+
+class Shared:
+    """A rank's share of the classes: calls of every loss."""
+
+    def __init__(self, first: Any, columns: int, **named: Any):
+        begin = (4 * dist.get_rank() if first is None else first) % CLASSES
+        rows = (torch.arange(columns) + begin) % CLASSES  # any, of padding
+        self.weight = WEIGHT[rows].clone().requires_grad_()
+        self.logits = (HIDDEN @ self.weight.detach().T).requires_grad_()
+        self.hidden = HIDDEN.clone().requires_grad_()
+        self.named = dict(group=dist.group.WORLD, vocab_start=first, **named)
+
+    def cross_entropy(self, target: Any = LABELS, **more: Any) -> Tensor:
+        return sparse_ce.cross_entropy(self.logits, target, **{**self.named, **more})
+
+    def selected_log_probs(self, target: Any = LABELS, **more: Any) -> Tensor:
+        found = sparse_ce.selected_log_probs(self.logits, target, **{**self.named, **more})
+        return found.log_probs.clamp(min=-99).sum()
+
+    def topk_log_probs(self, k: int = 2, **more: Any) -> Tensor:
+        return sparse_ce.topk_log_probs(self.logits, k, **{**self.named, **more}).values.sum()
+
+    def divergence(self, target: Any = TOP_K, **more: Any) -> Tensor:
+        return sparse_ce.divergence(self.logits, target, **{**self.named, **more})
+
+    def distillation_loss(self, target: Any = TOP_K, **more: Any) -> Tensor:
+        return sparse_ce.distillation_loss(self.logits, target, LABELS, **{**self.named, **dict(alpha=0.5), **more})
+
+    def linear_cross_entropy(self, target: Any = LABELS, **more: Any) -> Tensor:
+        return sparse_ce.linear_cross_entropy(self.hidden, self.weight, target, **{**self.named, **more})
+
+    def linear_selected_log_probs(self, target: Any = LABELS, **more: Any) -> Tensor:
+        found = sparse_ce.linear_selected_log_probs(self.hidden, self.weight, target, **{**self.named, **more})
+        return found.log_probs.clamp(min=-99).sum()
+
+    def linear_row_loss(self, target: Any = LABELS, **more: Any) -> Tensor:
+        return sparse_ce.linear_row_loss(row_loss, self.hidden, self.weight, target, **{**self.named, **more})
+
+    def linear_topk_log_probs(self, k: int = 2, **more: Any) -> Tensor:
+        return sparse_ce.linear_topk_log_probs(self.hidden, self.weight, k, **{**self.named, **more}).values.sum()
+
+    def linear_distillation_loss(self, target: Any = TOP_K, **more: Any) -> Tensor:
+        return sparse_ce.linear_distillation_loss(self.hidden, self.weight, target, LABELS,
+                                                  **{**self.named, **dict(alpha=0.5), **more})
+
+    def in_sequence(self, target: Any = None, rows: int = 2, **more: Any) -> Tensor:
+        labels = torch.tensor([0, 11, 5, -100, 3, 7]) if target is None else target
+        group = sparse_ce.SequenceGroup(self.named["group"])
+        return sparse_ce.linear_cross_entropy(self.hidden[:rows], self.weight, labels,
+                                              **{**self.named, "group": group, **more})
+
+    def topk_in_sequence(self, k: int = 2, **more: Any) -> Tensor:
+        group = sparse_ce.SequenceGroup(self.named["group"])
+        return sparse_ce.linear_topk_log_probs(self.hidden[:2], self.weight, k,
+                                               **{**self.named, "group": group, **more}).values.sum()
+
+
+LOSSES = [name for name in vars(Shared) if not name.startswith("_")]
+# What rank 1 alone is given.
+REFUSED: Dict[str, Tuple[str, Dict[str, Any]]] = {
+    **{f"{name}, softcap": (name, dict(softcap=-1)) for name in LOSSES if name != "divergence"},
+    **{f"{name}, target": (name, dict(target=torch.tensor([0, 12, 5, -100]))) for name in LOSSES
+       if "topk" not in name and name != "in_sequence"},
+    "in_sequence, target": ("in_sequence", dict(target=torch.tensor([0, 12, 5, -100, 1, 2]))),
+    **{f"{name}, k": (name, dict(k=13)) for name in LOSSES if "topk" in name},
+    **{f"{name}, kind": (name, dict(kind="kl")) for name in ("divergence", "distillation_loss")},
+    "cross_entropy, an argument that nobody knows": ("cross_entropy", dict(softcaps=1.0)),
+    "cross_entropy, vocab_start": ("cross_entropy", dict(vocab_start=-1)),
+    "linear_cross_entropy, the second chunk": ("linear_cross_entropy", dict(
+        target=torch.tensor([0, 1, 5, 12]), chunk_rows=1)),
+    "linear_distillation_loss, alpha": ("linear_distillation_loss", dict(alpha=2.0)),
+}
+# What is right and not what the others are given, and its name in the error.
+DIFFERENT: Dict[str, Tuple[str, Dict[str, Any], str]] = {
+    "num_classes": ("cross_entropy", dict(num_classes=13), "num_classes"),
+    "softcap": ("cross_entropy", dict(softcap=3.0), "softcap"),
+    "entropy": ("selected_log_probs", dict(return_entropy=True), "entropy"),
+    "k": ("topk_log_probs", dict(k=3), "k"),
+    "chunk_rows": ("linear_cross_entropy", dict(chunk_rows=3), "chunk_rows"),
+    "reduction": ("linear_cross_entropy", dict(reduction="none"), "mean"),
+    "rows": ("in_sequence", dict(rows=1, target=LABELS[:3]), "the number of rows"),
+}
+
+
+def said(call: Callable[[], Tensor]) -> Any:
+    try:
+        return float(call().detach().sum())
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def main() -> None:
+    connect()
+    world, rank = dist.get_world_size(), dist.get_rank()
+    found: Dict[Any, Any] = {}
+
+    def shared(name: str = "even") -> Shared:
+        columns, classes = {**PARTED, **NOT_PARTED}[name]
+        return Shared(*columns[rank], num_classes=classes[rank] if isinstance(classes, list) else classes)
+
+    assert world == 3
+    for loss in LOSSES:
+        for name in [*PARTED, *NOT_PARTED]:
+            found[loss, name] = said(getattr(shared(name), loss))
+    for name, (loss, wrong) in REFUSED.items():
+        found[name] = said(lambda: getattr(shared(), loss)(**(wrong if rank == 1 else {})))
+    for name, (loss, other, _) in DIFFERENT.items():
+        found[name] = said(lambda: getattr(shared(), loss)(**(other if rank == 1 else {})))
+    found["NaN for padding"] = said(lambda: shared().selected_log_probs(padding_value=torch.nan))
+    with Collectives() if rank == 1 else torch.no_grad():  # who looks on has a part in it as the others do
+        found["one looks on"] = said(shared().cross_entropy)
+    found["and then"] = said(shared().cross_entropy)
+    torch.save(found, Path(sys.argv[1]) / f"{rank}.pt")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
