@@ -1,6 +1,6 @@
 """Losses of distillation: a divergence from a sparse teacher, with the cross entropy of labels beside it."""
 
-from typing import Any, Callable, Dict, Optional, Tuple
+from typing import Any, Callable, Dict, NamedTuple, Optional, Tuple, Union
 
 import torch
 from torch import Tensor
@@ -19,6 +19,13 @@ from .shards import Group, on_mesh, sharded_head, taken_shard
 from .target import SparseTarget, Target
 
 Loss = Callable[..., Tensor]
+
+
+class Normalizers(NamedTuple):
+    """What divides the two sums, (), where it is not one number: the counts of rows that are elsewhere as well."""
+
+    of_teacher: Tensor
+    of_labels: Optional[Tensor] = None
 
 
 @agreed
@@ -81,18 +88,20 @@ def distillation_loss(
     shape = torch.Size((*input.shape[:-1], columns))
     of_kind = dict(kind=kind, rest=rest, beta=beta, floor=floor, teacher_log_rest=teacher_log_rest)
     given, fields = _checked(teacher, labels, shape, classes, of_kind, temperature, alpha)
-    of_loss: Dict[str, Any] = dict(reduction=reduction, normalizer=normalizer)
+    per_row, per_label = _each(normalizer)
     of_classes: Dict[str, Any] = dict(num_classes=num_classes, group=group, vocab_start=vocab_start)
     parts = []
     if alpha > 0:
         student = selected_log_probs(input, given, **of_classes, **fields,
                                      **_divided(temperature, logit_scale, softcap))
         share = alpha * (temperature ** 2 if temperature_squared else 1)
-        parts.append(share * divergence(student, given, **of_kind, **of_loss))  # type: ignore[arg-type]
+        parts.append(share * divergence(student, given, **of_kind, reduction=reduction,  # type: ignore[arg-type]
+                                        normalizer=per_row))
     if alpha < 1:
         assert labels is not None
         parts.append((1 - alpha) * cross_entropy(input, labels, ignore_index=ignore_index, logit_scale=logit_scale,
-                                                 softcap=softcap, **of_classes, **of_loss))
+                                                 softcap=softcap, **of_classes, reduction=reduction,
+                                                 normalizer=per_label))
     return parts[0] if len(parts) == 1 else parts[0] + parts[1]
 
 
@@ -158,7 +167,7 @@ def linear_distillation_loss(
                              temperature, alpha)
     of_head: Dict[str, Any] = dict(linear_bias=linear_bias, num_classes=num_classes, group=group,
                                    vocab_start=vocab_start, logits_dtype=logits_dtype, chunk_rows=chunk_rows)
-    of_loss: Dict[str, Any] = dict(reduction=reduction, normalizer=normalizer)
+    per_row, per_label = _each(normalizer)
     rest_args = () if teacher_log_rest is None else (teacher_log_rest,)
     share = alpha * (temperature ** 2 if temperature_squared else 1)
 
@@ -171,23 +180,24 @@ def linear_distillation_loss(
         assert isinstance(labels, Tensor)
         if ignore_index != IGNORE_INDEX:  # then -100 is an error, as any other index that is no class
             labels = torch.where(labels == ignore_index, IGNORE_INDEX, labels.masked_fill(labels == IGNORE_INDEX, -1))
-        return _together(of_rows, share, 1 - alpha, input, linear_weight, given, labels, rest_args, of_loss,
-                         logit_scale=logit_scale, softcap=softcap, **of_head, **fields)
+        return _together(of_rows, share, 1 - alpha, input, linear_weight, given, labels, rest_args, reduction,
+                         normalizer, logit_scale=logit_scale, softcap=softcap, **of_head, **fields)
     parts = []
     if alpha > 0:
         named: Dict[str, Any] = dict(**of_head, **fields, **_divided(temperature, logit_scale, softcap))
         if _learned(given):
             student = linear_selected_log_probs(input, linear_weight, given, **named)
             part = divergence(student, given, **of_kind, teacher_log_rest=teacher_log_rest,  # type: ignore[arg-type]
-                              **of_loss)
+                              reduction=reduction, normalizer=per_row)
         else:
-            part = linear_row_loss(of_rows, input, linear_weight, given, *rest_args, **named, **of_loss)
+            part = linear_row_loss(of_rows, input, linear_weight, given, *rest_args, **named, reduction=reduction,
+                                   normalizer=per_row)
         parts.append(share * part)
     if alpha < 1:
         assert labels is not None
         parts.append((1 - alpha) * linear_cross_entropy(
             input, linear_weight, labels, ignore_index=ignore_index, logit_scale=logit_scale, softcap=softcap,
-            **of_head, **of_loss))
+            **of_head, reduction=reduction, normalizer=per_label))
     return parts[0] if len(parts) == 1 else parts[0] + parts[1]
 
 
@@ -226,6 +236,10 @@ def _divided(temperature: float, logit_scale: Scale, softcap: Optional[float]) -
     return dict(logit_scale=logit_scale / temperature, softcap=None if softcap is None else softcap / temperature)
 
 
+def _each(normalizer: Union[None, Normalizer, Normalizers]) -> Tuple[Optional[Normalizer], Optional[Normalizer]]:
+    return normalizer if isinstance(normalizer, Normalizers) else (normalizer, normalizer)
+
+
 def _is_labels(labels: Any, shape: torch.Size) -> bool:
     return (isinstance(labels, Tensor) and labels.layout == torch.strided and labels.shape == shape[:-1]
             and labels.dtype in (torch.int64, torch.int32))
@@ -236,8 +250,8 @@ def _learned(teacher: SparseTarget) -> bool:
 
 
 def _together(of_rows: Loss, share: float, share_of_labels: float, input: Tensor, linear_weight: Tensor,
-              teacher: SparseTarget, labels: Tensor, rest_args: Tuple[Tensor, ...], of_loss: Dict[str, Any],
-              **named: Any) -> Tensor:
+              teacher: SparseTarget, labels: Tensor, rest_args: Tuple[Tensor, ...], reduction: Reduction,
+              normalizer: Union[None, Normalizer, Normalizers], **named: Any) -> Tensor:
     """Both losses of one pass over the head: the label is one more id of each row."""
     ids = teacher.indices if teacher.form == "topk" else teacher.indices[..., None]
     of_teacher, of_labels = teacher.ne(IGNORE_INDEX), labels.ne(IGNORE_INDEX)
@@ -246,12 +260,14 @@ def _together(of_rows: Loss, share: float, share_of_labels: float, input: Tensor
         live &= teacher.values.ne(-torch.inf if teacher.kind == "logprobs" else 0)
     ids = torch.cat((torch.where(live, ids, IGNORE_INDEX), labels[..., None].to(ids.dtype)), -1)
     single = teacher.form == "index"
-    reduction, normalizer = of_loss["reduction"], of_loss["normalizer"]
     dtype = arguments.arithmetic_dtype(input.dtype)
     per_row, per_label = (torch.full((), x, dtype=dtype, device=input.device) for x in (share, share_of_labels))
     if reduction == "mean" and normalizer is None:
-        per_row, per_label = per_row / of_teacher.sum().clamp(min=1), per_label / of_labels.sum().clamp(min=1)
-        reduction = "sum"
+        normalizer = Normalizers(of_teacher.sum(), of_labels.sum())
+    if isinstance(normalizer, Normalizers):
+        assert normalizer.of_labels is not None
+        per_row, per_label = per_row / normalizer[0].clamp(min=1), per_label / normalizer.of_labels.clamp(min=1)
+        reduction, normalizer = "sum", None
 
     def of_both(out: LogProbs, ids: Tensor, teacher: SparseTarget, *log_rest: Tensor) -> Tensor:
         label, of_label = ids[:, -1], out.log_probs[:, -1]

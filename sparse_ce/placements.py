@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from . import arguments, reference
 from .arguments import is_distributed
-from .distillation import check_shares
+from .distillation import Normalizers
 from .divergence import as_teacher, checked
 from .entries import IGNORE_INDEX
 from .errors import fail
@@ -75,24 +75,11 @@ def call(function: Callable[..., Any], given: Given) -> Any:
     if reduction != "mean" or given["normalizer"] is not None or not rows.sharded:
         return run()
     if "alpha" in given:
-        return _both_means(run, given, rows)
+        counted = [_divisor(dict(teacher=given["teacher"]), rows)]
+        if given["labels"] is not None:
+            counted.append(_divisor(dict(teacher=given["labels"], ignore_index=given["ignore_index"]), rows))
+        return run(normalizer=Normalizers(*rows.total(torch.stack(counted)).to_local().unbind()))
     return run(normalizer=rows.total(_divisor(given, rows)).to_local())
-
-
-def _both_means(run: Callable[..., Any], given: Given, rows: Rows) -> Any:
-    """Of a divergence and of a cross entropy: they divide by different numbers, so each is a call of its own."""
-    alpha, teacher, labels = given["alpha"], given["teacher"], given["labels"]
-    check_shares(given["rest"], given["temperature"], alpha)
-    if alpha < 1 and labels is None:
-        return run()  # which says so
-    parts = []
-    if alpha > 0:
-        counted = _divisor(dict(teacher=teacher), rows)
-        parts.append(alpha * run(alpha=1.0, normalizer=rows.total(counted).to_local()))
-    if alpha < 1:
-        counted = _divisor(dict(teacher=labels, ignore_index=given["ignore_index"]), rows)
-        parts.append((1 - alpha) * run(alpha=0.0, normalizer=rows.total(counted).to_local()))
-    return parts[0] if len(parts) == 1 else parts[0] + parts[1]
 
 
 def _divisor(given: Given, rows: Rows) -> Tensor:

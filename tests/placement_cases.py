@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
+from torch.profiler import profile
 
 import sparse_ce
 from linear_sharded_cases import Collectives
@@ -74,13 +75,18 @@ def of_rows(out, ids, by):
     return loss, {"lse": out.lse, "argmax": out.argmax}
 
 
+def fewer(labels):
+    """Not as many as the teacher's rows that count."""
+    return labels.masked_fill(labels % 3 == 0, -100)
+
+
 CALLS: Dict[str, Callable[..., Any]] = {
     "selected": lambda x, ids, by, **o: sparse_ce.selected_log_probs(x, ids, **ALL, **o),
     "divergence": lambda x, t, by: sparse_ce.divergence(x, t, kind="jsd", rest="bucket"),
     "divergence_sum": lambda x, t, by: sparse_ce.divergence(x, t, kind="reverse_kl", rest="floor", reduction="sum"),
     "divergence_of_log_probs": lambda x, t, by: sparse_ce.divergence(
         sparse_ce.selected_log_probs(x, t), t, reduction="none"),
-    "distillation": lambda x, t, by, labels: sparse_ce.distillation_loss(x, t, labels, alpha=0.3),
+    "distillation": lambda x, t, by, labels: sparse_ce.distillation_loss(x, t, fewer(labels), alpha=0.3),
     "distillation_normalizer": lambda x, t, by, labels: sparse_ce.distillation_loss(
         x, t, labels, alpha=0.3, temperature=2.0, rest="renormalize", normalizer=5),
 }
@@ -94,7 +100,10 @@ HEADS: Dict[str, Callable[..., Any]] = {
     "rows_none": lambda x, w, t, by, **o: sparse_ce.linear_row_loss(
         of_rows, x, w, t, by, has_aux=True, return_entropy=True, return_argmax=True, reduction="none", **o),
     "distillation": lambda x, w, t, by, labels, **o: sparse_ce.linear_distillation_loss(
-        x, w, t, labels, alpha=0.3, **o),
+        x, w, t, fewer(labels), alpha=0.3, **o),
+    "distillation_together": lambda x, w, t, by, labels, **o: sparse_ce.linear_distillation_loss(
+        x, w, t._map(lambda part: part.detach()), fewer(labels), alpha=0.3, kind="jsd", rest="bucket", chunk_rows=5,
+        **o),
     "topk": lambda x, w, t, by, **o: sparse_ce.linear_topk_log_probs(x, w, 4, **o),
 }
 
@@ -154,7 +163,7 @@ def of_heads(name: str, placed: str, form: str, given: str, seed: int):
     if learned is not None and name.startswith("loss"):
         leaves["values"] = values, learned
     more, ours_more = {}, {}
-    if name == "distillation":
+    if name.startswith("distillation"):
         leaves.pop("by")
         more["labels"], ours_more["labels"], *_ = world.target("labels", given, V)
     if name.startswith("rows") and form == "pair":
@@ -248,6 +257,26 @@ def sent(placed: str) -> List[Tuple[str, int]]:
     return counted.seen
 
 
+def multiplied(placed: str) -> List[Tuple[int, int]]:
+    """How often a distillation loss of rows that are shared out makes logits, and how often their gradients, with the
+    divergence alone and with a cross entropy beside it."""
+    hidden_at, weight_at, _ = HEAD_LAYOUTS[placed]
+    rows = tuple(R if w.is_shard() else h for h, w in zip(hidden_at, weight_at))
+    world = World(Layout("grid", leading_of(placed), rows), 3)
+    hidden = world.place(world.normal(*leading_of(placed), D), hidden_at, True)
+    weight = world.place(world.normal(V, D), weight_at, True)
+    teacher, _, *_ = world.target("pair", "all", V)
+    labels, _, *_ = world.target("labels", "all", V)
+    found = []
+    for alpha in (1.0, 0.3):
+        with profile() as seen:
+            sparse_ce.linear_distillation_loss(hidden, weight, (teacher[0], teacher[1].detach()), labels, alpha=alpha,
+                                               chunk_rows=4).backward()
+        names = [e.name for e in seen.events()]
+        found.append((names.count("sparse_ce::linear_logits"), names.count("sparse_ce::linear_add_gradients_")))
+    return found
+
+
 def refusals() -> Dict[str, str]:
     """What is said of what cannot be taken."""
     grid, row = mesh_of("grid"), mesh_of("all")
@@ -307,6 +336,8 @@ def main() -> None:
     if not slow:
         found["refused"] = refusals()
         found["sent"] = {placed: sent(placed) for placed in HEAD_LAYOUTS if placed.startswith("sequence")}
+        for placed in ("rows", "data_tensor", "sequence_even", "sequence"):
+            found[f"multiplied {placed}"] = multiplied(placed)
         for name, train in TRAINING.items():
             print(name, flush=True)
             found[f"training {name}"] = train()

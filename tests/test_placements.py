@@ -107,6 +107,14 @@ def test_hidden_states_that_are_shared_out_evenly_come_and_go_by_the_chunk(resul
             assert not any(name == "reduce_scatter_tensor" for name, _ in found["sent"][placed])
 
 
+@pytest.mark.parametrize("placed", ["rows", "data_tensor", "sequence_even", "sequence"])
+def test_both_losses_of_a_distillation_are_of_one_pass_where_rows_are_shared_out(placed, results):
+    for found in results:
+        of_divergence, of_both = found[f"multiplied {placed}"]
+        assert min(of_divergence) > 0
+        assert of_both == of_divergence
+
+
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_cannot_be_taken_is_refused_with_the_way_out(name, results):
     for found in results:
