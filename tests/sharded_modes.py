@@ -149,6 +149,37 @@ def shapes_of_the_ops() -> None:
         torch.library.opcheck(ops.select_merge, (statistics, 1, chosen, *given), named, **checks)
 
 
+def exported() -> None:
+    """Losses of local tensors. Logits may have any number of rows in the graph, a head as many as the example."""
+    class Loss(torch.nn.Module):
+        def __init__(self, weight: Optional[Tensor], keywords: Dict[str, Any]):
+            super().__init__()
+            self.weight, self.keywords = None if weight is None else torch.nn.Parameter(weight), keywords
+
+        def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+            if self.weight is None:
+                return sparse_ce.cross_entropy(x, labels, **self.keywords)
+            return sparse_ce.linear_cross_entropy(x, self.weight, labels, **self.keywords)
+
+    hidden, (weight, keywords) = torch.randn(6, 5, dtype=torch.float64), share(torch.randn(CLASSES, 5).double().T)
+    for strict in (False, True):
+        for given, rows in ((None, (4, 7)), (weight.T.contiguous(), (6,))):
+            loss, exported = Loss(given, keywords), None
+            for count in rows:
+                x = hidden if given is not None else share(drawn(count)[0])[0].detach()
+                x, labels = x.clone().requires_grad_(), indices_of(count)[:, 0]
+                if exported is None:
+                    sizes = {0: torch.export.Dim("rows")} if given is None else {}
+                    exported = torch.export.export(loss, (x, labels), strict=strict,
+                                                   dynamic_shapes={"x": sizes, "labels": sizes}).module()
+                leaves = [x, *loss.parameters()]
+                expected = loss(x, labels)
+                found = exported(x, labels)
+                assert_same(found, expected)
+                assert_same(torch.autograd.grad(found, [x, *exported.parameters()]),
+                            torch.autograd.grad(expected, leaves))
+
+
 # ----------------------------------------------------------------------------------------------------------------- sent
 
 def sent_by(call: Callable[[], Any], number: int) -> Tuple[List[Collective], List[str]]:
@@ -291,7 +322,7 @@ def by_name(*functions: Callable[[], None]) -> Dict[str, Callable[[], None]]:
 
 MODES = by_name(shapes_of_the_ops, as_planned, as_planned_of_log_probs, bytes_of_a_row, loss_parallel_of_pytorch,
                 smoothing_over_all_classes, gradients_of_log_probabilities)
-COMPILERS = by_name(compiled_once_and_for_other_sizes, compiled_log_probs, traced_without_data)
+COMPILERS = by_name(compiled_once_and_for_other_sizes, compiled_log_probs, traced_without_data, exported)
 SLOW = by_name(compiled_with_every_form, compiled_by_inductor)
 
 if __name__ == "__main__":
