@@ -208,7 +208,7 @@ COUNTED = dict(rows=600, width=24, classes=53)
 
 
 class Collectives(TorchDispatchMode):
-    """Those that run inside: their names and bytes."""
+    """Those that run inside, of a loss's own: their names and bytes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -313,6 +313,12 @@ def errors(group, ranks: int, rank: int):
             out = sparse_ce.linear_cross_entropy(nothing, weight, labels[:0], reduction=reduction, group=of)
             grads = torch.autograd.grad(out.sum(), (nothing, weight))
             found[name, reduction] = out, *grads
+    poisoned, by = hidden.detach().clone(), torch.tensor([1.0, 0, 2, 1, 1, 1])
+    poisoned[1] = torch.nan
+    for name, of in (("of weight 0", dict(group=group)), ("of weight 0, one process", {})):
+        given = poisoned.clone().requires_grad_(), weight
+        grads = torch.autograd.grad(sparse_ce.linear_cross_entropy(*given, labels, row_weight=by, **of), given)
+        found[name] = [grad.isfinite() for grad in grads]
     found["and then"] = bool(loss().isfinite())  # the group is as it was
     return found
 

@@ -183,6 +183,15 @@ def test_no_rows_are_a_loss_of_0_and_gradients_of_0(name, ranks):
             assert_bitwise_equal(grad_weight, torch.zeros(5, 4))
 
 
+@pytest.mark.parametrize("ranks", RANKS)
+def test_a_row_of_weight_0_is_multiplied_as_in_one_process(ranks):
+    """What is not finite in it reaches the weight's gradient, as docs/linear-head.md says, and not the input's."""
+    for found in found_by(ranks):
+        for name in ("of weight 0", "of weight 0, one process"):
+            of_input, of_weight = found["errors"][name]
+            assert of_input.all() and not of_weight.any()
+
+
 def test_without_a_group_there_are_classes_and_no_vocab_start():
     hidden, labels = torch.randn(3, 4), torch.zeros(3, dtype=torch.long)
     with pytest.raises(ValueError, match="sparse_ce: vocab_start must be None where there is no group, got 3"):
