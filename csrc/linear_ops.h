@@ -1,5 +1,5 @@
 // linear_ops.h - the ops of the linear head on tensors, for the CPU and for CUDA alike. `device_t` as for
-// cross_entropy_ops.h and linear_head.h.
+// cross_entropy_ops.h, select_ops.h and linear_head.h, and select_forward_with_gradient.
 #pragma once
 
 #include "cross_entropy_ops.h"
@@ -60,8 +60,9 @@ class LinearOps {
     const bool more = entropy || argmax, anew = gradients.head.saves_memory();
     call.for_each_chunk(gradients.head, [&](int64_t begin, const Tensor& z) {
       const BackwardArgs chunk = gradients.chunk(backward, begin, z);
-      if (!more && !wanted.values && !anew) {
-        device_t::forward_with_gradient(rows.chunk(call.live_args, begin, z), chunk, like);
+      if (!wanted.values && !anew) {
+        more ? device_t::select_forward_with_gradient(rows.select_chunk(call.live_args, begin, z), chunk, like)
+             : device_t::forward_with_gradient(rows.chunk(call.live_args, begin, z), chunk, like);
       } else {  // what else needs the logits comes before the gradient, which overwrites them
         more ? device_t::select_forward(rows.select_chunk(call.live_args, begin, z), like)
              : device_t::forward(rows.chunk(call.live_args, begin, z), like);

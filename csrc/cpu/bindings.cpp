@@ -23,6 +23,9 @@ struct Cpu {
   static void backward_values(const BackwardArgs& args, const Tensor&) { cpu::cross_entropy_backward_values(args); }
   static void loss_mean(const LossMeanArgs& args, const Tensor&) { cpu::loss_mean(args); }
   static void select_forward(const SelectArgs& args, const Tensor&) { cpu::select_forward(args); }
+  static void select_forward_with_gradient(const SelectArgs& forward, const BackwardArgs& backward, const Tensor&) {
+    cpu::select_forward_with_gradient(forward, backward);
+  }
   static void select_merge(const SelectMergeArgs& args, const Tensor&) { cpu::select_merge(args); }
   static void select_backward(const SelectBackwardArgs& args, const Tensor&) { cpu::select_backward(args); }
   static void topk_ids(const TopkArgs& args, const Tensor&) { cpu::topk_ids(args); }

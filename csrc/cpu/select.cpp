@@ -64,6 +64,14 @@ class SelectForward {
     return out;
   }
 
+  // All that is asked for of a row; `after` is the row that will be read next.
+  void write(int64_t r, int64_t after, RowEntries<acc_t>& entries) const {
+    prepare(r, entries);
+    Span stats;
+    for (int64_t t = 0; t < spans_ && !args_.target.ignored(r); ++t) stats.merge(span(r, t, after, entries));
+    finish(r, stats, entries);
+  }
+
   // The outputs of a row, of the statistics of all its spans.
   void finish(int64_t r, Span row_stats, RowEntries<acc_t>& entries) const {
     const bool ignored = args_.target.ignored(r);
@@ -252,13 +260,7 @@ void run_forward(const SelectArgs& args) {
   if (!split_rows(args.rows, spans)) {
     parallel_rows(args.rows, args.classes(), [&](int64_t begin, int64_t end) {
       Entries entries;
-      for (int64_t r = begin; r < end; ++r) {
-        forward.prepare(r, entries);
-        Span stats;
-        for (int64_t t = 0; t < spans && !args.target.ignored(r); ++t)
-          stats.merge(forward.span(r, t, std::min(r + 1, end - 1), entries));
-        forward.finish(r, stats, entries);
-      }
+      for (int64_t r = begin; r < end; ++r) forward.write(r, std::min(r + 1, end - 1), entries);
     });
     return;
   }
@@ -273,6 +275,21 @@ void run_forward(const SelectArgs& args) {
     for (int64_t t = 0; t < spans; ++t) stats.merge(partial[r * spans + t]);
     forward.finish(r, stats, entries[r]);
   }
+}
+
+// The gradient of a row's loss follows what is asked for of the row while its logits are in the second cache.
+template <typename scalar_t>
+void run_both(const SelectArgs& forward_args, const BackwardArgs& backward_args) {
+  const SelectForward<scalar_t> forward(forward_args);
+  const Backward<scalar_t> backward(backward_args);
+  parallel_rows(forward_args.rows, forward_args.vocab, [&](int64_t begin, int64_t end) {
+    RowEntries<acc_type<scalar_t>> entries;
+    auto plan = backward.empty_plan();
+    for (int64_t r = begin; r < end; ++r) {
+      forward.write(r, r, entries);
+      backward.write(r, std::min(r + 1, end - 1), /*collected=*/false, plan);
+    }
+  });
 }
 
 template <typename acc_t>
@@ -329,6 +346,15 @@ void run_backward(const SelectBackwardArgs& args) {
 
 void select_forward(const SelectArgs& args) {
   with_storage(args.dtype, [&](auto storage) { run_forward<decltype(storage)>(args); });
+}
+
+void select_forward_with_gradient(const SelectArgs& forward, const BackwardArgs& backward) {
+  const bool short_rows = backward.vocab < kTile;  // whose caches need no order, and which backward may take across
+  if (short_rows || split_rows(forward.rows, divide_up(forward.vocab, kSpan))) {
+    select_forward(forward);
+    return cross_entropy_backward(backward);
+  }
+  with_storage(forward.dtype, [&](auto storage) { run_both<decltype(storage)>(forward, backward); });
 }
 
 void select_merge(const SelectMergeArgs& args) {

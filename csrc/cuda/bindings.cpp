@@ -84,6 +84,11 @@ struct Cuda {
   static void select_forward(const SelectArgs& args, const Tensor& like) {
     run(cuda::select_forward, cuda::select_forward_workspace, args, like);
   }
+  static void select_forward_with_gradient(const SelectArgs& forward, const BackwardArgs& backward_args,
+                                           const Tensor& like) {
+    select_forward(forward, like);
+    backward(backward_args, like);
+  }
   static void select_merge(const SelectMergeArgs& args, const Tensor& like) { run(cuda::select_merge, args, like); }
   static void select_backward(const SelectBackwardArgs& args, const Tensor& like) {
     run(cuda::select_backward, cuda::cross_entropy_backward_workspace, args, like);
