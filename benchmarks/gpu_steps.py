@@ -161,7 +161,7 @@ def speed(machine: Machine) -> List[Group]:
 def record(machine: Machine) -> List[Group]:
     """What is kept: sanitizers, the largest sizes, the whole benchmark."""
     checks = [Step("slow tests", pytest(machine, "slow", workers=4), 180),
-              *(Step(f"{tool} {op}", sanitizer(tool, machine, op), 35) for tool in SANITIZERS for op in machine.ops)]
+              *(Step(f"{tool} {op}", sanitizer(tool, machine, op), 30) for tool in SANITIZERS for op in machine.ops)]
     seconds = 265 if machine.kit_has_programs else 210
     return [*programs(machine), Group("checks", tuple(checks), 5),
             Group("benchmark", (benchmark(machine, "benchmark", seconds),))]
