@@ -13,6 +13,9 @@ import torch
 import sparse_ce
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "tests" / "emulation"))
+from build import NVCC, OPS  # noqa: E402
+
 LIBRARIES = sorted(Path(sparse_ce.__file__).parent.glob("_C*.so"))
 needs_nvcc = pytest.mark.skipif(shutil.which("nvcc") is None and "CI" not in os.environ, reason="needs nvcc")
 
@@ -138,3 +141,12 @@ def test_cmake_builds_the_same_ops(tmp_path):
                "print(*torch.ops.sparse_ce.forward(torch.zeros(1, 4), torch.tensor([2])))")
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=tmp_path)
     assert done.stdout.split() == ["tensor([1.3863])", "tensor([1.3863])"], done.stderr
+
+
+@needs_nvcc
+@pytest.mark.parametrize("op", OPS)
+def test_nvcc_takes_the_program_with_the_cases_of_an_op(op, tmp_path):
+    done = subprocess.run(["nvcc", *NVCC, "-arch=sm_90", "-Xcicc", "-O0", "-x", "cu", "-ptx",
+                           str(ROOT / f"tests/emulation/{op}.cpp"), "-o", str(tmp_path / "program.ptx")],
+                          capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

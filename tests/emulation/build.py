@@ -25,6 +25,7 @@ LAYER = ROOT / "third_party" / "cuda_on_cpu"
 BUILD = HERE / "build"
 # For a host compiler what csrc/ has from nvcc.
 DEVICE = ["-DSCE_CUDA", "-include", HERE / "device" / "launch.cuh"]
+NVCC = ["-std=c++17", "-O2", "-lineinfo", "--expt-relaxed-constexpr"]  # the last as PyTorch's builds of kernels have it
 OPS = sorted(path.stem for path in HERE.glob("*.cpp"))
 FLAVOURS = {
     "plain": ["-O2"],
@@ -106,8 +107,8 @@ def build_device(architectures: tuple = (), folder: Path = BUILD) -> list:
         code = [flag for n in digits for flag in ("-gencode", f"arch=compute_{n},code=sm_{n}")]
     outputs = [folder / f"{op}_device" for op in OPS]
     with ThreadPoolExecutor(min(len(OPS), os.cpu_count() or 1)) as pool:
-        list(pool.map(lambda op, out: run(["nvcc", "-std=c++17", "-O2", "-lineinfo", *code, "-x", "cu",
-                                           HERE / f"{op}.cpp", "-o", out]), OPS, outputs))
+        list(pool.map(lambda op, out: run(["nvcc", *NVCC, *code, "-x", "cu", HERE / f"{op}.cpp", "-o", out]),
+                      OPS, outputs))
     return outputs
 
 

@@ -5,6 +5,7 @@
 
 #include <algorithm>
 
+namespace sparse_ce {
 namespace {
 
 struct Case {
@@ -283,5 +284,9 @@ void run_case(const Case& c) {
 }
 
 }  // namespace
+}  // namespace sparse_ce
 
-int main(int argc, char** argv) { return run_seeds(argc, argv, draw, kind_of, run_case); }
+int main(int argc, char** argv) {
+  using namespace sparse_ce;
+  return run_seeds(argc, argv, draw, kind_of, run_case);
+}

@@ -5,6 +5,7 @@
 
 #include <algorithm>
 
+namespace sparse_ce {
 namespace {
 
 constexpr int64_t kReads = 12;  // of an entry, in each part of a row
@@ -134,5 +135,9 @@ std::string kind_of(const Case& c) {
 }
 
 }  // namespace
+}  // namespace sparse_ce
 
-int main(int argc, char** argv) { return run_seeds(argc, argv, draw, kind_of, run_case); }
+int main(int argc, char** argv) {
+  using namespace sparse_ce;
+  return run_seeds(argc, argv, draw, kind_of, run_case);
+}

@@ -8,6 +8,7 @@
 #include "../../csrc/cuda/loss_mean.cu"
 #include "../../csrc/cuda/one_pass.cu"
 
+namespace sparse_ce {
 namespace {
 
 // A row in float64, straight from the definition, with the bounds that rounding in the arithmetic dtype allows.
@@ -274,5 +275,9 @@ std::string kind_of(const Case& c) {
 }
 
 }  // namespace
+}  // namespace sparse_ce
 
-int main(int argc, char** argv) { return run_seeds(argc, argv, draw_rows, kind_of, run_case); }
+int main(int argc, char** argv) {
+  using namespace sparse_ce;
+  return run_seeds(argc, argv, draw_rows, kind_of, run_case);
+}

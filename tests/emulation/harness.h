@@ -19,8 +19,8 @@
 #include <string>
 #include <vector>
 
-using namespace sparse_ce;
-
+// Where nvcc compiles there is a ::cuda besides: what is written here is inside of the namespace, where it is ours.
+namespace sparse_ce {
 namespace {
 
 uint64_t random_state = 1;
@@ -156,3 +156,4 @@ int run_seeds(int argc, char** argv, const draw_t& draw, const kind_t& kind_of, 
 }
 
 }  // namespace
+}  // namespace sparse_ce

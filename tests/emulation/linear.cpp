@@ -3,6 +3,7 @@
 
 #include "../../csrc/cuda/linear.cu"
 
+namespace sparse_ce {
 namespace {
 
 enum Kind { kSum, kRows, kScale };
@@ -301,5 +302,9 @@ void run_case(const Case& c) {
 }
 
 }  // namespace
+}  // namespace sparse_ce
 
-int main(int argc, char** argv) { return run_seeds(argc, argv, draw, kind_of, run_case); }
+int main(int argc, char** argv) {
+  using namespace sparse_ce;
+  return run_seeds(argc, argv, draw, kind_of, run_case);
+}

@@ -3,6 +3,7 @@
 
 #include "../../csrc/cuda/masked_mean.cu"
 
+namespace sparse_ce {
 namespace {
 
 struct Run {
@@ -148,5 +149,9 @@ void run_case(const Case& c) {
 }
 
 }  // namespace
+}  // namespace sparse_ce
 
-int main(int argc, char** argv) { return run_seeds(argc, argv, draw, kind_of, run_case); }
+int main(int argc, char** argv) {
+  using namespace sparse_ce;
+  return run_seeds(argc, argv, draw, kind_of, run_case);
+}

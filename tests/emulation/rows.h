@@ -7,6 +7,7 @@
 
 #include <algorithm>
 
+namespace sparse_ce {
 namespace {
 
 struct Case {
@@ -214,3 +215,4 @@ struct Problem {
 };
 
 }  // namespace
+}  // namespace sparse_ce

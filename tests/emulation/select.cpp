@@ -6,6 +6,7 @@
 #include "../../csrc/cuda/cross_entropy.cu"
 #include "../../csrc/cuda/one_pass.cu"
 
+namespace sparse_ce {
 namespace {
 
 struct SelectCase : Case {
@@ -316,5 +317,9 @@ std::string kind_of(const SelectCase& c) {
 }
 
 }  // namespace
+}  // namespace sparse_ce
 
-int main(int argc, char** argv) { return run_seeds(argc, argv, draw_select, kind_of, run_select); }
+int main(int argc, char** argv) {
+  using namespace sparse_ce;
+  return run_seeds(argc, argv, draw_select, kind_of, run_select);
+}

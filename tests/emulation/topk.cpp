@@ -5,6 +5,7 @@
 
 #include <algorithm>
 
+namespace sparse_ce {
 namespace {
 
 struct Case {
@@ -58,9 +59,8 @@ void run_case(const Case& c) {
     // NaN above all.
     const auto z = [&](int64_t i) { return logits.get(r * c.row_stride + i); };
     const auto above = [](double a, double b) { return a > b || (a != a && b == b); };
-    std::stable_sort(order.begin(), order.end(), [&](int64_t a, int64_t b) {
-      return c.largest ? above(z(a), z(b)) : above(z(b), z(a));
-    });
+    std::stable_sort(order.begin(), order.end(),
+                     [&](int64_t a, int64_t b) { return c.largest ? above(z(a), z(b)) : above(z(b), z(a)); });
     for (int64_t i = 0; i < c.k; ++i) compare("id", r, i, ids.get(r * c.k + i), double(order[size_t(i)]), 0);
   }
 }
@@ -68,5 +68,9 @@ void run_case(const Case& c) {
 std::string kind_of(const Case& c) { return c.levels < 1000 ? "ties" : "few ties"; }
 
 }  // namespace
+}  // namespace sparse_ce
 
-int main(int argc, char** argv) { return run_seeds(argc, argv, draw, kind_of, run_case); }
+int main(int argc, char** argv) {
+  using namespace sparse_ce;
+  return run_seeds(argc, argv, draw, kind_of, run_case);
+}
