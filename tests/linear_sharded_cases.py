@@ -16,6 +16,7 @@ from typing import Any, Dict, NamedTuple, Optional
 import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 import linear_cases
@@ -208,15 +209,15 @@ COUNTED = dict(rows=600, width=24, classes=53)
 
 
 class Collectives(TorchDispatchMode):
-    """Those that run inside, of a loss's own: their names and bytes."""
+    """Those that run inside: their names and bytes."""
 
     def __init__(self) -> None:
         super().__init__()
         self.seen: list = []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if "_c10d_functional" in str(func) and "wait_tensor" not in str(func):
-            self.seen.append((func._schema.name.split("::")[1], args[0].numel() * args[0].element_size()))
+        if "c10d" in str(func) and "wait_tensor" not in str(func):
+            self.seen.append((func._schema.name.split("::")[1], sum(part.nbytes for part in tree_leaves(args[0]))))
         return func(*args, **(kwargs or {}))
 
 
