@@ -20,14 +20,13 @@ LIBRARIES = sorted(Path(sparse_ce.__file__).parent.glob("_C*.so"))
 needs_nvcc = pytest.mark.skipif(shutil.which("nvcc") is None and "CI" not in os.environ, reason="needs nvcc")
 
 
-@pytest.fixture(scope="module", params=["cross_entropy", "one_pass", "linear", "sparse_softmax", "masked_mean",
-                                        "candidates"])
+@pytest.fixture(scope="module", params=sorted(path.stem for path in (ROOT / "csrc" / "cuda").glob("*.cu")))
 def compiled(request, tmp_path_factory):
     """The kernels for sm_80 and sm_90, and ptxas' report: {(architecture, kernel): stack, spilled, registers}."""
     out = tmp_path_factory.mktemp("cuda") / f"{request.param}.o"
     done = subprocess.run(
         ["nvcc", "-std=c++17", "-O3", "--threads=2", "-gencode", "arch=compute_80,code=sm_80", "-gencode",
-         "arch=compute_90,code=sm_90", "-Xptxas", "-v", "-c", str(ROOT / f"csrc/cuda/{request.param}.cu"), "-o",
+         "arch=compute_90,code=sm_90", "--expt-relaxed-constexpr", "-Xptxas", "-v", "-c", str(ROOT / f"csrc/cuda/{request.param}.cu"), "-o",
          str(out)],
         capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -42,17 +41,16 @@ def compiled(request, tmp_path_factory):
 
 
 @needs_nvcc
-def test_no_kernel_spills_registers_for_half_bfloat16_and_float(compiled):
-    report = {key: value for key, value in compiled[1].items() if "double" not in key[1]}
-    kernels = {"cross_entropy": 3 * (2 + 2 + 1 + 1 + 3), "linear": 3 * (3 + 1) + 1, "sparse_softmax": 3 * 2 * (2 + 1),
-               "masked_mean": 3 * (4 + 2 + 2), "candidates": (3 + 2) * 3, "one_pass": 3 * (3 * 2 * 2 + 2)}
+def test_no_kernel_spills_registers(compiled):
+    report = compiled[1]
+    kernels = {"candidates": 3 * (4 + 2), "cross_entropy": 4 * (2 + 2 + 1 + 1 + 3), "linear": 10 + 1 + 4, "loss_mean": 2,
+               "masked_mean": 4 * (4 + 2 + 2), "one_pass": 3 * (3 * 2 * 2 + 2), "select": 4 * (2 + 2 + 1),
+               "select_merge": 2, "sparse_softmax": 4 * 2 * (2 + 1), "topk": 4}
     assert len(report) == 2 * kernels[compiled[0].stem]  # of both architectures
-    # A row in registers and its entries are more than there are, but for the loops over the row: a stack of 128 bytes.
-    most = {key: 128 if re.search(r"one_pass_kernel<.*true>", key[1]) else 0 for key in report}
-    assert {key: stack for key, (stack, *_) in report.items() if stack > most[key]} == {}
-    assert {key: spilled for key, (_, spilled, _) in report.items() if spilled and not most[key]} == {}
-    if compiled[0].stem == "cross_entropy":  # fewer blocks a multiprocessor have registers for float64, too
-        assert {key: spilled for key, (_, spilled, _) in compiled[1].items() if spilled} == {}
+    # Sixteen packs of a row are for clusters, which devices of 8.0 do not have.
+    runs = {key: value for key, value in report.items() if key[0] != "sm_80" or ", 256, 16>" not in key[1]}
+    assert {key: stack for key, (stack, *_) in runs.items() if stack} == {}
+    assert {key: spilled for key, (_, spilled, _) in runs.items() if spilled} == {}
 
 
 @needs_nvcc
@@ -101,6 +99,14 @@ def test_logits_are_read_and_gradients_written_by_16_bytes(compiled):
             assert (before if plain else body).count("LDG.E.128") >= packs, name  # all before the first exponential
             assert not gradient or body.count("STG.E.128") >= packs, name
         return
+    if compiled[0].stem in ("select", "topk"):
+        for name, body in found:
+            if not re.search(r"\dselect_merge_kernel", name):
+                assert body.count("LDG.E.128") >= 4, name
+                assert "backward" not in name or body.count("STG.E.128") >= 4, name
+        return
+    if compiled[0].stem in ("select_merge", "loss_mean"):
+        return  # a few numbers of each row
     streams = r"\d(forward|backward|rows|spans|scale|accumulate)_kernel"
     dense = {name: body for name, body in functions.items() if re.search(streams, name)}
     assert len(dense) >= 2 * 4

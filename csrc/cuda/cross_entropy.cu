@@ -41,7 +41,7 @@ __global__ void __launch_bounds__(kThreads, held_blocks<scalar_t>(4))
   using Group = RowGroup<kWidth>;
   const int64_t columns = args.target.num_classes;
   for (int64_t item = Group::number(); item < args.rows * splits; item += Group::count()) {
-    const int64_t r = item / splits, split = item % splits;
+    const auto [r, split] = part_of(item, splits);
     const bool ignored = args.target.ignored(r);
     RowStats<acc_type<scalar_t>> stats;
     if (!ignored)
@@ -78,7 +78,7 @@ __global__ void __launch_bounds__(kThreads, held_blocks<scalar_t>(3))
   if (args.is_made()) return;
   const int64_t first_class = args.first_class, classes = args.classes();
   for (int64_t item = Group::number(); item < args.rows * splits; item += Group::count()) {
-    const int64_t r = item / splits, split = item % splits;
+    const auto [r, split] = part_of(item, splits);
     const int64_t begin = first_class + split_begin(classes, splits, split);
     const int64_t end = first_class + split_begin(classes, splits, split + 1);
     const scalar_t* row = args.template row<scalar_t>(r);

@@ -52,6 +52,7 @@ bool has_clusters(void (*kernel)(parameters_t...)) {
 // The blocks of a cluster, from compute capability 9.0 on: elsewhere nobody launches one.
 struct Cluster {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  static constexpr bool kExist = true;
   __device__ static void sync() { cooperative_groups::this_cluster().sync(); }
   // What block `rank` has at `shared`, a shared variable.
   template <typename T>
@@ -59,6 +60,7 @@ struct Cluster {
     return cooperative_groups::this_cluster().map_shared_rank(shared, rank);
   }
 #else
+  static constexpr bool kExist = false;
   __device__ static void sync() { __trap(); }
   template <typename T>
   __device__ static const T* of_block(T* shared, int) {

@@ -13,7 +13,7 @@ constexpr int64_t kBlockRows = 2 * kRows * kThreads;  // more are worth a cluste
 
 // One block, or those of one cluster.
 template <typename acc_t>
-__global__ void __launch_bounds__(kThreads) loss_mean_kernel(LossMeanArgs args, int cluster) {
+__global__ void __launch_bounds__(kThreads, held_blocks<acc_t>(3)) loss_mean_kernel(LossMeanArgs args, int cluster) {
   using Group = RowGroup<kThreads>;
   const TargetView& target = args.target;
   const bool asks = args.asks_whether_ignored(), by_index = asks && target.has_width();

@@ -13,40 +13,43 @@ namespace {
 constexpr int kCacheThreads = 512;  // of a block whose row waits in the cache: alone on its multiprocessor
 
 // What one thread has of a row, whose 16-byte packs its group shares out: kPacks of them, kStride columns apart.
-// Columns that are none of the classes are -inf.
+// Columns that are none of the classes are -inf. Places are counted from the slice's first pack, in 32 bits: registers.
 template <typename scalar, int kThreadsOfRow, int kPacks>
 struct RowSlice {
   using scalar_t = scalar;
   using acc_t = acc_type<scalar_t>;
   static constexpr bool kHolds = true;
   static constexpr int kWidth = kThreadsOfRow, kSize = Pack<scalar_t>::kSize;
-  static constexpr int64_t kStride = int64_t(kWidth) * kSize, kColumns = kPacks * kStride;
+  static constexpr int kStride = kWidth * kSize, kColumns = kPacks * kStride;
   static constexpr int blocks(bool plain) { return kPacks > 8 || !plain ? 2 : 3; }  // that a multiprocessor shall hold
 
-  // Part `part` of the row's slices; `begin`, up to `end`, are the classes that the group has.
-  __device__ RowSlice(const scalar_t* row, int64_t classes, int part, int) : classes_(classes) {
-    const int64_t slice = int64_t(part) * kColumns - misalignment(row);
-    begin = slice > 0 ? slice : 0;
-    end = slice + kColumns < classes ? slice + kColumns : classes;
-    if (end < begin) end = begin;
-    first_ = slice + int64_t(RowGroup<kWidth>::rank()) * kSize;
+  // Part `part` of the row's slices.
+  __device__ RowSlice(const scalar_t* row, int64_t classes, int part, int)
+      : origin_(int64_t(part) * kColumns - misalignment(row)), lead_(part == 0 ? misalignment(row) : 0) {
+    const int64_t count = classes - origin_;
+    count_ = count < 0 ? 0 : count < kColumns ? static_cast<int>(count) : kColumns;
   }
 
-  __device__ static int64_t misalignment(const scalar_t* row) {
-    return static_cast<int64_t>(reinterpret_cast<uintptr_t>(row) % 16 / sizeof(scalar_t));
+  __device__ static int misalignment(const scalar_t* row) {
+    return static_cast<int>(reinterpret_cast<uintptr_t>(row) % 16 / sizeof(scalar_t));
   }
+
+  // The classes [begin, end) are the group's.
+  __device__ int64_t begin() const { return origin_ + lead_; }
+  __device__ int64_t end() const { return origin_ + count_; }
 
   __device__ __forceinline__ void load(const scalar_t* row) {
+    const scalar_t* mine = row + first();
 #pragma unroll
     for (int u = 0; u < kPacks; ++u) {
-      if (column(u) >= classes_) break;  // nobody looks at those behind
+      if (place(u) >= count_) break;  // nobody looks at those behind
       Pack<scalar_t> pack;
       if (whole(u)) {
-        pack = Pack<scalar_t>::load(row + column(u));
+        pack = Pack<scalar_t>::load(mine + u * kStride);
       } else {
 #pragma unroll
         for (int e = 0; e < kSize; ++e) from_acc(-acc_t(INFINITY), pack.at[e]);
-        for_edge(u, [&](int e) { pack.at[e] = row[column(u) + e]; });
+        for_edge(u, [&](int e) { pack.at[e] = mine[u * kStride + e]; });
       }
       std::memcpy(words_[u], pack.at, sizeof(pack));
     }
@@ -60,7 +63,7 @@ struct RowSlice {
     RowStats<acc_t> stats;
 #pragma unroll
     for (int u = 0; u < kPacks; ++u) {
-      if (column(u) >= classes_) break;  // exponentials of nothing would take their time
+      if (place(u) >= count_) break;  // exponentials of nothing would take their time
       acc_t z[kSize], o[kSize];
       const auto add = [&](const LogitTransform<acc_t>& of_logit) {
 #pragma unroll
@@ -69,10 +72,8 @@ struct RowSlice {
             z[e] = element(u, e);
             continue;
           }
-          const int64_t c = column(u) + e;
-          const bool there = 0 <= c && c < classes_;
-          z[e] = there ? of_logit(element(u, e)) : -acc_t(INFINITY);
-          o[e] = !there ? acc_t(0) : smooth && weight ? weight[c] : acc_t(1);
+          z[e] = there(u, e) ? of_logit(element(u, e)) : -acc_t(INFINITY);
+          o[e] = !there(u, e) ? acc_t(0) : smooth && weight ? weight[first() + u * kStride + e] : acc_t(1);
         }
       };
       kPlain ? add(transform) : by_softcap(transform, add);
@@ -101,9 +102,10 @@ struct RowSlice {
     const bool smooth = !kPlain && args.options.label_smoothing != 0;
     const acc_t* weight = static_cast<const acc_t*>(args.target.weight);
     const int width = common_width(row, gradient);
+    scalar_t* mine = gradient + first();
 #pragma unroll
     for (int u = 0; u < kPacks; ++u) {
-      if (column(u) >= classes_) break;
+      if (place(u) >= count_) break;
       Pack<scalar_t> pack;
       const auto make = [&](const LogitTransform<acc_t>& of_logit) {
 #pragma unroll
@@ -112,8 +114,7 @@ struct RowSlice {
           if constexpr (kPlain) {
             from_acc(c.at(x), pack.at[e]);
           } else {
-            const int64_t at = column(u) + e;
-            const acc_t o = smooth && weight && 0 <= at && at < classes_ ? weight[at] : acc_t(1);
+            const acc_t o = smooth && weight && there(u, e) ? weight[first() + u * kStride + e] : acc_t(1);
             const auto [z, of_cap] = of_logit.with_slope(x);
             from_acc(c.at(z, o) * (of_logit.scale * of_cap), pack.at[e]);
           }
@@ -121,22 +122,22 @@ struct RowSlice {
       };
       kPlain ? make(transform) : by_softcap(transform, make);
       if (whole(u))
-        pack.store(gradient + column(u), width);
+        pack.store(mine + u * kStride, width);
       else
-        for_edge(u, [&](int e) { gradient[column(u) + e] = pack.at[e]; });
+        for_edge(u, [&](int e) { mine[u * kStride + e] = pack.at[e]; });
     }
   }
 
-  int64_t begin, end;
-
  private:
-  __device__ int64_t column(int u) const { return first_ + u * kStride; }
-  __device__ bool whole(int u) const { return column(u) >= 0 && column(u) + kSize <= classes_; }
+  __device__ static int place(int u) { return (RowGroup<kWidth>::rank() + u * kWidth) * kSize; }
+  __device__ int64_t first() const { return origin_ + place(0); }  // the column of the first pack
+  __device__ bool there(int u, int e) const { return lead_ <= place(u) + e && place(u) + e < count_; }
+  __device__ bool whole(int u) const { return lead_ <= place(u) && place(u) + kSize <= count_; }
   template <typename function_t>
   __device__ __forceinline__ void for_edge(int u, const function_t& f) const {
 #pragma unroll
     for (int e = 0; e < kSize; ++e)
-      if (0 <= column(u) + e && column(u) + e < classes_) f(e);
+      if (there(u, e)) f(e);
   }
 
   __device__ __forceinline__ acc_t element(int u, int e) const {
@@ -145,7 +146,8 @@ struct RowSlice {
     std::memcpy(of_word, &words_[u][e / kOfWord], sizeof(of_word));
     return to_acc(of_word[e % kOfWord]);
   }
-  int64_t classes_, first_;
+  int64_t origin_;  // the column of the slice's first pack, perhaps before the row's first
+  int lead_, count_;  // of the places [lead, count) there are classes
   uint32_t words_[kPacks][4];
 };
 
@@ -159,22 +161,25 @@ struct RowInCache {
   static constexpr int blocks(bool) { return 1; }
 
   __device__ RowInCache(const scalar_t*, int64_t classes, int part, int parts)
-      : begin(split_begin(classes, parts, part)), end(split_begin(classes, parts, part + 1)) {}
+      : begin_(split_begin(classes, parts, part)), end_(split_begin(classes, parts, part + 1)) {}
 
+  __device__ int64_t begin() const { return begin_; }
+  __device__ int64_t end() const { return end_; }
   __device__ void load(const scalar_t*) {}
   __device__ void unknow(uint32_t) {}
 
   template <bool>
   __device__ RowStats<acc_t> stats(const ForwardArgs& args, int64_t r, const LogitTransform<acc_t>&) const {
-    return scan_row<kWidth, scalar_t>(args, r, begin, end);
+    return scan_row<kWidth, scalar_t>(args, r, begin_, end_);
   }
   template <bool>
   __device__ void write(const BackwardArgs& args, const GradientCoefficients<acc_t>& c,
                         const LogitTransform<acc_t>& transform, const scalar_t* row, scalar_t* gradient) const {
-    write_dense<kWidth>(args, c, transform, row, gradient, begin, end);
+    write_dense<kWidth>(args, c, transform, row, gradient, begin_, end_);
   }
 
-  const int64_t begin, end;
+ private:
+  int64_t begin_, end_;
 };
 
 // What the entries among the columns [begin, end) of row r add, relative to `max`; the first part also has those that
@@ -209,40 +214,44 @@ __global__ void __launch_bounds__(threads_of_block(slice_t::kWidth), slice_t::bl
   constexpr int kWidth = slice_t::kWidth;
   using Group = RowGroup<kWidth>;
   const int64_t classes = args.target.num_classes;
-  const int part = static_cast<int>(Group::number() % cluster);
-  for (int64_t r = Group::number() / cluster; r < args.rows; r += Group::count() / cluster) {
+  constexpr bool kMayShare = Cluster::kExist && Group::kPerBlock == 1;  // a row among blocks, of which 32 bits count
+  const unsigned blocks = kMayShare ? static_cast<unsigned>(cluster) : 1;
+  const int part = kMayShare ? static_cast<int>(blockIdx.x % blocks) : 0;
+  const int64_t step = kMayShare ? gridDim.x / blocks : Group::count();
+  for (int64_t r = kMayShare ? blockIdx.x / blocks : Group::number(); r < args.rows; r += step) {
     const scalar_t* row = args.template row<scalar_t>(r);
-    scalar_t* gradient = kGradient ? back.template gradient_row<scalar_t>(r) : nullptr;
+    const auto gradient = [&] { return back.template gradient_row<scalar_t>(r); };
     slice_t slice(row, classes, part, cluster);
-    if (kGradient && part == 0) write_zeros<kWidth>(gradient, classes, back.vocab);
+    if (kGradient && part == 0) write_zeros<kWidth>(gradient(), classes, back.vocab);
     if (args.target.ignored(r)) {  // and is not read: of some batches that is most rows
       if (part == 0 && Group::rank() == 0) args.write(r, true, RowStats<acc_t>{}, TargetStats<acc_t>{});
-      if (kGradient) write_zeros<kWidth>(gradient, slice.begin, slice.end);
+      if (kGradient) write_zeros<kWidth>(gradient(), slice.begin(), slice.end());
       continue;
     }
     slice.load(row);
     const EntryRange range = args.target.row(r);
-    const LogitTransform<acc_t> transform = args.template transform<acc_t>(r);
+    const LogitTransform<acc_t> transform =
+        kPlain ? LogitTransform<acc_t>(LossOptions{}) : args.template transform<acc_t>(r);
     PartStats<acc_t> stats;
     stats.row = Group::broadcast(Group::reduce(slice.template stats<kPlain>(args, r, transform)));
-    stats.entries = entries_of_part<kWidth>(args, range, transform, row, slice.begin, slice.end, part, stats.row.max);
-    if (cluster > 1) stats = merge_of_cluster(stats, cluster);
+    stats.entries = entries_of_part<kWidth>(args, range, transform, row, slice.begin(), slice.end(), part, stats.row.max);
+    if (kMayShare && cluster > 1) stats = merge_of_cluster(stats, cluster);
     if (part == 0 && Group::rank() == 0) args.write(r, false, stats.row, stats.entries);
     if constexpr (kGradient) {
       if (back.template without_gradient<acc_t>(r)) {
         Group::sync();  // the logits are read
-        write_zeros<kWidth>(gradient, slice.begin, slice.end);
+        write_zeros<kWidth>(gradient(), slice.begin(), slice.end());
         continue;
       }
       const acc_t mass = mass_of_row<kWidth, acc_t>(args.target, range);
       const RowLoss<acc_t> of_row(stats.row, stats.entries, args.options, classes);  // whose lse all threads know
       const auto c = back.coefficients(r, mass, of_row.lse, back.lse_residual ? of_row.lse_residual : acc_t(0));
-      make_entry_gradients<kWidth>(back, c, transform, range, row, slice.begin, slice.end, entry_gradients);
+      make_entry_gradients<kWidth>(back, c, transform, range, row, slice.begin(), slice.end(), entry_gradients);
       Group::sync();  // the logits at the entries are read
       slice.unknow(static_cast<uint32_t>(cluster) >> 8);
-      slice.template write<kPlain>(back, c, transform, row, gradient);
+      slice.template write<kPlain>(back, c, transform, row, gradient());
       Group::sync();  // the dense gradient is written
-      write_entry_gradients<kWidth>(args.target, range, slice.begin, slice.end, entry_gradients, gradient);
+      write_entry_gradients<kWidth>(args.target, range, slice.begin(), slice.end(), entry_gradients, gradient());
     }
   }
 }

@@ -24,6 +24,16 @@ __host__ __device__ inline int64_t split_begin(int64_t columns, int64_t splits, 
   return split * part < columns ? split * part : columns;
 }
 
+// Which part of which row an item is, where rows have `splits` parts. Whole rows need no division: one of 64 bits is a
+// hundred instructions, and what it needs of registers others lose.
+struct RowPart {
+  int64_t row, split;
+};
+__device__ inline RowPart part_of(int64_t item, int64_t splits) {
+  if (splits == 1) return {item, 0};
+  return {item / splits, item % splits};
+}
+
 // f(transform), which is told once for many logits whether they have a softcap: a question at each would keep the
 // arithmetic of one from that of the next.
 template <typename acc_t, typename function_t>

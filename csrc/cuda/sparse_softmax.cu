@@ -286,7 +286,7 @@ __device__ void fill_rest(const SparseSoftmaxArgs& args) {
 
 // Spans first, which take longest; partial (spans, width, 2). Then rows, as many as the block has groups of kLanes.
 template <typename op_t, int kLanes>
-__global__ void __launch_bounds__(kThreads, 4)
+__global__ void __launch_bounds__(kThreads, held_blocks<typename op_t::scalar_t>(4))
     rows_kernel(SparseSoftmaxArgs args, Plan plan, typename op_t::Total* partial) {
   constexpr int kRows = kThreads / kLanes;
   if (blockIdx.x == 0) fill_rest<typename op_t::scalar_t>(args);
@@ -321,7 +321,7 @@ __global__ void __launch_bounds__(kThreads, 4)
 
 // Writes the rows that spans share.
 template <typename op_t>
-__global__ void __launch_bounds__(kThreads, 4)
+__global__ void __launch_bounds__(kThreads, held_blocks<typename op_t::scalar_t>(4))
     spans_kernel(SparseSoftmaxArgs args, Plan plan, const typename op_t::Total* partial) {
   for (int64_t item = blockIdx.x; item < plan.spans * args.width; item += gridDim.x)
     for_shared_rows(args, plan, item, [&](const Row& row, const Row& part) {

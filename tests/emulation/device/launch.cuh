@@ -40,6 +40,7 @@ bool has_clusters(void (*)(parameters_t...)) {
 }
 
 struct Cluster {
+  static constexpr bool kExist = true;
   static void sync() { cooperative_groups::this_cluster().sync(); }
   template <typename T>
   static const T* of_block(T* shared, int rank) {
