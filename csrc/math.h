@@ -126,7 +126,7 @@ struct RowStats {
   }
 
   SCE_HD void merge(RowStats other) {
-    const acc_t to = other.max > max ? other.max : max;
+    const acc_t to = larger(other.max, max);
     move_max(to);
     other.move_max(to);
     sum += other.sum;
@@ -139,7 +139,7 @@ struct RowStats {
   SCE_HD void push(const logits_t& z, int64_t begin, int64_t end) {
     acc_t to = max;
     SCE_SIMD(reduction(max : to))
-    for (int64_t i = begin; i < end; ++i) to = z[i] > to ? z[i] : to;
+    for (int64_t i = begin; i < end; ++i) to = larger(acc_t(z[i]), to);
     if (to != max) move_max(to);
     sum += sum_in_lanes<acc_t>(begin, end, [&](int64_t i) { return exponential(z[i] - to); });
   }
@@ -188,7 +188,7 @@ struct PartStats {
     row.move_max(to);
   }
   SCE_HD void merge(PartStats other) {
-    const acc_t to = other.row.max > row.max ? other.row.max : row.max;
+    const acc_t to = larger(other.row.max, row.max);
     move_max(to);
     other.move_max(to);
     row.merge(other.row);

@@ -10,6 +10,16 @@ namespace sparse_ce {
 
 SCE_HD constexpr int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
+// The larger of two, b if a is a NaN, in one instruction of a GPU: a comparison and a choice would be two.
+template <typename acc_t>
+SCE_HD acc_t larger(acc_t a, acc_t b) {
+#if defined(__CUDA_ARCH__)
+  return fmax(a, b);
+#else
+  return a > b ? a : b;
+#endif
+}
+
 #ifdef SCE_CUDA
 // ex2.approx.ftz: 2 ulp, and exactly 0 for -inf. The plain exp2f spends three more instructions on subnormals.
 SCE_HD float power_of_2(float x) {

@@ -43,7 +43,7 @@ struct SelectStats {
   SCE_HD void merge(SelectStats other) {
     const bool lower = other.row.max == row.max && static_cast<uint64_t>(other.argmax) < static_cast<uint64_t>(argmax);
     if (other.row.max > row.max || lower) argmax = other.argmax;
-    const acc_t to = other.row.max > row.max ? other.row.max : row.max;
+    const acc_t to = larger(other.row.max, row.max);
     if (row.max != to) move_max(to);
     if (other.row.max != to) other.move_max(to);
     row.merge(other.row);

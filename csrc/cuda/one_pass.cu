@@ -64,29 +64,25 @@ struct RowSlice {
 #pragma unroll
     for (int u = 0; u < kPacks; ++u) {
       if (place(u) >= count_) break;  // exponentials of nothing would take their time
-      acc_t z[kSize], o[kSize];
-      const auto add = [&](const LogitTransform<acc_t>& of_logit) {
+      acc_t z[kSize];
+      numbers(u, z);
+      const auto make = [&](const LogitTransform<acc_t>& of_logit) {
 #pragma unroll
-        for (int e = 0; e < kSize; ++e) {
-          if constexpr (kPlain) {
-            z[e] = element(u, e);
-            continue;
-          }
-          z[e] = there(u, e) ? of_logit(element(u, e)) : -acc_t(INFINITY);
-          o[e] = !there(u, e) ? acc_t(0) : smooth && weight ? weight[first() + u * kStride + e] : acc_t(1);
-        }
+        for (int e = 0; e < kSize; ++e) z[e] = there(u, e) ? of_logit(z[e]) : -acc_t(INFINITY);
       };
-      kPlain ? add(transform) : by_softcap(transform, add);
+      if constexpr (!kPlain) by_softcap(transform, make);
       stats.push(z, 0, kSize);
-      if (smooth) stats.push_weighted(z, o, kSize);
+      if (!smooth) continue;
+      acc_t o[kSize];
+      weights(u, weight, o);
+      stats.push_weighted(z, o, kSize);
     }
     return stats;
   }
 
-  // `zero` is 0, which the compiler must not know: else it keeps the numbers that it has made of 16-bit logits, and for
+  // `zero` is 0, which the compiler must not know: else it keeps the numbers that it has made of the logits, and for
   // these there are no registers, in place of making them again.
   __device__ __forceinline__ void unknow(uint32_t zero) {
-    if constexpr (sizeof(scalar_t) > 2) return;
 #pragma unroll
     for (int u = 0; u < kPacks; ++u) {
 #pragma unroll
@@ -99,28 +95,32 @@ struct RowSlice {
   __device__ __forceinline__ void write(const BackwardArgs& args, const GradientCoefficients<acc_t>& c,
                                         const LogitTransform<acc_t>& transform, const scalar_t* row,
                                         scalar_t* gradient) const {
+    // Only where labels are smoothed: an infinite one would be multiplied by 0.
     const bool smooth = !kPlain && args.options.label_smoothing != 0;
-    const acc_t* weight = static_cast<const acc_t*>(args.target.weight);
+    const acc_t* weight = smooth ? static_cast<const acc_t*>(args.target.weight) : nullptr;
     const int width = common_width(row, gradient);
     scalar_t* mine = gradient + first();
 #pragma unroll
     for (int u = 0; u < kPacks; ++u) {
       if (place(u) >= count_) break;
-      Pack<scalar_t> pack;
+      acc_t x[kSize], o[kSize];
+      numbers(u, x);
+      if constexpr (!kPlain) weights(u, weight, o);
       const auto make = [&](const LogitTransform<acc_t>& of_logit) {
 #pragma unroll
         for (int e = 0; e < kSize; ++e) {
-          const acc_t x = element(u, e);
-          if constexpr (kPlain) {
-            from_acc(c.at(x), pack.at[e]);
-          } else {
-            const acc_t o = smooth && weight && there(u, e) ? weight[first() + u * kStride + e] : acc_t(1);
-            const auto [z, of_cap] = of_logit.with_slope(x);
-            from_acc(c.at(z, o) * (of_logit.scale * of_cap), pack.at[e]);
-          }
+          const auto [z, of_cap] = of_logit.with_slope(x[e]);
+          x[e] = c.at(z, o[e]) * (of_logit.scale * of_cap);
         }
       };
-      kPlain ? make(transform) : by_softcap(transform, make);
+      if constexpr (kPlain) {
+#pragma unroll
+        for (acc_t& of_one : x) of_one = c.at(of_one);
+      } else {
+        by_softcap(transform, make);
+      }
+      Pack<scalar_t> pack;
+      from_numbers(x, pack);
       if (whole(u))
         pack.store(mine + u * kStride, width);
       else
@@ -140,12 +140,20 @@ struct RowSlice {
       if (there(u, e)) f(e);
   }
 
-  __device__ __forceinline__ acc_t element(int u, int e) const {
-    constexpr int kOfWord = sizeof(uint32_t) / sizeof(scalar_t);
-    scalar_t of_word[kOfWord];
-    std::memcpy(of_word, &words_[u][e / kOfWord], sizeof(of_word));
-    return to_acc(of_word[e % kOfWord]);
+  // Of what is no class 0.
+  __device__ __forceinline__ void weights(int u, const acc_t* weight, acc_t (&o)[kSize]) const {
+    if (whole(u)) return load_weights(weight ? weight + first() + u * kStride : nullptr, o);
+#pragma unroll
+    for (int e = 0; e < kSize; ++e)
+      o[e] = !there(u, e) ? acc_t(0) : weight ? weight[first() + u * kStride + e] : acc_t(1);
   }
+
+  __device__ __forceinline__ void numbers(int u, acc_t (&x)[kSize]) const {
+    Pack<scalar_t> pack;
+    std::memcpy(pack.at, words_[u], sizeof(pack));
+    to_numbers(pack, x);
+  }
+
   int64_t origin_;  // the column of the slice's first pack, perhaps before the row's first
   int lead_, count_;  // of the places [lead, count) there are classes
   uint32_t words_[kPacks][4];
@@ -219,22 +227,22 @@ __global__ void __launch_bounds__(threads_of_block(slice_t::kWidth), slice_t::bl
   const int part = kMayShare ? static_cast<int>(blockIdx.x % blocks) : 0;
   const int64_t step = kMayShare ? gridDim.x / blocks : Group::count();
   for (int64_t r = kMayShare ? blockIdx.x / blocks : Group::number(); r < args.rows; r += step) {
-    const scalar_t* row = args.template row<scalar_t>(r);
+    const auto row = [&] { return args.template row<scalar_t>(r); };
     const auto gradient = [&] { return back.template gradient_row<scalar_t>(r); };
-    slice_t slice(row, classes, part, cluster);
+    slice_t slice(row(), classes, part, cluster);
     if (kGradient && part == 0) write_zeros<kWidth>(gradient(), classes, back.vocab);
     if (args.target.ignored(r)) {  // and is not read: of some batches that is most rows
       if (part == 0 && Group::rank() == 0) args.write(r, true, RowStats<acc_t>{}, TargetStats<acc_t>{});
       if (kGradient) write_zeros<kWidth>(gradient(), slice.begin(), slice.end());
       continue;
     }
-    slice.load(row);
+    slice.load(row());
     const EntryRange range = args.target.row(r);
     const LogitTransform<acc_t> transform =
         kPlain ? LogitTransform<acc_t>(LossOptions{}) : args.template transform<acc_t>(r);
     PartStats<acc_t> stats;
     stats.row = Group::broadcast(Group::reduce(slice.template stats<kPlain>(args, r, transform)));
-    stats.entries = entries_of_part<kWidth>(args, range, transform, row, slice.begin(), slice.end(), part, stats.row.max);
+    stats.entries = entries_of_part<kWidth>(args, range, transform, row(), slice.begin(), slice.end(), part, stats.row.max);
     if (kMayShare && cluster > 1) stats = merge_of_cluster(stats, cluster);
     if (part == 0 && Group::rank() == 0) args.write(r, false, stats.row, stats.entries);
     if constexpr (kGradient) {
@@ -246,10 +254,10 @@ __global__ void __launch_bounds__(threads_of_block(slice_t::kWidth), slice_t::bl
       const acc_t mass = mass_of_row<kWidth, acc_t>(args.target, range);
       const RowLoss<acc_t> of_row(stats.row, stats.entries, args.options, classes);  // whose lse all threads know
       const auto c = back.coefficients(r, mass, of_row.lse, back.lse_residual ? of_row.lse_residual : acc_t(0));
-      make_entry_gradients<kWidth>(back, c, transform, range, row, slice.begin(), slice.end(), entry_gradients);
+      make_entry_gradients<kWidth>(back, c, transform, range, row(), slice.begin(), slice.end(), entry_gradients);
       Group::sync();  // the logits at the entries are read
       slice.unknow(static_cast<uint32_t>(cluster) >> 8);
-      slice.template write<kPlain>(back, c, transform, row, gradient());
+      slice.template write<kPlain>(back, c, transform, row(), gradient());
       Group::sync();  // the dense gradient is written
       write_entry_gradients<kWidth>(args.target, range, slice.begin(), slice.end(), entry_gradients, gradient());
     }

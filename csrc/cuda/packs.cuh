@@ -1,6 +1,7 @@
 // packs.cuh - elements that lie side by side, read and written as wide as they can be at once.
 #pragma once
 
+#include "../dtype.h"
 #include "launch.cuh"
 
 #include <cstring>
@@ -62,6 +63,60 @@ struct Pack {
     }
   }
 };
+
+// A pack as numbers, and numbers rounded to one. Two of 16 bits share a register, and the device has instructions for
+// both: converted one by one each would be given a register of its own before.
+template <typename scalar_t, int size>
+__device__ __forceinline__ void to_numbers(const Pack<scalar_t, size>& pack, acc_type<scalar_t> (&x)[size]) {
+#pragma unroll
+  for (int e = 0; e < size; ++e) {
+    if constexpr (std::is_same<scalar_t, BFloat16>::value && size % 2 == 0) {  // the upper half of a float32
+      uint32_t word;
+      std::memcpy(&word, &pack.at[e / 2 * 2], sizeof(word));
+      word = e % 2 == 0 ? word << 16 : word & 0xffff0000u;
+      std::memcpy(&x[e], &word, sizeof(word));
+    } else {
+      x[e] = to_acc(pack.at[e]);
+    }
+  }
+}
+template <typename scalar_t, int size>
+__device__ __forceinline__ void from_numbers(const acc_type<scalar_t> (&x)[size], Pack<scalar_t, size>& pack) {
+  if constexpr (sizeof(scalar_t) == 2 && size % 2 == 0) {
+#pragma unroll
+    for (int e = 0; e < size; e += 2) {
+      const auto two = [&] {
+        if constexpr (std::is_same<scalar_t, BFloat16>::value) return __floats2bfloat162_rn(x[e], x[e + 1]);
+        else return __floats2half2_rn(x[e], x[e + 1]);
+      }();
+      std::memcpy(&pack.at[e], &two, sizeof(two));
+    }
+  } else {
+#pragma unroll
+    for (int e = 0; e < size; ++e) from_acc(x[e], pack.at[e]);
+  }
+}
+
+// The weights of the classes from `weight` on, 16 bytes at once where they lie so, as those of aligned rows' packs do;
+// 1 for each where there are none (null).
+template <typename acc_t, int count>
+__device__ __forceinline__ void load_weights(const acc_t* weight, acc_t (&o)[count]) {
+  using Weights = Pack<acc_t>;
+#pragma unroll
+  for (acc_t& of_one : o) of_one = acc_t(1);
+  if (!weight) return;
+  if (count % Weights::kSize == 0 && Weights::aligned(weight)) {
+#pragma unroll
+    for (int e = 0; e < count; ++e)
+      if (e % Weights::kSize == 0) {
+        const Weights pack = Weights::load(weight + e);
+        std::memcpy(o + e, pack.at, sizeof(pack));
+      }
+  } else {
+#pragma unroll
+    for (int e = 0; e < count; ++e) o[e] = weight[e];
+  }
+}
 
 // The bytes, at most 16, whose boundaries in one are boundaries in the other: how packs of one can be written there.
 __device__ inline int common_width(const void* a, const void* b) {

@@ -50,8 +50,12 @@ __device__ __forceinline__ void to_logits(const Pack<scalar_t> (&packs)[count_t:
                                           acc_t (&z)[count_t::value * Pack<scalar_t>::kSize]) {
   constexpr int kSize = Pack<scalar_t>::kSize;
 #pragma unroll
-  for (int i = 0; i < count_t::value * kSize; ++i)
-    z[i] = count.has(i / kSize) ? transform(to_acc(packs[i / kSize].at[i % kSize])) : -acc_t(INFINITY);
+  for (int u = 0; u < count_t::value; ++u) {
+    acc_t x[kSize];
+    to_numbers(packs[u], x);
+#pragma unroll
+    for (int e = 0; e < kSize; ++e) z[u * kSize + e] = count.has(u) ? transform(x[e]) : -acc_t(INFINITY);
+  }
 }
 
 // Statistics of the columns [begin, end) of row r, by one thread of a group.
@@ -92,10 +96,18 @@ __device__ RowStats<acc_t> scan_row(const ForwardArgs& args, int64_t r, int64_t 
         acc_t z[n * kSize];
         by_softcap(transform, [&](const auto& of_logit) { to_logits(packs, count, of_logit, z); });
         stats.push(z, 0, n * kSize);
+        if (!smooth) return;
 #pragma unroll
-        for (int u = 0; u < n; ++u)
-          if (smooth && count.has(u))
-            stats.push_weighted(z + u * kSize, weight ? weight + c + u * kStride : nullptr, kSize);
+        for (int u = 0; u < n; ++u) {
+          if (!count.has(u)) break;
+          if (weight) {
+            acc_t o[kSize];
+            load_weights(weight + c + u * kStride, o);
+            stats.push_weighted(z + u * kSize, o, kSize);
+          } else {
+            stats.push_weighted(z + u * kSize, nullptr, kSize);
+          }
+        }
       },
       [&](int64_t c) {
         const acc_t z = transform(to_acc(row[c]));
@@ -195,8 +207,11 @@ __device__ void write_dense(const BackwardArgs& args, const GradientCoefficients
 #pragma unroll
           for (int u = 0; u < n; ++u) {
             if (!count.has(u)) break;
+            acc_t x[kSize];
+            to_numbers(packs[u], x);
 #pragma unroll
-            for (int i = 0; i < kSize; ++i) from_acc(c.at(to_acc(packs[u].at[i])), packs[u].at[i]);
+            for (acc_t& of_one : x) of_one = c.at(of_one);
+            from_numbers(x, packs[u]);
             packs[u].store(gradient + column + u * kStride, width);
           }
         },
@@ -206,9 +221,9 @@ __device__ void write_dense(const BackwardArgs& args, const GradientCoefficients
 
   // Only where labels are smoothed: an infinite one would be multiplied by 0.
   const acc_t* weight = args.options.label_smoothing == 0 ? nullptr : static_cast<const acc_t*>(args.target.weight);
-  const auto general = [&](const LogitTransform<acc_t>& of_logit, scalar_t x, int64_t column, scalar_t& out) {
-    const auto [z, of_cap] = of_logit.with_slope(to_acc(x));
-    from_acc(c.at(z, weight ? weight[column] : acc_t(1)) * (of_logit.scale * of_cap), out);
+  const auto general = [&](const LogitTransform<acc_t>& of_logit, acc_t x, acc_t o) {
+    const auto [z, of_cap] = of_logit.with_slope(x);
+    return c.at(z, o) * (of_logit.scale * of_cap);
   };
   for_columns<kWidth, kGeneralUnroll>(
       row, begin, end, true,
@@ -220,15 +235,21 @@ __device__ void write_dense(const BackwardArgs& args, const GradientCoefficients
 #pragma unroll
           for (int u = 0; u < n; ++u) {
             if (!count.has(u)) break;
+            acc_t x[kSize], o[kSize];
+            to_numbers(packs[u], x);
+            load_weights(weight ? weight + column + u * kStride : nullptr, o);
 #pragma unroll
-            for (int i = 0; i < kSize; ++i) general(of_logit, packs[u].at[i], column + u * kStride + i, packs[u].at[i]);
+            for (int i = 0; i < kSize; ++i) x[i] = general(of_logit, x[i], o[i]);
+            from_numbers(x, packs[u]);
           }
         });
 #pragma unroll
         for (int u = 0; u < n; ++u)
           if (count.has(u)) packs[u].store(gradient + column + u * kStride, width);
       },
-      [&](int64_t column) { general(transform, row[column], column, gradient[column]); });
+      [&](int64_t column) {
+        from_acc(general(transform, to_acc(row[column]), weight ? weight[column] : acc_t(1)), gradient[column]);
+      });
 }
 
 inline int multiprocessors() {

@@ -86,7 +86,7 @@ __device__ SelectStats<acc_t> scan_select(const SelectArgs& args, int64_t r, int
       acc_t highest = stats.row.max;
       for (int i = 0; i < n; ++i) {
         if (z[i] > highest) stats.argmax = c + i;
-        highest = z[i] > highest ? z[i] : highest;
+        highest = larger(z[i], highest);
       }
     }
     if (spread)
@@ -107,9 +107,10 @@ __device__ SelectStats<acc_t> scan_select(const SelectArgs& args, int64_t r, int
                                      for (int u = 0; u < n; ++u) {
                                        if (!count.has(u)) break;
                                        acc_t z[kSize];
+                                       to_numbers(packs[u], z);
                                        by_softcap(transform, [&](const auto& of_logit) {
 #pragma unroll
-                                         for (int i = 0; i < kSize; ++i) z[i] = of_logit(to_acc(packs[u].at[i]));
+                                         for (acc_t& of_one : z) of_one = of_logit(of_one);
                                        });
                                        push(z, c + u * kStride, kSize, bits(c + u * kStride));
                                      }
@@ -236,12 +237,12 @@ __device__ acc_t write_select(const SelectBackwardArgs& args, const SelectCoeffi
   const int width = common_width(row, gradient);
   const bool scales = args.grad_scale;
   LongSum<acc_t> of_scale;
-  const auto one = [&](const LogitTransform<acc_t>& of_logit, scalar_t x, int64_t column, bool marked, scalar_t& out) {
-    const auto [z, of_cap] = of_logit.with_slope(to_acc(x));
+  const auto one = [&](const LogitTransform<acc_t>& of_logit, acc_t x, int64_t column, bool marked) {
+    const auto [z, of_cap] = of_logit.with_slope(x);
     acc_t derivative = c.inside(z, weight ? weight[column] : acc_t(1));
     if (c.of_rest != acc_t(0)) derivative += c.outside(z);
-    if (scales && !marked && derivative != acc_t(0)) of_scale.add(derivative * of_cap * to_acc(x));
-    from_acc(derivative * (of_logit.scale * of_cap), out);
+    if (scales && !marked && derivative != acc_t(0)) of_scale.add(derivative * of_cap * x);
+    return derivative * (of_logit.scale * of_cap);
   };
   for_windows<kWidth, acc_t>(scales, args.target, range, begin, end, [&](int64_t from, int64_t to, const auto& bits) {
     for_columns<kWidth, kGeneralUnroll>(
@@ -255,14 +256,19 @@ __device__ acc_t write_select(const SelectBackwardArgs& args, const SelectCoeffi
             if (!count.has(u)) break;
             const int64_t at = column + u * kStride;
             const unsigned marked = bits(at);
+            acc_t x[kSize];
+            to_numbers(packs[u], x);
             by_softcap(transform, [&](const auto& of_logit) {
 #pragma unroll
-              for (int i = 0; i < kSize; ++i) one(of_logit, packs[u].at[i], at + i, marked >> i & 1u, packs[u].at[i]);
+              for (int i = 0; i < kSize; ++i) x[i] = one(of_logit, x[i], at + i, marked >> i & 1u);
             });
+            from_numbers(x, packs[u]);
             packs[u].store(gradient + at, width);
           }
         },
-        [&](int64_t column) { one(transform, row[column], column, bits(column) & 1u, gradient[column]); });
+        [&](int64_t column) {
+          from_acc(one(transform, to_acc(row[column]), column, bits(column) & 1u), gradient[column]);
+        });
   });
   return of_scale.sum;
 }

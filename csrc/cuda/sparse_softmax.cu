@@ -147,8 +147,12 @@ struct Elements {
 #pragma unroll
     for (int k = 0; k < kInputs; ++k)
 #pragma unroll
-      for (int e = 0; e < count_t::value * kSize; ++e)
-        x[k][e] = count.has(e / kSize) ? to_acc(packs[k][e / kSize].at[e % kSize]) : op_t::kNothing;
+      for (int u = 0; u < count_t::value; ++u) {
+        acc_t of_pack[kSize];
+        to_numbers(packs[k][u], of_pack);
+#pragma unroll
+        for (int e = 0; e < kSize; ++e) x[k][u * kSize + e] = count.has(u) ? of_pack[e] : op_t::kNothing;
+      }
   }
   // One element, the e-th of x.
   template <int n>
@@ -156,13 +160,14 @@ struct Elements {
 #pragma unroll
     for (int k = 0; k < kInputs; ++k) x[k][e] = to_acc(in[k][at]);
   }
+  // What becomes of the e-th.
   template <int n>
-  __device__ __forceinline__ void make(const typename op_t::Result& result, const acc_t (&x)[kInputs][n], int e,
-                                       scalar_t& made) const {
+  __device__ __forceinline__ acc_t make(const typename op_t::Result& result, const acc_t (&x)[kInputs][n],
+                                        int e) const {
     acc_t of_one[kInputs];
 #pragma unroll
     for (int k = 0; k < kInputs; ++k) of_one[k] = x[k][e];
-    from_acc(log ? op_t::template at<true>(result, of_one) : op_t::template at<false>(result, of_one), made);
+    return log ? op_t::template at<true>(result, of_one) : op_t::template at<false>(result, of_one);
   }
 };
 
@@ -210,16 +215,18 @@ __device__ __forceinline__ void write(const SparseSoftmaxArgs& args, const Row& 
 #pragma unroll
         for (int u = 0; u < n; ++u) {
           if (!count.has(u)) break;
-          Pack<scalar_t> pack;
+          acc_t made[kSize];
 #pragma unroll
-          for (int e = 0; e < kSize; ++e) elements.make(result, x, u * kSize + e, pack.at[e]);
+          for (int e = 0; e < kSize; ++e) made[e] = elements.make(result, x, u * kSize + e);
+          Pack<scalar_t> pack;
+          from_numbers(made, pack);
           pack.store(elements.out + i + u * kStride);
         }
       },
       [&](int64_t i) {
         acc_t x[kInputs][1];
         elements.load_one(i, x, 0);
-        elements.make(result, x, 0, elements.out[i]);
+        from_acc(elements.make(result, x, 0), elements.out[i]);
       });
 }
 
@@ -249,7 +256,7 @@ __device__ void run_short(const SparseSoftmaxArgs& args, const Row& row) {
   const auto result = op_t::result(Group::broadcast(Group::reduce(mine.total())));
 #pragma unroll
   for (int u = 0; u < kOfLane; ++u)
-    if (u * kFewLanes < rest) elements.make(result, x, u, elements.out[place(u)]);
+    if (u * kFewLanes < rest) from_acc(elements.make(result, x, u), elements.out[place(u)]);
 }
 
 // Where a span keeps its part of a row's total: it may have the end of one long row and the beginning of another.
