@@ -18,7 +18,6 @@ import ctypes
 import datetime
 import json
 import os
-import shlex
 import shutil
 import signal
 import subprocess
@@ -29,7 +28,7 @@ from pathlib import Path
 from typing import Any, Dict, List, Optional, Tuple
 
 from gpu_report import NOT_FOUND, STATUSES_OF_FAILURE, TIMED_OUT, log_of, print_step, print_table, tail_of, verdict
-from gpu_steps import STAGE_SECONDS, STAGES, Group, Machine, Step, ends, plan
+from gpu_steps import ONE_PASS, STAGE_SECONDS, STAGES, Group, Machine, Step, ends, plan
 from sources import csrc_digest, csrc_tree
 
 REFRESH = 5.0  # seconds between two writings of the record while steps run
@@ -44,8 +43,8 @@ class Running:
         with log.open("w") as sink:
             try:
                 self.process = subprocess.Popen(
-                    step.command, cwd=work, env=environment, stdout=sink, stderr=subprocess.STDOUT,
-                    start_new_session=True, preexec_fn=_die_with_parent)
+                    step.command, cwd=work, env={**environment, **step.environment}, stdout=sink,
+                    stderr=subprocess.STDOUT, start_new_session=True, preexec_fn=_die_with_parent)
             except OSError as error:
                 sink.write(f"{error}\n")
 
@@ -93,6 +92,7 @@ class Stage:
         self.environment = {
             **os.environ, "PYTHONUNBUFFERED": "1", "SPARSE_CE_CSRC_TREE": tree,
             "PYTHONPATH": os.pathsep.join(filter(None, [str(machine.work / "site"), os.environ.get("PYTHONPATH")]))}
+        self.environment.pop(ONE_PASS, None)  # only where a step says so
         if not machine.rehearse:
             self.environment["SPARSE_CE_CUDA"] = "1"  # a build from source without CUDA kernels would prove nothing
         out.mkdir(parents=True, exist_ok=True)
@@ -142,7 +142,7 @@ class Stage:
         """None where the step is not needed, or no time is left for it."""
         now = time.monotonic()
         limit = min(max(step.seconds, planned_end - now), self.end - now)
-        result = {"group": group.name, "name": step.name, "command": shlex.join(step.command), "status": "running",
+        result = {"group": group.name, "name": step.name, "command": step.line, "status": "running",
                   "exit_code": None, "seconds": 0.0, "limit": round(limit, 1), "tail": ""}
         self.record["steps"].append(result)
         status = {each["name"]: each["status"] for each in self.record["steps"]}
@@ -227,7 +227,7 @@ def main() -> int:
             for group in groups:
                 print(f"{group.name}: {group.seconds()} s at most, {group.width} at once")
                 for step in group.steps:
-                    print(f"    {step.name:24} {step.seconds:4} s  {shlex.join(step.command)}")
+                    print(f"    {step.name:24} {step.seconds:4} s  {step.line}")
             print(f"{sum(group.seconds() for group in groups)} s at most")
             return 0
         # Steps run in `work`: in the repository its sources would hide the installed package.

@@ -3,21 +3,27 @@
 import importlib.util
 import os
 import re
+import shlex
 import shutil
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import List, Tuple
+from typing import List, Mapping, Tuple
 
 STAGES = ("right", "speed", "record")
 STAGE_SECONDS = 560  # after which nothing of a stage runs any more: it has to end within ten minutes
 SANITIZERS = ("memcheck", "racecheck", "initcheck", "synccheck")
+ONE_PASS = "SPARSE_CE_ONE_PASS"  # see docs/design.md
 WHEEL_STEPS = ("kit's wheel", "load", "first loss")  # a build from source stands in for them
 
 # Lines of a step's output that say most; they are shown where the step is reported.
 VERDICT = r"^(FAILED|ERROR) |\d (passed|failed|error)|ERROR SUMMARY"
 MEASURED = r"^\| \*\*|\| met \||\*\*missed\*\*|: not run|wrong result|^goals:|^[a-z0-9].* x .*(float|bfloat)\d+"
 COUNTED = r"Context \d+|Duration |DRAM Throughput|Memory Throughput|Compute \(SM\)|Achieved Occupancy|Registers Per"
+# Whose counters are wanted: what gpu_probe.py's `profile` launches. Of a loss and its gradient in one pass all the work
+# is one_pass_kernel's, forward alone as well.
+PROFILED_KERNELS = ("one_pass_kernel", "forward_kernel", "backward_kernel", "loss_mean_kernel", "select_kernel",
+                    "select_backward_kernel", "topk_ids_kernel")
 NO_COUNTERS = r"ERR_NVGPUCTRPERM|LibraryNotLoaded|Failed to initialize the profiler|No supported GPU|No such file"
 
 
@@ -29,6 +35,13 @@ class Step:
     instead_of: Tuple[str, ...] = ()  # runs only where one of these failed or is not there, in time nobody planned
     skip_if: str = ""  # output of a failure that means: this machine cannot do it
     show: str = VERDICT
+    environment: Mapping[str, str] = field(default_factory=dict)  # beside the stage's
+
+    @property
+    def line(self) -> str:
+        """For a shell."""
+        return " ".join([*(f"{name}={shlex.quote(value)}" for name, value in self.environment.items()),
+                         shlex.join(self.command)])
 
 
 @dataclass(frozen=True)
@@ -144,16 +157,26 @@ def right(machine: Machine) -> List[Group]:
 def speed(machine: Machine) -> List[Group]:
     """How fast, and why? The most important rows first."""
     counters = ["ncu", "--clock-control", "none", "--set", "basic", "--section", "MemoryWorkloadAnalysis", "--section",
-                "WarpStateStats", "-k", "regex:forward_kernel|backward_kernel|mean_kernel|rows_kernel", "-c", "12",
+                "WarpStateStats", "-k", f"regex:{'|'.join(PROFILED_KERNELS)}", "-c", "24",
                 *machine.script("gpu_probe", "profile", "--device", machine.device)]
+    largest = ("--only", "measure 8192 x 128256")
+
+    def otherwise(name: str, choice: str) -> Step:
+        """The loss of the largest logits in a way that is not the planned one, without the peers."""
+        step = benchmark(machine, name, 25, "--no-peers", *largest)
+        return replace(step, environment={ONE_PASS: choice})
+
     rows = (
-        benchmark(machine, "8192 x 128256", 85, "--only", "measure 8192 x 128256"),
+        benchmark(machine, "8192 x 128256", 80, *largest),
+        otherwise("two kernels", "0"),
+        otherwise("second cache", "cached"),
+        Step("ways", machine.script("run", "--compare-ways", str(machine.work / "benchmarks")), 10, show=MEASURED),
         Step("counters", counters, 60, skip_if=NO_COUNTERS, show=COUNTED),
         benchmark(machine, "variants", 60, "--only", "measure_variant"),
         benchmark(machine, "log-probabilities", 60, "--only", "measure_select"),
-        benchmark(machine, "linear head", 80, "--only", "measure_linear linear head, 8192 x 4096"),
-        benchmark(machine, "16384, float32", 90, "--only", "measure 16384", "--only", "measure 4096 x 128256"),
-        benchmark(machine, "means, log_softmax", 70, "--only", "measure_masked_mean", "--only", "measure_log_softmax"),
+        benchmark(machine, "linear head", 70, "--only", "measure_linear linear head, 8192 x 4096"),
+        benchmark(machine, "16384, float32", 75, "--only", "measure 16384", "--only", "measure 4096 x 128256"),
+        benchmark(machine, "means, log_softmax", 55, "--only", "measure_masked_mean", "--only", "measure_log_softmax"),
     )
     return [Group("speed", rows)]
 
@@ -178,7 +201,8 @@ def sanitizer(tool: str, machine: Machine, op: str) -> List[str]:
 def benchmark(machine: Machine, name: str, seconds: int, *arguments: str) -> Step:
     """run.py; a rehearsal measures one small problem instead."""
     if machine.rehearse:
-        arguments = ("--quick", "--repeats", "1", "--only", "mask of 64 x 512, dim=None, float32")
+        peers = [each for each in arguments if each == "--no-peers"]
+        arguments = ("--quick", "--repeats", "1", "--only", "mask of 64 x 512, dim=None, float32", *peers)
     out = machine.work / "benchmarks" / re.sub(r"\W+", "-", name)
     arguments = ("--device", machine.device, "--out", str(out), "--no-plot", *arguments)
     return Step(name, machine.script("run", *arguments), seconds, show=MEASURED)

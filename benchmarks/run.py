@@ -3,7 +3,8 @@
 Every result is checked against float64 before it is timed. Writes <date>-<device>.json, .md and two pictures to --out;
 --update-results also keeps the record in benchmarks/records and makes RESULTS.md and the plots again from the records.
 With a file, a record of this program or of gpu_acceptance.py, it keeps that one and measures nothing. With --only the
-device's latest record keeps what was not measured.
+device's latest record keeps what was not measured. --compare-ways, which measures nothing either, judges what records
+say of SPARSE_CE_ONE_PASS.
 """
 
 import argparse
@@ -13,7 +14,7 @@ import json
 import sys
 import traceback
 from pathlib import Path
-from typing import Any, Dict, List, Tuple
+from typing import Any, Callable, Dict, List, Tuple
 
 import torch
 
@@ -22,7 +23,7 @@ from bench import Call, extra_bytes, time_by_turns
 from candidate_problems import CANDIDATE_SHAPES, measure_candidates
 from check import WrongResult, check, exact
 from cliff_problems import CLIFF_SHAPES, measure_cliffs
-from goals import goals
+from goals import between_ways, chosen_way, goals
 from image_problems import IMAGE_SHAPES, measure_images
 from linear_problems import LINEAR_SHAPES, measure_linear
 from linear_select_problems import LINEAR_SELECT_SHAPES, measure_linear_select
@@ -75,6 +76,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, help="rounds of each problem (31 on CPU, 101 on CUDA)")
     parser.add_argument("--only", action="append", default=[], help="only problems whose measurement and title "
                         "contain this, e.g. bfloat16, measure_stock; may be given several times")
+    parser.add_argument("--no-peers", action="store_true", help="of the loss of logits, ours and the floors alone")
+    parser.add_argument("--compare-ways", type=Path, metavar="DIR", help="of records in folders of DIR: is the planned "
+                        "way of a loss and its gradient the fastest?")
     parser.add_argument("--no-plot", action="store_true")
     parser.add_argument("--out", type=Path, default=HERE / "out")
     parser.add_argument("--update-results", nargs="?", const=MEASURED, metavar="RECORD", help="see above")
@@ -108,10 +112,10 @@ def check_all(problem: Problem, works: List[Work]) -> Tuple[Dict[str, float], Di
     return errors, not_run
 
 
-def measure(shape: Shape, device: torch.device, repeats: int) -> Dict[str, Any]:
+def measure(shape: Shape, device: torch.device, repeats: int, with_peers: bool = True) -> Dict[str, Any]:
     """Everything about one problem, ready for JSON."""
-    problem = Problem(shape, device)
-    works = work_on(problem)
+    problem, way = Problem(shape, device), chosen_way(device.type)
+    works = [work for work in work_on(problem) if with_peers or work.side != "peer"]
     errors, not_run = check_all(problem, works)
     works = [work for work in works if work.name not in not_run]
     calls: Dict[str, Call] = {work.name: work.call for work in works}
@@ -119,12 +123,46 @@ def measure(shape: Shape, device: torch.device, repeats: int) -> Dict[str, Any]:
     seconds = time_by_turns(calls, device, rounds, max(2, rounds // 10), shape.small)
     extra = {work.name: None if work.side == "floor" else extra_bytes(work.call, device) for work in works}
     return {
-        "title": str(shape),
+        "title": ", ".join(filter(None, [str(shape), way])),
         "logits_bytes": shape.logits_bytes,
         "rows": [records.row(shape, work, seconds, extra[work.name], errors.get(work.name)) for work in works],
-        "goals": [records.goal_row(goal) for goal in goals(shape, device.type, seconds, extra)],
+        "goals": [records.goal_row(goal) for goal in goals(shape, device.type, seconds, extra, way)],
         "not_run": not_run,
     }
+
+
+def problems(device_type: str, quick: bool) -> List[Tuple[Any, Callable[..., Dict[str, Any]]]]:
+    """Every shape with what measures it, in the order in which they are measured."""
+    def fewer(shape: Any) -> Any:
+        return dataclasses.replace(shape, rows=shape.rows // 8) if quick else shape
+
+    def fewer_of_mean(shape: Any) -> Any:
+        return dataclasses.replace(shape, shape=(shape.shape[0] // 8, *shape.shape[1:]),
+                                   mask=(shape.mask[0] // 8, *shape.mask[1:])) if quick else shape
+
+    return [*((fewer(shape), measure) for shape in SHAPES[device_type]),
+            *((fewer(shape), measure_cliffs) for shape in CLIFF_SHAPES[device_type]),
+            *((fewer_of_mean(shape), measure_masked_mean) for shape in MEAN_SHAPES),
+            *((fewer(shape), measure_log_softmax) for shape in SPARSE_SHAPES),
+            *((fewer(shape), measure_linear) for shape in LINEAR_SHAPES[device_type]),
+            *((fewer(shape), measure_linear_select) for shape in LINEAR_SELECT_SHAPES[device_type]),
+            *((fewer(shape), measure_candidates) for shape in CANDIDATE_SHAPES[device_type]),
+            *((fewer(shape), measure_select) for shape in SELECT_SHAPES[device_type]),
+            *((fewer(shape), measure_stock) for shape in STOCK_SHAPES),
+            *((fewer(shape), measure_variant) for shape in VARIANTS[device_type]),
+            *((shape, measure_images) for shape in IMAGE_SHAPES),
+            *((shape, measure_small) for shape in SMALL_SHAPES[device_type])]
+
+
+def compare_ways(folder: Path) -> None:
+    """What ``between_ways`` finds in all records there; nothing has failed where a way was not measured."""
+    kept = [json.loads(path.read_text()) for path in sorted(folder.glob("*/*.json"))]
+    found = between_ways([problem for record in kept for problem in record["problems"]])
+    for goal in found:
+        print(f"| {goal.text} | at most {goal.limit:.3g} | {goal.value.median:.3g} | "
+              f"{'met' if goal.met else '**missed**'} |")
+    met = sum(goal.met for goal in found)
+    print(f"goals: {met} met, {len(found) - met} missed" + ("" if found else "; no problem was measured in two ways"))
 
 
 def update_results(found: records.Record, whole: bool = True) -> None:
@@ -168,6 +206,9 @@ def draw(found: records.Record, out: Path) -> None:
 
 def main() -> int:
     args = arguments()
+    if args.compare_ways:
+        compare_ways(args.compare_ways)
+        return 0
     if args.update_results not in (None, MEASURED):
         kept = json.loads(Path(args.update_results).read_text())
         found = kept.get("benchmark", kept)
@@ -181,46 +222,16 @@ def main() -> int:
     torch.set_num_threads(args.threads)
     device = torch.device(args.device)
     repeats = args.repeats or (5 if args.quick else REPEATS[args.device])
-    shapes = SHAPES[args.device]
-    if args.quick:
-        shapes = [dataclasses.replace(shape, rows=shape.rows // 8) for shape in shapes]
     found = {**records.machine(device), "quick": args.quick, "repeats": repeats, "problems": [], "failed": {}}
     out = args.out / f"{records.slug(found)}.json"
     print(f"{found['device']}, torch {found['torch']}, {found['threads']} threads, {found['instruction_set']}, "
           f"csrc {found['csrc']}", flush=True)
-    sparse = [dataclasses.replace(shape, rows=shape.rows // 8) if args.quick else shape for shape in SPARSE_SHAPES]
-    linear = [dataclasses.replace(shape, rows=shape.rows // 8) if args.quick else shape
-              for shape in LINEAR_SHAPES[args.device]]
-    of_head = [dataclasses.replace(shape, rows=shape.rows // 8) if args.quick else shape
-               for shape in LINEAR_SELECT_SHAPES[args.device]]
-    stock = [dataclasses.replace(shape, rows=shape.rows // 8) if args.quick else shape for shape in STOCK_SHAPES]
-    means = [dataclasses.replace(shape, shape=(shape.shape[0] // 8, *shape.shape[1:]),
-                                 mask=(shape.mask[0] // 8, *shape.mask[1:])) if args.quick else shape
-             for shape in MEAN_SHAPES]
-    candidates = [dataclasses.replace(shape, rows=shape.rows // 8) if args.quick else shape
-                  for shape in CANDIDATE_SHAPES[args.device]]
-    selects = [dataclasses.replace(shape, rows=shape.rows // 8) if args.quick else shape
-               for shape in SELECT_SHAPES[args.device]]
-    variants = [dataclasses.replace(shape, rows=shape.rows // 8) if args.quick else shape
-                for shape in VARIANTS[args.device]]
-    cliffs = [dataclasses.replace(shape, rows=shape.rows // 8) if args.quick else shape
-              for shape in CLIFF_SHAPES[args.device]]
-    for shape, measure_one in [*((shape, measure) for shape in shapes),
-                               *((shape, measure_cliffs) for shape in cliffs),
-                               *((shape, measure_masked_mean) for shape in means),
-                               *((shape, measure_log_softmax) for shape in sparse),
-                               *((shape, measure_linear) for shape in linear),
-                               *((shape, measure_linear_select) for shape in of_head),
-                               *((shape, measure_candidates) for shape in candidates),
-                               *((shape, measure_select) for shape in selects),
-                               *((shape, measure_stock) for shape in stock),
-                               *((shape, measure_variant) for shape in variants),
-                               *((shape, measure_images) for shape in IMAGE_SHAPES),
-                               *((shape, measure_small) for shape in SMALL_SHAPES[args.device])]:
+    for shape, measure_one in problems(args.device, args.quick):
         if args.only and not any(part in f"{measure_one.__name__} {shape}" for part in args.only):
             continue
         try:
-            problem = measure_one(shape, device, repeats)
+            without = {"with_peers": False} if args.no_peers and measure_one is measure else {}
+            problem = measure_one(shape, device, repeats, **without)
         except Exception as error:  # one that does not fit, or is wrong, does not take the others with it
             found["failed"][f"{measure_one.__name__} {shape}"] = f"{type(error).__name__}: {error}"[:1000]
             records.save(found, out)

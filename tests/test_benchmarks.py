@@ -15,6 +15,7 @@ import torch.nn.functional as F
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmarks"))
 import candidate_problems  # noqa: E402
 import cliff_problems  # noqa: E402
+import goals  # noqa: E402
 import image_problems  # noqa: E402
 import linear_problems  # noqa: E402
 import linear_select_problems  # noqa: E402
@@ -102,6 +103,82 @@ def test_cliffs_are_measured_and_checked(dtype, quick, monkeypatch):
         1.05 if input.dtype == dtype else 1.0))
     with pytest.raises(WrongResult, match="8 x 128"):
         cliff_problems.measure_cliffs(shape, CPU, 1)
+
+
+def test_cliffs_of_a_gpu_are_measured_and_drawn_there(monkeypatch):
+    """More than a last cache holds, and no more than the record stage has time for; a host would draw them slowly."""
+    shapes = cliff_problems.CLIFF_SHAPES["cuda"]
+    assert shapes and set(shapes) <= {shape for shape, measure in run.problems("cuda", False)
+                                      if measure is run.measure_cliffs}
+    devices, right = [], torch.Generator
+
+    def generator(*device):
+        devices.append(device)
+        return right(*device)
+    monkeypatch.setattr(torch, "Generator", generator)
+    ways = cliff_problems._ways(cliff_problems.CliffShape(8, 256, torch.bfloat16), CPU)
+    assert set(devices) == {(CPU,)}
+    assert {"K=64", "weight", "logit_scale", "classes apart"} <= set(ways)
+    for shape in shapes:
+        size = shape.rows * shape.vocab * shape.dtype.itemsize
+        rounds = run.REPEATS["cuda"] + 2
+        # Forward moves E and both move 3 E; what empties the cache is 1 GiB. At 2 TB/s, and at half of it with cliffs.
+        assert 4 * (60 << 20) <= size and 2 * rounds * len(ways) * (4 * size + 2 * (1 << 30)) / 2e12 < 20
+
+
+def shape_of(rows, vocab, dtype=torch.bfloat16):
+    return peers.Shape(rows, vocab, 64, dtype)
+
+
+@pytest.mark.parametrize("way,vocab,expected", [
+    ("", 128256, {"in one pass / copy E": 1.15}), ("", 300000, {"/ (2 reads + 1 write)": 1.1}),
+    ("0", 128256, {"/ (2 reads + 1 write)": 1.1}), ("cached", 128256, {})], ids=str)
+def test_each_way_to_a_gradient_has_its_goal(way, vocab, expected, monkeypatch):
+    monkeypatch.setenv("SPARSE_CE_ONE_PASS", way)
+    assert goals.chosen_way("cpu") == ""
+    way = goals.chosen_way("cuda")
+    seconds = {goals.COPY: [1.4], goals.FORWARD: [0.75], goals.BACKWARD: [1.5], goals.BOTH: [1.6],
+               goals.INDEX_BOTH: [1.6]}
+    for both in (1.6, 1.7, 2.4):
+        found = {goal.text: goal for goal in goals.goals(
+            shape_of(8192, vocab), "cuda", {**seconds, goals.BOTH: [both]}, {goals.BOTH: None, goals.AT_ONCE: None},
+            way)}
+        judged = {text[len(goals.BOTH) + 1:]: goal for text, goal in found.items() if text.startswith(goals.BOTH)}
+        assert {text: goal.limit for text, goal in judged.items()} == expected
+        limits = {"in one pass / copy E": 1.61, "/ (2 reads + 1 write)": 2.31}
+        assert all(goal.met == (both <= limits[text]) for text, goal in judged.items())
+
+
+def test_the_planned_way_is_compared_with_those_that_were_measured(tmp_path, monkeypatch, capsys):
+    def write(folder, title, both, copy=1.4):
+        (tmp_path / folder).mkdir()
+        rows = [{"name": name, "ms": {"median": ms}} for name, ms in ((goals.BOTH, both), (goals.COPY, copy))]
+        (tmp_path / folder / "record.json").write_text(json.dumps({"problems": [{"title": title, "rows": rows}]}))
+
+    def say():
+        monkeypatch.setattr(sys, "argv", ["run.py", "--compare-ways", str(tmp_path)])
+        assert run.main() == 0
+        return capsys.readouterr().out.splitlines()
+    title = str(shape_of(8192, 128256))
+    compared = f"| {title}: forward + backward as planned"
+    assert say() == ["goals: 0 met, 0 missed; no problem was measured in two ways"]
+    write("planned", title, 1.5)
+    write("other", "linear head", 1.0)
+    assert say() == ["goals: 0 met, 0 missed; no problem was measured in two ways"]
+    write("two", f"{title}, two kernels", 2.2)
+    assert say() == [f"{compared} / two kernels | at most 1.02 | 0.682 | met |",
+                     "goals: 1 met, 0 missed"]
+    write("cached", f"{title}, second cache", 1.5, copy=1.5)  # of a slower clock
+    assert say()[1:] == [f"{compared} / second cache | at most 1.02 | 1.07 | **missed** |",
+                         "goals: 1 met, 1 missed"]
+
+
+def test_ours_without_the_peers_in_a_chosen_way(quick, monkeypatch):
+    monkeypatch.setattr(run, "chosen_way", lambda device_type: "two kernels")
+    shape = peers.Shape(8, 64, 4, torch.float32)
+    found = run.measure(shape, CPU, 1, with_peers=False)
+    assert {row["side"] for row in found["rows"]} == {"floor", "ours"} and not found["not_run"]
+    assert found["title"] == f"{shape}, two kernels"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

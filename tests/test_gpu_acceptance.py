@@ -3,6 +3,7 @@
 import importlib.metadata
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -18,14 +19,31 @@ ROOT = TESTS.parent
 sys.path[:0] = [str(TESTS / "emulation"), str(ROOT / "benchmarks")]
 import build  # noqa: E402
 import gpu_acceptance  # noqa: E402
-from gpu_steps import STAGE_SECONDS, STAGES, Group, Machine, Step, gpu_test_files, plan  # noqa: E402
+import gpu_probe  # noqa: E402
+import run  # noqa: E402
+from gpu_steps import (  # noqa: E402
+    PROFILED_KERNELS,
+    SANITIZERS,
+    STAGE_SECONDS,
+    STAGES,
+    Group,
+    Machine,
+    Step,
+    gpu_test_files,
+    plan,
+)
 from sources import csrc_digest  # noqa: E402
 
 TREE = "0123456789abcdef0123456789abcdef01234567"
 STAND_INS = {
     "nvidia-smi": "echo 580.1, Stand-in GPU, Disabled",
     "nvcc": "echo Cuda compilation tools, release 13.0, V13.0.88",
-    "ncu": 'while [ "${1##*/}" = "${1%python*}" ]; do shift; done; "$@" && echo "  forward_kernel Context 1"',
+    # Says which kernels of this repository it would have counted, as told to by -k, after it has run the program.
+    "ncu": f"""while [ $# -gt 0 ]; do
+        case "$1" in -k) kernels="${{2#regex:}}"; shift;; */python*) break;; esac; shift
+    done
+    "$@" && grep -rhoE '[a-z_]+_kernel\\(' {ROOT}/csrc/cuda | tr -d '(' | sort -u | grep -E "$kernels" |
+    sed 's/$/ Context 1/'""",
     "compute-sanitizer": 'while [ "${1%_device}" = "$1" ]; do shift; done; "$@" && echo "ERROR SUMMARY: 0 errors"',
 }
 
@@ -50,15 +68,24 @@ def make_wheel(folder, name, tag):
             archive.write(distribution.locate_file(path), str(path))
 
 
+def copy_tracked(root, to):
+    """What a clone will have: the files that git knows, as they are now. Not one that nobody has added yet."""
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=root, capture_output=True, text=True, check=True).stdout
+    for name in filter(None, listed.split("\0")):
+        if (root / name).exists():
+            (to / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(root / name, to / name)
+
+
 @pytest.fixture(scope="module")
 def there(tmp_path_factory):
     """A copy of the repository without git, with a kit whose programs are the emulated ones."""
     if shutil.which("nvcc") is None and "CI" not in os.environ:
         pytest.skip("needs the CUDA toolkit (headers and nvcc)")
+    if not (ROOT / ".git").exists():
+        pytest.skip("needs a clone of the repository")
     root = tmp_path_factory.mktemp("there") / "tree"
-    for name in ("benchmarks", "csrc", "sparse_ce", "tests", "third_party"):
-        shutil.copytree(ROOT / name, root / name, ignore=shutil.ignore_patterns("*.so", "__pycache__", "build", "out"))
-    shutil.copy(ROOT / "pyproject.toml", root)
+    copy_tracked(ROOT, root)
     kit = root / "gpu-kit"
     kit.mkdir()
     make_wheel(kit, "sparse_ce", "cp310-abi3-linux_x86_64")
@@ -99,7 +126,7 @@ def rehearse(root, stage, tmp_path, **stand_ins):
     return done, {step["name"]: step for step in record["steps"]}, record
 
 
-@pytest.mark.parametrize("stage", ["right", "speed"])
+@pytest.mark.parametrize("stage", STAGES)
 def test_every_step_of_a_stage_runs(stage, there, tmp_path):
     done, steps, record = rehearse(there, stage, tmp_path)
     assert done.returncode == 0 and done.stdout.rstrip().endswith("all passed"), done.stdout[-3000:]
@@ -111,10 +138,15 @@ def test_every_step_of_a_stage_runs(stage, there, tmp_path):
     if stage == "right":
         assert "10 passed, 0 failed" in steps["masked_mean"]["tail"] and " passed" in steps["tests"]["tail"]
         assert steps["first loss"]["says"] == "20 ok, 0 wrong"
-    else:
-        assert "forward_kernel" in steps["counters"]["tail"]
-        measured = sum(step["name"] not in ("counters",) and step["group"] == "speed" for step in steps.values())
+    elif stage == "speed":
+        assert "one_pass_kernel Context 1\n" in steps["counters"]["tail"]
+        assert steps["ways"]["says"] == "goals: 0 met, 0 missed; no problem was measured in two ways"
+        measured = sum(step["name"] not in ("counters", "ways") and step["group"] == "speed" for step in steps.values())
         assert len(record["benchmark"]["problems"]) == measured
+    else:
+        assert all("ERROR SUMMARY: 0 errors" in steps[f"{tool} {op}"]["tail"] for tool in SANITIZERS
+                   for op in build.OPS)
+        assert " passed" in steps["slow tests"]["tail"] and steps["benchmark"]["says"].startswith("goals: ")
 
 
 def test_what_fails_is_reported_and_does_not_stop_the_rest(there, tmp_path):
@@ -211,6 +243,85 @@ def test_the_limits_of_a_stage_add_up_to_less_than_ten_minutes(stage, with_kit, 
     names = [step.name for group in groups for step in group.steps]
     assert len(names) == len(set(names))
     assert ("build the programs" in names) == (not with_kit and stage != "speed")
+
+
+def test_a_clone_has_what_git_knows(tmp_path):
+    """As it is now; neither what nobody added nor what was removed."""
+    root, to = tmp_path / "root", tmp_path / "to"
+    (root / "sub").mkdir(parents=True)
+    for name in ("sub/changed.py", "removed.py", "new.py"):
+        (root / name).write_text("as added")
+    subprocess.run(["git", "init", "-q"], cwd=root, check=True)
+    subprocess.run(["git", "add", "sub", "removed.py"], cwd=root, check=True)
+    (root / "sub" / "changed.py").write_text("as it is now")
+    (root / "removed.py").unlink()
+    copy_tracked(root, to)
+    assert [path.relative_to(to).as_posix() for path in to.rglob("*.py")] == ["sub/changed.py"]
+    assert (to / "sub" / "changed.py").read_text() == "as it is now"
+
+
+def test_the_profiler_counts_the_kernels_of_the_loss():
+    """Each name is a kernel's, and none that makes a loss or its gradient by rows is left out."""
+    text = "".join(path.read_text() for path in (ROOT / "csrc" / "cuda").glob("*.cu*"))
+    kernels = set(re.findall(r"__global__ void(?: __launch_bounds__\([^{]*?\))?\s+(\w+)\(", text))
+    assert len(kernels) == text.count("__global__ void") and set(PROFILED_KERNELS) <= kernels
+    assert {"one_pass_kernel", "forward_kernel", "backward_kernel"} <= set(PROFILED_KERNELS)
+    counters, = [step.command for group in plan("speed", Machine(ROOT, ROOT, ROOT)) for step in group.steps
+                 if step.name == "counters"]
+    given = counters[counters.index("-k") + 1]
+    assert given.startswith("regex:")
+    assert set(PROFILED_KERNELS) <= {name for name in kernels if re.search(given[len("regex:"):], name)}
+
+
+def test_what_is_profiled_makes_the_gradient_in_backward_and_in_forward(monkeypatch):
+    """Of every shape: the second step knows which upstream gradient will come, and the next shape begins anew."""
+    called = []
+
+    class Ops:
+        def __getattr__(self, name):
+            if name in ("forward_with_residual", "forward_with_gradient"):
+                called.append(name)
+            return getattr(right, name)
+    module = sys.modules["sparse_ce.ops.cross_entropy"]
+    right = module.ops
+    monkeypatch.setattr(module, "ops", Ops())
+    monkeypatch.setattr(module, "_small", lambda *args: None)
+    assert gpu_probe.profile("cpu") == 0
+    assert called == ["forward_with_residual", "forward_with_gradient"] * 2
+
+
+def test_the_ways_of_one_pass_are_measured(tmp_path):
+    """Each in a process of its own, which is told by the environment; and the record says how to do it again."""
+    steps = {step.name: step for group in plan("speed", Machine(ROOT, tmp_path, tmp_path)) for step in group.steps}
+    given = {name: step.environment.get("SPARSE_CE_ONE_PASS") for name, step in steps.items()}
+    assert given == {**dict.fromkeys(steps), "two kernels": "0", "second cache": "cached"}
+    names = list(steps)
+    assert names.index("8192 x 128256") < names.index("two kernels") < names.index("second cache") < names.index("ways")
+    assert steps["two kernels"].line.startswith("SPARSE_CE_ONE_PASS=0 ")
+    assert "SPARSE_CE_ONE_PASS" not in steps["8192 x 128256"].line
+
+
+def test_a_step_has_its_own_environment(tmp_path, monkeypatch):
+    monkeypatch.setenv("SPARSE_CE_ONE_PASS", "cached")
+    say = ["sh", "-c", "echo way ${SPARSE_CE_ONE_PASS-as planned}"]
+    _, steps = run_stage(tmp_path, [Step("apart", say, 5, environment={"SPARSE_CE_ONE_PASS": "0"}),
+                                    Step("planned", say, 5)])
+    assert {name: step["tail"] for name, step in steps.items()} == {"apart": "way 0\n", "planned": "way as planned\n"}
+    assert steps["apart"]["command"].startswith("SPARSE_CE_ONE_PASS=0 sh -c ")
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_what_is_to_be_measured_is_there(stage, tmp_path, monkeypatch):
+    """A step of the benchmark that selects nothing would be found out on the GPU."""
+    selected = [(step.name, step.command[2:]) for group in plan(stage, Machine(ROOT, tmp_path, tmp_path))
+                for step in group.steps if step.command[1].endswith("run.py") and "--only" in step.command]
+    assert len(selected) == {"right": 1, "speed": 8, "record": 0}[stage]
+    for name, command in selected:
+        monkeypatch.setattr(sys, "argv", ["run.py", *command])
+        args = run.arguments()
+        for part in args.only:
+            assert any(part in f"{measure.__name__} {shape}" for shape, measure in run.problems(
+                args.device, args.quick)), (name, part)
 
 
 def test_kernels_of_other_sources_than_these_are_not_recorded_silently(tmp_path):
