@@ -31,7 +31,7 @@ class BorrowedMemory {
   // dz (n, classes) of the rows from `begin` on, by copy(to, from).
   template <typename copy_t>
   void keep(int64_t begin, const Tensor& dz, const copy_t& copy) {
-    if (!beside_) beside_ = empty(memory_, {(classes_ - held_) * rows_}, memory_.scalar_type());
+    if (!beside_ && held_ < classes_) beside_ = empty(memory_, {(classes_ - held_) * rows_}, memory_.scalar_type());
     for_each_block([&](int64_t v, int64_t end, const Tensor& block) {
       copy(rows_of(block, begin, begin + dz.size(0)), columns_of(dz, v, end));
     });

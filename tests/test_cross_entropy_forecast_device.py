@@ -192,6 +192,33 @@ def test_two_losses_alive(device, calls):
         assert_bitwise_equal(grad, without(lambda: grad_of(cross_entropy(x, target), x, upstream)))
 
 
+def test_two_places_have_forecasts_of_their_own(device, calls, monkeypatch):
+    """Devices, or streams of one, by turns: none takes what another expects."""
+    x, target = example(device)
+    for _ in range(3):
+        for at, upstream in (("a", 2.0), ("b", 3.0)):
+            monkeypatch.setattr(forecast, "place", lambda t, at=at: at)
+            grad = grad_of(cross_entropy(x, target), x, upstream)
+            kept = dict(forecast._upstream)
+            assert_bitwise_equal(grad, without(lambda: grad_of(cross_entropy(x, target), x, upstream)))
+            forecast._upstream.clear()
+            forecast._upstream.update(kept)
+    assert [name for name in calls if name != "forward_with_gradient"] == ["made"] * 4
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_two_devices_have_forecasts_of_their_own(monkeypatch):
+    monkeypatch.undo()
+    for _ in range(3):
+        for gpu, upstream in (("cuda:0", 2.0), ("cuda:1", 3.0)):
+            x, target = example(gpu, torch.bfloat16, 64, 5000)
+            grad = grad_of(cross_entropy(x, target), x, upstream)
+            kept = dict(forecast._upstream)
+            assert_bitwise_equal(grad, without(lambda: grad_of(cross_entropy(x, target), x, upstream)))
+            forecast._upstream.clear()
+            forecast._upstream.update(kept)
+
+
 def test_logits_changed_before_backward_are_noticed(device):
     x, target = example(device)
     grad_of(cross_entropy(x, target), x)

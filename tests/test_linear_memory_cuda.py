@@ -81,12 +81,12 @@ def test_the_table_of_the_page_and_the_aim():
     assert dict(rows)[8192, 4096, 128256] <= 2.5
 
 
-def events_of(rows, width, vocab, head_dtype=torch.bfloat16, **options):
+def events_of(rows, width, vocab, head_dtype=torch.bfloat16, bias=None, **options):
     """What a loss and its gradients call of PyTorch: (name, shapes)."""
     x, w = torch.ones(rows, width, dtype=torch.bfloat16), torch.ones(vocab, width, dtype=head_dtype)
     with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as record:
         labels = torch.zeros(rows, dtype=torch.long)
-        ops.linear_forward_with_gradient(torch.ones(()), None, x, w, None, labels, **options)
+        ops.linear_forward_with_gradient(torch.ones(()), None, x, w, bias, labels, **options)
     return [(event.key, event.input_shapes[:2]) for event in record.events()]
 
 
@@ -105,6 +105,24 @@ def test_half_more_rows_than_features_are_one_product_of_the_weights_gradient(ro
 def test_a_float32_head_is_converted_once(chunk_rows):
     events = events_of(100, 40, 520, torch.float32, chunk_rows=chunk_rows)
     assert sum(name == "aten::_to_copy" and shapes[0] == [520, 40] for name, shapes in events) == 1
+
+
+def test_a_bias_is_added_by_the_product_of_a_chunk():
+    """It is given the vector, where a CPU's expands it: nobody copies it into the chunk before, or adds it behind."""
+    events = events_of(100, 40, 520, bias=torch.ones(520, dtype=torch.bfloat16), chunk_rows=30)
+    assert sum(name == "aten::expand" and shapes[0] == [520] for name, shapes in events) == 4
+    assert not any([520] in shapes for name, shapes in events if name in ("aten::copy_", "aten::add", "aten::add_"))
+
+
+@pytest.mark.parametrize("rows", [30, 50, 100])
+def test_no_memory_of_no_bytes_is_asked_for_but_for_what_is_returned(rows):
+    """Rows that find room in the weight's gradient, half of which do, and that do not."""
+    x, w = torch.ones(rows, 40, dtype=torch.bfloat16), torch.ones(520, 40, dtype=torch.bfloat16)
+    labels = torch.zeros(rows, dtype=torch.long)
+    with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as record:
+        results = ops.linear_forward_with_gradient(torch.ones(()), None, x, w, None, labels, chunk_rows=20)
+    asked = [event.concrete_inputs[0] for event in record.events() if event.key == "aten::empty"]
+    assert [rows] in asked and sum(0 in sizes for sizes in asked) == sum(t.numel() == 0 for t in results)
 
 
 @pytest.mark.usefixtures("nothing_runs")

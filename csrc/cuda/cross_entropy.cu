@@ -8,7 +8,9 @@ namespace cuda {
 namespace {
 
 constexpr int64_t kWarpRowBytes = 8192;  // rows up to here are read by a warp: 16 packs a thread
-constexpr int64_t kSplitBytes = 32768;  // the least part of a row that is worth a block
+// The least part of a row that is worth a block: two steps of its loop, or half a one where rows that are shared anyway
+// are so few that some multiprocessors had none (predicted for an H100: 1 x 1M bfloat16 6 us, 10 by 64 blocks).
+constexpr int64_t kSplitBytes = 32768, kLeastSplitBytes = 8192;
 constexpr int kBlocksPerMultiprocessor = 4;  // below this many, rows are split
 constexpr int64_t kBlocksIfMade = 12;  // of a multiprocessor, which holds three, where the gradient may be made already
 
@@ -124,7 +126,9 @@ Plan plan_of(const CrossEntropyArgs& args, int multiprocessors) {
   const int64_t row_bytes = args.classes() * size_of(args.dtype);
   if (row_bytes <= kWarpRowBytes) return {kWarp, 1, blocks_of(args, args.rows, kThreads / kWarp)};
   const int64_t wanted = int64_t(kBlocksPerMultiprocessor) * multiprocessors;
-  const int64_t by_rows = (wanted + args.rows - 1) / args.rows, by_bytes = row_bytes / kSplitBytes;
+  const int64_t by_rows = divide_up(wanted, args.rows);
+  int64_t by_bytes = row_bytes / kSplitBytes;
+  if (by_bytes > 1 && args.rows * by_bytes < multiprocessors) by_bytes = row_bytes / kLeastSplitBytes;
   const int64_t splits = std::max<int64_t>(1, std::min(by_rows, by_bytes));
   return {kThreads, splits, blocks_of(args, args.rows * splits, 1)};
 }

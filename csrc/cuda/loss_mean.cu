@@ -1,5 +1,5 @@
 // One launch: a second would cost more than it saves. Predicted for an H100, which no GPU has judged yet: 3 us at 4096
-// rows, 4-6 us at 65536, up to 10 where the rows count for their class weights; 15-20 us where there are no clusters.
+// rows, 4-6 us at 65536, up to 10 where the rows count for their class weights; 8-10 us where there are no clusters.
 #include "row_group.cuh"
 
 #include "cross_entropy.h"
@@ -10,18 +10,20 @@ namespace {
 
 constexpr int kRows = 8;  // in flight of a thread
 constexpr int64_t kBlockRows = 2 * kRows * kThreads;  // more are worth a cluster
+constexpr int kThreadsAlone = 512;  // of a block that has as many to itself
 
-// One block, or those of one cluster.
-template <typename acc_t>
-__global__ void __launch_bounds__(kThreads, held_blocks<acc_t>(3)) loss_mean_kernel(LossMeanArgs args, int cluster) {
-  using Group = RowGroup<kThreads>;
+// One block, or those of one cluster, of kWidth threads.
+template <typename acc_t, int kWidth>
+__global__ void __launch_bounds__(kWidth, kWidth > kThreads ? 1 : held_blocks<acc_t>(3))
+    loss_mean_kernel(LossMeanArgs args, int cluster) {
+  using Group = RowGroup<kWidth>;
   const TargetView& target = args.target;
   const bool asks = args.asks_whether_ignored(), by_index = asks && target.has_width();
   LossMeanStats<double> mine;
 #pragma unroll 1
-  for (int64_t first = Group::number() * kThreads + Group::rank(); first < target.rows;
-       first += Group::count() * kThreads * kRows) {
-    const auto row = [&](int u) { return first + Group::count() * kThreads * u; };
+  for (int64_t first = Group::number() * kWidth + Group::rank(); first < target.rows;
+       first += Group::count() * kWidth * kRows) {
+    const auto row = [&](int u) { return first + Group::count() * kWidth * u; };
     acc_t by[kRows], loss[kRows];
     int64_t index[kRows];
     bool ignored[kRows];
@@ -49,9 +51,14 @@ __global__ void __launch_bounds__(kThreads, held_blocks<acc_t>(3)) loss_mean_ker
 }  // namespace
 
 cudaError_t loss_mean(const LossMeanArgs& args, cudaStream_t stream) {
-  const int cluster = args.target.rows > kBlockRows && device_has_clusters() ? kMostBlocks : 1;
-  auto kernel = args.dtype == DType::kFloat64 ? loss_mean_kernel<double> : loss_mean_kernel<float>;
-  return launch_clusters(stream, cluster, kThreads, cluster, kernel, args, cluster);
+  const bool wide = args.target.rows > kBlockRows, clusters = device_has_clusters();
+  const int cluster = wide && clusters ? kMostBlocks : 1, threads = wide && !clusters ? kThreadsAlone : kThreads;
+  const auto kernel_of = [&](auto acc) {
+    using acc_t = decltype(acc);
+    return threads == kThreads ? loss_mean_kernel<acc_t, kThreads> : loss_mean_kernel<acc_t, kThreadsAlone>;
+  };
+  const auto kernel = args.dtype == DType::kFloat64 ? kernel_of(double{}) : kernel_of(float{});
+  return launch_clusters(stream, cluster, threads, cluster, kernel, args, cluster);
 }
 
 }  // namespace cuda

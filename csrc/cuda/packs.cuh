@@ -64,17 +64,31 @@ struct Pack {
   }
 };
 
+// Number e of those that share a word. The upper half of a float32 is a bfloat16.
+template <typename scalar_t>
+__device__ __forceinline__ float number_of(uint32_t word, int e) {
+  if constexpr (std::is_same<scalar_t, BFloat16>::value) {
+    word = e == 0 ? word << 16 : word & 0xffff0000u;
+    float x;
+    std::memcpy(&x, &word, sizeof(x));
+    return x;
+  } else {
+    scalar_t numbers[sizeof(word) / sizeof(scalar_t)];
+    std::memcpy(numbers, &word, sizeof(word));
+    return to_acc(numbers[e]);
+  }
+}
+
 // A pack as numbers, and numbers rounded to one. Two of 16 bits share a register, and the device has instructions for
 // both: converted one by one each would be given a register of its own before.
 template <typename scalar_t, int size>
 __device__ __forceinline__ void to_numbers(const Pack<scalar_t, size>& pack, acc_type<scalar_t> (&x)[size]) {
 #pragma unroll
   for (int e = 0; e < size; ++e) {
-    if constexpr (std::is_same<scalar_t, BFloat16>::value && size % 2 == 0) {  // the upper half of a float32
+    if constexpr (sizeof(scalar_t) == 2 && size % 2 == 0) {
       uint32_t word;
       std::memcpy(&word, &pack.at[e / 2 * 2], sizeof(word));
-      word = e % 2 == 0 ? word << 16 : word & 0xffff0000u;
-      std::memcpy(&x[e], &word, sizeof(word));
+      x[e] = number_of<scalar_t>(word, e % 2);
     } else {
       x[e] = to_acc(pack.at[e]);
     }
@@ -86,8 +100,10 @@ __device__ __forceinline__ void from_numbers(const acc_type<scalar_t> (&x)[size]
 #pragma unroll
     for (int e = 0; e < size; e += 2) {
       const auto two = [&] {
-        if constexpr (std::is_same<scalar_t, BFloat16>::value) return __floats2bfloat162_rn(x[e], x[e + 1]);
-        else return __floats2half2_rn(x[e], x[e + 1]);
+        if constexpr (std::is_same<scalar_t, BFloat16>::value)
+          return __floats2bfloat162_rn(x[e], x[e + 1]);
+        else
+          return __floats2half2_rn(x[e], x[e + 1]);
       }();
       std::memcpy(&pack.at[e], &two, sizeof(two));
     }

@@ -95,31 +95,27 @@ __device__ SelectStats<acc_t> scan_select(const SelectArgs& args, int64_t r, int
       stats.row.push(z, 0, n);
     if (smooth) stats.row.push_weighted(z, weight ? weight + c : nullptr, n);
   };
-  for_windows<kWidth, acc_t>(outside, args.target, args.target.row(r), begin, end,
-                             [&](int64_t from, int64_t to, const auto& bits) {
-                               for_columns<kWidth, kGeneralUnroll>(
-                                   row, from, to, true,
-                                   [&](int64_t c, auto count) {
-                                     constexpr int n = decltype(count)::value, kStride = kWidth * kSize;
-                                     Pack<scalar_t> packs[n];
-                                     load_packs<kStride>(row + c, count, packs);
+  for_windows<kWidth, acc_t>(
+      outside, args.target, args.target.row(r), begin, end, [&](int64_t from, int64_t to, const auto& bits) {
+        for_columns<kWidth, kGeneralUnroll>(
+            row, from, to, true,
+            [&](int64_t c, auto count) {
+              constexpr int n = decltype(count)::value, kStride = kWidth * kSize;
+              Pack<scalar_t> packs[n];
+              load_packs<kStride>(row + c, count, packs);
+              acc_t z[n * kSize];
+              by_softcap(transform, [&](const auto& of_logit) { to_logits(packs, count, of_logit, z); });
 #pragma unroll
-                                     for (int u = 0; u < n; ++u) {
-                                       if (!count.has(u)) break;
-                                       acc_t z[kSize];
-                                       to_numbers(packs[u], z);
-                                       by_softcap(transform, [&](const auto& of_logit) {
-#pragma unroll
-                                         for (acc_t& of_one : z) of_one = of_logit(of_one);
-                                       });
-                                       push(z, c + u * kStride, kSize, bits(c + u * kStride));
-                                     }
-                                   },
-                                   [&](int64_t c) {
-                                     acc_t z = transform(to_acc(row[c]));
-                                     push(&z, c, 1, bits(c));
-                                   });
-                             });
+              for (int u = 0; u < n; ++u) {
+                if (!count.has(u)) break;
+                push(z + u * kSize, c + u * kStride, kSize, bits(c + u * kStride));
+              }
+            },
+            [&](int64_t c) {
+              acc_t z = transform(to_acc(row[c]));
+              push(&z, c, 1, bits(c));
+            });
+      });
   return stats;
 }
 

@@ -61,7 +61,8 @@ __device__ order_t kth_largest(int64_t k, const count_t& count) {
 
 // lists (blocks, room).
 template <typename scalar_t>
-__global__ void __launch_bounds__(kThreads, 4) topk_ids_kernel(TopkArgs args, Candidate<scalar_t>* lists, int64_t room) {
+__global__ void __launch_bounds__(kThreads, 4)
+    topk_ids_kernel(TopkArgs args, Candidate<scalar_t>* lists, int64_t room) {
   using order_t = order_type<scalar_t>;
   constexpr int kSize = Pack<scalar_t>::kSize;
   SCE_SHARED(int, listed, [1]);

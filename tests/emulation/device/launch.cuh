@@ -3,6 +3,7 @@
 
 #include "coc_portable.cuh"
 
+#include <atomic>
 #include <cstdint>
 #include <cstdlib>
 
@@ -13,10 +14,12 @@ namespace cuda {
 
 // Whether kernels and products run, or only ask for their memory.
 inline bool runs = true;
+inline std::atomic<int64_t> launches{0};
 
 template <typename... parameters_t, typename... arguments_t>
 cudaError_t launch_clusters(cudaStream_t stream, int64_t blocks, int threads, int cluster,
                             void (*kernel)(parameters_t...), const arguments_t&... arguments) {
+  ++launches;
   if (!runs) return cudaSuccess;
   coc_launch_config config;
   config.grid = dim3(static_cast<unsigned>(blocks));

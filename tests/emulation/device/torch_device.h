@@ -52,13 +52,19 @@ inline cudaError_t copy_matrix(Tensor to, const Tensor& from) {
 inline std::string instruction_set() { return "emulated CUDA"; }
 // Returns what was.
 inline bool emulation_runs(bool from_now_on) { return std::exchange(runs, from_now_on); }
+// Of kernels, since this was last asked.
+inline int64_t emulation_launches() { return launches.exchange(0); }
 
 }  // namespace cuda
 }  // namespace sparse_ce
 
-STABLE_TORCH_LIBRARY_FRAGMENT(sparse_ce, m) { m.def("emulation_runs(bool from_now_on) -> bool"); }
+STABLE_TORCH_LIBRARY_FRAGMENT(sparse_ce, m) {
+  m.def("emulation_runs(bool from_now_on) -> bool");
+  m.def("emulation_launches() -> int");
+}
 
 STABLE_TORCH_LIBRARY_IMPL(sparse_ce, CompositeExplicitAutograd, m) {
   m.impl("emulation_runs", TORCH_BOX(&sparse_ce::cuda::emulation_runs));
+  m.impl("emulation_launches", TORCH_BOX(&sparse_ce::cuda::emulation_launches));
   m.impl("cpu_instruction_set", TORCH_BOX(&sparse_ce::cuda::instruction_set));
 }

@@ -1,0 +1,56 @@
+"""What steps launch in the emulated CUDA package, under what SPARSE_CE_ONE_PASS says: for
+test_cross_entropy_launches.py.
+
+    python launch_cases.py FILE
+
+Saves a dictionary by the name of a step: its launches in forward and in backward, its loss and its gradient.
+"""
+
+import os
+import sys
+from typing import Any, Callable, Tuple
+
+import torch
+
+import sparse_ce
+
+ROWS = 2
+SIZES = {"a warp": (1000, torch.bfloat16), "a cluster of 2": (32000, torch.bfloat16),
+         "a cluster of 8": (128256, torch.bfloat16), "float32": (8000, torch.float32)}
+
+
+def counted(call: Callable[[], Any]) -> Tuple[Any, int]:
+    torch.ops.sparse_ce.emulation_launches()
+    result = call()
+    return result, torch.ops.sparse_ce.emulation_launches()
+
+
+def step(classes: int, dtype: torch.dtype, **options: Any) -> tuple:
+    draw = torch.Generator().manual_seed(classes)
+    leaf = torch.randn(ROWS, classes, generator=draw).to(dtype).requires_grad_()
+    labels = torch.tensor([classes - 1, 5])
+    logits = leaf * 1  # a leaf's memory is its owner's
+    loss, forward = counted(lambda: sparse_ce.cross_entropy(logits, labels, **options))
+    gradient, backward = counted(lambda: torch.autograd.grad(loss, leaf)[0])
+    return forward, backward, loss.detach(), gradient
+
+
+def main() -> None:
+    found = {}
+    sparse_ce.ops.forecast.on_host = lambda t: False  # as a GPU's numbers
+    for name, (classes, dtype) in SIZES.items():
+        sparse_ce.ops.forecast._upstream.clear()
+        found[name, "first"] = step(classes, dtype)
+        found[name, "foreseen"] = step(classes, dtype)
+        for when in ("first in place", "in place"):
+            found[name, when] = step(classes, dtype, inplace="forward")
+    rows = torch.randn(70_000, 1).expand(-1, 1)
+    found["mean"] = counted(lambda: torch.ops.sparse_ce.loss_mean(rows[:, 0], None, torch.zeros(70_000).long()))[1]
+    # Read once: what a program does to its environment later is no news.
+    os.environ["SPARSE_CE_ONE_PASS"] = "" if os.environ.get("SPARSE_CE_ONE_PASS") else "0"
+    found["after"] = step(*SIZES["a cluster of 2"], inplace="forward")
+    torch.save(found, sys.argv[1])
+
+
+if __name__ == "__main__":
+    main()

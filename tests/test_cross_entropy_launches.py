@@ -1,0 +1,61 @@
+"""How many kernels a step of the loss launches on CUDA, as the emulated package counts them: loss and gradient are one
+where a row is read once, and only the count says so, since two have the same bits."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from close import assert_bitwise_equal
+from launch_cases import SIZES
+from sparse_ce.ops import instruction_set
+
+pytestmark = pytest.mark.skipif(instruction_set() != "emulated CUDA", reason="counts launches of the CUDA kernels")
+CASES = Path(__file__).parent / "launch_cases.py"
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    """By SPARSE_CE_ONE_PASS."""
+    folder = tmp_path_factory.mktemp("launches")
+    results = {}
+    for choice in ("", "0", "cached"):
+        environment = {**os.environ, "SPARSE_CE_ONE_PASS": choice}
+        done = subprocess.run([sys.executable, CASES, folder / f"choice-{choice}.pt"], capture_output=True, text=True,
+                              env=environment, cwd=folder)
+        assert done.returncode == 0, done.stderr
+        results[choice] = torch.load(folder / f"choice-{choice}.pt")
+    return results
+
+
+@pytest.mark.parametrize("how", ["foreseen", "in place"])
+@pytest.mark.parametrize("size", SIZES)
+def test_one_kernel_reads_a_row_for_loss_and_gradient(size, how, found):
+    """Beside it the mean's, twice: what it divides by, then itself. Backward asks whether the gradient is right. By two
+    kernels a row above 32 KiB is in parts where there are few, which a third merges."""
+    once, cached, apart = (found[choice][size, how] for choice in ("", "cached", "0"))
+    assert once[:2] == cached[:2] == (3, 1)
+    assert apart[:2] == (5 if size == "a cluster of 8" else 4, 1)
+    assert_bitwise_equal(once[2], apart[2]), assert_bitwise_equal(once[3], apart[3])
+    torch.testing.assert_close(cached[2:], once[2:])
+
+
+@pytest.mark.parametrize("how", ["first", "first in place"])
+@pytest.mark.parametrize("size", SIZES)
+def test_without_a_forecast_backward_reads_the_row_again(size, how, found):
+    for choice in found:
+        forward, backward, _, gradient = found[choice][size, how]
+        assert (forward, backward) == (3 if choice == "0" and size == "a cluster of 8" else 2, 1)
+        assert_bitwise_equal(gradient, found[choice][size, "foreseen"][3])
+
+
+def test_the_mean_of_many_rows_is_one_launch(found):
+    assert found[""]["mean"] == 1
+
+
+def test_the_environment_is_read_once(found):
+    for choice in found:
+        assert found[choice]["after"][:2] == found[choice]["a cluster of 2", "in place"][:2]
