@@ -83,7 +83,7 @@ CUDA = [
     ("csrc/cuda/one_pass.cu", "pack.store(mine + u * kStride, width);", "pack.store(mine + u * kStride);  // asan"),
     ("csrc/cuda/packs.cuh", "if (count % Weights::kSize == 0 && Weights::aligned(weight)) {",
      "if (count % Weights::kSize == 0) {  // asan"),
-    ("csrc/cuda/packs.cuh", "word = e % 2 == 0 ? word << 16 : word & 0xffff0000u;", "word = word << 16;"),
+    ("csrc/cuda/packs.cuh", "word = e == 0 ? word << 16 : word & 0xffff0000u;", "word = word << 16;"),
     ("csrc/cuda/packs.cuh", "return __floats2bfloat162_rn(x[e], x[e + 1]);",
      "return __floats2bfloat162_rn(x[e + 1], x[e]);"),
     ("csrc/cuda/row_passes.cuh", "if (splits == 1) return {item, 0};", "if (splits != 1) return {item, 0};"),
