@@ -267,7 +267,7 @@ struct GradientCoefficients {
     acc_t per_q = (acc_t(1) - e) * mass + share * weight_sum;
     if (options.z_loss != 0) per_q += acc_t(2) * static_cast<acc_t>(options.z_loss) * lse;
     a = grad * per_q + grad_lse;
-    b = grad * share;
+    b = e == acc_t(0) ? acc_t(0) : grad * share;  // no -0, of which a gradient of 0 would get another sign
     d = grad * (acc_t(1) - e);
   }
 

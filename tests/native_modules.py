@@ -77,5 +77,6 @@ def planning() -> ModuleType:
     layer = build.LAYER
     return load(built("planning", "-fno-strict-aliasing", "-Wno-unknown-pragmas", f"-I{layer / 'include'}", "-isystem",
                       f"{build.cuda_home()}/include", *map(str, build.DEVICE), "-x", "c++",
-                      str(ROOT / "csrc/cuda/cross_entropy.cu"), str(ROOT / "csrc/cuda/one_pass.cu"), "-x", "none",
+                      str(HERE / "masked_mean_planning.cpp"), str(ROOT / "csrc/cuda/cross_entropy.cu"),
+                      str(ROOT / "csrc/cuda/one_pass.cu"), "-x", "none",
                       str(layer / "src" / "coc_runtime.cpp"), also=(layer, build.HERE)))

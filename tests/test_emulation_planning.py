@@ -69,6 +69,43 @@ def test_rows_that_are_read_once_fit_into_registers(planning):
     assert seen == {(*form, True) for form in many} | {(*form, False) for form in few}
 
 
+CACHE, NONE = (512, 0, 8), (0, 0, 0)
+
+
+def form_of(planning, rows, size, classes, offset=0, clusters=True):
+    """On an H100."""
+    return planning.one_pass_of(rows, classes, size, offset, 132, 50 << 20, clusters)[:3]
+
+
+@pytest.mark.parametrize("size,classes,form", [
+    (2, 1000, (32, 16, 1)), (2, 4096, (32, 16, 1)), (2, 16384, (256, 8, 1)), (2, 32000, (256, 8, 2)),
+    (2, 50257, (256, 8, 4)), (2, 128256, (256, 8, 8)), (2, 151936, (256, 16, 8)), (2, 201088, (256, 16, 8)),
+    (2, 262144, (256, 16, 8)), (4, 1000, (32, 16, 1)), (4, 32000, (256, 8, 4)), (4, 128256, (256, 16, 8)),
+    (4, 262144, CACHE)])
+def test_models_have_the_smallest_form_that_holds_a_row(size, classes, form, planning):
+    for rows in (1, 4096, 65536):
+        few = rows == 1  # for which the cache would be of no use
+        assert form_of(planning, rows, size, classes) == (NONE if few and form == CACHE else form)
+        alone = form if form[2] == 1 else NONE if few else (512, 0, 1)
+        assert form_of(planning, rows, size, classes, clusters=False) == alone
+
+
+@pytest.mark.parametrize("size,classes,form", [
+    (2, 1000, (32, 16, 1)), (2, 4096, NONE), (2, 16384, (256, 8, 2)), (2, 128256, (256, 8, 8)),
+    (2, 131072, (256, 16, 8)), (2, 262144, CACHE), (4, 131072, CACHE)])
+def test_a_row_behind_a_boundary_that_would_fill_its_form_needs_the_next(size, classes, form, planning):
+    for rows in (1, 4096, 65536):
+        assert form_of(planning, rows, size, classes, size) == (NONE if rows == 1 and form == CACHE else form)
+
+
+def test_many_rows_of_a_masked_mean_go_to_warps_in_one_part(planning):
+    plan_of = planning.masked_mean_plan_of
+    assert plan_of(8192, 4096, 2) == (True, 1, 8) and plan_of(8192, 4096, 4) == (True, 1, 4)
+    assert plan_of(4096, 16384, 2)[:2] == (True, 1) and plan_of(4096, 16385, 2)[:2] == (False, 1)
+    assert plan_of(4095, 2048, 2)[:2] == (True, 1) and plan_of(4095, 2049, 2)[:2] == (False, 1)
+    assert plan_of(1, 1 << 20, 2)[:2] == (False, 64)
+
+
 @pytest.mark.parametrize("clusters", [True, False])
 def test_rows_that_registers_do_not_hold_wait_in_a_cache_that_does(clusters, planning):
     """As many at a time as there are blocks for, or as the cache has room for, if these keep up with memory."""

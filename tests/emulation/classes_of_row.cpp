@@ -122,7 +122,7 @@ void run_case(const Case& c) {
     for (int64_t i = r * c.entries; i < (r + 1) * c.entries; ++i) {
       if (values.get(i) == 0) continue;
       const Sum& sum = of_class[int64_t(indices.get(i))];
-      compare("sum", r, i, sums.get(i), sum.first == i ? double(sum.in_order) : double(kNone), 0);  // bit for bit
+      compare_bits("sum", r, i, sums.get(i), sum.first == i ? double(sum.in_order) : double(kNone));
       if (sum.first == i) compare("exact", r, i, sums.get(i), sum.exact, 6e-8 * double(c.entries) * sum.exact);
     }
   }

@@ -1,8 +1,7 @@
 // The loss against a float64 reference.
-#include "rows.h"
+#include "loss_rows.h"
 
 #include <memory>
-#include <string>
 
 #include "../../csrc/cuda/cross_entropy.cu"
 #include "../../csrc/cuda/loss_mean.cu"
@@ -11,92 +10,12 @@
 namespace sparse_ce {
 namespace {
 
-// A row in float64, straight from the definition, with the bounds that rounding in the arithmetic dtype allows.
-struct Exact {
-  double loss = 0, lse = 0, loss_bound = 0, lse_bound = 0;
-  std::vector<double> grad, grad_bound, grad_values, grad_values_bound;  // grad_values by entry of the row
-
-  Exact(const Problem& p, int64_t r) : grad(size_t(p.c.vocab)), grad_bound(size_t(p.c.vocab)) {
-    const Case& c = p.c;
-    grad_values.resize(size_t(p.end[r] - p.begin[r]));
-    grad_values_bound.resize(grad_values.size());
-    if (p.ignored(r)) return;
-    const double eps = c.arithmetic == DType::kFloat64 ? 2.3e-16 : 1.2e-7, few = 24 * eps;
-    const int64_t n = c.num_classes;
-    std::vector<double> z(static_cast<size_t>(n)), slope(static_cast<size_t>(n)), target(static_cast<size_t>(n));
-    double max = -INFINITY, size = 0;
-    for (int64_t v = 0; v < n; ++v) {
-      const double x = c.options.logit_scale * p.logits.get(c.at(r, v));
-      const double t = c.options.softcap ? std::tanh(x / c.options.softcap) : 0;
-      z[v] = c.options.softcap ? c.options.softcap * t : x;
-      slope[v] = c.options.logit_scale * (1 - t * t);
-      max = std::fmax(max, z[v]);
-      if (std::isfinite(z[v])) size = std::fmax(size, std::fabs(z[v]));
-    }
-    long double sum = 0;
-    for (double x : z) sum += std::exp((long double)(x - max));
-    const long double exact_lse = max == -INFINITY ? max : max + std::log(sum);
-    lse = double(exact_lse);  // a row of nothing but -inf: lse -inf, the rest NaN
-    lse_bound = few * (size + std::fabs(lse) + 1);
-
-    const double e = c.options.label_smoothing;
-    // A logit that was scaled or capped was rounded: exp makes its absolute error a relative one.
-    const double rounded_z = c.options.logit_scale != 1 || c.options.softcap != 0 ? size : 0;
-    double mass = 0, absolute = 0;
-    for (int64_t i = p.begin[r]; i < p.end[r]; ++i) {
-      const int64_t column = int64_t(p.indices.get(i));
-      const double value = p.value_of(i);
-      if (p.padding(i) || column == kIgnore) continue;
-      if (column < 0 || column >= n) {
-        mass = NAN;
-        continue;
-      }
-      const double w = value * p.weight_of(column);
-      if (value == 0) continue;
-      const double factor = p.weight_of(column) * (c.logprobs ? value : 1), by = p.grad_of(r) * (1 - e) * factor;
-      const bool nothing =
-          c.arithmetic == DType::kFloat32 && float(p.weight_of(column)) * float(c.logprobs ? value : 1) == 0;
-      const double g = nothing ? 0 : by * double(exact_lse - z[column]);
-      if (by != 0) {
-        grad_values[i - p.begin[r]] = g;
-        grad_values_bound[i - p.begin[r]] = few * (std::fabs(g) + 3 * size + 1);
-      }
-      mass += w, absolute += std::fabs(w);
-      target[column] += w;
-      if (w != 0) loss += (1 - e) * w * double(exact_lse - z[column]);
-    }
-    loss_bound = few * (absolute * (2 * size + std::fabs(lse) + 1) + c.options.z_loss * (lse * lse + 1) + 1e-3);
-    long double total = 0, smooth = 0;
-    for (int64_t v = 0; v < n; ++v) {
-      total += p.weight_of(v);
-      if (e != 0 && p.weight_of(v) != 0) smooth += p.weight_of(v) * double(exact_lse - z[v]);
-    }
-    const double total_weight = double(total);
-    loss += e / double(n) * double(smooth) + c.options.z_loss * lse * lse;
-    if (e != 0) loss_bound += few * (total_weight / double(n) * (2 * size + std::fabs(lse) + 1)) * 8;
-    if (std::isnan(mass) || max == -INFINITY) loss = NAN;
-
-    const double g = p.grad_of(r), g_lse = c.has_grad_lse ? p.grad_lse.get(r) : 0;
-    if (g == 0 && g_lse == 0) return;
-    const double a = g * ((1 - e) * mass + e / double(n) * total_weight + 2 * c.options.z_loss * lse) + g_lse;
-    const double a_size =
-        std::fabs(g) * ((1 - e) * absolute + e / double(n) * total_weight + 2 * c.options.z_loss * std::fabs(lse)) +
-        std::fabs(g_lse);
-    const double ulp = c.dtype == DType::kFloat16 ? 0x1p-11 : c.dtype == DType::kBFloat16 ? 0x1p-8 : eps;
-    for (int64_t v = 0; v < n; ++v) {
-      const double q = double(std::exp(z[v] - exact_lse)), o = p.weight_of(v);
-      grad[v] = (a * q - g * e / double(n) * o - g * (1 - e) * target[v]) * slope[v];
-      const double parts = (q > 0 ? a_size * q * (1 + std::fabs(z[v] - lse) + rounded_z) : 0) +
-                           std::fabs(g) * (e / double(n) * o + absolute * (target[v] != 0));
-      grad_bound[v] = ulp * std::fabs(grad[v]) + few * parts * (std::fabs(slope[v]) + 1) +
-                      6e-8 * (c.dtype == DType::kFloat16) + 1e-37;
-    }
-  }
-};
-
 // Rows as they were drawn, or some of them side by side.
-Case draw_rows(bool small) {
-  Case c = draw(small);
+LossCase draw_rows(bool small) {
+  LossCase c{};
+  static_cast<Case&>(c) = draw(small);
+  c.row_weight = chance(0.35), c.row_scale = chance(0.35);
+  c.weight_step = below(3), c.scale_step = below(3);
   c.reads = chance(0.5) ? Reads::kPlanned : chance(0.5) ? Reads::kApart : Reads::kCached;
   if (chance(0.06)) {  // the longest rows that are read once
     c.rows = 1, c.row_stride = c.num_classes = c.vocab = size_of(c.dtype) == 2 ? 140001 : 70003;
@@ -105,11 +24,23 @@ Case draw_rows(bool small) {
     const int64_t bytes = (int64_t(32768) << below(3)) * (256 + 1 + below(255)) / 256;
     c.rows = 1 + below(2), c.row_stride = c.num_classes = c.vocab = bytes / size_of(c.dtype);
     c.reads = Reads::kPlanned;
+  } else if (chance(0.05)) {  // those of one block that are not read once
+    c.rows = 1 + below(5), c.row_stride = c.num_classes = c.vocab = 5001 + below(90);
+    c.reads = Reads::kApart;
   }
-  if (c.rows > 0 && c.vocab <= 8 && chance(0.2)) {  // a mean by a cluster
-    c.rows = cuda::kBlockRows + 1 + below(small ? 9 : 9000), c.width = std::min<int64_t>(c.width, 3);
+  if (c.rows > 0 && c.vocab <= 8 && chance(0.2)) {  // a mean that a cluster makes, where there are any
+    // Now and then more than the threads of a cluster have in flight.
+    const int64_t more = small ? 9 : chance(0.1) ? 14000 : 5000;
+    c.rows = cuda::kBlockRows + 1 + below(more);
+    c.width = std::min<int64_t>(c.width, 3);
     c.logprobs = false;  // weights that underflow are for other cases
     c.strided = {c.rows, c.vocab * c.rows, c.rows};
+    return c;
+  }
+  if (chance(0.15)) {
+    for (int64_t parts = below(4); parts > 0; --parts) c.ends.push_back(below(c.vocab + 1));
+    c.ends.push_back(c.vocab);
+    std::sort(c.ends.begin(), c.ends.end());
     return c;
   }
   if (c.rows == 0 || c.vocab > 5000 || chance(0.6)) return c;
@@ -156,8 +87,68 @@ struct ByOneRead {
   int64_t row_stride() const { return over ? c.row_stride : c.vocab; }
 };
 
-void run_case(const Case& c) {
+// f of the backward of all classes, or of each part of them.
+template <typename function_t>
+void for_parts(const BackwardArgs& all, const LossCase& c, const function_t& f) {
+  if (c.ends.empty()) return f(all);
+  BackwardArgs part = all;
+  for (const int64_t end : c.ends) {
+    part.vocab = end;
+    f(part);
+    part.first_class = end;
+    part.logits = advance(all.logits, c.dtype, end);
+    if (all.grad_logits) part.grad_logits = advance(all.grad_logits, c.dtype, end);
+  }
+}
+
+// The rows' sum, in the order in which loss_mean makes it: of a thread, a warp, a block, a cluster.
+LossMeanStats<double> sum_in_order(const std::vector<LossMeanStats<double>>& rows) {
+  const auto count = int64_t(rows.size());
+  const bool wide = count > cuda::kBlockRows, clusters = cuda::device_has_clusters();
+  const int64_t blocks = wide && clusters ? cuda::kMostBlocks : 1;
+  const int64_t threads = wide && !clusters ? cuda::kThreadsAlone : cuda::kThreads;
+  LossMeanStats<double> sum;
+  for (int64_t block = 0; block < blocks; ++block) {
+    LossMeanStats<double> of_block;
+    for (int64_t warp = 0; warp < threads; warp += cuda::kWarp) {
+      LossMeanStats<double> lanes[cuda::kWarp];
+      for (int64_t lane = 0; lane < cuda::kWarp; ++lane)
+        for (int64_t r = block * threads + warp + lane; r < count; r += blocks * threads)
+          lanes[lane].merge(rows[size_t(r)]);
+      for (int half = cuda::kWarp / 2; half > 0; half /= 2)
+        for (int lane = 0; lane < half; ++lane) lanes[lane].merge(lanes[lane + half]);
+      of_block.merge(lanes[0]);
+    }
+    sum.merge(of_block);
+  }
+  return sum;
+}
+
+// What was downloaded of the mean, to the last bit.
+void check_mean(const LossCase& c, const Problem& p, const Factors& by_row, const Array& loss, const double* normalizer,
+                double mean, double divisor) {
+  std::vector<LossMeanStats<double>> rows;
+  double size = 0;
+  for (int64_t r = 0; r < c.rows; ++r) {
+    const double by = by_row.weight_of(r);
+    const bool ignored = p.ignored(r), counts = by != 0 && !(c.row_weight && ignored);
+    rows.push_back({counts ? by * loss.get(r) : 0, normalizer || ignored ? 0 : p.count_of(r)});
+    size += std::fabs(rows.back().total);
+  }
+  LossMeanStats<double> sum = sum_in_order(rows);
+  if (normalizer) sum.count = *normalizer;
+  const auto rounded = [&](double x) { return c.arithmetic == DType::kFloat64 ? x : double(float(x)); };
+  const double exact = rounded(sum.count == 0 ? 0 : sum.total / sum.count);
+  if (std::isnan(exact) || (c.arithmetic == DType::kFloat64 && c.row_weight))  // there a product may be fused
+    compare("mean", 0, 0, mean, exact, 1e-14 * size / std::fabs(sum.count));
+  else
+    compare_bits("mean", 0, 0, mean, exact);
+  compare_bits("divisor", 0, 0, divisor, sum.count == 0 ? INFINITY : rounded(sum.count));
+}
+
+void run_case(const LossCase& c) {
   Problem p(c);
+  const Factors by_row(c, p);
   Array loss(c.arithmetic, c.rows), lse(c.arithmetic, c.rows), residual(c.arithmetic, c.rows);
   for (Array* a : {&loss, &lse, &residual}) {
     for (int64_t i = 0; i < a->count(); ++i) a->set(i, 1e30);
@@ -165,6 +156,7 @@ void run_case(const Case& c) {
   }
   ForwardArgs forward{};
   p.fill(forward);
+  forward.row_scale = c.row_scale ? by_row.scale.device() : nullptr, forward.row_scale_stride = c.scale_step;
   forward.loss = loss.device(), forward.lse = lse.device(), forward.lse_residual = residual.device();
   Array forward_space(DType::kInt32, int64_t(cuda::cross_entropy_forward_workspace(forward) + 3) / 4);
   must(cuda::cross_entropy_forward(forward, forward_space.device(), nullptr), "forward");
@@ -175,6 +167,7 @@ void run_case(const Case& c) {
   normalizer.upload(), upstream.upload();
   LossMeanArgs average{};
   average.loss = loss.device(), average.loss_stride = 1, average.dtype = c.arithmetic, average.target = forward.target;
+  average.row_weight = c.row_weight ? by_row.weight.device() : nullptr, average.row_weight_stride = c.weight_step;
   average.normalizer = normalized ? normalizer.device() : nullptr;
   average.mean = mean.device(), average.divisor = divisor.device();
   must(cuda::loss_mean(average, nullptr), "mean");
@@ -186,6 +179,8 @@ void run_case(const Case& c) {
 
   BackwardArgs backward{};
   p.fill(backward);
+  backward.row_scale = forward.row_scale, backward.row_scale_stride = forward.row_scale_stride;
+  backward.row_weight = average.row_weight, backward.row_weight_stride = average.row_weight_stride;
   backward.grad_loss = p.grad_loss.device(), backward.grad_loss_stride = c.unit_stride_grad ? 1 : 0;
   backward.grad_lse = c.has_grad_lse ? p.grad_lse.device() : nullptr, backward.grad_lse_stride = 1;
   backward.lse = lse.device(), backward.lse_residual = residual.device();
@@ -194,7 +189,9 @@ void run_case(const Case& c) {
   for (int64_t i = 0; i < grad_values.count(); ++i) grad_values.set(i, 0);
   grad_values.upload();
   backward.grad_values = grad_values.device();
-  must(cuda::cross_entropy_backward_values(backward, nullptr), "backward_values");
+  for_parts(backward, c, [](const BackwardArgs& part) {
+    must(cuda::cross_entropy_backward_values(part, nullptr), "backward_values");
+  });
 
   Array fresh(c.dtype, c.rows * c.vocab, c.in_place ? 0 : below(3) * 4);
   for (int64_t i = 0; i < fresh.count(); ++i) fresh.set(i, 776);
@@ -208,48 +205,46 @@ void run_case(const Case& c) {
   Array entries(DType::kFloat64, int64_t(cuda::cross_entropy_backward_workspace(backward) + 7) / 8);
 
   std::vector<Exact> exact;
-  for (int64_t r = 0; r < c.rows; ++r) exact.emplace_back(p, r);
+  for (int64_t r = 0; r < c.rows; ++r) exact.emplace_back(p, by_row, r);
 
   std::vector<std::unique_ptr<ByOneRead>> by_one_read;
   for (const bool over : {false, true})
-    if (cuda::one_pass_of(forward)) by_one_read.emplace_back(new ByOneRead(p, forward, backward, over));
+    if (cuda::one_pass_of(forward) && c.ends.empty())
+      by_one_read.emplace_back(new ByOneRead(p, forward, backward, over));
 
+  const auto run_backward = [&](const char* what) {
+    for_parts(backward, c, [&](const BackwardArgs& part) {
+      must(cuda::cross_entropy_backward(part, entries.device(), nullptr), what);
+    });
+  };
   Array other(c.arithmetic, 1);
   other.set(0, 0.5), other.upload();
   if (!c.in_place && chance(0.5)) {
     backward.made_for = backward.grad_mean = upstream.device();
-    must(cuda::cross_entropy_backward(backward, entries.device(), nullptr), "backward of what is made");
+    run_backward("backward of what is made");
     fresh.download();
-    for (int64_t i = 0; i < fresh.count(); ++i) compare("what is made", 0, i, fresh.get(i), 776, 0);
+    for (int64_t i = 0; i < fresh.count(); ++i) compare_bits("what is made", 0, i, fresh.get(i), 776);
     backward.grad_mean = other.device();
   }
-  must(cuda::cross_entropy_backward(backward, entries.device(), nullptr), "backward");
+  run_backward("backward");
   for (Array* a : {&loss, &lse, &residual, &mean, &divisor, &ahead_divisor, &ahead_grad, &gradient, &grad_values})
     a->download();
-  double total = 0, count = 0, size = 0;
-  for (int64_t r = 0; r < c.rows; ++r) {
-    const int64_t label = c.layout == Case::kIndex ? int64_t(p.indices.get(r)) : 0;
-    const bool is_label = c.layout == Case::kIndex && 0 <= label && label < c.num_classes;
-    total += loss.get(r), size += std::fabs(loss.get(r));
-    count += p.ignored(r) ? 0 : is_label && c.has_weight ? p.weight.get(label) : 1;
-  }
-  if (normalized) count = normalizer.get(0);
-  compare("mean", 0, 0, mean.get(0), count == 0 ? 0 : total / count, 1e-6 * size / std::fabs(count));
-  compare("divisor", 0, 0, divisor.get(0), count == 0 ? INFINITY : count, 1e-6 * std::fabs(count));
-  compare("divisor ahead", 0, 0, ahead_divisor.get(0), divisor.get(0), 0);
+  const double given = normalizer.get(0);
+  check_mean(c, p, by_row, loss, normalized ? &given : nullptr, mean.get(0), divisor.get(0));
+  compare_bits("divisor ahead", 0, 0, ahead_divisor.get(0), divisor.get(0));
   compare("gradient ahead", 0, 0, ahead_grad.get(0), 0.75 / divisor.get(0), 1e-6 / std::fabs(divisor.get(0)));
   for (int64_t r = 0; r < c.rows; ++r) {
     compare("loss", r, 0, loss.get(r), exact[r].loss, exact[r].loss_bound);
     compare("lse", r, 0, lse.get(r), exact[r].lse, exact[r].lse_bound);
     for (int64_t v = 0; v < c.vocab; ++v)
       compare("grad", r, v, gradient.get(place(backward, r, v)), exact[r].grad[v], exact[r].grad_bound[v]);
-    for (const auto& one : by_one_read) {  // bit for bit
-      compare("loss by one read", r, 0, one->loss.get(r), loss.get(r), 0);
-      compare("lse by one read", r, 0, one->lse.get(r), lse.get(r), 0);
-      compare("residual by one read", r, 0, one->residual.get(r), residual.get(r), 0);
+    for (const auto& one : by_one_read) {
+      compare_bits("loss by one read", r, 0, one->loss.get(r), loss.get(r));
+      compare_bits("lse by one read", r, 0, one->lse.get(r), lse.get(r));
+      compare_bits("residual by one read", r, 0, one->residual.get(r), residual.get(r));
       for (int64_t v = 0; v < c.vocab; ++v)
-        compare("grad by one read", r, v, one->gradient.get(r * one->row_stride() + v),
-                gradient.get(place(backward, r, v)), 0);
+        compare_bits("grad by one read", r, v, one->gradient.get(r * one->row_stride() + v),
+                     gradient.get(place(backward, r, v)));
     }
     for (int64_t i = p.begin[r]; i < p.end[r]; ++i)
       compare("grad_values", r, i, grad_values.get(i), exact[r].grad_values[i - p.begin[r]],
@@ -257,13 +252,13 @@ void run_case(const Case& c) {
   }
 }
 
-std::string kind_of(const Case& c) {
+std::string form_of(const LossCase& c) {
   CrossEntropyArgs shape{};
   shape.rows = c.rows, shape.vocab = c.vocab, shape.dtype = c.dtype, shape.target.num_classes = c.num_classes;
   shape.row_stride = c.row_stride, shape.strided = c.strided, shape.reads = c.reads;
   shape.logits = reinterpret_cast<const void*>(c.offset * size_of(c.dtype));
   if (c.rows == 0) return "nothing";
-  if (c.strided.inner > 0) return c.rows > cuda::kBlockRows ? "a thread a row, a mean by a cluster" : "a thread a row";
+  if (c.strided.inner > 0) return c.rows > cuda::kBlockRows ? "a thread a row, a mean of many" : "a thread a row";
   if (const cuda::OnePass form = cuda::one_pass_of(shape)) {
     const std::string packs = std::to_string(form.packs) + " packs";
     if (form.width == cuda::kWarp) return "one pass, a warp";
@@ -272,6 +267,21 @@ std::string kind_of(const Case& c) {
   }
   const cuda::Plan plan = cuda::plan_of(shape, cuda::multiprocessors());
   return plan.width == cuda::kWarp ? "warp a row" : plan.splits == 1 ? "block a row" : "blocks a row";
+}
+
+Kinds kind_of(const LossCase& c) {
+  const std::string form = form_of(c);
+  if (c.rows == 0) return {form};
+  const auto starts = [&](const char* with) { return form.rfind(with, 0) == 0; };
+  const std::string read = c.strided.inner > 0      ? "side by side"
+                           : starts("one pass")     ? "once"
+                           : starts("in the cache") ? "in the cache"
+                                                    : "apart";
+  Kinds kinds = {form};
+  if (c.row_scale) kinds.push_back("scales of rows, " + read);
+  if (c.row_weight) kinds.push_back("weights of rows, " + read);
+  if (!c.ends.empty()) kinds.push_back("classes in parts");
+  return kinds;
 }
 
 }  // namespace

@@ -35,9 +35,9 @@ Case draw(bool small) {
   // Deep: so many elements behind an output that they are shared among blocks.
   const bool deep = chance(0.55), packed = chance(0.5), outer_first = chance(0.7);
   // More parts than a warp merges at once, now and then.
-  const int64_t behind = !small && chance(0.02) ? 34 * 16384 + below(9000)
-                         : chance(0.3)          ? 2100 + below(9000)
-                                                : 17000 + below(small ? 3000 : 20000);
+  const int64_t behind = chance(0.06)  ? (cuda::kWarp + 2) * cuda::kSpan + below(9000)
+                         : chance(0.3) ? 2100 + below(9000)
+                                       : 17000 + below(small ? 3000 : 20000);
   const bool outer = chance(0.6), rows = chance(0.7);
   for (const bool kept : {outer_first, !outer_first})
     if (kept ? outer : rows) c.runs.push_back({1 + below(chance(0.5) ? 9 : small ? 20 : 70), kept, chance(0.75)});
@@ -56,7 +56,7 @@ Case draw(bool small) {
   c.offset = aligned ? 8 * below(2) : below(9), c.mask_offset = aligned ? 8 * below(2) : below(9);
   // Rows that begin on a boundary though the mask's, or their own ends, do not.
   c.gap = chance(0.2) ? (8 - columns.size % 8) % 8 : chance(0.6) ? 0 : chance(0.5) ? 8 * below(3) : below(4);
-  if (!small && chance(0.01))  // so many rows that a warp takes a long one
+  if (chance(0.01))  // so many rows that a warp takes a long one
     c.runs = {{cuda::kManyRows, true, chance(0.5)}, {cuda::kLong + 4 * (1 + below(4)), false, chance(0.5)}};
   c.max_blocks = chance(0.5) ? 0 : 1 + below(3);
   c.hidden = one_of<double>({0, 0.2, 0.5, 0.95, 1});
@@ -79,13 +79,16 @@ MaskedMeanArgs args_of(const Case& c, bool dense) {
   return args;
 }
 
-std::string kind_of(const Case& c) {
+Kinds kind_of(const Case& c) {
   MaskedMeanArgs args = args_of(c, false);
   args.input = reinterpret_cast<const void*>(c.offset * size_of(c.dtype));  // only their alignment counts
   args.mask = reinterpret_cast<const void*>(c.mask_offset * size_of(c.mask_dtype));
   const cuda::Plan plan = cuda::plan_of(args);
   const std::string way = args.columns_kept() ? "across" : plan.warps ? "along, a warp" : "along, a block";
-  return way + (plan.pack > 1 ? " by packs" : " by singles") + (plan.parts > 1 ? ", in parts" : "");
+  Kinds kinds = {way + (plan.pack > 1 ? " by packs" : " by singles") + (plan.parts > 1 ? ", in parts" : "")};
+  if (plan.warps && args.rows.size * args.columns.size > cuda::kLong) kinds.push_back("along, a warp, long");
+  if (plan.parts > cuda::kWarp) kinds.push_back("parts merged by a warp");
+  return kinds;
 }
 
 // Calls f with the place of every element.
@@ -143,8 +146,11 @@ void run_case(const Case& c) {
   }
   for_places(back, [&](const Place& place) {
     const double w = mask.get(place.mask), exact = w == 0 ? 0 : w * share.get(place.out);
-    compare("gradient", place.out, place.input, gradient.get(place.input), exact,
-            w == 0 ? 0 : (ulp + eps) * std::fabs(exact) + least);
+    const double ours = gradient.get(place.input);
+    if (w == 0)
+      compare_bits("gradient of what is hidden", place.out, place.input, ours, 0);
+    else
+      compare("gradient", place.out, place.input, ours, exact, (ulp + eps) * std::fabs(exact) + least);
   });
 }
 

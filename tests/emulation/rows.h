@@ -190,6 +190,11 @@ struct Problem {
   bool padding(int64_t i) const { return c.has_values && values.get(i) == (c.logprobs ? -INFINITY : 0.0); }
   double weight_of(int64_t v) const { return c.has_weight ? weight.get(v) : 1.0; }
   double grad_of(int64_t r) const { return grad_loss.get(c.unit_stride_grad ? r : 0); }
+  // What a row that counts has in a mean.
+  double count_of(int64_t r) const {
+    const int64_t label = c.layout == Case::kIndex ? int64_t(indices.get(r)) : -1;
+    return 0 <= label && label < c.num_classes ? weight_of(label) : 1;
+  }
 
   void fill(CrossEntropyArgs& args) const {
     args.logits = logits.device();

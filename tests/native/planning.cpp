@@ -8,12 +8,13 @@
 
 #include <tuple>
 
+// Of masked_mean_planning.cpp.
+std::tuple<bool, int64_t, int64_t> masked_mean_plan_of(int64_t rows, int64_t columns, int size);
+
 namespace {
 
 sparse_ce::DType dtype_of(int size) {
-  return size == 8   ? sparse_ce::DType::kFloat64
-         : size == 4 ? sparse_ce::DType::kFloat32
-                     : sparse_ce::DType::kBFloat16;
+  return size == 8 ? sparse_ce::DType::kFloat64 : size == 4 ? sparse_ce::DType::kFloat32 : sparse_ce::DType::kBFloat16;
 }
 
 // (threads that share a row, blocks that share a row, blocks in all)
@@ -46,5 +47,6 @@ std::tuple<int, int, int, int64_t> one_pass_of(int64_t rows, int64_t classes, in
 PYBIND11_MODULE(planning, m) {
   m.def("plan_of", plan_of);
   m.def("one_pass_of", one_pass_of);
+  m.def("masked_mean_plan_of", masked_mean_plan_of);
   m.def("hyperbolic_tangent", [](float x) { return sparse_ce::hyperbolic_tangent(x); });
 }

@@ -1,0 +1,129 @@
+// loss_rows.h - rows with their own weights and scales, and their losses in float64.
+#pragma once
+
+#include "rows.h"
+
+#include <string>
+
+namespace sparse_ce {
+namespace {
+
+struct LossCase : Case {
+  bool row_weight, row_scale;
+  int64_t weight_step, scale_step;  // of the rows'; 0: all rows have one
+  std::vector<int64_t> ends;  // of the classes of each part, where backward is in parts
+  std::string text() const {
+    std::string text = Case::text() + " row_weight " + (row_weight ? std::to_string(weight_step) : "none") +
+                       " row_scale " + (row_scale ? std::to_string(scale_step) : "none") + " parts";
+    for (const int64_t end : ends) text += " " + std::to_string(end);
+    return text;
+  }
+};
+
+// What the rows' losses and logits are multiplied by. That of an ignored row must not matter.
+struct Factors {
+  const LossCase& c;
+  Array weight, scale;
+
+  Factors(const LossCase& c, const Problem& p)
+      : c(c), weight(c.arithmetic, c.rows * c.weight_step + 1), scale(c.arithmetic, c.rows * c.scale_step + 1) {
+    for (Array* a : {&weight, &scale})
+      for (int64_t i = 0; i < a->count(); ++i) a->set(i, NAN);
+    for (int64_t r = 0; r < c.rows; ++r) {
+      if (c.weight_step == 0 || !p.ignored(r)) weight.set(r * c.weight_step, chance(0.2) ? 0 : uniform(-0.5, 2));
+      if (c.scale_step == 0 || !p.ignored(r)) scale.set(r * c.scale_step, chance(0.2) ? 1 : uniform(0.4, 1.3));
+    }
+    weight.upload(), scale.upload();
+  }
+  double weight_of(int64_t r) const { return c.row_weight ? weight.get(r * c.weight_step) : 1; }
+  double scale_of(int64_t r) const { return c.row_scale ? scale.get(r * c.scale_step) : 1; }
+};
+
+// A row in float64, straight from the definition, with the bounds that rounding in the arithmetic dtype allows.
+struct Exact {
+  double loss = 0, lse = 0, loss_bound = 0, lse_bound = 0;
+  std::vector<double> grad, grad_bound, grad_values, grad_values_bound;  // grad_values by entry of the row
+
+  Exact(const Problem& p, const Factors& by_row, int64_t r) : grad(size_t(p.c.vocab)), grad_bound(size_t(p.c.vocab)) {
+    const Case& c = p.c;
+    grad_values.resize(size_t(p.end[r] - p.begin[r]));
+    grad_values_bound.resize(grad_values.size());
+    if (p.ignored(r)) return;
+    const double eps = c.arithmetic == DType::kFloat64 ? 2.3e-16 : 1.2e-7, few = 24 * eps;
+    const int64_t n = c.num_classes;
+    std::vector<double> z(static_cast<size_t>(n)), slope(static_cast<size_t>(n)), target(static_cast<size_t>(n));
+    const double scale = c.options.logit_scale * by_row.scale_of(r), g = p.grad_of(r) * by_row.weight_of(r);
+    double max = -INFINITY, size = 0;
+    for (int64_t v = 0; v < n; ++v) {
+      const double x = scale * p.logits.get(c.at(r, v));
+      const double t = c.options.softcap ? std::tanh(x / c.options.softcap) : 0;
+      z[v] = c.options.softcap ? c.options.softcap * t : x;
+      slope[v] = scale * (1 - t * t);
+      max = std::fmax(max, z[v]);
+      if (std::isfinite(z[v])) size = std::fmax(size, std::fabs(z[v]));
+    }
+    long double sum = 0;
+    for (double x : z) sum += std::exp((long double)(x - max));
+    const long double exact_lse = max == -INFINITY ? max : max + std::log(sum);
+    lse = double(exact_lse);  // a row of nothing but -inf: lse -inf, the rest NaN
+    lse_bound = few * (size + std::fabs(lse) + 1);
+
+    const double e = c.options.label_smoothing;
+    // A logit that was scaled or capped was rounded: exp makes its absolute error a relative one.
+    const double rounded_z = scale != 1 || c.options.softcap != 0 ? size : 0;
+    // Which underflows to 0 in the arithmetic: then a logit of -inf does not matter.
+    const auto product = [&](double a, double b) {
+      return c.arithmetic == DType::kFloat32 && float(a) * float(b) == 0 ? 0 : a * b;
+    };
+    double mass = 0, absolute = 0;
+    for (int64_t i = p.begin[r]; i < p.end[r]; ++i) {
+      const int64_t column = int64_t(p.indices.get(i));
+      const double value = p.value_of(i);
+      if (p.padding(i) || column == kIgnore) continue;
+      if (column < 0 || column >= n) {
+        mass = NAN;
+        continue;
+      }
+      const double w = product(value, p.weight_of(column));
+      if (value == 0) continue;
+      if (g * (1 - e) * p.weight_of(column) != 0) {
+        const double by = product(g * (1 - e), product(p.weight_of(column), c.logprobs ? value : 1));
+        const double of_value = by == 0 ? 0 : by * double(exact_lse - z[column]);
+        grad_values[i - p.begin[r]] = of_value;
+        grad_values_bound[i - p.begin[r]] = few * (std::fabs(of_value) + 3 * size + 1);
+      }
+      mass += w, absolute += std::fabs(w);
+      target[column] += w;
+      if (w != 0) loss += (1 - e) * w * double(exact_lse - z[column]);
+    }
+    loss_bound = few * (absolute * (2 * size + std::fabs(lse) + 1) + c.options.z_loss * (lse * lse + 1) + 1e-3);
+    long double total = 0, smooth = 0;
+    for (int64_t v = 0; v < n; ++v) {
+      total += p.weight_of(v);
+      if (e != 0 && p.weight_of(v) != 0) smooth += p.weight_of(v) * double(exact_lse - z[v]);
+    }
+    const double total_weight = double(total);
+    loss += e / double(n) * double(smooth) + c.options.z_loss * lse * lse;
+    if (e != 0) loss_bound += few * (total_weight / double(n) * (2 * size + std::fabs(lse) + 1)) * 8;
+    if (std::isnan(mass) || max == -INFINITY) loss = NAN;
+
+    const double g_lse = c.has_grad_lse ? p.grad_lse.get(r) : 0;
+    if (g == 0 && g_lse == 0) return;
+    const double a = g * ((1 - e) * mass + e / double(n) * total_weight + 2 * c.options.z_loss * lse) + g_lse;
+    const double a_size =
+        std::fabs(g) * ((1 - e) * absolute + e / double(n) * total_weight + 2 * c.options.z_loss * std::fabs(lse)) +
+        std::fabs(g_lse);
+    const double ulp = c.dtype == DType::kFloat16 ? 0x1p-11 : c.dtype == DType::kBFloat16 ? 0x1p-8 : eps;
+    for (int64_t v = 0; v < n; ++v) {
+      const double q = double(std::exp(z[v] - exact_lse)), o = p.weight_of(v);
+      grad[v] = (a * q - g * e / double(n) * o - g * (1 - e) * target[v]) * slope[v];
+      const double parts = (q > 0 ? a_size * q * (1 + std::fabs(z[v] - lse) + rounded_z) : 0) +
+                           std::fabs(g) * (e / double(n) * o + absolute * (target[v] != 0));
+      grad_bound[v] = ulp * std::fabs(grad[v]) + few * parts * (std::fabs(slope[v]) + 1) +
+                      6e-8 * (c.dtype == DType::kFloat16) + 1e-37;
+    }
+  }
+};
+
+}  // namespace
+}  // namespace sparse_ce
