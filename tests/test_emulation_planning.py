@@ -43,6 +43,11 @@ def test_every_row_is_served_and_few_long_rows_fill_the_device(plan_of):
     assert seen == {(32, False), (256, False), (256, True)}
 
 
+def test_parts_of_few_long_rows_are_smaller_where_some_multiprocessors_had_none(plan_of):
+    assert [plan_of(rows, 1 << 20, 2, 0, 132)[1] for rows in (1, 2, 3)] == [256, 256, 64]
+    assert [plan_of(1, classes, 2, 0, 132)[1] for classes in (30000, 32767, 32768)] == [1, 1, 8]
+
+
 def test_a_limit_of_blocks_is_kept_and_changes_nothing_else(plan_of):
     for rows, classes, size, multiprocessors in shapes():
         free, limited = (plan_of(rows, classes, size, limit, multiprocessors) for limit in (0, 3))
