@@ -131,3 +131,15 @@ def test_the_number_of_threads_changes_nothing_in_bfloat16(ignored, threads, dev
             assert_bitwise_equal(a, b)
         else:
             torch.testing.assert_close(a, b, rtol=2 * torch.finfo(a.dtype).eps, atol=1e-2 * a.abs().max().item())
+
+
+@pytest.mark.parametrize("rows", [30, 50, 100])
+def test_no_memory_of_no_bytes_is_asked_for_but_for_what_is_returned(rows):
+    """Rows that all find room in the weight's gradient, that do in part, and that do not."""
+    x, w = torch.ones(rows, 40, dtype=torch.bfloat16), torch.ones(520, 40, dtype=torch.bfloat16)
+    labels = torch.zeros(rows, dtype=torch.long)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True) as record:
+        results = torch.ops.sparse_ce.linear_forward_with_gradient(torch.ones(()), None, x, w, None, labels,
+                                                                   chunk_rows=20)
+    asked = [event.concrete_inputs[0] for event in record.events() if event.key == "aten::empty"]
+    assert [rows] in asked and sum(0 in sizes for sizes in asked) == sum(t.numel() == 0 for t in results)

@@ -114,17 +114,6 @@ def test_a_bias_is_added_by_the_product_of_a_chunk():
     assert not any([520] in shapes for name, shapes in events if name in ("aten::copy_", "aten::add", "aten::add_"))
 
 
-@pytest.mark.parametrize("rows", [30, 50, 100])
-def test_no_memory_of_no_bytes_is_asked_for_but_for_what_is_returned(rows):
-    """Rows that find room in the weight's gradient, half of which do, and that do not."""
-    x, w = torch.ones(rows, 40, dtype=torch.bfloat16), torch.ones(520, 40, dtype=torch.bfloat16)
-    labels = torch.zeros(rows, dtype=torch.long)
-    with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as record:
-        results = ops.linear_forward_with_gradient(torch.ones(()), None, x, w, None, labels, chunk_rows=20)
-    asked = [event.concrete_inputs[0] for event in record.events() if event.key == "aten::empty"]
-    assert [rows] in asked and sum(0 in sizes for sizes in asked) == sum(t.numel() == 0 for t in results)
-
-
 @pytest.mark.usefixtures("nothing_runs")
 def test_logits_that_are_made_anew_anyway_need_nothing_beside_the_weights_gradient():
     """They come by classes: an eighth of them is held, and a byte of each of the input's."""
