@@ -31,8 +31,8 @@ def sparsely(every, *axes):
     """
     chosen = []
     for places in itertools.product(*(range(len(axis)) for axis in axes)):
-        values = tuple(axis[i] for axis, i in zip(axes, places))
-        chosen += [values] if sum(places) % every == 0 else slow(values)
+        values = tuple(list(axis)[i] for axis, i in zip(axes, places))
+        chosen += [values if len(axes) > 1 else values[0]] if sum(places) % every == 0 else slow(values)
     return chosen
 
 

@@ -1,6 +1,7 @@
 """Makes the tests import the installed package or their flavour's, gives them their helper modules, and runs each on
 every device."""
 
+import gc
 import os
 import sys
 from glob import glob
@@ -19,6 +20,7 @@ if TESTS not in sys.path:  # --import-mode=importlib leaves it out
 
 import flavours  # noqa: E402
 
+gc.disable()  # until all tests are collected
 flavours.enter()
 
 import torch  # noqa: E402
@@ -73,6 +75,13 @@ def pytest_configure(config):
         flavours.start_again(config)
     if flavours.FLAVOURS[flavours.named()].in_pieces and getattr(config.option, "dist", "no") == "loadfile":
         config.option.dist = "load"
+
+
+def pytest_collection_finish():
+    """Half a million objects stay for good. Python would look through all of them in each test that asks it to collect
+    garbage, or makes enough of its own."""
+    gc.freeze()
+    gc.enable()
 
 
 def pytest_report_header():

@@ -6,6 +6,7 @@ after ``-c`` ends at once: to take torch apart takes Python a second.
 """
 
 import atexit
+import gc
 import importlib.util
 import json
 import os
@@ -150,4 +151,5 @@ if __name__ == "__main__":
     import torch
     import torch._dynamo  # noqa: F401  whoever makes an optimizer imports it
     torch.set_num_threads(1)
+    gc.freeze()  # what the collector does not look at, a fork does not copy
     become(**serve())

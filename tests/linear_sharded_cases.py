@@ -11,7 +11,7 @@ import sys
 from datetime import timedelta
 from itertools import product
 from pathlib import Path
-from typing import Any, Dict, NamedTuple, Optional
+from typing import Any, Dict, List, NamedTuple, Optional
 
 import torch
 import torch.distributed as dist
@@ -47,9 +47,10 @@ class Case(NamedTuple):
         return "-".join(str(part).removeprefix("torch.") for part in self)
 
 
+OF_FORMS = [Case(form=form, reduction=reduction, chunk_rows=chunk_rows, sequence=sequence)
+            for sequence in (False, True) for form in FORMS
+            for reduction, chunk_rows in (("mean", 7 if sequence else 5), ("none", 1), ("sum", None))]
 CASES = [
-    *(Case(form=form, reduction=reduction, chunk_rows=chunk_rows) for form in FORMS
-      for reduction, chunk_rows in (("mean", 5), ("none", 1), ("sum", None))),
     *(Case(form=form, options=options, reduction=reduction, cut=cut) for options in OPTIONS if options != "plain"
       for form, reduction, cut in (("labels-int64", "mean", "uneven"), ("tuple", "mean", "empty"))),
     *(Case(form=form, options="all", reduction="none", cut="first empty")
@@ -66,14 +67,11 @@ CASES = [
                                      "upstream of 0", "accumulated", "retained", "checkpoint", "traced", "inference")
       for cut in ("uneven", "empty")),
     Case("row loss, retained"), Case("row loss, upstream of 0"),
-    Case("compiled"),
     *(Case(dtype=dtype, reduction=reduction, form=form) for dtype in DTYPES if dtype != torch.float64
       for reduction in ("mean", "none") for form in ("tuple", "labels-int64")),
     *(Case(dtype=dtype, head_dtype=torch.float32) for dtype in SIXTEEN),
 ]
 CASES += [
-    *(Case(form=form, reduction=reduction, chunk_rows=chunk_rows, sequence=True) for form in FORMS
-      for reduction, chunk_rows in (("mean", 7), ("none", 1), ("sum", None))),
     *(Case(options=options, cut="empty", sequence=True) for options in OPTIONS if options != "plain"),
     *(Case(how, form, reduction=reduction, sequence=True) for how in ("selected", "row loss", "row weights", "entropy")
       for form in ("tuple", "labels-int64", "jagged") if form in FORMS for reduction in ("mean", "none")),
@@ -81,12 +79,19 @@ CASES += [
                                                     "accumulated", "retained", "row loss, retained", "checkpoint",
                                                     "traced", "inference", "upstream of 0")
       for cut in ("uneven", "empty")),
-    Case("compiled", reduction="none", cut="empty", sequence=True),
     *(Case(dtype=dtype, reduction=reduction, sequence=True) for dtype in SIXTEEN for reduction in ("mean", "none")),
 ]
 # Each process takes seconds to follow one.
-SLOW = [Case("compiled", reduction="none", cut="empty"), Case("compiled", sequence=True),
-        Case("compiled", cut="empty", sequence=True)]
+COMPILED = [Case("compiled", reduction="none", cut="empty", sequence=True), Case("compiled"),
+            Case("compiled", reduction="none", cut="empty"), Case("compiled", sequence=True),
+            Case("compiled", cut="empty", sequence=True)]
+
+
+def cases(ranks: int, slow: bool) -> List[Case]:
+    """By pairs of ranks each form of a target; what does not hang on it, by three as well."""
+    quick = [*OF_FORMS, *CASES, *COMPILED[:2]] if ranks == 2 else [*OF_FORMS[::5], *CASES]
+    return [case for case in (*OF_FORMS, *CASES, *COMPILED) if case not in quick] if slow else quick
+
 
 
 # ----------------------------------------------------------------------------------------------------- what is computed
@@ -334,7 +339,7 @@ def main() -> None:
     shard = dict(group=dist.group.WORLD, ranks=ranks, rank=rank)
     found: Dict[str, Any] = {}
     slow = sys.argv[4] == "slow"
-    for case in SLOW if slow else CASES:
+    for case in cases(ranks, slow):
         print(case.name, flush=True)  # the last line of a process that hangs
         found[case.name] = {name: t.detach() for name, t in compute(case, **shard).items()}
     if not slow:

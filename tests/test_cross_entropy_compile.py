@@ -38,7 +38,7 @@ def test_opcheck_of_the_differentiable_ops(kind, requires_grad, device):
         torch.library.opcheck(ops.backward_values.default, (rows, logits, lse, torch.zeros_like(lse), *target), options)
 
 
-@pytest.mark.parametrize("kind", ["labels", "topk", "csr", "ranges"])
+@pytest.mark.parametrize("kind", ["labels", "topk", *slow("csr", "ranges")])
 def test_opcheck_of_the_ops_without_a_derivative(kind, device):
     for dtype in (torch.float32, torch.bfloat16):
         logits, target, rows = op_arguments(kind, False, device, dtype)

@@ -8,6 +8,7 @@ from torch.utils.data import DataLoader
 
 import sparse_ce
 from cache_cases import FORMATS, LENGTHS, K, V, assert_same, needs, sequence, write
+from cases import slow
 from sparse_ce import SparseTarget
 from sparse_ce.data import CacheWriter, TeacherCache, collate_sequences, flat, parquet
 
@@ -142,7 +143,7 @@ def test_a_sequence_of_parquet_decodes_its_row_group_alone(tmp_path, monkeypatch
     assert decoded == [1, 2, 1]
 
 
-@pytest.mark.parametrize("start", ["fork", "spawn"])
+@pytest.mark.parametrize("start", ["fork", *slow("spawn")])
 def test_workers_read_it(tmp_path, format, start):
     sequences = write(tmp_path / "teacher", format=format, shard=2)
     cache = TeacherCache(tmp_path / "teacher")

@@ -54,7 +54,7 @@ def test_the_plain_loop_learns(plain):
     *slow((("train_plain.py", "--dtype", "bfloat16"), 2e-2),
           (("train_plain.py", "--dtype", "float32", "--compile"), 1e-3), (("train_lightning.py",), 1e-3)),
     (("train_distributed.py", "--strategy", "ddp"), 1e-3),
-    (("train_distributed.py", "--strategy", "fsdp2", "--accumulate", "2"), 1e-3),
+    *slow((("train_distributed.py", "--strategy", "fsdp2", "--accumulate", "2"), 1e-3)),
     (("train_accelerate.py", "--accumulate", "4"), 1e-3),
 ], ids=lambda value: " ".join(value) if isinstance(value, tuple) else "")
 def test_every_loop_trains_as_the_plain_one(command, tolerance, plain, tmp_path):

@@ -9,6 +9,7 @@ import torch
 import forked
 import sparse_ce
 from agreement_cases import DIFFERENT, HIDDEN, LABELS, LOSSES, NOT_PARTED, PARTED, REFUSED, WEIGHT
+from cases import slow
 from sparse_ce.tracing import VALIDATES
 
 TESTS, WORLD = Path(__file__).parent, 3
@@ -87,10 +88,12 @@ def test_nan_is_given_alike(found):
     assert all(isinstance(loss, float) for loss in found["NaN for padding"])
 
 
-def test_all_else_is_as_it_is_without(tmp_path):
-    names = ["first shard empty", "one shard is padding", "shards of -inf", "every output", "overwritten in backward",
-             "random 0 8", "no rows", "errors come to every rank", "derivatives that are refused", "training",
-             "some of the processes", "compiled log probs", "traced without data"]
+@pytest.mark.parametrize("names", [
+    ["first shard empty", "one shard is padding", "shards of -inf", "every output", "overwritten in backward",
+     "random 0 8", "no rows", "errors come to every rank", "derivatives that are refused", "training",
+     "some of the processes"],
+    *slow((["compiled log probs", "traced without data"],))], ids=["eager", "compiled"])
+def test_all_else_is_as_it_is_without(names, tmp_path):
     for found in run("sharded_modes.py", tmp_path, *names, world=2):
         assert found == dict.fromkeys(names, "")
 

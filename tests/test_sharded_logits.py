@@ -19,7 +19,7 @@ from sharded_cases import CASES, PROBLEMS
 from sharded_modes import COMPILERS, MODES, SLOW
 
 TESTS, WORLDS = Path(__file__).parent, (2, 3)
-RANDOM, MORE_RANDOM = "random 0 60", "random 60 1000"
+RANDOM, MORE_RANDOM = "random 0 30", "random 30 1000"
 QUICK = {2: [*PROBLEMS, *CASES, RANDOM, *MODES, *COMPILERS], 3: [*PROBLEMS, *CASES, RANDOM, *MODES]}
 LONG = {2: [MORE_RANDOM, *SLOW], 3: [MORE_RANDOM]}
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from transformers import Trainer
 
+from cases import sparsely
 from sparse_ce.integrations.transformers import TokenMetrics, causal_lm_loss, fuse_lm_head
 from tiny_lm import MODELS, VOCAB, Samples, collate, make_model
 
@@ -23,7 +24,7 @@ def trained(path, inplace, name="llama", form="topk", **changes):
     return trainer
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", sparsely(3, MODELS))
 def test_steps_have_the_bits_of_those_that_keep_the_logits(name, tmp_path):
     steps = []
     for inplace in (False, "backward", "forward"):
