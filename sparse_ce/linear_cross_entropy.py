@@ -111,7 +111,8 @@ def linear_cross_entropy(
         linear_bias: (V,), dtype as for ``linear_weight``.
         weight, ignore_index, reduction, label_smoothing, z_loss, logit_scale, softcap, normalizer, row_weight,
             return_lse, return_entropy, return_argmax: as for :func:`cross_entropy`. With a scalar reduction entropy and
-            argmax cost no matrix product more; a gradient for the entropy, or for a learned ``logit_scale``, costs one.
+            argmax cost no matrix product more; a gradient for entropy or lse, or for a learned ``logit_scale``, costs
+            one (in the first step of a loop three: forward does not know yet that it will come).
         num_classes: only the first ``num_classes`` rows of ``linear_weight`` exist; the rest are not read and get
             gradient 0.
         inplace: accepted like everywhere; there are no logits to spare, they are always overwritten.

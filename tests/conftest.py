@@ -43,6 +43,7 @@ def device(request):
 def no_forecast():
     """Otherwise it would hang on the test before whether forward makes the gradient."""
     forecast._upstream.clear()
+    forecast._in_vain.clear()
 
 
 @pytest.fixture(autouse=True)

@@ -143,9 +143,43 @@ def test_gradients_of_lse_and_second_derivatives_are_no_forecast(makes):
     head, labels = example("cpu", torch.float64)
     loss, lse = fused(head, labels, return_lse=True)
     torch.autograd.grad(5 * loss + lse.sum(), head)
+    grads_of(fused(head, labels), head)  # another gradient for the lse would have come with it
     torch.autograd.grad(5 * fused(head, labels), head, create_graph=True)
     fused(head, labels)
     assert makes == [1.0] * 3
+
+
+@pytest.mark.parametrize("beside", ["entropy", "lse"])
+def test_a_gradient_beside_that_of_the_loss_is_waited_for(beside, makes):
+    """A policy's bonus, or a penalty of its own: four products a step instead of six."""
+    head, labels = example("cpu", torch.float64)
+    hidden, weight, _ = head
+    options = dict(return_entropy=True) if beside == "entropy" else dict(return_lse=True)
+
+    def step(bonus, alone=False):
+        out = fused(head, labels, **options)
+        more = (out.entropy if beside == "entropy" else out[1]).square().mean()
+        if bonus and alone:
+            return torch.autograd.grad(more, (hidden, weight))
+        return torch.autograd.grad(out[0] + 0.1 * more if bonus else out[0], (hidden, weight))
+
+    first = step(True)
+    assert makes == [1.0]
+    for grads in (step(True), step(True)):
+        for grad, expected in zip(grads, first):
+            torch.testing.assert_close(grad, expected, rtol=1e-13, atol=1e-15)
+    step(True, alone=True)
+    fused([t.detach().float().requires_grad_() for t in head], labels, **options)  # has a step of its own
+    assert makes == [1.0] * 2
+    fused(head, labels, **(dict() if beside == "entropy" else dict(return_entropy=True)))
+    assert makes == [1.0] * 3
+    step(False)  # as it was
+    assert makes == [1.0] * 3
+    step(False)
+    assert makes == [1.0] * 4
+    step(True, alone=True)  # in vain as well
+    step(True)
+    assert makes == [1.0] * 5
 
 
 def test_checkpointing_and_offloading_make_no_gradients_ahead(makes):

@@ -9,6 +9,9 @@ for ``lse``), the next forward makes no gradient.
 On a GPU the host knows that a gradient was made and the device for which upstream gradient: kernels compare, and nobody
 waits for them. What a CUDA graph does once per replay it does with memory that outlives it, so that each replay expects
 what came to the one before. Graphs and what runs between their replays share it: a forward keeps a copy of its own.
+
+A head's gradient that was made in forward is in vain where one for the lse or the entropy comes as well, as a policy's
+entropy bonus brings it each step: then the next such forward makes none.
 """
 
 import math
@@ -22,6 +25,7 @@ from ..arguments import arithmetic_dtype
 _upstream: Dict[Tuple[Any, ...], Tensor] = {}  # by op, dtype and place
 _replayed: Dict[Tuple[Any, ...], Tensor] = {}  # by op, dtype and device: never freed, since graphs have their addresses
 _followed: Set[Tuple[Any, ...]] = set()  # those of them that the next forward may take
+_in_vain: Set[Tuple[Any, ...]] = set()  # by op and what else: where the last gradient that forward made would have been
 
 
 def remember(op: str, grad: Tensor, expected: Optional[Tensor] = None) -> bool:
@@ -91,6 +95,14 @@ def take_for(op: str, logits: Tensor) -> Optional[Tensor]:
         return None
     _followed.discard(key)
     return _replayed[key].clone()
+
+
+def remember_whether(in_vain: bool, *key: Any) -> None:
+    (_in_vain.add if in_vain else _in_vain.discard)(key)
+
+
+def made_in_vain(*key: Any) -> bool:
+    return key in _in_vain
 
 
 def on_host(t: Tensor) -> bool:

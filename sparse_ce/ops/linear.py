@@ -68,7 +68,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         *ctx.wanted, wants_weights = ctx.needs_input_grad[:5]
         if options.mean:
             differentiated = [t for t, wanted in zip((*head, values), ctx.wanted) if wanted and t is not None]
-            expected = _expected(input, any(t.dtype == torch.float16 for t in differentiated))
+            expected = _expected(input, any(t.dtype == torch.float16 for t in differentiated), options.entropy)
         with torch._C._AutoDispatchBelowAutograd():
             if expected is not None:
                 loss, divisor, losses, lse, lse_residual, entropy, argmax, *gradients = (
@@ -98,12 +98,15 @@ class _LinearCrossEntropy(torch.autograd.Function):
         (expected, gradients), ctx.made = ctx.made, (None, None)  # handed out once: their new owner may overwrite them
         grads: Optional[Sequence[Tensor]] = None
         once = not torch.is_grad_enabled()
+        beside = grad_lse is not None or grad_entropy is not None
+        if divisor is not None and eager():
+            forecast.remember_whether(beside, "linear", lse.dtype, ctx.options.entropy)
         if grad_loss is None:
-            if grad_lse is None and grad_entropy is None:
+            if not beside:
                 return tuple(all_grads)
             grad_loss = torch.zeros_like(lse)
         elif divisor is not None:
-            plain = once and grad_lse is None and grad_entropy is None and not batched(grad_loss)
+            plain = once and not beside and not batched(grad_loss)
             if plain and eager() and grad_loss.is_cpu:
                 forecast.remember("linear", grad_loss)
             if plain and gradients is not None:
@@ -137,12 +140,12 @@ def _rows(head: Head, a: Arguments, options: Options) -> Tuple[Tensor, ...]:
     return *out[:3], out[5], out[7]
 
 
-def _expected(input: Tensor, half: bool) -> Optional[Tensor]:
+def _expected(input: Tensor, half: bool, entropy: bool) -> Optional[Tensor]:
     """The upstream gradient, (), for which forward makes the gradients; None where backward has to. ``half``: some are
-    float16. Where it is traced, and on CUDA, it is 1."""
-    if forecast.hooked():
-        return None
+    float16. ``entropy``: it comes beside the loss. Where it is traced, and on CUDA, it is 1."""
     dtype = arithmetic_dtype(input.dtype)
+    if forecast.hooked() or eager() and forecast.made_in_vain("linear", dtype, entropy):
+        return None
     expected = forecast.take("linear", dtype) if eager() and input.is_cpu else None
     if expected is None and not half:
         expected = torch.ones((), dtype=dtype, device=input.device)
