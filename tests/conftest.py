@@ -75,7 +75,7 @@ def pytest_configure(config):
     if flavours.starts_again():
         flavours.start_again(config)
     if flavours.FLAVOURS[flavours.named()].in_pieces and getattr(config.option, "dist", "no") == "loadfile":
-        config.option.dist = "load"
+        config.option.dist = "worksteal"
 
 
 def pytest_collection_finish():

@@ -69,6 +69,11 @@ def check_cases(op, flavour, first, cases, *arguments, at_least=1, env=None):
     assert not [kind for kind in KINDS[op] if found.get(kind, 0) < (1 if kind in SELDOM else at_least)]
 
 
+@each_op  # the longest first: nobody waits for it at the end
+def test_no_two_threads_race(op):
+    check_cases(op, "tsan", 1, 100, "--small")
+
+
 @each_op
 def test_random_cases_equal_float64(op):
     check_cases(op, "plain", 1, 800, at_least=20)
@@ -83,11 +88,6 @@ def test_every_schedule_of_the_threads_gives_the_same(schedule, op):
 @each_op
 def test_no_access_is_out_of_bounds_or_misaligned(op):
     check_cases(op, "asan", 5001, 300)
-
-
-@each_op
-def test_no_two_threads_race(op):
-    check_cases(op, "tsan", 1, 100, "--small")
 
 
 @pytest.mark.parametrize("flavour,arguments,schedule", [
