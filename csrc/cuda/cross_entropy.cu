@@ -8,8 +8,8 @@ namespace cuda {
 namespace {
 
 constexpr int64_t kWarpRowBytes = 8192;  // rows up to here are read by a warp: 16 packs a thread
-// The least part of a row that is worth a block: two steps of its loop, or half of one where rows that are shared anyway
-// are so few that some multiprocessors had none (predicted for an H100: 1 x 1M bfloat16 6 us, 10 by 64 blocks).
+// The least part of a row that is worth a block: two steps of its loop, or half of one where rows that are shared
+// anyway are so few that some multiprocessors had none (predicted for an H100: 1 x 1M bfloat16 6 us, 10 by 64 blocks).
 constexpr int64_t kSplitBytes = 32768, kLeastSplitBytes = 8192;
 constexpr int kBlocksPerMultiprocessor = 4;  // below this many, rows are split
 constexpr int64_t kBlocksIfMade = 12;  // of a multiprocessor, which holds three, where the gradient may be made already
