@@ -261,6 +261,7 @@ def distilled(tmp_path_factory):
     return folder, said, json.loads((folder / "numbers.json").read_text())
 
 
+@pytest.mark.slow
 def test_students_of_the_same_start_learn(distilled):
     numbers = distilled[2]
     students, teacher = numbers["students"], numbers["teacher"]
@@ -281,6 +282,7 @@ def test_students_of_the_same_start_learn(distilled):
     assert not set(on_policy[steps // 2:]) & set(bucket[steps // 2:])
 
 
+@pytest.mark.slow
 def test_the_tail_of_a_student_is_what_its_loss_says_of_it(distilled):
     students = distilled[2]["students"]
 
@@ -298,6 +300,7 @@ def test_the_tail_of_a_student_is_what_its_loss_says_of_it(distilled):
     assert students["renormalize"]["off top-k"] > 0.9
 
 
+@pytest.mark.slow
 def test_the_cache_that_students_read_has_the_bytes_of_its_layout(distilled):
     folder, _, numbers = distilled
     sizes, cache = numbers["sizes"], numbers["cache"]
@@ -312,6 +315,7 @@ def test_the_cache_that_students_read_has_the_bytes_of_its_layout(distilled):
     assert cache["off top-k"] == pytest.approx(shard["log_rest"].double().exp().mean().item(), abs=1e-6)
 
 
+@pytest.mark.slow
 def test_the_table_of_students_shows_the_numbers(distilled):
     folder, said, numbers = distilled
     columns = ["perplexity", "KL(p, q)", "loss", "entropy", "off top-k", "own KL(q, p)", "tokens/s"]
