@@ -30,9 +30,9 @@ def sparsely(every, *axes):
     """Of all combinations every so many, by their places, so that any two values of two axes meet; the others are slow.
     """
     chosen = []
-    for places in itertools.product(*(range(len(axis)) for axis in axes)):
-        values = tuple(list(axis)[i] for axis, i in zip(axes, places))
-        chosen += [values if len(axes) > 1 else values[0]] if sum(places) % every == 0 else slow(values)
+    for placed in itertools.product(*(enumerate(axis) for axis in axes)):
+        places, values = zip(*placed)
+        chosen.append(pytest.param(*values, marks=[pytest.mark.slow] if sum(places) % every else []))
     return chosen
 
 

@@ -20,7 +20,6 @@ if TESTS not in sys.path:  # --import-mode=importlib leaves it out
 
 import flavours  # noqa: E402
 
-gc.disable()  # until all tests are collected
 flavours.enter()
 
 import torch  # noqa: E402
@@ -78,11 +77,16 @@ def pytest_configure(config):
         config.option.dist = "worksteal"
 
 
-def pytest_collection_finish():
-    """Half a million objects stay for good. Python would look through all of them in each test that asks it to collect
-    garbage, or makes enough of its own."""
-    gc.freeze()
-    gc.enable()
+@pytest.hookimpl(wrapper=True)
+def pytest_collection():
+    """More than a million objects stay for good. Python would look through them while there come more, and in each test
+    that asks it to collect garbage or makes enough of its own."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def pytest_report_header():

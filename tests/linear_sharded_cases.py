@@ -93,7 +93,6 @@ def cases(ranks: int, slow: bool) -> List[Case]:
     return [case for case in (*OF_FORMS, *CASES, *COMPILED) if case not in quick] if slow else quick
 
 
-
 # ----------------------------------------------------------------------------------------------------- what is computed
 
 def make(case: Case):

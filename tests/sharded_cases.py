@@ -50,8 +50,9 @@ PROBLEMS: Dict[str, Dict[str, Any]] = {
     "learned scale": dict(COMMON, scale="learned", select=False, lse=True, entropy=True, softcap=True, form="jagged"),
     "scale of each row": dict(COMMON, scale="rows", select=False, form="csr-target-ignore-empty", values_grad=True),
     "overwritten in backward": dict(COMMON, inplace="backward", layout="strided", scale="learned", shape=(2, 3, 2)),
-    **{f"every form, {form}": dict(COMMON, form=form, select=False, values_grad=True) for form in FORMS},
 }
+OF_FORMS = {f"every form, {form}": dict(COMMON, form=form, select=False, values_grad=True) for form in FORMS}
+PROBLEMS.update(OF_FORMS)
 
 
 def check_values(target: Callable[[Tensor], Any], values: Tensor, rows: int = 2, logits: Any = None,

@@ -30,7 +30,8 @@ RANKS = [2, 3]
 
 
 @functools.cache
-def _found_by(ranks, speed):
+def found_by(ranks, speed):  # no default: a cache takes the same argument for another one
+    """What each process found in the quick cases or in the slow ones: a list of dictionaries."""
     with tempfile.TemporaryDirectory() as folder:
         environment = {**os.environ, "PYTHONPATH": str(Path(sparse_ce.__file__).parent.parent),
                        "CUDA_VISIBLE_DEVICES": ""}
@@ -40,11 +41,6 @@ def _found_by(ranks, speed):
         assert codes == [0] * ranks, "\n".join(process.said(stream)[-2000:] for process in started
                                                for stream in ("stdout", "stderr"))
         return [torch.load(Path(folder) / f"{rank}.pt") for rank in range(ranks)]
-
-
-def found_by(ranks, speed="quick"):
-    """What each process found in the quick cases or in the slow ones: a list of dictionaries."""
-    return _found_by(ranks, speed)  # a cache takes an argument for another one than its default
 
 
 def together(found, name, sequence=False):
@@ -104,7 +100,7 @@ def test_every_chunk_is_gathered_once_and_added_up_once(sequence, reduction, dty
     # In float16 gradients that are made for an upstream gradient of 1 might be too small: backward makes them.
     predictions = predicted("sparse_ce head", ranks, dtype, "none" if dtype == torch.float16 else reduction, sequence)
     number = max(4, dtype.itemsize)
-    for found in found_by(ranks):
+    for found in found_by(ranks, "quick"):
         for way in found["collectives"][str(dtype), reduction, sequence]:
             forward, backward = ([(name.removesuffix("_tensor").removesuffix("_into"), size) for name, size in part]
                                  for part in way)
@@ -157,7 +153,7 @@ def test_one_collective_of_a_cpu_is_under_way_at_a_time(monkeypatch):
 def test_what_cannot_be_had_is_said_on_every_rank(ranks):
     second = ("RuntimeError: sparse_ce: create_graph must be False where the classes are shared out among processes, "
               "got True: what the other ranks' logits do to a gradient is not known here")
-    for found in found_by(ranks):
+    for found in found_by(ranks, "quick"):
         said = found["errors"]
         for name in ("second derivative", "second derivative of rows", "second derivative of a row loss"):
             assert said[name] == said[f"{name} under a mode"] == second
@@ -179,7 +175,7 @@ def test_what_cannot_be_had_is_said_on_every_rank(ranks):
 @pytest.mark.parametrize("ranks", RANKS)
 @pytest.mark.parametrize("name", ["no rows", "no rows of a sequence"])
 def test_no_rows_are_a_loss_of_0_and_gradients_of_0(name, ranks):
-    for found in found_by(ranks):
+    for found in found_by(ranks, "quick"):
         for reduction, shape in (("mean", ()), ("none", (0,))):
             loss, grad_input, grad_weight = found["errors"][name, reduction]
             assert_bitwise_equal(loss, torch.zeros(shape))
@@ -190,7 +186,7 @@ def test_no_rows_are_a_loss_of_0_and_gradients_of_0(name, ranks):
 @pytest.mark.parametrize("ranks", RANKS)
 def test_a_row_of_weight_0_is_multiplied_as_in_one_process(ranks):
     """What is not finite in it reaches the weight's gradient, as docs/linear-head.md says, and not the input's."""
-    for found in found_by(ranks):
+    for found in found_by(ranks, "quick"):
         for name in ("of weight 0", "of weight 0, one process"):
             of_input, of_weight = found["errors"][name]
             assert of_input.all() and not of_weight.any()

@@ -92,7 +92,7 @@ def test_nan_is_given_alike(found):
     ["first shard empty", "one shard is padding", "shards of -inf", "every output", "overwritten in backward",
      "random 0 8", "no rows", "errors come to every rank", "derivatives that are refused", "training",
      "some of the processes"],
-    *slow((["compiled log probs", "traced without data"],))], ids=["eager", "compiled"])
+    *slow(["compiled log probs", "traced without data"])], ids=["eager", "compiled"])
 def test_all_else_is_as_it_is_without(names, tmp_path):
     for found in run("sharded_modes.py", tmp_path, *names, world=2):
         assert found == dict.fromkeys(names, "")

@@ -15,12 +15,11 @@ import torch
 
 import forked
 from cases import slow
-from sharded_cases import CASES, PROBLEMS
+from sharded_cases import CASES, OF_FORMS, PROBLEMS
 from sharded_modes import COMPILERS, MODES, SLOW
 
 TESTS, WORLDS = Path(__file__).parent, (2, 3)
 RANDOM, MORE_RANDOM = "random 0 30", "random 30 1000"
-OF_FORMS = [name for name in PROBLEMS if name.startswith("every form, ")]
 OTHERS = [*(name for name in PROBLEMS if name not in OF_FORMS), *CASES, RANDOM, *MODES]
 QUICK = {2: [*OF_FORMS, *OTHERS, *COMPILERS], 3: OTHERS}
 LONG = {2: [MORE_RANDOM, *SLOW], 3: [MORE_RANDOM, *OF_FORMS]}

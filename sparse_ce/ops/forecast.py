@@ -98,6 +98,7 @@ def take_for(op: str, logits: Tensor) -> Optional[Tensor]:
 
 
 def remember_whether(in_vain: bool, *key: Any) -> None:
+    """Of the last backward of a ``key``, an op and what tells its calls apart, for ``made_in_vain``."""
     (_in_vain.add if in_vain else _in_vain.discard)(key)
 
 
