@@ -211,7 +211,7 @@ def test_rows_are_moved_to_the_tokens_that_they_predict(tmp_path, format):
 
 
 def test_the_trainer_learns_from_a_cache(tmp_path):
-    transformers = pytest.importorskip("transformers", minversion="5.23")
+    transformers = pytest.importorskip("transformers", minversion="5.24")
     from sparse_ce.integrations.transformers import causal_lm_loss
     write(tmp_path / "teacher", [8, 5, 8, 6], shard=2)
     cache = TeacherCache(tmp_path / "teacher", predicts="token", names={"tokens": "input_ids", "target": "labels"})
@@ -231,7 +231,7 @@ def test_the_trainer_learns_from_a_cache(tmp_path):
 def test_datasets_reads_parquet_and_the_collator_takes_it(tmp_path):
     needs("parquet")
     datasets = pytest.importorskip("datasets")
-    pytest.importorskip("transformers", minversion="5.23")
+    pytest.importorskip("transformers", minversion="5.24")
     from sparse_ce.integrations.transformers import TopKCollator
     for ragged in (False, True):
         sequences = write(tmp_path / f"{ragged}.parquet", ragged=ragged)

@@ -12,7 +12,7 @@ import sparse_ce
 from pages import PAGES, ROOT, WITH_CODE, session
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
-LIBRARIES = {"accelerate": "1.15", "datasets": "4", "lightning": "2.5", "peft": "0.21", "transformers": "5.23",
+LIBRARIES = {"accelerate": "1.15", "datasets": "4", "lightning": "2.5", "peft": "0.21", "transformers": "5.24",
              "trl": "1.16"}
 checkout = pytest.mark.skipif(not (ROOT / "mkdocs.yml").exists(),
                               reason="a source distribution has neither the site's settings nor the records")

@@ -74,7 +74,7 @@ def test_the_examples_of_caches_run():
 
 
 def test_the_examples_of_the_integrations_run():
-    transformers = pytest.importorskip("transformers", minversion="5.23")
+    transformers = pytest.importorskip("transformers", minversion="5.24")
     from sparse_ce.integrations import transformers as integration
     config = transformers.LlamaConfig(vocab_size=50, hidden_size=8, intermediate_size=8, num_hidden_layers=1,
                                       num_attention_heads=2)

@@ -208,7 +208,7 @@ def test_scoring_does_not_go_on_from_files_that_were_made_otherwise(examples, tm
 
 def hugging_face_folder(folder, **config):
     """A tiny model, and a tokenizer whose tokens are bytes."""
-    transformers = pytest.importorskip("transformers", minversion="5.23")
+    transformers = pytest.importorskip("transformers", minversion="5.24")
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())

@@ -10,7 +10,7 @@ from torch.utils.data import Dataset
 import sparse_ce
 
 # Where they are missing or older, the test modules that import this one are skipped.
-transformers = pytest.importorskip("transformers", minversion="5.23")
+transformers = pytest.importorskip("transformers", minversion="5.24")
 pytest.importorskip("accelerate", minversion="1.15")  # the Trainer's own
 from transformers import Trainer, TrainerCallback, TrainingArguments  # noqa: E402
 
