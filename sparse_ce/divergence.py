@@ -25,7 +25,7 @@ from .target import SparseTarget, Target, as_target
 KINDS = ("forward_kl", "reverse_kl", "jsd", "skew_forward", "skew_reverse", "alpha", "tv", "hellinger")
 RESTS = ("zero", "renormalize", "bucket", "uniform", "floor")
 _BETWEEN = ("jsd", "skew_forward", "skew_reverse", "alpha")  # those that have a beta
-_ANY_CLASS = torch.iinfo(torch.int32).max
+ANY_CLASS = torch.iinfo(torch.int32).max
 
 _INFINITE = "it is infinite: the student has probability where the teacher has 0. Use rest='floor', 'bucket' or " \
             "'renormalize', which say what the teacher has there"
@@ -136,7 +136,8 @@ def divergence(
         fail(f"teacher must be on the device of student, {device}, got {a.indices.device}", RuntimeError)
     ignored = reference.ignored_rows(a, lse.shape[0])
     t = _Teacher.of(a, lse.shape[0], dtype, teacher_log_rest, floor)
-    s = _Student(torch.where(t.part, student.log_probs.reshape(t.log_p.shape), 0.0), lse,
+    log_q = student.log_probs.flatten()[:t.log_p.numel()].reshape(t.log_p.shape)
+    s = _Student(torch.where(t.part, log_q, 0.0), lse,
                  *(None if field is None else field.reshape(-1)
                    for field in (student.log_rest, student.entropy, student.mean_logit)))
     loss = _WITH_REST[rest](t, s, kind, beta, floor, given.num_classes)
@@ -162,6 +163,9 @@ def tempered(teacher: SparseTarget, temperature: float) -> SparseTarget:
 
 def _arguments(teacher: SparseTarget) -> Arguments:
     flat = teacher.flatten()
+    if math.prod(teacher.shape) == 0:  # entries that a slice of no rows keeps are in none
+        flat = flat._replace(flat.indices[:0], None if flat.values is None else flat.values[:0], flat.offsets,
+                             flat.row_mask)
     return Arguments(flat.indices, flat.values, flat.offsets, None, flat.row_mask, logprobs=flat.kind == "logprobs")
 
 
@@ -186,7 +190,7 @@ def as_teacher(teacher: Target, leading: torch.Size, vocab: Optional[int]) -> Sp
     """With the number of classes, where one of the two knows it."""
     if vocab is None and isinstance(teacher, Tensor) and teacher.layout != torch.strided:
         vocab = teacher.shape[-1]
-    given = as_target(teacher, torch.Size((*leading, vocab or _ANY_CLASS)))
+    given = as_target(teacher, torch.Size((*leading, vocab or ANY_CLASS)))
     if given.shape != leading:
         fix = moving_classes((*leading, vocab or 0), given.shape, given.indices.shape if given.form == "topk" else ())
         fail(f"teacher must have leading shape {list(leading)}, got {list(given.shape)}{fix}")
@@ -213,7 +217,7 @@ class _Teacher(NamedTuple):
     @classmethod
     def of(cls, a: Arguments, num_rows: int, dtype: torch.dtype, log_rest: Optional[Tensor],
            floor: float) -> "_Teacher":
-        entries = reference.entries_of(a, _ANY_CLASS, dtype)
+        entries = reference.entries_of(a, ANY_CLASS, dtype)
         segments = segments_of(entries, num_rows)
         # What stands in a row that does not count has no gradient either.
         part = (entries.live | entries.values.isnan()) & ~segments.of_rows(reference.ignored_rows(a, num_rows), True)

@@ -24,6 +24,8 @@ class Rows(NamedTuple):
 
     ``sequence``: the leading dimension that hidden states alone share out there as well. The function is given all else
     with the rows of the first rank in front, then those of the second, and so on.
+
+    ``entries``: of jagged ids whose rows are sharded, which belong to the rows here; each to those of one rank.
     """
 
     mesh: DeviceMesh
@@ -34,6 +36,7 @@ class Rows(NamedTuple):
     vocab: Optional[int] = None
     first_class: int = 0
     sequence: Optional[int] = None
+    entries: Optional[Tensor] = None
 
     @property
     def sharded(self) -> bool:
@@ -126,14 +129,28 @@ class Rows(NamedTuple):
         if not self.sharded and not self.sequence:  # the first dimension has each rank's rows together
             return t
         t = t if isinstance(t, SparseTarget) else as_target(t, torch.Size((*self.leading, self.classes)))
-        if name == "indices" and t.form == "jagged" and self.sharded:
-            fail("indices must be labels or top-k where rows are sharded, got jagged ones: their log-probabilities "
-                 "have no placement; pass input.to_local(), or pad them")
         if t.shape != self.here:
             if t.shape != self.leading:
                 self._refuse_shape(name, t.shape)
             t = t._map(self.summed)[tuple(slice(begin, end) for begin, end in self.ranges)]
         return t if self.sequence is None else _each_row(t, self.in_turn)
+
+    def of_entries(self, ids: Any) -> "Rows":
+        """The same, for a function that returns a log-probability of each of the ``ids``."""
+        is_sparse = isinstance(ids, SparseTarget) or isinstance(ids, Tensor) and ids.layout != torch.strided
+        if not self.sharded or not is_sparse:
+            return self
+        t = ids if isinstance(ids, SparseTarget) else as_target(ids, torch.Size((*self.leading, self.classes)))
+        if t.form != "jagged":
+            return self
+        t = t._map(lambda part: whole("indices", part))
+        if t.shape != self.leading:
+            fail(f"indices must be those of all rows where these are sharded and their sets jagged, of shape "
+                 f"{list(self.leading)}, got {list(t.shape)}: entries of some rows have no place among those of all")
+        here = torch.zeros(self.leading, dtype=torch.bool, device=t.device)
+        here[tuple(slice(begin, end) for begin, end in self.ranges)] = True
+        # Without a row there is none beside an entry, and nothing but padding on any rank.
+        return self._replace(entries=here.flatten()[t.row_indices()] if here.numel() else None)
 
     def _refuse_shape(self, name: str, shape: Sequence[int]) -> None:
         fail(f"{name} must have leading shape {list(self.leading)}, or {list(self.here)}, of the rows that are here, "
@@ -144,8 +161,7 @@ class Rows(NamedTuple):
         if not self.sharded or not t.requires_grad or not torch.is_grad_enabled():
             return t
         same = [Replicate()] * self.mesh.ndim
-        partial = tuple(Partial() if p.is_shard() else Replicate() for p in self.placements)
-        result: Tensor = DTensor.from_local(t, self.mesh, same, run_check=False).to_local(grad_placements=partial)
+        result: Tensor = DTensor.from_local(t, self.mesh, same, run_check=False).to_local(grad_placements=self.sums)
         return result
 
     # ------------------------------------------------------------------------------------------------------- outwards
@@ -155,7 +171,7 @@ class Rows(NamedTuple):
         if isinstance(out, Tensor):
             return self.total(out) if scalar else self.placed(out)
         if isinstance(out, LogProbs):
-            return of_each(self.placed, out)
+            return of_each(self.placed, out, None if self.entries is None else self.placed_entries)
         if isinstance(out, SparseTarget):
             return out._map(self.placed)
         if isinstance(out, dict):
@@ -178,13 +194,31 @@ class Rows(NamedTuple):
         return DTensor.from_local(t.contiguous(), self.mesh, self.placements, run_check=False, shape=shape,
                                   stride=tuple(reversed(strides)))
 
+    def placed_entries(self, t: Tensor) -> Tensor:
+        """Log-probabilities of jagged ids, of which each rank knows those of its rows, as the sum that they are."""
+        assert self.entries is not None
+        t = torch.where(self.entries, t.reshape(self.entries.shape), 0.0)
+        return DTensor.from_local(t, self.mesh, self.sums, run_check=False)
+
+    def local_entries(self, t: Tensor) -> Tensor:
+        """What is here of these."""
+        placed: Any = t
+        if is_distributed(t) and not all(p.is_replicate() or p == q for p, q in zip(placed.placements, self.sums)):
+            same = [Replicate()] * self.mesh.ndim
+            refuse_placements("student.log_probs", placed, "as selected_log_probs returns it", same)
+        return local_part(placed, self.sums) if is_distributed(t) else t
+
+    @property
+    def sums(self) -> Tuple[Any, ...]:
+        """The placements of what is to be added up over all rows."""
+        return tuple(Partial() if p.is_shard() else Replicate() for p in self.placements)
+
     def total(self, t: Tensor) -> Any:
         """The sum over all rows of what is a sum over those here, ()."""
         same = [Replicate()] * self.mesh.ndim
         if not self.sharded:
             return DTensor.from_local(t, self.mesh, same, run_check=False)
-        partial = [Partial() if p.is_shard() else Replicate() for p in self.placements]
-        return DTensor.from_local(t, self.mesh, partial, run_check=False).redistribute(placements=same)
+        return DTensor.from_local(t, self.mesh, self.sums, run_check=False).redistribute(placements=same)
 
 
 def _each_row(t: SparseTarget, f: Callable[[Tensor], Tensor]) -> SparseTarget:
@@ -198,8 +232,8 @@ def _each_row(t: SparseTarget, f: Callable[[Tensor], Tensor]) -> SparseTarget:
     return flat._replace(flat.indices, flat.values, f(offsets.reshape(*shape, 2)), mask)
 
 
-def of_each(f: Callable[[Tensor], Tensor], out: LogProbs) -> LogProbs:
-    """``f`` of each field that is there."""
-    made: Any = (None if t is None else f(t) for t in (out.log_probs, out.lse, out.log_rest, out.entropy,
-                                                       out.mean_logit, out.argmax))
-    return LogProbs(*made)
+def of_each(f: Callable[[Tensor], Tensor], out: LogProbs,
+            of_entries: Optional[Callable[[Tensor], Tensor]] = None) -> LogProbs:
+    """``f`` of each field that is there; ``of_entries``, where there is one, of the log-probabilities."""
+    made: Any = (None if t is None else f(t) for t in (out.lse, out.log_rest, out.entropy, out.mean_logit, out.argmax))
+    return LogProbs((of_entries or f)(out.log_probs), *made)

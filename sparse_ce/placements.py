@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from . import arguments, reference
 from .arguments import is_distributed
 from .distillation import Normalizers
-from .divergence import as_teacher, checked
+from .divergence import ANY_CLASS, as_teacher, checked
 from .entries import IGNORE_INDEX
 from .errors import fail
 from .log_probs import LogProbs, selected_log_probs
@@ -52,6 +52,7 @@ def call(function: Callable[..., Any], given: Given) -> Any:
         rows = _enter_student(given)
     else:
         rows = _enter_head(given) if "linear_weight" in given else _enter_logits(given, "input")
+        rows = rows.of_entries(given.get("indices"))
         _take_targets(given, rows)
         rows.name_classes(given)
     for name in ("row_weight", "teacher_log_rest"):
@@ -191,9 +192,10 @@ def _enter_student(given: Given) -> Rows:
     if isinstance(student, LogProbs):
         lse: Any = student.lse
         placements, _ = leading_placements("student", lse, lse.dim())
-        rows = Rows(lse.device_mesh, placements, lse.shape, 0, lse.to_local())
+        rows = Rows(lse.device_mesh, placements, lse.shape, _classes_of(given["teacher"]), lse.to_local())
         _take_targets(given, rows)
-        given["student"] = of_each(lambda t: rows.local("student", t), student)
+        jagged = isinstance(given["teacher"], SparseTarget) and given["teacher"].form == "jagged"
+        given["student"] = of_each(lambda t: rows.local("student", t), student, rows.local_entries if jagged else None)
         return rows
     rows = _enter_logits(given, "student")
     _take_targets(given, rows)
@@ -202,6 +204,14 @@ def _enter_student(given: Given) -> Rows:
     wanted: Given = {f"return_{field}": True for field in fields}
     given["student"] = selected_log_probs(given["student"], teacher, **rows.of_classes(), **wanted)
     return rows
+
+
+def _classes_of(teacher: Any) -> int:
+    """Where log-probabilities do not say how many there are; more than any id where nothing does."""
+    if isinstance(teacher, SparseTarget) and teacher.num_classes is not None:
+        return teacher.num_classes
+    sparse = isinstance(teacher, Tensor) and teacher.layout != torch.strided
+    return teacher.shape[-1] if sparse else ANY_CLASS
 
 
 def _take_targets(given: Given, rows: Rows) -> None:

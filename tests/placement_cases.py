@@ -8,6 +8,7 @@ and saves the differences, {name of the case: {what: largest difference}}, and w
 
 import os
 import sys
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Callable, Dict, List, Tuple
@@ -80,6 +81,12 @@ def fewer(labels):
     return labels.masked_fill(labels % 3 == 0, -100)
 
 
+def with_loose_entries(ids):
+    """Two more, which are in no row."""
+    more = (None if t is None else torch.cat((t, t[:2])) for t in (ids.indices, ids.values))
+    return ids._replace(*more, ids.offsets, ids.row_mask)
+
+
 CALLS: Dict[str, Callable[..., Any]] = {
     "selected": lambda x, ids, by, **o: sparse_ce.selected_log_probs(x, ids, **ALL, **o),
     "divergence": lambda x, t, by: sparse_ce.divergence(x, t, kind="jsd", rest="bucket"),
@@ -90,6 +97,19 @@ CALLS: Dict[str, Callable[..., Any]] = {
     "distillation_normalizer": lambda x, t, by, labels: sparse_ce.distillation_loss(
         x, t, labels, alpha=0.3, temperature=2.0, rest="renormalize", normalizer=5),
 }
+OF_LOG_PROBS: Dict[str, Callable[..., Any]] = {
+    "loose": lambda x, ids, by: sparse_ce.selected_log_probs(x, with_loose_entries(ids), padding_value=-7.0),
+    "mean": lambda x, t, by: sparse_ce.divergence(sparse_ce.selected_log_probs(x, t), t),
+    "gathered": lambda x, t, by: sparse_ce.divergence(gathered(sparse_ce.selected_log_probs(x, t)), t),
+}
+
+
+def gathered(out):
+    """With the log-probabilities of all entries on every rank."""
+    t = out.log_probs
+    return replace(out, log_probs=t.redistribute(placements=[R] * t.device_mesh.ndim) if isinstance(t, DTensor) else t)
+
+
 HEADS: Dict[str, Callable[..., Any]] = {
     "loss": lambda x, w, t, by, **o: sparse_ce.linear_cross_entropy(x, w, t, label_smoothing=0.1, **o),
     "loss_none": lambda x, w, t, by, **o: sparse_ce.linear_cross_entropy(
@@ -119,8 +139,8 @@ def of_functions(name: str, layout: str, form: str, given: str, seed: int):
     more, ours_more = {}, {}
     if name.startswith("distillation"):
         more["labels"], ours_more["labels"], *_ = world.target("labels", given, world.layout.vocab)
-    return compared(world, CALLS[name](x, target, None, **more), CALLS[name](local, ours, None, **ours_more), leaves,
-                    world.rows)
+    call = {**CALLS, **OF_LOG_PROBS}[name]
+    return compared(world, call(x, target, None, **more), call(local, ours, None, **ours_more), leaves, world.rows)
 
 
 # How hidden states, weight and bias are placed on the grid; None: a plain tensor.
@@ -202,6 +222,16 @@ def cases(slow: bool) -> Dict[str, Tuple[Callable[..., Any], Tuple[Any, ...]]]:
         for layout in ("classes", "data_classes", "classes_sequence", "rows", "replicate"):
             add(of_functions, name, layout, "logprobs", "all")
             add(of_functions, name, layout, "pair", "placed")
+    for layout in ("data_classes", "classes_sequence", "rows_twice", "no_rows_here", "data_classes_uneven"):
+        add(of_functions, "selected", layout, "jagged", "all")
+        add(of_functions, "divergence_of_log_probs", layout, "jagged", "all")
+    for name in ("selected", *OF_LOG_PROBS):
+        add(of_functions, name, "rows", "jagged", "placed")
+    for name in ("selected", "mean"):
+        add(of_functions, name, "rows", "coo", "all")
+    add(of_functions, "mean", "rows", "logprobs", "all")
+    for placed in ("data_tensor", "sequence", "sequence_even", "sequence_cut", "rows"):
+        add(of_heads, "selected", placed, "jagged", "all")
     for at, name in enumerate(HEADS):
         for by, placed in enumerate(HEAD_LAYOUTS):
             form = "pair" if name.startswith("rows") else "logprobs"
@@ -300,7 +330,7 @@ def refusals() -> Dict[str, str]:
         "num_classes": lambda: loss(at(x, R, Shard(1)), labels, num_classes=9),
         "normalizer": lambda: loss(at(x, R, Shard(1)), labels, normalizer=at(torch.ones(4), R, Shard(0))),
         "no rows": lambda: loss(at(x, Shard(0), R), pairs, row_weight=torch.ones(5)),
-        "jagged": lambda: sparse_ce.selected_log_probs(at(x, Shard(0), R), jagged),
+        "jagged": lambda: sparse_ce.selected_log_probs(at(x, Shard(0), R), jagged[:2]),
         "features": lambda: of_head(at(hidden, R, Shard(1)), at(weight, R, Shard(0)), labels),
         "weight": lambda: of_head(hidden, at(weight, R, Shard(1)), labels),
         "head's mesh": lambda: of_head(at(hidden, R, R), at(weight, Shard(0), mesh=row), labels),

@@ -33,7 +33,7 @@ REFUSED = {
     "num_classes": "num_classes must be in [1, 8], the classes of all ranks, got 9",
     "normalizer": "got a DTensor with placements [Replicate(), Shard(dim=0)]; pass normalizer.full_tensor()",
     "no rows": "row_weight must have leading shape [4], or [2], of the rows that are here, got [5]",
-    "jagged": "indices must be labels or top-k where rows are sharded, got jagged ones",
+    "jagged": "indices must be those of all rows where these are sharded and their sets jagged, of shape [4], got [2]",
     "features": "pass input.redistribute(placements=[Replicate(), Replicate()])",
     "weight": "linear_weight must be placed Replicate, or Shard(0) on one mesh dimension",
     "head's mesh": "linear_weight must be on the mesh of input",
