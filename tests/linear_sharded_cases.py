@@ -8,6 +8,7 @@ Runs every case with the others and saves what it found: FOLDER/RANK.pt, a dicti
 import math
 import os
 import sys
+from contextlib import nullcontext
 from datetime import timedelta
 from itertools import product
 from pathlib import Path
@@ -15,6 +16,7 @@ from typing import Any, Dict, List, NamedTuple, Optional
 
 import torch
 import torch.distributed as dist
+from torch.profiler import profile
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
@@ -23,6 +25,7 @@ import linear_cases
 import sparse_ce
 from cases import DTYPES, FORMS, Draw
 from loss_cases import OPTIONS
+from sparse_ce.ops import forecast
 from sparse_ce.tracing import VALIDATES
 
 SIXTEEN = [torch.float16, torch.bfloat16]
@@ -273,6 +276,37 @@ def counted(group, ranks: int, rank: int):
     return found
 
 
+def steps(group, ranks: int, rank: int):
+    """Of each of ``STEPS``: whether its forward and its backward make gradients, and how far the input's is from that
+    of the first such step."""
+    forecast._in_vain.clear()
+    draw = Draw("cpu")
+    hidden, whole = draw.normal(6, 4).requires_grad_(), draw.normal(5 * ranks, 4)
+    weight, labels = whole.chunk(ranks)[rank].clone().requires_grad_(), draw.integers(5 * ranks, 6)
+    groups = {"group": (group, True), "another": (dist.new_group(), True), "no entropy": (group, False)}
+    first, found = {}, []
+    for beside, name, looking_on, *_ in STEPS:
+        of, with_entropy = groups[name]
+        with Collectives() if looking_on == rank else nullcontext(), profile() as forward:
+            out = sparse_ce.linear_cross_entropy(hidden, weight, labels, group=of, return_lse=True,
+                                                 return_argmax=True, return_entropy=with_entropy)
+            more = {"": out.loss * 0, "lse": out.lse, "entropy": out.entropy}[beside]
+        with profile() as backward:
+            grad, = torch.autograd.grad(out.loss + 0.1 * more.sum(), hidden)
+        makes = [any("linear_add_gradients_" in event.name for event in way.events()) for way in (forward, backward)]
+        found.append((*makes, float((grad - first.setdefault(beside, grad)).abs().max())))
+    return found
+
+
+# What comes beside the loss, of which group, the rank that has a mode look on, and whether forward and backward make
+# gradients.
+STEPS = [("entropy", "group", None, True, True), ("entropy", "group", 0, False, True),
+         ("lse", "group", None, False, True), ("lse", "another", None, True, True),
+         ("lse", "no entropy", None, True, True), ("", "group", None, False, True), ("", "group", None, True, False),
+         ("lse", "another", None, False, True),
+         ("", "no entropy", None, False, True), ("lse", "group", 1, True, True), ("", "no entropy", 1, True, False)]
+
+
 def errors(group, ranks: int, rank: int):
     hidden, weight = torch.randn(6, 4, requires_grad=True), torch.randn(5, 4, requires_grad=True)
     labels, sequence = torch.zeros(6, dtype=torch.long), sparse_ce.SequenceGroup(group)
@@ -342,6 +376,7 @@ def main() -> None:
         print(case.name, flush=True)  # the last line of a process that hangs
         found[case.name] = {name: t.detach() for name, t in compute(case, **shard).items()}
     if not slow:
+        found["steps"] = steps(**shard)
         found["collectives"] = counted(**shard)
         found["errors"] = errors(**shard)
     torch.save(found, folder / f"{rank}.pt")

@@ -15,7 +15,7 @@ import sparse_ce
 from cases import Draw
 from close import assert_bitwise_equal, assert_close_to_float64
 from linear_cases import dense_result
-from linear_sharded_cases import COUNTED, cases, compute, make
+from linear_sharded_cases import COUNTED, STEPS, cases, compute, make
 from pages import ROOT
 from sparse_ce.arguments import Arguments
 from sparse_ce.ops import shards
@@ -145,6 +145,15 @@ def test_one_collective_of_a_cpu_is_under_way_at_a_time(monkeypatch):
     assert first.wait() is t and second.wait() is second.tensor
     shards._ready(torch.ones(2))
     assert len(waited_for) == 3  # the second, which nothing holds any more, once
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+def test_a_gradient_beside_that_of_the_loss_is_waited_for(ranks):
+    """Four products a step instead of six, and all ranks know it, whoever looks on."""
+    for found in found_by(ranks, "quick"):
+        for (*step, forward, backward), (*makes, difference) in zip(STEPS, found["steps"], strict=True):
+            assert makes == [forward, backward], step
+            assert difference < 1e-12, step
 
 
 # --------------------------------------------------------------------------------------------------------------- errors

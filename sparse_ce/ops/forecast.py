@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from ..arguments import arithmetic_dtype
+from ..tracing import traced
 
 _upstream: Dict[Tuple[Any, ...], Tensor] = {}  # by op, dtype and place
 _replayed: Dict[Tuple[Any, ...], Tensor] = {}  # by op, dtype and device: never freed, since graphs have their addresses
@@ -98,12 +99,14 @@ def take_for(op: str, logits: Tensor) -> Optional[Tensor]:
 
 
 def remember_whether(in_vain: bool, *key: Any) -> None:
-    """Of the last backward of a ``key``, an op and what tells its calls apart, for ``made_in_vain``."""
-    (_in_vain.add if in_vain else _in_vain.discard)(key)
+    """Of the last backward of a ``key``, an op and what tells its calls apart, for ``made_in_vain``. Not by who looks
+    on: one rank alone may have a profiler's mode."""
+    if not traced():
+        (_in_vain.add if in_vain else _in_vain.discard)(key)
 
 
 def made_in_vain(*key: Any) -> bool:
-    return key in _in_vain
+    return not traced() and key in _in_vain
 
 
 def on_host(t: Tensor) -> bool:

@@ -2,9 +2,9 @@
 
 A chunk of rows at a time: while one's statistics are gathered the next one's logits are multiplied, and while one's
 gradient for the input is added up its gradient for the weight is. With a scalar loss both happen in forward (three
-products), for an upstream gradient of 1; else, or where the gradients made so are of no use (a gradient for another
-output, a second backward), backward makes the logits anew (four) and adds up there. All ranks take the same chunks in
-the same order, however many classes they hold, and so join in the same collectives.
+products), for an upstream gradient of 1; else, or where the gradients made so are of no use (one for another output,
+after which the next forward makes none, a second backward), backward makes the logits anew (four) and adds up there.
+All ranks take the same chunks in the same order, however many classes they hold, and so join in the same collectives.
 """
 
 from typing import Any, Iterable, Iterator, List, NamedTuple, Optional, Sequence, Tuple
@@ -282,8 +282,9 @@ class _ShardedLinear(torch.autograd.Function):
             if mean.mean:
                 unknown = input.new_zeros(shard.rows(input), dtype=arithmetic_dtype(input.dtype))
                 divisor = ops.loss_mean(unknown, mean.normalizer, *a.target, mean.row_weight)[1]
-                if any(ctx.making) and not forecast.hooked() and not any(
-                        t is not None and want and t.dtype == torch.float16 for t, want in zip(head, of_head)):
+                half = any(t is not None and want and t.dtype == torch.float16 for t, want in zip(head, of_head))
+                in_vain = forecast.hooked() or forecast.made_in_vain(*shard.calls(unknown.dtype, wanted.entropy))
+                if any(ctx.making) and not half and not in_vain:
                     of_rows = _of_rows(torch.ones_like(divisor), divisor, mean.row_weight, shard.rows(input))
             out, ctx.made = _forward(head, a, asked, chunks, shard, of_rows, ctx.making)
             losses = out.loss
@@ -306,12 +307,14 @@ class _ShardedLinear(torch.autograd.Function):
         if all(g is None for g in given):
             return (None,) * 11
         refuse_second(grads)
-        scalar, of_rows = None, of_loss
-        if divisor is not None and of_loss is not None:
-            scalar, of_rows = of_loss, _of_rows(of_loss, divisor, row_weight, lse.shape[0])
+        scalar, of_rows, beside = None, of_loss, any(g is not None for g in given[1:])
+        if divisor is not None:
+            forecast.remember_whether(beside, *ctx.shard.calls(lse.dtype, wanted.entropy))
+            if of_loss is not None:
+                scalar, of_rows = of_loss, _of_rows(of_loss, divisor, row_weight, lse.shape[0])
         _, _, _, wants_values, wants_weights, _ = ctx.needs_input_grad[:6]
         of_head: Sequence[Optional[Tensor]] = (None,) * 4
-        if made is not None and scalar is not None and all(g is None for g in given[1:]):
+        if made is not None and scalar is not None and not beside:
             of_head = scaled(made, scalar)
         elif any(ctx.making):
             none = lse.new_empty(0)

@@ -40,6 +40,11 @@ class Shard(NamedTuple):
         """Of all ranks."""
         return input.shape[0] * (self.ranks if self.shares_rows else 1)
 
+    def calls(self, *of: Any) -> Tuple[Any, ...]:
+        """By which a head's calls are remembered. All ranks remember the same: they make the calls of a group in one
+        order, with the same upstream gradients."""
+        return ("sharded_linear", self.group, *of)
+
 
 def check_ranks(rows: Tensor, columns: int, a: Arguments, shard: Shard, wanted: Optional[Outputs] = None,
                 **alike: Any) -> None:
