@@ -16,25 +16,36 @@ class LinearOps {
  public:
   static std::tuple<Tensor, Tensor> forward(const HeadArguments& head, const Arguments& given,
                                             const ChunkOptions& options) {
-    const auto [loss, lse, residual] = run_forward(Call(head, given, options));
-    return {loss, lse};
+    const Rows rows = run_forward(Call(head, given, options));
+    return {rows.loss, rows.lse};
   }
 
   static std::tuple<Tensor, Tensor, Tensor> forward_with_residual(const HeadArguments& head, const Arguments& given,
                                                                   const ChunkOptions& options) {
-    return run_forward(Call(head, given, options));
+    const Rows rows = run_forward(Call(head, given, options));
+    return {rows.loss, rows.lse, rows.residual};
   }
 
   static std::tuple<Tensor, Tensor> mean(const HeadArguments& head, const Arguments& given,
                                          const OptionalTensor& normalizer, const ChunkOptions& options,
                                          const OptionalTensor& row_weight) {
+    const auto [mean, lse, entropy, argmax] =
+        mean_with_metrics(head, given, normalizer, options, row_weight, false, false);
+    return {mean, lse};
+  }
+
+  static std::tuple<Tensor, Tensor, Tensor, Tensor> mean_with_metrics(const HeadArguments& head, const Arguments& given,
+                                                                      const OptionalTensor& normalizer,
+                                                                      const ChunkOptions& options,
+                                                                      const OptionalTensor& row_weight, bool entropy,
+                                                                      bool argmax) {
     const Call call(head, given, options);
-    const auto [loss, lse, residual] = run_forward(call);
+    const Rows rows = run_forward(call, entropy, argmax);
     Tensor one = empty(head.input, {}, arithmetic_dtype(head.input));
     torch::stable::fill_(one, 1.0);
     LossMean<device_t> mean(call.args.target, head.input, normalizer, one, row_weight);
-    mean.finish(loss);
-    return {mean.mean, lse};
+    mean.finish(rows.loss);
+    return {mean.mean, rows.lse, rows.entropy, rows.argmax};
   }
 
   using Made = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
@@ -73,11 +84,10 @@ class LinearOps {
       gradients.head.add_gradients(begin, z);
     });
     if (anew) backward_by_classes(call, gradients, backward, wanted);
-    const Tensor loss = call.spread(rows.loss);
-    mean.finish(loss);
+    rows.spread(call);
+    mean.finish(rows.loss);
     return std::tuple_cat(
-        std::make_tuple(mean.mean, mean.divisor, loss, call.spread(rows.lse), call.spread(rows.residual),
-                        call.spread(rows.entropy), call.spread(rows.argmax, -1)),
+        std::make_tuple(mean.mean, mean.divisor, rows.loss, rows.lse, rows.residual, rows.entropy, rows.argmax),
         gradients.tensors());
   }
 
@@ -168,13 +178,14 @@ class LinearOps {
     m.impl("linear_forward_with_gradient", boxed<&forward_with_gradient>);
     m.impl("linear_backward", boxed<&backward>);
     m.impl("linear_mean", boxed<&mean>);
+    m.impl("linear_mean_with_metrics", boxed<&mean_with_metrics>);
     m.impl("linear_logits", boxed<&logits>);
     m.impl("linear_add_gradients_", boxed<&add_gradients_>);
     m.impl("scale_", boxed<&scale_>);
   }
 
  private:
-  // What forward gives for every row.
+  // What forward gives for every row that is multiplied, and once it is spread for all of them.
   struct Rows {
     explicit Rows(const Call& call, bool entropy = false, bool argmax = false)
         : loss(per_row(call)), lse(per_row(call)), residual(per_row(call)), entropy(per_row(call, entropy)),
@@ -205,6 +216,11 @@ class LinearOps {
       return args;
     }
 
+    void spread(const Call& call) {
+      for (Tensor* of_rows : {&loss, &lse, &residual, &entropy}) *of_rows = call.spread(*of_rows);
+      argmax = call.spread(argmax, -1);
+    }
+
     Tensor loss, lse, residual, entropy, argmax;
   };
 
@@ -219,13 +235,15 @@ class LinearOps {
     });
   }
 
-  static std::tuple<Tensor, Tensor, Tensor> run_forward(const Call& call) {
-    const Rows rows(call);
+  static Rows run_forward(const Call& call, bool entropy = false, bool argmax = false) {
+    Rows rows(call, entropy, argmax);
     LinearHead<device_t> head = call.chunks();
     call.for_each_chunk(head, [&](int64_t begin, const Tensor& z) {
-      device_t::forward(rows.chunk(call.live_args, begin, z), call.head.input);
+      entropy || argmax ? device_t::select_forward(rows.select_chunk(call.live_args, begin, z), call.head.input)
+                        : device_t::forward(rows.chunk(call.live_args, begin, z), call.head.input);
     });
-    return {call.spread(rows.loss), call.spread(rows.lse), call.spread(rows.residual)};
+    rows.spread(call);
+    return rows;
   }
 };
 

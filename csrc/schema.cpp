@@ -111,6 +111,12 @@ STABLE_TORCH_LIBRARY(sparse_ce, m) {
   m.def("linear_mean(" SCE_HEAD ", " SCE_ARGUMENTS ", Tensor? normalizer=None, " SCE_CHUNKS
         ", Tensor? row_weight=None) -> (Tensor mean, Tensor lse)");
 
+  // The same, and beside them entropy (N,) A and argmax (N,) int64 of `select`, (0,) where not asked for. Only the mean
+  // has a gradient.
+  m.def("linear_mean_with_metrics(" SCE_HEAD ", " SCE_ARGUMENTS ", Tensor? normalizer=None, " SCE_CHUNKS
+        ", Tensor? row_weight=None, bool entropy=False, bool argmax=False) -> (Tensor mean, Tensor lse, "
+        "Tensor entropy, Tensor argmax)");
+
   // The gradients of sum(grad_loss * loss + grad_lse * lse) for input, linear_weight, linear_bias and values (A), each
   // of the shape and dtype of its tensor; (0,) where it is not asked for. The logits are made anew.
   m.def("linear_backward(Tensor grad_loss, Tensor? grad_lse, " SCE_HEAD

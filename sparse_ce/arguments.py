@@ -172,6 +172,7 @@ def check_held(weight: Optional[Tensor], normalizer: Optional[Normalizer], optio
     """What can be said of a loss's options, as many as are given, before there are logits."""
     check_reduction(options.get("reduction", "mean"), normalizer)
     check_inplace(options.get("inplace", False))
+    check_entropy(options.get("return_entropy", False))
     checked({name: value for name, value in options.items() if name in _RULES})
     taken_chunks(options.get("chunk_rows"), options.get("logits_dtype"))
     if weight is not None:
@@ -291,6 +292,11 @@ def check_input(input: Tensor, last: str) -> None:
 def check_inplace(inplace: object) -> None:
     if inplace is not False and inplace not in ("backward", "forward"):
         fail(f"inplace must be False, 'backward' or 'forward', got {inplace!r}")
+
+
+def check_entropy(return_entropy: object) -> None:
+    if isinstance(return_entropy, str) and return_entropy != "detached":
+        fail(f"return_entropy must be False, True or 'detached', got {return_entropy!r}")
 
 
 def check_head(input: Tensor, linear_weight: Tensor, linear_bias: Optional[Tensor], sharded: bool = False) -> None:

@@ -12,7 +12,7 @@ from .arguments import Inplace, Normalizer, Scale
 from .entries import IGNORE_INDEX
 from .errors import fail
 from .linear_cross_entropy import linear_cross_entropy
-from .losses import CrossEntropyOutput, Output, Reduction, dense_parts, result_of
+from .losses import CrossEntropyOutput, Output, Reduction, ReturnEntropy, dense_parts, result_of
 from .masked_mean import masked_mean
 from .ops.cross_entropy import cross_entropy as cross_entropy_op
 from .ops.cross_entropy import loss_mean, mean_of_labels
@@ -53,7 +53,7 @@ class HeldOptions(_Shared, total=False):
     """Those that their modules hold."""
 
     return_lse: bool
-    return_entropy: bool
+    return_entropy: ReturnEntropy
     return_argmax: bool
 
 
@@ -73,14 +73,14 @@ def cross_entropy(input: Tensor, target: Target, weight: Optional[Tensor] = None
 
 
 @overload
-def cross_entropy(input: Tensor, target: Target, weight: Optional[Tensor] = None, *, return_entropy: Literal[True],
-                  return_lse: bool = False, return_argmax: bool = False,
+def cross_entropy(input: Tensor, target: Target, weight: Optional[Tensor] = None, *,
+                  return_entropy: Literal[True, "detached"], return_lse: bool = False, return_argmax: bool = False,
                   **options: "Unpack[Options]") -> CrossEntropyOutput: ...
 
 
 @overload
 def cross_entropy(input: Tensor, target: Target, weight: Optional[Tensor] = None, *, return_argmax: Literal[True],
-                  return_lse: bool = False, return_entropy: bool = False,
+                  return_lse: bool = False, return_entropy: ReturnEntropy = False,
                   **options: "Unpack[Options]") -> CrossEntropyOutput: ...
 
 
@@ -103,7 +103,7 @@ def cross_entropy(
     group: Group = None,
     vocab_start: Optional[int] = None,
     return_lse: bool = False,
-    return_entropy: bool = False,
+    return_entropy: ReturnEntropy = False,
     return_argmax: bool = False,
 ) -> Output:
     """Cross entropy between logits and a sparse target; equals ``F.cross_entropy`` with the target made dense.
@@ -155,8 +155,8 @@ def cross_entropy(
             The gradient for ``input`` is that of its own columns; ``"forward"`` is ``"backward"`` here, and a second
             derivative an error.
         return_lse: also return ``lse``, log sum exp of each row's transformed logits, differentiable; 0 where ignored.
-        return_entropy, return_argmax: also return the entropy of each row's distribution, differentiable, and the class
-            of its largest logit, from the same read of the logits.
+        return_entropy, return_argmax: also return the entropy of each row's distribution, differentiable unless it is
+            ``"detached"``, and the class of its largest logit, from the same read of the logits.
 
     Returns:
         The loss, a fresh tensor, or ``(loss, lse)``; with ``return_entropy`` or ``return_argmax`` a
@@ -194,11 +194,12 @@ def cross_entropy(
     options["logit_scale"], row_scale = arguments.taken_scale(logit_scale, shape, input)
     options = arguments.checked(options, shape[-1])
     arguments.check_inplace(inplace)
+    arguments.check_entropy(return_entropy)
     a, normalizer = dense_parts(input, shape, target, weight, reduction, normalizer, options, row_scale)
     row_weight = arguments.taken_weight(row_weight, shape, input)
     mean = reduction != "none"
     if return_entropy or return_argmax or shard is not None or row_scale is not None and row_scale.requires_grad:
-        wanted = Outputs(loss=True, log_probs=False, entropy=return_entropy, argmax=return_argmax)
+        wanted = Outputs(loss=True, log_probs=False, entropy=bool(return_entropy), argmax=return_argmax)
         more = select_op(input.reshape(math.prod(shape[:-1]), input.shape[-1]), a, wanted, inplace is not False, shard)
         loss = loss_mean(more.loss, a, normalizer, row_weight) if mean else more.loss
         return result_of((loss, more.lse, more.entropy, more.argmax), a, shape, reduction, row_weight, return_lse,

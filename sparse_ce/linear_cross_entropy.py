@@ -11,7 +11,7 @@ from .agreement import agreed
 from .arguments import Inplace, Normalizer, Scale
 from .autocast import as_linear_multiplies
 from .entries import IGNORE_INDEX
-from .losses import CrossEntropyOutput, Output, Reduction, dense_parts, result_of
+from .losses import CrossEntropyOutput, Output, Reduction, ReturnEntropy, dense_parts, result_of
 from .ops.cross_entropy import loss_mean
 from .ops.linear import Head
 from .ops.linear import Options as HeadOptions
@@ -52,7 +52,7 @@ def linear_cross_entropy(input: Tensor, linear_weight: Tensor, target: Target, *
 @overload
 def linear_cross_entropy(input: Tensor, linear_weight: Tensor, target: Target, *, linear_bias: Optional[Tensor] = None,
                          weight: Optional[Tensor] = None, chunk_rows: Optional[int] = None,
-                         logits_dtype: Optional[torch.dtype] = None, return_entropy: Literal[True],
+                         logits_dtype: Optional[torch.dtype] = None, return_entropy: Literal[True, "detached"],
                          return_lse: bool = False, return_argmax: bool = False,
                          **options: "Unpack[Options]") -> CrossEntropyOutput: ...
 
@@ -61,7 +61,7 @@ def linear_cross_entropy(input: Tensor, linear_weight: Tensor, target: Target, *
 def linear_cross_entropy(input: Tensor, linear_weight: Tensor, target: Target, *, linear_bias: Optional[Tensor] = None,
                          weight: Optional[Tensor] = None, chunk_rows: Optional[int] = None,
                          logits_dtype: Optional[torch.dtype] = None, return_argmax: Literal[True],
-                         return_lse: bool = False, return_entropy: bool = False,
+                         return_lse: bool = False, return_entropy: ReturnEntropy = False,
                          **options: "Unpack[Options]") -> CrossEntropyOutput: ...
 
 
@@ -86,7 +86,7 @@ def linear_cross_entropy(
     group: Group = None,
     vocab_start: Optional[int] = None,
     return_lse: bool = False,
-    return_entropy: bool = False,
+    return_entropy: ReturnEntropy = False,
     return_argmax: bool = False,
     logits_dtype: Optional[torch.dtype] = None,
     chunk_rows: Optional[int] = None,
@@ -111,8 +111,9 @@ def linear_cross_entropy(
         linear_bias: (V,), dtype as for ``linear_weight``.
         weight, ignore_index, reduction, label_smoothing, z_loss, logit_scale, softcap, normalizer, row_weight,
             return_lse, return_entropy, return_argmax: as for :func:`cross_entropy`. With a scalar reduction entropy and
-            argmax cost no matrix product more; a gradient for entropy or lse, or for a learned ``logit_scale``, costs
-            one (in the first step of a loop three: forward does not know yet that it will come).
+            argmax cost no matrix product more (compiled they cost one, unless the entropy is ``"detached"``: a gradient
+            may come); a gradient for entropy or lse, or for a learned ``logit_scale``, costs one (in the first step of
+            a loop three: forward does not know yet that it will come).
         num_classes: only the first ``num_classes`` rows of ``linear_weight`` exist; the rest are not read and get
             gradient 0.
         inplace: accepted like everywhere; there are no logits to spare, they are always overwritten.
@@ -124,8 +125,8 @@ def linear_cross_entropy(
             been added up over the ranks, in the dtype of ``input``, as tensor parallelism does it; whoever adds it up
             again has it twice. It is sent while the weight's gradient is computed, which is that of the rows here. With
             a scalar reduction gradients are made in forward for 1, but in float16, and backward sends nothing;
-            otherwise, and for a gradient of ``lse`` or the entropy, it makes the logits anew and sends there. A second
-            derivative is an error.
+            otherwise, and for a gradient of ``lse`` or the entropy, it makes the logits anew and sends there (and the
+            next forward of the group makes none). A second derivative is an error.
         logits_dtype: ``torch.float32``: the logits of a head of 16 bits, under autocast too, stay what its product
             sums in float32; None: they are rounded to 16 bits where the product gives them so (on CUDA, and on a CPU
             that multiplies bfloat16). Their gradient is rounded for its products in any case. A wider head's are as
@@ -161,6 +162,7 @@ def linear_cross_entropy(
                    softcap=softcap, num_classes=num_classes)
     options = arguments.checked(options, shape[-1], "the rows of linear_weight")
     arguments.check_inplace(inplace)
+    arguments.check_entropy(return_entropy)
     input, linear_weight, linear_bias = as_linear_multiplies(input, linear_weight, linear_bias)
     a, normalizer = dense_parts(input, shape, target, weight, reduction, normalizer, options, row_scale)
     row_weight = arguments.taken_weight(row_weight, shape, input)
@@ -168,7 +170,7 @@ def linear_cross_entropy(
     mean = reduction != "none"
     head = Head(rows, linear_weight, linear_bias)
     out: Sequence[Tensor]
-    wanted = Outputs(loss=True, log_probs=False, entropy=return_entropy, argmax=return_argmax)
+    wanted = Outputs(loss=True, log_probs=False, entropy=bool(return_entropy), argmax=return_argmax)
     if shard is not None:
         more = linear_select_op(head, a, wanted, chunks, shard, Mean(mean, normalizer, row_weight if mean else None))
         out = more.loss, more.lse, more.entropy, more.argmax
@@ -178,5 +180,6 @@ def linear_cross_entropy(
                more.argmax)
     else:
         out = linear_cross_entropy_op(head, a, HeadOptions(
-            chunks, mean, normalizer, row_weight if mean else None, return_entropy, return_argmax))
+            chunks, mean, normalizer, row_weight if mean else None, bool(return_entropy), return_argmax,
+            return_entropy == "detached" and not return_lse))
     return result_of(out, a, shape, reduction, row_weight, return_lse, return_entropy, return_argmax)

@@ -19,8 +19,10 @@ class CrossEntropyOutput(NamedTuple):
 
     Args:
         loss: as without them.
-        lse: ``input.shape[:-1]``, log sum exp of each row's transformed logits, differentiable; 0 where ignored.
-        entropy: ``input.shape[:-1]``, of each row's distribution, in nats, differentiable; 0 where ignored.
+        lse: ``input.shape[:-1]``, log sum exp of each row's transformed logits, differentiable; 0 where ignored. Beside
+            an entropy that is ``"detached"`` it is so too, without ``return_lse``.
+        entropy: ``input.shape[:-1]``, of each row's distribution, in nats, differentiable unless it was asked for as
+            ``"detached"``; 0 where ignored.
         argmax: ``input.shape[:-1]``, int64, the lowest class of the largest logit; -1 where ignored.
 
     Examples:
@@ -36,6 +38,7 @@ class CrossEntropyOutput(NamedTuple):
     argmax: Tensor = None  # type: ignore[assignment]
 
 
+ReturnEntropy = Union[bool, Literal["detached"]]
 Output = Union[Tensor, Tuple[Tensor, Tensor], CrossEntropyOutput]
 
 
@@ -72,7 +75,7 @@ def flat_target(input: Tensor, shape: torch.Size, target: SparseTarget, given: o
 
 
 def result_of(out: Sequence[Tensor], a: Arguments, shape: torch.Size, reduction: str, row_weight: Optional[Tensor],
-            return_lse: bool, return_entropy: bool = False, return_argmax: bool = False) -> Output:
+            return_lse: bool, return_entropy: ReturnEntropy = False, return_argmax: bool = False) -> Output:
     """``out``: loss and, where they are asked for, lse, entropy and argmax, of logits or hidden states of ``shape``."""
     def rows(at: int, wanted: bool) -> Any:
         return out[at].reshape(shape[:-1]) if wanted else None
@@ -81,5 +84,8 @@ def result_of(out: Sequence[Tensor], a: Arguments, shape: torch.Size, reduction:
     if reduction == "none":
         loss = (loss if row_weight is None else reference.weighted(loss, row_weight, a)).reshape(shape[:-1])
     if return_entropy or return_argmax:
-        return CrossEntropyOutput(loss, out[1].reshape(shape[:-1]), rows(2, return_entropy), rows(3, return_argmax))
+        lse, entropy = rows(1, True), rows(2, bool(return_entropy))
+        if return_entropy == "detached":
+            lse, entropy = lse if return_lse else lse.detach(), entropy.detach()
+        return CrossEntropyOutput(loss, lse, entropy, rows(3, return_argmax))
     return (loss, out[1].reshape(shape[:-1])) if return_lse else loss

@@ -31,7 +31,7 @@ ABOUT = {"arguments": "errors_options_dimension", "autocast": "modes_candidates"
          **dict.fromkeys(("powers", "convert", "row_passes", "scalar_math"), "forecast_values_shapes"),
          "collate": "collate_target_rows_trainer", "data": "data",
          "entries": "sparse_arguments_stock_target_rows_dimension", "errors": "errors_dimension",
-         **dict.fromkeys(("linear_shards", "placed", "placed_rows"), "linear_sharded_placements"),
+         "linear_shards": "sharded", **dict.fromkeys(("placed", "placed_rows", "placements"), "placements"),
          "row_loss": "row_loss_sharded", "topk": "topk_placements",
          **dict.fromkeys(("mixing", "mixing_of_timm", "pairs"), "mixing_vision"),
          "gradient_memory": "forecast", "guarded": "zero_upstream", "inductor": "graphs", "integrations": "trainer",

@@ -176,6 +176,34 @@ def test_entropy_and_argmax_beside_the_loss(linear, device):
     assert only.entropy is None and torch.equal(only.argmax, results[1][2])
 
 
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("linear", [False, True])
+def test_an_entropy_that_is_detached(linear, reduction, device):
+    draw = Draw(device)
+    x, labels = draw.normal(5, 40, dtype=torch.float64), draw.integers(40, 5)
+    head = torch.eye(40, dtype=torch.float64, device=device)
+
+    def loss(x, asked):
+        options = dict(reduction=reduction, return_entropy=asked, return_argmax=True)
+        return linear_cross_entropy(x, head, labels, **options) if linear else cross_entropy(x, labels, **options)
+
+    def both(x, asked):
+        out = loss(x, asked)
+        return out.loss.sum() + out.entropy.sum() + out.lse.sum()
+
+    leaf = x.clone().requires_grad_()
+    out, expected = loss(leaf, "detached"), loss(leaf, True)
+    assert torch.equal(out.entropy, expected.entropy) and torch.equal(out.lse, expected.lse)
+    assert not out.entropy.requires_grad and not out.lse.requires_grad
+    torch.testing.assert_close(out.loss, expected.loss)
+    grad, = torch.autograd.grad(expected.loss.sum(), leaf)
+    for found in (torch.autograd.grad(out.loss.sum(), leaf)[0], torch.autograd.grad(both(leaf, "detached"), leaf)[0],
+                  torch.func.grad(lambda x: both(x, "detached"))(x)):
+        torch.testing.assert_close(found, grad)
+    with pytest.raises(ValueError, match="return_entropy must be False, True or 'detached', got 'detach'"):
+        loss(x, "detach")
+
+
 @pytest.mark.parametrize("bad,error,message", [
     (2.0, TypeError, "row_weight must be a tensor of a floating dtype, got 2.0"),
     (torch.ones(2, dtype=torch.int64), TypeError, "row_weight must be a tensor of a floating dtype"),

@@ -41,6 +41,8 @@ def test_opcheck_of_the_differentiable_ops(kind, requires_grad, device):
     torch.library.opcheck(ops.linear_forward.default, (*head, *target), OPTIONS)
     torch.library.opcheck(ops.linear_mean.default, (*head, *target), dict(OPTIONS, chunk_rows=3))
     torch.library.opcheck(ops.linear_mean.default, (*head[:2], None, *target), dict(normalizer=normalizer))
+    for metrics in (dict(entropy=True), dict(argmax=True)):
+        torch.library.opcheck(ops.linear_mean_with_metrics.default, (*head, *target), dict(OPTIONS, **metrics))
     if requires_grad and target[1] is not None:
         return  # derivatives of the gradient for all at once: test_linear_transforms
     torch.library.opcheck(ops.linear_backward.default, (rows, None, *head, lse, lse, *target), OPTIONS)
@@ -117,6 +119,33 @@ def test_a_changing_number_of_rows_compiles_twice_at_most(device):
         torch.testing.assert_close(loss, eager)
         torch.testing.assert_close(torch.autograd.grad(loss, (x, w, b)), torch.autograd.grad(eager, (x, w, b)))
     assert counter.frame_count <= 2
+
+
+@pytest.mark.parametrize("asked, forward, backward", [
+    (dict(return_entropy="detached"), ["linear_forward_with_gradient"], []),
+    (dict(return_entropy="detached", return_lse=True), ["linear_select", "loss_mean"], ["linear_select_backward"]),
+    (dict(return_entropy=True), ["linear_select", "loss_mean"], ["linear_select_backward"]),
+    (dict(), ["linear_select", "loss_mean"], ["linear_select_backward"]),
+], ids=str)
+def test_metrics_cost_a_product_only_where_a_gradient_for_them_may_come(asked, forward, backward, device):
+    head, labels, graphs = heads(device), Draw(device).integers(11, 6), []
+    f = lambda *h: linear_cross_entropy(*h[:2], labels, linear_bias=h[2], return_argmax=True, **asked)
+    eager = f(*head)
+    out = torch.compile(f, backend=recording(graphs), fullgraph=True)(*head)
+    grads = torch.autograd.grad(out.loss, head)
+    assert [ops_in(graph) for graph in graphs] == [forward, backward]
+    assert_bitwise_equal(out.loss, eager.loss)
+    for ours, theirs in zip(grads, torch.autograd.grad(eager.loss, head)):
+        (torch.testing.assert_close if backward else assert_bitwise_equal)(ours, theirs)
+    assert_bitwise_equal(out.argmax, eager.argmax)
+    if "return_entropy" in asked:
+        assert_bitwise_equal(out.entropy, eager.entropy)
+        assert out.entropy.requires_grad == eager.entropy.requires_grad == (asked["return_entropy"] is True)
+        assert out.lse.requires_grad == eager.lse.requires_grad == bool(backward)
+        with torch.no_grad():
+            found = torch.compile(f, backend=recording(graphs), fullgraph=True)(*head)
+            assert_bitwise_equal(found.entropy, eager.entropy)
+            assert ops_in(graphs[-1]) == (forward if backward else ["linear_mean_with_metrics"])
 
 
 @pytest.mark.parametrize("requires_grad", [False, True])

@@ -18,6 +18,10 @@ def losses(x: Tensor, labels: Tensor, head: Tensor, yes: bool) -> None:
     assert_type(sparse_ce.cross_entropy(x, labels, return_lse=yes), Union[Tensor, Tuple[Tensor, Tensor]])
     assert_type(sparse_ce.linear_cross_entropy(x, head, labels, reduction="sum"), Tensor)
     assert_type(sparse_ce.linear_cross_entropy(x, head, (labels, x), return_lse=True), Tuple[Tensor, Tensor])
+    for entropy in (sparse_ce.cross_entropy(x, labels, return_entropy="detached"),
+                    sparse_ce.linear_cross_entropy(x, head, labels, return_entropy=True)):
+        assert_type(entropy, sparse_ce.CrossEntropyOutput)
+    sparse_ce.cross_entropy(x, labels, return_entropy="none")  # type: ignore[call-overload]
     sparse_ce.cross_entropy(x, labels, reduction="average")  # type: ignore[call-overload]
     sparse_ce.cross_entropy(x, labels, inplace=True)  # type: ignore[call-overload]
     sparse_ce.cross_entropy(x, labels, smoothing=0.1)  # type: ignore[call-overload]

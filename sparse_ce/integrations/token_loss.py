@@ -47,11 +47,10 @@ def token_loss(logits: Any, labels: Any, normalizer: Optional[Normalizer], optio
         options = {**options, "normalizer": normalizer}
     if not report_metrics:
         return loss_of(logits, target, teacher, **options), None
-    # Metrics are to change nothing of a gradient. Those that a fused head reads beside the loss in eager mode do not
-    # (but for a rounding where logits have a factor); of logits, and compiled, the gradients would be those of another
-    # op, so that metrics get a read of their own.
-    if isinstance(logits, Logits) and teacher is None and not torch.compiler.is_compiling():
-        out = loss_of(logits, target, None, return_entropy=True, return_argmax=True, **options)
+    # A fused head reads metrics beside the loss, whose sums may round differently then; of logits a read of their own
+    # costs less than a product, and changes nothing of the gradient.
+    if isinstance(logits, Logits) and teacher is None:
+        out = loss_of(logits, target, None, return_entropy="detached", return_argmax=True, **options)
         return out.loss, metrics_of(out.entropy, out.argmax, target)
     loss = loss_of(logits, target, teacher, **options)
     return loss, metrics_of(*entropy_and_argmax(logits, target, options), target)

@@ -42,7 +42,8 @@ class Head(NamedTuple):
 
 class Options(NamedTuple):
     """Of a loss on a head. ``row_weight``, (N,), multiplies the losses of the mean, and ``normalizer``, (), divides it
-    instead of the count of rows; entropy and argmax come beside the loss where they are asked for."""
+    instead of the count of rows; entropy and argmax come beside the loss where they are asked for. ``detached``:
+    nothing but the loss has a gradient."""
 
     chunks: Chunks = Chunks()
     mean: bool = False
@@ -50,6 +51,7 @@ class Options(NamedTuple):
     row_weight: Optional[Tensor] = None
     entropy: bool = False
     argmax: bool = False
+    detached: bool = False
 
     @property
     def metrics(self) -> bool:
@@ -83,7 +85,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
                               losses if wants_weights else None, entropy if options.entropy else None)
         ctx.numbers, ctx.options = a.numbers, options._replace(normalizer=None, row_weight=None)
         ctx.made, ctx.traced = (expected, gradients), not eager()
-        ctx.mark_non_differentiable(argmax)
+        ctx.mark_non_differentiable(argmax, *([lse, entropy] if options.detached else []))
         ctx.set_materialize_grads(False)
         return loss, lse, entropy, argmax
 
@@ -99,7 +101,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         grads: Optional[Sequence[Tensor]] = None
         once = not torch.is_grad_enabled()
         beside = grad_lse is not None or grad_entropy is not None
-        if divisor is not None and eager():
+        if divisor is not None:
             forecast.remember_whether(beside, "linear", lse.dtype, ctx.options.entropy)
         if grad_loss is None:
             if not beside:
@@ -144,7 +146,7 @@ def _expected(input: Tensor, half: bool, entropy: bool) -> Optional[Tensor]:
     """The upstream gradient, (), for which forward makes the gradients; None where backward has to. ``half``: some are
     float16. ``entropy``: it comes beside the loss. Where it is traced, and on CUDA, it is 1."""
     dtype = arithmetic_dtype(input.dtype)
-    if forecast.hooked() or eager() and forecast.made_in_vain("linear", dtype, entropy):
+    if forecast.hooked() or forecast.made_in_vain("linear", dtype, entropy):
         return None
     expected = forecast.take("linear", dtype) if eager() and input.is_cpu else None
     if expected is None and not half:
@@ -179,17 +181,28 @@ def _run(head: Head, a: Arguments, options: Options) -> Tuple[Tensor, ...]:
     if composite(head.input):
         out = reference.linear_select(*head, *a, None, True, False, False, options.entropy, False, options.argmax)
         loss = reference.loss_mean(out[0], normalizer, *a.target, row_weight)[0] if mean else out[0]
-        return loss, out[1], out[5], out[7]
+        lse, entropy = (t.detach() if options.detached else t for t in (out[1], out[5]))
+        return loss, lse, entropy, out[7]
     if needs_grad(*head, a.values, a.weight, a.row_scale, row_weight):
         refuse_other_grads(a)
         out = _LinearCrossEntropy.apply(*head, a.values, row_weight, a, options)
         return tuple(out)
     with torch._C._AutoDispatchBelowAutograd():
-        if not options.metrics:
-            return tuple(ops.linear_mean(*head, *a, normalizer, *options.chunks, row_weight) if mean
-                         else ops.linear_forward(*head, *a, *options.chunks))
-        loss, lse, _, entropy, argmax = _rows(head, a, options)
-        return ops.loss_mean(loss, normalizer, *a.target, row_weight)[0] if mean else loss, lse, entropy, argmax
+        return _by_ops(head, a, options)
+
+
+def _by_ops(head: Head, a: Arguments, options: Options) -> Tuple[Tensor, ...]:
+    """The same by an op of its own where there is one. Of an entropy or lse whose gradient may be asked for there is
+    none: it would be known too late that those which forward made are in vain."""
+    chunks, mean, normalizer, row_weight, entropy, argmax, detached = options
+    if not options.metrics:
+        return tuple(ops.linear_mean(*head, *a, normalizer, *chunks, row_weight) if mean
+                     else ops.linear_forward(*head, *a, *chunks))
+    if mean and detached:
+        return tuple(ops.linear_mean_with_metrics(*head, *a, normalizer, *chunks, row_weight, entropy, argmax))
+    out = ops.linear_select(*head, *a, None, True, False, False, entropy, False, argmax, *chunks)
+    loss = ops.loss_mean(out[0], normalizer, *a.target, row_weight)[0] if mean else out[0]
+    return loss, out[1], out[5], out[7]
 
 
 @register_autograd("linear_forward")
@@ -207,6 +220,17 @@ def _mean(input: Tensor, linear_weight: Tensor, linear_bias: Optional[Tensor], *
     return _run(Head(input, linear_weight, linear_bias), a, options)[:2]
 
 
+_OF_METRICS = dict(normalizer=None, **CHUNKS, row_weight=None, entropy=False, argmax=False)
+
+
+@register_autograd("linear_mean_with_metrics")
+def _mean_with_metrics(input: Tensor, linear_weight: Tensor, linear_bias: Optional[Tensor], *given: Any,
+                       **named: Any) -> Tuple[Tensor, ...]:
+    a, (normalizer, *chunks, row_weight, entropy, argmax) = split(given, named, **_OF_METRICS)
+    options = Options(Chunks(*chunks), True, normalizer, row_weight, entropy, argmax, detached=True)
+    return _run(Head(input, linear_weight, linear_bias), a, options)
+
+
 register_backward("linear_backward")
 
 
@@ -216,6 +240,14 @@ register_fake_rows("linear_forward", "linear_forward_with_residual")
 @register_fake("linear_mean")
 def _(input: Tensor, *args: Any, **kwargs: Any) -> Tuple[Tensor, ...]:
     return per_row(input).new_empty(()), per_row(input)
+
+
+@register_fake("linear_mean_with_metrics")
+def _(input: Tensor, linear_weight: Tensor, linear_bias: Optional[Tensor], *given: Any,
+      **named: Any) -> Tuple[Tensor, ...]:
+    _, (*_, entropy, argmax) = split(given, named, **_OF_METRICS)
+    return (per_row(input).new_empty(()), per_row(input), per_row(input if entropy else input[:0]),
+            per_row(input if argmax else input[:0]).long())
 
 
 def _fake_gradients(head: Head, given: Sequence[Any], named: Dict[str, Any]) -> Tuple[Tensor, ...]:
@@ -254,13 +286,5 @@ def _(grad_mean: Tensor, normalizer: Optional[Tensor], input: Tensor, linear_wei
 
 def linear_cross_entropy(head: Head, a: Arguments, options: Options) -> Tuple[Tensor, ...]:
     """``torch.ops.sparse_ce.linear_forward``, or ``linear_mean``: loss, lse and, where they are asked for, entropy and
-    argmax. With these a compiled loss makes the logits twice."""
-    if eager():
-        return _run(head, a, options)
-    mean, normalizer, chunks, row_weight = options.mean, options.normalizer, options.chunks, options.row_weight
-    if not options.metrics:
-        return tuple(ops.linear_mean(*head, *a, normalizer, *chunks, row_weight) if mean
-                     else ops.linear_forward(*head, *a, *chunks))
-    out = ops.linear_select(*head, *a, None, True, False, False, options.entropy, False, options.argmax, *chunks)
-    loss = ops.loss_mean(out[0], normalizer, *a.target, row_weight)[0] if mean else out[0]
-    return loss, out[1], out[5], out[7]
+    argmax. A compiled loss with metrics that are not ``detached`` makes the logits twice."""
+    return (_run if eager() else _by_ops)(head, a, options)
