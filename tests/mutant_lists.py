@@ -736,8 +736,6 @@ PYTHON = [
     ("sparse_ce/placed_rows.py", "torch.where(self.entries, t.reshape(self.entries.shape), 0.0)", "t"),
     ("sparse_ce/placed_rows.py", "here[tuple(slice(begin, end) for begin, end in self.ranges)] = True",
      "here[self.ranges[0][0]:self.ranges[0][1]] = True"),
-    ("sparse_ce/placed_rows.py", "return local_part(placed, self.sums) if",
-     "return local_part(placed, placed.placements) if"),
     ("sparse_ce/placements.py", "return teacher.num_classes\n", "pass\n"),
     ("sparse_ce/placements.py", "return teacher.shape[-1] if sparse else ANY_CLASS", "return ANY_CLASS"),
     ("sparse_ce/divergence.py", "return self.given_log_rest.clamp(min=self.floor)", "pass"),

@@ -72,7 +72,7 @@ def test_every_op_is_checked_here():
              "backward_", "backward_anew_", "backward_values", "loss_mean",  # checked above
              "sparse_softmax", "sparse_softmax_backward"}
     known |= {"linear_forward", "linear_forward_with_residual", "linear_forward_with_gradient", "linear_backward",
-              "linear_mean", "scale_",  # in test_linear_compile.py
+              "linear_mean", "linear_mean_with_metrics", "scale_",  # in test_linear_compile.py
               "masked_mean", "masked_mean_backward",  # in test_masked_mean.py
               "select", "select_backward", "select_backward_",  # in test_select_compile.py
              "select_shard", "select_merge",  # in test_select_shards.py
