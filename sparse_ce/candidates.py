@@ -85,4 +85,4 @@ def candidate_logits(
                    logit_scale=logit_scale, softcap=softcap)
     rows = input.reshape(math.prod(input.shape[:-1]), input.shape[-1])
     logits = candidate_logits_op(Head(rows, linear_weight, linear_bias), c, sparse_grad)
-    return logits if logits.shape == shape or flat.form == "jagged" else logits.reshape(shape)
+    return logits if logits.shape == shape else logits.reshape(shape)

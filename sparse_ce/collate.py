@@ -3,7 +3,7 @@ and ``stack`` of targets."""
 
 import functools
 from collections.abc import Mapping
-from typing import Any, Callable, List, Optional, Sequence, Tuple
+from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
 
 import torch
 import torch.nn.functional as F
@@ -15,6 +15,7 @@ from .entries import IGNORE_INDEX, Kind, pad_entries, padding_value, ranges_of
 from .errors import check
 from .target import SparseTarget
 from .tensorlike import implements
+from .tracing import eager
 
 
 def collate(samples: Sequence[Any]) -> Any:
@@ -156,20 +157,38 @@ def values_of(t: SparseTarget, kind: Kind) -> Tensor:
 def _one_behind_the_other(targets: Sequence[SparseTarget],
                           kind: Kind) -> Tuple[Tensor, Optional[Tensor], List[Tensor]]:
     """All entries of jagged targets, and the ranges of each target's rows among them."""
-    # Slices of one target that are views still, as on a GPU, share its entries; with gradients, none has two rows.
-    ranges, parts, bases, base = [], [], {}, 0
+    # Slices of one target that are views still, as on a GPU, share its entries where their rows are others.
+    ranges, parts, base = [], [], 0
+    bases: Dict[Any, int] = {}
+    taken: Dict[Any, List[Any]] = {}  # of these entries, by which rows
     for t in targets:
-        entries = (id(t.indices), id(t.values))
-        if entries not in bases or t.values is not None and t.values.requires_grad:
-            bases[entries] = base
+        assert t.offsets is not None
+        entries, rows = (id(t.indices), id(t.values)), _places(t.offsets)
+        learns = t.values is not None and t.values.requires_grad
+        if learns or entries not in bases or not _apart(rows, taken[entries]):
+            bases[entries], taken[entries] = base, []
             base += t.indices.shape[0]
             parts.append(t)
-        assert t.offsets is not None
+        taken[entries].append(rows)
         ranges.append(ranges_of(t.offsets) + bases[entries])
     values = None
     if any(t.values is not None for t in parts):
         values = torch.cat([values_of(t, kind) for t in parts])
     return torch.cat([t.indices for t in parts]), values, ranges
+
+
+def _places(offsets: Tensor) -> Any:
+    """Which memory the offsets of jagged rows lie in, and [begin, end) of the rows there; None where nobody can say."""
+    if not eager() or not offsets.is_contiguous():
+        return None
+    lead = offsets.dim() == 1  # rows are between two offsets each, else pairs of them
+    begin, count = offsets.storage_offset(), offsets.numel()
+    return (offsets.untyped_storage().data_ptr(), lead), begin, begin + count - (1 if lead else 0)
+
+
+def _apart(rows: Any, others: Sequence[Any]) -> bool:
+    return rows is not None and all(
+        other is not None and other[0] == rows[0] and (other[2] <= rows[1] or rows[2] <= other[1]) for other in others)
 
 
 def as_topk(t: SparseTarget) -> SparseTarget:

@@ -154,6 +154,7 @@ def tempered(teacher: SparseTarget, temperature: float) -> SparseTarget:
     is one."""
     if teacher.form == "index":
         return teacher
+    teacher = _without_loose(teacher)
     values = teacher.values
     dtype = torch.float32 if values is None else torch.promote_types(values.dtype, torch.float32)
     t = _Teacher.of(_arguments(teacher), math.prod(teacher.shape), dtype, None, 0.0)
@@ -162,11 +163,16 @@ def tempered(teacher: SparseTarget, temperature: float) -> SparseTarget:
 
 
 def _arguments(teacher: SparseTarget) -> Arguments:
-    flat = teacher.flatten()
-    if math.prod(teacher.shape) == 0:  # entries that a slice of no rows keeps are in none
-        flat = flat._replace(flat.indices[:0], None if flat.values is None else flat.values[:0], flat.offsets,
-                             flat.row_mask)
+    flat = _without_loose(teacher).flatten()
     return Arguments(flat.indices, flat.values, flat.offsets, None, flat.row_mask, logprobs=flat.kind == "logprobs")
+
+
+def _without_loose(teacher: SparseTarget) -> SparseTarget:
+    """Of no rows no entries."""
+    if teacher.offsets is None or math.prod(teacher.shape) > 0:
+        return teacher
+    values = None if teacher.values is None else teacher.values[:0]
+    return teacher._replace(teacher.indices[:0], values, teacher.offsets, teacher.row_mask)
 
 
 def checked(kind: str, beta: float, rest: str, floor: float) -> Tuple[str, ...]:

@@ -227,10 +227,10 @@ def check_crow(crow: Tensor, entries: int) -> None:
     """PyTorch checks a CSR tensor only when asked to. A GPU's is looked at under ``SPARSE_CE_VALIDATE=1``.
 
     ``crow``: (..., rows + 1); ``entries`` of each batch."""
-    if not readable(crow, wait=VALIDATES):
+    if not readable(crow, wait=VALIDATES) or math.prod(crow.shape[:-1]) == 0:
         return
     first, last, step = 0, 0, 0
-    if crow.shape[-1] > 1 and crow.numel() > 0:
+    if crow.shape[-1] > 1:
         ends = crow[..., -1]
         first, low, high, step = torch.stack((crow[..., 0].abs().amax(), ends.amin(), ends.amax(),
                                               crow.diff().amin())).tolist()

@@ -13,6 +13,7 @@ place of "indices".
 """
 
 import copy
+import math
 from typing import TYPE_CHECKING, Any, Callable, Dict, ItemsView, KeysView, List, Optional, Tuple, Type, Union
 
 import torch
@@ -251,7 +252,7 @@ class Parts:
         assert self.offsets is not None
         ranges = ranges_of(self.offsets)
         samples = ranges.shape[0]
-        ranges = ranges.reshape(samples, -1, 2)
+        ranges = ranges.reshape(samples, math.prod(self.shape[1:]), 2)
         lengths = ranges[..., 1] - ranges[..., 0]
         ends = lengths.cumsum(1)
         begins = ends - lengths
@@ -259,7 +260,9 @@ class Parts:
         place = torch.arange(entries, device=ranges.device).expand(samples, -1).contiguous()
         row = torch.searchsorted(ends.contiguous(), place, right=True).clamp(max=max(0, ends.shape[1] - 1))
         used = place < ends[:, -1:] if ends.shape[1] else torch.zeros_like(place, dtype=torch.bool)
-        source = torch.where(used, ranges[..., 0].gather(1, row) + place - begins.gather(1, row), 0)
+        source = torch.zeros_like(place)
+        if ends.shape[1] > 0:
+            source = torch.where(used, ranges[..., 0].gather(1, row) + place - begins.gather(1, row), 0)
         indices, values = self.indices, self.values
         if indices.numel() == 0:  # something to point at
             indices, values = indices.new_zeros(1), None if values is None else values.new_zeros(1)

@@ -162,7 +162,8 @@ def sparse_dims(t: Tensor) -> int:
 def flat(values: Tensor, pattern: Tensor) -> Tensor:
     """(entries,), or (entries, width) where there are dense dimensions."""
     dense = pattern.dense_dim()
-    return values.reshape(-1, *([values.shape[-dense:].numel()] if dense else []))
+    entries = values.shape[:values.dim() - dense].numel()
+    return values.reshape([entries, values.shape[-dense:].numel()] if dense else [entries])
 
 
 def with_values(pattern: Tensor, values: Tensor) -> Tensor:

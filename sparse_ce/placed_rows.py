@@ -3,6 +3,7 @@
 from typing import Any, Callable, Dict, List, NamedTuple, Optional, Sequence, Tuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
@@ -46,6 +47,12 @@ class Rows(NamedTuple):
     def ranges(self) -> List[Tuple[int, int]]:
         """[begin, end) of the rows here in each leading dimension."""
         return [range_here(size, dim, self.mesh, self.placements) for dim, size in enumerate(self.leading)]
+
+    @property
+    def first_has_all(self) -> bool:
+        """Whether the rows of one rank are all, so that a shape does not say which of the two are meant: what is added
+        up over the ranks is so by all of them then."""
+        return self.sharded and all(self.leading[p.dim] <= 1 for p in self.placements if p.is_shard())
 
     @property
     def here(self) -> torch.Size:
@@ -95,7 +102,11 @@ class Rows(NamedTuple):
                 placed = placed.redistribute(placements=self.placements)
             return self.in_turn(local_part(placed, self.placements))
         count = len(self.leading)
-        if t.shape[:count] == self.here:
+        is_here = t.shape[:count] == self.here
+        if is_here and t.requires_grad and self.first_has_all:
+            sizes = zip(reversed(t.shape[:count]), reversed(self.leading))
+            t = F.pad(t, [0, 0] * (t.dim() - count) + [n for have, want in sizes for n in (0, want - have)])
+        elif is_here:
             return self.in_turn(t)
         if not self.sharded:
             return t
@@ -126,10 +137,11 @@ class Rows(NamedTuple):
                 t = t._map(lambda part: whole(name, part))
             else:
                 return t._map(lambda part: self.local(name, part))
-        if not self.sharded and not self.sequence:  # the first dimension has each rank's rows together
-            return t
+        if not self.sharded and not self.sequence and (self.vocab is None or isinstance(t, SparseTarget)):
+            return t  # the first dimension has each rank's rows together
         t = t if isinstance(t, SparseTarget) else as_target(t, torch.Size((*self.leading, self.classes)))
-        if t.shape != self.here:
+        learns = isinstance(t.values, Tensor) and t.values.requires_grad
+        if t.shape != self.here or learns and self.first_has_all:
             if t.shape != self.leading:
                 self._refuse_shape(name, t.shape)
             t = t._map(self.summed)[tuple(slice(begin, end) for begin, end in self.ranges)]
@@ -148,9 +160,10 @@ class Rows(NamedTuple):
             fail(f"indices must be those of all rows where these are sharded and their sets jagged, of shape "
                  f"{list(self.leading)}, got {list(t.shape)}: entries of some rows have no place among those of all")
         here = torch.zeros(self.leading, dtype=torch.bool, device=t.device)
+        if here.numel() == 0:
+            return self._replace(entries=torch.zeros_like(t.indices, dtype=torch.bool))
         here[tuple(slice(begin, end) for begin, end in self.ranges)] = True
-        # Without a row there is none beside an entry, and nothing but padding on any rank.
-        return self._replace(entries=here.flatten()[t.row_indices()] if here.numel() else None)
+        return self._replace(entries=here.flatten()[t.row_indices()])
 
     def _refuse_shape(self, name: str, shape: Sequence[int]) -> None:
         fail(f"{name} must have leading shape {list(self.leading)}, or {list(self.here)}, of the rows that are here, "
@@ -197,6 +210,8 @@ class Rows(NamedTuple):
     def placed_entries(self, t: Tensor) -> Tensor:
         """Log-probabilities of jagged ids, of which each rank knows those of its rows, as the sum that they are."""
         assert self.entries is not None
+        if t.numel() < self.entries.numel():  # without a row here the target has no entry here
+            t = F.pad(t.flatten(), (0, self.entries.numel() - t.numel()))
         t = torch.where(self.entries, t.reshape(self.entries.shape), 0.0)
         return DTensor.from_local(t, self.mesh, self.sums, run_check=False)
 
@@ -206,7 +221,8 @@ class Rows(NamedTuple):
         if is_distributed(t) and not all(p.is_replicate() or p == q for p, q in zip(placed.placements, self.sums)):
             same = [Replicate()] * self.mesh.ndim
             refuse_placements("student.log_probs", placed, "as selected_log_probs returns it", same)
-        return local_part(placed, self.sums) if is_distributed(t) else t
+        t = local_part(placed, self.sums) if is_distributed(t) else t
+        return t if self.here.numel() else t[:0]  # as the target has them
 
     @property
     def sums(self) -> Tuple[Any, ...]:

@@ -76,9 +76,11 @@ def call(function: Callable[..., Any], given: Given) -> Any:
     if reduction != "mean" or given["normalizer"] is not None or not rows.sharded:
         return run()
     if "alpha" in given:
-        counted = [_divisor(dict(teacher=given["teacher"]), rows)]
+        classes = given.get("num_classes")
+        counted = [_divisor(dict(teacher=given["teacher"], num_classes=classes), rows)]
         if given["labels"] is not None:
-            counted.append(_divisor(dict(teacher=given["labels"], ignore_index=given["ignore_index"]), rows))
+            counted.append(_divisor(dict(teacher=given["labels"], ignore_index=given["ignore_index"],
+                                         num_classes=classes), rows))
         return run(normalizer=Normalizers(*rows.total(torch.stack(counted)).to_local().unbind()))
     return run(normalizer=rows.total(_divisor(given, rows)).to_local())
 
@@ -199,10 +201,11 @@ def _enter_student(given: Given) -> Rows:
         return rows
     rows = _enter_logits(given, "student")
     _take_targets(given, rows)
-    teacher = given["teacher"] = as_teacher(given["teacher"], rows.here, rows.classes)
+    of_classes = rows.of_classes(given.get("num_classes"))
+    teacher = given["teacher"] = as_teacher(given["teacher"], rows.here, of_classes.get("num_classes", rows.classes))
     fields = checked(given["kind"], given["beta"], given["rest"], given["floor"])
     wanted: Given = {f"return_{field}": True for field in fields}
-    given["student"] = selected_log_probs(given["student"], teacher, **rows.of_classes(), **wanted)
+    given["student"] = selected_log_probs(given["student"], teacher, **of_classes, **wanted)
     return rows
 
 

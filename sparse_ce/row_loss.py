@@ -219,17 +219,23 @@ def _spread(t: Tensor, counts: Tensor, live: Optional[Tensor]) -> Tensor:
 def _losses(out: Selected, rows: _Rows, call: _Call, live: Optional[Tensor],
             row_args: Sequence[Any]) -> Tuple[Tensor, Dict[str, Tensor]]:
     """The losses (rows,) that ``fn`` gives, 0 where a row does not count, and what it tells besides."""
+    out = Selected(*(t.clone() for t in out))  # fn may write into what it is given
     losses: Any = call.fn(result(out, call.wanted, out.log_probs.shape, out.lse.shape), rows.given(), *row_args)
     told: Dict[str, Tensor] = {}
     if call.has_aux:
+        if not isinstance(losses, tuple) or len(losses) != 2 or not isinstance(losses[1], dict):
+            got = [type(t).__name__ for t in (losses if isinstance(losses, tuple) else [losses])]
+            fail("fn must return (losses, aux) with has_aux=True, aux a dictionary of tensors, got "
+                 f"{', '.join(got)}", TypeError)
         losses, told = losses
     count = out.lse.shape[0]
     if not isinstance(losses, Tensor) or losses.shape != (count,):
         fail(f"fn must return losses of shape [{count}], one a row, got "
              f"{list(losses.shape) if isinstance(losses, Tensor) else type(losses).__name__}")
     for name, t in told.items():
-        if t.shape != (count,):
-            fail(f"fn must return aux tensors of shape [{count}], got {list(t.shape)} for {name!r}")
+        if not isinstance(t, Tensor) or t.shape != (count,):
+            fail(f"fn must return aux tensors of shape [{count}], got "
+                 f"{list(t.shape) if isinstance(t, Tensor) else type(t).__name__} for {name!r}")
     aux = {name: t.detach() for name, t in told.items()}
     if live is not None:
         losses = torch.where(live, losses, 0.0)
@@ -301,8 +307,7 @@ def _three_products(head: Head, rows: _Rows, call: _Call, upstream: Tensor,
             leaves = Selected(*(t.detach().requires_grad_(t.is_floating_point()) for t in out))
             given = iter(wanted[3:])
             args = [t.detach().requires_grad_(next(given)) if isinstance(t, Tensor) else t for t in chunk.row_args]
-            # Not the leaves themselves: fn may write into what it is given.
-            losses, told = _losses(Selected(*(t.clone() for t in leaves)), chunk, call, live, args)
+            losses, told = _losses(leaves, chunk, call, live, args)
             tensors = [t for t in args if isinstance(t, Tensor) and t.requires_grad]
             _check_closure(losses, (*leaves, *tensors))
         total += losses.detach().sum()
@@ -317,6 +322,9 @@ def _three_products(head: Head, rows: _Rows, call: _Call, upstream: Tensor,
                 part = next(of_tensors)
                 if part is not None:
                     gradient[at] = part
+    if call.has_aux and count == 0:  # its names at least
+        with torch.no_grad():
+            aux = _four_products(head, rows, call)[1]
     return total / call.divisor, aux, [*complete(gradients), *of_args]
 
 

@@ -221,6 +221,9 @@ class Rows(Parts):
                 values = (torch.ones_like(indices, dtype=torch.float32) if self.values is None
                           else self.values[begin:end])
                 return self._replace(*single_row(indices, values, self.kind), None, row_mask)
+        if (offsets.shape[0] - 1 if offsets.dim() == 1 else math.prod(offsets.shape[:-1])) == 0:
+            return self._replace(self.indices[:0], None if self.values is None else self.values[:0], offsets * 0,
+                                 row_mask)
         rows = self._replace(self.indices, self.values, offsets, row_mask)
         repeats = any(isinstance(k, Tensor) and k.dtype != torch.bool for k in key)  # no entry may have two rows
         return rows._gathered() if repeats and readable(offsets, wait=True) else rows
@@ -290,7 +293,7 @@ class Rows(Parts):
             fail(f"shape must have the {rows} rows of the target, of shape {list(self.shape)}, got {sizes}")
 
         def each(t: Tensor, trailing: int) -> Tensor:
-            return t.reshape(*sizes, *t.shape[t.dim() - trailing:])
+            return t.reshape([*sizes, *t.shape[t.dim() - trailing:]])
 
         trailing = int(self.form == "topk")
         row_mask = None if self.row_mask is None else each(self.row_mask, 0)

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .arguments import arithmetic_dtype
+from .arguments import arithmetic_dtype, is_integer
 from .entries import as_index, lies_in_order
 from .errors import check, fail
 from .ops.sparse_softmax import sparse_softmax, sparse_softmax_backward
@@ -106,8 +106,11 @@ def segment_log_softmax(input: Tensor, *, offsets: Optional[Tensor] = None, inde
 def _segments(input: Tensor, offsets: Optional[Tensor], index: Optional[Tensor], num_segments: Optional[int],
               log: bool) -> Tensor:
     check(isinstance(input, Tensor), f"input must be a tensor, got {type(input).__name__}", TypeError)
+    check(input.layout == torch.strided, f"input must be dense, got {input.layout}; pass its values", TypeError)
     check(input.dtype.is_floating_point, f"input must be of a floating dtype, got {input.dtype}", TypeError)
     check(input.dim() > 0, "input must be (E,) or (E, ...), got shape []")
+    check(num_segments is None or is_integer(num_segments) and num_segments >= 0,
+          f"num_segments must be an integer that is not negative, or None, got {num_segments!r}")
     order = None
     if (offsets is None) == (index is None):
         fail("offsets or index must be given, and not both")

@@ -206,7 +206,7 @@ class TensorLike(Rows):
         """
         if self.dim() == 0:
             return self.unsqueeze(0).tolist()[0]
-        flat = self.flatten()._map(lambda t: torch.as_tensor(t).detach().cpu())
+        flat = self._map(lambda t: torch.as_tensor(t).detach().cpu()).flatten()
         counts, indices = flat.ne(IGNORE_INDEX).tolist(), flat.indices.reshape(-1).tolist()
         if flat.offsets is not None:
             ranges = ranges_of(flat.offsets).tolist()

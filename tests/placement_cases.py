@@ -36,6 +36,7 @@ LAYOUTS = {
     "no_rows_here": Layout("grid", (1, 3), (Shard(0), Shard(2))),
     "rows": Layout("grid", (4, 3), (Shard(0), Shard(1))),
     "rows_twice": Layout("grid", (5,), (Shard(0), Shard(0))),
+    "without_rows": Layout("grid", (2, 0), (Shard(0), Shard(2))),
     "replicate": Layout("grid", (4, 3), (R, R)),
 }
 FORMS = "labels", "pair", "logprobs", "jagged", "coo"
@@ -62,8 +63,6 @@ def of_logits(layout: str, form: str, given: str, option: str, seed: int):
     leaves["input"] = x, local
     if learned is not None:
         leaves["values"] = values, learned
-    if form == "coo" and "num_classes" in OPTIONS[option]:
-        target, ours = (SparseTarget.from_coo(t) for t in (target, ours))
     return compared(world, sparse_ce.cross_entropy(x, target, **whole), sparse_ce.cross_entropy(local, ours, **here),
                     leaves, world.rows)
 
@@ -91,9 +90,12 @@ CALLS: Dict[str, Callable[..., Any]] = {
     "selected": lambda x, ids, by, **o: sparse_ce.selected_log_probs(x, ids, **ALL, **o),
     "divergence": lambda x, t, by: sparse_ce.divergence(x, t, kind="jsd", rest="bucket"),
     "divergence_sum": lambda x, t, by: sparse_ce.divergence(x, t, kind="reverse_kl", rest="floor", reduction="sum"),
+    "divergence_padded": lambda x, t, by: sparse_ce.divergence(x, t, num_classes=V),
     "divergence_of_log_probs": lambda x, t, by: sparse_ce.divergence(
         sparse_ce.selected_log_probs(x, t), t, reduction="none"),
     "distillation": lambda x, t, by, labels: sparse_ce.distillation_loss(x, t, fewer(labels), alpha=0.3),
+    "distillation_padded": lambda x, t, by, labels: sparse_ce.distillation_loss(
+        x, t, labels, alpha=0.3, num_classes=V),
     "distillation_normalizer": lambda x, t, by, labels: sparse_ce.distillation_loss(
         x, t, labels, alpha=0.3, temperature=2.0, rest="renormalize", normalizer=5),
 }
@@ -110,6 +112,14 @@ def gathered(out):
     return replace(out, log_probs=t.redistribute(placements=[R] * t.device_mesh.ndim) if isinstance(t, DTensor) else t)
 
 
+def of_labels(out, labels, by):
+    return -by * out.log_probs, {"lse": out.lse}
+
+
+OF_HEAD: Dict[str, Callable[..., Any]] = {
+    "aux_of_no_row": lambda x, w, t, by, **o: sparse_ce.linear_row_loss(
+        of_labels, x, w, torch.tensor([[0, 1, 2]] * 2 + [[-100] * 3] * 2), by, has_aux=True, **o),
+}
 HEADS: Dict[str, Callable[..., Any]] = {
     "loss": lambda x, w, t, by, **o: sparse_ce.linear_cross_entropy(x, w, t, label_smoothing=0.1, **o),
     "loss_none": lambda x, w, t, by, **o: sparse_ce.linear_cross_entropy(
@@ -130,7 +140,8 @@ HEADS: Dict[str, Callable[..., Any]] = {
 
 def of_functions(name: str, layout: str, form: str, given: str, seed: int):
     world, leaves = World(LAYOUTS[layout], seed), {}
-    x = (world.normal(*world.layout.leading, world.layout.vocab) * 2).requires_grad_()
+    padding = 4 if name.endswith("padded") else 0
+    x = (world.normal(*world.layout.leading, world.layout.vocab + padding) * 2).requires_grad_()
     local = world.place(x, world.layout.placements, True)
     target, ours, values, learned = world.target(form, given, world.layout.vocab)
     leaves["input"] = x, local
@@ -191,7 +202,8 @@ def of_heads(name: str, placed: str, form: str, given: str, seed: int):
     found = []
     for at, t, m in ((0, target, more), (1, ours, ours_more)):
         own = {key: pair[at] for key, pair in leaves.items()}
-        found.append(HEADS[name](own["input"], own["linear_weight"], t, own.get("by"), linear_bias=own["bias"], **m))
+        found.append({**HEADS, **OF_HEAD}[name](own["input"], own["linear_weight"], t, own.get("by"),
+                                                linear_bias=own["bias"], **m))
     if given == "here":
         leaves.pop("by", None)
     return compared(world, *found, leaves, tuple(rows))
@@ -218,6 +230,13 @@ def cases(slow: bool) -> Dict[str, Tuple[Callable[..., Any], Tuple[Any, ...]]]:
             add(of_logits, "data_classes", "pair", given, option)
         add(of_logits, "classes_sequence", "labels", "here", option)
         add(of_logits, "no_rows_here", "logprobs", "placed", option)
+    for layout in ("data_classes", "classes"):
+        add(of_logits, layout, "coo", "all", "padded")
+    for form in ("pair", "logprobs"):
+        for given in GIVEN:
+            add(of_logits, "no_rows_here", form, given, "scale")
+    for form in ("jagged", "coo"):
+        add(of_functions, "selected", "without_rows", form, "all")
     for name in CALLS:
         for layout in ("classes", "data_classes", "classes_sequence", "rows", "replicate"):
             add(of_functions, name, layout, "logprobs", "all")
@@ -238,6 +257,8 @@ def cases(slow: bool) -> Dict[str, Tuple[Callable[..., Any], Tuple[Any, ...]]]:
             odd = bool((at + by) % 2)
             add(of_heads, name, placed, form, "all", rarely=odd)
             add(of_heads, name, placed, "labels" if name.startswith("loss") else form, "placed", rarely=not odd)
+    for placed in ("rows", "data_tensor"):
+        add(of_heads, "aux_of_no_row", placed, "labels", "all")
     for form in FORMS:
         for placed in ("sequence_even", "sequence_rows", "sequence_alone"):
             for given in GIVEN[:2] if form == "coo" else GIVEN:

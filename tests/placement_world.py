@@ -55,11 +55,11 @@ class World:
         leading, weighs = self.layout.leading, None
         if form == "labels":
             labels = self.integers(classes, *leading)
-            labels.view(-1)[1] = -100
+            labels.view(-1)[1:2] = -100
             return labels, self.given(labels, given), None, None
         if form in ("pair", "logprobs"):
             indices = self.integers(classes, *leading, 3)
-            indices.view(-1, 3)[1] = -100
+            indices.view(-1, 3)[1:2] = -100
             values = torch.rand(*leading, 3, generator=self.draw, dtype=torch.float64)
             whole = (values.log() if form == "logprobs" else values).requires_grad_()
             here = whole.detach().clone().requires_grad_() if given == "all" else self.given(whole.detach(), given)

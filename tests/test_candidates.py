@@ -289,6 +289,16 @@ def test_entries_come_in_the_order_in_which_they_were_given(device):
     torch.testing.assert_close(candidate_logits(x, w, kept), torch.stack([full[0, 4], full[0, 2], full[1, 7]]))
 
 
+def test_ids_of_samples_come_in_their_shape(device):
+    draw = Draw(device)
+    jagged = SparseTarget.from_jagged(draw.integers(9, 5), None, torch.tensor([0, 2, 5], device=device))
+    by_sample = SparseTarget(dict(jagged.items()))
+    hidden, weight = draw.normal(2, 4), draw.normal(9, 4)
+    found = candidate_logits(hidden, weight, by_sample)
+    assert found.shape == by_sample.indices.shape == (2, 3)
+    assert torch.equal(found[by_sample.indices >= 0], candidate_logits(hidden, weight, jagged))
+
+
 def test_strides_of_every_kind(device):
     draw = Draw(device)
     ids, upstream = draw.integers(9, 4, 3), draw.normal()

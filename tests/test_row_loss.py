@@ -225,7 +225,7 @@ def test_the_function_may_write_into_what_it_is_given(device):
     hidden, head, ids = draw.normal(9, 4).requires_grad_(), draw.normal(11, 4), draw.integers(11, 9, 3)
 
     def clamped(log_probs, ids):
-        return -log_probs.log_probs.clamp_(max=-2.0).sum(1)
+        return log_probs.lse.mul_(2.0) - log_probs.log_probs.clamp_(max=-2.0).sum(1)
 
     found = [torch.autograd.grad(linear_row_loss(clamped, hidden, head, ids, reduction=reduction)
                                  .sum(), hidden)[0] for reduction in ("sum", "none")]  # three products and four
@@ -296,3 +296,55 @@ def test_the_same_bits_from_run_to_run(device):
         grads.append(leaf.grad)
     assert_bitwise_equal(grads[0], grads[1])
     assert_bitwise_equal(grads[0], grads[2])
+
+
+# ---------------------------------------------------------------------------------------------------------- what fn is
+
+def with_lse(out, target):
+    return -out.log_probs, {"lse": out.lse}
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("rows", [0, 2])
+def test_aux_has_its_names_where_nothing_counts(rows, reduction, device):
+    hidden = torch.zeros(rows, 3, requires_grad=True, device=device)
+    labels = torch.full((rows,), -100, device=device)
+    for grad in (True, False):
+        with torch.set_grad_enabled(grad):
+            loss, aux = linear_row_loss(with_lse, hidden, torch.ones(7, 3, device=device), labels, has_aux=True,
+                                        reduction=reduction)
+        assert not loss.any() and list(aux) == ["lse"]
+        assert_bitwise_equal(aux["lse"], torch.zeros(rows, device=device))
+    assert not torch.autograd.grad(loss.sum() + hidden.sum() * 0, hidden)[0].any()
+
+
+@pytest.mark.parametrize("fn, message", [
+    (lambda out, target: out.lse, "aux a dictionary of tensors, got Tensor"),
+    (lambda out, target: (out.lse, None), "aux a dictionary of tensors, got Tensor, NoneType"),
+    (lambda out, target: (out.lse, {"a": 1.0}), r"aux tensors of shape \[2\], got float for 'a'"),
+    (lambda out, target: (out.lse, {"a": out.lse.sum()}), r"aux tensors of shape \[2\], got \[\] for 'a'")])
+def test_what_is_not_losses_and_aux_is_named(fn, message):
+    with pytest.raises((TypeError, ValueError), match=message):
+        linear_row_loss(fn, torch.zeros(2, 3), torch.zeros(7, 3), torch.tensor([1, 2]), has_aux=True)
+
+
+def test_row_arguments_that_are_wider_than_the_head(device):
+    draw = Draw(device)
+    hidden, weight = draw.normal(4, 3).requires_grad_(), draw.normal(9, 3)
+    by, labels = draw.normal(4, dtype=torch.float64).requires_grad_(), draw.integers(9, 4)
+    loss = linear_row_loss(lambda out, labels, by: -out.log_probs * by, hidden, weight, labels, by)
+    ours = torch.autograd.grad(0.3 * loss, (hidden, by))
+    rows = F.cross_entropy(F.linear(hidden, weight), labels, reduction="none")
+    for grad, expected in zip(ours, torch.autograd.grad(0.3 * (rows * by).mean(), (hidden, by))):
+        torch.testing.assert_close(grad, expected)
+
+
+def test_sets_of_any_length_of_no_rows(device):
+    def of_sets(out, target):
+        terms = torch.where(out.log_probs.isneginf(), 0.0, out.log_probs)
+        return -terms.new_zeros(len(target)).index_add(0, target.row_indices(), terms)
+
+    ids = SparseTarget.from_jagged(torch.tensor([1, 2, 3]), None, torch.tensor([0, 2, 3])).to(device)[:0]
+    for reduction in ("mean", "none"):
+        hidden = torch.zeros(0, 3, requires_grad=True, device=device)
+        assert linear_row_loss(of_sets, hidden, torch.zeros(7, 3, device=device), ids, reduction=reduction).sum() == 0

@@ -231,3 +231,11 @@ def test_a_segment_softmax_by_offsets_is_that_of_the_coo(device):
     by_coo, = torch.autograd.grad(log_softmax(sparse, 1).values(), values, upstream)
     by_offsets, = torch.autograd.grad(sparse_ce.segment_log_softmax(values, offsets=offsets), values, upstream)
     torch.testing.assert_close(by_coo, by_offsets)
+
+
+def test_dense_dimensions_of_size_0(device):
+    none = torch.zeros(2, 0, device=device)
+    coo = torch.sparse_coo_tensor(torch.tensor([[0, 2]], device=device), none, (4, 0))
+    ends, column = torch.tensor([0, 1], device=device), torch.tensor([0], device=device)
+    csr = torch.sparse_csr_tensor(ends, column, none[:1], (1, 2, 0))
+    assert log_softmax(coo, 0).shape == (4, 0) and log_softmax(csr, 1).shape == (1, 2, 0)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from sparse_ce import SparseTarget, collate, cross_entropy
+from sparse_ce import SparseTarget, cat, collate, cross_entropy, parts
 
 VOCAB = 9
 Sample = namedtuple("Sample", "x target")
@@ -171,3 +171,42 @@ def test_a_data_loader_may_convert_sparse_tensors_in_the_main_process_alone():
     tensors = [sparse_rows(3, i).to_sparse() for i in range(4)]
     batch, = DataLoader(tensors, batch_size=4, collate_fn=collate)
     torch.testing.assert_close(batch.to_dense(), torch.stack([t.to_dense() for t in tensors]))
+
+
+# ------------------------------------------------------------------------------------------------- one sample twice
+
+def three_entries():
+    return SparseTarget.from_jagged([1, 2, 3], torch.tensor([0.5, 0.5, 1.0]), [0, 2, 3], num_classes=7)
+
+
+@pytest.mark.parametrize("join", [cat, torch.cat, collate, torch.stack], ids=["cat", "torch.cat", "collate", "stack"])
+def test_a_jagged_target_that_comes_twice_has_its_entries_twice(join):
+    target, labels = three_entries(), torch.tensor([1, 3, 1, 3])
+    found = join([target, target]).flatten()
+    assert torch.equal(found.to_dense(), torch.cat([target.to_dense()] * 2))
+    assert found.tolist() == target.tolist() * 2 and len(found.indices) == 6
+    assert found.is_top_class(labels).all()
+    logits = torch.randn(4, 7, requires_grad=True)
+    grad, = torch.autograd.grad(cross_entropy(logits, found), logits, create_graph=True)
+    expected, = torch.autograd.grad(torch.nn.functional.cross_entropy(logits, found.to_dense()), logits)
+    torch.testing.assert_close(grad, expected)
+    torch.testing.assert_close(torch.func.grad(lambda x: cross_entropy(x, found))(logits.detach()), expected)
+
+
+def test_a_sampler_that_draws_a_sample_twice():
+    samples = [(torch.zeros(2), three_entries()) for _ in range(2)]
+    for _, target in DataLoader(samples, batch_size=4, sampler=[0, 0, 1, 1], collate_fn=collate):
+        assert torch.equal(target.to_dense().sum(-1), torch.ones(4, 2))
+
+
+def test_views_of_one_target_share_its_entries_where_no_row_comes_twice(monkeypatch):
+    """As on a GPU, whose offsets nobody looks at."""
+    target = three_entries()
+    monkeypatch.setattr(parts, "readable", lambda *given, **named: False)
+    for pieces, shared in (([target[:1], target[1:]], True), ([target[1:], target[:1]], True),
+                           ([target[:2], target[1:]], False), ([target[:1], target[:1]], False),
+                           ([target[None][:, :1], target[None][:, 1:]], False)):
+        flat = [piece.flatten() for piece in pieces]
+        found = cat(flat)
+        assert len(found.indices) == (3 if shared else 6)
+        assert torch.equal(found.to_dense(), torch.cat([piece.to_dense() for piece in flat]))

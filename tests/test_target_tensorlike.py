@@ -310,3 +310,36 @@ def test_the_names_of_parts_are_found_with_and_without_the_width():
     assert parts["indices"] is parts[name] and str(name) == "indices@23"
     assert name == "indices" and not name != "indices" and name != "values" and name != 3
     assert target["values"].tolist() == parts["values"].tolist() and "offsets" not in parts
+
+
+# --------------------------------------------------------------------------------------------------------- of nothing
+
+@pytest.mark.parametrize("leading", [(0,), (2, 0), (0, 2), (0, 2, 3)], ids=str)
+def test_a_jagged_target_without_rows_comes_apart_and_together(leading):
+    target = SparseTarget.from_jagged([1, 2], [0.5, 0.5], [0, 2], num_classes=7)[:0].reshape(leading)
+    assert len(target.indices) == 0
+    again = SparseTarget(dict(target.items()))
+    assert again.shape == target.shape == leading and again.num_classes == 7
+    assert torch.equal(again.to_dense(), torch.zeros(*leading, 7)) and again.tolist() == target.tolist()
+    terms = torch.ones(len(target.indices))
+    assert torch.zeros(target.shape.numel()).index_add(0, target.row_indices(), terms).numel() == 0
+
+
+def test_a_single_row_without_a_leading_dimension():
+    assert SparseTarget.from_index([3]).reshape(()).indices == 3
+    row = SparseTarget.from_topk([[1, 2]], [[0.5, 0.5]], row_mask=[True]).reshape(())
+    assert row.shape == () and row.row_mask.shape == () and row.indices.tolist() == [1, 2]
+
+
+def test_lists_of_a_target_of_arrays():
+    labels = SparseTarget.from_index([[3], [1]])
+    jagged = SparseTarget.from_jagged([1, 2, 3], [0.5, 0.5, 1.0], [0, 2, 3])
+    for target in (labels, jagged, labels.flatten()):
+        assert SparseTarget(target.numpy()).tolist() == target.tolist()
+
+
+def test_a_batch_of_no_csr_matrices():
+    none = torch.zeros(0, 2, dtype=torch.int64)
+    crow = torch.zeros(0, 3, dtype=torch.int64)
+    target = SparseTarget.from_csr(torch.sparse_csr_tensor(crow, none, none.float(), (0, 2, 5)))
+    assert target.shape == (0, 2) and target.num_classes == 5

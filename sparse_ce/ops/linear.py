@@ -171,7 +171,7 @@ def rescaled(gradients: List[Any], expected: Tensor, grad_loss: Tensor, traced: 
             return None
     for gradient in gradients:
         if gradient is not None:
-            scale(gradient, grad_loss)
+            scale(gradient, grad_loss.to(arithmetic_dtype(gradient.dtype)))
     return gradients
 
 

@@ -349,7 +349,7 @@ def scaled(gradients: Sequence[Optional[Tensor]], grad: Tensor) -> List[Optional
         if grad.is_cpu and grad == 0:
             gradient.zero_()  # whatever it holds
         else:
-            scale(gradient, grad)
+            scale(gradient, grad.to(arithmetic_dtype(gradient.dtype)))
     return list(gradients)
 
 
