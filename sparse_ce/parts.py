@@ -150,8 +150,8 @@ class Parts:
     def compact(self, wait: bool = False) -> "Self":
         """The same rows with no entries but their own; itself where that is so or cannot be seen.
 
-        A slice of a jagged target keeps the entries of the whole until it travels. Views where the rows' entries lie
-        together, else copies. Wrong offsets stay, for the loss to complain of.
+        A slice of a jagged target keeps the entries of the whole, but for one of no rows, until it travels. Views where
+        the rows' entries lie together, else copies. Wrong offsets stay, for the loss to complain of.
 
         Examples:
             >>> target = SparseTarget.from_jagged(torch.tensor([3, 5, 7]), None, torch.tensor([0, 2, 3]))

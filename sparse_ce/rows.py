@@ -11,7 +11,7 @@ from torch import Tensor
 from .entries import IGNORE_INDEX, as_tensor, padding_value, ranges_of, single_row
 from .errors import check, fail
 from .parts import Parts
-from .tracing import readable
+from .tracing import eager, readable
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -221,7 +221,9 @@ class Rows(Parts):
                 values = (torch.ones_like(indices, dtype=torch.float32) if self.values is None
                           else self.values[begin:end])
                 return self._replace(*single_row(indices, values, self.kind), None, row_mask)
-        if (offsets.shape[0] - 1 if offsets.dim() == 1 else math.prod(offsets.shape[:-1])) == 0:
+        count = offsets.shape[0] - 1 if offsets.dim() == 1 else math.prod(offsets.shape[:-1])
+        known = eager() or not any(isinstance(k, Tensor) for k in key)  # how many a mask leaves, a compiler cannot ask
+        if known and count == 0:
             return self._replace(self.indices[:0], None if self.values is None else self.values[:0], offsets * 0,
                                  row_mask)
         rows = self._replace(self.indices, self.values, offsets, row_mask)
