@@ -194,10 +194,11 @@ class Backward {
 
   void write_entries(int64_t r, RowPlan& plan) const {
     RowEntries<acc_t>& entries = plan.entries;
+    scalar_t* gradient = args_.template gradient_row<scalar_t>(r);
+    for (const int64_t column : entries.columns) __builtin_prefetch(gradient + column, 1);
     Tile<scalar_t>::entries(entries.logits.data(), entries.size(), args_.template transform<acc_t>(r),
                             plan.coefficients, entries.class_weights.empty() ? nullptr : entries.class_weights.data(),
                             entries.weights.data());
-    scalar_t* gradient = args_.template gradient_row<scalar_t>(r);
     for (size_t k = 0; k < entries.size(); ++k) from_acc(entries.logits[k], gradient[entries.columns[k]]);
   }
 
