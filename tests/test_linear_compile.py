@@ -66,6 +66,15 @@ def test_opcheck_of_the_ops_without_a_derivative(kind, dtype, head_dtype, device
     torch.library.opcheck(ops.scale_.default, (head[1], rows[0].clone(), rows[1].clone()))
 
 
+def test_only_the_mean_has_a_gradient_beside_metrics(device):
+    head, target, _ = arguments("labels", True, device)
+    out = ops.linear_mean_with_metrics(*head, *target, entropy=True, argmax=True)
+    assert [t.requires_grad for t in out] == [True, False, False, False]
+    for at in (1, 2):
+        more = lambda x, at=at: ops.linear_mean_with_metrics(x, *head[1:], *target, entropy=True)[at].sum()
+        assert not torch.func.grad(more)(head[0].detach()).any()
+
+
 def test_ops_without_a_derivative_do_not_pretend_to_have_one(device):
     """A silent zero gradient would be the worst of the answers: PyTorch warns, or raises, and there is no gradient."""
     head, target, _ = arguments("labels", True, device)
