@@ -181,9 +181,9 @@ def _places(offsets: Tensor) -> Any:
     """Which memory the offsets of jagged rows lie in, and [begin, end) of the rows there; None where nobody can say."""
     if not eager() or not offsets.is_contiguous():
         return None
-    lead = offsets.dim() == 1  # rows are between two offsets each, else pairs of them
+    between = offsets.dim() == 1  # two of them a row is, else it is a pair
     begin, count = offsets.storage_offset(), offsets.numel()
-    return (offsets.untyped_storage().data_ptr(), lead), begin, begin + count - (1 if lead else 0)
+    return (offsets.untyped_storage().data_ptr(), between), begin, begin + count - between
 
 
 def _apart(rows: Any, others: Sequence[Any]) -> bool:

@@ -136,8 +136,7 @@ def divergence(
         fail(f"teacher must be on the device of student, {device}, got {a.indices.device}", RuntimeError)
     ignored = reference.ignored_rows(a, lse.shape[0])
     t = _Teacher.of(a, lse.shape[0], dtype, teacher_log_rest, floor)
-    log_q = student.log_probs.flatten()[:t.log_p.numel()].reshape(t.log_p.shape)
-    s = _Student(torch.where(t.part, log_q, 0.0), lse,
+    s = _Student(torch.where(t.part, student.log_probs.reshape(t.log_p.shape), 0.0), lse,
                  *(None if field is None else field.reshape(-1)
                    for field in (student.log_rest, student.entropy, student.mean_logit)))
     loss = _WITH_REST[rest](t, s, kind, beta, floor, given.num_classes)
@@ -154,7 +153,6 @@ def tempered(teacher: SparseTarget, temperature: float) -> SparseTarget:
     is one."""
     if teacher.form == "index":
         return teacher
-    teacher = _without_loose(teacher)
     values = teacher.values
     dtype = torch.float32 if values is None else torch.promote_types(values.dtype, torch.float32)
     t = _Teacher.of(_arguments(teacher), math.prod(teacher.shape), dtype, None, 0.0)
@@ -163,16 +161,8 @@ def tempered(teacher: SparseTarget, temperature: float) -> SparseTarget:
 
 
 def _arguments(teacher: SparseTarget) -> Arguments:
-    flat = _without_loose(teacher).flatten()
+    flat = teacher.flatten()
     return Arguments(flat.indices, flat.values, flat.offsets, None, flat.row_mask, logprobs=flat.kind == "logprobs")
-
-
-def _without_loose(teacher: SparseTarget) -> SparseTarget:
-    """Of no rows no entries."""
-    if teacher.offsets is None or math.prod(teacher.shape) > 0:
-        return teacher
-    values = None if teacher.values is None else teacher.values[:0]
-    return teacher._replace(teacher.indices[:0], values, teacher.offsets, teacher.row_mask)
 
 
 def checked(kind: str, beta: float, rest: str, floor: float) -> Tuple[str, ...]:

@@ -147,12 +147,14 @@ class Rows(NamedTuple):
             t = t._map(self.summed)[tuple(slice(begin, end) for begin, end in self.ranges)]
         return t if self.sequence is None else _each_row(t, self.in_turn)
 
-    def of_entries(self, ids: Any) -> "Rows":
-        """The same, for a function that returns a log-probability of each of the ``ids``."""
+    def of_entries(self, given: Given) -> "Rows":
+        """The same, for a function that returns a log-probability of each of its ``indices``, if it has any."""
+        ids: Any = given.get("indices")
         is_sparse = isinstance(ids, SparseTarget) or isinstance(ids, Tensor) and ids.layout != torch.strided
         if not self.sharded or not is_sparse:
             return self
         t = ids if isinstance(ids, SparseTarget) else as_target(ids, torch.Size((*self.leading, self.classes)))
+        given["indices"] = t
         if t.form != "jagged":
             return self
         t = t._map(lambda part: whole("indices", part))

@@ -52,7 +52,7 @@ def call(function: Callable[..., Any], given: Given) -> Any:
         rows = _enter_student(given)
     else:
         rows = _enter_head(given) if "linear_weight" in given else _enter_logits(given, "input")
-        rows = rows.of_entries(given.get("indices"))
+        rows = rows.of_entries(given)
         _take_targets(given, rows)
         rows.name_classes(given)
     for name in ("row_weight", "teacher_log_rest"):

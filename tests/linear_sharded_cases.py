@@ -302,8 +302,8 @@ def steps(group, ranks: int, rank: int):
 # gradients.
 STEPS = [("entropy", "group", None, True, True), ("entropy", "group", 0, False, True),
          ("lse", "group", None, False, True), ("lse", "another", None, True, True),
-         ("lse", "no entropy", None, True, True), ("", "group", None, False, True), ("", "group", None, True, False),
-         ("lse", "another", None, False, True),
+         ("lse", "no entropy", None, True, True), ("", "group", None, False, True),
+         ("", "group", None, True, False), ("lse", "another", None, False, True),
          ("", "no entropy", None, False, True), ("lse", "group", 1, True, True), ("", "no entropy", 1, True, False)]
 
 

@@ -76,6 +76,8 @@ def test_what_travels_is_the_rows_own(form, key, device):
     assert part.nnz == used(part) < target.nnz == used(target)
     if part.shape.numel() > 0:
         assert part.indices.data_ptr() == target.indices.data_ptr()  # a slice itself is a view
+    else:
+        assert part.indices.numel() == 0
     copies = {"pickle": pickle.loads(pickle.dumps(part)), "cpu": part.cpu(), "save": loaded(saved(part)),
               "cpu of its own": part.cpu().cpu()}
     if device == "cpu":
