@@ -1,6 +1,7 @@
-"""A linear head under autocast."""
+"""A linear head under autocast, and what autocast has no part in."""
 
-from typing import Optional, Tuple
+from contextlib import nullcontext
+from typing import Any, ContextManager, Optional, Tuple
 
 import torch
 from torch import Tensor
@@ -10,14 +11,23 @@ from torch.amp.autocast_mode import is_autocast_available
 _AUTOCASTS = frozenset(filter(is_autocast_available, ("cpu", "cuda", "hpu", "mps", "mtia", "xla", "xpu")))
 
 
+def _enabled(device: torch.device) -> bool:
+    available = device.type in _AUTOCASTS or is_autocast_available(device.type)
+    return available and torch.is_autocast_enabled(device.type)
+
+
+def without_autocast(device: torch.device) -> ContextManager[Any]:
+    """For copies of entries: autocast's ``cat`` and ``stack`` refuse float16 under bfloat16, and bfloat16 under
+    float16."""
+    return torch.autocast(device.type, enabled=False) if _enabled(device) else nullcontext()
+
+
 def as_linear_multiplies(input: Tensor, linear_weight: Tensor,
                          linear_bias: Optional[Tensor]) -> Tuple[Tensor, Tensor, Optional[Tensor]]:
     """The head as autocast would have ``F.linear`` multiply it; float32 weights are converted on the way, not here."""
-    device = input.device.type
-    available = device in _AUTOCASTS or is_autocast_available(device)
-    if input.dtype == torch.float64 or not available or not torch.is_autocast_enabled(device):
+    if input.dtype == torch.float64 or not _enabled(input.device):
         return input, linear_weight, linear_bias
-    dtype = torch.get_autocast_dtype(device)
+    dtype = torch.get_autocast_dtype(input.device.type)
 
     def cast(t: Tensor) -> Tensor:
         return t if t.dtype in (dtype, torch.float32) else t.to(dtype)

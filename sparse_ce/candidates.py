@@ -11,6 +11,7 @@ from .arguments import Candidates
 from .autocast import as_linear_multiplies
 from .errors import fail
 from .ops.candidates import candidate_logits as candidate_logits_op
+from .ops.candidates import cast
 from .ops.library import check_kernels
 from .ops.linear import Head
 from .target import Target, as_ids
@@ -75,7 +76,10 @@ def candidate_logits(
     if not isinstance(sparse_grad, bool):
         fail(f"sparse_grad must be a bool, got {sparse_grad!r}", TypeError)
     check_kernels(input)
-    input, linear_weight, linear_bias = as_linear_multiplies(input, linear_weight, linear_bias)
+    weight = linear_weight
+    input, linear_weight, linear_bias = as_linear_multiplies(input, weight, linear_bias)
+    if sparse_grad:
+        linear_weight = cast(weight, linear_weight.dtype)
     of_logits = torch.Size((*input.shape[:-1], linear_weight.shape[0]))
     target = as_ids(indices, of_logits)
     arguments.check_target(target, of_logits, input, None)

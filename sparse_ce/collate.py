@@ -11,8 +11,9 @@ from torch import Tensor
 from torch.utils.data import default_collate
 from torch.utils.data._utils.collate import default_collate_fn_map
 
+from .autocast import without_autocast
 from .entries import IGNORE_INDEX, Kind, pad_entries, padding_value, ranges_of
-from .errors import check
+from .errors import check, fail
 from .target import SparseTarget
 from .tensorlike import implements
 from .tracing import eager
@@ -74,16 +75,19 @@ def _from_sparse(t: Tensor) -> SparseTarget:
 def stack(targets: Sequence[SparseTarget]) -> SparseTarget:
     """One target with a new first dimension; pads K and every leading dimension to the largest."""
     dims = {t.dim() for t in targets}
-    check(len(dims) == 1, f"samples must have targets of one number of dimensions, got {sorted(dims)}")
+    if len(dims) != 1:
+        fail(f"samples must have targets of one number of dimensions, got {sorted(dims)}")
     largest = [max(sizes) for sizes in zip(*(t.shape for t in targets))]
-    return _joined("samples", targets, torch.stack, largest)
+    with without_autocast(targets[0].device):
+        return _joined("samples", targets, torch.stack, largest)
 
 
 @implements(torch.stack)
 def stack_equal(tensors: Sequence[SparseTarget], dim: int = 0) -> SparseTarget:
     """``torch.stack``: targets of one shape."""
     shapes = {tuple(t.shape) for t in tensors}
-    check(len(shapes) == 1, f"targets must have one shape to be stacked, got {sorted(shapes)}")
+    if len(shapes) != 1:
+        fail(f"targets must have one shape to be stacked, got {sorted(shapes)}")
     return cat([t.unsqueeze(dim) for t in tensors], tensors[0]._dim(dim, more=1))
 
 
@@ -99,13 +103,16 @@ def cat(tensors: Sequence[SparseTarget], dim: int = 0) -> SparseTarget:
         >>> sparse_ce.cat([labels, SparseTarget.from_topk(torch.tensor([[7, 1]]), torch.tensor([[0.5, 0.5]]))]).shape
         torch.Size([3])
     """
-    check(all(isinstance(t, SparseTarget) for t in tensors), "targets must all be of SparseTarget to be concatenated, "
-          f"got {sorted({type(t).__name__ for t in tensors})}", TypeError)
+    if not all(isinstance(t, SparseTarget) for t in tensors):
+        fail("targets must all be of SparseTarget to be concatenated, got "
+             f"{sorted({type(t).__name__ for t in tensors})}", TypeError)
     at = tensors[0]._dim(dim)
     others = {tuple(t.shape[:at]) + (-1,) + tuple(t.shape[at + 1:]) for t in tensors}
-    check(len(others) == 1, f"targets must be of one shape but for dimension {dim} to be concatenated, got "
-          f"{sorted(tuple(t.shape) for t in tensors)}")
-    return _joined("targets", tensors, functools.partial(torch.cat, dim=at), None)
+    if len(others) != 1:
+        fail(f"targets must be of one shape but for dimension {dim} to be concatenated, got "
+             f"{sorted(tuple(t.shape) for t in tensors)}")
+    with without_autocast(tensors[0].device):
+        return _joined("targets", tensors, functools.partial(torch.cat, dim=at), None)
 
 
 def _joined(what: str, targets: Sequence[SparseTarget], join: Callable[[List[Tensor]], Tensor],
@@ -114,7 +121,8 @@ def _joined(what: str, targets: Sequence[SparseTarget], join: Callable[[List[Ten
     targets = [t._absolute() for t in targets]
     forms = {t.form for t in targets}
     classes = {t.num_classes for t in targets if t.num_classes is not None}
-    check(len(classes) <= 1, f"{what} must have targets of one number of classes, got {sorted(classes)}")
+    if len(classes) > 1:
+        fail(f"{what} must have targets of one number of classes, got {sorted(classes)}")
     if len(forms) > 1:
         targets = [as_jagged(t) if "jagged" in forms else as_topk(t) for t in targets]
     num_classes = classes.pop() if classes else None
@@ -144,8 +152,8 @@ def _joined(what: str, targets: Sequence[SparseTarget], join: Callable[[List[Ten
 
 def common_kind(what: str, targets: Sequence[SparseTarget]) -> Kind:
     kinds = {t.kind for t in targets if t.values is not None}
-    check(len(kinds) <= 1, f"{what} must have targets of one kind, got {sorted(kinds)}; convert them with .probs() or "
-           ".log_probs()")
+    if len(kinds) > 1:
+        fail(f"{what} must have targets of one kind, got {sorted(kinds)}; convert them with .probs() or .log_probs()")
     return kinds.pop() if kinds else "probs"
 
 
@@ -161,9 +169,11 @@ def _one_behind_the_other(targets: Sequence[SparseTarget],
     ranges, parts, base = [], [], 0
     bases: Dict[Any, int] = {}
     taken: Dict[Any, List[Any]] = {}  # of these entries, by which rows
-    for t in targets:
+    for i, t in enumerate(targets):
         assert t.offsets is not None
-        entries, rows = (id(t.indices), id(t.values)), _places(t.offsets)
+        # To a compiler each has its own: it would take identities for constants.
+        entries = (id(t.indices), id(t.values)) if eager() else (i, i)
+        rows = _places(t.offsets)
         learns = t.values is not None and t.values.requires_grad
         if learns or entries not in bases or not _apart(rows, taken[entries]):
             bases[entries], taken[entries] = base, []

@@ -1,5 +1,6 @@
 """Losses of distillation: a divergence from a sparse teacher, with the cross entropy of labels beside it."""
 
+import functools
 from typing import Any, Callable, Dict, NamedTuple, Optional, Tuple, Union
 
 import torch
@@ -87,7 +88,8 @@ def distillation_loss(
     _, columns, classes = taken_shard(group, vocab_start, input.shape[-1], num_classes)
     shape = torch.Size((*input.shape[:-1], columns))
     of_kind = dict(kind=kind, rest=rest, beta=beta, floor=floor, teacher_log_rest=teacher_log_rest)
-    given, fields = _checked(teacher, labels, shape, classes, of_kind, temperature, alpha)
+    given, fields = _checked(teacher, labels, shape, classes, of_kind, temperature, alpha,
+                             arguments.arithmetic_dtype(input.dtype))
     per_row, per_label = _each(normalizer)
     of_classes: Dict[str, Any] = dict(num_classes=num_classes, group=group, vocab_start=vocab_start)
     parts = []
@@ -164,17 +166,14 @@ def linear_distillation_loss(
     _, shape, classes = sharded_head(input, linear_weight, group, vocab_start, num_classes)
     of_kind = dict(kind=kind, rest=rest, beta=beta, floor=floor)
     given, fields = _checked(teacher, labels, shape, classes, dict(of_kind, teacher_log_rest=teacher_log_rest),
-                             temperature, alpha)
+                             temperature, alpha, arguments.arithmetic_dtype(input.dtype))
     of_head: Dict[str, Any] = dict(linear_bias=linear_bias, num_classes=num_classes, group=group,
                                    vocab_start=vocab_start, logits_dtype=logits_dtype, chunk_rows=chunk_rows)
     per_row, per_label = _each(normalizer)
     rest_args = () if teacher_log_rest is None else (teacher_log_rest,)
     share = alpha * (temperature ** 2 if temperature_squared else 1)
 
-    def of_rows(student: LogProbs, teacher: SparseTarget, *log_rest: Tensor) -> Tensor:
-        return divergence(student, teacher, **of_kind, reduction="none",  # type: ignore[arg-type]
-                          teacher_log_rest=log_rest[0] if log_rest else None)
-
+    of_rows = functools.partial(_of_rows, of_kind)
     if 0 < alpha < 1 and temperature == 1 and _is_labels(labels, shape) and given.form != "jagged" and not _learned(
             given):
         assert isinstance(labels, Tensor)
@@ -201,9 +200,15 @@ def linear_distillation_loss(
     return parts[0] if len(parts) == 1 else parts[0] + parts[1]
 
 
+def _of_rows(of_kind: Dict[str, Any], student: LogProbs, teacher: SparseTarget, *log_rest: Tensor) -> Tensor:
+    return divergence(student, teacher, **of_kind, reduction="none", teacher_log_rest=log_rest[0] if log_rest else None)
+
+
 def _checked(teacher: Target, labels: Optional[Target], shape: torch.Size, num_classes: Optional[int],
-             of_kind: Dict[str, Any], temperature: float, alpha: float) -> Tuple[SparseTarget, Dict[str, Any]]:
-    """The teacher at the temperature, for logits of ``shape``, and the fields to ask for."""
+             of_kind: Dict[str, Any], temperature: float, alpha: float,
+             dtype: torch.dtype) -> Tuple[SparseTarget, Dict[str, Any]]:
+    """The teacher at the temperature, for logits of ``shape`` and arithmetic of ``dtype``, and the fields to ask
+    for."""
     rest = of_kind["rest"]
     fields = checked(of_kind["kind"], of_kind["beta"], rest, of_kind["floor"])
     check_shares(rest, temperature, alpha)
@@ -213,7 +218,7 @@ def _checked(teacher: Target, labels: Optional[Target], shape: torch.Size, num_c
     if num_classes is not None:  # over these its rest is spread
         given = given.with_num_classes(num_classes)
     if temperature != 1:
-        given = tempered(given, temperature)
+        given = tempered(given, temperature, dtype)
     return given, {f"return_{field}": True for field in fields}
 
 
@@ -258,7 +263,9 @@ def _together(of_rows: Loss, share: float, share_of_labels: float, input: Tensor
     live = ids.ne(IGNORE_INDEX) & of_teacher[..., None]
     if teacher.values is not None:
         live &= teacher.values.ne(-torch.inf if teacher.kind == "logprobs" else 0)
-    ids = torch.cat((torch.where(live, ids, IGNORE_INDEX), labels[..., None].to(ids.dtype)), -1)
+    # A row of the teacher may count without any of its entries: not without an id.
+    label = torch.where(of_teacher & ~of_labels & ~live.any(-1), 0, labels)
+    ids = torch.cat((torch.where(live, ids, IGNORE_INDEX), label[..., None].to(ids.dtype)), -1)
     single = teacher.form == "index"
     dtype = arguments.arithmetic_dtype(input.dtype)
     per_row, per_label = (torch.full((), x, dtype=dtype, device=input.device) for x in (share, share_of_labels))
@@ -269,18 +276,16 @@ def _together(of_rows: Loss, share: float, share_of_labels: float, input: Tensor
         per_row, per_label = per_row / normalizer[0].clamp(min=1), per_label / normalizer.of_labels.clamp(min=1)
         reduction, normalizer = "sum", None
 
-    def of_both(out: LogProbs, ids: Tensor, teacher: SparseTarget, *log_rest: Tensor) -> Tensor:
+    def of_both(out: LogProbs, ids: Tensor, teacher: SparseTarget, counts: Tensor, *log_rest: Tensor) -> Tensor:
         label, of_label = ids[:, -1], out.log_probs[:, -1]
-        counts = label.ne(IGNORE_INDEX)
-        of_label = torch.where(counts, of_label, 0.0)
         rest = out.log_rest
         if rest is not None:  # what was left of the label's class belongs to the teacher's rest
-            outside = counts & ids[:, :-1].ne(label[:, None]).all(1)
+            outside = label.ne(IGNORE_INDEX) & ids[:, :-1].ne(label[:, None]).all(1)
             rest = torch.where(outside, torch.logaddexp(rest, of_label), rest)
         log_probs = out.log_probs[:, 0] if single else out.log_probs[:, :-1]
         student = LogProbs(log_probs, out.lse, rest, out.entropy, out.mean_logit)
-        return per_row * of_rows(student, teacher, *log_rest) - per_label * of_label
+        return per_row * of_rows(student, teacher, *log_rest) - per_label * torch.where(counts, of_label, 0.0)
 
-    loss: Tensor = linear_row_loss(of_both, input, linear_weight, ids, teacher, *rest_args, reduction=reduction,
-                                   normalizer=normalizer, **named)
+    loss: Tensor = linear_row_loss(of_both, input, linear_weight, ids, teacher, of_labels, *rest_args,
+                                   reduction=reduction, normalizer=normalizer, **named)
     return loss

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
+from .autocast import without_autocast
 from .errors import fail
 from .tracing import VALIDATES, readable
 
@@ -40,6 +41,8 @@ def as_tensor(t: Numbers, argument: str) -> Tensor:
     if isinstance(t, Tensor):
         return t
     try:
+        if torch.compiler.is_compiling():  # which can follow neither warnings nor __array__
+            return torch.as_tensor(t)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of an array that may not be written to: nobody does
             return torch.as_tensor(t.__array__() if hasattr(t, "__array__") else t)
@@ -159,7 +162,8 @@ def single_row(indices: Tensor, values: Tensor, kind: Kind = "probs") -> Tuple[T
     class leaves none for which that holds.
     """
     other = indices[:1].eq(0).to(indices.dtype)
-    return torch.cat((indices, other)), torch.cat((values, values.new_full(other.shape, padding_value(kind))))
+    with without_autocast(values.device):
+        return torch.cat((indices, other)), torch.cat((values, values.new_full(other.shape, padding_value(kind))))
 
 
 def softmax_of_live(logits: Tensor, indices: Tensor, mask: Optional[Tensor]) -> Tensor:

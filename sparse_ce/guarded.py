@@ -8,14 +8,15 @@ from torch import Tensor
 
 def _inside_a_kernel() -> bool:
     """Whether functorch has called a kernel (an op of ``torch.ops``, stock.py): there it knows no ``Function``."""
+    if torch.compiler.is_compiling():  # the compiler does not look into kernels, nor can it follow the question
+        return False
     return (torch._C._functorch.peek_interpreter_stack() is not None and
             torch._C._dispatch_tls_is_dispatch_key_excluded(torch._C.DispatchKey.FuncTorchDynamicLayerFrontMode))
 
 
-class _Times(torch.autograd.Function):
-    """``a * b``, 0 where ``a`` is 0 whatever ``b`` holds; so are its derivatives where the upstream gradient is 0."""
-
-    generate_vmap_rule = True
+class _TracedTimes(torch.autograd.Function):
+    """``a * b``, 0 where ``a`` is 0 whatever ``b`` holds; so are its derivatives where the upstream gradient is 0. For
+    torch.compile, which cannot follow a ``jvp``."""
 
     @staticmethod
     def forward(a: Tensor, b: Tensor) -> Tensor:
@@ -24,26 +25,36 @@ class _Times(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: Tuple[Any, ...], output: Any) -> None:
         ctx.save_for_backward(*inputs)
-        ctx.save_for_forward(*inputs)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tuple[Tensor, Tensor]:
         a, b = ctx.saved_tensors
-        return _Times.apply(grad, b), _Times.apply(grad, a)
+        return times(grad, b), times(grad, a)
+
+
+class _Times(_TracedTimes):
+    """The same for all others."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Tuple[Any, ...], output: Any) -> None:
+        ctx.save_for_backward(*inputs)
+        ctx.save_for_forward(*inputs)
 
     @staticmethod
     def jvp(ctx: Any, tangent_a: Tensor, tangent_b: Tensor) -> Tensor:
         a, b = ctx.saved_tensors
-        tangent: Tensor = _Times.apply(tangent_a, b) + _Times.apply(a, tangent_b)
-        return tangent
+        return times(tangent_a, b) + times(a, tangent_b)
 
 
 def times(a: Tensor, b: Tensor) -> Tensor:
     """``a * b`` of what may be NaN or infinite by what is 0 where nobody asks for it: then 0."""
     if _inside_a_kernel():
         return torch.where(a == 0, 0.0, a * b)
-    product: Tensor = _Times.apply(*torch.broadcast_tensors(a, b))
-    return product
+    product = _TracedTimes if torch.compiler.is_compiling() else _Times
+    result: Tensor = product.apply(*torch.broadcast_tensors(a, b))
+    return result
 
 
 def softcapped(z: Tensor, softcap: float) -> Tensor:

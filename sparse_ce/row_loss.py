@@ -119,7 +119,7 @@ def linear_row_loss(
     leading, count = shape[:-1], math.prod(shape[:-1])
     counts = ~reference.ignored_rows(a, count)
     rows = _Rows(input.reshape(math.prod(input.shape[:-1]), input.shape[-1]), ids.flatten(),
-                 [_flat(argument, leading) for argument in row_args], a, not isinstance(target, SparseTarget))
+                 _flat(row_args, leading), a, not isinstance(target, SparseTarget))
     shares_rows = shard is not None and shard.shares_rows
     if eager() and input.is_cpu and not composite(input) and not shares_rows and not bool(counts.all()):
         here = counts.nonzero()[:, 0]
@@ -152,10 +152,8 @@ def linear_row_loss(
         losses, aux = _four_products(head, rows, call)
         loss = losses if reduction == "none" else losses.sum() / call.divisor
     if reduction == "none":
-        loss = _spread(loss, counts, live).reshape(leading)
-    if not has_aux:
-        return loss
-    return loss, {name: _spread(t, counts, live).reshape(leading) for name, t in aux.items()}
+        loss = _spread(loss, counts, live, leading)
+    return (loss, _spread_each(aux, counts, live, leading)) if has_aux else loss
 
 
 class _Rows(NamedTuple):
@@ -198,22 +196,27 @@ class _Call(NamedTuple):
     names: List[str]  # of aux, once fn was called
 
 
-def _flat(argument: Any, leading: torch.Size) -> Any:
-    if isinstance(argument, SparseTarget):
-        if argument.shape != leading:
+def _flat(row_args: Sequence[Any], leading: torch.Size) -> List[Any]:
+    flat: List[Any] = []
+    for argument in row_args:
+        if not isinstance(argument, (Tensor, SparseTarget)):
+            fail(f"row_args must be tensors or SparseTargets, got {type(argument).__name__}", TypeError)
+        whole = isinstance(argument, SparseTarget)
+        if (argument.shape if whole else argument.shape[:len(leading)]) != leading:
             fail(f"row_args must be of the leading shape {list(leading)}, got {list(argument.shape)}")
-        return argument.flatten()
-    if not isinstance(argument, Tensor):
-        fail(f"row_args must be tensors or SparseTargets, got {type(argument).__name__}", TypeError)
-    if argument.shape[:len(leading)] != leading:
-        fail(f"row_args must be of the leading shape {list(leading)}, got {list(argument.shape)}")
-    return argument.reshape(math.prod(leading), *argument.shape[len(leading):])
+        flat.append(argument.flatten() if isinstance(argument, SparseTarget) else
+                    argument.reshape(math.prod(leading), *argument.shape[len(leading):]))
+    return flat
 
 
-def _spread(t: Tensor, counts: Tensor, live: Optional[Tensor]) -> Tensor:
-    if live is not None:
-        return t
-    return t.new_zeros(counts.shape[0]).index_put((counts.nonzero()[:, 0],), t)
+def _spread(t: Tensor, counts: Tensor, live: Optional[Tensor], leading: torch.Size) -> Tensor:
+    if live is None:
+        t = t.new_zeros(counts.shape[0]).index_put((counts.nonzero()[:, 0],), t)
+    return t.reshape(leading)
+
+
+def _spread_each(aux: Dict[str, Tensor], *to: Any) -> Dict[str, Tensor]:
+    return {name: _spread(t, *to) for name, t in aux.items()}
 
 
 def _losses(out: Selected, rows: _Rows, call: _Call, live: Optional[Tensor],

@@ -2,6 +2,7 @@
 
 import math
 from numbers import Integral
+from types import EllipsisType, NoneType
 from typing import TYPE_CHECKING, Any, NoReturn, Optional, Tuple, Union, overload
 
 import torch
@@ -210,7 +211,8 @@ class Rows(Parts):
             values = None if self.values is None else self.values[key]
             return self._replace(self.indices[key], values, None, row_mask)
         first = key[0]  # a jagged target has at least one leading dimension
-        if self.offsets.dim() == 1 and len(key) == 1 and isinstance(first, slice) and first.step in (None, 1):
+        between = self.offsets.dim() == 1 and len(key) == 1 and isinstance(first, slice) and first.step in (None, 1)
+        if between and eager():  # a compiler would take the bounds for constants
             begin, end, _ = first.indices(self.shape[0])
             offsets = self.offsets[begin:max(begin, end) + 1]
         else:
@@ -307,11 +309,11 @@ class Rows(Parts):
     def _leading_key(self, given: Any) -> Tuple[Any, ...]:
         """A key for the parts: as long as the leading shape, arrays and lists made tensors."""
         key = tuple(map(_as_key, given if isinstance(given, tuple) else (given,)))
-        dots = [i for i, k in enumerate(key) if k is Ellipsis]
-        new = len([k for k in key if k is None])
+        dots = [i for i, k in enumerate(key) if isinstance(k, EllipsisType)]
+        new = len([k for k in key if isinstance(k, NoneType)])
         used = sum(k.dim() if isinstance(k, Tensor) and k.dtype == torch.bool else 1 for k in key) - len(dots) - new
         check(used == 0 or len(self.shape) > 0, "target must have a leading dimension to be sliced, got shape []",
-               TypeError)
+              TypeError)
         check(used <= len(self.shape) and len(dots) <= 1, "target must be sliced with at most "
               f"{len(self.shape)} indices and one '...', got {used} and {len(dots)}", IndexError)
         at = dots[0] if dots else len(key)
@@ -320,7 +322,7 @@ class Rows(Parts):
 
 
 def _as_key(k: Any) -> Any:
-    if k is None or k is Ellipsis or isinstance(k, slice):
+    if isinstance(k, (slice, NoneType, EllipsisType)):  # to torch.compile a slice that "is not None" is a constant
         return k
     if isinstance(k, (Integral, torch.SymInt)) and not isinstance(k, bool):
         return k if isinstance(k, torch.SymInt) else int(k)

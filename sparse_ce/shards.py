@@ -77,7 +77,8 @@ def sharded_head(input: Tensor, linear_weight: Tensor, group: Group, vocab_start
 
 
 def on_mesh(function: Callable[..., Any], given: Dict[str, Any]) -> Any:
-    """``function`` of what is ``given`` by the names of its parameters, DTensors among it."""
+    """``function`` of what is ``given`` by the names of its parameters, DTensors among it: its ``locals()``, of which
+    none may be in a closure, or torch.compile cannot follow (a test looks)."""
     from .placements import call
 
     return call(function, given)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from .entries import IGNORE_INDEX, Numbers, as_index, live_entries, ranges_of
-from .errors import check
+from .errors import fail
 from .rows import Rows
 from .top_class import is_top_class
 
@@ -103,8 +103,8 @@ class TensorLike(Rows):
         if not isinstance(self.indices, Tensor):  # the arrays that evaluation hands to compute_metrics
             return self._map(torch.as_tensor).is_top_class(classes)
         classes = as_index(classes, "classes")
-        check(classes.shape == self.shape, f"classes must be {list(self.shape)}, one for each row of the target, got "
-              f"{list(classes.shape)}")
+        if classes.shape != self.shape:
+            fail(f"classes must be {list(self.shape)}, one for each row of the target, got {list(classes.shape)}")
         return is_top_class(classes, self)
 
     @implements(torch.clone)
@@ -133,7 +133,8 @@ class TensorLike(Rows):
 
     def _dim(self, dim: int, more: int = 0) -> int:
         count = self.dim() + more
-        check(-count <= dim < count, f"dim must be in [{-count}, {count}), got {dim}", IndexError)
+        if not -count <= dim < count:
+            fail(f"dim must be in [{-count}, {count}), got {dim}", IndexError)
         return dim % count
 
     @implements(torch.unsqueeze)
@@ -160,9 +161,11 @@ class TensorLike(Rows):
         if isinstance(size, Sequence):
             sizes = list(size)
         else:
-            check(size > 0, f"split_size must be positive, got {size}")
+            if size <= 0:
+                fail(f"split_size must be positive, got {size}")
             sizes = [min(int(size), count - begin) for begin in range(0, count, int(size))] or [0]
-        check(sum(sizes) == count, f"split_sizes must add up to {count}, got {sizes}")
+        if sum(sizes) != count:
+            fail(f"split_sizes must add up to {count}, got {sizes}")
         pieces, end = [], 0
         for n in sizes:
             end += n
@@ -177,7 +180,8 @@ class TensorLike(Rows):
             >>> [len(part) for part in SparseTarget.from_index(torch.arange(5)).chunk(2)]
             [3, 2]
         """
-        check(chunks > 0, f"chunks must be positive, got {chunks}")
+        if chunks <= 0:
+            fail(f"chunks must be positive, got {chunks}")
         return self.split(max(1, -(-self.shape[self._dim(dim)] // chunks)), dim)
 
     # --------------------------------------------------------------------------------------------- outside of PyTorch

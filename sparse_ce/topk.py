@@ -1,5 +1,6 @@
 """A teacher's top-k: the k likeliest classes of each row with their log-probabilities, ready to be a target."""
 
+import functools
 import math
 from typing import Any, Iterator, List, Literal, Optional, Tuple, Union, overload
 
@@ -166,9 +167,13 @@ def linear_topk_log_probs(
             order.append(of)
     ids, log_probs, log_rest = (torch.cat(part) for part in zip(*parts))
     if order:
-        ids, log_probs, log_rest = (torch.empty_like(t).index_copy_(0, torch.cat(order), t)
-                                    for t in (ids, log_probs, log_rest))
+        ids, log_probs, log_rest = map(functools.partial(_at, torch.cat(order)), (ids, log_probs, log_rest))
     return _target(ids, log_probs, log_rest, shape, options, return_log_rest)
+
+
+def _at(places: Tensor, t: Tensor) -> Tensor:
+    """What is in ``t`` for the first place and the following ones, in their order."""
+    return torch.empty_like(t).index_copy_(0, places, t)
 
 
 def _chunks(rows: Tensor, step: int, shard: Optional[Shard]) -> Iterator[Tuple[Any, Tensor]]:

@@ -480,6 +480,24 @@ def test_autocast_multiplies_what_linear_would(half, device):
     assert [g.dtype for g in grads(z, (x, w), torch.ones_like(z))] == [torch.float32] * 2
 
 
+@pytest.mark.parametrize("sparse", [False, True], ids=["dense", "sparse"])
+@pytest.mark.parametrize("weights", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("half", [torch.bfloat16, torch.float16], ids=str)
+def test_under_autocast_a_gradient_is_of_its_weights_dtype(half, weights, sparse, device):
+    draw = Draw(device)
+    x, w = draw.normal(4, 8).requires_grad_(), draw.normal(9, 8).to(weights).requires_grad_()
+    ids, upstream = draw.integers(9, 4, 3), draw.normal(4, 3)
+    with torch.autocast(device, half):
+        z = candidate_logits(x, w, ids, sparse_grad=sparse)
+    of_x, of_w = torch.autograd.grad(z, (x, w), upstream)
+    assert of_w.is_sparse == sparse and of_w.dtype == weights
+    near = torch.finfo(half).eps
+    of_entries = upstream[..., None] * x[:, None]
+    exact = torch.zeros(9, 8, device=device).index_add(0, ids.flatten(), of_entries.flatten(0, 1))
+    torch.testing.assert_close(of_w.to_dense().float(), exact, rtol=4 * near, atol=8 * near)
+    torch.testing.assert_close(of_x, (upstream[..., None] * w[ids]).sum(1), rtol=4 * near, atol=8 * near)
+
+
 # ---------------------------------------------------------------------------------------------------- memory and errors
 
 PEAK = """

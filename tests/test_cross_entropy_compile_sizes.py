@@ -1,5 +1,6 @@
 """torch.compile where sizes are symbols: the vocabulary, its class weights, the sizes of a mask."""
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -9,7 +10,15 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from cases import Draw
 from close import assert_bitwise_equal
 from compiling import DYNAMIC
-from sparse_ce import SparseCrossEntropyLoss, SparseTarget, cross_entropy, linear_cross_entropy, masked_mean
+from sparse_ce import (
+    SparseCrossEntropyLoss,
+    SparseTarget,
+    cat,
+    collate,
+    cross_entropy,
+    linear_cross_entropy,
+    masked_mean,
+)
 
 pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
@@ -132,6 +141,65 @@ def test_targets_made_and_shifted_where_sizes_are_symbols(device):
     for length, k in ((6, 3), (7, 2), (9, 4)):
         assert_compiled_equals_eager((compiled, f), draw.normal(2, length, 5), draw.integers(5, 2, length, k),
                                      draw.uniform(2, length, k))
+
+
+def of_rows(form, rows, draw):
+    """A target of more entries than anything else here has, so that no size is another's by chance."""
+    entries = 40 * rows
+    if form == "index":
+        return SparseTarget.from_index(draw.integers(5, rows))
+    if form == "topk":
+        return SparseTarget.from_topk(draw.integers(5, rows, 3), draw.uniform(rows, 3))
+    return SparseTarget.from_jagged(draw.integers(5, entries), draw.uniform(entries),
+                                    torch.arange(rows + 1, device=draw.device) * 40)
+
+
+PARTS = {
+    "from": lambda t: t[1:], "to": lambda t: t[:-1], "first": lambda t: t[:2], "between": lambda t: t[1:3],
+    "last": lambda t: t[-3:], "every other": lambda t: t[::2], "a part of the size": lambda t: t[:t.shape[0] - 2],
+    "dots": lambda t: t[1:, ...], "sections": lambda t: t.split([2, t.shape[0] - 2])[1],
+}
+
+
+def compiled_once(f, form, device):
+    """For all numbers of rows; how often it was compiled for the first, PyTorch knows."""
+    counter, draw, counts = CompileCounterWithBackend("aot_eager"), Draw(device), set()
+    compiled = torch.compile(f, backend=counter, fullgraph=True, dynamic=True)
+    for rows in (6, 9, 13):
+        assert_compiled_equals_eager((compiled, f), draw.normal(rows, 5), of_rows(form, rows, draw))
+        counts.add(counter.frame_count)
+    return len(counts) == 1
+
+
+@pytest.mark.parametrize("form", ["index", "topk", "jagged"])
+@pytest.mark.parametrize("part", PARTS)
+def test_parts_of_targets_are_compiled_once_for_all_numbers_of_rows(part, form, device):
+    assert compiled_once(lambda x, target: cross_entropy(PARTS[part](x), PARTS[part](target)), form, device)
+
+
+@pytest.mark.parametrize("join", [cat, collate], ids=["cat", "collate"])
+@pytest.mark.parametrize("form", ["index", "topk", "jagged"])
+def test_targets_are_joined_where_sizes_are_symbols(form, join, device):
+    of_logits = torch.stack if join is collate else torch.cat
+    assert compiled_once(lambda x, target: cross_entropy(of_logits((x, x)), join([target, target])), form, device)
+
+
+def test_a_compiler_follows_lists_and_arrays(device):
+    x = Draw(device).normal(2, 5)
+    given = SparseTarget.from_topk(torch.tensor([[1, 2], [3, 4]]), torch.tensor([[0.5, 0.25], [1.0, 0.5]])).to(device)
+    made = {
+        "labels": lambda t: SparseTarget.from_index([1, 2], row_mask=[True, False]).to(x.device),
+        "top-k": lambda t: SparseTarget.from_topk([[1, 2], [3, 4]], [[0.5, 0.25], [1.0, 0.5]]).to(x.device),
+        "jagged": lambda t: SparseTarget.from_jagged([1, 2, 3], [0.5, 0.25, 1.0], [0, 2, 3]).to(x.device),
+        "a list of rows": lambda t: t[[1, 0]], "an array of rows": lambda t: t[np.array([1, 0])],
+    }
+    for make in made.values():
+        torch.compiler.reset()
+
+        def f(x, t, make=make):
+            return cross_entropy(x, make(t))
+
+        assert_compiled_equals_eager((torch.compile(f, backend="aot_eager", fullgraph=True), f), x, given)
 
 
 def test_a_functional_equals_pytorch_at_every_vocabulary(device):

@@ -149,30 +149,34 @@ def test_compiled_it_gives_the_same(linear, device, fresh_compiler):
         torch.testing.assert_close(a, b)
 
 
+@pytest.mark.parametrize("of_entropy", [-0.1, 0.0])
+@pytest.mark.parametrize("classes", [40, 2500])
 @pytest.mark.parametrize("linear", [False, True])
-def test_entropy_and_argmax_beside_the_loss(linear, device):
+def test_entropy_and_argmax_beside_the_loss(linear, classes, of_entropy, device):
+    """Of a head whose entropy has no gradient the loss's is made in forward, a row at a time where rows are long."""
     draw = Draw(device)
-    x, labels = draw.normal(2, 5, 40, dtype=torch.float64), draw.integers(40, 2, 5)
+    x, labels = draw.normal(2, 5, 8, dtype=torch.float64), draw.integers(classes, 2, 5)
     labels[1, 2] = -100
-    head = torch.eye(40, dtype=torch.float64, device=device)
+    head = draw.normal(classes, 8, dtype=torch.float64)
     results = []
     for of_peer in (False, True):
-        leaf = x.clone().requires_grad_()
+        leaves = x.clone().requires_grad_(), head.clone().requires_grad_()
+        logits = torch.nn.functional.linear(*leaves)
         if of_peer:
-            log_probs = leaf.log_softmax(-1)
+            log_probs = logits.log_softmax(-1)
             entropy = torch.where(labels == -100, 0.0, -(log_probs.exp() * log_probs).sum(-1))
-            loss = torch.nn.functional.cross_entropy(leaf.flatten(0, 1), labels.flatten())
-            argmax = torch.where(labels == -100, -1, leaf.argmax(-1))
+            loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+            argmax = torch.where(labels == -100, -1, logits.argmax(-1))
         else:
-            out = (linear_cross_entropy(leaf, head, labels, return_entropy=True, return_argmax=True) if linear
-                   else cross_entropy(leaf, labels, return_entropy=True, return_argmax=True))
+            out = (linear_cross_entropy(*leaves, labels, return_entropy=True, return_argmax=True) if linear
+                   else cross_entropy(logits, labels, return_entropy=True, return_argmax=True))
             assert isinstance(out, CrossEntropyOutput)
             loss, lse, entropy, argmax = out
-        grad, = torch.autograd.grad(loss - 0.1 * entropy.mean(), leaf)
-        results.append((loss, entropy, argmax, grad))
+        of_both = loss + of_entropy * entropy.mean() if of_entropy else loss
+        results.append((loss, entropy, argmax, *torch.autograd.grad(of_both, leaves)))
     for ours, theirs in zip(*results):
         torch.testing.assert_close(ours, theirs)
-    only = cross_entropy(x, labels, return_argmax=True)
+    only = cross_entropy(torch.nn.functional.linear(x, head), labels, return_argmax=True)
     assert only.entropy is None and torch.equal(only.argmax, results[1][2])
 
 
@@ -214,3 +218,28 @@ def test_wrong_weights_are_named(bad, error, message, device):
     with pytest.raises(error, match=f"sparse_ce: {message}"):
         cross_entropy(torch.zeros(2, 7, device=device), torch.zeros(2, dtype=torch.int64, device=device),
                       row_weight=bad)
+
+
+@pytest.mark.usefixtures("fresh_compiler")
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("linear", [False, True])
+def test_a_compiler_follows_weights_of_rows(linear, reduction, device):
+    """With the gradient of a weight that is 0, and none of a row that is ignored."""
+    draw = Draw(device)
+    x, labels, upstream = draw.normal(5, 7), draw.integers(7, 5), draw.normal(5)
+    w, head = draw.uniform(5), torch.eye(7, device=device)
+    labels[1], w[2], x[1, 3] = -100, 0.0, torch.nan
+
+    def f(x, w):
+        options = dict(row_weight=w, reduction=reduction)
+        return linear_cross_entropy(x, head, labels, **options) if linear else cross_entropy(x, labels, **options)
+
+    results = []
+    for run in (f, torch.compile(f, backend="aot_eager", fullgraph=True)):
+        leaves = x.clone().requires_grad_(), w.clone().requires_grad_()
+        loss = run(*leaves)
+        results.append((loss, *torch.autograd.grad((loss * upstream).sum(), leaves)))
+    for eager, compiled in zip(*results):
+        assert not eager.isnan().any()
+        torch.testing.assert_close(compiled, eager)
+    assert results[0][2][2] != 0 and results[0][2][1] == 0

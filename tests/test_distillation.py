@@ -25,7 +25,7 @@ from sparse_ce.divergence import KINDS, RESTS, needed
 
 DEFINED = [(kind, rest) for kind, rest in itertools.product(KINDS, RESTS) if not isinstance(needed(kind, rest), str)]
 SHAPE, CLASSES, WIDTH, IDS = (2, 4), 19, 6, 3
-TEACHERS = ("topk", "masked", "repeated", "jagged", "labels")
+TEACHERS = ("topk", "masked", "repeated", "empty", "jagged", "labels")
 
 
 def make(device):
@@ -40,10 +40,12 @@ def make(device):
     ids, log_p = top.indices, top.values
     row_mask = torch.tensor([[True, True, False, True], [False, True, True, True]], device=device)
     begin = torch.arange(0, 8 * IDS, IDS, device=device)
+    no_entry = torch.tensor([[False, True, True, False], [False] * 4], device=device)  # rows that count all the same
     teachers = {
         "topk": top, "masked": SparseTarget.from_topk(ids, log_p, kind="logprobs", row_mask=row_mask),
         "repeated": SparseTarget.from_topk(torch.cat((ids, ids[..., :1]), -1),
                                            torch.cat((log_p - 0.5, log_p[..., :1] - 1), -1), kind="logprobs"),
+        "empty": SparseTarget.from_topk(ids, log_p.masked_fill(no_entry[..., None], -torch.inf), kind="logprobs"),
         "jagged": SparseTarget.from_jagged(ids.flatten(), log_p.flatten(), kind="logprobs", offsets=torch.stack(
             (begin, begin + IDS), -1).reshape(*SHAPE, 2)),
         "labels": SparseTarget.from_index(labels.clamp(min=0)),
@@ -69,7 +71,7 @@ def test_a_head_equals_its_logits(kind, rest, form, device):
             (1.0, 2.0), (1.0, 0.3), (None, log_rest), (None, 3.0))), reductions):
         if temperature != 1 and (rest not in ("zero", "renormalize") or given is not None):
             continue
-        if given is not None and form in ("repeated", "labels"):
+        if given is not None and form in ("repeated", "empty", "labels"):
             continue
         options = dict(kind=kind, rest=rest, teacher_log_rest=given, temperature=temperature, alpha=alpha,
                        reduction=reduction, softcap=softcap, logit_scale=0.7)
@@ -135,6 +137,19 @@ def test_temperature(rest, softcap, device):
         close(distillation_loss(z, teachers[form], **options), exact.mean(), [z])
         close(distillation_loss(z, teachers[form], temperature_squared=True, **options),
               exact.mean() * temperature**2, [z])
+
+
+def test_a_temperature_is_taken_of_a_teacher_in_the_digits_of_the_student(device):
+    draw = Draw(device)
+    z, ids, values = draw.normal(3, 9, dtype=torch.float64), draw.integers(9, 3, 2), draw.uniform(3, 2)
+    wide = SparseTarget.from_topk(ids, values.double())
+    head = [draw.normal(3, 4, dtype=torch.float64), draw.normal(9, 4, dtype=torch.float64)]
+    for kind in ("forward_kl", "jsd"):
+        losses = [(distillation_loss(z, teacher, kind=kind, temperature=2.0),
+                   linear_distillation_loss(*head, teacher, kind=kind, temperature=2.0))
+                  for teacher in (SparseTarget.from_topk(ids, values), wide)]
+        for narrow, exact in zip(*losses):
+            torch.testing.assert_close(narrow, exact, rtol=1e-14, atol=0)
 
 
 def test_a_learned_teacher_gets_its_gradient(device):

@@ -210,3 +210,28 @@ def test_views_of_one_target_share_its_entries_where_no_row_comes_twice(monkeypa
         found = cat(flat)
         assert len(found.indices) == (3 if shared else 6)
         assert torch.equal(found.to_dense(), torch.cat([piece.to_dense() for piece in flat]))
+
+
+@pytest.mark.parametrize("half", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("of_autocast", [torch.float16, torch.bfloat16], ids=str)
+def test_autocast_has_no_part_in_what_is_copied(of_autocast, half):
+    """Caches are of float16, and autocast of bfloat16: its ``cat`` and ``stack`` refuse them."""
+    x, values = torch.randn(2, VOCAB), torch.tensor([[0.3, 0.2], [0.1, 0.5]]).to(half)
+    topk = SparseTarget.from_topk(torch.tensor([[1, 2], [3, 4]]), values)
+    jagged = SparseTarget.from_jagged(torch.tensor([1, 2, 3]), values.flatten()[:3], torch.tensor([0, 2, 3]))
+    coo = torch.sparse_coo_tensor([[1, 2]], values[0], (VOCAB,))
+    made = {
+        "cat": lambda: cat([topk, topk]), "jagged cat": lambda: cat([jagged, jagged]),
+        "stack": lambda: torch.stack([topk, topk]), "of two forms": lambda: cat([topk, jagged]),
+        "collate": lambda: collate([topk[0], topk[1]]), "pairs": lambda: collate([(x, (topk.indices, values))] * 2)[1],
+        "row": lambda: jagged[0], "rows": lambda: jagged[1:], "COO": lambda: collate([coo, coo]),
+        "loss": lambda: cross_entropy(x[0], coo), "row's loss": lambda: cross_entropy(x[0], jagged[0]),
+    }
+    for make in made.values():
+        expected = make()
+        with torch.autocast("cpu", of_autocast):
+            found = make()
+        if isinstance(expected, SparseTarget):
+            assert found.equal(expected) and found.values.dtype == half
+        else:
+            assert torch.equal(found, expected)

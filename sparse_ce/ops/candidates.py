@@ -41,6 +41,25 @@ class _CandidateLogits(torch.autograd.Function):
         return (*(g if w else None for g, w in zip(grads, wanted)), None, None)
 
 
+class _Cast(torch.autograd.Function):
+    """``t.to(dtype)`` whose gradient may be sparse."""
+
+    @staticmethod
+    def forward(ctx: Any, t: Tensor, dtype: torch.dtype) -> Tensor:
+        ctx.dtype = t.dtype
+        return t.to(dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tuple[Tensor, None]:
+        return grad.to(ctx.dtype), None
+
+
+def cast(linear_weight: Tensor, dtype: torch.dtype) -> Tensor:
+    cast: Tensor = (linear_weight.to(dtype) if linear_weight.dtype == dtype or composite(linear_weight) else
+                    _Cast.apply(linear_weight, dtype))
+    return cast
+
+
 def _run(head: Head, c: Candidates, sparse_grad: bool) -> Tensor:
     logits: Tensor
     if composite(head.input):
