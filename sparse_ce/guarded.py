@@ -29,7 +29,7 @@ class _TracedTimes(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tuple[Tensor, Tensor]:
         a, b = ctx.saved_tensors
-        return times(grad, b), times(grad, a)
+        return _product(grad, b), _product(grad, a)
 
 
 class _Times(_TracedTimes):
@@ -45,16 +45,20 @@ class _Times(_TracedTimes):
     @staticmethod
     def jvp(ctx: Any, tangent_a: Tensor, tangent_b: Tensor) -> Tensor:
         a, b = ctx.saved_tensors
-        return times(tangent_a, b) + times(a, tangent_b)
+        return _product(tangent_a, b) + _product(a, tangent_b)
+
+
+def _product(a: Tensor, b: Tensor) -> Tensor:
+    """Of tensors of one shape."""
+    product: Tensor = (_TracedTimes if torch.compiler.is_compiling() else _Times).apply(a, b)
+    return product
 
 
 def times(a: Tensor, b: Tensor) -> Tensor:
     """``a * b`` of what may be NaN or infinite by what is 0 where nobody asks for it: then 0."""
     if _inside_a_kernel():
         return torch.where(a == 0, 0.0, a * b)
-    product = _TracedTimes if torch.compiler.is_compiling() else _Times
-    result: Tensor = product.apply(*torch.broadcast_tensors(a, b))
-    return result
+    return _product(*torch.broadcast_tensors(a, b))
 
 
 def softcapped(z: Tensor, softcap: float) -> Tensor:
