@@ -267,7 +267,10 @@ def cases(slow: bool) -> Dict[str, Tuple[Callable[..., Any], Tuple[Any, ...]]]:
     add(compiled, "head", "loss", "sequence_even")
     for arguments in (("logits", "loss", "data_classes"), ("logits", "loss", "rows"),
                       ("logits", "selected", "data_classes"), ("logits", "divergence", "data_classes"),
-                      ("head", "loss", "data_tensor"), ("head", "loss", "sequence")):
+                      ("head", "loss", "data_tensor"), ("head", "loss", "sequence"),
+                      ("head", "loss_none", "data_tensor"), ("head", "rows", "data_tensor"),
+                      ("head", "topk", "data_tensor"), ("head", "distillation", "data_tensor"),
+                      ("head", "distillation_together", "data_tensor")):
         add(compiled, *arguments, rarely=True)  # each process takes seconds to follow one
     return found
 
@@ -275,7 +278,7 @@ def cases(slow: bool) -> Dict[str, Tuple[Callable[..., Any], Tuple[Any, ...]]]:
 def compiled(of: str, name: str, placed: str, seed: int):
     """In one graph: functions ``of`` "logits" or of a "head"."""
     torch.compiler.reset()
-    leaves, shapes = {}, {}
+    leaves, shapes, form = {}, {}, "logprobs" if name.startswith("distillation") else "pair"
     if of == "logits":
         function, layout = {"loss": lambda x, t, by: sparse_ce.cross_entropy(x, t), **CALLS}[name], LAYOUTS[placed]
         shapes["input"] = (4, 3, V), layout.placements
@@ -288,11 +291,15 @@ def compiled(of: str, name: str, placed: str, seed: int):
     for what, (shape, at) in shapes.items():
         t = world.normal(*shape).requires_grad_()
         leaves[what] = t, world.place(t, at, True)
-    (indices, values), (own, own_values), *_ = world.target("pair", "here", V)
-    whole = function(*(pair[0] for pair in leaves.values()), (indices, values.detach()), None)
-    run = torch.compile(function, fullgraph=True, backend="aot_eager")
-    return compared(world, whole, run(*(pair[1] for pair in leaves.values()), (own, own_values.detach()), None), leaves,
-                    world.rows)
+    targets = [(t[0], t[1].detach()) if form == "pair" else t._map(lambda part: part.detach())
+               for t in world.target(form, "here", V)[:2]]
+    by = world.normal(*world.layout.leading)
+    more = {"labels": world.target("labels", "all", V)[0]} if form == "logprobs" else {}
+    found = []
+    for at, call in enumerate((function, torch.compile(function, fullgraph=True, backend="aot_eager"))):
+        target = targets[at][0] if name == "rows" else targets[at]
+        found.append(call(*(pair[at] for pair in leaves.values()), target, by, **more))
+    return compared(world, *found, leaves, world.rows)
 
 
 def sent(placed: str) -> List[Tuple[str, int]]:

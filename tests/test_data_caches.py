@@ -104,6 +104,20 @@ def test_what_float16_rounds_to_minus_infinity_is_padding(tmp_path, format):
         assert TeacherCache(path)[0]["target"].indices.numel() == (k or 1)
 
 
+@pytest.mark.parametrize("ragged", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("of_autocast", [torch.bfloat16, torch.float16], ids=str)
+def test_it_is_written_and_read_under_autocast(tmp_path, format, of_autocast, dtype, ragged):
+    """As where a teacher scores: its own 16 bits are not those of the cache."""
+    path, plain = tmp_path / f"teacher.{format}", tmp_path / f"plain.{format}"
+    write(plain, ragged=ragged, dtype=dtype)
+    with torch.autocast("cpu", of_autocast):
+        write(path, ragged=ragged, dtype=dtype)
+        found = collate_sequences(list(TeacherCache(path)))
+    expected = collate_sequences(list(TeacherCache(plain)))
+    assert found["target"].equal(expected["target"]) and found["target"].values.dtype == dtype
+
+
 def test_lengths_leave_padding_out(tmp_path, format):
     target = sparse_ce.topk_log_probs(torch.randn(3, 6, V), 2)
     with CacheWriter(tmp_path / f"teacher.{format}", num_classes=V, k=2) as writer:

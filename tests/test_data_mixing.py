@@ -48,6 +48,18 @@ def mixing(lam, mode="elem", **options):
     return Mixup(**options)
 
 
+@pytest.mark.parametrize("mix", [mixup, cutmix])
+@pytest.mark.parametrize("half", [torch.bfloat16, torch.float16], ids=str)
+def test_autocast_has_no_part_in_labels_of_other_16_bits(half, mix, images, device):
+    other = torch.float16 if half == torch.bfloat16 else torch.bfloat16
+    draw = Draw(device)
+    labels = SparseTarget.from_topk(draw.integers(CLASSES, 6, 2), draw.uniform(6, 2).to(other))
+    expected = mix(images, labels, generator=torch.Generator().manual_seed(3))
+    with torch.autocast(device, half):
+        found = mix(images, labels, generator=torch.Generator().manual_seed(3))
+    assert torch.equal(found[0], expected[0]) and found[1].equal(expected[1])
+
+
 @pytest.mark.parametrize("cut", [False, True])
 @pytest.mark.parametrize("mode", ["elem", "pair", "batch"])
 def test_an_odd_batch_mixes_its_middle_row_with_itself(mode, cut, device):

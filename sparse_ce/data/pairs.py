@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from ..autocast import without_autocast
 from ..entries import IGNORE_INDEX, as_index
 from ..errors import check, fail
 from ..target import SparseTarget, Target, as_target
@@ -38,8 +39,9 @@ class Entries(NamedTuple):
 
     def roll(self) -> "Entries":
         """Of the row before, which is the partner in torchvision."""
-        return self._replace(indices=self.indices.roll(1, 0),
-                             values=None if self.values is None else self.values.roll(1, 0))
+        with without_autocast(self.indices.device):
+            return self._replace(indices=self.indices.roll(1, 0),
+                                 values=None if self.values is None else self.values.roll(1, 0))
 
     def flip(self) -> "Entries":
         """Of the row as far from the other end, which is the partner in timm."""

@@ -8,6 +8,7 @@ from typing import Any, Dict, List, NamedTuple, Optional, Sequence, Tuple
 import torch
 from torch import Tensor
 
+from ..autocast import without_autocast
 from ..errors import check, fail
 from .flat import whole
 from .sequence import (
@@ -73,7 +74,8 @@ def _table(sequences: Sequence[Stored]) -> Any:
     types = {dtype: arrow for arrow, dtype in _arrow_types()}
 
     def leaf(parts: List[Tensor]) -> Any:
-        t = torch.cat([part.reshape(-1) for part in parts])
+        with without_autocast(parts[0].device):
+            t = torch.cat([part.reshape(-1) for part in parts])
         t = t.view(torch.uint16) if t.dtype == torch.bfloat16 else t
         return pa.Array.from_buffers(types[t.dtype], len(t), [None, pa.py_buffer(bytes(bytes_of(t)))])
 
