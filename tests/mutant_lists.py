@@ -379,7 +379,6 @@ CPU = [
     ("csrc/cpu/row_entries.h", "for (; k < size(); ++k) sums[0] += weights[k];", ""),
     ("csrc/cpu/row_passes.h", "std::min(end, classes_end_)", "end"),
     ("csrc/cpu/cross_entropy.cpp", "for (auto& plan : plans) backward.write_entries(plan);", ""),
-    ("csrc/cpu/select.cpp", "      plans.written();\n", ""),
     ("csrc/cpu/row_passes.h", "~Plans() { backward_.write_entries(written_); }", "~Plans() {}"),
     ("csrc/cpu/row_passes.h", "plan.row = r;\n    plan.zero = args_.template without_gradient<acc_t>(r);\n    const",
      "plan.zero = args_.template without_gradient<acc_t>(r);\n    const"),

@@ -39,19 +39,16 @@ void run_backward(const BackwardArgs& args) {
   const int64_t spans = backward.spans();
   if (!split_rows(args.rows, spans)) {
     parallel_rows(args.rows, args.vocab, [&](int64_t begin, int64_t end) {
-      Plans<scalar_t> plans(backward);
+      auto plan = backward.empty_plan();
       // Backwards: the rows that forward read last may still be in a cache.
-      for (int64_t r = end - 1; r >= begin; --r) {
-        backward.write(r, std::max(begin, r - 1), false, plans.next());
-        plans.written();
-      }
+      for (int64_t r = end - 1; r >= begin; --r) backward.write(r, std::max(begin, r - 1), false, plan);
     });
     return;
   }
   std::vector<typename Backward<scalar_t>::RowPlan> plans(args.rows, backward.empty_plan());
   for (int64_t r = 0; r < args.rows; ++r) backward.make_plan(r, false, plans[r]);
   parallel_spans(args.rows, spans, [&](int64_t r, int64_t t) { backward.write_span(r, t, r, plans[r]); });
-  for (auto& plan : plans) backward.write_entries(plan);
+  for (int64_t r = 0; r < args.rows; ++r) backward.write_entries(r, plans[r]);
 }
 
 // Where a row's exponentials are kept between its loss and its gradient: in the gradient itself, if that is stored as
@@ -92,11 +89,10 @@ void run_both(const ForwardArgs& forward_args, const BackwardArgs& backward_args
     return;
   }
   parallel_rows(forward_args.rows, forward_args.vocab, [&](int64_t begin, int64_t end) {
-    Plans<scalar_t> plans(backward);
+    auto plan = backward.empty_plan();
     Scratch<scalar_t> scratch(backward_args, backward.keeps_around());
     for (int64_t r = begin; r < end; ++r) {
       const int64_t after = std::min(r + 1, end - 1);
-      auto& plan = plans.next();
       if (forward.keeps(r)) {
         const auto kept = scratch.row(r);
         forward.write(r, after, plan.entries, kept);
@@ -105,7 +101,6 @@ void run_both(const ForwardArgs& forward_args, const BackwardArgs& backward_args
         forward.write(r, r, plan.entries);
         backward.write(r, after, true, plan);
       }
-      plans.written();
     }
   });
 }

@@ -128,7 +128,6 @@ class Backward {
   // finds them in the second cache; the gradient there is written when the row is done: rounded to storage once, so
   // p - 1 near p = 1 keeps its digits in 16 bits.
   struct RowPlan {
-    int64_t row;
     bool zero;
     GradientCoefficients<acc_t> coefficients;
     RowEntries<acc_t> entries;
@@ -141,20 +140,19 @@ class Backward {
   int64_t spans() const { return spans_; }
   // Whether what is made of what was kept goes around the caches.
   bool keeps_around() const { return destinations_.around() && worth_it_of_kept<scalar_t>(); }
-  RowPlan empty_plan() const { return {0, true, {0, 0, 0, 0, 0, 0, args_.options, classes_end_}, {}}; }
+  RowPlan empty_plan() const { return {true, {0, 0, 0, 0, 0, 0, args_.options, classes_end_}, {}}; }
 
-  // All but the entries' own. `after` is the row that will be read next; `plan` is memory to work in, with the row's
-  // entries where Forward has collected them.
+  // `after` is the row that will be read next; `plan` is memory to work in, with the row's entries where Forward has
+  // collected them.
   void write(int64_t r, int64_t after, bool collected, RowPlan& plan) const {
     prefetch_entries(args_.target, after);
     make_plan(r, collected, plan);
     for (int64_t t = 0; t < spans_; ++t) write_span(r, t, after, plan);
-    ask_for_entries(plan);
+    write_entries(r, plan);
   }
 
-  // The same from what Forward has kept of the row, without its logits.
+  // From what Forward has kept of the row, without its logits.
   void write_kept(int64_t r, const Powers<acc_t>& kept, RowPlan& plan) const {
-    plan.row = r;
     plan.zero = args_.template without_gradient<acc_t>(r);
     const int64_t live = plan.zero ? 0 : classes_end_;
     scalar_t* gradient = args_.template gradient_row<scalar_t>(r);
@@ -166,14 +164,13 @@ class Backward {
     to.around = to.around && keeps_around();
     Tile<scalar_t>::gradient(kept, live, args_.template transform<acc_t>(r), args_.options.label_smoothing != 0,
                              plan.coefficients, weights_at<scalar_t>(args_.target, 0), to);
-    ask_for_entries(plan);
+    write_entries(r, plan);
   }
 
   void make_plan(int64_t r, bool collected, RowPlan& plan) const {
     RowEntries<acc_t>& entries = plan.entries;
-    plan.row = r;
     plan.zero = args_.template without_gradient<acc_t>(r);
-    if (plan.zero) return;
+    if (plan.zero) return entries.clear();
     if (!collected) entries.collect(args_.target, r);
     plan.coefficients = args_.coefficients(r, entries.mass());
     entries.arrange(args_, spans_);
@@ -195,11 +192,11 @@ class Backward {
     std::fill(reinterpret_cast<char*>(gradient + live), reinterpret_cast<char*>(gradient + end), 0);
   }
 
-  void write_entries(RowPlan& plan) const {
-    if (plan.zero) return;
+  void write_entries(int64_t r, RowPlan& plan) const {
     RowEntries<acc_t>& entries = plan.entries;
-    scalar_t* gradient = args_.template gradient_row<scalar_t>(plan.row);
-    Tile<scalar_t>::entries(entries.logits.data(), entries.size(), args_.template transform<acc_t>(plan.row),
+    scalar_t* gradient = args_.template gradient_row<scalar_t>(r);
+    for (const int64_t column : entries.columns) __builtin_prefetch(gradient + column, 1);
+    Tile<scalar_t>::entries(entries.logits.data(), entries.size(), args_.template transform<acc_t>(r),
                             plan.coefficients, entries.class_weights.empty() ? nullptr : entries.class_weights.data(),
                             entries.weights.data());
     for (size_t k = 0; k < entries.size(); ++k) from_acc(entries.logits[k], gradient[entries.columns[k]]);
@@ -217,37 +214,9 @@ class Backward {
  private:
   const scalar_t* row(int64_t r) const { return args_.template row<scalar_t>(r); }
 
-  void ask_for_entries(const RowPlan& plan) const {
-    if (plan.zero) return;
-    const scalar_t* gradient = args_.template gradient_row<scalar_t>(plan.row);
-    for (const int64_t column : plan.entries.columns) __builtin_prefetch(gradient + column, 1);
-  }
-
   const BackwardArgs& args_;
   const int64_t classes_end_, spans_;
   const Destinations<scalar_t> destinations_;
-};
-
-// The plans of a thread's rows. A row's entries are written when the next row is: the lines they lie in have left the
-// caches, or have gone around them, and come back while the next row is read.
-template <typename scalar_t>
-class Plans {
- public:
-  using Plan = typename Backward<scalar_t>::RowPlan;
-
-  explicit Plans(const Backward<scalar_t>& backward)
-      : backward_(backward), next_(backward.empty_plan()), written_(backward.empty_plan()) {}
-  ~Plans() { backward_.write_entries(written_); }
-
-  Plan& next() { return next_; }
-  void written() {
-    backward_.write_entries(written_);
-    std::swap(next_, written_);
-  }
-
- private:
-  const Backward<scalar_t>& backward_;
-  Plan next_, written_;
 };
 
 }  // namespace cpu

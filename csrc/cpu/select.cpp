@@ -284,11 +284,10 @@ void run_both(const SelectArgs& forward_args, const BackwardArgs& backward_args)
   const Backward<scalar_t> backward(backward_args);
   parallel_rows(forward_args.rows, forward_args.vocab, [&](int64_t begin, int64_t end) {
     RowEntries<acc_type<scalar_t>> entries;
-    Plans<scalar_t> plans(backward);
+    auto plan = backward.empty_plan();
     for (int64_t r = begin; r < end; ++r) {
       forward.write(r, r, entries);
-      backward.write(r, std::min(r + 1, end - 1), /*collected=*/false, plans.next());
-      plans.written();
+      backward.write(r, std::min(r + 1, end - 1), /*collected=*/false, plan);
     }
   });
 }
