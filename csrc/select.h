@@ -33,6 +33,9 @@ struct SelectStats {
 
   SCE_HD bool empty() const { return row.empty(); }
 
+  // What a logit must exceed to be the argmax: until there is one it may be the lowest number, where row.max begins.
+  SCE_HD acc_t highest() const { return argmax < 0 ? -acc_t(INFINITY) : row.max; }
+
   SCE_HD void move_max(acc_t to) {
     const acc_t shift = row.max - to;  // <= 0
     const acc_t factor = exponential(shift);

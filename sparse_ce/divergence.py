@@ -150,11 +150,9 @@ def divergence(
 
 def tempered(teacher: SparseTarget, temperature: float, dtype: torch.dtype) -> SparseTarget:
     """Its probabilities to the power of 1 / ``temperature``, normalized over the classes of each row; a repeated class
-    is one. Of ``dtype``, or that of its values where they are of more digits."""
+    is one. Of ``dtype``."""
     if teacher.form == "index":
         return teacher
-    if teacher.values is not None:
-        dtype = torch.promote_types(teacher.values.dtype, dtype)
     t = _Teacher.of(_arguments(teacher), math.prod(teacher.shape), dtype, None, 0.0)
     log_p = torch.where(t.part, t.normalized(t.log_p / temperature), -torch.inf).reshape(teacher.indices.shape)
     return SparseTarget(teacher.indices, log_p, teacher.offsets, teacher.row_mask, teacher.num_classes, "logprobs")

@@ -11,7 +11,7 @@ from close import assert_bitwise_equal, assert_close_to_float64
 from dense import arithmetic
 from loss_cases import CLASSES, poisoned
 from select_cases import ALL, OPTIONS, OUTPUTS, dense_select, entries_of
-from sparse_ce import SparseTarget, selected_log_probs
+from sparse_ce import SparseTarget, cross_entropy, linear_cross_entropy, selected_log_probs
 
 
 def make(form, device, dtype, options, seed=0):
@@ -143,6 +143,26 @@ def test_plain_integers_are_ids(ids, device):
     assert out.log_probs.shape == (labels.shape if ids == "labels" else index.shape)
     if ids == "list of no ids":
         assert (out.log_rest == 0).all()
+
+
+@pytest.mark.parametrize("vocab", [3, 40, 5000])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64], ids=str)
+def test_argmax_is_pytorchs_where_logits_are_the_lowest_there_are(dtype, vocab, device):
+    """As in rows that are masked by ``finfo.min`` and by -inf."""
+    low, x = torch.finfo(dtype).min, torch.full((7, vocab), -torch.inf, dtype=dtype, device=device)
+    x[0], x[1, 1:], x[2, 1], x[3, vocab // 2 :], x[4, -1], x[5, :2] = low, low, low, low, low, low  # and 6: all -inf
+    expected, head = x.argmax(1), torch.eye(vocab, dtype=dtype, device=device)
+    for ids in (0, 1, vocab - 1):
+        ids = torch.full((7,), ids, device=device)
+        for asked in (dict(), dict(return_log_rest=True), dict(return_entropy=True), ALL):
+            asked = {**asked, "return_argmax": True}
+            assert torch.equal(selected_log_probs(x, ids, **asked).argmax, expected), asked
+            assert torch.equal(selected_log_probs(x, ids, logit_scale=0.5, **asked).argmax[1:5], expected[1:5])
+        for options in (dict(), dict(label_smoothing=0.1), dict(reduction="none")):
+            assert torch.equal(cross_entropy(x, ids, return_argmax=True, **options).argmax, expected), options
+    if vocab < 100 and dtype != torch.float16:
+        few = x.clamp(min=low / 2)  # what no product makes infinite
+        assert torch.equal(linear_cross_entropy(few, head, ids, return_argmax=True).argmax, few.argmax(1))
 
 
 def check_long_rows(x, ids, draw):

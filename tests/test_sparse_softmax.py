@@ -269,6 +269,24 @@ def test_minus_infinity_is_an_entry_like_any_other(device):
     assert grad.values()[:3].abs().max() < 1e-6 and grad.values()[3:5].isnan().all() and grad.values()[5] == 0
 
 
+@pytest.mark.parametrize("entries", [7, 5000])
+def test_what_no_row_has_is_not_what_memory_held(entries, device):
+    """Wrong offsets: on a CPU, and where it is waited for, an error; else NaN."""
+    x = torch.ones(entries, device=device)
+    for offsets in ([0], [3], [1, 3]):
+        given = torch.tensor(offsets, device=device)
+        junk = torch.full((entries,), 7.0, device=device)  # in the memory that is handed out next
+        del junk
+        try:
+            y = torch.ops.sparse_ce.sparse_softmax(x, given, None, False)
+        except RuntimeError as error:
+            assert "offsets must ascend from 0" in str(error)
+            continue
+        outside = torch.ones(entries, dtype=torch.bool, device=device)
+        outside[offsets[0] : offsets[-1]] = False
+        assert y[outside].isnan().all() and not y[~outside].isnan().any()
+
+
 @pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr], ids=str)
 @pytest.mark.parametrize("shape", [(0, 5), (5, 0), (3, 4)])
 def test_nothing_stored(shape, layout, device):

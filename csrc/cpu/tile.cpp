@@ -52,7 +52,7 @@ SCE_HD const acc_t* kept_of(const scalar_t* logits, int64_t begin, int64_t n, co
   return buffer;
 }
 
-// Of logits of which one at least is `max`, when transformed: the first.
+// The first logit that is `max`, when transformed; -1 where all are -inf, which is not the lowest maximum there is.
 template <InstructionSet set, typename scalar_t, typename acc_t>
 SCE_HD int64_t place_of(acc_t max, const scalar_t* logits, int64_t n, const LogitTransform<acc_t>& transform,
                         const uint32_t* kept) {
@@ -120,7 +120,7 @@ SCE_HD SelectStats<acc_t> select_stats_body(const scalar_t* logits, int64_t n, c
   }
   if (wanted.total) stats.total = total_of<set>(logits, n, transform);  // of what is in a cache
   if (done) {
-    if (wanted.argmax && stats.row.max > Limits<acc_t>::kLowest)
+    if (wanted.argmax)
       stats.argmax = place_of<set>(stats.row.max, logits, n, transform, kept);
     return stats;
   }
@@ -128,7 +128,7 @@ SCE_HD SelectStats<acc_t> select_stats_body(const scalar_t* logits, int64_t n, c
   for (int64_t begin = 0; begin < n; begin += kTile) {
     const int64_t m = n - begin < kTile ? n - begin : kTile;
     const acc_t* z = kept_of<set>(logits, begin, m, transform, kept, buffer);
-    const int64_t at = wanted.argmax ? argmax_body(z, m, stats.row.max) : -1;
+    const int64_t at = wanted.argmax ? argmax_body(z, m, stats.highest()) : -1;
     if (at >= 0) stats.argmax = begin + at;
     const acc_t* weights = class_weight ? class_weight + begin : nullptr;
     if (!wanted.spread) {

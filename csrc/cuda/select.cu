@@ -83,7 +83,7 @@ __device__ SelectStats<acc_t> scan_select(const SelectArgs& args, int64_t r, int
     if (outside)
       for (int i = 0; i < n; ++i) z[i] = bits >> i & 1u ? -acc_t(INFINITY) : z[i];
     if (argmax) {
-      acc_t highest = stats.row.max;
+      acc_t highest = stats.highest();
       for (int i = 0; i < n; ++i) {
         if (z[i] > highest) stats.argmax = c + i;
         highest = larger(z[i], highest);
@@ -165,7 +165,7 @@ __device__ void finish_row(const SelectArgs& args, int64_t r, bool ignored, cons
     if (!inside || !args.holds(entry.column) || !classes.first(i, entry.column)) continue;
     const acc_t z = transform(to_acc(row[entry.column]));
     const bool lower = z == stats.row.max && entry.column < stats.argmax;
-    if (z > stats.row.max || lower) stats.argmax = entry.column;
+    if (z > stats.highest() || lower) stats.argmax = entry.column;
     stats.push(&z, 0, 1);
   }
   valid = Group::all(valid);

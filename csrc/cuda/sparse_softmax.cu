@@ -26,7 +26,8 @@ struct Plan {
 
 Plan plan_of(const SparseSoftmaxArgs& args) {
   const int64_t span = std::max(kSpan, divide_up(args.entries, kMostSpans * 64) * 64);
-  return {args.entries <= kShortRow * args.rows, span, args.entries > span ? divide_up(args.entries, span) : 0};
+  const bool long_rows = args.rows > 0 && args.entries > span;
+  return {args.entries <= kShortRow * args.rows, span, long_rows ? divide_up(args.entries, span) : 0};
 }
 
 // The entries [begin, end) of a row, at one position of each entry's width.
@@ -342,14 +343,15 @@ __global__ void __launch_bounds__(kThreads, held_blocks<typename op_t::scalar_t>
 template <template <typename> class op_t>
 cudaError_t launch_rows(const SparseSoftmaxArgs& args, void* workspace, cudaStream_t stream) {
   const int64_t rows = args.rows * args.width;
-  if (rows == 0 || args.entries == 0) return cudaSuccess;
+  if (args.width == 0 || args.entries == 0) return cudaSuccess;
   const Plan plan = plan_of(args);
   const int64_t spans = plan.spans * args.width, per_block = kThreads / (plan.short_rows ? kFewLanes : kWarp);
   return with_storage(args.dtype, [&](auto storage) {
     using Op = op_t<decltype(storage)>;
     auto* partial = static_cast<typename Op::Total*>(workspace);
     const auto kernel = plan.short_rows ? rows_kernel<Op, kFewLanes> : rows_kernel<Op, kWarp>;
-    const int64_t blocks = blocks_for(spans + divide_up(rows, per_block), 1, args.max_blocks, kMostBlocks);
+    const int64_t items = std::max<int64_t>(1, spans + divide_up(rows, per_block));  // without rows, what no row has
+    const int64_t blocks = blocks_for(items, 1, args.max_blocks, kMostBlocks);
     const cudaError_t error = launch(stream, blocks, kThreads, kernel, args, plan, partial);
     if (error != cudaSuccess || spans == 0) return error;
     return launch(stream, blocks_for(spans, 1, args.max_blocks, kMostBlocks), kThreads, spans_kernel<Op>, args, plan,
