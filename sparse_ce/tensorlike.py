@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any, Callable, Dict, List, Mapping, Optional, 
 
 import torch
 from torch import Tensor
+from torch.overrides import resolve_name
 
 from .entries import IGNORE_INDEX, Numbers, as_index, live_entries, ranges_of
 from .errors import fail
@@ -40,7 +41,11 @@ class TensorLike(Rows):
                            kwargs: Optional[Mapping[str, Any]] = None) -> Any:
         """``torch.cat``, ``stack``, ``split``, ``chunk``, ``reshape``, ``unsqueeze``, ``clone`` and ``equal``."""
         own = _FUNCTIONS.get(function)
-        return NotImplemented if own is None else own(*args, **(kwargs or {}))
+        if own is None:
+            fail(f"{resolve_name(function) or function} must be called with tensors, got a SparseTarget, which is none; "
+                 "a model of transformers that makes its own loss takes it after "
+                 "sparse_ce.integrations.transformers.fuse_lm_head(model)", TypeError)
+        return own(*args, **(kwargs or {}))
 
     def eq(self, ignore_index: int) -> Tensor:
         """``shape``, bool: True for the rows that are ignored; the opposite of :meth:`ne`, as ``t == -100`` is.

@@ -281,8 +281,9 @@ def test_pandas_columns_are_labels_and_masks():
 
 
 def test_other_functions_of_torch_say_that_they_take_no_target():
-    with pytest.raises(TypeError, match="torch.add"):
-        torch.add(SparseTarget.from_index([1]), 1)
+    for call, name in ((torch.add, "torch.add"), (torch.nn.functional.pad, "torch.nn.functional.pad")):
+        with pytest.raises(TypeError, match=name + r" must be called with tensors, got a SparseTarget, .*fuse_lm_head"):
+            call(SparseTarget.from_index([1]), (0, 1))
 
 
 @pytest.mark.parametrize("known", [True, False])

@@ -6,6 +6,7 @@ import tiny_lm  # noqa: F401, first: it skips this module where there is no tran
 import copy
 import functools
 import inspect
+import pickle
 
 import pytest
 import torch
@@ -245,6 +246,39 @@ def test_a_fused_model_is_saved_copied_checkpointed_and_compiled(tmp_path):
     torch.compile(copied, backend="aot_eager")(**batch).loss.backward()
     for name, gradient in gradients(copied).items():
         torch.testing.assert_close(gradient, expected[name])
+
+
+def test_a_fused_model_is_not_pickled_into_one_that_cannot_be_read(tmp_path):
+    model, batch = make_model("gemma2, softcap"), batch_of()
+    handle = fuse_lm_head(model)
+    for save in (pickle.dumps, lambda model: torch.save(model, tmp_path / "model.pt")):
+        with pytest.raises(TypeError, match="model must be pickled without what fuse_lm_head has made of it"):
+            save(model)
+    loss = model(**batch).loss
+    handle.remove()
+    again = pickle.loads(pickle.dumps(model))
+    fuse_lm_head(again)
+    torch.testing.assert_close(again(**batch).loss, loss)
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+@pytest.mark.parametrize("first", ["fused", "prepared"])
+def test_accelerate_unwraps_what_it_has_prepared(first, keeps):
+    accelerate = pytest.importorskip("accelerate")
+    model, batch = make_model("gemma2, softcap"), batch_of()
+    expected = model(**batch).loss
+    accelerator = accelerate.Accelerator(cpu=True, mixed_precision="bf16")
+    if first == "fused":
+        handle, prepared = fuse_lm_head(model), accelerator.prepare(model)
+    else:
+        prepared = accelerator.prepare(model)
+        handle = fuse_lm_head(prepared)
+    unwrapped = accelerator.unwrap_model(prepared, keep_fp32_wrapper=keeps)
+    out = unwrapped(**batch)
+    assert out.logits is None
+    torch.testing.assert_close(out.loss.float(), expected, rtol=0.01, atol=0.01)
+    handle.remove()
+    assert unwrapped(**batch).logits is not None
 
 
 def test_autocast_and_frozen_heads():

@@ -100,6 +100,43 @@ def test_prompts_are_left_out_and_paddings_follow_the_collator():
     torch.testing.assert_close(batch["labels"].to_dense()[0, 3], expected()[1])
 
 
+def padded(samples, side, mask=True):
+    width = max(len(s["input_ids"]) for s in samples)
+    pads = [[0] * (width - len(s["input_ids"])) for s in samples]
+
+    def laid(rows):
+        return torch.tensor([pad + row if side == "left" else row + pad for pad, row in zip(pads, rows)])
+
+    batch = {"input_ids": laid([s["input_ids"] for s in samples])}
+    return {**batch, "attention_mask": laid([[1] * len(s["input_ids"]) for s in samples])} if mask else batch
+
+
+def test_labels_lie_where_the_tokens_do():
+    """The side of the padding is what ``attention_mask`` says, and one that says otherwise is refused."""
+    samples = [{"input_ids": ids, "teacher_ids": [[i] for i in ids], "teacher_logprobs": [[0.0]] * len(ids)}
+               for ids in ([5, 6], [7, 8, 9, 1])]
+
+    def assert_beside(batch):
+        for tokens, labels in zip(batch["input_ids"].tolist(), batch["labels"].tolist()):
+            assert labels == [None if token == 0 else [(token, 0.0)] for token in tokens]
+
+    for side in ("left", "right"):
+        own = TopKCollator(padding_side=side)(samples)
+        assert_beside(own)
+        assert own["attention_mask"].tolist() == padded(samples, side)["attention_mask"].tolist()
+        for given in (side, None):
+            assert_beside(TopKCollator(lambda s, side=side: padded(s, side), padding_side=given)(samples))
+        assert_beside(TopKCollator(lambda s, side=side: padded(s, side, mask=False), padding_side=side)(samples))
+        other = "left" if side == "right" else "right"
+        with pytest.raises(ValueError, match=f"padding_side must be that of the collator, '{side}', .*got '{other}'"):
+            TopKCollator(lambda s, side=side: padded(s, side), padding_side=other)(samples)
+    assert_beside(TopKCollator(lambda s: padded(s, "right", mask=False))(samples))
+    nothing = TopKCollator(lambda s: {**padded(s, "left"), "attention_mask": torch.zeros(2, 4)}, padding_side="left")
+    assert_beside(nothing(samples))  # a mask that says nothing
+    with pytest.raises(ValueError, match="samples must be at least one"):
+        TopKCollator()([])
+
+
 def test_rows_of_the_next_token_become_those_of_the_token():
     sample = {**INPUT, "teacher_ids": IDS, "teacher_logprobs": LOGPROBS}
     target = TopKCollator(predicts="next", num_classes=VOCAB)([sample])["labels"]

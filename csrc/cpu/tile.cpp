@@ -120,8 +120,7 @@ SCE_HD SelectStats<acc_t> select_stats_body(const scalar_t* logits, int64_t n, c
   }
   if (wanted.total) stats.total = total_of<set>(logits, n, transform);  // of what is in a cache
   if (done) {
-    if (wanted.argmax)
-      stats.argmax = place_of<set>(stats.row.max, logits, n, transform, kept);
+    if (wanted.argmax) stats.argmax = place_of<set>(stats.row.max, logits, n, transform, kept);
     return stats;
   }
   alignas(64) acc_t buffer[kTile];

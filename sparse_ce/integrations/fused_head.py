@@ -43,7 +43,8 @@ def fuse_lm_head(model: Any, *, eval_logits: bool = True, report_metrics: bool =
 
     Args:
         model: a causal language model of transformers, or one inside PEFT, DDP, FSDP or DataParallel, before or after
-            it is wrapped. Fuse before ``torch.compile``.
+            it is wrapped. Fuse before ``torch.compile``. A fused model is saved by ``save_pretrained`` or its
+            ``state_dict``; pickling it whole is an error.
         eval_logits: a forward in eval mode without gradients, as in ``Trainer.evaluate``, makes logits as ever, for
             ``compute_metrics``; False leaves them out there as well.
         report_metrics: an output with a loss has three more fields, detached, 0-d, on the device; nothing waits for
@@ -204,8 +205,17 @@ class FusedHead:
         self._fused_loss = self._loss()
         model._loss_function = MethodType(self._fused_loss, model)
         model._sparse_ce_asked = model._sparse_ce_rows = model._sparse_ce_beside = None
+        model._sparse_ce_head = self
         model.forward = MethodType(self._fused, model)
         model._replicate_for_data_parallel = MethodType(self._replicate, model)
+
+    def __reduce__(self) -> Any:
+        # A method of one model is pickled as one of its class, which has it not, or another.
+        fail("model must be pickled without what fuse_lm_head has made of it, got a fused "
+             f"{type(self.model).__name__}; save its state_dict, or call handle.remove() first and fuse it again afterwards", TypeError)
+
+    def __deepcopy__(self, memo: Dict[int, Any]) -> "FusedHead":
+        return self  # the copy of a model has the same methods
 
     def remove(self) -> None:
         """Gives the model its own forward and loss back; a second call does nothing.
@@ -220,7 +230,7 @@ class FusedHead:
         self.active = False
         self._hook.remove()
         for name in ("_replicate_for_data_parallel", "_loss_function", "_sparse_ce_asked", "_sparse_ce_rows",
-                     "_sparse_ce_beside"):
+                     "_sparse_ce_beside", "_sparse_ce_head"):
             delattr(self.model, name)
         # Wrapped since, as autocast does, it stays: without labels to fuse it passes everything on.
         if getattr(self.model.__dict__.get("forward"), "__func__", None) is self._fused:
@@ -254,6 +264,8 @@ class FusedHead:
 
     def _forward(self, signature: inspect.Signature) -> Callable[..., Any]:
         def forward(module: Any, *args: Any, **kwargs: Any) -> Any:
+            if args and args[0] is module:  # accelerate's unwrap_model binds what is bound
+                args = args[1:]
             labels = kwargs.get("labels", args[self._labels_at] if len(args) > self._labels_at else None)
             if not self.active:
                 return self._call(module, *args, **kwargs)

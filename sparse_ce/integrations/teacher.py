@@ -1,5 +1,6 @@
 """Batches of a teacher's cached top-k, as inference servers and distillation tools write it."""
 
+import functools
 import math
 from collections.abc import Mapping
 from itertools import chain
@@ -46,7 +47,8 @@ class TopKCollator:
             where it is that of token i + 1, as the logits at position i are. The labels are those of ``"token"`` in
             both cases, which is what a loss that shifts wants.
         k: candidates kept in each position, those of the largest values; batches then all have the same K.
-        padding_side: where ``collator`` pads.
+        padding_side: where ``collator`` pads, ``"right"`` or ``"left"``; None: where the batch's ``attention_mask``
+            says that it did, on the right without.
         num_classes: size of the vocabulary, where it shall be checked.
         fill_with_labels: positions without a candidate have their label instead, with weight 1; a sample may have no
             teacher at all.
@@ -71,13 +73,15 @@ class TopKCollator:
     def __init__(self, collator: Optional[Callable[[List[Dict[str, Any]]], Dict[str, Any]]] = None, *,
                  ids: str = "teacher_ids", values: str = "teacher_logprobs", mask: Optional[str] = None,
                  kind: GivenKind = "logprobs", predicts: Literal["token", "next"] = "token", k: Optional[int] = None,
-                 padding_side: str = "right", num_classes: Optional[int] = None, fill_with_labels: bool = False,
+                 padding_side: Optional[str] = None, num_classes: Optional[int] = None, fill_with_labels: bool = False,
                  label_weight: float = 0.0, hard_labels: bool = False, log_rest: Optional[str] = None) -> None:
         check(kind in ("logprobs", "probs", "logits"), f"kind must be 'logprobs', 'probs' or 'logits', got {kind!r}")
         check(predicts in ("token", "next"), f"predicts must be 'token' or 'next', got {predicts!r}")
-        check(padding_side in ("right", "left"), f"padding_side must be 'right' or 'left', got {padding_side!r}")
+        check(padding_side in ("right", "left", None), f"padding_side must be 'right', 'left' or None, got "
+              f"{padding_side!r}")
         check(k is None or k > 0, f"k must be positive or None, got {k}")
-        self.collator, self.ids, self.values, self.mask = collator or pad_inputs, ids, values, mask
+        self.collator = collator or functools.partial(pad_inputs, padding_side=padding_side or "right")
+        self.ids, self.values, self.mask = ids, values, mask
         self.kind, self.predicts, self.k, self.num_classes = kind, predicts, k, num_classes
         check(is_number(label_weight) and 0 <= label_weight < 1,
               f"label_weight must be in [0, 1), got {label_weight!r}")
@@ -92,12 +96,14 @@ class TopKCollator:
             >>> TopKCollator(num_classes=10)([vllm])["labels"].ne(-100)
             tensor([[False,  True]])
         """
+        check(len(samples) > 0, "samples must be at least one, got none")
         taken = {self.ids, self.values, self.mask, self.log_rest, "labels"}
         batch = self.collator([{key: v for key, v in sample.items() if key not in taken} for sample in samples])
         rows = [self._target(sample) for sample in samples]
         size, length = batch["input_ids"].shape
+        side = _side(batch.get("attention_mask"), [len(target) for target in rows], [size, length], self.padding_side)
         if size == len(samples):
-            labels = collate([_widened(target, length, self.padding_side) for target in rows])
+            labels = collate([_widened(target, length, side) for target in rows])
         else:
             total = sum(len(target) for target in rows)
             check((size, length) == (1, total), f"collator must make input_ids ({len(samples)}, S) or, of all "
@@ -106,11 +112,10 @@ class TopKCollator:
         first = _first(batch.get("position_ids"), [len(target) for target in rows], size, length)
         batch = {**batch, "labels": labels if first is None else _without(labels, first)}
         if self.hard_labels:
-            hard = _laid([_hard_labels(sample) for sample in samples], size, length, self.padding_side, IGNORE_INDEX)
+            hard = _laid([_hard_labels(sample) for sample in samples], size, length, side, IGNORE_INDEX)
             batch["hard_labels"] = hard if first is None else hard.masked_fill(first, IGNORE_INDEX)
         if self.log_rest is not None:
-            batch["teacher_log_rest"] = _laid([self._log_rest(sample) for sample in samples], size, length,
-                                              self.padding_side, 0.0)
+            batch["teacher_log_rest"] = _laid([self._log_rest(sample) for sample in samples], size, length, side, 0.0)
         return batch
 
     def _target(self, sample: Mapping[str, Any]) -> SparseTarget:
@@ -181,6 +186,19 @@ class TopKCollator:
         return indices.masked_fill(padding, IGNORE_INDEX), values.masked_fill(padding, 0.0)
 
 
+def _side(attention_mask: Optional[Tensor], lengths: List[int], size: List[int], given: Optional[str]) -> str:
+    """Where sequences of these lengths are padded in a batch of this size (B, S)."""
+    short = [(i, size[1] - n) for i, n in enumerate(lengths) if n < size[1]] if size[0] == len(lengths) else []
+    if attention_mask is None or list(attention_mask.shape) != size or not short:
+        return given or "right"
+    left = not any(bool(attention_mask[i, :missing].any()) for i, missing in short)
+    right = not any(bool(attention_mask[i, -missing:].any()) for i, missing in short)
+    found = given if left == right else "left" if left else "right"
+    check(given in (None, found), f"padding_side must be that of the collator, {found!r}, as the attention_mask of its "
+          f"batch says, got {given!r}")
+    return found or "right"
+
+
 def _widened(target: SparseTarget, length: int, padding_side: str) -> SparseTarget:
     """(length,): filled up with ignored rows on the side of the padding."""
     missing = length - len(target)
@@ -235,8 +253,8 @@ def _as_log_probs(indices: Tensor, values: Tensor, kind: str) -> Tensor:
     return values.masked_fill(padding, 0.0)
 
 
-def pad_inputs(samples: Sequence[Mapping[str, Any]]) -> Dict[str, Any]:
-    """``collate``, with sequences as long as ``input_ids`` padded with 0 on the right; adds ``attention_mask``."""
+def pad_inputs(samples: Sequence[Mapping[str, Any]], padding_side: str = "right") -> Dict[str, Any]:
+    """``collate``, with sequences as long as ``input_ids`` padded with 0; adds ``attention_mask``."""
     check("seq_lengths" not in samples[0], "collator must be given for packed samples, which have 'seq_lengths', got "
           "None; with TRL it is TopKCollator(DataCollatorForLanguageModeling(pad_token_id, padding_free=True))")
     samples = [{"attention_mask": [1] * len(sample["input_ids"]), **sample} for sample in samples]
@@ -245,7 +263,8 @@ def pad_inputs(samples: Sequence[Mapping[str, Any]]) -> Dict[str, Any]:
         parts = [sample[key] for sample in samples]
         if all(hasattr(p, "__len__") and not isinstance(p, (str, Mapping)) and len(p) == len(s["input_ids"])
                for p, s in zip(parts, samples)):
-            batch[key] = pad_sequence([torch.as_tensor(p) for p in parts], batch_first=True)
+            batch[key] = pad_sequence([torch.as_tensor(p) for p in parts], batch_first=True,
+                                      padding_side=padding_side)
         else:
             batch[key] = collate([{key: p} for p in parts])[key]
     return batch
