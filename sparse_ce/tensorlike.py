@@ -42,8 +42,8 @@ class TensorLike(Rows):
         """``torch.cat``, ``stack``, ``split``, ``chunk``, ``reshape``, ``unsqueeze``, ``clone`` and ``equal``."""
         own = _FUNCTIONS.get(function)
         if own is None:
-            fail(f"{resolve_name(function) or function} must be called with tensors, got a SparseTarget, which is none; "
-                 "a model of transformers that makes its own loss takes it after "
+            fail(f"{resolve_name(function) or function} must be called with tensors, got a SparseTarget, which is none;"
+                 " a model of transformers that makes its own loss takes it after "
                  "sparse_ce.integrations.transformers.fuse_lm_head(model)", TypeError)
         return own(*args, **(kwargs or {}))
 

@@ -212,7 +212,8 @@ class FusedHead:
     def __reduce__(self) -> Any:
         # A method of one model is pickled as one of its class, which has it not, or another.
         fail("model must be pickled without what fuse_lm_head has made of it, got a fused "
-             f"{type(self.model).__name__}; save its state_dict, or call handle.remove() first and fuse it again afterwards", TypeError)
+             f"{type(self.model).__name__}; save its state_dict, or call handle.remove() first and fuse it again "
+             "afterwards", TypeError)
 
     def __deepcopy__(self, memo: Dict[int, Any]) -> "FusedHead":
         return self  # the copy of a model has the same methods
