@@ -1,5 +1,6 @@
 """``TopKCollator``: a teacher's cached top-k, as vLLM, DistillKit, axolotl and TRL write it."""
 
+import itertools
 from types import SimpleNamespace
 
 import numpy as np
@@ -114,7 +115,7 @@ def padded(samples, side, mask=True):
 def test_labels_lie_where_the_tokens_do():
     """The side of the padding is what ``attention_mask`` says, and one that says otherwise is refused."""
     samples = [{"input_ids": ids, "teacher_ids": [[i] for i in ids], "teacher_logprobs": [[0.0]] * len(ids)}
-               for ids in ([5, 6], [7, 8, 9, 1])]
+               for ids in ([5, 6], [7, 8, 9, 1], [3])]
 
     def assert_beside(batch):
         for tokens, labels in zip(batch["input_ids"].tolist(), batch["labels"].tolist()):
@@ -131,8 +132,10 @@ def test_labels_lie_where_the_tokens_do():
         with pytest.raises(ValueError, match=f"padding_side must be that of the collator, '{side}', .*got '{other}'"):
             TopKCollator(lambda s, side=side: padded(s, side), padding_side=other)(samples)
     assert_beside(TopKCollator(lambda s: padded(s, "right", mask=False))(samples))
-    nothing = TopKCollator(lambda s: {**padded(s, "left"), "attention_mask": torch.zeros(2, 4)}, padding_side="left")
-    assert_beside(nothing(samples))  # a mask that says nothing
+    for side, mask in itertools.product(("left", "right"), (torch.zeros(3, 4), torch.ones(3, 4))):  # that say nothing
+        beside = TopKCollator(lambda s, side=side, mask=mask: {**padded(s, side), "attention_mask": mask},
+                              padding_side=side)
+        assert_beside(beside(samples))
     with pytest.raises(ValueError, match="samples must be at least one"):
         TopKCollator()([])
 

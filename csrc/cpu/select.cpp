@@ -141,7 +141,7 @@ class SelectBackward {
     bool zero;
     SelectCoefficients<acc_t> coefficients;
     RowEntries<acc_t> entries;
-    std::vector<acc_t> raw;
+    std::vector<acc_t> raw, derivatives;
   };
 
   explicit SelectBackward(const SelectBackwardArgs& args)
@@ -150,7 +150,7 @@ class SelectBackward {
 
   int64_t spans() const { return spans_; }
   RowPlan empty_plan() const {
-    return {true, SelectCoefficients<acc_t>({0, 0, 0, 0, 0, 0, args_.options, classes_end_}), {}, {}};
+    return {true, SelectCoefficients<acc_t>({0, 0, 0, 0, 0, 0, args_.options, classes_end_}), {}, {}, {}};
   }
 
   void make_plan(int64_t r, RowPlan& plan) const {
@@ -209,9 +209,15 @@ class SelectBackward {
     RowEntries<acc_t>& entries = plan.entries;
     const LogitTransform<acc_t> transform = args_.template transform<acc_t>(r);
     scalar_t* gradient = args_.template gradient_row<scalar_t>(r);
+    for (const int64_t column : entries.columns) __builtin_prefetch(gradient + column, 1);
+    SelectCoefficients<acc_t> inside = plan.coefficients;
+    inside.of_rest = 0;
+    plan.derivatives.resize(entries.size());
+    Tile<scalar_t>::derivative(entries.logits.data(), entries.size(), inside,
+                               entries.class_weights.empty() ? nullptr : entries.class_weights.data(), nullptr,
+                               plan.derivatives.data());
     for (size_t k = 0; k < entries.size(); ++k) {
-      const acc_t z = entries.logits[k], o = entries.class_weights.empty() ? acc_t(1) : entries.class_weights[k];
-      const acc_t derivative = plan.coefficients.inside(z, o) - entries.weights[k];
+      const acc_t z = entries.logits[k], derivative = plan.derivatives[k] - entries.weights[k];
       if (args_.grad_scale && derivative != acc_t(0)) of_scale += derivative * transform.slope_of_cap(z) * plan.raw[k];
       from_acc(derivative * transform.slope(z), gradient[entries.columns[k]]);
     }
