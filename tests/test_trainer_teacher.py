@@ -114,14 +114,14 @@ def padded(samples, side, mask=True):
 
 def test_labels_lie_where_the_tokens_do():
     """The side of the padding is what ``attention_mask`` says, and one that says otherwise is refused."""
-    samples = [{"input_ids": ids, "teacher_ids": [[i] for i in ids], "teacher_logprobs": [[0.0]] * len(ids)}
-               for ids in ([5, 6], [7, 8, 9, 1], [3])]
+    three = [{"input_ids": ids, "teacher_ids": [[i] for i in ids], "teacher_logprobs": [[0.0]] * len(ids)}
+             for ids in ([5, 6], [7, 8, 9, 1], [3])]
 
     def assert_beside(batch):
         for tokens, labels in zip(batch["input_ids"].tolist(), batch["labels"].tolist()):
             assert labels == [None if token == 0 else [(token, 0.0)] for token in tokens]
 
-    for side, samples in itertools.product(("left", "right"), (samples, samples[1:])):
+    for side, samples in itertools.product(("left", "right"), (three, three[1:])):
         own = TopKCollator(padding_side=side)(samples)
         assert_beside(own)
         assert own["attention_mask"].tolist() == padded(samples, side)["attention_mask"].tolist()
