@@ -23,8 +23,9 @@ def collate(samples: Sequence[Any]) -> Any:
     """Stacks samples into a batch as PyTorch's ``default_collate`` does, with sparse targets among their parts.
 
     A ``SparseTarget``, a sparse COO or CSR tensor, and an ``(indices, values)`` tuple inside a sample become one
-    ``SparseTarget`` of the batch. Samples of different K are padded with padding entries, samples of different length
-    with ignored rows. Everything else goes to ``default_collate``.
+    ``SparseTarget`` of the batch, of several of these forms too. Samples of different K are padded with padding
+    entries, samples of different length with ignored rows. Everything else goes to ``default_collate``, but tuples stay
+    tuples.
 
     A tuple of two tensors of one shape, integers and then floats, counts as ``(indices, values)`` only inside a sample:
     a sample that is itself such a tuple is a pair of an input and a label.
@@ -39,20 +40,16 @@ def collate(samples: Sequence[Any]) -> Any:
 
 
 def _collate(samples: Sequence[Any], top: bool) -> Any:
-    first = samples[0]
-    if isinstance(first, SparseTarget):
-        return stack(samples)
-    if isinstance(first, Tensor):
-        if first.layout == torch.strided:
-            return default_collate(list(samples))
-        return stack([_from_sparse(s) for s in samples])
+    first, targets = samples[0], [_as_target(s, top) for s in samples]
+    if any(t is not None for t in targets):
+        others = sorted({type(s).__name__ for s, t in zip(samples, targets) if t is None})
+        check(not others, f"samples must all have a target where one has, got {', '.join(others)} beside it")
+        return stack([t for t in targets if t is not None])
     if isinstance(first, Mapping):
         batch = {key: _collate([s[key] for s in samples], top=False) for key in first}
         # Targets last: who looks for the size of the batch meets a tensor first.
         return dict(sorted(batch.items(), key=lambda item: isinstance(item[1], SparseTarget)))
     if isinstance(first, (tuple, list)):
-        if not top and all(_is_topk(s) for s in samples):
-            return stack([SparseTarget.from_topk(*s) for s in samples])
         check(all(len(s) == len(first) for s in samples), "samples must have equally many parts, got "
                f"{sorted({len(s) for s in samples})}")
         parts = [_collate(part, top=False) for part in zip(*samples)]
@@ -60,8 +57,19 @@ def _collate(samples: Sequence[Any], top: bool) -> Any:
     return default_collate(list(samples))
 
 
+def _as_target(sample: Any, top: bool) -> Optional[SparseTarget]:
+    """A part of a sample that is a target of its own; None for all others."""
+    if isinstance(sample, SparseTarget):
+        return sample
+    if isinstance(sample, Tensor):
+        return None if sample.layout == torch.strided else _from_sparse(sample)
+    return SparseTarget.from_topk(*sample) if not top and _is_topk(sample) else None
+
+
 def _is_topk(sample: Any) -> bool:
-    if len(sample) != 2 or not all(isinstance(part, Tensor) and part.layout == torch.strided for part in sample):
+    if not isinstance(sample, (tuple, list)) or len(sample) != 2:
+        return False
+    if not all(isinstance(part, Tensor) and part.layout == torch.strided for part in sample):
         return False
     indices, values = sample
     return (indices.dim() >= 1 and indices.shape == values.shape and values.dtype.is_floating_point

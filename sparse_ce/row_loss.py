@@ -67,7 +67,7 @@ def linear_row_loss(
             ``log_probs`` is a :class:`LogProbs`; ``target`` and ``row_args`` are cut to its rows, all with one leading
             dimension. It gets rows that count, any number of them (on CUDA also others, with outputs of 0, whose losses
             are not used), and must give each row what that row alone determines. What requires grad reaches it as a
-            row argument; through its closure is an error.
+            row argument; through its closure is an error where the gradients are made in forward.
         input, linear_weight, linear_bias: as for :func:`sparse_ce.linear_cross_entropy`.
         target: as ``indices`` of :func:`sparse_ce.selected_log_probs`.
         row_args: tensors ``(*leading, ...)`` or targets of the leading shape; may require grad.
@@ -83,8 +83,9 @@ def linear_row_loss(
         chunk_rows: rows whose logits exist at a time; by default what fits 128 MiB of float32 logits; with a
             ``group`` as for :func:`sparse_ce.linear_cross_entropy`.
 
-    With ``reduction="none"``, under ``torch.compile``, ``torch.func`` and checkpointing, for a ``logit_scale`` that
-    requires grad, in float16 and where the gradient is differentiated again, the logits are made twice: four products.
+    With ``reduction="none"``, under ``torch.compile`` and ``torch.func``, for a ``logit_scale`` that requires grad and
+    in float16 the logits are made twice: four products; under checkpointing four or five, and seven for a gradient that
+    is differentiated again.
 
     Returns:
         The loss, float32 (float64 for float64), or ``(loss, aux)``.

@@ -21,6 +21,7 @@ from .ops.shards import select as select_op
 from .ops.topk import linear_logits, rows_at_a_time, topk_ids, topk_ids_of_shards
 from .shards import Group, on_mesh, sharded_head, taken_shard
 from .target import SparseTarget
+from .tracing import readable
 
 
 @overload
@@ -49,13 +50,13 @@ def topk_log_probs(
 ) -> Union[SparseTarget, Tuple[SparseTarget, Tensor]]:
     """The ``k`` likeliest classes of each row and their log-probabilities, as a target that a loss takes as it is.
 
-    They are normalized over all classes. Nothing has a gradient. Of classes that tie, the lowest are taken and stand
-    first, on every device.
+    They are normalized over all classes. Nothing has a gradient. Of classes whose logits tie, before the scale and the
+    softcap, the lowest are taken and stand first, on every device.
 
     Args:
         input: logits (..., V), classes last; float16, bfloat16, float32 or float64, any strides.
         k: at most the number of classes.
-        logit_scale: a number, or a tensor of positive numbers, () or ``input.shape[:-1]``.
+        logit_scale: a number, or a tensor of positive numbers, () or ``input.shape[:-1]``; on CUDA nobody looks.
         softcap, num_classes, group, vocab_start: as for :func:`sparse_ce.cross_entropy`. Of classes that are shared out
             among processes each tells its k of a row, ids and logits, and all find the same.
         return_log_rest: also the logarithm of the probability of all other classes, ``input.shape[:-1]``: what a loss
@@ -199,6 +200,9 @@ def _options(input: Tensor, shape: torch.Size, k: int, logit_scale: Scale, softc
     most = shape[-1] if num_classes is None else num_classes
     if not arguments.is_integer(k) or not 0 < k <= most:
         fail(f"k must be an integer in [1, {most}], the number of classes, got {k!r}")
+    if row_scale is not None and readable(row_scale) and not bool((row_scale > 0).all()):
+        fail("logit_scale must be a number or a tensor of positive numbers, got one with others, which turn the order "
+             "of the classes")
     return Arguments(input, **taken), None if row_scale is None else row_scale.detach()
 
 

@@ -398,6 +398,27 @@ def test_a_writer_goes_on_where_another_was_stopped(tmp_path, format):
             CacheWriter(tmp_path / "teacher", **{**options, **other}, resume=True)
 
 
+def test_what_was_written_stays(tmp_path, format):
+    """A file is written once; a folder may be added to behind its end."""
+    target = sequence(4)[0]
+    one = CacheWriter(tmp_path / f"teacher.{format}", num_classes=V, k=K)
+    two = CacheWriter(tmp_path / f"teacher.{format}", num_classes=V, k=K)
+    for writer in (one, two):
+        writer.add(target)
+    one.close()
+    with pytest.raises(ValueError, match="writer must be open, got one that has written .*, which is one file"):
+        one.add(target)
+    one.close()  # nothing is left to be written
+    with pytest.raises(ValueError, match="path must not be taken, got .*, which somebody else has written meanwhile"):
+        two.close()
+    assert len(TeacherCache(tmp_path / f"teacher.{format}")) == 1
+    folder = CacheWriter(tmp_path / "folder", num_classes=V, k=K, format=format)
+    for count in (1, 2):
+        folder.add(target)
+        folder.close()
+        assert len(folder) == len(TeacherCache(tmp_path / "folder")) == count
+
+
 def test_an_existing_file_is_not_overwritten(tmp_path, format):
     path = tmp_path / f"teacher.{format}"
     sequences = write(path)

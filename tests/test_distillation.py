@@ -90,15 +90,15 @@ def test_both_losses_of_one_pass_over_the_head(form, device, monkeypatch):
         right = getattr(sparse_ce.distillation, name)
         monkeypatch.setattr(sparse_ce.distillation, name,
                             lambda *args, right=right, **named: asked.append(right) or right(*args, **named))
-    for ignore_index in (-100, int(labels[0, 0])):
-        labels = torch.where(labels == -100, ignore_index, labels)
+    for ignore_index, dtype in ((-100, torch.int64), (-100, torch.int16), (int(labels[0, 0]), torch.int32)):
+        labels = torch.where(labels == -100, ignore_index, labels).to(dtype)
         found = linear_distillation_loss(*head[:2], teachers[form], labels, kind="jsd", rest="bucket", alpha=0.5,
                                          ignore_index=ignore_index)
         assert len(asked) == (2 if form == "jagged" else 1)
         asked.clear()
         z = F.linear(*head[:2])
         parts = [divergence(z, teachers[form], kind="jsd", rest="bucket"),
-                 cross_entropy(z, labels, ignore_index=ignore_index)]
+                 cross_entropy(z, labels.long(), ignore_index=ignore_index)]
         close(found, (parts[0] + parts[1]) / 2, head[:2])
     with pytest.raises(RuntimeError, match="target must have indices in"):
         linear_distillation_loss(*head[:2], teachers[form], torch.full_like(labels, -100), alpha=0.5, ignore_index=0)

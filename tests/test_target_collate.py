@@ -235,3 +235,19 @@ def test_autocast_has_no_part_in_what_is_copied(of_autocast, half):
             assert found.equal(expected) and found.values.dtype == half
         else:
             assert torch.equal(found, expected)
+
+
+def test_targets_of_several_forms_in_one_batch():
+    dense = sparse_rows(3, 0)
+    top = dense.topk(3)
+    forms = {"coo": dense.to_sparse(), "csr": dense.to_sparse_csr(), "pair": (top.indices, top.values),
+             "target": SparseTarget.from_topk(top.indices, top.values, num_classes=VOCAB),
+             "jagged": SparseTarget.from_csr(dense.to_sparse_csr())}
+    for a, first in forms.items():
+        for b, second in forms.items():
+            batch = collate([{"y": first}, {"y": second}])["y"].with_num_classes(VOCAB)
+            torch.testing.assert_close(batch.to_dense(), torch.stack((dense, dense)), msg=f"{a} before {b}")
+    for other in (torch.zeros(3), 5, "text"):
+        for samples in ([{"y": forms["coo"]}, {"y": other}], [{"y": other}, {"y": forms["target"]}]):
+            with pytest.raises(ValueError, match="samples must all have a target where one has, got .* beside it"):
+                collate(samples)

@@ -175,3 +175,15 @@ def test_a_wrong_k_is_named(k, error, device):
         topk_log_probs(torch.zeros(2, 7, device=device), k)
     with pytest.raises(error, match=r"sparse_ce: k must be an integer in \[1, 7\]"):
         linear_topk_log_probs(torch.zeros(2, 4, device=device), torch.zeros(7, 4, device=device), k)
+
+
+def test_a_scale_that_turns_the_order(device):
+    """As a number the likeliest are those of the smallest logits; a tensor is refused where that costs no waiting."""
+    z, head = torch.tensor([[3.0, 1.0, 2.0, 0.0]], device=device), torch.eye(4, device=device)
+    assert topk_log_probs(z, 2, logit_scale=-1.0).indices.tolist() == [[3, 1]]
+    for scale in (-1.0, 0.0, torch.nan):
+        for given in (torch.tensor(scale, device=device), torch.tensor([scale], device=device)):
+            for call in (lambda given=given: topk_log_probs(z, 2, logit_scale=given),
+                         lambda given=given: linear_topk_log_probs(z, head, 2, logit_scale=given)):
+                with pytest.raises(ValueError, match="logit_scale must be a number or a tensor of positive numbers"):
+                    call()

@@ -1,6 +1,7 @@
 """``TopKCollator``: a teacher's cached top-k, as vLLM, DistillKit, axolotl and TRL write it."""
 
 import itertools
+import math
 from types import SimpleNamespace
 
 import numpy as np
@@ -138,6 +139,24 @@ def test_labels_lie_where_the_tokens_do():
         assert_beside(beside(samples))
     with pytest.raises(ValueError, match="samples must be at least one"):
         TopKCollator()([])
+
+
+def test_what_is_left_of_the_teacher_goes_with_it():
+    """Beside a label with a weight all of the teacher has the rest; a sample without a teacher has none left."""
+    sample = {**INPUT, "labels": [1, 5, 8, 9], "teacher_ids": [[5, 6]] * 4, "teacher_logprobs": [[-1.0, -2.0]] * 4,
+              "rest": [math.log(1 - math.exp(-1) - math.exp(-2))] * 4}
+    batch = TopKCollator(label_weight=0.3, log_rest="rest")([sample])
+    whole = batch["labels"].values.exp().sum(-1) + batch["teacher_log_rest"].exp()
+    torch.testing.assert_close(whole, torch.ones(1, 4))
+    alone = {**INPUT, "labels": [1, 5, 8, 9]}
+    batch = TopKCollator(fill_with_labels=True, log_rest="rest")([sample, alone])
+    assert batch["teacher_log_rest"][1].isneginf().all() and batch["teacher_log_rest"][0].isfinite().all()
+    with pytest.raises(ValueError, match="sample must hold 'rest'"):
+        TopKCollator(fill_with_labels=True, log_rest="rest")([{k: v for k, v in sample.items() if k != "rest"}])
+
+
+def test_prompt_logprobs_of_a_text_of_one_token():
+    assert TopKCollator()([{"input_ids": [5], "teacher_logprobs": [None]}])["labels"].tolist() == [[None]]
 
 
 def test_rows_of_the_next_token_become_those_of_the_token():

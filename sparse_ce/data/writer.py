@@ -38,15 +38,15 @@ class CacheWriter:
         predicts: ``"next"`` where row p is what the teacher predicts behind token p, as its logits at p are,
             ``"token"`` where it is what it predicts of token p.
         metadata: what else to remember: which teacher, which text. A dict of what JSON knows; what JSON gives back of
-            it is written, with texts for keys and lists for tuples.
+            it is written, with texts for keys, which are of one type, and lists for tuples.
         format: of the shards of a folder, ``"safetensors"``, ``"parquet"`` or ``"npy"``.
         shard: sequences of a shard, which is what is kept in memory.
         resume: go on behind the shards that are in the folder; ``len(writer)`` sequences are there. They must have been
-            written with the same arguments.
+            written with the same header.
 
     Raises:
-        ValueError: the path is taken, or a shard of it was written with other arguments; or at the end, there was no
-            sequence.
+        ValueError: the path is taken, or a shard of it was written with another header: classes, k, dtype, predicts or
+            metadata; or at the end, there was no sequence.
         ImportError: pyarrow is needed and not there.
 
     Examples:
@@ -120,7 +120,7 @@ class CacheWriter:
 
     def close(self) -> None:
         """Writes what was added since the last shard, and into a folder, hidden, how many shards and sequences it has:
-        a cache that lacks one then is refused.
+        a cache that lacks one then is refused. A folder may be added to afterwards, and closed again.
 
         Examples:
             >>> writer = CacheWriter(tempfile.mkdtemp() + "/teacher.npy", num_classes=100)
@@ -135,6 +135,7 @@ class CacheWriter:
     def _write(self) -> None:
         if self._pending:
             path = self.path if self._one else self.path / self._name(self._shards)
+            check(not path.exists(), f"path must not be taken, got {path}, which somebody else has written meanwhile")
             if not self._one:
                 (self.path / MARKER).unlink(missing_ok=True)  # until it is whole again
             FORMATS[self._format](path, self._pending, self._header._replace(first=self._written))
@@ -164,6 +165,8 @@ class CacheWriter:
             1
         """
         header = self._header
+        check(not (self._one and self._written), f"writer must be open, got one that has written {self.path}, which is "
+              "one file; write a folder of shards to go on after close()")
         check(isinstance(target, SparseTarget) and target.form != "index" and target.kind == "logprobs",
               f"target must be a SparseTarget of log-probabilities, got {target!r}; convert weights with .log_probs()")
         check(target.num_classes in (None, header.num_classes), f"target must have {header.num_classes} classes, got "

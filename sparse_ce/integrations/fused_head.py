@@ -88,7 +88,10 @@ def fuse_lm_head(model: Any, *, eval_logits: bool = True, report_metrics: bool =
     if distillation is None:
         check_options(functional.linear_cross_entropy, options, "softcap", "inplace")
     else:
-        check_options(linear_distillation_loss, options, "softcap", "teacher_log_rest", *_OF_DISTILLATION)
+        check_options(linear_distillation_loss, options, "softcap", "labels", "teacher_log_rest", *_OF_DISTILLATION)
+        for name in distillation:
+            if name not in _OF_DISTILLATION:
+                fail(f"distillation must be of {', '.join(_OF_DISTILLATION)}, got {name!r}", TypeError)
         _check_distillation(**distillation)
     model = _base_of(model)
     check("labels" in inspect.signature(model.forward).parameters,

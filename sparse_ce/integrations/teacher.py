@@ -59,7 +59,8 @@ class TopKCollator:
         hard_labels: the batch gets ``hard_labels`` (B, S) besides, of the samples' ``labels`` or, without, their
             ``input_ids``; -100 where ``labels`` does not count. For ``fuse_lm_head(distillation=...)``.
         log_rest: key of (S,) logarithms of the teacher's probability off its candidates; the batch gets
-            ``teacher_log_rest`` (B, S). None: there is none.
+            ``teacher_log_rest`` (B, S), multiplied by 1 - ``label_weight`` as the candidates are, and -inf where a
+            sample has no teacher. None: there is none.
 
     With the Trainer set ``remove_unused_columns=False``: it drops keys that are not arguments of the model.
 
@@ -143,14 +144,17 @@ class TopKCollator:
             num_classes=self.num_classes, ignore_empty=True)
 
     def _log_rest(self, sample: Mapping[str, Any]) -> Tensor:
-        """(S,), in the positions of the labels."""
+        """(S,), in the positions of the labels: what is left of the teacher beside a weighted label."""
         assert self.log_rest is not None
+        if self.fill_with_labels and sample.get(self.values) is None:
+            return torch.full((len(sample["input_ids"]),), -torch.inf)
         if sample.get(self.log_rest) is None:
             fail(f"sample must hold {self.log_rest!r}, got {sorted(sample)}")
         rest, rows = torch.as_tensor(sample[self.log_rest]).float(), len(sample["input_ids"])
         check(rest.shape == (rows,), f"{self.log_rest} must have an element for each of the {rows} input_ids, got "
               f"shape {list(rest.shape)}")
-        return F.pad(rest, (1, -1)) if self.predicts == "next" else rest
+        rest = F.pad(rest, (1, -1)) if self.predicts == "next" else rest
+        return rest + math.log1p(-self.label_weight) if self.label_weight else rest
 
     def _with_labels(self, indices: Tensor, values: Tensor, labels: Tensor) -> Tuple[Tensor, Tensor]:
         """(S, K + 1): the candidates and their log-probabilities with the label behind them."""
@@ -271,7 +275,8 @@ def pad_inputs(samples: Sequence[Mapping[str, Any]], padding_side: str = "right"
 
 
 def _is_prompt_logprobs(teacher: Any) -> bool:
-    return isinstance(teacher, (list, tuple)) and any(isinstance(row, Mapping) for row in teacher)
+    return isinstance(teacher, (list, tuple)) and (any(isinstance(row, Mapping) for row in teacher) or
+                                                   len(teacher) > 0 and all(row is None for row in teacher))
 
 
 def _padded(rows: Any, fill: float) -> Tensor:

@@ -32,9 +32,10 @@ class DistillationTrainer(SFTTrainer):  # type: ignore[misc]
 
     Off-line, ``teacher_model=None``, a dataset holds ``input_ids`` (S,) and the teacher's candidates, ``teacher_ids``
     and ``teacher_logprobs`` (S, K), or the columns ``ids``, ``log_probs`` of a Parquet cache of :mod:`sparse_ce.data`;
-    ``labels`` or ``completion_mask`` say which positions count. ``teacher_log_rest`` or ``log_rest`` (S,) is read where
-    it is there. With a teacher in the loop, any dataset of ``SFTTrainer`` will do: the teacher reads each batch, and
-    ``k`` classes a position are kept of it, without its logits.
+    ``labels`` say which positions count, and ``completion_mask`` does with ``completion_only_loss=True``.
+    ``teacher_log_rest`` or ``log_rest`` (S,) is read where it is there. With a teacher in the loop, any dataset of
+    ``SFTTrainer`` will do: the teacher reads each batch, and ``k`` classes a position are kept of it, without its
+    logits.
 
     On-policy, in a share of the steps the student continues the prompts itself: what stands before the first label of
     each sequence. The teacher is asked about the student's text.
