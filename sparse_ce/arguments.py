@@ -266,9 +266,6 @@ def scalar_normalizer(normalizer: Normalizer, input: Tensor) -> Tensor:
     dtype = arithmetic_dtype(input.dtype)
     if not isinstance(normalizer, Tensor):
         return torch.full((), float(normalizer), dtype=dtype, device=input.device)
-    if normalizer.requires_grad:
-        fail("normalizer must not require grad, which it would not get, got one that does; divide the loss by it with "
-             'reduction="sum"')
     if normalizer.is_meta and not input.is_meta:
         fail(f"normalizer must be on a device with memory, as input on {input.device} is, got {normalizer.device}",
              RuntimeError)

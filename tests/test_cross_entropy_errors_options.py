@@ -84,12 +84,6 @@ def test_the_values_of_a_normalizer_on_the_host_are_looked_at(normalizer, word, 
     assert_refused(lambda: module(x, labels, normalizer), "normalizer", word, error=ValueError)
 
 
-def test_a_normalizer_that_would_get_no_gradient(device):
-    normalizer = torch.tensor(3.0, device=device, requires_grad=True)
-    for call in calls(device, normalizer=normalizer):
-        assert_refused(call, "normalizer", "one that does", error=ValueError)
-
-
 @pytest.mark.parametrize("shape", [(), (1,), (3,), (3, 1), (2, 2)])
 @pytest.mark.parametrize("dtype", [torch.int64, torch.uint8, torch.float16, torch.float64])
 def test_equal_elements_are_a_normalizer(shape, dtype, device):

@@ -263,10 +263,12 @@ def test_a_fused_model_is_not_pickled_into_one_that_cannot_be_read(tmp_path):
 
 @pytest.mark.parametrize("keeps", [False, True])
 @pytest.mark.parametrize("first", ["fused", "prepared"])
-def test_accelerate_unwraps_what_it_has_prepared(first, keeps):
+def test_accelerate_unwraps_what_it_has_prepared(first, keeps, request):
     accelerate = pytest.importorskip("accelerate")
     model, batch = make_model("gemma2, softcap"), batch_of()
     expected = model(**batch).loss
+    request.addfinalizer(lambda: accelerate.state.AcceleratorState._reset_state(True))  # of which a process has one
+    accelerate.state.AcceleratorState._reset_state(True)
     accelerator = accelerate.Accelerator(cpu=True, mixed_precision="bf16")
     if first == "fused":
         handle, prepared = fuse_lm_head(model), accelerator.prepare(model)
