@@ -1,7 +1,7 @@
 """A linear head under autocast, and what autocast has no part in."""
 
 from contextlib import nullcontext
-from typing import Any, ContextManager, Optional, Tuple
+from typing import Any, Callable, ContextManager, Optional, Tuple
 
 import torch
 from torch import Tensor
@@ -22,14 +22,16 @@ def without_autocast(device: torch.device) -> ContextManager[Any]:
     return torch.autocast(device.type, enabled=False) if _enabled(device) else nullcontext()
 
 
-def as_linear_multiplies(input: Tensor, linear_weight: Tensor,
-                         linear_bias: Optional[Tensor]) -> Tuple[Tensor, Tensor, Optional[Tensor]]:
-    """The head as autocast would have ``F.linear`` multiply it; float32 weights are converted on the way, not here."""
+def as_linear_multiplies(input: Tensor, linear_weight: Tensor, linear_bias: Optional[Tensor],
+                         to: Callable[[Tensor, torch.dtype], Tensor] = Tensor.to,
+                         ) -> Tuple[Tensor, Tensor, Optional[Tensor]]:
+    """The head as autocast would have ``F.linear`` multiply it; float32 weights are converted on the way, not here.
+    ``to`` converts the others."""
     if input.dtype == torch.float64 or not _enabled(input.device):
         return input, linear_weight, linear_bias
     dtype = torch.get_autocast_dtype(input.device.type)
 
     def cast(t: Tensor) -> Tensor:
-        return t if t.dtype in (dtype, torch.float32) else t.to(dtype)
+        return t if t.dtype in (dtype, torch.float32) else to(t, dtype)
 
     return input.to(dtype), cast(linear_weight), None if linear_bias is None else cast(linear_bias)

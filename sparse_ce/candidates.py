@@ -76,10 +76,8 @@ def candidate_logits(
     if not isinstance(sparse_grad, bool):
         fail(f"sparse_grad must be a bool, got {sparse_grad!r}", TypeError)
     check_kernels(input)
-    weight = linear_weight
-    input, linear_weight, linear_bias = as_linear_multiplies(input, weight, linear_bias)
-    if sparse_grad:
-        linear_weight = cast(weight, linear_weight.dtype)
+    input, linear_weight, linear_bias = as_linear_multiplies(input, linear_weight, linear_bias,
+                                                             cast if sparse_grad else Tensor.to)
     of_logits = torch.Size((*input.shape[:-1], linear_weight.shape[0]))
     target = as_ids(indices, of_logits)
     arguments.check_target(target, of_logits, input, None)

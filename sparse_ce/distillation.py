@@ -10,7 +10,7 @@ from . import arguments
 from .agreement import agreed
 from .arguments import Normalizer, Scale
 from .divergence import as_teacher, checked, divergence, tempered
-from .entries import IGNORE_INDEX, as_index
+from .entries import IGNORE_INDEX, as_index, holds_integers
 from .errors import fail
 from .functional import cross_entropy, linear_cross_entropy
 from .log_probs import LogProbs, linear_selected_log_probs, selected_log_probs
@@ -174,7 +174,7 @@ def linear_distillation_loss(
     share = alpha * (temperature ** 2 if temperature_squared else 1)
 
     of_rows = functools.partial(_of_rows, of_kind)
-    if isinstance(labels, Tensor) and labels.layout == torch.strided and not _is_real(labels.dtype):
+    if isinstance(labels, Tensor) and labels.layout == torch.strided and holds_integers(labels):
         labels = as_index(labels, "labels")
     if 0 < alpha < 1 and temperature == 1 and _is_labels(labels, shape) and given.form != "jagged" and not _learned(
             given):
@@ -250,10 +250,6 @@ def _each(normalizer: Union[None, Normalizer, Normalizers]) -> Tuple[Optional[No
 def _is_labels(labels: Any, shape: torch.Size) -> bool:
     return (isinstance(labels, Tensor) and labels.layout == torch.strided and labels.shape == shape[:-1]
             and labels.dtype in (torch.int64, torch.int32))
-
-
-def _is_real(dtype: torch.dtype) -> bool:
-    return dtype.is_floating_point or dtype.is_complex or dtype == torch.bool
 
 
 def _learned(teacher: SparseTarget) -> bool:

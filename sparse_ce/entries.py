@@ -50,6 +50,10 @@ def as_tensor(t: Numbers, argument: str) -> Tensor:
         fail(f"{argument} must be a tensor, an array or a list of numbers, got {type(t).__name__}: {error}", TypeError)
 
 
+def holds_integers(t: Tensor) -> bool:
+    return not (t.dtype.is_floating_point or t.dtype.is_complex or t.dtype == torch.bool)
+
+
 def as_index(given: Numbers, argument: str) -> Tensor:
     """int64 and int32 as they are, narrower integers widened: the kernels know these two."""
     t = as_tensor(given, argument)
@@ -57,7 +61,7 @@ def as_index(given: Numbers, argument: str) -> Tensor:
         return t.long()  # an empty list has no dtype
     if t.dtype in (torch.int64, torch.int32):
         return t
-    if t.dtype.is_floating_point or t.dtype.is_complex or t.dtype == torch.bool:
+    if not holds_integers(t):
         fail(f"{argument} must be of an integer dtype, got {t.dtype}", TypeError)
     return t.long()
 

@@ -1,5 +1,6 @@
 """Any loss that is a sum over rows, of a linear head's log-probabilities, in three matrix products."""
 
+import functools
 import math
 from typing import Any, Callable, Dict, Iterator, List, NamedTuple, Optional, Sequence, Tuple, Union
 
@@ -120,7 +121,7 @@ def linear_row_loss(
     leading, count = shape[:-1], math.prod(shape[:-1])
     counts = ~reference.ignored_rows(a, count)
     rows = _Rows(input.reshape(math.prod(input.shape[:-1]), input.shape[-1]), ids.flatten(),
-                 _flat(row_args, leading), a, not isinstance(target, SparseTarget))
+                 list(map(functools.partial(_flat, leading), row_args)), a, not isinstance(target, SparseTarget))
     shares_rows = shard is not None and shard.shares_rows
     if eager() and input.is_cpu and not composite(input) and not shares_rows and not bool(counts.all()):
         here = counts.nonzero()[:, 0]
@@ -197,17 +198,16 @@ class _Call(NamedTuple):
     names: List[str]  # of aux, once fn was called
 
 
-def _flat(row_args: Sequence[Any], leading: torch.Size) -> List[Any]:
-    flat: List[Any] = []
-    for argument in row_args:
-        if not isinstance(argument, (Tensor, SparseTarget)):
-            fail(f"row_args must be tensors or SparseTargets, got {type(argument).__name__}", TypeError)
-        whole = isinstance(argument, SparseTarget)
-        if (argument.shape if whole else argument.shape[:len(leading)]) != leading:
+def _flat(leading: torch.Size, argument: Any) -> Any:
+    if isinstance(argument, SparseTarget):
+        if argument.shape != leading:
             fail(f"row_args must be of the leading shape {list(leading)}, got {list(argument.shape)}")
-        flat.append(argument.flatten() if isinstance(argument, SparseTarget) else
-                    argument.reshape(math.prod(leading), *argument.shape[len(leading):]))
-    return flat
+        return argument.flatten()
+    if not isinstance(argument, Tensor):
+        fail(f"row_args must be tensors or SparseTargets, got {type(argument).__name__}", TypeError)
+    if argument.shape[:len(leading)] != leading:
+        fail(f"row_args must be of the leading shape {list(leading)}, got {list(argument.shape)}")
+    return argument.reshape(math.prod(leading), *argument.shape[len(leading):])
 
 
 def _spread(t: Tensor, counts: Tensor, live: Optional[Tensor], leading: torch.Size) -> Tensor:

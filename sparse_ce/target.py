@@ -367,9 +367,7 @@ def as_ids(indices: Target, shape: torch.Size) -> SparseTarget:
     """The ids of each row, for logits of ``shape`` (..., V): a target, of which a plain tensor may have K a row."""
     if not isinstance(indices, Tensor) or indices.layout != torch.strided:
         return as_target(indices, shape)
-    leading = list(shape[:-1])
-    if indices.dtype.is_floating_point or indices.dtype.is_complex or indices.dtype == torch.bool:
-        fail(f"indices must be of an integer dtype, got {indices.dtype}", TypeError)
+    indices, leading = as_index(indices, "indices"), list(shape[:-1])
     several = indices.dim() == len(shape)
     if indices.shape[:len(leading)] != shape[:-1] or not several and indices.dim() != len(leading):
         fix = moving_classes(shape, indices.shape[:-1] if several else indices.shape, indices.shape)

@@ -783,7 +783,7 @@ PYTHON = [
      "if k is None or k is Ellipsis or isinstance(k, slice):"),
     ("sparse_ce/rows.py", "if isinstance(k, EllipsisType)]", "if k is Ellipsis]"),
     ("sparse_ce/rows.py", "if isinstance(k, NoneType)])", "if k is None])"),
-    ("sparse_ce/candidates.py", "linear_weight = cast(weight, linear_weight.dtype)", "pass"),
+    ("sparse_ce/candidates.py", "cast if sparse_grad else Tensor.to", "Tensor.to"),
     ("sparse_ce/distillation.py", "labels.masked_fill(labels == IGNORE_INDEX, -1)", "labels"),
     ("sparse_ce/distillation.py", "if len(parts) == 1 else parts[0] + parts[1]\n\n\n@agreed", "\n\n\n@agreed"),
     ("sparse_ce/distillation.py", "    check_shares(rest, temperature, alpha)", "    pass"),

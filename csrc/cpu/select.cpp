@@ -211,7 +211,7 @@ class SelectBackward {
     scalar_t* gradient = args_.template gradient_row<scalar_t>(r);
     for (const int64_t column : entries.columns) __builtin_prefetch(gradient + column, 1);
     SelectCoefficients<acc_t> inside = plan.coefficients;
-    inside.of_rest = 0;
+    inside.of_rest = 0;  // what classes outside have in addition
     plan.derivatives.resize(entries.size());
     Tile<scalar_t>::derivative(entries.logits.data(), entries.size(), inside,
                                entries.class_weights.empty() ? nullptr : entries.class_weights.data(), nullptr,

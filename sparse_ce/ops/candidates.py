@@ -54,10 +54,10 @@ class _Cast(torch.autograd.Function):
         return grad.to(ctx.dtype), None
 
 
-def cast(linear_weight: Tensor, dtype: torch.dtype) -> Tensor:
-    cast: Tensor = (linear_weight.to(dtype) if linear_weight.dtype == dtype or composite(linear_weight) else
-                    _Cast.apply(linear_weight, dtype))
-    return cast
+def cast(t: Tensor, dtype: torch.dtype) -> Tensor:
+    """For a sparse gradient, which transforms do not make."""
+    converted: Tensor = t.to(dtype) if composite(t) else _Cast.apply(t, dtype)
+    return converted
 
 
 def _run(head: Head, c: Candidates, sparse_grad: bool) -> Tensor:
