@@ -191,6 +191,12 @@ struct SelectCoefficients : GradientCoefficients<acc_t> {
   SCE_HD explicit SelectCoefficients(const GradientCoefficients<acc_t>& of_loss)
       : GradientCoefficients<acc_t>(of_loss) {}
 
+  // The sum of dl/dz over all classes, of whose entries the weights add up to `weights`. weight_sum is that of o.
+  SCE_HD acc_t total(acc_t weights, acc_t weight_sum, int64_t num_classes) const {
+    const acc_t of_classes = of_each * static_cast<acc_t>(num_classes) - this->b * weight_sum;
+    return (this->a - weights) + of_rest + of_classes;
+  }
+
   // Whether it is more than the loss's: a q_j - b o_j.
   SCE_HD bool more() const { return of_entropy != acc_t(0) || of_rest != acc_t(0) || of_each != acc_t(0); }
 

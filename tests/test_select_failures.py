@@ -156,6 +156,34 @@ def test_39_scale_and_softcap_count_in_every_output(device):
 # ------------------------------------------------------------------------------------------------------------- extremes
 
 
+@pytest.mark.parametrize("classes", [65, 5000])
+@pytest.mark.parametrize("offset", [30.0, 100.0, 1000.0])
+def test_the_scales_gradient_does_not_take_what_all_logits_have_in_common(classes, offset, device):
+    draw = Draw(device)
+    x, labels = draw.normal(8, classes) + offset, draw.integers(classes, 8)
+
+    def of_scale(x):
+        scale = torch.tensor(1.3, dtype=x.dtype, device=device, requires_grad=True)
+        out = selected_log_probs(x, labels, logit_scale=scale, return_entropy=True)
+        cross_entropy(x, labels, logit_scale=scale, reduction="sum").backward()
+        (out.log_probs.sum() + 0.1 * out.entropy.sum()).backward()
+        return scale.grad.item()
+
+    # Of each row the logits, and so the distances of some 4 between them, are right to rounding.
+    assert abs(of_scale(x) - of_scale(x.double())) <= 8 * offset * 2**-24
+
+
+def test_an_infinite_logit_under_a_softcap_adds_nothing_to_the_scales_gradient(device):
+    x, labels = torch.tensor([[1.0, -math.inf, 2.0, 0.0]], device=device), torch.tensor([0], device=device)
+
+    def of_scale(x):
+        scale = torch.tensor(1.3, dtype=torch.float64, device=device, requires_grad=True)
+        cross_entropy(x.double(), labels, logit_scale=scale, softcap=5.0).backward()
+        return scale.grad
+
+    torch.testing.assert_close(of_scale(x), of_scale(x.clamp_min(-1e6)))
+
+
 def test_classes_of_minus_infinity_add_nothing(device):
     """Not to the entropy, not to the gradient; the mean logit is -inf, as the mean is."""
     draw = Draw(device)

@@ -47,6 +47,17 @@ struct Wanted {
   bool spread, total, argmax, weighted;
 };
 
+// What makes dl/ds of a row: sum_j d_j x_j, x being the logits as they are stored and d = dl/dz dz/d(scale x).
+struct ScaleSums {
+  double dot = 0;
+  double total = 0;  // sum_j d_j
+
+  void merge(const ScaleSums& other) {
+    dot += other.dot;
+    total += other.total;
+  }
+};
+
 // What is done with n <= kSpan logits, for the instruction set in use; class_weight (n,) may be null.
 template <typename scalar_t>
 struct Tile {
@@ -87,9 +98,9 @@ struct Tile {
   // dl/dz as if none had an entry, 0 where one is not among the `kept`.
   static void derivative(const acc_t* z, int64_t n, const SelectCoefficients<acc_t>& coefficients,
                          const acc_t* class_weight, const uint32_t* kept, acc_t* derivative);
-  // The gradient from it, and, where `of_scale` is there, what it adds to dl/ds; it may be the logits.
+  // The gradient from it, and, where `of_scale` is there, what it adds to it; it may be the logits.
   static void chain(const scalar_t* logits, const acc_t* z, const acc_t* derivative, int64_t n,
-                    const LogitTransform<acc_t>& transform, acc_t* of_scale, const Destination<scalar_t>& to);
+                    const LogitTransform<acc_t>& transform, ScaleSums* of_scale, const Destination<scalar_t>& to);
 };
 
 }  // namespace cpu

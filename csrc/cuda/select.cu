@@ -237,7 +237,8 @@ __device__ acc_t write_select(const SelectBackwardArgs& args, const SelectCoeffi
     const auto [z, of_cap] = of_logit.with_slope(x);
     acc_t derivative = c.inside(z, weight ? weight[column] : acc_t(1));
     if (c.of_rest != acc_t(0)) derivative += c.outside(z);
-    if (scales && !marked && derivative != acc_t(0)) of_scale.add(derivative * of_cap * x);
+    const acc_t of_scaled = derivative * of_cap;  // 0 at a logit that may be infinite
+    if (scales && !marked && of_scaled != acc_t(0)) of_scale.add(of_scaled * x);
     return derivative * (of_logit.scale * of_cap);
   };
   for_windows<kWidth, acc_t>(scales, args.target, range, begin, end, [&](int64_t from, int64_t to, const auto& bits) {
@@ -326,7 +327,8 @@ __global__ void __launch_bounds__(kThreads, held_blocks<scalar_t>(3))
       if (!classes.sum(i, column, weight, sum)) continue;
       const acc_t x = to_acc(row[column]), z = transform(x);
       const acc_t derivative = c.inside(z, args.target.template class_weight<acc_t>(column)) - sum;
-      if (args.grad_scale && derivative != acc_t(0)) of_scale.add(derivative * transform.slope_of_cap(z) * x);
+      const acc_t of_scaled = derivative * transform.slope_of_cap(z);
+      if (args.grad_scale && of_scaled != acc_t(0)) of_scale.add(of_scaled * x);
       entry_gradients[i] = {column, derivative * transform.slope(z)};
     }
     Group::sync();  // the logits at the entries are read
