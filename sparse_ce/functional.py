@@ -146,8 +146,9 @@ def cross_entropy(
             read and one write of the logits in all, for the upstream gradient of the step before; another one scales it
             in backward, which rounds once more. Where that cannot be it is ``"backward"``: the gradient may overwrite
             ``input``'s storage during backward. So it is in the first step, for ``reduction="none"``, an ``input`` that
-            is a leaf or whose rows overlap, in float16, with ``return_*`` and values that require grad, under
-            ``torch.compile``, ``torch.func`` and checkpointing. False: ``input`` is never written.
+            is a leaf, in float16, with ``return_*`` and values that require grad. Where rows overlap, under
+            ``torch.compile``, ``torch.func``, checkpointing and other hooks on saved tensors, and with False, ``input``
+            is never written.
         group, vocab_start: the process group whose ranks share out the classes, and the first class of the columns of
             ``input`` here; None: every rank has as many columns, in the order of ranks. With ``vocab_start`` ranks may
             have any number of columns, none too, and ``num_classes`` says how many classes there are. All other

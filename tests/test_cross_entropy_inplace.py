@@ -2,10 +2,13 @@
 
 import pytest
 import torch
+from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
 
 from cases import FORMS, Draw
 from close import assert_bitwise_equal
-from sparse_ce import cross_entropy
+from inplace_cases import expect
+from sparse_ce import cross_entropy, selected_log_probs
 
 FORM_SAMPLE = ["labels-int64", "tuple", "coo-uncoalesced", "csr-int64", "jagged-ranges"]
 
@@ -115,6 +118,40 @@ def test_what_cannot_be_overwritten_gets_a_gradient_of_its_own(layout, device):
         base = base.clone() if layout == "strided rows" else base
     if layout != "strided rows":
         assert_bitwise_equal(*results)
+
+
+def within(hooks):
+    def run(f, x):
+        with hooks():
+            return f(x)
+    return run
+
+
+HOOKS = {"checkpoint": lambda f, x: checkpoint(f, x, use_reentrant=False), "save_on_cpu": within(save_on_cpu),
+         "hooks that keep it": within(lambda: saved_tensors_hooks(lambda t: t, lambda t: t))}
+LOSSES = {
+    "mean": cross_entropy,
+    "none": lambda x, labels, **how: cross_entropy(x, labels, reduction="none", **how).square().mean(),
+    "return_lse": lambda x, labels, **how: sum(cross_entropy(x, labels, return_lse=True, **how)).sum(),
+    "return_entropy": lambda x, labels, **how: cross_entropy(x, labels, return_entropy=True, **how).entropy.sum(),
+    "log-probabilities": lambda x, labels, **how: selected_log_probs(x, labels, **how).log_probs.sum(),
+    "two losses": lambda x, labels, **how: cross_entropy(x, labels, **how) + cross_entropy(x, labels.flip(0), **how),
+}
+
+
+@pytest.mark.parametrize("inplace", ["backward", "forward"])
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("hooks", HOOKS)
+def test_where_saved_tensors_are_hooked_nothing_is_overwritten(hooks, loss, inplace, device):
+    """PyTorch asks for no version of what went through hooks: whoever saved the logits would get no error."""
+    draw = Draw(device)
+    leaf, labels, results = draw.normal(6, 11).requires_grad_(), draw.integers(11, 6), []
+    for how in (False, inplace):
+        expect(1.0, device)
+        total = HOOKS[hooks](lambda x: LOSSES[loss](x.tanh(), labels, inplace=how), leaf)
+        results += [torch.autograd.grad(total, leaf, retain_graph=True)[0] for _ in range(2)]
+    for again in results[1:]:
+        assert_bitwise_equal(again, results[0])
 
 
 def test_columns_beside_strided_rows_are_not_written(device):

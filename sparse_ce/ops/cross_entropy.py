@@ -305,7 +305,8 @@ def cross_entropy(logits: Tensor, a: Arguments, inplace: Inplace, mean: bool, no
     gradient that overwrites the logits, in backward or at once.
 
     Under ``torch.compile`` and functorch the gradient is a fresh tensor: their graphs do not let a backward write to an
-    input. So it is for logits whose rows overlap, and for those (rows, classes) whose columns are strided.
+    input. So it is for logits whose rows overlap, for those (rows, classes) whose columns are strided, and where saved
+    tensors go through hooks.
     """
     if not eager():
         loss, lse = ops.forward(logits, *a)
@@ -322,6 +323,10 @@ def loss_mean(loss: Tensor, a: Arguments, normalizer: Optional[Tensor], row_weig
 
 
 def overwritable(logits: Tensor) -> bool:
+    """Whether a gradient may lie where they do: each has a place of its own, and who saved them learns of it. Hooks on
+    saved tensors keep autograd from asking."""
+    if forecast.hooked():
+        return False
     if logits.dim() == 3:
         return strided.overwritable(logits)
     return logits.stride(1) == 1 and (logits.shape[0] <= 1 or logits.stride(0) >= logits.shape[1])

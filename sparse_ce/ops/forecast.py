@@ -116,5 +116,5 @@ def on_host(t: Tensor) -> bool:
 
 def hooked() -> bool:
     """Whether saved tensors go through hooks: checkpointing and offloading free memory between forward and backward,
-    which a gradient made ahead would take again."""
+    which a gradient made ahead would take again; and of what a hook returns autograd asks for no version."""
     return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
