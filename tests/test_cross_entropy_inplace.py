@@ -9,6 +9,7 @@ from cases import FORMS, Draw
 from close import assert_bitwise_equal
 from inplace_cases import expect
 from sparse_ce import cross_entropy, selected_log_probs
+from sparse_ce.ops import forecast
 
 FORM_SAMPLE = ["labels-int64", "tuple", "coo-uncoalesced", "csr-int64", "jagged-ranges"]
 
@@ -134,6 +135,8 @@ LOSSES = {
     "none": lambda x, labels, **how: cross_entropy(x, labels, reduction="none", **how).square().mean(),
     "return_lse": lambda x, labels, **how: sum(cross_entropy(x, labels, return_lse=True, **how)).sum(),
     "return_entropy": lambda x, labels, **how: cross_entropy(x, labels, return_entropy=True, **how).entropy.sum(),
+    "learned logit_scale": lambda x, labels, **how: cross_entropy(
+        x, labels, logit_scale=x.new_tensor(1.3).requires_grad_(), **how),
     "log-probabilities": lambda x, labels, **how: selected_log_probs(x, labels, **how).log_probs.sum(),
     "two losses": lambda x, labels, **how: cross_entropy(x, labels, **how) + cross_entropy(x, labels.flip(0), **how),
 }
@@ -152,6 +155,21 @@ def test_where_saved_tensors_are_hooked_nothing_is_overwritten(hooks, loss, inpl
         results += [torch.autograd.grad(total, leaf, retain_graph=True)[0] for _ in range(2)]
     for again in results[1:]:
         assert_bitwise_equal(again, results[0])
+
+
+@pytest.mark.parametrize("inplace", ["backward", "forward"])
+@pytest.mark.parametrize("loss", LOSSES)
+def test_several_gradients_at_once_have_memory_of_their_own(loss, inplace, device):
+    draw = Draw(device)
+    leaf, labels = draw.normal(6, 11).requires_grad_(), draw.integers(11, 6)
+    forecast._upstream.clear()  # "forward" is "backward"
+    logits = leaf * 1
+    total = LOSSES[loss](logits, labels, inplace=inplace)
+    upstreams = draw.normal(3)
+    several, = torch.autograd.grad(total, logits, upstreams, is_grads_batched=True)
+    assert_bitwise_equal(logits.detach(), leaf.detach())
+    for upstream, grad in zip(upstreams, several):
+        torch.testing.assert_close(grad, torch.autograd.grad(LOSSES[loss](leaf, labels), leaf, upstream)[0])
 
 
 def test_columns_beside_strided_rows_are_not_written(device):

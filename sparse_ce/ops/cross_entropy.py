@@ -12,8 +12,8 @@ from ..guarded import times
 from ..tracing import eager
 from . import forecast, overwriting, small_calls, strided
 from .library import (
-    batched,
     composite,
+    is_last,
     needs_grad,
     ops,
     per_row,
@@ -57,7 +57,7 @@ class _CrossEntropy(torch.autograd.Function):
         (expected, grad_logits), ctx.made = ctx.made, (None, None)  # handed out once: its new owner may overwrite it
         as_expected, made = False, None
         wants_logits, wants_values, wants_weights = ctx.needs_input_grad[:3]
-        if ctx.forecasts and grad_lse is None and grad_loss is not None and _is_last(grad_loss):
+        if ctx.forecasts and grad_lse is None and grad_loss is not None and is_last(grad_loss):
             if ctx.inplace:
                 overwriting.remember(grad_loss)
             elif not forecast.on_host(logits):
@@ -111,7 +111,7 @@ class _SmallMean(torch.autograd.Function):
         grad_logits: Optional[Tensor]
         grad_logits, expected, ignore_index = ctx.made
         ctx.made = None, None, ignore_index  # as above
-        if _is_last(grad_loss) and forecast.remember("cross_entropy", grad_loss, expected):
+        if is_last(grad_loss) and forecast.remember("cross_entropy", grad_loss, expected):
             return grad_logits, None
         a = Arguments(indices, values, ignore_index=ignore_index)
         with torch.no_grad():
@@ -150,18 +150,13 @@ def mean_of_labels(logits: Tensor, labels: Tensor, ignore_index: int) -> Optiona
     return None if made is None else made[0]
 
 
-def _is_last(grad: Tensor) -> bool:
-    """Whether nobody asks for second derivatives, or for several gradients at once."""
-    return not torch.is_grad_enabled() and eager() and not batched(grad)
-
-
 def _gradient(grad_loss: Tensor, grad_lse: Optional[Tensor], logits: Tensor, lse: Tensor,
               lse_residual: Optional[Tensor], a: Arguments, inplace: bool) -> Tensor:
     given = (grad_loss, grad_lse, logits, lse, lse_residual, *a)
     grad_logits: Tensor
     if torch.is_grad_enabled():
         grad_logits = ops.backward(*given)
-    elif inplace and eager():
+    elif inplace and is_last(grad_loss, grad_lse):
         grad_logits = logits.detach()
         _write_gradient(grad_loss, grad_lse, grad_logits, lse, lse_residual, *a)
     elif eager():

@@ -18,6 +18,7 @@ from torch.autograd import forward_ad
 from .. import reference
 from ..arguments import arithmetic_dtype
 from ..errors import fail
+from ..tracing import eager
 
 ops = torch.ops.sparse_ce
 _F = TypeVar("_F", bound=Callable[..., Any])
@@ -83,10 +84,21 @@ def composite(t: Tensor) -> bool:
             or not t.is_cpu and not t.is_cuda and t.device.type not in ("cpu", "cuda", "meta"))
 
 
-def batched(grad: Tensor) -> bool:
-    """Whether a gradient stands for several: under ``torch.func.vmap`` or ``is_grads_batched``."""
-    return not torch.compiler.is_compiling() and (
-        _transforms() or torch._C._functorch.is_legacy_batchedtensor(grad))
+def batched(*grads: Optional[Tensor]) -> bool:
+    """Whether one of the gradients stands for several: under ``torch.func.vmap`` or ``is_grads_batched``."""
+    if torch.compiler.is_compiling():
+        return False
+    if _transforms():
+        return True
+    for grad in grads:
+        if grad is not None and torch._C._functorch.is_legacy_batchedtensor(grad):
+            return True
+    return False
+
+
+def is_last(*grads: Optional[Tensor]) -> bool:
+    """Whether nobody asks for second derivatives, or for several gradients at once."""
+    return not torch.is_grad_enabled() and eager() and not batched(*grads)
 
 
 def needs_grad(*arguments: object) -> bool:

@@ -11,6 +11,7 @@ from ..tracing import eager
 from .cross_entropy import overwritable, refuse_other_grads
 from .library import (
     composite,
+    is_last,
     needs_grad,
     ops,
     per_row,
@@ -77,16 +78,15 @@ class _Select(torch.autograd.Function):
         grad_logits = grad_values = of_scale = None
         if all(g is None for g in given):
             return (None,) * 6
-        once = not torch.is_grad_enabled()
         if wants_values and of_loss is not None and a.values is not None:
             grad_values = ops.backward_values(of_loss, logits, lse, lse_residual, *a).to(a.values.dtype)
         made = (None if of_rest is None else log_rest, None if of_entropy is None else entropy)
-        if once and ctx.inplace and wants_logits and eager():
+        if ctx.inplace and wants_logits and is_last(*given):
             grad_logits = logits.detach()
             of_scale = _write_gradient(*given, grad_logits, lse, lse_residual, *made, *a, wants_scale)
         elif wants_logits or wants_scale:
             call = (*given, logits, lse, lse_residual, *made, *a, wants_scale)
-            if once and eager():
+            if not torch.is_grad_enabled() and eager():
                 with torch._C._AutoDispatchBelowAutograd():
                     grad_logits, of_scale = ops.select_backward(*call)
             else:

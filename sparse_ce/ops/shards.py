@@ -17,7 +17,16 @@ from ..errors import fail
 from ..guarded import times
 from ..tracing import eager, traced
 from .cross_entropy import overwritable, refuse_other_grads
-from .library import batched, composite, needs_grad, ops, register_autograd, register_composition, register_fake
+from .library import (
+    batched,
+    composite,
+    is_last,
+    needs_grad,
+    ops,
+    register_autograd,
+    register_composition,
+    register_fake,
+)
 from .select import Outputs, Selected, fake_outputs, upstream_of
 from .select import select as select_here
 
@@ -186,7 +195,7 @@ class _ShardedSelect(torch.autograd.Function):
         if all(g is None for g in given):
             return (None,) * 7
         refuse_second(grads)
-        if wants_scale and any(g is not None and batched(g) for g in grads):
+        if wants_scale and batched(*grads):
             fail("is_grads_batched must be False where logit_scale requires grad and the classes are shared out among "
                  "processes, got True: no collective adds up several gradients at once", RuntimeError)
         grad_logits = grad_values = of_scale = None
@@ -194,7 +203,7 @@ class _ShardedSelect(torch.autograd.Function):
             grad_values = gradient_of_values(of_loss, log_probs, a).to(a.values.dtype)
         made = (None if of_rest is None else log_rest, None if of_entropy is None else entropy)
         if wants_logits or wants_scale:
-            if ctx.inplace and wants_logits and eager():
+            if ctx.inplace and wants_logits and is_last(*given):
                 grad_logits = logits.detach()
                 of_scale = ops.select_backward_(*given, grad_logits, lse, lse_residual, *made, *a, wants_scale,
                                                 shard.first_class)
