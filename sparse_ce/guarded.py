@@ -8,7 +8,7 @@ from torch import Tensor
 
 def _inside_a_kernel() -> bool:
     """Whether functorch has called a kernel (an op of ``torch.ops``, stock.py): there it knows no ``Function``."""
-    if torch.compiler.is_compiling():  # the compiler does not look into kernels, nor can it follow the question
+    if torch.compiler.is_dynamo_compiling():  # it does not look into kernels, nor can it follow the question
         return False
     return (torch._C._functorch.peek_interpreter_stack() is not None and
             torch._C._dispatch_tls_is_dispatch_key_excluded(torch._C.DispatchKey.FuncTorchDynamicLayerFrontMode))

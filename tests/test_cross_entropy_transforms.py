@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch.autograd import forward_ad, gradcheck, gradgradcheck
 from torch.utils.checkpoint import checkpoint
 
+import sparse_ce
 from cases import FORMS, Draw
 from close import assert_bitwise_equal
 from loss_cases import CLASSES, OPTIONS, PADDED
@@ -150,6 +151,35 @@ def test_the_ops_themselves_under_torch_func(device):
         scalar = transform in (torch.func.grad, torch.func.hessian)
         inputs = x if scalar else x[:, None].expand(3, 3, 5).contiguous()
         torch.testing.assert_close(transform(ours)(inputs), transform(plain)(inputs))
+
+
+FUNCTIONS = {
+    "cross_entropy": lambda x, ids, head: cross_entropy(x, (ids, torch.ones_like(x[:, :3])), softcap=3.0, z_loss=0.1),
+    "selected_log_probs": lambda x, ids, head: sparse_ce.selected_log_probs(x, ids, padding_value=0.0).log_probs.sum(),
+    "linear_cross_entropy": lambda x, ids, head: sparse_ce.linear_cross_entropy(x, head, ids[:, 0]),
+    "linear_selected_log_probs": lambda x, ids, head: sparse_ce.linear_selected_log_probs(
+        x, head, ids, return_entropy=True).entropy.sum(),
+    "linear_row_loss": lambda x, ids, head: sparse_ce.linear_row_loss(
+        lambda out, ids: -out.log_probs.sum(1), x, head, ids),
+}
+TRANSFORMS = {
+    "grad_and_value": torch.func.grad_and_value,
+    "vjp": lambda f: lambda x: (lambda value, pull: pull(torch.ones_like(value)))(*torch.func.vjp(f, x)),
+    "vmap of grad": lambda f: lambda x: torch.func.vmap(torch.func.grad(f))(torch.stack((x, 2 * x))),
+    "jvp": lambda f: lambda x: torch.func.jvp(f, (x,), (x.cos(),)),
+    "hessian": torch.func.hessian,
+}
+
+
+@pytest.mark.parametrize("transform", TRANSFORMS)
+@pytest.mark.parametrize("function", FUNCTIONS)
+@pytest.mark.usefixtures("fresh_compiler")
+def test_compiled_transforms_give_what_they_give_uncompiled(function, transform, device):
+    """Dynamo runs the ops' kernels under functorch, which applies no autograd.Function there."""
+    x, ids, _, _ = example(device)
+    head = Draw(device).normal(7, 7, dtype=torch.float64)
+    f = TRANSFORMS[transform](lambda x: FUNCTIONS[function](x, ids, head))
+    torch.testing.assert_close(torch.compile(f, fullgraph=True, backend="aot_eager")(x), f(x))
 
 
 def test_vmap_over_logits_and_targets(device):
