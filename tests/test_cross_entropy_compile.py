@@ -147,14 +147,15 @@ def test_a_changing_number_of_rows_compiles_twice_at_most(device):
     assert counter.frame_count <= 2
 
 
-def test_a_changing_normalizer_compiles_once(device):
+@pytest.mark.parametrize("option", ["normalizer", "logit_scale"])
+def test_a_number_that_changes_compiles_once_as_a_tensor(option, device):
     counter = CompileCounterWithBackend("aot_eager")
-    compiled = torch.compile(lambda x, y, n: cross_entropy(x, y, normalizer=n), backend=counter, fullgraph=True)
+    compiled = torch.compile(lambda x, y, n: cross_entropy(x, y, **{option: n}), backend=counter, fullgraph=True)
     draw = Draw(device)
     x, labels = draw.normal(6, 11), draw.integers(11, 6)
-    for n in (3, 7, 0, 11):
-        torch.testing.assert_close(compiled(x, labels, torch.tensor([n], device=device)),
-                                   cross_entropy(x, labels, normalizer=n))
+    for n in (3.5, 7.0, 0.0, 11.0):
+        torch.testing.assert_close(compiled(x, labels, torch.tensor(n, device=device)),
+                                   cross_entropy(x, labels, **{option: n}))
     assert counter.frame_count == 1
 
 
