@@ -5,6 +5,7 @@ import os
 import pytest
 import torch
 
+import forked
 import sparse_ce
 from cases import DTYPES, FORMS, WITH_VALUES
 from loss_cases import CLASSES, OPTIONS, check, make
@@ -34,6 +35,14 @@ def test_other_seeds_find_nothing_else(form, seed, device):
 def test_the_instruction_set_is_the_one_asked_for():
     wish = os.environ.get("SPARSE_CE_CPU")
     assert sparse_ce.ops.instruction_set() == wish or not wish
+
+
+def test_an_unknown_instruction_set_is_named(tmp_path):
+    package = os.path.dirname(os.path.dirname(os.path.abspath(sparse_ce.__file__)))
+    done = forked.run("-c", "import sparse_ce", cwd=tmp_path,
+                      env={**os.environ, "PYTHONPATH": package, "SPARSE_CE_CPU": "baseline"})
+    assert done.stderr.endswith("ValueError: sparse_ce: SPARSE_CE_CPU must be 'avx2', 'avx512', 'default' or not set, "
+                                "got 'baseline'\n")
 
 
 def test_the_module_passes_every_keyword_on(device):

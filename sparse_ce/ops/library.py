@@ -42,6 +42,9 @@ def _load(name: str) -> Optional[str]:
 
 
 def _load_all() -> Optional[str]:
+    wish = os.environ.get("SPARSE_CE_CPU", "")
+    if wish not in ("", "avx2", "avx512", "default"):  # the kernels would take it for "default", the slowest
+        fail(f"SPARSE_CE_CPU must be 'avx2', 'avx512', 'default' or not set, got {wish!r}")
     reason = _load("_C")
     if reason:
         fail(f"the compiled library must be loadable under torch {torch.__version__}, got: {reason}. Install it (pip "
