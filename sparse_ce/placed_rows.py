@@ -176,8 +176,9 @@ class Rows(NamedTuple):
         if not self.sharded or not t.requires_grad or not torch.is_grad_enabled():
             return t
         same = [Replicate()] * self.mesh.ndim
-        result: Tensor = DTensor.from_local(t, self.mesh, same, run_check=False).to_local(grad_placements=self.sums)
-        return result
+        # Where the sum is left to the derivative of from_local, it has none itself; that of redistribute has.
+        placed = DTensor.from_local(t, self.mesh, same, run_check=False).redistribute(placements=same)
+        return local_part(placed, self.sums)
 
     # ------------------------------------------------------------------------------------------------------- outwards
 

@@ -53,7 +53,7 @@ OPTIONS: Dict[str, Dict[str, Any]] = {
 }
 
 
-def of_logits(layout: str, form: str, given: str, option: str, seed: int):
+def of_logits(layout: str, form: str, given: str, option: str, seed: int, twice: bool = False):
     """cross_entropy."""
     world, leaves = World(LAYOUTS[layout], seed), {}
     whole, here, classes = world.options(OPTIONS[option], given, leaves)
@@ -64,7 +64,7 @@ def of_logits(layout: str, form: str, given: str, option: str, seed: int):
     if learned is not None:
         leaves["values"] = values, learned
     return compared(world, sparse_ce.cross_entropy(x, target, **whole), sparse_ce.cross_entropy(local, ours, **here),
-                    leaves, world.rows)
+                    leaves, world.rows, twice)
 
 
 ALL = dict(return_log_rest=True, return_entropy=True, return_mean_logit=True, return_argmax=True)
@@ -177,7 +177,7 @@ def leading_of(placed: str):
     return (4, 6) if placed.startswith("sequence_") else (4, 3)
 
 
-def of_heads(name: str, placed: str, form: str, given: str, seed: int):
+def of_heads(name: str, placed: str, form: str, given: str, seed: int, twice: bool = False):
     hidden_at, weight_at, bias_at = HEAD_LAYOUTS[placed]
     rows = [R, R] if hidden_at is None else [R if w is not None and w.is_shard() else h for h, w in zip(
         hidden_at, weight_at or (None, None))]
@@ -206,7 +206,15 @@ def of_heads(name: str, placed: str, form: str, given: str, seed: int):
                                                 linear_bias=own["bias"], **m))
     if given == "here":
         leaves.pop("by", None)
-    return compared(world, *found, leaves, tuple(rows))
+    return compared(world, *found, leaves, tuple(rows), twice)
+
+
+def of_logits_twice(*arguments: Any):
+    return of_logits(*arguments, twice=True)
+
+
+def of_heads_twice(*arguments: Any):
+    return of_heads(*arguments, twice=True)
 
 
 def cases(slow: bool) -> Dict[str, Tuple[Callable[..., Any], Tuple[Any, ...]]]:
@@ -264,6 +272,11 @@ def cases(slow: bool) -> Dict[str, Tuple[Callable[..., Any], Tuple[Any, ...]]]:
             for given in GIVEN[:2] if form == "coo" else GIVEN:
                 add(of_heads, "loss", placed, form, given)
     add(of_heads, "selected", "sequence_alone", "jagged", "all")
+    for given in ("all", "placed"):  # what rows that are shared out have in common, and no classes
+        add(of_logits_twice, "rows", "pair", given, "scale")
+        for placed in ("rows", "plain_head"):
+            add(of_heads_twice, "loss", placed, "pair", given)
+            add(of_heads_twice, "rows", placed, "pair", given)
     add(compiled, "head", "loss", "sequence_even")
     for arguments in (("logits", "loss", "data_classes"), ("logits", "loss", "rows"),
                       ("logits", "selected", "data_classes"), ("logits", "divergence", "data_classes"),

@@ -147,8 +147,10 @@ def difference(ours: Any, exact: Tensor) -> float:
     return float((ours - exact).abs().nan_to_num(torch.inf).max()) / scale
 
 
-def compared(world: World, exact: Any, ours: Any, leaves: Dict[str, Tuple[Tensor, Any]], rows) -> Dict[str, Any]:
-    """The differences of results and gradients; where a placement is another one, that is one too."""
+def compared(world: World, exact: Any, ours: Any, leaves: Dict[str, Tuple[Tensor, Any]], rows,
+             twice: bool = False) -> Dict[str, Any]:
+    """The differences of results and gradients; where a placement is another one, that is one too. ``twice``: also of
+    the gradients of the sum of the squares of these."""
     exact, ours, found = tensors(exact), tensors(ours), {}
     assert list(exact) == list(ours)
     upstream, here = [], []
@@ -168,11 +170,20 @@ def compared(world: World, exact: Any, ours: Any, leaves: Dict[str, Tuple[Tensor
 
     def grads(outs, ups, of):
         return torch.autograd.grad([list(outs.values())[i] for i in differentiable], of,
-                                   [ups[i] for i in differentiable])
+                                   [ups[i] for i in differentiable], create_graph=twice)
+
+    def grads_of_squares(grads, of):
+        grads = (g.full_tensor() if isinstance(g, DTensor) else g for g in grads)
+        return torch.autograd.grad(sum(g.square().sum() for g in grads), of)
 
     of_whole = grads(exact, upstream, [pair[0] for pair in leaves.values()])
     of_here = grads(ours, here, [pair[1] for pair in leaves.values()])
-    for (name, (_, leaf)), a, b in zip(leaves.items(), of_whole, of_here):
-        same = not isinstance(leaf, DTensor) or tuple(b.placements) == tuple(leaf.placements)
-        found[f"grad of {name}"] = difference(b, a) if same else f"placed {b.placements}"
+    pairs = {"grad": (of_whole, of_here)}
+    if twice:
+        pairs["second"] = tuple(grads_of_squares(grads, [pair[at] for pair in leaves.values()])
+                                for at, grads in enumerate((of_whole, of_here)))
+    for order, (of_whole, of_here) in pairs.items():
+        for (name, (_, leaf)), a, b in zip(leaves.items(), of_whole, of_here):
+            same = not isinstance(leaf, DTensor) or tuple(b.placements) == tuple(leaf.placements)
+            found[f"{order} of {name}"] = difference(b, a) if same else f"placed {b.placements}"
     return found
