@@ -307,6 +307,30 @@ STEPS = [("entropy", "group", None, True, True), ("entropy", "group", 0, False, 
          ("", "no entropy", None, False, True), ("lse", "group", 1, True, True), ("", "no entropy", 1, True, False)]
 
 
+LOOKING_ON = {"nobody": nullcontext, "a mode": Collectives, "hooks": torch.autograd.graph.save_on_cpu}
+
+
+def looked_on(group, ranks: int, rank: int):
+    """The loss and the gradients of chunks that ignored rows are left out of, by what rank 0 alone looks on with; and
+    whether gradients are made in forward where that comes once more."""
+    draw = Draw("cpu")
+    hidden, whole = draw.normal(12, 4).requires_grad_(), draw.normal(5 * ranks, 4)
+    weight, labels = whole.chunk(ranks)[rank].clone().requires_grad_(), draw.integers(5 * ranks, 12)
+    labels[2:6] = -100  # of two chunks forward and backward have the collectives of forward alone in their order
+
+    def forward(hidden, weight):
+        return sparse_ce.linear_cross_entropy(hidden, weight, labels, chunk_rows=3, group=group)
+
+    found = {}
+    for name, way in LOOKING_ON.items():
+        with way() if rank == 0 else nullcontext():
+            loss = forward(hidden, weight)
+            found[name] = (loss.detach(), *torch.autograd.grad(loss, [hidden, weight]))
+    with profile() as seen:
+        checkpoint(forward, hidden, weight, use_reentrant=False)
+    return found, any("linear_add_gradients_" in event.name for event in seen.events())
+
+
 def errors(group, ranks: int, rank: int):
     hidden, weight = torch.randn(6, 4, requires_grad=True), torch.randn(5, 4, requires_grad=True)
     labels, sequence = torch.zeros(6, dtype=torch.long), sparse_ce.SequenceGroup(group)
@@ -377,6 +401,7 @@ def main() -> None:
         found[case.name] = {name: t.detach() for name, t in compute(case, **shard).items()}
     if not slow:
         found["steps"] = steps(**shard)
+        found["looked on"] = looked_on(**shard)
         found["collectives"] = counted(**shard)
         found["errors"] = errors(**shard)
     torch.save(found, folder / f"{rank}.pt")

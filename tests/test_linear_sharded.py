@@ -156,6 +156,19 @@ def test_a_gradient_beside_that_of_the_loss_is_waited_for(ranks):
             assert difference < 1e-12, step
 
 
+@pytest.mark.parametrize("ranks", RANKS)
+def test_what_one_rank_alone_looks_on_with_changes_nothing(ranks):
+    """Neither which rows are multiplied nor when gradients are added up: the others would wait for another number."""
+    for found in found_by(ranks, "quick"):
+        by_way, made_twice = found["looked on"]
+        first = by_way["nobody"]
+        assert first[1][:2].all() and not first[1][2:6].any()
+        for others in by_way.values():
+            for ours, expected in zip(others, first, strict=True):
+                assert_bitwise_equal(ours, expected)
+        assert not made_twice
+
+
 # --------------------------------------------------------------------------------------------------------------- errors
 
 @pytest.mark.parametrize("ranks", RANKS)

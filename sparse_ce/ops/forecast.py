@@ -118,3 +118,10 @@ def hooked() -> bool:
     """Whether saved tensors go through hooks: checkpointing and offloading free memory between forward and backward,
     which a gradient made ahead would take again; and of what a hook returns autograd asks for no version."""
     return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+
+
+def checkpointed() -> bool:
+    """Whether these hooks are those of checkpointing, which runs a forward anew, its collectives too: on all ranks of a
+    group or on none. Other hooks one rank may have alone, and no collective may hang on them."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return hooks is not None and hooks[0].__module__ == "torch.utils.checkpoint"

@@ -16,7 +16,7 @@ from .. import reference
 from ..arguments import CHUNKS, Arguments, Chunks, arithmetic_dtype, split
 from ..errors import fail
 from ..guarded import times
-from ..tracing import eager
+from ..tracing import eager, traced
 from . import forecast
 from .cross_entropy import refuse_other_grads
 from .library import composite, needs_grad, ops, register_autograd, register_composition
@@ -135,7 +135,7 @@ class _Rows:
         counts = ~reference.ignored_rows(a, self.all)
         self.live: Optional[Tensor] = None  # (n,), those that are multiplied, in turn, or None: all as they are
         self.counts: Optional[Tensor] = counts
-        if eager() and head.input.is_cpu and not shard.shares_rows:
+        if not traced() and head.input.is_cpu and not shard.shares_rows:  # on all ranks, whoever looks on
             self.counts = None
             if not bool(counts.all()):
                 self.live = counts.nonzero()[:, 0]
@@ -283,7 +283,7 @@ class _ShardedLinear(torch.autograd.Function):
                 unknown = input.new_zeros(shard.rows(input), dtype=arithmetic_dtype(input.dtype))
                 divisor = ops.loss_mean(unknown, mean.normalizer, *a.target, mean.row_weight)[1]
                 half = any(t is not None and want and t.dtype == torch.float16 for t, want in zip(head, of_head))
-                in_vain = forecast.hooked() or forecast.made_in_vain(*shard.calls(unknown.dtype, wanted.entropy))
+                in_vain = forecast.checkpointed() or forecast.made_in_vain(*shard.calls(unknown.dtype, wanted.entropy))
                 if any(ctx.making) and not half and not in_vain:
                     of_rows = _of_rows(torch.ones_like(divisor), divisor, mean.row_weight, shard.rows(input))
             out, ctx.made = _forward(head, a, asked, chunks, shard, of_rows, ctx.making)
