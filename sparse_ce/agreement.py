@@ -2,11 +2,15 @@
 was given, or that it refuses it. Where one does, or they do not fit together, all raise, and nobody waits."""
 
 import functools
+import inspect
 import threading
+from numbers import Number
 from typing import Any, Callable, Dict, List, NamedTuple, TypeVar
 
 import torch
+from torch import Tensor
 
+from .arguments import is_distributed
 from .errors import fail
 from .tracing import VALIDATES, traced
 
@@ -29,6 +33,7 @@ class Given(NamedTuple):
 
 class _Thread(threading.local):
     told = 0  # so many times
+    call: Dict[str, Any] = {}  # what is alike of the public one that runs
 
 
 _thread = _Thread()
@@ -49,22 +54,50 @@ def agreed(function: _F) -> _F:
     def telling(*args: Any, **named: Any) -> Any:
         if torch.compiler.is_compiling():
             return function(*args, **named)
-        before = _thread.told
+        told, call, given = _thread.told, _thread.call, named
         try:
+            given = inspect.getcallargs(function, *args, **named)
+            _thread.call = call or _alike(function, given)
             return function(*args, **named)
         except Exception as error:
-            group = named.get("group")
-            group = getattr(group, "group", group)  # of a SequenceGroup
-            if _thread.told == before and hasattr(group, "group_name") and talks():
+            group = _group_of(given)
+            if _thread.told == told and hasattr(group, "group_name") and talks():
                 _tell(group, f"{type(error).__name__}: {error}")
             raise
+        finally:
+            _thread.call = call
 
     return telling  # type: ignore[return-value]
+
+
+def _alike(function: Callable[..., Any], given: Dict[str, Any]) -> Dict[str, Any]:
+    """By name: numbers and words as a call is ``given`` them, of all else whether it is there, and what says which
+    gradients are added up over the ranks."""
+    found: Dict[str, Any] = {"the function": function.__name__}
+    for name, value in given.items():
+        if name != "vocab_start":
+            found[name] = value if value is None or isinstance(value, (Number, str, torch.dtype)) else "a value"
+    for name in ("input",) * ("linear_weight" in given) + ("logit_scale",):
+        t = given.get(name)
+        found[f"{name}.requires_grad"] = isinstance(t, Tensor) and t.requires_grad and torch.is_grad_enabled()
+    return found
+
+
+def _group_of(given: Dict[str, Any]) -> Any:
+    """Whose ranks share the classes out of a call that is ``given`` these, DTensors perhaps."""
+    group = given.get("group")
+    placed: Any = given["linear_weight"] if "linear_weight" in given else given.get("input", given.get("student"))
+    if group is None and is_distributed(placed):
+        from .placed import group_of_classes
+
+        return group_of_classes(placed, 0 if "linear_weight" in given else placed.dim() - 1)
+    return getattr(group, "group", group)  # of a SequenceGroup
 
 
 def agree(group: str, given: Given) -> None:
     """Of a group of that name."""
     c10d: Any = torch.distributed.distributed_c10d
+    given = given._replace(alike={**_thread.call, **given.alike})
     everybody = _tell(c10d._resolve_process_group(group), given)
     for rank, other in enumerate(everybody):
         if isinstance(other, str):
@@ -74,10 +107,11 @@ def agree(group: str, given: Given) -> None:
               for rank, o in enumerate(everybody)]
         fail("vocab_start and num_classes must part all classes among the ranks of the group, without a gap or an "
              f"overlap, got {', '.join(of)}")
-    for name in given.alike:
-        values = [str(other.alike.get(name)) for other in everybody]  # NaN is the same as NaN
-        if len({*values}) > 1:
-            fail(f"{name} must be the same on every rank of the group, got {', '.join(values)} in their order")
+    for name in dict.fromkeys(name for other in everybody for name in other.alike):  # some know of more than others
+        values = [other.alike.get(name) for other in everybody]
+        if len({str(value) if value != value else value for value in values}) > 1:  # NaN is the same as NaN
+            fail(f"{name} must be the same on every rank of the group, got {', '.join(map(str, values))} in their "
+                 "order")
 
 
 def _parted(everybody: List[Given]) -> bool:

@@ -54,6 +54,13 @@ def dimension_of_classes(weight: Any) -> Optional[int]:
     return found
 
 
+def group_of_classes(t: Any, dim: int) -> Any:
+    """The process group that shares out the classes, ``dim``, None where none does."""
+    at = next((at for at, p in enumerate(t.placements) if isinstance(p, Shard) and p.dim == dim), None)
+    at = several(t.device_mesh, at)
+    return None if at is None else t.device_mesh.get_group(at)
+
+
 def dimension_of_sequence(hidden: Any, vocab: Optional[int]) -> Optional[int]:
     """The leading dimension of hidden states that the ranks of ``vocab``, among whom the classes of a head are shared
     out, share out too, into parts of the same size; None: there is none, or the mesh cuts those parts further."""

@@ -12,6 +12,7 @@ from typing import Any, Callable, Dict, Tuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import Shard, distribute_tensor
 
 import sparse_ce
 from linear_sharded_cases import Collectives
@@ -83,8 +84,9 @@ class Shared:
         found = sparse_ce.linear_selected_log_probs(self.hidden, self.weight, target, **{**self.named, **more})
         return found.log_probs.clamp(min=-99).sum()
 
-    def linear_row_loss(self, target: Any = LABELS, **more: Any) -> Tensor:
-        return sparse_ce.linear_row_loss(row_loss, self.hidden, self.weight, target, **{**self.named, **more})
+    def linear_row_loss(self, target: Any = LABELS, learns: bool = True, **more: Any) -> Tensor:
+        hidden = self.hidden.requires_grad_(learns)
+        return sparse_ce.linear_row_loss(row_loss, hidden, self.weight, target, **{**self.named, **more})
 
     def linear_topk_log_probs(self, k: int = 2, **more: Any) -> Tensor:
         return sparse_ce.linear_topk_log_probs(self.hidden, self.weight, k, **{**self.named, **more}).values.sum()
@@ -98,6 +100,10 @@ class Shared:
         group = sparse_ce.SequenceGroup(self.named["group"])
         return sparse_ce.linear_cross_entropy(self.hidden[:rows], self.weight, labels,
                                               **{**self.named, "group": group, **more})
+
+    def _placed(self, bias: int = CLASSES) -> Tensor:
+        weight = distribute_tensor(WEIGHT, dist.init_device_mesh("cpu", (3,)), [Shard(0)])
+        return sparse_ce.linear_cross_entropy(HIDDEN, weight, LABELS, linear_bias=torch.zeros(bias).double())
 
     def topk_in_sequence(self, k: int = 2, **more: Any) -> Tensor:
         group = sparse_ce.SequenceGroup(self.named["group"])
@@ -119,17 +125,31 @@ REFUSED: Dict[str, Tuple[str, Dict[str, Any]]] = {
     "linear_cross_entropy, the second chunk": ("linear_cross_entropy", dict(
         target=torch.tensor([0, 1, 5, 12]), chunk_rows=1)),
     "linear_distillation_loss, alpha": ("linear_distillation_loss", dict(alpha=2.0)),
+    "a DTensor's bias": ("_placed", dict(bias=CLASSES - 1)),
 }
 # What is right and not what the others are given, and its name in the error.
 DIFFERENT: Dict[str, Tuple[str, Dict[str, Any], str]] = {
     "num_classes": ("cross_entropy", dict(num_classes=13), "num_classes"),
     "softcap": ("cross_entropy", dict(softcap=3.0), "softcap"),
-    "entropy": ("selected_log_probs", dict(return_entropy=True), "entropy"),
+    "entropy": ("selected_log_probs", dict(return_entropy=True), "return_entropy"),
     "k": ("topk_log_probs", dict(k=3), "k"),
     "chunk_rows": ("linear_cross_entropy", dict(chunk_rows=3), "chunk_rows"),
-    "reduction": ("linear_cross_entropy", dict(reduction="none"), "mean"),
+    "reduction": ("linear_cross_entropy", dict(reduction="none"), "reduction"),
+    "reduction of logits": ("cross_entropy", dict(reduction="sum"), "reduction"),
+    "reduction of a row loss": ("linear_row_loss", dict(reduction="none"), "reduction"),
+    "alpha": ("distillation_loss", dict(alpha=1.0), "alpha"),
+    "row_weight": ("cross_entropy", dict(row_weight=torch.ones(4)), "row_weight"),
+    "a learned scale": ("cross_entropy", dict(logit_scale=torch.ones((), requires_grad=True)),
+                        "logit_scale.requires_grad"),
+    "values that learn": ("cross_entropy", dict(target=(TOP_K[0], TOP_K[1].clone().requires_grad_())),
+                          "the values' requires_grad"),
+    "hidden states": ("linear_row_loss", dict(learns=False), "input.requires_grad"),
+    "ignored rows": ("linear_cross_entropy", dict(target=torch.tensor([0, -100, 5, -100])),
+                     "the number of rows that count"),
     "rows": ("in_sequence", dict(rows=1, target=LABELS[:3]), "the number of rows"),
 }
+# What the others are given, where that is not nothing.
+USUAL: Dict[str, Dict[str, Any]] = {"values that learn": dict(target=TOP_K)}
 
 
 def said(call: Callable[[], Tensor]) -> Any:
@@ -155,7 +175,7 @@ def main() -> None:
     for name, (loss, wrong) in REFUSED.items():
         found[name] = said(lambda: getattr(shared(), loss)(**(wrong if rank == 1 else {})))
     for name, (loss, other, _) in DIFFERENT.items():
-        found[name] = said(lambda: getattr(shared(), loss)(**(other if rank == 1 else {})))
+        found[name] = said(lambda: getattr(shared(), loss)(**(other if rank == 1 else USUAL.get(name, {}))))
     found["NaN for padding"] = said(lambda: shared().selected_log_probs(padding_value=torch.nan))
     with Collectives() if rank == 1 else torch.no_grad():  # who looks on has a part in it as the others do
         found["one looks on"] = said(shared().cross_entropy)

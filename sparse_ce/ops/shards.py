@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from .. import reference
 from ..agreement import Given, agree, talks
 from ..arguments import Arguments, arithmetic_dtype, split
 from ..errors import fail
@@ -65,7 +66,10 @@ def check_ranks(rows: Tensor, columns: int, a: Arguments, shard: Shard, wanted: 
     if wanted is not None:
         with torch._C._AutoDispatchBelowAutograd():  # refuses a wrong target, though no class is here
             ops.select_shard(rows.new_empty(count, 0), *a, *wanted, shard.first_class)
+            counts = ~reference.ignored_rows(a, count)
         alike.update(wanted._asdict())
+        alike["the number of rows that count"] = int(counts.sum())
+        alike["the values' requires_grad"] = a.values is not None and needs_grad(a.values)
     assert a.num_classes is not None
     numbers = dict(zip(Arguments._fields[5:], a.numbers))
     agree(shard.group, Given(shard.first_class, columns, a.num_classes, dict(
