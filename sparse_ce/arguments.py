@@ -11,7 +11,7 @@ from torch.nn import Parameter
 from .entries import IGNORE_INDEX
 from .errors import fail, moving_classes
 from .parts import Parts
-from .tracing import VALIDATES, readable
+from .tracing import VALIDATES, readable, unwrapped
 
 Inplace = Literal[False, "backward", "forward"]
 Normalizer = Union[int, float, Tensor]
@@ -197,7 +197,7 @@ def taken_scale(logit_scale: Scale, shape: torch.Size, input: Tensor) -> Tuple[f
     """``logit_scale`` and ``row_scale`` of the ops, for logits of ``shape`` on the device of ``input``."""
     if not isinstance(logit_scale, Tensor):
         return logit_scale, None
-    _check_local("logit_scale", logit_scale, "pass logit_scale.full_tensor()")
+    check_local("logit_scale", logit_scale, "pass logit_scale.full_tensor()")
     if not logit_scale.dtype.is_floating_point or logit_scale.layout != torch.strided:
         fail(f"logit_scale must be a number or a strided tensor of a floating dtype, got {logit_scale.dtype}, "
              f"{logit_scale.layout}", TypeError)
@@ -219,7 +219,7 @@ def taken_weight(row_weight: Optional[Tensor], shape: torch.Size, input: Tensor)
         return None
     if not isinstance(row_weight, Tensor) or not row_weight.dtype.is_floating_point:
         fail(f"row_weight must be a tensor of a floating dtype, got {_described(row_weight)}", TypeError)
-    _check_local("row_weight", row_weight, "pass row_weight.full_tensor()")
+    check_local("row_weight", row_weight, "pass row_weight.full_tensor()")
     if row_weight.shape != shape[:-1]:
         fail(f"row_weight must be of the leading shape {list(shape[:-1])}, got {list(row_weight.shape)}")
     if row_weight.device != input.device:
@@ -248,7 +248,7 @@ def _check_normalizer_tensor(normalizer: Tensor) -> None:
     if normalizer.dtype.is_complex or normalizer.layout != torch.strided:
         fail(f"normalizer must be a strided tensor of real numbers, got {normalizer.dtype}, {normalizer.layout}",
              TypeError)
-    _check_local("normalizer", normalizer, "pass normalizer.full_tensor()")
+    check_local("normalizer", normalizer, "pass normalizer.full_tensor()")
     if normalizer.numel() == 0:
         fail(f"normalizer must have at least one element, got {list(normalizer.shape)}")
     if not readable(normalizer, wait=VALIDATES):
@@ -342,6 +342,7 @@ def check_target(target: Parts, shape: torch.Size, input: Tensor, num_classes: O
              f"{form[target.form]}), got {list(target.shape)}{fix}")
     for name in target._present:
         part = getattr(target, name)
+        check_local("target", part, "pass its full_tensor(), of a pair or a SparseTarget those of its parts")
         if part.device != device:
             fail(f"target must be on the device of input, {device}, got {name} on {part.device}; move it with "
                  f".to({str(device)!r})", RuntimeError)
@@ -381,7 +382,7 @@ def _check_floating(name: str, t: Optional[Tensor], fix: str) -> None:
         fail(f"{name} must be float16, bfloat16, float32 or float64, got {t.dtype}", TypeError)
     if t.layout != torch.strided:
         fail(f"{name} must be strided, got layout {t.layout}")
-    _check_local(name, t, fix)
+    check_local(name, t, fix)
 
 
 def is_distributed(t: object) -> bool:
@@ -391,8 +392,9 @@ def is_distributed(t: object) -> bool:
     return type(t) is not Tensor and type(t) is not Parameter and hasattr(type(t), "full_tensor")
 
 
-def _check_local(name: str, t: Tensor, fix: str) -> None:
+def check_local(name: str, t: Tensor, fix: str) -> None:
     """A shard knows neither the other classes nor whether the processes' gradients are to be added or averaged."""
+    t = unwrapped(t)
     if is_distributed(t):
         fail(f"{name} must be a tensor that this process holds in full, got a DTensor with placements "
              f"{list(getattr(t, 'placements'))}; {fix}", TypeError)

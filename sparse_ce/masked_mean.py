@@ -5,7 +5,7 @@ from typing import Sequence, Tuple, Union
 import torch
 from torch import Tensor
 
-from .arguments import arithmetic_dtype
+from .arguments import arithmetic_dtype, check_local
 from .errors import check, fail
 from .ops.masked_mean import masked_mean as masked_mean_op
 
@@ -72,6 +72,7 @@ def _check_call(input: Tensor, mask: Tensor, dim: Union[int, Sequence[int], None
         check(isinstance(t, Tensor), f"{name} must be a tensor, got {type(t).__name__}", TypeError)
         if t.layout != torch.strided:
             fail(f"{name} must be strided, got layout {t.layout}; convert it with .to_dense()")
+        check_local(name, t, f"pass {name}.full_tensor(), or {name}.to_local() where a mean of what is here is meant")
     if input.dtype not in _INPUT_DTYPES and (input.dtype.is_floating_point or input.dtype.is_complex):
         fail(f"input must be of dtype float16, bfloat16, float32, float64, integer or bool, got {input.dtype}",
               TypeError)

@@ -96,7 +96,7 @@ class Rows(NamedTuple):
             placed: Any = t
             if placed.device_mesh != self.mesh:
                 fail(f"{name} must be on the mesh of the logits, {self.mesh}, got {placed.device_mesh}")
-            if any(p.is_shard() and p.dim >= len(self.leading) for p in placed.placements):
+            if any(p.is_partial() or p.is_shard() and p.dim >= len(self.leading) for p in placed.placements):
                 refuse_placements(name, placed, "Replicate or Shard of a leading dimension", self.placements)
             if placed.placements != self.placements:
                 placed = placed.redistribute(placements=self.placements)

@@ -377,6 +377,14 @@ def refusals() -> Dict[str, str]:
         "head's mesh": lambda: of_head(at(hidden, R, R), at(weight, Shard(0), mesh=row), labels),
         "bias": lambda: of_head(hidden, at(weight, R, Shard(0)), labels, linear_bias=torch.zeros(4)),
         "named": lambda: of_head(hidden, at(weight, Shard(0), mesh=named), labels),
+        "labels to be added up": lambda: loss(at(x, R, Shard(1)), DTensor.from_local(
+            labels, grid, [Partial(), R])),
+        "weights to be added up": lambda: loss(at(x, Shard(0), R), labels, row_weight=DTensor.from_local(
+            torch.ones(4), grid, [R, Partial()])),
+        "placed labels alone": lambda: loss(x, at(labels, R, R)),
+        "placed pair alone": lambda: of_head(hidden, weight, tuple(at(t, R, R) for t in pairs)),
+        "torch.func": lambda: torch.func.grad(lambda x: loss(x, labels))(at(x, Shard(0), R)),
+        "masked_mean": lambda: sparse_ce.masked_mean(at(x, Shard(0), R), x > 0),
         "fsdp": lambda: of_head(hidden, fully_shard(head, mesh=row).weight, labels),
     }
     found = {}

@@ -21,9 +21,9 @@ from placement_world import WORLD, D
 
 QUICK = list(placement_cases.cases(slow=False))
 SLOW = [case for case in placement_cases.cases(slow=True) if case not in QUICK]
-NOT_HERE = ("sparse_ce: linear_weight must be a tensor that this process holds in full, got a DTensor with placements "
-            "[Shard(dim=0)]; compute the loss in the forward of the module that fully_shard was given the head with, "
-            "or unshard it before, head.unshard()")
+HELD = "must be a tensor that this process holds in full, got a DTensor with placements"
+NOT_HERE = (f"sparse_ce: linear_weight {HELD} [Shard(dim=0)]; compute the loss in the forward of the module that "
+            "fully_shard was given the head with, or unshard it before, head.unshard()")
 REFUSED = {
     "partial": "input must be placed Replicate or Shard on each mesh dimension, its last dimension on one at most, got "
                "a DTensor with placements [Partial(sum)]; pass input.redistribute(placements=[Replicate()])",
@@ -39,6 +39,14 @@ REFUSED = {
     "weight": "linear_weight must be placed Replicate, or Shard(0) on one mesh dimension",
     "head's mesh": "linear_weight must be on the mesh of input",
     "bias": "linear_bias must be (8,), or a DTensor of that shape, got [4]",
+    "labels to be added up": "target must be placed Replicate or Shard of a leading dimension, got a DTensor with "
+                             "placements [Partial(sum), Replicate()]; pass "
+                             "target.redistribute(placements=[Replicate(), Replicate()])",
+    "weights to be added up": "pass row_weight.redistribute(placements=[Shard(dim=0), Replicate()])",
+    "placed labels alone": f"target {HELD} [Replicate(), Replicate()]; pass its full_tensor()",
+    "placed pair alone": f"target {HELD} [Replicate(), Replicate()]; pass its full_tensor()",
+    "torch.func": f"input {HELD} [Shard(dim=0), Replicate()]; pass input.full_tensor()",
+    "masked_mean": f"input {HELD} [Shard(dim=0), Replicate()]; pass input.full_tensor()",
     "named": NOT_HERE,
     "fsdp": NOT_HERE,
 }
