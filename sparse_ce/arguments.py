@@ -370,6 +370,7 @@ def _check_weight(weight: Tensor) -> None:
         fail(f"weight must be a tensor, got {type(weight).__name__}", TypeError)
     if not weight.dtype.is_floating_point:
         fail(f"weight must be of a floating dtype, got {weight.dtype}", TypeError)
+    check_local("weight", weight, "pass weight.full_tensor()")
     if weight.requires_grad:
         fail("weight must be a tensor that does not require grad, got one that does; pass weight.detach()")
 
@@ -394,7 +395,6 @@ def is_distributed(t: object) -> bool:
 
 def check_local(name: str, t: Tensor, fix: str) -> None:
     """A shard knows neither the other classes nor whether the processes' gradients are to be added or averaged."""
-    t = unwrapped(t)
-    if is_distributed(t):
+    if is_distributed(t := unwrapped(t)):
         fail(f"{name} must be a tensor that this process holds in full, got a DTensor with placements "
              f"{list(getattr(t, 'placements'))}; {fix}", TypeError)

@@ -176,8 +176,8 @@ def linear_distillation_loss(
     of_rows = functools.partial(_of_rows, of_kind)
     if isinstance(labels, Tensor) and labels.layout == torch.strided and holds_integers(labels):
         labels = as_index(labels, "labels")
-    if 0 < alpha < 1 and temperature == 1 and _is_labels(labels, shape) and given.form != "jagged" and not _learned(
-            given):
+    if 0 < alpha < 1 and temperature == 1 and _is_labels(labels, shape) and given.form != "jagged" and not (
+            _learned(given) or arguments.is_distributed(given.indices)):  # which the loss of the one or other refuses
         assert isinstance(labels, Tensor)
         if ignore_index != IGNORE_INDEX:  # then -100 is an error, as any other index that is no class
             labels = torch.where(labels == ignore_index, IGNORE_INDEX, labels.masked_fill(labels == IGNORE_INDEX, -1))
@@ -248,7 +248,8 @@ def _each(normalizer: Union[None, Normalizer, Normalizers]) -> Tuple[Optional[No
 
 
 def _is_labels(labels: Any, shape: torch.Size) -> bool:
-    return (isinstance(labels, Tensor) and labels.layout == torch.strided and labels.shape == shape[:-1]
+    return (isinstance(labels, Tensor) and not arguments.is_distributed(labels)
+            and labels.layout == torch.strided and labels.shape == shape[:-1]
             and labels.dtype in (torch.int64, torch.int32))
 
 

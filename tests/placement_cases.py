@@ -383,6 +383,11 @@ def refusals() -> Dict[str, str]:
             torch.ones(4), grid, [R, Partial()])),
         "placed labels alone": lambda: loss(x, at(labels, R, R)),
         "placed pair alone": lambda: of_head(hidden, weight, tuple(at(t, R, R) for t in pairs)),
+        "placed labels of a distillation": lambda: sparse_ce.linear_distillation_loss(
+            hidden, weight, pairs, at(labels, R, R), alpha=0.5),
+        "placed teacher": lambda: sparse_ce.linear_distillation_loss(
+            hidden, weight, tuple(at(t, R, R) for t in pairs), labels, alpha=0.5),
+        "placed class weights": lambda: loss(x, labels, at(torch.ones(8), R, R)),
         "torch.func": lambda: torch.func.grad(lambda x: loss(x, labels))(at(x, Shard(0), R)),
         "masked_mean": lambda: sparse_ce.masked_mean(at(x, Shard(0), R), x > 0),
         "fsdp": lambda: of_head(hidden, fully_shard(head, mesh=row).weight, labels),
