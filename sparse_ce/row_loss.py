@@ -70,8 +70,8 @@ def linear_row_loss(
             are not used), and must give each row what that row alone determines. What requires grad reaches it as a
             row argument; through its closure is an error where the gradients are made in forward.
         input, linear_weight, linear_bias: as for :func:`sparse_ce.linear_cross_entropy`.
-        target: as ``indices`` of :func:`sparse_ce.selected_log_probs`.
-        row_args: tensors ``(*leading, ...)`` or targets of the leading shape; may require grad.
+        target: as ``indices`` of :func:`sparse_ce.selected_log_probs`; its values may require grad.
+        row_args: tensors ``(*leading, ...)`` or targets of the leading shape; they, or their values, may require grad.
         reduction: ``"none"``, ``"sum"`` or ``"mean"`` over the rows that count; a mean over nothing is 0.
         normalizer: as for :func:`sparse_ce.cross_entropy`.
         has_aux: ``fn`` also returns a dict of tensors (rows,), which come back detached, in the leading shape, 0 in
@@ -139,7 +139,7 @@ def linear_row_loss(
     divisor = torch.where(divisor == 0, torch.inf, divisor)
     call = _Call(fn, wanted, has_aux, live, divisor, step, chunks.float32_logits, shard, [])
     head = Head(rows.input, linear_weight, linear_bias)
-    tensors = [t for t in rows.row_args if isinstance(t, Tensor)]
+    tensors = rows.tensors
     half = any(t is not None and t.dtype == torch.float16 and t.requires_grad for t in head)
     plain = (eager() and reduction != "none" and needs_grad(*head, *tensors) and not composite(input) and not half
              and not forecast.hooked()
@@ -170,8 +170,8 @@ class _Rows(NamedTuple):
     def at(self, rows: Any, input: Tensor) -> "_Rows":
         scale = self.a.row_scale
         a = self.a if scale is None or scale.dim() == 0 else self.a._replace(row_scale=scale[rows])
-        return self._replace(input=input, target=self.target[rows].compact(), a=a,
-                             row_args=[t[rows] for t in self.row_args])
+        return self._replace(input=input, target=self.target[rows].compact(), a=a, row_args=[
+            t[rows].compact() if isinstance(t, SparseTarget) else t[rows] for t in self.row_args])
 
     @property
     def arguments(self) -> Arguments:
@@ -184,6 +184,28 @@ class _Rows(NamedTuple):
     def given(self) -> Any:
         plain = self.unwrap and self.target.offsets is None and self.target.values is None
         return self.target.indices if plain else self.target
+
+    @property
+    def tensors(self) -> List[Tensor]:
+        """What may require grad of what ``fn`` is given: row arguments that are tensors, and the values of targets."""
+        each = [t.values if isinstance(t, SparseTarget) else t for t in (*self.row_args, self.target)]
+        return [t for t in each if t is not None]
+
+    def holding(self, tensors: Sequence[Tensor]) -> "_Rows":
+        """The same with these for ``tensors``."""
+        given = iter(tensors)
+
+        def held(t: Any) -> Any:
+            if not isinstance(t, SparseTarget):
+                return next(given)
+            return t if t.values is None else t._replace(t.indices, next(given), t.offsets, t.row_mask)
+
+        *row_args, target = map(held, (*self.row_args, self.target))
+        return self._replace(row_args=row_args, target=target)
+
+    def numbered(self) -> "_Rows":
+        """The same holding numbers: those that a chunk holds are where its ``tensors`` are in these."""
+        return self.holding([torch.arange(t.shape[0], device=t.device) for t in self.tensors])
 
 
 class _Call(NamedTuple):
@@ -220,11 +242,10 @@ def _spread_each(aux: Dict[str, Tensor], *to: Any) -> Dict[str, Tensor]:
     return {name: _spread(t, *to) for name, t in aux.items()}
 
 
-def _losses(out: Selected, rows: _Rows, call: _Call, live: Optional[Tensor],
-            row_args: Sequence[Any]) -> Tuple[Tensor, Dict[str, Tensor]]:
+def _losses(out: Selected, rows: _Rows, call: _Call, live: Optional[Tensor]) -> Tuple[Tensor, Dict[str, Tensor]]:
     """The losses (rows,) that ``fn`` gives, 0 where a row does not count, and what it tells besides."""
     out = Selected(*(t.clone() for t in out))  # fn may write into what it is given
-    losses: Any = call.fn(result(out, call.wanted, out.log_probs.shape, out.lse.shape), rows.given(), *row_args)
+    losses: Any = call.fn(result(out, call.wanted, out.log_probs.shape, out.lse.shape), rows.given(), *rows.row_args)
     told: Dict[str, Tensor] = {}
     if call.has_aux:
         if not isinstance(losses, tuple) or len(losses) != 2 or not isinstance(losses[1], dict):
@@ -249,11 +270,11 @@ def _losses(out: Selected, rows: _Rows, call: _Call, live: Optional[Tensor],
 
 def _four_products(head: Head, rows: _Rows, call: _Call) -> Tuple[Tensor, Dict[str, Tensor]]:
     out = linear_select(head, rows.arguments, call.wanted, Chunks(call.step, call.float32_logits), call.shard)
-    return _losses(out, rows, call, call.live, rows.row_args)
+    return _losses(out, rows, call, call.live)
 
 
 class _LinearRowLoss(torch.autograd.Function):
-    """The loss and aux, with the gradients for the head and for the row arguments."""
+    """The loss and aux, with the gradients for the head and for the ``tensors`` of the rows."""
 
     @staticmethod
     def forward(ctx: Any, input: Tensor, linear_weight: Tensor, linear_bias: Optional[Tensor], rows: _Rows,
@@ -273,9 +294,7 @@ class _LinearRowLoss(torch.autograd.Function):
         input, linear_weight, linear_bias, *tensors = ctx.saved_tensors
         head = Head(input, linear_weight, linear_bias)
         (expected, gradients), ctx.made = ctx.made, (None, None)  # handed out once: their new owner may overwrite them
-        given = iter(tensors)
-        rows = ctx.rows._replace(input=input, row_args=[next(given) if isinstance(t, Tensor) else t
-                                                        for t in ctx.rows.row_args])
+        rows = ctx.rows._replace(input=input).holding(tensors)
         if ctx.call.shard is not None:
             refuse_second((grad,))
             made = _three_products(head, rows, ctx.call, grad, ctx.wanted)[2] if gradients is None else scaled(
@@ -296,23 +315,22 @@ class _LinearRowLoss(torch.autograd.Function):
 
 def _three_products(head: Head, rows: _Rows, call: _Call, upstream: Tensor,
                     wanted: Sequence[bool]) -> Tuple[Tensor, Dict[str, Tensor], List[Optional[Tensor]]]:
-    """loss (), aux and the gradients for input, weight, bias and each tensor among the row arguments, for the upstream
+    """loss (), aux and the gradients for input, weight, bias and each of the rows' ``tensors``, for the upstream
     gradient of the loss."""
     count = rows.input.shape[0] if call.shard is None else call.shard.rows(rows.input)
     classes = rows.a.num_classes if call.shard is None else classes_here(head.linear_weight, rows.a, call.shard)
     gradients = new_gradients(head, classes, wanted[:3], count <= call.step, call.shard)
-    of_args = [torch.zeros_like(t) if want else None
-               for t, want in zip((t for t in rows.row_args if isinstance(t, Tensor)), wanted[3:])]
+    of_args = [torch.zeros_like(t) if want else None for t, want in zip(rows.tensors, wanted[3:])]
+    numbered = rows.numbered() if any(wanted[3:]) else None
     total = torch.zeros((), dtype=call.divisor.dtype, device=head.input.device)
     aux: Dict[str, Tensor] = {}
     for (here, (at, chunk), of_chunk, a), z, out in _selected(head, rows, call):
         live = None if call.live is None else call.live[at]
         with torch.enable_grad():
             leaves = Selected(*(t.detach().requires_grad_(t.is_floating_point()) for t in out))
-            given = iter(wanted[3:])
-            args = [t.detach().requires_grad_(next(given)) if isinstance(t, Tensor) else t for t in chunk.row_args]
-            losses, told = _losses(leaves, chunk, call, live, args)
-            tensors = [t for t in args if isinstance(t, Tensor) and t.requires_grad]
+            args = [t.detach().requires_grad_(want) for t, want in zip(chunk.tensors, wanted[3:])]
+            losses, told = _losses(leaves, chunk.holding(args), call, live)
+            tensors = [t for t in args if t.requires_grad]
             _check_closure(losses, (*leaves, *tensors))
         total += losses.detach().sum()
         for name, t in told.items():
@@ -321,11 +339,11 @@ def _three_products(head: Head, rows: _Rows, call: _Call, upstream: Tensor,
         add_chunk(gradients, of_chunk, here, z, a, call.wanted, out, found[:len(leaves) - 1])
         del z  # before the next chunk's are made
         of_tensors = iter(found[len(leaves) - 1:])
-        for gradient in of_args:
-            if gradient is not None:
-                part = next(of_tensors)
-                if part is not None:
-                    gradient[at] = part
+        places = [] if numbered is None else numbered.at(at, chunk.input).tensors
+        for gradient, place in zip(of_args, places):
+            part = None if gradient is None else next(of_tensors)
+            if gradient is not None and part is not None:
+                gradient.index_add_(0, place, part)  # entries of other rows that a jagged chunk keeps have 0
     if call.has_aux and count == 0:  # its names at least
         with torch.no_grad():
             aux = _four_products(head, rows, call)[1]

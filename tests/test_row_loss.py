@@ -6,9 +6,10 @@ import torch.nn.functional as F
 from torch.autograd import gradcheck, gradgradcheck
 from torch.utils.checkpoint import checkpoint
 
-from cases import FORMS, Draw
+from cases import FORMS, WITH_VALUES, Draw
 from close import assert_bitwise_equal
 from sparse_ce import LogProbs, SparseTarget, linear_cross_entropy, linear_row_loss, linear_selected_log_probs, row_loss
+from sparse_ce.target import as_ids
 
 ASKED = dict(return_log_rest=True, return_entropy=True, return_mean_logit=True)
 
@@ -147,6 +148,30 @@ def test_any_one_gradient(wanted, device):
         loss = loss if reduction == "mean" else loss.sum() / (~case.ignored).sum()
         grads.append(torch.autograd.grad(loss, leaves[wanted.index(True)])[0])
     torch.testing.assert_close(*grads)
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("form", WITH_VALUES)
+def test_values_of_targets_have_gradients(form, frozen, device):
+    case, hidden, weight, *_ = example(form, device)
+
+    def cross_entropy(out, target, teacher):
+        weights = (target.values + 2 * teacher.values).exp()
+        terms = torch.where(out.log_probs.isneginf(), 0.0, out.log_probs) * weights
+        return (terms.sum(1) if target.offsets is None
+                else terms.new_zeros(len(target)).index_add(0, target.row_indices(), terms))
+
+    grads = []
+    for reduction in ("sum", "none"):
+        leaves = [case.values.clone().requires_grad_(), (case.values / 2).requires_grad_(),
+                  hidden.clone().requires_grad_(not frozen)]
+        teacher = as_ids(case.build(leaves[1]), torch.Size((*case.shape, 23)))
+        loss = linear_row_loss(cross_entropy, leaves[2], weight[:23], case.build(leaves[0]), teacher, chunk_rows=5,
+                               reduction=reduction).sum()
+        grads.append(torch.autograd.grad(loss, leaves[:3 - frozen], retain_graph=True))
+        torch.testing.assert_close(torch.autograd.grad(loss, leaves[:3 - frozen]), grads[0])  # once more
+    torch.testing.assert_close(*grads)
+    assert grads[0][0].any() and grads[0][1].any()
 
 
 def test_gradcheck_of_first_and_second_order(device):
