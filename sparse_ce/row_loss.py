@@ -9,11 +9,12 @@ from torch import Tensor
 
 from . import arguments, reference
 from .agreement import agreed
-from .arguments import Arguments, Chunks, Normalizer, Scale
+from .arguments import Chunks, Normalizer, Scale
 from .autocast import as_linear_multiplies
-from .entries import IGNORE_INDEX, NO_MARK
+from .entries import IGNORE_INDEX
 from .errors import fail
 from .log_probs import checked_padding, result, select_arguments
+from .loss_rows import Rows, flat, spread, spread_each
 from .losses import Reduction
 from .ops import forecast
 from .ops.library import composite, needs_grad
@@ -66,9 +67,10 @@ def linear_row_loss(
     Args:
         fn: ``fn(log_probs, target, *row_args) -> (rows,)``, or with ``has_aux`` ``((rows,), {name: (rows,)})``.
             ``log_probs`` is a :class:`LogProbs`; ``target`` and ``row_args`` are cut to its rows, all with one leading
-            dimension. It gets rows that count, any number of them (on CUDA also others, with outputs of 0, whose losses
-            are not used), and must give each row what that row alone determines. What requires grad reaches it as a
-            row argument; through its closure is an error where the gradients are made in forward.
+            dimension, and copied: it may write into them. It gets rows that count, any number of them (on CUDA also
+            others, with outputs, row arguments and values of 0, whose losses are not used), and must give each row what
+            that row alone determines. What requires grad reaches it as a row argument; through its closure is an error
+            where the gradients are made in forward.
         input, linear_weight, linear_bias: as for :func:`sparse_ce.linear_cross_entropy`.
         target: as ``indices`` of :func:`sparse_ce.selected_log_probs`; its values may require grad.
         row_args: tensors ``(*leading, ...)`` or targets of the leading shape; they, or their values, may require grad.
@@ -120,8 +122,8 @@ def linear_row_loss(
     input, linear_weight, linear_bias = as_linear_multiplies(input, linear_weight, linear_bias)
     leading, count = shape[:-1], math.prod(shape[:-1])
     counts = ~reference.ignored_rows(a, count)
-    rows = _Rows(input.reshape(math.prod(input.shape[:-1]), input.shape[-1]), ids.flatten(),
-                 list(map(functools.partial(_flat, leading), row_args)), a, not isinstance(target, SparseTarget))
+    rows = Rows(input.reshape(math.prod(input.shape[:-1]), input.shape[-1]), ids.flatten(),
+                 list(map(functools.partial(flat, leading), row_args)), a, not isinstance(target, SparseTarget))
     shares_rows = shard is not None and shard.shares_rows
     if eager() and input.is_cpu and not composite(input) and not shares_rows and not bool(counts.all()):
         here = counts.nonzero()[:, 0]
@@ -140,7 +142,7 @@ def linear_row_loss(
     call = _Call(fn, wanted, has_aux, live, divisor, step, chunks.float32_logits, shard, [])
     head = Head(rows.input, linear_weight, linear_bias)
     tensors = rows.tensors
-    half = any(t is not None and t.dtype == torch.float16 and t.requires_grad for t in head)
+    half = any(t is not None and t.dtype == torch.float16 and t.requires_grad for t in (*head, *tensors))
     plain = (eager() and reduction != "none" and needs_grad(*head, *tensors) and not composite(input) and not half
              and not forecast.hooked()
              and not (a.row_scale is not None and a.row_scale.requires_grad))
@@ -154,58 +156,8 @@ def linear_row_loss(
         losses, aux = _four_products(head, rows, call)
         loss = losses if reduction == "none" else losses.sum() / call.divisor
     if reduction == "none":
-        loss = _spread(loss, counts, live, leading)
-    return (loss, _spread_each(aux, counts, live, leading)) if has_aux else loss
-
-
-class _Rows(NamedTuple):
-    """What is cut to a chunk; all with one leading dimension."""
-
-    input: Tensor
-    target: SparseTarget
-    row_args: Sequence[Any]
-    a: Arguments
-    unwrap: bool  # fn is given a tensor, as the caller gave one
-
-    def at(self, rows: Any, input: Tensor) -> "_Rows":
-        scale = self.a.row_scale
-        a = self.a if scale is None or scale.dim() == 0 else self.a._replace(row_scale=scale[rows])
-        return self._replace(input=input, target=self.target[rows].compact(), a=a, row_args=[
-            t[rows].compact() if isinstance(t, SparseTarget) else t[rows] for t in self.row_args])
-
-    @property
-    def arguments(self) -> Arguments:
-        target, mark = self.target, self.a.ignore_index
-        if not self.unwrap and mark != IGNORE_INDEX and mark != NO_MARK:
-            target = target._marked(mark)
-        flat = target.flatten()
-        return self.a._replace(indices=flat.indices, values=flat.values, offsets=flat.offsets, row_mask=flat.row_mask)
-
-    def given(self) -> Any:
-        plain = self.unwrap and self.target.offsets is None and self.target.values is None
-        return self.target.indices if plain else self.target
-
-    @property
-    def tensors(self) -> List[Tensor]:
-        """What may require grad of what ``fn`` is given: row arguments that are tensors, and the values of targets."""
-        each = [t.values if isinstance(t, SparseTarget) else t for t in (*self.row_args, self.target)]
-        return [t for t in each if t is not None]
-
-    def holding(self, tensors: Sequence[Tensor]) -> "_Rows":
-        """The same with these for ``tensors``."""
-        given = iter(tensors)
-
-        def held(t: Any) -> Any:
-            if not isinstance(t, SparseTarget):
-                return next(given)
-            return t if t.values is None else t._replace(t.indices, next(given), t.offsets, t.row_mask)
-
-        *row_args, target = map(held, (*self.row_args, self.target))
-        return self._replace(row_args=row_args, target=target)
-
-    def numbered(self) -> "_Rows":
-        """The same holding numbers: those that a chunk holds are where its ``tensors`` are in these."""
-        return self.holding([torch.arange(t.shape[0], device=t.device) for t in self.tensors])
+        loss = spread(loss, counts, live, leading)
+    return (loss, spread_each(aux, counts, live, leading)) if has_aux else loss
 
 
 class _Call(NamedTuple):
@@ -220,31 +172,10 @@ class _Call(NamedTuple):
     names: List[str]  # of aux, once fn was called
 
 
-def _flat(leading: torch.Size, argument: Any) -> Any:
-    if isinstance(argument, SparseTarget):
-        if argument.shape != leading:
-            fail(f"row_args must be of the leading shape {list(leading)}, got {list(argument.shape)}")
-        return argument.flatten()
-    if not isinstance(argument, Tensor):
-        fail(f"row_args must be tensors or SparseTargets, got {type(argument).__name__}", TypeError)
-    if argument.shape[:len(leading)] != leading:
-        fail(f"row_args must be of the leading shape {list(leading)}, got {list(argument.shape)}")
-    return argument.reshape(math.prod(leading), *argument.shape[len(leading):])
-
-
-def _spread(t: Tensor, counts: Tensor, live: Optional[Tensor], leading: torch.Size) -> Tensor:
-    if live is None:
-        t = t.new_zeros(counts.shape[0]).index_put((counts.nonzero()[:, 0],), t)
-    return t.reshape(leading)
-
-
-def _spread_each(aux: Dict[str, Tensor], *to: Any) -> Dict[str, Tensor]:
-    return {name: _spread(t, *to) for name, t in aux.items()}
-
-
-def _losses(out: Selected, rows: _Rows, call: _Call, live: Optional[Tensor]) -> Tuple[Tensor, Dict[str, Tensor]]:
+def _losses(out: Selected, rows: Rows, call: _Call, live: Optional[Tensor]) -> Tuple[Tensor, Dict[str, Tensor]]:
     """The losses (rows,) that ``fn`` gives, 0 where a row does not count, and what it tells besides."""
     out = Selected(*(t.clone() for t in out))  # fn may write into what it is given
+    rows = rows.copied(live)
     losses: Any = call.fn(result(out, call.wanted, out.log_probs.shape, out.lse.shape), rows.given(), *rows.row_args)
     told: Dict[str, Tensor] = {}
     if call.has_aux:
@@ -268,7 +199,7 @@ def _losses(out: Selected, rows: _Rows, call: _Call, live: Optional[Tensor]) -> 
     return losses.to(out.lse.dtype), aux
 
 
-def _four_products(head: Head, rows: _Rows, call: _Call) -> Tuple[Tensor, Dict[str, Tensor]]:
+def _four_products(head: Head, rows: Rows, call: _Call) -> Tuple[Tensor, Dict[str, Tensor]]:
     out = linear_select(head, rows.arguments, call.wanted, Chunks(call.step, call.float32_logits), call.shard)
     return _losses(out, rows, call, call.live)
 
@@ -277,7 +208,7 @@ class _LinearRowLoss(torch.autograd.Function):
     """The loss and aux, with the gradients for the head and for the ``tensors`` of the rows."""
 
     @staticmethod
-    def forward(ctx: Any, input: Tensor, linear_weight: Tensor, linear_bias: Optional[Tensor], rows: _Rows,
+    def forward(ctx: Any, input: Tensor, linear_weight: Tensor, linear_bias: Optional[Tensor], rows: Rows,
                 call: _Call, *tensors: Tensor) -> Tuple[Tensor, ...]:
         ctx.wanted = (*ctx.needs_input_grad[:3], *ctx.needs_input_grad[5:])
         expected = expected_upstream(input, call.shard)
@@ -313,7 +244,7 @@ class _LinearRowLoss(torch.autograd.Function):
         return *made[:3], None, None, *made[3:]
 
 
-def _three_products(head: Head, rows: _Rows, call: _Call, upstream: Tensor,
+def _three_products(head: Head, rows: Rows, call: _Call, upstream: Tensor,
                     wanted: Sequence[bool]) -> Tuple[Tensor, Dict[str, Tensor], List[Optional[Tensor]]]:
     """loss (), aux and the gradients for input, weight, bias and each of the rows' ``tensors``, for the upstream
     gradient of the loss."""
@@ -350,7 +281,7 @@ def _three_products(head: Head, rows: _Rows, call: _Call, upstream: Tensor,
     return total / call.divisor, aux, [*complete(gradients), *of_args]
 
 
-def _selected(head: Head, rows: _Rows, call: _Call) -> Iterator[Tuple[Chunk, Tensor, Selected]]:
+def _selected(head: Head, rows: Rows, call: _Call) -> Iterator[Tuple[Chunk, Tensor, Selected]]:
     """Each chunk, its logits and what select gives."""
     def chunks() -> Iterator[Chunk]:
         for here, at, input in chunks_of(rows.input, call.step, call.shard):

@@ -119,6 +119,10 @@ def ends(case: Case, classes: int, ranks: int):
 
 def row_loss(out, target, by):
     finite = torch.where(out.lse.isinf(), 0.0, out.lse)
+    if isinstance(target, sparse_ce.SparseTarget) and target.values is not None:
+        terms = torch.where(out.log_probs.isinf(), 0.0, out.log_probs) * target.values.double().exp()
+        finite = finite + (terms.sum(1) if target.offsets is None else finite.new_zeros(len(target)).index_add(
+            0, target.row_indices(), terms))
     return by * (finite + out.log_rest.exp() + 0.3 * out.entropy) + 0.01 * out.mean_logit
 
 
@@ -144,7 +148,7 @@ def compute(case: Case, **shard: Any) -> Dict[str, torch.Tensor]:
     wanted = {"input alone": "input", "head alone": "weight bias", "bias alone": "bias", "values alone": "values",
               "no gradient": "", "inference": ""}.get(case.how, "input weight bias values by scale").split()
     leaves = {"input": head[0], "weight": head[1], "bias": head[2]}
-    if example.values is not None and case.how != "selected" and not case.how.startswith("row loss"):
+    if example.values is not None and case.how != "selected":
         leaves["values"] = example.values
     if case.how == "row weights" or case.how.startswith("row loss"):
         leaves["by"] = by

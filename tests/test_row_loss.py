@@ -257,6 +257,30 @@ def test_the_function_may_write_into_what_it_is_given(device):
     torch.testing.assert_close(*found)
 
 
+@pytest.mark.parametrize("reduction", ["sum", "none"])
+@pytest.mark.parametrize("form", ["labels-int64", "topk-target", "jagged-ranges"])
+def test_what_is_the_callers_stays_as_it_was(form, reduction, device):
+    case, hidden, weight, _, by = example(form, device)
+
+    def spoiling(out, target, by, teacher):
+        loss = (by + 0) * out.lse
+        for t in (by, target, teacher):
+            for part in [t] if isinstance(t, torch.Tensor) else [t.indices, t.values]:
+                part.mul_(0)
+        return loss
+
+    teacher = SparseTarget.from_topk(case.labels[..., None], by[..., None]) if case.labels is not None else case.target
+    given = [by, *([case.labels] if case.labels is not None else [case.target.indices, case.values]), teacher.indices,
+             teacher.values]
+    before = [t.clone() for t in given]
+    for leaf in (hidden.requires_grad_(), by.clone().requires_grad_()):  # what requires grad, too
+        loss = linear_row_loss(spoiling, hidden, weight[:23], case.target, leaf if leaf.shape == by.shape else by,
+                               teacher, reduction=reduction).sum()
+        assert loss != 0 and torch.autograd.grad(loss, leaf)[0].any()
+    for t, same in zip(given, before):
+        assert_bitwise_equal(t, same)
+
+
 def test_nothing_counts(device):
     hidden = torch.full((3, 4), torch.nan, device=device, requires_grad=True)
     head = torch.randn(7, 4, device=device, requires_grad=True)
