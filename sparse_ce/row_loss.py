@@ -2,10 +2,12 @@
 
 import functools
 import math
-from typing import Any, Callable, Dict, Iterator, List, NamedTuple, Optional, Sequence, Tuple, Union
+from contextlib import nullcontext
+from typing import Any, Callable, ContextManager, Dict, Iterator, List, NamedTuple, Optional, Sequence, Tuple, Union
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 
 from . import arguments, reference
 from .agreement import agreed
@@ -27,7 +29,7 @@ from .ops.shards import Shard, check_ranks, chunks_of, refuse_second
 from .ops.topk import linear_logits, rows_at_a_time
 from .shards import Group, on_mesh, sharded_head
 from .target import SparseTarget, Target, as_ids
-from .tracing import eager
+from .tracing import eager, traced
 
 RowFunction = Callable[..., Any]
 
@@ -87,8 +89,8 @@ def linear_row_loss(
             ``group`` as for :func:`sparse_ce.linear_cross_entropy`.
 
     With ``reduction="none"``, under ``torch.compile`` and ``torch.func``, for a ``logit_scale`` that requires grad and
-    in float16 the logits are made twice: four products; under checkpointing four or five, and seven for a gradient that
-    is differentiated again.
+    in float16 the logits are made twice: four products; under checkpointing four or five, with a ``group`` six, and
+    seven for a gradient that is differentiated again.
 
     Returns:
         The loss, float32 (float64 for float64), or ``(loss, aux)``.
@@ -125,7 +127,9 @@ def linear_row_loss(
     rows = Rows(input.reshape(math.prod(input.shape[:-1]), input.shape[-1]), ids.flatten(),
                  list(map(functools.partial(flat, leading), row_args)), a, not isinstance(target, SparseTarget))
     shares_rows = shard is not None and shard.shares_rows
-    if eager() and input.is_cpu and not composite(input) and not shares_rows and not bool(counts.all()):
+    # A mode or hooks may be those of one rank alone: with a shard they decide nothing that ranks do together.
+    seen = eager() if shard is None else not traced()
+    if seen and input.is_cpu and not composite(input) and not shares_rows and not bool(counts.all()):
         here = counts.nonzero()[:, 0]
         rows, live = rows.at(here, rows.input[here]), None
     else:
@@ -143,8 +147,8 @@ def linear_row_loss(
     head = Head(rows.input, linear_weight, linear_bias)
     tensors = rows.tensors
     half = any(t is not None and t.dtype == torch.float16 and t.requires_grad for t in (*head, *tensors))
-    plain = (eager() and reduction != "none" and needs_grad(*head, *tensors) and not composite(input) and not half
-             and not forecast.hooked()
+    plain = (seen and reduction != "none" and needs_grad(*head, *tensors) and not composite(input) and not half
+             and not (shard is None and forecast.hooked())
              and not (a.row_scale is not None and a.row_scale.requires_grad))
     if plain:
         if shard is not None:
@@ -257,7 +261,7 @@ def _three_products(head: Head, rows: Rows, call: _Call, upstream: Tensor,
     aux: Dict[str, Tensor] = {}
     for (here, (at, chunk), of_chunk, a), z, out in _selected(head, rows, call):
         live = None if call.live is None else call.live[at]
-        with torch.enable_grad():
+        with torch.enable_grad(), _unhooked():
             leaves = Selected(*(t.detach().requires_grad_(t.is_floating_point()) for t in out))
             args = [t.detach().requires_grad_(want) for t, want in zip(chunk.tensors, wanted[3:])]
             losses, told = _losses(leaves, chunk.holding(args), call, live)
@@ -300,6 +304,15 @@ def _selected(head: Head, rows: Rows, call: _Call) -> Iterator[Tuple[Chunk, Tens
         chunk = chunk._replace(a=chunk.a._replace(num_classes=None))
         yield chunk, z, select_op(z, chunk.a, call.wanted)
         del z
+
+
+def _unhooked() -> ContextManager[Any]:
+    """What is saved inside and asked for in forward: checkpointing's hooks would run forward again."""
+    return saved_tensors_hooks(_same, _same) if forecast.hooked() else nullcontext()
+
+
+def _same(t: Tensor) -> Tensor:
+    return t
 
 
 def _gradients(losses: Tensor, leaves: Sequence[Tensor], upstream: Tensor) -> List[Optional[Tensor]]:

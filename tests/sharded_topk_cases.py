@@ -9,13 +9,16 @@ Saves what was wrong in each trial: FOLDER/RANK.pt.
 import os
 import sys
 import traceback
+from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch.autograd.graph import saved_tensors_hooks
 
 import sparse_ce
+from linear_cases import Traced
 
 TRIALS = 24
 ROWS, CLASSES = 9, 203
@@ -92,12 +95,40 @@ def losses(trial, begin, end, classes, group):
                     close(mine.grad, t.grad[cut])
 
 
+def looked_upon(trial, begin, end, classes, group):
+    """By one rank alone, in a mode or in hooks of saved tensors: the others do not know."""
+    labels, advantages = torch.randint(0, classes, (ROWS,)), torch.randn(ROWS, dtype=torch.float64)
+    labels[trial % ROWS] = -100
+    teacher = sparse_ce.topk_log_probs(torch.randn(ROWS, classes, dtype=torch.float64), 6)
+    hidden, weight = torch.randn(ROWS, 8, dtype=torch.float64), torch.randn(CLASSES, 8, dtype=torch.float64)
+
+    def policy_gradient(h, w, **where):
+        return sparse_ce.linear_row_loss(lambda out, _, by: -by * out.log_probs, h, w, labels, advantages, **where)
+
+    def distillation(h, w, **where):
+        return sparse_ce.linear_distillation_loss(h, w, teacher, labels, alpha=0.3, **where)
+
+    for loss in (policy_gradient, distillation):
+        whole, here = [[t.clone().requires_grad_() for t in (hidden, w)] for w in (weight, weight[begin:end])]
+        exact = loss(*whole, num_classes=classes)
+        looks = dist.get_rank() == trial // 2 % dist.get_world_size()
+        unpacked = []
+        hooks = saved_tensors_hooks(lambda t: t, lambda t: unpacked.append(t) or t)
+        with (Traced(), hooks)[trial % 2] if looks else nullcontext():
+            ours = loss(*here, num_classes=classes, group=group, vocab_start=begin, chunk_rows=4)
+            assert not unpacked  # checkpointing would run forward again, in forward
+            grads = torch.autograd.grad(ours, here)
+        close(ours, exact)
+        of_hidden, of_weight = torch.autograd.grad(exact, whole)
+        close(grads, (of_hidden, of_weight[begin:end]))
+
+
 def main(folder):
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     dist.init_process_group("gloo", timeout=timedelta(seconds=20))
     rank, world, group = dist.get_rank(), dist.get_world_size(), dist.group.WORLD
     wrong = {}
-    for check in (top_k, top_k_of_a_head, losses):
+    for check in (top_k, top_k_of_a_head, losses, looked_upon):
         for trial in range(TRIALS):
             torch.manual_seed(trial)  # the same on every rank
             cuts = [0, *torch.randint(0, CLASSES + 1, (world - 1,)).sort().values.tolist(), CLASSES]
