@@ -78,8 +78,8 @@ def linear_row_loss(
         row_args: tensors ``(*leading, ...)`` or targets of the leading shape; they, or their values, may require grad.
         reduction: ``"none"``, ``"sum"`` or ``"mean"`` over the rows that count; a mean over nothing is 0.
         normalizer: as for :func:`sparse_ce.cross_entropy`.
-        has_aux: ``fn`` also returns a dict of tensors (rows,), which come back detached, in the leading shape, 0 in
-            rows that do not count.
+        has_aux: ``fn`` also returns a dict of tensors (rows,), of the same names and dtypes for any rows, which come
+            back detached, in the leading shape, 0 in rows that do not count.
         ignore_index, logit_scale, softcap, num_classes, padding_value, return_log_rest, return_entropy,
             return_mean_logit, return_argmax: as for :func:`sparse_ce.selected_log_probs`.
         group, vocab_start: as for :func:`sparse_ce.linear_cross_entropy`, of a head whose classes are shared out.
@@ -110,6 +110,7 @@ def linear_row_loss(
     """
     if arguments.is_distributed(input) or arguments.is_distributed(linear_weight):
         return on_mesh(linear_row_loss, locals())
+    check_function(fn)
     arguments.check_input(input, "D")
     arguments.check_head(input, linear_weight, linear_bias, group is not None)
     chunks = arguments.taken_chunks(chunk_rows, logits_dtype)
@@ -258,7 +259,7 @@ def _three_products(head: Head, rows: Rows, call: _Call, upstream: Tensor,
     of_args = [torch.zeros_like(t) if want else None for t, want in zip(rows.tensors, wanted[3:])]
     numbered = rows.numbered() if any(wanted[3:]) else None
     total = torch.zeros((), dtype=call.divisor.dtype, device=head.input.device)
-    aux: Dict[str, Tensor] = {}
+    aux: Optional[Dict[str, Tensor]] = None
     for (here, (at, chunk), of_chunk, a), z, out in _selected(head, rows, call):
         live = None if call.live is None else call.live[at]
         with torch.enable_grad(), _unhooked():
@@ -268,8 +269,10 @@ def _three_products(head: Head, rows: Rows, call: _Call, upstream: Tensor,
             tensors = [t for t in args if t.requires_grad]
             _check_closure(losses, (*leaves, *tensors))
         total += losses.detach().sum()
+        aux = {name: t.new_empty(count) for name, t in told.items()} if aux is None else aux
+        _check_alike(told, aux)
         for name, t in told.items():
-            aux.setdefault(name, t.new_empty(count))[at] = t
+            aux[name][at] = t
         found = _gradients(losses, [*leaves[:-1], *tensors], upstream / call.divisor)
         add_chunk(gradients, of_chunk, here, z, a, call.wanted, out, found[:len(leaves) - 1])
         del z  # before the next chunk's are made
@@ -282,7 +285,7 @@ def _three_products(head: Head, rows: Rows, call: _Call, upstream: Tensor,
     if call.has_aux and count == 0:  # its names at least
         with torch.no_grad():
             aux = _four_products(head, rows, call)[1]
-    return total / call.divisor, aux, [*complete(gradients), *of_args]
+    return total / call.divisor, aux or {}, [*complete(gradients), *of_args]
 
 
 def _selected(head: Head, rows: Rows, call: _Call) -> Iterator[Tuple[Chunk, Tensor, Selected]]:
@@ -306,6 +309,11 @@ def _selected(head: Head, rows: Rows, call: _Call) -> Iterator[Tuple[Chunk, Tens
         del z
 
 
+def check_function(fn: Any) -> None:
+    if not callable(fn):
+        fail(f"fn must be a function of log-probabilities and target, got {fn!r}", TypeError)
+
+
 def _unhooked() -> ContextManager[Any]:
     """What is saved inside and asked for in forward: checkpointing's hooks would run forward again."""
     return saved_tensors_hooks(_same, _same) if forecast.hooked() else nullcontext()
@@ -319,6 +327,13 @@ def _gradients(losses: Tensor, leaves: Sequence[Tensor], upstream: Tensor) -> Li
     if not losses.requires_grad:
         return [None] * len(leaves)
     return list(torch.autograd.grad(losses, leaves, upstream.expand(losses.shape), allow_unused=True))
+
+
+def _check_alike(told: Dict[str, Tensor], before: Dict[str, Tensor]) -> None:
+    got, expected = ({name: str(t.dtype) for name, t in aux.items()} for aux in (told, before))
+    if got != expected:
+        fail(f"fn must return aux of the same names and dtypes for each chunk of rows, got {got} after {expected}; "
+             "give each row a value, 0 where there is nothing to tell")
 
 
 def _check_closure(losses: Tensor, leaves: Sequence[Tensor]) -> None:

@@ -378,6 +378,24 @@ def test_what_is_not_losses_and_aux_is_named(fn, message):
         linear_row_loss(fn, torch.zeros(2, 3), torch.zeros(7, 3), torch.tensor([1, 2]), has_aux=True)
 
 
+@pytest.mark.parametrize("of_odd", [{"odd": torch.float32}, {"even": torch.float64}, {}], ids=str)
+def test_aux_is_alike_in_every_chunk(of_odd, device):
+    """Where one has another name the rest would be memory that nobody wrote; a narrower dtype would lose digits."""
+    def fn(out, target):
+        told = {"even": torch.float32} if bool((target % 2 == 0).all()) else of_odd
+        return -out.log_probs, {name: out.lse.to(dtype) for name, dtype in told.items()}
+
+    hidden, weight = torch.zeros(4, 3, device=device, requires_grad=True), torch.zeros(7, 3, device=device)
+    for labels in ([2, 4, 1, 3], [1, 3, 2, 4]):
+        with pytest.raises(ValueError, match="sparse_ce: fn must return aux of the same names and dtypes for each "):
+            linear_row_loss(fn, hidden, weight, torch.tensor(labels, device=device), has_aux=True, chunk_rows=2)
+
+
+def test_what_is_no_function_is_named():
+    with pytest.raises(TypeError, match="sparse_ce: fn must be a function of log-probabilities and target, got 3"):
+        linear_row_loss(3, torch.zeros(2, 3), torch.zeros(7, 3), torch.tensor([1, 2]))
+
+
 def test_row_arguments_that_are_wider_than_the_head(device):
     draw = Draw(device)
     hidden, weight = draw.normal(4, 3).requires_grad_(), draw.normal(9, 3)

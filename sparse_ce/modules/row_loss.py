@@ -8,8 +8,7 @@ from torch import Tensor, nn
 
 from .. import arguments, losses
 from ..entries import IGNORE_INDEX
-from ..errors import fail
-from ..row_loss import RowFunction, linear_row_loss
+from ..row_loss import RowFunction, check_function, linear_row_loss
 from ..shards import Group
 from ..target import SparseTarget, Target
 from .held import Held, scaled
@@ -57,8 +56,7 @@ class LinearRowLoss(Held):
             vocab_start=vocab_start, return_log_rest=return_log_rest, return_entropy=return_entropy,
             return_mean_logit=return_mean_logit, return_argmax=return_argmax, logits_dtype=logits_dtype,
             chunk_rows=chunk_rows)
-        if not callable(fn):
-            fail(f"fn must be a function of log-probabilities and target, got {fn!r}", TypeError)
+        check_function(fn)
         self.fn, self.normalizer = fn, normalizer
 
     def forward(self, input: Tensor, linear_weight: Tensor, target: Target, *row_args: Union[Tensor, SparseTarget],
