@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from torch._dynamo.testing import CompileCounterWithBackend
 
 from cases import DTYPES, Draw
 from close import assert_bitwise_equal
@@ -167,6 +168,20 @@ def test_compiled_it_gives_the_same(device, fresh_compiler):
     ours, eager = compiled(z), topk_log_probs(z, 5)
     assert isinstance(ours, SparseTarget) and torch.equal(ours.indices, eager.indices)
     assert_bitwise_equal(ours.values, eager.values)
+
+
+def test_the_chunks_of_a_head_compile_for_any_number_of_rows(device, fresh_compiler):
+    """The first, one chunk of any, two of any, and four."""
+    draw, counter = Draw(device), CompileCounterWithBackend("aot_eager")
+    weight, scale = draw.normal(30, 4), draw.uniform(48, low=0.5, high=2)
+    compiled = torch.compile(lambda *given, **options: linear_topk_log_probs(*given, 5, **options), backend=counter,
+                             fullgraph=True)
+    for rows in (7, 9, 12, 13, 14, 17, 20, 24, 25, 31, 37, 43, 48):
+        given, options = (draw.normal(rows, 4), weight), dict(logit_scale=scale[:rows] * 1, chunk_rows=12)
+        ours, eager = compiled(*given, **options), linear_topk_log_probs(*given, 5, **options)
+        assert torch.equal(ours.indices, eager.indices)
+        torch.testing.assert_close(ours.values, eager.values)
+    assert counter.frame_count <= 4
 
 
 @pytest.mark.parametrize("k,error", [(0, ValueError), (8, ValueError), (2.0, ValueError), (True, ValueError)])
