@@ -31,7 +31,8 @@ class LogProbs:
     It is a pytree node: what compiled and checkpointed functions return, and what ``torch.func`` maps over.
 
     Args:
-        log_probs: in the shape of the ids, never above 0.
+        log_probs: in the shape and order of the ids, never above 0; (entries,) for jagged, COO and CSR targets, those
+            of COO by rows, as in :meth:`SparseTarget.from_coo`.
         lse: (...), log sum exp of each row's transformed logits.
         log_rest: (...), the logarithm of the probability of all classes that are not among the row's ids.
         entropy: (...), in nats.

@@ -11,7 +11,13 @@ from close import assert_bitwise_equal, assert_close_to_float64
 from dense import arithmetic
 from loss_cases import CLASSES, poisoned
 from select_cases import ALL, OPTIONS, OUTPUTS, dense_select, entries_of
-from sparse_ce import SparseTarget, cross_entropy, linear_cross_entropy, selected_log_probs
+from sparse_ce import (
+    SparseTarget,
+    cross_entropy,
+    linear_cross_entropy,
+    linear_selected_log_probs,
+    selected_log_probs,
+)
 
 
 def make(form, device, dtype, options, seed=0):
@@ -223,6 +229,20 @@ def test_long_rows_of_every_kind(kind, dtype, device):
     if dtype == torch.float16:
         x = x.clamp(max=6e4)
     check_long_rows(x, ids, draw)
+
+
+@pytest.mark.parametrize("learned", [False, True])
+def test_those_of_a_coo_tensor_come_by_rows(learned, device):
+    """In the order that its target has; duplicates are one where autograd follows the values."""
+    draw = Draw(device)
+    x, rows, classes = draw.normal(3, 7), [2, 0, 1, 0, 2], [1, 4, 3, 2, 1]
+    positions = torch.tensor([rows, classes], device=device)
+    coo = torch.sparse_coo_tensor(positions, draw.uniform(5).requires_grad_(learned), (3, 7))
+    target, expected = SparseTarget.from_coo(coo), x.log_softmax(1)
+    assert target.row_indices().tolist() == ([0, 0, 1, 2] if learned else [0, 0, 1, 2, 2])
+    assert target.indices.tolist() == ([2, 4, 3, 1] if learned else [4, 2, 3, 1, 1])
+    for found in (selected_log_probs(x, coo), linear_selected_log_probs(torch.eye(3, device=device), x.T, coo)):
+        torch.testing.assert_close(found.log_probs, expected[target.row_indices(), target.indices])
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
