@@ -3,6 +3,8 @@
 import tiny_lm  # noqa: F401, first: it skips this module where there is no transformers
 
 # isort: split
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -181,7 +183,7 @@ def test_models_that_make_their_loss_themselves():
     bart = transformers.BartForCausalLM(transformers.BartConfig(
         vocab_size=VOCAB, d_model=16, decoder_layers=1, decoder_attention_heads=2, decoder_ffn_dim=16)).train()
     fuse_lm_head(bart)
-    with pytest.raises(AttributeError, match="model must leave its logits alone"):
+    with pytest.raises(AttributeError, match="model must leave its logits alone .* shift=False if its own loss"):
         step(bart)
     bamba = transformers.BambaConfig(
         vocab_size=VOCAB, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
@@ -191,6 +193,33 @@ def test_models_that_make_their_loss_themselves():
     fuse_lm_head(bamba)
     with pytest.raises(AttributeError, match="model must leave its logits alone"):
         step(bamba)
+
+
+@pytest.mark.parametrize("name", ["BartForConditionalGeneration", "T5ForConditionalGeneration"])
+def test_what_the_error_of_an_encoder_decoder_advises_is_its_own_loss(name, tmp_path):
+    config = getattr(transformers, name).config_class(
+        vocab_size=VOCAB, d_model=16, num_layers=1, encoder_layers=1, decoder_layers=1, num_heads=2, d_kv=8,
+        encoder_attention_heads=2, decoder_attention_heads=2, dropout=0.0, dropout_rate=0.0, pad_token_id=0,
+        decoder_start_token_id=2)
+    torch.manual_seed(0)
+    model = getattr(transformers, name)(config)
+
+    def collator(samples):
+        batch = collate(samples)
+        return {**batch, "decoder_input_ids": model.prepare_decoder_input_ids_from_labels(batch["labels"])}
+
+    handle = fuse_lm_head(model)
+    with pytest.raises((AttributeError, ValueError), match=r"causal_lm_loss, with shift=False .*\(encoder-decoders\)"):
+        model(**collator(list(Samples("labels"))))
+    handle.remove()
+    steps = []
+    for loss in (None, causal_lm_loss(shift=False), causal_lm_loss()):
+        trainer = tiny_lm.make_trainer(tmp_path, copy.deepcopy(model), Samples("labels"), compute_loss_func=loss,
+                                       collator=collator)
+        trainer.train()
+        steps.append(tiny_lm.recorded(trainer)[0]["shared.weight" if "T5" in name else "model.shared.weight"])
+    torch.testing.assert_close(steps[1], steps[0])
+    assert not torch.allclose(steps[2], steps[0], rtol=0.1)
 
 
 def test_what_is_no_causal_language_model():

@@ -21,7 +21,7 @@ from ..errors import check, fail
 from ..target import SparseTarget
 from ..topk import linear_topk_log_probs
 from . import per_token
-from .logits import HeadInput, Logits
+from .logits import INSTEAD, HeadInput, Logits
 from .metrics import make_types, with_metrics
 from .token_loss import MARK, check_options, shifted_rows, token_loss
 
@@ -169,7 +169,7 @@ def _check_head(model: Any) -> Any:
     if getattr(type(head), "forward", None) is not nn.Linear.forward:
         fail("model must have a plain nn.Linear as its output head, got "
              f"{type(head).__module__}.{type(head).__name__}; keep adapters and quantisation away from the head "
-             '(PEFT: modules_to_save=["lm_head"] trains a copy of it), or train with causal_lm_loss', TypeError)
+             f'(PEFT: modules_to_save=["lm_head"] trains a copy of it), or train it with {INSTEAD}', TypeError)
     weight = head.weight
     wrapped = is_traceable_wrapper_subclass(weight) and not isinstance(weight, DTensor)  # FSDP2's, between forwards
     if wrapped or not weight.dtype.is_floating_point:
@@ -315,7 +315,7 @@ def _without_logits(module: nn.Module, output: Any) -> Any:
     items = list(output.values() if isinstance(output, dict) else output)
     if not any(isinstance(v, Logits) for v in items) or not isinstance(items[0], Tensor):
         fail(f"model must make its loss from the logits of its output head with self.loss_function, got "
-             f"{type(module).__name__}, which does not; train it with causal_lm_loss instead of fuse_lm_head")
+             f"{type(module).__name__}, which does not; instead of fuse_lm_head train it with {INSTEAD}")
     if isinstance(output, dict):
         return type(output)(**{k: v for k, v in output.items() if not isinstance(v, Logits)})
     return tuple(v for v in items if not isinstance(v, Logits))

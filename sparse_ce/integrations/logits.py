@@ -19,6 +19,8 @@ from ..errors import check, fail
 from ..log_probs import LogProbs, linear_selected_log_probs
 from ..target import SparseTarget
 
+INSTEAD = ("causal_lm_loss, with shift=False if its own loss does not shift labels (encoder-decoders); what else it "
+           "adds to its loss is left out")
 _TANH = (torch.tanh, F.tanh)
 _REFUSED = ("add", "radd", "sub", "rsub", "matmul", "rmatmul", "rtruediv", "floordiv", "mod", "pow", "neg", "abs",
             "invert", "and", "or", "lt", "le", "gt", "ge", "getitem", "setitem", "len", "iter", "bool", "float", "int")
@@ -164,7 +166,7 @@ for _name in _REFUSED:
 
 def _message(what: str) -> str:
     return (f"model must leave its logits alone between head and loss, but for a factor and a softcap, got {what}; "
-            "train it with causal_lm_loss instead of fuse_lm_head")
+            f"instead of fuse_lm_head train it with {INSTEAD}")
 
 
 def _refuse(what: str) -> NoReturn:

@@ -26,8 +26,11 @@ def causal_lm_loss(*, shift: bool = True, report_metrics: bool = False, **option
     """A loss for ``Trainer(compute_loss_func=...)``: cross entropy of a causal language model's logits.
 
     Args:
-        shift: position i of a sequence is compared with the labels of i + 1, as the models of transformers do. False
-            for labels that were shifted before; the Trainer's count then wants them as ``shift_labels`` too.
+        shift: position i of a sequence is compared with the labels of i + 1, as ``ForCausalLMLoss`` does. False where a
+            model's own loss does not: for an encoder-decoder, whose batches must have ``decoder_input_ids`` beside the
+            labels (``DataCollatorForSeq2Seq(tokenizer, model=model)`` makes them); for the decoder of one
+            (``BartForCausalLM``) and for labels that were shifted before, which the Trainer's count wants as
+            ``shift_labels`` too.
         report_metrics: ``outputs``, which must be a ``ModelOutput``, gets the attributes ``entropy``,
             ``token_accuracy`` and ``num_items`` that :func:`fuse_lm_head` describes, from a second read of the logits.
         options: those of :func:`sparse_ce.cross_entropy`, but for ``normalizer``, ``return_lse``, ``return_entropy``,
