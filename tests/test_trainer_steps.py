@@ -1,6 +1,7 @@
 """The Trainer with sparse labels: what it counts, accumulates, evaluates and resumes."""
 
 import copy
+import warnings
 
 import numpy as np
 import pytest
@@ -137,3 +138,35 @@ def test_options_reach_both_routes(form, tmp_path):
     torch.testing.assert_close(a.train().training_loss, b.train().training_loss, rtol=1e-5, atol=0)
     plain = trainer_of("fused", tmp_path, make_model(), samples).train().training_loss
     assert abs(plain - a.state.log_history[0]["loss"]) > 1e-3
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_the_loss_of_routers_is_in_both_routes(accumulate, tmp_path):
+    model, samples = make_model("mixtral, router loss"), Samples("labels")
+
+    def trained(loss=None, fused=False):
+        own = copy.deepcopy(model)
+        if fused:
+            fuse_lm_head(own)
+        trainer = tiny_lm.make_trainer(tmp_path, own, samples, compute_loss_func=loss, per_device_train_batch_size=4,
+                                       gradient_accumulation_steps=accumulate)
+        return trainer.train().training_loss, tiny_lm.recorded(trainer)[0]["model.layers.0.mlp.gate.weight"]
+
+    expected = trained()
+    for made in (trained(fused=True), trained(causal_lm_loss(aux_loss_weight=model.config.router_aux_loss_coef))):
+        torch.testing.assert_close(made, expected, rtol=1e-4, atol=1e-6)
+    with pytest.warns(UserWarning, match="sparse_ce: the aux_loss of the model's routers is left out"):
+        without = trained(causal_lm_loss())
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="sparse_ce")
+        assert trained(causal_lm_loss(aux_loss_weight=0))[0] == without[0] < expected[0] - 0.1
+
+
+def test_a_weight_of_no_loss_of_routers_is_refused():
+    outputs, labels = {"logits": torch.zeros(1, 3, 10)}, torch.tensor([[1, 2, 3]])
+    with pytest.raises(ValueError, match="sparse_ce: aux_loss_weight must be None or 0 for a model whose outputs"):
+        causal_lm_loss(aux_loss_weight=0.1)(outputs, labels)
+    outputs["aux_loss"] = torch.tensor([1.0, 3.0])  # as DataParallel gathers them
+    assert causal_lm_loss(aux_loss_weight=0.1)(outputs, labels).item() == pytest.approx(np.log(10) + 0.2)
+    with pytest.raises(TypeError, match="sparse_ce: aux_loss_weight must be a number or None"):
+        causal_lm_loss(aux_loss_weight="router_aux_loss_coef")

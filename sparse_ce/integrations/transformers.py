@@ -1,12 +1,13 @@
 """Hugging Face transformers: losses for the Trainer, and a causal language model that never makes its logits."""
 
+import warnings
 from collections.abc import Mapping
 from typing import Any, Callable, Optional
 
 from torch import Tensor
 
 from .. import functional
-from ..arguments import Normalizer
+from ..arguments import Normalizer, is_number
 from ..errors import check, fail
 from ..target import SparseTarget
 from . import trainer
@@ -22,7 +23,8 @@ trainer.install()
 __all__ = ["FusedHead", "TokenMetrics", "TopKCollator", "causal_lm_loss", "fuse_lm_head"]
 
 
-def causal_lm_loss(*, shift: bool = True, report_metrics: bool = False, **options: Any) -> Callable[..., Tensor]:
+def causal_lm_loss(*, shift: bool = True, report_metrics: bool = False, aux_loss_weight: Optional[float] = None,
+                   **options: Any) -> Callable[..., Tensor]:
     """A loss for ``Trainer(compute_loss_func=...)``: cross entropy of a causal language model's logits.
 
     Args:
@@ -33,6 +35,10 @@ def causal_lm_loss(*, shift: bool = True, report_metrics: bool = False, **option
             ``shift_labels`` too.
         report_metrics: ``outputs``, which must be a ``ModelOutput``, gets the attributes ``entropy``,
             ``token_accuracy`` and ``num_items`` that :func:`fuse_lm_head` describes, from a second read of the logits.
+        aux_loss_weight: what multiplies ``outputs.aux_loss``, the loss of a mixture of experts' routers, which is then
+            added to each batch's loss, as the model adds it to its own with ``config.router_aux_loss_coef``. The
+            Trainer takes the labels away from a model whose loss comes from here, which then adds nothing itself. None
+            leaves it out with a warning, 0 without.
         options: those of :func:`sparse_ce.cross_entropy`, but for ``normalizer``, ``return_lse``, ``return_entropy``,
             ``return_argmax`` and ``reduction="none"``. With ``reduction="sum"`` the Trainer's count is not used.
             ``inplace="forward"`` leaves no logits: it is an error with ``report_metrics``, and in a training step that
@@ -51,7 +57,8 @@ def causal_lm_loss(*, shift: bool = True, report_metrics: bool = False, **option
     loss function and which knows no soft labels, is an error.
 
     Raises:
-        TypeError, ValueError: at once for options that do not exist or do not fit.
+        TypeError, ValueError: at once for options that do not exist or do not fit; where the loss is taken, for an
+            ``aux_loss_weight`` without an ``aux_loss``.
 
     Examples:
         >>> loss = causal_lm_loss(label_smoothing=0.1)  # Trainer(..., compute_loss_func=loss)
@@ -61,6 +68,8 @@ def causal_lm_loss(*, shift: bool = True, report_metrics: bool = False, **option
     check_options(functional.cross_entropy, options)
     check(not report_metrics or options.get("inplace") != "forward", "inplace must be False or 'backward' with "
           "report_metrics, which reads the logits after the loss, got 'forward'")
+    if not (aux_loss_weight is None or is_number(aux_loss_weight)):
+        fail(f"aux_loss_weight must be a number or None, got {aux_loss_weight!r}", TypeError)
 
     def loss(outputs: Any, labels: Any, num_items_in_batch: Optional[Normalizer] = None) -> Tensor:
         if labels is None:
@@ -72,7 +81,22 @@ def causal_lm_loss(*, shift: bool = True, report_metrics: bool = False, **option
                                     report_metrics=report_metrics)
         if metrics is not None:
             set_beside(outputs, metrics)
-        return value
+        return _with_aux_loss(value, outputs, aux_loss_weight)
 
     setattr(loss, MARK, options)
     return loss
+
+
+def _with_aux_loss(value: Tensor, outputs: Any, weight: Optional[float]) -> Tensor:
+    aux_loss = outputs.get("aux_loss") if isinstance(outputs, dict) else getattr(outputs, "aux_loss", None)
+    if aux_loss is None:
+        check(not weight, "aux_loss_weight must be None or 0 for a model whose outputs have no aux_loss, got "
+              f"{weight}; output_router_logits=True in the config of a mixture of experts gives them one")
+        return value
+    if weight is None:
+        warnings.warn("sparse_ce: the aux_loss of the model's routers is left out; causal_lm_loss(aux_loss_weight="
+                      "model.config.router_aux_loss_coef) adds it, as fuse_lm_head(model) does by itself, and "
+                      "aux_loss_weight=0 says that it is meant", stacklevel=3)
+        return value
+    added: Tensor = weight * aux_loss.mean().to(value.device)  # of DataParallel: one of each device
+    return value + added
