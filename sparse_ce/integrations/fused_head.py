@@ -1,5 +1,6 @@
 """``fuse_lm_head``: a causal language model of transformers that goes from hidden states to its loss."""
 
+import copy
 import inspect
 from types import MethodType
 from typing import Any, Callable, Dict, Optional, Tuple
@@ -23,7 +24,7 @@ from ..topk import linear_topk_log_probs
 from . import per_token
 from .logits import INSTEAD, HeadInput, Logits
 from .metrics import make_types, with_metrics
-from .token_loss import MARK, check_options, shifted_rows, token_loss
+from .token_loss import check_options, shifted_rows, token_loss
 
 
 def fuse_lm_head(model: Any, *, eval_logits: bool = True, report_metrics: bool = False,
@@ -66,7 +67,8 @@ def fuse_lm_head(model: Any, *, eval_logits: bool = True, report_metrics: bool =
             softcap, multiplies the model's logits: 1 / T for a temperature T.
 
     Returns:
-        A handle; ``handle.remove()`` gives the model its own forward back.
+        A handle; ``handle.remove()`` gives the model its own forward back. A deepcopy of a fused model is fused too,
+        with a handle of its own, :meth:`FusedHead.of`.
 
     Raises:
         TypeError, ValueError: the model has no head, one that is more than a matrix product (adapters, quantisation),
@@ -96,8 +98,8 @@ def fuse_lm_head(model: Any, *, eval_logits: bool = True, report_metrics: bool =
     model = _base_of(model)
     check("labels" in inspect.signature(model.forward).parameters,
            f"model must have a forward that takes labels, got {type(model).__name__}")
-    check(not hasattr(model.loss_function, MARK), f"model must not be fused yet, got a fused "
-           f"{type(model).__name__}")
+    check("_sparse_ce_head" not in model.__dict__, "model must not be fused yet, got a fused "
+          f"{type(model).__name__}; FusedHead.of(model).remove() undoes it")
     _check_liger(model)
     check(model.loss_function is ForCausalLMLoss, "model must have the loss of causal language models, "
            f"ForCausalLMLoss, got {getattr(model.loss_function, '__name__', model.loss_function)}")
@@ -197,8 +199,6 @@ class FusedHead:
         self.used = False  # whether a loss has come from here, where nothing is compiled
         self.summed = False  # whether a trainer is about to sum the log-probabilities of all positions
         self._own = {name: model.__dict__[name] for name in ("forward", "_loss_function") if name in model.__dict__}
-        forward = self._own.get("forward")
-        self._call = (lambda module, *args, **kwargs: forward(*args, **kwargs)) if forward else type(model).forward
         signature = inspect.signature(model.forward)
         self._labels_at = list(signature.parameters).index("labels")
         self._hook = model.register_forward_pre_hook(per_token.ask, with_kwargs=True)
@@ -215,11 +215,47 @@ class FusedHead:
     def __reduce__(self) -> Any:
         # A method of one model is pickled as one of its class, which has it not, or another.
         fail("model must be pickled without what fuse_lm_head has made of it, got a fused "
-             f"{type(self.model).__name__}; save its state_dict, or call handle.remove() first and fuse it again "
-             "afterwards", TypeError)
+             f"{type(self.model).__name__}; save its state_dict, or call FusedHead.of(model).remove() first and fuse "
+             "it again afterwards", TypeError)
 
     def __deepcopy__(self, memo: Dict[int, Any]) -> "FusedHead":
-        return self  # the copy of a model has the same methods
+        """That of the model's copy, whose methods are the same functions: they ask it, see :meth:`_of`."""
+        copied = memo[id(self)] = object.__new__(type(self))
+        copied.__dict__.update(self.__dict__)
+        for name in ("model", "_own", "_hook"):
+            setattr(copied, name, copy.deepcopy(getattr(self, name), memo))
+        return copied
+
+    @staticmethod
+    def of(model: Any) -> "FusedHead":
+        """The handle of a fused model, as of one that was copied: an average of weights, a reference.
+
+        Raises:
+            ValueError, TypeError: it is not fused.
+
+        Examples:
+            >>> handle = fuse_lm_head(model)
+            >>> FusedHead.of(model) is handle
+            True
+            >>> FusedHead.of(copy.deepcopy(model)).remove()
+            >>> handle.remove()
+        """
+        model = _base_of(model)
+        head: Optional[FusedHead] = model.__dict__.get("_sparse_ce_head")
+        if head is None:
+            fail(f"model must be fused by fuse_lm_head, got a {type(model).__name__} that is not")
+        return head
+
+    def _of(self, module: Any) -> Optional["FusedHead"]:
+        """The handle of a model that has our methods, itself or that of a copy; None where it has been removed, though
+        a wrapper may have kept them."""
+        head = getattr(module, "_sparse_ce_head", None)
+        return head if head is not None and head._fused is self._fused else None
+
+    def _call(self, module: Any, *args: Any, **kwargs: Any) -> Any:
+        """The forward that the model had before."""
+        forward = self._own.get("forward")
+        return forward(*args, **kwargs) if forward else type(module).forward(module, *args, **kwargs)
 
     def remove(self) -> None:
         """Gives the model its own forward and loss back; a second call does nothing.
@@ -252,14 +288,13 @@ class FusedHead:
             if module._sparse_ce_asked is not None:
                 loss, module._sparse_ce_beside = per_token.scores(
                     logits, labels, num_items_in_batch, options, module._sparse_ce_asked, shift=shift,
-                    summed=self.summed, teacher=teacher)
+                    summed=module._sparse_ce_head.summed, teacher=teacher)
                 return loss
             # The metrics are on their way to the output, past the model's own code.
             loss, module._sparse_ce_beside = token_loss(logits, labels, num_items_in_batch, options, shift=shift,
                                                         report_metrics=self.report_metrics, teacher=teacher)
             return loss
 
-        setattr(loss_function, MARK, self)
         return loss_function
 
     def _options(self, logits: Any) -> Dict[str, Any]:
@@ -271,26 +306,27 @@ class FusedHead:
             if args and args[0] is module:  # accelerate's unwrap_model binds what is bound
                 args = args[1:]
             labels = kwargs.get("labels", args[self._labels_at] if len(args) > self._labels_at else None)
-            if not self.active:
+            handle = self._of(module)
+            if handle is None:
                 return self._call(module, *args, **kwargs)
             asked = per_token.taken(module, kwargs, self._own.get("forward"))
             if asked is not None and labels is None:
                 labels = kwargs["labels"] = kwargs.get("shift_labels")
             if labels is None:
-                return self._call(module, *args, **kwargs)
+                return handle._call(module, *args, **kwargs)
             if not torch.compiler.is_compiling():
-                self.used = True
+                handle.used = True
             module._sparse_ce_rows = {name: kwargs.pop(given) for given, name in _ROWS.items() if given in kwargs}
             check(self.distillation is not None or not module._sparse_ce_rows, "hard_labels and teacher_log_rest must "
                   "come with fuse_lm_head(model, distillation=...), got a head that is fused without")
             if asked is None and self.eval_logits and not (module.training or torch.is_grad_enabled()):
-                return _with_what_is_beside(module, self._call(module, *args, **kwargs))
+                return _with_what_is_beside(module, handle._call(module, *args, **kwargs))
             head = _check_head(module)
             if isinstance(head, FSDPModule):
                 head.set_reshard_after_forward(False, recurse=False)  # the loss reads the weight after the head is left
             head._sparse_ce_fusing, module._sparse_ce_asked = True, asked
             try:
-                output = self._call(module, *args, **kwargs)
+                output = handle._call(module, *args, **kwargs)
             finally:
                 head._sparse_ce_fusing, module._sparse_ce_asked = False, None
             return _with_what_is_beside(module, _without_logits(module, output))

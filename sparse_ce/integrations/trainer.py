@@ -83,7 +83,7 @@ def _around_prepare_inputs(prepare_inputs: Callable[..., Any]) -> Callable[..., 
 
 
 def _heads(model: nn.Module) -> List[FusedHead]:
-    found = (getattr(m.__dict__.get("_loss_function"), MARK, None) for m in model.modules())
+    found = (m.__dict__.get("_sparse_ce_head") for m in model.modules())
     return [head for head in found if head is not None]
 
 
