@@ -7,11 +7,8 @@ accelerate is not imported here; it learns this when it is.
 """
 
 import functools
-import importlib.abc
 import sys
-from importlib.machinery import ModuleSpec
-from types import ModuleType
-from typing import Any, Optional, Sequence, Tuple
+from typing import Any, Sequence, Tuple
 
 import torch
 import torch.nn.functional as F
@@ -20,9 +17,9 @@ from torch.utils._pytree import tree_map
 from .collate import as_jagged, as_topk, values_of
 from .entries import IGNORE_INDEX, Kind, pad_entries, padding_value
 from .errors import check
+from .imported import when_imported
 from .target import SparseTarget
 
-_OPERATIONS = "accelerate.utils.operations"
 _FORMS = "index", "topk", "jagged"
 _KINDS: Tuple[Kind, ...] = "probs", "logprobs"
 _DTYPES = (torch.int32, torch.int64, torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -129,26 +126,4 @@ def _replace_everywhere(name: str, old: Any, new: Any) -> None:
             setattr(module, name, new)
 
 
-class _WhenImported(importlib.abc.MetaPathFinder):
-
-    def find_spec(self, name: str, path: Optional[Sequence[str]] = None,
-                  target: Optional[ModuleType] = None) -> Optional[ModuleSpec]:
-        if name != _OPERATIONS:
-            return None
-        others = (finder.find_spec(name, path, target) for finder in sys.meta_path if finder is not self)
-        spec = next((found for found in others if found is not None), None)
-        if spec is not None and spec.loader is not None:
-            execute = spec.loader.exec_module
-
-            def execute_and_adapt(module: ModuleType) -> None:
-                execute(module)
-                _adapt(module)
-
-            setattr(spec.loader, "exec_module", execute_and_adapt)
-        return spec
-
-
-if _OPERATIONS in sys.modules:
-    _adapt(sys.modules[_OPERATIONS])
-else:
-    sys.meta_path.insert(0, _WhenImported())
+when_imported("accelerate.utils.operations", _adapt)

@@ -8,7 +8,7 @@ from torch import Tensor
 from .. import reference
 from ..arguments import Candidates, arithmetic_dtype, split_candidates
 from ..errors import fail
-from ..tracing import eager
+from ..tracing import eager, traced
 from .library import batched, composite, needs_grad, ops, register_autograd, register_backward, register_fake
 from .linear import Head
 
@@ -102,7 +102,7 @@ def _(*given: Any, **named: Any) -> Tuple[Tensor, ...]:
 
 def candidate_logits(head: Head, c: Candidates, sparse_grad: bool) -> Tensor:
     """``torch.ops.sparse_ce.candidate_logits``, with the choice of a weight gradient that is a sparse COO tensor."""
-    if eager():
+    if eager() or sparse_grad and not traced():  # a mode that looks on sees how many ids differ
         return _run(head, c, sparse_grad)
     if sparse_grad:
         fail("sparse_grad must be False under torch.compile and export, got True: how many ids differ, and so the "

@@ -1,0 +1,37 @@
+"""What other libraries learn of this package, once they are imported, and by whom does not matter."""
+
+import importlib.abc
+import sys
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any, Callable, Optional, Sequence
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+
+    def __init__(self, name: str, adapt: Callable[[Any], None]) -> None:
+        self.name, self.adapt = name, adapt
+
+    def find_spec(self, name: str, path: Optional[Sequence[str]] = None,
+                  target: Optional[ModuleType] = None) -> Optional[ModuleSpec]:
+        if name != self.name:
+            return None
+        others = (finder.find_spec(name, path, target) for finder in sys.meta_path if finder is not self)
+        spec = next((found for found in others if found is not None), None)
+        if spec is not None and spec.loader is not None:
+            execute = spec.loader.exec_module
+
+            def execute_and_adapt(module: ModuleType) -> None:
+                execute(module)
+                self.adapt(module)
+
+            setattr(spec.loader, "exec_module", execute_and_adapt)
+        return spec
+
+
+def when_imported(name: str, adapt: Callable[[Any], None]) -> None:
+    """Calls ``adapt`` with the module of this name, now or when somebody imports it, before anybody else has it."""
+    if name in sys.modules:
+        adapt(sys.modules[name])
+    else:
+        sys.meta_path.insert(0, _Finder(name, adapt))

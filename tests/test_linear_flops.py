@@ -1,0 +1,91 @@
+"""``torch.utils.flop_counter`` counts the products of a head that are made, each as PyTorch's own ``linear``."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils.flop_counter import FlopCounterMode
+
+import sparse_ce
+
+ROWS, VOCAB, WIDTH, K = 6, 50, 8, 3
+
+
+def head_of(device, *frozen):
+    torch.manual_seed(0)
+    return [torch.randn(size, WIDTH, device=device, requires_grad=name not in frozen)
+            for size, name in ((ROWS, "input"), (VOCAB, "linear_weight"))]
+
+
+def products(step, *head):
+    """How many of N V D."""
+    with FlopCounterMode(display=False) as counter:
+        step(*head)
+    return counter.get_total_flops() / (2 * ROWS * VOCAB * WIDTH)
+
+
+def steps_of(device):
+    torch.manual_seed(1)
+    labels = torch.randint(VOCAB, (ROWS,), device=device)
+    ids, advantages = torch.randint(VOCAB, (ROWS, K), device=device), torch.randn(ROWS, device=device)
+    values = torch.rand(ROWS, K, device=device, requires_grad=True)
+    loss = sparse_ce.linear_cross_entropy
+    return {
+        "plain": lambda x, w: F.cross_entropy(F.linear(x, w), labels).backward(),
+        "mean": lambda x, w: loss(x, w, labels).backward(),
+        "mean, values": lambda x, w: loss(x, w, (ids, values)).backward(),
+        "none": lambda x, w: loss(x, w, labels, reduction="none").sum().backward(),
+        "metrics": lambda x, w: loss(x, w, labels, return_entropy="detached").loss.backward(),
+        "entropy": lambda x, w: loss(x, w, labels, return_entropy=True).entropy.sum().backward(),
+        "log-probabilities": lambda x, w: sparse_ce.linear_selected_log_probs(x, w, ids).log_probs.sum().backward(),
+        "row loss": lambda x, w: sparse_ce.linear_row_loss(
+            lambda out, labels, advantages: -advantages * out.log_probs, x, w, labels, advantages).backward(),
+        "few classes": lambda x, w: loss(x, w, labels % 20, num_classes=20).backward(),
+        "candidates": lambda x, w: sparse_ce.candidate_logits(x, w, ids).sum().backward(),
+        "candidates, sparse": lambda x, w: sparse_ce.candidate_logits(x, w, ids, sparse_grad=True).sum().backward()}
+
+
+@pytest.mark.parametrize("name, made", [
+    ("plain", 3), ("mean", 3), ("mean, values", 3), ("none", 4), ("metrics", 3), ("entropy", 4),
+    ("log-probabilities", 4), ("row loss", 4), ("few classes", 3 * 20 / VOCAB), ("candidates", 3 * K / VOCAB),
+    ("candidates, sparse", 3 * K / VOCAB)])
+def test_a_step_counts_its_products(name, made, device):
+    assert products(steps_of(device)[name], *head_of(device)) == made
+
+
+@pytest.mark.parametrize("name, made", [
+    ("plain", 2), ("mean", 2), ("none", 3), ("metrics", 2), ("log-probabilities", 3), ("candidates", 2 * K / VOCAB)])
+def test_what_is_frozen_takes_no_product(name, made, device):
+    step = steps_of(device)[name]
+    for frozen in ("input", "linear_weight"):
+        assert products(step, *head_of(device, frozen)) == made
+    if name == "mean":
+        assert products(steps_of(device)["mean, values"], *head_of(device, "input", "linear_weight")) == 1
+
+
+def test_forward_alone_takes_one(device):
+    labels = torch.zeros(ROWS, dtype=torch.int64, device=device)
+    for forward in (lambda x, w: sparse_ce.linear_cross_entropy(x, w, labels),
+                    lambda x, w: sparse_ce.linear_cross_entropy(x, w, labels, reduction="none"),
+                    lambda x, w: sparse_ce.linear_cross_entropy(x, w, labels, return_argmax=True),
+                    lambda x, w: sparse_ce.linear_topk_log_probs(x, w, K)):
+        assert products(forward, *head_of(device, "input", "linear_weight")) == 1
+
+
+def test_a_compiled_step_and_one_without_numbers(device):
+    labels = torch.zeros(ROWS, dtype=torch.int64, device=device)
+    compiled = torch.compile(sparse_ce.linear_cross_entropy, backend="aot_eager")
+    assert products(lambda x, w: compiled(x, w, labels).backward(), *head_of(device)) == 3
+    on_meta = labels.to("meta")
+    assert products(lambda x, w: sparse_ce.linear_cross_entropy(x, w, on_meta).backward(), *head_of("meta")) == 3
+
+
+def test_the_counter_is_not_imported_for_it():
+    subprocess.run([sys.executable, "-c", """
+import sys, sparse_ce, torch
+assert "torch.utils.flop_counter" not in sys.modules
+from torch.utils.flop_counter import flop_registry
+assert torch.ops.sparse_ce.linear_mean in flop_registry
+"""], check=True)
