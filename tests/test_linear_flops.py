@@ -6,7 +6,7 @@ import sys
 import pytest
 import torch
 import torch.nn.functional as F
-from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 import sparse_ce
 
@@ -80,6 +80,16 @@ def test_a_compiled_step_and_one_without_numbers(device):
     assert products(lambda x, w: compiled(x, w, labels).backward(), *head_of(device)) == 3
     on_meta = labels.to("meta")
     assert products(lambda x, w: sparse_ce.linear_cross_entropy(x, w, on_meta).backward(), *head_of("meta")) == 3
+
+
+def test_a_rank_counts_the_classes_that_it_has(device):
+    """Where no gradients are possible; else the ops are counted that a sharded head is made of."""
+    count, labels = flop_registry[torch.ops.sparse_ce.sharded_linear_select], torch.zeros(2 * ROWS, dtype=torch.int64)
+    for first_class, shares_rows, logits in ((0, False, ROWS * VOCAB), (50, False, ROWS * 30),
+                                             (50, True, 2 * ROWS * 30), (90, True, 0)):
+        made = count(*head_of(device), None, labels, num_classes=80, ranks=2, first_class=first_class,
+                     shares_rows=shares_rows)
+        assert made == 2 * logits * WIDTH
 
 
 def test_the_counter_is_not_imported_for_it():

@@ -1,7 +1,7 @@
 """The floating-point operations of a head's ops for ``torch.utils.flop_counter``: 2 N V D each product with the weight.
 
-That is one for the logits and one for each gradient, of input and weight, that is asked for. Rows that are ignored count
-like others; logits that a small ``chunk_rows`` has made once more do not count. Of a sharded head each rank counts the
+That is one for the logits and one for each gradient, of input and weight, that is asked for. Rows that are ignored
+count like others; logits that a small ``chunk_rows`` has made once more do not. Of a sharded head each rank counts the
 classes that it holds. The counter is not imported here; it learns this when it is.
 """
 
@@ -11,7 +11,8 @@ from ..imported import when_imported
 from .library import ops
 
 _MAKE_LOGITS = ("linear_forward", "linear_forward_with_residual", "linear_mean", "linear_mean_with_metrics",
-                "linear_select", "linear_logits", "candidate_logits")
+                "linear_select", "linear_logits", "candidate_logits",
+                "sharded_linear_select")  # which is seen in inference mode alone, and else what it is made of
 _MAKE_GRADIENTS = ("linear_add_gradients_", "candidate_logits_backward", "candidate_logits_backward_sparse")
 _MAKE_BOTH = ("linear_forward_with_gradient", "linear_backward", "linear_select_backward")
 
@@ -42,8 +43,11 @@ def _logits(name: str, given: Dict[str, Any]) -> int:
         return int(given["indices"].numel())
     if "grad_logits" in given:
         return int(given["grad_logits"].numel())
-    classes = given["num_classes"]
-    return int(given["input"].shape[0] * (given["linear_weight"].shape[0] if classes is None else classes))
+    rows, classes, here = given["input"].shape[0], given["num_classes"], given["linear_weight"].shape[0]
+    if "first_class" in given:
+        rows *= given["ranks"] if given["shares_rows"] else 1
+        classes = max(0, min(here, classes - given["first_class"]))
+    return int(rows * (here if classes is None else classes))
 
 
 def _register(flop_counter: Any) -> None:
