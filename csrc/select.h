@@ -210,6 +210,33 @@ struct SelectCoefficients : GradientCoefficients<acc_t> {
   SCE_HD acc_t outside(acc_t z) const { return of_rest * exponential(this->log_prob(z) - log_rest); }
 };
 
+// What makes dl/ds = sum_j d_j x_j of a row, x being logits as they are stored and d = dl/d(s x).
+template <typename sum_t>
+struct ScaleSums {
+  sum_t dot, total, weighted, weight;  // sum_j d_j x_j, sum_j d_j; of entries sum |d| x, sum |d|
+
+  template <typename acc_t>
+  SCE_HD void add(acc_t d, acc_t x) {
+    if (d == acc_t(0)) return;  // under a softcap an infinite logit has none
+    dot.add(d * x);
+    total.add(d);
+  }
+  template <typename acc_t>
+  SCE_HD void add_entry(acc_t d, acc_t x) {
+    add(d, x);
+    if (!(x - x == acc_t(0))) return;
+    const acc_t size = d < acc_t(0) ? -d : d;
+    weighted.add(size * x);
+    weight.add(size);
+  }
+  SCE_HD void merge(const ScaleSums& other) {
+    dot.add(other.dot.sum);
+    total.add(other.total.sum);
+    weighted.add(other.weighted.sum);
+    weight.add(other.weight.sum);
+  }
+};
+
 // Of all classes, or of a shard of them: then `statistics` and `chosen` alone are written.
 struct SelectArgs : ForwardArgs {
   SelectWanted wanted;
@@ -323,6 +350,14 @@ struct SelectBackwardArgs : BackwardArgs {
   template <typename acc_t>
   SCE_HD acc_t upstream_of_entry(int64_t i) const {
     return grad_log_probs ? static_cast<const acc_t*>(grad_log_probs)[i] : acc_t(0);
+  }
+  // dl/ds of row r from what ScaleSums say, the sum of d being `known` where it is that of all classes. s x is rounded
+  // there and not where lse was made, and what that makes of the sum would be multiplied by what all logits have in
+  // common; it is taken back near the logits of the entries.
+  template <typename acc_t, typename sum_t>
+  SCE_HD void write_scale(int64_t r, sum_t dot, sum_t total, sum_t weighted, sum_t weight, sum_t known) const {
+    if (options.softcap == 0 && whole_rows() && weight > sum_t(0)) dot -= weighted / weight * (total - known);
+    static_cast<acc_t*>(grad_scale)[r] = static_cast<acc_t>(dot * static_cast<sum_t>(options.logit_scale));
   }
   // Whether nothing but the entries' log-probabilities can have a gradient in a row.
   template <typename acc_t>

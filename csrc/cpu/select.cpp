@@ -6,7 +6,6 @@
 #include "row_passes.h"
 
 #include <algorithm>
-#include <cmath>
 #include <vector>
 
 namespace sparse_ce {
@@ -148,7 +147,7 @@ class SelectBackward {
 
   explicit SelectBackward(const SelectBackwardArgs& args)
       : args_(args), classes_end_(args.classes_end()), spans_(divide_up(args.vocab - args.first_class, kSpan)),
-        whole_rows_(args.first_class == 0 && args.vocab >= args.target.num_classes), destinations_(args) {}
+        destinations_(args) {}
 
   int64_t spans() const { return spans_; }
   RowPlan empty_plan() const {
@@ -180,11 +179,11 @@ class SelectBackward {
   }
 
   // Every element of the span is written. Returns what it adds to dl/ds.
-  ScaleSums write_span(int64_t r, int64_t t, int64_t after, RowPlan& plan) const {
+  ScaleSums<WideSum> write_span(int64_t r, int64_t t, int64_t after, RowPlan& plan) const {
     const int64_t begin = args_.first_class + t * kSpan, end = std::min(begin + kSpan, args_.vocab);
     const int64_t live = plan.zero ? begin : std::max(begin, std::min(end, classes_end_));
     scalar_t* gradient = args_.template gradient_row<scalar_t>(r);
-    ScaleSums of_scale;
+    ScaleSums<WideSum> of_scale;
     if (live > begin) {
       const LogitTransform<acc_t> transform = args_.template transform<acc_t>(r);
       RowEntries<acc_t>& entries = plan.entries;
@@ -210,7 +209,7 @@ class SelectBackward {
   }
 
   // `of_scale`: of the spans.
-  void write_entries(int64_t r, ScaleSums of_scale, RowPlan& plan) const {
+  void write_entries(int64_t r, ScaleSums<WideSum> of_scale, RowPlan& plan) const {
     RowEntries<acc_t>& entries = plan.entries;
     const LogitTransform<acc_t> transform = args_.template transform<acc_t>(r);
     scalar_t* gradient = args_.template gradient_row<scalar_t>(r);
@@ -221,23 +220,14 @@ class SelectBackward {
     Tile<scalar_t>::derivative(entries.logits.data(), entries.size(), inside,
                                entries.class_weights.empty() ? nullptr : entries.class_weights.data(), nullptr,
                                plan.derivatives.data());
-    double weight = 0, weighted = 0;
     for (size_t k = 0; k < entries.size(); ++k) {
       const acc_t z = entries.logits[k], derivative = plan.derivatives[k] - entries.weights[k];
       from_acc(derivative * transform.slope(z), gradient[entries.columns[k]]);
-      const double d = derivative * transform.slope_of_cap(z);
-      if (!args_.grad_scale || d == 0) continue;  // of a logit that may be infinite
-      of_scale.merge({d * plan.raw[k], d});
-      if (!std::isfinite(plan.raw[k])) continue;
-      weight += std::fabs(d);
-      weighted += std::fabs(d) * plan.raw[k];
+      if (args_.grad_scale) of_scale.add_entry(derivative * transform.slope_of_cap(z), plan.raw[k]);
     }
-    if (!args_.grad_scale) return;
-    // z = scale x is rounded here and not where lse was made. What that makes of sum_j d_j, which is known, would be
-    // multiplied by what all logits have in common: it is taken back there where the entries' logits are.
-    if (weight > 0 && whole_rows_ && args_.options.softcap == 0)
-      of_scale.dot -= weighted / weight * (of_scale.total - plan.total);
-    static_cast<acc_t*>(args_.grad_scale)[r] = static_cast<acc_t>(of_scale.dot * args_.options.logit_scale);
+    if (args_.grad_scale)
+      args_.template write_scale<acc_t, double>(r, of_scale.dot.sum, of_scale.total.sum, of_scale.weighted.sum,
+                                                of_scale.weight.sum, plan.total);
   }
 
  private:
@@ -249,10 +239,10 @@ class SelectBackward {
   }
 
   // A span, up to column `live`, as if none of its classes had an entry; those that have add nothing to dl/ds here.
-  ScaleSums write_tiles(int64_t r, int64_t t, int64_t live, const LogitTransform<acc_t>& transform, const RowPlan& plan,
-                        const Destination<scalar_t>& to) const {
+  ScaleSums<WideSum> write_tiles(int64_t r, int64_t t, int64_t live, const LogitTransform<acc_t>& transform,
+                                 const RowPlan& plan, const Destination<scalar_t>& to) const {
     alignas(64) acc_t buffer[kTile], derivative[kTile];
-    ScaleSums of_scale;
+    ScaleSums<WideSum> of_scale;
     typename RowEntries<acc_t>::Others others;
     if (args_.grad_scale) others = plan.entries.without_entries(t);
     const int64_t span = args_.first_class + t * kSpan;
@@ -269,7 +259,6 @@ class SelectBackward {
 
   const SelectBackwardArgs& args_;
   const int64_t classes_end_, spans_;
-  const bool whole_rows_;  // of all classes
   const Destinations<scalar_t> destinations_;
 };
 
@@ -341,7 +330,7 @@ void run_backward(const SelectBackwardArgs& args) {
       for (int64_t r = end - 1; r >= begin; --r) {
         prefetch_entries(args.target, std::max(begin, r - 1));
         backward.make_plan(r, plan);
-        ScaleSums of_scale;
+        ScaleSums<WideSum> of_scale;
         for (int64_t t = 0; t < spans; ++t) of_scale.merge(backward.write_span(r, t, std::max(begin, r - 1), plan));
         backward.write_entries(r, of_scale, plan);
       }
@@ -353,11 +342,11 @@ void run_backward(const SelectBackwardArgs& args) {
     backward.make_plan(r, plans[r]);
     plans[r].raw.resize(plans[r].entries.size());
   }
-  std::vector<ScaleSums> of_scale(args.rows * spans);
+  std::vector<ScaleSums<WideSum>> of_scale(args.rows * spans);
   parallel_spans(args.rows, spans,
                  [&](int64_t r, int64_t t) { of_scale[r * spans + t] = backward.write_span(r, t, r, plans[r]); });
   for (int64_t r = 0; r < args.rows; ++r) {
-    ScaleSums sum;
+    ScaleSums<WideSum> sum;
     for (int64_t t = 0; t < spans; ++t) sum.merge(of_scale[r * spans + t]);
     backward.write_entries(r, sum, plans[r]);
   }

@@ -42,20 +42,14 @@ struct Scaled {
   SCE_HD acc_type<scalar_t> operator[](int64_t i) const { return scale * to_acc(logits[i]); }
 };
 
+struct WideSum {
+  double sum = 0;
+  SCE_HD void add(double x) { sum += x; }
+};
+
 // Of SelectStats, beside maximum and sum: the spread, the total, the argmax and what label smoothing needs.
 struct Wanted {
   bool spread, total, argmax, weighted;
-};
-
-// What makes dl/ds of a row: sum_j d_j x_j, x being the logits as they are stored and d = dl/dz dz/d(scale x).
-struct ScaleSums {
-  double dot = 0;
-  double total = 0;  // sum_j d_j
-
-  void merge(const ScaleSums& other) {
-    dot += other.dot;
-    total += other.total;
-  }
 };
 
 // What is done with n <= kSpan logits, for the instruction set in use; class_weight (n,) may be null.
@@ -100,7 +94,8 @@ struct Tile {
                          const acc_t* class_weight, const uint32_t* kept, acc_t* derivative);
   // The gradient from it, and, where `of_scale` is there, what it adds to it; it may be the logits.
   static void chain(const scalar_t* logits, const acc_t* z, const acc_t* derivative, int64_t n,
-                    const LogitTransform<acc_t>& transform, ScaleSums* of_scale, const Destination<scalar_t>& to);
+                    const LogitTransform<acc_t>& transform, ScaleSums<WideSum>* of_scale,
+                    const Destination<scalar_t>& to);
 };
 
 }  // namespace cpu

@@ -223,22 +223,20 @@ __global__ void __launch_bounds__(kThreads, held_blocks<scalar_t>(3))
 
 // ------------------------------------------------------------------------------------------------ backward
 
-// The gradient of the columns [begin, end) as if none had an entry; `gradient` may be `row`. Returns what this thread's
-// columns add to dl/ds; those of the entries add nothing.
+// The gradient of the columns [begin, end) as if none had an entry; `gradient` may be `row`. Adds what the thread's
+// columns without entries have of dl/ds.
 template <int kWidth, typename scalar_t, typename acc_t = acc_type<scalar_t>>
-__device__ acc_t write_select(const SelectBackwardArgs& args, const SelectCoefficients<acc_t>& c,
-                              const LogitTransform<acc_t>& transform, EntryRange range, const scalar_t* row,
-                              scalar_t* gradient, int64_t begin, int64_t end) {
+__device__ void write_select(const SelectBackwardArgs& args, const SelectCoefficients<acc_t>& c,
+                             const LogitTransform<acc_t>& transform, EntryRange range, const scalar_t* row,
+                             scalar_t* gradient, int64_t begin, int64_t end, ScaleSums<LongSum<acc_t>>& of_scale) {
   const acc_t* weight = static_cast<const acc_t*>(args.target.weight);
   const int width = common_width(row, gradient);
   const bool scales = args.grad_scale;
-  LongSum<acc_t> of_scale;
   const auto one = [&](const LogitTransform<acc_t>& of_logit, acc_t x, int64_t column, bool marked) {
     const auto [z, of_cap] = of_logit.with_slope(x);
     acc_t derivative = c.inside(z, weight ? weight[column] : acc_t(1));
     if (c.of_rest != acc_t(0)) derivative += c.outside(z);
-    const acc_t of_scaled = derivative * of_cap;  // 0 at a logit that may be infinite
-    if (scales && !marked && of_scaled != acc_t(0)) of_scale.add(of_scaled * x);
+    if (scales && !marked) of_scale.add(derivative * of_cap, x);
     return derivative * (of_logit.scale * of_cap);
   };
   for_windows<kWidth, acc_t>(scales, args.target, range, begin, end, [&](int64_t from, int64_t to, const auto& bits) {
@@ -267,7 +265,6 @@ __device__ acc_t write_select(const SelectBackwardArgs& args, const SelectCoeffi
           from_acc(one(transform, to_acc(row[column]), column, bits(column) & 1u), gradient[column]);
         });
   });
-  return of_scale.sum;
 }
 
 // As the loss's backward_kernel. The scale's gradient needs whole rows of all classes.
@@ -318,7 +315,7 @@ __global__ void __launch_bounds__(kThreads, held_blocks<scalar_t>(3))
     };
     const ClassesOfRow<kWidth, true, true, acc_t> classes(args.target, range, begin, end,
                                                           class_slots(args.target, entry_gradients));
-    LongSum<acc_t> of_scale;
+    ScaleSums<LongSum<acc_t>> of_scale;
     for (int64_t i = range.begin + Group::rank(); i < range.end; i += kWidth) {
       const int64_t column = args.target.template chosen<acc_t>(i).column;
       if (column < begin || column >= end) continue;  // padding, or another group's
@@ -327,13 +324,12 @@ __global__ void __launch_bounds__(kThreads, held_blocks<scalar_t>(3))
       if (!classes.sum(i, column, weight, sum)) continue;
       const acc_t x = to_acc(row[column]), z = transform(x);
       const acc_t derivative = c.inside(z, args.target.template class_weight<acc_t>(column)) - sum;
-      const acc_t of_scaled = derivative * transform.slope_of_cap(z);
-      if (args.grad_scale && of_scaled != acc_t(0)) of_scale.add(of_scaled * x);
+      if (args.grad_scale) of_scale.add_entry(derivative * transform.slope_of_cap(z), x);
       entry_gradients[i] = {column, derivative * transform.slope(z)};
     }
     Group::sync();  // the logits at the entries are read
     if (c.more() || args.grad_scale)
-      of_scale.add(write_select<kWidth>(args, c, transform, range, row, gradient, begin, end));
+      write_select<kWidth>(args, c, transform, range, row, gradient, begin, end, of_scale);
     else
       write_dense<kWidth>(args, c, transform, row, gradient, begin, end);
     Group::sync();  // the dense gradient is written
@@ -344,9 +340,10 @@ __global__ void __launch_bounds__(kThreads, held_blocks<scalar_t>(3))
       if (entry.column >= 0) from_acc(entry.value, gradient[entry.column]);
     }
     if (!args.grad_scale) continue;
-    const acc_t total = Group::reduce(TargetStats<acc_t>{of_scale.sum, acc_t(0)}).dot;
-    if (Group::rank() == 0)
-      static_cast<acc_t*>(args.grad_scale)[r] = total * static_cast<acc_t>(args.options.logit_scale);
+    const auto all = Group::reduce(TargetStats<acc_t>{of_scale.dot.sum, of_scale.total.sum});
+    const auto near = Group::reduce(TargetStats<acc_t>{of_scale.weighted.sum, of_scale.weight.sum});
+    const acc_t known = c.total(c.d * sums.mass - sums.dot, args.template sum_of_weights<acc_t>(), args.classes());
+    if (Group::rank() == 0) args.template write_scale<acc_t>(r, all.dot, all.mass, near.dot, near.mass, known);
   }
 }
 
