@@ -160,17 +160,20 @@ def test_39_scale_and_softcap_count_in_every_output(device):
 @pytest.mark.parametrize("offset", [30.0, 100.0, 1000.0])
 def test_the_scales_gradient_does_not_take_what_all_logits_have_in_common(classes, offset, device):
     draw = Draw(device)
-    x, labels = draw.normal(8, classes) + offset, draw.integers(classes, 8)
+    x, labels, weight = draw.normal(8, classes) + offset, draw.integers(classes, 8), draw.uniform(classes)
 
-    def of_scale(x):
+    def of_scale(x, of, **options):
         scale = torch.tensor(1.3, dtype=x.dtype, device=device, requires_grad=True)
-        out = selected_log_probs(x, labels, logit_scale=scale, return_entropy=True)
-        cross_entropy(x, labels, logit_scale=scale, reduction="sum").backward()
-        (out.log_probs.sum() + 0.1 * out.entropy.sum()).backward()
+        cross_entropy(x, labels, weight.to(x.dtype), label_smoothing=0.1, logit_scale=scale, **options).backward()
+        out = selected_log_probs(x, labels, logit_scale=scale, **ALL)
+        sum(getattr(out, name) for name in of).sum().backward()
         return scale.grad.item()
 
     # Of each row the logits, and so the distances of some 4 between them, are right to rounding.
-    assert abs(of_scale(x) - of_scale(x.double())) <= 8 * offset * 2**-24
+    of = "log_probs", "log_rest", "entropy"
+    assert abs(of_scale(x, of) - of_scale(x.double(), of)) <= 2 * 8 * offset * 2**-24
+    of = "lse", "mean_logit"  # which move with all logits
+    torch.testing.assert_close(of_scale(x, of, z_loss=1e-4), of_scale(x.double(), of, z_loss=1e-4), rtol=2**-20, atol=0)
 
 
 def test_an_infinite_logit_under_a_softcap_adds_nothing_to_the_scales_gradient(device):
