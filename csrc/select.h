@@ -351,12 +351,17 @@ struct SelectBackwardArgs : BackwardArgs {
   SCE_HD acc_t upstream_of_entry(int64_t i) const {
     return grad_log_probs ? static_cast<const acc_t*>(grad_log_probs)[i] : acc_t(0);
   }
-  // dl/ds of row r from what ScaleSums say, the sum of d being `known` where it is that of all classes. s x is rounded
-  // there and not where lse was made, and what that makes of the sum would be multiplied by what all logits have in
-  // common; it is taken back near the logits of the entries.
+  // dl/ds of row r from what ScaleSums say; the sum of d over all classes is `known`. s x is rounded there and not where
+  // lse was made, and what that makes of the sum would be multiplied by what all logits have in common: it is taken back
+  // near the entries' logits or, of a shard, which need not have any of them, near lse.
   template <typename acc_t, typename sum_t>
   SCE_HD void write_scale(int64_t r, sum_t dot, sum_t total, sum_t weighted, sum_t weight, sum_t known) const {
-    if (options.softcap == 0 && whole_rows() && weight > sum_t(0)) dot -= weighted / weight * (total - known);
+    sum_t near = weight > sum_t(0) ? weighted / weight : sum_t(0);
+    if (!whole_rows()) {
+      near = static_cast<const acc_t*>(lse)[r] / transform<acc_t>(r).scale;
+      if (first_class > 0 || vocab == 0) known = 0;  // which one shard has
+    }
+    if (options.softcap == 0 && near - near == sum_t(0)) dot -= near * (total - known);
     static_cast<acc_t*>(grad_scale)[r] = static_cast<acc_t>(dot * static_cast<sum_t>(options.logit_scale));
   }
   // Whether nothing but the entries' log-probabilities can have a gradient in a row.

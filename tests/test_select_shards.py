@@ -133,6 +133,23 @@ def test_the_gradient_of_a_shard_is_that_of_its_columns(dtype, device):
         close(sums, of_scale, dtype)
 
 
+@pytest.mark.parametrize("classes", [90, 9000])
+def test_the_scales_gradient_of_shards_does_not_take_what_all_logits_have_in_common(classes, device):
+    g = torch.Generator().manual_seed(classes)
+    x = (torch.randn(ROWS, classes, generator=g) + 300).to(device)
+    a = Arguments(torch.randint(classes, (ROWS, 4), generator=g).to(device), num_classes=classes,
+                  row_scale=torch.full((ROWS,), 1.3, device=device))
+    cuts, found = (0, 0, classes // 3, classes // 2, classes), []
+    for exact in (False, True):
+        logits, given = (x.double(), a._replace(row_scale=a.row_scale.double())) if exact else (x, a)
+        out = Selected(*ops.select(logits, *given, *WANTED["all"]))
+        grads = [torch.ones_like(t) for t in (out.loss, out.log_probs, out.log_rest, out.entropy)]
+        made = (out.lse, out.lse_residual, out.log_rest, out.entropy, *given, True)
+        found.append(sum(ops.select_backward(grads[0], None, *grads[1:], None, logits[:, begin:end], *made, begin)[1]
+                         for begin, end in zip(cuts, cuts[1:])))
+    assert (found[0] - found[1]).abs().max() <= 4 * 300 * 2**-24 * 8
+
+
 def test_a_class_beyond_what_float32_counts_is_told(device):
     """The statistics of float32 hold the integer of a class, not its number."""
     logits = torch.tensor([[0.0, 3.0, 1.0]], device=device)

@@ -158,6 +158,7 @@ class SelectBackward {
     RowEntries<acc_t>& entries = plan.entries;
     entries.clear();
     plan.zero = args_.target.ignored(r);
+    plan.total = 0;
     if (plan.zero) return;
     entries.template collect<true>(args_.target, r);
     plan.zero = args_.template without_row_gradient<acc_t>(r) && !any_upstream(entries);
@@ -172,10 +173,9 @@ class SelectBackward {
       const acc_t in_loss = args_.grad_loss ? plan.coefficients.d * entries.weights[k] : acc_t(0);
       entries.weights[k] = in_loss - args_.template upstream_of_entry<acc_t>(entries.positions[k]);
     }
-    entries.arrange(args_, spans_);
-    if (!args_.grad_scale) return;
     const acc_t weight_sum = args_.template sum_of_weights<acc_t>();
     plan.total = plan.coefficients.total(entries.mass(), weight_sum, args_.target.num_classes);
+    entries.arrange(args_, spans_);
   }
 
   // Every element of the span is written. Returns what it adds to dl/ds.

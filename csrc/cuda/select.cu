@@ -342,7 +342,8 @@ __global__ void __launch_bounds__(kThreads, held_blocks<scalar_t>(3))
     if (!args.grad_scale) continue;
     const auto all = Group::reduce(TargetStats<acc_t>{of_scale.dot.sum, of_scale.total.sum});
     const auto near = Group::reduce(TargetStats<acc_t>{of_scale.weighted.sum, of_scale.weight.sum});
-    const acc_t known = c.total(c.d * sums.mass - sums.dot, args.template sum_of_weights<acc_t>(), args.classes());
+    const acc_t known =
+        c.total(c.d * sums.mass - sums.dot, args.template sum_of_weights<acc_t>(), args.target.num_classes);
     if (Group::rank() == 0) args.template write_scale<acc_t>(r, all.dot, all.mass, near.dot, near.mass, known);
   }
 }
