@@ -61,7 +61,6 @@ struct CrossEntropyArgs {
     return end < first_class ? first_class : end;  // padding alone
   }
   SCE_HD int64_t classes() const { return classes_end() - first_class; }
-  SCE_HD bool whole_rows() const { return first_class == 0 && vocab >= target.num_classes; }
   SCE_HD bool holds(int64_t column) const { return first_class <= column && column < vocab; }
 
   // Of all classes.

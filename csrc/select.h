@@ -213,7 +213,7 @@ struct SelectCoefficients : GradientCoefficients<acc_t> {
 // What makes dl/ds = sum_j d_j x_j of a row, x being logits as they are stored and d = dl/d(s x).
 template <typename sum_t>
 struct ScaleSums {
-  sum_t dot, total, weighted, weight;  // sum_j d_j x_j, sum_j d_j; of entries sum |d| x, sum |d|
+  sum_t dot, total;  // sum_j d_j x_j, sum_j d_j
 
   template <typename acc_t>
   SCE_HD void add(acc_t d, acc_t x) {
@@ -221,19 +221,9 @@ struct ScaleSums {
     dot.add(d * x);
     total.add(d);
   }
-  template <typename acc_t>
-  SCE_HD void add_entry(acc_t d, acc_t x) {
-    add(d, x);
-    if (!(x - x == acc_t(0))) return;
-    const acc_t size = d < acc_t(0) ? -d : d;
-    weighted.add(size * x);
-    weight.add(size);
-  }
   SCE_HD void merge(const ScaleSums& other) {
     dot.add(other.dot.sum);
     total.add(other.total.sum);
-    weighted.add(other.weighted.sum);
-    weight.add(other.weight.sum);
   }
 };
 
@@ -353,15 +343,13 @@ struct SelectBackwardArgs : BackwardArgs {
   }
   // dl/ds of row r from what ScaleSums say; the sum of d over all classes is `known`. s x is rounded there and not where
   // lse was made, and what that makes of the sum would be multiplied by what all logits have in common: it is taken back
-  // near the entries' logits or, of a shard, which need not have any of them, near lse.
+  // at the logit that all would have if they were one.
   template <typename acc_t, typename sum_t>
-  SCE_HD void write_scale(int64_t r, sum_t dot, sum_t total, sum_t weighted, sum_t weight, sum_t known) const {
-    sum_t near = weight > sum_t(0) ? weighted / weight : sum_t(0);
-    if (!whole_rows()) {
-      near = static_cast<const acc_t*>(lse)[r] / transform<acc_t>(r).scale;
-      if (first_class > 0 || vocab == 0) known = 0;  // which one shard has
-    }
-    if (options.softcap == 0 && near - near == sum_t(0)) dot -= near * (total - known);
+  SCE_HD void write_scale(int64_t r, sum_t dot, sum_t total, sum_t known) const {
+    const acc_t z = static_cast<const acc_t*>(lse)[r] - logarithm(static_cast<acc_t>(target.num_classes));
+    const sum_t common = z / transform<acc_t>(r).scale;
+    if (first_class > 0 || vocab == 0) known = 0;  // which the first shard has
+    if (options.softcap == 0 && common - common == sum_t(0)) dot -= common * (total - known);
     static_cast<acc_t*>(grad_scale)[r] = static_cast<acc_t>(dot * static_cast<sum_t>(options.logit_scale));
   }
   // Whether nothing but the entries' log-probabilities can have a gradient in a row.

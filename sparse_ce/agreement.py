@@ -77,7 +77,7 @@ def _alike(function: Callable[..., Any], given: Dict[str, Any]) -> Dict[str, Any
     for name, value in given.items():
         if name != "vocab_start":
             found[name] = value if value is None or isinstance(value, (Number, str, torch.dtype)) else "a value"
-    for name in ("input",) * ("linear_weight" in given) + ("logit_scale",):
+    for name in ("input", "logit_scale") if "linear_weight" in given else ("logit_scale",):
         t = given.get(name)
         found[f"{name}.requires_grad"] = isinstance(t, Tensor) and t.requires_grad and torch.is_grad_enabled()
     return found
@@ -109,7 +109,7 @@ def agree(group: str, given: Given) -> None:
              f"overlap, got {', '.join(of)}")
     for name in dict.fromkeys(name for other in everybody for name in other.alike):  # some know of more than others
         values = [other.alike.get(name) for other in everybody]
-        if len({str(value) if value != value else value for value in values}) > 1:  # NaN is the same as NaN
+        if len({"nan" if value != value else value for value in values}) > 1:
             fail(f"{name} must be the same on every rank of the group, got {', '.join(map(str, values))} in their "
                  "order")
 

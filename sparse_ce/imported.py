@@ -1,6 +1,7 @@
 """What other libraries learn of this package, once they are imported, and by whom does not matter."""
 
 import importlib.abc
+import importlib.util
 import sys
 from importlib.machinery import ModuleSpec
 from types import ModuleType
@@ -10,14 +11,17 @@ from typing import Any, Callable, Optional, Sequence
 class _Finder(importlib.abc.MetaPathFinder):
 
     def __init__(self, name: str, adapt: Callable[[Any], None]) -> None:
-        self.name, self.adapt = name, adapt
+        self.name, self.adapt, self.asks_others = name, adapt, False
 
     def find_spec(self, name: str, path: Optional[Sequence[str]] = None,
                   target: Optional[ModuleType] = None) -> Optional[ModuleSpec]:
-        if name != self.name:
+        if name != self.name or self.asks_others:
             return None
-        others = (finder.find_spec(name, path, target) for finder in sys.meta_path if finder is not self)
-        spec = next((found for found in others if found is not None), None)
+        self.asks_others = True  # one thread at a time imports a module
+        try:
+            spec = importlib.util.find_spec(name)
+        finally:
+            self.asks_others = False
         if spec is not None and spec.loader is not None:
             execute = spec.loader.exec_module
 

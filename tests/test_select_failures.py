@@ -176,6 +176,23 @@ def test_the_scales_gradient_does_not_take_what_all_logits_have_in_common(classe
     torch.testing.assert_close(of_scale(x, of, z_loss=1e-4), of_scale(x.double(), of, z_loss=1e-4), rtol=2**-20, atol=0)
 
 
+@pytest.mark.parametrize("far", [-100.0, -1e4, -1e9])
+@pytest.mark.parametrize("scale", [1.3, 1e-3])
+def test_the_scales_gradient_is_not_that_of_a_class_far_from_the_others(scale, far, device):
+    draw = Draw(device)
+    x, ids = 3 * draw.normal(4, 5000), draw.integers(5000, 4, 3)
+    x.scatter_(1, ids, far)
+
+    def of_scale(x):
+        leaf = torch.tensor(scale, dtype=x.dtype, device=device, requires_grad=True)
+        out = selected_log_probs(x, ids, logit_scale=leaf, return_entropy=True)
+        (1e-10 * out.log_probs.sum() + out.entropy.sum()).backward()
+        return leaf.grad.item()
+
+    expected = of_scale(x.double())
+    assert abs(of_scale(x) - expected) <= 1e-5 * max(1, abs(expected))
+
+
 def test_an_infinite_logit_under_a_softcap_adds_nothing_to_the_scales_gradient(device):
     x, labels = torch.tensor([[1.0, -math.inf, 2.0, 0.0]], device=device), torch.tensor([0], device=device)
 

@@ -223,11 +223,10 @@ class SelectBackward {
     for (size_t k = 0; k < entries.size(); ++k) {
       const acc_t z = entries.logits[k], derivative = plan.derivatives[k] - entries.weights[k];
       from_acc(derivative * transform.slope(z), gradient[entries.columns[k]]);
-      if (args_.grad_scale) of_scale.add_entry(derivative * transform.slope_of_cap(z), plan.raw[k]);
+      if (args_.grad_scale) of_scale.add(derivative * transform.slope_of_cap(z), plan.raw[k]);
     }
     if (args_.grad_scale)
-      args_.template write_scale<acc_t, double>(r, of_scale.dot.sum, of_scale.total.sum, of_scale.weighted.sum,
-                                                of_scale.weight.sum, plan.total);
+      args_.template write_scale<acc_t, double>(r, of_scale.dot.sum, of_scale.total.sum, plan.total);
   }
 
  private:

@@ -324,7 +324,7 @@ __global__ void __launch_bounds__(kThreads, held_blocks<scalar_t>(3))
       if (!classes.sum(i, column, weight, sum)) continue;
       const acc_t x = to_acc(row[column]), z = transform(x);
       const acc_t derivative = c.inside(z, args.target.template class_weight<acc_t>(column)) - sum;
-      if (args.grad_scale) of_scale.add_entry(derivative * transform.slope_of_cap(z), x);
+      if (args.grad_scale) of_scale.add(derivative * transform.slope_of_cap(z), x);
       entry_gradients[i] = {column, derivative * transform.slope(z)};
     }
     Group::sync();  // the logits at the entries are read
@@ -341,10 +341,9 @@ __global__ void __launch_bounds__(kThreads, held_blocks<scalar_t>(3))
     }
     if (!args.grad_scale) continue;
     const auto all = Group::reduce(TargetStats<acc_t>{of_scale.dot.sum, of_scale.total.sum});
-    const auto near = Group::reduce(TargetStats<acc_t>{of_scale.weighted.sum, of_scale.weight.sum});
     const acc_t known =
         c.total(c.d * sums.mass - sums.dot, args.template sum_of_weights<acc_t>(), args.target.num_classes);
-    if (Group::rank() == 0) args.template write_scale<acc_t>(r, all.dot, all.mass, near.dot, near.mass, known);
+    if (Group::rank() == 0) args.template write_scale<acc_t>(r, all.dot, all.mass, known);
   }
 }
 

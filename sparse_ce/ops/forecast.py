@@ -124,4 +124,4 @@ def checkpointed() -> bool:
     """Whether these hooks are those of checkpointing, which runs a forward anew, its collectives too: on all ranks of a
     group or on none. Other hooks one rank may have alone, and no collective may hang on them."""
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    return hooks is not None and hooks[0].__module__ == "torch.utils.checkpoint"
+    return hooks is not None and getattr(hooks[0], "__module__", None) == "torch.utils.checkpoint"
