@@ -191,10 +191,10 @@ struct SelectCoefficients : GradientCoefficients<acc_t> {
   SCE_HD explicit SelectCoefficients(const GradientCoefficients<acc_t>& of_loss)
       : GradientCoefficients<acc_t>(of_loss) {}
 
-  // The sum of dl/dz over all classes, of whose entries the weights add up to `weights`. weight_sum is that of o.
-  SCE_HD acc_t total(acc_t weights, acc_t weight_sum, int64_t num_classes) const {
-    const acc_t of_classes = of_each * static_cast<acc_t>(num_classes) - this->b * weight_sum;
-    return (this->a - weights) + of_rest + of_classes;
+  // The sum of dl/dz over all classes, whose weights o and whose entries' weights have these sums.
+  SCE_HD acc_t total(acc_t class_weights, acc_t entry_weights, int64_t num_classes) const {
+    const acc_t of_classes = of_each * static_cast<acc_t>(num_classes) - this->b * class_weights;
+    return (this->a - entry_weights) + of_rest + of_classes;
   }
 
   // Whether it is more than the loss's: a q_j - b o_j.
@@ -208,23 +208,6 @@ struct SelectCoefficients : GradientCoefficients<acc_t> {
   }
   // What classes outside of S have in addition. exp(z - lse_rest) overflows only inside.
   SCE_HD acc_t outside(acc_t z) const { return of_rest * exponential(this->log_prob(z) - log_rest); }
-};
-
-// What makes dl/ds = sum_j d_j x_j of a row, x being logits as they are stored and d = dl/d(s x).
-template <typename sum_t>
-struct ScaleSums {
-  sum_t dot, total;  // sum_j d_j x_j, sum_j d_j
-
-  template <typename acc_t>
-  SCE_HD void add(acc_t d, acc_t x) {
-    if (d == acc_t(0)) return;  // under a softcap an infinite logit has none
-    dot.add(d * x);
-    total.add(d);
-  }
-  SCE_HD void merge(const ScaleSums& other) {
-    dot.add(other.dot.sum);
-    total.add(other.total.sum);
-  }
 };
 
 // Of all classes, or of a shard of them: then `statistics` and `chosen` alone are written.
@@ -341,16 +324,27 @@ struct SelectBackwardArgs : BackwardArgs {
   SCE_HD acc_t upstream_of_entry(int64_t i) const {
     return grad_log_probs ? static_cast<const acc_t*>(grad_log_probs)[i] : acc_t(0);
   }
-  // dl/ds of row r from what ScaleSums say; the sum of d over all classes is `known`. s x is rounded there and not where
-  // lse was made, and what that makes of the sum would be multiplied by what all logits have in common: it is taken back
-  // at the logit that all would have if they were one.
-  template <typename acc_t, typename sum_t>
-  SCE_HD void write_scale(int64_t r, sum_t dot, sum_t total, sum_t known) const {
+  // dl/ds = sum_j d_j x_j, x being logits as they are stored and d = dl/d(s x), whose sum is known. s x is rounded there
+  // and not where lse was made: what that makes of the sum would be multiplied by what all logits have in common. So x
+  // is taken relative to the logit that all would have if they were one, and 0 under a softcap, where no sum is known.
+  template <typename acc_t>
+  SCE_HD acc_t common_logit(int64_t r) const {
+    if (!grad_scale || options.softcap != 0) return acc_t(0);
     const acc_t z = static_cast<const acc_t*>(lse)[r] - logarithm(static_cast<acc_t>(target.num_classes));
-    const sum_t common = z / transform<acc_t>(r).scale;
-    if (first_class > 0 || vocab == 0) known = 0;  // which the first shard has
-    if (options.softcap == 0 && common - common == sum_t(0)) dot -= common * (total - known);
-    static_cast<acc_t*>(grad_scale)[r] = static_cast<acc_t>(dot * static_cast<sum_t>(options.logit_scale));
+    const acc_t x = z / transform<acc_t>(r).scale;
+    return x - x == acc_t(0) ? x : acc_t(0);
+  }
+  template <typename acc_t>
+  SCE_HD static acc_t scale_term(acc_t d, acc_t x, acc_t common) {
+    return d == acc_t(0) ? acc_t(0) : d * (x - common);  // under a softcap an infinite logit has none
+  }
+  // `sum` of the terms of a row with these coefficients, where there are any; of shards the first has what all have in
+  // common.
+  template <typename acc_t>
+  SCE_HD void write_scale(int64_t r, acc_t sum, acc_t common, const SelectCoefficients<acc_t>& c, acc_t weights) const {
+    if (common != acc_t(0) && first_class == 0 && vocab > 0)
+      sum += common * c.total(sum_of_weights<acc_t>(), weights, target.num_classes);
+    static_cast<acc_t*>(grad_scale)[r] = sum * static_cast<acc_t>(options.logit_scale);
   }
   // Whether nothing but the entries' log-probabilities can have a gradient in a row.
   template <typename acc_t>

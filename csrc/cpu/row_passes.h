@@ -49,6 +49,11 @@ class Destinations {
 // Longer rows leave the caches before their gradient is written: their exponentials are made twice.
 constexpr int64_t kLongestKept = int64_t(1) << 20;
 
+struct WideSum {
+  double sum = 0;
+  void add(double x) { sum += x; }
+};
+
 // Rows are shared out whole, or by spans of kSpan columns. Both orders work on the same spans and merge them in the
 // same sequence, so the result does not depend on the number of threads.
 template <typename scalar_t>

@@ -142,7 +142,7 @@ class SelectBackward {
     SelectCoefficients<acc_t> coefficients;
     RowEntries<acc_t> entries;
     std::vector<acc_t> raw, derivatives;
-    acc_t total;  // of dl/dz over all classes
+    acc_t common, mass;  // what all logits have in common, where that matters, and the sum of the weights
   };
 
   explicit SelectBackward(const SelectBackwardArgs& args)
@@ -151,14 +151,14 @@ class SelectBackward {
 
   int64_t spans() const { return spans_; }
   RowPlan empty_plan() const {
-    return {true, SelectCoefficients<acc_t>({0, 0, 0, 0, 0, 0, args_.options, classes_end_}), {}, {}, {}, 0};
+    return {true, SelectCoefficients<acc_t>({0, 0, 0, 0, 0, 0, args_.options, classes_end_}), {}, {}, {}, 0, 0};
   }
 
   void make_plan(int64_t r, RowPlan& plan) const {
     RowEntries<acc_t>& entries = plan.entries;
     entries.clear();
+    plan.common = 0;
     plan.zero = args_.target.ignored(r);
-    plan.total = 0;
     if (plan.zero) return;
     entries.template collect<true>(args_.target, r);
     plan.zero = args_.template without_row_gradient<acc_t>(r) && !any_upstream(entries);
@@ -173,17 +173,17 @@ class SelectBackward {
       const acc_t in_loss = args_.grad_loss ? plan.coefficients.d * entries.weights[k] : acc_t(0);
       entries.weights[k] = in_loss - args_.template upstream_of_entry<acc_t>(entries.positions[k]);
     }
-    const acc_t weight_sum = args_.template sum_of_weights<acc_t>();
-    plan.total = plan.coefficients.total(entries.mass(), weight_sum, args_.target.num_classes);
+    plan.common = args_.template common_logit<acc_t>(r);
+    plan.mass = entries.mass();
     entries.arrange(args_, spans_);
   }
 
   // Every element of the span is written. Returns what it adds to dl/ds.
-  ScaleSums<WideSum> write_span(int64_t r, int64_t t, int64_t after, RowPlan& plan) const {
+  acc_t write_span(int64_t r, int64_t t, int64_t after, RowPlan& plan) const {
     const int64_t begin = args_.first_class + t * kSpan, end = std::min(begin + kSpan, args_.vocab);
     const int64_t live = plan.zero ? begin : std::max(begin, std::min(end, classes_end_));
     scalar_t* gradient = args_.template gradient_row<scalar_t>(r);
-    ScaleSums<WideSum> of_scale;
+    acc_t of_scale = 0;
     if (live > begin) {
       const LogitTransform<acc_t> transform = args_.template transform<acc_t>(r);
       RowEntries<acc_t>& entries = plan.entries;
@@ -209,7 +209,7 @@ class SelectBackward {
   }
 
   // `of_scale`: of the spans.
-  void write_entries(int64_t r, ScaleSums<WideSum> of_scale, RowPlan& plan) const {
+  void write_entries(int64_t r, acc_t of_scale, RowPlan& plan) const {
     RowEntries<acc_t>& entries = plan.entries;
     const LogitTransform<acc_t> transform = args_.template transform<acc_t>(r);
     scalar_t* gradient = args_.template gradient_row<scalar_t>(r);
@@ -222,11 +222,11 @@ class SelectBackward {
                                plan.derivatives.data());
     for (size_t k = 0; k < entries.size(); ++k) {
       const acc_t z = entries.logits[k], derivative = plan.derivatives[k] - entries.weights[k];
+      if (args_.grad_scale)
+        of_scale += args_.scale_term(derivative * transform.slope_of_cap(z), plan.raw[k], plan.common);
       from_acc(derivative * transform.slope(z), gradient[entries.columns[k]]);
-      if (args_.grad_scale) of_scale.add(derivative * transform.slope_of_cap(z), plan.raw[k]);
     }
-    if (args_.grad_scale)
-      args_.template write_scale<acc_t, double>(r, of_scale.dot.sum, of_scale.total.sum, plan.total);
+    if (args_.grad_scale) args_.write_scale(r, of_scale, plan.common, plan.coefficients, plan.mass);
   }
 
  private:
@@ -238,10 +238,10 @@ class SelectBackward {
   }
 
   // A span, up to column `live`, as if none of its classes had an entry; those that have add nothing to dl/ds here.
-  ScaleSums<WideSum> write_tiles(int64_t r, int64_t t, int64_t live, const LogitTransform<acc_t>& transform,
-                                 const RowPlan& plan, const Destination<scalar_t>& to) const {
+  acc_t write_tiles(int64_t r, int64_t t, int64_t live, const LogitTransform<acc_t>& transform, const RowPlan& plan,
+                    const Destination<scalar_t>& to) const {
     alignas(64) acc_t buffer[kTile], derivative[kTile];
-    ScaleSums<WideSum> of_scale;
+    acc_t of_scale = 0;
     typename RowEntries<acc_t>::Others others;
     if (args_.grad_scale) others = plan.entries.without_entries(t);
     const int64_t span = args_.first_class + t * kSpan;
@@ -251,7 +251,7 @@ class SelectBackward {
       Tile<scalar_t>::derivative(z, n, plan.coefficients, weights_at<scalar_t>(args_.target, begin),
                                  args_.grad_scale ? others.bits + (begin - span) / 32 : nullptr, derivative);
       Tile<scalar_t>::chain(row(r) + begin, z, derivative, n, transform, args_.grad_scale ? &of_scale : nullptr,
-                            to.from(begin - span));
+                            plan.common, to.from(begin - span));
     }
     return of_scale;
   }
@@ -320,6 +320,7 @@ void run_merge(const SelectMergeArgs& args) {
 
 template <typename scalar_t>
 void run_backward(const SelectBackwardArgs& args) {
+  using acc_t = acc_type<scalar_t>;
   const SelectBackward<scalar_t> backward(args);
   const int64_t spans = backward.spans();
   if (!split_rows(args.rows, spans)) {
@@ -329,8 +330,8 @@ void run_backward(const SelectBackwardArgs& args) {
       for (int64_t r = end - 1; r >= begin; --r) {
         prefetch_entries(args.target, std::max(begin, r - 1));
         backward.make_plan(r, plan);
-        ScaleSums<WideSum> of_scale;
-        for (int64_t t = 0; t < spans; ++t) of_scale.merge(backward.write_span(r, t, std::max(begin, r - 1), plan));
+        acc_t of_scale = 0;
+        for (int64_t t = 0; t < spans; ++t) of_scale += backward.write_span(r, t, std::max(begin, r - 1), plan);
         backward.write_entries(r, of_scale, plan);
       }
     });
@@ -341,12 +342,12 @@ void run_backward(const SelectBackwardArgs& args) {
     backward.make_plan(r, plans[r]);
     plans[r].raw.resize(plans[r].entries.size());
   }
-  std::vector<ScaleSums<WideSum>> of_scale(args.rows * spans);
+  std::vector<acc_t> of_scale(args.rows * spans);
   parallel_spans(args.rows, spans,
                  [&](int64_t r, int64_t t) { of_scale[r * spans + t] = backward.write_span(r, t, r, plans[r]); });
   for (int64_t r = 0; r < args.rows; ++r) {
-    ScaleSums<WideSum> sum;
-    for (int64_t t = 0; t < spans; ++t) sum.merge(of_scale[r * spans + t]);
+    acc_t sum = 0;
+    for (int64_t t = 0; t < spans; ++t) sum += of_scale[r * spans + t];
     backward.write_entries(r, sum, plans[r]);
   }
 }

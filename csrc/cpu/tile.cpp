@@ -160,15 +160,13 @@ SCE_HD void derivative_body(const acc_t* z, int64_t n, const SelectCoefficients<
 
 template <InstructionSet set, typename scalar_t, typename acc_t>
 SCE_HD void chain_body(const scalar_t* logits, const acc_t* z, const acc_t* derivative, int64_t n,
-                       const LogitTransform<acc_t>& transform, ScaleSums<WideSum>* of_scale,
+                       const LogitTransform<acc_t>& transform, acc_t* of_scale, acc_t common,
                        const Destination<scalar_t>& to) {
   const LogitTransform<acc_t> t = transform;
-  if (of_scale) {
-    const auto d = [&](int64_t i) { return derivative[i] * t.slope_of_cap(z[i]); };
-    const auto product = [&](int64_t i) { return d(i) == acc_t(0) ? acc_t(0) : d(i) * to_acc(logits[i]); };
-    of_scale->dot.add(sum_in_lanes<acc_t>(0, n, product));
-    of_scale->total.add(sum_in_lanes<acc_t>(0, n, d));
-  }
+  if (of_scale)
+    *of_scale += sum_in_lanes<acc_t>(0, n, [&](int64_t i) {
+      return SelectBackwardArgs::scale_term(derivative[i] * t.slope_of_cap(z[i]), to_acc(logits[i]), common);
+    });
   alignas(64) scalar_t rounded[kTile];
   scalar_t* const out = to.around ? rounded : to.gradient;
   SCE_SIMD()
@@ -279,10 +277,10 @@ void Tile<scalar_t>::derivative(const acc_t* z, int64_t n, const SelectCoefficie
 
 template <typename scalar_t>
 void Tile<scalar_t>::chain(const scalar_t* logits, const acc_t* z, const acc_t* derivative, int64_t n,
-                           const LogitTransform<acc_t>& transform, ScaleSums<WideSum>* of_scale,
+                           const LogitTransform<acc_t>& transform, acc_t* of_scale, acc_t common,
                            const Destination<scalar_t>& to) {
   with_instruction_set([&](auto set) SCE_INLINE {
-    chain_body<decltype(set)::value>(logits, z, derivative, n, transform, of_scale, to);
+    chain_body<decltype(set)::value>(logits, z, derivative, n, transform, of_scale, common, to);
   });
 }
 

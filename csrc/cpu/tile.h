@@ -42,11 +42,6 @@ struct Scaled {
   SCE_HD acc_type<scalar_t> operator[](int64_t i) const { return scale * to_acc(logits[i]); }
 };
 
-struct WideSum {
-  double sum = 0;
-  SCE_HD void add(double x) { sum += x; }
-};
-
 // Of SelectStats, beside maximum and sum: the spread, the total, the argmax and what label smoothing needs.
 struct Wanted {
   bool spread, total, argmax, weighted;
@@ -92,9 +87,9 @@ struct Tile {
   // dl/dz as if none had an entry, 0 where one is not among the `kept`.
   static void derivative(const acc_t* z, int64_t n, const SelectCoefficients<acc_t>& coefficients,
                          const acc_t* class_weight, const uint32_t* kept, acc_t* derivative);
-  // The gradient from it, and, where `of_scale` is there, what it adds to it; it may be the logits.
+  // The gradient from it, and, where `of_scale` is there, what it adds to dl/ds, relative to a `common` logit; it may be the logits.
   static void chain(const scalar_t* logits, const acc_t* z, const acc_t* derivative, int64_t n,
-                    const LogitTransform<acc_t>& transform, ScaleSums<WideSum>* of_scale,
+                    const LogitTransform<acc_t>& transform, acc_t* of_scale, acc_t common,
                     const Destination<scalar_t>& to);
 };
 

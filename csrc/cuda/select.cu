@@ -223,20 +223,21 @@ __global__ void __launch_bounds__(kThreads, held_blocks<scalar_t>(3))
 
 // ------------------------------------------------------------------------------------------------ backward
 
-// The gradient of the columns [begin, end) as if none had an entry; `gradient` may be `row`. Adds what the thread's
-// columns without entries have of dl/ds.
+// The gradient of the columns [begin, end) as if none had an entry; `gradient` may be `row`. Returns what this thread's
+// columns add to dl/ds; those of the entries add nothing.
 template <int kWidth, typename scalar_t, typename acc_t = acc_type<scalar_t>>
-__device__ void write_select(const SelectBackwardArgs& args, const SelectCoefficients<acc_t>& c,
-                             const LogitTransform<acc_t>& transform, EntryRange range, const scalar_t* row,
-                             scalar_t* gradient, int64_t begin, int64_t end, ScaleSums<LongSum<acc_t>>& of_scale) {
+__device__ acc_t write_select(const SelectBackwardArgs& args, const SelectCoefficients<acc_t>& c,
+                              const LogitTransform<acc_t>& transform, EntryRange range, const scalar_t* row,
+                              scalar_t* gradient, int64_t begin, int64_t end, acc_t common) {
   const acc_t* weight = static_cast<const acc_t*>(args.target.weight);
   const int width = common_width(row, gradient);
   const bool scales = args.grad_scale;
+  LongSum<acc_t> of_scale;
   const auto one = [&](const LogitTransform<acc_t>& of_logit, acc_t x, int64_t column, bool marked) {
     const auto [z, of_cap] = of_logit.with_slope(x);
     acc_t derivative = c.inside(z, weight ? weight[column] : acc_t(1));
     if (c.of_rest != acc_t(0)) derivative += c.outside(z);
-    if (scales && !marked) of_scale.add(derivative * of_cap, x);
+    if (scales && !marked) of_scale.add(args.scale_term(derivative * of_cap, x, common));
     return derivative * (of_logit.scale * of_cap);
   };
   for_windows<kWidth, acc_t>(scales, args.target, range, begin, end, [&](int64_t from, int64_t to, const auto& bits) {
@@ -265,6 +266,7 @@ __device__ void write_select(const SelectBackwardArgs& args, const SelectCoeffic
           from_acc(one(transform, to_acc(row[column]), column, bits(column) & 1u), gradient[column]);
         });
   });
+  return of_scale.sum;
 }
 
 // As the loss's backward_kernel. The scale's gradient needs whole rows of all classes.
@@ -315,7 +317,8 @@ __global__ void __launch_bounds__(kThreads, held_blocks<scalar_t>(3))
     };
     const ClassesOfRow<kWidth, true, true, acc_t> classes(args.target, range, begin, end,
                                                           class_slots(args.target, entry_gradients));
-    ScaleSums<LongSum<acc_t>> of_scale;
+    LongSum<acc_t> of_scale;
+    const acc_t common = args.template common_logit<acc_t>(r);
     for (int64_t i = range.begin + Group::rank(); i < range.end; i += kWidth) {
       const int64_t column = args.target.template chosen<acc_t>(i).column;
       if (column < begin || column >= end) continue;  // padding, or another group's
@@ -324,12 +327,12 @@ __global__ void __launch_bounds__(kThreads, held_blocks<scalar_t>(3))
       if (!classes.sum(i, column, weight, sum)) continue;
       const acc_t x = to_acc(row[column]), z = transform(x);
       const acc_t derivative = c.inside(z, args.target.template class_weight<acc_t>(column)) - sum;
-      if (args.grad_scale) of_scale.add(derivative * transform.slope_of_cap(z), x);
+      if (args.grad_scale) of_scale.add(args.scale_term(derivative * transform.slope_of_cap(z), x, common));
       entry_gradients[i] = {column, derivative * transform.slope(z)};
     }
     Group::sync();  // the logits at the entries are read
     if (c.more() || args.grad_scale)
-      write_select<kWidth>(args, c, transform, range, row, gradient, begin, end, of_scale);
+      of_scale.add(write_select<kWidth>(args, c, transform, range, row, gradient, begin, end, common));
     else
       write_dense<kWidth>(args, c, transform, row, gradient, begin, end);
     Group::sync();  // the dense gradient is written
@@ -340,10 +343,8 @@ __global__ void __launch_bounds__(kThreads, held_blocks<scalar_t>(3))
       if (entry.column >= 0) from_acc(entry.value, gradient[entry.column]);
     }
     if (!args.grad_scale) continue;
-    const auto all = Group::reduce(TargetStats<acc_t>{of_scale.dot.sum, of_scale.total.sum});
-    const acc_t known =
-        c.total(c.d * sums.mass - sums.dot, args.template sum_of_weights<acc_t>(), args.target.num_classes);
-    if (Group::rank() == 0) args.template write_scale<acc_t>(r, all.dot, all.mass, known);
+    const acc_t total = Group::reduce(TargetStats<acc_t>{of_scale.sum, acc_t(0)}).dot;
+    if (Group::rank() == 0) args.write_scale(r, total, common, c, c.d * sums.mass - sums.dot);
   }
 }
 
