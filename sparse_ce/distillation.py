@@ -284,7 +284,7 @@ def _together(of_rows: Loss, share: float, share_of_labels: float, input: Tensor
         rest = out.log_rest
         if rest is not None:  # what was left of the label's class belongs to the teacher's rest
             outside = label.ne(IGNORE_INDEX) & ids[:, :-1].ne(label[:, None]).all(1)
-            rest = torch.where(outside, torch.logaddexp(rest, of_label), rest)
+            rest = torch.where(outside, _log_add(rest, of_label), rest)
         log_probs = out.log_probs[:, 0] if single else out.log_probs[:, :-1]
         student = LogProbs(log_probs, out.lse, rest, out.entropy, out.mean_logit)
         return per_row * of_rows(student, teacher, *log_rest) - per_label * torch.where(counts, of_label, 0.0)
@@ -292,3 +292,10 @@ def _together(of_rows: Loss, share: float, share_of_labels: float, input: Tensor
     loss: Tensor = linear_row_loss(of_both, input, linear_weight, ids, teacher, of_labels, *rest_args,
                                    reduction=reduction, normalizer=normalizer, **named)
     return loss
+
+
+def _log_add(a: Tensor, b: Tensor) -> Tensor:
+    """log(e^a + e^b). torch.logaddexp's second derivative is NaN where one of them is -inf."""
+    above = a >= b
+    high, low = torch.where(above, a, b), torch.where(above, b, a)
+    return high + (low - torch.where(high.isneginf(), 0.0, high)).exp().log1p()

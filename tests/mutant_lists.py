@@ -774,7 +774,7 @@ PYTHON = [
     ("sparse_ce/segments.py", "return part & first.gather(-1, back),", "return part,"),
     ("sparse_ce/segments.py", ".any(-1)\n    others", ".any(-1) | True\n    others"),
     ("sparse_ce/distillation.py", "softcap / temperature)", "softcap)"),
-    ("sparse_ce/distillation.py", "rest = torch.where(outside, torch.logaddexp(rest, of_label), rest)", "pass"),
+    ("sparse_ce/distillation.py", "rest = torch.where(outside, _log_add(rest, of_label), rest)", "pass"),
     ("sparse_ce/distillation.py", "torch.where(counts, of_label, 0.0)", "of_label"),
     ("sparse_ce/distillation.py", "label = torch.where(of_teacher & ~of_labels & ~live.any(-1), 0, labels)",
      "label = labels"),

@@ -104,6 +104,23 @@ def test_both_losses_of_one_pass_over_the_head(form, device, monkeypatch):
         linear_distillation_loss(*head[:2], teachers[form], torch.full_like(labels, -100), alpha=0.5, ignore_index=0)
 
 
+@pytest.mark.parametrize("kind,rest", DEFINED)
+def test_second_derivatives_of_one_pass_over_the_head(kind, rest, device):
+    """Where a label is ignored, is among the teacher's classes, or there are no others: log_rest is -inf."""
+    head, labels, teachers, _ = make(device)
+    only = torch.full_like(head[2], -torch.inf).index_fill(0, teachers["topk"].indices[1, 3], 0.0)
+    for row, bias in ((slice(None), head[2].detach()), ((1, 3), only)):
+        if bias is only and (kind, rest) == ("forward_kl", "uniform"):  # which is infinite
+            continue
+        second, options = [], dict(kind=kind, rest=rest, alpha=0.5)
+        x, teacher, of_row = head[0].detach()[row].requires_grad_(), teachers["topk"][row], labels[row]
+        for loss in (linear_distillation_loss(x, head[1], teacher, of_row, linear_bias=bias, **options),
+                     distillation_loss(F.linear(x, head[1], bias), teacher, of_row, **options)):
+            grad, = torch.autograd.grad(loss, x, create_graph=True)
+            second += torch.autograd.grad(grad.sin().sum(), x)
+        torch.testing.assert_close(*second, rtol=1e-8, atol=1e-10)
+
+
 def test_its_parts_and_what_is_left_out(device):
     head, labels, teachers, _ = make(device)
     z = F.linear(*head).detach().requires_grad_()
