@@ -265,13 +265,27 @@ def _term(kind: str, beta: float, log_p: Tensor, log_q: Tensor) -> Tensor:
         return (p - q).abs() / 2
     if kind == "hellinger":
         return ((log_p / 2).exp() - (log_q / 2).exp()).square() / 2
-    of_p = 1 - beta if kind == "skew_reverse" else beta
-    middle = torch.logaddexp(log_p + math.log(of_p), log_q + math.log1p(-of_p))
+    above_p, above_q = _above_mixture(1 - beta if kind == "skew_reverse" else beta, log_p, log_q)
     if kind == "skew_forward":
-        return p * (log_p - middle)
+        return p * above_p
     if kind == "skew_reverse":
-        return q * (finite - middle)
-    return beta * p * (log_p - middle) + (1 - beta) * q * (finite - middle)
+        return q * above_q
+    return beta * p * above_p + (1 - beta) * q * above_q
+
+
+def _above_mixture(of_p: float, log_p: Tensor, log_q: Tensor) -> Tuple[Tensor, Tensor]:
+    """log(p / m) and log(q / m), m = of_p p + (1 - of_p) q; finite where q, a factor of the second, is 0. Each is made
+    of the ratio of p and q: a difference of logarithms has few digits left where m is nearly one of the two."""
+    if of_p > 0.5:
+        above_q, above_p = _above_mixture(1 - of_p, log_q, log_p)
+        return above_p, above_q
+    ratio, log_of_p = log_p - log_q, math.log(of_p)
+    more_of_q = ratio <= math.log1p(-of_p) - log_of_p
+    beyond = torch.where(more_of_q, of_p * torch.where(more_of_q, ratio, 0.0).expm1(),
+                         (1 - of_p) / of_p * torch.where(more_of_q, 0.0, -ratio).exp()).log1p()
+    ratio = torch.where(ratio.isinf(), 0.0, ratio)
+    return (torch.where(more_of_q, ratio, -log_of_p) - beyond,
+            torch.where(more_of_q, 0.0, -log_of_p - ratio) - beyond)
 
 
 def _finished(kind: str, beta: float, total: Tensor) -> Tensor:

@@ -56,6 +56,23 @@ def test_a_class_of_the_teacher_that_the_student_excludes(kind, rest, dtype, dev
         torch.testing.assert_close(ours, limit)
 
 
+@pytest.mark.parametrize("beta", [0.3, 0.8])
+@every_kind
+def test_second_derivatives_at_a_class_that_the_student_excludes(kind, rest, beta, device):
+    """Of a masked vocabulary, in both arguments: those of a logit that has fallen far."""
+    logits, ids, weights = make(device, torch.float64)
+    logits[0, ids[0, 1]] = -INF
+    if kind == "forward_kl":
+        return
+    second = []
+    for z in (logits, logits.clamp(min=-1e4)):
+        leaves = z.clone().requires_grad_(), weights.clone().requires_grad_()
+        loss = divergence(leaves[0], topk(ids)(leaves[1]), kind=kind, rest=rest, beta=beta, reduction="sum")
+        first = torch.autograd.grad(loss, leaves, create_graph=True)
+        second.append(torch.autograd.grad(sum(10 * g.sin().sum() for g in first), leaves))
+    torch.testing.assert_close(*second)
+
+
 @both_dtypes
 def test_the_infinite_forward_divergence_pulls_at_the_class(dtype, device):
     logits, ids, weights = make(device, dtype)

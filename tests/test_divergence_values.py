@@ -9,7 +9,7 @@ import torch
 from torch.autograd import gradcheck, gradgradcheck
 
 from cases import Draw
-from sparse_ce import LogProbs, SparseTarget, divergence, selected_log_probs
+from sparse_ce import LogProbs, SparseTarget, divergence, selected_log_probs, topk_log_probs
 from sparse_ce.divergence import KINDS, RESTS, needed
 
 DEFINED = [(kind, rest) for kind, rest in itertools.product(KINDS, RESTS) if not isinstance(needed(kind, rest), str)]
@@ -195,6 +195,24 @@ def test_30_a_tail_that_is_given_has_all_its_digits(device):
     of_rest = q[:, 2:].logsumexp(1)
     exact = (q[:, :2].exp() * (q[:, :2] - log_p[:, :2])).sum(1) + of_rest.exp() * (of_rest - exact_rest)
     torch.testing.assert_close(found.double(), exact, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("beta", [1e-5, 1e-3, 0.5, 0.999, 1 - 1e-5])
+@pytest.mark.parametrize("rest", ["renormalize", "bucket"])
+@pytest.mark.parametrize("kind", ["jsd", "skew_forward", "skew_reverse"])
+def test_float32_towards_the_ends_of_beta(kind, rest, beta, device):
+    """As many digits as in the middle: what goes to 0 with beta or 1 - beta is no difference of what does not. The
+    skewed ones go to 0 with (1 - beta)^2, their terms with 1 - beta."""
+    draw = Draw(device)
+    logits, of_teacher = 3 * draw.normal(ROWS, CLASSES), 3 * draw.normal(ROWS, CLASSES)
+    of_teacher[0, 0] += 30  # to the other classes of this row it gives less than any of 1 - beta
+    teacher, log_rest = topk_log_probs(of_teacher, IDS, return_log_rest=True)
+    found, exact = (divergence(logits.to(dtype), SparseTarget.from_topk(teacher.indices, teacher.values.to(dtype),
+                                                                        kind="logprobs"),
+                               kind=kind, rest=rest, beta=beta, reduction="none", teacher_log_rest=log_rest)
+                    for dtype in (torch.float32, torch.float64))
+    lost = max(1, 0.2 / (1 - beta)) if kind.startswith("skew") else 1
+    torch.testing.assert_close(found.double(), exact, rtol=1e-5 * lost, atol=0)
 
 
 def test_a_labelled_row_is_a_teacher_of_one_class(device):
