@@ -260,7 +260,7 @@ def _term(kind: str, beta: float, log_p: Tensor, log_q: Tensor) -> Tensor:
     if kind == "reverse_kl":
         return q * (finite - log_p)
     if kind == "alpha":
-        return (beta * log_p + (1 - beta) * log_q).exp()
+        return _alpha(beta, log_p, log_q)
     if kind == "tv":
         return (p - q).abs() / 2
     if kind == "hellinger":
@@ -288,14 +288,34 @@ def _above_mixture(of_p: float, log_p: Tensor, log_q: Tensor) -> Tuple[Tensor, T
             torch.where(more_of_q, 0.0, -log_of_p - ratio) - beyond)
 
 
+def _alpha(beta: float, log_p: Tensor, log_q: Tensor) -> Tensor:
+    """q - p^beta q^(1 - beta), or p less it where beta is above 1/2: 1 less a sum of powers would have no digits near
+    the ends of beta."""
+    if beta > 0.5:
+        return _alpha(1 - beta, log_q, log_p)
+    power = beta * (log_p - log_q)
+    near = power.abs() < 1
+    return torch.where(near, -log_q.exp() * torch.where(near, power, 0.0).expm1(),
+                       log_q.exp() - (beta * log_p + (1 - beta) * log_q).exp())
+
+
+def _missing(total: Tensor) -> Tensor:
+    """What ``total``, of probabilities, lacks of 1; where that may be rounding 0, with its derivative."""
+    missing = 1 - total
+    rounding = missing.abs() <= 4 * torch.finfo(total.dtype).eps
+    return missing - torch.where(rounding, missing.detach(), 0.0)
+
+
 def _finished(kind: str, beta: float, total: Tensor) -> Tensor:
-    return (1 - total) / (beta * (1 - beta)) if kind == "alpha" else total
+    return total / (beta * (1 - beta)) if kind == "alpha" else total
 
 
 def _zero(t: _Teacher, s: _Student, kind: str, beta: float, floor: float, _: Optional[int]) -> Tensor:
     total = t.sum(_term(kind, beta, t.log_p, s.log_q))
-    if kind in ("forward_kl", "skew_forward", "alpha"):
-        return _finished(kind, beta, total)
+    if kind == "alpha":
+        return _finished(kind, beta, total + _missing(t.sum((s.log_q if beta <= 0.5 else t.log_p).exp())))
+    if kind in ("forward_kl", "skew_forward"):
+        return total
     assert s.log_rest is not None
     of_zero = 0.5  # what a student's probability adds where p is 0, of tv and hellinger
     if kind == "jsd":
@@ -318,6 +338,8 @@ def _bucket(t: _Teacher, s: _Student, kind: str, beta: float, floor: float, num_
         empty = empty | (t.classes() == num_classes)
     term = _term(kind, beta, log_rest, torch.where(empty, log_rest, s.log_rest))
     total = t.sum(_term(kind, beta, t.log_p, s.log_q)) + torch.where(empty, 0.0, term)
+    if kind == "alpha" and beta > 0.5:  # a student's probabilities sum to 1
+        total = total + _missing(t.sum(t.log_p.exp()) + torch.where(empty, 0.0, log_rest.exp()))
     return _finished(kind, beta, total)
 
 

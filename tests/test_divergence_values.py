@@ -116,6 +116,12 @@ def test_it_equals_the_definition_on_all_classes(kind, rest, form, repeated, dev
         torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-10)
 
 
+@pytest.mark.parametrize("kind,rest", [pair for pair in DEFINED if pair[0] in ("jsd", "alpha") or "skew" in pair[0]])
+def test_it_equals_the_definition_where_beta_is_above_a_half(kind, rest, device, monkeypatch):
+    monkeypatch.setitem(globals(), "BETA", 0.8)
+    test_it_equals_the_definition_on_all_classes(kind, rest, "topk", True, device)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("kind,rest", DEFINED)
 def test_in_the_dtypes_of_models(kind, rest, dtype, device):
@@ -199,18 +205,19 @@ def test_30_a_tail_that_is_given_has_all_its_digits(device):
 
 @pytest.mark.parametrize("beta", [1e-5, 1e-3, 0.5, 0.999, 1 - 1e-5])
 @pytest.mark.parametrize("rest", ["renormalize", "bucket"])
-@pytest.mark.parametrize("kind", ["jsd", "skew_forward", "skew_reverse"])
+@pytest.mark.parametrize("kind", ["jsd", "skew_forward", "skew_reverse", "alpha"])
 def test_float32_towards_the_ends_of_beta(kind, rest, beta, device):
     """As many digits as in the middle: what goes to 0 with beta or 1 - beta is no difference of what does not. The
     skewed ones go to 0 with (1 - beta)^2, their terms with 1 - beta."""
     draw = Draw(device)
     logits, of_teacher = 3 * draw.normal(ROWS, CLASSES), 3 * draw.normal(ROWS, CLASSES)
     of_teacher[0, 0] += 30  # to the other classes of this row it gives less than any of 1 - beta
-    teacher, log_rest = topk_log_probs(of_teacher, IDS, return_log_rest=True)
+    teacher, log_rest = topk_log_probs(of_teacher.double(), IDS, return_log_rest=True)
     found, exact = (divergence(logits.to(dtype), SparseTarget.from_topk(teacher.indices, teacher.values.to(dtype),
                                                                         kind="logprobs"),
                                kind=kind, rest=rest, beta=beta, reduction="none", teacher_log_rest=log_rest)
                     for dtype in (torch.float32, torch.float64))
+    assert found.dtype == torch.float32
     lost = max(1, 0.2 / (1 - beta)) if kind.startswith("skew") else 1
     torch.testing.assert_close(found.double(), exact, rtol=1e-5 * lost, atol=0)
 
