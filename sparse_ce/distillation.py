@@ -212,7 +212,7 @@ def _checked(teacher: Target, labels: Optional[Target], shape: torch.Size, num_c
     """The teacher at the temperature, for logits of ``shape`` and arithmetic of ``dtype``, and the fields to ask
     for."""
     rest = of_kind["rest"]
-    fields = checked(of_kind["kind"], of_kind["beta"], rest, of_kind["floor"])
+    fields = checked(**of_kind)
     check_shares(rest, temperature, alpha)
     if alpha < 1 and labels is None:
         fail(f"labels must be given where alpha is not 1, got None and alpha={alpha}")

@@ -106,7 +106,7 @@ def divergence(
     """
     if arguments.is_distributed(student.lse if isinstance(student, LogProbs) else student):
         return on_mesh(divergence, locals())  # type: ignore[no-any-return]
-    fields = checked(kind, beta, rest, floor)
+    fields = checked(kind, beta, rest, floor, teacher_log_rest)
     arguments.check_reduction(reduction, normalizer)
     if not isinstance(student, LogProbs):
         arguments.check_input(student, "V")
@@ -163,7 +163,7 @@ def _arguments(teacher: SparseTarget) -> Arguments:
     return Arguments(flat.indices, flat.values, flat.offsets, None, flat.row_mask, logprobs=flat.kind == "logprobs")
 
 
-def checked(kind: str, beta: float, rest: str, floor: float) -> Tuple[str, ...]:
+def checked(kind: str, beta: float, rest: str, floor: float, teacher_log_rest: Any = None) -> Tuple[str, ...]:
     if kind not in KINDS:
         fail(f"kind must be one of {', '.join(map(repr, KINDS))}, got {kind!r}")
     if rest not in RESTS:
@@ -177,6 +177,11 @@ def checked(kind: str, beta: float, rest: str, floor: float) -> Tuple[str, ...]:
     if not arguments.is_number(floor) or not -math.inf < floor <= 0:
         fail(f"floor must be a finite log-probability, got {floor!r}",
              ValueError if arguments.is_number(floor) else TypeError)
+    if teacher_log_rest is not None:
+        if not isinstance(teacher_log_rest, Tensor):
+            fail(f"teacher_log_rest must be a tensor, got {type(teacher_log_rest).__name__}", TypeError)
+        if not teacher_log_rest.dtype.is_floating_point:
+            fail(f"teacher_log_rest must be floating point, got {teacher_log_rest.dtype}", TypeError)
     return fields
 
 

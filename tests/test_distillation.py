@@ -231,13 +231,14 @@ def test_modules_are_their_functions(module, function, extra, device):
     (dict(temperature=0.0), ["temperature must be positive, got 0.0"]),
     (dict(temperature=None), ["temperature must be a number, got None"]),
     (dict(temperature=2.0, rest="bucket"), ["temperature must be 1 with rest='bucket'", "logit_scale=1 / temperature"]),
+    (dict(teacher_log_rest=0.1), ["teacher_log_rest must be a tensor, got float"]),
     (dict(kind="reverse_kl"), ["kind must be defined with rest='zero'", "infinite"]),
 ], ids=str)
 def test_wrong_options_are_named(options, words, device):
     head, _, teachers, _ = make(device)
     calls = [lambda: distillation_loss(F.linear(*head), teachers["topk"], **options),
              lambda: linear_distillation_loss(*head[:2], teachers["topk"], **options)]
-    if options != dict(alpha=0.5):
+    if options != dict(alpha=0.5) and "teacher_log_rest" not in options:
         calls += [lambda: DistillationLoss(**options), lambda: LinearDistillationLoss(**options)]
     for call in calls:
         assert_refused(call, *words, error=(TypeError, ValueError))

@@ -302,6 +302,8 @@ def test_a_missing_field_is_named_with_its_flag(kind, rest, device):
     (dict(floor=-math.inf), ValueError, "floor must be a finite log-probability"),
     (dict(floor=None), TypeError, "floor must be a finite log-probability, got None"),
     (dict(reduction="batchmean"), ValueError, "reduction must be"),
+    (dict(teacher_log_rest=[0.0, 0.0]), TypeError, "teacher_log_rest must be a tensor, got list"),
+    (dict(teacher_log_rest=torch.zeros(2).bool()), TypeError, "teacher_log_rest must be floating point, got"),
     (dict(teacher_log_rest=torch.zeros(3)), ValueError, r"teacher_log_rest must be of the leading shape \[2\], got"),
 ], ids=str)
 def test_wrong_options_are_named(options, error, message):
