@@ -88,7 +88,9 @@ def divergence(
             (``topk_log_probs(..., return_log_rest=True)``); else it is made of 1 - sum p, which has few digits. Only
             ``"bucket"`` and ``"uniform"`` look at it.
         reduction, normalizer: as for :func:`sparse_ce.cross_entropy`.
-        num_classes, group, vocab_start: of a student that is logits, as for :func:`sparse_ce.cross_entropy`.
+        num_classes, group, vocab_start: of a student that is logits, as for :func:`sparse_ce.cross_entropy`. Of one
+            that is log-probabilities the teacher may know ``num_classes``; else a bucket is empty where the row's
+            classes are the first ones, without a gap, and the student has nothing elsewhere.
 
     Returns:
         float32 (float64 for a student in float64): the divergence, ``()`` or the leading shape. Differentiable in
@@ -208,6 +210,7 @@ class _Teacher(NamedTuple):
     """Of the entries of each row. Those that are padding, or repeat a class, have no part in any sum."""
 
     segments: Segments
+    ids: Tensor
     log_p: Tensor  # 0 where there is no part
     part: Tensor  # bool
     given_log_rest: Optional[Tensor]  # (N,)
@@ -226,7 +229,7 @@ class _Teacher(NamedTuple):
             values = a.values.to(dtype).reshape(entries.values.shape)
             log_p = torch.where(part, values, 0.0) if a.logprobs else torch.where(part, values, 1.0).log()
         first, log_p = segments.merged(entries.columns, log_p, part)
-        return cls(segments, torch.where(first, log_p, 0.0), first, log_rest, floor)
+        return cls(segments, entries.columns, torch.where(first, log_p, 0.0), first, log_rest, floor)
 
     def sum(self, terms: Tensor) -> Tensor:
         return self.segments.sum(torch.where(self.part, terms, 0.0))
@@ -239,6 +242,11 @@ class _Teacher(NamedTuple):
     def classes(self) -> Tensor:
         """(N,): of its classes."""
         return self.sum(torch.ones_like(self.log_p))
+
+    def are_first(self) -> Tensor:
+        """(N,) bool: whether its classes are 0, 1, 2 and so on without a gap: no others have so small a sum."""
+        count = self.classes().double()
+        return self.sum(self.ids.double()) == count * (count - 1) / 2
 
     def log_rest(self) -> Tensor:
         """(N,): of 1 - sum p, at least the floor."""
@@ -338,9 +346,10 @@ def _renormalize(t: _Teacher, s: _Student, kind: str, beta: float, floor: float,
 def _bucket(t: _Teacher, s: _Student, kind: str, beta: float, floor: float, num_classes: Optional[int]) -> Tensor:
     assert s.log_rest is not None
     log_rest = t.log_rest()
-    empty = s.log_rest.isneginf() & t.is_rounding(log_rest)
-    if num_classes is not None:
-        empty = empty | (t.classes() == num_classes)
+    nothing = s.log_rest.isneginf()
+    # Log-probabilities do not say of how many classes they are.
+    all_classes = t.are_first() & nothing if num_classes is None else t.classes() == num_classes
+    empty = all_classes | nothing & t.is_rounding(log_rest)
     term = _term(kind, beta, log_rest, torch.where(empty, log_rest, s.log_rest))
     total = t.sum(_term(kind, beta, t.log_p, s.log_q)) + torch.where(empty, 0.0, term)
     if kind == "alpha" and beta > 0.5:  # a student's probabilities sum to 1

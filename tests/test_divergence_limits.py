@@ -350,3 +350,17 @@ def test_log_probs_in_place_of_logits(device):
         assert (out.log_rest == -INF).all()
         torch.testing.assert_close(divergence(out, target, kind=kind, rest="bucket"),
                                    divergence(logits, target, kind=kind, rest="renormalize"), atol=1e-12, rtol=1e-9)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_log_probs_of_all_classes_have_no_bucket(kind, device):
+    """As logits have none, though nobody says how many classes there are; a student that excludes some has one."""
+    logits, ids, weights = make(device, torch.float64, k=CLASSES)
+    target = SparseTarget.from_topk(ids, weights)
+    found = divergence(selected_log_probs(logits, ids, return_log_rest=True), target, kind=kind, rest="bucket")
+    torch.testing.assert_close(found, divergence(logits, target, kind=kind, rest="bucket"))
+    ids, weights = ids[:, :2] + 1, weights[:, :2]
+    logits = torch.full_like(torch.cat((logits, logits), 1), -INF).scatter(1, ids, logits[:, :2])
+    out, target = selected_log_probs(logits, ids, return_log_rest=True), SparseTarget.from_topk(ids, weights)
+    torch.testing.assert_close(divergence(out, target, kind=kind, rest="bucket"),
+                               divergence(logits, target, kind=kind, rest="bucket"))
