@@ -270,7 +270,7 @@ class Parts:
         values = None if values is None else torch.where(used, values[source], 0.0)
         offsets = torch.stack((begins, ends), -1)
         if self.row_mask is not None:
-            offsets = offsets.masked_fill(~self.row_mask.reshape(samples, -1, 1), IGNORE_INDEX)
+            offsets = offsets.masked_fill(~self.row_mask.reshape(*lengths.shape, 1), IGNORE_INDEX)
         if self.dim() == 1:
             offsets = offsets.squeeze(1)
         return {"indices": indices, "values": values, "offsets": offsets.reshape(*self.shape, 2)}
