@@ -3,6 +3,7 @@
 from typing import Any, NamedTuple, Optional, Tuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from .ops.library import composite
@@ -62,8 +63,8 @@ class Segments(NamedTuple):
         _, by_size = logs.detach().sort(dim=-1, descending=True, stable=True)
         keys, by_class = keys.gather(-1, by_size).sort(dim=-1, stable=True)
         order = by_size.gather(-1, by_class)
-        first = torch.ones_like(part)
-        first[..., 1:] = keys[..., 1:] != keys[..., :-1]
+        # No size of K - 1, which a compiler would take for a constant where it is 1.
+        first = keys != F.pad(keys, (1, 0), value=-2)[..., :-1]
         if readable(first) and bool(first[keys >= 0].all()):
             return part, logs
         group = first.flatten().cumsum(0) - 1

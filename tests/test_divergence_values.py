@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.autograd import gradcheck, gradgradcheck
 
 from cases import Draw
@@ -244,6 +245,16 @@ def test_compiled_with_changing_counts(device, fresh_compiler):
         found = loss(logits, teacher)
         torch.testing.assert_close(found, expected)
         torch.testing.assert_close(*(torch.autograd.grad(t, logits)[0] for t in (found, expected)))
+
+
+def test_two_classes_a_row_are_no_other_graph(device, fresh_compiler):
+    draw, counter = Draw(device), CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(divergence, backend=counter, fullgraph=True)
+    for rows, k in ((4, 3), (6, 5), (9, 2)):
+        logits, ids, log_p = draw.normal(rows, 11), draw.integers(3, rows, k), draw.normal(rows, k) - 3
+        teacher = SparseTarget.from_topk(ids, log_p, kind="logprobs")  # classes come twice
+        torch.testing.assert_close(compiled(logits, teacher), divergence(logits, teacher))
+    assert counter.frame_count == 2
 
 
 # ------------------------------------------------------------------------------------------------ refusals
