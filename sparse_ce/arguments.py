@@ -2,7 +2,7 @@
 
 import math
 from numbers import Integral, Real
-from typing import Any, Callable, Dict, List, Literal, NamedTuple, Optional, Sequence, Tuple, Union
+from typing import TYPE_CHECKING, Any, Callable, Dict, List, Literal, NamedTuple, Optional, Sequence, Tuple, Union
 
 import torch
 from torch import Tensor
@@ -10,8 +10,10 @@ from torch.nn import Parameter
 
 from .entries import IGNORE_INDEX
 from .errors import fail, moving_classes
-from .parts import Parts
 from .tracing import VALIDATES, readable, unwrapped
+
+if TYPE_CHECKING:
+    from .parts import Parts
 
 Inplace = Literal[False, "backward", "forward"]
 Normalizer = Union[int, float, Tensor]
@@ -326,13 +328,12 @@ def taken_chunks(chunk_rows: Optional[int], logits_dtype: Optional[torch.dtype])
 
 
 def fit_as_labels(target: Tensor, shape: torch.Size, input: Tensor) -> bool:
-    """Whether a tensor is class labels that the ops take as they are; where it is not, :func:`check_target` may know
-    why. The arguments are its."""
+    """Whether a tensor is labels that the ops take as they are; :func:`check_target`, of the same, may say why not."""
     return (target.dtype in (torch.int64, torch.int32) and target.layout == torch.strided
             and target.shape == shape[:-1] and target.device == input.device)
 
 
-def check_target(target: Parts, shape: torch.Size, input: Tensor, num_classes: Optional[int]) -> None:
+def check_target(target: "Parts", shape: torch.Size, input: Tensor, num_classes: Optional[int]) -> None:
     """``shape``: of the logits; ``input``: the logits, or the hidden states that they are made from."""
     leading, vocab, device = shape[:-1], shape[-1], input.device
     if target.shape != leading:
@@ -388,8 +389,7 @@ def _check_floating(name: str, t: Optional[Tensor], fix: str) -> None:
 
 def is_distributed(t: object) -> bool:
     """Whether it is a DTensor."""
-    # Without torch.distributed.tensor, which takes long to import. The type is asked: of a tensor that it traces,
-    # torch.compile knows the attributes of its own class alone.
+    # DTensor takes long to import. The type is asked: torch.compile knows a traced tensor's attributes by its class.
     return type(t) is not Tensor and type(t) is not Parameter and hasattr(type(t), "full_tensor")
 
 

@@ -36,6 +36,7 @@ def collate(samples: Sequence[Any]) -> Any:
         >>> batch["tokens"].shape, batch["target"].shape
         (torch.Size([4, 2]), torch.Size([4, 2]))
     """
+    check(len(samples) > 0, "samples must be at least one, got none")
     return _collate(samples, top=True)
 
 
@@ -111,6 +112,7 @@ def cat(tensors: Sequence[SparseTarget], dim: int = 0) -> SparseTarget:
         >>> sparse_ce.cat([labels, SparseTarget.from_topk(torch.tensor([[7, 1]]), torch.tensor([[0.5, 0.5]]))]).shape
         torch.Size([3])
     """
+    check(len(tensors) > 0, "targets must be at least one to be concatenated, got none")
     if not all(isinstance(t, SparseTarget) for t in tensors):
         fail("targets must all be of SparseTarget to be concatenated, got "
              f"{sorted({type(t).__name__ for t in tensors})}", TypeError)

@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .arguments import checked
 from .entries import IGNORE_INDEX, Kind, one_by_one, pad_entries, padding_value, ranges_of
 from .errors import check, fail
 from .tracing import readable
@@ -78,6 +79,8 @@ class Parts:
         given: Tuple[Any, ...] = (indices, values, offsets, row_mask, num_classes, kind, ids)
         if type(indices) is dict:  # what a framework made of items()
             given = _put_together(indices)
+        if given[4] is not None and not torch.compiler.is_compiling():  # which would take a width for a constant
+            checked({"num_classes": given[4]})
         for name, value in zip(Parts.__slots__, given):
             object.__setattr__(self, name, value)
 
