@@ -7,7 +7,6 @@ import copy
 import functools
 import inspect
 import pickle
-from types import MethodType
 
 import pytest
 import torch
@@ -16,7 +15,7 @@ from torch import nn
 
 from close import assert_close_to_float64
 from sparse_ce import SparseTarget, cross_entropy, functional
-from sparse_ce.integrations.transformers import FusedHead, causal_lm_loss, fuse_lm_head
+from sparse_ce.integrations.transformers import causal_lm_loss, fuse_lm_head
 from tiny_lm import (
     MODELS,
     VOCAB,
@@ -260,45 +259,6 @@ def test_a_fused_model_is_not_pickled_into_one_that_cannot_be_read(tmp_path):
     again = pickle.loads(pickle.dumps(model))
     fuse_lm_head(again)
     torch.testing.assert_close(again(**batch).loss, loss)
-
-
-@pytest.mark.parametrize("first", ["original", "copy"])
-@pytest.mark.parametrize("patched", [False, True])
-def test_a_copy_of_a_fused_model_has_a_handle_of_its_own(patched, first):
-    """As averages of weights, best and reference models are made."""
-    model, batch = make_model("gemma2, softcap"), batch_of()
-    forwards = []
-
-    @functools.wraps(type(model).forward)
-    def forward(self, **given):
-        forwards.append(self)
-        return type(self).forward(self, **given)
-
-    if patched:  # by who came before
-        model.forward = MethodType(forward, model)
-    handle = fuse_lm_head(model)
-    averaged = torch.optim.swa_utils.AveragedModel(model)
-    copied = averaged.module
-    own = FusedHead.of(averaged)
-    assert own is not handle and own.model is copied and FusedHead.of(model) is handle
-    nn.init.zeros_(model.lm_head.weight)
-    expected = copied(**batch).loss
-    assert abs(model(**batch).loss - expected) > 1e-3 and forwards == [copied, model] * patched
-    with pytest.raises(ValueError, match=r"model must not be fused yet, .*; FusedHead.of\(model\).remove\(\) undoes"):
-        fuse_lm_head(copied)
-    handles = [(handle, model), (own, copied)]
-    for handle, removed in handles if first == "original" else handles[::-1]:
-        handle.remove()
-        assert not handle.active and "logits" in removed(**batch) and patched == ("forward" in removed.__dict__)
-        assert not removed._forward_pre_hooks
-        for other, fused in handles:
-            assert not other.active or "logits" not in fused(**batch)
-        with pytest.raises(ValueError, match="model must be fused by fuse_lm_head, got a Gemma2ForCausalLM"):
-            FusedHead.of(removed)
-    if not patched:
-        copied = pickle.loads(pickle.dumps(copied))
-    fuse_lm_head(copied)
-    torch.testing.assert_close(copied(**batch).loss, expected)
 
 
 @pytest.mark.parametrize("keeps", [False, True])

@@ -3,7 +3,7 @@
 import copy
 import inspect
 from types import MethodType
-from typing import Any, Callable, Dict, Optional, Tuple
+from typing import Any, Callable, Dict, NamedTuple, Optional, Tuple
 
 import torch
 from torch import Tensor, nn
@@ -104,7 +104,8 @@ def fuse_lm_head(model: Any, *, eval_logits: bool = True, report_metrics: bool =
     check(model.loss_function is ForCausalLMLoss, "model must have the loss of causal language models, "
            f"ForCausalLMLoss, got {getattr(model.loss_function, '__name__', model.loss_function)}")
     _check_head(model)
-    return FusedHead(model, eval_logits, report_metrics, options, distillation)
+    labels_at = list(inspect.signature(model.forward).parameters).index("labels")
+    return FusedHead(model, _Settings(eval_logits, report_metrics, options, distillation, labels_at))
 
 
 def _base_of(model: Any) -> Any:
@@ -192,25 +193,21 @@ class FusedHead:
         >>> handle.remove()
     """
 
-    def __init__(self, model: Any, eval_logits: bool, report_metrics: bool, options: Dict[str, Any],
-                 distillation: Optional[Dict[str, Any]]) -> None:
-        self.model, self.eval_logits, self.report_metrics = model, eval_logits, report_metrics
-        self.options, self.distillation, self.active = options, distillation, True
+    def __init__(self, model: Any, settings: "_Settings") -> None:
+        self.model, self.active = model, True
         self.used = False  # whether a loss has come from here, where nothing is compiled
         self.summed = False  # whether a trainer is about to sum the log-probabilities of all positions
         self._own = {name: model.__dict__[name] for name in ("forward", "_loss_function") if name in model.__dict__}
-        signature = inspect.signature(model.forward)
-        self._labels_at = list(signature.parameters).index("labels")
         self._hook = model.register_forward_pre_hook(per_token.ask, with_kwargs=True)
-        self._fused = self._forward(signature)
-        if report_metrics:
+        self._fused = _forward_of(settings, inspect.signature(model.forward))
+        if settings.report_metrics:
             make_types(type(model).forward)
-        self._fused_loss = self._loss()
+        self._fused_loss = _loss_of(settings)
         model._loss_function = MethodType(self._fused_loss, model)
         model._sparse_ce_asked = model._sparse_ce_rows = model._sparse_ce_beside = None
         model._sparse_ce_head = self
         model.forward = MethodType(self._fused, model)
-        model._replicate_for_data_parallel = MethodType(self._replicate, model)
+        model._replicate_for_data_parallel = MethodType(_replicate, model)
 
     def __reduce__(self) -> Any:
         # A method of one model is pickled as one of its class, which has it not, or another.
@@ -219,7 +216,7 @@ class FusedHead:
              "it again afterwards", TypeError)
 
     def __deepcopy__(self, memo: Dict[int, Any]) -> "FusedHead":
-        """That of the model's copy, whose methods are the same functions: they ask it, see :meth:`_of`."""
+        """That of the model's copy, whose methods are the same functions: they ask it, see :func:`_handle_of`."""
         copied = memo[id(self)] = object.__new__(type(self))
         copied.__dict__.update(self.__dict__)
         for name in ("model", "_own", "_hook"):
@@ -246,16 +243,8 @@ class FusedHead:
             fail(f"model must be fused by fuse_lm_head, got a {type(model).__name__} that is not")
         return head
 
-    def _of(self, module: Any) -> Optional["FusedHead"]:
-        """The handle of a model that has our methods, itself or that of a copy; None where it has been removed, though
-        a wrapper may have kept them."""
-        head = getattr(module, "_sparse_ce_head", None)
-        return head if head is not None and head._fused is self._fused else None
-
     def _call(self, module: Any, *args: Any, **kwargs: Any) -> Any:
-        """The forward that the model had before."""
-        forward = self._own.get("forward")
-        return forward(*args, **kwargs) if forward else type(module).forward(module, *args, **kwargs)
+        return _call(self._own.get("forward"), module, *args, **kwargs)
 
     def remove(self) -> None:
         """Gives the model its own forward and loss back; a second call does nothing.
@@ -272,75 +261,102 @@ class FusedHead:
         for name in ("_replicate_for_data_parallel", "_loss_function", "_sparse_ce_asked", "_sparse_ce_rows",
                      "_sparse_ce_beside", "_sparse_ce_head"):
             delattr(self.model, name)
-        # Wrapped since, as autocast does, it stays: without labels to fuse it passes everything on.
         if getattr(self.model.__dict__.get("forward"), "__func__", None) is self._fused:
             del self.model.forward
+        else:  # wrapped since, as autocast does, it stays, and passes everything on to what was before
+            self.model._sparse_ce_before = {**getattr(self.model, "_sparse_ce_before", {}),
+                                            self._fused: self._own.get("forward")}
         self.model.__dict__.update({k: v for k, v in self._own.items() if k not in self.model.__dict__})
 
-    def _loss(self) -> Callable[..., Tensor]:
-        def loss_function(module: Any, logits: Any, labels: Any, vocab_size: Any = None, num_items_in_batch: Any = None,
-                          ignore_index: int = IGNORE_INDEX, shift_labels: Any = None, **kwargs: Any) -> Tensor:
-            shift = shift_labels is None
-            options = {"ignore_index": ignore_index, **self._options(logits)}
-            labels, teacher = labels if shift else shift_labels, None
-            if self.distillation is not None:
-                teacher = {**self.distillation, **shifted_rows(module._sparse_ce_rows, shift, options["ignore_index"])}
-            if module._sparse_ce_asked is not None:
-                loss, module._sparse_ce_beside = per_token.scores(
-                    logits, labels, num_items_in_batch, options, module._sparse_ce_asked, shift=shift,
-                    summed=module._sparse_ce_head.summed, teacher=teacher)
-                return loss
-            # The metrics are on their way to the output, past the model's own code.
-            loss, module._sparse_ce_beside = token_loss(logits, labels, num_items_in_batch, options, shift=shift,
-                                                        report_metrics=self.report_metrics, teacher=teacher)
-            return loss
 
-        return loss_function
+class _Settings(NamedTuple):
+    """What a model and its copies share: with the functions that hold it, no copy keeps another alive."""
 
-    def _options(self, logits: Any) -> Dict[str, Any]:
+    eval_logits: bool
+    report_metrics: bool
+    options: Dict[str, Any]
+    distillation: Optional[Dict[str, Any]]
+    labels_at: int  # among the arguments of forward
+
+    def options_of(self, logits: Any) -> Dict[str, Any]:
         of_head = ("chunk_rows", "logits_dtype")
         return {k: v for k, v in self.options.items() if k not in of_head or isinstance(logits, Logits)}
 
-    def _forward(self, signature: inspect.Signature) -> Callable[..., Any]:
-        def forward(module: Any, *args: Any, **kwargs: Any) -> Any:
-            if args and args[0] is module:  # accelerate's unwrap_model binds what is bound
-                args = args[1:]
-            labels = kwargs.get("labels", args[self._labels_at] if len(args) > self._labels_at else None)
-            handle = self._of(module)
-            if handle is None:
-                return self._call(module, *args, **kwargs)
-            asked = per_token.taken(module, kwargs, self._own.get("forward"))
-            if asked is not None and labels is None:
-                labels = kwargs["labels"] = kwargs.get("shift_labels")
-            if labels is None:
-                return handle._call(module, *args, **kwargs)
-            if not torch.compiler.is_compiling():
-                handle.used = True
-            module._sparse_ce_rows = {name: kwargs.pop(given) for given, name in _ROWS.items() if given in kwargs}
-            check(self.distillation is not None or not module._sparse_ce_rows, "hard_labels and teacher_log_rest must "
-                  "come with fuse_lm_head(model, distillation=...), got a head that is fused without")
-            if asked is None and self.eval_logits and not (module.training or torch.is_grad_enabled()):
-                return _with_what_is_beside(module, handle._call(module, *args, **kwargs))
-            head = _check_head(module)
-            if isinstance(head, FSDPModule):
-                head.set_reshard_after_forward(False, recurse=False)  # the loss reads the weight after the head is left
-            head._sparse_ce_fusing, module._sparse_ce_asked = True, asked
-            try:
-                output = handle._call(module, *args, **kwargs)
-            finally:
-                head._sparse_ce_fusing, module._sparse_ce_asked = False, None
-            return _with_what_is_beside(module, _without_logits(module, output))
 
-        module = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)
-        setattr(forward, "__signature__", signature.replace(parameters=[module, *signature.parameters.values()]))
-        return forward
+def _loss_of(settings: _Settings) -> Callable[..., Tensor]:
+    def loss_function(module: Any, logits: Any, labels: Any, vocab_size: Any = None, num_items_in_batch: Any = None,
+                      ignore_index: int = IGNORE_INDEX, shift_labels: Any = None, **kwargs: Any) -> Tensor:
+        shift = shift_labels is None
+        options = {"ignore_index": ignore_index, **settings.options_of(logits)}
+        labels, teacher = labels if shift else shift_labels, None
+        if settings.distillation is not None:
+            teacher = {**settings.distillation, **shifted_rows(module._sparse_ce_rows, shift, options["ignore_index"])}
+        if module._sparse_ce_asked is not None:
+            loss, module._sparse_ce_beside = per_token.scores(
+                logits, labels, num_items_in_batch, options, module._sparse_ce_asked, shift=shift,
+                summed=module._sparse_ce_head.summed, teacher=teacher)
+            return loss
+        # The metrics are on their way to the output, past the model's own code.
+        loss, module._sparse_ce_beside = token_loss(logits, labels, num_items_in_batch, options, shift=shift,
+                                                    report_metrics=settings.report_metrics, teacher=teacher)
+        return loss
 
-    def _replicate(self, model: Any) -> Any:
-        """A replica of DataParallel has the attributes of the model it was made from: bind its forward to itself."""
-        replica = type(model)._replicate_for_data_parallel(model)
-        replica.forward = MethodType(self._fused, replica)
-        replica._loss_function = MethodType(self._fused_loss, replica)
-        return replica
+    return loss_function
+
+
+def _forward_of(settings: _Settings, signature: inspect.Signature) -> Callable[..., Any]:
+    def forward(module: Any, *args: Any, **kwargs: Any) -> Any:
+        if args and args[0] is module:  # accelerate's unwrap_model binds what is bound
+            args = args[1:]
+        labels = kwargs.get("labels", args[settings.labels_at] if len(args) > settings.labels_at else None)
+        handle = _handle_of(module, forward)
+        if handle is None:
+            return _call(getattr(module, "_sparse_ce_before", {}).get(forward), module, *args, **kwargs)
+        asked = per_token.taken(module, kwargs, handle._own.get("forward"))
+        if asked is not None and labels is None:
+            labels = kwargs["labels"] = kwargs.get("shift_labels")
+        if labels is None:
+            return handle._call(module, *args, **kwargs)
+        if not torch.compiler.is_compiling():
+            handle.used = True
+        module._sparse_ce_rows = {name: kwargs.pop(given) for given, name in _ROWS.items() if given in kwargs}
+        check(settings.distillation is not None or not module._sparse_ce_rows, "hard_labels and teacher_log_rest must "
+              "come with fuse_lm_head(model, distillation=...), got a head that is fused without")
+        if asked is None and settings.eval_logits and not (module.training or torch.is_grad_enabled()):
+            return _with_what_is_beside(module, handle._call(module, *args, **kwargs))
+        head = _check_head(module)
+        if isinstance(head, FSDPModule):
+            head.set_reshard_after_forward(False, recurse=False)  # the loss reads the weight after the head is left
+        head._sparse_ce_fusing, module._sparse_ce_asked = True, asked
+        try:
+            output = handle._call(module, *args, **kwargs)
+        finally:
+            head._sparse_ce_fusing, module._sparse_ce_asked = False, None
+        return _with_what_is_beside(module, _without_logits(module, output))
+
+    module = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    setattr(forward, "__signature__", signature.replace(parameters=[module, *signature.parameters.values()]))
+    return forward
+
+
+def _handle_of(module: Any, fused: Callable[..., Any]) -> Optional[FusedHead]:
+    """The handle of a model, an original or a copy, whose forward is ``fused``; None where it has been removed, though
+    a wrapper may have kept that forward."""
+    head: Optional[FusedHead] = getattr(module, "_sparse_ce_head", None)
+    return head if head is not None and head._fused is fused else None
+
+
+def _call(before: Optional[Callable[..., Any]], module: Any, *args: Any, **kwargs: Any) -> Any:
+    """The forward that the model had before: one of its own, or that of its class."""
+    return before(*args, **kwargs) if before else type(module).forward(module, *args, **kwargs)
+
+
+def _replicate(model: Any) -> Any:
+    """A replica of DataParallel has the attributes of the model it was made from: bind its forward to itself."""
+    replica, head = type(model)._replicate_for_data_parallel(model), model._sparse_ce_head
+    replica.forward = MethodType(head._fused, replica)
+    replica._loss_function = MethodType(head._fused_loss, replica)
+    return replica
 
 
 def _enter_head(head: nn.Module, args: Tuple[Any, ...]) -> Optional[Tuple[HeadInput]]:
