@@ -2,7 +2,8 @@
 
 That is one for the logits and one for each gradient, of input and weight, that is asked for. Rows that are ignored
 count like others; logits that a small ``chunk_rows`` has made once more do not. Of a sharded head each rank counts the
-classes that it holds. The counter is not imported here; it learns this when it is.
+classes that it holds, and on a CPU, where loss and log-probabilities multiply no ignored rows if classes alone are
+shared out, counts none, save in inference mode. The counter is not imported here; it learns this when it is.
 """
 
 from typing import Any, Callable, Dict
