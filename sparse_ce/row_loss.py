@@ -89,8 +89,8 @@ def linear_row_loss(
             ``group`` as for :func:`sparse_ce.linear_cross_entropy`.
 
     With ``reduction="none"``, under ``torch.compile`` and ``torch.func``, for a ``logit_scale`` that requires grad and
-    in float16 the logits are made twice: four products; under checkpointing four or five, with a ``group`` six, and
-    seven for a gradient that is differentiated again.
+    in float16 the logits are made twice, and ``fn`` gets copies of all rows at once: four products; under checkpointing
+    four or five, with a ``group`` six, and seven for a gradient that is differentiated again.
 
     Returns:
         The loss, float32 (float64 for float64), or ``(loss, aux)``.
@@ -269,8 +269,10 @@ def _three_products(head: Head, rows: Rows, call: _Call, upstream: Tensor,
             tensors = [t for t in args if t.requires_grad]
             _check_closure(losses, (*leaves, *tensors))
         total += losses.detach().sum()
-        aux = {name: t.new_empty(count) for name, t in told.items()} if aux is None else aux
-        _check_alike(told, aux)
+        if aux is None:
+            aux = {name: t.new_empty(count) for name, t in told.items()}
+        else:
+            _check_alike(told, aux)
         for name, t in told.items():
             aux[name][at] = t
         found = _gradients(losses, [*leaves[:-1], *tensors], upstream / call.divisor)
