@@ -327,6 +327,7 @@ struct SelectBackwardArgs : BackwardArgs {
   // dl/ds = sum_j d_j x_j, x being logits as they are stored and d = dl/d(s x), whose sum is known. s x is rounded there
   // and not where lse was made: what that makes of the sum would be multiplied by what all logits have in common. So x
   // is taken relative to the logit that all would have if they were one, and 0 under a softcap, where no sum is known.
+  // The kernels of CUDA have no register left for it.
   template <typename acc_t>
   SCE_HD acc_t common_logit(int64_t r) const {
     if (!grad_scale || options.softcap != 0) return acc_t(0);
@@ -338,13 +339,11 @@ struct SelectBackwardArgs : BackwardArgs {
   SCE_HD static acc_t scale_term(acc_t d, acc_t x, acc_t common) {
     return d == acc_t(0) ? acc_t(0) : d * (x - common);  // under a softcap an infinite logit has none
   }
-  // `sum` of the terms of a row with these coefficients, where there are any; of shards the first has what all have in
-  // common.
+  // What is to be added to the terms of a row with these coefficients; of shards the first has it.
   template <typename acc_t>
-  SCE_HD void write_scale(int64_t r, acc_t sum, acc_t common, const SelectCoefficients<acc_t>& c, acc_t weights) const {
-    if (common != acc_t(0) && first_class == 0 && vocab > 0)
-      sum += common * c.total(sum_of_weights<acc_t>(), weights, target.num_classes);
-    static_cast<acc_t*>(grad_scale)[r] = sum * static_cast<acc_t>(options.logit_scale);
+  SCE_HD acc_t scale_of_all(acc_t common, const SelectCoefficients<acc_t>& c, acc_t weights) const {
+    if (common == acc_t(0) || first_class > 0 || vocab == 0) return acc_t(0);
+    return common * c.total(sum_of_weights<acc_t>(), weights, target.num_classes);
   }
   // Whether nothing but the entries' log-probabilities can have a gradient in a row.
   template <typename acc_t>

@@ -142,7 +142,7 @@ class SelectBackward {
     SelectCoefficients<acc_t> coefficients;
     RowEntries<acc_t> entries;
     std::vector<acc_t> raw, derivatives;
-    acc_t common, mass;  // what all logits have in common, where that matters, and the sum of the weights
+    acc_t common, of_all;  // what all logits have in common, and what that adds to dl/ds
   };
 
   explicit SelectBackward(const SelectBackwardArgs& args)
@@ -157,7 +157,7 @@ class SelectBackward {
   void make_plan(int64_t r, RowPlan& plan) const {
     RowEntries<acc_t>& entries = plan.entries;
     entries.clear();
-    plan.common = 0;
+    plan.common = plan.of_all = 0;
     plan.zero = args_.target.ignored(r);
     if (plan.zero) return;
     entries.template collect<true>(args_.target, r);
@@ -174,7 +174,7 @@ class SelectBackward {
       entries.weights[k] = in_loss - args_.template upstream_of_entry<acc_t>(entries.positions[k]);
     }
     plan.common = args_.template common_logit<acc_t>(r);
-    plan.mass = entries.mass();
+    plan.of_all = args_.scale_of_all(plan.common, plan.coefficients, entries.mass());
     entries.arrange(args_, spans_);
   }
 
@@ -226,7 +226,9 @@ class SelectBackward {
         of_scale += args_.scale_term(derivative * transform.slope_of_cap(z), plan.raw[k], plan.common);
       from_acc(derivative * transform.slope(z), gradient[entries.columns[k]]);
     }
-    if (args_.grad_scale) args_.write_scale(r, of_scale, plan.common, plan.coefficients, plan.mass);
+    if (args_.grad_scale)
+      static_cast<acc_t*>(args_.grad_scale)[r] =
+          (of_scale + plan.of_all) * static_cast<acc_t>(args_.options.logit_scale);
   }
 
  private:

@@ -228,7 +228,7 @@ __global__ void __launch_bounds__(kThreads, held_blocks<scalar_t>(3))
 template <int kWidth, typename scalar_t, typename acc_t = acc_type<scalar_t>>
 __device__ acc_t write_select(const SelectBackwardArgs& args, const SelectCoefficients<acc_t>& c,
                               const LogitTransform<acc_t>& transform, EntryRange range, const scalar_t* row,
-                              scalar_t* gradient, int64_t begin, int64_t end, acc_t common) {
+                              scalar_t* gradient, int64_t begin, int64_t end) {
   const acc_t* weight = static_cast<const acc_t*>(args.target.weight);
   const int width = common_width(row, gradient);
   const bool scales = args.grad_scale;
@@ -237,7 +237,7 @@ __device__ acc_t write_select(const SelectBackwardArgs& args, const SelectCoeffi
     const auto [z, of_cap] = of_logit.with_slope(x);
     acc_t derivative = c.inside(z, weight ? weight[column] : acc_t(1));
     if (c.of_rest != acc_t(0)) derivative += c.outside(z);
-    if (scales && !marked) of_scale.add(args.scale_term(derivative * of_cap, x, common));
+    if (scales && !marked && derivative != acc_t(0)) of_scale.add(derivative * of_cap * x);
     return derivative * (of_logit.scale * of_cap);
   };
   for_windows<kWidth, acc_t>(scales, args.target, range, begin, end, [&](int64_t from, int64_t to, const auto& bits) {
@@ -318,7 +318,6 @@ __global__ void __launch_bounds__(kThreads, held_blocks<scalar_t>(3))
     const ClassesOfRow<kWidth, true, true, acc_t> classes(args.target, range, begin, end,
                                                           class_slots(args.target, entry_gradients));
     LongSum<acc_t> of_scale;
-    const acc_t common = args.template common_logit<acc_t>(r);
     for (int64_t i = range.begin + Group::rank(); i < range.end; i += kWidth) {
       const int64_t column = args.target.template chosen<acc_t>(i).column;
       if (column < begin || column >= end) continue;  // padding, or another group's
@@ -327,12 +326,12 @@ __global__ void __launch_bounds__(kThreads, held_blocks<scalar_t>(3))
       if (!classes.sum(i, column, weight, sum)) continue;
       const acc_t x = to_acc(row[column]), z = transform(x);
       const acc_t derivative = c.inside(z, args.target.template class_weight<acc_t>(column)) - sum;
-      if (args.grad_scale) of_scale.add(args.scale_term(derivative * transform.slope_of_cap(z), x, common));
+      if (args.grad_scale && derivative != acc_t(0)) of_scale.add(derivative * transform.slope_of_cap(z) * x);
       entry_gradients[i] = {column, derivative * transform.slope(z)};
     }
     Group::sync();  // the logits at the entries are read
     if (c.more() || args.grad_scale)
-      of_scale.add(write_select<kWidth>(args, c, transform, range, row, gradient, begin, end, common));
+      of_scale.add(write_select<kWidth>(args, c, transform, range, row, gradient, begin, end));
     else
       write_dense<kWidth>(args, c, transform, row, gradient, begin, end);
     Group::sync();  // the dense gradient is written
@@ -344,7 +343,8 @@ __global__ void __launch_bounds__(kThreads, held_blocks<scalar_t>(3))
     }
     if (!args.grad_scale) continue;
     const acc_t total = Group::reduce(TargetStats<acc_t>{of_scale.sum, acc_t(0)}).dot;
-    if (Group::rank() == 0) args.write_scale(r, total, common, c, c.d * sums.mass - sums.dot);
+    if (Group::rank() == 0)
+      static_cast<acc_t*>(args.grad_scale)[r] = total * static_cast<acc_t>(args.options.logit_scale);
   }
 }
 
