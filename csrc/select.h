@@ -324,7 +324,7 @@ struct SelectBackwardArgs : BackwardArgs {
   SCE_HD acc_t upstream_of_entry(int64_t i) const {
     return grad_log_probs ? static_cast<const acc_t*>(grad_log_probs)[i] : acc_t(0);
   }
-  // dl/ds = sum_j d_j x_j, x being logits as they are stored and d = dl/d(s x), whose sum is known. s x is rounded there
+  // dl/ds = sum_j d_j x_j, x being logits as stored and d = dl/d(s x), whose sum is known. s x is rounded there
   // and not where lse was made: what that makes of the sum would be multiplied by what all logits have in common. So x
   // is taken relative to the logit that all would have if they were one, and 0 under a softcap, where no sum is known.
   // The kernels of CUDA have no register left for it.

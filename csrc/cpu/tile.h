@@ -87,7 +87,8 @@ struct Tile {
   // dl/dz as if none had an entry, 0 where one is not among the `kept`.
   static void derivative(const acc_t* z, int64_t n, const SelectCoefficients<acc_t>& coefficients,
                          const acc_t* class_weight, const uint32_t* kept, acc_t* derivative);
-  // The gradient from it, and, where `of_scale` is there, what it adds to dl/ds, relative to a `common` logit; it may be the logits.
+  // The gradient from it, which may be the logits, and, where `of_scale` is there, what it adds to dl/ds, relative to
+  // a `common` logit.
   static void chain(const scalar_t* logits, const acc_t* z, const acc_t* derivative, int64_t n,
                     const LogitTransform<acc_t>& transform, acc_t* of_scale, acc_t common,
                     const Destination<scalar_t>& to);
