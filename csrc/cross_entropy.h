@@ -63,12 +63,6 @@ struct CrossEntropyArgs {
   SCE_HD int64_t classes() const { return classes_end() - first_class; }
   SCE_HD bool holds(int64_t column) const { return first_class <= column && column < vocab; }
 
-  // Of all classes.
-  template <typename acc_t>
-  SCE_HD acc_t sum_of_weights() const {
-    return weight_sum ? *static_cast<const acc_t*>(weight_sum) : static_cast<acc_t>(target.num_classes);
-  }
-
   template <typename acc_t>
   SCE_HD LogitTransform<acc_t> transform(int64_t r) const {
     const acc_t of_row = row_scale ? static_cast<const acc_t*>(row_scale)[r * row_scale_stride] : acc_t(1);
@@ -147,8 +141,9 @@ struct BackwardArgs : CrossEntropyArgs {
   }
   template <typename acc_t>
   SCE_HD GradientCoefficients<acc_t> coefficients(int64_t r, acc_t mass, acc_t lse_of_row, acc_t residual) const {
-    return {upstream<acc_t>(r), upstream_of_lse<acc_t>(r), mass,    lse_of_row,
-            residual,           sum_of_weights<acc_t>(),   options, target.num_classes};
+    const int64_t classes = target.num_classes;
+    const acc_t weights = weight_sum ? *static_cast<const acc_t*>(weight_sum) : static_cast<acc_t>(classes);
+    return {upstream<acc_t>(r), upstream_of_lse<acc_t>(r), mass, lse_of_row, residual, weights, options, classes};
   }
 
   // The gradient for the value of entry i, of a row whose coefficients are `c`.

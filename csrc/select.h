@@ -343,7 +343,9 @@ struct SelectBackwardArgs : BackwardArgs {
   template <typename acc_t>
   SCE_HD acc_t scale_of_all(acc_t common, const SelectCoefficients<acc_t>& c, acc_t weights) const {
     if (common == acc_t(0) || first_class > 0 || vocab == 0) return acc_t(0);
-    return common * c.total(sum_of_weights<acc_t>(), weights, target.num_classes);
+    const int64_t classes = target.num_classes;
+    const acc_t of_classes = weight_sum ? *static_cast<const acc_t*>(weight_sum) : static_cast<acc_t>(classes);
+    return common * c.total(of_classes, weights, classes);
   }
   // Whether nothing but the entries' log-probabilities can have a gradient in a row.
   template <typename acc_t>
