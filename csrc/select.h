@@ -330,7 +330,7 @@ struct SelectBackwardArgs : BackwardArgs {
   // The kernels of CUDA have no register left for it.
   template <typename acc_t>
   SCE_HD acc_t common_logit(int64_t r) const {
-    if (!grad_scale || options.softcap != 0) return acc_t(0);
+    if (options.softcap != 0) return acc_t(0);
     const acc_t z = static_cast<const acc_t*>(lse)[r] - logarithm(static_cast<acc_t>(target.num_classes));
     const acc_t x = z / transform<acc_t>(r).scale;
     return x - x == acc_t(0) ? x : acc_t(0);

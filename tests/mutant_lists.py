@@ -313,7 +313,7 @@ CPU = [
     ("csrc/cpu/strided_columns.h", "if (apart == 1 && !at_once)", "if (!at_once)"),
     ("csrc/cpu/select.cpp", "if (short_rows || split_rows(", "if (split_rows("),
     ("csrc/select.h", "d * (x - common);  // under", "d * x;  // under"),
-    ("csrc/select.h", "if (!grad_scale || options.softcap != 0) return", "if (!grad_scale) return"),
+    ("csrc/select.h", "if (options.softcap != 0) return acc_t(0);\n    const acc_t z", "const acc_t z"),
     ("csrc/select.h", "lse)[r] - logarithm(static_cast<acc_t>(target.num_classes));", "lse)[r];"),
     ("csrc/select.h", "= z / transform<acc_t>(r).scale;", "= z;"),
     ("csrc/select.h", "|| first_class > 0 || vocab == 0) return", "|| vocab == 0) return"),

@@ -173,8 +173,10 @@ class SelectBackward {
       const acc_t in_loss = args_.grad_loss ? plan.coefficients.d * entries.weights[k] : acc_t(0);
       entries.weights[k] = in_loss - args_.template upstream_of_entry<acc_t>(entries.positions[k]);
     }
-    plan.common = args_.template common_logit<acc_t>(r);
-    plan.of_all = args_.scale_of_all(plan.common, plan.coefficients, entries.mass());
+    if (args_.grad_scale) {
+      plan.common = args_.template common_logit<acc_t>(r);
+      plan.of_all = args_.scale_of_all(plan.common, plan.coefficients, entries.mass());
+    }
     entries.arrange(args_, spans_);
   }
 
