@@ -75,7 +75,6 @@ def several(*losses):
 
 def of_weights(x, y, i, v, w):
     """Gradients for the logits, the target's values and the rows' weights."""
-    v, w = v.clone().requires_grad_(), w.clone().requires_grad_()
     return gradient(cross_entropy(x, (i, v), row_weight=w), x, v, w)
 
 
@@ -105,6 +104,9 @@ ONE_PASS = {
 def compiled(step, passes, device, dynamic=None):
     """The ops in the graph of a compiled step, which has the bits of the eager one."""
     graphs, arguments = [], given(device)
+    if step is of_weights:  # out here: torch.compile of 2.11 cannot trace requires_grad_()
+        for t in arguments[-2:]:
+            t.requires_grad_()
     run = torch.compile(step, backend=recording(graphs, *passes), fullgraph=True, dynamic=dynamic)
     results = []
     for f in (run, step):
