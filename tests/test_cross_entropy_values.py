@@ -41,8 +41,9 @@ def test_an_unknown_instruction_set_is_named(tmp_path):
     package = os.path.dirname(os.path.dirname(os.path.abspath(sparse_ce.__file__)))
     done = forked.run("-c", "import sparse_ce", cwd=tmp_path,
                       env={**os.environ, "PYTHONPATH": package, "SPARSE_CE_CPU": "baseline"})
-    assert done.stderr.endswith("ValueError: sparse_ce: SPARSE_CE_CPU must be 'avx2', 'avx512', 'default' or not set, "
-                                "got 'baseline'\n")
+    # Triton of torch 2.15 counts behind it what it leaks in a process whose collector was frozen.
+    assert ("\nValueError: sparse_ce: SPARSE_CE_CPU must be 'avx2', 'avx512', 'default' or not set, got 'baseline'\n"
+            in done.stderr)
 
 
 def test_the_module_passes_every_keyword_on(device):
