@@ -68,7 +68,7 @@ build/docs/.environment: pyproject.toml
 $(VENV)/.environment: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install -q --upgrade pip
-	$(BIN)/python -m pip install -q "$(TORCH)" setuptools ninja
+	$(BIN)/python -m pip install -q "$(TORCH)" "setuptools>=77" ninja
 	touch $@
 
 $(VENV)/.installed: $(VENV)/.environment $(SOURCES)
