@@ -6,10 +6,11 @@ from typing import Any, Optional, Sequence, Tuple
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from .arguments import is_distributed
 from .errors import fail
+from .tracing import traced
 
 _OF_DATA = "dp", "data", "fsdp", "hsdp"  # how the names of mesh dimensions begin that share out data
 
@@ -124,6 +125,33 @@ def local_part(t: Any, placements: Tuple[Any, ...]) -> Tensor:
     wait = getattr(local, "wait", None)  # still on the way
     result: Tensor = local if wait is None else wait()
     return result
+
+
+class _Once(torch.autograd.Function):
+    """``t``, whose gradient has none."""
+
+    @staticmethod
+    def forward(ctx: Any, t: Tensor) -> Tensor:
+        return t.view_as(t)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        if torch.is_grad_enabled() and not traced():
+            fail("torch must be 2.12 or newer for second derivatives of DTensors (create_graph=True), got "
+                 f"{torch.__version__}", RuntimeError)
+        return grad
+
+
+# Before 2.12 backward's ways into DTensors and out of them are in no graph: second derivatives would lack all behind.
+_ONCE = torch.__version__ < "2.12"
+
+
+def as_placed(t: Tensor, mesh: DeviceMesh, placements: Sequence[Any], **of_whole: Any) -> Tensor:
+    """A result of which ``t`` is here. ``of_whole``: its shape and stride, unless the parts say it."""
+    if _ONCE and t.requires_grad:
+        t = _Once.apply(t)
+    placed: Tensor = DTensor.from_local(t, mesh, placements, run_check=False, **of_whole)
+    return placed
 
 
 def whole(name: str, t: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from . import arguments
 from .arguments import is_distributed
 from .errors import fail
 from .log_probs import LogProbs
-from .placed import local_part, range_here, ranks_first, ranks_within, refuse_placements, whole
+from .placed import as_placed, local_part, range_here, ranks_first, ranks_within, refuse_placements, whole
 from .shards import SequenceGroup
 from .target import SparseTarget, as_target
 
@@ -201,14 +201,13 @@ class Rows(NamedTuple):
         if self.sequence is not None and t.dim() >= len(self.leading):
             t = ranks_within(t, self.sequence, self.ranks)
         if not self.sharded:
-            return DTensor.from_local(t, self.mesh, self.placements, run_check=False)
+            return as_placed(t, self.mesh, self.placements)
         shape = torch.Size((*self.leading, *t.shape[len(self.leading):]))
         strides, stride = [], 1
         for size in reversed(shape):
             strides.append(stride)
             stride *= max(size, 1)
-        return DTensor.from_local(t.contiguous(), self.mesh, self.placements, run_check=False, shape=shape,
-                                  stride=tuple(reversed(strides)))
+        return as_placed(t.contiguous(), self.mesh, self.placements, shape=shape, stride=tuple(reversed(strides)))
 
     def placed_entries(self, t: Tensor) -> Tensor:
         """Log-probabilities of jagged ids, of which each rank knows those of its rows, as the sum that they are."""
@@ -216,7 +215,7 @@ class Rows(NamedTuple):
         if t.numel() < self.entries.numel():  # without a row here the target has no entry here
             t = F.pad(t.flatten(), (0, self.entries.numel() - t.numel()))
         t = torch.where(self.entries, t.reshape(self.entries.shape), 0.0)
-        return DTensor.from_local(t, self.mesh, self.sums, run_check=False)
+        return as_placed(t, self.mesh, self.sums)
 
     def local_entries(self, t: Tensor) -> Tensor:
         """What is here of these."""
@@ -236,8 +235,9 @@ class Rows(NamedTuple):
         """The sum over all rows of what is a sum over those here, ()."""
         same = [Replicate()] * self.mesh.ndim
         if not self.sharded:
-            return DTensor.from_local(t, self.mesh, same, run_check=False)
-        return DTensor.from_local(t, self.mesh, self.sums, run_check=False).redistribute(placements=same)
+            return as_placed(t, self.mesh, same)
+        placed: Any = as_placed(t, self.mesh, self.sums)
+        return placed.redistribute(placements=same)
 
 
 def _each_row(t: SparseTarget, f: Callable[[Tensor], Tensor]) -> SparseTarget:

@@ -85,7 +85,10 @@ def assert_equal(found):
 @pytest.mark.parametrize("case", [*QUICK, *slow(*SLOW)])
 def test_it_is_what_one_process_computes(case, found_by):
     for found in found_by("slow" if case in SLOW else "quick"):
-        assert_equal(found[case])
+        if case.partition("-")[0].endswith("_twice") and torch.__version__ < "2.12":
+            assert "sparse_ce: torch must be 2.12 or newer for second derivatives" in found[case]["error"]
+        else:
+            assert_equal(found[case])
 
 
 @pytest.mark.parametrize("name", [name for name in TRAINING if name != "peer"])
