@@ -1,6 +1,7 @@
 """The Trainer with sparse labels: what it counts, accumulates, evaluates and resumes."""
 
 import copy
+import functools
 import warnings
 
 import numpy as np
@@ -8,6 +9,7 @@ import pytest
 import torch
 
 import tiny_lm
+import transformers
 from cases import sparsely
 from sparse_ce import SparseTarget
 from sparse_ce.integrations.transformers import causal_lm_loss, fuse_lm_head
@@ -49,6 +51,56 @@ def test_accumulated_steps_equal_one_large_step(form, route, tmp_path):
         torch.testing.assert_close(result.training_loss, loss.item(), rtol=1e-5, atol=0)
         for name, p in trained.named_parameters():  # plain SGD: the step is the gradient
             torch.testing.assert_close(p.detach(), model.get_parameter(name).detach() - 0.1 * gradient[name])
+
+
+def decoder_of(name):
+    """A decoder alone, whose own loss does not shift though its class is one of a causal language model; or llama."""
+    if name == "llama":
+        return make_model()
+    torch.manual_seed(0)
+    return transformers.BartForCausalLM(transformers.BartConfig(
+        vocab_size=VOCAB, d_model=16, decoder_layers=1, decoder_ffn_dim=16, decoder_attention_heads=2, dropout=0.0,
+        max_position_embeddings=32, pad_token_id=0))
+
+
+class WithFirst(Samples):
+    """Some count their first position, to which nothing is shifted; samples that have no other come too."""
+
+    def __getitem__(self, i):
+        sample = super().__getitem__(i)
+        labels = sample["labels"].clone()
+        if i != 5:
+            labels[0] = sample["input_ids"][0]
+        return {**sample, "labels": torch.where(torch.arange(len(labels)) == 0, labels, -100) if i in (2, 3) else labels}
+
+
+@pytest.mark.parametrize("name", ["bart", "llama"])
+@pytest.mark.parametrize("shift", [False, True])
+def test_the_labels_that_are_compared_are_counted(name, shift, tmp_path):
+    model, samples = decoder_of(name), WithFirst("labels")
+    batch = collate(list(samples))
+    labels = batch.pop("labels")
+    logits = model(**batch).logits.double()
+    if shift:
+        logits, labels = logits[:, :-1], labels[:, 1:]
+    exact = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten()).item()
+    made = causal_lm_loss(shift=shift)
+
+    @functools.wraps(made)
+    def around(outputs, labels, num_items_in_batch=None):
+        return made(outputs, labels, num_items_in_batch)
+
+    for loss, batch in ((made, 8), (functools.partial(made), 2), (around, 4)):
+        trainer = tiny_lm.make_trainer(tmp_path, copy.deepcopy(model), samples, eval_samples=samples,
+                                       compute_loss_func=loss, per_device_train_batch_size=batch,
+                                       gradient_accumulation_steps=8 // batch, per_device_eval_batch_size=8,
+                                       learning_rate=0.0)
+        assert trainer.train().training_loss == pytest.approx(exact, rel=1e-5)
+        assert trainer.evaluate()["eval_loss"] == pytest.approx(exact, rel=1e-5)
+        own = trainer._loss_shifts_labels
+        trainer.compute_loss_func = None
+        assert trainer._get_num_items_in_batch([collate(list(samples))], "cpu") == (
+            collate(list(samples))["labels"][:, int(own):].ne(-100).sum())
 
 
 @pytest.mark.parametrize("route", ROUTES)

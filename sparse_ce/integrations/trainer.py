@@ -20,7 +20,7 @@ _SUMS = "1.16."  # releases of TRL whose SFTTrainer is known to do nothing with 
 
 def install() -> None:
     for name, around in (("compute_loss", _around_compute_loss), ("training_step", _around_training_step),
-                         ("_prepare_inputs", _around_prepare_inputs)):
+                         ("_prepare_inputs", _around_prepare_inputs), ("_get_num_items_in_batch", _around_count)):
         method = getattr(Trainer, name)
         if not hasattr(method, MARK):  # a reload must not wrap it twice
             wrapped = around(method)
@@ -80,6 +80,23 @@ def _around_prepare_inputs(prepare_inputs: Callable[..., Any]) -> Callable[..., 
         return inputs
 
     return checked
+
+
+def _around_count(count: Callable[..., Any]) -> Callable[..., Any]:
+    """That counts the labels which a loss of ours compares; the Trainer asks the model's class whether it shifts."""
+
+    @functools.wraps(count)
+    def counted(self: Any, *args: Any, **kwargs: Any) -> Any:
+        options = getattr(_loss_of(self), MARK, None)
+        if options is None:
+            return count(self, *args, **kwargs)
+        own, self._loss_shifts_labels = self._loss_shifts_labels, options["shift"]
+        try:
+            return count(self, *args, **kwargs)
+        finally:
+            self._loss_shifts_labels = own
+
+    return counted
 
 
 def _heads(model: nn.Module) -> List[FusedHead]:

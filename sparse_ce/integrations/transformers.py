@@ -31,8 +31,9 @@ def causal_lm_loss(*, shift: bool = True, report_metrics: bool = False, aux_loss
         shift: position i of a sequence is compared with the labels of i + 1, as ``ForCausalLMLoss`` does. False where a
             model's own loss does not: for an encoder-decoder, whose batches must have ``decoder_input_ids`` beside the
             labels (``DataCollatorForSeq2Seq(tokenizer, model=model)`` makes them); for the decoder of one
-            (``BartForCausalLM``) and for labels that were shifted before, which the Trainer's count wants as
-            ``shift_labels`` too.
+            (``BartForCausalLM``) and for labels that were shifted before. The Trainer, which would count as the model's
+            class does, counts the labels that are compared; it knows the loss in a ``functools.partial`` or a function
+            with ``functools.wraps(loss)`` too.
         report_metrics: ``outputs``, which must be a ``ModelOutput``, gets the attributes ``entropy``,
             ``token_accuracy`` and ``num_items`` that :func:`fuse_lm_head` describes, from a second read of the logits.
         aux_loss_weight: what multiplies ``outputs.aux_loss``, the loss of a mixture of experts' routers, which is then
@@ -83,7 +84,7 @@ def causal_lm_loss(*, shift: bool = True, report_metrics: bool = False, aux_loss
             set_beside(outputs, metrics)
         return _with_aux_loss(value, outputs, aux_loss_weight)
 
-    setattr(loss, MARK, options)
+    setattr(loss, MARK, {**options, "shift": shift})
     return loss
 
 
