@@ -24,6 +24,13 @@ def expected(ids=IDS, logprobs=LOGPROBS):
     return dense
 
 
+def objects(rows):
+    """(S,) of objects, what ``datasets`` in NumPy's format makes of rows of different lengths."""
+    out = np.empty(len(rows), dtype=object)
+    out[:] = rows
+    return out
+
+
 def padded(rows, fill, k=3):
     return [list(row) + [fill] * (k - len(row)) for row in rows]
 
@@ -41,6 +48,10 @@ FORMS = {
                                     "teacher_logprobs": [r or None for r in LOGPROBS]}),
     "ragged arrays": ({}, {"teacher_ids": [np.array(r, dtype=np.int32) for r in IDS],
                            "teacher_logprobs": [np.array(r, dtype=np.float16).astype(np.float32) for r in LOGPROBS]}),
+    "ragged arrays in an array": (dict(mask="kept"), {
+        "teacher_ids": objects([np.array(r) if r else None for r in IDS]),
+        "teacher_logprobs": objects([np.array(r, dtype=np.float32) if r else None for r in LOGPROBS]),
+        "kept": objects([np.ones(len(r), dtype=bool) for r in IDS])}),
     "-inf beside ids that are anything": ({}, {
         "teacher_ids": torch.tensor(padded(IDS, 2 ** 40)),
         "teacher_logprobs": torch.tensor(padded(LOGPROBS, -torch.inf))}),
@@ -62,6 +73,7 @@ FORMS = {
         for row in (r or {} for r in VLLM)]}),
     "vLLM as numbers": (dict(values="prompt_logprobs"), {"prompt_logprobs": [
         {i: e.logprob for i, e in (row or {}).items()} for row in VLLM]}),
+    "vLLM in an array": (dict(values="prompt_logprobs"), {"prompt_logprobs": objects(VLLM)}),
     "vLLM flat": (dict(values="prompt_logprobs"), {"prompt_logprobs": FLAT}),
 }
 

@@ -167,7 +167,7 @@ class TopKCollator:
     def _entries(self, sample: Mapping[str, Any]) -> Tuple[Tensor, Tensor]:
         """Ids and values (S, K), padding marked by an id of -100."""
         mask = None
-        teacher = sample.get(self.values)
+        teacher = _as_rows(sample.get(self.values))
         if teacher is None:
             fail(f"sample must hold {self.values!r}, got {sorted(sample)}; the Trainer drops it unless "
                   "TrainingArguments(remove_unused_columns=False)")
@@ -279,8 +279,14 @@ def _is_prompt_logprobs(teacher: Any) -> bool:
                                                    len(teacher) > 0 and all(row is None for row in teacher))
 
 
+def _as_rows(given: Any) -> Any:
+    """A list of an array of objects, as NumPy and ``datasets`` in its format hold rows of different lengths."""
+    return list(given) if getattr(given, "dtype", None) == object else given
+
+
 def _padded(rows: Any, fill: float) -> Tensor:
     """(S, K) of a tensor or array as it is; of lists of different lengths, or None, filled up."""
+    rows = _as_rows(rows)
     if hasattr(rows, "shape"):
         t = torch.as_tensor(rows)
         check(t.dim() == 2, f"teacher output must be (S, K), got {list(t.shape)}")
