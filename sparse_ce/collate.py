@@ -3,7 +3,7 @@ and ``stack`` of targets."""
 
 import functools
 from collections.abc import Mapping
-from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
+from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple, Union
 
 import torch
 import torch.nn.functional as F
@@ -12,7 +12,7 @@ from torch.utils.data import default_collate
 from torch.utils.data._utils.collate import default_collate_fn_map
 
 from .autocast import without_autocast
-from .entries import IGNORE_INDEX, Kind, pad_entries, padding_value, ranges_of
+from .entries import IGNORE_INDEX, Kind, holds_integers, pad_entries, padding_value, ranges_of
 from .errors import check, fail
 from .target import SparseTarget
 from .tensorlike import implements
@@ -92,8 +92,9 @@ def stack(targets: Sequence[SparseTarget]) -> SparseTarget:
 
 
 @implements(torch.stack)
-def stack_equal(tensors: Sequence[SparseTarget], dim: int = 0) -> SparseTarget:
-    """``torch.stack``: targets of one shape."""
+def stack_equal(tensors: Sequence[Union[SparseTarget, Tensor]], dim: int = 0) -> SparseTarget:
+    """``torch.stack``: targets of one shape, and labels beside them."""
+    tensors = _with_labels(tensors)
     shapes = {tuple(t.shape) for t in tensors}
     if len(shapes) != 1:
         fail(f"targets must have one shape to be stacked, got {sorted(shapes)}")
@@ -101,11 +102,11 @@ def stack_equal(tensors: Sequence[SparseTarget], dim: int = 0) -> SparseTarget:
 
 
 @implements(torch.cat, torch.concat, torch.concatenate)
-def cat(tensors: Sequence[SparseTarget], dim: int = 0) -> SparseTarget:
+def cat(tensors: Sequence[Union[SparseTarget, Tensor]], dim: int = 0) -> SparseTarget:
     """``torch.cat`` of targets of any forms, along a leading dimension; for compiled code too.
 
     All other dimensions are of one size. K is padded to the largest. Labels among weighted classes become such, of
-    weight 1.
+    weight 1; they may be a plain integer tensor, in which -100 is an ignored row.
 
     Examples:
         >>> labels = SparseTarget.from_index(torch.tensor([3, 5]))
@@ -113,9 +114,7 @@ def cat(tensors: Sequence[SparseTarget], dim: int = 0) -> SparseTarget:
         torch.Size([3])
     """
     check(len(tensors) > 0, "targets must be at least one to be concatenated, got none")
-    if not all(isinstance(t, SparseTarget) for t in tensors):
-        fail("targets must all be of SparseTarget to be concatenated, got "
-             f"{sorted({type(t).__name__ for t in tensors})}", TypeError)
+    tensors = _with_labels(tensors)
     at = tensors[0]._dim(dim)
     others = {tuple(t.shape[:at]) + (-1,) + tuple(t.shape[at + 1:]) for t in tensors}
     if len(others) != 1:
@@ -123,6 +122,18 @@ def cat(tensors: Sequence[SparseTarget], dim: int = 0) -> SparseTarget:
              f"{sorted(tuple(t.shape) for t in tensors)}")
     with without_autocast(tensors[0].device):
         return _joined("targets", tensors, functools.partial(torch.cat, dim=at), None)
+
+
+def _with_labels(tensors: Sequence[Any]) -> List[SparseTarget]:
+    """Targets, and integers among them as the labels that they are, though all of them be -100, as the ones are that
+    PEFT puts in front of a batch's: to ask for that would wait for a GPU."""
+    if not any(isinstance(t, SparseTarget) for t in tensors) or not all(
+            isinstance(t, SparseTarget) or isinstance(t, Tensor) and t.layout == torch.strided and holds_integers(t)
+            for t in tensors):
+        given = {f"{t.layout} {t.dtype}" if isinstance(t, Tensor) else type(t).__name__ for t in tensors}
+        fail("targets must be of SparseTarget, or labels, an integer tensor, beside one, to be joined, got "
+             f"{sorted(given)}", TypeError)
+    return [t if isinstance(t, SparseTarget) else SparseTarget.from_index(t) for t in tensors]
 
 
 def _joined(what: str, targets: Sequence[SparseTarget], join: Callable[[List[Tensor]], Tensor],

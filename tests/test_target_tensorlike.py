@@ -161,6 +161,37 @@ def test_comparisons_copies_and_arrays(form, device):
     assert torch.equal(target.with_num_classes(None).to_dense(num_classes=VOCAB + 2)[..., :VOCAB], target.to_dense())
 
 
+@pytest.mark.parametrize("form", FORMS)
+def test_plain_labels_beside_a_target(form, device):
+    """As the -100 are that PEFT puts in front of the labels of a batch."""
+    target = target_of(form, (6, 4), device)
+    ids = torch.randint(VOCAB, (6, 4), generator=torch.Generator().manual_seed(0)).to(device)
+    for labels in (torch.full((6, 2), -100, device=device), torch.where(ids > 15, -100, ids).int()):
+        own = SparseTarget.from_index(labels, num_classes=VOCAB)
+        for join in (torch.cat, cat, torch.concat):
+            for pair, expected in (((labels, target), (own, target)), ([target, labels], (target, own))):
+                joined, dense = join(pair, 1), torch.cat([meaning(t)[0] for t in expected], 1)
+                assert_means(joined, dense, torch.cat([meaning(t)[1] for t in expected], 1))
+    for pair, expected in (((labels, target), (own, target)), ((target, labels), (target, own))):
+        assert_means(torch.stack(pair, -1), torch.stack([meaning(t)[0] for t in expected], 2),
+                     torch.stack([meaning(t)[1] for t in expected], 2))
+
+
+def test_what_is_neither_a_target_nor_labels_is_not_joined(device):
+    target = SparseTarget.from_index(torch.tensor([1, 3], device=device))
+    for given in ([torch.ones(2, device=device), target], [target, torch.ones(2, device=device) > 0],
+                  [target, torch.eye(2, dtype=torch.int64, device=device).to_sparse()]):
+        for join in (cat, torch.cat, torch.stack):
+            with pytest.raises(TypeError, match="sparse_ce: targets must be of SparseTarget, or labels, an integer"):
+                join(given)
+    with pytest.raises(TypeError, match=r"got \['SparseTarget', 'list'\]"):
+        cat([target, [1, 2]])
+    with pytest.raises(TypeError, match=r"got \['torch.strided torch.int64'\]"):
+        cat([torch.ones(2, dtype=torch.int64, device=device)] * 2)
+    with pytest.raises(ValueError, match="targets must be of one shape but for dimension 0"):
+        cat([target.reshape(1, 2), torch.ones(1, 3, dtype=torch.int64, device=device)])
+
+
 def test_what_is_not_equal_and_not_stacked(device):
     first, last = (SparseTarget.from_index(torch.tensor(t, device=device)) for t in ([-100, 3], [3, -100]))
     assert not first.equal(last) and not torch.equal(first, last)
