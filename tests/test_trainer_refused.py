@@ -42,6 +42,48 @@ def test_24_adapters_on_the_head_are_refused_and_elsewhere_honoured():
     assert model(**collate(list(Samples("labels")))).logits is not None
 
 
+def prompted(kind, **options):
+    torch.manual_seed(0)
+    return peft.get_peft_model(make_model(), getattr(peft, kind)(task_type="CAUSAL_LM", **options)).train()
+
+
+PROMPTS = {"PromptTuningConfig": dict(num_virtual_tokens=3), "PrefixTuningConfig": dict(num_virtual_tokens=3),
+           "PromptEncoderConfig": dict(num_virtual_tokens=3, encoder_hidden_size=8)}
+
+
+@pytest.mark.parametrize("kind", list(PROMPTS))
+def test_prompts_that_peft_learns(kind, tmp_path):
+    """PEFT puts -100 in front of the labels where the model makes its own loss."""
+    model, batch = prompted(kind, **PROMPTS[kind]), collate(list(Samples("labels")))
+    soft = {**batch, "labels": SparseTarget.from_topk(batch["labels"][..., None], None)}
+    expected = step(model)
+    expected.backward()
+    gradient = tiny_lm.gradients(model)
+    handle = fuse_lm_head(model)
+    for given in (batch, soft):
+        model.zero_grad()
+        loss = model(**given).loss
+        torch.testing.assert_close(loss, expected)
+        loss.backward()
+        for name, g in tiny_lm.gradients(model).items():
+            torch.testing.assert_close(g, gradient[name])
+    handle.remove()
+    trainer = tiny_lm.make_trainer(tmp_path, model, Samples("topk"), compute_loss_func=causal_lm_loss())
+    if kind == "PrefixTuningConfig":  # of keys and values, beside the positions of a sequence
+        trainer.train()
+    else:
+        with pytest.raises(ValueError, match=r"labels must be \[8, 12\], .* got \[8, 9\]; where PEFT has put a learned "
+                           r"prompt in front .*take fuse_lm_head\(model\) instead"):
+            trainer.train()
+
+
+def test_a_prompt_whose_loss_peft_makes_of_the_logits():
+    model = prompted("CPTConfig", cpt_token_ids=[3, 4, 5], cpt_mask=[1, 1, 1], cpt_tokens_type_mask=[1, 2, 4])
+    with pytest.raises(ValueError, match="sparse_ce: model must leave its loss .* got one of PEFT's CPT"):
+        fuse_lm_head(model)
+    assert step(model) > 0
+
+
 @pytest.mark.parametrize("wrapped_first", [True, False])
 def test_24_a_copy_of_the_head_that_peft_trains(wrapped_first):
     """``modules_to_save`` is a matrix product like any other, whose weight is the adapter's own."""

@@ -95,6 +95,7 @@ def fuse_lm_head(model: Any, *, eval_logits: bool = True, report_metrics: bool =
             if name not in _OF_DISTILLATION:
                 fail(f"distillation must be of {', '.join(_OF_DISTILLATION)}, got {name!r}", TypeError)
         _check_distillation(**distillation)
+    _check_prompt(model)
     model = _base_of(model)
     check("labels" in inspect.signature(model.forward).parameters,
            f"model must have a forward that takes labels, got {type(model).__name__}")
@@ -151,6 +152,14 @@ def _check_liger(model: Any) -> None:
         if "liger_kernel" in getattr(inspect.unwrap(getattr(forward, "__func__", forward)), "__module__", ""):
             fail("model must keep its own forward, got that of liger_kernel; apply Liger with "
                  "fused_linear_cross_entropy=False, or leave out fuse_lm_head")
+
+
+def _check_prompt(model: Any) -> None:
+    """PEFT weighs the loss of CPT anew, from the logits of the model's output."""
+    for module in model.modules() if isinstance(model, nn.Module) else ():
+        kind = getattr(getattr(module, "active_peft_config", None), "peft_type", None)
+        check(kind != "CPT", "model must leave its loss to its own forward, got one of PEFT's CPT, which makes its own "
+              "from the logits; train it without fuse_lm_head, with class indices")
 
 
 def _head_of(model: Any) -> Any:

@@ -4,12 +4,13 @@ import warnings
 from collections.abc import Mapping
 from typing import Any, Callable, Optional
 
+import torch
 from torch import Tensor
 
 from .. import functional
 from ..arguments import Normalizer, is_number
 from ..errors import check, fail
-from ..target import SparseTarget
+from ..target import SparseTarget, as_target
 from . import trainer
 from .fused_head import FusedHead, fuse_lm_head
 from .metrics import TokenMetrics, set_beside
@@ -78,6 +79,8 @@ def causal_lm_loss(*, shift: bool = True, report_metrics: bool = False, aux_loss
         logits = outputs["logits"] if isinstance(outputs, dict) else getattr(outputs, "logits", None)
         if logits is None:
             logits = outputs[0]
+        labels = as_target(labels, logits.shape)
+        _check_no_prompt(logits.shape[:-1], labels.shape)
         value, metrics = token_loss(logits, labels, num_items_in_batch, options, shift=shift,
                                     report_metrics=report_metrics)
         if metrics is not None:
@@ -86,6 +89,13 @@ def causal_lm_loss(*, shift: bool = True, report_metrics: bool = False, aux_loss
 
     setattr(loss, MARK, {**options, "shift": shift})
     return loss
+
+
+def _check_no_prompt(positions: torch.Size, given: torch.Size) -> None:
+    if len(positions) == len(given) == 2 and positions[0] == given[0] and positions[1] > given[1]:
+        fail(f"labels must be {list(positions)}, one for each position of the logits, got {list(given)}; where PEFT has "
+             "put a learned prompt in front (prompt tuning, p-tuning), it does so with the labels if the model makes "
+             "its own loss: take fuse_lm_head(model) instead of causal_lm_loss")
 
 
 def _with_aux_loss(value: Tensor, outputs: Any, weight: Optional[float]) -> Tensor:
