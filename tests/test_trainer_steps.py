@@ -204,14 +204,21 @@ def test_the_loss_of_routers_is_in_both_routes(accumulate, tmp_path):
                                        gradient_accumulation_steps=accumulate)
         return trainer.train().training_loss, tiny_lm.recorded(trainer)[0]["model.layers.0.mlp.gate.weight"]
 
-    expected = trained()
-    for made in (trained(fused=True), trained(causal_lm_loss(aux_loss_weight=model.config.router_aux_loss_coef))):
+    expected, weight = trained(), model.config.get_text_config().router_aux_loss_coef
+    for made in (trained(fused=True), trained(causal_lm_loss(aux_loss_weight=weight))):
         torch.testing.assert_close(made, expected, rtol=1e-4, atol=1e-6)
-    with pytest.warns(UserWarning, match="sparse_ce: the aux_loss of the model's routers is left out"):
+    with pytest.warns(UserWarning, match="sparse_ce: the aux_loss of the model's routers is left out; causal_lm_loss.aux_loss_"
+                      r"weight=model.config.get_text_config\(\).router_aux_loss_coef\) adds it"):
         without = trained(causal_lm_loss())
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message="sparse_ce")
         assert trained(causal_lm_loss(aux_loss_weight=0))[0] == without[0] < expected[0] - 0.1
+
+
+@pytest.mark.parametrize("name", ["Mixtral", "Qwen3VLMoe", "Qwen3_5Moe", "Llama4", "GraniteMoe"])
+def test_the_weight_that_is_advised_is_there(name):
+    """Models of several modalities have it in the configuration of their text."""
+    assert getattr(transformers, f"{name}Config")().get_text_config().router_aux_loss_coef > 0
 
 
 def test_a_weight_of_no_loss_of_routers_is_refused():

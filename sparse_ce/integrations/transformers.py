@@ -38,9 +38,10 @@ def causal_lm_loss(*, shift: bool = True, report_metrics: bool = False, aux_loss
         report_metrics: ``outputs``, which must be a ``ModelOutput``, gets the attributes ``entropy``,
             ``token_accuracy`` and ``num_items`` that :func:`fuse_lm_head` describes, from a second read of the logits.
         aux_loss_weight: what multiplies ``outputs.aux_loss``, the loss of a mixture of experts' routers, which is then
-            added to each batch's loss, as the model adds it to its own with ``config.router_aux_loss_coef``. The
-            Trainer takes the labels away from a model whose loss comes from here, which then adds nothing itself. None
-            leaves it out with a warning, 0 without.
+            added to each batch's loss, as the model adds it to its own with
+            ``model.config.get_text_config().router_aux_loss_coef`` (JetMoe: ``aux_loss_coef``). The Trainer takes the
+            labels away from a model whose loss comes from here, which then adds nothing itself. None leaves it out with
+            a warning, 0 without.
         options: those of :func:`sparse_ce.cross_entropy`, but for ``normalizer``, ``return_lse``, ``return_entropy``,
             ``return_argmax`` and ``reduction="none"``. With ``reduction="sum"`` the Trainer's count is not used.
             ``inplace="forward"`` leaves no logits: it is an error with ``report_metrics``, and in a training step that
@@ -106,8 +107,8 @@ def _with_aux_loss(value: Tensor, outputs: Any, weight: Optional[float]) -> Tens
         return value
     if weight is None:
         warnings.warn("sparse_ce: the aux_loss of the model's routers is left out; causal_lm_loss(aux_loss_weight="
-                      "model.config.router_aux_loss_coef) adds it, as fuse_lm_head(model) does by itself, and "
-                      "aux_loss_weight=0 says that it is meant", stacklevel=3)
+                      "model.config.get_text_config().router_aux_loss_coef) adds it, as fuse_lm_head(model) does by "
+                      "itself, and aux_loss_weight=0 says that it is meant", stacklevel=3)
         return value
     added: Tensor = weight * aux_loss.mean().to(value.device)  # of DataParallel: one of each device
     return value + added
