@@ -264,6 +264,33 @@ def test_what_the_error_of_an_encoder_decoder_advises_is_its_own_loss(name, tmp_
     assert not torch.allclose(steps[2], steps[0], rtol=0.1)
 
 
+def test_a_step_of_a_trainer_that_calls_no_other(tmp_path):
+    class Alone(transformers.Trainer):
+        def training_step(self, model, inputs, num_items_in_batch=None):
+            inputs = self._prepare_inputs(inputs)
+            if bypassing:
+                loss = model(input_ids=inputs["input_ids"]).logits.square().mean()
+            else:
+                loss = model(**inputs).loss
+            self.accelerator.backward(loss)
+            return loss.detach()
+
+    model = make_model()
+    for bypassing in (False, True):
+        trainer = tiny_lm.make_trainer(tmp_path, model, Samples("labels"), trainer_class=Alone, max_steps=2)
+        trainer.train()  # a head that is not fused has nothing to miss
+    handle = fuse_lm_head(model, z_loss=1.0)
+    for bypassing in (False, True, True):  # one that was used before too
+        trainer = tiny_lm.make_trainer(tmp_path, model, Samples("labels"), trainer_class=Alone, max_steps=2)
+        if not bypassing:
+            trainer.train()
+            continue
+        with pytest.raises(ValueError, match="sparse_ce: the loss of a fused model must come from its .* of Alone"):
+            trainer.train()
+        assert not tiny_lm.recorded(trainer)  # before anything has changed
+    handle.remove()
+
+
 def test_what_is_no_causal_language_model():
     config = make_model().config
     for model, message in ((nn.Linear(2, 2), "causal language model of transformers, got Linear"),

@@ -20,12 +20,30 @@ _SUMS = "1.16."  # releases of TRL whose SFTTrainer is known to do nothing with 
 
 def install() -> None:
     for name, around in (("compute_loss", _around_compute_loss), ("training_step", _around_training_step),
-                         ("_prepare_inputs", _around_prepare_inputs), ("_get_num_items_in_batch", _around_count)):
-        method = getattr(Trainer, name)
-        if not hasattr(method, MARK):  # a reload must not wrap it twice
-            wrapped = around(method)
-            setattr(wrapped, MARK, True)
-            setattr(Trainer, name, wrapped)
+                         ("_prepare_inputs", _around_prepare_inputs), ("_get_num_items_in_batch", _around_count),
+                         ("train", _around_train)):
+        _wrap(Trainer, name, around)
+
+
+def _wrap(trainer: Any, name: str, around: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    method = getattr(trainer, name)
+    if not hasattr(method, MARK):  # a reload must not wrap it twice
+        wrapped = around(method)
+        setattr(wrapped, MARK, True)
+        setattr(trainer, name, wrapped)
+
+
+def _around_train(train: Callable[..., Any]) -> Callable[..., Any]:
+    """That has the steps of subclasses checked as well, which need not call the Trainer's (TRL's OnlineDPOTrainer)."""
+
+    @functools.wraps(train)
+    def checked(self: Any, *args: Any, **kwargs: Any) -> Any:
+        for trainer in type(self).__mro__:
+            if "training_step" in trainer.__dict__:
+                _wrap(trainer, "training_step", _around_training_step)
+        return train(self, *args, **kwargs)
+
+    return checked
 
 
 def _around_compute_loss(compute_loss: Callable[..., Any]) -> Callable[..., Any]:
