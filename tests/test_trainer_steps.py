@@ -95,9 +95,9 @@ def test_the_labels_that_are_compared_are_counted(name, shift, tmp_path):
                                        compute_loss_func=loss, per_device_train_batch_size=batch,
                                        gradient_accumulation_steps=8 // batch, per_device_eval_batch_size=8,
                                        learning_rate=0.0)
+        own = trainer._loss_shifts_labels
         assert trainer.train().training_loss == pytest.approx(exact, rel=1e-5)
         assert trainer.evaluate()["eval_loss"] == pytest.approx(exact, rel=1e-5)
-        own = trainer._loss_shifts_labels
         trainer.compute_loss_func = None
         assert trainer._get_num_items_in_batch([collate(list(samples))], "cpu") == (
             collate(list(samples))["labels"][:, int(own):].ne(-100).sum())
