@@ -1497,7 +1497,7 @@ TRAINER = [
     ("sparse_ce/integrations/trainer.py", "            self._loss_shifts_labels = own\n", "            pass\n"),
     ("sparse_ce/integrations/trainer.py", 'if "training_step" in trainer.__dict__:', "if False:"),
     ("sparse_ce/integrations/fused_head.py", "check(kind != \"CPT\"", "check(True"),
-    ("sparse_ce/integrations/teacher.py", "list(given) if getattr(given, \"dtype\", None) == object else given",
+    ("sparse_ce/integrations/teacher.py", "list(given) if getattr(getattr(given, \"dtype\", None), \"hasobject\", False) else given",
      "given"),
     ("sparse_ce/integrations/teacher.py", "teacher = _as_rows(sample.get(self.values))",
      "teacher = sample.get(self.values)"),

@@ -281,7 +281,7 @@ def _is_prompt_logprobs(teacher: Any) -> bool:
 
 def _as_rows(given: Any) -> Any:
     """A list of an array of objects, as NumPy and ``datasets`` in its format hold rows of different lengths."""
-    return list(given) if getattr(given, "dtype", None) == object else given
+    return list(given) if getattr(getattr(given, "dtype", None), "hasobject", False) else given
 
 
 def _padded(rows: Any, fill: float) -> Tensor:
