@@ -95,8 +95,8 @@ def causal_lm_loss(*, shift: bool = True, report_metrics: bool = False, aux_loss
 def _check_no_prompt(positions: torch.Size, given: torch.Size) -> None:
     if len(positions) == len(given) == 2 and positions[0] == given[0] and positions[1] > given[1]:
         fail(f"labels must be {list(positions)}, one for each position of the logits, got {list(given)}; where PEFT "
-             "has put a learned prompt in front (prompt tuning, p-tuning), it does so with the labels if the model makes "
-             "its own loss: take fuse_lm_head(model) instead of causal_lm_loss")
+             "has put a learned prompt in front (prompt tuning, p-tuning), it does so with the labels if the model "
+             "makes its own loss: take fuse_lm_head(model) instead of causal_lm_loss")
 
 
 def _with_aux_loss(value: Tensor, outputs: Any, weight: Optional[float]) -> Tensor:
