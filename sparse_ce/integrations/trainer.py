@@ -106,7 +106,7 @@ def _around_count(count: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(count)
     def counted(self: Any, *args: Any, **kwargs: Any) -> Any:
         options = getattr(_loss_of(self), MARK, None)
-        if options is None:
+        if options is None or not hasattr(self, "_loss_shifts_labels"):  # older releases do not ask
             return count(self, *args, **kwargs)
         own, self._loss_shifts_labels = self._loss_shifts_labels, options["shift"]
         try:
