@@ -85,8 +85,8 @@ def linear_row_loss(
         group, vocab_start: as for :func:`sparse_ce.linear_cross_entropy`, of a head whose classes are shared out.
             ``fn`` and ``row_args`` are the same on every rank; so are the gradients for these.
         logits_dtype: as for :func:`sparse_ce.linear_cross_entropy`.
-        chunk_rows: rows whose logits exist at a time; by default what fits 128 MiB of float32 logits; with a
-            ``group`` as for :func:`sparse_ce.linear_cross_entropy`.
+        chunk_rows: rows whose logits exist at a time, as for :func:`sparse_ce.linear_topk_log_probs`; with a ``group``
+            as for :func:`sparse_ce.linear_cross_entropy`.
 
     With ``reduction="none"``, under ``torch.compile`` and ``torch.func``, for a ``logit_scale`` that requires grad and
     in float16 the logits are made twice, and ``fn`` gets copies of all rows at once: four products; under checkpointing

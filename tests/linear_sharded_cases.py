@@ -25,6 +25,7 @@ import linear_cases
 import sparse_ce
 from cases import DTYPES, FORMS, Draw
 from loss_cases import OPTIONS
+from recorded_memory import peak
 from sparse_ce.ops import forecast
 from sparse_ce.tracing import VALIDATES
 
@@ -335,6 +336,13 @@ def looked_on(group, ranks: int, rank: int):
     return found, any("linear_add_gradients_" in event.name for event in seen.events())
 
 
+def held(group, ranks: int, rank: int):
+    """The most that a backward holds which makes the logits anew, in the logits of a chunk."""
+    hidden, weight = torch.randn(64, 4, requires_grad=True), torch.randn(3000, 4)
+    out = sparse_ce.linear_selected_log_probs(hidden, weight, torch.arange(64), group=group, chunk_rows=16)
+    return peak(lambda: torch.autograd.grad(out.log_probs.sum(), hidden)) / (16 * 3000 * 4)
+
+
 def errors(group, ranks: int, rank: int):
     hidden, weight = torch.randn(6, 4, requires_grad=True), torch.randn(5, 4, requires_grad=True)
     labels, sequence = torch.zeros(6, dtype=torch.long), sparse_ce.SequenceGroup(group)
@@ -406,6 +414,7 @@ def main() -> None:
     if not slow:
         found["steps"] = steps(**shard)
         found["looked on"] = looked_on(**shard)
+        found["held"] = held(**shard)
         found["collectives"] = counted(**shard)
         found["errors"] = errors(**shard)
     torch.save(found, folder / f"{rank}.pt")

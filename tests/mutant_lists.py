@@ -967,6 +967,8 @@ PYTHON = [
     ("sparse_ce/topk.py", "rows.shape[0] <= step and not shares_rows:", "rows.shape[0] <= step:"),
     ("sparse_ce/topk.py", "step = shard.ranks * max(1, step // shard.ranks)", "pass"),
     ("sparse_ce/topk.py", "index_copy_(0, places, t)", "copy_(t)"),
+    ("sparse_ce/topk.py", "del logits", "pass"),
+    ("sparse_ce/ops/linear_shards.py", "del z  # before", "pass  # before"),
     ("sparse_ce/reference/cross_entropy.py", "counts = torch.where(counts, a.weight[labels], 0.0)",
      "counts = a.weight[labels]"),
     ("sparse_ce/reference/cross_entropy.py", "torch.where(ignored[:, None], 0.0, logits[:, :num_classes].to(dtype))",

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from recorded_memory import peak
 from sparse_ce import linear_selected_log_probs
 from sparse_ce.ops import instruction_set
 
@@ -21,22 +22,6 @@ def nothing_runs():
     before = ops.emulation_runs(False)
     yield
     ops.emulation_runs(before)
-
-
-def peak(call):
-    """The most bytes that are held at a time while it runs, its results included, but not what a CPU's products take
-    for themselves."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
-        results = call()
-    events = record.profiler.kineto_results.events()
-    products = [(event.start_ns(), event.end_ns()) for event in events if event.name() == "aten::mm"]
-    held = most = 0
-    for event in events:
-        if event.name() == "[memory]" and not any(a <= event.start_ns() <= b for a, b in products):
-            held += event.nbytes()
-            most = max(most, held)
-    del results
-    return most
 
 
 def step(rows, width, vocab, head_dtype=torch.bfloat16, **options):

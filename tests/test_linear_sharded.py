@@ -169,6 +169,12 @@ def test_what_one_rank_alone_looks_on_with_changes_nothing(ranks):
         assert not made_twice
 
 
+@pytest.mark.parametrize("ranks", RANKS)
+def test_backward_holds_the_logits_of_one_chunk_at_a_time(ranks):
+    for found in found_by(ranks, "quick"):
+        assert 1 <= found["held"] < 1.5
+
+
 # --------------------------------------------------------------------------------------------------------------- errors
 
 @pytest.mark.parametrize("ranks", RANKS)

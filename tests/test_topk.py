@@ -7,6 +7,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from cases import DTYPES, Draw
 from close import assert_bitwise_equal
+from recorded_memory import peak
 from sparse_ce import SparseTarget, cross_entropy, linear_topk_log_probs, reference, topk_log_probs
 from sparse_ce.ops.topk import linear_logits
 
@@ -202,3 +203,9 @@ def test_a_scale_that_turns_the_order(device):
                          lambda given=given: linear_topk_log_probs(z, head, 2, logit_scale=given)):
                 with pytest.raises(ValueError, match="logit_scale must be a number or a tensor of positive numbers"):
                     call()
+
+
+def test_the_logits_of_one_chunk_exist_at_a_time():
+    hidden, head = torch.randn(64, 8), torch.randn(5000, 8)
+    of_chunk = 16 * 5000 * 4
+    assert of_chunk <= peak(lambda: linear_topk_log_probs(hidden, head, 3, chunk_rows=16)) < 1.5 * of_chunk

@@ -258,6 +258,7 @@ def _backward(head: Head, a: Arguments, wanted: Outputs, chunks: Chunks, shard: 
         if grads[3] is not None and a.offsets is not None:
             of_chunk[3] = grads[3]  # jagged, where only a row's own entries are looked at
         gradients.add(chunk, z, wanted, Selected(*map(cut, out)), of_chunk)
+        del z  # before the next chunk's are made
     return gradients.finished()
 
 
