@@ -9,7 +9,8 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from .entries import IGNORE_INDEX
-from .errors import fail, moving_classes
+from .errors import described, fail, moving_classes
+from .flags import check_held_flags
 from .tracing import VALIDATES, readable, unwrapped
 
 if TYPE_CHECKING:
@@ -154,7 +155,7 @@ def checked(options: Dict[str, Any], vocab: Optional[int] = None,
             continue
         number = rule.type == "a number"
         if not (is_number(value) if number else is_integer(value)):
-            fail(f"{name} must be {rule.type}, got {_described(value)}{rule.fix}", TypeError)
+            fail(f"{name} must be {rule.type}, got {described(value)}{rule.fix}", TypeError)
         if name == "num_classes" and vocab is not None:
             if not 0 < value <= vocab:
                 fail(f"num_classes must be in [1, {vocab}], {classes}, got {value}")
@@ -170,11 +171,13 @@ def checked_transform(logit_scale: float, softcap: Optional[float]) -> Tuple[flo
     return options["logit_scale"], options["softcap"]
 
 
-def check_held(weight: Optional[Tensor], normalizer: Optional[Normalizer], options: Dict[str, Any]) -> None:
-    """What can be said of a loss's options, as many as are given, before there are logits."""
+def check_held(weight: Optional[Tensor], normalizer: Optional[Normalizer], options: Dict[str, Any],
+               detaches: bool = True) -> None:
+    """What can be said of a loss's options, as many as are given, before there are logits. ``detaches``: its entropy
+    may be detached."""
     check_reduction(options.get("reduction", "mean"), normalizer)
     check_inplace(options.get("inplace", False))
-    check_entropy(options.get("return_entropy", False))
+    check_held_flags(options, detaches)
     checked({name: value for name, value in options.items() if name in _RULES})
     taken_chunks(options.get("chunk_rows"), options.get("logits_dtype"))
     if weight is not None:
@@ -189,10 +192,6 @@ def is_number(value: object) -> bool:
 
 def is_integer(value: object) -> bool:
     return isinstance(value, (Integral, torch.SymInt)) and not isinstance(value, bool)
-
-
-def _described(value: object) -> str:
-    return f"a {type(value).__name__} of shape {list(value.shape)}" if isinstance(value, Tensor) else repr(value)
 
 
 def taken_scale(logit_scale: Scale, shape: torch.Size, input: Tensor) -> Tuple[float, Optional[Tensor]]:
@@ -220,7 +219,7 @@ def taken_weight(row_weight: Optional[Tensor], shape: torch.Size, input: Tensor)
     if row_weight is None:
         return None
     if not isinstance(row_weight, Tensor) or not row_weight.dtype.is_floating_point:
-        fail(f"row_weight must be a tensor of a floating dtype, got {_described(row_weight)}", TypeError)
+        fail(f"row_weight must be a tensor of a floating dtype, got {described(row_weight)}", TypeError)
     check_local("row_weight", row_weight, "pass row_weight.full_tensor()")
     if row_weight.shape != shape[:-1]:
         fail(f"row_weight must be of the leading shape {list(shape[:-1])}, got {list(row_weight.shape)}")
@@ -294,11 +293,6 @@ def check_input(input: Tensor, last: str) -> None:
 def check_inplace(inplace: object) -> None:
     if inplace is not False and inplace not in ("backward", "forward"):
         fail(f"inplace must be False, 'backward' or 'forward', got {inplace!r}")
-
-
-def check_entropy(return_entropy: object) -> None:
-    if isinstance(return_entropy, str) and return_entropy != "detached":
-        fail(f"return_entropy must be False, True or 'detached', got {return_entropy!r}")
 
 
 def check_head(input: Tensor, linear_weight: Tensor, linear_bias: Optional[Tensor], sharded: bool = False) -> None:

@@ -9,7 +9,7 @@ from torch import Tensor
 from . import arguments
 from .arguments import Candidates
 from .autocast import as_linear_multiplies
-from .errors import fail
+from .flags import check_flags
 from .ops.candidates import candidate_logits as candidate_logits_op
 from .ops.candidates import cast
 from .ops.library import check_kernels
@@ -73,8 +73,7 @@ def candidate_logits(
     arguments.check_input(input, "D")
     arguments.check_head(input, linear_weight, linear_bias)
     logit_scale, softcap = arguments.checked_transform(logit_scale, softcap)
-    if not isinstance(sparse_grad, bool):
-        fail(f"sparse_grad must be a bool, got {sparse_grad!r}", TypeError)
+    check_flags(sparse_grad=sparse_grad)
     check_kernels(input)
     input, linear_weight, linear_bias = as_linear_multiplies(input, linear_weight, linear_bias,
                                                              cast if sparse_grad else Tensor.to)

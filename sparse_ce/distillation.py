@@ -12,6 +12,7 @@ from .arguments import Normalizer, Scale
 from .divergence import as_teacher, checked, divergence, tempered
 from .entries import IGNORE_INDEX, as_index, holds_integers
 from .errors import fail
+from .flags import check_flags
 from .functional import cross_entropy, linear_cross_entropy
 from .log_probs import LogProbs, linear_selected_log_probs, selected_log_probs
 from .losses import Reduction
@@ -85,6 +86,7 @@ def distillation_loss(
     if arguments.is_distributed(input):
         return on_mesh(distillation_loss, locals())  # type: ignore[no-any-return]
     arguments.check_input(input, "V")
+    check_flags(temperature_squared=temperature_squared)
     _, columns, classes = taken_shard(group, vocab_start, input.shape[-1], num_classes)
     shape = torch.Size((*input.shape[:-1], columns))
     of_kind = dict(kind=kind, rest=rest, beta=beta, floor=floor, teacher_log_rest=teacher_log_rest)
@@ -162,6 +164,7 @@ def linear_distillation_loss(
     if arguments.is_distributed(input) or arguments.is_distributed(linear_weight):
         return on_mesh(linear_distillation_loss, locals())  # type: ignore[no-any-return]
     arguments.check_input(input, "D")
+    check_flags(temperature_squared=temperature_squared)
     arguments.check_head(input, linear_weight, linear_bias, group is not None)
     _, shape, classes = sharded_head(input, linear_weight, group, vocab_start, num_classes)
     of_kind = dict(kind=kind, rest=rest, beta=beta, floor=floor)

@@ -2,6 +2,8 @@
 
 from typing import NoReturn, Sequence, Type
 
+from torch import Tensor
+
 
 def fail(message: str, error: Type[Exception] = ValueError) -> NoReturn:
     raise error("sparse_ce: " + message)
@@ -12,6 +14,11 @@ def check(condition: bool, message: str, error: Type[Exception] = ValueError) ->
     each size that it names for a constant."""
     if not condition:
         fail(message, error)
+
+
+def described(value: object) -> str:
+    """What was got: of a tensor no more than its shape."""
+    return f"a {type(value).__name__} of shape {list(value.shape)}" if isinstance(value, Tensor) else repr(value)
 
 
 def moving_classes(logits: Sequence[int], leading: Sequence[int], entries: Sequence[int] = ()) -> str:

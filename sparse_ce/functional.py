@@ -11,6 +11,7 @@ from .agreement import agreed
 from .arguments import Inplace, Normalizer, Scale
 from .entries import IGNORE_INDEX
 from .errors import fail
+from .flags import check_entropy, check_flags
 from .linear_cross_entropy import linear_cross_entropy
 from .losses import CrossEntropyOutput, Output, Reduction, ReturnEntropy, dense_parts, result_of
 from .masked_mean import masked_mean
@@ -187,7 +188,7 @@ def cross_entropy(
                    softcap=softcap, num_classes=num_classes)
     if (shard is None and type(target) is Tensor and len(shape) == 2 and weight is None and row_weight is None
             and normalizer is None and reduction == "mean" and inplace is False
-            and not (return_lse or return_entropy or return_argmax)
+            and return_lse is False and return_entropy is False and return_argmax is False
             and arguments.are_defaults(options) and arguments.fit_as_labels(target, shape, input)):
         loss = mean_of_labels(input, target, ignore_index)
         if loss is not None:
@@ -195,7 +196,8 @@ def cross_entropy(
     options["logit_scale"], row_scale = arguments.taken_scale(logit_scale, shape, input)
     options = arguments.checked(options, shape[-1])
     arguments.check_inplace(inplace)
-    arguments.check_entropy(return_entropy)
+    check_entropy(return_entropy)
+    check_flags(return_lse=return_lse, return_argmax=return_argmax)
     a, normalizer = dense_parts(input, shape, target, weight, reduction, normalizer, options, row_scale)
     row_weight = arguments.taken_weight(row_weight, shape, input)
     mean = reduction != "none"

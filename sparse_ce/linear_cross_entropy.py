@@ -11,6 +11,7 @@ from .agreement import agreed
 from .arguments import Inplace, Normalizer, Scale
 from .autocast import as_linear_multiplies
 from .entries import IGNORE_INDEX
+from .flags import check_entropy, check_flags
 from .losses import CrossEntropyOutput, Output, Reduction, ReturnEntropy, dense_parts, result_of
 from .ops.cross_entropy import loss_mean
 from .ops.linear import Head
@@ -162,7 +163,8 @@ def linear_cross_entropy(
                    softcap=softcap, num_classes=num_classes)
     options = arguments.checked(options, shape[-1], "the rows of linear_weight")
     arguments.check_inplace(inplace)
-    arguments.check_entropy(return_entropy)
+    check_entropy(return_entropy)
+    check_flags(return_lse=return_lse, return_argmax=return_argmax)
     input, linear_weight, linear_bias = as_linear_multiplies(input, linear_weight, linear_bias)
     a, normalizer = dense_parts(input, shape, target, weight, reduction, normalizer, options, row_scale)
     row_weight = arguments.taken_weight(row_weight, shape, input)

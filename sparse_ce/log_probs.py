@@ -13,6 +13,7 @@ from .arguments import Arguments, Inplace, Scale
 from .autocast import as_linear_multiplies
 from .entries import IGNORE_INDEX
 from .errors import fail
+from .flags import check_flags
 from .losses import flat_target
 from .ops.library import check_kernels
 from .ops.linear import Head
@@ -122,8 +123,7 @@ def selected_log_probs(
     arguments.check_inplace(inplace)
     ids = as_ids(indices, shape)
     a = select_arguments(input, shape, ids, indices, ignore_index, logit_scale, softcap, num_classes)
-    wanted = Outputs(checked_padding(padding_value), log_rest=return_log_rest, entropy=return_entropy,
-                     mean_logit=return_mean_logit, argmax=return_argmax)
+    wanted = asked(padding_value, return_log_rest, return_entropy, return_mean_logit, return_argmax)
     logits = input if len(shape) == 2 else input.reshape(math.prod(shape[:-1]), input.shape[-1])
     out = select_op(logits, a, wanted, inplace is not False, shard)
     return result(out, wanted, ids.indices.shape, shape[:-1])
@@ -188,8 +188,7 @@ def linear_selected_log_probs(
     ids = as_ids(indices, shape)
     a = select_arguments(input, shape, ids, indices, ignore_index, logit_scale, softcap, num_classes,
                          "the rows of linear_weight")
-    wanted = Outputs(checked_padding(padding_value), log_rest=return_log_rest, entropy=return_entropy,
-                     mean_logit=return_mean_logit, argmax=return_argmax)
+    wanted = asked(padding_value, return_log_rest, return_entropy, return_mean_logit, return_argmax)
     input, linear_weight, linear_bias = as_linear_multiplies(input, linear_weight, linear_bias)
     rows = input.reshape(math.prod(input.shape[:-1]), input.shape[-1])
     out = linear_select(Head(rows, linear_weight, linear_bias), a, wanted, chunks, shard)
@@ -211,6 +210,14 @@ def checked_padding(padding_value: Any) -> Optional[float]:
     if not arguments.is_number(padding_value):
         fail(f"padding_value must be a number, got {padding_value!r}", TypeError)
     return None if padding_value == -math.inf else float(padding_value)
+
+
+def asked(padding_value: Any, return_log_rest: bool, return_entropy: bool, return_mean_logit: bool,
+          return_argmax: bool) -> Outputs:
+    check_flags(return_log_rest=return_log_rest, return_entropy=return_entropy, return_mean_logit=return_mean_logit,
+                return_argmax=return_argmax)
+    return Outputs(checked_padding(padding_value), log_rest=return_log_rest, entropy=return_entropy,
+                   mean_logit=return_mean_logit, argmax=return_argmax)
 
 
 def select_arguments(input: Tensor, shape: torch.Size, ids: SparseTarget, given: Target, ignore_index: int,

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from .arguments import arithmetic_dtype, check_local
 from .errors import check, fail
+from .flags import check_flags
 from .ops.masked_mean import masked_mean as masked_mean_op
 
 _INPUT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -45,6 +46,7 @@ def masked_mean(input: Tensor, mask: Tensor, dim: Union[int, Sequence[int], None
         >>> x.grad
         tensor([0.5000, 0.0000, 0.5000])
     """
+    check_flags(keepdim=keepdim)
     dims = _check_call(input, mask, dim)
     if input.dtype not in _INPUT_DTYPES:
         input = input.to(torch.float32)

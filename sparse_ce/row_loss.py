@@ -15,7 +15,8 @@ from .arguments import Chunks, Normalizer, Scale
 from .autocast import as_linear_multiplies
 from .entries import IGNORE_INDEX
 from .errors import fail
-from .log_probs import checked_padding, result, select_arguments
+from .flags import check_flags
+from .log_probs import asked, result, select_arguments
 from .loss_rows import Rows, flat, spread, spread_each
 from .losses import Reduction
 from .ops import forecast
@@ -115,12 +116,12 @@ def linear_row_loss(
     arguments.check_head(input, linear_weight, linear_bias, group is not None)
     chunks = arguments.taken_chunks(chunk_rows, logits_dtype)
     arguments.check_reduction(reduction, normalizer)
+    check_flags(has_aux=has_aux)
     shard, shape, num_classes = sharded_head(input, linear_weight, group, vocab_start, num_classes)
     ids = as_ids(target, shape)
     a = select_arguments(input, shape, ids, target, ignore_index, logit_scale, softcap, num_classes,
                          "the rows of linear_weight")
-    wanted = Outputs(checked_padding(padding_value), log_rest=return_log_rest, entropy=return_entropy,
-                     mean_logit=return_mean_logit, argmax=return_argmax)
+    wanted = asked(padding_value, return_log_rest, return_entropy, return_mean_logit, return_argmax)
     divisor = None if normalizer is None else arguments.scalar_normalizer(normalizer, input)
     input, linear_weight, linear_bias = as_linear_multiplies(input, linear_weight, linear_bias)
     leading, count = shape[:-1], math.prod(shape[:-1])

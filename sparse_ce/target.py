@@ -36,6 +36,7 @@ from .entries import (
     wide_dtype,
 )
 from .errors import check, fail, moving_classes
+from .flags import check_flags
 from .parts import Part
 from .tensorlike import TensorLike
 
@@ -130,6 +131,7 @@ class SparseTarget(TensorLike):
             if kind is None:
                 warn_of_logprobs(indices, values)
         row_mask = as_row_mask(row_mask, indices.shape[:-1])
+        check_flags(ignore_empty=ignore_empty)
         if ignore_empty:
             row_mask = both(row_mask, live_entries(indices, values, kind).any(-1))
         return cls(indices, values, None, row_mask, num_classes, "logprobs" if kind == "logprobs" else "probs",
@@ -169,6 +171,7 @@ class SparseTarget(TensorLike):
             indices, values = indices[source], None if values is None else values[source]
         target = cls(indices, values, offsets, None, num_classes, kind)
         row_mask = as_row_mask(row_mask, target.shape)
+        check_flags(ignore_empty=ignore_empty)
         if ignore_empty:
             row_mask = both(row_mask, ~empty_rows(ranges_of(offsets).long(), live_entries(indices, values, kind)))
         return cls(indices, values, offsets, row_mask, num_classes, kind)
@@ -187,9 +190,8 @@ class SparseTarget(TensorLike):
         """
         check(t.layout == torch.sparse_coo, f"target must be a sparse COO tensor, got layout {t.layout}", TypeError)
         with outside_transforms(t):
-            check(t.dim() >= 1 and t.dense_dim() == 0,
-                   "target must be sparse in every dimension (dense_dim 0), got a hybrid tensor with dense_dim "
-                   f"{t.dense_dim()}")
+            check(t.dim() >= 1 and t.dense_dim() == 0, "target must be sparse in every dimension (dense_dim 0), got a "
+                  f"hybrid tensor with dense_dim {t.dense_dim()}")
             *shape, num_classes = t.shape
             rows, columns, values = coo_entries(t)
             warn_of_classes_second(shape, num_classes, rows, columns, values)

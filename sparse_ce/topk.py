@@ -12,6 +12,7 @@ from .agreement import agreed
 from .arguments import Arguments, Scale
 from .autocast import as_linear_multiplies
 from .errors import fail
+from .flags import check_flags
 from .ops.library import check_kernels
 from .ops.linear import Head
 from .ops.linear_shards import shard_logits
@@ -80,6 +81,7 @@ def topk_log_probs(
     if arguments.is_distributed(input):
         return on_mesh(topk_log_probs, locals())  # type: ignore[no-any-return]
     arguments.check_input(input, "V")
+    check_flags(return_log_rest=return_log_rest)
     shard, columns, num_classes = taken_shard(group, vocab_start, input.shape[-1], num_classes)
     shape = torch.Size((*input.shape[:-1], columns))
     options, row_scale = _options(input, shape, k, logit_scale, softcap, num_classes, "the last dimension of input")
@@ -148,6 +150,7 @@ def linear_topk_log_probs(
     if arguments.is_distributed(input) or arguments.is_distributed(linear_weight):
         return on_mesh(linear_topk_log_probs, locals())  # type: ignore[no-any-return]
     arguments.check_input(input, "D")
+    check_flags(return_log_rest=return_log_rest)
     arguments.check_head(input, linear_weight, linear_bias, group is not None)
     chunks = arguments.taken_chunks(chunk_rows, logits_dtype)
     shard, shape, num_classes = sharded_head(input, linear_weight, group, vocab_start, num_classes)

@@ -10,6 +10,7 @@ from torch.utils.data import Dataset
 
 from ..collate import collate
 from ..errors import check, fail
+from ..flags import check_flags
 from ..target import SparseTarget
 from .folder import check_marker
 from .npy import shard as npy_shard
@@ -67,6 +68,7 @@ class TeacherCache(Dataset[Dict[str, Any]]):
     def __init__(self, path: Union[str, "os.PathLike[str]"], *, verify: bool = True,
                  predicts: Optional[Predicts] = None, names: Optional[Dict[str, str]] = None,
                  num_classes: Optional[int] = None, written: Optional[Predicts] = None) -> None:
+        check_flags(verify=verify)
         self.path, self.verify = Path(path), verify
         check_num_classes(num_classes, path)
         self.shards: Shards[Shard] = Shards(opened(self.path))

@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from ..errors import check, fail
+from ..flags import check_flags
 from .distillkit_config import DTYPES, configuration
 from .parquet import Rows
 from .sequence import (
@@ -80,6 +81,7 @@ class DistillKitCache(Dataset[Dict[str, Any]]):
     def __init__(self, path: Union[str, "os.PathLike[str]"], config: Union[None, str, Path, Dict[str, Any]] = None, *,
                  verify: bool = True, predicts: Optional[Predicts] = None, names: Optional[Dict[str, str]] = None,
                  num_classes: Optional[int] = None) -> None:
+        check_flags(verify=verify)
         self.path, self.verify = Path(path), verify
         check_num_classes(num_classes, path)
         check(self.path.exists(), f"path must be a capture of DistillKit, got {path}, which is not there",

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from ..entries import IGNORE_INDEX
 from ..errors import check, fail
+from ..flags import check_flags
 from ..smoothed import SmoothedTarget, checked_smoothing
 from ..target import SparseTarget, Target
 from .pairs import Box, Entries, blended, check_images, inside_of, pasted, with_partners
@@ -76,6 +77,7 @@ class Mixup:
         check(cutmix_alpha >= 0, f"cutmix_alpha must be 0 or positive, got {cutmix_alpha}")
         check(mixup_alpha + cutmix_alpha > 0, "mixup_alpha must be positive where cutmix_alpha is 0, got 0")
         check(mode in self._MODES, f"mode must be one of {', '.join(map(repr, self._MODES))}, got {mode!r}")
+        check_flags(correct_lam=correct_lam, multi_label=multi_label)
         check(not multi_label, "multi_label must be False, got True: timm smooths these towards 0.5, for a binary "
               "cross entropy, which takes dense targets; use timm's Mixup")
         self.mixup_alpha, self.cutmix_alpha, self.cutmix_minmax = mixup_alpha, cutmix_alpha, cutmix_minmax

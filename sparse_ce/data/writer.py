@@ -11,6 +11,7 @@ from torch import Tensor
 from ..arguments import is_integer
 from ..entries import IGNORE_INDEX, live_entries
 from ..errors import check, fail
+from ..flags import check_flags
 from ..target import SparseTarget
 from .cache import opened
 from .folder import MARKER, write_marker
@@ -67,6 +68,7 @@ class CacheWriter:
             fits = isinstance(number, int) and is_integer(number) and 0 < number <= most
             check(fits or number is None and name == "k",
                   f"{name} must be an integer in [1, {most}], got {number!r}")
+        check_flags(resume=resume)
         named = {value: name for name, value in DTYPES.items()}
         check(dtype in named, f"dtype must be float16, bfloat16 or float32, got {dtype}")
         check(predicts in ("next", "token"), f"predicts must be 'next' or 'token', got {predicts!r}")

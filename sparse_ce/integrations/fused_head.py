@@ -19,6 +19,7 @@ from ..distillation import check_shares, linear_distillation_loss
 from ..divergence import checked
 from ..entries import IGNORE_INDEX
 from ..errors import check, fail
+from ..flags import check_flags
 from ..target import SparseTarget
 from ..topk import linear_topk_log_probs
 from . import per_token
@@ -95,6 +96,7 @@ def fuse_lm_head(model: Any, *, eval_logits: bool = True, report_metrics: bool =
             if name not in _OF_DISTILLATION:
                 fail(f"distillation must be of {', '.join(_OF_DISTILLATION)}, got {name!r}", TypeError)
         _check_distillation(**distillation)
+    check_flags(eval_logits=eval_logits, report_metrics=report_metrics)
     _check_prompt(model)
     model = _base_of(model)
     check("labels" in inspect.signature(model.forward).parameters,
@@ -144,6 +146,7 @@ def _check_distillation(*, kind: str = "forward_kl", rest: str = "zero", beta: f
     """As the loss would, at once."""
     checked(kind, beta, rest, floor)
     check_shares(rest, temperature, alpha)
+    check_flags(temperature_squared=temperature_squared)
 
 
 def _check_liger(model: Any) -> None:

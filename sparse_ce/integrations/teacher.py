@@ -16,6 +16,7 @@ from ..collate import cat, collate
 from ..data.vllm import entries_of
 from ..entries import IGNORE_INDEX, GivenKind
 from ..errors import check, fail
+from ..flags import check_flags
 from ..target import SparseTarget
 
 
@@ -86,6 +87,7 @@ class TopKCollator:
         self.kind, self.predicts, self.k, self.num_classes = kind, predicts, k, num_classes
         check(is_number(label_weight) and 0 <= label_weight < 1,
               f"label_weight must be in [0, 1), got {label_weight!r}")
+        check_flags(fill_with_labels=fill_with_labels, hard_labels=hard_labels)
         self.hard_labels, self.log_rest = hard_labels, log_rest
         self.padding_side, self.fill_with_labels, self.label_weight = padding_side, fill_with_labels, label_weight
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from .. import functional
 from ..arguments import Normalizer, is_number
 from ..errors import check, fail
+from ..flags import check_flags
 from ..target import SparseTarget, as_target
 from . import trainer
 from .fused_head import FusedHead, fuse_lm_head
@@ -69,6 +70,7 @@ def causal_lm_loss(*, shift: bool = True, report_metrics: bool = False, aux_loss
         tensor(2.3026)
     """
     check_options(functional.cross_entropy, options)
+    check_flags(shift=shift, report_metrics=report_metrics)
     check(not report_metrics or options.get("inplace") != "forward", "inplace must be False or 'backward' with "
           "report_metrics, which reads the logits after the loss, got 'forward'")
     if not (aux_loss_weight is None or is_number(aux_loss_weight)):

@@ -14,6 +14,7 @@ from trl.models.utils import unwrap_model_for_generation
 
 from ..entries import IGNORE_INDEX
 from ..errors import check
+from ..flags import check_flags
 from ..target import SparseTarget
 from .fused_head import fuse_lm_head, topk_of
 from .transformers import TopKCollator
@@ -77,6 +78,7 @@ class DistillationTrainer(SFTTrainer):  # type: ignore[misc]
                  beta: float = 0.5, floor: float = -100.0, temperature: float = 1.0, temperature_squared: bool = False,
                  alpha: float = 1.0, on_policy: float = 0.0, max_new_tokens: int = 64,
                  sampling_temperature: float = 1.0, **of_trl: Any) -> None:
+        check_flags(temperature_squared=temperature_squared)
         check(0 <= on_policy <= 1, f"on_policy must be in [0, 1], got {on_policy}")
         check(on_policy == 0 or teacher_model is not None, "teacher_model must be given for on_policy, to score the "
               "student's text, got None")

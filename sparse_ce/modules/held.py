@@ -39,10 +39,12 @@ def holds(function: Callable[..., Any]) -> Callable[[init_t], init_t]:
 class Held(nn.Module):
     """Options, held from construction to the call."""
 
+    _detaches = False  # an entropy that is asked for as "detached"
+
     def __init__(self, *, weight: Optional[Tensor] = None, normalizer: Optional[arguments.Normalizer] = None,
                  **options: Any) -> None:
         super().__init__()
-        arguments.check_held(weight, normalizer, options)
+        arguments.check_held(weight, normalizer, options, self._detaches)
         checked_padding(options.get("padding_value", 0.0))
         self.options = options
 
@@ -67,6 +69,7 @@ class HeldLoss(Held):
     """The options of a loss, its class weights, and what divides it unless a call says so."""
 
     weight: Optional[Tensor]
+    _detaches = True
 
     def __init__(self, weight: Optional[Tensor], normalizer: Optional[arguments.Normalizer] = None,
                  **options: Any) -> None:

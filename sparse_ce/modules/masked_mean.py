@@ -4,6 +4,7 @@ from typing import Sequence, Union
 
 from torch import Tensor, nn
 
+from ..flags import check_flags
 from ..masked_mean import given_dims, masked_mean
 
 
@@ -19,6 +20,7 @@ class MaskedMean(nn.Module):
     def __init__(self, dim: Union[int, Sequence[int], None] = None, keepdim: bool = False) -> None:
         super().__init__()
         given_dims(dim)
+        check_flags(keepdim=keepdim)
         self.dim, self.keepdim = dim, keepdim
 
     def forward(self, input: Tensor, mask: Tensor) -> Tensor:

@@ -1,0 +1,43 @@
+"""Options that are True or False."""
+
+from typing import Any, Dict
+
+from torch import SymBool
+
+from .errors import described, fail
+
+_OF_MODULES = ("return_lse", "return_log_rest", "return_mean_logit", "return_argmax", "has_aux", "temperature_squared")
+
+
+def check_flags(**flags: object) -> None:
+    """That each is a bool, as PyTorch takes it for one: NumPy's is, 0 and 1 are not."""
+    for name, value in flags.items():
+        if value is not True and value is not False and not _is_bool(value):
+            fix = ""
+            if name == "return_entropy" and isinstance(value, str) and value == "detached":
+                fix = "; the losses alone, cross_entropy and linear_cross_entropy, take 'detached': detach what comes"
+            fail(f"{name} must be a bool, got {described(value)}{fix}", TypeError)
+
+
+def check_entropy(return_entropy: object) -> None:
+    """Of a loss."""
+    if _is_bool(return_entropy) or isinstance(return_entropy, str) and return_entropy == "detached":
+        return
+    fail(f"return_entropy must be False, True or 'detached', got {described(return_entropy)}",
+         ValueError if isinstance(return_entropy, str) else TypeError)
+
+
+def check_held_flags(options: Dict[str, Any], detaches: bool) -> None:
+    """Of a module's options, as many as are given; ``detaches``: it may be a loss, whose entropy may be detached."""
+    check_flags(**{name: options[name] for name in _OF_MODULES if name in options})
+    if detaches:
+        check_entropy(options.get("return_entropy", False))
+    else:
+        check_flags(return_entropy=options.get("return_entropy", False))
+
+
+def _is_bool(value: object) -> bool:
+    if isinstance(value, (bool, SymBool)):
+        return True
+    kind = type(value)
+    return kind.__module__ == "numpy" and kind.__name__ in ("bool", "bool_")
