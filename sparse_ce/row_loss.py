@@ -73,7 +73,8 @@ def linear_row_loss(
             dimension, and copied: it may write into them. It gets rows that count, any number of them (on CUDA also
             others, with outputs, row arguments and values of 0, whose losses are not used), and must give each row what
             that row alone determines. What requires grad reaches it as a row argument; through its closure is an error
-            where the gradients are made in forward.
+            where the gradients are made in forward, which they are not with ``reduction="none"``: there it has its
+            gradient.
         input, linear_weight, linear_bias: as for :func:`sparse_ce.linear_cross_entropy`.
         target: as ``indices`` of :func:`sparse_ce.selected_log_probs`; its values may require grad.
         row_args: tensors ``(*leading, ...)`` or targets of the leading shape; they, or their values, may require grad.
@@ -98,7 +99,8 @@ def linear_row_loss(
 
     Raises:
         TypeError, ValueError, RuntimeError: as :func:`linear_selected_log_probs`; also where ``fn`` returns another
-            shape than (rows,) or what requires grad comes into it through its closure.
+            shape than (rows,) or what requires grad comes into it through its closure, unless with
+            ``reduction="none"``.
 
     Examples:
         >>> hidden, head = torch.randn(6, 8, requires_grad=True), torch.nn.Linear(8, 50)
@@ -192,17 +194,24 @@ def _losses(out: Selected, rows: Rows, call: _Call, live: Optional[Tensor]) -> T
         losses, told = losses
     count = out.lse.shape[0]
     if not isinstance(losses, Tensor) or losses.shape != (count,):
-        fail(f"fn must return losses of shape [{count}], one a row, got "
-             f"{list(losses.shape) if isinstance(losses, Tensor) else type(losses).__name__}")
+        fail(f"fn must return losses of shape [{count}], one a row, got {_returned(losses, call.wanted)}")
     for name, t in told.items():
         if not isinstance(t, Tensor) or t.shape != (count,):
-            fail(f"fn must return aux tensors of shape [{count}], got "
-                 f"{list(t.shape) if isinstance(t, Tensor) else type(t).__name__} for {name!r}")
+            fail(f"fn must return aux tensors of shape [{count}], got {_returned(t, call.wanted)} for {name!r}")
     aux = {name: t.detach() for name, t in told.items()}
     if live is not None:
         losses = torch.where(live, losses, 0.0)
         aux = {name: torch.where(live, t, torch.zeros((), dtype=t.dtype, device=t.device)) for name, t in aux.items()}
     return losses.to(out.lse.dtype), aux
+
+
+def _returned(t: object, wanted: Outputs) -> str:
+    """What an error says of it; where it may be an output that was not asked for, how to ask."""
+    if isinstance(t, Tensor):
+        return str(list(t.shape))
+    flags = [f"return_{name}=True" for name in ("log_rest", "entropy", "mean_logit", "argmax")
+             if t is None and not getattr(wanted, name)]
+    return f"{type(t).__name__} (as an output is without its {' or '.join(flags)})" if flags else type(t).__name__
 
 
 def _four_products(head: Head, rows: Rows, call: _Call) -> Tuple[Tensor, Dict[str, Tensor]]:

@@ -753,6 +753,8 @@ PYTHON = [
     ("sparse_ce/collate.py", "begin + count - between", "begin + count"),
     ("sparse_ce/collate.py", "        taken[entries].append(rows)\n", ""),
     ("sparse_ce/row_loss.py", "if call.has_aux and count == 0:", "if False:"),
+    ("sparse_ce/row_loss.py", "if t is None and not getattr(wanted, name)", "if not getattr(wanted, name)"),
+    ("sparse_ce/row_loss.py", "if t is None and not getattr(wanted, name)", "if t is None"),
     ("sparse_ce/row_loss.py", "Selected(*(t.clone() for t in out))", "out"),
     ("sparse_ce/ops/linear.py", "scale(gradient, grad_loss.to(arithmetic_dtype(gradient.dtype)))",
      "scale(gradient, grad_loss)"),

@@ -1,5 +1,7 @@
 """Losses of rows on a linear head against the same function of all logits: values, gradients, aux, what it refuses."""
 
+import functools
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -298,6 +300,45 @@ def test_what_requires_grad_may_not_come_through_the_closure(device):
         linear_row_loss(lambda out, _: -out.log_probs.sum(), hidden, head, labels)
     with pytest.raises(ValueError, match=r"sparse_ce: row_args must be of the leading shape \[3\], got \[4\]"):
         linear_row_loss(lambda out, _, by: -out.log_probs, hidden, head, labels, torch.ones(4, device=device))
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_without_a_reduction_it_may_and_has_its_gradient(checkpointed, device):
+    draw = Draw(device)
+    hidden, head, labels = draw.normal(9, 4).requires_grad_(), draw.normal(11, 4), draw.integers(11, 9)
+    labels[3] = -100
+    learned, upstream = draw.normal(4).requires_grad_(), draw.normal(9)
+
+    def f(ours, hidden):
+        def fn(out, _, x):
+            return -out.log_probs * (x @ learned).exp() + learned.sum()
+
+        if ours:
+            return linear_row_loss(fn, hidden, head, labels, hidden, chunk_rows=2, reduction="none")
+        counts = labels != -100
+        chosen = (hidden @ head.T).log_softmax(1).gather(1, labels.clamp(min=0)[:, None])[:, 0]
+        return torch.where(counts, fn(LogProbs(chosen, chosen), labels, hidden), 0.0)
+
+    call = functools.partial(checkpoint, use_reentrant=False) if checkpointed else lambda f, *given: f(*given)
+    ours, expected = (torch.autograd.grad(call(f, of_ours, hidden), [hidden, learned], upstream)
+                      for of_ours in (True, False))
+    for a, b in zip(ours, expected):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+def test_an_output_that_was_not_asked_for_is_named(device):
+    hidden, head = torch.randn(3, 4, device=device, requires_grad=True), torch.randn(7, 4, device=device)
+    labels = torch.tensor([1, 2, 3], device=device)
+    for reduction in ("mean", "none"):
+        with pytest.raises(ValueError, match=r"got NoneType \(as an output is without its return_log_rest=True or "
+                                             r"return_mean_logit=True or return_argmax=True\)"):
+            linear_row_loss(lambda out, _: out.log_rest, hidden, head, labels, return_entropy=True, reduction=reduction)
+        with pytest.raises(ValueError, match="return_entropy=True .*for 'entropy'"):
+            linear_row_loss(lambda out, _: (out.lse, {"entropy": out.entropy}), hidden, head, labels, has_aux=True,
+                            reduction=reduction)
+        with pytest.raises(ValueError, match="one a row, got NoneType$"):
+            linear_row_loss(lambda out, _: None, hidden, head, labels, return_log_rest=True, return_entropy=True,
+                            return_mean_logit=True, return_argmax=True, reduction=reduction)
 
 
 def test_31_a_policy_gradient_by_rows_equals_that_of_all_logits(device):
