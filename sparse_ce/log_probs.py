@@ -95,7 +95,9 @@ def selected_log_probs(
             so right where next to nothing is left. -inf, with gradient 0, where nothing is.
         return_entropy: also the entropy of the whole distribution.
         return_mean_logit: also the mean of the transformed logits.
-        return_argmax: also the class of the largest logit.
+        return_argmax: also the class of the largest logit, the lowest of those that tie once they are scaled and
+            capped: under a saturated softcap others than :func:`sparse_ce.topk_log_probs` has first, which compares
+            the logits themselves.
 
     Returns:
         :class:`LogProbs`.

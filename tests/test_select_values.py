@@ -276,3 +276,32 @@ def test_the_loss_beside_the_other_outputs(options, dtype, device):
         results.append((*out, *torch.autograd.grad(out, leaves, grads)))
     for a, b in zip(*results):
         torch.testing.assert_close(a, b, **(dict(rtol=1e-5, atol=1e-6) if dtype == torch.float32 else {}))
+
+
+@pytest.mark.parametrize("shift", [0.0, 300.0])
+@pytest.mark.parametrize("rest", [1e-3, 1e-8, math.exp(-50), math.exp(-200)])
+def test_a_small_rest_and_its_gradient_have_their_digits(rest, shift, device):
+    draw = Draw(device)
+    x, ids = draw.normal(64, 2000, dtype=torch.float64), draw.normal(64, 2000).argsort(1)[:, :64]
+    inside = torch.zeros(x.shape, dtype=torch.bool, device=device).scatter(1, ids, True)
+
+    def off(z, hidden):
+        return z.masked_fill(hidden, -torch.inf).logsumexp(1, keepdim=True)
+
+    x = torch.where(inside, x - off(x, ~inside) + math.log1p(-rest), x - off(x, inside) + math.log(rest))
+    x = (x + shift).float().requires_grad_()
+    wide = x.detach().double().requires_grad_()
+    exact = off(wide, inside)[:, 0] - wide.logsumexp(1)
+    ours = selected_log_probs(x, ids, return_log_rest=True).log_rest
+    torch.testing.assert_close(ours.double(), exact, rtol=3e-7, atol=0)
+    (grad,), (expected,) = (torch.autograd.grad(t.sum(), z) for t, z in ((ours, x), (exact, wide)))
+    rounded = 2 * torch.finfo(torch.float32).eps * -math.log(rest)  # the logarithm, and what it is subtracted from
+    torch.testing.assert_close(grad.double()[~inside], expected[~inside], rtol=max(1e-5, rounded), atol=0)
+
+
+def test_argmax_of_a_saturated_softcap_is_the_lowest_class_of_those_that_tie(device):
+    z = torch.tensor([[40.0, 80.0, 120.0, 100.0]], device=device)
+    label = torch.zeros(1, dtype=torch.long, device=device)
+    assert selected_log_probs(z, label, softcap=2.0, return_argmax=True).argmax.tolist() == [0]
+    assert cross_entropy(z, label, softcap=2.0, return_argmax=True).argmax.tolist() == [0]
+    assert sparse_ce.topk_log_probs(z, 1, softcap=2.0).indices.tolist() == [[2]]
