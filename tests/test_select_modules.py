@@ -126,15 +126,18 @@ def group():
         dist.destroy_process_group()
 
 
-@each_module
-def test_it_holds_a_process_group_which_copies_and_files_know_by_its_name(name, group):
+@pytest.mark.parametrize("name, of_sequence", [
+    *((name, False) for name in MODULES), *((name, True) for name in MODULES if name != "selected")])
+def test_it_holds_a_process_group_which_copies_and_files_know_by_its_name(name, of_sequence, group):
     module, _, _ = MODULES[name]
+    group = sparse_ce.SequenceGroup(group) if of_sequence else group
     tensors, named = example(name, "cpu")
     full = dict(FIELDS) if name == "rows" else {}
     made = module(group=group, vocab_start=0, num_classes=33, **full)
     file = pickle.dumps(made)
     for other in (made, copy.deepcopy(made), copy.copy(made), pickle.loads(file)):
-        assert other.options["group"] is group and other.state_dict() == {}
+        assert other.options["group"] == group and type(other.options["group"]) is type(group)
+        assert other.state_dict() == {}
         for ours, exact in zip(results(other(*tensors, **named)), results(module(**full)(*tensors, **named))):
             torch.testing.assert_close(ours, exact)
     dist.destroy_process_group()

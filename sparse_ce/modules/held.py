@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from .. import arguments
 from ..errors import fail
 from ..log_probs import checked_padding
+from ..shards import SequenceGroup
 
 init_t = TypeVar("init_t", bound=Callable[..., None])
 OF_CALLS = ("linear_bias", "row_weight")  # what changes from call to call
@@ -53,13 +54,15 @@ class Held(nn.Module):
         group = self.options.get("group")
         if group is None:
             return self.__dict__
-        return {**self.__dict__, "options": {**self.options, "group": _Named(group.group_name)}}
+        named = _of_processes(lambda processes: _Named(processes.group_name), group)
+        return {**self.__dict__, "options": {**self.options, "group": named}}
 
     def __setstate__(self, state: Dict[str, Any]) -> None:
         super().__setstate__(state)
         group = self.options.get("group")
-        if isinstance(group, _Named):
-            self.options = {**self.options, "group": group.found()}
+        if group is not None:
+            found = _of_processes(lambda named: named.found() if isinstance(named, _Named) else named, group)
+            self.options = {**self.options, "group": found}
 
     def extra_repr(self) -> str:
         return ", ".join(f"{name}={value!r}" for name, value in self.options.items() if value is not None)
@@ -81,6 +84,11 @@ class HeldLoss(Held):
 def scaled(options: Dict[str, Any], logit_scale: Optional[arguments.Scale]) -> Dict[str, Any]:
     """The options of a call, which may have a scale of its own."""
     return options if logit_scale is None else {**options, "logit_scale": logit_scale}
+
+
+def _of_processes(f: Callable[[Any], Any], group: Any) -> Any:
+    """``f`` of a process group, also of that of a :class:`SequenceGroup`."""
+    return group._replace(group=f(group.group)) if isinstance(group, SequenceGroup) else f(group)
 
 
 class _Named(str):
