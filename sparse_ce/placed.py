@@ -1,5 +1,6 @@
 """How DTensors are placed, and what of them is here."""
 
+import functools
 import sys
 from typing import Any, Optional, Sequence, Tuple
 
@@ -7,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.utils._python_dispatch import _disable_current_modes
 
 from .arguments import is_distributed
 from .errors import fail
@@ -24,6 +26,28 @@ def range_here(size: int, dim: int, mesh: DeviceMesh, placements: Sequence[Any])
             low = min(mesh.get_local_rank(at) * step, size)
             begin, size = begin + low, min(step, size - low)
     return begin, begin + size
+
+
+# A compiler would follow into what is cached.
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def check_order(mesh: DeviceMesh) -> None:
+    """That the ranks of a mesh ascend along each dimension. PyTorch numbers those of a group in ascending order: some
+    of its functions cut by that number, others by the place in the mesh, and nobody can tell which part is where. All
+    ranks raise, as all have the same mesh."""
+    _check_order(mesh)
+
+
+@functools.lru_cache(maxsize=64)
+def _check_order(mesh: DeviceMesh) -> None:
+    with _disable_current_modes():  # of fake tensors nobody knows the numbers
+        ranks = mesh.mesh
+        if all(bool((ranks.diff(dim=dim) > 0).all()) for dim in range(ranks.dim())):
+            return
+        # A group that was made to keep its ranks' order, and is the whole mesh.
+        if ranks.dim() == 1 and torch.distributed.get_process_group_ranks(mesh.get_group(0)) == ranks.tolist():
+            return
+        fail("the ranks of a DTensor's device mesh must ascend along each of its dimensions, or PyTorch itself takes "
+             f"one rank's part for another's, got {ranks.tolist()}")
 
 
 def leading_placements(name: str, t: Any, last: int) -> Tuple[Tuple[Any, ...], Optional[int]]:

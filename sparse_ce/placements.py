@@ -24,6 +24,7 @@ from .log_probs import LogProbs, selected_log_probs
 from .losses import dense_parts, flat_target
 from .placed import (
     check_cut,
+    check_order,
     dimension_of_classes,
     dimension_of_sequence,
     holds_data,
@@ -106,6 +107,7 @@ def _divisor(given: Given, rows: Rows) -> Tensor:
 def _enter_logits(given: Given, name: str) -> Rows:
     """Makes the logits local."""
     logits = given[name]
+    check_order(logits.device_mesh)
     last = logits.dim() - 1
     if last < 0:
         fail(f"{name} must be (..., V), got shape []")
@@ -126,6 +128,7 @@ def _enter_head(given: Given) -> Rows:
     of_rows, of_head = is_distributed(hidden), is_distributed(weight)
     _check_shapes(hidden, weight)
     mesh = (hidden if of_rows else weight).device_mesh
+    check_order(mesh)
     if of_rows and of_head and weight.device_mesh != mesh:
         fail(f"linear_weight must be on the mesh of input, {mesh}, got {weight.device_mesh}")
     if of_head and not of_rows and holds_data(weight):
@@ -193,6 +196,7 @@ def _enter_student(given: Given) -> Rows:
     student = given["student"]
     if isinstance(student, LogProbs):
         lse: Any = student.lse
+        check_order(lse.device_mesh)
         placements, _ = leading_placements("student", lse, lse.dim())
         rows = Rows(lse.device_mesh, placements, lse.shape, _classes_of(given["teacher"]), lse.to_local())
         _take_targets(given, rows)

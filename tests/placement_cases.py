@@ -363,6 +363,8 @@ def refusals() -> Dict[str, str]:
 
     head = torch.nn.Linear(D, 8, bias=False)
     named = dist.init_device_mesh("cpu", (WORLD,), mesh_dim_names=("dp_shard",))
+    # Of which rank 0 has a row that ascends.
+    turned = dist.DeviceMesh("cpu", torch.tensor([[0, 1], [3, 2]]))
     loss, of_head = sparse_ce.cross_entropy, sparse_ce.linear_cross_entropy
     calls = {
         "partial": lambda: loss(at(x, Partial(), mesh=row), labels),
@@ -390,6 +392,10 @@ def refusals() -> Dict[str, str]:
         "placed teacher": lambda: sparse_ce.linear_distillation_loss(
             hidden, weight, tuple(at(t, R, R) for t in pairs), labels, alpha=0.5),
         "placed class weights": lambda: loss(x, labels, at(torch.ones(8), R, R)),
+        "order of ranks": lambda: loss(at(x, R, Shard(1), mesh=turned), labels),
+        "order of ranks of a head": lambda: of_head(hidden, at(weight, R, Shard(0), mesh=turned), labels),
+        "order of ranks, compiled": lambda: torch.compile(loss, backend="aot_eager", fullgraph=True)(
+            at(x, R, Shard(1), mesh=turned), labels),
         "torch.func": lambda: torch.func.grad(lambda x: loss(x, labels))(at(x, Shard(0), R)),
         "masked_mean": lambda: sparse_ce.masked_mean(at(x, Shard(0), R), x > 0),
         "fsdp": lambda: of_head(hidden, fully_shard(head, mesh=row).weight, labels),

@@ -48,6 +48,9 @@ REFUSED = {
     "placed labels of a distillation": f"target {HELD} [Replicate(), Replicate()]; pass its full_tensor()",
     "placed teacher": f"target {HELD} [Replicate(), Replicate()]; pass its full_tensor()",
     "placed class weights": f"weight {HELD} [Replicate(), Replicate()]; pass weight.full_tensor()",
+    **{f"order of ranks{of}": "the ranks of a DTensor's device mesh must ascend along each of its dimensions, or "
+       "PyTorch itself takes one rank's part for another's, got [[0, 1], [3, 2]]"
+       for of in ("", " of a head", ", compiled")},
     "torch.func": f"input {HELD} [Shard(dim=0), Replicate()]; pass input.full_tensor()",
     "masked_mean": f"input {HELD} [Shard(dim=0), Replicate()]; pass input.full_tensor()",
     "named": NOT_HERE,
