@@ -20,9 +20,10 @@ from .log_probs import asked, result, select_arguments
 from .loss_rows import Rows, flat, spread, spread_each
 from .losses import Reduction
 from .ops import forecast
+from .ops.chunks import of_shards, steps
 from .ops.library import composite, needs_grad
 from .ops.linear import Head, rescaled
-from .ops.linear_shards import Chunk, classes_here, in_turn, linear_select, merged, rows_a_chunk, scaled
+from .ops.linear_shards import Chunk, classes_here, in_turn, linear_select, merged, scaled
 from .ops.row_loss import FORECAST, add_chunk, complete, expected_upstream, new_gradients
 from .ops.select import Outputs, Selected
 from .ops.select import select as select_op
@@ -143,11 +144,9 @@ def linear_row_loss(
     elif divisor is None:
         divisor = counts.sum(dtype=arguments.arithmetic_dtype(input.dtype))
     if shard is None:
-        step = chunk_rows or rows_at_a_time(shape[-1])
-    else:
-        step = rows_a_chunk(chunk_rows, shard.rows(rows.input), a, shard, input.is_cpu)
+        chunks = chunks._replace(chunk_rows=chunk_rows or rows_at_a_time(shape[-1]))
     divisor = torch.where(divisor == 0, torch.inf, divisor)
-    call = _Call(fn, wanted, has_aux, live, divisor, step, chunks.float32_logits, shard, [])
+    call = _Call(fn, wanted, has_aux, live, divisor, chunks, shard, [])
     head = Head(rows.input, linear_weight, linear_bias)
     tensors = rows.tensors
     half = any(t is not None and t.dtype == torch.float16 and t.requires_grad for t in (*head, *tensors))
@@ -157,7 +156,7 @@ def linear_row_loss(
     if plain:
         if shard is not None:
             check_ranks(head.input, linear_weight.shape[0], rows.arguments, shard, wanted, dtype=head.input.dtype,
-                        chunk_rows=step)
+                        chunk_rows=chunk_rows)
         loss, *aux_values = _LinearRowLoss.apply(*head, rows, call, *tensors)
         aux = dict(zip(call.names, aux_values))
     else:
@@ -174,8 +173,7 @@ class _Call(NamedTuple):
     has_aux: bool
     live: Optional[Tensor]  # (rows,) bool, or None: all of them count
     divisor: Tensor
-    step: int
-    float32_logits: bool
+    chunks: Chunks
     shard: Optional[Shard]
     names: List[str]  # of aux, once fn was called
 
@@ -215,7 +213,7 @@ def _returned(t: object, wanted: Outputs) -> str:
 
 
 def _four_products(head: Head, rows: Rows, call: _Call) -> Tuple[Tensor, Dict[str, Tensor]]:
-    out = linear_select(head, rows.arguments, call.wanted, Chunks(call.step, call.float32_logits), call.shard)
+    out = linear_select(head, rows.arguments, call.wanted, call.chunks, call.shard)
     return _losses(out, rows, call, call.live)
 
 
@@ -265,12 +263,13 @@ def _three_products(head: Head, rows: Rows, call: _Call, upstream: Tensor,
     gradient of the loss."""
     count = rows.input.shape[0] if call.shard is None else call.shard.rows(rows.input)
     classes = rows.a.num_classes if call.shard is None else classes_here(head.linear_weight, rows.a, call.shard)
-    gradients = new_gradients(head, classes, wanted[:3], count <= call.step, call.shard)
+    chunks = _chunks(head, rows, call)
+    gradients = new_gradients(head, classes, wanted[:3], len(chunks) <= 1, call.shard)
     of_args = [torch.zeros_like(t) if want else None for t, want in zip(rows.tensors, wanted[3:])]
     numbered = rows.numbered() if any(wanted[3:]) else None
     total = torch.zeros((), dtype=call.divisor.dtype, device=head.input.device)
     aux: Optional[Dict[str, Tensor]] = None
-    for (here, (at, chunk), of_chunk, a), z, out in _selected(head, rows, call):
+    for (here, (at, chunk), of_chunk, a), z, out in _selected(head, rows, call, chunks):
         live = None if call.live is None else call.live[at]
         with torch.enable_grad(), _unhooked():
             leaves = Selected(*(t.detach().requires_grad_(t.is_floating_point()) for t in out))
@@ -300,22 +299,31 @@ def _three_products(head: Head, rows: Rows, call: _Call, upstream: Tensor,
     return total / call.divisor, aux or {}, [*complete(gradients), *of_args]
 
 
-def _selected(head: Head, rows: Rows, call: _Call) -> Iterator[Tuple[Chunk, Tensor, Selected]]:
+def _chunks(head: Head, rows: Rows, call: _Call) -> List[slice]:
+    count, asked = rows.input.shape[0], call.chunks.chunk_rows
+    if call.shard is not None:
+        return of_shards(asked, count, rows.a, call.shard, head.input.is_cpu)
+    assert asked is not None
+    return steps(count, asked)
+
+
+def _selected(head: Head, rows: Rows, call: _Call,
+              chunks: Sequence[slice]) -> Iterator[Tuple[Chunk, Tensor, Selected]]:
     """Each chunk, its logits and what select gives."""
-    def chunks() -> Iterator[Chunk]:
-        for here, at, input in chunks_of(rows.input, call.step, call.shard):
+    def each() -> Iterator[Chunk]:
+        for here, at, input in chunks_of(rows.input, chunks, call.shard):
             if call.live is not None:
                 input = torch.where(call.live[at][:, None], input, 0.0)
             chunk = rows.at(at, input)
             yield Chunk(here, (at, chunk), head._replace(input=input), chunk.arguments)
 
     if call.shard is not None:
-        for chunk, z, told in in_turn(chunks(), call.wanted, call.float32_logits, call.shard):
+        for chunk, z, told in in_turn(each(), call.wanted, call.chunks.float32_logits, call.shard):
             yield chunk, z, merged(told, chunk.a, call.wanted, call.shard)
             del z
         return
-    for chunk in chunks():
-        z = linear_logits(chunk.head, chunk.a.num_classes, call.float32_logits)
+    for chunk in each():
+        z = linear_logits(chunk.head, chunk.a.num_classes, call.chunks.float32_logits)
         chunk = chunk._replace(a=chunk.a._replace(num_classes=None))
         yield chunk, z, select_op(z, chunk.a, call.wanted)
         del z

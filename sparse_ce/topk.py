@@ -13,6 +13,7 @@ from .arguments import Arguments, Scale
 from .autocast import as_linear_multiplies
 from .errors import fail
 from .flags import check_flags
+from .ops.chunks import steps
 from .ops.library import check_kernels
 from .ops.linear import Head
 from .ops.linear_shards import shard_logits
@@ -22,7 +23,7 @@ from .ops.shards import select as select_op
 from .ops.topk import linear_logits, rows_at_a_time, topk_ids, topk_ids_of_shards
 from .shards import Group, on_mesh, sharded_head, taken_shard
 from .target import SparseTarget
-from .tracing import readable, traced
+from .tracing import readable
 
 
 @overload
@@ -132,8 +133,8 @@ def linear_topk_log_probs(
         k, logit_scale, softcap, num_classes, group, vocab_start, return_log_rest: as for :func:`topk_log_probs`.
         logits_dtype: as for :func:`sparse_ce.linear_cross_entropy`.
         chunk_rows: rows whose logits exist at a time; by default what fits 128 MiB of float32 logits. A CPU that
-            multiplies bfloat16 holds the product that they are widened from beside them: half as much again. Compiled
-            without a ``group``, no more: the chunks are 1, 2, 4, ..., each number of which is compiled once.
+            multiplies bfloat16 holds the product that they are widened from beside them: half as much again. Compiled,
+            no more: the chunks are 1, 2, 4, ..., each number of which is compiled once.
 
     Returns:
         As :func:`topk_log_probs`.
@@ -185,28 +186,13 @@ def _at(places: Tensor, t: Tensor) -> Tensor:
 
 def _chunks(rows: Tensor, step: int, shard: Optional[Shard]) -> Iterator[Tuple[Any, Tensor]]:
     """Which of all rows, and their hidden states (n, D)."""
-    shares_rows = shard is not None and shard.shares_rows
-    if rows.shape[0] == 0 or rows.shape[0] <= step and not shares_rows:  # their number stays open to torch.compile
+    if rows.shape[0] == 0:
         yield slice(None), rows
         return
-    if shard is None and traced():
-        yield from _chunks_for_a_compiler(rows, step)
-        return
-    if shard is not None and shares_rows:
-        step = shard.ranks * max(1, step // shard.ranks)
-    for _, of, chunk in chunks_of(rows, step, shard):
+    if shard is not None and shard.shares_rows:
+        step = max(1, step // shard.ranks)
+    for _, of, chunk in chunks_of(rows, steps(rows.shape[0], step), shard):
         yield of, chunk
-
-
-def _chunks_for_a_compiler(rows: Tensor, step: int) -> Iterator[Tuple[slice, Tensor]]:
-    """A power of two of them, none of more than ``step`` rows: what holds for one number of rows, which a compiler
-    writes out, then holds for others up to the next power."""
-    count, chunks = rows.shape[0], 2
-    while chunks * step < count:
-        chunks *= 2
-    for i in range(chunks):
-        of = slice(i * count // chunks, (i + 1) * count // chunks)
-        yield of, rows[of]
 
 
 def _options(input: Tensor, shape: torch.Size, k: int, logit_scale: Scale, softcap: Optional[float],

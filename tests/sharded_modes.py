@@ -7,6 +7,7 @@ As sharded_cases.py, whose cases it knows too.
 
 import math
 import sys
+from itertools import product
 from pathlib import Path
 from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
 
@@ -15,7 +16,7 @@ import torch._dynamo
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import loss_parallel
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.profiler import profile
@@ -85,6 +86,61 @@ def compiled_with_every_form() -> None:
     compiled_once_and_for_other_sizes("aot_eager", ("labels", "topk", "jagged"), (MEAN, MORE))
 
 
+HEADS: Dict[str, Callable[..., Tensor]] = {
+    "mean": lambda x, w, ids, by, **shard: sparse_ce.linear_cross_entropy(x, w, ids, **shard),
+    "none": lambda x, w, ids, by, **shard: sparse_ce.linear_cross_entropy(x, w, ids, reduction="none", **shard),
+    "selected": lambda x, w, ids, by, **shard: sparse_ce.linear_selected_log_probs(x, w, ids, **shard).log_probs,
+    "rows": lambda x, w, ids, by, **shard: sparse_ce.linear_row_loss(
+        lambda out, _, by: out.entropy - by * out.log_probs, x, w, ids, by, return_entropy=True, **shard),
+    "distillation": lambda x, w, ids, by, **shard: sparse_ce.linear_distillation_loss(
+        x, w, (ids[:, None], by[:, None]), ids, alpha=0.3, **shard),
+    "topk": lambda x, w, ids, by, **shard: sparse_ce.linear_topk_log_probs(x, w, 3, **shard).values,
+}
+
+
+def heads_compiled_for_any_number_of_rows(names: Sequence[str] = ("mean",), ways: Sequence[str] = ("group",),
+                                          numbers: Sequence[Optional[int]] = (None, 8)) -> None:
+    """One graph for the first number, one for all others; with ``chunk_rows`` one for each doubling."""
+    world, rank = dist.get_world_size(), dist.get_rank()
+    mesh, whole = dist.init_device_mesh("cpu", (world,)), torch.randn(CLASSES, 5, dtype=torch.float64)
+    for name, way, chunk_rows in product(names, ways, numbers):
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
+        weight, shard = share(whole.T)
+        weight, shard = weight.detach().T.contiguous().requires_grad_(), dict(shard, chunk_rows=chunk_rows)
+        if way == "placed":
+            weight = distribute_tensor(whole, mesh, [Shard(0)], src_data_rank=None).requires_grad_()
+            shard = dict(chunk_rows=chunk_rows)
+        if way == "sequence":
+            shard["group"] = sparse_ce.SequenceGroup(shard["group"])
+        compiled = torch.compile(HEADS[name], backend="aot_eager", fullgraph=True)
+        for rows in (8, 6, 4, 10, 12, 14, 16, 18, 24, 26, 32):
+            draw = torch.Generator().manual_seed(rows)
+            x = torch.randn(rows, 5, generator=draw, dtype=torch.float64)
+            ids, by = indices_of(rows)[:, 0], torch.rand(rows, generator=draw, dtype=torch.float64)
+            ids[1] = -100
+            if way == "sequence":
+                x = x.chunk(world)[rank].clone()
+            elif way == "placed":
+                x = distribute_tensor(x, mesh, [Replicate()], src_data_rank=None)
+            x.requires_grad_()
+            found = []
+            for f in (HEADS[name], compiled):
+                out = f(x, weight, ids, by, **shard)
+                grads = () if name == "topk" else torch.autograd.grad((out * 1.5).sum(), [x, weight])
+                found.append([t.full_tensor() if isinstance(t, DTensor) else t for t in (out.detach(), *grads)])
+            assert_same(found[1], found[0])
+        compilations = torch._dynamo.utils.counters["frames"]["ok"]
+        assert compilations <= (2 if chunk_rows is None else 4), f"{name}, {way}: {compilations} compilations"
+    torch._dynamo.reset()
+
+
+def every_head_compiled_for_any_number_of_rows() -> None:
+    heads_compiled_for_any_number_of_rows([*HEADS][1:], numbers=(None,))
+    heads_compiled_for_any_number_of_rows(("mean", "rows"), ("sequence", "placed"), (None,))
+    heads_compiled_for_any_number_of_rows(("topk",), ("sequence",), (8,))
+
+
 def compiled_by_inductor() -> None:
     compiled_once_and_for_other_sizes("inductor", ("labels", "topk"))
 
@@ -150,7 +206,7 @@ def shapes_of_the_ops() -> None:
 
 
 def exported() -> None:
-    """Losses of local tensors. Logits may have any number of rows in the graph, a head as many as the example."""
+    """Losses of local tensors, of any number of rows; those of a head are one chunk."""
     class Loss(torch.nn.Module):
         def __init__(self, weight: Optional[Tensor], keywords: Dict[str, Any]):
             super().__init__()
@@ -161,15 +217,15 @@ def exported() -> None:
                 return sparse_ce.cross_entropy(x, labels, **self.keywords)
             return sparse_ce.linear_cross_entropy(x, self.weight, labels, **self.keywords)
 
-    hidden, (weight, keywords) = torch.randn(6, 5, dtype=torch.float64), share(torch.randn(CLASSES, 5).double().T)
+    hidden, (weight, keywords) = torch.randn(9, 5, dtype=torch.float64), share(torch.randn(CLASSES, 5).double().T)
     for strict in (False, True):
-        for given, rows in ((None, (4, 7)), (weight.T.contiguous(), (6,))):
-            loss, exported = Loss(given, keywords), None
-            for count in rows:
-                x = hidden if given is not None else share(drawn(count)[0])[0].detach()
+        for given in (None, weight.T.contiguous()):
+            loss, exported = Loss(given, keywords if given is None else dict(keywords, chunk_rows=9)), None
+            for count in (4, 7, 9):
+                x = hidden[:count] if given is not None else share(drawn(count)[0])[0].detach()
                 x, labels = x.clone().requires_grad_(), indices_of(count)[:, 0]
                 if exported is None:
-                    sizes = {0: torch.export.Dim("rows")} if given is None else {}
+                    sizes = {0: torch.export.Dim("rows", max=None if given is None else 9)}
                     exported = torch.export.export(loss, (x, labels), strict=strict,
                                                    dynamic_shapes={"x": sizes, "labels": sizes}).module()
                 leaves = [x, *loss.parameters()]
@@ -322,8 +378,9 @@ def by_name(*functions: Callable[[], None]) -> Dict[str, Callable[[], None]]:
 
 MODES = by_name(shapes_of_the_ops, as_planned, as_planned_of_log_probs, bytes_of_a_row, loss_parallel_of_pytorch,
                 smoothing_over_all_classes, gradients_of_log_probabilities)
-COMPILERS = by_name(compiled_once_and_for_other_sizes, compiled_log_probs, traced_without_data, exported)
-SLOW = by_name(compiled_with_every_form, compiled_by_inductor)
+COMPILERS = by_name(compiled_once_and_for_other_sizes, heads_compiled_for_any_number_of_rows, compiled_log_probs,
+                    traced_without_data, exported)
+SLOW = by_name(compiled_with_every_form, every_head_compiled_for_any_number_of_rows, compiled_by_inductor)
 
 if __name__ == "__main__":
     ours = {**MODES, **COMPILERS, **SLOW}

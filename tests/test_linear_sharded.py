@@ -19,7 +19,7 @@ from linear_sharded_cases import COUNTED, STEPS, cases, compute, make
 from pages import ROOT
 from sparse_ce.arguments import Arguments
 from sparse_ce.ops import shards
-from sparse_ce.ops.linear_shards import rows_a_chunk
+from sparse_ce.ops.chunks import rows_a_chunk
 from sparse_ce.ops.shards import Shard
 
 sys.path.insert(0, str(ROOT / "benchmarks"))

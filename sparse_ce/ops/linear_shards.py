@@ -18,6 +18,7 @@ from ..errors import fail
 from ..guarded import times
 from ..tracing import eager, traced
 from . import forecast
+from .chunks import of_shards
 from .cross_entropy import refuse_other_grads
 from .library import composite, needs_grad, ops, register_autograd, register_composition
 from .linear import Head
@@ -38,7 +39,6 @@ from .shards import (
     pieces,
     refuse_second,
 )
-from .topk import rows_at_a_time
 
 
 class Mean(NamedTuple):
@@ -63,21 +63,6 @@ class Chunk(NamedTuple):
 
 
 # -------------------------------------------------------------------------------------------------------------- chunks
-
-def rows_a_chunk(asked: Optional[int], rows: int, a: Arguments, shard: Shard, on_cpu: bool) -> int:
-    """Of all ranks alike: of nothing that one of them alone knows, as its share of the classes. Several, so that there
-    is something to overlap, but none too small for its products. As many of each rank where rows are shared out."""
-    if shard.shares_rows:
-        share = rows_a_chunk(asked, rows, a, shard._replace(shares_rows=False), on_cpu)
-        return shard.ranks * max(1, share // shard.ranks)
-    if asked is not None:
-        return asked
-    least, most = (256, 4) if on_cpu else (1024, 8)
-    assert a.num_classes is not None
-    limit = max(least, rows_at_a_time(-(-a.num_classes // shard.ranks)))
-    count = max(1, min(most, rows // least), -(-rows // limit))
-    return max(1, -(-rows // count))
-
 
 def classes_here(linear_weight: Tensor, a: Arguments, shard: Shard) -> int:
     """Without padding: that may be none."""
@@ -140,12 +125,13 @@ class _Rows:
             if not bool(counts.all()):
                 self.live = counts.nonzero()[:, 0]
         self.count = self.all if self.live is None else self.live.shape[0]
-        self.step = rows_a_chunk(chunks.chunk_rows, self.count, a, shard, head.input.is_cpu)
-        if shard.shares_rows:
-            self.live = torch.cat([rows.of for rows in pieces(head.input, self.step, shard)]) if self.all else None
+        self.chunks = of_shards(chunks.chunk_rows, head.input.shape[0] if self.live is None else self.count, a, shard,
+                                head.input.is_cpu)
+        if shard.shares_rows and self.chunks:
+            self.live = torch.cat([of for _, of in pieces(head.input, self.chunks, shard)])
 
     def __iter__(self) -> Iterator[Chunk]:
-        for rows, of, input in chunks_of(self.head.input, self.step, self.shard, self.live):
+        for rows, of, input in chunks_of(self.head.input, self.chunks, self.shard, self.live):
             if self.counts is not None:
                 input = torch.where(self.counts[of][:, None], input, 0.0)
             yield Chunk(rows, of, self.head._replace(input=input), _arguments_of(self.a, of))
@@ -153,7 +139,7 @@ class _Rows:
     def new_gradients(self, wanted: Sequence[bool], shard: Shard) -> Gradients:
         input = self.head.input if self.count == self.all else self.head.input[:self.count]
         classes = classes_here(self.head.linear_weight, self.a, shard)
-        return new_gradients(self.head._replace(input=input), classes, wanted, self.count <= self.step, shard)
+        return new_gradients(self.head._replace(input=input), classes, wanted, len(self.chunks) <= 1, shard)
 
     def new_zeros(self, *shape: int) -> Tensor:
         """Of the arithmetic dtype."""

@@ -5,7 +5,7 @@ asked for, and merge them in the order of their ranks: every process has the sam
 each one's own and needs nobody else.
 """
 
-from typing import Any, Iterator, List, NamedTuple, Optional, Tuple
+from typing import Any, Iterator, List, NamedTuple, Optional, Sequence, Tuple
 
 import torch
 from torch import Tensor
@@ -135,40 +135,30 @@ def scatter_sum(t: Tensor, shard: Shard) -> Gathered:
     return _sent(torch.ops._c10d_functional.reduce_scatter_tensor(_ready(t), "sum", shard.ranks, shard.group))
 
 
-class Piece(NamedTuple):
-    """Some of the rows of each rank: which of those ``here``, and which they are ``of`` all rows, (n,)."""
-
-    here: slice
-    of: Tensor
-
-
-def pieces(input: Tensor, step: int, shard: Shard) -> List[Piece]:
-    """Of hidden states whose rows are shared out, ``step`` rows of all at a time: as many of each rank."""
-    count, share = input.shape[0], step // shard.ranks
-    firsts = torch.arange(shard.ranks, device=input.device)[:, None] * count
-    slices = [slice(begin, min(count, begin + share)) for begin in range(0, count, share)]
-    return [Piece(here, (firsts + torch.arange(here.start, here.stop, device=input.device)).flatten())
-            for here in slices]
+def pieces(input: Tensor, chunks: Sequence[slice], shard: Shard) -> List[Tuple[slice, Tensor]]:
+    """Of hidden states whose rows are shared out, as many of each rank, the ``chunks`` of one: which of the rows here,
+    and which of all, (n,). In a named tuple a slice would be one of numbers to a compiler."""
+    firsts = torch.arange(shard.ranks, device=input.device)[:, None] * input.shape[0]
+    return [(here, (firsts + torch.arange(here.start, here.stop, device=input.device)).flatten())
+            for here in chunks]
 
 
-def chunks_of(input: Tensor, step: int, shard: Optional[Shard],
+def chunks_of(input: Tensor, chunks: Sequence[slice], shard: Optional[Shard],
               live: Optional[Tensor] = None) -> Iterator[Tuple[slice, Any, Tensor]]:
-    """``step`` rows at a time of those that are ``live``, or all: which of these they are, or of those here where rows
-    are shared out, which of all, and their hidden states (n, D). Those of other ranks are on their way during the
-    products of the chunk before."""
+    """The ``chunks`` of the rows that are ``live``, or of all: which of these they are, or of those here where rows are
+    shared out, which of all, and their hidden states (n, D). Those of other ranks are on their way during the products
+    of the chunk before."""
     if shard is None or not shard.shares_rows:
-        count = input.shape[0] if live is None else live.shape[0]
-        for begin in range(0, count, step):
-            rows = slice(begin, min(count, begin + step))
+        for rows in chunks:
             of: Any = rows if live is None else live[rows]
             yield rows, of, input[of]
         return
-    all_pieces = pieces(input, step, shard)
-    coming = [gather(input[piece.here], shard) for piece in all_pieces[:1]]
-    for piece, following in zip(all_pieces, (*all_pieces[1:], None)):
+    all_pieces = pieces(input, chunks, shard)
+    coming = [gather(input[here], shard) for here, _ in all_pieces[:1]]
+    for (here, all_of), following in zip(all_pieces, (*all_pieces[1:], None)):
         if following is not None:
-            coming.append(gather(input[following.here], shard))
-        yield *piece, coming.pop(0).wait()
+            coming.append(gather(input[following[0]], shard))
+        yield here, all_of, coming.pop(0).wait()
 
 
 # ------------------------------------------------------------------------------------------------------------- the loss
