@@ -1,8 +1,8 @@
 """Which rows of a head are multiplied together, where the chunks are taken in Python: one after the other, each a slice
 of the rows here.
 
-In a graph there are 1, 2, 4, ... of them, cut at i rows / chunks: what a compiler writes out for one number of rows then
-holds for others, up to a power of two chunks. A loop of steps would hold for that number alone.
+In a graph there are 1, 2, 4, ... of them, cut at i rows / chunks: what a compiler writes out for one number of rows
+holds for others too, up to a power of two chunks. A loop of steps would hold for that number alone.
 """
 
 from typing import List, Optional, Tuple
