@@ -291,6 +291,24 @@ def test_a_step_of_a_trainer_that_calls_no_other(tmp_path):
     handle.remove()
 
 
+def test_a_step_that_leaves_out_a_batch_or_has_two_losses(tmp_path):
+    class Skipping(transformers.Trainer):
+        def training_step(self, model, inputs, num_items_in_batch=None):
+            if self.state.global_step == skipped:
+                return torch.zeros(())
+            loss = super().training_step(model, inputs, num_items_in_batch)
+            self.accelerator.backward(sum(p.square().sum() for p in model.parameters()))
+            return loss
+
+    model = make_model()
+    fuse_lm_head(model, z_loss=1.0)
+    for skipped in (0, 1):
+        trainer = tiny_lm.make_trainer(tmp_path, model, Samples("labels"), trainer_class=Skipping, max_steps=3)
+        trainer.train()
+        assert trainer.state.global_step == 3
+        assert "backward" not in vars(trainer.accelerator)
+
+
 def test_what_is_no_causal_language_model():
     config = make_model().config
     for model, message in ((nn.Linear(2, 2), "causal language model of transformers, got Linear"),

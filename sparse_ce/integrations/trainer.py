@@ -26,22 +26,43 @@ def install() -> None:
 
 
 def _wrap(trainer: Any, name: str, around: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    method = getattr(trainer, name)
-    if not hasattr(method, MARK):  # a reload must not wrap it twice
-        wrapped = around(method)
-        setattr(wrapped, MARK, True)
-        setattr(trainer, name, wrapped)
+    method = getattr(trainer, name, None)
+    if method is None or hasattr(method, MARK):  # of an older release; a reload must not wrap it twice
+        return
+    wrapped = around(method)
+    setattr(wrapped, MARK, True)
+    setattr(trainer, name, wrapped)
 
 
 def _around_train(train: Callable[..., Any]) -> Callable[..., Any]:
-    """That has the steps of subclasses checked as well, which need not call the Trainer's (TRL's OnlineDPOTrainer)."""
+    """That sees the same at the first backward of all: a subclass's step need not call the Trainer's (TRL's
+    OnlineDPOTrainer). Not at each: a step may leave out a batch, or have several losses."""
 
     @functools.wraps(train)
     def checked(self: Any, *args: Any, **kwargs: Any) -> Any:
-        for trainer in type(self).__mro__:
-            if "training_step" in trainer.__dict__:
-                _wrap(trainer, "training_step", _around_training_step)
-        return train(self, *args, **kwargs)
+        heads, accelerator = _heads(self.model), self.accelerator
+        if not heads:
+            return train(self, *args, **kwargs)
+        own = vars(accelerator).get("backward")
+
+        def backward(*args: Any, **kwargs: Any) -> Any:
+            restore()
+            _check_used(self, self.model_wrapped, heads)
+            return accelerator.backward(*args, **kwargs)
+
+        def restore() -> None:
+            if vars(accelerator).get("backward") is backward:
+                del accelerator.backward
+                if own is not None:
+                    accelerator.backward = own
+
+        for head in heads:
+            head.used = False
+        accelerator.backward = backward
+        try:
+            return train(self, *args, **kwargs)
+        finally:
+            restore()
 
     return checked
 
@@ -76,10 +97,7 @@ def _around_training_step(training_step: Callable[..., Any]) -> Callable[..., An
         finally:
             for head in heads:
                 head.summed = False
-        compiled = any(hasattr(module, "_orig_mod") for module in model.modules())
-        check(compiled or all(head.used for head in heads), "the loss of a fused model must come from its forward with "
-              f"labels, got a step of {_release(self)} that made it without; call handle.remove() and train without "
-              "fuse_lm_head")
+        _check_used(self, model, heads)
         return loss
 
     return checked
@@ -122,6 +140,13 @@ def _heads(model: nn.Module) -> List[FusedHead]:
     return [head for head in found if head is not None]
 
 
+def _check_used(trainer: Any, model: nn.Module, heads: List[FusedHead]) -> None:
+    compiled = any(hasattr(module, "_orig_mod") for module in model.modules())
+    check(compiled or all(head.used for head in heads), "the loss of a fused model must come from its forward with "
+          f"labels, got a step of {_release(trainer)} that made it without; call handle.remove() and train without "
+          "fuse_lm_head")
+
+
 def _sums_log_probs(trainer: Any) -> bool:
     return (type(trainer).compute_loss.__module__ in ("trl.trainer.sft_trainer", "sparse_ce.integrations.trl")
             and getattr(sys.modules.get("trl"), "__version__", "").startswith(_SUMS)
@@ -130,7 +155,8 @@ def _sums_log_probs(trainer: Any) -> bool:
 
 def _release(trainer: Any) -> str:
     library = type(trainer).__module__.split(".")[0]
-    return f"{type(trainer).__name__} ({library} {getattr(sys.modules.get(library), '__version__', '')})"
+    version = getattr(sys.modules.get(library), "__version__", "")
+    return f"{type(trainer).__name__} ({library} {version})" if version else type(trainer).__name__
 
 
 def _check_smoothing(trainer: Any, model: nn.Module, inputs: Any) -> None:
