@@ -28,26 +28,28 @@ def range_here(size: int, dim: int, mesh: DeviceMesh, placements: Sequence[Any])
     return begin, begin + size
 
 
-# A compiler would follow into what is cached.
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # a compiler would follow into the cache
 def check_order(mesh: DeviceMesh) -> None:
     """That the ranks of a mesh ascend along each dimension. PyTorch numbers those of a group in ascending order: some
     of its functions cut by that number, others by the place in the mesh, and nobody can tell which part is where. All
     ranks raise, as all have the same mesh."""
-    _check_order(mesh)
+    if not _ascends(mesh):
+        _check_group(mesh)
 
 
 @functools.lru_cache(maxsize=64)
-def _check_order(mesh: DeviceMesh) -> None:
+def _ascends(mesh: DeviceMesh) -> bool:
     with _disable_current_modes():  # of fake tensors nobody knows the numbers
-        ranks = mesh.mesh
-        if all(bool((ranks.diff(dim=dim) > 0).all()) for dim in range(ranks.dim())):
-            return
-        # A group that was made to keep its ranks' order, and is the whole mesh.
-        if ranks.dim() == 1 and torch.distributed.get_process_group_ranks(mesh.get_group(0)) == ranks.tolist():
-            return
-        fail("the ranks of a DTensor's device mesh must ascend along each of its dimensions, or PyTorch itself takes "
-             f"one rank's part for another's, got {ranks.tolist()}")
+        return all(bool((mesh.mesh.diff(dim=dim) > 0).all()) for dim in range(mesh.mesh.dim()))
+
+
+def _check_group(mesh: DeviceMesh) -> None:
+    """That it was made to keep its ranks' order, and is the whole mesh: meshes of other groups are equal to this."""
+    with _disable_current_modes():
+        ranks = mesh.mesh.tolist()
+        if mesh.ndim > 1 or torch.distributed.get_process_group_ranks(mesh.get_group(0)) != ranks:
+            fail("the ranks of a DTensor's device mesh must ascend along each of its dimensions, or PyTorch itself "
+                 f"takes one rank's part for another's, got {ranks}")
 
 
 def leading_placements(name: str, t: Any, last: int) -> Tuple[Tuple[Any, ...], Optional[int]]:

@@ -140,6 +140,7 @@ def test_it_holds_a_process_group_which_copies_and_files_know_by_its_name(name, 
         assert other.state_dict() == {}
         for ours, exact in zip(results(other(*tensors, **named)), results(module(**full)(*tensors, **named))):
             torch.testing.assert_close(ours, exact)
+    assert copy.deepcopy(module(group=sparse_ce.SequenceGroup(None), **full)).options["group"].group is None
     dist.destroy_process_group()
     assert_refused(lambda: pickle.loads(file), "group must exist in the process that a module is loaded into",
                    error=RuntimeError)

@@ -88,7 +88,9 @@ def scaled(options: Dict[str, Any], logit_scale: Optional[arguments.Scale]) -> D
 
 def _of_processes(f: Callable[[Any], Any], group: Any) -> Any:
     """``f`` of a process group, also of that of a :class:`SequenceGroup`."""
-    return group._replace(group=f(group.group)) if isinstance(group, SequenceGroup) else f(group)
+    if isinstance(group, SequenceGroup):
+        return group._replace(group=_of_processes(f, group.group))
+    return None if group is None else f(group)
 
 
 class _Named(str):
