@@ -257,6 +257,26 @@ def test_what_would_be_missed_is_refused(tmp_path):
         train(tmp_path, "before", trainer=Bypassing)
 
 
+def test_a_step_of_its_own_gets_each_log_probability(tmp_path):
+    """Only the step of SFTTrainer itself is known to sum them."""
+    losses = []
+
+    class Weighted(SFTTrainer):
+        def training_step(self, model, inputs, num_items_in_batch=None):
+            inputs = self._prepare_inputs(inputs)
+            out = model(**{name: inputs[name] for name in ("input_ids", "attention_mask", "labels")},
+                        fused_lm_head=True)
+            weights = torch.linspace(0, 1, out.label_mask.shape[1])
+            loss = -(weights * out.log_probs).sum() / out.label_mask.sum()
+            self.accelerator.backward(loss)
+            losses.append(loss.detach())
+            return losses[-1]
+
+    for fuse in (None, "before"):
+        train(tmp_path, fuse, trainer=Weighted, max_steps=1)
+    torch.testing.assert_close(*losses)
+
+
 def test_a_request_that_trl_did_not_make(tmp_path):
     model = make_model()
     fuse_lm_head(model)
