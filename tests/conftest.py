@@ -71,8 +71,9 @@ def threads():
 
 @pytest.fixture
 def fresh_compiler(monkeypatch):
-    """For tests that compile."""
-    monkeypatch.setenv("TORCHINDUCTOR_VEC_ISA_OK", "1")  # Inductor's check compiles and runs programs for half a minute
+    """For tests that compile by Inductor, whose check of vector instructions compiles and runs programs for half a
+    minute."""
+    monkeypatch.setenv("TORCHINDUCTOR_VEC_ISA_OK", "1")
 
 
 def pytest_configure(config):
