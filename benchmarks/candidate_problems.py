@@ -47,15 +47,15 @@ CANDIDATE_SHAPES = {
 
 
 def measure_candidates(shape: CandidateShape, device: torch.device, repeats: int) -> Dict[str, Any]:
-    generator = torch.Generator().manual_seed(1)
+    generator = torch.Generator(device).manual_seed(1)  # half a billion weights: not by a CPU for a GPU
 
     def normal(*size: int) -> Tensor:
-        return torch.randn(size, generator=generator).to(device, shape.dtype)
+        return torch.randn(size, generator=generator, device=device).to(shape.dtype)
 
     x, w = normal(shape.rows, shape.width).requires_grad_(), normal(shape.vocab, shape.width) / shape.width ** 0.5
     trained = w.detach().clone().requires_grad_()
-    ids = torch.randint(shape.vocab, (shape.rows, shape.ids), generator=generator).to(device)
-    upstream = torch.randn(shape.rows, shape.ids, generator=generator).to(device)
+    ids = torch.randint(shape.vocab, (shape.rows, shape.ids), generator=generator, device=device)
+    upstream = torch.randn(shape.rows, shape.ids, generator=generator, device=device)
     many = torch.empty(shape.rows * shape.ids, shape.width, dtype=shape.dtype, device=device).normal_()
 
     def ours(x: Tensor, w: Tensor, sparse_grad: bool = False) -> Tensor:
