@@ -114,8 +114,9 @@ def extensions(torch, home):
     chosen = os.environ["TORCH_CUDA_ARCH_LIST"] = architectures(torch)
     print(f"sparse_ce: building CPU and CUDA kernels, toolkit {home}, architectures {chosen}, against torch "
           f"{torch.__version__}")
-    nvcc = ["-std=c++17", "-O3", "--threads=2", "-Xcompiler=-fvisibility=hidden", "-U__CUDA_NO_HALF_CONVERSIONS__",
-            "-U__CUDA_NO_HALF_OPERATORS__", "-U__CUDA_NO_BFLOAT16_CONVERSIONS__", STABLE_ABI]
+    # -fmad=false: see multiply_add in csrc/scalar_math.h.
+    nvcc = ["-std=c++17", "-O3", "-fmad=false", "--threads=2", "-Xcompiler=-fvisibility=hidden",
+            "-U__CUDA_NO_HALF_CONVERSIONS__", "-U__CUDA_NO_HALF_OPERATORS__", "-U__CUDA_NO_BFLOAT16_CONVERSIONS__", STABLE_ABI]
     found.append(CUDAExtension(
         "sparse_ce._C_cuda", sorted(glob("csrc/cuda/*.cpp") + glob("csrc/cuda/*.cu")), py_limited_api=True,
         extra_compile_args={"cxx": cxx + ["-DUSE_CUDA", f'-DSPARSE_CE_CUDA_ARCHITECTURES="{chosen}"'], "nvcc": nvcc}))

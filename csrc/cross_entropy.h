@@ -27,8 +27,8 @@ struct StridedRows {
 };
 
 // How often CUDA reads a row for its loss and its gradient: as planned, or, for measurements and tests, by a kernel for
-// each, or once from memory and then from the second cache.
-enum class Reads : uint8_t { kPlanned, kApart, kCached };
+// each.
+enum class Reads : uint8_t { kPlanned, kApart };
 
 struct CrossEntropyArgs {
   const void* logits;       // (rows, vocab - first_class), unit column stride, any row stride, or as `strided`
@@ -44,6 +44,7 @@ struct CrossEntropyArgs {
   const void* weight_sum;   // (1,) sum of the class weights, or null: it is num_classes
   int64_t max_blocks;       // 0: no limit. Tests lower it, so that blocks take several rows
   Reads reads;
+  bool many_rows;           // false: as they are. Tests set it, so that few rows are taken for many
 
   // Columns are classes: what a row points to need not exist before the first of them.
   template <typename scalar_t>

@@ -21,6 +21,17 @@ SCE_HD acc_t larger(acc_t a, acc_t b) {
 }
 
 #ifdef SCE_CUDA
+// a b + c, rounded once on a GPU. Only where this says so: a product and a sum that nvcc made one in a kernel and left
+// two in another would not be the same numbers in both (-fmad=false).
+template <typename acc_t>
+SCE_HD acc_t multiply_add(acc_t a, acc_t b, acc_t c) {
+#if defined(__CUDA_ARCH__)
+  return fma(a, b, c);
+#else
+  return a * b + c;
+#endif
+}
+
 // ex2.approx.ftz: 2 ulp, and exactly 0 for -inf. The plain exp2f spends three more instructions on subnormals.
 SCE_HD float power_of_2(float x) {
 #if defined(__CUDA_ARCH__)
@@ -49,10 +60,10 @@ SCE_HD double exponential(double x) { return exp(x); }
 // always made, without a branch, in two thirds of the instructions of tanhf.
 SCE_HD float hyperbolic_tangent(float x) {
   const float square = x * x, size = fabsf(x);
-  const float fit =
-      (((0.0162737984f * square - 0.0525868163f) * square + 0.133194193f) * square - 0.333328903f) * square;
-  const float far = copysignf(1.0f - 2.0f * reciprocal(power_of_2(size * 2.88539008f) + 1.0f), x);
-  return size < 0.56f ? x + x * fit : far;
+  const float slope = multiply_add(multiply_add(0.0162737984f, square, -0.0525868163f), square, 0.133194193f);
+  const float fit = multiply_add(slope, square, -0.333328903f) * square;
+  const float far = copysignf(multiply_add(-2.0f, reciprocal(power_of_2(size * 2.88539008f) + 1.0f), 1.0f), x);
+  return size < 0.56f ? multiply_add(x, fit, x) : far;
 }
 SCE_HD double hyperbolic_tangent(double x) { return tanh(x); }
 SCE_HD float logarithm(float x) { return logf(x); }

@@ -60,8 +60,8 @@ struct Cuda {
   static void forward(const ForwardArgs& args, const Tensor& like) {
     run(cuda::cross_entropy_forward, cuda::cross_entropy_forward_workspace, with_choice(args), like);
   }
-  // By one read where a row fits into registers. Else two kernels; where the logits fit into the second cache, the
-  // second finds them there.
+  // By one read where a row fits into registers or shared memory. Else two kernels; where the logits fit into the
+  // second cache, the second finds them there.
   static void forward_with_gradient(const ForwardArgs& forward_args, const BackwardArgs& backward_args,
                                     const Tensor& like) {
     const cuda::DeviceGuard guard(like.get_device_index());
@@ -190,12 +190,12 @@ struct Cuda {
   }
 
  private:
-  // SPARSE_CE_ONE_PASS is 0 or "cached" so that the ways can be compared.
+  // SPARSE_CE_ONE_PASS is 0 so that the ways can be compared.
   static ForwardArgs with_choice(ForwardArgs args) {
     static const Reads reads = [] {
       const char* given = std::getenv("SPARSE_CE_ONE_PASS");
       const std::string_view choice = given ? given : "";
-      return choice == "0" ? Reads::kApart : choice == "cached" ? Reads::kCached : Reads::kPlanned;
+      return choice == "0" ? Reads::kApart : Reads::kPlanned;
     }();
     args.reads = reads;
     return args;

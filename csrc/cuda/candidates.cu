@@ -52,7 +52,7 @@ struct Rows {
 template <typename acc_t, typename scalar_t, int kSize>
 __device__ void add(acc_t d, const Pack<scalar_t, kSize>& pack, acc_t* total) {
 #pragma unroll
-  for (int e = 0; e < kSize; ++e) total[e] += d * to_acc(pack.at[e]);
+  for (int e = 0; e < kSize; ++e) total[e] = multiply_add(d, to_acc(pack.at[e]), total[e]);
 }
 
 template <typename scalar_t, typename acc_t, int kSize>
@@ -117,13 +117,15 @@ __global__ void __launch_bounds__(kThreads, 3) logits_kernel(CandidateForwardArg
 #pragma unroll
           for (int u = 0; u < kFlight; ++u) {
 #pragma unroll
-            for (int e = 0; e < kSize; ++e) dots.at[u] += to_acc(xs.at[e]) * static_cast<acc_t>(to_acc(ws[u].at[e]));
+            for (int e = 0; e < kSize; ++e)
+              dots.at[u] = multiply_add(to_acc(xs.at[e]), static_cast<acc_t>(to_acc(ws[u].at[e])), dots.at[u]);
           }
         }
 #pragma unroll 1
         for (int64_t c = body + Warp::rank(); c < args.width; c += kWarp) {
 #pragma unroll
-          for (int u = 0; u < kFlight; ++u) dots.at[u] += to_acc(x[c]) * static_cast<acc_t>(to_acc(w[u][c]));
+          for (int u = 0; u < kFlight; ++u)
+            dots.at[u] = multiply_add(to_acc(x[c]), static_cast<acc_t>(to_acc(w[u][c])), dots.at[u]);
         }
         dots = Warp::reduce(dots);
       }

@@ -30,7 +30,7 @@ template <int kWidth, bool of_select, bool sums, typename acc_t, typename target
 class ClassesOfRow {
   using Group = RowGroup<kWidth>;
   static constexpr int64_t kFew = kWidth == 1 ? 2 : kWarp;  // what a thread reads one by one rather than in order
-  static constexpr int kAllShared = 4096;                   // slots of a block
+  static constexpr int kAllShared = 2048;                   // slots of a block, beside which others find room
   static constexpr int kShared = kAllShared / Group::kPerBlock;
   static constexpr int64_t kSlots = sums ? kSumSlots : kClassSlots;
   static constexpr int64_t kMost = int64_t(1) << 30;  // entries of a table: no device has memory for a row of more

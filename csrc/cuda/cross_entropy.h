@@ -19,19 +19,16 @@ struct Plan {
 };
 Plan plan_of(const CrossEntropyArgs& args, int multiprocessors);
 
-// Who holds a row from its loss to its gradient: `cluster` blocks, or the block, or a warp of it, in registers, with
-// `packs` of 16 bytes a thread, or with 0 packs in the second cache, which has `rows` at a time. Nobody (width 0) where
-// the cache is too small, in float64, or as `reads` has it.
+// Who holds a row from its loss to its gradient, with so many packs of 16 bytes a thread: a warp in registers, or
+// `cluster` blocks in shared memory. Nobody (width 0) where these do not hold it, in float64, or as `reads` has it.
 struct OnePass {
   int width = 0, packs = 0, cluster = 0;
-  int64_t rows = 0;
   explicit operator bool() const { return width > 0; }
 };
 // What that depends on.
 struct Device {
-  int multiprocessors = 1;
-  int64_t cache_bytes = 0;
   bool clusters = false;
+  int64_t shared_bytes = 0;  // that a block may have
 };
 Device current_device();
 OnePass one_pass_of(const CrossEntropyArgs& args, const Device& device);

@@ -17,6 +17,7 @@ template <typename acc_t, int kWidth>
 __global__ void __launch_bounds__(kWidth, kWidth > kThreads ? 1 : held_blocks<acc_t>(3))
     loss_mean_kernel(LossMeanArgs args, int cluster) {
   using Group = RowGroup<kWidth>;
+  if (cluster > 1) Cluster::arrive();
   const TargetView& target = args.target;
   const bool asks = args.asks_whether_ignored(), by_index = asks && target.has_width();
   LossMeanStats<double> mine;
@@ -44,7 +45,10 @@ __global__ void __launch_bounds__(kWidth, kWidth > kThreads ? 1 : held_blocks<ac
     }
   }
   LossMeanStats<double> stats = Group::reduce(mine);
-  if (cluster > 1) stats = merge_of_cluster(stats, cluster);
+  if (cluster > 1) {
+    Cluster::wait();
+    stats = merge_of_cluster(stats, cluster, static_cast<int>(blockIdx.x), 0);
+  }
   if (blockIdx.x == 0 && Group::rank() == 0) args.template finish<acc_t>(stats);
 }
 

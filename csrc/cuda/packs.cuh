@@ -1,7 +1,7 @@
 // packs.cuh - elements that lie side by side, read and written as wide as they can be at once.
 #pragma once
 
-#include "../dtype.h"
+#include "../scalar_math.h"
 #include "launch.cuh"
 
 #include <cstring>
@@ -78,6 +78,44 @@ __device__ __forceinline__ float number_of(uint32_t word, int e) {
     return to_acc(numbers[e]);
   }
 }
+
+// The largest of the numbers in packs, NaN left out, two of 16 bits at a time as they are stored.
+template <typename scalar_t>
+struct LargestOf {
+  using acc_t = acc_type<scalar_t>;
+  acc_t most = -acc_t(INFINITY);
+
+  __device__ __forceinline__ void push(uint4 words) {
+    Pack<scalar_t> pack;
+    std::memcpy(pack.at, &words, sizeof(words));
+#pragma unroll
+    for (const scalar_t& x : pack.at) most = larger(to_acc(x), most);
+  }
+  __device__ acc_t number() const { return larger(most, Limits<acc_t>::kLowest); }
+};
+#if defined(__CUDA_ARCH__)
+template <typename scalar_t>
+struct LargestOfPairs {
+  uint32_t most = std::is_same<scalar_t, BFloat16>::value ? 0xff80ff80u : 0xfc00fc00u;  // -inf
+
+  __device__ __forceinline__ void push(uint4 words) {
+    push(words.x), push(words.y), push(words.z), push(words.w);
+  }
+  __device__ __forceinline__ void push(uint32_t word) {
+    if constexpr (std::is_same<scalar_t, BFloat16>::value)
+      asm("max.bf16x2 %0, %0, %1;" : "+r"(most) : "r"(word));
+    else
+      asm("max.f16x2 %0, %0, %1;" : "+r"(most) : "r"(word));
+  }
+  __device__ float number() const {
+    return fmaxf(fmaxf(number_of<scalar_t>(most, 0), number_of<scalar_t>(most, 1)), Limits<float>::kLowest);
+  }
+};
+template <>
+struct LargestOf<BFloat16> : LargestOfPairs<BFloat16> {};
+template <>
+struct LargestOf<Half> : LargestOfPairs<Half> {};
+#endif
 
 // A pack as numbers, and numbers rounded to one. Two of 16 bits share a register, and the device has instructions for
 // both: converted one by one each would be given a register of its own before.

@@ -67,9 +67,9 @@ struct RowGroup {
     return kWidth <= kWarp ? __all_sync(lanes(), value) : __syncthreads_and(value);
   }
 
-  // Merges one stats_t of each thread in a fixed order. Lane 0's result counts: other lanes may differ in the last bit
-  // of `sum`, since a contracted multiply-add is not symmetric. Contains barriers; none follows the last read.
-  template <template <typename> class stats_t, typename acc_t>
+  // Merges one stats_t of each thread in a fixed order. Lane 0's result counts: a merge need not be symmetric in the
+  // last bit. Contains barriers; none follows the last read. `fresh`: there was one since the last call for a stats_t.
+  template <bool fresh = false, template <typename> class stats_t, typename acc_t>
   __device__ static stats_t<acc_t> reduce(stats_t<acc_t> mine) {
     constexpr int kFields = sizeof(stats_t<acc_t>) / sizeof(acc_t);
 #pragma unroll
@@ -79,7 +79,7 @@ struct RowGroup {
 
     constexpr int kWarps = kWidth > kWarp ? kWidth / kWarp : 1;
     SCE_SHARED(acc_t, partial, [kWarps][kFields]);
-    __syncthreads();  // the last call's values may still be read
+    if (!fresh) __syncthreads();  // the last call's values may still be read
     if (threadIdx.x % kWarp == 0) std::memcpy(partial[threadIdx.x / kWarp], &mine, sizeof(mine));
     __syncthreads();
     stats_t<acc_t> total;
@@ -104,28 +104,35 @@ struct RowGroup {
   }
 };
 
+// The largest of some numbers, and their sum.
+template <typename acc_t>
+struct Largest {
+  acc_t max = Limits<acc_t>::kLowest;
+  SCE_HD void merge(Largest other) { max = larger(other.max, max); }
+};
+template <typename acc_t>
+struct Sum {
+  acc_t sum = 0;
+  SCE_HD void merge(Sum other) { sum += other.sum; }
+};
+
 constexpr int kMostBlocks = 8;  // of a cluster, everywhere
 
-// What thread 0 of each block of a cluster has, merged in the blocks' order: the same bits in all. All threads of the
-// cluster; contains barriers.
+// What the threads of each block of a cluster have, merged in a fixed order: the same bits in all. Of block `part`; all
+// threads of the cluster, which has met since it began, by Cluster::arrive and wait. `turn` counts the calls for a
+// stats_t: a block that is ahead writes where no other still reads. Contains a barrier.
 template <template <typename> class stats_t, typename acc_t>
-__device__ stats_t<acc_t> merge_of_cluster(const stats_t<acc_t>& mine, int cluster) {
+__device__ stats_t<acc_t> merge_of_cluster(const stats_t<acc_t>& mine, int cluster, int part, unsigned turn) {
   constexpr int kFields = sizeof(mine) / sizeof(acc_t);
-  SCE_SHARED(acc_t, fields, [kFields]);
-  SCE_SHARED(acc_t, all, [kMostBlocks * kFields]);
-  if (threadIdx.x == 0) std::memcpy(fields, &mine, sizeof(mine));
+  SCE_SHARED(acc_t, all, [2][kMostBlocks * kFields]);
+  acc_t* now = all[turn % 2];
+  const auto block = static_cast<int>(threadIdx.x);
+  if (block < cluster) std::memcpy(Cluster::of_block(now, block) + part * kFields, &mine, sizeof(mine));
   Cluster::sync();
-  for (int i = threadIdx.x; i < cluster * kFields; i += kThreads)
-    all[i] = Cluster::of_block(fields, i / kFields)[i % kFields];
-  Cluster::sync();  // also: the next call's fields overwrite these, and no block ends while its are read
-  stats_t<acc_t> total;
-#pragma unroll 1
-  for (int q = 0; q < cluster; ++q) {
-    stats_t<acc_t> other;
-    std::memcpy(&other, all + q * kFields, sizeof(other));
-    total.merge(other);
-  }
-  return total;
+  using Lanes = RowGroup<kMostBlocks>;  // of which each has a block's: one after the other they would take longer
+  stats_t<acc_t> of_block;
+  if (Lanes::rank() < cluster) std::memcpy(&of_block, now + Lanes::rank() * kFields, sizeof(of_block));
+  return Lanes::broadcast(Lanes::reduce(of_block));
 }
 
 // Shares the columns [begin, end) of a row among a group: singles up to the first 16-byte boundary, then packs of which

@@ -15,8 +15,8 @@
 namespace sparse_ce {
 namespace cuda {
 
-// Packs in flight per thread where nothing but exp is computed, and elsewhere.
-constexpr int kUnroll = 4, kGeneralUnroll = 2;
+// Packs in flight per thread where nothing but exp is computed, in forward and backward, and elsewhere.
+constexpr int kUnroll = 4, kGradientUnroll = 3, kGeneralUnroll = 2;
 
 // Part `split` of `splits` of the columns [0, columns), in whole packs.
 __host__ __device__ inline int64_t split_begin(int64_t columns, int64_t splits, int64_t split) {
@@ -144,16 +144,24 @@ __device__ uint32_t* class_slots(const TargetView& target, EntryGradient<acc_t>*
   return reinterpret_cast<uint32_t*>(entry_gradients + target.entries);
 }
 
+// Which of a row's entries among the columns [begin, end) are of the same class. All threads of the group.
+template <int kWidth, typename acc_t>
+using ClassesOfLoss = ClassesOfRow<kWidth, false, true, acc_t>;
+template <int kWidth, typename acc_t>
+__device__ ClassesOfLoss<kWidth, acc_t> classes_of_row(const TargetView& target, EntryRange range, int64_t begin,
+                                                       int64_t end, EntryGradient<acc_t>* entry_gradients) {
+  return {target, range, begin, end, class_slots(target, entry_gradients)};
+}
+
 // The gradients at the entries among the columns [begin, end). `entry_gradients` has one element for each of the
 // target's entries; each belongs to the group of its row and column.
 template <int kWidth, typename row_t, typename acc_t>
 __device__ void make_entry_gradients(const BackwardArgs& args, const GradientCoefficients<acc_t>& c,
-                                     const LogitTransform<acc_t>& transform, EntryRange range, const row_t& row,
+                                     const LogitTransform<acc_t>& transform,
+                                     const ClassesOfLoss<kWidth, acc_t>& classes, EntryRange range, const row_t& row,
                                      int64_t begin, int64_t end, EntryGradient<acc_t>* entry_gradients) {
   using Group = RowGroup<kWidth>;
   const TargetView& target = args.target;
-  const ClassesOfRow<kWidth, false, true, acc_t> classes(target, range, begin, end,
-                                                         class_slots(target, entry_gradients));
   for (int64_t i = range.begin + Group::rank(); i < range.end; i += kWidth) {
     const int64_t column = target.template entry<acc_t>(i).column;
     if (column < begin || column >= end) continue;  // padding, or another group's
@@ -198,7 +206,7 @@ __device__ void write_dense(const BackwardArgs& args, const GradientCoefficients
   const int width = common_width(row, gradient);
 
   if (transform.identity() && args.options.label_smoothing == 0) {
-    for_columns<kWidth, kUnroll>(
+    for_columns<kWidth, kGradientUnroll>(
         row, begin, end, true,
         [&](int64_t column, auto count) {
           constexpr int n = decltype(count)::value;

@@ -92,7 +92,8 @@ __global__ void __launch_bounds__(kStridedThreads, held_blocks<scalar_t>(6))
     const LogitTransform<acc_t> transform = args.template transform<acc_t>(r);
     const EntryRange range = args.target.row(r);
     const auto coefficients = args.coefficients(r, mass_of_row<1, acc_t>(args.target, range));
-    make_entry_gradients<1>(args, coefficients, transform, range, row, 0, columns, entry_gradients);
+    const auto same = classes_of_row<1>(args.target, range, 0, columns, entry_gradients);
+    make_entry_gradients<1>(args, coefficients, transform, same, range, row, 0, columns, entry_gradients);
     const bool plain = transform.identity() && args.options.label_smoothing == 0;
     const auto dense = [&](int64_t c, auto count) {
       constexpr int n = decltype(count)::value;

@@ -25,7 +25,8 @@ LAYER = ROOT / "third_party" / "cuda_on_cpu"
 BUILD = HERE / "build"
 # For a host compiler what csrc/ has from nvcc.
 DEVICE = ["-DSCE_CUDA", "-include", HERE / "device" / "launch.cuh"]
-NVCC = ["-std=c++17", "-O2", "-lineinfo", "--expt-relaxed-constexpr"]  # the last as PyTorch's builds of kernels have it
+# The last as PyTorch's builds of kernels have it.
+NVCC = ["-std=c++17", "-O2", "-fmad=false", "-lineinfo", "--expt-relaxed-constexpr"]
 OPS = sorted(path.stem for path in HERE.glob("*.cpp"))
 FLAVOURS = {
     "plain": ["-O2"],

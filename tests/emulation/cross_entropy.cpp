@@ -16,7 +16,8 @@ LossCase draw_rows(bool small) {
   static_cast<Case&>(c) = draw(small);
   c.row_weight = chance(0.35), c.row_scale = chance(0.35);
   c.weight_step = below(3), c.scale_step = below(3);
-  c.reads = chance(0.5) ? Reads::kPlanned : chance(0.5) ? Reads::kApart : Reads::kCached;
+  c.reads = chance(0.7) ? Reads::kPlanned : Reads::kApart;
+  c.many_rows = chance(0.3);
   if (chance(0.06)) {  // the longest rows that are read once
     c.rows = 1, c.row_stride = c.num_classes = c.vocab = size_of(c.dtype) == 2 ? 140001 : 70003;
     if (chance(0.8)) c.reads = Reads::kPlanned;
@@ -24,6 +25,10 @@ LossCase draw_rows(bool small) {
     const int64_t bytes = (int64_t(32768) << below(3)) * (256 + 1 + below(255)) / 256;
     c.rows = 1 + below(2), c.row_stride = c.num_classes = c.vocab = bytes / size_of(c.dtype);
     c.reads = Reads::kPlanned;
+  } else if (chance(0.06)) {  // those of a warp
+    const int64_t bytes = 2048 + below(22500);
+    c.rows = 1 + below(9), c.row_stride = c.num_classes = c.vocab = bytes / size_of(c.dtype);
+    c.reads = Reads::kPlanned, c.many_rows = true;
   } else if (chance(0.05)) {  // those of one block that are not read once
     c.rows = 1 + below(5), c.row_stride = c.num_classes = c.vocab = 5001 + below(90);
     c.reads = Reads::kApart;
@@ -75,13 +80,8 @@ struct ByOneRead {
     if (over) forward.logits = backward.logits = gradient.device();
     backward.grad_logits = gradient.device(), backward.grad_row_stride = row_stride();
     Array entries(DType::kFloat64, int64_t(cuda::cross_entropy_backward_workspace(backward) + 7) / 8);
-    cuda::OnePass form = cuda::one_pass_of(forward);
-    if (form.rows > 0 && chance(0.5)) form.rows = 1 + below(2);  // a smaller cache
+    const cuda::OnePass form = cuda::one_pass_of(forward);
     must(cuda::cross_entropy_one_pass(form, forward, &backward, entries.device(), nullptr), "one pass");
-#if !defined(__CUDACC__)
-    const double most = double(form.rows * form.cluster), blocks = double(coc::last_stats().blocks);
-    if (form.rows > 0 && c.max_blocks == 0) compare("blocks at a time", 0, 0, std::max(blocks, most), most, 0);
-#endif
     for (Array* a : {&loss, &lse, &residual, &gradient}) a->download();
   }
   int64_t row_stride() const { return over ? c.row_stride : c.vocab; }
@@ -256,14 +256,13 @@ std::string form_of(const LossCase& c) {
   CrossEntropyArgs shape{};
   shape.rows = c.rows, shape.vocab = c.vocab, shape.dtype = c.dtype, shape.target.num_classes = c.num_classes;
   shape.row_stride = c.row_stride, shape.strided = c.strided, shape.reads = c.reads;
+  shape.many_rows = c.many_rows;
   shape.logits = reinterpret_cast<const void*>(c.offset * size_of(c.dtype));
   if (c.rows == 0) return "nothing";
   if (c.strided.inner > 0) return c.rows > cuda::kBlockRows ? "a thread a row, a mean of many" : "a thread a row";
   if (const cuda::OnePass form = cuda::one_pass_of(shape)) {
-    const std::string packs = std::to_string(form.packs) + " packs";
-    if (form.width == cuda::kWarp) return "one pass, a warp";
-    if (form.packs == 0) return form.cluster == 1 ? "in the cache, a block" : "in the cache, 8 blocks";
-    return "one pass, " + (form.cluster == 1 ? "a block" : std::to_string(form.cluster) + " blocks, " + packs);
+    if (form.width == cuda::kWarp) return form.packs <= 4 ? "one pass, a warp's registers" : "one pass, a warp";
+    return "one pass, " + (form.cluster == 1 ? "a block" : std::to_string(form.cluster) + " blocks");
   }
   const cuda::Plan plan = cuda::plan_of(shape, cuda::multiprocessors());
   return plan.width == cuda::kWarp ? "warp a row" : plan.splits == 1 ? "block a row" : "blocks a row";
@@ -273,10 +272,7 @@ Kinds kind_of(const LossCase& c) {
   const std::string form = form_of(c);
   if (c.rows == 0) return {form};
   const auto starts = [&](const char* with) { return form.rfind(with, 0) == 0; };
-  const std::string read = c.strided.inner > 0      ? "side by side"
-                           : starts("one pass")     ? "once"
-                           : starts("in the cache") ? "in the cache"
-                                                    : "apart";
+  const std::string read = c.strided.inner > 0 ? "side by side" : starts("one pass") ? "once" : "apart";
   Kinds kinds = {form};
   if (c.row_scale) kinds.push_back("scales of rows, " + read);
   if (c.row_weight) kinds.push_back("weights of rows, " + read);

@@ -17,6 +17,7 @@ struct Case {
   int64_t width;
   bool has_values, logprobs, has_weight, has_mask, has_grad_lse, in_place, unit_stride_grad, ties;
   Reads reads;
+  bool many_rows;
   LossOptions options;
   int64_t max_blocks;
   double logit_size, shift;
@@ -203,7 +204,7 @@ struct Problem {
     args.strided = c.strided;
     args.options = c.options;
     args.max_blocks = c.max_blocks;
-    args.reads = c.reads;
+    args.reads = c.reads, args.many_rows = c.many_rows;
     args.weight_sum = c.has_weight ? weight_sum.device() : nullptr;
     TargetView& t = args.target;
     t = TargetView{};

@@ -29,17 +29,16 @@ std::tuple<int, int64_t, int64_t> plan_of(int64_t rows, int64_t classes, int siz
   return {plan.width, plan.splits, plan.blocks};
 }
 
-// (threads, packs of each or 0 for the cache, blocks) that hold a row, `offset` bytes from a boundary of 16, and how
-// many rows the cache has at a time; zeros for none.
-std::tuple<int, int, int, int64_t> one_pass_of(int64_t rows, int64_t classes, int size, int64_t offset,
-                                               int multiprocessors, int64_t cache_bytes, bool clusters) {
+// (threads, packs of each, blocks) that hold a row, `offset` bytes from a boundary of 16; zeros for none.
+std::tuple<int, int, int> one_pass_of(int64_t rows, int64_t classes, int size, int64_t offset, bool clusters,
+                                      int64_t shared_bytes) {
   sparse_ce::CrossEntropyArgs args{};
   args.dtype = dtype_of(size);
   args.rows = rows;
   args.vocab = args.row_stride = args.target.num_classes = classes;
   args.logits = reinterpret_cast<const void*>(4096 + offset);
-  const auto form = sparse_ce::cuda::one_pass_of(args, {multiprocessors, cache_bytes, clusters});
-  return {form.width, form.packs, form.cluster, form.rows};
+  const auto form = sparse_ce::cuda::one_pass_of(args, {clusters, shared_bytes});
+  return {form.width, form.packs, form.cluster};
 }
 
 }  // namespace

@@ -8,6 +8,7 @@
 #include <cstdlib>
 
 #define SCE_SHARED(T, name, ...) COC_SHARED(T, name, __VA_ARGS__)
+#define SCE_DYNAMIC_SHARED(T, name) COC_DYN_SHARED(T, name)
 
 namespace sparse_ce {
 namespace cuda {
@@ -17,16 +18,28 @@ inline bool runs = true;
 inline std::atomic<int64_t> launches{0};
 
 template <typename... parameters_t, typename... arguments_t>
-cudaError_t launch_clusters(cudaStream_t stream, int64_t blocks, int threads, int cluster,
-                            void (*kernel)(parameters_t...), const arguments_t&... arguments) {
+cudaError_t launch_sharing(cudaStream_t stream, int64_t blocks, int threads, int cluster, int64_t shared,
+                           void (*kernel)(parameters_t...), const arguments_t&... arguments) {
   ++launches;
   if (!runs) return cudaSuccess;
+  if (shared > 0) {
+    const cudaError_t refused =
+        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared));
+    if (refused != cudaSuccess) return refused;
+  }
   coc_launch_config config;
   config.grid = dim3(static_cast<unsigned>(blocks));
   config.block = dim3(static_cast<unsigned>(threads));
   config.cluster = dim3(static_cast<unsigned>(cluster));
+  config.dyn_smem = static_cast<size_t>(shared);
   config.stream = stream;
   return coc_launch(config, kernel, arguments...);
+}
+
+template <typename... parameters_t, typename... arguments_t>
+cudaError_t launch_clusters(cudaStream_t stream, int64_t blocks, int threads, int cluster,
+                            void (*kernel)(parameters_t...), const arguments_t&... arguments) {
+  return launch_sharing(stream, blocks, threads, cluster, 0, kernel, arguments...);
 }
 
 template <typename... parameters_t, typename... arguments_t>
@@ -45,8 +58,10 @@ bool has_clusters(void (*)(parameters_t...)) {
 struct Cluster {
   static constexpr bool kExist = true;
   static void sync() { cooperative_groups::this_cluster().sync(); }
+  static void arrive() { cooperative_groups::this_cluster().barrier_arrive(); }
+  static void wait() { cooperative_groups::this_cluster().barrier_wait(); }
   template <typename T>
-  static const T* of_block(T* shared, int rank) {
+  static T* of_block(T* shared, int rank) {
     return cooperative_groups::this_cluster().map_shared_rank(shared, rank);
   }
 };
