@@ -327,7 +327,6 @@ struct SelectBackwardArgs : BackwardArgs {
   // dl/ds = sum_j d_j x_j, x being logits as stored and d = dl/d(s x), whose sum is known. s x is rounded there
   // and not where lse was made: what that makes of the sum would be multiplied by what all logits have in common. So x
   // is taken relative to the logit that all would have if they were one, and 0 under a softcap, where no sum is known.
-  // The kernels of CUDA have no register left for it.
   template <typename acc_t>
   SCE_HD acc_t common_logit(int64_t r) const {
     if (options.softcap != 0) return acc_t(0);

@@ -122,7 +122,7 @@ FLAVOURS = {
     "emulated": Flavour((*KERNELS, "test_divergence_values", "test_distillation", "test_sharded_topk"),
                         NO_KERNELS + OF_THE_CPU,
                         at_least=4000, build=build_emulated,
-                        without=(*COMPILED, "instruction_set", "many_rows", "number_of_threads", "scales_gradient",
+                        without=(*COMPILED, "instruction_set", "many_rows", "number_of_threads",
                                  "gradients_keep_their_memory", "-random-1024 chunks", "-random-blocks of classes",
                                  "every_rank_has_what_one_process_has[3]", "module_db-torch.float32",
                                  "torch.float32)-one class-blocks of classes"),

@@ -254,7 +254,7 @@ CUDA = [
     ("csrc/cuda/select.cu", "const bool lower = z == stats.row.max && entry.column < stats.argmax;",
      "const bool lower = false;"),
     ("csrc/cuda/select.cu", "without = without && g == acc_t(0);", ""),
-    ("csrc/cuda/select.cu", "if (scales && !marked && derivative", "if (scales && derivative"),
+    ("csrc/cuda/select.cu", "if (kScales && !marked) of_scale", "if (kScales) of_scale"),
     ("csrc/cuda/select.cu", "return {plan.width, 1, blocks_of(args, args.rows, 1)};", "return plan;"),
     ("csrc/cuda/select.cu", "mine.rest.merge(partial[r * splits + split].rest);", ""),
     ("csrc/topk.h", "order = order == -1 ? 0 : order;", ""),

@@ -224,24 +224,24 @@ __global__ void __launch_bounds__(kThreads, held_blocks<scalar_t>(3))
 // ------------------------------------------------------------------------------------------------ backward
 
 // The gradient of the columns [begin, end) as if none had an entry; `gradient` may be `row`. Returns what this thread's
-// columns add to dl/ds; those of the entries add nothing.
-template <int kWidth, typename scalar_t, typename acc_t = acc_type<scalar_t>>
+// columns add to dl/ds; those of the entries add nothing. `common`: see common_logit.
+template <int kWidth, bool kScales, typename scalar_t, typename acc_t = acc_type<scalar_t>>
 __device__ acc_t write_select(const SelectBackwardArgs& args, const SelectCoefficients<acc_t>& c,
                               const LogitTransform<acc_t>& transform, EntryRange range, const scalar_t* row,
-                              scalar_t* gradient, int64_t begin, int64_t end) {
+                              scalar_t* gradient, int64_t begin, int64_t end, acc_t common) {
   const acc_t* weight = static_cast<const acc_t*>(args.target.weight);
   const int width = common_width(row, gradient);
-  const bool scales = args.grad_scale;
   LongSum<acc_t> of_scale;
   const auto one = [&](const LogitTransform<acc_t>& of_logit, acc_t x, int64_t column, bool marked) {
     const auto [z, of_cap] = of_logit.with_slope(x);
     acc_t derivative = c.inside(z, weight ? weight[column] : acc_t(1));
     if (c.of_rest != acc_t(0)) derivative += c.outside(z);
-    if (scales && !marked && derivative != acc_t(0)) of_scale.add(derivative * of_cap * x);
+    if (kScales && !marked) of_scale.add(args.scale_term(derivative * of_cap, x, common));
     return derivative * (of_logit.scale * of_cap);
   };
-  for_windows<kWidth, acc_t>(scales, args.target, range, begin, end, [&](int64_t from, int64_t to, const auto& bits) {
-    for_columns<kWidth, kGeneralUnroll>(
+  constexpr int kUnroll = kScales && sizeof(acc_t) == sizeof(double) ? 1 : kGeneralUnroll;  // or registers are spilled
+  for_windows<kWidth, acc_t>(kScales, args.target, range, begin, end, [&](int64_t from, int64_t to, const auto& bits) {
+    for_columns<kWidth, kUnroll>(
         row, from, to, true,
         [&](int64_t column, auto count) {
           constexpr int n = decltype(count)::value, kSize = Pack<scalar_t>::kSize, kStride = kWidth * kSize;
@@ -269,9 +269,10 @@ __device__ acc_t write_select(const SelectBackwardArgs& args, const SelectCoeffi
   return of_scale.sum;
 }
 
-// As the loss's backward_kernel. The scale's gradient needs whole rows of all classes.
-template <typename scalar_t, int kWidth>
-__global__ void __launch_bounds__(kThreads, held_blocks<scalar_t>(3))
+// As the loss's backward_kernel. The scale's gradient, `kScales`, needs whole rows of all classes, and so many registers
+// that a multiprocessor holds two blocks.
+template <typename scalar_t, int kWidth, bool kScales>
+__global__ void __launch_bounds__(kThreads, kScales ? 2 : held_blocks<scalar_t>(3))
     select_backward_kernel(SelectBackwardArgs args, int64_t splits,
                            EntryGradient<acc_type<scalar_t>>* entry_gradients) {
   using Group = RowGroup<kWidth>;
@@ -305,7 +306,7 @@ __global__ void __launch_bounds__(kThreads, held_blocks<scalar_t>(3))
     }
     if (Group::all(without)) {
       write_zeros<kWidth>(gradient, begin, end);
-      if (args.grad_scale && Group::rank() == 0) static_cast<acc_t*>(args.grad_scale)[r] = acc_t(0);
+      if (kScales && Group::rank() == 0) static_cast<acc_t*>(args.grad_scale)[r] = acc_t(0);
       continue;
     }
     const auto sums = Group::broadcast(Group::reduce(TargetStats<acc_t>{upstream.sum, mass.sum}));
@@ -318,6 +319,7 @@ __global__ void __launch_bounds__(kThreads, held_blocks<scalar_t>(3))
     const ClassesOfRow<kWidth, true, true, acc_t> classes(args.target, range, begin, end,
                                                           class_slots(args.target, entry_gradients));
     LongSum<acc_t> of_scale;
+    const acc_t common = kScales ? args.template common_logit<acc_t>(r) : acc_t(0);
     for (int64_t i = range.begin + Group::rank(); i < range.end; i += kWidth) {
       const int64_t column = args.target.template chosen<acc_t>(i).column;
       if (column < begin || column >= end) continue;  // padding, or another group's
@@ -326,12 +328,12 @@ __global__ void __launch_bounds__(kThreads, held_blocks<scalar_t>(3))
       if (!classes.sum(i, column, weight, sum)) continue;
       const acc_t x = to_acc(row[column]), z = transform(x);
       const acc_t derivative = c.inside(z, args.target.template class_weight<acc_t>(column)) - sum;
-      if (args.grad_scale && derivative != acc_t(0)) of_scale.add(derivative * transform.slope_of_cap(z) * x);
+      if (kScales) of_scale.add(args.scale_term(derivative * transform.slope_of_cap(z), x, common));
       entry_gradients[i] = {column, derivative * transform.slope(z)};
     }
     Group::sync();  // the logits at the entries are read
-    if (c.more() || args.grad_scale)
-      of_scale.add(write_select<kWidth>(args, c, transform, range, row, gradient, begin, end));
+    if (kScales || c.more())
+      of_scale.add(write_select<kWidth, kScales>(args, c, transform, range, row, gradient, begin, end, common));
     else
       write_dense<kWidth>(args, c, transform, row, gradient, begin, end);
     Group::sync();  // the dense gradient is written
@@ -341,10 +343,12 @@ __global__ void __launch_bounds__(kThreads, held_blocks<scalar_t>(3))
       const EntryGradient<acc_t> entry = entry_gradients[i];
       if (entry.column >= 0) from_acc(entry.value, gradient[entry.column]);
     }
-    if (!args.grad_scale) continue;
+    if (!kScales) continue;
     const acc_t total = Group::reduce(TargetStats<acc_t>{of_scale.sum, acc_t(0)}).dot;
     if (Group::rank() == 0)
-      static_cast<acc_t*>(args.grad_scale)[r] = total * static_cast<acc_t>(args.options.logit_scale);
+      static_cast<acc_t*>(args.grad_scale)[r] =
+          (total + args.scale_of_all(common, c, c.d * sums.mass - sums.dot)) *
+          static_cast<acc_t>(args.options.logit_scale);
   }
 }
 
@@ -390,9 +394,12 @@ cudaError_t select_backward(const SelectBackwardArgs& args, void* workspace, cud
   return with_storage(args.dtype, [&](auto storage) {
     using scalar_t = decltype(storage);
     auto* entries = static_cast<EntryGradient<acc_type<scalar_t>>*>(workspace);
-    auto kernel =
-        plan.width == kWarp ? select_backward_kernel<scalar_t, kWarp> : select_backward_kernel<scalar_t, kThreads>;
-    return launch(stream, plan.blocks, kThreads, kernel, args, plan.splits, entries);
+    const auto run = [&](auto scales) {
+      auto kernel = plan.width == kWarp ? select_backward_kernel<scalar_t, kWarp, decltype(scales)::value>
+                                        : select_backward_kernel<scalar_t, kThreads, decltype(scales)::value>;
+      return launch(stream, plan.blocks, kThreads, kernel, args, plan.splits, entries);
+    };
+    return args.grad_scale ? run(std::true_type()) : run(std::false_type());
   });
 }
 
