@@ -318,7 +318,20 @@ class Rows(Parts):
               f"{len(self.shape)} indices and one '...', got {used} and {len(dots)}", IndexError)
         at = dots[0] if dots else len(key)
         fill = (slice(None),) * (len(self.shape) - used)
-        return key[:at] + fill + key[at + 1:]
+        key = key[:at] + fill + key[at + 1:]
+        if not self.indices.is_cpu:
+            self._check_rows(key)
+        return key
+
+    def _check_rows(self, key: Tuple[Any, ...]) -> None:
+        """Refuses row numbers outside as a CPU does, where they lie on one. A GPU looks later, and stops for good."""
+        dim = 0
+        for k in key:
+            if isinstance(k, Tensor) and k.dtype != torch.bool and k.numel() > 0 and readable(k):
+                size, (low, high) = self.shape[dim], (int(x) for x in k.aminmax())
+                check(-size <= low and high < size, f"target must be sliced with rows in [{-size}, {size}), got "
+                      f"{low if low < -size else high}", IndexError)
+            dim += k.dim() if isinstance(k, Tensor) and k.dtype == torch.bool else int(k is not None)
 
 
 def _as_key(k: Any) -> Any:

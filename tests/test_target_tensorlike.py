@@ -82,6 +82,20 @@ def test_keys_that_are_refused(form, key, device):
         target_of(form, (6, 4), device)[key]
 
 
+@pytest.mark.parametrize("key, row", [
+    ([9], 9), ([0, -7], -7), (np.array([[5], [6]]), 6), ((slice(None), [3, 4]), 4), ((..., [-5]), -5),
+    ((None, 1, [4]), 4), ((torch.arange(6) > 2, [0, 1, 4]), 4),
+    ((torch.tensor([0]), None, torch.tensor([8])), 8)], ids=repr)
+@pytest.mark.parametrize("form", ["labels-target", "topk-target", "jagged-ranges"])
+def test_rows_outside_are_refused_where_the_device_would_not_say_so(form, key, row):
+    """Of a key that lies on the CPU; a GPU's assertion would end all work on it."""
+    target = target_of(form, (6, 4), "cpu").to("meta")
+    with pytest.raises(IndexError, match=rf"sparse_ce: target must be sliced with rows in \[-., .\), got {row}$"):
+        target[key]
+    for inside in ([5, -6], [], (..., [3, -4])):
+        assert target[inside].device.type == "meta"
+
+
 def alike(*forms):
     weighted = [form for form in forms if "labels" not in form and form not in ("topk-ids", "jagged-unweighted")]
     return len({"logprobs" in form for form in weighted}) <= 1
