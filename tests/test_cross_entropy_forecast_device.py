@@ -49,7 +49,9 @@ def example(device, dtype=torch.float32, rows=6, vocab=50):
 
 
 def grad_of(loss, logits, upstream=1.0, **keywords):
-    upstream = torch.as_tensor(upstream, dtype=loss.dtype, device=loss.device)
+    if not isinstance(upstream, torch.Tensor):
+        upstream = loss.new_full((), upstream)  # filled on the device: a graph's capture takes no number from the host
+    upstream = upstream.to(loss)
     return torch.autograd.grad(loss, logits, upstream, **keywords)[0]
 
 

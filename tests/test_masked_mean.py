@@ -408,4 +408,4 @@ def test_an_unsigned_mask_is_as_large_as_it_says(dtype, device):
     mask = torch.tensor(weights, dtype=dtype, device=device)
     expected = sum(float(a) * w for a, w in zip(x.double(), weights)) / sum(weights)
     torch.testing.assert_close(masked_mean(x, mask).item(), expected, rtol=1e-5, atol=0)
-    assert masked_mean(x, (mask * 0)).item() == 0
+    assert masked_mean(x, torch.zeros_like(mask)).item() == 0
