@@ -11,7 +11,8 @@ from torch.amp.autocast_mode import is_autocast_available
 _AUTOCASTS = frozenset(filter(is_autocast_available, ("cpu", "cuda", "hpu", "mps", "mtia", "xla", "xpu")))
 
 
-def _enabled(device: torch.device) -> bool:
+def enabled(device: torch.device) -> bool:
+    """Whether it is on there."""
     available = device.type in _AUTOCASTS or is_autocast_available(device.type)
     return available and torch.is_autocast_enabled(device.type)
 
@@ -19,7 +20,7 @@ def _enabled(device: torch.device) -> bool:
 def without_autocast(device: torch.device) -> ContextManager[Any]:
     """For copies of entries: autocast's ``cat`` and ``stack`` refuse float16 under bfloat16, and bfloat16 under
     float16."""
-    return torch.autocast(device.type, enabled=False) if _enabled(device) else nullcontext()
+    return torch.autocast(device.type, enabled=False) if enabled(device) else nullcontext()
 
 
 def as_linear_multiplies(input: Tensor, linear_weight: Tensor, linear_bias: Optional[Tensor],
@@ -27,7 +28,7 @@ def as_linear_multiplies(input: Tensor, linear_weight: Tensor, linear_bias: Opti
                          ) -> Tuple[Tensor, Tensor, Optional[Tensor]]:
     """The head as autocast would have ``F.linear`` multiply it; float32 weights are converted on the way, not here.
     ``to`` converts the others."""
-    if input.dtype == torch.float64 or not _enabled(input.device):
+    if input.dtype == torch.float64 or not enabled(input.device):
         return input, linear_weight, linear_bias
     dtype = torch.get_autocast_dtype(input.device.type)
 

@@ -41,12 +41,14 @@ def run(loss, logits):
     return value.detach(), logits.grad
 
 
-def assert_same(loss, expected, logits):
-    """``expected``: a function of logits and a dtype, of which the dense target is made."""
-    dtype = logits.dtype
-    for ours, peer, exact in zip(run(loss, logits), run(lambda x: expected(x, dtype), logits),
-                                 run(lambda x: expected(x, torch.float64), logits.double())):
-        assert_close_to_float64(ours, peer, exact)
+def assert_same(loss, weights, logits):
+    """``weights``: the dense target, of a dtype. Of both signs, so that the terms of the loss cancel: the order in which
+    they are added up is the device's."""
+    of_loss, of_gradient = zip(run(loss, logits), *(
+        run(lambda x, w=weights(dtype): soft_loss(x, w), logits.to(dtype)) for dtype in (logits.dtype, torch.float64)))
+    terms = soft_loss(logits.double(), weights(torch.float64).abs())  # no logarithm is positive
+    assert_close_to_float64(*of_loss, terms)
+    assert_close_to_float64(*of_gradient)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -55,7 +57,7 @@ def assert_same(loss, expected, logits):
 def test_dense_weights(name, dtype, shape, device):
     dense = dense_targets(device)[name].to(dtype).double().reshape(*shape, CLASSES)
     logits = Draw(device, 1).logits(dense, dtype)
-    assert_same(lambda x: SoftTargetCrossEntropy()(x, dense.to(dtype)), lambda x, d: soft_loss(x, dense.to(d)), logits)
+    assert_same(lambda x: SoftTargetCrossEntropy()(x, dense.to(dtype)), dense.to, logits)
 
 
 @pytest.mark.parametrize("form", ["topk", "pair", "coo", "csr", "jagged", "index", "labels"])
@@ -70,10 +72,9 @@ def test_sparse_weights(form, device):
               "csr": few.to_sparse_csr(), "jagged": SparseTarget.from_dense(few),
               "index": SparseTarget.from_index(few.argmax(-1)), "labels": few.argmax(-1)}[form]
     logits = Draw(device, 1).logits(dense, torch.float32)
-    assert_same(lambda x: SoftTargetCrossEntropy()(x, target), lambda x, d: soft_loss(x, dense.to(d)), logits)
+    assert_same(lambda x: SoftTargetCrossEntropy()(x, target), dense.to, logits)
     for s in (0.0, 0.1, 1.0):
-        assert_same(lambda x: LabelSmoothingCrossEntropy(s)(x, target),
-                    lambda x, d: soft_loss(x, smoothed(dense.to(d), s)), logits)
+        assert_same(lambda x: LabelSmoothingCrossEntropy(s)(x, target), lambda d: smoothed(dense.to(d), s), logits)
 
 
 @pytest.mark.parametrize("smoothing", [0.1, 0.5])
@@ -81,7 +82,7 @@ def test_sparse_weights(form, device):
 def test_smoothing_of_dense_weights_and_of_smoothed_targets(name, smoothing, device):
     dense = dense_targets(device)[name].float().double()
     logits = Draw(device, 1).logits(dense, torch.float32)
-    expected = lambda x, d: soft_loss(x, smoothed(dense.to(d), smoothing))
+    expected = lambda d: smoothed(dense.to(d), smoothing)
     assert_same(lambda x: LabelSmoothingCrossEntropy(smoothing)(x, dense.float()), expected, logits)
     target = SmoothedTarget(SparseTarget.from_dense(dense.float()), smoothing)
     assert_same(lambda x: SoftTargetCrossEntropy()(x, target), expected, logits)
@@ -113,6 +114,7 @@ def test_they_compile_and_take_autocast(device, fresh_compiler):
     pair = SmoothedTarget(SparseTarget.from_topk(*reversed(dense.topk(2)), kind="probs"), 0.1)
     logits = Draw(device, 1).normal(ROWS, CLASSES)
     for criterion, target in ((SoftTargetCrossEntropy(), dense), (SoftTargetCrossEntropy(), pair),
+                              (SoftTargetCrossEntropy(), dense_targets(device)["many"].float()),
                               (LabelSmoothingCrossEntropy(), dense.argmax(-1))):
         compiled = torch.compile(criterion, fullgraph=True, backend="aot_eager")
         torch.testing.assert_close(run(lambda x: compiled(x, target), logits),

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .. import arguments, functional
+from .. import arguments, autocast, functional
 from ..errors import fail
 from ..smoothed import SmoothedTarget, checked_smoothing
 from ..target import SparseTarget, Target
@@ -113,6 +113,8 @@ def _cross_entropy(x: Tensor, target: Target, smoothing: float) -> Tensor:
     rows = target.reshape(-1, x.shape[-1])
     if readable(target) and not weighed and _are_few(rows[::max(1, len(rows) // _LOOKED_AT)]):
         return functional.cross_entropy(x, SparseTarget.from_dense(target), label_smoothing=smoothing)
+    # As timm's log_softmax has it under autocast. F.cross_entropy, on a GPU, asks its own for 16 bits of each logarithm.
+    x = x.float() if x.dtype in (torch.float16, torch.bfloat16) and autocast.enabled(x.device) else x
     return F.cross_entropy(x.reshape(rows.shape), rows, label_smoothing=smoothing)
 
 
