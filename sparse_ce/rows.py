@@ -191,8 +191,9 @@ class Rows(Parts):
         integers or bool, as of a tensor.
 
         By integers and slices nothing is copied but, at most, offsets. Of a jagged target, integers that leave a single
-        row read its offsets, and tensors of integers copy their rows' entries: a GPU is waited for. ``for`` loops come
-        here too: with an ``__iter__``, frameworks would take a target for a collection and enter its rows.
+        row read its offsets, and tensors of integers copy their rows' entries: a GPU is waited for. A row outside is an
+        error; where both the key and the target lie on a GPU it is PyTorch's, which ends all work there. ``for`` loops
+        come here too: with an ``__iter__``, frameworks would take a target for a collection and enter its rows.
 
         Examples:
             >>> target = SparseTarget.from_index(torch.tensor([[3, 5], [7, 1]]))
