@@ -46,7 +46,8 @@ def test_no_kernel_spills_registers(compiled):
     report = compiled[1]
     kernels = {"candidates": 3 * (4 + 2), "cross_entropy": 4 * (2 + 2 + 1 + 1 + 3), "linear": 10 + 1 + 4,
                "loss_mean": 2 * 2, "masked_mean": 4 * (4 + 2 + 2), "one_pass": 3 * (3 * 2 * 2 + 2),
-               "select": 4 * (2 + 2 * 2 + 1), "select_merge": 2, "sparse_softmax": 4 * 2 * (2 + 1), "topk": 4}
+               "select": 4 * (2 + 2 * 2 + 1), "select_merge": 2, "sparse_softmax": 4 * 2 * (2 + 1),
+               "topk": 4}
     assert len(report) == 2 * kernels[compiled[0].stem]  # of both architectures
     assert {key: stack for key, (stack, *_) in report.items() if stack} == {}
     assert {key: spilled for key, (_, spilled, _) in report.items() if spilled} == {}
@@ -57,7 +58,8 @@ def test_blocks_fit_three_to_a_multiprocessor(compiled):
     # The sums of a pack's columns and their weights are registers: there two blocks, with more loads in flight.
     # So of sixteen packs of a row, and of eight that are transformed; a row in the cache has a block of 512 threads.
     # So with a gradient of the scale beside that of the logits. And of float64.
-    two = r"<double|select_backward_kernel<.*true>|sum_kernel<.*, [248]>|one_pass_kernel<.*(RowInCache|, 16>, |, 8>, false, ).*>"
+    two = (r"<double|select_backward_kernel<.*true>|sum_kernel<.*, [248]>|"
+           r"one_pass_kernel<.*(RowInCache|, 16>, |, 8>, false, ).*>")
     report = {key: value for key, value in compiled[1].items() if not re.search(two, key[1])}
     assert max(registers for *_, registers in report.values()) * 256 * 3 <= 65536
     threads = {key: 128 if "strided" in key[1] else 256 for key in compiled[1]}
@@ -109,8 +111,10 @@ def test_logits_are_read_and_gradients_written_by_16_bytes(compiled):
     if compiled[0].stem in ("select", "topk"):
         for name, body in found:
             if not re.search(r"\dselect_merge_kernel", name):
-                assert body.count("LDG.E.128") >= 4, name
-                assert "backward" not in name or body.count("STG.E.128") >= 4, name
+                # Beside the scale's gradient there are registers for one pack of float64.
+                packs = 1 if re.search(r"select_backward_kernelIdLi\d+ELb1E", name) else 4
+                assert body.count("LDG.E.128") >= packs, name
+                assert "backward" not in name or body.count("STG.E.128") >= packs, name
         return
     streams = r"\d(forward|backward|rows|spans|scale|accumulate)_kernel"
     dense = {name: body for name, body in functions.items() if re.search(streams, name)}

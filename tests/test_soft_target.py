@@ -1,6 +1,8 @@
 """timm's losses by their names, of dense and sparse targets: their formula, in float64. Against timm itself:
 test_data_vision.py."""
 
+import functools
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -42,10 +44,11 @@ def run(loss, logits):
 
 
 def assert_same(loss, weights, logits):
-    """``weights``: the dense target, of a dtype. Of both signs, so that the terms of the loss cancel: the order in which
-    they are added up is the device's."""
-    of_loss, of_gradient = zip(run(loss, logits), *(
-        run(lambda x, w=weights(dtype): soft_loss(x, w), logits.to(dtype)) for dtype in (logits.dtype, torch.float64)))
+    """``weights``: the dense target, of a dtype. Of both signs, so that the terms of the loss cancel, and each device
+    has an order of its own in which it adds them up."""
+    peer, exact = (run(functools.partial(soft_loss, dense=weights(dtype)), logits.to(dtype))
+                   for dtype in (logits.dtype, torch.float64))
+    of_loss, of_gradient = zip(run(loss, logits), peer, exact)
     terms = soft_loss(logits.double(), weights(torch.float64).abs())  # no logarithm is positive
     assert_close_to_float64(*of_loss, terms)
     assert_close_to_float64(*of_gradient)

@@ -195,8 +195,8 @@ def test_a_wrong_k_is_named(k, error, device):
 
 
 def test_a_scale_that_turns_the_order(device):
-    """As a number the likeliest are those of the smallest logits; a tensor is refused where that costs no waiting, which
-    it does on a GPU."""
+    """As a number the likeliest are those of the smallest logits; a tensor is refused where that costs no waiting, so
+    not on a GPU."""
     z, head = torch.tensor([[3.0, 1.0, 2.0, 0.0]], device=device), torch.eye(4, device=device)
     assert topk_log_probs(z, 2, logit_scale=-1.0).indices.tolist() == [[3, 1]]
     for scale in (-1.0, 0.0, torch.nan):

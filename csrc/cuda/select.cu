@@ -1,6 +1,7 @@
 // Forward reads each logit once; backward reads it once and writes its gradient once. Rows go to threads as those of
 // the loss. Where the classes of a row's entries have to be left out of a sum, they are marked in shared memory, a
 // window of columns at a time.
+#include "marked.cuh"
 #include "row_passes.cuh"
 
 #include "select.h"
@@ -8,58 +9,6 @@
 namespace sparse_ce {
 namespace cuda {
 namespace {
-
-// A bit for each column of a window. Every thread of the group must call each function but `has`.
-template <int kWidth>
-class Marked {
-  using Group = RowGroup<kWidth>;
-  static constexpr int kAllWords = 2048;  // of a block
-  static constexpr int kWords = kAllWords / Group::kPerBlock;
-
- public:
-  static constexpr int64_t kWindow = int64_t(kWords - 1) * 32;  // a pack may be asked for across two words
-
-  // The entries of a row in the columns [begin, end), a window at most.
-  template <typename acc_t>
-  __device__ Marked(const TargetView& target, EntryRange range, int64_t begin, int64_t end, acc_t) : begin_(begin) {
-    SCE_SHARED(unsigned, words, [kAllWords]);
-    words_ = words + threadIdx.x / kWidth * kWords;
-    Group::sync();  // the last window's may still be read
-    for (int w = Group::rank(); w < kWords; w += kWidth) words_[w] = 0;
-    Group::sync();
-    for (int64_t i = range.begin + Group::rank(); i < range.end; i += kWidth) {
-      const int64_t column = target.template chosen<acc_t>(i).column;
-      if (column < begin || column >= end) continue;
-      atomicOr(words_ + (column - begin) / 32, 1u << ((column - begin) % 32));
-    }
-    Group::sync();
-  }
-
-  // The bits of up to 32 columns from `column` on, its own the lowest.
-  __device__ unsigned from(int64_t column) const {
-    const int64_t bit = column - begin_;
-    const uint64_t both = static_cast<uint64_t>(words_[bit / 32 + 1]) << 32 | words_[bit / 32];
-    return static_cast<unsigned>(both >> (bit % 32));
-  }
-
- private:
-  unsigned* words_;
-  int64_t begin_;
-};
-
-// f(begin, end, bits) for the columns [begin, end), a window at a time; bits(column): see Marked. Without `marked` one
-// window, and no bits.
-template <int kWidth, typename acc_t, typename function_t>
-__device__ void for_windows(bool marked, const TargetView& target, EntryRange range, int64_t begin, int64_t end,
-                            const function_t& f) {
-  if (!marked) return f(begin, end, [](int64_t) { return 0u; });
-#pragma unroll 1
-  for (int64_t from = begin; from < end; from += Marked<kWidth>::kWindow) {
-    const int64_t to = from + Marked<kWidth>::kWindow < end ? from + Marked<kWidth>::kWindow : end;
-    const Marked<kWidth> classes(target, range, from, to, acc_t(0));
-    f(from, to, [&](int64_t column) { return classes.from(column); });
-  }
-}
 
 // ------------------------------------------------------------------------------------------------ forward
 
@@ -239,7 +188,7 @@ __device__ acc_t write_select(const SelectBackwardArgs& args, const SelectCoeffi
     if (kScales && !marked) of_scale.add(args.scale_term(derivative * of_cap, x, common));
     return derivative * (of_logit.scale * of_cap);
   };
-  constexpr int kUnroll = kScales && sizeof(acc_t) == sizeof(double) ? 1 : kGeneralUnroll;  // or registers are spilled
+  constexpr int kUnroll = kScales && sizeof(acc_t) == sizeof(double) ? 1 : kGeneralUnroll;  // or it spills registers
   for_windows<kWidth, acc_t>(kScales, args.target, range, begin, end, [&](int64_t from, int64_t to, const auto& bits) {
     for_columns<kWidth, kUnroll>(
         row, from, to, true,
@@ -269,8 +218,8 @@ __device__ acc_t write_select(const SelectBackwardArgs& args, const SelectCoeffi
   return of_scale.sum;
 }
 
-// As the loss's backward_kernel. The scale's gradient, `kScales`, needs whole rows of all classes, and so many registers
-// that a multiprocessor holds two blocks.
+// As the loss's backward_kernel. `kScales`: with the scale's gradient, which needs whole rows of all classes, and
+// registers of which a multiprocessor has enough for two blocks.
 template <typename scalar_t, int kWidth, bool kScales>
 __global__ void __launch_bounds__(kThreads, kScales ? 2 : held_blocks<scalar_t>(3))
     select_backward_kernel(SelectBackwardArgs args, int64_t splits,
@@ -346,9 +295,8 @@ __global__ void __launch_bounds__(kThreads, kScales ? 2 : held_blocks<scalar_t>(
     if (!kScales) continue;
     const acc_t total = Group::reduce(TargetStats<acc_t>{of_scale.sum, acc_t(0)}).dot;
     if (Group::rank() == 0)
-      static_cast<acc_t*>(args.grad_scale)[r] =
-          (total + args.scale_of_all(common, c, c.d * sums.mass - sums.dot)) *
-          static_cast<acc_t>(args.options.logit_scale);
+      static_cast<acc_t*>(args.grad_scale)[r] = (total + args.scale_of_all(common, c, c.d * sums.mass - sums.dot)) *
+                                                static_cast<acc_t>(args.options.logit_scale);
   }
 }
 

@@ -113,7 +113,7 @@ def _cross_entropy(x: Tensor, target: Target, smoothing: float) -> Tensor:
     rows = target.reshape(-1, x.shape[-1])
     if readable(target) and not weighed and _are_few(rows[::max(1, len(rows) // _LOOKED_AT)]):
         return functional.cross_entropy(x, SparseTarget.from_dense(target), label_smoothing=smoothing)
-    # As timm's log_softmax has it under autocast. F.cross_entropy, on a GPU, asks its own for 16 bits of each logarithm.
+    # As log_softmax has it under autocast, and so timm's loss. F.cross_entropy asks it, on a GPU, for 16 bits.
     x = x.float() if x.dtype in (torch.float16, torch.bfloat16) and autocast.enabled(x.device) else x
     return F.cross_entropy(x.reshape(rows.shape), rows, label_smoothing=smoothing)
 
