@@ -116,7 +116,8 @@ def extensions(torch, home):
           f"{torch.__version__}")
     # -fmad=false: see multiply_add in csrc/scalar_math.h.
     nvcc = ["-std=c++17", "-O3", "-fmad=false", "--threads=2", "-Xcompiler=-fvisibility=hidden",
-            "-U__CUDA_NO_HALF_CONVERSIONS__", "-U__CUDA_NO_HALF_OPERATORS__", "-U__CUDA_NO_BFLOAT16_CONVERSIONS__", STABLE_ABI]
+            "-U__CUDA_NO_HALF_CONVERSIONS__", "-U__CUDA_NO_HALF_OPERATORS__", "-U__CUDA_NO_BFLOAT16_CONVERSIONS__",
+            STABLE_ABI]
     found.append(CUDAExtension(
         "sparse_ce._C_cuda", sorted(glob("csrc/cuda/*.cpp") + glob("csrc/cuda/*.cu")), py_limited_api=True,
         extra_compile_args={"cxx": cxx + ["-DUSE_CUDA", f'-DSPARSE_CE_CUDA_ARCHITECTURES="{chosen}"'], "nvcc": nvcc}))
