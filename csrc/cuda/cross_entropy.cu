@@ -10,6 +10,8 @@ namespace {
 // Rows up to here are read by a warp, longer ones where there are many: of a few thousand classes a block spends more on
 // what its threads tell each other (65536 x 5000 bfloat16 on an H100: 1.5 ms instead of .7).
 constexpr int64_t kWarpRowBytes = 8192, kLongWarpRowBytes = 24560, kManyRows = 2048;
+// Of so few classes a row goes to a thread where there are enough: a warp would have hardly a class for each of its own.
+constexpr int64_t kThreadClasses = 32, kManyThreads = 16384;
 // The least part of a row that is worth a block: two steps of its loop, or half of one where rows that are shared
 // anyway are so few that some multiprocessors had none (predicted for an H100: 1 x 1M bfloat16 6 us, 10 by 64 blocks).
 constexpr int64_t kSplitBytes = 32768, kLeastSplitBytes = 8192;
@@ -75,7 +77,7 @@ __global__ void __launch_bounds__(kThreads)
 
 // One group per row, or per part of a row: it alone reads and writes its columns, so the gradient may be the logits.
 template <typename scalar_t, int kWidth>
-__global__ void __launch_bounds__(kThreads, held_blocks<scalar_t>(4))
+__global__ void __launch_bounds__(kThreads, held_blocks<scalar_t>(3))
     backward_kernel(BackwardArgs args, int64_t splits, EntryGradient<acc_type<scalar_t>>* entry_gradients) {
   using Group = RowGroup<kWidth>;
   using acc_t = acc_type<scalar_t>;
@@ -123,12 +125,31 @@ __global__ void __launch_bounds__(kThreads) backward_values_kernel(BackwardArgs 
 
 // ------------------------------------------------------------------------------------------------ launchers
 
+// Rows of few classes as rows that lie side by side, where there are many.
+ForwardArgs by_threads(ForwardArgs args) {
+  if (few_classes(args)) args.strided = {args.rows, 0, 1, args.row_stride};
+  return args;
+}
+BackwardArgs by_threads(BackwardArgs args) {
+  if (!few_classes(args)) return args;
+  args.strided = {args.rows, 0, 1, args.row_stride};
+  args.grad_strided = {args.rows, 0, 1, args.grad_row_stride};
+  return args;
+}
+
 }  // namespace
+
+bool few_classes(const CrossEntropyArgs& args) {
+  const bool whole = args.first_class == 0 && args.classes_end() == args.target.num_classes;
+  return args.strided.inner == 0 && whole && args.target.num_classes <= kThreadClasses &&
+         (args.rows >= kManyThreads || args.many_rows);
+}
 
 Plan plan_of(const CrossEntropyArgs& args, int multiprocessors) {
   const int64_t row_bytes = args.classes() * size_of(args.dtype);
   const bool many = args.rows >= kManyRows || args.many_rows;
-  if (row_bytes <= (many ? kLongWarpRowBytes : kWarpRowBytes)) return {kWarp, 1, blocks_of(args, args.rows, kThreads / kWarp)};
+  if (row_bytes <= (many ? kLongWarpRowBytes : kWarpRowBytes))
+    return {kWarp, 1, blocks_of(args, args.rows, kThreads / kWarp)};
   const int64_t wanted = int64_t(kBlocksPerMultiprocessor) * multiprocessors;
   const int64_t by_rows = divide_up(wanted, args.rows);
   int64_t by_bytes = row_bytes / kSplitBytes;
@@ -138,14 +159,15 @@ Plan plan_of(const CrossEntropyArgs& args, int multiprocessors) {
 }
 
 size_t cross_entropy_forward_workspace(const CrossEntropyArgs& args) {
-  if (args.strided.inner > 0 || one_pass_of(args)) return 0;
+  if (args.strided.inner > 0 || few_classes(args) || one_pass_of(args)) return 0;
   const Plan plan = plan_of(args, multiprocessors());
   const size_t each = args.dtype == DType::kFloat64 ? sizeof(RowStats<double>) : sizeof(RowStats<float>);
   return plan.splits == 1 ? 0 : static_cast<size_t>(args.rows * plan.splits) * each;
 }
 
-cudaError_t cross_entropy_forward(const ForwardArgs& args, void* workspace, cudaStream_t stream) {
-  if (args.rows == 0) return cudaSuccess;
+cudaError_t cross_entropy_forward(const ForwardArgs& given, void* workspace, cudaStream_t stream) {
+  if (given.rows == 0) return cudaSuccess;
+  const ForwardArgs args = by_threads(given);
   if (const OnePass form = one_pass_of(args)) return cross_entropy_one_pass(form, args, nullptr, nullptr, stream);
   const Plan plan = plan_of(args, multiprocessors());
   return with_storage(args.dtype, [&](auto storage) {
@@ -166,8 +188,9 @@ size_t cross_entropy_backward_workspace(const CrossEntropyArgs& args) {
   return static_cast<size_t>(args.target.entries) * (each + (tables ? kSumSlots * sizeof(uint32_t) : 0));
 }
 
-cudaError_t cross_entropy_backward(const BackwardArgs& args, void* workspace, cudaStream_t stream) {
-  if (args.rows == 0) return cudaSuccess;
+cudaError_t cross_entropy_backward(const BackwardArgs& given, void* workspace, cudaStream_t stream) {
+  if (given.rows == 0) return cudaSuccess;
+  const BackwardArgs args = by_threads(given);
   Plan plan = plan_of(args, multiprocessors());
   // Blocks that find the gradient made cost time all the same, and those that do not can take several rows.
   if (args.made_for) plan.blocks = std::min<int64_t>(plan.blocks, kBlocksIfMade * multiprocessors());
@@ -180,8 +203,9 @@ cudaError_t cross_entropy_backward(const BackwardArgs& args, void* workspace, cu
   });
 }
 
-cudaError_t cross_entropy_backward_values(const BackwardArgs& args, cudaStream_t stream) {
-  if (args.rows == 0) return cudaSuccess;
+cudaError_t cross_entropy_backward_values(const BackwardArgs& given, cudaStream_t stream) {
+  if (given.rows == 0) return cudaSuccess;
+  const BackwardArgs args = by_threads(given);
   return with_storage(args.dtype, [&](auto storage) {
     using scalar_t = decltype(storage);
     if (args.strided.inner > 0) return launch_strided(stream, strided_backward_values_kernel<scalar_t>, args);

@@ -18,6 +18,8 @@ struct Plan {
   int64_t blocks;
 };
 Plan plan_of(const CrossEntropyArgs& args, int multiprocessors);
+// Whether each goes to a thread instead, as one whose classes lie apart does.
+bool few_classes(const CrossEntropyArgs& args);
 
 // Who holds a row from its loss to its gradient, with so many packs of 16 bytes a thread: a warp in registers, or
 // `cluster` blocks in shared memory. Nobody (width 0) where these do not hold it, in float64, or as `reads` has it.

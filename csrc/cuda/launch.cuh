@@ -28,8 +28,8 @@ cudaError_t launch_sharing(cudaStream_t stream, int64_t blocks, int threads, int
     const auto bytes = static_cast<int>(shared);
     cudaError_t refused = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
     if (refused == cudaSuccess)
-      refused = cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout,
-                                     cudaSharedmemCarveoutMaxShared);
+      refused =
+          cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared);
     if (refused != cudaSuccess) {
       cudaGetLastError();
       return refused;

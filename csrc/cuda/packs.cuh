@@ -98,9 +98,7 @@ template <typename scalar_t>
 struct LargestOfPairs {
   uint32_t most = std::is_same<scalar_t, BFloat16>::value ? 0xff80ff80u : 0xfc00fc00u;  // -inf
 
-  __device__ __forceinline__ void push(uint4 words) {
-    push(words.x), push(words.y), push(words.z), push(words.w);
-  }
+  __device__ __forceinline__ void push(uint4 words) { push(words.x), push(words.y), push(words.z), push(words.w); }
   __device__ __forceinline__ void push(uint32_t word) {
     if constexpr (std::is_same<scalar_t, BFloat16>::value)
       asm("max.bf16x2 %0, %0, %1;" : "+r"(most) : "r"(word));

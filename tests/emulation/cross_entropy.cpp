@@ -259,7 +259,8 @@ std::string form_of(const LossCase& c) {
   shape.many_rows = c.many_rows;
   shape.logits = reinterpret_cast<const void*>(c.offset * size_of(c.dtype));
   if (c.rows == 0) return "nothing";
-  if (c.strided.inner > 0) return c.rows > cuda::kBlockRows ? "a thread a row, a mean of many" : "a thread a row";
+  if (c.strided.inner > 0 || cuda::few_classes(shape))
+    return c.rows > cuda::kBlockRows ? "a thread a row, a mean of many" : "a thread a row";
   if (const cuda::OnePass form = cuda::one_pass_of(shape)) {
     if (form.width == cuda::kWarp) return form.packs <= 4 ? "one pass, a warp's registers" : "one pass, a warp";
     return "one pass, " + (form.cluster == 1 ? "a block" : std::to_string(form.cluster) + " blocks");
@@ -272,7 +273,7 @@ Kinds kind_of(const LossCase& c) {
   const std::string form = form_of(c);
   if (c.rows == 0) return {form};
   const auto starts = [&](const char* with) { return form.rfind(with, 0) == 0; };
-  const std::string read = c.strided.inner > 0 ? "side by side" : starts("one pass") ? "once" : "apart";
+  const std::string read = starts("a thread") ? "side by side" : starts("one pass") ? "once" : "apart";
   Kinds kinds = {form};
   if (c.row_scale) kinds.push_back("scales of rows, " + read);
   if (c.row_weight) kinds.push_back("weights of rows, " + read);

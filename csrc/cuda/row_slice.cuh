@@ -1,0 +1,230 @@
+// row_slice.cuh - a group's part of a row, which it holds between the loss and the gradient: in registers or in shared
+// memory.
+#pragma once
+
+#include "row_passes.cuh"
+
+namespace sparse_ce {
+namespace cuda {
+
+// Packs of each thread of a block: 64 KiB, of which a multiprocessor holds three. With half as many a row would be shared
+// out among twice the blocks, and what a block spends on its statistics counts twice: 1.55 copies in place of 1.15 on an
+// H100 (8192 x 128256 bfloat16, forward + backward).
+constexpr int kSharedPacks = 16;
+constexpr int kHeldPacks = 4, kWarpPacks = 48;  // of each thread of a warp, in registers and in shared memory
+
+// What a thread has of a row, in registers: `packs` of them, of which each is named when the kernel is compiled.
+template <int packs>
+struct InRegisters {
+  static constexpr int kUnroll = packs;
+  static constexpr int blocks(bool plain) { return plain ? 3 : 2; }  // that a multiprocessor shall hold
+  static constexpr bool kAll = true;  // packs of a thread are unrolled
+  uint4 held[packs];
+
+  __device__ explicit InRegisters(int) {}
+  __device__ int count() const { return packs; }
+  __device__ __forceinline__ void load(int u, const void* from) { held[u] = *static_cast<const uint4*>(from); }
+  __device__ __forceinline__ void set(int u, uint4 pack) { held[u] = pack; }
+  __device__ __forceinline__ uint4 get(int u) const { return held[u]; }
+  __device__ void wait() {}
+  // `zero` is 0, which the compiler must not know: else it keeps the numbers that it has made of the logits, and for
+  // these there are no registers, in place of making them again.
+  __device__ __forceinline__ void unknow(uint32_t zero) {
+#pragma unroll
+    for (uint4& pack : held) pack.x ^= zero, pack.y ^= zero, pack.z ^= zero, pack.w ^= zero;
+  }
+};
+
+// The same in shared memory, on the way to which the logits need no registers. A thread reads none but its own.
+template <int kWidth>
+struct InSharedMemory {
+  static constexpr int kUnroll = 4;
+  static constexpr int blocks(bool) { return 3; }
+  static constexpr bool kAll = false;
+  uint4* held;
+  int packs;
+
+  __device__ explicit InSharedMemory(int packs) : packs(packs) {
+    SCE_DYNAMIC_SHARED(uint4, shared);
+    held = shared + threadIdx.x / kWidth * (packs * kWidth) + threadIdx.x % kWidth;
+  }
+  __device__ int count() const { return packs; }
+  __device__ __forceinline__ void load(int u, const void* from) {
+    __pipeline_memcpy_async(held + u * kWidth, from, sizeof(uint4));
+  }
+  __device__ __forceinline__ void set(int u, uint4 pack) { held[u * kWidth] = pack; }
+  __device__ __forceinline__ uint4 get(int u) const { return held[u * kWidth]; }
+  __device__ void wait() {
+    __pipeline_commit();
+    __pipeline_wait_prior(0);
+  }
+  __device__ void unknow(uint32_t) {}
+};
+
+// A group's part of a row, whose 16-byte packs its threads share out, kStride columns apart. Columns that are none of
+// the classes are -inf. Places are counted from the slice's first pack, in 32 bits: registers.
+template <typename scalar, int kThreadsOfRow, typename storage_t>
+struct RowSlice {
+  using scalar_t = scalar;
+  using acc_t = acc_type<scalar_t>;
+  static constexpr int kWidth = kThreadsOfRow, kSize = Pack<scalar_t>::kSize, kStride = kWidth * kSize;
+  static constexpr int kUnroll = storage_t::kUnroll;
+  static constexpr int blocks(bool plain) { return storage_t::blocks(plain); }
+  using Group = RowGroup<kWidth>;
+
+  // Part `part` of the row's slices, of at most `packs` packs a thread.
+  __device__ RowSlice(const scalar_t* row, int64_t classes, int part, int packs) : storage_(packs) {
+    const int columns = storage_.count() * kStride;
+    origin_ = int64_t(part) * columns - misalignment(row);
+    lead_ = part == 0 ? misalignment(row) : 0;
+    const int64_t count = classes - origin_;
+    count_ = count < 0 ? 0 : count < columns ? static_cast<int>(count) : columns;
+  }
+
+  __device__ static int misalignment(const scalar_t* row) {
+    return static_cast<int>(reinterpret_cast<uintptr_t>(row) % 16 / sizeof(scalar_t));
+  }
+
+  // The classes [begin, end) are the group's.
+  __device__ int64_t begin() const { return origin_ + lead_; }
+  __device__ int64_t end() const { return origin_ + count_; }
+
+  // Asks for the logits, which are there after wait.
+  __device__ __forceinline__ void load(const scalar_t* row) {
+    const scalar_t* mine = row + first();
+    for_packs([&](int u) {
+      if (whole(u)) return storage_.load(u, mine + u * kStride);
+      Pack<scalar_t> pack;
+#pragma unroll
+      for (int e = 0; e < kSize; ++e) from_acc(-acc_t(INFINITY), pack.at[e]);
+      for_edge(u, [&](int e) { pack.at[e] = mine[u * kStride + e]; });
+      uint4 words;
+      std::memcpy(&words, pack.at, sizeof(words));
+      storage_.set(u, words);
+    });
+  }
+  __device__ __forceinline__ void wait() { storage_.wait(); }
+
+  // Of the whole slice, in all threads of the group. Contains barriers.
+  template <bool kPlain>
+  __device__ __forceinline__ RowStats<acc_t> stats(const ForwardArgs& args, const LogitTransform<acc_t>& transform) {
+    if constexpr (kPlain) {
+      // The largest first, which are numbers as they are stored: then no sum is moved from one to another.
+      LargestOf<scalar_t> largest;
+      for_packs([&](int u) { largest.push(storage_.get(u)); });
+      const acc_t max = Group::broadcast(Group::template reduce<true>(Largest<acc_t>{largest.number()})).max;
+      acc_t sums[2] = {};
+      for_packs([&](int u) {
+        acc_t z[kSize];
+        numbers(u, z);
+#pragma unroll
+        for (int e = 0; e < kSize; ++e) sums[e % 2] += exponential(z[e] - max);
+      });
+      const acc_t sum = Group::broadcast(Group::template reduce<true>(Sum<acc_t>{sums[0] + sums[1]})).sum;
+      return {max, sum, acc_t(0), acc_t(0)};
+    }
+    const bool smooth = args.options.label_smoothing != 0;
+    const acc_t* weight = static_cast<const acc_t*>(args.target.weight);
+    RowStats<acc_t> stats;
+    for_packs([&](int u) {
+      acc_t z[kSize];
+      numbers(u, z);
+      by_softcap(transform, [&](const LogitTransform<acc_t>& of_logit) {
+#pragma unroll
+        for (int e = 0; e < kSize; ++e) z[e] = there(u, e) ? of_logit(z[e]) : -acc_t(INFINITY);
+      });
+      stats.push(z, 0, kSize);
+      if (!smooth) return;
+      acc_t o[kSize];
+      weights(u, weight, o);
+      stats.push_weighted(z, o, kSize);
+    });
+    return Group::broadcast(Group::reduce(stats));
+  }
+
+  // The gradient as if no class had an entry.
+  template <bool kPlain>
+  __device__ __forceinline__ void write(const BackwardArgs& args, const GradientCoefficients<acc_t>& c,
+                                        const LogitTransform<acc_t>& transform, const scalar_t* row,
+                                        scalar_t* gradient) {
+    // Only where labels are smoothed: an infinite one would be multiplied by 0.
+    const bool smooth = !kPlain && args.options.label_smoothing != 0;
+    const acc_t* weight = smooth ? static_cast<const acc_t*>(args.target.weight) : nullptr;
+    const int width = common_width(row, gradient);
+    scalar_t* mine = gradient + first();
+    for_packs([&](int u) {
+      acc_t x[kSize], o[kSize];
+      numbers(u, x);
+      if constexpr (kPlain) {
+#pragma unroll
+        for (acc_t& of_one : x) of_one = c.at(of_one);
+      } else {
+        weights(u, weight, o);
+        by_softcap(transform, [&](const LogitTransform<acc_t>& of_logit) {
+#pragma unroll
+          for (int e = 0; e < kSize; ++e) {
+            const auto [z, of_cap] = of_logit.with_slope(x[e]);
+            x[e] = c.at(z, o[e]) * (of_logit.scale * of_cap);
+          }
+        });
+      }
+      Pack<scalar_t> pack;
+      from_numbers(x, pack);
+      if (whole(u))
+        pack.store(mine + u * kStride, width);
+      else
+        for_edge(u, [&](int e) { mine[u * kStride + e] = pack.at[e]; });
+    });
+  }
+
+  __device__ __forceinline__ void unknow(uint32_t zero) { storage_.unknow(zero); }
+
+ private:
+  __device__ static int place(int u) { return (Group::rank() + u * kWidth) * kSize; }
+  __device__ int64_t first() const { return origin_ + place(0); }  // the column of the first pack
+  __device__ bool there(int u, int e) const { return lead_ <= place(u) + e && place(u) + e < count_; }
+  __device__ bool whole(int u) const { return lead_ <= place(u) && place(u) + kSize <= count_; }
+  template <typename function_t>
+  __device__ __forceinline__ void for_edge(int u, const function_t& f) const {
+#pragma unroll
+    for (int e = 0; e < kSize; ++e)
+      if (there(u, e)) f(e);
+  }
+  // f(u) for the thread's packs that have a class: exponentials of nothing would take their time.
+  template <typename function_t>
+  __device__ __forceinline__ void for_packs(const function_t& f) const {
+    if constexpr (storage_t::kAll) {
+#pragma unroll
+      for (int u = 0; u < kUnroll; ++u) {
+        if (place(u) >= count_) break;
+        f(u);
+      }
+    } else {
+      const int mine = place(0) < count_ ? (count_ - place(0) - 1) / kStride + 1 : 0;
+#pragma unroll kUnroll
+      for (int u = 0; u < mine; ++u) f(u);
+    }
+  }
+
+  // Of what is no class 0.
+  __device__ __forceinline__ void weights(int u, const acc_t* weight, acc_t (&o)[kSize]) const {
+    if (whole(u)) return load_weights(weight ? weight + first() + u * kStride : nullptr, o);
+#pragma unroll
+    for (int e = 0; e < kSize; ++e)
+      o[e] = !there(u, e) ? acc_t(0) : weight ? weight[first() + u * kStride + e] : acc_t(1);
+  }
+
+  __device__ __forceinline__ void numbers(int u, acc_t (&x)[kSize]) const {
+    const uint4 words = storage_.get(u);
+    Pack<scalar_t> pack;
+    std::memcpy(pack.at, &words, sizeof(words));
+    to_numbers(pack, x);
+  }
+
+  int64_t origin_;  // the column of the slice's first pack, perhaps before the row's first
+  int lead_, count_;  // of the places [lead, count) there are classes
+  storage_t storage_;
+};
+
+}  // namespace cuda
+}  // namespace sparse_ce
