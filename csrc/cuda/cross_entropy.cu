@@ -7,10 +7,10 @@ namespace sparse_ce {
 namespace cuda {
 namespace {
 
-// Rows up to here are read by a warp, longer ones where there are many: of a few thousand classes a block spends more on
-// what its threads tell each other (65536 x 5000 bfloat16 on an H100: 1.5 ms instead of .7).
+// Rows up to here are read by a warp, longer ones where there are many: of a few thousand classes a block spends more
+// on what its threads tell each other (65536 x 5000 bfloat16 on an H100: 1.5 ms instead of .7).
 constexpr int64_t kWarpRowBytes = 8192, kLongWarpRowBytes = 24560, kManyRows = 2048;
-// Of so few classes a row goes to a thread where there are enough: a warp would have hardly a class for each of its own.
+// Of so few classes a row goes to a thread where there are enough: a warp would have hardly a class for each lane.
 constexpr int64_t kThreadClasses = 32, kManyThreads = 16384;
 // The least part of a row that is worth a block: two steps of its loop, or half of one where rows that are shared
 // anyway are so few that some multiprocessors had none (predicted for an H100: 1 x 1M bfloat16 6 us, 10 by 64 blocks).
