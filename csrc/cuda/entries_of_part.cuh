@@ -38,8 +38,8 @@ class EntriesOfPart {
     if (own(mine_.column)) logit_ = to_acc(row[mine_.column]);
   }
 
-  // For all threads of the group: the mass has the bits of mass_of_row. The first part also has the entries that are out
-  // of range. Contains barriers where a warp has not enough lanes for them.
+  // For all threads of the group: the mass has the bits of mass_of_row. The first part also has the entries that are
+  // out of range. Contains barriers where a warp has not enough lanes for them.
   __device__ EntrySums<acc_t> sums(const LogitTransform<acc_t>& transform, const scalar_t* row, int part,
                                    acc_t max) const {
     TargetSums<LongSum<acc_t>> sums;

@@ -7,9 +7,9 @@
 namespace sparse_ce {
 namespace cuda {
 
-// Packs of each thread of a block: 64 KiB, of which a multiprocessor holds three. With half as many a row would be shared
-// out among twice the blocks, and what a block spends on its statistics counts twice: 1.55 copies in place of 1.15 on an
-// H100 (8192 x 128256 bfloat16, forward + backward).
+// Packs of each thread of a block: 64 KiB, of which a multiprocessor holds three. With half as many a row would be
+// shared out among twice the blocks, and what a block spends on its statistics would count twice: 1.55 copies in place
+// of 1.15 on an H100 (8192 x 128256 bfloat16, forward + backward).
 constexpr int kSharedPacks = 16;
 constexpr int kHeldPacks = 4, kWarpPacks = 48;  // of each thread of a warp, in registers and in shared memory
 
