@@ -1,7 +1,8 @@
 # make demo         trains a small language model on sparse labels: a few minutes on two cores
 # make distill      what the tail of a teacher's top-k costs its students: minutes on two cores
 # make test         the suite: builds, installs, tests; minutes on two cores
-# make test-all     the suite, then its other flavours: other kernels, sanitizers, emulated CUDA, what takes long
+# make test-all     the suite, then its other flavours: other kernels, sanitizers, emulated CUDA, what takes long;
+#                   WITHOUT="slow sanitized": but these
 # make kernels      the CPU kernels that changed compiled again, into the environment: seconds a file
 # make lint         ruff, mypy, pyright, clang-format, and what CONTRIBUTING says of the sources
 # make mutants      breaks the code on purpose, one change at a time; MUTANTS="cpu tile.cpp" for some
@@ -36,7 +37,7 @@ test: $(VENV)/.tests
 	$(PYTEST)
 
 test-all: test
-	for flavour in $$($(BIN)/python tests/flavours.py); do \
+	for flavour in $$($(BIN)/python tests/flavours.py --without $(WITHOUT)); do \
 		echo "== SPARSE_CE_FLAVOUR=$$flavour"; \
 		SPARSE_CE_FLAVOUR=$$flavour $(PYTEST) || exit 1; \
 	done

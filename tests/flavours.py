@@ -3,11 +3,13 @@
     SPARSE_CE_FLAVOUR=baseline python -m pytest             a whole flavour
     SPARSE_CE_FLAVOUR=emulated python -m pytest tests/test_masked_mean.py -k layout
     python tests/flavours.py                                those that `make test-all` adds on this machine
+    python tests/flavours.py --without slow                 but this one
 
 A flavour is environment variables, at times another package, and the tests that have a part in it. tests/conftest.py
 enters it. A test that is named on the command line (by file::name or -k) runs also where it is slow.
 """
 
+import argparse
 import fcntl
 import hashlib
 import os
@@ -257,4 +259,7 @@ def digest_of(*paths: Path, below: Path = ROOT) -> str:
 
 
 if __name__ == "__main__":
-    print(*others())
+    options = argparse.ArgumentParser()
+    options.add_argument("--without", nargs="*", default=[], choices=sorted(FLAVOURS), help="none of these")
+    unwanted = options.parse_args().without
+    print(*(name for name in others() if name not in unwanted))
