@@ -1,5 +1,6 @@
 """How the CUDA kernels share out rows, over a wide range of shapes: every row is served, no block without work."""
 
+import itertools
 import math
 import os
 import random
@@ -54,53 +55,96 @@ def test_a_limit_of_blocks_is_kept_and_changes_nothing_else(plan_of):
         assert limited == (*free[:2], min(free[2], 3))
 
 
-def test_rows_that_are_read_once_fit_into_registers(planning):
+# Of shared memory, what a block may have: an H100, an A100, an RTX 30 or 40, a T4.
+SM_90, SM_80, SM_86, SM_75 = (kib << 10 for kib in (227, 163, 99, 64))
+NONE = (0, 0, 0)
+
+
+def packs_of(shared):
+    """Of each thread of a block: what shared memory holds beside the kernel's own."""
+    return (shared - (12 << 10)) // (16 * 256)
+
+
+def test_a_row_that_is_read_once_is_held_by_the_fewest_that_can(planning):
     seen = set()
-    for rows, classes, size, multiprocessors in shapes():
-        for offset in (0, 4):
-            for clusters in (True, False):
-                *form, _ = planning.one_pass_of(rows, classes, size, offset, multiprocessors, 50 << 20, clusters)
-                width, packs, cluster = form
-                aligned = offset == 0 and (rows == 1 or classes * size % 16 == 0)
-                needed, held = size * classes + (0 if aligned else 16 - size), 16 * width * packs * cluster
-                most = (512 if clusters else 32) << 10
-                if held == 0:
-                    assert size == 8 or needed > most or 8192 < needed <= 8192 + 16 - size
-                    continue
-                assert size < 8 and needed <= held <= most and (held == 8192 or needed > held // 4)
-                seen.add((*form, clusters))
-    few = {(32, 16, 1), (256, 8, 1)}
-    many = few | {(256, 8, 2), (256, 8, 4), (256, 8, 8), (256, 16, 8)}
-    assert seen == {(*form, True) for form in many} | {(*form, False) for form in few}
+    for rows, classes, size, _ in shapes():
+        for offset, clusters, shared in itertools.product((0, 8), (True, False), (SM_90, SM_80, SM_86, SM_75)):
+            width, packs, cluster = form = planning.one_pass_of(rows, classes, size, offset, clusters, shared)
+            aligned = offset == 0 and (rows == 1 or classes * size % 16 == 0)
+            needed = size * classes + (0 if aligned else 16 - size)
+            by_warp = size * classes <= (24560 if rows >= 2048 else 8192)
+            threads, room = 32 if by_warp else 256, packs_of(shared)
+            most, blocks = (max(4, min(48, room)), 1) if by_warp else (min(16, room), 8 if clusters else 1)
+            if form == NONE:
+                assert size == 8 or needed > 16 * threads * most * blocks
+                seen.add((by_warp, NONE, shared))
+                continue
+            assert size < 8 and width == threads and 1 <= packs <= most and cluster in (1, 2, 4, 8)[:blocks]
+            assert 16 * threads * (packs - 1) * cluster < needed <= 16 * threads * packs * cluster
+            assert cluster == 1 or needed > 16 * threads * most * cluster // 2, "half of them would do"
+            in_registers = by_warp and packs <= 4
+            assert in_registers or 16 * 256 * packs + (12 << 10) <= shared
+            seen.add((by_warp, in_registers or cluster, shared))
+    blocks = {(False, cluster, shared) for cluster in (1, 2, 4, 8) for shared in (SM_90, SM_80, SM_86, SM_75)}
+    nobody = {(False, NONE, shared) for shared in (SM_90, SM_80, SM_86, SM_75)}
+    assert seen == {(True, 1, shared) for shared in (SM_90, SM_80, SM_86, SM_75)} | blocks | nobody | {
+        (True, NONE, shared) for shared in (SM_90, SM_80, SM_86, SM_75)}
 
 
-CACHE, NONE = (512, 0, 8), (0, 0, 0)
+def test_a_row_of_float64_or_of_none_is_held_by_nobody(planning):
+    for clusters in (True, False):
+        assert planning.one_pass_of(4096, 1000, 8, 0, clusters, SM_90) == NONE
+        assert planning.one_pass_of(0, 1000, 2, 0, clusters, SM_90) == NONE
 
 
-def form_of(planning, rows, size, classes, offset=0, clusters=True):
-    """On an H100."""
-    return planning.one_pass_of(rows, classes, size, offset, 132, 50 << 20, clusters)[:3]
+WARP, BLOCK = 32, 256
+
+
+@pytest.mark.parametrize("size,classes,few,many", [
+    (2, 4096, (WARP, 16, 1), (WARP, 16, 1)), (2, 4097, (BLOCK, 3, 1), (WARP, 17, 1)),
+    (2, 12280, (BLOCK, 6, 1), (WARP, 48, 1)), (2, 12281, (BLOCK, 6, 1), (BLOCK, 6, 1)),
+    (4, 2048, (WARP, 16, 1), (WARP, 16, 1)), (4, 2049, (BLOCK, 3, 1), (WARP, 17, 1)),
+    (4, 6140, (BLOCK, 6, 1), (WARP, 48, 1)), (4, 6141, (BLOCK, 6, 1), (BLOCK, 6, 1))])
+def test_many_rows_of_a_few_thousand_classes_go_to_warps(size, classes, few, many, planning):
+    """As of the kernels for each, so that the entries are summed in one order."""
+    for rows, form in ((2, few), (2047, few), (2048, many), (65536, many)):
+        assert planning.one_pass_of(rows, classes, size, 0, True, SM_90) == form
+        assert planning.plan_of(rows, classes, size, 0, 132)[0] == form[0]
+
+
+MODELS = [  # size, classes, form of few rows, form of many
+    (2, 1000, (WARP, 4, 1), (WARP, 4, 1)), (2, 4096, (WARP, 16, 1), (WARP, 16, 1)),
+    (2, 5000, (BLOCK, 3, 1), (WARP, 20, 1)), (2, 12000, (BLOCK, 6, 1), (WARP, 47, 1)),
+    (2, 16384, (BLOCK, 8, 1), (BLOCK, 8, 1)), (2, 32000, (BLOCK, 16, 1), (BLOCK, 16, 1)),
+    (2, 50257, (BLOCK, 13, 2), (BLOCK, 13, 2)), (2, 128256, (BLOCK, 16, 4), (BLOCK, 16, 4)),
+    (2, 151936, (BLOCK, 10, 8), (BLOCK, 10, 8)), (2, 201088, (BLOCK, 13, 8), (BLOCK, 13, 8)),
+    (2, 262144, (BLOCK, 16, 8), (BLOCK, 16, 8)),
+    (4, 1000, (WARP, 8, 1), (WARP, 8, 1)), (4, 4096, (BLOCK, 4, 1), (WARP, 32, 1)),
+    (4, 5000, (BLOCK, 5, 1), (WARP, 40, 1)), (4, 12000, (BLOCK, 12, 1), (BLOCK, 12, 1)),
+    (4, 16384, (BLOCK, 16, 1), (BLOCK, 16, 1)), (4, 32000, (BLOCK, 16, 2), (BLOCK, 16, 2)),
+    (4, 50257, (BLOCK, 13, 4), (BLOCK, 13, 4)), (4, 128256, (BLOCK, 16, 8), (BLOCK, 16, 8)),
+    (4, 151936, NONE, NONE), (4, 201088, NONE, NONE), (4, 262144, NONE, NONE)]
+
+
+@pytest.mark.parametrize("size,classes,few,many", MODELS)
+def test_models_have_the_smallest_form_that_holds_a_row(size, classes, few, many, planning):
+    for rows, form in ((1, few), (2047, few), (2048, many), (4096, many), (65536, many)):
+        assert planning.one_pass_of(rows, classes, size, 0, True, SM_90) == form
+        for shared in (SM_90, SM_80, SM_86):  # without clusters, and with less for a warp
+            held = form[2] == 1 and form[1] <= (48 if form[0] == WARP and shared == SM_90 else
+                                                37 if form[0] == WARP and shared == SM_80 else
+                                                21 if form[0] == WARP else 16)
+            assert planning.one_pass_of(rows, classes, size, 0, False, shared) == (form if held else NONE)
 
 
 @pytest.mark.parametrize("size,classes,form", [
-    (2, 1000, (32, 16, 1)), (2, 4096, (32, 16, 1)), (2, 16384, (256, 8, 1)), (2, 32000, (256, 8, 2)),
-    (2, 50257, (256, 8, 4)), (2, 128256, (256, 8, 8)), (2, 151936, (256, 16, 8)), (2, 201088, (256, 16, 8)),
-    (2, 262144, (256, 16, 8)), (4, 1000, (32, 16, 1)), (4, 32000, (256, 8, 4)), (4, 128256, (256, 16, 8)),
-    (4, 262144, CACHE)])
-def test_models_have_the_smallest_form_that_holds_a_row(size, classes, form, planning):
-    for rows in (1, 4096, 65536):
-        few = rows == 1  # for which the cache would be of no use
-        assert form_of(planning, rows, size, classes) == (NONE if few and form == CACHE else form)
-        alone = form if form[2] == 1 else NONE if few else (512, 0, 1)
-        assert form_of(planning, rows, size, classes, clusters=False) == alone
-
-
-@pytest.mark.parametrize("size,classes,form", [
-    (2, 1000, (32, 16, 1)), (2, 4096, NONE), (2, 16384, (256, 8, 2)), (2, 128256, (256, 8, 8)),
-    (2, 131072, (256, 16, 8)), (2, 262144, CACHE), (4, 131072, CACHE)])
+    (2, 1000, (WARP, 4, 1)), (2, 1024, (WARP, 5, 1)), (2, 4096, (WARP, 17, 1)), (2, 12280, (WARP, 48, 1)),
+    (2, 16384, (BLOCK, 9, 1)), (2, 32768, (BLOCK, 9, 2)), (2, 65536, (BLOCK, 9, 4)), (2, 131072, (BLOCK, 9, 8)),
+    (2, 262144, NONE), (4, 6140, (WARP, 48, 1)), (4, 16384, (BLOCK, 9, 2)), (4, 65536, (BLOCK, 9, 8)),
+    (4, 131072, NONE)])
 def test_a_row_behind_a_boundary_that_would_fill_its_form_needs_the_next(size, classes, form, planning):
-    for rows in (1, 4096, 65536):
-        assert form_of(planning, rows, size, classes, size) == (NONE if rows == 1 and form == CACHE else form)
+    for rows in (2048, 65536):
+        assert planning.one_pass_of(rows, classes, size, size, True, SM_90) == form
 
 
 def test_many_rows_of_a_masked_mean_go_to_warps_in_one_part(planning):
@@ -109,26 +153,6 @@ def test_many_rows_of_a_masked_mean_go_to_warps_in_one_part(planning):
     assert plan_of(4096, 16384, 2)[:2] == (True, 1) and plan_of(4096, 16385, 2)[:2] == (False, 1)
     assert plan_of(4095, 2048, 2)[:2] == (True, 1) and plan_of(4095, 2049, 2)[:2] == (False, 1)
     assert plan_of(1, 1 << 20, 2)[:2] == (False, 64)
-
-
-@pytest.mark.parametrize("clusters", [True, False])
-def test_rows_that_registers_do_not_hold_wait_in_a_cache_that_does(clusters, planning):
-    """As many at a time as there are blocks for, or as the cache has room for, if these keep up with memory."""
-    cluster, seen = 8 if clusters else 1, set()
-    for rows, classes, size, multiprocessors in shapes():
-        for cache in (0, 4 << 20, 50 << 20):
-            form = planning.one_pass_of(rows, classes, size, 0, multiprocessors, cache, clusters)
-            if form[0] and form[1]:
-                assert form[3] == 0
-                continue  # registers
-            blocks = max(1, multiprocessors // cluster)
-            needed = size * classes + (0 if rows == 1 or classes * size % 16 == 0 else 16 - size)
-            at_a_time = min(blocks, cache // 4 * 3 // needed)
-            waits = size < 8 and rows >= at_a_time >= blocks / size and size * classes > 8192
-            assert form == ((512, 0, cluster, at_a_time) if waits else (0, 0, 0, 0))
-            assert needed * form[3] <= cache // 4 * 3
-            seen.add((form[0], blocks > form[3]))
-    assert seen == {(0, True), (512, True), (512, False)}
 
 
 def test_a_softcap_keeps_the_digits_of_small_logits(planning):
