@@ -1,7 +1,7 @@
 """The goals, as ratios of rows measured in one run.
 
-Of a loss and its gradient on a GPU three ways can be chosen for a process, by SPARSE_CE_ONE_PASS: a record says which
-it was by the title of the problem. Each way has goals of its own, and ``between_ways`` compares records of several.
+Of a loss and its gradient on a GPU another way than the planned one can be chosen for a process, by SPARSE_CE_ONE_PASS:
+a record says so in the title of the problem. Each way has goals of its own, and ``between_ways`` compares records.
 """
 
 import os
@@ -18,9 +18,9 @@ from work import AT_ONCE, BACKWARD, BOTH, COPY, FORWARD, INDEX_BOTH, READ
 INDEX_PEER = "F.cross_entropy, class index"
 DENSE_PEER = "F.cross_entropy, dense probability"
 GATHER_PEER = "log_softmax + gather"
-TWO_KERNELS, SECOND_CACHE = "two kernels", "second cache"
-WAYS = {"0": TWO_KERNELS, "cached": SECOND_CACHE}  # values of SPARSE_CE_ONE_PASS
-HELD_BYTES = 512 << 10  # of a row, at most: longer ones are not held in registers
+TWO_KERNELS = "two kernels"
+WAYS = {"0": TWO_KERNELS}  # values of SPARSE_CE_ONE_PASS
+HELD_BYTES = 512 << 10  # of a row, at most: longer ones are read by two kernels
 
 
 @dataclass(frozen=True)

@@ -161,18 +161,14 @@ def speed(machine: Machine) -> List[Group]:
                 *machine.script("gpu_probe", "profile", "--device", machine.device)]
     largest = ("--only", "measure 8192 x 128256")
 
-    def otherwise(name: str, choice: str) -> Step:
-        """The loss of the largest logits in a way that is not the planned one, without the peers."""
-        step = benchmark(machine, name, 25, "--no-peers", *largest)
-        return replace(step, environment={ONE_PASS: choice})
-
+    # The loss of the largest logits in the way that is not the planned one, without the peers.
+    two_kernels = replace(benchmark(machine, "two kernels", 25, "--no-peers", *largest), environment={ONE_PASS: "0"})
     rows = (
         benchmark(machine, "8192 x 128256", 80, *largest),
-        otherwise("two kernels", "0"),
-        otherwise("second cache", "cached"),
+        two_kernels,
         Step("ways", machine.script("run", "--compare-ways", str(machine.work / "benchmarks")), 10, show=MEASURED),
-        Step("counters", counters, 60, skip_if=NO_COUNTERS, show=COUNTED),
-        benchmark(machine, "variants", 60, "--only", "measure_variant"),
+        Step("counters", counters, 70, skip_if=NO_COUNTERS, show=COUNTED),
+        benchmark(machine, "variants", 75, "--only", "measure_variant"),
         benchmark(machine, "log-probabilities", 60, "--only", "measure_select"),
         benchmark(machine, "linear head", 70, "--only", "measure_linear linear head, 8192 x 4096"),
         benchmark(machine, "16384, float32", 75, "--only", "measure 16384", "--only", "measure 4096 x 128256"),

@@ -22,7 +22,7 @@ def found(tmp_path_factory):
     """By SPARSE_CE_ONE_PASS."""
     folder = tmp_path_factory.mktemp("launches")
     results = {}
-    for choice in ("", "0", "cached"):
+    for choice in ("", "0"):
         environment = {**os.environ, "SPARSE_CE_ONE_PASS": choice}
         done = subprocess.run([sys.executable, CASES, folder / f"choice-{choice}.pt"], capture_output=True, text=True,
                               env=environment, cwd=folder)
@@ -31,16 +31,24 @@ def found(tmp_path_factory):
     return results
 
 
+# Of one kernel a row; else parts of few long rows, whose statistics another launch merges.
+IN_PARTS = ("a cluster of 2", "a cluster of 8", "nobody")
+
+
+def parts_merged(choice, size):
+    return size in IN_PARTS and (choice == "0" or size == "nobody")
+
+
 @pytest.mark.parametrize("how", ["foreseen", "in place"])
 @pytest.mark.parametrize("size", SIZES)
 def test_one_kernel_reads_a_row_for_loss_and_gradient(size, how, found):
     """Beside it the mean's, twice: what it divides by, then itself. Backward asks whether the gradient is right. By two
-    kernels a row above 32 KiB is in parts where there are few, which a third merges."""
-    once, cached, apart = (found[choice][size, how] for choice in ("", "cached", "0"))
-    assert once[:2] == cached[:2] == (3, 1)
-    assert apart[:2] == (5 if size == "a cluster of 8" else 4, 1)
+    kernels a row of 64 KiB and more is in parts where there are few, which a third merges. So of a row that nobody
+    holds, whatever is chosen."""
+    once, apart = (found[choice][size, how] for choice in ("", "0"))
+    assert once[:2] == (5 if size == "nobody" else 3, 1)
+    assert apart[:2] == (5 if size in IN_PARTS else 4, 1)
     assert_bitwise_equal(once[2], apart[2]), assert_bitwise_equal(once[3], apart[3])
-    torch.testing.assert_close(cached[2:], once[2:])
 
 
 @pytest.mark.parametrize("how", ["first", "first in place"])
@@ -48,7 +56,7 @@ def test_one_kernel_reads_a_row_for_loss_and_gradient(size, how, found):
 def test_without_a_forecast_backward_reads_the_row_again(size, how, found):
     for choice in found:
         forward, backward, _, gradient = found[choice][size, how]
-        assert (forward, backward) == (3 if choice == "0" and size == "a cluster of 8" else 2, 1)
+        assert (forward, backward) == (3 if parts_merged(choice, size) else 2, 1)
         assert_bitwise_equal(gradient, found[choice][size, "foreseen"][3])
 
 
@@ -58,4 +66,4 @@ def test_the_mean_of_many_rows_is_one_launch(found):
 
 def test_the_environment_is_read_once(found):
     for choice in found:
-        assert found[choice]["after"][:2] == found[choice]["a cluster of 2", "in place"][:2]
+        assert found[choice]["after"][:2] == found[choice]["a block", "in place"][:2]

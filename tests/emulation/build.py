@@ -25,8 +25,10 @@ LAYER = ROOT / "third_party" / "cuda_on_cpu"
 BUILD = HERE / "build"
 # For a host compiler what csrc/ has from nvcc.
 DEVICE = ["-DSCE_CUDA", "-include", HERE / "device" / "launch.cuh"]
+# What decides about the numbers, as setup.py and CMakeLists.txt have it: see multiply_add in csrc/scalar_math.h.
+ROUNDING = ["-fmad=false"]
 # The last as PyTorch's builds of kernels have it.
-NVCC = ["-std=c++17", "-O2", "-fmad=false", "-lineinfo", "--expt-relaxed-constexpr"]
+NVCC = ["-std=c++17", "-O2", *ROUNDING, "-lineinfo", "--expt-relaxed-constexpr"]
 OPS = sorted(path.stem for path in HERE.glob("*.cpp"))
 FLAVOURS = {
     "plain": ["-O2"],
