@@ -38,6 +38,7 @@ def kinds(output):
 KINDS = {"cross_entropy": ("warp a row", "block a row", "blocks a row", "a thread a row",
                            "a thread a row, a mean of many", "one pass, a warp's registers", "one pass, a warp",
                            "one pass, a block", "one pass, 2 blocks", "one pass, 4 blocks", "one pass, 8 blocks",
+                           "a warp's most entries", "a block's most entries", "a warp's entries of a block",
                            "classes in parts", *(factors + " of rows, " + read for factors in ("scales", "weights")
                                                  for read in ("once", "apart", "side by side"))),
          "classes_of_row": [threads + entries for threads in ("a thread", "a warp", "a block") for entries in (

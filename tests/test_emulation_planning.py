@@ -100,6 +100,15 @@ def test_a_row_of_float64_or_of_none_is_held_by_nobody(planning):
 WARP, BLOCK = 32, 256
 
 
+def test_without_shared_memory_there_are_registers(planning):
+    """As a device that could not be asked has it."""
+    for rows, classes, size, _ in shapes():
+        for clusters in (True, False):
+            held = size < 8 and size * classes + (0 if rows == 1 or classes * size % 16 == 0 else 16 - size) <= 2048
+            packs = planning.one_pass_of(rows, classes, size, 0, clusters, 0)
+            assert packs == ((WARP, packs[1], 1) if held else NONE) and packs[1] <= 4
+
+
 @pytest.mark.parametrize("size,classes,few,many", [
     (2, 4096, (WARP, 16, 1), (WARP, 16, 1)), (2, 4097, (BLOCK, 3, 1), (WARP, 17, 1)),
     (2, 12280, (BLOCK, 6, 1), (WARP, 48, 1)), (2, 12281, (BLOCK, 6, 1), (BLOCK, 6, 1)),

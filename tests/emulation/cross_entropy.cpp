@@ -33,6 +33,11 @@ LossCase draw_rows(bool small) {
     c.rows = 1 + below(5), c.row_stride = c.num_classes = c.vocab = 5001 + below(90);
     c.reads = Reads::kApart;
   }
+  if (c.layout != Case::kIndex && chance(c.vocab > 4000 ? 0.45 : 0.3)) {  // about as many entries as threads hold one each
+    c.layout = Case::kTopK;
+    c.width = one_of<int64_t>(c.vocab > 4000 ? std::vector<int64_t>{32, 33, 128, 129} : std::vector<int64_t>{32, 33});
+    c.rows = std::min<int64_t>(c.rows, 9);
+  }
   if (c.rows > 0 && c.vocab <= 8 && chance(0.2)) {  // a mean that a cluster makes, where there are any
     // Now and then more than the threads of a cluster have in flight.
     const int64_t more = small ? 9 : chance(0.1) ? 14000 : 5000;
@@ -148,6 +153,8 @@ void check_mean(const LossCase& c, const Problem& p, const Factors& by_row, cons
 
 void run_case(const LossCase& c) {
   Problem p(c);
+  for (int64_t r = 0; c.layout == Case::kRanges && r < c.rows; ++r)
+    if (chance(0.05)) p.lead_outside(r);
   const Factors by_row(c, p);
   Array loss(c.arithmetic, c.rows), lse(c.arithmetic, c.rows), residual(c.arithmetic, c.rows);
   for (Array* a : {&loss, &lse, &residual}) {
@@ -275,6 +282,13 @@ Kinds kind_of(const LossCase& c) {
   const auto starts = [&](const char* with) { return form.rfind(with, 0) == 0; };
   const std::string read = starts("a thread") ? "side by side" : starts("one pass") ? "once" : "apart";
   Kinds kinds = {form};
+  if (read == "once" && c.layout == Case::kTopK) {
+    const bool warp = starts("one pass, a warp");
+    const int64_t most = warp ? cuda::kWarp : 4 * cuda::kWarp;
+    const auto about = [&](int64_t entries) { return c.width == entries || c.width == entries + 1; };
+    if (about(most)) kinds.push_back(warp ? "a warp's most entries" : "a block's most entries");
+    if (!warp && about(cuda::kWarp)) kinds.push_back("a warp's entries of a block");
+  }
   if (c.row_scale) kinds.push_back("scales of rows, " + read);
   if (c.row_weight) kinds.push_back("weights of rows, " + read);
   if (!c.ends.empty()) kinds.push_back("classes in parts");

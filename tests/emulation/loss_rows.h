@@ -75,7 +75,7 @@ struct Exact {
     const auto product = [&](double a, double b) {
       return c.arithmetic == DType::kFloat32 && float(a) * float(b) == 0 ? 0 : a * b;
     };
-    double mass = 0, absolute = 0;
+    double mass = p.outside[size_t(r)] ? NAN : 0, absolute = 0;
     for (int64_t i = p.begin[r]; i < p.end[r]; ++i) {
       const int64_t column = int64_t(p.indices.get(i));
       const double value = p.value_of(i);

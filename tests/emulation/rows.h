@@ -93,7 +93,7 @@ struct Problem {
   const Case& c;
   std::vector<int64_t> begin, end;
   Array logits, indices, values, offsets, weight, weight_sum, grad_loss, grad_lse;
-  std::vector<char> mask;
+  std::vector<char> mask, outside;  // of rows; outside: whose offsets lead there
   bool* device_mask = nullptr;
 
   static int64_t entries_of(const Case& c) { return c.layout == Case::kIndex ? c.rows : c.rows * c.width; }
@@ -104,7 +104,7 @@ struct Problem {
         offsets(chance(0.5) ? DType::kInt64 : DType::kInt32, c.layout == Case::kRanges ? 2 * c.rows : c.rows + 1),
         weight(c.arithmetic, c.num_classes), weight_sum(c.arithmetic, 1),
         grad_loss(c.arithmetic, c.unit_stride_grad ? c.rows : 1), grad_lse(c.arithmetic, c.rows),
-        mask(size_t(c.rows), 1) {
+        mask(size_t(c.rows), 1), outside(size_t(c.rows), 0) {
     const double nan = std::nan(""), inf = INFINITY;
     for (int64_t i = 0; i < logits.count(); ++i) {
       logits.set(i, chance(0.02) ? -inf : c.shift + uniform(-c.logit_size, c.logit_size));
@@ -174,6 +174,12 @@ struct Problem {
       indices.set(i, double(row[size_t(i - begin[r])].first));
       values.set(i, row[size_t(i - begin[r])].second);
     }
+  }
+  // Ranges lead beyond the entries: such a row has none, and a mass of NaN.
+  void lead_outside(int64_t r) {
+    outside[size_t(r)] = 1;
+    offsets.set(2 * r + 1, double(indices.count() + 1)), offsets.upload();
+    end[size_t(r)] = begin[size_t(r)];
   }
   bool ignored(int64_t r) const {
     if (c.has_mask && !mask[size_t(r)]) return true;
