@@ -172,7 +172,7 @@ CUDA = [
     ("csrc/cuda/one_pass.cu", "options.logit_scale == 1 && options.softcap == 0", "options.softcap == 0"),
     ("csrc/cuda/one_pass.cu", "options.softcap == 0 && !forward", "!forward"),
     ("csrc/cuda/one_pass.cu", "&& !forward.row_scale &&", "&&"),
-    ("csrc/cuda/one_pass.cu", " &&\n                     options.label_smoothing == 0;", ";"),
+    ("csrc/cuda/one_pass.cu", "options.label_smoothing == 0;\n  if (plain)", "true;\n  if (plain)"),
     ("csrc/cuda/one_pass.cu", "cluster * groups, kThreads", "groups, kThreads"),
     ("csrc/cuda/one_pass.cu", "(aligned ? 0 : 16 - size)", "0"),
     ("csrc/cuda/one_pass.cu", "std::min<int64_t>(kWarpPacks, room)", "kWarpPacks"),
