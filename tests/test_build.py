@@ -44,30 +44,23 @@ def compiled(request, tmp_path_factory):
 
 
 @needs_nvcc
-def test_no_kernel_spills_what_it_needs_for_each_logit(compiled):
-    """Only of those that are held to four blocks, or to one pack in flight more, a few numbers of a row."""
+def test_no_kernel_spills_registers(compiled):
     report = compiled[1]
     kernels = {"candidates": 3 * (4 + 2), "cross_entropy": 4 * (2 + 2 + 1 + 1 + 3), "linear": 10 + 1 + 4,
                "loss_mean": 2 * 2, "masked_mean": 4 * (4 + 2 + 2), "one_pass": 3 * 3 * 2 * 2,
                "select": 4 * (2 + 2 * 2 + 1), "select_merge": 2, "sparse_softmax": 4 * 2 * (2 + 1),
                "topk": 4}
     assert len(report) == 2 * kernels[compiled[0].stem]  # of both architectures
-    may = r"(backward_values|backward)_kernel<|one_pass_kernel<.*bfloat16, 32, .*InRegisters<4> >, false, true>"
-    spilled = {key: bytes_ for key, (bytes_, *_) in report.items() if bytes_}
-    assert all(re.match(may, kernel) and bytes_ <= 128 for (_, kernel), bytes_ in spilled.items()), spilled
-    if compiled[0].stem == "cross_entropy":  # a row in registers has no loop
-        loops = [(name, loop_of_exponentials(body)) for name, body in functions_of(compiled[0])
-                 if re.search(r"\dbackward_kernelI(f|13__nv_bfloat16|6__half)Li", name)]
-        assert len(loops) == 2 * 3 * 2  # architectures, dtypes, who has a row
-        assert not [name for name, loop in loops if re.search(r"\b(LDL|STL)\b", "\n".join(loop))]
+    assert {key: bytes_ for key, (bytes_, *_) in report.items() if bytes_} == {}
 
 
 @needs_nvcc
 def test_blocks_fit_three_to_a_multiprocessor(compiled):
     # The sums of a pack's columns and their weights are registers: there two blocks, with more loads in flight.
-    # So with a gradient of the scale beside that of the logits. And of float64.
-    two = r"<double|select_backward_kernel<.*true>|sum_kernel<.*, [248]>"
-    four = r"(forward|backward)_kernel<"  # of logits, which are hidden by what other blocks do
+    # So with a gradient of the scale beside that of the logits, and of rows in registers that are transformed. And of
+    # float64.
+    two = r"<double|select_backward_kernel<.*true>|sum_kernel<.*, [248]>|one_pass_kernel<.*InRegisters<4> *>, false"
+    four = r"forward_kernel<"  # of logits, which are hidden by what other blocks do
     for (architecture, kernel), (_, registers, _) in compiled[1].items():
         blocks = 2 if re.search(two, kernel) else 4 if re.match(four, kernel) else 3
         assert registers * (128 if "strided" in kernel else 256) * blocks <= 65536, (architecture, kernel)
@@ -142,9 +135,9 @@ def test_logits_are_read_and_gradients_written_by_16_bytes(compiled):
     for name, body in dense.items():
         # In flight of one thread, each once more where a row ends; what rows share has been read by others.
         loads = 1 if re.search(r"\d(scale|accumulate)_kernel", name) else 3 if re.search(r"\dspans_kernel", name) else 4
-        # Four, or with their gradient three, and the last up to as many of a row, and under options two and two.
-        loads = {"forward": 2 * 4 + 2 * 2, "backward": 2 * 3 + 2 * 2}.get(re.search(streams, name)[1], loads)
-        assert body.count("LDG.E.128") >= loads, name
+        # Four and the last up to four of a row, and under options two and two.
+        steps = 3 if re.search(r"\d(forward|backward)_kernel", name) else 1
+        assert body.count("LDG.E.128") >= loads * steps, name
         assert re.search(r"\dforward_kernel", name) or body.count("STG.E.128") >= loads, name
         # A store may lie where the next load does, so that no load moves before it.
         assert not re.search(r"\d(rows|spans)_kernel", name) or body.split("STG.E.128")[0].count("LDG.E.128") >= 2
