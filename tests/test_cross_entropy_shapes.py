@@ -104,7 +104,7 @@ def test_half_gradients_are_rounded_to_the_nearest(dtype, scale, device):
     expected = single.grad.to(dtype)
     assert expected.isinf().any() == (dtype == torch.float16 and scale > 1)
     assert (half.grad == expected).double().mean() > 0.998  # the last bit of lse may differ
-    # The smoothing's share, where the softmax is hardly another, leaves of its rounding what an ulp of lse (8 to 16) makes.
+    # Where smoothing takes nearly all that the softmax gives, an ulp of lse (8 to 16) is left.
     of_lse = 2.0**-20 * scale * 0.1 / 4099
     torch.testing.assert_close(half.grad, expected, rtol=torch.finfo(dtype).eps, atol=max(2.0**-24, of_lse))
 
