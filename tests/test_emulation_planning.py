@@ -58,6 +58,7 @@ def test_a_limit_of_blocks_is_kept_and_changes_nothing_else(plan_of):
 # Of shared memory, what a block may have: an H100, an A100, an RTX 30 or 40, a T4.
 SM_90, SM_80, SM_86, SM_75 = (kib << 10 for kib in (227, 163, 99, 64))
 NONE = (0, 0, 0)
+WARP, BLOCK = 32, 256
 
 
 def packs_of(shared):
@@ -65,9 +66,21 @@ def packs_of(shared):
     return (shared - (12 << 10)) // (16 * 256)
 
 
+def goes_to_a_thread(rows, classes):
+    return classes <= 32 and rows >= 16384
+
+
+def test_many_rows_of_few_classes_are_held_by_nobody(planning):
+    """They go to threads, to which it makes no difference that they read twice."""
+    for size in (2, 4):
+        for rows, classes in ((16384, 32), (1 << 24, 1), (16383, 32), (16384, 33)):
+            form = planning.one_pass_of(rows, classes, size, 0, True, SM_90)
+            assert form == (NONE if goes_to_a_thread(rows, classes) else (WARP, 1, 1))
+
+
 def test_a_row_that_is_read_once_is_held_by_the_fewest_that_can(planning):
     seen = set()
-    for rows, classes, size, _ in shapes():
+    for rows, classes, size, _ in (shape for shape in shapes() if not goes_to_a_thread(*shape[:2])):
         for offset, clusters, shared in itertools.product((0, 8), (True, False), (SM_90, SM_80, SM_86, SM_75)):
             width, packs, cluster = form = planning.one_pass_of(rows, classes, size, offset, clusters, shared)
             aligned = offset == 0 and (rows == 1 or classes * size % 16 == 0)
@@ -97,14 +110,12 @@ def test_a_row_of_float64_or_of_none_is_held_by_nobody(planning):
         assert planning.one_pass_of(0, 1000, 2, 0, clusters, SM_90) == NONE
 
 
-WARP, BLOCK = 32, 256
-
-
 def test_without_shared_memory_there_are_registers(planning):
     """As a device that could not be asked has it."""
     for rows, classes, size, _ in shapes():
         for clusters in (True, False):
-            held = size < 8 and size * classes + (0 if rows == 1 or classes * size % 16 == 0 else 16 - size) <= 2048
+            needed = size * classes + (0 if rows == 1 or classes * size % 16 == 0 else 16 - size)
+            held = size < 8 and needed <= 2048 and not goes_to_a_thread(rows, classes)
             packs = planning.one_pass_of(rows, classes, size, 0, clusters, 0)
             assert packs == ((WARP, packs[1], 1) if held else NONE) and packs[1] <= 4
 
