@@ -323,5 +323,8 @@ def test_results_are_made_of_the_records(tmp_path, monkeypatch):
     committed = (Path(run.__file__).parent / "RESULTS.md").read_text()
     assert (tmp_path / "RESULTS.md").read_text() == committed
     pictures = re.findall(r"^!\[.*\]\((.+)\)$", committed, re.MULTILINE)
-    assert len(pictures) == len(set(pictures)) == 2
+    kinds = {json.loads(path.read_text())["device_type"] for path in (tmp_path / "records").glob("*.json")}
+    times = {f"time-{kind}.png" for kind in kinds}
+    assert len(pictures) == len(set(pictures)) and times < set(pictures)
+    assert set(pictures) - times <= {f"memory-{kind}.png" for kind in kinds}  # not of one without the linear head's
     assert all((tmp_path / picture).stat().st_size > 10_000 for picture in pictures)

@@ -21,10 +21,11 @@ LossCase draw_rows(bool small) {
   if (chance(0.06)) {  // the longest rows that are read once
     c.rows = 1, c.row_stride = c.num_classes = c.vocab = size_of(c.dtype) == 2 ? 140001 : 70003;
     if (chance(0.8)) c.reads = Reads::kPlanned;
-  } else if (chance(0.09)) {  // those of a few blocks
+  } else if (chance(0.09)) {  // those of a few blocks, which now and then have several
     const int64_t bytes = (int64_t(32768) << below(3)) * (256 + 1 + below(255)) / 256;
-    c.rows = 1 + below(2), c.row_stride = c.num_classes = c.vocab = bytes / size_of(c.dtype);
+    c.rows = 1 + below(4), c.row_stride = c.num_classes = c.vocab = bytes / size_of(c.dtype);
     c.reads = Reads::kPlanned;
+    if (chance(0.5)) c.max_blocks = 1;
   } else if (chance(0.06)) {  // those of a warp
     const int64_t bytes = 2048 + below(22500);
     c.rows = 1 + below(9), c.row_stride = c.num_classes = c.vocab = bytes / size_of(c.dtype);
