@@ -132,6 +132,10 @@ CUDA = [
     ("csrc/cuda/entries_of_part.cuh", "if (mine_.column >= 0) from_acc(mine_.value, gradient[mine_.column]);", ""),
     ("csrc/cuda/entries_of_part.cuh", "classes_of_row<kWidth>(target_, range_, begin_, end_, workspace);",
      "classes_of_row<kWidth>(target_, range_, 0, end_, workspace);"),
+    ("csrc/cuda/entries_of_part.cuh", "range_, row, begin_, end_, workspace);",
+     "range_, row, 0, end_, workspace); /* tsan */"),
+    ("csrc/cuda/entries_of_part.cuh", "range_, begin_, end_, workspace, gradient);",
+     "range_, 0, end_, workspace, gradient); /* tsan */"),
     # Blocks that share a row.
     ("csrc/cuda/row_group.cuh", "acc_t* now = all[turn % 2];", "acc_t* now = all[0];  // tsan"),
     ("csrc/cuda/row_group.cuh", "if (block < cluster) std::memcpy", "if (block + 1 < cluster) std::memcpy"),
