@@ -19,13 +19,14 @@
 namespace sparse_ce {
 namespace cuda {
 
-// In clusters of `cluster` blocks, which may be 1, that have `shared` bytes each. Returns this launch's own error and
-// leaves none behind: neither does an earlier one of somebody else's end here, nor this one there.
+// In clusters of `cluster` blocks, which may be 1, that have `shared` bytes each, of `most` that this kernel ever asks
+// for on this device: another thread that launches it meanwhile asks for as much. Returns this launch's own error and leaves
+// none behind: neither does an earlier one of somebody else's end here, nor this one there.
 template <typename... parameters_t, typename... arguments_t>
-cudaError_t launch_sharing(cudaStream_t stream, int64_t blocks, int threads, int cluster, int64_t shared,
+cudaError_t launch_sharing(cudaStream_t stream, int64_t blocks, int threads, int cluster, int64_t shared, int64_t most,
                            void (*kernel)(parameters_t...), const arguments_t&... arguments) {
   if (shared > 0) {  // more than 48 KiB have to be asked for, and as much of the first cache as there is
-    const auto bytes = static_cast<int>(shared);
+    const auto bytes = static_cast<int>(most);
     cudaError_t refused = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
     if (refused == cudaSuccess)
       refused =
@@ -53,7 +54,7 @@ cudaError_t launch_sharing(cudaStream_t stream, int64_t blocks, int threads, int
 template <typename... parameters_t, typename... arguments_t>
 cudaError_t launch_clusters(cudaStream_t stream, int64_t blocks, int threads, int cluster,
                             void (*kernel)(parameters_t...), const arguments_t&... arguments) {
-  return launch_sharing(stream, blocks, threads, cluster, 0, kernel, arguments...);
+  return launch_sharing(stream, blocks, threads, cluster, 0, 0, kernel, arguments...);
 }
 
 template <typename... parameters_t, typename... arguments_t>

@@ -76,15 +76,22 @@ __global__ void __launch_bounds__(kThreads, slice_t::blocks(kPlain))
 constexpr int64_t kBytesOfPacks = int64_t(16) * kThreads;  // of a block, one of each thread
 constexpr int64_t kOtherBytes = 12 << 10;  // of shared memory that a block has beside them
 
+// Of each thread, at most.
+int64_t packs_in_shared_memory(int width, const Device& device) {
+  return std::min<int64_t>(width == kWarp ? kWarpPacks : kSharedPacks,
+                           (device.shared_bytes - kOtherBytes) / kBytesOfPacks);
+}
+
 template <typename slice_t>
 cudaError_t launch_form(const OnePass& form, const ForwardArgs& forward, const BackwardArgs* backward, void* workspace,
                         cudaStream_t stream) {
   const int cluster = form.cluster;
   const auto launch = [&](auto kernel) {
-    const int64_t most = ((int64_t(1) << 31) - 1) / cluster;
-    const int64_t groups = blocks_for(forward.rows, kThreads / form.width, forward.max_blocks, most);
+    const int64_t most_blocks = ((int64_t(1) << 31) - 1) / cluster;
+    const int64_t groups = blocks_for(forward.rows, kThreads / form.width, forward.max_blocks, most_blocks);
     const int64_t shared = form.width == kWarp && form.packs <= kHeldPacks ? 0 : form.packs * kBytesOfPacks;
-    return launch_sharing(stream, cluster * groups, kThreads, cluster, shared, kernel, forward,
+    const int64_t most = packs_in_shared_memory(form.width, current_device()) * kBytesOfPacks;
+    return launch_sharing(stream, cluster * groups, kThreads, cluster, shared, most, kernel, forward,
                           backward ? *backward : BackwardArgs{}, cluster, form.packs,
                           static_cast<EntryGradient<typename slice_t::acc_t>*>(workspace));
   };
@@ -132,15 +139,15 @@ OnePass one_pass_of(const CrossEntropyArgs& args, const Device& device) {
   const bool aligned =
       reinterpret_cast<uintptr_t>(args.logits) % 16 == 0 && (args.rows == 1 || args.row_stride * size % 16 == 0);
   const int64_t bytes = args.target.num_classes * size + (aligned ? 0 : 16 - size);
-  const int64_t room = (device.shared_bytes - kOtherBytes) / kBytesOfPacks;
-  if (plan_of(args, 1).width == kWarp) {  // of backward, which would sum the entries in another order
+  const int width = plan_of(args, 1).width;  // of backward, which would sum the entries in another order
+  const int64_t room = packs_in_shared_memory(width, device);
+  if (width == kWarp) {
     const int64_t packs = divide_up(bytes, 16 * kWarp);
-    const int64_t most = std::max<int64_t>(kHeldPacks, std::min<int64_t>(kWarpPacks, room));
-    return packs <= most ? OnePass{kWarp, static_cast<int>(packs), 1} : OnePass{};
+    return packs <= std::max<int64_t>(kHeldPacks, room) ? OnePass{kWarp, static_cast<int>(packs), 1} : OnePass{};
   }
   for (int cluster = 1; cluster <= (device.clusters ? kMostBlocks : 1); cluster *= 2) {
     const int64_t packs = divide_up(bytes, kBytesOfPacks * cluster);
-    if (packs <= std::min<int64_t>(kSharedPacks, room)) return {kThreads, static_cast<int>(packs), cluster};
+    if (packs <= room) return {kThreads, static_cast<int>(packs), cluster};
   }
   return {};
 }

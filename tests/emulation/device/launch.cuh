@@ -18,13 +18,13 @@ inline bool runs = true;
 inline std::atomic<int64_t> launches{0};
 
 template <typename... parameters_t, typename... arguments_t>
-cudaError_t launch_sharing(cudaStream_t stream, int64_t blocks, int threads, int cluster, int64_t shared,
+cudaError_t launch_sharing(cudaStream_t stream, int64_t blocks, int threads, int cluster, int64_t shared, int64_t most,
                            void (*kernel)(parameters_t...), const arguments_t&... arguments) {
   ++launches;
   if (!runs) return cudaSuccess;
   if (shared > 0) {
     const cudaError_t refused =
-        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared));
+        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(most));
     if (refused != cudaSuccess) return refused;
   }
   coc_launch_config config;
@@ -39,7 +39,7 @@ cudaError_t launch_sharing(cudaStream_t stream, int64_t blocks, int threads, int
 template <typename... parameters_t, typename... arguments_t>
 cudaError_t launch_clusters(cudaStream_t stream, int64_t blocks, int threads, int cluster,
                             void (*kernel)(parameters_t...), const arguments_t&... arguments) {
-  return launch_sharing(stream, blocks, threads, cluster, 0, kernel, arguments...);
+  return launch_sharing(stream, blocks, threads, cluster, 0, 0, kernel, arguments...);
 }
 
 template <typename... parameters_t, typename... arguments_t>
