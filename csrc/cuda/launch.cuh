@@ -20,8 +20,8 @@ namespace sparse_ce {
 namespace cuda {
 
 // In clusters of `cluster` blocks, which may be 1, that have `shared` bytes each, of `most` that this kernel ever asks
-// for on this device: another thread that launches it meanwhile asks for as much. Returns this launch's own error and leaves
-// none behind: neither does an earlier one of somebody else's end here, nor this one there.
+// for on this device: another thread that launches it meanwhile asks for as much. Returns this launch's own error and
+// leaves none behind: neither does an earlier one of somebody else's end here, nor this one there.
 template <typename... parameters_t, typename... arguments_t>
 cudaError_t launch_sharing(cudaStream_t stream, int64_t blocks, int threads, int cluster, int64_t shared, int64_t most,
                            void (*kernel)(parameters_t...), const arguments_t&... arguments) {
