@@ -10,6 +10,11 @@
 namespace sparse_ce {
 namespace cpu {
 
+struct WideSum {
+  double sum = 0;
+  void add(double x) { sum += x; }
+};
+
 // The entries of a row as arrays, padding left out: each step over them is a loop of independent iterations.
 template <typename acc_t>
 class RowEntries {
@@ -36,40 +41,31 @@ class RowEntries {
       collect_chosen(target, range);
       return weigh(target);
     }
-    size_t kept = 0;
-    const auto keep = [&](const Entry<acc_t>& entry) {  // an index out of range was refused before
-      columns[kept] = entry.column;
-      weights[kept] = entry.value;
-      kept += entry.column >= 0;
-    };
     with_index(target.indices_dtype, [&](auto index) {
-      const auto* indices = static_cast<const decltype(index)*>(target.indices);
-      if (!target.values) {
-        for (int64_t i = range.begin; i < range.end; ++i) keep(target.entry_of(indices[i], acc_t(1)));
-        return;
-      }
+      const auto* indices = static_cast<const decltype(index)*>(target.indices) + range.begin;
+      if (!target.values) return collect_from(target, indices, [](size_t) { return acc_t(1); });
       with_storage(target.values_dtype, [&](auto storage) {
-        const auto* values = static_cast<const decltype(storage)*>(target.values);
-        for (int64_t i = range.begin; i < range.end; ++i)
-          keep(target.entry_of(indices[i], static_cast<acc_t>(to_acc(values[i]))));
+        const auto* values = static_cast<const decltype(storage)*>(target.values) + range.begin;
+        collect_from(target, indices, [=](size_t k) { return static_cast<acc_t>(to_acc(values[k])); });
       });
     });
-    resize(kept);
     weigh(target);
   }
 
   // Adds up the weights of equal columns, in the order of their entries so that sums are reproducible. Of the logits,
   // where they are there, the first of a column stays. Returns whether columns ascend.
   bool merge_repeated() {
-    bool ascending = true;
-    for (size_t k = 1; k < size(); ++k) ascending &= columns[k - 1] < columns[k];
+    uint64_t descents = 0;  // in the sign, which vectors of any instruction set subtract and collect
+    SCE_SIMD(reduction(| : descents))
+    for (size_t k = 1; k < size(); ++k) descents |= static_cast<uint64_t>(columns[k] - columns[k - 1] - 1);
+    const bool ascending = descents >> 63 == 0;
     if (!ascending && may_repeat()) merge_duplicates();
     return ascending;
   }
 
   // The same of those that have a logit here, ordered by spans of the columns. Where columns ascend, as in COO and CSR,
-  // both are done. The logits are to be gathered afterwards.
-  void arrange(const CrossEntropyArgs& args, size_t spans) {
+  // both are done. `gathered`: the logits are there, of all classes; else they are to be gathered afterwards.
+  void arrange(const CrossEntropyArgs& args, size_t spans, bool gathered = false) {
     first_class_ = args.first_class;
     if (args.first_class > 0 || args.vocab < args.target.num_classes) keep_held(args);
     logits.resize(size());
@@ -78,21 +74,24 @@ class RowEntries {
     if (spans > 1) {
       for (const int64_t column : columns) ++span_begin_[span_of(column) + 1];
       for (size_t t = 1; t < spans; ++t) span_begin_[t] += span_begin_[t - 1];
-      if (!ascending) order_by_span();
+      if (!ascending) order_by_span(gathered);
     }
     span_begin_[spans] = size();
     logits.resize(size());
   }
 
-  // In four sums, because one would wait for each addition.
+  // What the entries add up to, in lanes of doubles: a row may have a hundred thousand. A class of weight 0 adds 0 even
+  // at -inf.
+  TargetStats<acc_t> sums(acc_t max) const {
+    const double dot = sum_in_lanes<double, kSums>(0, static_cast<int64_t>(size()), [&](int64_t k) {
+      const acc_t term = weights[k] * (logits[k] - max);
+      return double(weights[k] == acc_t(0) ? acc_t(0) : term);
+    });
+    return {static_cast<acc_t>(dot), mass()};
+  }
   acc_t mass() const {
-    constexpr size_t kSums = 4;
-    double sums[kSums] = {};
-    size_t k = 0;
-    for (; k + kSums <= size(); k += kSums)
-      for (size_t i = 0; i < kSums; ++i) sums[i] += weights[k + i];
-    for (; k < size(); ++k) sums[0] += weights[k];
-    return static_cast<acc_t>((sums[0] + sums[1]) + (sums[2] + sums[3]));
+    const auto count = static_cast<int64_t>(size());
+    return static_cast<acc_t>(sum_in_lanes<double, kSums>(0, count, [&](int64_t k) { return double(weights[k]); }));
   }
 
   size_t span_begin(size_t t) const { return span_begin_[t]; }
@@ -117,6 +116,8 @@ class RowEntries {
   }
 
  private:
+  static constexpr int64_t kSums = 8;  // one would wait for each addition
+
   size_t span_of(int64_t column) const { return static_cast<uint64_t>(column - first_class_) / kSpan; }
   size_t in_span(int64_t column) const { return static_cast<uint64_t>(column - first_class_) % kSpan; }
 
@@ -127,6 +128,37 @@ class RowEntries {
       weights[kept] = weights[k];
       if (!class_weights.empty()) class_weights[kept] = class_weights[k];
       kept += args.holds(columns[k]);
+    }
+    resize(kept);
+  }
+
+  // As many entries as there is room for: index k and value(k) of each.
+  template <typename index_t, typename value_t>
+  void collect_from(const TargetView& target, const index_t* indices, const value_t& value) {
+    // Most rows' are all there, each with a class. They are copied, and whether it is so is looked up by vectors: a
+    // number is negative by its sign, which each instruction set can collect.
+    const bool by_index = target.ignore_index < 0 || target.ignore_index >= target.num_classes;
+    const size_t most = columns.size();
+    uint64_t outside = 0;
+    SCE_SIMD(reduction(| : outside))
+    for (size_t k = 0; k < most; ++k) {
+      const auto column = static_cast<int64_t>(indices[k]);
+      columns[k] = column;
+      outside |= static_cast<uint64_t>(column) | static_cast<uint64_t>(target.num_classes - 1 - column);
+    }
+    uint32_t nothing = 0;
+    SCE_SIMD(reduction(| : nothing))
+    for (size_t k = 0; k < most; ++k) {
+      weights[k] = value(k);
+      nothing |= weights[k] == acc_t(0);
+    }
+    if (by_index && !target.logprobs && outside >> 63 == 0 && nothing == 0) return;
+    size_t kept = 0;
+    for (size_t k = 0; k < most; ++k) {
+      const Entry<acc_t> entry = target.entry_of(static_cast<int64_t>(indices[k]), value(k));
+      columns[kept] = entry.column;
+      weights[kept] = entry.value;
+      kept += entry.column >= 0;  // an index out of range was refused before
     }
     resize(kept);
   }
@@ -202,7 +234,7 @@ class RowEntries {
   }
 
   // A counting sort.
-  void order_by_span() {
+  void order_by_span(bool gathered) {
     position_.resize(size());
     cursor_ = span_begin_;
     for (size_t k = 0; k < size(); ++k) position_[k] = cursor_[span_of(columns[k])]++;
@@ -214,6 +246,9 @@ class RowEntries {
     move(columns, moved_columns_);
     move(weights, moved_weights_);
     move(class_weights, moved_weights_);
+    if (!gathered) return;
+    logits.resize(size());  // the first of a column's were kept
+    move(logits, moved_weights_);
   }
 
   struct Seen {

@@ -49,11 +49,6 @@ class Destinations {
 // Longer rows leave the caches before their gradient is written: their exponentials are made twice.
 constexpr int64_t kLongestKept = int64_t(1) << 20;
 
-struct WideSum {
-  double sum = 0;
-  void add(double x) { sum += x; }
-};
-
 // Rows are shared out whole, or by spans of kSpan columns. Both orders work on the same spans and merge them in the
 // same sequence, so the result does not depend on the number of threads.
 template <typename scalar_t>
@@ -99,11 +94,8 @@ class Forward {
 
   // Adds the collected entries and writes what belongs to the row.
   void sum(int64_t r, const RowStats<acc_t>& stats, const RowEntries<acc_t>& entries) const {
-    TargetSums<WideSum> sums;  // a row may have a hundred thousand entries
-    if (ignored(r)) return args_.write(r, true, stats, sums.stats<acc_t>());
-    for (size_t k = 0; k < entries.size(); ++k)
-      sums.add(entries.weights[k], stats.max, [&] { return entries.logits[k]; });
-    args_.write(r, false, stats, sums.stats<acc_t>());
+    const bool none = ignored(r);
+    args_.write(r, none, stats, none ? TargetStats<acc_t>{} : entries.sums(stats.max));
   }
 
  private:
@@ -128,7 +120,7 @@ class Backward {
   // finds them in the second cache; the gradient there is written when the row is done: rounded to storage once, so
   // p - 1 near p = 1 keeps its digits in 16 bits.
   struct RowPlan {
-    bool zero;
+    bool zero, gathered;
     GradientCoefficients<acc_t> coefficients;
     RowEntries<acc_t> entries;
   };
@@ -140,7 +132,7 @@ class Backward {
   int64_t spans() const { return spans_; }
   // Whether what is made of what was kept goes around the caches.
   bool keeps_around() const { return destinations_.around() && worth_it_of_kept<scalar_t>(); }
-  RowPlan empty_plan() const { return {true, {0, 0, 0, 0, 0, 0, args_.options, classes_end_}, {}}; }
+  RowPlan empty_plan() const { return {true, false, {0, 0, 0, 0, 0, 0, args_.options, classes_end_}, {}}; }
 
   // `after` is the row that will be read next; `plan` is memory to work in, with the row's entries where Forward has
   // collected them.
@@ -173,7 +165,8 @@ class Backward {
     if (plan.zero) return entries.clear();
     if (!collected) entries.collect(args_.target, r);
     plan.coefficients = args_.coefficients(r, entries.mass());
-    entries.arrange(args_, spans_);
+    plan.gathered = collected;
+    entries.arrange(args_, spans_, collected);
   }
 
   // Every element of the span is written: zeros for an ignored row and for columns beyond the classes.
@@ -184,7 +177,8 @@ class Backward {
     scalar_t* gradient = args_.template gradient_row<scalar_t>(r);
     if (live > begin) {
       const auto transform = args_.template transform<acc_t>(r);
-      plan.entries.gather(row(r), transform, plan.entries.span_begin(t), plan.entries.span_begin(t + 1));
+      if (!plan.gathered)
+        plan.entries.gather(row(r), transform, plan.entries.span_begin(t), plan.entries.span_begin(t + 1));
       Tile<scalar_t>::gradient(row(r) + begin, live - begin, transform, args_.options.label_smoothing != 0,
                                plan.coefficients, weights_at<scalar_t>(args_.target, begin), next,
                                destinations_.row(r, plan.entries.size()).from(begin));
@@ -199,7 +193,14 @@ class Backward {
     Tile<scalar_t>::entries(entries.logits.data(), entries.size(), args_.template transform<acc_t>(r),
                             plan.coefficients, entries.class_weights.empty() ? nullptr : entries.class_weights.data(),
                             entries.weights.data());
-    for (size_t k = 0; k < entries.size(); ++k) from_acc(entries.logits[k], gradient[entries.columns[k]]);
+    constexpr size_t kTogether = 64;  // rounded by vectors
+    scalar_t rounded[kTogether];
+    for (size_t begin = 0; begin < entries.size(); begin += kTogether) {
+      const size_t count = std::min(kTogether, entries.size() - begin);
+      SCE_SIMD()
+      for (size_t k = 0; k < count; ++k) from_acc(entries.logits[begin + k], rounded[k]);
+      for (size_t k = 0; k < count; ++k) gradient[entries.columns[begin + k]] = rounded[k];
+    }
   }
 
   // The gradient for the values of the row's entries, from the logits at the entries alone.

@@ -11,11 +11,6 @@ namespace sparse_ce {
 namespace cpu {
 namespace {
 
-struct WideSum {
-  double sum = 0;
-  void add(double x) { sum += x; }
-};
-
 // How the rows go to blocks. A row's result does not depend on the block that it is in.
 struct Grid {
   int64_t inner, rows;  // of a block
