@@ -22,8 +22,8 @@ MEASURED = r"^\| \*\*|\| met \||\*\*missed\*\*|: not run|wrong result|^goals:|^[
 COUNTED = r"Context \d+|Duration |DRAM Throughput|Memory Throughput|Compute \(SM\)|Achieved Occupancy|Registers Per"
 # Whose counters are wanted: what gpu_probe.py's `profile` launches. Of a loss and its gradient in one pass all the work
 # is one_pass_kernel's, forward alone as well.
-PROFILED_KERNELS = ("one_pass_kernel", "forward_kernel", "backward_kernel", "loss_mean_kernel", "select_kernel",
-                    "select_backward_kernel", "topk_ids_kernel")
+PROFILED_KERNELS = ("one_pass_kernel", "forward_kernel", "backward_kernel", "loss_mean_kernel",
+                    "loss_mean_parts_kernel", "select_kernel", "select_backward_kernel", "topk_ids_kernel")
 NO_COUNTERS = r"ERR_NVGPUCTRPERM|LibraryNotLoaded|Failed to initialize the profiler|No supported GPU|No such file"
 
 

@@ -60,8 +60,8 @@ def test_without_a_forecast_backward_reads_the_row_again(size, how, found):
         assert_bitwise_equal(gradient, found[choice][size, "foreseen"][3])
 
 
-def test_the_mean_of_many_rows_is_one_launch(found):
-    assert found[""]["mean"] == 1
+def test_the_mean_of_many_rows_is_one_launch_and_of_more_two(found):
+    assert found[""]["mean", 30_000] == 1 and found[""]["mean", 70_000] == 2
 
 
 def test_the_environment_is_read_once(found):

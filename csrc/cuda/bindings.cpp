@@ -80,7 +80,9 @@ struct Cuda {
   static void backward_values(const BackwardArgs& args, const Tensor& like) {
     run(cuda::cross_entropy_backward_values, args, like);
   }
-  static void loss_mean(const LossMeanArgs& args, const Tensor& like) { run(cuda::loss_mean, args, like); }
+  static void loss_mean(const LossMeanArgs& args, const Tensor& like) {
+    run(cuda::loss_mean, cuda::loss_mean_workspace, args, like);
+  }
   static void select_forward(const SelectArgs& args, const Tensor& like) {
     run(cuda::select_forward, cuda::select_forward_workspace, args, like);
   }

@@ -49,7 +49,8 @@ size_t cross_entropy_backward_workspace(const CrossEntropyArgs& args);
 cudaError_t cross_entropy_backward(const BackwardArgs& args, void* workspace, cudaStream_t stream);
 cudaError_t cross_entropy_backward_values(const BackwardArgs& args, cudaStream_t stream);
 
-cudaError_t loss_mean(const LossMeanArgs& args, cudaStream_t stream);
+size_t loss_mean_workspace(const LossMeanArgs& args);
+cudaError_t loss_mean(const LossMeanArgs& args, void* workspace, cudaStream_t stream);
 
 }  // namespace cuda
 }  // namespace sparse_ce

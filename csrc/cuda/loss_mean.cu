@@ -1,5 +1,5 @@
-// One launch: a second would cost more than it saves. On an H100 7 us at 8192 rows, 11 at 32768, 17 at 65536, in one
-// cluster.
+// One launch, where a second would cost more than it saves: on an H100 7 us at 8192 rows, 11 at 32768, 17 at 65536, in
+// one cluster. Of more rows each of many blocks makes a part.
 #include "row_group.cuh"
 
 #include "cross_entropy.h"
@@ -11,13 +11,13 @@ namespace {
 constexpr int kRows = 8;  // in flight of a thread
 constexpr int64_t kBlockRows = 2 * kRows * kThreads;  // more are worth a cluster
 constexpr int kThreadsAlone = 512;  // of a block that has as many to itself
+constexpr int64_t kClusterRows = 32768;  // more are worth a second launch
+constexpr int64_t kPartRows = kRows * kThreads, kMostParts = kThreads;  // a thread merges one
 
-// One block, or those of one cluster, of kWidth threads.
+// Of the rows of this thread.
 template <typename acc_t, int kWidth>
-__global__ void __launch_bounds__(kWidth, kWidth > kThreads ? 1 : held_blocks<acc_t>(3))
-    loss_mean_kernel(LossMeanArgs args, int cluster) {
+__device__ LossMeanStats<double> stats_of_thread(const LossMeanArgs& args) {
   using Group = RowGroup<kWidth>;
-  if (cluster > 1) Cluster::arrive();
   const TargetView& target = args.target;
   const bool asks = args.asks_whether_ignored(), by_index = asks && target.has_width();
   LossMeanStats<double> mine;
@@ -44,7 +44,16 @@ __global__ void __launch_bounds__(kWidth, kWidth > kThreads ? 1 : held_blocks<ac
       mine.merge(args.template of<acc_t>(row(u), by[u], loss[u], ignored[u]));
     }
   }
-  LossMeanStats<double> stats = Group::reduce(mine);
+  return mine;
+}
+
+// One block, or those of one cluster, of kWidth threads.
+template <typename acc_t, int kWidth>
+__global__ void __launch_bounds__(kWidth, kWidth > kThreads ? 1 : held_blocks<acc_t>(3))
+    loss_mean_kernel(LossMeanArgs args, int cluster) {
+  using Group = RowGroup<kWidth>;
+  if (cluster > 1) Cluster::arrive();
+  LossMeanStats<double> stats = Group::reduce(stats_of_thread<acc_t, kWidth>(args));
   if (cluster > 1) {
     Cluster::wait();
     stats = merge_of_cluster(stats, cluster, static_cast<int>(blockIdx.x), 0);
@@ -52,17 +61,53 @@ __global__ void __launch_bounds__(kWidth, kWidth > kThreads ? 1 : held_blocks<ac
   if (blockIdx.x == 0 && Group::rank() == 0) args.template finish<acc_t>(stats);
 }
 
-}  // namespace
+// A part of each block, in `parts`,
+template <typename acc_t>
+__global__ void __launch_bounds__(kThreads, held_blocks<acc_t>(3))
+    loss_mean_parts_kernel(LossMeanArgs args, LossMeanStats<double>* parts) {
+  using Group = RowGroup<kThreads>;
+  const LossMeanStats<double> stats = Group::reduce(stats_of_thread<acc_t, kThreads>(args));
+  if (Group::rank() == 0) parts[blockIdx.x] = stats;
+}
 
-cudaError_t loss_mean(const LossMeanArgs& args, cudaStream_t stream) {
+// which one block merges.
+template <typename acc_t>
+__global__ void __launch_bounds__(kThreads, held_blocks<acc_t>(3))
+    loss_mean_merge_kernel(LossMeanArgs args, int count, const LossMeanStats<double>* parts) {
+  using Group = RowGroup<kThreads>;
+  const LossMeanStats<double> stats =
+      Group::reduce(Group::rank() < count ? parts[Group::rank()] : LossMeanStats<double>{});
+  if (Group::rank() == 0) args.template finish<acc_t>(stats);
+}
+
+// Of the rows alone, so that a sum has the same bits on every device that makes it in parts.
+int parts_of(int64_t rows) {
+  return rows <= kClusterRows ? 0 : static_cast<int>(std::min(divide_up(rows, kPartRows), kMostParts));
+}
+
+template <typename acc_t>
+cudaError_t launch_mean(const LossMeanArgs& args, void* workspace, cudaStream_t stream) {
+  if (const int count = parts_of(args.target.rows)) {
+    auto* parts = static_cast<LossMeanStats<double>*>(workspace);
+    const cudaError_t error = launch(stream, count, kThreads, loss_mean_parts_kernel<acc_t>, args, parts);
+    if (error != cudaSuccess) return error;
+    return launch(stream, 1, kThreads, loss_mean_merge_kernel<acc_t>, args, count, parts);
+  }
   const bool wide = args.target.rows > kBlockRows, clusters = device_has_clusters();
   const int cluster = wide && clusters ? kMostBlocks : 1, threads = wide && !clusters ? kThreadsAlone : kThreads;
-  const auto kernel_of = [&](auto acc) {
-    using acc_t = decltype(acc);
-    return threads == kThreads ? loss_mean_kernel<acc_t, kThreads> : loss_mean_kernel<acc_t, kThreadsAlone>;
-  };
-  const auto kernel = args.dtype == DType::kFloat64 ? kernel_of(double{}) : kernel_of(float{});
+  const auto kernel = threads == kThreads ? loss_mean_kernel<acc_t, kThreads> : loss_mean_kernel<acc_t, kThreadsAlone>;
   return launch_clusters(stream, cluster, threads, cluster, kernel, args, cluster);
+}
+
+}  // namespace
+
+size_t loss_mean_workspace(const LossMeanArgs& args) {
+  return static_cast<size_t>(parts_of(args.target.rows)) * sizeof(LossMeanStats<double>);
+}
+
+cudaError_t loss_mean(const LossMeanArgs& args, void* workspace, cudaStream_t stream) {
+  if (args.dtype == DType::kFloat64) return launch_mean<double>(args, workspace, stream);
+  return launch_mean<float>(args, workspace, stream);
 }
 
 }  // namespace cuda

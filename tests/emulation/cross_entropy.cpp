@@ -43,6 +43,7 @@ LossCase draw_rows(bool small) {
     // Now and then more than the threads of a cluster have in flight.
     const int64_t more = small ? 9 : chance(0.1) ? 14000 : 5000;
     c.rows = cuda::kBlockRows + 1 + below(more);
+    if (!small && chance(0.25)) c.rows = cuda::kClusterRows + 1 + below(9000);  // or many blocks
     c.width = std::min<int64_t>(c.width, 3);
     c.logprobs = false;  // weights that underflow are for other cases
     c.strided = {c.rows, c.vocab * c.rows, c.rows};
@@ -110,10 +111,11 @@ void for_parts(const BackwardArgs& all, const LossCase& c, const function_t& f) 
 // The rows' sum, in the order in which loss_mean makes it: of a thread, a warp, a block, a cluster.
 LossMeanStats<double> sum_in_order(const std::vector<LossMeanStats<double>>& rows) {
   const auto count = int64_t(rows.size());
+  const int64_t parts = cuda::parts_of(count);
   const bool wide = count > cuda::kBlockRows, clusters = cuda::device_has_clusters();
-  const int64_t blocks = wide && clusters ? cuda::kMostBlocks : 1;
-  const int64_t threads = wide && !clusters ? cuda::kThreadsAlone : cuda::kThreads;
-  LossMeanStats<double> sum;
+  const int64_t blocks = parts > 0 ? parts : wide && clusters ? cuda::kMostBlocks : 1;
+  const int64_t threads = parts == 0 && wide && !clusters ? cuda::kThreadsAlone : cuda::kThreads;
+  std::vector<LossMeanStats<double>> of_blocks;
   for (int64_t block = 0; block < blocks; ++block) {
     LossMeanStats<double> of_block;
     for (int64_t warp = 0; warp < threads; warp += cuda::kWarp) {
@@ -125,8 +127,11 @@ LossMeanStats<double> sum_in_order(const std::vector<LossMeanStats<double>>& row
         for (int lane = 0; lane < half; ++lane) lanes[lane].merge(lanes[lane + half]);
       of_block.merge(lanes[0]);
     }
-    sum.merge(of_block);
+    of_blocks.push_back(of_block);
   }
+  if (parts > 0) return sum_in_order(of_blocks);  // by a thread each, as so many rows
+  LossMeanStats<double> sum;
+  for (const auto& of_block : of_blocks) sum.merge(of_block);
   return sum;
 }
 
@@ -178,12 +183,13 @@ void run_case(const LossCase& c) {
   average.row_weight = c.row_weight ? by_row.weight.device() : nullptr, average.row_weight_stride = c.weight_step;
   average.normalizer = normalized ? normalizer.device() : nullptr;
   average.mean = mean.device(), average.divisor = divisor.device();
-  must(cuda::loss_mean(average, nullptr), "mean");
+  Array mean_space(DType::kInt32, int64_t(cuda::loss_mean_workspace(average) + 3) / 4);
+  must(cuda::loss_mean(average, mean_space.device(), nullptr), "mean");
   Array ahead_divisor(c.arithmetic, 1), ahead_grad(c.arithmetic, 1);  // as before the losses are known
   average.loss = average.mean = nullptr;
   average.grad_mean = upstream.device(), average.grad_loss = ahead_grad.device(),
   average.divisor = ahead_divisor.device();
-  must(cuda::loss_mean(average, nullptr), "divisor");
+  must(cuda::loss_mean(average, mean_space.device(), nullptr), "divisor");
 
   BackwardArgs backward{};
   p.fill(backward);
@@ -268,7 +274,9 @@ std::string form_of(const LossCase& c) {
   shape.logits = reinterpret_cast<const void*>(c.offset * size_of(c.dtype));
   if (c.rows == 0) return "nothing";
   if (c.strided.inner > 0 || cuda::few_classes(shape))
-    return c.rows > cuda::kBlockRows ? "a thread a row, a mean of many" : "a thread a row";
+    return c.rows > cuda::kClusterRows ? "a thread a row, a mean in parts"
+           : c.rows > cuda::kBlockRows ? "a thread a row, a mean of many"
+                                       : "a thread a row";
   if (const cuda::OnePass form = cuda::one_pass_of(shape)) {
     if (form.width == cuda::kWarp) return form.packs <= 4 ? "one pass, a warp's registers" : "one pass, a warp";
     return "one pass, " + (form.cluster == 1 ? "a block" : std::to_string(form.cluster) + " blocks");
