@@ -225,8 +225,9 @@ SCE_AVX512 void push(const logits_t& logits, int64_t n, float scale, const scala
 struct Times {
   SCE_AVX512_INLINE Times(const GradientCoefficients<float>& c, float, double, float) : factor(c.a) {}
 
-  template <int count>
-  SCE_AVX512_INLINE void operator()(const Columns<count>&, Columns<count>&) const {}
+  // read(x): the logits once more.
+  template <int count, typename read_t>
+  SCE_AVX512_INLINE void operator()(const read_t&, const Columns<count>&, Columns<count>&) const {}
   SCE_AVX512_INLINE bool usual() const { return true; }
 
   const float factor;
@@ -242,8 +243,8 @@ class TimesLine {
                                    c.of_entropy * (c.entropy - where_one * log2))),
         each_(scale * (c.of_each - c.b)) {}
 
-  template <int count>
-  SCE_AVX512_INLINE void operator()(Columns<count> exponent, Columns<count>& x) const {
+  template <int count, typename read_t>
+  SCE_AVX512_INLINE void operator()(const read_t&, Columns<count> exponent, Columns<count>& x) const {
     const __m512 slope = _mm512_set1_ps(slope_), offset = _mm512_set1_ps(offset_), each = _mm512_set1_ps(each_);
     keep_finite(exponent);
     SCE_EACH(k, count) exponent.vector[k] = _mm512_fmadd_ps(exponent.vector[k], slope, offset);
@@ -257,56 +258,57 @@ class TimesLine {
   const float slope_, offset_, each_;
 };
 
-template <int count, typename exponential_t, typename times_t>
-SCE_AVX512_INLINE void differentiate(const exponential_t& exponential, const times_t& times, Columns<count>& x) {
+// What becomes of what read(x) reads.
+template <int count, typename exponential_t, typename times_t, typename read_t>
+SCE_AVX512_INLINE Columns<count> differentiate(const exponential_t& exponential, const times_t& times,
+                                               const read_t& read) {
+  Columns<count> x;
+  read(x);
   exponential.scale(x);
   Columns<count> power = exponential.raise(x);
-  times(x, power);
-  x = power;
+  times(read, x, power);
+  return power;
 }
 
 // What becomes of the first n logits of several packs.
-template <bool around, int packs, typename exponential_t, typename times_t, typename scalar_t>
-SCE_AVX512_INLINE void differentiate_first(const exponential_t& exponential, const times_t& times, const scalar_t* x,
-                                           int64_t n, scalar_t* gradient) {
-  Columns<packs * kNarrow> some;
-  read_first<packs>(Every<scalar_t>{x}, n, some);
-  differentiate(exponential, times, some);
-  store_first<around, packs>(some, n, gradient);
+template <bool around, int packs, typename exponential_t, typename times_t, typename logits_t, typename scalar_t>
+SCE_AVX512_INLINE void differentiate_first(const exponential_t& exponential, const times_t& times,
+                                           const logits_t& logits, int64_t n, scalar_t* gradient) {
+  constexpr int kColumns = packs * kNarrow;
+  const auto read = [&](Columns<kColumns>& x) SCE_AVX512 SCE_INLINE { read_first<packs>(logits, n, x); };
+  store_first<around, packs>(differentiate<kColumns>(exponential, times, read), n, gradient);
 }
 
 // And of all.
-template <bool around, typename exponential_t, typename times_t, typename scalar_t>
-SCE_AVX512_INLINE void differentiate_row(const exponential_t& exponential, const times_t& times, const scalar_t* x,
-                                         int64_t n, const scalar_t* next, scalar_t* gradient) {
-  Columns<kWide> wide;
+template <bool around, typename exponential_t, typename times_t, typename logits_t, typename scalar_t>
+SCE_AVX512_INLINE void differentiate_row(const exponential_t& exponential, const times_t& times, const logits_t& logits,
+                                         int64_t n, const decltype(logits.x) next, scalar_t* gradient) {
   const int64_t first = around ? before_line(gradient, n) : 0;
-  if (first > 0) differentiate_first<false, 1>(exponential, times, x, first, gradient);
+  if (first > 0) differentiate_first<false, 1>(exponential, times, logits, first, gradient);
   for (int64_t begin = first; begin < n; begin += kBlock<scalar_t>) {
     const int64_t end = std::min(begin + kBlock<scalar_t>, n), step = stream_columns(end - begin);
     int64_t i = begin;
     for (; i < begin + step; i += kPack) {
-      prefetch_streams(x + i, next + i, step);
+      prefetch_streams(logits.x + i, next + i, step);
       if constexpr (!around) prefetch_stores(gradient + i, step);
-      read_streams(Every<scalar_t>{x + i}, step, wide);
-      differentiate(exponential, times, wide);
-      store_streams<around>(wide, step, gradient + i);
+      const auto read = [&](Columns<kWide>& x) SCE_AVX512 SCE_INLINE { read_streams(logits.from(i), step, x); };
+      store_streams<around>(differentiate<kWide>(exponential, times, read), step, gradient + i);
     }
     i = begin + kStreams * step;
     prefetch_first(next + i, end - i);
     if (end - i > kPack)
-      differentiate_first<around, kStreams>(exponential, times, x + i, end - i, gradient + i);
+      differentiate_first<around, kStreams>(exponential, times, logits.from(i), end - i, gradient + i);
     else if (i < end)
-      differentiate_first<around, 1>(exponential, times, x + i, end - i, gradient + i);
+      differentiate_first<around, 1>(exponential, times, logits.from(i), end - i, gradient + i);
   }
 }
 
 // gradient = dz/dx a exp(scale x - lse), or what SelectCoefficients have in place of a, which may be in place;
 // scale > 0. Writes nothing and returns false where only the plain formula is right: beyond the range of the exponent's
 // fraction and for factors near the ends of float's.
-template <typename times_t, typename scalar_t, typename coefficients_t>
-SCE_AVX512 bool gradient(const scalar_t* x, int64_t n, float scale, const coefficients_t& c, const scalar_t* next,
-                         const Destination<scalar_t>& to) {
+template <typename times_t, typename logits_t, typename scalar_t, typename coefficients_t>
+SCE_AVX512 bool gradient(const logits_t& logits, int64_t n, float scale, const coefficients_t& c,
+                         const decltype(logits.x) next, const Destination<scalar_t>& to) {
   const Line line(scale, c.lse);
   const double where_one = line.where_one(c.lse, c.lse_residual, scale);
   const times_t times(c, scale, where_one, scale / line.slope);
@@ -316,9 +318,9 @@ SCE_AVX512 bool gradient(const scalar_t* x, int64_t n, float scale, const coeffi
   const FlushSubnormals flush;
   const Exponential<sizeof(scalar_t) == 2 ? 4 : 6> exponential(line, factor);
   if (to.around)
-    differentiate_row<true>(exponential, times, x, n, next, to.gradient);
+    differentiate_row<true>(exponential, times, logits, n, next, to.gradient);
   else
-    differentiate_row<false>(exponential, times, x, n, next, to.gradient);
+    differentiate_row<false>(exponential, times, logits, n, next, to.gradient);
   return true;
 }
 

@@ -18,6 +18,13 @@ SCE_HD bool twice(const LogitTransform<acc_type<scalar_t>>& transform, bool weig
   return false;
 }
 
+// or of avx512_softcap.h over a tile's tangents, which are what is kept,
+template <InstructionSet set, typename acc_t>
+SCE_HD bool by_tangents(const LogitTransform<acc_t>& transform, bool weighted) {
+  if constexpr (kWithAvx512<set, acc_t>) return transform.softcap > 0 && transform.scale > 0 && !weighted;
+  return false;
+}
+
 #ifdef SCE_X86
 // or of avx2.h, tile by tile, wherever these are right.
 SCE_HD bool by_tiles(int64_t n, const LogitTransform<float>& transform, bool weighted, const float* class_weight) {
@@ -55,6 +62,38 @@ SCE_AVX2 __attribute__((noinline)) RowStats<float> stats_by_tiles(const scalar_t
 }
 #endif
 
+#ifdef SCE_X86
+// The tangents of n logits a tile at a time, f(begin, end, those of a tile), in what is kept if that is there.
+template <typename scalar_t, typename function_t>
+SCE_AVX512 void for_tangents(const scalar_t* logits, int64_t n, const LogitTransform<float>& transform,
+                             const scalar_t* next, const Powers<float>& kept, const function_t& f) {
+  alignas(64) float buffer[kPowers];
+  for (int64_t begin = 0; begin < n; begin += kPowers) {
+    const int64_t end = std::min(n, begin + kPowers);
+    float* t = kept.powers ? kept.powers + begin : buffer;
+    avx512::tangents_into(logits + begin, end - begin, transform, end < n ? logits + end : next, t);
+    f(begin, end, t);
+  }
+}
+
+template <typename scalar_t>
+SCE_AVX512 __attribute__((noinline)) RowStats<float> stats_of_tangents(const scalar_t* logits, int64_t n,
+                                                                       const LogitTransform<float>& transform,
+                                                                       const scalar_t* next,
+                                                                       const Powers<float>& kept) {
+  RowStats<float> stats;
+  for_tangents(logits, n, transform, next, kept, [&](int64_t begin, int64_t end, const float* t) SCE_AVX512 SCE_INLINE {
+    avx512::push(avx512::Tangents<scalar_t>{t}, end - begin, transform.softcap, t, stats,
+                 [&](int64_t first, int64_t last) SCE_INLINE {
+                   alignas(64) float z[kTile];
+                   transform_into<InstructionSet::kAvx512>(logits + begin + first, last - first, transform, z);
+                   stats.push(z, 0, last - first);
+                 });
+  });
+  return stats;
+}
+#endif
+
 template <InstructionSet set, typename scalar_t, typename acc_t>
 SCE_HD RowStats<acc_t> stats_body(const scalar_t* logits, int64_t n, const LogitTransform<acc_t>& transform,
                                   bool weighted, const acc_t* class_weight, [[maybe_unused]] const scalar_t* next,
@@ -68,6 +107,7 @@ SCE_HD RowStats<acc_t> stats_body(const scalar_t* logits, int64_t n, const Logit
                        SCE_INLINE { stats.push(Scaled<scalar_t>{logits, transform.scale}, begin, end); });
       return stats;
     }
+    if (by_tangents<set>(transform, weighted)) return stats_of_tangents(logits, n, transform, next, kept);
   }
   if constexpr (kWithAvx2<set, acc_t>) {
     if (by_tiles(n, transform, weighted, class_weight))
@@ -129,8 +169,13 @@ SCE_HD void gradient_body(const scalar_t* logits, int64_t n, const LogitTransfor
 #ifdef SCE_X86
   if constexpr (set == InstructionSet::kAvx512 && std::is_same_v<acc_t, float>) {
     if (twice<set, scalar_t>(transform, weighted) &&
-        avx512::gradient<avx512::Times>(logits, n, transform.scale, coefficients, next, to))
+        avx512::gradient<avx512::Times>(avx512::Every<scalar_t>{logits}, n, transform.scale, coefficients, next, to))
       return;
+    if (by_tangents<set>(transform, weighted))
+      return for_tangents(logits, n, transform, next, {},
+                          [&](int64_t begin, int64_t end, const float* t) SCE_AVX512 SCE_INLINE {
+                            avx512::capped_gradient(t, end - begin, transform, coefficients, to.from(begin));
+                          });
   }
   if constexpr (kWithAvx2<set, acc_t>) {
     if (by_tiles(n, transform, weighted, class_weight))
@@ -154,6 +199,10 @@ SCE_HD void kept_gradient_body(const Powers<acc_t>& kept, int64_t n, const Logit
                                [[maybe_unused]] bool weighted, const GradientCoefficients<acc_t>& coefficients,
                                const acc_t* class_weight, const Destination<scalar_t>& to) {
 #ifdef SCE_X86
+  if constexpr (kWithAvx512<set, acc_t>) {
+    if (by_tangents<set>(transform, weighted))
+      return avx512::capped_gradient(kept.powers, n, transform, coefficients, to);
+  }
   if constexpr (kWithAvx2<set, acc_t>) {
     if (by_tiles(n, transform, weighted, class_weight)) return gradient_by_tiles(kept, n, transform, coefficients, to);
   }

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "avx2_softcap.h"
+#include "avx512_softcap.h"
 #include "convert.h"
 #include "tile.h"
 
@@ -15,6 +16,10 @@ namespace cpu {
 template <InstructionSet set, typename acc_t>
 constexpr bool kWithAvx2 = set == InstructionSet::kAvx2 && std::is_same_v<acc_t, float>;
 
+// Or of avx512_softcap.h.
+template <InstructionSet set, typename acc_t>
+constexpr bool kWithAvx512 = set == InstructionSet::kAvx512 && std::is_same_v<acc_t, float>;
+
 // z (n,) of logits.
 template <InstructionSet set, typename scalar_t, typename acc_t>
 SCE_HD void transform_into(const scalar_t* logits, int64_t n, const LogitTransform<acc_t> transform, acc_t* z) {
@@ -24,6 +29,11 @@ SCE_HD void transform_into(const scalar_t* logits, int64_t n, const LogitTransfo
   }
 #endif
   const acc_t* x = widened<set>(logits, n, z);
+#ifdef SCE_X86
+  if constexpr (kWithAvx512<set, acc_t>) {
+    if (transform.softcap != 0 && transform.scale > 0) return avx512::cap_into(x, n, transform, z, nullptr);
+  }
+#endif
   if (transform.softcap != acc_t(0)) {
     SCE_SIMD()
     for (int64_t i = 0; i < n; ++i) z[i] = transform(x[i]);
@@ -45,6 +55,11 @@ SCE_HD void transform_into(const scalar_t* logits, int64_t n, const LogitTransfo
   }
 #endif
   const acc_t* x = widened<set>(logits, n, z);
+#ifdef SCE_X86
+  if constexpr (kWithAvx512<set, acc_t>) {
+    if (transform.scale > 0) return avx512::cap_into(x, n, transform, z, slopes);
+  }
+#endif
   SCE_SIMD()
   for (int64_t i = 0; i < n; ++i) {
     const acc_t t = transform.tangent(x[i]);

@@ -258,7 +258,7 @@ bool Tile<scalar_t>::select_gradient([[maybe_unused]] const scalar_t* logits, [[
 #ifdef SCE_X86
   if constexpr (std::is_same_v<acc_t, float>) {
     if (instruction_set_in_use() == InstructionSet::kAvx512)
-      return avx512::gradient<avx512::TimesLine>(logits, n, transform.scale, c, next, to);
+      return avx512::gradient<avx512::TimesLine>(avx512::Every<scalar_t>{logits}, n, transform.scale, c, next, to);
   }
 #endif
   return false;
