@@ -64,6 +64,11 @@ struct CrossEntropyArgs {
   SCE_HD int64_t classes() const { return classes_end() - first_class; }
   SCE_HD bool holds(int64_t column) const { return first_class <= column && column < vocab; }
 
+  // Whether z are the logits themselves, whatever the row, and labels are not smoothed. Asked of a row one kernel could
+  // answer otherwise than another.
+  SCE_HD bool plain() const {
+    return options.logit_scale == 1 && options.softcap == 0 && options.label_smoothing == 0 && !row_scale;
+  }
   template <typename acc_t>
   SCE_HD LogitTransform<acc_t> transform(int64_t r) const {
     const acc_t of_row = row_scale ? static_cast<const acc_t*>(row_scale)[r * row_scale_stride] : acc_t(1);

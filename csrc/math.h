@@ -84,7 +84,10 @@ struct LogitTransform {
         scale_per_cap(softcap == acc_t(0) ? acc_t(0) : scale / softcap) {}
 
   SCE_HD bool identity() const { return scale == acc_t(1) && softcap == acc_t(0); }
-  SCE_HD acc_t operator()(acc_t x) const { return softcap == acc_t(0) ? scale * x : softcap * tangent(x); }
+  SCE_HD acc_t operator()(acc_t x) const { return factor() * base(x); }
+  // What z is the product of; z is in the order of the logits, or where the scale is negative in the opposite one.
+  SCE_HD acc_t factor() const { return softcap == acc_t(0) ? scale : softcap; }
+  SCE_HD acc_t base(acc_t x) const { return softcap == acc_t(0) ? x : tangent(x); }
   // z and dz/d(scale x), from one tangent.
   struct WithSlope {
     acc_t z, of_cap;
@@ -288,5 +291,46 @@ struct GradientCoefficients {
     return by == acc_t(0) ? acc_t(0) : -by * log_prob(z);
   }
 };
+
+#ifdef SCE_CUDA
+// The bases of several logits at once.
+template <typename acc_t, int n>
+SCE_HD void to_bases(const LogitTransform<acc_t>& transform, acc_t (&x)[n]) {
+  if (transform.softcap == acc_t(0)) return;
+#pragma unroll
+  for (acc_t& of_one : x) of_one = transform.scale_per_cap * of_one;
+  hyperbolic_tangents(x);
+}
+
+// dloss/dx of a class that has no entry, in the fewest instructions: with z = factor v and what is one for a whole row
+// taken out of the exponential, of which the origin v_0 is the v of lse where there is one,
+//
+//   dloss/dx_j = (a q_j - b o_j) slope_j,   q_j = 2^(factor log2(e) (v_j - v_0) - less)
+template <typename acc_t>
+struct DenseGradient {
+  const LogitTransform<acc_t> transform;
+  acc_t a, b;  // the coefficients times the scale
+  acc_t power, origin = 0, less;
+
+  SCE_HD DenseGradient(const GradientCoefficients<acc_t>& c, const LogitTransform<acc_t>& transform)
+      : transform(transform), b(c.b * transform.scale), power(transform.factor() * kLog2e<acc_t>) {
+    if (transform.softcap == acc_t(0)) {  // then z may be large, and its difference to lse small
+      const acc_t of_lse = c.lse / transform.scale;
+      if (of_lse - of_lse == acc_t(0)) origin = of_lse;
+    }
+    const acc_t rest = multiply_add(-origin, transform.factor(), c.lse);
+    less = rest * kLog2e<acc_t>;
+    const acc_t rounded = multiply_add(rest, kLog2e<acc_t>, -less) + rest * kLog2eRest<acc_t>;
+    a = c.a * power_of_2(-(rounded + c.lse_residual * kLog2e<acc_t>)) * transform.scale;
+  }
+
+  // From v_j.
+  SCE_HD acc_t at(acc_t v, acc_t class_weight) const {
+    const acc_t q = power_of_2(multiply_add(v - origin, power, -less));
+    const acc_t of_z = multiply_add(a, q, -(b * class_weight));
+    return transform.softcap == acc_t(0) ? of_z : of_z * multiply_add(-v, v, acc_t(1));
+  }
+};
+#endif
 
 }  // namespace sparse_ce

@@ -40,10 +40,10 @@ __global__ void __launch_bounds__(kThreads, slice_t::blocks(kPlain))
       if (kGradient) write_zeros<kWidth>(gradient(), slice.begin(), slice.end());
       continue;
     }
-    slice.load(row());
-    EntriesOfPart<slice_t> entries(args.target, args.target.row(r), row(), slice.begin(), slice.end());
     const LogitTransform<acc_t> transform =
         kPlain ? LogitTransform<acc_t>(LossOptions{}) : args.template transform<acc_t>(r);
+    slice.load(row(), !kPlain && transform.scale < acc_t(0));
+    EntriesOfPart<slice_t> entries(args.target, args.target.row(r), row(), slice.begin(), slice.end());
     slice.wait();
     PartStats<acc_t> stats;
     stats.row = slice.template stats<kPlain>(args, transform);
@@ -95,10 +95,7 @@ cudaError_t launch_form(const OnePass& form, const ForwardArgs& forward, const B
                           backward ? *backward : BackwardArgs{}, cluster, form.packs,
                           static_cast<EntryGradient<typename slice_t::acc_t>*>(workspace));
   };
-  const LossOptions& options = forward.options;
-  const bool plain =
-      options.logit_scale == 1 && options.softcap == 0 && !forward.row_scale && options.label_smoothing == 0;
-  if (plain) return launch(backward ? one_pass_kernel<slice_t, true, true> : one_pass_kernel<slice_t, true, false>);
+  if (forward.plain()) return launch(backward ? one_pass_kernel<slice_t, true, true> : one_pass_kernel<slice_t, true, false>);
   return launch(backward ? one_pass_kernel<slice_t, false, true> : one_pass_kernel<slice_t, false, false>);
 }
 

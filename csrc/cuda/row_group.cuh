@@ -116,6 +116,13 @@ struct Sum {
   SCE_HD void merge(Sum other) { sum += other.sum; }
 };
 
+// Those of RowStats, of threads that know the row's largest before.
+template <typename acc_t>
+struct RowSums {
+  acc_t sum = 0, weighted = 0, weight = 0;
+  SCE_HD void merge(RowSums other) { sum += other.sum, weighted += other.weighted, weight += other.weight; }
+};
+
 constexpr int kMostBlocks = 8;  // of a cluster, everywhere
 
 // What the threads of each block of a cluster have, merged in a fixed order: the same bits in all. Of block `part`; all

@@ -42,6 +42,15 @@ __device__ __forceinline__ void by_softcap(LogitTransform<acc_t> transform, cons
   f(transform);
 }
 
+// f(transform, weighted), which is told also whether classes have weights.
+template <typename acc_t, typename function_t>
+__device__ __forceinline__ void by_case(const LogitTransform<acc_t>& transform, bool weighted, const function_t& f) {
+  by_softcap(transform, [&](const LogitTransform<acc_t>& of_logit) {
+    if (weighted) return f(of_logit, std::true_type{});
+    f(of_logit, std::false_type{});
+  });
+}
+
 // Packs as numbers; -inf where there is none.
 template <typename scalar_t, typename acc_t, typename count_t>
 __device__ __forceinline__ void to_logits(const Pack<scalar_t> (&packs)[count_t::value], count_t count,
@@ -52,8 +61,9 @@ __device__ __forceinline__ void to_logits(const Pack<scalar_t> (&packs)[count_t:
   for (int u = 0; u < count_t::value; ++u) {
     acc_t x[kSize];
     to_numbers(packs[u], x);
+    to_bases(transform, x);
 #pragma unroll
-    for (int e = 0; e < kSize; ++e) z[u * kSize + e] = count.has(u) ? transform(x[e]) : -acc_t(INFINITY);
+    for (int e = 0; e < kSize; ++e) z[u * kSize + e] = count.has(u) ? transform.factor() * x[e] : -acc_t(INFINITY);
   }
 }
 
@@ -204,7 +214,7 @@ __device__ void write_dense(const BackwardArgs& args, const GradientCoefficients
   constexpr int64_t kStride = int64_t(kWidth) * kSize;
   const int width = common_width(row, gradient);
 
-  if (transform.identity() && args.options.label_smoothing == 0) {
+  if (args.plain()) {
     for_columns<kWidth, kUnroll>(
         row, begin, end, true,
         [&](int64_t column, auto count) {
@@ -228,35 +238,32 @@ __device__ void write_dense(const BackwardArgs& args, const GradientCoefficients
 
   // Only where labels are smoothed: an infinite one would be multiplied by 0.
   const acc_t* weight = args.options.label_smoothing == 0 ? nullptr : static_cast<const acc_t*>(args.target.weight);
-  const auto general = [&](const LogitTransform<acc_t>& of_logit, acc_t x, acc_t o) {
-    const auto [z, of_cap] = of_logit.with_slope(x);
-    return c.at(z, o) * (of_logit.scale * of_cap);
-  };
-  for_columns<kWidth, kGeneralUnroll>(
-      row, begin, end, true,
-      [&](int64_t column, auto count) {
-        constexpr int n = decltype(count)::value;
-        Pack<scalar_t> packs[n];
-        load_packs<kStride>(row + column, count, packs);
-        by_softcap(transform, [&](const auto& of_logit) {
+  by_softcap(transform, [&](const LogitTransform<acc_t>& of_logit) {
+    const DenseGradient<acc_t> dense(c, of_logit);
+    for_columns<kWidth, kGeneralUnroll>(
+        row, begin, end, true,
+        [&](int64_t column, auto count) {
+          constexpr int n = decltype(count)::value;
+          Pack<scalar_t> packs[n];
+          load_packs<kStride>(row + column, count, packs);
 #pragma unroll
           for (int u = 0; u < n; ++u) {
             if (!count.has(u)) break;
             acc_t x[kSize], o[kSize];
             to_numbers(packs[u], x);
             load_weights(weight ? weight + column + u * kStride : nullptr, o);
+            to_bases(of_logit, x);
 #pragma unroll
-            for (int i = 0; i < kSize; ++i) x[i] = general(of_logit, x[i], o[i]);
+            for (int i = 0; i < kSize; ++i) x[i] = dense.at(x[i], o[i]);
             from_numbers(x, packs[u]);
+            packs[u].store(gradient + column + u * kStride, width);
           }
+        },
+        [&](int64_t column) {
+          const acc_t v = of_logit.base(to_acc(row[column]));
+          from_acc(dense.at(v, weight ? weight[column] : acc_t(1)), gradient[column]);
         });
-#pragma unroll
-        for (int u = 0; u < n; ++u)
-          if (count.has(u)) packs[u].store(gradient + column + u * kStride, width);
-      },
-      [&](int64_t column) {
-        from_acc(general(transform, to_acc(row[column]), weight ? weight[column] : acc_t(1)), gradient[column]);
-      });
+  });
 }
 
 inline int multiprocessors() {

@@ -89,14 +89,15 @@ struct RowSlice {
   __device__ int64_t begin() const { return origin_ + lead_; }
   __device__ int64_t end() const { return origin_ + count_; }
 
-  // Asks for the logits, which are there after wait.
-  __device__ __forceinline__ void load(const scalar_t* row) {
+  // Asks for the logits, which are there after wait. `negated`: of what is the smallest, the largest is asked for.
+  __device__ __forceinline__ void load(const scalar_t* row, bool negated) {
+    const acc_t nothing = negated ? acc_t(INFINITY) : -acc_t(INFINITY);
     const scalar_t* mine = row + first();
     for_packs([&](int u) {
       if (whole(u)) return storage_.load(u, mine + u * kStride);
       Pack<scalar_t> pack;
 #pragma unroll
-      for (int e = 0; e < kSize; ++e) from_acc(-acc_t(INFINITY), pack.at[e]);
+      for (int e = 0; e < kSize; ++e) from_acc(nothing, pack.at[e]);
       for_edge(u, [&](int e) { pack.at[e] = mine[u * kStride + e]; });
       uint4 words;
       std::memcpy(&words, pack.at, sizeof(words));
@@ -108,38 +109,69 @@ struct RowSlice {
   // Of the whole slice, in all threads of the group. Contains barriers.
   template <bool kPlain>
   __device__ __forceinline__ RowStats<acc_t> stats(const ForwardArgs& args, const LogitTransform<acc_t>& transform) {
+    // The largest first, which are numbers as they are stored: then no sum is moved from one to another.
+    const bool negated = !kPlain && transform.scale < acc_t(0);  // by which the smallest is that of the largest z
+    LargestOf<scalar_t> largest;
+    const auto find = [&](uint32_t sign) {
+      for_packs([&](int u) {
+        const uint4 pack = storage_.get(u);
+        largest.push({pack.x ^ sign, pack.y ^ sign, pack.z ^ sign, pack.w ^ sign});
+      });
+    };
+    if (negated)
+      find(sizeof(scalar_t) == 2 ? 0x80008000u : 0x80000000u);
+    else
+      find(0);
+    acc_t most = Group::broadcast(Group::template reduce<true>(Largest<acc_t>{largest.number()})).max;
     if constexpr (kPlain) {
-      // The largest first, which are numbers as they are stored: then no sum is moved from one to another.
-      LargestOf<scalar_t> largest;
-      for_packs([&](int u) { largest.push(storage_.get(u)); });
-      const acc_t max = Group::broadcast(Group::template reduce<true>(Largest<acc_t>{largest.number()})).max;
       acc_t sums[2] = {};
       for_packs([&](int u) {
         acc_t z[kSize];
         numbers(u, z);
 #pragma unroll
-        for (int e = 0; e < kSize; ++e) sums[e % 2] += exponential(z[e] - max);
+        for (int e = 0; e < kSize; ++e) sums[e % 2] += exponential(z[e] - most);
       });
       const acc_t sum = Group::broadcast(Group::template reduce<true>(Sum<acc_t>{sums[0] + sums[1]})).sum;
-      return {max, sum, acc_t(0), acc_t(0)};
+      return {most, sum, acc_t(0), acc_t(0)};
     }
     const bool smooth = args.options.label_smoothing != 0;
-    const acc_t* weight = static_cast<const acc_t*>(args.target.weight);
-    RowStats<acc_t> stats;
-    for_packs([&](int u) {
-      acc_t z[kSize];
-      numbers(u, z);
-      by_softcap(transform, [&](const LogitTransform<acc_t>& of_logit) {
+    const acc_t* weight = smooth ? static_cast<const acc_t*>(args.target.weight) : nullptr;
+    if (negated) most = -most;
+    RowSums<acc_t> lanes[2];
+    by_case(transform, weight, [&](const LogitTransform<acc_t>& of_logit, auto weighted) {
+      const acc_t from = of_logit.base(most), power = of_logit.factor() * kLog2e<acc_t>;
+      for_packs([&](int u) {
+        acc_t v[kSize], o[kSize], powers[kSize];
+        numbers(u, v);
+        if (weighted) weights(u, weight, o);
+        to_bases(of_logit, v);
 #pragma unroll
-        for (int e = 0; e < kSize; ++e) z[e] = there(u, e) ? of_logit(z[e]) : -acc_t(INFINITY);
+        for (int e = 0; e < kSize; ++e) {
+          v[e] = v[e] - from;
+          powers[e] = power_of_2(v[e] * power);
+        }
+        if (!whole(u)) {
+#pragma unroll
+          for (int e = 0; e < kSize; ++e)
+            if (!there(u, e)) v[e] = powers[e] = 0;
+        }
+#pragma unroll
+        for (int e = 0; e < kSize; ++e) {
+          RowSums<acc_t>& sums = lanes[e % 2];
+          sums.sum += powers[e];
+          if (!weighted) sums.weighted += v[e];
+          // A class of weight 0 adds 0 even at -inf.
+          if (weighted && o[e] != acc_t(0)) sums.weighted = multiply_add(o[e], v[e], sums.weighted);
+          if (weighted) sums.weight += o[e];
+        }
       });
-      stats.push(z, 0, kSize);
-      if (!smooth) return;
-      acc_t o[kSize];
-      weights(u, weight, o);
-      stats.push_weighted(z, o, kSize);
     });
-    return Group::broadcast(Group::reduce(stats));
+    lanes[0].merge(lanes[1]);
+    const RowSums<acc_t> sums = Group::broadcast(Group::template reduce<true>(lanes[0]));
+    const acc_t max = larger(transform(most), Limits<acc_t>::kLowest);
+    if (!smooth) return {max, sums.sum, acc_t(0), acc_t(0)};
+    const acc_t classes = static_cast<acc_t>(count_ - lead_);
+    return {max, sums.sum, transform.factor() * sums.weighted, weight ? sums.weight : classes};
   }
 
   // The gradient as if no class had an entry.
@@ -152,28 +184,35 @@ struct RowSlice {
     const acc_t* weight = smooth ? static_cast<const acc_t*>(args.target.weight) : nullptr;
     const int width = common_width(row, gradient);
     scalar_t* mine = gradient + first();
-    for_packs([&](int u) {
-      acc_t x[kSize], o[kSize];
+    const auto write_by = [&](int u, const auto& to_gradient) {
+      acc_t x[kSize];
       numbers(u, x);
-      if constexpr (kPlain) {
-#pragma unroll
-        for (acc_t& of_one : x) of_one = c.at(of_one);
-      } else {
-        weights(u, weight, o);
-        by_softcap(transform, [&](const LogitTransform<acc_t>& of_logit) {
-#pragma unroll
-          for (int e = 0; e < kSize; ++e) {
-            const auto [z, of_cap] = of_logit.with_slope(x[e]);
-            x[e] = c.at(z, o[e]) * (of_logit.scale * of_cap);
-          }
-        });
-      }
+      to_gradient(x);
       Pack<scalar_t> pack;
       from_numbers(x, pack);
       if (whole(u))
         pack.store(mine + u * kStride, width);
       else
         for_edge(u, [&](int e) { mine[u * kStride + e] = pack.at[e]; });
+    };
+    if constexpr (kPlain)
+      return for_packs([&](int u) {
+        write_by(u, [&](acc_t (&x)[kSize]) {
+#pragma unroll
+          for (acc_t& of_one : x) of_one = c.at(of_one);
+        });
+      });
+    by_case(transform, weight, [&](const LogitTransform<acc_t>& of_logit, auto weighted) {
+      const DenseGradient<acc_t> dense(c, of_logit);
+      for_packs([&](int u) {
+        acc_t o[kSize];
+        if (weighted) weights(u, weight, o);
+        write_by(u, [&](acc_t (&x)[kSize]) {
+          to_bases(of_logit, x);
+#pragma unroll
+          for (int e = 0; e < kSize; ++e) x[e] = dense.at(x[e], weighted ? o[e] : acc_t(1));
+        });
+      });
     });
   }
 
@@ -208,10 +247,10 @@ struct RowSlice {
 
   // Of what is no class 0.
   __device__ __forceinline__ void weights(int u, const acc_t* weight, acc_t (&o)[kSize]) const {
-    if (whole(u)) return load_weights(weight ? weight + first() + u * kStride : nullptr, o);
+    const acc_t* mine = weight + first() + u * kStride;
+    if (whole(u)) return load_weights(mine, o);
 #pragma unroll
-    for (int e = 0; e < kSize; ++e)
-      o[e] = !there(u, e) ? acc_t(0) : weight ? weight[first() + u * kStride + e] : acc_t(1);
+    for (int e = 0; e < kSize; ++e) o[e] = there(u, e) ? mine[e] : acc_t(0);
   }
 
   __device__ __forceinline__ void numbers(int u, acc_t (&x)[kSize]) const {
