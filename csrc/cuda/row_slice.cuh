@@ -140,7 +140,7 @@ struct RowSlice {
     RowSums<acc_t> lanes[2];
     by_case(transform, weight, [&](const LogitTransform<acc_t>& of_logit, auto weighted) {
       const acc_t from = of_logit.base(most), power = of_logit.factor() * kLog2e<acc_t>;
-      for_packs([&](int u) {
+      for_packs<kGeneralUnroll>([&](int u) {
         acc_t v[kSize], o[kSize], powers[kSize];
         numbers(u, v);
         if (weighted) weights(u, weight, o);
@@ -204,7 +204,7 @@ struct RowSlice {
       });
     by_case(transform, weight, [&](const LogitTransform<acc_t>& of_logit, auto weighted) {
       const DenseGradient<acc_t> dense(c, of_logit);
-      for_packs([&](int u) {
+      for_packs<kGeneralUnroll>([&](int u) {
         acc_t o[kSize];
         if (weighted) weights(u, weight, o);
         write_by(u, [&](acc_t (&x)[kSize]) {
@@ -230,7 +230,7 @@ struct RowSlice {
       if (there(u, e)) f(e);
   }
   // f(u) for the thread's packs that have a class: exponentials of nothing would take their time.
-  template <typename function_t>
+  template <int unroll = kUnroll, typename function_t>
   __device__ __forceinline__ void for_packs(const function_t& f) const {
     if constexpr (storage_t::kAll) {
 #pragma unroll
@@ -240,7 +240,7 @@ struct RowSlice {
       }
     } else {
       const int mine = place(0) < count_ ? (count_ - place(0) - 1) / kStride + 1 : 0;
-#pragma unroll kUnroll
+#pragma unroll unroll
       for (int u = 0; u < mine; ++u) f(u);
     }
   }
