@@ -18,6 +18,7 @@ LossCase draw_rows(bool small) {
   c.weight_step = below(3), c.scale_step = below(3);
   c.reads = chance(0.7) ? Reads::kPlanned : Reads::kApart;
   c.many_rows = chance(0.3);
+  if (chance(0.06)) c.options.logit_scale = Factors::factor();
   if (chance(0.06)) {  // the longest rows that are read once
     c.rows = 1, c.row_stride = c.num_classes = c.vocab = size_of(c.dtype) == 2 ? 140001 : 70003;
     if (chance(0.8)) c.reads = Reads::kPlanned;
@@ -63,6 +64,19 @@ LossCase draw_rows(bool small) {
   c.strided = {inner, c.vocab * (inner + gap) + gap, inner + gap};
   if (chance(0.3)) c.strided = {inner, inner, outer * inner + gap};  // classes first
   return c;
+}
+
+// What is not finite, in rows that count too; or, of a smoothed loss, -inf where classes have no weight alone.
+void draw_infinities(Problem& p) {
+  const LossCase& c = static_cast<const LossCase&>(p.c);
+  const bool anywhere = chance(0.15), unweighted = c.has_weight && chance(0.5);
+  for (int64_t r = 0; r < c.rows; ++r) {
+    for (int64_t v = 0; unweighted && v < c.num_classes; ++v)
+      if (p.weight_of(v) != 0 && !std::isfinite(p.logits.get(c.at(r, v)))) p.logits.set(c.at(r, v), c.shift);
+    if (anywhere && chance(0.3))
+      p.logits.set(c.at(r, below(c.num_classes)), one_of<double>({INFINITY, -INFINITY, std::nan("")}));
+  }
+  p.logits.upload();
 }
 
 int64_t place(const BackwardArgs& args, int64_t r, int64_t v) {
@@ -159,6 +173,7 @@ void check_mean(const LossCase& c, const Problem& p, const Factors& by_row, cons
 
 void run_case(const LossCase& c) {
   Problem p(c);
+  draw_infinities(p);
   for (int64_t r = 0; c.layout == Case::kRanges && r < c.rows; ++r)
     if (chance(0.05)) p.lead_outside(r);
   const Factors by_row(c, p);

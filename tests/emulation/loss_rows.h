@@ -31,9 +31,13 @@ struct Factors {
       for (int64_t i = 0; i < a->count(); ++i) a->set(i, NAN);
     for (int64_t r = 0; r < c.rows; ++r) {
       if (c.weight_step == 0 || !p.ignored(r)) weight.set(r * c.weight_step, chance(0.2) ? 0 : uniform(-0.5, 2));
-      if (c.scale_step == 0 || !p.ignored(r)) scale.set(r * c.scale_step, chance(0.2) ? 1 : uniform(0.4, 1.3));
+      if (c.scale_step == 0 || !p.ignored(r)) scale.set(r * c.scale_step, chance(0.2) ? 1 : factor());
     }
     weight.upload(), scale.upload();
+  }
+  // Now and then one that turns the order of the logits round, or leaves none.
+  static double factor() {
+    return chance(0.9) ? uniform(0.4, 1.3) : one_of<double>({-0.7, -1, 0});
   }
   double weight_of(int64_t r) const { return c.row_weight ? weight.get(r * c.weight_step) : 1; }
   double scale_of(int64_t r) const { return c.row_scale ? scale.get(r * c.scale_step) : 1; }
@@ -62,6 +66,8 @@ struct Exact {
       max = std::fmax(max, z[v]);
       if (std::isfinite(z[v])) size = std::fmax(size, std::fabs(z[v]));
     }
+    for (double x : z)
+      if (std::isnan(x)) max = x;
     long double sum = 0;
     for (double x : z) sum += std::exp((long double)(x - max));
     const long double exact_lse = max == -INFINITY ? max : max + std::log(sum);
