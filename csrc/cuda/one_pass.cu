@@ -95,7 +95,8 @@ cudaError_t launch_form(const OnePass& form, const ForwardArgs& forward, const B
                           backward ? *backward : BackwardArgs{}, cluster, form.packs,
                           static_cast<EntryGradient<typename slice_t::acc_t>*>(workspace));
   };
-  if (forward.plain()) return launch(backward ? one_pass_kernel<slice_t, true, true> : one_pass_kernel<slice_t, true, false>);
+  if (forward.plain())
+    return launch(backward ? one_pass_kernel<slice_t, true, true> : one_pass_kernel<slice_t, true, false>);
   return launch(backward ? one_pass_kernel<slice_t, false, true> : one_pass_kernel<slice_t, false, false>);
 }
 

@@ -122,7 +122,7 @@ struct RowSlice {
       find(sizeof(scalar_t) == 2 ? 0x80008000u : 0x80000000u);
     else
       find(0);
-    acc_t most = Group::broadcast(Group::template reduce<true>(Largest<acc_t>{largest.number()})).max;
+    const acc_t most = Group::broadcast(Group::template reduce<true>(Largest<acc_t>{largest.number()})).max;
     if constexpr (kPlain) {
       acc_t sums[2] = {};
       for_packs([&](int u) {
@@ -134,9 +134,56 @@ struct RowSlice {
       const acc_t sum = Group::broadcast(Group::template reduce<true>(Sum<acc_t>{sums[0] + sums[1]})).sum;
       return {most, sum, acc_t(0), acc_t(0)};
     }
-    const bool smooth = args.options.label_smoothing != 0;
-    const acc_t* weight = smooth ? static_cast<const acc_t*>(args.target.weight) : nullptr;
-    if (negated) most = -most;
+    return stats_below(args, transform, negated ? -most : most);
+  }
+
+  // The gradient as if no class had an entry.
+  template <bool kPlain>
+  __device__ __forceinline__ void write(const BackwardArgs& args, const GradientCoefficients<acc_t>& c,
+                                        const LogitTransform<acc_t>& transform, const scalar_t* row,
+                                        scalar_t* gradient) {
+    const acc_t* weight = weights_of(args);
+    const int width = common_width(row, gradient);
+    scalar_t* mine = gradient + first();
+    const auto write_by = [&](int u, const auto& to_gradient) {
+      acc_t x[kSize];
+      numbers(u, x);
+      to_gradient(x);
+      Pack<scalar_t> pack;
+      from_numbers(x, pack);
+      if (whole(u))
+        pack.store(mine + u * kStride, width);
+      else
+        for_edge(u, [&](int e) { mine[u * kStride + e] = pack.at[e]; });
+    };
+    if constexpr (kPlain)
+      return for_packs([&](int u) {
+        write_by(u, [&](acc_t(&x)[kSize]) {
+#pragma unroll
+          for (acc_t& of_one : x) of_one = c.at(of_one);
+        });
+      });
+    by_case(transform, weight, [&](const LogitTransform<acc_t>& of_logit, auto weighted) {
+      const DenseGradient<acc_t> dense(c, of_logit);
+      for_packs<kGeneralUnroll>([&](int u) {
+        acc_t o[kSize];
+        if (weighted) weights(u, weight, o);
+        write_by(u, [&](acc_t(&x)[kSize]) {
+          to_bases(of_logit, x);
+#pragma unroll
+          for (int e = 0; e < kSize; ++e) x[e] = dense.at(x[e], weighted ? o[e] : acc_t(1));
+        });
+      });
+    });
+  }
+
+  __device__ __forceinline__ void unknow(uint32_t zero) { storage_.unknow(zero); }
+
+ private:
+  // Of a slice in a row whose largest z is that of the logit `most`. Contains barriers.
+  __device__ __forceinline__ RowStats<acc_t> stats_below(const ForwardArgs& args,
+                                                         const LogitTransform<acc_t>& transform, acc_t most) const {
+    const acc_t* weight = weights_of(args);
     RowSums<acc_t> lanes[2];
     by_case(transform, weight, [&](const LogitTransform<acc_t>& of_logit, auto weighted) {
       const acc_t from = of_logit.base(most), power = of_logit.factor() * kLog2e<acc_t>;
@@ -169,56 +216,16 @@ struct RowSlice {
     lanes[0].merge(lanes[1]);
     const RowSums<acc_t> sums = Group::broadcast(Group::template reduce<true>(lanes[0]));
     const acc_t max = larger(transform(most), Limits<acc_t>::kLowest);
-    if (!smooth) return {max, sums.sum, acc_t(0), acc_t(0)};
+    if (args.options.label_smoothing == 0) return {max, sums.sum, acc_t(0), acc_t(0)};
     const acc_t classes = static_cast<acc_t>(count_ - lead_);
     return {max, sums.sum, transform.factor() * sums.weighted, weight ? sums.weight : classes};
   }
 
-  // The gradient as if no class had an entry.
-  template <bool kPlain>
-  __device__ __forceinline__ void write(const BackwardArgs& args, const GradientCoefficients<acc_t>& c,
-                                        const LogitTransform<acc_t>& transform, const scalar_t* row,
-                                        scalar_t* gradient) {
-    // Only where labels are smoothed: an infinite one would be multiplied by 0.
-    const bool smooth = !kPlain && args.options.label_smoothing != 0;
-    const acc_t* weight = smooth ? static_cast<const acc_t*>(args.target.weight) : nullptr;
-    const int width = common_width(row, gradient);
-    scalar_t* mine = gradient + first();
-    const auto write_by = [&](int u, const auto& to_gradient) {
-      acc_t x[kSize];
-      numbers(u, x);
-      to_gradient(x);
-      Pack<scalar_t> pack;
-      from_numbers(x, pack);
-      if (whole(u))
-        pack.store(mine + u * kStride, width);
-      else
-        for_edge(u, [&](int e) { mine[u * kStride + e] = pack.at[e]; });
-    };
-    if constexpr (kPlain)
-      return for_packs([&](int u) {
-        write_by(u, [&](acc_t (&x)[kSize]) {
-#pragma unroll
-          for (acc_t& of_one : x) of_one = c.at(of_one);
-        });
-      });
-    by_case(transform, weight, [&](const LogitTransform<acc_t>& of_logit, auto weighted) {
-      const DenseGradient<acc_t> dense(c, of_logit);
-      for_packs<kGeneralUnroll>([&](int u) {
-        acc_t o[kSize];
-        if (weighted) weights(u, weight, o);
-        write_by(u, [&](acc_t (&x)[kSize]) {
-          to_bases(of_logit, x);
-#pragma unroll
-          for (int e = 0; e < kSize; ++e) x[e] = dense.at(x[e], weighted ? o[e] : acc_t(1));
-        });
-      });
-    });
+  // Only where labels are smoothed: elsewhere an infinite one would be multiplied by 0.
+  __device__ static const acc_t* weights_of(const CrossEntropyArgs& args) {
+    return args.options.label_smoothing != 0 ? static_cast<const acc_t*>(args.target.weight) : nullptr;
   }
 
-  __device__ __forceinline__ void unknow(uint32_t zero) { storage_.unknow(zero); }
-
- private:
   __device__ static int place(int u) { return (Group::rank() + u * kWidth) * kSize; }
   __device__ int64_t first() const { return origin_ + place(0); }  // the column of the first pack
   __device__ bool there(int u, int e) const { return lead_ <= place(u) + e && place(u) + e < count_; }

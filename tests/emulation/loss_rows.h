@@ -36,9 +36,7 @@ struct Factors {
     weight.upload(), scale.upload();
   }
   // Now and then one that turns the order of the logits round, or leaves none.
-  static double factor() {
-    return chance(0.9) ? uniform(0.4, 1.3) : one_of<double>({-0.7, -1, 0});
-  }
+  static double factor() { return chance(0.9) ? uniform(0.4, 1.3) : one_of<double>({-0.7, -1, 0}); }
   double weight_of(int64_t r) const { return c.row_weight ? weight.get(r * c.weight_step) : 1; }
   double scale_of(int64_t r) const { return c.row_scale ? scale.get(r * c.scale_step) : 1; }
 };
