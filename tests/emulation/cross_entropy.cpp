@@ -66,13 +66,16 @@ LossCase draw_rows(bool small) {
   return c;
 }
 
-// What is not finite, in rows that count too; or, of a smoothed loss, -inf where classes have no weight alone.
-void draw_infinities(Problem& p) {
-  const LossCase& c = static_cast<const LossCase&>(p.c);
+// What is not finite, in rows that count too; or, of a smoothed loss, -inf where classes have no weight alone. A scale
+// that is not positive makes NaN of -inf, and such a row would prove nothing of all else.
+void draw_infinities(const LossCase& c, const Factors& by_row, Problem& p) {
   const bool anywhere = chance(0.15), unweighted = c.has_weight && chance(0.5);
   for (int64_t r = 0; r < c.rows; ++r) {
-    for (int64_t v = 0; unweighted && v < c.num_classes; ++v)
-      if (p.weight_of(v) != 0 && !std::isfinite(p.logits.get(c.at(r, v)))) p.logits.set(c.at(r, v), c.shift);
+    if (p.ignored(r)) continue;
+    const bool finite = c.options.logit_scale * by_row.scale_of(r) <= 0 && chance(0.9);
+    for (int64_t v = 0; (finite || unweighted) && v < c.num_classes; ++v)
+      if ((finite || p.weight_of(v) != 0) && !std::isfinite(p.logits.get(c.at(r, v))))
+        p.logits.set(c.at(r, v), c.shift + uniform(-c.logit_size, c.logit_size));
     if (anywhere && chance(0.3))
       p.logits.set(c.at(r, below(c.num_classes)), one_of<double>({INFINITY, -INFINITY, std::nan("")}));
   }
@@ -173,10 +176,10 @@ void check_mean(const LossCase& c, const Problem& p, const Factors& by_row, cons
 
 void run_case(const LossCase& c) {
   Problem p(c);
-  draw_infinities(p);
   for (int64_t r = 0; c.layout == Case::kRanges && r < c.rows; ++r)
     if (chance(0.05)) p.lead_outside(r);
   const Factors by_row(c, p);
+  draw_infinities(c, by_row, p);
   Array loss(c.arithmetic, c.rows), lse(c.arithmetic, c.rows), residual(c.arithmetic, c.rows);
   for (Array* a : {&loss, &lse, &residual}) {
     for (int64_t i = 0; i < a->count(); ++i) a->set(i, 1e30);
