@@ -22,7 +22,8 @@ struct StridedRows {
 
   template <typename scalar_t>
   SCE_HD StridedRow<scalar_t> row(scalar_t* first, int64_t r) const {
-    return {first + r / inner * outer_stride + r % inner * inner_stride, column_stride};
+    const int64_t image = r < inner ? 0 : r / inner;  // of one image no row pays for a division of 64 bits
+    return {first + image * outer_stride + (r - image * inner) * inner_stride, column_stride};
   }
 };
 
@@ -54,6 +55,11 @@ struct CrossEntropyArgs {
   template <typename scalar_t>
   SCE_HD StridedRow<const scalar_t> strided_row(int64_t r) const {
     return strided.row(static_cast<const scalar_t*>(logits), r);
+  }
+  // Wherever its classes lie.
+  template <typename scalar_t>
+  SCE_HD StridedRow<const scalar_t> any_row(int64_t r) const {
+    return strided.inner > 0 ? strided_row<scalar_t>(r) : StridedRow<const scalar_t>{row<scalar_t>(r), 1};
   }
 
   // The classes [first_class, classes_end()) have logits here; an entry of another has its part in the row's mass.

@@ -46,7 +46,7 @@ def compiled(request, tmp_path_factory):
 @needs_nvcc
 def test_no_kernel_spills_registers(compiled):
     report = compiled[1]
-    kernels = {"candidates": 3 * (4 + 2), "cross_entropy": 4 * (2 + 2 + 1 + 1 + 3), "linear": 10 + 1 + 4,
+    kernels = {"candidates": 3 * (4 + 2), "cross_entropy": 4 * (2 + 2 + 1 + 1 + 3 + 3), "linear": 10 + 1 + 4,
                "loss_mean": 2 * (2 + 2), "masked_mean": 4 * (4 + 2 + 2), "one_pass": 3 * 3 * 2 * 2,
                "select": 4 * (2 + 2 * 2 + 1), "select_merge": 2, "sparse_softmax": 4 * 2 * (2 + 1),
                "topk": 4}

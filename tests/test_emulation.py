@@ -35,7 +35,7 @@ def kinds(output):
     return {kind: int(count) for kind, count in re.findall(r"^(.*): (\d+) cases$", output, re.M)}
 
 
-KINDS = {"cross_entropy": ("warp a row", "block a row", "blocks a row", "a thread a row",
+KINDS = {"cross_entropy": ("warp a row", "block a row", "blocks a row", "a thread a row", "threads a row",
                            "a thread a row, a mean of many", "a thread a row, a mean in parts",
                            "one pass, a warp's registers", "one pass, a warp",
                            "one pass, a block", "one pass, 2 blocks", "one pass, 4 blocks", "one pass, 8 blocks",

@@ -55,6 +55,20 @@ def test_a_limit_of_blocks_is_kept_and_changes_nothing_else(plan_of):
         assert limited == (*free[:2], min(free[2], 3))
 
 
+def test_rows_side_by_side_have_a_thread_each_or_are_shared_until_the_device_is_full(plan_of):
+    seen = set()
+    for rows, classes, size, multiprocessors in shapes():
+        width, parts, blocks = plan_of(rows, classes, size, 0, multiprocessors, side_by_side=True)
+        assert width == 1 and blocks == -(-rows * parts // 128)
+        assert parts == 1 or classes >= 256 and 64 * (parts - 1) < classes and parts <= 512, "each has classes to sum"
+        assert parts == 1 or rows * (parts - 1) < 2048 * multiprocessors, "there are threads enough"
+        assert classes < 256 or parts == min(-(-2048 * multiprocessors // rows), -(-classes // 64), 512)
+        assert plan_of(rows, classes, size, 3, multiprocessors, side_by_side=True) == (1, parts, min(blocks, 3))
+        seen.add(parts > 1)
+    assert seen == {True, False}
+    assert [plan_of(4096, classes, 2, 0, 132, side_by_side=True)[1] for classes in (255, 256, 32000)] == [1, 4, 66]
+
+
 # Of shared memory, what a block may have: an H100, an A100, an RTX 30 or 40, a T4.
 SM_90, SM_80, SM_86, SM_75 = (kib << 10 for kib in (227, 163, 99, 64))
 NONE = (0, 0, 0)

@@ -17,59 +17,45 @@ constexpr int64_t kThreadClasses = 32, kManyThreads = 16384;
 constexpr int64_t kSplitBytes = 32768, kLeastSplitBytes = 8192;
 constexpr int kBlocksPerMultiprocessor = 4;  // below this many, rows are split
 constexpr int64_t kBlocksIfMade = 12;  // of a multiprocessor, which holds three, where the gradient may be made already
+// Rows side by side are shared where they have so many classes, until a multiprocessor has twice the threads that it
+// holds: in parts of no fewer classes than are summed at a time, and of no more than what a warp merges soon.
+constexpr int64_t kSharedClasses = 256, kSharingThreads = 2048, kMostParts = 512;
 
 // ------------------------------------------------------------------------------------------------ forward
-
-// Adds the entries to a row's statistics and writes its loss. All threads of the group; `stats` counts on lane 0.
-template <int kWidth, typename scalar_t, typename acc_t = acc_type<scalar_t>>
-__device__ void finish_row(const ForwardArgs& args, int64_t r, bool ignored, const RowStats<acc_t>& stats) {
-  using Group = RowGroup<kWidth>;
-  const scalar_t* row = args.template row<scalar_t>(r);
-  const LogitTransform<acc_t> transform = args.template transform<acc_t>(r);
-  TargetSums<LongSum<acc_t>> sums;  // a row may have a hundred thousand entries
-  if (!ignored) {
-    const EntryRange range = args.target.row(r);
-    if (!range.valid) sums.mass.sum = Limits<acc_t>::kNaN;
-    for (int64_t i = range.begin + Group::rank(); i < range.end; i += kWidth) {
-      const auto entry = args.target.template entry<acc_t>(i);
-      sums.add(args.target.share(entry), stats.max,
-               [&] { return entry.column < 0 ? stats.max : transform(to_acc(row[entry.column])); });
-    }
-  }
-  const TargetStats<acc_t> target = Group::reduce(sums.template stats<acc_t>());
-  if (Group::rank() == 0) args.write(r, ignored, stats, target);
-}
 
 // One group per row, or per part of a row: then partial (rows, splits) receives the statistics.
 template <typename scalar_t, int kWidth>
 __global__ void __launch_bounds__(kThreads, held_blocks<scalar_t>(4))
     forward_kernel(ForwardArgs args, int64_t splits, RowStats<acc_type<scalar_t>>* partial) {
   using Group = RowGroup<kWidth>;
+  using acc_t = acc_type<scalar_t>;
   const int64_t columns = args.target.num_classes;
   for (int64_t item = Group::number(); item < args.rows * splits; item += Group::count()) {
     const auto [r, split] = part_of(item, splits);
     const bool ignored = args.target.ignored(r);
-    RowStats<acc_type<scalar_t>> stats;
+    RowStats<acc_t> stats;
     if (!ignored)
       stats = scan_row<kWidth, scalar_t>(args, r, split_begin(columns, splits, split),
                                          split_begin(columns, splits, split + 1));
     stats = Group::reduce(stats);
     if (splits == 1)
-      finish_row<kWidth, scalar_t>(args, r, ignored, stats);
+      finish_row<kWidth>(args, r, ignored, args.template row<scalar_t>(r), args.template transform<acc_t>(r), stats);
     else if (Group::rank() == 0)
       partial[item] = stats;
   }
 }
 
-// One warp per row merges the parts of forward_kernel.
+// One warp per row merges the parts of forward_kernel, or of strided_forward_kernel.
 template <typename scalar_t>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, held_blocks<scalar_t>(4))
     forward_merge_kernel(ForwardArgs args, int64_t splits, const RowStats<acc_type<scalar_t>>* partial) {
   using Group = RowGroup<kWarp>;
+  using acc_t = acc_type<scalar_t>;
   for (int64_t r = Group::number(); r < args.rows; r += Group::count()) {
-    RowStats<acc_type<scalar_t>> stats;
+    RowStats<acc_t> stats;
     for (int64_t split = Group::rank(); split < splits; split += kWarp) stats.merge(partial[r * splits + split]);
-    finish_row<kWarp, scalar_t>(args, r, args.target.ignored(r), Group::reduce(stats));
+    finish_row<kWarp>(args, r, args.target.ignored(r), args.template any_row<scalar_t>(r),
+                      args.template transform<acc_t>(r), Group::reduce(stats));
   }
 }
 
@@ -115,7 +101,7 @@ __global__ void __launch_bounds__(kThreads, held_blocks<scalar_t>(6)) backward_v
   using acc_t = acc_type<scalar_t>;
   for (int64_t r = Group::number(); r < args.rows; r += Group::count()) {
     if (args.target.ignored(r)) continue;
-    const scalar_t* row = args.template row<scalar_t>(r);
+    const auto row = args.template any_row<scalar_t>(r);
     const GradientCoefficients<acc_t> c = args.coefficients(r, acc_t(0));
     const LogitTransform<acc_t> transform = args.template transform<acc_t>(r);
     const EntryRange range = args.target.row(r);
@@ -124,6 +110,15 @@ __global__ void __launch_bounds__(kThreads, held_blocks<scalar_t>(6)) backward_v
 }
 
 // ------------------------------------------------------------------------------------------------ launchers
+
+// Of rows side by side: a thread has a row, or a part of one.
+Plan plan_of_strided(const CrossEntropyArgs& args, int multiprocessors) {
+  int64_t parts = 1;
+  if (args.target.num_classes >= kSharedClasses && !args.many_rows)
+    parts = std::min({divide_up(kSharingThreads * multiprocessors, args.rows),
+                      divide_up(args.target.num_classes, kStridedColumns), kMostParts});
+  return {1, parts, blocks_of(args, args.rows * parts, kStridedThreads)};
+}
 
 // Rows of few classes as rows that lie side by side, where there are many.
 ForwardArgs by_threads(ForwardArgs args) {
@@ -146,6 +141,7 @@ bool few_classes(const CrossEntropyArgs& args) {
 }
 
 Plan plan_of(const CrossEntropyArgs& args, int multiprocessors) {
+  if (args.strided.inner > 0) return plan_of_strided(args, multiprocessors);
   const int64_t row_bytes = args.classes() * size_of(args.dtype);
   const bool many = args.rows >= kManyRows || args.many_rows;
   if (row_bytes <= (many ? kLongWarpRowBytes : kWarpRowBytes))
@@ -159,7 +155,7 @@ Plan plan_of(const CrossEntropyArgs& args, int multiprocessors) {
 }
 
 size_t cross_entropy_forward_workspace(const CrossEntropyArgs& args) {
-  if (args.strided.inner > 0 || few_classes(args) || one_pass_of(args)) return 0;
+  if (few_classes(args) || one_pass_of(args)) return 0;
   const Plan plan = plan_of(args, multiprocessors());
   const size_t each = args.dtype == DType::kFloat64 ? sizeof(RowStats<double>) : sizeof(RowStats<float>);
   return plan.splits == 1 ? 0 : static_cast<size_t>(args.rows * plan.splits) * each;
@@ -172,20 +168,42 @@ cudaError_t cross_entropy_forward(const ForwardArgs& given, void* workspace, cud
   const Plan plan = plan_of(args, multiprocessors());
   return with_storage(args.dtype, [&](auto storage) {
     using scalar_t = decltype(storage);
-    if (args.strided.inner > 0) return launch_strided(stream, strided_forward_kernel<scalar_t>, args);
     auto* partial = static_cast<RowStats<acc_type<scalar_t>>*>(workspace);
-    auto kernel = plan.width == kWarp ? forward_kernel<scalar_t, kWarp> : forward_kernel<scalar_t, kThreads>;
-    const cudaError_t error = launch(stream, plan.blocks, kThreads, kernel, args, plan.splits, partial);
+    auto kernel = plan.width == 1       ? strided_forward_kernel<scalar_t>
+                  : plan.width == kWarp ? forward_kernel<scalar_t, kWarp>
+                                        : forward_kernel<scalar_t, kThreads>;
+    const int threads = plan.width == 1 ? kStridedThreads : kThreads;
+    const cudaError_t error = launch(stream, plan.blocks, threads, kernel, args, plan.splits, partial);
     if (error != cudaSuccess || plan.splits == 1) return error;
     return launch(stream, blocks_of(args, args.rows, kThreads / kWarp), kThreads, forward_merge_kernel<scalar_t>, args,
                   plan.splits, partial);
   });
 }
 
-size_t cross_entropy_backward_workspace(const CrossEntropyArgs& args) {
+// Of the gradients at the entries and of what ClassesOfRow needs.
+size_t bytes_of_entries(const CrossEntropyArgs& args) {
   const size_t each = args.dtype == DType::kFloat64 ? sizeof(EntryGradient<double>) : sizeof(EntryGradient<float>);
   const bool tables = args.target.offsets || args.target.width > kWarp;  // shorter rows have none
   return static_cast<size_t>(args.target.entries) * (each + (tables ? kSumSlots * sizeof(uint32_t) : 0));
+}
+
+size_t cross_entropy_backward_workspace(const CrossEntropyArgs& args) {
+  const bool shared = args.strided.inner > 0 && plan_of(args, multiprocessors()).splits > 1;
+  const size_t mass = args.dtype == DType::kFloat64 ? sizeof(double) : sizeof(float);
+  return bytes_of_entries(args) + (shared ? static_cast<size_t>(args.rows) * mass : 0);
+}
+
+// Parts of rows, between what their entries need before and after.
+template <typename scalar_t, typename acc_t>
+cudaError_t launch_parts(const BackwardArgs& args, const Plan& plan, EntryGradient<acc_t>* entries,
+                         cudaStream_t stream) {
+  auto* masses = reinterpret_cast<acc_t*>(reinterpret_cast<char*>(entries) + bytes_of_entries(args));
+  const int64_t blocks = blocks_of(args, args.rows, kThreads / kWarp);
+  cudaError_t error = launch(stream, blocks, kThreads, make_entries_kernel<scalar_t>, args, masses, entries);
+  if (error == cudaSuccess)
+    error = launch(stream, plan.blocks, kStridedThreads, strided_parts_kernel<scalar_t>, args, plan.splits, masses);
+  if (error == cudaSuccess) error = launch(stream, blocks, kThreads, write_entries_kernel<scalar_t>, args, entries);
+  return error;
 }
 
 cudaError_t cross_entropy_backward(const BackwardArgs& given, void* workspace, cudaStream_t stream) {
@@ -197,7 +215,9 @@ cudaError_t cross_entropy_backward(const BackwardArgs& given, void* workspace, c
   return with_storage(args.dtype, [&](auto storage) {
     using scalar_t = decltype(storage);
     auto* entries = static_cast<EntryGradient<acc_type<scalar_t>>*>(workspace);
-    if (args.strided.inner > 0) return launch_strided(stream, strided_backward_kernel<scalar_t>, args, entries);
+    if (plan.width == 1 && plan.splits > 1) return launch_parts<scalar_t>(args, plan, entries, stream);
+    if (plan.width == 1)
+      return launch(stream, plan.blocks, kStridedThreads, strided_backward_kernel<scalar_t>, args, entries);
     auto kernel = plan.width == kWarp ? backward_kernel<scalar_t, kWarp> : backward_kernel<scalar_t, kThreads>;
     return launch(stream, plan.blocks, kThreads, kernel, args, plan.splits, entries);
   });
@@ -206,9 +226,11 @@ cudaError_t cross_entropy_backward(const BackwardArgs& given, void* workspace, c
 cudaError_t cross_entropy_backward_values(const BackwardArgs& given, cudaStream_t stream) {
   if (given.rows == 0) return cudaSuccess;
   const BackwardArgs args = by_threads(given);
+  const Plan plan = plan_of(args, multiprocessors());
   return with_storage(args.dtype, [&](auto storage) {
     using scalar_t = decltype(storage);
-    if (args.strided.inner > 0) return launch_strided(stream, strided_backward_values_kernel<scalar_t>, args);
+    if (plan.width == 1 && plan.splits == 1)
+      return launch(stream, plan.blocks, kStridedThreads, strided_backward_values_kernel<scalar_t>, args);
     return launch(stream, blocks_of(args, args.rows, kThreads / kWarp), kThreads, backward_values_kernel<scalar_t>,
                   args);
   });

@@ -126,6 +126,25 @@ __device__ RowStats<acc_t> scan_row(const ForwardArgs& args, int64_t r, int64_t 
   return stats;
 }
 
+// Adds the entries to a row's statistics and writes its loss. All threads of the group; `stats` counts on lane 0.
+template <int kWidth, typename row_t, typename acc_t>
+__device__ void finish_row(const ForwardArgs& args, int64_t r, bool ignored, const row_t& row,
+                           const LogitTransform<acc_t>& transform, const RowStats<acc_t>& stats) {
+  using Group = RowGroup<kWidth>;
+  TargetSums<LongSum<acc_t>> sums;  // a row may have a hundred thousand entries
+  if (!ignored) {
+    const EntryRange range = args.target.row(r);
+    if (!range.valid) sums.mass.sum = Limits<acc_t>::kNaN;
+    for (int64_t i = range.begin + Group::rank(); i < range.end; i += kWidth) {
+      const auto entry = args.target.template entry<acc_t>(i);
+      sums.add(args.target.share(entry), stats.max,
+               [&] { return entry.column < 0 ? stats.max : transform(to_acc(row[entry.column])); });
+    }
+  }
+  const TargetStats<acc_t> target = Group::reduce(sums.template stats<acc_t>());
+  if (Group::rank() == 0) args.write(r, ignored, stats, target);
+}
+
 // The gradient at an entry: made before the dense pass, which may overwrite the logits, and written after it. Rounded
 // to storage once, so that p - 1 near p = 1 keeps its digits in 16 bits. column is -1 where there is nothing to write.
 template <typename acc_t>

@@ -1,5 +1,5 @@
 // strided_rows.cuh - rows that lie side by side, their classes apart: a thread a row, so that neighbours read
-// neighbours.
+// neighbours. Few rows of many classes are shared: a thread has a part of a row, its warp that of the next ones, too.
 #pragma once
 
 #include "row_passes.cuh"
@@ -8,85 +8,146 @@ namespace sparse_ce {
 namespace cuda {
 
 constexpr int kStridedThreads = 128;  // images have few rows: more blocks than of kThreads
-constexpr int kStridedUnroll = 8;     // columns in flight per thread
+// Columns in flight per thread where it only reads and nothing but exp is computed, and elsewhere.
+constexpr int kStridedUnroll = 16, kStridedGeneralUnroll = 8;
 constexpr int64_t kStridedColumns = 64;  // whose sums are made one by one: one over all of a row would round too often
 
-// The rows of this thread: adjacent threads have adjacent ones.
-template <typename function_t>
-__device__ __forceinline__ void for_rows(int64_t rows, const function_t& f) {
-  const int64_t stride = int64_t(gridDim.x) * blockDim.x;
-  for (int64_t r = int64_t(blockIdx.x) * blockDim.x + threadIdx.x; r < rows; r += stride) f(r);
+// Blocks that a multiprocessor shall hold.
+template <typename scalar_t>
+constexpr int held_strided_blocks(int blocks) {
+  return sizeof(scalar_t) == sizeof(double) ? 3 : blocks;
 }
 
-// Statistics of a row.
+// Of this thread: f(r, part) for the rows, or for the parts of all rows, of which adjacent threads have adjacent rows'.
+template <typename function_t>
+__device__ __forceinline__ void for_rows(int64_t rows, int64_t parts, const function_t& f) {
+  const int64_t stride = int64_t(gridDim.x) * blockDim.x;
+  for (int64_t item = int64_t(blockIdx.x) * blockDim.x + threadIdx.x; item < rows * parts; item += stride) {
+    RowPart at{item, 0};
+    if (parts > 1) at = {item % rows, item / rows};  // see part_of
+    f(at.row, at.split);
+  }
+}
+
+// f(column, count) for all of the columns [begin, end): for `most` at once, and for half as many where fewer are left.
+template <int most, typename function_t>
+__device__ __forceinline__ void for_strided_columns(int64_t begin, int64_t end, const function_t& f) {
+  int64_t c = begin;
+#pragma unroll 1
+  for (; c + most <= end; c += most) f(c, Count<most>{});
+  if constexpr (most > 1) for_strided_columns<most / 2>(c, end, f);
+}
+
+// Statistics of the columns [begin, end) of a row.
 template <typename scalar_t, typename acc_t = acc_type<scalar_t>>
 __device__ RowStats<acc_t> scan_strided(const ForwardArgs& args, const StridedRow<const scalar_t>& row,
-                                        const LogitTransform<acc_t>& transform) {
-  const bool smooth = args.options.label_smoothing != 0;
+                                        const LogitTransform<acc_t>& transform, int64_t begin, int64_t end) {
+  const bool smooth = args.options.label_smoothing != 0, plain = transform.identity() && !smooth;
   const acc_t* weight = static_cast<const acc_t*>(args.target.weight);
-  const int64_t columns = args.target.num_classes;
+  constexpr int kUnroll = sizeof(scalar_t) < sizeof(double) ? kStridedUnroll : kStridedGeneralUnroll;
   RowStats<acc_t> stats;
 #pragma unroll 1
-  for (int64_t c = 0; c < columns;) {
-    const int64_t end = c + kStridedColumns < columns ? c + kStridedColumns : columns;
+  for (int64_t first = begin; first < end; first += kStridedColumns) {
+    const int64_t to = first + kStridedColumns < end ? first + kStridedColumns : end;
     RowStats<acc_t> part;
-    const auto push = [&](auto count) {
-      constexpr int n = decltype(count)::value;
-      acc_t z[n];
+    if (plain) {
+      for_strided_columns<kUnroll>(first, to, [&](int64_t c, auto count) {
+        constexpr int n = decltype(count)::value;
+        acc_t z[n];
 #pragma unroll
-      for (int u = 0; u < n; ++u) z[u] = transform(to_acc(row[c + u]));
-      part.push(z, 0, n);
-      if (smooth) part.push_weighted(z, weight ? weight + c : nullptr, n);
-      c += n;
-    };
-#pragma unroll 1
-    while (c + kStridedUnroll <= end) push(Count<kStridedUnroll>{});
-#pragma unroll 1
-    while (c < end) push(Count<1>{});
+        for (int u = 0; u < n; ++u) z[u] = to_acc(row[c + u]);
+        part.push(z, 0, n);
+      });
+    } else {
+      for_strided_columns<kStridedGeneralUnroll>(first, to, [&](int64_t c, auto count) {
+        constexpr int n = decltype(count)::value;
+        acc_t z[n];
+#pragma unroll
+        for (int u = 0; u < n; ++u) z[u] = to_acc(row[c + u]);
+        by_softcap(transform, [&](const auto& of_logit) {
+#pragma unroll
+          for (int u = 0; u < n; ++u) z[u] = of_logit(z[u]);
+        });
+        part.push(z, 0, n);
+        if (smooth) part.push_weighted(z, weight ? weight + c : nullptr, n);
+      });
+    }
     stats.merge(part);
   }
   return stats;
 }
 
+// Without `parts`, 1, the losses; else their statistics, for forward_merge_kernel: partial (rows, parts).
 template <typename scalar_t>
-__global__ void __launch_bounds__(kStridedThreads, held_blocks<scalar_t>(6)) strided_forward_kernel(ForwardArgs args) {
+__global__ void __launch_bounds__(kStridedThreads, held_strided_blocks<scalar_t>(8))
+    strided_forward_kernel(ForwardArgs args, int64_t parts, RowStats<acc_type<scalar_t>>* partial) {
   using acc_t = acc_type<scalar_t>;
-  for_rows(args.rows, [&](int64_t r) {
+  const int64_t columns = args.target.num_classes;
+  for_rows(args.rows, parts, [&](int64_t r, int64_t part) {
     const bool ignored = args.target.ignored(r);
     const auto row = args.template strided_row<scalar_t>(r);
     const LogitTransform<acc_t> transform = args.template transform<acc_t>(r);
     RowStats<acc_t> stats;
-    TargetSums<LongSum<acc_t>> sums;
-    if (!ignored) {
-      stats = scan_strided<scalar_t>(args, row, transform);
-      const EntryRange range = args.target.row(r);
-      if (!range.valid) sums.mass.sum = Limits<acc_t>::kNaN;
-      for (int64_t i = range.begin; i < range.end; ++i) {
-        const auto entry = args.target.template entry<acc_t>(i);
-        sums.add(args.target.share(entry), stats.max,
-                 [&] { return entry.column < 0 ? stats.max : transform(to_acc(row[entry.column])); });
-      }
-    }
-    args.write(r, ignored, stats, sums.template stats<acc_t>());
+    if (!ignored)
+      stats = scan_strided<scalar_t>(args, row, transform, split_begin(columns, parts, part),
+                                     split_begin(columns, parts, part + 1));
+    if (parts == 1)
+      finish_row<1>(args, r, ignored, row, transform, stats);
+    else
+      partial[r * parts + part] = stats;
   });
+}
+
+// The gradient of the columns [begin, end) as if none had an entry; `gradient` may be `row`.
+template <typename scalar_t, typename acc_t>
+__device__ void write_strided(const BackwardArgs& args, const GradientCoefficients<acc_t>& coefficients,
+                              const LogitTransform<acc_t>& transform, const StridedRow<const scalar_t>& row,
+                              const StridedRow<scalar_t>& gradient, int64_t begin, int64_t end) {
+  // Only where labels are smoothed: an infinite one would be multiplied by 0.
+  const acc_t* weight = args.options.label_smoothing == 0 ? nullptr : static_cast<const acc_t*>(args.target.weight);
+  const bool plain = transform.identity() && args.options.label_smoothing == 0;
+  for_strided_columns<kStridedGeneralUnroll>(begin, end, [&](int64_t c, auto count) {
+    constexpr int n = decltype(count)::value;
+    acc_t x[n];
+#pragma unroll
+    for (int u = 0; u < n; ++u) x[u] = to_acc(row[c + u]);
+    if (plain) {
+#pragma unroll
+      for (acc_t& of_one : x) of_one = coefficients.at(of_one);
+    } else {
+      by_softcap(transform, [&](const auto& of_logit) {
+#pragma unroll
+        for (int u = 0; u < n; ++u) {
+          const auto [z, of_cap] = of_logit.with_slope(x[u]);
+          x[u] = coefficients.at(z, weight ? weight[c + u] : acc_t(1)) * (of_logit.scale * of_cap);
+        }
+      });
+    }
+#pragma unroll
+    for (int u = 0; u < n; ++u) from_acc(x[u], gradient[c + u]);
+  });
+}
+
+// Of columns [begin, end) of a gradient.
+template <typename scalar_t>
+__device__ void write_strided_zeros(const StridedRow<scalar_t>& gradient, int64_t begin, int64_t end) {
+  scalar_t zero;
+  from_acc(acc_type<scalar_t>(0), zero);
+  for (int64_t c = begin; c < end; ++c) gradient[c] = zero;
 }
 
 // A row is read and written by one thread, so the gradient may be the logits. entry_gradients: see backward_kernel.
 template <typename scalar_t>
-__global__ void __launch_bounds__(kStridedThreads, held_blocks<scalar_t>(6))
+__global__ void __launch_bounds__(kStridedThreads, held_strided_blocks<scalar_t>(7))
     strided_backward_kernel(BackwardArgs args, EntryGradient<acc_type<scalar_t>>* entry_gradients) {
   using acc_t = acc_type<scalar_t>;
   if (args.is_made()) return;
   const int64_t columns = args.target.num_classes;
-  // Only where labels are smoothed: an infinite one would be multiplied by 0.
-  const acc_t* weight = args.options.label_smoothing == 0 ? nullptr : static_cast<const acc_t*>(args.target.weight);
-  for_rows(args.rows, [&](int64_t r) {
+  for_rows(args.rows, 1, [&](int64_t r, int64_t) {
     const auto row = args.template strided_row<scalar_t>(r);
     const auto gradient = args.template strided_gradient_row<scalar_t>(r);
     const bool zero = args.template without_gradient<acc_t>(r);
-    scalar_t nothing;
-    from_acc(acc_t(0), nothing);
-    for (int64_t c = zero ? 0 : columns; c < args.vocab; ++c) gradient[c] = nothing;
+    write_strided_zeros(gradient, zero ? 0 : columns, args.vocab);
     if (zero) return;
 
     const LogitTransform<acc_t> transform = args.template transform<acc_t>(r);
@@ -94,25 +155,7 @@ __global__ void __launch_bounds__(kStridedThreads, held_blocks<scalar_t>(6))
     const auto coefficients = args.coefficients(r, mass_of_row<1, acc_t>(args.target, range));
     const auto same = classes_of_row<1>(args.target, range, 0, columns, entry_gradients);
     make_entry_gradients<1>(args, coefficients, transform, same, range, row, 0, columns, entry_gradients);
-    const bool plain = transform.identity() && args.options.label_smoothing == 0;
-    const auto dense = [&](int64_t c, auto count) {
-      constexpr int n = decltype(count)::value;
-      scalar_t x[n];
-#pragma unroll
-      for (int u = 0; u < n; ++u) x[u] = row[c + u];
-#pragma unroll
-      for (int u = 0; u < n; ++u) {
-        const acc_t z = plain ? to_acc(x[u]) : transform(to_acc(x[u]));
-        const acc_t g =
-            plain ? coefficients.at(z) : coefficients.at(z, weight ? weight[c + u] : acc_t(1)) * transform.slope(z);
-        from_acc(g, gradient[c + u]);
-      }
-    };
-    int64_t c = 0;
-#pragma unroll 1
-    for (; c + kStridedUnroll <= columns; c += kStridedUnroll) dense(c, Count<kStridedUnroll>{});
-#pragma unroll 1
-    for (; c < columns; ++c) dense(c, Count<1>{});
+    write_strided(args, coefficients, transform, row, gradient, 0, columns);
     write_entry_gradients<1>(args.target, range, 0, columns, entry_gradients, gradient);
   });
 }
@@ -121,7 +164,7 @@ template <typename scalar_t>
 __global__ void __launch_bounds__(kStridedThreads, held_blocks<scalar_t>(6))
     strided_backward_values_kernel(BackwardArgs args) {
   using acc_t = acc_type<scalar_t>;
-  for_rows(args.rows, [&](int64_t r) {
+  for_rows(args.rows, 1, [&](int64_t r, int64_t) {
     if (args.target.ignored(r)) return;
     const GradientCoefficients<acc_t> c = args.coefficients(r, acc_t(0));
     const LogitTransform<acc_t> transform = args.template transform<acc_t>(r);
@@ -131,10 +174,59 @@ __global__ void __launch_bounds__(kStridedThreads, held_blocks<scalar_t>(6))
   });
 }
 
-template <typename args_t, typename... more_t>
-cudaError_t launch_strided(cudaStream_t stream, void (*kernel)(args_t, more_t...), const args_t& args,
-                           const more_t&... more) {
-  return launch(stream, blocks_of(args, args.rows, kStridedThreads), kStridedThreads, kernel, args, more...);
+// ------------------------------------------------------------------------------------------------ backward of parts
+
+// What the parts of a row have in common: `masses` (rows,) of its entries, whose gradients are made while the logits
+// are there. A warp a row.
+template <typename scalar_t>
+__global__ void __launch_bounds__(kThreads, held_blocks<scalar_t>(4))
+    make_entries_kernel(BackwardArgs args, acc_type<scalar_t>* masses,
+                        EntryGradient<acc_type<scalar_t>>* entry_gradients) {
+  using Group = RowGroup<kWarp>;
+  using acc_t = acc_type<scalar_t>;
+  if (args.is_made()) return;
+  const int64_t columns = args.target.num_classes;
+  for (int64_t r = Group::number(); r < args.rows; r += Group::count()) {
+    if (args.template without_gradient<acc_t>(r)) continue;
+    const EntryRange range = args.target.row(r);
+    const acc_t mass = mass_of_row<kWarp, acc_t>(args.target, range);
+    if (Group::rank() == 0) masses[r] = mass;
+    const auto same = classes_of_row<kWarp>(args.target, range, 0, columns, entry_gradients);
+    make_entry_gradients<kWarp>(args, args.coefficients(r, mass), args.template transform<acc_t>(r), same, range,
+                                args.template strided_row<scalar_t>(r), 0, columns, entry_gradients);
+  }
+}
+
+// A thread alone reads and writes its part of a row, so the gradient may be the logits.
+template <typename scalar_t>
+__global__ void __launch_bounds__(kStridedThreads, held_strided_blocks<scalar_t>(8))
+    strided_parts_kernel(BackwardArgs args, int64_t parts, const acc_type<scalar_t>* masses) {
+  using acc_t = acc_type<scalar_t>;
+  if (args.is_made()) return;
+  const int64_t columns = args.target.num_classes;
+  for_rows(args.rows, parts, [&](int64_t r, int64_t part) {
+    const int64_t begin = split_begin(columns, parts, part), end = split_begin(columns, parts, part + 1);
+    const auto gradient = args.template strided_gradient_row<scalar_t>(r);
+    const bool zero = args.template without_gradient<acc_t>(r);
+    write_strided_zeros(gradient, zero ? begin : end, part == parts - 1 ? args.vocab : end);
+    if (!zero)
+      write_strided(args, args.coefficients(r, masses[r]), args.template transform<acc_t>(r),
+                    args.template strided_row<scalar_t>(r), gradient, begin, end);
+  });
+}
+
+// Over the dense gradient what make_entries_kernel has made. A warp a row.
+template <typename scalar_t>
+__global__ void __launch_bounds__(kThreads)
+    write_entries_kernel(BackwardArgs args, const EntryGradient<acc_type<scalar_t>>* entry_gradients) {
+  using Group = RowGroup<kWarp>;
+  using acc_t = acc_type<scalar_t>;
+  if (args.is_made()) return;
+  for (int64_t r = Group::number(); r < args.rows; r += Group::count()) {
+    if (args.template without_gradient<acc_t>(r)) continue;
+    write_entry_gradients<kWarp>(args.target, args.target.row(r), 0, args.target.num_classes, entry_gradients,
+                                 args.template strided_gradient_row<scalar_t>(r));
+  }
 }
 
 }  // namespace cuda

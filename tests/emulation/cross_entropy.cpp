@@ -10,6 +10,15 @@
 namespace sparse_ce {
 namespace {
 
+// Side by side: images, with a gap behind each row of pixels, or all pixels of a class in one place.
+void lay_side_by_side(LossCase& c) {
+  const int64_t inner = chance(0.3) ? c.rows : 1 + below(c.rows), outer = c.rows / inner;
+  c.rows = outer * inner;
+  const int64_t gap = chance(0.3) ? below(9) : 0;
+  c.strided = {inner, c.vocab * (inner + gap) + gap, inner + gap};
+  if (chance(0.3)) c.strided = {inner, inner, outer * inner + gap};  // classes first
+}
+
 // Rows as they were drawn, or some of them side by side.
 LossCase draw_rows(bool small) {
   LossCase c{};
@@ -56,13 +65,17 @@ LossCase draw_rows(bool small) {
     std::sort(c.ends.begin(), c.ends.end());
     return c;
   }
+  if (chance(0.06)) {  // those that are shared, now and then in parts of several sums
+    const bool longest = chance(0.1);
+    c.rows = 1 + below(longest ? 2 : small ? 12 : 40), c.vocab = longest ? 32769 + below(20000) : 250 + below(1500);
+    c.num_classes = chance(0.6) ? c.vocab : c.vocab - below(20);
+    c.many_rows = false;
+    lay_side_by_side(c);
+    return c;
+  }
   if (c.rows == 0 || c.vocab > 5000 || chance(0.6)) return c;
   if (c.vocab <= 33 && chance(0.4)) c.rows = 100 + below(400);  // several blocks, or several rows a thread
-  const int64_t inner = chance(0.3) ? c.rows : 1 + below(c.rows), outer = c.rows / inner;
-  c.rows = outer * inner;
-  const int64_t gap = chance(0.3) ? below(9) : 0;
-  c.strided = {inner, c.vocab * (inner + gap) + gap, inner + gap};
-  if (chance(0.3)) c.strided = {inner, inner, outer * inner + gap};  // classes first
+  lay_side_by_side(c);
   return c;
 }
 
@@ -291,7 +304,9 @@ std::string form_of(const LossCase& c) {
   shape.many_rows = c.many_rows;
   shape.logits = reinterpret_cast<const void*>(c.offset * size_of(c.dtype));
   if (c.rows == 0) return "nothing";
-  if (c.strided.inner > 0 || cuda::few_classes(shape))
+  const cuda::Plan plan = cuda::plan_of(shape, cuda::multiprocessors());
+  if (plan.width == 1 && plan.splits > 1) return "threads a row";
+  if (plan.width == 1 || cuda::few_classes(shape))
     return c.rows > cuda::kClusterRows ? "a thread a row, a mean in parts"
            : c.rows > cuda::kBlockRows ? "a thread a row, a mean of many"
                                        : "a thread a row";
@@ -299,7 +314,6 @@ std::string form_of(const LossCase& c) {
     if (form.width == cuda::kWarp) return form.packs <= 4 ? "one pass, a warp's registers" : "one pass, a warp";
     return "one pass, " + (form.cluster == 1 ? "a block" : std::to_string(form.cluster) + " blocks");
   }
-  const cuda::Plan plan = cuda::plan_of(shape, cuda::multiprocessors());
   return plan.width == cuda::kWarp ? "warp a row" : plan.splits == 1 ? "block a row" : "blocks a row";
 }
 
@@ -307,7 +321,9 @@ Kinds kind_of(const LossCase& c) {
   const std::string form = form_of(c);
   if (c.rows == 0) return {form};
   const auto starts = [&](const char* with) { return form.rfind(with, 0) == 0; };
-  const std::string read = starts("a thread") ? "side by side" : starts("one pass") ? "once" : "apart";
+  const std::string read = starts("a thread") || starts("threads") ? "side by side"
+                           : starts("one pass")                    ? "once"
+                                                                   : "apart";
   Kinds kinds = {form};
   if (read == "once" && c.layout == Case::kTopK) {
     const bool warp = starts("one pass, a warp");

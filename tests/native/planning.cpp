@@ -17,14 +17,15 @@ sparse_ce::DType dtype_of(int size) {
   return size == 8 ? sparse_ce::DType::kFloat64 : size == 4 ? sparse_ce::DType::kFloat32 : sparse_ce::DType::kBFloat16;
 }
 
-// (threads that share a row, blocks that share a row, blocks in all)
+// (threads that share a row, or a part of one, how many parts there are, blocks in all). side_by_side: the rows.
 std::tuple<int, int64_t, int64_t> plan_of(int64_t rows, int64_t classes, int size, int64_t max_blocks,
-                                          int multiprocessors) {
+                                          int multiprocessors, bool side_by_side) {
   sparse_ce::CrossEntropyArgs args{};
   args.dtype = dtype_of(size);
   args.rows = rows;
   args.vocab = args.row_stride = args.target.num_classes = classes;
   args.max_blocks = max_blocks;
+  if (side_by_side) args.strided = {rows, 0, rows};
   const auto plan = sparse_ce::cuda::plan_of(args, multiprocessors);
   return {plan.width, plan.splits, plan.blocks};
 }
@@ -44,7 +45,8 @@ std::tuple<int, int, int> one_pass_of(int64_t rows, int64_t classes, int size, i
 }  // namespace
 
 PYBIND11_MODULE(planning, m) {
-  m.def("plan_of", plan_of);
+  m.def("plan_of", plan_of, pybind11::arg("rows"), pybind11::arg("classes"), pybind11::arg("size"),
+        pybind11::arg("max_blocks"), pybind11::arg("multiprocessors"), pybind11::arg("side_by_side") = false);
   m.def("one_pass_of", one_pass_of);
   m.def("masked_mean_plan_of", masked_mean_plan_of);
   m.def("hyperbolic_tangent", [](float x) { return sparse_ce::hyperbolic_tangent(x); });
