@@ -9,14 +9,11 @@ namespace cuda {
 
 constexpr int kStridedThreads = 128;  // images have few rows: more blocks than of kThreads
 // Columns in flight per thread where it only reads and nothing but exp is computed, and elsewhere.
-constexpr int kStridedUnroll = 16, kStridedGeneralUnroll = 8;
-constexpr int64_t kStridedColumns = 64;  // whose sums are made one by one: one over all of a row would round too often
-
-// Blocks that a multiprocessor shall hold.
 template <typename scalar_t>
-constexpr int held_strided_blocks(int blocks) {
-  return sizeof(scalar_t) == sizeof(double) ? 3 : blocks;
-}
+constexpr int kStridedUnroll = sizeof(scalar_t) < sizeof(double) ? 16 : 8;
+template <typename scalar_t>
+constexpr int kStridedGeneralUnroll = kStridedUnroll<scalar_t> / 2;
+constexpr int64_t kStridedColumns = 64;  // whose sums are made one by one: one over all of a row would round too often
 
 // Of this thread: f(r, part) for the rows, or for the parts of all rows, of which adjacent threads have adjacent rows'.
 template <typename function_t>
@@ -44,14 +41,13 @@ __device__ RowStats<acc_t> scan_strided(const ForwardArgs& args, const StridedRo
                                         const LogitTransform<acc_t>& transform, int64_t begin, int64_t end) {
   const bool smooth = args.options.label_smoothing != 0, plain = transform.identity() && !smooth;
   const acc_t* weight = static_cast<const acc_t*>(args.target.weight);
-  constexpr int kUnroll = sizeof(scalar_t) < sizeof(double) ? kStridedUnroll : kStridedGeneralUnroll;
   RowStats<acc_t> stats;
 #pragma unroll 1
   for (int64_t first = begin; first < end; first += kStridedColumns) {
     const int64_t to = first + kStridedColumns < end ? first + kStridedColumns : end;
     RowStats<acc_t> part;
     if (plain) {
-      for_strided_columns<kUnroll>(first, to, [&](int64_t c, auto count) {
+      for_strided_columns<kStridedUnroll<scalar_t>>(first, to, [&](int64_t c, auto count) {
         constexpr int n = decltype(count)::value;
         acc_t z[n];
 #pragma unroll
@@ -59,7 +55,7 @@ __device__ RowStats<acc_t> scan_strided(const ForwardArgs& args, const StridedRo
         part.push(z, 0, n);
       });
     } else {
-      for_strided_columns<kStridedGeneralUnroll>(first, to, [&](int64_t c, auto count) {
+      for_strided_columns<kStridedGeneralUnroll<scalar_t>>(first, to, [&](int64_t c, auto count) {
         constexpr int n = decltype(count)::value;
         acc_t z[n];
 #pragma unroll
@@ -79,7 +75,7 @@ __device__ RowStats<acc_t> scan_strided(const ForwardArgs& args, const StridedRo
 
 // Without `parts`, 1, the losses; else their statistics, for forward_merge_kernel: partial (rows, parts).
 template <typename scalar_t>
-__global__ void __launch_bounds__(kStridedThreads, held_strided_blocks<scalar_t>(8))
+__global__ void __launch_bounds__(kStridedThreads, held_blocks<scalar_t>(8))
     strided_forward_kernel(ForwardArgs args, int64_t parts, RowStats<acc_type<scalar_t>>* partial) {
   using acc_t = acc_type<scalar_t>;
   const int64_t columns = args.target.num_classes;
@@ -106,7 +102,7 @@ __device__ void write_strided(const BackwardArgs& args, const GradientCoefficien
   // Only where labels are smoothed: an infinite one would be multiplied by 0.
   const acc_t* weight = args.options.label_smoothing == 0 ? nullptr : static_cast<const acc_t*>(args.target.weight);
   const bool plain = transform.identity() && args.options.label_smoothing == 0;
-  for_strided_columns<kStridedGeneralUnroll>(begin, end, [&](int64_t c, auto count) {
+  for_strided_columns<kStridedGeneralUnroll<scalar_t>>(begin, end, [&](int64_t c, auto count) {
     constexpr int n = decltype(count)::value;
     acc_t x[n];
 #pragma unroll
@@ -138,7 +134,7 @@ __device__ void write_strided_zeros(const StridedRow<scalar_t>& gradient, int64_
 
 // A row is read and written by one thread, so the gradient may be the logits. entry_gradients: see backward_kernel.
 template <typename scalar_t>
-__global__ void __launch_bounds__(kStridedThreads, held_strided_blocks<scalar_t>(7))
+__global__ void __launch_bounds__(kStridedThreads, held_blocks<scalar_t>(7))
     strided_backward_kernel(BackwardArgs args, EntryGradient<acc_type<scalar_t>>* entry_gradients) {
   using acc_t = acc_type<scalar_t>;
   if (args.is_made()) return;
@@ -197,14 +193,16 @@ __global__ void __launch_bounds__(kThreads, held_blocks<scalar_t>(4))
   }
 }
 
-// A thread alone reads and writes its part of a row, so the gradient may be the logits.
+// A thread alone reads and writes its part of a row, so the gradient may be the logits. The last parts come first: what
+// forward read last may still be in the second cache.
 template <typename scalar_t>
-__global__ void __launch_bounds__(kStridedThreads, held_strided_blocks<scalar_t>(8))
+__global__ void __launch_bounds__(kStridedThreads, held_blocks<scalar_t>(8))
     strided_parts_kernel(BackwardArgs args, int64_t parts, const acc_type<scalar_t>* masses) {
   using acc_t = acc_type<scalar_t>;
   if (args.is_made()) return;
   const int64_t columns = args.target.num_classes;
-  for_rows(args.rows, parts, [&](int64_t r, int64_t part) {
+  for_rows(args.rows, parts, [&](int64_t r, int64_t before) {
+    const int64_t part = parts - 1 - before;
     const int64_t begin = split_begin(columns, parts, part), end = split_begin(columns, parts, part + 1);
     const auto gradient = args.template strided_gradient_row<scalar_t>(r);
     const bool zero = args.template without_gradient<acc_t>(r);
