@@ -60,13 +60,14 @@ def test_rows_side_by_side_have_a_thread_each_or_are_shared_until_the_device_is_
     for rows, classes, size, multiprocessors in shapes():
         width, parts, blocks = plan_of(rows, classes, size, 0, multiprocessors, side_by_side=True)
         assert width == 1 and blocks == -(-rows * parts // 128)
-        assert parts == 1 or classes >= 256 and 64 * (parts - 1) < classes and parts <= 512, "each has classes to sum"
-        assert parts == 1 or rows * (parts - 1) < 2048 * multiprocessors, "there are threads enough"
-        assert classes < 256 or parts == min(-(-2048 * multiprocessors // rows), -(-classes // 64), 512)
+        most = min(2048 * multiprocessors // rows, -(-classes // 64), 512)
+        assert parts == (max(1, most) if classes >= 128 else 1), "each has classes to sum, and threads to do it"
         assert plan_of(rows, classes, size, 3, multiprocessors, side_by_side=True) == (1, parts, min(blocks, 3))
         seen.add(parts > 1)
     assert seen == {True, False}
-    assert [plan_of(4096, classes, 2, 0, 132, side_by_side=True)[1] for classes in (255, 256, 32000)] == [1, 4, 66]
+    assert [plan_of(4096, classes, 2, 0, 132, side_by_side=True)[1] for classes in (127, 128, 32000)] == [1, 2, 66]
+    assert [plan_of(rows, 150, 2, 0, 132, side_by_side=True)[1] for rows in (1 << 15, 1 << 17, 1 << 18)] == [3, 2, 1]
+    assert plan_of(0, 150, 2, 0, 132, side_by_side=True) == (1, 1, 0)
 
 
 # Of shared memory, what a block may have: an H100, an A100, an RTX 30 or 40, a T4.

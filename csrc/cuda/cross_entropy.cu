@@ -19,7 +19,7 @@ constexpr int kBlocksPerMultiprocessor = 4;  // below this many, rows are split
 constexpr int64_t kBlocksIfMade = 12;  // of a multiprocessor, which holds three, where the gradient may be made already
 // Rows side by side are shared where they have so many classes, until a multiprocessor has twice the threads that it
 // holds: in parts of no fewer classes than are summed at a time, and of no more than what a warp merges soon.
-constexpr int64_t kSharedClasses = 256, kSharingThreads = 2048, kMostParts = 512;
+constexpr int64_t kSharedClasses = 128, kSharingThreads = 2048, kMostParts = 512;
 
 // ------------------------------------------------------------------------------------------------ forward
 
@@ -114,8 +114,8 @@ __global__ void __launch_bounds__(kThreads, held_blocks<scalar_t>(6)) backward_v
 // Of rows side by side: a thread has a row, or a part of one.
 Plan plan_of_strided(const CrossEntropyArgs& args, int multiprocessors) {
   int64_t parts = 1;
-  if (args.target.num_classes >= kSharedClasses && !args.many_rows)
-    parts = std::min({divide_up(kSharingThreads * multiprocessors, args.rows),
+  if (args.target.num_classes >= kSharedClasses && args.rows > 0 && !args.many_rows)
+    parts = std::min({std::max<int64_t>(1, kSharingThreads * multiprocessors / args.rows),
                       divide_up(args.target.num_classes, kStridedColumns), kMostParts});
   return {1, parts, blocks_of(args, args.rows * parts, kStridedThreads)};
 }

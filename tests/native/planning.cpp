@@ -25,7 +25,7 @@ std::tuple<int, int64_t, int64_t> plan_of(int64_t rows, int64_t classes, int siz
   args.rows = rows;
   args.vocab = args.row_stride = args.target.num_classes = classes;
   args.max_blocks = max_blocks;
-  if (side_by_side) args.strided = {rows, 0, rows};
+  if (side_by_side) args.strided = {rows + 1, 0, rows + 1};
   const auto plan = sparse_ce::cuda::plan_of(args, multiprocessors);
   return {plan.width, plan.splits, plan.blocks};
 }
