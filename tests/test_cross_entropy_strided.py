@@ -40,7 +40,6 @@ LAYOUTS = {"images": as_images, "classes first": classes_first, "with gaps": wit
 def any_width(monkeypatch):
     """However few rows there are."""
     monkeypatch.setattr(strided, "LEAST_INNER", 1)
-    monkeypatch.setattr(strided, "LEAST_ROWS_PER_CLASS", 0)
 
 
 def is_viewed(x):
@@ -431,15 +430,3 @@ def test_wrong_arguments_of_the_ops(device):
     assert_refused(lambda: ops.select(x, labels), "logits", "[2, 6, 7]")
     thinned = as_images(draw.normal(2, 12, 7))[:, ::2]
     assert_refused(lambda: ops.backward_(rows, None, thinned, rows, None, labels), "logits", "inner stride 1", "2")
-
-
-class OnAGpu(torch.Tensor):
-    is_cuda = True
-
-
-@pytest.mark.parametrize("classes,dimensions", [(64, 3), (65, 2)])
-def test_fewer_than_eight_rows_a_class_are_copied_on_a_gpu(classes, dimensions):
-    """There a thread goes through a row."""
-    images = torch.zeros(4, classes, 8, 16)
-    assert strided.rows_of(images.as_subclass(OnAGpu).movedim(1, -1)).dim() == dimensions
-    assert strided.rows_of(images.movedim(1, -1)).dim() == 3

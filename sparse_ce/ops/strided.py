@@ -8,9 +8,6 @@ from torch import Tensor
 LEAST_INNER = 32
 """Fewer rows side by side are less than the CPU's vectors and a GPU's warps take: copied, they are faster."""
 
-LEAST_ROWS_PER_CLASS = 8
-"""On a GPU a thread goes through a row; where they are fewer and longer, copies of them are shared by many threads."""
-
 
 def rows_of(logits: Tensor) -> Tensor:
     """``logits`` (..., classes) as the ops take them: as a view (outer, inner, classes) where their classes are strided
@@ -37,8 +34,6 @@ def _side_by_side(logits: Tensor) -> Optional[Tensor]:
             step, last = strides[i], shape[i]
             outer *= shape[i]
     if inner < LEAST_INNER or outer == 0:
-        return None
-    if logits.is_cuda and outer * inner < LEAST_ROWS_PER_CLASS * shape[-1]:
         return None
     return logits.view(outer, inner, shape[-1])
 
