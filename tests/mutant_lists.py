@@ -31,7 +31,6 @@ CUDA = [
      "reinterpret_cast<char*>(entries)"),
     ("csrc/cuda/cross_entropy.cu", "(shared ? static_cast<size_t>(args.rows) * mass : 0)", "0 /* asan */"),
     ("csrc/cuda/cross_entropy.cu", "args.target.num_classes >= kSharedClasses && args.rows > 0", "args.rows > 0"),
-    ("csrc/cuda/cross_entropy.cu", "args.rows > 0 && !args.many_rows)", "args.rows > 0)"),
     ("csrc/cuda/cross_entropy.cu", ">= kSharedClasses && args.rows > 0 && ", ">= kSharedClasses && "),
     ("csrc/cuda/cross_entropy.cu", "std::max<int64_t>(1, kSharingThreads * multiprocessors / args.rows)",
      "kSharingThreads * multiprocessors / args.rows"),
