@@ -1,5 +1,5 @@
 // avx512_softcap.h - softcap tanh(scale x / softcap) with AVX-512: a tile's tangents, which are to the loops of avx512.h
-// what plain logits are, with the softcap for a scale.
+// as plain logits with the softcap for a scale.
 #pragma once
 
 #include "avx512.h"
@@ -47,9 +47,8 @@ SCE_AVX512_INLINE void tangents(float slope, Columns<count>& x) {
   }
   constexpr int kChoice = 0xca;  // where the first has a bit the second's, else the third's
   SCE_EACH(k, count)
-  x.vector[k] =
-      _mm512_castsi512_ps(_mm512_ternarylogic_epi32(_mm512_castps_si512(sign), _mm512_castps_si512(x.vector[k]),
-                                                    _mm512_castps_si512(fit[k]), kChoice));
+  x.vector[k] = _mm512_castsi512_ps(_mm512_ternarylogic_epi32(
+      _mm512_castps_si512(sign), _mm512_castps_si512(x.vector[k]), _mm512_castps_si512(fit[k]), kChoice));
 }
 
 // Of n logits, by packs: scalar_t's if `in_order` is false. `next`: the logits that will be worked on after these.
@@ -137,8 +136,7 @@ SCE_AVX512 void capped_gradient(const float* t, int64_t n, const LogitTransform<
     alignas(64) float some[kPack];
     SCE_EACH(k, kNarrow) _mm512_store_ps(some + 16 * k, pack.vector[k]);
     SCE_SIMD()
-    for (int64_t k = 0; k < kPack; ++k)
-      some[k] = c.at(transform.softcap * some[k]) * transform.slope_at(some[k]);
+    for (int64_t k = 0; k < kPack; ++k) some[k] = c.at(transform.softcap * some[k]) * transform.slope_at(some[k]);
     load(some, pack);
     store_first(pack, m, to.gradient + i);
   }

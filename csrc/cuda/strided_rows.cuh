@@ -101,26 +101,30 @@ __device__ void write_strided(const BackwardArgs& args, const GradientCoefficien
                               const StridedRow<scalar_t>& gradient, int64_t begin, int64_t end) {
   // Only where labels are smoothed: an infinite one would be multiplied by 0.
   const acc_t* weight = args.options.label_smoothing == 0 ? nullptr : static_cast<const acc_t*>(args.target.weight);
-  const bool plain = transform.identity() && args.options.label_smoothing == 0;
-  for_strided_columns<kStridedGeneralUnroll<scalar_t>>(begin, end, [&](int64_t c, auto count) {
-    constexpr int n = decltype(count)::value;
-    acc_t x[n];
+  constexpr int kMost = kStridedGeneralUnroll<scalar_t>;
+  const auto write = [&](auto unroll, const auto& to_gradient) {
+    for_strided_columns<decltype(unroll)::value>(begin, end, [&](int64_t c, auto count) {
+      constexpr int n = decltype(count)::value;
+      acc_t x[n];
 #pragma unroll
-    for (int u = 0; u < n; ++u) x[u] = to_acc(row[c + u]);
-    if (plain) {
+      for (int u = 0; u < n; ++u) x[u] = to_acc(row[c + u]);
+      to_gradient(c, x);
+#pragma unroll
+      for (int u = 0; u < n; ++u) from_acc(x[u], gradient[c + u]);
+    });
+  };
+  if (args.plain())
+    return write(Count<kMost>{}, [&](int64_t, auto& x) {
 #pragma unroll
       for (acc_t& of_one : x) of_one = coefficients.at(of_one);
-    } else {
-      by_softcap(transform, [&](const auto& of_logit) {
+    });
+  by_softcap(transform, [&](const LogitTransform<acc_t>& of_logit) {
+    const DenseGradient<acc_t> dense(coefficients, of_logit);
+    write(Count<kMost / 2>{}, [&](int64_t c, auto& x) {
+      to_bases(of_logit, x);
 #pragma unroll
-        for (int u = 0; u < n; ++u) {
-          const auto [z, of_cap] = of_logit.with_slope(x[u]);
-          x[u] = coefficients.at(z, weight ? weight[c + u] : acc_t(1)) * (of_logit.scale * of_cap);
-        }
-      });
-    }
-#pragma unroll
-    for (int u = 0; u < n; ++u) from_acc(x[u], gradient[c + u]);
+      for (int u = 0; u < int(sizeof(x) / sizeof(x[0])); ++u) x[u] = dense.at(x[u], weight ? weight[c + u] : acc_t(1));
+    });
   });
 }
 
