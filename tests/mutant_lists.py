@@ -211,7 +211,7 @@ CUDA = [
     ("csrc/cuda/loss_mean.cu", "    stats = merge_of_cluster(stats,", "    merge_of_cluster(stats,"),
     ("csrc/cuda/loss_mean.cu", "row(u) < target.rows ? row(u) : first", "row(u) /* asan */"),
     ("csrc/cuda/loss_mean.cu", "Group::rank() < count ? parts", "Group::rank() <= count ? parts"),
-    ("csrc/cuda/loss_mean.cu", "divide_up(rows, kPartRows), kMostParts", "divide_up(rows, kPartRows) / 2, kMostParts"),
+    ("csrc/cuda/loss_mean.cu", "divide_up(rows, kPartRows), kMeanParts", "divide_up(rows, kPartRows) / 2, kMeanParts"),
     ("csrc/cuda/loss_mean.cu", "(parts_of(args.target.rows)) * sizeof", "(1) * sizeof"),
     ("csrc/cuda/loss_mean.cu", "return rows <= kClusterRows ? 0 :", "return rows <= kBlockRows ? 0 :"),
     ("csrc/cuda/loss_mean.cu", "if (row(u) >= target.rows) break;", ""),

@@ -1,5 +1,5 @@
-// avx512_softcap.h - softcap tanh(scale x / softcap) with AVX-512: a tile's tangents, which are to the loops of avx512.h
-// as plain logits with the softcap for a scale.
+// avx512_softcap.h - softcap tanh(scale x / softcap) with AVX-512: tangents of a tile, which the loops of avx512.h take
+// for plain logits, with the softcap for a scale.
 #pragma once
 
 #include "avx512.h"

@@ -12,7 +12,7 @@ constexpr int kRows = 8;  // in flight of a thread
 constexpr int64_t kBlockRows = 2 * kRows * kThreads;  // more are worth a cluster
 constexpr int kThreadsAlone = 512;  // of a block that has as many to itself
 constexpr int64_t kClusterRows = 32768;  // more are worth a second launch
-constexpr int64_t kPartRows = kRows * kThreads, kMostParts = kThreads;  // a thread merges one
+constexpr int64_t kPartRows = kRows * kThreads, kMeanParts = kThreads;  // a thread merges one
 
 // Of the rows of this thread.
 template <typename acc_t, int kWidth>
@@ -82,7 +82,7 @@ __global__ void __launch_bounds__(kThreads, held_blocks<acc_t>(3))
 
 // Of the rows alone, so that a sum has the same bits on every device that makes it in parts.
 int parts_of(int64_t rows) {
-  return rows <= kClusterRows ? 0 : static_cast<int>(std::min(divide_up(rows, kPartRows), kMostParts));
+  return rows <= kClusterRows ? 0 : static_cast<int>(std::min(divide_up(rows, kPartRows), kMeanParts));
 }
 
 template <typename acc_t>

@@ -94,8 +94,8 @@ __device__ void finish_ignored(const SelectArgs& args, int64_t r, const Scanned<
 
 // Adds the entries to a row's statistics and writes its outputs. All threads of the group; `scanned` counts on lane 0.
 template <int kWidth, typename scalar_t, typename acc_t = acc_type<scalar_t>>
-__device__ void finish_row(const SelectArgs& args, int64_t r, bool ignored, const Scanned<acc_t>& scanned,
-                           uint32_t* slots) {
+__device__ void finish_selected(const SelectArgs& args, int64_t r, bool ignored, const Scanned<acc_t>& scanned,
+                                uint32_t* slots) {
   using Group = RowGroup<kWidth>;
   const scalar_t* row = args.template row<scalar_t>(r);
   const LogitTransform<acc_t> transform = args.template transform<acc_t>(r);
@@ -147,7 +147,7 @@ __global__ void __launch_bounds__(kThreads, held_blocks<scalar_t>(3))
       scanned = scan<kWidth, scalar_t>(args, r, first_class + split_begin(columns, splits, split),
                                        first_class + split_begin(columns, splits, split + 1));
     if (splits == 1)
-      finish_row<kWidth, scalar_t>(args, r, ignored, scanned, slots);
+      finish_selected<kWidth, scalar_t>(args, r, ignored, scanned, slots);
     else if (Group::rank() == 0)
       partial[item] = scanned;
   }
@@ -166,7 +166,7 @@ __global__ void __launch_bounds__(kThreads, held_blocks<scalar_t>(3))
     }
     mine.all = Group::reduce(mine.all);
     mine.rest = Group::reduce(mine.rest);
-    finish_row<kWarp, scalar_t>(args, r, args.target.ignored(r), mine, slots);
+    finish_selected<kWarp, scalar_t>(args, r, args.target.ignored(r), mine, slots);
   }
 }
 
