@@ -51,7 +51,7 @@ SCE_AVX512_INLINE void tangents(float slope, Columns<count>& x) {
       _mm512_castps_si512(sign), _mm512_castps_si512(x.vector[k]), _mm512_castps_si512(fit[k]), kChoice));
 }
 
-// Of n logits, by packs: scalar_t's if `in_order` is false. `next`: the logits that will be worked on after these.
+// Those of n logits, as Tangents<scalar_t> has them. `next`: the logits that will be worked on after these.
 template <typename scalar_t>
 SCE_AVX512 __attribute__((noinline)) void tangents_into(const scalar_t* logits, int64_t n,
                                                         const LogitTransform<float>& transform, const scalar_t* next,
