@@ -155,7 +155,7 @@ def test_every_instruction_set_has_the_gradient_of_a_tile(dtype, options, module
             assert_near(at, exact - d * entries.double() * slope, at.dtype, (name, n))
 
 
-@pytest.mark.parametrize("options", ["plain", "smoothed"])
+@pytest.mark.parametrize("options", ["plain", "capped", "smoothed"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_stores_around_the_caches_begin_and_end_anywhere(dtype, options, modules):
     """They fill their place and nothing beside it."""
