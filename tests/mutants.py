@@ -27,7 +27,8 @@ ROOT = Path(__file__).resolve().parent.parent
 OBJECTS = ROOT / "build" / "mutants"
 # The tests about a file have a word of its name in theirs, or of these; without any, of its folder's or the op's.
 ABOUT = {"arguments": "errors_options_dimension", "autocast": "modes_candidates",
-         **dict.fromkeys(("avx512", "avx512_columns", "row_entries", "tile"), "select_values_shapes"),
+         **dict.fromkeys(("avx512", "avx512_columns", "avx512_smoothing", "avx512_softcap", "avx2_softcap",
+                           "row_entries", "tile"), "select_tiles_values_shapes"),
          **dict.fromkeys(("powers", "convert", "row_passes", "scalar_math"), "forecast_values_shapes"),
          "collate": "collate_target_rows_trainer", "data": "data",
          "entries": "sparse_arguments_stock_target_rows_dimension", "errors": "errors_dimension",

@@ -78,6 +78,8 @@ def test_a_row_is_that_of_float64_and_kept_exponentials_change_no_bit(name, dtyp
     weight = Draw("cpu", n).uniform(n, low=0.5, high=1.5)
     for options in ({}, dict(logit_scale=-1.0), dict(logit_scale=0.3), dict(label_smoothing=0.1, logit_scale=0.7),
                     dict(label_smoothing=0.2, weight=weight), dict(softcap=20.0),
+                    dict(softcap=6.0, logit_scale=0.7, label_smoothing=0.2),
+                    dict(softcap=9.0, label_smoothing=0.2, weight=weight),
                     dict(softcap=6.0, logit_scale=-0.7, label_smoothing=0.1)):
         unbounded = "label_smoothing" in options or options.get("logit_scale", 1.0) < 0
         if unbounded and "softcap" not in options and logits.isinf().any():

@@ -4,7 +4,7 @@
 // rest).
 #pragma once
 
-#include "avx512_columns.h"
+#include "avx512_smoothing.h"
 
 #ifdef SCE_X86
 #include <algorithm>
@@ -31,6 +31,12 @@ class FlushSubnormals {
  private:
   const unsigned saved_;
 };
+
+// Of a gradient's exponentials: their error is a small part of what rounding to scalar_t takes.
+template <typename scalar_t>
+constexpr int kDegree = std::is_same_v<scalar_t, BFloat16> ? 4
+                        : std::is_same_v<scalar_t, Half>   ? 5
+                                                           : 6;
 
 // factor 2^(slope x + offset), with a polynomial for the fraction of the exponent. Minimax fits on [0, 1]: relative
 // error 1.9e-9 (degree 6), 7.5e-8 (degree 5), 2.6e-6 (degree 4).
@@ -93,14 +99,18 @@ SCE_AVX512_INLINE void keep_finite(Columns<count>& exponent) {
 template <typename stats_t>
 struct Lanes {
   static constexpr bool kSpread = std::is_same_v<stats_t, SelectStats<float>>;
+  static constexpr bool kSmoothed = std::is_same_v<stats_t, SmoothedStats>;
   __m512 max, sum, spread;
+  WeighedLanes weighed;  // of SmoothedStats
 
   SCE_AVX512_INLINE Lanes() : max(_mm512_set1_ps(-INFINITY)), sum(_mm512_setzero_ps()), spread(_mm512_setzero_ps()) {}
 
-  template <int count, typename exponential_t>
-  SCE_AVX512_INLINE void push(Columns<count> x, const exponential_t& exponential, __m512 center) {
+  // weigh(exponents) is what label smoothing does with them.
+  template <int count, typename exponential_t, typename weigh_t>
+  SCE_AVX512_INLINE void push(Columns<count> x, const exponential_t& exponential, __m512 center, const weigh_t& weigh) {
     SCE_EACH(k, count) max = _mm512_max_ps(x.vector[k], max);  // NaN in x loses
     exponential.scale(x);
+    weigh(x);
     if constexpr (kSpread) keep_finite(x);
     Columns<count> power = exponential.raise(x);
     if constexpr (kSpread) {
@@ -118,6 +128,7 @@ struct Lanes {
     max = _mm512_max_ps(other.max, max);
     sum = _mm512_add_ps(other.sum, sum);
     if constexpr (kSpread) spread = _mm512_add_ps(other.spread, spread);
+    if constexpr (kSmoothed) weighed.merge(other.weighed);
   }
 };
 
@@ -140,6 +151,7 @@ SCE_AVX512_INLINE float maximum(const logits_t& logits, int64_t n) {
 template <typename stats_t, typename logits_t, typename exponential_t, typename scalar_t>
 SCE_AVX512_INLINE Lanes<stats_t> push_block(const logits_t& logits, int64_t n, const exponential_t& exponential,
                                             float center, const scalar_t* next) {
+  constexpr bool kSmoothed = Lanes<stats_t>::kSmoothed;
   const __m512 centers = _mm512_set1_ps(center);
   const int64_t step = stream_columns(n);
   Columns<kWide> wide;
@@ -149,28 +161,34 @@ SCE_AVX512_INLINE Lanes<stats_t> push_block(const logits_t& logits, int64_t n, c
   for (; i < step; i += kPack) {
     prefetch_streams(logits.x + i, next + i, step);
     read_streams(logits.from(i), step, wide);
-    block.push(wide, exponential, centers);
+    block.push(wide, exponential, centers, [&](const Columns<kWide>& exponents) SCE_AVX512 SCE_INLINE {
+      if constexpr (kSmoothed) block.weighed.push_streams(exponents, logits.weights.from(i), step);
+    });
   }
   i = kStreams * step;  // fewer columns are left than the four streams take at a time
   prefetch_first(next + i, n - i);
+  const auto weigh_first = [&](const auto& exponents) SCE_AVX512 SCE_INLINE {
+    if constexpr (kSmoothed) block.weighed.push_first(exponents, logits.weights.from(i), n - i);
+  };
   if (n - i > kPack) {
     read_first<kStreams>(logits.from(i), n - i, wide);
-    block.push(wide, exponential, centers);
+    block.push(wide, exponential, centers, weigh_first);
   } else if (i < n) {
     read_first<1>(logits.from(i), n - i, pack);
-    block.push(pack, exponential, centers);
+    block.push(pack, exponential, centers, weigh_first);
   }
   return block;
 }
 
-// Adds blocks of scale * logits to `row`, RowStats or SelectStats, for as long as they stay near the logits that they
-// begin with; returns how many columns it added.
+// Adds blocks of scale * logits to `row`, RowStats of a kind or SelectStats, for as long as they stay near the logits
+// that they begin with; returns how many columns it added.
 template <typename logits_t, typename scalar_t, typename stats_t>
 SCE_AVX512 int64_t push_stretch(const logits_t& logits, int64_t n, float scale, const scalar_t* next, stats_t& row) {
   constexpr bool kSpread = Lanes<stats_t>::kSpread;
   const float first = maximum(logits, std::min(n, kPack)), reference = scale * first;
   if (!(std::fabs(reference) < kLargest)) return 0;
-  const Exponential<5> exponential(Line(scale, reference), 1.0f);
+  const Line line(scale, reference);
+  const Exponential<5> exponential(line, 1.0f);
   const __m512 limit = _mm512_set1_ps(first + kNear / scale);
   float center = kSpread ? exponential.exponent(maximum(logits, std::min(n, 8 * kPack))) : 0;
   Lanes<stats_t> stretch;
@@ -203,6 +221,9 @@ SCE_AVX512 int64_t push_stretch(const logits_t& logits, int64_t n, float scale, 
     stats.spread = kLn2 * (_mm512_reduce_add_ps(stretch.spread) / power - (exponent - center) * sums.sum);
     row.merge(stats);
   } else {
+    if constexpr (Lanes<stats_t>::kSmoothed) {
+      stretch.weighed.write(static_cast<double>(line.slope) * most + line.offset, sums);
+    }
     row.merge(sums);
   }
   return begin;
@@ -221,16 +242,20 @@ SCE_AVX512 void push(const logits_t& logits, int64_t n, float scale, const scala
   }
 }
 
-// What a gradient makes of each probability: that times a number, which is part of the polynomial,
+// What a gradient makes of each probability: that times a number, which is part of the polynomial, and less_t of it,
+template <typename less_t>
 struct Times {
-  SCE_AVX512_INLINE Times(const GradientCoefficients<float>& c, float, double, float) : factor(c.a) {}
+  SCE_AVX512_INLINE Times(const GradientCoefficients<float>& c, float scale, double, float)
+      : factor(c.a), less(scale * c.b) {}
 
-  // read(x): the logits once more.
   template <int count, typename read_t>
-  SCE_AVX512_INLINE void operator()(const read_t&, const Columns<count>&, Columns<count>&) const {}
+  SCE_AVX512_INLINE void operator()(const read_t& read, const Columns<count>&, Columns<count>& x) const {
+    less(read, x);
+  }
   SCE_AVX512_INLINE bool usual() const { return true; }
 
   const float factor;
+  const less_t less;
 };
 
 // or, with more than a loss among what is differentiated, that times a line over its exponent, and what every class
@@ -258,12 +283,12 @@ class TimesLine {
   const float slope_, offset_, each_;
 };
 
-// What becomes of what read(x) reads.
+// What becomes of the logits that read(ItsLogits{}, x) reads.
 template <int count, typename exponential_t, typename times_t, typename read_t>
 SCE_AVX512_INLINE Columns<count> differentiate(const exponential_t& exponential, const times_t& times,
                                                const read_t& read) {
   Columns<count> x;
-  read(x);
+  read(ItsLogits{}, x);
   exponential.scale(x);
   Columns<count> power = exponential.raise(x);
   times(read, x, power);
@@ -275,7 +300,8 @@ template <bool around, int packs, typename exponential_t, typename times_t, type
 SCE_AVX512_INLINE void differentiate_first(const exponential_t& exponential, const times_t& times,
                                            const logits_t& logits, int64_t n, scalar_t* gradient) {
   constexpr int kColumns = packs * kNarrow;
-  const auto read = [&](Columns<kColumns>& x) SCE_AVX512 SCE_INLINE { read_first<packs>(logits, n, x); };
+  const auto read = [&](const auto& of, Columns<kColumns>& x)
+                        SCE_AVX512 SCE_INLINE { read_first<packs>(of(logits), n, x); };
   store_first<around, packs>(differentiate<kColumns>(exponential, times, read), n, gradient);
 }
 
@@ -291,7 +317,8 @@ SCE_AVX512_INLINE void differentiate_row(const exponential_t& exponential, const
     for (; i < begin + step; i += kPack) {
       prefetch_streams(logits.x + i, next + i, step);
       if constexpr (!around) prefetch_stores(gradient + i, step);
-      const auto read = [&](Columns<kWide>& x) SCE_AVX512 SCE_INLINE { read_streams(logits.from(i), step, x); };
+      const auto read = [&](const auto& of, Columns<kWide>& x)
+                            SCE_AVX512 SCE_INLINE { read_streams(of(logits.from(i)), step, x); };
       store_streams<around>(differentiate<kWide>(exponential, times, read), step, gradient + i);
     }
     i = begin + kStreams * step;
@@ -316,7 +343,7 @@ SCE_AVX512 bool gradient(const logits_t& logits, int64_t n, float scale, const c
   if (!(std::fabs(c.lse) < kLargest && std::fabs(factor) > 1e-30f && std::fabs(factor) < 1e30f && times.usual()))
     return false;
   const FlushSubnormals flush;
-  const Exponential<sizeof(scalar_t) == 2 ? 4 : 6> exponential(line, factor);
+  const Exponential<kDegree<scalar_t>> exponential(line, factor);
   if (to.around)
     differentiate_row<true>(exponential, times, logits, n, next, to.gradient);
   else

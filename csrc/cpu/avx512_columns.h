@@ -43,6 +43,14 @@ SCE_AVX512_INLINE int64_t stream_columns(int64_t n) { return n / (kStreams * kPa
 // The first n <= 32 columns of a pack.
 SCE_AVX512_INLINE uint32_t first_columns(int64_t n) { return static_cast<uint32_t>((uint64_t(1) << n) - 1); }
 
+// Where those are in the two vectors of a pack that was loaded from scalar_t: of BFloat16 the even ones come before the
+// odd ones.
+template <typename scalar_t>
+SCE_AVX512_INLINE uint32_t first_lanes(int64_t n) {
+  if (std::is_same_v<scalar_t, BFloat16>) return first_columns((n + 1) / 2) | first_columns(n / 2) << 16;
+  return first_columns(n);
+}
+
 // How many of n columns are in its k-th pack.
 SCE_AVX512_INLINE int64_t in_pack(int64_t n, int k) { return std::clamp<int64_t>(n - k * kPack, 0, kPack); }
 
@@ -125,6 +133,7 @@ SCE_AVX512_INLINE void load(const scalar_t* x, uint32_t columns, Columns<kNarrow
 // Of a row all columns are read, or those with a bit in `kept` (columns / 32,).
 template <typename scalar_t>
 struct Every {
+  using Storage = scalar_t;
   const scalar_t* x;
 
   SCE_AVX512_INLINE Every from(int64_t i) const { return {x + i}; }
@@ -133,6 +142,7 @@ struct Every {
 };
 template <typename scalar_t>
 struct Kept {
+  using Storage = scalar_t;
   const scalar_t* x;
   const uint32_t* kept;
 

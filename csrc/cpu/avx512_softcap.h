@@ -13,24 +13,22 @@ namespace avx512 {
 // places, however many there are.
 template <typename scalar_t>
 struct Tangents {
+  using Storage = scalar_t;
   const float* x;
 
   SCE_AVX512_INLINE Tangents from(int64_t i) const { return {x + i}; }  // i: a multiple of kPack
   SCE_AVX512_INLINE void read(Columns<kNarrow>& out) const { load(x, out); }
-  SCE_AVX512_INLINE void read_first(int64_t n, Columns<kNarrow>& out) const {
-    const uint32_t first = first_columns((n + 1) / 2), second = first_columns(n / 2);  // the even ones, the odd ones
-    load(x, std::is_same_v<scalar_t, BFloat16> ? first | second << 16 : first_columns(n), out);
-  }
+  SCE_AVX512_INLINE void read_first(int64_t n, Columns<kNarrow>& out) const { load(x, first_lanes<scalar_t>(n), out); }
 };
 
-// tanh(x) in place of x, of which `slope` is -2 log2(e) times: by exp(-2 |x|) - 1, which keeps its digits near 0.
+// tanh(x) in place of x, whatever it is: by exp(-2 |x|) - 1, which keeps its digits near 0.
 template <int count>
-SCE_AVX512_INLINE void tangents(float slope, Columns<count>& x) {
+SCE_AVX512_INLINE void any_tangents(Columns<count>& x) {
   constexpr int kNearest = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
   const __m512 sign = _mm512_set1_ps(-0.0f), one = _mm512_set1_ps(1), two = _mm512_set1_ps(2);
-  const __m512 slopes = _mm512_set1_ps(slope);
+  const __m512 slope = _mm512_set1_ps(-2 * kLog2e);
   __m512 fraction[count], power[count], fit[count];
-  SCE_EACH(k, count) power[k] = _mm512_mul_ps(_mm512_andnot_ps(sign, x.vector[k]), slopes);
+  SCE_EACH(k, count) power[k] = _mm512_mul_ps(_mm512_andnot_ps(sign, x.vector[k]), slope);
   SCE_EACH(k, count) fraction[k] = _mm512_reduce_ps(power[k], kNearest);
   SCE_EACH(k, count) power[k] = _mm512_scalef_ps(one, _mm512_sub_ps(power[k], fraction[k]));
   SCE_EACH(k, count)
@@ -51,26 +49,48 @@ SCE_AVX512_INLINE void tangents(float slope, Columns<count>& x) {
       _mm512_castps_si512(sign), _mm512_castps_si512(x.vector[k]), _mm512_castps_si512(fit[k]), kChoice));
 }
 
+// tanh(scale x) in place of x. Mostly all are near 0, where eight instructions make one.
+template <int count>
+SCE_AVX512_INLINE void tangents(float scale, Columns<count>& x) {
+  const __m512 farthest = _mm512_set1_ps(kNearZero * kNearZero);
+  __m512 square[count], near[count];
+  SCE_EACH(k, count) x.vector[k] = _mm512_mul_ps(x.vector[k], _mm512_set1_ps(scale));
+  SCE_EACH(k, count) square[k] = _mm512_mul_ps(x.vector[k], x.vector[k]);
+  SCE_EACH(k, count)
+  near[k] = _mm512_fmadd_ps(_mm512_set1_ps(kTangent[4]), square[k], _mm512_set1_ps(kTangent[3]));
+  SCE_EACH(i, 3)
+  SCE_EACH(k, count) near[k] = _mm512_fmadd_ps(near[k], square[k], _mm512_set1_ps(kTangent[2 - i]));
+  SCE_EACH(k, count) near[k] = _mm512_mul_ps(near[k], square[k]);
+  SCE_EACH(k, count) near[k] = _mm512_fmadd_ps(near[k], x.vector[k], x.vector[k]);
+  __m512 most = square[0];
+  SCE_EACH(k, count - 1) most = _mm512_max_ps(square[k + 1], most);  // a NaN loses, or stays
+  if (_mm512_cmp_ps_mask(most, farthest, _CMP_NLE_UQ)) {
+    any_tangents(x);
+    SCE_EACH(k, count)
+    near[k] = _mm512_mask_mov_ps(x.vector[k], _mm512_cmp_ps_mask(square[k], farthest, _CMP_LE_OQ), near[k]);
+  }
+  SCE_EACH(k, count) x.vector[k] = near[k];
+}
+
 // Those of n logits, as Tangents<scalar_t> has them. `next`: the logits that will be worked on after these.
 template <typename scalar_t>
 SCE_AVX512 __attribute__((noinline)) void tangents_into(const scalar_t* logits, int64_t n,
                                                         const LogitTransform<float>& transform, const scalar_t* next,
                                                         float* t) {
   constexpr int kPacks = 2;
-  const float slope = -2 * kLog2e * transform.scale_per_cap;
   Columns<kPacks * kNarrow> some;
   int64_t i = 0;
   for (; i + kPacks * kPack <= n; i += kPacks * kPack) {
     prefetch_first(next + i, kPacks * kPack);
     read_first<kPacks>(Every<scalar_t>{logits + i}, kPacks * kPack, some);
-    tangents(slope, some);
+    tangents(transform.scale_per_cap, some);
     SCE_EACH(k, kPacks * kNarrow) _mm512_storeu_ps(t + i + 16 * k, some.vector[k]);
   }
   for (; i < n; i += kPack) {
     const int64_t m = std::min(kPack, n - i);
     Columns<kNarrow> pack;
     read_first<1>(Every<scalar_t>{logits + i}, m, pack);
-    tangents(slope, pack);
+    tangents(transform.scale_per_cap, pack);
     if (sizeof(scalar_t) == sizeof(float))
       store_first(pack, m, t + i);
     else
@@ -105,38 +125,47 @@ struct CappedCoefficients : GradientCoefficients<float> {
   CappedCoefficients(const GradientCoefficients<float>& c, float scale_per_cap)
       : GradientCoefficients<float>(c), scale_per_cap(scale_per_cap) {}
 };
+template <typename less_t>
 struct TimesSlope {
-  SCE_AVX512_INLINE TimesSlope(const CappedCoefficients& c, float, double, float) : factor(c.a * c.scale_per_cap) {}
+  SCE_AVX512_INLINE TimesSlope(const CappedCoefficients& c, float scale, double, float)
+      : factor(c.a * c.scale_per_cap), less(c.b * scale * c.scale_per_cap) {}
 
   template <int count, typename read_t>
   SCE_AVX512_INLINE void operator()(const read_t& read, const Columns<count>&, Columns<count>& x) const {
     const __m512 one = _mm512_set1_ps(1);
     Columns<count> t;
-    read(t);
+    read(ItsLogits{}, t);
+    less(read, x);
     SCE_EACH(k, count)
     x.vector[k] = _mm512_mul_ps(x.vector[k], _mm512_fnmadd_ps(t.vector[k], t.vector[k], one));
   }
   SCE_AVX512_INLINE bool usual() const { return true; }
 
   const float factor;
+  const less_t less;
 };
 
-// The gradient from a tile's tangents, or a row's, which may be where it goes.
-template <typename scalar_t>
-SCE_AVX512 void capped_gradient(const float* t, int64_t n, const LogitTransform<float>& transform,
+// The gradient from the tangents of a tile, or of a row, which may be where it goes.
+template <typename tangents_t, typename scalar_t>
+SCE_AVX512 void capped_gradient(const tangents_t& t, int64_t n, const LogitTransform<float>& transform,
                                 const GradientCoefficients<float>& c, const Destination<scalar_t>& to) {
+  using Of = Smoothing<tangents_t>;
   const CappedCoefficients capped(c, transform.scale_per_cap);
   Destination<scalar_t> by_packs = to;  // around the caches it is written by lines
   if (sizeof(scalar_t) < sizeof(float)) by_packs.around = to.around && before_line(to.gradient, n) == 0;
-  if (gradient<TimesSlope>(Tangents<scalar_t>{t}, n, transform.softcap, capped, t, by_packs)) return;
+  if (gradient<TimesSlope<typename Of::Less>>(t, n, transform.softcap, capped, t.x, by_packs)) return;
   for (int64_t i = 0; i < n; i += kPack) {
     const int64_t m = std::min(kPack, n - i);
     Columns<kNarrow> pack;
-    read_first<1>(Tangents<scalar_t>{t + i}, m, pack);
-    alignas(64) float some[kPack];
+    read_first<1>(t.from(i), m, pack);
+    alignas(64) float some[kPack], o[kPack] = {};
     SCE_EACH(k, kNarrow) _mm512_store_ps(some + 16 * k, pack.vector[k]);
+    if constexpr (Of::kIs) {
+      t.weights.from(i).read_first(m, pack);
+      SCE_EACH(k, kNarrow) _mm512_store_ps(o + 16 * k, pack.vector[k]);
+    }
     SCE_SIMD()
-    for (int64_t k = 0; k < kPack; ++k) some[k] = c.at(transform.softcap * some[k]) * transform.slope_at(some[k]);
+    for (int64_t k = 0; k < kPack; ++k) some[k] = c.at(transform.softcap * some[k], o[k]) * transform.slope_at(some[k]);
     load(some, pack);
     store_first(pack, m, to.gradient + i);
   }

@@ -168,7 +168,7 @@ SCE_AVX512 void differentiate_columns(const BlockColumns<scalar_t>& columns, con
                                       const float* class_weight, const BlockRows<float>& rows, scalar_t* gradient,
                                       int64_t step) {
   const FlushSubnormals flush;
-  const Exponential<sizeof(scalar_t) == 2 ? 4 : 6> exponential(Line(1, 0), 1);
+  const Exponential<kDegree<scalar_t>> exponential(Line(1, 0), 1);
   const Scale<scaled> scale{static_cast<float>(options.logit_scale), rows.scale};
   constexpr float kOnes[kWide] = {1, 1, 1, 1, 1, 1, 1, 1};
   const bool smoothed = options.label_smoothing != 0;

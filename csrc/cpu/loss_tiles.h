@@ -11,17 +11,16 @@ namespace cpu {
 
 // Whether forward and backward are loops of avx512.h over the logits, which take less time for two exponentials than it
 // takes to keep one,
-template <InstructionSet set, typename scalar_t>
-SCE_HD bool twice(const LogitTransform<acc_type<scalar_t>>& transform, bool weighted) {
-  if constexpr (set == InstructionSet::kAvx512 && std::is_same_v<acc_type<scalar_t>, float>)
-    return transform.softcap == 0 && transform.scale > 0 && !weighted;
+template <InstructionSet set, typename acc_t>
+SCE_HD bool twice(const LogitTransform<acc_t>& transform) {
+  if constexpr (kWithAvx512<set, acc_t>) return transform.softcap == 0 && transform.scale > 0;
   return false;
 }
 
 // or of avx512_softcap.h over a tile's tangents, which are what is kept,
 template <InstructionSet set, typename acc_t>
-SCE_HD bool by_tangents(const LogitTransform<acc_t>& transform, bool weighted) {
-  if constexpr (kWithAvx512<set, acc_t>) return transform.softcap > 0 && transform.scale > 0 && !weighted;
+SCE_HD bool by_tangents(const LogitTransform<acc_t>& transform) {
+  if constexpr (kWithAvx512<set, acc_t>) return transform.softcap > 0 && transform.scale > 0;
   return false;
 }
 
@@ -76,19 +75,35 @@ SCE_AVX512 void for_tangents(const scalar_t* logits, int64_t n, const LogitTrans
   }
 }
 
+// Of n logits, with label smoothing or without.
+template <typename logits_t>
+SCE_AVX512 RowStats<float> stats_of_plain(const logits_t& logits, int64_t n, const LogitTransform<float>& transform,
+                                          const float* class_weight, const decltype(logits.x) next) {
+  using Of = avx512::Smoothing<logits_t>;
+  typename Of::Stats stats;
+  avx512::push(logits, n, transform.scale, next, stats, [&](int64_t begin, int64_t end) SCE_INLINE {
+    push_tile<InstructionSet::kAvx512>(logits.x, begin, end, n, transform, Of::kIs, class_weight, next, {}, stats);
+  });
+  return stats;
+}
+
 template <typename scalar_t>
 SCE_AVX512 __attribute__((noinline)) RowStats<float> stats_of_tangents(const scalar_t* logits, int64_t n,
                                                                        const LogitTransform<float>& transform,
+                                                                       bool smoothed, const float* class_weight,
                                                                        const scalar_t* next,
                                                                        const Powers<float>& kept) {
   RowStats<float> stats;
   for_tangents(logits, n, transform, next, kept, [&](int64_t begin, int64_t end, const float* t) SCE_AVX512 SCE_INLINE {
-    avx512::push(avx512::Tangents<scalar_t>{t}, end - begin, transform.softcap, t, stats,
-                 [&](int64_t first, int64_t last) SCE_INLINE {
-                   alignas(64) float z[kTile];
-                   transform_into<InstructionSet::kAvx512>(logits + begin + first, last - first, transform, z);
-                   stats.push(z, 0, last - first);
-                 });
+    const auto push = [&](const auto& tangents) SCE_AVX512 SCE_INLINE {
+      typename avx512::Smoothing<std::decay_t<decltype(tangents)>>::Stats tile;
+      avx512::push(tangents, end - begin, transform.softcap, t, tile, [&](int64_t first, int64_t last) SCE_INLINE {
+        push_tile<InstructionSet::kAvx512>(logits, begin + first, begin + last, n, transform, smoothed, class_weight,
+                                           next, {}, tile);
+      });
+      stats.merge(tile);
+    };
+    avx512::by_smoothing(avx512::Tangents<scalar_t>{t}, smoothed, class_weight ? class_weight + begin : nullptr, push);
   });
   return stats;
 }
@@ -100,14 +115,13 @@ SCE_HD RowStats<acc_t> stats_body(const scalar_t* logits, int64_t n, const Logit
                                   const Powers<acc_t>& kept) {
   RowStats<acc_t> stats;
 #ifdef SCE_X86
-  if constexpr (set == InstructionSet::kAvx512 && std::is_same_v<acc_t, float>) {
-    if (twice<set, scalar_t>(transform, weighted)) {
-      avx512::push(avx512::Every<scalar_t>{logits}, n, transform.scale, next, stats,
-                   [&](int64_t begin, int64_t end)
-                       SCE_INLINE { stats.push(Scaled<scalar_t>{logits, transform.scale}, begin, end); });
-      return stats;
-    }
-    if (by_tangents<set>(transform, weighted)) return stats_of_tangents(logits, n, transform, next, kept);
+  if constexpr (kWithAvx512<set, acc_t>) {
+    if (twice<set>(transform))
+      return avx512::by_smoothing(avx512::Every<scalar_t>{logits}, weighted, class_weight,
+                                  [&](const auto& plain) SCE_AVX512 SCE_INLINE {
+                                    return stats_of_plain(plain, n, transform, class_weight, next);
+                                  });
+    if (by_tangents<set>(transform)) return stats_of_tangents(logits, n, transform, weighted, class_weight, next, kept);
   }
   if constexpr (kWithAvx2<set, acc_t>) {
     if (by_tiles(n, transform, weighted, class_weight))
@@ -161,21 +175,45 @@ SCE_AVX2 __attribute__((noinline)) void gradient_by_tiles(const scalar_t* logits
 }
 #endif
 
+#ifdef SCE_X86
+// False, with nothing written, where the loop is not right.
+template <typename logits_t, typename scalar_t>
+SCE_AVX512 bool gradient_of_plain(const logits_t& logits, int64_t n, const LogitTransform<float>& transform,
+                                  const GradientCoefficients<float>& coefficients, const scalar_t* next,
+                                  const Destination<scalar_t>& to) {
+  using Less = typename avx512::Smoothing<logits_t>::Less;
+  return avx512::gradient<avx512::Times<Less>>(logits, n, transform.scale, coefficients, next, to);
+}
+template <typename scalar_t>
+SCE_AVX512 void gradient_of_tangents(const float* t, int64_t n, const LogitTransform<float>& transform, bool smoothed,
+                                     const float* class_weight, const GradientCoefficients<float>& coefficients,
+                                     const Destination<scalar_t>& to) {
+  avx512::by_smoothing(avx512::Tangents<scalar_t>{t}, smoothed, class_weight,
+                       [&](const auto& tangents) SCE_AVX512 SCE_INLINE {
+                         avx512::capped_gradient(tangents, n, transform, coefficients, to);
+                       });
+}
+#endif
+
 template <InstructionSet set, typename scalar_t, typename acc_t>
 SCE_HD void gradient_body(const scalar_t* logits, int64_t n, const LogitTransform<acc_t>& transform,
                           [[maybe_unused]] bool weighted, const GradientCoefficients<acc_t>& coefficients,
                           const acc_t* class_weight, [[maybe_unused]] const scalar_t* next,
                           const Destination<scalar_t>& to) {
 #ifdef SCE_X86
-  if constexpr (set == InstructionSet::kAvx512 && std::is_same_v<acc_t, float>) {
-    if (twice<set, scalar_t>(transform, weighted) &&
-        avx512::gradient<avx512::Times>(avx512::Every<scalar_t>{logits}, n, transform.scale, coefficients, next, to))
+  if constexpr (kWithAvx512<set, acc_t>) {
+    if (twice<set>(transform) && avx512::by_smoothing(avx512::Every<scalar_t>{logits}, weighted, class_weight,
+                                                      [&](const auto& plain) SCE_AVX512 SCE_INLINE {
+                                                        return gradient_of_plain(plain, n, transform, coefficients,
+                                                                                 next, to);
+                                                      }))
       return;
-    if (by_tangents<set>(transform, weighted))
-      return for_tangents(logits, n, transform, next, {},
-                          [&](int64_t begin, int64_t end, const float* t) SCE_AVX512 SCE_INLINE {
-                            avx512::capped_gradient(t, end - begin, transform, coefficients, to.from(begin));
-                          });
+    if (by_tangents<set>(transform))
+      return for_tangents(
+          logits, n, transform, next, {}, [&](int64_t begin, int64_t end, const float* t) SCE_AVX512 SCE_INLINE {
+            gradient_of_tangents(t, end - begin, transform, weighted, class_weight ? class_weight + begin : nullptr,
+                                 coefficients, to.from(begin));
+          });
   }
   if constexpr (kWithAvx2<set, acc_t>) {
     if (by_tiles(n, transform, weighted, class_weight))
@@ -200,8 +238,8 @@ SCE_HD void kept_gradient_body(const Powers<acc_t>& kept, int64_t n, const Logit
                                const acc_t* class_weight, const Destination<scalar_t>& to) {
 #ifdef SCE_X86
   if constexpr (kWithAvx512<set, acc_t>) {
-    if (by_tangents<set>(transform, weighted))
-      return avx512::capped_gradient(kept.powers, n, transform, coefficients, to);
+    if (by_tangents<set>(transform))
+      return gradient_of_tangents(kept.powers, n, transform, weighted, class_weight, coefficients, to);
   }
   if constexpr (kWithAvx2<set, acc_t>) {
     if (by_tiles(n, transform, weighted, class_weight)) return gradient_by_tiles(kept, n, transform, coefficients, to);

@@ -102,8 +102,7 @@ class Forward {
   const scalar_t* row(int64_t r) const { return args_.template row<scalar_t>(r); }
 
   bool keeps_row(int64_t r) const {
-    return args_.vocab <= kLongestKept &&
-           Tile<scalar_t>::keeps(args_.template transform<acc_t>(r), args_.options.label_smoothing != 0);
+    return args_.vocab <= kLongestKept && Tile<scalar_t>::keeps(args_.template transform<acc_t>(r));
   }
 
   const ForwardArgs& args_;

@@ -114,8 +114,8 @@ SCE_HD SelectStats<acc_t> select_stats_body(const scalar_t* logits, int64_t n, c
       push_plain(avx512::Every<scalar_t>{logits}, n, transform, wanted.spread, kept, next, stats);
   }
 #endif
-  if (!done && !kept && !wanted.spread && !wanted.weighted) {
-    stats.row = stats_body<set>(logits, n, transform, false, class_weight, next, {});
+  if (!done && !kept && !wanted.spread) {
+    stats.row = stats_body<set>(logits, n, transform, wanted.weighted, class_weight, next, {});
     done = true;
   }
   if (wanted.total) stats.total = total_of<set>(logits, n, transform);  // of what is in a cache
@@ -198,9 +198,8 @@ InstructionSet instruction_set_in_use() {
 }
 
 template <typename scalar_t>
-bool Tile<scalar_t>::keeps(const LogitTransform<acc_t>& transform, bool weighted) {
-  return instruction_set_in_use() != InstructionSet::kAvx512 ||
-         !twice<InstructionSet::kAvx512, scalar_t>(transform, weighted);
+bool Tile<scalar_t>::keeps(const LogitTransform<acc_t>& transform) {
+  return instruction_set_in_use() != InstructionSet::kAvx512 || !twice<InstructionSet::kAvx512>(transform);
 }
 
 template <typename scalar_t>

@@ -34,14 +34,6 @@ struct Powers {
   }
 };
 
-// Logits without a softcap, converted and scaled where they are used.
-template <typename scalar_t>
-struct Scaled {
-  const scalar_t* logits;
-  acc_type<scalar_t> scale;
-  SCE_HD acc_type<scalar_t> operator[](int64_t i) const { return scale * to_acc(logits[i]); }
-};
-
 // Of SelectStats, beside maximum and sum: the spread, the total, the argmax and what label smoothing needs.
 struct Wanted {
   bool spread, total, argmax, weighted;
@@ -53,7 +45,7 @@ struct Tile {
   using acc_t = acc_type<scalar_t>;
 
   // Whether the exponentials of logits that are transformed so are worth keeping, from `stats` to `gradient`.
-  static bool keeps(const LogitTransform<acc_t>& transform, bool weighted);
+  static bool keeps(const LogitTransform<acc_t>& transform);
   // Statistics; with `weighted` also those of label smoothing. `next`: the logits that will be worked on after these.
   // `kept` receives the exponentials.
   static RowStats<acc_t> stats(const scalar_t* logits, int64_t n, const LogitTransform<acc_t>& transform, bool weighted,
