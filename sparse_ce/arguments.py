@@ -323,7 +323,7 @@ def taken_chunks(chunk_rows: Optional[int], logits_dtype: Optional[torch.dtype])
 
 def fit_as_labels(target: Tensor, shape: torch.Size, input: Tensor) -> bool:
     """Whether a tensor is labels that the ops take as they are; :func:`check_target`, of the same, may say why not."""
-    return (target.dtype in (torch.int64, torch.int32) and target.layout == torch.strided
+    return (target.dtype in (torch.int64, torch.int32) and target.layout == torch.strided and not target.is_nested
             and target.shape == shape[:-1] and target.device == input.device)
 
 
@@ -374,6 +374,8 @@ def _check_floating(name: str, t: Optional[Tensor], fix: str) -> None:
     """A strided tensor of a dtype that the kernels know, whole; ``fix`` for one that is not."""
     if not isinstance(t, Tensor):
         fail(f"{name} must be a tensor, got {type(t).__name__}", TypeError)
+    if t.is_nested:
+        fail(f"{name} must be a regular tensor, got a nested tensor; pass torch.cat({name}.unbind())", TypeError)
     if t.dtype not in _DTYPES:
         fail(f"{name} must be float16, bfloat16, float32 or float64, got {t.dtype}", TypeError)
     if t.layout != torch.strided:

@@ -191,6 +191,10 @@ def as_teacher(teacher: Target, leading: torch.Size, vocab: Optional[int]) -> Sp
     """With the number of classes, where one of the two knows it."""
     if vocab is None and isinstance(teacher, Tensor) and teacher.layout != torch.strided:
         vocab = teacher.shape[-1]
+    if isinstance(teacher, Tensor) and teacher.layout == torch.strided and teacher.dtype.is_floating_point:
+        fail(f"teacher must be sparse, got a dense {teacher.dtype} tensor of shape {list(teacher.shape)}; pass the most "
+             "likely classes of its logits, sparse_ce.topk_log_probs(teacher_logits, k), or use "
+             "torch.nn.functional.kl_div for all classes", TypeError)
     given = as_target(teacher, torch.Size((*leading, vocab or ANY_CLASS)))
     if given.shape != leading:
         fix = moving_classes((*leading, vocab or 0), given.shape, given.indices.shape if given.form == "topk" else ())

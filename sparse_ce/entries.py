@@ -62,8 +62,17 @@ def as_index(given: Numbers, argument: str) -> Tensor:
     if t.dtype in (torch.int64, torch.int32):
         return t
     if not holds_integers(t):
-        fail(f"{argument} must be of an integer dtype, got {t.dtype}", TypeError)
+        fail(f"{argument} must be of an integer dtype, got {t.dtype}; pass {argument}.long()", TypeError)
     return t.long()
+
+
+def as_topk_index(given: Numbers, values: Optional[Numbers]) -> Tensor:
+    """Returns the indices of a top-k as :func:`as_index` does. If the values were passed first, the error says so."""
+    t = as_tensor(given, "indices")
+    if t.dtype.is_floating_point and values is not None and holds_integers(as_tensor(values, "values")):
+        fail(f"indices must be of an integer dtype, got {t.dtype}; torch.topk returns (values, indices): pass "
+             "(indices, values)", TypeError)
+    return as_index(given, "indices")
 
 
 def as_values(given: Numbers, argument: str = "values") -> Tensor:

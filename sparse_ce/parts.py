@@ -14,6 +14,7 @@ place of "indices".
 
 import copy
 import math
+from numbers import Real
 from typing import TYPE_CHECKING, Any, Callable, Dict, ItemsView, KeysView, List, Optional, Tuple, Type, Union
 
 import torch
@@ -22,7 +23,7 @@ from torch import Tensor
 
 from .arguments import checked
 from .entries import IGNORE_INDEX, Kind, one_by_one, pad_entries, padding_value, ranges_of
-from .errors import check, fail
+from .errors import check, described, fail
 from .tracing import readable
 
 if TYPE_CHECKING:
@@ -79,10 +80,21 @@ class Parts:
         given: Tuple[Any, ...] = (indices, values, offsets, row_mask, num_classes, kind, ids)
         if type(indices) is dict:  # what a framework made of items()
             given = _put_together(indices)
+        elif isinstance(indices, (Real, str, list, tuple)):
+            fail(f"indices must be a tensor, got {described(indices)}; build a target from lists with "
+                 "SparseTarget.from_index, from_topk or from_jagged", TypeError)
         if given[4] is not None and not torch.compiler.is_compiling():  # which would take a width for a constant
             checked({"num_classes": given[4]})
         for name, value in zip(Parts.__slots__, given):
             object.__setattr__(self, name, value)
+
+    @classmethod
+    def _of(cls, *parts: Any) -> "Self":
+        """Returns a target that holds ``parts``, in the order of ``__slots__``, whatever they are."""
+        t: "Self" = object.__new__(cls)
+        for name, value in zip(Parts.__slots__, parts):
+            object.__setattr__(t, name, value)
+        return t
 
     def __setattr__(self, name: str, value: object) -> None:
         fail(f"a SparseTarget must not be changed, got an assignment to {name!r}; build another one", AttributeError)
@@ -146,7 +158,7 @@ class Parts:
     def _replace(self, indices: Tensor, values: Optional[Tensor], offsets: Optional[Tensor],
                 row_mask: Optional[Tensor]) -> "Self":
         """A target of these tensors that says of them what this one says."""
-        return type(self)(indices, values, offsets, row_mask, self.num_classes, self.kind, self.ids)
+        return self._of(indices, values, offsets, row_mask, self.num_classes, self.kind, self.ids)
 
     # ----------------------------------------------------------------------------- entries that the rows do not use
 

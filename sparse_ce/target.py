@@ -1,7 +1,7 @@
 """``SparseTarget``: a sparse target as plain dense tensors, which move, slice, pickle and compile."""
 
 import math
-from numbers import Integral
+from numbers import Integral, Real
 from typing import Any, Iterable, List, Optional, Sequence, Tuple, Union
 
 import torch
@@ -18,6 +18,7 @@ from .entries import (
     as_index,
     as_row_mask,
     as_tensor,
+    as_topk_index,
     as_values,
     both,
     check_crow,
@@ -35,7 +36,7 @@ from .entries import (
     warn_of_logprobs,
     wide_dtype,
 )
-from .errors import check, fail, moving_classes
+from .errors import check, described, fail, moving_classes
 from .flags import check_flags
 from .parts import Part
 from .tensorlike import TensorLike
@@ -114,7 +115,7 @@ class SparseTarget(TensorLike):
         """
         if kind not in (None, "probs", "logprobs", "logits"):
             fail(f"kind must be 'probs', 'logprobs' or 'logits', got {kind!r}")
-        indices = as_index(indices, "indices")
+        indices = as_topk_index(indices, values)
         mask = as_entry_mask(mask, indices)
         if indices.dim() == 0:
             fail("indices must have the shape (..., K), got []")
@@ -325,6 +326,8 @@ class SparseTarget(TensorLike):
             return self._map(torch.as_tensor).to_dense(dtype, num_classes=num_classes)
         if num_classes is not None:
             return self.with_num_classes(num_classes).to_dense(dtype)
+        if not isinstance(dtype, (torch.dtype, type(None))):
+            fail(f"dtype must be a torch.dtype or None, got {described(dtype)}; pass the width as num_classes=", TypeError)
         if self.num_classes is None:
             fail("num_classes must be known for to_dense, got None; pass num_classes=")
         flat, rows = self.flatten(), math.prod(self.shape)
@@ -346,28 +349,50 @@ def as_target(target: Target, shape: torch.Size) -> SparseTarget:
     if isinstance(target, SparseTarget):
         return target
     if isinstance(target, (tuple, list)):
-        if len(target) != 2:
-            fail(f"target must be (indices, values) where it is a tuple, got {len(target)} elements")
+        if len(target) != 2 or isinstance(target[0], Real):
+            fail("target must be (indices, values) where it is a tuple or a list, got "
+                 f"{len(target)} elements, {described(target)}; pass labels as torch.tensor(target)")
         return SparseTarget.from_topk(*target)
     if not isinstance(target, Tensor):
-        fail("target must be a tensor, an (indices, values) tuple or a SparseTarget, got "
-             f"{type(target).__name__}", TypeError)
+        if not hasattr(target, "__array__"):
+            fail("target must be a tensor, an array, an (indices, values) tuple or a SparseTarget, got "
+                 f"{type(target).__name__}{_fix_of(target)}", TypeError)
+        target = as_tensor(target, "target")
+    if target.is_nested:
+        fail("target must be a regular tensor, got a nested tensor; pass torch.cat(input.unbind()) and "
+             "torch.cat(target.unbind())", TypeError)
     if target.layout == torch.sparse_coo:
         return SparseTarget.from_coo(target)
     if target.layout == torch.sparse_csr:
         return SparseTarget.from_csr(target)
     check(target.layout == torch.strided, "target must be strided, sparse COO or sparse CSR, got layout "
            f"{target.layout}; convert it with .to_sparse_csr()")
-    if target.dtype.is_floating_point:
+    if target.dtype.is_floating_point and target.shape != shape[:-1]:
         fail(f"target must be sparse, got a dense {target.dtype} tensor of shape {list(target.shape)}; where it mixes "
              "a few labels, as MixUp does, pass them as (indices, values), where it is zeros for the most part, "
              "SparseTarget.from_dense(target), and else use torch.nn.functional.cross_entropy", TypeError)
+    if target.dim() == len(shape) > 1 and target.shape == shape:
+        fail(f"target must be class indices of shape {list(shape[:-1])} or sparse, got {target.dtype} of the shape of "
+             f"the logits, {list(shape)}; pass target.long().argmax(-1) if it is one-hot, SparseTarget.from_dense(target) if "
+             "it is multi-hot", TypeError)
     return SparseTarget.from_index(target)
+
+
+def _fix_of(target: object) -> str:
+    """Returns what to pass instead of an object that is no target, for the end of an error."""
+    if hasattr(target, "tocsr"):
+        return "; pass SparseTarget.from_scipy(target)"
+    if hasattr(target, "smoothing"):
+        return ("; pass target.target with label_smoothing=target.smoothing, or use SoftTargetCrossEntropy, which takes "
+                "it as it is")
+    return ""
 
 
 def as_ids(indices: Target, shape: torch.Size) -> SparseTarget:
     """The ids of each row, for logits of ``shape`` (..., V): a target, of which a plain tensor may have K a row."""
-    if not isinstance(indices, Tensor) or indices.layout != torch.strided:
+    if not isinstance(indices, Tensor) and hasattr(indices, "__array__"):
+        indices = as_tensor(indices, "indices")
+    if not isinstance(indices, Tensor) or indices.is_nested or indices.layout != torch.strided:
         return as_target(indices, shape)
     indices, leading = as_index(indices, "indices"), list(shape[:-1])
     several = indices.dim() == len(shape)
@@ -385,7 +410,8 @@ def _flatten_target(t: SparseTarget) -> Tuple[List[Tensor], Tuple[Any, ...]]:
 
 def _unflatten_target(tensors: Iterable[Tensor], context: Tuple[Any, ...]) -> SparseTarget:
     num_classes, present, kind, ids = context
-    return SparseTarget(**dict(zip(present, tensors)), num_classes=num_classes, kind=kind, ids=ids)
+    parts = dict.fromkeys(("indices", "values", "offsets", "row_mask")) | dict(zip(present, tensors))
+    return SparseTarget._of(*parts.values(), num_classes, kind, ids)  # a transform's leaves need not be tensors
 
 
 def _flatten_target_with_keys(t: SparseTarget) -> Tuple[List[Tuple[Any, Tensor]], Tuple[Any, ...]]:

@@ -3,13 +3,16 @@
 
 import numpy as np
 import pytest
+import scipy.sparse
 import torch
+import torch.nn.functional as F
 
 import sparse_ce
 from cases import Draw
 from close import assert_bitwise_equal
 from refusals import OPTIONS, assert_refused, good
 from sparse_ce import SparseTarget, cross_entropy, linear_cross_entropy
+from sparse_ce.data import SmoothedTarget
 
 # ------------------------------------------------------------------------------------------------------------ options
 
@@ -56,6 +59,9 @@ def test_a_wrong_input_is_refused(device):
         assert_refused(lambda: cross_entropy(x.to(dtype), labels), "input", dtype, error=TypeError)
     assert_refused(lambda: cross_entropy(x.to_sparse(), labels), "input", "sparse_coo", error=(TypeError, ValueError))
     assert_refused(lambda: cross_entropy(x[0, 0], labels[0]), "input", "[]", error=ValueError)
+    for layout in (torch.strided, torch.jagged):
+        nested = torch.nested.nested_tensor([x[:1], x[1:]], layout=layout)
+        assert_refused(lambda: cross_entropy(nested, labels), "input", "nested", "torch.cat(", error=TypeError)
 
 
 def test_logits_without_classes_are_refused(device):
@@ -183,7 +189,17 @@ def targets(device):
     dense = torch.softmax(x, 1)
     return {
         "None": (None, "NoneType"),
-        "a list of labels": ([1, 2, 3, 4], "4"),
+        "a list of labels": ([1, 2, 3, 4], "4", "torch.tensor(target)"),
+        "two labels": ((1, 2), "2", "torch.tensor(target)"),
+        "float labels": (labels.float(), "float32", "labels.long()"),
+        "one-hot integers": (F.one_hot(labels, 7), "[4, 7]", "argmax(-1)", "SparseTarget.from_dense(target)"),
+        "a multi-hot mask": (dense > 0.1, "bool", "SparseTarget.from_dense(target)"),
+        "a SciPy matrix": (scipy.sparse.csr_matrix(np.eye(4, 7)), "csr_matrix", "SparseTarget.from_scipy(target)"),
+        "a smoothed target": (SmoothedTarget(SparseTarget.from_index(labels), 0.1), "SmoothedTarget",
+                              "target.target with label_smoothing=target.smoothing", "SoftTargetCrossEntropy"),
+        "what topk returns": (dense.topk(5), "float32", "(values, indices)"),
+        "a nested tensor": (torch.nested.nested_tensor([labels[:1], labels[1:]]), "nested", "torch.cat("),
+        "a jagged nested tensor": (torch.nested.nested_tensor([labels[:1], labels[1:]], layout=torch.jagged), "nested"),
         "a tuple of three": ((column, ones, ones), "3"),
         "a dense distribution": (dense, "SparseTarget.from_dense(target)", "functional.cross_entropy"),
         "a dense distribution in float64": (dense.double(), "(indices, values)"),
@@ -205,8 +221,18 @@ def targets(device):
         "a target of another width": (SparseTarget.from_topk(column, ones, num_classes=9), "7", "9"),
         "a target of another shape": (SparseTarget.from_index(labels.view(2, 2)), "[4]", "[2, 2]"),
         "a target on another device": (SparseTarget.from_index(labels.to("meta")), "meta", ".to("),
-        "numpy labels": (np.arange(4), "ndarray"),
+        "float labels of NumPy": (np.arange(4.0), "float64", "labels.long()"),
     }
+
+
+def test_labels_may_be_an_array(device):
+    x, labels = good(device)
+    assert_bitwise_equal(cross_entropy(x, labels), cross_entropy(x, labels.cpu().numpy()) if device == "cpu"
+                         else cross_entropy(x, SparseTarget.from_index(labels.cpu().numpy()).to(device)))
+    ids = labels[:, None].cpu().numpy()
+    if device == "cpu":
+        assert_bitwise_equal(sparse_ce.selected_log_probs(x, ids).log_probs, sparse_ce.selected_log_probs(
+            x, labels[:, None]).log_probs)
 
 
 @pytest.mark.parametrize("wrong", targets("cpu"))
@@ -248,6 +274,12 @@ def test_wrong_parts_of_a_target_are_refused(device):
         (lambda: len(SparseTarget.from_index(labels[0])), "[]"),
         (lambda: SparseTarget.from_index(labels[0]).shift(1), "[]"),
         (lambda: SparseTarget.from_index(labels).to_dense(), "num_classes", "None"),
+        (lambda: SparseTarget.from_index(labels).to_dense(5), "dtype", "5", "num_classes="),
+        (lambda: SparseTarget(1, 2), "indices", "1", "from_topk"),
+        (lambda: SparseTarget([1], [2.0]), "indices", "[1]", "from_topk"),
+        (lambda: SparseTarget.from_topk(*ones.expand(4, 2).topk(2)), "(values, indices)"),
+        (lambda: sparse_ce.divergence(torch.zeros(4, 7, device=device), torch.ones(4, 7, device=device) / 7), "teacher",
+         "dense", "topk_log_probs(teacher_logits, k)", "kl_div"),
         (lambda: sparse_ce.collate([SparseTarget.from_index(t) for t in (labels, labels.view(2, 2))]), "[1, 2]"),
         (lambda: sparse_ce.collate([SparseTarget.from_index(labels, num_classes=c) for c in (7, 8)]), "[7, 8]"),
     ]
