@@ -1,7 +1,7 @@
 """What the tail of a teacher's top-k costs: one teacher, its cache on disk, and students that differ in the loss alone.
 
     python examples/distill.py           # minutes on two CPU cores; uses a GPU where there is one
-    python examples/distill.py --fast    # seconds: the same code on a toy size
+    python examples/distill.py --quick   # seconds: the same code on a toy size
 
 The text is the source of Python's standard library. A teacher learns it, and the top-k of a part of it goes to disk as
 ``score.py`` writes it. Smaller students, all from the same initial weights, learn from the same batches of that cache,
@@ -55,7 +55,7 @@ class Sizes(NamedTuple):
     learning_rate: float = 3e-3
 
 
-FAST = Sizes(vocab=1024, files=40, length=64, teacher=(48, 1), teacher_steps=120, student=(32, 1), steps=60,
+QUICK = Sizes(vocab=1024, files=40, length=64, teacher=(48, 1), teacher_steps=120, student=(32, 1), steps=60,
              cached=240, evaluations=2, held_out=32, learning_rate=1e-2)
 
 ON_POLICY = "bucket, then on-policy"
@@ -187,13 +187,13 @@ def measure(student: SmallLM, teacher: SmallLM, held_out: Tensor, sizes: Sizes) 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--fast", action="store_true", help="a toy size, for tests")
+    parser.add_argument("--quick", action="store_true", help="a toy size, for tests")
     parser.add_argument("--k", type=int, help="classes of a row of the cache")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--out", type=Path, default=Path("distill-output"), help="folder of picture, numbers and cache")
     args = parser.parse_args()
-    sizes = FAST if args.fast else Sizes()
+    sizes = QUICK if args.quick else Sizes()
     sizes = sizes._replace(k=args.k or sizes.k)
     args.out.mkdir(parents=True, exist_ok=True)
 

@@ -1,7 +1,7 @@
 """Scores a text with a teacher: the top-k of every position, on disk, for students that train without the teacher.
 
     python examples/score.py            # minutes on two CPU cores; trains a small teacher first
-    python examples/score.py --fast     # seconds: the same code on a toy size
+    python examples/score.py --quick    # seconds: the same code on a toy size
     python examples/score.py --model FOLDER_OR_NAME --text book.txt --length 1024   # a causal LM of Hugging Face
 
 The head's logits, (tokens, vocabulary), never exist: ``linear_topk_log_probs`` makes them a chunk at a time, and how
@@ -62,7 +62,7 @@ def train(model: SmallLM, batches: Iterable[Tuple[Tensor, SparseTarget]]) -> Lis
 
 def small_teacher(args: argparse.Namespace) -> Tuple[Teacher, Tensor]:
     """A small model of the source of Python's standard library, and that text, (tokens,)."""
-    vocab, dim, files, steps = (1024, 32, 40, 20) if args.fast else (16384, 128, None, 200)
+    vocab, dim, files, steps = (1024, 32, 40, 20) if args.quick else (16384, 128, None, 200)
     text = torch.from_numpy(read_corpus(vocab, files)[0])
     torch.manual_seed(0)
     model, path = SmallLM(vocab, args.length, dim).to(args.device), args.out / "teacher.pt"
@@ -142,7 +142,7 @@ def speed(teacher: Teacher, tokens: Tensor, args: argparse.Namespace) -> Dict[st
 
     return median_seconds({"trunk": lambda: teacher.hidden(batch), "head, its products alone": products,
                            "head, top-k": lambda: top_k(teacher, hidden, args)},
-                          3 if args.fast else 9, torch.device(args.device))
+                          3 if args.quick else 9, torch.device(args.device))
 
 
 def batches(cache: TeacherCache, size: int) -> Iterator[Tuple[Tensor, SparseTarget]]:
@@ -205,11 +205,11 @@ def main() -> None:
     parser.add_argument("--dtype", choices=["float16", "bfloat16", "float32"], default="float16",
                         help="of the log-probabilities that are written")
     parser.add_argument("--steps", type=int, default=20, help="training steps of the student")
-    parser.add_argument("--fast", action="store_true", help="a toy size, for tests")
+    parser.add_argument("--quick", action="store_true", help="a toy size, for tests")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--out", type=Path, default=Path("teacher-cache"), help="folder of cache and numbers")
     args = parser.parse_args()
-    args.tokens = args.tokens or (20_000 if args.fast else 200_000)
+    args.tokens = args.tokens or (20_000 if args.quick else 200_000)
     args.out.mkdir(parents=True, exist_ok=True)
     device = torch.device(args.device)
 

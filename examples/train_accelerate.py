@@ -70,6 +70,7 @@ def train(accelerator: Accelerator, args: argparse.Namespace) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--quick", dest="steps", action="store_const", const=10, help="10 steps")
     parser.add_argument("--batch", type=int, default=32, help="sequences of an optimizer step, of all processes")
     parser.add_argument("--accumulate", type=int, default=1, help="backward passes of an optimizer step")
     parser.add_argument("--save", type=Path, help="a folder for a checkpoint after every 10 steps")

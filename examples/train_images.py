@@ -36,6 +36,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--mix", choices=["torchvision", "timm", "none"], default="torchvision")
     parser.add_argument("--epochs", type=int, default=4)
+    parser.add_argument("--quick", dest="epochs", action="store_const", const=1, help="one epoch")
     parser.add_argument("--workers", type=int, default=0)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     args = parser.parse_args()

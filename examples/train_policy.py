@@ -1,7 +1,7 @@
 """Policy gradients (GRPO) on samples of top-p sampling, whose kept tokens are replayed.
 
     python examples/train_policy.py           # a minute or two on one CPU core
-    python examples/train_policy.py --fast    # seconds: fewer steps
+    python examples/train_policy.py --quick   # seconds: fewer steps
 
 The task is to sort: numbers, then the same numbers in ascending order. A short supervised warm-up makes a model that
 sorts badly. What follows knows of each sample only how much of it was right.
@@ -152,10 +152,10 @@ def main() -> None:
     parser.add_argument("--clip", type=float, default=0.2)
     parser.add_argument("--entropy-bonus", type=float, default=1e-2)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--fast", action="store_true", help="few steps, for tests")
+    parser.add_argument("--quick", action="store_true", help="few steps, for tests")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     args = parser.parse_args()
-    steps = args.steps if args.steps is not None else 60 if args.fast else 300
+    steps = args.steps if args.steps is not None else 60 if args.quick else 300
 
     torch.set_default_device(args.device)
     torch.manual_seed(args.seed)

@@ -81,6 +81,7 @@ def main() -> None:
     parser.add_argument("--sequence", action="store_true", help="sequence parallelism")
     parser.add_argument("--labels", choices=["soft", "hard"], default="soft")
     parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--quick", dest="steps", action="store_const", const=10, help="10 steps")
     parser.add_argument("--batch", type=int, default=32, help="sequences of an optimizer step, of all processes")
     args = parser.parse_args()
 

@@ -1,5 +1,7 @@
 """What the examples of TRL train on: sequences of a Markov chain as text, a tokenizer of its words, small models."""
 
+import sys
+
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import nn
@@ -37,6 +39,9 @@ def words(tokens: list) -> str:
 
 
 def settings(config: type, folder: str, **changes: object) -> object:
+    """Returns the trainer's arguments: 30 steps unless ``changes`` say otherwise, 5 with ``--quick``."""
+    if "--quick" in sys.argv:
+        changes["max_steps"] = 5
     return config(folder, **{**dict(
         per_device_train_batch_size=8, max_steps=30, learning_rate=5e-3, lr_scheduler_type="constant", logging_steps=5,
         save_strategy="no", report_to="none", disable_tqdm=True, use_cpu=True, bf16=False), **changes})

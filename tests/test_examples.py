@@ -64,7 +64,7 @@ def test_images_are_classified_after_mixing_as_either_library_does(mix, tmp_path
 
 
 def test_policy_gradients_replay_the_kept_tokens_and_raise_the_reward(tmp_path):
-    said = run(EXAMPLES / "train_policy.py", "--fast", cwd=tmp_path)
+    said = run(EXAMPLES / "train_policy.py", "--quick", cwd=tmp_path)
     replayed, biased = map(float, re.findall(r"max \|ratio - 1\| = (\S+)$", said, re.M))
     assert replayed < 1e-5  # rounding
     assert 1e-3 < biased < 0.1 + 1e-3  # top-p 0.9 keeps at least that much
@@ -74,7 +74,7 @@ def test_policy_gradients_replay_the_kept_tokens_and_raise_the_reward(tmp_path):
 
 # ------------------------------------------------------------------------------------------------ a teacher's cache
 
-SCORE = EXAMPLES / "score.py", "--fast", "--tokens", 4200, "--length", 64, "--batch", 8, "--shard", 20, "--k", 16
+SCORE = EXAMPLES / "score.py", "--quick", "--tokens", 4200, "--length", 64, "--batch", 8, "--shard", 20, "--k", 16
 SHARDS = [f"shard-{i:05}.safetensors" for i in range(4)]  # 65 sequences: 20, 20, 20, 5
 
 
@@ -228,7 +228,7 @@ def test_a_causal_lm_of_hugging_face_scores_a_file(tmp_path):
     model = hugging_face_folder(tmp_path / "model")
     text = "Of every position of a text the likeliest tokens. " * 20
     (tmp_path / "book.txt").write_text(text)
-    run(EXAMPLES / "score.py", "--fast", "--model", tmp_path / "model", "--text", tmp_path / "book.txt",
+    run(EXAMPLES / "score.py", "--quick", "--model", tmp_path / "model", "--text", tmp_path / "book.txt",
         "--tokens", 640, "--length", 32, "--k", 5, "--temperature", 2, "--dtype", "float32", "--steps", 2,
         "--out", tmp_path / "out", cwd=tmp_path)
     shard, made = shards_of(tmp_path / "out", 32, SHARDS[:1])
@@ -257,7 +257,7 @@ def test_a_teacher_whose_logits_are_not_those_of_its_head_alone_is_refused(examp
 @pytest.fixture(scope="module")
 def distilled(tmp_path_factory):
     folder = tmp_path_factory.mktemp("distilled")
-    said = run(EXAMPLES / "distill.py", "--fast", "--out", folder, cwd=folder)
+    said = run(EXAMPLES / "distill.py", "--quick", "--out", folder, cwd=folder)
     return folder, said, json.loads((folder / "numbers.json").read_text())
 
 
