@@ -52,6 +52,9 @@ def _nothing(config_settings=None):
 
 def _seeing_torch(hook):
     def run(*args, **kwargs):
+        if not os.access(os.curdir, os.W_OK):
+            sys.exit("sparse_ce: the source tree must be writable to build, got the read-only %s: copy it, and install "
+                     "the copy" % os.getcwd())
         sys.path += [path for path in _SITE if path not in sys.path]  # behind the isolated environment's own
         return hook(*args, **kwargs)
     return run
@@ -59,8 +62,8 @@ def _seeing_torch(hook):
 
 get_requires_for_build_wheel = get_requires_for_build_editable = _requirements
 get_requires_for_build_sdist = _nothing
-prepare_metadata_for_build_wheel = build_meta.prepare_metadata_for_build_wheel
-prepare_metadata_for_build_editable = build_meta.prepare_metadata_for_build_editable
+prepare_metadata_for_build_wheel = _seeing_torch(build_meta.prepare_metadata_for_build_wheel)
+prepare_metadata_for_build_editable = _seeing_torch(build_meta.prepare_metadata_for_build_editable)
 build_wheel = _seeing_torch(build_meta.build_wheel)
 build_editable = _seeing_torch(build_meta.build_editable)
 build_sdist = build_meta.build_sdist

@@ -109,11 +109,11 @@ def extensions(torch, home):
     if reason is not None:
         if os.environ.get("SPARSE_CE_CUDA") == "1":
             sys.exit(f"sparse_ce: SPARSE_CE_CUDA=1 asks for CUDA kernels, but {reason}")
-        print(f"sparse_ce: building CPU kernels only ({reason}), against torch {torch.__version__}")
+        print(f"sparse_ce: building CPU kernels only ({reason}), against torch {torch.__version__}: takes some minutes")
         return found
     chosen = os.environ["TORCH_CUDA_ARCH_LIST"] = architectures(torch)
     print(f"sparse_ce: building CPU and CUDA kernels, toolkit {home}, architectures {chosen}, against torch "
-          f"{torch.__version__}")
+          f"{torch.__version__}: takes minutes for each architecture")
     # -fmad=false: see multiply_add in csrc/scalar_math.h.
     nvcc = ["-std=c++17", "-O3", "-fmad=false", "--threads=2", "-Xcompiler=-fvisibility=hidden",
             "-U__CUDA_NO_HALF_CONVERSIONS__", "-U__CUDA_NO_HALF_OPERATORS__", "-U__CUDA_NO_BFLOAT16_CONVERSIONS__",

@@ -1,5 +1,6 @@
 """``python -m sparse_ce``: what a bug report needs."""
 
+import os
 import platform
 import sys
 from importlib import metadata
@@ -54,7 +55,11 @@ def main() -> None:
         ("clients", _clients()),
     ] + [(f"op {name}", kernels) for name, kernels in _kernels()]
     width = max(len(name) for name, _ in rows)
-    sys.stdout.writelines(f"{name:<{width}}  {value}\n" for name, value in rows)
+    try:
+        sys.stdout.writelines(f"{name:<{width}}  {value}\n" for name, value in rows)
+        sys.stdout.flush()
+    except BrokenPipeError:  # The reader, `head` for example, has seen enough. Nothing is left for exit to flush.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 if __name__ == "__main__":

@@ -94,6 +94,19 @@ def test_without_torch_or_compiler_a_build_ends_with_one_sentence(tree, hook):
     assert_one_sentence(python(tree, backend(hook, old)), "torch must be 2.11 or newer", "2.10.1")
 
 
+@pytest.mark.parametrize("hook", ["prepare_metadata_for_build_wheel('.')", "build_wheel('.')", "build_editable('.')"])
+def test_a_read_only_source_tree_ends_with_one_sentence(tree, hook):
+    done = python(tree, backend(hook, "import os\nos.access = lambda path, mode: mode != os.W_OK"))
+    assert_one_sentence(done, "writable", str(tree), "copy")
+
+
+def test_a_reader_that_has_seen_enough_ends_the_report_without_a_traceback(tmp_path):
+    process = subprocess.Popen([sys.executable, "-m", "sparse_ce"], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                               cwd=tmp_path)
+    process.stdout.close()  # long before anything is written
+    assert process.stderr.read() == b"" and process.wait() == 0
+
+
 def test_old_python_and_setuptools_end_with_one_sentence(tree):
     old = "import sys\nsys.version_info = (3, 9, 18)"
     assert_one_sentence(python(tree, backend("get_requires_for_build_wheel()", old)), "Python must be 3.10", "3.9")
