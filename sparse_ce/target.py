@@ -390,7 +390,7 @@ def _fix_of(target: object) -> str:
 
 def as_ids(indices: Target, shape: torch.Size) -> SparseTarget:
     """The ids of each row, for logits of ``shape`` (..., V): a target, of which a plain tensor may have K a row."""
-    if not isinstance(indices, Tensor) and hasattr(indices, "__array__"):
+    if not isinstance(indices, (Tensor, SparseTarget)) and hasattr(indices, "__array__"):
         indices = as_tensor(indices, "indices")
     if not isinstance(indices, Tensor) or indices.is_nested or indices.layout != torch.strided:
         return as_target(indices, shape)
