@@ -124,6 +124,17 @@ def extensions(torch, home):
     return found
 
 
+def long_description():
+    """Returns README.md for a package index, which has no other file of the repository.
+
+    Links to files of the repository become their text, and pictures are left out.
+    """
+    with open("README.md", encoding="utf-8") as file:
+        text = file.read()
+    text = re.sub(r"!\[[^]]*\]\((?!https?:)[^)]*\)\n*", "", text)
+    return re.sub(r"\[([^]]*)\]\((?!https?:)[^)]*\)", r"\1", text)
+
+
 def compilation():
     """The arguments of setup() that take torch and a compiler."""
     require_compiler()
@@ -148,4 +159,5 @@ def compilation():
 
 
 if __name__ == "__main__":
-    setup(**(compilation() if COMPILING & set(sys.argv) else {}))
+    setup(long_description=long_description(), long_description_content_type="text/markdown",
+          **(compilation() if COMPILING & set(sys.argv) else {}))

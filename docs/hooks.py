@@ -27,6 +27,8 @@ def _fill(markdown: str) -> str:
 def on_files(files, config):
     for picture in (ROOT / "benchmarks").glob("*.png"):
         files.append(File.generated(config, picture.name, abs_src_path=str(picture)))
+    shim = ROOT / "third_party" / "iframe-worker" / "shim.js"
+    files.append(File.generated(config, "iframe-worker/shim.js", abs_src_path=str(shim)))
     results = (ROOT / "benchmarks" / "RESULTS.md").read_text()
     results = re.sub(r"\[([\w.]+\.py)\]\(\1\)", r"`benchmarks/\1`", results)  # the sources are not part of the site
     files.append(File.generated(config, "results.md", content=results))

@@ -61,7 +61,9 @@ def test_metadata_and_source_distribution_need_no_torch_and_no_compiler(tree):
     for path in (ROOT / "csrc").rglob("*.*"):
         assert f"sparse_ce-{sparse_ce.__version__}/{path.relative_to(ROOT)}" in names
     assert f"sparse_ce-{sparse_ce.__version__}/build_backend.py" in names
-    assert f"Version: {sparse_ce.__version__}\n" in next(tree.glob("*.dist-info/METADATA")).read_text()
+    metadata = next(tree.glob("*.dist-info/METADATA")).read_text()
+    assert f"Version: {sparse_ce.__version__}\n" in metadata and "text/markdown" in metadata
+    assert "# sparse_ce\n" in metadata and not re.search(r"\]\((?!https?:)", metadata), "a link to a file of the tree"
 
 
 def test_no_torch_is_asked_for_beside_an_installed_one(tree):
