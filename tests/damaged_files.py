@@ -1,10 +1,10 @@
 """Damages files of caches at random, reads each, and reports what is neither the same numbers nor a refusal.
 
-    python tests/damaged_files.py FORMAT [COUNT] [SEED] [FIRST]
+    python tests/damaged_files.py FORMAT,... [COUNT] [SEED] [FIRST]
 
 Runs in a process of its own with bounds on memory and time. A case depends on its format, the seed and its number
-alone: ``FIRST`` replays one. The last line of the output is JSON: how many were refused and how many read, and what
-else happened to whom.
+alone: ``FIRST`` replays one. Prints a line of JSON for each format: how many cases were refused and how many were read,
+and what else happened in which case.
 """
 
 import json
@@ -116,7 +116,7 @@ FORMATS = {
     **{f"{name}{' ragged' * ragged}": cache(f".{name}", ragged=ragged)
        for name in ("safetensors", "npy", "parquet") for ragged in (False, True)},
     "folder": cache("", shard=2), "folder of npy": cache("", shard=2, format="npy"),
-    "foreign safetensors": foreign(".safetensors"), "foreign npy": foreign(".npy"),
+    "safetensors of others": foreign(".safetensors"), "npy of others": foreign(".npy"),
     **{f"distillkit {form}": distillkit(form) for form in ("compressed", "plain", "legacy")}, "vllm": vllm}
 
 
@@ -239,12 +239,12 @@ def reads(format, count, seed, first=0):
     path, read = FORMATS[format](folder)
     read()  # imports what it needs
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    resource.setrlimit(resource.RLIMIT_AS, (used + MEMORY, used + MEMORY))
+    resource.setrlimit(resource.RLIMIT_AS, (used + MEMORY, resource.RLIM_INFINITY))
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     signal.signal(signal.SIGALRM, too_slow)
     refused, read_well, others = 0, 0, []
     for case in range(first, first + count):
-        print(case, file=sys.stderr, flush=True)  # which is the last line if the process ends
+        print(format, case, file=sys.stderr, flush=True)  # which is the last line if the process ends
         how, undo = damage(path, random.Random(f"{format} {seed} {case}"))
         exact = "said_otherwise" not in how
         try:
@@ -271,10 +271,11 @@ def reads(format, count, seed, first=0):
     if grown > GROWTH:
         others.append((first, "all", f"grew by {grown} bytes"))
     shutil.rmtree(folder)
-    return {"refused": refused, "read": read_well, "others": others}
+    return {"format": format, "refused": refused, "read": read_well, "others": others}
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
     numbers = [int(n) for n in sys.argv[2:]]
-    print(json.dumps(reads(sys.argv[1], *[*numbers, *(300, 0, 0)[len(numbers):]])))
+    for format in sys.argv[1].split(","):
+        print(json.dumps(reads(format, *[*numbers, *(300, 0, 0)[len(numbers):]])), flush=True)

@@ -20,7 +20,7 @@ _NEEDED = {"compressed": ["d", "k", "exact_k"], "plain": [], "legacy": ["vocab_s
                                                                        "polynomial_degree"]}
 _MOST = 2**31  # classes
 _MOST_TERMS = 256  # of a polynomial: beyond, powers of the second value are infinite in float32
-_MOST_BYTES = 2**18  # of a file
+_MOST_BYTES = 2**16  # of a file
 
 
 def configuration(config: Any, form: str, path: Path, folder: Path) -> Dict[str, Any]:
