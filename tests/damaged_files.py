@@ -21,6 +21,7 @@ from pathlib import Path
 
 import torch
 
+import distillkit_cases
 from cache_cases import V, assert_same, write
 from sparse_ce.data import DistillKitCache, TeacherCache, from_vllm
 
@@ -28,8 +29,9 @@ MEMORY, SECONDS = 2**30, 20  # beyond what the process has; for a read
 GROWTH = 2**28  # bytes by which all reads together may let the process grow
 LENGTHS = (3, 1, 4)
 SIZES = (0, 1, 2, 255, 2**15, 2**16, 2**31 - 1, 2**31, 2**32, 2**33, 2**40, 2**62, 2**63 - 1, 2**63, 2**64 - 1)
-WORDS = (*map(str, SIZES), "-1", "-9223372036854775808", "18446744073709551616", "1" * 5000, "1.5", "1e999", "NaN", "null",
-         "true", '"x"', "[]", "{}", "[" * 3000, '[[1, [2]], {"a": []}]', "0x" + "f" * 300, "", " ", "1, 1", "{}{}")
+WORDS = (*map(str, SIZES), "-1", "-9223372036854775808", "18446744073709551616", "1" * 5000, "1.5", "1e999", "NaN",
+         "null", "true", '"x"', "[]", "{}", "[" * 3000, '[[1, [2]], {"a": []}]', "0x" + "f" * 300, "", " ", "1, 1",
+         "{}{}")
 VALUES = (*SIZES, -1, 1.5, None, True, "x", [], {}, [[[]]], "float32", "token", 10**400)
 
 
@@ -75,11 +77,10 @@ def distillkit(form):
     def make(folder):
         import pyarrow as pa
         import pyarrow.parquet as pq
-        import test_data_distillkit as cases
         file, config = folder / "data_0.parquet", dict(d=8)
         if form == "compressed":
-            config = cases.CONFIGS["residuals"]
-            cases.capture(file, config, LENGTHS)
+            config = distillkit_cases.CONFIGS["residuals"]
+            distillkit_cases.capture(file, config, LENGTHS)
         elif form == "plain":
             pq.write_table(pa.table({"input_ids": [[5, 7]], "token_ids": [[[3, 5], [7, 1]]],
                                      "top_values": [[[-0.5, -1.5], [-0.25, -2.0]]]}), file)
@@ -228,7 +229,7 @@ def asks_for_memory(error):
     return False
 
 
-# ------------------------------------------------------------------------------------------------------------- the reads
+# ------------------------------------------------------------------------------------------------------------ the reads
 
 def too_slow(*_):
     raise TooSlow

@@ -63,7 +63,7 @@ def _yaml(text: str, path: Path) -> Any:
         fail(f"PyYAML must be installed for {path}, got {error}; pip install 'sparse_ce[data]', or give config= as a "
              "dict", ImportError)
 
-    class Loader(yaml.SafeLoader):  # type: ignore[misc, name-defined]
+    class Loader(yaml.SafeLoader):  # type: ignore[misc]
 
         def flatten_mapping(self, node: Any) -> None:
             """Mappings that are merged, "<<", multiply level by level: a short text could ask for any memory."""
@@ -121,8 +121,8 @@ class _Checks:
                 term in ("sqrt", "exp") if isinstance(term, str) else is_number(term) and math.isfinite(term)
                 for term in terms)):
             self.refuse("polynomial_terms must be powers, 'sqrt' or 'exp'", terms)
-        if len(terms or []) > _MOST_TERMS:
-            self.refuse(f"polynomial_terms must be {_MOST_TERMS} at most", len(terms))
+        if len(self.config["polynomial_terms"]) > _MOST_TERMS:
+            self.refuse(f"polynomial_terms must be {_MOST_TERMS} at most", len(self.config["polynomial_terms"]))
 
     def bins(self) -> None:
         bins: Optional[Any] = self.config["residual_bins"]

@@ -108,8 +108,8 @@ class FlatShard:
         check(arrays["log_probs"].dtype in dtypes, f"log_probs must be of {', '.join(map(str, dtypes))}, got "
               f"{log_probs.dtype} in {path}")
         shape = arrays["ids"].shape
-        check(header is None or header.k is None or shape[1:] == (header.k,), f"ids must be (P, {header and header.k}), "
-              f"as the header says, got {list(shape)} in {path}; {AGAIN}")
+        check(header is None or header.k is None or shape[1:] == (header.k,), "ids must be "
+              f"(P, {header and header.k}), as the header says, got {list(shape)} in {path}; {AGAIN}")
         self._arrays, self._sequences = arrays, sequences
         self._check_shapes(promised)
         self.header = with_columns(header, arrays)

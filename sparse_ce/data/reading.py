@@ -42,7 +42,8 @@ def size_of(path: Path) -> int:
 def bytes_in(path: Path, most: int = LARGEST_HEADER) -> bytes:
     size = size_of(path)
     check(size <= most, f"{path} must be of {most} bytes at most, got {size}")
-    return path.read_bytes()
+    with open(path, "rb") as file:
+        return file.read(size)
 
 
 def json_object(text: Any) -> Dict[str, Any]:
