@@ -1,8 +1,14 @@
 """Errors of one form: ``sparse_ce: <argument> must be <expectation>, got <value>``, with the fix where there is one."""
 
+import reprlib
 from typing import NoReturn, Sequence, Type
 
 from torch import Tensor
+
+_MOST = 200  # characters of a value in a message
+_REPR = reprlib.Repr()
+_REPR.maxlevel, _REPR.maxstring, _REPR.maxother, _REPR.maxlong = 3, _MOST, _MOST, _MOST
+_REPR.maxlist = _REPR.maxtuple = _REPR.maxdict = _REPR.maxset = _REPR.maxfrozenset = 16
 
 
 def fail(message: str, error: Type[Exception] = ValueError) -> NoReturn:
@@ -17,8 +23,19 @@ def check(condition: bool, message: str, error: Type[Exception] = ValueError) ->
 
 
 def described(value: object) -> str:
-    """What was got: of a tensor no more than its shape."""
-    return f"a {type(value).__name__} of shape {list(value.shape)}" if isinstance(value, Tensor) else repr(value)
+    """Returns a short text of a value: a tensor's shape, an error's type and message, the beginning of all else."""
+    if isinstance(value, Tensor):
+        return f"a {type(value).__name__} of shape {list(value.shape)}"
+    try:  # A file can make a value whose repr does not end, and an integer that has none.
+        said = f"{type(value).__name__}: {value}" if isinstance(value, BaseException) else _REPR.repr(value)
+    except Exception:
+        said = f"a {type(value).__name__}"
+    return shortened(said.removesuffix(": "))
+
+
+def shortened(text: str) -> str:
+    """Returns the beginning of a text that is too long for a message."""
+    return text if len(text) <= _MOST else text[:_MOST] + "..."
 
 
 def moving_classes(logits: Sequence[int], leading: Sequence[int], entries: Sequence[int] = ()) -> str:

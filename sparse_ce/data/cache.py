@@ -15,6 +15,7 @@ from ..target import SparseTarget
 from .folder import check_marker
 from .npy import shard as npy_shard
 from .parquet import ParquetShard
+from .reading import reading
 from .safetensors import shard as safetensors_shard
 from .sequence import Header, Place, Predicts, Stored, check_num_classes, names_of_parts, rows_to_move, sample_of
 from .shards import Shards
@@ -105,8 +106,10 @@ class TeacherCache(Dataset[Dict[str, Any]]):
             SparseTarget(jagged, shape=[8], nnz=32, num_classes=100, logprobs=float16, row_mask, device=cpu)
         """
         shard, within = self.shards.find(i)
-        stored, place = shard.read(within, self.verify), Place(str(shard.path), within)
-        return sample_of(stored, self.num_classes, place, self.verify, self._moved, self._names)
+        place = Place(str(shard.path), within)
+        with reading(f"{place.at()} must be whole", shard.path):
+            stored = shard.read(within, self.verify)
+            return sample_of(stored, self.num_classes, place, self.verify, self._moved, self._names)
 
 
 def opened(path: Path) -> List[Shard]:
@@ -137,12 +140,13 @@ def _shards(path: Path) -> List[Shard]:
 
 
 def _shard(path: Path) -> Shard:
-    if path.is_dir():
-        return npy_shard(path)
-    if path.suffix == ".safetensors":
-        return safetensors_shard(path)
-    check(path.suffix == ".parquet", f"path must be a folder or end in .safetensors or .parquet, got {path}")
-    return ParquetShard(path)
+    with reading(f"{path} must be a shard of a cache", path):
+        if path.is_dir():
+            return npy_shard(path)
+        if path.suffix == ".safetensors":
+            return safetensors_shard(path)
+        check(path.suffix == ".parquet", f"path must be a folder or end in .safetensors or .parquet, got {path}")
+        return ParquetShard(path)
 
 
 def collate_sequences(samples: Sequence[Mapping[str, Any]], padding: int = 0) -> Dict[str, Any]:

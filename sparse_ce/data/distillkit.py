@@ -24,10 +24,11 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from ..errors import check, fail
+from ..errors import check, described, fail
 from ..flags import check_flags
 from .distillkit_config import DTYPES, configuration
 from .parquet import Rows
+from .reading import reading
 from .sequence import (
     Place,
     Predicts,
@@ -92,17 +93,18 @@ class DistillKitCache(Dataset[Dict[str, Any]]):
         there = self._files.all[0].names
         self._form = next((name for name, columns in _FORMS.items() if set(columns) <= set(there)), "")
         check(self._form != "", f"columns must be {', or '.join(' and '.join(c) for c in _FORMS.values())}, got "
-              f"{there} in {files[0]}")
+              f"{described(there)} in {files[0]}")
         self._columns = [*_FORMS[self._form], *(["input_ids"] if "input_ids" in there else [])]
         for rows in self._files.all:
             check(set(self._columns) <= set(rows.names), f"columns must be {', '.join(self._columns)}, as in "
-                  f"{files[0]}, got {rows.names} in {rows.path}")
+                  f"{files[0]}, got {described(rows.names)} in {rows.path}")
         self.config = configuration(config, self._form, self.path, files[0].parent)
         said = self.config.get("d", self.config.get("vocab_size"))
         check(None in (said, num_classes) or said == num_classes, f"num_classes must be {said}, as the configuration "
-              f"says, got {num_classes}")
+              f"says, got {described(num_classes)} for {path}")
         self.num_classes: Optional[int] = num_classes if said is None else int(said)
-        check(self.num_classes is not None, "num_classes must be given where no configuration says it, got None")
+        check(self.num_classes is not None, f"num_classes must be given where no configuration says it, got None for "
+              f"{path}")
         self._bits = max(1, math.ceil(math.log2(int(self.num_classes or 1))))
         self._moved, self._names = rows_to_move("next", predicts), names_of_parts(names)
 
@@ -112,6 +114,10 @@ class DistillKitCache(Dataset[Dict[str, Any]]):
     def __getitem__(self, i: int) -> Dict[str, Any]:
         rows, within = self._files.find(i)
         place = Place(str(rows.path), within)
+        with reading(f"{place.at()} must be whole", rows.path):
+            return self._sample(rows, within, place)
+
+    def _sample(self, rows: Rows, within: int, place: Place) -> Dict[str, Any]:
         row = rows.row(within, self._columns)
         for name, (numbers, _) in row.items():
             if name in _INTEGERS:
@@ -181,21 +187,23 @@ class DistillKitCache(Dataset[Dict[str, Any]]):
         each = 64 // self._bits
         shifts = torch.arange(each) * self._bits
         ids = ((packed[..., None] >> shifts) & (2 ** self._bits - 1)).reshape(len(packed), -1)
-        t = torch.arange(1, k - exact.shape[1] + 1, dtype=torch.float32)
         powers = range(int(c["polynomial_degree"]) + 1)
-        terms = [t ** (-p if c["invert_polynomial"] else p) for p in powers] + [t.sqrt()] * bool(c["with_sqrt_term"])
-        coefficients = parts["coeffs"].float()
-        fits = ids.shape[1] >= k and exact.shape[1] == int(c["exact_k"]) and coefficients.shape[1] in (len(terms), 0)
-        check(fits, f"columns must have {k} ids, {c['exact_k']} exact values and {len(terms)} coefficients, as the "
+        coefficients, count = parts["coeffs"].float(), len(powers) + bool(c["with_sqrt_term"])
+        # Compared before anything is made of the numbers in the configuration.
+        fits = ids.shape[1] >= k and exact.shape[1] == int(c["exact_k"]) and (
+            coefficients.shape[1] == count or coefficients.shape[1] == 0 and exact.shape[1] == k)
+        check(fits, f"columns must have {k} ids, {c['exact_k']} exact values and {count} coefficients, as the "
               f"configuration says, got {ids.shape[1]}, {exact.shape[1]} and {coefficients.shape[1]} at {place.at()}")
         if exact.shape[1] == k:
             return ids[:, :k], exact
+        t = torch.arange(1, k - exact.shape[1] + 1, dtype=torch.float32)
+        terms = [t ** (-p if c["invert_polynomial"] else p) for p in powers] + [t.sqrt()] * bool(c["with_sqrt_term"])
         return ids[:, :k], torch.cat((exact, (torch.stack(terms, -1) * coefficients[:, None]).sum(-1)), 1)
 
 
 def _number(path: Path) -> Tuple[int, str]:
     """``data_10.parquet`` comes behind ``data_9.parquet``."""
-    digits = "".join(c for c in path.stem if c.isdigit())
+    digits = "".join(c for c in path.stem if c.isdecimal())
     return int(digits or 0), path.name
 
 

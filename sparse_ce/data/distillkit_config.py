@@ -9,7 +9,8 @@ from typing import Any, Dict, NoReturn, Optional, Tuple
 import torch
 
 from ..arguments import is_integer, is_number
-from ..errors import check, fail
+from ..errors import check, described, fail
+from .reading import bytes_in, reading
 
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}
 _COMPRESSED: Dict[str, Any] = {"exact_dtype": "float32", "polynomial_terms": None, "term_dtype": "float32",
@@ -18,6 +19,8 @@ _LEGACY: Dict[str, Any] = {"invert_polynomial": True, "with_sqrt_term": False}
 _NEEDED = {"compressed": ["d", "k", "exact_k"], "plain": [], "legacy": ["vocab_size", "k", "exact_k",
                                                                        "polynomial_degree"]}
 _MOST = 2**31  # classes
+_MOST_TERMS = 256  # of a polynomial: beyond, powers of the second value are infinite in float32
+_MOST_BYTES = 2**16  # of a file
 
 
 def configuration(config: Any, form: str, path: Path, folder: Path) -> Dict[str, Any]:
@@ -36,31 +39,39 @@ def configuration(config: Any, form: str, path: Path, folder: Path) -> Dict[str,
     missing = [name for name in _NEEDED[form] if name not in config]
     check(not missing, f"config must have {', '.join(_NEEDED[form])}, got one without {', '.join(missing)} {where}")
     full: Dict[str, Any] = {**{"compressed": _COMPRESSED, "legacy": _LEGACY, "plain": {}}[form], **config}
-    _Checks(full, where).of(form)
+    with reading("config must be one of DistillKit", None, at=f" {where}", fix="correct it"):
+        _Checks(full, where).of(form)
     return full
 
 
 def _read(path: Path) -> Dict[str, Any]:
     check(path.is_file(), f"config must be a file, got {path}, which is none", FileNotFoundError)
-    if path.suffix == ".json":
-        load, kind = json.loads, "JSON"
-    else:
-        try:
-            yaml: Any = importlib.import_module("yaml")
-        except ImportError as error:
-            fail(f"PyYAML must be installed for {path}, got {error}; pip install 'sparse_ce[data]', or give config= as "
-                 "a dict", ImportError)
-        load, kind = yaml.safe_load, "YAML"
-    try:
-        said = load(path.read_text())
-    except (OSError, ImportError, MemoryError):
-        raise
-    except Exception as error:  # of a library: PyYAML's have no base that is known here
-        fail(f"config must be {kind}, got {type(error).__name__}: {error} in {path}")
+    kind = "JSON" if path.suffix == ".json" else "YAML"
+    with reading(f"config must be {kind}", path, at=f" in {path}", fix="correct it"):
+        text = bytes_in(path, _MOST_BYTES).decode()
+        said = json.loads(text) if kind == "JSON" else _yaml(text, path)
     check(isinstance(said, dict), f"config must be a mapping, got {type(said).__name__} in {path}")
     said = said.get("logprob_compressor", said)  # of the configuration of a training run
     check(isinstance(said, dict), f"logprob_compressor must be a mapping, got {type(said).__name__} in {path}")
     return dict(said)
+
+
+def _yaml(text: str, path: Path) -> Any:
+    try:
+        yaml: Any = importlib.import_module("yaml")
+    except ImportError as error:
+        fail(f"PyYAML must be installed for {path}, got {error}; pip install 'sparse_ce[data]', or give config= as a "
+             "dict", ImportError)
+
+    class Loader(yaml.SafeLoader):  # type: ignore[misc]
+
+        def flatten_mapping(self, node: Any) -> None:
+            """Mappings that are merged, "<<", multiply level by level: a short text could ask for any memory."""
+            super().flatten_mapping(node)
+            check(len(node.value) <= len(text), f"mappings must have at most {len(text)} keys with those that are "
+                  f"merged into them, got {len(node.value)} in {path}")
+
+    return yaml.load(text, Loader)
 
 
 class _Checks:
@@ -75,9 +86,10 @@ class _Checks:
         if form == "plain":
             return
         self.integer("k", 1, _MOST)
+        self.integer("k", 1, self.config["d" if form == "compressed" else "vocab_size"])
         self.integer("exact_k", 0, self.config["k"])
         if form == "legacy":
-            self.integer("polynomial_degree", 0, _MOST)
+            self.integer("polynomial_degree", 0, _MOST_TERMS - 1)
         for name in ("delta_encoding", "normalize_t") if form == "compressed" else tuple(_LEGACY):
             value = self.config[name]
             if not (isinstance(value, (bool, int)) and value in (0, 1)):
@@ -90,7 +102,7 @@ class _Checks:
             self.bins()
 
     def refuse(self, must: str, got: Any) -> NoReturn:
-        fail(f"{must}, got {got!r} {self.where}")
+        fail(f"{must}, got {described(got)} {self.where}")
 
     def is_integer(self, value: Any, span: Tuple[int, int]) -> bool:
         return is_integer(value) and span[0] <= value <= span[1]
@@ -109,6 +121,8 @@ class _Checks:
                 term in ("sqrt", "exp") if isinstance(term, str) else is_number(term) and math.isfinite(term)
                 for term in terms)):
             self.refuse("polynomial_terms must be powers, 'sqrt' or 'exp'", terms)
+        if len(self.config["polynomial_terms"]) > _MOST_TERMS:
+            self.refuse(f"polynomial_terms must be {_MOST_TERMS} at most", len(self.config["polynomial_terms"]))
 
     def bins(self) -> None:
         bins: Optional[Any] = self.config["residual_bins"]

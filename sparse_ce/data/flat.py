@@ -10,8 +10,9 @@ from typing import Any, Dict, Iterator, List, NamedTuple, NoReturn, Optional, Se
 import torch
 from torch import Tensor
 
-from ..errors import check, fail
-from .sequence import AGAIN, DTYPES, INTEGERS, Header, Place, Stored, check_checksum, checksum, tensor_of, with_columns
+from ..errors import check, fail, shortened
+from .reading import AGAIN
+from .sequence import DTYPES, INTEGERS, Header, Place, Stored, check_checksum, checksum, tensor_of, with_columns
 
 
 class Array(NamedTuple):
@@ -88,8 +89,8 @@ class FlatShard:
         needed = {"ids", "log_probs"}
         if header is not None and promised >= 0:
             needed |= {"sequences", "crc32", *header.columns, *(["entries"] if header.k is None else [])}
-        check(needed <= set(arrays), f"arrays must be {', '.join(sorted(needed))}, got {', '.join(sorted(arrays))} in "
-              f"{path}; {AGAIN}")
+        names = shortened(", ".join(sorted(arrays)))
+        check(needed <= set(arrays), f"arrays must be {', '.join(sorted(needed))}, got {names} in {path}; {AGAIN}")
         _check_kinds(arrays, path)
         self._length: Optional[int] = None  # of each sequence, where they are a rectangle
         if len(arrays["ids"].shape) == 3:
@@ -98,7 +99,7 @@ class FlatShard:
                       (sequences, self._length) else a for name, a in arrays.items()}
         else:
             check("sequences" in arrays, f"arrays must have 'sequences' beside ids {list(arrays['ids'].shape)}, got "
-                  f"{sorted(arrays)} in {path}")
+                  f"{names} in {path}")
             sequences = arrays["sequences"].shape[0] - 1
         log_probs = arrays["log_probs"]
         if header is not None and header.dtype == "bfloat16" and log_probs.dtype == torch.uint16:
@@ -106,6 +107,9 @@ class FlatShard:
         dtypes = list(DTYPES.values()) if header is None else [DTYPES.get(header.dtype)]
         check(arrays["log_probs"].dtype in dtypes, f"log_probs must be of {', '.join(map(str, dtypes))}, got "
               f"{log_probs.dtype} in {path}")
+        shape = arrays["ids"].shape
+        check(header is None or header.k is None or shape[1:] == (header.k,), "ids must be "
+              f"(P, {header and header.k}), as the header says, got {list(shape)} in {path}; {AGAIN}")
         self._arrays, self._sequences = arrays, sequences
         self._check_shapes(promised)
         self.header = with_columns(header, arrays)
@@ -133,7 +137,8 @@ class FlatShard:
             ids_begin, ids_end = int(offsets[0]), int(offsets[-1])
             counts = offsets.diff()
             entries = self._arrays["ids"].shape[0]
-            if not (0 <= ids_begin and bool((counts >= 0).all()) and ids_end <= entries):
+            # Compared, not subtracted: the difference of two such numbers may be none of int64.
+            if not (0 <= ids_begin and bool((offsets[:-1] <= offsets[1:]).all()) and ids_end <= entries):
                 fail(f"entries must ascend from 0 to {entries}, got {ids_begin} to {ids_end} at {place.at()}; the file "
                      f"is damaged, {AGAIN}")
         stored = Stored(self._rows("ids", ids_begin, ids_end), self._rows("log_probs", ids_begin, ids_end), counts,
@@ -218,6 +223,11 @@ class FlatShard:
 
 def _check_kinds(arrays: Dict[str, Array], path: Path) -> None:
     """Of arrays of others, too: what would lose its fraction, or cannot be counted."""
+    for name, array in arrays.items():
+        if array.end == array.offset:  # an array without bytes could have any number of rows
+            size = array.file.stat().st_size
+            check(max(array.shape) <= size, f"{name} must have at most {size} rows, as many as {array.file} has bytes, "
+                  f"got the shape {list(array.shape)}; {AGAIN}")
     for name in {"ids", "tokens", "crc32"} & set(arrays):
         check(arrays[name].dtype in INTEGERS, f"{name} must be integers, got {arrays[name].dtype} in {path}")
     for name, of in (("sequences", "N"), ("entries", "P")):

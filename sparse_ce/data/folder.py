@@ -3,8 +3,9 @@
 import json
 from pathlib import Path
 
-from ..errors import check, fail
+from ..errors import check, described
 from .flat import whole
+from .reading import bytes_in, json_object, reading
 
 MARKER = ".complete"  # hidden: whoever reads all files of a folder as Parquet leaves it out
 
@@ -21,10 +22,8 @@ def check_marker(folder: Path, shards: int, sequences: int) -> None:
     marker = folder / MARKER
     if not marker.exists():
         return
-    try:
-        said = json.loads(marker.read_bytes())
+    with reading(f"{marker} must be whole", marker, fix="delete it where no shard is missing"):
+        said = json_object(bytes_in(marker))
         expected = said["shards"], said["sequences"]
-    except (ValueError, KeyError, TypeError) as error:
-        fail(f"{marker} must be whole, got {error!r}; delete it where no shard is missing")
-    check(expected == (shards, sequences), f"shards must be {expected[0]} with {expected[1]} sequences, as {marker} "
-          f"says, got {shards} with {sequences}; one is missing, or was added or changed")
+    check(expected == (shards, sequences), f"shards must be {described(expected[0])} with {described(expected[1])} "
+          f"sequences, as {marker} says, got {shards} with {sequences}; one is missing, or was added or changed")

@@ -6,15 +6,17 @@ from typing import Sequence
 
 import torch
 
-from ..errors import check, fail
+from ..errors import check, described
 from .flat import Array, FlatShard, pieces_of, shape_of, whole
-from .sequence import AGAIN, Header, Stored, bytes_of, header_text, read_header
+from .reading import AGAIN, bytes_in, reading, shape_in, size_of
+from .sequence import Header, Stored, bytes_of, header_text, read_header
 
 _MAGIC = b"\x93NUMPY"
 _DTYPES = {"<i8": torch.int64, "<i4": torch.int32, "<u4": torch.uint32, "<u2": torch.uint16, "|u1": torch.uint8,
            "<f8": torch.float64, "<f4": torch.float32, "<f2": torch.float16}
 _NAMES = {**{dtype: name for name, dtype in _DTYPES.items()}, torch.bfloat16: "<u2"}  # which NumPy has not
 HEADER = "header.json"
+_LARGEST = 2**16  # bytes of a header
 
 
 def write(path: Path, sequences: Sequence[Stored], header: Header) -> None:
@@ -34,23 +36,25 @@ def write(path: Path, sequences: Sequence[Stored], header: Header) -> None:
 def shard(path: Path) -> FlatShard:
     arrays = {file.stem: _array(file) for file in sorted(path.glob("*.npy"))}
     text = path / HEADER
-    header, promised = read_header(text.read_bytes(), str(text)) if text.exists() else (None, -1)
+    header, promised = read_header(bytes_in(text), str(text)) if text.exists() else (None, -1)
     return FlatShard(path, arrays, header, promised)
 
 
 def _array(path: Path) -> Array:
     """Of versions 1 to 3 of the format."""
+    size_of(path)
     with open(path, "rb") as file:
         start = file.read(8)
-        check(start[:6] == _MAGIC and len(start) == 8, f"{path} must be a .npy file, got {start!r}; {AGAIN}")
+        check(start[:6] == _MAGIC and len(start) == 8 and 1 <= start[6] <= 3,
+              f"{path} must be a .npy file, got {start!r}; {AGAIN}")
         width = 2 if start[6] == 1 else 4
         length = int.from_bytes(file.read(width), "little")
+        check(length <= _LARGEST, f"{path} must have a header of {_LARGEST} bytes at most, got {length}; {AGAIN}")
         text = file.read(length)
-    try:
+    with reading(f"{path} must be a .npy file of numbers", path, got="a header that cannot be read: "):
         said = ast.literal_eval(text.decode("latin1"))
-        array = Array(path, 8 + width + length, _DTYPES[said["descr"]], tuple(int(n) for n in said["shape"]))
-        by_rows = len(array.shape) > 0 and (not said["fortran_order"] or len(array.shape) == 1)
-    except (ValueError, SyntaxError, KeyError, TypeError) as error:
-        fail(f"{path} must be a .npy file of numbers, got a header that cannot be read: {error!r}; {AGAIN}")
-    check(len(text) == length and by_rows, f"{path} must be a .npy file of rows in C's order, got {text!r}; {AGAIN}")
+        array = Array(path, 8 + width + length, _DTYPES[said["descr"]], shape_in(said["shape"]))
+        by_rows = not said["fortran_order"] or len(array.shape) == 1
+    check(len(text) == length and by_rows, f"{path} must be a .npy file of rows in C's order, got {described(text)}; "
+          f"{AGAIN}")
     return array

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from ..autocast import without_autocast
-from ..errors import check, fail
+from ..errors import check, described, fail
 from .flat import whole
+from .reading import AGAIN, reading, size_of
 from .sequence import (
-    AGAIN,
     DTYPES,
     Header,
     Place,
@@ -124,13 +124,16 @@ class Rows:
         self.path, self._process = path, -1
         self._file: Any = None
         self._groups: Dict[int, Dict[str, Column]] = {}
-        file = self._opened()
-        metadata, schema = file.metadata, file.schema_arrow
-        self.names = list(schema.names)
-        self.text = (schema.metadata or {}).get(b"cache")
-        self._begins = [0]
-        for group in range(metadata.num_row_groups):
-            self._begins.append(self._begins[-1] + metadata.row_group(group).num_rows)
+        with reading(f"{path} must be a whole Parquet file", path):
+            file = self._opened()
+            metadata, schema = file.metadata, file.schema_arrow
+            self.names = list(schema.names)
+            self.text = (schema.metadata or {}).get(b"cache")
+            self._begins = [0]
+            for group in range(metadata.num_row_groups):
+                rows = metadata.row_group(group).num_rows
+                check(0 <= rows < 2**31, f"row group {group} must have fewer than 2**31 rows, got {rows}")
+                self._begins.append(self._begins[-1] + rows)
         self.close()
 
     def __len__(self) -> int:
@@ -151,25 +154,19 @@ class Rows:
     def _opened(self) -> Any:
         """A forked process opens the file anew: it has none of the threads that Arrow may read with."""
         if self._file is None or self._process != os.getpid():
-            pa, pq = pyarrow_parquet()
-            try:
-                self._file = pq.ParquetFile(self.path, page_checksum_verification=True)
-            except FileNotFoundError:
-                raise
-            except (pa.ArrowException, OSError, ValueError) as error:
-                fail(f"{self.path} must be a whole Parquet file, got {os.path.getsize(self.path)} bytes in which no "
-                     f"sequence can be found: {error}; {AGAIN}")
+            _, pq = pyarrow_parquet()
+            size = size_of(self.path)  # of which each item of a list in the footer takes a byte at least
+            self._file = pq.ParquetFile(self.path, page_checksum_verification=True,
+                                        thrift_string_size_limit=min(size + 1, 10**8),
+                                        thrift_container_size_limit=min(size + 1, 10**6))
             self._process, self._groups = os.getpid(), {}
         return self._file
 
     def _decoded(self, group: int, names: Sequence[str]) -> Dict[str, Column]:
         begin, end = self._begins[group], self._begins[group + 1]
         where = f"sequences {begin} to {end - 1} of {self.path}"
-        pa, _ = pyarrow_parquet()
-        try:
+        with reading(f"row group {group} must be whole", None, at=f" at {where}", fix=f"the file is damaged, {AGAIN}"):
             table = self._opened().read_row_group(group, columns=list(names), use_threads=False)
-        except (pa.ArrowException, OSError, ValueError, MemoryError) as error:
-            fail(f"row group {group} must be whole, got {error} at {where}; the file is damaged, {AGAIN}")
         check(table.num_rows == end - begin, f"row group {group} must have {end - begin} rows, got {table.num_rows} at "
               f"{where}; {AGAIN}")
         return {name: _column(table.column(name), name, where) for name in table.column_names}
@@ -213,13 +210,13 @@ class ParquetShard:
         self._columns = {name: _COLUMNS[name] for name in self._rows.names if name in _COLUMNS}
         found = list(self._columns.values())
         check(found.count("ids") == found.count("log_probs") == 1 and found.count("tokens") <= 1,
-              f"columns must be 'ids' and 'log_probs', at times 'input_ids' and 'log_rest', got {self._rows.names} in "
-              f"{path}")
+              f"columns must be 'ids' and 'log_probs', at times 'input_ids' and 'log_rest', got "
+              f"{described(self._rows.names)} in {path}")
         check(promised in (-1, len(self._rows)), f"sequences must be {promised}, as the header says, got "
               f"{len(self._rows)} in {path}; {AGAIN}")
         self.header = with_columns(header, found)
         check(header is None or promised < 0 or self.header.columns == header.columns, f"columns must be those of "
-              f"{header and header.columns}, as the header says, got {self._rows.names} in {path}; {AGAIN}")
+              f"{header and header.columns}, as the header says, got {described(self._rows.names)} in {path}; {AGAIN}")
 
     def __len__(self) -> int:
         return len(self._rows)

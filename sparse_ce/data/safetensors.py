@@ -10,9 +10,10 @@ from typing import Any, Dict, Sequence
 
 import torch
 
-from ..errors import fail
+from ..errors import check, fail
 from .flat import Array, FlatShard, pieces_of, shape_of, whole
-from .sequence import AGAIN, Header, Stored, bytes_of, header_text, read_header
+from .reading import AGAIN, LARGEST_HEADER, json_object, reading, shape_in, size_of
+from .sequence import Header, Stored, bytes_of, header_text, read_header
 
 _DTYPES = {"I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "U8": torch.uint8, "U32": torch.uint32,
            "U16": torch.uint16, "F64": torch.float64, "F32": torch.float32, "F16": torch.float16,
@@ -36,21 +37,24 @@ def write(path: Path, sequences: Sequence[Stored], header: Header) -> None:
 
 
 def shard(path: Path) -> FlatShard:
-    size = path.stat().st_size
+    size = size_of(path)
     with open(path, "rb") as file:
         length = int.from_bytes(file.read(8), "little")
         if not 0 < length <= size - 8:
             fail(f"{path} must be a whole safetensors file, got {size} bytes, fewer than its header; {AGAIN}")
+        check(length <= LARGEST_HEADER, f"{path} must have a header of {LARGEST_HEADER} bytes at most, got {length}")
         text = file.read(length)
-    try:
-        said: Dict[str, Any] = json.loads(text)
+    with reading(f"{path} must be a whole safetensors file", path, got="a header that cannot be read: "):
+        said = json_object(text)
         metadata = said.pop("__metadata__", {})
-        arrays = {name: Array(path, 8 + length + t["data_offsets"][0], _DTYPES[t["dtype"]], tuple(t["shape"]))
-                  for name, t in said.items()}
-        ends = {name: 8 + length + t["data_offsets"][1] for name, t in said.items()}
-        right = all(ends[name] == array.end and min(array.shape) >= 0 for name, array in arrays.items())
-    except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
-        fail(f"{path} must be a whole safetensors file, got a header that cannot be read: {error!r}; {AGAIN}")
+        check(isinstance(metadata, dict), f"__metadata__ must be an object, got a {type(metadata).__name__}")
+        arrays = {name: Array(path, 8 + length + shape_in(t["data_offsets"])[0], _DTYPES[t["dtype"]],
+                              shape_in(t["shape"])) for name, t in said.items()}
+        right = all([a.offset, a.end] == [8 + length + n for n in said[name]["data_offsets"]]
+                    for name, a in arrays.items())
+        # The format has no gap between arrays, and no byte belongs to two of them.
+        spans = sorted((array.offset, array.end) for array in arrays.values())
+        right &= all(begin == end for (begin, _), end in zip(spans, [8 + length, *(end for _, end in spans)]))
     if not right:
         fail(f"{path} must be a whole safetensors file, got a header whose shapes are not those of its data; {AGAIN}")
     header, promised = read_header(metadata["cache"], str(path)) if "cache" in metadata else (None, -1)

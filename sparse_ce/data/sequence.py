@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 
 from ..arguments import is_integer
-from ..errors import check, fail
+from ..errors import check, described, fail
 from ..target import SparseTarget
+from .reading import AGAIN, is_count, json_object, reading
 
 Predicts = Literal["next", "token"]
 VERSION = 1  # of the layout
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}  # of log-probabilities
 INTEGERS = (torch.uint8, torch.uint16, torch.uint32, torch.uint64, torch.int8, torch.int16, torch.int32, torch.int64)
-AGAIN = "delete it and write it again"
 
 
 class Place(NamedTuple):
@@ -105,7 +105,7 @@ def as_json(metadata: Any) -> Dict[str, Any]:
     try:
         said: Dict[str, Any] = json.loads(json.dumps(metadata, sort_keys=True, allow_nan=False))
     except (TypeError, ValueError, RecursionError) as error:
-        fail(f"{must}, got {error!r}")
+        fail(f"{must}, got {described(error)}")
     return said
 
 
@@ -117,20 +117,34 @@ def header_text(header: Header, sequences: int) -> str:
 
 def read_header(text: Any, file: str) -> Tuple[Header, int]:
     """The header, and how many sequences it promises."""
-    try:
-        said = json.loads(text)
-        assert isinstance(said, dict)
+    with reading("header must be whole", file, at=f" in {file}"):
+        said = json_object(text)
         written = said.pop("crc32")
         # Headers whose keys were numbers once have these in the order of numbers, which is that of the file.
         whole = written in [zlib.crc32(json.dumps(said, sort_keys=order).encode()) for order in (True, False)]
-    except (ValueError, KeyError, AssertionError) as error:
-        fail(f"header must be whole, got {error!r} in {file}; {AGAIN}")
-    check(whole, f"header must be whole, got one of another checksum in {file}; {AGAIN}")
-    check(said["sparse_ce"] <= VERSION, f"header must be of version {VERSION} at most, got {said['sparse_ce']} in "
-          f"{file}; a newer sparse_ce has written it")
-    sequences = said["sequences"]
-    fields = {name: said[name] for name in Header._fields}
-    return Header(**{**fields, "columns": tuple(fields["columns"])}), sequences
+        check(whole, f"header must be whole, got one of another checksum in {file}; {AGAIN}")
+        check(said["sparse_ce"] <= VERSION, f"header must be of version {VERSION} at most, got {said['sparse_ce']} in "
+              f"{file}; a newer sparse_ce has written it")
+        sequences = said["sequences"]
+        fields = {name: said[name] for name in Header._fields}
+        header = Header(**{**fields, "columns": tuple(fields["columns"])})
+        _check_header(header, sequences)
+    return header, sequences
+
+
+def _check_header(header: Header, sequences: Any) -> None:
+    """Raises an error unless each field has a value that a writer gives it: a checksum says nothing of its writer."""
+    h = header
+    right = {"num_classes": is_count(h.num_classes, 2**31) and h.num_classes != 0,
+             "k": h.k is None or is_count(h.k, h.num_classes) and h.k != 0,
+             "dtype": isinstance(h.dtype, str) and h.dtype in DTYPES,
+             "predicts": h.predicts in (None, "next", "token"),
+             "columns": set(h.columns) <= {"ids", "log_probs", "tokens", "log_rest"},
+             "first": h.first is None or is_count(h.first),
+             "metadata": h.metadata is None or isinstance(h.metadata, dict)}
+    for name, fits in right.items():
+        check(fits, f"{name} must be a value that CacheWriter writes, got {described(getattr(h, name))}")
+    check(is_count(sequences), f"sequences must be a number of sequences, got {described(sequences)}")
 
 
 def with_columns(header: Optional[Header], found: Collection[str]) -> Header:
@@ -149,7 +163,7 @@ def check_checksum(stored: Stored, written: int, place: Place) -> None:
 
 def check_num_classes(num_classes: Any, path: Any) -> None:
     check(num_classes is None or is_integer(num_classes) and num_classes > 0,
-          f"num_classes must be a positive integer, got {num_classes!r} for {path}")
+          f"num_classes must be a positive integer, got {described(num_classes)} for {path}")
 
 
 def check_integers(name: str, t: Tensor, place: Place) -> None:

@@ -5,7 +5,7 @@ from collections import OrderedDict
 from typing import Any, Dict, Generic, List, Protocol, Sequence, Tuple, TypeVar
 
 from ..arguments import is_integer
-from ..errors import fail
+from ..errors import described, fail
 
 MOST_OPEN = 32  # each is a map of a file or several, and a process may hold a thousand
 
@@ -36,7 +36,7 @@ class Shards(Generic[_Shard]):
     def find(self, i: Any) -> Tuple[_Shard, int]:
         """The shard that has index ``i``, and its index there; others are closed, the longest unused first."""
         if not (is_integer(i) and -len(self) <= i < len(self)):
-            fail(f"index must be an integer in [{-len(self)}, {len(self)}), got {i!r}", IndexError)
+            fail(f"index must be an integer in [{-len(self)}, {len(self)}), got {described(i)}", IndexError)
         i = int(i) % len(self)
         number = bisect.bisect_right(self._ends, i)
         self._open[number] = None

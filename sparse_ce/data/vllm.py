@@ -7,8 +7,9 @@ from typing import Any, Dict, List, Optional, Tuple
 import torch
 
 from ..arguments import is_integer
-from ..errors import check, fail
+from ..errors import check, described, fail, shortened
 from ..target import SparseTarget
+from .reading import reading
 from .sequence import Stored, target_of
 
 _LOWEST = -9999.0  # what the server writes for -inf, which JSON does not know
@@ -40,10 +41,11 @@ def from_vllm(logprobs: Any, *, num_classes: Optional[int] = None) -> SparseTarg
         >>> from_vllm(chat).tolist()
         [[(7, -0.5), (9, -1.5)]]
     """
-    rows = [_once(*row) for row in entries_of(logprobs)]
-    counts = torch.tensor([len(ids) for ids, _ in rows], dtype=torch.int64)
-    ids = torch.tensor(list(chain.from_iterable(row for row, _ in rows)), dtype=torch.int64)
-    values = torch.tensor(list(chain.from_iterable(row for _, row in rows)), dtype=torch.float32)
+    with reading("logprobs must be as vLLM returns them", None, fix="pass them as they are"):
+        rows = [_once(*row) for row in entries_of(logprobs)]
+        counts = torch.tensor([len(ids) for ids, _ in rows], dtype=torch.int64)
+        ids = torch.tensor(list(chain.from_iterable(row for row, _ in rows)), dtype=torch.int64)
+        values = torch.tensor(list(chain.from_iterable(row for _, row in rows)), dtype=torch.float32)
     stored = Stored(ids, values, counts)
     for wrong, what, t in ((~(values <= 0), "logprobs must be at most 0", values),
                            ((ids < 0) | (ids >= (num_classes or 2**31)),
@@ -102,7 +104,8 @@ def _of_server(said: Mapping[str, Any]) -> List[Entries]:
                 row[0].insert(0, _id(token, i))
                 row[1].insert(0, _logprob(logprob, i))
         return rows
-    fail(f"logprobs must have 'content' or 'top_logprobs', got {sorted(said)}; ask for logprobs and top_logprobs")
+    fail(f"logprobs must have 'content' or 'top_logprobs', got {shortened(str(sorted(map(str, said))))}; ask for "
+         "logprobs and top_logprobs")
 
 
 def _check_dict(must: str, row: Any, i: int) -> None:
@@ -126,12 +129,12 @@ def _id(token: Any, i: int, bare: bool = False) -> int:
     """``bare``: a text of digits is an id. Of tokens as texts, "7" may be any id."""
     if not isinstance(token, str):
         if type(token) is not int and not is_integer(token):
-            fail(f"token must be an id, such as 7 or 'token_id:7', got {token!r} at position {i}")
+            fail(f"token must be an id, such as 7 or 'token_id:7', got {described(token)} at position {i}")
         return int(token)
     digits = token.removeprefix("token_id:")
     if not digits.isdecimal() or digits == token and not bare:
-        fail(f"token must be an id, such as 'token_id:123', got {token!r} at position {i}; ask the server for them "
-             "with return_tokens_as_token_ids")
+        fail(f"token must be an id, such as 'token_id:123', got {described(token)} at position {i}; ask the server "
+             "for them with return_tokens_as_token_ids")
     return int(digits)
 
 
@@ -139,8 +142,8 @@ def _logprob(entry: Any, i: int) -> float:
     given: Any = entry.get("logprob") if isinstance(entry, Mapping) else getattr(entry, "logprob", entry)
     try:
         value = float(given)
-    except (TypeError, ValueError):
-        fail(f"logprob must be a number, got {given!r} at position {i}")
+    except (TypeError, ValueError, OverflowError):
+        fail(f"logprob must be a number, got {described(given)} at position {i}")
     return -torch.inf if value == _LOWEST else value
 
 
