@@ -171,7 +171,7 @@ runpy.run_path({str(SCORE[0])!r}, run_name="__main__")
                         env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"})
     assert killed.returncode == -signal.SIGKILL, killed.stderr[-3000:]
     left = sorted(path.name for path in (tmp_path / "cache").iterdir())
-    assert left[1:] == [".lock", *SHARDS[:2]] and re.fullmatch(rf"\.{SHARDS[2]}\.\w+\.tmp", left[0])
+    assert [left[0], *left[2:]] == [".lock", *SHARDS[:2]] and re.fullmatch(rf"\.{SHARDS[2]}\.\w+\.tmp", left[1])
     files = [f"cache/{name}" for name in SHARDS]
     kept = ["teacher.pt", *files[:2]]
     first = [(tmp_path / name).stat().st_mtime_ns for name in kept]

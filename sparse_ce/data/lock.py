@@ -103,7 +103,14 @@ class Lock:
 
 
 _locks: "weakref.WeakSet[Lock]" = weakref.WeakSet()
-os.register_at_fork(after_in_child=lambda: [lock.forget() for lock in list(_locks)])
+
+
+def _forget_all() -> None:
+    for lock in list(_locks):
+        lock.forget()
+
+
+os.register_at_fork(after_in_child=_forget_all)
 
 
 def _holder(descriptor: int) -> str:
