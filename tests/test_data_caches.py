@@ -172,8 +172,8 @@ def test_workers_read_it(tmp_path, format, start):
         assert_same(sample, *expected)
 
 
-@pytest.mark.parametrize("rows", [slice(1, 3), slice(None), slice(-2, None), slice(4, 0, -2), slice(7, 9), slice(1, 99)],
-                         ids=str)
+@pytest.mark.parametrize("rows", [slice(1, 3), slice(None), slice(-2, None), slice(4, 0, -2), slice(7, 9),
+                                  slice(1, 99)], ids=str)
 def test_a_slice_is_a_cache_of_these_sequences(tmp_path, format, rows, monkeypatch):
     monkeypatch.setattr("sparse_ce.data.shards.MOST_OPEN", 1)
     expected = write(tmp_path / "teacher", format=format, shard=2)[rows]

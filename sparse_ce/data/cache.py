@@ -141,7 +141,8 @@ def opened(path: Path) -> List[Shard]:
         check(header.first in (None, begin) or shard.path == path, f"shards must follow one another, got {begin} "
               f"sequences before {shard.path}, which has sequence {header.first} first; one is missing")
         for name, old, new in zip(Header._fields, first, header):
-            check(name == "first" or old == new, f"{name} must be {old!r}, as in {shards[0].path}, got {new!r} in {shard.path}")
+            check(name == "first" or old == new, f"{name} must be {old!r}, as in {shards[0].path}, got {new!r} in "
+                  f"{shard.path}")
         begin += len(shard)
     return shards
 

@@ -32,6 +32,9 @@ class CacheWriter:
     """Writes a teacher's cache. A context manager: what it is left with normally is whole, an error leaves the shard
     that was not whole unwritten, and a name is never that of half a file.
 
+    A path has one writer at a time. The writer locks it when it is made, and unlocks it when it is closed, or its
+    process ends. In a distributed job write on rank 0 only, or give each rank a path of its own.
+
     Args:
         path: ``x.parquet``, ``x.safetensors`` and ``x.npy`` become one shard, kept in memory until the end. Anything
             else is a folder of shards, written one by one.
@@ -48,8 +51,8 @@ class CacheWriter:
             written with the same header.
 
     Raises:
-        ValueError: the path is taken, or a shard of it was written with another header: classes, k, dtype, predicts or
-            metadata; or at the end, there was no sequence.
+        ValueError: another writer has the path, or it is taken, or a shard of it was written with another header:
+            classes, k, dtype, predicts or metadata; or at the end, there was no sequence.
         ImportError: pyarrow is needed and not there.
 
     Examples:
@@ -149,7 +152,8 @@ class CacheWriter:
 
     def close(self) -> None:
         """Writes what was added since the last shard, and into a folder, hidden, how many shards and sequences it has:
-        a cache that lacks one then is refused. A folder may be added to afterwards, and closed again.
+        a cache that lacks one then is refused. A folder may be added to afterwards, and closed again. If an error has
+        ended the writer's ``with`` block, it cannot be closed.
 
         Examples:
             >>> writer = CacheWriter(tempfile.mkdtemp() + "/teacher.npy", num_classes=100)
@@ -193,7 +197,9 @@ class CacheWriter:
 
         Raises:
             ValueError: shapes do not fit, tokens or lengths are not integers, an id is outside the vocabulary, a
-                log-probability is positive or NaN; the error names the sequence and the position.
+                log-probability is positive or NaN; the error names the sequence and the position. Nothing is added.
+            OSError: a shard cannot be written. The sequences are added nevertheless, as ``len(writer)`` says: the next
+                call writes them.
 
         Examples:
             >>> target = SparseTarget.from_topk(torch.tensor([[3, 5], [7, 1]]), torch.tensor([[-0.1, -3], [-0.4, -2]]),
