@@ -194,6 +194,18 @@ def test_a_link_that_was_made_though_it_failed(tmp_path, monkeypatch):
     assert_whole(tmp_path / "teacher", 5)
 
 
+def test_a_writer_that_goes_on_behind_another_does_not_say_that_it_is_whole(tmp_path):
+    first = make(tmp_path / "teacher")
+    add(first, 2)
+    first.close()
+    with make(tmp_path / "teacher", resume=True) as second:
+        add(second, 6)
+    with pytest.raises(ValueError, match="sparse_ce: path must not be taken, got .*shard-00001.*, which somebody else"):
+        first.close()
+    del first
+    assert_whole(tmp_path / "teacher", 6)
+
+
 def test_a_lock_that_was_deleted_is_taken_again_or_is_an_error(tmp_path):
     folder = tmp_path / "teacher"
     first = make(folder)

@@ -164,23 +164,29 @@ class CacheWriter:
         self._acquire()
         self._write(1)
         if not self._one:
+            self._check_free(self.path / self._name(self._shards))  # of a writer that has come and gone since
             write_marker(self.path, self._shards, self._written)
         self._lock.release()
+
+    def _check_free(self, path: Path) -> None:
+        again = "delete it" if self._one else "make another writer with resume=True, which goes on behind it"
+        check(not os.path.lexists(path), f"path must not be taken, got {path}, which somebody else has written "
+              f"meanwhile; {again}")
 
     def _write(self, least: int) -> None:
         """Writes shards while there are ``least`` sequences for one: more than one after an error of the disk."""
         size = len(self._pending) if self._one else self._shard
         while len(self._pending) >= least:
             path = self.path if self._one else self.path / self._name(self._shards)
-            taken = f"path must not be taken, got {path}, which somebody else has written meanwhile"
-            check(not os.path.lexists(path), taken)
+            self._check_free(path)
             if not self._one:
                 (self.path / MARKER).unlink(missing_ok=True)  # until it is whole again
             part = self._pending[:size]
             try:
                 FORMATS[self._format](path, part, self._header._replace(first=self._written))
             except FileExistsError:
-                fail(taken)
+                self._check_free(path)
+                raise
             self._shards, self._written, self._pending = (self._shards + 1, self._written + len(part),
                                                           self._pending[size:])
 
