@@ -477,6 +477,19 @@ def test_symbolic_links_are_not_followed(tmp_path, format, to, victim):
     assert_whole(tmp_path / "elsewhere", 5)
 
 
+@pytest.mark.parametrize("to", ["file", "new"])
+def test_a_link_that_has_the_very_name_of_a_temporary_file(tmp_path, format, to, victim, monkeypatch):
+    writer = make(tmp_path / "teacher", format)
+    monkeypatch.setattr("secrets.token_hex", lambda size: "name")
+    (tmp_path / "teacher" / f".shard-00000.{format}.name.tmp").symlink_to(victim / to)
+    with pytest.raises(FileExistsError):
+        add(writer, 2)
+    monkeypatch.undo()
+    add(writer, 4)
+    writer.close()
+    assert_whole(tmp_path / "teacher", 4)
+
+
 def test_a_shard_whose_name_is_a_link_is_not_written_through_it(tmp_path, format, victim):
     writer = make(tmp_path / "teacher", format)
     add(writer, 1)
