@@ -1,6 +1,8 @@
 """Teachers' caches: what is written is what is read, by us and by others, in every format."""
 
+import os
 import pickle
+import shutil
 
 import pytest
 import torch
@@ -168,6 +170,37 @@ def test_workers_read_it(tmp_path, format, start):
     assert len(samples) == 5
     for sample, expected in zip(samples, sequences):
         assert_same(sample, *expected)
+
+
+@pytest.mark.parametrize("rows", [slice(1, 3), slice(None), slice(-2, None), slice(4, 0, -2), slice(7, 9),
+                                  slice(1, 99)], ids=str)
+def test_a_slice_is_a_cache_of_these_sequences(tmp_path, format, rows, monkeypatch):
+    monkeypatch.setattr("sparse_ce.data.shards.MOST_OPEN", 1)
+    expected = write(tmp_path / "teacher", format=format, shard=2)[rows]
+    cache = TeacherCache(tmp_path / "teacher", predicts="next")
+    part = cache[rows]
+    assert len(part) == len(expected) and len(cache) == 5 and part.num_classes == V
+    for read in (part, pickle.loads(pickle.dumps(part)), part[:]):
+        for i, sample in enumerate(expected):
+            assert_same(read[i], *sample)
+            assert_same(read[i - len(expected)], *sample)
+            assert_same(read[i:][0], *sample)
+        with pytest.raises(IndexError, match=rf"sparse_ce: index must be an integer in \[-?{len(expected)}, "):
+            read[len(expected)]
+        with pytest.raises(IndexError):
+            read[-len(expected) - 1]
+        assert len(list(read)) == len(expected)
+    for i in (0, 4, 0):
+        cache[i], part[:1], list(cache[i:i + 1])
+    maps = [shard._rows._file if format == "parquet" else shard._maps for shard in cache.shards.all]
+    assert sum(map(bool, maps)) == 1  # with what slices have open
+
+
+def test_what_a_cache_is(tmp_path):
+    path = tmp_path / "teacher.npy"
+    write(path)
+    assert repr(TeacherCache(path)) == f"TeacherCache({str(path)!r}, sequences=5, num_classes={V}, k={K})"
+    assert repr(TeacherCache(path)[2:]) == f"TeacherCache({str(path)!r}, sequences=3, num_classes={V}, k={K})"
 
 
 def test_a_pickled_cache_is_small_and_reads_on(tmp_path, format):
@@ -372,11 +405,12 @@ def test_a_writer_goes_on_where_another_was_stopped(tmp_path, format):
     sequences = [sequence(n, i) for i, n in enumerate(LENGTHS)]
     options = dict(num_classes=V, k=K, shard=2, format=format, metadata={"model": "m"})
     (tmp_path / "teacher").mkdir()
-    (tmp_path / "teacher" / f"shard-00000.{format}.tmp").mkdir()  # it was killed over the first
+    (tmp_path / "teacher" / f".shard-00000.{format}.{'0' * 16}.tmp").mkdir()  # it was killed over the first
     stopped = CacheWriter(tmp_path / "teacher", **options, resume=True)
     for target, tokens, _ in sequences[:3]:
         stopped.add(target, tokens=tokens)
-    killed = tmp_path / "teacher" / f"shard-00001.{format}.tmp"  # it was killed over the second
+    del stopped
+    killed = tmp_path / "teacher" / f".shard-00001.{format}.{'f' * 16}.tmp"  # it was killed over the second
     killed.mkdir()
     (killed / "ids.npy").write_bytes(b"half")
     with pytest.raises(ValueError, match="sparse_ce: path must not be taken, got .*resume=True"):
@@ -387,6 +421,7 @@ def test_a_writer_goes_on_where_another_was_stopped(tmp_path, format):
             writer.add(sequences[2][0])
         for target, tokens, _ in sequences[len(writer):]:
             writer.add(target, tokens=tokens)
+    assert sorted(os.listdir(tmp_path / "teacher")) == [".complete", *(f"shard-0000{i}.{format}" for i in range(3))]
     cache = TeacherCache(tmp_path / "teacher")
     assert len(cache) == 5
     for i, (target, tokens, _) in enumerate(sequences):
@@ -401,11 +436,12 @@ def test_a_writer_goes_on_where_another_was_stopped(tmp_path, format):
 def test_what_was_written_stays(tmp_path, format):
     """A file is written once; a folder may be added to behind its end."""
     target = sequence(4)[0]
-    one = CacheWriter(tmp_path / f"teacher.{format}", num_classes=V, k=K)
-    two = CacheWriter(tmp_path / f"teacher.{format}", num_classes=V, k=K)
+    one, two = (CacheWriter(tmp_path / f"{name}.{format}", num_classes=V, k=K) for name in ("teacher", "other"))
     for writer in (one, two):
         writer.add(target)
     one.close()
+    copy = shutil.copytree if format == "npy" else shutil.copy
+    copy(tmp_path / f"teacher.{format}", tmp_path / f"other.{format}")
     with pytest.raises(ValueError, match="writer must be open, got one that has written .*, which is one file"):
         one.add(target)
     one.close()  # nothing is left to be written

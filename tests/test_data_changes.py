@@ -2,8 +2,10 @@
 
 import multiprocessing
 import os
+import pickle
 import re
 import shutil
+import warnings
 
 import pytest
 import torch
@@ -40,7 +42,8 @@ def test_one_shard_that_is_left_of_several_is_no_cache(tmp_path, format, left):
                                              f"{re.escape(str(shard))}, which has sequence {2 * left} first; one is"):
             TeacherCache(folder)
     else:
-        assert len(TeacherCache(folder)) == 2
+        with pytest.warns(UserWarning, match="The cache has 1 shards with 2 sequences"):
+            assert len(TeacherCache(folder)) == 2
     assert_same(TeacherCache(shard)[0], *sequences[2 * left])  # by its own path it is one
 
 
@@ -59,11 +62,27 @@ def test_a_cache_that_was_whole_must_be_whole(tmp_path, format, lost):
             caught.value)
 
 
-def test_a_cache_without_the_marker_is_read(tmp_path, format):
-    """As those were written before there was one."""
-    sequences = write(tmp_path / "teacher", format=format, shard=2)
-    (tmp_path / "teacher" / MARKER).unlink()
-    assert_same(TeacherCache(tmp_path / "teacher")[4], *sequences[4])
+def test_a_cache_without_the_marker_is_read_with_a_warning(tmp_path, format):
+    folder = tmp_path / "teacher"
+    sequences = write(folder, format=format, shard=2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        TeacherCache(folder)
+        (folder / MARKER).unlink()
+        TeacherCache(folder / f"shard-00000.{format}")  # a shard by its own path is whole
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("default")
+        for _ in range(2):
+            cache = pickle.loads(pickle.dumps(TeacherCache(folder)))
+            assert_same(cache[4], *sequences[4])
+    words = [str(warning.message) for warning in caught]
+    assert len(words) == 1 and caught[0].filename == __file__ and str(folder) in words[0], words
+    assert words[0].startswith("sparse_ce: ") and "3 shards with 5 sequences" in words[0] and "resume=True" in words[0]
+    with CacheWriter(folder, num_classes=V, k=K, format=format, resume=True):
+        pass
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        TeacherCache(folder)
 
 
 @pytest.mark.parametrize("text", ["", "[3, 5]", '{"shards": 3}', "\udcff", '{"shards": 3, "sequences": 5'])
@@ -86,14 +105,18 @@ def test_a_writer_that_is_stopped_leaves_no_marker(tmp_path, format):
             if error:
                 raise error
 
+    def read():
+        with pytest.warns(UserWarning, match="sparse_ce: .*/teacher has no .complete: its writer was not closed"):
+            return TeacherCache(folder)
+
     with pytest.raises(KeyError):
         add(5, False, KeyError())
-    assert not (folder / MARKER).exists() and len(TeacherCache(folder)) == 4
+    assert not (folder / MARKER).exists() and len(read()) == 4
     add(2, True)
     assert (folder / MARKER).exists() and len(TeacherCache(folder)) == 6
     with pytest.raises(KeyError):
         add(3, True, KeyError())  # goes on behind what was whole, and is stopped
-    assert not (folder / MARKER).exists() and len(TeacherCache(folder)) == 8
+    assert not (folder / MARKER).exists() and len(read()) == 8
     add(0, True)
     assert (folder / MARKER).exists() and len(TeacherCache(folder)) == 8
     remove(folder / f"shard-00003.{format}")  # was damaged, say
@@ -101,6 +124,7 @@ def test_a_writer_that_is_stopped_leaves_no_marker(tmp_path, format):
     assert len(stopped) == 6
     with pytest.raises(ValueError, match="shards must be 4 with 8 sequences"):  # until it has written one
         TeacherCache(folder)
+    del stopped
     add(2, True)
     assert len(TeacherCache(folder)) == 8
 

@@ -32,6 +32,12 @@ def read_all(path):
     return list(TeacherCache(path))
 
 
+def move(source, target):
+    """In the place of what is there."""
+    shutil.rmtree(target) if target.is_dir() else target.unlink()
+    source.rename(target)
+
+
 def refusal(read, path):
     """The error that a cache is refused with, in the documented form."""
     with pytest.raises(ValueError) as caught:
@@ -116,6 +122,21 @@ def test_a_shard_that_is_missing_or_of_another_cache(tmp_path, format):
     shutil.copytree(tmp_path / "other" / shards[1].name, shards[1]) if format == "npy" else shutil.copy(
         tmp_path / "other" / shards[1].name, shards[1])
     assert f"num_classes must be {V}, as in" in refusal(lambda: TeacherCache(folder), shards[1])
+    for changed, words in ((dict(metadata={"model": "other"}), "metadata must be {'model': 'one'}, as in"),
+                           (dict(dtype=torch.float32), "dtype must be 'float16', as in"),
+                           (dict(predicts="token"), "predicts must be 'next', as in"),
+                           (dict(parts=False), "columns must be ('ids', 'log_probs', 'tokens', 'log_rest'), as in"),
+                           (dict(ragged=True), f"k must be {K}, as in")):
+        one, two = (tmp_path / f"{name}-{words[:5]}" for name in ("one", "two"))
+        write(one, format=format, shard=2, metadata={"model": "one"})
+        write(two, format=format, shard=2, **{**dict(metadata={"model": "one"}), **changed})
+        for name in ("shard-00001", "shard-00002"):
+            move(two / f"{name}.{format}", one / f"{name}.{format}")
+            assert words in refusal(lambda: TeacherCache(one), one / f"{name}.{format}")
+            with pytest.raises(ValueError, match="must be"):
+                CacheWriter(one, num_classes=V, k=K, format=format, metadata={"model": "one"}, resume=True)
+            shutil.rmtree(one)
+            write(one, format=format, shard=2, metadata={"model": "one"})
     with pytest.raises(FileNotFoundError, match="sparse_ce: path must be a cache, got .*nowhere"):
         TeacherCache(tmp_path / "nowhere")
     (tmp_path / "empty").mkdir()

@@ -159,18 +159,19 @@ def test_a_killed_run_that_is_started_again_leaves_the_same_bytes(scored, tmp_pa
     program = tmp_path / "killed.py"
     program.write_text(f"""import os, runpy, signal, sys
 sys.path.insert(0, {str(EXAMPLES)!r})
-replace = os.replace
-def replace_or_die(source, target):
+link = os.link
+def link_or_die(source, target):
     if "shard-00002" in str(target):
         os.kill(os.getpid(), signal.SIGKILL)
-    replace(source, target)
-os.replace = replace_or_die
+    link(source, target)
+os.link = link_or_die
 runpy.run_path({str(SCORE[0])!r}, run_name="__main__")
 """)
     killed = forked.run(program, *SCORE[1:], "--out", tmp_path, cwd=tmp_path,
                         env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"})
     assert killed.returncode == -signal.SIGKILL, killed.stderr[-3000:]
-    assert sorted(path.name for path in (tmp_path / "cache").iterdir()) == [*SHARDS[:2], f"{SHARDS[2]}.tmp"]
+    left = sorted(path.name for path in (tmp_path / "cache").iterdir())
+    assert [left[0], *left[2:]] == [".lock", *SHARDS[:2]] and re.fullmatch(rf"\.{SHARDS[2]}\.\w+\.tmp", left[1])
     files = [f"cache/{name}" for name in SHARDS]
     kept = ["teacher.pt", *files[:2]]
     first = [(tmp_path / name).stat().st_mtime_ns for name in kept]

@@ -15,7 +15,8 @@ that :class:`MixUp`, :class:`CutMix` (torchvision's) and :class:`Mixup` (timm's)
 The suffix of the path says the format. ``x.parquet``, ``x.safetensors`` and ``x.npy``, a folder of ``.npy`` files, each
 hold any number of sequences; any other path is a folder of such shards, each of which gets its name when it is whole:
 a writer that was stopped goes on with ``resume=True``. When it is closed it adds ``.complete``, JSON: how many shards
-and sequences there are; without it the folder is what is in it. Everything is little-endian. Shards hold
+and sequences there are; without it the folder is what is in it, and is read with a warning. ``.lock`` is there while
+it has a writer, the only one. Everything is little-endian. Shards hold
 
     ids         (P, K), or (E,) where positions have different numbers of entries; uint16, or uint32 for more classes
     log_probs   like ids; float16, bfloat16 or float32; -inf marks padding, whose id is 0

@@ -1,8 +1,10 @@
 """``TeacherCache``: a teacher's cache as a dataset of sequences, and batches of such."""
 
+import copy
 import os
+import warnings
 from pathlib import Path
-from typing import Any, Dict, List, Mapping, Optional, Protocol, Sequence, Union
+from typing import Any, Dict, List, Mapping, Optional, Protocol, Sequence, Union, overload
 
 import torch.nn.functional as F
 from torch import Tensor
@@ -12,7 +14,7 @@ from ..collate import collate
 from ..errors import check, fail
 from ..flags import check_flags
 from ..target import SparseTarget
-from .folder import check_marker
+from .folder import MARKER, check_marker
 from .npy import shard as npy_shard
 from .parquet import ParquetShard
 from .reading import reading
@@ -76,6 +78,11 @@ class TeacherCache(Dataset[Dict[str, Any]]):
         one, first = self.shards.all[0], self.shards.all[0].header
         if one.path != self.path:
             check_marker(self.path, len(self.shards.all), len(self.shards))
+            if first.first is not None and not os.path.lexists(self.path / MARKER):
+                warnings.warn(f"sparse_ce: {self.path} has no {MARKER}: its writer was not closed, or the file was not "
+                              f"copied. The cache has {len(self.shards.all)} shards with {len(self.shards)} sequences, "
+                              "and may lack others; CacheWriter(..., resume=True) goes on and completes it when it is "
+                              "closed", stacklevel=2)
         check(first.num_classes is None or num_classes in (None, first.num_classes),
               f"num_classes must be {first.num_classes}, as {one.path} says, got {num_classes}")
         self.num_classes = num_classes if first.num_classes is None else first.num_classes
@@ -94,9 +101,19 @@ class TeacherCache(Dataset[Dict[str, Any]]):
     def __len__(self) -> int:
         return len(self.shards)
 
-    def __getitem__(self, i: int) -> Dict[str, Any]:
+    def __repr__(self) -> str:
+        return (f"{type(self).__name__}({str(self.path)!r}, sequences={len(self)}, num_classes={self.num_classes}, "
+                f"k={self.k})")
+
+    @overload
+    def __getitem__(self, i: int) -> Dict[str, Any]: ...
+    @overload
+    def __getitem__(self, i: slice) -> "TeacherCache": ...
+
+    def __getitem__(self, i: Union[int, slice]) -> Union[Dict[str, Any], "TeacherCache"]:
         """``{"tokens": (S,) int64, "target": SparseTarget (S,), "log_rest": (S,) float32}``, of which ``tokens`` and
-        ``log_rest`` are there where they were written. The target's values have the dtype of the file.
+        ``log_rest`` are there where they were written. The target's values have the dtype of the file. A slice is the
+        cache of these sequences alone, and reads none of them.
 
         Examples:
             >>> path = tempfile.mkdtemp() + "/teacher.npy"
@@ -104,7 +121,13 @@ class TeacherCache(Dataset[Dict[str, Any]]):
             ...     writer.add(sparse_ce.topk_log_probs(torch.randn(2, 8, 100), 4))
             >>> TeacherCache(path)[-1]["target"]
             SparseTarget(jagged, shape=[8], nnz=32, num_classes=100, logprobs=float16, row_mask, device=cpu)
+            >>> len(TeacherCache(path)[:1])
+            1
         """
+        if isinstance(i, slice):
+            part = copy.copy(self)
+            part.shards = self.shards.part(i)
+            return part
         shard, within = self.shards.find(i)
         place = Place(str(shard.path), within)
         with reading(f"{place.at()} must be whole", shard.path):
@@ -120,9 +143,9 @@ def opened(path: Path) -> List[Shard]:
         header = shard.header
         check(header.first in (None, begin) or shard.path == path, f"shards must follow one another, got {begin} "
               f"sequences before {shard.path}, which has sequence {header.first} first; one is missing")
-        for name in ("num_classes", "k", "predicts", "columns"):
-            old, new = getattr(first, name), getattr(header, name)
-            check(old == new, f"{name} must be {old!r}, as in {shards[0].path}, got {new!r} in {shard.path}")
+        for name, old, new in zip(Header._fields, first, header):
+            check(name == "first" or old == new, f"{name} must be {old!r}, as in {shards[0].path}, got {new!r} in "
+                  f"{shard.path}")
         begin += len(shard)
     return shards
 

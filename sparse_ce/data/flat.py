@@ -2,10 +2,8 @@
 
 import math
 import mmap
-import os
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Dict, Iterator, List, NamedTuple, NoReturn, Optional, Sequence, Tuple
+from typing import Any, Dict, List, NamedTuple, NoReturn, Optional, Sequence, Tuple
 
 import torch
 from torch import Tensor
@@ -53,31 +51,6 @@ def pieces_of(sequences: Sequence[Stored]) -> Pieces:
 
 def shape_of(parts: List[Tensor]) -> List[int]:
     return [sum(len(part) for part in parts), *parts[0].shape[1:]]
-
-
-@contextmanager
-def whole(path: Path) -> Iterator[Path]:
-    """A path to write a file or folder to, which gets its name when it is whole and on the disk."""
-    temporary = path.with_name(path.name + ".tmp")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    _remove(temporary)  # of somebody who was killed
-    try:
-        yield temporary
-        for file in sorted(temporary.iterdir()) if temporary.is_dir() else [temporary]:
-            with open(file, "rb+") as written:
-                os.fsync(written.fileno())
-        os.replace(temporary, path)
-    except BaseException:
-        _remove(temporary)
-        raise
-
-
-def _remove(path: Path) -> None:
-    for file in [*(path.iterdir() if path.is_dir() else []), path]:
-        if file.is_dir():
-            file.rmdir()
-        elif file.exists():
-            file.unlink()
 
 
 class FlatShard:

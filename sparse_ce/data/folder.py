@@ -4,17 +4,18 @@ import json
 from pathlib import Path
 
 from ..errors import check, described
-from .flat import whole
 from .reading import bytes_in, json_object, reading
+from .whole import new_file, whole
 
 MARKER = ".complete"  # hidden: whoever reads all files of a folder as Parquet leaves it out
 
 
 def write_marker(folder: Path, shards: int, sequences: int) -> None:
     text, marker = json.dumps({"shards": shards, "sequences": sequences}), folder / MARKER
-    if not marker.exists() or marker.read_bytes() != text.encode():  # a folder that is whole may be read-only
-        with whole(marker) as file:
-            file.write_text(text)
+    if not marker.is_file() or marker.read_bytes() != text.encode():  # a folder that is whole may be read-only
+        marker.unlink(missing_ok=True)
+        with whole(marker) as temporary, new_file(temporary) as file:
+            file.write(text.encode())
 
 
 def check_marker(folder: Path, shards: int, sequences: int) -> None:

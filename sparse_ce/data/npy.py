@@ -7,9 +7,10 @@ from typing import Sequence
 import torch
 
 from ..errors import check, described
-from .flat import Array, FlatShard, pieces_of, shape_of, whole
+from .flat import Array, FlatShard, pieces_of, shape_of
 from .reading import AGAIN, bytes_in, reading, shape_in, size_of
 from .sequence import Header, Stored, bytes_of, header_text, read_header
+from .whole import new_file, whole
 
 _MAGIC = b"\x93NUMPY"
 _DTYPES = {"<i8": torch.int64, "<i4": torch.int32, "<u4": torch.uint32, "<u2": torch.uint16, "|u1": torch.uint8,
@@ -25,12 +26,13 @@ def write(path: Path, sequences: Sequence[Stored], header: Header) -> None:
         for name, parts in pieces_of(sequences).items():
             said = repr({"descr": _NAMES[parts[0].dtype], "fortran_order": False, "shape": tuple(shape_of(parts))})
             length = -(-(10 + len(said) + 1) // 64) * 64 - 10  # the data begins at a multiple of 64
-            with open(folder / f"{name}.npy", "wb") as file:
+            with new_file(folder / f"{name}.npy") as file:
                 file.write(_MAGIC + b"\x01\x00" + length.to_bytes(2, "little") + said.ljust(length - 1).encode() +
                            b"\n")
                 for part in parts:
                     file.write(bytes_of(part.contiguous()))
-        (folder / HEADER).write_text(header_text(header, len(sequences)))
+        with new_file(folder / HEADER) as file:
+            file.write(header_text(header, len(sequences)).encode())
 
 
 def shard(path: Path) -> FlatShard:

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from ..autocast import without_autocast
 from ..errors import check, described, fail
-from .flat import whole
 from .reading import AGAIN, reading, size_of
 from .sequence import (
     DTYPES,
@@ -24,6 +23,7 @@ from .sequence import (
     tensor_of,
     with_columns,
 )
+from .whole import new_file, whole
 
 ENTRIES_OF_A_GROUP = 2**18  # what is decoded at a time: whoever reads sequences at random decodes it for each
 _COLUMNS = {"ids": "ids", "log_probs": "log_probs", "log_probs_bfloat16": "log_probs", "input_ids": "tokens",
@@ -50,7 +50,7 @@ def _arrow_types() -> List[Tuple[Any, torch.dtype]]:
 
 def write(path: Path, sequences: Sequence[Stored], header: Header) -> None:
     pa, pq = pyarrow_parquet()
-    with whole(path) as temporary:
+    with whole(path) as temporary, new_file(temporary) as file:
         writer, begin = None, 0
         try:
             while begin < len(sequences):
@@ -60,7 +60,7 @@ def write(path: Path, sequences: Sequence[Stored], header: Header) -> None:
                     end += 1
                 table = _table(sequences[begin:end]).replace_schema_metadata(
                     {"cache": header_text(header, len(sequences))})
-                writer = writer or pq.ParquetWriter(temporary, table.schema, compression="zstd", use_dictionary=False,
+                writer = writer or pq.ParquetWriter(file, table.schema, compression="zstd", use_dictionary=False,
                                                     write_page_checksum=True)
                 writer.write_table(table, row_group_size=end - begin)
                 begin = end

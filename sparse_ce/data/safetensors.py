@@ -11,9 +11,10 @@ from typing import Any, Dict, Sequence
 import torch
 
 from ..errors import check, fail
-from .flat import Array, FlatShard, pieces_of, shape_of, whole
+from .flat import Array, FlatShard, pieces_of, shape_of
 from .reading import AGAIN, LARGEST_HEADER, json_object, reading, shape_in, size_of
 from .sequence import Header, Stored, bytes_of, header_text, read_header
+from .whole import new_file, whole
 
 _DTYPES = {"I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "U8": torch.uint8, "U32": torch.uint32,
            "U16": torch.uint16, "F64": torch.float64, "F32": torch.float32, "F16": torch.float16,
@@ -29,7 +30,7 @@ def write(path: Path, sequences: Sequence[Stored], header: Header) -> None:
         said[name] = {"dtype": _NAMES[parts[0].dtype], "shape": shape_of(parts), "data_offsets": [begin, end]}
     text = json.dumps(said).encode()
     text += b" " * (-len(text) % 8)
-    with whole(path) as temporary, open(temporary, "wb") as file:
+    with whole(path) as temporary, new_file(temporary) as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for parts in pieces.values():
             for part in parts:

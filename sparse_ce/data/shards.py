@@ -1,6 +1,7 @@
 """Files that are read as one dataset, of which few are open at a time."""
 
 import bisect
+import copy
 from collections import OrderedDict
 from typing import Any, Dict, Generic, List, Protocol, Sequence, Tuple, TypeVar
 
@@ -25,19 +26,26 @@ class Shards(Generic[_Shard]):
         self._ends: List[int] = []
         for shard in self.all:
             self._ends.append(len(shard) + (self._ends[-1] if self._ends else 0))
+        self._rows = range(self._ends[-1])
         self._open: OrderedDict[int, None] = OrderedDict()
 
     def __getstate__(self) -> Dict[str, Any]:
         return {**vars(self), "_open": OrderedDict()}
 
     def __len__(self) -> int:
-        return self._ends[-1]
+        return len(self._rows)
+
+    def part(self, rows: slice) -> "Shards[_Shard]":
+        """Returns some rows of the same shards, of which no more are open together."""
+        part = copy.copy(self)
+        part._rows, part._open = self._rows[rows], self._open
+        return part
 
     def find(self, i: Any) -> Tuple[_Shard, int]:
         """The shard that has index ``i``, and its index there; others are closed, the longest unused first."""
         if not (is_integer(i) and -len(self) <= i < len(self)):
             fail(f"index must be an integer in [{-len(self)}, {len(self)}), got {described(i)}", IndexError)
-        i = int(i) % len(self)
+        i = self._rows[int(i)]
         number = bisect.bisect_right(self._ends, i)
         self._open[number] = None
         self._open.move_to_end(number)

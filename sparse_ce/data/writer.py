@@ -15,11 +15,13 @@ from ..flags import check_flags
 from ..target import SparseTarget
 from .cache import opened
 from .folder import MARKER, write_marker
+from .lock import Lock
 from .npy import write as write_npy
 from .parquet import pyarrow_parquet
 from .parquet import write as write_parquet
 from .safetensors import write as write_safetensors
 from .sequence import DTYPES, INTEGERS, Header, Place, Predicts, Stored, as_json, check_values, narrow_dtype
+from .whole import remove_leftovers
 
 Numbers = Union[Tensor, Sequence[Any]]  # or lists of them
 FORMATS: Dict[str, Callable[[Path, Sequence[Stored], Header], None]] = {
@@ -29,6 +31,9 @@ FORMATS: Dict[str, Callable[[Path, Sequence[Stored], Header], None]] = {
 class CacheWriter:
     """Writes a teacher's cache. A context manager: what it is left with normally is whole, an error leaves the shard
     that was not whole unwritten, and a name is never that of half a file.
+
+    A path has one writer at a time. The writer locks it when it is made, and unlocks it when it is closed, or its
+    process ends. In a distributed job write on rank 0 only, or give each rank a path of its own.
 
     Args:
         path: ``x.parquet``, ``x.safetensors`` and ``x.npy`` become one shard, kept in memory until the end. Anything
@@ -46,8 +51,8 @@ class CacheWriter:
             written with the same header.
 
     Raises:
-        ValueError: the path is taken, or a shard of it was written with another header: classes, k, dtype, predicts or
-            metadata; or at the end, there was no sequence.
+        ValueError: another writer has the path, or it is taken, or a shard of it was written with another header:
+            classes, k, dtype, predicts or metadata; or at the end, there was no sequence.
         ImportError: pyarrow is needed and not there.
 
     Examples:
@@ -84,14 +89,34 @@ class CacheWriter:
         self._pending: List[Stored] = []
         if self._one:
             check(not resume, f"path must be a folder of shards to be resumed, got {self.path}")
-        there = self.path.exists() and (not self.path.is_dir() or any(
-            file.suffix != ".tmp" and file.name != MARKER for file in self.path.iterdir()))
-        check(resume or not there, f"path must not be taken, got {self.path}; delete it, or go on behind what is there "
-              "with resume=True")
-        if there:
-            self._resume()
+        self._lock = Lock(self.path, self.path.with_name(f".{self.path.name}.lock") if self._one else
+                          self.path / ".lock")
+        self._stopped = False
+        taken = os.path.lexists(self.path)
+        check(not taken or not self._one and self.path.is_dir(), f"path must not be taken, got {self.path}; delete it")
+        self._acquire()
+        try:
+            self._resume(resume)
+        except BaseException:
+            self._lock.release()
+            raise
 
-    def _resume(self) -> None:
+    def _acquire(self) -> None:
+        check(not self._stopped, f"writer must be open, got one that an error has stopped, of {self.path}; make "
+              f"{'another' if self._one else 'another with resume=True, which goes on behind its last shard'}")
+        if self._lock.acquire():
+            remove_leftovers(self._lock.file.parent, self.path.name if self._one else None)
+
+    def _resume(self, allowed: bool) -> None:
+        """Goes on behind the shards that are there, which no other writer adds to."""
+        if self._one:
+            check(not os.path.lexists(self.path), f"path must not be taken, got {self.path}; delete it")
+            return
+        check(not (self.path / MARKER).is_dir(), f"{self.path / MARKER} must be a file, got a folder; delete it")
+        if not any(file.suffix != ".tmp" and not file.name.startswith(".") for file in self.path.iterdir()):
+            return
+        check(allowed, f"path must not be taken, got {self.path}; delete it, or go on behind what is there with "
+              "resume=True")
         shards = opened(self.path)  # of which the last may have been deleted, to be written again
         ours = [self.path / self._name(i) for i in range(len(shards))]
         check([s.path for s in shards] == ours, f"path must hold shards named {self._name(0)} and so on, got "
@@ -116,13 +141,19 @@ class CacheWriter:
 
     def __exit__(self, kind: Optional[Type[BaseException]], error: Optional[BaseException],
                  traceback: Optional[TracebackType]) -> None:
-        if kind is None:
-            self.close()
-        self._pending = []
+        done = False
+        try:
+            if kind is None:
+                self.close()
+                done = True
+        finally:
+            self._stopped, self._pending = not done, []
+            self._lock.release()
 
     def close(self) -> None:
         """Writes what was added since the last shard, and into a folder, hidden, how many shards and sequences it has:
-        a cache that lacks one then is refused. A folder may be added to afterwards, and closed again.
+        a cache that lacks one then is refused. A folder may be added to afterwards, and closed again. If an error has
+        ended the writer's ``with`` block, it cannot be closed.
 
         Examples:
             >>> writer = CacheWriter(tempfile.mkdtemp() + "/teacher.npy", num_classes=100)
@@ -130,18 +161,34 @@ class CacheWriter:
             >>> writer.close()
         """
         check(len(self) > 0, f"writer must be given a sequence at least, got none for {self.path}; nothing is written")
-        self._write()
+        self._acquire()
+        self._write(1)
         if not self._one:
+            self._check_free(self.path / self._name(self._shards))  # of a writer that has come and gone since
             write_marker(self.path, self._shards, self._written)
+        self._lock.release()
 
-    def _write(self) -> None:
-        if self._pending:
+    def _check_free(self, path: Path) -> None:
+        again = "delete it" if self._one else "make another writer with resume=True, which goes on behind it"
+        check(not os.path.lexists(path), f"path must not be taken, got {path}, which somebody else has written "
+              f"meanwhile; {again}")
+
+    def _write(self, least: int) -> None:
+        """Writes shards while there are ``least`` sequences for one: more than one after an error of the disk."""
+        size = len(self._pending) if self._one else self._shard
+        while len(self._pending) >= least:
             path = self.path if self._one else self.path / self._name(self._shards)
-            check(not path.exists(), f"path must not be taken, got {path}, which somebody else has written meanwhile")
+            self._check_free(path)
             if not self._one:
                 (self.path / MARKER).unlink(missing_ok=True)  # until it is whole again
-            FORMATS[self._format](path, self._pending, self._header._replace(first=self._written))
-            self._shards, self._written, self._pending = self._shards + 1, len(self), []
+            part = self._pending[:size]
+            try:
+                FORMATS[self._format](path, part, self._header._replace(first=self._written))
+            except FileExistsError:
+                self._check_free(path)
+                raise
+            self._shards, self._written, self._pending = (self._shards + 1, self._written + len(part),
+                                                          self._pending[size:])
 
     def add(self, target: SparseTarget, *, tokens: Optional[Numbers] = None, log_rest: Optional[Numbers] = None,
             lengths: Optional[Union[Tensor, Sequence[int]]] = None) -> None:
@@ -156,7 +203,9 @@ class CacheWriter:
 
         Raises:
             ValueError: shapes do not fit, tokens or lengths are not integers, an id is outside the vocabulary, a
-                log-probability is positive or NaN; the error names the sequence and the position.
+                log-probability is positive or NaN; the error names the sequence and the position. Nothing is added.
+            OSError: a shard cannot be written. The sequences are added nevertheless, as ``len(writer)`` says: the next
+                call writes them.
 
         Examples:
             >>> target = SparseTarget.from_topk(torch.tensor([[3, 5], [7, 1]]), torch.tensor([[-0.1, -3], [-0.4, -2]]),
@@ -169,6 +218,7 @@ class CacheWriter:
         header = self._header
         check(not (self._one and self._written), f"writer must be open, got one that has written {self.path}, which is "
               "one file; write a folder of shards to go on after close()")
+        self._acquire()
         check(isinstance(target, SparseTarget) and target.form != "index" and target.kind == "logprobs",
               f"target must be a SparseTarget of log-probabilities, got {target!r}; convert weights with .log_probs()")
         check(target.num_classes in (None, header.num_classes), f"target must have {header.num_classes} classes, got "
@@ -192,10 +242,9 @@ class CacheWriter:
         made = [self._stored(batch[b, :end], {name: None if t is None else t[b, :end] for name, t in rest.items()},
                              Place(str(self.path), len(self) + b)) for b, end in enumerate(ends)]
         self._header = header._replace(columns=columns)
-        for stored in made:
-            self._pending.append(stored)
-            if len(self._pending) == self._shard and not self._one:
-                self._write()
+        self._pending += made
+        if not self._one:
+            self._write(self._shard)
 
     def _stored(self, target: SparseTarget, rest: Dict[str, Optional[Tensor]], place: Place) -> Stored:
         """One sequence, (S,), as a file has it, checked before it is narrowed."""

@@ -1,0 +1,123 @@
+"""Locks: one writer at a time."""
+
+import fcntl
+import json
+import os
+import socket
+import time
+import weakref
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Tuple
+
+from ..errors import fail
+
+
+class Lock:
+    """A file that ``flock`` locks. The kernel unlocks it when its process ends, however it ends: the file that is left
+    then locks nothing. NFS has the lock on the server.
+
+    Args:
+        path: what is written.
+        file: gets the holder's process, host and time for the errors of others. Its folder is made if there is none.
+    """
+
+    def __init__(self, path: Path, file: Path) -> None:
+        self.path, self.file, self._descriptor, self._made = path, file, -1, False
+        _locks.add(self)
+
+    def acquire(self) -> bool:
+        """Returns True if the lock was not held and is now. Returns False too if there cannot be one: in a folder that
+        is read-only, or of a file system without locks.
+
+        Raises:
+            ValueError: another writer holds it, in this process or elsewhere.
+        """
+        if self._descriptor >= 0 and self._named(self._descriptor):
+            return False
+        self.release()
+        folder = self.file.parent
+        while True:
+            made = not folder.exists()
+            folder.mkdir(parents=True, exist_ok=True)
+            if not os.access(folder, os.W_OK):
+                return False
+            try:
+                descriptor = os.open(self.file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+            except FileNotFoundError:
+                continue  # another writer, which is done, has removed its empty folder
+            except OSError as error:
+                fail(f"{self.file} must be a file that this process may write, got {error!r}; delete it", type(error))
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as error:
+                taken = isinstance(error, BlockingIOError)
+                holder = _holder(descriptor) if taken else ""
+                os.close(descriptor)
+                if taken:
+                    fail(f"path must have one writer at a time, got {self.path}, which {holder} has locked by "
+                         f"{self.file}; close that writer first. Under DDP write on rank 0 only, or give each rank a "
+                         "path of its own")
+                return False
+            if self._named(descriptor):
+                break
+            os.close(descriptor)  # its holder has removed it in the meantime
+        self._descriptor, self._made = descriptor, made
+        with suppress(OSError):
+            os.ftruncate(descriptor, 0)
+            os.write(descriptor, json.dumps({"pid": os.getpid(), "host": socket.gethostname(),
+                                             "since": time.strftime("%Y-%m-%d %H:%M:%S %z")}).encode())
+        return True
+
+    def release(self) -> None:
+        """Removes the file, and its folder if that was made for it and is empty."""
+        descriptor, self._descriptor = self._descriptor, -1
+        if descriptor < 0:
+            return
+        with suppress(OSError):
+            if self._named(descriptor):
+                self.file.unlink()  # while it is locked: another writer that has opened it sees that the name is gone
+            fcntl.flock(descriptor, fcntl.LOCK_UN)  # also of what a child that Python knows nothing of has inherited
+        os.close(descriptor)
+        if self._made:
+            with suppress(OSError):
+                self.file.parent.rmdir()
+
+    def forget(self) -> None:
+        """Closes the descriptor that a forked process has inherited, which would hold the lock as long as it lives."""
+        descriptor, self._descriptor = self._descriptor, -1
+        if descriptor >= 0:
+            os.close(descriptor)
+
+    def _named(self, descriptor: int) -> bool:
+        try:
+            return os.path.samestat(os.fstat(descriptor), os.lstat(self.file))
+        except OSError:
+            return False
+
+    def __reduce__(self) -> Tuple[Any, ...]:
+        return Lock, (self.path, self.file)
+
+    def __del__(self) -> None:
+        self.release()
+
+
+_locks: "weakref.WeakSet[Lock]" = weakref.WeakSet()
+
+
+def _forget_all() -> None:
+    for lock in list(_locks):
+        lock.forget()
+
+
+os.register_at_fork(after_in_child=_forget_all)
+
+
+def _holder(descriptor: int) -> str:
+    """Returns who holds the lock, for an error."""
+    time.sleep(0.2)  # the holder may have it for a moment only, and has yet to say so
+    try:
+        said = json.loads(os.pread(descriptor, 4096, 0))
+        return f"another writer, process {said['pid']} on {said['host']} since {said['since']}"
+    except (OSError, ValueError, KeyError, TypeError):
+        return "another writer"
