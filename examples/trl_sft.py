@@ -33,7 +33,7 @@ def main() -> None:
     mixed = [{**row, "labels": row["input_ids"]} if i % 2 else
              {"input_ids": row["input_ids"], "labels": row["input_ids"], "teacher_ids": None, "teacher_logprobs": None}
              for i, row in enumerate(rows)]
-    collator = TopKCollator(fill_with_labels=True)
+    collator = TopKCollator(predicts="token", fill_with_labels=True)
     train("hard labels", trl_words.model(), Dataset.from_list(rows).select_columns(["input_ids"]), None)
     train("hard and soft labels", trl_words.model(), Dataset.from_list(mixed), collator)
     lora = LoraConfig(target_modules=["q_proj", "v_proj", "up_proj"], r=16, modules_to_save=["lm_head", "embed_tokens"],

@@ -91,7 +91,7 @@ class Parts:
     @classmethod
     def _of(cls, *parts: Any) -> "Self":
         """Returns a target that holds ``parts``, in the order of ``__slots__``, whatever they are."""
-        t: "Self" = object.__new__(cls)
+        t: Self = object.__new__(cls)
         for name, value in zip(Parts.__slots__, parts):
             object.__setattr__(t, name, value)
         return t

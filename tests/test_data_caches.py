@@ -142,7 +142,7 @@ def test_opening_reads_no_data_and_a_sequence_reads_itself(tmp_path, monkeypatch
         assert len(cache) == 50 and not read
         cache[17]
         monkeypatch.undo()
-        assert sum(read) <= 100 * (K * 4 + 4 + 2) + 16 + 4 + ragged * 101 * 8
+        assert sum(read) <= 100 * (K * 4 + 4 + 2 + 1) + 16 + 4 + ragged * 101 * 8
 
 
 def test_a_sequence_of_parquet_decodes_its_row_group_alone(tmp_path, monkeypatch):
@@ -240,12 +240,13 @@ def test_rows_are_moved_to_the_tokens_that_they_predict(tmp_path, format):
         path = tmp_path / f"{written}-{ragged}.{format}"
         sequences = write(path, predicts=written, ragged=ragged)
         for wanted in (None, "next", "token"):
-            names = {"tokens": "input_ids", "target": "labels"}
+            names = {"tokens": "input_ids", "target": "soft"}
+            assert TeacherCache(path, predicts=wanted).predicts == (wanted or written)
             for sample, (target, tokens, log_rest) in zip(TeacherCache(path, predicts=wanted, names=names), sequences):
                 moved = 0 if wanted in (None, written) else 1 if wanted == "next" else -1
                 expected = target.shift(moved)
-                assert sample["labels"].tolist() == expected.tolist()
-                assert torch.equal(sample["labels"].ne(-100), expected.ne(-100))
+                assert sample["soft"].tolist() == expected.tolist()
+                assert torch.equal(sample["soft"].ne(-100), expected.ne(-100))
                 if moved:
                     kept, gone = (slice(1, None), -1) if moved == 1 else (slice(None, -1), 0)
                     assert sample["log_rest"][gone] == 0 and torch.equal(
@@ -284,9 +285,9 @@ def test_datasets_reads_parquet_and_the_collator_takes_it(tmp_path):
         sequences = write(tmp_path / f"{ragged}.parquet", ragged=ragged)
         read = datasets.load_dataset("parquet", data_files=str(tmp_path / f"{ragged}.parquet"), split="train",
                                      cache_dir=str(tmp_path / "cache"))
-        assert read.column_names == ["input_ids", "ids", "log_probs", "log_rest"]
+        assert read.column_names == ["input_ids", "ids", "log_probs", "log_rest", "predicts"]
         assert str(read.features["ids"]) == "List(List(Value('uint16')))"
-        batch = TopKCollator(ids="ids", values="log_probs", predicts="next", num_classes=V)(
+        batch = TopKCollator(ids="ids", values="log_probs", num_classes=V)(
             list(read.remove_columns("log_rest")))
         for i, (target, tokens, _) in enumerate(sequences):
             labels = batch["labels"][i, :len(tokens)]
@@ -301,7 +302,7 @@ def test_numpy_maps_the_arrays(tmp_path):
     arrays = {file.stem: np.load(file, mmap_mode="r") for file in (tmp_path / "teacher.npy").glob("*.npy")}
     assert {name: (a.dtype.str, a.shape) for name, a in arrays.items()} == {
         "ids": ("<u2", (32, K)), "log_probs": ("<u2", (32, K)), "tokens": ("<u2", (32,)), "log_rest": ("<f4", (32,)),
-        "sequences": ("<i8", (6,)), "crc32": ("<u4", (5,))}
+        "predicts": ("|u1", (32,)), "sequences": ("<i8", (6,)), "crc32": ("<u4", (5,))}
     assert arrays["sequences"].tolist() == [0, 7, 8, 20, 23, 32]
     assert arrays["tokens"][7:8].tolist() == sequences[1][1].tolist()
     bits = torch.from_numpy(np.array(arrays["log_probs"][0:7])).view(torch.bfloat16)
@@ -317,7 +318,7 @@ def test_the_library_of_safetensors_reads_the_file(tmp_path):
     assert int.from_bytes((tmp_path / "teacher.safetensors").read_bytes()[:8], "little") % 8 == 0  # tensors are aligned
     assert {name: x.dtype for name, x in t.items()} == {
         "ids": torch.uint16, "log_probs": torch.bfloat16, "entries": torch.int64, "sequences": torch.int64,
-        "tokens": torch.uint16, "log_rest": torch.float32, "crc32": torch.uint32}
+        "tokens": torch.uint16, "log_rest": torch.float32, "crc32": torch.uint32, "predicts": torch.uint8}
     begin, end = t["entries"][t["sequences"][2]], t["entries"][t["sequences"][3]]
     assert torch.equal(t["ids"][begin:end].long(), sequences[2][0].indices)
     assert torch.equal(t["log_probs"][begin:end].float(), sequences[2][0].values)
@@ -333,7 +334,8 @@ def test_arrow_reads_the_file(tmp_path):
         table = pq.read_table(path)
         assert {f.name: str(f.type) for f in table.schema} == {
             "input_ids": "list<element: uint32>", "ids": "list<element: list<element: uint32>>",
-            column: f"list<element: list<element: {kind}>>", "log_rest": "list<element: float>"}
+            column: f"list<element: list<element: {kind}>>", "log_rest": "list<element: float>",
+            "predicts": "list<element: uint8>"}
         if column == "log_probs":
             pairs = [None if not ids else list(zip(ids, values)) for ids, values in
                      zip(table["ids"][0].as_py(), table[column][0].as_py())]
@@ -417,7 +419,7 @@ def test_a_writer_goes_on_where_another_was_stopped(tmp_path, format):
         CacheWriter(tmp_path / "teacher", **options)
     with CacheWriter(tmp_path / "teacher", **options, resume=True) as writer:
         assert len(writer) == 2
-        with pytest.raises(ValueError, match=r"sparse_ce: columns must be \('ids', 'log_probs', 'tokens'\), as before"):
+        with pytest.raises(ValueError, match=r"sparse_ce: columns must be \(.*'tokens', 'predicts'\), as before"):
             writer.add(sequences[2][0])
         for target, tokens, _ in sequences[len(writer):]:
             writer.add(target, tokens=tokens)

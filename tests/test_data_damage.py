@@ -21,6 +21,7 @@ def format(request):
     return request.param
 
 
+ARRAYS = "entries, ids, log_probs, log_rest, predicts, sequences, tokens"
 COLUMNS = ("ids", "log_probs", "tokens", "log_rest")
 
 
@@ -68,8 +69,8 @@ def test_what_is_cut_off_is_named_by_its_first_sequence_and_position(tmp_path, f
     path = tmp_path / f"teacher.{format}"
     sequences = write(path, ragged=ragged)
     file = path / "log_probs.npy" if format == "npy" else path
-    if format == "safetensors":  # tokens are last: the widest dtypes come first
-        file.write_bytes(file.read_bytes()[:-5])
+    if format == "safetensors":  # predicts is last, a byte for each position: the widest dtypes come first
+        file.write_bytes(file.read_bytes()[:-3])
         assert "is cut off at sequence 4, position 6 of" in refusal(lambda: TeacherCache(path), path)
         return
     counts = torch.cat([torch.full((n,), K) if not ragged else s[0].offsets.diff() for n, s in zip(LENGTHS, sequences)])
@@ -246,8 +247,14 @@ def test_a_header_that_is_not_whole(tmp_path, change):
     ("entries", lambda a: a + 1000, "entries must ascend from 0 to"),
     ("entries", lambda a: np.where(np.arange(33) == 3, 10**6, a), "entries must ascend from 0 to"),
     ("log_probs", lambda a: a.astype("float32"), "log_probs must be of torch.float16, got torch.float32 in"),
-    ("crc32", None, "arrays must be crc32, entries, ids, log_probs, log_rest, sequences, tokens, got entries, ids, "),
-    ("tokens", None, "arrays must be crc32, entries, ids, log_probs, log_rest, sequences, tokens, got crc32, entries")])
+    ("predicts", lambda a: a[:-1], "predicts must have 32 rows, got 31 in"),
+    ("predicts", lambda a: a.astype("float32"), "predicts must be integers, got torch.float32 in"),
+    ("predicts", lambda a: a * 0, "predicts must be 'next', as the file says, got 'token' at sequence 0 of"),
+    ("predicts", lambda a: np.where(np.arange(32) == 9, 0, a), "at all positions, got [0, 1] at sequence 2 of"),
+    ("predicts", lambda a: a + 1, "predicts must be 1, for 'next', or 0, for 'token', and the same at all"),
+    ("crc32", None, f"arrays must be crc32, {ARRAYS}, got entries, ids, "),
+    ("predicts", None, f"arrays must be crc32, {ARRAYS}, got crc32, entries"),
+    ("tokens", None, f"arrays must be crc32, {ARRAYS}, got crc32, entries")])
 def test_arrays_that_do_not_fit_together(tmp_path, name, change, words):
     path = tmp_path / "teacher.npy"
     write(path, ragged=True)

@@ -47,6 +47,8 @@ def test_a_folder_with_its_configuration(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="sparse_ce: config must be given where there is no compression_config.yaml"):
         DistillKitCache(tmp_path)
     (tmp_path / "compression_config.yaml").write_text(yaml.safe_dump(c))
+    with pytest.raises(ValueError, match="sparse_ce: predicts must be 'next' or 'token' if names makes the target"):
+        DistillKitCache(tmp_path, names={"target": "labels"})
     cache = DistillKitCache(tmp_path, predicts="token", names={"target": "labels"})
     assert len(cache) == 8 and [len(sample["tokens"]) for sample in cache] == [1, 2, 2, 2, 3, 2, 11, 2]
     labels = cache[6]["labels"]

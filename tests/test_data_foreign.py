@@ -82,12 +82,13 @@ def test_columns_that_would_be_read_as_something_else(tmp_path, columns, words):
 # --------------------------------------------------------------------------------------------- what they do not say
 
 def without_header(tmp_path):
-    """As ``datasets`` saves it again, (path, sequences)."""
+    """As ``datasets`` saves it again without the column ``predicts``, (path, sequences)."""
     needs("parquet")
     import pyarrow.parquet as pq
     sequences = write(tmp_path / "teacher.parquet", predicts="token")
     path = tmp_path / "again.parquet"
-    pq.write_table(pq.read_table(tmp_path / "teacher.parquet").replace_schema_metadata(None), path)
+    table = pq.read_table(tmp_path / "teacher.parquet").drop_columns("predicts")
+    pq.write_table(table.replace_schema_metadata(None), path)
     return path, sequences
 
 

@@ -1,5 +1,6 @@
 """``TopKCollator``: a teacher's cached top-k, as vLLM, DistillKit, axolotl and TRL write it."""
 
+import functools
 import itertools
 import math
 from types import SimpleNamespace
@@ -81,7 +82,8 @@ FORMS = {
 @pytest.mark.parametrize("form", list(FORMS))
 def test_every_form_is_the_same_distribution(form):
     options, sample = FORMS[form]
-    batch = TopKCollator(num_classes=VOCAB, **options)([{**INPUT, **sample}, {**INPUT, **sample}])
+    said = {} if "vLLM" in form else {"predicts": "token"}  # vLLM's are of no other kind
+    batch = TopKCollator(num_classes=VOCAB, **said, **options)([{**INPUT, **sample}, {**INPUT, **sample}])
     target = batch["labels"]
     assert target.shape == (2, 4) and set(batch) == {"input_ids", "attention_mask", "labels"}
     assert target.ne(-100).tolist() == [[True, True, False, True]] * 2
@@ -93,7 +95,7 @@ def test_batches_of_different_lengths_and_candidates():
     long = {**INPUT, "teacher_ids": IDS, "teacher_logprobs": LOGPROBS}
     short["position_ids"], long["position_ids"] = torch.arange(2), torch.arange(4)
     short["weight"], long["weight"] = 0.5, 2.0
-    batch = TopKCollator(num_classes=VOCAB)([short, long])
+    batch = TopKCollator(predicts="token", num_classes=VOCAB)([short, long])
     assert batch["input_ids"].tolist() == [[1, 5, 0, 0], [1, 5, 8, 9]]
     assert batch["attention_mask"].tolist() == [[1, 1, 0, 0], [1, 1, 1, 1]]
     assert batch["position_ids"].tolist() == [[0, 1, 0, 0], [0, 1, 2, 3]] and batch["weight"].tolist() == [0.5, 2.0]
@@ -109,7 +111,7 @@ def test_prompts_are_left_out_and_paddings_follow_the_collator():
         return {"input_ids": torch.tensor([[0] * (width - len(s["input_ids"])) + s["input_ids"] for s in samples])}
 
     sample = {**INPUT, "teacher_ids": IDS, "teacher_logprobs": LOGPROBS, "labels": [-100, 5, 8, 9]}
-    batch = TopKCollator(tokenizer_like, padding_side="left", num_classes=VOCAB)([sample])
+    batch = TopKCollator(tokenizer_like, padding_side="left", predicts="token", num_classes=VOCAB)([sample])
     assert batch["labels"].ne(-100).tolist() == [[False, False, False, True, False, True]]
     torch.testing.assert_close(batch["labels"].to_dense()[0, 3], expected()[1])
 
@@ -127,6 +129,7 @@ def padded(samples, side, mask=True):
 
 def test_labels_lie_where_the_tokens_do():
     """The side of the padding is what ``attention_mask`` says, and one that says otherwise is refused."""
+    collated = functools.partial(TopKCollator, predicts="token")
     three = [{"input_ids": ids, "teacher_ids": [[i] for i in ids], "teacher_logprobs": [[0.0]] * len(ids)}
              for ids in ([5, 6], [7, 8, 9, 1], [3])]
 
@@ -135,36 +138,37 @@ def test_labels_lie_where_the_tokens_do():
             assert labels == [None if token == 0 else [(token, 0.0)] for token in tokens]
 
     for side, samples in itertools.product(("left", "right"), (three, three[1:])):
-        own = TopKCollator(padding_side=side)(samples)
+        own = collated(padding_side=side)(samples)
         assert_beside(own)
         assert own["attention_mask"].tolist() == padded(samples, side)["attention_mask"].tolist()
         for given in (side, None):
-            assert_beside(TopKCollator(lambda s, side=side: padded(s, side), padding_side=given)(samples))
-        assert_beside(TopKCollator(lambda s, side=side: padded(s, side, mask=False), padding_side=side)(samples))
+            assert_beside(collated(lambda s, side=side: padded(s, side), padding_side=given)(samples))
+        assert_beside(collated(lambda s, side=side: padded(s, side, mask=False), padding_side=side)(samples))
         other = "left" if side == "right" else "right"
         with pytest.raises(ValueError, match=f"padding_side must be that of the collator, '{side}', .*got '{other}'"):
-            TopKCollator(lambda s, side=side: padded(s, side), padding_side=other)(samples)
-    assert_beside(TopKCollator(lambda s: padded(s, "right", mask=False))(samples))
+            collated(lambda s, side=side: padded(s, side), padding_side=other)(samples)
+    assert_beside(collated(lambda s: padded(s, "right", mask=False))(samples))
     for side, mask in itertools.product(("left", "right"), (torch.zeros(2, 4), torch.ones(2, 4))):  # that say nothing
-        beside = TopKCollator(lambda s, side=side, mask=mask: {**padded(s, side), "attention_mask": mask},
-                              padding_side=side)
+        beside = collated(lambda s, side=side, mask=mask: {**padded(s, side), "attention_mask": mask},
+                          padding_side=side)
         assert_beside(beside(samples))
     with pytest.raises(ValueError, match="samples must be at least one"):
-        TopKCollator()([])
+        TopKCollator(predicts="token")([])
 
 
 def test_what_is_left_of_the_teacher_goes_with_it():
     """Beside a label with a weight all of the teacher has the rest; a sample without a teacher has none left."""
     sample = {**INPUT, "labels": [1, 5, 8, 9], "teacher_ids": [[5, 6]] * 4, "teacher_logprobs": [[-1.0, -2.0]] * 4,
               "rest": [math.log(1 - math.exp(-1) - math.exp(-2))] * 4}
-    batch = TopKCollator(label_weight=0.3, log_rest="rest")([sample])
+    batch = TopKCollator(label_weight=0.3, log_rest="rest", predicts="token")([sample])
     whole = batch["labels"].values.exp().sum(-1) + batch["teacher_log_rest"].exp()
     torch.testing.assert_close(whole, torch.ones(1, 4))
     alone = {**INPUT, "labels": [1, 5, 8, 9]}
-    batch = TopKCollator(fill_with_labels=True, log_rest="rest")([sample, alone])
+    filling = TopKCollator(fill_with_labels=True, log_rest="rest", predicts="token")
+    batch = filling([sample, alone])
     assert batch["teacher_log_rest"][1].isneginf().all() and batch["teacher_log_rest"][0].isfinite().all()
     with pytest.raises(ValueError, match="sample must hold 'rest'"):
-        TopKCollator(fill_with_labels=True, log_rest="rest")([{k: v for k, v in sample.items() if k != "rest"}])
+        filling([{k: v for k, v in sample.items() if k != "rest"}])
 
 
 def test_prompt_logprobs_of_a_text_of_one_token():
@@ -184,14 +188,14 @@ def test_rows_of_the_next_token_become_those_of_the_token():
 @pytest.mark.parametrize("k", [1, 2, 5])
 def test_a_fixed_k_keeps_the_largest(k):
     shuffled = {**INPUT, "teacher_ids": [r[::-1] for r in IDS], "teacher_logprobs": [r[::-1] for r in LOGPROBS]}
-    target = TopKCollator(k=k, num_classes=VOCAB)([shuffled])["labels"]
+    target = TopKCollator(predicts="token", k=k, num_classes=VOCAB)([shuffled])["labels"]
     assert target.indices.shape == (1, 4, k)
     torch.testing.assert_close(target.to_dense()[0], expected([r[:k] for r in IDS], [r[:k] for r in LOGPROBS]))
 
 
 def test_logits_are_normalised_over_the_candidates():
     sample, dense = {**INPUT, "teacher_ids": IDS, "teacher_logprobs": LOGPROBS}, expected()
-    target = TopKCollator(kind="logits", num_classes=VOCAB)([sample])
+    target = TopKCollator(kind="logits", predicts="token", num_classes=VOCAB)([sample])
     torch.testing.assert_close(target["labels"].to_dense()[0], dense / dense.sum(-1, keepdim=True).clamp(min=1e-9))
 
 
@@ -215,22 +219,23 @@ def test_labels_stand_in_for_a_teacher_and_beside_it(kind, weight):
         teacher = teacher / teacher.sum(-1, keepdim=True).clamp(min=1e-9)
     mixed = torch.stack((torch.zeros(VOCAB), (1 - weight) * teacher[1] + weight * hard()[1], hard()[2],
                          (1 - weight) * teacher[3] + weight * hard()[3]))
-    collator = TopKCollator(kind=kind, label_weight=weight, fill_with_labels=True, num_classes=VOCAB)
+    options = dict(kind=kind, label_weight=weight, num_classes=VOCAB)
+    collator = TopKCollator(predicts="token", fill_with_labels=True, **options)
     target = collator([taught, alone])["labels"]
     assert target.ne(-100).tolist() == [[False, True, True, True]] * 2
     torch.testing.assert_close(target.to_dense(), torch.stack((mixed, hard())), rtol=1e-5, atol=1e-6)
     if weight:  # without standing in
-        target = TopKCollator(kind=kind, label_weight=weight, num_classes=VOCAB)([taught])["labels"]
+        target = TopKCollator(predicts="token", **options)([taught])["labels"]
         assert target.ne(-100).tolist() == [[False, True, False, True]]
         torch.testing.assert_close(target.to_dense()[0, [1, 3]], mixed[[1, 3]], rtol=1e-5, atol=1e-6)
-    shifted = TopKCollator(kind=kind, label_weight=weight, fill_with_labels=True, predicts="next", num_classes=VOCAB)
+    shifted = TopKCollator(predicts="next", fill_with_labels=True, **options)
     first = shifted([{**taught, "labels": [5, 8, 20, 11]}])["labels"].to_dense()[0]
     torch.testing.assert_close(first[1], (1 - weight) * teacher[0] + weight * hard()[1], rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(first[0], hard([5])[0])
     with pytest.raises(ValueError, match="sparse_ce: sample must hold 'labels' for fill_with_labels"):
         collator([{**taught, "labels": None}])
     with pytest.raises(ValueError, match="remove_unused_columns"):  # not silently hard labels
-        TopKCollator()([alone])
+        TopKCollator(predicts="token")([alone])
 
 
 def test_what_stands_beside_the_labels_follows_them():
@@ -250,13 +255,14 @@ def test_what_stands_beside_the_labels_follows_them():
     assert batch["labels"].ne(-100).tolist() == [[False, True, True, False, False, True]]
     assert batch["teacher_log_rest"].tolist() == [[0.0, -1.0, -2.0, -3.0, 0.0, -5.0]]
     at = torch.tensor([[0, 1, 0, 1, 2, 0]])  # sequences that were packed before
-    packed = TopKCollator(lambda samples: {"input_ids": torch.tensor([[1, 5, 8, 9, 7, 3]]), "position_ids": at})
+    packed = TopKCollator(lambda samples: {"input_ids": torch.tensor([[1, 5, 8, 9, 7, 3]]), "position_ids": at},
+                          predicts="token")
     assert packed([first, second])["labels"].ne(-100).tolist() == [[True, True, False, True, False, False]]
     for missing in ({**first, "rest": None}, {**first, "rest": [-1.0]}):
         with pytest.raises(ValueError, match="sparse_ce: (sample must hold 'rest'|rest must have an element for each)"):
             TopKCollator(**options)([missing])
     with pytest.raises(ValueError, match=r"sparse_ce: collator must make input_ids \(2, S\) or, .* \(1, 6\), got \[3"):
-        TopKCollator(lambda samples: {"input_ids": torch.zeros(3, 6)})([first, second])
+        TopKCollator(lambda samples: {"input_ids": torch.zeros(3, 6)}, predicts="next")([first, second])
 
 
 def test_a_trainer_distils_from_a_cache(tmp_path):
@@ -279,13 +285,13 @@ def test_a_trainer_distils_from_a_cache(tmp_path):
 def test_errors_say_what_is_missing(tmp_path):
     sample = {**INPUT, "teacher_ids": IDS, "teacher_logprobs": LOGPROBS}
     with pytest.raises(ValueError, match="sparse_ce: sample must hold 'teacher_logprobs', .*remove_unused_columns"):
-        tiny_lm.make_trainer(tmp_path, make_model(), [sample] * 8, collator=TopKCollator()).train()
+        tiny_lm.make_trainer(tmp_path, make_model(), [sample] * 8, collator=TopKCollator(predicts="token")).train()
     with pytest.raises(ValueError, match="sparse_ce: sample must hold 'teacher_ids'"):
-        TopKCollator()([{**INPUT, "teacher_logprobs": LOGPROBS}])
+        TopKCollator(predicts="token")([{**INPUT, "teacher_logprobs": LOGPROBS}])
     with pytest.raises(ValueError, match="must have a row for each of the 3 input_ids, got 4"):
-        TopKCollator()([{**sample, "input_ids": [1, 2, 3]}])
+        TopKCollator(predicts="token")([{**sample, "input_ids": [1, 2, 3]}])
     with pytest.raises(ValueError, match=r"must have one shape \(S, K\), got \[4, 3\], \[4, 2\]"):
-        TopKCollator()([{**sample, "teacher_logprobs": np.zeros((4, 2))}])
+        TopKCollator(predicts="token")([{**sample, "teacher_logprobs": np.zeros((4, 2))}])
     for options in ({"kind": "log"}, {"predicts": "this"}, {"k": 0}, {"padding_side": "both"},
                     {"label_weight": 1.0}, {"label_weight": "half"}):
         with pytest.raises(ValueError, match="sparse_ce: .* must be .*, got"):
@@ -297,5 +303,5 @@ def test_it_wraps_a_collator_of_transformers():
         return transformers.default_data_collator(features)
 
     sample = {**INPUT, "teacher_ids": IDS, "teacher_logprobs": LOGPROBS}
-    batch = TopKCollator(pad)([sample, sample])
+    batch = TopKCollator(pad, predicts="token")([sample, sample])
     assert batch["input_ids"].shape == (2, 4) and batch["labels"].shape == (2, 4)

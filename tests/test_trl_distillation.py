@@ -21,6 +21,8 @@ K = 8
 
 
 def train(path, data=None, name="llama", config=None, steps=3, **named):
+    if named.get("teacher_model") is None:
+        named = {"predicts": "next", **named}
     made = DistillationTrainer(make_model(name), args=cases.arguments(SFTConfig, path, **{"max_steps": steps,
                                                                                          **(config or {})}),
                                train_dataset=data or labels_dataset(), processing_class=tokenizer(), **named)
@@ -196,8 +198,57 @@ def test_a_parquet_cache_of_ours(tmp_path):
             target, log_rest = sparse_ce.topk_log_probs(teacher(ids).logits, K, return_log_rest=True)
             writer.add(target, tokens=ids, log_rest=log_rest)
     cache = cases.datasets.load_dataset("parquet", data_files=str(path), split="train", cache_dir=str(tmp_path / "hf"))
-    ours = train(tmp_path, cache.add_column("labels", data["labels"]))
+    ours = train(tmp_path, cache.add_column("labels", data["labels"]), predicts=None)
     assert_logs_close(logged(ours, *NAMES), logged(train(tmp_path, teacher_dataset(K)), *NAMES))
+
+
+# ------------------------------------------------------------------------------------------------- what rows predict
+
+def of_itself(tmp_path, predicts, said=True):
+    """A cache of the student's own rows, as ``datasets`` reads it, with the labels of each sequence."""
+    path, model = tmp_path / f"{predicts}.parquet", make_model()
+    with sparse_ce.data.CacheWriter(path, num_classes=VOCAB, dtype=torch.float32, predicts=predicts) as writer:
+        for row in labels_dataset():
+            ids = torch.tensor(row["input_ids"])
+            target = sparse_ce.topk_log_probs(model(ids[None]).logits[0], VOCAB)
+            writer.add(target if predicts == "next" else target.shift(-1), tokens=ids)
+    cache = cases.datasets.load_dataset("parquet", data_files=str(path), split="train", cache_dir=str(tmp_path / "hf"))
+    cache = cache.add_column("labels", [[-100, *row["input_ids"][1:]] for row in labels_dataset()])
+    return cache if said else cache.remove_columns("predicts")
+
+
+def first_loss(path, data, config=None, **named):
+    named = {"rest": "renormalize", "predicts": None, **named}
+    trainer = train(path, data, config={"learning_rate": 0.0, **(config or {})}, **named)
+    return max(line["loss"] for line in logged(trainer, "loss"))
+
+
+@pytest.mark.parametrize("config", [{}, dict(max_length=6), dict(packing=True, max_length=16),
+                                    dict(padding_free=True, max_length=None)], ids=str)
+def test_a_student_has_learned_all_of_itself(tmp_path, config):
+    """A cache says what its rows predict, and both kinds may be in one dataset, packed too."""
+    caches = {said: of_itself(tmp_path, said) for said in ("next", "token")}
+    both = cases.datasets.concatenate_datasets([caches["next"], caches["token"]]).shuffle(seed=0)
+    for data in (*caches.values(), both):
+        assert abs(first_loss(tmp_path, data, config)) < 1e-5
+    trainer = train(tmp_path, caches["next"], config=config, eval_dataset=caches["token"], steps=0, rest="renormalize",
+                    predicts=None)
+    assert abs(trainer.evaluate()["eval_loss"]) < 1e-5
+
+
+def test_what_rows_predict_must_be_said_once(tmp_path):
+    """Columns that nothing says it of need the argument; one that contradicts the column is an error."""
+    for said, other in (("next", "token"), ("token", "next")):
+        bare = of_itself(tmp_path, said, said=False)
+        with pytest.raises(ValueError, match="sparse_ce: predicts must be 'next' or 'token' for a dataset without the "
+                           "column 'predicts', got None and .*; 'next' means .*; 'token' means .*"):
+            first_loss(tmp_path, bare)
+        assert abs(first_loss(tmp_path, bare, predicts=said)) < 1e-5
+        assert first_loss(tmp_path, bare, predicts=other) > 0.1
+        with pytest.raises(ValueError, match=f"predicts must be what the samples say, '{said}', got '{other}'"):
+            first_loss(tmp_path, of_itself(tmp_path / "again", said), predicts=other)
+        with pytest.raises(ValueError, match="predicts must be 'next' or 'token' for a dataset without"):
+            train(tmp_path, of_itself(tmp_path / "more", said), eval_dataset=bare, predicts=None)
 
 
 def test_evaluation_and_a_plain_trainer(tmp_path):

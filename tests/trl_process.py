@@ -28,7 +28,7 @@ def sft(path, size, soft, fuse=True):
 
 
 def distillation(path, size, cached):
-    options = {} if cached else dict(teacher_model=cases.teacher_model(), k=8)
+    options = dict(predicts="next") if cached else dict(teacher_model=cases.teacher_model(), k=8)
     data = cases.teacher_dataset() if cached else cases.labels_dataset()
     keep = [i for i in range(8) if i != 5]  # which has no labels
     data = data.select([*keep, 0])

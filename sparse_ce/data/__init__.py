@@ -24,6 +24,7 @@ it has a writer, the only one. Everything is little-endian. Shards hold
     sequences   (N + 1,) int64: sequence i has the positions [sequences[i], sequences[i + 1])
     tokens      (P,), optional; the dtype of ids
     log_rest    (P,) float32, optional: the logarithm of the probability of all classes that are not among the ids
+    predicts    (P,) uint8: row p is what the teacher predicts of token p + predicts[p]; 1: "next", 0: "token"
     crc32       (N,) uint32: a checksum of each sequence, taken when it is written and compared when it is read
 
 In a ``.safetensors`` file these are tensors, in a ``.npy`` folder files of these names that ``numpy.load`` takes, with
@@ -33,6 +34,7 @@ In a ``.safetensors`` file these are tensors, in a ``.npy`` folder files of thes
     ids         list<list<uint16 or uint32>>        of each position its entries, K or as many as it has
     log_probs   list<list<halffloat or float>>      bfloat16: log_probs_bfloat16, list<list<uint16>>, its bits
     log_rest    list<float>
+    predicts    list<uint8>
 
 so that ``datasets.load_dataset("parquet", ...)`` reads it; Parquet's own checksums take the place of crc32. The header,
 JSON, is the text "cache" of the metadata of a ``.safetensors`` or ``.parquet`` file, and ``header.json`` of the folder:
@@ -40,7 +42,8 @@ num_classes, k (null: different numbers of entries), dtype, predicts, columns, f
 shards before), sequences (how many are in this one), metadata, and a checksum of all this.
 
 Positions without an entry are ignored by losses. Row p is what the teacher predicts behind token p, as its logits at p
-do (``predicts="next"``), or what it predicts of token p, as vLLM's prompt_logprobs do (``predicts="token"``).
+do (``predicts="next"``), or what it predicts of token p, as vLLM's prompt_logprobs do (``predicts="token"``). The
+header says it and so does each position, so that rows still say it that lost their file.
 
 DistillKit's captured teachers are read by :class:`DistillKitCache`, vLLM's log-probabilities by :func:`from_vllm`.
 

@@ -19,7 +19,18 @@ from .npy import shard as npy_shard
 from .parquet import ParquetShard
 from .reading import reading
 from .safetensors import shard as safetensors_shard
-from .sequence import Header, Place, Predicts, Stored, check_num_classes, names_of_parts, rows_to_move, sample_of
+from .sequence import (
+    CHOICES,
+    Header,
+    Place,
+    Predicts,
+    Stored,
+    check_num_classes,
+    check_predicts,
+    names_of_parts,
+    rows_to_move,
+    sample_of,
+)
 from .shards import Shards
 
 
@@ -43,7 +54,7 @@ class TeacherCache(Dataset[Dict[str, Any]]):
         verify: compare checksums, and check the values of each sequence that is read.
         predicts: what row i of a sample is to be: ``"next"``, what the teacher predicts behind token i, as the logits
             at i are; ``"token"``, what it predicts of token i, as labels for a loss that shifts are. None: as it was
-            written.
+            written, unless ``names`` makes the target ``"labels"``, which needs one of them.
         written: what row i of the files is, ``"next"`` or ``"token"``, where they do not say it and ``predicts`` is
             given.
         names: other names for the parts of a sample, ``{"tokens": "input_ids", "target": "labels"}`` for the Trainer.
@@ -52,6 +63,7 @@ class TeacherCache(Dataset[Dict[str, Any]]):
     Attributes:
         num_classes, k, metadata: as they were written, metadata as JSON gives it back; ``k=None``: positions have
             different numbers of entries.
+        predicts: what row i of a sample is, or None if nothing says it.
 
     Raises:
         ValueError: a file is damaged or cut off, or shards do not belong together or are missing; the error names the
@@ -95,8 +107,9 @@ class TeacherCache(Dataset[Dict[str, Any]]):
               f"written must be {first.predicts!r}, as {one.path} says, got {written!r}")
         stored = first.predicts or written
         check(stored is not None or predicts is None, "written must be 'next' or 'token' where predicts is given and "
-              f"the files do not say it, got None for {self.path}")
-        self._moved, self._names = rows_to_move(stored, predicts), names_of_parts(names)
+              f"the files do not say it, got None for {self.path}; {CHOICES}")
+        self._names, self._stored = names_of_parts(names), stored
+        self._moved, self.predicts = rows_to_move(stored, predicts, self._names), predicts or stored
 
     def __len__(self) -> int:
         return len(self.shards)
@@ -132,6 +145,7 @@ class TeacherCache(Dataset[Dict[str, Any]]):
         place = Place(str(shard.path), within)
         with reading(f"{place.at()} must be whole", shard.path):
             stored = shard.read(within, self.verify)
+            check_predicts(stored, self._stored, place)
             return sample_of(stored, self.num_classes, place, self.verify, self._moved, self._names)
 
 

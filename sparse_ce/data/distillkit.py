@@ -106,7 +106,8 @@ class DistillKitCache(Dataset[Dict[str, Any]]):
         check(self.num_classes is not None, f"num_classes must be given where no configuration says it, got None for "
               f"{path}")
         self._bits = max(1, math.ceil(math.log2(int(self.num_classes or 1))))
-        self._moved, self._names = rows_to_move("next", predicts), names_of_parts(names)
+        self._names = names_of_parts(names)
+        self._moved = rows_to_move("next", predicts, self._names)
 
     def __len__(self) -> int:
         return len(self._files)

@@ -10,7 +10,18 @@ from torch import Tensor
 
 from ..errors import check, fail, shortened
 from .reading import AGAIN
-from .sequence import DTYPES, INTEGERS, Header, Place, Stored, check_checksum, checksum, tensor_of, with_columns
+from .sequence import (
+    DTYPES,
+    INTEGERS,
+    Header,
+    Place,
+    Stored,
+    as_predicts,
+    check_checksum,
+    checksum,
+    tensor_of,
+    with_columns,
+)
 
 
 class Array(NamedTuple):
@@ -42,7 +53,7 @@ def pieces_of(sequences: Sequence[Stored]) -> Pieces:
               "crc32": [torch.tensor([checksum(s) for s in sequences], dtype=torch.int64).to(torch.uint32)]}
     if sequences and sequences[0].counts is not None:
         pieces["entries"] = ends([s.counts for s in sequences if s.counts is not None])
-    for name in ("ids", "log_probs", "tokens", "log_rest"):
+    for name in ("ids", "log_probs", "tokens", "log_rest", "predicts"):
         parts = [getattr(s, name) for s in sequences]
         if parts and parts[0] is not None:
             pieces[name] = parts
@@ -86,6 +97,9 @@ class FlatShard:
         self._arrays, self._sequences = arrays, sequences
         self._check_shapes(promised)
         self.header = with_columns(header, arrays)
+        if header is None and "predicts" in arrays:
+            column = self._rows("predicts", 0, min(1, arrays["predicts"].shape[0]))  # reading compares all others
+            self.header = self.header._replace(predicts=as_predicts(column, f"in {path}"))
 
     def __len__(self) -> int:
         return self._sequences
@@ -116,7 +130,7 @@ class FlatShard:
                      f"is damaged, {AGAIN}")
         stored = Stored(self._rows("ids", ids_begin, ids_end), self._rows("log_probs", ids_begin, ids_end), counts,
                         *(self._rows(name, begin, end) if name in self._arrays else None
-                          for name in ("tokens", "log_rest")))
+                          for name in ("tokens", "log_rest", "predicts")))
         if verify and "crc32" in self._arrays:
             check_checksum(stored, int(self._rows("crc32", i, i + 1).long()), place)
         return stored
@@ -166,7 +180,7 @@ class FlatShard:
               f"{self._sequences} in {self.path}; {AGAIN}")
         positions = self._rows_of_positions
         rows = {"sequences": self._sequences + 1, "crc32": self._sequences, "tokens": positions, "log_rest": positions,
-                "log_probs": self._arrays["ids"].shape[0]}
+                "predicts": positions, "log_probs": self._arrays["ids"].shape[0]}
         for name, n in rows.items():
             if name in self._arrays:
                 found = self._arrays[name].shape[0]
@@ -201,7 +215,7 @@ def _check_kinds(arrays: Dict[str, Array], path: Path) -> None:
             size = array.file.stat().st_size
             check(max(array.shape) <= size, f"{name} must have at most {size} rows, as many as {array.file} has bytes, "
                   f"got the shape {list(array.shape)}; {AGAIN}")
-    for name in {"ids", "tokens", "crc32"} & set(arrays):
+    for name in {"ids", "tokens", "crc32", "predicts"} & set(arrays):
         check(arrays[name].dtype in INTEGERS, f"{name} must be integers, got {arrays[name].dtype} in {path}")
     for name, of in (("sequences", "N"), ("entries", "P")):
         if name in arrays:

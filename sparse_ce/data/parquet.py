@@ -15,7 +15,9 @@ from .sequence import (
     DTYPES,
     Header,
     Place,
+    Predicts,
     Stored,
+    as_predicts,
     bytes_of,
     check_integers,
     header_text,
@@ -27,7 +29,7 @@ from .whole import new_file, whole
 
 ENTRIES_OF_A_GROUP = 2**18  # what is decoded at a time: whoever reads sequences at random decodes it for each
 _COLUMNS = {"ids": "ids", "log_probs": "log_probs", "log_probs_bfloat16": "log_probs", "input_ids": "tokens",
-            "tokens": "tokens", "log_rest": "log_rest"}
+            "tokens": "tokens", "log_rest": "log_rest", "predicts": "predicts"}
 
 
 def pyarrow_parquet() -> Tuple[Any, Any]:
@@ -94,6 +96,8 @@ def _table(sequences: Sequence[Stored]) -> Any:
     columns["log_probs" + bits] = lists(positions, lists(entries, leaf([s.log_probs for s in sequences])))
     if first.log_rest is not None:
         columns["log_rest"] = lists(positions, leaf([s.log_rest for s in sequences if s.log_rest is not None]))
+    if first.predicts is not None:
+        columns["predicts"] = lists(positions, leaf([s.predicts for s in sequences if s.predicts is not None]))
     return pa.table(columns)
 
 
@@ -215,11 +219,23 @@ class ParquetShard:
         check(promised in (-1, len(self._rows)), f"sequences must be {promised}, as the header says, got "
               f"{len(self._rows)} in {path}; {AGAIN}")
         self.header = with_columns(header, found)
+        if header is None and "predicts" in found:
+            self.header = self.header._replace(predicts=self._said())
         check(header is None or promised < 0 or self.header.columns == header.columns, f"columns must be those of "
               f"{header and header.columns}, as the header says, got {described(self._rows.names)} in {path}; {AGAIN}")
 
     def __len__(self) -> int:
         return len(self._rows)
+
+    def _said(self) -> Optional[Predicts]:
+        """Returns what the first position says; reading compares all others."""
+        column = torch.empty(0)
+        for i in range(len(self)):
+            column = self._rows.row(i, ["predicts"])["predicts"][0]
+            if len(column):
+                break
+        self._rows.close()  # of this column alone
+        return as_predicts(column[:1], f"in {self.path}")
 
     def close(self) -> None:
         self._rows.close()
@@ -230,7 +246,7 @@ class ParquetShard:
         row: Dict[str, Tuple[Tensor, Optional[Tensor]]] = {}
         for name, part in self._rows.row(i, list(self._columns)).items():
             row[self._columns[name]] = part
-            if self._columns[name] in ("ids", "tokens"):
+            if self._columns[name] in ("ids", "tokens", "predicts"):
                 check_integers(name, part[0], place)
         (ids, counts), (log_probs, others) = row["ids"], row["log_probs"]
         if counts is None or others is None or not torch.equal(counts, others):
@@ -247,5 +263,5 @@ class ParquetShard:
                 position = int(wrong.to(torch.uint8).argmax())
                 fail(f"ids must be {k} at each position, got {int(counts[position])} at {place.at(position)}; {AGAIN}")
             ids, log_probs, counts = ids.reshape(-1, k), log_probs.reshape(-1, k), None
-        return Stored(ids, log_probs, counts, *(row[name][0] if name in row else None for name in ("tokens",
-                                                                                                 "log_rest")))
+        return Stored(ids, log_probs, counts, *(row[name][0] if name in row else None
+                                                for name in ("tokens", "log_rest", "predicts")))

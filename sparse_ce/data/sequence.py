@@ -14,8 +14,11 @@ from ..target import SparseTarget
 from .reading import AGAIN, is_count, json_object, reading
 
 Predicts = Literal["next", "token"]
+CHOICES = ("'next' means that row i is what the teacher predicts behind token i, as its logits at i are; 'token' means "
+           "that row i is what it predicts of token i, as vLLM's prompt_logprobs are")
 VERSION = 1  # of the layout
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}  # of log-probabilities
+COLUMNS = ("ids", "log_probs", "tokens", "log_rest", "predicts")
 INTEGERS = (torch.uint8, torch.uint16, torch.uint32, torch.uint64, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
@@ -33,7 +36,7 @@ class Stored(NamedTuple):
     """The tensors of a sequence of P positions, in the dtypes of its file.
 
     ids, log_probs: (P, K), or (E,) with ``counts`` (P,) int64, how many of the E each position has. tokens, log_rest:
-    (P,) or None.
+    (P,) or None. predicts: (P,) or None, 1 for "next" and 0 for "token": row p is of token p + predicts[p].
     """
 
     ids: Tensor
@@ -41,6 +44,7 @@ class Stored(NamedTuple):
     counts: Optional[Tensor] = None
     tokens: Optional[Tensor] = None
     log_rest: Optional[Tensor] = None
+    predicts: Optional[Tensor] = None
 
     @property
     def positions(self) -> int:
@@ -139,7 +143,7 @@ def _check_header(header: Header, sequences: Any) -> None:
              "k": h.k is None or is_count(h.k, h.num_classes) and h.k != 0,
              "dtype": isinstance(h.dtype, str) and h.dtype in DTYPES,
              "predicts": h.predicts in (None, "next", "token"),
-             "columns": set(h.columns) <= {"ids", "log_probs", "tokens", "log_rest"},
+             "columns": set(h.columns) <= set(COLUMNS),
              "first": h.first is None or is_count(h.first),
              "metadata": h.metadata is None or isinstance(h.metadata, dict)}
     for name, fits in right.items():
@@ -149,7 +153,7 @@ def _check_header(header: Header, sequences: Any) -> None:
 
 def with_columns(header: Optional[Header], found: Collection[str]) -> Header:
     """The header, or one for files that have none, with the columns that are there."""
-    columns = tuple(name for name in ("ids", "log_probs", "tokens", "log_rest") if name in found)
+    columns = tuple(name for name in COLUMNS if name in found)
     return (header or Header(None, predicts=None))._replace(columns=columns)
 
 
@@ -175,10 +179,25 @@ def check_shapes(stored: Stored, place: Place) -> None:
     ids, log_probs, positions = stored.ids, stored.log_probs, stored.positions
     if ids.shape != log_probs.shape:
         fail(f"log_probs must have the shape of ids, {list(ids.shape)}, got {list(log_probs.shape)} at {place.at()}")
-    for name in ("tokens", "log_rest"):
+    for name in ("tokens", "log_rest", "predicts"):
         t = getattr(stored, name)
         if t is not None and t.shape != (positions,):
             fail(f"{name} must be ({positions},), one for each position, got {list(t.shape)} at {place.at()}")
+
+
+def as_predicts(column: Tensor, where: str) -> Optional[Predicts]:
+    """Returns what the numbers of a column ``predicts`` say, or None if there are none."""
+    said = sorted(set(column.tolist()))
+    check(said in ([], [0], [1]), f"predicts must be 1, for 'next', or 0, for 'token', and the same at all positions, "
+          f"got {said} {where}")
+    return None if not said else "next" if said == [1] else "token"
+
+
+def check_predicts(stored: Stored, said: Optional[Predicts], place: Place) -> None:
+    """Raises an error if the column of a sequence says something else than its file."""
+    if stored.predicts is not None:
+        found = as_predicts(stored.predicts, f"at {place.at()}")
+        check(found in (None, said), f"predicts must be {said!r}, as the file says, got {found!r} at {place.at()}")
 
 
 def check_values(stored: Stored, num_classes: Optional[int], place: Place) -> None:
@@ -234,9 +253,11 @@ def sample_of(stored: Stored, num_classes: Optional[int], place: Place, verify: 
     return {names.get(name, name): part for name, part in parts.items() if part is not None}
 
 
-def rows_to_move(stored: Optional[Predicts], wanted: Optional[Predicts]) -> int:
+def rows_to_move(stored: Optional[Predicts], wanted: Optional[Predicts], names: Dict[str, str]) -> int:
     """For ``sample_of``: the logits at i predict token i + 1. ``stored`` is known where anything is ``wanted``."""
     check(wanted in (None, "next", "token"), f"predicts must be 'next', 'token' or None, got {wanted!r}")
+    check(wanted is not None or names.get("target") != "labels", "predicts must be 'next' or 'token' if names makes "
+          f"the target 'labels', got None; {CHOICES}. A loss that shifts labels, as the Trainer's, needs 'token'")
     if wanted is None or wanted == stored:
         return 0
     return 1 if wanted == "next" else -1

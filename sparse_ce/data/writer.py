@@ -1,5 +1,6 @@
 """``CacheWriter``: a teacher's top-k, batch by batch, into a file or a folder of shards."""
 
+import math
 import os
 from pathlib import Path
 from types import TracebackType
@@ -20,7 +21,7 @@ from .npy import write as write_npy
 from .parquet import pyarrow_parquet
 from .parquet import write as write_parquet
 from .safetensors import write as write_safetensors
-from .sequence import DTYPES, INTEGERS, Header, Place, Predicts, Stored, as_json, check_values, narrow_dtype
+from .sequence import CHOICES, DTYPES, INTEGERS, Header, Place, Predicts, Stored, as_json, check_values, narrow_dtype
 from .whole import remove_leftovers
 
 Numbers = Union[Tensor, Sequence[Any]]  # or lists of them
@@ -42,7 +43,8 @@ class CacheWriter:
         k: entries of each position: a rectangle, in which fewer are padded. None: as many as each position has.
         dtype: of the log-probabilities in the file, float16, bfloat16 or float32; they are rounded to it once.
         predicts: ``"next"`` where row p is what the teacher predicts behind token p, as its logits at p are,
-            ``"token"`` where it is what it predicts of token p.
+            ``"token"`` where it is what it predicts of token p, as :func:`from_vllm` returns it. Each position of the
+            cache says it. None: ``"next"``, and it is an error if the rows look like vLLM's.
         metadata: what else to remember: which teacher, which text. A dict of what JSON knows; what JSON gives back of
             it is written, with texts for keys, which are of one type, and lists for tuples.
         format: of the shards of a folder, ``"safetensors"``, ``"parquet"`` or ``"npy"``.
@@ -66,7 +68,7 @@ class CacheWriter:
     """
 
     def __init__(self, path: Union[str, "os.PathLike[str]"], *, num_classes: int, k: Optional[int] = None,
-                 dtype: torch.dtype = torch.float16, predicts: Predicts = "next",
+                 dtype: torch.dtype = torch.float16, predicts: Optional[Predicts] = None,
                  metadata: Optional[Dict[str, Any]] = None, format: str = "safetensors", shard: int = 512,
                  resume: bool = False) -> None:
         for name, number, most in (("num_classes", num_classes, 2**31), ("k", k, num_classes), ("shard", shard, 2**31)):
@@ -76,14 +78,16 @@ class CacheWriter:
         check_flags(resume=resume)
         named = {value: name for name, value in DTYPES.items()}
         check(dtype in named, f"dtype must be float16, bfloat16 or float32, got {dtype}")
-        check(predicts in ("next", "token"), f"predicts must be 'next' or 'token', got {predicts!r}")
+        check(predicts in (None, "next", "token"), f"predicts must be 'next' or 'token', or None for 'next', got "
+              f"{predicts!r}; {CHOICES}")
         check(format in FORMATS, f"format must be one of {', '.join(FORMATS)}, got {format!r}")
         self.path, suffix = Path(path), Path(path).suffix[1:]
         self._one = suffix in FORMATS
         self._format = suffix if self._one else format
         if self._format == "parquet":
             pyarrow_parquet()
-        self._header = Header(num_classes, k, named[dtype], predicts,
+        self._unsaid = predicts is None
+        self._header = Header(num_classes, k, named[dtype], predicts or "next",
                               metadata=as_json({} if metadata is None else metadata))
         self._shard, self._shards, self._written = shard, 0, 0
         self._pending: List[Stored] = []
@@ -225,7 +229,7 @@ class CacheWriter:
               f"{target.num_classes}")
         check(target.dim() in (1, 2), f"target must be (S,) or (B, S), got {list(target.shape)}")
         columns = ("ids", "log_probs", *(name for name, t in (("tokens", tokens), ("log_rest", log_rest))
-                                         if t is not None))
+                                         if t is not None), "predicts")
         check(len(self) == 0 or columns == header.columns,
               f"columns must be {header.columns}, as before, got {columns}")
         batch, rest = target.detach().cpu(), {}
@@ -265,9 +269,14 @@ class CacheWriter:
         else:
             ids, values = ids.masked_fill(~live, 0), values.masked_fill(~live, -torch.inf)
         tokens, log_rest = rest["tokens"], rest["log_rest"]
+        said = torch.full((rows,), header.predicts == "next", dtype=torch.uint8)
         stored = Stored(ids, values, torch.bincount(row, minlength=rows), None if tokens is None else tokens.long(),
-                        None if log_rest is None else log_rest.float())
+                        None if log_rest is None else log_rest.float(), said)
         check_values(stored, header.num_classes, place)
+        if self._unsaid and stored.tokens is not None:
+            there = ~values.isneginf()
+            check(not _hold_their_tokens(ids[there], row[there], stored.tokens, header.num_classes), "predicts must be "
+                  f"given for rows that hold the token of their own position, got None at {place.at()}; {CHOICES}")
         stored = stored._replace(log_probs=values.to(DTYPES[header.dtype]))
         narrow = narrow_dtype(header.num_classes)
         if k is not None:
@@ -293,6 +302,18 @@ def _numbers(name: str, given: Numbers, target: SparseTarget, place: Place) -> T
     check(not t.dtype.is_complex and t.dtype != torch.bool, f"{name} must be real numbers, got {t.dtype} at "
           f"{place.at()}")
     return t
+
+
+def _hold_their_tokens(ids: Tensor, row: Tensor, tokens: Tensor, num_classes: int) -> bool:
+    """Returns True if each row that has entries has the token of its own position among them, as vLLM's rows have. Rows
+    that hold the next tokens as well, or so many classes that chance would do it, do not tell."""
+    def missing(of_each: Tensor) -> Tensor:
+        found = torch.zeros(len(tokens), dtype=torch.bool).index_fill_(0, row[ids.eq(of_each[row])], True)
+        return counts.ne(0) & ~found
+
+    counts = torch.bincount(row, minlength=len(tokens))
+    unlikely = (counts[counts.ne(0)] / num_classes).log().sum() < math.log(1e-9)
+    return bool(unlikely & ~missing(tokens).any() & missing(tokens.roll(-1))[:-1].any())
 
 
 def _rectangle(stored: Stored, row: Tensor, k: int, place: Place) -> Stored:

@@ -4,7 +4,7 @@ import functools
 import math
 from collections.abc import Mapping
 from itertools import chain
-from typing import Any, Callable, Dict, List, Literal, Optional, Sequence, Tuple
+from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
 
 import torch
 import torch.nn.functional as F
@@ -13,6 +13,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from ..arguments import is_number
 from ..collate import cat, collate
+from ..data.sequence import CHOICES, Predicts, as_predicts
 from ..data.vllm import entries_of
 from ..entries import IGNORE_INDEX, GivenKind
 from ..errors import check, fail
@@ -44,9 +45,11 @@ class TopKCollator:
         ids, values, mask: keys of a sample. ``mask=None``: there is none.
         kind: what the values are, ``"logprobs"``, ``"probs"`` or ``"logits"``, as in ``SparseTarget.from_topk``.
             ``"logits"`` also normalises log-probabilities over the candidates.
-        predicts: ``"token"`` where row i is the distribution of token i, as vLLM's prompt_logprobs are; ``"next"``
-            where it is that of token i + 1, as the logits at position i are. The labels are those of ``"token"`` in
-            both cases, which is what a loss that shifts wants.
+        predicts: ``"next"`` if row i is what the teacher predicts behind token i, as its logits at i are; ``"token"``
+            if row i is what it predicts of token i. It is needed unless each sample says it: by a key ``predicts`` (S,)
+            of 1 (``"next"``) or 0 (``"token"``) for each position, as caches of :mod:`sparse_ce.data` have it, or by
+            vLLM's objects, which are ``"token"``. A sample that says something else is an error. The labels are those
+            of ``"token"`` in both cases, which is what a loss that shifts wants.
         k: candidates kept in each position, those of the largest values; batches then all have the same K.
         padding_side: where ``collator`` pads, ``"right"`` or ``"left"``; None: where the batch's ``attention_mask``
             says that it did, on the right without.
@@ -68,17 +71,17 @@ class TopKCollator:
     Examples:
         >>> sample = {"input_ids": [5, 6, 7], "teacher_ids": [[5, 9], [6], [7, 2]],
         ...           "teacher_logprobs": [[-0.1, -2.4], [0.0], [-0.7, -0.7]]}
-        >>> TopKCollator(k=2)([sample])["labels"].indices.shape
+        >>> TopKCollator(predicts="token", k=2)([sample])["labels"].indices.shape
         torch.Size([1, 3, 2])
     """
 
     def __init__(self, collator: Optional[Callable[[List[Dict[str, Any]]], Dict[str, Any]]] = None, *,
                  ids: str = "teacher_ids", values: str = "teacher_logprobs", mask: Optional[str] = None,
-                 kind: GivenKind = "logprobs", predicts: Literal["token", "next"] = "token", k: Optional[int] = None,
+                 kind: GivenKind = "logprobs", predicts: Optional[Predicts] = None, k: Optional[int] = None,
                  padding_side: Optional[str] = None, num_classes: Optional[int] = None, fill_with_labels: bool = False,
                  label_weight: float = 0.0, hard_labels: bool = False, log_rest: Optional[str] = None) -> None:
         check(kind in ("logprobs", "probs", "logits"), f"kind must be 'logprobs', 'probs' or 'logits', got {kind!r}")
-        check(predicts in ("token", "next"), f"predicts must be 'token' or 'next', got {predicts!r}")
+        check(predicts in (None, "next", "token"), f"predicts must be 'next' or 'token', got {predicts!r}; {CHOICES}")
         check(padding_side in ("right", "left", None), f"padding_side must be 'right', 'left' or None, got "
               f"{padding_side!r}")
         check(k is None or k > 0, f"k must be positive or None, got {k}")
@@ -100,7 +103,7 @@ class TopKCollator:
             tensor([[False,  True]])
         """
         check(len(samples) > 0, "samples must be at least one, got none")
-        taken = {self.ids, self.values, self.mask, self.log_rest, "labels"}
+        taken = {self.ids, self.values, self.mask, self.log_rest, "labels", "predicts"}
         batch = self.collator([{key: v for key, v in sample.items() if key not in taken} for sample in samples])
         rows = [self._target(sample) for sample in samples]
         size, length = batch["input_ids"].shape
@@ -134,8 +137,8 @@ class TopKCollator:
               "sequences are cut")
         if self.k is not None:
             indices, values = _largest(indices, values, self.k)
-        if self.predicts == "next":
-            indices, values = F.pad(indices, (0, 0, 1, -1), value=IGNORE_INDEX), F.pad(values, (0, 0, 1, -1))
+        behind = self._behind(sample)
+        indices, values = _moved(indices, behind, IGNORE_INDEX), _moved(values, behind, 0.0)
         if self.fill_with_labels or self.label_weight:
             if labels is None:
                 fail(f"sample must hold 'labels' for fill_with_labels and label_weight, got {sorted(sample)}")
@@ -144,6 +147,30 @@ class TopKCollator:
         return SparseTarget.from_topk(
             indices, values, kind=kind, row_mask=None if labels is None else labels.ne(IGNORE_INDEX),
             num_classes=self.num_classes, ignore_empty=True)
+
+    def _behind(self, sample: Mapping[str, Any]) -> Tensor:
+        """Returns bool (S,): True if a row is of the token behind its position, as the sample or the caller says."""
+        rows, teacher, column = len(sample["input_ids"]), _as_rows(sample.get(self.values)), sample.get("predicts")
+        if teacher is None or isinstance(teacher, (list, tuple)) and all(row is None for row in teacher):
+            return torch.zeros(rows, dtype=torch.bool)
+        given = self.predicts
+        if _is_prompt_logprobs(teacher):
+            check(given in (None, "token"), f"predicts must be 'token' for vLLM's log-probabilities, got {given!r}; "
+                  f"pass others than vLLM's as ids and values. {CHOICES}")
+            given = "token"
+        if column is None:
+            if given is None:
+                fail(f"predicts must be 'next' or 'token', got None and a sample of {sorted(sample)}, which does not "
+                     f"say it; {CHOICES}")
+            return torch.full((rows,), given == "next")
+        column = torch.as_tensor(column)
+        check(column.shape == (rows,), f"predicts must have an element for each of the {rows} input_ids, got shape "
+              f"{list(column.shape)} in a sample")
+        lengths = torch.as_tensor(sample.get("seq_lengths", [rows])).tolist()
+        said = {as_predicts(part, "in a sequence of a sample") for part in column.split(lengths)} - {None}
+        check(given is None or said <= {given}, f"predicts must be what the samples say, {', '.join(map(repr, said))}, "
+              f"got {given!r}; leave it out, or correct the samples. {CHOICES}")
+        return column.bool()
 
     def _log_rest(self, sample: Mapping[str, Any]) -> Tensor:
         """(S,), in the positions of the labels: what is left of the teacher beside a weighted label."""
@@ -155,7 +182,7 @@ class TopKCollator:
         rest, rows = torch.as_tensor(sample[self.log_rest]).float(), len(sample["input_ids"])
         check(rest.shape == (rows,), f"{self.log_rest} must have an element for each of the {rows} input_ids, got "
               f"shape {list(rest.shape)}")
-        rest = F.pad(rest, (1, -1)) if self.predicts == "next" else rest
+        rest = _moved(rest, self._behind(sample), 0.0)
         return rest + math.log1p(-self.label_weight) if self.label_weight else rest
 
     def _with_labels(self, indices: Tensor, values: Tensor, labels: Tensor) -> Tuple[Tensor, Tensor]:
@@ -173,7 +200,7 @@ class TopKCollator:
         if teacher is None:
             fail(f"sample must hold {self.values!r}, got {sorted(sample)}; the Trainer drops it unless "
                   "TrainingArguments(remove_unused_columns=False)")
-        if hasattr(teacher, "start_indices") or _is_prompt_logprobs(teacher):
+        if _is_prompt_logprobs(teacher):
             rows = entries_of(teacher)
             indices, values = _padded([r[0] for r in rows], IGNORE_INDEX).long(), _padded([r[1] for r in rows], 0.0)
         else:
@@ -190,6 +217,18 @@ class TopKCollator:
         indices = indices.masked_fill(padding, IGNORE_INDEX)
         padding = padding | _repeated(indices)
         return indices.masked_fill(padding, IGNORE_INDEX), values.masked_fill(padding, 0.0)
+
+
+def _moved(t: Tensor, behind: Tensor, fill: float) -> Tensor:
+    """Returns the rows of (S, ...) at the tokens that they predict, and ``fill`` where no row is left."""
+    if not behind.any():
+        return t
+
+    def of_rows(mask: Tensor) -> Tensor:
+        return mask.reshape(-1, *[1] * (t.dim() - 1))
+
+    return torch.where(of_rows(F.pad(behind, (1, -1))), F.pad(t, (*[0, 0] * (t.dim() - 1), 1, -1)),
+                       t.masked_fill(of_rows(behind), fill))
 
 
 def _side(attention_mask: Optional[Tensor], lengths: List[int], size: List[int], given: Optional[str]) -> str:
@@ -277,8 +316,8 @@ def pad_inputs(samples: Sequence[Mapping[str, Any]], padding_side: str = "right"
 
 
 def _is_prompt_logprobs(teacher: Any) -> bool:
-    return isinstance(teacher, (list, tuple)) and (any(isinstance(row, Mapping) for row in teacher) or
-                                                   len(teacher) > 0 and all(row is None for row in teacher))
+    return hasattr(teacher, "start_indices") or isinstance(teacher, (list, tuple)) and (
+        any(isinstance(row, Mapping) for row in teacher) or len(teacher) > 0 and all(row is None for row in teacher))
 
 
 def _as_rows(given: Any) -> Any:

@@ -4,7 +4,7 @@
 :func:`sparse_ce.integrations.transformers.fuse_lm_head` answers them.
 """
 
-from typing import Any, Dict, List, Literal, Optional, Tuple
+from typing import Any, Dict, List, Optional, Tuple
 
 import torch
 import torch.nn.functional as F
@@ -12,6 +12,7 @@ from torch import nn
 from trl import SFTTrainer, pack_dataset
 from trl.models.utils import unwrap_model_for_generation
 
+from ..data.sequence import CHOICES, Predicts
 from ..entries import IGNORE_INDEX
 from ..errors import check
 from ..flags import check_flags
@@ -45,8 +46,9 @@ class DistillationTrainer(SFTTrainer):  # type: ignore[misc]
         model, args, train_dataset, ...: as for ``SFTTrainer``. The model must not be fused before.
         teacher_model: a causal language model of transformers with the student's vocabulary; frozen here.
         k: classes kept of a teacher in the loop.
-        predicts: of a cache, ``"next"`` where row i is the distribution of token i + 1, as logits at i are and as
-            :class:`sparse_ce.data.CacheWriter` writes them; ``"token"`` where it is that of token i (vLLM).
+        predicts: of a cache, ``"next"`` if row i is what the teacher predicts behind token i, as its logits at i are;
+            ``"token"`` if row i is what it predicts of token i (vLLM). It is needed unless the dataset has the column
+            ``predicts`` of a cache of :mod:`sparse_ce.data`.
         kind, rest, beta, floor, temperature, temperature_squared, alpha: as for :func:`sparse_ce.distillation_loss`.
             At a temperature the student's logits are divided by it, and so are those of a teacher in the loop, whose
             rest is then known; a cached teacher's candidates are tempered against each other.
@@ -74,7 +76,7 @@ class DistillationTrainer(SFTTrainer):  # type: ignore[misc]
     _signature_columns: Any
 
     def __init__(self, model: Any, *args: Any, teacher_model: Optional[nn.Module] = None, k: int = 64,
-                 predicts: Literal["token", "next"] = "next", kind: str = "forward_kl", rest: str = "bucket",
+                 predicts: Optional[Predicts] = None, kind: str = "forward_kl", rest: str = "bucket",
                  beta: float = 0.5, floor: float = -100.0, temperature: float = 1.0, temperature_squared: bool = False,
                  alpha: float = 1.0, on_policy: float = 0.0, max_new_tokens: int = 64,
                  sampling_temperature: float = 1.0, **of_trl: Any) -> None:
@@ -92,6 +94,7 @@ class DistillationTrainer(SFTTrainer):  # type: ignore[misc]
                                    temperature=sampling_temperature or None, top_k=0)
         self._columns: Dict[str, Any] = {}
         self.teacher_model: Any = None
+        self._must_say = teacher_model is None and predicts is None
         super().__init__(model, *args, **of_trl)
         check(on_policy == 0 or not (self.padding_free or self.args.packing),
               "padding_free and packing must be off for on_policy, which continues each prompt by itself")
@@ -118,7 +121,9 @@ class DistillationTrainer(SFTTrainer):  # type: ignore[misc]
             return super()._prepare_dataset(dataset, processing_class, args, packing, formatting_func, dataset_name)
         self._columns = dict(ids=ids, values=_CACHED[ids],
                              log_rest=next((name for name in _LOG_REST if name in names), None))
-        kept = ["input_ids", *filter(None, self._columns.values()), "labels"]
+        check("predicts" in names or not self._must_say, "predicts must be 'next' or 'token' for a dataset without the "
+              f"column 'predicts', got None and {names}; {CHOICES}")
+        kept = ["input_ids", *filter(None, self._columns.values()), "labels", *{"predicts"} & {*names}]
         if "labels" not in names:
             mask = "completion_mask" if self.completion_only_loss and "completion_mask" in names else None
             dataset = dataset.map(lambda row: {"labels": _labels(row["input_ids"], row[mask] if mask else None)})
@@ -130,12 +135,13 @@ class DistillationTrainer(SFTTrainer):  # type: ignore[misc]
         if args.max_length is None:
             return dataset
         cut = slice(None, args.max_length) if args.truncation_mode == "keep_start" else slice(-args.max_length, None)
-        dataset = dataset.map(lambda row: {name: row[name][cut] for name in kept})
+        dataset = dataset.map(lambda row: {name: row[name] and row[name][cut] for name in kept})
         return dataset.filter(lambda row: any(label != IGNORE_INDEX for label in row["labels"]))
 
     def _set_signature_columns_if_needed(self) -> None:
         super()._set_signature_columns_if_needed()
-        self._signature_columns = list(dict.fromkeys([*self._signature_columns, *filter(None, self._columns.values())]))
+        self._signature_columns = list(dict.fromkeys([*self._signature_columns, *filter(None, self._columns.values()),
+                                                      *["predicts"] * bool(self._columns)]))
 
     # -------------------------------------------------------------------------------------------- a teacher in the loop
 
