@@ -1495,7 +1495,7 @@ PYTHON = [
     ("sparse_ce/data/flat.py", "check(max(array.shape) <= size, f", "check(True, f"),
     ("sparse_ce/data/flat.py", "if array.end == array.offset:", "if False:"),
     ("sparse_ce/data/flat.py", "bool((offsets[:-1] <= offsets[1:]).all())", "bool((counts >= 0).all())"),
-    ("sparse_ce/data/flat.py", "shape[1:] == (header.k,), f", "True, f"),
+    ("sparse_ce/data/flat.py", "shape[1:] == (header.k,),", "True,"),
     ("sparse_ce/data/reading.py", "    except Exception as error:", "    except ValueError as error:"),
     ("sparse_ce/data/reading.py", "    except Exception as error:", "    except BaseException as error:"),
     ("sparse_ce/data/reading.py", "(path is None or str(path) in str(error))", "True"),
