@@ -60,6 +60,15 @@ def test_files_say_it_without_their_header(tmp_path, format, written):
     assert TeacherCache(bare, num_classes=V).predicts is None
 
 
+def test_a_first_sequence_without_positions_says_nothing(tmp_path, format):
+    target, path = sequence(4)[0], tmp_path / f"teacher.{format}"
+    with CacheWriter(path, num_classes=V, k=5, predicts="token") as writer:
+        for part in (target[:0], target):
+            writer.add(part)
+    cache = TeacherCache(without_header(path), predicts="next", num_classes=V)
+    assert cache[0]["target"].tolist() == [] and cache[1]["target"].tolist() == target.shift(1).tolist()
+
+
 def test_rows_of_both_kinds_are_not_one_cache(tmp_path, format):
     path = tmp_path / f"teacher.{format}"
     write(path, (4, 4))
