@@ -30,7 +30,8 @@ class Step(NamedTuple):
     row_weight: Optional[Tensor] = None
 
 
-STEP: "ContextVar[Step]" = ContextVar("sparse_ce_step", default=Step())
+_OUTSIDE = Step()
+STEP: "ContextVar[Step]" = ContextVar("sparse_ce_step", default=_OUTSIDE)
 
 
 def shifts_labels(model: Any) -> bool:
