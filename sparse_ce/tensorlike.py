@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     from typing_extensions import Self, TypeGuard
 
 _F = TypeVar("_F", bound=Callable[..., Any])
+_LOSS_OF_TRANSFORMERS = (
+    "for a model of transformers that makes its own loss pass Trainer(compute_loss_func=causal_lm_loss()), or call "
+    "fuse_lm_head(model), both of sparse_ce.integrations.transformers")
 _FUNCTIONS: Dict[Any, Callable[..., Any]] = {}
 
 
@@ -42,10 +45,16 @@ class TensorLike(Rows):
         """``torch.cat``, ``stack``, ``split``, ``chunk``, ``reshape``, ``unsqueeze``, ``clone`` and ``equal``."""
         own = _FUNCTIONS.get(function)
         if own is None:
-            fail(f"{resolve_name(function) or function} must be called with tensors, got a SparseTarget, which is none;"
-                 " a model of transformers that makes its own loss takes it after "
-                 "sparse_ce.integrations.transformers.fuse_lm_head(model)", TypeError)
+            fail(f"{resolve_name(function) or function} must be called with tensors, got a SparseTarget, which is none; "
+                 f"{_LOSS_OF_TRANSFORMERS}", TypeError)
         return own(*args, **(kwargs or {}))
+
+    def __getattr__(self, name: str) -> Any:
+        """Names the loss to use where code that makes its own loss treats a target as a tensor of labels."""
+        if name.startswith("_") or not hasattr(Tensor, name):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self)
+        fail(f"Tensor.{name} must be called on a tensor, got a SparseTarget, which is none; {_LOSS_OF_TRANSFORMERS}",
+             AttributeError)
 
     def eq(self, ignore_index: int) -> Tensor:
         """``shape``, bool: True for the rows that are ignored; the opposite of :meth:`ne`, as ``t == -100`` is.

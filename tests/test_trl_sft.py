@@ -240,6 +240,31 @@ def test_a_loss_function_with_soft_labels(tmp_path):
     assert_logs_close(logged(ours, "loss", "grad_norm"), dense(tmp_path, collator, data))
 
 
+def weighted_dataset():
+    data = soft_dataset()
+    return data.add_column("w", [torch.rand(len(ids), generator=torch.Generator().manual_seed(i)).tolist()
+                                 for i, ids in enumerate(data["input_ids"])])
+
+
+@pytest.mark.parametrize("fuse", ORDERS)
+@pytest.mark.parametrize("flat", [False, True])
+def test_token_weights(tmp_path, fuse, flat):
+    data, options = weighted_dataset(), dict(row_weight="w", label_smoothing=0.1)
+    collator = TopKCollator(predicts="next", row_weight="w")
+    args = cases.arguments(cases.tiny_lm.TrainingArguments, tmp_path, **SOFT)
+    expected = Trainer(make_model(), args, train_dataset=data, data_collator=collator,
+                       compute_loss_func=causal_lm_loss(**options))
+    expected.train()
+    if flat:
+        collator = TopKCollator(flattening()["trl"], predicts="next", row_weight="w")
+    ours = train(tmp_path, fuse, data=data, collator=collator, options=options, max_length=None, **SOFT)
+    assert_logs_close(logged(ours, "loss", "grad_norm"), logged(expected, "loss", "grad_norm"))
+    with pytest.raises(ValueError, match="sparse_ce: the batch must hold 'w', .*the collator must keep it"):
+        train(tmp_path, fuse, data=soft_dataset(), collator=TopKCollator(predicts="next"), options=options, **SOFT)
+    with pytest.raises(ValueError, match="sparse_ce: loss_type='dft' does not support row_weight"):
+        train(tmp_path, fuse, data=data, collator=collator, options=options, max_length=None, loss_type="dft", **SOFT)
+
+
 # ----------------------------------------------------------------------------------------------------- what is refused
 
 def test_what_would_be_missed_is_refused(tmp_path):

@@ -8,13 +8,9 @@ from typing import Any, Callable, Dict, NamedTuple, Optional, Tuple
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
-from transformers import PreTrainedModel
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 from .. import functional
-from ..arguments import is_number
 from ..distillation import check_shares, linear_distillation_loss
 from ..divergence import checked
 from ..entries import IGNORE_INDEX
@@ -23,13 +19,15 @@ from ..flags import check_flags
 from ..target import SparseTarget
 from ..topk import linear_topk_log_probs
 from . import per_token
-from .logits import INSTEAD, HeadInput, Logits
+from .heads import base_of, check_head, check_liger, check_prompt
+from .logits import INSTEAD, Logits
 from .metrics import make_types, with_metrics
-from .token_loss import check_options, shifted_rows, token_loss
+from .token_loss import check_options, check_row_weight, missing_column, shifted_rows, token_loss, with_weights
 
 
 def fuse_lm_head(model: Any, *, eval_logits: bool = True, report_metrics: bool = False,
-                 distillation: Optional[Dict[str, Any]] = None, **options: Any) -> "FusedHead":
+                 distillation: Optional[Dict[str, Any]] = None, row_weight: Optional[str] = None,
+                 **options: Any) -> "FusedHead":
     """Makes ``model.forward`` go from hidden states to the loss without logits, wherever it gets labels.
 
     The model's own code runs; between its head and its loss the logits are a formula
@@ -62,9 +60,12 @@ def fuse_lm_head(model: Any, *, eval_logits: bool = True, report_metrics: bool =
             (B, S), class indices, and ``teacher_log_rest`` (B, S), as :class:`TopKCollator` makes both, in the
             positions of the labels. Other options may be ``ignore_index``, ``reduction``, ``num_classes``,
             ``logit_scale``, ``chunk_rows`` and ``logits_dtype``.
+        row_weight: the name of a column of the batch that holds token weights (B, S), as for
+            :func:`causal_lm_loss`; the forward takes it beside the labels. TRL's ``SFTTrainer`` takes it with
+            ``loss_type="nll"``.
         options: those of :func:`sparse_ce.linear_cross_entropy`, such as ``label_smoothing``, ``z_loss``, ``weight``
             and ``chunk_rows``; not ``softcap``, which is the model's, and not ``normalizer``, which is
-            ``num_items_in_batch``, nor ``return_*``. ``logit_scale``, a number, or a 0-d tensor where the model has no
+            ``num_items_in_batch``, nor ``group``, ``vocab_start``, ``return_*``. ``logit_scale``, a number, or a 0-d tensor where the model has no
             softcap, multiplies the model's logits: 1 / T for a temperature T.
 
     Returns:
@@ -85,9 +86,9 @@ def fuse_lm_head(model: Any, *, eval_logits: bool = True, report_metrics: bool =
         True
         >>> handle.remove()
     """
-    scale = options.get("logit_scale", 1.0)
-    if not (is_number(scale) or isinstance(scale, Tensor) and scale.dim() == 0):
-        fail(f"logit_scale must be a number or a 0-d tensor, got {scale!r}", TypeError)
+    check_row_weight(row_weight)
+    check(row_weight is None or distillation is None, "distillation does not support row_weight: a divergence has no "
+          "token weights. Use one of the two.")
     if distillation is None:
         check_options(functional.linear_cross_entropy, options, "softcap", "inplace")
     else:
@@ -97,34 +98,25 @@ def fuse_lm_head(model: Any, *, eval_logits: bool = True, report_metrics: bool =
                 fail(f"distillation must be of {', '.join(_OF_DISTILLATION)}, got {name!r}", TypeError)
         _check_distillation(**distillation)
     check_flags(eval_logits=eval_logits, report_metrics=report_metrics)
-    _check_prompt(model)
-    model = _base_of(model)
+    check_prompt(model)
+    model = base_of(model)
     check("labels" in inspect.signature(model.forward).parameters,
            f"model must have a forward that takes labels, got {type(model).__name__}")
     check("_sparse_ce_head" not in model.__dict__, "model must not be fused yet, got a fused "
           f"{type(model).__name__}; FusedHead.of(model).remove() undoes it")
-    _check_liger(model)
+    check_liger(model)
     check(model.loss_function is ForCausalLMLoss, "model must have the loss of causal language models, "
            f"ForCausalLMLoss, got {getattr(model.loss_function, '__name__', model.loss_function)}")
-    _check_head(model)
+    check_head(model)
     labels_at = list(inspect.signature(model.forward).parameters).index("labels")
-    return FusedHead(model, _Settings(eval_logits, report_metrics, options, distillation, labels_at))
-
-
-def _base_of(model: Any) -> Any:
-    while not isinstance(model, PreTrainedModel):
-        inner = model.get_base_model() if hasattr(model, "get_base_model") else getattr(model, "module", None)
-        if inner is None:
-            fail(f"model must be a causal language model of transformers, got {type(model).__name__}", TypeError)
-        model = inner
-    return model
+    return FusedHead(model, _Settings(eval_logits, report_metrics, options, distillation, row_weight, labels_at))
 
 
 @torch.no_grad()
 def topk_of(model: Any, inputs: Dict[str, Any], rows: Tensor, k: int,
             logit_scale: float = 1.0) -> Tuple[SparseTarget, Tensor]:
     """The top ``k`` of a model's positions where ``rows`` (B, S) is True, and the rest's logarithm; without logits."""
-    head = _check_head(_base_of(model))
+    head = check_head(base_of(model))
     head._sparse_ce_fusing = True
     try:
         logits = model(**{**inputs, "use_cache": False}).logits
@@ -149,52 +141,6 @@ def _check_distillation(*, kind: str = "forward_kl", rest: str = "zero", beta: f
     check_flags(temperature_squared=temperature_squared)
 
 
-def _check_liger(model: Any) -> None:
-    """Liger's fused loss takes the place of ``forward``, of a class or of a model."""
-    for forward in (model.__dict__.get("forward"), type(model).forward):
-        if "liger_kernel" in getattr(inspect.unwrap(getattr(forward, "__func__", forward)), "__module__", ""):
-            fail("model must keep its own forward, got that of liger_kernel; apply Liger with "
-                 "fused_linear_cross_entropy=False, or leave out fuse_lm_head")
-
-
-def _check_prompt(model: Any) -> None:
-    """PEFT weighs the loss of CPT anew, from the logits of the model's output."""
-    for module in model.modules() if isinstance(model, nn.Module) else ():
-        kind = getattr(getattr(module, "active_peft_config", None), "peft_type", None)
-        check(kind != "CPT", "model must leave its loss to its own forward, got one of PEFT's CPT, which makes its own "
-              "from the logits; train it without fuse_lm_head, with class indices")
-
-
-def _head_of(model: Any) -> Any:
-    """The module that multiplies: of a head that PEFT keeps copies of (``modules_to_save``), the one in use."""
-    head = model.get_output_embeddings()
-    copies = getattr(head, "modules_to_save", None)
-    if not isinstance(copies, nn.ModuleDict):
-        return head
-    active = head.active_adapters
-    if head.disable_adapters or not active or any(name not in copies for name in active):
-        return head.original_module
-    return copies[active[0]]
-
-
-def _check_head(model: Any) -> Any:
-    head = _head_of(model)
-    if head is None:
-        fail(f"model must have an output head, got {type(model).__name__} without one", TypeError)
-    if getattr(type(head), "forward", None) is not nn.Linear.forward:
-        fail("model must have a plain nn.Linear as its output head, got "
-             f"{type(head).__module__}.{type(head).__name__}; keep adapters and quantisation away from the head "
-             f'(PEFT: modules_to_save=["lm_head"] trains a copy of it), or train it with {INSTEAD}', TypeError)
-    weight = head.weight
-    wrapped = is_traceable_wrapper_subclass(weight) and not isinstance(weight, DTensor)  # FSDP2's, between forwards
-    if wrapped or not weight.dtype.is_floating_point:
-        fail(f"model must have an output head with a plain floating weight, got {type(weight).__name__} of "
-             f"{weight.dtype}; a quantised head has no fused loss", TypeError)
-    if _enter_head not in head._forward_pre_hooks.values():
-        head.register_forward_pre_hook(_enter_head)
-    return head
-
-
 class FusedHead:
     """What :func:`fuse_lm_head` did to a model; :meth:`remove` undoes it.
 
@@ -206,7 +152,7 @@ class FusedHead:
     """
 
     def __init__(self, model: Any, settings: "_Settings") -> None:
-        self.model, self.active = model, True
+        self.model, self.active, self.row_weight = model, True, settings.row_weight
         self.used = False  # whether a loss has come from here, where nothing is compiled
         self.summed = False  # whether a trainer is about to sum the log-probabilities of all positions
         self._own = {name: model.__dict__[name] for name in ("forward", "_loss_function") if name in model.__dict__}
@@ -249,7 +195,7 @@ class FusedHead:
             >>> FusedHead.of(copy.deepcopy(model)).remove()
             >>> handle.remove()
         """
-        model = _base_of(model)
+        model = base_of(model)
         head: Optional[FusedHead] = model.__dict__.get("_sparse_ce_head")
         if head is None:
             fail(f"model must be fused by fuse_lm_head, got a {type(model).__name__} that is not")
@@ -288,6 +234,7 @@ class _Settings(NamedTuple):
     report_metrics: bool
     options: Dict[str, Any]
     distillation: Optional[Dict[str, Any]]
+    row_weight: Optional[str]  # the name of a column
     labels_at: int  # among the arguments of forward
 
     def options_of(self, logits: Any) -> Dict[str, Any]:
@@ -300,17 +247,21 @@ def _loss_of(settings: _Settings) -> Callable[..., Tensor]:
                       ignore_index: int = IGNORE_INDEX, shift_labels: Any = None, **kwargs: Any) -> Tensor:
         shift = shift_labels is None
         options = {"ignore_index": ignore_index, **settings.options_of(logits)}
-        labels, teacher = labels if shift else shift_labels, None
+        labels, teacher, rows = labels if shift else shift_labels, None, dict(module._sparse_ce_rows or {})
+        row_weight = rows.pop("row_weight", None)
+        check(shift or row_weight is None, "row_weight does not support shift_labels: the weights are in the positions "
+              "of labels. Use labels, which the loss shifts.")
         if settings.distillation is not None:
-            teacher = {**settings.distillation, **shifted_rows(module._sparse_ce_rows, shift, options["ignore_index"])}
+            teacher = {**settings.distillation, **shifted_rows(rows, shift, options["ignore_index"])}
         if module._sparse_ce_asked is not None:
             loss, module._sparse_ce_beside = per_token.scores(
-                logits, labels, num_items_in_batch, options, module._sparse_ce_asked, shift=shift,
-                summed=module._sparse_ce_head.summed, teacher=teacher)
+                logits, labels, num_items_in_batch, with_weights(options, row_weight, logits, shift),
+                module._sparse_ce_asked, shift=shift, summed=module._sparse_ce_head.summed, teacher=teacher)
             return loss
         # The metrics are on their way to the output, past the model's own code.
         loss, module._sparse_ce_beside = token_loss(logits, labels, num_items_in_batch, options, shift=shift,
-                                                    report_metrics=settings.report_metrics, teacher=teacher)
+                                                    report_metrics=settings.report_metrics, teacher=teacher,
+                                                    row_weight=row_weight)
         return loss
 
     return loss_function
@@ -324,6 +275,7 @@ def _forward_of(settings: _Settings, signature: inspect.Signature) -> Callable[.
         handle = _handle_of(module, forward)
         if handle is None:
             return _call(getattr(module, "_sparse_ce_before", {}).get(forward), module, *args, **kwargs)
+        row_weight = kwargs.pop(settings.row_weight, None) if settings.row_weight else None
         asked = per_token.taken(module, kwargs, handle._own.get("forward"))
         if asked is not None and labels is None:
             labels = kwargs["labels"] = kwargs.get("shift_labels")
@@ -332,11 +284,14 @@ def _forward_of(settings: _Settings, signature: inspect.Signature) -> Callable[.
         if not torch.compiler.is_compiling():
             handle.used = True
         module._sparse_ce_rows = {name: kwargs.pop(given) for given, name in _ROWS.items() if given in kwargs}
-        check(settings.distillation is not None or not module._sparse_ce_rows, "hard_labels and teacher_log_rest must "
+        if settings.row_weight is not None:
+            check(row_weight is not None, missing_column(settings.row_weight))
+            module._sparse_ce_rows["row_weight"] = row_weight
+        check(settings.distillation is not None or not set(_ROWS.values()) & set(module._sparse_ce_rows), "hard_labels and teacher_log_rest must "
               "come with fuse_lm_head(model, distillation=...), got a head that is fused without")
         if asked is None and settings.eval_logits and not (module.training or torch.is_grad_enabled()):
             return _with_what_is_beside(module, handle._call(module, *args, **kwargs))
-        head = _check_head(module)
+        head = check_head(module)
         if isinstance(head, FSDPModule):
             head.set_reshard_after_forward(False, recurse=False)  # the loss reads the weight after the head is left
         head._sparse_ce_fusing, module._sparse_ce_asked = True, asked
@@ -369,10 +324,6 @@ def _replicate(model: Any) -> Any:
     replica.forward = MethodType(head._fused, replica)
     replica._loss_function = MethodType(head._fused_loss, replica)
     return replica
-
-
-def _enter_head(head: nn.Module, args: Tuple[Any, ...]) -> Optional[Tuple[HeadInput]]:
-    return (HeadInput(*args),) if getattr(head, "_sparse_ce_fusing", False) else None
 
 
 def _without_logits(module: nn.Module, output: Any) -> Any:

@@ -39,6 +39,9 @@ class HeadInput:
     def float(self) -> "HeadInput":
         return HeadInput(self.hidden.float())
 
+    def __getattr__(self, name: str) -> Any:
+        fail(_message(f".{name} of the hidden states inside of the head"), AttributeError)
+
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Tuple[Any, ...] = (),
                            kwargs: Optional[Dict[str, Any]] = None) -> "Logits":

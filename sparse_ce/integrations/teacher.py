@@ -66,6 +66,10 @@ class TopKCollator:
             ``teacher_log_rest`` (B, S), multiplied by 1 - ``label_weight`` as the candidates are, and -inf where a
             sample has no teacher. None: there is none.
 
+        row_weight: key of (S,) token weights, in the positions of the labels; the batch gets them under the same key,
+            (B, S) float32, 0 in the padding. For the ``row_weight`` of :func:`causal_lm_loss` and
+            :func:`fuse_lm_head`. None: there is none.
+
     With the Trainer set ``remove_unused_columns=False``: it drops keys that are not arguments of the model.
 
     Examples:
@@ -79,7 +83,8 @@ class TopKCollator:
                  ids: str = "teacher_ids", values: str = "teacher_logprobs", mask: Optional[str] = None,
                  kind: GivenKind = "logprobs", predicts: Optional[Predicts] = None, k: Optional[int] = None,
                  padding_side: Optional[str] = None, num_classes: Optional[int] = None, fill_with_labels: bool = False,
-                 label_weight: float = 0.0, hard_labels: bool = False, log_rest: Optional[str] = None) -> None:
+                 label_weight: float = 0.0, hard_labels: bool = False, log_rest: Optional[str] = None,
+                 row_weight: Optional[str] = None) -> None:
         check(kind in ("logprobs", "probs", "logits"), f"kind must be 'logprobs', 'probs' or 'logits', got {kind!r}")
         check(predicts in (None, "next", "token"), f"predicts must be 'next' or 'token', got {predicts!r}; {CHOICES}")
         check(padding_side in ("right", "left", None), f"padding_side must be 'right', 'left' or None, got "
@@ -91,7 +96,7 @@ class TopKCollator:
         check(is_number(label_weight) and 0 <= label_weight < 1,
               f"label_weight must be in [0, 1), got {label_weight!r}")
         check_flags(fill_with_labels=fill_with_labels, hard_labels=hard_labels)
-        self.hard_labels, self.log_rest = hard_labels, log_rest
+        self.hard_labels, self.log_rest, self.row_weight = hard_labels, log_rest, row_weight
         self.padding_side, self.fill_with_labels, self.label_weight = padding_side, fill_with_labels, label_weight
 
     def __call__(self, samples: Sequence[Mapping[str, Any]]) -> Dict[str, Any]:
@@ -103,7 +108,7 @@ class TopKCollator:
             tensor([[False,  True]])
         """
         check(len(samples) > 0, "samples must be at least one, got none")
-        taken = {self.ids, self.values, self.mask, self.log_rest, "labels", "predicts"}
+        taken = {self.ids, self.values, self.mask, self.log_rest, self.row_weight, "labels", "predicts"}
         batch = self.collator([{key: v for key, v in sample.items() if key not in taken} for sample in samples])
         rows = [self._target(sample) for sample in samples]
         size, length = batch["input_ids"].shape
@@ -122,6 +127,9 @@ class TopKCollator:
             batch["hard_labels"] = hard if first is None else hard.masked_fill(first, IGNORE_INDEX)
         if self.log_rest is not None:
             batch["teacher_log_rest"] = _laid([self._log_rest(sample) for sample in samples], size, length, side, 0.0)
+        if self.row_weight is not None:
+            batch[self.row_weight] = _laid([_column(sample, self.row_weight) for sample in samples], size, length, side,
+                                           0.0)
         return batch
 
     def _target(self, sample: Mapping[str, Any]) -> SparseTarget:
@@ -177,12 +185,7 @@ class TopKCollator:
         assert self.log_rest is not None
         if self.fill_with_labels and sample.get(self.values) is None:
             return torch.full((len(sample["input_ids"]),), -torch.inf)
-        if sample.get(self.log_rest) is None:
-            fail(f"sample must hold {self.log_rest!r}, got {sorted(sample)}")
-        rest, rows = torch.as_tensor(sample[self.log_rest]).float(), len(sample["input_ids"])
-        check(rest.shape == (rows,), f"{self.log_rest} must have an element for each of the {rows} input_ids, got "
-              f"shape {list(rest.shape)}")
-        rest = _moved(rest, self._behind(sample), 0.0)
+        rest = _moved(_column(sample, self.log_rest), self._behind(sample), 0.0)
         return rest + math.log1p(-self.label_weight) if self.label_weight else rest
 
     def _with_labels(self, indices: Tensor, values: Tensor, labels: Tensor) -> Tuple[Tensor, Tensor]:
@@ -255,6 +258,17 @@ def _widened(target: SparseTarget, length: int, padding_side: str) -> SparseTarg
     return SparseTarget.from_topk(
         F.pad(indices, (0, 0, *pad), value=IGNORE_INDEX), F.pad(values, (0, 0, *pad)), kind=target.kind,
         row_mask=F.pad(target.ne(IGNORE_INDEX), pad), num_classes=target.num_classes)
+
+
+def _column(sample: Mapping[str, Any], name: str) -> Tensor:
+    """(S,), float32."""
+    if sample.get(name) is None:
+        fail(f"sample must hold {name!r}, got {sorted(sample)}; the Trainer drops it unless "
+             "TrainingArguments(remove_unused_columns=False)")
+    column, rows = torch.as_tensor(sample[name]).float(), len(sample["input_ids"])
+    check(column.shape == (rows,), f"{name} must have an element for each of the {rows} input_ids, got shape "
+          f"{list(column.shape)}")
+    return column
 
 
 def _hard_labels(sample: Mapping[str, Any]) -> Tensor:

@@ -8,10 +8,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .. import functional
-from ..arguments import Normalizer, check_held
+from ..arguments import Normalizer, check_held, is_number
 from ..distillation import distillation_loss, linear_distillation_loss
 from ..entries import IGNORE_INDEX
-from ..errors import check, fail
+from ..errors import check, described, fail
 from ..target import SparseTarget, as_target
 from .logits import Logits
 from .metrics import metrics_of
@@ -33,18 +33,31 @@ def shifted_rows(rows: Dict[str, Tensor], shift: bool, ignore_index: int) -> Dic
     """What stands beside the labels of each position, for the logits that are compared with them."""
     if not shift:
         return rows
-    return {name: F.pad(t[:, 1:], (0, 1), value=0 if t.is_floating_point() else ignore_index)
+    return {name: F.pad(t[..., 1:], (0, 1), value=0 if t.is_floating_point() else ignore_index)
             for name, t in rows.items()}
 
 
+def with_weights(options: Dict[str, Any], row_weight: Any, logits: Any, shift: bool) -> Dict[str, Any]:
+    """Returns the options of a loss with the token weights of a batch, which are shifted as its labels are."""
+    if row_weight is None:
+        return options
+    if not isinstance(row_weight, Tensor):
+        fail(f"row_weight must be a tensor (B, S) in the batch, got a {type(row_weight).__name__}", TypeError)
+    if not row_weight.is_floating_point():  # a mask
+        row_weight = row_weight.float()
+    return {**options, **shifted_rows({"row_weight": row_weight.to(logits.device, non_blocking=True)}, shift, 0)}
+
+
 def token_loss(logits: Any, labels: Any, normalizer: Optional[Normalizer], options: Dict[str, Any], *, shift: bool,
-               report_metrics: bool, teacher: Optional[Dict[str, Any]] = None
+               report_metrics: bool, teacher: Optional[Dict[str, Any]] = None, row_weight: Any = None
                ) -> Tuple[Tensor, Optional[Dict[str, Tensor]]]:
     """The loss and, where they are asked for, its metrics. ``logits`` (B, S, V): numbers, or the :class:`Logits` of a
-    fused head. ``teacher``: options of a distillation from the labels, what of them has a row of each position too."""
+    fused head. ``teacher``: options of a distillation from the labels, what of them has a row of each position too.
+    ``row_weight`` (B, S): in the positions of the labels."""
     target = target_of(labels, logits, options.get("ignore_index", IGNORE_INDEX), shift)
     if options.get("reduction", "mean") == "mean":
         options = {**options, "normalizer": normalizer}
+    options = with_weights(options, row_weight, logits, shift)
     if not report_metrics:
         return loss_of(logits, target, teacher, **options), None
     # A fused head reads metrics beside the loss, whose sums may round differently then; of logits a read of their own
@@ -77,13 +90,33 @@ def loss_of(logits: Any, target: SparseTarget, teacher: Optional[Dict[str, Any]]
     return distillation_loss(logits, target, **teacher, **options)
 
 
+_OF_SHARDS = "; a head whose weight is a DTensor sharded over the classes needs no group"
+_FIXES = {"group": _OF_SHARDS, "vocab_start": _OF_SHARDS}
+
+
+def check_row_weight(row_weight: Any) -> None:
+    """Raises an error for weights instead of the name of their column: batches differ."""
+    if not (row_weight is None or isinstance(row_weight, str)):
+        fail(f"row_weight must be the name of the batch's column of weights (B, S), got {described(row_weight)}; put "
+             'the weights beside the labels of each sample, and pass their name, row_weight="token_weights"', TypeError)
+
+
+def missing_column(name: str) -> str:
+    return (f"the batch must hold {name!r}, the name given as row_weight, got no such column; the Trainer drops it "
+            "unless TrainingArguments(remove_unused_columns=False), and the collator must keep it")
+
+
 def check_options(loss: Callable[..., Any], options: Dict[str, Any], *taken: str) -> None:
     known = [name for name, parameter in inspect.signature(loss).parameters.items()
              if parameter.default is not inspect.Parameter.empty]
-    refused = {"normalizer", "return_lse", "return_entropy", "return_argmax", "linear_bias", *taken}
+    refused = {"normalizer", "return_lse", "return_entropy", "return_argmax", "linear_bias", "row_weight", "group",
+               "vocab_start", *taken}
     for name in options:
         if name not in known or name in refused:
-            fail(f"options must be among {sorted(set(known) - refused)}, got {name!r}", TypeError)
+            fail(f"options must be among {sorted(set(known) - refused)}, got {name!r}{_FIXES.get(name, '')}", TypeError)
+    scale = options.get("logit_scale", 1.0)
+    if not (is_number(scale) or isinstance(scale, Tensor) and scale.dim() == 0):
+        fail(f"logit_scale must be a number or a 0-d tensor, got {described(scale)}", TypeError)
     check(options.get("reduction", "mean") != "none",
            "reduction must be 'mean' or 'sum' in a training loop, got 'none'")
     check_held(options.get("weight"), None, {name: value for name, value in options.items() if name != "logit_scale"

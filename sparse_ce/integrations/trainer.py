@@ -2,7 +2,8 @@
 
 import functools
 import sys
-from typing import Any, Callable, List
+from contextlib import contextmanager
+from typing import Any, Callable, Iterator, List
 
 import torch
 from torch import nn
@@ -12,6 +13,7 @@ from ..errors import check, fail
 from ..target import SparseTarget
 from .fused_head import FusedHead, fuse_lm_head
 from .metrics import metrics_beside
+from .own_loss import STEP, Step, shifts_labels
 from .per_token import patched
 from .token_loss import MARK
 
@@ -20,8 +22,8 @@ _SUMS = "1.16."  # releases of TRL whose SFTTrainer is known to do nothing with 
 
 def install() -> None:
     for name, around in (("compute_loss", _around_compute_loss), ("training_step", _around_training_step),
-                         ("_prepare_inputs", _around_prepare_inputs), ("_get_num_items_in_batch", _around_count),
-                         ("train", _around_train)):
+                         ("prediction_step", _with_model), ("_prepare_inputs", _around_prepare_inputs),
+                         ("_get_num_items_in_batch", _around_count), ("train", _around_train)):
         _wrap(Trainer, name, around)
 
 
@@ -68,21 +70,46 @@ def _around_train(train: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _around_compute_loss(compute_loss: Callable[..., Any]) -> Callable[..., Any]:
-    """That takes metrics out of the items of an output, all of which evaluation collects."""
+    """That hands token weights to a loss of ours, and takes metrics out of the items of an output, all of which
+    evaluation collects."""
 
     @functools.wraps(compute_loss)
     def checked(self: Any, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         _check_smoothing(self, model, inputs)
         _check_logits_stay(self, kwargs.get("return_outputs", args[0] if args else False))
-        made = compute_loss(self, model, inputs, *args, **kwargs)
+        options = getattr(_loss_of(self), MARK, {})
+        with _step(self, inputs.pop(options["row_weight"], None) if options.get("row_weight") else None):
+            made = compute_loss(self, model, inputs, *args, **kwargs)
         return (made[0], metrics_beside(made[1])) if isinstance(made, tuple) else made
 
     return checked
 
 
+@contextmanager
+def _step(trainer: Any, row_weight: Any = None) -> Iterator[None]:
+    """Tells a loss function the model, and the token weights of its batch."""
+    token = STEP.set(Step(trainer.model, row_weight))
+    try:
+        yield
+    finally:
+        STEP.reset(token)
+
+
+def _with_model(step: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a step that tells the model to the loss of a subclass whose ``compute_loss`` calls no other."""
+
+    @functools.wraps(step)
+    def told(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with _step(self):
+            return step(self, *args, **kwargs)
+
+    return told
+
+
 def _around_training_step(training_step: Callable[..., Any]) -> Callable[..., Any]:
     """That sees whether the loss of a fused model, whose options it would miss otherwise, comes from its head."""
 
+    @_with_model
     @functools.wraps(training_step)
     def checked(self: Any, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         heads = _heads(model)
@@ -91,6 +118,8 @@ def _around_training_step(training_step: Callable[..., Any]) -> Callable[..., An
         _check_smoothing(self, model, inputs)
         _check_liger(self)
         for head in heads:
+            check(head.row_weight is None or getattr(self.args, "loss_type", None) != "dft", "loss_type='dft' does not "
+                  "support row_weight: it multiplies the loss of each token by its probability. Use loss_type='nll'.")
             head.used, head.summed = False, _sums_log_probs(self)
         try:
             loss = training_step(self, model, inputs, *args, **kwargs)
@@ -126,7 +155,8 @@ def _around_count(count: Callable[..., Any]) -> Callable[..., Any]:
         options = getattr(_loss_of(self), MARK, None)
         if options is None or not hasattr(self, "_loss_shifts_labels"):  # older releases do not ask
             return count(self, *args, **kwargs)
-        own, self._loss_shifts_labels = self._loss_shifts_labels, options["shift"]
+        shift = shifts_labels(self.model) if options["shift"] is None else options["shift"]
+        own, self._loss_shifts_labels = self._loss_shifts_labels, shift
         try:
             return count(self, *args, **kwargs)
         finally:

@@ -15,8 +15,9 @@ from ..target import SparseTarget, as_target
 from . import trainer
 from .fused_head import FusedHead, fuse_lm_head
 from .metrics import TokenMetrics, set_beside
+from .own_loss import STEP, outputs_shift, shifts_labels
 from .teacher import TopKCollator
-from .token_loss import MARK, check_options, token_loss
+from .token_loss import MARK, check_options, check_row_weight, missing_column, token_loss
 
 # The Trainer and accelerate take apart, pad and gather what they know: tensors, sequences and mappings.
 Mapping.register(SparseTarget)
@@ -25,17 +26,22 @@ trainer.install()
 __all__ = ["FusedHead", "TokenMetrics", "TopKCollator", "causal_lm_loss", "fuse_lm_head"]
 
 
-def causal_lm_loss(*, shift: bool = True, report_metrics: bool = False, aux_loss_weight: Optional[float] = None,
+def causal_lm_loss(*, shift: Optional[bool] = None, report_metrics: bool = False,
+                   aux_loss_weight: Optional[float] = None, row_weight: Optional[str] = None,
                    **options: Any) -> Callable[..., Tensor]:
-    """A loss for ``Trainer(compute_loss_func=...)``: cross entropy of a causal language model's logits.
+    """A loss for ``Trainer(compute_loss_func=...)``: cross entropy of a language model's logits, or of a classifier's.
 
     Args:
-        shift: position i of a sequence is compared with the labels of i + 1, as ``ForCausalLMLoss`` does. False where a
-            model's own loss does not: for an encoder-decoder, whose batches must have ``decoder_input_ids`` beside the
-            labels (``DataCollatorForSeq2Seq(tokenizer, model=model)`` makes them); for the decoder of one
-            (``BartForCausalLM``) and for labels that were shifted before. The Trainer, which would count as the model's
-            class does, counts the labels that are compared; it knows the loss in a ``functools.partial`` or a function
-            with ``functools.wraps(loss)`` too.
+        shift: if True, position i of a sequence is compared with the label of i + 1, as ``ForCausalLMLoss`` does; if
+            False, with the label of i. None compares as the model's own loss does. In a Trainer the model's class tells:
+            causal language models shift; token and sequence classification, multiple choice, masked language models and
+            encoder-decoders do not. A class that does not tell, such as the decoder of an encoder-decoder
+            (``BartForCausalLM``, whose own loss does not shift), is an error that asks for ``shift``. Without a
+            Trainer the class of ``outputs`` tells, and a dict or a tuple is that of a causal language model. Pass
+            False for labels that were shifted before. The batches of an encoder-decoder must have
+            ``decoder_input_ids`` beside the labels (``DataCollatorForSeq2Seq(tokenizer, model=model)`` makes them). The
+            Trainer counts the labels that are compared; it knows the loss in a ``functools.partial`` or a function with
+            ``functools.wraps(loss)`` too.
         report_metrics: ``outputs``, which must be a ``ModelOutput``, gets the attributes ``entropy``,
             ``token_accuracy`` and ``num_items`` that :func:`fuse_lm_head` describes, from a second read of the logits.
         aux_loss_weight: what multiplies ``outputs.aux_loss``, the loss of a mixture of experts' routers, which is then
@@ -43,16 +49,24 @@ def causal_lm_loss(*, shift: bool = True, report_metrics: bool = False, aux_loss
             ``model.config.get_text_config().router_aux_loss_coef`` (JetMoe: ``aux_loss_coef``). The Trainer takes the
             labels away from a model whose loss comes from here, which then adds nothing itself. None leaves it out with
             a warning, 0 without.
+        row_weight: the name of a column of the batch that holds token weights (B, S), of any real dtype, in the
+            positions of the labels. It is shifted with the labels, and multiplies the loss of each token, its smoothing
+            and its z-loss included. The divisor stays the number of labels that are not ignored, so that a weight of 0
+            is not a label of -100. A batch without the column is an error: use
+            ``TrainingArguments(remove_unused_columns=False)`` and a collator that keeps the column, as
+            ``TopKCollator(row_weight=...)`` does.
         options: those of :func:`sparse_ce.cross_entropy`, but for ``normalizer``, ``return_lse``, ``return_entropy``,
-            ``return_argmax`` and ``reduction="none"``. With ``reduction="sum"`` the Trainer's count is not used.
+            ``return_argmax``, ``group``, ``vocab_start``, a ``logit_scale`` for each row and ``reduction="none"``. With
+            ``reduction="sum"`` the Trainer's count is not used.
             ``inplace="forward"`` leaves no logits: it is an error with ``report_metrics``, and in a training step that
             returns the model's outputs (``compute_loss(..., return_outputs=True)``).
 
     Returns:
-        ``f(outputs, labels, num_items_in_batch=None)``, a fresh 0-d tensor. ``outputs``: a model's, with ``logits``
+        ``f(outputs, labels, num_items_in_batch=None, row_weight=None)``, a fresh 0-d tensor. ``outputs``: a model's, with ``logits``
         (B, S, V). ``labels``: class indices (B, S), an ``(indices, values)`` tuple (B, S, K), a sparse COO tensor
         (B, S, V) or a ``SparseTarget`` (B, S). ``num_items_in_batch``: the divisor, a number or a tensor whose elements
-        are equal; None for the mean over the positions that count.
+        are equal; None for the mean over the positions that count. ``row_weight``: the token weights, which a Trainer
+        takes from the batch.
 
     The Trainer counts items before it calls this, and PyTorch cannot slice a COO tensor along its positions: inside a
     Trainer, let :func:`sparse_ce.collate` turn COO samples into a ``SparseTarget``.
@@ -61,8 +75,9 @@ def causal_lm_loss(*, shift: bool = True, report_metrics: bool = False, aux_loss
     loss function and which knows no soft labels, is an error.
 
     Raises:
-        TypeError, ValueError: at once for options that do not exist or do not fit; where the loss is taken, for an
-            ``aux_loss_weight`` without an ``aux_loss``.
+        TypeError, ValueError: at once for options that do not exist or do not fit; when the loss is taken, for an
+            ``aux_loss_weight`` without an ``aux_loss``, for ``shift=None`` with a model whose class does not tell, and
+            for a batch without token weights.
 
     Examples:
         >>> loss = causal_lm_loss(label_smoothing=0.1)  # Trainer(..., compute_loss_func=loss)
@@ -70,27 +85,37 @@ def causal_lm_loss(*, shift: bool = True, report_metrics: bool = False, aux_loss
         tensor(2.3026)
     """
     check_options(functional.cross_entropy, options)
-    check_flags(shift=shift, report_metrics=report_metrics)
+    check_flags(report_metrics=report_metrics, **({} if shift is None else {"shift": shift}))
+    check_row_weight(row_weight)
     check(not report_metrics or options.get("inplace") != "forward", "inplace must be False or 'backward' with "
           "report_metrics, which reads the logits after the loss, got 'forward'")
+    column = row_weight
     if not (aux_loss_weight is None or is_number(aux_loss_weight)):
         fail(f"aux_loss_weight must be a number or None, got {aux_loss_weight!r}", TypeError)
 
-    def loss(outputs: Any, labels: Any, num_items_in_batch: Optional[Normalizer] = None) -> Tensor:
+    def loss(outputs: Any, labels: Any, num_items_in_batch: Optional[Normalizer] = None, *,
+             row_weight: Optional[Tensor] = None) -> Tensor:
         if labels is None:
             fail("labels must be in the batch, got None; the Trainer takes them from its key 'labels'", TypeError)
         logits = outputs["logits"] if isinstance(outputs, dict) else getattr(outputs, "logits", None)
         if logits is None:
             logits = outputs[0]
+        step = STEP.get()
+        shifts = shift
+        if shifts is None:
+            shifts = outputs_shift(outputs) if step.model is None else shifts_labels(step.model)
+        weights = step.row_weight if row_weight is None else row_weight
+        if weights is None and column is not None:
+            fail(missing_column(column))
         labels = as_target(labels, logits.shape)
         _check_no_prompt(logits.shape[:-1], labels.shape)
-        value, metrics = token_loss(logits, labels, num_items_in_batch, options, shift=shift,
-                                    report_metrics=report_metrics)
+        value, metrics = token_loss(logits, labels, num_items_in_batch, options, shift=shifts,
+                                    report_metrics=report_metrics, row_weight=weights)
         if metrics is not None:
             set_beside(outputs, metrics)
         return _with_aux_loss(value, outputs, aux_loss_weight)
 
-    setattr(loss, MARK, {**options, "shift": shift})
+    setattr(loss, MARK, {**options, "shift": shift, "row_weight": column})
     return loss
 
 

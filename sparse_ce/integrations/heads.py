@@ -1,0 +1,82 @@
+"""The model inside of its wrappers, and what a fused head asks of its output head."""
+
+import inspect
+from typing import Any, Optional, Tuple
+
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from transformers import PreTrainedModel
+
+from ..errors import check, fail
+from .logits import INSTEAD, HeadInput
+
+
+def unwrapped(model: Any, *attributes: str) -> Optional[PreTrainedModel]:
+    """Returns the model of transformers inside of PEFT and of wrappers that hold it in one of ``attributes``; None if
+    there is none."""
+    while model is not None and not isinstance(model, PreTrainedModel):
+        if hasattr(model, "get_base_model"):
+            model = model.get_base_model()
+        else:
+            model = next((inner for name in attributes if (inner := getattr(model, name, None)) is not None), None)
+    return model
+
+
+def base_of(model: Any) -> Any:
+    base = unwrapped(model, "module")
+    if base is None:
+        fail(f"model must be a causal language model of transformers, got {type(model).__name__}", TypeError)
+    return base
+
+
+def check_liger(model: Any) -> None:
+    """Liger's fused loss takes the place of ``forward``, of a class or of a model."""
+    for forward in (model.__dict__.get("forward"), type(model).forward):
+        if "liger_kernel" in getattr(inspect.unwrap(getattr(forward, "__func__", forward)), "__module__", ""):
+            fail("model must keep its own forward, got that of liger_kernel; apply Liger with "
+                 "fused_linear_cross_entropy=False, or leave out fuse_lm_head")
+
+
+def check_prompt(model: Any) -> None:
+    """PEFT weighs the loss of CPT anew, from the logits of the model's output."""
+    for module in model.modules() if isinstance(model, nn.Module) else ():
+        kind = getattr(getattr(module, "active_peft_config", None), "peft_type", None)
+        check(kind != "CPT", "model must leave its loss to its own forward, got one of PEFT's CPT, which makes its own "
+              "from the logits; train it without fuse_lm_head, with class indices")
+
+
+def head_of(model: Any) -> Any:
+    """The module that multiplies: of a head that PEFT keeps copies of (``modules_to_save``), the one in use."""
+    head = model.get_output_embeddings()
+    copies = getattr(head, "modules_to_save", None)
+    if not isinstance(copies, nn.ModuleDict):
+        return head
+    active = head.active_adapters
+    if head.disable_adapters or not active or any(name not in copies for name in active):
+        return head.original_module
+    return copies[active[0]]
+
+
+def check_head(model: Any) -> Any:
+    head = head_of(model)
+    if head is None:
+        fail(f"model must have an output head, got {type(model).__name__} without one", TypeError)
+    if getattr(type(head), "forward", None) is not nn.Linear.forward:
+        fail("model must have a plain nn.Linear as its output head, got "
+             f"{type(head).__module__}.{type(head).__name__}; keep adapters and quantisation away from the head "
+             f'(PEFT: modules_to_save=["lm_head"] trains a copy of it), or train it with {INSTEAD}', TypeError)
+    check(not any(hasattr(t, "ds_id") for t in head.parameters(recurse=False)), "fuse_lm_head does not support DeepSpeed "
+          "ZeRO-3: each process holds a part of the head's weight. Use causal_lm_loss, which is exact there, or ZeRO-2.")
+    weight = head.weight
+    wrapped = is_traceable_wrapper_subclass(weight) and not isinstance(weight, DTensor)  # FSDP2's, between forwards
+    if wrapped or not weight.dtype.is_floating_point:
+        fail(f"model must have an output head with a plain floating weight, got {type(weight).__name__} of "
+             f"{weight.dtype}; a quantised head has no fused loss", TypeError)
+    if _enter_head not in head._forward_pre_hooks.values():
+        head.register_forward_pre_hook(_enter_head)
+    return head
+
+
+def _enter_head(head: nn.Module, args: Tuple[Any, ...]) -> Optional[Tuple[HeadInput]]:
+    return (HeadInput(*args),) if getattr(head, "_sparse_ce_fusing", False) else None
