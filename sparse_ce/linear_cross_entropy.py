@@ -95,10 +95,10 @@ def linear_cross_entropy(
     """``cross_entropy(F.linear(input, linear_weight, linear_bias), target)`` without the logits.
 
     They are made, used and overwritten ``chunk_rows`` rows at a time; only the gradients that are needed are computed.
-    With a scalar reduction they are made in forward for a ``grad_output`` of 1 (three matrix products in all) and scaled
-    in backward, which rounds once more if another one comes that is not a power of two. With ``reduction="none"``, in
-    float16, for a second backward and under checkpointing, backward makes the logits anew (four). Second derivatives are
-    right, but computed from all logits at once.
+    With a scalar reduction they are made in forward for a ``grad_output`` of 1 (three matrix products in all) and
+    scaled in backward, which rounds once more if another one comes that is not a power of two. With
+    ``reduction="none"``, in float16, for a second backward and under checkpointing, backward makes the logits anew
+    (four). Second derivatives are right, but computed from all logits at once.
 
     Args:
         input: hidden states (..., D); float16, bfloat16, float32 or float64, any strides. Rows whose target is ignored

@@ -21,7 +21,8 @@ def may_overwrite(logits: Tensor, a: Arguments) -> bool:
     """Whether forward may write the gradient over ``logits``, which backward may: nobody owns them, their gradient is
     all that is asked for beside that of the rows' weights, and it holds what is made for 1 and scaled afterwards."""
     base = logits._base
-    return (not forecast.captured(logits) and not logits.is_leaf and not (base is not None and base.is_leaf) and logits.dtype != torch.float16
+    return (not forecast.captured(logits) and not logits.is_leaf and not (base is not None and base.is_leaf)
+            and logits.dtype != torch.float16
             and not (a.values is not None and a.values.requires_grad)
             and (logits.dim() == 2 or _as_they_lie(logits).is_contiguous()))
 
@@ -75,7 +76,8 @@ def _check_plain(handed_out: bool, grad: Tensor) -> None:
         fail(f"inplace must be False or 'backward' for several gradients at once, {got}", RuntimeError)
 
 
-def overwriting_mean(logits: Tensor, a: Arguments, normalizer: Optional[Tensor], row_weight: Optional[Tensor]) -> Tensor:
+def overwriting_mean(logits: Tensor, a: Arguments, normalizer: Optional[Tensor],
+                     row_weight: Optional[Tensor]) -> Tensor:
     """Returns the mean of the losses; ``logits`` (N, V) are their gradient afterwards, for a ``grad_output`` of 1."""
     mean: Tensor = _Overwriting.apply(logits, row_weight, a, normalizer)
     return mean
