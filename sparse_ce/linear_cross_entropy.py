@@ -118,9 +118,9 @@ def linear_cross_entropy(
             gradient 0.
         inplace: accepted like everywhere; there are no logits to spare, they are always overwritten.
         group, vocab_start: the process group whose ranks share out the head's classes, and the first class of the rows
-            of ``linear_weight`` here; None: every rank has as many rows, in the order of ranks. With ``vocab_start``
-            ranks may have any number of rows, none too, and ``num_classes`` says how many classes there are. All other
-            arguments, ``input`` among them (but for a :class:`SequenceGroup`), and the upstream gradient are the same
+            of ``linear_weight`` here. If it is None, the rows are in the order of ranks, which tell each other how many
+            they have in each call; a compiled one cannot. With ``vocab_start``, ``num_classes`` says how many classes
+            there are. Ranks may have any number of rows, none too. All other arguments, ``input`` among them (but for a :class:`SequenceGroup`), and the upstream gradient are the same
             on every rank, and so are results and the gradient for ``input``, to the bit. That one is complete: it has
             been added up over the ranks, in the dtype of ``input``, as tensor parallelism does it; whoever adds it up
             again has it twice. It is sent while the weight's gradient is computed, which is that of the rows here. With

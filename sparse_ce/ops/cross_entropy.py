@@ -239,10 +239,11 @@ def _run(logits: Tensor, a: Arguments, inplace: Inplace = False, mean: bool = Fa
         refuse_other_grads(a)
         # What "forward" makes for 1 and scales, hooks on saved tensors put off until backward, for the same bits.
         scales = inplace == "forward" and mean and not return_lse and overwriting.may_overwrite(logits, a)
-        scales, inplace = scales and (forecast.hooked() or overwritable(logits)), inplace and overwritable(logits)
-        if scales and inplace:
+        overwrites = bool(inplace) and overwritable(logits)
+        if scales and overwrites:
             return overwriting.overwriting_mean(logits, a, normalizer, row_weight)
-        expected, forecasts = None, mean and logits.requires_grad and not inplace and not scales
+        scales = scales and forecast.hooked()
+        expected, forecasts = None, mean and logits.requires_grad and not overwrites and not scales
         forecasts = forecasts and (logits.is_cpu or logits.is_cuda)
         if forecasts:
             others = return_lse or row_weight is not None or a.values is not None and a.values.requires_grad
@@ -251,7 +252,7 @@ def _run(logits: Tensor, a: Arguments, inplace: Inplace = False, mean: bool = Fa
                 if small is not None:
                     return small
             expected = forecast.take_for("cross_entropy", logits)
-        how = (bool(inplace), mean, normalizer, return_lse, forecasts, scales)
+        how = (overwrites, mean, normalizer, return_lse, forecasts, scales)
         return _CrossEntropy.apply(logits, a.values, row_weight, a, how, expected)
     if not return_lse and row_weight is None and small_calls.plain(a):
         made = small_calls.cross_entropy(logits, a.indices, a.values, a.ignore_index, mean, normalizer, None)
