@@ -98,10 +98,7 @@ def agree(group: str, given: Given) -> None:
     """Of a group of that name."""
     c10d: Any = torch.distributed.distributed_c10d
     given = given._replace(alike={**_thread.call, **given.alike})
-    everybody = _tell(c10d._resolve_process_group(group), given)
-    for rank, other in enumerate(everybody):
-        if isinstance(other, str):
-            fail(f"arguments must be right on every rank, got on rank {rank} of the group {other}", RuntimeError)
+    everybody = _told(c10d._resolve_process_group(group), given)
     if not _parted(everybody):
         of = [f"[{o.first_class}, {o.first_class + o.columns}) of {o.num_classes} on rank {rank}"
               for rank, o in enumerate(everybody)]
@@ -121,6 +118,27 @@ def _parted(everybody: List[Given]) -> bool:
             return False
         end = classes.stop
     return end == everybody[0].num_classes
+
+
+def columns_of_all(group: Any, columns: int) -> List[int]:
+    """Returns the columns of each rank of ``group``, before :func:`agree`."""
+    told = _thread.told
+    everybody = _told(group, columns)
+    _thread.told = told  # whoever refuses the call after this tells it in agree's place
+    return everybody
+
+
+def _told(group: Any, said: Any) -> List[Any]:
+    """Returns what each rank says, and raises if one refuses its call or says something else than ``said``."""
+    everybody = _tell(group, said)
+    for rank, other in enumerate(everybody):
+        if isinstance(other, str):
+            fail(f"arguments must be right on every rank, got on rank {rank} of the group {other}", RuntimeError)
+    if len({type(other) for other in everybody}) > 1:
+        without = [rank for rank, other in enumerate(everybody) if not isinstance(other, Given)]
+        fail("vocab_start must be given on every rank of the group or on none, got None on "
+             f"{', '.join(map(str, without))} alone")
+    return everybody
 
 
 def _tell(group: Any, said: Any) -> List[Any]:

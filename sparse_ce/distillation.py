@@ -17,7 +17,7 @@ from .functional import cross_entropy, linear_cross_entropy
 from .log_probs import LogProbs, linear_selected_log_probs, selected_log_probs
 from .losses import Reduction
 from .row_loss import linear_row_loss
-from .shards import Group, on_mesh, sharded_head, taken_shard
+from .shards import Group, on_mesh, sharded_head, shared_among, taken_shard
 from .target import SparseTarget, Target
 
 Loss = Callable[..., Tensor]
@@ -87,13 +87,13 @@ def distillation_loss(
         return on_mesh(distillation_loss, locals())  # type: ignore[no-any-return]
     arguments.check_input(input, "V")
     check_flags(temperature_squared=temperature_squared)
-    _, columns, classes = taken_shard(group, vocab_start, input.shape[-1], num_classes)
+    shard, columns, classes = taken_shard(group, vocab_start, input.shape[-1], num_classes)
     shape = torch.Size((*input.shape[:-1], columns))
     of_kind = dict(kind=kind, rest=rest, beta=beta, floor=floor, teacher_log_rest=teacher_log_rest)
     given, fields = _checked(teacher, labels, shape, classes, of_kind, temperature, alpha,
                              arguments.arithmetic_dtype(input.dtype))
     per_row, per_label = _each(normalizer)
-    of_classes: Dict[str, Any] = dict(num_classes=num_classes, group=group, vocab_start=vocab_start)
+    of_classes = shared_among(group, shard, classes)
     parts = []
     if alpha > 0:
         student = selected_log_probs(input, given, **of_classes, **fields,
@@ -166,12 +166,12 @@ def linear_distillation_loss(
     arguments.check_input(input, "D")
     check_flags(temperature_squared=temperature_squared)
     arguments.check_head(input, linear_weight, linear_bias, group is not None)
-    _, shape, classes = sharded_head(input, linear_weight, group, vocab_start, num_classes)
+    shard, shape, classes = sharded_head(input, linear_weight, group, vocab_start, num_classes)
     of_kind = dict(kind=kind, rest=rest, beta=beta, floor=floor)
     given, fields = _checked(teacher, labels, shape, classes, dict(of_kind, teacher_log_rest=teacher_log_rest),
                              temperature, alpha, arguments.arithmetic_dtype(input.dtype))
-    of_head: Dict[str, Any] = dict(linear_bias=linear_bias, num_classes=num_classes, group=group,
-                                   vocab_start=vocab_start, logits_dtype=logits_dtype, chunk_rows=chunk_rows)
+    of_head: Dict[str, Any] = dict(shared_among(group, shard, classes), linear_bias=linear_bias,
+                                   logits_dtype=logits_dtype, chunk_rows=chunk_rows)
     per_row, per_label = _each(normalizer)
     rest_args = () if teacher_log_rest is None else (teacher_log_rest,)
     share = alpha * (temperature ** 2 if temperature_squared else 1)

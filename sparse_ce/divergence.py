@@ -19,7 +19,7 @@ from .errors import fail, moving_classes
 from .log_probs import LogProbs, selected_log_probs
 from .losses import Reduction
 from .segments import Segments, segments_of
-from .shards import Group, on_mesh, taken_shard
+from .shards import Group, on_mesh, shared_among, taken_shard
 from .target import SparseTarget, Target, as_target
 
 KINDS = ("forward_kl", "reverse_kl", "jsd", "skew_forward", "skew_reverse", "alpha", "tv", "hellinger")
@@ -112,11 +112,10 @@ def divergence(
     arguments.check_reduction(reduction, normalizer)
     if not isinstance(student, LogProbs):
         arguments.check_input(student, "V")
-        _, columns, classes = taken_shard(group, vocab_start, student.shape[-1], num_classes)
+        shard, columns, classes = taken_shard(group, vocab_start, student.shape[-1], num_classes)
         given = as_teacher(teacher, student.shape[:-1], columns if classes is None else classes)
         wanted: Dict[str, Any] = {f"return_{field}": True for field in fields}
-        student = selected_log_probs(student, given, num_classes=num_classes, group=group, vocab_start=vocab_start,
-                                     **wanted)
+        student = selected_log_probs(student, given, **shared_among(group, shard, classes), **wanted)
     else:
         given = as_teacher(teacher, student.lse.shape, None)
     for field in fields:

@@ -144,15 +144,15 @@ def cross_entropy(
             logits hold, and in ignored rows it may be anything.
         num_classes: only the first ``num_classes`` columns exist (a padded head); the rest get gradient 0.
         inplace: with ``"forward"`` a later read of ``input`` sees its gradient: the loss writes it there at once, one
-            read and one write of the logits in all, for the upstream gradient of the step before; another one scales it
+            read and one write of the logits in all, for a ``grad_output`` of 1; another one scales it
             in backward, which rounds once more. Where that cannot be it is ``"backward"``: the gradient may overwrite
-            ``input``'s storage during backward. So it is in the first step, for ``reduction="none"``, an ``input`` that
-            is a leaf, in float16, with ``return_*`` and values that require grad. Where rows overlap, under
-            ``torch.compile``, ``torch.func``, checkpointing and other hooks on saved tensors, and with False, ``input``
+            ``input``'s storage during backward. So it is for ``reduction="none"``, an ``input`` that is a leaf, in
+            float16, with ``return_*`` and values that require grad. Where rows overlap, under ``torch.compile``, ``torch.func``, checkpointing and other hooks on saved tensors, and with False, ``input``
             is never written.
         group, vocab_start: the process group whose ranks share out the classes, and the first class of the columns of
-            ``input`` here; None: every rank has as many columns, in the order of ranks. With ``vocab_start`` ranks may
-            have any number of columns, none too, and ``num_classes`` says how many classes there are. All other
+            ``input`` here. If it is None, the columns are in the order of ranks, which tell each other how many they
+            have in each call; a compiled one cannot. With ``vocab_start``, ``num_classes`` says how many classes there
+            are. Ranks may have any number of columns, none too. All other
             arguments, and the upstream gradient, are the same on every rank, and so is what is returned, to the bit.
             The gradient for ``input`` is that of its own columns; ``"forward"`` is ``"backward"`` here, and a second
             derivative an error.

@@ -95,11 +95,10 @@ def linear_cross_entropy(
     """``cross_entropy(F.linear(input, linear_weight, linear_bias), target)`` without the logits.
 
     They are made, used and overwritten ``chunk_rows`` rows at a time; only the gradients that are needed are computed.
-    With a scalar reduction they are made in forward (three matrix products in all) and scaled in backward. On a CPU an
-    eager step makes them for the upstream gradient of the step before; the first one, ``torch.compile`` and CUDA for 1,
-    which rounds once more where another one comes that is not a power of two: there the bits differ. With
-    ``reduction="none"``, for a second backward and under checkpointing, backward makes the logits anew (four). Second
-    derivatives are right, but computed from all logits at once.
+    With a scalar reduction they are made in forward for a ``grad_output`` of 1 (three matrix products in all) and
+    scaled in backward, which rounds once more if another one comes that is not a power of two. With
+    ``reduction="none"``, in float16, for a second backward and under checkpointing, backward makes the logits anew
+    (four). Second derivatives are right, but computed from all logits at once.
 
     Args:
         input: hidden states (..., D); float16, bfloat16, float32 or float64, any strides. Rows whose target is ignored
@@ -119,9 +118,9 @@ def linear_cross_entropy(
             gradient 0.
         inplace: accepted like everywhere; there are no logits to spare, they are always overwritten.
         group, vocab_start: the process group whose ranks share out the head's classes, and the first class of the rows
-            of ``linear_weight`` here; None: every rank has as many rows, in the order of ranks. With ``vocab_start``
-            ranks may have any number of rows, none too, and ``num_classes`` says how many classes there are. All other
-            arguments, ``input`` among them (but for a :class:`SequenceGroup`), and the upstream gradient are the same
+            of ``linear_weight`` here. If it is None, the rows are in the order of ranks, which tell each other how many
+            they have in each call; a compiled one cannot. With ``vocab_start``, ``num_classes`` says how many classes
+            there are. Ranks may have any number of rows, none too. All other arguments, ``input`` among them (but for a :class:`SequenceGroup`), and the upstream gradient are the same
             on every rank, and so are results and the gradient for ``input``, to the bit. That one is complete: it has
             been added up over the ranks, in the dtype of ``input``, as tensor parallelism does it; whoever adds it up
             again has it twice. It is sent while the weight's gradient is computed, which is that of the rows here. With

@@ -22,9 +22,9 @@ from .losses import Reduction
 from .ops import forecast
 from .ops.chunks import of_shards, steps
 from .ops.library import composite, needs_grad
-from .ops.linear import Head, rescaled
-from .ops.linear_shards import Chunk, classes_here, in_turn, linear_select, merged, scaled
-from .ops.row_loss import FORECAST, add_chunk, complete, expected_upstream, new_gradients
+from .ops.linear import Head, scaled
+from .ops.linear_shards import Chunk, classes_here, in_turn, linear_select, merged
+from .ops.row_loss import add_chunk, complete, new_gradients
 from .ops.select import Outputs, Selected
 from .ops.select import select as select_op
 from .ops.shards import Shard, check_ranks, chunks_of, refuse_second
@@ -151,7 +151,6 @@ def linear_row_loss(
     tensors = rows.tensors
     half = any(t is not None and t.dtype == torch.float16 and t.requires_grad for t in (*head, *tensors))
     plain = (seen and reduction != "none" and needs_grad(*head, *tensors) and not composite(input) and not half
-             and not (shard is None and forecast.hooked())
              and not (a.row_scale is not None and a.row_scale.requires_grad))
     if plain:
         if shard is not None:
@@ -224,11 +223,12 @@ class _LinearRowLoss(torch.autograd.Function):
     def forward(ctx: Any, input: Tensor, linear_weight: Tensor, linear_bias: Optional[Tensor], rows: Rows,
                 call: _Call, *tensors: Tensor) -> Tuple[Tensor, ...]:
         ctx.wanted = (*ctx.needs_input_grad[:3], *ctx.needs_input_grad[5:])
-        expected = expected_upstream(input, call.shard)
-        loss, aux, gradients = _three_products(Head(input, linear_weight, linear_bias), rows, call, expected,
-                                               ctx.wanted)
+        # Saved tensors that go through hooks are to free memory until backward, which then makes the gradients.
+        later = call.shard is None and forecast.hooked()
+        loss, aux, gradients = _three_products(Head(input, linear_weight, linear_bias), rows, call,
+                                               [wanted and not later for wanted in ctx.wanted])
         ctx.save_for_backward(input, linear_weight, linear_bias, *tensors)
-        ctx.rows, ctx.call, ctx.made = rows, call, (expected, gradients)
+        ctx.rows, ctx.call, ctx.made = rows._replace(input=input.new_empty(0)), call, None if later else gradients
         ctx.mark_non_differentiable(*aux.values())
         call.names[:] = aux
         return loss, *aux.values()
@@ -237,30 +237,27 @@ class _LinearRowLoss(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor, *_: Any) -> Tuple[Optional[Tensor], ...]:
         input, linear_weight, linear_bias, *tensors = ctx.saved_tensors
         head = Head(input, linear_weight, linear_bias)
-        (expected, gradients), ctx.made = ctx.made, (None, None)  # handed out once: their new owner may overwrite them
+        gradients, ctx.made = ctx.made, None  # handed out once: their new owner may overwrite them
         rows = ctx.rows._replace(input=input).holding(tensors)
         if ctx.call.shard is not None:
             refuse_second((grad,))
-            made = _three_products(head, rows, ctx.call, grad, ctx.wanted)[2] if gradients is None else scaled(
-                gradients, grad)
         elif torch.is_grad_enabled():
             losses = _four_products(head, rows, ctx.call)[0]
             leaves = [t for t, wanted in zip((*head, *tensors), ctx.wanted) if wanted]
             found = iter(torch.autograd.grad(losses.sum() / ctx.call.divisor, leaves, grad, create_graph=True,
                                              allow_unused=True))
             made = [next(found) if wanted else None for wanted in ctx.wanted]
-        else:
-            if grad.is_cpu:
-                forecast.remember(FORECAST, grad)
-            again = None if gradients is None else rescaled(gradients, expected, grad)
-            made = _three_products(head, rows, ctx.call, grad, ctx.wanted)[2] if again is None else again
+            return *made[:3], None, None, *made[3:]
+        if gradients is None:
+            gradients = _three_products(head, rows, ctx.call, ctx.wanted)[2]
+        made = scaled(gradients, grad)
         return *made[:3], None, None, *made[3:]
 
 
-def _three_products(head: Head, rows: Rows, call: _Call, upstream: Tensor,
+def _three_products(head: Head, rows: Rows, call: _Call,
                     wanted: Sequence[bool]) -> Tuple[Tensor, Dict[str, Tensor], List[Optional[Tensor]]]:
-    """loss (), aux and the gradients for input, weight, bias and each of the rows' ``tensors``, for the upstream
-    gradient of the loss."""
+    """loss (), aux and the gradients for input, weight, bias and each of the rows' ``tensors``, for a ``grad_output``
+    of 1."""
     count = rows.input.shape[0] if call.shard is None else call.shard.rows(rows.input)
     classes = rows.a.num_classes if call.shard is None else classes_here(head.linear_weight, rows.a, call.shard)
     chunks = _chunks(head, rows, call)
@@ -284,7 +281,7 @@ def _three_products(head: Head, rows: Rows, call: _Call, upstream: Tensor,
             _check_alike(told, aux)
         for name, t in told.items():
             aux[name][at] = t
-        found = _gradients(losses, [*leaves[:-1], *tensors], upstream / call.divisor)
+        found = _gradients(losses, [*leaves[:-1], *tensors], 1 / call.divisor)
         add_chunk(gradients, of_chunk, here, z, a, call.wanted, out, found[:len(leaves) - 1])
         del z  # before the next chunk's are made
         of_tensors = iter(found[len(leaves) - 1:])

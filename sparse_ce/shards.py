@@ -1,17 +1,18 @@
 """Classes that are shared out among the processes of a group: which of them are here."""
 
-from typing import TYPE_CHECKING, Any, Callable, Dict, NamedTuple, Optional, Tuple, Union
+from typing import TYPE_CHECKING, Any, Callable, Dict, List, NamedTuple, Optional, Tuple, Union
 
 import torch
 from torch import Tensor
 
+from .agreement import columns_of_all, talks
 from .arguments import is_integer
 from .errors import fail
-from .ops.shards import Shard
+from .ops.shards import Shard, gather
+from .tracing import traced
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
-
 
 
 class SequenceGroup(NamedTuple):
@@ -38,7 +39,8 @@ def taken_shard(group: Group, vocab_start: Optional[int], here: int,
     """The shard, None where all classes are ``here``, how many columns all ranks have together, and ``num_classes``,
     which is never None for a shard.
 
-    Without ``vocab_start`` every rank has as many; with it nobody but ``num_classes`` knows where the last ones end.
+    Without ``vocab_start`` the ranks tell each other how many they have, so that uneven shards are placed right. With
+    it nobody but ``num_classes`` knows where the last ones end.
     """
     if group is None:
         if vocab_start is not None:
@@ -51,12 +53,35 @@ def taken_shard(group: Group, vocab_start: Optional[int], here: int,
         fail(f"group must be a torch.distributed.ProcessGroup, got {type(group).__name__}", TypeError)
     ranks, rank = group.size(), group.rank()
     if vocab_start is None:
-        return Shard(name, ranks, rank * here), ranks * here, ranks * here if num_classes is None else num_classes
+        each = [here] if ranks == 1 else _columns_of_all(group, name, here)
+        columns = sum(each)
+        if num_classes is None:
+            num_classes = columns
+        if is_integer(num_classes) and num_classes > columns:
+            fail(f"num_classes must be in [1, {columns}], the columns of all ranks, got {num_classes}")
+        return Shard(name, ranks, sum(each[:rank])), columns, num_classes
     if not is_integer(vocab_start) or vocab_start < 0:
         fail(f"vocab_start must be an integer that is not negative, or None, got {vocab_start!r}")
     if num_classes is None:
         fail("num_classes must be the number of classes of all ranks where vocab_start is given, got None")
     return Shard(name, ranks, vocab_start), num_classes, num_classes
+
+
+def _columns_of_all(group: "ProcessGroup", name: str, here: int) -> List[int]:
+    """Returns how many columns each rank has.
+
+    Every call asks. A rank that remembers an answer cannot know whether another rank still has the columns it was
+    given for: one would ask again, and wait for those that do not.
+    """
+    if traced() or torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+        fail("vocab_start must be given for a group in a call that is compiled, exported or captured in a CUDA graph, "
+             "got None; pass the first class of this rank and num_classes, the number of classes of all ranks")
+    if talks():
+        return columns_of_all(group, here)
+    # A CPU's backend, where the group has one, does not wait for a GPU.
+    device = "cpu" if "cpu" in torch.distributed.get_backend_config(group) else "cuda"
+    told = gather(torch.tensor([here], device=device), Shard(name, group.size(), 0)).wait()
+    return [int(columns) for columns in told.tolist()]
 
 
 def sharded_head(input: Tensor, linear_weight: Tensor, group: Group, vocab_start: Optional[int],
@@ -74,6 +99,11 @@ def sharded_head(input: Tensor, linear_weight: Tensor, group: Group, vocab_start
         leading[0] *= shard.ranks
         shard = shard._replace(shares_rows=True)
     return shard, torch.Size((*leading, columns)), num_classes
+
+
+def shared_among(group: Group, shard: Optional[Shard], num_classes: Optional[int]) -> Dict[str, Any]:
+    """Returns the arguments by which a function passes on what :func:`taken_shard` found, which asks nobody again."""
+    return dict(group=group, vocab_start=None if shard is None else shard.first_class, num_classes=num_classes)
 
 
 def on_mesh(function: Callable[..., Any], given: Dict[str, Any]) -> Any:

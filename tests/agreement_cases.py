@@ -32,6 +32,9 @@ PARTED: Dict[str, Tuple[Any, Any]] = {
     "one is padding": ([[0, 4], [4, 8], [12, 4]], 12),
     "all that is left is padding": ([[0, 20], [12, 4], [16, 2]], 12),
     "not said": ([[None, 4], [None, 4], [None, 4]], None),
+    "uneven, and not said": ([[None, 5], [None, 5], [None, 2]], None),
+    "one is empty, and not said": ([[None, 4], [None, 0], [None, 8]], None),
+    "padded, and not said": ([[None, 4], [None, 4], [None, 6]], 12),
 }
 NOT_PARTED: Dict[str, Tuple[Any, Any]] = {
     "overlap": ([[0, 5], [4, 4], [8, 4]], 12),
@@ -42,7 +45,6 @@ NOT_PARTED: Dict[str, Tuple[Any, Any]] = {
     "the first is missing": ([[1, 3], [4, 4], [8, 4]], 12),
     "the last is missing": ([[0, 4], [4, 4], [8, 3]], 12),
     "numbers of classes": ([[0, 4], [4, 4], [8, 4]], [12, 12, 11]),
-    "other columns, and not said": ([[None, 4], [None, 5], [None, 4]], None),
 }
 
 
@@ -54,7 +56,9 @@ class Shared:
     """A rank's share of the classes: calls of every loss."""
 
     def __init__(self, first: Any, columns: int, **named: Any):
-        begin = (4 * dist.get_rank() if first is None else first) % CLASSES
+        each = [torch.zeros((), dtype=torch.int64) for _ in range(dist.get_world_size())]
+        dist.all_gather(each, torch.tensor(columns))
+        begin = int(sum(each[:dist.get_rank()]) if first is None else first) % CLASSES
         rows = (torch.arange(columns) + begin) % CLASSES  # any, of padding
         self.weight = WEIGHT[rows].clone().requires_grad_()
         self.logits = (HIDDEN @ self.weight.detach().T).requires_grad_()
@@ -127,6 +131,9 @@ REFUSED: Dict[str, Tuple[str, Dict[str, Any]]] = {
     "linear_distillation_loss, alpha": ("linear_distillation_loss", dict(alpha=2.0)),
     "a DTensor's bias": ("_placed", dict(bias=CLASSES - 1)),
 }
+# The same where no rank is told its first class: before they tell each other their columns, and after it.
+REFUSED_NOT_SAID = {"a chunk of no row": dict(chunk_rows=0), "a softcap": dict(softcap=-1),
+                    "a label": dict(target=torch.tensor([0, 12, 5, -100]))}
 # What is right and not what the others are given, and its name in the error.
 DIFFERENT: Dict[str, Tuple[str, Dict[str, Any], str]] = {
     "num_classes": ("cross_entropy", dict(num_classes=13), "num_classes"),
@@ -176,6 +183,9 @@ def main() -> None:
         found[name] = said(lambda: getattr(shared(), loss)(**(wrong if rank == 1 else {})))
     for name, (loss, other, _) in DIFFERENT.items():
         found[name] = said(lambda: getattr(shared(), loss)(**(other if rank == 1 else USUAL.get(name, {}))))
+    for name, wrong in REFUSED_NOT_SAID.items():
+        found[name] = said(lambda: shared("not said").linear_cross_entropy(**(wrong if rank == 1 else {})))
+    found["said on one rank"] = said(shared("even" if rank == 1 else "not said").linear_cross_entropy)
     found["NaN for padding"] = said(lambda: shared().selected_log_probs(padding_value=torch.nan))
     with Collectives() if rank == 1 else torch.no_grad():  # who looks on has a part in it as the others do
         found["one looks on"] = said(shared().cross_entropy)

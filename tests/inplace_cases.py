@@ -1,4 +1,4 @@
-"""What the tests of ``inplace="forward"`` share: a call, a step that leaves a forecast, the gradient without it."""
+"""What the tests of ``inplace="forward"`` share: a call, the gradient without it, what backward scales."""
 
 import torch
 
@@ -17,18 +17,16 @@ def number(value, loss):
     return torch.tensor(value, dtype=loss.dtype, device=loss.device)
 
 
-def expect(upstream, device, dtype=torch.float32):
-    """A step that leaves a forecast behind."""
-    x, target = example(device, dtype)
-    loss = cross_entropy(x * 1, target, inplace="forward")
-    loss.backward(number(upstream, loss))
-
-
 def plain(logits, target, upstream=1.0, *args, **options):
     """Loss and gradient of a leaf of these logits, made in backward."""
     leaf = logits.detach().clone().requires_grad_()
     loss = cross_entropy(leaf, target, *args, inplace="backward", **options)
     return loss.detach(), torch.autograd.grad(loss, leaf, number(upstream, loss))[0]
+
+
+def scaled(grad, upstream, loss):
+    """``grad``, made for 1, for another upstream gradient."""
+    return (grad.to(loss.dtype) * number(upstream, loss)).to(grad.dtype)
 
 
 def overwritten(logits, before):

@@ -8,7 +8,17 @@ import torch
 
 import forked
 import sparse_ce
-from agreement_cases import DIFFERENT, HIDDEN, LABELS, LOSSES, NOT_PARTED, PARTED, REFUSED, WEIGHT
+from agreement_cases import (
+    DIFFERENT,
+    HIDDEN,
+    LABELS,
+    LOSSES,
+    NOT_PARTED,
+    PARTED,
+    REFUSED,
+    REFUSED_NOT_SAID,
+    WEIGHT,
+)
 from cases import slow
 from sparse_ce.tracing import VALIDATES
 
@@ -46,12 +56,9 @@ def test_classes_that_are_parted_are_taken_however_they_are(loss, found):
 @pytest.mark.parametrize("loss", LOSSES)
 def test_a_gap_or_an_overlap_is_the_same_error_on_every_rank(loss, name, found):
     columns, classes = NOT_PARTED[name]
-    if classes is None:
-        of = ["[0, 4) of 12 on rank 0", "[5, 10) of 15 on rank 1", "[8, 12) of 12 on rank 2"]
-    else:
-        classes = classes if isinstance(classes, list) else [classes] * WORLD
-        of = [f"[{first}, {first + n}) of {count} on rank {rank}"
-              for rank, ((first, n), count) in enumerate(zip(columns, classes))]
+    classes = classes if isinstance(classes, list) else [classes] * WORLD
+    of = [f"[{first}, {first + n}) of {count} on rank {rank}"
+          for rank, ((first, n), count) in enumerate(zip(columns, classes))]
     said = ("ValueError: sparse_ce: vocab_start and num_classes must part all classes among the ranks of the group, "
             f"without a gap or an overlap, got {', '.join(of)}")
     if name == "numbers of classes" and "topk" not in loss:  # of which the last rank has too few for its target
@@ -63,7 +70,7 @@ def test_a_gap_or_an_overlap_is_the_same_error_on_every_rank(loss, name, found):
     assert found[loss, name] == [said] * WORLD
 
 
-@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize("name", [*REFUSED, *REFUSED_NOT_SAID])
 def test_what_one_rank_refuses_all_raise(name, found):
     own, others = found[name][1], [found[name][0], found[name][2]]
     assert own.split(":")[0] in ("ValueError", "TypeError", "RuntimeError")
@@ -78,6 +85,12 @@ def test_what_ranks_are_not_given_alike_all_refuse(name, found):
     assert len(said) == 1
     assert said.pop().startswith(f"ValueError: sparse_ce: {DIFFERENT[name][2]} must be the same on every rank of the "
                                  "group, got ")
+
+
+def test_all_ranks_are_told_their_first_class_or_none(found):
+    assert found["said on one rank"] == [
+        "ValueError: sparse_ce: vocab_start must be given on every rank of the group or on none, got None on 0, 2 "
+        "alone"] * WORLD
 
 
 def test_a_mode_on_one_rank_alone_changes_nothing(found):

@@ -33,7 +33,7 @@ class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, values: Optional[Tensor], row_weight: Optional[Tensor], a: Arguments,
                 how: Tuple[Any, ...], expected: Optional[Tensor]) -> Any:
-        inplace, mean, normalizer, return_lse, ctx.forecasts = how
+        inplace, mean, normalizer, return_lse, ctx.forecasts, ctx.scales = how
         divisor = grad_logits = None
         with torch._C._AutoDispatchBelowAutograd():
             if expected is not None:
@@ -55,12 +55,10 @@ class _CrossEntropy(torch.autograd.Function):
         # Also where nothing of it is needed: it knows of logits that were changed.
         logits, *tensors, lse, lse_residual, divisor, row_weight, losses = ctx.saved_tensors
         (expected, grad_logits), ctx.made = ctx.made, (None, None)  # handed out once: its new owner may overwrite it
-        as_expected, made = False, None
+        as_expected, made, scale_by = False, None, None
         wants_logits, wants_values, wants_weights = ctx.needs_input_grad[:3]
         if ctx.forecasts and grad_lse is None and grad_loss is not None and is_last(grad_loss):
-            if ctx.inplace:
-                overwriting.remember(grad_loss)
-            elif not forecast.on_host(logits):
+            if not forecast.on_host(logits):
                 forecast.remember_on_device("cross_entropy", grad_loss)
                 made = None if expected is None else (expected, grad_loss)
             else:
@@ -74,11 +72,13 @@ class _CrossEntropy(torch.autograd.Function):
                 return _NONE
             grad_loss = torch.zeros_like(grad_lse)
         elif divisor is not None:
+            if wants_weights:
+                losses = ops.forward(logits, *a)[0] if torch.is_grad_enabled() else losses
+                grad_weights = reference.weight_gradient((grad_loss / divisor).expand(lse.shape), losses, a)
+            if ctx.scales and is_last(grad_loss):
+                scale_by, grad_loss = grad_loss, torch.ones_like(grad_loss)
             grad_loss = (grad_loss / divisor).expand(lse.shape)
             if row_weight is not None:
-                if wants_weights:
-                    losses = ops.forward(logits, *a)[0] if torch.is_grad_enabled() else losses
-                    grad_weights = reference.weight_gradient(grad_loss, losses, a)
                 grad_loss = times(grad_loss, row_weight)
         if wants_values and a.values is not None:
             grad_values = ops.backward_values(grad_loss, logits, lse, lse_residual, *a).to(a.values.dtype)
@@ -88,6 +88,8 @@ class _CrossEntropy(torch.autograd.Function):
             _write_anew(*made, grad_loss, logits, lse, lse_residual, grad_logits, *a)
         elif not as_expected:
             grad_logits = _gradient(grad_loss, grad_lse, logits, lse, lse_residual, a, ctx.inplace)
+            if scale_by is not None:
+                overwriting.scale_rows(grad_logits, scale_by)
         return grad_logits, grad_values, grad_weights, *_NONE[3:]
 
 
@@ -235,7 +237,13 @@ def _run(logits: Tensor, a: Arguments, inplace: Inplace = False, mean: bool = Fa
         return (loss, lse) if return_lse else loss
     if needs_grad(logits, a.values, a.weight, a.row_scale, row_weight):
         refuse_other_grads(a)
-        expected, forecasts = None, mean and logits.requires_grad and not inplace
+        # What "forward" makes for 1 and scales, hooks on saved tensors put off until backward, for the same bits.
+        scales = inplace == "forward" and mean and not return_lse and overwriting.may_overwrite(logits, a)
+        overwrites = bool(inplace) and overwritable(logits)
+        if scales and overwrites:
+            return overwriting.overwriting_mean(logits, a, normalizer, row_weight)
+        scales = scales and forecast.hooked()
+        expected, forecasts = None, mean and logits.requires_grad and not overwrites and not scales
         forecasts = forecasts and (logits.is_cpu or logits.is_cuda)
         if forecasts:
             others = return_lse or row_weight is not None or a.values is not None and a.values.requires_grad
@@ -244,12 +252,7 @@ def _run(logits: Tensor, a: Arguments, inplace: Inplace = False, mean: bool = Fa
                 if small is not None:
                     return small
             expected = forecast.take_for("cross_entropy", logits)
-        elif inplace == "forward" and mean and not return_lse and overwriting.may_overwrite(logits, a):
-            upstream = overwriting.expected_upstream(logits)
-            if upstream is not None:
-                return overwriting.overwriting_mean(logits, a, normalizer, row_weight, upstream)
-            forecasts = True
-        how = (inplace is not False, mean, normalizer, return_lse, forecasts)
+        how = (overwrites, mean, normalizer, return_lse, forecasts, scales)
         return _CrossEntropy.apply(logits, a.values, row_weight, a, how, expected)
     if not return_lse and row_weight is None and small_calls.plain(a):
         made = small_calls.cross_entropy(logits, a.indices, a.values, a.ignore_index, mean, normalizer, None)
@@ -308,7 +311,7 @@ def cross_entropy(logits: Tensor, a: Arguments, inplace: Inplace, mean: bool, no
         if mean:
             loss = loss_mean(loss, a, normalizer, row_weight)
         return (loss, lse) if return_lse else loss
-    return _run(logits, a, inplace if overwritable(logits) else False, mean, normalizer, return_lse, row_weight)
+    return _run(logits, a, inplace, mean, normalizer, return_lse, row_weight)
 
 
 def loss_mean(loss: Tensor, a: Arguments, normalizer: Optional[Tensor], row_weight: Optional[Tensor]) -> Tensor:

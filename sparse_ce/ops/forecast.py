@@ -2,19 +2,19 @@
 
 A training loop gives the same one to each backward: 1, one by the number of accumulated steps, a GradScaler's scale.
 The forecast is the last one. Backward compares; where another one came it computes the gradient anew, which gives the
-same bits, or (the linear head) scales it, which rounds once more. A forecast serves one forward: where no backward
-follows (an evaluation that forgot ``torch.no_grad``), or one that is not the plain one (second derivatives, a gradient
-for ``lse``), the next forward makes no gradient.
+same bits: what ran before decides how long a gradient takes, never what it is. A forecast serves one forward: where no
+backward follows (an evaluation that forgot ``torch.no_grad``), or one that is not the plain one (second derivatives, a
+gradient for ``lse``), the next forward makes no gradient.
 
 On a GPU the host knows that a gradient was made and the device for which upstream gradient: kernels compare, and nobody
 waits for them. What a CUDA graph does once per replay it does with memory that outlives it, so that each replay expects
 what came to the one before. Graphs and what runs between their replays share it: a forward keeps a copy of its own.
 
-A head's gradient that was made in forward is in vain where one for the lse or the entropy comes as well, as a policy's
-entropy bonus brings it each step: then the next such forward makes none.
+A head has no forecast: its gradient is made for 1 and scaled, wherever it is made. One that was made in forward is in
+vain where one for the lse or the entropy comes as well, as a policy's entropy bonus brings it each step: then the next
+such forward makes none.
 """
 
-import math
 from typing import Any, Dict, Optional, Set, Tuple
 
 import torch
@@ -49,21 +49,6 @@ def remember_on_device(op: str, grad: Tensor) -> None:
         if key not in _replayed:
             _replayed[key] = grad.detach().clone()
     _followed.add(key)
-
-
-def remember_divisor(op: str, grad: Tensor) -> None:
-    """The same, on any device, for an ``op`` that divides by its forecast: what is 0 or not finite is none."""
-    if grad.is_cpu:
-        if 0 < abs(grad.item()) < math.inf:
-            _upstream[op, grad.dtype, None] = grad.detach().clone()
-    elif not captured(grad):
-        _upstream[op, grad.dtype, place(grad)] = divisor(grad)
-
-
-def divisor(grad: Tensor) -> Tensor:
-    """``grad`` itself or, where it is none, 1: without a look at it, for which the device would be waited for."""
-    finite = torch.nan_to_num(grad.detach(), nan=1.0, posinf=1.0, neginf=1.0)
-    return finite + (finite == 0)
 
 
 def place(t: Tensor) -> Any:

@@ -1,10 +1,11 @@
 """``torch.ops.sparse_ce.linear_*``: the loss of a linear head, and its autograd.
 
 ``linear_forward`` gives the rows' losses; its backward makes the logits anew, chunk by chunk. ``linear_mean`` gives a
-scalar; its forward makes the gradients while a chunk's logits are there, for the upstream gradient of the forecast, and
-its backward hands them out, scaled where another one came. They are handed out once, and not made where the tensors
-saved for backward go through hooks (checkpointing, offloading), nor in float16 without a forecast, whose range may not
-hold them; whatever they do not answer is answered by ``linear_backward``, which is an op with a derivative of its own.
+scalar; its forward makes the gradients while a chunk's logits are there, for a ``grad_output`` of 1, and its backward
+hands them out, scaled by the one that came. They are handed out once, and not made where the tensors saved for backward
+go through hooks (checkpointing, offloading). Then backward makes them by ``linear_backward``, for 1 as well: their bits
+depend on nothing that ran before. float16, whose range may not hold them, and what has another derivative beside it are
+answered by ``linear_backward`` for the ``grad_output`` that came, which is an op with a derivative of its own.
 """
 
 from typing import Any, Dict, List, NamedTuple, Optional, Sequence, Tuple
@@ -66,15 +67,16 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def forward(ctx: Any, input: Tensor, linear_weight: Tensor, linear_bias: Optional[Tensor],
                 values: Optional[Tensor], row_weight: Optional[Tensor], a: Arguments,
                 options: Options) -> Tuple[Tensor, ...]:
-        head, divisor, gradients, expected = Head(input, linear_weight, linear_bias), None, None, None
+        head, divisor, gradients = Head(input, linear_weight, linear_bias), None, None
         *ctx.wanted, wants_weights = ctx.needs_input_grad[:5]
-        if options.mean:
-            differentiated = [t for t, wanted in zip((*head, values), ctx.wanted) if wanted and t is not None]
-            expected = _expected(input, any(t.dtype == torch.float16 for t in differentiated), options.entropy)
+        differentiated = [t for t, wanted in zip((*head, values), ctx.wanted) if wanted and t is not None]
+        ctx.scales = options.mean and not any(t.dtype == torch.float16 for t in differentiated)
         with torch._C._AutoDispatchBelowAutograd():
-            if expected is not None:
+            if ctx.scales and not forecast.hooked() and not forecast.made_in_vain(
+                    "linear", arithmetic_dtype(input.dtype), options.entropy):
+                one = torch.ones((), dtype=arithmetic_dtype(input.dtype), device=input.device)
                 loss, divisor, losses, lse, lse_residual, entropy, argmax, *gradients = (
-                    ops.linear_forward_with_gradient(expected, options.normalizer, *head, *a, *options.chunks,
+                    ops.linear_forward_with_gradient(one, options.normalizer, *head, *a, *options.chunks,
                                                      *ctx.wanted, row_weight, options.entropy, options.argmax))
             else:
                 loss, lse, lse_residual, entropy, argmax = _rows(head, a, options)
@@ -84,7 +86,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         ctx.save_for_backward(*head, *a.tensors, lse, lse_residual, divisor, row_weight,
                               losses if wants_weights else None, entropy if options.entropy else None)
         ctx.numbers, ctx.options = a.numbers, options._replace(normalizer=None, row_weight=None)
-        ctx.made, ctx.traced = (expected, gradients), not eager()
+        ctx.made = gradients
         ctx.mark_non_differentiable(argmax, *([lse, entropy] if options.detached else []))
         ctx.set_materialize_grads(False)
         return loss, lse, entropy, argmax
@@ -97,8 +99,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
         if not ctx.options.entropy:
             grad_entropy = None  # a compiler has zeros for what was not asked for
         all_grads: List[Optional[Tensor]] = [None] * 7
-        (expected, gradients), ctx.made = ctx.made, (None, None)  # handed out once: their new owner may overwrite them
-        grads: Optional[Sequence[Tensor]] = None
+        grads: Optional[Sequence[Any]]
+        grads, ctx.made = ctx.made, None  # handed out once: their new owner may overwrite them
+        scale_by: Optional[Tensor] = None
         once = not torch.is_grad_enabled()
         beside = grad_lse is not None or grad_entropy is not None
         if divisor is not None:
@@ -108,23 +111,22 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 return tuple(all_grads)
             grad_loss = torch.zeros_like(lse)
         elif divisor is not None:
-            plain = once and not beside and not batched(grad_loss)
-            if plain and eager() and grad_loss.is_cpu:
-                forecast.remember("linear", grad_loss)
-            if plain and gradients is not None:
-                grads = rescaled(gradients, expected, grad_loss, ctx.traced)
+            if ctx.needs_input_grad[4]:
+                losses = losses if once else ops.linear_forward(*head, *a, *chunks)[0]
+                all_grads[4] = reference.weight_gradient((grad_loss / divisor).expand(lse.shape), losses, a)
+            if ctx.scales and once and not beside and not batched(grad_loss):
+                scale_by, grad_loss = grad_loss, torch.ones_like(grad_loss)
             grad_loss = (grad_loss / divisor).expand(lse.shape)
             if row_weight is not None:
-                if ctx.needs_input_grad[4]:
-                    losses = losses if once else ops.linear_forward(*head, *a, *chunks)[0]
-                    all_grads[4] = reference.weight_gradient(grad_loss, losses, a)
                 grad_loss = times(grad_loss, row_weight)
-        if grads is None and any(ctx.wanted):
+        if (grads is None or scale_by is None) and any(ctx.wanted):
             if grad_entropy is None:
                 grads = ops.linear_backward(grad_loss, grad_lse, *head, lse, lse_residual, *a, *chunks, *ctx.wanted)
             else:
                 grads = ops.linear_select_backward(grad_loss, grad_lse, None, None, grad_entropy, None, *head, lse,
                                                    lse_residual, None, entropy, *a, *chunks, *ctx.wanted)
+        if scale_by is not None and grads is not None:
+            grads = scaled(grads, scale_by)
         for at, wanted in enumerate(ctx.wanted):
             all_grads[at] = grads[at] if wanted and grads is not None else None
         if all_grads[3] is not None:
@@ -142,37 +144,21 @@ def _rows(head: Head, a: Arguments, options: Options) -> Tuple[Tensor, ...]:
     return *out[:3], out[5], out[7]
 
 
-def _expected(input: Tensor, half: bool, entropy: bool) -> Optional[Tensor]:
-    """The upstream gradient, (), for which forward makes the gradients; None where backward has to. ``half``: some are
-    float16. ``entropy``: it comes beside the loss. Where it is traced, and on CUDA, it is 1."""
-    dtype = arithmetic_dtype(input.dtype)
-    if forecast.hooked() or forecast.made_in_vain("linear", dtype, entropy):
-        return None
-    expected = forecast.take("linear", dtype) if eager() and input.is_cpu else None
-    if expected is None and not half:
-        expected = torch.ones((), dtype=dtype, device=input.device)
-    return expected
+def scaled(gradients: Sequence[Any], grad: Tensor) -> List[Any]:
+    """Returns ``gradients``, made for a ``grad_output`` of 1 and ours to overwrite, for ``grad``.
 
-
-def rescaled(gradients: List[Any], expected: Tensor, grad_loss: Tensor, traced: bool = False) -> Optional[List[Any]]:
-    """``gradients``, made for ``expected``, for ``grad_loss`` instead; None where scaling would not give them.
-
-    In place, and on CUDA without a look at either: there, and where forward was ``traced``, ``expected`` is 1.
+    They are made for no other: what an earlier step had would be another on each rank, and change their bits.
     """
     if not eager():
-        return [torch.where(g == 0, 0.0, g * grad_loss).to(g.dtype) for g in gradients] if traced else None
-    if grad_loss.is_cpu:
-        if torch.equal(expected, grad_loss):
-            return gradients
-        grad_loss = grad_loss / expected
-        # Beyond that a gradient may have left the range of its dtype; a NaN is not within either.
-        if not 2.0 ** -40 < abs(grad_loss) < 2.0 ** 40 or any(
-                g is not None and g.dtype == torch.float16 for g in gradients):
-            return None
+        return [None if g is None else torch.where(g == 0, 0.0, g * grad).to(g.dtype) for g in gradients]
     for gradient in gradients:
-        if gradient is not None:
-            scale(gradient, grad_loss.to(arithmetic_dtype(gradient.dtype)))
-    return gradients
+        if gradient is None:
+            continue
+        if grad.is_cpu and grad == 0:
+            gradient.zero_()  # whatever it holds
+        else:
+            scale(gradient, grad.to(arithmetic_dtype(gradient.dtype)))
+    return list(gradients)
 
 
 def _run(head: Head, a: Arguments, options: Options) -> Tuple[Tensor, ...]:

@@ -2,8 +2,9 @@
 
 A chunk of rows at a time: while one's statistics are gathered the next one's logits are multiplied, and while one's
 gradient for the input is added up its gradient for the weight is. With a scalar loss both happen in forward (three
-products), for an upstream gradient of 1; else, or where the gradients made so are of no use (one for another output,
-after which the next forward makes none, a second backward), backward makes the logits anew (four) and adds up there.
+products), for a ``grad_output`` of 1, by which backward scales; else, or where the gradients made so are of no use (one
+for another output, after which the next forward makes none, a second backward), backward makes the logits anew (four)
+and adds up there, for 1 as well if the gradients can be made in forward.
 All ranks take the same chunks in the same order, however many classes they hold, and so join in the same collectives.
 """
 
@@ -21,9 +22,8 @@ from . import forecast
 from .chunks import of_shards
 from .cross_entropy import refuse_other_grads
 from .library import composite, needs_grad, ops, register_autograd, register_composition
-from .linear import Head
+from .linear import Head, scaled
 from .linear_select import linear_select as linear_select_here
-from .overwriting import scale
 from .row_loss import Gradients, add_chunk, complete, new_gradients
 from .select import Outputs, Selected, upstream_of
 from .shards import (
@@ -265,13 +265,14 @@ class _ShardedLinear(torch.autograd.Function):
         for_values = wants_values and wanted.loss
         asked = wanted._replace(log_probs=wanted.log_probs or for_values)
         divisor = of_rows = None
+        half = any(t is not None and want and t.dtype == torch.float16 for t, want in zip(head, of_head))
+        ctx.scales = mean.mean and not half
         with torch._C._AutoDispatchBelowAutograd():
             if mean.mean:
                 unknown = input.new_zeros(shard.rows(input), dtype=arithmetic_dtype(input.dtype))
                 divisor = ops.loss_mean(unknown, mean.normalizer, *a.target, mean.row_weight)[1]
-                half = any(t is not None and want and t.dtype == torch.float16 for t, want in zip(head, of_head))
                 in_vain = forecast.checkpointed() or forecast.made_in_vain(*shard.calls(unknown.dtype, wanted.entropy))
-                if any(ctx.making) and not half and not in_vain:
+                if any(ctx.making) and ctx.scales and not in_vain:
                     of_rows = _of_rows(torch.ones_like(divisor), divisor, mean.row_weight, shard.rows(input))
             out, ctx.made = _forward(head, a, asked, chunks, shard, of_rows, ctx.making)
             losses = out.loss
@@ -294,20 +295,26 @@ class _ShardedLinear(torch.autograd.Function):
         if all(g is None for g in given):
             return (None,) * 11
         refuse_second(grads)
-        scalar, of_rows, beside = None, of_loss, any(g is not None for g in given[1:])
+        scalar, scale_by, of_rows, beside = None, None, of_loss, any(g is not None for g in given[1:])
         if divisor is not None:
             forecast.remember_whether(beside, *ctx.shard.calls(lse.dtype, wanted.entropy))
             if of_loss is not None:
                 scalar, of_rows = of_loss, _of_rows(of_loss, divisor, row_weight, lse.shape[0])
+                scale_by = of_loss if ctx.scales and not beside else None
         _, _, _, wants_values, wants_weights, _ = ctx.needs_input_grad[:6]
         of_head: Sequence[Optional[Tensor]] = (None,) * 4
-        if made is not None and scalar is not None and not beside:
-            of_head = scaled(made, scalar)
+        if made is not None and scale_by is not None:
+            of_head = scaled(made, scale_by)
         elif any(ctx.making):
+            if scale_by is not None:
+                of_rows_for_1 = _of_rows(torch.ones_like(scale_by), divisor, row_weight, lse.shape[0])
             none = lse.new_empty(0)
             out = Selected(none, lse, lse_residual, none, log_rest, entropy, none, none)
-            by_output = (of_rows, of_lse, None, of_log_probs, of_rest, of_entropy, of_mean_logit)
+            by_output = (of_rows if scale_by is None else of_rows_for_1, of_lse, None, of_log_probs, of_rest, of_entropy,
+                         of_mean_logit)
             of_head = _backward(head, a, wanted, ctx.chunks, ctx.shard, out, by_output, ctx.making)
+            if scale_by is not None:
+                of_head = scaled(of_head, scale_by)
         of_values = of_weights = None
         if wants_values and of_rows is not None and a.values is not None:
             of_values = gradient_of_values(of_rows, log_probs, a).to(a.values.dtype)
@@ -320,24 +327,6 @@ def _of_rows(grad: Tensor, divisor: Tensor, row_weight: Optional[Tensor], count:
     """Of a mean's upstream gradient, (), that of each loss, (N,)."""
     of_rows = (grad / divisor).expand(count)
     return of_rows if row_weight is None else times(of_rows, row_weight)
-
-
-def scaled(gradients: Sequence[Optional[Tensor]], grad: Tensor) -> List[Optional[Tensor]]:
-    """``gradients``, made for an upstream gradient of 1 and ours to overwrite, for ``grad``.
-
-    Never made for a forecast: ranks whose last steps differed would have different ones, and the sum over the ranks
-    would be a gradient of nothing. Nor anew for another ``grad``: that would take collectives.
-    """
-    if not eager():
-        return [None if g is None else torch.where(g == 0, 0.0, g * grad).to(g.dtype) for g in gradients]
-    for gradient in gradients:
-        if gradient is None:
-            continue
-        if grad.is_cpu and grad == 0:
-            gradient.zero_()  # whatever it holds
-        else:
-            scale(gradient, grad.to(arithmetic_dtype(gradient.dtype)))
-    return list(gradients)
 
 
 def _run(head: Head, a: Arguments, wanted: Outputs, mean: Mean, chunks: Chunks, shard: Shard) -> Tuple[Tensor, ...]:

@@ -1,7 +1,7 @@
 """``torch.ops.sparse_ce.forward_with_gradient_``: the loss that writes the gradient over its logits, and its autograd.
 
-The gradient is made for the upstream gradient of the step before; where another one comes, backward scales it. There is
-one, which backward hands out, and no logits to make a second from.
+The gradient is made for a ``grad_output`` of 1, and backward scales it by the one that came, so that its bits depend on
+nothing that ran before. There is one, which backward hands out, and no logits to make a second from.
 """
 
 from typing import Any, Optional, Tuple
@@ -16,14 +16,13 @@ from ..tracing import eager
 from . import forecast
 from .library import batched, ops, per_row, register_in_place
 
-FORECAST = "forward_with_gradient_"
-
 
 def may_overwrite(logits: Tensor, a: Arguments) -> bool:
     """Whether forward may write the gradient over ``logits``, which backward may: nobody owns them, their gradient is
     all that is asked for beside that of the rows' weights, and it holds what is made for 1 and scaled afterwards."""
     base = logits._base
-    return (not logits.is_leaf and not (base is not None and base.is_leaf) and logits.dtype != torch.float16
+    return (not forecast.captured(logits) and not logits.is_leaf and not (base is not None and base.is_leaf)
+            and logits.dtype != torch.float16
             and not (a.values is not None and a.values.requires_grad)
             and (logits.dim() == 2 or _as_they_lie(logits).is_contiguous()))
 
@@ -33,50 +32,43 @@ def _as_they_lie(logits: Tensor) -> Tensor:
     return logits if logits.dim() == 2 else logits.transpose(1, 2)
 
 
-def expected_upstream(logits: Tensor) -> Optional[Tensor]:
-    """The upstream gradient, (), that the loss of ``logits`` may expect."""
-    if forecast.captured(logits):
-        return None
-    return forecast.take(FORECAST, arithmetic_dtype(logits.dtype), forecast.place(logits))
-
-
-def remember(grad: Tensor) -> None:
-    forecast.remember_divisor(FORECAST, grad)
+def scale_rows(grad_logits: Tensor, grad: Tensor) -> None:
+    """Scales ``grad_logits``, made for 1 and ours to overwrite, by ``grad``."""
+    (scale if eager() else ops.scale_)(_as_they_lie(grad_logits), grad, torch.ones_like(grad))
 
 
 class _Overwriting(torch.autograd.Function):
     """The mean, with the gradients for logits and for the rows' weights."""
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, row_weight: Optional[Tensor], a: Arguments, normalizer: Optional[Tensor],
-                expected: Tensor) -> Tensor:
+    def forward(ctx: Any, logits: Tensor, row_weight: Optional[Tensor], a: Arguments,
+                normalizer: Optional[Tensor]) -> Tensor:
         mean: Tensor
         grad_logits = logits.detach()
-        mean, divisor, losses, _, _ = _write_gradient(expected, normalizer, grad_logits, *a, row_weight)
+        one = torch.ones((), dtype=arithmetic_dtype(logits.dtype), device=logits.device)
+        mean, divisor, losses, _, _ = _write_gradient(one, normalizer, grad_logits, *a, row_weight)
         of_weights = (divisor, losses, *a.tensors) if ctx.needs_input_grad[1] else ()
         ctx.save_for_backward(grad_logits, *of_weights)  # behind the write: whoever writes there again is noticed
-        ctx.numbers, ctx.expected = a.numbers, expected
+        ctx.numbers, ctx.handed_out = a.numbers, False
         return mean
 
     @staticmethod
     def backward(ctx: Any, grad_mean: Tensor) -> Tuple[Optional[Tensor], ...]:
-        _check_plain(ctx.expected, grad_mean)
-        expected, ctx.expected = ctx.expected, None  # handed out once: its new owner may overwrite it
+        _check_plain(ctx.handed_out, grad_mean)
+        ctx.handed_out = True  # once: its new owner may overwrite it
         grad_logits, *of_weights = ctx.saved_tensors
         grad_weights = None
         if of_weights:
             divisor, losses, *tensors = of_weights
             a = Arguments.of(tensors, ctx.numbers)
             grad_weights = reference.weight_gradient((grad_mean / divisor).expand(losses.shape), losses, a)
-        if eager():
-            remember(grad_mean)
-        (scale if eager() else ops.scale_)(_as_they_lie(grad_logits), grad_mean, expected)
-        return grad_logits, grad_weights, None, None, None
+        scale_rows(grad_logits, grad_mean)
+        return grad_logits, grad_weights, None, None
 
 
-def _check_plain(expected: Optional[Tensor], grad: Tensor) -> None:
+def _check_plain(handed_out: bool, grad: Tensor) -> None:
     got = "got 'forward', whose one gradient lies where the logits were"
-    if expected is None:
+    if handed_out:
         fail(f"inplace must be False for a second backward (retain_graph=True), {got}", RuntimeError)
     if torch.is_grad_enabled():
         fail(f"inplace must be False or 'backward' for second derivatives (create_graph=True), {got}", RuntimeError)
@@ -84,10 +76,10 @@ def _check_plain(expected: Optional[Tensor], grad: Tensor) -> None:
         fail(f"inplace must be False or 'backward' for several gradients at once, {got}", RuntimeError)
 
 
-def overwriting_mean(logits: Tensor, a: Arguments, normalizer: Optional[Tensor], row_weight: Optional[Tensor],
-                     expected: Tensor) -> Tensor:
-    """The mean of the losses; ``logits`` (N, V) are their gradient afterwards, for the upstream one ``expected``."""
-    mean: Tensor = _Overwriting.apply(logits, row_weight, a, normalizer, expected)
+def overwriting_mean(logits: Tensor, a: Arguments, normalizer: Optional[Tensor],
+                     row_weight: Optional[Tensor]) -> Tensor:
+    """Returns the mean of the losses; ``logits`` (N, V) are their gradient afterwards, for a ``grad_output`` of 1."""
+    mean: Tensor = _Overwriting.apply(logits, row_weight, a, normalizer)
     return mean
 
 

@@ -5,15 +5,12 @@ from typing import List, NamedTuple, Optional, Sequence
 import torch
 from torch import Tensor
 
-from ..arguments import Arguments, arithmetic_dtype
+from ..arguments import Arguments
 from ..tracing import eager
-from . import forecast
 from .library import ops, register_fake
 from .linear import Head
 from .select import Outputs, Selected, upstream_of
 from .shards import Gathered, Shard, add_up, scatter_sum
-
-FORECAST = "row loss"
 
 
 class Gradients(NamedTuple):
@@ -98,14 +95,6 @@ def complete(gradients: Gradients) -> List[Optional[Tensor]]:
     if sums and (not eager() or gradients.shard is not None and gradients.shard.shares_rows):
         of_input = torch.cat(sums)
     return [of_input, of_weight, of_bias]
-
-
-def expected_upstream(input: Tensor, shard: Optional[Shard]) -> Tensor:
-    """The upstream gradient, (), for which forward makes the gradients: that of the step before, or 1, which with a
-    shard all ranks expect."""
-    dtype = arithmetic_dtype(input.dtype)
-    expected = forecast.take(FORECAST, dtype) if input.is_cpu and shard is None else None
-    return torch.ones((), dtype=dtype, device=input.device) if expected is None else expected
 
 
 register_fake("linear_add_gradients_")(lambda *given, **named: None)
