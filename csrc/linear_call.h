@@ -48,7 +48,7 @@ struct LinearCall {
     live_args.target = live->view(args.target);
     if (args.row_scale_stride == 0) return;
     live_scale = keep(args.row_scale, args.row_scale_stride);
-    live_args.row_scale = live_scale->const_data_ptr();
+    live_args.row_scale = origin(*live_scale);
     live_args.row_scale_stride = 1;
   }
 
@@ -98,7 +98,7 @@ struct LinearCall {
       const auto replace = [&](const void*& array, int64_t stride) {
         if (!array) return;
         held.push_back(keep(array, stride));
-        array = held.back().const_data_ptr();
+        array = origin(held.back());
       };
       replace(backward.grad_loss, backward.grad_loss_stride);
       replace(backward.grad_lse, backward.grad_lse_stride);

@@ -20,6 +20,7 @@ from . import forecast
 from .cross_entropy import refuse_other_grads
 from .library import (
     batched,
+    below_autograd,
     composite,
     needs_grad,
     ops,
@@ -71,7 +72,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         if options.mean:
             differentiated = [t for t, wanted in zip((*head, values), ctx.wanted) if wanted and t is not None]
             expected = _expected(input, any(t.dtype == torch.float16 for t in differentiated), options.entropy)
-        with torch._C._AutoDispatchBelowAutograd():
+        with below_autograd():
             if expected is not None:
                 loss, divisor, losses, lse, lse_residual, entropy, argmax, *gradients = (
                     ops.linear_forward_with_gradient(expected, options.normalizer, *head, *a, *options.chunks,
@@ -187,7 +188,7 @@ def _run(head: Head, a: Arguments, options: Options) -> Tuple[Tensor, ...]:
         refuse_other_grads(a)
         out = _LinearCrossEntropy.apply(*head, a.values, row_weight, a, options)
         return tuple(out)
-    with torch._C._AutoDispatchBelowAutograd():
+    with below_autograd():
         return _by_ops(head, a, options)
 
 
