@@ -75,10 +75,10 @@ struct LinearCall {
     }
   }
 
-  // What the rows that count have, (rows that count,), with `fill` for the others: (rows,). (0,) stays.
-  Tensor spread(const Tensor& of_live, double fill = 0) const {
+  // What the rows that count have, (rows that count,), with `fill` for the others: (rows,). What is not asked for stays.
+  Tensor spread(const Tensor& of_live, bool wanted = true, double fill = 0) const {
     if constexpr (device_t::kLeavesOut) {
-      if (live && of_live.size(0) == live->count()) {
+      if (live && wanted) {
         Tensor all = empty(of_live, {args.rows}, of_live.scalar_type());
         torch::stable::fill_(all, fill);
         copy_each(of_live.const_data_ptr(), 1, nullptr, all.mutable_data_ptr(), live->rows.data(),

@@ -227,7 +227,8 @@ class LinearOps {
   // What forward gives for every row that is multiplied, and once it is spread for all of them.
   struct Rows {
     explicit Rows(const Call& call, bool entropy = false, bool argmax = false)
-        : loss(per_row(call)), lse(per_row(call)), residual(per_row(call)), entropy(per_row(call, entropy)),
+        : wants_entropy(entropy), wants_argmax(argmax), loss(per_row(call)), lse(per_row(call)),
+          residual(per_row(call)), entropy(per_row(call, entropy)),
           argmax(empty(call.head.input, {argmax ? call.live_args.rows : 0}, ScalarType::Long)) {}
     static Tensor per_row(const Call& call, bool wanted = true) {
       return empty(call.head.input, {wanted ? call.live_args.rows : 0}, arithmetic_dtype(call.head.input));
@@ -256,10 +257,12 @@ class LinearOps {
     }
 
     void spread(const Call& call) {
-      for (Tensor* of_rows : {&loss, &lse, &residual, &entropy}) *of_rows = call.spread(*of_rows);
-      argmax = call.spread(argmax, -1);
+      for (Tensor* of_rows : {&loss, &lse, &residual}) *of_rows = call.spread(*of_rows);
+      entropy = call.spread(entropy, wants_entropy);
+      argmax = call.spread(argmax, wants_argmax, -1);
     }
 
+    bool wants_entropy, wants_argmax;
     Tensor loss, lse, residual, entropy, argmax;
   };
 

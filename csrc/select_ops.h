@@ -5,6 +5,8 @@
 #include "cross_entropy_views.h"
 #include "select.h"
 
+#include <cmath>
+#include <limits>
 #include <tuple>
 #include <vector>
 
@@ -24,7 +26,12 @@ struct SelectOutputs {
         log_probs(wanted.log_probs ? torch::stable::new_empty(indices, indices.sizes(), dtype) : rows(like, 0, true)),
         log_rest(rows(like, count, wanted.log_rest)), entropy(rows(like, count, wanted.entropy)),
         mean_logit(rows(like, count, wanted.mean_logit)),
-        argmax(empty(like, {wanted.argmax ? count : 0}, ScalarType::Long)) {}
+        argmax(empty(like, {wanted.argmax ? count : 0}, ScalarType::Long)) {
+    const double most = dtype == ScalarType::Double ? std::numeric_limits<double>::max()
+                                                    : double(std::numeric_limits<float>::max());
+    check(!std::isfinite(padding_value()) || std::abs(padding_value()) <= most, "padding_value must be a number of ",
+          name(dtype), ", got ", padding_value());
+  }
 
   double padding_value() const { return wanted.padding_value.value_or(-INFINITY); }
 

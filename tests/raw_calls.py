@@ -29,7 +29,8 @@ SHARDED = ("sharded_select", "sharded_linear_select")  # collectives of the ops 
 NAMES = sorted({s.name.split("::")[1] for s in torch._C._jit_get_all_schemas() if s.name.startswith("sparse_ce::")}
                - {"cpu_instruction_set", "cuda_architectures", "emulation_runs", "emulation_launches", *SHARDED})
 TORCH = ("Could not run 'sparse_ce::", "sparse_ce.", "sparse_ce::", "DefaultCPUAllocator: can't allocate memory",
-         "Storage size calculation overflowed", "Overflow when unpacking long", "Not yet supported ScalarType")
+         "Storage size calculation overflowed", "Overflow when unpacking long", "Not yet supported ScalarType",
+         "ZeroTensors are immutable", "Trying to create tensor with negative dimension")
 """What PyTorch says of another backend, of a value of another type than the schema's, and of memory."""
 
 SAVED = ("lse", "lse_residual", "log_rest", "entropy", "output", "statistics", "chosen")

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from refusals import assert_refused
 from sparse_ce import SparseTarget, linear_selected_log_probs, selected_log_probs
 
 ops = torch.ops.sparse_ce
@@ -64,3 +65,23 @@ def test_every_op_without_rows_writes_what_it_returns(device):
         assert (ops.linear_select(x[:, :4], weight, None, ids, None, offsets)[3] == -torch.inf).all()
         assert (ops.candidate_logits(x[:, :4], weight, None, ids, None, offsets) == -torch.inf).all()
         assert (ops.backward_values(x[:, 0], x, x[:, 0], None, ids, None, offsets) == 0).all()
+
+
+def test_outputs_that_are_not_asked_for_stay_empty_if_every_row_is_ignored(device):
+    x, weight = torch.zeros(3, 4, device=device), torch.zeros(10, 4, device=device)
+    ids = torch.full((3, 2), -100, device=device)
+    out = ops.linear_select(x, weight, None, ids, log_probs=False)
+    assert [t.numel() for t in out] == [0, 3, 3, 0, 0, 0, 0, 0]
+    lse = torch.zeros(3, device=device)
+    made = ops.linear_select_backward(None, lse, *(None,) * 4, x, weight, None, lse, None, None, None, ids)
+    assert made[4].numel() == 0
+    assert [t.numel() for t in ops.linear_mean_with_metrics(x, weight, None, ids, argmax=True)] == [1, 3, 0, 3]
+
+
+def test_a_padding_value_is_a_number_of_the_arithmetic(device):
+    x, ids = torch.zeros(2, 5, device=device), torch.zeros(2, 1, dtype=torch.int64, device=device)
+    for wrong in (1e39, -1e300):
+        assert_refused(lambda: ops.select(x, ids, padding_value=wrong), "padding_value", error=RuntimeError)
+        assert ops.select(x.double(), ids, padding_value=wrong)[3].shape == (2, 1)
+    for right in (float("nan"), float("inf"), -3e38):
+        ops.select(x, ids, padding_value=right)
