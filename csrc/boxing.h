@@ -14,12 +14,15 @@ namespace sparse_ce {
 // Takes the values of a stack one after the other, each into an owner of its own.
 class Stack {
  public:
-  Stack(StableIValue* begin, uint64_t count) : next_(begin), end_(begin + count) {}
+  Stack(StableIValue* begin, uint64_t count) : begin_(begin), next_(begin), end_(begin + count) {}
 
   template <typename value_t>
   value_t next() {
     check(next_ != end_, "schema must have the arguments of its kernel, got too few");
-    return torch::stable::detail::to<value_t>(*next_++);
+    value_t value = torch::stable::detail::to<value_t>(*next_++);
+    if constexpr (std::is_same_v<value_t, Tensor>)
+      if (undefined_ == 0 && !value.defined()) undefined_ = next_ - begin_;
+    return value;
   }
   template <typename parameter_t>
   parameter_t take() {
@@ -28,10 +31,15 @@ class Stack {
     else
       return next<parameter_t>();
   }
-  bool empty() const { return next_ == end_; }
+  // Of all that were taken: an exception on the way would leave the others without an owner.
+  void check_taken() const {
+    check(next_ == end_, "schema must have the arguments of its kernel, got too many");
+    check(undefined_ == 0, "argument must be a tensor, got None for number ", undefined_, " of the op");
+  }
 
  private:
-  StableIValue *next_, *end_;
+  StableIValue *begin_, *next_, *end_;
+  int64_t undefined_ = 0;  // the first tensor that is None, counted from 1
 };
 
 // Base of a struct of arguments, whose members, in the order of the schema, are initialised by next<type>().
@@ -54,14 +62,16 @@ struct Boxed;
 
 template <typename result_t, typename... parameters_t, result_t (*function)(parameters_t...)>
 struct Boxed<function> {
-  static void call(StableIValue* values, uint64_t inputs, uint64_t outputs) {
+  static void call(StableIValue* values, uint64_t inputs, uint64_t outputs) try {
     Stack stack(values, inputs);
     std::tuple<std::decay_t<parameters_t>...> arguments{stack.take<std::decay_t<parameters_t>>()...};  // left to right
-    check(stack.empty(), "schema must have the arguments of its kernel, got too many");
+    stack.check_taken();
     if constexpr (std::is_void_v<result_t>)
       std::apply(function, arguments);
     else
       give(std::apply(function, arguments), values, outputs);
+  } catch (const std::bad_alloc&) {
+    throw std::runtime_error(std::string(kHostOutOfMemory) + "std::bad_alloc");
   }
 
  private:

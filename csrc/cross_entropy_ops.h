@@ -87,6 +87,11 @@ class CrossEntropyOps {
     ForwardArgs args{};
     view_call(logits, given, held, args, /*strided=*/true);
     check_overwritable(logits, args);
+    const Overwritten overwritten(logits, "logits");
+    check_apart(overwritten, given);
+    overwritten.check_apart(grad_mean, "grad_mean");
+    overwritten.check_apart(normalizer, "normalizer");
+    overwritten.check_apart(row_weight, "row_weight");
     device_t::check_target(args.target, logits);
     LossMean<device_t> mean(args.target, logits, normalizer, grad_mean, row_weight);
     BackwardArgs backward = backward_of(args);
@@ -110,6 +115,7 @@ class CrossEntropyOps {
     Held held;
     BackwardArgs args = view_backward(grad_loss, grad_lse, logits, lse, lse_residual, given, held);
     check_overwritable(logits, args);
+    check_apart(Overwritten(logits, "logits"), given, grad_loss, grad_lse, lse, lse_residual);
     if (args.rows == 0) return;
     device_t::check_target(args.target, logits);
     overwrite(logits, args);
@@ -124,6 +130,11 @@ class CrossEntropyOps {
     args.made_for = view_scalar(made_for, logits, "made_for");
     args.grad_mean = view_scalar(grad_mean, logits, "grad_mean");
     view_gradient(grad_logits, logits, args);
+    const Overwritten overwritten(grad_logits, "grad_logits");
+    check_apart(overwritten, given, grad_loss, std::nullopt, lse, lse_residual);
+    overwritten.check_apart(made_for, "made_for");
+    overwritten.check_apart(grad_mean, "grad_mean");
+    overwritten.check_apart(logits, "logits");
     if (args.rows == 0) return;
     device_t::check_target(args.target, logits);
     device_t::backward(args, logits);
@@ -145,6 +156,7 @@ class CrossEntropyOps {
                                               const TargetArguments& given, const OptionalTensor& row_weight) {
     Held held;
     LossMeanArgs args = view_loss_mean(loss, normalizer, given, row_weight, held);
+    if (given.weight && args.target.rows > 0) device_t::check_target(args.target, loss);
     Tensor mean = empty(loss, {}, loss.scalar_type()), divisor = empty(loss, {}, loss.scalar_type());
     args.mean = mean.mutable_data_ptr();
     args.divisor = divisor.mutable_data_ptr();
@@ -166,6 +178,18 @@ class CrossEntropyOps {
   }
 
  private:
+  static void check_apart(const Overwritten& overwritten, const Arguments& given) {
+    sparse_ce::check_apart(overwritten, given);
+  }
+  static void check_apart(const Overwritten& overwritten, const Arguments& given, const Tensor& grad_loss,
+                          const OptionalTensor& grad_lse, const Tensor& lse, const OptionalTensor& lse_residual) {
+    check_apart(overwritten, given);
+    overwritten.check_apart(grad_loss, "grad_loss");
+    overwritten.check_apart(grad_lse, "grad_lse");
+    overwritten.check_apart(lse, "lse");
+    overwritten.check_apart(lse_residual, "lse_residual");
+  }
+
   static void overwrite(const Tensor& logits, BackwardArgs& args) {
     args.grad_logits = mutable_origin(logits);
     args.grad_row_stride = args.row_stride;

@@ -60,14 +60,14 @@ void view_entries(const given_t& given, Held& held, TargetView& target) {
     target.offsets_dtype = to_dtype(*offsets, "offsets", /*integer=*/true);
     target.offsets_step = ends ? 1 : 2;
     held.offsets = packed(*offsets);
-    target.offsets = held.offsets->const_data_ptr();
+    target.offsets = origin(*held.offsets);
   } else {
     check((indices.dim() == 1 || indices.dim() == 2) && indices.size(0) == rows, "indices must be (", rows, ",) or (",
           rows, ", K) for ", rows, " rows of logits, got ", shape(indices));
     target.width = indices.dim() == 1 ? 1 : indices.size(1);
   }
   held.indices = packed(indices);
-  target.indices = held.indices.const_data_ptr();
+  target.indices = origin(held.indices);
   target.entries = indices.numel();
   target.labels = indices.dim() == 1 && !offsets && !values;
   if (!values) return;
@@ -77,7 +77,7 @@ void view_entries(const given_t& given, Held& held, TargetView& target) {
         "values must have the shape of indices ", shape(indices), ", got ", shape(*values));
   target.values_dtype = to_dtype(*values, "values", /*integer=*/false);
   held.values = packed(*values);
-  target.values = held.values->const_data_ptr();
+  target.values = origin(*held.values);
 }
 
 inline void view_weight(const Tensor& weight, Held& held, TargetView& target) {
@@ -88,7 +88,7 @@ inline void view_weight(const Tensor& weight, Held& held, TargetView& target) {
   check(weight.dim() == 1 && weight.size(0) == target.num_classes, "weight must be (", target.num_classes,
         ",), one weight a class, got ", shape(weight));
   held.weight = packed(weight);
-  target.weight = held.weight->const_data_ptr();
+  target.weight = origin(*held.weight);
 }
 
 // Of `held.logits`, or of what has as many rows in their place; all but the class weights.
@@ -107,7 +107,7 @@ TargetView view_rows_and_entries(const given_t& given, int64_t num_classes, Held
     check(row_mask.dim() == 1 && row_mask.size(0) == target.rows, "row_mask must be (", target.rows, ",), got ",
           shape(row_mask));
     held.row_mask = packed(row_mask);
-    target.row_mask = static_cast<const bool*>(held.row_mask->const_data_ptr());
+    target.row_mask = static_cast<const bool*>(origin(*held.row_mask));
   }
   return target;
 }
@@ -139,7 +139,8 @@ inline void view_arguments(const Arguments& given, Held& held, CrossEntropyArgs&
 // The logits of some of the classes alone; there may be none here.
 inline void view_shard(const Arguments& given, int64_t first_class, CrossEntropyArgs& args) {
   check(given.num_classes.has_value(), "num_classes must be that of all shards where first_class is given, got None");
-  check(first_class >= 0, "first_class must not be negative, got ", first_class);
+  constexpr int64_t kMost = int64_t(1) << 48;  // far from where the place of a class in a row overflows
+  check(first_class >= 0 && first_class <= kMost, "first_class must be in [0, ", kMost, "], got ", first_class);
   args.first_class = first_class;
   args.vocab += first_class;
   given.check_options(std::numeric_limits<int64_t>::max(), "those of all shards");
@@ -202,6 +203,16 @@ inline void check_overwritable(const Tensor& logits, const CrossEntropyArgs& arg
   check(args.logits == origin(logits), "logits must have column stride 1 to be overwritten, got ", logits.stride(1));
 }
 
+// What is read while `overwritten` is written: all but the logits.
+inline void check_apart(const Overwritten& overwritten, const Arguments& given) {
+  overwritten.check_apart(given.indices, "indices");
+  overwritten.check_apart(given.values, "values");
+  overwritten.check_apart(given.offsets, "offsets");
+  overwritten.check_apart(given.weight, "weight");
+  overwritten.check_apart(given.row_mask, "row_mask");
+  overwritten.check_apart(given.row_scale, "row_scale");
+}
+
 // Classes are bounded by their weights, which are looked up, and by nothing without them.
 inline LossMeanArgs view_loss_mean(const Tensor& loss, const OptionalTensor& normalizer, const TargetArguments& given,
                                    const OptionalTensor& row_weight, Held& held) {
@@ -213,7 +224,7 @@ inline LossMeanArgs view_loss_mean(const Tensor& loss, const OptionalTensor& nor
   held.logits = loss;
   const bool weighted = given.weight && given.weight->dim() == 1;
   args.target = view_target(given, weighted ? given.weight->size(0) : std::numeric_limits<int64_t>::max(), held);
-  args.loss = loss.const_data_ptr();
+  args.loss = origin(loss);
   args.loss_stride = loss.stride(0);
   args.normalizer = normalizer ? view_scalar(*normalizer, loss, "normalizer") : nullptr;
   if (row_weight) args.row_weight = view_rows(*row_weight, loss, "row_weight", args.row_weight_stride);

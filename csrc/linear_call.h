@@ -48,7 +48,7 @@ struct LinearCall {
     live_args.target = live->view(args.target);
     if (args.row_scale_stride == 0) return;
     live_scale = keep(args.row_scale, args.row_scale_stride);
-    live_args.row_scale = live_scale->const_data_ptr();
+    live_args.row_scale = origin(*live_scale);
     live_args.row_scale_stride = 1;
   }
 
@@ -75,10 +75,10 @@ struct LinearCall {
     }
   }
 
-  // What the rows that count have, (rows that count,), with `fill` for the others: (rows,). (0,) stays.
-  Tensor spread(const Tensor& of_live, double fill = 0) const {
+  // What the rows that count have, (rows that count,), with `fill` for the others: (rows,). What is not asked for stays.
+  Tensor spread(const Tensor& of_live, bool wanted = true, double fill = 0) const {
     if constexpr (device_t::kLeavesOut) {
-      if (live && of_live.size(0) == live->count()) {
+      if (live && wanted) {
         Tensor all = empty(of_live, {args.rows}, of_live.scalar_type());
         torch::stable::fill_(all, fill);
         copy_each(of_live.const_data_ptr(), 1, nullptr, all.mutable_data_ptr(), live->rows.data(),
@@ -98,7 +98,7 @@ struct LinearCall {
       const auto replace = [&](const void*& array, int64_t stride) {
         if (!array) return;
         held.push_back(keep(array, stride));
-        array = held.back().const_data_ptr();
+        array = origin(held.back());
       };
       replace(backward.grad_loss, backward.grad_loss_stride);
       replace(backward.grad_lse, backward.grad_lse_stride);

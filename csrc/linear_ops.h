@@ -6,6 +6,9 @@
 #include "linear_call.h"
 #include "select.h"
 
+#include <initializer_list>
+#include <utility>
+
 namespace sparse_ce {
 
 template <typename device_t>
@@ -63,7 +66,7 @@ class LinearOps {
     OptionalTensor live_weight;
     if (call.live && row_weight) {
       live_weight = call.keep(backward.row_weight, backward.row_weight_stride);
-      backward.row_weight = live_weight->const_data_ptr();
+      backward.row_weight = origin(*live_weight);
       backward.row_weight_stride = 1;
     }
     backward.lse = rows.lse.const_data_ptr();
@@ -138,19 +141,39 @@ class LinearOps {
     rows.rows = head.input.size(0);
     check(grad_logits.dim() == 2 && grad_logits.size(0) == rows.rows && grad_logits.size(1) <= head.weight.size(0),
           "grad_logits must be (", rows.rows, ", classes), got ", shape(grad_logits));
-    const auto like = [](const OptionalTensor& gradient, const Tensor& of, const char* argument) {
-      if (!gradient) return;
-      check(gradient->dim() == of.dim() && same_sizes(gradient->sizes(), of.sizes()) && gradient->is_contiguous(),
-            argument, " must be contiguous and of shape ", shape(of), ", got ", shape(*gradient));
-      check(gradient->scalar_type() == of.scalar_type(), argument, " must be of dtype ", name(of.scalar_type()),
-            ", got ", name(gradient->scalar_type()));
+    check_same_device(grad_logits, head.input, "grad_logits");
+    to_dtype(grad_logits, "grad_logits", /*integer=*/false);
+    const int64_t classes = grad_logits.size(1), width = head.input.size(1);
+    check(!grad_bias || head.bias, "grad_bias must be None where there is no linear_bias, got a tensor");
+    const std::pair<const OptionalTensor&, const char*> written[] = {{grad_input, "grad_input"},
+                                                                     {grad_weight, "grad_weight"},
+                                                                     {weight_low, "weight_low"},
+                                                                     {grad_bias, "grad_bias"},
+                                                                     {bias_low, "bias_low"}};
+    check_sum(grad_input, head.input, head.input.scalar_type(), {rows.rows, width}, "grad_input");
+    check_sum(grad_weight, head.input, head.weight.scalar_type(), {head.weight.size(0), width}, "grad_weight");
+    if (head.bias) check_sum(grad_bias, head.input, head.bias->scalar_type(), {head.weight.size(0)}, "grad_bias");
+    check_sum(weight_low, head.input, ScalarType::Byte, {classes, width}, "weight_low");
+    check_sum(bias_low, head.input, ScalarType::Byte, {1, classes}, "bias_low");
+    const auto needs_low = [&](const OptionalTensor& gradient) {
+      return gradient && size_in_bytes(gradient->scalar_type()) == 2 && !(first && last);
     };
-    like(grad_input, head.input, "grad_input");
-    like(grad_weight, head.weight, "grad_weight");
-    if (head.bias) like(grad_bias, *head.bias, "grad_bias");
-    if (rows.rows == 0) return;
-    LinearHead<device_t> chunk(head.input, head.weight, std::nullopt, grad_logits.size(1), rows, rows.rows, false,
-                               nullptr);
+    check(weight_low || !needs_low(grad_weight), "weight_low must be a tensor where 16 bits are summed, got None");
+    check(bias_low || !needs_low(grad_bias), "bias_low must be a tensor where 16 bits are summed, got None");
+    for (const auto& [gradient, argument] : written) {
+      if (!gradient) continue;
+      const Overwritten overwritten(*gradient, argument);
+      overwritten.check_apart(head.input, "input");
+      overwritten.check_apart(head.weight, "linear_weight");
+      overwritten.check_apart(grad_logits, "grad_logits");
+      for (const auto& [other, name_of_other] : written)
+        if (&other != &gradient) overwritten.check_apart(other, name_of_other);
+    }
+    if (classes == 0) {  // no product writes the gradient
+      if (grad_input) clear_rows(*grad_input, 0, rows.rows);
+      return;
+    }
+    LinearHead<device_t> chunk(head.input, head.weight, std::nullopt, classes, rows, rows.rows, false, nullptr);
     chunk.continue_gradients(grad_input, grad_weight, weight_low, grad_bias, bias_low);
     chunk.add_gradients_of_chunk(grad_logits, first, last);
   }
@@ -164,7 +187,10 @@ class LinearOps {
     const bool rows = gradient.dim() == 2 && gradient.stride(1) == 1 && gradient.stride(0) >= gradient.size(1);
     check(packed || rows, "gradient must be contiguous, or rows that are and do not overlap, got shape ",
           shape(gradient));
-    args.values = gradient.mutable_data_ptr();
+    const Overwritten overwritten(gradient, "gradient");
+    overwritten.check_apart(scale, "scale");
+    overwritten.check_apart(expected, "expected");
+    args.values = mutable_origin(gradient);
     args.rows = packed ? 1 : gradient.size(0);
     args.count = packed ? gradient.numel() : gradient.size(1);
     args.row_stride = packed ? args.count : gradient.stride(0);
@@ -185,10 +211,24 @@ class LinearOps {
   }
 
  private:
+  // A gradient, or what its sum keeps beside it, that chunks are added to.
+  static void check_sum(const OptionalTensor& sum, const Tensor& like, ScalarType dtype,
+                        std::initializer_list<int64_t> sizes, const char* argument) {
+    if (!sum) return;
+    check_same_device(*sum, like, argument);
+    check(sum->scalar_type() == dtype, argument, " must be of dtype ", name(dtype), ", got ",
+          name(sum->scalar_type()));
+    check(sum->is_contiguous(), argument, " must be contiguous, got shape ", shape(*sum), " with gaps");
+    check(same_sizes(sum->sizes(), Sizes(sizes.begin(), sizes.size())), argument, " must be (", *sizes.begin(),
+          sizes.size() > 1 ? ", " : ",", sizes.size() > 1 ? std::to_string(sizes.begin()[1]) : "", "), got ",
+          shape(*sum));
+  }
+
   // What forward gives for every row that is multiplied, and once it is spread for all of them.
   struct Rows {
     explicit Rows(const Call& call, bool entropy = false, bool argmax = false)
-        : loss(per_row(call)), lse(per_row(call)), residual(per_row(call)), entropy(per_row(call, entropy)),
+        : wants_entropy(entropy), wants_argmax(argmax), loss(per_row(call)), lse(per_row(call)),
+          residual(per_row(call)), entropy(per_row(call, entropy)),
           argmax(empty(call.head.input, {argmax ? call.live_args.rows : 0}, ScalarType::Long)) {}
     static Tensor per_row(const Call& call, bool wanted = true) {
       return empty(call.head.input, {wanted ? call.live_args.rows : 0}, arithmetic_dtype(call.head.input));
@@ -217,10 +257,12 @@ class LinearOps {
     }
 
     void spread(const Call& call) {
-      for (Tensor* of_rows : {&loss, &lse, &residual, &entropy}) *of_rows = call.spread(*of_rows);
-      argmax = call.spread(argmax, -1);
+      for (Tensor* of_rows : {&loss, &lse, &residual}) *of_rows = call.spread(*of_rows);
+      entropy = call.spread(entropy, wants_entropy);
+      argmax = call.spread(argmax, wants_argmax, -1);
     }
 
+    bool wants_entropy, wants_argmax;
     Tensor loss, lse, residual, entropy, argmax;
   };
 

@@ -26,10 +26,14 @@ class LinearSelectOps {
       rows.place(args, begin, first_entry(call.live_args, begin));
       device_t::select_forward(args, call.head.input);
     });
-    return {call.spread(rows.loss),         call.spread(rows.lse),
-            call.spread(rows.lse_residual), rows.log_probs,
-            call.spread(rows.log_rest),     call.spread(rows.entropy),
-            call.spread(rows.mean_logit),   call.spread(rows.argmax, -1)};
+    return {call.spread(rows.loss, wanted.loss),
+            call.spread(rows.lse),
+            call.spread(rows.lse_residual),
+            rows.log_probs,
+            call.spread(rows.log_rest, wanted.log_rest),
+            call.spread(rows.entropy, wanted.entropy),
+            call.spread(rows.mean_logit, wanted.mean_logit),
+            call.spread(rows.argmax, wanted.argmax, -1)};
   }
 
   static std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward(
@@ -52,7 +56,7 @@ class LinearSelectOps {
         device_t::select_backward(chunk, like);
         gradients.head.add_gradients_of_classes(begin, z);
       });
-      return std::tuple_cat(gradients.tensors(), std::tuple<Tensor>(call.spread(of_scale)));
+      return std::tuple_cat(gradients.tensors(), std::tuple<Tensor>(call.spread(of_scale, scale_grad)));
     }
     call.for_each_chunk(gradients.head, [&](int64_t begin, const Tensor& z) {
       SelectBackwardArgs chunk = upstream.args;
@@ -63,7 +67,7 @@ class LinearSelectOps {
       device_t::select_backward(chunk, like);
       gradients.head.add_gradients(begin, z);
     });
-    return std::tuple_cat(gradients.tensors(), std::tuple<Tensor>(call.spread(of_scale)));
+    return std::tuple_cat(gradients.tensors(), std::tuple<Tensor>(call.spread(of_scale, scale_grad)));
   }
 
   template <typename library_t>

@@ -78,10 +78,10 @@ struct MaskedMeanOps {
     check_same_device(share, mask, "share");
     check(same_sizes(share.sizes(), kept_sizes(mask, dim)), "share must have the shape of the mean, got ",
           shape(share));
+    args.dtype = to_dtype(dtype, "dtype", /*integer=*/false);
+    if (share.scalar_type() != arithmetic_dtype(dtype))
+      fail("share must be of dtype ", name(arithmetic_dtype(dtype)), ", got ", name(share.scalar_type()));
     Tensor grad_input = torch::stable::view(device_t::empty_output(mask, {mask.numel()}, dtype), mask.sizes());
-    args.dtype = to_dtype(grad_input, "dtype", /*integer=*/false);
-    if (share.scalar_type() != arithmetic_dtype(grad_input))
-      fail("share must be of dtype ", name(arithmetic_dtype(grad_input)), ", got ", name(share.scalar_type()));
     if (mask.numel() == 0) return grad_input;
     const Tensor packed_share = packed(share);
     view(grad_input, mask, dim, args);

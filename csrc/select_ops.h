@@ -5,6 +5,8 @@
 #include "cross_entropy_views.h"
 #include "select.h"
 
+#include <cmath>
+#include <limits>
 #include <tuple>
 #include <vector>
 
@@ -24,7 +26,12 @@ struct SelectOutputs {
         log_probs(wanted.log_probs ? torch::stable::new_empty(indices, indices.sizes(), dtype) : rows(like, 0, true)),
         log_rest(rows(like, count, wanted.log_rest)), entropy(rows(like, count, wanted.entropy)),
         mean_logit(rows(like, count, wanted.mean_logit)),
-        argmax(empty(like, {wanted.argmax ? count : 0}, ScalarType::Long)) {}
+        argmax(empty(like, {wanted.argmax ? count : 0}, ScalarType::Long)) {
+    const double most = dtype == ScalarType::Double ? std::numeric_limits<double>::max()
+                                                    : double(std::numeric_limits<float>::max());
+    check(!std::isfinite(padding_value()) || std::abs(padding_value()) <= most, "padding_value must be a number of ",
+          name(dtype), ", got ", padding_value());
+  }
 
   double padding_value() const { return wanted.padding_value.value_or(-INFINITY); }
 
@@ -32,7 +39,7 @@ struct SelectOutputs {
   void place(SelectArgs& args, int64_t begin, int64_t entry) const {
     const DType storage = dtype == ScalarType::Double ? DType::kFloat64 : DType::kFloat32;
     const auto at = [&](bool is_wanted, const Tensor& t, int64_t i) {
-      return is_wanted ? advance(t.mutable_data_ptr(), storage, i) : nullptr;
+      return is_wanted ? advance(mutable_origin(t), storage, i) : nullptr;
     };
     args.loss = at(wanted.loss, loss, begin);
     args.lse = at(true, lse, begin);
@@ -41,7 +48,7 @@ struct SelectOutputs {
     args.log_rest = at(wanted.log_rest, log_rest, begin);
     args.entropy = at(wanted.entropy, entropy, begin);
     args.mean_logit = at(wanted.mean_logit, mean_logit, begin);
-    args.argmax = wanted.argmax ? static_cast<int64_t*>(argmax.mutable_data_ptr()) + begin : nullptr;
+    args.argmax = wanted.argmax ? static_cast<int64_t*>(mutable_origin(argmax)) + begin : nullptr;
     args.padding_value = padding_value();
     args.wanted = view_wanted(wanted);
   }
@@ -71,7 +78,7 @@ struct SelectUpstream {
       check(of_entries.dim() == indices.dim() && same_sizes(of_entries.sizes(), indices.sizes()),
             "grad_log_probs must have the shape of indices ", shape(indices), ", got ", shape(of_entries));
       held.push_back(packed(of_entries));
-      args.grad_log_probs = held.back().const_data_ptr();
+      args.grad_log_probs = origin(held.back());
     }
     view(grad.log_rest, like, "grad_log_rest", args.grad_log_rest);
     view(grad.entropy, like, "grad_entropy", args.grad_entropy);
@@ -86,7 +93,7 @@ struct SelectUpstream {
     const auto replace = [&](const void*& array, int64_t stride) {
       if (!array) return;
       held.push_back(kept(array, stride));
-      array = held.back().const_data_ptr();
+      array = origin(held.back());
     };
     for (Upstream* grad : {&args.grad_log_rest, &args.grad_entropy, &args.grad_mean_logit}) {
       replace(grad->grad, grad->stride);
@@ -150,10 +157,10 @@ class SelectOps {
     args.wanted = view_wanted(wanted);
     const ScalarType dtype = arithmetic_dtype(logits);
     const Tensor statistics = empty(logits, {args.rows, numbers(args)}, dtype);
-    args.statistics = statistics.mutable_data_ptr();
+    args.statistics = mutable_origin(statistics);
     const Tensor chosen = wanted.log_probs ? torch::stable::new_zeros(given.indices, given.indices.sizes(), dtype)
                                            : empty(logits, {0}, dtype);
-    args.chosen = chosen.mutable_data_ptr();
+    args.chosen = mutable_origin(chosen);
     if (args.rows > 0) device_t::select_forward(args, logits);
     return {statistics, chosen};
   }
@@ -181,7 +188,7 @@ class SelectOps {
             "chosen must have the shape of indices ", shape(given.indices), " and the dtype of statistics");
       check_same_device(*chosen, told, "chosen");
       logits = packed(*chosen);
-      args.logits_of_entries = logits.const_data_ptr();
+      args.logits_of_entries = origin(logits);
     }
     args.told = told.const_data_ptr();
     args.shards = shards;
@@ -209,6 +216,18 @@ class SelectOps {
     Call call(grad, logits, lse, lse_residual, log_rest, entropy, given, scale_grad, first_class);
     SelectBackwardArgs& args = call.args;
     check_overwritable(logits, args);
+    const Overwritten overwritten(logits, "logits");
+    check_apart(overwritten, given);
+    overwritten.check_apart(lse, "lse");
+    overwritten.check_apart(lse_residual, "lse_residual");
+    overwritten.check_apart(log_rest, "log_rest");
+    overwritten.check_apart(entropy, "entropy");
+    overwritten.check_apart(grad.loss, "grad_loss");
+    overwritten.check_apart(grad.lse, "grad_lse");
+    overwritten.check_apart(grad.log_probs, "grad_log_probs");
+    overwritten.check_apart(grad.log_rest, "grad_log_rest");
+    overwritten.check_apart(grad.entropy, "grad_entropy");
+    overwritten.check_apart(grad.mean_logit, "grad_mean_logit");
     args.grad_logits = mutable_origin(logits);
     args.grad_row_stride = args.row_stride;
     if (args.rows > 0) device_t::select_backward(args, logits);

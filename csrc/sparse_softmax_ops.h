@@ -1,9 +1,13 @@
 // sparse_softmax_ops.h - the ops on tensors, for the CPU and for CUDA alike. `device_t` has sparse_softmax,
-// sparse_softmax_backward, empty_output for the large fresh result, and check_rows, called before any work.
+// sparse_softmax_backward, empty_output for the large fresh result, and check_rows, called before any work, which says
+// whether it has looked at the rows.
 #pragma once
 
 #include "boxing.h"
 #include "sparse_softmax.h"
+
+#include <cmath>
+#include <vector>
 
 namespace sparse_ce {
 
@@ -15,6 +19,7 @@ class SparseSoftmaxOps {
     const OptionalTensor packed_order = order ? OptionalTensor(packed(*order)) : order;
     SparseSoftmaxArgs args = view(packed_values, packed_offsets, packed_order, log, "values");
     Tensor result = empty_result(values, args);
+    if (!device_t::check_rows(args, values)) torch::stable::fill_(result, NAN);  // of entries that are in no row
     args.values = packed_values.const_data_ptr();
     args.result = result.mutable_data_ptr();
     if (values.numel() > 0) device_t::sparse_softmax(args, values);
@@ -32,6 +37,7 @@ class SparseSoftmaxOps {
     check(same_sizes(grad.sizes(), output.sizes()), "grad must have the shape of output, ", shape(output), ", got ",
           shape(grad));
     Tensor result = empty_result(output, args);
+    if (!device_t::check_rows(args, output)) torch::stable::fill_(result, NAN);
     args.grad = packed_grad.const_data_ptr();
     args.output = packed_output.const_data_ptr();
     args.result = result.mutable_data_ptr();
@@ -63,16 +69,15 @@ class SparseSoftmaxOps {
     check_same_device(offsets, values, "offsets");
     check(offsets.dim() == 1 && offsets.size(0) > 0, "offsets must be (rows + 1,), got ", shape(offsets));
     args.offsets_dtype = to_dtype(offsets, "offsets", /*integer=*/true);
-    args.offsets = offsets.const_data_ptr();
+    args.offsets = origin(offsets);
     args.rows = offsets.size(0) - 1;
     if (order) {
       check_same_device(*order, values, "order");
       check(order->dim() == 1 && order->size(0) == args.entries, "order must be (", args.entries, ",), got ",
             shape(*order));
       check(order->scalar_type() == ScalarType::Long, "order must be of dtype int64, got ", name(order->scalar_type()));
-      args.order = static_cast<const int64_t*>(order->const_data_ptr());
+      args.order = static_cast<const int64_t*>(origin(*order));
     }
-    device_t::check_rows(args);
     return args;
   }
 };
@@ -87,9 +92,13 @@ inline void check_rows_on_host(const SparseSoftmaxArgs& args) {
           "offsets must ascend from 0 to ", args.entries, ", the number of entries, got ", offset, " at ", r);
     before = offset;
   }
-  for (int64_t i = 0; args.order && i < args.entries; ++i)
-    check(0 <= args.order[i] && args.order[i] < args.entries, "order must be in [0, ", args.entries, "), got ",
-          args.order[i], " at ", i);
+  std::vector<bool> taken(args.order ? static_cast<size_t>(args.entries) : 0);
+  for (int64_t i = 0; args.order && i < args.entries; ++i) {
+    const int64_t entry = args.order[i];
+    check(0 <= entry && entry < args.entries, "order must be in [0, ", args.entries, "), got ", entry, " at ", i);
+    check(!taken[static_cast<size_t>(entry)], "order must have each entry once, got ", entry, " again at ", i);
+    taken[static_cast<size_t>(entry)] = true;
+  }
 }
 
 }  // namespace sparse_ce

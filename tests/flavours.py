@@ -111,7 +111,8 @@ FLAVOURS = {
     # The CPU's kernels under AddressSanitizer and UndefinedBehaviorSanitizer.
     "sanitized": Flavour(("test_cross_entropy_values", "test_cross_entropy_shapes", "test_cross_entropy_errors",
                           "test_cross_entropy_tiles", "test_linear_sharded", "test_masked_mean", "test_topk",
-                          "test_select_values", "test_select_shards", "test_flavour*"),
+                          "test_raw_calls", "test_select_empty_rows", "test_select_values", "test_select_shards",
+                          "test_flavour*"),
                          at_least=300, build=build_sanitized,
                          sources=("csrc", "setup.py"), sanitizes=True, environment={
                              "ASAN_OPTIONS": "detect_leaks=0:verify_asan_link_order=0",

@@ -37,6 +37,7 @@ ABOUT = {"arguments": "errors_options_dimension", "autocast": "modes_candidates"
          **dict.fromkeys(("mixing", "mixing_of_timm", "pairs"), "mixing_vision"),
          "gradient_memory": "forecast", "guarded": "zero_upstream", "inductor": "graphs", "integrations": "trainer",
          "live_rows": "linear", "logits": "trainer",
+         **dict.fromkeys(("boxing", "library", "tensors", "torch_calls"), "raw_calls_out_memory"),
          **dict.fromkeys(("strided", "strided_rows", "strided_columns", "strided_streams"), "strided"),
          "avx512_streams": "strided", "overwriting": "inplace",
          "select": "select_sharded", "shards": "sharded_data",

@@ -34,7 +34,10 @@ struct Cpu {
   static void sparse_softmax_backward(const SparseSoftmaxArgs& args, const Tensor&) {
     cpu::sparse_softmax_backward(args);
   }
-  static void check_rows(const SparseSoftmaxArgs& args) { check_rows_on_host(args); }
+  static bool check_rows(const SparseSoftmaxArgs& args, const Tensor&) {
+    check_rows_on_host(args);
+    return true;
+  }
   static void masked_mean(const MaskedMeanArgs& args, const Tensor&) { cpu::masked_mean(args); }
   static void masked_mean_backward(const MaskedMeanArgs& args, const Tensor&) { cpu::masked_mean_backward(args); }
 
@@ -90,8 +93,9 @@ struct Cpu {
 
   static Tensor empty_output(const Tensor& like, std::initializer_list<int64_t> sizes, ScalarType dtype) {
     size_t bytes = static_cast<size_t>(size_in_bytes(dtype));
-    for (const int64_t size : sizes) bytes *= static_cast<size_t>(size);
-    void* block = bytes < cpu::kLeastCachedBytes ? nullptr : cpu::take_gradient_memory(bytes);
+    bool overflows = false;  // which torch refuses
+    for (const int64_t size : sizes) overflows |= __builtin_mul_overflow(bytes, static_cast<size_t>(size), &bytes);
+    void* block = overflows || bytes < cpu::kLeastCachedBytes ? nullptr : cpu::take_gradient_memory(bytes);
     if (!block) return empty(like, sizes, dtype);
     const std::array<int64_t, 2> strides{sizes.begin()[sizes.size() - 1], 1};
     return torch::stable::from_blob(block, {sizes.begin(), sizes.size()}, {strides.end() - sizes.size(), sizes.size()},

@@ -1,9 +1,8 @@
 #include "../errors.h"
 #include "../linear.h"
 #include "../live_rows.h"
+#include "../torch_calls.h"
 #include "instruction_set.h"
-
-#include <torch/csrc/stable/ops.h>
 
 #include <algorithm>
 #include <cstdlib>

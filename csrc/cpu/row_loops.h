@@ -1,9 +1,8 @@
 // row_loops.h - how rows go to threads: whole, or in spans of columns. The result is the same.
 #pragma once
 
+#include "../torch_calls.h"
 #include "nontemporal.h"
-
-#include <torch/csrc/stable/ops.h>
 
 #include <algorithm>
 #include <cstdint>

@@ -1,7 +1,6 @@
 #include "../sparse_softmax.h"
+#include "../torch_calls.h"
 #include "tile.h"
-
-#include <torch/csrc/stable/ops.h>
 
 #include <algorithm>
 #include <vector>

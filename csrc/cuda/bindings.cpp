@@ -28,32 +28,43 @@ void check_cuda(cudaError_t error) {
   if (error != cudaSuccess) fail("CUDA must run the kernel, got ", cudaGetErrorString(error));
 }
 
-// Host copies of what a target view points to, made behind the work of `stream` that writes it. Waits for the device:
-// only under SPARSE_CE_VALIDATE=1.
+// Host copies of what lies on a device, made behind the work of `stream` that writes it. Waits for the device: only
+// under SPARSE_CE_VALIDATE=1.
+class HostCopies {
+ public:
+  explicit HostCopies(cudaStream_t stream) : stream_(stream) {}
+
+  const void* of(const void* device, int64_t count, int64_t size) {
+    if (!device) return nullptr;
+    const auto bytes = static_cast<size_t>(count * size);
+    copies_.emplace_back(bytes + 1);
+    if (bytes == 0) return copies_.back().data();
+    check_cuda(cudaMemcpyAsync(copies_.back().data(), device, bytes, cudaMemcpyDeviceToHost, stream_));
+    return copies_.back().data();
+  }
+  void wait() const { check_cuda(cudaStreamSynchronize(stream_)); }
+
+ private:
+  cudaStream_t stream_;
+  std::vector<std::vector<char>> copies_;
+};
+
+// Of what a target view points to.
 class HostTarget {
  public:
-  HostTarget(const TargetView& device, cudaStream_t stream) : view_(device), stream_(stream) {
+  HostTarget(const TargetView& device, cudaStream_t stream) : view_(device), copies_(stream) {
     const int64_t offsets = device.offsets_step == 2 ? 2 * device.rows : device.rows + 1;
-    view_.indices = copy(device.indices, device.entries, size_of(device.indices_dtype));
-    view_.values = copy(device.values, device.entries, size_of(device.values_dtype));
-    view_.offsets = copy(device.offsets, offsets, size_of(device.offsets_dtype));
-    view_.row_mask = static_cast<const bool*>(copy(device.row_mask, device.rows, sizeof(bool)));
-    check_cuda(cudaStreamSynchronize(stream_));
+    view_.indices = copies_.of(device.indices, device.entries, size_of(device.indices_dtype));
+    view_.values = copies_.of(device.values, device.entries, size_of(device.values_dtype));
+    view_.offsets = copies_.of(device.offsets, offsets, size_of(device.offsets_dtype));
+    view_.row_mask = static_cast<const bool*>(copies_.of(device.row_mask, device.rows, sizeof(bool)));
+    copies_.wait();
   }
   const TargetView& view() const { return view_; }
 
  private:
-  const void* copy(const void* device, int64_t count, int64_t size) {
-    if (!device) return nullptr;
-    const auto bytes = static_cast<size_t>(count * size);
-    copies_.emplace_back(bytes + 1);
-    check_cuda(cudaMemcpyAsync(copies_.back().data(), device, bytes, cudaMemcpyDeviceToHost, stream_));
-    return copies_.back().data();
-  }
-
   TargetView view_;
-  cudaStream_t stream_;
-  std::vector<std::vector<char>> copies_;
+  HostCopies copies_;
 };
 
 struct Cuda {
@@ -99,11 +110,7 @@ struct Cuda {
     run(cuda::topk_ids, cuda::topk_ids_workspace, args, like);
   }
   static void check_target(const TargetView& target, const Tensor& like) {
-    static const bool validate = [] {
-      const char* given = std::getenv("SPARSE_CE_VALIDATE");
-      return given && given[0] == '1';
-    }();
-    if (!validate) return;
+    if (!validates()) return;
     if (is_capturing(like)) return;  // a graph's target has no values yet
     const cuda::DeviceGuard guard(like.get_device_index());
     check_entries(HostTarget(target, cuda::stream_of(like)).view());
@@ -114,7 +121,18 @@ struct Cuda {
   static void sparse_softmax_backward(const SparseSoftmaxArgs& args, const Tensor& like) {
     run(cuda::sparse_softmax_backward, cuda::sparse_softmax_workspace, args, like);
   }
-  static void check_rows(const SparseSoftmaxArgs&) {}  // the kernels stay within the entries
+  // The kernels stay within the entries, whatever the rows are.
+  static bool check_rows(const SparseSoftmaxArgs& args, const Tensor& like) {
+    if (!validates() || is_capturing(like)) return false;
+    const cuda::DeviceGuard guard(like.get_device_index());
+    HostCopies copies(cuda::stream_of(like));
+    SparseSoftmaxArgs on_host = args;
+    on_host.offsets = copies.of(args.offsets, args.rows + 1, size_of(args.offsets_dtype));
+    on_host.order = static_cast<const int64_t*>(copies.of(args.order, args.entries, sizeof(int64_t)));
+    copies.wait();
+    check_rows_on_host(on_host);
+    return true;
+  }
   static void masked_mean(const MaskedMeanArgs& args, const Tensor& like) {
     run(cuda::masked_mean, cuda::masked_mean_workspace, args, like);
   }
@@ -192,6 +210,13 @@ struct Cuda {
   }
 
  private:
+  static bool validates() {
+    static const bool validates = [] {
+      const char* given = std::getenv("SPARSE_CE_VALIDATE");
+      return given && given[0] == '1';
+    }();
+    return validates;
+  }
   // SPARSE_CE_ONE_PASS is 0 so that the ways can be compared.
   static ForwardArgs with_choice(ForwardArgs args) {
     static const Reads reads = [] {

@@ -9,7 +9,16 @@ from .. import reference
 from ..arguments import Candidates, arithmetic_dtype, split_candidates
 from ..errors import fail
 from ..tracing import eager, traced
-from .library import batched, composite, needs_grad, ops, register_autograd, register_backward, register_fake
+from .library import (
+    batched,
+    below_autograd,
+    composite,
+    needs_grad,
+    ops,
+    register_autograd,
+    register_backward,
+    register_fake,
+)
 from .linear import Head
 
 
@@ -18,7 +27,7 @@ class _CandidateLogits(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, input: Tensor, linear_weight: Tensor, linear_bias: Optional[Tensor],
                 c: Candidates, sparse_grad: bool) -> Tensor:
-        with torch._C._AutoDispatchBelowAutograd():
+        with below_autograd():
             logits: Tensor = ops.candidate_logits(input, linear_weight, linear_bias, *c)
         ctx.save_for_backward(input, linear_weight, linear_bias, *c.tensors, None if c.softcap is None else logits)
         ctx.numbers, ctx.sparse_grad = c.numbers, sparse_grad
@@ -67,7 +76,7 @@ def _run(head: Head, c: Candidates, sparse_grad: bool) -> Tensor:
     if needs_grad(*head):
         logits = _CandidateLogits.apply(*head, c, sparse_grad)
         return logits
-    with torch._C._AutoDispatchBelowAutograd():
+    with below_autograd():
         logits = ops.candidate_logits(*head, *c)
     return logits
 

@@ -12,6 +12,7 @@ from ..guarded import times
 from ..tracing import eager
 from . import forecast, overwriting, small_calls, strided
 from .library import (
+    below_autograd,
     composite,
     is_last,
     needs_grad,
@@ -35,7 +36,7 @@ class _CrossEntropy(torch.autograd.Function):
                 how: Tuple[Any, ...], expected: Optional[Tensor]) -> Any:
         inplace, mean, normalizer, return_lse, ctx.forecasts, ctx.scales = how
         divisor = grad_logits = None
-        with torch._C._AutoDispatchBelowAutograd():
+        with below_autograd():
             if expected is not None:
                 loss, divisor, losses, lse, lse_residual, grad_logits = ops.forward_with_gradient(
                     expected, normalizer, logits, *a, row_weight)
@@ -162,7 +163,7 @@ def _gradient(grad_loss: Tensor, grad_lse: Optional[Tensor], logits: Tensor, lse
         grad_logits = logits.detach()
         _write_gradient(grad_loss, grad_lse, grad_logits, lse, lse_residual, *a)
     elif eager():
-        with torch._C._AutoDispatchBelowAutograd():
+        with below_autograd():
             grad_logits = ops.backward(*given)
     else:
         grad_logits = ops.backward(*given)
@@ -174,7 +175,7 @@ class _LossMean(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, loss: Tensor, row_weight: Optional[Tensor], normalizer: Optional[Tensor],
                 target: Tuple[Any, ...]) -> Tuple[Tensor, Tensor]:
-        with torch._C._AutoDispatchBelowAutograd():
+        with below_autograd():
             mean, divisor = ops.loss_mean(loss, normalizer, *target, row_weight)
         *tensors, ctx.ignore_index = target
         ctx.save_for_backward(divisor, row_weight, loss if ctx.needs_input_grad[1] else None, *tensors)
@@ -205,7 +206,7 @@ def _loss_mean(loss: Tensor, normalizer: Optional[Tensor], *given: Any, **named:
     if needs_grad(loss, row_weight):
         out = _LossMean.apply(loss, row_weight, normalizer, target)
         return out
-    with torch._C._AutoDispatchBelowAutograd():
+    with below_autograd():
         out = ops.loss_mean(loss, normalizer, *target, row_weight)
         return out
 
@@ -258,7 +259,7 @@ def _run(logits: Tensor, a: Arguments, inplace: Inplace = False, mean: bool = Fa
         made = small_calls.cross_entropy(logits, a.indices, a.values, a.ignore_index, mean, normalizer, None)
         if made is not None:
             return made[0]
-    with torch._C._AutoDispatchBelowAutograd():
+    with below_autograd():
         loss, lse = ops.forward(logits, *a)
         if mean:
             loss = ops.loss_mean(loss, normalizer, *a.target, row_weight)[0]

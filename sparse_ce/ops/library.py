@@ -76,6 +76,30 @@ def cuda_architectures() -> str:
     return str(ops.cuda_architectures())
 
 
+# ----------------------------------------------------------------------------------------------------------- exceptions
+
+def as_pytorch_raises(error: Optional[BaseException]) -> None:
+    """Raises PyTorch's own type for a kernel's failed allocation, if ``error`` is one: the kernels' ABI carries the text
+    alone."""
+    if type(error) is RuntimeError and str(error).startswith("CUDA out of memory."):
+        raise torch.OutOfMemoryError(str(error)).with_traceback(error.__traceback__) from None
+
+
+class below_autograd(torch._C._AutoDispatchBelowAutograd):
+    """Calls an op's kernel, past its Autograd kernel."""
+
+    def __exit__(self, kind: Any, error: Optional[BaseException], trace: Any) -> None:
+        super().__exit__(kind, error, trace)
+        if error is not None:
+            as_pytorch_raises(error)
+
+
+def _refuse_none(name: str, arguments: Tuple[Any, ...]) -> None:
+    for argument, value in zip(getattr(ops, name).default._schema.arguments, arguments):
+        if value is None and str(argument.type) == "Tensor":
+            fail(f"{argument.name} must be a tensor, got None", TypeError)
+
+
 # --------------------------------------------------------------------------------------------------- who differentiates
 
 _transforms = torch._C._are_functorch_transforms_active
@@ -117,7 +141,15 @@ def needs_grad(*arguments: object) -> bool:
 def register_autograd(name: str) -> Callable[[_F], _F]:
     """The decorated function is the Autograd kernel of an op."""
     def register(f: _F) -> _F:
-        _library.impl(name, f, "Autograd")
+        @functools.wraps(f)
+        def kernel(*arguments: Any, **named: Any) -> Any:
+            try:
+                return f(*arguments, **named)
+            except AttributeError:  # the dispatcher lets None pass for any tensor
+                _refuse_none(name, arguments)
+                raise
+
+        _library.impl(name, kernel, "Autograd")
         return f
     return register
 
@@ -137,7 +169,7 @@ def register_differentiable(name: str, function: Type[torch.autograd.Function]) 
             return plain(first, *others)
         if needs_grad(first):
             return function.apply(first, *others)
-        with torch._C._AutoDispatchBelowAutograd():
+        with below_autograd():
             return op(first, *others)
 
     return kernel
@@ -151,7 +183,7 @@ def register_backward(name: str) -> None:
     def kernel(*arguments: Any) -> Any:
         if composite(next(t for t in arguments if t is not None)) or needs_grad(*arguments):
             return plain(*arguments)
-        with torch._C._AutoDispatchBelowAutograd():
+        with below_autograd():
             return op(*arguments)
 
 
@@ -163,8 +195,12 @@ def register_in_place(name: str, written: str, fake: Callable[..., Any] = lambda
     at = [argument.name for argument in op.default._schema.arguments].index(written)
 
     def counted(*arguments: Any) -> Any:
-        with torch._C._AutoDispatchBelowADInplaceOrView():
-            out = op(*arguments)
+        try:
+            with torch._C._AutoDispatchBelowADInplaceOrView():
+                out = op(*arguments)
+        except RuntimeError as error:
+            as_pytorch_raises(error)
+            raise
         torch.autograd.graph.increment_version(arguments[at])
         return out
 

@@ -21,6 +21,7 @@ from . import forecast
 from .cross_entropy import refuse_other_grads
 from .library import (
     batched,
+    below_autograd,
     composite,
     needs_grad,
     ops,
@@ -71,7 +72,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         *ctx.wanted, wants_weights = ctx.needs_input_grad[:5]
         differentiated = [t for t, wanted in zip((*head, values), ctx.wanted) if wanted and t is not None]
         ctx.scales = options.mean and not any(t.dtype == torch.float16 for t in differentiated)
-        with torch._C._AutoDispatchBelowAutograd():
+        with below_autograd():
             if ctx.scales and not forecast.hooked() and not forecast.made_in_vain(
                     "linear", arithmetic_dtype(input.dtype), options.entropy):
                 one = torch.ones((), dtype=arithmetic_dtype(input.dtype), device=input.device)
@@ -173,7 +174,7 @@ def _run(head: Head, a: Arguments, options: Options) -> Tuple[Tensor, ...]:
         refuse_other_grads(a)
         out = _LinearCrossEntropy.apply(*head, a.values, row_weight, a, options)
         return tuple(out)
-    with torch._C._AutoDispatchBelowAutograd():
+    with below_autograd():
         return _by_ops(head, a, options)
 
 

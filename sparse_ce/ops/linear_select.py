@@ -13,7 +13,7 @@ from .. import reference
 from ..arguments import CHUNKS, Arguments, Chunks, split
 from ..tracing import eager
 from .cross_entropy import refuse_other_grads
-from .library import composite, needs_grad, ops, register_autograd, register_backward, register_fake
+from .library import below_autograd, composite, needs_grad, ops, register_autograd, register_backward, register_fake
 from .linear import Head, fake_gradients
 from .select import Outputs, Selected, fake_outputs, fake_scale, upstream_of
 
@@ -26,7 +26,7 @@ class _LinearSelect(torch.autograd.Function):
                 values: Optional[Tensor], row_scale: Optional[Tensor], a: Arguments, wanted: Outputs,
                 chunks: Chunks) -> Tuple[Tensor, ...]:
         head = Head(input, linear_weight, linear_bias)
-        with torch._C._AutoDispatchBelowAutograd():
+        with below_autograd():
             out = Selected(*ops.linear_select(*head, *a, *wanted, *chunks))
         ctx.save_for_backward(*head, *a.tensors, out.lse, out.lse_residual, out.log_rest, out.entropy)
         ctx.numbers, ctx.wanted, ctx.chunks = a.numbers, wanted, chunks
@@ -64,7 +64,7 @@ def _run(head: Head, a: Arguments, wanted: Outputs, chunks: Chunks) -> Tuple[Ten
         refuse_other_grads(a._replace(row_scale=None))
         out: Tuple[Tensor, ...] = _LinearSelect.apply(*head, values, a.row_scale, a, wanted, chunks)
         return out
-    with torch._C._AutoDispatchBelowAutograd():
+    with below_autograd():
         out = ops.linear_select(*head, *a, *wanted, *chunks)
         return out
 

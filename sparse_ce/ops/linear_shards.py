@@ -21,7 +21,7 @@ from ..tracing import eager, traced
 from . import forecast
 from .chunks import of_shards
 from .cross_entropy import refuse_other_grads
-from .library import composite, needs_grad, ops, register_autograd, register_composition
+from .library import below_autograd, composite, needs_grad, ops, register_autograd, register_composition
 from .linear import Head, scaled
 from .linear_select import linear_select as linear_select_here
 from .row_loss import Gradients, add_chunk, complete, new_gradients
@@ -267,7 +267,7 @@ class _ShardedLinear(torch.autograd.Function):
         divisor = of_rows = None
         half = any(t is not None and want and t.dtype == torch.float16 for t, want in zip(head, of_head))
         ctx.scales = mean.mean and not half
-        with torch._C._AutoDispatchBelowAutograd():
+        with below_autograd():
             if mean.mean:
                 unknown = input.new_zeros(shard.rows(input), dtype=arithmetic_dtype(input.dtype))
                 divisor = ops.loss_mean(unknown, mean.normalizer, *a.target, mean.row_weight)[1]
@@ -339,7 +339,7 @@ def _run(head: Head, a: Arguments, wanted: Outputs, mean: Mean, chunks: Chunks, 
         out: Tuple[Tensor, ...] = _ShardedLinear.apply(*head, values, mean.row_weight, a.row_scale, a, wanted, mean,
                                                        chunks, shard)
         return out
-    with torch._C._AutoDispatchBelowAutograd():
+    with below_autograd():
         selected, _ = _forward(head, a, wanted, chunks, shard)
         if mean.mean:
             loss, _ = ops.loss_mean(selected.loss, mean.normalizer, *a.target, mean.row_weight)

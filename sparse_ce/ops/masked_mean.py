@@ -7,14 +7,14 @@ from torch import Tensor
 
 from ..arguments import arithmetic_dtype
 from ..tracing import eager
-from .library import ops, register_backward, register_differentiable, register_fake
+from .library import below_autograd, ops, register_backward, register_differentiable, register_fake
 
 
 class _MaskedMean(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, input: Tensor, mask: Tensor, dim: Sequence[int]) -> Tuple[Tensor, Tensor]:
-        with torch._C._AutoDispatchBelowAutograd():
+        with below_autograd():
             mean, divisor = ops.masked_mean(input, mask, dim)
         ctx.save_for_backward(mask, divisor)
         ctx.mark_non_differentiable(divisor)

@@ -10,6 +10,7 @@ from ..arguments import Arguments, arithmetic_dtype, split
 from ..tracing import eager
 from .cross_entropy import overwritable, refuse_other_grads
 from .library import (
+    below_autograd,
     composite,
     is_last,
     needs_grad,
@@ -60,7 +61,7 @@ class _Select(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, values: Optional[Tensor], row_scale: Optional[Tensor], a: Arguments,
                 wanted: Outputs, inplace: bool) -> Tuple[Tensor, ...]:
-        with torch._C._AutoDispatchBelowAutograd():
+        with below_autograd():
             out = Selected(*ops.select(logits, *a, *wanted))
         ctx.save_for_backward(logits, *a.tensors, out.lse, out.lse_residual, out.log_rest, out.entropy)
         ctx.numbers, ctx.wanted, ctx.inplace = a.numbers, wanted, inplace
@@ -87,7 +88,7 @@ class _Select(torch.autograd.Function):
         elif wants_logits or wants_scale:
             call = (*given, logits, lse, lse_residual, *made, *a, wants_scale)
             if not torch.is_grad_enabled() and eager():
-                with torch._C._AutoDispatchBelowAutograd():
+                with below_autograd():
                     grad_logits, of_scale = ops.select_backward(*call)
             else:
                 grad_logits, of_scale = ops.select_backward(*call)
@@ -110,7 +111,7 @@ def _run(logits: Tensor, a: Arguments, wanted: Outputs, inplace: bool) -> Tuple[
         refuse_other_grads(a._replace(row_scale=None))
         out: Tuple[Tensor, ...] = _Select.apply(logits, values, a.row_scale, a, wanted, inplace)
         return out
-    with torch._C._AutoDispatchBelowAutograd():
+    with below_autograd():
         out = ops.select(logits, *a, *wanted)
         return out
 

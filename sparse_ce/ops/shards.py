@@ -20,6 +20,7 @@ from ..tracing import eager, traced
 from .cross_entropy import overwritable, refuse_other_grads
 from .library import (
     batched,
+    below_autograd,
     composite,
     is_last,
     needs_grad,
@@ -64,7 +65,7 @@ def check_ranks(rows: Tensor, columns: int, a: Arguments, shard: Shard, wanted: 
         return
     count = shard.rows(rows)
     if wanted is not None:
-        with torch._C._AutoDispatchBelowAutograd():  # refuses a wrong target, though no class is here
+        with below_autograd():  # refuses a wrong target, though no class is here
             ops.select_shard(rows.new_empty(count, 0), *a, *wanted, shard.first_class)
             counts = ~reference.ignored_rows(a, count)
         alike.update(wanted._asdict())
@@ -247,7 +248,7 @@ def _rows_of_entries(a: Arguments) -> Tensor:
 
 
 def _select(logits: Tensor, a: Arguments, wanted: Outputs, shard: Shard) -> Selected:
-    with torch._C._AutoDispatchBelowAutograd():
+    with below_autograd():
         statistics, chosen = ops.select_shard(logits, *a, *wanted, shard.first_class)
         told = gather(statistics, shard)
         of_entries = add_up(chosen, shard).wait() if wanted.log_probs else None

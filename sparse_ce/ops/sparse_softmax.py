@@ -5,14 +5,14 @@ from typing import Any, Optional, Tuple
 import torch
 from torch import Tensor
 
-from .library import ops, register_backward, register_differentiable, register_fake
+from .library import below_autograd, ops, register_backward, register_differentiable, register_fake
 
 
 class _SparseSoftmax(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, offsets: Tensor, order: Optional[Tensor], log: bool) -> Tensor:
-        with torch._C._AutoDispatchBelowAutograd():
+        with below_autograd():
             output: Tensor = ops.sparse_softmax(values, offsets, order, log)
         ctx.save_for_backward(output, offsets, order)
         ctx.log = log

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from .. import reference
 from ..arguments import arithmetic_dtype
-from .library import composite, ops, register_autograd, register_fake
+from .library import below_autograd, composite, ops, register_autograd, register_fake
 from .linear import Head
 from .shards import Shard, gather
 
@@ -16,7 +16,7 @@ from .shards import Shard, gather
 def _topk_ids(logits: Tensor, k: int, largest: bool = True) -> Tensor:
     if composite(logits):
         return reference.topk_ids(logits.detach(), k, largest)
-    with torch._C._AutoDispatchBelowAutograd():
+    with below_autograd():
         ids: Tensor = ops.topk_ids(logits.detach(), k, largest)
     return ids
 
@@ -27,7 +27,7 @@ def _linear_logits(input: Tensor, linear_weight: Tensor, linear_bias: Optional[T
     head = Head(input.detach(), linear_weight.detach(), None if linear_bias is None else linear_bias.detach())
     if composite(input):
         return reference.linear_logits(*head, num_classes, float32_logits)
-    with torch._C._AutoDispatchBelowAutograd():
+    with below_autograd():
         logits: Tensor = ops.linear_logits(*head, num_classes, float32_logits)
     return logits
 

@@ -13,9 +13,12 @@ def masked_mean(input: Tensor, mask: Tensor, dim: Sequence[int]) -> Tuple[Tensor
     dtype = arithmetic_dtype(input.dtype)
     weight, dim = mask.to(dtype), list(dim)
     # where, not a product: NaN and inf under the mask must touch neither the mean nor the gradient.
-    total = torch.where(weight == 0, 0.0, weight * input.to(dtype)).sum(dim)
+    total = torch.where(weight == 0, 0.0, weight * input.to(dtype))
     exact = dtype if mask.dtype.is_floating_point else torch.int64
-    divisor = mask.expand(input.shape).sum(dim, dtype=exact).to(dtype)
+    divisor = mask.expand(input.shape).to(exact)
+    if dim:  # for sum, none are all
+        total, divisor = total.sum(dim), divisor.sum(dim)
+    divisor = divisor.to(dtype)
     divisor = torch.where(divisor == 0, 1.0, divisor)
     return (total / divisor).to(input.dtype), divisor
 

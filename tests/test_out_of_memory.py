@@ -1,0 +1,140 @@
+"""A failed allocation arrives as PyTorch raises it, so that training libraries try again with a smaller batch."""
+
+import functools
+import gc
+import re
+import resource
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+import sparse_ce
+from sparse_ce import cross_entropy, linear_cross_entropy
+from sparse_ce.ops.library import below_autograd
+
+ops = torch.ops.sparse_ce
+ROWS, VOCAB, WIDTH = 512, 1 << 16, 16  # logits of 128 MiB
+TEXT = "DefaultCPUAllocator: can't allocate memory"
+
+
+@contextmanager
+def little_memory(megabytes):
+    gc.collect()  # what is freed later would be there to be had
+    mapped = int(re.search(r"VmSize:\s+(\d+)", open("/proc/self/status").read())[1]) << 10
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (mapped + (megabytes << 20), before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)
+
+
+def caught(call, megabytes=64):
+    with little_memory(megabytes), pytest.raises(RuntimeError) as error:
+        call()
+    return error.value
+
+
+def arguments():
+    labels = torch.arange(ROWS) % VOCAB
+    return torch.zeros(ROWS, VOCAB), labels, torch.zeros(ROWS, WIDTH), torch.zeros(VOCAB, WIDTH)
+
+
+def of_ops():
+    """Calls that hold more than there is, by what they are."""
+    z, labels, x, w = arguments()
+    rows, one = torch.zeros(ROWS), torch.ones(())
+    return {
+        "gradient in forward": lambda: ops.forward_with_gradient(one, None, z, labels),
+        "gradient in backward": lambda: ops.backward(rows, None, z, rows, None, labels),
+        "gradient of select": lambda: ops.select_backward(rows, *(None,) * 5, z, rows, None, None, None, labels),
+        "packed logits": functools.partial(ops.select, z.mT.contiguous().mT, labels),
+        "top-k": lambda: ops.topk_ids(torch.zeros(1, 8).expand(2**40, 8), 1),
+        "logits of a head": lambda: ops.linear_logits(x, w, None),
+        "head": lambda: ops.linear_forward(x, w, None, labels, chunk_rows=ROWS),
+        "head with gradients": lambda: ops.linear_forward_with_gradient(one, None, x, w, None, labels, chunk_rows=ROWS),
+        "head in backward": lambda: ops.linear_backward(rows, None, x, w, None, rows, None, labels, chunk_rows=ROWS),
+        "mask": lambda: ops.masked_mean_backward(torch.zeros(()), torch.ones(1).expand(2**40), [0], torch.float32),
+    }
+
+
+@pytest.mark.parametrize("name", of_ops())
+def test_an_op_says_what_the_allocator_said(name):
+    call = of_ops()[name]
+    error = caught(call)
+    assert type(error) is RuntimeError and TEXT in str(error) and "API call failed" not in str(error)
+    assert len(error.args) == 1
+
+
+def test_public_functions_and_backward_say_so_too():
+    z, labels, x, w = arguments()
+    z.requires_grad_(), x.requires_grad_(), w.requires_grad_()
+    loss = cross_entropy(z, labels, reduction="none").sum()
+    assert TEXT in str(caught(loss.backward))
+    assert TEXT in str(caught(lambda: linear_cross_entropy(x, w, labels, chunk_rows=ROWS)))
+    loss = cross_entropy(z, labels)  # and afterwards all is well
+    loss.backward()
+    assert z.grad.isfinite().all()
+    assert TEXT in str(caught(lambda: cross_entropy(z, labels)))  # which makes the gradient that the last one had
+
+
+def test_accelerate_takes_a_smaller_batch():
+    memory = pytest.importorskip("accelerate.utils.memory")
+    tried = []
+
+    @memory.find_executable_batch_size(starting_batch_size=ROWS, reduce_batch_size_fn=lambda: max(1, tried[-1] // 2))
+    def train(batch_size):
+        tried.append(batch_size)
+        z = torch.zeros(batch_size, 3 * VOCAB, requires_grad=True)  # more than a block that an earlier test left
+        loss = cross_entropy(z, torch.zeros(batch_size, dtype=torch.int64), reduction="none").sum()
+        if batch_size < ROWS // 2:
+            loss.backward()
+            return
+        with little_memory(16):
+            loss.backward()
+
+    train()
+    assert tried == [ROWS, ROWS // 2, ROWS // 4]
+    assert memory.should_reduce_batch_size(caught(of_ops()["top-k"]))
+
+
+def test_a_kernels_own_memory_is_memory_too():
+    """A vector of the C++ library."""
+    labels = torch.zeros(1, dtype=torch.int64).expand(2**21).contiguous()
+    labels[::2] = -100  # 2^20 rows that count, and a list of them
+
+    def call():
+        ops.linear_forward(torch.zeros(2**21, 1), torch.zeros(1, 1), None, labels, chunk_rows=1 << 10)
+
+    assert TEXT in str(caught(call, 24))
+
+
+def test_a_gpus_allocator_has_its_own_error():
+    said = "CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has a total capacity of 79.11 GiB"
+    with pytest.raises(torch.OutOfMemoryError, match="^CUDA out of memory. Tried") as error:
+        with below_autograd():
+            raise RuntimeError(said)
+    assert error.value.args == (said,)
+    for other in (RuntimeError("sparse_ce: k must be 1, got CUDA out of memory."), ValueError("CUDA out of memory.")):
+        with pytest.raises(type(other)) as error:
+            with below_autograd():
+                raise other
+        assert error.value is other
+
+
+@pytest.mark.filterwarnings("ignore:Warning only once")
+def test_what_an_op_of_pytorch_says_arrives():
+    library = torch.library.Library("aten", "IMPL")
+
+    def refused(*given, **named):
+        raise ValueError("the sort of this test is out of order")
+
+    try:
+        library.impl("sort.stable", refused, "CPU")
+        with pytest.raises(RuntimeError, match="the sort of this test is out of order"):
+            x, w, ids = torch.zeros(2, 3), torch.zeros(4, 3), torch.zeros(2, 1, dtype=torch.int64)
+            ops.candidate_logits_backward(torch.zeros(2, 1), None, x, w, None, ids)
+    finally:
+        library._destroy()
+    assert sparse_ce.ops.instruction_set()
