@@ -20,16 +20,12 @@ SCE_HD acc_t larger(acc_t a, acc_t b) {
 #endif
 }
 
-// tanh(x) and its slope, 1 - tanh(x)^2, which has all its digits where that difference would have lost most.
+// tanh(x) and its slope 1 - tanh(x)^2, made without that difference, which loses most digits where the tangent is near
+// 1.
 template <typename acc_t>
 struct Tangent {
   acc_t value, slope;
 };
-// From 1 - |tanh(x)|.
-template <typename acc_t>
-SCE_HD acc_t slope_of_tangent(acc_t left) {
-  return left * (acc_t(2) - left);
-}
 
 #ifdef SCE_CUDA
 // a b + c, rounded once on a GPU. Only where this says so: a product and a sum that nvcc made one in a kernel and left
@@ -80,6 +76,11 @@ SCE_HD float tangent_near_0(float x) {
   const float square = x * x;
   const float slope = multiply_add(multiply_add(0.0162737984f, square, -0.0525868163f), square, 0.133194193f);
   return multiply_add(x, multiply_add(slope, square, -0.333328903f) * square, x);
+}
+// The slope is made from 1 - |tanh(x)|.
+template <typename acc_t>
+SCE_HD acc_t slope_of_tangent(acc_t left) {
+  return left * (acc_t(2) - left);
 }
 SCE_HD Tangent<float> tangent_of_either(float x, float near) {
   const float size = fabsf(x), half_left = reciprocal(power_of_2(size * 2.88539008f) + 1.0f);
@@ -203,15 +204,14 @@ SCE_HD acc_t exponential(acc_t x) {
   return e.template fit<0>() * e.power;
 }
 
-// By p = exp(-2 |x|): from 1 - p, which keeps its digits near 0, relative error 3e-7 (4e-16), or where the tangent is
-// nearer to 1 from what is left of it to 1, which rounds it once.
+// By p = exp(-2 |x|) as (1 - p) / (1 + p), whose numerator keeps its digits near 0: relative error 3e-7 (4e-16). The
+// slope is (1 - |tanh(x)|) (1 + |tanh(x)|), of which the first is 2 p / (1 + p).
 template <typename acc_t>
 SCE_HD Tangent<acc_t> tangent_with_slope(acc_t x) {
   const Raised<acc_t, degree_for<acc_t> > e(acc_t(-2) * std::fabs(x));
-  const acc_t more = e.power * (e.r * e.template fit<1>()), p = e.power + more;
-  const acc_t inverse = acc_t(1) / (acc_t(1) + p), left = acc_t(2) * p * inverse;
-  const acc_t near = ((acc_t(1) - e.power) - more) * inverse;
-  return {std::copysign(left < acc_t(0.5) ? acc_t(1) - left : near, x), slope_of_tangent(left)};
+  const acc_t more = e.power * (e.r * e.template fit<1>()), p = e.power + more, sum = acc_t(1) + p;
+  const acc_t size = ((acc_t(1) - e.power) - more) / sum;
+  return {std::copysign(size, x), (p + p) / sum * (acc_t(1) + size)};
 }
 template <typename acc_t>
 SCE_HD acc_t hyperbolic_tangent(acc_t x) {
