@@ -77,36 +77,35 @@ struct LossOptions {
 // z = softcap tanh(scale x / softcap), or scale x without a softcap. `row_scale` multiplies the options' scale.
 template <typename acc_t>
 struct LogitTransform {
-  acc_t scale, softcap, scale_per_cap;
+  acc_t scale, softcap, scale_per_cap, per_cap;
 
   SCE_HD explicit LogitTransform(const LossOptions& options, acc_t row_scale = 1)
       : scale(static_cast<acc_t>(options.logit_scale) * row_scale), softcap(static_cast<acc_t>(options.softcap)),
-        scale_per_cap(softcap == acc_t(0) ? acc_t(0) : scale / softcap) {}
+        scale_per_cap(softcap == acc_t(0) ? acc_t(0) : scale / softcap),
+        per_cap(softcap == acc_t(0) ? acc_t(0) : acc_t(1) / softcap) {}
 
   SCE_HD bool identity() const { return scale == acc_t(1) && softcap == acc_t(0); }
   SCE_HD acc_t operator()(acc_t x) const { return factor() * base(x); }
   // What z is the product of; z is in the order of the logits, or where the scale is negative in the opposite one.
   SCE_HD acc_t factor() const { return softcap == acc_t(0) ? scale : softcap; }
   SCE_HD acc_t base(acc_t x) const { return softcap == acc_t(0) ? x : tangent(x); }
-  // z and dz/d(scale x), from one tangent.
+  // z and dz/d(scale x), from one exponential.
   struct WithSlope {
     acc_t z, of_cap;
   };
   SCE_HD WithSlope with_slope(acc_t x) const {
     if (softcap == acc_t(0)) return {scale * x, acc_t(1)};
-    const acc_t t = tangent(x);
-    return {softcap * t, acc_t(1) - t * t};
+    const Tangent<acc_t> t = tangent_with_slope(scale_per_cap * x);
+    return {softcap * t.value, t.slope};
   }
   // Of logits that have a softcap: z / softcap, and dz/dx from it.
   SCE_HD acc_t tangent(acc_t x) const { return hyperbolic_tangent(scale_per_cap * x); }
-  SCE_HD acc_t slope_at(acc_t tangent) const { return scale * (acc_t(1) - tangent * tangent); }
-  // dz/dx, from z.
-  SCE_HD acc_t slope(acc_t z) const { return scale * slope_of_cap(z); }
-  // dz/d(scale x), from z.
-  SCE_HD acc_t slope_of_cap(acc_t z) const {
-    if (softcap == acc_t(0)) return acc_t(1);
-    const acc_t t = z / softcap;
-    return acc_t(1) - t * t;
+  SCE_HD acc_t slope_at(acc_t tangent) const { return scale * ((acc_t(1) - tangent) * (acc_t(1) + tangent)); }
+  // dz/dx, from z where x is gone. The differences round nothing, so that a slope near 0 loses no more digits than
+  // rounding z took.
+  SCE_HD acc_t slope(acc_t z) const {
+    if (softcap == acc_t(0)) return scale;
+    return scale * ((per_cap * (softcap - z)) * (per_cap * (softcap + z)));
   }
 };
 

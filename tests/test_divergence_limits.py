@@ -364,3 +364,35 @@ def test_log_probs_of_all_classes_have_no_bucket(kind, device):
     out, target = selected_log_probs(logits, ids, return_log_rest=True), SparseTarget.from_topk(ids, weights)
     torch.testing.assert_close(divergence(out, target, kind=kind, rest="bucket"),
                                divergence(logits, target, kind=kind, rest="bucket"))
+
+
+def test_log_probs_of_thousands_of_classes(device):
+    """Their ids have a sum that float32 does not hold, and the rounding of their probabilities is no bucket."""
+    draw, count = Draw(device), 7001
+    order = torch.randperm(count, generator=draw.generator).to(device)[None]
+    logits, weights = draw.normal(1, count), draw.uniform(1, count, low=0.5)
+    for ids, total in ((order, 0.5), (order + 1, 1 - 1e-4)):
+        behind = torch.full((1, count + 1), -INF, device=device).scatter(1, ids, logits)
+        z = behind[:, :count] if total == 0.5 else behind
+        p = weights * total / weights.sum()
+        found = divergence(selected_log_probs(z, ids, return_log_rest=True), (ids, p), rest="bucket")
+        q = z.double().log_softmax(1).gather(1, ids)
+        torch.testing.assert_close(found.double(), (p.double() * (p.double().log() - q)).sum(), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_log_probs_of_the_first_classes_have_a_bucket(kind, device):
+    """Where the student has more classes than those that the teacher names without a gap."""
+    logits, _, weights = make(device, torch.float64)
+    ids = torch.tensor([2, 0, 1], device=device).expand(ROWS, K)
+    out = selected_log_probs(logits, ids, return_log_rest=True)
+    torch.testing.assert_close(divergence(out, (ids, weights), kind=kind, rest="bucket"),
+                               divergence(logits, (ids, weights), kind=kind, rest="bucket"))
+
+
+@pytest.mark.parametrize("beta", [0.2, 0.8])
+def test_alpha_of_all_classes_counts_what_the_teacher_lacks(beta, device):
+    logits, ids, weights = make(device, torch.float64, k=CLASSES)
+    found = divergence(logits, topk(ids)(weights), kind="alpha", beta=beta, rest="bucket", reduction="none")
+    powers = weights**beta * logits.softmax(1).gather(1, ids) ** (1 - beta)
+    torch.testing.assert_close(found, (1 - powers.sum(1)) / (beta * (1 - beta)))

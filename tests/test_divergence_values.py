@@ -204,6 +204,26 @@ def test_30_a_tail_that_is_given_has_all_its_digits(device):
     torch.testing.assert_close(found.double(), exact, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("given", [False, True], ids=["of its sum", "given"])
+@pytest.mark.parametrize("kind,rest", [pair for pair in DEFINED if pair[1] in ("bucket", "uniform", "floor")])
+def test_a_rest_below_the_floor_has_the_floor(kind, rest, given, device, monkeypatch):
+    """A bucket, or a class of a uniform rest, of some rows and not of others."""
+    draw = Draw(device)
+    build, weights, dense = make("topk", draw, True, True)
+    logits, upstream = 2 * draw.normal(ROWS, CLASSES, dtype=torch.float64), draw.normal(ROWS, dtype=torch.float64)
+    leaves = [logits.requires_grad_(), *([] if given else [weights.requires_grad_()])]
+    left = 1 - dense(weights).sum(1, keepdim=True).detach()
+    each = {"bucket": left, "uniform": left / (dense(weights) == 0).sum(1, keepdim=True)}.get(rest)
+    for floor in (-0.1, -8.0) if each is None else ((1.01 * each.median()).log().item(), -0.1):
+        monkeypatch.setitem(globals(), "FLOOR", floor)
+        found = divergence(logits, build(weights), kind=kind, rest=rest, beta=BETA, floor=floor, reduction="none",
+                           teacher_log_rest=left[:, 0].log() if given else None)
+        exact = dense_divergence(kind, rest, logits, dense(weights))
+        torch.testing.assert_close(found, exact, rtol=1e-11, atol=1e-12)
+        torch.testing.assert_close(torch.autograd.grad(found, leaves, upstream),
+                                   torch.autograd.grad(exact, leaves, upstream), rtol=1e-9, atol=1e-10)
+
+
 @pytest.mark.parametrize("beta", [1e-5, 1e-3, 0.5, 0.999, 1 - 1e-5])
 @pytest.mark.parametrize("rest", ["renormalize", "bucket"])
 @pytest.mark.parametrize("kind", ["jsd", "skew_forward", "skew_reverse", "alpha"])

@@ -150,7 +150,7 @@ def test_every_instruction_set_has_the_gradient_of_a_tile(dtype, options, module
             gradient(inplace.data_ptr(), n, *shared, inplace.data_ptr(), False)
             assert torch.equal(out, inplace)
             assert_near(out, exact, dtype, (name, n))
-            at = z.to(entries.dtype, copy=True)
+            at = logits.to(entries.dtype, copy=True)
             of(module, "tile_entries", dtype)(at.data_ptr(), n, *shared, entries.data_ptr())
             assert_near(at, exact - d * entries.double() * slope, at.dtype, (name, n))
 

@@ -8,27 +8,24 @@ namespace sparse_ce {
 namespace cpu {
 namespace avx2 {
 
-// tanh in place of x, whatever it is: by exp(-2 |x|) - 1, which keeps its digits near 0, as in scalar_math.h: relative
-// error 4e-7.
-SCE_AVX2_INLINE void any_tangents(Group& x) {
-  const __m256 sign = _mm256_set1_ps(-0.0f), one = _mm256_set1_ps(1);
-  Group r, power;
+// tanh in place of x that is far from 0, by what is left of it to 1, which rounds it once; and its slope (Tangent).
+SCE_AVX2_INLINE void far_tangents(Group& x, Group& slope) {
+  const __m256 sign = _mm256_set1_ps(-0.0f), one = _mm256_set1_ps(1), two = _mm256_set1_ps(2);
+  const Exponential exponential(Line(-2, 0));
+  Group left, power;
+  SCE_EACH(k, kVectors) left.vector[k] = _mm256_andnot_ps(sign, x.vector[k]);
+  exponential.raise(left, power);
+  SCE_EACH(k, kVectors) power.vector[k] = _mm256_mul_ps(left.vector[k], power.vector[k]);
   SCE_EACH(k, kVectors)
-  r.vector[k] = _mm256_mul_ps(_mm256_andnot_ps(sign, x.vector[k]), _mm256_set1_ps(-2 * kLog2e));
-  split(r, power);
-  Group fit = polynomial(kLessOne, r);
-  SCE_EACH(k, kVectors) fit.vector[k] = _mm256_mul_ps(fit.vector[k], r.vector[k]);
+  left.vector[k] = _mm256_div_ps(_mm256_add_ps(power.vector[k], power.vector[k]), _mm256_add_ps(power.vector[k], one));
   SCE_EACH(k, kVectors)
-  fit.vector[k] = _mm256_fmadd_ps(power.vector[k], fit.vector[k], _mm256_sub_ps(power.vector[k], one));
-  SCE_EACH(k, kVectors)
-  fit.vector[k] = _mm256_div_ps(fit.vector[k], _mm256_add_ps(fit.vector[k], _mm256_set1_ps(2)));
-  SCE_EACH(k, kVectors)
-  x.vector[k] = _mm256_or_ps(_mm256_andnot_ps(sign, fit.vector[k]), _mm256_and_ps(sign, x.vector[k]));
+  x.vector[k] = _mm256_or_ps(_mm256_sub_ps(one, left.vector[k]), _mm256_and_ps(sign, x.vector[k]));
+  SCE_EACH(k, kVectors) slope.vector[k] = _mm256_mul_ps(left.vector[k], _mm256_sub_ps(two, left.vector[k]));
 }
 
-// tanh(scale x) in place of x. Mostly all are near 0, where eight instructions make one.
-SCE_AVX2_INLINE void tangents(float scale, Group& x) {
-  const __m256 farthest = _mm256_set1_ps(kNearZero * kNearZero);
+// tanh(scale x) in place of x, and its slope. Mostly all are near 0, where eight instructions make a tangent.
+SCE_AVX2_INLINE void tangents(float scale, Group& x, Group& slope) {
+  const __m256 farthest = _mm256_set1_ps(kNearZero * kNearZero), one = _mm256_set1_ps(1);
   Group square, near;
   SCE_EACH(k, kVectors) x.vector[k] = _mm256_mul_ps(x.vector[k], _mm256_set1_ps(scale));
   SCE_EACH(k, kVectors) square.vector[k] = _mm256_mul_ps(x.vector[k], x.vector[k]);
@@ -39,37 +36,37 @@ SCE_AVX2_INLINE void tangents(float scale, Group& x) {
   near.vector[k] = _mm256_fmadd_ps(near.vector[k], square.vector[k], _mm256_set1_ps(kTangent[2 - i]));
   SCE_EACH(k, kVectors) near.vector[k] = _mm256_mul_ps(near.vector[k], square.vector[k]);
   SCE_EACH(k, kVectors) near.vector[k] = _mm256_fmadd_ps(near.vector[k], x.vector[k], x.vector[k]);
+  SCE_EACH(k, kVectors) slope.vector[k] = _mm256_fnmadd_ps(near.vector[k], near.vector[k], one);
   __m256 most = square.vector[0];
   SCE_EACH(k, kVectors - 1) most = _mm256_max_ps(square.vector[k + 1], most);  // a NaN loses, or stays
   if (_mm256_movemask_ps(_mm256_cmp_ps(most, farthest, _CMP_NLE_UQ)) != 0) {
-    any_tangents(x);
-    SCE_EACH(k, kVectors)
-    near.vector[k] =
-        _mm256_blendv_ps(x.vector[k], near.vector[k], _mm256_cmp_ps(square.vector[k], farthest, _CMP_LE_OQ));
+    Group far_slope;
+    far_tangents(x, far_slope);
+    SCE_EACH(k, kVectors) {
+      const __m256 is_near = _mm256_cmp_ps(square.vector[k], farthest, _CMP_LE_OQ);
+      near.vector[k] = _mm256_blendv_ps(x.vector[k], near.vector[k], is_near);
+      slope.vector[k] = _mm256_blendv_ps(far_slope.vector[k], slope.vector[k], is_near);
+    }
   }
   x = near;
 }
 
-// z (n,) of logits and, unless it is null, dz/dx (n,); z may be the logits.
-template <typename scalar_t>
+// z (n,) of logits, which may be the logits, and with `sloped` dz/d(scale x) (n,).
+template <bool sloped, typename scalar_t>
 SCE_AVX2 __attribute__((noinline)) void cap_into(const scalar_t* logits, int64_t n,
-                                                 const LogitTransform<float>& transform, float* z, float* slopes) {
+                                                 const LogitTransform<float>& transform, float* z,
+                                                 [[maybe_unused]] float* slopes) {
   const __m256 cap = _mm256_set1_ps(transform.softcap);
-  const __m256 scale = _mm256_set1_ps(transform.scale), one = _mm256_set1_ps(1);
   alignas(32) scalar_t some[kGroup] = {};
   Group tangent, slope;
   for (int64_t i = 0; i < n; i += kGroup) {
     const int64_t m = std::min(kGroup, n - i);
     if (m < kGroup) std::copy(logits + i, logits + n, some);
     load_in_order(m < kGroup ? some : logits + i, tangent);
-    tangents(transform.scale_per_cap, tangent);
-    SCE_EACH(k, kVectors) {
-      const __m256 t = tangent.vector[k];
-      slope.vector[k] = _mm256_mul_ps(scale, _mm256_fnmadd_ps(t, t, one));
-      tangent.vector[k] = _mm256_mul_ps(cap, t);
-    }
+    tangents(transform.scale_per_cap, tangent, slope);
+    SCE_EACH(k, kVectors) tangent.vector[k] = _mm256_mul_ps(cap, tangent.vector[k]);
     m < kGroup ? store_first(tangent, m, z + i) : store(tangent, z + i);
-    if (slopes) m < kGroup ? store_first(slope, m, slopes + i) : store(slope, slopes + i);
+    if constexpr (sloped) m < kGroup ? store_first(slope, m, slopes + i) : store(slope, slopes + i);
   }
 }
 

@@ -21,38 +21,33 @@ struct Tangents {
   SCE_AVX512_INLINE void read_first(int64_t n, Columns<kNarrow>& out) const { load(x, first_lanes<scalar_t>(n), out); }
 };
 
-// tanh(x) in place of x, whatever it is: by exp(-2 |x|) - 1, which keeps its digits near 0.
+// tanh in place of x that is far from 0, by what is left of it to 1, which rounds it once; and its slope (Tangent).
 template <int count>
-SCE_AVX512_INLINE void any_tangents(Columns<count>& x) {
-  constexpr int kNearest = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
+SCE_AVX512_INLINE void far_tangents(Columns<count>& x, Columns<count>& slope) {
   const __m512 sign = _mm512_set1_ps(-0.0f), one = _mm512_set1_ps(1), two = _mm512_set1_ps(2);
-  const __m512 slope = _mm512_set1_ps(-2 * kLog2e);
-  __m512 fraction[count], power[count], fit[count];
-  SCE_EACH(k, count) power[k] = _mm512_mul_ps(_mm512_andnot_ps(sign, x.vector[k]), slope);
-  SCE_EACH(k, count) fraction[k] = _mm512_reduce_ps(power[k], kNearest);
-  SCE_EACH(k, count) power[k] = _mm512_scalef_ps(one, _mm512_sub_ps(power[k], fraction[k]));
-  SCE_EACH(k, count)
-  fit[k] = _mm512_fmadd_ps(_mm512_set1_ps(kLessOne[5]), fraction[k], _mm512_set1_ps(kLessOne[4]));
-  SCE_EACH(i, 4)
-  SCE_EACH(k, count) fit[k] = _mm512_fmadd_ps(fit[k], fraction[k], _mm512_set1_ps(kLessOne[3 - i]));
-  SCE_EACH(k, count) fit[k] = _mm512_mul_ps(fit[k], fraction[k]);
-  SCE_EACH(k, count) fit[k] = _mm512_fmadd_ps(power[k], fit[k], _mm512_sub_ps(power[k], one));
-  // fit / (fit + 2), by a reciprocal of 14 bits and a step of Newton's: a division takes a twelfth of the time more.
+  const Exponential<5> twice_the_power(Line(-2, 0), 2);
+  Columns<count> left;
+  SCE_EACH(k, count) left.vector[k] = _mm512_andnot_ps(sign, x.vector[k]);
+  twice_the_power.scale(left);
+  left = twice_the_power.raise(left);
+  // 2 p / (1 + p), by a reciprocal of 14 bits and a step of Newton's: a division takes a twelfth of the time more.
   SCE_EACH(k, count) {
-    const __m512 below = _mm512_add_ps(fit[k], two), about = _mm512_rcp14_ps(below);
+    const __m512 below = _mm512_fmadd_ps(_mm512_set1_ps(0.5f), left.vector[k], one), about = _mm512_rcp14_ps(below);
     const __m512 one_less = _mm512_fnmadd_ps(below, about, one);
-    fit[k] = _mm512_mul_ps(fit[k], _mm512_fmadd_ps(about, one_less, about));
+    left.vector[k] = _mm512_mul_ps(left.vector[k], _mm512_fmadd_ps(about, one_less, about));
   }
   constexpr int kChoice = 0xca;  // where the first has a bit the second's, else the third's
   SCE_EACH(k, count)
-  x.vector[k] = _mm512_castsi512_ps(_mm512_ternarylogic_epi32(
-      _mm512_castps_si512(sign), _mm512_castps_si512(x.vector[k]), _mm512_castps_si512(fit[k]), kChoice));
+  x.vector[k] =
+      _mm512_castsi512_ps(_mm512_ternarylogic_epi32(_mm512_castps_si512(sign), _mm512_castps_si512(x.vector[k]),
+                                                    _mm512_castps_si512(_mm512_sub_ps(one, left.vector[k])), kChoice));
+  SCE_EACH(k, count) slope.vector[k] = _mm512_mul_ps(left.vector[k], _mm512_sub_ps(two, left.vector[k]));
 }
 
-// tanh(scale x) in place of x. Mostly all are near 0, where eight instructions make one.
+// tanh(scale x) in place of x, and its slope. Mostly all are near 0, where eight instructions make a tangent.
 template <int count>
-SCE_AVX512_INLINE void tangents(float scale, Columns<count>& x) {
-  const __m512 farthest = _mm512_set1_ps(kNearZero * kNearZero);
+SCE_AVX512_INLINE void tangents(float scale, Columns<count>& x, Columns<count>& slope) {
+  const __m512 farthest = _mm512_set1_ps(kNearZero * kNearZero), one = _mm512_set1_ps(1);
   __m512 square[count], near[count];
   SCE_EACH(k, count) x.vector[k] = _mm512_mul_ps(x.vector[k], _mm512_set1_ps(scale));
   SCE_EACH(k, count) square[k] = _mm512_mul_ps(x.vector[k], x.vector[k]);
@@ -62,12 +57,17 @@ SCE_AVX512_INLINE void tangents(float scale, Columns<count>& x) {
   SCE_EACH(k, count) near[k] = _mm512_fmadd_ps(near[k], square[k], _mm512_set1_ps(kTangent[2 - i]));
   SCE_EACH(k, count) near[k] = _mm512_mul_ps(near[k], square[k]);
   SCE_EACH(k, count) near[k] = _mm512_fmadd_ps(near[k], x.vector[k], x.vector[k]);
+  SCE_EACH(k, count) slope.vector[k] = _mm512_fnmadd_ps(near[k], near[k], one);
   __m512 most = square[0];
   SCE_EACH(k, count - 1) most = _mm512_max_ps(square[k + 1], most);  // a NaN loses, or stays
   if (_mm512_cmp_ps_mask(most, farthest, _CMP_NLE_UQ)) {
-    any_tangents(x);
-    SCE_EACH(k, count)
-    near[k] = _mm512_mask_mov_ps(x.vector[k], _mm512_cmp_ps_mask(square[k], farthest, _CMP_LE_OQ), near[k]);
+    Columns<count> far_slope;
+    far_tangents(x, far_slope);
+    SCE_EACH(k, count) {
+      const __mmask16 is_near = _mm512_cmp_ps_mask(square[k], farthest, _CMP_LE_OQ);
+      near[k] = _mm512_mask_mov_ps(x.vector[k], is_near, near[k]);
+      slope.vector[k] = _mm512_mask_mov_ps(far_slope.vector[k], is_near, slope.vector[k]);
+    }
   }
   SCE_EACH(k, count) x.vector[k] = near[k];
 }
@@ -78,19 +78,19 @@ SCE_AVX512 __attribute__((noinline)) void tangents_into(const scalar_t* logits, 
                                                         const LogitTransform<float>& transform, const scalar_t* next,
                                                         float* t) {
   constexpr int kPacks = 2;
-  Columns<kPacks * kNarrow> some;
+  Columns<kPacks * kNarrow> some, slopes;
   int64_t i = 0;
   for (; i + kPacks * kPack <= n; i += kPacks * kPack) {
     prefetch_first(next + i, kPacks * kPack);
     read_first<kPacks>(Every<scalar_t>{logits + i}, kPacks * kPack, some);
-    tangents(transform.scale_per_cap, some);
+    tangents(transform.scale_per_cap, some, slopes);
     SCE_EACH(k, kPacks * kNarrow) _mm512_storeu_ps(t + i + 16 * k, some.vector[k]);
   }
   for (; i < n; i += kPack) {
     const int64_t m = std::min(kPack, n - i);
-    Columns<kNarrow> pack;
+    Columns<kNarrow> pack, slope;
     read_first<1>(Every<scalar_t>{logits + i}, m, pack);
-    tangents(transform.scale_per_cap, pack);
+    tangents(transform.scale_per_cap, pack, slope);
     if (sizeof(scalar_t) == sizeof(float))
       store_first(pack, m, t + i);
     else
@@ -98,24 +98,21 @@ SCE_AVX512 __attribute__((noinline)) void tangents_into(const scalar_t* logits, 
   }
 }
 
-// z (n,) of logits and, unless it is null, dz/dx (n,); z may be the logits.
-SCE_AVX512 __attribute__((noinline)) inline void cap_into(const float* logits, int64_t n,
-                                                          const LogitTransform<float>& transform, float* z,
-                                                          float* slopes) {
-  tangents_into(logits, n, transform, logits, z);
-  const __m512 cap = _mm512_set1_ps(transform.softcap), scale = _mm512_set1_ps(transform.scale);
-  const __m512 one = _mm512_set1_ps(1);
-  for (int64_t i = 0; i < n; i += kPack) {
-    const int64_t m = std::min(kPack, n - i);
-    Columns<kNarrow> tangent, slope;
-    read_first<1>(Every<float>{z + i}, m, tangent);
-    SCE_EACH(k, kNarrow) {
-      const __m512 t = tangent.vector[k];
-      slope.vector[k] = _mm512_mul_ps(scale, _mm512_fnmadd_ps(t, t, one));
-      tangent.vector[k] = _mm512_mul_ps(cap, t);
-    }
-    store_first(tangent, m, z + i);
-    if (slopes) store_first(slope, m, slopes + i);
+// z (n,) of logits, which may be the logits, and with `sloped` dz/d(scale x) (n,).
+template <bool sloped>
+SCE_AVX512 __attribute__((noinline)) void cap_into(const float* logits, int64_t n,
+                                                   const LogitTransform<float>& transform, float* z,
+                                                   [[maybe_unused]] float* slopes) {
+  constexpr int kPacks = 2;
+  const __m512 cap = _mm512_set1_ps(transform.softcap);
+  for (int64_t i = 0; i < n; i += kPacks * kPack) {
+    const int64_t m = std::min(kPacks * kPack, n - i);
+    Columns<kPacks * kNarrow> tangent, slope;
+    read_first<kPacks>(Every<float>{logits + i}, m, tangent);
+    tangents(transform.scale_per_cap, tangent, slope);
+    SCE_EACH(k, kPacks * kNarrow) tangent.vector[k] = _mm512_mul_ps(cap, tangent.vector[k]);
+    store_first<false, kPacks>(tangent, m, z + i);
+    if constexpr (sloped) store_first<false, kPacks>(slope, m, slopes + i);
   }
 }
 

@@ -12,9 +12,6 @@ namespace cpu {
 
 constexpr float kLog2e = 1.44269504f, kLn2 = 0.693147181f;
 
-// (2^r - 1) / r for |r| <= 1/2: a fit of relative error 1e-8, 1.8e-7 with the rounding of its terms.
-constexpr float kLessOne[] = {0.6931472f, 0.24022576f, 0.055503752f, 0.009630072f, 0.0013382036f, 0.00011640999f};
-
 // tanh(x) = x + x s P(s) with s = x^2, for |x| up to kNearZero: the terms of P, a fit of relative error 7e-8.
 constexpr float kTangent[] = {-0.33332866f, 0.13322766f, -0.053176314f, 0.01919076f, -0.0044108839f};
 constexpr float kNearZero = 0.8f;

@@ -252,14 +252,16 @@ SCE_HD void kept_gradient_body(const Powers<acc_t>& kept, int64_t n, const Logit
 }
 
 template <typename acc_t>
-SCE_HD void entries_body(acc_t* z, int64_t n, const LogitTransform<acc_t>& transform,
+SCE_HD void entries_body(acc_t* x, int64_t n, const LogitTransform<acc_t>& transform,
                          const GradientCoefficients<acc_t>& coefficients, const acc_t* class_weight,
                          const acc_t* target_weight) {
   const GradientCoefficients<acc_t> c = coefficients;
   const LogitTransform<acc_t> t = transform;
   SCE_SIMD()
-  for (int64_t i = 0; i < n; ++i)
-    z[i] = c.at(z[i], class_weight ? class_weight[i] : acc_t(1), target_weight[i]) * t.slope(z[i]);
+  for (int64_t i = 0; i < n; ++i) {
+    const auto of_x = t.with_slope(x[i]);
+    x[i] = c.at(of_x.z, class_weight ? class_weight[i] : acc_t(1), target_weight[i]) * (t.scale * of_x.of_cap);
+  }
 }
 
 }  // namespace cpu

@@ -25,13 +25,13 @@ template <InstructionSet set, typename scalar_t, typename acc_t>
 SCE_HD void transform_into(const scalar_t* logits, int64_t n, const LogitTransform<acc_t> transform, acc_t* z) {
 #ifdef SCE_X86
   if constexpr (kWithAvx2<set, acc_t>) {
-    if (transform.softcap != 0 && n >= avx2::kGroup) return avx2::cap_into(logits, n, transform, z, nullptr);
+    if (transform.softcap != 0 && n >= avx2::kGroup) return avx2::cap_into<false>(logits, n, transform, z, nullptr);
   }
 #endif
   const acc_t* x = widened<set>(logits, n, z);
 #ifdef SCE_X86
   if constexpr (kWithAvx512<set, acc_t>) {
-    if (transform.softcap != 0 && transform.scale > 0) return avx512::cap_into(x, n, transform, z, nullptr);
+    if (transform.softcap != 0 && transform.scale > 0) return avx512::cap_into<false>(x, n, transform, z, nullptr);
   }
 #endif
   if (transform.softcap != acc_t(0)) {
@@ -45,26 +45,26 @@ SCE_HD void transform_into(const scalar_t* logits, int64_t n, const LogitTransfo
   }
 }
 
-// The same of logits that have a softcap, with dz/dx.
+// The same of logits that have a softcap, with dz/d(scale x).
 template <InstructionSet set, typename scalar_t, typename acc_t>
 SCE_HD void transform_into(const scalar_t* logits, int64_t n, const LogitTransform<acc_t> transform, acc_t* z,
                            acc_t* __restrict__ slopes) {
 #ifdef SCE_X86
   if constexpr (kWithAvx2<set, acc_t>) {
-    if (n >= avx2::kGroup) return avx2::cap_into(logits, n, transform, z, slopes);
+    if (n >= avx2::kGroup) return avx2::cap_into<true>(logits, n, transform, z, slopes);
   }
 #endif
   const acc_t* x = widened<set>(logits, n, z);
 #ifdef SCE_X86
   if constexpr (kWithAvx512<set, acc_t>) {
-    if (transform.scale > 0) return avx512::cap_into(x, n, transform, z, slopes);
+    if (transform.scale > 0) return avx512::cap_into<true>(x, n, transform, z, slopes);
   }
 #endif
   SCE_SIMD()
   for (int64_t i = 0; i < n; ++i) {
-    const acc_t t = transform.tangent(x[i]);
-    slopes[i] = transform.slope_at(t);
-    z[i] = transform.softcap * t;
+    const auto t = tangent_with_slope(transform.scale_per_cap * x[i]);
+    slopes[i] = t.slope;
+    z[i] = transform.softcap * t.value;
   }
 }
 
@@ -131,7 +131,7 @@ SCE_HD RowStats<acc_t> raise(const acc_t* z, int64_t n, bool weighted, const acc
   return stats;
 }
 
-// The same of n <= kPowers logits. `slopes` (n,): dz/dx where there is a softcap, null without.
+// The same of n <= kPowers logits. `slopes` (n,): dz/d(scale x) where there is a softcap, null without.
 template <InstructionSet set, typename scalar_t, typename acc_t>
 SCE_HD RowStats<acc_t> raise(const scalar_t* logits, int64_t n, const LogitTransform<acc_t>& transform, bool weighted,
                              const acc_t* class_weight, const scalar_t* next, acc_t* powers, acc_t* slopes) {
@@ -161,20 +161,19 @@ template <InstructionSet set, typename scalar_t, typename acc_t>
 SCE_HD void gradient_of(acc_t* powers, const acc_t* slopes, acc_t max, int64_t n, acc_t scale,
                         const GradientCoefficients<acc_t>& coefficients, const acc_t* class_weight,
                         const Destination<scalar_t>& to) {
-  const acc_t b = coefficients.b, by = per_power<set>(max, n, coefficients), scaled = by * scale;
+  const acc_t by = per_power<set>(max, n, coefficients) * scale, b = coefficients.b * scale;
   alignas(64) scalar_t rounded[kPowers];
   const auto write = [&](const auto& term) SCE_INLINE {
     narrow<set>(n, term, powers, to.around ? rounded : to.gradient);
     if (to.around) copy_around<set>(rounded, n, to.gradient);
   };
-  if (b == acc_t(0) && !slopes) return write([&](int64_t i) { return scaled * powers[i]; });
-  if (b == acc_t(0)) return write([&](int64_t i) { return by * powers[i] * slopes[i]; });
-  const auto less = [&](const auto& slope) SCE_INLINE {
+  const auto with = [&](const auto& slope) SCE_INLINE {
+    if (b == acc_t(0)) return write([&](int64_t i) { return by * powers[i] * slope(i); });
     if (class_weight) return write([&](int64_t i) { return (by * powers[i] - b * class_weight[i]) * slope(i); });
     write([&](int64_t i) { return (by * powers[i] - b) * slope(i); });
   };
-  if (slopes) return less([&](int64_t i) { return slopes[i]; });
-  less([&](int64_t) { return scale; });
+  if (slopes) return with([&](int64_t i) { return slopes[i]; });
+  with([](int64_t) { return acc_t(1); });
 }
 
 }  // namespace cpu

@@ -22,7 +22,7 @@ class RowEntries {
   std::vector<int64_t> columns;
   std::vector<acc_t> class_weights;  // o, empty where there are no class weights
   std::vector<acc_t> weights;        // w~
-  std::vector<acc_t> logits;         // transformed; in backward then the gradient
+  std::vector<acc_t> logits;         // as stored; in backward then the gradient
   std::vector<int64_t> positions;    // in the target, of select alone
 
   size_t size() const { return columns.size(); }
@@ -82,11 +82,15 @@ class RowEntries {
 
   // What the entries add up to, in lanes of doubles: a row may have a hundred thousand. A class of weight 0 adds 0 even
   // at -inf.
-  TargetStats<acc_t> sums(acc_t max) const {
-    const double dot = sum_in_lanes<double, kSums>(0, static_cast<int64_t>(size()), [&](int64_t k) {
-      const acc_t term = weights[k] * (logits[k] - max);
-      return double(weights[k] == acc_t(0) ? acc_t(0) : term);
-    });
+  TargetStats<acc_t> sums(acc_t max, const LogitTransform<acc_t>& transform) const {
+    const auto sum = [&](const auto& z) {
+      return sum_in_lanes<double, kSums>(0, static_cast<int64_t>(size()), [&](int64_t k) {
+        const acc_t term = weights[k] * (z(k) - max);
+        return double(weights[k] == acc_t(0) ? acc_t(0) : term);
+      });
+    };
+    const double dot = transform.identity() ? sum([&](int64_t k) { return logits[k]; })
+                                            : sum([&](int64_t k) { return transform(logits[k]); });
     return {static_cast<acc_t>(dot), mass()};
   }
   acc_t mass() const {
@@ -109,10 +113,13 @@ class RowEntries {
   }
 
   template <typename scalar_t>
-  void gather(const scalar_t* row, const LogitTransform<acc_t>& transform, size_t begin, size_t end) {
+  void gather(const scalar_t* row, size_t begin, size_t end) {
     for (size_t k = begin; k < end; ++k) logits[k] = to_acc(row[columns[k]]);
+  }
+  // In place of the logits z.
+  void transform_logits(const LogitTransform<acc_t>& transform) {
     if (transform.identity()) return;
-    for (size_t k = begin; k < end; ++k) logits[k] = transform(logits[k]);
+    for (acc_t& x : logits) x = transform(x);
   }
 
  private:

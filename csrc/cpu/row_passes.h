@@ -89,13 +89,14 @@ class Forward {
   void collect(int64_t r, RowEntries<acc_t>& entries) const {
     entries.collect(args_.target, r);
     entries.logits.resize(entries.size());
-    entries.gather(row(r), args_.template transform<acc_t>(r), 0, entries.size());
+    entries.gather(row(r), 0, entries.size());
   }
 
   // Adds the collected entries and writes what belongs to the row.
   void sum(int64_t r, const RowStats<acc_t>& stats, const RowEntries<acc_t>& entries) const {
     const bool none = ignored(r);
-    args_.write(r, none, stats, none ? TargetStats<acc_t>{} : entries.sums(stats.max));
+    args_.write(r, none, stats,
+                none ? TargetStats<acc_t>{} : entries.sums(stats.max, args_.template transform<acc_t>(r)));
   }
 
  private:
@@ -176,8 +177,7 @@ class Backward {
     scalar_t* gradient = args_.template gradient_row<scalar_t>(r);
     if (live > begin) {
       const auto transform = args_.template transform<acc_t>(r);
-      if (!plan.gathered)
-        plan.entries.gather(row(r), transform, plan.entries.span_begin(t), plan.entries.span_begin(t + 1));
+      if (!plan.gathered) plan.entries.gather(row(r), plan.entries.span_begin(t), plan.entries.span_begin(t + 1));
       Tile<scalar_t>::gradient(row(r) + begin, live - begin, transform, args_.options.label_smoothing != 0,
                                plan.coefficients, weights_at<scalar_t>(args_.target, begin), next,
                                destinations_.row(r, plan.entries.size()).from(begin));

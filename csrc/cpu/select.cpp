@@ -12,13 +12,14 @@ namespace sparse_ce {
 namespace cpu {
 namespace {
 
-// z of a tile: the logits themselves where nothing becomes of them, or `buffer`.
+// z of a tile: the logits themselves where nothing becomes of them, or `buffer`; `slopes` as Tile::transform has them.
 template <typename scalar_t, typename acc_t>
-const acc_t* transformed(const scalar_t* logits, int64_t n, const LogitTransform<acc_t>& transform, acc_t* buffer) {
+const acc_t* transformed(const scalar_t* logits, int64_t n, const LogitTransform<acc_t>& transform, acc_t* buffer,
+                         acc_t* slopes) {
   if constexpr (std::is_same_v<scalar_t, acc_t>) {
     if (transform.identity()) return logits;
   }
-  Tile<scalar_t>::transform(logits, n, transform, buffer);
+  Tile<scalar_t>::transform(logits, n, transform, buffer, slopes);
   return buffer;
 }
 
@@ -78,7 +79,8 @@ class SelectForward {
     const EntryRange range = args_.target.row(r);
     const LogitTransform<acc_t> transform = args_.template transform<acc_t>(r);
     if (!ignored && args_.needs_rest() && !args_.needs_smoothing()) {
-      entries.gather(row(r), transform, 0, entries.size());  // now that the row is in a cache
+      entries.gather(row(r), 0, entries.size());  // now that the row is in a cache
+      entries.transform_logits(transform);
       row_stats.all.merge(of_entries(entries));
     }
     const SelectStats<acc_t>& stats = row_stats.all;
@@ -136,12 +138,13 @@ class SelectBackward {
   using acc_t = acc_type<scalar_t>;
 
  public:
-  // As of Backward in row_passes.h; `raw` are the logits of the entries as they were, for the scale's gradient.
+  // As of Backward in row_passes.h; `raw` are the logits of the entries as they were, for the scale's gradient, and
+  // `slopes` dz/d(scale x).
   struct RowPlan {
     bool zero;
     SelectCoefficients<acc_t> coefficients;
     RowEntries<acc_t> entries;
-    std::vector<acc_t> raw, derivatives;
+    std::vector<acc_t> raw, slopes, derivatives;
     acc_t common, of_all;  // what all logits have in common, and what that adds to dl/ds
   };
 
@@ -151,7 +154,7 @@ class SelectBackward {
 
   int64_t spans() const { return spans_; }
   RowPlan empty_plan() const {
-    return {true, SelectCoefficients<acc_t>({0, 0, 0, 0, 0, 0, args_.options, classes_end_}), {}, {}, {}, 0, 0};
+    return {true, SelectCoefficients<acc_t>({0, 0, 0, 0, 0, 0, args_.options, classes_end_}), {}, {}, {}, {}, 0, 0};
   }
 
   void make_plan(int64_t r, RowPlan& plan) const {
@@ -190,11 +193,7 @@ class SelectBackward {
       const LogitTransform<acc_t> transform = args_.template transform<acc_t>(r);
       RowEntries<acc_t>& entries = plan.entries;
       const size_t first = entries.span_begin(t), last = entries.span_begin(t + 1);
-      if (args_.grad_scale) {
-        plan.raw.resize(entries.size());
-        for (size_t k = first; k < last; ++k) plan.raw[k] = to_acc(row(r)[entries.columns[k]]);
-      }
-      entries.gather(row(r), transform, first, last);
+      entries.gather(row(r), first, last);
       const scalar_t* next = t + 1 < spans_ ? row(r) + end : row(after);
       const SelectCoefficients<acc_t>& c = plan.coefficients;
       const acc_t* weights = weights_at<scalar_t>(args_.target, begin);
@@ -218,15 +217,22 @@ class SelectBackward {
     for (const int64_t column : entries.columns) __builtin_prefetch(gradient + column, 1);
     SelectCoefficients<acc_t> inside = plan.coefficients;
     inside.of_rest = 0;  // what classes outside have in addition
+    plan.raw = entries.logits;
+    plan.slopes.resize(entries.size());
     plan.derivatives.resize(entries.size());
+    SCE_SIMD()
+    for (size_t k = 0; k < entries.size(); ++k) {
+      const auto t = transform.with_slope(plan.raw[k]);
+      entries.logits[k] = t.z;
+      plan.slopes[k] = t.of_cap;
+    }
     Tile<scalar_t>::derivative(entries.logits.data(), entries.size(), inside,
                                entries.class_weights.empty() ? nullptr : entries.class_weights.data(), nullptr,
                                plan.derivatives.data());
     for (size_t k = 0; k < entries.size(); ++k) {
-      const acc_t z = entries.logits[k], derivative = plan.derivatives[k] - entries.weights[k];
-      if (args_.grad_scale)
-        of_scale += args_.scale_term(derivative * transform.slope_of_cap(z), plan.raw[k], plan.common);
-      from_acc(derivative * transform.slope(z), gradient[entries.columns[k]]);
+      const acc_t derivative = plan.derivatives[k] - entries.weights[k];
+      if (args_.grad_scale) of_scale += args_.scale_term(derivative * plan.slopes[k], plan.raw[k], plan.common);
+      from_acc(derivative * (transform.scale * plan.slopes[k]), gradient[entries.columns[k]]);
     }
     if (args_.grad_scale)
       static_cast<acc_t*>(args_.grad_scale)[r] =
@@ -244,17 +250,18 @@ class SelectBackward {
   // A span, up to column `live`, as if none of its classes had an entry; those that have add nothing to dl/ds here.
   acc_t write_tiles(int64_t r, int64_t t, int64_t live, const LogitTransform<acc_t>& transform, const RowPlan& plan,
                     const Destination<scalar_t>& to) const {
-    alignas(64) acc_t buffer[kTile], derivative[kTile];
+    alignas(64) acc_t buffer[kTile], derivative[kTile], slopes_of_tile[kTile];
+    acc_t* const slopes = transform.softcap == acc_t(0) ? nullptr : slopes_of_tile;
     acc_t of_scale = 0;
     typename RowEntries<acc_t>::Others others;
     if (args_.grad_scale) others = plan.entries.without_entries(t);
     const int64_t span = args_.first_class + t * kSpan;
     for (int64_t begin = span; begin < live; begin += kTile) {
       const int64_t n = std::min(kTile, live - begin);
-      const acc_t* z = transformed(row(r) + begin, n, transform, buffer);
+      const acc_t* z = transformed(row(r) + begin, n, transform, buffer, slopes);
       Tile<scalar_t>::derivative(z, n, plan.coefficients, weights_at<scalar_t>(args_.target, begin),
                                  args_.grad_scale ? others.bits + (begin - span) / 32 : nullptr, derivative);
-      Tile<scalar_t>::chain(row(r) + begin, z, derivative, n, transform, args_.grad_scale ? &of_scale : nullptr,
+      Tile<scalar_t>::chain(row(r) + begin, slopes, derivative, n, transform, args_.grad_scale ? &of_scale : nullptr,
                             plan.common, to.from(begin - span));
     }
     return of_scale;
@@ -342,10 +349,7 @@ void run_backward(const SelectBackwardArgs& args) {
     return;
   }
   std::vector<typename SelectBackward<scalar_t>::RowPlan> plans(args.rows, backward.empty_plan());
-  for (int64_t r = 0; r < args.rows; ++r) {
-    backward.make_plan(r, plans[r]);
-    plans[r].raw.resize(plans[r].entries.size());
-  }
+  for (int64_t r = 0; r < args.rows; ++r) backward.make_plan(r, plans[r]);
   std::vector<acc_t> of_scale(args.rows * spans);
   parallel_spans(args.rows, spans,
                  [&](int64_t r, int64_t t) { of_scale[r * spans + t] = backward.write_span(r, t, r, plans[r]); });

@@ -137,9 +137,7 @@ class Block {
   }
 
   LogitTransform<acc_t> transform(int64_t i) const { return LogitTransform<acc_t>(args_.options, rows_->scale[i]); }
-  acc_t z_of(int64_t i, int64_t column) const {
-    return transform(i)(to_acc(args_.strided_row<scalar_t>(first_ + i)[column]));
-  }
+  acc_t logit(int64_t i, int64_t column) const { return to_acc(args_.strided_row<scalar_t>(first_ + i)[column]); }
 
   // Adds the entries and writes what belongs to row i.
   void finish(const ForwardArgs& args, int64_t i) const {
@@ -152,7 +150,7 @@ class Block {
       for (int64_t k = range.begin; k < range.end; ++k) {
         const auto entry = args.target.entry<acc_t>(k);  // an index out of range was refused before
         if (entry.column < 0) continue;
-        sums.add(args.target.share(entry), stats.max, [&] { return z_of(i, entry.column); });
+        sums.add(args.target.share(entry), stats.max, [&] { return transform(i)(logit(i, entry.column)); });
       }
     }
     args.write(r, ignored, stats, sums.template stats<acc_t>());
@@ -174,18 +172,19 @@ class Block {
       const GradientCoefficients<acc_t> c = args.coefficients(r, w);
       set(i, c);
       if (entry.column < 0) return;
-      const acc_t z = z_of(i, entry.column);
+      const auto [z, of_cap] = t.with_slope(logit(i, entry.column));
       const acc_t o = args.target.class_weight<acc_t>(entry.column);
-      return at_entries_.push_back({entry.column * step + at_row, c.at(z, o, w) * t.slope(z)});
+      return at_entries_.push_back({entry.column * step + at_row, c.at(z, o, w) * (t.scale * of_cap)});
     }
     entries_.collect(args.target, r);
     const GradientCoefficients<acc_t> c = args.coefficients(r, entries_.mass());
     set(i, c);
     entries_.arrange(args, 1);
     for (size_t k = 0; k < entries_.size(); ++k) {
-      const acc_t z = z_of(i, entries_.columns[k]);
+      const auto [z, of_cap] = t.with_slope(logit(i, entries_.columns[k]));
       const acc_t o = entries_.class_weights.empty() ? acc_t(1) : entries_.class_weights[k];
-      at_entries_.push_back({entries_.columns[k] * step + at_row, c.at(z, o, entries_.weights[k]) * t.slope(z)});
+      const acc_t of_z = c.at(z, o, entries_.weights[k]);
+      at_entries_.push_back({entries_.columns[k] * step + at_row, of_z * (t.scale * of_cap)});
     }
   }
 

@@ -173,7 +173,6 @@ SCE_HD void differentiate_columns(const BlockColumns<scalar_t>& columns, LossOpt
   }
 #endif
   const bool smoothed = options.label_smoothing != 0;
-  const acc_t softcap = static_cast<acc_t>(options.softcap);
   bool all_live = true;
   for (int64_t i = 0; i < columns.rows; ++i) all_live &= rows.live[i] != acc_t(0);
   for_columns(columns.begin, columns.end, [&](auto counted, int64_t c) SCE_INLINE {
@@ -188,8 +187,11 @@ SCE_HD void differentiate_columns(const BlockColumns<scalar_t>& columns, LossOpt
       with_transform(options, scaled, rows.scale + first, [&](const auto& transform, auto capped) SCE_INLINE {
         const auto write = [&](const auto& term) SCE_INLINE {
           const auto of_logit = [&](int k, int64_t i)
-                                    SCE_INLINE { return term(transform(to_acc(x[k * apart_x + i]), i), k, first + i); };
+                                    SCE_INLINE { return term(to_acc(x[k * apart_x + i]), k, first + i); };
           narrow_columns<set, kCount>(m, of_logit, out, apart_out);
+        };
+        const auto of_z = [&](const auto& term) SCE_INLINE {
+          write([&](acc_t logit, int k, int64_t i) SCE_INLINE { return term(transform(logit, i - first), k, i); });
         };
         const auto of_row = [&](int64_t i) SCE_INLINE {
           return GradientCoefficients<acc_t>(rows.a[i], rows.b[i], acc_t(0), rows.lse[i], rows.lse_residual[i]);
@@ -197,13 +199,15 @@ SCE_HD void differentiate_columns(const BlockColumns<scalar_t>& columns, LossOpt
         const auto of_scale = [&](int64_t i) SCE_INLINE { return LogitTransform<acc_t>(options, rows.scale[i]); };
         const auto live = [&](int64_t i, acc_t x) SCE_INLINE { return rows.live[i] != acc_t(0) ? x : acc_t(0); };
         if constexpr (decltype(capped)::value) {
-          write([&](acc_t z, int k, int64_t i)
-                    SCE_INLINE { return live(i, of_row(i).at(z, o[k]) * of_scale(i).slope_at(z / softcap)); });
+          write([&](acc_t logit, int k, int64_t i) SCE_INLINE {
+            const auto t = of_scale(i).with_slope(logit);
+            return live(i, of_row(i).at(t.z, o[k]) * (of_scale(i).scale * t.of_cap));
+          });
         } else if (!smoothed && all_live) {
-          write([&](acc_t z, int, int64_t i) SCE_INLINE { return of_row(i).at(z) * of_scale(i).scale; });
+          of_z([&](acc_t z, int, int64_t i) SCE_INLINE { return of_row(i).at(z) * of_scale(i).scale; });
         } else {
-          write([&](acc_t z, int k, int64_t i)
-                    SCE_INLINE { return live(i, of_row(i).at(z, o[k]) * of_scale(i).scale); });
+          of_z([&](acc_t z, int k, int64_t i)
+                   SCE_INLINE { return live(i, of_row(i).at(z, o[k]) * of_scale(i).scale); });
         }
       });
       for (int k = 0; apart != 1 && k < kCount; ++k)

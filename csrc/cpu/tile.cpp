@@ -159,18 +159,21 @@ SCE_HD void derivative_body(const acc_t* z, int64_t n, const SelectCoefficients<
 }
 
 template <InstructionSet set, typename scalar_t, typename acc_t>
-SCE_HD void chain_body(const scalar_t* logits, const acc_t* z, const acc_t* derivative, int64_t n,
+SCE_HD void chain_body(const scalar_t* logits, const acc_t* slopes, const acc_t* derivative, int64_t n,
                        const LogitTransform<acc_t>& transform, acc_t* of_scale, acc_t common,
                        const Destination<scalar_t>& to) {
-  const LogitTransform<acc_t> t = transform;
-  if (of_scale)
-    *of_scale += sum_in_lanes<acc_t>(0, n, [&](int64_t i) {
-      return SelectBackwardArgs::scale_term(derivative[i] * t.slope_of_cap(z[i]), to_acc(logits[i]), common);
-    });
+  const acc_t scale = transform.scale;
   alignas(64) scalar_t rounded[kTile];
   scalar_t* const out = to.around ? rounded : to.gradient;
-  SCE_SIMD()
-  for (int64_t i = 0; i < n; ++i) from_acc(derivative[i] * t.slope(z[i]), out[i]);
+  const auto with = [&](const auto& of_cap) SCE_INLINE {
+    if (of_scale)
+      *of_scale += sum_in_lanes<acc_t>(0, n, [&](int64_t i) {
+        return SelectBackwardArgs::scale_term(derivative[i] * of_cap(i), to_acc(logits[i]), common);
+      });
+    SCE_SIMD()
+    for (int64_t i = 0; i < n; ++i) from_acc(derivative[i] * (scale * of_cap(i)), out[i]);
+  };
+  slopes ? with([&](int64_t i) { return slopes[i]; }) : with([](int64_t) { return acc_t(1); });
   if (to.around) copy_around<set>(rounded, n, to.gradient);
 }
 
@@ -231,11 +234,11 @@ void Tile<scalar_t>::gradient(const Powers<acc_t>& kept, int64_t n, const LogitT
 }
 
 template <typename scalar_t>
-void Tile<scalar_t>::entries(acc_t* z, int64_t n, const LogitTransform<acc_t>& transform,
+void Tile<scalar_t>::entries(acc_t* x, int64_t n, const LogitTransform<acc_t>& transform,
                              const GradientCoefficients<acc_t>& coefficients, const acc_t* class_weight,
                              const acc_t* target_weight) {
   with_instruction_set([&](auto)
-                           SCE_INLINE { entries_body(z, n, transform, coefficients, class_weight, target_weight); });
+                           SCE_INLINE { entries_body(x, n, transform, coefficients, class_weight, target_weight); });
 }
 
 template <typename scalar_t>
@@ -264,8 +267,12 @@ bool Tile<scalar_t>::select_gradient([[maybe_unused]] const scalar_t* logits, [[
 }
 
 template <typename scalar_t>
-void Tile<scalar_t>::transform(const scalar_t* logits, int64_t n, const LogitTransform<acc_t>& transform, acc_t* z) {
-  with_instruction_set([&](auto set) SCE_INLINE { transform_into<decltype(set)::value>(logits, n, transform, z); });
+void Tile<scalar_t>::transform(const scalar_t* logits, int64_t n, const LogitTransform<acc_t>& transform, acc_t* z,
+                               acc_t* slopes) {
+  with_instruction_set([&](auto set) SCE_INLINE {
+    if (slopes) return transform_into<decltype(set)::value>(logits, n, transform, z, slopes);
+    transform_into<decltype(set)::value>(logits, n, transform, z);
+  });
 }
 
 template <typename scalar_t>
@@ -275,11 +282,11 @@ void Tile<scalar_t>::derivative(const acc_t* z, int64_t n, const SelectCoefficie
 }
 
 template <typename scalar_t>
-void Tile<scalar_t>::chain(const scalar_t* logits, const acc_t* z, const acc_t* derivative, int64_t n,
+void Tile<scalar_t>::chain(const scalar_t* logits, const acc_t* slopes, const acc_t* derivative, int64_t n,
                            const LogitTransform<acc_t>& transform, acc_t* of_scale, acc_t common,
                            const Destination<scalar_t>& to) {
   with_instruction_set([&](auto set) SCE_INLINE {
-    chain_body<decltype(set)::value>(logits, z, derivative, n, transform, of_scale, common, to);
+    chain_body<decltype(set)::value>(logits, slopes, derivative, n, transform, of_scale, common, to);
   });
 }
 

@@ -19,9 +19,9 @@ constexpr int64_t kSpan = 32 * kTile;
 constexpr int64_t kPowers = 2 * kTile;
 constexpr int64_t kSpare = 31;
 
-// Of a row, or what follows in it: exponentials and, under a softcap, dz/dx of each logit, (n,) or null, and the maxima
-// that they are relative to, (n / kPowers,) rounded up. Where logits have 16 bits the exponentials of a tile are in an
-// order of its own, and behind those of a row there is memory for kSpare more.
+// Of a row, or what follows in it: exponentials and, under a softcap, dz/d(scale x) of each logit, (n,) or null, and
+// the maxima that they are relative to, (n / kPowers,) rounded up. Where logits have 16 bits the exponentials of a tile
+// are in an order of its own, and behind those of a row there is memory for kSpare more.
 template <typename acc_t>
 struct Powers {
   acc_t *powers = nullptr, *slopes = nullptr, *maxima = nullptr;
@@ -57,9 +57,9 @@ struct Tile {
   static void gradient(const Powers<acc_t>& kept, int64_t n, const LogitTransform<acc_t>& transform, bool weighted,
                        const GradientCoefficients<acc_t>& coefficients, const acc_t* class_weight,
                        const Destination<scalar_t>& to);
-  // The gradient at logits that have entries of the given summed weights. In place of the logits `z`, which are
-  // transformed but not yet rounded to storage.
-  static void entries(acc_t* z, int64_t n, const LogitTransform<acc_t>& transform,
+  // The gradient at logits that have entries of the given summed weights, in place of the logits; not yet rounded to
+  // storage.
+  static void entries(acc_t* x, int64_t n, const LogitTransform<acc_t>& transform,
                       const GradientCoefficients<acc_t>& coefficients, const acc_t* class_weight,
                       const acc_t* target_weight);
 
@@ -74,14 +74,15 @@ struct Tile {
                               const SelectCoefficients<acc_t>& coefficients, const acc_t* class_weight,
                               const scalar_t* next, const Destination<scalar_t>& to);
 
-  // For select by tiles, n <= kTile. z of the logits.
-  static void transform(const scalar_t* logits, int64_t n, const LogitTransform<acc_t>& transform, acc_t* z);
+  // For select by tiles, n <= kTile. z of the logits and, unless it is null, dz/d(scale x) under a softcap.
+  static void transform(const scalar_t* logits, int64_t n, const LogitTransform<acc_t>& transform, acc_t* z,
+                        acc_t* slopes);
   // dl/dz as if none had an entry, 0 where one is not among the `kept`.
   static void derivative(const acc_t* z, int64_t n, const SelectCoefficients<acc_t>& coefficients,
                          const acc_t* class_weight, const uint32_t* kept, acc_t* derivative);
   // The gradient from it, which may be the logits, and, where `of_scale` is there, what it adds to dl/ds, relative to
-  // a `common` logit.
-  static void chain(const scalar_t* logits, const acc_t* z, const acc_t* derivative, int64_t n,
+  // a `common` logit. `slopes`: dz/d(scale x) under a softcap, null without.
+  static void chain(const scalar_t* logits, const acc_t* slopes, const acc_t* derivative, int64_t n,
                     const LogitTransform<acc_t>& transform, acc_t* of_scale, acc_t common,
                     const Destination<scalar_t>& to);
 };

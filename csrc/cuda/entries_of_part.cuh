@@ -93,7 +93,8 @@ class EntriesOfPart {
       const int4 four = quads[k];
       alike += (four.x == place) + (four.y == place) + (four.z == place) + (four.w == place);
     }
-    const acc_t o = target_.template class_weight<acc_t>(mine_.column), z = transform(logit_);
+    const acc_t o = target_.template class_weight<acc_t>(mine_.column);
+    const auto [z, of_cap] = transform.with_slope(logit_);
     acc_t sum = mine_.value;
     bool first = true;
     if (alike > 1) {
@@ -104,7 +105,7 @@ class EntriesOfPart {
         sum += target_.template entry<acc_t>(range_.begin + k).value;
       }
     }
-    mine_.value = c.at(z, o, sum * o) * transform.slope(z);
+    mine_.value = c.at(z, o, sum * o) * (transform.scale * of_cap);
     if (!first) mine_.column = -1;
   }
 

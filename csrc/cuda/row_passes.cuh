@@ -197,8 +197,8 @@ __device__ void make_entry_gradients(const BackwardArgs& args, const GradientCoe
     entry_gradients[i].column = -1;
     if (!classes.sum(i, column, [](int64_t, const Entry<acc_t>& entry) { return entry.value; }, sum)) continue;
     const acc_t o = target.template class_weight<acc_t>(column);
-    const acc_t z = transform(to_acc(row[column]));
-    entry_gradients[i] = {column, c.at(z, o, sum * o) * transform.slope(z)};
+    const auto [z, of_cap] = transform.with_slope(to_acc(row[column]));
+    entry_gradients[i] = {column, c.at(z, o, sum * o) * (transform.scale * of_cap)};
   }
 }
 

@@ -275,10 +275,11 @@ __global__ void __launch_bounds__(kThreads, kScales ? 2 : held_blocks<scalar_t>(
       acc_t sum;
       entry_gradients[i].column = -1;
       if (!classes.sum(i, column, weight, sum)) continue;
-      const acc_t x = to_acc(row[column]), z = transform(x);
+      const acc_t x = to_acc(row[column]);
+      const auto [z, of_cap] = transform.with_slope(x);
       const acc_t derivative = c.inside(z, args.target.template class_weight<acc_t>(column)) - sum;
-      if (kScales) of_scale.add(args.scale_term(derivative * transform.slope_of_cap(z), x, common));
-      entry_gradients[i] = {column, derivative * transform.slope(z)};
+      if (kScales) of_scale.add(args.scale_term(derivative * of_cap, x, common));
+      entry_gradients[i] = {column, derivative * (transform.scale * of_cap)};
     }
     Group::sync();  // the logits at the entries are read
     if (kScales || c.more())

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ..arguments import Arguments, Candidates, arithmetic_dtype, split_candidates
-from ..guarded import times
+from ..guarded import slope_of_cap, times
 from .cross_entropy import entries_of, ignored_rows, transform
 
 
@@ -55,7 +55,7 @@ def candidate_logits_backward(grad: Tensor, output: Optional[Tensor], input: Ten
     rows, columns, x, w, logits, without = _candidates(input, linear_weight, linear_bias, c)
     slope: Any = c.logit_scale
     if c.softcap is not None:
-        slope = slope * (1 - (transform(logits, c) / c.softcap).square())
+        slope = slope * slope_of_cap(transform(logits, c), c.softcap)
     d = torch.where(without != 0, 0.0, grad.reshape(-1))
     d = d * slope if c.softcap is None else times(d, slope)
 

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..arguments import Arguments, Candidates, arithmetic_dtype
-from ..guarded import normalize, softcapped, times
+from ..guarded import normalize, slope_of_cap, softcapped, times
 
 
 class Entries(NamedTuple):
@@ -208,7 +208,7 @@ def backward(grad_loss: Tensor, grad_lse: Optional[Tensor], logits: Tensor, lse:
 
 def slope(row: Row, a: Arguments) -> Tensor:
     """dz / d(scaled logits)."""
-    return torch.ones_like(row.z) if a.softcap is None else 1 - (row.z / a.softcap).square()
+    return torch.ones_like(row.z) if a.softcap is None else slope_of_cap(row.z, a.softcap)
 
 
 def backward_values(grad_loss: Tensor, logits: Tensor, lse: Tensor, lse_residual: Optional[Tensor], *arguments: Any,

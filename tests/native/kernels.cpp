@@ -93,13 +93,14 @@ void tile_gradient(uintptr_t logits, int64_t n, double scale, double softcap, do
 }
 
 template <typename scalar_t>
-void tile_entries(uintptr_t z, int64_t n, double scale, double softcap, double smoothing, double grad, double mass,
+void tile_entries(uintptr_t logits, int64_t n, double scale, double softcap, double smoothing, double grad, double mass,
                   double lse, uintptr_t class_weight, uintptr_t target_weight) {
   using acc_t = acc_type<scalar_t>;
   const LossOptions options = options_of(scale, softcap, smoothing, 0);
-  cpu::Tile<scalar_t>::entries(
-      reinterpret_cast<acc_t*>(z), n, LogitTransform<acc_t>(options), coefficients<acc_t>(options, grad, mass, lse, n),
-      reinterpret_cast<const acc_t*>(class_weight), reinterpret_cast<const acc_t*>(target_weight));
+  cpu::Tile<scalar_t>::entries(reinterpret_cast<acc_t*>(logits), n, LogitTransform<acc_t>(options),
+                               coefficients<acc_t>(options, grad, mass, lse, n),
+                               reinterpret_cast<const acc_t*>(class_weight),
+                               reinterpret_cast<const acc_t*>(target_weight));
 }
 
 template <typename scalar_t>
