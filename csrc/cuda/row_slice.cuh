@@ -130,14 +130,17 @@ struct RowSlice {
       find(0);
     const acc_t most = Group::broadcast(Group::template reduce<true>(Largest<acc_t>{largest.number()})).max;
     if constexpr (kPlain) {
+      constexpr bool kFolds = sizeof(scalar_t) == 2;
+      const Folded below(static_cast<float>(most));
       acc_t sums[2] = {};
       for_packs([&](int u) {
         acc_t z[kSize];
         numbers(u, z);
 #pragma unroll
-        for (int e = 0; e < kSize; ++e) sums[e % 2] += exponential(z[e] - most);
+        for (int e = 0; e < kSize; ++e) sums[e % 2] += kFolds ? below.power(z[e]) : exponential(z[e] - most);
       });
-      const acc_t sum = Group::broadcast(Group::template reduce<true>(Sum<acc_t>{sums[0] + sums[1]})).sum;
+      acc_t sum = Group::broadcast(Group::template reduce<true>(Sum<acc_t>{sums[0] + sums[1]})).sum;
+      if (kFolds) sum /= below.power(most);  // exactly 1 for a largest that is alone
       return {most, sum, acc_t(0), acc_t(0)};
     }
     return stats_below(args, transform, negated ? -most : most);
@@ -163,11 +166,12 @@ struct RowSlice {
         for_edge(u, [&](int e) { mine[u * kStride + e] = pack.at[e]; });
     };
     if constexpr (kPlain) {
+      const PlainGradient<scalar_t> plain(c);
       const auto made = [&](int u) {
         acc_t x[kSize];
         numbers(u, x);
 #pragma unroll
-        for (acc_t& of_one : x) of_one = c.at(of_one);
+        for (acc_t& of_one : x) of_one = plain.at(of_one);
         Pack<scalar_t> pack;
         from_numbers(x, pack);
         return pack;
