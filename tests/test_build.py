@@ -1,9 +1,10 @@
 """What the compiler made of the kernels, what the libraries depend on, and the other ways to build."""
 
-import functools
 import importlib.util
+import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -13,6 +14,16 @@ import pytest
 import torch
 
 import sparse_ce
+from sass import (
+    MEETS,
+    count,
+    functions_of,
+    instructions,
+    loop_of_exponentials,
+    loops,
+    shortest,
+    splits_before,
+)
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "tests" / "emulation"))
@@ -76,18 +87,6 @@ def test_a_row_finds_room_in_shared_memory_beside_what_the_kernel_has(compiled):
         assert "256" not in kernel or 3 * (shared + (16 * 16 * 256) + 1024) <= 228 << 10
 
 
-@functools.lru_cache(maxsize=1)  # the tests of a file follow each other
-def functions_of(object_file) -> list:
-    """(name, code) of its kernels, of one architecture after the other."""
-    cuobjdump = shutil.which("cuobjdump") or next(iter(
-        str(p) for path in sys.path for p in Path(path).glob("nvidia/cu13/bin/cuobjdump")), None)
-    assert cuobjdump, "cuobjdump must be installed (pip install nvidia-cuda-cuobjdump nvidia-cuda-nvdisasm)"
-    path = os.path.dirname(cuobjdump) + os.pathsep + os.environ["PATH"]
-    sass = subprocess.run([cuobjdump, "-sass", str(object_file)], capture_output=True, text=True,
-                          env={**os.environ, "PATH": path}).stdout
-    return re.findall(r"Function : (\S+)\n(.*?)(?=\n\s*Function :|\Z)", sass, re.S)
-
-
 @needs_nvcc
 def test_logits_are_read_and_gradients_written_by_16_bytes(compiled):
     if compiled[0].stem in ("select_merge", "loss_mean"):
@@ -143,15 +142,6 @@ def test_logits_are_read_and_gradients_written_by_16_bytes(compiled):
         assert not re.search(r"\d(rows|spans)_kernel", name) or body.split("STG.E.128")[0].count("LDG.E.128") >= 2
 
 
-def loop_of_exponentials(body: str) -> list:
-    """The instructions of the innermost loop that has most of them."""
-    code = [(int(at, 16), text) for at, text in re.findall(r"/\*([0-9a-f]{4,})\*/\s+(.*?);", body)]
-    ends = [(int(back[1], 16), at) for at, text in code if (back := re.search(r"BRA 0x([0-9a-f]+)", text))]
-    loops = [[text for at, text in code if first <= at <= last] for first, last in ends if first <= last]
-    wide = [loop for loop in loops if sum("MUFU.EX2" in text for text in loop) >= 16]
-    return min(wide, key=lambda loop: len(loop) / sum("MUFU.EX2" in text for text in loop))
-
-
 @needs_nvcc
 def test_forward_spends_six_instructions_and_a_half_on_a_logit(compiled):
     if compiled[0].stem != "cross_entropy":
@@ -166,8 +156,45 @@ def test_forward_spends_six_instructions_and_a_half_on_a_logit(compiled):
         assert len(loads) == 4 and max(loads) < min(exponentials), name
 
 
-def test_products_and_sums_are_made_one_nowhere_but_where_the_source_says(monkeypatch):
-    """By none of the ways to build the kernels: what a compiler fuses in one it may leave in another."""
+def one_pass_kernels(compiled):
+    """Returns (name, code) of those that keep the logits in shared memory and make a gradient."""
+    return [(name, instructions(body)) for name, body in functions_of(compiled[0])
+            if re.search(r"InSharedMemory.*ELb[01]ELb1E", name)]
+
+
+@needs_nvcc
+def test_one_pass_spends_twelve_instructions_on_a_logit_and_its_gradient(compiled):
+    """The kernel is bound by instructions, not by memory. With branches in its loops it spent more than 18."""
+    if compiled[0].stem != "one_pass":
+        return
+    found = [(name, loops(code)) for name, code in one_pass_kernels(compiled) if "ELb1ELb1E" in name]
+    assert len(found) == 2 * 3 * 2  # architectures, dtypes, groups
+    for name, of_kernel in found:
+        logits, most = (16, 16) if "RowSliceIf" in name else (32, 12)  # in four packs
+        passes = [shortest(of_kernel, {"LDGSTS": 4}),
+                  shortest([loop for loop in of_kernel if count(loop, "MNMX")], {"LDS.128": 4, "MUFU": 0, "STG": 0}),
+                  shortest(of_kernel, {"MUFU.EX2": logits, "LDS.128": 4, "STG": 0}),
+                  shortest(of_kernel, {"MUFU.EX2": logits, "LDS.128": 4, "STG.E.128": 4})]
+        spent = [len(loop) / logits for loop in passes]
+        assert 9 < sum(spent) < most, (name, spent)
+
+
+@needs_nvcc
+def test_a_warp_writes_its_gradient_once(compiled):
+    """Lanes that have an entry come together with the others before the loop that writes the packs."""
+    if compiled[0].stem != "one_pass":
+        return
+    found = one_pass_kernels(compiled)
+    assert len(found) == 2 * 3 * 2 * 2  # architectures, dtypes, groups, plain
+    for name, code in found:
+        writing = [loop for loop in loops(code) if count(loop, "STG.E.128") and count(loop, "MUFU.EX2") >= 8
+                   and not any(MEETS.match(text) for _, text in loop)]
+        assert writing, name
+        assert [splits_before(code, loop) for loop in writing] == [[]] * len(writing), name
+
+
+def nvcc_of_setup(monkeypatch):
+    """Returns what setup.py gives nvcc."""
     import torch.utils.cpp_extension
     spec = importlib.util.spec_from_file_location("setup_of_sparse_ce", ROOT / "setup.py")
     setup = importlib.util.module_from_spec(spec)
@@ -178,9 +205,35 @@ def test_products_and_sums_are_made_one_nowhere_but_where_the_source_says(monkey
     monkeypatch.setattr(setup, "why_no_cuda", lambda torch, home: None)
     monkeypatch.setattr(torch.utils.cpp_extension, "CUDAExtension", lambda *args, **options: made.append(options))
     setup.extensions(torch, "/nowhere")
-    assert set(ROUNDING) <= set(made[0]["extra_compile_args"]["nvcc"]) and set(ROUNDING) <= set(NVCC)
-    given = re.search(r"\$<\$<COMPILE_LANGUAGE:CUDA>:(.*?)>", (ROOT / "CMakeLists.txt").read_text())
+    return made[0]["extra_compile_args"]["nvcc"]
+
+
+def test_products_and_sums_are_made_one_nowhere_but_where_the_source_says(monkeypatch):
+    """By none of the ways to build the kernels: what a compiler fuses in one it may leave in another."""
+    assert set(ROUNDING) <= set(nvcc_of_setup(monkeypatch)) and set(ROUNDING) <= set(NVCC)
+    given = re.search(r"\$<\$<COMPILE_LANGUAGE:CUDA>:(.*?)>", (ROOT / "CMakeLists.txt").read_text(), re.S)
     assert set(ROUNDING) <= set(given[1].split())
+
+
+@needs_nvcc
+def test_cmake_compiles_kernels_as_setup_does(monkeypatch, tmp_path):
+    """Here torch may be a CPU build: CMake is told of another, and nvcc only reads the sources."""
+    if shutil.which("cmake") is None and "CI" not in os.environ:
+        pytest.skip("needs cmake")
+    from torch.utils.cpp_extension import COMMON_NVCC_FLAGS
+    (tmp_path / "sitecustomize.py").write_text("import torch\ntorch.version.cuda = 'another'\n")
+    subprocess.run(["cmake", "-S", ROOT, "-B", tmp_path / "build", f"-DPython_EXECUTABLE={sys.executable}",
+                    "-DCMAKE_CUDA_ARCHITECTURES=90"], check=True, capture_output=True,
+                   env={**os.environ, "PYTHONPATH": str(tmp_path)})
+    commands = {Path(each["file"]).name: shlex.split(each["command"])
+                for each in json.loads((tmp_path / "build" / "compile_commands.json").read_text())}
+    command = commands["one_pass.cu"]
+    wanted = {flag for flag in [*nvcc_of_setup(monkeypatch), *COMMON_NVCC_FLAGS]
+              if "CUDA_NO_" not in flag and not flag.startswith("--threads")}
+    assert wanted <= set(command)
+    command[command.index("-c")] = "-cuda"
+    done = subprocess.run(command, cwd=tmp_path / "build", capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-4000:]
 
 
 def test_libraries_use_nothing_but_the_stable_abi():

@@ -126,11 +126,12 @@ def test_17_a_first_tile_of_minus_infinity(threads_used, dtype, device, threads)
     assert cross_entropy(x, torch.tensor([5], device=device)) == torch.inf
 
 
-def test_17_a_row_of_minus_infinity_is_what_log_softmax_makes_of_it(device):
-    x = torch.full((2, 5000), -torch.inf, device=device)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_17_a_row_of_minus_infinity_is_what_log_softmax_makes_of_it(dtype, device):
+    x = torch.full((2, 5000), -torch.inf, dtype=dtype, device=device)
     x[1] = 0
     x.requires_grad_()
-    y = x.detach().clone().requires_grad_()
+    y = x.detach().float().requires_grad_()
     labels = torch.tensor([3, 4], device=device)
     loss, lse = cross_entropy(x, labels, reduction="none", return_lse=True)
     expected = F.cross_entropy(y, labels, reduction="none")
@@ -139,13 +140,39 @@ def test_17_a_row_of_minus_infinity_is_what_log_softmax_makes_of_it(device):
     assert loss[0].isnan() and loss[1].isfinite()
     loss.sum().backward()
     expected.sum().backward()
-    torch.testing.assert_close(x.grad, y.grad, equal_nan=True)
+    torch.testing.assert_close(x.grad, y.grad.to(dtype), equal_nan=True)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("classes", [300, 3001, 40001])
+def test_17_logits_as_large_as_a_dtype_has_them(classes, dtype, device):
+    """A mask of finfo.min over a whole row leaves a uniform distribution; half a row of it leaves the other half."""
+    most = torch.finfo(dtype).max
+    sizes = sorted({sign * min(size, most) for size in (1e3, 2.0**16, 3e8, 2.0**29, 1e10, 1e30, 2.5e38, most)
+                    for sign in (-1, 1)})
+    for size in sizes:
+        x = torch.full((3, classes), size, dtype=dtype, device=device)
+        x[1, 1::2] = -torch.inf
+        x[2, 1::2] -= abs(x[2, 0]) / 2  # -inf where that is too large
+        labels = torch.tensor([classes - 1, 0, 2], device=device)
+        y = x.double().requires_grad_()
+        for step in range(2):  # in the second the gradient is made together with the loss
+            x.requires_grad_()
+            loss = cross_entropy(x, labels, reduction="none")
+            gradient, = torch.autograd.grad(loss.sum(), x)
+        expected = F.cross_entropy(y, labels, reduction="none")
+        torch.testing.assert_close(loss.double(), expected, rtol=3e-6, atol=0)
+        expected, = torch.autograd.grad(expected.sum(), y)
+        eps = torch.finfo(dtype).eps
+        torch.testing.assert_close(gradient.double(), expected, rtol=eps + 3e-6,
+                                   atol=6e-8 if dtype == torch.float16 else 1e-30)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
-def test_17_nan_and_infinity_in_a_row_that_counts_stay_in_it(bad, device):
+def test_17_nan_and_infinity_in_a_row_that_counts_stay_in_it(bad, dtype, device):
     for vocab in (5, 4099, 16392):
-        x = torch.randn(3, vocab, device=device)
+        x = torch.randn(3, vocab, device=device).to(dtype)
         x[1, vocab - 2] = bad
         x.requires_grad_()
         loss = cross_entropy(x, torch.tensor([1, 1, 1], device=device), reduction="none")

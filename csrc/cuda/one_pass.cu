@@ -63,6 +63,7 @@ __global__ void __launch_bounds__(kThreads, slice_t::blocks(kPlain))
       const RowLoss<acc_t> of_row(stats.row, stats.entries, args.options, classes);  // whose lse all threads know
       const auto c = back.coefficients(r, sums.mass, of_row.lse, back.lse_residual ? of_row.lse_residual : acc_t(0));
       entries.make(back, c, transform, row(), entry_gradients);
+      __syncwarp();  // Lanes with an entry would write their packs on their own, after the others.
       slice.unknow(static_cast<uint32_t>(cluster) >> 8);
       slice.template write<kPlain>(back, c, transform, row(), gradient());
       entries.write(entry_gradients, gradient());

@@ -134,7 +134,13 @@ __device__ stats_t<acc_t> merge_of_cluster(const stats_t<acc_t>& mine, int clust
   SCE_SHARED(acc_t, all, [2][kMostBlocks * kFields]);
   acc_t* now = all[turn % 2];
   const auto block = static_cast<int>(threadIdx.x);
-  if (block < cluster) std::memcpy(Cluster::of_block(now, block) + part * kFields, &mine, sizeof(mine));
+  if (block < cluster) {
+    acc_t fields[kFields];
+    std::memcpy(fields, &mine, sizeof(mine));
+    acc_t* to = Cluster::of_block(now, block) + part * kFields;
+#pragma unroll
+    for (int i = 0; i < kFields; ++i) to[i] = fields[i];
+  }
   Cluster::sync();
   using Lanes = RowGroup<kMostBlocks>;  // of which each has a block's: one after the other they would take longer
   stats_t<acc_t> of_block;

@@ -234,6 +234,7 @@ __device__ void write_dense(const BackwardArgs& args, const GradientCoefficients
   const int width = common_width(row, gradient);
 
   if (args.plain()) {
+    const PlainGradient<scalar_t> plain(c);
     for_columns<kWidth, kUnroll>(
         row, begin, end, true,
         [&](int64_t column, auto count) {
@@ -246,12 +247,12 @@ __device__ void write_dense(const BackwardArgs& args, const GradientCoefficients
             acc_t x[kSize];
             to_numbers(packs[u], x);
 #pragma unroll
-            for (acc_t& of_one : x) of_one = c.at(of_one);
+            for (acc_t& of_one : x) of_one = plain.at(of_one);
             from_numbers(x, packs[u]);
             packs[u].store(gradient + column + u * kStride, width);
           }
         },
-        [&](int64_t column) { from_acc(c.at(to_acc(row[column])), gradient[column]); });
+        [&](int64_t column) { from_acc(plain.at(to_acc(row[column])), gradient[column]); });
     return;
   }
 

@@ -50,7 +50,13 @@ struct InSharedMemory {
   }
   __device__ int count() const { return packs; }
   __device__ __forceinline__ void load(int u, const void* from) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+    // What __pipeline_memcpy_async does, without converting the address again for each pack.
+    const auto to = static_cast<uint32_t>(__cvta_generic_to_shared(held)) + u * (kWidth * 16);
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
+#else
     __pipeline_memcpy_async(held + u * kWidth, from, sizeof(uint4));
+#endif
   }
   __device__ __forceinline__ void set(int u, uint4 pack) { held[u * kWidth] = pack; }
   __device__ __forceinline__ uint4 get(int u) const { return held[u * kWidth]; }
@@ -93,8 +99,8 @@ struct RowSlice {
   __device__ __forceinline__ void load(const scalar_t* row, bool negated) {
     const acc_t nothing = negated ? acc_t(INFINITY) : -acc_t(INFINITY);
     const scalar_t* mine = row + first();
-    for_packs([&](int u) {
-      if (whole(u)) return storage_.load(u, mine + u * kStride);
+    for_whole_packs([&](int u) { storage_.load(u, mine + u * kStride); });
+    for_broken_packs([&](int u) {
       Pack<scalar_t> pack;
 #pragma unroll
       for (int e = 0; e < kSize; ++e) from_acc(nothing, pack.at[e]);
@@ -124,14 +130,17 @@ struct RowSlice {
       find(0);
     const acc_t most = Group::broadcast(Group::template reduce<true>(Largest<acc_t>{largest.number()})).max;
     if constexpr (kPlain) {
+      constexpr bool kFolds = sizeof(scalar_t) == 2;
+      const Folded below(static_cast<float>(most));
       acc_t sums[2] = {};
       for_packs([&](int u) {
         acc_t z[kSize];
         numbers(u, z);
 #pragma unroll
-        for (int e = 0; e < kSize; ++e) sums[e % 2] += exponential(z[e] - most);
+        for (int e = 0; e < kSize; ++e) sums[e % 2] += kFolds ? below.power(z[e]) : exponential(z[e] - most);
       });
-      const acc_t sum = Group::broadcast(Group::template reduce<true>(Sum<acc_t>{sums[0] + sums[1]})).sum;
+      acc_t sum = Group::broadcast(Group::template reduce<true>(Sum<acc_t>{sums[0] + sums[1]})).sum;
+      if (kFolds) sum /= below.power(most);  // exactly 1 for a largest that is alone
       return {most, sum, acc_t(0), acc_t(0)};
     }
     return stats_below(args, transform, negated ? -most : most);
@@ -156,13 +165,27 @@ struct RowSlice {
       else
         for_edge(u, [&](int e) { mine[u * kStride + e] = pack.at[e]; });
     };
-    if constexpr (kPlain)
-      return for_packs([&](int u) {
-        write_by(u, [&](acc_t(&x)[kSize]) {
+    if constexpr (kPlain) {
+      const PlainGradient<scalar_t> plain(c);
+      const auto made = [&](int u) {
+        acc_t x[kSize];
+        numbers(u, x);
 #pragma unroll
-          for (acc_t& of_one : x) of_one = c.at(of_one);
-        });
+        for (acc_t& of_one : x) of_one = plain.at(of_one);
+        Pack<scalar_t> pack;
+        from_numbers(x, pack);
+        return pack;
+      };
+      if (width == 16)  // The loops have no branch: each decides this once.
+        for_whole_packs([&](int u) { made(u).store(mine + u * kStride, 16); });
+      else
+        for_whole_packs([&](int u) { made(u).store(mine + u * kStride, width); });
+      for_broken_packs([&](int u) {
+        const Pack<scalar_t> pack = made(u);
+        for_edge(u, [&](int e) { mine[u * kStride + e] = pack.at[e]; });
       });
+      return;
+    }
     by_case(transform, weight, [&](const LogitTransform<acc_t>& of_logit, auto weighted) {
       const DenseGradient<acc_t> dense(c, of_logit);
       for_packs<kGeneralUnroll>([&](int u) {
@@ -249,6 +272,35 @@ struct RowSlice {
       const int mine = place(0) < count_ ? (count_ - place(0) - 1) / kStride + 1 : 0;
 #pragma unroll unroll
       for (int u = 0; u < mine; ++u) f(u);
+    }
+  }
+
+  // The same for packs whose elements are all classes. The loop has no branch.
+  template <typename function_t>
+  __device__ __forceinline__ void for_whole_packs(const function_t& f) const {
+    if constexpr (storage_t::kAll) {
+#pragma unroll
+      for (int u = 0; u < kUnroll; ++u)
+        if (whole(u)) f(u);
+    } else {
+      int u = lead_ > place(0) ? 1 : 0;
+      const int end = count_ >= place(0) + kSize ? (count_ - place(0) - kSize) / kStride + 1 : 0;
+#pragma unroll kUnroll
+      for (; u < end; ++u) f(u);
+    }
+  }
+  // The same for the others: the first of a misaligned row, and the last of a row.
+  template <typename function_t>
+  __device__ __forceinline__ void for_broken_packs(const function_t& f) const {
+    if constexpr (storage_t::kAll) {
+#pragma unroll
+      for (int u = 0; u < kUnroll; ++u)
+        if (place(u) < count_ && !whole(u)) f(u);
+    } else {
+      const int last = place(0) < count_ ? (count_ - place(0) - 1) / kStride : -1;
+#pragma unroll 1
+      for (int u = 0; u <= last; u = u < last ? last : last + 1)
+        if (!whole(u)) f(u);
     }
   }
 

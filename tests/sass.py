@@ -1,0 +1,101 @@
+"""The machine code of a kernel: its loops, what they execute, and whether a warp enters them together."""
+
+import functools
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Dict, List, Set, Tuple
+
+Code = List[Tuple[int, str]]  # addresses and instructions
+
+BACK = re.compile(r"\bBRA\b.* 0x([0-9a-f]+)$")
+# Behind these all lanes of a warp are at one place. BRA.DIV and BRA.CONV lead to where the others are waited for.
+MEETS = re.compile(r"(@\S+ )?(BAR\.SYNC|WARPSYNC|BRA\.DIV|BRA\.CONV)")
+ENDS = ("EXIT", "RET", "BRX", "JMP", "JMX", "KILL")
+
+
+@functools.lru_cache(maxsize=1)  # the tests of a file follow each other
+def functions_of(object_file: Path) -> List[Tuple[str, str]]:
+    """Returns (name, code) of the kernels of an object file, one architecture after the other."""
+    cuobjdump = shutil.which("cuobjdump") or next(iter(
+        str(p) for path in sys.path for p in Path(path).glob("nvidia/cu13/bin/cuobjdump")), None)
+    assert cuobjdump, "cuobjdump must be installed (pip install nvidia-cuda-cuobjdump nvidia-cuda-nvdisasm)"
+    path = os.path.dirname(cuobjdump) + os.pathsep + os.environ["PATH"]
+    sass = subprocess.run([cuobjdump, "-sass", str(object_file)], capture_output=True, text=True,
+                          env={**os.environ, "PATH": path}).stdout
+    return re.findall(r"Function : (\S+)\n(.*?)(?=\n\s*Function :|\Z)", sass, re.S)
+
+
+def instructions(body: str) -> Code:
+    return [(int(at, 16), text.strip()) for at, text in re.findall(r"/\*([0-9a-f]{4,})\*/\s+(.*?);", body)]
+
+
+def loops(code: Code) -> List[Code]:
+    """Returns the code between each branch that leads back and where it leads."""
+    ends = [(int(back[1], 16), at) for at, text in code if (back := BACK.search(text))]
+    return [[line for line in code if first <= line[0] <= last] for first, last in ends if first <= last]
+
+
+def count(code: Code, part: str) -> int:
+    """Returns how many instructions have this part."""
+    return sum(part in text for _, text in code)
+
+
+def shortest(found: List[Code], parts: Dict[str, int]) -> Code:
+    """Returns the shortest loop that has exactly so many instructions with each part."""
+    fitting = [loop for loop in found if all(count(loop, part) == n for part, n in parts.items())]
+    assert fitting, f"no loop has {parts}"
+    return min(fitting, key=len)
+
+
+def loop_of_exponentials(body: str) -> List[str]:
+    """Returns the innermost loop that has most of them."""
+    wide = [loop for loop in loops(instructions(body)) if count(loop, "MUFU.EX2") >= 16]
+    return [text for _, text in min(wide, key=lambda loop: len(loop) / count(loop, "MUFU.EX2"))]
+
+
+def _flow(code: Code) -> Tuple[List[List[int]], List[List[int]]]:
+    """Returns for each instruction those that may follow it, and those that it may follow."""
+    place = {at: i for i, (at, _) in enumerate(code)}
+    after: List[List[int]] = []
+    for i, (_, text) in enumerate(code):
+        plain = re.sub(r"^@\S+ ", "", text)
+        always = plain == text
+        to = re.search(r" 0x([0-9a-f]+)$", plain) if plain.startswith("BRA") else None
+        found = [place[int(to[1], 16)]] if to and int(to[1], 16) in place else []
+        leaves = always and (plain.startswith(ENDS) or re.match(r"BRA 0x", plain))
+        after.append(found + ([] if leaves or i + 1 == len(code) else [i + 1]))
+    before: List[List[int]] = [[] for _ in code]
+    for i, following in enumerate(after):
+        for to_one in following:
+            before[to_one].append(i)
+    return after, before
+
+
+def splits_before(code: Code, loop: Code) -> List[str]:
+    """Returns the branches of which either side reaches a loop without a place where the warp comes together.
+
+    A warp whose lanes go apart at such a branch executes the loop twice. A branch on which all lanes agree is in the
+    list as well: machine code does not say it.
+    """
+    after, before = _flow(code)
+    # BSYNC brings together what has gone apart since its BSSY, which names the instruction behind it.
+    opens: Dict[int, int] = {int(to[1], 16): i for i, (_, text) in enumerate(code)
+                             if (to := re.match(r"BSSY.* 0x([0-9a-f]+)$", text))}
+    first, last = (next(i for i, line in enumerate(code) if line == of_loop) for of_loop in (loop[0], loop[-1]))
+    reached: Set[int] = {first}
+    waiting = [i for i in before[first] if not first <= i <= last]
+    while waiting:
+        i = waiting.pop()
+        if i in reached or MEETS.match(code[i][1]):
+            continue
+        reached.add(i)
+        begin = opens.get(code[i + 1][0]) if "BSYNC" in code[i][1] else None
+        if begin is not None:
+            reached.add(begin)
+        waiting += before[i if begin is None else begin]
+    return [code[i][1] for i in sorted(reached) if not first <= i <= last and len(after[i]) == 2
+            and all(to in reached for to in after[i])]
