@@ -42,7 +42,7 @@ struct CandidateForwardArgs : CandidateArgs {
   // `dot`: <x_r, W_column>.
   template <typename acc_t>
   SCE_HD void write(int64_t i, int64_t column, acc_t dot, const LogitTransform<acc_t>& transform) const {
-    static_cast<acc_t*>(logits)[i] = transform(bias ? dot + load_float<acc_t>(bias, bias_dtype, column) : dot);
+    static_cast<acc_t*>(logits)[i] = transform.nearest(bias ? dot + load_float<acc_t>(bias, bias_dtype, column) : dot);
   }
   // Of an entry without a class.
   template <typename acc_t>

@@ -101,6 +101,14 @@ struct LogitTransform {
   // Of logits that have a softcap: z / softcap, and dz/dx from it.
   SCE_HD acc_t tangent(acc_t x) const { return hyperbolic_tangent(scale_per_cap * x); }
   SCE_HD acc_t slope_at(acc_t tangent) const { return scale * ((acc_t(1) - tangent) * (acc_t(1) + tangent)); }
+  // z for a slope that will be made from it: near the cap it is rounded once.
+  SCE_HD acc_t nearest(acc_t x) const {
+    const WithSlope t = with_slope(x);
+    const acc_t size = t.z < acc_t(0) ? -t.z : t.z, left = t.of_cap / (acc_t(1) + size * per_cap);
+    if (softcap == acc_t(0) || !(left < acc_t(0.5))) return t.z;
+    const acc_t near_cap = softcap - softcap * left;
+    return t.z < acc_t(0) ? -near_cap : near_cap;
+  }
   // dz/dx, from z where x is gone. The differences round nothing, so that a slope near 0 loses no more digits than
   // rounding z took.
   SCE_HD acc_t slope(acc_t z) const {

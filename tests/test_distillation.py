@@ -142,6 +142,20 @@ def test_its_parts_and_what_is_left_out(device):
     close(by, sums / 5, [z])
 
 
+@pytest.mark.parametrize("rest", ["zero", "uniform"])
+def test_columns_that_are_no_classes_have_no_part(rest, device):
+    """Neither in the labels' loss nor in a rest that is spread over all classes."""
+    head, labels, teachers, _ = make(device)
+    z, options = F.linear(*head), dict(rest=rest, alpha=0.3, reduction="none")
+    teacher = SparseTarget.from_topk(teachers["topk"].indices, teachers["topk"].values, kind="logprobs")
+    padded = torch.cat((z, torch.full_like(z[..., :3], 5.0)), -1)
+    close(distillation_loss(padded, teacher, labels, num_classes=CLASSES, **options),
+          distillation_loss(z, teacher, labels, **options), head)
+    weight, bias = (torch.cat((t, torch.full_like(t[:3], 5.0))) for t in head[1:])
+    close(linear_distillation_loss(head[0], weight, teacher, labels, linear_bias=bias, num_classes=CLASSES, **options),
+          distillation_loss(z, teacher, labels, **options), head)
+
+
 @pytest.mark.parametrize("softcap", [None, 3.0])
 @pytest.mark.parametrize("rest", ["zero", "renormalize"])
 def test_temperature(rest, softcap, device):

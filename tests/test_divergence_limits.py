@@ -396,3 +396,13 @@ def test_alpha_of_all_classes_counts_what_the_teacher_lacks(beta, device):
     found = divergence(logits, topk(ids)(weights), kind="alpha", beta=beta, rest="bucket", reduction="none")
     powers = weights**beta * logits.softmax(1).gather(1, ids) ** (1 - beta)
     torch.testing.assert_close(found, (1 - powers.sum(1)) / (beta * (1 - beta)))
+
+
+def test_a_uniform_rest_that_is_rounding_adds_nothing_at_any_floor(device):
+    """Of a student that has nothing off the teacher's classes."""
+    logits, ids, weights = make(device, torch.float64, total=1.0)
+    logits = torch.full_like(logits, -INF).scatter(1, ids, logits.gather(1, ids))
+    for floor in (-100.0, -3.0):
+        rest = None if floor == -100 else torch.full_like(logits[:, 0], floor)
+        found = divergence(logits, topk(ids)(weights), rest="uniform", floor=floor, teacher_log_rest=rest)
+        torch.testing.assert_close(found, divergence(logits, topk(ids)(weights)))

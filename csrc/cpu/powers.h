@@ -20,51 +20,53 @@ constexpr bool kWithAvx2 = set == InstructionSet::kAvx2 && std::is_same_v<acc_t,
 template <InstructionSet set, typename acc_t>
 constexpr bool kWithAvx512 = set == InstructionSet::kAvx512 && std::is_same_v<acc_t, float>;
 
-// z (n,) of logits.
-template <InstructionSet set, typename scalar_t, typename acc_t>
-SCE_HD void transform_into(const scalar_t* logits, int64_t n, const LogitTransform<acc_t> transform, acc_t* z) {
+// z (n,) of logits that have a softcap and, with `sloped`, dz/d(scale x). Each has the same bits however many there are.
+template <InstructionSet set, bool sloped, typename source_t, typename acc_t>
+SCE_HD void cap_into(const source_t* logits, int64_t n, const LogitTransform<acc_t> transform, acc_t* z,
+                     [[maybe_unused]] acc_t* __restrict__ slopes) {
 #ifdef SCE_X86
-  if constexpr (kWithAvx2<set, acc_t>) {
-    if (transform.softcap != 0 && n >= avx2::kGroup) return avx2::cap_into<false>(logits, n, transform, z, nullptr);
-  }
+  if constexpr (kWithAvx2<set, acc_t>) return avx2::cap_into<sloped>(logits, n, transform, z, slopes);
 #endif
   const acc_t* x = widened<set>(logits, n, z);
 #ifdef SCE_X86
   if constexpr (kWithAvx512<set, acc_t>) {
-    if (transform.softcap != 0 && transform.scale > 0) return avx512::cap_into<false>(x, n, transform, z, nullptr);
-  }
-#endif
-  if (transform.softcap != acc_t(0)) {
-    SCE_SIMD()
-    for (int64_t i = 0; i < n; ++i) z[i] = transform(x[i]);
-  } else if (transform.scale != acc_t(1)) {
-    SCE_SIMD()
-    for (int64_t i = 0; i < n; ++i) z[i] = transform.scale * x[i];
-  } else if (x != z) {
-    std::copy(x, x + n, z);
-  }
-}
-
-// The same of logits that have a softcap, with dz/d(scale x).
-template <InstructionSet set, typename scalar_t, typename acc_t>
-SCE_HD void transform_into(const scalar_t* logits, int64_t n, const LogitTransform<acc_t> transform, acc_t* z,
-                           acc_t* __restrict__ slopes) {
-#ifdef SCE_X86
-  if constexpr (kWithAvx2<set, acc_t>) {
-    if (n >= avx2::kGroup) return avx2::cap_into<true>(logits, n, transform, z, slopes);
-  }
-#endif
-  const acc_t* x = widened<set>(logits, n, z);
-#ifdef SCE_X86
-  if constexpr (kWithAvx512<set, acc_t>) {
-    if (transform.scale > 0) return avx512::cap_into<true>(x, n, transform, z, slopes);
+    if (transform.scale > 0) return avx512::cap_into<sloped>(x, n, transform, z, slopes);
   }
 #endif
   SCE_SIMD()
   for (int64_t i = 0; i < n; ++i) {
-    const auto t = tangent_with_slope(transform.scale_per_cap * x[i]);
-    slopes[i] = t.slope;
-    z[i] = transform.softcap * t.value;
+    const auto t = transform.with_slope(x[i]);
+    if constexpr (sloped) slopes[i] = t.of_cap;
+    z[i] = t.z;
+  }
+}
+
+// The same where few logits are left to plain C++, which has less to do before and after.
+template <InstructionSet set, bool sloped, typename scalar_t, typename acc_t>
+SCE_HD void cap_tile(const scalar_t* logits, int64_t n, const LogitTransform<acc_t>& transform, acc_t* z,
+                     acc_t* slopes) {
+#ifdef SCE_X86
+  if constexpr (kWithAvx2<set, acc_t>) {
+    if (n < avx2::kGroup)
+      return cap_into<InstructionSet::kDefault, sloped>(widened<set>(logits, n, z), n, transform, z, slopes);
+  }
+#endif
+  cap_into<set, sloped>(logits, n, transform, z, slopes);
+}
+
+// z (n,) of logits and, where they have a softcap and `slopes` is not null, dz/d(scale x).
+template <InstructionSet set, typename scalar_t, typename acc_t>
+SCE_HD void transform_into(const scalar_t* logits, int64_t n, const LogitTransform<acc_t> transform, acc_t* z,
+                           acc_t* slopes) {
+  if (transform.softcap != acc_t(0))
+    return slopes ? cap_tile<set, true>(logits, n, transform, z, slopes)
+                  : cap_tile<set, false>(logits, n, transform, z, slopes);
+  const acc_t* x = widened<set>(logits, n, z);
+  if (transform.scale != acc_t(1)) {
+    SCE_SIMD()
+    for (int64_t i = 0; i < n; ++i) z[i] = transform.scale * x[i];
+  } else if (x != z) {
+    std::copy(x, x + n, z);
   }
 }
 
@@ -75,7 +77,7 @@ SCE_HD const acc_t* transformed(const scalar_t* logits, int64_t n, const LogitTr
   if constexpr (std::is_same_v<scalar_t, acc_t>) {
     if (transform.identity()) return logits;
   }
-  transform_into<set>(logits, n, transform, buffer);
+  transform_into<set>(logits, n, transform, buffer, static_cast<acc_t*>(nullptr));
   return buffer;
 }
 

@@ -82,15 +82,14 @@ class RowEntries {
 
   // What the entries add up to, in lanes of doubles: a row may have a hundred thousand. A class of weight 0 adds 0 even
   // at -inf.
-  TargetStats<acc_t> sums(acc_t max, const LogitTransform<acc_t>& transform) const {
-    const auto sum = [&](const auto& z) {
-      return sum_in_lanes<double, kSums>(0, static_cast<int64_t>(size()), [&](int64_t k) {
-        const acc_t term = weights[k] * (z(k) - max);
-        return double(weights[k] == acc_t(0) ? acc_t(0) : term);
-      });
-    };
-    const double dot = transform.identity() ? sum([&](int64_t k) { return logits[k]; })
-                                            : sum([&](int64_t k) { return transform(logits[k]); });
+  TargetStats<acc_t> sums(acc_t max, const LogitTransform<acc_t>& transform) {
+    if (!transform.identity()) transformed_ = logits;
+    transform_all(transform, transformed_);
+    const std::vector<acc_t>& z = transform.identity() ? logits : transformed_;
+    const double dot = sum_in_lanes<double, kSums>(0, static_cast<int64_t>(size()), [&](int64_t k) {
+      const acc_t term = weights[k] * (z[k] - max);
+      return double(weights[k] == acc_t(0) ? acc_t(0) : term);
+    });
     return {static_cast<acc_t>(dot), mass()};
   }
   acc_t mass() const {
@@ -117,16 +116,18 @@ class RowEntries {
     for (size_t k = begin; k < end; ++k) logits[k] = to_acc(row[columns[k]]);
   }
   // In place of the logits z.
-  void transform_logits(const LogitTransform<acc_t>& transform) {
-    if (transform.identity()) return;
-    for (acc_t& x : logits) x = transform(x);
-  }
+  void transform_logits(const LogitTransform<acc_t>& transform) { transform_all(transform, logits); }
 
  private:
   static constexpr int64_t kSums = 8;  // one would wait for each addition
 
   size_t span_of(int64_t column) const { return static_cast<uint64_t>(column - first_class_) / kSpan; }
   size_t in_span(int64_t column) const { return static_cast<uint64_t>(column - first_class_) % kSpan; }
+
+  static void transform_all(const LogitTransform<acc_t>& transform, std::vector<acc_t>& numbers) {
+    if (transform.identity()) return;
+    for (acc_t& x : numbers) x = transform(x);
+  }
 
   void keep_held(const CrossEntropyArgs& args) {
     size_t kept = 0;
@@ -268,7 +269,7 @@ class RowEntries {
   int64_t first_class_ = 0;
   std::vector<size_t> span_begin_, cursor_, position_;
   std::vector<int64_t> moved_columns_;
-  std::vector<acc_t> moved_weights_;
+  std::vector<acc_t> moved_weights_, transformed_;
 };
 
 }  // namespace cpu

@@ -93,7 +93,7 @@ class Forward {
   }
 
   // Adds the collected entries and writes what belongs to the row.
-  void sum(int64_t r, const RowStats<acc_t>& stats, const RowEntries<acc_t>& entries) const {
+  void sum(int64_t r, const RowStats<acc_t>& stats, RowEntries<acc_t>& entries) const {
     const bool none = ignored(r);
     args_.write(r, none, stats,
                 none ? TargetStats<acc_t>{} : entries.sums(stats.max, args_.template transform<acc_t>(r)));

@@ -3,8 +3,7 @@
 #pragma once
 
 #include "../math.h"
-#include "convert.h"
-#include "instruction_set.h"
+#include "powers.h"
 
 #include <type_traits>
 
@@ -99,10 +98,30 @@ SCE_HD void with_transform(const LossOptions& options, bool scaled, const acc_t*
     f([&](acc_t logit, int64_t) SCE_INLINE { return logit; }, std::false_type{});
 }
 
+// Whether a softcap's tangents have the same scale for all rows, and can be made by columns.
+SCE_HD bool caps_columns(const LossOptions& options, bool scaled) { return options.softcap != 0 && !scaled; }
+
+// Then z of `count` columns of logits x, `step` apart, n rows of each, and with `sloped` dz/d(scale x).
+template <InstructionSet set, int count, bool sloped, typename source_t, typename acc_t>
+SCE_HD void cap_columns(const source_t* x, int64_t step, int64_t n, const LossOptions& options, acc_t* z,
+                        int64_t stride, [[maybe_unused]] acc_t* slopes) {
+  const LogitTransform<acc_t> transform(options);
+  for (int k = 0; k < count; ++k)
+    cap_into<set, sloped>(x + k * step, n, transform, z + k * stride, sloped ? slopes + k * stride : nullptr);
+}
+
 // z of `count` columns of logits x, `step` apart, n rows of each. `max`, of the rows, goes up with them.
-template <int count, typename source_t, typename acc_t>
+template <InstructionSet set, int count, typename source_t, typename acc_t>
 SCE_HD void transform_columns(const source_t* x, int64_t step, int64_t n, const LossOptions& options, bool scaled,
                               const acc_t* scale, acc_t* z, int64_t stride, acc_t* max) {
+  if (caps_columns(options, scaled)) {
+    cap_columns<set, count, false>(x, step, n, options, z, stride, static_cast<acc_t*>(nullptr));
+    SCE_SIMD()
+    for (int64_t i = 0; i < n; ++i) {
+      SCE_EACH_COLUMN(k, count) max[i] = z[k * stride + i] > max[i] ? z[k * stride + i] : max[i];  // NaN loses
+    }
+    return;
+  }
   with_transform(options, scaled, scale, [&](const auto& transform, auto) SCE_INLINE {
     SCE_SIMD()
     for (int64_t i = 0; i < n; ++i) {
@@ -118,7 +137,7 @@ SCE_HD void transform_columns(const source_t* x, int64_t step, int64_t n, const 
 }
 
 // The same of the logits from column c on.
-template <int count, typename scalar_t, typename acc_t>
+template <InstructionSet set, int count, typename scalar_t, typename acc_t>
 SCE_HD void load_some(const BlockColumns<scalar_t>& columns, int64_t c, const LossOptions& options, bool scaled,
                       const BlockRows<acc_t>& rows, acc_t* max) {
   const int64_t n = columns.rows, stride = columns.stride, step = columns.step, apart = columns.apart;
@@ -127,21 +146,21 @@ SCE_HD void load_some(const BlockColumns<scalar_t>& columns, int64_t c, const Lo
   if (apart != 1) {
     for (int k = 0; k < count; ++k)
       for (int64_t i = 0; i < n; ++i) z[k * stride + i] = to_acc(x[k * step + i * apart]);
-    return transform_columns<count>(z, stride, n, options, scaled, rows.scale, z, stride, max);
+    return transform_columns<set, count>(z, stride, n, options, scaled, rows.scale, z, stride, max);
   }
   for (int64_t i = 0; i < n; i += kSome) {
     const int64_t m = n - i < kSome ? n - i : kSome;
     prefetch_columns(columns, c, c + count, i, m);
-    transform_columns<count>(x + i, step, m, options, scaled, rows.scale + i, z + i, stride, max + i);
+    transform_columns<set, count>(x + i, step, m, options, scaled, rows.scale + i, z + i, stride, max + i);
   }
 }
 
-template <typename scalar_t, typename acc_t>
+template <InstructionSet set, typename scalar_t, typename acc_t>
 SCE_HD void load_columns(const BlockColumns<scalar_t>& columns, const LossOptions& options, bool scaled,
                          const BlockRows<acc_t>& rows, acc_t* max) {
   for (int64_t i = 0; i < columns.rows; ++i) max[i] = RowStats<acc_t>().max;
   for_columns(columns.begin, columns.end, [&](auto count, int64_t c) SCE_INLINE {
-    load_some<decltype(count)::value>(columns, c, options, scaled, rows, max);
+    load_some<set, decltype(count)::value>(columns, c, options, scaled, rows, max);
   });
 }
 
@@ -179,7 +198,7 @@ SCE_HD void raise_columns(const BlockColumns<scalar_t>& columns, const acc_t* ma
 // Statistics of at most kColumns columns, added to those of the rows. `max` (rows,): of these columns. class_weight: of
 // all columns, or null. `keep`: exponentials take the place of z. Meanwhile the columns `next` are loaded, whose maxima
 // become `next_max`: while they arrive from memory, exponentials are made.
-template <typename scalar_t, typename acc_t>
+template <InstructionSet set, typename scalar_t, typename acc_t>
 SCE_HD void push_columns(const BlockColumns<scalar_t>& columns, const acc_t* max, const BlockColumns<scalar_t>& next,
                          acc_t* next_max, const LossOptions& options, bool scaled, const acc_t* class_weight, bool keep,
                          BlockRows<acc_t>& rows) {
@@ -201,8 +220,8 @@ SCE_HD void push_columns(const BlockColumns<scalar_t>& columns, const acc_t* max
   raise_columns(columns, max, keep, sum, [&](auto count, int64_t c) SCE_INLINE {
     constexpr int kCount = decltype(count)::value;
     const int64_t ahead = c - columns.begin + next.begin;
-    if (ahead + kCount <= next.end) return load_some<kCount>(next, ahead, options, scaled, rows, next_max);
-    for (int64_t k = ahead; k < next.end; ++k) load_some<1>(next, k, options, scaled, rows, next_max);
+    if (ahead + kCount <= next.end) return load_some<set, kCount>(next, ahead, options, scaled, rows, next_max);
+    for (int64_t k = ahead; k < next.end; ++k) load_some<set, 1>(next, k, options, scaled, rows, next_max);
   });
   const acc_t before = rows.weight;
   SCE_SIMD()

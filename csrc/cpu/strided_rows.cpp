@@ -62,8 +62,8 @@ class Block {
       with_instruction_set([&](auto set) SCE_INLINE {
         if (!grid_.held)
           return stream_columns<decltype(set)::value>(view(c), args_.options, scaled(), class_weight_, *rows_);
-        push_columns(view(c), max_of(c), view(c + kColumns), max_of(c + kColumns), args_.options, scaled(),
-                     class_weight_, keeps(), *rows_);
+        push_columns<decltype(set)::value>(view(c), max_of(c), view(c + kColumns), max_of(c + kColumns), args_.options,
+                                           scaled(), class_weight_, keeps(), *rows_);
       });
     for (int64_t i = 0; i < n_; ++i) finish(args, i);
   }
@@ -133,7 +133,9 @@ class Block {
   }
 
   void load(const BlockColumns<scalar_t>& columns, acc_t* max) {
-    with_instruction_set([&](auto) SCE_INLINE { load_columns(columns, args_.options, scaled(), *rows_, max); });
+    with_instruction_set([&](auto set) SCE_INLINE {
+      load_columns<decltype(set)::value>(columns, args_.options, scaled(), *rows_, max);
+    });
   }
 
   LogitTransform<acc_t> transform(int64_t i) const { return LogitTransform<acc_t>(args_.options, rows_->scale[i]); }

@@ -44,18 +44,26 @@ SCE_HD void push_stream(const BlockColumns<scalar_t>& columns, const LossOptions
   for_columns(columns.begin, columns.end, [&](auto counted, int64_t c) SCE_INLINE {
     constexpr int kCount = decltype(counted)::value;
     for_some_rows<set, kCount>(columns, c, [&](const auto* x, int64_t step, int64_t first, int64_t m) SCE_INLINE {
-      with_transform(options, scaled, scale + first, [&](const auto& transform, auto) SCE_INLINE {
+      const auto add = [&](const auto& z_of) SCE_INLINE {
         SCE_SIMD()
         for (int64_t i = 0; i < m; ++i) {
           acc_t high = max[first + i], added = sum[first + i];
           const acc_t base = reference[first + i];
           SCE_EACH_COLUMN(k, kCount) {
-            const acc_t z = transform(to_acc(x[k * step + i]), i);
+            const acc_t z = z_of(k, i);
             high = z > high ? z : high;  // NaN loses, and enters the sum
             added += exponential_below<degree_for<scalar_t>>(z - base);
           }
           max[first + i] = high, sum[first + i] = added;
         }
+      };
+      if (caps_columns(options, scaled)) {
+        alignas(64) acc_t z[kCount * kSome];
+        cap_columns<set, kCount, false>(x, step, m, options, z, kSome, static_cast<acc_t*>(nullptr));
+        return add([&](int k, int64_t i) SCE_INLINE { return z[k * kSome + i]; });
+      }
+      with_transform(options, scaled, scale + first, [&](const auto& transform, auto) SCE_INLINE {
+        add([&](int k, int64_t i) SCE_INLINE { return transform(to_acc(x[k * step + i]), i); });
       });
     });
   });
@@ -71,6 +79,13 @@ SCE_HD acc_t smooth_stream(const BlockColumns<scalar_t>& columns, const LossOpti
     weight += o;
     if (o == acc_t(0)) continue;  // a class of weight 0 adds 0 even at -inf
     for_some_rows<set, 1>(columns, c, [&](const auto* x, int64_t, int64_t first, int64_t m) SCE_INLINE {
+      if (caps_columns(options, scaled)) {
+        alignas(64) acc_t z[kSome];
+        cap_columns<set, 1, false>(x, 0, m, options, z, kSome, static_cast<acc_t*>(nullptr));
+        SCE_SIMD()
+        for (int64_t i = 0; i < m; ++i) smoothed[first + i] += o * (z[i] - reference[first + i]);
+        return;
+      }
       with_transform(options, scaled, scale + first, [&](const auto& transform, auto) SCE_INLINE {
         SCE_SIMD()
         for (int64_t i = 0; i < m; ++i) smoothed[first + i] += o * (transform(to_acc(x[i]), i) - reference[first + i]);
@@ -184,32 +199,38 @@ SCE_HD void differentiate_columns(const BlockColumns<scalar_t>& columns, LossOpt
       scalar_t* const gradient = to.gradient + c * step + first * apart;
       scalar_t* const out = apart == 1 ? gradient : together;
       const int64_t apart_out = apart == 1 ? step : kSome;
-      with_transform(options, scaled, rows.scale + first, [&](const auto& transform, auto capped) SCE_INLINE {
-        const auto write = [&](const auto& term) SCE_INLINE {
-          const auto of_logit = [&](int k, int64_t i)
-                                    SCE_INLINE { return term(to_acc(x[k * apart_x + i]), k, first + i); };
-          narrow_columns<set, kCount>(m, of_logit, out, apart_out);
-        };
-        const auto of_z = [&](const auto& term) SCE_INLINE {
-          write([&](acc_t logit, int k, int64_t i) SCE_INLINE { return term(transform(logit, i - first), k, i); });
-        };
-        const auto of_row = [&](int64_t i) SCE_INLINE {
-          return GradientCoefficients<acc_t>(rows.a[i], rows.b[i], acc_t(0), rows.lse[i], rows.lse_residual[i]);
-        };
-        const auto of_scale = [&](int64_t i) SCE_INLINE { return LogitTransform<acc_t>(options, rows.scale[i]); };
-        const auto live = [&](int64_t i, acc_t x) SCE_INLINE { return rows.live[i] != acc_t(0) ? x : acc_t(0); };
-        if constexpr (decltype(capped)::value) {
-          write([&](acc_t logit, int k, int64_t i) SCE_INLINE {
-            const auto t = of_scale(i).with_slope(logit);
-            return live(i, of_row(i).at(t.z, o[k]) * (of_scale(i).scale * t.of_cap));
-          });
-        } else if (!smoothed && all_live) {
-          of_z([&](acc_t z, int, int64_t i) SCE_INLINE { return of_row(i).at(z) * of_scale(i).scale; });
-        } else {
-          of_z([&](acc_t z, int k, int64_t i)
-                   SCE_INLINE { return live(i, of_row(i).at(z, o[k]) * of_scale(i).scale); });
-        }
-      });
+      const auto of_row = [&](int64_t i) SCE_INLINE {
+        return GradientCoefficients<acc_t>(rows.a[i], rows.b[i], acc_t(0), rows.lse[i], rows.lse_residual[i]);
+      };
+      const auto of_scale = [&](int64_t i) SCE_INLINE { return LogitTransform<acc_t>(options, rows.scale[i]); };
+      const auto live = [&](int64_t i, acc_t x) SCE_INLINE { return rows.live[i] != acc_t(0) ? x : acc_t(0); };
+      const auto write = [&](const auto& term) SCE_INLINE { narrow_columns<set, kCount>(m, term, out, apart_out); };
+      const auto capped = [&](const auto& with_slope) SCE_INLINE {
+        write([&](int k, int64_t i) SCE_INLINE {
+          const int64_t row = first + i;
+          const auto t = with_slope(k, i);
+          return live(row, of_row(row).at(t.z, o[k]) * (of_scale(row).scale * t.of_cap));
+        });
+      };
+      if (caps_columns(options, scaled)) {
+        using WithSlope = typename LogitTransform<acc_t>::WithSlope;
+        alignas(64) acc_t z[kCount * kSome], slopes[kCount * kSome];
+        cap_columns<set, kCount, true>(x, apart_x, m, options, z, kSome, slopes);
+        capped([&](int k, int64_t i) SCE_INLINE { return WithSlope{z[k * kSome + i], slopes[k * kSome + i]}; });
+      } else if (options.softcap != 0) {
+        capped([&](int k, int64_t i) SCE_INLINE { return of_scale(first + i).with_slope(to_acc(x[k * apart_x + i])); });
+      } else {
+        with_transform(options, scaled, rows.scale + first, [&](const auto& transform, auto) SCE_INLINE {
+          const auto z_of = [&](int k, int64_t i) SCE_INLINE { return transform(to_acc(x[k * apart_x + i]), i); };
+          if (!smoothed && all_live)
+            write([&](int k, int64_t i)
+                      SCE_INLINE { return of_row(first + i).at(z_of(k, i)) * of_scale(first + i).scale; });
+          else
+            write([&](int k, int64_t i) SCE_INLINE {
+              return live(first + i, of_row(first + i).at(z_of(k, i), o[k]) * of_scale(first + i).scale);
+            });
+        });
+      }
       for (int k = 0; apart != 1 && k < kCount; ++k)
         for (int64_t i = 0; i < m; ++i) gradient[k * step + i * apart] = together[k * kSome + i];
     });

@@ -47,7 +47,7 @@ SCE_HD const acc_t* kept_of(const scalar_t* logits, int64_t begin, int64_t n, co
   if constexpr (std::is_same_v<scalar_t, acc_t>) {
     if (transform.identity() && !kept) return logits + begin;
   }
-  transform_into<set>(logits + begin, n, transform, buffer);
+  transform_into<set>(logits + begin, n, transform, buffer, static_cast<acc_t*>(nullptr));
   leave_out(kept ? kept + begin / 32 : nullptr, n, -acc_t(INFINITY), buffer);
   return buffer;
 }
@@ -269,10 +269,8 @@ bool Tile<scalar_t>::select_gradient([[maybe_unused]] const scalar_t* logits, [[
 template <typename scalar_t>
 void Tile<scalar_t>::transform(const scalar_t* logits, int64_t n, const LogitTransform<acc_t>& transform, acc_t* z,
                                acc_t* slopes) {
-  with_instruction_set([&](auto set) SCE_INLINE {
-    if (slopes) return transform_into<decltype(set)::value>(logits, n, transform, z, slopes);
-    transform_into<decltype(set)::value>(logits, n, transform, z);
-  });
+  with_instruction_set([&](auto set)
+                           SCE_INLINE { transform_into<decltype(set)::value>(logits, n, transform, z, slopes); });
 }
 
 template <typename scalar_t>
