@@ -117,7 +117,7 @@ def test_opcheck_of_the_op_that_adds(dtype, device, fresh_compiler):
     low = [torch.zeros(*s, dtype=torch.uint8, device=device) for s in ((9, 4), (1, 9))]
     given = hidden, head, bias, draw.normal(5, 9), grads[0], grads[1], low[0], grads[2], low[1]
     torch.library.opcheck(torch.ops.sparse_ce.linear_add_gradients_.default, (*given, True, False))
-    with pytest.raises(RuntimeError, match="grad_weight must be contiguous and of shape"):
+    with pytest.raises(RuntimeError, match=r"grad_weight must be \(9, 4\), got \[3, 4\]"):
         torch.ops.sparse_ce.linear_add_gradients_(*given[:5], grads[1][:3], *given[6:], True, True)
 
 
