@@ -16,7 +16,7 @@ import sparse_ce
 from bench import Call, extra_bytes, ratio, time_by_turns
 from check import WrongResult
 from goals import Goal
-from work import BOTH, FORWARD
+from work import BOTH, FORWARD, kept
 
 READ, FILL = "read of as many bytes", "zeros of the head"
 TRAINED, SPARSE = f"{BOTH}, head trained", f"{BOTH}, head trained, sparse gradient"
@@ -46,7 +46,8 @@ CANDIDATE_SHAPES = {
 }
 
 
-def measure_candidates(shape: CandidateShape, device: torch.device, repeats: int) -> Dict[str, Any]:
+def measure_candidates(shape: CandidateShape, device: torch.device, repeats: int,
+                       with_peers: bool = True) -> Dict[str, Any]:
     generator = torch.Generator(device).manual_seed(1)  # half a billion weights: not by a CPU for a GPU
 
     def normal(*size: int) -> Tensor:
@@ -89,6 +90,7 @@ def measure_candidates(shape: CandidateShape, device: torch.device, repeats: int
         PEER: ("peer", 2 * size, [READ, READ], both(peer, w)),
         PEER_TRAINED: ("peer", 2 * size + head, [READ, READ, FILL], both(peer, trained)),
     }
+    table = kept(table, with_peers)
     calls = {name: Call(row[3]) for name, row in table.items()}
     seconds = time_by_turns(calls, device, repeats, 2, small=False)
     mine = {PEER_FORWARD: FORWARD, PEER: BOTH, PEER_TRAINED: TRAINED}
@@ -96,7 +98,8 @@ def measure_candidates(shape: CandidateShape, device: torch.device, repeats: int
     for name, (side, moves, floor, *_) in table.items():
         extra = None if side == "floor" else extra_bytes(calls[name], device)
         rows.append(records.timed_row(name, side, {"bytes": moves}, floor, seconds, mine.get(name), extra))
-    goals = [Goal(f"{PEER} / ours, {BOTH}, frozen head", ratio(seconds[PEER], seconds[BOTH]), AT_LEAST, True)]
+    goals = [Goal(f"{PEER} / ours, {BOTH}, frozen head", ratio(seconds[PEER], seconds[BOTH]), AT_LEAST, True)
+             ] if with_peers else []
     return {"title": str(shape), "logits_bytes": size, "rows": rows,
             "goals": [records.goal_row(goal) for goal in goals], "not_run": {}}
 

@@ -44,7 +44,7 @@ class Way(NamedTuple):
     loss: Callable[[Tensor], Tensor]
 
 
-def measure_cliffs(shape: CliffShape, device: torch.device, repeats: int) -> Dict[str, Any]:
+def measure_cliffs(shape: CliffShape, device: torch.device, repeats: int, with_peers: bool = True) -> Dict[str, Any]:
     ways = _ways(shape, device)
     plain = ways[PLAIN].logits
     leaves = {id(way.logits): way.logits.detach().requires_grad_() for way in ways.values()}

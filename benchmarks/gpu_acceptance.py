@@ -1,15 +1,15 @@
-"""Everything that needs a GPU, in three commands of less than ten minutes each, on a machine without a network:
+"""Everything that needs a GPU, in commands of at most nine minutes each, on a machine without a network:
 
-    python3 benchmarks/gpu_acceptance.py --stage right --kit gpu-kit --out OUT    does it load, is it right?
-    python3 benchmarks/gpu_acceptance.py --stage speed --kit gpu-kit --out OUT    how fast, and why?
-    python3 benchmarks/gpu_acceptance.py --stage record --kit gpu-kit --out OUT   sanitizers, largest sizes, benchmark
+    python3 benchmarks/gpu_acceptance.py --stage quick --kit gpu-kit --out OUT    is it right, how fast, and why?
+    python3 benchmarks/gpu_acceptance.py --stage record --kit gpu-kit --out OUT   all sanitizers, the whole benchmark
 
 Needs an NVIDIA GPU, a CUDA build of torch and pytest; and the kit (``make gpu-kit``), or nvcc to build without it.
 
 gpu_steps.py says what is run. A step that fails, is missing or takes too long does not stop the others; it may use up
 what those before it left over. Two files are written: <stage>.json with the environment, the sources, exit codes, the
 last lines of each step and the rows of the benchmark, anew every few seconds, so that a stage that is killed has said
-what it knew; and <stage>.log with all output. ``run.py --update-results <out>/record.json`` keeps the benchmark. Exits
+what it knew; and <stage>.log with all output. --skip-done OUT/<stage>.json goes on where that one has ended: what was
+"ok" is kept and does not run again. ``run.py --update-results <out>/record.json`` keeps the benchmark. Exits
 with 1 if a step failed. --rehearse runs the same steps on the CPU with few cases, to see that they run.
 """
 
@@ -81,7 +81,8 @@ def _die_with_parent() -> None:
 class Stage:
     """Runs the groups of a stage and keeps its record."""
 
-    def __init__(self, name: str, machine: Machine, out: Path, seconds: float = STAGE_SECONDS):
+    def __init__(self, name: str, machine: Machine, out: Path, seconds: float = STAGE_SECONDS,
+                 before: Optional[Dict[str, Any]] = None):
         self.machine, self.begin = machine, time.monotonic()
         self.end = self.begin + seconds
         self.path, self.log = out / f"{name}.json", out / f"{name}.log"
@@ -89,6 +90,13 @@ class Stage:
         self.record: Dict[str, Any] = {
             "stage": name, "date": datetime.date.today().isoformat(), "rehearsal": machine.rehearse, "csrc": tree,
             "sources_problem": problem, "driver": None, "environment": None, "steps": [], "benchmark": None}
+        before = before or {"csrc": tree, "steps": [], "benchmark": None}
+        if before["csrc"] != tree:
+            sys.exit(f"--skip-done must be a record of csrc {tree}, got one of {before['csrc']}: run all of it again")
+        self.done = {result["name"]: result for result in before["steps"] if result["status"] == "ok"}
+        if before["benchmark"]:
+            (machine.work / "benchmarks" / "before").mkdir(parents=True)
+            (machine.work / "benchmarks" / "before" / "record.json").write_text(json.dumps(before["benchmark"]))
         self.environment = {
             **os.environ, "PYTHONUNBUFFERED": "1", "SPARSE_CE_CSRC_TREE": tree,
             "PYTHONPATH": os.pathsep.join(filter(None, [str(machine.work / "site"), os.environ.get("PYTHONPATH")]))}
@@ -96,7 +104,8 @@ class Stage:
         if not machine.rehearse:
             self.environment["SPARSE_CE_CUDA"] = "1"  # a build from source without CUDA kernels would prove nothing
         out.mkdir(parents=True, exist_ok=True)
-        self.log.write_text("")
+        if not self.done:
+            self.log.write_text("")
         self.write()
 
     def run(self, groups: List[Group]) -> int:
@@ -139,7 +148,10 @@ class Stage:
             self.write()
 
     def start(self, group: Group, step: Step, planned_end: float) -> Optional[Running]:
-        """None where the step is not needed, or no time is left for it."""
+        """None where the step is done or not needed, or no time is left for it."""
+        if step.name in self.done and not step.always:
+            self.record["steps"].append(self.done[step.name])
+            return None
         now = time.monotonic()
         limit = min(max(step.seconds, planned_end - now), self.end - now)
         result = {"group": group.name, "name": step.name, "command": step.line, "status": "running",
@@ -208,9 +220,10 @@ def benchmark(work: Path) -> Optional[Dict[str, Any]]:
 def arguments() -> argparse.Namespace:
     here = Path(__file__).resolve().parent
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--stage", choices=STAGES, required=True)
+    parser.add_argument("--stage", choices=STAGES, default=STAGES[0])
     parser.add_argument("--kit", type=Path, default=here.parent / "gpu-kit")
     parser.add_argument("--out", type=Path, default=here / "out")
+    parser.add_argument("--skip-done", type=Path, metavar="RECORD", help="of this stage: what is ok there is not run")
     parser.add_argument("--rehearse", action="store_true", help="on the CPU, few cases")
     parser.add_argument("--dry-run", action="store_true", help="only say what would run")
     return parser.parse_args()
@@ -235,7 +248,8 @@ def main() -> int:
         for program in machine.kit.glob("*_device"):
             if not os.access(program, os.X_OK):  # a copy over a network may have lost it
                 os.chmod(program, 0o755)
-        return Stage(args.stage, machine, args.out.resolve()).run(groups)
+        before = json.loads(args.skip_done.read_text()) if args.skip_done else None
+        return Stage(args.stage, machine, args.out.resolve(), before=before).run(groups)
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ from sources import ROOT, csrc_digest, csrc_tree
 sys.path.insert(0, str(ROOT / "tests" / "emulation"))
 import build  # noqa: E402
 
-LIMIT = 60 << 20  # bytes
+LIMIT = 54 << 20  # bytes, beside which the repository travels: 64 MiB in all
 
 
 def python_with_cuda_torch() -> str:

@@ -10,8 +10,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import List, Mapping, Tuple
 
-STAGES = ("right", "speed", "record")
-STAGE_SECONDS = 560  # after which nothing of a stage runs any more: it has to end within ten minutes
+STAGES = ("quick", "record")
+STAGE_SECONDS = 540  # after which nothing of a stage runs any more: it has to end within ten minutes
+LOSS_TESTS = "test_cross_entropy_"  # of the kernels that change most
 SANITIZERS = ("memcheck", "racecheck", "initcheck", "synccheck")
 ONE_PASS = "SPARSE_CE_ONE_PASS"  # see docs/design.md
 WHEEL_STEPS = ("kit's wheel", "load", "first loss")  # a build from source stands in for them
@@ -19,11 +20,13 @@ WHEEL_STEPS = ("kit's wheel", "load", "first loss")  # a build from source stand
 # Lines of a step's output that say most; they are shown where the step is reported.
 VERDICT = r"^(FAILED|ERROR) |\d (passed|failed|error)|ERROR SUMMARY"
 MEASURED = r"^\| \*\*|\| met \||\*\*missed\*\*|: not run|wrong result|^goals:|^[a-z0-9].* x .*(float|bfloat)\d+"
-COUNTED = r"Context \d+|Duration |DRAM Throughput|Memory Throughput|Compute \(SM\)|Achieved Occupancy|Registers Per"
+COUNTED = (r"Context \d+|Duration |DRAM Throughput|Memory Throughput|Compute \(SM\)|Achieved Occupancy|Registers Per|"
+           r"Executed Ipc|Issue Slots|Active Threads Per Warp|stall")
 # Whose counters are wanted: what gpu_probe.py's `profile` launches. Of a loss and its gradient in one pass all the work
 # is one_pass_kernel's, forward alone as well.
-PROFILED_KERNELS = ("one_pass_kernel", "forward_kernel", "backward_kernel", "loss_mean_kernel",
-                    "loss_mean_parts_kernel", "select_kernel", "select_backward_kernel", "topk_ids_kernel")
+PROFILED_KERNELS = ("one_pass_kernel", "forward_kernel", "backward_kernel")
+# Instructions a cycle, active threads an instruction, the share of the memory's bandwidth, and what warps wait for.
+SECTIONS = ("SpeedOfLight", "ComputeWorkloadAnalysis", "WarpStateStats", "LaunchStats", "Occupancy")
 NO_COUNTERS = r"ERR_NVGPUCTRPERM|LibraryNotLoaded|Failed to initialize the profiler|No supported GPU|No such file"
 
 
@@ -35,6 +38,7 @@ class Step:
     instead_of: Tuple[str, ...] = ()  # runs only where one of these failed or is not there, in time nobody planned
     skip_if: str = ""  # output of a failure that means: this machine cannot do it
     show: str = VERDICT
+    always: bool = False  # on every machine anew: --skip-done does not skip it
     environment: Mapping[str, str] = field(default_factory=dict)  # beside the stage's
 
     @property
@@ -101,7 +105,7 @@ class Machine:
 
 
 def plan(stage: str, machine: Machine) -> List[Group]:
-    return prepare(machine) + {"right": right, "speed": speed, "record": record}[stage](machine)
+    return prepare(machine) + {"quick": quick, "record": record}[stage](machine)
 
 
 # ---------------------------------------------------------------------------------------------- before every stage
@@ -112,19 +116,20 @@ def prepare(machine: Machine) -> List[Group]:
     probe, device = machine.script("gpu_probe", "environment", "--device", machine.device), machine.device
     environment = Group("environment", (
         Step("driver", ["nvidia-smi", "--query-gpu=driver_version,name,mig.mode.current", "--format=csv,noheader"], 20,
-             show="."),
-        Step("nvcc", ["nvcc", "--version"], 20, show="release"),
-        Step("environment", probe, 40, show=", torch ")), 3)
+             show=".", always=True),
+        Step("nvcc", ["nvcc", "--version"], 20, show="release", always=True),
+        Step("environment", probe, 20, show=", torch ", always=True)), 3)
     wheels = sorted(map(str, machine.kit.glob("*.whl")))
     ours = [path for path in wheels if Path(path).name.startswith("sparse_ce-")]
     tools = [path for path in wheels if path not in ours]
-    steps = [Step("kit's tools", install(machine, *tools), 15)] if tools else []
+    steps = [Step("kit's tools", install(machine, *tools), 6, always=True)] if tools else []
     if ours:
-        steps.append(Step("kit's wheel", install(machine, *ours), 20))
+        steps.append(Step("kit's wheel", install(machine, *ours), 14, always=True))
     loading, first = [sys.executable, "-m", "sparse_ce"], machine.script("gpu_probe", "first", "--device", device)
-    loads = (Step("load", loading, 40, show="kernels|gpu|torch"), Step("first loss", first, 40, show="WRONG|, 0 wrong"))
+    loads = (Step("load", loading, 30, show="kernels|gpu|torch", always=True),
+             Step("first loss", first, 30, show="WRONG|, 0 wrong", always=True))
     building = (Step("build from source", install(machine, "--no-build-isolation", "--upgrade", str(machine.root)), 180,
-                     instead_of=WHEEL_STEPS),
+                     instead_of=WHEEL_STEPS, always=True),
                 *(replace(step, name=f"{step.name}, built here", instead_of=WHEEL_STEPS) for step in loads))
     return [environment, Group("install", tuple(steps)), Group("load", loads if ours else (), 2),
             Group("build", building)]
@@ -138,50 +143,56 @@ def install(machine: Machine, *what: str) -> List[str]:
 def programs(machine: Machine) -> List[Group]:
     """Compiles the device programs where the kit has none."""
     script = str(machine.root / "tests" / "emulation" / "build.py")
-    steps = () if machine.kit_has_programs else (Step("build the programs", [sys.executable, script, "--device"], 55),)
+    steps = () if machine.kit_has_programs else (Step("build the programs", [sys.executable, script, "--device"], 55,
+                                                    always=True),)
     return [Group("programs", steps)]
 
 
 # -------------------------------------------------------------------------------------------------------- the stages
 
 
-def right(machine: Machine) -> List[Group]:
-    """Does it load, is it right?"""
-    checks = [Step("tests", pytest(machine, "not slow"), 300),
-              *(Step(op, [machine.program(op), *machine.seeds(1500)], 120) for op in machine.ops),
-              Step("memcheck cross_entropy", sanitizer("memcheck", machine, "cross_entropy"), 120)]
-    return [*programs(machine), Group("checks", tuple(checks), len(checks)),
-            Group("benchmark", (benchmark(machine, "quick", 90, "--quick", "--only", "measure 1024 x 128256"),))]
-
-
-def speed(machine: Machine) -> List[Group]:
-    """How fast, and why? The most important rows first."""
-    counters = ["ncu", "--clock-control", "none", "--set", "basic", "--section", "MemoryWorkloadAnalysis", "--section",
-                "WarpStateStats", "-k", f"regex:{'|'.join(PROFILED_KERNELS)}", "-c", "24",
+def quick(machine: Machine) -> List[Group]:
+    """Is it right, how fast, and why? The most important first: the whole is one command, which may be all there is."""
+    losses = [path for path in gpu_test_files(machine.root / "tests") if path.name.startswith(LOSS_TESTS)]
+    others = [path for path in gpu_test_files(machine.root / "tests") if path not in losses]
+    checks = [Step("tests of the loss", pytest(machine, "not slow", losses), 95),
+              *(Step(op, [machine.program(op), *machine.seeds(1500 if op == "cross_entropy" else 600)], 95)
+                for op in machine.ops),
+              *(Step(f"{tool} cross_entropy", sanitizer(tool, machine, "cross_entropy"), 95)
+                for tool in ("memcheck", "racecheck", "synccheck"))]
+    counters = ["ncu", "--clock-control", "none", *(word for name in SECTIONS for word in ("--section", name)), "-k",
+                f"regex:{'|'.join(PROFILED_KERNELS)}", "-c", "12",
                 *machine.script("gpu_probe", "profile", "--device", machine.device)]
-    largest = ("--only", "measure 8192 x 128256")
 
-    # The loss of the largest logits in the way that is not the planned one, without the peers.
-    two_kernels = replace(benchmark(machine, "two kernels", 25, "--no-peers", *largest), environment={ONE_PASS: "0"})
-    rows = (
-        benchmark(machine, "8192 x 128256", 80, *largest),
+    def rows(name: str, seconds: int, *only: str) -> Step:
+        """The record has the peers."""
+        return benchmark(machine, name, seconds, "--no-peers", *(word for part in only for word in ("--only", part)))
+
+    largest = "measure 8192 x 128256"
+    # In the way that is not the planned one.
+    two_kernels = replace(rows("two kernels", 20, largest), environment={ONE_PASS: "0"})
+    built = 0 if machine.kit_has_programs else 55  # seconds
+    speed = (
+        rows("8192 x 128256", 30, largest),
         two_kernels,
-        Step("ways", machine.script("run", "--compare-ways", str(machine.work / "benchmarks")), 10, show=MEASURED),
-        Step("counters", counters, 70, skip_if=NO_COUNTERS, show=COUNTED),
-        benchmark(machine, "variants", 75, "--only", "measure_variant"),
-        benchmark(machine, "log-probabilities", 60, "--only", "measure_select"),
-        benchmark(machine, "linear head", 70, "--only", "measure_linear linear head, 8192 x 4096"),
-        benchmark(machine, "16384, float32", 75, "--only", "measure 16384", "--only", "measure 4096 x 128256"),
-        benchmark(machine, "means, log_softmax", 55, "--only", "measure_masked_mean", "--only", "measure_log_softmax"),
+        Step("ways", machine.script("run", "--compare-ways", str(machine.work / "benchmarks")), 5, show=MEASURED),
+        rows("cliffs, images", 70, "measure_cliffs", "measure_images"),
+        Step("counters", counters, 45, skip_if=NO_COUNTERS, show=COUNTED),
+        rows("linear head", 55, "measure_linear linear head, 8192 x 4096"),
+        rows("other sizes", 60 - built // 2, "measure 16384", "measure 4096 x 128256",
+             "measure_variant 65536 x 1000,"),
+        rows("means, log_softmax, small", 45 - built // 2, "measure_masked_mean", "measure_log_softmax",
+             "measure_small"),
     )
-    return [Group("speed", rows)]
+    return [*programs(machine), Group("right", tuple(checks), len(checks)), Group("speed", speed),
+            Group("rest", (Step("tests", pytest(machine, "not slow", others), 45),))]
 
 
 def record(machine: Machine) -> List[Group]:
     """What is kept: sanitizers, the largest sizes, the whole benchmark."""
-    checks = [Step("slow tests", pytest(machine, "slow", workers=4), 180),
+    checks = [Step("slow tests", pytest(machine, "slow", gpu_test_files(machine.root / "tests"), workers=4), 180),
               *(Step(f"{tool} {op}", sanitizer(tool, machine, op), 30) for tool in SANITIZERS for op in machine.ops)]
-    seconds = 265 if machine.kit_has_programs else 210
+    seconds = 270 if machine.kit_has_programs else 215
     return [*programs(machine), Group("checks", tuple(checks), 5),
             Group("benchmark", (benchmark(machine, "benchmark", seconds),))]
 
@@ -204,15 +215,15 @@ def benchmark(machine: Machine, name: str, seconds: int, *arguments: str) -> Ste
     return Step(name, machine.script("run", *arguments), seconds, show=MEASURED)
 
 
-def pytest(machine: Machine, marked: str, workers: int = 12) -> List[str]:
-    """The cases of the GPU. gpu_pytest.py, which lies in the working folder, says at once what has failed."""
+def pytest(machine: Machine, marked: str, files: List[Path], workers: int = 12) -> List[str]:
+    """The cases of the GPU in these files. gpu_pytest.py in the working folder says at once what has failed."""
     tests = machine.root / "tests"
     selection = "cpu and labels" if machine.rehearse else "cuda or gpu"
     marked = "not slow" if machine.rehearse else marked
     parallel = ["-n", str(workers)] if importlib.util.find_spec("xdist") and not machine.rehearse else []
     limit = ["--timeout", "120"] if importlib.util.find_spec("pytest_timeout") else []
-    paths = [tests / "test_cross_entropy_inplace.py"] if machine.rehearse else gpu_test_files(tests)
-    return [sys.executable, "-m", "pytest", *map(str, paths), "-c", str(machine.root / "pyproject.toml"), "--rootdir",
+    files = [tests / "test_cross_entropy_inplace.py"] if machine.rehearse else files
+    return [sys.executable, "-m", "pytest", *map(str, files), "-c", str(machine.root / "pyproject.toml"), "--rootdir",
             str(machine.root), "-p", "no:cacheprovider", "-p", "gpu_pytest", *parallel, *limit, "-k", selection, "-m",
             marked, "--continue-on-collection-errors", "--tb", "short", "--durations", "10"]
 

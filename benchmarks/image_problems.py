@@ -13,7 +13,7 @@ import sparse_ce
 from bench import Call, extra_bytes, ratio, time_by_turns
 from goals import Goal
 from sparse_problems import _problem, _row
-from work import BOTH, COPY, FORWARD
+from work import BOTH, COPY, FORWARD, kept
 
 PACKED = "packed rows"
 PEER = "F.cross_entropy"
@@ -34,7 +34,7 @@ class ImageShape:
 IMAGE_SHAPES = [ImageShape(8, 21, (128, 128), dtype) for dtype in (torch.float32, torch.bfloat16)]
 
 
-def measure_images(shape: ImageShape, device: torch.device, repeats: int) -> Dict[str, Any]:
+def measure_images(shape: ImageShape, device: torch.device, repeats: int, with_peers: bool = True) -> Dict[str, Any]:
     generator = torch.Generator().manual_seed(1)
     x = (3 * torch.randn(shape.rows, shape.vocab, *shape.size, generator=generator)).to(device, shape.dtype)
     labels = torch.randint(shape.vocab, (shape.rows, *shape.size), generator=generator).to(device)
@@ -68,6 +68,7 @@ def measure_images(shape: ImageShape, device: torch.device, repeats: int) -> Dic
         gradient = table[name][3]()
         gradient = gradient.movedim(-1, 1) if name != BOTH else gradient
         torch.testing.assert_close(gradient.double(), exact, rtol=coarse, atol=1e-5 * float(exact.abs().max()))
+    table = kept(table, with_peers)
     seconds = time_by_turns({name: Call(row[3]) for name, row in table.items()}, device, repeats, 2, small=False)
     rows = [_row(name, side, moves, [COPY], seconds, mine, None if side == "floor" else extra_bytes(Call(call), device))
             for name, (side, moves, mine, call) in table.items()]

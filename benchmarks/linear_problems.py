@@ -113,18 +113,20 @@ class LinearProblem:
         return grad_input, grad_weight
 
 
-def measure_linear(shape: LinearShape, device: torch.device, repeats: int) -> Dict[str, Any]:
+def measure_linear(shape: LinearShape, device: torch.device, repeats: int, with_peers: bool = True) -> Dict[str, Any]:
     problem = LinearProblem(shape, device)
     ours, peers = _ours(problem), _peers(problem)
     if shape.memory_alone:
         if shape.dtype.itemsize == 2 and shape.rows > shape.width:
             ours[FEW_ROWS] = lambda: problem.gradients(lambda x, w: sparse_ce.linear_cross_entropy(
                 x, w, problem.labels, chunk_rows=shape.width // 16))
-        return _measure_memory(problem, ours, {STOCK: peers[STOCK]})
+        return _measure_memory(problem, ours, {STOCK: peers[STOCK]} if with_peers else {})
+    if not with_peers:
+        peers = {name: peers[name] for name in (UNFUSED, SOFT_UNFUSED)}  # what ours are checked by
     bare = floors(problem)
-    slow = {name: peers.pop(name) for name in [CHUNKED] if device.type == "cpu"}
+    slow = {name: peers.pop(name) for name in [CHUNKED] if device.type == "cpu" and name in peers}
     errors, not_run = _check_all(problem, ours, peers)
-    calls = {**bare, **ours, **{name: call for name, call in peers.items() if name not in not_run}}
+    calls = {**bare, **ours, **{name: call for name, call in peers.items() if with_peers and name not in not_run}}
     seconds = time_by_turns({name: Call(run) for name, run in calls.items()}, device, min(repeats, ROUNDS), 2, False)
     found, failures = _once(problem, slow)
     seconds.update(found)
@@ -186,6 +188,9 @@ def _ours(problem: LinearProblem) -> Dict[str, Callable[[], Gradients]]:
         BOTH: lambda: problem.gradients(lambda x, w: loss(x, w, target)),
         INDEX_BOTH: lambda: problem.gradients(lambda x, w: loss(x, w, labels)),
         NONE: lambda: problem.gradients(lambda x, w: loss(x, w, labels, reduction="none").mean()),
+        **{f"{INDEX_BOTH}, chunk_rows={rows}": lambda rows=rows: problem.gradients(
+            lambda x, w: loss(x, w, labels, chunk_rows=rows))
+           for rows in ((2048, problem.shape.rows) if problem.device.type == "cuda" else ())},
     }
 
 

@@ -42,23 +42,27 @@ LINEAR_SELECT_SHAPES = {
 }
 
 
-def measure_linear_select(shape: LinearShape, device: torch.device, repeats: int) -> Dict[str, Any]:
+def measure_linear_select(shape: LinearShape, device: torch.device, repeats: int,
+                          with_peers: bool = True) -> Dict[str, Any]:
     problem = LinearProblem(shape, device)
     forward, ours, peers = _forward(problem), _ours(problem), _peers(problem)
     if shape.memory_alone:
         return _measure_memory(problem, {name: ours[name] for name in (BOTH, ROW_LOSS)})
+    if not with_peers:
+        peers = {GATHER: peers[GATHER]}  # what ours are checked by
     try:
         errors, not_run = _check_all(problem, ours, peers)
     except AssertionError as error:
         raise WrongResult(f"{shape}: {error}") from error
     bare = {GEMM: lambda: torch.mm(problem.input.detach(), problem.weight.detach().T), GEMMS: floors(problem)[GEMMS]}
-    calls = {**bare, **forward, **ours, **{name: call for name, call in peers.items() if name not in not_run}}
+    mine = {GATHER_FORWARD: FORWARD, GATHER: BOTH, COMPILED: BOTH, LOOP: BOTH}
+    calls = {name: call for name, call in {**bare, **forward, **ours, **peers}.items()
+             if name not in not_run and (with_peers or name not in mine)}
     seconds = time_by_turns({name: Call(run) for name, run in calls.items()}, device, min(repeats, ROUNDS), 2, False)
     held = {name: None if name in bare else held_by(problem, run) for name, run in calls.items()}
     product = shape.operations // 3
     products = {GEMM: 1, FORWARD: 1, TOPK: 1, GATHER_FORWARD: 1, FROZEN: 3, BOTH: 4, LOOP: 4}
     floor_of = {1: [GEMM], 3: [GEMMS], 4: [GEMMS, GEMM]}
-    mine = {GATHER_FORWARD: FORWARD, GATHER: BOTH, COMPILED: BOTH, LOOP: BOTH}
     rows = []
     for name in calls:
         count = products.get(name, 3)

@@ -14,7 +14,7 @@ import record as records
 import sparse_ce
 from bench import Call, Spread, extra_bytes, ratio, time_by_turns, total
 from goals import Goal
-from work import BOTH, FORWARD
+from work import BOTH, FORWARD, kept
 
 READ_INPUT, READ_MASK, COPY = "torch.sum of the input", "read the mask", "copy of the input"
 COMPOSED, COMPOSED_BOTH = "where, sum, division, forward", "where, sum, division"
@@ -42,7 +42,8 @@ MEAN_SHAPES = [shape for dtype in (torch.float32, torch.bfloat16) for shape in (
 )]
 
 
-def measure_masked_mean(shape: MeanShape, device: torch.device, repeats: int) -> Dict[str, Any]:
+def measure_masked_mean(shape: MeanShape, device: torch.device, repeats: int,
+                        with_peers: bool = True) -> Dict[str, Any]:
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(shape.shape, generator=generator).to(device, shape.dtype)
     mask = (torch.rand(shape.mask, generator=generator) < 0.5).to(device)
@@ -75,6 +76,7 @@ def measure_masked_mean(shape: MeanShape, device: torch.device, repeats: int) ->
     }
     if dim is None:
         table[INDEXED] = ("peer", reads, (READ_INPUT, READ_MASK), lambda: x[mask].mean())
+    table = kept(table, with_peers)
     rounds = repeats * 10 if shape.small else repeats
     seconds = time_by_turns({name: Call(row[3]) for name, row in table.items()}, device, rounds, 2, shape.small)
     mine = {COMPOSED: FORWARD, COMPOSED_BOTH: BOTH, INDEXED: FORWARD}

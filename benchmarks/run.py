@@ -76,7 +76,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, help="rounds of each problem (31 on CPU, 101 on CUDA)")
     parser.add_argument("--only", action="append", default=[], help="only problems whose measurement and title "
                         "contain this, e.g. bfloat16, measure_stock; may be given several times")
-    parser.add_argument("--no-peers", action="store_true", help="of the loss of logits, ours and the floors alone")
+    parser.add_argument("--no-peers", action="store_true", help="ours and the floors alone")
     parser.add_argument("--compare-ways", type=Path, metavar="DIR", help="of records in folders of DIR: is the planned "
                         "way of a loss and its gradient the fastest?")
     parser.add_argument("--no-plot", action="store_true")
@@ -230,8 +230,7 @@ def main() -> int:
         if args.only and not any(part in f"{measure_one.__name__} {shape}" for part in args.only):
             continue
         try:
-            without = {"with_peers": False} if args.no_peers and measure_one is measure else {}
-            problem = measure_one(shape, device, repeats, **without)
+            problem = measure_one(shape, device, repeats, with_peers=not args.no_peers)
         except Exception as error:  # one that does not fit, or is wrong, does not take the others with it
             found["failed"][f"{measure_one.__name__} {shape}"] = f"{type(error).__name__}: {error}"[:1000]
             records.save(found, out)

@@ -18,7 +18,7 @@ from bench import Call, extra_bytes, ratio, time_by_turns, total
 from check import WrongResult
 from goals import Goal
 from peers import compiled_when_called
-from work import BOTH, COPY, FORWARD, IN_PLACE, READ
+from work import BOTH, COPY, FORWARD, IN_PLACE, READ, kept
 
 LOSS, MORE = "cross_entropy, forward", "with entropy and log_rest"
 FORWARD_MORE, BOTH_MORE, TOPK = f"{FORWARD}, {MORE}", f"{BOTH}, {MORE}", "topk_log_probs"
@@ -66,7 +66,7 @@ def _gathered_and_entropy(logits: Tensor, ids: Tensor) -> Tuple[Tensor, Tensor]:
     return log_probs.gather(1, ids), -(log_probs.exp() * log_probs).sum(-1)
 
 
-def measure_select(shape: SelectShape, device: torch.device, repeats: int) -> Dict[str, Any]:
+def measure_select(shape: SelectShape, device: torch.device, repeats: int, with_peers: bool = True) -> Dict[str, Any]:
     generator = torch.Generator().manual_seed(1)
     noise = torch.Generator(device).manual_seed(2)  # a billion numbers: not by a CPU for a GPU
     logits = torch.randn(shape.rows, shape.vocab, generator=noise, device=device).mul_(3).to(shape.dtype)
@@ -94,7 +94,7 @@ def measure_select(shape: SelectShape, device: torch.device, repeats: int) -> Di
         COMPILED_GATHER: ("peer", 3 * logits.nbytes, [READ, COPY], lambda: gather(compiled), None),
         COMPILED_MORE: ("peer", logits.nbytes, [READ], lambda: compiled_more(logits, ids), None),
     }, {}
-    for name in list(peers):
+    for name in kept(peers, with_peers):
         try:
             peers[name][3]()
         except Exception as failure:  # a compiler's own, on this machine
@@ -124,6 +124,7 @@ def measure_select(shape: SelectShape, device: torch.device, repeats: int) -> Di
         PLAIN_TOPK: ("peer", size, [READ], lambda: logits.topk(shape.ids, 1), None),
         **peers,
     }
+    table = kept(table, with_peers)
     calls = {name: Call(row[3], row[4]) for name, row in table.items()}
     seconds = time_by_turns(calls, device, repeats, 2, small=False)
     mine = {GATHER: BOTH, COMPILED_GATHER: BOTH, LSE: FORWARD, PAIR: FORWARD_MORE, COMPILED_MORE: FORWARD_MORE,
@@ -138,11 +139,13 @@ def measure_select(shape: SelectShape, device: torch.device, repeats: int) -> Di
         Goal(f"{FORWARD_MORE} / {LOSS}", ratio(seconds[FORWARD_MORE], seconds[LOSS]), 1.4, False),
         Goal(f"{BOTH} / (read E + copy E)", ratio(seconds[BOTH], floor), 1.3, False),
         Goal(f"{IN_PLACE} / (read E + copy E)", ratio(seconds[IN_PLACE], floor), 0.95, False),
-        Goal(f"{PAIR} / ours", ratio(seconds[PAIR], seconds[FORWARD_MORE]), 20.0, True),
-        Goal(f"{TOPK} / ({PLAIN_TOPK} + 2.2 reads)",
-             ratio(seconds[TOPK], total(seconds[PLAIN_TOPK], [2.2 * t for t in seconds[READ]])), 1.0, False),
     ]
-    if shape.dtype == torch.float32:
+    if with_peers:
+        found += [
+            Goal(f"{PAIR} / ours", ratio(seconds[PAIR], seconds[FORWARD_MORE]), 20.0, True),
+            Goal(f"{TOPK} / ({PLAIN_TOPK} + 2.2 reads)",
+                 ratio(seconds[TOPK], total(seconds[PLAIN_TOPK], [2.2 * t for t in seconds[READ]])), 1.0, False)]
+    if with_peers and shape.dtype == torch.float32:
         found.append(Goal(f"{GATHER} / ours", ratio(seconds[GATHER], seconds[BOTH]), 6.0, True))
     return {"title": str(shape), "logits_bytes": size, "rows": rows,
             "goals": [records.goal_row(goal) for goal in found], "not_run": not_run}

@@ -15,7 +15,7 @@ from bench import Call, Samples, ratio, time_by_turns
 from goals import DENSE_PEER, INDEX_PEER, Goal
 from peers import Problem, Shape, compiled_when_called
 from sparse_problems import _problem, _row
-from work import BOTH, FORWARD
+from work import BOTH, FORWARD, kept
 
 CALLS = 20  # of each sample
 SUM = "input.sum()"
@@ -35,7 +35,7 @@ SMALL_SHAPES = {"cpu": [SmallShape(8, 10, 1.5), SmallShape(32, 1000, 1.0)],
                 "cuda": [SmallShape(8, 10, 1.5), SmallShape(32, 1000, 1.0)]}
 
 
-def measure_small(shape: SmallShape, device: torch.device, repeats: int) -> Dict[str, Any]:
+def measure_small(shape: SmallShape, device: torch.device, repeats: int, with_peers: bool = True) -> Dict[str, Any]:
     problem = Problem(Shape(shape.rows, shape.vocab, 2, torch.float32, small=True), device)
     x, labels, pair, dense = problem.logits, problem.labels, (problem.indices, problem.values), problem.dense
     target = sparse_ce.SparseTarget.from_topk(*pair)
@@ -64,6 +64,7 @@ def measure_small(shape: SmallShape, device: torch.device, repeats: int) -> Dict
     }
     torch.testing.assert_close(table[f"{BOTH}, class index"][2](), table[INDEX_PEER][2](), rtol=1e-4, atol=1e-7)
     torch.testing.assert_close(table[f"{BOTH}, SparseTarget"][2](), table[DENSE_PEER][2](), rtol=1e-4, atol=1e-7)
+    table = kept(table, with_peers)
     seconds = {name: [t / CALLS for t in samples] for name, samples in time_by_turns(
         {name: Call(_often(row[2])) for name, row in table.items()}, device, 5 * repeats, 5, small=True).items()}
     return _problem(str(shape), size, [
@@ -80,4 +81,4 @@ def _often(call: Callable[[], Tensor]) -> Callable[[], None]:
 
 def _goals(shape: SmallShape, seconds: Dict[str, Samples]) -> List[Goal]:
     return [Goal(f"{name} / {peer}", ratio(seconds[f"{BOTH}, {name}"], seconds[peer]), shape.most, False)
-            for name, peer in (("class index", INDEX_PEER), ("SparseTarget", DENSE_PEER))]
+            for name, peer in (("class index", INDEX_PEER), ("SparseTarget", DENSE_PEER)) if peer in seconds]

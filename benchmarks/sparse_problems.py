@@ -15,7 +15,7 @@ import sparse_ce
 from bench import Call, Spread, extra_bytes, ratio, time_by_turns, total
 from goals import Goal
 from peers import Problem, Shape
-from work import BOTH, FORWARD
+from work import BOTH, FORWARD, kept
 
 COPY, STOCK_FORWARD, STOCK_BOTH = "copy of the values", "torch.sparse.log_softmax, forward", "torch.sparse.log_softmax"
 AT_LEAST = {"cpu": 3.0, "cuda": 10.0}
@@ -53,7 +53,8 @@ def sparse_logits(shape: SparseShape, device: torch.device) -> Tensor:
                                    is_coalesced=True, check_invariants=False).to(device)
 
 
-def measure_log_softmax(shape: SparseShape, device: torch.device, repeats: int) -> Dict[str, Any]:
+def measure_log_softmax(shape: SparseShape, device: torch.device, repeats: int,
+                        with_peers: bool = True) -> Dict[str, Any]:
     coo = sparse_logits(shape, device)
     csr, values = coo.to_sparse_csr(), coo.values()
     leaves = [t.clone().requires_grad_() for t in (coo, csr, coo)]
@@ -86,17 +87,18 @@ def measure_log_softmax(shape: SparseShape, device: torch.device, repeats: int) 
         STOCK_FORWARD: ("peer", 2 * size, 1, lambda: stock(coo, 1)),
         STOCK_BOTH: ("peer", 5 * size, 2, lambda: both(stock, leaves[2])),
     }
+    table = kept(table, with_peers)
     seconds = time_by_turns({name: Call(row[3]) for name, row in table.items()}, device, repeats, 2, small=False)
     mine = {STOCK_FORWARD: FORWARD, STOCK_BOTH: BOTH}
     goals = [Goal(f"torch.sparse.log_softmax / ours, {part}", ratio(seconds[peer], seconds[part]),
-                  AT_LEAST[device.type], True) for peer, part in mine.items()]
+                  AT_LEAST[device.type], True) for peer, part in mine.items() if peer in seconds]
     return _problem(str(shape), size, [
         _row(name, side, moves, [COPY] * floors, seconds, mine.get(name),
              None if side == "floor" else extra_bytes(Call(call), device))
         for name, (side, moves, floors, call) in table.items()], goals)
 
 
-def measure_stock(shape: Shape, device: torch.device, repeats: int) -> Dict[str, Any]:
+def measure_stock(shape: Shape, device: torch.device, repeats: int, with_peers: bool = True) -> Dict[str, Any]:
     """What ``F.cross_entropy(logits, sparse).backward()`` costs, and what people write today in its place."""
     problem = Problem(shape, device)
     logits, size = problem.logits, shape.logits_bytes
@@ -121,6 +123,7 @@ def measure_stock(shape: Shape, device: torch.device, repeats: int) -> Dict[str,
     expected = table[BOTH][2]()
     for _, _, call in list(table.values())[1:]:
         torch.testing.assert_close(call(), expected, rtol=1e-3, atol=1e-6)
+    table = kept(table, with_peers)
     seconds = time_by_turns({name: Call(row[2]) for name, row in table.items()}, device, repeats, 2, small=False)
     return _problem(f"stock F.cross_entropy with a sparse COO target, {shape}", size, [
         _row(name, side, moves, ["copy E"] if side == "floor" else ["copy E", "copy E"], seconds,

@@ -57,7 +57,7 @@ VARIANTS = {"cpu": [], "cuda": [
 ]}
 
 
-def measure_variant(shape: Variant, device: torch.device, repeats: int) -> Dict[str, Any]:
+def measure_variant(shape: Variant, device: torch.device, repeats: int, with_peers: bool = True) -> Dict[str, Any]:
     generator = torch.Generator(device).manual_seed(1)
     labels = torch.randint(shape.vocab, (shape.rows,), generator=generator, device=device)
     # In 32 bits only while it is made; the label's class then has about half of the probability.
@@ -86,6 +86,7 @@ def measure_variant(shape: Variant, device: torch.device, repeats: int) -> Dict[
         Work(BOTH, "ours", 3 * size, (READ, COPY), Call(gradient(ours)), soft=False),
         Work(PEER, "peer", 3 * size, (READ, COPY), Call(gradient(lambda x: _stock(x, labels, shape))), soft=False),
     ]
+    works = [work for work in works if with_peers or work.side != "peer"]
     seconds = time_by_turns({work.name: work.call for work in works}, device, repeats, 2, small=False)
     rows = [records.row(shape, work, seconds, None if work.side == "floor" else extra_bytes(work.call, device),
                         error if work.name == BOTH else None) for work in works]

@@ -71,6 +71,11 @@ class _Made(torch.autograd.Function):
         return None, None
 
 
+def kept(table: Dict[str, Any], with_peers: bool) -> Dict[str, Any]:
+    """Returns the rows of a table of which each begins with its side, without the peers' where they are not wanted."""
+    return {name: row for name, row in table.items() if with_peers or row[0] != "peer"}
+
+
 def work_on(problem: Problem) -> List[Work]:
     return _floors(problem) + _ours(problem) + _peers(problem)
 

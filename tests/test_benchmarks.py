@@ -1,6 +1,7 @@
 """The benchmark's problems: a peer that a torch does not have is reported, and a wrong result is."""
 
 import dataclasses
+import inspect
 import itertools
 import json
 import re
@@ -185,6 +186,26 @@ def test_ours_without_the_peers_in_a_chosen_way(quick, monkeypatch):
     assert found["title"] == f"{shape}, two kernels"
 
 
+def test_every_problem_can_do_without_the_peers(quick):
+    """Also its goals, which then have nobody to be compared with."""
+    head = linear_problems.LinearShape(32, 16, 300, 8, torch.bfloat16)
+    measured = {
+        candidate_problems.measure_candidates: candidate_problems.CandidateShape(32, 64, 300, 8, torch.bfloat16),
+        linear_problems.measure_linear: head,
+        linear_select_problems.measure_linear_select: head,
+        select_problems.measure_select: select_problems.SelectShape(16, 300, 8, torch.float32)}
+    for shape, measure in run.problems("cpu", True):
+        if measure in (run.measure_small, run.measure_masked_mean, run.measure_log_softmax):
+            measured.setdefault(measure, shape)
+    assert len(measured) == 7
+    for measure, shape in measured.items():
+        found = measure(shape, CPU, 1, with_peers=False)
+        assert {row["side"] for row in found["rows"]} == {"floor", "ours"} and not found["not_run"], measure
+    missing = [measure for _, measure in [*run.problems("cpu", True), *run.problems("cuda", True)]
+               if "with_peers" not in inspect.signature(measure).parameters]
+    assert missing == []
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, *slow(torch.float32)])
 def test_candidates_are_measured_and_checked(dtype, quick, monkeypatch):
     shape = candidate_problems.CandidateShape(32, 64, 300, 8, dtype)
@@ -257,13 +278,13 @@ ROW = {"side": "ours", "bytes": 1, "gb_per_s": 1.0, "ms": {"median": 1.0, "p20":
 
 
 def test_a_problem_that_fails_does_not_take_the_others_with_it(tmp_path, monkeypatch, capsys):
-    def broken(shape, device, repeats):
+    def broken(shape, device, repeats, with_peers):
         raise WrongResult("planted")
     monkeypatch.setattr(run, "measure_log_softmax", broken)
     monkeypatch.setattr(run, "SPARSE_SHAPES", run.SPARSE_SHAPES[:1])
     monkeypatch.setattr(sys, "argv", ["run.py", "--quick", "--repeats", "1", "--no-plot", "--out", str(tmp_path),
                                       "--only", "log_softmax", "--only", "mask of 64 x 512, dim=None, float32"])
-    monkeypatch.setattr(run, "measure_masked_mean", lambda shape, device, repeats: {
+    monkeypatch.setattr(run, "measure_masked_mean", lambda shape, device, repeats, with_peers: {
         "title": str(shape), "logits_bytes": 1, "rows": [{"name": "x"}], "goals": [], "not_run": {}})
     monkeypatch.setattr(run.records, "problem_table", lambda problem: "")
     monkeypatch.setattr(run.records, "markdown", lambda record: "")

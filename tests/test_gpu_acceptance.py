@@ -32,7 +32,7 @@ from gpu_steps import (  # noqa: E402
     gpu_test_files,
     plan,
 )
-from sources import csrc_digest  # noqa: E402
+from sources import csrc_digest, csrc_tree  # noqa: E402
 
 TREE = "0123456789abcdef0123456789abcdef01234567"
 STAND_INS = {
@@ -103,15 +103,16 @@ def environment(bin):
     return {**kept, "PATH": f"{bin}{os.pathsep}{kept['PATH']}", "OMP_NUM_THREADS": "1"}
 
 
-def command(root, stage, out):
+def command(root, stage, out, *options):
     return [sys.executable, str(root / "benchmarks" / "gpu_acceptance.py"), "--stage", stage, "--kit",
-            str(root / "gpu-kit"), "--out", str(out), "--rehearse"]
+            str(root / "gpu-kit"), "--out", str(out), "--rehearse", *options]
 
 
-def rehearse(root, stage, tmp_path, **stand_ins):
-    bin = put_stand_ins(tmp_path / "bin", **stand_ins)
+def rehearse(root, stage, tmp_path, *options, **stand_ins):
+    bin = put_stand_ins(tmp_path / f"bin{len(options)}", **stand_ins)
     out = tmp_path / "out"
-    done = subprocess.run(command(root, stage, out), capture_output=True, text=True, cwd=root, env=environment(bin))
+    done = subprocess.run(command(root, stage, out, *options), capture_output=True, text=True, cwd=root,
+                          env=environment(bin))
     print(done.stdout, done.stderr)
     record = json.loads((out / f"{stage}.json").read_text())
     assert sorted(path.name for path in out.iterdir()) == [f"{stage}.json", f"{stage}.log"]
@@ -135,14 +136,17 @@ def test_every_step_of_a_stage_runs(stage, there, tmp_path):
     assert "/site/sparse_ce" in steps["load"]["tail"]  # the kit's, not the one that these tests import
     assert record["benchmark"]["csrc"] == TREE and record["benchmark"]["problems"]
     assert "packages" in record["environment"] and steps["kit's tools"]["status"] == "ok"
-    if stage == "right":
-        assert "10 passed, 0 failed" in steps["masked_mean"]["tail"] and " passed" in steps["tests"]["tail"]
-        assert steps["first loss"]["says"] == "20 ok, 0 wrong"
-    elif stage == "speed":
+    assert steps["first loss"]["says"] == "20 ok, 0 wrong"
+    if stage == "quick":
+        assert "10 passed, 0 failed" in steps["masked_mean"]["tail"]
+        assert " passed" in steps["tests of the loss"]["tail"] and " passed" in steps["tests"]["tail"]
+        assert "ERROR SUMMARY: 0 errors" in steps["racecheck cross_entropy"]["tail"]
         assert "one_pass_kernel Context 1\n" in steps["counters"]["tail"]
         assert steps["ways"]["says"] == "goals: 0 met, 0 missed; no problem was measured in two ways"
         measured = sum(step["name"] not in ("counters", "ways") and step["group"] == "speed" for step in steps.values())
         assert len(record["benchmark"]["problems"]) == measured
+        kept = {row["side"] for problem in record["benchmark"]["problems"] for row in problem["rows"]}
+        assert kept == {"floor", "ours"}
     else:
         assert all("ERROR SUMMARY: 0 errors" in steps[f"{tool} {op}"]["tail"] for tool in SANITIZERS
                    for op in build.OPS)
@@ -164,12 +168,25 @@ def test_what_fails_is_reported_and_does_not_stop_the_rest(there, tmp_path):
     assert status["benchmark"] == "ok" and record["benchmark"]["problems"] and " passed" in steps["slow tests"]["tail"]
 
 
+def test_what_is_done_is_skipped_and_kept(there, tmp_path):
+    """The second command goes on where the first has ended, on a machine that has nothing of it."""
+    first, _, before = rehearse(there, "quick", tmp_path, ncu="exit 3")
+    assert first.returncode == 1 and "failed: counters" in first.stdout
+    second, steps, record = rehearse(there, "quick", tmp_path, "--skip-done", str(tmp_path / "out" / "quick.json"))
+    assert second.returncode == 0 and second.stdout.rstrip().endswith("all passed"), second.stdout[-3000:]
+    log = (tmp_path / "out" / "quick.log").read_text()
+    runs = {name: log.count(f"===== {name}:") for name in steps if steps[name]["status"] == "ok"}
+    again = {"driver", "nvcc", "environment", "kit's tools", "kit's wheel", "load", "first loss", "counters"}
+    assert runs == {name: 2 if name in again else 1 for name in runs}
+    assert record["benchmark"]["problems"] == before["benchmark"]["problems"]
+
+
 def test_a_stage_that_is_killed_has_said_what_it_knew(there, tmp_path):
     """By the signal that nothing can catch; and the step that ran ends with it."""
     bin = put_stand_ins(tmp_path / "bin", nvcc=f"echo compiling; echo $$ > {tmp_path}/pid; exec sleep 600")
-    process = subprocess.Popen(command(there, "right", tmp_path), env=environment(bin), cwd=there,
+    process = subprocess.Popen(command(there, "quick", tmp_path), env=environment(bin), cwd=there,
                                stdout=subprocess.DEVNULL)
-    path, steps = tmp_path / "right.json", {}
+    path, steps = tmp_path / "quick.json", {}
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline and steps.get("nvcc", {}).get("tail", "") != "compiling\n":
         time.sleep(0.1)
@@ -186,11 +203,11 @@ def test_a_stage_that_is_killed_has_said_what_it_knew(there, tmp_path):
     assert not child.exists()
 
 
-def run_stage(tmp_path, steps, width=1, seconds=30.0):
+def run_stage(tmp_path, steps, width=1, seconds=30.0, before=None):
     machine = Machine(ROOT, tmp_path / "no kit", tmp_path)
-    stage = gpu_acceptance.Stage("right", machine, tmp_path / "out", seconds)
+    stage = gpu_acceptance.Stage("quick", machine, tmp_path / "out", seconds, before)
     code = stage.run([Group("group", tuple(steps), width)])
-    record = json.loads((tmp_path / "out" / "right.json").read_text())
+    record = json.loads((tmp_path / "out" / "quick.json").read_text())
     return code, {step["name"]: step for step in record["steps"]}
 
 
@@ -233,6 +250,20 @@ def test_a_stage_ends_in_time_and_says_what_was_left(tmp_path):
     assert [steps[f"sleep {i}"]["status"] for i in range(3)] == ["timeout", "timeout", "no time left"]
 
 
+def test_what_is_done_is_known_by_its_name(tmp_path):
+    before = {"csrc": csrc_tree(ROOT), "benchmark": {"problems": [{"title": "kept"}], "failed": {}}, "steps": [
+        {"name": name, "status": status, "exit_code": code, "seconds": 1.0, "limit": 5.0, "tail": "", "group": "group"}
+        for name, status, code in (("good", "ok", 0), ("bad", "failed", 3), ("anew", "ok", 0))]}
+    code, steps = run_stage(tmp_path, [Step("good", ["false"], 5), Step("bad", ["true"], 5),
+                                       Step("anew", ["true"], 5, always=True)], before=before)
+    assert code == 0 and steps["good"] == before["steps"][0]
+    assert steps["bad"]["status"] == "ok" and steps["anew"]["command"] == "true"
+    record = json.loads((tmp_path / "out" / "quick.json").read_text())
+    assert record["benchmark"]["problems"] == [{"title": "kept"}]
+    with pytest.raises(SystemExit, match=f"--skip-done must be a record of csrc .*, got one of {TREE}"):
+        run_stage(tmp_path, [], before={**before, "csrc": TREE})
+
+
 @pytest.mark.parametrize("with_kit", [True, False])
 @pytest.mark.parametrize("stage", STAGES)
 def test_the_limits_of_a_stage_add_up_to_less_than_ten_minutes(stage, with_kit, tmp_path):
@@ -242,7 +273,7 @@ def test_the_limits_of_a_stage_add_up_to_less_than_ten_minutes(stage, with_kit, 
     assert 300 < sum(group.seconds() for group in groups) <= STAGE_SECONDS < 570
     names = [step.name for group in groups for step in group.steps]
     assert len(names) == len(set(names))
-    assert ("build the programs" in names) == (not with_kit and stage != "speed")
+    assert ("build the programs" in names) == (not with_kit)
 
 
 def test_a_clone_has_what_git_knows(tmp_path):
@@ -266,7 +297,7 @@ def test_the_profiler_counts_the_kernels_of_the_loss():
     kernels = set(re.findall(r"__global__ void(?: __launch_bounds__\([^{]*?\))?\s+(\w+)\(", text))
     assert len(kernels) == text.count("__global__ void") and set(PROFILED_KERNELS) <= kernels
     assert {"one_pass_kernel", "forward_kernel", "backward_kernel"} <= set(PROFILED_KERNELS)
-    counters, = [step.command for group in plan("speed", Machine(ROOT, ROOT, ROOT)) for step in group.steps
+    counters, = [step.command for group in plan("quick", Machine(ROOT, ROOT, ROOT)) for step in group.steps
                  if step.name == "counters"]
     given = counters[counters.index("-k") + 1]
     assert given.startswith("regex:")
@@ -274,7 +305,7 @@ def test_the_profiler_counts_the_kernels_of_the_loss():
 
 
 def test_what_is_profiled_makes_the_gradient_in_backward_and_in_forward(monkeypatch):
-    """Of every shape: the second step knows which upstream gradient will come, and the next shape begins anew."""
+    """Of every target: the second step knows which upstream gradient will come, and the next target begins anew."""
     called = []
 
     class Ops:
@@ -292,7 +323,7 @@ def test_what_is_profiled_makes_the_gradient_in_backward_and_in_forward(monkeypa
 
 def test_the_ways_of_one_pass_are_measured(tmp_path):
     """Each in a process of its own, which is told by the environment; and the record says how to do it again."""
-    steps = {step.name: step for group in plan("speed", Machine(ROOT, tmp_path, tmp_path)) for step in group.steps}
+    steps = {step.name: step for group in plan("quick", Machine(ROOT, tmp_path, tmp_path)) for step in group.steps}
     given = {name: step.environment.get("SPARSE_CE_ONE_PASS") for name, step in steps.items()}
     assert given == {**dict.fromkeys(steps), "two kernels": "0"}
     names = list(steps)
@@ -315,7 +346,8 @@ def test_what_is_to_be_measured_is_there(stage, tmp_path, monkeypatch):
     """A step of the benchmark that selects nothing would be found out on the GPU."""
     selected = [(step.name, step.command[2:]) for group in plan(stage, Machine(ROOT, tmp_path, tmp_path))
                 for step in group.steps if step.command[1].endswith("run.py") and "--only" in step.command]
-    assert len(selected) == {"right": 1, "speed": 7, "record": 0}[stage]
+    assert len(selected) == {"quick": 6, "record": 0}[stage]
+    assert all("--no-peers" in command for _, command in selected)
     for name, command in selected:
         monkeypatch.setattr(sys, "argv", ["run.py", *command])
         args = run.arguments()
@@ -343,9 +375,9 @@ def test_the_files_with_cases_for_a_gpu():
 
 def test_without_a_wheel_the_package_is_built_from_source(tmp_path):
     """As a step of its own; with one it only runs where the wheel's steps fail."""
-    groups = plan("right", Machine(ROOT, tmp_path, tmp_path))
+    groups = plan("quick", Machine(ROOT, tmp_path, tmp_path))
     names = [step.name for group in groups for step in group.steps]
     assert "build from source" in names and not {"kit's wheel", "load", "first loss"} & set(names)
-    assert names.index("build from source") < names.index("first loss, built here") < names.index("tests")
+    assert names.index("build from source") < names.index("first loss, built here") < names.index("tests of the loss")
     _, steps = run_stage(tmp_path, [Step("build", ["true"], 5, instead_of=("kit's wheel",))])
     assert steps["build"]["status"] == "ok"
