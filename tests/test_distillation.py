@@ -21,6 +21,7 @@ from sparse_ce import (
     linear_distillation_loss,
     topk_log_probs,
 )
+from sparse_ce.distillation import Normalizers
 from sparse_ce.divergence import KINDS, RESTS, needed
 
 DEFINED = [(kind, rest) for kind, rest in itertools.product(KINDS, RESTS) if not isinstance(needed(kind, rest), str)]
@@ -154,6 +155,19 @@ def test_columns_that_are_no_classes_have_no_part(rest, device):
     weight, bias = (torch.cat((t, torch.full_like(t[:3], 5.0))) for t in head[1:])
     close(linear_distillation_loss(head[0], weight, teacher, labels, linear_bias=bias, num_classes=CLASSES, **options),
           distillation_loss(z, teacher, labels, **options), head)
+
+
+def test_each_part_has_its_own_normalizer(device):
+    head, labels, teachers, _ = make(device)
+    z = F.linear(*head)
+    expected = (0.3 * divergence(z, teachers["topk"], reduction="sum") / 5
+                + 0.7 * cross_entropy(z, labels, reduction="sum") / 3)
+    for temperature in (1.0, 2.0):  # at 1 a head makes both parts in one pass
+        options = dict(alpha=0.3, normalizer=Normalizers(torch.tensor(5), torch.tensor(3)), temperature=temperature)
+        found = distillation_loss(z, teachers["topk"], labels, **options)
+        if temperature == 1:
+            close(found, expected, head)
+        close(linear_distillation_loss(*head[:2], teachers["topk"], labels, linear_bias=head[2], **options), found, head)
 
 
 @pytest.mark.parametrize("softcap", [None, 3.0])

@@ -192,6 +192,13 @@ def test_a_wrong_k_is_named(k, error, device):
         topk_log_probs(torch.zeros(2, 7, device=device), k)
     with pytest.raises(error, match=r"sparse_ce: k must be an integer in \[1, 7\]"):
         linear_topk_log_probs(torch.zeros(2, 4, device=device), torch.zeros(7, 4, device=device), k)
+    with pytest.raises(error, match=r"sparse_ce: k must be an integer in \[1, 7\]"):
+        topk_log_probs(torch.zeros(2, 9, device=device), k, num_classes=7)
+
+
+def test_no_classes_are_named(device):
+    with pytest.raises(ValueError, match=r"sparse_ce: input must have at least one class, got shape \[2, 0\]"):
+        topk_log_probs(torch.zeros(2, 0, device=device), 1)
 
 
 def test_a_scale_that_turns_the_order(device):

@@ -251,16 +251,22 @@ SCE_HD void kept_gradient_body(const Powers<acc_t>& kept, int64_t n, const Logit
                      class_weight ? class_weight + begin : nullptr, to.from(begin));
 }
 
-template <typename acc_t>
+template <InstructionSet set, typename acc_t>
 SCE_HD void entries_body(acc_t* x, int64_t n, const LogitTransform<acc_t>& transform,
                          const GradientCoefficients<acc_t>& coefficients, const acc_t* class_weight,
                          const acc_t* target_weight) {
   const GradientCoefficients<acc_t> c = coefficients;
-  const LogitTransform<acc_t> t = transform;
-  SCE_SIMD()
-  for (int64_t i = 0; i < n; ++i) {
-    const auto of_x = t.with_slope(x[i]);
-    x[i] = c.at(of_x.z, class_weight ? class_weight[i] : acc_t(1), target_weight[i]) * (t.scale * of_x.of_cap);
+  const acc_t scale = transform.scale;
+  alignas(64) acc_t slopes[kTile];
+  for (int64_t begin = 0; begin < n; begin += kTile) {
+    acc_t* const z = x + begin;
+    const int64_t m = n - begin < kTile ? n - begin : kTile;
+    const bool capped = transform.softcap != acc_t(0);
+    transform_into<set>(z, m, transform, z, capped ? slopes : nullptr);
+    SCE_SIMD()
+    for (int64_t i = 0; i < m; ++i)
+      z[i] = c.at(z[i], class_weight ? class_weight[begin + i] : acc_t(1), target_weight[begin + i]) *
+             (capped ? scale * slopes[i] : scale);
   }
 }
 

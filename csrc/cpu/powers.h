@@ -20,7 +20,8 @@ constexpr bool kWithAvx2 = set == InstructionSet::kAvx2 && std::is_same_v<acc_t,
 template <InstructionSet set, typename acc_t>
 constexpr bool kWithAvx512 = set == InstructionSet::kAvx512 && std::is_same_v<acc_t, float>;
 
-// z (n,) of logits that have a softcap and, with `sloped`, dz/d(scale x). Each has the same bits however many there are.
+// z (n,) of logits that have a softcap and, with `sloped`, dz/d(scale x). Each has the same bits wherever it is among
+// however many, so that a row's sum and its entries have the same logits: p - 1 near p = 1 has digits.
 template <InstructionSet set, bool sloped, typename source_t, typename acc_t>
 SCE_HD void cap_into(const source_t* logits, int64_t n, const LogitTransform<acc_t> transform, acc_t* z,
                      [[maybe_unused]] acc_t* __restrict__ slopes) {
@@ -41,26 +42,13 @@ SCE_HD void cap_into(const source_t* logits, int64_t n, const LogitTransform<acc
   }
 }
 
-// The same where few logits are left to plain C++, which has less to do before and after.
-template <InstructionSet set, bool sloped, typename scalar_t, typename acc_t>
-SCE_HD void cap_tile(const scalar_t* logits, int64_t n, const LogitTransform<acc_t>& transform, acc_t* z,
-                     acc_t* slopes) {
-#ifdef SCE_X86
-  if constexpr (kWithAvx2<set, acc_t>) {
-    if (n < avx2::kGroup)
-      return cap_into<InstructionSet::kDefault, sloped>(widened<set>(logits, n, z), n, transform, z, slopes);
-  }
-#endif
-  cap_into<set, sloped>(logits, n, transform, z, slopes);
-}
-
 // z (n,) of logits and, where they have a softcap and `slopes` is not null, dz/d(scale x).
 template <InstructionSet set, typename scalar_t, typename acc_t>
 SCE_HD void transform_into(const scalar_t* logits, int64_t n, const LogitTransform<acc_t> transform, acc_t* z,
                            acc_t* slopes) {
   if (transform.softcap != acc_t(0))
-    return slopes ? cap_tile<set, true>(logits, n, transform, z, slopes)
-                  : cap_tile<set, false>(logits, n, transform, z, slopes);
+    return slopes ? cap_into<set, true>(logits, n, transform, z, slopes)
+                  : cap_into<set, false>(logits, n, transform, z, slopes);
   const acc_t* x = widened<set>(logits, n, z);
   if (transform.scale != acc_t(1)) {
     SCE_SIMD()

@@ -83,9 +83,12 @@ class RowEntries {
   // What the entries add up to, in lanes of doubles: a row may have a hundred thousand. A class of weight 0 adds 0 even
   // at -inf.
   TargetStats<acc_t> sums(acc_t max, const LogitTransform<acc_t>& transform) {
-    if (!transform.identity()) transformed_ = logits;
-    transform_all(transform, transformed_);
-    const std::vector<acc_t>& z = transform.identity() ? logits : transformed_;
+    const acc_t* z = logits.data();
+    if (!transform.identity()) {
+      transformed_.resize(size());
+      transform_all(transform, transformed_.data(), nullptr);
+      z = transformed_.data();
+    }
     const double dot = sum_in_lanes<double, kSums>(0, static_cast<int64_t>(size()), [&](int64_t k) {
       const acc_t term = weights[k] * (z[k] - max);
       return double(weights[k] == acc_t(0) ? acc_t(0) : term);
@@ -111,23 +114,20 @@ class RowEntries {
     return others;
   }
 
-  template <typename scalar_t>
-  void gather(const scalar_t* row, size_t begin, size_t end) {
+  template <typename row_t>
+  void gather(const row_t& row, size_t begin, size_t end) {
     for (size_t k = begin; k < end; ++k) logits[k] = to_acc(row[columns[k]]);
   }
-  // In place of the logits z.
-  void transform_logits(const LogitTransform<acc_t>& transform) { transform_all(transform, logits); }
+  // z of the logits, which may take their place, and as Tile::transform has them the slopes.
+  void transform_all(const LogitTransform<acc_t>& transform, acc_t* z, acc_t* slopes) const {
+    Tile<acc_t>::transform(logits.data(), static_cast<int64_t>(size()), transform, z, slopes);
+  }
 
  private:
   static constexpr int64_t kSums = 8;  // one would wait for each addition
 
   size_t span_of(int64_t column) const { return static_cast<uint64_t>(column - first_class_) / kSpan; }
   size_t in_span(int64_t column) const { return static_cast<uint64_t>(column - first_class_) % kSpan; }
-
-  static void transform_all(const LogitTransform<acc_t>& transform, std::vector<acc_t>& numbers) {
-    if (transform.identity()) return;
-    for (acc_t& x : numbers) x = transform(x);
-  }
 
   void keep_held(const CrossEntropyArgs& args) {
     size_t kept = 0;

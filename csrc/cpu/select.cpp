@@ -80,7 +80,7 @@ class SelectForward {
     const LogitTransform<acc_t> transform = args_.template transform<acc_t>(r);
     if (!ignored && args_.needs_rest() && !args_.needs_smoothing()) {
       entries.gather(row(r), 0, entries.size());  // now that the row is in a cache
-      entries.transform_logits(transform);
+      entries.transform_all(transform, entries.logits.data(), nullptr);
       row_stats.all.merge(of_entries(entries));
     }
     const SelectStats<acc_t>& stats = row_stats.all;
@@ -218,14 +218,9 @@ class SelectBackward {
     SelectCoefficients<acc_t> inside = plan.coefficients;
     inside.of_rest = 0;  // what classes outside have in addition
     plan.raw = entries.logits;
-    plan.slopes.resize(entries.size());
+    plan.slopes.assign(entries.size(), acc_t(1));
     plan.derivatives.resize(entries.size());
-    SCE_SIMD()
-    for (size_t k = 0; k < entries.size(); ++k) {
-      const auto t = transform.with_slope(plan.raw[k]);
-      entries.logits[k] = t.z;
-      plan.slopes[k] = t.of_cap;
-    }
+    entries.transform_all(transform, entries.logits.data(), plan.slopes.data());
     Tile<scalar_t>::derivative(entries.logits.data(), entries.size(), inside,
                                entries.class_weights.empty() ? nullptr : entries.class_weights.data(), nullptr,
                                plan.derivatives.data());

@@ -34,6 +34,7 @@ struct Grid {
 template <typename scalar_t>
 class Block {
   using acc_t = acc_type<scalar_t>;
+  using WithSlope = typename LogitTransform<acc_t>::WithSlope;
 
  public:
   Block(const CrossEntropyArgs& args, const Grid& grid)
@@ -71,6 +72,7 @@ class Block {
   // `made`: forward has made what is kept of this block.
   void backward(const BackwardArgs& args, bool made) {
     at_entries_.clear();
+    cap_labels(args);
     for (int64_t i = 0; i < n_; ++i) plan(args, i);
     scalar_t* const gradient = args.strided_gradient_row<scalar_t>(first_).first;
     const Destination<scalar_t> to{gradient, around(args)};
@@ -174,7 +176,8 @@ class Block {
       const GradientCoefficients<acc_t> c = args.coefficients(r, w);
       set(i, c);
       if (entry.column < 0) return;
-      const auto [z, of_cap] = t.with_slope(logit(i, entry.column));
+      const auto [z, of_cap] =
+          labels_z_.empty() ? t.with_slope(logit(i, entry.column)) : WithSlope{labels_z_[i], labels_slopes_[i]};
       const acc_t o = args.target.class_weight<acc_t>(entry.column);
       return at_entries_.push_back({entry.column * step + at_row, c.at(z, o, w) * (t.scale * of_cap)});
     }
@@ -182,12 +185,26 @@ class Block {
     const GradientCoefficients<acc_t> c = args.coefficients(r, entries_.mass());
     set(i, c);
     entries_.arrange(args, 1);
-    for (size_t k = 0; k < entries_.size(); ++k) {
-      const auto [z, of_cap] = t.with_slope(logit(i, entries_.columns[k]));
-      const acc_t o = entries_.class_weights.empty() ? acc_t(1) : entries_.class_weights[k];
-      const acc_t of_z = c.at(z, o, entries_.weights[k]);
-      at_entries_.push_back({entries_.columns[k] * step + at_row, of_z * (t.scale * of_cap)});
+    entries_.gather(args.strided_row<scalar_t>(r), 0, entries_.size());
+    Tile<scalar_t>::entries(entries_.logits.data(), entries_.size(), t, c,
+                            entries_.class_weights.empty() ? nullptr : entries_.class_weights.data(),
+                            entries_.weights.data());
+    for (size_t k = 0; k < entries_.size(); ++k)
+      at_entries_.push_back({entries_.columns[k] * step + at_row, entries_.logits[k]});
+  }
+
+  // z and dz/d(scale x) of rows with one entry, all at once and with the bits that the dense passes give them.
+  void cap_labels(const BackwardArgs& args) {
+    if (!caps_columns(args.options, scaled())) return;
+    labels_z_.assign(n_, acc_t(0));
+    labels_slopes_.resize(n_);
+    for (int64_t i = 0; i < n_; ++i) {
+      const EntryRange range = args.target.row(first_ + i);
+      if (range.end - range.begin != 1 || args.without_gradient<acc_t>(first_ + i)) continue;
+      const int64_t column = args.target.entry<acc_t>(range.begin).column;
+      if (column >= 0) labels_z_[i] = logit(i, column);
     }
+    Tile<acc_t>::transform(labels_z_.data(), n_, transform(0), labels_z_.data(), labels_slopes_.data());
   }
 
   void set(int64_t i, const GradientCoefficients<acc_t>& c) {
@@ -204,6 +221,7 @@ class Block {
   std::unique_ptr<BlockRows<acc_t>> rows_;
   std::vector<AtEntry> at_entries_;
   RowEntries<acc_t> entries_;
+  std::vector<acc_t> labels_z_, labels_slopes_;
 };
 
 // f(Block<scalar_t>&) for every block of rows.

@@ -237,8 +237,9 @@ template <typename scalar_t>
 void Tile<scalar_t>::entries(acc_t* x, int64_t n, const LogitTransform<acc_t>& transform,
                              const GradientCoefficients<acc_t>& coefficients, const acc_t* class_weight,
                              const acc_t* target_weight) {
-  with_instruction_set([&](auto)
-                           SCE_INLINE { entries_body(x, n, transform, coefficients, class_weight, target_weight); });
+  with_instruction_set([&](auto set) SCE_INLINE {
+    entries_body<decltype(set)::value>(x, n, transform, coefficients, class_weight, target_weight);
+  });
 }
 
 template <typename scalar_t>
