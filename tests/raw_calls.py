@@ -282,7 +282,8 @@ def views(t: Tensor, p: Problem) -> List[Callable[[], Tensor]]:
         lambda: t.to(p.choose.choice((torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int8, torch.bool,
                                       torch.uint8, torch.int16, torch.int32, torch.int64, torch.complex64))),
         lambda: t.view(torch.int32), lambda: t.new_zeros(()), lambda: torch.zeros_like(t), lambda: t.new_ones(3),
-        lambda: torch._neg_view(-t), lambda: torch._efficientzerotensor(t.shape, dtype=t.dtype),
+        lambda: torch._neg_view(-t) if t.is_floating_point() else t,  # indexing by one is wrong in PyTorch
+        lambda: torch._efficientzerotensor(t.shape, dtype=t.dtype),
     ]
 
 
