@@ -50,13 +50,13 @@ def main() -> None:
     attempt("COO labels", inputs, coo)
     attempt("CSR labels", inputs, csr)
 
-    import sparse_ce.stock  # here and not above, to show PyTorch without it first
+    import sparse_ce  # here and not above, to show PyTorch without it first
 
     print("after import sparse_ce:")
     attempt("COO labels", inputs, coo)
     attempt("CSR labels", inputs, csr)
 
-    with sparse_ce.stock.enable_stock():
+    with sparse_ce.enable_stock():
         print("with enable_stock, on the fused kernels:")
         attempt("COO labels", inputs, coo)
         attempt("CSR labels", inputs, csr)

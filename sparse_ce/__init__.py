@@ -18,16 +18,20 @@ Examples:
     >>> sparse_ce.cross_entropy(logits, (indices, weights)).backward()
 """
 
-from . import ops, parallel, reference, travel  # noqa: F401, the names that the documentation uses
+from . import ops, reference  # noqa: F401, the names that the documentation uses
+from ._core.outputs import LogProbs
 from ._version import __version__
-from .candidates import candidate_logits
-from .collate import cat, collate
-from .distillation import distillation_loss, linear_distillation_loss
-from .divergence import divergence
-from .functional import cross_entropy, linear_cross_entropy
-from .log_probs import LogProbs, linear_selected_log_probs, selected_log_probs
-from .losses import CrossEntropyOutput
-from .masked_mean import masked_mean
+from .functional.candidates import candidate_logits
+from .functional.distillation import distillation_loss, linear_distillation_loss
+from .functional.divergences import divergence
+from .functional.linear_losses import linear_cross_entropy
+from .functional.log_probs import linear_selected_log_probs, selected_log_probs
+from .functional.losses import cross_entropy
+from .functional.means import masked_mean
+from .functional.outputs import CrossEntropyOutput
+from .functional.row_losses import linear_row_loss
+from .functional.softmax import log_softmax, segment_log_softmax, segment_softmax
+from .functional.topk import linear_topk_log_probs, topk_log_probs
 from .modules import (
     DistillationLoss,
     Divergence,
@@ -41,12 +45,11 @@ from .modules import (
     SoftTargetCrossEntropy,
     SparseCrossEntropyLoss,
 )
-from .row_loss import linear_row_loss
-from .shards import SequenceGroup
-from .sparse_softmax import log_softmax, segment_log_softmax, segment_softmax
-from .stock import disable_stock, enable_stock
-from .target import SparseTarget
-from .topk import linear_topk_log_probs, topk_log_probs
+from .patches import accelerate, data_parallel, flop_counter  # noqa: F401
+from .patches.stock_cross_entropy import disable_stock, enable_stock
+from .sharding.groups import SequenceGroup
+from .targets.collation import cat, collate
+from .targets.sparse_target import SparseTarget
 
 __all__ = ["CrossEntropyOutput", "DistillationLoss", "Divergence", "LabelSmoothingCrossEntropy",
            "LinearDistillationLoss", "LinearRowLoss", "LinearSelectedLogProbs", "LinearSparseCrossEntropyLoss",

@@ -13,7 +13,7 @@ import torch
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 from torch.fx import Graph, Node
 
-from .ops.library import ops
+from .ops.registration import ops
 
 _aten = torch.ops.aten
 

@@ -26,8 +26,8 @@ import sparse_ce
 from cases import DTYPES, FORMS, Draw
 from loss_cases import OPTIONS
 from recorded_memory import peak
-from sparse_ce.ops import forecast
-from sparse_ce.tracing import VALIDATES
+from sparse_ce._core.tracing import VALIDATES
+from sparse_ce.ops import expected_grad as forecast
 
 SIXTEEN = [torch.float16, torch.bfloat16]
 ASKED = dict(return_log_rest=True, return_entropy=True, return_mean_logit=True, return_argmax=True)

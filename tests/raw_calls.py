@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from sparse_ce import reference
-from sparse_ce.arguments import Arguments
+from sparse_ce._core.arguments import Arguments
 
 ops = torch.ops.sparse_ce
 PAD = 64  # elements before and behind each tensor

@@ -5,7 +5,7 @@ import math
 import torch
 import torch.nn.functional as F
 
-from sparse_ce.target import as_target
+from sparse_ce.targets.convert import as_target
 
 OUTPUTS = ("log_probs", "lse", "log_rest", "entropy", "mean_logit")  # those that are differentiable
 ALL = dict(return_log_rest=True, return_entropy=True, return_mean_logit=True, return_argmax=True)

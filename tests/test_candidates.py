@@ -16,8 +16,8 @@ from linear_cases import MIXED, make_head
 from loss_cases import CLASSES, SHAPE
 from refusals import assert_refused
 from sparse_ce import SparseTarget, candidate_logits, reference
-from sparse_ce.arguments import Candidates
-from sparse_ce.target import as_target
+from sparse_ce._core.arguments import Candidates
+from sparse_ce.targets.convert import as_target
 
 ops = torch.ops.sparse_ce
 OPTIONS = {"plain": {}, "scale": dict(logit_scale=-0.7), "softcap": dict(softcap=3.0),

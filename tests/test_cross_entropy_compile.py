@@ -12,7 +12,7 @@ from cases import FORMS, Draw, devices, slow, sparsely
 from close import assert_bitwise_equal
 from compiling import DYNAMIC, dirty_allocator, jagged, op_arguments
 from sparse_ce import SparseTarget, cross_entropy
-from sparse_ce.arguments import Arguments
+from sparse_ce._core.arguments import Arguments
 
 ops = torch.ops.sparse_ce
 pytestmark = pytest.mark.usefixtures("fresh_compiler")

@@ -6,8 +6,8 @@ import torch
 from cases import Draw
 from refusals import assert_refused
 from sparse_ce import SparseTarget, cross_entropy, linear_cross_entropy, masked_mean
-from sparse_ce.arguments import Arguments
-from sparse_ce.parts import Parts
+from sparse_ce._core.arguments import Arguments
+from sparse_ce.targets.storage import Parts
 
 ops = torch.ops.sparse_ce
 

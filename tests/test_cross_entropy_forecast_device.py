@@ -9,7 +9,7 @@ from cases import DTYPES, FORMS, Draw, devices
 from close import assert_bitwise_equal
 from loss_cases import FORECAST_OPTIONS
 from sparse_ce import cross_entropy
-from sparse_ce.ops import forecast
+from sparse_ce.ops import expected_grad as forecast
 
 ops = torch.ops.sparse_ce
 
@@ -18,7 +18,7 @@ ops = torch.ops.sparse_ce
 def unseen(monkeypatch):
     """Numbers of any tensor are a device's. Without what graphs have left."""
     monkeypatch.setattr(forecast, "on_host", lambda t: False)
-    monkeypatch.setattr(sparse_ce.ops.small_calls, "LOGITS", 0)
+    monkeypatch.setattr(sparse_ce.ops.cross_entropy_small, "LOGITS", 0)
     forecast._replayed.clear()
     forecast._followed.clear()
 

@@ -12,7 +12,8 @@ import sparse_ce
 from cache_cases import FORMATS, LENGTHS, K, V, assert_same, needs, sequence, write
 from cases import slow
 from sparse_ce import SparseTarget
-from sparse_ce.data import CacheWriter, TeacherCache, collate_sequences, flat, parquet
+from sparse_ce.data import CacheWriter, TeacherCache, collate_sequences, parquet
+from sparse_ce.data import mapped_arrays as flat
 
 np = pytest.importorskip("numpy")
 DTYPES = [torch.float16, torch.bfloat16, torch.float32]

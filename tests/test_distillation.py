@@ -6,6 +6,7 @@ import itertools
 import pytest
 import torch
 import torch.nn.functional as F
+from sparse_ce.distillation import Normalizers
 
 import sparse_ce
 from cases import Draw
@@ -21,8 +22,7 @@ from sparse_ce import (
     linear_distillation_loss,
     topk_log_probs,
 )
-from sparse_ce.distillation import Normalizers
-from sparse_ce.divergence import KINDS, RESTS, needed
+from sparse_ce.functional.divergences import KINDS, RESTS, needed
 
 DEFINED = [(kind, rest) for kind, rest in itertools.product(KINDS, RESTS) if not isinstance(needed(kind, rest), str)]
 SHAPE, CLASSES, WIDTH, IDS = (2, 4), 19, 6, 3
@@ -88,8 +88,8 @@ def test_both_losses_of_one_pass_over_the_head(form, device, monkeypatch):
     head, labels, teachers, _ = make(device)
     asked = []
     for name in ("linear_row_loss", "linear_cross_entropy"):
-        right = getattr(sparse_ce.distillation, name)
-        monkeypatch.setattr(sparse_ce.distillation, name,
+        right = getattr(sparse_ce.functional.distillation, name)
+        monkeypatch.setattr(sparse_ce.functional.distillation, name,
                             lambda *args, right=right, **named: asked.append(right) or right(*args, **named))
     for ignore_index, dtype in ((-100, torch.int64), (-100, torch.int16), (int(labels[0, 0]), torch.int32)):
         labels = torch.where(labels == -100, ignore_index, labels).to(dtype)

@@ -7,7 +7,7 @@ import torch
 
 from cases import Draw
 from sparse_ce import SparseTarget, distillation_loss, divergence, linear_distillation_loss, selected_log_probs
-from sparse_ce.divergence import KINDS, RESTS, needed
+from sparse_ce.functional.divergences import KINDS, RESTS, needed
 
 DEFINED = [(kind, rest) for rest in RESTS for kind in KINDS if not isinstance(needed(kind, rest), str)]
 OF_EVERY_REST = [("forward_kl", "zero"), ("jsd", "renormalize"), ("reverse_kl", "bucket"), ("forward_kl", "uniform"),

@@ -11,7 +11,7 @@ from torch.autograd import gradcheck, gradgradcheck
 
 from cases import Draw
 from sparse_ce import LogProbs, SparseTarget, divergence, selected_log_probs, topk_log_probs
-from sparse_ce.divergence import KINDS, RESTS, needed
+from sparse_ce.functional.divergences import KINDS, RESTS, needed
 
 DEFINED = [(kind, rest) for kind, rest in itertools.product(KINDS, RESTS) if not isinstance(needed(kind, rest), str)]
 ROWS, CLASSES, IDS = 6, 17, 4

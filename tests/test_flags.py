@@ -9,7 +9,7 @@ import torch
 import sparse_ce
 from refusals import assert_refused
 from sparse_ce import SparseTarget
-from sparse_ce.flags import check_flags
+from sparse_ce._core.flags import check_flags
 
 Z, H, W, LABELS = torch.zeros(3, 5), torch.zeros(3, 4), torch.zeros(5, 4), torch.tensor([0, 1, 2])
 TEACHER = torch.tensor([[0, 1]] * 3), torch.full((3, 2), 0.5)

@@ -13,7 +13,7 @@ from cases import DTYPES, FORMS, Draw
 from close import assert_bitwise_equal, assert_close_to_float64
 from linear_cases import MIXED, ROUTES, dense_result, double, example, fused, make_head, plain
 from sparse_ce import cross_entropy, linear_cross_entropy, reference
-from sparse_ce.arguments import Arguments
+from sparse_ce._core.arguments import Arguments
 
 ops = torch.ops.sparse_ce
 OPTIONS = dict(ignore_index=3, label_smoothing=0.1, z_loss=0.02, logit_scale=1.3, softcap=7.0, num_classes=9)

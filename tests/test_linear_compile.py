@@ -13,7 +13,7 @@ from close import assert_bitwise_equal
 from compiling import DYNAMIC, dirty_allocator, op_arguments, ops_in, recording
 from linear_cases import example, fused
 from sparse_ce import LinearSparseCrossEntropyLoss, SparseTarget, linear_cross_entropy
-from sparse_ce.ops import forecast
+from sparse_ce.ops import expected_grad as forecast
 
 ops = torch.ops.sparse_ce
 pytestmark = pytest.mark.usefixtures("fresh_compiler")

@@ -17,10 +17,10 @@ from close import assert_bitwise_equal, assert_close_to_float64
 from linear_cases import dense_result
 from linear_sharded_cases import COUNTED, STEPS, cases, compute, make
 from pages import ROOT
-from sparse_ce.arguments import Arguments
-from sparse_ce.ops import shards
-from sparse_ce.ops.chunks import rows_a_chunk
-from sparse_ce.ops.shards import Shard
+from sparse_ce._core.arguments import Arguments
+from sparse_ce.ops.chunking import rows_a_chunk
+from sparse_ce.sharding import collectives
+from sparse_ce.sharding.shard import Shard
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
 import collectives as model  # noqa: E402
@@ -136,14 +136,14 @@ def test_there_are_chunks_to_overlap_and_none_too_small(on_cpu, rows):
 def test_one_collective_of_a_cpu_is_under_way_at_a_time(monkeypatch):
     """Two of Gloo's at once have corrupted the heap, in some runs of ten thousands of them."""
     waited_for, t = [], torch.ones(2)
-    monkeypatch.setattr(shards, "_arrived", lambda t: waited_for.append(t) or t)
-    first = shards._sent(t)
+    monkeypatch.setattr("sparse_ce.sharding.collectives._arrived", lambda t: waited_for.append(t) or t)
+    first = collectives._sent(t)
     assert not waited_for  # products run meanwhile
-    shards._ready(torch.ones(2))
+    collectives._ready(torch.ones(2))
     assert len(waited_for) == 1 and waited_for[0] is t
-    second = shards._sent(torch.ones(2))
+    second = collectives._sent(torch.ones(2))
     assert first.wait() is t and second.wait() is second.tensor
-    shards._ready(torch.ones(2))
+    collectives._ready(torch.ones(2))
     assert len(waited_for) == 3  # the second, which nothing holds any more, once
 
 

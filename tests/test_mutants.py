@@ -23,7 +23,7 @@ def test_words_choose_a_group_a_file_or_a_text():
 
     assert len(mutants.chosen([])) == sum(len(listed) for listed, _ in mutants.GROUPS.values())
     assert files("cpu", "tile.cpp") == {"csrc/cpu/tile.cpp"}
-    assert {"csrc/math.h"} <= files("cuda") and files("trainer", "collate") == {"sparse_ce/collate.py"}
+    assert {"csrc/math.h"} <= files("cuda") and files("trainer", "collate") == {"sparse_ce/targets/collation.py"}
     assert mutants.chosen(["no such text"]) == []
 
 
@@ -35,8 +35,8 @@ def test_the_tests_about_a_file_come_before_all_others():
 
     assert set(first("csrc/cpu/linear.cpp")) == {name for name in TESTS if name.startswith("test_linear_")}
     assert first("csrc/math.h")[0] == "test_cross_entropy_values"
-    assert first("sparse_ce/collate.py")[0] == "test_target_collate"
-    assert first("sparse_ce/ops/linear.py", "forecast.hooked()")[0] == "test_linear_forecast"
+    assert first("sparse_ce/targets/collation.py")[0] == "test_target_collate"
+    assert first("sparse_ce/ops/linear_cross_entropy.py", "expected_grad.hooked()")[0] == "test_linear_forecast"
     assert set(first("sparse_ce/integrations/logits.py")) == {name for name in TESTS if "trainer" in name}
     for words in mutants.ABOUT.values():
         assert all(any(word in name.split("_") for name in TESTS) for word in words.split("_")), words

@@ -11,9 +11,9 @@ import torch
 
 import loss_cases
 from sparse_ce import reference
-from sparse_ce.arguments import Arguments
+from sparse_ce._core.arguments import Arguments
 from sparse_ce.ops.select import Outputs, Selected
-from sparse_ce.ops.shards import numbers_of
+from sparse_ce.ops.sharded_select import numbers_of
 
 ops = torch.ops.sparse_ce
 ROWS = 9

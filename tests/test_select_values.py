@@ -46,7 +46,7 @@ def expected(logits, rows, entries_shape, ignored, keywords, dtype):
 
 def padded_entries(target, rows, entries_shape, ignored, shape):
     """Which elements of log_probs are entries of rows that are ignored: 0 there."""
-    flat = sparse_ce.target.as_target(target, shape).flatten()
+    flat = sparse_ce.targets.convert.as_target(target, shape).flatten()
     zero = torch.zeros(math.prod(entries_shape), dtype=torch.bool)
     for r in range(len(ignored)):
         if not ignored[r]:

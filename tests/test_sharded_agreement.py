@@ -20,7 +20,7 @@ from agreement_cases import (
     WEIGHT,
 )
 from cases import slow
-from sparse_ce.tracing import VALIDATES
+from sparse_ce._core.tracing import VALIDATES
 
 TESTS, WORLD = Path(__file__).parent, 3
 

@@ -8,7 +8,8 @@ import torch
 
 import sparse_ce
 from cases import Draw
-from sparse_ce import log_softmax, patterns
+from sparse_ce import log_softmax
+from sparse_ce.functional import sparse_values as patterns
 
 DOUBLE = torch.float64
 

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from sparse_ce import SparseTarget, cat, collate, cross_entropy, parts
+from sparse_ce import SparseTarget, cat, collate, cross_entropy
+from sparse_ce.targets import storage as parts
 
 VOCAB = 9
 Sample = namedtuple("Sample", "x target")

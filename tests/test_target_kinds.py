@@ -14,8 +14,8 @@ import sparse_ce
 from cases import FORMS, Draw
 from close import assert_bitwise_equal
 from sparse_ce import SparseTarget, collate, cross_entropy, linear_cross_entropy
-from sparse_ce.target import as_target
-from sparse_ce.travel import _filled
+from sparse_ce.patches.accelerate import _filled
+from sparse_ce.targets.convert import as_target
 
 LOGPROBS = ["topk-logprobs", "topk-logprobs-masked", "jagged-logprobs"]
 

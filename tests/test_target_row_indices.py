@@ -8,7 +8,7 @@ import sparse_ce
 from cases import FORMS, Draw
 from compiling import jagged
 from sparse_ce import SparseTarget, linear_row_loss, linear_selected_log_probs, segment_log_softmax
-from sparse_ce.target import as_target
+from sparse_ce.targets.convert import as_target
 
 
 def expected(target):
@@ -145,7 +145,7 @@ SHARED = {"one set of many rows": [[0, 4]] * 3, "windows": [[0, 3], [2, 5], [4, 
 @pytest.mark.parametrize("ranges", SHARED.values(), ids=SHARED)
 def test_rows_that_share_entries_have_them_each(ranges, kind, monkeypatch, device):
     """Otherwise the gradient of a shared value would be that of one row alone."""
-    monkeypatch.setattr("sparse_ce.entries.VALIDATES", True)  # a GPU is not waited for without
+    monkeypatch.setattr("sparse_ce.targets.entries.VALIDATES", True)  # a GPU is not waited for without
     draw, rows = Draw(device), len(ranges)
     ids, offsets = torch.arange(9, device=device) * 4, torch.tensor(ranges, device=device)
     values = None if kind is None else draw.uniform(9, low=0.1, dtype=torch.float64).requires_grad_()

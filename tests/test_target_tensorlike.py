@@ -8,7 +8,7 @@ import torch
 
 from cases import FORMS, Draw, sparsely
 from sparse_ce import SparseTarget, cat, collate, cross_entropy
-from sparse_ce.target import as_target
+from sparse_ce.targets.convert import as_target
 
 VOCAB = 23
 

@@ -11,7 +11,7 @@ import forked
 from cases import FORMS, Draw
 from close import assert_bitwise_equal
 from sparse_ce import SparseTarget, cross_entropy
-from sparse_ce.target import as_target
+from sparse_ce.targets.convert import as_target
 
 LAYOUTS = ["labels-target", "topk-target", "topk-masked", "coo-target", "csr-target-ignore-empty", "jagged",
            "jagged-unweighted", "jagged-ranges"]

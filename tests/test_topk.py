@@ -117,7 +117,7 @@ def test_the_logits_of_a_chunk_are_there_at_a_time(chunk_rows, expected, monkeyp
         made.append(linear_logits(*given))
         return made[-1]
 
-    monkeypatch.setattr("sparse_ce.topk.linear_logits", recorded)
+    monkeypatch.setattr("sparse_ce.functional.topk.linear_logits", recorded)
     linear_topk_log_probs(torch.randn(2, 5, 4, device=device), torch.randn(7, 4, device=device), 3,
                           chunk_rows=chunk_rows)
     assert [logits.shape[0] for logits in made] == expected

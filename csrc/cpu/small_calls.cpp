@@ -8,7 +8,7 @@
 namespace sparse_ce {
 namespace {
 
-// A call, as Python packs it: see sparse_ce/ops/small_calls.py. logits (rows, vocab) of column stride 1; indices
+// A call, as Python packs it: see sparse_ce/ops/cross_entropy_small.py. logits (rows, vocab) of column stride 1; indices
 // (rows,) or (rows, width), values of that shape or null; loss, normalizer and grad_mean in the arithmetic dtype, the
 // last two (1,) or null. All of it lies in this memory, packed but for the rows of the logits. Options are the
 // defaults.

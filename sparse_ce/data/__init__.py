@@ -56,11 +56,11 @@ Examples:
     (2, SparseTarget(topk, shape=[8], k=4, num_classes=1000, logprobs=float16, row_mask, device=cpu))
 """
 
-from ..smoothed import SmoothedTarget
+from ..targets.smoothed import SmoothedTarget
 from .cache import TeacherCache, collate_sequences
 from .distillkit import DistillKitCache
 from .mixing import CutMix, MixUp, cutmix, mixup
-from .mixing_of_timm import FastCollateMixup, Mixup
+from .mixing_timm import FastCollateMixup, Mixup
 from .vllm import from_vllm
 from .writer import CacheWriter
 

@@ -10,10 +10,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from ..collate import collate
-from ..errors import check, fail
-from ..flags import check_flags
-from ..target import SparseTarget
+from .._core.errors import check, fail
+from .._core.flags import check_flags
+from ..targets.collation import collate
+from ..targets.sparse_target import SparseTarget
 from .folder import MARKER, check_marker
 from .npy import shard as npy_shard
 from .parquet import ParquetShard

@@ -24,8 +24,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from ..errors import check, described, fail
-from ..flags import check_flags
+from .._core.errors import check, described, fail
+from .._core.flags import check_flags
 from .distillkit_config import DTYPES, configuration
 from .parquet import Rows
 from .reading import reading

@@ -8,8 +8,8 @@ from typing import Any, Dict, NoReturn, Optional, Tuple
 
 import torch
 
-from ..arguments import is_integer, is_number
-from ..errors import check, described, fail
+from .._core.errors import check, described, fail
+from .._core.options import is_integer, is_number
 from .reading import bytes_in, reading
 
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}

@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from ..errors import check, described
+from .._core.errors import check, described
 from .reading import bytes_in, json_object, reading
 from .whole import new_file, whole
 

@@ -10,7 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Tuple
 
-from ..errors import fail
+from .._core.errors import fail
 
 
 class Lock:

@@ -12,10 +12,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from ..entries import IGNORE_INDEX
-from ..errors import check, fail
-from ..target import SparseTarget, Target
-from .pairs import Box, Entries, blended, check_images, pasted, with_partners
+from .._core.arguments import IGNORE_INDEX
+from .._core.errors import check, fail
+from ..targets.convert import Target
+from ..targets.sparse_target import SparseTarget
+from .mix_pairs import Box, Entries, blended, check_images, pasted, with_partners
 
 LabelsGetter = Union[str, Callable[[Any], Any]]
 

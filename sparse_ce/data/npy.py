@@ -6,8 +6,8 @@ from typing import Sequence
 
 import torch
 
-from ..errors import check, described
-from .flat import Array, FlatShard, pieces_of, shape_of
+from .._core.errors import check, described
+from .mapped_arrays import Array, FlatShard, pieces_of, shape_of
 from .reading import AGAIN, bytes_in, reading, shape_in, size_of
 from .sequence import Header, Stored, bytes_of, header_text, read_header
 from .whole import new_file, whole

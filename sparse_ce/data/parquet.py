@@ -8,8 +8,8 @@ from typing import Any, Dict, List, NamedTuple, Optional, Sequence, Tuple
 import torch
 from torch import Tensor
 
-from ..autocast import without_autocast
-from ..errors import check, described, fail
+from .._core.autocast import without_autocast
+from .._core.errors import check, described, fail
 from .reading import AGAIN, reading, size_of
 from .sequence import (
     DTYPES,

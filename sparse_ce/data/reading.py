@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Dict, Iterator, Optional, Tuple, Union
 
-from ..errors import check, described, fail
+from .._core.errors import check, described, fail
 
 AGAIN = "delete it and write it again"
 LARGEST_HEADER = 100_000_000  # bytes, as safetensors has it

@@ -10,8 +10,8 @@ from typing import Any, Dict, Sequence
 
 import torch
 
-from ..errors import check, fail
-from .flat import Array, FlatShard, pieces_of, shape_of
+from .._core.errors import check, fail
+from .mapped_arrays import Array, FlatShard, pieces_of, shape_of
 from .reading import AGAIN, LARGEST_HEADER, json_object, reading, shape_in, size_of
 from .sequence import Header, Stored, bytes_of, header_text, read_header
 from .whole import new_file, whole

@@ -8,9 +8,9 @@ from typing import Any, Collection, Dict, Literal, NamedTuple, NoReturn, Optiona
 import torch
 from torch import Tensor
 
-from ..arguments import is_integer
-from ..errors import check, described, fail
-from ..target import SparseTarget
+from .._core.errors import check, described, fail
+from .._core.options import is_integer
+from ..targets.sparse_target import SparseTarget
 from .reading import AGAIN, is_count, json_object, reading
 
 Predicts = Literal["next", "token"]

@@ -5,8 +5,8 @@ import copy
 from collections import OrderedDict
 from typing import Any, Dict, Generic, List, Protocol, Sequence, Tuple, TypeVar
 
-from ..arguments import is_integer
-from ..errors import described, fail
+from .._core.errors import described, fail
+from .._core.options import is_integer
 
 MOST_OPEN = 32  # each is a map of a file or several, and a process may hold a thousand
 

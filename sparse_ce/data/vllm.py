@@ -6,9 +6,9 @@ from typing import Any, Dict, List, Optional, Tuple
 
 import torch
 
-from ..arguments import is_integer
-from ..errors import check, described, fail, shortened
-from ..target import SparseTarget
+from .._core.errors import check, described, fail, shortened
+from .._core.options import is_integer
+from ..targets.sparse_target import SparseTarget
 from .reading import reading
 from .sequence import Stored, target_of
 

@@ -9,11 +9,12 @@ from typing import Any, Callable, Dict, List, Optional, Sequence, Type, Union
 import torch
 from torch import Tensor
 
-from ..arguments import is_integer
-from ..entries import IGNORE_INDEX, live_entries
-from ..errors import check, fail
-from ..flags import check_flags
-from ..target import SparseTarget
+from .._core.arguments import IGNORE_INDEX
+from .._core.errors import check, fail
+from .._core.flags import check_flags
+from .._core.options import is_integer
+from ..targets.entries import live_entries
+from ..targets.sparse_target import SparseTarget
 from .cache import opened
 from .folder import MARKER, write_marker
 from .lock import Lock

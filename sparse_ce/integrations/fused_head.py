@@ -11,13 +11,13 @@ from torch.distributed.fsdp import FSDPModule
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 from .. import functional
-from ..distillation import check_shares, linear_distillation_loss
-from ..divergence import checked
-from ..entries import IGNORE_INDEX
-from ..errors import check, fail
-from ..flags import check_flags
-from ..target import SparseTarget
-from ..topk import linear_topk_log_probs
+from .._core.arguments import IGNORE_INDEX
+from .._core.errors import check, fail
+from .._core.flags import check_flags
+from ..functional.distillation import check_shares, linear_distillation_loss
+from ..functional.divergences import checked
+from ..functional.topk import linear_topk_log_probs
+from ..targets.sparse_target import SparseTarget
 from . import per_token
 from .heads import base_of, check_head, check_liger, check_prompt
 from .logits import INSTEAD, Logits

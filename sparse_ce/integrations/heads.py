@@ -8,7 +8,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from transformers import PreTrainedModel
 
-from ..errors import check, fail
+from .._core.errors import check, fail
 from .logits import INSTEAD, HeadInput
 
 

@@ -15,9 +15,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from .. import functional
-from ..errors import check, fail
-from ..log_probs import LogProbs, linear_selected_log_probs
-from ..target import SparseTarget
+from .._core.errors import check, fail
+from .._core.outputs import LogProbs
+from ..functional.log_probs import linear_selected_log_probs
+from ..targets.sparse_target import SparseTarget
 
 INSTEAD = ("causal_lm_loss, with shift=False if its own loss does not shift labels (encoder-decoders); what else it "
            "adds to its loss is left out")

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from transformers.utils import ModelOutput
 
-from ..entries import IGNORE_INDEX
-from ..errors import check, fail
-from ..target import SparseTarget
+from .._core.arguments import IGNORE_INDEX
+from .._core.errors import check, fail
+from ..targets.sparse_target import SparseTarget
 
 NAMES = ("entropy", "token_accuracy", "num_items")
 

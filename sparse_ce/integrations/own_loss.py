@@ -12,7 +12,7 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_NEXT_SENTENCE_PREDICTION_MAPPING_NAMES,
 )
 
-from ..errors import check, fail
+from .._core.errors import check, fail
 from .heads import unwrapped
 
 _WITHOUT_SHIFT = (loss_utils.ForMaskedLMLoss, loss_utils.ForTokenClassification,

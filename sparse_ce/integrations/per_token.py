@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 from transformers.utils import ModelOutput
 
-from ..entries import IGNORE_INDEX
-from ..errors import check, fail
-from ..target import SparseTarget
+from .._core.arguments import IGNORE_INDEX
+from .._core.errors import check, fail
+from ..targets.sparse_target import SparseTarget
 from .logits import Logits
 from .token_loss import entropy_and_argmax, loss_of, target_of
 

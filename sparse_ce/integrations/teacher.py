@@ -11,14 +11,15 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from ..arguments import is_number
-from ..collate import cat, collate
+from .._core.arguments import IGNORE_INDEX
+from .._core.errors import check, fail
+from .._core.flags import check_flags
+from .._core.options import is_number
 from ..data.sequence import CHOICES, Predicts, as_predicts
 from ..data.vllm import entries_of
-from ..entries import IGNORE_INDEX, GivenKind
-from ..errors import check, fail
-from ..flags import check_flags
-from ..target import SparseTarget
+from ..targets.collation import cat, collate
+from ..targets.entries import GivenKind
+from ..targets.sparse_target import SparseTarget
 
 
 class TopKCollator:

@@ -8,11 +8,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .. import functional
-from ..arguments import Normalizer, check_held, is_number
-from ..distillation import distillation_loss, linear_distillation_loss
-from ..entries import IGNORE_INDEX
-from ..errors import check, described, fail
-from ..target import SparseTarget, as_target
+from .._core.arguments import IGNORE_INDEX, Normalizer
+from .._core.errors import check, described, fail
+from .._core.options import is_number
+from ..functional.distillation import distillation_loss, linear_distillation_loss
+from ..modules.base import check_held
+from ..targets.convert import as_target
+from ..targets.sparse_target import SparseTarget
 from .logits import Logits
 from .metrics import metrics_of
 

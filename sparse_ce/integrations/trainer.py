@@ -9,8 +9,8 @@ import torch
 from torch import nn
 from transformers import Trainer
 
-from ..errors import check, fail
-from ..target import SparseTarget
+from .._core.errors import check, fail
+from ..targets.sparse_target import SparseTarget
 from .fused_head import FusedHead, fuse_lm_head
 from .metrics import metrics_beside
 from .own_loss import STEP, Step, shifts_labels

@@ -8,10 +8,12 @@ import torch
 from torch import Tensor
 
 from .. import functional
-from ..arguments import Normalizer, is_number
-from ..errors import check, fail
-from ..flags import check_flags
-from ..target import SparseTarget, as_target
+from .._core.arguments import Normalizer
+from .._core.errors import check, fail
+from .._core.flags import check_flags
+from .._core.options import is_number
+from ..targets.convert import as_target
+from ..targets.sparse_target import SparseTarget
 from . import trainer
 from .fused_head import FusedHead, fuse_lm_head
 from .metrics import TokenMetrics, set_beside

@@ -12,13 +12,13 @@ from torch import nn
 from trl import SFTTrainer, pack_dataset
 from trl.models.utils import unwrap_model_for_generation
 
+from .._core.arguments import IGNORE_INDEX
+from .._core.errors import check
+from .._core.flags import check_flags
 from ..data.sequence import CHOICES, Predicts
-from ..entries import IGNORE_INDEX
-from ..errors import check
-from ..flags import check_flags
-from ..target import SparseTarget
+from ..targets.sparse_target import SparseTarget
 from .fused_head import fuse_lm_head, topk_of
-from .transformers import TopKCollator
+from .teacher import TopKCollator
 
 __all__ = ["DistillationTrainer"]
 

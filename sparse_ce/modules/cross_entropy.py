@@ -5,14 +5,16 @@ from typing import TYPE_CHECKING, Optional
 import torch
 from torch import Tensor
 
-from .. import arguments, functional, losses
-from ..target import Target
-from .held import HeldLoss, holds
+from .. import functional
+from .._core.arguments import Normalizer
+from ..functional.outputs import Output
+from ..targets.convert import Target
+from .base import HeldLoss, holds
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from ..functional import HeldOptions
+    from ..functional.losses import HeldOptions
 
 
 class SparseCrossEntropyLoss(HeldLoss):
@@ -32,8 +34,8 @@ class SparseCrossEntropyLoss(HeldLoss):
         super().__init__(weight, **options)
 
     def forward(self, input: Tensor, target: Target,
-                normalizer: Optional[arguments.Normalizer] = None, *,
-                row_weight: Optional[Tensor] = None) -> losses.Output:
+                normalizer: Optional[Normalizer] = None, *,
+                row_weight: Optional[Tensor] = None) -> Output:
         """``input`` (..., V), ``target`` in any of its forms; see :func:`sparse_ce.cross_entropy`.
 
         Examples:
@@ -42,7 +44,7 @@ class SparseCrossEntropyLoss(HeldLoss):
             tensor(0.6931)
         """
         normalizer = self.normalizer if normalizer is None else normalizer
-        result: losses.Output = functional.cross_entropy(
+        result: Output = functional.cross_entropy(
             input, target, self.weight, normalizer=normalizer, row_weight=row_weight, **self.options)
         return result
 
@@ -68,8 +70,8 @@ class LinearSparseCrossEntropyLoss(HeldLoss):
 
     def forward(self, input: Tensor, linear_weight: Tensor, target: Target,
                 linear_bias: Optional[Tensor] = None,
-                normalizer: Optional[arguments.Normalizer] = None, *,
-                row_weight: Optional[Tensor] = None) -> losses.Output:
+                normalizer: Optional[Normalizer] = None, *,
+                row_weight: Optional[Tensor] = None) -> Output:
         """``input`` (..., D), ``linear_weight`` (V, D), ``target`` in any of its forms, ``linear_bias`` (V,).
 
         Examples:
@@ -78,7 +80,7 @@ class LinearSparseCrossEntropyLoss(HeldLoss):
             tensor(1.3863)
         """
         normalizer = self.normalizer if normalizer is None else normalizer
-        result: losses.Output = functional.linear_cross_entropy(
+        result: Output = functional.linear_cross_entropy(
             input, linear_weight, target, linear_bias=linear_bias, weight=self.weight, normalizer=normalizer,
             row_weight=row_weight, **self.options)
         return result

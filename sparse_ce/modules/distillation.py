@@ -5,20 +5,20 @@ from typing import Any, Optional, Union
 import torch
 from torch import Tensor
 
-from .. import arguments, losses
-from ..distillation import check_shares, distillation_loss, linear_distillation_loss
-from ..divergence import checked, divergence
-from ..entries import IGNORE_INDEX
-from ..log_probs import LogProbs
-from ..shards import Group
-from ..target import Target
-from .held import Held, scaled
+from .._core.arguments import IGNORE_INDEX, Normalizer, Scale
+from .._core.outputs import LogProbs
+from ..functional.distillation import check_shares, distillation_loss, linear_distillation_loss
+from ..functional.divergences import checked, divergence
+from ..functional.outputs import Reduction
+from ..sharding.groups import Group
+from ..targets.convert import Target
+from .base import Held, scaled
 
 
 class _HeldKind(Held):
     """Checks what can be said of a divergence before there is one."""
 
-    def __init__(self, normalizer: Optional[arguments.Normalizer], **options: Any) -> None:
+    def __init__(self, normalizer: Optional[Normalizer], **options: Any) -> None:
         checked(*(options[name] for name in ("kind", "beta", "rest", "floor")))
         super().__init__(normalizer=normalizer, **options)
         self.normalizer = normalizer
@@ -41,8 +41,8 @@ class Divergence(_HeldKind):
         beta: float = 0.5,
         rest: str = "zero",
         floor: float = -100.0,
-        reduction: losses.Reduction = "mean",
-        normalizer: Optional[arguments.Normalizer] = None,
+        reduction: Reduction = "mean",
+        normalizer: Optional[Normalizer] = None,
         num_classes: Optional[int] = None,
         group: Group = None,
         vocab_start: Optional[int] = None,
@@ -51,7 +51,7 @@ class Divergence(_HeldKind):
                          num_classes=num_classes, group=group, vocab_start=vocab_start)
 
     def forward(self, student: Union[Tensor, LogProbs], teacher: Target, teacher_log_rest: Optional[Tensor] = None,
-                normalizer: Optional[arguments.Normalizer] = None) -> Tensor:
+                normalizer: Optional[Normalizer] = None) -> Tensor:
         """``student``: logits (..., V), or their log-probabilities at the teacher's ids; ``teacher`` in any form;
         ``normalizer`` in place of the module's.
 
@@ -89,8 +89,8 @@ class DistillationLoss(_HeldKind):
         num_classes: Optional[int] = None,
         group: Group = None,
         vocab_start: Optional[int] = None,
-        reduction: losses.Reduction = "mean",
-        normalizer: Optional[arguments.Normalizer] = None,
+        reduction: Reduction = "mean",
+        normalizer: Optional[Normalizer] = None,
     ) -> None:
         super().__init__(
             normalizer, kind=kind, rest=rest, beta=beta, floor=floor, temperature=temperature,
@@ -99,8 +99,8 @@ class DistillationLoss(_HeldKind):
         check_shares(rest, temperature, alpha)
 
     def forward(self, input: Tensor, teacher: Target, labels: Optional[Target] = None,
-                teacher_log_rest: Optional[Tensor] = None, normalizer: Optional[arguments.Normalizer] = None,
-                logit_scale: Optional[arguments.Scale] = None) -> Tensor:
+                teacher_log_rest: Optional[Tensor] = None, normalizer: Optional[Normalizer] = None,
+                logit_scale: Optional[Scale] = None) -> Tensor:
         """``input`` (..., V), ``teacher`` and ``labels`` in any form; ``normalizer`` and ``logit_scale`` in place of
         the module's.
 
@@ -142,8 +142,8 @@ class LinearDistillationLoss(_HeldKind):
         num_classes: Optional[int] = None,
         group: Group = None,
         vocab_start: Optional[int] = None,
-        reduction: losses.Reduction = "mean",
-        normalizer: Optional[arguments.Normalizer] = None,
+        reduction: Reduction = "mean",
+        normalizer: Optional[Normalizer] = None,
         logits_dtype: Optional[torch.dtype] = None,
         chunk_rows: Optional[int] = None,
     ) -> None:
@@ -156,8 +156,8 @@ class LinearDistillationLoss(_HeldKind):
 
     def forward(self, input: Tensor, linear_weight: Tensor, teacher: Target, labels: Optional[Target] = None,
                 linear_bias: Optional[Tensor] = None, teacher_log_rest: Optional[Tensor] = None,
-                normalizer: Optional[arguments.Normalizer] = None,
-                logit_scale: Optional[arguments.Scale] = None) -> Tensor:
+                normalizer: Optional[Normalizer] = None,
+                logit_scale: Optional[Scale] = None) -> Tensor:
         """``input`` (..., D), ``linear_weight`` (V, D), ``teacher`` and ``labels`` in any form, ``linear_bias`` (V,);
         ``normalizer`` and ``logit_scale`` in place of the module's.
 

@@ -6,12 +6,12 @@ from typing import Optional
 import torch
 from torch import Tensor
 
-from .. import arguments
-from ..entries import IGNORE_INDEX
-from ..log_probs import LogProbs, linear_selected_log_probs, selected_log_probs
-from ..shards import Group
-from ..target import Target
-from .held import Held, scaled
+from .._core.arguments import IGNORE_INDEX, Inplace, Scale
+from .._core.outputs import LogProbs
+from ..functional.log_probs import linear_selected_log_probs, selected_log_probs
+from ..sharding.groups import Group
+from ..targets.convert import Target
+from .base import Held, scaled
 
 
 class SelectedLogProbs(Held):
@@ -32,7 +32,7 @@ class SelectedLogProbs(Held):
         softcap: Optional[float] = None,
         num_classes: Optional[int] = None,
         padding_value: float = -math.inf,
-        inplace: arguments.Inplace = False,
+        inplace: Inplace = False,
         group: Group = None,
         vocab_start: Optional[int] = None,
         return_log_rest: bool = False,
@@ -46,7 +46,7 @@ class SelectedLogProbs(Held):
             return_log_rest=return_log_rest, return_entropy=return_entropy, return_mean_logit=return_mean_logit,
             return_argmax=return_argmax)
 
-    def forward(self, input: Tensor, indices: Target, logit_scale: Optional[arguments.Scale] = None) -> LogProbs:
+    def forward(self, input: Tensor, indices: Target, logit_scale: Optional[Scale] = None) -> LogProbs:
         """``input`` (..., V), ``indices`` in any form; ``logit_scale`` in place of the module's.
 
         Examples:
@@ -97,7 +97,7 @@ class LinearSelectedLogProbs(Held):
             chunk_rows=chunk_rows)
 
     def forward(self, input: Tensor, linear_weight: Tensor, indices: Target, linear_bias: Optional[Tensor] = None,
-                logit_scale: Optional[arguments.Scale] = None) -> LogProbs:
+                logit_scale: Optional[Scale] = None) -> LogProbs:
         """``input`` (..., D), ``linear_weight`` (V, D), ``indices`` in any form, ``linear_bias`` (V,); ``logit_scale``
         in place of the module's.
 

@@ -4,8 +4,8 @@ from typing import Sequence, Union
 
 from torch import Tensor, nn
 
-from ..flags import check_flags
-from ..masked_mean import given_dims, masked_mean
+from .._core.flags import check_flags
+from ..functional.means import given_dims, masked_mean
 
 
 class MaskedMean(nn.Module):

@@ -6,12 +6,13 @@ from typing import Any, Optional, Union
 import torch
 from torch import Tensor, nn
 
-from .. import arguments, losses
-from ..entries import IGNORE_INDEX
-from ..row_loss import RowFunction, check_function, linear_row_loss
-from ..shards import Group
-from ..target import SparseTarget, Target
-from .held import Held, scaled
+from .._core.arguments import IGNORE_INDEX, Normalizer, Scale
+from ..functional.outputs import Reduction
+from ..functional.row_losses import RowFunction, check_function, linear_row_loss
+from ..sharding.groups import Group
+from ..targets.convert import Target
+from ..targets.sparse_target import SparseTarget
+from .base import Held, scaled
 
 
 class LinearRowLoss(Held):
@@ -33,8 +34,8 @@ class LinearRowLoss(Held):
         self,
         fn: RowFunction,
         *,
-        reduction: losses.Reduction = "mean",
-        normalizer: Optional[arguments.Normalizer] = None,
+        reduction: Reduction = "mean",
+        normalizer: Optional[Normalizer] = None,
         has_aux: bool = False,
         ignore_index: int = IGNORE_INDEX,
         logit_scale: float = 1.0,
@@ -60,8 +61,8 @@ class LinearRowLoss(Held):
         self.fn, self.normalizer = fn, normalizer
 
     def forward(self, input: Tensor, linear_weight: Tensor, target: Target, *row_args: Union[Tensor, SparseTarget],
-                linear_bias: Optional[Tensor] = None, normalizer: Optional[arguments.Normalizer] = None,
-                logit_scale: Optional[arguments.Scale] = None) -> Any:
+                linear_bias: Optional[Tensor] = None, normalizer: Optional[Normalizer] = None,
+                logit_scale: Optional[Scale] = None) -> Any:
         """``input`` (..., D), ``linear_weight`` (V, D), ``target`` in any form, ``linear_bias`` (V,); ``row_args`` of
         the leading shape; ``normalizer`` and ``logit_scale`` in place of the module's.
 

@@ -6,11 +6,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .. import arguments, autocast, functional
-from ..errors import fail
-from ..smoothed import SmoothedTarget, checked_smoothing
-from ..target import SparseTarget, Target
-from ..tracing import readable
+from .. import functional
+from .._core import autocast
+from .._core.errors import fail
+from .._core.tensor_checks import check_input
+from .._core.tracing import readable
+from ..targets.convert import Target
+from ..targets.smoothed import SmoothedTarget, checked_smoothing
+from ..targets.sparse_target import SparseTarget
 
 # Where no more of a dense target's weights are not 0, the kernels of sparse targets are faster than F.cross_entropy: at
 # 1/64 8 ms and not 20, 10 at best, at 1/32 10 and not 14, 8 at best, at 1/8 17 and not 20, 8 at best (256 x 21843,
@@ -103,7 +106,7 @@ def _cross_entropy(x: Tensor, target: Target, smoothing: float) -> Tensor:
     if not _is_dense(target):
         return functional.cross_entropy(x, target, label_smoothing=smoothing)
     assert isinstance(target, Tensor)
-    arguments.check_input(x, "V")
+    check_input(x, "V")
     if target.shape != x.shape:
         fail(f"target must have the shape of x, {list(x.shape)}, where it is dense weights, got {list(target.shape)}")
     if target.device != x.device:

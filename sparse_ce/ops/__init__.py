@@ -1,6 +1,5 @@
 """The ops of ``sparse_ce`` and their autograd: the only place that registers anything for ``torch.ops.sparse_ce``."""
 
-from . import flops  # noqa: F401, which registers formulas
-from .library import cuda_architectures, instruction_set, why_no_cuda
+from .registration import cuda_architectures, instruction_set, why_no_cuda
 
 __all__ = ["cuda_architectures", "instruction_set", "why_no_cuda"]

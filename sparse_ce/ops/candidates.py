@@ -6,10 +6,11 @@ import torch
 from torch import Tensor
 
 from .. import reference
-from ..arguments import Candidates, arithmetic_dtype, split_candidates
-from ..errors import fail
-from ..tracing import eager, traced
-from .library import (
+from .._core.arguments import Candidates, arithmetic_dtype, split_candidates
+from .._core.errors import fail
+from .._core.tracing import eager, traced
+from .linear_cross_entropy import Head
+from .registration import (
     batched,
     below_autograd,
     composite,
@@ -19,7 +20,6 @@ from .library import (
     register_backward,
     register_fake,
 )
-from .linear import Head
 
 
 class _CandidateLogits(torch.autograd.Function):

@@ -6,12 +6,12 @@ import torch
 from torch import Tensor
 
 from .. import reference
-from ..arguments import Arguments, Inplace, arithmetic_dtype
-from ..errors import fail
-from ..guarded import times
-from ..tracing import eager
-from . import forecast, overwriting, small_calls, strided
-from .library import (
+from .._core.arguments import Arguments, Inplace, arithmetic_dtype
+from .._core.errors import fail
+from .._core.tracing import eager
+from ..reference.safe_math import times
+from . import cross_entropy_inplace, cross_entropy_small, expected_grad, strided_logits
+from .registration import (
     below_autograd,
     composite,
     is_last,
@@ -59,11 +59,11 @@ class _CrossEntropy(torch.autograd.Function):
         as_expected, made, scale_by = False, None, None
         wants_logits, wants_values, wants_weights = ctx.needs_input_grad[:3]
         if ctx.forecasts and grad_lse is None and grad_loss is not None and is_last(grad_loss):
-            if not forecast.on_host(logits):
-                forecast.remember_on_device("cross_entropy", grad_loss)
+            if not expected_grad.on_host(logits):
+                expected_grad.remember_on_device("cross_entropy", grad_loss)
                 made = None if expected is None else (expected, grad_loss)
             else:
-                as_expected = forecast.remember("cross_entropy", grad_loss, expected)
+                as_expected = expected_grad.remember("cross_entropy", grad_loss, expected)
             if as_expected and not wants_values and not wants_weights:
                 return grad_logits, *_NONE[1:]
         a = Arguments.of(tensors, ctx.numbers)
@@ -90,7 +90,7 @@ class _CrossEntropy(torch.autograd.Function):
         elif not as_expected:
             grad_logits = _gradient(grad_loss, grad_lse, logits, lse, lse_residual, a, ctx.inplace)
             if scale_by is not None:
-                overwriting.scale_rows(grad_logits, scale_by)
+                cross_entropy_inplace.scale_rows(grad_logits, scale_by)
         return grad_logits, grad_values, grad_weights, *_NONE[3:]
 
 
@@ -114,7 +114,7 @@ class _SmallMean(torch.autograd.Function):
         grad_logits: Optional[Tensor]
         grad_logits, expected, ignore_index = ctx.made
         ctx.made = None, None, ignore_index  # as above
-        if is_last(grad_loss) and forecast.remember("cross_entropy", grad_loss, expected):
+        if is_last(grad_loss) and expected_grad.remember("cross_entropy", grad_loss, expected):
             return grad_logits, None
         a = Arguments(indices, values, ignore_index=ignore_index)
         with torch.no_grad():
@@ -131,13 +131,13 @@ def _small(logits: Tensor, indices: Tensor, values: Optional[Tensor], ignore_ind
            normalizer: Optional[Tensor]) -> Optional[Tensor]:
     """The mean, of a small call whose upstream gradient is known."""
     dtype = arithmetic_dtype(logits.dtype)
-    expected = forecast.known("cross_entropy", dtype)
+    expected = expected_grad.known("cross_entropy", dtype)
     if expected is None:
         return None
-    made = small_calls.cross_entropy(logits, indices, values, ignore_index, True, normalizer, expected)
+    made = cross_entropy_small.cross_entropy(logits, indices, values, ignore_index, True, normalizer, expected)
     if made is None:
         return None
-    forecast.take("cross_entropy", dtype)
+    expected_grad.take("cross_entropy", dtype)
     loss: Tensor = _small_mean(logits, (*made, expected, indices, values, normalizer, ignore_index))
     return loss
 
@@ -149,7 +149,7 @@ def mean_of_labels(logits: Tensor, labels: Tensor, ignore_index: int) -> Optiona
         return None
     if torch.is_grad_enabled() and logits.requires_grad:
         return _small(logits, labels, None, ignore_index, None)
-    made = small_calls.cross_entropy(logits, labels, None, ignore_index, True, None, None)
+    made = cross_entropy_small.cross_entropy(logits, labels, None, ignore_index, True, None, None)
     return None if made is None else made[0]
 
 
@@ -239,24 +239,24 @@ def _run(logits: Tensor, a: Arguments, inplace: Inplace = False, mean: bool = Fa
     if needs_grad(logits, a.values, a.weight, a.row_scale, row_weight):
         refuse_other_grads(a)
         # What "forward" makes for 1 and scales, hooks on saved tensors put off until backward, for the same bits.
-        scales = inplace == "forward" and mean and not return_lse and overwriting.may_overwrite(logits, a)
+        scales = inplace == "forward" and mean and not return_lse and cross_entropy_inplace.may_overwrite(logits, a)
         overwrites = bool(inplace) and overwritable(logits)
         if scales and overwrites:
-            return overwriting.overwriting_mean(logits, a, normalizer, row_weight)
-        scales = scales and forecast.hooked()
+            return cross_entropy_inplace.overwriting_mean(logits, a, normalizer, row_weight)
+        scales = scales and expected_grad.hooked()
         expected, forecasts = None, mean and logits.requires_grad and not overwrites and not scales
         forecasts = forecasts and (logits.is_cpu or logits.is_cuda)
         if forecasts:
             others = return_lse or row_weight is not None or a.values is not None and a.values.requires_grad
-            if not others and small_calls.plain(a):
+            if not others and cross_entropy_small.plain(a):
                 small = _small(logits, a.indices, a.values, a.ignore_index, normalizer)
                 if small is not None:
                     return small
-            expected = forecast.take_for("cross_entropy", logits)
+            expected = expected_grad.take_for("cross_entropy", logits)
         how = (overwrites, mean, normalizer, return_lse, forecasts, scales)
         return _CrossEntropy.apply(logits, a.values, row_weight, a, how, expected)
-    if not return_lse and row_weight is None and small_calls.plain(a):
-        made = small_calls.cross_entropy(logits, a.indices, a.values, a.ignore_index, mean, normalizer, None)
+    if not return_lse and row_weight is None and cross_entropy_small.plain(a):
+        made = cross_entropy_small.cross_entropy(logits, a.indices, a.values, a.ignore_index, mean, normalizer, None)
         if made is not None:
             return made[0]
     with below_autograd():
@@ -278,12 +278,12 @@ register_fake_rows("forward", "forward_with_residual")
 @register_fake("forward_with_gradient")
 def _(grad_mean: Tensor, normalizer: Optional[Tensor], logits: Tensor, *args: Any, **kwargs: Any) -> Tuple[Tensor, ...]:
     rows = (per_row(logits) for _ in range(3))
-    return torch.empty_like(grad_mean), torch.empty_like(grad_mean), *rows, strided.empty_gradient(logits)
+    return torch.empty_like(grad_mean), torch.empty_like(grad_mean), *rows, strided_logits.empty_gradient(logits)
 
 
 @register_fake("backward")
 def _(grad_loss: Tensor, grad_lse: Optional[Tensor], logits: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    return strided.empty_gradient(logits)
+    return strided_logits.empty_gradient(logits)
 
 
 @register_fake("backward_values")
@@ -324,8 +324,8 @@ def loss_mean(loss: Tensor, a: Arguments, normalizer: Optional[Tensor], row_weig
 def overwritable(logits: Tensor) -> bool:
     """Whether a gradient may lie where they do: each has a place of its own, and who saved them learns of it. Hooks on
     saved tensors keep autograd from asking."""
-    if forecast.hooked():
+    if expected_grad.hooked():
         return False
     if logits.dim() == 3:
-        return strided.overwritable(logits)
+        return strided_logits.overwritable(logits)
     return logits.stride(1) == 1 and (logits.shape[0] <= 1 or logits.stride(0) >= logits.shape[1])

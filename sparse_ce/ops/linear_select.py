@@ -10,11 +10,19 @@ import torch
 from torch import Tensor
 
 from .. import reference
-from ..arguments import CHUNKS, Arguments, Chunks, split
-from ..tracing import eager
+from .._core.arguments import CHUNKS, Arguments, Chunks, split
+from .._core.tracing import eager
 from .cross_entropy import refuse_other_grads
-from .library import below_autograd, composite, needs_grad, ops, register_autograd, register_backward, register_fake
-from .linear import Head, fake_gradients
+from .linear_cross_entropy import Head, fake_gradients
+from .registration import (
+    below_autograd,
+    composite,
+    needs_grad,
+    ops,
+    register_autograd,
+    register_backward,
+    register_fake,
+)
 from .select import Outputs, Selected, fake_outputs, fake_scale, upstream_of
 
 

@@ -5,9 +5,9 @@ from typing import Any, Sequence, Tuple
 import torch
 from torch import Tensor
 
-from ..arguments import arithmetic_dtype
-from ..tracing import eager
-from .library import below_autograd, ops, register_backward, register_differentiable, register_fake
+from .._core.arguments import arithmetic_dtype
+from .._core.tracing import eager
+from .registration import below_autograd, ops, register_backward, register_differentiable, register_fake
 
 
 class _MaskedMean(torch.autograd.Function):

@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 
 from .. import reference
-from ..arguments import Arguments, arithmetic_dtype, split
-from ..tracing import eager
+from .._core.arguments import Arguments, arithmetic_dtype, split
+from .._core.tracing import eager
 from .cross_entropy import overwritable, refuse_other_grads
-from .library import (
+from .registration import (
     below_autograd,
     composite,
     is_last,

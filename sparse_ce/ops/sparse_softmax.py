@@ -5,7 +5,7 @@ from typing import Any, Optional, Tuple
 import torch
 from torch import Tensor
 
-from .library import below_autograd, ops, register_backward, register_differentiable, register_fake
+from .registration import below_autograd, ops, register_backward, register_differentiable, register_fake
 
 
 class _SparseSoftmax(torch.autograd.Function):

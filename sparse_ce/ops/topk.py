@@ -6,10 +6,11 @@ import torch
 from torch import Tensor
 
 from .. import reference
-from ..arguments import arithmetic_dtype
-from .library import below_autograd, composite, ops, register_autograd, register_fake
-from .linear import Head
-from .shards import Shard, gather
+from .._core.arguments import arithmetic_dtype
+from ..sharding.collectives import gather
+from ..sharding.shard import Shard
+from .linear_cross_entropy import Head
+from .registration import below_autograd, composite, ops, register_autograd, register_fake
 
 
 @register_autograd("topk_ids")
@@ -76,9 +77,6 @@ def topk_ids_of_shards(logits: Tensor, k: int, largest: bool, shard: Shard) -> T
     return first
 
 
-def rows_at_a_time(vocab: int) -> int:
-    """Whose logits are 128 MiB of float32: what a head's products need to be fast."""
-    return max(1, (1 << 27) // (4 * vocab))
 
 
 def linear_logits(head: Head, num_classes: Optional[int], float32_logits: bool) -> Tensor:

@@ -6,29 +6,13 @@ backward it is what runs. Arguments and shapes are those of ``torch.ops.sparse_c
 those of :class:`sparse_ce.arguments.Arguments`; the formulas are derived in ``csrc/math.h``.
 """
 
+from ..targets.decode import Entries, entries_of, ignored_rows
 from .candidates import candidate_logits, candidate_logits_backward
-from .cross_entropy import (
-    Entries,
-    backward,
-    backward_values,
-    entries_of,
-    forward,
-    ignored_rows,
-    loss_mean,
-    weight_gradient,
-    weighted,
-)
-from .linear import (
-    linear_backward,
-    linear_forward,
-    linear_logits,
-    linear_mean,
-    linear_select,
-    linear_select_backward,
-)
+from .cross_entropy import backward, backward_values, forward, loss_mean, weight_gradient, weighted
+from .linear import linear_backward, linear_forward, linear_logits, linear_mean, linear_select, linear_select_backward
 from .masked_mean import masked_mean, masked_mean_backward
 from .select import select, select_backward
-from .shards import select_merge, select_shard
+from .sharded_select import select_merge, select_shard
 from .sparse_softmax import sparse_softmax, sparse_softmax_backward
 from .topk import topk_ids
 

@@ -5,9 +5,10 @@ from typing import Any, Optional, Tuple
 import torch
 from torch import Tensor
 
-from ..arguments import Arguments, Candidates, arithmetic_dtype, split_candidates
-from ..guarded import slope_of_cap, times
-from .cross_entropy import entries_of, ignored_rows, transform
+from .._core.arguments import Arguments, Candidates, arithmetic_dtype, split_candidates
+from ..targets.decode import entries_of, ignored_rows
+from .cross_entropy import transform
+from .safe_math import slope_of_cap, times
 
 
 def _candidates(input: Tensor, linear_weight: Tensor, linear_bias: Optional[Tensor],

@@ -6,51 +6,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..arguments import Arguments, Candidates, arithmetic_dtype
-from ..guarded import normalize, slope_of_cap, softcapped, times
-
-
-class Entries(NamedTuple):
-    """The entries of a target, in the shape of ``indices``: (N, K), or (E,) with the row that each belongs to."""
-
-    rows: Optional[Tensor]  # (E,) int64 where there are offsets, else None: entry (r, k) belongs to row r
-    columns: Tensor  # int64, 0 where there is nothing to read
-    values: Tensor  # arithmetic dtype; 0 for padding, NaN for an index out of range
-    invalid_rows: Optional[Tensor]  # (N,) bool: offsets that lead outside the entries
-    live: Tensor  # bool: of a class, neither padding nor out of range nor of no row; the weight may underflow to 0
-    within: Optional[Tensor] = None  # (E,) bool where there are offsets: which entries are some row's
-
-    def gather(self, dense: Tensor) -> Tensor:
-        """The elements of ``dense`` (N, V) at the entries."""
-        return dense.gather(1, self.columns) if self.rows is None else dense[self.rows, self.columns]
-
-    def sum(self, terms: Tensor, num_rows: int) -> Tensor:
-        """(N,): ``terms``, one for each entry, summed by row; NaN for an invalid row."""
-        if self.rows is None:
-            return terms.sum(1)
-        total = terms.new_zeros(num_rows).index_add(0, self.rows, terms)
-        assert self.invalid_rows is not None
-        return torch.where(self.invalid_rows, float("nan"), total)
-
-    def to_dense(self, terms: Tensor, num_rows: int, num_classes: int) -> Tensor:
-        """(N, V) with ``terms`` added up at the entries."""
-        if self.rows is None:
-            return terms.new_zeros(num_rows, num_classes).scatter_add(1, self.columns, terms)
-        flat = terms.new_zeros(num_rows * num_classes)
-        return flat.index_add(0, self.rows * num_classes + self.columns, terms).view(num_rows, num_classes)
-
-
-def ignored_rows(a: Arguments, num_rows: int) -> Tensor:
-    """(N,) bool: the label, or every index of a top-k row, is ``ignore_index``, or ``row_mask`` is False."""
-    if a.offsets is not None:
-        ignored = torch.zeros(num_rows, dtype=torch.bool, device=a.indices.device)
-    elif a.indices.dim() == 1:
-        ignored = a.indices == a.ignore_index
-    elif a.indices.shape[1]:
-        ignored = (a.indices == a.ignore_index).all(1)
-    else:
-        ignored = torch.zeros_like(a.indices[:, :0].any(1))
-    return ignored if a.row_mask is None else ignored | ~a.row_mask
+from .._core.arguments import Arguments, Candidates, arithmetic_dtype
+from ..targets.decode import Entries, entries_of, ignored_rows
+from .safe_math import normalize, slope_of_cap, softcapped, times
 
 
 def loss_mean(loss: Tensor, normalizer: Optional[Tensor], *given: Any, **named: Any) -> Tuple[Tensor, Tensor]:
@@ -87,34 +45,6 @@ def _count(loss: Tensor, a: Arguments) -> Tensor:
     return counts.sum(dtype=loss.dtype)
 
 
-def entries_of(a: Arguments, num_classes: int, dtype: torch.dtype) -> Entries:
-    rows, invalid_rows, within, indices, values = None, None, None, a.indices, a.values
-    if a.offsets is None and indices.dim() == 1:
-        indices = indices[:, None]
-        values = None if values is None else values[:, None]
-    columns = indices.long()
-    logprobs = a.logprobs and values is not None
-    values = torch.ones_like(columns, dtype=dtype) if values is None else values.to(dtype)
-    padding = (values == (-torch.inf if logprobs else 0)) | (columns == a.ignore_index)
-    if a.offsets is not None:
-        begin, end = (a.offsets[:-1], a.offsets[1:]) if a.offsets.dim() == 1 else a.offsets.unbind(1)
-        if begin.shape[0] == 0:  # no rows: no entry belongs to one
-            return Entries(columns[:0], columns[:0], values[:0], begin.bool(), padding[:0], padding[:0])
-        count = columns.shape[0]
-        invalid_rows = (begin < 0) | (begin > end) | (end > count)
-        end = torch.where(invalid_rows, begin, end)
-        begin = torch.where(end > begin, begin, count)  # an empty row must not hide the one that shares its begin
-        begin, order = torch.sort(begin)
-        position = torch.arange(count, device=columns.device)
-        rows = order[(torch.searchsorted(begin.contiguous(), position, right=True) - 1).clamp(min=0)]
-        within = (position < end[rows]) & (position >= begin[0])
-        padding = padding | ~within
-    outside = ~padding & ((columns < 0) | (columns >= num_classes))
-    columns = torch.where(padding | outside, 0, columns)
-    if logprobs:  # where before exp: NaN in a padding entry must not touch the gradient
-        values = torch.where(padding, -torch.inf, values).exp()
-    values = torch.where(padding, 0.0, torch.where(outside, float("nan"), values))
-    return Entries(rows, columns, values, invalid_rows, ~(outside | padding), within)
 
 
 def transform(logits: Tensor, a: Union[Arguments, Candidates]) -> Tensor:

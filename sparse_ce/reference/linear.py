@@ -6,8 +6,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..arguments import CHUNKS, Arguments, arithmetic_dtype, split
-from .cross_entropy import backward, backward_values, forward, ignored_rows, loss_mean
+from .._core.arguments import CHUNKS, Arguments, arithmetic_dtype, split
+from ..targets.decode import ignored_rows
+from .cross_entropy import backward, backward_values, forward, loss_mean
 from .select import OUTPUTS, select, select_backward
 
 

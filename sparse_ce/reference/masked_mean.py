@@ -5,7 +5,7 @@ from typing import Sequence, Tuple
 import torch
 from torch import Tensor
 
-from ..arguments import arithmetic_dtype
+from .._core.arguments import arithmetic_dtype
 
 
 def masked_mean(input: Tensor, mask: Tensor, dim: Sequence[int]) -> Tuple[Tensor, Tensor]:

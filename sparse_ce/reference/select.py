@@ -7,10 +7,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..arguments import Arguments, split
-from ..errors import fail
-from ..guarded import times
-from .cross_entropy import Entries, Row, forward, of_classes, of_probabilities, row_of, scale_of_rows, slope
+from .._core.arguments import Arguments, split
+from .._core.errors import fail
+from ..targets.decode import Entries
+from .cross_entropy import Row, forward, of_classes, of_probabilities, row_of, scale_of_rows, slope
+from .safe_math import times
 
 OUTPUTS = dict(padding_value=None, loss=False, log_probs=True, log_rest=False, entropy=False, mean_logit=False,
                argmax=False)

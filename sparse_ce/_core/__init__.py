@@ -1,0 +1,1 @@
+"""What everything stands on: errors, argument records, validation. Imports nothing of the package."""

@@ -1,0 +1,123 @@
+"""The arguments that the ops share, as records, in the order of ``csrc/schema.cpp``."""
+
+from typing import Any, Dict, List, Literal, NamedTuple, Optional, Sequence, Tuple, Union
+
+import torch
+from torch import Tensor
+
+IGNORE_INDEX = -100  # PyTorch's default, and the mark of padding inside a SparseTarget
+
+
+NO_MARK = torch.iinfo(torch.int64).min  # as ignore_index: no index marks anything, as in PyTorch's sparse tensors
+
+
+Inplace = Literal[False, "backward", "forward"]
+
+
+Normalizer = Union[int, float, Tensor]
+
+
+Scale = Union[float, Tensor]
+
+
+class Arguments(NamedTuple):
+    """What the ops of a cross entropy take last, in the order of ``csrc/schema.cpp``: the target's parts with one
+    leading dimension, the class weights, the numbers, and what multiplies ``logit_scale``, (N,) or ()."""
+
+    indices: Tensor
+    values: Optional[Tensor] = None
+    offsets: Optional[Tensor] = None
+    weight: Optional[Tensor] = None
+    row_mask: Optional[Tensor] = None
+    ignore_index: int = IGNORE_INDEX
+    label_smoothing: float = 0.0
+    z_loss: float = 0.0
+    logit_scale: float = 1.0
+    softcap: Optional[float] = None
+    num_classes: Optional[int] = None
+    logprobs: bool = False
+    row_scale: Optional[Tensor] = None
+
+    @property
+    def tensors(self) -> Tuple[Optional[Tensor], ...]:
+        return *self[:5], self.row_scale
+
+    @property
+    def numbers(self) -> Tuple[Any, ...]:
+        return self[5:-1]
+
+    @classmethod
+    def of(cls, tensors: Sequence[Any], numbers: Tuple[Any, ...]) -> "Arguments":
+        return cls._make((*tensors[:5], *numbers, tensors[5]))
+
+    @property
+    def target(self) -> Tuple[Any, ...]:
+        """What the mean of losses knows of them."""
+        return self[:6]
+
+    @property
+    def labels(self) -> bool:
+        """Whether the target is one class a row, without weights."""
+        return self.offsets is None and self.values is None and self.indices.dim() == 1
+
+
+class Chunks(NamedTuple):
+    """How the logits of a head exist: so many rows at a time, and those of a head of 16 bits rounded or not."""
+
+    chunk_rows: Optional[int] = None
+    float32_logits: bool = False
+
+
+CHUNKS = Chunks()._asdict()
+
+
+def split(given: Sequence[Any], named: Dict[str, Any], **behind: Any) -> Tuple[Arguments, List[Any]]:
+    """The arguments of a loss, and what a schema has ``behind`` them, with its defaults."""
+    count = len(Arguments._fields)
+    behind.update(zip(behind, given[count:]))
+    behind.update((name, named[name]) for name in behind if name in named)
+    options = {name: value for name, value in named.items() if name not in behind}
+    return Arguments(*given[:count], **options), list(behind.values())
+
+
+class Candidates(NamedTuple):
+    """What the ops of a few logits of a head take behind it: the ids, a target's parts with one leading dimension, and
+    what becomes of a logit."""
+
+    indices: Tensor
+    values: Optional[Tensor] = None
+    offsets: Optional[Tensor] = None
+    row_mask: Optional[Tensor] = None
+    ignore_index: int = IGNORE_INDEX
+    logprobs: bool = False
+    logit_scale: float = 1.0
+    softcap: Optional[float] = None
+
+    @property
+    def tensors(self) -> Tuple[Optional[Tensor], ...]:
+        return self[:4]
+
+    @property
+    def numbers(self) -> Tuple[Any, ...]:
+        return self[4:]
+
+
+def split_candidates(given: Sequence[Any], named: Dict[str, Any]) -> Tuple[Candidates, Tuple[bool, bool, bool]]:
+    """The arguments of a backward, and whether the gradients for input, weight and bias are asked for."""
+    count = len(Candidates._fields)
+    wanted = dict(zip(("input_grad", "weight_grad", "bias_grad"), (*given[count:], True, True, True)))
+    wanted.update((name, named[name]) for name in wanted if name in named)
+    options = {name: value for name, value in named.items() if name not in wanted}
+    return Candidates(*given[:count], **options), (wanted["input_grad"], wanted["weight_grad"], wanted["bias_grad"])
+
+
+def arithmetic_dtype(dtype: torch.dtype) -> torch.dtype:
+    """float32, or float64 for float64: the dtype of ``loss`` and ``lse`` for logits of ``dtype``."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+class Normalizers(NamedTuple):
+    """What divides the two sums, (), where it is not one number: the counts of rows that are elsewhere as well."""
+
+    of_teacher: Tensor
+    of_labels: Optional[Tensor] = None

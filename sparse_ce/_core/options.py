@@ -1,0 +1,93 @@
+"""Validation of options: numbers, flags, ranges."""
+
+import math
+from numbers import Integral, Real
+from typing import Any, Callable, Dict, NamedTuple, Optional, Tuple
+
+import torch
+
+from .arguments import Arguments, Chunks
+from .errors import described, fail
+
+
+class _Rule(NamedTuple):
+    """What an option must be: of which type, and in which range. ``fix``: what to do with a number that is learned."""
+
+    type: str
+    holds: Callable[[Any], bool] = lambda x: True
+    expectation: str = ""
+    optional: bool = False
+    fix: str = ""
+
+
+_RULES: Dict[str, _Rule] = {
+    "ignore_index": _Rule("an integer"),
+    "label_smoothing": _Rule("a number", lambda x: 0 <= x <= 1, "in [0, 1]"),
+    "z_loss": _Rule("a number", lambda x: 0 <= x < math.inf, "finite and not negative"),
+    "logit_scale": _Rule("a number", lambda x: -math.inf < x < math.inf, "finite"),
+    "softcap": _Rule("a number", lambda x: 0 < x < math.inf, "a positive number or None", True,
+                     fix="; cap input itself where the cap is learned: softcap * tanh(input / softcap)"),
+    "num_classes": _Rule("an integer", lambda x: x > 0, "a positive integer or None", True),
+}
+
+
+_DEFAULTS = {name: Arguments._field_defaults[name] for name in _RULES}
+
+
+def are_defaults(options: Dict[str, Any]) -> bool:
+    """Whether ``options`` are what they are without being given; ``ignore_index`` may be any."""
+    for name, value in options.items():
+        default = _DEFAULTS[name]
+        if type(value) is not type(default) or value != default and name != "ignore_index":
+            return False
+    return True
+
+
+def checked(options: Dict[str, Any], vocab: Optional[int] = None,
+            classes: str = "the last dimension of input") -> Dict[str, Any]:
+    """``options`` as the ops take them. ``classes``: what there are ``vocab`` of."""
+    if are_defaults(options):
+        return options  # most calls: nothing to look at
+    taken = {}
+    for name, value in options.items():
+        rule, taken[name] = _RULES[name], value
+        if value is None and rule.optional:
+            continue
+        number = rule.type == "a number"
+        if not (is_number(value) if number else is_integer(value)):
+            fail(f"{name} must be {rule.type}, got {described(value)}{rule.fix}", TypeError)
+        if name == "num_classes" and vocab is not None:
+            if not 0 < value <= vocab:
+                fail(f"num_classes must be in [1, {vocab}], {classes}, got {value}")
+        elif not rule.holds(value):
+            fail(f"{name} must be {rule.expectation}, got {value}")
+        taken[name] = float(value) if number else value
+    return taken
+
+
+def checked_transform(logit_scale: float, softcap: Optional[float]) -> Tuple[float, Optional[float]]:
+    """The two of the options that say what becomes of a logit."""
+    options = checked({"logit_scale": logit_scale, "softcap": softcap})
+    return options["logit_scale"], options["softcap"]
+
+
+def is_number(value: object) -> bool:
+    return isinstance(value, (Real, torch.SymInt, torch.SymFloat)) and not isinstance(value, bool)
+
+
+def is_integer(value: object) -> bool:
+    return isinstance(value, (Integral, torch.SymInt)) and not isinstance(value, bool)
+
+
+def check_inplace(inplace: object) -> None:
+    if inplace is not False and inplace not in ("backward", "forward"):
+        fail(f"inplace must be False, 'backward' or 'forward', got {inplace!r}")
+
+
+def taken_chunks(chunk_rows: Optional[int], logits_dtype: Optional[torch.dtype]) -> Chunks:
+    if logits_dtype is not None and logits_dtype != torch.float32:
+        fail(f"logits_dtype must be torch.float32 or None, got {logits_dtype!r}",
+             ValueError if isinstance(logits_dtype, torch.dtype) else TypeError)
+    if chunk_rows is not None and not (is_integer(chunk_rows) and chunk_rows > 0):
+        fail(f"chunk_rows must be a positive integer or None, got {chunk_rows!r}")
+    return Chunks(chunk_rows, logits_dtype is not None)

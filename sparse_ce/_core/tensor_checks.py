@@ -1,0 +1,182 @@
+"""The arguments of the losses: their list, in the order of the schemas, and what is checked of them before any work."""
+
+import math
+from typing import Optional, Tuple
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from .arguments import Normalizer, Scale, arithmetic_dtype
+from .errors import described, fail
+from .options import is_number
+from .tracing import VALIDATES, readable, unwrapped
+
+
+def taken_scale(logit_scale: Scale, shape: torch.Size, input: Tensor) -> Tuple[float, Optional[Tensor]]:
+    """``logit_scale`` and ``row_scale`` of the ops, for logits of ``shape`` on the device of ``input``."""
+    if not isinstance(logit_scale, Tensor):
+        return logit_scale, None
+    check_local("logit_scale", logit_scale, "pass logit_scale.full_tensor()")
+    if not logit_scale.dtype.is_floating_point or logit_scale.layout != torch.strided:
+        fail(f"logit_scale must be a number or a strided tensor of a floating dtype, got {logit_scale.dtype}, "
+             f"{logit_scale.layout}", TypeError)
+    if logit_scale.dim() and logit_scale.shape != shape[:-1]:
+        fail(f"logit_scale must be a number, (), or of the leading shape {list(shape[:-1])}, got "
+             f"{list(logit_scale.shape)}")
+    if logit_scale.dim() and logit_scale.requires_grad:
+        fail("logit_scale must not require grad where it has a number for each row, got one that does; pass "
+             "logit_scale.detach(), or scale input itself: input * logit_scale[..., None]")
+    if logit_scale.device != input.device:
+        fail(f"logit_scale must be on the device of input, {input.device}, got {logit_scale.device}", RuntimeError)
+    scale = logit_scale.to(arithmetic_dtype(input.dtype))
+    return 1.0, scale.reshape(-1) if scale.dim() else scale
+
+
+def taken_weight(row_weight: Optional[Tensor], shape: torch.Size, input: Tensor) -> Optional[Tensor]:
+    """``row_weight`` of the ops, (N,), for logits of ``shape`` on the device of ``input``."""
+    if row_weight is None:
+        return None
+    if not isinstance(row_weight, Tensor) or not row_weight.dtype.is_floating_point:
+        fail(f"row_weight must be a tensor of a floating dtype, got {described(row_weight)}", TypeError)
+    check_local("row_weight", row_weight, "pass row_weight.full_tensor()")
+    if row_weight.shape != shape[:-1]:
+        fail(f"row_weight must be of the leading shape {list(shape[:-1])}, got {list(row_weight.shape)}")
+    if row_weight.device != input.device:
+        fail(f"row_weight must be on the device of input, {input.device}, got {row_weight.device}", RuntimeError)
+    return row_weight.to(arithmetic_dtype(input.dtype)).reshape(-1)
+
+
+# ------------------------------------------------------------------------------------------------ what divides, and how
+
+def check_reduction(reduction: str, normalizer: Optional[Normalizer]) -> None:
+    if not isinstance(reduction, str) or reduction not in ("none", "sum", "mean"):
+        fail(f"reduction must be 'none', 'sum' or 'mean', got {reduction!r}")
+    if normalizer is None:
+        return
+    if reduction != "mean":
+        fail(f"normalizer must be None unless reduction is 'mean', got reduction={reduction!r}")
+    if isinstance(normalizer, Tensor):
+        _check_normalizer_tensor(normalizer)
+    elif not (is_number(normalizer) or isinstance(normalizer, bool)):
+        fail(f"normalizer must be a number or a tensor, got {normalizer!r}", TypeError)
+    elif not 0 <= normalizer < math.inf:
+        fail(f"normalizer must be finite and not negative, got {normalizer}")
+
+
+def _check_normalizer_tensor(normalizer: Tensor) -> None:
+    if normalizer.dtype.is_complex or normalizer.layout != torch.strided:
+        fail(f"normalizer must be a strided tensor of real numbers, got {normalizer.dtype}, {normalizer.layout}",
+             TypeError)
+    check_local("normalizer", normalizer, "pass normalizer.full_tensor()")
+    if normalizer.numel() == 0:
+        fail(f"normalizer must have at least one element, got {list(normalizer.shape)}")
+    if not readable(normalizer, wait=VALIDATES):
+        return
+    first = (normalizer if normalizer.numel() == 1 else normalizer.reshape(-1)[0]).item()
+    if not 0 <= first < math.inf:
+        fail(f"normalizer must be finite and not negative, got {first}")
+    if normalizer.numel() > 1 and not bool((normalizer == first).all()):
+        fail("normalizer must have equal elements, one for each device that a batch is split to, got "
+             f"{normalizer.tolist()}; pass their sum, or one of them")
+
+
+def scalar_normalizer(normalizer: Normalizer, input: Tensor) -> Tensor:
+    """(), in the arithmetic dtype, on the device of ``input``."""
+    dtype = arithmetic_dtype(input.dtype)
+    if not isinstance(normalizer, Tensor):
+        return torch.full((), float(normalizer), dtype=dtype, device=input.device)
+    if normalizer.is_meta and not input.is_meta:
+        fail(f"normalizer must be on a device with memory, as input on {input.device} is, got {normalizer.device}",
+             RuntimeError)
+    return normalizer.detach().reshape(-1)[0].to(device=input.device, dtype=dtype, non_blocking=True)
+
+
+# -------------------------------------------------------------------------------------------------------------- tensors
+
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+
+
+def check_input(input: Tensor, last: str) -> None:
+    """``last``: the name of the last dimension."""
+    _check_floating("input", input, "pass input.full_tensor(), or input.to_local() where each rank holds its own rows")
+    if input.dim() == 0:
+        fail(f"input must be (..., {last}), got shape []")
+
+
+
+
+def check_head(input: Tensor, linear_weight: Tensor, linear_bias: Optional[Tensor], sharded: bool = False) -> None:
+    """``sharded``: by classes, of which there may be none here."""
+    for name, t in (("linear_weight", linear_weight), ("linear_bias", linear_bias)):
+        if t is None and name == "linear_bias":
+            continue
+        _check_floating(name, t, "compute the loss in the forward of the module that fully_shard was given the head "
+                        "with, or unshard it before, head.unshard()")
+        if t is not None and t.device != input.device:
+            fail(f"{name} must be on the device of input, {input.device}, got {t.device}", RuntimeError)
+    if linear_weight.dim() != 2 or linear_weight.shape[1] != input.shape[-1]:
+        fail(f"linear_weight must be (V, {input.shape[-1]}), as wide as input, got {list(linear_weight.shape)}")
+    if linear_weight.shape[0] == 0 and not sharded:
+        fail(f"linear_weight must have at least one class, got shape {list(linear_weight.shape)}")
+    if linear_bias is not None and linear_bias.shape != linear_weight.shape[:1]:
+        fail(f"linear_bias must be ({linear_weight.shape[0]},), got {list(linear_bias.shape)}")
+
+
+
+
+
+
+
+
+def one_of(size: int, *sizes: Optional[int]) -> bool:
+    """``size in sizes``, which torch.compile answers with no for sizes that are symbols."""
+    return any(size == other for other in sizes)
+
+
+def class_weights(weight: Tensor, input: Tensor, vocab: int, classes: int) -> Tensor:
+    """(classes,) in the arithmetic dtype."""
+    _check_weight(weight)
+    if weight.dim() != 1 or not one_of(weight.shape[0], vocab, classes):
+        fail(f"weight must be ({classes},), one weight a class, got {list(weight.shape)}")
+    if weight.device != input.device:
+        fail(f"weight must be on the device of input, {input.device}, got {weight.device}", RuntimeError)
+    return weight[:classes].to(arithmetic_dtype(input.dtype))
+
+
+def _check_weight(weight: Tensor) -> None:
+    if not isinstance(weight, Tensor):
+        fail(f"weight must be a tensor, got {type(weight).__name__}", TypeError)
+    if not weight.dtype.is_floating_point:
+        fail(f"weight must be of a floating dtype, got {weight.dtype}", TypeError)
+    check_local("weight", weight, "pass weight.full_tensor()")
+    if weight.requires_grad:
+        fail("weight must be a tensor that does not require grad, got one that does; pass weight.detach()")
+
+
+def _check_floating(name: str, t: Optional[Tensor], fix: str) -> None:
+    """A strided tensor of a dtype that the kernels know, whole; ``fix`` for one that is not."""
+    if not isinstance(t, Tensor):
+        fail(f"{name} must be a tensor, got {type(t).__name__}", TypeError)
+    if t.is_nested:
+        fail(f"{name} must be a regular tensor, got a nested tensor; pass torch.cat({name}.unbind())", TypeError)
+    if t.dtype not in _DTYPES:
+        fail(f"{name} must be float16, bfloat16, float32 or float64, got {t.dtype}", TypeError)
+    if t.layout != torch.strided:
+        fail(f"{name} must be strided, got layout {t.layout}")
+    check_local(name, t, fix)
+
+
+def is_distributed(t: object) -> bool:
+    """Whether it is a DTensor."""
+    # DTensor takes long to import. The type is asked: torch.compile knows a traced tensor's attributes by its class.
+    return type(t) is not Tensor and type(t) is not Parameter and hasattr(type(t), "full_tensor")
+
+
+def check_local(name: str, t: Tensor, fix: str) -> None:
+    """A shard knows neither the other classes nor whether the processes' gradients are to be added or averaged."""
+    if is_distributed(t := unwrapped(t)):
+        fail(f"{name} must be a tensor that this process holds in full, got a DTensor with placements "
+             f"{list(getattr(t, 'placements'))}; {fix}", TypeError)

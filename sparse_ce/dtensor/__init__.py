@@ -1,0 +1,1 @@
+"""DTensors as arguments. Imported only where there is one."""

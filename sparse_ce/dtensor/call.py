@@ -1,0 +1,215 @@
+"""DTensors as arguments: this rank's tensors go into the same function, and what it returns comes out as DTensors.
+
+Classes may be shared out on one dimension of the mesh, rows on any others. What crosses ranks because rows are
+elsewhere is all here: the sum of what a mean divides by, that of the loss, and in backward those of the gradients of
+whatever the rows have in common, such as the weight of a head.
+
+torch.distributed.tensor takes long to import: nobody imports this module before there is a DTensor.
+"""
+
+from typing import Any, Callable, List, Optional, Tuple
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate
+
+from .. import reference
+from .._core.arguments import IGNORE_INDEX, Normalizers, arithmetic_dtype
+from .._core.errors import fail
+from .._core.tensor_checks import check_head, check_reduction, is_distributed
+from ..targets.convert import ANY_CLASS, as_ids, as_target, dense_parts, flat_target
+from ..targets.sparse_target import SparseTarget
+from .placements import (
+    check_cut,
+    check_order,
+    dimension_of_classes,
+    dimension_of_sequence,
+    holds_data,
+    leading_placements,
+    local_part,
+    range_here,
+    refuse_placements,
+    several,
+    whole,
+)
+from .rows import Given, Rows, of_each
+
+_FIRST = "fn", "input", "linear_weight", "target"  # in front of the row arguments of linear_row_loss
+
+
+def call(function: Callable[..., Any], given: Given) -> Any:
+    """``function`` of arguments among which there are DTensors."""
+    given = dict(given)
+    for name in ("group", "vocab_start"):
+        if given.pop(name, None) is not None:
+            fail(f"{name} must be None for a DTensor, whose mesh and placements say it, got one")
+    reduction = given.get("reduction", "none")
+    check_reduction(reduction, None)
+    if "student" in given:
+        rows = _enter_student(given)
+    else:
+        rows = _enter_head(given) if "linear_weight" in given else _enter_logits(given, "input")
+        rows = rows.of_entries(given)
+        _take_targets(given, rows)
+        rows.name_classes(given)
+    for name in ("row_weight", "teacher_log_rest"):
+        if given.get(name) is not None:
+            given[name] = rows.local(name, given[name])
+    for name in ("weight", "normalizer"):
+        if isinstance(given.get(name), Tensor):
+            given[name] = whole(name, given[name])
+    scale = given.get("logit_scale")
+    if isinstance(scale, Tensor):
+        given["logit_scale"] = rows.local("logit_scale", scale) if scale.dim() else rows.summed(
+            whole("logit_scale", scale))
+    row_args = [rows.target("row_args", t) if isinstance(t, SparseTarget) else rows.local("row_args", t)
+                for t in given.pop("row_args", ())]
+
+    def run(**changed: Any) -> Any:
+        named = {**given, **changed}
+        first = [named.pop(name) for name in _FIRST] if "fn" in named else []
+        return rows.returned(function(*first, *row_args, **named), reduction != "none")
+
+    if reduction != "mean" or given["normalizer"] is not None or not rows.sharded:
+        return run()
+    if "alpha" in given:
+        classes = given.get("num_classes")
+        counted = [_divisor(dict(teacher=given["teacher"], num_classes=classes), rows)]
+        if given["labels"] is not None:
+            counted.append(_divisor(dict(teacher=given["labels"], ignore_index=given["ignore_index"],
+                                         num_classes=classes), rows))
+        return run(normalizer=Normalizers(*rows.total(torch.stack(counted)).to_local().unbind()))
+    return run(normalizer=rows.total(_divisor(given, rows)).to_local())
+
+
+def _divisor(given: Given, rows: Rows) -> Tensor:
+    """What the mean of these rows alone would divide by, (), 0 over nothing."""
+    shape, like, mark = torch.Size((*rows.given, rows.classes)), rows.like, given.get("ignore_index", IGNORE_INDEX)
+    target = given["teacher"] if "teacher" in given else given["target"]
+    options = dict(ignore_index=mark, num_classes=given.get("num_classes"))
+    zeros = torch.zeros(rows.here.numel(), dtype=arithmetic_dtype(like.dtype), device=like.device)
+    with torch.no_grad():
+        if "weight" in given:
+            a, _ = dense_parts(like, shape, target, given["weight"], "mean", None, options, None)
+            divisor = reference.loss_mean(zeros, None, *a.target)[1]
+            return torch.where(divisor.isinf(), 0.0, divisor)
+        ids = as_ids(target, shape) if "fn" in given else as_target(target, shape)
+        a = flat_target(like, shape, ids, target, None, None, options)
+        return (~reference.ignored_rows(a, zeros.shape[0])).sum(dtype=zeros.dtype)
+
+
+# ---------------------------------------------------------------------------------------------------- what has the rows
+
+def _enter_logits(given: Given, name: str) -> Rows:
+    """Makes the logits local."""
+    logits = given[name]
+    check_order(logits.device_mesh)
+    last = logits.dim() - 1
+    if last < 0:
+        fail(f"{name} must be (..., V), got shape []")
+    placements, vocab = leading_placements(name, logits, last)
+    local = given[name] = local_part(logits, logits.placements)
+    begin, end = range_here(logits.shape[last], last, logits.device_mesh, logits.placements)
+    rows = Rows(logits.device_mesh, placements, logits.shape[:last], logits.shape[last], local,
+                several(logits.device_mesh, vocab), begin)
+    check_cut(name, local, (*rows.here, end - begin))
+    return rows
+
+
+def _enter_head(given: Given) -> Rows:
+    """Makes hidden states, weight and bias local."""
+    hidden: Any = given["input"]
+    weight: Any = given["linear_weight"]
+    bias: Optional[Tensor] = given["linear_bias"]
+    of_rows, of_head = is_distributed(hidden), is_distributed(weight)
+    _check_shapes(hidden, weight)
+    mesh = (hidden if of_rows else weight).device_mesh
+    check_order(mesh)
+    if of_rows and of_head and weight.device_mesh != mesh:
+        fail(f"linear_weight must be on the mesh of input, {mesh}, got {weight.device_mesh}")
+    if of_head and not of_rows and holds_data(weight):
+        check_head(hidden, weight, bias)  # which refuses it and says how
+    last, same = hidden.dim() - 1, [Replicate()] * mesh.ndim
+    placements: List[Any] = list(same)
+    if of_rows:
+        leading, features = leading_placements("input", hidden, last)
+        if features is not None:
+            fixed = [Replicate() if i == features else p for i, p in enumerate(hidden.placements)]
+            refuse_placements("input", hidden, "Replicate or Shard of a leading dimension", fixed)
+        placements = list(leading)
+    vocab = dimension_of_classes(weight) if of_head else None
+    if vocab is not None:
+        placements[vocab] = Replicate()
+    whole = tuple(weight.placements) if of_head else tuple(same)
+    sequence = dimension_of_sequence(hidden, vocab) if of_rows else None
+    if sequence is not None:  # each chunk is gathered, and its gradient scattered
+        hidden = local_part(hidden, tuple(hidden.placements))
+    elif of_rows:
+        if list(hidden.placements) != placements:
+            hidden = hidden.redistribute(placements=placements)
+        hidden = local_part(hidden, tuple(placements))
+    begin, end = range_here(weight.shape[0], 0, mesh, whole)
+    shape = given["input"].shape
+    rows = Rows(mesh, tuple(placements), shape[:last], weight.shape[0], hidden, several(mesh, vocab), begin, sequence)
+    cut = list(rows.here)
+    if sequence is not None:
+        cut[sequence] //= rows.ranks
+    check_cut("input", hidden, (*cut, shape[-1]))
+    local = rows.summed(local_part(weight, whole) if of_head else weight)
+    check_cut("linear_weight", local, (end - begin, weight.shape[1]))
+    if bias is not None:
+        given["linear_bias"] = rows.summed(_bias(bias, mesh, whole, weight.shape[0]))
+    given["input"], given["linear_weight"] = hidden, local
+    return rows
+
+
+def _check_shapes(hidden: Any, weight: Any) -> None:
+    for name, t in (("input", hidden), ("linear_weight", weight)):
+        if not isinstance(t, Tensor):
+            fail(f"{name} must be a tensor, got {type(t).__name__}", TypeError)
+    if hidden.dim() == 0:
+        fail("input must be (..., D), got shape []")
+    if weight.dim() != 2:
+        fail(f"linear_weight must be (V, {hidden.shape[-1]}), as wide as input, got {list(weight.shape)}")
+
+
+def _bias(bias: Tensor, mesh: DeviceMesh, placements: Tuple[Any, ...], classes: int) -> Tensor:
+    """Of the classes here; whole, or placed as the weight is."""
+    placed: Any = bias
+    if not is_distributed(bias):
+        if bias.shape != (classes,):
+            fail(f"linear_bias must be ({classes},), or a DTensor of that shape, got {list(bias.shape)}")
+        placed = DTensor.from_local(bias, mesh, [Replicate()] * mesh.ndim, run_check=False)
+    elif placed.device_mesh != mesh:
+        fail(f"linear_bias must be on the mesh of linear_weight, {mesh}, got {placed.device_mesh}")
+    if tuple(placed.placements) != placements:
+        placed = placed.redistribute(placements=placements)
+    return local_part(placed, placements)
+
+
+def _enter_student(given: Given) -> Rows:
+    """Makes the student of a divergence, logits or log-probabilities, log-probabilities of the rows here."""
+    student = given["student"]
+    lse: Any = student.lse
+    check_order(lse.device_mesh)
+    placements, _ = leading_placements("student", lse, lse.dim())
+    rows = Rows(lse.device_mesh, placements, lse.shape, _classes_of(given["teacher"]), lse.to_local())
+    _take_targets(given, rows)
+    jagged = isinstance(given["teacher"], SparseTarget) and given["teacher"].form == "jagged"
+    given["student"] = of_each(lambda t: rows.local("student", t), student, rows.local_entries if jagged else None)
+    return rows
+
+
+def _classes_of(teacher: Any) -> int:
+    """Where log-probabilities do not say how many there are; more than any id where nothing does."""
+    if isinstance(teacher, SparseTarget) and teacher.num_classes is not None:
+        return teacher.num_classes
+    sparse = isinstance(teacher, Tensor) and teacher.layout != torch.strided
+    return teacher.shape[-1] if sparse else ANY_CLASS
+
+
+def _take_targets(given: Given, rows: Rows) -> None:
+    for name in ("target", "indices", "teacher", "labels"):
+        if given.get(name) is not None:
+            given[name] = rows.target(name, given[name])

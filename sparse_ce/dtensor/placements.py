@@ -1,0 +1,196 @@
+"""How DTensors are placed, and what of them is here."""
+
+import functools
+import sys
+from typing import Any, Optional, Sequence, Tuple
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.utils._python_dispatch import _disable_current_modes
+
+from .._core.errors import fail
+from .._core.tensor_checks import is_distributed
+from .._core.tracing import traced
+
+_OF_DATA = "dp", "data", "fsdp", "hsdp"  # how the names of mesh dimensions begin that share out data
+
+
+def range_here(size: int, dim: int, mesh: DeviceMesh, placements: Sequence[Any]) -> Tuple[int, int]:
+    """[begin, end) of what is here of dimension ``dim``, which each mesh dimension cuts as ``torch.chunk`` does."""
+    begin = 0
+    for at, placement in enumerate(placements):
+        if placement.is_shard() and placement.dim == dim:
+            step = -(-size // mesh.size(at))
+            low = min(mesh.get_local_rank(at) * step, size)
+            begin, size = begin + low, min(step, size - low)
+    return begin, begin + size
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # a compiler would follow into the cache
+def check_order(mesh: DeviceMesh) -> None:
+    """That the ranks of a mesh ascend along each dimension. PyTorch numbers those of a group in ascending order: some
+    of its functions cut by that number, others by the place in the mesh, and nobody can tell which part is where. All
+    ranks raise, as all have the same mesh."""
+    if not _ascends(mesh):
+        _check_group(mesh)
+
+
+@functools.lru_cache(maxsize=64)
+def _ascends(mesh: DeviceMesh) -> bool:
+    with _disable_current_modes():  # of fake tensors nobody knows the numbers
+        return all(bool((mesh.mesh.diff(dim=dim) > 0).all()) for dim in range(mesh.mesh.dim()))
+
+
+def _check_group(mesh: DeviceMesh) -> None:
+    """That it was made to keep its ranks' order, and is the whole mesh: meshes of other groups are equal to this."""
+    with _disable_current_modes():
+        ranks = mesh.mesh.tolist()
+        if mesh.ndim > 1 or torch.distributed.get_process_group_ranks(mesh.get_group(0)) != ranks:
+            fail("the ranks of a DTensor's device mesh must ascend along each of its dimensions, or PyTorch itself "
+                 f"takes one rank's part for another's, got {ranks}")
+
+
+def leading_placements(name: str, t: Any, last: int) -> Tuple[Tuple[Any, ...], Optional[int]]:
+    """The placements of the leading dimensions, and the mesh dimension that shares out the ``last``."""
+    rows, found = [], None
+    for at, p in enumerate(t.placements):
+        if isinstance(p, Shard) and p.dim == last and found is None:
+            found = at
+            rows.append(Replicate())
+        elif p.is_replicate() or isinstance(p, Shard) and p.dim < last:
+            rows.append(p)
+        else:
+            refuse_placements(name, t, "Replicate or Shard on each mesh dimension, its last dimension on one at most", [
+                q if q.is_replicate() or isinstance(q, Shard) and i != at else Replicate()
+                for i, q in enumerate(t.placements)])
+    return tuple(rows), found
+
+
+def dimension_of_classes(weight: Any) -> Optional[int]:
+    """The mesh dimension that shares out the classes of a head."""
+    found = None
+    for at, p in enumerate(weight.placements):
+        if isinstance(p, Shard) and p.dim == 0 and found is None:
+            found = at
+        elif not p.is_replicate():
+            refuse_placements("linear_weight", weight, "Replicate, or Shard(0) on one mesh dimension", [
+                q if q.is_replicate() or isinstance(q, Shard) and q.dim == 0 and i != at else Replicate()
+                for i, q in enumerate(weight.placements)])
+    return found
+
+
+def group_of_classes(t: Any, dim: int) -> Any:
+    """The process group that shares out the classes, ``dim``, None where none does."""
+    at = next((at for at, p in enumerate(t.placements) if isinstance(p, Shard) and p.dim == dim), None)
+    at = several(t.device_mesh, at)
+    return None if at is None else t.device_mesh.get_group(at)
+
+
+def dimension_of_sequence(hidden: Any, vocab: Optional[int]) -> Optional[int]:
+    """The leading dimension of hidden states that the ranks of ``vocab``, among whom the classes of a head are shared
+    out, share out too, into parts of the same size; None: there is none, or the mesh cuts those parts further."""
+    if vocab is None or hidden.device_mesh.size(vocab) == 1:
+        return None
+    placement = hidden.placements[vocab]
+    if not isinstance(placement, Shard):
+        return None
+    dim: int = placement.dim
+    if any(p.is_shard() and p.dim == dim for p in hidden.placements[vocab + 1:]):
+        return None
+    before = [Replicate() if at == vocab else p for at, p in enumerate(hidden.placements)]
+    begin, end = range_here(hidden.shape[dim], dim, hidden.device_mesh, before)
+    return dim if (end - begin) % hidden.device_mesh.size(vocab) == 0 else None
+
+
+def ranks_first(t: Tensor, dim: int, ranks: int) -> Tensor:
+    """A tensor whose dimension ``dim`` is shared out among ``ranks``: their parts one after the other along the first
+    dimension."""
+    return t if dim == 0 else t.unflatten(dim, (ranks, t.shape[dim] // ranks)).movedim(dim, 0).flatten(0, 1)
+
+
+def ranks_within(t: Tensor, dim: int, ranks: int) -> Tensor:
+    """What :func:`ranks_first` was given."""
+    return t if dim == 0 else t.unflatten(0, (ranks, t.shape[0] // ranks)).movedim(0, dim).flatten(dim, dim + 1)
+
+
+def refuse_placements(name: str, t: Any, expectation: str, fixed: Sequence[Any]) -> None:
+    fail(f"{name} must be placed {expectation}, got a DTensor with placements {list(t.placements)}; pass "
+         f"{name}.redistribute(placements={list(fixed)})", TypeError)
+
+
+def holds_data(weight: Any) -> bool:
+    """Whether the ranks that share a weight out have other rows each, so that plain hidden states are not the same
+    there: a parameter of FSDP2 outside of its module's forward, or a mesh whose name says it.
+
+    FSDP2 leaves no mark on what it shards, but its states know their parameters.
+    """
+    names = weight.device_mesh.mesh_dim_names or ()
+    if any(p.is_shard() and name.startswith(_OF_DATA) for p, name in zip(weight.placements, names)):
+        return True
+    states = sys.modules.get("torch.distributed._composable_state")
+    if states is None or torch.compiler.is_compiling():
+        return False
+    for reference_to_state in list(getattr(states, "_module_state_mapping", {}).values()):
+        state: Any = reference_to_state()
+        groups = getattr(state, "_fsdp_param_groups", None)
+        for group in [getattr(state, "_fsdp_param_group", None)] if groups is None else groups:
+            if any(p.sharded_param is weight for p in getattr(group, "fsdp_params", ())):
+                return True
+    return False
+
+
+def several(mesh: DeviceMesh, at: Optional[int]) -> Optional[int]:
+    return None if at is None or mesh.size(at) == 1 else at
+
+
+def local_part(t: Any, placements: Tuple[Any, ...]) -> Tensor:
+    """What is here of ``t``, whose gradient comes with ``placements``."""
+    local = t.to_local(grad_placements=placements)
+    wait = getattr(local, "wait", None)  # still on the way
+    result: Tensor = local if wait is None else wait()
+    return result
+
+
+class _Once(torch.autograd.Function):
+    """``t``, whose gradient has none."""
+
+    @staticmethod
+    def forward(ctx: Any, t: Tensor) -> Tensor:
+        return t.view_as(t)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        if torch.is_grad_enabled() and not traced():
+            fail("torch must be 2.12 or newer for second derivatives of DTensors (create_graph=True), got "
+                 f"{torch.__version__}", RuntimeError)
+        return grad
+
+
+# Before 2.12 backward's ways into DTensors and out of them are in no graph: second derivatives would lack all behind.
+_ONCE = torch.__version__ < "2.12"
+
+
+def as_placed(t: Tensor, mesh: DeviceMesh, placements: Sequence[Any], **of_whole: Any) -> Tensor:
+    """A result of which ``t`` is here. ``of_whole``: its shape and stride, unless the parts say it."""
+    if _ONCE and t.requires_grad:
+        t = _Once.apply(t)
+    placed: Tensor = DTensor.from_local(t, mesh, placements, run_check=False, **of_whole)
+    return placed
+
+
+def whole(name: str, t: Tensor) -> Tensor:
+    """A plain tensor, or what every rank has of a DTensor."""
+    if not is_distributed(t):
+        return t
+    placed: Any = t
+    if not all(p.is_replicate() for p in placed.placements):
+        fail(f"{name} must be the same on every rank, got a DTensor with placements {list(placed.placements)}; pass "
+             f"{name}.full_tensor()", TypeError)
+    return local_part(placed, tuple(placed.placements))
+
+
+def check_cut(name: str, local: Tensor, shape: Sequence[int]) -> None:
+    if local.shape != torch.Size(shape):
+        fail(f"{name} must be cut as torch.chunk does, {list(shape)} here, got {list(local.shape)}")

@@ -1,0 +1,259 @@
+"""The rows of DTensors: which are here, how what belongs to them comes in and how results go out."""
+
+from typing import Any, Callable, Dict, List, NamedTuple, Optional, Sequence, Tuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate
+
+from .._core.errors import fail
+from .._core.options import is_integer
+from .._core.outputs import LogProbs
+from .._core.tensor_checks import is_distributed
+from ..sharding.groups import SequenceGroup
+from ..targets.convert import as_target
+from ..targets.sparse_target import SparseTarget
+from .placements import as_placed, local_part, range_here, ranks_first, ranks_within, refuse_placements, whole
+
+Given = Dict[str, Any]  # arguments by the names of their parameters
+
+
+class Rows(NamedTuple):
+    """Where the rows are, and the classes: ``placements`` of tensors of the leading shape, which are the same on all
+    ranks of ``vocab``, the mesh dimension that the ``classes`` are shared out on, from ``first_class`` on.
+
+    ``sequence``: the leading dimension that hidden states alone share out there as well. The function is given all else
+    with the rows of the first rank in front, then those of the second, and so on.
+
+    ``entries``: of jagged ids whose rows are sharded, which belong to the rows here; each to those of one rank.
+    """
+
+    mesh: DeviceMesh
+    placements: Tuple[Any, ...]
+    leading: torch.Size
+    classes: int
+    like: Tensor  # local, of the dtype and on the device of the logits
+    vocab: Optional[int] = None
+    first_class: int = 0
+    sequence: Optional[int] = None
+    entries: Optional[Tensor] = None
+
+    @property
+    def sharded(self) -> bool:
+        return any(p.is_shard() for p in self.placements)
+
+    @property
+    def ranges(self) -> List[Tuple[int, int]]:
+        """[begin, end) of the rows here in each leading dimension."""
+        return [range_here(size, dim, self.mesh, self.placements) for dim, size in enumerate(self.leading)]
+
+    @property
+    def first_has_all(self) -> bool:
+        """Whether the rows of one rank are all, so that a shape does not say which of the two are meant: what is added
+        up over the ranks is so by all of them then."""
+        return self.sharded and all(self.leading[p.dim] <= 1 for p in self.placements if p.is_shard())
+
+    @property
+    def here(self) -> torch.Size:
+        return torch.Size([end - begin for begin, end in self.ranges])
+
+    @property
+    def given(self) -> torch.Size:
+        """``here``, as the function sees it."""
+        return self.in_turn(torch.empty(self.here, device="meta")).shape
+
+    def name_classes(self, given: Given) -> None:
+        """Which classes are here, for a function that is given its columns or its head's rows."""
+        given.update(self.of_classes(given.get("num_classes")))
+        count = given.get("num_classes")
+        if self.vocab is None or count == self.classes:
+            return
+        for name, t in given.items():  # of all columns: the function knows of no more than there are classes
+            if isinstance(t, SparseTarget) and t.num_classes == self.classes:
+                given[name] = t.with_num_classes(count)
+        if isinstance(given.get("weight"), Tensor) and given["weight"].shape == (self.classes,):
+            given["weight"] = whole("weight", given["weight"])[:count]
+
+    def of_classes(self, num_classes: Optional[int] = None) -> Given:
+        if self.vocab is None:
+            return {} if num_classes is None else dict(num_classes=num_classes)
+        if num_classes is None:
+            num_classes = self.classes
+        elif is_integer(num_classes) and not 0 < num_classes <= self.classes:
+            fail(f"num_classes must be in [1, {self.classes}], the classes of all ranks, got {num_classes}")
+        group: Any = self.mesh.get_group(self.vocab)
+        return dict(group=group if self.sequence is None else SequenceGroup(group), vocab_start=self.first_class,
+                    num_classes=num_classes)
+
+    # -------------------------------------------------------------------------------------------------------- inwards
+
+    def local(self, name: str, t: Any) -> Any:
+        """The rows here of a tensor (*leading, ...): a DTensor, or a plain one of all rows or of these."""
+        if not isinstance(t, Tensor):
+            return t  # of which the function complains
+        if is_distributed(t):
+            placed: Any = t
+            if placed.device_mesh != self.mesh:
+                fail(f"{name} must be on the mesh of the logits, {self.mesh}, got {placed.device_mesh}")
+            if any(p.is_partial() or p.is_shard() and p.dim >= len(self.leading) for p in placed.placements):
+                refuse_placements(name, placed, "Replicate or Shard of a leading dimension", self.placements)
+            if placed.placements != self.placements:
+                placed = placed.redistribute(placements=self.placements)
+            return self.in_turn(local_part(placed, self.placements))
+        count = len(self.leading)
+        is_here = t.shape[:count] == self.here
+        if is_here and t.requires_grad and self.first_has_all:
+            sizes = zip(reversed(t.shape[:count]), reversed(self.leading))
+            t = F.pad(t, [0, 0] * (t.dim() - count) + [n for have, want in sizes for n in (0, want - have)])
+        elif is_here:
+            return self.in_turn(t)
+        if not self.sharded:
+            return t
+        if t.shape[:count] != self.leading:
+            self._refuse_shape(name, t.shape)
+        t = self.summed(t)
+        for dim, (begin, end) in enumerate(self.ranges):
+            t = t.narrow(dim, begin, end - begin)
+        return self.in_turn(t)
+
+    def in_turn(self, t: Tensor) -> Tensor:
+        """The rows here, those of each rank together where hidden states are shared out by sequence."""
+        return t if self.sequence is None else ranks_first(t, self.sequence, self.ranks)
+
+    @property
+    def ranks(self) -> int:
+        """Among whom the classes are shared out."""
+        return 1 if self.vocab is None else self.mesh.size(self.vocab)
+
+    def target(self, name: str, t: Any) -> Any:
+        """The rows here of a target in any form."""
+        if isinstance(t, (tuple, list)):
+            return tuple(self.local(name, part) for part in t)
+        if isinstance(t, Tensor) and t.layout == torch.strided:
+            return self.local(name, t)
+        if isinstance(t, SparseTarget) and is_distributed(t.indices):
+            if t.form == "jagged":
+                t = t._map(lambda part: whole(name, part))
+            else:
+                return t._map(lambda part: self.local(name, part))
+        if not self.sharded and not self.sequence and (self.vocab is None or isinstance(t, SparseTarget)):
+            return t  # the first dimension has each rank's rows together
+        t = t if isinstance(t, SparseTarget) else as_target(t, torch.Size((*self.leading, self.classes)))
+        learns = isinstance(t.values, Tensor) and t.values.requires_grad
+        if t.shape != self.here or learns and self.first_has_all:
+            if t.shape != self.leading:
+                self._refuse_shape(name, t.shape)
+            t = t._map(self.summed)[tuple(slice(begin, end) for begin, end in self.ranges)]
+        return t if self.sequence is None else _each_row(t, self.in_turn)
+
+    def of_entries(self, given: Given) -> "Rows":
+        """The same, for a function that returns a log-probability of each of its ``indices``, if it has any."""
+        ids: Any = given.get("indices")
+        is_sparse = isinstance(ids, SparseTarget) or isinstance(ids, Tensor) and ids.layout != torch.strided
+        if not self.sharded or not is_sparse:
+            return self
+        t = ids if isinstance(ids, SparseTarget) else as_target(ids, torch.Size((*self.leading, self.classes)))
+        given["indices"] = t
+        if t.form != "jagged":
+            return self
+        t = t._map(lambda part: whole("indices", part))
+        if t.shape != self.leading:
+            fail(f"indices must be those of all rows where these are sharded and their sets jagged, of shape "
+                 f"{list(self.leading)}, got {list(t.shape)}: entries of some rows have no place among those of all")
+        here = torch.zeros(self.leading, dtype=torch.bool, device=t.device)
+        if here.numel() == 0:
+            return self._replace(entries=torch.zeros_like(t.indices, dtype=torch.bool))
+        here[tuple(slice(begin, end) for begin, end in self.ranges)] = True
+        return self._replace(entries=here.flatten()[t.row_indices()])
+
+    def _refuse_shape(self, name: str, shape: Sequence[int]) -> None:
+        fail(f"{name} must have leading shape {list(self.leading)}, or {list(self.here)}, of the rows that are here, "
+             f"got {list(shape)}")
+
+    def summed(self, t: Tensor) -> Tensor:
+        """``t``, the same where rows differ: its gradient is the sum of theirs."""
+        if not self.sharded or not t.requires_grad or not torch.is_grad_enabled():
+            return t
+        same = [Replicate()] * self.mesh.ndim
+        # Where the sum is left to the derivative of from_local, it has none itself; that of redistribute has.
+        placed = DTensor.from_local(t, self.mesh, same, run_check=False).redistribute(placements=same)
+        return local_part(placed, self.sums)
+
+    # ------------------------------------------------------------------------------------------------------- outwards
+
+    def returned(self, out: Any, scalar: bool) -> Any:
+        """What a function of these rows gave. ``scalar``: it, or the first of it, is a sum over them."""
+        if isinstance(out, Tensor):
+            return self.total(out) if scalar else self.placed(out)
+        if isinstance(out, LogProbs):
+            return of_each(self.placed, out, None if self.entries is None else self.placed_entries)
+        if isinstance(out, SparseTarget):
+            return out._map(self.placed)
+        if isinstance(out, dict):
+            return {name: self.placed(t) for name, t in out.items()}
+        first, *rest = out
+        made = (self.returned(first, scalar), *(t if t is None else self.returned(t, False) for t in rest))
+        return made if type(out) is tuple else type(out)(*made)
+
+    def placed(self, t: Tensor) -> Tensor:
+        """(*leading, ...), of its rows here; entries of a jagged target are none of them."""
+        if self.sequence is not None and t.dim() >= len(self.leading):
+            t = ranks_within(t, self.sequence, self.ranks)
+        if not self.sharded:
+            return as_placed(t, self.mesh, self.placements)
+        shape = torch.Size((*self.leading, *t.shape[len(self.leading):]))
+        strides, stride = [], 1
+        for size in reversed(shape):
+            strides.append(stride)
+            stride *= max(size, 1)
+        return as_placed(t.contiguous(), self.mesh, self.placements, shape=shape, stride=tuple(reversed(strides)))
+
+    def placed_entries(self, t: Tensor) -> Tensor:
+        """Log-probabilities of jagged ids, of which each rank knows those of its rows, as the sum that they are."""
+        assert self.entries is not None
+        if t.numel() < self.entries.numel():  # without a row here the target has no entry here
+            t = F.pad(t.flatten(), (0, self.entries.numel() - t.numel()))
+        t = torch.where(self.entries, t.reshape(self.entries.shape), 0.0)
+        return as_placed(t, self.mesh, self.sums)
+
+    def local_entries(self, t: Tensor) -> Tensor:
+        """What is here of these."""
+        placed: Any = t
+        if is_distributed(t) and not all(p.is_replicate() or p == q for p, q in zip(placed.placements, self.sums)):
+            same = [Replicate()] * self.mesh.ndim
+            refuse_placements("student.log_probs", placed, "as selected_log_probs returns it", same)
+        t = local_part(placed, self.sums) if is_distributed(t) else t
+        return t if self.here.numel() else t[:0]  # as the target has them
+
+    @property
+    def sums(self) -> Tuple[Any, ...]:
+        """The placements of what is to be added up over all rows."""
+        return tuple(Partial() if p.is_shard() else Replicate() for p in self.placements)
+
+    def total(self, t: Tensor) -> Any:
+        """The sum over all rows of what is a sum over those here, ()."""
+        same = [Replicate()] * self.mesh.ndim
+        if not self.sharded:
+            return as_placed(t, self.mesh, same)
+        placed: Any = as_placed(t, self.mesh, self.sums)
+        return placed.redistribute(placements=same)
+
+
+def _each_row(t: SparseTarget, f: Callable[[Tensor], Tensor]) -> SparseTarget:
+    """``f`` of what has a part for each row. The entries of jagged rows stay where they are."""
+    if t.offsets is None:
+        return t._map(f)
+    shape, flat = t.shape, t.flatten()
+    assert flat.offsets is not None
+    offsets = flat.offsets if flat.offsets.dim() == 2 else torch.stack((flat.offsets[:-1], flat.offsets[1:]), 1)
+    mask = None if flat.row_mask is None else f(flat.row_mask.reshape(shape))
+    return flat._replace(flat.indices, flat.values, f(offsets.reshape(*shape, 2)), mask)
+
+
+def of_each(f: Callable[[Tensor], Tensor], out: LogProbs,
+            of_entries: Optional[Callable[[Tensor], Tensor]] = None) -> LogProbs:
+    """``f`` of each field that is there; ``of_entries``, where there is one, of the log-probabilities."""
+    made: Any = (None if t is None else f(t) for t in (out.lse, out.log_rest, out.entropy, out.mean_logit, out.argmax))
+    return LogProbs((of_entries or f)(out.log_probs), *made)

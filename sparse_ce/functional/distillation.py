@@ -1,0 +1,304 @@
+"""Losses of distillation: a divergence from a sparse teacher, with the cross entropy of labels beside it."""
+
+import functools
+from typing import Any, Callable, Dict, Optional, Tuple, Union
+
+import torch
+from torch import Tensor
+
+from .._core.arguments import IGNORE_INDEX, Normalizer, Normalizers, Scale, arithmetic_dtype
+from .._core.errors import fail
+from .._core.flags import check_flags
+from .._core.options import is_number
+from .._core.outputs import LogProbs
+from .._core.tensor_checks import check_head, check_input, is_distributed
+from ..dtensor.dispatch import on_mesh
+from ..sharding.consistency import agreed
+from ..sharding.groups import Group, sharded_head, shared_among, taken_shard
+from ..targets.convert import Target, as_teacher
+from ..targets.entries import as_index, holds_integers
+from ..targets.sparse_target import SparseTarget
+from .divergences import checked, divergence, tempered
+from .linear_losses import linear_cross_entropy
+from .log_probs import linear_selected_log_probs, selected_log_probs
+from .losses import cross_entropy
+from .outputs import Reduction
+from .row_losses import linear_row_loss
+
+Loss = Callable[..., Tensor]
+
+
+
+
+@agreed
+def distillation_loss(
+    input: Tensor,
+    teacher: Target,
+    labels: Optional[Target] = None,
+    *,
+    kind: str = "forward_kl",
+    rest: str = "zero",
+    beta: float = 0.5,
+    floor: float = -100.0,
+    teacher_log_rest: Optional[Tensor] = None,
+    temperature: float = 1.0,
+    temperature_squared: bool = False,
+    alpha: float = 1.0,
+    ignore_index: int = IGNORE_INDEX,
+    logit_scale: Scale = 1.0,
+    softcap: Optional[float] = None,
+    num_classes: Optional[int] = None,
+    group: Group = None,
+    vocab_start: Optional[int] = None,
+    reduction: Reduction = "mean",
+    normalizer: Optional[Normalizer] = None,
+) -> Tensor:
+    """``alpha * divergence(student, teacher) + (1 - alpha) * cross_entropy(labels)``.
+
+    Args:
+        input: the student's logits (..., V).
+        teacher: as for :func:`sparse_ce.divergence`.
+        labels: any form of target of :func:`sparse_ce.cross_entropy`; needed where ``alpha`` is not 1.
+        kind, rest, beta, floor, teacher_log_rest: as for :func:`sparse_ce.divergence`.
+        temperature: of the divergence: the student's logits are divided by it, and the teacher's probabilities are
+            raised to 1 / ``temperature`` and normalized over its classes. What it has off them is not known at another
+            temperature than that of the cache: with ``rest`` other than ``"zero"`` and ``"renormalize"`` it must be 1.
+        temperature_squared: whether the divergence is multiplied by ``temperature ** 2``, which keeps its gradient's
+            size as the temperature grows.
+        alpha: the divergence's share, in [0, 1].
+        ignore_index, logit_scale, softcap, num_classes, group, vocab_start, reduction, normalizer: as for
+            :func:`sparse_ce.cross_entropy`. Each of the two means is over the rows that count in its target; a
+            ``normalizer`` divides both.
+
+    Returns:
+        As :func:`sparse_ce.cross_entropy`.
+
+    Raises:
+        TypeError, ValueError: as :func:`sparse_ce.divergence` and :func:`sparse_ce.cross_entropy`; ``labels`` are
+            missing; a temperature at which the teacher's rest is not known.
+
+    Examples:
+        >>> logits, labels = torch.zeros(2, 4, requires_grad=True), torch.tensor([0, 3])
+        >>> teacher = torch.tensor([[0, 1], [2, 3]]), torch.tensor([[0.5, 0.3], [0.9, 0.1]])
+        >>> sparse_ce.distillation_loss(logits, teacher, labels, rest="renormalize", alpha=0.5, temperature=2.0)
+        tensor(0.7279, grad_fn=<AddBackward0>)
+    """
+    if is_distributed(input):
+        return on_mesh(distillation_loss, locals())  # type: ignore[no-any-return]
+    check_input(input, "V")
+    check_flags(temperature_squared=temperature_squared)
+    shard, columns, classes = taken_shard(group, vocab_start, input.shape[-1], num_classes)
+    shape = torch.Size((*input.shape[:-1], columns))
+    of_kind = dict(kind=kind, rest=rest, beta=beta, floor=floor, teacher_log_rest=teacher_log_rest)
+    given, fields = _checked(teacher, labels, shape, classes, of_kind, temperature, alpha,
+                             arithmetic_dtype(input.dtype))
+    per_row, per_label = _each(normalizer)
+    of_classes = shared_among(group, shard, classes)
+    parts = []
+    if alpha > 0:
+        student = selected_log_probs(input, given, **of_classes, **fields,
+                                     **_divided(temperature, logit_scale, softcap))
+        share = alpha * (temperature ** 2 if temperature_squared else 1)
+        parts.append(share * divergence(student, given, **of_kind, reduction=reduction,  # type: ignore[arg-type]
+                                        normalizer=per_row))
+    if alpha < 1:
+        assert labels is not None
+        parts.append((1 - alpha) * cross_entropy(input, labels, ignore_index=ignore_index, logit_scale=logit_scale,
+                                                 softcap=softcap, **of_classes, reduction=reduction,
+                                                 normalizer=per_label))
+    return parts[0] if len(parts) == 1 else parts[0] + parts[1]
+
+
+@agreed
+def linear_distillation_loss(
+    input: Tensor,
+    linear_weight: Tensor,
+    teacher: Target,
+    labels: Optional[Target] = None,
+    *,
+    linear_bias: Optional[Tensor] = None,
+    kind: str = "forward_kl",
+    rest: str = "zero",
+    beta: float = 0.5,
+    floor: float = -100.0,
+    teacher_log_rest: Optional[Tensor] = None,
+    temperature: float = 1.0,
+    temperature_squared: bool = False,
+    alpha: float = 1.0,
+    ignore_index: int = IGNORE_INDEX,
+    logit_scale: Scale = 1.0,
+    softcap: Optional[float] = None,
+    num_classes: Optional[int] = None,
+    group: Group = None,
+    vocab_start: Optional[int] = None,
+    reduction: Reduction = "mean",
+    normalizer: Optional[Normalizer] = None,
+    logits_dtype: Optional[torch.dtype] = None,
+    chunk_rows: Optional[int] = None,
+) -> Tensor:
+    """``distillation_loss(F.linear(input, linear_weight, linear_bias), teacher, labels)`` without the logits.
+
+    Three matrix products, as :func:`sparse_ce.linear_row_loss`: with class indices for ``labels`` at temperature 1 and
+    a teacher that is not jagged in all, else three for each of the two losses. A teacher whose values require grad
+    takes a fourth.
+
+    Args:
+        input, linear_weight, linear_bias, logits_dtype, chunk_rows: as for :func:`sparse_ce.linear_cross_entropy`.
+        teacher, labels, kind, rest, beta, floor, teacher_log_rest, temperature, temperature_squared, alpha,
+            ignore_index, logit_scale, softcap, num_classes, group, vocab_start, reduction, normalizer: as for
+            :func:`distillation_loss`.
+
+    Returns:
+        As :func:`distillation_loss`.
+
+    Raises:
+        TypeError, ValueError, RuntimeError: as :func:`distillation_loss` and :func:`sparse_ce.linear_cross_entropy`.
+
+    Examples:
+        >>> hidden, head = torch.randn(6, 8, requires_grad=True), torch.nn.Linear(8, 50)
+        >>> of_teacher = sparse_ce.topk_log_probs(torch.randn(6, 50), 5)
+        >>> loss = sparse_ce.linear_distillation_loss(hidden, head.weight, of_teacher, linear_bias=head.bias,
+        ...                                           kind="jsd", rest="bucket")
+        >>> loss.backward()
+    """
+    if is_distributed(input) or is_distributed(linear_weight):
+        return on_mesh(linear_distillation_loss, locals())  # type: ignore[no-any-return]
+    check_input(input, "D")
+    check_flags(temperature_squared=temperature_squared)
+    check_head(input, linear_weight, linear_bias, group is not None)
+    shard, shape, classes = sharded_head(input, linear_weight, group, vocab_start, num_classes)
+    of_kind = dict(kind=kind, rest=rest, beta=beta, floor=floor)
+    given, fields = _checked(teacher, labels, shape, classes, dict(of_kind, teacher_log_rest=teacher_log_rest),
+                             temperature, alpha, arithmetic_dtype(input.dtype))
+    of_head: Dict[str, Any] = dict(shared_among(group, shard, classes), linear_bias=linear_bias,
+                                   logits_dtype=logits_dtype, chunk_rows=chunk_rows)
+    per_row, per_label = _each(normalizer)
+    rest_args = () if teacher_log_rest is None else (teacher_log_rest,)
+    share = alpha * (temperature ** 2 if temperature_squared else 1)
+
+    of_rows = functools.partial(_of_rows, of_kind)
+    if isinstance(labels, Tensor) and labels.layout == torch.strided and holds_integers(labels):
+        labels = as_index(labels, "labels")
+    if 0 < alpha < 1 and temperature == 1 and _is_labels(labels, shape) and given.form != "jagged" and not (
+            _learned(given) or is_distributed(given.indices)):  # which the loss of the one or other refuses
+        assert isinstance(labels, Tensor)
+        if ignore_index != IGNORE_INDEX:  # then -100 is an error, as any other index that is no class
+            labels = torch.where(labels == ignore_index, IGNORE_INDEX, labels.masked_fill(labels == IGNORE_INDEX, -1))
+        return _together(of_rows, share, 1 - alpha, input, linear_weight, given, labels, rest_args, reduction,
+                         normalizer, logit_scale=logit_scale, softcap=softcap, **of_head, **fields)
+    parts = []
+    if alpha > 0:
+        named: Dict[str, Any] = dict(**of_head, **fields, **_divided(temperature, logit_scale, softcap))
+        if _learned(given):
+            student = linear_selected_log_probs(input, linear_weight, given, **named)
+            part = divergence(student, given, **of_kind, teacher_log_rest=teacher_log_rest,  # type: ignore[arg-type]
+                              reduction=reduction, normalizer=per_row)
+        else:
+            part = linear_row_loss(of_rows, input, linear_weight, given, *rest_args, **named, reduction=reduction,
+                                   normalizer=per_row)
+        parts.append(share * part)
+    if alpha < 1:
+        assert labels is not None
+        parts.append((1 - alpha) * linear_cross_entropy(
+            input, linear_weight, labels, ignore_index=ignore_index, logit_scale=logit_scale, softcap=softcap,
+            **of_head, reduction=reduction, normalizer=per_label))
+    return parts[0] if len(parts) == 1 else parts[0] + parts[1]
+
+
+def _of_rows(of_kind: Dict[str, Any], student: LogProbs, teacher: SparseTarget, *log_rest: Tensor) -> Tensor:
+    return divergence(student, teacher, **of_kind, reduction="none", teacher_log_rest=log_rest[0] if log_rest else None)
+
+
+def _checked(teacher: Target, labels: Optional[Target], shape: torch.Size, num_classes: Optional[int],
+             of_kind: Dict[str, Any], temperature: float, alpha: float,
+             dtype: torch.dtype) -> Tuple[SparseTarget, Dict[str, Any]]:
+    """The teacher at the temperature, for logits of ``shape`` and arithmetic of ``dtype``, and the fields to ask
+    for."""
+    rest = of_kind["rest"]
+    fields = checked(**of_kind)
+    check_shares(rest, temperature, alpha)
+    if alpha < 1 and labels is None:
+        fail(f"labels must be given where alpha is not 1, got None and alpha={alpha}")
+    given = as_teacher(teacher, shape[:-1], shape[-1])
+    if num_classes is not None:  # over these its rest is spread
+        given = given.with_num_classes(num_classes)
+    if temperature != 1:
+        given = tempered(given, temperature, dtype)
+    return given, {f"return_{field}": True for field in fields}
+
+
+def check_shares(rest: str, temperature: float, alpha: float) -> None:
+    for name, value in (("temperature", temperature), ("alpha", alpha)):
+        if not is_number(value):
+            fail(f"{name} must be a number, got {value!r}", TypeError)
+    if not 0 < temperature < float("inf"):
+        fail(f"temperature must be positive, got {temperature}")
+    if not 0 <= alpha <= 1:
+        fail(f"alpha must be in [0, 1], got {alpha}")
+    if temperature != 1 and rest not in ("zero", "renormalize"):
+        fail(f"temperature must be 1 with rest={rest!r}, got {temperature}: what a teacher has off its classes at "
+             "another temperature is not known; cache it at this one, topk_log_probs(logits, k, logit_scale=1 / "
+             "temperature), and divide the student's logits alone, logit_scale=1 / temperature")
+
+
+def _divided(temperature: float, logit_scale: Scale, softcap: Optional[float]) -> Dict[str, Any]:
+    """What divides the logits by the temperature behind the softcap."""
+    return dict(logit_scale=logit_scale / temperature, softcap=None if softcap is None else softcap / temperature)
+
+
+def _each(normalizer: Union[None, Normalizer, Normalizers]) -> Tuple[Optional[Normalizer], Optional[Normalizer]]:
+    return normalizer if isinstance(normalizer, Normalizers) else (normalizer, normalizer)
+
+
+def _is_labels(labels: Any, shape: torch.Size) -> bool:
+    return (isinstance(labels, Tensor) and not is_distributed(labels)
+            and labels.layout == torch.strided and labels.shape == shape[:-1]
+            and labels.dtype in (torch.int64, torch.int32))
+
+
+def _learned(teacher: SparseTarget) -> bool:
+    return teacher.values is not None and teacher.values.requires_grad
+
+
+def _together(of_rows: Loss, share: float, share_of_labels: float, input: Tensor, linear_weight: Tensor,
+              teacher: SparseTarget, labels: Tensor, rest_args: Tuple[Tensor, ...], reduction: Reduction,
+              normalizer: Union[None, Normalizer, Normalizers], **named: Any) -> Tensor:
+    """Both losses of one pass over the head: the label is one more id of each row."""
+    ids = teacher.indices if teacher.form == "topk" else teacher.indices[..., None]
+    of_teacher, of_labels = teacher.ne(IGNORE_INDEX), labels.ne(IGNORE_INDEX)
+    live = ids.ne(IGNORE_INDEX) & of_teacher[..., None]
+    if teacher.values is not None:
+        live &= teacher.values.ne(-torch.inf if teacher.kind == "logprobs" else 0)
+    # A row of the teacher may count without any of its entries: not without an id.
+    label = torch.where(of_teacher & ~of_labels & ~live.any(-1), 0, labels)
+    ids = torch.cat((torch.where(live, ids, IGNORE_INDEX), label[..., None].to(ids.dtype)), -1)
+    single = teacher.form == "index"
+    dtype = arithmetic_dtype(input.dtype)
+    per_row, per_label = (torch.full((), x, dtype=dtype, device=input.device) for x in (share, share_of_labels))
+    if reduction == "mean" and normalizer is None:
+        normalizer = Normalizers(of_teacher.sum(), of_labels.sum())
+    if isinstance(normalizer, Normalizers):
+        assert normalizer.of_labels is not None
+        per_row, per_label = per_row / normalizer[0].clamp(min=1), per_label / normalizer.of_labels.clamp(min=1)
+        reduction, normalizer = "sum", None
+
+    def of_both(out: LogProbs, ids: Tensor, teacher: SparseTarget, counts: Tensor, *log_rest: Tensor) -> Tensor:
+        label, of_label = ids[:, -1], out.log_probs[:, -1]
+        rest = out.log_rest
+        if rest is not None:  # what was left of the label's class belongs to the teacher's rest
+            outside = label.ne(IGNORE_INDEX) & ids[:, :-1].ne(label[:, None]).all(1)
+            rest = torch.where(outside, _log_add(rest, of_label), rest)
+        log_probs = out.log_probs[:, 0] if single else out.log_probs[:, :-1]
+        student = LogProbs(log_probs, out.lse, rest, out.entropy, out.mean_logit)
+        return per_row * of_rows(student, teacher, *log_rest) - per_label * torch.where(counts, of_label, 0.0)
+
+    loss: Tensor = linear_row_loss(of_both, input, linear_weight, ids, teacher, of_labels, *rest_args,
+                                   reduction=reduction, normalizer=normalizer, **named)
+    return loss
+
+
+def _log_add(a: Tensor, b: Tensor) -> Tensor:
+    """log(e^a + e^b). torch.logaddexp's second derivative is NaN where one of them is -inf."""
+    above = a >= b
+    high, low = torch.where(above, a, b), torch.where(above, b, a)
+    return high + (low - torch.where(high.isneginf(), 0.0, high)).exp().log1p()

@@ -1,0 +1,398 @@
+"""Divergences of a student from a teacher that is known at a few classes of each row.
+
+S are the teacher's distinct classes in a row, p its weights there, s their sum; q are the student's probabilities, Q
+their sum over S, and V is the number of classes. What the teacher has off S is said by ``rest``. All sums are over S
+and, where the rest has a part in them, one term more, made of what the student's log-probabilities come with: nothing
+here has V numbers a row.
+"""
+
+import math
+from typing import Any, Callable, Dict, NamedTuple, Optional, Tuple, Union
+
+import torch
+from torch import Tensor
+
+from .. import reference
+from .._core.arguments import Arguments, Normalizer
+from .._core.errors import fail
+from .._core.options import is_number
+from .._core.outputs import LogProbs
+from .._core.tensor_checks import check_input, check_reduction, is_distributed, scalar_normalizer
+from ..dtensor.dispatch import on_mesh
+from ..sharding.consistency import agreed
+from ..sharding.groups import Group, shared_among, taken_shard
+from ..targets.convert import ANY_CLASS, Target, as_target, as_teacher
+from ..targets.sparse_target import SparseTarget
+from .log_probs import selected_log_probs
+from .outputs import Reduction
+from .segments import Segments, segments_of
+
+KINDS = ("forward_kl", "reverse_kl", "jsd", "skew_forward", "skew_reverse", "alpha", "tv", "hellinger")
+RESTS = ("zero", "renormalize", "bucket", "uniform", "floor")
+_BETWEEN = ("jsd", "skew_forward", "skew_reverse", "alpha")  # those that have a beta
+
+_INFINITE = "it is infinite: the student has probability where the teacher has 0. Use rest='floor', 'bucket' or " \
+            "'renormalize', which say what the teacher has there"
+_EVERY_CLASS = "it would need each class off the teacher's: two rows that are equal in all that is kept of them " \
+               "differ in it. Only the two KL directions have such a rest; use rest='bucket'"
+_AS_ZERO = "a teacher's e^floor off its classes adds nothing to this direction: that is rest='zero'"
+
+
+def needed(kind: str, rest: str) -> Union[Tuple[str, ...], str]:
+    """The fields of :class:`LogProbs` that it needs beside ``log_probs``, or the reason why it is refused."""
+    if rest == "zero":
+        if kind == "reverse_kl":
+            return _INFINITE
+        return () if kind in ("forward_kl", "skew_forward", "alpha") else ("log_rest",)
+    if rest in ("renormalize", "bucket"):
+        return ("log_rest",) if rest == "bucket" else ()
+    if kind == "reverse_kl":
+        return ("log_rest", "entropy")
+    if kind == "forward_kl":
+        return ("mean_logit",) if rest == "uniform" else _AS_ZERO
+    return _EVERY_CLASS
+
+
+@agreed
+def divergence(
+    student: Union[Tensor, LogProbs],
+    teacher: Target,
+    *,
+    kind: str = "forward_kl",
+    beta: float = 0.5,
+    rest: str = "zero",
+    floor: float = -100.0,
+    teacher_log_rest: Optional[Tensor] = None,
+    reduction: Reduction = "mean",
+    normalizer: Optional[Normalizer] = None,
+    num_classes: Optional[int] = None,
+    group: Group = None,
+    vocab_start: Optional[int] = None,
+) -> Tensor:
+    """How far a student is from a teacher whose probabilities are known at a few classes of each row.
+
+    Args:
+        student: logits (..., V), or what :func:`sparse_ce.selected_log_probs` gave for ``teacher``, with the fields
+            that ``kind`` and ``rest`` need (docs/distillation.md has the table).
+        teacher: probabilities p as any form of target of :func:`sparse_ce.cross_entropy`, for the leading shape; most
+            exact as log-probabilities, ``SparseTarget.from_topk(ids, log_probs, kind="logprobs")``. Repeated ids add
+            up. Rows that it ignores do not count.
+        kind: ``"forward_kl"`` KL(p, q), ``"reverse_kl"`` KL(q, p), ``"jsd"`` beta KL(p, M) + (1 - beta) KL(q, M) with
+            M = beta p + (1 - beta) q, ``"skew_forward"`` KL(p, M), ``"skew_reverse"`` KL(q, beta q + (1 - beta) p),
+            ``"alpha"`` (1 - sum p^beta q^(1 - beta)) / (beta (1 - beta)), ``"tv"`` sum |p - q| / 2, ``"hellinger"``
+            sum (sqrt p - sqrt q)^2 / 2.
+        beta: between 0 and 1, of jsd, skew_forward, skew_reverse and alpha.
+        rest: the teacher off its classes. ``"zero"``: 0, and p as it is, whatever it sums to; ``"renormalize"``: p and
+            q are both normalized over the classes, and nothing is asked of q elsewhere: that is left to labels;
+            ``"bucket"``: all other classes are one, which has 1 - sum p; ``"uniform"``: each of them has its share of
+            1 - sum p; ``"floor"``: each has e^floor. Not every kind is defined with each.
+        floor: a log-probability: of the classes off the teacher's with ``rest="floor"``; elsewhere the least that its
+            bucket, or a class of its uniform rest, is taken to have.
+        teacher_log_rest: leading shape, log of the teacher's probability off its classes, where it is known
+            (``topk_log_probs(..., return_log_rest=True)``); else it is made of 1 - sum p, which has few digits. Only
+            ``"bucket"`` and ``"uniform"`` look at it.
+        reduction, normalizer: as for :func:`sparse_ce.cross_entropy`.
+        num_classes, group, vocab_start: of a student that is logits, as for :func:`sparse_ce.cross_entropy`. Of one
+            that is log-probabilities the teacher may know ``num_classes``; else a bucket is empty where the row's
+            classes are the first ones, without a gap, and the student has nothing elsewhere.
+
+    Returns:
+        float32 (float64 for a student in float64): the divergence, ``()`` or the leading shape. Differentiable in
+        ``student`` and in the teacher's values; rows that do not count give 0 and gradient 0.
+
+    Raises:
+        TypeError, ValueError: ``kind`` is not defined with ``rest``, and why; a field of ``student`` is missing, and
+            how to get it; shapes that do not fit; a ``beta`` that is not between 0 and 1.
+
+    Examples:
+        >>> logits, ids = torch.zeros(2, 4, requires_grad=True), torch.tensor([[0, 1], [2, 3]])
+        >>> teacher = sparse_ce.SparseTarget.from_topk(ids, torch.tensor([[0.5, 0.3], [0.9, 0.1]]))
+        >>> sparse_ce.divergence(logits, teacher, rest="bucket", reduction="none")
+        tensor([0.2180, 1.0612], grad_fn=<ViewBackward0>)
+    """
+    if not isinstance(student, LogProbs) and is_distributed(student):
+        student, teacher = _log_probs_of(student, teacher, checked(kind, beta, rest, floor, teacher_log_rest),
+                                         num_classes, group, vocab_start)
+        group = vocab_start = num_classes = None
+    if isinstance(student, LogProbs) and is_distributed(student.lse):
+        return on_mesh(divergence, locals())  # type: ignore[no-any-return]
+    fields = checked(kind, beta, rest, floor, teacher_log_rest)
+    check_reduction(reduction, normalizer)
+    if not isinstance(student, LogProbs):
+        check_input(student, "V")
+        shard, columns, classes = taken_shard(group, vocab_start, student.shape[-1], num_classes)
+        given = as_teacher(teacher, student.shape[:-1], columns if classes is None else classes)
+        wanted: Dict[str, Any] = {f"return_{field}": True for field in fields}
+        student = selected_log_probs(student, given, **shared_among(group, shard, classes), **wanted)
+    else:
+        given = as_teacher(teacher, student.lse.shape, None)
+    for field in fields:
+        if getattr(student, field) is None:
+            fail(f"student must have {field}, which kind={kind!r} with rest={rest!r} needs, got None; ask for it with "
+                 f"return_{field}=True")
+    if student.log_probs.shape != given.indices.shape:
+        fail(f"student must have log_probs at the ids of teacher, {list(given.indices.shape)}, got "
+             f"{list(student.log_probs.shape)}")
+    leading, dtype, device = student.lse.shape, student.lse.dtype, student.lse.device
+    if normalizer is not None:
+        normalizer = scalar_normalizer(normalizer, student.lse)
+    if teacher_log_rest is not None:
+        if teacher_log_rest.shape != leading:
+            fail(f"teacher_log_rest must be of the leading shape {list(leading)}, got {list(teacher_log_rest.shape)}")
+        teacher_log_rest = teacher_log_rest.reshape(-1).to(dtype)
+    a, lse = _arguments(given), student.lse.reshape(-1)
+    if lse.device != a.indices.device:
+        fail(f"teacher must be on the device of student, {device}, got {a.indices.device}", RuntimeError)
+    ignored = reference.ignored_rows(a, lse.shape[0])
+    t = _Teacher.of(a, lse.shape[0], dtype, teacher_log_rest, floor)
+    s = _Student(torch.where(t.part, student.log_probs.reshape(t.log_p.shape), 0.0), lse,
+                 *(None if field is None else field.reshape(-1)
+                   for field in (student.log_rest, student.entropy, student.mean_logit)))
+    loss = _WITH_REST[rest](t, s, kind, beta, floor, given.num_classes)
+    loss = torch.where(ignored, 0.0, loss)
+    if reduction == "none":
+        return loss.reshape(leading)
+    if reduction == "sum":
+        return loss.sum()
+    return reference.loss_mean(loss, normalizer, *a.target)[0]
+
+
+def _log_probs_of(student: Tensor, teacher: Target, fields: Tuple[str, ...], num_classes: Optional[int], group: Group,
+                  vocab_start: Optional[int]) -> Tuple[LogProbs, SparseTarget]:
+    """Returns the log-probabilities of DTensor logits at the teacher's classes, and the teacher, which then knows the
+    number of classes."""
+    given = as_target(teacher, student.shape)
+    if given.num_classes is None:
+        given = given.with_num_classes(student.shape[-1] if num_classes is None else num_classes)
+    wanted: Dict[str, Any] = {f"return_{field}": True for field in fields}
+    return selected_log_probs(student, given, num_classes=num_classes, group=group, vocab_start=vocab_start,
+                              **wanted), given
+
+
+def tempered(teacher: SparseTarget, temperature: float, dtype: torch.dtype) -> SparseTarget:
+    """Its probabilities to the power of 1 / ``temperature``, normalized over the classes of each row; a repeated class
+    is one. Of ``dtype``."""
+    if teacher.form == "index":
+        return teacher
+    t = _Teacher.of(_arguments(teacher), math.prod(teacher.shape), dtype, None, 0.0)
+    log_p = torch.where(t.part, t.normalized(t.log_p / temperature), -torch.inf).reshape(teacher.indices.shape)
+    return SparseTarget(teacher.indices, log_p, teacher.offsets, teacher.row_mask, teacher.num_classes, "logprobs")
+
+
+def _arguments(teacher: SparseTarget) -> Arguments:
+    flat = teacher.flatten()
+    return Arguments(flat.indices, flat.values, flat.offsets, None, flat.row_mask, logprobs=flat.kind == "logprobs")
+
+
+def checked(kind: str, beta: float, rest: str, floor: float, teacher_log_rest: Any = None) -> Tuple[str, ...]:
+    if kind not in KINDS:
+        fail(f"kind must be one of {', '.join(map(repr, KINDS))}, got {kind!r}")
+    if rest not in RESTS:
+        fail(f"rest must be one of {', '.join(map(repr, RESTS))}, got {rest!r}")
+    fields = needed(kind, rest)
+    if isinstance(fields, str):
+        fail(f"kind must be defined with rest={rest!r}, got {kind!r}: {fields}")
+    if not is_number(beta) or kind in _BETWEEN and not 0 < beta < 1:
+        fail(f"beta must be a number between 0 and 1, got {beta!r}; at its ends use kind='forward_kl' or 'reverse_kl'",
+             ValueError if is_number(beta) else TypeError)
+    if not is_number(floor) or not -math.inf < floor <= 0:
+        fail(f"floor must be a finite log-probability, got {floor!r}",
+             ValueError if is_number(floor) else TypeError)
+    if teacher_log_rest is not None:
+        if not isinstance(teacher_log_rest, Tensor):
+            fail(f"teacher_log_rest must be a tensor, got {type(teacher_log_rest).__name__}", TypeError)
+        if not teacher_log_rest.dtype.is_floating_point:
+            fail(f"teacher_log_rest must be floating point, got {teacher_log_rest.dtype}", TypeError)
+    return fields
+
+
+
+
+class _Student(NamedTuple):
+    log_q: Tensor  # at the teacher's entries; 0 where one has no part
+    lse: Tensor  # (N,), as are the others
+    log_rest: Optional[Tensor]
+    entropy: Optional[Tensor]
+    mean_logit: Optional[Tensor]
+
+
+class _Teacher(NamedTuple):
+    """Of the entries of each row. Those that are padding, or repeat a class, have no part in any sum."""
+
+    segments: Segments
+    ids: Tensor
+    log_p: Tensor  # 0 where there is no part
+    part: Tensor  # bool
+    given_log_rest: Optional[Tensor]  # (N,)
+    floor: float
+
+    @classmethod
+    def of(cls, a: Arguments, num_rows: int, dtype: torch.dtype, log_rest: Optional[Tensor],
+           floor: float) -> "_Teacher":
+        entries = reference.entries_of(a, ANY_CLASS, dtype)
+        segments = segments_of(entries, num_rows)
+        # What stands in a row that does not count has no gradient either.
+        part = (entries.live | entries.values.isnan()) & ~segments.of_rows(reference.ignored_rows(a, num_rows), True)
+        if a.values is None:
+            log_p = torch.zeros_like(entries.values)
+        else:
+            values = a.values.to(dtype).reshape(entries.values.shape)
+            log_p = torch.where(part, values, 0.0) if a.logprobs else torch.where(part, values, 1.0).log()
+        first, log_p = segments.merged(entries.columns, log_p, part)
+        return cls(segments, entries.columns, torch.where(first, log_p, 0.0), first, log_rest, floor)
+
+    def sum(self, terms: Tensor) -> Tensor:
+        return self.segments.sum(torch.where(self.part, terms, 0.0))
+
+    def normalized(self, x: Tensor) -> Tensor:
+        """Logarithms of what sums to 1 over a row."""
+        total = self.segments.logsumexp(torch.where(self.part, x, -torch.inf))
+        return x - self.segments.spread(torch.where(total.isneginf(), 0.0, total))
+
+    def classes(self) -> Tensor:
+        """(N,): of its classes."""
+        return self.sum(torch.ones_like(self.log_p))
+
+    def are_first(self) -> Tensor:
+        """(N,) bool: whether its classes are 0, 1, 2 and so on without a gap: no others have so small a sum."""
+        count = self.classes().double()
+        return self.sum(self.ids.double()) == count * (count - 1) / 2
+
+    def log_rest(self) -> Tensor:
+        """(N,): of 1 - sum p, at least the floor."""
+        if self.given_log_rest is not None:
+            return self.given_log_rest.clamp(min=self.floor)
+        rest = 1 - self.sum(self.log_p.exp())
+        return torch.where(rest > 0, torch.where(rest > 0, rest, 1.0).log(), self.floor).clamp(min=self.floor)
+
+    def is_rounding(self, log_rest: Tensor) -> Tensor:
+        """(N,) bool: whether it may be 0, for all that its numbers say."""
+        least = torch.full_like(log_rest, self.floor)
+        if self.given_log_rest is None:
+            least = torch.maximum(least, (self.classes() * torch.finfo(log_rest.dtype).eps).log())
+        return log_rest <= least
+
+
+def _term(kind: str, beta: float, log_p: Tensor, log_q: Tensor) -> Tensor:
+    """What a class adds to the sum of a kind; log_p is finite."""
+    p, q = log_p.exp(), log_q.exp()
+    if kind == "forward_kl":
+        some = p != 0  # a p that is too small for its dtype is 0, however little the student has there; a NaN is not
+        return torch.where(some, p * (log_p - torch.where(some, log_q, 0.0)), 0.0)
+    finite = torch.where(log_q.isneginf(), 0.0, log_q)  # where q, its factor, is 0
+    if kind == "reverse_kl":
+        return q * (finite - log_p)
+    if kind == "alpha":
+        return _alpha(beta, log_p, log_q)
+    if kind == "tv":
+        return (p - q).abs() / 2
+    if kind == "hellinger":
+        return ((log_p / 2).exp() - (log_q / 2).exp()).square() / 2
+    above_p, above_q = _above_mixture(1 - beta if kind == "skew_reverse" else beta, log_p, log_q)
+    if kind == "skew_forward":
+        return p * above_p
+    if kind == "skew_reverse":
+        return q * above_q
+    return beta * p * above_p + (1 - beta) * q * above_q
+
+
+def _above_mixture(of_p: float, log_p: Tensor, log_q: Tensor) -> Tuple[Tensor, Tensor]:
+    """log(p / m) and log(q / m), m = of_p p + (1 - of_p) q; finite where q, a factor of the second, is 0. Each is made
+    of the ratio of p and q: a difference of logarithms has few digits left where m is nearly one of the two."""
+    if of_p > 0.5:
+        above_q, above_p = _above_mixture(1 - of_p, log_q, log_p)
+        return above_p, above_q
+    ratio, log_of_p = log_p - log_q, math.log(of_p)
+    more_of_q = ratio <= math.log1p(-of_p) - log_of_p
+    beyond = torch.where(more_of_q, of_p * torch.where(more_of_q, ratio, 0.0).expm1(),
+                         (1 - of_p) / of_p * torch.where(more_of_q, 0.0, -ratio).exp()).log1p()
+    ratio = torch.where(ratio.isinf(), 0.0, ratio)
+    return (torch.where(more_of_q, ratio, -log_of_p) - beyond,
+            torch.where(more_of_q, 0.0, -log_of_p - ratio) - beyond)
+
+
+def _alpha(beta: float, log_p: Tensor, log_q: Tensor) -> Tensor:
+    """q - p^beta q^(1 - beta), or p less it where beta is above 1/2: 1 less a sum of powers would have no digits near
+    the ends of beta."""
+    if beta > 0.5:
+        return _alpha(1 - beta, log_q, log_p)
+    power = beta * (log_p - log_q)
+    near = power.abs() < 1
+    return torch.where(near, -log_q.exp() * torch.where(near, power, 0.0).expm1(),
+                       log_q.exp() - (beta * log_p + (1 - beta) * log_q).exp())
+
+
+def _missing(total: Tensor) -> Tensor:
+    """What ``total``, of probabilities, lacks of 1; where that may be rounding 0, with its derivative."""
+    missing = 1 - total
+    rounding = missing.abs() <= 4 * torch.finfo(total.dtype).eps
+    return missing - torch.where(rounding, missing.detach(), 0.0)
+
+
+def _finished(kind: str, beta: float, total: Tensor) -> Tensor:
+    return total / (beta * (1 - beta)) if kind == "alpha" else total
+
+
+def _zero(t: _Teacher, s: _Student, kind: str, beta: float, floor: float, _: Optional[int]) -> Tensor:
+    total = t.sum(_term(kind, beta, t.log_p, s.log_q))
+    if kind == "alpha":
+        return _finished(kind, beta, total + _missing(t.sum((s.log_q if beta <= 0.5 else t.log_p).exp())))
+    if kind in ("forward_kl", "skew_forward"):
+        return total
+    assert s.log_rest is not None
+    of_zero = 0.5  # what a student's probability adds where p is 0, of tv and hellinger
+    if kind == "jsd":
+        of_zero = -(1 - beta) * math.log1p(-beta)
+    if kind == "skew_reverse":
+        of_zero = -math.log(beta)
+    return total + of_zero * s.log_rest.exp()
+
+
+def _renormalize(t: _Teacher, s: _Student, kind: str, beta: float, floor: float, _: Optional[int]) -> Tensor:
+    total = t.sum(_term(kind, beta, t.normalized(t.log_p), t.normalized(s.log_q)))
+    return torch.where(t.classes() > 0, _finished(kind, beta, total), 0.0)
+
+
+def _bucket(t: _Teacher, s: _Student, kind: str, beta: float, floor: float, num_classes: Optional[int]) -> Tensor:
+    assert s.log_rest is not None
+    log_rest = t.log_rest()
+    nothing = s.log_rest.isneginf()
+    # Log-probabilities do not say of how many classes they are.
+    all_classes = t.are_first() & nothing if num_classes is None else t.classes() == num_classes
+    empty = all_classes | nothing & t.is_rounding(log_rest)
+    term = _term(kind, beta, log_rest, torch.where(empty, log_rest, s.log_rest))
+    total = t.sum(_term(kind, beta, t.log_p, s.log_q)) + torch.where(empty, 0.0, term)
+    if kind == "alpha" and beta > 0.5:  # a student's probabilities sum to 1
+        total = total + _missing(t.sum(t.log_p.exp()) + torch.where(empty, 0.0, log_rest.exp()))
+    return _finished(kind, beta, total)
+
+
+def _uniform(t: _Teacher, s: _Student, kind: str, beta: float, floor: float, num_classes: Optional[int]) -> Tensor:
+    if num_classes is None:
+        fail("teacher must have num_classes with rest='uniform', got None; pass num_classes= where it is made")
+    others, log_rest = num_classes - t.classes(), t.log_rest()
+    log_each = (log_rest - others.clamp(min=1).log()).clamp(min=floor)
+    if kind == "reverse_kl":
+        return _against(t, s, log_each)
+    assert s.mean_logit is not None
+    none = s.mean_logit.isneginf()  # a class without probability
+    of_others = num_classes * (torch.where(none, 0.0, s.mean_logit) - s.lse) - t.sum(
+        torch.where(s.log_q.isneginf(), 0.0, s.log_q))
+    some = (others > 0) & ~(none & t.is_rounding(log_rest))
+    against = others * log_each - torch.where(none & some, -torch.inf, of_others)
+    total = t.sum(_term(kind, beta, t.log_p, s.log_q))
+    return torch.where(some, total + log_each.exp() * against, total)
+
+
+def _floor(t: _Teacher, s: _Student, kind: str, beta: float, floor: float, _: Optional[int]) -> Tensor:
+    return _against(t, s, torch.full_like(s.lse, floor))
+
+
+def _against(t: _Teacher, s: _Student, log_each: Tensor) -> Tensor:
+    """KL(q, p) where every class off the teacher's has e^log_each."""
+    assert s.entropy is not None and s.log_rest is not None
+    return -s.entropy - t.sum(s.log_q.exp() * t.log_p) - s.log_rest.exp() * log_each
+
+
+_WITH_REST: Dict[str, Callable[..., Tensor]] = {
+    "zero": _zero, "renormalize": _renormalize, "bucket": _bucket, "uniform": _uniform, "floor": _floor}

@@ -1,0 +1,189 @@
+"""The loss of a linear head's logits, which never exist. Formulas: ``csrc/math.h``."""
+
+import math
+from typing import TYPE_CHECKING, Literal, Optional, Sequence, Tuple, Union, overload
+
+import torch
+from torch import Tensor
+
+from .._core.arguments import IGNORE_INDEX, Inplace, Normalizer, Scale
+from .._core.autocast import as_linear_multiplies
+from .._core.flags import check_entropy, check_flags
+from .._core.options import check_inplace, checked, taken_chunks
+from .._core.tensor_checks import check_head, check_input, is_distributed, taken_scale, taken_weight
+from ..dtensor.dispatch import on_mesh
+from ..ops.cross_entropy import loss_mean
+from ..ops.linear_cross_entropy import Head
+from ..ops.linear_cross_entropy import Options as HeadOptions
+from ..ops.linear_cross_entropy import linear_cross_entropy as linear_cross_entropy_op
+from ..ops.registration import check_kernels
+from ..ops.select import Outputs
+from ..ops.sharded_linear_select import Mean
+from ..ops.sharded_linear_select import linear_select as linear_select_op
+from ..sharding.consistency import agreed
+from ..sharding.groups import Group, sharded_head
+from ..targets.convert import Target, dense_parts
+from .outputs import CrossEntropyOutput, Output, Reduction, ReturnEntropy, result_of
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from .losses import Options
+
+
+@overload
+def linear_cross_entropy(input: Tensor, linear_weight: Tensor, target: Target, *, linear_bias: Optional[Tensor] = None,
+                         weight: Optional[Tensor] = None, chunk_rows: Optional[int] = None,
+                         logits_dtype: Optional[torch.dtype] = None, return_lse: Literal[False] = False,
+                         **options: "Unpack[Options]") -> Tensor: ...
+
+
+@overload
+def linear_cross_entropy(input: Tensor, linear_weight: Tensor, target: Target, *, linear_bias: Optional[Tensor] = None,
+                         weight: Optional[Tensor] = None, chunk_rows: Optional[int] = None,
+                         logits_dtype: Optional[torch.dtype] = None, return_lse: Literal[True],
+                         **options: "Unpack[Options]") -> Tuple[Tensor, Tensor]: ...
+
+
+@overload
+def linear_cross_entropy(input: Tensor, linear_weight: Tensor, target: Target, *, linear_bias: Optional[Tensor] = None,
+                         weight: Optional[Tensor] = None, chunk_rows: Optional[int] = None,
+                         logits_dtype: Optional[torch.dtype] = None, return_lse: bool,
+                         **options: "Unpack[Options]") -> Union[Tensor, Tuple[Tensor, Tensor]]: ...
+
+
+@overload
+def linear_cross_entropy(input: Tensor, linear_weight: Tensor, target: Target, *, linear_bias: Optional[Tensor] = None,
+                         weight: Optional[Tensor] = None, chunk_rows: Optional[int] = None,
+                         logits_dtype: Optional[torch.dtype] = None, return_entropy: Literal[True, "detached"],
+                         return_lse: bool = False, return_argmax: bool = False,
+                         **options: "Unpack[Options]") -> CrossEntropyOutput: ...
+
+
+@overload
+def linear_cross_entropy(input: Tensor, linear_weight: Tensor, target: Target, *, linear_bias: Optional[Tensor] = None,
+                         weight: Optional[Tensor] = None, chunk_rows: Optional[int] = None,
+                         logits_dtype: Optional[torch.dtype] = None, return_argmax: Literal[True],
+                         return_lse: bool = False, return_entropy: ReturnEntropy = False,
+                         **options: "Unpack[Options]") -> CrossEntropyOutput: ...
+
+
+@agreed
+def linear_cross_entropy(
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Target,
+    *,
+    linear_bias: Optional[Tensor] = None,
+    weight: Optional[Tensor] = None,
+    ignore_index: int = IGNORE_INDEX,
+    reduction: Reduction = "mean",
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    logit_scale: Scale = 1.0,
+    softcap: Optional[float] = None,
+    normalizer: Optional[Normalizer] = None,
+    row_weight: Optional[Tensor] = None,
+    num_classes: Optional[int] = None,
+    inplace: Inplace = False,
+    group: Group = None,
+    vocab_start: Optional[int] = None,
+    return_lse: bool = False,
+    return_entropy: ReturnEntropy = False,
+    return_argmax: bool = False,
+    logits_dtype: Optional[torch.dtype] = None,
+    chunk_rows: Optional[int] = None,
+) -> Output:
+    """``cross_entropy(F.linear(input, linear_weight, linear_bias), target)`` without the logits.
+
+    They are made, used and overwritten ``chunk_rows`` rows at a time; only the gradients that are needed are computed.
+    With a scalar reduction they are made in forward for a ``grad_output`` of 1 (three matrix products in all) and
+    scaled in backward, which rounds once more if another one comes that is not a power of two. With
+    ``reduction="none"``, in float16, for a second backward and under checkpointing, backward makes the logits anew
+    (four). Second derivatives are right, but computed from all logits at once.
+
+    Args:
+        input: hidden states (..., D); float16, bfloat16, float32 or float64, any strides. Rows whose target is ignored
+            may hold anything: their gradient is 0, and nothing of them reaches the weight's.
+        linear_weight: the head's weight (V, D), of the dtype of ``input``, or float32 with an ``input`` of 16 bits; it
+            may be a DTensor that is sharded over V (docs/vocabulary-parallel.md). Under autocast both may be what
+            ``F.linear`` takes there. Its gradient is summed over the chunks in float32 (between two chunks, a 16-bit
+            one keeps 24 bits); on a CPU one of bfloat16 with no more rows than D over all rows at once.
+        target: as for :func:`cross_entropy`, for logits (..., V).
+        linear_bias: (V,), dtype as for ``linear_weight``.
+        weight, ignore_index, reduction, label_smoothing, z_loss, logit_scale, softcap, normalizer, row_weight,
+            return_lse, return_entropy, return_argmax: as for :func:`cross_entropy`. With a scalar reduction entropy and
+            argmax cost no matrix product more (compiled they cost one, unless the entropy is ``"detached"``: a gradient
+            may come); a gradient for entropy or lse, or for a learned ``logit_scale``, costs one (in the first step of
+            a loop three: forward does not know yet that it will come).
+        num_classes: only the first ``num_classes`` rows of ``linear_weight`` exist; the rest are not read and get
+            gradient 0.
+        inplace: accepted like everywhere; there are no logits to spare, they are always overwritten.
+        group, vocab_start: the process group whose ranks share out the head's classes, and the first class of the rows
+            of ``linear_weight`` here. If it is None, the rows are in the order of ranks, which tell each other how many
+            they have in each call; a compiled one cannot. With ``vocab_start``, ``num_classes`` says how many classes
+            there are. Ranks may have any number of rows, none too. All other arguments, ``input`` among them (but for a :class:`SequenceGroup`), and the upstream gradient are the same
+            on every rank, and so are results and the gradient for ``input``, to the bit. That one is complete: it has
+            been added up over the ranks, in the dtype of ``input``, as tensor parallelism does it; whoever adds it up
+            again has it twice. It is sent while the weight's gradient is computed, which is that of the rows here. With
+            a scalar reduction gradients are made in forward for 1, but in float16, and backward sends nothing;
+            otherwise, and for a gradient of ``lse`` or the entropy, it makes the logits anew and sends there (and the
+            next forward of the group makes none). A second derivative is an error.
+        logits_dtype: ``torch.float32``: the logits of a head of 16 bits, under autocast too, stay what its product
+            sums in float32; None: they are rounded to 16 bits where the product gives them so (on CUDA, and on a CPU
+            that multiplies bfloat16). Their gradient is rounded for its products in any case. A wider head's are as
+            wide as it is.
+        chunk_rows: rows whose logits exist at a time; by default what fits a share of all logits. Fewer than D / 2
+            save memory in 16 bits where D < N < V, for a fourth matrix product (docs/linear-head.md). With a ``group``
+            two chunks exist at a time, and by default there are two to eight of them where there are rows enough.
+
+    Returns:
+        The loss, float32 (float64 for float64), a fresh tensor, or ``(loss, lse)``; with ``return_entropy`` or
+        ``return_argmax`` a :class:`CrossEntropyOutput`.
+
+    Raises:
+        TypeError, ValueError, RuntimeError: as :func:`cross_entropy`.
+
+    Examples:
+        >>> hidden, head = torch.randn(4, 8, requires_grad=True), torch.nn.Linear(8, 100)
+        >>> labels = torch.tensor([3, 14, -100, 15])
+        >>> loss = sparse_ce.linear_cross_entropy(hidden, head.weight, labels, linear_bias=head.bias)
+        >>> loss.backward()
+        >>> torch.testing.assert_close(loss, torch.nn.functional.cross_entropy(head(hidden), labels))
+        >>> hidden.grad[2].eq(0).all()  # of the ignored row
+        tensor(True)
+    """
+    if is_distributed(input) or is_distributed(linear_weight):
+        return on_mesh(linear_cross_entropy, locals())  # type: ignore[no-any-return]
+    check_input(input, "D")
+    check_head(input, linear_weight, linear_bias, group is not None)
+    chunks = taken_chunks(chunk_rows, logits_dtype)
+    shard, shape, num_classes = sharded_head(input, linear_weight, group, vocab_start, num_classes)
+    logit_scale, row_scale = taken_scale(logit_scale, shape, input)
+    options = dict(ignore_index=ignore_index, label_smoothing=label_smoothing, z_loss=z_loss, logit_scale=logit_scale,
+                   softcap=softcap, num_classes=num_classes)
+    options = checked(options, shape[-1], "the rows of linear_weight")
+    check_inplace(inplace)
+    check_entropy(return_entropy)
+    check_flags(return_lse=return_lse, return_argmax=return_argmax)
+    input, linear_weight, linear_bias = as_linear_multiplies(input, linear_weight, linear_bias)
+    check_kernels(input)
+    a, normalizer = dense_parts(input, shape, target, weight, reduction, normalizer, options, row_scale)
+    row_weight = taken_weight(row_weight, shape, input)
+    rows = input.reshape(math.prod(input.shape[:-1]), input.shape[-1])
+    mean = reduction != "none"
+    head = Head(rows, linear_weight, linear_bias)
+    out: Sequence[Tensor]
+    wanted = Outputs(loss=True, log_probs=False, entropy=bool(return_entropy), argmax=return_argmax)
+    if shard is not None:
+        more = linear_select_op(head, a, wanted, chunks, shard, Mean(mean, normalizer, row_weight if mean else None))
+        out = more.loss, more.lse, more.entropy, more.argmax
+    elif row_scale is not None and row_scale.requires_grad:
+        more = linear_select_op(head, a, wanted, chunks, shard)
+        out = (loss_mean(more.loss, a, normalizer, row_weight) if mean else more.loss, more.lse, more.entropy,
+               more.argmax)
+    else:
+        out = linear_cross_entropy_op(head, a, HeadOptions(
+            chunks, mean, normalizer, row_weight if mean else None, bool(return_entropy), return_argmax,
+            return_entropy == "detached" and not return_lse))
+    return result_of(out, a, shape, reduction, row_weight, return_lse, return_entropy, return_argmax)

@@ -1,0 +1,210 @@
+"""Losses as functions. Formulas: ``csrc/math.h``; the same in plain PyTorch: ``reference/``."""
+
+import math
+from typing import TYPE_CHECKING, Literal, Optional, Tuple, TypedDict, Union, overload
+
+import torch
+from torch import Tensor
+
+from .._core.arguments import IGNORE_INDEX, Inplace, Normalizer, Scale
+from .._core.errors import fail
+from .._core.flags import check_entropy, check_flags
+from .._core.options import are_defaults, check_inplace, checked
+from .._core.tensor_checks import check_input, is_distributed, taken_scale, taken_weight
+from ..dtensor.dispatch import on_mesh
+from ..ops.cross_entropy import cross_entropy as cross_entropy_op
+from ..ops.cross_entropy import loss_mean, mean_of_labels
+from ..ops.registration import check_kernels
+from ..ops.select import Outputs
+from ..ops.sharded_select import select as select_op
+from ..ops.strided_logits import rows_of
+from ..sharding.consistency import agreed
+from ..sharding.groups import Group, taken_shard
+from ..targets.convert import Target, dense_parts, fit_as_labels
+from .outputs import CrossEntropyOutput, Output, Reduction, ReturnEntropy, result_of
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+
+class _Shared(TypedDict, total=False):
+    ignore_index: int
+    reduction: Reduction
+    label_smoothing: float
+    z_loss: float
+    logit_scale: Scale
+    softcap: Optional[float]
+    normalizer: Optional[Normalizer]
+    num_classes: Optional[int]
+    inplace: Inplace
+    group: Group
+    vocab_start: Optional[int]
+
+
+class Options(_Shared, total=False):
+    """The keywords that both losses take, for type checkers."""
+
+    row_weight: Optional[Tensor]
+
+
+class HeldOptions(_Shared, total=False):
+    """Those that their modules hold."""
+
+    return_lse: bool
+    return_entropy: ReturnEntropy
+    return_argmax: bool
+
+
+@overload
+def cross_entropy(input: Tensor, target: Target, weight: Optional[Tensor] = None, *,
+                  return_lse: Literal[False] = False, **options: "Unpack[Options]") -> Tensor: ...
+
+
+@overload
+def cross_entropy(input: Tensor, target: Target, weight: Optional[Tensor] = None, *,
+                  return_lse: Literal[True], **options: "Unpack[Options]") -> Tuple[Tensor, Tensor]: ...
+
+
+@overload
+def cross_entropy(input: Tensor, target: Target, weight: Optional[Tensor] = None, *,
+                  return_lse: bool, **options: "Unpack[Options]") -> Union[Tensor, Tuple[Tensor, Tensor]]: ...
+
+
+@overload
+def cross_entropy(input: Tensor, target: Target, weight: Optional[Tensor] = None, *,
+                  return_entropy: Literal[True, "detached"], return_lse: bool = False, return_argmax: bool = False,
+                  **options: "Unpack[Options]") -> CrossEntropyOutput: ...
+
+
+@overload
+def cross_entropy(input: Tensor, target: Target, weight: Optional[Tensor] = None, *, return_argmax: Literal[True],
+                  return_lse: bool = False, return_entropy: ReturnEntropy = False,
+                  **options: "Unpack[Options]") -> CrossEntropyOutput: ...
+
+
+@agreed
+def cross_entropy(
+    input: Tensor,
+    target: Target,
+    weight: Optional[Tensor] = None,
+    *,
+    ignore_index: int = IGNORE_INDEX,
+    reduction: Reduction = "mean",
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    logit_scale: Scale = 1.0,
+    softcap: Optional[float] = None,
+    normalizer: Optional[Normalizer] = None,
+    row_weight: Optional[Tensor] = None,
+    num_classes: Optional[int] = None,
+    inplace: Inplace = False,
+    group: Group = None,
+    vocab_start: Optional[int] = None,
+    return_lse: bool = False,
+    return_entropy: ReturnEntropy = False,
+    return_argmax: bool = False,
+) -> Output:
+    """Cross entropy between logits and a sparse target; equals ``F.cross_entropy`` with the target made dense.
+
+    Classes are the last dimension, always: logits (N, C, H, W) of ``F.cross_entropy`` are ``input.movedim(1, -1)``
+    here, which is used where it lies, without a copy. Labels that fit only the other reading are an error; where both
+    fit (C == H == W), the last is taken.
+
+    Args:
+        input: logits (..., V), classes last; float16, bfloat16, float32 or float64, any strides. Arithmetic and result
+            are float32 (float64 for float64). Or a DTensor, which may be sharded over rows and over the classes; then
+            the result is one, and means are over the rows of its whole mesh (docs/vocabulary-parallel.md).
+        target: one of
+            class indices, integer, ``input.shape[:-1]``;
+            ``(indices, values)``, padded top-k, (..., K) each, the values being weights;
+            a sparse COO tensor of the shape of ``input``, coalesced or not;
+            a sparse CSR tensor (N, V);
+            a :class:`SparseTarget`.
+            Entries of weight 0 or of class ``ignore_index`` are padding; duplicates add up; weights need not sum to 1.
+        weight: class weights (V,), as in ``F.cross_entropy``. May not require grad.
+        ignore_index: rows whose label, or whose every top-k index, has this value are ignored: loss 0, gradient 0
+            whatever their logits hold, not counted by the mean. In a :class:`SparseTarget` -100 means that, too.
+        reduction: ``"none"`` (shape ``input.shape[:-1]``), ``"sum"`` or ``"mean"``. The mean divides by the sum of the
+            labels' class weights for class indices, else by the number of rows not ignored. A mean over nothing is 0.
+        label_smoothing: in [0, 1]; the share of the target that is spread over all classes.
+        z_loss: not negative; adds ``z_loss * lse ** 2``, in nats squared, to each row's loss, whose divisor it shares
+            (with ``weight`` and class indices, the sum of the labels' class weights).
+        logit_scale, softcap: the loss of ``softcap * tanh(logit_scale * input / softcap)``, or of
+            ``logit_scale * input`` without a softcap. ``logit_scale`` may also be a tensor: ``input.shape[:-1]``, one
+            for each row (the inverse of its temperature), or (), which may require grad.
+        normalizer: divides the sum instead of the mean's own count; a number, or a tensor of any shape whose elements
+            are equal (Hugging Face's ``num_items_in_batch``), not negative. 0 gives a loss of 0. Only with
+            ``reduction="mean"``. In eager mode a tensor's values are looked at on the CPU (on CUDA with
+            ``SPARSE_CE_VALIDATE=1``).
+        row_weight: multiplies the loss of each row, ``input.shape[:-1]``: token weights, importance weights. It does
+            not change what a mean divides by, and may require grad. Where it is 0 the row's loss is 0, whatever its
+            logits hold, and in ignored rows it may be anything.
+        num_classes: only the first ``num_classes`` columns exist (a padded head); the rest get gradient 0.
+        inplace: with ``"forward"`` a later read of ``input`` sees its gradient: the loss writes it there at once, one
+            read and one write of the logits in all, for a ``grad_output`` of 1; another one scales it
+            in backward, which rounds once more. Where that cannot be it is ``"backward"``: the gradient may overwrite
+            ``input``'s storage during backward. So it is for ``reduction="none"``, an ``input`` that is a leaf, in
+            float16, with ``return_*`` and values that require grad. Where rows overlap, under ``torch.compile``, ``torch.func``, checkpointing and other hooks on saved tensors, and with False, ``input``
+            is never written.
+        group, vocab_start: the process group whose ranks share out the classes, and the first class of the columns of
+            ``input`` here. If it is None, the columns are in the order of ranks, which tell each other how many they
+            have in each call; a compiled one cannot. With ``vocab_start``, ``num_classes`` says how many classes there
+            are. Ranks may have any number of columns, none too. All other
+            arguments, and the upstream gradient, are the same on every rank, and so is what is returned, to the bit.
+            The gradient for ``input`` is that of its own columns; ``"forward"`` is ``"backward"`` here, and a second
+            derivative an error.
+        return_lse: also return ``lse``, log sum exp of each row's transformed logits, differentiable; 0 where ignored.
+        return_entropy, return_argmax: also return the entropy of each row's distribution, differentiable unless it is
+            ``"detached"``, and the class of its largest logit, from the same read of the logits.
+
+    Returns:
+        The loss, a fresh tensor, or ``(loss, lse)``; with ``return_entropy`` or ``return_argmax`` a
+        :class:`CrossEntropyOutput`, ``(loss, lse, entropy, argmax)``.
+
+    Raises:
+        TypeError, ValueError: an argument has the wrong type, shape or value; raised before any work.
+        RuntimeError: dtype or device do not fit, or (CPU) an index is outside of the classes. On CUDA the row's loss is
+            NaN instead, unless ``SPARSE_CE_VALIDATE=1`` is set.
+
+    Examples:
+        >>> logits = torch.tensor([[2.0, 0.0, 1.0], [0.0, 3.0, 0.0]], requires_grad=True)
+        >>> indices, weights = torch.tensor([[0, 2], [1, 0]]), torch.tensor([[0.7, 0.3], [1.0, 0.0]])
+        >>> loss = sparse_ce.cross_entropy(logits, (indices, weights), reduction="none")
+        >>> loss.detach()
+        tensor([0.7076, 0.0949])
+        >>> loss.sum().backward()
+    """
+    if type(input) is not Tensor and is_distributed(input):
+        return on_mesh(cross_entropy, locals())  # type: ignore[no-any-return]
+    check_input(input, "V")
+    shard, columns, num_classes = taken_shard(group, vocab_start, input.shape[-1], num_classes)
+    shape = torch.Size((*input.shape[:-1], columns))
+    if shape[-1] == 0:
+        fail(f"input must have at least one class, got shape {list(shape)}")
+    options = dict(ignore_index=ignore_index, label_smoothing=label_smoothing, z_loss=z_loss, logit_scale=logit_scale,
+                   softcap=softcap, num_classes=num_classes)
+    if (shard is None and type(target) is Tensor and len(shape) == 2 and weight is None and row_weight is None
+            and normalizer is None and reduction == "mean" and inplace is False
+            and return_lse is False and return_entropy is False and return_argmax is False
+            and are_defaults(options) and fit_as_labels(target, shape, input)):
+        loss = mean_of_labels(input, target, ignore_index)
+        if loss is not None:
+            return loss
+    options["logit_scale"], row_scale = taken_scale(logit_scale, shape, input)
+    options = checked(options, shape[-1])
+    check_inplace(inplace)
+    check_entropy(return_entropy)
+    check_flags(return_lse=return_lse, return_argmax=return_argmax)
+    check_kernels(input)
+    a, normalizer = dense_parts(input, shape, target, weight, reduction, normalizer, options, row_scale)
+    row_weight = taken_weight(row_weight, shape, input)
+    mean = reduction != "none"
+    if return_entropy or return_argmax or shard is not None or row_scale is not None and row_scale.requires_grad:
+        wanted = Outputs(loss=True, log_probs=False, entropy=bool(return_entropy), argmax=return_argmax)
+        more = select_op(input.reshape(math.prod(shape[:-1]), input.shape[-1]), a, wanted, inplace is not False, shard)
+        loss = loss_mean(more.loss, a, normalizer, row_weight) if mean else more.loss
+        return result_of((loss, more.lse, more.entropy, more.argmax), a, shape, reduction, row_weight, return_lse,
+                       return_entropy, return_argmax)
+    out = cross_entropy_op(rows_of(input), a, inplace, mean, normalizer, return_lse, row_weight if mean else None)
+    out = out if return_lse else (out,)
+    return result_of(out, a, shape, reduction, row_weight, return_lse)

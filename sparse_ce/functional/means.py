@@ -1,0 +1,121 @@
+"""The mean of what a mask leaves. Formula: ``csrc/math.h``; in plain PyTorch: ``reference/``."""
+
+from typing import Sequence, Tuple, Union
+
+import torch
+from torch import Tensor
+
+from .._core.arguments import arithmetic_dtype
+from .._core.errors import check, fail
+from .._core.flags import check_flags
+from .._core.tensor_checks import check_local
+from ..ops.masked_mean import masked_mean as masked_mean_op
+
+_INPUT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+def masked_mean(input: Tensor, mask: Tensor, dim: Union[int, Sequence[int], None] = None,
+                keepdim: bool = False) -> Tensor:
+    """The mean of the elements of ``input`` where ``mask`` is not 0; over nothing 0, with gradient 0, never NaN.
+
+    ``sum(where(mask == 0, 0, mask * input)) / sum(mask)``: what the mask hides may be NaN or inf and touches neither
+    the mean nor the gradient, which is exactly 0 there. Shapes are static: one graph for masks of any count.
+
+    Args:
+        input: any shape and strides; float16, bfloat16, float32, float64, an integer dtype or bool, taken as float32.
+            Sums are float32 (float64 for float64).
+        mask: broadcasts to the shape of ``input``. bool, or any integer or floating dtype: 0 hides an element and any
+            other value is its weight, so that 0 / 1 and 0 / 255 are masks and fractions give the weighted mean. Weights
+            should not be negative: where they cancel to 0 the sum is divided by 1. May not require grad.
+        dim: the dimension or dimensions to reduce, negative ones counting from the end; all by default (None or empty).
+        keepdim: keep the reduced dimensions with size 1.
+
+    Returns:
+        The mean in the dtype of ``input`` (float32 for integers), a fresh tensor, differentiable for ``input`` any
+        number of times.
+
+    Raises:
+        TypeError, ValueError: an argument has the wrong type, dtype, shape, device or value; raised before any work.
+        RuntimeError: ``mask`` requires grad.
+
+    Examples:
+        >>> x = torch.tensor([1.0, torch.nan, 3.0], requires_grad=True)
+        >>> mean = sparse_ce.masked_mean(x, torch.tensor([True, False, True]))
+        >>> mean.item()
+        2.0
+        >>> mean.backward()
+        >>> x.grad
+        tensor([0.5000, 0.0000, 0.5000])
+    """
+    check_flags(keepdim=keepdim)
+    dims = _check_call(input, mask, dim)
+    if input.dtype not in _INPUT_DTYPES:
+        input = input.to(torch.float32)
+    if mask.dtype not in (torch.bool, torch.uint8):
+        mask = mask.to(arithmetic_dtype(input.dtype))
+    shape = input.shape
+    if mask.shape != shape:
+        mask = mask.expand(shape)
+    if len(shape) > 3 and _runs(dims, len(shape)) > 3:  # of dimensions that are kept or reduced: the op takes three
+        order = sorted(range(len(shape)), key=lambda d: d in dims)
+        first = len(shape) - len(dims)
+        mean = masked_mean_op(input.permute(order), mask.permute(order), range(first, len(shape)))
+    else:
+        mean = masked_mean_op(input, mask, dims)
+    return mean.reshape([1 if d in dims else n for d, n in enumerate(shape)]) if keepdim else mean
+
+
+def _runs(dims: Sequence[int], count: int) -> int:
+    return 1 + sum((d in dims) != (d - 1 in dims) for d in range(1, count))
+
+
+def _check_call(input: Tensor, mask: Tensor, dim: Union[int, Sequence[int], None]) -> Tuple[int, ...]:
+    """The dimensions to reduce, in [0, input.dim()) and ascending."""
+    for name, t in (("input", input), ("mask", mask)):
+        check(isinstance(t, Tensor), f"{name} must be a tensor, got {type(t).__name__}", TypeError)
+        if t.layout != torch.strided:
+            fail(f"{name} must be strided, got layout {t.layout}; convert it with .to_dense()")
+        check_local(name, t, f"pass {name}.full_tensor(), or {name}.to_local() where a mean of what is here is meant")
+    if input.dtype not in _INPUT_DTYPES and (input.dtype.is_floating_point or input.dtype.is_complex):
+        fail(f"input must be of dtype float16, bfloat16, float32, float64, integer or bool, got {input.dtype}",
+              TypeError)
+    if mask.dtype not in _INPUT_DTYPES and (mask.dtype.is_floating_point or mask.dtype.is_complex):
+        fail(f"mask must be of dtype bool, integer, float16, bfloat16, float32 or float64, got {mask.dtype}",
+              TypeError)
+    if mask.device != input.device:
+        fail(f"mask must be on the device of input, {input.device}, got {mask.device}")
+    if mask.requires_grad:
+        fail("mask must be a tensor that does not require grad, got one that does; pass mask.detach()", RuntimeError)
+    if mask.shape != input.shape:
+        _check_shapes(input.shape, mask.shape)
+    return _dims(dim, input.dim())
+
+
+def _check_shapes(shape: torch.Size, mask: torch.Size) -> None:
+    fits = len(mask) <= len(shape) and all(m == 1 or m == n for m, n in zip(reversed(mask), reversed(shape)))
+    if not fits:
+        ahead = len(shape) - len(mask)
+        fix = "; pass mask" + ".unsqueeze(-1)" * ahead if ahead > 0 and shape[:len(mask)] == mask else ""
+        fail(f"mask must broadcast to the shape of input, {list(shape)}, got {list(mask)}{fix}")
+
+
+def given_dims(dim: Union[int, Sequence[int], None]) -> Tuple[int, ...]:
+    """As they were given, whatever the input's dimensions are; () for all."""
+    given = () if dim is None else (dim,) if isinstance(dim, int) else dim
+    if not isinstance(given, (tuple, list)) or not all(isinstance(d, int) and not isinstance(d, bool) for d in given):
+        fail(f"dim must be an int, a tuple of ints or None, got {dim!r}", TypeError)
+    if len(set(given)) != len(given):
+        fail(f"dim must name each dimension once, got {dim}")
+    return tuple(given)
+
+
+def _dims(dim: Union[int, Sequence[int], None], count: int) -> Tuple[int, ...]:
+    if dim is None or count == 0 and dim in (0, -1):
+        return tuple(range(count))
+    given = given_dims(dim)
+    if not given:
+        return tuple(range(count))
+    dims = tuple(sorted(d + count if d < 0 else d for d in given))
+    check(0 <= dims[0] and dims[-1] < count, f"dim must be in [{-count}, {count}), got {dim}")
+    check(len(set(dims)) == len(dims), f"dim must name each dimension once, got {dim}")
+    return dims

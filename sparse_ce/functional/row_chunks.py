@@ -1,0 +1,98 @@
+"""The rows of a loss on a linear head, a chunk of which its function is given at a time."""
+
+import math
+from typing import Any, Dict, List, NamedTuple, Optional, Sequence
+
+import torch
+from torch import Tensor
+
+from .._core.arguments import IGNORE_INDEX, NO_MARK, Arguments
+from .._core.errors import fail
+from ..targets.sparse_target import SparseTarget
+
+
+class Rows(NamedTuple):
+    """What is cut to a chunk; all with one leading dimension."""
+
+    input: Tensor
+    target: SparseTarget
+    row_args: Sequence[Any]
+    a: Arguments
+    unwrap: bool  # fn is given a tensor, as the caller gave one
+
+    def at(self, rows: Any, input: Tensor) -> "Rows":
+        scale = self.a.row_scale
+        a = self.a if scale is None or scale.dim() == 0 else self.a._replace(row_scale=scale[rows])
+        return self._replace(input=input, target=self.target[rows].compact(), a=a, row_args=[
+            t[rows].compact() if isinstance(t, SparseTarget) else t[rows] for t in self.row_args])
+
+    @property
+    def arguments(self) -> Arguments:
+        target, mark = self.target, self.a.ignore_index
+        if not self.unwrap and mark != IGNORE_INDEX and mark != NO_MARK:
+            target = target._marked(mark)
+        flat = target.flatten()
+        return self.a._replace(indices=flat.indices, values=flat.values, offsets=flat.offsets, row_mask=flat.row_mask)
+
+    def given(self) -> Any:
+        plain = self.unwrap and self.target.offsets is None and self.target.values is None
+        return self.target.indices if plain else self.target
+
+    @property
+    def tensors(self) -> List[Tensor]:
+        """What may require grad of what ``fn`` is given: row arguments that are tensors, and the values of targets."""
+        each = [t.values if isinstance(t, SparseTarget) else t for t in (*self.row_args, self.target)]
+        return [t for t in each if t is not None]
+
+    def holding(self, tensors: Sequence[Tensor]) -> "Rows":
+        """The same with these for ``tensors``."""
+        given = iter(tensors)
+
+        def held(t: Any) -> Any:
+            if not isinstance(t, SparseTarget):
+                return next(given)
+            return t if t.values is None else t._replace(t.indices, next(given), t.offsets, t.row_mask)
+
+        *row_args, target = map(held, (*self.row_args, self.target))
+        return self._replace(row_args=row_args, target=target)
+
+    def copied(self, live: Optional[Tensor]) -> "Rows":
+        """For ``fn`` to write into. ``live``: (rows,) bool, or None; of other rows, whose NaN would reach the gradient
+        of what they are multiplied with, row arguments and values are 0."""
+        def copy(t: Any) -> Any:
+            if isinstance(t, SparseTarget):
+                t = t._map(lambda part: part.clone())
+                if live is None or t.values is None:
+                    return t
+                values = t.values.masked_fill(~live[t.row_indices()], 0)
+                return t._replace(t.indices, values, t.offsets, t.row_mask)
+            return t.clone() if live is None else t.masked_fill(~live.reshape(-1, *[1] * (t.dim() - 1)), 0)
+
+        *row_args, target = map(copy, (*self.row_args, self.target))
+        return self._replace(row_args=row_args, target=target)
+
+    def numbered(self) -> "Rows":
+        """The same holding numbers: those that a chunk holds are where its ``tensors`` are in these."""
+        return self.holding([torch.arange(t.shape[0], device=t.device) for t in self.tensors])
+
+
+def flat(leading: torch.Size, argument: Any) -> Any:
+    if isinstance(argument, SparseTarget):
+        if argument.shape != leading:
+            fail(f"row_args must be of the leading shape {list(leading)}, got {list(argument.shape)}")
+        return argument.flatten()
+    if not isinstance(argument, Tensor):
+        fail(f"row_args must be tensors or SparseTargets, got {type(argument).__name__}", TypeError)
+    if argument.shape[:len(leading)] != leading:
+        fail(f"row_args must be of the leading shape {list(leading)}, got {list(argument.shape)}")
+    return argument.reshape(math.prod(leading), *argument.shape[len(leading):])
+
+
+def spread(t: Tensor, counts: Tensor, live: Optional[Tensor], leading: torch.Size) -> Tensor:
+    if live is None:
+        t = t.new_zeros(counts.shape[0]).index_put((counts.nonzero()[:, 0],), t)
+    return t.reshape(leading)
+
+
+def spread_each(aux: Dict[str, Tensor], *to: Any) -> Dict[str, Tensor]:
+    return {name: spread(t, *to) for name, t in aux.items()}

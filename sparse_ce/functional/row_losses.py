@@ -1,0 +1,373 @@
+"""Any loss that is a sum over rows, of a linear head's log-probabilities, in three matrix products."""
+
+import functools
+import math
+from contextlib import nullcontext
+from typing import Any, Callable, ContextManager, Dict, Iterator, List, NamedTuple, Optional, Sequence, Tuple, Union
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+from .. import reference
+from .._core.arguments import IGNORE_INDEX, Chunks, Normalizer, Scale, arithmetic_dtype
+from .._core.autocast import as_linear_multiplies
+from .._core.errors import fail
+from .._core.flags import check_flags
+from .._core.options import taken_chunks
+from .._core.tensor_checks import check_head, check_input, check_reduction, is_distributed, scalar_normalizer
+from .._core.tracing import eager, traced
+from ..dtensor.dispatch import on_mesh
+from ..ops import expected_grad
+from ..ops.chunking import of_shards, rows_at_a_time, steps
+from ..ops.linear_cross_entropy import Head, scaled
+from ..ops.linear_gradients import add_chunk, complete, new_gradients
+from ..ops.registration import composite, needs_grad
+from ..ops.select import Outputs, Selected
+from ..ops.select import select as select_op
+from ..ops.sharded_linear_select import Chunk, classes_here, in_turn, linear_select, merged
+from ..ops.sharded_select import check_ranks, refuse_second
+from ..ops.topk import linear_logits
+from ..sharding.collectives import chunks_of
+from ..sharding.consistency import agreed
+from ..sharding.groups import Group, sharded_head
+from ..sharding.shard import Shard
+from ..targets.convert import Target, as_ids
+from ..targets.sparse_target import SparseTarget
+from .log_probs import asked, result, select_arguments
+from .outputs import Reduction
+from .row_chunks import Rows, flat, spread, spread_each
+
+RowFunction = Callable[..., Any]
+
+
+@agreed
+def linear_row_loss(
+    fn: RowFunction,
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Target,
+    *row_args: Union[Tensor, SparseTarget],
+    linear_bias: Optional[Tensor] = None,
+    reduction: Reduction = "mean",
+    normalizer: Optional[Normalizer] = None,
+    has_aux: bool = False,
+    ignore_index: int = IGNORE_INDEX,
+    logit_scale: Scale = 1.0,
+    softcap: Optional[float] = None,
+    num_classes: Optional[int] = None,
+    padding_value: float = -math.inf,
+    return_log_rest: bool = False,
+    return_entropy: bool = False,
+    return_mean_logit: bool = False,
+    return_argmax: bool = False,
+    group: Group = None,
+    vocab_start: Optional[int] = None,
+    logits_dtype: Optional[torch.dtype] = None,
+    chunk_rows: Optional[int] = None,
+) -> Any:
+    """The mean of ``fn(log_probs, target, *row_args)`` over rows, without the logits and with three matrix products.
+
+    ``fn`` is written in PyTorch on the ids' shape: policy gradients with any clipping, distillation of any kind. It is
+    called for a chunk of rows at a time, differentiated there, and its gradient goes on into the head while the chunk's
+    logits exist. Losses that couple rows (of a sequence, of a pair) use :func:`linear_selected_log_probs`, which takes
+    four products.
+
+    Args:
+        fn: ``fn(log_probs, target, *row_args) -> (rows,)``, or with ``has_aux`` ``((rows,), {name: (rows,)})``.
+            ``log_probs`` is a :class:`LogProbs`; ``target`` and ``row_args`` are cut to its rows, all with one leading
+            dimension, and copied: it may write into them. It gets rows that count, any number of them (on CUDA also
+            others, with outputs, row arguments and values of 0, whose losses are not used), and must give each row what
+            that row alone determines. What requires grad reaches it as a row argument; through its closure is an error
+            where the gradients are made in forward, which they are not with ``reduction="none"``: there it has its
+            gradient.
+        input, linear_weight, linear_bias: as for :func:`sparse_ce.linear_cross_entropy`.
+        target: as ``indices`` of :func:`sparse_ce.selected_log_probs`; its values may require grad.
+        row_args: tensors ``(*leading, ...)`` or targets of the leading shape; they, or their values, may require grad.
+        reduction: ``"none"``, ``"sum"`` or ``"mean"`` over the rows that count; a mean over nothing is 0.
+        normalizer: as for :func:`sparse_ce.cross_entropy`.
+        has_aux: ``fn`` also returns a dict of tensors (rows,), of the same names and dtypes for any rows, which come
+            back detached, in the leading shape, 0 in rows that do not count.
+        ignore_index, logit_scale, softcap, num_classes, padding_value, return_log_rest, return_entropy,
+            return_mean_logit, return_argmax: as for :func:`sparse_ce.selected_log_probs`.
+        group, vocab_start: as for :func:`sparse_ce.linear_cross_entropy`, of a head whose classes are shared out.
+            ``fn`` and ``row_args`` are the same on every rank; so are the gradients for these.
+        logits_dtype: as for :func:`sparse_ce.linear_cross_entropy`.
+        chunk_rows: rows whose logits exist at a time, as for :func:`sparse_ce.linear_topk_log_probs`; with a ``group``
+            as for :func:`sparse_ce.linear_cross_entropy`.
+
+    With ``reduction="none"``, under ``torch.compile`` and ``torch.func``, for a ``logit_scale`` that requires grad and
+    in float16 the logits are made twice, and ``fn`` gets copies of all rows at once: four products; under checkpointing
+    four or five, with a ``group`` six, and seven for a gradient that is differentiated again.
+
+    Returns:
+        The loss, float32 (float64 for float64), or ``(loss, aux)``.
+
+    Raises:
+        TypeError, ValueError, RuntimeError: as :func:`linear_selected_log_probs`; also where ``fn`` returns another
+            shape than (rows,) or what requires grad comes into it through its closure, unless with
+            ``reduction="none"``.
+
+    Examples:
+        >>> hidden, head = torch.randn(6, 8, requires_grad=True), torch.nn.Linear(8, 50)
+        >>> actions, advantages = torch.randint(50, (6,)), torch.randn(6)
+        >>> def policy_gradient(log_probs, actions, advantages):
+        ...     return -advantages * log_probs.log_probs - 0.01 * log_probs.entropy
+        >>> loss = sparse_ce.linear_row_loss(policy_gradient, hidden, head.weight, actions, advantages,
+        ...                                  linear_bias=head.bias, return_entropy=True)
+        >>> loss.backward()
+    """
+    if is_distributed(input) or is_distributed(linear_weight):
+        return on_mesh(linear_row_loss, locals())
+    check_function(fn)
+    check_input(input, "D")
+    check_head(input, linear_weight, linear_bias, group is not None)
+    chunks = taken_chunks(chunk_rows, logits_dtype)
+    check_reduction(reduction, normalizer)
+    check_flags(has_aux=has_aux)
+    shard, shape, num_classes = sharded_head(input, linear_weight, group, vocab_start, num_classes)
+    ids = as_ids(target, shape)
+    a = select_arguments(input, shape, ids, target, ignore_index, logit_scale, softcap, num_classes,
+                         "the rows of linear_weight")
+    wanted = asked(padding_value, return_log_rest, return_entropy, return_mean_logit, return_argmax)
+    divisor = None if normalizer is None else scalar_normalizer(normalizer, input)
+    input, linear_weight, linear_bias = as_linear_multiplies(input, linear_weight, linear_bias)
+    leading, count = shape[:-1], math.prod(shape[:-1])
+    counts = ~reference.ignored_rows(a, count)
+    rows = Rows(input.reshape(math.prod(input.shape[:-1]), input.shape[-1]), ids.flatten(),
+                 list(map(functools.partial(flat, leading), row_args)), a, not isinstance(target, SparseTarget))
+    shares_rows = shard is not None and shard.shares_rows
+    # A mode or hooks may be those of one rank alone: with a shard they decide nothing that ranks do together.
+    seen = eager() if shard is None else not traced()
+    if seen and input.is_cpu and not composite(input) and not shares_rows and not bool(counts.all()):
+        here = counts.nonzero()[:, 0]
+        rows, live = rows.at(here, rows.input[here]), None
+    else:
+        live = counts
+    if reduction == "sum":
+        divisor = counts.new_ones((), dtype=arithmetic_dtype(input.dtype))
+    elif divisor is None:
+        divisor = counts.sum(dtype=arithmetic_dtype(input.dtype))
+    if shard is None:
+        chunks = chunks._replace(chunk_rows=chunk_rows or rows_at_a_time(shape[-1]))
+    divisor = torch.where(divisor == 0, torch.inf, divisor)
+    call = _Call(fn, wanted, has_aux, live, divisor, chunks, shard, [])
+    head = Head(rows.input, linear_weight, linear_bias)
+    tensors = rows.tensors
+    half = any(t is not None and t.dtype == torch.float16 and t.requires_grad for t in (*head, *tensors))
+    plain = (seen and reduction != "none" and needs_grad(*head, *tensors) and not composite(input) and not half
+             and not (a.row_scale is not None and a.row_scale.requires_grad))
+    if plain:
+        if shard is not None:
+            check_ranks(head.input, linear_weight.shape[0], rows.arguments, shard, wanted, dtype=head.input.dtype,
+                        chunk_rows=chunk_rows)
+        loss, *aux_values = _LinearRowLoss.apply(*head, rows, call, *tensors)
+        aux = dict(zip(call.names, aux_values))
+    else:
+        losses, aux = _four_products(head, rows, call)
+        loss = losses if reduction == "none" else losses.sum() / call.divisor
+    if reduction == "none":
+        loss = spread(loss, counts, live, leading)
+    return (loss, spread_each(aux, counts, live, leading)) if has_aux else loss
+
+
+class _Call(NamedTuple):
+    fn: RowFunction
+    wanted: Outputs
+    has_aux: bool
+    live: Optional[Tensor]  # (rows,) bool, or None: all of them count
+    divisor: Tensor
+    chunks: Chunks
+    shard: Optional[Shard]
+    names: List[str]  # of aux, once fn was called
+
+
+def _losses(out: Selected, rows: Rows, call: _Call, live: Optional[Tensor]) -> Tuple[Tensor, Dict[str, Tensor]]:
+    """The losses (rows,) that ``fn`` gives, 0 where a row does not count, and what it tells besides."""
+    out = Selected(*(t.clone() for t in out))  # fn may write into what it is given
+    rows = rows.copied(live)
+    losses: Any = call.fn(result(out, call.wanted, out.log_probs.shape, out.lse.shape), rows.given(), *rows.row_args)
+    told: Dict[str, Tensor] = {}
+    if call.has_aux:
+        if not isinstance(losses, tuple) or len(losses) != 2 or not isinstance(losses[1], dict):
+            got = [type(t).__name__ for t in (losses if isinstance(losses, tuple) else [losses])]
+            fail("fn must return (losses, aux) with has_aux=True, aux a dictionary of tensors, got "
+                 f"{', '.join(got)}", TypeError)
+        losses, told = losses
+    count = out.lse.shape[0]
+    if not isinstance(losses, Tensor) or losses.shape != (count,):
+        fail(f"fn must return losses of shape [{count}], one a row, got {_returned(losses, call.wanted)}")
+    for name, t in told.items():
+        if not isinstance(t, Tensor) or t.shape != (count,):
+            fail(f"fn must return aux tensors of shape [{count}], got {_returned(t, call.wanted)} for {name!r}")
+    aux = {name: t.detach() for name, t in told.items()}
+    if live is not None:
+        losses = torch.where(live, losses, 0.0)
+        aux = {name: torch.where(live, t, torch.zeros((), dtype=t.dtype, device=t.device)) for name, t in aux.items()}
+    return losses.to(out.lse.dtype), aux
+
+
+def _returned(t: object, wanted: Outputs) -> str:
+    """What an error says of it; where it may be an output that was not asked for, how to ask."""
+    if isinstance(t, Tensor):
+        return str(list(t.shape))
+    flags = [f"return_{name}=True" for name in ("log_rest", "entropy", "mean_logit", "argmax")
+             if t is None and not getattr(wanted, name)]
+    return f"{type(t).__name__} (as an output is without its {' or '.join(flags)})" if flags else type(t).__name__
+
+
+def _four_products(head: Head, rows: Rows, call: _Call) -> Tuple[Tensor, Dict[str, Tensor]]:
+    out = linear_select(head, rows.arguments, call.wanted, call.chunks, call.shard)
+    return _losses(out, rows, call, call.live)
+
+
+class _LinearRowLoss(torch.autograd.Function):
+    """The loss and aux, with the gradients for the head and for the ``tensors`` of the rows."""
+
+    @staticmethod
+    def forward(ctx: Any, input: Tensor, linear_weight: Tensor, linear_bias: Optional[Tensor], rows: Rows,
+                call: _Call, *tensors: Tensor) -> Tuple[Tensor, ...]:
+        ctx.wanted = (*ctx.needs_input_grad[:3], *ctx.needs_input_grad[5:])
+        # Saved tensors that go through hooks are to free memory until backward, which then makes the gradients.
+        later = call.shard is None and expected_grad.hooked()
+        loss, aux, gradients = _three_products(Head(input, linear_weight, linear_bias), rows, call,
+                                               [wanted and not later for wanted in ctx.wanted])
+        ctx.save_for_backward(input, linear_weight, linear_bias, *tensors)
+        ctx.rows, ctx.call, ctx.made = rows._replace(input=input.new_empty(0)), call, None if later else gradients
+        ctx.mark_non_differentiable(*aux.values())
+        call.names[:] = aux
+        return loss, *aux.values()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor, *_: Any) -> Tuple[Optional[Tensor], ...]:
+        input, linear_weight, linear_bias, *tensors = ctx.saved_tensors
+        head = Head(input, linear_weight, linear_bias)
+        gradients, ctx.made = ctx.made, None  # handed out once: their new owner may overwrite them
+        rows = ctx.rows._replace(input=input).holding(tensors)
+        if ctx.call.shard is not None:
+            refuse_second((grad,))
+        elif torch.is_grad_enabled():
+            losses = _four_products(head, rows, ctx.call)[0]
+            leaves = [t for t, wanted in zip((*head, *tensors), ctx.wanted) if wanted]
+            found = iter(torch.autograd.grad(losses.sum() / ctx.call.divisor, leaves, grad, create_graph=True,
+                                             allow_unused=True))
+            made = [next(found) if wanted else None for wanted in ctx.wanted]
+            return *made[:3], None, None, *made[3:]
+        if gradients is None:
+            gradients = _three_products(head, rows, ctx.call, ctx.wanted)[2]
+        made = scaled(gradients, grad)
+        return *made[:3], None, None, *made[3:]
+
+
+def _three_products(head: Head, rows: Rows, call: _Call,
+                    wanted: Sequence[bool]) -> Tuple[Tensor, Dict[str, Tensor], List[Optional[Tensor]]]:
+    """loss (), aux and the gradients for input, weight, bias and each of the rows' ``tensors``, for a ``grad_output``
+    of 1."""
+    count = rows.input.shape[0] if call.shard is None else call.shard.rows(rows.input)
+    classes = rows.a.num_classes if call.shard is None else classes_here(head.linear_weight, rows.a, call.shard)
+    chunks = _chunks(head, rows, call)
+    gradients = new_gradients(head, classes, wanted[:3], len(chunks) <= 1, call.shard)
+    of_args = [torch.zeros_like(t) if want else None for t, want in zip(rows.tensors, wanted[3:])]
+    numbered = rows.numbered() if any(wanted[3:]) else None
+    total = torch.zeros((), dtype=call.divisor.dtype, device=head.input.device)
+    aux: Optional[Dict[str, Tensor]] = None
+    for (here, (at, chunk), of_chunk, a), z, out in _selected(head, rows, call, chunks):
+        live = None if call.live is None else call.live[at]
+        with torch.enable_grad(), _unhooked():
+            leaves = Selected(*(t.detach().requires_grad_(t.is_floating_point()) for t in out))
+            args = [t.detach().requires_grad_(want) for t, want in zip(chunk.tensors, wanted[3:])]
+            losses, told = _losses(leaves, chunk.holding(args), call, live)
+            tensors = [t for t in args if t.requires_grad]
+            _check_closure(losses, (*leaves, *tensors))
+        total += losses.detach().sum()
+        if aux is None:
+            aux = {name: t.new_empty(count) for name, t in told.items()}
+        else:
+            _check_alike(told, aux)
+        for name, t in told.items():
+            aux[name][at] = t
+        found = _gradients(losses, [*leaves[:-1], *tensors], 1 / call.divisor)
+        add_chunk(gradients, of_chunk, here, z, a, call.wanted, out, found[:len(leaves) - 1])
+        del z  # before the next chunk's are made
+        of_tensors = iter(found[len(leaves) - 1:])
+        places = [] if numbered is None else numbered.at(at, chunk.input).tensors
+        for gradient, place in zip(of_args, places):
+            part = None if gradient is None else next(of_tensors)
+            if gradient is not None and part is not None:
+                gradient.index_add_(0, place, part)  # entries of other rows that a jagged chunk keeps have 0
+    if call.has_aux and count == 0:  # its names at least
+        with torch.no_grad():
+            aux = _four_products(head, rows, call)[1]
+    return total / call.divisor, aux or {}, [*complete(gradients), *of_args]
+
+
+def _chunks(head: Head, rows: Rows, call: _Call) -> List[slice]:
+    count, asked = rows.input.shape[0], call.chunks.chunk_rows
+    if call.shard is not None:
+        return of_shards(asked, count, rows.a, call.shard, head.input.is_cpu)
+    assert asked is not None
+    return steps(count, asked)
+
+
+def _selected(head: Head, rows: Rows, call: _Call,
+              chunks: Sequence[slice]) -> Iterator[Tuple[Chunk, Tensor, Selected]]:
+    """Each chunk, its logits and what select gives."""
+    def each() -> Iterator[Chunk]:
+        for here, at, input in chunks_of(rows.input, chunks, call.shard):
+            if call.live is not None:
+                input = torch.where(call.live[at][:, None], input, 0.0)
+            chunk = rows.at(at, input)
+            yield Chunk(here, (at, chunk), head._replace(input=input), chunk.arguments)
+
+    if call.shard is not None:
+        for chunk, z, told in in_turn(each(), call.wanted, call.chunks.float32_logits, call.shard):
+            yield chunk, z, merged(told, chunk.a, call.wanted, call.shard)
+            del z
+        return
+    for chunk in each():
+        z = linear_logits(chunk.head, chunk.a.num_classes, call.chunks.float32_logits)
+        chunk = chunk._replace(a=chunk.a._replace(num_classes=None))
+        yield chunk, z, select_op(z, chunk.a, call.wanted)
+        del z
+
+
+def check_function(fn: Any) -> None:
+    if not callable(fn):
+        fail(f"fn must be a function of log-probabilities and target, got {fn!r}", TypeError)
+
+
+def _unhooked() -> ContextManager[Any]:
+    """What is saved inside and asked for in forward: checkpointing's hooks would run forward again."""
+    return saved_tensors_hooks(_same, _same) if expected_grad.hooked() else nullcontext()
+
+
+def _same(t: Tensor) -> Tensor:
+    return t
+
+
+def _gradients(losses: Tensor, leaves: Sequence[Tensor], upstream: Tensor) -> List[Optional[Tensor]]:
+    if not losses.requires_grad:
+        return [None] * len(leaves)
+    return list(torch.autograd.grad(losses, leaves, upstream.expand(losses.shape), allow_unused=True))
+
+
+def _check_alike(told: Dict[str, Tensor], before: Dict[str, Tensor]) -> None:
+    got, expected = ({name: str(t.dtype) for name, t in aux.items()} for aux in (told, before))
+    if got != expected:
+        fail(f"fn must return aux of the same names and dtypes for each chunk of rows, got {got} after {expected}; "
+             "give each row a value, 0 where there is nothing to tell")
+
+
+def _check_closure(losses: Tensor, leaves: Sequence[Tensor]) -> None:
+    """That nothing requires grad but what ``fn`` was given: its gradient would be lost."""
+    known, seen, nodes = {id(t) for t in leaves}, set(), [losses.grad_fn]
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        variable = getattr(node, "variable", None)
+        if variable is not None and id(variable) not in known:
+            fail("fn must get what requires grad as a row argument, got a tensor of shape "
+                 f"{list(variable.shape)} through its closure; detach it, or use linear_selected_log_probs")
+        nodes += [next_node for next_node, _ in node.next_functions]

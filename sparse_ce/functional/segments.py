@@ -1,0 +1,151 @@
+"""Sums over the entries of each row of a target, in a fixed order on every device, and back."""
+
+from typing import Any, NamedTuple, Optional, Tuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .._core.tracing import eager, readable
+from ..ops.registration import composite
+from ..targets.decode import Entries
+
+
+class Segments(NamedTuple):
+    """Which entries belong to a row: all of (N, K), or runs of (E,)."""
+
+    num_rows: int
+    rows: Optional[Tensor] = None  # (E,) int64, of each entry; num_rows where there is none
+    bounds: Optional[Tensor] = None  # (2 N + 2,): where runs begin and end, every second being that of a row
+    place: Optional[Tensor] = None  # (N,): the run of each row
+
+    def sum(self, terms: Tensor) -> Tensor:
+        """(N,)."""
+        if self.rows is None or self.bounds is None or self.place is None:
+            return terms.sum(1)
+        return _sum(terms, self.rows, self.bounds, self.place)
+
+    def spread(self, per_row: Tensor) -> Tensor:
+        """To each entry its row's, 0 to one of none."""
+        if self.rows is None or self.bounds is None or self.place is None:
+            return per_row[:, None]
+        return _spread(per_row, self.rows, self.bounds, self.place)
+
+    def of_rows(self, per_row: Tensor, of_none: bool) -> Tensor:
+        """To each entry its row's, of what has no gradient; ``of_none`` to one of none."""
+        if self.rows is None:
+            return per_row[:, None]
+        return torch.cat((per_row, per_row.new_full((1,), of_none)))[self.rows]
+
+    def logsumexp(self, x: Tensor) -> Tensor:
+        """(N,); -inf where there is nothing."""
+        if self.rows is None or self.bounds is None or self.place is None:
+            if x.shape[1] == 0:
+                return x.new_full((self.num_rows,), -torch.inf)
+            highest = x.detach().amax(1)
+        else:
+            nothing = x.new_full((self.num_rows + 1,), -torch.inf)
+            highest = nothing.scatter_reduce(0, self.rows, x.detach(), "amax")[:self.num_rows]
+        highest = torch.where(highest.isfinite(), highest, 0.0)
+        total = self.sum((x - self.spread(highest)).exp())
+        return torch.where(total == 0, -torch.inf, torch.where(total == 0, 1.0, total).log()) + highest
+
+    def merged(self, columns: Tensor, logs: Tensor, part: Tensor) -> Tuple[Tensor, Tensor]:
+        """Which entries stand for their class in their row, one each, and the logarithm of the sum of all of it."""
+        if columns.numel() == 0 or columns.dim() == 2 and columns.shape[1] == 1:
+            return part, logs
+        if self.rows is None and eager() and composite(logs):
+            return _merged_by_pairs(columns, logs, part)
+        shape, keys = columns.shape, torch.where(part, columns, -1)
+        if self.rows is not None:
+            keys = torch.where(part, self.rows * (1 << 31) + columns, -1)
+        # The largest of a class first, which the others are summed relative to.
+        _, by_size = logs.detach().sort(dim=-1, descending=True, stable=True)
+        keys, by_class = keys.gather(-1, by_size).sort(dim=-1, stable=True)
+        order = by_size.gather(-1, by_class)
+        # No size of K - 1, which a compiler would take for a constant where it is 1.
+        first = keys != F.pad(keys, (1, 0), value=-2)[..., :-1]
+        if readable(first) and bool(first[keys >= 0].all()):
+            return part, logs
+        group = first.flatten().cumsum(0) - 1
+        bounds = torch.searchsorted(group, torch.arange(group.shape[0] + 1, device=group.device))
+        in_order = logs.gather(-1, order).flatten()
+        highest = in_order.detach()[bounds[group]]
+        everyone = torch.arange(group.shape[0], device=group.device)
+        relative = torch.where(keys.flatten() >= 0, in_order - highest, 0.0).exp()
+        total = _sum(relative, group, bounds, everyone)
+        summed = highest + _spread(total, group, bounds, everyone).log()
+        back = order.argsort(-1)
+        return part & first.gather(-1, back), summed.view(shape).gather(-1, back)
+
+
+def segments_of(entries: Entries, num_rows: int) -> Segments:
+    if entries.rows is None:
+        return Segments(num_rows)
+    assert entries.within is not None
+    count = entries.rows.shape[0]
+    # Entries lie row by row: a run begins where the row changes, and those that belong to none end it too.
+    rows = torch.where(entries.within, entries.rows, num_rows)
+    position = torch.arange(count, device=rows.device)
+    begin = rows.new_full((num_rows + 1,), count).scatter_reduce(0, rows, position, "amin")[:num_rows]
+    end = rows.new_full((num_rows + 1,), 0).scatter_reduce(0, rows, position + 1, "amax")[:num_rows]
+    begin, order = begin.sort(stable=True)
+    end = torch.maximum(end[order], begin)
+    bounds = torch.cat((begin.new_zeros(1), torch.stack((begin, end), 1).flatten(), begin.new_full((1,), count)))
+    return Segments(num_rows, rows, bounds, 2 * order.argsort() + 1)
+
+
+def _merged_by_pairs(columns: Tensor, logs: Tensor, part: Tensor) -> Tuple[Tensor, Tensor]:
+    """The same for (N, K) by K x K comparisons, which transforms such as vmap know how to batch."""
+    same = (columns[..., None] == columns[..., None, :]) & part[..., None] & part[..., None, :]
+    first = ~(same & torch.ones_like(same).tril(-1)).any(-1)
+    others = torch.where(same, logs[..., None, :], -torch.inf)
+    highest = torch.where(part, others.detach().amax(-1), 0.0)
+    total = (others - highest[..., None]).exp().sum(-1)
+    return part & first, torch.where(part, highest + torch.where(part, total, 1.0).log(), 0.0)
+
+
+def _sum(terms: Tensor, rows: Tensor, bounds: Tensor, place: Tensor) -> Tensor:
+    if eager() and composite(terms):  # which know no segments
+        return terms.new_zeros(place.shape[0] + 1).index_add(0, rows, terms)[:place.shape[0]]
+    total: Tensor = _Sum.apply(terms, rows, bounds, place)
+    return total
+
+
+def _spread(per_row: Tensor, rows: Tensor, bounds: Tensor, place: Tensor) -> Tensor:
+    if eager() and composite(per_row):
+        return torch.cat((per_row, per_row.new_zeros(1)))[rows]
+    spread: Tensor = _Spread.apply(per_row, rows, bounds, place)
+    return spread
+
+
+class _Sum(torch.autograd.Function):
+    """(E,) -> (N,); its derivative is :class:`_Spread`, whose derivative it is."""
+
+    @staticmethod
+    def forward(terms: Tensor, rows: Tensor, bounds: Tensor, place: Tensor) -> Tensor:
+        return torch.segment_reduce(terms, "sum", offsets=bounds)[place]
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Tuple[Any, ...], output: Any) -> None:
+        ctx.save_for_backward(*inputs[1:])
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tuple[Tensor, None, None, None]:
+        return _spread(grad, *ctx.saved_tensors), None, None, None
+
+
+class _Spread(torch.autograd.Function):
+    """(N,) -> (E,)."""
+
+    @staticmethod
+    def forward(per_row: Tensor, rows: Tensor, bounds: Tensor, place: Tensor) -> Tensor:
+        return torch.cat((per_row, per_row.new_zeros(1)))[rows]
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Tuple[Any, ...], output: Any) -> None:
+        ctx.save_for_backward(*inputs[1:])
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tuple[Tensor, None, None, None]:
+        return _sum(grad, *ctx.saved_tensors), None, None, None

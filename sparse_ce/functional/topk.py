@@ -1,0 +1,239 @@
+"""A teacher's top-k: the k likeliest classes of each row with their log-probabilities, ready to be a target."""
+
+import functools
+import math
+from typing import Any, Iterator, List, Literal, Optional, Tuple, Union, overload
+
+import torch
+from torch import Tensor
+
+from .._core.arguments import Arguments, Scale
+from .._core.autocast import as_linear_multiplies
+from .._core.errors import fail
+from .._core.flags import check_flags
+from .._core.options import checked, is_integer, taken_chunks
+from .._core.tensor_checks import check_head, check_input, is_distributed, taken_scale
+from .._core.tracing import readable
+from ..dtensor.dispatch import on_mesh
+from ..ops.chunking import rows_at_a_time, steps
+from ..ops.linear_cross_entropy import Head
+from ..ops.registration import check_kernels
+from ..ops.select import Outputs
+from ..ops.sharded_linear_select import shard_logits
+from ..ops.sharded_select import check_ranks
+from ..ops.sharded_select import select as select_op
+from ..ops.topk import linear_logits, topk_ids, topk_ids_of_shards
+from ..sharding.collectives import chunks_of
+from ..sharding.consistency import agreed
+from ..sharding.groups import Group, sharded_head, taken_shard
+from ..sharding.shard import Shard
+from ..targets.sparse_target import SparseTarget
+
+
+@overload
+def topk_log_probs(input: Tensor, k: int, *, logit_scale: Scale = 1.0, softcap: Optional[float] = None,
+                   num_classes: Optional[int] = None, group: Group = None, vocab_start: Optional[int] = None,
+                   return_log_rest: Literal[False] = False) -> SparseTarget: ...
+
+
+@overload
+def topk_log_probs(input: Tensor, k: int, *, logit_scale: Scale = 1.0, softcap: Optional[float] = None,
+                   num_classes: Optional[int] = None, group: Group = None, vocab_start: Optional[int] = None,
+                   return_log_rest: Literal[True]) -> Tuple[SparseTarget, Tensor]: ...
+
+
+@agreed
+def topk_log_probs(
+    input: Tensor,
+    k: int,
+    *,
+    logit_scale: Scale = 1.0,
+    softcap: Optional[float] = None,
+    num_classes: Optional[int] = None,
+    group: Group = None,
+    vocab_start: Optional[int] = None,
+    return_log_rest: bool = False,
+) -> Union[SparseTarget, Tuple[SparseTarget, Tensor]]:
+    """The ``k`` likeliest classes of each row and their log-probabilities, as a target that a loss takes as it is.
+
+    They are normalized over all classes. Nothing has a gradient. Of classes whose logits tie, before the scale and the
+    softcap, the lowest are taken and stand first, on every device.
+
+    Args:
+        input: logits (..., V), classes last; float16, bfloat16, float32 or float64, any strides.
+        k: at most the number of classes.
+        logit_scale: a number, or a tensor of positive numbers, () or ``input.shape[:-1]``; on CUDA nobody looks.
+        softcap, num_classes, group, vocab_start: as for :func:`sparse_ce.cross_entropy`. Of classes that are shared out
+            among processes each tells its k of a row, ids and logits, and all find the same.
+        return_log_rest: also the logarithm of the probability of all other classes, ``input.shape[:-1]``: what a loss
+            needs to know of the teacher's tail.
+
+    Returns:
+        :class:`SparseTarget` of form "topk", ``kind="logprobs"``, values float32 (float64 for float64), likeliest
+        first; or ``(target, log_rest)``.
+
+    Raises:
+        TypeError, ValueError: an argument has the wrong type, shape or value.
+
+    Examples:
+        >>> teacher = torch.tensor([[0.0, 2.0, 1.0, 2.0]])
+        >>> target = sparse_ce.topk_log_probs(teacher, 2)
+        >>> target.indices, target.values
+        (tensor([[1, 3]]), tensor([[-0.9176, -0.9176]]))
+        >>> student = torch.zeros(1, 4, requires_grad=True)
+        >>> sparse_ce.cross_entropy(student, target).backward()
+    """
+    if is_distributed(input):
+        return on_mesh(topk_log_probs, locals())  # type: ignore[no-any-return]
+    check_input(input, "V")
+    check_flags(return_log_rest=return_log_rest)
+    shard, columns, num_classes = taken_shard(group, vocab_start, input.shape[-1], num_classes)
+    shape = torch.Size((*input.shape[:-1], columns))
+    options, row_scale = _options(input, shape, k, logit_scale, softcap, num_classes, "the last dimension of input")
+    logits = input.detach().reshape(math.prod(shape[:-1]), input.shape[-1])
+    if shard is not None:
+        check_ranks(logits, logits.shape[1], options, shard, k=k)
+    ids, log_probs, log_rest = _of_logits(logits, k, options, row_scale, shard)
+    return _target(ids, log_probs, log_rest, shape, options, return_log_rest)
+
+
+@overload
+def linear_topk_log_probs(input: Tensor, linear_weight: Tensor, k: int, *, linear_bias: Optional[Tensor] = None,
+                          logit_scale: Scale = 1.0, softcap: Optional[float] = None, num_classes: Optional[int] = None,
+                          group: Group = None, vocab_start: Optional[int] = None,
+                          return_log_rest: Literal[False] = False, logits_dtype: Optional[torch.dtype] = None,
+                          chunk_rows: Optional[int] = None) -> SparseTarget: ...
+
+
+@overload
+def linear_topk_log_probs(input: Tensor, linear_weight: Tensor, k: int, *, linear_bias: Optional[Tensor] = None,
+                          logit_scale: Scale = 1.0, softcap: Optional[float] = None, num_classes: Optional[int] = None,
+                          group: Group = None, vocab_start: Optional[int] = None,
+                          return_log_rest: Literal[True], logits_dtype: Optional[torch.dtype] = None,
+                          chunk_rows: Optional[int] = None) -> Tuple[SparseTarget, Tensor]: ...
+
+
+@agreed
+def linear_topk_log_probs(
+    input: Tensor,
+    linear_weight: Tensor,
+    k: int,
+    *,
+    linear_bias: Optional[Tensor] = None,
+    logit_scale: Scale = 1.0,
+    softcap: Optional[float] = None,
+    num_classes: Optional[int] = None,
+    group: Group = None,
+    vocab_start: Optional[int] = None,
+    return_log_rest: bool = False,
+    logits_dtype: Optional[torch.dtype] = None,
+    chunk_rows: Optional[int] = None,
+) -> Union[SparseTarget, Tuple[SparseTarget, Tensor]]:
+    """``topk_log_probs(F.linear(input, linear_weight, linear_bias), k)`` without the logits of all rows at once.
+
+    Args:
+        input: hidden states (..., D); float16, bfloat16, float32 or float64, any strides.
+        linear_weight, linear_bias: as for :func:`sparse_ce.linear_cross_entropy`.
+        k, logit_scale, softcap, num_classes, group, vocab_start, return_log_rest: as for :func:`topk_log_probs`.
+        logits_dtype: as for :func:`sparse_ce.linear_cross_entropy`.
+        chunk_rows: rows whose logits exist at a time; by default what fits 128 MiB of float32 logits. A CPU that
+            multiplies bfloat16 holds the product that they are widened from beside them: half as much again. Compiled,
+            no more: the chunks are 1, 2, 4, ..., each number of which is compiled once.
+
+    Returns:
+        As :func:`topk_log_probs`.
+
+    Raises:
+        TypeError, ValueError, RuntimeError: as :func:`topk_log_probs` and :func:`sparse_ce.linear_cross_entropy`.
+
+    Examples:
+        >>> hidden, head = torch.randn(6, 8), torch.nn.Linear(8, 100)
+        >>> target = sparse_ce.linear_topk_log_probs(hidden, head.weight, 5, linear_bias=head.bias)
+        >>> target.shape, target.indices.shape, target.num_classes
+        (torch.Size([6]), torch.Size([6, 5]), 100)
+    """
+    if is_distributed(input) or is_distributed(linear_weight):
+        return on_mesh(linear_topk_log_probs, locals())  # type: ignore[no-any-return]
+    check_input(input, "D")
+    check_flags(return_log_rest=return_log_rest)
+    check_head(input, linear_weight, linear_bias, group is not None)
+    chunks = taken_chunks(chunk_rows, logits_dtype)
+    shard, shape, num_classes = sharded_head(input, linear_weight, group, vocab_start, num_classes)
+    options, row_scale = _options(input, shape, k, logit_scale, softcap, num_classes, "the rows of linear_weight")
+    input, linear_weight, linear_bias = as_linear_multiplies(input, linear_weight, linear_bias)
+    rows = input.detach().reshape(math.prod(input.shape[:-1]), input.shape[-1])
+    head = Head(rows, linear_weight.detach(), None if linear_bias is None else linear_bias.detach())
+    step = chunk_rows or rows_at_a_time(shape[-1])
+    if shard is not None:
+        check_ranks(rows, linear_weight.shape[0], options, shard, k=k, chunk_rows=step)
+    parts: List[Tuple[Tensor, Tensor, Tensor]] = []
+    order: List[Tensor] = []
+    for of, chunk in _chunks(rows, step, shard):
+        of_rows = row_scale if row_scale is None or row_scale.dim() == 0 else row_scale[of]
+        of_chunk = head._replace(input=chunk)
+        logits = (linear_logits(of_chunk, options.num_classes, chunks.float32_logits) if shard is None
+                  else shard_logits(of_chunk, options, shard, chunks.float32_logits))
+        parts.append(_of_logits(logits, k, options, of_rows, shard))
+        del logits  # before the next chunk's are made
+        if isinstance(of, Tensor):
+            order.append(of)
+    ids, log_probs, log_rest = (torch.cat(part) for part in zip(*parts))
+    if order:
+        ids, log_probs, log_rest = map(functools.partial(_at, torch.cat(order)), (ids, log_probs, log_rest))
+    return _target(ids, log_probs, log_rest, shape, options, return_log_rest)
+
+
+def _at(places: Tensor, t: Tensor) -> Tensor:
+    """What is in ``t`` for the first place and the following ones, in their order."""
+    return torch.empty_like(t).index_copy_(0, places, t)
+
+
+def _chunks(rows: Tensor, step: int, shard: Optional[Shard]) -> Iterator[Tuple[Any, Tensor]]:
+    """Which of all rows, and their hidden states (n, D)."""
+    if rows.shape[0] == 0:
+        yield slice(None), rows
+        return
+    if shard is not None and shard.shares_rows:
+        step = max(1, step // shard.ranks)
+    for _, of, chunk in chunks_of(rows, steps(rows.shape[0], step), shard):
+        yield of, chunk
+
+
+def _options(input: Tensor, shape: torch.Size, k: int, logit_scale: Scale, softcap: Optional[float],
+             num_classes: Optional[int], classes: str) -> Tuple[Arguments, Optional[Tensor]]:
+    """The numbers, in arguments without a target, and a scale that is a tensor; for logits of ``shape``."""
+    check_kernels(input)
+    if shape[-1] == 0:
+        fail(f"input must have at least one class, got shape {list(shape)}")
+    scale, row_scale = taken_scale(logit_scale, shape, input)
+    taken = checked(dict(logit_scale=scale, softcap=softcap, num_classes=num_classes), shape[-1], classes)
+    most = shape[-1] if num_classes is None else num_classes
+    if not is_integer(k) or not 0 < k <= most:
+        fail(f"k must be an integer in [1, {most}], the number of classes, got {k!r}")
+    if row_scale is not None and readable(row_scale) and not bool((row_scale > 0).all()):
+        fail("logit_scale must be a number or a tensor of positive numbers, got one with others, which turn the order "
+             "of the classes")
+    return Arguments(input, **taken), None if row_scale is None else row_scale.detach()
+
+
+def _of_logits(logits: Tensor, k: int, a: Arguments, row_scale: Optional[Tensor],
+               shard: Optional[Shard]) -> Tuple[Tensor, Tensor, Tensor]:
+    """ids (N, k), log-probabilities (N, k) and log_rest (N,) of logits (N, V), or of those of a shard."""
+    with torch.no_grad():
+        before = 0 if shard is None else shard.first_class
+        live = logits if a.num_classes is None else logits[:, :max(0, a.num_classes - before)]
+        largest = a.logit_scale >= 0
+        ids = topk_ids(live, k, largest) if shard is None else topk_ids_of_shards(live, k, largest, shard)
+        if a.logit_scale == 0:  # all tie
+            ids = torch.arange(k, device=ids.device).expand_as(ids).contiguous()
+        out = select_op(logits, a._replace(indices=ids, row_scale=row_scale), Outputs(log_rest=True), False, shard)
+    return ids, out.log_probs, out.log_rest
+
+
+def _target(ids: Tensor, log_probs: Tensor, log_rest: Tensor, shape: torch.Size, a: Arguments,
+            return_log_rest: bool) -> Union[SparseTarget, Tuple[SparseTarget, Tensor]]:
+    leading, k = shape[:-1], ids.shape[1]
+    classes = shape[-1] if a.num_classes is None else a.num_classes
+    target = SparseTarget.from_topk(ids.reshape(*leading, k), log_probs.reshape(*leading, k), kind="logprobs",
+                                    num_classes=int(classes))
+    return (target, log_rest.reshape(leading)) if return_log_rest else target

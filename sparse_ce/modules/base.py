@@ -1,0 +1,123 @@
+"""What the modules hold: options, checked at construction."""
+
+import functools
+import inspect
+from typing import Any, Callable, Dict, Optional, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from .._core.arguments import Normalizer, Scale
+from .._core.errors import fail
+from .._core.flags import check_held_flags
+from .._core.options import _RULES, check_inplace, checked, taken_chunks
+from .._core.tensor_checks import _check_weight, check_reduction
+from ..functional.log_probs import checked_padding
+from ..sharding.groups import SequenceGroup
+
+
+def check_held(weight: Optional[Tensor], normalizer: Optional[Normalizer], options: Dict[str, Any],
+               detaches: bool = True) -> None:
+    """What can be said of a loss's options, as many as are given, before there are logits. ``detaches``: its entropy
+    may be detached."""
+    check_reduction(options.get("reduction", "mean"), normalizer)
+    check_inplace(options.get("inplace", False))
+    check_held_flags(options, detaches)
+    checked({name: value for name, value in options.items() if name in _RULES})
+    taken_chunks(options.get("chunk_rows"), options.get("logits_dtype"))
+    if weight is not None:
+        _check_weight(weight)
+        if weight.dim() != 1:
+            fail(f"weight must be (V,), one weight a class, got {list(weight.shape)}")
+
+
+init_t = TypeVar("init_t", bound=Callable[..., None])
+OF_CALLS = ("linear_bias", "row_weight")  # what changes from call to call
+
+
+def holds(function: Callable[..., Any]) -> Callable[[init_t], init_t]:
+    """Of an ``__init__`` that takes any ``options``: they are the keywords of ``function`` and have its defaults."""
+    keywords = [p for p in inspect.signature(function).parameters.values()
+                if p.kind == p.KEYWORD_ONLY and p.name not in OF_CALLS]
+
+    def decorate(init: init_t) -> init_t:
+        own = [p for p in inspect.signature(init).parameters.values() if p.kind == p.POSITIONAL_OR_KEYWORD]
+        signature = inspect.Signature([*own, *keywords], return_annotation=None)
+
+        @functools.wraps(init)
+        def taken(*given: Any, **named: Any) -> None:
+            bound = signature.bind(*given, **named)
+            bound.apply_defaults()
+            init(*bound.args, **bound.kwargs)
+
+        taken.__signature__ = signature  # type: ignore[attr-defined]
+        return taken  # type: ignore[return-value]
+
+    return decorate
+
+
+class Held(nn.Module):
+    """Options, held from construction to the call."""
+
+    _detaches = False  # an entropy that is asked for as "detached"
+
+    def __init__(self, *, weight: Optional[Tensor] = None, normalizer: Optional[Normalizer] = None,
+                 **options: Any) -> None:
+        super().__init__()
+        check_held(weight, normalizer, options, self._detaches)
+        checked_padding(options.get("padding_value", 0.0))
+        self.options = options
+
+    def __getstate__(self) -> Dict[str, Any]:
+        """With the name of a process group, which has no copies and no files."""
+        group = self.options.get("group")
+        if group is None:
+            return self.__dict__
+        named = _of_processes(lambda processes: _Named(processes.group_name), group)
+        return {**self.__dict__, "options": {**self.options, "group": named}}
+
+    def __setstate__(self, state: Dict[str, Any]) -> None:
+        super().__setstate__(state)
+        group = self.options.get("group")
+        if group is not None:
+            found = _of_processes(lambda named: named.found() if isinstance(named, _Named) else named, group)
+            self.options = {**self.options, "group": found}
+
+    def extra_repr(self) -> str:
+        return ", ".join(f"{name}={value!r}" for name, value in self.options.items() if value is not None)
+
+
+class HeldLoss(Held):
+    """The options of a loss, its class weights, and what divides it unless a call says so."""
+
+    weight: Optional[Tensor]
+    _detaches = True
+
+    def __init__(self, weight: Optional[Tensor], normalizer: Optional[Normalizer] = None,
+                 **options: Any) -> None:
+        super().__init__(weight=weight, normalizer=normalizer, **options)
+        self.register_buffer("weight", weight)
+        self.normalizer = normalizer
+
+
+def scaled(options: Dict[str, Any], logit_scale: Optional[Scale]) -> Dict[str, Any]:
+    """The options of a call, which may have a scale of its own."""
+    return options if logit_scale is None else {**options, "logit_scale": logit_scale}
+
+
+def _of_processes(f: Callable[[Any], Any], group: Any) -> Any:
+    """``f`` of a process group, also of that of a :class:`SequenceGroup`."""
+    if isinstance(group, SequenceGroup):
+        return group._replace(group=_of_processes(f, group.group))
+    return None if group is None else f(group)
+
+
+class _Named(str):
+    """The name of a process group, by which the processes of a job all know it."""
+
+    def found(self) -> Any:
+        try:
+            return getattr(torch.distributed.distributed_c10d, "_resolve_process_group")(self)
+        except (AttributeError, RuntimeError, ValueError):  # of a torch without processes, or of no such group
+            fail(f"group must exist in the process that a module is loaded into, got none of the name {str(self)!r}; "
+                 "make it first, or save the module's state_dict()", RuntimeError)

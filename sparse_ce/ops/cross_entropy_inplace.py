@@ -1,0 +1,92 @@
+"""``torch.ops.sparse_ce.forward_with_gradient_``: the loss that writes the gradient over its logits, and its autograd.
+
+The gradient is made for a ``grad_output`` of 1, and backward scales it by the one that came, so that its bits depend on
+nothing that ran before. There is one, which backward hands out, and no logits to make a second from.
+"""
+
+from typing import Any, Optional, Tuple
+
+import torch
+from torch import Tensor
+
+from .. import reference
+from .._core.arguments import Arguments, arithmetic_dtype
+from .._core.errors import fail
+from .._core.tracing import eager
+from . import expected_grad
+from .registration import batched, ops, per_row, register_in_place
+
+
+def may_overwrite(logits: Tensor, a: Arguments) -> bool:
+    """Whether forward may write the gradient over ``logits``, which backward may: nobody owns them, their gradient is
+    all that is asked for beside that of the rows' weights, and it holds what is made for 1 and scaled afterwards."""
+    base = logits._base
+    return (not expected_grad.captured(logits) and not logits.is_leaf and not (base is not None and base.is_leaf)
+            and logits.dtype != torch.float16
+            and not (a.values is not None and a.values.requires_grad)
+            and (logits.dim() == 2 or _as_they_lie(logits).is_contiguous()))
+
+
+def _as_they_lie(logits: Tensor) -> Tensor:
+    """Logits or their gradient, (N, V) or (outer, inner, V), with the dimension last whose elements are adjacent."""
+    return logits if logits.dim() == 2 else logits.transpose(1, 2)
+
+
+def scale_rows(grad_logits: Tensor, grad: Tensor) -> None:
+    """Scales ``grad_logits``, made for 1 and ours to overwrite, by ``grad``."""
+    (scale if eager() else ops.scale_)(_as_they_lie(grad_logits), grad, torch.ones_like(grad))
+
+
+class _Overwriting(torch.autograd.Function):
+    """The mean, with the gradients for logits and for the rows' weights."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, row_weight: Optional[Tensor], a: Arguments,
+                normalizer: Optional[Tensor]) -> Tensor:
+        mean: Tensor
+        grad_logits = logits.detach()
+        one = torch.ones((), dtype=arithmetic_dtype(logits.dtype), device=logits.device)
+        mean, divisor, losses, _, _ = _write_gradient(one, normalizer, grad_logits, *a, row_weight)
+        of_weights = (divisor, losses, *a.tensors) if ctx.needs_input_grad[1] else ()
+        ctx.save_for_backward(grad_logits, *of_weights)  # behind the write: whoever writes there again is noticed
+        ctx.numbers, ctx.handed_out = a.numbers, False
+        return mean
+
+    @staticmethod
+    def backward(ctx: Any, grad_mean: Tensor) -> Tuple[Optional[Tensor], ...]:
+        _check_plain(ctx.handed_out, grad_mean)
+        ctx.handed_out = True  # once: its new owner may overwrite it
+        grad_logits, *of_weights = ctx.saved_tensors
+        grad_weights = None
+        if of_weights:
+            divisor, losses, *tensors = of_weights
+            a = Arguments.of(tensors, ctx.numbers)
+            grad_weights = reference.weight_gradient((grad_mean / divisor).expand(losses.shape), losses, a)
+        scale_rows(grad_logits, grad_mean)
+        return grad_logits, grad_weights, None, None
+
+
+def _check_plain(handed_out: bool, grad: Tensor) -> None:
+    got = "got 'forward', whose one gradient lies where the logits were"
+    if handed_out:
+        fail(f"inplace must be False for a second backward (retain_graph=True), {got}", RuntimeError)
+    if torch.is_grad_enabled():
+        fail(f"inplace must be False or 'backward' for second derivatives (create_graph=True), {got}", RuntimeError)
+    if eager() and batched(grad):
+        fail(f"inplace must be False or 'backward' for several gradients at once, {got}", RuntimeError)
+
+
+def overwriting_mean(logits: Tensor, a: Arguments, normalizer: Optional[Tensor],
+                     row_weight: Optional[Tensor]) -> Tensor:
+    """Returns the mean of the losses; ``logits`` (N, V) are their gradient afterwards, for a ``grad_output`` of 1."""
+    mean: Tensor = _Overwriting.apply(logits, row_weight, a, normalizer)
+    return mean
+
+
+def _fake(grad_mean: Tensor, normalizer: Optional[Tensor], logits: Tensor, *args: Any, **kwargs: Any,
+          ) -> Tuple[Tensor, ...]:
+    return (*(torch.empty_like(grad_mean) for _ in range(2)), *(per_row(logits) for _ in range(3)))
+
+
+_write_gradient = register_in_place("forward_with_gradient_", "logits", _fake)
+scale = register_in_place("scale_", "gradient")

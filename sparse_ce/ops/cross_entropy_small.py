@@ -1,0 +1,84 @@
+"""The plain loss of few logits on a CPU without the dispatcher, which takes longer than such a call's work.
+
+``csrc/cpu/small_calls.cpp`` is called with addresses, where nobody can tell: the tensors are PyTorch's own and packed,
+the options are the defaults, and no mode, transform or profiler looks on. Everything else, mistakes included, is the
+op's.
+"""
+
+import ctypes
+import struct
+from typing import Any, Optional, Tuple
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from .._core.arguments import Arguments
+from .registration import library_path
+
+LOGITS = 1 << 16
+"""More of them take so long that the dispatcher's share is small."""
+
+_CALL = struct.Struct("@7P8q?")  # struct Call
+_DTYPES = {torch.float32: 0, torch.float64: 1, torch.float16: 2, torch.bfloat16: 3, torch.int32: 4, torch.int64: 5}
+_PLAIN = (Tensor, Parameter)
+_AT = Arguments._fields.index("ignore_index") + 1
+_DEFAULTS = tuple(Arguments._field_defaults[name] for name in Arguments._fields[_AT:])
+_wrapped = torch._C._functorch.is_functorch_wrapped_tensor  # it may have outlived its transform
+_profiles, _traces = torch._C._autograd._profiler_enabled, torch._C._is_tracing
+
+
+def _find() -> Any:
+    function = getattr(ctypes.PyDLL(library_path("_C")), "sparse_ce_small_cross_entropy", None)
+    if function is not None:  # a build that serves tensors of the CPU by other kernels has none
+        function.restype, function.argtypes = ctypes.c_bool, [ctypes.c_char_p]
+    return function
+
+
+_function = _find()
+
+
+def plain(a: Arguments) -> bool:
+    """Whether there is no more to a call than classes, perhaps their weights, and what is ignored."""
+    return a.offsets is None and a.weight is None and a.row_mask is None and a[_AT:] == _DEFAULTS
+
+
+def cross_entropy(logits: Tensor, indices: Tensor, values: Optional[Tensor], ignore_index: int, mean: bool,
+                  normalizer: Optional[Tensor], grad_mean: Optional[Tensor],
+                  ) -> Optional[Tuple[Tensor, Optional[Tensor]]]:
+    """What ``forward`` and ``loss_mean`` or, with ``grad_mean``, ``forward_with_gradient`` return first and last: the
+    same bits. logits (N, V) of a floating dtype, indices (N,) or (N, K); loss (N,), or the mean (); grad_logits. None
+    where the call is not a small one, or wrong."""
+    if type(logits) not in _PLAIN or type(indices) is not Tensor or not 0 < logits.numel() <= LOGITS:
+        return None
+    if logits.dim() != 2:
+        return None
+    if not logits.is_cpu or logits.is_neg() or indices.is_neg() or not indices.is_contiguous():
+        return None
+    if normalizer is not None and normalizer.is_neg() or grad_mean is not None and grad_mean.is_neg():
+        return None
+    if _function is None or _profiles() or _traces() or _wrapped(logits):
+        return None
+    (rows, vocab), (row_stride, column_stride), at_values, values_dtype = logits.shape, logits.stride(), 0, 0
+    if values is not None:
+        if type(values) not in _PLAIN or values.shape != indices.shape or values.dtype not in _DTYPES:
+            return None
+        if not values.is_contiguous() or values.is_neg():
+            return None
+        at_values, values_dtype = values.data_ptr(), _DTYPES[values.dtype]
+    if column_stride != 1:
+        return None
+    dtype, at_grad, grad = _DTYPES[logits.dtype], 0, None
+    if grad_mean is None:
+        loss = torch.empty(() if mean else (rows,), dtype=logits.dtype if dtype < 2 else torch.float32)
+    else:
+        loss = torch.empty_like(grad_mean)
+        # What is like packed logits is packed, and made in less time than what is given its shape.
+        grad = torch.empty_like(logits) if row_stride == vocab else logits.new_empty((rows, vocab))
+        at_grad = grad.data_ptr()
+    done = _function(_CALL.pack(
+        logits.data_ptr(), indices.data_ptr(), at_values, 0 if normalizer is None else normalizer.data_ptr(),
+        0 if grad_mean is None else grad_mean.data_ptr(), loss.data_ptr(), at_grad, rows, vocab, row_stride,
+        1 if indices.dim() == 1 else indices.shape[1], ignore_index, dtype, _DTYPES[indices.dtype], values_dtype,
+        mean))
+    return (loss, grad) if done else None

@@ -1,0 +1,277 @@
+"""``torch.ops.sparse_ce.linear_*``: the loss of a linear head, and its autograd.
+
+``linear_forward`` gives the rows' losses; its backward makes the logits anew, chunk by chunk. ``linear_mean`` gives a
+scalar; its forward makes the gradients while a chunk's logits are there, for a ``grad_output`` of 1, and its backward
+hands them out, scaled by the one that came. They are handed out once, and not made where the tensors saved for backward
+go through hooks (checkpointing, offloading). Then backward makes them by ``linear_backward``, for 1 as well: their bits
+depend on nothing that ran before. float16, whose range may not hold them, and what has another derivative beside it are
+answered by ``linear_backward`` for the ``grad_output`` that came, which is an op with a derivative of its own.
+"""
+
+from typing import Any, Dict, List, NamedTuple, Optional, Sequence, Tuple
+
+import torch
+from torch import Tensor
+
+from .. import reference
+from .._core.arguments import CHUNKS, Arguments, Chunks, arithmetic_dtype, split
+from .._core.tracing import eager
+from ..reference.safe_math import times
+from . import expected_grad
+from .cross_entropy import refuse_other_grads
+from .cross_entropy_inplace import scale
+from .registration import (
+    batched,
+    below_autograd,
+    composite,
+    needs_grad,
+    ops,
+    per_row,
+    register_autograd,
+    register_backward,
+    register_fake,
+    register_fake_rows,
+)
+
+
+class Head(NamedTuple):
+    """input (N, D), linear_weight (V, D), linear_bias (V,)."""
+
+    input: Tensor
+    linear_weight: Tensor
+    linear_bias: Optional[Tensor]
+
+
+class Options(NamedTuple):
+    """Of a loss on a head. ``row_weight``, (N,), multiplies the losses of the mean, and ``normalizer``, (), divides it
+    instead of the count of rows; entropy and argmax come beside the loss where they are asked for. ``detached``:
+    nothing but the loss has a gradient."""
+
+    chunks: Chunks = Chunks()
+    mean: bool = False
+    normalizer: Optional[Tensor] = None
+    row_weight: Optional[Tensor] = None
+    entropy: bool = False
+    argmax: bool = False
+    detached: bool = False
+
+    @property
+    def metrics(self) -> bool:
+        return self.entropy or self.argmax
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    """loss, or mean, lse, entropy and argmax, (0,) where they are not asked for, with the gradients for input, weight,
+    bias, the values of the entries and the rows' weights in the mean."""
+
+    @staticmethod
+    def forward(ctx: Any, input: Tensor, linear_weight: Tensor, linear_bias: Optional[Tensor],
+                values: Optional[Tensor], row_weight: Optional[Tensor], a: Arguments,
+                options: Options) -> Tuple[Tensor, ...]:
+        head, divisor, gradients = Head(input, linear_weight, linear_bias), None, None
+        *ctx.wanted, wants_weights = ctx.needs_input_grad[:5]
+        differentiated = [t for t, wanted in zip((*head, values), ctx.wanted) if wanted and t is not None]
+        ctx.scales = options.mean and not any(t.dtype == torch.float16 for t in differentiated)
+        with below_autograd():
+            if ctx.scales and not expected_grad.hooked() and not expected_grad.made_in_vain(
+                    "linear", arithmetic_dtype(input.dtype), options.entropy):
+                one = torch.ones((), dtype=arithmetic_dtype(input.dtype), device=input.device)
+                loss, divisor, losses, lse, lse_residual, entropy, argmax, *gradients = (
+                    ops.linear_forward_with_gradient(one, options.normalizer, *head, *a, *options.chunks,
+                                                     *ctx.wanted, row_weight, options.entropy, options.argmax))
+            else:
+                loss, lse, lse_residual, entropy, argmax = _rows(head, a, options)
+                losses = loss
+                if options.mean:
+                    loss, divisor = ops.loss_mean(losses, options.normalizer, *a.target, row_weight)
+        ctx.save_for_backward(*head, *a.tensors, lse, lse_residual, divisor, row_weight,
+                              losses if wants_weights else None, entropy if options.entropy else None)
+        ctx.numbers, ctx.options = a.numbers, options._replace(normalizer=None, row_weight=None)
+        ctx.made = gradients
+        ctx.mark_non_differentiable(argmax, *([lse, entropy] if options.detached else []))
+        ctx.set_materialize_grads(False)
+        return loss, lse, entropy, argmax
+
+    @staticmethod
+    def backward(ctx: Any, grad_loss: Optional[Tensor], grad_lse: Optional[Tensor], grad_entropy: Optional[Tensor],
+                 _: Optional[Tensor]) -> Tuple[Optional[Tensor], ...]:
+        *inputs, lse, lse_residual, divisor, row_weight, losses, entropy = ctx.saved_tensors
+        head, a, chunks = inputs[:3], Arguments.of(inputs[3:], ctx.numbers), ctx.options.chunks
+        if not ctx.options.entropy:
+            grad_entropy = None  # a compiler has zeros for what was not asked for
+        all_grads: List[Optional[Tensor]] = [None] * 7
+        grads: Optional[Sequence[Any]]
+        grads, ctx.made = ctx.made, None  # handed out once: their new owner may overwrite them
+        scale_by: Optional[Tensor] = None
+        once = not torch.is_grad_enabled()
+        beside = grad_lse is not None or grad_entropy is not None
+        if divisor is not None:
+            expected_grad.remember_whether(beside, "linear", lse.dtype, ctx.options.entropy)
+        if grad_loss is None:
+            if not beside:
+                return tuple(all_grads)
+            grad_loss = torch.zeros_like(lse)
+        elif divisor is not None:
+            if ctx.needs_input_grad[4]:
+                losses = losses if once else ops.linear_forward(*head, *a, *chunks)[0]
+                all_grads[4] = reference.weight_gradient((grad_loss / divisor).expand(lse.shape), losses, a)
+            if ctx.scales and once and not beside and not batched(grad_loss):
+                scale_by, grad_loss = grad_loss, torch.ones_like(grad_loss)
+            grad_loss = (grad_loss / divisor).expand(lse.shape)
+            if row_weight is not None:
+                grad_loss = times(grad_loss, row_weight)
+        if (grads is None or scale_by is None) and any(ctx.wanted):
+            if grad_entropy is None:
+                grads = ops.linear_backward(grad_loss, grad_lse, *head, lse, lse_residual, *a, *chunks, *ctx.wanted)
+            else:
+                grads = ops.linear_select_backward(grad_loss, grad_lse, None, None, grad_entropy, None, *head, lse,
+                                                   lse_residual, None, entropy, *a, *chunks, *ctx.wanted)
+        if scale_by is not None and grads is not None:
+            grads = scaled(grads, scale_by)
+        for at, wanted in enumerate(ctx.wanted):
+            all_grads[at] = grads[at] if wanted and grads is not None else None
+        if all_grads[3] is not None:
+            all_grads[3] = None if a.values is None else all_grads[3].to(a.values.dtype)
+        return tuple(all_grads)
+
+
+def _rows(head: Head, a: Arguments, options: Options) -> Tuple[Tensor, ...]:
+    """loss, lse, lse_residual, entropy, argmax."""
+    if not options.metrics:
+        loss, lse, lse_residual = ops.linear_forward_with_residual(*head, *a, *options.chunks)
+        return loss, lse, lse_residual, loss.new_empty(0), torch.empty(0, dtype=torch.int64, device=loss.device)
+    out = ops.linear_select(*head, *a, None, True, False, False, options.entropy, False, options.argmax,
+                            *options.chunks)
+    return *out[:3], out[5], out[7]
+
+
+def scaled(gradients: Sequence[Any], grad: Tensor) -> List[Any]:
+    """Returns ``gradients``, made for a ``grad_output`` of 1 and ours to overwrite, for ``grad``.
+
+    They are made for no other: what an earlier step had would be another on each rank, and change their bits.
+    """
+    if not eager():
+        return [None if g is None else torch.where(g == 0, 0.0, g * grad).to(g.dtype) for g in gradients]
+    for gradient in gradients:
+        if gradient is None:
+            continue
+        if grad.is_cpu and grad == 0:
+            gradient.zero_()  # whatever it holds
+        else:
+            scale(gradient, grad.to(arithmetic_dtype(gradient.dtype)))
+    return list(gradients)
+
+
+def _run(head: Head, a: Arguments, options: Options) -> Tuple[Tensor, ...]:
+    """loss, or mean, lse and, where they are asked for, entropy and argmax."""
+    mean, normalizer, row_weight = options.mean, options.normalizer, options.row_weight
+    if composite(head.input):
+        out = reference.linear_select(*head, *a, None, True, False, False, options.entropy, False, options.argmax)
+        loss = reference.loss_mean(out[0], normalizer, *a.target, row_weight)[0] if mean else out[0]
+        lse, entropy = (t.detach() if options.detached else t for t in (out[1], out[5]))
+        return loss, lse, entropy, out[7]
+    if needs_grad(*head, a.values, a.weight, a.row_scale, row_weight):
+        refuse_other_grads(a)
+        out = _LinearCrossEntropy.apply(*head, a.values, row_weight, a, options)
+        return tuple(out)
+    with below_autograd():
+        return _by_ops(head, a, options)
+
+
+def _by_ops(head: Head, a: Arguments, options: Options) -> Tuple[Tensor, ...]:
+    """The same by an op of its own where there is one. Of an entropy or lse whose gradient may be asked for there is
+    none: it would be known too late that those which forward made are in vain."""
+    chunks, mean, normalizer, row_weight, entropy, argmax, detached = options
+    if not options.metrics:
+        return tuple(ops.linear_mean(*head, *a, normalizer, *chunks, row_weight) if mean
+                     else ops.linear_forward(*head, *a, *chunks))
+    if mean and detached:
+        return tuple(ops.linear_mean_with_metrics(*head, *a, normalizer, *chunks, row_weight, entropy, argmax))
+    out = ops.linear_select(*head, *a, None, True, False, False, entropy, False, argmax, *chunks)
+    loss = ops.loss_mean(out[0], normalizer, *a.target, row_weight)[0] if mean else out[0]
+    return loss, out[1], out[5], out[7]
+
+
+@register_autograd("linear_forward")
+def _forward(input: Tensor, linear_weight: Tensor, linear_bias: Optional[Tensor], *given: Any,
+             **named: Any) -> Tuple[Tensor, ...]:
+    a, chunks = split(given, named, **CHUNKS)
+    return _run(Head(input, linear_weight, linear_bias), a, Options(Chunks(*chunks)))[:2]
+
+
+@register_autograd("linear_mean")
+def _mean(input: Tensor, linear_weight: Tensor, linear_bias: Optional[Tensor], *given: Any,
+          **named: Any) -> Tuple[Tensor, ...]:
+    a, (normalizer, *chunks, row_weight) = split(given, named, normalizer=None, **CHUNKS, row_weight=None)
+    options = Options(Chunks(*chunks), True, normalizer, row_weight)
+    return _run(Head(input, linear_weight, linear_bias), a, options)[:2]
+
+
+_OF_METRICS = dict(normalizer=None, **CHUNKS, row_weight=None, entropy=False, argmax=False)
+
+
+@register_autograd("linear_mean_with_metrics")
+def _mean_with_metrics(input: Tensor, linear_weight: Tensor, linear_bias: Optional[Tensor], *given: Any,
+                       **named: Any) -> Tuple[Tensor, ...]:
+    a, (normalizer, *chunks, row_weight, entropy, argmax) = split(given, named, **_OF_METRICS)
+    options = Options(Chunks(*chunks), True, normalizer, row_weight, entropy, argmax, detached=True)
+    return _run(Head(input, linear_weight, linear_bias), a, options)
+
+
+register_backward("linear_backward")
+
+
+register_fake_rows("linear_forward", "linear_forward_with_residual")
+
+
+@register_fake("linear_mean")
+def _(input: Tensor, *args: Any, **kwargs: Any) -> Tuple[Tensor, ...]:
+    return per_row(input).new_empty(()), per_row(input)
+
+
+@register_fake("linear_mean_with_metrics")
+def _(input: Tensor, linear_weight: Tensor, linear_bias: Optional[Tensor], *given: Any,
+      **named: Any) -> Tuple[Tensor, ...]:
+    _, (*_, entropy, argmax) = split(given, named, **_OF_METRICS)
+    return (per_row(input).new_empty(()), per_row(input), per_row(input if entropy else input[:0]),
+            per_row(input if argmax else input[:0]).long())
+
+
+def _fake_gradients(head: Head, given: Sequence[Any], named: Dict[str, Any]) -> Tuple[Tensor, ...]:
+    a, (_, _, *wanted) = split(given, named, **CHUNKS, input_grad=True, weight_grad=True, bias_grad=True,
+                               values_grad=False)
+    return fake_gradients(head, a, wanted)
+
+
+def fake_gradients(head: Head, a: Arguments, wanted: Sequence[bool]) -> Tuple[Tensor, ...]:
+    """For input, weight, bias and values; (0,) if not wanted."""
+    likes = *head, a.indices.to(arithmetic_dtype(head.input.dtype))
+    return tuple(head.input.new_empty((0,)) if like is None or not want else like.new_empty(like.shape)
+                 for like, want in zip(likes, wanted))
+
+
+@register_fake("linear_backward")
+def _(grad_loss: Tensor, grad_lse: Optional[Tensor], input: Tensor, linear_weight: Tensor,
+      linear_bias: Optional[Tensor], lse: Tensor, lse_residual: Optional[Tensor], *given: Any,
+      **named: Any) -> Tuple[Tensor, ...]:
+    return _fake_gradients(Head(input, linear_weight, linear_bias), given, named)
+
+
+@register_fake("linear_forward_with_gradient")
+def _(grad_mean: Tensor, normalizer: Optional[Tensor], input: Tensor, linear_weight: Tensor,
+      linear_bias: Optional[Tensor], *given: Any, **named: Any) -> Tuple[Tensor, ...]:
+    a, (_, _, *wanted, _, entropy, argmax) = split(given, named, **CHUNKS, input_grad=True, weight_grad=True,
+                                                   bias_grad=True, values_grad=False, row_weight=None, entropy=False,
+                                                   argmax=False)
+
+    def rows(wanted: bool = True) -> Tensor:
+        return per_row(input if wanted else input[:0])
+
+    return (rows().new_empty(()), rows().new_empty(()), rows(), rows(), rows(), rows(entropy), rows(argmax).long(),
+            *fake_gradients(Head(input, linear_weight, linear_bias), a, wanted))
+
+
+def linear_cross_entropy(head: Head, a: Arguments, options: Options) -> Tuple[Tensor, ...]:
+    """``torch.ops.sparse_ce.linear_forward``, or ``linear_mean``: loss, lse and, where they are asked for, entropy and
+    argmax. A compiled loss with metrics that are not ``detached`` makes the logits twice."""
+    return (_run if eager() else _by_ops)(head, a, options)

@@ -1,0 +1,101 @@
+"""``torch.ops.sparse_ce.linear_add_gradients_`` and the gradients of a head that come a chunk of rows at a time."""
+
+from typing import List, NamedTuple, Optional, Sequence
+
+import torch
+from torch import Tensor
+
+from .._core.arguments import Arguments
+from .._core.tracing import eager
+from ..sharding.collectives import Gathered, add_up, scatter_sum
+from ..sharding.shard import Shard
+from .linear_cross_entropy import Head
+from .registration import ops, register_fake
+from .select import Outputs, Selected, upstream_of
+
+
+class Gradients(NamedTuple):
+    """For input, weight and bias, None where not wanted, and what their sums have no room for in 16 bits. That for an
+    input whose rows are shared out is in ``sums`` alone."""
+
+    num_rows: int
+    tensors: List[Optional[Tensor]]
+    weight_low: Optional[Tensor]
+    bias_low: Optional[Tensor]
+    shard: Optional[Shard]
+    sums: List[Gathered]  # of the input's over the ranks, a chunk's each
+
+
+def new_gradients(head: Head, num_classes: Optional[int], wanted: Sequence[bool], whole: bool,
+                  shard: Optional[Shard] = None) -> Gradients:
+    """``whole``: one chunk holds all rows. With a shard ``num_classes`` are those of them that are here."""
+    shares_rows = shard is not None and shard.shares_rows
+    vocab, width = head.linear_weight.shape
+    classes = vocab if num_classes is None else num_classes
+    empty = head.input.shape[0] == 0
+    made = [None if t is None or not want else torch.zeros_like(t, memory_format=torch.contiguous_format)
+            if empty or classes == 0 or i and classes < vocab
+            else torch.empty_like(t[:0] if shares_rows and i == 0 else t, memory_format=torch.contiguous_format)
+            for i, (t, want) in enumerate(zip(head, wanted))]
+
+    def low(gradient: Optional[Tensor], rows: int, columns: int) -> Optional[Tensor]:
+        if gradient is None or whole or gradient.element_size() > 2:
+            return None
+        return torch.empty(rows, columns, dtype=torch.uint8, device=gradient.device)
+
+    return Gradients(head.input.shape[0], made, low(made[1], classes, width), low(made[2], 1, classes), shard, [])
+
+
+def add_chunk(gradients: Gradients, head: Head, rows: slice, logits: Tensor, a: Arguments, wanted: Outputs,
+              out: Selected, grads: Sequence[Optional[Tensor]], scale_grad: bool = False) -> Optional[Tensor]:
+    """Adds what the ``logits`` of some ``rows``, those of ``head.input``, contribute; their gradient overwrites them.
+    Where rows are shared out ``rows`` are those of this rank.
+    ``grads``: of what select gave, all but argmax. The chunks come in order. Returns the gradients of the rows' scales,
+    if they are asked for."""
+    if all(gradient is None for gradient in gradients.tensors) and not scale_grad:
+        return None
+    upstream = upstream_of(tuple(grads), wanted)
+    *_, of_rest, of_entropy, _ = upstream
+    of_scale: Optional[Tensor] = None
+    if all(g is None for g in upstream):
+        logits = torch.zeros_like(logits)
+    else:
+        made = (None if of_rest is None else out.log_rest, None if of_entropy is None else out.entropy)
+        first_class = None if gradients.shard is None else gradients.shard.first_class
+        of_scale = ops.select_backward_(*upstream, logits, out.lse, out.lse_residual, *made, *a, scale_grad,
+                                        first_class)
+    of_input, of_weight, of_bias = gradients.tensors
+    share = None if of_input is None else of_input[rows]
+    ends = (rows.start == 0, rows.stop == gradients.num_rows)
+    low_weight, low_bias = gradients.weight_low, gradients.bias_low
+    if gradients.shard is None:
+        ops.linear_add_gradients_(*head, logits, share, of_weight, low_weight, of_bias, low_bias, *ends)
+        return of_scale if scale_grad else None
+    here = logits.shape[1] > 0  # or the gradients, of classes that nobody has, are 0 already
+    shares_rows = gradients.shard.shares_rows
+    if share is not None:
+        if shares_rows:  # of the rows of all ranks
+            share = torch.empty_like(head.input) if here else torch.zeros_like(head.input)
+        if here:
+            ops.linear_add_gradients_(*head, logits, share, None, None, None, None, *ends)
+        elif not eager():
+            # 0, of what comes in backward: a sum that waits for nothing would be moved to this rank's forward graph.
+            share = torch.mm(logits.to(share.dtype), share.new_empty(0, share.shape[1]))
+        # On its way during the next product.
+        gradients.sums.append(scatter_sum(share, gradients.shard) if shares_rows
+                              else add_up(share, gradients.shard, inplace=eager()))
+    if here and not (of_weight is None and of_bias is None):
+        ops.linear_add_gradients_(*head, logits, None, of_weight, low_weight, of_bias, low_bias, *ends)
+    return of_scale if scale_grad else None
+
+
+def complete(gradients: Gradients) -> List[Optional[Tensor]]:
+    """For input, weight and bias, once the other ranks' shares have come."""
+    of_input, of_weight, of_bias = gradients.tensors
+    sums = [total.wait() for total in gradients.sums]
+    if sums and (not eager() or gradients.shard is not None and gradients.shard.shares_rows):
+        of_input = torch.cat(sums)
+    return [of_input, of_weight, of_bias]
+
+
+register_fake("linear_add_gradients_")(lambda *given, **named: None)

@@ -1,0 +1,246 @@
+"""Where this package's ops meet ``torch.library``: loads the kernels, and registers autograd and shape functions.
+
+The Autograd kernel of an op runs its composition in ``reference/`` where only plain PyTorch ops can follow
+(``torch.func`` transforms, forward-mode AD, devices without kernels of ours), an ``autograd.Function`` where a gradient
+is needed, and the C++ kernel alone otherwise. The backward of an op is itself an op: where somebody differentiates it,
+its composition makes second derivatives right.
+"""
+
+import functools
+import glob
+import os
+from typing import Any, Callable, Optional, Tuple, Type, TypeVar
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from .. import reference
+from .._core.arguments import arithmetic_dtype
+from .._core.errors import fail
+from .._core.tracing import eager
+
+ops = torch.ops.sparse_ce
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+
+def library_path(name: str) -> Optional[str]:
+    found = glob.glob(os.path.join(os.path.dirname(os.path.dirname(__file__)), name + ".*so"))
+    return found[0] if found else None
+
+
+def _load(name: str) -> Optional[str]:
+    """Loads one library of the package; returns why it could not be loaded, or None."""
+    path = library_path(name)
+    if path is None:
+        return f"{name} was not built"
+    try:
+        torch.ops.load_library(path)
+    except OSError as error:
+        return str(error)
+    return None
+
+
+def _load_all() -> Optional[str]:
+    wish = os.environ.get("SPARSE_CE_CPU", "")
+    if wish not in ("", "avx2", "avx512", "default"):  # the kernels would take it for "default", the slowest
+        fail(f"SPARSE_CE_CPU must be 'avx2', 'avx512', 'default' or not set, got {wish!r}")
+    reason = _load("_C")
+    if reason:
+        fail(f"the compiled library must be loadable under torch {torch.__version__}, got: {reason}. Install it (pip "
+             "install .) and run from outside of the source tree, which hides the installed package.", ImportError)
+    if torch.version.cuda is None:
+        return f"torch {torch.__version__} is a build without CUDA"
+    return _load("_C_cuda")
+
+
+why_no_cuda = _load_all()
+"""None where the CUDA kernels are loaded, else the reason why they are not."""
+
+def check_kernels(input: Tensor) -> None:
+    if input.is_cuda and why_no_cuda is not None:
+        fail(f"input must be on a device with kernels, got a CUDA tensor, but {why_no_cuda}; reinstall sparse_ce "
+             "with nvcc on the PATH", RuntimeError)
+
+
+_library = torch.library.Library("sparse_ce", "IMPL")
+
+
+def instruction_set() -> str:
+    """The CPU kernels' path: ``"avx512"``, ``"avx2"`` or ``"default"``."""
+    return str(ops.cpu_instruction_set())
+
+
+def cuda_architectures() -> str:
+    """The architectures that the CUDA kernels were compiled for, e.g. ``"8.0;9.0+PTX"``."""
+    return str(ops.cuda_architectures())
+
+
+# ----------------------------------------------------------------------------------------------------------- exceptions
+
+def as_pytorch_raises(error: Optional[BaseException]) -> None:
+    """Raises PyTorch's own type for a kernel's failed allocation, if ``error`` is one: the kernels' ABI carries the text
+    alone."""
+    if type(error) is RuntimeError and str(error).startswith("CUDA out of memory."):
+        raise torch.OutOfMemoryError(str(error)).with_traceback(error.__traceback__) from None
+
+
+class below_autograd(torch._C._AutoDispatchBelowAutograd):
+    """Calls an op's kernel, past its Autograd kernel."""
+
+    def __exit__(self, kind: Any, error: Optional[BaseException], trace: Any) -> None:
+        super().__exit__(kind, error, trace)
+        if error is not None:
+            as_pytorch_raises(error)
+
+
+def _refuse_none(name: str, arguments: Tuple[Any, ...]) -> None:
+    for argument, value in zip(getattr(ops, name).default._schema.arguments, arguments):
+        if value is None and str(argument.type) == "Tensor":
+            fail(f"{argument.name} must be a tensor, got None", TypeError)
+
+
+# --------------------------------------------------------------------------------------------------- who differentiates
+
+_transforms = torch._C._are_functorch_transforms_active
+
+
+def composite(t: Tensor) -> bool:
+    """Whether only a composition of PyTorch's own ops can follow: functorch, a dual level, a foreign device."""
+    return (_transforms() or forward_ad._current_level >= 0
+            or not t.is_cpu and not t.is_cuda and t.device.type not in ("cpu", "cuda", "meta"))
+
+
+def batched(*grads: Optional[Tensor]) -> bool:
+    """Whether one of the gradients stands for several: under ``torch.func.vmap`` or ``is_grads_batched``."""
+    if torch.compiler.is_compiling():
+        return False
+    if _transforms():
+        return True
+    for grad in grads:
+        if grad is not None and torch._C._functorch.is_legacy_batchedtensor(grad):
+            return True
+    return False
+
+
+def is_last(*grads: Optional[Tensor]) -> bool:
+    """Whether nobody asks for second derivatives, or for several gradients at once."""
+    return not torch.is_grad_enabled() and eager() and not batched(*grads)
+
+
+def needs_grad(*arguments: object) -> bool:
+    if torch.is_grad_enabled():
+        for t in arguments:
+            if t is not None and isinstance(t, Tensor) and t.requires_grad:
+                return True
+    return False
+
+
+# --------------------------------------------------------------------------------------------------------- registration
+
+def register_autograd(name: str) -> Callable[[_F], _F]:
+    """The decorated function is the Autograd kernel of an op."""
+    def register(f: _F) -> _F:
+        @functools.wraps(f)
+        def kernel(*arguments: Any, **named: Any) -> Any:
+            try:
+                return f(*arguments, **named)
+            except AttributeError:  # the dispatcher lets None pass for any tensor
+                _refuse_none(name, arguments)
+                raise
+
+        _library.impl(name, kernel, "Autograd")
+        return f
+    return register
+
+
+def register_composition(name: str, kernel: Callable[..., Any]) -> None:
+    """Of an op that is made of others."""
+    _library.impl(name, kernel, "CompositeExplicitAutograd")
+
+
+def register_differentiable(name: str, function: Type[torch.autograd.Function]) -> Callable[..., Any]:
+    """Of an op that is differentiable for its first argument: by ``function``. Returns its Autograd kernel."""
+    op, plain = getattr(ops, name), getattr(reference, name)
+
+    @register_autograd(name)
+    def kernel(first: Tensor, *others: Any) -> Any:
+        if composite(first):
+            return plain(first, *others)
+        if needs_grad(first):
+            return function.apply(first, *others)
+        with below_autograd():
+            return op(first, *others)
+
+    return kernel
+
+
+def register_backward(name: str) -> None:
+    """Of an op that is a backward: its composition where it is differentiated itself."""
+    op, plain = getattr(ops, name), getattr(reference, name)
+
+    @register_autograd(name)
+    def kernel(*arguments: Any) -> Any:
+        if composite(next(t for t in arguments if t is not None)) or needs_grad(*arguments):
+            return plain(*arguments)
+        with below_autograd():
+            return op(*arguments)
+
+
+def register_in_place(name: str, written: str, fake: Callable[..., Any] = lambda *given, **named: None,
+                      ) -> Callable[..., Any]:
+    """Of an op that writes over its argument ``written``: whoever saved that, a second backward included, gets
+    autograd's own error afterwards. ``fake``: of what it returns. Returns its kernel."""
+    op = getattr(ops, name)
+    at = [argument.name for argument in op.default._schema.arguments].index(written)
+
+    def counted(*arguments: Any) -> Any:
+        try:
+            with torch._C._AutoDispatchBelowADInplaceOrView():
+                out = op(*arguments)
+        except RuntimeError as error:
+            as_pytorch_raises(error)
+            raise
+        torch.autograd.graph.increment_version(arguments[at])
+        return out
+
+    _library.impl(name, counted, "ADInplaceOrView")
+    register_fake(name)(fake)
+    return counted
+
+
+def register_fake(name: str) -> Callable[[_F], _F]:
+    """``torch.library.register_fake`` of an op. PyTorch calls the shape function for real where one tensor is on "meta"
+    and the others are not: without the check, memory that nobody wrote would be the result."""
+    names = [argument.name for argument in getattr(ops, name).default._schema.arguments]
+
+    def register(f: _F) -> _F:
+        @functools.wraps(f)
+        def fake(*args: Any, **kwargs: Any) -> Any:
+            tensors = {n: t for n, t in (*zip(names, args), *kwargs.items()) if isinstance(t, Tensor)}
+            like = next((n for n in ("logits", "input") if n in tensors), next(iter(tensors)))
+            for n, t in tensors.items():
+                if t.device != tensors[like].device:
+                    fail(f"{n} must be on the device of {like}, {tensors[like].device}, got {t.device}", RuntimeError)
+            return f(*args, **kwargs)
+
+        torch.library.register_fake(f"sparse_ce::{name}", fake)
+        return f
+
+    return register
+
+
+def register_fake_rows(*names: str) -> None:
+    """Of ops whose results are all (rows,), of the arithmetic dtype of their first tensor."""
+    for name in names:
+        results = len(getattr(ops, name).default._schema.returns)
+
+        @register_fake(name)
+        def _(like: Tensor, *args: Any, results: int = results, **kwargs: Any) -> Tuple[Tensor, ...]:
+            return tuple(per_row(like) for _ in range(results))
+
+
+def per_row(like: Tensor) -> Tensor:
+    """(rows,) of the arithmetic dtype, for shape functions. like: (rows, ...), or logits (outer, inner, classes)."""
+    rows = like.shape[0] * like.shape[1] if like.dim() == 3 else like.shape[0]
+    return like.new_empty(rows, dtype=arithmetic_dtype(like.dtype))

@@ -1,0 +1,365 @@
+"""``torch.ops.sparse_ce.sharded_linear_select``: the loss of a head whose classes are shared out among processes.
+
+A chunk of rows at a time: while one's statistics are gathered the next one's logits are multiplied, and while one's
+gradient for the input is added up its gradient for the weight is. With a scalar loss both happen in forward (three
+products), for a ``grad_output`` of 1, by which backward scales; else, or where the gradients made so are of no use (one
+for another output, after which the next forward makes none, a second backward), backward makes the logits anew (four)
+and adds up there, for 1 as well if the gradients can be made in forward.
+All ranks take the same chunks in the same order, however many classes they hold, and so join in the same collectives.
+"""
+
+from typing import Any, Iterable, Iterator, List, NamedTuple, Optional, Sequence, Tuple
+
+import torch
+from torch import Tensor
+
+from .. import reference
+from .._core.arguments import CHUNKS, Arguments, Chunks, arithmetic_dtype, split
+from .._core.errors import fail
+from .._core.tracing import eager, traced
+from ..reference.safe_math import times
+from ..sharding.collectives import Gathered, add_up, chunks_of, gather, pieces
+from ..sharding.shard import SHARD, Shard
+from . import expected_grad
+from .chunking import of_shards
+from .cross_entropy import refuse_other_grads
+from .linear_cross_entropy import Head, scaled
+from .linear_gradients import Gradients, add_chunk, complete, new_gradients
+from .linear_select import linear_select as linear_select_here
+from .registration import below_autograd, composite, needs_grad, ops, register_autograd, register_composition
+from .select import Outputs, Selected, upstream_of
+from .sharded_select import check_ranks, gradient_of_values, numbers_of, refuse_second
+
+
+class Mean(NamedTuple):
+    """Of the losses, ``row_weight`` (N,) multiplying them and ``normalizer``, (), dividing instead of their count."""
+
+    mean: bool = False
+    normalizer: Optional[Tensor] = None
+    row_weight: Optional[Tensor] = None
+
+
+_ROWS = Mean()
+
+
+class Chunk(NamedTuple):
+    """Some of the rows that are multiplied: where they are among these, or among those here where ranks share them out,
+    which they are of all, and what they have."""
+
+    rows: slice
+    of: Any
+    head: Head
+    a: Arguments
+
+
+# -------------------------------------------------------------------------------------------------------------- chunks
+
+def classes_here(linear_weight: Tensor, a: Arguments, shard: Shard) -> int:
+    """Without padding: that may be none."""
+    assert a.num_classes is not None
+    return max(0, min(linear_weight.shape[0], a.num_classes - shard.first_class))
+
+
+def shard_logits(head: Head, a: Arguments, shard: Shard, float32_logits: bool) -> Tensor:
+    """(n, classes here)."""
+    classes = classes_here(head.linear_weight, a, shard)
+    if classes == 0:
+        return head.input.new_empty(head.input.shape[0], 0)
+    logits: Tensor = ops.linear_logits(*head, classes, float32_logits)
+    return logits
+
+
+class Told(NamedTuple):
+    """What the ranks say of a chunk's logits; both may still be on the way."""
+
+    statistics: Gathered
+    chosen: Tensor  # by this rank
+
+
+def in_turn(chunks: Iterable[Chunk], wanted: Outputs, float32_logits: bool,
+            shard: Shard) -> Iterator[Tuple[Chunk, Tensor, Told]]:
+    """The logits of each chunk and what is told of them, once the product of the next one has been issued. Whoever
+    loops lets go of them before it goes on, or there are three chunks' logits at a time instead of two."""
+    before = None
+    for chunk in chunks:
+        z = shard_logits(chunk.head, chunk.a, shard, float32_logits)
+        statistics, chosen = ops.select_shard(z, *chunk.a, *wanted, shard.first_class)
+        told = Told(gather(statistics, shard), chosen)
+        if before is not None:
+            yield before
+        before = chunk, z, told
+        del z
+    if before is not None:
+        yield before
+
+
+def merged(told: Told, a: Arguments, wanted: Outputs, shard: Shard) -> Selected:
+    """What select gives of all classes."""
+    of_entries = add_up(told.chosen, shard) if wanted.log_probs else None
+    statistics = told.statistics.wait()
+    chosen = None if of_entries is None else of_entries.wait()
+    return Selected(*ops.select_merge(statistics, shard.ranks, chosen, *a, *wanted))
+
+
+class _Rows:
+    """The rows that are multiplied, in chunks. Ignored ones may hold anything: where it costs no waiting they are left
+    out, as the target, which is the same on every rank, has it; else they are cleared."""
+
+    def __init__(self, head: Head, a: Arguments, chunks: Chunks, shard: Shard):
+        self.head, self.a, self.shard, self.all = head, a, shard, shard.rows(head.input)
+        counts = ~reference.ignored_rows(a, self.all)
+        self.live: Optional[Tensor] = None  # (n,), those that are multiplied, in turn, or None: all as they are
+        self.counts: Optional[Tensor] = counts
+        if not traced() and head.input.is_cpu and not shard.shares_rows:  # on all ranks, whoever looks on
+            self.counts = None
+            if not bool(counts.all()):
+                self.live = counts.nonzero()[:, 0]
+        self.count = self.all if self.live is None else self.live.shape[0]
+        self.chunks = of_shards(chunks.chunk_rows, head.input.shape[0] if self.live is None else self.count, a, shard,
+                                head.input.is_cpu)
+        if shard.shares_rows and self.chunks:
+            self.live = torch.cat([of for _, of in pieces(head.input, self.chunks, shard)])
+
+    def __iter__(self) -> Iterator[Chunk]:
+        for rows, of, input in chunks_of(self.head.input, self.chunks, self.shard, self.live):
+            if self.counts is not None:
+                input = torch.where(self.counts[of][:, None], input, 0.0)
+            yield Chunk(rows, of, self.head._replace(input=input), _arguments_of(self.a, of))
+
+    def new_gradients(self, wanted: Sequence[bool], shard: Shard) -> Gradients:
+        input = self.head.input if self.count == self.all else self.head.input[:self.count]
+        classes = classes_here(self.head.linear_weight, self.a, shard)
+        return new_gradients(self.head._replace(input=input), classes, wanted, len(self.chunks) <= 1, shard)
+
+    def new_zeros(self, *shape: int) -> Tensor:
+        """Of the arithmetic dtype."""
+        return self.head.input.new_zeros(shape, dtype=arithmetic_dtype(self.head.input.dtype))
+
+    def spread(self, t: Tensor, dim: int = 0) -> Tensor:
+        """Of all rows in their order, 0 in those that were left out."""
+        if self.live is None:
+            return t
+        shape = list(t.shape)
+        shape[dim] = self.all
+        return t.new_zeros(shape).index_copy_(dim, self.live, t)
+
+
+def _arguments_of(a: Arguments, rows: Any) -> Arguments:
+    """Of some rows. Entries of a jagged target stay where they are: those of other rows are in none."""
+    def cut(t: Optional[Tensor]) -> Optional[Tensor]:
+        return None if t is None else t[rows]
+
+    a = a._replace(row_mask=cut(a.row_mask), row_scale=cut(a.row_scale) if a.row_scale is not None and a.row_scale.dim()
+                   else a.row_scale)
+    if a.offsets is None:
+        return a._replace(indices=a.indices[rows], values=cut(a.values))
+    offsets = torch.stack((a.offsets[:-1], a.offsets[1:]), 1) if a.offsets.dim() == 1 else a.offsets
+    return a._replace(offsets=offsets[rows])
+
+
+# ------------------------------------------------------------------------------------------------------- the two passes
+
+class _Making:
+    """The gradients for input, weight, bias and the scale while they are made."""
+
+    def __init__(self, rows: _Rows, wanted: Sequence[bool], shard: Shard):
+        self.rows, self.shard, self.wants_scale = rows, shard, wanted[3]
+        self.gradients = rows.new_gradients(wanted[:3], shard)
+        self.of_scale = torch.zeros((), dtype=arithmetic_dtype(rows.head.input.dtype), device=rows.head.input.device)
+
+    def add(self, chunk: Chunk, z: Tensor, wanted: Outputs, out: Selected, grads: Sequence[Optional[Tensor]]) -> None:
+        of_scale = add_chunk(self.gradients, chunk.head, chunk.rows, z, chunk.a, wanted, out, grads, self.wants_scale)
+        if of_scale is not None:
+            self.of_scale = self.of_scale + of_scale.sum()
+
+    def finished(self) -> List[Optional[Tensor]]:
+        of_scale = add_up(self.of_scale, self.shard) if self.wants_scale else None
+        of_input, of_weight, of_bias = complete(self.gradients)
+        if of_input is not None and not self.shard.shares_rows:
+            of_input = self.rows.spread(of_input)
+        return [of_input, of_weight, of_bias, None if of_scale is None else of_scale.wait()]
+
+
+def _forward(head: Head, a: Arguments, wanted: Outputs, chunks: Chunks, shard: Shard, of_rows: Optional[Tensor] = None,
+             making: Sequence[bool] = ()) -> Tuple[Selected, Optional[List[Optional[Tensor]]]]:
+    """With upstream gradients of the losses, ``of_rows`` (N,), also the gradients; see :class:`_Making`."""
+    rows = _Rows(head, a, chunks, shard)
+    gradients = None if of_rows is None else _Making(rows, making, shard)
+    statistics: List[Tensor] = []
+    chosen: List[Tensor] = []
+    without = wanted._replace(log_probs=False)
+    for chunk, z, told in in_turn(rows, wanted, chunks.float32_logits, shard):
+        statistics.append(told.statistics.wait())
+        chosen.append(told.chosen)
+        if gradients is not None and of_rows is not None:
+            out = Selected(*ops.select_merge(statistics[-1], shard.ranks, None, *chunk.a, *without))
+            gradients.add(chunk, z, without, out, (of_rows[chunk.of], *(None,) * 6))
+        del z
+    of_entries = add_up(_chosen(chosen, rows), shard) if wanted.log_probs else None
+    made = None if gradients is None else gradients.finished()
+    out = Selected(*ops.select_merge(_statistics(statistics, rows, wanted, shard), shard.ranks,
+                                     None if of_entries is None else of_entries.wait(), *a, *wanted))
+    return out, made
+
+
+def _statistics(parts: List[Tensor], rows: _Rows, wanted: Outputs, shard: Shard) -> Tensor:
+    """(ranks * N, numbers) of those of each chunk."""
+    numbers = numbers_of(rows.a, wanted)
+    each = [part.reshape(shard.ranks, part.shape[0] // shard.ranks, numbers) for part in parts]
+    each = each or [rows.new_zeros(shard.ranks, 0, numbers)]
+    return rows.spread(torch.cat(each, 1), 1).reshape(shard.ranks * rows.all, numbers)
+
+
+def _chosen(parts: List[Tensor], rows: _Rows) -> Tensor:
+    """In the shape of all indices."""
+    if not parts:
+        return rows.new_zeros(*rows.a.indices.shape)
+    if rows.a.offsets is None:
+        return rows.spread(torch.cat(parts))
+    return torch.stack(parts).sum(0)  # 0 where the entry is in no row of the chunk
+
+
+def _backward(head: Head, a: Arguments, wanted: Outputs, chunks: Chunks, shard: Shard, out: Selected,
+              grads: Sequence[Optional[Tensor]], making: Sequence[bool]) -> List[Optional[Tensor]]:
+    """From what select gave, with logits that are made anew."""
+    rows = _Rows(head, a, chunks, shard)
+    gradients = _Making(rows, making, shard)
+    for chunk in rows:
+        z = shard_logits(chunk.head, chunk.a, shard, chunks.float32_logits)
+
+        def cut(t: Optional[Tensor], chunk: Chunk = chunk) -> Any:
+            return None if t is None or t.shape[0] != rows.all else t[chunk.of]
+
+        of_chunk = [cut(t) for t in grads]
+        if grads[3] is not None and a.offsets is not None:
+            of_chunk[3] = grads[3]  # jagged, where only a row's own entries are looked at
+        gradients.add(chunk, z, wanted, Selected(*map(cut, out)), of_chunk)
+        del z  # before the next chunk's are made
+    return gradients.finished()
+
+
+# ------------------------------------------------------------------------------------------------------------ autograd
+
+class _ShardedLinear(torch.autograd.Function):
+    """The gradients for input, weight, bias, the values of the entries, where there is a loss, the rows' weights in the
+    mean, and the scale, ()."""
+
+    @staticmethod
+    def forward(ctx: Any, input: Tensor, linear_weight: Tensor, linear_bias: Optional[Tensor],
+                values: Optional[Tensor], row_weight: Optional[Tensor], row_scale: Optional[Tensor], a: Arguments,
+                wanted: Outputs, mean: Mean, chunks: Chunks, shard: Shard) -> Tuple[Tensor, ...]:
+        head = Head(input, linear_weight, linear_bias)
+        *of_head, wants_values, wants_weights, wants_scale = ctx.needs_input_grad[:6]
+        ctx.making = (*of_head, wants_scale)
+        # The gradient of a weight is its class's log-probability, which another rank may hold.
+        for_values = wants_values and wanted.loss
+        asked = wanted._replace(log_probs=wanted.log_probs or for_values)
+        divisor = of_rows = None
+        half = any(t is not None and want and t.dtype == torch.float16 for t, want in zip(head, of_head))
+        ctx.scales = mean.mean and not half
+        with below_autograd():
+            if mean.mean:
+                unknown = input.new_zeros(shard.rows(input), dtype=arithmetic_dtype(input.dtype))
+                divisor = ops.loss_mean(unknown, mean.normalizer, *a.target, mean.row_weight)[1]
+                key = shard.calls(unknown.dtype, wanted.entropy)
+                in_vain = expected_grad.checkpointed() or expected_grad.made_in_vain(*key)
+                if any(ctx.making) and ctx.scales and not in_vain:
+                    of_rows = _of_rows(torch.ones_like(divisor), divisor, mean.row_weight, shard.rows(input))
+            out, ctx.made = _forward(head, a, asked, chunks, shard, of_rows, ctx.making)
+            losses = out.loss
+            if mean.mean:
+                out = out._replace(loss=ops.loss_mean(losses, mean.normalizer, *a.target, mean.row_weight)[0])
+        ctx.save_for_backward(*head, *a.tensors, out.lse, out.lse_residual, out.log_rest, out.entropy,
+                              out.log_probs if for_values else None, divisor, mean.row_weight,
+                              losses if wants_weights else None)
+        ctx.numbers, ctx.wanted, ctx.chunks, ctx.shard = a.numbers, wanted, chunks, shard
+        ctx.mark_non_differentiable(out.lse_residual, out.argmax)
+        ctx.set_materialize_grads(False)
+        return tuple(out if wanted.log_probs else out._replace(log_probs=out.log_probs.new_empty(0)))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Optional[Tensor]) -> Tuple[Optional[Tensor], ...]:
+        (*inputs, lse, lse_residual, log_rest, entropy, log_probs, divisor, row_weight, losses) = ctx.saved_tensors
+        head, a, wanted = Head(*inputs[:3]), Arguments.of(inputs[3:], ctx.numbers), ctx.wanted
+        made, ctx.made = ctx.made, None  # handed out once: their new owner may overwrite them
+        of_loss, of_lse, of_log_probs, of_rest, of_entropy, of_mean_logit = given = upstream_of(grads, wanted)
+        if all(g is None for g in given):
+            return (None,) * 11
+        refuse_second(grads)
+        scalar, scale_by, of_rows, beside = None, None, of_loss, any(g is not None for g in given[1:])
+        if divisor is not None:
+            expected_grad.remember_whether(beside, *ctx.shard.calls(lse.dtype, wanted.entropy))
+            if of_loss is not None:
+                scalar, of_rows = of_loss, _of_rows(of_loss, divisor, row_weight, lse.shape[0])
+                scale_by = of_loss if ctx.scales and not beside else None
+        _, _, _, wants_values, wants_weights, _ = ctx.needs_input_grad[:6]
+        of_head: Sequence[Optional[Tensor]] = (None,) * 4
+        if made is not None and scale_by is not None:
+            of_head = scaled(made, scale_by)
+        elif any(ctx.making):
+            if scale_by is not None:
+                of_rows_for_1 = _of_rows(torch.ones_like(scale_by), divisor, row_weight, lse.shape[0])
+            none = lse.new_empty(0)
+            out = Selected(none, lse, lse_residual, none, log_rest, entropy, none, none)
+            by_output = (of_rows if scale_by is None else of_rows_for_1, of_lse, None, of_log_probs, of_rest, of_entropy,
+                         of_mean_logit)
+            of_head = _backward(head, a, wanted, ctx.chunks, ctx.shard, out, by_output, ctx.making)
+            if scale_by is not None:
+                of_head = scaled(of_head, scale_by)
+        of_values = of_weights = None
+        if wants_values and of_rows is not None and a.values is not None:
+            of_values = gradient_of_values(of_rows, log_probs, a).to(a.values.dtype)
+        if wants_weights and scalar is not None:
+            of_weights = reference.weight_gradient((scalar / divisor).expand(losses.shape), losses, a)
+        return (*of_head[:3], of_values, of_weights, of_head[3], *(None,) * 5)
+
+
+def _of_rows(grad: Tensor, divisor: Tensor, row_weight: Optional[Tensor], count: int) -> Tensor:
+    """Of a mean's upstream gradient, (), that of each loss, (N,)."""
+    of_rows = (grad / divisor).expand(count)
+    return of_rows if row_weight is None else times(of_rows, row_weight)
+
+
+def _run(head: Head, a: Arguments, wanted: Outputs, mean: Mean, chunks: Chunks, shard: Shard) -> Tuple[Tensor, ...]:
+    if composite(head.input):
+        fail("input must be an ordinary tensor on the CPU or CUDA where the classes are shared out among processes, "
+             "got one of torch.func, of forward-mode AD or of another device", RuntimeError)
+    values = a.values if wanted.loss else None
+    if needs_grad(*head, values, a.row_scale, mean.row_weight, a.weight if wanted.loss else None):
+        refuse_other_grads(a._replace(row_scale=None))
+        out: Tuple[Tensor, ...] = _ShardedLinear.apply(*head, values, mean.row_weight, a.row_scale, a, wanted, mean,
+                                                       chunks, shard)
+        return out
+    with below_autograd():
+        selected, _ = _forward(head, a, wanted, chunks, shard)
+        if mean.mean:
+            loss, _ = ops.loss_mean(selected.loss, mean.normalizer, *a.target, mean.row_weight)
+            selected = selected._replace(loss=loss)
+    return tuple(selected)
+
+
+def _sharded_linear_select(input: Tensor, linear_weight: Tensor, linear_bias: Optional[Tensor], *given: Any,
+                           **named: Any) -> Tuple[Tensor, ...]:
+    a, behind = split(given, named, **Outputs()._asdict(), **CHUNKS, **Mean()._asdict(), **SHARD,
+                      shares_rows=False)
+    wanted, chunks, mean, shard = Outputs(*behind[:7]), Chunks(*behind[7:9]), Mean(*behind[9:12]), Shard(*behind[12:])
+    return _run(Head(input, linear_weight, linear_bias), a, wanted, mean, chunks, shard)
+
+
+register_autograd("sharded_linear_select")(_sharded_linear_select)
+register_composition("sharded_linear_select", _sharded_linear_select)  # in inference mode
+
+
+def linear_select(head: Head, a: Arguments, wanted: Outputs, chunks: Chunks, shard: Optional[Shard],
+                  mean: Mean = _ROWS) -> Selected:
+    """:func:`sparse_ce.ops.linear_select.linear_select`; with a shard of all classes, of whose head ``head`` has this
+    rank's, also of the mean of the losses. The gradient for the input is that of all classes, added up in its dtype, as
+    tensor parallelism does it: of 16 bits, the shares of ``ranks`` are rounded, and their sums.
+    """
+    if shard is None:
+        return linear_select_here(head, a, wanted, chunks)
+    check_ranks(head.input, head.linear_weight.shape[0], a, shard, wanted, mean=mean.mean, dtype=head.input.dtype,
+                **chunks._asdict())
+    if eager():
+        return Selected(*_run(head, a, wanted, mean, chunks, shard))
+    return Selected(*ops.sharded_linear_select(*head, *a, *wanted, *chunks, *mean, *shard))

@@ -1,0 +1,1 @@
+"""What importing the package changes in PyTorch and accelerate."""

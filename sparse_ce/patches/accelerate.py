@@ -1,0 +1,130 @@
+"""Targets on the way of Hugging Face accelerate, which takes batches apart into tensors and has no protocol for others.
+
+Its functions take a ``SparseTarget`` for the mapping of its parts (``sparse_ce/parts.py``), and join targets that are
+unlike in their form (labels in one process, a top-k in another), their dtypes, their K, or in the entries of their
+samples. Only they do: to everybody else a target is no mapping.
+accelerate is not imported here; it learns this when it is.
+"""
+
+import functools
+import sys
+from typing import Any, Sequence, Tuple
+
+import torch
+import torch.nn.functional as F
+from torch.utils._pytree import tree_map
+
+from .._core.arguments import IGNORE_INDEX
+from .._core.errors import check
+from ..targets.collation import as_jagged, as_topk, values_of
+from ..targets.entries import Kind, pad_entries, padding_value
+from ..targets.sparse_target import SparseTarget
+from .import_hook import when_imported
+
+_FORMS = "index", "topk", "jagged"
+_KINDS: Tuple[Kind, ...] = "probs", "logprobs"
+_DTYPES = (torch.int32, torch.int64, torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_NONE = -1  # the dtype of values that are not there
+
+
+def _is_target(x: Any) -> bool:
+    return isinstance(x, SparseTarget)
+
+
+def _tensors(target: SparseTarget) -> SparseTarget:
+    """The target as its parts: the entries of each sample, (B, E), where it is jagged."""
+    return SparseTarget(dict(target.items()))
+
+
+def _described(target: SparseTarget) -> Tuple[int, int, int, int]:
+    """Of form, kind and dtypes what all must have alike whose tensors are joined one by one: processes tell each other.
+    """
+    values = target.values
+    return (_FORMS.index(target.form), _KINDS.index(target.kind), _DTYPES.index(target.indices.dtype),
+            _NONE if values is None else _DTYPES.index(values.dtype))
+
+
+def _as_all(target: SparseTarget, described: Sequence[Sequence[int]]) -> SparseTarget:
+    """The same target so that it is alike all of those ``described``, of which it is one."""
+    if all(list(other) == list(described[0]) for other in described):
+        return target
+    forms, kinds, of_indices, of_values = zip(*described)
+    form = _FORMS[max(forms)]
+    x = as_jagged(target) if form == "jagged" else as_topk(target) if form == "topk" else target
+    indices, values = x.indices.to(_widest(of_indices)), None
+    weighted = {_KINDS[kind] for kind, dtype in zip(kinds, of_values) if dtype != _NONE}
+    check(len(weighted) <= 1, "targets of all processes must be of one kind, got "
+          f"{sorted(weighted)}; convert them with .probs() or .log_probs()")
+    kind: Kind = weighted.pop() if weighted else "probs"
+    if max(of_values) != _NONE:
+        values = values_of(x, kind).to(_widest([dtype for dtype in of_values if dtype != _NONE]))
+    return SparseTarget(indices, values, x.offsets, x.row_mask, x.num_classes, kind, ids=values is None and x.ids)
+
+
+def _widest(dtypes: Sequence[int]) -> torch.dtype:
+    return functools.reduce(torch.promote_types, [_DTYPES[dtype] for dtype in dtypes])
+
+
+def _filled(target: SparseTarget, entries: int) -> SparseTarget:
+    """K of a top-k, E of a jagged target by sample, filled up to ``entries`` with padding."""
+    parts = dict(target.items())
+    missing = entries - target.indices.shape[-1]
+    if missing:
+        for name in parts.keys() - {"offsets"}:
+            if name == "indices":
+                parts[name] = pad_entries(parts[name], entries)
+            else:
+                padding = IGNORE_INDEX if name == "ids" else padding_value(target.kind)
+                parts[name] = F.pad(parts[name], (0, missing), value=padding)
+    return SparseTarget(parts)
+
+
+def _adapt(operations: Any) -> None:
+    """``operations``: accelerate's module of that name, before or after others import from it."""
+    operations.Mapping = (operations.Mapping, SparseTarget)  # what isinstance is asked there
+    gather, concatenate, pad = operations._gpu_gather, operations.concatenate, operations.pad_across_processes
+
+    def alike(x: Any) -> Any:
+        """Of each process its own, after all have told each other what theirs are."""
+        if not _is_target(x):
+            return x
+        return _as_all(x, operations.gather(torch.tensor([_described(x)], device=x.device)).tolist())
+
+    @functools.wraps(gather)
+    def gather_filled(tensor: Any) -> Any:
+        def filled(x: Any) -> Any:
+            x = alike(x)
+            if not _is_target(x) or x.form == "index":
+                return x
+            x = _tensors(x)
+            widths = gather(torch.tensor([x.indices.shape[-1]], device=x.device))  # of every process
+            return _filled(x, int(widths.max()))
+        return gather(tree_map(filled, tensor, is_leaf=_is_target))
+
+    @functools.wraps(pad)
+    def pad_alike(tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        return pad(tree_map(alike, tensor, is_leaf=_is_target), *args, **kwargs)
+
+    @functools.wraps(concatenate)
+    def concatenate_filled(data: Any, dim: int = 0) -> Any:
+        if len(data) and all(map(_is_target, data)):
+            described = [_described(x) for x in data]
+            data = [_as_all(x, described) for x in data]
+            if data[0].form != "index":
+                data = [_tensors(x) for x in data]
+                data = [_filled(x, max(other.indices.shape[-1] for other in data)) for x in data]
+        return concatenate(data, dim=dim)
+
+    operations._gpu_gather = gather_filled
+    _replace_everywhere("concatenate", concatenate, concatenate_filled)
+    _replace_everywhere("pad_across_processes", pad, pad_alike)
+
+
+def _replace_everywhere(name: str, old: Any, new: Any) -> None:
+    """In all that has been imported of accelerate."""
+    for module_name, module in list(sys.modules.items()):
+        if module_name.partition(".")[0] == "accelerate" and vars(module).get(name) is old:
+            setattr(module, name, new)
+
+
+when_imported("accelerate.utils.operations", _adapt)

@@ -1,0 +1,56 @@
+"""``nn.DataParallel`` with a ``SparseTarget`` among its inputs.
+
+PyTorch's ``scatter`` splits tensors and hands anything else to every device whole. It has no protocol by which a class
+could say how to split itself, so importing this file wraps it; what holds no ``SparseTarget`` is answered by PyTorch's
+own, unchanged.
+"""
+
+import functools
+from itertools import accumulate
+from typing import Any, List, Sequence
+
+import torch
+from torch.nn import parallel
+from torch.nn.parallel import scatter_gather
+from torch.utils._pytree import tree_leaves, tree_map
+
+from .._core.errors import check
+from ..targets.sparse_target import SparseTarget
+
+_torch_scatter = scatter_gather.scatter
+
+
+def _is_target(x: Any) -> bool:
+    return isinstance(x, SparseTarget)
+
+
+def split(target: SparseTarget, devices: Sequence[Any], dim: int = 0) -> List[SparseTarget]:
+    """The pieces of ``target`` on their devices, cut along leading dimension ``dim`` as ``Tensor.chunk`` cuts tensors.
+
+    Rows of a jagged target are ranges of one list of entries, of which each device gets those of its rows from the CPU,
+    and from a GPU, which is not waited for, all.
+    """
+    check(-target.dim() <= dim < target.dim(),
+           f"target must have the dimension along which inputs are scattered, {dim}, got shape {list(target.shape)}")
+    dim %= target.dim()
+    ends = list(accumulate(len(c) for c in torch.empty(target.shape[dim], device="meta").chunk(len(devices))))
+    return [target[(slice(None),) * dim + (slice(begin, end),)].to(device, non_blocking=True)
+            for begin, end, device in zip([0, *ends], ends, devices)]
+
+
+@functools.wraps(_torch_scatter)
+def scatter(inputs: Any, target_gpus: Sequence[Any], dim: int = 0) -> Any:
+    parts = _torch_scatter(inputs, target_gpus, dim)  # each with the same, whole targets
+    targets = {id(x): x for x in tree_leaves(inputs, is_leaf=_is_target) if _is_target(x)}
+    if not targets:
+        return parts
+    pieces = {key: split(target, target_gpus, dim) for key, target in targets.items()}
+    wanted = max(map(len, pieces.values()))
+    check(len(parts) >= wanted, f"inputs must be split into {wanted} parts, as their target is, got {len(parts)}: a "
+           "tensor of fewer elements is among them; pass a normalizer as a number, or as a tensor with one element for "
+           "each device, normalizer.expand(n_gpu)")
+    return [tree_map(lambda x: pieces[id(x)][i] if _is_target(x) else x, part, is_leaf=_is_target)
+            for i, part in enumerate(parts[:min(map(len, pieces.values()))])]
+
+
+parallel.scatter = scatter_gather.scatter = scatter

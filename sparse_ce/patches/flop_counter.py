@@ -1,0 +1,59 @@
+"""The floating-point operations of a head's ops for ``torch.utils.flop_counter``: 2 N V D each product with the weight.
+
+That is one for the logits and one for each gradient, of input and weight, that is asked for. Rows that are ignored
+count like others; logits that a small ``chunk_rows`` has made once more do not. Of a sharded head each rank counts the
+classes that it holds, and on a CPU, where loss and log-probabilities multiply no ignored rows if classes alone are
+shared out, counts none, save in inference mode. The counter is not imported here; it learns this when it is.
+"""
+
+from typing import Any, Callable, Dict
+
+from ..ops.registration import ops
+from .import_hook import when_imported
+
+_MAKE_LOGITS = ("linear_forward", "linear_forward_with_residual", "linear_mean", "linear_mean_with_metrics",
+                "linear_select", "linear_logits", "candidate_logits",
+                "sharded_linear_select")  # which is seen in inference mode alone, and else what it is made of
+_MAKE_GRADIENTS = ("linear_add_gradients_", "candidate_logits_backward", "candidate_logits_backward_sparse")
+_MAKE_BOTH = ("linear_forward_with_gradient", "linear_backward", "linear_select_backward")
+
+
+def _formula(name: str) -> Callable[..., int]:
+    arguments = getattr(ops, name).default._schema.arguments
+    defaults = {argument.name: argument.default_value for argument in arguments if argument.has_default_value()}
+
+    def flops(*args: Any, out_val: Any = None, **kwargs: Any) -> int:
+        given = {**defaults, **{argument.name: value for argument, value in zip(arguments, args)}, **kwargs}
+        products = (name not in _MAKE_GRADIENTS) + (0 if name in _MAKE_LOGITS else _gradients(given))
+        count: int = 2 * _logits(name, given) * given["input"].shape[1] * products
+        return count
+
+    return flops
+
+
+def _gradients(given: Dict[str, Any]) -> int:
+    """How many take a product: that of a bias is a sum."""
+    if "input_grad" in given:
+        return bool(given["input_grad"]) + bool(given["weight_grad"])
+    return (given["grad_input"] is not None) + (given["grad_weight"] is not None)
+
+
+def _logits(name: str, given: Dict[str, Any]) -> int:
+    """How many there are."""
+    if name.startswith("candidate_logits"):
+        return int(given["indices"].numel())
+    if "grad_logits" in given:
+        return int(given["grad_logits"].numel())
+    rows, classes, here = given["input"].shape[0], given["num_classes"], given["linear_weight"].shape[0]
+    if "first_class" in given:
+        rows *= given["ranks"] if given["shares_rows"] else 1
+        classes = max(0, min(here, classes - given["first_class"]))
+    return int(rows * (here if classes is None else classes))
+
+
+def _register(flop_counter: Any) -> None:
+    for name in (*_MAKE_LOGITS, *_MAKE_GRADIENTS, *_MAKE_BOTH):
+        flop_counter.register_flop_formula(getattr(ops, name), get_raw=True)(_formula(name))
+
+
+when_imported("torch.utils.flop_counter", _register)

@@ -1,0 +1,160 @@
+"""What a shard of the classes tells of a row, and what all shards together make of it, in plain PyTorch."""
+
+from typing import Any, Dict, Iterator, NamedTuple, Optional, Tuple
+
+import torch
+from torch import Tensor
+
+from .._core.arguments import Arguments, arithmetic_dtype, split
+from ..targets.decode import Entries, entries_of, ignored_rows
+from .cross_entropy import loss_of_rows, scale_of_rows, transform
+from .select import OUTPUTS
+
+
+class _Shard(NamedTuple):
+    """The classes that are here: transformed logits and what a row's entries are among them."""
+
+    z: Tensor  # (N, C), -inf in ignored rows
+    begin: int
+    entries: Entries
+    held: Tensor  # shape of entries.values, bool: of a class that is here
+    chosen: Tensor  # z of these entries, 0 of others
+    class_weights: Tensor  # (C,)
+    entry_weights: Tensor  # w~ of these entries, 0 of others
+
+
+def _shard_of(logits: Tensor, a: Arguments, first_class: int) -> _Shard:
+    dtype, num_rows, classes = arithmetic_dtype(logits.dtype), logits.shape[0], a.num_classes
+    assert classes is not None
+    end = max(first_class, min(classes, first_class + logits.shape[1]))
+    ignored = ignored_rows(a, num_rows)
+    z = torch.where(ignored[:, None], 0.0, logits[:, :end - first_class].to(dtype))
+    z = transform(z if a.row_scale is None else z * scale_of_rows(a.row_scale, ignored), a)
+    z = torch.where(ignored[:, None], -torch.inf, z)
+    entries = entries_of(a, classes, dtype)
+    counts = ~(ignored[:, None] if entries.rows is None else ignored[entries.rows])
+    held = entries.live & counts & (entries.columns >= first_class) & (entries.columns < end)
+    here = entries._replace(columns=torch.where(held, entries.columns - first_class, 0))
+    chosen = torch.where(held, here.gather(z), 0.0) if end > first_class else torch.zeros_like(entries.values)
+    weights = torch.ones(classes, dtype=dtype, device=z.device) if a.weight is None else a.weight.to(dtype)
+    of_entries = torch.where(held, entries.values * weights[entries.columns], 0.0)
+    return _Shard(z, first_class, here, held, chosen, weights[first_class:end], of_entries)
+
+
+def _highest(z: Tensor) -> Tensor:
+    """(N,): a NaN and -inf are no maximum."""
+    lowest = torch.finfo(z.dtype).min
+    return torch.cat((z.nan_to_num(lowest, neginf=lowest, posinf=torch.inf), z.new_full((z.shape[0], 1), lowest)),
+                     1).amax(1)
+
+
+def select_shard(logits: Tensor, *given: Any, **named: Any) -> Tuple[Tensor, Tensor]:
+    """``torch.ops.sparse_ce.select_shard``."""
+    a, (*outputs, first_class) = split(given, named, **OUTPUTS, first_class=0)
+    wanted: Dict[str, Any] = dict(zip(OUTPUTS, outputs))
+    s = _shard_of(logits, a, first_class)
+    z, num_rows = s.z, logits.shape[0]
+    highest = _highest(z)
+    below, powers = z - highest[:, None], (z - highest[:, None]).exp()
+    told = [highest, powers.sum(1)]
+    if wanted["loss"]:
+        of_row = highest[:, None] if s.entries.rows is None else highest[s.entries.rows]
+        terms = torch.where(s.entry_weights == 0, 0.0, s.entry_weights * (s.chosen - of_row))
+        told += [s.entries.sum(terms, num_rows), s.entries.sum(s.entry_weights, num_rows)]
+    if a.label_smoothing:
+        o, ignored = s.class_weights, ignored_rows(a, num_rows)
+        told += [torch.where(ignored, 0.0, torch.where(o == 0, 0.0, o * below).sum(1)),
+                 torch.where(ignored, 0.0, o.sum())]
+    if wanted["log_rest"]:
+        inside = s.entries.to_dense(s.held.to(z.dtype), *z.shape) > 0 if z.shape[1] else torch.zeros_like(z).bool()
+        outside = torch.where(inside, -torch.inf, z)
+        of_rest = _highest(outside)
+        told += [of_rest, (outside - of_rest[:, None]).exp().sum(1)]
+    if wanted["entropy"]:
+        told.append(torch.where(powers == 0, 0.0, powers * below).sum(1))
+    if wanted["mean_logit"]:
+        told.append(torch.where(ignored_rows(a, num_rows), 0.0, z.sum(1)))
+    if wanted["argmax"]:
+        none = highest == torch.finfo(z.dtype).min
+        first = (z == highest[:, None]).to(torch.uint8).argmax(1) if z.shape[1] else torch.zeros_like(none).long()
+        integer = torch.int32 if z.element_size() == 4 else torch.int64
+        told.append(torch.where(none, 0, first + s.begin + 1).to(integer).view(z.dtype))
+    chosen = s.chosen.reshape(a.indices.shape) if wanted["log_probs"] else z.new_empty(0)
+    return torch.stack(told, 1), chosen
+
+
+def select_merge(statistics: Tensor, shards: int, chosen: Optional[Tensor], *given: Any,
+                 **named: Any) -> Tuple[Tensor, ...]:
+    """``torch.ops.sparse_ce.select_merge``."""
+    a, (padding_value, *outputs) = split(given, named, **OUTPUTS)
+    wanted: Dict[str, Any] = dict(zip(list(OUTPUTS)[1:], outputs))
+    assert a.num_classes is not None
+    told: Iterator[Tensor] = iter(statistics.unflatten(0, (shards, -1)).unbind(2))
+    highest, sums = next(told), next(told)
+    ignored = ignored_rows(a, highest.shape[1])
+    top = highest.amax(0)
+    factor = (highest - top).exp()
+
+    def total(sums: Tensor) -> Tensor:
+        return torch.where(factor == 0, 0.0, factor * sums).sum(0)
+
+    def moved(sums: Tensor, weights: Tensor) -> Tuple[Tensor, Tensor]:
+        """Sums of weights times logits, relative to the highest of all."""
+        return torch.where(weights == 0, sums, sums + weights * (highest - top)).sum(0), weights.sum(0)
+
+    log_sum = total(sums).log()
+    lse, entries = top + log_sum, entries_of(a, a.num_classes, top.dtype)
+    invalid = entries.sum((~entries.live & entries.values.isnan()).to(top.dtype), top.shape[0])
+    invalid = (invalid != 0) | invalid.isnan()
+
+    def put(name: str, per_row: Tensor) -> Tensor:
+        if name != "lse" and not wanted[name]:
+            return top.new_empty(0)
+        return torch.where(ignored, 0.0, torch.where(invalid, torch.nan, per_row))
+
+    loss = rest = entropy = mean_logit = of_entries = top
+    smoothed = None
+    argmax = torch.empty(0, dtype=torch.int64, device=top.device)
+    if wanted["loss"]:
+        dot, mass = moved(next(told), next(told))
+        of_entries = mass * log_sum - dot
+    if a.label_smoothing:
+        dot, mass = moved(next(told), next(told))
+        smoothed = mass * log_sum - dot
+    if wanted["loss"]:
+        loss = loss_of_rows(a, of_entries, smoothed, a.num_classes, lse)
+    if wanted["log_rest"]:
+        of_rest, rests = next(told), next(told)
+        top_rest = of_rest.amax(0)
+        rest = (top_rest - top) + ((of_rest - top_rest).exp() * rests).sum(0).log() - log_sum
+    if wanted["entropy"]:
+        spread = torch.where(factor == 0, 0.0, factor * (next(told) + (highest - top) * sums)).sum(0)
+        entropy = (log_sum - spread / total(sums)).clamp(min=0)
+    if wanted["mean_logit"]:
+        mean_logit = next(told).sum(0) / a.num_classes
+    if wanted["argmax"]:
+        classes = next(told).contiguous().view(torch.int32 if top.element_size() == 4 else torch.int64).long() - 1
+        most = torch.iinfo(torch.int64).max
+        lowest = torch.where((highest == top) & (classes >= 0), classes, most).amin(0)
+        argmax = torch.where(ignored, -1, torch.where(lowest == most, 0, lowest))
+    log_probs = top.new_empty(0)
+    if wanted["log_probs"]:
+        padding = -torch.inf if padding_value is None else padding_value
+        log_probs = _log_probs(chosen, a, entries, lse, ignored, invalid, padding)
+    return (put("loss", loss), put("lse", lse), torch.zeros_like(lse), log_probs, put("log_rest", rest),
+            put("entropy", entropy), put("mean_logit", mean_logit), argmax)
+
+
+def _log_probs(chosen: Optional[Tensor], a: Arguments, entries: Entries, lse: Tensor, ignored: Tensor, invalid: Tensor,
+               padding_value: float) -> Tensor:
+    assert chosen is not None
+    if entries.rows is not None and entries.rows.numel() < a.indices.numel():  # no rows, but entries
+        return lse.new_full(a.indices.shape, padding_value)
+
+    def of_entries(per_row: Tensor) -> Tensor:
+        return per_row[:, None] if entries.rows is None else per_row[entries.rows]
+
+    within = torch.ones_like(entries.live) if entries.within is None else entries.within
+    log_probs = torch.where(entries.live, chosen.reshape(entries.values.shape) - of_entries(lse), padding_value)
+    log_probs = torch.where(of_entries(invalid) & within, torch.nan, log_probs)
+    return torch.where(of_entries(ignored) & within, 0.0, log_probs).reshape(a.indices.shape)

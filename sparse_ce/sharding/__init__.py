@@ -1,0 +1,1 @@
+"""Classes sharded over a process group: who holds which, collectives, consistency checks."""

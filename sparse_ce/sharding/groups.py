@@ -1,0 +1,107 @@
+"""Classes that are shared out among the processes of a group: which of them are here."""
+
+from typing import TYPE_CHECKING, Any, Dict, List, NamedTuple, Optional, Tuple, Union
+
+import torch
+from torch import Tensor
+
+from .._core.errors import fail
+from .._core.options import is_integer
+from .._core.tracing import traced
+from .collectives import gather
+from .consistency import columns_of_all, talks
+from .shard import Shard
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+
+class SequenceGroup(NamedTuple):
+    """A ``group`` whose ranks share out the rows of a head's hidden states as well as its classes.
+
+    ``input`` is (n, ..., D) on every rank, its share of all rows, which are those of rank 0, then those of rank 1, and
+    so on along the first dimension: (ranks * n, ...), as Megatron's sequences (s, b) are. Everything else is of all
+    rows, as results are. A chunk's hidden states are gathered while the chunk before is multiplied, and its gradient
+    comes back by a reduce-scatter: each rank gets its own rows' gradient, complete.
+
+    Examples:
+        >>> def loss(hidden, weight, labels, group):  # (s / ranks, b, D), (V / ranks, D), (s, b)
+        ...     return sparse_ce.linear_cross_entropy(hidden, weight, labels, group=sparse_ce.SequenceGroup(group))
+    """
+
+    group: "ProcessGroup"
+
+
+Group = Optional[Union["ProcessGroup", SequenceGroup]]
+
+
+def taken_shard(group: Group, vocab_start: Optional[int], here: int,
+                num_classes: Optional[int]) -> Tuple[Optional[Shard], int, Optional[int]]:
+    """The shard, None where all classes are ``here``, how many columns all ranks have together, and ``num_classes``,
+    which is never None for a shard.
+
+    Without ``vocab_start`` the ranks tell each other how many they have, so that uneven shards are placed right. With
+    it nobody but ``num_classes`` knows where the last ones end.
+    """
+    if group is None:
+        if vocab_start is not None:
+            fail(f"vocab_start must be None where there is no group, got {vocab_start!r}")
+        return None, here, num_classes
+    if isinstance(group, SequenceGroup):
+        fail("group must be a ProcessGroup for logits, got SequenceGroup, whose ranks share out the rows of a head")
+    name: Any = getattr(group, "group_name", None)
+    if name is None:
+        fail(f"group must be a torch.distributed.ProcessGroup, got {type(group).__name__}", TypeError)
+    ranks, rank = group.size(), group.rank()
+    if vocab_start is None:
+        each = [here] if ranks == 1 else _columns_of_all(group, name, here)
+        columns = sum(each)
+        if num_classes is None:
+            num_classes = columns
+        if is_integer(num_classes) and num_classes > columns:
+            fail(f"num_classes must be in [1, {columns}], the columns of all ranks, got {num_classes}")
+        return Shard(name, ranks, sum(each[:rank])), columns, num_classes
+    if not is_integer(vocab_start) or vocab_start < 0:
+        fail(f"vocab_start must be an integer that is not negative, or None, got {vocab_start!r}")
+    if num_classes is None:
+        fail("num_classes must be the number of classes of all ranks where vocab_start is given, got None")
+    return Shard(name, ranks, vocab_start), num_classes, num_classes
+
+
+def _columns_of_all(group: "ProcessGroup", name: str, here: int) -> List[int]:
+    """Returns how many columns each rank has.
+
+    Every call asks. A rank that remembers an answer cannot know whether another rank still has the columns it was
+    given for: one would ask again, and wait for those that do not.
+    """
+    if traced() or torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+        fail("vocab_start must be given for a group in a call that is compiled, exported or captured in a CUDA graph, "
+             "got None; pass the first class of this rank and num_classes, the number of classes of all ranks")
+    if talks():
+        return columns_of_all(group, here)
+    # A CPU's backend, where the group has one, does not wait for a GPU.
+    device = "cpu" if "cpu" in torch.distributed.get_backend_config(group) else "cuda"
+    told = gather(torch.tensor([here], device=device), Shard(name, group.size(), 0)).wait()
+    return [int(columns) for columns in told.tolist()]
+
+
+def sharded_head(input: Tensor, linear_weight: Tensor, group: Group, vocab_start: Optional[int],
+                 num_classes: Optional[int]) -> Tuple[Optional[Shard], torch.Size, Optional[int]]:
+    """The same of a head: the shard, the shape of the logits of all ranks, and ``num_classes``."""
+    shares_rows = isinstance(group, SequenceGroup)
+    processes = group.group if isinstance(group, SequenceGroup) else group
+    shard, columns, num_classes = taken_shard(processes, vocab_start, linear_weight.shape[0], num_classes)
+    if columns == 0:
+        fail(f"linear_weight must have at least one class on some rank, got shape {list(linear_weight.shape)}")
+    leading = list(input.shape[:-1])
+    if shares_rows and shard is not None:
+        if not leading:
+            fail(f"input must be (n, ..., D) where its rows are shared out, got {list(input.shape)}")
+        leading[0] *= shard.ranks
+        shard = shard._replace(shares_rows=True)
+    return shard, torch.Size((*leading, columns)), num_classes
+
+
+def shared_among(group: Group, shard: Optional[Shard], num_classes: Optional[int]) -> Dict[str, Any]:
+    """Returns the arguments by which a function passes on what :func:`taken_shard` found, which asks nobody again."""
+    return dict(group=group, vocab_start=None if shard is None else shard.first_class, num_classes=num_classes)

@@ -1,0 +1,1 @@
+"""``SparseTarget`` and everything that makes one."""

@@ -1,0 +1,255 @@
+"""``collate``: batches of samples that hold sparse targets, for ``DataLoader(collate_fn=sparse_ce.collate)``; ``cat``
+and ``stack`` of targets."""
+
+import functools
+from collections.abc import Mapping
+from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple, Union
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.data import default_collate
+from torch.utils.data._utils.collate import default_collate_fn_map
+
+from .._core.arguments import IGNORE_INDEX
+from .._core.autocast import without_autocast
+from .._core.errors import check, fail
+from .._core.tracing import eager
+from .entries import Kind, holds_integers, pad_entries, padding_value, ranges_of
+from .sparse_target import SparseTarget
+from .tensor_methods import implements
+
+
+def collate(samples: Sequence[Any]) -> Any:
+    """Stacks samples into a batch as PyTorch's ``default_collate`` does, with sparse targets among their parts.
+
+    A ``SparseTarget``, a sparse COO or CSR tensor, and an ``(indices, values)`` tuple inside a sample become one
+    ``SparseTarget`` of the batch, of several of these forms too. Samples of different K are padded with padding
+    entries, samples of different length with ignored rows. Everything else goes to ``default_collate``, but tuples stay
+    tuples.
+
+    A tuple of two tensors of one shape, integers and then floats, counts as ``(indices, values)`` only inside a sample:
+    a sample that is itself such a tuple is a pair of an input and a label.
+
+    Examples:
+        >>> coo = torch.sparse_coo_tensor([[0, 1], [7, 9]], [0.5, 1.0], (2, 1000))
+        >>> batch = sparse_ce.collate([{"tokens": torch.tensor([1, 2]), "target": coo} for _ in range(4)])
+        >>> batch["tokens"].shape, batch["target"].shape
+        (torch.Size([4, 2]), torch.Size([4, 2]))
+    """
+    check(len(samples) > 0, "samples must be at least one, got none")
+    return _collate(samples, top=True)
+
+
+def _collate(samples: Sequence[Any], top: bool) -> Any:
+    first, targets = samples[0], [_as_target(s, top) for s in samples]
+    if any(t is not None for t in targets):
+        others = sorted({type(s).__name__ for s, t in zip(samples, targets) if t is None})
+        check(not others, f"samples must all have a target where one has, got {', '.join(others)} beside it")
+        return stack([t for t in targets if t is not None])
+    if isinstance(first, Mapping):
+        batch = {key: _collate([s[key] for s in samples], top=False) for key in first}
+        # Targets last: who looks for the size of the batch meets a tensor first.
+        return dict(sorted(batch.items(), key=lambda item: isinstance(item[1], SparseTarget)))
+    if isinstance(first, (tuple, list)):
+        check(all(len(s) == len(first) for s in samples), "samples must have equally many parts, got "
+               f"{sorted({len(s) for s in samples})}")
+        parts = [_collate(part, top=False) for part in zip(*samples)]
+        return type(first)(*parts) if hasattr(first, "_fields") else type(first)(parts)
+    return default_collate(list(samples))
+
+
+def _as_target(sample: Any, top: bool) -> Optional[SparseTarget]:
+    """A part of a sample that is a target of its own; None for all others."""
+    if isinstance(sample, SparseTarget):
+        return sample
+    if isinstance(sample, Tensor):
+        return None if sample.layout == torch.strided else _from_sparse(sample)
+    return SparseTarget.from_topk(*sample) if not top and _is_topk(sample) else None
+
+
+def _is_topk(sample: Any) -> bool:
+    if not isinstance(sample, (tuple, list)) or len(sample) != 2:
+        return False
+    if not all(isinstance(part, Tensor) and part.layout == torch.strided for part in sample):
+        return False
+    indices, values = sample
+    return (indices.dim() >= 1 and indices.shape == values.shape and values.dtype.is_floating_point
+            and not indices.dtype.is_floating_point and indices.dtype != torch.bool)
+
+
+def _from_sparse(t: Tensor) -> SparseTarget:
+    return SparseTarget.from_coo(t) if t.layout == torch.sparse_coo else SparseTarget.from_csr(t)
+
+
+def stack(targets: Sequence[SparseTarget]) -> SparseTarget:
+    """One target with a new first dimension; pads K and every leading dimension to the largest."""
+    dims = {t.dim() for t in targets}
+    if len(dims) != 1:
+        fail(f"samples must have targets of one number of dimensions, got {sorted(dims)}")
+    largest = [max(sizes) for sizes in zip(*(t.shape for t in targets))]
+    with without_autocast(targets[0].device):
+        return _joined("samples", targets, torch.stack, largest)
+
+
+@implements(torch.stack)
+def stack_equal(tensors: Sequence[Union[SparseTarget, Tensor]], dim: int = 0) -> SparseTarget:
+    """``torch.stack``: targets of one shape, and labels beside them."""
+    tensors = _with_labels(tensors)
+    shapes = {tuple(t.shape) for t in tensors}
+    if len(shapes) != 1:
+        fail(f"targets must have one shape to be stacked, got {sorted(shapes)}")
+    return cat([t.unsqueeze(dim) for t in tensors], tensors[0]._dim(dim, more=1))
+
+
+@implements(torch.cat, torch.concat, torch.concatenate)
+def cat(tensors: Sequence[Union[SparseTarget, Tensor]], dim: int = 0) -> SparseTarget:
+    """``torch.cat`` of targets of any forms, along a leading dimension; for compiled code too.
+
+    All other dimensions are of one size. K is padded to the largest. Labels among weighted classes become such, of
+    weight 1; they may be a plain integer tensor, in which -100 is an ignored row.
+
+    Examples:
+        >>> labels = SparseTarget.from_index(torch.tensor([3, 5]))
+        >>> sparse_ce.cat([labels, SparseTarget.from_topk(torch.tensor([[7, 1]]), torch.tensor([[0.5, 0.5]]))]).shape
+        torch.Size([3])
+    """
+    check(len(tensors) > 0, "targets must be at least one to be concatenated, got none")
+    tensors = _with_labels(tensors)
+    at = tensors[0]._dim(dim)
+    others = {tuple(t.shape[:at]) + (-1,) + tuple(t.shape[at + 1:]) for t in tensors}
+    if len(others) != 1:
+        fail(f"targets must be of one shape but for dimension {dim} to be concatenated, got "
+             f"{sorted(tuple(t.shape) for t in tensors)}")
+    with without_autocast(tensors[0].device):
+        return _joined("targets", tensors, functools.partial(torch.cat, dim=at), None)
+
+
+def _with_labels(tensors: Sequence[Any]) -> List[SparseTarget]:
+    """Targets, and integers among them as the labels that they are, though all of them be -100, as the ones are that
+    PEFT puts in front of a batch's: to ask for that would wait for a GPU."""
+    if not any(isinstance(t, SparseTarget) for t in tensors) or not all(
+            isinstance(t, SparseTarget) or isinstance(t, Tensor) and t.layout == torch.strided and holds_integers(t)
+            for t in tensors):
+        given = {f"{t.layout} {t.dtype}" if isinstance(t, Tensor) else type(t).__name__ for t in tensors}
+        fail("targets must be of SparseTarget, or labels, an integer tensor, beside one, to be joined, got "
+             f"{sorted(given)}", TypeError)
+    return [t if isinstance(t, SparseTarget) else SparseTarget.from_index(t) for t in tensors]
+
+
+def _joined(what: str, targets: Sequence[SparseTarget], join: Callable[[List[Tensor]], Tensor],
+            largest: Optional[List[int]]) -> SparseTarget:
+    """``join`` of the parts, filled up to the leading shape ``largest`` where there is one."""
+    targets = [t._absolute() for t in targets]
+    forms = {t.form for t in targets}
+    classes = {t.num_classes for t in targets if t.num_classes is not None}
+    if len(classes) > 1:
+        fail(f"{what} must have targets of one number of classes, got {sorted(classes)}")
+    if len(forms) > 1:
+        targets = [as_jagged(t) if "jagged" in forms else as_topk(t) for t in targets]
+    num_classes = classes.pop() if classes else None
+    kind = common_kind(what, targets)
+
+    def joined(parts: Sequence[Tensor], value: float, *trailing: int) -> Tensor:
+        return join([_pad(x, [*(t.shape if largest is None else largest), *trailing], value)
+                     for t, x in zip(targets, parts)])
+
+    row_mask = None
+    if any(t.row_mask is not None or largest is not None and list(t.shape) != largest for t in targets):
+        row_mask = joined([_mask_of(t) for t in targets], False)
+    if targets[0].form == "jagged":
+        indices, values, ranges = _one_behind_the_other([t.compact() for t in targets], kind)
+        return SparseTarget(indices, values, joined(ranges, 0, 2), row_mask, num_classes, kind)  # [0, 0): no entries
+    if targets[0].form == "index":
+        return SparseTarget(joined([t.indices for t in targets], IGNORE_INDEX), None, None, row_mask, num_classes)
+    widths = {t.indices.shape[-1] for t in targets}
+    k = 2 if widths == {0, 1} else max(widths)
+    if all(t.values is None for t in targets) and (0 not in widths or len(widths) == 1):
+        indices = joined([t.indices for t in targets], IGNORE_INDEX, k)
+        return SparseTarget(indices, None, None, row_mask, num_classes, ids=True)
+    indices = joined([pad_entries(t.indices, k) for t in targets], IGNORE_INDEX, k)
+    values = joined([values_of(t, kind) for t in targets], padding_value(kind), k)
+    return SparseTarget(indices, values, None, row_mask, num_classes, kind)
+
+
+def common_kind(what: str, targets: Sequence[SparseTarget]) -> Kind:
+    kinds = {t.kind for t in targets if t.values is not None}
+    if len(kinds) > 1:
+        fail(f"{what} must have targets of one kind, got {sorted(kinds)}; convert them with .probs() or .log_probs()")
+    return kinds.pop() if kinds else "probs"
+
+
+def values_of(t: SparseTarget, kind: Kind) -> Tensor:
+    """Those of a target without values are 1, or its logarithm."""
+    return torch.full_like(t.indices, kind == "probs", dtype=torch.float32) if t.values is None else t.values
+
+
+def _one_behind_the_other(targets: Sequence[SparseTarget],
+                          kind: Kind) -> Tuple[Tensor, Optional[Tensor], List[Tensor]]:
+    """All entries of jagged targets, and the ranges of each target's rows among them."""
+    # Slices of one target that are views still, as on a GPU, share its entries where their rows are others.
+    ranges, parts, base = [], [], 0
+    bases: Dict[Any, int] = {}
+    taken: Dict[Any, List[Any]] = {}  # of these entries, by which rows
+    for i, t in enumerate(targets):
+        assert t.offsets is not None
+        # To a compiler each has its own: it would take identities for constants.
+        entries = (id(t.indices), id(t.values)) if eager() else (i, i)
+        rows = _places(t.offsets)
+        learns = t.values is not None and t.values.requires_grad
+        if learns or entries not in bases or not _apart(rows, taken[entries]):
+            bases[entries], taken[entries] = base, []
+            base += t.indices.shape[0]
+            parts.append(t)
+        taken[entries].append(rows)
+        ranges.append(ranges_of(t.offsets) + bases[entries])
+    values = None
+    if any(t.values is not None for t in parts):
+        values = torch.cat([values_of(t, kind) for t in parts])
+    return torch.cat([t.indices for t in parts]), values, ranges
+
+
+def _places(offsets: Tensor) -> Any:
+    """Which memory the offsets of jagged rows lie in, and [begin, end) of the rows there; None where nobody can say."""
+    if not eager() or not offsets.is_contiguous():
+        return None
+    between = offsets.dim() == 1  # two of them a row is, else it is a pair
+    begin, count = offsets.storage_offset(), offsets.numel()
+    return (offsets.untyped_storage().data_ptr(), between), begin, begin + count - between
+
+
+def _apart(rows: Any, others: Sequence[Any]) -> bool:
+    return rows is not None and all(
+        other is not None and other[0] == rows[0] and (other[2] <= rows[1] or rows[2] <= other[1]) for other in others)
+
+
+def as_topk(t: SparseTarget) -> SparseTarget:
+    """Labels as weighted classes: one a row, of weight 1."""
+    if t.form == "topk":
+        return t
+    return SparseTarget(t.indices[..., None], None, None, t.ne(IGNORE_INDEX), t.num_classes, ids=True)
+
+
+def as_jagged(t: SparseTarget) -> SparseTarget:
+    if t.form == "jagged":
+        return t
+    t = as_topk(t)
+    k = t.indices.shape[-1]  # ignored rows by the mask: that all indices are -100 says nothing in a jagged target
+    begin = torch.arange(t.shape.numel(), device=t.device).reshape(t.shape) * k
+    values = None if t.values is None else t.values.reshape(-1)
+    return SparseTarget(t.indices.reshape(-1), values, torch.stack((begin, begin + k), -1), t.ne(IGNORE_INDEX),
+                        t.num_classes, t.kind)
+
+
+def _mask_of(t: SparseTarget) -> Tensor:
+    return torch.ones(t.shape, dtype=torch.bool, device=t.device) if t.row_mask is None else t.row_mask
+
+
+def _pad(t: Tensor, shape: Sequence[int], value: float) -> Tensor:
+    """``t`` filled up to ``shape`` at the end of each dimension."""
+    pad = [n for have, want in zip(reversed(t.shape), reversed(shape)) for n in (0, want - have)]
+    return F.pad(t, pad, value=value) if any(pad) else t
+
+
+# A DataLoader without a collate_fn stacks targets too.
+default_collate_fn_map[SparseTarget] = lambda targets, *, collate_fn_map=None: stack(targets)

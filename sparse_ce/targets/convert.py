@@ -1,0 +1,148 @@
+"""Any form of target as a ``SparseTarget``, and as the ops take it."""
+
+from numbers import Real
+from typing import Any, Dict, Optional, Tuple, Union
+
+import torch
+from torch import Tensor
+
+from .._core.arguments import IGNORE_INDEX, NO_MARK, Arguments, Normalizer
+from .._core.errors import check, described, fail, moving_classes
+from .._core.tensor_checks import check_local, check_reduction, class_weights, one_of, scalar_normalizer
+from .entries import as_index, as_tensor
+from .sparse_target import SparseTarget
+from .storage import Parts
+
+Target = Union[Tensor, SparseTarget, Tuple[Tensor, Tensor]]
+
+
+def as_target(target: Target, shape: torch.Size) -> SparseTarget:
+    """Any of the five forms of target as a :class:`SparseTarget`, for logits of ``shape`` (..., V)."""
+    if isinstance(target, SparseTarget):
+        return target
+    if isinstance(target, (tuple, list)):
+        if len(target) != 2 or isinstance(target[0], Real):
+            fail("target must be (indices, values) where it is a tuple or a list, got "
+                 f"{len(target)} elements, {described(target)}; pass labels as torch.tensor(target)")
+        return SparseTarget.from_topk(*target)
+    if not isinstance(target, Tensor):
+        if not hasattr(target, "__array__"):
+            fail("target must be a tensor, an array, an (indices, values) tuple or a SparseTarget, got "
+                 f"{type(target).__name__}{_fix_of(target)}", TypeError)
+        target = as_tensor(target, "target")
+    if target.is_nested:
+        fail("target must be a regular tensor, got a nested tensor; pass torch.cat(input.unbind()) and "
+             "torch.cat(target.unbind())", TypeError)
+    if target.layout == torch.sparse_coo:
+        return SparseTarget.from_coo(target)
+    if target.layout == torch.sparse_csr:
+        return SparseTarget.from_csr(target)
+    check(target.layout == torch.strided, "target must be strided, sparse COO or sparse CSR, got layout "
+           f"{target.layout}; convert it with .to_sparse_csr()")
+    if target.dtype.is_floating_point and target.shape != shape[:-1]:
+        fail(f"target must be sparse, got a dense {target.dtype} tensor of shape {list(target.shape)}; where it mixes "
+             "a few labels, as MixUp does, pass them as (indices, values), where it is zeros for the most part, "
+             "SparseTarget.from_dense(target), and else use torch.nn.functional.cross_entropy", TypeError)
+    if target.dim() == len(shape) > 1 and target.shape == shape:
+        fail(f"target must be class indices of shape {list(shape[:-1])} or sparse, got {target.dtype} of the shape of "
+             f"the logits, {list(shape)}; pass target.long().argmax(-1) if it is one-hot, SparseTarget.from_dense(target) if "
+             "it is multi-hot", TypeError)
+    return SparseTarget.from_index(target)
+
+
+def _fix_of(target: object) -> str:
+    """Returns what to pass instead of an object that is no target, for the end of an error."""
+    if hasattr(target, "tocsr"):
+        return "; pass SparseTarget.from_scipy(target)"
+    if hasattr(target, "smoothing"):
+        return ("; pass target.target with label_smoothing=target.smoothing, or use SoftTargetCrossEntropy, which takes "
+                "it as it is")
+    return ""
+
+
+def as_ids(indices: Target, shape: torch.Size) -> SparseTarget:
+    """The ids of each row, for logits of ``shape`` (..., V): a target, of which a plain tensor may have K a row."""
+    if not isinstance(indices, (Tensor, SparseTarget)) and hasattr(indices, "__array__"):
+        indices = as_tensor(indices, "indices")
+    if not isinstance(indices, Tensor) or indices.is_nested or indices.layout != torch.strided:
+        return as_target(indices, shape)
+    indices, leading = as_index(indices, "indices"), list(shape[:-1])
+    several = indices.dim() == len(shape)
+    if indices.shape[:len(leading)] != shape[:-1] or not several and indices.dim() != len(leading):
+        fix = moving_classes(shape, indices.shape[:-1] if several else indices.shape, indices.shape)
+        fail(f"indices must be {[*leading, 'K']}, K ids for each row of input, or {leading}, one id a row, got "
+             f"{list(indices.shape)}{fix}")
+    return SparseTarget.from_topk(indices, None) if several else SparseTarget.from_index(indices)
+
+
+def fit_as_labels(target: Tensor, shape: torch.Size, input: Tensor) -> bool:
+    """Whether a tensor is labels that the ops take as they are; :func:`check_target`, of the same, may say why not."""
+    return (target.dtype in (torch.int64, torch.int32) and target.layout == torch.strided and not target.is_nested
+            and target.shape == shape[:-1] and target.device == input.device)
+
+
+def check_target(target: "Parts", shape: torch.Size, input: Tensor, num_classes: Optional[int]) -> None:
+    """``shape``: of the logits; ``input``: the logits, or the hidden states that they are made from."""
+    leading, vocab, device = shape[:-1], shape[-1], input.device
+    if target.shape != leading:
+        form = {"index": "input.shape[:-1]", "topk": "input.shape[:-1] + (K,)", "jagged": "that of the logits"}
+        fix = moving_classes(input.shape, target.shape, target.indices.shape if target.form == "topk" else ())
+        fail(f"target must have leading shape {list(leading)}, for logits {list(shape)} ({target.form}: shape "
+             f"{form[target.form]}), got {list(target.shape)}{fix}")
+    for name in target._present:
+        part = getattr(target, name)
+        check_local("target", part, "pass its full_tensor(), of a pair or a SparseTarget those of its parts")
+        if part.device != device:
+            fail(f"target must be on the device of input, {device}, got {name} on {part.device}; move it with "
+                 f".to({str(device)!r})", RuntimeError)
+    if target.num_classes is not None and not one_of(target.num_classes, vocab, num_classes):
+        fail(f"target must have {vocab if num_classes is None else num_classes} classes, got {target.num_classes}")
+
+
+ANY_CLASS = torch.iinfo(torch.int32).max
+
+
+def as_teacher(teacher: Target, leading: torch.Size, vocab: Optional[int]) -> SparseTarget:
+    """With the number of classes, where one of the two knows it."""
+    if vocab is None and isinstance(teacher, Tensor) and teacher.layout != torch.strided:
+        vocab = teacher.shape[-1]
+    if isinstance(teacher, Tensor) and teacher.layout == torch.strided and teacher.dtype.is_floating_point:
+        fail(f"teacher must be sparse, got a dense {teacher.dtype} tensor of shape {list(teacher.shape)}; pass the most "
+             "likely classes of its logits, sparse_ce.topk_log_probs(teacher_logits, k), or use "
+             "torch.nn.functional.kl_div for all classes", TypeError)
+    given = as_target(teacher, torch.Size((*leading, vocab or ANY_CLASS)))
+    if given.shape != leading:
+        fix = moving_classes((*leading, vocab or 0), given.shape, given.indices.shape if given.form == "topk" else ())
+        fail(f"teacher must have leading shape {list(leading)}, got {list(given.shape)}{fix}")
+    return given if given.num_classes is not None or vocab is None else given.with_num_classes(vocab)
+
+
+def dense_parts(input: Tensor, shape: torch.Size, target: Target, weight: Optional[Tensor], reduction: str,
+                 normalizer: Optional[Normalizer], options: Dict[str, Any],
+                 row_scale: Optional[Tensor]) -> Tuple[Arguments, Optional[Tensor]]:
+    """The arguments of the ops, the target with one leading dimension, and the normalizer, for logits of ``shape`` on
+    the device of ``input``."""
+    check_reduction(reduction, normalizer)
+    num_classes = options["num_classes"]
+    if weight is not None:
+        weight = class_weights(weight, input, shape[-1], shape[-1] if num_classes is None else num_classes)
+    if type(target) is Tensor and fit_as_labels(target, shape, input):  # most calls
+        labels = target if len(shape) == 2 else target.reshape(-1)
+        a = Arguments(labels, None, None, weight, row_scale=row_scale, **options)
+    else:
+        a = flat_target(input, shape, as_target(target, shape), target, weight, row_scale, options)
+    if reduction == "sum":
+        normalizer = 1.0  # a mean that divides by 1
+    return a, None if normalizer is None else scalar_normalizer(normalizer, input)
+
+
+def flat_target(input: Tensor, shape: torch.Size, target: SparseTarget, given: object, weight: Optional[Tensor],
+                row_scale: Optional[Tensor], options: Dict[str, Any]) -> Arguments:
+    """The arguments of the ops: ``target``, made of what was ``given``, with one leading dimension."""
+    ignore_index = options["ignore_index"]
+    check_target(target, shape, input, options["num_classes"])
+    if target is given and ignore_index != IGNORE_INDEX and ignore_index != NO_MARK:
+        target = target._marked(ignore_index)
+    flat = target.flatten()
+    return Arguments(flat.indices, flat.values, flat.offsets, weight, flat.row_mask,
+                     logprobs=flat.kind == "logprobs", row_scale=row_scale, **options)

@@ -1,0 +1,208 @@
+"""The entries of a target: what is padding among them, how they are checked, how COO and CSR tensors become them."""
+
+import math
+import warnings
+from typing import Any, Literal, Optional, Protocol, Sequence, Tuple, Union
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .._core.arguments import IGNORE_INDEX
+from .._core.autocast import without_autocast
+from .._core.errors import fail
+from .._core.tracing import VALIDATES, readable
+
+Kind = Literal["probs", "logprobs"]  # of the values that a target has
+GivenKind = Literal["probs", "logprobs", "logits"]  # of those that it is made from
+
+_NO_CLASS = torch.iinfo(torch.int32).max  # an index that no vocabulary holds
+
+
+def padding_value(kind: Optional[str]) -> float:
+    """What values of a kind hold where an entry is padding."""
+    return -math.inf if kind == "logprobs" else 0.0
+
+
+class SupportsArray(Protocol):
+    """An array of NumPy, a column of pandas, what else becomes an array."""
+
+    def __array__(self) -> Any: ...
+
+
+Numbers = Union[Tensor, Sequence[Any], SupportsArray]
+
+
+def as_tensor(t: Numbers, argument: str) -> Tensor:
+    """A tensor as it is; an array, which it shares its memory with, or a list made one."""
+    if isinstance(t, Tensor):
+        return t
+    try:
+        if torch.compiler.is_compiling():  # which can follow neither warnings nor __array__
+            return torch.as_tensor(t)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of an array that may not be written to: nobody does
+            return torch.as_tensor(t.__array__() if hasattr(t, "__array__") else t)
+    except (TypeError, ValueError, RuntimeError) as error:
+        fail(f"{argument} must be a tensor, an array or a list of numbers, got {type(t).__name__}: {error}", TypeError)
+
+
+def holds_integers(t: Tensor) -> bool:
+    return not (t.dtype.is_floating_point or t.dtype.is_complex or t.dtype == torch.bool)
+
+
+def as_index(given: Numbers, argument: str) -> Tensor:
+    """int64 and int32 as they are, narrower integers widened: the kernels know these two."""
+    t = as_tensor(given, argument)
+    if isinstance(given, (list, tuple)) and t.numel() == 0:
+        return t.long()  # an empty list has no dtype
+    if t.dtype in (torch.int64, torch.int32):
+        return t
+    if not holds_integers(t):
+        fail(f"{argument} must be of an integer dtype, got {t.dtype}; pass {argument}.long()", TypeError)
+    return t.long()
+
+
+def as_topk_index(given: Numbers, values: Optional[Numbers]) -> Tensor:
+    """Returns the indices of a top-k as :func:`as_index` does. If the values were passed first, the error says so."""
+    t = as_tensor(given, "indices")
+    if t.dtype.is_floating_point and values is not None and holds_integers(as_tensor(values, "values")):
+        fail(f"indices must be of an integer dtype, got {t.dtype}; torch.topk returns (values, indices): pass "
+             "(indices, values)", TypeError)
+    return as_index(given, "indices")
+
+
+def as_values(given: Numbers, argument: str = "values") -> Tensor:
+    """Floating dtypes as they are; counts become float32."""
+    t = as_tensor(given, argument)
+    if t.dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
+        return t
+    if t.dtype.is_complex:
+        fail(f"{argument} must be of a real dtype, got {t.dtype}", TypeError)
+    return t.float()
+
+
+def wide_dtype(values: Tensor) -> torch.dtype:
+    """What logarithms are turned into weights in, and back."""
+    return torch.float64 if values.dtype == torch.float64 else torch.float32
+
+
+def as_entry_mask(given: Optional[Numbers], indices: Tensor) -> Optional[Tensor]:
+    if given is None:
+        return None
+    mask = as_tensor(given, "mask")
+    if mask.shape != indices.shape:
+        fail(f"mask must have the shape of indices, {list(indices.shape)}, got {list(mask.shape)}")
+    return mask.bool()
+
+
+def as_row_mask(given: Optional[Numbers], shape: Sequence[int]) -> Optional[Tensor]:
+    if given is None:
+        return None
+    row_mask = as_tensor(given, "row_mask")
+    if row_mask.shape != torch.Size(shape):
+        fail(f"row_mask must be a tensor of the leading shape {list(shape)}, got {list(row_mask.shape)}")
+    return row_mask.bool()
+
+
+def both(a: Optional[Tensor], b: Tensor) -> Tensor:
+    return b if a is None else a & b
+
+
+def ranges_of(offsets: Tensor) -> Tensor:
+    """(..., 2) [begin, end) of each row; CSR offsets (rows + 1,) are converted."""
+    return torch.stack((offsets[:-1], offsets[1:]), -1) if offsets.dim() == 1 else offsets
+
+
+def share_entries(ranges: Tensor, entries: int) -> bool:
+    """Whether an entry lies in more than one of (..., 2) [begin, end), as far as these may be looked at, a GPU's
+    under ``SPARSE_CE_VALIDATE=1``. Of wrong ranges it is not said: the loss must complain."""
+    if ranges.numel() <= 2 or not readable(ranges, wait=VALIDATES):
+        return False
+    begins, ends = ranges.reshape(-1, 2).unbind(1)
+    if not (begins[1:] < ends[:-1]).any():
+        return False  # in order, as nearly all are
+    if ((begins < 0) | (begins > ends) | (ends > entries)).any():
+        return False
+    some = begins < ends
+    begins, order = begins[some].sort()
+    return bool((begins[1:] < ends[some][order][:-1]).any())
+
+
+def one_by_one(ranges: Tensor, used: Optional[int] = None) -> Tuple[Tensor, Tensor]:
+    """The entries of each (..., 2) [begin, end), ``used`` in all, one behind the other: their places before, and the
+    ranges among them."""
+    begins, ends = ranges.reshape(-1, 2).unbind(1)
+    lengths = ends - begins
+    ends = lengths.cumsum(0, dtype=lengths.dtype)
+    source = torch.repeat_interleave(begins - ends + lengths, lengths, output_size=used)
+    source = source + torch.arange(source.shape[0], device=source.device)
+    return source, torch.stack((ends - lengths, ends), -1).reshape(ranges.shape)
+
+
+def live_entries(indices: Tensor, values: Optional[Tensor], kind: Optional[str]) -> Tensor:
+    """Which entries are more than padding."""
+    live = indices.ne(IGNORE_INDEX)
+    return live if values is None else live & values.ne(padding_value(kind))
+
+
+def empty_rows(ranges: Tensor, live: Tensor) -> Tensor:
+    """Rows, by their [begin, end), without a live entry. One that leads outside is not: the loss must complain."""
+    entries = live.shape[0]
+    before = F.pad(live.cumsum(0), (1, 0))[ranges.clamp(0, entries)]  # the live ones in front of each end
+    begin, end = ranges[..., 0], ranges[..., 1]
+    return (before[..., 0] == before[..., 1]) & (0 <= begin) & (begin <= end) & (end <= entries)
+
+
+def pad_entries(indices: Tensor, k: int) -> Tensor:
+    """(..., K) indices filled up to ``k`` with each row's last: an ignored row stays so, as does one that counts.
+    Of no entries, it takes two to differ: whatever index is to be ignored, one of them is another."""
+    missing = k - indices.shape[-1]
+    if missing == 0:
+        return indices
+    if indices.shape[-1] == 0:
+        return torch.arange(k, dtype=indices.dtype, device=indices.device).clamp(max=1).expand(*indices.shape[:-1], k)
+    return torch.cat((indices, indices[..., -1:].expand(*indices.shape[:-1], missing)), -1)
+
+
+def single_row(indices: Tensor, values: Tensor, kind: Kind = "probs") -> Tuple[Tensor, Tensor]:
+    """The entries of a row alone as those of a top-k, which counts as the jagged row does.
+
+    A top-k is ignored where every index is ``ignore_index``, whatever that is: a last entry of weight 0 and another
+    class leaves none for which that holds.
+    """
+    other = indices[:1].eq(0).to(indices.dtype)
+    with without_autocast(values.device):
+        return torch.cat((indices, other)), torch.cat((values, values.new_full(other.shape, padding_value(kind))))
+
+
+def softmax_of_live(logits: Tensor, indices: Tensor, mask: Optional[Tensor]) -> Tensor:
+    """Weights (..., K): the softmax over the entries that are not padding, 0 elsewhere; 16 bits become float32."""
+    logits = logits.float() if logits.dtype in (torch.float16, torch.bfloat16) else logits
+    live = indices.ne(IGNORE_INDEX) if mask is None else mask & indices.ne(IGNORE_INDEX)
+    live = live & ~logits.isneginf()
+    # A row without entries: any finite logits do, its weights are all 0.
+    logits = logits.masked_fill(~live, -math.inf).masked_fill(~live.any(-1, keepdim=True), 0.0)
+    return torch.softmax(logits, -1).masked_fill(~live, 0.0)
+
+
+def warn_of_logprobs(indices: Tensor, values: Tensor) -> None:
+    """Warns where weights of no named kind are log-probabilities by all appearances: none positive, and every row's
+    exponentials sum to 1 at most. The first element settles it for nearly every target, then the first row."""
+    if values.numel() == 0 or not readable(values):
+        return
+    values = values.detach()
+    at = (0,) * values.dim()
+    if values[at].item() > 0 or values[at[:-1]].amax() > 0 or not values.amax() <= 0 or not values.amin() < 0:
+        return
+    sums = values.to(wide_dtype(values)).masked_fill(indices.eq(IGNORE_INDEX), -math.inf).exp().sum(-1)
+    if sums.amax() <= 1.01:
+        warnings.warn("sparse_ce: values look like log-probabilities (none is positive, their exponentials sum to at "
+                      "most 1 in every row) but are taken as weights; say what they are with "
+                      "SparseTarget.from_topk(indices, values, kind='logprobs'), or kind='probs' for weights",
+                      stacklevel=3)
+
+
+
+
+# --------------------------------------------------------------------------------------------- PyTorch's sparse tensors

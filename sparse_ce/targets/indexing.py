@@ -1,0 +1,351 @@
+"""A target as a tensor over its leading shape: its length, its slices, its way to a device."""
+
+import math
+from numbers import Integral
+from types import EllipsisType, NoneType
+from typing import TYPE_CHECKING, Any, NoReturn, Optional, Tuple, Union, overload
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .._core.arguments import IGNORE_INDEX
+from .._core.errors import check, fail
+from .._core.tracing import eager, readable
+from .entries import as_tensor, padding_value, ranges_of, single_row
+from .storage import Parts
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+
+class Rows(Parts):
+    """What :class:`sparse_ce.SparseTarget` has of a tensor."""
+
+    __slots__ = ()
+
+    @overload
+    def size(self, dim: None = None) -> torch.Size: ...
+
+    @overload
+    def size(self, dim: int) -> int: ...
+
+    def size(self, dim: Optional[int] = None) -> Union[torch.Size, int]:
+        return self.shape if dim is None else self.shape[dim]
+
+    ndim = property(Parts.dim)
+
+    @property
+    def nnz(self) -> int:
+        """Entries of its rows, padding included. Of a jagged target on a GPU the offsets are waited for; where nothing
+        can be read (``torch.compile``, ``meta``) all stored entries count, those of rows that a slice left out too.
+
+        Examples:
+            >>> SparseTarget.from_jagged(torch.tensor([3, 5, 7]), None, torch.tensor([0, 2, 3])).nnz
+            3
+        """
+        target = self._absolute()
+        if target.offsets is None or not readable(target.offsets, wait=True):
+            return target.indices.numel()
+        ranges = ranges_of(target.offsets)
+        return int((ranges[..., 1] - ranges[..., 0]).sum())
+
+    def row_indices(self) -> Tensor:
+        """The row of each entry, int64, in the shape of ``indices``: rows of the leading shape, numbered row by row.
+
+        What a function of entries needs to come back to rows, and to get what rows have; for jagged targets (COO and
+        CSR are such) as for others. An entry that belongs to no row, which slices keep until they are made
+        :meth:`compact` (on a GPU and under ``torch.compile`` on and on), gets a row beside it: in log-probabilities it
+        is padding, to be left out as such. A GPU is not waited for.
+
+        Examples:
+            >>> kept = SparseTarget.from_jagged(torch.tensor([3, 5, 7]), None, torch.tensor([0, 2, 3]))
+            >>> kept.row_indices()
+            tensor([0, 0, 1])
+            >>> out = sparse_ce.selected_log_probs(torch.zeros(2, 8), kept)
+            >>> torch.zeros(2).index_add(0, kept.row_indices(), out.log_probs)
+            tensor([-4.1589, -2.0794])
+            >>> sparse_ce.segment_log_softmax(out.log_probs, index=kept.row_indices())
+            tensor([-0.6931, -0.6931,  0.0000])
+        """
+        if self.by_sample:
+            return self._absolute().row_indices().reshape(self.indices.shape)
+        rows = math.prod(self.shape)
+        if self.offsets is None:
+            numbers = torch.arange(rows, device=self.device).reshape(self.shape)
+            return numbers if self.form == "index" else numbers[..., None].expand(self.indices.shape)
+        place = torch.arange(self.indices.shape[0], dtype=self.offsets.dtype, device=self.device)
+        if self.offsets.dim() == 1:
+            return torch.searchsorted(self.offsets[1:-1].contiguous(), place, right=True)
+        begins, ends = self.offsets.reshape(-1, 2).unbind(1)
+        begins, order = torch.where(begins < ends, begins, torch.iinfo(begins.dtype).max).sort(stable=True)
+        if rows == 0:
+            return torch.zeros_like(place, dtype=torch.int64)
+        return order[(torch.searchsorted(begins, place, right=True) - 1).clamp(min=0)]
+
+    @property
+    def device(self) -> torch.device:
+        return self.indices.device
+
+    def __len__(self) -> int:
+        check(len(self.shape) > 0, "target must have a leading dimension to have a length, got shape []", TypeError)
+        return self.shape[0]
+
+    def __array__(self, dtype: Any = None, copy: Optional[bool] = None) -> NoReturn:
+        """Without it numpy makes an array of objects, which equals no prediction, without a word."""
+        fail(f"target must be made dense to become an array, got a SparseTarget of shape {list(self.shape)}; compare "
+              "predictions with target.to_dense().argmax(-1), its top class, where target.ne(-100)", TypeError)
+
+    def __repr__(self) -> str:
+        if not isinstance(self.indices, Tensor):
+            return f"SparseTarget({dict(self.items())})"
+        parts = [f"{self.form}, shape={list(self.shape)}"]
+        if self.form == "topk":
+            parts.append(f"k={self.indices.shape[-1]}")
+        if self.form == "jagged":
+            parts.append(f"nnz={self.nnz}")
+        parts.append(f"num_classes={self.num_classes}")
+        if self.values is not None:
+            name = "values" if self.kind == "probs" else self.kind
+            parts.append(f"{name}={str(self.values.dtype).removeprefix('torch.')}")
+        if self.row_mask is not None:
+            parts.append("row_mask")
+        return f"SparseTarget({', '.join(parts)}, device={self.device})"
+
+    def to(self, device: Union[torch.device, str, int, None] = None, non_blocking: bool = False) -> "Self":
+        """The same target on another device; itself if it is there already.
+
+        Rows of a jagged target leave the CPU with no entries but their own. They leave a GPU so for the CPU, unless
+        ``non_blocking``: to find them it is waited for.
+
+        Examples:
+            >>> SparseTarget.from_index(torch.tensor([3, 5])).to("meta").device
+            device(type='meta')
+        """
+        check(not isinstance(device, torch.dtype), f"device must be a device, got {device}; the dtypes of a "
+               "SparseTarget need no change, the kernels read them as they are", TypeError)
+        if device is None:
+            return self
+        target, kind = self, torch.device(device).type
+        if kind != self.device.type:
+            target = self.compact(wait=kind == "cpu" and not non_blocking)
+        moved = target._map(lambda t: t.to(device, non_blocking=non_blocking))
+        return self if all(getattr(moved, name) is getattr(self, name) for name in self._present) else moved
+
+    def cuda(self, device: Union[torch.device, int, None] = None, non_blocking: bool = False) -> "Self":
+        return self.to("cuda" if device is None else device, non_blocking)
+
+    def cpu(self) -> "Self":
+        """The same rows on the CPU, with no entries but their own.
+
+        Examples:
+            >>> SparseTarget.from_index(torch.tensor([3, 5])).cpu().device
+            device(type='cpu')
+        """
+        return self.to("cpu").compact()
+
+    def pin_memory(self) -> "Self":
+        return self.compact()._map(lambda t: t.pin_memory())
+
+    def share_memory(self) -> "Self":
+        """The same rows, with no entries but their own, in memory that processes share.
+
+        Examples:
+            >>> SparseTarget.from_index(torch.tensor([3, 5])).share_memory().indices.is_shared()
+            True
+        """
+        return self._own()._map(lambda t: t.share_memory_())
+
+    def is_pinned(self) -> bool:
+        return bool(self.indices.is_pinned())
+
+    def detach(self) -> "Self":
+        return self._map(lambda t: t.detach())
+
+    def ne(self, ignore_index: int) -> Tensor:
+        """``shape``, bool: True for the rows that count, given the index that marks rows and entries to ignore.
+
+        Examples:
+            >>> SparseTarget.from_index(torch.tensor([3, -100, 5])).ne(-100)
+            tensor([ True, False,  True])
+        """
+        if not isinstance(self.indices, Tensor):  # the arrays that evaluation hands to compute_metrics
+            return self._map(torch.as_tensor).ne(ignore_index)
+        if self.by_sample:
+            return self._absolute().ne(ignore_index)
+        if self.form == "index":
+            counts = self.indices.ne(ignore_index)
+        elif self.form == "topk" and self.indices.shape[-1] > 0:
+            counts = self.indices.ne(ignore_index).any(-1)
+        else:
+            counts = torch.ones(self.shape, dtype=torch.bool, device=self.device)
+        return counts if self.row_mask is None else counts & self.row_mask
+
+    @overload
+    def __getitem__(self, key: str) -> Any: ...
+
+    @overload
+    def __getitem__(self, key: Any) -> "Self": ...
+
+    def __getitem__(self, key: Any) -> Any:
+        """Rows by integers, slices, ``...``, None (a dimension of size 1 more), and tensors, arrays and lists of
+        integers or bool, as of a tensor.
+
+        By integers and slices nothing is copied but, at most, offsets. Of a jagged target, integers that leave a single
+        row read its offsets, and tensors of integers copy their rows' entries: a GPU is waited for. A row outside is an
+        error; where both the key and the target lie on a GPU it is PyTorch's, which ends all work there. ``for`` loops
+        come here too: with an ``__iter__``, frameworks would take a target for a collection and enter its rows.
+
+        Examples:
+            >>> target = SparseTarget.from_index(torch.tensor([[3, 5], [7, 1]]))
+            >>> target[0].indices, target[[1, 0, 1]].shape, target[torch.tensor([False, True])].indices
+            (tensor([3, 5]), torch.Size([3, 2]), tensor([[7, 1]]))
+            >>> target[None].shape, target[:, None, 0].shape
+            (torch.Size([1, 2, 2]), torch.Size([2, 1]))
+        """
+        if isinstance(key, str):
+            return dict(self.items())[key]
+        if self.by_sample:
+            return self._absolute()[key]
+        key = self._leading_key(key)
+        row_mask = None if self.row_mask is None else self.row_mask[key]
+        if self.offsets is None:
+            values = None if self.values is None else self.values[key]
+            return self._replace(self.indices[key], values, None, row_mask)
+        first = key[0]  # a jagged target has at least one leading dimension
+        between = self.offsets.dim() == 1 and len(key) == 1 and isinstance(first, slice) and first.step in (None, 1)
+        if between and eager():  # a compiler would take the bounds for constants
+            begin, end, _ = first.indices(self.shape[0])
+            offsets = self.offsets[begin:max(begin, end) + 1]
+        else:
+            offsets = ranges_of(self.offsets)[key]
+            if offsets.dim() == 1:
+                begin, end = offsets.tolist()
+                indices = self.indices[begin:end]
+                values = (torch.ones_like(indices, dtype=torch.float32) if self.values is None
+                          else self.values[begin:end])
+                return self._replace(*single_row(indices, values, self.kind), None, row_mask)
+        count = offsets.shape[0] - 1 if offsets.dim() == 1 else math.prod(offsets.shape[:-1])
+        known = eager() or not any(isinstance(k, Tensor) for k in key)  # how many a mask leaves, a compiler cannot ask
+        if known and count == 0:
+            return self._replace(self.indices[:0], None if self.values is None else self.values[:0], offsets * 0,
+                                 row_mask)
+        rows = self._replace(self.indices, self.values, offsets, row_mask)
+        repeats = any(isinstance(k, Tensor) and k.dtype != torch.bool for k in key)  # no entry may have two rows
+        return rows._gathered() if repeats and readable(offsets, wait=True) else rows
+
+    def _marked(self, ignore_index: int) -> "Self":
+        """The same target with padding marked by ``ignore_index``, not by -100 as in every SparseTarget."""
+        indices = torch.where(self.indices.eq(IGNORE_INDEX), ignore_index, self.indices)
+        return self._replace(indices, self.values, self.offsets, self.row_mask)
+
+    def shift(self, n: int) -> "Self":
+        """For causal models: position i of each sequence (the last leading dimension) gets the target of i + n.
+
+        The last n positions become ignored, the first -n for a negative n; the shape is kept.
+
+        Examples:
+            >>> SparseTarget.from_index(torch.tensor([3, 5, 7])).shift(1).indices
+            tensor([   5,    7, -100])
+        """
+        check(len(self.shape) > 0, "target must have a leading dimension to be shifted, got shape []")
+        if n == 0:
+            return self
+        if self.by_sample:
+            return self._absolute().shift(n)
+        length = self.shape[-1]
+        keep = max(0, length - abs(n))
+        begin, pad = (length - keep, (0, length - keep)) if n > 0 else (0, (length - keep, 0))
+
+        def moved(t: Tensor, trailing: int, fill: float) -> Tensor:
+            kept = t.narrow(t.dim() - 1 - trailing, begin, keep)
+            return F.pad(kept, (0, 0) * trailing + pad, value=fill)
+
+        mask = torch.ones(self.shape, dtype=torch.bool, device=self.device) if self.row_mask is None else self.row_mask
+        mask = moved(mask, 0, False)
+        if self.offsets is not None:
+            return self._replace(self.indices, self.values, moved(ranges_of(self.offsets), 1, 0), mask)
+        trailing = int(self.form == "topk")
+        values = None if self.values is None else moved(self.values, trailing, padding_value(self.kind))
+        return self._replace(moved(self.indices, trailing, IGNORE_INDEX), values, None, mask)
+
+    def flatten(self) -> "Self":
+        """The same rows with a leading shape of one dimension: what the ops take.
+
+        Examples:
+            >>> SparseTarget.from_index(torch.tensor([[3, 5], [7, 1]])).flatten().shape
+            torch.Size([4])
+        """
+        if self.by_sample:
+            return self._absolute().flatten()
+        return self if self.dim() == 1 else self.reshape(-1)
+
+    def reshape(self, *shape: Any) -> "Self":
+        """The same rows with another leading shape, of as many rows; one size may be -1.
+
+        Examples:
+            >>> SparseTarget.from_index(torch.tensor([3, 5, 7, 1])).reshape(2, -1).indices
+            tensor([[3, 5],
+                    [7, 1]])
+        """
+        if self.by_sample:
+            return self._absolute().reshape(*shape)
+        sizes = list(shape[0]) if len(shape) == 1 and isinstance(shape[0], (tuple, list)) else list(shape)
+        rows, rest = math.prod(self.shape), math.prod([n for n in sizes if n != -1])
+        if sizes.count(-1) == 1 and rest > 0:
+            sizes[sizes.index(-1)] = rows // rest
+        fits = math.prod(sizes) == rows and all([n >= 0 for n in sizes])  # a list: torch.compile takes no generator
+        if not fits or self.offsets is not None and len(sizes) == 0:
+            fail(f"shape must have the {rows} rows of the target, of shape {list(self.shape)}, got {sizes}")
+
+        def each(t: Tensor, trailing: int) -> Tensor:
+            return t.reshape([*sizes, *t.shape[t.dim() - trailing:]])
+
+        trailing = int(self.form == "topk")
+        row_mask = None if self.row_mask is None else each(self.row_mask, 0)
+        if self.offsets is not None:
+            return self._replace(self.indices, self.values, each(ranges_of(self.offsets), 1), row_mask)
+        values = None if self.values is None else each(self.values, trailing)
+        return self._replace(each(self.indices, trailing), values, None, row_mask)
+
+    def _leading_key(self, given: Any) -> Tuple[Any, ...]:
+        """A key for the parts: as long as the leading shape, arrays and lists made tensors."""
+        key = tuple(map(_as_key, given if isinstance(given, tuple) else (given,)))
+        dots = [i for i, k in enumerate(key) if isinstance(k, EllipsisType)]
+        new = len([k for k in key if isinstance(k, NoneType)])
+        used = sum(k.dim() if isinstance(k, Tensor) and k.dtype == torch.bool else 1 for k in key) - len(dots) - new
+        check(used == 0 or len(self.shape) > 0, "target must have a leading dimension to be sliced, got shape []",
+              TypeError)
+        check(used <= len(self.shape) and len(dots) <= 1, "target must be sliced with at most "
+              f"{len(self.shape)} indices and one '...', got {used} and {len(dots)}", IndexError)
+        at = dots[0] if dots else len(key)
+        fill = (slice(None),) * (len(self.shape) - used)
+        key = key[:at] + fill + key[at + 1:]
+        if not self.indices.is_cpu:
+            self._check_rows(key)
+        return key
+
+    def _check_rows(self, key: Tuple[Any, ...]) -> None:
+        """Refuses row numbers outside as a CPU does, where they lie on one. A GPU looks later, and stops for good."""
+        dim = 0
+        for k in key:
+            if isinstance(k, Tensor) and k.dtype != torch.bool and k.numel() > 0 and readable(k):
+                size, (low, high) = self.shape[dim], (int(x) for x in k.aminmax())
+                check(-size <= low and high < size, f"target must be sliced with rows in [{-size}, {size}), got "
+                      f"{low if low < -size else high}", IndexError)
+            dim += k.dim() if isinstance(k, Tensor) and k.dtype == torch.bool else int(k is not None)
+
+
+def _as_key(k: Any) -> Any:
+    if isinstance(k, (slice, NoneType, EllipsisType)):  # to torch.compile a slice that "is not None" is a constant
+        return k
+    if isinstance(k, (Integral, torch.SymInt)) and not isinstance(k, bool):
+        return k if isinstance(k, torch.SymInt) else int(k)
+    check(isinstance(k, (Tensor, list)) or hasattr(k, "__array__"), "target must be sliced with integers, slices, "
+          f"'...', None and tensors, arrays or lists of integers or bool, got {type(k).__name__}", TypeError)
+    if isinstance(k, list) and not k:
+        return torch.zeros(0, dtype=torch.int64)
+    k = as_tensor(k, "a key")
+    check(not k.dtype.is_floating_point and not k.dtype.is_complex,
+          f"target must be sliced with tensors of integers or bool, got {k.dtype}", TypeError)
+    return k if k.dtype == torch.bool else k.long()

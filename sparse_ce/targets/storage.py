@@ -1,0 +1,314 @@
+"""What frameworks see of a target: tensors that they move, slice, pad, concatenate and gather one by one.
+
+Frameworks know batches as containers of tensors whose first dimension is the batch and whose second they pad with -100.
+So every part that :meth:`Parts.items` gives has the batch first, and -100 marks padding in each:
+
+    labels     indices (B, ...)
+    top-k      indices (B, ..., K), values alike
+    jagged     indices (B, E) and values alike, the entries of each sample; offsets (B, ..., 2), [begin, end) in its own
+               sample's entries, -100 where a row is ignored
+
+The names say what the parts are: log-probabilities are "logprobs" in place of "values", and ids without values "ids" in
+place of "indices".
+"""
+
+import copy
+import math
+from numbers import Real
+from typing import TYPE_CHECKING, Any, Callable, Dict, ItemsView, KeysView, List, Optional, Tuple, Type, Union
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .._core.arguments import IGNORE_INDEX
+from .._core.errors import check, described, fail
+from .._core.options import checked
+from .._core.tracing import readable
+from .entries import Kind, one_by_one, pad_entries, padding_value, ranges_of
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+
+class Part(str):
+    """The name of a part, which knows the width of the vocabulary: what is rebuilt from parts keeps their names.
+
+    The text says it too, "indices@32000", so that it outlives files that keep nothing but texts (safetensors). A name
+    is equal to the one without it: in a dict it is found as "indices".
+    """
+
+    __slots__ = ()
+
+    @property
+    def plain(self) -> str:
+        return str(self).partition("@")[0]
+
+    @property
+    def num_classes(self) -> Optional[int]:
+        width = str(self).partition("@")[2]
+        return int(width) if width else None
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, str) and self.plain == str(other).partition("@")[0]
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    def __hash__(self) -> int:
+        return hash(self.plain)
+
+
+class Parts:
+    """The tensors of a target, immutable: how they are copied, pickled, taken apart and put together again.
+
+    Those of a target on its way through a framework need not be tensors: a gathered batch is first a batch of sizes. A
+    jagged one is ``by_sample`` then, and keeps its (B, E) until somebody looks at it.
+    """
+
+    __slots__ = ("indices", "values", "offsets", "row_mask", "num_classes", "kind", "ids")
+    indices: Tensor
+    values: Optional[Tensor]
+    offsets: Optional[Tensor]
+    row_mask: Optional[Tensor]
+    num_classes: Optional[int]
+    kind: Kind
+    ids: bool
+
+    def __init__(self, indices: Union[Tensor, Dict[str, Any]], values: Optional[Tensor] = None,
+                 offsets: Optional[Tensor] = None, row_mask: Optional[Tensor] = None,
+                 num_classes: Optional[int] = None, kind: Kind = "probs", ids: bool = False):
+        given: Tuple[Any, ...] = (indices, values, offsets, row_mask, num_classes, kind, ids)
+        if type(indices) is dict:  # what a framework made of items()
+            given = _put_together(indices)
+        elif isinstance(indices, (Real, str, list, tuple)):
+            fail(f"indices must be a tensor, got {described(indices)}; build a target from lists with "
+                 "SparseTarget.from_index, from_topk or from_jagged", TypeError)
+        if given[4] is not None and not torch.compiler.is_compiling():  # which would take a width for a constant
+            checked({"num_classes": given[4]})
+        for name, value in zip(Parts.__slots__, given):
+            object.__setattr__(self, name, value)
+
+    @classmethod
+    def _of(cls, *parts: Any) -> "Self":
+        """Returns a target that holds ``parts``, in the order of ``__slots__``, whatever they are."""
+        t: Self = object.__new__(cls)
+        for name, value in zip(Parts.__slots__, parts):
+            object.__setattr__(t, name, value)
+        return t
+
+    def __setattr__(self, name: str, value: object) -> None:
+        fail(f"a SparseTarget must not be changed, got an assignment to {name!r}; build another one", AttributeError)
+
+    def __delattr__(self, name: str) -> None:
+        self.__setattr__(name, None)
+
+    def __reduce__(self) -> Tuple[Type["Self"], Tuple[Any, ...]]:
+        t = self._own(wait=True)  # on a GPU too: what is written is read there
+        return type(self), (t.indices, t.values, t.offsets, t.row_mask, t.num_classes, t.kind, t.ids)
+
+    def __copy__(self) -> "Self":
+        return self
+
+    def __deepcopy__(self, memo: Dict[int, Any]) -> "Self":
+        return self._own()._map(lambda t: copy.deepcopy(t, memo))
+
+    @property
+    def form(self) -> str:
+        """``"index"``, ``"topk"`` or ``"jagged"``.
+
+        Examples:
+            >>> SparseTarget.from_index(torch.tensor([3, 5])).form
+            'index'
+        """
+        if self.offsets is not None:
+            return "jagged"
+        return "index" if self.values is None and not self.ids else "topk"
+
+    @property
+    def shape(self) -> torch.Size:
+        """The leading shape: that of the logits without their last dimension.
+
+        Examples:
+            >>> SparseTarget.from_topk(torch.zeros(2, 8, 4, dtype=torch.int64), torch.ones(2, 8, 4)).shape
+            torch.Size([2, 8])
+        """
+        if self.offsets is None:
+            return self.indices.shape if self.form == "index" else self.indices.shape[:-1]
+        return torch.Size((self.offsets.shape[0] - 1,)) if self.offsets.ndim == 1 else self.offsets.shape[:-1]
+
+    @property
+    def by_sample(self) -> bool:
+        """Whether it is jagged with the entries (B, E) of each sample, as :meth:`items` gives them.
+
+        Examples:
+            >>> SparseTarget.from_index(torch.tensor([3, 5])).by_sample
+            False
+        """
+        return self.offsets is not None and self.indices.ndim == 2
+
+    def dim(self) -> int:
+        return len(self.shape)
+
+    def _map(self, f: Callable[[Any], Any]) -> "Self":
+        """``f`` of each tensor that is there."""
+        def each(t: Any) -> Any:
+            return None if t is None else f(t)
+        return self._replace(each(self.indices), each(self.values), each(self.offsets), each(self.row_mask))
+
+    def _replace(self, indices: Tensor, values: Optional[Tensor], offsets: Optional[Tensor],
+                row_mask: Optional[Tensor]) -> "Self":
+        """A target of these tensors that says of them what this one says."""
+        return self._of(indices, values, offsets, row_mask, self.num_classes, self.kind, self.ids)
+
+    # ----------------------------------------------------------------------------- entries that the rows do not use
+
+    def compact(self, wait: bool = False) -> "Self":
+        """The same rows with no entries but their own; itself where that is so or cannot be seen.
+
+        A slice of a jagged target keeps the entries of the whole, but for one of no rows, until it travels. Views where
+        the rows' entries lie together, else copies. Wrong offsets stay, for the loss to complain of.
+
+        Examples:
+            >>> target = SparseTarget.from_jagged(torch.tensor([3, 5, 7]), None, torch.tensor([0, 2, 3]))
+            >>> target[1:].compact().indices
+            tensor([7])
+        """
+        offsets = self.offsets
+        if not isinstance(offsets, Tensor) or self.by_sample or not readable(offsets, wait):
+            return self
+        entries, ranges = self.indices.shape[0], ranges_of(offsets).reshape(-1, 2)
+        if len(ranges) == 0:
+            return self._select(slice(0, 0), offsets * 0) if entries else self
+        begins, ends = ranges.unbind(1)
+        lengths = ends - begins
+        some = lengths > 0
+        low, high, used, shortest, first, last = torch.stack([x.long() for x in (
+            torch.where(some, begins, entries).amin(), torch.where(some, ends, 0).amax(), lengths.sum(), lengths.amin(),
+            begins.amin(), ends.amax())]).tolist()
+        if shortest < 0 or first < 0 or last > entries or used == entries == high - low:
+            return self
+        if used == 0:
+            low = high = 0 if offsets.dim() > 1 else first
+        if used == high - low:
+            # Of (rows + 1,), each number is a begin too. A range without entries may lie anywhere.
+            moved = offsets if offsets.dim() == 1 else torch.where(some[:, None], ranges, low).reshape(offsets.shape)
+            return self._select(slice(low, high), moved - low)
+        return self._gathered(used)
+
+    def _gathered(self, used: Optional[int] = None) -> "Self":
+        """A jagged target with a copy of each row's entries, of which there are ``used``."""
+        assert self.offsets is not None
+        source, ranges = one_by_one(ranges_of(self.offsets), used)
+        return self._select(source, ranges)
+
+    def _own(self, wait: bool = False) -> "Self":
+        """``compact`` in storages that hold nothing else: pickling and ``deepcopy`` take whole storages."""
+        return self.compact(wait)._map(_alone)
+
+    def _select(self, entries: Any, offsets: Tensor) -> "Self":
+        values = None if self.values is None else self.values[entries]
+        return self._replace(self.indices[entries], values, offsets, self.row_mask)
+
+    # ------------------------------------------------------------------------------------------ apart, and together
+
+    def items(self) -> ItemsView[str, Any]:
+        """Parts, by name, that may be moved, sliced, padded and concatenated one by one.
+
+        ``SparseTarget(dict(t.items()))`` is the same target again, also from a file of tensors by name. Frameworks that
+        take batches apart use this. A jagged target on a GPU is waited for.
+
+        Examples:
+            >>> target = SparseTarget.from_topk(torch.tensor([[3, 5]]), torch.tensor([[0.9, 0.1]]))
+            >>> SparseTarget(dict(target.items())).values
+            tensor([[0.9000, 0.1000]])
+        """
+        if not isinstance(self.indices, Tensor) or self.by_sample:  # on its way through a framework
+            parts = {"indices": self.indices, "values": self.values, "offsets": self.offsets}
+        else:
+            check(self.dim() > 0, "target must have a leading dimension to be taken apart, got shape []")
+            parts = self._jagged_parts() if self.offsets is not None else self._dense_parts()
+        ids = self.ids and parts["values"] is None
+        names = {"indices": "ids" if ids else "indices",
+                 "values": "values" if self.kind == "probs" else self.kind, "offsets": "offsets"}
+        width = "" if self.num_classes is None else f"@{self.num_classes}"
+        return {Part(names[name] + width): t for name, t in parts.items() if t is not None}.items()
+
+    def keys(self) -> KeysView[str]:
+        return dict(self.items()).keys()
+
+    def _absolute(self) -> "Self":
+        """Itself, or, where it is ``by_sample``, the same target with offsets into all entries."""
+        if self.offsets is None or not self.by_sample:
+            return self
+        indices, values, offsets = self.indices, self.values, self.offsets
+        counts = offsets[..., 0] >= 0
+        samples, entries = indices.shape
+        first = entries * torch.arange(samples, device=offsets.device).reshape(-1, *(1,) * (offsets.dim() - 1))
+        offsets = torch.where(counts[..., None], offsets + first, 0)
+        return self._replace(indices.reshape(-1), None if values is None else values.reshape(-1), offsets, counts)
+
+    def _dense_parts(self) -> Dict[str, Optional[Tensor]]:
+        """Labels and top-k: ignored rows become rows of -100."""
+        indices, values = self.indices, self.values
+        topk = self.form == "topk"
+        if topk and values is None and indices.shape[-1] == 0:  # a row without ids counts, one of -100 does not
+            values = indices.float()
+        if topk and indices.shape[-1] < 2:  # of 1, a framework would make the K of another batch
+            missing = 2 - indices.shape[-1]
+            indices = F.pad(indices, (0, missing), value=IGNORE_INDEX) if values is None else pad_entries(indices, 2)
+            values = None if values is None else F.pad(values, (0, missing), value=padding_value(self.kind))
+        if self.row_mask is not None:
+            ignored = ~self.row_mask[..., None] if topk else ~self.row_mask
+            indices = indices.masked_fill(ignored, IGNORE_INDEX)
+        return {"indices": indices, "values": values}
+
+    def _jagged_parts(self) -> Dict[str, Optional[Tensor]]:
+        """The entries of each sample, (B, E); a target of one dimension gets samples of one row."""
+        assert self.offsets is not None
+        ranges = ranges_of(self.offsets)
+        samples = ranges.shape[0]
+        ranges = ranges.reshape(samples, math.prod(self.shape[1:]), 2)
+        lengths = ranges[..., 1] - ranges[..., 0]
+        ends = lengths.cumsum(1)
+        begins = ends - lengths
+        entries = max(1, int(ends[:, -1].max()) if ends.numel() else 0)
+        place = torch.arange(entries, device=ranges.device).expand(samples, -1).contiguous()
+        row = torch.searchsorted(ends.contiguous(), place, right=True).clamp(max=max(0, ends.shape[1] - 1))
+        used = place < ends[:, -1:] if ends.shape[1] else torch.zeros_like(place, dtype=torch.bool)
+        source = torch.zeros_like(place)
+        if ends.shape[1] > 0:
+            source = torch.where(used, ranges[..., 0].gather(1, row) + place - begins.gather(1, row), 0)
+        indices, values = self.indices, self.values
+        if indices.numel() == 0:  # something to point at
+            indices, values = indices.new_zeros(1), None if values is None else values.new_zeros(1)
+        indices = torch.where(used, indices[source], IGNORE_INDEX)
+        values = None if values is None else torch.where(used, values[source], 0.0)
+        offsets = torch.stack((begins, ends), -1)
+        if self.row_mask is not None:
+            offsets = offsets.masked_fill(~self.row_mask.reshape(*lengths.shape, 1), IGNORE_INDEX)
+        if self.dim() == 1:
+            offsets = offsets.squeeze(1)
+        return {"indices": indices, "values": values, "offsets": offsets.reshape(*self.shape, 2)}
+
+    @property
+    def _present(self) -> List[str]:
+        """The names of the tensors that are there."""
+        return [name for name in ("indices", "values", "offsets", "row_mask") if getattr(self, name) is not None]
+
+
+def _put_together(parts: Dict[str, Any]) -> Tuple[Any, ...]:
+    """What :class:`Parts` holds, of what :meth:`Parts.items` gave."""
+    num_classes = next((Part(name).num_classes for name in parts), None)
+    parts = {Part(name): t for name, t in parts.items()}
+    kind, ids = "logprobs" if "logprobs" in parts else "probs", "ids" in parts
+    return (parts.get("ids" if ids else "indices"), parts.get("values" if kind == "probs" else kind),
+            parts.get("offsets"), None, num_classes, kind, ids)
+
+
+def _alone(t: Any) -> Any:
+    if type(t) is not Tensor or t.is_meta or torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
+        return t
+    if t.untyped_storage().nbytes() <= t.numel() * t.element_size():
+        return t
+    return t.detach().clone(memory_format=torch.contiguous_format).requires_grad_(t.requires_grad)

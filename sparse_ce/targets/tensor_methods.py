@@ -1,0 +1,253 @@
+"""What people do with tensors, done with a target: compare, cut, copy; and the functions of ``torch`` that take it."""
+
+from numbers import Integral
+from typing import TYPE_CHECKING, Any, Callable, Dict, List, Mapping, Optional, Sequence, Tuple, TypeVar, Union
+
+import torch
+from torch import Tensor
+from torch.overrides import resolve_name
+
+from .._core.arguments import IGNORE_INDEX
+from .._core.errors import fail
+from .entries import Numbers, as_index, live_entries, ranges_of
+from .indexing import Rows
+from .top_class import is_top_class
+
+if TYPE_CHECKING:
+    from typing_extensions import Self, TypeGuard
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+_LOSS_OF_TRANSFORMERS = (
+    "for a model of transformers that makes its own loss pass Trainer(compute_loss_func=causal_lm_loss()), or call "
+    "fuse_lm_head(model), both of sparse_ce.integrations.transformers")
+_FUNCTIONS: Dict[Any, Callable[..., Any]] = {}
+
+
+def implements(*functions: Any) -> Callable[[_F], _F]:
+    """The decorated function is what functions of ``torch`` do with targets."""
+    def register(f: _F) -> _F:
+        _FUNCTIONS.update(dict.fromkeys(functions, f))
+        return f
+    return register
+
+
+def _is_index(value: object) -> "TypeGuard[int]":
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+class TensorLike(Rows):
+    """What :class:`sparse_ce.SparseTarget` has of a tensor beside its rows."""
+
+    __slots__ = ()
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Tuple[Any, ...] = (),
+                           kwargs: Optional[Mapping[str, Any]] = None) -> Any:
+        """``torch.cat``, ``stack``, ``split``, ``chunk``, ``reshape``, ``unsqueeze``, ``clone`` and ``equal``."""
+        own = _FUNCTIONS.get(function)
+        if own is None:
+            fail(f"{resolve_name(function) or function} must be called with tensors, got a SparseTarget, which is none; "
+                 f"{_LOSS_OF_TRANSFORMERS}", TypeError)
+        return own(*args, **(kwargs or {}))
+
+    def __getattr__(self, name: str) -> Any:
+        """Names the loss to use where code that makes its own loss treats a target as a tensor of labels."""
+        if name.startswith("_") or not hasattr(Tensor, name):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self)
+        fail(f"Tensor.{name} must be called on a tensor, got a SparseTarget, which is none; {_LOSS_OF_TRANSFORMERS}",
+             AttributeError)
+
+    def eq(self, ignore_index: int) -> Tensor:
+        """``shape``, bool: True for the rows that are ignored; the opposite of :meth:`ne`, as ``t == -100`` is.
+
+        Examples:
+            >>> SparseTarget.from_index(torch.tensor([3, -100, 5])) == -100
+            tensor([False,  True, False])
+        """
+        return ~self.ne(ignore_index)
+
+    def __eq__(self, other: object) -> Any:
+        return self.eq(int(other)) if _is_index(other) else NotImplemented
+
+    def __ne__(self, other: object) -> Any:
+        return self.ne(int(other)) if _is_index(other) else NotImplemented
+
+    __hash__ = object.__hash__
+
+    @implements(torch.equal)
+    def equal(self, other: Any) -> bool:
+        """Whether both are of one form, shape, kind and number of classes, ignore the same rows, and hold the same
+        entries in the same order in all others. A GPU is waited for.
+
+        Examples:
+            >>> target = SparseTarget.from_index(torch.tensor([3, 5]))
+            >>> target.equal(target.clone()), target.equal(target[:1])
+            (True, False)
+        """
+        if not isinstance(other, TensorLike):
+            return False
+        a, b = self._absolute(), other._absolute()
+        said = [(t.form, t.shape, t.kind, t.num_classes, t.values is None, t.device) for t in (a, b)]
+        if said[0] != said[1] or not torch.equal(a.ne(IGNORE_INDEX), b.ne(IGNORE_INDEX)):
+            return False
+        entries = [t._entries_that_count() for t in (a, b)]
+        return all(x.shape == y.shape and torch.equal(x, y) for x, y in zip(*entries))
+
+    def _entries_that_count(self) -> List[Tensor]:
+        """The entries of the rows that are not ignored, and how many each row has."""
+        flat = self.flatten()
+        rows = flat[flat.ne(IGNORE_INDEX)]
+        if rows.offsets is None:
+            return [t for t in (rows.indices, rows.values) if t is not None]
+        rows = rows._gathered()
+        assert rows.offsets is not None
+        return [t for t in (rows.indices, rows.values, rows.offsets.diff(dim=-1)) if t is not None]
+
+    def is_top_class(self, classes: Numbers) -> Tensor:
+        """``shape``, bool: where ``classes``, ``shape``, is a class of the largest weight of its row: what is
+        right, for token accuracy.
+
+        Entries of one class are added up first. Classes that tie are all right; one whose weight is not positive is
+        not, and so nothing is in a row that is ignored or has no entries. Nothing is made dense.
+
+        Examples:
+            >>> target = SparseTarget.from_topk(torch.tensor([[3, 5], [7, 0]]), torch.tensor([[0.2, 0.8], [1.0, 0.0]]))
+            >>> target.is_top_class(torch.tensor([5, 5]))  # such as the argmax of linear_cross_entropy
+            tensor([ True, False])
+        """
+        if not isinstance(self.indices, Tensor):  # the arrays that evaluation hands to compute_metrics
+            return self._map(torch.as_tensor).is_top_class(classes)
+        classes = as_index(classes, "classes")
+        if classes.shape != self.shape:
+            fail(f"classes must be {list(self.shape)}, one for each row of the target, got {list(classes.shape)}")
+        return is_top_class(classes, self)
+
+    @implements(torch.clone)
+    def clone(self, *, memory_format: Optional[torch.memory_format] = None) -> "Self":
+        """A target in memory of its own; gradients reach the one that it was made of.
+
+        Examples:
+            >>> SparseTarget.from_index(torch.tensor([3, 5])).clone().indices
+            tensor([3, 5])
+        """
+        return self._map(lambda t: t.clone(memory_format=memory_format or torch.preserve_format))
+
+    def contiguous(self) -> "Self":
+        return self._map(lambda t: t.contiguous())
+
+    def with_num_classes(self, num_classes: Optional[int]) -> "Self":
+        """The same target, of another width of the vocabulary. No index is looked at.
+
+        Examples:
+            >>> SparseTarget.from_index(torch.tensor([3, 5])).with_num_classes(8).to_dense().shape
+            torch.Size([2, 8])
+        """
+        return type(self)(self.indices, self.values, self.offsets, self.row_mask, num_classes, self.kind, self.ids)
+
+    # ---------------------------------------------------------------------------------------------------- its shape
+
+    def _dim(self, dim: int, more: int = 0) -> int:
+        count = self.dim() + more
+        if not -count <= dim < count:
+            fail(f"dim must be in [{-count}, {count}), got {dim}", IndexError)
+        return dim % count
+
+    @implements(torch.unsqueeze)
+    def unsqueeze(self, dim: int) -> "Self":
+        """The same rows with a leading dimension of size 1 more.
+
+        Examples:
+            >>> SparseTarget.from_index(torch.tensor([3, 5])).unsqueeze(0).shape
+            torch.Size([1, 2])
+        """
+        dim = self._dim(dim, more=1)
+        return self.reshape(*self.shape[:dim], 1, *self.shape[dim:])
+
+    @implements(torch.split)
+    def split(self, split_size_or_sections: Union[int, Sequence[int]], dim: int = 0) -> Tuple["Self", ...]:
+        """Pieces along a leading dimension: of one size, of which the last may be smaller, or of several.
+
+        Examples:
+            >>> [len(part) for part in SparseTarget.from_index(torch.arange(5)).split(2)]
+            [2, 2, 1]
+        """
+        dim, size = self._dim(dim), split_size_or_sections
+        count = self.shape[dim]
+        if isinstance(size, Sequence):
+            sizes = list(size)
+        else:
+            if size <= 0:
+                fail(f"split_size must be positive, got {size}")
+            sizes = [min(int(size), count - begin) for begin in range(0, count, int(size))] or [0]
+        if sum(sizes) != count:
+            fail(f"split_sizes must add up to {count}, got {sizes}")
+        pieces, end = [], 0
+        for n in sizes:
+            end += n
+            pieces.append(self[(slice(None),) * dim + (slice(end - n, end),)])
+        return tuple(pieces)
+
+    @implements(torch.chunk)
+    def chunk(self, chunks: int, dim: int = 0) -> Tuple["Self", ...]:
+        """At most so many pieces of one size along a leading dimension, of which the last may be smaller.
+
+        Examples:
+            >>> [len(part) for part in SparseTarget.from_index(torch.arange(5)).chunk(2)]
+            [3, 2]
+        """
+        if chunks <= 0:
+            fail(f"chunks must be positive, got {chunks}")
+        return self.split(max(1, -(-self.shape[self._dim(dim)] // chunks)), dim)
+
+    # --------------------------------------------------------------------------------------------- outside of PyTorch
+
+    def numpy(self) -> Dict[str, Any]:
+        """The parts that :meth:`items` gives as NumPy arrays, by name; bfloat16 as float32.
+
+        Examples:
+            >>> SparseTarget.from_index(torch.tensor([3, 5])).numpy()
+            {'indices': array([3, 5])}
+        """
+        def array(t: Any) -> Any:
+            if not isinstance(t, Tensor):
+                return t
+            return (t.float() if t.dtype == torch.bfloat16 else t).detach().cpu().numpy()
+
+        return {name: array(t) for name, t in self.items()}
+
+    def tolist(self) -> Any:
+        """Nested lists over the leading shape: a label; or a list of (class, weight) without padding, the weight in the
+        target's kind; None for a row that is ignored.
+
+        Examples:
+            >>> SparseTarget.from_topk(torch.tensor([[3, 5], [7, 0]]), torch.tensor([[0.75, 0.25], [1, 0]])).tolist()
+            [[(3, 0.75), (5, 0.25)], [(7, 1.0)]]
+        """
+        if self.dim() == 0:
+            return self.unsqueeze(0).tolist()[0]
+        flat = self._map(lambda t: torch.as_tensor(t).detach().cpu()).flatten()
+        counts, indices = flat.ne(IGNORE_INDEX).tolist(), flat.indices.reshape(-1).tolist()
+        if flat.offsets is not None:
+            ranges = ranges_of(flat.offsets).tolist()
+        else:
+            k = flat.indices.shape[-1] if flat.form == "topk" else 1
+            ranges = [(r * k, r * k + k) for r in range(len(counts))]
+        if flat.form == "index":
+            entries = indices
+        else:
+            weights = [1.0] * len(indices) if flat.values is None else flat.values.reshape(-1).tolist()
+            live = live_entries(flat.indices, flat.values, flat.kind).reshape(-1).tolist()
+            entries = list(zip(indices, weights))
+        rows = [None if not count else entries[begin] if flat.form == "index" else
+                [entries[i] for i in range(begin, end) if live[i]] for count, (begin, end) in zip(counts, ranges)]
+        return _nested(rows, self.shape)
+
+
+def _nested(rows: List[Any], shape: Sequence[int]) -> List[Any]:
+    if len(shape) == 1:
+        return rows
+    step = len(rows) // max(1, shape[0])
+    return [_nested(rows[i * step:(i + 1) * step], shape[1:]) for i in range(shape[0])]
+
+
+implements(torch.reshape)(lambda target, shape: target.reshape(*shape))
