@@ -1,6 +1,6 @@
 // arguments.h - the arguments that ops share, once: as the schema has them and as the ops do, in one order, which is
-// that of sparse_ce/_core/arguments.py. A new option of the losses is a line in each here, with what it must be, and its part
-// in math.h's formula.
+// that of sparse_ce/_core/arguments.py. A new option of the losses is a line in each here, with what it must be,
+// and its part in math.h's formula.
 #pragma once
 
 #include "boxing.h"

@@ -75,7 +75,8 @@ struct LinearCall {
     }
   }
 
-  // What the rows that count have, (rows that count,), with `fill` for the others: (rows,). What is not asked for stays.
+  // Returns what the active rows have, (active rows,), with `fill` for the others: (rows,). If it is not `wanted`, it
+  // stays as it is.
   Tensor spread(const Tensor& of_live, bool wanted = true, double fill = 0) const {
     if constexpr (device_t::kLeavesOut) {
       if (live && wanted) {

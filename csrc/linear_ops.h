@@ -216,8 +216,7 @@ class LinearOps {
                         std::initializer_list<int64_t> sizes, const char* argument) {
     if (!sum) return;
     check_same_device(*sum, like, argument);
-    check(sum->scalar_type() == dtype, argument, " must be of dtype ", name(dtype), ", got ",
-          name(sum->scalar_type()));
+    check(sum->scalar_type() == dtype, argument, " must be of dtype ", name(dtype), ", got ", name(sum->scalar_type()));
     check(sum->is_contiguous(), argument, " must be contiguous, got shape ", shape(*sum), " with gaps");
     check(same_sizes(sum->sizes(), Sizes(sizes.begin(), sizes.size())), argument, " must be (", *sizes.begin(),
           sizes.size() > 1 ? ", " : ",", sizes.size() > 1 ? std::to_string(sizes.begin()[1]) : "", "), got ",

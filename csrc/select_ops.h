@@ -27,8 +27,8 @@ struct SelectOutputs {
         log_rest(rows(like, count, wanted.log_rest)), entropy(rows(like, count, wanted.entropy)),
         mean_logit(rows(like, count, wanted.mean_logit)),
         argmax(empty(like, {wanted.argmax ? count : 0}, ScalarType::Long)) {
-    const double most = dtype == ScalarType::Double ? std::numeric_limits<double>::max()
-                                                    : double(std::numeric_limits<float>::max());
+    const double most =
+        dtype == ScalarType::Double ? std::numeric_limits<double>::max() : double(std::numeric_limits<float>::max());
     check(!std::isfinite(padding_value()) || std::abs(padding_value()) <= most, "padding_value must be a number of ",
           name(dtype), ", got ", padding_value());
   }

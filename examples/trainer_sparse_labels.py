@@ -69,8 +69,8 @@ def train(what: str, trainer_class: type, model: nn.Module, **options) -> None:
     with tempfile.TemporaryDirectory() as directory:
         arguments = TrainingArguments(
             directory, per_device_train_batch_size=8, gradient_accumulation_steps=2,
-            max_steps=5 if "--quick" in sys.argv else 40, learning_rate=5e-3, lr_scheduler_type="constant", save_strategy="no",
-            logging_strategy="no", report_to="none", disable_tqdm=True, use_cpu=True)
+            max_steps=5 if "--quick" in sys.argv else 40, learning_rate=5e-3, lr_scheduler_type="constant",
+            save_strategy="no", logging_strategy="no", report_to="none", disable_tqdm=True, use_cpu=True)
         trainer = trainer_class(model, arguments, data_collator=sparse_ce.collate, train_dataset=MarkovText(256),
                                 eval_dataset=MarkovText(32), **options)
         before = trainer.evaluate()["eval_loss"]

@@ -40,13 +40,15 @@ ABOUT = {"arguments": "errors_options_dimension", "autocast": "modes_candidates"
          **dict.fromkeys(("boxing", "library", "tensors", "torch_calls"), "raw_calls_out_memory"),
          **dict.fromkeys(("strided_logits", "strided_rows", "strided_columns", "strided_streams"), "strided_softcap"),
          "avx512_streams": "strided", "cross_entropy_inplace": "inplace",
-         "select": "select_sharded", **dict.fromkeys(("sharded_select", "shard", "collectives", "shards"), "sharded_data"),
+         "select": "select_sharded",
+         **dict.fromkeys(("sharded_select", "groups", "shard", "collectives", "shards"), "sharded_data"),
          "consistency": "agreement", "expected_grad": "forecast", "divergences": "divergence", "means": "masked_mean",
          "softmax": "sparse_softmax", "sparse_values": "patterns", "tensor_methods": "tensorlike_target",
          **dict.fromkeys(("options", "tensor_checks", "flags"), "errors_flags"),
          "smoothed": "mixing_soft_vision", "soft_target": "soft_vision",
          "loss_mean": "cross_entropy", "modules": "modules_options", "storage": "target",
-         "reference": "transforms_failures_candidates", "indexing": "rows_target", "segments": "divergence_distillation",
+         "reference": "transforms_failures_candidates", "indexing": "rows_target",
+         "segments": "divergence_distillation",
          "accelerate": "arrays_training"}
 LATE = ("bfloat16", "compile", "limits", "memory")  # take long, and rarely find what nothing else does
 

@@ -126,7 +126,7 @@ def test_a_shard_that_is_missing_or_of_another_cache(tmp_path, format):
     for changed, words in ((dict(metadata={"model": "other"}), "metadata must be {'model': 'one'}, as in"),
                            (dict(dtype=torch.float32), "dtype must be 'float16', as in"),
                            (dict(predicts="token"), "predicts must be 'next', as in"),
-                           (dict(parts=False), "columns must be ('ids', 'log_probs', 'tokens', 'log_rest', 'predicts'), as in"),
+                           (dict(parts=False), "columns must be ('ids', 'log_probs', 'tokens', 'log_rest', 'predicts'"),
                            (dict(ragged=True), f"k must be {K}, as in")):
         one, two = (tmp_path / f"{name}-{words[:5]}" for name in ("one", "two"))
         write(one, format=format, shard=2, metadata={"model": "one"})

@@ -167,7 +167,8 @@ def test_each_part_has_its_own_normalizer(device):
         found = distillation_loss(z, teachers["topk"], labels, **options)
         if temperature == 1:
             close(found, expected, head)
-        close(linear_distillation_loss(*head[:2], teachers["topk"], labels, linear_bias=head[2], **options), found, head)
+        close(linear_distillation_loss(*head[:2], teachers["topk"], labels, linear_bias=head[2], **options), found,
+              head)
 
 
 @pytest.mark.parametrize("softcap", [None, 3.0])

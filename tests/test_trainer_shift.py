@@ -177,7 +177,7 @@ def test_losses_that_are_no_cross_entropy_of_classes_are_refused(tmp_path):
     for changes in ({"num_labels": 1}, {"problem_type": "multi_label_classification"}):
         model = model_of("BertForSequenceClassification", **changes)
         samples = Batch(model, {"tokens": (6, LENGTH), "labels": (6,)}, 1)
-        with pytest.raises(ValueError, match="sparse_ce: compute_loss_func must be None for a BertForSequence.*own loss"):
+        with pytest.raises(ValueError, match="sparse_ce: compute_loss_func must be None for a BertFor.*own loss"):
             trained(tmp_path, model, samples, causal_lm_loss())
 
 

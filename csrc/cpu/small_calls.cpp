@@ -8,10 +8,10 @@
 namespace sparse_ce {
 namespace {
 
-// A call, as Python packs it: see sparse_ce/ops/cross_entropy_small.py. logits (rows, vocab) of column stride 1; indices
-// (rows,) or (rows, width), values of that shape or null; loss, normalizer and grad_mean in the arithmetic dtype, the
-// last two (1,) or null. All of it lies in this memory, packed but for the rows of the logits. Options are the
-// defaults.
+// A call, as Python packs it: see sparse_ce/ops/cross_entropy_small.py. logits (rows, vocab) of column stride 1;
+// indices (rows,) or (rows, width), values of that shape or null; loss, normalizer and grad_mean in the arithmetic
+// dtype, the last two (1,) or null. All of it lies in this memory, packed but for the rows of the logits. Options are
+// the defaults.
 struct Call {
   const void *logits, *indices, *values, *normalizer, *grad_mean;
   void* loss;  // (rows,), or the mean (1,)

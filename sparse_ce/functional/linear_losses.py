@@ -122,10 +122,11 @@ def linear_cross_entropy(
         group, vocab_start: the process group whose ranks share out the head's classes, and the first class of the rows
             of ``linear_weight`` here. If it is None, the rows are in the order of ranks, which tell each other how many
             they have in each call; a compiled one cannot. With ``vocab_start``, ``num_classes`` says how many classes
-            there are. Ranks may have any number of rows, none too. All other arguments, ``input`` among them (but for a :class:`SequenceGroup`), and the upstream gradient are the same
-            on every rank, and so are results and the gradient for ``input``, to the bit. That one is complete: it has
-            been added up over the ranks, in the dtype of ``input``, as tensor parallelism does it; whoever adds it up
-            again has it twice. It is sent while the weight's gradient is computed, which is that of the rows here. With
+            there are. Ranks may have any number of rows, none too. All other arguments, ``input`` among them (but for a
+            :class:`SequenceGroup`), and the upstream gradient are the same on every rank, and so are
+            results and the gradient for ``input``, to the bit. The gradient is complete: it has been added up over the
+            ranks, in the dtype of ``input``, as tensor parallelism does it; do not reduce it again. It
+            is sent while the weight's gradient is computed, which is that of the rows here. With
             a scalar reduction gradients are made in forward for 1, but in float16, and backward sends nothing;
             otherwise, and for a gradient of ``lse`` or the entropy, it makes the logits anew and sends there (and the
             next forward of the group makes none). A second derivative is an error.

@@ -144,8 +144,8 @@ def cross_entropy(
             read and one write of the logits in all, for a ``grad_output`` of 1; another one scales it
             in backward, which rounds once more. Where that cannot be it is ``"backward"``: the gradient may overwrite
             ``input``'s storage during backward. So it is for ``reduction="none"``, an ``input`` that is a leaf, in
-            float16, with ``return_*`` and values that require grad. Where rows overlap, under ``torch.compile``, ``torch.func``, checkpointing and other hooks on saved tensors, and with False, ``input``
-            is never written.
+            float16, with ``return_*`` and values that require grad. Where rows overlap, under ``torch.compile``,
+            ``torch.func``, checkpointing and other hooks on saved tensors, and with False, ``input`` is never written.
         group, vocab_start: the process group whose ranks share out the classes, and the first class of the columns of
             ``input`` here. If it is None, the columns are in the order of ranks, which tell each other how many they
             have in each call; a compiled one cannot. With ``vocab_start``, ``num_classes`` says how many classes there

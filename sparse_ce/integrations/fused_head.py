@@ -65,8 +65,8 @@ def fuse_lm_head(model: Any, *, eval_logits: bool = True, report_metrics: bool =
             ``loss_type="nll"``.
         options: those of :func:`sparse_ce.linear_cross_entropy`, such as ``label_smoothing``, ``z_loss``, ``weight``
             and ``chunk_rows``; not ``softcap``, which is the model's, and not ``normalizer``, which is
-            ``num_items_in_batch``, nor ``group``, ``vocab_start``, ``return_*``. ``logit_scale``, a number, or a 0-d tensor where the model has no
-            softcap, multiplies the model's logits: 1 / T for a temperature T.
+            ``num_items_in_batch``, nor ``group``, ``vocab_start``, ``return_*``. ``logit_scale``, a number, or a 0-d
+            tensor where the model has no softcap, multiplies the model's logits: 1 / T for a temperature T.
 
     Returns:
         A handle; ``handle.remove()`` gives the model its own forward back. A deepcopy of a fused model is fused too,
@@ -287,8 +287,9 @@ def _forward_of(settings: _Settings, signature: inspect.Signature) -> Callable[.
         if settings.row_weight is not None:
             check(row_weight is not None, missing_column(settings.row_weight))
             module._sparse_ce_rows["row_weight"] = row_weight
-        check(settings.distillation is not None or not set(_ROWS.values()) & set(module._sparse_ce_rows), "hard_labels and teacher_log_rest must "
-              "come with fuse_lm_head(model, distillation=...), got a head that is fused without")
+        check(settings.distillation is not None or not set(_ROWS.values()) & set(module._sparse_ce_rows),
+              "hard_labels and teacher_log_rest must come with fuse_lm_head(model, distillation=...), got a head that "
+              "is fused without")
         if asked is None and settings.eval_logits and not (module.training or torch.is_grad_enabled()):
             return _with_what_is_beside(module, handle._call(module, *args, **kwargs))
         head = check_head(module)

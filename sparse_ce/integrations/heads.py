@@ -66,8 +66,9 @@ def check_head(model: Any) -> Any:
         fail("model must have a plain nn.Linear as its output head, got "
              f"{type(head).__module__}.{type(head).__name__}; keep adapters and quantisation away from the head "
              f'(PEFT: modules_to_save=["lm_head"] trains a copy of it), or train it with {INSTEAD}', TypeError)
-    check(not any(hasattr(t, "ds_id") for t in head.parameters(recurse=False)), "fuse_lm_head does not support DeepSpeed "
-          "ZeRO-3: each process holds a part of the head's weight. Use causal_lm_loss, which is exact there, or ZeRO-2.")
+    check(not any(hasattr(t, "ds_id") for t in head.parameters(recurse=False)), "fuse_lm_head does not support "
+          "DeepSpeed ZeRO-3: each process holds a part of the head's weight. Use causal_lm_loss, which is exact there, "
+          "or ZeRO-2.")
     weight = head.weight
     wrapped = is_traceable_wrapper_subclass(weight) and not isinstance(weight, DTensor)  # FSDP2's, between forwards
     if wrapped or not weight.dtype.is_floating_point:

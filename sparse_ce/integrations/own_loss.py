@@ -43,9 +43,9 @@ def shifts_labels(model: Any) -> bool:
     base = unwrapped(model, "module", "_orig_mod")
     found = None if base is None else _of_class(base)
     if found is None:
-        fail(f"shift must be True or False for a {type(base or model).__name__}, whose class does not tell which labels "
-             "its own loss compares, got None; use causal_lm_loss(shift=True) if logits i predict label i + 1, and "
-             "causal_lm_loss(shift=False) if they predict label i")
+        fail(f"shift must be True or False for a {type(base or model).__name__}, whose class does not tell which "
+             "labels its own loss compares, got None; use causal_lm_loss(shift=True) if logits i predict label i + 1, "
+             "and causal_lm_loss(shift=False) if they predict label i")
     return found
 
 
@@ -58,8 +58,9 @@ def _of_class(model: Any) -> Optional[bool]:
     loss = _named_loss(model)
     if loss is loss_utils.ForSequenceClassificationLoss:
         kind = getattr(model.config, "problem_type", None)
-        check(model.config.num_labels > 1 and kind in (None, "single_label_classification"), "compute_loss_func must be "
-              f"None for a {type(model).__name__} with problem_type={kind!r} and num_labels={model.config.num_labels}, "
+        check(model.config.num_labels > 1 and kind in (None, "single_label_classification"),
+              f"compute_loss_func must be None for a {type(model).__name__} with problem_type={kind!r} and "
+              f"num_labels={model.config.num_labels}, "
               "whose loss is no cross entropy of classes, got causal_lm_loss; use the model's own loss")
     configs = (model.config, getattr(model.config, "text_config", None))
     if any(getattr(config, "is_encoder_decoder", False) for config in configs) or loss in _WITHOUT_SHIFT:

@@ -35,9 +35,9 @@ def causal_lm_loss(*, shift: Optional[bool] = None, report_metrics: bool = False
 
     Args:
         shift: if True, position i of a sequence is compared with the label of i + 1, as ``ForCausalLMLoss`` does; if
-            False, with the label of i. None compares as the model's own loss does. In a Trainer the model's class tells:
-            causal language models shift; token and sequence classification, multiple choice, masked language models and
-            encoder-decoders do not. A class that does not tell, such as the decoder of an encoder-decoder
+            False, with the label of i. None compares as the model's own loss does. In a Trainer the model's class
+            tells: causal language models shift; token and sequence classification, multiple choice, masked language
+            models and encoder-decoders do not. A class that does not tell, such as the decoder of an encoder-decoder
             (``BartForCausalLM``, whose own loss does not shift), is an error that asks for ``shift``. Without a
             Trainer the class of ``outputs`` tells, and a dict or a tuple is that of a causal language model. Pass
             False for labels that were shifted before. The batches of an encoder-decoder must have
@@ -64,11 +64,11 @@ def causal_lm_loss(*, shift: Optional[bool] = None, report_metrics: bool = False
             returns the model's outputs (``compute_loss(..., return_outputs=True)``).
 
     Returns:
-        ``f(outputs, labels, num_items_in_batch=None, row_weight=None)``, a fresh 0-d tensor. ``outputs``: a model's, with ``logits``
-        (B, S, V). ``labels``: class indices (B, S), an ``(indices, values)`` tuple (B, S, K), a sparse COO tensor
-        (B, S, V) or a ``SparseTarget`` (B, S). ``num_items_in_batch``: the divisor, a number or a tensor whose elements
-        are equal; None for the mean over the positions that count. ``row_weight``: the token weights, which a Trainer
-        takes from the batch.
+        ``f(outputs, labels, num_items_in_batch=None, row_weight=None)``, a fresh 0-d tensor. ``outputs``: a model's,
+        with ``logits`` (B, S, V). ``labels``: class indices (B, S), an ``(indices, values)`` tuple (B, S, K), a
+        sparse COO tensor (B, S, V) or a ``SparseTarget`` (B, S). ``num_items_in_batch``: the divisor, a number or a
+        tensor whose elements are equal; None for the mean over the positions that count. ``row_weight``: the token
+        weights, which a Trainer takes from the batch.
 
     The Trainer counts items before it calls this, and PyTorch cannot slice a COO tensor along its positions: inside a
     Trainer, let :func:`sparse_ce.collate` turn COO samples into a ``SparseTarget``.

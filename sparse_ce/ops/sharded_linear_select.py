@@ -301,8 +301,8 @@ class _ShardedLinear(torch.autograd.Function):
                 of_rows_for_1 = _of_rows(torch.ones_like(scale_by), divisor, row_weight, lse.shape[0])
             none = lse.new_empty(0)
             out = Selected(none, lse, lse_residual, none, log_rest, entropy, none, none)
-            by_output = (of_rows if scale_by is None else of_rows_for_1, of_lse, None, of_log_probs, of_rest, of_entropy,
-                         of_mean_logit)
+            by_output = (of_rows if scale_by is None else of_rows_for_1, of_lse, None, of_log_probs, of_rest,
+                         of_entropy, of_mean_logit)
             of_head = _backward(head, a, wanted, ctx.chunks, ctx.shard, out, by_output, ctx.making)
             if scale_by is not None:
                 of_head = scaled(of_head, scale_by)

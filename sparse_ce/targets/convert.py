@@ -45,8 +45,8 @@ def as_target(target: Target, shape: torch.Size) -> SparseTarget:
              "SparseTarget.from_dense(target), and else use torch.nn.functional.cross_entropy", TypeError)
     if target.dim() == len(shape) > 1 and target.shape == shape:
         fail(f"target must be class indices of shape {list(shape[:-1])} or sparse, got {target.dtype} of the shape of "
-             f"the logits, {list(shape)}; pass target.long().argmax(-1) if it is one-hot, SparseTarget.from_dense(target) if "
-             "it is multi-hot", TypeError)
+             f"the logits, {list(shape)}; pass target.long().argmax(-1) if it is one-hot, "
+             "SparseTarget.from_dense(target) if it is multi-hot", TypeError)
     return SparseTarget.from_index(target)
 
 
@@ -55,8 +55,8 @@ def _fix_of(target: object) -> str:
     if hasattr(target, "tocsr"):
         return "; pass SparseTarget.from_scipy(target)"
     if hasattr(target, "smoothing"):
-        return ("; pass target.target with label_smoothing=target.smoothing, or use SoftTargetCrossEntropy, which takes "
-                "it as it is")
+        return ("; pass target.target with label_smoothing=target.smoothing, or use SoftTargetCrossEntropy, which "
+                "takes it as it is")
     return ""
 
 
@@ -107,8 +107,8 @@ def as_teacher(teacher: Target, leading: torch.Size, vocab: Optional[int]) -> Sp
     if vocab is None and isinstance(teacher, Tensor) and teacher.layout != torch.strided:
         vocab = teacher.shape[-1]
     if isinstance(teacher, Tensor) and teacher.layout == torch.strided and teacher.dtype.is_floating_point:
-        fail(f"teacher must be sparse, got a dense {teacher.dtype} tensor of shape {list(teacher.shape)}; pass the most "
-             "likely classes of its logits, sparse_ce.topk_log_probs(teacher_logits, k), or use "
+        fail(f"teacher must be sparse, got a dense {teacher.dtype} tensor of shape {list(teacher.shape)}; pass the "
+             "most likely classes of its logits, sparse_ce.topk_log_probs(teacher_logits, k), or use "
              "torch.nn.functional.kl_div for all classes", TypeError)
     given = as_target(teacher, torch.Size((*leading, vocab or ANY_CLASS)))
     if given.shape != leading:

@@ -323,7 +323,8 @@ class SparseTarget(TensorLike):
         if num_classes is not None:
             return self.with_num_classes(num_classes).to_dense(dtype)
         if not isinstance(dtype, (torch.dtype, type(None))):
-            fail(f"dtype must be a torch.dtype or None, got {described(dtype)}; pass the width as num_classes=", TypeError)
+            fail(f"dtype must be a torch.dtype or None, got {described(dtype)}; pass the width as num_classes=",
+                 TypeError)
         if self.num_classes is None:
             fail("num_classes must be known for to_dense, got None; pass num_classes=")
         flat, rows = self.flatten(), math.prod(self.shape)

@@ -46,8 +46,8 @@ class TensorLike(Rows):
         """``torch.cat``, ``stack``, ``split``, ``chunk``, ``reshape``, ``unsqueeze``, ``clone`` and ``equal``."""
         own = _FUNCTIONS.get(function)
         if own is None:
-            fail(f"{resolve_name(function) or function} must be called with tensors, got a SparseTarget, which is none; "
-                 f"{_LOSS_OF_TRANSFORMERS}", TypeError)
+            fail(f"{resolve_name(function) or function} must be called with tensors, got a SparseTarget, which is "
+                 f"none; {_LOSS_OF_TRANSFORMERS}", TypeError)
         return own(*args, **(kwargs or {}))
 
     def __getattr__(self, name: str) -> Any:
