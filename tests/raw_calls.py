@@ -1,5 +1,6 @@
-"""Calls every op with arguments that are drawn at random, most of them wrong: run by tests/test_raw_calls.py in a process
-of its own.
+"""Calls every op with arguments that are drawn at random, most of them wrong.
+
+tests/test_raw_calls.py runs it in a process of its own.
 
     python tests/raw_calls.py FIRST COUNT [FILE]    the calls of the seeds FIRST, FIRST + 1, ...
     python tests/raw_calls.py 17 1                  one call again, with its arguments printed
@@ -33,8 +34,8 @@ TORCH = ("Could not run 'sparse_ce::", "sparse_ce.", "sparse_ce::", "DefaultCPUA
          "Storage size calculation overflowed", "Overflow when unpacking long", "Not yet supported ScalarType",
          "ZeroTensors are immutable", "Expected Tensor but got None", "cloned_mutable_input",
          "Trying to create tensor with negative dimension")
-"""What PyTorch says of another backend, of a value of another type than the schema's, of views with a bit that it resolves
-itself, and of memory."""
+"""PyTorch's own errors: of another backend, of a value of another type than the schema's, of views with a bit that it
+resolves itself, and of memory."""
 
 SAVED = ("lse", "lse_residual", "log_rest", "entropy", "output", "statistics", "chosen")
 """What forward gave: the kernels take its word, and the reference computes it."""
@@ -269,7 +270,8 @@ def views(t: Tensor, p: Problem) -> List[Callable[[], Tensor]]:
     """Other shapes, strides and dtypes of a strided tensor."""
     dim = p.choose.randrange(t.dim()) if t.dim() else 0
     return [
-        lambda: t[None], lambda: t.flatten(), lambda: t.movedim(0, -1), lambda: t[:-1], lambda: t[:0], lambda: t[..., :0],
+        lambda: t[None], lambda: t.flatten(), lambda: t.movedim(0, -1), lambda: t[:-1], lambda: t[:0],
+        lambda: t[..., :0],
         lambda: t[..., ::2], lambda: t[::2], lambda: t[..., None], lambda: t.narrow(dim, 0, max(0, t.shape[dim] - 1)),
         lambda: t.unsqueeze(dim).expand(*t.shape[:dim], 2, *t.shape[dim:]),
         lambda: t.narrow(dim, 0, 1).expand(t.shape),  # as large, with a stride of 0
@@ -279,8 +281,9 @@ def views(t: Tensor, p: Problem) -> List[Callable[[], Tensor]]:
         lambda: t[:1].expand(2**40, *t.shape[1:]),
         lambda: p.arena.place(torch.cat([t, t], -1))[..., :t.shape[-1]],  # rows a stride apart
         lambda: p.arena.place(torch.stack([t, t], -1))[..., 0],
-        lambda: t.to(p.choose.choice((torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int8, torch.bool,
-                                      torch.uint8, torch.int16, torch.int32, torch.int64, torch.complex64))),
+        lambda: t.to(p.choose.choice((torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int8,
+                                      torch.bool, torch.uint8, torch.int16, torch.int32, torch.int64,
+                                      torch.complex64))),
         lambda: t.view(torch.int32), lambda: t.new_zeros(()), lambda: torch.zeros_like(t), lambda: t.new_ones(3),
         lambda: torch._neg_view(-t) if t.is_floating_point() else t,  # indexing by one is wrong in PyTorch
         lambda: torch._efficientzerotensor(t.shape, dtype=t.dtype),
@@ -450,7 +453,8 @@ def one(seed: int, count: Counter, verbose: bool = False) -> None:
     schema = getattr(ops, name).default._schema
     written = {a.name: given.get(a.name) for a in schema.arguments if a.is_write}
     own = [t for t in written.values() if isinstance(t, Tensor)]
-    before = {**given, **{key: t.clone() for key, t in written.items() if isinstance(t, Tensor) and t.numel() < 1 << 20}}
+    before = dict(given)
+    before.update((key, t.clone()) for key, t in written.items() if isinstance(t, Tensor) and t.numel() < 1 << 20)
     p.arena.remember()
     try:
         out = run(name, given)
