@@ -29,7 +29,8 @@ constexpr const char* kOutOfMemory = kHostOutOfMemory;
     throw std::runtime_error(what);
   }
   // Arguments are checked before: what can still fail of a call that allocates is the allocation.
-  constexpr const char* kAllocate[] = {"empty", "zeros", "contiguous", "clone", "aten::to", "aten::sum", "sort", "unique"};
+  constexpr const char* kAllocate[] = {"empty",    "zeros",     "contiguous", "clone",
+                                       "aten::to", "aten::sum", "aten::sort", "unique"};
   for (const char* allocates : kAllocate)
     if (call.find(allocates) != std::string::npos) throw std::runtime_error(std::string(kOutOfMemory) + call);
   throw std::runtime_error("sparse_ce: " + call + " must succeed, got an error; torch 2.13 or newer says which");
