@@ -75,8 +75,8 @@ struct LinearCall {
     }
   }
 
-  // Returns what the active rows have, (active rows,), with `fill` for the others: (rows,). If it is not `wanted`, it
-  // stays as it is.
+  // What the rows that count have, (rows that count,), with `fill` for the others: (rows,). An output that is not asked
+  // for stays empty.
   Tensor spread(const Tensor& of_live, bool wanted = true, double fill = 0) const {
     if constexpr (device_t::kLeavesOut) {
       if (live && wanted) {

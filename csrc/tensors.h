@@ -80,8 +80,7 @@ inline void check_same_device(const Tensor& t, const Tensor& logits, const char*
 inline Tensor packed(const Tensor& t) { return t.is_contiguous() ? t : torch::stable::contiguous(t); }
 
 // What elements are counted from. A tensor without elements may have no memory: its elements are counted from another
-// address, from which nothing is read and to which nothing is written. Null cannot be counted from, and means that
-// there is no tensor.
+// address, from which nothing is read and to which nothing is written. Null means that there is no tensor.
 inline char nowhere = 0;
 inline const void* origin(const Tensor& t) { return t.numel() > 0 ? t.const_data_ptr() : &nowhere; }
 inline void* mutable_origin(const Tensor& t) { return t.numel() > 0 ? t.mutable_data_ptr() : &nowhere; }

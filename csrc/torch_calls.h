@@ -29,8 +29,9 @@ constexpr const char* kOutOfMemory = kHostOutOfMemory;
     throw std::runtime_error(what);
   }
   // Arguments are checked before: what can still fail of a call that allocates is the allocation.
-  for (const char* allocates :
-       {"empty", "zeros", "contiguous", "clone", "aten::to", "aten::sum", "aten::sort", "unique"})
+  constexpr const char* kAllocate[] = {"empty",    "zeros",     "contiguous", "clone",
+                                       "aten::to", "aten::sum", "aten::sort", "unique"};
+  for (const char* allocates : kAllocate)
     if (call.find(allocates) != std::string::npos) throw std::runtime_error(std::string(kOutOfMemory) + call);
   throw std::runtime_error("sparse_ce: " + call + " must succeed, got an error; torch 2.13 or newer says which");
 }

@@ -1,5 +1,6 @@
-"""Calls every op with arguments that are drawn at random, most of them wrong. tests/test_raw_calls.py runs it in a
-process of its own.
+"""Calls every op with arguments that are drawn at random, most of them wrong.
+
+tests/test_raw_calls.py runs it in a process of its own.
 
     python tests/raw_calls.py FIRST COUNT [FILE]    the calls of the seeds FIRST, FIRST + 1, ...
     python tests/raw_calls.py 17 1                  one call again, with its arguments printed
@@ -33,7 +34,7 @@ TORCH = ("Could not run 'sparse_ce::", "sparse_ce.", "sparse_ce::", "DefaultCPUA
          "Storage size calculation overflowed", "Overflow when unpacking long", "Not yet supported ScalarType",
          "ZeroTensors are immutable", "Expected Tensor but got None", "cloned_mutable_input",
          "Trying to create tensor with negative dimension")
-"""What PyTorch says of another backend, of a value of another type than the schema's, of views with a bit that it
+"""PyTorch's own errors: of another backend, of a value of another type than the schema's, of views with a bit that it
 resolves itself, and of memory."""
 
 SAVED = ("lse", "lse_residual", "log_rest", "entropy", "output", "statistics", "chosen")
@@ -452,8 +453,8 @@ def one(seed: int, count: Counter, verbose: bool = False) -> None:
     schema = getattr(ops, name).default._schema
     written = {a.name: given.get(a.name) for a in schema.arguments if a.is_write}
     own = [t for t in written.values() if isinstance(t, Tensor)]
-    small = {key: t for key, t in written.items() if isinstance(t, Tensor) and t.numel() < 1 << 20}
-    before = {**given, **{key: t.clone() for key, t in small.items()}}
+    before = dict(given)
+    before.update((key, t.clone()) for key, t in written.items() if isinstance(t, Tensor) and t.numel() < 1 << 20)
     p.arena.remember()
     try:
         out = run(name, given)

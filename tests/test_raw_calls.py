@@ -28,8 +28,8 @@ def run(first, calls, folder):
     done = subprocess.run([sys.executable, "-W", "ignore", PROGRAM, str(first), str(calls), told], env=environment,
                           capture_output=True, text=True)
     at = told.read_text().strip() if told.exists() else "none"
-    assert done.returncode == 0, f"exit {done.returncode}, last seed {at}:\n{done.stdout[-4000:]}\n" + (
-        done.stderr[-4000:])
+    said = f"{done.stdout[-4000:]}\n{done.stderr[-4000:]}"
+    assert done.returncode == 0, f"exit {done.returncode}, last seed {at}:\n{said}"
     return done.stdout
 
 
@@ -57,8 +57,7 @@ def none_in_turn():
 
 @pytest.mark.parametrize("name, argument", list(none_in_turn()))
 def test_none_for_a_tensor_is_refused(name, argument):
-    values = {"Tensor": torch.zeros(2, 3), "int": 1, "bool": True, "int[]": [0], "List[int]": [0], "float": 0.5,
-              "str": ""}
+    values = {"Tensor": torch.zeros(2, 3), "int": 1, "bool": True, "List[int]": [0], "float": 0.5, "str": ""}
     schema = getattr(ops, name).default._schema
     given = {a.name: torch.float32 if a.name == "dtype" else values[str(a.type)]
              for a in schema.arguments if not a.has_default_value() and "Optional" not in str(a.type)}
@@ -138,8 +137,8 @@ def test_what_is_read_may_not_lie_in_what_is_overwritten(device):
     memory = draw.normal(4, 9)
     logits, labels = memory[:, :7], torch.tensor([1, 2, 3, 4], device=device)
     one = torch.ones((), device=device)
-    beside = dict(logits=logits, indices=labels, grad_loss=memory[:, 7], grad_lse=None,
-                  lse=torch.ones(4, device=device), lse_residual=None)
+    beside = dict(logits=logits, indices=labels, grad_loss=memory[:, 7], grad_lse=None, lse_residual=None,
+                  lse=torch.ones(4, device=device))
     ops.backward_(**beside)  # between the rows is not in them
     inside = {"grad_loss": memory[:, 6], "grad_lse": memory[:, 0], "row_scale": memory[:, 2],
               "weight": memory.view(-1)[:7]}

@@ -79,8 +79,8 @@ def cuda_architectures() -> str:
 # ----------------------------------------------------------------------------------------------------------- exceptions
 
 def as_pytorch_raises(error: Optional[BaseException]) -> None:
-    """Raises PyTorch's own type for a kernel's failed allocation, if ``error`` is one: the kernels' ABI carries the
-    text alone."""
+    """Raises ``torch.OutOfMemoryError`` if ``error`` is a kernel's failed allocation on a GPU. The kernels' ABI carries
+    the text alone."""
     if type(error) is RuntimeError and str(error).startswith("CUDA out of memory."):
         raise torch.OutOfMemoryError(str(error)).with_traceback(error.__traceback__) from None
 
