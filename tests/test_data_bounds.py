@@ -8,10 +8,10 @@ import zlib
 
 import pytest
 import torch
-from sparse_ce.errors import described
 
 import sparse_ce
 from cache_cases import FORMATS, V, assert_same, needs, sequence, write
+from sparse_ce._core.errors import described
 from sparse_ce.data import CacheWriter, DistillKitCache, TeacherCache, collate_sequences, from_vllm
 from sparse_ce.data.parquet import Rows
 from sparse_ce.data.sequence import Header, header_text

@@ -6,7 +6,6 @@ import itertools
 import pytest
 import torch
 import torch.nn.functional as F
-from sparse_ce.distillation import Normalizers
 
 import sparse_ce
 from cases import Draw
@@ -22,6 +21,7 @@ from sparse_ce import (
     linear_distillation_loss,
     topk_log_probs,
 )
+from sparse_ce.functional.distillation import Normalizers
 from sparse_ce.functional.divergences import KINDS, RESTS, needed
 
 DEFINED = [(kind, rest) for kind, rest in itertools.product(KINDS, RESTS) if not isinstance(needed(kind, rest), str)]

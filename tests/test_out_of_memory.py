@@ -8,10 +8,10 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from sparse_ce.ops.library import below_autograd
 
 import sparse_ce
 from sparse_ce import cross_entropy, linear_cross_entropy
+from sparse_ce.ops.registration import below_autograd
 
 ops = torch.ops.sparse_ce
 ROWS, VOCAB, WIDTH = 512, 1 << 16, 16  # logits of 128 MiB
