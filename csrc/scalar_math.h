@@ -28,15 +28,11 @@ struct Tangent {
 };
 
 #ifdef SCE_CUDA
-// a b + c, rounded once on a GPU. Only where this says so: a product and a sum that nvcc made one in a kernel and left
+// a b + c, rounded once. Only where this says so: a product and a sum that nvcc made one in a kernel and left
 // two in another would not be the same numbers in both (-fmad=false).
 template <typename acc_t>
 SCE_HD acc_t multiply_add(acc_t a, acc_t b, acc_t c) {
-#if defined(__CUDA_ARCH__)
-  return fma(a, b, c);
-#else
-  return a * b + c;
-#endif
+  return std::fma(a, b, c);
 }
 
 // ex2.approx.ftz: 2 ulp, and exactly 0 for -inf. The plain exp2f spends three more instructions on subnormals.
