@@ -344,14 +344,15 @@ struct DenseGradient {
 
   SCE_HD DenseGradient(const GradientCoefficients<acc_t>& c, const LogitTransform<acc_t>& transform)
       : transform(transform), b(c.b * transform.scale), power(transform.factor() * kLog2e<acc_t>) {
-    if (transform.softcap == acc_t(0)) {  // then z may be large, and its difference to lse small
-      const acc_t of_lse = c.lse / transform.scale;
-      if (of_lse - of_lse == acc_t(0)) origin = of_lse;
-    }
+    acc_t of_lse = c.lse / transform.factor();
+    if (of_lse - of_lse != acc_t(0)) of_lse = acc_t(0);
+    if (transform.softcap == acc_t(0)) origin = of_lse;  // then z may be large, and its difference to lse small
+    // What rounding took from `power`, times the v of the largest probabilities.
+    const acc_t lost = multiply_add(transform.factor(), kLog2e<acc_t>, -power) + transform.factor() * kLog2eRest<acc_t>;
     const acc_t rest = multiply_add(-origin, transform.factor(), c.lse);
     less = rest * kLog2e<acc_t>;
     const acc_t rounded = multiply_add(rest, kLog2e<acc_t>, -less) + rest * kLog2eRest<acc_t>;
-    a = c.a * power_of_2(-(rounded + c.lse_residual * kLog2e<acc_t>)) * transform.scale;
+    a = c.a * power_of_2((of_lse - origin) * lost - (rounded + c.lse_residual * kLog2e<acc_t>)) * transform.scale;
   }
 
   // From v_j.

@@ -20,7 +20,7 @@ LAYOUTS = {"packed": lambda x: x, "strided": lambda x: x.T.contiguous().T}
 OPTIONS = {"plain": {}, "smoothed": dict(label_smoothing=0.1), "class weights": dict(label_smoothing=0.1, weight=True),
            "z_loss": dict(z_loss=1e-3), "scaled": dict(logit_scale=0.9), "negative scale": dict(logit_scale=-1.1)}
 CLASSES = (37, 601, 5003)  # of which one, and a few, fill no vector; strided, the last are not kept
-ROWS = 24
+ROWS = 64
 
 
 def draw_logits(kind, classes, dtype, device, layout="packed"):
