@@ -156,7 +156,8 @@ class CrossEntropyOps {
                                               const TargetArguments& given, const OptionalTensor& row_weight) {
     Held held;
     LossMeanArgs args = view_loss_mean(loss, normalizer, given, row_weight, held);
-    if (given.weight && args.target.rows > 0) device_t::check_target(args.target, loss);
+    // The divisor of labels is looked up in the class weights; that of other targets is a count of rows.
+    if (given.weight && args.target.labels && args.target.rows > 0) device_t::check_target(args.target, loss);
     Tensor mean = empty(loss, {}, loss.scalar_type()), divisor = empty(loss, {}, loss.scalar_type());
     args.mean = mean.mutable_data_ptr();
     args.divisor = divisor.mutable_data_ptr();

@@ -88,10 +88,9 @@ def as_pytorch_raises(error: Optional[BaseException]) -> None:
 class below_autograd(torch._C._AutoDispatchBelowAutograd):
     """Calls an op's kernel, past its Autograd kernel."""
 
-    def __exit__(self, kind: Any, error: Optional[BaseException], trace: Any) -> None:
-        super().__exit__(kind, error, trace)
-        if error is not None:
-            as_pytorch_raises(error)
+    def __exit__(self, *raised: Any) -> None:
+        super().__exit__(*raised)
+        as_pytorch_raises(raised[1])
 
 
 def _refuse_none(name: str, arguments: Tuple[Any, ...]) -> None:
