@@ -370,7 +370,7 @@ def test_a_disk_that_is_full(tmp_path, format):
 
 
 @pytest.mark.parametrize("catch", [False, True], ids=["with", "caught"])
-def test_an_interrupt_while_a_shard_is_written(tmp_path, format, catch, monkeypatch):
+def test_an_interrupt_while_a_shard_is_written(tmp_path, format, catch, monkeypatch, request):
     folder, left = tmp_path / "teacher", [3]
 
     def interrupted(number, f=os.fsync):
@@ -380,6 +380,8 @@ def test_an_interrupt_while_a_shard_is_written(tmp_path, format, catch, monkeypa
         return f(number)
 
     monkeypatch.setattr("os.fsync", interrupted)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
+    request.addfinalizer(lambda: signal.signal(signal.SIGINT, before))
     if catch:
         with make(folder, format) as writer:
             while len(writer) < 12:

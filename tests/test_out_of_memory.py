@@ -4,7 +4,7 @@ import functools
 import gc
 import re
 import resource
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import pytest
 import torch
@@ -23,8 +23,14 @@ def little_memory(megabytes):
     gc.collect()  # what is freed later would be there to be had
     mapped = int(re.search(r"VmSize:\s+(\d+)", open("/proc/self/status").read())[1]) << 10
     before = resource.getrlimit(resource.RLIMIT_AS)
-    resource.setrlimit(resource.RLIMIT_AS, (mapped + (megabytes << 20), before[1]))
+    held = []  # what the heap has free from earlier tests
     try:
+        resource.setrlimit(resource.RLIMIT_AS, (mapped, before[1]))
+        for size in (1 << 26, 1 << 24, 1 << 22, 1 << 20):
+            with suppress(RuntimeError):
+                while True:
+                    held.append(torch.empty(size, dtype=torch.uint8))
+        resource.setrlimit(resource.RLIMIT_AS, (mapped + (megabytes << 20), before[1]))
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_AS, before)
