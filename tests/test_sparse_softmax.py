@@ -2,6 +2,8 @@
 
 
 
+import os
+
 import pytest
 import torch
 from torch.autograd import gradcheck, gradgradcheck
@@ -456,7 +458,12 @@ def test_long_rows_do_not_depend_on_the_threads(log, entries, threads):
 def test_on_a_gpu_rows_outside_of_the_entries_give_nan_and_reach_no_other_memory(offsets, covered, device):
     if device == "cpu" and sparse_ce.ops.instruction_set() != "emulated CUDA":
         pytest.skip("the CPU refuses them")
-    result = ops.sparse_softmax(torch.zeros(4, device=device), torch.tensor(offsets, device=device), None, True)
+    values, offsets = torch.zeros(4, device=device), torch.tensor(offsets, device=device)
+    if os.environ.get("SPARSE_CE_VALIDATE") == "1":
+        with pytest.raises(RuntimeError, match="sparse_ce: offsets must ascend from 0 to 4"):
+            ops.sparse_softmax(values, offsets, None, True)
+        return
+    result = ops.sparse_softmax(values, offsets, None, True)
     assert result.isfinite().nonzero().flatten().tolist() == covered
 
 
