@@ -1,7 +1,5 @@
 """``log_softmax`` of sparse tensors and its ops, against dense softmax in float64 with -inf where nothing is."""
 
-
-
 import os
 
 import pytest
