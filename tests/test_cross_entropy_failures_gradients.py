@@ -152,8 +152,8 @@ def test_11_the_true_class_of_a_confident_row_keeps_its_gradient(p, dtype, devic
         peer, = torch.autograd.grad(F.cross_entropy(peer_leaf.float(), labels, reduction="sum"), peer_leaf)
         for target in (labels, soft(labels, vocab), torch.eye(vocab, device=device)[labels].to_sparse_csr()):
             grad, = torch.autograd.grad(cross_entropy(x, target, reduction="sum"), x)
-            # A thread of a GPU adds some 30 exponentials to the largest, 1: each sum is rounded there, which the peer on
-            # a CPU is spared. The errors add up to a few eps of 1.
+            # A thread of a GPU adds some 30 exponentials to the largest, 1: each sum is rounded there, which the peer
+            # on a CPU is spared. The errors add up to a few eps of 1.
             terms = torch.full((rows, 1), 2.0, device=device)
             assert_close_to_float64(grad, peer, exact, terms=terms)
             assert (grad[at].double() / exact[at] - 1).abs().max() < 0.03
