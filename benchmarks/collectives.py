@@ -49,7 +49,7 @@ Passes = Tuple[List[Step], List[Step]]  # forward, backward
 
 # Numbers of a row that a rank gathers from the others: maximum, sum of e, sum of w z and mass of the entries that it
 # owns; and those of what is asked for.
-STATISTICS = {"": 4, "label_smoothing": 2, "log_rest": 2, "entropy": 1, "mean_logit": 1, "argmax": 1}
+STATISTICS = {"": 4, "label_smoothing": 2, "log_tail": 2, "entropy": 1, "mean_logit": 1, "argmax": 1}
 
 
 @dataclass(frozen=True)

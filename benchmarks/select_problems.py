@@ -20,7 +20,7 @@ from goals import Goal
 from peers import compiled_when_called
 from work import BOTH, COPY, FORWARD, IN_PLACE, READ, kept
 
-LOSS, MORE = "cross_entropy, forward", "with entropy and log_rest"
+LOSS, MORE = "cross_entropy, forward", "with entropy and log_tail"
 FORWARD_MORE, BOTH_MORE, TOPK = f"{FORWARD}, {MORE}", f"{BOTH}, {MORE}", "topk_log_probs"
 GATHER, LSE, PAIR, PLAIN_TOPK = ("log_softmax + gather", "logsumexp + gather, forward",
                                  "selective log-softmax + entropy, forward", "torch.topk")
@@ -77,11 +77,11 @@ def measure_select(shape: SelectShape, device: torch.device, repeats: int, with_
     leaf, copy = logits.clone().requires_grad_(), torch.empty_like(logits)
 
     def forward(more: bool = False) -> sparse_ce.LogProbs:
-        return sparse_ce.selected_log_probs(logits, target, return_entropy=more, return_log_rest=more)
+        return sparse_ce.selected_log_probs(logits, target, return_entropy=more, return_log_tail=more)
 
     def both(more: bool = False, **named: Any) -> Tuple[Tensor, ...]:
-        out = sparse_ce.selected_log_probs(leaf, target, return_entropy=more, return_log_rest=more, **named)
-        outputs = [t for t in (out.log_probs, out.entropy, out.log_rest) if t is not None]
+        out = sparse_ce.selected_log_probs(leaf, target, return_entropy=more, return_log_tail=more, **named)
+        outputs = [t for t in (out.log_probs, out.entropy, out.log_tail) if t is not None]
         grads = [upstream, of_rows, of_rows][:len(outputs)]
         return *outputs, *torch.autograd.grad(outputs, leaf, grads)
 

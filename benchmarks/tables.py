@@ -61,7 +61,7 @@ TABLES = {
     }, "MiB"),
     "log-probabilities": Table(r"selected_log_probs, ", 4, {
         "floor": "floor", "forward": "sparse_ce, forward",
-        "forward, with entropy and log_rest": "sparse_ce, forward, with entropy and log_rest",
+        "forward, with entropy and log_tail": "sparse_ce, forward, with entropy and log_tail",
         _BOTH: "sparse_ce, forward + backward", f"{_BOTH}, in place": "sparse_ce, forward + backward, in place",
         "logsumexp + gather, forward": "`logsumexp` and `gather`, forward",
         "log_softmax + gather": "`log_softmax` and `gather`, forward + backward",

@@ -116,28 +116,28 @@ struct HeadArguments : OnStack {
 
 // Upstream gradients: of the loss, and of what select gives beside it.
 #define SCE_UPSTREAM                                                                                                   \
-  "Tensor? grad_loss, Tensor? grad_lse, Tensor? grad_log_probs, Tensor? grad_log_rest, Tensor? grad_entropy, Tensor? " \
+  "Tensor? grad_loss, Tensor? grad_lse, Tensor? grad_log_probs, Tensor? grad_log_tail, Tensor? grad_entropy, Tensor? " \
   "grad_mean_logit"
 struct Upstreams : OnStack {
   using OnStack::OnStack;
   OptionalTensor loss = next<OptionalTensor>();
   OptionalTensor lse = next<OptionalTensor>();
   OptionalTensor log_probs = next<OptionalTensor>();
-  OptionalTensor log_rest = next<OptionalTensor>();
+  OptionalTensor log_tail = next<OptionalTensor>();
   OptionalTensor entropy = next<OptionalTensor>();
   OptionalTensor mean_logit = next<OptionalTensor>();
 };
 
 // The outputs of select that are asked for.
 #define SCE_OUTPUTS                                                                                            \
-  "float? padding_value=None, bool loss=False, bool log_probs=True, bool log_rest=False, bool entropy=False, " \
+  "float? padding_value=None, bool loss=False, bool log_probs=True, bool log_tail=False, bool entropy=False, " \
   "bool mean_logit=False, bool argmax=False"
 struct Outputs : OnStack {
   using OnStack::OnStack;
   std::optional<double> padding_value = next<std::optional<double>>();  // -inf by default
   bool loss = next<bool>();
   bool log_probs = next<bool>();
-  bool log_rest = next<bool>();
+  bool log_tail = next<bool>();
   bool entropy = next<bool>();
   bool mean_logit = next<bool>();
   bool argmax = next<bool>();

@@ -30,7 +30,7 @@ class LinearSelectOps {
             call.spread(rows.lse),
             call.spread(rows.lse_residual),
             rows.log_probs,
-            call.spread(rows.log_rest, wanted.log_rest),
+            call.spread(rows.log_tail, wanted.log_tail),
             call.spread(rows.entropy, wanted.entropy),
             call.spread(rows.mean_logit, wanted.mean_logit),
             call.spread(rows.argmax, wanted.argmax, -1)};
@@ -38,11 +38,11 @@ class LinearSelectOps {
 
   static std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward(
       const Upstreams& grad, const HeadArguments& head, const Tensor& lse, const OptionalTensor& lse_residual,
-      const OptionalTensor& log_rest, const OptionalTensor& entropy, const Arguments& given,
+      const OptionalTensor& log_tail, const OptionalTensor& entropy, const Arguments& given,
       const ChunkOptions& options, const Wanted& wanted, bool scale_grad) {
     const Call call(head, given, options);
     const Tensor& like = call.head.input;
-    SelectUpstream upstream(grad, like, lse, lse_residual, log_rest, entropy, given.indices, call.args);
+    SelectUpstream upstream(grad, like, lse, lse_residual, log_tail, entropy, given.indices, call.args);
     const auto held = call.keep_live(upstream.args);
     if (call.live) upstream.keep([&](const void* array, int64_t stride) { return call.keep(array, stride); });
     LinearGradients<device_t> gradients(call, wanted);

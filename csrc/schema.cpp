@@ -71,19 +71,19 @@ STABLE_TORCH_LIBRARY(sparse_ce, m) {
   // say what is padding, which gets padding_value, and in the loss what they always say. Rows that are ignored: 0, and
   // -1 for argmax.
   m.def("select(Tensor logits, " SCE_ARGUMENTS ", " SCE_OUTPUTS
-        ") -> (Tensor loss, Tensor lse, Tensor lse_residual, Tensor log_probs, Tensor log_rest, Tensor entropy, "
+        ") -> (Tensor loss, Tensor lse, Tensor lse_residual, Tensor log_probs, Tensor log_tail, Tensor entropy, "
         "Tensor mean_logit, Tensor argmax)");
 
   // grad_logits (N, V), dtype of logits, of the sum of products of the outputs with their gradients, and grad_scale
-  // (N,) A, that of the row's row_scale, or (0,). log_rest and entropy are what select gave, where there is a gradient
+  // (N,) A, that of the row's row_scale, or (0,). log_tail and entropy are what select gave, where there is a gradient
   // for them. With first_class the logits are those of some of num_classes classes: see select_shard.
   m.def("select_backward(" SCE_UPSTREAM
-        ", Tensor logits, Tensor lse, Tensor? lse_residual, Tensor? log_rest, Tensor? entropy, " SCE_ARGUMENTS
+        ", Tensor logits, Tensor lse, Tensor? lse_residual, Tensor? log_tail, Tensor? entropy, " SCE_ARGUMENTS
         ", bool scale_grad=False, int? first_class=None) -> (Tensor grad_logits, Tensor grad_scale)");
 
   // The same gradient, written over the logits.
   m.def("select_backward_(" SCE_UPSTREAM
-        ", Tensor(a!) logits, Tensor lse, Tensor? lse_residual, Tensor? log_rest, Tensor? entropy, " SCE_ARGUMENTS
+        ", Tensor(a!) logits, Tensor lse, Tensor? lse_residual, Tensor? log_tail, Tensor? entropy, " SCE_ARGUMENTS
         ", bool scale_grad=False, int? first_class=None) -> Tensor");
 
   // select where the classes are shared out among several processes. Each tells of its logits (N, C), those of the
@@ -96,7 +96,7 @@ STABLE_TORCH_LIBRARY(sparse_ce, m) {
   // What select gives of all classes, from the statistics of all shards, one after the other (shards * N, S), and the
   // sum of what they have chosen. Their gradient is that of select_backward with these outputs and first_class.
   m.def("select_merge(Tensor statistics, int shards, Tensor? chosen, " SCE_ARGUMENTS ", " SCE_OUTPUTS
-        ") -> (Tensor loss, Tensor lse, Tensor lse_residual, Tensor log_probs, Tensor log_rest, Tensor entropy, "
+        ") -> (Tensor loss, Tensor lse, Tensor lse_residual, Tensor log_probs, Tensor log_tail, Tensor entropy, "
         "Tensor mean_logit, Tensor argmax)");
 
   // The same for logits that never exist: z = input linear_weight^T + linear_bias, chunk_rows rows at a time (as many
@@ -132,10 +132,10 @@ STABLE_TORCH_LIBRARY(sparse_ce, m) {
 
   // select of such logits, and its gradients.
   m.def("linear_select(" SCE_HEAD ", " SCE_ARGUMENTS ", " SCE_OUTPUTS ", " SCE_CHUNKS
-        ") -> (Tensor loss, Tensor lse, Tensor lse_residual, Tensor log_probs, Tensor log_rest, "
+        ") -> (Tensor loss, Tensor lse, Tensor lse_residual, Tensor log_probs, Tensor log_tail, "
         "Tensor entropy, Tensor mean_logit, Tensor argmax)");
   m.def("linear_select_backward(" SCE_UPSTREAM ", " SCE_HEAD
-        ", Tensor lse, Tensor? lse_residual, Tensor? log_rest, Tensor? entropy, " SCE_ARGUMENTS ", " SCE_CHUNKS
+        ", Tensor lse, Tensor? lse_residual, Tensor? log_tail, Tensor? entropy, " SCE_ARGUMENTS ", " SCE_CHUNKS
         ", " SCE_WANTED
         ", bool scale_grad=False) -> (Tensor grad_input, Tensor grad_weight, Tensor grad_bias, Tensor grad_values, "
         "Tensor grad_scale)");
@@ -156,7 +156,7 @@ STABLE_TORCH_LIBRARY(sparse_ce, m) {
   // its own logits and the same arguments. Differentiable; made of the ops above and collectives, which graphs show.
   m.def("sharded_select(Tensor logits, " SCE_ARGUMENTS ", " SCE_OUTPUTS
         ", str group='', int ranks=1, int first_class=0) -> (Tensor loss, Tensor lse, Tensor lse_residual, "
-        "Tensor log_probs, Tensor log_rest, Tensor entropy, Tensor mean_logit, Tensor argmax)");
+        "Tensor log_probs, Tensor log_tail, Tensor entropy, Tensor mean_logit, Tensor argmax)");
 
   // The same for the logits of a head, of whose classes each rank holds some: linear_weight (C, D), C may be 0. input
   // and all else are the same on every rank, and so is the gradient for input, which is added up. With
@@ -166,7 +166,7 @@ STABLE_TORCH_LIBRARY(sparse_ce, m) {
   m.def("sharded_linear_select(" SCE_HEAD ", " SCE_ARGUMENTS ", " SCE_OUTPUTS ", " SCE_CHUNKS
         ", bool mean=False, Tensor? normalizer=None, Tensor? row_weight=None, str group='', int ranks=1, "
         "int first_class=0, bool shares_rows=False) -> (Tensor loss, Tensor lse, Tensor lse_residual, "
-        "Tensor log_probs, Tensor log_rest, Tensor entropy, Tensor mean_logit, Tensor argmax)");
+        "Tensor log_probs, Tensor log_tail, Tensor entropy, Tensor mean_logit, Tensor argmax)");
 
   // (N, k) int64: the classes of the k largest of each row of logits (N, V), largest first, or of the smallest,
   // smallest first. Of those that tie the lowest are taken and come first; NaN is larger than any number.

@@ -3,13 +3,13 @@
 //
 // Per row, in math.h's names, with S the set of the classes of the entries and q_j = exp(z_j - lse):
 //
-//   log_probs_k = z_{c_k} - lse             log_rest   = log sum_{j not in S} q_j, summed, never 1 less the others
+//   log_probs_k = z_{c_k} - lse             log_tail   = log sum_{j not in S} q_j, summed, never 1 less the others
 //   entropy     = lse - sum_j q_j z_j       mean_logit = sum_j z_j / n       argmax: the lowest class of the maximum
 //
-// With g_k, g_r, g_H, g_m their upstream gradients, lse_rest = lse + log_rest and the loss's a, b, d:
+// With g_k, g_r, g_H, g_m their upstream gradients, lse_tail = lse + log_tail and the loss's a, b, d:
 //
 //   dl/dz_j = q_j (a - sum_k g_k - g_r - g_H (log q_j + entropy)) - b o_j + g_m / n
-//             + (j in S ? sum_{k: c_k = j} (g_k - d w~_k) : g_r exp(z_j - lse_rest))
+//             + (j in S ? sum_{k: c_k = j} (g_k - d w~_k) : g_r exp(z_j - lse_tail))
 //   dl/ds   = sum_j dl/dz_j dz_j/ds, s being the row's scale
 //
 // The loss alone is the case g_k = g_r = g_H = g_m = 0. It has kernels of its own: they keep two numbers a row where
@@ -120,17 +120,17 @@ struct SelectStats {
 template <typename acc_t>
 struct Scanned {
   SelectStats<acc_t> all;
-  RowStats<acc_t> rest;
+  RowStats<acc_t> tail;
 
   SCE_HD void merge(const Scanned& other) {
     all.merge(other.all);
-    rest.merge(other.rest);
+    tail.merge(other.tail);
   }
 };
 
 // What is asked for.
 struct SelectWanted {
-  bool loss, log_probs, log_rest, entropy, mean_logit, argmax;
+  bool loss, log_probs, log_tail, entropy, mean_logit, argmax;
 };
 
 // What one of several processes, each of which holds some of the classes, tells the others of a row; a monoid, so that
@@ -154,7 +154,7 @@ struct ShardStats : Scanned<acc_t> {
     f(row.max), f(row.sum);
     if (wanted.loss) f(entries.dot), f(entries.mass);
     if (smoothed) f(row.weighted), f(row.weight);
-    if (wanted.log_rest) f(this->rest.max), f(this->rest.sum);
+    if (wanted.log_tail) f(this->tail.max), f(this->tail.sum);
     if (wanted.entropy) f(this->all.spread);
     if (wanted.mean_logit) f(this->all.total);
     if (!wanted.argmax) return;
@@ -186,7 +186,7 @@ struct ShardStats : Scanned<acc_t> {
 // The gradient of a row, with the entries' weights w = sum (d w~ - g), made by the caller.
 template <typename acc_t>
 struct SelectCoefficients : GradientCoefficients<acc_t> {
-  acc_t of_entropy = 0, entropy = 0, of_rest = 0, log_rest = 0, of_each = 0;
+  acc_t of_entropy = 0, entropy = 0, of_tail = 0, log_tail = 0, of_each = 0;
 
   SCE_HD explicit SelectCoefficients(const GradientCoefficients<acc_t>& of_loss)
       : GradientCoefficients<acc_t>(of_loss) {}
@@ -194,11 +194,11 @@ struct SelectCoefficients : GradientCoefficients<acc_t> {
   // The sum of dl/dz over all classes, whose weights o and whose entries' weights have these sums.
   SCE_HD acc_t total(acc_t class_weights, acc_t entry_weights, int64_t num_classes) const {
     const acc_t of_classes = of_each * static_cast<acc_t>(num_classes) - this->b * class_weights;
-    return (this->a - entry_weights) + of_rest + of_classes;
+    return (this->a - entry_weights) + of_tail + of_classes;
   }
 
   // Whether it is more than the loss's: a q_j - b o_j.
-  SCE_HD bool more() const { return of_entropy != acc_t(0) || of_rest != acc_t(0) || of_each != acc_t(0); }
+  SCE_HD bool more() const { return of_entropy != acc_t(0) || of_tail != acc_t(0) || of_each != acc_t(0); }
 
   // dl/dz_j where j is in S; without its entries, which are less `w`. A logit of -inf takes nothing from the entropy.
   SCE_HD acc_t inside(acc_t z, acc_t class_weight) const {
@@ -206,15 +206,15 @@ struct SelectCoefficients : GradientCoefficients<acc_t> {
     const acc_t surprise = (log_q < acc_t(-1000) ? acc_t(-1000) : log_q) + entropy;
     return exponential(log_q) * (this->a - of_entropy * surprise) + (of_each - this->b * class_weight);
   }
-  // What classes outside of S have in addition. exp(z - lse_rest) overflows only inside.
-  SCE_HD acc_t outside(acc_t z) const { return of_rest * exponential(this->log_prob(z) - log_rest); }
+  // What classes outside of S have in addition. exp(z - lse_tail) overflows only inside.
+  SCE_HD acc_t outside(acc_t z) const { return of_tail * exponential(this->log_prob(z) - log_tail); }
 };
 
 // Of all classes, or of a shard of them: then `statistics` and `chosen` alone are written.
 struct SelectArgs : ForwardArgs {
   SelectWanted wanted;
   void* log_probs;  // shape of the indices, arithmetic dtype; padding_value on entry where there are offsets
-  void* log_rest;  // (rows,), or null
+  void* log_tail;  // (rows,), or null
   void* entropy;  // (rows,), or null
   void* mean_logit;  // (rows,), or null
   int64_t* argmax;  // (rows,), or null
@@ -224,9 +224,9 @@ struct SelectArgs : ForwardArgs {
 
   SCE_HD bool needs_smoothing() const { return options.label_smoothing != 0; }
   // Whether the entries' classes have to be left out of the sums.
-  SCE_HD bool needs_rest() const { return wanted.log_rest; }
+  SCE_HD bool needs_tail() const { return wanted.log_tail; }
   // Whether RowStats say it all.
-  SCE_HD bool plain() const { return !wanted.entropy && !wanted.mean_logit && !wanted.argmax && !wanted.log_rest; }
+  SCE_HD bool plain() const { return !wanted.entropy && !wanted.mean_logit && !wanted.argmax && !wanted.log_tail; }
 
   // What belongs to a row but not to its entries: 0 where it is ignored, NaN where one of its indices is out of range.
   template <typename acc_t>
@@ -234,7 +234,7 @@ struct SelectArgs : ForwardArgs {
                         const TargetStats<acc_t>& entries) const {
     if (statistics) return write_statistics(r, ShardStats<acc_t>{scanned, entries});
     const SelectStats<acc_t>& stats = scanned.all;
-    const RowStats<acc_t>& rest = scanned.rest;
+    const RowStats<acc_t>& tail = scanned.tail;
     const auto put = [&](void* out, acc_t x) {
       if (out) static_cast<acc_t*>(out)[r] = ignored ? acc_t(0) : invalid ? Limits<acc_t>::kNaN : x;
     };
@@ -242,7 +242,7 @@ struct SelectArgs : ForwardArgs {
     put(loss, of_row.loss);
     put(lse, of_row.lse);
     put(lse_residual, of_row.lse_residual);
-    put(log_rest, not_above_0((rest.max - stats.row.max) + (logarithm(rest.sum) - logarithm(stats.row.sum))));
+    put(log_tail, not_above_0((tail.max - stats.row.max) + (logarithm(tail.sum) - logarithm(stats.row.sum))));
     put(entropy, stats.entropy());
     put(mean_logit, stats.total / static_cast<acc_t>(target.num_classes));
     if (argmax) argmax[r] = ignored ? -1 : stats.argmax < 0 ? 0 : stats.argmax;
@@ -315,8 +315,8 @@ struct Upstream {
 
 struct SelectBackwardArgs : BackwardArgs {
   const void* grad_log_probs;  // shape of the indices, or null
-  Upstream grad_log_rest, grad_entropy, grad_mean_logit;
-  const void* log_rest;  // (rows,) what forward gave, where there is a gradient for it
+  Upstream grad_log_tail, grad_entropy, grad_mean_logit;
+  const void* log_tail;  // (rows,) what forward gave, where there is a gradient for it
   const void* entropy;  // (rows,)
   void* grad_scale;  // (rows,), or null: dl/ds of each row
 
@@ -349,7 +349,7 @@ struct SelectBackwardArgs : BackwardArgs {
   // Whether nothing but the entries' log-probabilities can have a gradient in a row.
   template <typename acc_t>
   SCE_HD bool without_row_gradient(int64_t r) const {
-    return without_gradient<acc_t>(r) && grad_log_rest.at<acc_t>(r) == acc_t(0) &&
+    return without_gradient<acc_t>(r) && grad_log_tail.at<acc_t>(r) == acc_t(0) &&
            grad_entropy.at<acc_t>(r) == acc_t(0) && grad_mean_logit.at<acc_t>(r) == acc_t(0);
   }
 
@@ -357,15 +357,15 @@ struct SelectBackwardArgs : BackwardArgs {
   template <typename acc_t>
   SCE_HD SelectCoefficients<acc_t> select_coefficients(int64_t r, acc_t mass, acc_t upstream) const {
     SelectCoefficients<acc_t> c(coefficients(r, mass));
-    const acc_t of_log_rest = log_rest ? static_cast<const acc_t*>(log_rest)[r] : acc_t(0);
-    if (of_log_rest != -acc_t(INFINITY)) {  // nothing is outside of S
-      c.of_rest = grad_log_rest.at<acc_t>(r);
-      c.log_rest = of_log_rest;
+    const acc_t of_log_tail = log_tail ? static_cast<const acc_t*>(log_tail)[r] : acc_t(0);
+    if (of_log_tail != -acc_t(INFINITY)) {  // nothing is outside of S
+      c.of_tail = grad_log_tail.at<acc_t>(r);
+      c.log_tail = of_log_tail;
     }
     c.of_entropy = grad_entropy.at<acc_t>(r);
     c.entropy = entropy ? static_cast<const acc_t*>(entropy)[r] : acc_t(0);
     c.of_each = grad_mean_logit.at<acc_t>(r) / static_cast<acc_t>(target.num_classes);
-    c.a -= upstream + c.of_rest;
+    c.a -= upstream + c.of_tail;
     return c;
   }
 };

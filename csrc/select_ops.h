@@ -15,7 +15,7 @@ namespace sparse_ce {
 using SelectResults = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
 
 inline SelectWanted view_wanted(const Outputs& wanted) {
-  return {wanted.loss, wanted.log_probs, wanted.log_rest, wanted.entropy, wanted.mean_logit, wanted.argmax};
+  return {wanted.loss, wanted.log_probs, wanted.log_tail, wanted.entropy, wanted.mean_logit, wanted.argmax};
 }
 
 // Tensors for the outputs of so many rows; (0,) for what is not asked for: no two outputs of an op may be one.
@@ -24,7 +24,7 @@ struct SelectOutputs {
       : wanted(wanted), dtype(arithmetic_dtype(like)), loss(rows(like, count, wanted.loss)),
         lse(rows(like, count, true)), lse_residual(rows(like, count, true)),
         log_probs(wanted.log_probs ? torch::stable::new_empty(indices, indices.sizes(), dtype) : rows(like, 0, true)),
-        log_rest(rows(like, count, wanted.log_rest)), entropy(rows(like, count, wanted.entropy)),
+        log_tail(rows(like, count, wanted.log_tail)), entropy(rows(like, count, wanted.entropy)),
         mean_logit(rows(like, count, wanted.mean_logit)),
         argmax(empty(like, {wanted.argmax ? count : 0}, ScalarType::Long)) {
     const double most =
@@ -45,7 +45,7 @@ struct SelectOutputs {
     args.lse = at(true, lse, begin);
     args.lse_residual = at(true, lse_residual, begin);
     args.log_probs = at(wanted.log_probs, log_probs, entry);
-    args.log_rest = at(wanted.log_rest, log_rest, begin);
+    args.log_tail = at(wanted.log_tail, log_tail, begin);
     args.entropy = at(wanted.entropy, entropy, begin);
     args.mean_logit = at(wanted.mean_logit, mean_logit, begin);
     args.argmax = wanted.argmax ? static_cast<int64_t*>(mutable_origin(argmax)) + begin : nullptr;
@@ -55,7 +55,7 @@ struct SelectOutputs {
 
   const Outputs& wanted;
   ScalarType dtype;
-  Tensor loss, lse, lse_residual, log_probs, log_rest, entropy, mean_logit, argmax;
+  Tensor loss, lse, lse_residual, log_probs, log_tail, entropy, mean_logit, argmax;
 
  private:
   Tensor rows(const Tensor& like, int64_t count, bool is_wanted) const {
@@ -66,7 +66,7 @@ struct SelectOutputs {
 // What a backward is given, checked, for all rows. `like`: of the device and dtype of the logits, with their rows.
 struct SelectUpstream {
   SelectUpstream(const Upstreams& grad, const Tensor& like, const Tensor& lse, const OptionalTensor& lse_residual,
-                 const OptionalTensor& log_rest, const OptionalTensor& entropy, const Tensor& indices,
+                 const OptionalTensor& log_tail, const OptionalTensor& entropy, const Tensor& indices,
                  const CrossEntropyArgs& rows)
       : dtype(arithmetic_dtype(like) == ScalarType::Double ? DType::kFloat64 : DType::kFloat32) {
     static_cast<BackwardArgs&>(args) = view_upstream(rows, like, grad.loss, grad.lse, lse, lse_residual);
@@ -80,10 +80,10 @@ struct SelectUpstream {
       held.push_back(packed(of_entries));
       args.grad_log_probs = origin(held.back());
     }
-    view(grad.log_rest, like, "grad_log_rest", args.grad_log_rest);
+    view(grad.log_tail, like, "grad_log_tail", args.grad_log_tail);
     view(grad.entropy, like, "grad_entropy", args.grad_entropy);
     view(grad.mean_logit, like, "grad_mean_logit", args.grad_mean_logit);
-    args.log_rest = made(log_rest, grad.log_rest, like, "log_rest");
+    args.log_tail = made(log_tail, grad.log_tail, like, "log_tail");
     args.entropy = made(entropy, grad.entropy, like, "entropy");
   }
 
@@ -95,11 +95,11 @@ struct SelectUpstream {
       held.push_back(kept(array, stride));
       array = origin(held.back());
     };
-    for (Upstream* grad : {&args.grad_log_rest, &args.grad_entropy, &args.grad_mean_logit}) {
+    for (Upstream* grad : {&args.grad_log_tail, &args.grad_entropy, &args.grad_mean_logit}) {
       replace(grad->grad, grad->stride);
       grad->stride = 1;
     }
-    replace(args.log_rest, 1);
+    replace(args.log_tail, 1);
     replace(args.entropy, 1);
   }
 
@@ -108,9 +108,9 @@ struct SelectUpstream {
     const auto move = [&](const void*& array, int64_t by) {
       if (array) array = advance(array, dtype, by);
     };
-    for (Upstream* grad : {&chunk.grad_log_rest, &chunk.grad_entropy, &chunk.grad_mean_logit})
+    for (Upstream* grad : {&chunk.grad_log_tail, &chunk.grad_entropy, &chunk.grad_mean_logit})
       move(grad->grad, begin * grad->stride);
-    move(chunk.log_rest, begin);
+    move(chunk.log_tail, begin);
     move(chunk.entropy, begin);
     move(chunk.grad_log_probs, entry);
   }
@@ -197,10 +197,10 @@ class SelectOps {
   }
 
   static std::tuple<Tensor, Tensor> backward(const Upstreams& grad, const Tensor& logits, const Tensor& lse,
-                                             const OptionalTensor& lse_residual, const OptionalTensor& log_rest,
+                                             const OptionalTensor& lse_residual, const OptionalTensor& log_tail,
                                              const OptionalTensor& entropy, const Arguments& given, bool scale_grad,
                                              std::optional<int64_t> first_class) {
-    Call call(grad, logits, lse, lse_residual, log_rest, entropy, given, scale_grad, first_class);
+    Call call(grad, logits, lse, lse_residual, log_tail, entropy, given, scale_grad, first_class);
     SelectBackwardArgs& args = call.args;
     Tensor grad_logits = device_t::empty_output(logits, {args.rows, logits.size(1)}, logits.scalar_type());
     args.grad_logits = mutable_origin(grad_logits);
@@ -210,22 +210,22 @@ class SelectOps {
   }
 
   static Tensor backward_(const Upstreams& grad, const Tensor& logits, const Tensor& lse,
-                          const OptionalTensor& lse_residual, const OptionalTensor& log_rest,
+                          const OptionalTensor& lse_residual, const OptionalTensor& log_tail,
                           const OptionalTensor& entropy, const Arguments& given, bool scale_grad,
                           std::optional<int64_t> first_class) {
-    Call call(grad, logits, lse, lse_residual, log_rest, entropy, given, scale_grad, first_class);
+    Call call(grad, logits, lse, lse_residual, log_tail, entropy, given, scale_grad, first_class);
     SelectBackwardArgs& args = call.args;
     check_overwritable(logits, args);
     const Overwritten overwritten(logits, "logits");
     check_apart(overwritten, given);
     overwritten.check_apart(lse, "lse");
     overwritten.check_apart(lse_residual, "lse_residual");
-    overwritten.check_apart(log_rest, "log_rest");
+    overwritten.check_apart(log_tail, "log_tail");
     overwritten.check_apart(entropy, "entropy");
     overwritten.check_apart(grad.loss, "grad_loss");
     overwritten.check_apart(grad.lse, "grad_lse");
     overwritten.check_apart(grad.log_probs, "grad_log_probs");
-    overwritten.check_apart(grad.log_rest, "grad_log_rest");
+    overwritten.check_apart(grad.log_tail, "grad_log_tail");
     overwritten.check_apart(grad.entropy, "grad_entropy");
     overwritten.check_apart(grad.mean_logit, "grad_mean_logit");
     args.grad_logits = mutable_origin(logits);
@@ -252,7 +252,7 @@ class SelectOps {
     return out;
   }
   static SelectResults results(const SelectOutputs& out) {
-    return {out.loss, out.lse, out.lse_residual, out.log_probs, out.log_rest, out.entropy, out.mean_logit, out.argmax};
+    return {out.loss, out.lse, out.lse_residual, out.log_probs, out.log_tail, out.entropy, out.mean_logit, out.argmax};
   }
   // That a shard tells of a row.
   static int64_t numbers(const SelectArgs& args) {
@@ -262,9 +262,9 @@ class SelectOps {
   // What both backwards are called with, checked.
   struct Call {
     Call(const Upstreams& grad, const Tensor& logits, const Tensor& lse, const OptionalTensor& lse_residual,
-         const OptionalTensor& log_rest, const OptionalTensor& entropy, const Arguments& given, bool scale_grad,
+         const OptionalTensor& log_tail, const OptionalTensor& entropy, const Arguments& given, bool scale_grad,
          std::optional<int64_t> first_class)
-        : upstream(grad, logits, lse, lse_residual, log_rest, entropy, given.indices,
+        : upstream(grad, logits, lse, lse_residual, log_tail, entropy, given.indices,
                    rows_of_call(logits, given, first_class)),
           args(upstream.args), grad_scale(empty(logits, {scale_grad ? logits.size(0) : 0}, arithmetic_dtype(logits))) {
       if (args.rows > 0) device_t::check_target(args.target, logits);

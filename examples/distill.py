@@ -5,7 +5,7 @@
 
 The text is the source of Python's standard library. A teacher learns it, and the top-k of a part of it goes to disk as
 ``score.py`` writes it. Smaller students, all from the same initial weights, learn from the same batches of that cache,
-each from ``linear_distillation_loss``, without logits: from the labels alone, from the teacher with one ``rest`` each,
+each from ``linear_distillation_loss``, without logits: from the labels alone, from the teacher with one ``tail`` each,
 from both, and one that goes on, for the second half of its steps, on text of its own that the teacher scores as it is
 written (reverse KL, on-policy).
 
@@ -61,13 +61,13 @@ QUICK = Sizes(vocab=1024, files=40, length=64, teacher=(48, 1), teacher_steps=12
 ON_POLICY = "bucket, then on-policy"
 STUDENTS: Dict[str, Dict[str, Any]] = {
     "labels alone": {"alpha": 0.0},
-    "zero": {"rest": "zero"},
-    "renormalize": {"rest": "renormalize"},
-    "uniform": {"rest": "uniform"},
-    "bucket": {"rest": "bucket"},
-    "zero and labels": {"rest": "zero", "alpha": 0.5},
-    "bucket and labels": {"rest": "bucket", "alpha": 0.5},
-    ON_POLICY: {"rest": "bucket"},
+    "zero": {"tail": "zero"},
+    "renormalize": {"tail": "renormalize"},
+    "uniform": {"tail": "uniform"},
+    "bucket": {"tail": "bucket"},
+    "zero and labels": {"tail": "zero", "alpha": 0.5},
+    "bucket and labels": {"tail": "bucket", "alpha": 0.5},
+    ON_POLICY: {"tail": "bucket"},
 }
 
 
@@ -76,7 +76,7 @@ class Cache(NamedTuple):
 
     tokens: Tensor
     target: SparseTarget
-    log_rest: Tensor
+    log_tail: Tensor
 
 
 def read_cache(files: TeacherCache) -> Cache:
@@ -109,10 +109,10 @@ def loss_on_text(model: SmallLM, text: Tensor, device: str, rows: Tensor) -> Tup
 
 
 def loss_on_cache(student: SmallLM, cache: Cache, device: str, how: Dict[str, Any], rows: Tensor) -> Tuple[Tensor, int]:
-    tokens, target, log_rest = (part[rows].to(device) for part in cache)
+    tokens, target, log_tail = (part[rows].to(device) for part in cache)
     loss = sparse_ce.linear_distillation_loss(
         student.hidden(tokens), student.head.weight, target, next_tokens(tokens), linear_bias=student.head.bias,
-        teacher_log_rest=log_rest, **how)
+        teacher_log_tail=log_tail, **how)
     return loss, tokens.numel()
 
 
@@ -123,13 +123,13 @@ def loss_on_own_text(student: SmallLM, teacher: SmallLM, cache: Cache, sizes: Si
     tokens = cache.tokens[rows].to(device).view(-1, half)
     tokens = continued(student, tokens[:, :begun], half)
     with torch.no_grad():
-        target, log_rest = sparse_ce.linear_topk_log_probs(
+        target, log_tail = sparse_ce.linear_topk_log_probs(
             teacher.hidden(tokens)[:, begun - 1:-1], teacher.head.weight, sizes.k, linear_bias=teacher.head.bias,
-            return_log_rest=True)
+            return_log_tail=True)
     loss = sparse_ce.linear_distillation_loss(
         student.hidden(tokens)[:, begun - 1:-1], student.head.weight, target, linear_bias=student.head.bias,
-        kind="reverse_kl", rest="bucket", teacher_log_rest=log_rest)
-    return loss, log_rest.numel()
+        kind="reverse_kl", tail="bucket", teacher_log_tail=log_tail)
+    return loss, log_tail.numel()
 
 
 @torch.no_grad()
@@ -220,7 +220,7 @@ def main() -> None:
     files, scored = write_cache(scorer, text[part], how)
     cache, sizes_of_files = read_cache(files), [path.stat().st_size for path in files.path.glob("shard-*")]
     numbers["cache"] = {"files": len(sizes_of_files), "tokens": scored, "bytes": sum(sizes_of_files),
-                        "dense_bytes": 4 * sizes.vocab * scored, "off top-k": cache.log_rest.exp().mean().item()}
+                        "dense_bytes": 4 * sizes.vocab * scored, "off top-k": cache.log_tail.exp().mean().item()}
 
     numbers["students"] = {}
     for name, arguments in STUDENTS.items():

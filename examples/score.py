@@ -102,9 +102,9 @@ def hugging_face_teacher(args: argparse.Namespace) -> Tuple[Teacher, Tensor]:
 
 @torch.no_grad()
 def top_k(teacher: Teacher, hidden: Tensor, args: argparse.Namespace) -> Tuple[SparseTarget, Tensor]:
-    """hidden (B, S, D) -> a target (B, S) and log_rest (B, S)."""
+    """hidden (B, S, D) -> a target (B, S) and log_tail (B, S)."""
     return sparse_ce.linear_topk_log_probs(hidden, teacher.weight, args.k, linear_bias=teacher.bias,
-                                           logit_scale=1 / args.temperature, return_log_rest=True)
+                                           logit_scale=1 / args.temperature, return_log_tail=True)
 
 
 def write_cache(teacher: Teacher, sequences: Tensor, args: argparse.Namespace) -> Tuple[TeacherCache, int]:
@@ -123,8 +123,8 @@ def write_cache(teacher: Teacher, sequences: Tensor, args: argparse.Namespace) -
             for batch in itertools.chain.from_iterable(part.split(args.batch)
                                                        for part in sequences[done:].split(args.shard)):
                 with torch.no_grad():
-                    target, log_rest = top_k(teacher, teacher.hidden(batch.to(args.device)), args)
-                writer.add(target, tokens=batch, log_rest=log_rest)
+                    target, log_tail = top_k(teacher, teacher.hidden(batch.to(args.device)), args)
+                writer.add(target, tokens=batch, log_tail=log_tail)
                 progress.update(batch.numel())
     return TeacherCache(folder), sequences[done:].numel()
 
@@ -225,7 +225,7 @@ def main() -> None:
         "scored": scored, "seconds": time.perf_counter() - started, "batch_seconds": seconds,
         "peak_mib": [peak_before, peak_mib(device)],
         "bytes": sum(path.stat().st_size for path in cache.path.glob("shard-*"))}
-    rest = sum(cache[i]["log_rest"].double().exp().sum().item() for i in range(len(cache)))
+    rest = sum(cache[i]["log_tail"].double().exp().sum().item() for i in range(len(cache)))
     numbers["mass"] = 1 - rest / len(text)
 
     torch.manual_seed(1)

@@ -31,15 +31,15 @@ def cached(teacher, dataset: Dataset, path: str) -> Dataset:
     with CacheWriter(path, num_classes=teacher.config.vocab_size, k=8) as writer, torch.no_grad():
         for begin in range(0, len(dataset), 32):
             tokens = torch.tensor(dataset[begin:begin + 32]["input_ids"])
-            top, log_rest = sparse_ce.topk_log_probs(teacher(tokens).logits, 8, return_log_rest=True)
-            writer.add(top, tokens=tokens, log_rest=log_rest)
+            top, log_tail = sparse_ce.topk_log_probs(teacher(tokens).logits, 8, return_log_tail=True)
+            writer.add(top, tokens=tokens, log_tail=log_tail)
     return load_dataset("parquet", data_files=path, split="train", cache_dir=path + ".datasets")
 
 
 def distil(what: str, dataset: Dataset, folder: str, **options) -> None:
     trainer = DistillationTrainer(
         trl_words.model(), args=trl_words.settings(SFTConfig, folder, packing="teacher" in what, max_length=64),
-        train_dataset=dataset, processing_class=trl_words.tokenizer(), rest="bucket", **options)
+        train_dataset=dataset, processing_class=trl_words.tokenizer(), tail="bucket", **options)
     trainer.train()
     print(f"{what}: {trl_words.log_of(trainer, 'loss', 'entropy', 'mean_token_accuracy')}")
 

@@ -24,28 +24,28 @@ def sequence(length, seed=0, vocab=V, ragged=False, k=K):
     values = -torch.randint(0, 256, (length, k), generator=draw) / 32.0
     counts = torch.randint(0, k + 1, (length,), generator=draw) if ragged else torch.full((length,), k)
     tokens = torch.randint(vocab, (length,), generator=draw)
-    log_rest = -torch.rand(length, generator=draw)
+    log_tail = -torch.rand(length, generator=draw)
     if not ragged:
         mask = torch.ones(length, dtype=torch.bool)
         mask[length // 2] = length == 1
-        return SparseTarget.from_topk(ids, values, kind="logprobs", row_mask=mask, num_classes=vocab), tokens, log_rest
+        return SparseTarget.from_topk(ids, values, kind="logprobs", row_mask=mask, num_classes=vocab), tokens, log_tail
     kept = torch.arange(k) < counts[:, None]
     offsets = torch.cat((torch.zeros(1, dtype=torch.int64), counts.cumsum(0)))
     target = SparseTarget.from_jagged(ids[kept], values[kept], offsets, kind="logprobs", num_classes=vocab,
                                       ignore_empty=True)
-    return target, tokens, log_rest
+    return target, tokens, log_tail
 
 
 def write(path, lengths=LENGTHS, ragged=False, vocab=V, parts=True, **options):
     """The sequences that were written, in a file or folder."""
     sequences = [sequence(n, i, vocab, ragged) for i, n in enumerate(lengths)]
     with CacheWriter(path, num_classes=vocab, k=None if ragged else K, **options) as writer:
-        for target, tokens, log_rest in sequences:
-            writer.add(target, **(dict(tokens=tokens, log_rest=log_rest) if parts else {}))
+        for target, tokens, log_tail in sequences:
+            writer.add(target, **(dict(tokens=tokens, log_tail=log_tail) if parts else {}))
     return sequences
 
 
-def assert_same(sample, target, tokens=None, log_rest=None):
+def assert_same(sample, target, tokens=None, log_tail=None):
     """To the last bit; the values have the dtype of the file, which holds them exactly."""
     read = sample["target"]
     assert read.shape == target.shape and read.num_classes == target.num_classes and read.form == target.form
@@ -54,6 +54,6 @@ def assert_same(sample, target, tokens=None, log_rest=None):
                         read.num_classes, read.kind)
     assert wide.equal(target), f"{wide.tolist()} is not {target.tolist()}"
     assert torch.equal(read.ne(-100), target.ne(-100))
-    for name, expected in (("tokens", tokens), ("log_rest", log_rest)):
+    for name, expected in (("tokens", tokens), ("log_tail", log_tail)):
         assert (name in sample) == (expected is not None)
         assert expected is None or torch.equal(sample[name], expected) and sample[name].dtype == expected.dtype

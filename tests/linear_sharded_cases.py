@@ -30,7 +30,7 @@ from sparse_ce._core.tracing import VALIDATES
 from sparse_ce.ops import expected_grad as forecast
 
 SIXTEEN = [torch.float16, torch.bfloat16]
-ASKED = dict(return_log_rest=True, return_entropy=True, return_mean_logit=True, return_argmax=True)
+ASKED = dict(return_log_tail=True, return_entropy=True, return_mean_logit=True, return_argmax=True)
 
 
 class Case(NamedTuple):
@@ -124,7 +124,7 @@ def row_loss(out, target, by):
         terms = torch.where(out.log_probs.isinf(), 0.0, out.log_probs) * target.values.double().exp()
         finite = finite + (terms.sum(1) if target.offsets is None else finite.new_zeros(len(target)).index_add(
             0, target.row_indices(), terms))
-    return by * (finite + out.log_rest.exp() + 0.3 * out.entropy) + 0.01 * out.mean_logit
+    return by * (finite + out.log_tail.exp() + 0.3 * out.entropy) + 0.01 * out.mean_logit
 
 
 def compute(case: Case, **shard: Any) -> Dict[str, torch.Tensor]:
@@ -184,7 +184,7 @@ def compute(case: Case, **shard: Any) -> Dict[str, torch.Tensor]:
         else:
             out = call(leaves["input"], leaves["weight"])
         if case.how == "selected":
-            return {name: getattr(out, name) for name in ("log_probs", "lse", "log_rest", "entropy", "mean_logit",
+            return {name: getattr(out, name) for name in ("log_probs", "lse", "log_tail", "entropy", "mean_logit",
                                                           "argmax")}
         if isinstance(out, tuple):
             return {name: t for name, t in zip(("loss", "lse", "entropy", "argmax"), out) if t is not None}

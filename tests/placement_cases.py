@@ -67,7 +67,7 @@ def of_logits(layout: str, form: str, given: str, option: str, seed: int, twice:
                     leaves, world.rows, twice)
 
 
-ALL = dict(return_log_rest=True, return_entropy=True, return_mean_logit=True, return_argmax=True)
+ALL = dict(return_log_tail=True, return_entropy=True, return_mean_logit=True, return_argmax=True)
 
 
 def of_rows(out, ids, by):
@@ -88,8 +88,8 @@ def with_loose_entries(ids):
 
 CALLS: Dict[str, Callable[..., Any]] = {
     "selected": lambda x, ids, by, **o: sparse_ce.selected_log_probs(x, ids, **ALL, **o),
-    "divergence": lambda x, t, by: sparse_ce.divergence(x, t, kind="jsd", rest="bucket"),
-    "divergence_sum": lambda x, t, by: sparse_ce.divergence(x, t, kind="reverse_kl", rest="floor", reduction="sum"),
+    "divergence": lambda x, t, by: sparse_ce.divergence(x, t, kind="jsd", tail="bucket"),
+    "divergence_sum": lambda x, t, by: sparse_ce.divergence(x, t, kind="reverse_kl", tail="floor", reduction="sum"),
     "divergence_padded": lambda x, t, by: sparse_ce.divergence(x, t, num_classes=V),
     "divergence_of_log_probs": lambda x, t, by: sparse_ce.divergence(
         sparse_ce.selected_log_probs(x, t), t, reduction="none"),
@@ -97,7 +97,7 @@ CALLS: Dict[str, Callable[..., Any]] = {
     "distillation_padded": lambda x, t, by, labels: sparse_ce.distillation_loss(
         x, t, labels, alpha=0.3, num_classes=V),
     "distillation_normalizer": lambda x, t, by, labels: sparse_ce.distillation_loss(
-        x, t, labels, alpha=0.3, temperature=2.0, rest="renormalize", normalizer=5),
+        x, t, labels, alpha=0.3, temperature=2.0, tail="renormalize", normalizer=5),
 }
 OF_LOG_PROBS: Dict[str, Callable[..., Any]] = {
     "loose": lambda x, ids, by: sparse_ce.selected_log_probs(x, with_loose_entries(ids), padding_value=-7.0),
@@ -132,7 +132,7 @@ HEADS: Dict[str, Callable[..., Any]] = {
     "distillation": lambda x, w, t, by, labels, **o: sparse_ce.linear_distillation_loss(
         x, w, t, fewer(labels), alpha=0.3, **o),
     "distillation_together": lambda x, w, t, by, labels, **o: sparse_ce.linear_distillation_loss(
-        x, w, t._map(lambda part: part.detach()), fewer(labels), alpha=0.3, kind="jsd", rest="bucket", chunk_rows=5,
+        x, w, t._map(lambda part: part.detach()), fewer(labels), alpha=0.3, kind="jsd", tail="bucket", chunk_rows=5,
         **o),
     "topk": lambda x, w, t, by, **o: sparse_ce.linear_topk_log_probs(x, w, 4, **o),
 }

@@ -37,7 +37,7 @@ TORCH = ("Could not run 'sparse_ce::", "sparse_ce.", "sparse_ce::", "DefaultCPUA
 """PyTorch's own errors: of another backend, of a value of another type than the schema's, of views with a bit that it
 resolves itself, and of memory."""
 
-SAVED = ("lse", "lse_residual", "log_rest", "entropy", "output", "statistics", "chosen")
+SAVED = ("lse", "lse_residual", "log_tail", "entropy", "output", "statistics", "chosen")
 """What forward gave: the kernels take its word, and the reference computes it."""
 
 INTEGERS = (0, 1, -1, 2, 3, 7, 100, 2**31 - 1, 2**31, -2**31, 2**48, 2**62, 2**63 - 1, -2**63)
@@ -147,7 +147,7 @@ class Problem:
                     chunk_rows=self.choose.choice((None, 1, 3)), float32_logits=self.choose.random() < 0.3)
 
     def outputs(self) -> Dict[str, Any]:
-        names = ("loss", "log_probs", "log_rest", "entropy", "mean_logit", "argmax")
+        names = ("loss", "log_probs", "log_tail", "entropy", "mean_logit", "argmax")
         return dict(padding_value=self.choose.choice((None, 0.0, -7.0)),
                     **{name: self.choose.random() < 0.5 for name in names})
 
@@ -214,11 +214,11 @@ class Problem:
         given = {**given, **outputs}
         if "backward" not in name:
             return given
-        every = {**given, **dict.fromkeys(("loss", "log_rest", "entropy", "mean_logit"), True), "log_probs": True}
-        _, lse, residual, log_probs, log_rest, entropy, _, _ = self.made("linear_select" if linear else "select", every)
-        given.update(lse=lse, lse_residual=residual, log_rest=log_rest, entropy=entropy,
+        every = {**given, **dict.fromkeys(("loss", "log_tail", "entropy", "mean_logit"), True), "log_probs": True}
+        _, lse, residual, log_probs, log_tail, entropy, _, _ = self.made("linear_select" if linear else "select", every)
+        given.update(lse=lse, lse_residual=residual, log_tail=log_tail, entropy=entropy,
                      scale_grad=self.choose.random() < 0.3)
-        for of in ("grad_loss", "grad_lse", "grad_log_rest", "grad_entropy", "grad_mean_logit"):
+        for of in ("grad_loss", "grad_lse", "grad_log_tail", "grad_entropy", "grad_mean_logit"):
             given[of] = self.maybe(lambda: self.normal(self.rows), 0.5)
         given["grad_log_probs"] = self.maybe(lambda: self.normal(*log_probs.shape), 0.5)
         return given

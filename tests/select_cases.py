@@ -7,8 +7,8 @@ import torch.nn.functional as F
 
 from sparse_ce.targets.convert import as_target
 
-OUTPUTS = ("log_probs", "lse", "log_rest", "entropy", "mean_logit")  # those that are differentiable
-ALL = dict(return_log_rest=True, return_entropy=True, return_mean_logit=True, return_argmax=True)
+OUTPUTS = ("log_probs", "lse", "log_tail", "entropy", "mean_logit")  # those that are differentiable
+ALL = dict(return_log_tail=True, return_entropy=True, return_mean_logit=True, return_argmax=True)
 
 # "row_scale" stands for a tensor with a number for each row.
 OPTIONS = {
@@ -63,9 +63,9 @@ def dense_select(logits, rows, entries_shape, ignored, *, dtype=torch.float64, l
         out = out.clone()
         out[i] = log_probs[r, c]
     finite = torch.where(log_probs.isneginf(), 0.0, log_probs)
-    rest = [torch.logsumexp(row[~own], 0) if bool((~own & ~row.isneginf()).any()) else row.sum() * 0 - torch.inf
+    tail = [torch.logsumexp(row[~own], 0) if bool((~own & ~row.isneginf()).any()) else row.sum() * 0 - torch.inf
             for row, own in zip(log_probs, inside)]
-    per_row = dict(lse=torch.logsumexp(z, 1), log_rest=torch.stack(rest), mean_logit=z.mean(1),
+    per_row = dict(lse=torch.logsumexp(z, 1), log_tail=torch.stack(tail), mean_logit=z.mean(1),
                    entropy=-(finite.exp() * ~log_probs.isneginf() * finite).sum(1))
     result = {name: torch.where(ignored, 0.0, t) for name, t in per_row.items()}
     result["argmax"] = torch.where(ignored, -1, z.detach().argmax(1))

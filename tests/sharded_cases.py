@@ -36,7 +36,7 @@ PROBLEMS: Dict[str, Dict[str, Any]] = {
     "one shard is padding": dict(COMMON, cuts="padding", form="topk-logprobs", select=False, values_grad=True),
     "one shard is padding, log-probabilities": dict(COMMON, cuts="padding", form="topk-ids", select=True),
     "shards of -inf": dict(dtype=torch.float64, infinite=True, form="jagged-ranges", select=False, values_grad=True),
-    "shards of -inf, log-probabilities": dict(dtype=torch.float64, infinite=True, select=True, log_rest=True,
+    "shards of -inf, log-probabilities": dict(dtype=torch.float64, infinite=True, select=True, log_tail=True,
                                               entropy=True, argmax=True),
     "large logits": dict(dtype=torch.float32, size=600, infinite=False, label_smoothing=0.1, select=False, form="coo"),
     **{f"reduction {name}": dict(COMMON, reduction=name, select=False, row_weight=True, form="topk-target")
@@ -45,7 +45,7 @@ PROBLEMS: Dict[str, Dict[str, Any]] = {
     "weights and smoothing": dict(COMMON, weight=True, form="topk-masked", select=False, label_smoothing=0.1,
                                   values_grad=True),
     "smoothing of 1": dict(COMMON, label_smoothing=1.0, form="coo-uncoalesced", select=False, values_grad=True),
-    "every output": dict(COMMON, select=True, log_rest=True, entropy=True, mean_logit=True, argmax=True, form="jagged",
+    "every output": dict(COMMON, select=True, log_tail=True, entropy=True, mean_logit=True, argmax=True, form="jagged",
                          softcap=True, scale="learned"),
     "learned scale": dict(COMMON, scale="learned", select=False, lse=True, entropy=True, softcap=True, form="jagged"),
     "scale of each row": dict(COMMON, scale="rows", select=False, form="csr-target-ignore-empty", values_grad=True),
@@ -157,8 +157,8 @@ def no_rows() -> None:
             assert out.loss.sum() == 0 and out.argmax.shape == (0,)
             out.loss.sum().backward()
             assert local.grad.shape == local.shape
-        found = sparse_ce.selected_log_probs(local, target, return_log_rest=True, **keywords)
-        assert found.lse.shape == (0,) and found.log_rest.shape == (0,)
+        found = sparse_ce.selected_log_probs(local, target, return_log_tail=True, **keywords)
+        assert found.lse.shape == (0,) and found.log_tail.shape == (0,)
 
 
 def ties() -> None:

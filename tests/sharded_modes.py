@@ -149,7 +149,7 @@ def compiled_log_probs() -> None:
     torch._dynamo.utils.counters.clear()
 
     def outputs(x: Tensor, ids: Tensor, keywords: Dict[str, Any]) -> Any:
-        return sparse_ce.selected_log_probs(x, ids, return_log_rest=True, return_entropy=True, return_argmax=True,
+        return sparse_ce.selected_log_probs(x, ids, return_log_tail=True, return_entropy=True, return_argmax=True,
                                             **keywords)
 
     compiled = torch.compile(outputs, backend="aot_eager", fullgraph=True)
@@ -160,7 +160,7 @@ def compiled_log_probs() -> None:
         found = []
         for f in (outputs, compiled):
             out = f(local, ids, keywords)
-            loss = out.log_probs.sum() + out.log_rest.sum() - out.entropy.sum()
+            loss = out.log_probs.sum() + out.log_tail.sum() - out.entropy.sum()
             found.append((out.lse.detach(), out.argmax, *torch.autograd.grad(loss, local)))
         assert_same(found[1], found[0])
     assert torch._dynamo.utils.counters["frames"]["ok"] <= 2
@@ -195,7 +195,7 @@ def shapes_of_the_ops() -> None:
     given = (indices, values.detach(), None, None, None)
     for number in range(3, 32, 7):
         wanted = {name: bool(number >> i & 1) for i, name in enumerate(
-            ("log_probs", "log_rest", "entropy", "mean_logit", "argmax"))}
+            ("log_probs", "log_tail", "entropy", "mean_logit", "argmax"))}
         named = dict(num_classes=CLASSES, loss=number % 3 > 0, label_smoothing=0.1 * (number % 3 > 1), **wanted)
         checks = dict(test_utils=("test_schema", "test_faketensor"))
         ops, local = torch.ops.sparse_ce, x.detach()[:, 5:9].clone()
@@ -275,7 +275,7 @@ def as_planned() -> None:
 
 def as_planned_of_log_probs() -> None:
     world, rows = dist.get_world_size(), 12
-    for outputs in ((), ("log_rest",), ("mean_logit",), ("log_rest", "entropy", "mean_logit", "argmax")):
+    for outputs in ((), ("log_tail",), ("mean_logit",), ("log_tail", "entropy", "mean_logit", "argmax")):
         x, values = drawn(rows, torch.float32)
         local, keywords = share(x)
         ids, out = target_of("topk", rows, values)[0], []

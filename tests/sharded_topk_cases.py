@@ -41,14 +41,14 @@ def top_k(trial, begin, end, classes, group):
         logits[0, :140], logits[1] = -torch.inf, -torch.inf
     if trial % 4 == 2:
         logits[2, 3:9] = torch.nan
-    options = dict(num_classes=classes, logit_scale=(1.0, -0.7, 0.0)[trial // 4 % 3], return_log_rest=True)
+    options = dict(num_classes=classes, logit_scale=(1.0, -0.7, 0.0)[trial // 4 % 3], return_log_tail=True)
     for k in (1, 5, 150):
-        exact, exact_rest = sparse_ce.topk_log_probs(logits, k, **options)
-        ours, rest = sparse_ce.topk_log_probs(logits[:, begin:end], k, group=group, vocab_start=begin, **options)
+        exact, exact_tail = sparse_ce.topk_log_probs(logits, k, **options)
+        ours, tail = sparse_ce.topk_log_probs(logits[:, begin:end], k, group=group, vocab_start=begin, **options)
         assert torch.equal(ours.indices, exact.indices) and ours.num_classes == exact.num_classes
         tolerance = 1e-12 if dtype == torch.float64 else 4e-6
         close(ours.values, exact.values, tolerance)
-        close(rest, exact_rest, tolerance)
+        close(tail, exact_tail, tolerance)
 
 
 def top_k_of_a_head(trial, begin, end, classes, group):
@@ -68,9 +68,9 @@ def losses(trial, begin, end, classes, group):
     logits = torch.randn(ROWS, CLASSES, dtype=torch.float64)
     hidden = torch.randn(ROWS, 8, dtype=torch.float64)
     weight = torch.randn(CLASSES, 8, dtype=torch.float64)
-    for kind, rest in (KINDS[(trial + trial // 5 + i) % 5] for i in range(2)):  # each with every cut
-        options = dict(kind=kind, rest=rest, num_classes=classes)
-        given = dict(options, alpha=0.3, temperature=2.0 if rest in ("zero", "renormalize") else 1.0)
+    for kind, tail in (KINDS[(trial + trial // 5 + i) % 5] for i in range(2)):  # each with every cut
+        options = dict(kind=kind, tail=tail, num_classes=classes)
+        given = dict(options, alpha=0.3, temperature=2.0 if tail in ("zero", "renormalize") else 1.0)
 
         def of_logits(x, w, h, **where):
             return sparse_ce.divergence(x, teacher, **options, **where)

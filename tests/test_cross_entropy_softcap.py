@@ -87,9 +87,9 @@ def test_selected_log_probs(dtype, kind, layout, device):
         upstream = [draw.normal(ROWS, 4), *(draw.normal(ROWS) for _ in range(4))]
 
         def ours(x, scale):
-            out = selected_log_probs(x, ids, logit_scale=scale, softcap=CAP, return_log_rest=True, return_entropy=True,
+            out = selected_log_probs(x, ids, logit_scale=scale, softcap=CAP, return_log_tail=True, return_entropy=True,
                                      return_mean_logit=True)
-            return [out.log_probs, out.lse, out.log_rest + out.lse, out.entropy, out.mean_logit]
+            return [out.log_probs, out.lse, out.log_tail + out.lse, out.entropy, out.mean_logit]
 
         def peer(x, scale):
             z = capped(x.to(scale.dtype), scale)

@@ -20,43 +20,43 @@ def format(request):
 @pytest.mark.parametrize("jagged", [False, True], ids=["topk", "jagged"])
 def test_sequences_without_a_position(tmp_path, format, ragged, jagged):
     path = tmp_path / f"teacher.{format}"
-    full, tokens, log_rest = sequence(4, ragged=jagged)
+    full, tokens, log_tail = sequence(4, ragged=jagged)
     with CacheWriter(path, num_classes=V, k=None if ragged else 5) as writer:
-        writer.add(full[:0], tokens=tokens[:0], log_rest=log_rest[:0])
-        writer.add(full, tokens=tokens, log_rest=log_rest)
+        writer.add(full[:0], tokens=tokens[:0], log_tail=log_tail[:0])
+        writer.add(full, tokens=tokens, log_tail=log_tail)
         for batch in (sparse_ce.collate([full[:0], full[:0]]), sparse_ce.collate([full, full])[:, :0]):
-            writer.add(batch, tokens=torch.empty(2, 0, dtype=torch.int64), log_rest=torch.empty(2, 0))
-        writer.add(full[:0], tokens=[], log_rest=[], lengths=[0])
+            writer.add(batch, tokens=torch.empty(2, 0, dtype=torch.int64), log_tail=torch.empty(2, 0))
+        writer.add(full[:0], tokens=[], log_tail=[], lengths=[0])
     cache = TeacherCache(path)
     assert [len(sample["target"]) for sample in cache] == [0, 4, 0, 0, 0, 0, 0]
-    assert [len(sample["tokens"]) for sample in cache] == [len(sample["log_rest"]) for sample in cache]
+    assert [len(sample["tokens"]) for sample in cache] == [len(sample["log_tail"]) for sample in cache]
     assert cache[1]["target"].tolist() == full.tolist()
 
 
 def test_lists_are_taken(tmp_path):
-    target, tokens, log_rest = sequence(3)
+    target, tokens, log_tail = sequence(3)
     with CacheWriter(tmp_path / "teacher.npy", num_classes=V) as writer:
-        writer.add(target, tokens=tokens.tolist(), log_rest=log_rest.tolist(), lengths=torch.tensor([3]))
-        writer.add(sparse_ce.collate([target]), tokens=[tokens.tolist()], log_rest=[[0, -1, -2]])
-        writer.add(target, tokens=tokens.to(torch.int32).numpy(), log_rest=log_rest.numpy())
-    for sample, rest in zip(TeacherCache(tmp_path / "teacher.npy"), (log_rest, torch.tensor([0., -1, -2]), log_rest)):
-        assert torch.equal(sample["tokens"], tokens) and torch.equal(sample["log_rest"], rest)
+        writer.add(target, tokens=tokens.tolist(), log_tail=log_tail.tolist(), lengths=torch.tensor([3]))
+        writer.add(sparse_ce.collate([target]), tokens=[tokens.tolist()], log_tail=[[0, -1, -2]])
+        writer.add(target, tokens=tokens.to(torch.int32).numpy(), log_tail=log_tail.numpy())
+    for sample, rest in zip(TeacherCache(tmp_path / "teacher.npy"), (log_tail, torch.tensor([0., -1, -2]), log_tail)):
+        assert torch.equal(sample["tokens"], tokens) and torch.equal(sample["log_tail"], rest)
 
 
 @pytest.mark.parametrize("given, words", [
-    (dict(log_rest=-1.0), "log_rest must be [3], as target, got []"),
+    (dict(log_tail=-1.0), "log_tail must be [3], as target, got []"),
     (dict(tokens=5), "tokens must be [3], as target, got []"),
     (dict(tokens=[1, 2]), "tokens must be [3], as target, got [2]"),
     (dict(tokens=[[1], [2, 3]]), "tokens must be a tensor or a list of numbers, got"),
     (dict(tokens="abc"), "tokens must be a tensor or a list of numbers, got"),
     (dict(tokens={"a": 1}), "tokens must be a tensor or a list of numbers, got"),
-    (dict(log_rest=[-1.0, None, -1.0]), "log_rest must be a tensor or a list of numbers, got"),
+    (dict(log_tail=[-1.0, None, -1.0]), "log_tail must be a tensor or a list of numbers, got"),
     (dict(tokens=torch.rand(3)), "tokens must be integers, got torch.float32"),
     (dict(tokens=[1.0, 2.0, 3.0]), "tokens must be integers, got torch.float"),
     (dict(tokens=torch.ones(3, dtype=torch.bool)), "tokens must be integers, got torch.bool"),
     (dict(tokens=torch.ones(3, dtype=torch.complex64)), "tokens must be integers, got torch.complex64"),
-    (dict(log_rest=torch.ones(3, dtype=torch.complex64)), "log_rest must be real numbers, got torch.complex64"),
-    (dict(log_rest=torch.ones(3, dtype=torch.bool)), "log_rest must be real numbers, got torch.bool"),
+    (dict(log_tail=torch.ones(3, dtype=torch.complex64)), "log_tail must be real numbers, got torch.complex64"),
+    (dict(log_tail=torch.ones(3, dtype=torch.bool)), "log_tail must be real numbers, got torch.bool"),
     (dict(lengths=[1.7]), "lengths must be 1 integers in [0, 3], got [1.7]"),
     (dict(lengths=torch.tensor([2.5])), "lengths must be 1 integers in [0, 3], got [2.5]"),
     (dict(lengths=[True]), "lengths must be 1 integers in [0, 3], got [True]"),

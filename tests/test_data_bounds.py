@@ -150,7 +150,7 @@ def test_headers_with_a_checksum_whose_fields_no_writer_wrote(tmp_path, field, v
 def test_other_entries_in_a_rectangle_than_the_header_says(tmp_path):
     write(tmp_path / "x.npy")
     path = tmp_path / "x.npy"
-    (path / "header.json").write_text(header_text(Header(V, 4, columns=("ids", "log_probs", "tokens", "log_rest")), 5))
+    (path / "header.json").write_text(header_text(Header(V, 4, columns=("ids", "log_probs", "tokens", "log_tail")), 5))
     refused(lambda: TeacherCache(path), path, "ids must be (P, 4), as the header says, got [32, 5]")
 
 

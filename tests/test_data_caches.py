@@ -56,15 +56,15 @@ def test_a_folder_of_shards_is_one_cache(tmp_path, format):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_log_probabilities_are_rounded_once(tmp_path, format, dtype):
-    target, log_rest = sparse_ce.topk_log_probs(torch.randn(2, 6, V), K, return_log_rest=True)
+    target, log_tail = sparse_ce.topk_log_probs(torch.randn(2, 6, V), K, return_log_tail=True)
     with CacheWriter(tmp_path / f"teacher.{format}", num_classes=V, k=K, dtype=dtype) as writer:
-        writer.add(target, log_rest=log_rest)
+        writer.add(target, log_tail=log_tail)
     cache = TeacherCache(tmp_path / f"teacher.{format}")
     for i in range(2):
         read = cache[i]
         assert torch.equal(read["target"].values, target[i].values.to(dtype))
         assert torch.equal(read["target"].indices, target[i].indices)
-        assert torch.equal(read["log_rest"], log_rest[i])
+        assert torch.equal(read["log_tail"], log_tail[i])
         logits = torch.randn(6, V)
         expected = SparseTarget.from_topk(target[i].indices, target[i].values.to(dtype), kind="logprobs")
         assert torch.equal(sparse_ce.cross_entropy(logits, read["target"]), sparse_ce.cross_entropy(logits, expected))
@@ -243,15 +243,15 @@ def test_rows_are_moved_to_the_tokens_that_they_predict(tmp_path, format):
         for wanted in (None, "next", "token"):
             names = {"tokens": "input_ids", "target": "soft"}
             assert TeacherCache(path, predicts=wanted).predicts == (wanted or written)
-            for sample, (target, tokens, log_rest) in zip(TeacherCache(path, predicts=wanted, names=names), sequences):
+            for sample, (target, tokens, log_tail) in zip(TeacherCache(path, predicts=wanted, names=names), sequences):
                 moved = 0 if wanted in (None, written) else 1 if wanted == "next" else -1
                 expected = target.shift(moved)
                 assert sample["soft"].tolist() == expected.tolist()
                 assert torch.equal(sample["soft"].ne(-100), expected.ne(-100))
                 if moved:
                     kept, gone = (slice(1, None), -1) if moved == 1 else (slice(None, -1), 0)
-                    assert sample["log_rest"][gone] == 0 and torch.equal(
-                        sample["log_rest"][:-1] if moved == 1 else sample["log_rest"][1:], log_rest[kept])
+                    assert sample["log_tail"][gone] == 0 and torch.equal(
+                        sample["log_tail"][:-1] if moved == 1 else sample["log_tail"][1:], log_tail[kept])
                 assert torch.equal(sample["input_ids"], tokens)
     with pytest.raises(ValueError, match="sparse_ce: predicts must be 'next', 'token' or None, got 'last'"):
         TeacherCache(path, predicts="last")
@@ -270,7 +270,7 @@ def test_the_trainer_learns_from_a_cache(tmp_path):
                                           use_cpu=True, report_to="none", remove_unused_columns=False)
 
     def batch(samples):
-        return {name: part for name, part in collate_sequences(samples).items() if name != "log_rest"}
+        return {name: part for name, part in collate_sequences(samples).items() if name != "log_tail"}
 
     trained = transformers.Trainer(transformers.LlamaForCausalLM(config), args, train_dataset=cache,
                                    data_collator=batch, compute_loss_func=causal_lm_loss()).train()
@@ -286,10 +286,10 @@ def test_datasets_reads_parquet_and_the_collator_takes_it(tmp_path):
         sequences = write(tmp_path / f"{ragged}.parquet", ragged=ragged)
         read = datasets.load_dataset("parquet", data_files=str(tmp_path / f"{ragged}.parquet"), split="train",
                                      cache_dir=str(tmp_path / "cache"))
-        assert read.column_names == ["input_ids", "ids", "log_probs", "log_rest", "predicts"]
+        assert read.column_names == ["input_ids", "ids", "log_probs", "log_tail", "predicts"]
         assert str(read.features["ids"]) == "List(List(Value('uint16')))"
         batch = TopKCollator(ids="ids", values="log_probs", num_classes=V)(
-            list(read.remove_columns("log_rest")))
+            list(read.remove_columns("log_tail")))
         for i, (target, tokens, _) in enumerate(sequences):
             labels = batch["labels"][i, :len(tokens)]
             assert labels.tolist() == target.shift(-1).tolist()
@@ -302,7 +302,7 @@ def test_numpy_maps_the_arrays(tmp_path):
     sequences = write(tmp_path / "teacher.npy", dtype=torch.bfloat16)
     arrays = {file.stem: np.load(file, mmap_mode="r") for file in (tmp_path / "teacher.npy").glob("*.npy")}
     assert {name: (a.dtype.str, a.shape) for name, a in arrays.items()} == {
-        "ids": ("<u2", (32, K)), "log_probs": ("<u2", (32, K)), "tokens": ("<u2", (32,)), "log_rest": ("<f4", (32,)),
+        "ids": ("<u2", (32, K)), "log_probs": ("<u2", (32, K)), "tokens": ("<u2", (32,)), "log_tail": ("<f4", (32,)),
         "predicts": ("|u1", (32,)), "sequences": ("<i8", (6,)), "crc32": ("<u4", (5,))}
     assert arrays["sequences"].tolist() == [0, 7, 8, 20, 23, 32]
     assert arrays["tokens"][7:8].tolist() == sequences[1][1].tolist()
@@ -319,7 +319,7 @@ def test_the_library_of_safetensors_reads_the_file(tmp_path):
     assert int.from_bytes((tmp_path / "teacher.safetensors").read_bytes()[:8], "little") % 8 == 0  # tensors are aligned
     assert {name: x.dtype for name, x in t.items()} == {
         "ids": torch.uint16, "log_probs": torch.bfloat16, "entries": torch.int64, "sequences": torch.int64,
-        "tokens": torch.uint16, "log_rest": torch.float32, "crc32": torch.uint32, "predicts": torch.uint8}
+        "tokens": torch.uint16, "log_tail": torch.float32, "crc32": torch.uint32, "predicts": torch.uint8}
     begin, end = t["entries"][t["sequences"][2]], t["entries"][t["sequences"][3]]
     assert torch.equal(t["ids"][begin:end].long(), sequences[2][0].indices)
     assert torch.equal(t["log_probs"][begin:end].float(), sequences[2][0].values)
@@ -335,7 +335,7 @@ def test_arrow_reads_the_file(tmp_path):
         table = pq.read_table(path)
         assert {f.name: str(f.type) for f in table.schema} == {
             "input_ids": "list<element: uint32>", "ids": "list<element: list<element: uint32>>",
-            column: f"list<element: list<element: {kind}>>", "log_rest": "list<element: float>",
+            column: f"list<element: list<element: {kind}>>", "log_tail": "list<element: float>",
             "predicts": "list<element: uint8>"}
         if column == "log_probs":
             pairs = [None if not ids else list(zip(ids, values)) for ids, values in
@@ -348,18 +348,18 @@ def test_arrow_reads_the_file(tmp_path):
 def test_rectangles_of_whole_sequences(tmp_path):
     """Ids (N, S, K), without a header."""
     library = pytest.importorskip("safetensors.torch")
-    target, log_rest = sparse_ce.topk_log_probs(torch.randn(6, 8, V), 3, return_log_rest=True)
+    target, log_tail = sparse_ce.topk_log_probs(torch.randn(6, 8, V), 3, return_log_tail=True)
     tokens = torch.arange(48).reshape(6, 8)
     for i, rows in enumerate((slice(0, 4), slice(4, 6))):
         shard = {"tokens": tokens[rows].to(torch.uint16), "ids": target.indices[rows].to(torch.uint16),
-                 "log_probs": target.values[rows].half(), "log_rest": log_rest[rows].contiguous()}
+                 "log_probs": target.values[rows].half(), "log_tail": log_tail[rows].contiguous()}
         library.save_file({name: t.contiguous() for name, t in shard.items()},
                           tmp_path / f"shard-0000{i}-of-00002.safetensors")
     cache = TeacherCache(tmp_path, num_classes=V)
     assert len(cache) == 6
     for i in range(6):
         expected = SparseTarget.from_topk(target[i].indices, target[i].values.half(), kind="logprobs", num_classes=V)
-        assert_same(cache[i], expected, tokens[i], log_rest[i])
+        assert_same(cache[i], expected, tokens[i], log_tail[i])
 
 
 def test_arrays_and_columns_without_a_header(tmp_path):

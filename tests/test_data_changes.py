@@ -183,7 +183,7 @@ def read_behind_the_end(cache, file, size, last, said):
 
 
 @pytest.mark.parametrize("ragged", [False, True], ids=["fixed", "ragged"])
-@pytest.mark.parametrize("part", ["ids", "log_probs", "tokens", "log_rest", "sequences", "crc32", "entries"])
+@pytest.mark.parametrize("part", ["ids", "log_probs", "tokens", "log_tail", "sequences", "crc32", "entries"])
 def test_a_file_that_is_cut_off_behind_our_back(tmp_path, format, part, ragged, monkeypatch):
     """In a process of its own: reading what a map has no file for ends it, with SIGBUS."""
     monkeypatch.setattr("sparse_ce.data.parquet.ENTRIES_OF_A_GROUP", 1000)
@@ -195,7 +195,7 @@ def test_a_file_that_is_cut_off_behind_our_back(tmp_path, format, part, ragged, 
     rest = torch.zeros(lengths[0])
     with CacheWriter(path, num_classes=V, k=None if ragged else K) as writer:
         for _ in lengths:
-            writer.add(target, tokens=rest.long(), log_rest=rest)
+            writer.add(target, tokens=rest.long(), log_tail=rest)
     file = path / f"{part}.npy" if format == "npy" else path
     context = multiprocessing.get_context("fork")
     said = context.Queue()

@@ -21,8 +21,8 @@ def format(request):
     return request.param
 
 
-ARRAYS = "entries, ids, log_probs, log_rest, predicts, sequences, tokens"
-COLUMNS = ("ids", "log_probs", "tokens", "log_rest")
+ARRAYS = "entries, ids, log_probs, log_tail, predicts, sequences, tokens"
+COLUMNS = ("ids", "log_probs", "tokens", "log_tail")
 
 
 def files_of(path):
@@ -126,7 +126,7 @@ def test_a_shard_that_is_missing_or_of_another_cache(tmp_path, format):
     for changed, words in ((dict(metadata={"model": "other"}), "metadata must be {'model': 'one'}, as in"),
                            (dict(dtype=torch.float32), "dtype must be 'float16', as in"),
                            (dict(predicts="token"), "predicts must be 'next', as in"),
-                           (dict(parts=False), "columns must be ('ids', 'log_probs', 'tokens', 'log_rest', 'predicts'"),
+                           (dict(parts=False), "columns must be ('ids', 'log_probs', 'tokens', 'log_tail', 'predicts'"),
                            (dict(ragged=True), f"k must be {K}, as in")):
         one, two = (tmp_path / f"{name}-{words[:5]}" for name in ("one", "two"))
         write(one, format=format, shard=2, metadata={"model": "one"})
@@ -298,8 +298,8 @@ def test_a_header_of_a_later_version(tmp_path, monkeypatch):
 def damaged_values(ragged):
     """(the words of the error, sequence 1 with one wrong value at position 2)."""
     def stored(**changes):
-        target, tokens, log_rest = sequence(4, 7)
-        parts = dict(ids=target.indices, log_probs=target.values, tokens=tokens, log_rest=log_rest)
+        target, tokens, log_tail = sequence(4, 7)
+        parts = dict(ids=target.indices, log_probs=target.values, tokens=tokens, log_tail=log_tail)
         for name, value in changes.items():
             parts[name] = parts[name].clone()
             parts[name][(2, 3) if parts[name].dim() == 2 else 2] = value
@@ -308,13 +308,13 @@ def damaged_values(ragged):
             parts["ids"], parts["log_probs"] = parts["ids"].flatten(), parts["log_probs"].flatten()
             counts = torch.full((4,), K)
         return Stored(parts["ids"].to(torch.uint16), parts["log_probs"], counts, parts["tokens"].to(torch.uint16),
-                      parts["log_rest"])
+                      parts["log_tail"])
     return [(f"ids must be in [0, {V}), got {V} at", stored(ids=V)),
             (f"ids must be in [0, {V}), got 65535 at", stored(ids=65535)),
             ("log_probs must be at most 0, got nan at", stored(log_probs=torch.nan)),
             ("log_probs must be at most 0, got 0.5 at", stored(log_probs=0.5)),
-            ("log_rest must be at most 0, got 2.0 at", stored(log_rest=2.0)),
-            ("log_rest must be at most 0, got nan at", stored(log_rest=torch.nan)),
+            ("log_tail must be at most 0, got 2.0 at", stored(log_tail=2.0)),
+            ("log_tail must be at most 0, got nan at", stored(log_tail=torch.nan)),
             (f"tokens must be in [0, {V}), got {V} at", stored(tokens=V))], stored
 
 
@@ -343,8 +343,8 @@ def test_other_numbers_of_entries_than_the_header_says(tmp_path):
     import pyarrow as pa
     import pyarrow.parquet as pq
     for table, words in (({"ids": [[[1, 2]]], "log_probs": [[[-1.0], [-1.0]]]}, "log_probs must have as many entries"),
-                         ({"ids": [[[1]]], "log_probs": [[[-1.0]]], "log_rest": [[-1.0, -1.0]]},
-                          "log_rest must be (1,)"),
+                         ({"ids": [[[1]]], "log_probs": [[[-1.0]]], "log_tail": [[-1.0, -1.0]]},
+                          "log_tail must be (1,)"),
                          ({"ids": [[[1, None]]], "log_probs": [[[-1.0, 1.0]]]}, "ids must have no nulls"),
                          ({"ids": [[["a"]]], "log_probs": [[[-1.0]]]}, "ids must be of numbers"),
                          ({"ids": [1], "log_probs": [[[-1.0]]]}, "ids must be a list"),
@@ -384,7 +384,7 @@ def test_the_writer_refuses_them_too(tmp_path, k):
     for wrong, words in ((dict(tokens=torch.tensor([0, V])), f"tokens must be in [0, {V}), got {V}"),
                          (dict(tokens=torch.tensor([0, -100])), f"tokens must be in [0, {V}), got -100"),
                          (dict(tokens=torch.tensor([0])), "tokens must be [2], as target, got [1]"),
-                         (dict(log_rest=torch.tensor([0.0, 0.5])), "log_rest must be at most 0, got 0.5")):
+                         (dict(log_tail=torch.tensor([0.0, 0.5])), "log_tail must be at most 0, got 0.5")):
         with pytest.raises(ValueError, match=re.escape(words)):
             writer.add(target(), **wrong)
 

@@ -69,7 +69,7 @@ def test_no_sequence_is_none(tmp_path):
     (dict(ids=[[[1]], [None]], log_probs=[[[-1.0]], [None]]), "must have no nulls, got 1"),
     (dict(ids=[[[1]], None], log_probs=[[[-1.0]], None], input_ids=[[1], None]), "must have no nulls, got 1"),
     (dict(input_ids=[[1], None]), "input_ids must have no nulls, got 1"),
-    (dict(log_rest=[[-1.0], None]), "log_rest must have no nulls, got 1")])
+    (dict(log_tail=[[-1.0], None]), "log_tail must have no nulls, got 1")])
 def test_columns_that_would_be_read_as_something_else(tmp_path, columns, words):
     needs("parquet")
     import pyarrow as pa

@@ -143,26 +143,26 @@ def self_distillation(tmp_path, written):
     needs("parquet")
     logits = 5 * torch.randn(4, 9, V, generator=torch.Generator().manual_seed(0))
     tokens = torch.randint(V, (4, 9), generator=torch.Generator().manual_seed(1))
-    target, log_rest = sparse_ce.topk_log_probs(logits, 50, return_log_rest=True)
+    target, log_tail = sparse_ce.topk_log_probs(logits, 50, return_log_tail=True)
     if written == "token":
-        target, log_rest = target.shift(-1), torch.nn.functional.pad(log_rest, (1, -1))
+        target, log_tail = target.shift(-1), torch.nn.functional.pad(log_tail, (1, -1))
     path = tmp_path / f"{written}.parquet"
     said = {} if written == "next" else {"predicts": "token"}
     with CacheWriter(path, num_classes=V, k=50, dtype=torch.float32, **said) as writer:
-        writer.add(target, tokens=tokens, log_rest=log_rest)
+        writer.add(target, tokens=tokens, log_tail=log_tail)
     return logits, datasets.load_dataset("parquet", data_files=str(path), split="train",
                                          cache_dir=str(tmp_path / "cache"))
 
 
 def kl_to_itself(logits, batch):
-    return sparse_ce.divergence(logits[:, :-1], batch["labels"][:, 1:], rest="bucket",
-                                teacher_log_rest=batch["teacher_log_rest"][:, 1:]).item()
+    return sparse_ce.divergence(logits[:, :-1], batch["labels"][:, 1:], tail="bucket",
+                                teacher_log_tail=batch["teacher_log_tail"][:, 1:]).item()
 
 
 def collator(**options):
     pytest.importorskip("transformers", minversion="5.24")
     from sparse_ce.integrations.transformers import TopKCollator
-    return TopKCollator(ids="ids", values="log_probs", log_rest="log_rest", num_classes=V, **options)
+    return TopKCollator(ids="ids", values="log_probs", log_tail="log_tail", num_classes=V, **options)
 
 
 def through_pandas(rows):

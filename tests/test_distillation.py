@@ -22,19 +22,19 @@ from sparse_ce import (
     topk_log_probs,
 )
 from sparse_ce.functional.distillation import Normalizers
-from sparse_ce.functional.divergences import KINDS, RESTS, needed
+from sparse_ce.functional.divergences import KINDS, TAILS, needed
 
-DEFINED = [(kind, rest) for kind, rest in itertools.product(KINDS, RESTS) if not isinstance(needed(kind, rest), str)]
+DEFINED = [(kind, tail) for kind, tail in itertools.product(KINDS, TAILS) if not isinstance(needed(kind, tail), str)]
 SHAPE, CLASSES, WIDTH, IDS = (2, 4), 19, 6, 3
 TEACHERS = ("topk", "masked", "repeated", "empty", "jagged", "labels")
 
 
 def make(device):
-    """[input, weight, bias], labels, the teacher in its forms, and log_rest of those where it fits."""
+    """[input, weight, bias], labels, the teacher in its forms, and log_tail of those where it fits."""
     draw, dtype = Draw(device), torch.float64
     head = [t.requires_grad_() for t in (draw.normal(*SHAPE, WIDTH, dtype=dtype),
                                          draw.normal(CLASSES, WIDTH, dtype=dtype), draw.normal(CLASSES, dtype=dtype))]
-    top, log_rest = topk_log_probs(2 * draw.normal(*SHAPE, CLASSES, dtype=dtype), IDS, return_log_rest=True)
+    top, log_tail = topk_log_probs(2 * draw.normal(*SHAPE, CLASSES, dtype=dtype), IDS, return_log_tail=True)
     labels = draw.integers(CLASSES, *SHAPE)
     labels[0, 1] = -100
     labels[1, 2], labels[1, 3] = top.indices[1, 2, 1], top.indices[1, 3, 0]  # among the teacher's classes
@@ -51,7 +51,7 @@ def make(device):
             (begin, begin + IDS), -1).reshape(*SHAPE, 2)),
         "labels": SparseTarget.from_index(labels.clamp(min=0)),
     }
-    return head, labels, teachers, log_rest
+    return head, labels, teachers, log_tail
 
 
 def close(found, expected, leaves):
@@ -63,18 +63,18 @@ def close(found, expected, leaves):
 
 
 @pytest.mark.parametrize("form", TEACHERS)
-@pytest.mark.parametrize("kind,rest", DEFINED)
-def test_a_head_equals_its_logits(kind, rest, form, device):
+@pytest.mark.parametrize("kind,tail", DEFINED)
+def test_a_head_equals_its_logits(kind, tail, form, device):
     """Three products, whatever it takes to make them of both losses."""
-    head, labels, teachers, log_rest = make(device)
+    head, labels, teachers, log_tail = make(device)
     reductions = itertools.cycle(("mean", "sum", "none"))
     for temperature, alpha, given, softcap, reduction in zip(*zip(*itertools.product(
-            (1.0, 2.0), (1.0, 0.3), (None, log_rest), (None, 3.0))), reductions):
-        if temperature != 1 and (rest not in ("zero", "renormalize") or given is not None):
+            (1.0, 2.0), (1.0, 0.3), (None, log_tail), (None, 3.0))), reductions):
+        if temperature != 1 and (tail not in ("zero", "renormalize") or given is not None):
             continue
         if given is not None and form in ("repeated", "empty", "labels"):
             continue
-        options = dict(kind=kind, rest=rest, teacher_log_rest=given, temperature=temperature, alpha=alpha,
+        options = dict(kind=kind, tail=tail, teacher_log_tail=given, temperature=temperature, alpha=alpha,
                        reduction=reduction, softcap=softcap, logit_scale=0.7)
         expected = distillation_loss(F.linear(*head), teachers[form], labels, **options)
         found = linear_distillation_loss(*head[:2], teachers[form], labels, linear_bias=head[2], chunk_rows=3,
@@ -93,12 +93,12 @@ def test_both_losses_of_one_pass_over_the_head(form, device, monkeypatch):
                             lambda *args, right=right, **named: asked.append(right) or right(*args, **named))
     for ignore_index, dtype in ((-100, torch.int64), (-100, torch.int16), (int(labels[0, 0]), torch.int32)):
         labels = torch.where(labels == -100, ignore_index, labels).to(dtype)
-        found = linear_distillation_loss(*head[:2], teachers[form], labels, kind="jsd", rest="bucket", alpha=0.5,
+        found = linear_distillation_loss(*head[:2], teachers[form], labels, kind="jsd", tail="bucket", alpha=0.5,
                                          ignore_index=ignore_index)
         assert len(asked) == (2 if form == "jagged" else 1)
         asked.clear()
         z = F.linear(*head[:2])
-        parts = [divergence(z, teachers[form], kind="jsd", rest="bucket"),
+        parts = [divergence(z, teachers[form], kind="jsd", tail="bucket"),
                  cross_entropy(z, labels.long(), ignore_index=ignore_index)]
         close(found, (parts[0] + parts[1]) / 2, head[:2])
 
@@ -112,15 +112,15 @@ def test_both_losses_of_one_pass_over_the_head(form, device, monkeypatch):
         assert of_labels_out_of_range().isnan()
 
 
-@pytest.mark.parametrize("kind,rest", DEFINED)
-def test_second_derivatives_of_one_pass_over_the_head(kind, rest, device):
-    """Where a label is ignored, is among the teacher's classes, or there are no others: log_rest is -inf."""
+@pytest.mark.parametrize("kind,tail", DEFINED)
+def test_second_derivatives_of_one_pass_over_the_head(kind, tail, device):
+    """Where a label is ignored, is among the teacher's classes, or there are no others: log_tail is -inf."""
     head, labels, teachers, _ = make(device)
     only = torch.full_like(head[2], -torch.inf).index_fill(0, teachers["topk"].indices[1, 3], 0.0)
     for row, bias in ((slice(None), head[2].detach()), ((1, 3), only)):
-        if bias is only and (kind, rest) == ("forward_kl", "uniform"):  # which is infinite
+        if bias is only and (kind, tail) == ("forward_kl", "uniform"):  # which is infinite
             continue
-        second, options = [], dict(kind=kind, rest=rest, alpha=0.5)
+        second, options = [], dict(kind=kind, tail=tail, alpha=0.5)
         x, teacher, of_row = head[0].detach()[row].requires_grad_(), teachers["topk"][row], labels[row]
         for loss in (linear_distillation_loss(x, head[1], teacher, of_row, linear_bias=bias, **options),
                      distillation_loss(F.linear(x, head[1], bias), teacher, of_row, **options)):
@@ -132,8 +132,8 @@ def test_second_derivatives_of_one_pass_over_the_head(kind, rest, device):
 def test_its_parts_and_what_is_left_out(device):
     head, labels, teachers, _ = make(device)
     z = F.linear(*head).detach().requires_grad_()
-    of_teacher, of_labels = divergence(z, teachers["masked"], rest="renormalize"), cross_entropy(z, labels)
-    options = dict(rest="renormalize")
+    of_teacher, of_labels = divergence(z, teachers["masked"], tail="renormalize"), cross_entropy(z, labels)
+    options = dict(tail="renormalize")
     close(distillation_loss(z, teachers["masked"], labels, alpha=0.25, **options), 0.25 * of_teacher + 0.75 * of_labels,
           [z])
     close(distillation_loss(z, teachers["masked"], **options), of_teacher, [z])
@@ -143,11 +143,11 @@ def test_its_parts_and_what_is_left_out(device):
     close(by, sums / 5, [z])
 
 
-@pytest.mark.parametrize("rest", ["zero", "uniform"])
-def test_columns_that_are_no_classes_have_no_part(rest, device):
-    """Neither in the labels' loss nor in a rest that is spread over all classes."""
+@pytest.mark.parametrize("tail", ["zero", "uniform"])
+def test_columns_that_are_no_classes_have_no_part(tail, device):
+    """Neither in the labels' loss nor in a tail that is spread over all classes."""
     head, labels, teachers, _ = make(device)
-    z, options = F.linear(*head), dict(rest=rest, alpha=0.3, reduction="none")
+    z, options = F.linear(*head), dict(tail=tail, alpha=0.3, reduction="none")
     teacher = SparseTarget.from_topk(teachers["topk"].indices, teachers["topk"].values, kind="logprobs")
     padded = torch.cat((z, torch.full_like(z[..., :3], 5.0)), -1)
     close(distillation_loss(padded, teacher, labels, num_classes=CLASSES, **options),
@@ -172,8 +172,8 @@ def test_each_part_has_its_own_normalizer(device):
 
 
 @pytest.mark.parametrize("softcap", [None, 3.0])
-@pytest.mark.parametrize("rest", ["zero", "renormalize"])
-def test_temperature(rest, softcap, device):
+@pytest.mark.parametrize("tail", ["zero", "renormalize"])
+def test_temperature(tail, softcap, device):
     """Of the student behind its softcap, and of the teacher within its classes, where a repeated one is one."""
     head, _, teachers, _ = make(device)
     z, temperature = F.linear(*head).detach().requires_grad_(), 2.5
@@ -184,9 +184,9 @@ def test_temperature(rest, softcap, device):
         p = torch.where(inside, torch.where(inside, p, 1).log() / temperature, -torch.inf).softmax(-1)
         x = 0.7 * z if softcap is None else softcap * torch.tanh(0.7 * z / softcap)
         x = x / temperature
-        log_q = torch.where(inside, x, -torch.inf).log_softmax(-1) if rest == "renormalize" else x.log_softmax(-1)
+        log_q = torch.where(inside, x, -torch.inf).log_softmax(-1) if tail == "renormalize" else x.log_softmax(-1)
         exact = torch.where(inside, p * (torch.where(inside, p, 1).log() - torch.where(inside, log_q, 0)), 0).sum(-1)
-        options = dict(rest=rest, temperature=temperature, softcap=softcap, logit_scale=0.7)
+        options = dict(tail=tail, temperature=temperature, softcap=softcap, logit_scale=0.7)
         close(distillation_loss(z, teachers[form], **options), exact.mean(), [z])
         close(distillation_loss(z, teachers[form], temperature_squared=True, **options),
               exact.mean() * temperature**2, [z])
@@ -210,7 +210,7 @@ def test_a_learned_teacher_gets_its_gradient(device):
     log_p = teachers["topk"].values.clone().requires_grad_()
     teacher = SparseTarget.from_topk(teachers["topk"].indices, log_p, kind="logprobs")
     for alpha in (1.0, 0.5):
-        options = dict(kind="jsd", rest="bucket", alpha=alpha)
+        options = dict(kind="jsd", tail="bucket", alpha=alpha)
         close(linear_distillation_loss(*head[:2], teacher, labels, **options),
               distillation_loss(F.linear(*head[:2]), teacher, labels, **options), [*head[:2], log_p])
 
@@ -226,7 +226,7 @@ def test_nothing_counts(device):
     assert all(g.eq(0).all() for g in torch.autograd.grad(loss, head[:2]))
 
 
-OPTIONS = dict(kind="jsd", rest="renormalize", beta=0.4, floor=-30.0, temperature=2.0, temperature_squared=True,
+OPTIONS = dict(kind="jsd", tail="renormalize", beta=0.4, floor=-30.0, temperature=2.0, temperature_squared=True,
                alpha=0.3, ignore_index=-1, logit_scale=0.5, softcap=7.0, num_classes=18, reduction="sum",
                normalizer=None, group=None, vocab_start=None)
 
@@ -236,11 +236,11 @@ OPTIONS = dict(kind="jsd", rest="renormalize", beta=0.4, floor=-30.0, temperatur
     (LinearDistillationLoss, linear_distillation_loss, dict(logits_dtype=torch.float32, chunk_rows=3))],
     ids=lambda x: getattr(x, "__name__", ""))
 def test_modules_are_their_functions(module, function, extra, device):
-    head, labels, teachers, log_rest = make(device)
+    head, labels, teachers, log_tail = make(device)
     labels = torch.where(labels == -100, -1, labels)
     names = [name for name, p in inspect.signature(function).parameters.items() if p.kind == p.KEYWORD_ONLY]
     held = {name: value for name, value in {**OPTIONS, **extra}.items() if name in names}
-    assert set(held) | {"teacher_log_rest", "linear_bias"} >= set(names)
+    assert set(held) | {"teacher_log_tail", "linear_bias"} >= set(names)
     assert set(inspect.signature(module).parameters) == set(held)
     criterion = module(**held)
     assert all(f"{name}=" in repr(criterion) for name in held if held[name] is not None)
@@ -248,8 +248,8 @@ def test_modules_are_their_functions(module, function, extra, device):
     if module is Divergence:
         z = F.linear(*head)
         close(criterion(z, teacher), function(z, teacher, **held), head)
-        close(Divergence(rest="bucket", kind="tv")(z, teacher, log_rest, normalizer=3),
-              function(z, teacher, rest="bucket", kind="tv", teacher_log_rest=log_rest, normalizer=3), head)
+        close(Divergence(tail="bucket", kind="tv")(z, teacher, log_tail, normalizer=3),
+              function(z, teacher, tail="bucket", kind="tv", teacher_log_tail=log_tail, normalizer=3), head)
         return
     inputs = (F.linear(*head),) if module is DistillationLoss else head[:2]
     more = {} if module is DistillationLoss else dict(linear_bias=head[2])
@@ -266,27 +266,27 @@ def test_modules_are_their_functions(module, function, extra, device):
     (dict(alpha=1.5), ["alpha must be in [0, 1], got 1.5"]), (dict(alpha="all"), ["alpha must be a number"]),
     (dict(temperature=0.0), ["temperature must be positive, got 0.0"]),
     (dict(temperature=None), ["temperature must be a number, got None"]),
-    (dict(temperature=2.0, rest="bucket"), ["temperature must be 1 with rest='bucket'", "logit_scale=1 / temperature"]),
-    (dict(teacher_log_rest=0.1), ["teacher_log_rest must be a tensor, got float"]),
-    (dict(kind="reverse_kl"), ["kind must be defined with rest='zero'", "infinite"]),
+    (dict(temperature=2.0, tail="bucket"), ["temperature must be 1 with tail='bucket'", "logit_scale=1 / temperature"]),
+    (dict(teacher_log_tail=0.1), ["teacher_log_tail must be a tensor, got float"]),
+    (dict(kind="reverse_kl"), ["kind must be defined with tail='zero'", "infinite"]),
 ], ids=str)
 def test_wrong_options_are_named(options, words, device):
     head, _, teachers, _ = make(device)
     calls = [lambda: distillation_loss(F.linear(*head), teachers["topk"], **options),
              lambda: linear_distillation_loss(*head[:2], teachers["topk"], **options)]
-    if options != dict(alpha=0.5) and "teacher_log_rest" not in options:
+    if options != dict(alpha=0.5) and "teacher_log_tail" not in options:
         calls += [lambda: DistillationLoss(**options), lambda: LinearDistillationLoss(**options)]
     for call in calls:
         assert_refused(call, *words, error=(TypeError, ValueError))
 
 
-@pytest.mark.parametrize("rest", ["zero", "renormalize"])
-def test_a_log_rest_that_nothing_looks_at_may_be_given(rest, device):
+@pytest.mark.parametrize("tail", ["zero", "renormalize"])
+def test_a_log_tail_that_nothing_looks_at_may_be_given(tail, device):
     """As a loop does that tries one treatment of the tail after the other, at a temperature too."""
-    head, labels, teachers, log_rest = make(device)
+    head, labels, teachers, log_tail = make(device)
     for function, given in ((distillation_loss, (F.linear(*head),)), (linear_distillation_loss, head[:2])):
-        options = dict(rest=rest, temperature=2.0, alpha=0.5)
-        assert torch.equal(function(*given, teachers["topk"], labels, teacher_log_rest=log_rest, **options),
+        options = dict(tail=tail, temperature=2.0, alpha=0.5)
+        assert torch.equal(function(*given, teachers["topk"], labels, teacher_log_tail=log_tail, **options),
                            function(*given, teachers["topk"], labels, **options))
 
 
@@ -299,7 +299,7 @@ def test_transforms(repeated, device):
     teacher = teachers[form]
 
     def loss(z, indices, values):
-        return divergence(z, SparseTarget.from_topk(indices, values, kind="logprobs"), kind="jsd", rest="bucket")
+        return divergence(z, SparseTarget.from_topk(indices, values, kind="logprobs"), kind="jsd", tail="bucket")
 
     each = torch.func.vmap(torch.func.grad(loss))(z, teacher.indices, teacher.values)
     for i in range(len(z)):
@@ -307,6 +307,6 @@ def test_transforms(repeated, device):
         expected, = torch.autograd.grad(loss(leaf, teacher.indices[i], teacher.values[i]), leaf)
         torch.testing.assert_close(each[i], expected)
     jagged = teachers["jagged"]
-    found = torch.func.grad(lambda z: divergence(z, jagged, kind="jsd", rest="bucket"))(z)
+    found = torch.func.grad(lambda z: divergence(z, jagged, kind="jsd", tail="bucket"))(z)
     leaf = z.clone().requires_grad_()
-    torch.testing.assert_close(found, torch.autograd.grad(divergence(leaf, jagged, kind="jsd", rest="bucket"), leaf)[0])
+    torch.testing.assert_close(found, torch.autograd.grad(divergence(leaf, jagged, kind="jsd", tail="bucket"), leaf)[0])

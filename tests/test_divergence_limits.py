@@ -7,13 +7,13 @@ import torch
 
 from cases import Draw
 from sparse_ce import SparseTarget, distillation_loss, divergence, linear_distillation_loss, selected_log_probs
-from sparse_ce.functional.divergences import KINDS, RESTS, needed
+from sparse_ce.functional.divergences import KINDS, TAILS, needed
 
-DEFINED = [(kind, rest) for rest in RESTS for kind in KINDS if not isinstance(needed(kind, rest), str)]
-OF_EVERY_REST = [("forward_kl", "zero"), ("jsd", "renormalize"), ("reverse_kl", "bucket"), ("forward_kl", "uniform"),
+DEFINED = [(kind, tail) for tail in TAILS for kind in KINDS if not isinstance(needed(kind, tail), str)]
+OF_EVERY_TAIL = [("forward_kl", "zero"), ("jsd", "renormalize"), ("reverse_kl", "bucket"), ("forward_kl", "uniform"),
                  ("reverse_kl", "floor")]
 ROWS, CLASSES, K, INF = 5, 11, 3, math.inf
-every_kind = pytest.mark.parametrize("kind, rest", DEFINED)
+every_kind = pytest.mark.parametrize("kind, tail", DEFINED)
 both_dtypes = pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
 
 
@@ -41,24 +41,24 @@ def topk(ids, **named):
 
 @every_kind
 @both_dtypes
-def test_a_class_of_the_teacher_that_the_student_excludes(kind, rest, dtype, device):
+def test_a_class_of_the_teacher_that_the_student_excludes(kind, tail, dtype, device):
     """The limit of a logit that falls: forward KL is infinite, and all others have a value and a gradient."""
     logits, ids, weights = make(device, dtype)
     logits[0, ids[0, 1]] = -INF
-    value, grad, of_teacher = run(logits, topk(ids), weights, kind=kind, rest=rest)
+    value, grad, of_teacher = run(logits, topk(ids), weights, kind=kind, tail=tail)
     assert grad.isfinite().all() and value[1:].isfinite().all()
     if kind == "forward_kl":
         assert value[0] == INF
         return
     low = logits.clamp(min=-1e4)  # a probability of exactly 0, but log q is finite
-    expected = run(low, topk(ids), weights, kind=kind, rest=rest)
+    expected = run(low, topk(ids), weights, kind=kind, tail=tail)
     for ours, limit in zip((value, grad, of_teacher), expected):
         torch.testing.assert_close(ours, limit)
 
 
 @pytest.mark.parametrize("beta", [0.3, 0.8])
 @every_kind
-def test_second_derivatives_at_a_class_that_the_student_excludes(kind, rest, beta, device):
+def test_second_derivatives_at_a_class_that_the_student_excludes(kind, tail, beta, device):
     """Of a masked vocabulary, in both arguments: those of a logit that has fallen far."""
     logits, ids, weights = make(device, torch.float64)
     logits[0, ids[0, 1]] = -INF
@@ -67,7 +67,7 @@ def test_second_derivatives_at_a_class_that_the_student_excludes(kind, rest, bet
     second = []
     for z in (logits, logits.clamp(min=-1e4)):
         leaves = z.clone().requires_grad_(), weights.clone().requires_grad_()
-        loss = divergence(leaves[0], topk(ids)(leaves[1]), kind=kind, rest=rest, beta=beta, reduction="sum")
+        loss = divergence(leaves[0], topk(ids)(leaves[1]), kind=kind, tail=tail, beta=beta, reduction="sum")
         first = torch.autograd.grad(loss, leaves, create_graph=True)
         second.append(torch.autograd.grad(sum(10 * g.sin().sum() for g in first), leaves))
     torch.testing.assert_close(*second)
@@ -83,44 +83,44 @@ def test_the_infinite_forward_divergence_pulls_at_the_class(dtype, device):
 
 @every_kind
 @both_dtypes
-def test_a_student_that_has_nothing_off_the_classes(kind, rest, dtype, device):
+def test_a_student_that_has_nothing_off_the_classes(kind, tail, dtype, device):
     """As a masked vocabulary. With a teacher that has nothing there either, a bucket adds nothing: the rounding of a
     sum that is 1 must not meet log 0. Where it has, forward KL is infinite."""
     logits, ids, weights = make(device, dtype, total=1.0)
     logits = torch.full_like(logits, -INF).scatter(1, ids, logits.gather(1, ids))
-    value, grad, of_teacher = run(logits, topk(ids), weights, kind=kind, rest=rest)
+    value, grad, of_teacher = run(logits, topk(ids), weights, kind=kind, tail=tail)
     assert all(t.isfinite().all() for t in (value, grad, of_teacher))
-    if rest == "bucket" or rest == "uniform" and kind == "forward_kl":
-        expected = run(logits, topk(ids), weights, kind=kind, rest="renormalize")
+    if tail == "bucket" or tail == "uniform" and kind == "forward_kl":
+        expected = run(logits, topk(ids), weights, kind=kind, tail="renormalize")
         torch.testing.assert_close((value, grad), expected[:2], atol=2e-6, rtol=1e-5)
-        missing = run(logits, topk(ids), weights / 2, kind=kind, rest=rest)[0]
+        missing = run(logits, topk(ids), weights / 2, kind=kind, tail=tail)[0]
         assert (missing == INF).all() if kind == "forward_kl" else missing.isfinite().all()
-    if rest == "bucket":  # said by the teacher itself
-        ours = run(logits, topk(ids), weights, kind=kind, rest=rest,
-                   teacher_log_rest=torch.full((ROWS,), -INF, dtype=dtype, device=device))
+    if tail == "bucket":  # said by the teacher itself
+        ours = run(logits, topk(ids), weights, kind=kind, tail=tail,
+                   teacher_log_tail=torch.full((ROWS,), -INF, dtype=dtype, device=device))
         torch.testing.assert_close(ours[:2], (value, grad), atol=2e-6, rtol=1e-5)
 
 
 @every_kind
 @both_dtypes
 @pytest.mark.parametrize("total", [1.0, 0.8, 1.004])
-def test_all_classes_are_the_teachers(total, kind, rest, dtype, device):
-    """Then there is no rest, whatever the sum."""
+def test_all_classes_are_the_teachers(total, kind, tail, dtype, device):
+    """Then there is no tail, whatever the sum."""
     logits, ids, weights = make(device, dtype, total, k=CLASSES)
-    value, grad, of_teacher = run(logits, topk(ids), weights, kind=kind, rest=rest)
+    value, grad, of_teacher = run(logits, topk(ids), weights, kind=kind, tail=tail)
     assert all(t.isfinite().all() for t in (value, grad, of_teacher))
-    if rest != "renormalize" and kind != "reverse_kl":
-        expected = run(logits, topk(ids), weights, kind=kind, rest="zero")
+    if tail != "renormalize" and kind != "reverse_kl":
+        expected = run(logits, topk(ids), weights, kind=kind, tail="zero")
         torch.testing.assert_close((value, grad), expected[:2])
     if total == 1 and kind not in ("alpha",):
-        expected = run(logits, topk(ids), weights, kind=kind, rest="renormalize")
+        expected = run(logits, topk(ids), weights, kind=kind, tail="renormalize")
         torch.testing.assert_close((value, grad), expected[:2], atol=2e-6, rtol=1e-5)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_one_class_that_is_renormalized_asks_for_nothing(kind, device):
     logits, ids, weights = make(device, torch.float32, k=1)
-    for t in run(logits, topk(ids), weights, kind=kind, rest="renormalize"):
+    for t in run(logits, topk(ids), weights, kind=kind, tail="renormalize"):
         assert (t == 0).all()
 
 
@@ -129,43 +129,43 @@ def test_one_class_that_is_renormalized_asks_for_nothing(kind, device):
 
 @every_kind
 @pytest.mark.parametrize("teacher_dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_a_teacher_in_16_bits_whose_sum_is_above_1(kind, rest, teacher_dtype, device):
+def test_a_teacher_in_16_bits_whose_sum_is_above_1(kind, tail, teacher_dtype, device):
     """Its bucket has the floor; its gradient is as wide as its values."""
     logits, ids, weights = make(device, torch.float32, total=1.01)
     weights = weights.to(teacher_dtype)
     assert (weights.float().sum(1) > 1).all()
-    value, grad, of_teacher = run(logits, topk(ids), weights, kind=kind, rest=rest, floor=-20.0)
+    value, grad, of_teacher = run(logits, topk(ids), weights, kind=kind, tail=tail, floor=-20.0)
     assert all(t.isfinite().all() for t in (value, grad, of_teacher)) and of_teacher.dtype == teacher_dtype
     p, q = weights.double(), logits.double().softmax(1).gather(1, ids)
-    if rest == "bucket" and kind in ("forward_kl", "reverse_kl"):
+    if tail == "bucket" and kind in ("forward_kl", "reverse_kl"):
         p, q = (torch.cat((x, (1 - x.sum(1, keepdim=True)).clamp(min=math.exp(-20))), 1) for x in (p, q))
         expected = p * (p / q).log() if kind == "forward_kl" else q * (q / p).log()
         torch.testing.assert_close(value.double(), expected.sum(1), rtol=2e-6, atol=2e-6)
 
 
 @every_kind
-def test_a_probability_that_is_too_small_for_its_dtype(kind, rest, device):
-    """e^-300 is 0 in float32, beside a logit of -inf too. Of a uniform rest that logit alone is infinite."""
+def test_a_probability_that_is_too_small_for_its_dtype(kind, tail, device):
+    """e^-300 is 0 in float32, beside a logit of -inf too. Of a uniform tail that logit alone is infinite."""
     logits, ids, _ = make(device, torch.float32)
-    if (kind, rest) != ("forward_kl", "uniform"):
+    if (kind, tail) != ("forward_kl", "uniform"):
         logits[0, ids[0, 1]] = -INF
     log_p = torch.tensor([-0.1, -300.0, -3000.0], device=device).expand(ROWS, K)
     out = run(logits, lambda v: SparseTarget.from_topk(ids, v, kind="logprobs", num_classes=CLASSES), log_p, kind=kind,
-              rest=rest)
+              tail=tail)
     assert all(t.isfinite().all() for t in out)
 
 
 @every_kind
 @both_dtypes
-def test_what_rows_that_do_not_count_hold_reaches_nothing(kind, rest, dtype, device):
-    """NaN in the logits, in the teacher's values, in what it says of its rest: by mask, by index, in jagged rows."""
+def test_what_rows_that_do_not_count_hold_reaches_nothing(kind, tail, dtype, device):
+    """NaN in the logits, in the teacher's values, in what it says of its tail: by mask, by index, in jagged rows."""
     logits, ids, weights = make(device, dtype)
     counts = torch.tensor([True, False, True, True, False], device=device)
-    expected = run(logits[counts], topk(ids[counts]), weights[counts], kind=kind, rest=rest)
+    expected = run(logits[counts], topk(ids[counts]), weights[counts], kind=kind, tail=tail)
     logits[~counts], spoilt = torch.nan, weights.clone()
     spoilt[~counts] = torch.nan
-    log_rest = torch.where(counts, (1 - weights.sum(1)).log(), torch.nan)
-    named = dict(teacher_log_rest=log_rest) if rest in ("bucket", "uniform") else {}
+    log_tail = torch.where(counts, (1 - weights.sum(1)).log(), torch.nan)
+    named = dict(teacher_log_tail=log_tail) if tail in ("bucket", "uniform") else {}
 
     def jagged(values):
         return SparseTarget.from_jagged(ids.flatten(), values.flatten(), K * torch.arange(ROWS + 1, device=device),
@@ -173,37 +173,37 @@ def test_what_rows_that_do_not_count_hold_reaches_nothing(kind, rest, dtype, dev
 
     for build, more in ((topk(ids, row_mask=counts), named), (jagged, {}),
                         (topk(torch.where(counts[:, None], ids, -100)), named)):
-        ours = run(logits, build, spoilt, kind=kind, rest=rest, **more)
+        ours = run(logits, build, spoilt, kind=kind, tail=tail, **more)
         assert all((t[~counts] == 0).all() for t in ours)
         torch.testing.assert_close(tuple(t[counts] for t in ours)[:2], expected[:2], rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("spoilt", [torch.nan, -0.1], ids=["NaN", "a negative probability"])
 @every_kind
-def test_a_teacher_that_is_none_is_not_ignored(kind, rest, spoilt, device):
+def test_a_teacher_that_is_none_is_not_ignored(kind, tail, spoilt, device):
     """A row that counts has no loss then; what looks like a good student would be none."""
     logits, ids, weights = make(device, torch.float64)
     weights[1, 0] = spoilt
-    loss = divergence(logits, topk(ids)(weights), kind=kind, rest=rest, reduction="none")
+    loss = divergence(logits, topk(ids)(weights), kind=kind, tail=tail, reduction="none")
     assert loss.isnan().tolist() == [False, True, False, False, False]
     log_probs = SparseTarget.from_topk(ids, torch.where(weights > 0, weights.log(), torch.nan), kind="logprobs",
                                        num_classes=CLASSES)
-    assert divergence(logits, log_probs, kind=kind, rest=rest).isnan()
+    assert divergence(logits, log_probs, kind=kind, tail=tail).isnan()
 
 
 @pytest.mark.parametrize("kind", ["forward_kl", "reverse_kl", "jsd"])
-def test_a_rest_that_is_no_number_is_not_ignored(kind, device):
+def test_a_tail_that_is_no_number_is_not_ignored(kind, device):
     logits, ids, weights = make(device, torch.float64)
-    rest = (1 - weights.sum(1)).log()
-    rest[2] = torch.nan
-    loss = divergence(logits, topk(ids)(weights), kind=kind, rest="bucket", teacher_log_rest=rest, reduction="none")
+    tail = (1 - weights.sum(1)).log()
+    tail[2] = torch.nan
+    loss = divergence(logits, topk(ids)(weights), kind=kind, tail="bucket", teacher_log_tail=tail, reduction="none")
     assert loss.isnan().tolist() == [False, False, True, False, False]
 
 
 @pytest.mark.parametrize("form", ["topk", "jagged", "no entries", "no classes"])
 @every_kind
-def test_rows_without_classes(kind, rest, form, device):
-    """There is nothing to be normalized over, and all is rest."""
+def test_rows_without_classes(kind, tail, form, device):
+    """There is nothing to be normalized over, and all is tail."""
     logits, ids, weights = make(device, torch.float64)
     weights[1:3] = 0
     offsets = torch.tensor([0, 3, 3, 3, 6, 9], device=device)
@@ -220,24 +220,24 @@ def test_rows_without_classes(kind, rest, form, device):
     else:
         weights, some = weights[:, :0], ~some
         build = topk(ids[:, :0])
-    value, grad, of_teacher = run(logits, build, weights, kind=kind, rest=rest)
+    value, grad, of_teacher = run(logits, build, weights, kind=kind, tail=tail)
     assert value.isfinite().all() and grad.isfinite().all() and (of_teacher is None or of_teacher.isfinite().all())
     empty = value[~some]
-    exact = {"renormalize": 0, "bucket": 0}.get(rest)
-    if rest == "zero":
+    exact = {"renormalize": 0, "bucket": 0}.get(tail)
+    if tail == "zero":
         exact = {"jsd": math.log(2) / 2, "skew_reverse": math.log(2), "alpha": 4, "tv": 0.5, "hellinger": 0.5}
         exact = exact.get(kind, 0)
-    if rest == "uniform":
+    if tail == "uniform":
         q, u = logits[~some].softmax(1), 1 / CLASSES
         exact = ((u * (u / q).log()) if kind == "forward_kl" else q * (q / u).log()).sum(1)
     if exact is not None:
         torch.testing.assert_close(empty, torch.as_tensor(exact, dtype=empty.dtype, device=device).expand_as(empty))
-    assert divergence(logits[:0], topk(ids[:0])(ids[:0].double()), kind=kind, rest=rest) == 0  # and no rows
+    assert divergence(logits[:0], topk(ids[:0])(ids[:0].double()), kind=kind, tail=tail) == 0  # and no rows
     no_rows = SparseTarget.from_jagged(ids[0], logits[0, :K].exp(), offsets[:2] * 0 + 3, num_classes=CLASSES)[:0]
     assert len(no_rows.indices) == 0
-    if rest in ("zero", "renormalize"):
-        assert distillation_loss(logits[:0], no_rows, kind=kind, rest=rest, temperature=2.0) == 0
-    assert divergence(logits[:0].requires_grad_(), no_rows, kind=kind, rest=rest, reduction="sum").requires_grad
+    if tail in ("zero", "renormalize"):
+        assert distillation_loss(logits[:0], no_rows, kind=kind, tail=tail, temperature=2.0) == 0
+    assert divergence(logits[:0].requires_grad_(), no_rows, kind=kind, tail=tail, reduction="sum").requires_grad
 
 
 # ---------------------------------------------------------------------------------------------- dtypes, options, modes
@@ -245,12 +245,12 @@ def test_rows_without_classes(kind, rest, form, device):
 
 @every_kind
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-def test_logits_in_16_bits(kind, rest, dtype, device):
+def test_logits_in_16_bits(kind, tail, dtype, device):
     """Everything but them is float32."""
     logits, ids, weights = make(device, torch.float32)
     logits = logits.to(dtype)
-    value, grad, of_teacher = run(logits, topk(ids), weights, kind=kind, rest=rest)
-    exact = run(logits.double(), topk(ids), weights.double(), kind=kind, rest=rest)
+    value, grad, of_teacher = run(logits, topk(ids), weights, kind=kind, tail=tail)
+    exact = run(logits.double(), topk(ids), weights.double(), kind=kind, tail=tail)
     assert value.dtype == torch.float32 and grad.dtype == dtype
     torch.testing.assert_close(value.double(), exact[0], rtol=2e-6, atol=2e-6)
     torch.testing.assert_close(of_teacher.double(), exact[2], rtol=1e-5, atol=1e-5)
@@ -258,17 +258,17 @@ def test_logits_in_16_bits(kind, rest, dtype, device):
 
 
 @pytest.mark.parametrize("kind", ["forward_kl", "reverse_kl"])
-def test_a_uniform_rest_is_spread_over_the_classes_that_there_are(kind, device):
+def test_a_uniform_tail_is_spread_over_the_classes_that_there_are(kind, device):
     """num_classes: the columns behind them are padding of the vocabulary, and have no share."""
     logits, ids, weights = make(device, torch.float64)
     padded = torch.cat((logits, torch.full_like(logits[:, :3], torch.nan)), 1)
-    expected = divergence(logits, (ids, weights), kind=kind, rest="uniform")
-    named = dict(kind=kind, rest="uniform", num_classes=CLASSES)
+    expected = divergence(logits, (ids, weights), kind=kind, tail="uniform")
+    named = dict(kind=kind, tail="uniform", num_classes=CLASSES)
     torch.testing.assert_close(distillation_loss(padded, (ids, weights), **named), expected)
     draw = Draw(device, 1)
     hidden, weight = draw.normal(ROWS, 4, dtype=torch.float64), draw.normal(CLASSES + 3, 4, dtype=torch.float64)
     torch.testing.assert_close(linear_distillation_loss(hidden, weight, (ids, weights), **named),
-                               divergence(hidden @ weight[:CLASSES].T, (ids, weights), kind=kind, rest="uniform"))
+                               divergence(hidden @ weight[:CLASSES].T, (ids, weights), kind=kind, tail="uniform"))
 
 
 def targets(device, ids, weights):
@@ -281,16 +281,16 @@ def targets(device, ids, weights):
 
 
 @pytest.mark.parametrize("form", ["topk", "jagged"])
-@pytest.mark.parametrize("kind, rest", OF_EVERY_REST)
-def test_transforms(kind, rest, form, device):
+@pytest.mark.parametrize("kind, tail", OF_EVERY_TAIL)
+def test_transforms(kind, tail, form, device):
     logits, ids, weights = make(device, torch.float64)
     build, values = targets(device, ids, weights)[form]
     both = torch.stack((logits, 2 * logits))
 
     def f(x, v=values):
-        return divergence(x, build(v), kind=kind, rest=rest)
+        return divergence(x, build(v), kind=kind, tail=tail)
 
-    _, grad, of_teacher = run(logits, build, values, kind=kind, rest=rest)
+    _, grad, of_teacher = run(logits, build, values, kind=kind, tail=tail)
     torch.testing.assert_close(torch.func.grad(f)(logits), grad / ROWS)
     torch.testing.assert_close(torch.func.grad(f, 1)(logits, values), of_teacher / ROWS)
     torch.testing.assert_close(torch.func.vmap(f)(both), torch.stack([f(x) for x in both]))
@@ -306,14 +306,14 @@ def test_transforms(kind, rest, form, device):
 
 
 @pytest.mark.parametrize("form", ["topk", "jagged"])
-@pytest.mark.parametrize("kind, rest", OF_EVERY_REST)
-def test_first_and_second_derivatives_of_both_arguments(kind, rest, form, device):
+@pytest.mark.parametrize("kind, tail", OF_EVERY_TAIL)
+def test_first_and_second_derivatives_of_both_arguments(kind, tail, form, device):
     logits, ids, weights = make(device, torch.float64)
     build, values = targets(device, ids, weights)[form]
-    logits[2, 4] = -INF if rest != "uniform" else 0.0
+    logits[2, 4] = -INF if tail != "uniform" else 0.0
 
     def f(x, v):
-        return divergence(x, build(v), kind=kind, rest=rest, reduction="none")
+        return divergence(x, build(v), kind=kind, tail=tail, reduction="none")
 
     x = logits.clone().requires_grad_()
     finite = logits.isfinite()
@@ -324,16 +324,16 @@ def test_first_and_second_derivatives_of_both_arguments(kind, rest, form, device
 
 
 @pytest.mark.parametrize("form", ["topk", "jagged"])
-@pytest.mark.parametrize("kind, rest", [("jsd", "bucket"), ("forward_kl", "uniform"), ("reverse_kl", "floor")])
-def test_a_compiled_function_of_a_target(kind, rest, form, device, fresh_compiler):
+@pytest.mark.parametrize("kind, tail", [("jsd", "bucket"), ("forward_kl", "uniform"), ("reverse_kl", "floor")])
+def test_a_compiled_function_of_a_target(kind, tail, form, device, fresh_compiler):
     logits, ids, weights = make(device, torch.float64)
     build, values = targets(device, ids, weights)[form]
 
     @torch.compile(fullgraph=True, backend="aot_eager")
     def compiled(x, target):
-        return divergence(x, target, kind=kind, rest=rest, reduction="none")
+        return divergence(x, target, kind=kind, tail=tail, reduction="none")
 
-    expected, grad, _ = run(logits, build, values, kind=kind, rest=rest)
+    expected, grad, _ = run(logits, build, values, kind=kind, tail=tail)
     leaf = logits.clone().requires_grad_()
     out = compiled(leaf, build(values))
     torch.testing.assert_close(out.detach(), expected)
@@ -346,10 +346,10 @@ def test_log_probs_in_place_of_logits(device):
     logits = torch.full_like(logits, -INF).scatter(1, ids, logits.gather(1, ids))
     target = SparseTarget.from_topk(ids, weights, kind="probs")
     for kind in KINDS:
-        out = selected_log_probs(logits, ids, return_log_rest=True)
-        assert (out.log_rest == -INF).all()
-        torch.testing.assert_close(divergence(out, target, kind=kind, rest="bucket"),
-                                   divergence(logits, target, kind=kind, rest="renormalize"), atol=1e-12, rtol=1e-9)
+        out = selected_log_probs(logits, ids, return_log_tail=True)
+        assert (out.log_tail == -INF).all()
+        torch.testing.assert_close(divergence(out, target, kind=kind, tail="bucket"),
+                                   divergence(logits, target, kind=kind, tail="renormalize"), atol=1e-12, rtol=1e-9)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -357,13 +357,13 @@ def test_log_probs_of_all_classes_have_no_bucket(kind, device):
     """As logits have none, though nobody says how many classes there are; a student that excludes some has one."""
     logits, ids, weights = make(device, torch.float64, k=CLASSES)
     target = SparseTarget.from_topk(ids, weights)
-    found = divergence(selected_log_probs(logits, ids, return_log_rest=True), target, kind=kind, rest="bucket")
-    torch.testing.assert_close(found, divergence(logits, target, kind=kind, rest="bucket"))
+    found = divergence(selected_log_probs(logits, ids, return_log_tail=True), target, kind=kind, tail="bucket")
+    torch.testing.assert_close(found, divergence(logits, target, kind=kind, tail="bucket"))
     ids, weights = ids[:, :2] + 1, weights[:, :2]
     logits = torch.full_like(torch.cat((logits, logits), 1), -INF).scatter(1, ids, logits[:, :2])
-    out, target = selected_log_probs(logits, ids, return_log_rest=True), SparseTarget.from_topk(ids, weights)
-    torch.testing.assert_close(divergence(out, target, kind=kind, rest="bucket"),
-                               divergence(logits, target, kind=kind, rest="bucket"))
+    out, target = selected_log_probs(logits, ids, return_log_tail=True), SparseTarget.from_topk(ids, weights)
+    torch.testing.assert_close(divergence(out, target, kind=kind, tail="bucket"),
+                               divergence(logits, target, kind=kind, tail="bucket"))
 
 
 def test_log_probs_of_thousands_of_classes(device):
@@ -375,7 +375,7 @@ def test_log_probs_of_thousands_of_classes(device):
         behind = torch.full((1, count + 1), -INF, device=device).scatter(1, ids, logits)
         z = behind[:, :count] if total == 0.5 else behind
         p = weights * total / weights.sum()
-        found = divergence(selected_log_probs(z, ids, return_log_rest=True), (ids, p), rest="bucket")
+        found = divergence(selected_log_probs(z, ids, return_log_tail=True), (ids, p), tail="bucket")
         q = z.double().log_softmax(1).gather(1, ids)
         torch.testing.assert_close(found.double(), (p.double() * (p.double().log() - q)).sum(), rtol=1e-5, atol=1e-5)
 
@@ -385,24 +385,24 @@ def test_log_probs_of_the_first_classes_have_a_bucket(kind, device):
     """Where the student has more classes than those that the teacher names without a gap."""
     logits, _, weights = make(device, torch.float64)
     ids = torch.tensor([2, 0, 1], device=device).expand(ROWS, K)
-    out = selected_log_probs(logits, ids, return_log_rest=True)
-    torch.testing.assert_close(divergence(out, (ids, weights), kind=kind, rest="bucket"),
-                               divergence(logits, (ids, weights), kind=kind, rest="bucket"))
+    out = selected_log_probs(logits, ids, return_log_tail=True)
+    torch.testing.assert_close(divergence(out, (ids, weights), kind=kind, tail="bucket"),
+                               divergence(logits, (ids, weights), kind=kind, tail="bucket"))
 
 
 @pytest.mark.parametrize("beta", [0.2, 0.8])
 def test_alpha_of_all_classes_counts_what_the_teacher_lacks(beta, device):
     logits, ids, weights = make(device, torch.float64, k=CLASSES)
-    found = divergence(logits, topk(ids)(weights), kind="alpha", beta=beta, rest="bucket", reduction="none")
+    found = divergence(logits, topk(ids)(weights), kind="alpha", beta=beta, tail="bucket", reduction="none")
     powers = weights**beta * logits.softmax(1).gather(1, ids) ** (1 - beta)
     torch.testing.assert_close(found, (1 - powers.sum(1)) / (beta * (1 - beta)))
 
 
-def test_a_uniform_rest_that_is_rounding_adds_nothing_at_any_floor(device):
+def test_a_uniform_tail_that_is_rounding_adds_nothing_at_any_floor(device):
     """Of a student that has nothing off the teacher's classes."""
     logits, ids, weights = make(device, torch.float64, total=1.0)
     logits = torch.full_like(logits, -INF).scatter(1, ids, logits.gather(1, ids))
     for floor in (-100.0, -3.0):
-        rest = None if floor == -100 else torch.full_like(logits[:, 0], floor)
-        found = divergence(logits, topk(ids)(weights), rest="uniform", floor=floor, teacher_log_rest=rest)
+        tail = None if floor == -100 else torch.full_like(logits[:, 0], floor)
+        found = divergence(logits, topk(ids)(weights), tail="uniform", floor=floor, teacher_log_tail=tail)
         torch.testing.assert_close(found, divergence(logits, topk(ids)(weights)))

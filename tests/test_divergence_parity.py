@@ -49,12 +49,12 @@ class Problem:
         return SparseTarget.from_jagged(self.ids[self.live], values[self.live], offsets, kind="logprobs",
                                         row_mask=self.counts)
 
-    def log_rest(self) -> Tensor:
+    def log_tail(self) -> Tensor:
         return (1 - self.log_probs.double().exp().sum(1)).log()
 
-    def known_rest(self) -> Dict[str, Tensor]:
+    def known_tail(self) -> Dict[str, Tensor]:
         """1 less the sum has few digits in float32: there a teacher says what it has beside its classes."""
-        return {} if self.logits.dtype == torch.float64 else {"teacher_log_rest": self.log_rest().float()}
+        return {} if self.logits.dtype == torch.float64 else {"teacher_log_tail": self.log_tail().float()}
 
 
 def make(device, dtype, ragged=False, of_student=False, k=K, seed=0):
@@ -126,7 +126,7 @@ def trl_gkd(beta, temperature):
     def ours(z, p, form):
         everything = replace(p, ids=torch.arange(CLASSES, device=z.device).expand(ROWS, -1),
                              live=p.counts[:, None].expand(-1, CLASSES))
-        return distillation_loss(z, everything.target(form, p.teacher_logits.log_softmax(1)), rest="renormalize",
+        return distillation_loss(z, everything.target(form, p.teacher_logits.log_softmax(1)), tail="renormalize",
                                  temperature=temperature, reduction="none", **of_beta(beta))
 
     return theirs, ours
@@ -148,8 +148,8 @@ def trl_topk(beta, add_tail):
         return generalized_jsd(widen(student(z, p)), widen(p.log_probs), beta, live)
 
     def ours(z, p, form):
-        rest = dict(rest="bucket", **p.known_rest()) if add_tail else dict(rest="renormalize")
-        return divergence(z, p.target(form, p.log_probs), reduction="none", **rest, **of_beta(beta))
+        tail = dict(tail="bucket", **p.known_tail()) if add_tail else dict(tail="renormalize")
+        return divergence(z, p.target(form, p.log_probs), reduction="none", **tail, **of_beta(beta))
 
     return theirs, ours
 
@@ -183,7 +183,7 @@ def verl_recipe_rkl(z, p):
 
 
 def ours_renormalized(kind):
-    return lambda z, p, form: divergence(z, p.target(form, p.log_probs), kind=kind, rest="renormalize",
+    return lambda z, p, form: divergence(z, p.target(form, p.log_probs), kind=kind, tail="renormalize",
                                          reduction="none")
 
 
@@ -209,15 +209,15 @@ def nemo_rl(kind, zero_outside_topk, weight=0.3):
             log_q = normalized(log_q)
         forward, backward = kl(log_p, log_q), kl(log_q, log_p)
         if zero_outside_topk:
-            rest = (all_q.exp() * all_q).sum(1) - (log_q.exp() * log_q).sum(1)
-            backward = backward + rest + 100 * (1 - log_q.exp().sum(1))
+            tail = (all_q.exp() * all_q).sum(1) - (log_q.exp() * log_q).sum(1)
+            backward = backward + tail + 100 * (1 - log_q.exp().sum(1))
         return {"forward": forward, "reverse": backward, "mixed": weight * forward + (1 - weight) * backward}[kind]
 
     def ours(z, p, form):
         teacher = p.target(form, normalized(p.log_probs.double()))
-        of_rest = [dict(rest="zero"), dict(rest="floor")] if zero_outside_topk else 2 * [dict(rest="renormalize")]
-        forward, backward = (lambda: divergence(z, teacher, kind="forward_kl", reduction="none", **of_rest[0]),
-                             lambda: divergence(z, teacher, kind="reverse_kl", reduction="none", **of_rest[1]))
+        of_tail = [dict(tail="zero"), dict(tail="floor")] if zero_outside_topk else 2 * [dict(tail="renormalize")]
+        forward, backward = (lambda: divergence(z, teacher, kind="forward_kl", reduction="none", **of_tail[0]),
+                             lambda: divergence(z, teacher, kind="reverse_kl", reduction="none", **of_tail[1]))
         if kind == "mixed":
             return weight * forward() + (1 - weight) * backward()
         return forward() if kind == "forward" else backward()
@@ -228,8 +228,8 @@ def nemo_rl(kind, zero_outside_topk, weight=0.3):
 def distillkit(kind, missing, temperature):
     """arcee-ai/DistillKit a61c2e7, lossfuncs/common.py, kl.py, jsd.py, tvd.py: everything times T^2; "zero" normalizes
     the teacher over its entries, at T = 1 too, "symmetric_uniform" over its entries and what is left as one more."""
-    def with_bucket(log_x, log_rest):
-        return torch.cat((log_x, log_rest[:, None]), 1)
+    def with_bucket(log_x, log_tail):
+        return torch.cat((log_x, log_tail[:, None]), 1)
 
     def theirs(z, p):
         log_q = student(z, p, temperature)
@@ -237,7 +237,7 @@ def distillkit(kind, missing, temperature):
         if missing == "zero":
             log_p = normalized(p.log_probs / temperature)
         else:
-            log_p = normalized(with_bucket(p.log_probs, p.log_rest()) / temperature)
+            log_p = normalized(with_bucket(p.log_probs, p.log_tail()) / temperature)
             log_q = with_bucket(log_q, outside.log())
         middle = mixed(log_q, log_p, 0.5)
         left = outside if missing == "zero" else 0
@@ -253,10 +253,10 @@ def distillkit(kind, missing, temperature):
         if missing == "zero":
             return distillation_loss(z, p.target(form, p.log_probs), temperature=temperature, temperature_squared=True,
                                      **named)
-        both = normalized(with_bucket(p.log_probs.double(), p.log_rest()) / temperature)
+        both = normalized(with_bucket(p.log_probs.double(), p.log_tail()) / temperature)
         return temperature ** 2 * distillation_loss(
-            z, p.target(form, both[:, :-1]), rest="bucket", logit_scale=1 / temperature,
-            teacher_log_rest=both[:, -1].to(z.dtype), **named)
+            z, p.target(form, both[:, :-1]), tail="bucket", logit_scale=1 / temperature,
+            teacher_log_tail=both[:, -1].to(z.dtype), **named)
 
     return theirs, ours
 
@@ -278,7 +278,7 @@ def axolotl_fused(beta, temperature):
         return temperature ** 2 * generalized_jsd(log_q, log_p, beta)
 
     return theirs, lambda z, p, form: distillation_loss(
-        z, p.target(form, p.log_probs), rest="renormalize", temperature=temperature, temperature_squared=True,
+        z, p.target(form, p.log_probs), tail="renormalize", temperature=temperature, temperature_squared=True,
         reduction="none", **of_beta(beta))
 
 
@@ -292,7 +292,7 @@ def megatron_ghost(z, p):
 
 
 def ours_ghost(z, p, form):
-    return divergence(z, p.target(form, p.log_probs), rest="bucket", reduction="none", **p.known_rest())
+    return divergence(z, p.target(form, p.log_probs), tail="bucket", reduction="none", **p.known_tail())
 
 
 def modelopt_topk(reverse, temperature):
@@ -303,7 +303,7 @@ def modelopt_topk(reverse, temperature):
         return kl(log_q, log_p) if reverse else kl(log_p, log_q)
 
     return theirs, lambda z, p, form: distillation_loss(
-        z, p.target(form, p.log_probs), kind="reverse_kl" if reverse else "forward_kl", rest="renormalize",
+        z, p.target(form, p.log_probs), kind="reverse_kl" if reverse else "forward_kl", tail="renormalize",
         temperature=temperature, reduction="none")
 
 
@@ -314,7 +314,7 @@ def ms_swift(beta, temperature):
         return generalized_jsd(at_ids.log_softmax(1), (p.log_probs / temperature).log_softmax(1), beta)
 
     return theirs, lambda z, p, form: distillation_loss(
-        z, p.target(form, p.log_probs), rest="renormalize", temperature=temperature, reduction="none", **of_beta(beta))
+        z, p.target(form, p.log_probs), tail="renormalize", temperature=temperature, reduction="none", **of_beta(beta))
 
 
 def tinker_cross_entropy(z, p):
@@ -405,8 +405,8 @@ def assert_equal(ours, exact, dtype):
 def test_40_values_and_gradients_of_a_peer(name, form, dtype, device):
     peer = PEERS[name]
     p = make(device, dtype, peer.ragged, peer.of_student)
-    rest = torch.where(torch.zeros_like(p.logits).scatter(1, p.ids, 1) > 0, 0.0, p.logits.softmax(1)).sum(1)
-    assert rest[p.counts].min() < 1e-4 and rest[p.counts].max() > 0.3
+    tail = torch.where(torch.zeros_like(p.logits).scatter(1, p.ids, 1) > 0, 0.0, p.logits.softmax(1)).sum(1)
+    assert tail[p.counts].min() < 1e-4 and tail[p.counts].max() > 0.3
     leaf, seen = p.logits.clone().requires_grad_(), p.where_rows_count()
     exact_leaf = seen.logits.clone().requires_grad_()
     exact, ours = peer.theirs(exact_leaf, seen), peer.ours(leaf, p, form)
@@ -449,7 +449,7 @@ def test_5_the_square_of_the_temperature_is_in_the_gradient_where_it_is_in_the_l
     assert_equal(ours.detach(), exact.detach(), torch.float64)
     assert_equal(gradient(ours, leaf), gradient(exact, leaf), torch.float64)
     of_theirs = gradient(exact / temperature ** 2, leaf)  # of what it differentiates
-    without = distillation_loss(leaf, p.target("topk", p.log_probs), rest="renormalize", temperature=temperature,
+    without = distillation_loss(leaf, p.target("topk", p.log_probs), tail="renormalize", temperature=temperature,
                                 reduction="none")
     assert_equal(gradient(without, leaf), of_theirs, torch.float64)
 
@@ -489,8 +489,8 @@ def test_28_rows_where_the_student_has_more_than_the_teacher_keep_their_gradient
     expected = (weights.sum(1, keepdim=True) * q).scatter_add(1, p.ids, -weights)
     assert_equal(gradient(ours, leaf), expected, torch.float64)
     assert_equal(gradient(ours, leaf)[~negative], clamped[~negative], torch.float64)
-    with_rest = ours_ghost(leaf, p, "topk")
-    assert (with_rest >= 0).all() and (gradient(with_rest, leaf)[negative].abs().amax(1) > 1e-5).all()
+    with_tail = ours_ghost(leaf, p, "topk")
+    assert (with_tail >= 0).all() and (gradient(with_tail, leaf)[negative].abs().amax(1) > 1e-5).all()
 
 
 def test_28_a_class_that_the_student_does_not_expect_keeps_its_gradient(device):
@@ -516,7 +516,7 @@ def test_28_a_class_that_the_student_does_not_expect_keeps_its_gradient(device):
     assert_equal(ours[whole], theirs[whole], torch.float64)
 
 
-def test_29_the_reverse_divergence_from_a_teacher_without_a_rest_is_refused(device):
+def test_29_the_reverse_divergence_from_a_teacher_without_a_tail_is_refused(device):
     """verl had it and took it out, axolotl's fused loss still has it (kd_beta 1 without kd_normalize_topk): summed over
     the top-k alone it falls without end as the student leaves them, while the divergence rises."""
     p = make(device, torch.float64)
@@ -526,14 +526,14 @@ def test_29_the_reverse_divergence_from_a_teacher_without_a_rest_is_refused(devi
         z = p.logits.scatter_add(1, p.ids, torch.full_like(p.log_probs, -step))
         truncated.append(kl(student(z, p), p.log_probs).mean())
         whole.append(kl(z.log_softmax(1), p.teacher_logits.log_softmax(1)).mean())
-        for rest in ("renormalize", "bucket", "floor", "uniform"):
+        for tail in ("renormalize", "bucket", "floor", "uniform"):
             assert divergence(z, SparseTarget.from_topk(p.ids, p.log_probs, kind="logprobs"), kind="reverse_kl",
-                              rest=rest).isfinite()
+                              tail=tail).isfinite()
     assert truncated[0] > truncated[1] > truncated[2] - 1e-12 and truncated[1] < 0 and whole[0] < whole[1] < whole[2]
     for refused in (lambda: divergence(p.logits, target, kind="reverse_kl"),
                     lambda: distillation_loss(p.logits, target, kind="reverse_kl"),
                     lambda: linear_distillation_loss(p.logits[:, :3], head, target, kind="reverse_kl")):
-        with pytest.raises(ValueError, match="rest='zero'.*infinite.*rest='floor', 'bucket' or 'renormalize'"):
+        with pytest.raises(ValueError, match="tail='zero'.*infinite.*tail='floor', 'bucket' or 'renormalize'"):
             refused()
 
 
@@ -545,18 +545,18 @@ def test_30_what_both_have_off_the_ids_is_right_however_little_it_is(gap, device
     ids = torch.stack([torch.randperm(4000, generator=draw.generator)[:32] for _ in range(8)]).to(device)
     boost = torch.zeros(8, 4000, device=device).scatter_(1, ids, gap)
     z, t = draw.normal(8, 4000) + boost, draw.normal(8, 4000) + boost
-    teacher, teacher_rest = topk_log_probs(t, 32, return_log_rest=True)
+    teacher, teacher_tail = topk_log_probs(t, 32, return_log_tail=True)
     leaf, exact_leaf = z.clone().requires_grad_(), z.double().requires_grad_()
     off = torch.ones_like(z, dtype=torch.bool).scatter(1, teacher.indices, False)
 
-    def with_rest(x):
+    def with_tail(x):
         log_x = x.log_softmax(1)
         return torch.cat((log_x.gather(1, teacher.indices),
                           torch.where(off, log_x, -INF).logsumexp(1, keepdim=True)), 1)
 
-    log_q, log_p = with_rest(exact_leaf), with_rest(t.double())
+    log_q, log_p = with_tail(exact_leaf), with_tail(t.double())
     for beta in (0, 0.4, 1):
-        ours = divergence(leaf, teacher, rest="bucket", teacher_log_rest=teacher_rest, reduction="none",
+        ours = divergence(leaf, teacher, tail="bucket", teacher_log_tail=teacher_tail, reduction="none",
                           **of_beta(beta))
         exact = generalized_jsd(log_q, log_p, beta)
         assert (ours - exact).abs().max() < 2e-6 * (kl(log_p, log_q) + kl(log_q, log_p) + 1).max()
@@ -571,8 +571,8 @@ def test_30_what_both_have_off_the_ids_is_right_however_little_it_is(gap, device
     total = in_float32.exp().sum(1)
     theirs = {"trl": trl_tail(in_float32)[:, -1], "megatron-lm": (1 - total).clamp(min=1e-8).log(),
               "distillkit": torch.log1p(-total.clamp(min=1e-8, max=1 - 1e-8))}
-    for name, log_rest in theirs.items():
-        wrong = (log_rest - log_q[:, -1].detach()).abs().max()
+    for name, log_tail in theirs.items():
+        wrong = (log_tail - log_q[:, -1].detach()).abs().max()
         assert gap in (15, 18) or (wrong < 0.01 if gap == 9 else wrong > 0.1), name
 
 
@@ -589,13 +589,13 @@ def test_34_a_sampled_token_that_stands_before_the_top_k_is_one_class(device):
     mask = torch.ones_like(both, dtype=torch.bool)
     mask[:, 0] = ~repeated
     values = log_p.gather(1, both)
-    for rest in ("zero", "renormalize", "bucket"):
-        ours = divergence(p.logits, SparseTarget.from_topk(both, values, mask=mask, kind="logprobs"), rest=rest,
+    for tail in ("zero", "renormalize", "bucket"):
+        ours = divergence(p.logits, SparseTarget.from_topk(both, values, mask=mask, kind="logprobs"), tail=tail,
                           reduction="none")
         for row in range(ROWS):
             distinct = both[row].unique()
             once = SparseTarget.from_topk(distinct[None], log_p[row, distinct][None], kind="logprobs")
-            assert_equal(ours[row], divergence(p.logits[row:row + 1], once, rest=rest), torch.float64)
+            assert_equal(ours[row], divergence(p.logits[row:row + 1], once, tail=tail), torch.float64)
     # Counted twice, the teacher has twice its probability there.
     twice = divergence(p.logits, SparseTarget.from_topk(both, values, kind="logprobs"), reduction="none")
     weights = torch.zeros_like(log_p).scatter_add(1, both, values.exp())
@@ -613,11 +613,11 @@ def test_35_padding_of_minus_infinity(beta, device):
     theirs = (log_p.exp() * (log_p - log_q)).sum(1)
     partly = ~seen.live.all(1)
     assert partly.any() and theirs[partly].isnan().all() and theirs[~partly].isfinite().all()
-    for rest in ("renormalize", "bucket"):
+    for tail in ("renormalize", "bucket"):
         leaf, exact_leaf = p.logits.clone().requires_grad_(), seen.logits.clone().requires_grad_()
         ours = divergence(leaf, SparseTarget.from_topk(p.ids, p.log_probs, kind="logprobs", row_mask=p.counts),
-                          rest=rest, reduction="none", **of_beta(beta))
-        exact = trl_topk(beta, rest == "bucket")[0](exact_leaf, seen)
+                          tail=tail, reduction="none", **of_beta(beta))
+        exact = trl_topk(beta, tail == "bucket")[0](exact_leaf, seen)
         assert_equal(ours[p.counts].detach(), exact.detach(), torch.float64)
         grad = gradient(ours, leaf)
         assert (grad[~p.counts] == 0).all()

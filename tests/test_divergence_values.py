@@ -1,4 +1,4 @@
-"""Divergences of every kind with every rest, against their definitions on all classes, in float64."""
+"""Divergences of every kind with every tail, against their definitions on all classes, in float64."""
 
 import itertools
 import math
@@ -11,9 +11,9 @@ from torch.autograd import gradcheck, gradgradcheck
 
 from cases import Draw
 from sparse_ce import LogProbs, SparseTarget, divergence, selected_log_probs, topk_log_probs
-from sparse_ce.functional.divergences import KINDS, RESTS, needed
+from sparse_ce.functional.divergences import KINDS, TAILS, needed
 
-DEFINED = [(kind, rest) for kind, rest in itertools.product(KINDS, RESTS) if not isinstance(needed(kind, rest), str)]
+DEFINED = [(kind, tail) for kind, tail in itertools.product(KINDS, TAILS) if not isinstance(needed(kind, tail), str)]
 ROWS, CLASSES, IDS = 6, 17, 4
 FLOOR, BETA = -50.0, 0.3
 FORMS = ["topk", "logprobs", "jagged", "jagged-logprobs", "ranges", "coo"]
@@ -42,21 +42,21 @@ def of_definition(kind, p, q, there):
     return torch.where(there, terms, 0.0).sum(1)
 
 
-def dense_divergence(kind, rest, logits, w):
+def dense_divergence(kind, tail, logits, w):
     """Of teacher's weights w (N, V), whose classes are those where they are positive."""
     q, inside, s = logits.softmax(1), w > 0, w.sum(1, keepdim=True)
     everywhere = torch.ones_like(inside)
-    if rest == "renormalize":
+    if tail == "renormalize":
         of_student = torch.where(inside, logits, -torch.inf).softmax(1)
         return of_definition(kind, w / s, of_student, inside)
-    if rest == "bucket":
+    if tail == "bucket":
         outside = torch.where(inside, 0.0, q).sum(1, keepdim=True)
         left = (1 - s).clamp(min=math.exp(FLOOR))
         return of_definition(kind, torch.cat((w, left), 1), torch.cat((q, outside), 1),
                              torch.cat((inside, everywhere[:, :1]), 1))
-    if rest == "uniform":
+    if tail == "uniform":
         w = torch.where(inside, w, ((1 - s) / (~inside).sum(1, keepdim=True)).clamp(min=math.exp(FLOOR)))
-    if rest == "floor":
+    if tail == "floor":
         w = torch.where(inside, w, math.exp(FLOOR))
     return of_definition(kind, w, q, everywhere)
 
@@ -104,35 +104,35 @@ def make(form, draw, repeated, no_empty):
 
 @pytest.mark.parametrize("repeated", [False, True], ids=["distinct", "34 repeated"])
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("kind,rest", DEFINED)
-def test_it_equals_the_definition_on_all_classes(kind, rest, form, repeated, device):
+@pytest.mark.parametrize("kind,tail", DEFINED)
+def test_it_equals_the_definition_on_all_classes(kind, tail, form, repeated, device):
     draw = Draw(device)
-    build, weights, dense = make(form, draw, repeated, no_empty=rest == "renormalize")
+    build, weights, dense = make(form, draw, repeated, no_empty=tail == "renormalize")
     logits, upstream = 2 * draw.normal(ROWS, CLASSES, dtype=torch.float64), draw.normal(ROWS, dtype=torch.float64)
     leaves = logits.requires_grad_(), weights.requires_grad_()
-    found = divergence(logits, build(weights), kind=kind, rest=rest, beta=BETA, floor=FLOOR, reduction="none")
-    exact = dense_divergence(kind, rest, logits, dense(weights))
+    found = divergence(logits, build(weights), kind=kind, tail=tail, beta=BETA, floor=FLOOR, reduction="none")
+    exact = dense_divergence(kind, tail, logits, dense(weights))
     torch.testing.assert_close(found, exact, rtol=1e-11, atol=1e-12)
     for a, b in zip(torch.autograd.grad(found, leaves, upstream), torch.autograd.grad(exact, leaves, upstream)):
         torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-10)
 
 
-@pytest.mark.parametrize("kind,rest", [pair for pair in DEFINED if pair[0] in ("jsd", "alpha") or "skew" in pair[0]])
-def test_it_equals_the_definition_where_beta_is_above_a_half(kind, rest, device, monkeypatch):
+@pytest.mark.parametrize("kind,tail", [pair for pair in DEFINED if pair[0] in ("jsd", "alpha") or "skew" in pair[0]])
+def test_it_equals_the_definition_where_beta_is_above_a_half(kind, tail, device, monkeypatch):
     monkeypatch.setitem(globals(), "BETA", 0.8)
-    test_it_equals_the_definition_on_all_classes(kind, rest, "topk", True, device)
+    test_it_equals_the_definition_on_all_classes(kind, tail, "topk", True, device)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("kind,rest", DEFINED)
-def test_in_the_dtypes_of_models(kind, rest, dtype, device):
+@pytest.mark.parametrize("kind,tail", DEFINED)
+def test_in_the_dtypes_of_models(kind, tail, dtype, device):
     """Of the numbers that the logits have: the arithmetic is float32."""
     draw = Draw(device)
     build, weights, dense = make("topk", draw, True, True)
     logits = (3 * draw.normal(ROWS, CLASSES)).to(dtype).requires_grad_()
-    found = divergence(logits, build(weights.float()), kind=kind, rest=rest, beta=BETA, floor=FLOOR, reduction="none")
+    found = divergence(logits, build(weights.float()), kind=kind, tail=tail, beta=BETA, floor=FLOOR, reduction="none")
     wide = logits.detach().double().requires_grad_()
-    exact = dense_divergence(kind, rest, wide, dense(weights.float().double()))
+    exact = dense_divergence(kind, tail, wide, dense(weights.float().double()))
     assert found.dtype == torch.float32
     torch.testing.assert_close(found.double(), exact, rtol=1e-5, atol=1e-5)
     grad, = torch.autograd.grad(found.sum(), logits)
@@ -141,27 +141,27 @@ def test_in_the_dtypes_of_models(kind, rest, dtype, device):
 
 
 @pytest.mark.parametrize("form", ["topk", "jagged-logprobs"])
-@pytest.mark.parametrize("kind,rest", DEFINED)
-def test_gradcheck_of_first_and_second_order(kind, rest, form, device):
+@pytest.mark.parametrize("kind,tail", DEFINED)
+def test_gradcheck_of_first_and_second_order(kind, tail, form, device):
     draw = Draw(device, seed=3)
     build, weights, _ = make(form, draw, True, True)
     logits = draw.normal(ROWS, CLASSES, dtype=torch.float64).requires_grad_()
 
     def f(logits, weights):
-        return divergence(logits, build(weights), kind=kind, rest=rest, beta=BETA, floor=FLOOR, reduction="none")
+        return divergence(logits, build(weights), kind=kind, tail=tail, beta=BETA, floor=FLOOR, reduction="none")
 
     assert gradcheck(f, (logits, weights.requires_grad_()), fast_mode=True)
     assert gradgradcheck(f, (logits, weights), atol=1e-4, fast_mode=True)
 
 
 @pytest.mark.parametrize("form", ["topk", "jagged"])
-@pytest.mark.parametrize("kind,rest", DEFINED)
-def test_of_log_probs_as_of_logits(kind, rest, form, device):
+@pytest.mark.parametrize("kind,tail", DEFINED)
+def test_of_log_probs_as_of_logits(kind, tail, form, device):
     draw = Draw(device)
     build, weights, _ = make(form, draw, True, True)
     logits, teacher = draw.normal(ROWS, CLASSES), build(weights.float())
-    student = selected_log_probs(logits, teacher, **{f"return_{field}": True for field in needed(kind, rest)})
-    options = dict(kind=kind, rest=rest, beta=BETA, reduction="none")
+    student = selected_log_probs(logits, teacher, **{f"return_{field}": True for field in needed(kind, tail)})
+    options = dict(kind=kind, tail=tail, beta=BETA, reduction="none")
     assert torch.equal(divergence(student, teacher, **options), divergence(logits, teacher, **options))
 
 
@@ -175,8 +175,8 @@ def test_rows_that_the_teacher_masks(reduction, device):
     logits[~counts] = torch.nan
     teacher = SparseTarget.from_topk(ids, weights, row_mask=counts)
     leaf = logits.clone().requires_grad_()
-    found = divergence(leaf, teacher, kind="jsd", rest="bucket", reduction=reduction)
-    rows = divergence(logits[counts], (ids[counts], weights[counts]), kind="jsd", rest="bucket", reduction=reduction)
+    found = divergence(leaf, teacher, kind="jsd", tail="bucket", reduction=reduction)
+    rows = divergence(logits[counts], (ids[counts], weights[counts]), kind="jsd", tail="bucket", reduction=reduction)
     torch.testing.assert_close(found[counts] if reduction == "none" else found, rows)
     grad, = torch.autograd.grad(found.sum(), leaf)
     assert grad[~counts].eq(0).all() and grad[counts].isfinite().all() and grad[counts].ne(0).any()
@@ -193,50 +193,50 @@ def test_30_a_tail_that_is_given_has_all_its_digits(device):
     z[:, :2] += 20
     log_p = z.log_softmax(1)
     ids = torch.arange(2, device=device).expand(ROWS, 2)
-    exact_rest = log_p[:, 2:].logsumexp(1)
+    exact_tail = log_p[:, 2:].logsumexp(1)
     logits = draw.normal(ROWS, CLASSES)
     teacher = SparseTarget.from_topk(ids, log_p[:, :2].float(), kind="logprobs")
-    found = divergence(logits, teacher, kind="reverse_kl", rest="bucket", teacher_log_rest=exact_rest.float(),
+    found = divergence(logits, teacher, kind="reverse_kl", tail="bucket", teacher_log_tail=exact_tail.float(),
                        reduction="none")
     q = logits.double().log_softmax(1)
-    of_rest = q[:, 2:].logsumexp(1)
-    exact = (q[:, :2].exp() * (q[:, :2] - log_p[:, :2])).sum(1) + of_rest.exp() * (of_rest - exact_rest)
+    of_tail = q[:, 2:].logsumexp(1)
+    exact = (q[:, :2].exp() * (q[:, :2] - log_p[:, :2])).sum(1) + of_tail.exp() * (of_tail - exact_tail)
     torch.testing.assert_close(found.double(), exact, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("given", [False, True], ids=["of its sum", "given"])
-@pytest.mark.parametrize("kind,rest", [pair for pair in DEFINED if pair[1] in ("bucket", "uniform", "floor")])
-def test_a_rest_below_the_floor_has_the_floor(kind, rest, given, device, monkeypatch):
-    """A bucket, or a class of a uniform rest, of some rows and not of others."""
+@pytest.mark.parametrize("kind,tail", [pair for pair in DEFINED if pair[1] in ("bucket", "uniform", "floor")])
+def test_a_tail_below_the_floor_has_the_floor(kind, tail, given, device, monkeypatch):
+    """A bucket, or a class of a uniform tail, of some rows and not of others."""
     draw = Draw(device)
     build, weights, dense = make("topk", draw, True, True)
     logits, upstream = 2 * draw.normal(ROWS, CLASSES, dtype=torch.float64), draw.normal(ROWS, dtype=torch.float64)
     leaves = [logits.requires_grad_(), *([] if given else [weights.requires_grad_()])]
     left = 1 - dense(weights).sum(1, keepdim=True).detach()
-    each = {"bucket": left, "uniform": left / (dense(weights) == 0).sum(1, keepdim=True)}.get(rest)
+    each = {"bucket": left, "uniform": left / (dense(weights) == 0).sum(1, keepdim=True)}.get(tail)
     for floor in (-0.1, -8.0) if each is None else ((1.01 * each.median()).log().item(), -0.1):
         monkeypatch.setitem(globals(), "FLOOR", floor)
-        found = divergence(logits, build(weights), kind=kind, rest=rest, beta=BETA, floor=floor, reduction="none",
-                           teacher_log_rest=left[:, 0].log() if given else None)
-        exact = dense_divergence(kind, rest, logits, dense(weights))
+        found = divergence(logits, build(weights), kind=kind, tail=tail, beta=BETA, floor=floor, reduction="none",
+                           teacher_log_tail=left[:, 0].log() if given else None)
+        exact = dense_divergence(kind, tail, logits, dense(weights))
         torch.testing.assert_close(found, exact, rtol=1e-11, atol=1e-12)
         torch.testing.assert_close(torch.autograd.grad(found, leaves, upstream),
                                    torch.autograd.grad(exact, leaves, upstream), rtol=1e-9, atol=1e-10)
 
 
 @pytest.mark.parametrize("beta", [1e-5, 1e-3, 0.5, 0.999, 1 - 1e-5])
-@pytest.mark.parametrize("rest", ["renormalize", "bucket"])
+@pytest.mark.parametrize("tail", ["renormalize", "bucket"])
 @pytest.mark.parametrize("kind", ["jsd", "skew_forward", "skew_reverse", "alpha"])
-def test_float32_towards_the_ends_of_beta(kind, rest, beta, device):
+def test_float32_towards_the_ends_of_beta(kind, tail, beta, device):
     """As many digits as in the middle: what goes to 0 with beta or 1 - beta is no difference of what does not. The
     skewed ones go to 0 with (1 - beta)^2, their terms with 1 - beta."""
     draw = Draw(device)
     logits, of_teacher = 3 * draw.normal(ROWS, CLASSES), 3 * draw.normal(ROWS, CLASSES)
     of_teacher[0, 0] += 30  # to the other classes of this row it gives less than any of 1 - beta
-    teacher, log_rest = topk_log_probs(of_teacher.double(), IDS, return_log_rest=True)
+    teacher, log_tail = topk_log_probs(of_teacher.double(), IDS, return_log_tail=True)
     found, exact = (divergence(logits.to(dtype), SparseTarget.from_topk(teacher.indices, teacher.values.to(dtype),
                                                                         kind="logprobs"),
-                               kind=kind, rest=rest, beta=beta, reduction="none", teacher_log_rest=log_rest)
+                               kind=kind, tail=tail, beta=beta, reduction="none", teacher_log_tail=log_tail)
                     for dtype in (torch.float32, torch.float64))
     assert found.dtype == torch.float32
     lost = max(1, 0.2 / (1 - beta)) if kind.startswith("skew") else 1
@@ -256,12 +256,12 @@ def test_compiled_with_changing_counts(device, fresh_compiler):
 
     @torch.compile(fullgraph=True, backend="aot_eager")
     def loss(logits, teacher):
-        return divergence(logits, teacher, kind="jsd", rest="bucket")
+        return divergence(logits, teacher, kind="jsd", tail="bucket")
 
     for form in ("topk", "jagged"):
         build, weights, _ = make(form, draw, True, True)
         logits, teacher = draw.normal(ROWS, CLASSES).requires_grad_(), build(weights.float())
-        expected = divergence(logits, teacher, kind="jsd", rest="bucket")
+        expected = divergence(logits, teacher, kind="jsd", tail="bucket")
         found = loss(logits, teacher)
         torch.testing.assert_close(found, expected)
         torch.testing.assert_close(*(torch.autograd.grad(t, logits)[0] for t in (found, expected)))
@@ -279,11 +279,11 @@ def test_two_classes_a_row_are_no_other_graph(device, fresh_compiler):
 
 # ------------------------------------------------------------------------------------------------ refusals
 
-REFUSED = [pair for pair in itertools.product(KINDS, RESTS) if pair not in DEFINED]
+REFUSED = [pair for pair in itertools.product(KINDS, TAILS) if pair not in DEFINED]
 
 
 def test_the_table_is_complete():
-    assert len(DEFINED) + len(REFUSED) == len(KINDS) * len(RESTS) == 40
+    assert len(DEFINED) + len(REFUSED) == len(KINDS) * len(TAILS) == 40
     assert len(DEFINED) == 8 * 2 + 7 + 2 + 1  # renormalize and bucket; zero; uniform; floor
 
 
@@ -292,40 +292,40 @@ def test_the_documentation_prints_the_table():
     rows = {line.split("|")[1].strip(): [cell.strip() for cell in line.split("|")[2:-1]]
             for line in page.split("\n") if line.startswith("|") and line.count("|") == 7}
     header = rows.pop("")
-    assert header == list(RESTS)
+    assert header == list(TAILS)
     rows.pop("---")
     assert list(rows) == list(KINDS)
-    for kind, rest in itertools.product(KINDS, RESTS):
-        fields = needed(kind, rest)
+    for kind, tail in itertools.product(KINDS, TAILS):
+        fields = needed(kind, tail)
         expected = "refused" if isinstance(fields, str) else ", ".join(fields) or "-"
-        assert rows[kind][RESTS.index(rest)] == expected, (kind, rest)
+        assert rows[kind][TAILS.index(tail)] == expected, (kind, tail)
 
 
-@pytest.mark.parametrize("kind,rest", REFUSED)
-def test_29_what_is_not_defined_is_refused_with_its_reason(kind, rest):
-    with pytest.raises(ValueError, match=f"kind must be defined with rest='{rest}', got '{kind}': .{{20}}") as caught:
-        divergence(torch.zeros(1, 3), torch.zeros(1, dtype=torch.int64), kind=kind, rest=rest)
-    if (kind, rest) == ("reverse_kl", "zero"):
+@pytest.mark.parametrize("kind,tail", REFUSED)
+def test_29_what_is_not_defined_is_refused_with_its_reason(kind, tail):
+    with pytest.raises(ValueError, match=f"kind must be defined with tail='{tail}', got '{kind}': .{{20}}") as caught:
+        divergence(torch.zeros(1, 3), torch.zeros(1, dtype=torch.int64), kind=kind, tail=tail)
+    if (kind, tail) == ("reverse_kl", "zero"):
         assert "infinite" in str(caught.value)
 
 
-@pytest.mark.parametrize("kind,rest", DEFINED)
-def test_a_missing_field_is_named_with_its_flag(kind, rest, device):
+@pytest.mark.parametrize("kind,tail", DEFINED)
+def test_a_missing_field_is_named_with_its_flag(kind, tail, device):
     draw = Draw(device)
     build, weights, _ = make("topk", draw, False, True)
     teacher = build(weights.float())
-    whole = selected_log_probs(draw.normal(ROWS, CLASSES), teacher, return_log_rest=True, return_entropy=True,
+    whole = selected_log_probs(draw.normal(ROWS, CLASSES), teacher, return_log_tail=True, return_entropy=True,
                                return_mean_logit=True)
-    for field in needed(kind, rest):
-        parts = {name: getattr(whole, name) for name in ("log_rest", "entropy", "mean_logit")}
+    for field in needed(kind, tail):
+        parts = {name: getattr(whole, name) for name in ("log_tail", "entropy", "mean_logit")}
         parts[field] = None
         with pytest.raises(ValueError, match=f"student must have {field}, .*return_{field}=True"):
-            divergence(LogProbs(whole.log_probs, whole.lse, **parts), teacher, kind=kind, rest=rest)
+            divergence(LogProbs(whole.log_probs, whole.lse, **parts), teacher, kind=kind, tail=tail)
 
 
 @pytest.mark.parametrize("options,error,message", [
     (dict(kind="kl"), ValueError, "kind must be one of 'forward_kl'"),
-    (dict(rest="tail"), ValueError, "rest must be one of 'zero'"),
+    (dict(tail="tail"), ValueError, "tail must be one of 'zero'"),
     (dict(kind="jsd", beta=0.0), ValueError, "beta must be a number between 0 and 1, got 0.0; at its ends use"),
     (dict(kind="jsd", beta=1), ValueError, "beta must be a number between 0 and 1"),
     (dict(beta="half"), TypeError, "beta must be a number"),
@@ -333,9 +333,9 @@ def test_a_missing_field_is_named_with_its_flag(kind, rest, device):
     (dict(floor=-math.inf), ValueError, "floor must be a finite log-probability"),
     (dict(floor=None), TypeError, "floor must be a finite log-probability, got None"),
     (dict(reduction="batchmean"), ValueError, "reduction must be"),
-    (dict(teacher_log_rest=[0.0, 0.0]), TypeError, "teacher_log_rest must be a tensor, got list"),
-    (dict(teacher_log_rest=torch.zeros(2).bool()), TypeError, "teacher_log_rest must be floating point, got"),
-    (dict(teacher_log_rest=torch.zeros(3)), ValueError, r"teacher_log_rest must be of the leading shape \[2\], got"),
+    (dict(teacher_log_tail=[0.0, 0.0]), TypeError, "teacher_log_tail must be a tensor, got list"),
+    (dict(teacher_log_tail=torch.zeros(2).bool()), TypeError, "teacher_log_tail must be floating point, got"),
+    (dict(teacher_log_tail=torch.zeros(3)), ValueError, r"teacher_log_tail must be of the leading shape \[2\], got"),
 ], ids=str)
 def test_wrong_options_are_named(options, error, message):
     with pytest.raises(error, match=message):
@@ -350,5 +350,5 @@ def test_shapes_that_do_not_fit():
     with pytest.raises(ValueError, match=r"student must have log_probs at the ids of teacher, \[2, 2\], got \[2, 1\]"):
         divergence(student, (ids, weights))
     student = selected_log_probs(logits, ids, return_mean_logit=True)
-    with pytest.raises(ValueError, match="teacher must have num_classes with rest='uniform'"):
-        divergence(student, (ids, weights), rest="uniform")
+    with pytest.raises(ValueError, match="teacher must have num_classes with tail='uniform'"):
+        divergence(student, (ids, weights), tail="uniform")

@@ -84,7 +84,7 @@ def shards_of(folder, length, names=SHARDS):
     tensors, headers = [], []
     for name in names:
         with safetensors.safe_open(folder / "cache" / name, "pt") as file:
-            tensors.append({key: file.get_tensor(key) for key in ("tokens", "ids", "log_probs", "log_rest")})
+            tensors.append({key: file.get_tensor(key) for key in ("tokens", "ids", "log_probs", "log_tail")})
             headers.append(json.loads(file.metadata()["cache"]))
     assert sorted(path.name for path in (folder / "cache").glob("shard-*")) == list(names)
     return {key: torch.cat([shard[key] for shard in tensors]).unflatten(0, (-1, length)) for key in tensors[0]
@@ -126,7 +126,7 @@ def test_a_scored_text_is_in_the_files_with_the_teachers_exact_top_k(scored, exa
     assert shard["log_probs"].dtype == torch.float16
     torch.testing.assert_close(shard["log_probs"].double(), top.values, rtol=2**-11, atol=1e-5)
     rest = torch.log1p(-top.values.exp().sum(-1))
-    torch.testing.assert_close(shard["log_rest"].double(), rest, rtol=0, atol=1e-5)
+    torch.testing.assert_close(shard["log_tail"].double(), rest, rtol=0, atol=1e-5)
     assert {name: made[name] for name in ("num_classes", "k", "first")} == dict(num_classes=1024, k=16, first=0)
     assert made["metadata"]["temperature"] == 1.0
     target = SparseTarget.from_topk(shard["ids"], shard["log_probs"], kind="logprobs", num_classes=made["num_classes"])
@@ -139,9 +139,9 @@ def test_what_scoring_says_of_itself_is_so(scored):
     shard, made = shards_of(folder, 64)
     assert numbers["tokens"] == numbers["scored"] == 65 * 64
     assert numbers["bytes"] == sum((folder / "cache" / name).stat().st_size for name in SHARDS)
-    of_position = 2 + 16 * 4 + 4 + 1  # a token, 16 ids and log-probabilities, the rest, what the row predicts
+    of_position = 2 + 16 * 4 + 4 + 1  # a token, 16 ids and log-probabilities, the tail, what the row predicts
     assert of_position < numbers["bytes"] / numbers["tokens"] < of_position + 2
-    assert numbers["mass"] == pytest.approx(1 - shard["log_rest"].double().exp().mean().item(), abs=1e-6)
+    assert numbers["mass"] == pytest.approx(1 - shard["log_tail"].double().exp().mean().item(), abs=1e-6)
     compared = numbers["compared"]
     assert compared["ids that differ"] == compared["log-probabilities that differ"] == 0
     assert 0 < compared["largest error of a log-probability"] <= 2**-11 * 16  # half of a last bit, of values below 16
@@ -310,11 +310,11 @@ def test_the_cache_that_students_read_has_the_bytes_of_its_layout(distilled):
     assert list(shard["ids"].shape) == [sizes["cached"], sizes["length"], sizes["k"]] and made["k"] == sizes["k"]
     assert cache["tokens"] == shard["tokens"].numel() == sizes["cached"] * sizes["length"]
     assert cache["bytes"] == sum(path.stat().st_size for path in (folder / "cache").glob("shard-*"))
-    layout = 2 + sizes["k"] * (2 + 2) + 4  # a token, ids and log-probabilities, log_rest
+    layout = 2 + sizes["k"] * (2 + 2) + 4  # a token, ids and log-probabilities, log_tail
     headers = cache["bytes"] - layout * cache["tokens"]  # and where each sequence begins, and its checksum
     assert 0 < headers < 2048 * cache["files"] + 16 * 240
     assert cache["dense_bytes"] == 4 * 1024 * cache["tokens"]
-    assert cache["off top-k"] == pytest.approx(shard["log_rest"].double().exp().mean().item(), abs=1e-6)
+    assert cache["off top-k"] == pytest.approx(shard["log_tail"].double().exp().mean().item(), abs=1e-6)
 
 
 @pytest.mark.slow

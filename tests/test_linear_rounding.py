@@ -119,14 +119,14 @@ def test_gradients_are_right_and_in_the_dtypes_of_the_head(half, device):
 @HALVES
 def test_the_teachers_top_k(half, device):
     head, _, z = make(half, device)
-    target, log_rest = linear_topk_log_probs(*head[:2], 3, linear_bias=head[2], logits_dtype=torch.float32,
-                                             return_log_rest=True)
+    target, log_tail = linear_topk_log_probs(*head[:2], 3, linear_bias=head[2], logits_dtype=torch.float32,
+                                             return_log_tail=True)
     log_probs = z.log_softmax(-1)
     best = log_probs.topk(3)
     assert torch.equal(target.indices, best.indices)
     assert (target.values.double() - best.values).abs().max() < EXACT
     rest = log_probs.scatter(1, best.indices, -torch.inf).logsumexp(1)
-    assert (log_rest.double() - rest).abs().max() < EXACT
+    assert (log_tail.double() - rest).abs().max() < EXACT
 
 
 @HALVES

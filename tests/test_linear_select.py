@@ -65,8 +65,8 @@ def test_other_dtypes_are_near_to_float64(dtype, mixed, device):
     results = []
     for wide in (False, True):
         leaves = [(t.double() if wide else t.clone()).requires_grad_() for t in (hidden, weight)]
-        out = linear_selected_log_probs(*leaves, ids, return_entropy=True, return_log_rest=True, chunk_rows=16)
-        results.append((out.log_probs, out.entropy, out.log_rest, *torch.autograd.grad(total(out), leaves)))
+        out = linear_selected_log_probs(*leaves, ids, return_entropy=True, return_log_tail=True, chunk_rows=16)
+        results.append((out.log_probs, out.entropy, out.log_tail, *torch.autograd.grad(total(out), leaves)))
     rough = torch.finfo(dtype).eps
     for ours, exact in zip(*results):
         scale = exact[exact.isfinite()].abs().max()
@@ -102,7 +102,7 @@ def test_gradcheck_of_first_and_second_order(device):
 
     def f(*leaves):
         out = linear_selected_log_probs(leaves[0], leaves[1], ids, linear_bias=leaves[2], logit_scale=leaves[3],
-                                        softcap=5.0, padding_value=0.0, chunk_rows=2, return_log_rest=True,
+                                        softcap=5.0, padding_value=0.0, chunk_rows=2, return_log_tail=True,
                                         return_entropy=True, return_mean_logit=True)
         return tuple(getattr(out, name) for name in OUTPUTS)
 
@@ -148,7 +148,7 @@ def test_opcheck_of_linear_select(kind, requires_grad, device, fresh_compiler):
     _, target, rows = op_arguments(kind, requires_grad, device)
     draw = Draw(device)
     head = [draw.normal(*s).requires_grad_(requires_grad) for s in ((4, 5), (7, 5), (7,))]
-    wanted = dict(loss=True, log_rest=True, entropy=True, mean_logit=True, argmax=True)
+    wanted = dict(loss=True, log_tail=True, entropy=True, mean_logit=True, argmax=True)
     torch.library.opcheck(ops.linear_select.default, (*head, *target), wanted)
     out = [t.detach() for t in ops.linear_select(*(t.detach() for t in head), *target, **wanted)]
     given = (rows, rows.detach(), torch.randn_like(out[3]), rows.detach(), rows.detach(), None, *head, out[1], out[2],

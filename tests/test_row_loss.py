@@ -14,7 +14,7 @@ from sparse_ce import LogProbs, SparseTarget, linear_cross_entropy, linear_row_l
 from sparse_ce.functional import row_losses as row_loss
 from sparse_ce.targets.convert import as_ids
 
-ASKED = dict(return_log_rest=True, return_entropy=True, return_mean_logit=True)
+ASKED = dict(return_log_tail=True, return_entropy=True, return_mean_logit=True)
 
 
 def of_all(out, target, weight):
@@ -26,7 +26,7 @@ def of_all(out, target, weight):
             else zip(target.offsets[:-1].tolist(), target.offsets[1:].tolist()))])
     else:
         per_row = log_probs.square() if log_probs.dim() == 1 else log_probs.square().sum(1)
-    return weight * (per_row + 0.1 * out.lse + out.log_rest.exp() + 0.3 * out.entropy) + 0.01 * out.mean_logit
+    return weight * (per_row + 0.1 * out.lse + out.log_tail.exp() + 0.3 * out.entropy) + 0.01 * out.mean_logit
 
 
 def example(form, device, dtype=torch.float64):
@@ -331,14 +331,14 @@ def test_an_output_that_was_not_asked_for_is_named(device):
     hidden, head = torch.randn(3, 4, device=device, requires_grad=True), torch.randn(7, 4, device=device)
     labels = torch.tensor([1, 2, 3], device=device)
     for reduction in ("mean", "none"):
-        with pytest.raises(ValueError, match=r"got NoneType \(as an output is without its return_log_rest=True or "
+        with pytest.raises(ValueError, match=r"got NoneType \(as an output is without its return_log_tail=True or "
                                              r"return_mean_logit=True or return_argmax=True\)"):
-            linear_row_loss(lambda out, _: out.log_rest, hidden, head, labels, return_entropy=True, reduction=reduction)
+            linear_row_loss(lambda out, _: out.log_tail, hidden, head, labels, return_entropy=True, reduction=reduction)
         with pytest.raises(ValueError, match="return_entropy=True .*for 'entropy'"):
             linear_row_loss(lambda out, _: (out.lse, {"entropy": out.entropy}), hidden, head, labels, has_aux=True,
                             reduction=reduction)
         with pytest.raises(ValueError, match="one a row, got NoneType$"):
-            linear_row_loss(lambda out, _: None, hidden, head, labels, return_log_rest=True, return_entropy=True,
+            linear_row_loss(lambda out, _: None, hidden, head, labels, return_log_tail=True, return_entropy=True,
                             return_mean_logit=True, return_argmax=True, reduction=reduction)
 
 
@@ -422,7 +422,7 @@ def test_what_is_not_losses_and_aux_is_named(fn, message):
 
 @pytest.mark.parametrize("of_odd", [{"odd": torch.float32}, {"even": torch.float64}, {}], ids=str)
 def test_aux_is_alike_in_every_chunk(of_odd, device):
-    """Where one has another name the rest would be memory that nobody wrote; a narrower dtype would lose digits."""
+    """Where one has another name the tail would be memory that nobody wrote; a narrower dtype would lose digits."""
     def fn(out, target):
         told = {"even": torch.float32} if bool((target % 2 == 0).all()) else of_odd
         return -out.log_probs, {name: out.lse.to(dtype) for name, dtype in told.items()}

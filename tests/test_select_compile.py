@@ -27,7 +27,7 @@ from sparse_ce import (
 
 ops = torch.ops.sparse_ce
 pytestmark = pytest.mark.usefixtures("fresh_compiler")
-EVERYTHING = dict(loss=True, log_rest=True, entropy=True, mean_logit=True, argmax=True)
+EVERYTHING = dict(loss=True, log_tail=True, entropy=True, mean_logit=True, argmax=True)
 
 
 @pytest.mark.parametrize("kind,requires_grad", [("labels", False), ("topk", True),
@@ -52,17 +52,17 @@ def test_a_changing_number_of_entries_compiles_twice_at_most(form, device):
     draw = Draw(device)
 
     def f(x, target):
-        return selected_log_probs(x, target, padding_value=0.0, return_entropy=True, return_log_rest=True)
+        return selected_log_probs(x, target, padding_value=0.0, return_entropy=True, return_log_tail=True)
 
     compiled = torch.compile(f, backend=counter, fullgraph=True)
     for nnz in (5, 9, 12, 3, 20):
         x, target = draw.normal(6, 11).requires_grad_(), DYNAMIC[form](nnz, draw)
         y = x.detach().clone().requires_grad_()
         ours, eager = compiled(x, target), f(y, target)
-        for name in ("log_probs", "entropy", "log_rest"):
+        for name in ("log_probs", "entropy", "log_tail"):
             assert_bitwise_equal(getattr(ours, name), getattr(eager, name))
-        (ours.log_probs.sum() + ours.entropy.sum() + ours.log_rest[0]).backward()
-        (eager.log_probs.sum() + eager.entropy.sum() + eager.log_rest[0]).backward()
+        (ours.log_probs.sum() + ours.entropy.sum() + ours.log_tail[0]).backward()
+        (eager.log_probs.sum() + eager.entropy.sum() + eager.log_tail[0]).backward()
         torch.testing.assert_close(x.grad, y.grad)
     assert counter.frame_count <= 2
 
@@ -125,10 +125,10 @@ def test_export(device):
 
 class OfLogits(torch.nn.Module):
     def forward(self, x, ids, kept):
-        return {"selected": selected_log_probs(x, ids, return_log_rest=True, return_entropy=True,
+        return {"selected": selected_log_probs(x, ids, return_log_tail=True, return_entropy=True,
                                                return_mean_logit=True, return_argmax=True),
                 "jagged": selected_log_probs(x[:, 0], kept, softcap=5.0, padding_value=0.0),
-                "topk": topk_log_probs(x, 3, return_log_rest=True),
+                "topk": topk_log_probs(x, 3, return_log_tail=True),
                 "loss": cross_entropy(x, ids[..., 0], label_smoothing=0.1)}
 
 
@@ -140,7 +140,7 @@ class OfHead(torch.nn.Module):
 
     def forward(self, h, ids, kept):
         w, b = self.head.weight, self.head.bias
-        return {"selected": linear_selected_log_probs(h, w, ids, linear_bias=b, return_log_rest=True,
+        return {"selected": linear_selected_log_probs(h, w, ids, linear_bias=b, return_log_tail=True,
                                                       return_entropy=True, logit_scale=h[..., 0].exp()),
                 "jagged": linear_selected_log_probs(h[:, 0], w, kept),
                 "candidates": candidate_logits(h, w, ids, linear_bias=b),
@@ -228,7 +228,7 @@ def test_shapes_on_the_meta_device():
     out = selected_log_probs(x, torch.empty(2, 3, 4, dtype=torch.int64, device="meta"), return_entropy=True,
                              return_argmax=True)
     assert out.log_probs.shape == (2, 3, 4) and out.log_probs.dtype == torch.float32
-    assert out.entropy.shape == (2, 3) and out.argmax.dtype == torch.int64 and out.log_rest is None
+    assert out.entropy.shape == (2, 3) and out.argmax.dtype == torch.int64 and out.log_tail is None
     grad, = torch.autograd.grad(out.log_probs.sum(), x)
     assert grad.shape == x.shape and grad.dtype == torch.bfloat16
 
@@ -238,9 +238,9 @@ def test_36_beside_one_gradient_nothing_of_the_size_of_the_logits(device):
     x = torch.randn(64, 4096, device=device).bfloat16().requires_grad_()
     ids = SparseTarget.from_topk(torch.randint(4096, (64, 8), device=device), None)
     with torch.profiler.profile(profile_memory=True) as profile:
-        out = selected_log_probs(x, ids, return_entropy=True, return_log_rest=True)
-        torch.autograd.grad([out.log_probs, out.entropy, out.log_rest], x,
-                            [torch.ones_like(t) for t in (out.log_probs, out.entropy, out.log_rest)])
+        out = selected_log_probs(x, ids, return_entropy=True, return_log_tail=True)
+        torch.autograd.grad([out.log_probs, out.entropy, out.log_tail], x,
+                            [torch.ones_like(t) for t in (out.log_probs, out.entropy, out.log_tail)])
     name = "device_memory_usage" if device == "cuda" else "cpu_memory_usage"
     largest = max(getattr(event, name) for event in profile.events())
     assert largest <= x.numel() * 2 + 4096

@@ -11,7 +11,7 @@ from select_cases import ALL
 from sparse_ce import SparseTarget, cross_entropy, selected_log_probs
 
 
-def exact_rest(x, ids):
+def exact_tail(x, ids):
     z = x.double()
     outside = torch.ones(z.shape, dtype=torch.bool, device=z.device).scatter(1, ids, False)
     return torch.where(outside, z, -torch.inf).logsumexp(1) - z.logsumexp(1)
@@ -35,45 +35,45 @@ def test_27_a_log_probability_is_never_positive(offset, device):
     for dtype in (torch.float32, torch.bfloat16):
         x = draw.normal(64, 3000) * 0.01
         x[:, 7] += draw.uniform(64, low=0, high=40)
-        out = selected_log_probs((x + offset).to(dtype), torch.full((64,), 7, device=device), return_log_rest=True)
-        assert (out.log_probs <= 0).all() and (out.log_rest <= 0).all() and (out.log_probs > -30).all()
+        out = selected_log_probs((x + offset).to(dtype), torch.full((64,), 7, device=device), return_log_tail=True)
+        assert (out.log_probs <= 0).all() and (out.log_tail <= 0).all() and (out.log_probs > -30).all()
 
 
 @pytest.mark.parametrize("gap", [8.0, 12.0, 16.0, 20.0])
-def test_30_the_rest_is_summed_and_not_subtracted(gap, device):
-    """Down to a rest of 1e-7 and below; 1 less the others has no digits there. Its gradient, too."""
+def test_30_the_tail_is_summed_and_not_subtracted(gap, device):
+    """Down to a tail of 1e-7 and below; 1 less the others has no digits there. Its gradient, too."""
     draw = Draw(device)
     x, ids = draw.normal(4, 128256 // 16), torch.stack([
         torch.randperm(128256 // 16, generator=draw.generator)[:64] for _ in range(4)]).to(device)
     x.scatter_add_(1, ids, torch.full(ids.shape, gap, device=device))
     leaf = x.clone().requires_grad_()
-    out = selected_log_probs(leaf, ids, return_log_rest=True)
-    torch.testing.assert_close(out.log_rest.exp().double(), exact_rest(x, ids).exp(), rtol=3e-6, atol=0)
+    out = selected_log_probs(leaf, ids, return_log_tail=True)
+    torch.testing.assert_close(out.log_tail.exp().double(), exact_tail(x, ids).exp(), rtol=3e-6, atol=0)
     wide = x.double().requires_grad_()
-    ours, = torch.autograd.grad(out.log_rest.sum(), leaf)
-    theirs, = torch.autograd.grad(exact_rest(wide, ids).sum(), wide)
+    ours, = torch.autograd.grad(out.log_tail.sum(), leaf)
+    theirs, = torch.autograd.grad(exact_tail(wide, ids).sum(), wide)
     torch.testing.assert_close(ours.double(), theirs, rtol=2e-5, atol=1e-12)
 
 
-@pytest.mark.parametrize("rest", [-50.0, -90.0, -200.0])
-def test_30_a_rest_beyond_the_range_of_float32(rest, device):
+@pytest.mark.parametrize("tail", [-50.0, -90.0, -200.0])
+def test_30_a_tail_beyond_the_range_of_float32(tail, device):
     draw = Draw(device)
     x = draw.normal(3, 5000)
-    x[:, 7] -= rest
+    x[:, 7] -= tail
     x[1, 8:2000] = -torch.inf  # classes that cannot be
     leaf = x.clone().requires_grad_()
-    out = selected_log_probs(leaf, torch.full((3,), 7, device=device), return_log_rest=True)
-    torch.testing.assert_close(out.log_rest.double(), exact_rest(x, torch.full((3, 1), 7, device=device)))
-    grad, = torch.autograd.grad(out.log_rest.sum(), leaf)
+    out = selected_log_probs(leaf, torch.full((3,), 7, device=device), return_log_tail=True)
+    torch.testing.assert_close(out.log_tail.double(), exact_tail(x, torch.full((3, 1), 7, device=device)))
+    grad, = torch.autograd.grad(out.log_tail.sum(), leaf)
     outside = torch.where(torch.arange(5000, device=device) == 7, -torch.inf, x.double()).softmax(1)
     torch.testing.assert_close(grad[:, 8:].double(), outside[:, 8:], rtol=2e-5, atol=1e-10)
 
 
-def test_30_no_rest_where_the_ids_cover_what_is_finite(device):
+def test_30_no_tail_where_the_ids_cover_what_is_finite(device):
     x = torch.tensor([[1.0, 2.0, 3.0], [1.0, -torch.inf, -torch.inf]], device=device, requires_grad=True)
-    out = selected_log_probs(x, torch.tensor([[0, 1, 2], [0, 0, -100]], device=device), return_log_rest=True)
-    assert (out.log_rest == -torch.inf).all()
-    grad, = torch.autograd.grad(out.log_rest, x, torch.ones(2, device=device))
+    out = selected_log_probs(x, torch.tensor([[0, 1, 2], [0, 0, -100]], device=device), return_log_tail=True)
+    assert (out.log_tail == -torch.inf).all()
+    grad, = torch.autograd.grad(out.log_tail, x, torch.ones(2, device=device))
     assert (grad == 0).all()
 
 
@@ -89,18 +89,18 @@ def test_33_a_temperature_for_each_row(device):
 
 @pytest.mark.parametrize("form", ["padded", "jagged"])
 def test_34_an_id_twice(form, device):
-    """Each has its log-probability; the rest knows the class once; gradients add."""
+    """Each has its log-probability; the tail knows the class once; gradients add."""
     x = Draw(device).normal(2, 9, dtype=torch.float64).requires_grad_()
     ids = torch.tensor([[3, 5, 3, 3], [1, 1, 2, 0]], device=device)
     target = ids if form == "padded" else SparseTarget.from_jagged(ids.view(-1), None,
                                                                   torch.tensor([0, 4, 8], device=device))
-    out = selected_log_probs(x, target, return_log_rest=True)
+    out = selected_log_probs(x, target, return_log_tail=True)
     log_probs = x.log_softmax(1)
     upstream = torch.arange(1.0, 9, device=device, dtype=torch.float64)
     expected, = torch.autograd.grad((log_probs.gather(1, ids).view(-1) * upstream).sum(), x, retain_graph=True)
     ours, = torch.autograd.grad(out.log_probs.reshape(-1), x, upstream, retain_graph=True)
     torch.testing.assert_close(ours, expected)
-    torch.testing.assert_close(out.log_rest, exact_rest(x.detach(), ids))
+    torch.testing.assert_close(out.log_tail, exact_tail(x.detach(), ids))
 
 
 def test_35_padding_of_minus_infinity_meets_a_weight_of_zero(device):
@@ -131,16 +131,16 @@ def test_37_a_kept_set_without_the_sampled_token(device):
 
 
 def test_38_rows_with_a_kept_set_beside_rows_without_one(device):
-    """One pass gives the entropy of all classes beside the log-probability among some; a row without ids has a rest of
+    """One pass gives the entropy of all classes beside the log-probability among some; a row without ids has a tail of
     all classes."""
     x = Draw(device).normal(2, 20, dtype=torch.float64)
     kept = SparseTarget.from_jagged(torch.tensor([1, 2], device=device), None,
                                     torch.tensor([0, 2, 2], device=device))
-    out = selected_log_probs(x, kept, return_entropy=True, return_log_rest=True)
+    out = selected_log_probs(x, kept, return_entropy=True, return_log_tail=True)
     q = x.softmax(1)
     torch.testing.assert_close(out.entropy, -(q * q.log()).sum(1))
-    assert out.log_rest[1] == 0
-    torch.testing.assert_close(out.log_rest[0].exp(), 1 - q[0, 1] - q[0, 2])
+    assert out.log_tail[1] == 0
+    torch.testing.assert_close(out.log_tail[0].exp(), 1 - q[0, 1] - q[0, 2])
 
 
 def test_39_scale_and_softcap_count_in_every_output(device):
@@ -148,7 +148,7 @@ def test_39_scale_and_softcap_count_in_every_output(device):
     x, ids = 3 * draw.normal(3, 30, dtype=torch.float64), draw.integers(30, 3, 2)
     z = 4 * torch.tanh(0.7 * x / 4)
     ours = selected_log_probs(x, ids, logit_scale=0.7, softcap=4.0, **ALL)
-    for a, b in zip((ours.log_probs, ours.lse, ours.log_rest, ours.entropy, ours.mean_logit, ours.argmax),
+    for a, b in zip((ours.log_probs, ours.lse, ours.log_tail, ours.entropy, ours.mean_logit, ours.argmax),
                     vars(selected_log_probs(z, ids, **ALL)).values()):
         torch.testing.assert_close(a, b)
 
@@ -170,7 +170,7 @@ def test_the_scales_gradient_does_not_take_what_all_logits_have_in_common(classe
         return scale.grad.item()
 
     # Of each row the logits, and so the distances of some 4 between them, are right to rounding.
-    of = "log_probs", "log_rest", "entropy"
+    of = "log_probs", "log_tail", "entropy"
     assert abs(of_scale(x, of) - of_scale(x.double(), of)) <= 2 * 8 * offset * 2**-24
     of = "lse", "mean_logit"  # which move with all logits
     torch.testing.assert_close(of_scale(x, of, z_loss=1e-4), of_scale(x.double(), of, z_loss=1e-4), rtol=2**-20, atol=0)
@@ -220,8 +220,8 @@ def test_classes_of_minus_infinity_add_nothing(device):
     grads = []
     for o, x in ((out, leaf), (expected, small)):
         torch.testing.assert_close(o.entropy.double(), expected.entropy, rtol=1e-6, atol=1e-6)
-        torch.testing.assert_close(o.log_rest.double(), expected.log_rest, rtol=1e-6, atol=1e-6)
-        grads.append(torch.autograd.grad((o.entropy + o.log_rest + o.log_probs.sum(1)).sum(), x)[0])
+        torch.testing.assert_close(o.log_tail.double(), expected.log_tail, rtol=1e-6, atol=1e-6)
+        grads.append(torch.autograd.grad((o.entropy + o.log_tail + o.log_probs.sum(1)).sum(), x)[0])
     assert (grads[0][:, ~live] == 0).all()
     torch.testing.assert_close(grads[0][:, live].double(), grads[1], rtol=1e-5, atol=1e-7)
 
@@ -231,9 +231,9 @@ def test_a_row_that_nobody_wants_a_gradient_of_is_not_read(device):
     x = draw.normal(3, 40)
     x[1] = torch.nan
     x.requires_grad_()
-    out = selected_log_probs(x, draw.integers(40, 3, 2), return_entropy=True, return_log_rest=True)
+    out = selected_log_probs(x, draw.integers(40, 3, 2), return_entropy=True, return_log_tail=True)
     upstream = torch.tensor([1.0, 0.0, 2.0], device=device)
-    grad, = torch.autograd.grad([out.log_probs, out.entropy, out.log_rest], x,
+    grad, = torch.autograd.grad([out.log_probs, out.entropy, out.log_tail], x,
                                 [upstream[:, None].expand(3, 2), upstream, upstream])
     assert (grad[1] == 0).all() and grad.isfinite().all() and (grad[0] != 0).any()
 
@@ -273,9 +273,9 @@ def test_few_long_rows_are_shared_among_threads(threads_of, threads, device):
         threads(n)
         leaf, scale = x.clone().requires_grad_(), torch.tensor(0.7, device=device, requires_grad=True)
         out = selected_log_probs(leaf, ids, logit_scale=scale, **ALL)
-        grads = torch.autograd.grad((out.log_probs.sum() + out.entropy + out.log_rest + out.mean_logit).sum(),
+        grads = torch.autograd.grad((out.log_probs.sum() + out.entropy + out.log_tail + out.mean_logit).sum(),
                                     [leaf, scale])
-        results.append((out.log_probs, out.log_rest, out.entropy, out.mean_logit, *grads))
+        results.append((out.log_probs, out.log_tail, out.entropy, out.mean_logit, *grads))
     for a, b in zip(*results):
         assert_bitwise_equal(a, b)
     assert math.isfinite(results[0][-1])
@@ -283,7 +283,7 @@ def test_few_long_rows_are_shared_among_threads(threads_of, threads, device):
 
 @pytest.mark.parametrize("form", ["topk", "jagged"])
 def test_a_teachers_log_probability_of_minus_500_is_no_padding(form, device):
-    """Its weight underflows to 0, but the id is there: it has a log-probability and is not in the rest."""
+    """Its weight underflows to 0, but the id is there: it has a log-probability and is not in the tail."""
     draw = Draw(device)
     x = draw.normal(2, 30, dtype=torch.float64)
     ids = torch.tensor([[3, 5], [7, 9]], device=device)
@@ -291,15 +291,15 @@ def test_a_teachers_log_probability_of_minus_500_is_no_padding(form, device):
     target = SparseTarget.from_topk(ids, logprobs, kind="logprobs") if form == "topk" else SparseTarget.from_jagged(
         ids.view(-1), logprobs.view(-1), torch.tensor([0, 2, 4], device=device), kind="logprobs")
     leaf = x.clone().requires_grad_()
-    out = selected_log_probs(leaf, target, return_log_rest=True)
+    out = selected_log_probs(leaf, target, return_log_tail=True)
     of_all = x.log_softmax(1)
     expected = torch.where(logprobs.isneginf(), -torch.inf, of_all.gather(1, ids))
     torch.testing.assert_close(out.log_probs.reshape(2, 2), expected)
     kept = torch.tensor([[3, 5], [9, 9]], device=device)
-    torch.testing.assert_close(out.log_rest, exact_rest(x, kept))
-    ours, = torch.autograd.grad(out.log_probs.reshape(2, 2)[0, 1] + out.log_rest.sum(), leaf)
+    torch.testing.assert_close(out.log_tail, exact_tail(x, kept))
+    ours, = torch.autograd.grad(out.log_probs.reshape(2, 2)[0, 1] + out.log_tail.sum(), leaf)
     wide = x.clone().requires_grad_()
-    theirs, = torch.autograd.grad(wide.log_softmax(1)[0, 5] + exact_rest(wide, kept).sum(), wide)
+    theirs, = torch.autograd.grad(wide.log_softmax(1)[0, 5] + exact_tail(wide, kept).sum(), wide)
     torch.testing.assert_close(ours, theirs)
     torch.testing.assert_close(torch.func.grad(lambda x: selected_log_probs(x, target).log_probs.flatten()[1])(x),
                                torch.func.grad(lambda x: x.log_softmax(1)[0, 5])(x))

@@ -25,7 +25,7 @@ CHUNKS = dict(logits_dtype=torch.float32, chunk_rows=5)
 
 def of_rows(out, target, by):
     """Uses every output and the row argument. At module level, where pickling finds it."""
-    return by * out.log_probs.sum(1) + out.log_rest.exp() + 0.3 * out.entropy + 0.01 * out.mean_logit
+    return by * out.log_probs.sum(1) + out.log_tail.exp() + 0.3 * out.entropy + 0.01 * out.mean_logit
 
 
 def with_aux(out, target, by):

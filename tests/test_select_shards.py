@@ -22,9 +22,9 @@ FORMS = ("labels", "topk", "csr", "ids")
 WANTED = {
     "loss": Outputs(loss=True, log_probs=False),
     "log_probs": Outputs(padding_value=-7.0),
-    "rest": Outputs(log_probs=False, log_rest=True),
+    "tail": Outputs(log_probs=False, log_tail=True),
     "no sums": Outputs(log_probs=False, mean_logit=True, argmax=True),
-    "all": Outputs(loss=True, log_rest=True, entropy=True, mean_logit=True, argmax=True),
+    "all": Outputs(loss=True, log_tail=True, entropy=True, mean_logit=True, argmax=True),
 }
 NUMBERS = set(Arguments._fields[5:]) - {"ignore_index", "num_classes", "logprobs", "row_scale"}
 OPTIONS = {
@@ -118,9 +118,9 @@ def test_the_gradient_of_a_shard_is_that_of_its_columns(dtype, device):
         a, logits = Arguments(*(t.to(device) if isinstance(t, torch.Tensor) else t for t in a)), logits.to(device)
         out = Selected(*ops.select(logits, *a, *WANTED["all"]))
         torch.manual_seed(seed)
-        grads = [torch.randn_like(t) for t in (out.loss, out.lse, out.log_probs, out.log_rest, out.entropy,
+        grads = [torch.randn_like(t) for t in (out.loss, out.lse, out.log_probs, out.log_tail, out.entropy,
                                                out.mean_logit)]
-        given = (out.lse, out.lse_residual, out.log_rest, out.entropy, *a, True)
+        given = (out.lse, out.lse_residual, out.log_tail, out.entropy, *a, True)
         whole, of_scale = ops.select_backward(*grads, logits, *given)
         sums = torch.zeros_like(of_scale)
         for begin, end in zip(cuts, cuts[1:]):
@@ -143,8 +143,8 @@ def test_the_scales_gradient_of_shards_does_not_take_what_all_logits_have_in_com
     for exact in (False, True):
         logits, given = (x.double(), a._replace(row_scale=a.row_scale.double())) if exact else (x, a)
         out = Selected(*ops.select(logits, *given, *WANTED["all"]))
-        grads = [torch.ones_like(t) for t in (out.loss, out.log_probs, out.log_rest, out.entropy)]
-        made = (out.lse, out.lse_residual, out.log_rest, out.entropy, *given, True)
+        grads = [torch.ones_like(t) for t in (out.loss, out.log_probs, out.log_tail, out.entropy)]
+        made = (out.lse, out.lse_residual, out.log_tail, out.entropy, *given, True)
         found.append(sum(ops.select_backward(grads[0], None, *grads[1:], None, logits[:, begin:end], *made, begin)[1]
                          for begin, end in zip(cuts, cuts[1:])))
     assert (found[0] - found[1]).abs().max() <= 4 * 300 * 2**-24 * 8

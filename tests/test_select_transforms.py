@@ -10,11 +10,11 @@ from close import assert_bitwise_equal
 from select_cases import ALL
 from sparse_ce import LogProbs, SparseTarget, cross_entropy, linear_cross_entropy, selected_log_probs
 
-DIFFERENTIABLE = dict(return_log_rest=True, return_entropy=True, return_mean_logit=True)
+DIFFERENTIABLE = dict(return_log_tail=True, return_entropy=True, return_mean_logit=True)
 
 
 def differentiable(out):
-    return out.log_probs, out.lse, out.log_rest, out.entropy, out.mean_logit
+    return out.log_probs, out.lse, out.log_tail, out.entropy, out.mean_logit
 
 
 def example(device, rows=3, classes=7, k=3):

@@ -112,8 +112,8 @@ def check(form, device, dtype, options, wanted=OUTPUTS, seed=0):
                                    for entries in rows])
     scale = keywords.get("logit_scale", 1.0)
     size = size * (torch.where(ignored, 1.0, scale.reshape(-1)) if isinstance(scale, torch.Tensor) else scale)
-    # Rows without entries have all classes for their rest, and nothing to compare with.
-    terms = None if wanted == ("log_rest",) else 4 * size[:, None]
+    # Rows without entries have all classes for their tail, and nothing to compare with.
+    terms = None if wanted == ("log_tail",) else 4 * size[:, None]
     assert_close_to_float64(grad, gradient(peer, peer_leaf), gradient(exact, exact_leaf), terms)
     assert_bitwise_equal(view, before)
 
@@ -141,14 +141,14 @@ def test_plain_integers_are_ids(ids, device):
     several = draw.integers(11, 2, 3, 4).int()
     given = {"labels": labels, "one a row": labels[..., None], "several": several,
              "nested": SparseTarget.from_topk(several, None), "list of no ids": several[..., :0]}[ids]
-    out = selected_log_probs(x, given, return_log_rest=True)
+    out = selected_log_probs(x, given, return_log_tail=True)
     log_probs = x.log_softmax(-1)
     index = {"labels": labels[..., None], "one a row": labels[..., None], "list of no ids": several[..., :0]}.get(
         ids, several)
     torch.testing.assert_close(out.log_probs, log_probs.gather(-1, index.long()).reshape(out.log_probs.shape))
     assert out.log_probs.shape == (labels.shape if ids == "labels" else index.shape)
     if ids == "list of no ids":
-        assert (out.log_rest == 0).all()
+        assert (out.log_tail == 0).all()
 
 
 @pytest.mark.parametrize("vocab", [3, 40, 5000])
@@ -160,7 +160,7 @@ def test_argmax_is_pytorchs_where_logits_are_the_lowest_there_are(dtype, vocab, 
     expected, head = x.argmax(1), torch.eye(vocab, dtype=dtype, device=device)
     for ids in (0, 1, vocab - 1):
         ids = torch.full((7,), ids, device=device)
-        for asked in (dict(), dict(return_log_rest=True), dict(return_entropy=True), ALL):
+        for asked in (dict(), dict(return_log_tail=True), dict(return_entropy=True), ALL):
             asked = {**asked, "return_argmax": True}
             assert torch.equal(selected_log_probs(x, ids, **asked).argmax, expected), asked
             assert torch.equal(selected_log_probs(x, ids, logit_scale=0.5, **asked).argmax[1:5], expected[1:5])
@@ -180,7 +180,7 @@ def check_long_rows(x, ids, draw):
     assert torch.equal(out.argmax, x.double().argmax(1))
     for name in OUTPUTS:
         torch.testing.assert_close(getattr(out, name).double(), exact[name], rtol=2e-6, atol=5e-6)
-    finite = [name for name in OUTPUTS if name != "mean_logit" and (name != "log_rest" or x.shape[1] > ids.shape[1])]
+    finite = [name for name in OUTPUTS if name != "mean_logit" and (name != "log_tail" or x.shape[1] > ids.shape[1])]
     if x.isfinite().all():
         finite.append("mean_logit")
     upstream = [draw.normal(*exact[name].shape, dtype=torch.float64) for name in finite]
@@ -261,12 +261,12 @@ def test_the_loss_beside_the_other_outputs(options, dtype, device):
     op = torch.ops.sparse_ce
 
     def ours(x, values):
-        out = op.select(x, indices, values, None, weight, **named, loss=True, log_rest=True, entropy=True)
+        out = op.select(x, indices, values, None, weight, **named, loss=True, log_tail=True, entropy=True)
         return out[0], out[4], out[5], out[3]
 
     def apart(x, values):
         loss = op.forward(x, indices, values, None, weight, **named)[0]
-        out = op.select(x, *given, **of_select, log_rest=True, entropy=True)
+        out = op.select(x, *given, **of_select, log_tail=True, entropy=True)
         return loss, out[4], out[5], out[3]
 
     results = []
@@ -279,8 +279,8 @@ def test_the_loss_beside_the_other_outputs(options, dtype, device):
 
 
 @pytest.mark.parametrize("shift", [0.0, 300.0])
-@pytest.mark.parametrize("rest", [1e-3, 1e-8, math.exp(-50), math.exp(-200)])
-def test_a_small_rest_and_its_gradient_have_their_digits(rest, shift, device):
+@pytest.mark.parametrize("tail", [1e-3, 1e-8, math.exp(-50), math.exp(-200)])
+def test_a_small_tail_and_its_gradient_have_their_digits(tail, shift, device):
     draw = Draw(device)
     x, ids = draw.normal(64, 2000, dtype=torch.float64), draw.normal(64, 2000).argsort(1)[:, :64]
     inside = torch.zeros(x.shape, dtype=torch.bool, device=device).scatter(1, ids, True)
@@ -288,14 +288,14 @@ def test_a_small_rest_and_its_gradient_have_their_digits(rest, shift, device):
     def off(z, hidden):
         return z.masked_fill(hidden, -torch.inf).logsumexp(1, keepdim=True)
 
-    x = torch.where(inside, x - off(x, ~inside) + math.log1p(-rest), x - off(x, inside) + math.log(rest))
+    x = torch.where(inside, x - off(x, ~inside) + math.log1p(-tail), x - off(x, inside) + math.log(tail))
     x = (x + shift).float().requires_grad_()
     wide = x.detach().double().requires_grad_()
     exact = off(wide, inside)[:, 0] - wide.logsumexp(1)
-    ours = selected_log_probs(x, ids, return_log_rest=True).log_rest
+    ours = selected_log_probs(x, ids, return_log_tail=True).log_tail
     torch.testing.assert_close(ours.double(), exact, rtol=3e-7, atol=0)
     (grad,), (expected,) = (torch.autograd.grad(t.sum(), z) for t, z in ((ours, x), (exact, wide)))
-    rounded = 2 * torch.finfo(torch.float32).eps * -math.log(rest)  # the logarithm, and what it is subtracted from
+    rounded = 2 * torch.finfo(torch.float32).eps * -math.log(tail)  # the logarithm, and what it is subtracted from
     torch.testing.assert_close(grad.double()[~inside], expected[~inside], rtol=max(1e-5, rounded), atol=0)
 
 

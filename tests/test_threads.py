@@ -29,9 +29,9 @@ def log_probs(rows, vocab, dtype):
     x, ids = (3 * draw.normal(rows, vocab)).to(dtype).requires_grad_(), draw.integers(vocab, rows, 9)
 
     def run():
-        out = sparse_ce.selected_log_probs(x, ids, return_entropy=True, return_log_rest=True)
-        yield from (out.log_probs, out.lse, out.entropy, out.log_rest)
-        yield from torch.autograd.grad(out.log_probs.sum() + out.entropy.sum() + out.log_rest.sum(), x)
+        out = sparse_ce.selected_log_probs(x, ids, return_entropy=True, return_log_tail=True)
+        yield from (out.log_probs, out.lse, out.entropy, out.log_tail)
+        yield from torch.autograd.grad(out.log_probs.sum() + out.entropy.sum() + out.log_tail.sum(), x)
         found = sparse_ce.topk_log_probs(x.detach(), 9)
         yield from (found.indices, found.values)
     return run

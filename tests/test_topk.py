@@ -27,14 +27,14 @@ def test_ids_and_log_probabilities_equal_a_stable_sort(ties, vocab, k, dtype, de
     draw = Draw(device)
     z = draw.normal(2, 5, vocab) * 3
     z = (z.round() if ties else z).to(dtype)
-    target, log_rest = topk_log_probs(z, k, return_log_rest=True)
+    target, log_tail = topk_log_probs(z, k, return_log_tail=True)
     ids = expected_ids(z, k)
     assert target.form == "topk" and target.kind == "logprobs" and target.num_classes == vocab
     assert torch.equal(target.indices, ids)
     log_probs = z.double().log_softmax(-1)
     torch.testing.assert_close(target.values.double(), log_probs.gather(-1, ids), rtol=1e-5, atol=1e-5)
     rest = torch.ones(z.shape, dtype=torch.bool, device=device).scatter(-1, ids, False)
-    torch.testing.assert_close(log_rest.double(), torch.where(rest, log_probs, -torch.inf).logsumexp(-1), rtol=1e-5,
+    torch.testing.assert_close(log_tail.double(), torch.where(rest, log_probs, -torch.inf).logsumexp(-1), rtol=1e-5,
                                atol=1e-5)
 
 
@@ -95,10 +95,10 @@ def test_of_a_head_it_is_that_of_its_logits(chunk_rows, dtype, device):
         301, dtype=dtype)
     scale = draw.uniform(2, 5, low=0.5, high=2, dtype=torch.float64).to(
         torch.float64 if dtype == torch.float64 else torch.float32)
-    target, log_rest = linear_topk_log_probs(hidden, weight, 8, linear_bias=bias, logit_scale=scale, num_classes=290,
-                                             return_log_rest=True, chunk_rows=chunk_rows)
+    target, log_tail = linear_topk_log_probs(hidden, weight, 8, linear_bias=bias, logit_scale=scale, num_classes=290,
+                                             return_log_tail=True, chunk_rows=chunk_rows)
     z = ops.linear_logits(hidden.view(10, 16), weight, bias)
-    same, same_rest = topk_log_probs(z.view(2, 5, -1), 8, logit_scale=scale, num_classes=290, return_log_rest=True)
+    same, same_rest = topk_log_probs(z.view(2, 5, -1), 8, logit_scale=scale, num_classes=290, return_log_tail=True)
     assert target.shape == (2, 5) and target.num_classes == 290
     exact = F.linear(hidden.double(), weight.double(), bias.double())
     torch.testing.assert_close(z.double().view(exact.shape), exact, rtol=2 * torch.finfo(dtype).eps,
@@ -106,7 +106,7 @@ def test_of_a_head_it_is_that_of_its_logits(chunk_rows, dtype, device):
     if dtype == torch.float64:
         assert torch.equal(target.indices, same.indices)
     torch.testing.assert_close(target.values, same.values, rtol=1e-4, atol=1e-4)
-    torch.testing.assert_close(log_rest, same_rest, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(log_tail, same_rest, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("chunk_rows,expected", [(4, [4, 4, 2]), (10, [10]), (None, [10])])

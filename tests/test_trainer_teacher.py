@@ -157,18 +157,18 @@ def test_labels_lie_where_the_tokens_do():
 
 
 def test_what_is_left_of_the_teacher_goes_with_it():
-    """Beside a label with a weight all of the teacher has the rest; a sample without a teacher has none left."""
+    """Beside a label with a weight all of the teacher has the tail; a sample without a teacher has none left."""
     sample = {**INPUT, "labels": [1, 5, 8, 9], "teacher_ids": [[5, 6]] * 4, "teacher_logprobs": [[-1.0, -2.0]] * 4,
-              "rest": [math.log(1 - math.exp(-1) - math.exp(-2))] * 4}
-    batch = TopKCollator(label_weight=0.3, log_rest="rest", predicts="token")([sample])
-    whole = batch["labels"].values.exp().sum(-1) + batch["teacher_log_rest"].exp()
+              "tail": [math.log(1 - math.exp(-1) - math.exp(-2))] * 4}
+    batch = TopKCollator(label_weight=0.3, log_tail="tail", predicts="token")([sample])
+    whole = batch["labels"].values.exp().sum(-1) + batch["teacher_log_tail"].exp()
     torch.testing.assert_close(whole, torch.ones(1, 4))
     alone = {**INPUT, "labels": [1, 5, 8, 9]}
-    filling = TopKCollator(fill_with_labels=True, log_rest="rest", predicts="token")
+    filling = TopKCollator(fill_with_labels=True, log_tail="tail", predicts="token")
     batch = filling([sample, alone])
-    assert batch["teacher_log_rest"][1].isneginf().all() and batch["teacher_log_rest"][0].isfinite().all()
-    with pytest.raises(ValueError, match="sample must hold 'rest'"):
-        filling([{k: v for k, v in sample.items() if k != "rest"}])
+    assert batch["teacher_log_tail"][1].isneginf().all() and batch["teacher_log_tail"][0].isfinite().all()
+    with pytest.raises(ValueError, match="sample must hold 'tail'"):
+        filling([{k: v for k, v in sample.items() if k != "tail"}])
 
 
 def test_prompt_logprobs_of_a_text_of_one_token():
@@ -239,27 +239,27 @@ def test_labels_stand_in_for_a_teacher_and_beside_it(kind, weight):
 
 
 def test_what_stands_beside_the_labels_follows_them():
-    first = {**INPUT, "teacher_ids": IDS, "teacher_logprobs": LOGPROBS, "rest": [-1.0, -2.0, -3.0, -4.0]}
+    first = {**INPUT, "teacher_ids": IDS, "teacher_logprobs": LOGPROBS, "tail": [-1.0, -2.0, -3.0, -4.0]}
     second = {"input_ids": [7, 3], "labels": [-100, 3], "teacher_ids": [[3], [4]], "teacher_logprobs": [[-1.0], [-2.0]],
-              "rest": [-5.0, -6.0]}
-    options = dict(hard_labels=True, log_rest="rest", predicts="next")
+              "tail": [-5.0, -6.0]}
+    options = dict(hard_labels=True, log_tail="tail", predicts="next")
     batch = TopKCollator(**options)([first, second])
     assert batch["hard_labels"].tolist() == [[1, 5, 8, 9], [-100, 3, -100, -100]]
-    assert batch["teacher_log_rest"].tolist() == [[0.0, -1.0, -2.0, -3.0], [0.0, -5.0, 0.0, 0.0]]
-    assert set(batch) == {"input_ids", "attention_mask", "labels", "hard_labels", "teacher_log_rest"}
+    assert batch["teacher_log_tail"].tolist() == [[0.0, -1.0, -2.0, -3.0], [0.0, -5.0, 0.0, 0.0]]
+    assert set(batch) == {"input_ids", "attention_mask", "labels", "hard_labels", "teacher_log_tail"}
     left = TopKCollator(lambda samples: {"input_ids": torch.zeros(2, 5)}, padding_side="left", **options)
     assert left([first, second])["hard_labels"].tolist() == [[-100, 1, 5, 8, 9], [-100, -100, -100, -100, 3]]
     flat = TopKCollator(lambda samples: {"input_ids": torch.tensor([[1, 5, 8, 9, 7, 3]])}, **options)
     batch = flat([first, {**second, "labels": [7, 3]}])
     assert batch["hard_labels"].tolist() == [[1, 5, 8, 9, -100, 3]]  # 7 begins a sequence: nothing there predicts it
     assert batch["labels"].ne(-100).tolist() == [[False, True, True, False, False, True]]
-    assert batch["teacher_log_rest"].tolist() == [[0.0, -1.0, -2.0, -3.0, 0.0, -5.0]]
+    assert batch["teacher_log_tail"].tolist() == [[0.0, -1.0, -2.0, -3.0, 0.0, -5.0]]
     at = torch.tensor([[0, 1, 0, 1, 2, 0]])  # sequences that were packed before
     packed = TopKCollator(lambda samples: {"input_ids": torch.tensor([[1, 5, 8, 9, 7, 3]]), "position_ids": at},
                           predicts="token")
     assert packed([first, second])["labels"].ne(-100).tolist() == [[True, True, False, True, False, False]]
-    for missing in ({**first, "rest": None}, {**first, "rest": [-1.0]}):
-        with pytest.raises(ValueError, match="sparse_ce: (sample must hold 'rest'|rest must have an element for each)"):
+    for missing in ({**first, "tail": None}, {**first, "tail": [-1.0]}):
+        with pytest.raises(ValueError, match="sparse_ce: (sample must hold 'tail'|tail must have an element for each)"):
             TopKCollator(**options)([missing])
     with pytest.raises(ValueError, match=r"sparse_ce: collator must make input_ids \(2, S\) or, .* \(1, 6\), got \[3"):
         TopKCollator(lambda samples: {"input_ids": torch.zeros(3, 6)}, predicts="next")([first, second])

@@ -35,9 +35,9 @@ def in_loop(**named):
     return dict(teacher_model=teacher_model(), k=K, **named)
 
 
-def dense_steps(path, temperature=1.0, alpha=1.0, kind="forward_kl", rest="bucket", factor=1.0):
+def dense_steps(path, temperature=1.0, alpha=1.0, kind="forward_kl", tail="bucket", factor=1.0):
     """The losses of the Trainer with both models' logits and PyTorch's autograd: of two classes each, those of the
-    teacher's top K and the rest, as rest="bucket" has it; or of the top K alone."""
+    teacher's top K and the tail, as tail="bucket" has it; or of the top K alone."""
     teacher = teacher_model()
 
     def loss(outputs, labels, num_items_in_batch=None, ids=None):
@@ -47,7 +47,7 @@ def dense_steps(path, temperature=1.0, alpha=1.0, kind="forward_kl", rest="bucke
             of_teacher = (teacher(outputs.ids).logits[:, :-1].double() / temperature).log_softmax(-1)
         top = of_teacher.topk(K).indices
         p, q = of_teacher.gather(-1, top), student.gather(-1, top)
-        if rest == "bucket":
+        if tail == "bucket":
             p, q = (torch.cat((x, whole.scatter(-1, top, -torch.inf).logsumexp(-1, keepdim=True)), -1)
                     for x, whole in ((p, of_teacher), (q, student)))
         else:
@@ -81,8 +81,8 @@ def dense_steps(path, temperature=1.0, alpha=1.0, kind="forward_kl", rest="bucke
 
 
 @pytest.mark.parametrize("options", [
-    {}, dict(kind="reverse_kl"), dict(alpha=0.5), dict(kind="reverse_kl", rest="renormalize"),
-    dict(temperature=2.0, rest="renormalize", temperature_squared=True),
+    {}, dict(kind="reverse_kl"), dict(alpha=0.5), dict(kind="reverse_kl", tail="renormalize"),
+    dict(temperature=2.0, tail="renormalize", temperature_squared=True),
 ], ids=str)
 def test_cached_in_the_loop_and_dense_are_one(tmp_path, options):
     cached, looped = train(tmp_path, teacher_dataset(K), **options), train(tmp_path, **in_loop(**options))
@@ -97,9 +97,9 @@ def test_a_teacher_in_the_loop_is_asked_at_the_temperature(tmp_path):
     options = dict(temperature=2.0, temperature_squared=True)
     assert_logs_close(logged(train(tmp_path, **in_loop(**options)), "loss", "grad_norm"),
                       dense_steps(tmp_path, temperature=2.0, factor=4.0), rtol=1e-4)
-    with pytest.raises(ValueError, match="sparse_ce: alpha must be 1 at a temperature with rest='bucket'"):
+    with pytest.raises(ValueError, match="sparse_ce: alpha must be 1 at a temperature with tail='bucket'"):
         train(tmp_path, alpha=0.5, **in_loop(**options))
-    with pytest.raises(ValueError, match="sparse_ce: temperature must be 1 with rest='bucket'"):
+    with pytest.raises(ValueError, match="sparse_ce: temperature must be 1 with tail='bucket'"):
         train(tmp_path, teacher_dataset(K), **options)
 
 
@@ -195,8 +195,8 @@ def test_a_parquet_cache_of_ours(tmp_path):
     with sparse_ce.data.CacheWriter(path, num_classes=VOCAB, k=K, dtype=torch.float32) as writer:
         for row in data:
             ids = torch.tensor([row["input_ids"]])
-            target, log_rest = sparse_ce.topk_log_probs(teacher(ids).logits, K, return_log_rest=True)
-            writer.add(target, tokens=ids, log_rest=log_rest)
+            target, log_tail = sparse_ce.topk_log_probs(teacher(ids).logits, K, return_log_tail=True)
+            writer.add(target, tokens=ids, log_tail=log_tail)
     cache = cases.datasets.load_dataset("parquet", data_files=str(path), split="train", cache_dir=str(tmp_path / "hf"))
     ours = train(tmp_path, cache.add_column("labels", data["labels"]), predicts=None)
     assert_logs_close(logged(ours, *NAMES), logged(train(tmp_path, teacher_dataset(K)), *NAMES))
@@ -218,7 +218,7 @@ def of_itself(tmp_path, predicts, said=True):
 
 
 def first_loss(path, data, config=None, **named):
-    named = {"rest": "renormalize", "predicts": None, **named}
+    named = {"tail": "renormalize", "predicts": None, **named}
     trainer = train(path, data, config={"learning_rate": 0.0, **(config or {})}, **named)
     return max(line["loss"] for line in logged(trainer, "loss"))
 
@@ -231,7 +231,7 @@ def test_a_student_has_learned_all_of_itself(tmp_path, config):
     both = cases.datasets.concatenate_datasets([caches["next"], caches["token"]]).shuffle(seed=0)
     for data in (*caches.values(), both):
         assert abs(first_loss(tmp_path, data, config)) < 1e-5
-    trainer = train(tmp_path, caches["next"], config=config, eval_dataset=caches["token"], steps=0, rest="renormalize",
+    trainer = train(tmp_path, caches["next"], config=config, eval_dataset=caches["token"], steps=0, tail="renormalize",
                     predicts=None)
     assert abs(trainer.evaluate()["eval_loss"]) < 1e-5
 
@@ -253,12 +253,12 @@ def test_what_rows_predict_must_be_said_once(tmp_path):
 
 def test_evaluation_and_a_plain_trainer(tmp_path):
     """``fuse_lm_head(distillation=...)`` is all that a Trainer without TRL needs."""
-    options = dict(kind="jsd", rest="bucket", beta=0.3, alpha=0.7)
+    options = dict(kind="jsd", tail="bucket", beta=0.3, alpha=0.7)
     ours = train(tmp_path, teacher_dataset(K), eval_dataset=teacher_dataset(K), **options)
     model, data = make_model(), teacher_dataset(K).filter(lambda row: any(label != -100 for label in row["labels"]))
     fuse_lm_head(model, distillation=options)
     args = cases.arguments(cases.tiny_lm.TrainingArguments, tmp_path, remove_unused_columns=False)
-    collator = TopKCollator(predicts="next", hard_labels=True, log_rest="teacher_log_rest")
+    collator = TopKCollator(predicts="next", hard_labels=True, log_tail="teacher_log_tail")
     plain = Trainer(model, args, train_dataset=data, eval_dataset=data, data_collator=collator)
     plain.train()
     assert_logs_close(logged(ours, "loss", "grad_norm"), logged(plain, "loss", "grad_norm"))
@@ -268,7 +268,7 @@ def test_evaluation_and_a_plain_trainer(tmp_path):
 @pytest.mark.parametrize("named,message", [
     ({}, "train_dataset must hold"), (dict(on_policy=0.5), "teacher_model must be given for on_policy"),
     (dict(on_policy=2.0), r"on_policy must be in \[0, 1\]"), (dict(kind="js"), "kind must be one of"),
-    (dict(kind="reverse_kl", rest="zero"), "kind must be defined with rest='zero'"),
+    (dict(kind="reverse_kl", tail="zero"), "kind must be defined with tail='zero'"),
     (dict(alpha=1.5), r"alpha must be in \[0, 1\]"),
 ])
 def test_what_is_refused(tmp_path, named, message):
@@ -278,7 +278,7 @@ def test_what_is_refused(tmp_path, named, message):
         train(tmp_path, config=dict(packing=True), **in_loop(on_policy=0.5))
     head = make_model()
     fuse_lm_head(head)
-    with pytest.raises(ValueError, match="sparse_ce: hard_labels and teacher_log_rest must come with"):
+    with pytest.raises(ValueError, match="sparse_ce: hard_labels and teacher_log_tail must come with"):
         head(torch.tensor([[3, 4]]), labels=torch.tensor([[3, 4]]), hard_labels=torch.tensor([[3, 4]]))
     with pytest.raises(TypeError, match="sparse_ce: options must be among .*'kind'"):
         fuse_lm_head(make_model(), distillation={}, kind="jsd")

@@ -156,7 +156,7 @@ def dense(path, collator, data, options=None, **changes):
 
 
 def soft_dataset():
-    return teacher_dataset(log_rest=False)
+    return teacher_dataset(log_tail=False)
 
 
 SOFT = dict(remove_unused_columns=False)

@@ -42,7 +42,7 @@ def teacher_model(name="llama"):
     return make_model(name, seed=7).eval().requires_grad_(False)
 
 
-def teacher_dataset(k=8, teacher=None, labels=True, log_rest=True):
+def teacher_dataset(k=8, teacher=None, labels=True, log_tail=True):
     """Row i is what the teacher says of token i + 1."""
     teacher, rows = teacher or teacher_model(), []
     for sample in Samples("labels"):
@@ -52,8 +52,8 @@ def teacher_dataset(k=8, teacher=None, labels=True, log_rest=True):
                "teacher_logprobs": top.values.tolist()}
         if labels:
             row["labels"] = sample["labels"].tolist()
-        if log_rest:
-            row["teacher_log_rest"] = log_probs.scatter(1, top.indices, -torch.inf).logsumexp(-1).tolist()
+        if log_tail:
+            row["teacher_log_tail"] = log_probs.scatter(1, top.indices, -torch.inf).logsumexp(-1).tolist()
         rows.append(row)
     return datasets.Dataset.from_list(rows)
 

@@ -18,7 +18,7 @@ def sft(path, size, soft, fuse=True):
     model = cases.make_model()
     if fuse:
         fuse_lm_head(model)
-    data = cases.teacher_dataset(log_rest=False) if soft else cases.labels_dataset()
+    data = cases.teacher_dataset(log_tail=False) if soft else cases.labels_dataset()
     trainer = SFTTrainer(
         model, args=cases.arguments(SFTConfig, path, per_device_train_batch_size=size, remove_unused_columns=not soft,
                                     dataset_kwargs={"skip_prepare_dataset": True}), train_dataset=data,

@@ -264,7 +264,7 @@ class TimesLine {
  public:
   SCE_AVX512_INLINE TimesLine(const SelectCoefficients<float>& c, float scale, double where_one, float log2)
       : slope_(-c.of_entropy * log2),
-        offset_(static_cast<float>(c.a + c.of_rest * std::exp(-static_cast<double>(c.log_rest)) -
+        offset_(static_cast<float>(c.a + c.of_tail * std::exp(-static_cast<double>(c.log_tail)) -
                                    c.of_entropy * (c.entropy - where_one * log2))),
         each_(scale * (c.of_each - c.b)) {}
 

@@ -39,13 +39,13 @@ class SelectForward {
 
   int64_t spans() const { return spans_; }
 
-  // Statistics of a span: of all classes, or of those outside of S, of which `all` says the rest.
+  // Statistics of a span: of all classes, or of those outside of S, of which `all` says the tail.
   using Span = Scanned<acc_t>;
 
   // The classes of the entries, where they are left out.
   void prepare(int64_t r, RowEntries<acc_t>& entries) const {
     prefetch_entries(args_.target, r);
-    if (!args_.needs_rest() || args_.target.ignored(r)) return;
+    if (!args_.needs_tail() || args_.target.ignored(r)) return;
     entries.template collect<true>(args_.target, r);
     entries.arrange(args_, spans_);
   }
@@ -53,13 +53,13 @@ class SelectForward {
   Span span(int64_t r, int64_t t, int64_t after, const RowEntries<acc_t>& entries) const {
     const scalar_t* next = t + 1 < spans_ ? row(r) + begin_of(t + 1) : row(after) + args_.first_class;
     Span out;
-    if (!args_.needs_rest()) {
+    if (!args_.needs_tail()) {
       out.all = of_span(r, t, nullptr, next);
       return out;
     }
     const auto others = entries.without_entries(t);
     const SelectStats<acc_t> outside = of_span(r, t, others.bits, next);
-    out.rest = outside.row;
+    out.tail = outside.row;
     // Smoothing is relative to the maximum of all.
     out.all = args_.needs_smoothing() ? of_span(r, t, nullptr, next) : outside;
     return out;
@@ -78,7 +78,7 @@ class SelectForward {
     const bool ignored = args_.target.ignored(r);
     const EntryRange range = args_.target.row(r);
     const LogitTransform<acc_t> transform = args_.template transform<acc_t>(r);
-    if (!ignored && args_.needs_rest() && !args_.needs_smoothing()) {
+    if (!ignored && args_.needs_tail() && !args_.needs_smoothing()) {
       entries.gather(row(r), 0, entries.size());  // now that the row is in a cache
       entries.transform_all(transform, entries.logits.data(), nullptr);
       row_stats.all.merge(of_entries(entries));
@@ -216,7 +216,7 @@ class SelectBackward {
     scalar_t* gradient = args_.template gradient_row<scalar_t>(r);
     for (const int64_t column : entries.columns) __builtin_prefetch(gradient + column, 1);
     SelectCoefficients<acc_t> inside = plan.coefficients;
-    inside.of_rest = 0;  // what classes outside have in addition
+    inside.of_tail = 0;  // what classes outside have in addition
     plan.raw = entries.logits;
     plan.slopes.assign(entries.size(), acc_t(1));
     plan.derivatives.resize(entries.size());

@@ -151,7 +151,7 @@ SCE_HD void derivative_body(const acc_t* z, int64_t n, const SelectCoefficients<
     SCE_SIMD()
     for (int64_t i = 0; i < n; ++i) derivative[i] = c.inside(z[i], acc_t(1));
   }
-  if (c.of_rest != acc_t(0)) {
+  if (c.of_tail != acc_t(0)) {
     SCE_SIMD()
     for (int64_t i = 0; i < n; ++i) derivative[i] += c.outside(z[i]);
   }

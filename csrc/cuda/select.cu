@@ -73,9 +73,9 @@ template <int kWidth, typename scalar_t, typename acc_t = acc_type<scalar_t>>
 __device__ Scanned<acc_t> scan(const SelectArgs& args, int64_t r, int64_t begin, int64_t end) {
   using Group = RowGroup<kWidth>;
   Scanned<acc_t> out;
-  const bool outside = args.needs_rest();
+  const bool outside = args.needs_tail();
   out.all = Group::reduce(scan_select<kWidth, scalar_t>(args, r, begin, end, outside));
-  out.rest = out.all.row;
+  out.tail = out.all.row;
   // Smoothing is relative to the maximum of all.
   if (outside && args.needs_smoothing())
     out.all = Group::reduce(scan_select<kWidth, scalar_t>(args, r, begin, end, false));
@@ -102,7 +102,7 @@ __device__ void finish_selected(const SelectArgs& args, int64_t r, bool ignored,
   const EntryRange range = args.target.row(r);
   if (ignored) return finish_ignored<kWidth>(args, r, scanned, range);
 
-  const bool inside = args.needs_rest() && !args.needs_smoothing();
+  const bool inside = args.needs_tail() && !args.needs_smoothing();
   const EntryRange asked = inside ? range : EntryRange{0, 0, true};
   const ClassesOfRow<kWidth, true, false, acc_t> classes(args.target, asked, args.first_class, args.classes_end(),
                                                          slots);
@@ -130,7 +130,7 @@ __device__ void finish_selected(const SelectArgs& args, int64_t r, bool ignored,
     if (args.wanted.log_probs) args.write_entry(i, !valid, row, transform, of_row);
   }
   const TargetStats<acc_t> in_loss = Group::reduce(sums.template stats<acc_t>());
-  if (Group::rank() == 0) args.write_row(r, false, !valid, Scanned<acc_t>{stats, scanned.rest}, in_loss);
+  if (Group::rank() == 0) args.write_row(r, false, !valid, Scanned<acc_t>{stats, scanned.tail}, in_loss);
 }
 
 // One group per row, or per part of a row: then partial (rows, splits) receives the statistics.
@@ -162,10 +162,10 @@ __global__ void __launch_bounds__(kThreads, held_blocks<scalar_t>(3))
     Scanned<acc_type<scalar_t>> mine;
     for (int64_t split = Group::rank(); split < splits; split += kWarp) {
       mine.all.merge(partial[r * splits + split].all);
-      mine.rest.merge(partial[r * splits + split].rest);
+      mine.tail.merge(partial[r * splits + split].tail);
     }
     mine.all = Group::reduce(mine.all);
-    mine.rest = Group::reduce(mine.rest);
+    mine.tail = Group::reduce(mine.tail);
     finish_selected<kWarp, scalar_t>(args, r, args.target.ignored(r), mine, slots);
   }
 }
@@ -184,7 +184,7 @@ __device__ acc_t write_select(const SelectBackwardArgs& args, const SelectCoeffi
   const auto one = [&](const LogitTransform<acc_t>& of_logit, acc_t x, int64_t column, bool marked) {
     const auto [z, of_cap] = of_logit.with_slope(x);
     acc_t derivative = c.inside(z, weight ? weight[column] : acc_t(1));
-    if (c.of_rest != acc_t(0)) derivative += c.outside(z);
+    if (c.of_tail != acc_t(0)) derivative += c.outside(z);
     if (kScales && !marked) of_scale.add(args.scale_term(derivative * of_cap, x, common));
     return derivative * (of_logit.scale * of_cap);
   };
@@ -318,7 +318,7 @@ size_t bytes_of_parts(const SelectArgs& args, const Plan& plan) {
 
 // The parts of rows; behind them, where entries' classes are left out of sums, what ClassesOfRow needs.
 size_t select_forward_workspace(const SelectArgs& args) {
-  const size_t slots = args.needs_rest() ? static_cast<size_t>(args.target.entries) * kClassSlots : 0;
+  const size_t slots = args.needs_tail() ? static_cast<size_t>(args.target.entries) * kClassSlots : 0;
   return bytes_of_parts(args, plan_of(args, multiprocessors())) + slots * sizeof(uint32_t);
 }
 

@@ -6,7 +6,7 @@ from torch import SymBool
 
 from .errors import described, fail
 
-_OF_MODULES = ("return_lse", "return_log_rest", "return_mean_logit", "return_argmax", "has_aux", "temperature_squared")
+_OF_MODULES = ("return_lse", "return_log_tail", "return_mean_logit", "return_argmax", "has_aux", "temperature_squared")
 
 
 def check_flags(**flags: object) -> None:

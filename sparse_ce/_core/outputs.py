@@ -18,21 +18,21 @@ class LogProbs:
         log_probs: in the shape and order of the ids, never above 0; (entries,) for jagged, COO and CSR targets, those
             of COO by rows, as in :meth:`SparseTarget.from_coo`.
         lse: (...), log sum exp of each row's transformed logits.
-        log_rest: (...), the logarithm of the probability of all classes that are not among the row's ids.
+        log_tail: (...), the logarithm of the probability of all classes that are not among the row's ids.
         entropy: (...), in nats.
         mean_logit: (...), the mean of the transformed logits.
         argmax: (...), int64, the lowest class of the largest logit; -1 in rows that do not count.
 
     Examples:
         >>> out = sparse_ce.selected_log_probs(torch.zeros(2, 4), torch.tensor([1, 3]), return_entropy=True)
-        >>> out.log_probs, out.entropy, out.log_rest
+        >>> out.log_probs, out.entropy, out.log_tail
         (tensor([-1.3863, -1.3863]), tensor([1.3863, 1.3863]), None)
     """
 
     log_probs: Tensor
     lse: Tensor
     # None where not asked for, which who reads them knows: Optional would have everybody assert it.
-    log_rest: Tensor = None  # type: ignore[assignment]
+    log_tail: Tensor = None  # type: ignore[assignment]
     entropy: Tensor = None  # type: ignore[assignment]
     mean_logit: Tensor = None  # type: ignore[assignment]
     argmax: Tensor = None  # type: ignore[assignment]

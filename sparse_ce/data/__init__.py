@@ -5,11 +5,11 @@ that :class:`MixUp`, :class:`CutMix` (torchvision's) and :class:`Mixup` (timm's)
 
     with CacheWriter("teacher", num_classes=V, k=64, metadata={"model": ...}) as writer:
         for tokens in batches:                                           # (B, S)
-            target, log_rest = sparse_ce.topk_log_probs(teacher(tokens).logits, 64, return_log_rest=True)
-            writer.add(target, tokens=tokens, log_rest=log_rest)         # SparseTarget (B, S)
+            target, log_tail = sparse_ce.topk_log_probs(teacher(tokens).logits, 64, return_log_tail=True)
+            writer.add(target, tokens=tokens, log_tail=log_tail)         # SparseTarget (B, S)
 
     cache = TeacherCache("teacher")                                      # reads headers, no data
-    cache[3]                                                             # {"tokens", "target", "log_rest"}, each (S,)
+    cache[3]                                                             # {"tokens", "target", "log_tail"}, each (S,)
     DataLoader(cache, batch_size=8, shuffle=True, num_workers=2, collate_fn=collate_sequences)
 
 The suffix of the path says the format. ``x.parquet``, ``x.safetensors`` and ``x.npy``, a folder of ``.npy`` files, each
@@ -23,7 +23,7 @@ it has a writer, the only one. Everything is little-endian. Shards hold
     entries     (P + 1,) int64, only beside (E,): position p has the entries [entries[p], entries[p + 1])
     sequences   (N + 1,) int64: sequence i has the positions [sequences[i], sequences[i + 1])
     tokens      (P,), optional; the dtype of ids
-    log_rest    (P,) float32, optional: the logarithm of the probability of all classes that are not among the ids
+    log_tail    (P,) float32, optional: the logarithm of the probability of all classes that are not among the ids
     predicts    (P,) uint8: row p is what the teacher predicts of token p + predicts[p]; 1: "next", 0: "token"
     crc32       (N,) uint32: a checksum of each sequence, taken when it is written and compared when it is read
 
@@ -33,7 +33,7 @@ In a ``.safetensors`` file these are tensors, in a ``.npy`` folder files of thes
     input_ids   list<uint16 or uint32>              the tokens
     ids         list<list<uint16 or uint32>>        of each position its entries, K or as many as it has
     log_probs   list<list<halffloat or float>>      bfloat16: log_probs_bfloat16, list<list<uint16>>, its bits
-    log_rest    list<float>
+    log_tail    list<float>
     predicts    list<uint8>
 
 so that ``datasets.load_dataset("parquet", ...)`` reads it; Parquet's own checksums take the place of crc32. The header,

@@ -124,8 +124,8 @@ class TeacherCache(Dataset[Dict[str, Any]]):
     def __getitem__(self, i: slice) -> "TeacherCache": ...
 
     def __getitem__(self, i: Union[int, slice]) -> Union[Dict[str, Any], "TeacherCache"]:
-        """``{"tokens": (S,) int64, "target": SparseTarget (S,), "log_rest": (S,) float32}``, of which ``tokens`` and
-        ``log_rest`` are there where they were written. The target's values have the dtype of the file. A slice is the
+        """``{"tokens": (S,) int64, "target": SparseTarget (S,), "log_tail": (S,) float32}``, of which ``tokens`` and
+        ``log_tail`` are there where they were written. The target's values have the dtype of the file. A slice is the
         cache of these sequences alone, and reads none of them.
 
         Examples:

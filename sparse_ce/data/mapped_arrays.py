@@ -53,7 +53,7 @@ def pieces_of(sequences: Sequence[Stored]) -> Pieces:
               "crc32": [torch.tensor([checksum(s) for s in sequences], dtype=torch.int64).to(torch.uint32)]}
     if sequences and sequences[0].counts is not None:
         pieces["entries"] = ends([s.counts for s in sequences if s.counts is not None])
-    for name in ("ids", "log_probs", "tokens", "log_rest", "predicts"):
+    for name in ("ids", "log_probs", "tokens", "log_tail", "predicts"):
         parts = [getattr(s, name) for s in sequences]
         if parts and parts[0] is not None:
             pieces[name] = parts
@@ -130,7 +130,7 @@ class FlatShard:
                      f"is damaged, {AGAIN}")
         stored = Stored(self._rows("ids", ids_begin, ids_end), self._rows("log_probs", ids_begin, ids_end), counts,
                         *(self._rows(name, begin, end) if name in self._arrays else None
-                          for name in ("tokens", "log_rest", "predicts")))
+                          for name in ("tokens", "log_tail", "predicts")))
         if verify and "crc32" in self._arrays:
             check_checksum(stored, int(self._rows("crc32", i, i + 1).long()), place)
         return stored
@@ -179,7 +179,7 @@ class FlatShard:
         check(promised in (-1, self._sequences), f"sequences must be {promised}, as the header says, got "
               f"{self._sequences} in {self.path}; {AGAIN}")
         positions = self._rows_of_positions
-        rows = {"sequences": self._sequences + 1, "crc32": self._sequences, "tokens": positions, "log_rest": positions,
+        rows = {"sequences": self._sequences + 1, "crc32": self._sequences, "tokens": positions, "log_tail": positions,
                 "predicts": positions, "log_probs": self._arrays["ids"].shape[0]}
         for name, n in rows.items():
             if name in self._arrays:

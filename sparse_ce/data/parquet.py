@@ -29,7 +29,7 @@ from .whole import new_file, whole
 
 ENTRIES_OF_A_GROUP = 2**18  # what is decoded at a time: whoever reads sequences at random decodes it for each
 _COLUMNS = {"ids": "ids", "log_probs": "log_probs", "log_probs_bfloat16": "log_probs", "input_ids": "tokens",
-            "tokens": "tokens", "log_rest": "log_rest", "predicts": "predicts"}
+            "tokens": "tokens", "log_tail": "log_tail", "predicts": "predicts"}
 
 
 def pyarrow_parquet() -> Tuple[Any, Any]:
@@ -94,8 +94,8 @@ def _table(sequences: Sequence[Stored]) -> Any:
     columns["ids"] = lists(positions, lists(entries, leaf([s.ids for s in sequences])))
     bits = "_bfloat16" if first.log_probs.dtype == torch.bfloat16 else ""
     columns["log_probs" + bits] = lists(positions, lists(entries, leaf([s.log_probs for s in sequences])))
-    if first.log_rest is not None:
-        columns["log_rest"] = lists(positions, leaf([s.log_rest for s in sequences if s.log_rest is not None]))
+    if first.log_tail is not None:
+        columns["log_tail"] = lists(positions, leaf([s.log_tail for s in sequences if s.log_tail is not None]))
     if first.predicts is not None:
         columns["predicts"] = lists(positions, leaf([s.predicts for s in sequences if s.predicts is not None]))
     return pa.table(columns)
@@ -214,7 +214,7 @@ class ParquetShard:
         self._columns = {name: _COLUMNS[name] for name in self._rows.names if name in _COLUMNS}
         found = list(self._columns.values())
         check(found.count("ids") == found.count("log_probs") == 1 and found.count("tokens") <= 1,
-              f"columns must be 'ids' and 'log_probs', at times 'input_ids' and 'log_rest', got "
+              f"columns must be 'ids' and 'log_probs', at times 'input_ids' and 'log_tail', got "
               f"{described(self._rows.names)} in {path}")
         check(promised in (-1, len(self._rows)), f"sequences must be {promised}, as the header says, got "
               f"{len(self._rows)} in {path}; {AGAIN}")
@@ -264,4 +264,4 @@ class ParquetShard:
                 fail(f"ids must be {k} at each position, got {int(counts[position])} at {place.at(position)}; {AGAIN}")
             ids, log_probs, counts = ids.reshape(-1, k), log_probs.reshape(-1, k), None
         return Stored(ids, log_probs, counts, *(row[name][0] if name in row else None
-                                                for name in ("tokens", "log_rest", "predicts")))
+                                                for name in ("tokens", "log_tail", "predicts")))

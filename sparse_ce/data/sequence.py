@@ -18,7 +18,7 @@ CHOICES = ("'next' means that row i is what the teacher predicts behind token i,
            "that row i is what it predicts of token i, as vLLM's prompt_logprobs are")
 VERSION = 1  # of the layout
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}  # of log-probabilities
-COLUMNS = ("ids", "log_probs", "tokens", "log_rest", "predicts")
+COLUMNS = ("ids", "log_probs", "tokens", "log_tail", "predicts")
 INTEGERS = (torch.uint8, torch.uint16, torch.uint32, torch.uint64, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
@@ -35,7 +35,7 @@ class Place(NamedTuple):
 class Stored(NamedTuple):
     """The tensors of a sequence of P positions, in the dtypes of its file.
 
-    ids, log_probs: (P, K), or (E,) with ``counts`` (P,) int64, how many of the E each position has. tokens, log_rest:
+    ids, log_probs: (P, K), or (E,) with ``counts`` (P,) int64, how many of the E each position has. tokens, log_tail:
     (P,) or None. predicts: (P,) or None, 1 for "next" and 0 for "token": row p is of token p + predicts[p].
     """
 
@@ -43,7 +43,7 @@ class Stored(NamedTuple):
     log_probs: Tensor
     counts: Optional[Tensor] = None
     tokens: Optional[Tensor] = None
-    log_rest: Optional[Tensor] = None
+    log_tail: Optional[Tensor] = None
     predicts: Optional[Tensor] = None
 
     @property
@@ -179,7 +179,7 @@ def check_shapes(stored: Stored, place: Place) -> None:
     ids, log_probs, positions = stored.ids, stored.log_probs, stored.positions
     if ids.shape != log_probs.shape:
         fail(f"log_probs must have the shape of ids, {list(ids.shape)}, got {list(log_probs.shape)} at {place.at()}")
-    for name in ("tokens", "log_rest", "predicts"):
+    for name in ("tokens", "log_tail", "predicts"):
         t = getattr(stored, name)
         if t is not None and t.shape != (positions,):
             fail(f"{name} must be ({positions},), one for each position, got {list(t.shape)} at {place.at()}")
@@ -210,10 +210,10 @@ def check_values(stored: Stored, num_classes: Optional[int], place: Place) -> No
     wrong = ~(log_probs <= 0)  # NaN too
     if wrong.any():
         refuse("log_probs must be at most 0", log_probs, wrong, True)
-    if stored.log_rest is not None:
-        wrong = ~(stored.log_rest <= 0)
+    if stored.log_tail is not None:
+        wrong = ~(stored.log_tail <= 0)
         if wrong.any():
-            refuse("log_rest must be at most 0", stored.log_rest, wrong, False)
+            refuse("log_tail must be at most 0", stored.log_tail, wrong, False)
     if num_classes is not None:
         wrong = ((ids < 0) | (ids >= num_classes)) & log_probs.ne(-torch.inf)
         if wrong.any():
@@ -244,12 +244,12 @@ def sample_of(stored: Stored, num_classes: Optional[int], place: Place, verify: 
     check_shapes(stored, place)
     if verify:
         check_values(stored, num_classes, place)
-    target, log_rest = target_of(stored, num_classes).shift(moved), stored.log_rest
-    if log_rest is not None and moved:
-        kept = log_rest[max(0, moved):len(log_rest) + min(0, moved)]
-        fill = log_rest.new_zeros(len(log_rest) - len(kept))
-        log_rest = torch.cat((kept, fill) if moved > 0 else (fill, kept))
-    parts = {"tokens": None if stored.tokens is None else stored.tokens.long(), "target": target, "log_rest": log_rest}
+    target, log_tail = target_of(stored, num_classes).shift(moved), stored.log_tail
+    if log_tail is not None and moved:
+        kept = log_tail[max(0, moved):len(log_tail) + min(0, moved)]
+        fill = log_tail.new_zeros(len(log_tail) - len(kept))
+        log_tail = torch.cat((kept, fill) if moved > 0 else (fill, kept))
+    parts = {"tokens": None if stored.tokens is None else stored.tokens.long(), "target": target, "log_tail": log_tail}
     return {names.get(name, name): part for name, part in parts.items() if part is not None}
 
 
@@ -265,6 +265,6 @@ def rows_to_move(stored: Optional[Predicts], wanted: Optional[Predicts], names: 
 
 def names_of_parts(names: Optional[Dict[str, str]]) -> Dict[str, str]:
     names = dict(names or {})
-    check(set(names) <= {"tokens", "target", "log_rest"},
-          f"names must be of 'tokens', 'target' and 'log_rest', got {sorted(names)}")
+    check(set(names) <= {"tokens", "target", "log_tail"},
+          f"names must be of 'tokens', 'target' and 'log_tail', got {sorted(names)}")
     return names

@@ -62,8 +62,8 @@ class CacheWriter:
         >>> path = tempfile.mkdtemp() + "/teacher"
         >>> with CacheWriter(path, num_classes=100, k=4, shard=2) as writer:
         ...     for _ in range(3):
-        ...         target, log_rest = sparse_ce.topk_log_probs(torch.randn(1, 8, 100), 4, return_log_rest=True)
-        ...         writer.add(target, log_rest=log_rest)
+        ...         target, log_tail = sparse_ce.topk_log_probs(torch.randn(1, 8, 100), 4, return_log_tail=True)
+        ...         writer.add(target, log_tail=log_tail)
         >>> sorted(os.listdir(path))
         ['.complete', 'shard-00000.safetensors', 'shard-00001.safetensors']
     """
@@ -195,7 +195,7 @@ class CacheWriter:
             self._shards, self._written, self._pending = (self._shards + 1, self._written + len(part),
                                                           self._pending[size:])
 
-    def add(self, target: SparseTarget, *, tokens: Optional[Numbers] = None, log_rest: Optional[Numbers] = None,
+    def add(self, target: SparseTarget, *, tokens: Optional[Numbers] = None, log_tail: Optional[Numbers] = None,
             lengths: Optional[Union[Tensor, Sequence[int]]] = None) -> None:
         """Adds a sequence, or a batch of sequences.
 
@@ -203,7 +203,7 @@ class CacheWriter:
             target: (S,) or (B, S), top-k or jagged, ``kind="logprobs"``, on any device: what
                 :func:`sparse_ce.topk_log_probs` makes. Of a row that is ignored nothing is kept.
             tokens: (S,) or (B, S), integers, a tensor or lists: the text.
-            log_rest: (S,) or (B, S), a tensor or lists: the logarithm of the probability of all other classes.
+            log_tail: (S,) or (B, S), a tensor or lists: the logarithm of the probability of all other classes.
             lengths: (B,): how many positions of each sequence are more than padding.
 
         Raises:
@@ -229,13 +229,13 @@ class CacheWriter:
         check(target.num_classes in (None, header.num_classes), f"target must have {header.num_classes} classes, got "
               f"{target.num_classes}")
         check(target.dim() in (1, 2), f"target must be (S,) or (B, S), got {list(target.shape)}")
-        columns = ("ids", "log_probs", *(name for name, t in (("tokens", tokens), ("log_rest", log_rest))
+        columns = ("ids", "log_probs", *(name for name, t in (("tokens", tokens), ("log_tail", log_tail))
                                          if t is not None), "predicts")
         check(len(self) == 0 or columns == header.columns,
               f"columns must be {header.columns}, as before, got {columns}")
         batch, rest = target.detach().cpu(), {}
         place = Place(str(self.path), len(self))
-        for name, given in (("tokens", tokens), ("log_rest", log_rest)):
+        for name, given in (("tokens", tokens), ("log_tail", log_tail)):
             t = None if given is None else _numbers(name, given, target, place)
             rest[name] = None if t is None else t if t.dim() == 2 else t.unsqueeze(0)
         batch = batch if batch.dim() == 2 else batch.unsqueeze(0)
@@ -269,10 +269,10 @@ class CacheWriter:
             ids, values, row = ids[live], values[live], row[live]
         else:
             ids, values = ids.masked_fill(~live, 0), values.masked_fill(~live, -torch.inf)
-        tokens, log_rest = rest["tokens"], rest["log_rest"]
+        tokens, log_tail = rest["tokens"], rest["log_tail"]
         said = torch.full((rows,), header.predicts == "next", dtype=torch.uint8)
         stored = Stored(ids, values, torch.bincount(row, minlength=rows), None if tokens is None else tokens.long(),
-                        None if log_rest is None else log_rest.float(), said)
+                        None if log_tail is None else log_tail.float(), said)
         check_values(stored, header.num_classes, place)
         if self._unsaid and stored.tokens is not None:
             there = ~values.isneginf()

@@ -53,7 +53,7 @@ def call(function: Callable[..., Any], given: Given) -> Any:
         rows = rows.of_entries(given)
         _take_targets(given, rows)
         rows.name_classes(given)
-    for name in ("row_weight", "teacher_log_rest"):
+    for name in ("row_weight", "teacher_log_tail"):
         if given.get(name) is not None:
             given[name] = rows.local(name, given[name])
     for name in ("weight", "normalizer"):

@@ -37,10 +37,10 @@ def distillation_loss(
     labels: Optional[Target] = None,
     *,
     kind: str = "forward_kl",
-    rest: str = "zero",
+    tail: str = "zero",
     beta: float = 0.5,
     floor: float = -100.0,
-    teacher_log_rest: Optional[Tensor] = None,
+    teacher_log_tail: Optional[Tensor] = None,
     temperature: float = 1.0,
     temperature_squared: bool = False,
     alpha: float = 1.0,
@@ -59,10 +59,10 @@ def distillation_loss(
         input: the student's logits (..., V).
         teacher: as for :func:`sparse_ce.divergence`.
         labels: any form of target of :func:`sparse_ce.cross_entropy`; needed where ``alpha`` is not 1.
-        kind, rest, beta, floor, teacher_log_rest: as for :func:`sparse_ce.divergence`.
+        kind, tail, beta, floor, teacher_log_tail: as for :func:`sparse_ce.divergence`.
         temperature: of the divergence: the student's logits are divided by it, and the teacher's probabilities are
             raised to 1 / ``temperature`` and normalized over its classes. What it has off them is not known at another
-            temperature than that of the cache: with ``rest`` other than ``"zero"`` and ``"renormalize"`` it must be 1.
+            temperature than that of the cache: with ``tail`` other than ``"zero"`` and ``"renormalize"`` it must be 1.
         temperature_squared: whether the divergence is multiplied by ``temperature ** 2``, which keeps its gradient's
             size as the temperature grows.
         alpha: the divergence's share, in [0, 1].
@@ -75,12 +75,12 @@ def distillation_loss(
 
     Raises:
         TypeError, ValueError: as :func:`sparse_ce.divergence` and :func:`sparse_ce.cross_entropy`; ``labels`` are
-            missing; a temperature at which the teacher's rest is not known.
+            missing; a temperature at which the teacher's tail is not known.
 
     Examples:
         >>> logits, labels = torch.zeros(2, 4, requires_grad=True), torch.tensor([0, 3])
         >>> teacher = torch.tensor([[0, 1], [2, 3]]), torch.tensor([[0.5, 0.3], [0.9, 0.1]])
-        >>> sparse_ce.distillation_loss(logits, teacher, labels, rest="renormalize", alpha=0.5, temperature=2.0)
+        >>> sparse_ce.distillation_loss(logits, teacher, labels, tail="renormalize", alpha=0.5, temperature=2.0)
         tensor(0.7279, grad_fn=<AddBackward0>)
     """
     if is_distributed(input):
@@ -89,7 +89,7 @@ def distillation_loss(
     check_flags(temperature_squared=temperature_squared)
     shard, columns, classes = taken_shard(group, vocab_start, input.shape[-1], num_classes)
     shape = torch.Size((*input.shape[:-1], columns))
-    of_kind = dict(kind=kind, rest=rest, beta=beta, floor=floor, teacher_log_rest=teacher_log_rest)
+    of_kind = dict(kind=kind, tail=tail, beta=beta, floor=floor, teacher_log_tail=teacher_log_tail)
     given, fields = _checked(teacher, labels, shape, classes, of_kind, temperature, alpha,
                              arithmetic_dtype(input.dtype))
     per_row, per_label = _each(normalizer)
@@ -118,10 +118,10 @@ def linear_distillation_loss(
     *,
     linear_bias: Optional[Tensor] = None,
     kind: str = "forward_kl",
-    rest: str = "zero",
+    tail: str = "zero",
     beta: float = 0.5,
     floor: float = -100.0,
-    teacher_log_rest: Optional[Tensor] = None,
+    teacher_log_tail: Optional[Tensor] = None,
     temperature: float = 1.0,
     temperature_squared: bool = False,
     alpha: float = 1.0,
@@ -144,7 +144,7 @@ def linear_distillation_loss(
 
     Args:
         input, linear_weight, linear_bias, logits_dtype, chunk_rows: as for :func:`sparse_ce.linear_cross_entropy`.
-        teacher, labels, kind, rest, beta, floor, teacher_log_rest, temperature, temperature_squared, alpha,
+        teacher, labels, kind, tail, beta, floor, teacher_log_tail, temperature, temperature_squared, alpha,
             ignore_index, logit_scale, softcap, num_classes, group, vocab_start, reduction, normalizer: as for
             :func:`distillation_loss`.
 
@@ -158,7 +158,7 @@ def linear_distillation_loss(
         >>> hidden, head = torch.randn(6, 8, requires_grad=True), torch.nn.Linear(8, 50)
         >>> of_teacher = sparse_ce.topk_log_probs(torch.randn(6, 50), 5)
         >>> loss = sparse_ce.linear_distillation_loss(hidden, head.weight, of_teacher, linear_bias=head.bias,
-        ...                                           kind="jsd", rest="bucket")
+        ...                                           kind="jsd", tail="bucket")
         >>> loss.backward()
     """
     if is_distributed(input) or is_distributed(linear_weight):
@@ -167,13 +167,13 @@ def linear_distillation_loss(
     check_flags(temperature_squared=temperature_squared)
     check_head(input, linear_weight, linear_bias, group is not None)
     shard, shape, classes = sharded_head(input, linear_weight, group, vocab_start, num_classes)
-    of_kind = dict(kind=kind, rest=rest, beta=beta, floor=floor)
-    given, fields = _checked(teacher, labels, shape, classes, dict(of_kind, teacher_log_rest=teacher_log_rest),
+    of_kind = dict(kind=kind, tail=tail, beta=beta, floor=floor)
+    given, fields = _checked(teacher, labels, shape, classes, dict(of_kind, teacher_log_tail=teacher_log_tail),
                              temperature, alpha, arithmetic_dtype(input.dtype))
     of_head: Dict[str, Any] = dict(shared_among(group, shard, classes), linear_bias=linear_bias,
                                    logits_dtype=logits_dtype, chunk_rows=chunk_rows)
     per_row, per_label = _each(normalizer)
-    rest_args = () if teacher_log_rest is None else (teacher_log_rest,)
+    tail_args = () if teacher_log_tail is None else (teacher_log_tail,)
     share = alpha * (temperature ** 2 if temperature_squared else 1)
 
     of_rows = functools.partial(_of_rows, of_kind)
@@ -184,17 +184,17 @@ def linear_distillation_loss(
         assert isinstance(labels, Tensor)
         if ignore_index != IGNORE_INDEX:  # then -100 is an error, as any other index that is no class
             labels = torch.where(labels == ignore_index, IGNORE_INDEX, labels.masked_fill(labels == IGNORE_INDEX, -1))
-        return _together(of_rows, share, 1 - alpha, input, linear_weight, given, labels, rest_args, reduction,
+        return _together(of_rows, share, 1 - alpha, input, linear_weight, given, labels, tail_args, reduction,
                          normalizer, logit_scale=logit_scale, softcap=softcap, **of_head, **fields)
     parts = []
     if alpha > 0:
         named: Dict[str, Any] = dict(**of_head, **fields, **_divided(temperature, logit_scale, softcap))
         if _learned(given):
             student = linear_selected_log_probs(input, linear_weight, given, **named)
-            part = divergence(student, given, **of_kind, teacher_log_rest=teacher_log_rest,  # type: ignore[arg-type]
+            part = divergence(student, given, **of_kind, teacher_log_tail=teacher_log_tail,  # type: ignore[arg-type]
                               reduction=reduction, normalizer=per_row)
         else:
-            part = linear_row_loss(of_rows, input, linear_weight, given, *rest_args, **named, reduction=reduction,
+            part = linear_row_loss(of_rows, input, linear_weight, given, *tail_args, **named, reduction=reduction,
                                    normalizer=per_row)
         parts.append(share * part)
     if alpha < 1:
@@ -205,8 +205,8 @@ def linear_distillation_loss(
     return parts[0] if len(parts) == 1 else parts[0] + parts[1]
 
 
-def _of_rows(of_kind: Dict[str, Any], student: LogProbs, teacher: SparseTarget, *log_rest: Tensor) -> Tensor:
-    return divergence(student, teacher, **of_kind, reduction="none", teacher_log_rest=log_rest[0] if log_rest else None)
+def _of_rows(of_kind: Dict[str, Any], student: LogProbs, teacher: SparseTarget, *log_tail: Tensor) -> Tensor:
+    return divergence(student, teacher, **of_kind, reduction="none", teacher_log_tail=log_tail[0] if log_tail else None)
 
 
 def _checked(teacher: Target, labels: Optional[Target], shape: torch.Size, num_classes: Optional[int],
@@ -214,20 +214,20 @@ def _checked(teacher: Target, labels: Optional[Target], shape: torch.Size, num_c
              dtype: torch.dtype) -> Tuple[SparseTarget, Dict[str, Any]]:
     """The teacher at the temperature, for logits of ``shape`` and arithmetic of ``dtype``, and the fields to ask
     for."""
-    rest = of_kind["rest"]
+    tail = of_kind["tail"]
     fields = checked(**of_kind)
-    check_shares(rest, temperature, alpha)
+    check_shares(tail, temperature, alpha)
     if alpha < 1 and labels is None:
         fail(f"labels must be given where alpha is not 1, got None and alpha={alpha}")
     given = as_teacher(teacher, shape[:-1], shape[-1])
-    if num_classes is not None:  # over these its rest is spread
+    if num_classes is not None:  # over these its tail is spread
         given = given.with_num_classes(num_classes)
     if temperature != 1:
         given = tempered(given, temperature, dtype)
     return given, {f"return_{field}": True for field in fields}
 
 
-def check_shares(rest: str, temperature: float, alpha: float) -> None:
+def check_shares(tail: str, temperature: float, alpha: float) -> None:
     for name, value in (("temperature", temperature), ("alpha", alpha)):
         if not is_number(value):
             fail(f"{name} must be a number, got {value!r}", TypeError)
@@ -235,8 +235,8 @@ def check_shares(rest: str, temperature: float, alpha: float) -> None:
         fail(f"temperature must be positive, got {temperature}")
     if not 0 <= alpha <= 1:
         fail(f"alpha must be in [0, 1], got {alpha}")
-    if temperature != 1 and rest not in ("zero", "renormalize"):
-        fail(f"temperature must be 1 with rest={rest!r}, got {temperature}: what a teacher has off its classes at "
+    if temperature != 1 and tail not in ("zero", "renormalize"):
+        fail(f"temperature must be 1 with tail={tail!r}, got {temperature}: what a teacher has off its classes at "
              "another temperature is not known; cache it at this one, topk_log_probs(logits, k, logit_scale=1 / "
              "temperature), and divide the student's logits alone, logit_scale=1 / temperature")
 
@@ -261,7 +261,7 @@ def _learned(teacher: SparseTarget) -> bool:
 
 
 def _together(of_rows: Loss, share: float, share_of_labels: float, input: Tensor, linear_weight: Tensor,
-              teacher: SparseTarget, labels: Tensor, rest_args: Tuple[Tensor, ...], reduction: Reduction,
+              teacher: SparseTarget, labels: Tensor, tail_args: Tuple[Tensor, ...], reduction: Reduction,
               normalizer: Union[None, Normalizer, Normalizers], **named: Any) -> Tensor:
     """Both losses of one pass over the head: the label is one more id of each row."""
     ids = teacher.indices if teacher.form == "topk" else teacher.indices[..., None]
@@ -282,17 +282,17 @@ def _together(of_rows: Loss, share: float, share_of_labels: float, input: Tensor
         per_row, per_label = per_row / normalizer[0].clamp(min=1), per_label / normalizer.of_labels.clamp(min=1)
         reduction, normalizer = "sum", None
 
-    def of_both(out: LogProbs, ids: Tensor, teacher: SparseTarget, counts: Tensor, *log_rest: Tensor) -> Tensor:
+    def of_both(out: LogProbs, ids: Tensor, teacher: SparseTarget, counts: Tensor, *log_tail: Tensor) -> Tensor:
         label, of_label = ids[:, -1], out.log_probs[:, -1]
-        rest = out.log_rest
-        if rest is not None:  # what was left of the label's class belongs to the teacher's rest
+        tail = out.log_tail
+        if tail is not None:  # what was left of the label's class belongs to the teacher's tail
             outside = label.ne(IGNORE_INDEX) & ids[:, :-1].ne(label[:, None]).all(1)
-            rest = torch.where(outside, _log_add(rest, of_label), rest)
+            tail = torch.where(outside, _log_add(tail, of_label), tail)
         log_probs = out.log_probs[:, 0] if single else out.log_probs[:, :-1]
-        student = LogProbs(log_probs, out.lse, rest, out.entropy, out.mean_logit)
-        return per_row * of_rows(student, teacher, *log_rest) - per_label * torch.where(counts, of_label, 0.0)
+        student = LogProbs(log_probs, out.lse, tail, out.entropy, out.mean_logit)
+        return per_row * of_rows(student, teacher, *log_tail) - per_label * torch.where(counts, of_label, 0.0)
 
-    loss: Tensor = linear_row_loss(of_both, input, linear_weight, ids, teacher, of_labels, *rest_args,
+    loss: Tensor = linear_row_loss(of_both, input, linear_weight, ids, teacher, of_labels, *tail_args,
                                    reduction=reduction, normalizer=normalizer, **named)
     return loss
 

@@ -1,8 +1,8 @@
 """Divergences of a student from a teacher that is known at a few classes of each row.
 
 S are the teacher's distinct classes in a row, p its weights there, s their sum; q are the student's probabilities, Q
-their sum over S, and V is the number of classes. What the teacher has off S is said by ``rest``. All sums are over S
-and, where the rest has a part in them, one term more, made of what the student's log-probabilities come with: nothing
+their sum over S, and V is the number of classes. What the teacher has off S is said by ``tail``. All sums are over S
+and, where the tail has a part in them, one term more, made of what the student's log-probabilities come with: nothing
 here has V numbers a row.
 """
 
@@ -28,28 +28,28 @@ from .outputs import Reduction
 from .segments import Segments, segments_of
 
 KINDS = ("forward_kl", "reverse_kl", "jsd", "skew_forward", "skew_reverse", "alpha", "tv", "hellinger")
-RESTS = ("zero", "renormalize", "bucket", "uniform", "floor")
+TAILS = ("zero", "renormalize", "bucket", "uniform", "floor")
 _BETWEEN = ("jsd", "skew_forward", "skew_reverse", "alpha")  # those that have a beta
 
-_INFINITE = "it is infinite: the student has probability where the teacher has 0. Use rest='floor', 'bucket' or " \
+_INFINITE = "it is infinite: the student has probability where the teacher has 0. Use tail='floor', 'bucket' or " \
             "'renormalize', which say what the teacher has there"
 _EVERY_CLASS = "it would need each class off the teacher's: two rows that are equal in all that is kept of them " \
-               "differ in it. Only the two KL directions have such a rest; use rest='bucket'"
-_AS_ZERO = "a teacher's e^floor off its classes adds nothing to this direction: that is rest='zero'"
+               "differ in it. Only the two KL directions have such a tail; use tail='bucket'"
+_AS_ZERO = "a teacher's e^floor off its classes adds nothing to this direction: that is tail='zero'"
 
 
-def needed(kind: str, rest: str) -> Union[Tuple[str, ...], str]:
+def needed(kind: str, tail: str) -> Union[Tuple[str, ...], str]:
     """The fields of :class:`LogProbs` that it needs beside ``log_probs``, or the reason why it is refused."""
-    if rest == "zero":
+    if tail == "zero":
         if kind == "reverse_kl":
             return _INFINITE
-        return () if kind in ("forward_kl", "skew_forward", "alpha") else ("log_rest",)
-    if rest in ("renormalize", "bucket"):
-        return ("log_rest",) if rest == "bucket" else ()
+        return () if kind in ("forward_kl", "skew_forward", "alpha") else ("log_tail",)
+    if tail in ("renormalize", "bucket"):
+        return ("log_tail",) if tail == "bucket" else ()
     if kind == "reverse_kl":
-        return ("log_rest", "entropy")
+        return ("log_tail", "entropy")
     if kind == "forward_kl":
-        return ("mean_logit",) if rest == "uniform" else _AS_ZERO
+        return ("mean_logit",) if tail == "uniform" else _AS_ZERO
     return _EVERY_CLASS
 
 
@@ -60,9 +60,9 @@ def divergence(
     *,
     kind: str = "forward_kl",
     beta: float = 0.5,
-    rest: str = "zero",
+    tail: str = "zero",
     floor: float = -100.0,
-    teacher_log_rest: Optional[Tensor] = None,
+    teacher_log_tail: Optional[Tensor] = None,
     reduction: Reduction = "mean",
     normalizer: Optional[Normalizer] = None,
     num_classes: Optional[int] = None,
@@ -73,7 +73,7 @@ def divergence(
 
     Args:
         student: logits (..., V), or what :func:`sparse_ce.selected_log_probs` gave for ``teacher``, with the fields
-            that ``kind`` and ``rest`` need (docs/distillation.md has the table).
+            that ``kind`` and ``tail`` need (docs/distillation.md has the table).
         teacher: probabilities p as any form of target of :func:`sparse_ce.cross_entropy`, for the leading shape; most
             exact as log-probabilities, ``SparseTarget.from_topk(ids, log_probs, kind="logprobs")``. Repeated ids add
             up. Rows that it ignores do not count.
@@ -82,14 +82,14 @@ def divergence(
             ``"alpha"`` (1 - sum p^beta q^(1 - beta)) / (beta (1 - beta)), ``"tv"`` sum |p - q| / 2, ``"hellinger"``
             sum (sqrt p - sqrt q)^2 / 2.
         beta: between 0 and 1, of jsd, skew_forward, skew_reverse and alpha.
-        rest: the teacher off its classes. ``"zero"``: 0, and p as it is, whatever it sums to; ``"renormalize"``: p and
+        tail: the teacher off its classes. ``"zero"``: 0, and p as it is, whatever it sums to; ``"renormalize"``: p and
             q are both normalized over the classes, and nothing is asked of q elsewhere: that is left to labels;
             ``"bucket"``: all other classes are one, which has 1 - sum p; ``"uniform"``: each of them has its share of
             1 - sum p; ``"floor"``: each has e^floor. Not every kind is defined with each.
-        floor: a log-probability: of the classes off the teacher's with ``rest="floor"``; elsewhere the least that its
-            bucket, or a class of its uniform rest, is taken to have.
-        teacher_log_rest: leading shape, log of the teacher's probability off its classes, where it is known
-            (``topk_log_probs(..., return_log_rest=True)``); else it is made of 1 - sum p, which has few digits. Only
+        floor: a log-probability: of the classes off the teacher's with ``tail="floor"``; elsewhere the least that its
+            bucket, or a class of its uniform tail, is taken to have.
+        teacher_log_tail: leading shape, log of the teacher's probability off its classes, where it is known
+            (``topk_log_probs(..., return_log_tail=True)``); else it is made of 1 - sum p, which has few digits. Only
             ``"bucket"`` and ``"uniform"`` look at it.
         reduction, normalizer: as for :func:`sparse_ce.cross_entropy`.
         num_classes, group, vocab_start: of a student that is logits, as for :func:`sparse_ce.cross_entropy`. Of one
@@ -101,22 +101,22 @@ def divergence(
         ``student`` and in the teacher's values; rows that do not count give 0 and gradient 0.
 
     Raises:
-        TypeError, ValueError: ``kind`` is not defined with ``rest``, and why; a field of ``student`` is missing, and
+        TypeError, ValueError: ``kind`` is not defined with ``tail``, and why; a field of ``student`` is missing, and
             how to get it; shapes that do not fit; a ``beta`` that is not between 0 and 1.
 
     Examples:
         >>> logits, ids = torch.zeros(2, 4, requires_grad=True), torch.tensor([[0, 1], [2, 3]])
         >>> teacher = sparse_ce.SparseTarget.from_topk(ids, torch.tensor([[0.5, 0.3], [0.9, 0.1]]))
-        >>> sparse_ce.divergence(logits, teacher, rest="bucket", reduction="none")
+        >>> sparse_ce.divergence(logits, teacher, tail="bucket", reduction="none")
         tensor([0.2180, 1.0612], grad_fn=<ViewBackward0>)
     """
     if not isinstance(student, LogProbs) and is_distributed(student):
-        student, teacher = _log_probs_of(student, teacher, checked(kind, beta, rest, floor, teacher_log_rest),
+        student, teacher = _log_probs_of(student, teacher, checked(kind, beta, tail, floor, teacher_log_tail),
                                          num_classes, group, vocab_start)
         group = vocab_start = num_classes = None
     if isinstance(student, LogProbs) and is_distributed(student.lse):
         return on_mesh(divergence, locals())  # type: ignore[no-any-return]
-    fields = checked(kind, beta, rest, floor, teacher_log_rest)
+    fields = checked(kind, beta, tail, floor, teacher_log_tail)
     check_reduction(reduction, normalizer)
     if not isinstance(student, LogProbs):
         check_input(student, "V")
@@ -128,7 +128,7 @@ def divergence(
         given = as_teacher(teacher, student.lse.shape, None)
     for field in fields:
         if getattr(student, field) is None:
-            fail(f"student must have {field}, which kind={kind!r} with rest={rest!r} needs, got None; ask for it with "
+            fail(f"student must have {field}, which kind={kind!r} with tail={tail!r} needs, got None; ask for it with "
                  f"return_{field}=True")
     if student.log_probs.shape != given.indices.shape:
         fail(f"student must have log_probs at the ids of teacher, {list(given.indices.shape)}, got "
@@ -136,19 +136,19 @@ def divergence(
     leading, dtype, device = student.lse.shape, student.lse.dtype, student.lse.device
     if normalizer is not None:
         normalizer = scalar_normalizer(normalizer, student.lse)
-    if teacher_log_rest is not None:
-        if teacher_log_rest.shape != leading:
-            fail(f"teacher_log_rest must be of the leading shape {list(leading)}, got {list(teacher_log_rest.shape)}")
-        teacher_log_rest = teacher_log_rest.reshape(-1).to(dtype)
+    if teacher_log_tail is not None:
+        if teacher_log_tail.shape != leading:
+            fail(f"teacher_log_tail must be of the leading shape {list(leading)}, got {list(teacher_log_tail.shape)}")
+        teacher_log_tail = teacher_log_tail.reshape(-1).to(dtype)
     a, lse = _arguments(given), student.lse.reshape(-1)
     if lse.device != a.indices.device:
         fail(f"teacher must be on the device of student, {device}, got {a.indices.device}", RuntimeError)
     ignored = reference.ignored_rows(a, lse.shape[0])
-    t = _Teacher.of(a, lse.shape[0], dtype, teacher_log_rest, floor)
+    t = _Teacher.of(a, lse.shape[0], dtype, teacher_log_tail, floor)
     s = _Student(torch.where(t.part, student.log_probs.reshape(t.log_p.shape), 0.0), lse,
                  *(None if field is None else field.reshape(-1)
-                   for field in (student.log_rest, student.entropy, student.mean_logit)))
-    loss = _WITH_REST[rest](t, s, kind, beta, floor, given.num_classes)
+                   for field in (student.log_tail, student.entropy, student.mean_logit)))
+    loss = _WITH_TAIL[tail](t, s, kind, beta, floor, given.num_classes)
     loss = torch.where(ignored, 0.0, loss)
     if reduction == "none":
         return loss.reshape(leading)
@@ -184,25 +184,25 @@ def _arguments(teacher: SparseTarget) -> Arguments:
     return Arguments(flat.indices, flat.values, flat.offsets, None, flat.row_mask, logprobs=flat.kind == "logprobs")
 
 
-def checked(kind: str, beta: float, rest: str, floor: float, teacher_log_rest: Any = None) -> Tuple[str, ...]:
+def checked(kind: str, beta: float, tail: str, floor: float, teacher_log_tail: Any = None) -> Tuple[str, ...]:
     if kind not in KINDS:
         fail(f"kind must be one of {', '.join(map(repr, KINDS))}, got {kind!r}")
-    if rest not in RESTS:
-        fail(f"rest must be one of {', '.join(map(repr, RESTS))}, got {rest!r}")
-    fields = needed(kind, rest)
+    if tail not in TAILS:
+        fail(f"tail must be one of {', '.join(map(repr, TAILS))}, got {tail!r}")
+    fields = needed(kind, tail)
     if isinstance(fields, str):
-        fail(f"kind must be defined with rest={rest!r}, got {kind!r}: {fields}")
+        fail(f"kind must be defined with tail={tail!r}, got {kind!r}: {fields}")
     if not is_number(beta) or kind in _BETWEEN and not 0 < beta < 1:
         fail(f"beta must be a number between 0 and 1, got {beta!r}; at its ends use kind='forward_kl' or 'reverse_kl'",
              ValueError if is_number(beta) else TypeError)
     if not is_number(floor) or not -math.inf < floor <= 0:
         fail(f"floor must be a finite log-probability, got {floor!r}",
              ValueError if is_number(floor) else TypeError)
-    if teacher_log_rest is not None:
-        if not isinstance(teacher_log_rest, Tensor):
-            fail(f"teacher_log_rest must be a tensor, got {type(teacher_log_rest).__name__}", TypeError)
-        if not teacher_log_rest.dtype.is_floating_point:
-            fail(f"teacher_log_rest must be floating point, got {teacher_log_rest.dtype}", TypeError)
+    if teacher_log_tail is not None:
+        if not isinstance(teacher_log_tail, Tensor):
+            fail(f"teacher_log_tail must be a tensor, got {type(teacher_log_tail).__name__}", TypeError)
+        if not teacher_log_tail.dtype.is_floating_point:
+            fail(f"teacher_log_tail must be floating point, got {teacher_log_tail.dtype}", TypeError)
     return fields
 
 
@@ -211,7 +211,7 @@ def checked(kind: str, beta: float, rest: str, floor: float, teacher_log_rest: A
 class _Student(NamedTuple):
     log_q: Tensor  # at the teacher's entries; 0 where one has no part
     lse: Tensor  # (N,), as are the others
-    log_rest: Optional[Tensor]
+    log_tail: Optional[Tensor]
     entropy: Optional[Tensor]
     mean_logit: Optional[Tensor]
 
@@ -223,11 +223,11 @@ class _Teacher(NamedTuple):
     ids: Tensor
     log_p: Tensor  # 0 where there is no part
     part: Tensor  # bool
-    given_log_rest: Optional[Tensor]  # (N,)
+    given_log_tail: Optional[Tensor]  # (N,)
     floor: float
 
     @classmethod
-    def of(cls, a: Arguments, num_rows: int, dtype: torch.dtype, log_rest: Optional[Tensor],
+    def of(cls, a: Arguments, num_rows: int, dtype: torch.dtype, log_tail: Optional[Tensor],
            floor: float) -> "_Teacher":
         entries = reference.entries_of(a, ANY_CLASS, dtype)
         segments = segments_of(entries, num_rows)
@@ -239,7 +239,7 @@ class _Teacher(NamedTuple):
             values = a.values.to(dtype).reshape(entries.values.shape)
             log_p = torch.where(part, values, 0.0) if a.logprobs else torch.where(part, values, 1.0).log()
         first, log_p = segments.merged(entries.columns, log_p, part)
-        return cls(segments, entries.columns, torch.where(first, log_p, 0.0), first, log_rest, floor)
+        return cls(segments, entries.columns, torch.where(first, log_p, 0.0), first, log_tail, floor)
 
     def sum(self, terms: Tensor) -> Tensor:
         return self.segments.sum(torch.where(self.part, terms, 0.0))
@@ -258,19 +258,19 @@ class _Teacher(NamedTuple):
         count = self.classes().double()
         return self.sum(self.ids.double()) == count * (count - 1) / 2
 
-    def log_rest(self) -> Tensor:
+    def log_tail(self) -> Tensor:
         """(N,): of 1 - sum p, at least the floor."""
-        if self.given_log_rest is not None:
-            return self.given_log_rest.clamp(min=self.floor)
-        rest = 1 - self.sum(self.log_p.exp())
-        return torch.where(rest > 0, torch.where(rest > 0, rest, 1.0).log(), self.floor).clamp(min=self.floor)
+        if self.given_log_tail is not None:
+            return self.given_log_tail.clamp(min=self.floor)
+        tail = 1 - self.sum(self.log_p.exp())
+        return torch.where(tail > 0, torch.where(tail > 0, tail, 1.0).log(), self.floor).clamp(min=self.floor)
 
-    def is_rounding(self, log_rest: Tensor) -> Tensor:
+    def is_rounding(self, log_tail: Tensor) -> Tensor:
         """(N,) bool: whether it may be 0, for all that its numbers say."""
-        least = torch.full_like(log_rest, self.floor)
-        if self.given_log_rest is None:
-            least = torch.maximum(least, (self.classes() * torch.finfo(log_rest.dtype).eps).log())
-        return log_rest <= least
+        least = torch.full_like(log_tail, self.floor)
+        if self.given_log_tail is None:
+            least = torch.maximum(least, (self.classes() * torch.finfo(log_tail.dtype).eps).log())
+        return log_tail <= least
 
 
 def _term(kind: str, beta: float, log_p: Tensor, log_q: Tensor) -> Tensor:
@@ -339,13 +339,13 @@ def _zero(t: _Teacher, s: _Student, kind: str, beta: float, floor: float, _: Opt
         return _finished(kind, beta, total + _missing(t.sum((s.log_q if beta <= 0.5 else t.log_p).exp())))
     if kind in ("forward_kl", "skew_forward"):
         return total
-    assert s.log_rest is not None
+    assert s.log_tail is not None
     of_zero = 0.5  # what a student's probability adds where p is 0, of tv and hellinger
     if kind == "jsd":
         of_zero = -(1 - beta) * math.log1p(-beta)
     if kind == "skew_reverse":
         of_zero = -math.log(beta)
-    return total + of_zero * s.log_rest.exp()
+    return total + of_zero * s.log_tail.exp()
 
 
 def _renormalize(t: _Teacher, s: _Student, kind: str, beta: float, floor: float, _: Optional[int]) -> Tensor:
@@ -354,31 +354,31 @@ def _renormalize(t: _Teacher, s: _Student, kind: str, beta: float, floor: float,
 
 
 def _bucket(t: _Teacher, s: _Student, kind: str, beta: float, floor: float, num_classes: Optional[int]) -> Tensor:
-    assert s.log_rest is not None
-    log_rest = t.log_rest()
-    nothing = s.log_rest.isneginf()
+    assert s.log_tail is not None
+    log_tail = t.log_tail()
+    nothing = s.log_tail.isneginf()
     # Log-probabilities do not say of how many classes they are.
     all_classes = t.are_first() & nothing if num_classes is None else t.classes() == num_classes
-    empty = all_classes | nothing & t.is_rounding(log_rest)
-    term = _term(kind, beta, log_rest, torch.where(empty, log_rest, s.log_rest))
+    empty = all_classes | nothing & t.is_rounding(log_tail)
+    term = _term(kind, beta, log_tail, torch.where(empty, log_tail, s.log_tail))
     total = t.sum(_term(kind, beta, t.log_p, s.log_q)) + torch.where(empty, 0.0, term)
     if kind == "alpha" and beta > 0.5:  # a student's probabilities sum to 1
-        total = total + _missing(t.sum(t.log_p.exp()) + torch.where(empty, 0.0, log_rest.exp()))
+        total = total + _missing(t.sum(t.log_p.exp()) + torch.where(empty, 0.0, log_tail.exp()))
     return _finished(kind, beta, total)
 
 
 def _uniform(t: _Teacher, s: _Student, kind: str, beta: float, floor: float, num_classes: Optional[int]) -> Tensor:
     if num_classes is None:
-        fail("teacher must have num_classes with rest='uniform', got None; pass num_classes= where it is made")
-    others, log_rest = num_classes - t.classes(), t.log_rest()
-    log_each = (log_rest - others.clamp(min=1).log()).clamp(min=floor)
+        fail("teacher must have num_classes with tail='uniform', got None; pass num_classes= where it is made")
+    others, log_tail = num_classes - t.classes(), t.log_tail()
+    log_each = (log_tail - others.clamp(min=1).log()).clamp(min=floor)
     if kind == "reverse_kl":
         return _against(t, s, log_each)
     assert s.mean_logit is not None
     none = s.mean_logit.isneginf()  # a class without probability
     of_others = num_classes * (torch.where(none, 0.0, s.mean_logit) - s.lse) - t.sum(
         torch.where(s.log_q.isneginf(), 0.0, s.log_q))
-    some = (others > 0) & ~(none & t.is_rounding(log_rest))
+    some = (others > 0) & ~(none & t.is_rounding(log_tail))
     against = others * log_each - torch.where(none & some, -torch.inf, of_others)
     total = t.sum(_term(kind, beta, t.log_p, s.log_q))
     return torch.where(some, total + log_each.exp() * against, total)
@@ -390,9 +390,9 @@ def _floor(t: _Teacher, s: _Student, kind: str, beta: float, floor: float, _: Op
 
 def _against(t: _Teacher, s: _Student, log_each: Tensor) -> Tensor:
     """KL(q, p) where every class off the teacher's has e^log_each."""
-    assert s.entropy is not None and s.log_rest is not None
-    return -s.entropy - t.sum(s.log_q.exp() * t.log_p) - s.log_rest.exp() * log_each
+    assert s.entropy is not None and s.log_tail is not None
+    return -s.entropy - t.sum(s.log_q.exp() * t.log_p) - s.log_tail.exp() * log_each
 
 
-_WITH_REST: Dict[str, Callable[..., Tensor]] = {
+_WITH_TAIL: Dict[str, Callable[..., Tensor]] = {
     "zero": _zero, "renormalize": _renormalize, "bucket": _bucket, "uniform": _uniform, "floor": _floor}

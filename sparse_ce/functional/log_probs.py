@@ -38,7 +38,7 @@ def selected_log_probs(
     inplace: Inplace = False,
     group: Group = None,
     vocab_start: Optional[int] = None,
-    return_log_rest: bool = False,
+    return_log_tail: bool = False,
     return_entropy: bool = False,
     return_mean_logit: bool = False,
     return_argmax: bool = False,
@@ -61,7 +61,7 @@ def selected_log_probs(
         softcap, num_classes, inplace: as for :func:`sparse_ce.cross_entropy`; ``"forward"`` is ``"backward"`` here.
         padding_value: what ``log_probs`` holds for padding.
         group, vocab_start: as for :func:`sparse_ce.cross_entropy`, of classes that are shared out among processes.
-        return_log_rest: also the logarithm of the rest: of the sum over all other classes, which is made as a sum and
+        return_log_tail: also the logarithm of the tail: of the sum over all other classes, which is made as a sum and
             so right where next to nothing is left. -inf, with gradient 0, where nothing is.
         return_entropy: also the entropy of the whole distribution.
         return_mean_logit: also the mean of the transformed logits.
@@ -79,11 +79,11 @@ def selected_log_probs(
 
     Examples:
         >>> logits = torch.tensor([[2.0, 0.0, 1.0], [0.0, 3.0, 0.0]], requires_grad=True)
-        >>> out = sparse_ce.selected_log_probs(logits, torch.tensor([[0, 2], [1, -100]]), return_log_rest=True)
-        >>> out.log_probs.detach(), out.log_rest.detach()
+        >>> out = sparse_ce.selected_log_probs(logits, torch.tensor([[0, 2], [1, -100]]), return_log_tail=True)
+        >>> out.log_probs.detach(), out.log_tail.detach()
         (tensor([[-0.4076, -1.4076],
                 [-0.0949,    -inf]]), tensor([-2.4076, -2.4018]))
-        >>> (out.log_probs[0, 0] - 0.1 * out.log_rest[1]).backward()
+        >>> (out.log_probs[0, 0] - 0.1 * out.log_tail[1]).backward()
     """
     if type(input) is not Tensor and is_distributed(input):
         return on_mesh(selected_log_probs, locals())  # type: ignore[no-any-return]
@@ -95,7 +95,7 @@ def selected_log_probs(
     check_inplace(inplace)
     ids = as_ids(indices, shape)
     a = select_arguments(input, shape, ids, indices, ignore_index, logit_scale, softcap, num_classes)
-    wanted = asked(padding_value, return_log_rest, return_entropy, return_mean_logit, return_argmax)
+    wanted = asked(padding_value, return_log_tail, return_entropy, return_mean_logit, return_argmax)
     logits = input if len(shape) == 2 else input.reshape(math.prod(shape[:-1]), input.shape[-1])
     out = select_op(logits, a, wanted, inplace is not False, shard)
     return result(out, wanted, ids.indices.shape, shape[:-1])
@@ -113,7 +113,7 @@ def linear_selected_log_probs(
     softcap: Optional[float] = None,
     num_classes: Optional[int] = None,
     padding_value: float = -math.inf,
-    return_log_rest: bool = False,
+    return_log_tail: bool = False,
     return_entropy: bool = False,
     return_mean_logit: bool = False,
     return_argmax: bool = False,
@@ -133,7 +133,7 @@ def linear_selected_log_probs(
             hold anything, and are not multiplied on a CPU.
         linear_weight, linear_bias, logits_dtype, chunk_rows: as for :func:`sparse_ce.linear_cross_entropy`.
         indices: as for :func:`sparse_ce.selected_log_probs`, for logits (..., V).
-        ignore_index, logit_scale, softcap, num_classes, padding_value, return_log_rest, return_entropy,
+        ignore_index, logit_scale, softcap, num_classes, padding_value, return_log_tail, return_entropy,
             return_mean_logit, return_argmax: as for :func:`sparse_ce.selected_log_probs`.
         group, vocab_start: as for :func:`sparse_ce.linear_cross_entropy`, of a head whose classes are shared out.
 
@@ -160,7 +160,7 @@ def linear_selected_log_probs(
     ids = as_ids(indices, shape)
     a = select_arguments(input, shape, ids, indices, ignore_index, logit_scale, softcap, num_classes,
                          "the rows of linear_weight")
-    wanted = asked(padding_value, return_log_rest, return_entropy, return_mean_logit, return_argmax)
+    wanted = asked(padding_value, return_log_tail, return_entropy, return_mean_logit, return_argmax)
     input, linear_weight, linear_bias = as_linear_multiplies(input, linear_weight, linear_bias)
     rows = input.reshape(math.prod(input.shape[:-1]), input.shape[-1])
     out = linear_select(Head(rows, linear_weight, linear_bias), a, wanted, chunks, shard)
@@ -172,7 +172,7 @@ def result(out: Selected, wanted: Outputs, shape_of_ids: torch.Size, leading: to
     def rows(wanted: bool, t: Tensor) -> Any:
         return t.reshape(leading) if wanted else None
 
-    return LogProbs(out.log_probs.reshape(shape_of_ids), out.lse.reshape(leading), rows(wanted.log_rest, out.log_rest),
+    return LogProbs(out.log_probs.reshape(shape_of_ids), out.lse.reshape(leading), rows(wanted.log_tail, out.log_tail),
                     rows(wanted.entropy, out.entropy), rows(wanted.mean_logit, out.mean_logit),
                     rows(wanted.argmax, out.argmax))
 
@@ -184,11 +184,11 @@ def checked_padding(padding_value: Any) -> Optional[float]:
     return None if padding_value == -math.inf else float(padding_value)
 
 
-def asked(padding_value: Any, return_log_rest: bool, return_entropy: bool, return_mean_logit: bool,
+def asked(padding_value: Any, return_log_tail: bool, return_entropy: bool, return_mean_logit: bool,
           return_argmax: bool) -> Outputs:
-    check_flags(return_log_rest=return_log_rest, return_entropy=return_entropy, return_mean_logit=return_mean_logit,
+    check_flags(return_log_tail=return_log_tail, return_entropy=return_entropy, return_mean_logit=return_mean_logit,
                 return_argmax=return_argmax)
-    return Outputs(checked_padding(padding_value), log_rest=return_log_rest, entropy=return_entropy,
+    return Outputs(checked_padding(padding_value), log_tail=return_log_tail, entropy=return_entropy,
                    mean_logit=return_mean_logit, argmax=return_argmax)
 
 

@@ -57,7 +57,7 @@ def linear_row_loss(
     softcap: Optional[float] = None,
     num_classes: Optional[int] = None,
     padding_value: float = -math.inf,
-    return_log_rest: bool = False,
+    return_log_tail: bool = False,
     return_entropy: bool = False,
     return_mean_logit: bool = False,
     return_argmax: bool = False,
@@ -88,7 +88,7 @@ def linear_row_loss(
         normalizer: as for :func:`sparse_ce.cross_entropy`.
         has_aux: ``fn`` also returns a dict of tensors (rows,), of the same names and dtypes for any rows, which come
             back detached, in the leading shape, 0 in rows that do not count.
-        ignore_index, logit_scale, softcap, num_classes, padding_value, return_log_rest, return_entropy,
+        ignore_index, logit_scale, softcap, num_classes, padding_value, return_log_tail, return_entropy,
             return_mean_logit, return_argmax: as for :func:`sparse_ce.selected_log_probs`.
         group, vocab_start: as for :func:`sparse_ce.linear_cross_entropy`, of a head whose classes are shared out.
             ``fn`` and ``row_args`` are the same on every rank; so are the gradients for these.
@@ -129,7 +129,7 @@ def linear_row_loss(
     ids = as_ids(target, shape)
     a = select_arguments(input, shape, ids, target, ignore_index, logit_scale, softcap, num_classes,
                          "the rows of linear_weight")
-    wanted = asked(padding_value, return_log_rest, return_entropy, return_mean_logit, return_argmax)
+    wanted = asked(padding_value, return_log_tail, return_entropy, return_mean_logit, return_argmax)
     divisor = None if normalizer is None else scalar_normalizer(normalizer, input)
     input, linear_weight, linear_bias = as_linear_multiplies(input, linear_weight, linear_bias)
     leading, count = shape[:-1], math.prod(shape[:-1])
@@ -211,7 +211,7 @@ def _returned(t: object, wanted: Outputs) -> str:
     """What an error says of it; where it may be an output that was not asked for, how to ask."""
     if isinstance(t, Tensor):
         return str(list(t.shape))
-    flags = [f"return_{name}=True" for name in ("log_rest", "entropy", "mean_logit", "argmax")
+    flags = [f"return_{name}=True" for name in ("log_tail", "entropy", "mean_logit", "argmax")
              if t is None and not getattr(wanted, name)]
     return f"{type(t).__name__} (as an output is without its {' or '.join(flags)})" if flags else type(t).__name__
 

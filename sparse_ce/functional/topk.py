@@ -33,13 +33,13 @@ from ..targets.sparse_target import SparseTarget
 @overload
 def topk_log_probs(input: Tensor, k: int, *, logit_scale: Scale = 1.0, softcap: Optional[float] = None,
                    num_classes: Optional[int] = None, group: Group = None, vocab_start: Optional[int] = None,
-                   return_log_rest: Literal[False] = False) -> SparseTarget: ...
+                   return_log_tail: Literal[False] = False) -> SparseTarget: ...
 
 
 @overload
 def topk_log_probs(input: Tensor, k: int, *, logit_scale: Scale = 1.0, softcap: Optional[float] = None,
                    num_classes: Optional[int] = None, group: Group = None, vocab_start: Optional[int] = None,
-                   return_log_rest: Literal[True]) -> Tuple[SparseTarget, Tensor]: ...
+                   return_log_tail: Literal[True]) -> Tuple[SparseTarget, Tensor]: ...
 
 
 @agreed
@@ -52,7 +52,7 @@ def topk_log_probs(
     num_classes: Optional[int] = None,
     group: Group = None,
     vocab_start: Optional[int] = None,
-    return_log_rest: bool = False,
+    return_log_tail: bool = False,
 ) -> Union[SparseTarget, Tuple[SparseTarget, Tensor]]:
     """The ``k`` likeliest classes of each row and their log-probabilities, as a target that a loss takes as it is.
 
@@ -65,12 +65,12 @@ def topk_log_probs(
         logit_scale: a number, or a tensor of positive numbers, () or ``input.shape[:-1]``; on CUDA nobody looks.
         softcap, num_classes, group, vocab_start: as for :func:`sparse_ce.cross_entropy`. Of classes that are shared out
             among processes each tells its k of a row, ids and logits, and all find the same.
-        return_log_rest: also the logarithm of the probability of all other classes, ``input.shape[:-1]``: what a loss
+        return_log_tail: also the logarithm of the probability of all other classes, ``input.shape[:-1]``: what a loss
             needs to know of the teacher's tail.
 
     Returns:
         :class:`SparseTarget` of form "topk", ``kind="logprobs"``, values float32 (float64 for float64), likeliest
-        first; or ``(target, log_rest)``.
+        first; or ``(target, log_tail)``.
 
     Raises:
         TypeError, ValueError: an argument has the wrong type, shape or value.
@@ -86,22 +86,22 @@ def topk_log_probs(
     if is_distributed(input):
         return on_mesh(topk_log_probs, locals())  # type: ignore[no-any-return]
     check_input(input, "V")
-    check_flags(return_log_rest=return_log_rest)
+    check_flags(return_log_tail=return_log_tail)
     shard, columns, num_classes = taken_shard(group, vocab_start, input.shape[-1], num_classes)
     shape = torch.Size((*input.shape[:-1], columns))
     options, row_scale = _options(input, shape, k, logit_scale, softcap, num_classes, "the last dimension of input")
     logits = input.detach().reshape(math.prod(shape[:-1]), input.shape[-1])
     if shard is not None:
         check_ranks(logits, logits.shape[1], options, shard, k=k)
-    ids, log_probs, log_rest = _of_logits(logits, k, options, row_scale, shard)
-    return _target(ids, log_probs, log_rest, shape, options, return_log_rest)
+    ids, log_probs, log_tail = _of_logits(logits, k, options, row_scale, shard)
+    return _target(ids, log_probs, log_tail, shape, options, return_log_tail)
 
 
 @overload
 def linear_topk_log_probs(input: Tensor, linear_weight: Tensor, k: int, *, linear_bias: Optional[Tensor] = None,
                           logit_scale: Scale = 1.0, softcap: Optional[float] = None, num_classes: Optional[int] = None,
                           group: Group = None, vocab_start: Optional[int] = None,
-                          return_log_rest: Literal[False] = False, logits_dtype: Optional[torch.dtype] = None,
+                          return_log_tail: Literal[False] = False, logits_dtype: Optional[torch.dtype] = None,
                           chunk_rows: Optional[int] = None) -> SparseTarget: ...
 
 
@@ -109,7 +109,7 @@ def linear_topk_log_probs(input: Tensor, linear_weight: Tensor, k: int, *, linea
 def linear_topk_log_probs(input: Tensor, linear_weight: Tensor, k: int, *, linear_bias: Optional[Tensor] = None,
                           logit_scale: Scale = 1.0, softcap: Optional[float] = None, num_classes: Optional[int] = None,
                           group: Group = None, vocab_start: Optional[int] = None,
-                          return_log_rest: Literal[True], logits_dtype: Optional[torch.dtype] = None,
+                          return_log_tail: Literal[True], logits_dtype: Optional[torch.dtype] = None,
                           chunk_rows: Optional[int] = None) -> Tuple[SparseTarget, Tensor]: ...
 
 
@@ -125,7 +125,7 @@ def linear_topk_log_probs(
     num_classes: Optional[int] = None,
     group: Group = None,
     vocab_start: Optional[int] = None,
-    return_log_rest: bool = False,
+    return_log_tail: bool = False,
     logits_dtype: Optional[torch.dtype] = None,
     chunk_rows: Optional[int] = None,
 ) -> Union[SparseTarget, Tuple[SparseTarget, Tensor]]:
@@ -134,7 +134,7 @@ def linear_topk_log_probs(
     Args:
         input: hidden states (..., D); float16, bfloat16, float32 or float64, any strides.
         linear_weight, linear_bias: as for :func:`sparse_ce.linear_cross_entropy`.
-        k, logit_scale, softcap, num_classes, group, vocab_start, return_log_rest: as for :func:`topk_log_probs`.
+        k, logit_scale, softcap, num_classes, group, vocab_start, return_log_tail: as for :func:`topk_log_probs`.
         logits_dtype: as for :func:`sparse_ce.linear_cross_entropy`.
         chunk_rows: rows whose logits exist at a time; by default what fits 128 MiB of float32 logits. A CPU that
             multiplies bfloat16 holds the product that they are widened from beside them: half as much again. Compiled,
@@ -155,7 +155,7 @@ def linear_topk_log_probs(
     if is_distributed(input) or is_distributed(linear_weight):
         return on_mesh(linear_topk_log_probs, locals())  # type: ignore[no-any-return]
     check_input(input, "D")
-    check_flags(return_log_rest=return_log_rest)
+    check_flags(return_log_tail=return_log_tail)
     check_head(input, linear_weight, linear_bias, group is not None)
     chunks = taken_chunks(chunk_rows, logits_dtype)
     shard, shape, num_classes = sharded_head(input, linear_weight, group, vocab_start, num_classes)
@@ -177,10 +177,10 @@ def linear_topk_log_probs(
         del logits  # before the next chunk's are made
         if isinstance(of, Tensor):
             order.append(of)
-    ids, log_probs, log_rest = (torch.cat(part) for part in zip(*parts))
+    ids, log_probs, log_tail = (torch.cat(part) for part in zip(*parts))
     if order:
-        ids, log_probs, log_rest = map(functools.partial(_at, torch.cat(order)), (ids, log_probs, log_rest))
-    return _target(ids, log_probs, log_rest, shape, options, return_log_rest)
+        ids, log_probs, log_tail = map(functools.partial(_at, torch.cat(order)), (ids, log_probs, log_tail))
+    return _target(ids, log_probs, log_tail, shape, options, return_log_tail)
 
 
 def _at(places: Tensor, t: Tensor) -> Tensor:
@@ -218,7 +218,7 @@ def _options(input: Tensor, shape: torch.Size, k: int, logit_scale: Scale, softc
 
 def _of_logits(logits: Tensor, k: int, a: Arguments, row_scale: Optional[Tensor],
                shard: Optional[Shard]) -> Tuple[Tensor, Tensor, Tensor]:
-    """ids (N, k), log-probabilities (N, k) and log_rest (N,) of logits (N, V), or of those of a shard."""
+    """ids (N, k), log-probabilities (N, k) and log_tail (N,) of logits (N, V), or of those of a shard."""
     with torch.no_grad():
         before = 0 if shard is None else shard.first_class
         live = logits if a.num_classes is None else logits[:, :max(0, a.num_classes - before)]
@@ -226,14 +226,14 @@ def _of_logits(logits: Tensor, k: int, a: Arguments, row_scale: Optional[Tensor]
         ids = topk_ids(live, k, largest) if shard is None else topk_ids_of_shards(live, k, largest, shard)
         if a.logit_scale == 0:  # all tie
             ids = torch.arange(k, device=ids.device).expand_as(ids).contiguous()
-        out = select_op(logits, a._replace(indices=ids, row_scale=row_scale), Outputs(log_rest=True), False, shard)
-    return ids, out.log_probs, out.log_rest
+        out = select_op(logits, a._replace(indices=ids, row_scale=row_scale), Outputs(log_tail=True), False, shard)
+    return ids, out.log_probs, out.log_tail
 
 
-def _target(ids: Tensor, log_probs: Tensor, log_rest: Tensor, shape: torch.Size, a: Arguments,
-            return_log_rest: bool) -> Union[SparseTarget, Tuple[SparseTarget, Tensor]]:
+def _target(ids: Tensor, log_probs: Tensor, log_tail: Tensor, shape: torch.Size, a: Arguments,
+            return_log_tail: bool) -> Union[SparseTarget, Tuple[SparseTarget, Tensor]]:
     leading, k = shape[:-1], ids.shape[1]
     classes = shape[-1] if a.num_classes is None else a.num_classes
     target = SparseTarget.from_topk(ids.reshape(*leading, k), log_probs.reshape(*leading, k), kind="logprobs",
                                     num_classes=int(classes))
-    return (target, log_rest.reshape(leading)) if return_log_rest else target
+    return (target, log_tail.reshape(leading)) if return_log_tail else target

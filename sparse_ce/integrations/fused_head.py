@@ -55,9 +55,9 @@ def fuse_lm_head(model: Any, *, eval_logits: bool = True, report_metrics: bool =
             gathers one of each from every device. An output that is a tuple has none of them. Inside of a
             Trainer's ``compute_loss`` they are attributes of the output and not among its items, which evaluation
             collects as predictions. :class:`TokenMetrics` logs them.
-        distillation: ``kind``, ``rest``, ``alpha`` and other options of :func:`sparse_ce.distillation_loss`, which is
+        distillation: ``kind``, ``tail``, ``alpha`` and other options of :func:`sparse_ce.distillation_loss`, which is
             the loss then: labels are the teacher, a ``SparseTarget``; beside them the forward takes ``hard_labels``
-            (B, S), class indices, and ``teacher_log_rest`` (B, S), as :class:`TopKCollator` makes both, in the
+            (B, S), class indices, and ``teacher_log_tail`` (B, S), as :class:`TopKCollator` makes both, in the
             positions of the labels. Other options may be ``ignore_index``, ``reduction``, ``num_classes``,
             ``logit_scale``, ``chunk_rows`` and ``logits_dtype``.
         row_weight: the name of a column of the batch that holds token weights (B, S), as for
@@ -92,7 +92,7 @@ def fuse_lm_head(model: Any, *, eval_logits: bool = True, report_metrics: bool =
     if distillation is None:
         check_options(functional.linear_cross_entropy, options, "softcap", "inplace")
     else:
-        check_options(linear_distillation_loss, options, "softcap", "labels", "teacher_log_rest", *_OF_DISTILLATION)
+        check_options(linear_distillation_loss, options, "softcap", "labels", "teacher_log_tail", *_OF_DISTILLATION)
         for name in distillation:
             if name not in _OF_DISTILLATION:
                 fail(f"distillation must be of {', '.join(_OF_DISTILLATION)}, got {name!r}", TypeError)
@@ -115,7 +115,7 @@ def fuse_lm_head(model: Any, *, eval_logits: bool = True, report_metrics: bool =
 @torch.no_grad()
 def topk_of(model: Any, inputs: Dict[str, Any], rows: Tensor, k: int,
             logit_scale: float = 1.0) -> Tuple[SparseTarget, Tensor]:
-    """The top ``k`` of a model's positions where ``rows`` (B, S) is True, and the rest's logarithm; without logits."""
+    """The top ``k`` of a model's positions where ``rows`` (B, S) is True, and the tail's logarithm; without logits."""
     head = check_head(base_of(model))
     head._sparse_ce_fusing = True
     try:
@@ -125,19 +125,19 @@ def topk_of(model: Any, inputs: Dict[str, Any], rows: Tensor, k: int,
     if not isinstance(logits, Logits):
         fail(f"model must give the logits of its output head, got {type(logits).__name__} of {type(model).__name__}")
     out: Tuple[SparseTarget, Tensor] = logits.of_rows(rows).of_head(linear_topk_log_probs, k, logit_scale,
-                                                                    return_log_rest=True)
+                                                                    return_log_tail=True)
     return out
 
 
-_OF_DISTILLATION = ("kind", "rest", "beta", "floor", "temperature", "temperature_squared", "alpha")
-_ROWS = {"hard_labels": "labels", "teacher_log_rest": "teacher_log_rest"}  # beside labels, and what the loss calls them
+_OF_DISTILLATION = ("kind", "tail", "beta", "floor", "temperature", "temperature_squared", "alpha")
+_ROWS = {"hard_labels": "labels", "teacher_log_tail": "teacher_log_tail"}  # beside labels, and what the loss calls them
 
 
-def _check_distillation(*, kind: str = "forward_kl", rest: str = "zero", beta: float = 0.5, floor: float = -100.0,
+def _check_distillation(*, kind: str = "forward_kl", tail: str = "zero", beta: float = 0.5, floor: float = -100.0,
                         temperature: float = 1.0, temperature_squared: bool = False, alpha: float = 1.0) -> None:
     """As the loss would, at once."""
-    checked(kind, beta, rest, floor)
-    check_shares(rest, temperature, alpha)
+    checked(kind, beta, tail, floor)
+    check_shares(tail, temperature, alpha)
     check_flags(temperature_squared=temperature_squared)
 
 
@@ -288,7 +288,7 @@ def _forward_of(settings: _Settings, signature: inspect.Signature) -> Callable[.
             check(row_weight is not None, missing_column(settings.row_weight))
             module._sparse_ce_rows["row_weight"] = row_weight
         check(settings.distillation is not None or not set(_ROWS.values()) & set(module._sparse_ce_rows),
-              "hard_labels and teacher_log_rest must come with fuse_lm_head(model, distillation=...), got a head that "
+              "hard_labels and teacher_log_tail must come with fuse_lm_head(model, distillation=...), got a head that "
               "is fused without")
         if asked is None and settings.eval_logits and not (module.training or torch.is_grad_enabled()):
             return _with_what_is_beside(module, handle._call(module, *args, **kwargs))

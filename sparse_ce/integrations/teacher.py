@@ -63,8 +63,8 @@ class TopKCollator:
 
         hard_labels: the batch gets ``hard_labels`` (B, S) besides, of the samples' ``labels`` or, without, their
             ``input_ids``; -100 where ``labels`` does not count. For ``fuse_lm_head(distillation=...)``.
-        log_rest: key of (S,) logarithms of the teacher's probability off its candidates; the batch gets
-            ``teacher_log_rest`` (B, S), multiplied by 1 - ``label_weight`` as the candidates are, and -inf where a
+        log_tail: key of (S,) logarithms of the teacher's probability off its candidates; the batch gets
+            ``teacher_log_tail`` (B, S), multiplied by 1 - ``label_weight`` as the candidates are, and -inf where a
             sample has no teacher. None: there is none.
 
         row_weight: key of (S,) token weights, in the positions of the labels; the batch gets them under the same key,
@@ -84,7 +84,7 @@ class TopKCollator:
                  ids: str = "teacher_ids", values: str = "teacher_logprobs", mask: Optional[str] = None,
                  kind: GivenKind = "logprobs", predicts: Optional[Predicts] = None, k: Optional[int] = None,
                  padding_side: Optional[str] = None, num_classes: Optional[int] = None, fill_with_labels: bool = False,
-                 label_weight: float = 0.0, hard_labels: bool = False, log_rest: Optional[str] = None,
+                 label_weight: float = 0.0, hard_labels: bool = False, log_tail: Optional[str] = None,
                  row_weight: Optional[str] = None) -> None:
         check(kind in ("logprobs", "probs", "logits"), f"kind must be 'logprobs', 'probs' or 'logits', got {kind!r}")
         check(predicts in (None, "next", "token"), f"predicts must be 'next' or 'token', got {predicts!r}; {CHOICES}")
@@ -97,7 +97,7 @@ class TopKCollator:
         check(is_number(label_weight) and 0 <= label_weight < 1,
               f"label_weight must be in [0, 1), got {label_weight!r}")
         check_flags(fill_with_labels=fill_with_labels, hard_labels=hard_labels)
-        self.hard_labels, self.log_rest, self.row_weight = hard_labels, log_rest, row_weight
+        self.hard_labels, self.log_tail, self.row_weight = hard_labels, log_tail, row_weight
         self.padding_side, self.fill_with_labels, self.label_weight = padding_side, fill_with_labels, label_weight
 
     def __call__(self, samples: Sequence[Mapping[str, Any]]) -> Dict[str, Any]:
@@ -109,7 +109,7 @@ class TopKCollator:
             tensor([[False,  True]])
         """
         check(len(samples) > 0, "samples must be at least one, got none")
-        taken = {self.ids, self.values, self.mask, self.log_rest, self.row_weight, "labels", "predicts"}
+        taken = {self.ids, self.values, self.mask, self.log_tail, self.row_weight, "labels", "predicts"}
         batch = self.collator([{key: v for key, v in sample.items() if key not in taken} for sample in samples])
         rows = [self._target(sample) for sample in samples]
         size, length = batch["input_ids"].shape
@@ -126,8 +126,8 @@ class TopKCollator:
         if self.hard_labels:
             hard = _laid([_hard_labels(sample) for sample in samples], size, length, side, IGNORE_INDEX)
             batch["hard_labels"] = hard if first is None else hard.masked_fill(first, IGNORE_INDEX)
-        if self.log_rest is not None:
-            batch["teacher_log_rest"] = _laid([self._log_rest(sample) for sample in samples], size, length, side, 0.0)
+        if self.log_tail is not None:
+            batch["teacher_log_tail"] = _laid([self._log_tail(sample) for sample in samples], size, length, side, 0.0)
         if self.row_weight is not None:
             batch[self.row_weight] = _laid([_column(sample, self.row_weight) for sample in samples], size, length, side,
                                            0.0)
@@ -181,13 +181,13 @@ class TopKCollator:
               f"got {given!r}; leave it out, or correct the samples. {CHOICES}")
         return column.bool()
 
-    def _log_rest(self, sample: Mapping[str, Any]) -> Tensor:
+    def _log_tail(self, sample: Mapping[str, Any]) -> Tensor:
         """(S,), in the positions of the labels: what is left of the teacher beside a weighted label."""
-        assert self.log_rest is not None
+        assert self.log_tail is not None
         if self.fill_with_labels and sample.get(self.values) is None:
             return torch.full((len(sample["input_ids"]),), -torch.inf)
-        rest = _moved(_column(sample, self.log_rest), self._behind(sample), 0.0)
-        return rest + math.log1p(-self.label_weight) if self.label_weight else rest
+        tail = _moved(_column(sample, self.log_tail), self._behind(sample), 0.0)
+        return tail + math.log1p(-self.label_weight) if self.label_weight else tail
 
     def _with_labels(self, indices: Tensor, values: Tensor, labels: Tensor) -> Tuple[Tensor, Tensor]:
         """(S, K + 1): the candidates and their log-probabilities with the label behind them."""

@@ -23,7 +23,7 @@ from .teacher import TopKCollator
 __all__ = ["DistillationTrainer"]
 
 _CACHED = {"teacher_ids": "teacher_logprobs", "ids": "log_probs"}  # the names of columns; the latter of our Parquet
-_LOG_REST = ("teacher_log_rest", "log_rest")
+_LOG_TAIL = ("teacher_log_tail", "log_tail")
 
 
 class DistillationTrainer(SFTTrainer):  # type: ignore[misc]
@@ -35,7 +35,7 @@ class DistillationTrainer(SFTTrainer):  # type: ignore[misc]
     Off-line, ``teacher_model=None``, a dataset holds ``input_ids`` (S,) and the teacher's candidates, ``teacher_ids``
     and ``teacher_logprobs`` (S, K), or the columns ``ids``, ``log_probs`` of a Parquet cache of :mod:`sparse_ce.data`;
     ``labels`` say which positions count, and ``completion_mask`` does with ``completion_only_loss=True``.
-    ``teacher_log_rest`` or ``log_rest`` (S,) is read where it is there. With a teacher in the loop, any dataset of
+    ``teacher_log_tail`` or ``log_tail`` (S,) is read where it is there. With a teacher in the loop, any dataset of
     ``SFTTrainer`` will do: the teacher reads each batch, and ``k`` classes a position are kept of it, without its
     logits.
 
@@ -49,9 +49,9 @@ class DistillationTrainer(SFTTrainer):  # type: ignore[misc]
         predicts: of a cache, ``"next"`` if row i is what the teacher predicts behind token i, as its logits at i are;
             ``"token"`` if row i is what it predicts of token i (vLLM). It is needed unless the dataset has the column
             ``predicts`` of a cache of :mod:`sparse_ce.data`.
-        kind, rest, beta, floor, temperature, temperature_squared, alpha: as for :func:`sparse_ce.distillation_loss`.
+        kind, tail, beta, floor, temperature, temperature_squared, alpha: as for :func:`sparse_ce.distillation_loss`.
             At a temperature the student's logits are divided by it, and so are those of a teacher in the loop, whose
-            rest is then known; a cached teacher's candidates are tempered against each other.
+            tail is then known; a cached teacher's candidates are tempered against each other.
         on_policy: share of the steps, in [0, 1], that train on text of the student; wants a teacher in the loop.
         max_new_tokens, sampling_temperature: of the student's text.
 
@@ -63,7 +63,7 @@ class DistillationTrainer(SFTTrainer):  # type: ignore[misc]
         >>> from sparse_ce.integrations.trl import DistillationTrainer
         >>> trainer = DistillationTrainer(
         ...     model, teacher_model=teacher, args=sft_config, train_dataset=dataset, processing_class=tokenizer,
-        ...     kind="jsd", rest="bucket", k=16)
+        ...     kind="jsd", tail="bucket", k=16)
     """
 
     _tag_names = ["trl", "distillation"]
@@ -76,7 +76,7 @@ class DistillationTrainer(SFTTrainer):  # type: ignore[misc]
     _signature_columns: Any
 
     def __init__(self, model: Any, *args: Any, teacher_model: Optional[nn.Module] = None, k: int = 64,
-                 predicts: Optional[Predicts] = None, kind: str = "forward_kl", rest: str = "bucket",
+                 predicts: Optional[Predicts] = None, kind: str = "forward_kl", tail: str = "bucket",
                  beta: float = 0.5, floor: float = -100.0, temperature: float = 1.0, temperature_squared: bool = False,
                  alpha: float = 1.0, on_policy: float = 0.0, max_new_tokens: int = 64,
                  sampling_temperature: float = 1.0, **of_trl: Any) -> None:
@@ -85,9 +85,9 @@ class DistillationTrainer(SFTTrainer):  # type: ignore[misc]
         check(on_policy == 0 or teacher_model is not None, "teacher_model must be given for on_policy, to score the "
               "student's text, got None")
         self.k, self.predicts, self.on_policy = k, predicts, on_policy
-        # A teacher in the loop is asked at the temperature, so that its rest is known; then the student's is a scale.
-        self._asks_at = temperature if teacher_model is not None and rest not in ("zero", "renormalize") else 1.0
-        check(self._asks_at == 1 or alpha == 1, f"alpha must be 1 at a temperature with rest={rest!r}, got {alpha}")
+        # A teacher in the loop is asked at the temperature, so that its tail is known; then the student's is a scale.
+        self._asks_at = temperature if teacher_model is not None and tail not in ("zero", "renormalize") else 1.0
+        check(self._asks_at == 1 or alpha == 1, f"alpha must be 1 at a temperature with tail={tail!r}, got {alpha}")
         self._factor = self._asks_at ** 2 if temperature_squared else 1.0
         self._hard_labels = alpha < 1
         self._of_generation = dict(max_new_tokens=max_new_tokens, do_sample=sampling_temperature > 0,
@@ -99,7 +99,7 @@ class DistillationTrainer(SFTTrainer):  # type: ignore[misc]
         check(on_policy == 0 or not (self.padding_free or self.args.packing),
               "padding_free and packing must be off for on_policy, which continues each prompt by itself")
         fuse_lm_head(self.model, logit_scale=1 / self._asks_at, distillation=dict(
-            kind=kind, rest=rest, beta=beta, floor=floor, alpha=alpha, temperature_squared=temperature_squared,
+            kind=kind, tail=tail, beta=beta, floor=floor, alpha=alpha, temperature_squared=temperature_squared,
             temperature=temperature if self._asks_at == 1 else 1.0))
         if teacher_model is not None:
             self.teacher_model = self.accelerator.prepare_model(
@@ -120,7 +120,7 @@ class DistillationTrainer(SFTTrainer):  # type: ignore[misc]
         if ids is None:
             return super()._prepare_dataset(dataset, processing_class, args, packing, formatting_func, dataset_name)
         self._columns = dict(ids=ids, values=_CACHED[ids],
-                             log_rest=next((name for name in _LOG_REST if name in names), None))
+                             log_tail=next((name for name in _LOG_TAIL if name in names), None))
         check("predicts" in names or not self._must_say, "predicts must be 'next' or 'token' for a dataset without the "
               f"column 'predicts', got None and {names}; {CHOICES}")
         kept = ["input_ids", *filter(None, self._columns.values()), "labels", *{"predicts"} & {*names}]
@@ -156,15 +156,15 @@ class DistillationTrainer(SFTTrainer):  # type: ignore[misc]
         labels = inputs["labels"]
         rows = F.pad(labels[:, 1:], (0, 1), value=IGNORE_INDEX).ne(IGNORE_INDEX)  # whose logits are of such a token
         teacher = {name: t for name, t in inputs.items() if name != "labels"}
-        top, log_rest = topk_of(self.teacher_model, teacher, rows, self.k, 1 / self._asks_at)
+        top, log_tail = topk_of(self.teacher_model, teacher, rows, self.k, 1 / self._asks_at)
         at = F.pad(rows[:, :-1], (1, 0))
         ids = torch.full((*labels.shape, self.k), IGNORE_INDEX, device=labels.device)
-        log_probs = log_rest.new_zeros(ids.shape)
-        rest = log_rest.new_zeros(labels.shape)
+        log_probs = log_tail.new_zeros(ids.shape)
+        tail = log_tail.new_zeros(labels.shape)
         assert top.values is not None
-        ids[at], log_probs[at], rest[at] = top.indices, top.values, log_rest
+        ids[at], log_probs[at], tail[at] = top.indices, top.values, log_tail
         target = SparseTarget.from_topk(ids, log_probs, kind="logprobs", row_mask=at, num_classes=top.num_classes)
-        inputs = {**inputs, "labels": target, "teacher_log_rest": rest}
+        inputs = {**inputs, "labels": target, "teacher_log_tail": tail}
         return {**inputs, "hard_labels": labels} if self._hard_labels else inputs
 
     # ------------------------------------------------------------------------------------------- the student's own text

@@ -19,7 +19,7 @@ class _HeldKind(Held):
     """Checks what can be said of a divergence before there is one."""
 
     def __init__(self, normalizer: Optional[Normalizer], **options: Any) -> None:
-        checked(*(options[name] for name in ("kind", "beta", "rest", "floor")))
+        checked(*(options[name] for name in ("kind", "beta", "tail", "floor")))
         super().__init__(normalizer=normalizer, **options)
         self.normalizer = normalizer
 
@@ -28,7 +28,7 @@ class Divergence(_HeldKind):
     """Module form of :func:`sparse_ce.divergence`; arguments are its keywords.
 
     Examples:
-        >>> criterion = sparse_ce.Divergence(kind="tv", rest="bucket")
+        >>> criterion = sparse_ce.Divergence(kind="tv", tail="bucket")
         >>> teacher = torch.tensor([[0, 1]]), torch.tensor([[0.5, 0.3]])
         >>> criterion(torch.zeros(1, 4), teacher)
         tensor(0.3000)
@@ -39,7 +39,7 @@ class Divergence(_HeldKind):
         *,
         kind: str = "forward_kl",
         beta: float = 0.5,
-        rest: str = "zero",
+        tail: str = "zero",
         floor: float = -100.0,
         reduction: Reduction = "mean",
         normalizer: Optional[Normalizer] = None,
@@ -47,10 +47,10 @@ class Divergence(_HeldKind):
         group: Group = None,
         vocab_start: Optional[int] = None,
     ) -> None:
-        super().__init__(normalizer, kind=kind, beta=beta, rest=rest, floor=floor, reduction=reduction,
+        super().__init__(normalizer, kind=kind, beta=beta, tail=tail, floor=floor, reduction=reduction,
                          num_classes=num_classes, group=group, vocab_start=vocab_start)
 
-    def forward(self, student: Union[Tensor, LogProbs], teacher: Target, teacher_log_rest: Optional[Tensor] = None,
+    def forward(self, student: Union[Tensor, LogProbs], teacher: Target, teacher_log_tail: Optional[Tensor] = None,
                 normalizer: Optional[Normalizer] = None) -> Tensor:
         """``student``: logits (..., V), or their log-probabilities at the teacher's ids; ``teacher`` in any form;
         ``normalizer`` in place of the module's.
@@ -60,14 +60,14 @@ class Divergence(_HeldKind):
             tensor(0.6931)
         """
         normalizer = self.normalizer if normalizer is None else normalizer
-        return divergence(student, teacher, teacher_log_rest=teacher_log_rest, normalizer=normalizer, **self.options)
+        return divergence(student, teacher, teacher_log_tail=teacher_log_tail, normalizer=normalizer, **self.options)
 
 
 class DistillationLoss(_HeldKind):
     """Module form of :func:`sparse_ce.distillation_loss`; arguments are its keywords, ``logit_scale`` a number.
 
     Examples:
-        >>> criterion = sparse_ce.DistillationLoss(kind="jsd", rest="renormalize", temperature=2.0, alpha=0.9)
+        >>> criterion = sparse_ce.DistillationLoss(kind="jsd", tail="renormalize", temperature=2.0, alpha=0.9)
         >>> teacher = torch.tensor([[0, 1]]), torch.tensor([[0.5, 0.5]])
         >>> criterion(torch.zeros(1, 4), teacher, torch.tensor([1]))
         tensor(0.1386)
@@ -77,7 +77,7 @@ class DistillationLoss(_HeldKind):
         self,
         *,
         kind: str = "forward_kl",
-        rest: str = "zero",
+        tail: str = "zero",
         beta: float = 0.5,
         floor: float = -100.0,
         temperature: float = 1.0,
@@ -93,13 +93,13 @@ class DistillationLoss(_HeldKind):
         normalizer: Optional[Normalizer] = None,
     ) -> None:
         super().__init__(
-            normalizer, kind=kind, rest=rest, beta=beta, floor=floor, temperature=temperature,
+            normalizer, kind=kind, tail=tail, beta=beta, floor=floor, temperature=temperature,
             temperature_squared=temperature_squared, alpha=alpha, ignore_index=ignore_index, logit_scale=logit_scale,
             softcap=softcap, num_classes=num_classes, group=group, vocab_start=vocab_start, reduction=reduction)
-        check_shares(rest, temperature, alpha)
+        check_shares(tail, temperature, alpha)
 
     def forward(self, input: Tensor, teacher: Target, labels: Optional[Target] = None,
-                teacher_log_rest: Optional[Tensor] = None, normalizer: Optional[Normalizer] = None,
+                teacher_log_tail: Optional[Tensor] = None, normalizer: Optional[Normalizer] = None,
                 logit_scale: Optional[Scale] = None) -> Tensor:
         """``input`` (..., V), ``teacher`` and ``labels`` in any form; ``normalizer`` and ``logit_scale`` in place of
         the module's.
@@ -110,7 +110,7 @@ class DistillationLoss(_HeldKind):
             tensor(0.6931)
         """
         normalizer = self.normalizer if normalizer is None else normalizer
-        return distillation_loss(input, teacher, labels, teacher_log_rest=teacher_log_rest, normalizer=normalizer,
+        return distillation_loss(input, teacher, labels, teacher_log_tail=teacher_log_tail, normalizer=normalizer,
                                  **scaled(self.options, logit_scale))
 
 
@@ -120,7 +120,7 @@ class LinearDistillationLoss(_HeldKind):
     The head stays where it is, in the model: its weight and bias are arguments of the call.
 
     Examples:
-        >>> criterion = sparse_ce.LinearDistillationLoss(kind="reverse_kl", rest="bucket")
+        >>> criterion = sparse_ce.LinearDistillationLoss(kind="reverse_kl", tail="bucket")
         >>> hidden, head = torch.randn(6, 8), torch.nn.Linear(8, 50)
         >>> of_teacher = sparse_ce.topk_log_probs(torch.randn(6, 50), 5)
         >>> criterion(hidden, head.weight, of_teacher, linear_bias=head.bias).backward()
@@ -130,7 +130,7 @@ class LinearDistillationLoss(_HeldKind):
         self,
         *,
         kind: str = "forward_kl",
-        rest: str = "zero",
+        tail: str = "zero",
         beta: float = 0.5,
         floor: float = -100.0,
         temperature: float = 1.0,
@@ -148,14 +148,14 @@ class LinearDistillationLoss(_HeldKind):
         chunk_rows: Optional[int] = None,
     ) -> None:
         super().__init__(
-            normalizer, kind=kind, rest=rest, beta=beta, floor=floor, temperature=temperature,
+            normalizer, kind=kind, tail=tail, beta=beta, floor=floor, temperature=temperature,
             temperature_squared=temperature_squared, alpha=alpha, ignore_index=ignore_index, logit_scale=logit_scale,
             softcap=softcap, num_classes=num_classes, group=group, vocab_start=vocab_start, reduction=reduction,
             logits_dtype=logits_dtype, chunk_rows=chunk_rows)
-        check_shares(rest, temperature, alpha)
+        check_shares(tail, temperature, alpha)
 
     def forward(self, input: Tensor, linear_weight: Tensor, teacher: Target, labels: Optional[Target] = None,
-                linear_bias: Optional[Tensor] = None, teacher_log_rest: Optional[Tensor] = None,
+                linear_bias: Optional[Tensor] = None, teacher_log_tail: Optional[Tensor] = None,
                 normalizer: Optional[Normalizer] = None,
                 logit_scale: Optional[Scale] = None) -> Tensor:
         """``input`` (..., D), ``linear_weight`` (V, D), ``teacher`` and ``labels`` in any form, ``linear_bias`` (V,);
@@ -168,5 +168,5 @@ class LinearDistillationLoss(_HeldKind):
         """
         normalizer = self.normalizer if normalizer is None else normalizer
         return linear_distillation_loss(
-            input, linear_weight, teacher, labels, linear_bias=linear_bias, teacher_log_rest=teacher_log_rest,
+            input, linear_weight, teacher, labels, linear_bias=linear_bias, teacher_log_tail=teacher_log_tail,
             normalizer=normalizer, **scaled(self.options, logit_scale))

@@ -35,7 +35,7 @@ class SelectedLogProbs(Held):
         inplace: Inplace = False,
         group: Group = None,
         vocab_start: Optional[int] = None,
-        return_log_rest: bool = False,
+        return_log_tail: bool = False,
         return_entropy: bool = False,
         return_mean_logit: bool = False,
         return_argmax: bool = False,
@@ -43,7 +43,7 @@ class SelectedLogProbs(Held):
         super().__init__(
             ignore_index=ignore_index, logit_scale=logit_scale, softcap=softcap, num_classes=num_classes,
             padding_value=padding_value, inplace=inplace, group=group, vocab_start=vocab_start,
-            return_log_rest=return_log_rest, return_entropy=return_entropy, return_mean_logit=return_mean_logit,
+            return_log_tail=return_log_tail, return_entropy=return_entropy, return_mean_logit=return_mean_logit,
             return_argmax=return_argmax)
 
     def forward(self, input: Tensor, indices: Target, logit_scale: Optional[Scale] = None) -> LogProbs:
@@ -82,7 +82,7 @@ class LinearSelectedLogProbs(Held):
         padding_value: float = -math.inf,
         group: Group = None,
         vocab_start: Optional[int] = None,
-        return_log_rest: bool = False,
+        return_log_tail: bool = False,
         return_entropy: bool = False,
         return_mean_logit: bool = False,
         return_argmax: bool = False,
@@ -91,7 +91,7 @@ class LinearSelectedLogProbs(Held):
     ) -> None:
         super().__init__(
             ignore_index=ignore_index, logit_scale=logit_scale, softcap=softcap, num_classes=num_classes,
-            padding_value=padding_value, group=group, vocab_start=vocab_start, return_log_rest=return_log_rest,
+            padding_value=padding_value, group=group, vocab_start=vocab_start, return_log_tail=return_log_tail,
             return_entropy=return_entropy,
             return_mean_logit=return_mean_logit, return_argmax=return_argmax, logits_dtype=logits_dtype,
             chunk_rows=chunk_rows)

@@ -44,7 +44,7 @@ class LinearRowLoss(Held):
         padding_value: float = -math.inf,
         group: Group = None,
         vocab_start: Optional[int] = None,
-        return_log_rest: bool = False,
+        return_log_tail: bool = False,
         return_entropy: bool = False,
         return_mean_logit: bool = False,
         return_argmax: bool = False,
@@ -54,7 +54,7 @@ class LinearRowLoss(Held):
         super().__init__(
             normalizer=normalizer, reduction=reduction, has_aux=has_aux, ignore_index=ignore_index,
             logit_scale=logit_scale, softcap=softcap, num_classes=num_classes, padding_value=padding_value, group=group,
-            vocab_start=vocab_start, return_log_rest=return_log_rest, return_entropy=return_entropy,
+            vocab_start=vocab_start, return_log_tail=return_log_tail, return_entropy=return_entropy,
             return_mean_logit=return_mean_logit, return_argmax=return_argmax, logits_dtype=logits_dtype,
             chunk_rows=chunk_rows)
         check_function(fn)

@@ -55,12 +55,12 @@ def add_chunk(gradients: Gradients, head: Head, rows: slice, logits: Tensor, a: 
     if all(gradient is None for gradient in gradients.tensors) and not scale_grad:
         return None
     upstream = upstream_of(tuple(grads), wanted)
-    *_, of_rest, of_entropy, _ = upstream
+    *_, of_tail, of_entropy, _ = upstream
     of_scale: Optional[Tensor] = None
     if all(g is None for g in upstream):
         logits = torch.zeros_like(logits)
     else:
-        made = (None if of_rest is None else out.log_rest, None if of_entropy is None else out.entropy)
+        made = (None if of_tail is None else out.log_tail, None if of_entropy is None else out.entropy)
         first_class = None if gradients.shard is None else gradients.shard.first_class
         of_scale = ops.select_backward_(*upstream, logits, out.lse, out.lse_residual, *made, *a, scale_grad,
                                         first_class)

@@ -36,7 +36,7 @@ class _LinearSelect(torch.autograd.Function):
         head = Head(input, linear_weight, linear_bias)
         with below_autograd():
             out = Selected(*ops.linear_select(*head, *a, *wanted, *chunks))
-        ctx.save_for_backward(*head, *a.tensors, out.lse, out.lse_residual, out.log_rest, out.entropy)
+        ctx.save_for_backward(*head, *a.tensors, out.lse, out.lse_residual, out.log_tail, out.entropy)
         ctx.numbers, ctx.wanted, ctx.chunks = a.numbers, wanted, chunks
         ctx.mark_non_differentiable(out.lse_residual, out.argmax)
         ctx.set_materialize_grads(False)
@@ -44,16 +44,16 @@ class _LinearSelect(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Optional[Tensor]) -> Tuple[Optional[Tensor], ...]:
-        *inputs, lse, lse_residual, log_rest, entropy = ctx.saved_tensors
+        *inputs, lse, lse_residual, log_tail, entropy = ctx.saved_tensors
         head, a = Head(*inputs[:3]), Arguments.of(inputs[3:], ctx.numbers)
         given = upstream_of(grads, ctx.wanted)
         out: List[Optional[Tensor]] = [None] * 8
         if all(g is None for g in given):
             return tuple(out)
-        of_loss, *_, of_rest, of_entropy, _ = given
+        of_loss, *_, of_tail, of_entropy, _ = given
         *wanted, wants_values, wants_scale = ctx.needs_input_grad[:5]
         wants_values = wants_values and of_loss is not None and a.values is not None
-        made = (None if of_rest is None else log_rest, None if of_entropy is None else entropy)
+        made = (None if of_tail is None else log_tail, None if of_entropy is None else entropy)
         *gradients, of_scale = ops.linear_select_backward(
             *given, *head, lse, lse_residual, *made, *a, *ctx.chunks, *wanted, wants_values, wants_scale)
         for i, is_wanted in enumerate((*wanted, wants_values)):
@@ -97,9 +97,9 @@ def _(input: Tensor, linear_weight: Tensor, linear_bias: Optional[Tensor], *give
 
 @register_fake("linear_select_backward")
 def _(grad_loss: Optional[Tensor], grad_lse: Optional[Tensor], grad_log_probs: Optional[Tensor],
-      grad_log_rest: Optional[Tensor], grad_entropy: Optional[Tensor], grad_mean_logit: Optional[Tensor],
+      grad_log_tail: Optional[Tensor], grad_entropy: Optional[Tensor], grad_mean_logit: Optional[Tensor],
       input: Tensor, linear_weight: Tensor, linear_bias: Optional[Tensor], lse: Tensor, lse_residual: Optional[Tensor],
-      log_rest: Optional[Tensor], entropy: Optional[Tensor], *given: Any, **named: Any) -> Tuple[Tensor, ...]:
+      log_tail: Optional[Tensor], entropy: Optional[Tensor], *given: Any, **named: Any) -> Tuple[Tensor, ...]:
     a, (_, _, *wanted, scale_grad) = split(given, named, **CHUNKS, input_grad=True, weight_grad=True, bias_grad=True,
                                            values_grad=False, scale_grad=False)
     head = Head(input, linear_weight, linear_bias)

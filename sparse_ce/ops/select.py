@@ -29,7 +29,7 @@ class Outputs(NamedTuple):
     padding_value: Optional[float] = None  # -inf
     loss: bool = False
     log_probs: bool = True
-    log_rest: bool = False
+    log_tail: bool = False
     entropy: bool = False
     mean_logit: bool = False
     argmax: bool = False
@@ -42,7 +42,7 @@ class Selected(NamedTuple):
     lse: Tensor
     lse_residual: Tensor
     log_probs: Tensor
-    log_rest: Tensor
+    log_tail: Tensor
     entropy: Tensor
     mean_logit: Tensor
     argmax: Tensor
@@ -52,7 +52,7 @@ def upstream_of(grads: Tuple[Optional[Tensor], ...], wanted: Outputs) -> Tuple[O
     """Of the outputs' gradients those that a backward is given: a compiler has zeros for what was not asked for."""
     upstream = dict(zip(Selected._fields, grads))
     return tuple(upstream[name] if name == "lse" or getattr(wanted, name) else None
-                 for name in ("loss", "lse", "log_probs", "log_rest", "entropy", "mean_logit"))
+                 for name in ("loss", "lse", "log_probs", "log_tail", "entropy", "mean_logit"))
 
 
 class _Select(torch.autograd.Function):
@@ -63,7 +63,7 @@ class _Select(torch.autograd.Function):
                 wanted: Outputs, inplace: bool) -> Tuple[Tensor, ...]:
         with below_autograd():
             out = Selected(*ops.select(logits, *a, *wanted))
-        ctx.save_for_backward(logits, *a.tensors, out.lse, out.lse_residual, out.log_rest, out.entropy)
+        ctx.save_for_backward(logits, *a.tensors, out.lse, out.lse_residual, out.log_tail, out.entropy)
         ctx.numbers, ctx.wanted, ctx.inplace = a.numbers, wanted, inplace
         ctx.mark_non_differentiable(out.lse_residual, out.argmax)
         ctx.set_materialize_grads(False)
@@ -71,17 +71,17 @@ class _Select(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Optional[Tensor]) -> Tuple[Optional[Tensor], ...]:
-        logits, *tensors, lse, lse_residual, log_rest, entropy = ctx.saved_tensors
+        logits, *tensors, lse, lse_residual, log_tail, entropy = ctx.saved_tensors
         a = Arguments.of(tensors, ctx.numbers)
         given = upstream_of(grads, ctx.wanted)
-        of_loss, *_, of_rest, of_entropy, _ = given
+        of_loss, *_, of_tail, of_entropy, _ = given
         wants_logits, wants_values, wants_scale = ctx.needs_input_grad[:3]
         grad_logits = grad_values = of_scale = None
         if all(g is None for g in given):
             return (None,) * 6
         if wants_values and of_loss is not None and a.values is not None:
             grad_values = ops.backward_values(of_loss, logits, lse, lse_residual, *a).to(a.values.dtype)
-        made = (None if of_rest is None else log_rest, None if of_entropy is None else entropy)
+        made = (None if of_tail is None else log_tail, None if of_entropy is None else entropy)
         if ctx.inplace and wants_logits and is_last(*given):
             grad_logits = logits.detach()
             of_scale = _write_gradient(*given, grad_logits, lse, lse_residual, *made, *a, wants_scale)
@@ -132,7 +132,7 @@ def fake_outputs(like: Tensor, a: Arguments, wanted: Outputs) -> Tuple[Tensor, .
 
     log_probs = a.indices.new_empty(a.indices.shape, dtype=arithmetic_dtype(like.dtype)) if wanted.log_probs else None
     return (rows(wanted.loss), rows(True), rows(True), rows(False) if log_probs is None else log_probs,
-            rows(wanted.log_rest), rows(wanted.entropy), rows(wanted.mean_logit), rows(wanted.argmax).long())
+            rows(wanted.log_tail), rows(wanted.entropy), rows(wanted.mean_logit), rows(wanted.argmax).long())
 
 
 def fake_scale(like: Tensor, scale_grad: bool) -> Tensor:
@@ -146,8 +146,8 @@ def _fake_scale(logits: Tensor, given: Any, named: Any) -> Tensor:
 
 @register_fake("select_backward")
 def _(grad_loss: Optional[Tensor], grad_lse: Optional[Tensor], grad_log_probs: Optional[Tensor],
-      grad_log_rest: Optional[Tensor], grad_entropy: Optional[Tensor], grad_mean_logit: Optional[Tensor],
-      logits: Tensor, lse: Tensor, lse_residual: Optional[Tensor], log_rest: Optional[Tensor],
+      grad_log_tail: Optional[Tensor], grad_entropy: Optional[Tensor], grad_mean_logit: Optional[Tensor],
+      logits: Tensor, lse: Tensor, lse_residual: Optional[Tensor], log_tail: Optional[Tensor],
       entropy: Optional[Tensor], *given: Any, **named: Any) -> Tuple[Tensor, Tensor]:
     return logits.new_empty(logits.shape), _fake_scale(logits, given, named)
 

@@ -269,7 +269,7 @@ class _ShardedLinear(torch.autograd.Function):
             losses = out.loss
             if mean.mean:
                 out = out._replace(loss=ops.loss_mean(losses, mean.normalizer, *a.target, mean.row_weight)[0])
-        ctx.save_for_backward(*head, *a.tensors, out.lse, out.lse_residual, out.log_rest, out.entropy,
+        ctx.save_for_backward(*head, *a.tensors, out.lse, out.lse_residual, out.log_tail, out.entropy,
                               out.log_probs if for_values else None, divisor, mean.row_weight,
                               losses if wants_weights else None)
         ctx.numbers, ctx.wanted, ctx.chunks, ctx.shard = a.numbers, wanted, chunks, shard
@@ -279,10 +279,10 @@ class _ShardedLinear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Optional[Tensor]) -> Tuple[Optional[Tensor], ...]:
-        (*inputs, lse, lse_residual, log_rest, entropy, log_probs, divisor, row_weight, losses) = ctx.saved_tensors
+        (*inputs, lse, lse_residual, log_tail, entropy, log_probs, divisor, row_weight, losses) = ctx.saved_tensors
         head, a, wanted = Head(*inputs[:3]), Arguments.of(inputs[3:], ctx.numbers), ctx.wanted
         made, ctx.made = ctx.made, None  # handed out once: their new owner may overwrite them
-        of_loss, of_lse, of_log_probs, of_rest, of_entropy, of_mean_logit = given = upstream_of(grads, wanted)
+        of_loss, of_lse, of_log_probs, of_tail, of_entropy, of_mean_logit = given = upstream_of(grads, wanted)
         if all(g is None for g in given):
             return (None,) * 11
         refuse_second(grads)
@@ -300,8 +300,8 @@ class _ShardedLinear(torch.autograd.Function):
             if scale_by is not None:
                 of_rows_for_1 = _of_rows(torch.ones_like(scale_by), divisor, row_weight, lse.shape[0])
             none = lse.new_empty(0)
-            out = Selected(none, lse, lse_residual, none, log_rest, entropy, none, none)
-            by_output = (of_rows if scale_by is None else of_rows_for_1, of_lse, None, of_log_probs, of_rest,
+            out = Selected(none, lse, lse_residual, none, log_tail, entropy, none, none)
+            by_output = (of_rows if scale_by is None else of_rows_for_1, of_lse, None, of_log_probs, of_tail,
                          of_entropy, of_mean_logit)
             of_head = _backward(head, a, wanted, ctx.chunks, ctx.shard, out, by_output, ctx.making)
             if scale_by is not None:

@@ -88,7 +88,7 @@ class _ShardedSelect(torch.autograd.Function):
         # The gradient of a weight is its class's log-probability, which another rank may hold.
         for_values = ctx.needs_input_grad[1] and wanted.loss
         out = _select(logits, a, wanted._replace(log_probs=wanted.log_probs or for_values), shard)
-        ctx.save_for_backward(logits, *a.tensors, out.lse, out.lse_residual, out.log_rest, out.entropy,
+        ctx.save_for_backward(logits, *a.tensors, out.lse, out.lse_residual, out.log_tail, out.entropy,
                               out.log_probs if for_values else None)
         ctx.numbers, ctx.wanted, ctx.shard, ctx.inplace = a.numbers, wanted, shard, inplace
         ctx.mark_non_differentiable(out.lse_residual, out.argmax)
@@ -97,10 +97,10 @@ class _ShardedSelect(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Optional[Tensor]) -> Tuple[Optional[Tensor], ...]:
-        logits, *tensors, lse, lse_residual, log_rest, entropy, log_probs = ctx.saved_tensors
+        logits, *tensors, lse, lse_residual, log_tail, entropy, log_probs = ctx.saved_tensors
         a, wanted, shard = Arguments.of(tensors, ctx.numbers), ctx.wanted, ctx.shard
         given = upstream_of(grads, wanted)
-        of_loss, *_, of_rest, of_entropy, _ = given
+        of_loss, *_, of_tail, of_entropy, _ = given
         wants_logits, wants_values, wants_scale = ctx.needs_input_grad[:3]
         if all(g is None for g in given):
             return (None,) * 7
@@ -111,7 +111,7 @@ class _ShardedSelect(torch.autograd.Function):
         grad_logits = grad_values = of_scale = None
         if wants_values and of_loss is not None and a.values is not None:
             grad_values = gradient_of_values(of_loss, log_probs, a).to(a.values.dtype)
-        made = (None if of_rest is None else log_rest, None if of_entropy is None else entropy)
+        made = (None if of_tail is None else log_tail, None if of_entropy is None else entropy)
         if wants_logits or wants_scale:
             if ctx.inplace and wants_logits and is_last(*given):
                 grad_logits = logits.detach()
@@ -206,7 +206,7 @@ def _(statistics: Tensor, shards: int, chosen: Optional[Tensor], *given: Any, **
 
 def numbers_of(a: Arguments, wanted: Outputs) -> int:
     """That a rank tells of a row; ``ShardStats`` of ``csrc/select.h``."""
-    pairs = 1 + wanted.loss + (a.label_smoothing != 0) + wanted.log_rest
+    pairs = 1 + wanted.loss + (a.label_smoothing != 0) + wanted.log_tail
     return 2 * pairs + wanted.entropy + wanted.mean_logit + wanted.argmax
 
 

@@ -67,9 +67,9 @@ def linear_select(input: Tensor, linear_weight: Tensor, linear_bias: Optional[Te
 
 def linear_select_backward(
     grad_loss: Optional[Tensor], grad_lse: Optional[Tensor], grad_log_probs: Optional[Tensor],
-    grad_log_rest: Optional[Tensor], grad_entropy: Optional[Tensor], grad_mean_logit: Optional[Tensor], input: Tensor,
+    grad_log_tail: Optional[Tensor], grad_entropy: Optional[Tensor], grad_mean_logit: Optional[Tensor], input: Tensor,
     linear_weight: Tensor, linear_bias: Optional[Tensor], lse: Tensor, lse_residual: Optional[Tensor],
-    log_rest: Optional[Tensor], entropy: Optional[Tensor], *given: Any, **named: Any,
+    log_tail: Optional[Tensor], entropy: Optional[Tensor], *given: Any, **named: Any,
 ) -> Tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """``torch.ops.sparse_ce.linear_select_backward``: the gradients for input, weight, bias, values and the rows'
     scales, (0,) if not wanted."""
@@ -77,8 +77,8 @@ def linear_select_backward(
         given, named, **CHUNKS, input_grad=True, weight_grad=True, bias_grad=True, values_grad=False,
         scale_grad=False)
     x, w, logits = _head_logits(input, linear_weight, linear_bias, a)
-    dz, of_scale = select_backward(grad_loss, grad_lse, grad_log_probs, grad_log_rest, grad_entropy, grad_mean_logit,
-                                   logits, lse, lse_residual, log_rest, entropy, *a, scale_grad)
+    dz, of_scale = select_backward(grad_loss, grad_lse, grad_log_probs, grad_log_tail, grad_entropy, grad_mean_logit,
+                                   logits, lse, lse_residual, log_tail, entropy, *a, scale_grad)
     values = None
     if values_grad and grad_loss is not None:
         values = backward_values(grad_loss, logits, lse, lse_residual, *a)

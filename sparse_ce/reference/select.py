@@ -13,7 +13,7 @@ from ..targets.decode import Entries
 from .cross_entropy import Row, forward, of_classes, of_probabilities, row_of, scale_of_rows, slope
 from .safe_math import times
 
-OUTPUTS = dict(padding_value=None, loss=False, log_probs=True, log_rest=False, entropy=False, mean_logit=False,
+OUTPUTS = dict(padding_value=None, loss=False, log_probs=True, log_tail=False, entropy=False, mean_logit=False,
                argmax=False)
 
 
@@ -34,12 +34,12 @@ def _rows(logits: Tensor, a: Arguments) -> _Row:
     return _Row(row, inside, probs, torch.where(probs == 0, 0.0, row.log_probs))
 
 
-def _log_rest(r: _Row) -> Tensor:
+def _log_tail(r: _Row) -> Tensor:
     """(N,): its own maximum, and no gradient where nothing is outside."""
     outside = torch.where(r.inside, -torch.inf, r.row.log_probs)
     nothing = outside.isneginf().all(1)
-    log_rest = torch.logsumexp(torch.where(nothing[:, None], 0.0, outside), 1)
-    return torch.where(nothing, -torch.inf, log_rest)
+    log_tail = torch.logsumexp(torch.where(nothing[:, None], 0.0, outside), 1)
+    return torch.where(nothing, -torch.inf, log_tail)
 
 
 def _entropy(r: _Row) -> Tensor:
@@ -52,7 +52,7 @@ def _of_entries(per_row: Tensor, entries: Entries) -> Tensor:
 
 def select(logits: Tensor, *given: Any, **named: Any) -> Tuple[Tensor, ...]:
     """``torch.ops.sparse_ce.select``."""
-    a, (padding_value, loss, log_probs, log_rest, entropy, mean_logit, argmax) = split(given, named, **OUTPUTS)
+    a, (padding_value, loss, log_probs, log_tail, entropy, mean_logit, argmax) = split(given, named, **OUTPUTS)
     r = _rows(logits, a)
     row = r.row
 
@@ -63,7 +63,7 @@ def select(logits: Tensor, *given: Any, **named: Any) -> Tuple[Tensor, ...]:
     return (
         put(loss, lambda: forward(logits, *a)[0]), lse, torch.zeros_like(lse),
         _log_probs(r, a, -math.inf if padding_value is None else padding_value) if log_probs else row.lse.new_empty(0),
-        put(log_rest, lambda: _log_rest(r)), put(entropy, lambda: _entropy(r)),
+        put(log_tail, lambda: _log_tail(r)), put(entropy, lambda: _entropy(r)),
         put(mean_logit, lambda: row.z.mean(1)),
         torch.where(row.ignored, -1, row.z.detach().argmax(1)) if argmax
         else torch.empty(0, dtype=torch.int64, device=logits.device),
@@ -85,11 +85,11 @@ def _log_probs(r: _Row, a: Arguments, padding_value: float) -> Tensor:
 
 def select_backward(
     grad_loss: Optional[Tensor], grad_lse: Optional[Tensor], grad_log_probs: Optional[Tensor],
-    grad_log_rest: Optional[Tensor], grad_entropy: Optional[Tensor], grad_mean_logit: Optional[Tensor], logits: Tensor,
-    lse: Tensor, lse_residual: Optional[Tensor], log_rest: Optional[Tensor], entropy: Optional[Tensor],
+    grad_log_tail: Optional[Tensor], grad_entropy: Optional[Tensor], grad_mean_logit: Optional[Tensor], logits: Tensor,
+    lse: Tensor, lse_residual: Optional[Tensor], log_tail: Optional[Tensor], entropy: Optional[Tensor],
     *given: Any, **named: Any,
 ) -> Tuple[Tensor, Tensor]:
-    """``torch.ops.sparse_ce.select_backward``. Makes ``lse``, ``log_rest`` and ``entropy`` anew, to be differentiated
+    """``torch.ops.sparse_ce.select_backward``. Makes ``lse``, ``log_tail`` and ``entropy`` anew, to be differentiated
     too."""
     a, (scale_grad, first_class) = split(given, named, scale_grad=False, first_class=None)
     if first_class is not None:
@@ -109,13 +109,13 @@ def select_backward(
         of_entries = torch.where(entries.live, grad_log_probs.reshape(entries.values.shape), 0.0)
         of_q = of_q - entries.sum(of_entries, num_rows)
         grad = grad + entries.to_dense(of_entries, num_rows, num_classes)
-    if grad_log_rest is not None:
-        rest = _log_rest(r)
-        nothing = rest.isneginf()
-        of_rest = torch.where(nothing, 0.0, grad_log_rest)
-        of_q = of_q - of_rest
-        share_of_rest = torch.where(r.inside, -torch.inf, row.log_probs) - torch.where(nothing, 0.0, rest)[:, None]
-        grad = grad + times(of_rest[:, None], torch.where(share_of_rest.isneginf(), 0.0, share_of_rest.exp()))
+    if grad_log_tail is not None:
+        tail = _log_tail(r)
+        nothing = tail.isneginf()
+        of_tail = torch.where(nothing, 0.0, grad_log_tail)
+        of_q = of_q - of_tail
+        share_of_tail = torch.where(r.inside, -torch.inf, row.log_probs) - torch.where(nothing, 0.0, tail)[:, None]
+        grad = grad + times(of_tail[:, None], torch.where(share_of_tail.isneginf(), 0.0, share_of_tail.exp()))
     if grad_mean_logit is not None:
         grad = grad + grad_mean_logit[:, None] / num_classes
     grad = grad + times(of_q[:, None], r.probs)

@@ -65,11 +65,11 @@ def select_shard(logits: Tensor, *given: Any, **named: Any) -> Tuple[Tensor, Ten
         o, ignored = s.class_weights, ignored_rows(a, num_rows)
         told += [torch.where(ignored, 0.0, torch.where(o == 0, 0.0, o * below).sum(1)),
                  torch.where(ignored, 0.0, o.sum())]
-    if wanted["log_rest"]:
+    if wanted["log_tail"]:
         inside = s.entries.to_dense(s.held.to(z.dtype), *z.shape) > 0 if z.shape[1] else torch.zeros_like(z).bool()
         outside = torch.where(inside, -torch.inf, z)
-        of_rest = _highest(outside)
-        told += [of_rest, (outside - of_rest[:, None]).exp().sum(1)]
+        of_tail = _highest(outside)
+        told += [of_tail, (outside - of_tail[:, None]).exp().sum(1)]
     if wanted["entropy"]:
         told.append(torch.where(powers == 0, 0.0, powers * below).sum(1))
     if wanted["mean_logit"]:
@@ -112,7 +112,7 @@ def select_merge(statistics: Tensor, shards: int, chosen: Optional[Tensor], *giv
             return top.new_empty(0)
         return torch.where(ignored, 0.0, torch.where(invalid, torch.nan, per_row))
 
-    loss = rest = entropy = mean_logit = of_entries = top
+    loss = tail = entropy = mean_logit = of_entries = top
     smoothed = None
     argmax = torch.empty(0, dtype=torch.int64, device=top.device)
     if wanted["loss"]:
@@ -123,10 +123,10 @@ def select_merge(statistics: Tensor, shards: int, chosen: Optional[Tensor], *giv
         smoothed = mass * log_sum - dot
     if wanted["loss"]:
         loss = loss_of_rows(a, of_entries, smoothed, a.num_classes, lse)
-    if wanted["log_rest"]:
-        of_rest, rests = next(told), next(told)
-        top_rest = of_rest.amax(0)
-        rest = (top_rest - top) + ((of_rest - top_rest).exp() * rests).sum(0).log() - log_sum
+    if wanted["log_tail"]:
+        of_tail, tails = next(told), next(told)
+        top_tail = of_tail.amax(0)
+        tail = (top_tail - top) + ((of_tail - top_tail).exp() * tails).sum(0).log() - log_sum
     if wanted["entropy"]:
         spread = torch.where(factor == 0, 0.0, factor * (next(told) + (highest - top) * sums)).sum(0)
         entropy = (log_sum - spread / total(sums)).clamp(min=0)
@@ -141,7 +141,7 @@ def select_merge(statistics: Tensor, shards: int, chosen: Optional[Tensor], *giv
     if wanted["log_probs"]:
         padding = -torch.inf if padding_value is None else padding_value
         log_probs = _log_probs(chosen, a, entries, lse, ignored, invalid, padding)
-    return (put("loss", loss), put("lse", lse), torch.zeros_like(lse), log_probs, put("log_rest", rest),
+    return (put("loss", loss), put("lse", lse), torch.zeros_like(lse), log_probs, put("log_tail", tail),
             put("entropy", entropy), put("mean_logit", mean_logit), argmax)
 
 

@@ -10,13 +10,13 @@ namespace sparse_ce {
 namespace {
 
 struct SelectCase : Case {
-  bool loss, log_rest, entropy, mean_logit, argmax, row_scale, grad_scale;
+  bool loss, log_tail, entropy, mean_logit, argmax, row_scale, grad_scale;
   std::vector<int64_t> ends;  // of the classes of each shard, where they are shared out
   std::string text() const {
     char out[128];
     std::snprintf(out, sizeof(out),
-                  " loss %d log_rest %d entropy %d mean_logit %d argmax %d row_scale %d grad_scale %d shards", loss,
-                  log_rest, entropy, mean_logit, argmax, row_scale, grad_scale);
+                  " loss %d log_tail %d entropy %d mean_logit %d argmax %d row_scale %d grad_scale %d shards", loss,
+                  log_tail, entropy, mean_logit, argmax, row_scale, grad_scale);
     std::string text = Case::text() + out;
     for (const int64_t end : ends) text += " " + std::to_string(end);
     return text;
@@ -28,7 +28,7 @@ SelectCase draw_select(bool small) {
   static_cast<Case&>(c) = draw(small);
   c.shift = 0;  // what large logits lose is the loss's test
   c.logit_size = one_of<double>({1, 5});
-  c.loss = chance(0.4), c.log_rest = chance(0.6), c.entropy = chance(0.6), c.mean_logit = chance(0.4);
+  c.loss = chance(0.4), c.log_tail = chance(0.6), c.entropy = chance(0.6), c.mean_logit = chance(0.4);
   c.argmax = chance(0.5), c.row_scale = chance(0.3), c.grad_scale = chance(0.3);
   if (!c.loss) c.options.label_smoothing = c.options.z_loss = 0;
   c.ties = c.vocab < 2000 && chance(0.5);  // of more, the roundings of equal terms add up beyond what is allowed
@@ -46,24 +46,24 @@ SelectCase draw_select(bool small) {
 
 // The upstream gradients and the scales of the rows.
 struct Upstreams {
-  Array loss, lse, log_probs, log_rest, entropy, mean_logit, scale;
+  Array loss, lse, log_probs, log_tail, entropy, mean_logit, scale;
 
   Upstreams(const SelectCase& c, const Problem& p)
       : loss(c.arithmetic, c.rows), lse(c.arithmetic, c.rows), log_probs(c.arithmetic, p.indices.count()),
-        log_rest(c.arithmetic, c.rows), entropy(c.arithmetic, c.rows), mean_logit(c.arithmetic, c.rows),
+        log_tail(c.arithmetic, c.rows), entropy(c.arithmetic, c.rows), mean_logit(c.arithmetic, c.rows),
         scale(c.arithmetic, c.rows) {
     for (int64_t r = 0; r < c.rows; ++r) {
       const bool none = chance(0.15);  // a row that nobody wants a gradient of
-      for (Array* a : {&loss, &lse, &log_rest, &entropy, &mean_logit}) a->set(r, none ? 0 : uniform(-1, 1));
+      for (Array* a : {&loss, &lse, &log_tail, &entropy, &mean_logit}) a->set(r, none ? 0 : uniform(-1, 1));
       scale.set(r, p.ignored(r) ? NAN : uniform(0.4, 1.3));
       for (int64_t i = p.begin[r]; i < p.end[r]; ++i) log_probs.set(i, none || chance(0.2) ? 0 : uniform(-1, 1));
     }
-    for (Array* a : {&loss, &lse, &log_probs, &log_rest, &entropy, &mean_logit, &scale}) a->upload();
+    for (Array* a : {&loss, &lse, &log_probs, &log_tail, &entropy, &mean_logit, &scale}) a->upload();
   }
 };
 
 struct Exact {
-  double loss = 0, loss_size = 0, lse = 0, log_rest = 0, entropy = 0, mean_logit = 0, argmax = -1, size = 0,
+  double loss = 0, loss_size = 0, lse = 0, log_tail = 0, entropy = 0, mean_logit = 0, argmax = -1, size = 0,
          of_scale = 0, scale_size = 0;
   bool counts, invalid = false, scale_known = true;
   std::vector<double> log_probs, grad, bound;
@@ -118,12 +118,12 @@ struct Exact {
       }
     }
     const bool dead = max == -INFINITY;  // no distribution
-    double rest_max = -INFINITY, rest = 0;
+    double tail_max = -INFINITY, tail = 0;
     for (int64_t v = 0; v < n; ++v)
-      if (!inside[v]) rest_max = std::fmax(rest_max, z[v]);
+      if (!inside[v]) tail_max = std::fmax(tail_max, z[v]);
     for (int64_t v = 0; v < n; ++v)
-      if (!inside[v] && rest_max > -INFINITY) rest += std::exp(z[v] - rest_max);
-    log_rest = dead ? NAN : rest_max == -INFINITY ? -INFINITY : rest_max + std::log(rest) - lse;
+      if (!inside[v] && tail_max > -INFINITY) tail += std::exp(z[v] - tail_max);
+    log_tail = dead ? NAN : tail_max == -INFINITY ? -INFINITY : tail_max + std::log(tail) - lse;
     for (int64_t v = 0; v < n; ++v) {
       const double q = std::exp(z[v] - lse);
       if (q > 0) entropy -= q * (z[v] - lse);
@@ -132,27 +132,27 @@ struct Exact {
     of_loss(c, p, r, z, log_sum);
     if (dead) lse = -INFINITY, entropy = NAN, loss = NAN;
     const double g_loss = c.loss ? g.loss.get(r) : 0, g_lse = c.has_grad_lse ? g.lse.get(r) : 0;
-    const double g_rest = c.log_rest && rest_max > -INFINITY ? g.log_rest.get(r) : 0;
+    const double g_tail = c.log_tail && tail_max > -INFINITY ? g.log_tail.get(r) : 0;
     const double g_entropy = c.entropy ? g.entropy.get(r) : 0, g_mean = c.mean_logit ? g.mean_logit.get(r) : 0;
-    if (!wanted && g_loss == 0 && g_lse == 0 && (!c.log_rest || g.log_rest.get(r) == 0) && g_entropy == 0 &&
+    if (!wanted && g_loss == 0 && g_lse == 0 && (!c.log_tail || g.log_tail.get(r) == 0) && g_entropy == 0 &&
         g_mean == 0)
       return;
     const double a =
-        g_loss * ((1 - e) * mass + e / double(n) * weights + 2 * c.options.z_loss * lse) + g_lse - upstream - g_rest;
-    const double all = std::fabs(a) + absolute + std::fabs(g_rest) + std::fabs(g_entropy) * (std::fabs(entropy) + 1) +
+        g_loss * ((1 - e) * mass + e / double(n) * weights + 2 * c.options.z_loss * lse) + g_lse - upstream - g_tail;
+    const double all = std::fabs(a) + absolute + std::fabs(g_tail) + std::fabs(g_entropy) * (std::fabs(entropy) + 1) +
                        std::fabs(g_loss) * (2 * c.options.z_loss * std::fabs(lse) + e / double(n) * weights);
     const double ulp = c.dtype == DType::kFloat16 ? 0x1p-11 : c.dtype == DType::kBFloat16 ? 0x1p-8 : eps;
     for (int64_t v = 0; v < n; ++v) {
       const double log_q = z[v] - lse, q = std::exp(log_q);
       double dz = q > 0 ? q * (a - g_entropy * (log_q + entropy)) : 0;
       dz += g_mean / double(n) - g_loss * e / double(n) * p.weight_of(v) - target[v];
-      if (!inside[v] && q > 0) dz += g_rest * std::exp(z[v] - lse - log_rest);
+      if (!inside[v] && q > 0) dz += g_tail * std::exp(z[v] - lse - log_tail);
       const double slope = s * cap[v];
       grad[v] = invalid || dead ? NAN : dz * slope;
       const double parts =
           (q > 0 ? all * q * (1 + std::fabs(log_q) + size) : 0) + std::fabs(g_mean) / double(n) +
           std::fabs(g_loss) * e / double(n) * p.weight_of(v) + (target[v] != 0 ? absolute : 0) +
-          (q > 0 && !inside[v] ? std::fabs(g_rest) * std::exp(z[v] - lse - log_rest) * (2 + size + std::fabs(log_rest))
+          (q > 0 && !inside[v] ? std::fabs(g_tail) * std::exp(z[v] - lse - log_tail) * (2 + size + std::fabs(log_tail))
                                : 0);
       bound[v] =
           ulp * std::fabs(grad[v]) + few * parts * (std::fabs(slope) + 1) + 6e-8 * (c.dtype == DType::kFloat16) + 1e-37;
@@ -208,7 +208,7 @@ void run_forward_of_shards(const SelectArgs& args, const SelectCase& c, const Pr
   for (int64_t s = 0; s < shards; ++s) {
     SelectArgs part = of_shard(args, c, size_t(s));
     for (void** out :
-         {&part.loss, &part.lse, &part.lse_residual, &part.log_probs, &part.log_rest, &part.entropy, &part.mean_logit})
+         {&part.loss, &part.lse, &part.lse_residual, &part.log_probs, &part.log_tail, &part.entropy, &part.mean_logit})
       *out = nullptr;
     part.argmax = nullptr;
     part.statistics = advance(told.device(), c.arithmetic, s * c.rows * numbers);
@@ -245,19 +245,19 @@ void run_select(const SelectCase& c) {
   Problem p(c);
   const Upstreams g(c, p);
   Array loss(c.arithmetic, c.rows), lse(c.arithmetic, c.rows), residual(c.arithmetic, c.rows);
-  Array log_rest(c.arithmetic, c.rows), entropy(c.arithmetic, c.rows), mean_logit(c.arithmetic, c.rows);
+  Array log_tail(c.arithmetic, c.rows), entropy(c.arithmetic, c.rows), mean_logit(c.arithmetic, c.rows);
   Array argmax(DType::kInt64, c.rows), log_probs(c.arithmetic, p.indices.count()), of_scale(c.arithmetic, c.rows);
-  for (Array* a : {&loss, &lse, &residual, &log_rest, &entropy, &mean_logit, &argmax, &log_probs, &of_scale}) {
+  for (Array* a : {&loss, &lse, &residual, &log_tail, &entropy, &mean_logit, &argmax, &log_probs, &of_scale}) {
     for (int64_t i = 0; i < a->count(); ++i) a->set(i, 77);
     a->upload();
   }
   SelectArgs forward{};
   p.fill(forward);
-  forward.wanted = {c.loss, true, c.log_rest, c.entropy, c.mean_logit, c.argmax};
+  forward.wanted = {c.loss, true, c.log_tail, c.entropy, c.mean_logit, c.argmax};
   forward.row_scale = c.row_scale ? g.scale.device() : nullptr, forward.row_scale_stride = 1;
   forward.loss = c.loss ? loss.device() : nullptr;
   forward.lse = lse.device(), forward.lse_residual = residual.device(), forward.log_probs = log_probs.device();
-  forward.log_rest = c.log_rest ? log_rest.device() : nullptr, forward.entropy = c.entropy ? entropy.device() : nullptr;
+  forward.log_tail = c.log_tail ? log_tail.device() : nullptr, forward.entropy = c.entropy ? entropy.device() : nullptr;
   forward.mean_logit = c.mean_logit ? mean_logit.device() : nullptr;
   forward.argmax = c.argmax ? static_cast<int64_t*>(argmax.device()) : nullptr;
   forward.padding_value = -7;
@@ -270,7 +270,7 @@ void run_select(const SelectCase& c) {
   backward.grad_loss = c.loss ? g.loss.device() : nullptr, backward.grad_loss_stride = 1;
   backward.grad_lse = c.has_grad_lse ? g.lse.device() : nullptr, backward.grad_lse_stride = 1;
   backward.grad_log_probs = g.log_probs.device();
-  if (c.log_rest) backward.grad_log_rest = {g.log_rest.device(), 1}, backward.log_rest = log_rest.device();
+  if (c.log_tail) backward.grad_log_tail = {g.log_tail.device(), 1}, backward.log_tail = log_tail.device();
   if (c.entropy) backward.grad_entropy = {g.entropy.device(), 1}, backward.entropy = entropy.device();
   if (c.mean_logit) backward.grad_mean_logit = {g.mean_logit.device(), 1};
   backward.grad_scale = c.grad_scale ? of_scale.device() : nullptr;
@@ -284,7 +284,7 @@ void run_select(const SelectCase& c) {
   backward.grad_row_stride = c.in_place ? c.row_stride : c.vocab;
   c.ends.empty() ? run_backward(backward) : run_backward_of_shards(backward, c, of_scale);
 
-  for (Array* a : {&loss, &lse, &log_rest, &entropy, &mean_logit, &argmax, &log_probs, &of_scale, &gradient})
+  for (Array* a : {&loss, &lse, &log_tail, &entropy, &mean_logit, &argmax, &log_probs, &of_scale, &gradient})
     a->download();
   const double few = 24 * (c.arithmetic == DType::kFloat64 ? 2.3e-16 : 1.2e-7);
   for (int64_t r = 0; r < c.rows; ++r) {
@@ -294,7 +294,7 @@ void run_select(const SelectCase& c) {
     compare("lse", r, 0, lse.get(r), of_row(x.lse), bound);
     if (c.loss)
       compare("loss", r, 0, loss.get(r), of_row(x.loss), few * x.loss_size * (c.options.label_smoothing != 0 ? 8 : 1));
-    if (c.log_rest) compare("log_rest", r, 0, log_rest.get(r), of_row(x.log_rest), bound);
+    if (c.log_tail) compare("log_tail", r, 0, log_tail.get(r), of_row(x.log_tail), bound);
     if (c.entropy) compare("entropy", r, 0, entropy.get(r), of_row(x.entropy), bound * (1 + x.entropy));
     if (c.mean_logit) compare("mean_logit", r, 0, mean_logit.get(r), of_row(x.mean_logit), 4 * bound);
     if (c.argmax && c.options.softcap == 0) compare("argmax", r, 0, argmax.get(r), x.counts ? x.argmax : -1, 0);
