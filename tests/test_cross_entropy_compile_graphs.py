@@ -131,7 +131,7 @@ def test_one_graph_of_any_number_of_rows(device):
 
 
 def and_lse(of):
-    return lambda x, y, i, v, w: of(*cross_entropy(x, y, return_lse=True))
+    return lambda x, y, i, v, w: of(*cross_entropy(x, y, return_lse=True)[:2])
 
 
 TWO_PASSES_STILL, _ = several(

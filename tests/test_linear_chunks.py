@@ -110,8 +110,9 @@ def test_a_head_that_is_the_identity_gives_the_loss_of_its_input(form, dtype, de
     x = draw.logits(case.dense, dtype).requires_grad_()
     y, upstream = x.detach().clone().requires_grad_(), draw.normal(*case.shape)
     options = dict(reduction="none", label_smoothing=0.1, softcap=20.0, return_lse=True)
-    loss, lse = linear_cross_entropy(x, torch.eye(37, dtype=dtype, device=device), case.target, chunk_rows=5, **options)
-    expected, expected_lse = cross_entropy(y, case.target, **options)
+    loss, lse = linear_cross_entropy(x, torch.eye(37, dtype=dtype, device=device), case.target, chunk_rows=5,
+                                     **options)[:2]
+    expected, expected_lse = cross_entropy(y, case.target, **options)[:2]
     torch.testing.assert_close((loss, lse), (expected, expected_lse))
     grad, = torch.autograd.grad(loss, x, upstream.to(loss.dtype))
     expected, = torch.autograd.grad(expected, y, upstream.to(loss.dtype))

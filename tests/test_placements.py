@@ -5,7 +5,6 @@ and of DTensors; twenty optimizer steps with FSDP2, tensor and sequence parallel
 """
 
 import functools
-import inspect
 import os
 from pathlib import Path
 
@@ -146,11 +145,3 @@ def test_nobody_waits_for_the_import_before_there_is_one():
                "print('sparse_ce.dtensor.call' in sys.modules)")
     done = forked.run("-c", program, cwd=Path(sparse_ce.__file__).parent.parent)
     assert done.stdout == "False\n", done.stderr
-
-
-def test_no_name_of_a_function_that_hands_its_locals_on_is_in_a_closure():
-    """Of DTensors each hands all that it was given to another, and to torch.compile ``locals()`` would lack that."""
-    functions = [inspect.unwrap(f) for f in vars(sparse_ce).values() if callable(f)]
-    given = [f for f in functions if "on_mesh" in getattr(getattr(f, "__code__", None), "co_names", ())]
-    assert len(given) >= 10
-    assert {f.__name__: f.__code__.co_cellvars for f in given if f.__code__.co_cellvars} == {}

@@ -19,7 +19,7 @@ def loss(rows, vocab, dtype, strided=False, k=9, **options):
     def run():
         leaf = x.detach().requires_grad_()
         for reduction in ("mean", "none"):  # gradients beside losses and after them
-            made = sparse_ce.cross_entropy(leaf, (ids, values), reduction=reduction, return_lse=True, **options)
+            made = sparse_ce.cross_entropy(leaf, (ids, values), reduction=reduction, return_lse=True, **options)[:2]
             yield from (*made, torch.autograd.grad(made[0].sum(), leaf, retain_graph=True)[0])
     return run
 

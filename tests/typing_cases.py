@@ -1,7 +1,7 @@
 """What type checkers make of calls: mypy reads this file in `make lint`. A mistake that it did not see would leave its
 `type: ignore` unused, which is an error too."""
 
-from typing import Optional, Tuple, Union
+from typing import Optional
 
 import torch
 from torch import Tensor
@@ -14,10 +14,10 @@ from sparse_ce import SparseTarget
 def losses(x: Tensor, labels: Tensor, head: Tensor, yes: bool) -> None:
     assert_type(sparse_ce.cross_entropy(x, labels), Tensor)
     assert_type(sparse_ce.cross_entropy(x, labels, return_lse=False), Tensor)
-    assert_type(sparse_ce.cross_entropy(x, labels, return_lse=True), Tuple[Tensor, Tensor])
-    assert_type(sparse_ce.cross_entropy(x, labels, return_lse=yes), Union[Tensor, Tuple[Tensor, Tensor]])
+    assert_type(sparse_ce.cross_entropy(x, labels, return_lse=True), sparse_ce.CrossEntropyOutput)
+    assert_type(sparse_ce.cross_entropy(x, labels, return_lse=yes), sparse_ce.CrossEntropyOutput)
     assert_type(sparse_ce.linear_cross_entropy(x, head, labels, reduction="sum"), Tensor)
-    assert_type(sparse_ce.linear_cross_entropy(x, head, (labels, x), return_lse=True), Tuple[Tensor, Tensor])
+    assert_type(sparse_ce.linear_cross_entropy(x, head, (labels, x), return_lse=True), sparse_ce.CrossEntropyOutput)
     for entropy in (sparse_ce.cross_entropy(x, labels, return_entropy="detached"),
                     sparse_ce.linear_cross_entropy(x, head, labels, return_entropy=True)):
         assert_type(entropy, sparse_ce.CrossEntropyOutput)

@@ -71,6 +71,30 @@ class Chunks(NamedTuple):
 CHUNKS = Chunks()._asdict()
 
 
+class LossOptions(NamedTuple):
+    """How the losses of rows become a result, and what comes beside it.
+
+    Args:
+        mean: their mean is returned, or their sum if the ``normalizer`` is 1.
+        normalizer: (), divides in place of the number of rows.
+        row_weight: (N,), multiplies each row's loss.
+        lse, entropy, argmax: which other outputs are returned.
+        detached: only the loss has a gradient.
+    """
+
+    mean: bool = False
+    normalizer: Optional[Tensor] = None
+    row_weight: Optional[Tensor] = None
+    lse: bool = False
+    entropy: bool = False
+    argmax: bool = False
+    detached: bool = False
+
+    @property
+    def metrics(self) -> bool:
+        return self.entropy or self.argmax
+
+
 def split(given: Sequence[Any], named: Dict[str, Any], **behind: Any) -> Tuple[Arguments, List[Any]]:
     """The arguments of a loss, and what a schema has ``behind`` them, with its defaults."""
     count = len(Arguments._fields)

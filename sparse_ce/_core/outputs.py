@@ -1,7 +1,7 @@
 """What functions return, as records."""
 
 from dataclasses import dataclass, fields
-from typing import Any, Iterable, List, Tuple
+from typing import Any, ClassVar, Iterable, List, Tuple
 
 import torch
 from torch import Tensor
@@ -36,6 +36,9 @@ class LogProbs:
     entropy: Tensor = None  # type: ignore[assignment]
     mean_logit: Tensor = None  # type: ignore[assignment]
     argmax: Tensor = None  # type: ignore[assignment]
+
+    optional: ClassVar[Tuple[str, ...]] = ("log_tail", "entropy", "mean_logit", "argmax")
+    """The fields that a ``return_*`` option asks for."""
 
 
 def _flatten(t: LogProbs) -> Tuple[List[Tensor], Tuple[str, ...]]:

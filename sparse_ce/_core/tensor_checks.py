@@ -97,15 +97,11 @@ def scalar_normalizer(normalizer: Normalizer, input: Tensor) -> Tensor:
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
-
-
 def check_input(input: Tensor, last: str) -> None:
     """``last``: the name of the last dimension."""
     _check_floating("input", input, "pass input.full_tensor(), or input.to_local() where each rank holds its own rows")
     if input.dim() == 0:
         fail(f"input must be (..., {last}), got shape []")
-
-
 
 
 def check_head(input: Tensor, linear_weight: Tensor, linear_bias: Optional[Tensor], sharded: bool = False) -> None:
@@ -123,12 +119,6 @@ def check_head(input: Tensor, linear_weight: Tensor, linear_bias: Optional[Tenso
         fail(f"linear_weight must have at least one class, got shape {list(linear_weight.shape)}")
     if linear_bias is not None and linear_bias.shape != linear_weight.shape[:1]:
         fail(f"linear_bias must be ({linear_weight.shape[0]},), got {list(linear_bias.shape)}")
-
-
-
-
-
-
 
 
 def one_of(size: int, *sizes: Optional[int]) -> bool:

@@ -1,11 +1,42 @@
-"""Hands a call with DTensors over to :mod:`.call`, which is imported then and not before."""
+"""Dispatches calls with DTensors to :mod:`.call`, which is imported by the first of them."""
 
-from typing import Any, Callable, Dict
+import functools
+import inspect
+from typing import Any, Callable, TypeVar
+
+from torch import Tensor
+
+from .._core.tensor_checks import is_distributed
+
+_F = TypeVar("_F", bound=Callable[..., Any])
 
 
-def on_mesh(function: Callable[..., Any], given: Dict[str, Any]) -> Any:
-    """``function`` of what is ``given`` by the names of its parameters, DTensors among it: its ``locals()``, of which
-    none may be in a closure, or torch.compile cannot follow (a test looks)."""
-    from .call import call
+def accepts_dtensors(function: _F) -> _F:
+    """Decorates a function whose logits, hidden states or head may be DTensors.
 
-    return call(function, given)
+    If ``input``, ``linear_weight`` or a field of ``student`` is a DTensor, the call's arguments are bound to their names, with
+    the defaults of those that were not given, and handed over to :func:`sparse_ce.dtensor.call.call`. ``torch.compile``
+    follows the decorator, so it binds by itself and not by :meth:`inspect.Signature.bind`.
+    """
+    parameters = inspect.signature(function).parameters.values()
+    names = [p.name for p in parameters if p.kind == p.POSITIONAL_OR_KEYWORD]
+    rest = next((p.name for p in parameters if p.kind == p.VAR_POSITIONAL), None)
+    defaults = {p.name: p.default for p in parameters if p.default is not p.empty}
+    deciding = [(names.index(name), name) for name in ("student", "input", "linear_weight") if name in names]
+
+    @functools.wraps(function)
+    def dispatched(*args: Any, **named: Any) -> Any:
+        for at, name in deciding:
+            given = args[at] if at < len(args) else named.get(name)
+            if name == "student":  # log-probabilities; the function itself makes them of logits
+                given = getattr(given, "lse", None)
+            if type(given) is not Tensor and is_distributed(given):
+                bound = {**defaults, **dict(zip(names, args)), **named}
+                if rest is not None:
+                    bound[rest] = args[len(names):]
+                from .call import call
+
+                return call(function, bound)
+        return function(*args, **named)
+
+    return dispatched  # type: ignore[return-value]

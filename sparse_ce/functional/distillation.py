@@ -12,7 +12,7 @@ from .._core.flags import check_flags
 from .._core.options import is_number
 from .._core.outputs import LogProbs
 from .._core.tensor_checks import check_head, check_input, is_distributed
-from ..dtensor.dispatch import on_mesh
+from ..dtensor.dispatch import accepts_dtensors
 from ..sharding.consistency import agreed
 from ..sharding.groups import Group, sharded_head, shared_among, taken_shard
 from ..targets.convert import Target, as_teacher
@@ -28,9 +28,8 @@ from .row_losses import linear_row_loss
 Loss = Callable[..., Tensor]
 
 
-
-
 @agreed
+@accepts_dtensors
 def distillation_loss(
     input: Tensor,
     teacher: Target,
@@ -83,8 +82,6 @@ def distillation_loss(
         >>> sparse_ce.distillation_loss(logits, teacher, labels, tail="renormalize", alpha=0.5, temperature=2.0)
         tensor(0.7279, grad_fn=<AddBackward0>)
     """
-    if is_distributed(input):
-        return on_mesh(distillation_loss, locals())  # type: ignore[no-any-return]
     check_input(input, "V")
     check_flags(temperature_squared=temperature_squared)
     shard, columns, classes = taken_shard(group, vocab_start, input.shape[-1], num_classes)
@@ -110,6 +107,7 @@ def distillation_loss(
 
 
 @agreed
+@accepts_dtensors
 def linear_distillation_loss(
     input: Tensor,
     linear_weight: Tensor,
@@ -161,8 +159,6 @@ def linear_distillation_loss(
         ...                                           kind="jsd", tail="bucket")
         >>> loss.backward()
     """
-    if is_distributed(input) or is_distributed(linear_weight):
-        return on_mesh(linear_distillation_loss, locals())  # type: ignore[no-any-return]
     check_input(input, "D")
     check_flags(temperature_squared=temperature_squared)
     check_head(input, linear_weight, linear_bias, group is not None)

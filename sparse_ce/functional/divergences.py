@@ -18,7 +18,7 @@ from .._core.errors import fail
 from .._core.options import is_number
 from .._core.outputs import LogProbs
 from .._core.tensor_checks import check_input, check_reduction, is_distributed, scalar_normalizer
-from ..dtensor.dispatch import on_mesh
+from ..dtensor.dispatch import accepts_dtensors
 from ..sharding.consistency import agreed
 from ..sharding.groups import Group, shared_among, taken_shard
 from ..targets.convert import ANY_CLASS, Target, as_target, as_teacher
@@ -54,6 +54,7 @@ def needed(kind: str, tail: str) -> Union[Tuple[str, ...], str]:
 
 
 @agreed
+@accepts_dtensors
 def divergence(
     student: Union[Tensor, LogProbs],
     teacher: Target,
@@ -110,13 +111,11 @@ def divergence(
         >>> sparse_ce.divergence(logits, teacher, tail="bucket", reduction="none")
         tensor([0.2180, 1.0612], grad_fn=<ViewBackward0>)
     """
-    if not isinstance(student, LogProbs) and is_distributed(student):
-        student, teacher = _log_probs_of(student, teacher, checked(kind, beta, tail, floor, teacher_log_tail),
-                                         num_classes, group, vocab_start)
-        group = vocab_start = num_classes = None
-    if isinstance(student, LogProbs) and is_distributed(student.lse):
-        return on_mesh(divergence, locals())  # type: ignore[no-any-return]
     fields = checked(kind, beta, tail, floor, teacher_log_tail)
+    if not isinstance(student, LogProbs) and is_distributed(student):
+        student, teacher = _log_probs_of(student, teacher, fields, num_classes, group, vocab_start)
+        return divergence(student, teacher, kind=kind, beta=beta, tail=tail, floor=floor, reduction=reduction,
+                          teacher_log_tail=teacher_log_tail, normalizer=normalizer)
     check_reduction(reduction, normalizer)
     if not isinstance(student, LogProbs):
         check_input(student, "V")
@@ -204,8 +203,6 @@ def checked(kind: str, beta: float, tail: str, floor: float, teacher_log_tail: A
         if not teacher_log_tail.dtype.is_floating_point:
             fail(f"teacher_log_tail must be floating point, got {teacher_log_tail.dtype}", TypeError)
     return fields
-
-
 
 
 class _Student(NamedTuple):

@@ -1,29 +1,19 @@
 """The loss of a linear head's logits, which never exist. Formulas: ``csrc/math.h``."""
 
-import math
-from typing import TYPE_CHECKING, Literal, Optional, Sequence, Tuple, Union, overload
+from typing import TYPE_CHECKING, Literal, Optional, overload
 
 import torch
 from torch import Tensor
 
 from .._core.arguments import IGNORE_INDEX, Inplace, Normalizer, Scale
-from .._core.autocast import as_linear_multiplies
-from .._core.flags import check_entropy, check_flags
-from .._core.options import check_inplace, checked, taken_chunks
-from .._core.tensor_checks import check_head, check_input, is_distributed, taken_scale, taken_weight
-from ..dtensor.dispatch import on_mesh
-from ..ops.cross_entropy import loss_mean
-from ..ops.linear_cross_entropy import Head
-from ..ops.linear_cross_entropy import Options as HeadOptions
-from ..ops.linear_cross_entropy import linear_cross_entropy as linear_cross_entropy_op
-from ..ops.registration import check_kernels
-from ..ops.select import Outputs
-from ..ops.sharded_linear_select import Mean
-from ..ops.sharded_linear_select import linear_select as linear_select_op
+from .._core.options import check_inplace
+from ..dtensor.dispatch import accepts_dtensors
+from ..ops.losses import loss_of_head
 from ..sharding.consistency import agreed
-from ..sharding.groups import Group, sharded_head
-from ..targets.convert import Target, dense_parts
-from .outputs import CrossEntropyOutput, Output, Reduction, ReturnEntropy, result_of
+from ..sharding.groups import Group
+from ..targets.convert import Target
+from .inputs import loss_arguments, of_head
+from .outputs import CrossEntropyOutput, Output, Reduction, ReturnEntropy, packed_loss
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -35,40 +25,20 @@ if TYPE_CHECKING:
 def linear_cross_entropy(input: Tensor, linear_weight: Tensor, target: Target, *, linear_bias: Optional[Tensor] = None,
                          weight: Optional[Tensor] = None, chunk_rows: Optional[int] = None,
                          logits_dtype: Optional[torch.dtype] = None, return_lse: Literal[False] = False,
+                         return_entropy: Literal[False] = False, return_argmax: Literal[False] = False,
                          **options: "Unpack[Options]") -> Tensor: ...
 
 
 @overload
 def linear_cross_entropy(input: Tensor, linear_weight: Tensor, target: Target, *, linear_bias: Optional[Tensor] = None,
                          weight: Optional[Tensor] = None, chunk_rows: Optional[int] = None,
-                         logits_dtype: Optional[torch.dtype] = None, return_lse: Literal[True],
-                         **options: "Unpack[Options]") -> Tuple[Tensor, Tensor]: ...
-
-
-@overload
-def linear_cross_entropy(input: Tensor, linear_weight: Tensor, target: Target, *, linear_bias: Optional[Tensor] = None,
-                         weight: Optional[Tensor] = None, chunk_rows: Optional[int] = None,
-                         logits_dtype: Optional[torch.dtype] = None, return_lse: bool,
-                         **options: "Unpack[Options]") -> Union[Tensor, Tuple[Tensor, Tensor]]: ...
-
-
-@overload
-def linear_cross_entropy(input: Tensor, linear_weight: Tensor, target: Target, *, linear_bias: Optional[Tensor] = None,
-                         weight: Optional[Tensor] = None, chunk_rows: Optional[int] = None,
-                         logits_dtype: Optional[torch.dtype] = None, return_entropy: Literal[True, "detached"],
-                         return_lse: bool = False, return_argmax: bool = False,
-                         **options: "Unpack[Options]") -> CrossEntropyOutput: ...
-
-
-@overload
-def linear_cross_entropy(input: Tensor, linear_weight: Tensor, target: Target, *, linear_bias: Optional[Tensor] = None,
-                         weight: Optional[Tensor] = None, chunk_rows: Optional[int] = None,
-                         logits_dtype: Optional[torch.dtype] = None, return_argmax: Literal[True],
-                         return_lse: bool = False, return_entropy: ReturnEntropy = False,
+                         logits_dtype: Optional[torch.dtype] = None, return_lse: bool = False,
+                         return_entropy: ReturnEntropy = False, return_argmax: bool = False,
                          **options: "Unpack[Options]") -> CrossEntropyOutput: ...
 
 
 @agreed
+@accepts_dtensors
 def linear_cross_entropy(
     input: Tensor,
     linear_weight: Tensor,
@@ -139,8 +109,8 @@ def linear_cross_entropy(
             two chunks exist at a time, and by default there are two to eight of them where there are rows enough.
 
     Returns:
-        The loss, float32 (float64 for float64), a fresh tensor, or ``(loss, lse)``; with ``return_entropy`` or
-        ``return_argmax`` a :class:`CrossEntropyOutput`.
+        The loss, float32 (float64 for float64), a fresh tensor; or a :class:`CrossEntropyOutput`, as
+        :func:`cross_entropy`.
 
     Raises:
         TypeError, ValueError, RuntimeError: as :func:`cross_entropy`.
@@ -154,37 +124,12 @@ def linear_cross_entropy(
         >>> hidden.grad[2].eq(0).all()  # of the ignored row
         tensor(True)
     """
-    if is_distributed(input) or is_distributed(linear_weight):
-        return on_mesh(linear_cross_entropy, locals())  # type: ignore[no-any-return]
-    check_input(input, "D")
-    check_head(input, linear_weight, linear_bias, group is not None)
-    chunks = taken_chunks(chunk_rows, logits_dtype)
-    shard, shape, num_classes = sharded_head(input, linear_weight, group, vocab_start, num_classes)
-    logit_scale, row_scale = taken_scale(logit_scale, shape, input)
-    options = dict(ignore_index=ignore_index, label_smoothing=label_smoothing, z_loss=z_loss, logit_scale=logit_scale,
-                   softcap=softcap, num_classes=num_classes)
-    options = checked(options, shape[-1], "the rows of linear_weight")
+    source = of_head(input, linear_weight, linear_bias, num_classes, group, vocab_start, logits_dtype, chunk_rows)
     check_inplace(inplace)
-    check_entropy(return_entropy)
-    check_flags(return_lse=return_lse, return_argmax=return_argmax)
-    input, linear_weight, linear_bias = as_linear_multiplies(input, linear_weight, linear_bias)
-    check_kernels(input)
-    a, normalizer = dense_parts(input, shape, target, weight, reduction, normalizer, options, row_scale)
-    row_weight = taken_weight(row_weight, shape, input)
-    rows = input.reshape(math.prod(input.shape[:-1]), input.shape[-1])
-    mean = reduction != "none"
-    head = Head(rows, linear_weight, linear_bias)
-    out: Sequence[Tensor]
-    wanted = Outputs(loss=True, log_probs=False, entropy=bool(return_entropy), argmax=return_argmax)
-    if shard is not None:
-        more = linear_select_op(head, a, wanted, chunks, shard, Mean(mean, normalizer, row_weight if mean else None))
-        out = more.loss, more.lse, more.entropy, more.argmax
-    elif row_scale is not None and row_scale.requires_grad:
-        more = linear_select_op(head, a, wanted, chunks, shard)
-        out = (loss_mean(more.loss, a, normalizer, row_weight) if mean else more.loss, more.lse, more.entropy,
-               more.argmax)
-    else:
-        out = linear_cross_entropy_op(head, a, HeadOptions(
-            chunks, mean, normalizer, row_weight if mean else None, bool(return_entropy), return_argmax,
-            return_entropy == "detached" and not return_lse))
-    return result_of(out, a, shape, reduction, row_weight, return_lse, return_entropy, return_argmax)
+    a, loss = loss_arguments(
+        source, target, weight, reduction, normalizer, row_weight, (return_lse, return_entropy, return_argmax),
+        ignore_index=ignore_index, label_smoothing=label_smoothing, z_loss=z_loss, logit_scale=logit_scale,
+        softcap=softcap)
+    assert source.head is not None
+    out = loss_of_head(source.head, a, loss, source.chunks, source.shard)
+    return packed_loss(out, loss, source.leading, return_entropy)

@@ -6,26 +6,24 @@ from typing import Any, Optional
 import torch
 from torch import Tensor
 
-from .._core.arguments import IGNORE_INDEX, Arguments, Inplace, Scale
-from .._core.autocast import as_linear_multiplies
+from .._core.arguments import IGNORE_INDEX, Inplace, Scale
 from .._core.errors import fail
 from .._core.flags import check_flags
-from .._core.options import check_inplace, checked, is_number, taken_chunks
+from .._core.options import check_inplace, is_number
 from .._core.outputs import LogProbs
-from .._core.tensor_checks import check_head, check_input, is_distributed, taken_scale
-from ..dtensor.dispatch import on_mesh
-from ..ops.linear_cross_entropy import Head
-from ..ops.registration import check_kernels
-from ..ops.select import Outputs, Selected
+from ..dtensor.dispatch import accepts_dtensors
+from ..ops.select import Outputs
 from ..ops.sharded_linear_select import linear_select
-from ..ops.sharded_select import select as select_op
+from ..ops.sharded_select import select
 from ..sharding.consistency import agreed
-from ..sharding.groups import Group, sharded_head, taken_shard
-from ..targets.convert import Target, as_ids, flat_target
-from ..targets.sparse_target import SparseTarget
+from ..sharding.groups import Group
+from ..targets.convert import Target
+from .inputs import of_head, of_logits, select_arguments
+from .outputs import packed_log_probs
 
 
 @agreed
+@accepts_dtensors
 def selected_log_probs(
     input: Tensor,
     indices: Target,
@@ -85,23 +83,16 @@ def selected_log_probs(
                 [-0.0949,    -inf]]), tensor([-2.4076, -2.4018]))
         >>> (out.log_probs[0, 0] - 0.1 * out.log_tail[1]).backward()
     """
-    if type(input) is not Tensor and is_distributed(input):
-        return on_mesh(selected_log_probs, locals())  # type: ignore[no-any-return]
-    check_input(input, "V")
-    shard, columns, num_classes = taken_shard(group, vocab_start, input.shape[-1], num_classes)
-    shape = torch.Size((*input.shape[:-1], columns))
-    if shape[-1] == 0:
-        fail(f"input must have at least one class, got shape {list(shape)}")
+    source = of_logits(input, num_classes, group, vocab_start)
     check_inplace(inplace)
-    ids = as_ids(indices, shape)
-    a = select_arguments(input, shape, ids, indices, ignore_index, logit_scale, softcap, num_classes)
+    a, ids = select_arguments(source, indices, ignore_index=ignore_index, logit_scale=logit_scale, softcap=softcap)
     wanted = asked(padding_value, return_log_tail, return_entropy, return_mean_logit, return_argmax)
-    logits = input if len(shape) == 2 else input.reshape(math.prod(shape[:-1]), input.shape[-1])
-    out = select_op(logits, a, wanted, inplace is not False, shard)
-    return result(out, wanted, ids.indices.shape, shape[:-1])
+    out = select(source.rows, a, wanted, inplace is not False, source.shard)
+    return packed_log_probs(out, wanted, ids.indices.shape, source.leading)
 
 
 @agreed
+@accepts_dtensors
 def linear_selected_log_probs(
     input: Tensor,
     linear_weight: Tensor,
@@ -151,30 +142,12 @@ def linear_selected_log_probs(
         >>> torch.testing.assert_close(out.log_probs[[0, 1, 3]], expected)
         >>> out.log_probs.sum().backward()
     """
-    if is_distributed(input) or is_distributed(linear_weight):
-        return on_mesh(linear_selected_log_probs, locals())  # type: ignore[no-any-return]
-    check_input(input, "D")
-    check_head(input, linear_weight, linear_bias, group is not None)
-    chunks = taken_chunks(chunk_rows, logits_dtype)
-    shard, shape, num_classes = sharded_head(input, linear_weight, group, vocab_start, num_classes)
-    ids = as_ids(indices, shape)
-    a = select_arguments(input, shape, ids, indices, ignore_index, logit_scale, softcap, num_classes,
-                         "the rows of linear_weight")
+    source = of_head(input, linear_weight, linear_bias, num_classes, group, vocab_start, logits_dtype, chunk_rows)
+    a, ids = select_arguments(source, indices, ignore_index=ignore_index, logit_scale=logit_scale, softcap=softcap)
     wanted = asked(padding_value, return_log_tail, return_entropy, return_mean_logit, return_argmax)
-    input, linear_weight, linear_bias = as_linear_multiplies(input, linear_weight, linear_bias)
-    rows = input.reshape(math.prod(input.shape[:-1]), input.shape[-1])
-    out = linear_select(Head(rows, linear_weight, linear_bias), a, wanted, chunks, shard)
-    return result(out, wanted, ids.indices.shape, shape[:-1])
-
-
-def result(out: Selected, wanted: Outputs, shape_of_ids: torch.Size, leading: torch.Size) -> LogProbs:
-    """What was ``wanted`` of it, in these shapes."""
-    def rows(wanted: bool, t: Tensor) -> Any:
-        return t.reshape(leading) if wanted else None
-
-    return LogProbs(out.log_probs.reshape(shape_of_ids), out.lse.reshape(leading), rows(wanted.log_tail, out.log_tail),
-                    rows(wanted.entropy, out.entropy), rows(wanted.mean_logit, out.mean_logit),
-                    rows(wanted.argmax, out.argmax))
+    assert source.head is not None
+    out = linear_select(source.head, a, wanted, source.chunks, source.shard)
+    return packed_log_probs(out, wanted, ids.indices.shape, source.leading)
 
 
 def checked_padding(padding_value: Any) -> Optional[float]:
@@ -190,14 +163,3 @@ def asked(padding_value: Any, return_log_tail: bool, return_entropy: bool, retur
                 return_argmax=return_argmax)
     return Outputs(checked_padding(padding_value), log_tail=return_log_tail, entropy=return_entropy,
                    mean_logit=return_mean_logit, argmax=return_argmax)
-
-
-def select_arguments(input: Tensor, shape: torch.Size, ids: SparseTarget, given: Target, ignore_index: int,
-                     logit_scale: Scale, softcap: Optional[float], num_classes: Optional[int],
-                     classes: str = "the last dimension of input") -> Arguments:
-    """Of the op, for logits of ``shape`` on the device of ``input`` and ``ids`` made of what was ``given``."""
-    check_kernels(input)
-    logit_scale, row_scale = taken_scale(logit_scale, shape, input)
-    options = dict(ignore_index=ignore_index, logit_scale=logit_scale, softcap=softcap, num_classes=num_classes)
-    options = checked(options, shape[-1], classes)
-    return flat_target(input, shape, ids, given, None, row_scale, options)

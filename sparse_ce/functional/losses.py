@@ -1,27 +1,19 @@
 """Losses as functions. Formulas: ``csrc/math.h``; the same in plain PyTorch: ``reference/``."""
 
-import math
-from typing import TYPE_CHECKING, Literal, Optional, Tuple, TypedDict, Union, overload
+from typing import TYPE_CHECKING, Literal, Optional, TypedDict, overload
 
-import torch
 from torch import Tensor
 
 from .._core.arguments import IGNORE_INDEX, Inplace, Normalizer, Scale
-from .._core.errors import fail
-from .._core.flags import check_entropy, check_flags
-from .._core.options import are_defaults, check_inplace, checked
-from .._core.tensor_checks import check_input, is_distributed, taken_scale, taken_weight
-from ..dtensor.dispatch import on_mesh
-from ..ops.cross_entropy import cross_entropy as cross_entropy_op
-from ..ops.cross_entropy import loss_mean, mean_of_labels
-from ..ops.registration import check_kernels
-from ..ops.select import Outputs
-from ..ops.sharded_select import select as select_op
-from ..ops.strided_logits import rows_of
+from .._core.options import check_inplace
+from ..dtensor.dispatch import accepts_dtensors
+from ..ops.cross_entropy import small_mean
+from ..ops.losses import loss_of_logits
 from ..sharding.consistency import agreed
-from ..sharding.groups import Group, taken_shard
-from ..targets.convert import Target, dense_parts, fit_as_labels
-from .outputs import CrossEntropyOutput, Output, Reduction, ReturnEntropy, result_of
+from ..sharding.groups import Group
+from ..targets.convert import Target
+from .inputs import loss_arguments, of_logits
+from .outputs import CrossEntropyOutput, Output, Reduction, ReturnEntropy, packed_loss
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -56,33 +48,19 @@ class HeldOptions(_Shared, total=False):
 
 
 @overload
-def cross_entropy(input: Tensor, target: Target, weight: Optional[Tensor] = None, *,
-                  return_lse: Literal[False] = False, **options: "Unpack[Options]") -> Tensor: ...
+def cross_entropy(input: Tensor, target: Target, weight: Optional[Tensor] = None, *, return_lse: Literal[False] = False,
+                  return_entropy: Literal[False] = False, return_argmax: Literal[False] = False,
+                  **options: "Unpack[Options]") -> Tensor: ...
 
 
 @overload
-def cross_entropy(input: Tensor, target: Target, weight: Optional[Tensor] = None, *,
-                  return_lse: Literal[True], **options: "Unpack[Options]") -> Tuple[Tensor, Tensor]: ...
-
-
-@overload
-def cross_entropy(input: Tensor, target: Target, weight: Optional[Tensor] = None, *,
-                  return_lse: bool, **options: "Unpack[Options]") -> Union[Tensor, Tuple[Tensor, Tensor]]: ...
-
-
-@overload
-def cross_entropy(input: Tensor, target: Target, weight: Optional[Tensor] = None, *,
-                  return_entropy: Literal[True, "detached"], return_lse: bool = False, return_argmax: bool = False,
-                  **options: "Unpack[Options]") -> CrossEntropyOutput: ...
-
-
-@overload
-def cross_entropy(input: Tensor, target: Target, weight: Optional[Tensor] = None, *, return_argmax: Literal[True],
-                  return_lse: bool = False, return_entropy: ReturnEntropy = False,
+def cross_entropy(input: Tensor, target: Target, weight: Optional[Tensor] = None, *, return_lse: bool = False,
+                  return_entropy: ReturnEntropy = False, return_argmax: bool = False,
                   **options: "Unpack[Options]") -> CrossEntropyOutput: ...
 
 
 @agreed
+@accepts_dtensors
 def cross_entropy(
     input: Tensor,
     target: Target,
@@ -158,7 +136,7 @@ def cross_entropy(
             ``"detached"``, and the class of its largest logit, from the same read of the logits.
 
     Returns:
-        The loss, a fresh tensor, or ``(loss, lse)``; with ``return_entropy`` or ``return_argmax`` a
+        The loss, a fresh tensor. With any of ``return_lse``, ``return_entropy`` and ``return_argmax`` a
         :class:`CrossEntropyOutput`, ``(loss, lse, entropy, argmax)``.
 
     Raises:
@@ -174,37 +152,16 @@ def cross_entropy(
         tensor([0.7076, 0.0949])
         >>> loss.sum().backward()
     """
-    if type(input) is not Tensor and is_distributed(input):
-        return on_mesh(cross_entropy, locals())  # type: ignore[no-any-return]
-    check_input(input, "V")
-    shard, columns, num_classes = taken_shard(group, vocab_start, input.shape[-1], num_classes)
-    shape = torch.Size((*input.shape[:-1], columns))
-    if shape[-1] == 0:
-        fail(f"input must have at least one class, got shape {list(shape)}")
-    options = dict(ignore_index=ignore_index, label_smoothing=label_smoothing, z_loss=z_loss, logit_scale=logit_scale,
-                   softcap=softcap, num_classes=num_classes)
-    if (shard is None and type(target) is Tensor and len(shape) == 2 and weight is None and row_weight is None
-            and normalizer is None and reduction == "mean" and inplace is False
-            and return_lse is False and return_entropy is False and return_argmax is False
-            and are_defaults(options) and fit_as_labels(target, shape, input)):
-        loss = mean_of_labels(input, target, ignore_index)
-        if loss is not None:
-            return loss
-    options["logit_scale"], row_scale = taken_scale(logit_scale, shape, input)
-    options = checked(options, shape[-1])
+    source = of_logits(input, num_classes, group, vocab_start)
+    small = small_mean(input, target, ignore_index, (
+        weight, reduction, label_smoothing, z_loss, logit_scale, softcap, normalizer, row_weight, num_classes, inplace,
+        group, vocab_start, return_lse, return_entropy, return_argmax))
+    if small is not None:
+        return small
     check_inplace(inplace)
-    check_entropy(return_entropy)
-    check_flags(return_lse=return_lse, return_argmax=return_argmax)
-    check_kernels(input)
-    a, normalizer = dense_parts(input, shape, target, weight, reduction, normalizer, options, row_scale)
-    row_weight = taken_weight(row_weight, shape, input)
-    mean = reduction != "none"
-    if return_entropy or return_argmax or shard is not None or row_scale is not None and row_scale.requires_grad:
-        wanted = Outputs(loss=True, log_probs=False, entropy=bool(return_entropy), argmax=return_argmax)
-        more = select_op(input.reshape(math.prod(shape[:-1]), input.shape[-1]), a, wanted, inplace is not False, shard)
-        loss = loss_mean(more.loss, a, normalizer, row_weight) if mean else more.loss
-        return result_of((loss, more.lse, more.entropy, more.argmax), a, shape, reduction, row_weight, return_lse,
-                       return_entropy, return_argmax)
-    out = cross_entropy_op(rows_of(input), a, inplace, mean, normalizer, return_lse, row_weight if mean else None)
-    out = out if return_lse else (out,)
-    return result_of(out, a, shape, reduction, row_weight, return_lse)
+    a, loss = loss_arguments(
+        source, target, weight, reduction, normalizer, row_weight, (return_lse, return_entropy, return_argmax),
+        ignore_index=ignore_index, label_smoothing=label_smoothing, z_loss=z_loss, logit_scale=logit_scale,
+        softcap=softcap)
+    out = loss_of_logits(input, a, loss, inplace, source.shard)
+    return packed_loss(out, loss, source.leading, return_entropy)

@@ -1,26 +1,29 @@
-"""What the losses of logits and of a head share: their target as the ops take it, their results."""
+"""Packs what an op returned, in the shapes of a call."""
 
-from typing import Any, Literal, NamedTuple, Optional, Sequence, Tuple, Union
+from typing import Any, Literal, NamedTuple, Optional, Union
 
 import torch
 from torch import Tensor
 
-from .. import reference
-from .._core.arguments import Arguments
+from .._core.arguments import LossOptions
+from .._core.outputs import LogProbs
+from ..ops.losses import Reduced
+from ..ops.select import Outputs, Selected
 
 Reduction = Literal["none", "sum", "mean"]
+ReturnEntropy = Union[bool, Literal["detached"]]
 
 
 class CrossEntropyOutput(NamedTuple):
-    """What a loss returns with ``return_entropy`` or ``return_argmax``; None for the one that was not asked for.
+    """What a loss returns with ``return_lse``, ``return_entropy`` or ``return_argmax``. A field that was not asked for
+    is None.
 
     Args:
-        loss: as without them.
-        lse: ``input.shape[:-1]``, log sum exp of each row's transformed logits, differentiable; 0 where ignored. Beside
-            an entropy that is ``"detached"`` it is so too, without ``return_lse``.
-        entropy: ``input.shape[:-1]``, of each row's distribution, in nats, differentiable unless it was asked for as
-            ``"detached"``; 0 where ignored.
-        argmax: ``input.shape[:-1]``, int64, the lowest class of the largest logit; -1 where ignored.
+        loss: the loss, as it is returned alone without these options.
+        lse: ``input.shape[:-1]``, log sum exp of each row's transformed logits, differentiable; 0 in ignored rows.
+        entropy: ``input.shape[:-1]``, the entropy of each row's distribution, in nats; 0 in ignored rows. It is
+            differentiable unless ``return_entropy="detached"``.
+        argmax: ``input.shape[:-1]``, int64, the lowest class of the largest logit; -1 in ignored rows.
 
     Examples:
         >>> logits, labels = torch.tensor([[2.0, 0.0], [0.0, 3.0]]), torch.tensor([0, 0])
@@ -30,31 +33,29 @@ class CrossEntropyOutput(NamedTuple):
     """
 
     loss: Tensor
-    lse: Tensor
-    entropy: Tensor = None  # type: ignore[assignment]  # or None, as who asked knows
+    lse: Tensor = None  # type: ignore[assignment]  # None if not asked for: Optional would have every caller assert it
+    entropy: Tensor = None  # type: ignore[assignment]
     argmax: Tensor = None  # type: ignore[assignment]
 
 
-ReturnEntropy = Union[bool, Literal["detached"]]
-Output = Union[Tensor, Tuple[Tensor, Tensor], CrossEntropyOutput]
+Output = Union[Tensor, CrossEntropyOutput]
 
 
+def packed_loss(out: Reduced, options: LossOptions, leading: torch.Size, return_entropy: ReturnEntropy) -> Output:
+    """Returns the loss, or a :class:`CrossEntropyOutput` with the rows in their ``leading`` shape."""
+    loss = out.loss if options.mean else out.loss.reshape(leading)
+    if not (options.lse or options.metrics):
+        return loss
+    lse, entropy, argmax = (_rows(t, wanted, leading) for t, wanted in (
+        (out.lse, options.lse), (out.entropy, options.entropy), (out.argmax, options.argmax)))
+    return CrossEntropyOutput(loss, lse, entropy.detach() if return_entropy == "detached" else entropy, argmax)
 
 
+def packed_log_probs(out: Selected, wanted: Outputs, shape: torch.Size, leading: torch.Size) -> LogProbs:
+    """Returns the log-probabilities in the ``shape`` of the ids, and of the rows' outputs those that were ``wanted``."""
+    return LogProbs(out.log_probs.reshape(shape), out.lse.reshape(leading),
+                    *(_rows(getattr(out, name), getattr(wanted, name), leading) for name in LogProbs.optional))
 
 
-def result_of(out: Sequence[Tensor], a: Arguments, shape: torch.Size, reduction: str, row_weight: Optional[Tensor],
-            return_lse: bool, return_entropy: ReturnEntropy = False, return_argmax: bool = False) -> Output:
-    """``out``: loss and, where they are asked for, lse, entropy and argmax, of logits or hidden states of ``shape``."""
-    def rows(at: int, wanted: bool) -> Any:
-        return out[at].reshape(shape[:-1]) if wanted else None
-
-    loss = out[0]
-    if reduction == "none":
-        loss = (loss if row_weight is None else reference.weighted(loss, row_weight, a)).reshape(shape[:-1])
-    if return_entropy or return_argmax:
-        lse, entropy = rows(1, True), rows(2, bool(return_entropy))
-        if return_entropy == "detached":
-            lse, entropy = lse if return_lse else lse.detach(), entropy.detach()
-        return CrossEntropyOutput(loss, lse, entropy, rows(3, return_argmax))
-    return (loss, out[1].reshape(shape[:-1])) if return_lse else loss
+def _rows(t: Any, wanted: Optional[bool], leading: torch.Size) -> Any:
+    return t.reshape(leading) if wanted else None

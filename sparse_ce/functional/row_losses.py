@@ -11,13 +11,12 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from .. import reference
 from .._core.arguments import IGNORE_INDEX, Chunks, Normalizer, Scale, arithmetic_dtype
-from .._core.autocast import as_linear_multiplies
 from .._core.errors import fail
 from .._core.flags import check_flags
-from .._core.options import taken_chunks
-from .._core.tensor_checks import check_head, check_input, check_reduction, is_distributed, scalar_normalizer
+from .._core.outputs import LogProbs
+from .._core.tensor_checks import check_reduction, scalar_normalizer
 from .._core.tracing import eager, traced
-from ..dtensor.dispatch import on_mesh
+from ..dtensor.dispatch import accepts_dtensors
 from ..ops import expected_grad
 from ..ops.chunking import of_shards, rows_at_a_time, steps
 from ..ops.linear_cross_entropy import Head, scaled
@@ -30,18 +29,20 @@ from ..ops.sharded_select import check_ranks, refuse_second
 from ..ops.topk import linear_logits
 from ..sharding.collectives import chunks_of
 from ..sharding.consistency import agreed
-from ..sharding.groups import Group, sharded_head
+from ..sharding.groups import Group
 from ..sharding.shard import Shard
-from ..targets.convert import Target, as_ids
+from ..targets.convert import Target
 from ..targets.sparse_target import SparseTarget
-from .log_probs import asked, result, select_arguments
-from .outputs import Reduction
+from .inputs import of_head, select_arguments
+from .log_probs import asked
+from .outputs import Reduction, packed_log_probs
 from .row_chunks import Rows, flat, spread, spread_each
 
 RowFunction = Callable[..., Any]
 
 
 @agreed
+@accepts_dtensors
 def linear_row_loss(
     fn: RowFunction,
     input: Tensor,
@@ -117,25 +118,19 @@ def linear_row_loss(
         ...                                  linear_bias=head.bias, return_entropy=True)
         >>> loss.backward()
     """
-    if is_distributed(input) or is_distributed(linear_weight):
-        return on_mesh(linear_row_loss, locals())
     check_function(fn)
-    check_input(input, "D")
-    check_head(input, linear_weight, linear_bias, group is not None)
-    chunks = taken_chunks(chunk_rows, logits_dtype)
+    source = of_head(input, linear_weight, linear_bias, num_classes, group, vocab_start, logits_dtype, chunk_rows)
     check_reduction(reduction, normalizer)
     check_flags(has_aux=has_aux)
-    shard, shape, num_classes = sharded_head(input, linear_weight, group, vocab_start, num_classes)
-    ids = as_ids(target, shape)
-    a = select_arguments(input, shape, ids, target, ignore_index, logit_scale, softcap, num_classes,
-                         "the rows of linear_weight")
+    a, ids = select_arguments(source, target, ignore_index=ignore_index, logit_scale=logit_scale, softcap=softcap)
     wanted = asked(padding_value, return_log_tail, return_entropy, return_mean_logit, return_argmax)
     divisor = None if normalizer is None else scalar_normalizer(normalizer, input)
-    input, linear_weight, linear_bias = as_linear_multiplies(input, linear_weight, linear_bias)
-    leading, count = shape[:-1], math.prod(shape[:-1])
+    assert source.head is not None
+    head, chunks, shard, leading = source.head, source.chunks, source.shard, source.leading
+    count = math.prod(leading)
     counts = ~reference.ignored_rows(a, count)
-    rows = Rows(input.reshape(math.prod(input.shape[:-1]), input.shape[-1]), ids.flatten(),
-                 list(map(functools.partial(flat, leading), row_args)), a, not isinstance(target, SparseTarget))
+    rows = Rows(head.input, ids.flatten(), list(map(functools.partial(flat, leading), row_args)), a,
+                not isinstance(target, SparseTarget))
     shares_rows = shard is not None and shard.shares_rows
     # A mode or hooks may be those of one rank alone: with a shard they decide nothing that ranks do together.
     seen = eager() if shard is None else not traced()
@@ -149,17 +144,17 @@ def linear_row_loss(
     elif divisor is None:
         divisor = counts.sum(dtype=arithmetic_dtype(input.dtype))
     if shard is None:
-        chunks = chunks._replace(chunk_rows=chunk_rows or rows_at_a_time(shape[-1]))
+        chunks = chunks._replace(chunk_rows=chunk_rows or rows_at_a_time(source.shape[-1]))
     divisor = torch.where(divisor == 0, torch.inf, divisor)
     call = _Call(fn, wanted, has_aux, live, divisor, chunks, shard, [])
-    head = Head(rows.input, linear_weight, linear_bias)
+    head = head._replace(input=rows.input)
     tensors = rows.tensors
     half = any(t is not None and t.dtype == torch.float16 and t.requires_grad for t in (*head, *tensors))
     plain = (seen and reduction != "none" and needs_grad(*head, *tensors) and not composite(input) and not half
              and not (a.row_scale is not None and a.row_scale.requires_grad))
     if plain:
         if shard is not None:
-            check_ranks(head.input, linear_weight.shape[0], rows.arguments, shard, wanted, dtype=head.input.dtype,
+            check_ranks(head.input, head.linear_weight.shape[0], rows.arguments, shard, wanted, dtype=head.input.dtype,
                         chunk_rows=chunk_rows)
         loss, *aux_values = _LinearRowLoss.apply(*head, rows, call, *tensors)
         aux = dict(zip(call.names, aux_values))
@@ -186,7 +181,7 @@ def _losses(out: Selected, rows: Rows, call: _Call, live: Optional[Tensor]) -> T
     """The losses (rows,) that ``fn`` gives, 0 where a row does not count, and what it tells besides."""
     out = Selected(*(t.clone() for t in out))  # fn may write into what it is given
     rows = rows.copied(live)
-    losses: Any = call.fn(result(out, call.wanted, out.log_probs.shape, out.lse.shape), rows.given(), *rows.row_args)
+    losses: Any = call.fn(packed_log_probs(out, call.wanted, out.log_probs.shape, out.lse.shape), rows.given(), *rows.row_args)
     told: Dict[str, Tensor] = {}
     if call.has_aux:
         if not isinstance(losses, tuple) or len(losses) != 2 or not isinstance(losses[1], dict):
@@ -211,7 +206,7 @@ def _returned(t: object, wanted: Outputs) -> str:
     """What an error says of it; where it may be an output that was not asked for, how to ask."""
     if isinstance(t, Tensor):
         return str(list(t.shape))
-    flags = [f"return_{name}=True" for name in ("log_tail", "entropy", "mean_logit", "argmax")
+    flags = [f"return_{name}=True" for name in LogProbs.optional
              if t is None and not getattr(wanted, name)]
     return f"{type(t).__name__} (as an output is without its {' or '.join(flags)})" if flags else type(t).__name__
 

@@ -1,23 +1,19 @@
 """A teacher's top-k: the k likeliest classes of each row with their log-probabilities, ready to be a target."""
 
 import functools
-import math
 from typing import Any, Iterator, List, Literal, Optional, Tuple, Union, overload
 
 import torch
 from torch import Tensor
 
 from .._core.arguments import Arguments, Scale
-from .._core.autocast import as_linear_multiplies
 from .._core.errors import fail
 from .._core.flags import check_flags
-from .._core.options import checked, is_integer, taken_chunks
-from .._core.tensor_checks import check_head, check_input, is_distributed, taken_scale
+from .._core.options import is_integer
 from .._core.tracing import readable
-from ..dtensor.dispatch import on_mesh
+from ..dtensor.dispatch import accepts_dtensors
 from ..ops.chunking import rows_at_a_time, steps
 from ..ops.linear_cross_entropy import Head
-from ..ops.registration import check_kernels
 from ..ops.select import Outputs
 from ..ops.sharded_linear_select import shard_logits
 from ..ops.sharded_select import check_ranks
@@ -25,9 +21,10 @@ from ..ops.sharded_select import select as select_op
 from ..ops.topk import linear_logits, topk_ids, topk_ids_of_shards
 from ..sharding.collectives import chunks_of
 from ..sharding.consistency import agreed
-from ..sharding.groups import Group, sharded_head, taken_shard
+from ..sharding.groups import Group
 from ..sharding.shard import Shard
 from ..targets.sparse_target import SparseTarget
+from .inputs import Source, of_head, of_logits
 
 
 @overload
@@ -43,6 +40,7 @@ def topk_log_probs(input: Tensor, k: int, *, logit_scale: Scale = 1.0, softcap: 
 
 
 @agreed
+@accepts_dtensors
 def topk_log_probs(
     input: Tensor,
     k: int,
@@ -83,18 +81,14 @@ def topk_log_probs(
         >>> student = torch.zeros(1, 4, requires_grad=True)
         >>> sparse_ce.cross_entropy(student, target).backward()
     """
-    if is_distributed(input):
-        return on_mesh(topk_log_probs, locals())  # type: ignore[no-any-return]
-    check_input(input, "V")
+    source = of_logits(input, num_classes, group, vocab_start)
     check_flags(return_log_tail=return_log_tail)
-    shard, columns, num_classes = taken_shard(group, vocab_start, input.shape[-1], num_classes)
-    shape = torch.Size((*input.shape[:-1], columns))
-    options, row_scale = _options(input, shape, k, logit_scale, softcap, num_classes, "the last dimension of input")
-    logits = input.detach().reshape(math.prod(shape[:-1]), input.shape[-1])
-    if shard is not None:
-        check_ranks(logits, logits.shape[1], options, shard, k=k)
-    ids, log_probs, log_tail = _of_logits(logits, k, options, row_scale, shard)
-    return _target(ids, log_probs, log_tail, shape, options, return_log_tail)
+    options, row_scale = _options(source, k, logit_scale, softcap)
+    logits = source.rows.detach()
+    if source.shard is not None:
+        check_ranks(logits, logits.shape[1], options, source.shard, k=k)
+    ids, log_probs, log_tail = _of_logits(logits, k, options, row_scale, source.shard)
+    return _target(ids, log_probs, log_tail, source.shape, options, return_log_tail)
 
 
 @overload
@@ -114,6 +108,7 @@ def linear_topk_log_probs(input: Tensor, linear_weight: Tensor, k: int, *, linea
 
 
 @agreed
+@accepts_dtensors
 def linear_topk_log_probs(
     input: Tensor,
     linear_weight: Tensor,
@@ -152,27 +147,23 @@ def linear_topk_log_probs(
         >>> target.shape, target.indices.shape, target.num_classes
         (torch.Size([6]), torch.Size([6, 5]), 100)
     """
-    if is_distributed(input) or is_distributed(linear_weight):
-        return on_mesh(linear_topk_log_probs, locals())  # type: ignore[no-any-return]
-    check_input(input, "D")
+    source = of_head(input, linear_weight, linear_bias, num_classes, group, vocab_start, logits_dtype, chunk_rows)
     check_flags(return_log_tail=return_log_tail)
-    check_head(input, linear_weight, linear_bias, group is not None)
-    chunks = taken_chunks(chunk_rows, logits_dtype)
-    shard, shape, num_classes = sharded_head(input, linear_weight, group, vocab_start, num_classes)
-    options, row_scale = _options(input, shape, k, logit_scale, softcap, num_classes, "the rows of linear_weight")
-    input, linear_weight, linear_bias = as_linear_multiplies(input, linear_weight, linear_bias)
-    rows = input.detach().reshape(math.prod(input.shape[:-1]), input.shape[-1])
-    head = Head(rows, linear_weight.detach(), None if linear_bias is None else linear_bias.detach())
+    options, row_scale = _options(source, k, logit_scale, softcap)
+    assert source.head is not None
+    head = Head._make(t if t is None else t.detach() for t in source.head)
+    shape, shard = source.shape, source.shard
+    rows, float32_logits = head.input, source.chunks.float32_logits
     step = chunk_rows or rows_at_a_time(shape[-1])
     if shard is not None:
-        check_ranks(rows, linear_weight.shape[0], options, shard, k=k, chunk_rows=step)
+        check_ranks(rows, head.linear_weight.shape[0], options, shard, k=k, chunk_rows=step)
     parts: List[Tuple[Tensor, Tensor, Tensor]] = []
     order: List[Tensor] = []
     for of, chunk in _chunks(rows, step, shard):
         of_rows = row_scale if row_scale is None or row_scale.dim() == 0 else row_scale[of]
         of_chunk = head._replace(input=chunk)
-        logits = (linear_logits(of_chunk, options.num_classes, chunks.float32_logits) if shard is None
-                  else shard_logits(of_chunk, options, shard, chunks.float32_logits))
+        logits = (linear_logits(of_chunk, options.num_classes, float32_logits) if shard is None
+                  else shard_logits(of_chunk, options, shard, float32_logits))
         parts.append(_of_logits(logits, k, options, of_rows, shard))
         del logits  # before the next chunk's are made
         if isinstance(of, Tensor):
@@ -199,21 +190,16 @@ def _chunks(rows: Tensor, step: int, shard: Optional[Shard]) -> Iterator[Tuple[A
         yield of, chunk
 
 
-def _options(input: Tensor, shape: torch.Size, k: int, logit_scale: Scale, softcap: Optional[float],
-             num_classes: Optional[int], classes: str) -> Tuple[Arguments, Optional[Tensor]]:
-    """The numbers, in arguments without a target, and a scale that is a tensor; for logits of ``shape``."""
-    check_kernels(input)
-    if shape[-1] == 0:
-        fail(f"input must have at least one class, got shape {list(shape)}")
-    scale, row_scale = taken_scale(logit_scale, shape, input)
-    taken = checked(dict(logit_scale=scale, softcap=softcap, num_classes=num_classes), shape[-1], classes)
-    most = shape[-1] if num_classes is None else num_classes
+def _options(source: Source, k: int, logit_scale: Scale, softcap: Optional[float]) -> Tuple[Arguments, Any]:
+    """Returns the numbers, in arguments without a target, and a scale that is a tensor."""
+    taken, row_scale = source.options(logit_scale, softcap=softcap)
+    most = source.shape[-1] if source.num_classes is None else source.num_classes
     if not is_integer(k) or not 0 < k <= most:
         fail(f"k must be an integer in [1, {most}], the number of classes, got {k!r}")
     if row_scale is not None and readable(row_scale) and not bool((row_scale > 0).all()):
         fail("logit_scale must be a number or a tensor of positive numbers, got one with others, which turn the order "
              "of the classes")
-    return Arguments(input, **taken), None if row_scale is None else row_scale.detach()
+    return Arguments(source.input, **taken), None if row_scale is None else row_scale.detach()
 
 
 def _of_logits(logits: Tensor, k: int, a: Arguments, row_scale: Optional[Tensor],

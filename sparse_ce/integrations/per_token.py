@@ -130,9 +130,7 @@ def _made(logits: Logits, target: SparseTarget, teacher: Optional[Dict[str, Any]
         reduction = "sum" if summed else "none"
         if teacher is None:
             out = logits.loss(target, reduction=reduction, return_lse=True, **wanted, **options)
-            loss, lse, *_ = out if isinstance(out, tuple) else (out.loss, out.lse)
-            if any(wanted.values()):
-                entropy, argmax = out.entropy, out.argmax
+            loss, lse, entropy, argmax = out
         else:
             loss = loss_of(logits, target, teacher, reduction=reduction, **options)
             if any(wanted.values()):

@@ -1,27 +1,31 @@
 """Modules of divergences and of losses of distillation."""
 
-from typing import Any, Optional, Union
+from typing import TYPE_CHECKING, Any, Optional, Union
 
-import torch
 from torch import Tensor
 
-from .._core.arguments import IGNORE_INDEX, Normalizer, Scale
+from .._core.arguments import Normalizer, Scale
 from .._core.outputs import LogProbs
 from ..functional.distillation import check_shares, distillation_loss, linear_distillation_loss
 from ..functional.divergences import checked, divergence
-from ..functional.outputs import Reduction
-from ..sharding.groups import Group
 from ..targets.convert import Target
-from .base import Held, scaled
+from .base import Held, holds, scaled
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from .options import DistillationOptions, DivergenceOptions, LinearDistillationOptions
 
 
 class _HeldKind(Held):
     """Checks what can be said of a divergence before there is one."""
 
-    def __init__(self, normalizer: Optional[Normalizer], **options: Any) -> None:
+    def __init__(self, **options: Any) -> None:
         checked(*(options[name] for name in ("kind", "beta", "tail", "floor")))
-        super().__init__(normalizer=normalizer, **options)
-        self.normalizer = normalizer
+        super().__init__(**options)
+        if "alpha" in options:
+            check_shares(options["tail"], options["temperature"], options["alpha"])
+        self.normalizer = options["normalizer"]
 
 
 class Divergence(_HeldKind):
@@ -34,21 +38,9 @@ class Divergence(_HeldKind):
         tensor(0.3000)
     """
 
-    def __init__(
-        self,
-        *,
-        kind: str = "forward_kl",
-        beta: float = 0.5,
-        tail: str = "zero",
-        floor: float = -100.0,
-        reduction: Reduction = "mean",
-        normalizer: Optional[Normalizer] = None,
-        num_classes: Optional[int] = None,
-        group: Group = None,
-        vocab_start: Optional[int] = None,
-    ) -> None:
-        super().__init__(normalizer, kind=kind, beta=beta, tail=tail, floor=floor, reduction=reduction,
-                         num_classes=num_classes, group=group, vocab_start=vocab_start)
+    @holds(divergence)
+    def __init__(self, **options: "Unpack[DivergenceOptions]") -> None:
+        super().__init__(**options)
 
     def forward(self, student: Union[Tensor, LogProbs], teacher: Target, teacher_log_tail: Optional[Tensor] = None,
                 normalizer: Optional[Normalizer] = None) -> Tensor:
@@ -73,30 +65,9 @@ class DistillationLoss(_HeldKind):
         tensor(0.1386)
     """
 
-    def __init__(
-        self,
-        *,
-        kind: str = "forward_kl",
-        tail: str = "zero",
-        beta: float = 0.5,
-        floor: float = -100.0,
-        temperature: float = 1.0,
-        temperature_squared: bool = False,
-        alpha: float = 1.0,
-        ignore_index: int = IGNORE_INDEX,
-        logit_scale: float = 1.0,
-        softcap: Optional[float] = None,
-        num_classes: Optional[int] = None,
-        group: Group = None,
-        vocab_start: Optional[int] = None,
-        reduction: Reduction = "mean",
-        normalizer: Optional[Normalizer] = None,
-    ) -> None:
-        super().__init__(
-            normalizer, kind=kind, tail=tail, beta=beta, floor=floor, temperature=temperature,
-            temperature_squared=temperature_squared, alpha=alpha, ignore_index=ignore_index, logit_scale=logit_scale,
-            softcap=softcap, num_classes=num_classes, group=group, vocab_start=vocab_start, reduction=reduction)
-        check_shares(tail, temperature, alpha)
+    @holds(distillation_loss)
+    def __init__(self, **options: "Unpack[DistillationOptions]") -> None:
+        super().__init__(**options)
 
     def forward(self, input: Tensor, teacher: Target, labels: Optional[Target] = None,
                 teacher_log_tail: Optional[Tensor] = None, normalizer: Optional[Normalizer] = None,
@@ -126,33 +97,9 @@ class LinearDistillationLoss(_HeldKind):
         >>> criterion(hidden, head.weight, of_teacher, linear_bias=head.bias).backward()
     """
 
-    def __init__(
-        self,
-        *,
-        kind: str = "forward_kl",
-        tail: str = "zero",
-        beta: float = 0.5,
-        floor: float = -100.0,
-        temperature: float = 1.0,
-        temperature_squared: bool = False,
-        alpha: float = 1.0,
-        ignore_index: int = IGNORE_INDEX,
-        logit_scale: float = 1.0,
-        softcap: Optional[float] = None,
-        num_classes: Optional[int] = None,
-        group: Group = None,
-        vocab_start: Optional[int] = None,
-        reduction: Reduction = "mean",
-        normalizer: Optional[Normalizer] = None,
-        logits_dtype: Optional[torch.dtype] = None,
-        chunk_rows: Optional[int] = None,
-    ) -> None:
-        super().__init__(
-            normalizer, kind=kind, tail=tail, beta=beta, floor=floor, temperature=temperature,
-            temperature_squared=temperature_squared, alpha=alpha, ignore_index=ignore_index, logit_scale=logit_scale,
-            softcap=softcap, num_classes=num_classes, group=group, vocab_start=vocab_start, reduction=reduction,
-            logits_dtype=logits_dtype, chunk_rows=chunk_rows)
-        check_shares(tail, temperature, alpha)
+    @holds(linear_distillation_loss)
+    def __init__(self, **options: "Unpack[LinearDistillationOptions]") -> None:
+        super().__init__(**options)
 
     def forward(self, input: Tensor, linear_weight: Tensor, teacher: Target, labels: Optional[Target] = None,
                 linear_bias: Optional[Tensor] = None, teacher_log_tail: Optional[Tensor] = None,

@@ -1,17 +1,19 @@
 """Modules of log-probabilities, of logits and of a linear head."""
 
-import math
-from typing import Optional
+from typing import TYPE_CHECKING, Optional
 
-import torch
 from torch import Tensor
 
-from .._core.arguments import IGNORE_INDEX, Inplace, Scale
+from .._core.arguments import Scale
 from .._core.outputs import LogProbs
 from ..functional.log_probs import linear_selected_log_probs, selected_log_probs
-from ..sharding.groups import Group
 from ..targets.convert import Target
-from .base import Held, scaled
+from .base import Held, holds, scaled
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from .options import LinearSelectOptions, SelectOptions
 
 
 class SelectedLogProbs(Held):
@@ -24,27 +26,9 @@ class SelectedLogProbs(Held):
                 [-1.3863,    -inf]])
     """
 
-    def __init__(
-        self,
-        *,
-        ignore_index: int = IGNORE_INDEX,
-        logit_scale: float = 1.0,
-        softcap: Optional[float] = None,
-        num_classes: Optional[int] = None,
-        padding_value: float = -math.inf,
-        inplace: Inplace = False,
-        group: Group = None,
-        vocab_start: Optional[int] = None,
-        return_log_tail: bool = False,
-        return_entropy: bool = False,
-        return_mean_logit: bool = False,
-        return_argmax: bool = False,
-    ) -> None:
-        super().__init__(
-            ignore_index=ignore_index, logit_scale=logit_scale, softcap=softcap, num_classes=num_classes,
-            padding_value=padding_value, inplace=inplace, group=group, vocab_start=vocab_start,
-            return_log_tail=return_log_tail, return_entropy=return_entropy, return_mean_logit=return_mean_logit,
-            return_argmax=return_argmax)
+    @holds(selected_log_probs)
+    def __init__(self, **options: "Unpack[SelectOptions]") -> None:
+        super().__init__(**options)
 
     def forward(self, input: Tensor, indices: Target, logit_scale: Optional[Scale] = None) -> LogProbs:
         """``input`` (..., V), ``indices`` in any form; ``logit_scale`` in place of the module's.
@@ -72,29 +56,9 @@ class LinearSelectedLogProbs(Held):
         torch.Size([100, 8])
     """
 
-    def __init__(
-        self,
-        *,
-        ignore_index: int = IGNORE_INDEX,
-        logit_scale: float = 1.0,
-        softcap: Optional[float] = None,
-        num_classes: Optional[int] = None,
-        padding_value: float = -math.inf,
-        group: Group = None,
-        vocab_start: Optional[int] = None,
-        return_log_tail: bool = False,
-        return_entropy: bool = False,
-        return_mean_logit: bool = False,
-        return_argmax: bool = False,
-        logits_dtype: Optional[torch.dtype] = None,
-        chunk_rows: Optional[int] = None,
-    ) -> None:
-        super().__init__(
-            ignore_index=ignore_index, logit_scale=logit_scale, softcap=softcap, num_classes=num_classes,
-            padding_value=padding_value, group=group, vocab_start=vocab_start, return_log_tail=return_log_tail,
-            return_entropy=return_entropy,
-            return_mean_logit=return_mean_logit, return_argmax=return_argmax, logits_dtype=logits_dtype,
-            chunk_rows=chunk_rows)
+    @holds(linear_selected_log_probs)
+    def __init__(self, **options: "Unpack[LinearSelectOptions]") -> None:
+        super().__init__(**options)
 
     def forward(self, input: Tensor, linear_weight: Tensor, indices: Target, linear_bias: Optional[Tensor] = None,
                 logit_scale: Optional[Scale] = None) -> LogProbs:

@@ -1,18 +1,19 @@
 """The module of any loss of rows on a linear head."""
 
-import math
-from typing import Any, Optional, Union
+from typing import TYPE_CHECKING, Any, Optional, Union
 
-import torch
 from torch import Tensor, nn
 
-from .._core.arguments import IGNORE_INDEX, Normalizer, Scale
-from ..functional.outputs import Reduction
+from .._core.arguments import Normalizer, Scale
 from ..functional.row_losses import RowFunction, check_function, linear_row_loss
-from ..sharding.groups import Group
 from ..targets.convert import Target
 from ..targets.sparse_target import SparseTarget
-from .base import Held, scaled
+from .base import Held, holds, scaled
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from .options import RowLossOptions
 
 
 class LinearRowLoss(Held):
@@ -30,35 +31,11 @@ class LinearRowLoss(Held):
         >>> criterion(hidden, head.weight, actions, advantages, linear_bias=head.bias).backward()
     """
 
-    def __init__(
-        self,
-        fn: RowFunction,
-        *,
-        reduction: Reduction = "mean",
-        normalizer: Optional[Normalizer] = None,
-        has_aux: bool = False,
-        ignore_index: int = IGNORE_INDEX,
-        logit_scale: float = 1.0,
-        softcap: Optional[float] = None,
-        num_classes: Optional[int] = None,
-        padding_value: float = -math.inf,
-        group: Group = None,
-        vocab_start: Optional[int] = None,
-        return_log_tail: bool = False,
-        return_entropy: bool = False,
-        return_mean_logit: bool = False,
-        return_argmax: bool = False,
-        logits_dtype: Optional[torch.dtype] = None,
-        chunk_rows: Optional[int] = None,
-    ) -> None:
-        super().__init__(
-            normalizer=normalizer, reduction=reduction, has_aux=has_aux, ignore_index=ignore_index,
-            logit_scale=logit_scale, softcap=softcap, num_classes=num_classes, padding_value=padding_value, group=group,
-            vocab_start=vocab_start, return_log_tail=return_log_tail, return_entropy=return_entropy,
-            return_mean_logit=return_mean_logit, return_argmax=return_argmax, logits_dtype=logits_dtype,
-            chunk_rows=chunk_rows)
+    @holds(linear_row_loss)
+    def __init__(self, fn: RowFunction, **options: "Unpack[RowLossOptions]") -> None:
+        super().__init__(**options)
         check_function(fn)
-        self.fn, self.normalizer = fn, normalizer
+        self.fn, self.normalizer = fn, options.get("normalizer")
 
     def forward(self, input: Tensor, linear_weight: Tensor, target: Target, *row_args: Union[Tensor, SparseTarget],
                 linear_bias: Optional[Tensor] = None, normalizer: Optional[Normalizer] = None,

@@ -6,11 +6,12 @@ import torch
 from torch import Tensor
 
 from .. import reference
-from .._core.arguments import Arguments, Inplace, arithmetic_dtype
+from .._core.arguments import Arguments, Inplace, LossOptions, arithmetic_dtype
 from .._core.errors import fail
 from .._core.tracing import eager
-from ..reference.safe_math import times
+from ..targets.convert import fit_as_labels
 from . import cross_entropy_inplace, cross_entropy_small, expected_grad, strided_logits
+from .mean_gradients import gradient_of_losses, gradient_of_weights
 from .registration import (
     below_autograd,
     composite,
@@ -75,12 +76,10 @@ class _CrossEntropy(torch.autograd.Function):
         elif divisor is not None:
             if wants_weights:
                 losses = ops.forward(logits, *a)[0] if torch.is_grad_enabled() else losses
-                grad_weights = reference.weight_gradient((grad_loss / divisor).expand(lse.shape), losses, a)
+                grad_weights = gradient_of_weights(grad_loss, divisor, losses, a)
             if ctx.scales and is_last(grad_loss):
                 scale_by, grad_loss = grad_loss, torch.ones_like(grad_loss)
-            grad_loss = (grad_loss / divisor).expand(lse.shape)
-            if row_weight is not None:
-                grad_loss = times(grad_loss, row_weight)
+            grad_loss = gradient_of_losses(grad_loss, divisor, row_weight, lse.shape[0])
         if wants_values and a.values is not None:
             grad_values = ops.backward_values(grad_loss, logits, lse, lse_residual, *a).to(a.values.dtype)
         if not wants_logits:
@@ -120,7 +119,8 @@ class _SmallMean(torch.autograd.Function):
         with torch.no_grad():
             loss, lse, lse_residual = ops.forward_with_residual(logits, *a)
             divisor = ops.loss_mean(loss, normalizer, *a.target)[1]
-        return _gradient((grad_loss / divisor).expand(lse.shape), None, logits, lse, lse_residual, a, False), None
+        of_losses = gradient_of_losses(grad_loss, divisor, None, lse.shape[0])
+        return _gradient(of_losses, None, logits, lse, lse_residual, a, False), None
 
 
 # Past the part of Function.apply that looks for functorch, which is not there.
@@ -142,15 +142,26 @@ def _small(logits: Tensor, indices: Tensor, values: Optional[Tensor], ignore_ind
     return loss
 
 
-def mean_of_labels(logits: Tensor, labels: Tensor, ignore_index: int) -> Optional[Tensor]:
-    """What :func:`cross_entropy` gives for labels (N,) that fit, without other options: before anything is made of
-    them, where the call is a small one and a gradient for the logits, if one may be asked for, is foreseen."""
-    if not logits.is_cpu or not eager() or composite(logits):
+def small_mean(logits: Tensor, labels: object, ignore_index: int, others: Tuple[Any, ...]) -> Optional[Tensor]:
+    """Returns the mean of the loss of ``labels`` if the call is a small one, else None.
+
+    It is one if ``others``, the other arguments of :func:`sparse_ce.cross_entropy` in their order, have their defaults,
+    the labels fit, and the gradient for the logits, if one may be asked for, is expected. Nothing is prepared for it.
+    """
+    if type(labels) is not Tensor or type(ignore_index) is not int or not logits.is_cpu or logits.dim() != 2:
+        return None
+    for value, default in zip(others, _DEFAULTS):
+        if value is not default and (type(value) is not float or value != default):
+            return None
+    if not eager() or composite(logits) or not fit_as_labels(labels, logits.shape, logits):
         return None
     if torch.is_grad_enabled() and logits.requires_grad:
         return _small(logits, labels, None, ignore_index, None)
     made = cross_entropy_small.cross_entropy(logits, labels, None, ignore_index, True, None, None)
     return None if made is None else made[0]
+
+
+_DEFAULTS = (None, "mean", 0.0, 0.0, 1.0, *(None,) * 4, False, None, None, *(False,) * 3)
 
 
 def _gradient(grad_loss: Tensor, grad_lse: Optional[Tensor], logits: Tensor, lse: Tensor,
@@ -180,17 +191,17 @@ class _LossMean(torch.autograd.Function):
         *tensors, ctx.ignore_index = target
         ctx.save_for_backward(divisor, row_weight, loss if ctx.needs_input_grad[1] else None, *tensors)
         ctx.mark_non_differentiable(divisor)
-        ctx.rows = loss.shape
+        ctx.rows = loss.shape[0]
         return mean, divisor
 
     @staticmethod
     def backward(ctx: Any, grad_mean: Tensor, _: Any) -> Tuple[Optional[Tensor], ...]:
         divisor, row_weight, loss, *tensors = ctx.saved_tensors
-        grad, grad_weights = (grad_mean / divisor).expand(ctx.rows), None
+        grad_weights = None
         if ctx.needs_input_grad[1]:
             a = Arguments._make((*tensors, ctx.ignore_index, *_NO_OPTIONS))
-            grad_weights = reference.weight_gradient(grad, loss, a)
-        return grad if row_weight is None else times(grad, row_weight), grad_weights, None, None
+            grad_weights = gradient_of_weights(grad_mean, divisor, loss, a)
+        return gradient_of_losses(grad_mean, divisor, row_weight, ctx.rows), grad_weights, None, None
 
 
 _NO_OPTIONS = Arguments(torch.empty(0))[6:]
@@ -224,13 +235,13 @@ def refuse_other_grads(a: Arguments) -> None:
 
 @register_autograd("forward")
 def _forward(logits: Tensor, *arguments: Any, **named: Any) -> Tuple[Tensor, Tensor]:
-    out: Tuple[Tensor, Tensor] = _run(logits, Arguments(*arguments, **named), return_lse=True)
+    out: Tuple[Tensor, Tensor] = _run(logits, Arguments(*arguments, **named), False, LossOptions(lse=True))
     return out
 
 
-def _run(logits: Tensor, a: Arguments, inplace: Inplace = False, mean: bool = False,
-         normalizer: Optional[Tensor] = None, return_lse: bool = False, row_weight: Optional[Tensor] = None) -> Any:
-    """loss, or (loss, lse)."""
+def _run(logits: Tensor, a: Arguments, inplace: Inplace, returned: LossOptions) -> Any:
+    """Returns the loss, or (loss, lse)."""
+    mean, normalizer, row_weight, return_lse, *_ = returned
     if composite(logits):
         loss, lse = reference.forward(logits, *a)
         if mean:
@@ -297,8 +308,7 @@ def _(loss: Tensor, *args: Any, **kwargs: Any) -> Tuple[Tensor, Tensor]:
     return loss.new_empty(()), loss.new_empty(())
 
 
-def cross_entropy(logits: Tensor, a: Arguments, inplace: Inplace, mean: bool, normalizer: Optional[Tensor],
-                  return_lse: bool, row_weight: Optional[Tensor]) -> Any:
+def cross_entropy(logits: Tensor, a: Arguments, inplace: Inplace, returned: LossOptions) -> Any:
     """``torch.ops.sparse_ce.forward``, its loss or (loss, lse), with the choices of a loss that is the mean already
     (``normalizer``, (), divides instead of the count of rows, ``row_weight``, (N,), multiplies their losses) and of a
     gradient that overwrites the logits, in backward or at once.
@@ -309,15 +319,16 @@ def cross_entropy(logits: Tensor, a: Arguments, inplace: Inplace, mean: bool, no
     """
     if not eager():
         loss, lse = ops.forward(logits, *a)
-        if mean:
-            loss = loss_mean(loss, a, normalizer, row_weight)
-        return (loss, lse) if return_lse else loss
-    return _run(logits, a, inplace, mean, normalizer, return_lse, row_weight)
+        loss = reduced(loss, a, returned)
+        return (loss, lse) if returned.lse else loss
+    return _run(logits, a, inplace, returned)
 
 
-def loss_mean(loss: Tensor, a: Arguments, normalizer: Optional[Tensor], row_weight: Optional[Tensor]) -> Tensor:
-    """Of ``loss`` (N,) times ``row_weight`` (N,), divided by ``normalizer``, (), or by the count of rows."""
-    mean: Tensor = ops.loss_mean(loss, normalizer, *a.target, row_weight)[0]
+def reduced(losses: Tensor, a: Arguments, returned: LossOptions) -> Tensor:
+    """Returns the mean of ``losses``, (N,), or the losses themselves."""
+    if not returned.mean:
+        return losses
+    mean: Tensor = ops.loss_mean(losses, returned.normalizer, *a.target, returned.row_weight)[0]
     return mean
 
 

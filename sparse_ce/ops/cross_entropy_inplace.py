@@ -9,11 +9,11 @@ from typing import Any, Optional, Tuple
 import torch
 from torch import Tensor
 
-from .. import reference
 from .._core.arguments import Arguments, arithmetic_dtype
 from .._core.errors import fail
 from .._core.tracing import eager
 from . import expected_grad
+from .mean_gradients import gradient_of_weights
 from .registration import batched, ops, per_row, register_in_place
 
 
@@ -61,7 +61,7 @@ class _Overwriting(torch.autograd.Function):
         if of_weights:
             divisor, losses, *tensors = of_weights
             a = Arguments.of(tensors, ctx.numbers)
-            grad_weights = reference.weight_gradient((grad_mean / divisor).expand(losses.shape), losses, a)
+            grad_weights = gradient_of_weights(grad_mean, divisor, losses, a)
         scale_rows(grad_logits, grad_mean)
         return grad_logits, grad_weights, None, None
 

@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 
 from .. import reference
-from .._core.arguments import CHUNKS, Arguments, Chunks, arithmetic_dtype, split
+from .._core.arguments import CHUNKS, Arguments, Chunks, LossOptions, arithmetic_dtype, split
 from .._core.tracing import eager
-from ..reference.safe_math import times
 from . import expected_grad
 from .cross_entropy import refuse_other_grads
 from .cross_entropy_inplace import scale
+from .mean_gradients import gradient_of_losses, gradient_of_weights
 from .registration import (
     batched,
     below_autograd,
@@ -42,53 +42,35 @@ class Head(NamedTuple):
     linear_bias: Optional[Tensor]
 
 
-class Options(NamedTuple):
-    """Of a loss on a head. ``row_weight``, (N,), multiplies the losses of the mean, and ``normalizer``, (), divides it
-    instead of the count of rows; entropy and argmax come beside the loss where they are asked for. ``detached``:
-    nothing but the loss has a gradient."""
-
-    chunks: Chunks = Chunks()
-    mean: bool = False
-    normalizer: Optional[Tensor] = None
-    row_weight: Optional[Tensor] = None
-    entropy: bool = False
-    argmax: bool = False
-    detached: bool = False
-
-    @property
-    def metrics(self) -> bool:
-        return self.entropy or self.argmax
-
-
 class _LinearCrossEntropy(torch.autograd.Function):
     """loss, or mean, lse, entropy and argmax, (0,) where they are not asked for, with the gradients for input, weight,
     bias, the values of the entries and the rows' weights in the mean."""
 
     @staticmethod
     def forward(ctx: Any, input: Tensor, linear_weight: Tensor, linear_bias: Optional[Tensor],
-                values: Optional[Tensor], row_weight: Optional[Tensor], a: Arguments,
-                options: Options) -> Tuple[Tensor, ...]:
+                values: Optional[Tensor], row_weight: Optional[Tensor], a: Arguments, chunks: Chunks,
+                returned: LossOptions) -> Tuple[Tensor, ...]:
         head, divisor, gradients = Head(input, linear_weight, linear_bias), None, None
         *ctx.wanted, wants_weights = ctx.needs_input_grad[:5]
         differentiated = [t for t, wanted in zip((*head, values), ctx.wanted) if wanted and t is not None]
-        ctx.scales = options.mean and not any(t.dtype == torch.float16 for t in differentiated)
+        ctx.scales = returned.mean and not any(t.dtype == torch.float16 for t in differentiated)
         with below_autograd():
             if ctx.scales and not expected_grad.hooked() and not expected_grad.made_in_vain(
-                    "linear", arithmetic_dtype(input.dtype), options.entropy):
+                    "linear", arithmetic_dtype(input.dtype), returned.entropy):
                 one = torch.ones((), dtype=arithmetic_dtype(input.dtype), device=input.device)
                 loss, divisor, losses, lse, lse_residual, entropy, argmax, *gradients = (
-                    ops.linear_forward_with_gradient(one, options.normalizer, *head, *a, *options.chunks,
-                                                     *ctx.wanted, row_weight, options.entropy, options.argmax))
+                    ops.linear_forward_with_gradient(one, returned.normalizer, *head, *a, *chunks,
+                                                     *ctx.wanted, row_weight, returned.entropy, returned.argmax))
             else:
-                loss, lse, lse_residual, entropy, argmax = _rows(head, a, options)
+                loss, lse, lse_residual, entropy, argmax = _rows(head, a, chunks, returned)
                 losses = loss
-                if options.mean:
-                    loss, divisor = ops.loss_mean(losses, options.normalizer, *a.target, row_weight)
+                if returned.mean:
+                    loss, divisor = ops.loss_mean(losses, returned.normalizer, *a.target, row_weight)
         ctx.save_for_backward(*head, *a.tensors, lse, lse_residual, divisor, row_weight,
-                              losses if wants_weights else None, entropy if options.entropy else None)
-        ctx.numbers, ctx.options = a.numbers, options._replace(normalizer=None, row_weight=None)
+                              losses if wants_weights else None, entropy if returned.entropy else None)
+        ctx.numbers, ctx.chunks, ctx.entropy = a.numbers, chunks, returned.entropy
         ctx.made = gradients
-        ctx.mark_non_differentiable(argmax, *([lse, entropy] if options.detached else []))
+        ctx.mark_non_differentiable(argmax, *([lse, entropy] if returned.detached else []))
         ctx.set_materialize_grads(False)
         return loss, lse, entropy, argmax
 
@@ -96,17 +78,17 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, grad_loss: Optional[Tensor], grad_lse: Optional[Tensor], grad_entropy: Optional[Tensor],
                  _: Optional[Tensor]) -> Tuple[Optional[Tensor], ...]:
         *inputs, lse, lse_residual, divisor, row_weight, losses, entropy = ctx.saved_tensors
-        head, a, chunks = inputs[:3], Arguments.of(inputs[3:], ctx.numbers), ctx.options.chunks
-        if not ctx.options.entropy:
+        head, a, chunks = inputs[:3], Arguments.of(inputs[3:], ctx.numbers), ctx.chunks
+        if not ctx.entropy:
             grad_entropy = None  # a compiler has zeros for what was not asked for
-        all_grads: List[Optional[Tensor]] = [None] * 7
+        all_grads: List[Optional[Tensor]] = [None] * 8
         grads: Optional[Sequence[Any]]
         grads, ctx.made = ctx.made, None  # handed out once: their new owner may overwrite them
         scale_by: Optional[Tensor] = None
         once = not torch.is_grad_enabled()
         beside = grad_lse is not None or grad_entropy is not None
         if divisor is not None:
-            expected_grad.remember_whether(beside, "linear", lse.dtype, ctx.options.entropy)
+            expected_grad.remember_whether(beside, "linear", lse.dtype, ctx.entropy)
         if grad_loss is None:
             if not beside:
                 return tuple(all_grads)
@@ -114,12 +96,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
         elif divisor is not None:
             if ctx.needs_input_grad[4]:
                 losses = losses if once else ops.linear_forward(*head, *a, *chunks)[0]
-                all_grads[4] = reference.weight_gradient((grad_loss / divisor).expand(lse.shape), losses, a)
+                all_grads[4] = gradient_of_weights(grad_loss, divisor, losses, a)
             if ctx.scales and once and not beside and not batched(grad_loss):
                 scale_by, grad_loss = grad_loss, torch.ones_like(grad_loss)
-            grad_loss = (grad_loss / divisor).expand(lse.shape)
-            if row_weight is not None:
-                grad_loss = times(grad_loss, row_weight)
+            grad_loss = gradient_of_losses(grad_loss, divisor, row_weight, lse.shape[0])
         if (grads is None or scale_by is None) and any(ctx.wanted):
             if grad_entropy is None:
                 grads = ops.linear_backward(grad_loss, grad_lse, *head, lse, lse_residual, *a, *chunks, *ctx.wanted)
@@ -135,13 +115,13 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return tuple(all_grads)
 
 
-def _rows(head: Head, a: Arguments, options: Options) -> Tuple[Tensor, ...]:
+def _rows(head: Head, a: Arguments, chunks: Chunks, returned: LossOptions) -> Tuple[Tensor, ...]:
     """loss, lse, lse_residual, entropy, argmax."""
-    if not options.metrics:
-        loss, lse, lse_residual = ops.linear_forward_with_residual(*head, *a, *options.chunks)
+    if not returned.metrics:
+        loss, lse, lse_residual = ops.linear_forward_with_residual(*head, *a, *chunks)
         return loss, lse, lse_residual, loss.new_empty(0), torch.empty(0, dtype=torch.int64, device=loss.device)
-    out = ops.linear_select(*head, *a, None, True, False, False, options.entropy, False, options.argmax,
-                            *options.chunks)
+    out = ops.linear_select(*head, *a, None, True, False, False, returned.entropy, False, returned.argmax,
+                            *chunks)
     return *out[:3], out[5], out[7]
 
 
@@ -162,27 +142,27 @@ def scaled(gradients: Sequence[Any], grad: Tensor) -> List[Any]:
     return list(gradients)
 
 
-def _run(head: Head, a: Arguments, options: Options) -> Tuple[Tensor, ...]:
+def _run(head: Head, a: Arguments, chunks: Chunks, returned: LossOptions) -> Tuple[Tensor, ...]:
     """loss, or mean, lse and, where they are asked for, entropy and argmax."""
-    mean, normalizer, row_weight = options.mean, options.normalizer, options.row_weight
+    mean, normalizer, row_weight = returned.mean, returned.normalizer, returned.row_weight
     if composite(head.input):
-        out = reference.linear_select(*head, *a, None, True, False, False, options.entropy, False, options.argmax)
+        out = reference.linear_select(*head, *a, None, True, False, False, returned.entropy, False, returned.argmax)
         loss = reference.loss_mean(out[0], normalizer, *a.target, row_weight)[0] if mean else out[0]
-        lse, entropy = (t.detach() if options.detached else t for t in (out[1], out[5]))
+        lse, entropy = (t.detach() if returned.detached else t for t in (out[1], out[5]))
         return loss, lse, entropy, out[7]
     if needs_grad(*head, a.values, a.weight, a.row_scale, row_weight):
         refuse_other_grads(a)
-        out = _LinearCrossEntropy.apply(*head, a.values, row_weight, a, options)
+        out = _LinearCrossEntropy.apply(*head, a.values, row_weight, a, chunks, returned)
         return tuple(out)
     with below_autograd():
-        return _by_ops(head, a, options)
+        return _by_ops(head, a, chunks, returned)
 
 
-def _by_ops(head: Head, a: Arguments, options: Options) -> Tuple[Tensor, ...]:
+def _by_ops(head: Head, a: Arguments, chunks: Chunks, returned: LossOptions) -> Tuple[Tensor, ...]:
     """The same by an op of its own where there is one. Of an entropy or lse whose gradient may be asked for there is
     none: it would be known too late that those which forward made are in vain."""
-    chunks, mean, normalizer, row_weight, entropy, argmax, detached = options
-    if not options.metrics:
+    mean, normalizer, row_weight, _, entropy, argmax, detached = returned
+    if not returned.metrics:
         return tuple(ops.linear_mean(*head, *a, normalizer, *chunks, row_weight) if mean
                      else ops.linear_forward(*head, *a, *chunks))
     if mean and detached:
@@ -196,15 +176,15 @@ def _by_ops(head: Head, a: Arguments, options: Options) -> Tuple[Tensor, ...]:
 def _forward(input: Tensor, linear_weight: Tensor, linear_bias: Optional[Tensor], *given: Any,
              **named: Any) -> Tuple[Tensor, ...]:
     a, chunks = split(given, named, **CHUNKS)
-    return _run(Head(input, linear_weight, linear_bias), a, Options(Chunks(*chunks)))[:2]
+    return _run(Head(input, linear_weight, linear_bias), a, Chunks(*chunks), LossOptions())[:2]
 
 
 @register_autograd("linear_mean")
 def _mean(input: Tensor, linear_weight: Tensor, linear_bias: Optional[Tensor], *given: Any,
           **named: Any) -> Tuple[Tensor, ...]:
     a, (normalizer, *chunks, row_weight) = split(given, named, normalizer=None, **CHUNKS, row_weight=None)
-    options = Options(Chunks(*chunks), True, normalizer, row_weight)
-    return _run(Head(input, linear_weight, linear_bias), a, options)[:2]
+    returned = LossOptions(True, normalizer, row_weight)
+    return _run(Head(input, linear_weight, linear_bias), a, Chunks(*chunks), returned)[:2]
 
 
 _OF_METRICS = dict(normalizer=None, **CHUNKS, row_weight=None, entropy=False, argmax=False)
@@ -214,8 +194,8 @@ _OF_METRICS = dict(normalizer=None, **CHUNKS, row_weight=None, entropy=False, ar
 def _mean_with_metrics(input: Tensor, linear_weight: Tensor, linear_bias: Optional[Tensor], *given: Any,
                        **named: Any) -> Tuple[Tensor, ...]:
     a, (normalizer, *chunks, row_weight, entropy, argmax) = split(given, named, **_OF_METRICS)
-    options = Options(Chunks(*chunks), True, normalizer, row_weight, entropy, argmax, detached=True)
-    return _run(Head(input, linear_weight, linear_bias), a, options)
+    returned = LossOptions(True, normalizer, row_weight, False, entropy, argmax, detached=True)
+    return _run(Head(input, linear_weight, linear_bias), a, Chunks(*chunks), returned)
 
 
 register_backward("linear_backward")
@@ -271,7 +251,7 @@ def _(grad_mean: Tensor, normalizer: Optional[Tensor], input: Tensor, linear_wei
             *fake_gradients(Head(input, linear_weight, linear_bias), a, wanted))
 
 
-def linear_cross_entropy(head: Head, a: Arguments, options: Options) -> Tuple[Tensor, ...]:
+def linear_cross_entropy(head: Head, a: Arguments, chunks: Chunks, returned: LossOptions) -> Tuple[Tensor, ...]:
     """``torch.ops.sparse_ce.linear_forward``, or ``linear_mean``: loss, lse and, where they are asked for, entropy and
     argmax. A compiled loss with metrics that are not ``detached`` makes the logits twice."""
-    return (_run if eager() else _by_ops)(head, a, options)
+    return (_run if eager() else _by_ops)(head, a, chunks, returned)

@@ -23,7 +23,7 @@ from .registration import (
     register_backward,
     register_fake,
 )
-from .select import Outputs, Selected, fake_outputs, fake_scale, upstream_of
+from .select import Outputs, Selected, fake_outputs, fake_scale, save, saved
 
 
 class _LinearSelect(torch.autograd.Function):
@@ -36,30 +36,24 @@ class _LinearSelect(torch.autograd.Function):
         head = Head(input, linear_weight, linear_bias)
         with below_autograd():
             out = Selected(*ops.linear_select(*head, *a, *wanted, *chunks))
-        ctx.save_for_backward(*head, *a.tensors, out.lse, out.lse_residual, out.log_tail, out.entropy)
-        ctx.numbers, ctx.wanted, ctx.chunks = a.numbers, wanted, chunks
-        ctx.mark_non_differentiable(out.lse_residual, out.argmax)
-        ctx.set_materialize_grads(False)
+        save(ctx, head, a, wanted, out)
+        ctx.chunks = chunks
         return tuple(out)
 
     @staticmethod
     def backward(ctx: Any, *grads: Optional[Tensor]) -> Tuple[Optional[Tensor], ...]:
-        *inputs, lse, lse_residual, log_tail, entropy = ctx.saved_tensors
-        head, a = Head(*inputs[:3]), Arguments.of(inputs[3:], ctx.numbers)
-        given = upstream_of(grads, ctx.wanted)
+        s = saved(ctx, grads)
         out: List[Optional[Tensor]] = [None] * 8
-        if all(g is None for g in given):
+        if s.empty:
             return tuple(out)
-        of_loss, *_, of_tail, of_entropy, _ = given
         *wanted, wants_values, wants_scale = ctx.needs_input_grad[:5]
-        wants_values = wants_values and of_loss is not None and a.values is not None
-        made = (None if of_tail is None else log_tail, None if of_entropy is None else entropy)
+        wants_values = wants_values and s.grad_loss is not None and s.a.values is not None
         *gradients, of_scale = ops.linear_select_backward(
-            *given, *head, lse, lse_residual, *made, *a, *ctx.chunks, *wanted, wants_values, wants_scale)
+            *s.grads, *s.inputs, *s.statistics, *s.a, *ctx.chunks, *wanted, wants_values, wants_scale)
         for i, is_wanted in enumerate((*wanted, wants_values)):
             out[i] = gradients[i] if is_wanted else None
-        if wants_values and a.values is not None:
-            out[3] = gradients[3].to(a.values.dtype)
+        if wants_values and s.a.values is not None:
+            out[3] = gradients[3].to(s.a.values.dtype)
         out[4] = of_scale.sum() if wants_scale else None
         return tuple(out)
 

@@ -1,6 +1,6 @@
 """``torch.ops.sparse_ce.select``: log-probabilities of chosen classes, what else one read gives, and its autograd."""
 
-from typing import Any, NamedTuple, Optional, Tuple
+from typing import Any, NamedTuple, Optional, Sequence, Tuple
 
 import torch
 from torch import Tensor
@@ -48,6 +48,47 @@ class Selected(NamedTuple):
     argmax: Tensor
 
 
+class Saved(NamedTuple):
+    """What a backward of the select ops has: the op's inputs, its arguments, the outputs' gradients, and what forward
+    gave, ``log_tail`` and ``entropy`` only if there is a gradient for them."""
+
+    inputs: Sequence[Tensor]
+    a: Arguments
+    grads: Tuple[Optional[Tensor], ...]
+    statistics: Tuple[Any, ...]  # lse, lse_residual, log_tail, entropy
+    others: Sequence[Any]
+
+    @property
+    def grad_loss(self) -> Optional[Tensor]:
+        return self.grads[0]
+
+    @property
+    def empty(self) -> bool:
+        """True if no output has a gradient."""
+        return all(g is None for g in self.grads)
+
+
+_TENSORS = len(Arguments(torch.empty(0)).tensors)
+
+
+def save(ctx: Any, inputs: Sequence[Optional[Tensor]], a: Arguments, wanted: Outputs, out: Selected,
+         *others: Optional[Tensor]) -> None:
+    """Saves for backward what :func:`saved` returns there."""
+    ctx.save_for_backward(*inputs, *a.tensors, out.lse, out.lse_residual, out.log_tail, out.entropy, *others)
+    ctx.numbers, ctx.wanted, ctx.count = a.numbers, wanted, len(inputs)
+    ctx.mark_non_differentiable(out.lse_residual, out.argmax)
+    ctx.set_materialize_grads(False)
+
+
+def saved(ctx: Any, grads: Tuple[Optional[Tensor], ...]) -> Saved:
+    """Returns what :func:`save` saved, beside the gradients ``grads`` of the outputs."""
+    tensors, end = ctx.saved_tensors, ctx.count + _TENSORS
+    given = upstream_of(grads, ctx.wanted)
+    lse, lse_residual, log_tail, entropy, *others = tensors[end:]
+    statistics = lse, lse_residual, None if given[3] is None else log_tail, None if given[4] is None else entropy
+    return Saved(tensors[:ctx.count], Arguments.of(tensors[ctx.count:end], ctx.numbers), given, statistics, others)
+
+
 def upstream_of(grads: Tuple[Optional[Tensor], ...], wanted: Outputs) -> Tuple[Optional[Tensor], ...]:
     """Of the outputs' gradients those that a backward is given: a compiler has zeros for what was not asked for."""
     upstream = dict(zip(Selected._fields, grads))
@@ -63,30 +104,25 @@ class _Select(torch.autograd.Function):
                 wanted: Outputs, inplace: bool) -> Tuple[Tensor, ...]:
         with below_autograd():
             out = Selected(*ops.select(logits, *a, *wanted))
-        ctx.save_for_backward(logits, *a.tensors, out.lse, out.lse_residual, out.log_tail, out.entropy)
-        ctx.numbers, ctx.wanted, ctx.inplace = a.numbers, wanted, inplace
-        ctx.mark_non_differentiable(out.lse_residual, out.argmax)
-        ctx.set_materialize_grads(False)
+        save(ctx, (logits,), a, wanted, out)
+        ctx.inplace = inplace
         return tuple(out)
 
     @staticmethod
     def backward(ctx: Any, *grads: Optional[Tensor]) -> Tuple[Optional[Tensor], ...]:
-        logits, *tensors, lse, lse_residual, log_tail, entropy = ctx.saved_tensors
-        a = Arguments.of(tensors, ctx.numbers)
-        given = upstream_of(grads, ctx.wanted)
-        of_loss, *_, of_tail, of_entropy, _ = given
+        s = saved(ctx, grads)
+        logits, = s.inputs
         wants_logits, wants_values, wants_scale = ctx.needs_input_grad[:3]
         grad_logits = grad_values = of_scale = None
-        if all(g is None for g in given):
+        if s.empty:
             return (None,) * 6
-        if wants_values and of_loss is not None and a.values is not None:
-            grad_values = ops.backward_values(of_loss, logits, lse, lse_residual, *a).to(a.values.dtype)
-        made = (None if of_tail is None else log_tail, None if of_entropy is None else entropy)
-        if ctx.inplace and wants_logits and is_last(*given):
+        if wants_values and s.grad_loss is not None and s.a.values is not None:
+            grad_values = ops.backward_values(s.grad_loss, logits, *s.statistics[:2], *s.a).to(s.a.values.dtype)
+        if ctx.inplace and wants_logits and is_last(*s.grads):
             grad_logits = logits.detach()
-            of_scale = _write_gradient(*given, grad_logits, lse, lse_residual, *made, *a, wants_scale)
+            of_scale = _write_gradient(*s.grads, grad_logits, *s.statistics, *s.a, wants_scale)
         elif wants_logits or wants_scale:
-            call = (*given, logits, lse, lse_residual, *made, *a, wants_scale)
+            call = (*s.grads, logits, *s.statistics, *s.a, wants_scale)
             if not torch.is_grad_enabled() and eager():
                 with below_autograd():
                     grad_logits, of_scale = ops.select_backward(*call)

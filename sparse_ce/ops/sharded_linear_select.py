@@ -17,7 +17,6 @@ from .. import reference
 from .._core.arguments import CHUNKS, Arguments, Chunks, arithmetic_dtype, split
 from .._core.errors import fail
 from .._core.tracing import eager, traced
-from ..reference.safe_math import times
 from ..sharding.collectives import Gathered, add_up, chunks_of, gather, pieces
 from ..sharding.shard import SHARD, Shard
 from . import expected_grad
@@ -26,8 +25,9 @@ from .cross_entropy import refuse_other_grads
 from .linear_cross_entropy import Head, scaled
 from .linear_gradients import Gradients, add_chunk, complete, new_gradients
 from .linear_select import linear_select as linear_select_here
+from .mean_gradients import gradient_of_losses, gradient_of_weights
 from .registration import below_autograd, composite, needs_grad, ops, register_autograd, register_composition
-from .select import Outputs, Selected, upstream_of
+from .select import Outputs, Selected, save, saved
 from .sharded_select import check_ranks, gradient_of_values, numbers_of, refuse_second
 
 
@@ -264,33 +264,31 @@ class _ShardedLinear(torch.autograd.Function):
                 key = shard.calls(unknown.dtype, wanted.entropy)
                 in_vain = expected_grad.checkpointed() or expected_grad.made_in_vain(*key)
                 if any(ctx.making) and ctx.scales and not in_vain:
-                    of_rows = _of_rows(torch.ones_like(divisor), divisor, mean.row_weight, shard.rows(input))
+                    of_rows = gradient_of_losses(torch.ones_like(divisor), divisor, mean.row_weight, shard.rows(input))
             out, ctx.made = _forward(head, a, asked, chunks, shard, of_rows, ctx.making)
             losses = out.loss
             if mean.mean:
                 out = out._replace(loss=ops.loss_mean(losses, mean.normalizer, *a.target, mean.row_weight)[0])
-        ctx.save_for_backward(*head, *a.tensors, out.lse, out.lse_residual, out.log_tail, out.entropy,
-                              out.log_probs if for_values else None, divisor, mean.row_weight,
-                              losses if wants_weights else None)
-        ctx.numbers, ctx.wanted, ctx.chunks, ctx.shard = a.numbers, wanted, chunks, shard
-        ctx.mark_non_differentiable(out.lse_residual, out.argmax)
-        ctx.set_materialize_grads(False)
+        save(ctx, head, a, wanted, out, out.log_probs if for_values else None, divisor, mean.row_weight,
+             losses if wants_weights else None)
+        ctx.chunks, ctx.shard = chunks, shard
         return tuple(out if wanted.log_probs else out._replace(log_probs=out.log_probs.new_empty(0)))
 
     @staticmethod
     def backward(ctx: Any, *grads: Optional[Tensor]) -> Tuple[Optional[Tensor], ...]:
-        (*inputs, lse, lse_residual, log_tail, entropy, log_probs, divisor, row_weight, losses) = ctx.saved_tensors
-        head, a, wanted = Head(*inputs[:3]), Arguments.of(inputs[3:], ctx.numbers), ctx.wanted
+        s = saved(ctx, grads)
+        head, a, wanted, (lse, lse_residual, log_tail, entropy) = Head(*s.inputs), s.a, ctx.wanted, s.statistics
+        log_probs, divisor, row_weight, losses = s.others
         made, ctx.made = ctx.made, None  # handed out once: their new owner may overwrite them
-        of_loss, of_lse, of_log_probs, of_tail, of_entropy, of_mean_logit = given = upstream_of(grads, wanted)
-        if all(g is None for g in given):
+        of_loss, of_lse, of_log_probs, of_tail, of_entropy, of_mean_logit = s.grads
+        if s.empty or lse is None:
             return (None,) * 11
         refuse_second(grads)
-        scalar, scale_by, of_rows, beside = None, None, of_loss, any(g is not None for g in given[1:])
+        scalar, scale_by, of_rows, beside = None, None, of_loss, any(g is not None for g in s.grads[1:])
         if divisor is not None:
             expected_grad.remember_whether(beside, *ctx.shard.calls(lse.dtype, wanted.entropy))
             if of_loss is not None:
-                scalar, of_rows = of_loss, _of_rows(of_loss, divisor, row_weight, lse.shape[0])
+                scalar, of_rows = of_loss, gradient_of_losses(of_loss, divisor, row_weight, lse.shape[0])
                 scale_by = of_loss if ctx.scales and not beside else None
         _, _, _, wants_values, wants_weights, _ = ctx.needs_input_grad[:6]
         of_head: Sequence[Optional[Tensor]] = (None,) * 4
@@ -298,7 +296,7 @@ class _ShardedLinear(torch.autograd.Function):
             of_head = scaled(made, scale_by)
         elif any(ctx.making):
             if scale_by is not None:
-                of_rows_for_1 = _of_rows(torch.ones_like(scale_by), divisor, row_weight, lse.shape[0])
+                of_rows_for_1 = gradient_of_losses(torch.ones_like(scale_by), divisor, row_weight, lse.shape[0])
             none = lse.new_empty(0)
             out = Selected(none, lse, lse_residual, none, log_tail, entropy, none, none)
             by_output = (of_rows if scale_by is None else of_rows_for_1, of_lse, None, of_log_probs, of_tail,
@@ -310,14 +308,8 @@ class _ShardedLinear(torch.autograd.Function):
         if wants_values and of_rows is not None and a.values is not None:
             of_values = gradient_of_values(of_rows, log_probs, a).to(a.values.dtype)
         if wants_weights and scalar is not None:
-            of_weights = reference.weight_gradient((scalar / divisor).expand(losses.shape), losses, a)
+            of_weights = gradient_of_weights(scalar, divisor, losses, a)
         return (*of_head[:3], of_values, of_weights, of_head[3], *(None,) * 5)
-
-
-def _of_rows(grad: Tensor, divisor: Tensor, row_weight: Optional[Tensor], count: int) -> Tensor:
-    """Of a mean's upstream gradient, (), that of each loss, (N,)."""
-    of_rows = (grad / divisor).expand(count)
-    return of_rows if row_weight is None else times(of_rows, row_weight)
 
 
 def _run(head: Head, a: Arguments, wanted: Outputs, mean: Mean, chunks: Chunks, shard: Shard) -> Tuple[Tensor, ...]:

@@ -31,7 +31,7 @@ from .registration import (
     register_composition,
     register_fake,
 )
-from .select import Outputs, Selected, fake_outputs, upstream_of
+from .select import Outputs, Selected, fake_outputs, save, saved
 from .select import select as select_here
 
 
@@ -58,25 +58,6 @@ def check_ranks(rows: Tensor, columns: int, a: Arguments, shard: Shard, wanted: 
 # ---------------------------------------------------------------------------------------------------------- collectives
 
 
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
 # ------------------------------------------------------------------------------------------------------------- the loss
 
 class _ShardedSelect(torch.autograd.Function):
@@ -88,38 +69,32 @@ class _ShardedSelect(torch.autograd.Function):
         # The gradient of a weight is its class's log-probability, which another rank may hold.
         for_values = ctx.needs_input_grad[1] and wanted.loss
         out = _select(logits, a, wanted._replace(log_probs=wanted.log_probs or for_values), shard)
-        ctx.save_for_backward(logits, *a.tensors, out.lse, out.lse_residual, out.log_tail, out.entropy,
-                              out.log_probs if for_values else None)
-        ctx.numbers, ctx.wanted, ctx.shard, ctx.inplace = a.numbers, wanted, shard, inplace
-        ctx.mark_non_differentiable(out.lse_residual, out.argmax)
-        ctx.set_materialize_grads(False)
+        save(ctx, (logits,), a, wanted, out, out.log_probs if for_values else None)
+        ctx.shard, ctx.inplace = shard, inplace
         return tuple(out if wanted.log_probs else out._replace(log_probs=out.log_probs.new_empty(0)))
 
     @staticmethod
     def backward(ctx: Any, *grads: Optional[Tensor]) -> Tuple[Optional[Tensor], ...]:
-        logits, *tensors, lse, lse_residual, log_tail, entropy, log_probs = ctx.saved_tensors
-        a, wanted, shard = Arguments.of(tensors, ctx.numbers), ctx.wanted, ctx.shard
-        given = upstream_of(grads, wanted)
-        of_loss, *_, of_tail, of_entropy, _ = given
+        s, shard = saved(ctx, grads), ctx.shard
+        logits, = s.inputs
         wants_logits, wants_values, wants_scale = ctx.needs_input_grad[:3]
-        if all(g is None for g in given):
+        if s.empty:
             return (None,) * 7
         refuse_second(grads)
         if wants_scale and batched(*grads):
             fail("is_grads_batched must be False where logit_scale requires grad and the classes are shared out among "
                  "processes, got True: no collective adds up several gradients at once", RuntimeError)
         grad_logits = grad_values = of_scale = None
-        if wants_values and of_loss is not None and a.values is not None:
-            grad_values = gradient_of_values(of_loss, log_probs, a).to(a.values.dtype)
-        made = (None if of_tail is None else log_tail, None if of_entropy is None else entropy)
+        if wants_values and s.grad_loss is not None and s.a.values is not None:
+            grad_values = gradient_of_values(s.grad_loss, s.others[0], s.a).to(s.a.values.dtype)
         if wants_logits or wants_scale:
-            if ctx.inplace and wants_logits and is_last(*given):
+            if ctx.inplace and wants_logits and is_last(*s.grads):
                 grad_logits = logits.detach()
-                of_scale = ops.select_backward_(*given, grad_logits, lse, lse_residual, *made, *a, wants_scale,
+                of_scale = ops.select_backward_(*s.grads, grad_logits, *s.statistics, *s.a, wants_scale,
                                                 shard.first_class)
                 torch.autograd.graph.increment_version(logits)
             else:
-                grad_logits, of_scale = ops.select_backward(*given, logits, lse, lse_residual, *made, *a, wants_scale,
+                grad_logits, of_scale = ops.select_backward(*s.grads, logits, *s.statistics, *s.a, wants_scale,
                                                             shard.first_class)
         of_scale = add_up(of_scale.sum(), shard).wait() if wants_scale and of_scale is not None else None
         return grad_logits if wants_logits else None, grad_values, of_scale, None, None, None, None

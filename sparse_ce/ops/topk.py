@@ -77,8 +77,6 @@ def topk_ids_of_shards(logits: Tensor, k: int, largest: bool, shard: Shard) -> T
     return first
 
 
-
-
 def linear_logits(head: Head, num_classes: Optional[int], float32_logits: bool) -> Tensor:
     """(N, V) as the losses of the head make them."""
     logits: Tensor = ops.linear_logits(*head, num_classes, float32_logits)

@@ -45,8 +45,6 @@ def _count(loss: Tensor, a: Arguments) -> Tensor:
     return counts.sum(dtype=loss.dtype)
 
 
-
-
 def transform(logits: Tensor, a: Union[Arguments, Candidates]) -> Tensor:
     """By the numbers of ``a``."""
     z = logits if a.logit_scale == 1.0 else logits * a.logit_scale

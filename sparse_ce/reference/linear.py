@@ -57,7 +57,6 @@ def linear_backward(grad_loss: Tensor, grad_lse: Optional[Tensor], input: Tensor
             backward_values(grad_loss, logits, lse, lse_residual, *a) if values_grad else input.new_empty(0))
 
 
-
 def linear_select(input: Tensor, linear_weight: Tensor, linear_bias: Optional[Tensor], *given: Any,
                   **named: Any) -> Tuple[Tensor, ...]:
     """``torch.ops.sparse_ce.linear_select``."""

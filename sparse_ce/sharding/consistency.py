@@ -56,7 +56,9 @@ def agreed(function: _F) -> _F:
             return function(*args, **named)
         told, call, given = _thread.told, _thread.call, named
         try:
-            given = inspect.getcallargs(function, *args, **named)
+            bound = inspect.signature(function).bind(*args, **named)
+            bound.apply_defaults()
+            given = bound.arguments
             _thread.call = call or _alike(function, given)
             return function(*args, **named)
         except Exception as error:

@@ -203,6 +203,4 @@ def warn_of_logprobs(indices: Tensor, values: Tensor) -> None:
                       stacklevel=3)
 
 
-
-
 # --------------------------------------------------------------------------------------------- PyTorch's sparse tensors

@@ -338,14 +338,6 @@ class SparseTarget(TensorLike):
         return torch.where(flat.ne(IGNORE_INDEX)[:, None], dense, 0.0).reshape(*self.shape, self.num_classes)
 
 
-
-
-
-
-
-
-
-
 def _flatten_target(t: SparseTarget) -> Tuple[List[Tensor], Tuple[Any, ...]]:
     """The tensors that are there, and which they are: transforms such as vmap take no None among their leaves."""
     return [getattr(t, name) for name in t._present], (t.num_classes, t._present, t.kind, t.ids)

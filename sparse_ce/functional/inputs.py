@@ -1,0 +1,95 @@
+"""Prepares a call: its arguments are checked and converted here, once, before an op is called."""
+
+import math
+from typing import Any, NamedTuple, Optional, Tuple
+
+import torch
+from torch import Tensor
+
+from .._core.arguments import Arguments, Chunks, LossOptions, Normalizer, Scale
+from .._core.autocast import as_linear_multiplies
+from .._core.errors import fail
+from .._core.flags import check_entropy, check_flags
+from .._core.options import checked, taken_chunks
+from .._core.tensor_checks import check_head, check_input, taken_scale, taken_weight
+from ..ops.linear_cross_entropy import Head
+from ..ops.registration import check_kernels
+from ..sharding.groups import Group, sharded_head, taken_shard
+from ..sharding.shard import Shard
+from ..targets.convert import Target, as_ids, dense_parts, flat_target
+
+
+class Source(NamedTuple):
+    """Where the logits of a call come from: they are its input, or a head makes them of it."""
+
+    input: Tensor  # (..., C): the logits of this rank's classes; or hidden states (..., D)
+    head: Optional[Head]  # with input (rows, D), as F.linear multiplies it
+    shape: torch.Size  # of the logits of all ranks, (..., V)
+    shard: Optional[Shard]
+    num_classes: Optional[int]
+    chunks: Chunks = Chunks()
+
+    @property
+    def leading(self) -> torch.Size:
+        return self.shape[:-1]
+
+    @property
+    def rows(self) -> Tensor:
+        """The logits (N, C)."""
+        if self.input.dim() == 2:
+            return self.input
+        return self.input.reshape(math.prod(self.leading), self.input.shape[-1])
+
+    def options(self, logit_scale: Scale, **options: Any) -> Tuple[Any, Optional[Tensor]]:
+        """Returns the numbers among the arguments of the ops, and ``row_scale``."""
+        check_kernels(self.input)
+        scale, row_scale = taken_scale(logit_scale, self.shape, self.input)
+        classes = "the last dimension of input" if self.head is None else "the rows of linear_weight"
+        return checked(dict(options, logit_scale=scale, num_classes=self.num_classes), self.shape[-1],
+                       classes), row_scale
+
+
+def of_logits(input: Tensor, num_classes: Optional[int], group: Group, vocab_start: Optional[int]) -> Source:
+    """Checks logits, and finds their shard."""
+    check_input(input, "V")
+    shard, columns, num_classes = taken_shard(group, vocab_start, input.shape[-1], num_classes)
+    shape = input.shape if shard is None else torch.Size((*input.shape[:-1], columns))
+    if columns == 0:
+        fail(f"input must have at least one class, got shape {list(shape)}")
+    return Source(input, None, shape, shard, num_classes)
+
+
+def of_head(input: Tensor, linear_weight: Tensor, linear_bias: Optional[Tensor], num_classes: Optional[int],
+            group: Group, vocab_start: Optional[int], logits_dtype: Optional[torch.dtype],
+            chunk_rows: Optional[int]) -> Source:
+    """Checks hidden states and a head, and finds the shard of its classes. Autocast has converted them."""
+    check_input(input, "D")
+    check_head(input, linear_weight, linear_bias, group is not None)
+    chunks = taken_chunks(chunk_rows, logits_dtype)
+    shard, shape, num_classes = sharded_head(input, linear_weight, group, vocab_start, num_classes)
+    input, linear_weight, linear_bias = as_linear_multiplies(input, linear_weight, linear_bias)
+    rows = input.reshape(math.prod(input.shape[:-1]), input.shape[-1])
+    return Source(input, Head(rows, linear_weight, linear_bias), shape, shard, num_classes, chunks)
+
+
+def loss_arguments(source: Source, target: Target, weight: Optional[Tensor], reduction: str,
+                   normalizer: Optional[Normalizer], row_weight: Optional[Tensor], returns: Any,
+                   **options: Any) -> Tuple[Arguments, LossOptions]:
+    """Returns what the ops of a loss take: its target and options, and how its rows are reduced. ``returns``:
+    ``return_lse``, ``return_entropy`` and ``return_argmax``."""
+    return_lse, return_entropy, return_argmax = returns
+    check_flags(return_lse=return_lse, return_argmax=return_argmax)
+    check_entropy(return_entropy)
+    numbers, row_scale = source.options(**options)
+    a, divisor = dense_parts(source.input, source.shape, target, weight, reduction, normalizer, numbers, row_scale)
+    row_weight = taken_weight(row_weight, source.shape, source.input)
+    learned = return_lse or return_entropy and return_entropy != "detached"
+    return a, LossOptions(reduction != "none", divisor, row_weight, bool(return_lse), bool(return_entropy),
+                          bool(return_argmax), detached=not learned)
+
+
+def select_arguments(source: Source, indices: Target, **options: Any) -> Tuple[Arguments, Any]:
+    """Returns what the ops of log-probabilities take, and the ids as a target."""
+    ids = as_ids(indices, source.shape)
+    numbers, row_scale = source.options(**options)
+    return flat_target(source.input, source.shape, ids, indices, None, row_scale, numbers), ids

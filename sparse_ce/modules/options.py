@@ -1,0 +1,70 @@
+"""The keywords of the modules, for type checkers. At run time they are those of the functions; see ``base.holds``."""
+
+from typing import Optional, TypedDict
+
+import torch
+
+from .._core.arguments import Inplace, Normalizer
+from ..functional.outputs import Reduction
+from ..sharding.groups import Group
+
+
+class _Transform(TypedDict, total=False):
+    ignore_index: int
+    logit_scale: float
+    softcap: Optional[float]
+    num_classes: Optional[int]
+    group: Group
+    vocab_start: Optional[int]
+
+
+class _Head(TypedDict, total=False):
+    logits_dtype: Optional[torch.dtype]
+    chunk_rows: Optional[int]
+
+
+class _Returned(_Transform, total=False):
+    padding_value: float
+    return_log_tail: bool
+    return_entropy: bool
+    return_mean_logit: bool
+    return_argmax: bool
+
+
+class SelectOptions(_Returned, total=False):
+    inplace: Inplace
+
+
+class LinearSelectOptions(_Returned, _Head, total=False):
+    pass
+
+
+class RowLossOptions(LinearSelectOptions, total=False):
+    reduction: Reduction
+    normalizer: Optional[Normalizer]
+    has_aux: bool
+
+
+class DivergenceOptions(TypedDict, total=False):
+    kind: str
+    beta: float
+    tail: str
+    floor: float
+    reduction: Reduction
+    normalizer: Optional[Normalizer]
+    num_classes: Optional[int]
+    group: Group
+    vocab_start: Optional[int]
+
+
+class DistillationOptions(DivergenceOptions, total=False):
+    temperature: float
+    temperature_squared: bool
+    alpha: float
+    ignore_index: int
+    logit_scale: float
+    softcap: Optional[float]
+
+
+class LinearDistillationOptions(DistillationOptions, _Head, total=False):
+    pass

@@ -1,0 +1,66 @@
+"""Chooses the op that serves a loss, of logits or of a linear head's."""
+
+import math
+from typing import Any, NamedTuple, Optional
+
+from torch import Tensor
+
+from .. import reference
+from .._core.arguments import Arguments, Chunks, Inplace, LossOptions
+from ..sharding.shard import Shard
+from .cross_entropy import cross_entropy, reduced
+from .linear_cross_entropy import Head, linear_cross_entropy
+from .select import Outputs
+from .sharded_linear_select import Mean, linear_select
+from .sharded_select import select
+from .strided_logits import rows_of
+
+
+class Reduced(NamedTuple):
+    """A loss, () or (N,), and what was asked for beside it, (N,); the others are of any shape."""
+
+    loss: Tensor
+    lse: Any = None
+    entropy: Any = None
+    argmax: Any = None
+
+
+def loss_of_logits(logits: Tensor, a: Arguments, loss: LossOptions, inplace: Inplace, shard: Optional[Shard]) -> Reduced:
+    """Returns the loss of ``logits`` (..., C), by ``select`` if it has outputs or a gradient that ``forward`` lacks."""
+    if loss.metrics or shard is not None or _learns_scale(a):
+        rows = logits.reshape(math.prod(logits.shape[:-1]), logits.shape[-1])
+        out = select(rows, a, _outputs(loss), inplace is not False, shard)
+        made = Reduced(reduced(out.loss, a, loss), out.lse, out.entropy, out.argmax)
+    else:
+        of_mean = loss if loss.mean else loss._replace(row_weight=None)
+        result = cross_entropy(rows_of(logits), a, inplace, of_mean)
+        made = Reduced(*result) if loss.lse else Reduced(result)
+    return _weighted(made, a, loss)
+
+
+def loss_of_head(head: Head, a: Arguments, loss: LossOptions, chunks: Chunks, shard: Optional[Shard]) -> Reduced:
+    """Returns the loss of a head's logits, by ``linear_select`` if its classes are sharded or it learns a scale."""
+    of_mean = loss if loss.mean else loss._replace(row_weight=None)
+    if shard is not None:
+        more = linear_select(head, a, _outputs(loss), chunks, shard, Mean(*of_mean[:3]))
+        made = Reduced(more.loss, more.lse, more.entropy, more.argmax)
+    elif _learns_scale(a):
+        more = linear_select(head, a, _outputs(loss), chunks, shard)
+        made = Reduced(reduced(more.loss, a, loss), more.lse, more.entropy, more.argmax)
+    else:
+        made = Reduced(*linear_cross_entropy(head, a, chunks, of_mean))
+    return _weighted(made, a, loss)
+
+
+def _learns_scale(a: Arguments) -> bool:
+    return a.row_scale is not None and a.row_scale.requires_grad
+
+
+def _outputs(loss: LossOptions) -> Outputs:
+    return Outputs(loss=True, log_probs=False, entropy=loss.entropy, argmax=loss.argmax)
+
+
+def _weighted(made: Reduced, a: Arguments, loss: LossOptions) -> Reduced:
+    if loss.mean or loss.row_weight is None:
+        return made
+    return made._replace(loss=reference.weighted(made.loss, loss.row_weight, a))
