@@ -1,7 +1,7 @@
 """Errors of one form: ``sparse_ce: <argument> must be <expectation>, got <value>``, with the fix where there is one."""
 
 import reprlib
-from typing import NoReturn, Sequence, Type
+from typing import NoReturn, Type
 
 from torch import Tensor
 
@@ -36,16 +36,3 @@ def described(value: object) -> str:
 def shortened(text: str) -> str:
     """Returns the beginning of a text that is too long for a message."""
     return text if len(text) <= _MOST else text[:_MOST] + "..."
-
-
-def moving_classes(logits: Sequence[int], leading: Sequence[int], entries: Sequence[int] = ()) -> str:
-    """What to do, for an error's end, where a target would fit logits (N, C, ...) with their classes second, as
-    ``F.cross_entropy`` has them. ``leading``: its leading shape; ``entries``: (N, K, ...) of a top-k with K second."""
-    if len(logits) < 3:
-        return ""
-    moved = [logits[0], *logits[2:]]
-    if list(leading) == moved:
-        return "; classes are last here, not second as in F.cross_entropy: pass input.movedim(1, -1)"
-    if len(entries) == len(logits) and [entries[0], *entries[2:]] == moved:
-        return "; classes are last here, as are a target's entries: pass input.movedim(1, -1), indices and values alike"
-    return ""

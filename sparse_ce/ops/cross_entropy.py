@@ -9,7 +9,6 @@ from .. import reference
 from .._core.arguments import Arguments, Inplace, LossOptions, arithmetic_dtype
 from .._core.errors import fail
 from .._core.tracing import eager
-from ..targets.convert import fit_as_labels
 from . import cross_entropy_inplace, cross_entropy_small, expected_grad, strided_logits
 from .mean_gradients import gradient_of_losses, gradient_of_weights
 from .registration import (
@@ -153,7 +152,7 @@ def small_mean(logits: Tensor, labels: object, ignore_index: int, others: Tuple[
     for value, default in zip(others, _DEFAULTS):
         if value is not default and (type(value) is not float or value != default):
             return None
-    if not eager() or composite(logits) or not fit_as_labels(labels, logits.shape, logits):
+    if labels.shape != logits.shape[:1] or not eager() or composite(logits):
         return None
     if torch.is_grad_enabled() and logits.requires_grad:
         return _small(logits, labels, None, ignore_index, None)

@@ -21,6 +21,7 @@ LOGITS = 1 << 16
 
 _CALL = struct.Struct("@7P8q?")  # struct Call
 _DTYPES = {torch.float32: 0, torch.float64: 1, torch.float16: 2, torch.bfloat16: 3, torch.int32: 4, torch.int64: 5}
+_INTEGERS = (torch.int32, torch.int64)
 _PLAIN = (Tensor, Parameter)
 _AT = Arguments._fields.index("ignore_index") + 1
 _DEFAULTS = tuple(Arguments._field_defaults[name] for name in Arguments._fields[_AT:])
@@ -52,6 +53,8 @@ def cross_entropy(logits: Tensor, indices: Tensor, values: Optional[Tensor], ign
     if type(logits) not in _PLAIN or type(indices) is not Tensor or not 0 < logits.numel() <= LOGITS:
         return None
     if logits.dim() != 2:
+        return None
+    if indices.dtype not in _INTEGERS or indices.layout != torch.strided or indices.is_nested or not indices.is_cpu:
         return None
     if not logits.is_cpu or logits.is_neg() or indices.is_neg() or not indices.is_contiguous():
         return None

@@ -1,13 +1,13 @@
 """Any form of target as a ``SparseTarget``, and as the ops take it."""
 
 from numbers import Real
-from typing import Any, Dict, Optional, Tuple, Union
+from typing import Any, Dict, Optional, Sequence, Tuple, Union
 
 import torch
 from torch import Tensor
 
 from .._core.arguments import IGNORE_INDEX, NO_MARK, Arguments, Normalizer
-from .._core.errors import check, described, fail, moving_classes
+from .._core.errors import described, fail
 from .._core.tensor_checks import check_local, check_reduction, class_weights, one_of, scalar_normalizer
 from .entries import as_index, as_tensor
 from .sparse_target import SparseTarget
@@ -37,8 +37,8 @@ def as_target(target: Target, shape: torch.Size) -> SparseTarget:
         return SparseTarget.from_coo(target)
     if target.layout == torch.sparse_csr:
         return SparseTarget.from_csr(target)
-    check(target.layout == torch.strided, "target must be strided, sparse COO or sparse CSR, got layout "
-           f"{target.layout}; convert it with .to_sparse_csr()")
+    if target.layout != torch.strided:
+        fail(f"target must be strided, sparse COO or sparse CSR, got layout {target.layout}; convert it with .to_sparse_csr()")
     if target.dtype.is_floating_point and target.shape != shape[:-1]:
         fail(f"target must be sparse, got a dense {target.dtype} tensor of shape {list(target.shape)}; where it mixes "
              "a few labels, as MixUp does, pass them as (indices, values), where it is zeros for the most part, "
@@ -73,6 +73,19 @@ def as_ids(indices: Target, shape: torch.Size) -> SparseTarget:
         fail(f"indices must be {[*leading, 'K']}, K ids for each row of input, or {leading}, one id a row, got "
              f"{list(indices.shape)}{fix}")
     return SparseTarget.from_topk(indices, None) if several else SparseTarget.from_index(indices)
+
+
+def moving_classes(logits: Sequence[int], leading: Sequence[int], entries: Sequence[int] = ()) -> str:
+    """Returns what to do, for an error's end, if a target fits logits (N, C, ...) with their classes second, as
+    ``F.cross_entropy`` has them. ``leading``: its leading shape; ``entries``: (N, K, ...) of a top-k with K second."""
+    if len(logits) < 3:
+        return ""
+    moved = [logits[0], *logits[2:]]
+    if list(leading) == moved:
+        return "; classes are last here, not second as in F.cross_entropy: pass input.movedim(1, -1)"
+    if len(entries) == len(logits) and [entries[0], *entries[2:]] == moved:
+        return "; classes are last here, as are a target's entries: pass input.movedim(1, -1), indices and values alike"
+    return ""
 
 
 def fit_as_labels(target: Tensor, shape: torch.Size, input: Tensor) -> bool:

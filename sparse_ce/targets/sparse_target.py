@@ -1,15 +1,15 @@
 """``SparseTarget``: a sparse target as plain dense tensors, which move, slice, pickle and compile."""
 
 import math
-from numbers import Integral
 from typing import Any, Iterable, List, Optional, Sequence, Tuple
 
 import torch
 from torch import Tensor
 
 from .._core.arguments import IGNORE_INDEX, Arguments
-from .._core.errors import check, described, fail
+from .._core.errors import described, fail
 from .._core.flags import check_flags
+from .._core.options import is_integer
 from .decode import entries_of
 from .entries import (
     GivenKind,
@@ -185,10 +185,12 @@ class SparseTarget(TensorLike):
             tensor([[0.0000, 0.7500, 0.0000, 0.0000],
                     [0.0000, 0.0000, 1.0000, 0.0000]])
         """
-        check(t.layout == torch.sparse_coo, f"target must be a sparse COO tensor, got layout {t.layout}", TypeError)
+        if t.layout != torch.sparse_coo:
+            fail(f"target must be a sparse COO tensor, got layout {t.layout}", TypeError)
         with outside_transforms(t):
-            check(t.dim() >= 1 and t.dense_dim() == 0, "target must be sparse in every dimension (dense_dim 0), got a "
-                  f"hybrid tensor with dense_dim {t.dense_dim()}")
+            if t.dim() < 1 or t.dense_dim() != 0:
+                fail("target must be sparse in every dimension (dense_dim 0), got a hybrid tensor with dense_dim "
+                     f"{t.dense_dim()}")
             *shape, num_classes = t.shape
             rows, columns, values = coo_entries(t)
             warn_of_classes_second(shape, num_classes, rows, columns, values)
@@ -203,9 +205,11 @@ class SparseTarget(TensorLike):
             >>> SparseTarget.from_csr(csr).num_classes
             4
         """
-        check(t.layout == torch.sparse_csr, f"target must be a sparse CSR tensor, got layout {t.layout}", TypeError)
+        if t.layout != torch.sparse_csr:
+            fail(f"target must be a sparse CSR tensor, got layout {t.layout}", TypeError)
         with outside_transforms(t):
-            check(t.dim() >= 2 and t.dense_dim() == 0, f"target must be (..., N, V), got {list(t.shape)}")
+            if t.dim() < 2 or t.dense_dim() != 0:
+                fail(f"target must be (..., N, V), got {list(t.shape)}")
             num_classes = t.shape[-1]
             values = t.values() if t.requires_grad else t.values().detach()
             crow, columns = t.crow_indices().detach(), t.col_indices().detach()
@@ -230,8 +234,10 @@ class SparseTarget(TensorLike):
             tensor([[0., 2., 0.],
                     [1., 0., 1.]])
         """
-        check(hasattr(matrix, "tocsr"), f"matrix must be sparse, of SciPy, got {type(matrix).__name__}", TypeError)
-        check(len(matrix.shape) == 2, f"matrix must be (N, V), got {list(matrix.shape)}")
+        if not hasattr(matrix, "tocsr"):
+            fail(f"matrix must be sparse, of SciPy, got {type(matrix).__name__}", TypeError)
+        if len(matrix.shape) != 2:
+            fail(f"matrix must be (N, V), got {list(matrix.shape)}")
         csr = matrix.tocsr()
         return cls.from_jagged(csr.indices, csr.data, csr.indptr, row_mask=row_mask, num_classes=csr.shape[1],
                                ignore_empty=ignore_empty)
@@ -251,10 +257,12 @@ class SparseTarget(TensorLike):
             tensor([1, 2, 0, 3])
         """
         t = as_tensor(t, "t")
-        check(t.layout == torch.strided, f"t must be dense, got layout {t.layout}; use from_coo or from_csr", TypeError)
-        check(t.dim() > 0, "t must be (..., V), got shape []")
-        check(k is None or isinstance(k, Integral) and not isinstance(k, bool) and k > 0,
-              f"k must be a positive integer or None, got {k!r}")
+        if t.layout != torch.strided:
+            fail(f"t must be dense, got layout {t.layout}; use from_coo or from_csr", TypeError)
+        if t.dim() == 0:
+            fail("t must be (..., V), got shape []")
+        if k is not None and not (is_integer(k) and k > 0):
+            fail(f"k must be a positive integer or None, got {k!r}")
         num_classes, t = t.shape[-1], as_values(t, "t")
         if k is not None:
             indices = t.detach().abs().topk(min(int(k), num_classes), -1).indices
