@@ -1484,7 +1484,7 @@ PYTHON = [
     ("sparse_ce/ops/sharded_select.py", "-times(torch.where(dead, 0.0, by), log_probs)", "-times(by, log_probs)"),
     ("sparse_ce/ops/sharded_select.py", "index_add(0, end.long(), -numbers)", "index_add(0, end.long(), numbers)"),
     ("sparse_ce/ops/cross_entropy.py", "if composite(logits):", "if False:"),
-    ("sparse_ce/ops/sharded_select.py", "pairs = 1 + wanted.loss + (a.label_smoothing != 0)",
+    ("sparse_ce/ops/select.py", "pairs = 1 + wanted.loss + (a.label_smoothing != 0)",
      "pairs = 1 + wanted.loss"),
     ("sparse_ce/ops/sharded_select.py", "statistics[:statistics.shape[0] // shards]", "statistics"),
     ("sparse_ce/sharding/shard.py", "input.shape[0] * (self.ranks if self.shares_rows else 1)", "input.shape[0]"),

@@ -5,8 +5,10 @@ from typing import Any, Dict
 from torch import SymBool
 
 from .errors import described, fail
+from .outputs import LogProbs
 
-_OF_MODULES = ("return_lse", "return_log_tail", "return_mean_logit", "return_argmax", "has_aux", "temperature_squared")
+_OF_MODULES = ("return_lse", *(f"return_{name}" for name in LogProbs.optional if name != "entropy"), "has_aux",
+               "temperature_squared")
 
 
 def check_flags(**flags: object) -> None:

@@ -6,6 +6,9 @@ from typing import Any, ClassVar, Iterable, List, Tuple
 import torch
 from torch import Tensor
 
+DIFFERENTIABLE = ("loss", "lse", "log_probs", "log_tail", "entropy", "mean_logit")
+"""The outputs of ``select`` whose gradients its backward takes, in the order of the schema."""
+
 
 @dataclass(frozen=True, eq=False)
 class LogProbs:

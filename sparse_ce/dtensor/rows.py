@@ -255,5 +255,5 @@ def _each_row(t: SparseTarget, f: Callable[[Tensor], Tensor]) -> SparseTarget:
 def of_each(f: Callable[[Tensor], Tensor], out: LogProbs,
             of_entries: Optional[Callable[[Tensor], Tensor]] = None) -> LogProbs:
     """``f`` of each field that is there; ``of_entries``, where there is one, of the log-probabilities."""
-    made: Any = (None if t is None else f(t) for t in (out.lse, out.log_tail, out.entropy, out.mean_logit, out.argmax))
-    return LogProbs((of_entries or f)(out.log_probs), *made)
+    made: Any = (None if t is None else f(t) for t in (getattr(out, name) for name in LogProbs.optional))
+    return LogProbs((of_entries or f)(out.log_probs), f(out.lse), *made)

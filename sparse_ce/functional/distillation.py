@@ -1,6 +1,7 @@
 """Losses of distillation: a divergence from a sparse teacher, with the cross entropy of labels beside it."""
 
 import functools
+from dataclasses import replace
 from typing import Any, Callable, Dict, Optional, Tuple, Union
 
 import torch
@@ -285,7 +286,7 @@ def _together(of_rows: Loss, share: float, share_of_labels: float, input: Tensor
             outside = label.ne(IGNORE_INDEX) & ids[:, :-1].ne(label[:, None]).all(1)
             tail = torch.where(outside, _log_add(tail, of_label), tail)
         log_probs = out.log_probs[:, 0] if single else out.log_probs[:, :-1]
-        student = LogProbs(log_probs, out.lse, tail, out.entropy, out.mean_logit)
+        student = replace(out, log_probs=log_probs, log_tail=tail)
         return per_row * of_rows(student, teacher, *log_tail) - per_label * torch.where(counts, of_label, 0.0)
 
     loss: Tensor = linear_row_loss(of_both, input, linear_weight, ids, teacher, of_labels, *tail_args,

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from .. import reference
 from .._core.arguments import CHUNKS, Arguments, Chunks, split
+from .._core.outputs import DIFFERENTIABLE
 from .._core.tracing import eager
 from .cross_entropy import refuse_other_grads
 from .linear_cross_entropy import Head, fake_gradients
@@ -90,14 +91,11 @@ def _(input: Tensor, linear_weight: Tensor, linear_bias: Optional[Tensor], *give
 
 
 @register_fake("linear_select_backward")
-def _(grad_loss: Optional[Tensor], grad_lse: Optional[Tensor], grad_log_probs: Optional[Tensor],
-      grad_log_tail: Optional[Tensor], grad_entropy: Optional[Tensor], grad_mean_logit: Optional[Tensor],
-      input: Tensor, linear_weight: Tensor, linear_bias: Optional[Tensor], lse: Tensor, lse_residual: Optional[Tensor],
-      log_tail: Optional[Tensor], entropy: Optional[Tensor], *given: Any, **named: Any) -> Tuple[Tensor, ...]:
+def _(*given: Any, **named: Any) -> Tuple[Tensor, ...]:
+    head, given = Head(*given[len(DIFFERENTIABLE):][:3]), given[len(DIFFERENTIABLE) + 7:]
     a, (_, _, *wanted, scale_grad) = split(given, named, **CHUNKS, input_grad=True, weight_grad=True, bias_grad=True,
                                            values_grad=False, scale_grad=False)
-    head = Head(input, linear_weight, linear_bias)
-    return *fake_gradients(head, a, wanted), fake_scale(input, scale_grad)
+    return *fake_gradients(head, a, wanted), fake_scale(head.input, scale_grad)
 
 
 def linear_select(head: Head, a: Arguments, wanted: Outputs, chunks: Chunks) -> Selected:

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from .. import reference
 from .._core.arguments import Arguments, arithmetic_dtype, split
+from .._core.outputs import DIFFERENTIABLE
 from .._core.tracing import eager
 from .cross_entropy import overwritable, refuse_other_grads
 from .registration import (
@@ -93,7 +94,7 @@ def upstream_of(grads: Tuple[Optional[Tensor], ...], wanted: Outputs) -> Tuple[O
     """Of the outputs' gradients those that a backward is given: a compiler has zeros for what was not asked for."""
     upstream = dict(zip(Selected._fields, grads))
     return tuple(upstream[name] if name == "lse" or getattr(wanted, name) else None
-                 for name in ("loss", "lse", "log_probs", "log_tail", "entropy", "mean_logit"))
+                 for name in DIFFERENTIABLE)
 
 
 class _Select(torch.autograd.Function):
@@ -175,21 +176,22 @@ def fake_scale(like: Tensor, scale_grad: bool) -> Tensor:
     return per_row(like) if scale_grad else per_row(like[:0])
 
 
-def _fake_scale(logits: Tensor, given: Any, named: Any) -> Tensor:
-    _, (scale_grad, _) = split(given, named, scale_grad=False, first_class=None)
-    return fake_scale(logits, scale_grad)
+_LOGITS = len(DIFFERENTIABLE)  # the place of the logits in a backward; lse, lse_residual, log_tail and entropy follow
+
+
+def _fake_scale(given: Any, named: Any) -> Tensor:
+    _, (scale_grad, _) = split(given[_LOGITS + 5:], named, scale_grad=False, first_class=None)
+    return fake_scale(given[_LOGITS], scale_grad)
 
 
 @register_fake("select_backward")
-def _(grad_loss: Optional[Tensor], grad_lse: Optional[Tensor], grad_log_probs: Optional[Tensor],
-      grad_log_tail: Optional[Tensor], grad_entropy: Optional[Tensor], grad_mean_logit: Optional[Tensor],
-      logits: Tensor, lse: Tensor, lse_residual: Optional[Tensor], log_tail: Optional[Tensor],
-      entropy: Optional[Tensor], *given: Any, **named: Any) -> Tuple[Tensor, Tensor]:
-    return logits.new_empty(logits.shape), _fake_scale(logits, given, named)
+def _(*given: Any, **named: Any) -> Tuple[Tensor, Tensor]:
+    logits = given[_LOGITS]
+    return logits.new_empty(logits.shape), _fake_scale(given, named)
 
 
 _write_gradient = register_in_place("select_backward_", "logits",
-                                    lambda *given, **named: _fake_scale(given[6], given[11:], named))
+                                    lambda *given, **named: _fake_scale(given, named))
 
 
 def select(logits: Tensor, a: Arguments, wanted: Outputs, inplace: bool = False) -> Selected:
@@ -198,3 +200,9 @@ def select(logits: Tensor, a: Arguments, wanted: Outputs, inplace: bool = False)
     if not eager():
         return Selected(*ops.select(logits, *a, *wanted))
     return Selected(*_run(logits, a, wanted, inplace and overwritable(logits)))
+
+
+def numbers_of(a: Arguments, wanted: Outputs) -> int:
+    """Returns how many numbers a rank sends of a row of its shard; ``ShardStats`` of ``csrc/select.h``."""
+    pairs = 1 + wanted.loss + (a.label_smoothing != 0) + wanted.log_tail
+    return 2 * pairs + wanted.entropy + wanted.mean_logit + wanted.argmax

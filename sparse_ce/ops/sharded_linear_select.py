@@ -27,8 +27,8 @@ from .linear_gradients import Gradients, add_chunk, complete, new_gradients
 from .linear_select import linear_select as linear_select_here
 from .mean_gradients import gradient_of_losses, gradient_of_weights
 from .registration import below_autograd, composite, needs_grad, ops, register_autograd, register_composition
-from .select import Outputs, Selected, save, saved
-from .sharded_select import check_ranks, gradient_of_values, numbers_of, refuse_second
+from .select import Outputs, Selected, numbers_of, save, saved
+from .sharded_select import check_ranks, gradient_of_values, refuse_second
 
 
 class Mean(NamedTuple):
@@ -280,7 +280,7 @@ class _ShardedLinear(torch.autograd.Function):
         head, a, wanted, (lse, lse_residual, log_tail, entropy) = Head(*s.inputs), s.a, ctx.wanted, s.statistics
         log_probs, divisor, row_weight, losses = s.others
         made, ctx.made = ctx.made, None  # handed out once: their new owner may overwrite them
-        of_loss, of_lse, of_log_probs, of_tail, of_entropy, of_mean_logit = s.grads
+        of_loss, of_lse, *of_others = s.grads
         if s.empty or lse is None:
             return (None,) * 11
         refuse_second(grads)
@@ -299,8 +299,7 @@ class _ShardedLinear(torch.autograd.Function):
                 of_rows_for_1 = gradient_of_losses(torch.ones_like(scale_by), divisor, row_weight, lse.shape[0])
             none = lse.new_empty(0)
             out = Selected(none, lse, lse_residual, none, log_tail, entropy, none, none)
-            by_output = (of_rows if scale_by is None else of_rows_for_1, of_lse, None, of_log_probs, of_tail,
-                         of_entropy, of_mean_logit)
+            by_output = (of_rows if scale_by is None else of_rows_for_1, of_lse, None, *of_others)
             of_head = _backward(head, a, wanted, ctx.chunks, ctx.shard, out, by_output, ctx.making)
             if scale_by is not None:
                 of_head = scaled(of_head, scale_by)

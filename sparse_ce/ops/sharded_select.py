@@ -31,7 +31,7 @@ from .registration import (
     register_composition,
     register_fake,
 )
-from .select import Outputs, Selected, fake_outputs, save, saved
+from .select import Outputs, Selected, fake_outputs, numbers_of, save, saved
 from .select import select as select_here
 
 
@@ -177,12 +177,6 @@ def _(logits: Tensor, *given: Any, **named: Any) -> Tuple[Tensor, Tensor]:
 def _(statistics: Tensor, shards: int, chosen: Optional[Tensor], *given: Any, **named: Any) -> Tuple[Tensor, ...]:
     a, outputs = split(given, named, **Outputs()._asdict())
     return fake_outputs(statistics[:statistics.shape[0] // shards], a, Outputs(*outputs))
-
-
-def numbers_of(a: Arguments, wanted: Outputs) -> int:
-    """That a rank tells of a row; ``ShardStats`` of ``csrc/select.h``."""
-    pairs = 1 + wanted.loss + (a.label_smoothing != 0) + wanted.log_tail
-    return 2 * pairs + wanted.entropy + wanted.mean_logit + wanted.argmax
 
 
 def select(logits: Tensor, a: Arguments, wanted: Outputs, inplace: bool, shard: Optional[Shard]) -> Selected:

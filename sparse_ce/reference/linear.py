@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .._core.arguments import CHUNKS, Arguments, arithmetic_dtype, split
+from .._core.outputs import DIFFERENTIABLE
 from ..targets.decode import ignored_rows
 from .cross_entropy import backward, backward_values, forward, loss_mean
 from .select import OUTPUTS, select, select_backward
@@ -64,23 +65,19 @@ def linear_select(input: Tensor, linear_weight: Tensor, linear_bias: Optional[Te
     return select(_head_logits(input, linear_weight, linear_bias, a)[2], *a, *wanted)
 
 
-def linear_select_backward(
-    grad_loss: Optional[Tensor], grad_lse: Optional[Tensor], grad_log_probs: Optional[Tensor],
-    grad_log_tail: Optional[Tensor], grad_entropy: Optional[Tensor], grad_mean_logit: Optional[Tensor], input: Tensor,
-    linear_weight: Tensor, linear_bias: Optional[Tensor], lse: Tensor, lse_residual: Optional[Tensor],
-    log_tail: Optional[Tensor], entropy: Optional[Tensor], *given: Any, **named: Any,
-) -> Tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+def linear_select_backward(*given: Any, **named: Any) -> Tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """``torch.ops.sparse_ce.linear_select_backward``: the gradients for input, weight, bias, values and the rows'
     scales, (0,) if not wanted."""
+    grads, made = given[:len(DIFFERENTIABLE)], given[len(DIFFERENTIABLE):]
+    input, linear_weight, linear_bias, lse, lse_residual, log_tail, entropy, *others = made
     a, (_, _, input_grad, weight_grad, bias_grad, values_grad, scale_grad) = split(
-        given, named, **CHUNKS, input_grad=True, weight_grad=True, bias_grad=True, values_grad=False,
+        others, named, **CHUNKS, input_grad=True, weight_grad=True, bias_grad=True, values_grad=False,
         scale_grad=False)
     x, w, logits = _head_logits(input, linear_weight, linear_bias, a)
-    dz, of_scale = select_backward(grad_loss, grad_lse, grad_log_probs, grad_log_tail, grad_entropy, grad_mean_logit,
-                                   logits, lse, lse_residual, log_tail, entropy, *a, scale_grad)
+    dz, of_scale = select_backward(*grads, logits, lse, lse_residual, log_tail, entropy, *a, scale_grad)
     values = None
-    if values_grad and grad_loss is not None:
-        values = backward_values(grad_loss, logits, lse, lse_residual, *a)
+    if values_grad and grads[0] is not None:
+        values = backward_values(grads[0], logits, lse, lse_residual, *a)
     return (*_head_gradients(dz, x, w, input, linear_weight, linear_bias, (input_grad, weight_grad, bias_grad)),
             input.new_empty(0) if values is None else values, of_scale)
 
