@@ -56,6 +56,20 @@ class Arguments(NamedTuple):
         return self[:6]
 
     @property
+    def learns_scale(self) -> bool:
+        """True if the scale of the logits requires grad."""
+        return self.row_scale is not None and self.row_scale.requires_grad
+
+    def learned(self, loss: bool = True) -> Tuple[Optional[Tensor], ...]:
+        """Returns what may require grad: the scale, and the values and class weights if there is a ``loss``."""
+        return (self.values, self.row_scale, self.weight) if loss else (None, self.row_scale, None)
+
+    def scaled_in(self, rows: Any) -> "Arguments":
+        """Returns the arguments with the scales of some rows. Of the target it still holds all."""
+        scale = self.row_scale
+        return self if scale is None or scale.dim() == 0 else self._replace(row_scale=scale[rows])
+
+    @property
     def labels(self) -> bool:
         """Whether the target is one class a row, without weights."""
         return self.offsets is None and self.values is None and self.indices.dim() == 1

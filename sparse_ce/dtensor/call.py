@@ -91,11 +91,11 @@ def _divisor(given: Given, rows: Rows) -> Tensor:
     zeros = torch.zeros(rows.here.numel(), dtype=arithmetic_dtype(like.dtype), device=like.device)
     with torch.no_grad():
         if "weight" in given:
-            a, _ = dense_parts(like, shape, target, given["weight"], "mean", None, options, None)
+            a, _ = dense_parts(like, shape, target, given["weight"], "mean", None, options)
             divisor = reference.loss_mean(zeros, None, *a.target)[1]
             return torch.where(divisor.isinf(), 0.0, divisor)
         ids = as_ids(target, shape) if "fn" in given else as_target(target, shape)
-        a = flat_target(like, shape, ids, target, None, None, options)
+        a = flat_target(like, shape, ids, target, None, options)
         return (~reference.ignored_rows(a, zeros.shape[0])).sum(dtype=zeros.dtype)
 
 

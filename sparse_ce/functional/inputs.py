@@ -1,7 +1,7 @@
 """Prepares a call: its arguments are checked and converted here, once, before an op is called."""
 
 import math
-from typing import Any, NamedTuple, Optional, Tuple
+from typing import Any, Dict, NamedTuple, Optional, Tuple
 
 import torch
 from torch import Tensor
@@ -40,13 +40,13 @@ class Source(NamedTuple):
             return self.input
         return self.input.reshape(math.prod(self.leading), self.input.shape[-1])
 
-    def options(self, logit_scale: Scale, **options: Any) -> Tuple[Any, Optional[Tensor]]:
-        """Returns the numbers among the arguments of the ops, and ``row_scale``."""
+    def options(self, logit_scale: Scale, **options: Any) -> Dict[str, Any]:
+        """Returns the arguments of the ops behind those of the target."""
         check_kernels(self.input)
         scale, row_scale = taken_scale(logit_scale, self.shape, self.input)
         classes = "the last dimension of input" if self.head is None else "the rows of linear_weight"
-        return checked(dict(options, logit_scale=scale, num_classes=self.num_classes), self.shape[-1],
-                       classes), row_scale
+        options = checked(dict(options, logit_scale=scale, num_classes=self.num_classes), self.shape[-1], classes)
+        return options if row_scale is None else dict(options, row_scale=row_scale)
 
 
 def of_logits(input: Tensor, num_classes: Optional[int], group: Group, vocab_start: Optional[int]) -> Source:
@@ -80,8 +80,8 @@ def loss_arguments(source: Source, target: Target, weight: Optional[Tensor], red
     return_lse, return_entropy, return_argmax = returns
     check_flags(return_lse=return_lse, return_argmax=return_argmax)
     check_entropy(return_entropy)
-    numbers, row_scale = source.options(**options)
-    a, divisor = dense_parts(source.input, source.shape, target, weight, reduction, normalizer, numbers, row_scale)
+    a, divisor = dense_parts(source.input, source.shape, target, weight, reduction, normalizer,
+                             source.options(**options))
     row_weight = taken_weight(row_weight, source.shape, source.input)
     learned = return_lse or return_entropy and return_entropy != "detached"
     return a, LossOptions(reduction != "none", divisor, row_weight, bool(return_lse), bool(return_entropy),
@@ -91,5 +91,4 @@ def loss_arguments(source: Source, target: Target, weight: Optional[Tensor], red
 def select_arguments(source: Source, indices: Target, **options: Any) -> Tuple[Arguments, Any]:
     """Returns what the ops of log-probabilities take, and the ids as a target."""
     ids = as_ids(indices, source.shape)
-    numbers, row_scale = source.options(**options)
-    return flat_target(source.input, source.shape, ids, indices, None, row_scale, numbers), ids
+    return flat_target(source.input, source.shape, ids, indices, None, source.options(**options)), ids

@@ -21,9 +21,7 @@ class Rows(NamedTuple):
     unwrap: bool  # fn is given a tensor, as the caller gave one
 
     def at(self, rows: Any, input: Tensor) -> "Rows":
-        scale = self.a.row_scale
-        a = self.a if scale is None or scale.dim() == 0 else self.a._replace(row_scale=scale[rows])
-        return self._replace(input=input, target=self.target[rows].compact(), a=a, row_args=[
+        return self._replace(input=input, target=self.target[rows].compact(), a=self.a.scaled_in(rows), row_args=[
             t[rows].compact() if isinstance(t, SparseTarget) else t[rows] for t in self.row_args])
 
     @property

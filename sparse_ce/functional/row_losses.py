@@ -151,7 +151,7 @@ def linear_row_loss(
     tensors = rows.tensors
     half = any(t is not None and t.dtype == torch.float16 and t.requires_grad for t in (*head, *tensors))
     plain = (seen and reduction != "none" and needs_grad(*head, *tensors) and not composite(input) and not half
-             and not (a.row_scale is not None and a.row_scale.requires_grad))
+             and not a.learns_scale)
     if plain:
         if shard is not None:
             check_ranks(head.input, head.linear_weight.shape[0], rows.arguments, shard, wanted, dtype=head.input.dtype,

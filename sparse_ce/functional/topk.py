@@ -83,11 +83,11 @@ def topk_log_probs(
     """
     source = of_logits(input, num_classes, group, vocab_start)
     check_flags(return_log_tail=return_log_tail)
-    options, row_scale = _options(source, k, logit_scale, softcap)
+    options = _options(source, k, logit_scale, softcap)
     logits = source.rows.detach()
     if source.shard is not None:
         check_ranks(logits, logits.shape[1], options, source.shard, k=k)
-    ids, log_probs, log_tail = _of_logits(logits, k, options, row_scale, source.shard)
+    ids, log_probs, log_tail = _of_logits(logits, k, options, source.shard)
     return _target(ids, log_probs, log_tail, source.shape, options, return_log_tail)
 
 
@@ -149,7 +149,7 @@ def linear_topk_log_probs(
     """
     source = of_head(input, linear_weight, linear_bias, num_classes, group, vocab_start, logits_dtype, chunk_rows)
     check_flags(return_log_tail=return_log_tail)
-    options, row_scale = _options(source, k, logit_scale, softcap)
+    options = _options(source, k, logit_scale, softcap)
     assert source.head is not None
     head = Head._make(t if t is None else t.detach() for t in source.head)
     shape, shard = source.shape, source.shard
@@ -160,11 +160,10 @@ def linear_topk_log_probs(
     parts: List[Tuple[Tensor, Tensor, Tensor]] = []
     order: List[Tensor] = []
     for of, chunk in _chunks(rows, step, shard):
-        of_rows = row_scale if row_scale is None or row_scale.dim() == 0 else row_scale[of]
         of_chunk = head._replace(input=chunk)
         logits = (linear_logits(of_chunk, options.num_classes, float32_logits) if shard is None
                   else shard_logits(of_chunk, options, shard, float32_logits))
-        parts.append(_of_logits(logits, k, options, of_rows, shard))
+        parts.append(_of_logits(logits, k, options.scaled_in(of), shard))
         del logits  # before the next chunk's are made
         if isinstance(of, Tensor):
             order.append(of)
@@ -190,19 +189,20 @@ def _chunks(rows: Tensor, step: int, shard: Optional[Shard]) -> Iterator[Tuple[A
         yield of, chunk
 
 
-def _options(source: Source, k: int, logit_scale: Scale, softcap: Optional[float]) -> Tuple[Arguments, Any]:
-    """Returns the numbers, in arguments without a target, and a scale that is a tensor."""
-    taken, row_scale = source.options(logit_scale, softcap=softcap)
+def _options(source: Source, k: int, logit_scale: Scale, softcap: Optional[float]) -> Arguments:
+    """Returns the options, in arguments without a target."""
+    taken = source.options(logit_scale, softcap=softcap)
     most = source.shape[-1] if source.num_classes is None else source.num_classes
     if not is_integer(k) or not 0 < k <= most:
         fail(f"k must be an integer in [1, {most}], the number of classes, got {k!r}")
+    row_scale = taken.get("row_scale")
     if row_scale is not None and readable(row_scale) and not bool((row_scale > 0).all()):
         fail("logit_scale must be a number or a tensor of positive numbers, got one with others, which turn the order "
              "of the classes")
-    return Arguments(source.input, **taken), None if row_scale is None else row_scale.detach()
+    return Arguments(source.input, **taken)
 
 
-def _of_logits(logits: Tensor, k: int, a: Arguments, row_scale: Optional[Tensor],
+def _of_logits(logits: Tensor, k: int, a: Arguments,
                shard: Optional[Shard]) -> Tuple[Tensor, Tensor, Tensor]:
     """ids (N, k), log-probabilities (N, k) and log_tail (N,) of logits (N, V), or of those of a shard."""
     with torch.no_grad():
@@ -212,7 +212,7 @@ def _of_logits(logits: Tensor, k: int, a: Arguments, row_scale: Optional[Tensor]
         ids = topk_ids(live, k, largest) if shard is None else topk_ids_of_shards(live, k, largest, shard)
         if a.logit_scale == 0:  # all tie
             ids = torch.arange(k, device=ids.device).expand_as(ids).contiguous()
-        out = select_op(logits, a._replace(indices=ids, row_scale=row_scale), Outputs(log_tail=True), False, shard)
+        out = select_op(logits, a._replace(indices=ids), Outputs(log_tail=True), False, shard)
     return ids, out.log_probs, out.log_tail
 
 

@@ -221,10 +221,10 @@ def _loss_mean(loss: Tensor, normalizer: Optional[Tensor], *given: Any, **named:
         return out
 
 
-def refuse_other_grads(a: Arguments) -> None:
+def refuse_other_grads(a: Arguments, of_scale: bool = False) -> None:
     """Those that the losses do not have; that of a scale is ``select``'s."""
     weight = a.weight
-    if a.row_scale is not None and a.row_scale.requires_grad:
+    if a.learns_scale and not of_scale:
         fail("row_scale must be a tensor that does not require grad, got one that does; use torch.ops.sparse_ce.select "
              "with loss=True", RuntimeError)
     if weight is not None and weight.requires_grad:
@@ -246,7 +246,7 @@ def _run(logits: Tensor, a: Arguments, inplace: Inplace, returned: LossOptions) 
         if mean:
             loss = reference.loss_mean(loss, normalizer, *a.target, row_weight)[0]
         return (loss, lse) if return_lse else loss
-    if needs_grad(logits, a.values, a.weight, a.row_scale, row_weight):
+    if needs_grad(logits, *a.learned(), row_weight):
         refuse_other_grads(a)
         # What "forward" makes for 1 and scales, hooks on saved tensors put off until backward, for the same bits.
         scales = inplace == "forward" and mean and not return_lse and cross_entropy_inplace.may_overwrite(logits, a)

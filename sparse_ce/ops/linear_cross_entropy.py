@@ -150,7 +150,7 @@ def _run(head: Head, a: Arguments, chunks: Chunks, returned: LossOptions) -> Tup
         loss = reference.loss_mean(out[0], normalizer, *a.target, row_weight)[0] if mean else out[0]
         lse, entropy = (t.detach() if returned.detached else t for t in (out[1], out[5]))
         return loss, lse, entropy, out[7]
-    if needs_grad(*head, a.values, a.weight, a.row_scale, row_weight):
+    if needs_grad(*head, *a.learned(), row_weight):
         refuse_other_grads(a)
         out = _LinearCrossEntropy.apply(*head, a.values, row_weight, a, chunks, returned)
         return tuple(out)

@@ -32,7 +32,7 @@ class _LinearSelect(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, input: Tensor, linear_weight: Tensor, linear_bias: Optional[Tensor],
-                values: Optional[Tensor], row_scale: Optional[Tensor], a: Arguments, wanted: Outputs,
+                values: Optional[Tensor], scale: Optional[Tensor], a: Arguments, wanted: Outputs,
                 chunks: Chunks) -> Tuple[Tensor, ...]:
         head = Head(input, linear_weight, linear_bias)
         with below_autograd():
@@ -62,10 +62,10 @@ class _LinearSelect(torch.autograd.Function):
 def _run(head: Head, a: Arguments, wanted: Outputs, chunks: Chunks) -> Tuple[Tensor, ...]:
     if composite(head.input):
         return reference.linear_select(*head, *a, *wanted)
-    values = a.values if wanted.loss else None
-    if needs_grad(*head, values, a.row_scale, a.weight if wanted.loss else None):
-        refuse_other_grads(a._replace(row_scale=None))
-        out: Tuple[Tensor, ...] = _LinearSelect.apply(*head, values, a.row_scale, a, wanted, chunks)
+    values, scale, weight = a.learned(wanted.loss)
+    if needs_grad(*head, values, scale, weight):
+        refuse_other_grads(a, of_scale=True)
+        out: Tuple[Tensor, ...] = _LinearSelect.apply(*head, values, scale, a, wanted, chunks)
         return out
     with below_autograd():
         out = ops.linear_select(*head, *a, *wanted, *chunks)

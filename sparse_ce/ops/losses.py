@@ -27,7 +27,7 @@ class Reduced(NamedTuple):
 
 def loss_of_logits(logits: Tensor, a: Arguments, loss: LossOptions, inplace: Inplace, shard: Optional[Shard]) -> Reduced:
     """Returns the loss of ``logits`` (..., C), by ``select`` if it has outputs or a gradient that ``forward`` lacks."""
-    if loss.metrics or shard is not None or _learns_scale(a):
+    if loss.metrics or shard is not None or a.learns_scale:
         rows = logits.reshape(math.prod(logits.shape[:-1]), logits.shape[-1])
         out = select(rows, a, _outputs(loss), inplace is not False, shard)
         made = Reduced(reduced(out.loss, a, loss), out.lse, out.entropy, out.argmax)
@@ -44,16 +44,12 @@ def loss_of_head(head: Head, a: Arguments, loss: LossOptions, chunks: Chunks, sh
     if shard is not None:
         more = linear_select(head, a, _outputs(loss), chunks, shard, Mean(*of_mean[:3]))
         made = Reduced(more.loss, more.lse, more.entropy, more.argmax)
-    elif _learns_scale(a):
+    elif a.learns_scale:
         more = linear_select(head, a, _outputs(loss), chunks, shard)
         made = Reduced(reduced(more.loss, a, loss), more.lse, more.entropy, more.argmax)
     else:
         made = Reduced(*linear_cross_entropy(head, a, chunks, of_mean))
     return _weighted(made, a, loss)
-
-
-def _learns_scale(a: Arguments) -> bool:
-    return a.row_scale is not None and a.row_scale.requires_grad
 
 
 def _outputs(loss: LossOptions) -> Outputs:

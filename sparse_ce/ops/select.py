@@ -101,7 +101,7 @@ class _Select(torch.autograd.Function):
     """The gradients for logits, the values of the entries, where there is a loss, and the scale, ()."""
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, values: Optional[Tensor], row_scale: Optional[Tensor], a: Arguments,
+    def forward(ctx: Any, logits: Tensor, values: Optional[Tensor], scale: Optional[Tensor], a: Arguments,
                 wanted: Outputs, inplace: bool) -> Tuple[Tensor, ...]:
         with below_autograd():
             out = Selected(*ops.select(logits, *a, *wanted))
@@ -143,10 +143,10 @@ def _select(logits: Tensor, *given: Any, **named: Any) -> Tuple[Tensor, ...]:
 def _run(logits: Tensor, a: Arguments, wanted: Outputs, inplace: bool) -> Tuple[Tensor, ...]:
     if composite(logits):
         return reference.select(logits, *a, *wanted)
-    values = a.values if wanted.loss else None
-    if needs_grad(logits, values, a.row_scale, a.weight if wanted.loss else None):
-        refuse_other_grads(a._replace(row_scale=None))
-        out: Tuple[Tensor, ...] = _Select.apply(logits, values, a.row_scale, a, wanted, inplace)
+    values, scale, weight = a.learned(wanted.loss)
+    if needs_grad(logits, values, scale, weight):
+        refuse_other_grads(a, of_scale=True)
+        out: Tuple[Tensor, ...] = _Select.apply(logits, values, scale, a, wanted, inplace)
         return out
     with below_autograd():
         out = ops.select(logits, *a, *wanted)

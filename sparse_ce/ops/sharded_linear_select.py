@@ -149,8 +149,7 @@ def _arguments_of(a: Arguments, rows: Any) -> Arguments:
     def cut(t: Optional[Tensor]) -> Optional[Tensor]:
         return None if t is None else t[rows]
 
-    a = a._replace(row_mask=cut(a.row_mask), row_scale=cut(a.row_scale) if a.row_scale is not None and a.row_scale.dim()
-                   else a.row_scale)
+    a = a.scaled_in(rows)._replace(row_mask=cut(a.row_mask))
     if a.offsets is None:
         return a._replace(indices=a.indices[rows], values=cut(a.values))
     offsets = torch.stack((a.offsets[:-1], a.offsets[1:]), 1) if a.offsets.dim() == 1 else a.offsets
@@ -246,7 +245,7 @@ class _ShardedLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, input: Tensor, linear_weight: Tensor, linear_bias: Optional[Tensor],
-                values: Optional[Tensor], row_weight: Optional[Tensor], row_scale: Optional[Tensor], a: Arguments,
+                values: Optional[Tensor], row_weight: Optional[Tensor], scale: Optional[Tensor], a: Arguments,
                 wanted: Outputs, mean: Mean, chunks: Chunks, shard: Shard) -> Tuple[Tensor, ...]:
         head = Head(input, linear_weight, linear_bias)
         *of_head, wants_values, wants_weights, wants_scale = ctx.needs_input_grad[:6]
@@ -315,10 +314,10 @@ def _run(head: Head, a: Arguments, wanted: Outputs, mean: Mean, chunks: Chunks, 
     if composite(head.input):
         fail("input must be an ordinary tensor on the CPU or CUDA where the classes are shared out among processes, "
              "got one of torch.func, of forward-mode AD or of another device", RuntimeError)
-    values = a.values if wanted.loss else None
-    if needs_grad(*head, values, a.row_scale, mean.row_weight, a.weight if wanted.loss else None):
-        refuse_other_grads(a._replace(row_scale=None))
-        out: Tuple[Tensor, ...] = _ShardedLinear.apply(*head, values, mean.row_weight, a.row_scale, a, wanted, mean,
+    values, scale, weight = a.learned(wanted.loss)
+    if needs_grad(*head, values, scale, mean.row_weight, weight):
+        refuse_other_grads(a, of_scale=True)
+        out: Tuple[Tensor, ...] = _ShardedLinear.apply(*head, values, mean.row_weight, scale, a, wanted, mean,
                                                        chunks, shard)
         return out
     with below_autograd():

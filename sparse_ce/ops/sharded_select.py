@@ -64,7 +64,7 @@ class _ShardedSelect(torch.autograd.Function):
     """The gradients for logits, the values of the entries, where there is a loss, and the scale, ()."""
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, values: Optional[Tensor], row_scale: Optional[Tensor], a: Arguments,
+    def forward(ctx: Any, logits: Tensor, values: Optional[Tensor], scale: Optional[Tensor], a: Arguments,
                 wanted: Outputs, shard: Shard, inplace: bool) -> Tuple[Tensor, ...]:
         # The gradient of a weight is its class's log-probability, which another rank may hold.
         for_values = ctx.needs_input_grad[1] and wanted.loss
@@ -154,10 +154,10 @@ def _run(logits: Tensor, a: Arguments, wanted: Outputs, shard: Shard, inplace: b
     if composite(logits):
         fail("input must be an ordinary tensor on the CPU or CUDA where the classes are shared out among processes, "
              "got one of torch.func, of forward-mode AD or of another device", RuntimeError)
-    values = a.values if wanted.loss else None
-    if needs_grad(logits, values, a.row_scale, a.weight if wanted.loss else None):
-        refuse_other_grads(a._replace(row_scale=None))
-        out: Tuple[Tensor, ...] = _ShardedSelect.apply(logits, values, a.row_scale, a, wanted, shard, inplace)
+    values, scale, weight = a.learned(wanted.loss)
+    if needs_grad(logits, values, scale, weight):
+        refuse_other_grads(a, of_scale=True)
+        out: Tuple[Tensor, ...] = _ShardedSelect.apply(logits, values, scale, a, wanted, shard, inplace)
         return out
     return tuple(_select(logits, a, wanted, shard))
 

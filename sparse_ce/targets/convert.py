@@ -131,8 +131,7 @@ def as_teacher(teacher: Target, leading: torch.Size, vocab: Optional[int]) -> Sp
 
 
 def dense_parts(input: Tensor, shape: torch.Size, target: Target, weight: Optional[Tensor], reduction: str,
-                 normalizer: Optional[Normalizer], options: Dict[str, Any],
-                 row_scale: Optional[Tensor]) -> Tuple[Arguments, Optional[Tensor]]:
+                 normalizer: Optional[Normalizer], options: Dict[str, Any]) -> Tuple[Arguments, Optional[Tensor]]:
     """The arguments of the ops, the target with one leading dimension, and the normalizer, for logits of ``shape`` on
     the device of ``input``."""
     check_reduction(reduction, normalizer)
@@ -141,16 +140,16 @@ def dense_parts(input: Tensor, shape: torch.Size, target: Target, weight: Option
         weight = class_weights(weight, input, shape[-1], shape[-1] if num_classes is None else num_classes)
     if type(target) is Tensor and fit_as_labels(target, shape, input):  # most calls
         labels = target if len(shape) == 2 else target.reshape(-1)
-        a = Arguments(labels, None, None, weight, row_scale=row_scale, **options)
+        a = Arguments(labels, None, None, weight, **options)
     else:
-        a = flat_target(input, shape, as_target(target, shape), target, weight, row_scale, options)
+        a = flat_target(input, shape, as_target(target, shape), target, weight, options)
     if reduction == "sum":
         normalizer = 1.0  # a mean that divides by 1
     return a, None if normalizer is None else scalar_normalizer(normalizer, input)
 
 
 def flat_target(input: Tensor, shape: torch.Size, target: SparseTarget, given: object, weight: Optional[Tensor],
-                row_scale: Optional[Tensor], options: Dict[str, Any]) -> Arguments:
+                options: Dict[str, Any]) -> Arguments:
     """The arguments of the ops: ``target``, made of what was ``given``, with one leading dimension."""
     ignore_index = options["ignore_index"]
     check_target(target, shape, input, options["num_classes"])
@@ -158,4 +157,4 @@ def flat_target(input: Tensor, shape: torch.Size, target: SparseTarget, given: o
         target = target._marked(ignore_index)
     flat = target.flatten()
     return Arguments(flat.indices, flat.values, flat.offsets, weight, flat.row_mask,
-                     logprobs=flat.kind == "logprobs", row_scale=row_scale, **options)
+                     logprobs=flat.kind == "logprobs", **options)
