@@ -5,9 +5,9 @@ from typing import Any, Dict
 from torch import SymBool
 
 from .errors import described, fail
-from .outputs import LogProbs
+from .outputs import OPTIONAL
 
-_OF_MODULES = ("return_lse", *(f"return_{name}" for name in LogProbs.optional if name != "entropy"), "has_aux",
+_OF_MODULES = ("return_lse", *(f"return_{name}" for name in OPTIONAL if name != "entropy"), "has_aux",
                "temperature_squared")
 
 

@@ -1,13 +1,17 @@
 """What functions return, as records."""
 
 from dataclasses import dataclass, fields
-from typing import Any, ClassVar, Iterable, List, Tuple
+from typing import Any, Iterable, List, Tuple
 
 import torch
 from torch import Tensor
 
 DIFFERENTIABLE = ("loss", "lse", "log_probs", "log_tail", "entropy", "mean_logit")
 """The outputs of ``select`` whose gradients its backward takes, in the order of the schema."""
+
+
+OPTIONAL = ("log_tail", "entropy", "mean_logit", "argmax")
+"""The fields of :class:`LogProbs` that a ``return_*`` option asks for."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,9 +43,6 @@ class LogProbs:
     entropy: Tensor = None  # type: ignore[assignment]
     mean_logit: Tensor = None  # type: ignore[assignment]
     argmax: Tensor = None  # type: ignore[assignment]
-
-    optional: ClassVar[Tuple[str, ...]] = ("log_tail", "entropy", "mean_logit", "argmax")
-    """The fields that a ``return_*`` option asks for."""
 
 
 def _flatten(t: LogProbs) -> Tuple[List[Tensor], Tuple[str, ...]]:

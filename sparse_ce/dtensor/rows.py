@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from .._core.errors import fail
 from .._core.options import is_integer
-from .._core.outputs import LogProbs
+from .._core.outputs import OPTIONAL, LogProbs
 from .._core.tensor_checks import is_distributed
 from ..sharding.groups import SequenceGroup
 from ..targets.convert import as_target
@@ -255,5 +255,5 @@ def _each_row(t: SparseTarget, f: Callable[[Tensor], Tensor]) -> SparseTarget:
 def of_each(f: Callable[[Tensor], Tensor], out: LogProbs,
             of_entries: Optional[Callable[[Tensor], Tensor]] = None) -> LogProbs:
     """``f`` of each field that is there; ``of_entries``, where there is one, of the log-probabilities."""
-    made: Any = (None if t is None else f(t) for t in (getattr(out, name) for name in LogProbs.optional))
+    made: Any = (None if t is None else f(t) for t in (getattr(out, name) for name in OPTIONAL))
     return LogProbs((of_entries or f)(out.log_probs), f(out.lse), *made)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from .._core.arguments import LossOptions
-from .._core.outputs import LogProbs
+from .._core.outputs import OPTIONAL, LogProbs
 from ..ops.losses import Reduced
 from ..ops.select import Outputs, Selected
 
@@ -54,7 +54,7 @@ def packed_loss(out: Reduced, options: LossOptions, leading: torch.Size, return_
 def packed_log_probs(out: Selected, wanted: Outputs, shape: torch.Size, leading: torch.Size) -> LogProbs:
     """Returns the log-probabilities in the ``shape`` of the ids, and of the rows' outputs those that were ``wanted``."""
     return LogProbs(out.log_probs.reshape(shape), out.lse.reshape(leading),
-                    *(_rows(getattr(out, name), getattr(wanted, name), leading) for name in LogProbs.optional))
+                    *(_rows(getattr(out, name), getattr(wanted, name), leading) for name in OPTIONAL))
 
 
 def _rows(t: Any, wanted: Optional[bool], leading: torch.Size) -> Any:

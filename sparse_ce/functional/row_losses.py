@@ -13,7 +13,7 @@ from .. import reference
 from .._core.arguments import IGNORE_INDEX, Chunks, Normalizer, Scale, arithmetic_dtype
 from .._core.errors import fail
 from .._core.flags import check_flags
-from .._core.outputs import LogProbs
+from .._core.outputs import OPTIONAL
 from .._core.tensor_checks import check_reduction, scalar_normalizer
 from .._core.tracing import eager, traced
 from ..dtensor.dispatch import accepts_dtensors
@@ -206,7 +206,7 @@ def _returned(t: object, wanted: Outputs) -> str:
     """What an error says of it; where it may be an output that was not asked for, how to ask."""
     if isinstance(t, Tensor):
         return str(list(t.shape))
-    flags = [f"return_{name}=True" for name in LogProbs.optional
+    flags = [f"return_{name}=True" for name in OPTIONAL
              if t is None and not getattr(wanted, name)]
     return f"{type(t).__name__} (as an output is without its {' or '.join(flags)})" if flags else type(t).__name__
 
