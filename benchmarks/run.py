@@ -18,22 +18,22 @@ from typing import Any, Callable, Dict, List, Tuple
 
 import torch
 
-import record as records
-from bench import Call, extra_bytes, time_by_turns
-from candidate_problems import CANDIDATE_SHAPES, measure_candidates
-from check import WrongResult, check, exact
-from cliff_problems import CLIFF_SHAPES, measure_cliffs
-from goals import between_ways, chosen_way, goals
-from image_problems import IMAGE_SHAPES, measure_images
-from linear_problems import LINEAR_SHAPES, measure_linear
-from linear_select_problems import LINEAR_SELECT_SHAPES, measure_linear_select
-from mean_problems import MEAN_SHAPES, measure_masked_mean
-from peers import Problem, Shape
-from select_problems import SELECT_SHAPES, measure_select
-from small_problems import SMALL_SHAPES, measure_small
-from sparse_problems import SPARSE_SHAPES, STOCK_SHAPES, measure_log_softmax, measure_stock
-from variant_problems import VARIANTS, measure_variant
-from work import Work, work_on
+from harness import record as records
+from harness.bench import Call, extra_bytes, time_by_turns
+from harness.check import WrongResult, check, exact
+from harness.goals import between_ways, chosen_way, goals
+from harness.peers import Problem, Shape
+from harness.work import Work, work_on
+from problems.candidate_problems import CANDIDATE_SHAPES, measure_candidates
+from problems.cliff_problems import CLIFF_SHAPES, measure_cliffs
+from problems.image_problems import IMAGE_SHAPES, measure_images
+from problems.linear_problems import LINEAR_SHAPES, measure_linear
+from problems.linear_select_problems import LINEAR_SELECT_SHAPES, measure_linear_select
+from problems.mean_problems import MEAN_SHAPES, measure_masked_mean
+from problems.select_problems import SELECT_SHAPES, measure_select
+from problems.small_problems import SMALL_SHAPES, measure_small
+from problems.sparse_problems import SPARSE_SHAPES, STOCK_SHAPES, measure_log_softmax, measure_stock
+from problems.variant_problems import VARIANTS, measure_variant
 
 HERE = Path(__file__).parent
 
@@ -168,7 +168,7 @@ def compare_ways(folder: Path) -> None:
 def update_results(found: records.Record, whole: bool = True) -> None:
     """Keeps the record; RESULTS.md from the latest of each device, pictures from the latest of each type of device.
     One that is not ``whole`` takes the problems that it lacks from the device's latest."""
-    from plot import plot_memory, plot_time
+    from harness.plot import plot_memory, plot_time
     if not whole:
         before = [json.loads(path.read_text()) for path in sorted((HERE / "records").glob("*.json"))]
         of_device = [kept for kept in before if records.where(kept) == records.where(found)]
@@ -196,7 +196,7 @@ def update_results(found: records.Record, whole: bool = True) -> None:
 
 def draw(found: records.Record, out: Path) -> None:
     try:
-        from plot import plot_memory, plot_time
+        from harness.plot import plot_memory, plot_time
     except ImportError as error:
         print(f"no plot: {error}")
         return

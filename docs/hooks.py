@@ -12,7 +12,7 @@ from mkdocs.structure.files import File
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "benchmarks"))
-import tables  # noqa: E402
+from harness import tables  # noqa: E402
 
 _TABLE = re.compile(r"^<!-- records: (.+) -->$", re.MULTILINE)
 _LOADED = re.compile(r"""<link[^>]*href=["']?(?:https?:)?//[^>]*|src=["']?(?:https?:)?//[^\s>]*|"""
