@@ -29,9 +29,13 @@ def on_files(files, config):
         files.append(File.generated(config, picture.name, abs_src_path=str(picture)))
     shim = ROOT / "third_party" / "iframe-worker" / "shim.js"
     files.append(File.generated(config, "iframe-worker/shim.js", abs_src_path=str(shim)))
-    results = (ROOT / "benchmarks" / "RESULTS.md").read_text()
-    results = re.sub(r"\[([\w.]+\.py)\]\(\1\)", r"`benchmarks/\1`", results)  # the sources are not part of the site
-    files.append(File.generated(config, "results.md", content=results))
+    for page in (ROOT / "benchmarks" / "results").glob("*.md"):
+        name, text = f"results/{page.name}", page.read_text()
+        if page.stem == "README":
+            name = "results.md"
+            text = re.sub(r"\[[\w.]+\]\(\.\./([\w/]+\.py)\)", r"`benchmarks/\1`", text)  # no part of the site
+            text = re.sub(r"\]\(([\w.-]+\.md)\)", r"](results/\1)", text)
+        files.append(File.generated(config, name, content=text))
     return files
 
 

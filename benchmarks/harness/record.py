@@ -7,7 +7,7 @@ import re
 import subprocess
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Dict, Optional, Sequence
+from typing import Any, Dict, Optional, Sequence, Tuple
 
 import torch
 
@@ -91,6 +91,10 @@ def goal_row(goal: Goal) -> Record:
 
 def problem_table(problem: Record) -> str:
     """Markdown: the rows of one problem, and under them its goals."""
+    return "\n\n".join([rows_table(problem), *([goals_table([problem])] if problem["goals"] else [])])
+
+
+def rows_table(problem: Record) -> str:
     computes = "operations" in problem["rows"][0]
     amount, rate = ("GFLOP", "GFLOP/s") if computes else ("moves, MB", "GB/s")
     lines = [f"| | time, ms (p20 - p80) | {amount} | {rate} | time / floor | / ours | extra MiB | gradient error |",
@@ -114,29 +118,56 @@ def problem_table(problem: Record) -> str:
     notes += [f"{name}: not run, {reason}." for name, reason in problem["not_run"].items()]
     if notes:
         lines += ["", " ".join(notes)]
-    if problem["goals"]:
-        lines += ["", "| goal | limit | measured (p20 - p80) | |", "|---|---|---|---|"]
-    for g in problem["goals"]:
-        value = g["value"]
-        limit = f"{'at least' if g['at_least'] else 'at most'} {g['limit']:.3g}"
-        lines.append(f"| {g['text']} | {limit} | {value['median']:.3g} ({value['p20']:.3g} - {value['p80']:.3g}) | "
-                     f"{'met' if g['met'] else '**missed**'} |")
     return "\n".join(lines)
 
 
-def markdown(record: Record) -> str:
-    """One record as a section."""
+def goals_table(problems: Sequence[Record], titles: bool = False) -> str:
+    """With the titles of their problems, or without."""
+    first, line = ("| problem ", "|---") if titles else ("", "")
+    lines = [f"{first}| goal | limit | measured (p20 - p80) | |", f"{line}|---|---|---|---|"]
+    for problem in problems:
+        for g in problem["goals"]:
+            value = g["value"]
+            limit = f"{'at least' if g['at_least'] else 'at most'} {g['limit']:.3g}"
+            title = f"| {problem['title']} " if titles else ""
+            lines.append(f"{title}| {g['text']} | {limit} | {value['median']:.3g} ({value['p20']:.3g} - "
+                         f"{value['p80']:.3g}) | {'met' if g['met'] else '**missed**'} |")
+    return "\n".join(lines)
+
+
+def goals_of(record: Record) -> Tuple[int, int]:
+    """How many are met, and how many missed."""
+    met = [goal["met"] for problem in record["problems"] for goal in problem["goals"]]
+    return sum(met), len(met) - sum(met)
+
+
+def devices_table(found: Sequence[Record]) -> str:
+    lines = ["| device | date | problems | goals met | goals missed |", "|---|---|---|---|---|"]
+    for record in found:
+        met, missed = goals_of(record)
+        lines.append(f"| [{where(record)}]({slug(record)}.md) | {record['date']} | {len(record['problems'])} | {met} | "
+                     f"{missed} |")
+    return "\n".join(lines)
+
+
+def markdown(record: Record, whole: int = 0) -> str:
+    """One record as a page. With fewer problems than the ``whole`` benchmark has, it says which they are."""
     about = [record["device"], f"driver {record['driver']}" if record["driver"] else f"{record['threads']} threads, "
              f"{record['instruction_set']}", f"torch {record['torch']}", record["system"], record["date"],
              f"csrc {record['csrc']}", f"{record['repeats']} rounds"]
-    parts = [f"## {where(record)}", ", ".join(about) + "."]
+    parts = [f"# {where(record)}", ", ".join(about) + "."]
     if record["quick"]:
         parts.append("A quick run: fewer rows and rounds than the goals are made for.")
+    met, missed = goals_of(record)
+    parts += ["## Goals", f"{met} met, {missed} missed.", goals_table(record["problems"], titles=True)]
+    if len(record["problems"]) < whole:
+        titles = [f"- {problem['title']}" for problem in record["problems"]]
+        parts += ["## Problems", "A part of the benchmark. The record has these problems:", "\n".join(titles)]
     for problem in record["problems"]:
-        parts.append(f"### {problem['title']}")
+        parts.append(f"## {problem['title']}")
         if problem.get("csrc", record["csrc"]) != record["csrc"]:
             parts.append(f"Measured {problem['date']}, csrc {problem['csrc']}.")
-        parts.append(problem_table(problem))
+        parts.append(rows_table(problem))
     return "\n\n".join(parts) + "\n"
 
 
@@ -146,9 +177,9 @@ def save(record: Record, path: Path) -> None:
 
 
 def slug(record: Record) -> str:
-    """A file name: date and device."""
+    """The device as a file name."""
     device = re.sub(r"\((r|tm)\)", "", where(record).lower())
-    return record["date"] + "-" + re.sub(r"[^a-z0-9.]+", "-", device).strip("-")
+    return re.sub(r"[^a-z0-9.]+", "-", device).strip("-")
 
 
 def _cpu_model() -> str:

@@ -1,4 +1,4 @@
-"""Tables of a few rows from the records, for the documentation; RESULTS.md has all rows. Needs no torch."""
+"""Tables of a few rows from the records, for the documentation; the pages of results/ have all. Needs no torch."""
 
 import json
 import re

@@ -264,14 +264,30 @@ def test_a_part_that_is_measured_again_joins_the_latest_record():
     assert [(p["title"], p["csrc"], p["rows"][0]["name"]) for p in joined["problems"]] == [
         ("one", "old", "old"), ("two", "new", "new"), ("three", "new", "new")]
     text = run.records.markdown(run.records.joined(joined, record("newest", "three")))
-    assert text.count("Measured") == 2 and "### one\n\nMeasured day old, csrc old." in text
+    assert text.count("Measured") == 2 and "## one\n\nMeasured day old, csrc old." in text
 
 
 def test_processors_of_one_name_and_two_instruction_sets_are_two_machines():
     avx2 = {"device": "A CPU(R)", "driver": None, "instruction_set": "avx2", "date": "2026-01-01"}
     gpu = {"device": "A GPU", "driver": "1.2", "instruction_set": "avx2", "date": "2026-01-01"}
-    assert run.records.slug(avx2) == "2026-01-01-a-cpu-avx2" and run.records.slug(gpu) == "2026-01-01-a-gpu"
+    assert run.records.slug(avx2) == "a-cpu-avx2" and run.records.slug(gpu) == "a-gpu"
     assert run.records.where(avx2) != run.records.where({**avx2, "instruction_set": "avx512"})
+
+
+def test_a_page_has_the_goals_first_and_says_what_a_part_holds():
+    def problem(title, *met):
+        goals = [{"text": "fast", "limit": 1.0, "at_least": True, "met": each,
+                  "value": {"median": 1.0, "p20": 1.0, "p80": 1.0}} for each in met]
+        return {"title": title, "rows": [{**ROW, "name": "x"}], "goals": goals, "not_run": {}}
+    record = {"device": "a GPU", "driver": "1", "torch": "2", "system": "x", "date": "a day", "csrc": "a tree",
+              "repeats": 1, "quick": False, "problems": [problem("one", True, False), problem("two", True)]}
+    text = run.records.markdown(record, whole=3)
+    assert re.findall("^#.*", text, re.M) == ["# a GPU", "## Goals", "## Problems", "## one", "## two"]
+    assert "2 met, 1 missed." in text and "\n- one\n- two\n" in text
+    assert re.findall(r"^\| (one|two) \| fast .*\| (met|\*\*missed\*\*) \|$", text, re.M) == [
+        ("one", "met"), ("one", "**missed**"), ("two", "met")]
+    assert "## Problems" not in run.records.markdown(record, whole=2)
+    assert "| [a GPU](a-gpu.md) | a day | 2 | 2 | 1 |" in run.records.devices_table([record])
 
 
 ROW = {"side": "ours", "bytes": 1, "gb_per_s": 1.0, "ms": {"median": 1.0, "p20": 1.0, "p80": 1.0}, "over_floor": {
@@ -342,9 +358,11 @@ def test_results_are_made_of_the_records(tmp_path, monkeypatch):
     monkeypatch.setattr(run, "HERE", tmp_path)
     monkeypatch.setattr(sys, "argv", ["run.py", "--update-results", str(record)])
     assert run.main() == 0
-    committed = (Path(run.__file__).parent / "RESULTS.md").read_text()
-    assert (tmp_path / "RESULTS.md").read_text() == committed
-    pictures = re.findall(r"^!\[.*\]\((.+)\)$", committed, re.MULTILINE)
+    committed, made = ({path.name: path.read_text() for path in (folder / "results").iterdir()}
+                       for folder in (Path(run.__file__).parent, tmp_path))
+    assert made == committed
+    assert {f"{path.stem}.md" for path in (tmp_path / "records").iterdir()} == set(committed) - {"README.md"}
+    pictures = re.findall(r"^!\[.*\]\(\.\./(.+)\)$", "\n".join(committed.values()), re.MULTILINE)
     kinds = {json.loads(path.read_text())["device_type"] for path in (tmp_path / "records").glob("*.json")}
     times = {f"time-{kind}.png" for kind in kinds}
     assert len(pictures) == len(set(pictures)) and times < set(pictures)

@@ -42,7 +42,7 @@ def test_the_code_of_a_page_runs(page, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_links_and_pictures_of_a_page_exist(page):
-    generated = {"results.md": "benchmarks/RESULTS.md", "time-cpu.png": "benchmarks/time-cpu.png",
+    generated = {"results.md": "benchmarks/results/README.md", "time-cpu.png": "benchmarks/time-cpu.png",
                  "memory-cpu.png": "benchmarks/memory-cpu.png"} if page.parent.name == "docs" else {}
     for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
         path, _, anchor = link.partition("#")
