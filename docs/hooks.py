@@ -58,9 +58,10 @@ def on_post_build(config):
         about = re.match(r"# [^\n]+\n\n(.+?)[.:](?:\s|$)", text, re.DOTALL)  # the first sentence says it all
         link = name.replace(".md", ".html") if name == "api.md" else name
         lines.append(f"- [{title}]({link}): {' '.join(about[1].split())}")
+    (site / "llms.txt").write_text("\n".join(lines) + "\n")
+    for name, (_, text) in _pages.items():
         if name != "api.md":
             (site / name).write_text(text)
-    (site / "llms.txt").write_text("\n".join(lines) + "\n")
     for path in (path for ending in ("html", "css") for path in site.rglob(f"*.{ending}")):
         found = _LOADED.search(path.read_text())
         if found:

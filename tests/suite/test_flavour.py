@@ -38,6 +38,10 @@ def test_every_file_has_a_part_in_some_flavour(stem):
     assert [name for name in ("plain", "programs", "builds") if FLAVOURS[name].has_file(stem)]
 
 
+def test_every_file_has_a_folder_and_a_name_of_its_own():
+    assert sorted(path.stem for path in TESTS.rglob("test_*.py")) == sorted(set(FILES))
+
+
 def test_every_pattern_fits_a_file():
     patterns = {pattern for flavour in FLAVOURS.values() for pattern in (*flavour.files, *flavour.but)}
     unused = {p for p in patterns if not any(Path(stem).match(p) for stem in FILES)}
