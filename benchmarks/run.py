@@ -3,8 +3,8 @@
 Every result is checked against float64 before it is timed. Writes <date>-<device>.json, .md and two pictures to --out;
 --update-results also keeps the record in benchmarks/records, in the place of the device's last, and makes the pages of
 benchmarks/results and the plots again from the records. With a file, a record of this program or of gpu_acceptance.py,
-it keeps that one and measures nothing. With --only the device's record keeps what was not measured. --compare-ways, which measures nothing either, judges what records
-say of SPARSE_CE_ONE_PASS.
+it keeps that one and measures nothing. With --only the device's record keeps what was not measured. --compare-ways,
+which measures nothing either, judges what records say of SPARSE_CE_ONE_PASS.
 """
 
 import argparse
