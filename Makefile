@@ -105,4 +105,4 @@ clean:
 	rm -rf $(VENV) .venv-cuda build dist *.egg-info tests/emulation/build
 
 gpu-kit:
-	$(PYTHON) benchmarks/gpu_kit.py
+	$(PYTHON) benchmarks/gpu/gpu_kit.py

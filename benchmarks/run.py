@@ -1,10 +1,10 @@
 """Times sparse_ce and its peers against the floor: ``python benchmarks/run.py [--quick] [--device cpu|cuda]``.
 
 Every result is checked against float64 before it is timed. Writes <date>-<device>.json, .md and two pictures to --out;
---update-results also keeps the record in benchmarks/records and makes RESULTS.md and the plots again from the records.
-With a file, a record of this program or of gpu_acceptance.py, it keeps that one and measures nothing. With --only the
-device's latest record keeps what was not measured. --compare-ways, which measures nothing either, judges what records
-say of SPARSE_CE_ONE_PASS.
+--update-results also keeps the record in benchmarks/records, in the place of the device's last, and makes the pages of
+benchmarks/results and the plots again from the records. With a file, a record of this program or of gpu_acceptance.py,
+it keeps that one and measures nothing. With --only the device's record keeps what was not measured. --compare-ways,
+which measures nothing either, judges what records say of SPARSE_CE_ONE_PASS.
 """
 
 import argparse
@@ -18,22 +18,22 @@ from typing import Any, Callable, Dict, List, Tuple
 
 import torch
 
-import record as records
-from bench import Call, extra_bytes, time_by_turns
-from candidate_problems import CANDIDATE_SHAPES, measure_candidates
-from check import WrongResult, check, exact
-from cliff_problems import CLIFF_SHAPES, measure_cliffs
-from goals import between_ways, chosen_way, goals
-from image_problems import IMAGE_SHAPES, measure_images
-from linear_problems import LINEAR_SHAPES, measure_linear
-from linear_select_problems import LINEAR_SELECT_SHAPES, measure_linear_select
-from mean_problems import MEAN_SHAPES, measure_masked_mean
-from peers import Problem, Shape
-from select_problems import SELECT_SHAPES, measure_select
-from small_problems import SMALL_SHAPES, measure_small
-from sparse_problems import SPARSE_SHAPES, STOCK_SHAPES, measure_log_softmax, measure_stock
-from variant_problems import VARIANTS, measure_variant
-from work import Work, work_on
+from harness import record as records
+from harness.bench import Call, extra_bytes, time_by_turns
+from harness.check import WrongResult, check, exact
+from harness.goals import between_ways, chosen_way, goals
+from harness.peers import Problem, Shape
+from harness.work import Work, work_on
+from problems.candidate_problems import CANDIDATE_SHAPES, measure_candidates
+from problems.cliff_problems import CLIFF_SHAPES, measure_cliffs
+from problems.image_problems import IMAGE_SHAPES, measure_images
+from problems.linear_problems import LINEAR_SHAPES, measure_linear
+from problems.linear_select_problems import LINEAR_SELECT_SHAPES, measure_linear_select
+from problems.mean_problems import MEAN_SHAPES, measure_masked_mean
+from problems.select_problems import SELECT_SHAPES, measure_select
+from problems.small_problems import SMALL_SHAPES, measure_small
+from problems.sparse_problems import SPARSE_SHAPES, STOCK_SHAPES, measure_log_softmax, measure_stock
+from problems.variant_problems import VARIANTS, measure_variant
 
 HERE = Path(__file__).parent
 
@@ -58,13 +58,18 @@ SMALL_REPEATS = 10  # times as many where a call takes a millisecond
 
 INTRODUCTION = """# Results
 
-Made by `python benchmarks/run.py --update-results` from `benchmarks/records`. How it is measured: [bench.py](bench.py);
-what is run: [work.py](work.py); the peers: [peers.py](peers.py). Rows in bold are ours; a peer that has no soft
-targets is given class indices and says so. MB and GB/s count the bytes that the work cannot avoid, whoever does it.
-"Time / floor" is in units of the floors that move as much: reading the logits once (forward), copying them once
-(backward), or both; "/ ours" is in units of our forward + backward. For the linear head
-([linear_problems.py](linear_problems.py)) the floor is its three GEMMs, and extra memory what is held beyond inputs and
-gradients. Ratios are medians over rounds; a goal is met by the median.
+The newest record of each device has a page, with its goals first. `python benchmarks/run.py --update-results` makes
+them from `benchmarks/records`; the repository's history has the older records.
+
+{devices}
+
+How it is measured: [bench.py](../harness/bench.py); what is run: [work.py](../harness/work.py); the peers:
+[peers.py](../harness/peers.py). Rows in bold are ours; a peer that has no soft targets is given class indices and says
+so. MB and GB/s count the bytes that the work cannot avoid, whoever does it. "Time / floor" is in units of the floors
+that move as much: reading the logits once (forward), copying them once (backward), or both; "/ ours" is in units of our
+forward + backward. For the linear head ([linear_problems.py](../problems/linear_problems.py)) the floor is its three
+GEMMs, and extra memory what is held beyond inputs and gradients. Ratios are medians over rounds; a goal is met by the
+median.
 """
 
 
@@ -166,37 +171,34 @@ def compare_ways(folder: Path) -> None:
 
 
 def update_results(found: records.Record, whole: bool = True) -> None:
-    """Keeps the record; RESULTS.md from the latest of each device, pictures from the latest of each type of device.
-    One that is not ``whole`` takes the problems that it lacks from the device's latest."""
-    from plot import plot_memory, plot_time
-    if not whole:
-        before = [json.loads(path.read_text()) for path in sorted((HERE / "records").glob("*.json"))]
-        of_device = [kept for kept in before if records.where(kept) == records.where(found)]
-        found = records.joined(of_device[-1], found) if of_device else found
-    records.save(found, HERE / "records" / f"{records.slug(found)}.json")
-    latest: Dict[str, records.Record] = {}
-    for path in sorted((HERE / "records").glob("*.json")):  # by date
-        kept = json.loads(path.read_text())
-        latest.pop(records.where(kept), None)
-        latest[records.where(kept)] = kept
+    """Keeps the record in the place of the device's last; a page for each device, pictures of the latest of each type.
+    One that is not ``whole`` takes the problems that it lacks from the device's last."""
+    from harness.plot import plot_memory, plot_time
+    path = HERE / "records" / f"{records.slug(found)}.json"
+    if not whole and path.exists():
+        found = records.joined(json.loads(path.read_text()), found)
+    records.save(found, path)
+    latest = [json.loads(path.read_text()) for path in sorted((HERE / "records").glob("*.json"))]
+    latest.sort(key=lambda kept: kept["date"])
     pictures: Dict[str, Tuple[str, str]] = {}  # file: its device, the last of a type with such problems, and its text
-    for kept in latest.values():
+    for kept in latest:
         for name, text, draw in (("time", "time of a step's loss by method", plot_time),
                                  ("memory", "memory of a step's loss by method", plot_memory)):
             picture = f"{name}-{kept['device_type']}.png"
             if draw(kept, HERE / picture):
                 pictures[picture] = records.where(kept), text
-    parts = [INTRODUCTION]
-    for kept in latest.values():
-        parts.append(records.markdown(kept))
-        parts += [f"![{text}]({picture})\n" for picture, (where, text) in pictures.items()
-                  if where == records.where(kept)]
-    (HERE / "RESULTS.md").write_text("\n".join(parts))
+    (HERE / "results").mkdir(exist_ok=True)
+    for kept in latest:
+        drawn = "".join(f"\n![{text}](../{picture})\n" for picture, (where, text) in pictures.items()
+                        if where == records.where(kept))
+        page = records.markdown(kept, len(problems(kept["device_type"], False))) + drawn
+        (HERE / "results" / f"{records.slug(kept)}.md").write_text(page)
+    (HERE / "results" / "README.md").write_text(INTRODUCTION.format(devices=records.devices_table(latest[::-1])))
 
 
 def draw(found: records.Record, out: Path) -> None:
     try:
-        from plot import plot_memory, plot_time
+        from harness.plot import plot_memory, plot_time
     except ImportError as error:
         print(f"no plot: {error}")
         return
@@ -223,7 +225,7 @@ def main() -> int:
     device = torch.device(args.device)
     repeats = args.repeats or (5 if args.quick else REPEATS[args.device])
     found = {**records.machine(device), "quick": args.quick, "repeats": repeats, "problems": [], "failed": {}}
-    out = args.out / f"{records.slug(found)}.json"
+    out = args.out / f"{found['date']}-{records.slug(found)}.json"
     print(f"{found['device']}, torch {found['torch']}, {found['threads']} threads, {found['instruction_set']}, "
           f"csrc {found['csrc']}", flush=True)
     for shape, measure_one in problems(args.device, args.quick):

@@ -12,7 +12,7 @@ from mkdocs.structure.files import File
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "benchmarks"))
-import tables  # noqa: E402
+from harness import tables  # noqa: E402
 
 _TABLE = re.compile(r"^<!-- records: (.+) -->$", re.MULTILINE)
 _LOADED = re.compile(r"""<link[^>]*href=["']?(?:https?:)?//[^>]*|src=["']?(?:https?:)?//[^\s>]*|"""
@@ -29,9 +29,13 @@ def on_files(files, config):
         files.append(File.generated(config, picture.name, abs_src_path=str(picture)))
     shim = ROOT / "third_party" / "iframe-worker" / "shim.js"
     files.append(File.generated(config, "iframe-worker/shim.js", abs_src_path=str(shim)))
-    results = (ROOT / "benchmarks" / "RESULTS.md").read_text()
-    results = re.sub(r"\[([\w.]+\.py)\]\(\1\)", r"`benchmarks/\1`", results)  # the sources are not part of the site
-    files.append(File.generated(config, "results.md", content=results))
+    for page in (ROOT / "benchmarks" / "results").glob("*.md"):
+        name, text = f"results/{page.name}", page.read_text()
+        if page.stem == "README":
+            name = "results.md"
+            text = re.sub(r"\[[\w.]+\]\(\.\./([\w/]+\.py)\)", r"`benchmarks/\1`", text)  # no part of the site
+            text = re.sub(r"\]\(([\w.-]+\.md)\)", r"](results/\1)", text)
+        files.append(File.generated(config, name, content=text))
     return files
 
 
@@ -54,9 +58,10 @@ def on_post_build(config):
         about = re.match(r"# [^\n]+\n\n(.+?)[.:](?:\s|$)", text, re.DOTALL)  # the first sentence says it all
         link = name.replace(".md", ".html") if name == "api.md" else name
         lines.append(f"- [{title}]({link}): {' '.join(about[1].split())}")
+    (site / "llms.txt").write_text("\n".join(lines) + "\n")
+    for name, (_, text) in _pages.items():
         if name != "api.md":
             (site / name).write_text(text)
-    (site / "llms.txt").write_text("\n".join(lines) + "\n")
     for path in (path for ending in ("html", "css") for path in site.rglob(f"*.{ending}")):
         found = _LOADED.search(path.read_text())
         if found:

@@ -15,8 +15,9 @@ ROOT = os.path.dirname(TESTS)
 # install), the package in there has none and would hide the installed one.
 if not glob(os.path.join(ROOT, "sparse_ce", "_C.*so")):
     sys.path[:] = [p for p in sys.path if os.path.realpath(p or os.getcwd()) != os.path.realpath(ROOT)]
-if TESTS not in sys.path:  # --import-mode=importlib leaves it out
-    sys.path.insert(0, TESTS)
+# What tests share, and the programs among it. --import-mode=importlib leaves out this folder.
+for folder in ("support/processes", "support", ""):
+    sys.path.insert(0, os.path.normpath(os.path.join(TESTS, folder)))
 
 import flavours  # noqa: E402
 

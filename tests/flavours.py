@@ -1,7 +1,7 @@
 """The ways in which the tests are run: SPARSE_CE_FLAVOUR chooses one, and without it they run as they are installed.
 
     SPARSE_CE_FLAVOUR=baseline python -m pytest             a whole flavour
-    SPARSE_CE_FLAVOUR=emulated python -m pytest tests/test_masked_mean.py -k layout
+    SPARSE_CE_FLAVOUR=emulated python -m pytest tests/softmax_mean/test_masked_mean.py -k layout
     python tests/flavours.py                                those that `make test-all` adds on this machine
     python tests/flavours.py --without slow                 but this one
 

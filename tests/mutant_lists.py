@@ -1825,7 +1825,7 @@ PYTHON = [
     ("sparse_ce/targets/sparse_tensors.py", "0.01 < along_last.amax() - 1:", "0.01:"),
     ("sparse_ce/targets/sparse_tensors.py", "(along_second - 1).abs().amax() < 0.01 < along", "0.01 < along"),
 ]
-# The integrations; only tests/test_trainer*.py run.
+# The integrations; only tests/integrations/test_trainer*.py run.
 TRAINER = [
     ("sparse_ce/integrations/own_loss.py", "or loss in _WITHOUT_SHIFT:", ":"),
     ("sparse_ce/integrations/own_loss.py", "any(getattr(config, \"is_encoder_decoder\", False) for config in configs)",
@@ -1986,7 +1986,7 @@ TRAINER = [
     ("sparse_ce/targets/collation.py", "key=lambda item: isinstance(item[1], SparseTarget)", "key=lambda item: False"),
     ("sparse_ce/targets/collation.py", "default_collate_fn_map[SparseTarget] =", "_ ="),
 ]
-# The same; only tests/test_trl*.py run.
+# The same; only tests/integrations/test_trl*.py run.
 TRL = [
     ("sparse_ce/integrations/per_token.py", "kwargs[\"use_cache\"] = False", "pass"),
     ("sparse_ce/integrations/per_token.py", 'options.get("logit_scale", 1.0) / asked.temperature',

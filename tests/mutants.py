@@ -5,7 +5,7 @@
 A WORD is part of a file's name or of a text: `cpu tile.cpp` runs the CPU's mutants in that file. Each is built, meets
 the tests that are about its file, and where those pass all others: a mutant that a test notices costs seconds, a
 survivor the whole suite. Not part of `make test`. A change to a kernel's logic should come with a mutant of it.
-tests/test_mutants.py checks that every text is there to be changed.
+tests/suite/test_mutants.py checks that every text is there to be changed.
 """
 
 import argparse
@@ -113,16 +113,18 @@ def of_programs(tree: Path, mutant: tuple) -> str:
             if run([f"tests/emulation/build/{program}", *options], tree).returncode != 0:
                 return program
     planning = "test_emulation_planning"  # what programs take whichever way it is planned
-    done = run([sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", f"tests/{planning}.py"], tree)
+    done = run([sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider",
+                *tree.glob(f"tests/*/{planning}.py")], tree)
     return planning if done.returncode != 0 else ""
 
 
 def of_suite(tree: Path, mutant: tuple, flavours: tuple = ("plain",), pattern: str = "*", without: tuple = ()) -> str:
     """Without the test that finds the mutant's text gone."""
-    names = [path.stem for path in tree.glob(f"tests/test_{pattern}.py") if path.stem not in ("test_mutants", *without)]
-    for part in by_likelihood(mutant, names):
+    paths = {path.stem: path for path in tree.glob(f"tests/*/test_{pattern}.py")
+             if path.stem not in ("test_mutants", *without)}
+    for part in by_likelihood(mutant, list(paths)):
         for flavour in flavours:
-            tests = [f"tests/{name}.py" for name in part if FLAVOURS[flavour].has_file(name)]
+            tests = [paths[name] for name in part if FLAVOURS[flavour].has_file(name)]
             done = run([sys.executable, "-m", "pytest", "-x", "-q", "-p", "mutants", "-p", "no:cacheprovider", "-m",
                         "not slow", *tests], tree, {"PYTHONPATH": f"{tree / 'package'}{os.pathsep}{tree / 'tests'}",
                                                     "SPARSE_CE_FLAVOUR": flavour, "OMP_NUM_THREADS": "1"}

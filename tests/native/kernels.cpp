@@ -1,7 +1,7 @@
 // kernels.cpp - what no op exposes, for tests alone: the monoids of math.h and the loops over a tile of logits.
 //
-// Built by tests/native_modules.py beside csrc/cpu/tile.cpp. Tensors come as addresses; statistics are tuples, so that
-// two copies of this module, each with its own instruction set, share no type.
+// Built by tests/support/native_modules.py beside csrc/cpu/tile.cpp. Tensors come as addresses; statistics are
+// tuples, so that two copies of this module, each with its own instruction set, share no type.
 #include "../../csrc/cpu/tile.h"
 #include "../../csrc/loss_mean.h"
 

@@ -1,0 +1,266 @@
+"""Everything that needs a GPU, in commands of at most nine minutes each, on a machine without a network:
+
+    python3 benchmarks/gpu/gpu_acceptance.py --stage quick --kit gpu-kit --out OUT   is it right, how fast, and why?
+    python3 benchmarks/gpu/gpu_acceptance.py --stage record --kit gpu-kit --out OUT  all sanitizers, the whole benchmark
+
+Needs an NVIDIA GPU, a CUDA build of torch and pytest; and the kit (``make gpu-kit``), or nvcc to build without it.
+
+gpu_steps.py says what is run. A step that fails, is missing or takes too long does not stop the others; it may use up
+what those before it left over. Two files are written: <stage>.json with the environment, the sources, exit codes, the
+last lines of each step and the rows of the benchmark, anew every few seconds, so that a stage that is killed has said
+what it knew; and <stage>.log with all output. --skip-done OUT/<stage>.json goes on where that one has ended: what was
+"ok" is kept and does not run again. ``run.py --update-results <out>/record.json`` keeps the benchmark. Exits
+with 1 if a step failed. --rehearse runs the same steps on the CPU with few cases, to see that they run.
+"""
+
+import argparse
+import ctypes
+import datetime
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any, Dict, List, Optional, Tuple
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from gpu.gpu_report import (  # noqa: E402
+    NOT_FOUND,
+    STATUSES_OF_FAILURE,
+    TIMED_OUT,
+    log_of,
+    print_step,
+    print_table,
+    tail_of,
+    verdict,
+)
+from gpu.gpu_steps import ONE_PASS, STAGE_SECONDS, STAGES, Group, Machine, Step, ends, plan  # noqa: E402
+from harness.sources import csrc_digest, csrc_tree  # noqa: E402
+
+REFRESH = 5.0  # seconds between two writings of the record while steps run
+
+
+class Running:
+    """One step in a process group of its own, which is ended with all its children when its time is up."""
+
+    def __init__(self, step: Step, result: Dict[str, Any], log: Path, work: Path, environment: Dict[str, str]):
+        self.step, self.result, self.log, self.begin = step, result, log, time.monotonic()
+        self.process: Optional[subprocess.Popen] = None
+        with log.open("w") as sink:
+            try:
+                self.process = subprocess.Popen(
+                    step.command, cwd=work, env={**environment, **step.environment}, stdout=sink,
+                    stderr=subprocess.STDOUT, start_new_session=True, preexec_fn=_die_with_parent)
+            except OSError as error:
+                sink.write(f"{error}\n")
+
+    def update(self, status: str = "running") -> None:
+        self.result.update(status=status, seconds=round(time.monotonic() - self.begin, 1), tail=tail_of(self.log))
+
+    def finished(self) -> bool:
+        """Whether it has come to an end, which its time being up brings about."""
+        code = NOT_FOUND if self.process is None else self.process.poll()
+        if code is None and time.monotonic() - self.begin >= self.result["limit"]:
+            self.kill()
+            code = TIMED_OUT
+        if code is None:
+            return False
+        self.result["exit_code"] = code
+        self.update(verdict(self.step, code, log_of(self.log)))
+        return True
+
+    def kill(self) -> None:
+        if self.process is None or self.process.poll() is not None:
+            return
+        os.killpg(self.process.pid, signal.SIGKILL)
+        try:
+            self.process.wait(timeout=3)
+        except subprocess.TimeoutExpired:  # in the driver, which may never let it go
+            pass
+
+
+def _die_with_parent() -> None:
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+
+
+class Stage:
+    """Runs the groups of a stage and keeps its record."""
+
+    def __init__(self, name: str, machine: Machine, out: Path, seconds: float = STAGE_SECONDS,
+                 before: Optional[Dict[str, Any]] = None):
+        self.machine, self.begin = machine, time.monotonic()
+        self.end = self.begin + seconds
+        self.path, self.log = out / f"{name}.json", out / f"{name}.log"
+        tree, problem = sources(machine)
+        self.record: Dict[str, Any] = {
+            "stage": name, "date": datetime.date.today().isoformat(), "rehearsal": machine.rehearse, "csrc": tree,
+            "sources_problem": problem, "driver": None, "environment": None, "steps": [], "benchmark": None}
+        before = before or {"csrc": tree, "steps": [], "benchmark": None}
+        if before["csrc"] != tree:
+            sys.exit(f"--skip-done must be a record of csrc {tree}, got one of {before['csrc']}: run all of it again")
+        self.done = {result["name"]: result for result in before["steps"] if result["status"] == "ok"}
+        if before["benchmark"]:
+            (machine.work / "benchmarks" / "before").mkdir(parents=True)
+            (machine.work / "benchmarks" / "before" / "record.json").write_text(json.dumps(before["benchmark"]))
+        self.environment = {
+            **os.environ, "PYTHONUNBUFFERED": "1", "SPARSE_CE_CSRC_TREE": tree,
+            "PYTHONPATH": os.pathsep.join(filter(None, [str(machine.work / "site"), os.environ.get("PYTHONPATH")]))}
+        self.environment.pop(ONE_PASS, None)  # only where a step says so
+        if not machine.rehearse:
+            self.environment["SPARSE_CE_CUDA"] = "1"  # a build from source without CUDA kernels would prove nothing
+        out.mkdir(parents=True, exist_ok=True)
+        if not self.done:
+            self.log.write_text("")
+        self.write()
+
+    def run(self, groups: List[Group]) -> int:
+        planned = self.begin
+        for group in groups:
+            limits = [planned + end for end in ends(group)]
+            planned += group.seconds()
+            self.run_group(group, limits)
+        failed = [result["name"] for result in self.record["steps"] if result["status"] in STATUSES_OF_FAILURE]
+        if self.record["sources_problem"]:
+            failed.append(f"sources: {self.record['sources_problem']}")
+        self.record["finished"] = True
+        self.write()
+        print_table(self.record)
+        print(f"written: {self.path}; " + (f"failed: {', '.join(failed)}" if failed else "all passed"), flush=True)
+        return 1 if failed else 0
+
+    def run_group(self, group: Group, planned_ends: List[float]) -> None:
+        waiting: List[Tuple[Step, float]] = list(zip(group.steps, planned_ends))
+        running: List[Running] = []
+        written = time.monotonic()
+        try:
+            while waiting or running:
+                while waiting and len(running) < group.width:
+                    started = self.start(group, *waiting.pop(0))
+                    running += [started] if started else []
+                for each in [each for each in running if each.finished()]:
+                    running.remove(each)
+                    self.finish(each)
+                if running and time.monotonic() - written > REFRESH:
+                    for each in running:
+                        each.update()
+                    self.write()
+                    written = time.monotonic()
+                time.sleep(0.05)
+        finally:
+            for each in running:  # a signal or an error has ended the stage
+                each.kill()
+                each.update("cut short")
+            self.write()
+
+    def start(self, group: Group, step: Step, planned_end: float) -> Optional[Running]:
+        """None where the step is done or not needed, or no time is left for it."""
+        if step.name in self.done and not step.always:
+            self.record["steps"].append(self.done[step.name])
+            return None
+        now = time.monotonic()
+        limit = min(max(step.seconds, planned_end - now), self.end - now)
+        result = {"group": group.name, "name": step.name, "command": step.line, "status": "running",
+                  "exit_code": None, "seconds": 0.0, "limit": round(limit, 1), "tail": ""}
+        self.record["steps"].append(result)
+        status = {each["name"]: each["status"] for each in self.record["steps"]}
+        if step.instead_of and not any(status.get(name, "missing") in STATUSES_OF_FAILURE for name in step.instead_of):
+            result.update(status="not needed", limit=0.0)
+        elif limit < 1:
+            result.update(status="no time left", limit=0.0)
+        else:
+            log = self.machine.work / f"{len(self.record['steps'])}.log"
+            return Running(step, result, log, self.machine.work, self.environment)
+        return None
+
+    def finish(self, done: Running) -> None:
+        result = done.result
+        if result["name"] == "driver" and result["exit_code"] == 0:
+            self.record["driver"] = result["tail"].split(",")[0].strip()
+        if result["name"] == "environment" and result["exit_code"] == 0:
+            self.record["environment"] = json.loads(result["tail"].strip().splitlines()[-1])
+            architecture = self.record["environment"].get("architecture")
+            if architecture:  # a build from source is for this GPU alone
+                self.environment["TORCH_CUDA_ARCH_LIST"] = architecture
+        with self.log.open("a") as sink:
+            sink.write(f"\n===== {result['name']}: {result['status']} ({result['exit_code']}), {result['seconds']} s\n"
+                       f"$ {result['command']}\n{log_of(done.log)}")
+        self.write()
+        print_step(result, done.step.show)
+
+    def write(self) -> None:
+        """A file that is read while it is written must not be half a file."""
+        self.record["benchmark"] = benchmark(self.machine.work)
+        beside = self.path.with_suffix(".json.new")
+        beside.write_text(json.dumps(self.record, indent=1) + "\n")
+        beside.replace(self.path)
+
+
+def sources(machine: Machine) -> Tuple[str, Optional[str]]:
+    """The tree of csrc that runs, and what is wrong with saying so."""
+    about = machine.kit / "sources.json"
+    given = csrc_tree(machine.root)
+    if "SPARSE_CE_CSRC_TREE" in os.environ or not about.exists():
+        return given or "unknown", None if given else "neither a kit nor git says which they are"
+    kit = json.loads(about.read_text())
+    if kit["digest"] != csrc_digest(machine.root):
+        return kit["csrc"], "the kit was made from another csrc than the one here: make gpu-kit"
+    return kit["csrc"], None
+
+
+def benchmark(work: Path) -> Optional[Dict[str, Any]]:
+    """The problems of all records of run.py, which are there even if a run did not come to its end."""
+    found = sorted((work / "benchmarks").glob("*/*.json"), key=lambda path: path.stat().st_mtime)
+    records = []
+    for path in found:
+        try:
+            records.append(json.loads(path.read_text()))
+        except ValueError:  # just being written
+            pass
+    if not records:
+        return None
+    return {**records[-1], "problems": [problem for one in records for problem in one["problems"]],
+            "failed": {title: error for one in records for title, error in one["failed"].items()}}
+
+
+def arguments() -> argparse.Namespace:
+    root = Path(__file__).resolve().parents[2]
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--stage", choices=STAGES, default=STAGES[0])
+    parser.add_argument("--kit", type=Path, default=root / "gpu-kit")
+    parser.add_argument("--out", type=Path, default=root / "benchmarks" / "out")
+    parser.add_argument("--skip-done", type=Path, metavar="RECORD", help="of this stage: what is ok there is not run")
+    parser.add_argument("--rehearse", action="store_true", help="on the CPU, few cases")
+    parser.add_argument("--dry-run", action="store_true", help="only say what would run")
+    return parser.parse_args()
+
+
+def main() -> int:
+    args = arguments()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    root = Path(__file__).resolve().parents[2]
+    with tempfile.TemporaryDirectory(prefix="sparse_ce-", ignore_cleanup_errors=True) as work:
+        machine = Machine(root, args.kit.resolve(), Path(work), args.rehearse)
+        groups = plan(args.stage, machine)
+        if args.dry_run:
+            for group in groups:
+                print(f"{group.name}: {group.seconds()} s at most, {group.width} at once")
+                for step in group.steps:
+                    print(f"    {step.name:24} {step.seconds:4} s  {step.line}")
+            print(f"{sum(group.seconds() for group in groups)} s at most")
+            return 0
+        # Steps run in `work`: in the repository its sources would hide the installed package.
+        shutil.copy(root / "benchmarks" / "gpu" / "gpu_pytest.py", work)
+        for program in machine.kit.glob("*_device"):
+            if not os.access(program, os.X_OK):  # a copy over a network may have lost it
+                os.chmod(program, 0o755)
+        before = json.loads(args.skip_done.read_text()) if args.skip_done else None
+        return Stage(args.stage, machine, args.out.resolve(), before=before).run(groups)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

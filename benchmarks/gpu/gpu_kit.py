@@ -1,0 +1,77 @@
+"""Packs what a machine with a GPU and without a network needs for gpu_acceptance.py: ``make gpu-kit``.
+
+Into gpu-kit/, which git ignores:
+
+    sparse_ce-*.whl     CPU and CUDA kernels, for every Python from 3.10 and every torch from 2.11
+    *_device            the kernels' cases of tests/emulation, compiled by nvcc
+    expecttest, setuptools   wheels: the tests' samples and a build from source need them
+    sources.json        which csrc this was built from
+
+Needs nvcc; no GPU. Environment: GPU_ARCHITECTURES, e.g. "9.0 10.0" (default: 9.0); BUILT_WITH, the torch to build
+against, a CUDA build for the major version of nvcc (default: torch==2.14.1; gigabytes, kept in .venv-cuda);
+PYTHON_CUDA, a Python that has one already.
+"""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT / "tests" / "emulation")]
+import build  # noqa: E402
+from harness.sources import csrc_digest, csrc_tree  # noqa: E402
+
+LIMIT = 54 << 20  # bytes, beside which the repository travels: 64 MiB in all
+
+
+def python_with_cuda_torch() -> str:
+    given = os.environ.get("PYTHON_CUDA")
+    if given:
+        return given
+    folder = ROOT / ".venv-cuda"
+    python = folder / "bin" / "python"
+    subprocess.run([sys.executable, "-m", "venv", folder], check=True)
+    torch = os.environ.get("BUILT_WITH", "torch==2.14.1")
+    subprocess.run([python, "-m", "pip", "install", "-q", torch, "numpy"], check=True)
+    return str(python)
+
+
+def build_wheel(python: str, folder: Path, architectures: tuple) -> None:
+    subprocess.run([python, "-m", "pip", "wheel", "-q", "--no-deps", "-w", folder, ROOT], check=True,
+                   env={**os.environ, "SPARSE_CE_CUDA": "1", "TORCH_CUDA_ARCH_LIST": ";".join(architectures)})
+
+
+def sources() -> dict:
+    return {"csrc": csrc_tree(), "digest": csrc_digest()}
+
+
+def main() -> int:
+    architectures = tuple(os.environ.get("GPU_ARCHITECTURES", "9.0").replace(";", " ").split())
+    folder = ROOT / "gpu-kit"
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    before = sources()
+    with ThreadPoolExecutor() as pool:  # compilers' processes
+        programs = pool.submit(build.build_device, architectures, folder)
+        build_wheel(python_with_cuda_torch(), folder, architectures)
+        for program in programs.result():
+            subprocess.run(["strip", program], check=True)
+    subprocess.run([sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--only-binary=:all:", "-d", folder,
+                    "expecttest", "setuptools>=77"], check=True)
+    if sources() != before:
+        sys.exit(f"csrc changed while {folder.name} was built from it: run this again")
+    (folder / "sources.json").write_text(json.dumps({**before, "architectures": architectures}, indent=1) + "\n")
+    for path in sorted(folder.iterdir()):
+        print(f"{path.stat().st_size / 2**20:6.1f} MiB  {path.name}")
+    size = sum(path.stat().st_size for path in folder.iterdir())
+    if size > LIMIT:
+        sys.exit(f"{folder.name} must be at most {LIMIT >> 20} MiB, got {size / 2**20:.1f}: fewer GPU_ARCHITECTURES?")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

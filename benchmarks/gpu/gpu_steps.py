@@ -1,0 +1,234 @@
+"""What gpu_acceptance.py runs in each of its stages, and for how long. Every command line is made here."""
+
+import importlib.util
+import os
+import re
+import shlex
+import shutil
+import sys
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import List, Mapping, Tuple
+
+STAGES = ("quick", "record")
+STAGE_SECONDS = 540  # after which nothing of a stage runs any more: it has to end within ten minutes
+LOSS_TESTS = "test_cross_entropy_"  # of the kernels that change most
+SANITIZERS = ("memcheck", "racecheck", "initcheck", "synccheck")
+ONE_PASS = "SPARSE_CE_ONE_PASS"  # see docs/design.md
+WHEEL_STEPS = ("kit's wheel", "load", "first loss")  # a build from source stands in for them
+
+# Lines of a step's output that say most; they are shown where the step is reported.
+VERDICT = r"^(FAILED|ERROR) |\d (passed|failed|error)|ERROR SUMMARY"
+MEASURED = r"^\| \*\*|\| met \||\*\*missed\*\*|: not run|wrong result|^goals:|^[a-z0-9].* x .*(float|bfloat)\d+"
+COUNTED = (r"Context \d+|Duration |DRAM Throughput|Memory Throughput|Compute \(SM\)|Achieved Occupancy|Registers Per|"
+           r"Executed Ipc|Issue Slots|Active Threads Per Warp|stall")
+# Whose counters are wanted: what gpu_probe.py's `profile` launches. Of a loss and its gradient in one pass all the work
+# is one_pass_kernel's, forward alone as well.
+PROFILED_KERNELS = ("one_pass_kernel", "forward_kernel", "backward_kernel")
+# Instructions a cycle, active threads an instruction, the share of the memory's bandwidth, and what warps wait for.
+SECTIONS = ("SpeedOfLight", "ComputeWorkloadAnalysis", "WarpStateStats", "LaunchStats", "Occupancy")
+NO_COUNTERS = r"ERR_NVGPUCTRPERM|LibraryNotLoaded|Failed to initialize the profiler|No supported GPU|No such file"
+
+
+@dataclass(frozen=True)
+class Step:
+    name: str
+    command: List[str]
+    seconds: int
+    instead_of: Tuple[str, ...] = ()  # runs only where one of these failed or is not there, in time nobody planned
+    skip_if: str = ""  # output of a failure that means: this machine cannot do it
+    show: str = VERDICT
+    always: bool = False  # on every machine anew: --skip-done does not skip it
+    environment: Mapping[str, str] = field(default_factory=dict)  # beside the stage's
+
+    @property
+    def line(self) -> str:
+        """For a shell."""
+        return " ".join([*(f"{name}={shlex.quote(value)}" for name, value in self.environment.items()),
+                         shlex.join(self.command)])
+
+
+@dataclass(frozen=True)
+class Group:
+    """Steps that run at once, at most ``width`` of them; the next group waits for all."""
+
+    name: str
+    steps: Tuple[Step, ...]
+    width: int = 1
+
+    def seconds(self) -> int:
+        """At most: the steps in their order, each where the first place becomes free."""
+        return max(ends(self), default=0)
+
+
+def ends(group: Group) -> List[int]:
+    """When each step has ended at the latest, counted from the group's begin."""
+    free = [0] * group.width
+    found = []
+    for step in group.steps:
+        free.sort()
+        free[0] += 0 if step.instead_of else step.seconds
+        found.append(free[0])
+    return found
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Where the stages run: the repository, a kit or none, a folder for what is installed; on a GPU, or a rehearsal."""
+
+    root: Path
+    kit: Path
+    work: Path
+    rehearse: bool = False
+
+    @property
+    def device(self) -> str:
+        return "cpu" if self.rehearse else "cuda"
+
+    def script(self, name: str, *arguments: str) -> List[str]:
+        return [sys.executable, str(self.root / "benchmarks" / f"{name}.py"), *arguments]
+
+    def seeds(self, last: int) -> List[str]:
+        return ["--seeds", "1", str(min(last, 10) if self.rehearse else last)]
+
+    @property
+    def ops(self) -> List[str]:
+        return sorted(path.stem for path in (self.root / "tests" / "emulation").glob("*.cpp"))
+
+    @property
+    def kit_has_programs(self) -> bool:
+        return all((self.kit / f"{op}_device").exists() for op in self.ops)
+
+    def program(self, op: str) -> str:
+        built_here = self.root / "tests" / "emulation" / "build"
+        return str((self.kit if self.kit_has_programs else built_here) / f"{op}_device")
+
+
+def plan(stage: str, machine: Machine) -> List[Group]:
+    return prepare(machine) + {"quick": quick, "record": record}[stage](machine)
+
+
+# ---------------------------------------------------------------------------------------------- before every stage
+
+
+def prepare(machine: Machine) -> List[Group]:
+    """The environment, the kit's wheel (without it, or if it does not work, a build from source), the first loss."""
+    probe, device = machine.script("gpu/gpu_probe", "environment", "--device", machine.device), machine.device
+    environment = Group("environment", (
+        Step("driver", ["nvidia-smi", "--query-gpu=driver_version,name,mig.mode.current", "--format=csv,noheader"], 20,
+             show=".", always=True),
+        Step("nvcc", ["nvcc", "--version"], 20, show="release", always=True),
+        Step("environment", probe, 20, show=", torch ", always=True)), 3)
+    wheels = sorted(map(str, machine.kit.glob("*.whl")))
+    ours = [path for path in wheels if Path(path).name.startswith("sparse_ce-")]
+    tools = [path for path in wheels if path not in ours]
+    steps = [Step("kit's tools", install(machine, *tools), 6, always=True)] if tools else []
+    if ours:
+        steps.append(Step("kit's wheel", install(machine, *ours), 14, always=True))
+    loading, first = [sys.executable, "-m", "sparse_ce"], machine.script("gpu/gpu_probe", "first", "--device", device)
+    loads = (Step("load", loading, 30, show="kernels|gpu|torch", always=True),
+             Step("first loss", first, 30, show="WRONG|, 0 wrong", always=True))
+    building = (Step("build from source", install(machine, "--no-build-isolation", "--upgrade", str(machine.root)), 180,
+                     instead_of=WHEEL_STEPS, always=True),
+                *(replace(step, name=f"{step.name}, built here", instead_of=WHEEL_STEPS) for step in loads))
+    return [environment, Group("install", tuple(steps)), Group("load", loads if ours else (), 2),
+            Group("build", building)]
+
+
+def install(machine: Machine, *what: str) -> List[str]:
+    return [sys.executable, "-m", "pip", "install", "-q", "--no-index", "--no-deps", "--no-compile", "--target",
+            str(machine.work / "site"), *what]
+
+
+def programs(machine: Machine) -> List[Group]:
+    """Compiles the device programs where the kit has none."""
+    script = str(machine.root / "tests" / "emulation" / "build.py")
+    steps = () if machine.kit_has_programs else (Step("build the programs", [sys.executable, script, "--device"], 55,
+                                                    always=True),)
+    return [Group("programs", steps)]
+
+
+# -------------------------------------------------------------------------------------------------------- the stages
+
+
+def quick(machine: Machine) -> List[Group]:
+    """Is it right, how fast, and why? The most important first: the whole is one command, which may be all there is."""
+    losses = [path for path in gpu_test_files(machine.root / "tests") if path.name.startswith(LOSS_TESTS)]
+    others = [path for path in gpu_test_files(machine.root / "tests") if path not in losses]
+    checks = [Step("tests of the loss", pytest(machine, "not slow", losses), 95),
+              *(Step(op, [machine.program(op), *machine.seeds(1500 if op == "cross_entropy" else 600)], 95)
+                for op in machine.ops),
+              *(Step(f"{tool} cross_entropy", sanitizer(tool, machine, "cross_entropy"), 95)
+                for tool in ("memcheck", "racecheck", "synccheck"))]
+    counters = ["ncu", "--clock-control", "none", *(word for name in SECTIONS for word in ("--section", name)), "-k",
+                f"regex:{'|'.join(PROFILED_KERNELS)}", "-c", "12",
+                *machine.script("gpu/gpu_probe", "profile", "--device", machine.device)]
+
+    def rows(name: str, seconds: int, *only: str) -> Step:
+        """The record has the peers."""
+        return benchmark(machine, name, seconds, "--no-peers", *(word for part in only for word in ("--only", part)))
+
+    largest = "measure 8192 x 128256"
+    # In the way that is not the planned one.
+    two_kernels = replace(rows("two kernels", 20, largest), environment={ONE_PASS: "0"})
+    built = 0 if machine.kit_has_programs else 55  # seconds
+    speed = (
+        rows("8192 x 128256", 30, largest),
+        two_kernels,
+        Step("ways", machine.script("run", "--compare-ways", str(machine.work / "benchmarks")), 5, show=MEASURED),
+        rows("cliffs, images", 70, "measure_cliffs", "measure_images"),
+        Step("counters", counters, 45, skip_if=NO_COUNTERS, show=COUNTED),
+        rows("linear head", 55, "measure_linear linear head, 8192 x 4096"),
+        rows("other sizes", 60 - built // 2, "measure 16384", "measure 4096 x 128256",
+             "measure_variant 65536 x 1000,"),
+        rows("means, log_softmax, small", 45 - built // 2, "measure_masked_mean", "measure_log_softmax",
+             "measure_small"),
+    )
+    return [*programs(machine), Group("right", tuple(checks), len(checks)), Group("speed", speed),
+            Group("rest", (Step("tests", pytest(machine, "not slow", others), 45),))]
+
+
+def record(machine: Machine) -> List[Group]:
+    """What is kept: sanitizers, the largest sizes, the whole benchmark."""
+    checks = [Step("slow tests", pytest(machine, "slow", gpu_test_files(machine.root / "tests"), workers=4), 180),
+              *(Step(f"{tool} {op}", sanitizer(tool, machine, op), 30) for tool in SANITIZERS for op in machine.ops)]
+    seconds = 270 if machine.kit_has_programs else 215
+    return [*programs(machine), Group("checks", tuple(checks), 5),
+            Group("benchmark", (benchmark(machine, "benchmark", seconds),))]
+
+
+def sanitizer(tool: str, machine: Machine, op: str) -> List[str]:
+    """compute-sanitizer lies beside nvcc, but not always on the PATH."""
+    beside = [Path(home) / "bin" / "compute-sanitizer" for home in (os.environ.get("CUDA_HOME", ""), "/usr/local/cuda")]
+    found = shutil.which("compute-sanitizer") or next((str(path) for path in beside if path.exists()), None)
+    return [found or "compute-sanitizer", "--tool", tool, "--error-exitcode", "1", machine.program(op), "--small",
+            *machine.seeds(20)]
+
+
+def benchmark(machine: Machine, name: str, seconds: int, *arguments: str) -> Step:
+    """run.py; a rehearsal measures one small problem instead."""
+    if machine.rehearse:
+        peers = [each for each in arguments if each == "--no-peers"]
+        arguments = ("--quick", "--repeats", "1", "--only", "mask of 64 x 512, dim=None, float32", *peers)
+    out = machine.work / "benchmarks" / re.sub(r"\W+", "-", name)
+    arguments = ("--device", machine.device, "--out", str(out), "--no-plot", *arguments)
+    return Step(name, machine.script("run", *arguments), seconds, show=MEASURED)
+
+
+def pytest(machine: Machine, marked: str, files: List[Path], workers: int = 12) -> List[str]:
+    """The cases of the GPU in these files. gpu_pytest.py in the working folder says at once what has failed."""
+    tests = machine.root / "tests"
+    selection = "cpu and labels" if machine.rehearse else "cuda or gpu"
+    marked = "not slow" if machine.rehearse else marked
+    parallel = ["-n", str(workers)] if importlib.util.find_spec("xdist") and not machine.rehearse else []
+    limit = ["--timeout", "120"] if importlib.util.find_spec("pytest_timeout") else []
+    files = [tests / "cross_entropy" / "test_cross_entropy_inplace.py"] if machine.rehearse else files
+    return [sys.executable, "-m", "pytest", *map(str, files), "-c", str(machine.root / "pyproject.toml"), "--rootdir",
+            str(machine.root), "-p", "no:cacheprovider", "-p", "gpu_pytest", *parallel, *limit, "-k", selection, "-m",
+            marked, "--continue-on-collection-errors", "--tb", "short", "--durations", "10"]
+
+
+def gpu_test_files(tests: Path) -> List[Path]:
+    """Those where something takes the fixture `device` or the parameter `gpu`: no other test has a case for a GPU."""
+    case = re.compile(r"^\s*def \w+\([^)]*\b(device|gpu)\b", re.M)
+    return [path for path in sorted(tests.glob("*/test_*.py")) if case.search(path.read_text())]

@@ -1,0 +1,135 @@
+"""Two pictures from the JSON record of a run: ``python benchmarks/harness/plot.py record.json time.png memory.png``."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any, Dict, List, NamedTuple, Sequence
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt  # noqa: E402
+
+_COLORS = {"ours": "#1b6ca8", "peer": "#b8b8b8"}
+_BOTH = "forward + backward"
+# Rows of a problem with logits, and what a reader calls them. Not every torch has every peer.
+_METHODS = {
+    _BOTH: "sparse_ce",
+    f"{_BOTH}, in place": "sparse_ce, in place",
+    "torch.compile, dense probability": "torch.compile of\nF.cross_entropy, dense target",
+    "F.cross_entropy, class index": "F.cross_entropy, class indices",
+    "log_softmax + gather": "log_softmax and gather",
+    "F.cross_entropy, dense probability": "F.cross_entropy, dense target",
+}
+_PANELS = 3
+
+
+class Bar(NamedTuple):
+    name: str
+    side: str
+    text: str
+    value: float
+    low: float
+    high: float
+
+
+def plot_time(record: Dict[str, Any], path: Path) -> bool:
+    """The loss of a training step by method, in milliseconds, at the first shapes. False: there is nothing to draw."""
+    problems = _of_logits(record)
+    if not problems:
+        return False
+    figure, axes = plt.subplots(1, len(problems), figsize=(2.4 + 3.4 * len(problems), 3), sharey=True, squeeze=False,
+                                layout="constrained")
+    for axis, problem in zip(axes.flat, problems):
+        _draw(axis, [Bar(_METHODS[row["name"]], row["side"], f"{row['ms']['median']:.3g} ms{_times(row)}",
+                         *(row["ms"][key] for key in ("median", "p20", "p80"))) for row in _rows(problem)])
+        axis.set_title(_short(problem["title"]), fontsize=9)
+    _finish(figure, "Loss of a training step, forward + backward, 64 weighted classes a row; lower is better", record,
+            path)
+    return True
+
+
+def plot_memory(record: Dict[str, Any], path: Path) -> bool:
+    """What is held beyond inputs and, for the linear head, gradients, as a multiple of the logits. False: there is
+    nothing to draw, for a record without the linear head is half of the picture."""
+    losses, heads = _of_logits(record)[:1], [
+        problem for problem in record["problems"] if problem["title"].startswith("linear head, memory")][-1:]
+    if not losses or not heads:
+        return False
+    figure, axes = plt.subplots(1, 2, figsize=(10.5, 3), layout="constrained")
+    (loss,), (head,) = losses, heads
+    _draw_shares(axes[0], loss, _METHODS)
+    axes[0].set_title(f"loss of logits, {_short(loss['title'])}\nbeyond logits and target, the gradient included",
+                      fontsize=9)
+    _draw_shares(axes[1], head, {_BOTH: "sparse_ce.linear_cross_entropy",
+                                 "F.linear_cross_entropy, class index": "F.linear_cross_entropy"})
+    axes[1].set_title(f"{_short(head['title'])}\nbeyond inputs and gradients", fontsize=9)
+    _finish(figure, "Memory of a step's loss as a multiple of the logits; lower is better", record, path)
+    return True
+
+
+def _of_logits(record: Dict[str, Any]) -> List[Dict[str, Any]]:
+    """The first problems in which a loss takes logits and PyTorch's takes part."""
+    return [problem for problem in record["problems"]
+            if {_BOTH, "F.cross_entropy, class index"} <= {row["name"] for row in problem["rows"]}][:_PANELS]
+
+
+def _rows(problem: Dict[str, Any]) -> List[Dict[str, Any]]:
+    rows = {row["name"]: row for row in problem["rows"]}
+    return [rows[name] for name in _METHODS if name in rows]
+
+
+def _short(title: str) -> str:
+    """Without what the caption says of all problems."""
+    return title.replace(", K=64", "").replace(", memory", "")
+
+
+def _draw_shares(axis: plt.Axes, problem: Dict[str, Any], names: Dict[str, str]) -> None:
+    rows, bars = {row["name"]: row for row in problem["rows"]}, []
+    for name, text in names.items():
+        if name in rows:
+            held = 2**20 * rows[name]["extra_mib"]
+            share = held / problem["logits_bytes"]
+            bars.append(Bar(text, rows[name]["side"], f"{share:.2f} x, {_size(held)}", share, share, share))
+    _draw(axis, bars)
+
+
+def _size(count: float) -> str:
+    return f"{count / 2**30:.1f} GiB" if count >= 2**30 else f"{count / 2**20:.0f} MiB"
+
+
+def _times(row: Dict[str, Any]) -> str:
+    """How many times as long as ours: the median over rounds, as in the tables."""
+    return "" if row["over_ours"] is None else f"  ({row['over_ours']['median']:.1f} x)"
+
+
+def _draw(axis: plt.Axes, bars: Sequence[Bar]) -> None:
+    """Medians with their spread on an axis from 0, each with its text behind it."""
+    spread = [[bar.value - bar.low for bar in bars], [bar.high - bar.value for bar in bars]]
+    axis.barh(range(len(bars)), [bar.value for bar in bars], xerr=spread, color=[_COLORS[bar.side] for bar in bars],
+              error_kw={"lw": 0.8, "ecolor": "#444444"})
+    for place, bar in enumerate(bars):
+        axis.annotate(bar.text, (bar.high, place), xytext=(4, 0), textcoords="offset points", va="center", fontsize=8,
+                      weight="bold" if bar.side == "ours" else "normal")
+    axis.set_xlim(0, 1.7 * max(bar.high for bar in bars))
+    axis.set_yticks(range(len(bars)), [bar.name for bar in bars], fontsize=8)
+    for label, bar in zip(axis.get_yticklabels(), bars):
+        label.set_weight("bold" if bar.side == "ours" else "normal")
+    axis.set_ylim(len(bars) - 0.4, -0.6)
+    axis.set_xticks([])
+    axis.spines[["top", "right", "bottom"]].set_visible(False)
+
+
+def _finish(figure: plt.Figure, title: str, record: Dict[str, Any], path: Path) -> None:
+    cpu = f"{record['threads']} threads, {record['instruction_set']}"
+    engine = f"driver {record['driver']}" if record["driver"] else cpu
+    figure.suptitle(f"{title}\n{record['device']}, {engine}, torch {record['torch']}, {record['date']}", fontsize=10)
+    figure.set_dpi(120)
+    figure.savefig(path)
+    plt.close(figure)
+
+
+if __name__ == "__main__":
+    given = json.loads(Path(sys.argv[1]).read_text())
+    plot_time(given, Path(sys.argv[2]))
+    plot_memory(given, Path(sys.argv[3]))

@@ -1,0 +1,370 @@
+"""The benchmark's problems: a peer that a torch does not have is reported, and a wrong result is."""
+
+import dataclasses
+import inspect
+import itertools
+import json
+import re
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
+import run  # noqa: E402
+import sparse_ce  # noqa: E402
+from cases import slow  # noqa: E402
+from harness import goals, peers  # noqa: E402
+from harness.check import WrongResult  # noqa: E402
+from problems import (  # noqa: E402
+    candidate_problems,
+    cliff_problems,
+    image_problems,
+    linear_problems,
+    linear_select_problems,
+    select_problems,
+    variant_problems,
+)
+
+CPU = torch.device("cpu")
+LINEAR = linear_problems.LinearShape(32, 16, 256, 4, torch.float32)
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    """No compiler's minutes, no cache to be emptied."""
+    def refuse(*args, **kwargs):
+        raise RuntimeError("no compiler")
+    monkeypatch.setattr(torch, "compile", refuse)
+    monkeypatch.setattr("harness.bench._CacheReader", lambda device: lambda: None)
+
+
+@pytest.fixture
+def old_torch(monkeypatch):
+    """Before 2.13."""
+    monkeypatch.delattr(F, "linear_cross_entropy", raising=False)
+    monkeypatch.delattr(torch.nn, "LinearCrossEntropyOptions", raising=False)
+
+
+@pytest.mark.parametrize("memory_alone", [False, True], ids=["timed", "memory"])
+def test_peers_that_this_torch_lacks_are_not_run(memory_alone, quick, old_torch):
+    shape = linear_problems.LinearShape(32, 16, 256, 4, torch.float32, memory_alone)
+    found = linear_problems.measure_linear(shape, CPU, 1)
+    missing = {linear_problems.STOCK} if memory_alone else {
+        linear_problems.STOCK, linear_problems.CHUNKED, linear_problems.CHUNKED_128}
+    reasons = {name: reason for name, reason in found["not_run"].items() if name in missing}
+    assert set(reasons) == missing and all("linear" in reason.lower() for reason in reasons.values())
+    rows = [row["name"] for row in found["rows"]]
+    assert linear_problems.INDEX_BOTH in rows and not missing & set(rows)
+    assert memory_alone or found["not_run"][linear_problems.COMPILED] == "no compiler"
+
+
+@pytest.mark.slow
+def test_a_compiler_that_refuses_is_a_peer_that_is_not_run(quick):
+    found = run.measure(peers.Shape(8, 64, 4, torch.float32, small=True), CPU, 1)
+    assert {name for name, reason in found["not_run"].items() if reason == "no compiler"} == {
+        "torch.compile, class index", "torch.compile, dense probability"}
+
+
+@pytest.mark.parametrize("dtype,changes", [
+    (torch.float32, dict(stored=304)), (torch.bfloat16, dict(softcap=30.0)),
+    *slow(*itertools.product([torch.float32, torch.bfloat16], [dict(), dict(label_smoothing=0.1)]),
+          (torch.float32, dict(softcap=30.0)), (torch.bfloat16, dict(stored=304)))], ids=str)
+def test_variants_are_measured_and_checked(dtype, changes, quick, monkeypatch):
+    shape = variant_problems.Variant(16, 300, dtype, **changes)
+    found = variant_problems.measure_variant(shape, CPU, 1)
+    assert len(found["rows"]) == 6
+    right = sparse_ce.cross_entropy
+    monkeypatch.setattr(sparse_ce, "cross_entropy", lambda *args, **options: right(*args, **options) * 1.05)
+    with pytest.raises(WrongResult, match="16 x 300"):
+        variant_problems.measure_variant(shape, CPU, 1)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, *slow(torch.float32)])
+def test_images_are_measured_and_checked(dtype, quick, monkeypatch):
+    shape = image_problems.ImageShape(2, 5, (8, 8), dtype)
+    found = image_problems.measure_images(shape, CPU, 1)
+    assert len(found["rows"]) == 7 and len(found["goals"]) == 2
+    right = sparse_ce.cross_entropy
+    monkeypatch.setattr(sparse_ce, "cross_entropy", lambda *args, **options: right(*args, **options) * 1.05)
+    with pytest.raises(AssertionError):
+        image_problems.measure_images(shape, CPU, 1)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, *slow(torch.float32)])
+def test_cliffs_are_measured_and_checked(dtype, quick, monkeypatch):
+    monkeypatch.setattr(cliff_problems, "extra_bytes", lambda call, device: 0)  # the page tables of a suite, 80 times
+    shape = cliff_problems.CliffShape(8, 128, dtype)
+    found = cliff_problems.measure_cliffs(shape, CPU, 1)
+    names = [row["name"] for row in found["rows"]]
+    assert len(names) == len(set(names)) > 40 and found["goals"]
+    right = sparse_ce.cross_entropy
+    monkeypatch.setattr(sparse_ce, "cross_entropy", lambda input, *args, **options: right(input, *args, **options) * (
+        1.05 if input.dtype == dtype else 1.0))
+    with pytest.raises(WrongResult, match="8 x 128"):
+        cliff_problems.measure_cliffs(shape, CPU, 1)
+
+
+def test_cliffs_of_a_gpu_are_measured_and_drawn_there(monkeypatch):
+    """More than a last cache holds, and no more than the record stage has time for; a host would draw them slowly."""
+    shapes = cliff_problems.CLIFF_SHAPES["cuda"]
+    assert shapes and set(shapes) <= {shape for shape, measure in run.problems("cuda", False)
+                                      if measure is run.measure_cliffs}
+    devices, right = [], torch.Generator
+
+    def generator(*device):
+        devices.append(device)
+        return right(*device)
+    monkeypatch.setattr(torch, "Generator", generator)
+    ways = cliff_problems._ways(cliff_problems.CliffShape(8, 256, torch.bfloat16), CPU)
+    assert set(devices) == {(CPU,)}
+    assert {"K=64", "weight", "logit_scale", "classes apart"} <= set(ways)
+    for shape in shapes:
+        size = shape.rows * shape.vocab * shape.dtype.itemsize
+        rounds = run.REPEATS["cuda"] + 2
+        # Forward moves E and both move 3 E; what empties the cache is 1 GiB. At 2 TB/s, and at half of it with cliffs.
+        assert 4 * (60 << 20) <= size and 2 * rounds * len(ways) * (4 * size + 2 * (1 << 30)) / 2e12 < 20
+
+
+def shape_of(rows, vocab, dtype=torch.bfloat16):
+    return peers.Shape(rows, vocab, 64, dtype)
+
+
+@pytest.mark.parametrize("way,vocab,expected", [
+    ("", 128256, {"in one pass / copy E": 1.15}), ("", 300000, {"/ (2 reads + 1 write)": 1.1}),
+    ("0", 128256, {"/ (2 reads + 1 write)": 1.1}), ("0", 300000, {"/ (2 reads + 1 write)": 1.1})], ids=str)
+def test_each_way_to_a_gradient_has_its_goal(way, vocab, expected, monkeypatch):
+    monkeypatch.setenv("SPARSE_CE_ONE_PASS", way)
+    assert goals.chosen_way("cpu") == ""
+    way = goals.chosen_way("cuda")
+    seconds = {goals.COPY: [1.4], goals.FORWARD: [0.75], goals.BACKWARD: [1.5], goals.BOTH: [1.6],
+               goals.INDEX_BOTH: [1.6]}
+    for both in (1.6, 1.7, 2.4):
+        found = {goal.text: goal for goal in goals.goals(
+            shape_of(8192, vocab), "cuda", {**seconds, goals.BOTH: [both]}, {goals.BOTH: None, goals.AT_ONCE: None},
+            way)}
+        judged = {text[len(goals.BOTH) + 1:]: goal for text, goal in found.items() if text.startswith(goals.BOTH)}
+        assert {text: goal.limit for text, goal in judged.items()} == expected
+        limits = {"in one pass / copy E": 1.61, "/ (2 reads + 1 write)": 2.31}
+        assert all(goal.met == (both <= limits[text]) for text, goal in judged.items())
+
+
+def test_the_planned_way_is_compared_with_those_that_were_measured(tmp_path, monkeypatch, capsys):
+    def write(folder, title, both, copy=1.4):
+        (tmp_path / folder).mkdir()
+        rows = [{"name": name, "ms": {"median": ms}} for name, ms in ((goals.BOTH, both), (goals.COPY, copy))]
+        (tmp_path / folder / "record.json").write_text(json.dumps({"problems": [{"title": title, "rows": rows}]}))
+
+    def say():
+        monkeypatch.setattr(sys, "argv", ["run.py", "--compare-ways", str(tmp_path)])
+        assert run.main() == 0
+        return capsys.readouterr().out.splitlines()
+    title = str(shape_of(8192, 128256))
+    compared = f"| {title}: forward + backward as planned"
+    assert say() == ["goals: 0 met, 0 missed; no problem was measured in two ways"]
+    write("planned", title, 1.5)
+    write("other", "linear head", 1.0)
+    assert say() == ["goals: 0 met, 0 missed; no problem was measured in two ways"]
+    write("two", f"{title}, two kernels", 2.2)
+    assert say() == [f"{compared} / two kernels | at most 1.02 | 0.682 | met |",
+                     "goals: 1 met, 0 missed"]
+    other = str(shape_of(32768, 32000))
+    write("planned, other", other, 1.5)
+    write("two, other", f"{other}, two kernels", 1.5, copy=1.5)  # of a slower clock
+    assert say() == [f"{compared} / two kernels | at most 1.02 | 0.682 | met |",
+                     f"| {other}: forward + backward as planned / two kernels | at most 1.02 | 1.07 | **missed** |",
+                     "goals: 1 met, 1 missed"]
+
+
+def test_ours_without_the_peers_in_a_chosen_way(quick, monkeypatch):
+    monkeypatch.setattr(run, "chosen_way", lambda device_type: "two kernels")
+    shape = peers.Shape(8, 64, 4, torch.float32)
+    found = run.measure(shape, CPU, 1, with_peers=False)
+    assert {row["side"] for row in found["rows"]} == {"floor", "ours"} and not found["not_run"]
+    assert found["title"] == f"{shape}, two kernels"
+
+
+def test_every_problem_can_do_without_the_peers(quick):
+    """Also its goals, which then have nobody to be compared with."""
+    head = linear_problems.LinearShape(32, 16, 300, 8, torch.bfloat16)
+    measured = {
+        candidate_problems.measure_candidates: candidate_problems.CandidateShape(32, 64, 300, 8, torch.bfloat16),
+        linear_problems.measure_linear: head,
+        linear_select_problems.measure_linear_select: head,
+        select_problems.measure_select: select_problems.SelectShape(16, 300, 8, torch.float32)}
+    for shape, measure in run.problems("cpu", True):
+        if measure in (run.measure_masked_mean, run.measure_log_softmax):
+            measured.setdefault(measure, shape)
+    assert len(measured) == 6
+    for measure, shape in measured.items():
+        found = measure(shape, CPU, 1, with_peers=False)
+        assert {row["side"] for row in found["rows"]} == {"floor", "ours"} and not found["not_run"], measure
+    missing = [measure for _, measure in [*run.problems("cpu", True), *run.problems("cuda", True)]
+               if "with_peers" not in inspect.signature(measure).parameters]
+    assert missing == []
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, *slow(torch.float32)])
+def test_candidates_are_measured_and_checked(dtype, quick, monkeypatch):
+    shape = candidate_problems.CandidateShape(32, 64, 300, 8, dtype)
+    found = candidate_problems.measure_candidates(shape, CPU, 1)
+    assert len(found["rows"]) == 9 and len(found["goals"]) == 1
+    right = sparse_ce.candidate_logits
+    monkeypatch.setattr(sparse_ce, "candidate_logits", lambda *args, **options: right(*args, **options) * 1.05)
+    with pytest.raises(WrongResult, match="32 x 64 x 300"):
+        candidate_problems.measure_candidates(shape, CPU, 1)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, *slow(torch.float32)])
+def test_log_probabilities_are_measured_and_checked(dtype, quick, monkeypatch):
+    shape = select_problems.SelectShape(16, 300, 8, dtype)
+    found = select_problems.measure_select(shape, CPU, 1)
+    assert len(found["rows"]) == 13 and len(found["goals"]) == (7 if dtype == torch.float32 else 6)
+    right = sparse_ce.selected_log_probs
+
+    def wrong(*args, **options):
+        out = right(*args, **options)
+        return dataclasses.replace(out, entropy=out.entropy * 1.05)
+    monkeypatch.setattr(sparse_ce, "selected_log_probs", wrong)
+    with pytest.raises(WrongResult, match="16 x 300"):
+        select_problems.measure_select(shape, CPU, 1)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, *slow(torch.float32)])
+def test_log_probabilities_of_a_head_are_measured_and_checked(dtype, quick, monkeypatch):
+    shape = linear_problems.LinearShape(32, 64, 300, 8, dtype)
+    found = linear_select_problems.measure_linear_select(shape, CPU, 1)
+    assert len(found["rows"]) == 11 and len(found["goals"]) == 4
+    assert found["not_run"] == {linear_select_problems.COMPILED: "no compiler"}
+    right = sparse_ce.linear_row_loss
+    monkeypatch.setattr(sparse_ce, "linear_row_loss", lambda *args, **options: right(*args, **options) * 1.2)
+    with pytest.raises(WrongResult, match="32 x 64 x 300"):
+        linear_select_problems.measure_linear_select(shape, CPU, 1)
+
+
+def test_memory_of_log_probabilities_of_a_head(quick):
+    shape = linear_problems.LinearShape(32, 16, 256, 4, torch.float32, memory_alone=True)
+    found = linear_select_problems.measure_linear_select(shape, CPU, 1)
+    assert found["untimed"] and [row["name"] for row in found["rows"]] == [
+        linear_select_problems.BOTH, linear_select_problems.ROW_LOSS]
+
+
+def test_a_part_that_is_measured_again_joins_the_latest_record():
+    def record(csrc, *titles):
+        return {"device": "a CPU", "driver": None, "threads": 2, "instruction_set": "avx2", "torch": "2", "system": "x",
+                "date": f"day {csrc}", "csrc": csrc, "repeats": 1, "quick": False,
+                "problems": [{"title": title, "rows": [{**ROW, "name": csrc}], "goals": [], "not_run": {}}
+                             for title in titles]}
+
+    joined = run.records.joined(record("old", "one", "two"), record("new", "two", "three"))
+    assert joined["csrc"] == "new"
+    assert [(p["title"], p["csrc"], p["rows"][0]["name"]) for p in joined["problems"]] == [
+        ("one", "old", "old"), ("two", "new", "new"), ("three", "new", "new")]
+    text = run.records.markdown(run.records.joined(joined, record("newest", "three")))
+    assert text.count("Measured") == 2 and "## one\n\nMeasured day old, csrc old." in text
+
+
+def test_processors_of_one_name_and_two_instruction_sets_are_two_machines():
+    avx2 = {"device": "A CPU(R)", "driver": None, "instruction_set": "avx2", "date": "2026-01-01"}
+    gpu = {"device": "A GPU", "driver": "1.2", "instruction_set": "avx2", "date": "2026-01-01"}
+    assert run.records.slug(avx2) == "a-cpu-avx2" and run.records.slug(gpu) == "a-gpu"
+    assert run.records.where(avx2) != run.records.where({**avx2, "instruction_set": "avx512"})
+
+
+def test_a_page_has_the_goals_first_and_says_what_a_part_holds():
+    def problem(title, *met):
+        goals = [{"text": "fast", "limit": 1.0, "at_least": True, "met": each,
+                  "value": {"median": 1.0, "p20": 1.0, "p80": 1.0}} for each in met]
+        return {"title": title, "rows": [{**ROW, "name": "x"}], "goals": goals, "not_run": {}}
+    record = {"device": "a GPU", "driver": "1", "torch": "2", "system": "x", "date": "a day", "csrc": "a tree",
+              "repeats": 1, "quick": False, "problems": [problem("one", True, False), problem("two", True)]}
+    text = run.records.markdown(record, whole=3)
+    assert re.findall("^#.*", text, re.M) == ["# a GPU", "## Goals", "## Problems", "## one", "## two"]
+    assert "2 met, 1 missed." in text and "\n- one\n- two\n" in text
+    assert re.findall(r"^\| (one|two) \| fast .*\| (met|\*\*missed\*\*) \|$", text, re.M) == [
+        ("one", "met"), ("one", "**missed**"), ("two", "met")]
+    assert "## Problems" not in run.records.markdown(record, whole=2)
+    assert "| [a GPU](a-gpu.md) | a day | 2 | 2 | 1 |" in run.records.devices_table([record])
+
+
+ROW = {"side": "ours", "bytes": 1, "gb_per_s": 1.0, "ms": {"median": 1.0, "p20": 1.0, "p80": 1.0}, "over_floor": {
+    "median": 1.0}, "over_ours": None, "extra_mib": None, "gradient_error": None, "note": ""}
+
+
+def test_a_problem_that_fails_does_not_take_the_others_with_it(tmp_path, monkeypatch, capsys):
+    def broken(shape, device, repeats, with_peers):
+        raise WrongResult("planted")
+    monkeypatch.setattr(run, "measure_log_softmax", broken)
+    monkeypatch.setattr(run, "SPARSE_SHAPES", run.SPARSE_SHAPES[:1])
+    monkeypatch.setattr(sys, "argv", ["run.py", "--quick", "--repeats", "1", "--no-plot", "--out", str(tmp_path),
+                                      "--only", "log_softmax", "--only", "mask of 64 x 512, dim=None, float32"])
+    monkeypatch.setattr(run, "measure_masked_mean", lambda shape, device, repeats, with_peers: {
+        "title": str(shape), "logits_bytes": 1, "rows": [{"name": "x"}], "goals": [], "not_run": {}})
+    monkeypatch.setattr(run.records, "problem_table", lambda problem: "")
+    monkeypatch.setattr(run.records, "markdown", lambda record: "")
+    threads = torch.get_num_threads()
+    try:
+        code = run.main()
+    finally:
+        torch.set_num_threads(threads)
+    said = capsys.readouterr().out
+    assert code == 1 and "wrong result, nothing timed" in said and "1 problems measured, 1 failed" in said
+
+
+def test_only_must_match_a_problem(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["run.py", "--out", str(tmp_path), "--only", "no such problem", "--no-plot"])
+    threads = torch.get_num_threads()
+    with pytest.raises(SystemExit, match="--only must be part of"):
+        run.main()
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(params=sorted((run.HERE / "records").glob("*.json")), ids=lambda path: path.stem)
+def kept(request):
+    return json.loads(request.param.read_text())
+
+
+@pytest.mark.parametrize("name", ["plot_time", "plot_memory"])
+def test_no_text_of_a_picture_runs_out_of_its_panel(name, kept, tmp_path, monkeypatch):
+    plot = pytest.importorskip("harness.plot", exc_type=ImportError)  # matplotlib
+    figures = []
+    monkeypatch.setattr(plot.plt, "close", figures.append)
+    if not getattr(plot, name)(kept, tmp_path / "picture.png"):
+        titles = [problem["title"] for problem in kept["problems"]]
+        assert (not any(re.match(r"\d+ x \d+, K=64, ", title) for title in titles)
+                or name == "plot_memory" and not any(title.startswith("linear head, memory") for title in titles))
+        return
+    figure, = figures
+    width, height = figure.canvas.get_width_height()
+    texts = [text for text in figure.findobj(plot.matplotlib.text.Text) if text.get_visible() and text.get_text()]
+    assert len(texts) > 8
+    for text in texts:
+        box = text.get_window_extent()
+        assert 0 <= box.x0 and box.x1 <= width and 0 <= box.y0 and box.y1 <= height, text.get_text()
+    for axis in figure.axes:
+        for text in axis.texts:
+            assert text.get_window_extent().x1 <= axis.get_window_extent().x1, text.get_text()
+        ours = [text.get_weight() == "bold" for text in axis.texts]
+        assert any(ours) and ours == sorted(ours, reverse=True)  # on top
+
+
+def test_results_are_made_of_the_records(tmp_path, monkeypatch):
+    pytest.importorskip("harness.plot", exc_type=ImportError)
+    shutil.copytree(run.HERE / "records", tmp_path / "records")
+    record = sorted((tmp_path / "records").glob("*.json"))[0]
+    monkeypatch.setattr(run, "HERE", tmp_path)
+    monkeypatch.setattr(sys, "argv", ["run.py", "--update-results", str(record)])
+    assert run.main() == 0
+    committed, made = ({path.name: path.read_text() for path in (folder / "results").iterdir()}
+                       for folder in (Path(run.__file__).parent, tmp_path))
+    assert made == committed
+    assert {f"{path.stem}.md" for path in (tmp_path / "records").iterdir()} == set(committed) - {"README.md"}
+    pictures = re.findall(r"^!\[.*\]\(\.\./(.+)\)$", "\n".join(committed.values()), re.MULTILINE)
+    kinds = {json.loads(path.read_text())["device_type"] for path in (tmp_path / "records").glob("*.json")}
+    times = {f"time-{kind}.png" for kind in kinds}
+    assert len(pictures) == len(set(pictures)) and times < set(pictures)
+    assert set(pictures) - times <= {f"memory-{kind}.png" for kind in kinds}  # not of one without the linear head's
+    assert all((tmp_path / picture).stat().st_size > 10_000 for picture in pictures)

@@ -1,0 +1,382 @@
+"""The commands for a machine with a GPU, rehearsed without one: the real stages, stand-ins for NVIDIA's programs."""
+
+import importlib.metadata
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import zipfile
+from pathlib import Path
+
+import pytest
+
+TESTS = Path(__file__).resolve().parents[1]
+ROOT = TESTS.parent
+sys.path[:0] = [str(TESTS / "emulation"), str(ROOT / "benchmarks")]
+import build  # noqa: E402
+import run  # noqa: E402
+from gpu import gpu_acceptance, gpu_probe  # noqa: E402
+from gpu.gpu_steps import (  # noqa: E402
+    PROFILED_KERNELS,
+    SANITIZERS,
+    STAGE_SECONDS,
+    STAGES,
+    Group,
+    Machine,
+    Step,
+    gpu_test_files,
+    plan,
+)
+from harness.sources import csrc_digest, csrc_tree  # noqa: E402
+
+TREE = "0123456789abcdef0123456789abcdef01234567"
+STAND_INS = {
+    "nvidia-smi": "echo 580.1, Stand-in GPU, Disabled",
+    "nvcc": "echo Cuda compilation tools, release 13.0, V13.0.88",
+    # Says which kernels of this repository it would have counted, as told to by -k, after it has run the program.
+    "ncu": f"""while [ $# -gt 0 ]; do
+        case "$1" in -k) kernels="${{2#regex:}}"; shift;; */python*) break;; esac; shift
+    done
+    "$@" && grep -rhoE '[a-z_]+_kernel\\(' {ROOT}/csrc/cuda | tr -d '(' | sort -u | grep -E "$kernels" |
+    sed 's/$/ Context 1/'""",
+    "compute-sanitizer": 'while [ "${1%_device}" = "$1" ]; do shift; done; "$@" && echo "ERROR SUMMARY: 0 errors"',
+}
+
+
+def put_stand_ins(folder, **changes):
+    folder.mkdir()
+    for name, script in {**STAND_INS, **changes}.items():
+        (folder / name).write_text(f"#!/bin/sh\n{script}\n")
+        (folder / name).chmod(0o755)
+    return folder
+
+
+def make_wheel(folder, name, tag):
+    """The installed package as a wheel again."""
+    distribution = importlib.metadata.distribution(name)
+    folders = name, f"{name}-{distribution.version}.dist-info"
+    files = [path for path in distribution.files if path.parts[0] in folders and path.suffix != ".pyc"
+             and path.name not in ("INSTALLER", "direct_url.json", "REQUESTED")]
+    wheel = folder / f"{name}-{distribution.version}-{tag}.whl"
+    with zipfile.ZipFile(wheel, "w") as archive:
+        for path in files:
+            archive.write(distribution.locate_file(path), str(path))
+
+
+def copy_tracked(root, to):
+    """What a clone will have: the files that git knows, as they are now. Not one that nobody has added yet."""
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=root, capture_output=True, text=True, check=True).stdout
+    for name in filter(None, listed.split("\0")):
+        if (root / name).exists():
+            (to / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(root / name, to / name)
+
+
+@pytest.fixture(scope="module")
+def there(tmp_path_factory):
+    """A copy of the repository without git, with a kit whose programs are the emulated ones."""
+    if shutil.which("nvcc") is None and "CI" not in os.environ:
+        pytest.skip("needs the CUDA toolkit (headers and nvcc)")
+    if not (ROOT / ".git").exists():
+        pytest.skip("needs a clone of the repository")
+    root = tmp_path_factory.mktemp("there") / "tree"
+    copy_tracked(ROOT, root)
+    kit = root / "gpu-kit"
+    kit.mkdir()
+    make_wheel(kit, "sparse_ce", "cp310-abi3-linux_x86_64")
+    make_wheel(kit, "expecttest", "py3-none-any")
+    build.build_programs(["plain"])
+    for op in build.OPS:
+        shutil.copy(build.program(op, "plain"), kit / f"{op}_device")
+    (kit / "sources.json").write_text(json.dumps({"csrc": TREE, "digest": csrc_digest(root)}))
+    return root
+
+
+def environment(bin):
+    """Where the package is not installed, but for what the kit brings."""
+    kept = {name: value for name, value in os.environ.items() if name not in ("SPARSE_CE_CSRC_TREE", "PYTHONPATH")}
+    return {**kept, "PATH": f"{bin}{os.pathsep}{kept['PATH']}", "OMP_NUM_THREADS": "1"}
+
+
+def command(root, stage, out, *options):
+    return [sys.executable, str(root / "benchmarks" / "gpu" / "gpu_acceptance.py"), "--stage", stage, "--kit",
+            str(root / "gpu-kit"), "--out", str(out), "--rehearse", *options]
+
+
+def rehearse(root, stage, tmp_path, *options, **stand_ins):
+    bin = put_stand_ins(tmp_path / f"bin{len(options)}", **stand_ins)
+    out = tmp_path / "out"
+    done = subprocess.run(command(root, stage, out, *options), capture_output=True, text=True, cwd=root,
+                          env=environment(bin))
+    print(done.stdout, done.stderr)
+    record = json.loads((out / f"{stage}.json").read_text())
+    assert sorted(path.name for path in out.iterdir()) == [f"{stage}.json", f"{stage}.log"]
+    groups = plan(stage, Machine(root, root / "gpu-kit", tmp_path, True))
+    planned = [step.name for group in groups for step in group.steps]
+    assert sorted(step["name"] for step in record["steps"]) == sorted(planned)
+    log = (out / f"{stage}.log").read_text()
+    assert all(step["name"] in done.stdout and (step["status"] == "not needed" or f"===== {step['name']}:" in log)
+               for step in record["steps"])
+    assert record["finished"] and record["rehearsal"] and record["csrc"] == TREE and not record["sources_problem"]
+    assert record["environment"]["device"] == "cpu"
+    return done, {step["name"]: step for step in record["steps"]}, record
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_every_step_of_a_stage_runs(stage, there, tmp_path):
+    done, steps, record = rehearse(there, stage, tmp_path)
+    assert done.returncode == 0 and done.stdout.rstrip().endswith("all passed"), done.stdout[-3000:]
+    assert {step["status"] for step in steps.values()} == {"ok", "not needed"}
+    assert record["driver"] == "580.1"
+    assert "/site/sparse_ce" in steps["load"]["tail"]  # the kit's, not the one that these tests import
+    assert record["benchmark"]["csrc"] == TREE and record["benchmark"]["problems"]
+    assert "packages" in record["environment"] and steps["kit's tools"]["status"] == "ok"
+    assert steps["first loss"]["says"] == "20 ok, 0 wrong"
+    if stage == "quick":
+        assert "10 passed, 0 failed" in steps["masked_mean"]["tail"]
+        assert " passed" in steps["tests of the loss"]["tail"] and " passed" in steps["tests"]["tail"]
+        assert "ERROR SUMMARY: 0 errors" in steps["racecheck cross_entropy"]["tail"]
+        assert "one_pass_kernel Context 1\n" in steps["counters"]["tail"]
+        assert steps["ways"]["says"] == "goals: 0 met, 0 missed; no problem was measured in two ways"
+        measured = sum(step["name"] not in ("counters", "ways") and step["group"] == "speed" for step in steps.values())
+        assert len(record["benchmark"]["problems"]) == measured
+        kept = {row["side"] for problem in record["benchmark"]["problems"] for row in problem["rows"]}
+        assert kept == {"floor", "ours"}
+    else:
+        assert all("ERROR SUMMARY: 0 errors" in steps[f"{tool} {op}"]["tail"] for tool in SANITIZERS
+                   for op in build.OPS)
+        assert " passed" in steps["slow tests"]["tail"] and steps["benchmark"]["says"].startswith("goals: ")
+
+
+def test_what_fails_is_reported_and_does_not_stop_the_rest(there, tmp_path):
+    done, steps, record = rehearse(there, "record", tmp_path, **{
+        "nvidia-smi": "exit 9",
+        "compute-sanitizer": 'case "$2" in racecheck) echo a race; exit 1;; synccheck) kill -9 $$;; esac; '
+                             + STAND_INS["compute-sanitizer"]})
+    assert done.returncode == 1 and f"failed: driver, racecheck {build.OPS[0]}" in done.stdout
+    status = {name: step["status"] for name, step in steps.items()}
+    assert status["driver"] == "failed" and steps["driver"]["exit_code"] == 9
+    for op in build.OPS:
+        assert [status[f"{tool} {op}"] for tool in ("memcheck", "racecheck", "initcheck", "synccheck")] == [
+            "ok", "failed", "ok", "crashed"]
+    assert "a race" in steps["racecheck linear"]["tail"] and "    a race" in done.stdout
+    assert status["benchmark"] == "ok" and record["benchmark"]["problems"] and " passed" in steps["slow tests"]["tail"]
+
+
+def test_what_is_done_is_skipped_and_kept(there, tmp_path):
+    """The second command goes on where the first has ended, on a machine that has nothing of it."""
+    first, _, before = rehearse(there, "quick", tmp_path, ncu="exit 3")
+    assert first.returncode == 1 and "failed: counters" in first.stdout
+    second, steps, record = rehearse(there, "quick", tmp_path, "--skip-done", str(tmp_path / "out" / "quick.json"))
+    assert second.returncode == 0 and second.stdout.rstrip().endswith("all passed"), second.stdout[-3000:]
+    log = (tmp_path / "out" / "quick.log").read_text()
+    runs = {name: log.count(f"===== {name}:") for name in steps if steps[name]["status"] == "ok"}
+    again = {"driver", "nvcc", "environment", "kit's tools", "kit's wheel", "load", "first loss", "counters"}
+    assert runs == {name: 2 if name in again else 1 for name in runs}
+    assert record["benchmark"]["problems"] == before["benchmark"]["problems"]
+
+
+def test_a_stage_that_is_killed_has_said_what_it_knew(there, tmp_path):
+    """By the signal that nothing can catch; and the step that ran ends with it."""
+    bin = put_stand_ins(tmp_path / "bin", nvcc=f"echo compiling; echo $$ > {tmp_path}/pid; exec sleep 600")
+    process = subprocess.Popen(command(there, "quick", tmp_path), env=environment(bin), cwd=there,
+                               stdout=subprocess.DEVNULL)
+    path, steps = tmp_path / "quick.json", {}
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline and steps.get("nvcc", {}).get("tail", "") != "compiling\n":
+        time.sleep(0.1)
+        steps = {step["name"]: step for step in json.loads(path.read_text())["steps"]} if path.exists() else {}
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    record = json.loads(path.read_text())
+    steps = {step["name"]: step for step in record["steps"]}
+    assert "finished" not in record and record["driver"] == "580.1"
+    assert steps["driver"]["status"] == "ok" and steps["nvcc"]["status"] == "running"
+    child = Path(f"/proc/{(tmp_path / 'pid').read_text().strip()}")
+    while child.exists() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not child.exists()
+
+
+def run_stage(tmp_path, steps, width=1, seconds=30.0, before=None):
+    machine = Machine(ROOT, tmp_path / "no kit", tmp_path)
+    stage = gpu_acceptance.Stage("quick", machine, tmp_path / "out", seconds, before)
+    code = stage.run([Group("group", tuple(steps), width)])
+    record = json.loads((tmp_path / "out" / "quick.json").read_text())
+    return code, {step["name"]: step for step in record["steps"]}
+
+
+def test_verdicts(tmp_path, capsys):
+    code, steps = run_stage(tmp_path, [
+        Step("good", ["sh", "-c", "echo fine"], 5),
+        Step("bad", ["sh", "-c", "echo broken; exit 3"], 5),
+        Step("killed", ["sh", "-c", "kill -11 $$"], 5),
+        Step("absent", ["no-such-program"], 5),
+        Step("cannot", ["sh", "-c", "echo ERR_NVGPUCTRPERM; exit 1"], 5, skip_if="ERR_NVGPUCTRPERM"),
+        Step("not needed", ["false"], 5, instead_of=("good",)),
+        Step("needed", ["true"], 5, instead_of=("good", "bad")),
+        Step("after", ["true"], 5)])
+    assert code == 1
+    assert {name: (step["status"], step["exit_code"]) for name, step in steps.items()} == {
+        "good": ("ok", 0), "bad": ("failed", 3), "killed": ("crashed", -11), "absent": ("missing", 127),
+        "cannot": ("skipped", 1), "not needed": ("not needed", None), "needed": ("ok", 0), "after": ("ok", 0)}
+    assert steps["bad"]["tail"] == "broken\n"
+    assert capsys.readouterr().out.rstrip().endswith("failed: bad, killed, absent")
+
+
+def test_a_step_whose_time_is_up_is_ended_with_its_children(tmp_path):
+    begin = time.monotonic()
+    code, steps = run_stage(tmp_path, [
+        Step("quick", ["true"], 1),
+        Step("hangs", ["sh", "-c", f"echo so far; sleep 60 & echo $! > {tmp_path}/child; wait"], 1),
+        Step("after", ["true"], 1)])
+    assert code == 1 and time.monotonic() - begin < 10
+    assert [steps[name]["status"] for name in ("quick", "hangs", "after")] == ["ok", "timeout", "ok"]
+    assert steps["hangs"]["tail"] == "so far\n" and 1 < steps["hangs"]["limit"] <= 2  # and what `quick` left over
+    state = Path(f"/proc/{(tmp_path / 'child').read_text().strip()}/stat")
+    assert not state.exists() or state.read_text().split()[2] == "Z"
+
+
+def test_a_stage_ends_in_time_and_says_what_was_left(tmp_path):
+    sleeping = [Step(f"sleep {i}", ["sleep", "20"], 20) for i in range(3)]
+    begin = time.monotonic()
+    code, steps = run_stage(tmp_path, sleeping, width=2, seconds=3)
+    assert code == 1 and time.monotonic() - begin < 8
+    assert [steps[f"sleep {i}"]["status"] for i in range(3)] == ["timeout", "timeout", "no time left"]
+
+
+def test_what_is_done_is_known_by_its_name(tmp_path):
+    before = {"csrc": csrc_tree(ROOT), "benchmark": {"problems": [{"title": "kept"}], "failed": {}}, "steps": [
+        {"name": name, "status": status, "exit_code": code, "seconds": 1.0, "limit": 5.0, "tail": "", "group": "group"}
+        for name, status, code in (("good", "ok", 0), ("bad", "failed", 3), ("anew", "ok", 0))]}
+    code, steps = run_stage(tmp_path, [Step("good", ["false"], 5), Step("bad", ["true"], 5),
+                                       Step("anew", ["true"], 5, always=True)], before=before)
+    assert code == 0 and steps["good"] == before["steps"][0]
+    assert steps["bad"]["status"] == "ok" and steps["anew"]["command"] == "true"
+    record = json.loads((tmp_path / "out" / "quick.json").read_text())
+    assert record["benchmark"]["problems"] == [{"title": "kept"}]
+    with pytest.raises(SystemExit, match=f"--skip-done must be a record of csrc .*, got one of {TREE}"):
+        run_stage(tmp_path, [], before={**before, "csrc": TREE})
+
+
+@pytest.mark.parametrize("with_kit", [True, False])
+@pytest.mark.parametrize("stage", STAGES)
+def test_the_limits_of_a_stage_add_up_to_less_than_ten_minutes(stage, with_kit, tmp_path):
+    for op in build.OPS if with_kit else []:
+        (tmp_path / f"{op}_device").touch()
+    groups = plan(stage, Machine(ROOT, tmp_path, tmp_path))
+    assert 300 < sum(group.seconds() for group in groups) <= STAGE_SECONDS < 570
+    names = [step.name for group in groups for step in group.steps]
+    assert len(names) == len(set(names))
+    assert ("build the programs" in names) == (not with_kit)
+
+
+def test_a_clone_has_what_git_knows(tmp_path):
+    """As it is now; neither what nobody added nor what was removed."""
+    root, to = tmp_path / "root", tmp_path / "to"
+    (root / "sub").mkdir(parents=True)
+    for name in ("sub/changed.py", "removed.py", "new.py"):
+        (root / name).write_text("as added")
+    subprocess.run(["git", "init", "-q"], cwd=root, check=True)
+    subprocess.run(["git", "add", "sub", "removed.py"], cwd=root, check=True)
+    (root / "sub" / "changed.py").write_text("as it is now")
+    (root / "removed.py").unlink()
+    copy_tracked(root, to)
+    assert [path.relative_to(to).as_posix() for path in to.rglob("*.py")] == ["sub/changed.py"]
+    assert (to / "sub" / "changed.py").read_text() == "as it is now"
+
+
+def test_the_profiler_counts_the_kernels_of_the_loss():
+    """Each name is a kernel's, and none that makes a loss or its gradient by rows is left out."""
+    text = "".join(path.read_text() for path in (ROOT / "csrc" / "cuda").glob("*.cu*"))
+    kernels = set(re.findall(r"__global__ void(?: __launch_bounds__\([^{]*?\))?\s+(\w+)\(", text))
+    assert len(kernels) == text.count("__global__ void") and set(PROFILED_KERNELS) <= kernels
+    assert {"one_pass_kernel", "forward_kernel", "backward_kernel"} <= set(PROFILED_KERNELS)
+    counters, = [step.command for group in plan("quick", Machine(ROOT, ROOT, ROOT)) for step in group.steps
+                 if step.name == "counters"]
+    given = counters[counters.index("-k") + 1]
+    assert given.startswith("regex:")
+    assert set(PROFILED_KERNELS) <= {name for name in kernels if re.search(given[len("regex:"):], name)}
+
+
+def test_what_is_profiled_makes_the_gradient_in_backward_and_in_forward(monkeypatch):
+    """Of every target: the second step knows which upstream gradient will come, and the next target begins anew."""
+    called = []
+
+    class Ops:
+        def __getattr__(self, name):
+            if name in ("forward_with_residual", "forward_with_gradient"):
+                called.append(name)
+            return getattr(right, name)
+    module = sys.modules["sparse_ce.ops.cross_entropy"]
+    right = module.ops
+    monkeypatch.setattr(module, "ops", Ops())
+    monkeypatch.setattr(module, "_small", lambda *args: None)
+    assert gpu_probe.profile("cpu") == 0
+    assert called == ["forward_with_residual", "forward_with_gradient"] * 2
+
+
+def test_the_ways_of_one_pass_are_measured(tmp_path):
+    """Each in a process of its own, which is told by the environment; and the record says how to do it again."""
+    steps = {step.name: step for group in plan("quick", Machine(ROOT, tmp_path, tmp_path)) for step in group.steps}
+    given = {name: step.environment.get("SPARSE_CE_ONE_PASS") for name, step in steps.items()}
+    assert given == {**dict.fromkeys(steps), "two kernels": "0"}
+    names = list(steps)
+    assert names.index("8192 x 128256") < names.index("two kernels") < names.index("ways")
+    assert steps["two kernels"].line.startswith("SPARSE_CE_ONE_PASS=0 ")
+    assert "SPARSE_CE_ONE_PASS" not in steps["8192 x 128256"].line
+
+
+def test_a_step_has_its_own_environment(tmp_path, monkeypatch):
+    monkeypatch.setenv("SPARSE_CE_ONE_PASS", "of somebody")
+    say = ["sh", "-c", "echo way ${SPARSE_CE_ONE_PASS-as planned}"]
+    _, steps = run_stage(tmp_path, [Step("apart", say, 5, environment={"SPARSE_CE_ONE_PASS": "0"}),
+                                    Step("planned", say, 5)])
+    assert {name: step["tail"] for name, step in steps.items()} == {"apart": "way 0\n", "planned": "way as planned\n"}
+    assert steps["apart"]["command"].startswith("SPARSE_CE_ONE_PASS=0 sh -c ")
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_what_is_to_be_measured_is_there(stage, tmp_path, monkeypatch):
+    """A step of the benchmark that selects nothing would be found out on the GPU."""
+    selected = [(step.name, step.command[2:]) for group in plan(stage, Machine(ROOT, tmp_path, tmp_path))
+                for step in group.steps if step.command[1].endswith("run.py") and "--only" in step.command]
+    assert len(selected) == {"quick": 6, "record": 0}[stage]
+    assert all("--no-peers" in command for _, command in selected)
+    for name, command in selected:
+        monkeypatch.setattr(sys, "argv", ["run.py", *command])
+        args = run.arguments()
+        for part in args.only:
+            assert any(part in f"{measure.__name__} {shape}" for shape, measure in run.problems(
+                args.device, args.quick)), (name, part)
+
+
+def test_kernels_of_other_sources_than_these_are_not_recorded_silently(tmp_path):
+    machine = Machine(ROOT, tmp_path, tmp_path)
+    (tmp_path / "sources.json").write_text(json.dumps({"csrc": TREE, "digest": "of other files"}))
+    problem = "the kit was made from another csrc than the one here: make gpu-kit"
+    assert gpu_acceptance.sources(machine) == (TREE, problem)
+    (tmp_path / "sources.json").write_text(json.dumps({"csrc": TREE, "digest": csrc_digest(ROOT)}))
+    assert gpu_acceptance.sources(machine) == (TREE, None)
+
+
+def test_the_files_with_cases_for_a_gpu():
+    names = {path.name for path in gpu_test_files(TESTS)}
+    assert {"test_cross_entropy_values.py", "test_linear_values.py", "test_cross_entropy_compile.py",
+            "test_cross_entropy_limits.py", "test_training_loops.py"} <= names
+    assert not names & {"test_build.py", "test_emulation.py", "test_examples.py", "test_training_distributed.py",
+                        "test_trainer_steps.py", Path(__file__).name}
+
+
+def test_without_a_wheel_the_package_is_built_from_source(tmp_path):
+    """As a step of its own; with one it only runs where the wheel's steps fail."""
+    groups = plan("quick", Machine(ROOT, tmp_path, tmp_path))
+    names = [step.name for group in groups for step in group.steps]
+    assert "build from source" in names and not {"kit's wheel", "load", "first loss"} & set(names)
+    assert names.index("build from source") < names.index("first loss, built here") < names.index("tests of the loss")
+    _, steps = run_stage(tmp_path, [Step("build", ["true"], 5, instead_of=("kit's wheel",))])
+    assert steps["build"]["status"] == "ok"

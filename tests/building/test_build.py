@@ -1,0 +1,274 @@
+"""What the compiler made of the kernels, what the libraries depend on, and the other ways to build."""
+
+import importlib.util
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import sparse_ce
+from sass import (
+    MEETS,
+    count,
+    functions_of,
+    instructions,
+    loop_of_exponentials,
+    loops,
+    shortest,
+    splits_before,
+)
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "tests" / "emulation"))
+from build import NVCC, OPS, ROUNDING  # noqa: E402
+
+LIBRARIES = sorted(Path(sparse_ce.__file__).parent.glob("_C*.so"))
+needs_nvcc = pytest.mark.skipif(shutil.which("nvcc") is None and "CI" not in os.environ, reason="needs nvcc")
+
+
+@pytest.fixture(scope="module", params=sorted(path.stem for path in (ROOT / "csrc" / "cuda").glob("*.cu")))
+def compiled(request, tmp_path_factory):
+    """The kernels for sm_80 and sm_90, and ptxas' report: {(architecture, kernel): spilled, registers, shared}."""
+    out = tmp_path_factory.mktemp("cuda") / f"{request.param}.o"
+    done = subprocess.run(
+        ["nvcc", "-std=c++17", "-O3", *ROUNDING, "--threads=2", "-gencode", "arch=compute_80,code=sm_80", "-gencode",
+         "arch=compute_90,code=sm_90", "--expt-relaxed-constexpr", "-Xptxas", "-v", "-c",
+         str(ROOT / f"csrc/cuda/{request.param}.cu"), "-o", str(out)],
+        capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    pattern = (r"entry function '(\S+)' for '(\S+)'\n.*\n\s*(\d+) bytes stack frame, (\d+) bytes spill stores, "
+               r"(\d+) bytes spill loads\n.*Used (\d+) registers(?:.*, (\d+) bytes smem)?")
+    report = {}
+    for name, architecture, *numbers in re.findall(pattern, done.stderr):
+        name = subprocess.run(["c++filt", name], capture_output=True, text=True).stdout
+        kernel = re.search(r"(\w+_kernel(?:<.*>)?)\(", name)[1]
+        stack, stores, loads, registers, shared = (int(number or 0) for number in numbers)
+        report[architecture, kernel] = (stack + stores + loads, registers, shared)
+    return out, report
+
+
+@needs_nvcc
+def test_no_kernel_spills_registers(compiled):
+    report = compiled[1]
+    kernels = {"candidates": 3 * (4 + 2), "cross_entropy": 4 * (2 + 2 + 1 + 1 + 3 + 3), "linear": 10 + 1 + 4,
+               "loss_mean": 2 * (2 + 2), "masked_mean": 4 * (4 + 2 + 2), "one_pass": 3 * 3 * 2 * 2,
+               "select": 4 * (2 + 2 * 2 + 1), "select_merge": 2, "sparse_softmax": 4 * 2 * (2 + 1),
+               "topk": 4}
+    assert len(report) == 2 * kernels[compiled[0].stem]  # of both architectures
+    assert {key: bytes_ for key, (bytes_, *_) in report.items() if bytes_} == {}
+
+
+@needs_nvcc
+def test_blocks_fit_three_to_a_multiprocessor(compiled):
+    # The sums of a pack's columns and their weights are registers: there two blocks, with more loads in flight.
+    # So with a gradient of the scale beside that of the logits, and of rows in registers that are transformed. And of
+    # float64.
+    two = r"<double|select_backward_kernel<.*true>|sum_kernel<.*, [248]>|one_pass_kernel<.*InRegisters<4> *>, false"
+    four = r"forward_kernel<"  # of logits, which are hidden by what other blocks do
+    for (architecture, kernel), (_, registers, _) in compiled[1].items():
+        blocks = 2 if re.search(two, kernel) else 4 if re.match(four, kernel) else 3
+        assert registers * (128 if "strided" in kernel else 256) * blocks <= 65536, (architecture, kernel)
+
+
+@needs_nvcc
+def test_a_row_finds_room_in_shared_memory_beside_what_the_kernel_has(compiled):
+    if compiled[0].stem != "one_pass":
+        return
+    for (_, kernel), (*_, shared) in compiled[1].items():
+        assert shared <= 12 << 10  # kOtherBytes
+        # Of an H100's 228 KiB a block takes one more; three of the longest parts of a row fit.
+        assert "256" not in kernel or 3 * (shared + (16 * 16 * 256) + 1024) <= 228 << 10
+
+
+@needs_nvcc
+def test_logits_are_read_and_gradients_written_by_16_bytes(compiled):
+    if compiled[0].stem in ("select_merge", "loss_mean"):
+        return  # a few numbers of each row
+    found = functions_of(compiled[0])
+    functions = dict(found)
+    if compiled[0].stem == "masked_mean":
+        packs = [(name, body) for name, body in found if re.search(r"_kernelI\w*Li[248]EEE", name)]
+        loads = [body.count("LDG.E.128") for name, body in packs if re.search(r"\dsum_kernel", name)]
+        assert len(loads) == 2 * 4 * 2 and min(loads) >= 2  # architectures, dtypes, kernels; in flight of a thread
+        stores = [body.count("STG.E.128") for name, body in packs if re.search(r"\dgradient_kernel", name)]
+        assert len(stores) == 2 * 4 and min(stores) >= 1
+        return
+    if compiled[0].stem == "candidates":
+        for kernel, loads, stores in (("logits", 4 + 1, 0), ("input", 4, 1), ("weight", 4, 1)):
+            bodies = [body for name, body in found if f"{kernel}_kernel" in name]
+            assert len(bodies) == 2 * (4 + 2)  # architectures, dtypes
+            # Of an input of 16 bits that meets a weight of 32, a pack is 8 bytes.
+            assert min(body.count("LDG.E.128") for body in bodies) >= min(loads, 4)
+            assert min(body.count("STG.E.128") + body.count("STG.E.64") for body in bodies) >= stores
+        return
+    if compiled[0].stem == "one_pass":
+        assert len(found) == 2 * 3 * 3 * 2 * 2  # architectures, dtypes, who holds a row, plain, gradient
+        for name, body in found:
+            gradient = re.search(r"ELb[01]ELb([01])E", name)[1] == "1"
+            before = re.split(r"MUFU\.EX2", body)[0]  # all are asked for before the first exponential
+            if "InRegisters" in name:
+                assert before.count("LDG.E.128") == 4 and "LDGSTS" not in body, name
+            else:  # four at once, and up to three one by one; none goes through a register
+                assert len(re.findall(r"LDGSTS\S*\.128\b", before)) == 4 + 3, name
+                assert "LDGSTS" not in body[len(before):], name
+            assert not gradient or body.count("STG.E.128") >= 4, name
+        return
+    if compiled[0].stem in ("select", "topk"):
+        for name, body in found:
+            if not re.search(r"\dselect_merge_kernel", name):
+                # Beside the scale's gradient there are registers for one pack of float64.
+                packs = 1 if re.search(r"select_backward_kernelIdLi\d+ELb1E", name) else 4
+                assert body.count("LDG.E.128") >= packs, name
+                assert "backward" not in name or body.count("STG.E.128") >= packs, name
+        return
+    streams = r"\d(forward|backward|rows|spans|scale|accumulate)_kernel"
+    dense = {name: body for name, body in functions.items() if re.search(streams, name)}
+    assert len(dense) >= 2 * 4
+    for name, body in dense.items():
+        # In flight of one thread, each once more where a row ends; what rows share has been read by others.
+        loads = 1 if re.search(r"\d(scale|accumulate)_kernel", name) else 3 if re.search(r"\dspans_kernel", name) else 4
+        # Four and the last up to four of a row, and under options two and two.
+        steps = 3 if re.search(r"\d(forward|backward)_kernel", name) else 1
+        assert body.count("LDG.E.128") >= loads * steps, name
+        assert re.search(r"\dforward_kernel", name) or body.count("STG.E.128") >= loads, name
+        # A store may lie where the next load does, so that no load moves before it.
+        assert not re.search(r"\d(rows|spans)_kernel", name) or body.split("STG.E.128")[0].count("LDG.E.128") >= 2
+
+
+@needs_nvcc
+def test_forward_spends_six_instructions_and_a_half_on_a_logit(compiled):
+    if compiled[0].stem != "cross_entropy":
+        return
+    loops = [(name, loop_of_exponentials(body)) for name, body in functions_of(compiled[0])
+             if re.search(r"\dforward_kernelI(f|13__nv_bfloat16|6__half)Li256E", name)]
+    assert len(loops) == 2 * 3  # architectures, dtypes
+    for name, loop in loops:
+        exponentials = [i for i, text in enumerate(loop) if "MUFU.EX2" in text]
+        loads = [i for i, text in enumerate(loop) if "LDG.E.128" in text]
+        assert 4 < len(loop) / len(exponentials) < (6.1 if "kernelIf" in name else 6.6), name
+        assert len(loads) == 4 and max(loads) < min(exponentials), name
+
+
+def one_pass_kernels(compiled):
+    """Returns (name, code) of those that keep the logits in shared memory and make a gradient."""
+    return [(name, instructions(body)) for name, body in functions_of(compiled[0])
+            if re.search(r"InSharedMemory.*ELb[01]ELb1E", name)]
+
+
+@needs_nvcc
+def test_one_pass_spends_twelve_instructions_on_a_logit_and_its_gradient(compiled):
+    """The kernel is bound by instructions, not by memory. With branches in its loops it spent more than 18."""
+    if compiled[0].stem != "one_pass":
+        return
+    found = [(name, loops(code)) for name, code in one_pass_kernels(compiled) if "ELb1ELb1E" in name]
+    assert len(found) == 2 * 3 * 2  # architectures, dtypes, groups
+    for name, of_kernel in found:
+        logits, most = (16, 16) if "RowSliceIf" in name else (32, 12)  # in four packs
+        passes = [shortest(of_kernel, {"LDGSTS": 4}),
+                  shortest([loop for loop in of_kernel if count(loop, "MNMX")], {"LDS.128": 4, "MUFU": 0, "STG": 0}),
+                  shortest(of_kernel, {"MUFU.EX2": logits, "LDS.128": 4, "STG": 0}),
+                  shortest(of_kernel, {"MUFU.EX2": logits, "LDS.128": 4, "STG.E.128": 4})]
+        spent = [len(loop) / logits for loop in passes]
+        assert 9 < sum(spent) < most, (name, spent)
+
+
+@needs_nvcc
+def test_a_warp_writes_its_gradient_once(compiled):
+    """Lanes that have an entry come together with the others before the loop that writes the packs."""
+    if compiled[0].stem != "one_pass":
+        return
+    found = one_pass_kernels(compiled)
+    assert len(found) == 2 * 3 * 2 * 2  # architectures, dtypes, groups, plain
+    for name, code in found:
+        writing = [loop for loop in loops(code) if count(loop, "STG.E.128") and count(loop, "MUFU.EX2") >= 8
+                   and not any(MEETS.match(text) for _, text in loop)]
+        assert writing, name
+        assert [splits_before(code, loop) for loop in writing] == [[]] * len(writing), name
+
+
+def nvcc_of_setup(monkeypatch):
+    """Returns what setup.py gives nvcc."""
+    import torch.utils.cpp_extension
+    spec = importlib.util.spec_from_file_location("setup_of_sparse_ce", ROOT / "setup.py")
+    setup = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(setup)
+    made = []
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "9.0")
+    monkeypatch.setattr(setup, "why_no_cuda", lambda torch, home: None)
+    monkeypatch.setattr(torch.utils.cpp_extension, "CUDAExtension", lambda *args, **options: made.append(options))
+    setup.extensions(torch, "/nowhere")
+    return made[0]["extra_compile_args"]["nvcc"]
+
+
+def test_products_and_sums_are_made_one_nowhere_but_where_the_source_says(monkeypatch):
+    """By none of the ways to build the kernels: what a compiler fuses in one it may leave in another."""
+    assert set(ROUNDING) <= set(nvcc_of_setup(monkeypatch)) and set(ROUNDING) <= set(NVCC)
+    given = re.search(r"\$<\$<COMPILE_LANGUAGE:CUDA>:(.*?)>", (ROOT / "CMakeLists.txt").read_text(), re.S)
+    assert set(ROUNDING) <= set(given[1].split())
+
+
+@needs_nvcc
+def test_cmake_compiles_kernels_as_setup_does(monkeypatch, tmp_path):
+    """Here torch may be a CPU build: CMake is told of another, and nvcc only reads the sources."""
+    if shutil.which("cmake") is None and "CI" not in os.environ:
+        pytest.skip("needs cmake")
+    from torch.utils.cpp_extension import COMMON_NVCC_FLAGS
+    (tmp_path / "sitecustomize.py").write_text(
+        "import sys\nif 'torch' in sys.orig_argv[-1]:\n    import torch\n    torch.version.cuda = 'another'\n")
+    subprocess.run(["cmake", "-S", ROOT, "-B", tmp_path / "build", f"-DPython_EXECUTABLE={sys.executable}",
+                    "-DCMAKE_CUDA_ARCHITECTURES=90-virtual"], check=True, capture_output=True,
+                   env={**os.environ, "PYTHONPATH": str(tmp_path)})
+    commands = {Path(each["file"]).name: shlex.split(each["command"])
+                for each in json.loads((tmp_path / "build" / "compile_commands.json").read_text())}
+    command = commands["one_pass.cu"]
+    wanted = {flag for flag in [*nvcc_of_setup(monkeypatch), *COMMON_NVCC_FLAGS]
+              if "CUDA_NO_" not in flag and not flag.startswith("--threads")}
+    assert wanted <= set(command)
+    command[command.index("-c"):command.index("-c") + 1] = ["-Xcicc", "-O0", "-ptx"]  # seconds
+    done = subprocess.run(command, cwd=tmp_path / "build", capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-4000:]
+
+
+def test_libraries_use_nothing_but_the_stable_abi():
+    assert LIBRARIES
+    for library in LIBRARIES:
+        symbols = subprocess.run(["nm", "-D", "--undefined-only", library], capture_output=True, text=True).stdout
+        assert "torch_library_impl" in symbols
+        assert re.findall(r"_ZN?K?(?:2at|3c10|5torch)\w*|\bPy\w+", symbols) == []
+
+
+def test_module_run_prints_what_a_bug_report_needs(tmp_path):
+    done = subprocess.run([sys.executable, "-m", "sparse_ce"], capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    for part in (sparse_ce.__version__, torch.__version__, sparse_ce.ops.instruction_set(), "cuda kernels",
+                 "op forward", "op backward_"):
+        assert part in done.stdout
+
+
+def test_cmake_builds_the_same_ops(tmp_path):
+    if shutil.which("cmake") is None and "CI" not in os.environ:
+        pytest.skip("needs cmake")
+    subprocess.run(["cmake", "-S", ROOT, "-B", tmp_path, f"-DPython_EXECUTABLE={sys.executable}",
+                    "-DCMAKE_CXX_FLAGS_RELEASE=-O1"], check=True, capture_output=True)  # -O3 takes three times as long
+    subprocess.run(["cmake", "--build", tmp_path, "-j2", "--target", "sparse_ce_C"], check=True, capture_output=True)
+    program = (f"import torch; torch.ops.load_library({str(tmp_path / 'libsparse_ce_C.so')!r}); "
+               "print(*torch.ops.sparse_ce.forward(torch.zeros(1, 4), torch.tensor([2])))")
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=tmp_path)
+    assert done.stdout.split() == ["tensor([1.3863])", "tensor([1.3863])"], done.stderr
+
+
+@needs_nvcc
+@pytest.mark.parametrize("op", OPS)
+def test_nvcc_takes_the_program_with_the_cases_of_an_op(op, tmp_path):
+    done = subprocess.run(["nvcc", *NVCC, "-arch=sm_90", "-Xcicc", "-O0", "-x", "cu", "-ptx",
+                           str(ROOT / f"tests/emulation/{op}.cpp"), "-o", str(tmp_path / "program.ptx")],
+                          capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

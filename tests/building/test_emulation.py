@@ -1,0 +1,110 @@
+"""The CUDA kernels' real source on a CPU: against float64 and under sanitizers.
+
+Needs g++ and the CUDA toolkit's headers. Where there is no toolkit these tests are skipped, except in CI.
+"""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "emulation"))
+import build  # noqa: E402
+
+pytestmark = pytest.mark.skipif(shutil.which("nvcc") is None and "CI" not in os.environ,
+                                reason="needs the CUDA toolkit (headers and nvcc)")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def programs():
+    build.build_programs(list(build.FLAVOURS))
+
+
+def run_cases(executable, *arguments, env=None):
+    done = subprocess.run([executable, *arguments], capture_output=True, text=True, env={**os.environ, **(env or {})})
+    assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
+    return done.stdout
+
+
+def kinds(output):
+    return {kind: int(count) for kind, count in re.findall(r"^(.*): (\d+) cases$", output, re.M)}
+
+
+KINDS = {"cross_entropy": ("warp a row", "block a row", "blocks a row", "a thread a row", "threads a row",
+                           "a thread a row, a mean of many", "a thread a row, a mean in parts",
+                           "one pass, a warp's registers", "one pass, a warp",
+                           "one pass, a block", "one pass, 2 blocks", "one pass, 4 blocks", "one pass, 8 blocks",
+                           "a warp's most entries", "a block's most entries", "a warp's entries of a block",
+                           "classes in parts", *(factors + " of rows, " + read for factors in ("scales", "weights")
+                                                 for read in ("once", "apart", "side by side"))),
+         "classes_of_row": [threads + entries for threads in ("a thread", "a warp", "a block") for entries in (
+             ", few", ", sorted", ", repeated", ", unsorted")],
+         "topk": ("ties", "few ties"),
+         "select": ("warp a row", "block a row", "blocks a row"),
+         "linear": ("plain sum", "split sum by packs", "split sum by singles", "rows", "scale", "scale of 1",
+                    "scale from another", "scale of rows"),
+         "candidates": ("weights by packs", "weights by singles"),
+         "sparse_softmax": [rows + long for rows in ("rows for lanes", "rows for warps") for long in (
+             "", ", one for a block", ", one for blocks")],
+         "masked_mean": [way + packs for packs in (" by packs", " by singles") for way in (
+             "along, a warp", "along, a block", "across")] + [way + packs + ", in parts" for packs in (
+                 " by packs", " by singles") for way in ("along, a block", "across")] + [
+                     "along, a warp, long", "parts merged by a warp"]}
+SELDOM = ("along, a warp, long", "parts merged by a warp")
+RARE = "a thread a row, a mean in parts"  # of which a few hundred cases may have none
+SCHEDULES = ("ordered", "reverse", "random", "pct")
+SCHEDULED = {"sparse_softmax": 300, "masked_mean": 300}  # cases of a schedule, where 120 miss a kind
+each_op = pytest.mark.parametrize("op", build.OPS)
+
+
+def check_cases(op, flavour, first, cases, *arguments, at_least=1, env=None):
+    """Runs as many cases from a seed on: all must pass, and none of the op's kinds be missing."""
+    output = run_cases(build.program(op, flavour), *arguments, "--seeds", str(first), str(first + cases - 1), env=env)
+    assert f"{cases} passed, 0 failed" in output
+    found = kinds(output)
+    least = {RARE: int(cases >= 800), **dict.fromkeys(SELDOM, 1)}
+    assert not [kind for kind in KINDS[op] if found.get(kind, 0) < least.get(kind, at_least)]
+
+
+@each_op  # the longest first: nobody waits for it at the end
+def test_no_two_threads_race(op):
+    check_cases(op, "tsan", 101, 100, "--small")
+
+
+@each_op
+def test_random_cases_equal_float64(op):
+    check_cases(op, "plain", 1, 800, at_least=20)
+
+
+@each_op
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_every_schedule_of_the_threads_gives_the_same(schedule, op):
+    check_cases(op, "plain", 2001, SCHEDULED.get(op, 120), env={"COC_SCHED": schedule})
+
+
+@each_op
+def test_no_access_is_out_of_bounds_or_misaligned(op):
+    check_cases(op, "asan", 5001, 300)
+
+
+@pytest.mark.parametrize("flavour,arguments,schedule", [
+    ("plain", ("--seeds", "1", "200"), "mixed"), ("asan", ("--seeds", "5061", "5120"), "mixed"),
+    ("tsan", ("--small", "--seeds", "41", "80"), "mixed"),
+    *(("plain", ("--seeds", "2281", "2320"), schedule) for schedule in SCHEDULES)])
+def test_a_device_without_clusters(flavour, arguments, schedule):
+    output = run_cases(build.program("cross_entropy", flavour), *arguments,
+                       env={"SPARSE_CE_TEST_CLUSTERS": "0", "COC_SCHED": schedule})
+    assert ", 0 failed" in output
+    found = kinds(output)
+    assert {"one pass, a block", "a thread a row, a mean of many"} <= set(found)
+    assert not any("8 blocks" in kind for kind in found)
+
+
+@pytest.mark.skipif(not shutil.which("nvidia-smi"), reason="needs an NVIDIA GPU")
+def test_the_same_cases_pass_on_the_device():
+    for executable in build.build_device():
+        assert "2000 passed, 0 failed" in run_cases(executable, "--seeds", "1", "2000")

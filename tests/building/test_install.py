@@ -1,0 +1,177 @@
+"""What ``pip install`` of the source tree asks for, and that it ends with one sentence where something is missing."""
+
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+import sparse_ce
+
+ROOT = Path(__file__).resolve().parents[2]
+BLOCK_TORCH = """
+class NoTorch:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] == "torch":
+            raise ModuleNotFoundError("No module named 'torch'", name="torch")
+import sys
+sys.meta_path.insert(0, NoTorch())
+"""
+
+
+@pytest.fixture
+def tree(tmp_path):
+    """What a build reads: a build leaves its traces there."""
+    for name in ("setup.py", "build_backend.py", "pyproject.toml", "README.md", "LICENSE", "MANIFEST.in"):
+        shutil.copy(ROOT / name, tmp_path)
+    for name in ("sparse_ce", "csrc"):
+        shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
+    return tmp_path
+
+
+def python(tree, program, **env):
+    env = {**{key: value for key, value in os.environ.items() if key not in ("UV", "CXX", "PYTHONPATH")}, **env}
+    return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=tree, env=env)
+
+
+def backend(hook, before=""):
+    return f"{before}\nimport sys\nsys.path.insert(0, '')\nimport build_backend\nprint(build_backend.{hook})"
+
+
+def assert_one_sentence(done, *words):
+    assert done.returncode != 0
+    assert "Traceback" not in done.stdout + done.stderr, done.stderr
+    last = done.stderr.strip().splitlines()[-1]
+    assert last.startswith("sparse_ce: ") and not [word for word in words if word not in last], last
+
+
+def test_metadata_and_source_distribution_need_no_torch_and_no_compiler(tree):
+    program = BLOCK_TORCH + "sys.path.insert(0, '')\nimport build_backend as b\n" + "\n".join((
+        "assert b.get_requires_for_build_sdist() == []", "b.prepare_metadata_for_build_wheel('.')",
+        "b.prepare_metadata_for_build_editable('.')", "b.build_sdist('.')"))
+    done = python(tree, program, PATH="/nowhere")
+    assert done.returncode == 0, done.stderr
+    names = set(subprocess.run(["tar", "-tzf", *tree.glob("sparse_ce-*.tar.gz")], capture_output=True, text=True)
+                .stdout.split())
+    for path in (ROOT / "csrc").rglob("*.*"):
+        assert f"sparse_ce-{sparse_ce.__version__}/{path.relative_to(ROOT)}" in names
+    assert f"sparse_ce-{sparse_ce.__version__}/build_backend.py" in names
+    metadata = next(tree.glob("*.dist-info/METADATA")).read_text()
+    assert f"Version: {sparse_ce.__version__}\n" in metadata and "text/markdown" in metadata
+    assert "# sparse_ce\n" in metadata and not re.search(r"\]\((?!https?:)", metadata), "a link to a file of the tree"
+
+
+def test_no_torch_is_asked_for_beside_an_installed_one(tree):
+    assert python(tree, backend("get_requires_for_build_wheel()")).stdout.strip() == "[]"
+
+
+def hide_torch(made_by_uv):
+    """No torch for the backend to find; in an environment that uv has made, where it says so."""
+    uv = "build_backend.open = lambda _: io.StringIO('home = /usr/bin\\nuv = 0.9\\n')" if made_by_uv else ""
+    return ("import io, sys, types\nsys.path.insert(0, '')\nimport build_backend\n"
+            f"build_backend.PathFinder = types.SimpleNamespace(find_spec=lambda *_: None)\n{uv}")
+
+
+def test_pip_gets_torch_where_there_is_none_and_uv_gets_the_command_that_finds_yours(tree):
+    wheel = "get_requires_for_build_wheel()"
+    downloads = "['torch>=2.11']"
+    assert python(tree, backend(wheel, hide_torch(made_by_uv=False)), UV="uv").stdout.strip() == downloads
+    assert python(tree, backend(wheel, hide_torch(made_by_uv=True))).stdout.strip() == downloads
+    for hook in (wheel, "get_requires_for_build_editable()"):
+        done = python(tree, backend(hook, hide_torch(made_by_uv=True)), UV="uv")
+        assert_one_sentence(done, "torch", f"uv pip install --no-build-isolation {tree}")
+
+
+@pytest.mark.parametrize("hook", ["build_wheel('.')", "build_editable('.')"])
+def test_without_torch_or_compiler_a_build_ends_with_one_sentence(tree, hook):
+    assert_one_sentence(python(tree, backend(hook, BLOCK_TORCH)), "torch 2.11", "got none")
+    assert_one_sentence(python(tree, backend(hook), PATH="/nowhere"), "C++ compiler", "g++", "CXX")
+    assert_one_sentence(python(tree, backend(hook), CXX="/nowhere/g++ -m64"), "C++ compiler", "CXX=/nowhere/g++ -m64")
+    old = "import torch\ntorch.__version__ = '2.10.1'"
+    assert_one_sentence(python(tree, backend(hook, old)), "torch must be 2.11 or newer", "2.10.1")
+
+
+@pytest.mark.parametrize("hook", ["prepare_metadata_for_build_wheel('.')", "build_wheel('.')", "build_editable('.')"])
+def test_a_read_only_source_tree_ends_with_one_sentence(tree, hook):
+    done = python(tree, backend(hook, "import os\nos.access = lambda path, mode: mode != os.W_OK"))
+    assert_one_sentence(done, "writable", str(tree), "copy")
+
+
+def test_a_reader_that_has_seen_enough_ends_the_report_without_a_traceback(tmp_path):
+    process = subprocess.Popen([sys.executable, "-m", "sparse_ce"], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                               cwd=tmp_path)
+    process.stdout.close()  # long before anything is written
+    assert process.stderr.read() == b"" and process.wait() == 0
+
+
+def test_old_python_and_setuptools_end_with_one_sentence(tree):
+    old = "import sys\nsys.version_info = (3, 9, 18)"
+    assert_one_sentence(python(tree, backend("get_requires_for_build_wheel()", old)), "Python must be 3.10", "3.9")
+    for version in ("65.5.0", None):
+        found = f"lambda name: {version!r}" if version else "lambda name: (_ for _ in ()).throw(m.PackageNotFoundError)"
+        done = python(tree, backend("build_wheel('.')", f"from importlib import metadata as m\nm.version = {found}"))
+        assert_one_sentence(done, "setuptools must be 77", version or "none", "ninja")
+
+
+@pytest.fixture
+def setup_file(monkeypatch):
+    monkeypatch.delenv("TORCH_CUDA_ARCH_LIST", raising=False)
+    spec = importlib.util.spec_from_file_location("sparse_ce_setup", ROOT / "setup.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def with_gpus(*capabilities):
+    compiled = ["sm_80", "sm_90", "sm_120", "compute_120"]
+    return SimpleNamespace(cuda=SimpleNamespace(
+        is_available=lambda: bool(capabilities), device_count=lambda: len(capabilities),
+        get_device_capability=lambda i: capabilities[i], get_arch_list=lambda: compiled))
+
+
+def test_architectures_are_those_asked_for_or_of_this_machine(setup_file, monkeypatch):
+    assert setup_file.architectures(with_gpus((9, 0))) == "9.0+PTX"
+    assert setup_file.architectures(with_gpus((12, 0), (8, 0), (12, 0))) == "8.0;12.0+PTX"
+    assert setup_file.architectures(with_gpus((13, 0))) == "12.0+PTX"  # newer than this torch and its nvcc
+    assert setup_file.architectures(with_gpus()) == setup_file.RELEASE_ARCHITECTURES
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "8.6")
+    assert setup_file.architectures(with_gpus((9, 0))) == "8.6"
+
+
+def test_a_release_serves_every_gpu_from_7_5_on(setup_file, monkeypatch):
+    from torch.utils.cpp_extension import _get_cuda_arch_flags
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", setup_file.RELEASE_ARCHITECTURES)
+    flags = " ".join(_get_cuda_arch_flags())
+    images = {int(number) for number in re.findall(r"code=sm_(\d+)", flags)}
+    intermediate = {int(number) for number in re.findall(r"code=compute_(\d+)", flags)}
+    for gpu in (75, 80, 86, 87, 89, 90, 100, 103, 110, 120, 121, 130):
+        same_major = [number for number in images if number // 10 == gpu // 10 and number <= gpu]
+        assert same_major or min(intermediate) <= gpu, gpu
+    assert min(intermediate) == 80 and max(intermediate) == max(images)
+
+
+def test_version_and_oldest_torch_are_the_same_in_all_files(setup_file):
+    project = (ROOT / "pyproject.toml").read_text()
+    assert f'version = "{sparse_ce.__version__}"' in project
+    oldest = re.search(r'dependencies = \["(torch>=(\d+)\.(\d+))"\]', project)
+    assert f'["{oldest[1]}"]' in (ROOT / "build_backend.py").read_text()
+    assert f"=0x{int(oldest[2]):02x}{int(oldest[3]):02x}0000" in setup_file.STABLE_ABI
+
+
+def test_a_build_leaves_no_library_of_an_earlier_one(setup_file, tmp_path, monkeypatch):
+    from setuptools import Distribution
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setenv("SPARSE_CE_CUDA", "0")
+    package = tmp_path / "sparse_ce"
+    package.mkdir()
+    for name in ("_C.abi3.so", "_C_cuda.abi3.so", "ops.py"):
+        (package / name).touch()
+    command = setup_file.compilation()["cmdclass"]["build_ext"](Distribution())
+    command.build_lib, command.extensions = str(tmp_path), []
+    command.run()
+    assert [path.name for path in package.iterdir()] == ["ops.py"]

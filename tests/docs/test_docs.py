@@ -1,0 +1,105 @@
+"""README and the pages of docs/: their code runs, their links lead somewhere, what they list is what there is."""
+
+import inspect
+import os
+import re
+import sys
+
+import pytest
+
+import forked
+import sparse_ce
+from pages import PAGES, ROOT, WITH_CODE, session
+
+sys.path.insert(0, str(ROOT / "benchmarks"))
+LIBRARIES = {"accelerate": "1.15", "datasets": "4", "lightning": "2.5", "peft": "0.21", "transformers": "5.24",
+             "trl": "1.16"}
+checkout = pytest.mark.skipif(not (ROOT / "mkdocs.yml").exists(),
+                              reason="a source distribution has neither the site's settings nor the records")
+
+
+def test_the_pages_with_code_are_found():
+    assert {page.stem for page in WITH_CODE} >= {"README", "index", "targets", "losses", "linear-head",
+                                                 "training-loops", "stock-pytorch", "softmax-and-mean", "design"}
+
+
+@pytest.mark.parametrize("page", WITH_CODE, ids=lambda page: page.name)
+def test_the_code_of_a_page_runs(page, tmp_path, monkeypatch):
+    needed = [name for name in LIBRARIES if re.search(rf"^(from|import) {name}\b", session(page), re.MULTILINE)]
+    for name in needed:
+        pytest.importorskip(name, minversion=LIBRARIES[name])
+    if not needed and "init_process_group" not in session(page):
+        monkeypatch.chdir(tmp_path)
+        exec(compile(session(page), str(page), "exec"), {"__name__": "__main__"})
+        return
+    # Training libraries and process groups keep what they were told for the rest of the process.
+    alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    program = tmp_path / f"page_{page.stem}.py"  # trl.py would be what it imports
+    program.write_text(session(page))
+    done = forked.run(program, cwd=tmp_path, env={**os.environ, "CUDA_VISIBLE_DEVICES": "", **alone})
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_and_pictures_of_a_page_exist(page):
+    generated = {"results.md": "benchmarks/results/README.md", "time-cpu.png": "benchmarks/time-cpu.png",
+                 "memory-cpu.png": "benchmarks/memory-cpu.png"} if page.parent.name == "docs" else {}
+    for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+        path, _, anchor = link.partition("#")
+        if link.startswith("https://"):
+            continue
+        file = ROOT / generated[path] if path in generated else page.parent / path if path else page
+        if not file.is_relative_to(ROOT / "benchmarks"):
+            assert file.exists(), f"{page.name} links to {link}"
+        if anchor:
+            headings = re.findall(r"^#+ (.+)$", file.read_text(), re.MULTILINE)
+            assert anchor in {re.sub(r"[^\w -]", "", heading).lower().replace(" ", "-") for heading in headings}, link
+
+
+def test_readme_is_short():
+    text = (ROOT / "README.md").read_text()
+    assert len(text.splitlines()) <= 130 and len(text.split()) <= 900
+
+
+@checkout
+def test_every_page_is_in_the_navigation():
+    listed = re.findall(r"^  - .+: ([\w-]+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
+    assert sorted(listed) == sorted([*(page.name for page in PAGES[1:]), "results.md"])
+
+
+@checkout
+def test_numbers_are_those_of_the_records():
+    from harness import tables
+    readme = " ".join((ROOT / "README.md").read_text().split())
+    for said in tables.headline():
+        assert said in readme, f"README should say: {said}"
+    placed = [name for page in PAGES
+              for name in re.findall(r"^<!-- records: (.+) -->$", page.read_text(), re.MULTILINE)]
+    assert sorted(placed) == sorted(tables.TABLES)
+    for name, table in tables.TABLES.items():
+        text = tables.markdown(name)
+        missing = [row for row in table.rows.values() if f"| {row} |" not in text and f"| **{row}** |" not in text]
+        assert not missing, f"{name}: {missing}"
+
+
+def test_the_options_listed_are_those_of_the_loss():
+    table = (ROOT / "docs" / "losses.md").read_text().split("| option |")[1].split("\n\n")[0]
+    listed = [part.partition("=") for cell in re.findall(r"^\| (`.+?) \|", table, re.MULTILINE)
+              for part in re.findall(r"`([^`]+)`", cell)]
+    known = inspect.signature(sparse_ce.cross_entropy).parameters
+    assert [name for name, _, _ in listed] == list(known)[2:]
+    for name, _, default in listed:
+        assert not default or eval(default) == known[name].default, name
+
+
+def test_every_test_of_a_failure_names_its_line():
+    """docs/failures.md and the numbers in the names of tests: no number without a line, no line without a test but
+    those that the page explains."""
+    tested = {int(number) for path in (ROOT / "tests").glob("*/test_*.py")
+              for numbers in re.findall(r"^def test_(\d+(?:_\d+)*)_", path.read_text(), re.MULTILINE)
+              for number in numbers.split("_")}
+    page = (ROOT / "docs" / "failures.md").read_text()
+    with_test, without = ([int(n) for n in re.findall(r"^\| (\d+) \|", part, re.MULTILINE)]
+                          for part in page.partition("## Lines without a test")[::2])
+    assert with_test == sorted(set(with_test)) == sorted(tested)
+    assert not tested & set(without) and len(set(without)) == len(without)

@@ -1,0 +1,25 @@
+"""Two processes of TRL's trainers give the steps of one, with hard and soft labels and with a teacher."""
+
+import trl_cases as cases  # first: it skips this module where there is no TRL
+
+# isort: split
+
+import pytest
+import torch
+
+import forked
+import trl_process
+
+
+@pytest.fixture(scope="module")
+def logs(tmp_path_factory):
+    output = tmp_path_factory.mktemp("processes")
+    started = forked.two(forked.PROCESSES / "trl_process.py", output, cwd=output)
+    codes = forked.all_codes(started)
+    assert codes == [0, 0], "".join(process.said("stderr")[-3000:] for process in started)
+    return torch.load(output / "logs.pt", weights_only=False)
+
+
+@pytest.mark.parametrize("case", list(trl_process.CASES))
+def test_two_processes_equal_one(case, logs, tmp_path):
+    cases.assert_logs_close(logs[case], trl_process.CASES[case](tmp_path, trl_process.COUNT))

@@ -1,0 +1,180 @@
+"""Every op with arguments that are wrong, one by one and at random: an error or the right result, never a crash."""
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import forked
+from cases import Draw
+from close import assert_bitwise_equal
+from refusals import assert_refused
+
+ops = torch.ops.sparse_ce
+PROGRAM = forked.PROCESSES / "raw_calls.py"
+FILLED = "max_malloc_fill_size=1048576:malloc_fill_byte=254:allocator_may_return_null=1:max_allocation_size_mb=2048"
+
+
+def run(first, calls, folder):
+    """In a process whose fresh memory holds no zeros."""
+    package = importlib.util.find_spec("sparse_ce").origin
+    told = folder / "seed"
+    environment = {**os.environ, "PYTHONPATH": str(Path(package).parent.parent), "OMP_NUM_THREADS": "1",
+                   "MALLOC_PERTURB_": "1", "SPARSE_CE_BLOCK_CACHE": "0",
+                   "ASAN_OPTIONS": ":".join(filter(None, [os.environ.get("ASAN_OPTIONS"), FILLED]))}
+    done = subprocess.run([sys.executable, "-W", "ignore", PROGRAM, str(first), str(calls), told], env=environment,
+                          capture_output=True, text=True)
+    at = told.read_text().strip() if told.exists() else "none"
+    said = f"{done.stdout[-4000:]}\n{done.stderr[-4000:]}"
+    assert done.returncode == 0, f"exit {done.returncode}, last seed {at}:\n{said}"
+    return done.stdout
+
+
+def test_wrong_arguments_are_refused_and_others_give_what_the_reference_gives(tmp_path):
+    said = run(0, 600, tmp_path)
+    assert all(word in said for word in ("refused by us", "refused by PyTorch", "answered", "compared")), said
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", range(8))
+def test_a_hundred_thousand_calls_do_not_crash(part, tmp_path):
+    run(1_000_000 + part * 12_500, 12_500, tmp_path)
+
+
+# --------------------------------------------------------------------------------------------------------- one by one
+
+
+def none_in_turn():
+    """Of every op, each tensor that its schema does not let be None."""
+    for name in sorted({s.name for s in torch._C._jit_get_all_schemas() if s.name.startswith("sparse_ce::")}):
+        op = getattr(ops, name.split("::")[1])
+        tensors = [a.name for a in op.default._schema.arguments if str(a.type) == "Tensor"]
+        yield from ((name.split("::")[1], argument) for argument in tensors)
+
+
+@pytest.mark.parametrize("name, argument", list(none_in_turn()))
+def test_none_for_a_tensor_is_refused(name, argument):
+    values = {"Tensor": torch.zeros(2, 3), "int": 1, "bool": True, "List[int]": [0], "float": 0.5, "str": ""}
+    schema = getattr(ops, name).default._schema
+    given = {a.name: torch.float32 if a.name == "dtype" else values[str(a.type)]
+             for a in schema.arguments if not a.has_default_value() and "Optional" not in str(a.type)}
+    given |= {a.name: None for a in schema.arguments if not a.has_default_value() and "Optional" in str(a.type)}
+    if name.startswith("sharded"):
+        given["num_classes"] = 3
+    with pytest.raises((RuntimeError, TypeError)) as caught:
+        getattr(ops, name)(**{**given, argument: None})
+    assert str(caught.value).startswith("sparse_ce: ") and "None" in str(caught.value)
+
+
+def chunk(device, dtype=torch.float32):
+    """Good arguments of linear_add_gradients_."""
+    draw = Draw(device)
+    head = dict(input=draw.normal(4, 5, dtype=dtype), linear_weight=draw.normal(7, 5, dtype=dtype),
+                linear_bias=draw.normal(7, dtype=dtype))
+    return dict(head, grad_logits=draw.normal(4, 6, dtype=dtype),
+                grad_input=torch.zeros(4, 5, dtype=dtype, device=device),
+                grad_weight=torch.zeros(7, 5, dtype=dtype, device=device),
+                weight_low=torch.zeros(6, 5, dtype=torch.uint8, device=device),
+                grad_bias=torch.zeros(7, dtype=dtype, device=device),
+                bias_low=torch.zeros(1, 6, dtype=torch.uint8, device=device), first=True, last=False)
+
+
+WRITTEN = ("grad_input", "grad_weight", "weight_low", "grad_bias", "bias_low")
+
+
+@pytest.mark.parametrize("argument", WRITTEN)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_sum_over_chunks_that_does_not_fit_is_refused(argument, dtype, device):
+    good = chunk(device, dtype)
+    ops.linear_add_gradients_(**good)
+    t = good[argument]
+    for bad in (t[..., :-1], t[None], t[:0], t[:1, ..., None] if t.dim() == 1 else t[:, :1], t.to(torch.float64),
+                t.to(torch.int16), torch.stack([t, t], -1)[..., 0], t.to("meta")):
+        assert_refused(lambda: ops.linear_add_gradients_(**{**good, argument: bad}), argument, error=RuntimeError)
+    for other in ("input", "linear_weight", "grad_logits", *WRITTEN):
+        if good[other].dtype == t.dtype and good[other].numel() >= t.numel() and other != argument:
+            shared = good[other].flatten()[:t.numel()].view(t.shape)
+            assert_refused(lambda: ops.linear_add_gradients_(**{**good, argument: shared}), argument, "share memory")
+
+
+def test_sums_over_chunks_need_what_belongs_to_them(device):
+    good = chunk(device, torch.bfloat16)
+    assert_refused(lambda: ops.linear_add_gradients_(**{**good, "linear_bias": None}), "grad_bias")
+    for argument in ("weight_low", "bias_low"):
+        for ends in (dict(first=False, last=True), dict(first=True, last=False), dict(first=False, last=False)):
+            assert_refused(lambda: ops.linear_add_gradients_(**{**good, **ends, argument: None}), argument, "None")
+        ops.linear_add_gradients_(**{**good, "first": True, "last": True, argument: None})
+    wrong = [good["grad_logits"].long(), good["grad_logits"][:3], torch.zeros(4, 8, device=device).bfloat16()]
+    for bad in wrong:
+        assert_refused(lambda: ops.linear_add_gradients_(**{**good, "grad_logits": bad}), "grad_logits")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("at", [0, 1, 2])
+def test_a_chunk_without_rows_adds_nothing_and_ends_or_begins_a_sum(at, dtype, device):
+    good = chunk(device, dtype)
+    dz, x = good["grad_logits"], good["input"]
+    sizes = [2, 2]
+    sizes.insert(at, 0)
+    for name in ("grad_weight", "grad_bias"):
+        good[name][:6] = torch.nan
+    for i, (some, of_some) in enumerate(zip(x.split(sizes), dz.split(sizes))):
+        ops.linear_add_gradients_(**{**good, "input": some, "grad_logits": of_some, "grad_input": None,
+                                     "first": i == 0, "last": i == 2})
+    torch.testing.assert_close(good["grad_weight"][:6].float(), dz.float().T @ x.float(), rtol=1e-2, atol=1e-2)
+    torch.testing.assert_close(good["grad_bias"][:6].float(), dz.float().sum(0), rtol=1e-2, atol=1e-2)
+    without = {**good, "grad_logits": dz[:, :0], "grad_input": torch.full_like(x, torch.nan), "weight_low": None,
+               "grad_weight": None, "grad_bias": None, "bias_low": None}
+    ops.linear_add_gradients_(**without)
+    assert (without["grad_input"] == 0).all()
+
+
+def test_what_is_read_may_not_lie_in_what_is_overwritten(device):
+    draw = Draw(device)
+    memory = draw.normal(4, 9)
+    logits, labels = memory[:, :7], torch.tensor([1, 2, 3, 4], device=device)
+    one = torch.ones((), device=device)
+    beside = dict(logits=logits, indices=labels, grad_loss=memory[:, 7], grad_lse=None, lse_residual=None,
+                  lse=torch.ones(4, device=device))
+    ops.backward_(**beside)  # between the rows is not in them
+    inside = {"grad_loss": memory[:, 6], "grad_lse": memory[:, 0], "row_scale": memory[:, 2],
+              "weight": memory.view(-1)[:7]}
+    for argument, t in inside.items():
+        before = memory.clone()
+        assert_refused(lambda: ops.backward_(**{**beside, argument: t}), argument, "share memory with logits")
+        assert_bitwise_equal(memory, before)
+    for argument, t in (("grad_mean", memory[0, 0]), ("row_weight", memory[:, 1]), ("normalizer", memory[3, 6])):
+        call = dict(grad_mean=one, normalizer=None, logits=logits, indices=labels)
+        assert_refused(lambda: ops.forward_with_gradient_(**{**call, argument: t}), argument, "share memory")
+    packed = memory[:, :7].contiguous()
+    for given in ((packed, packed[0, 0]), (packed, one, packed[3, 6])):
+        assert_refused(lambda: ops.scale_(*given), "share memory with gradient")
+    assert_refused(lambda: ops.select_backward_(memory[:, 3], *(None,) * 5, logits, beside["lse"], None, None, None,
+                                                labels), "grad_loss", "share memory")
+    anew = {**beside, "made_for": packed[0, 0], "grad_mean": one, "grad_logits": packed, "grad_loss": one.expand(4)}
+    del anew["grad_lse"]
+    assert_refused(lambda: ops.backward_anew_(**anew), "made_for", "share memory with grad_logits")
+
+
+def test_an_order_is_a_permutation(device):
+    values, offsets = torch.ones(4, device=device), torch.tensor([0, 2, 4], device=device)
+    ops.sparse_softmax(values, offsets, torch.tensor([3, 1, 0, 2], device=device), False)
+    for wrong in ([0, 1, 2, 2], [0, 0, 0, 0], [1, 2, 3, 4], [-1, 0, 1, 2]):
+        order = torch.tensor(wrong, device=device)
+        for call in (lambda: ops.sparse_softmax(values, offsets, order, False),
+                     lambda: ops.sparse_softmax_backward(values, values, offsets, order, True)):
+            if device == "cpu":
+                assert_refused(call, "order", error=RuntimeError)
+            else:
+                assert call().isnan().any()
+
+
+def test_a_result_too_large_to_have_a_size_is_refused():
+    """Its bytes modulo 2^64 are 64 MiB."""
+    mask = torch.ones(1, dtype=torch.bool).expand(2**62 + 2**24)
+    with pytest.raises(RuntimeError):
+        ops.masked_mean_backward(torch.zeros(()), mask, [0], torch.float32)

@@ -1,0 +1,147 @@
+"""DTensors: what four processes compute of their parts is what one computes of the whole, values and every gradient.
+
+Logits and heads whose classes are shared out, rows that are, both, evenly or not; targets of all rows, of those here
+and of DTensors; twenty optimizer steps with FSDP2, tensor and sequence parallelism.
+"""
+
+import functools
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+import forked
+import placement_cases
+import sparse_ce
+from cases import slow
+from placement_training import TRAINING
+from placement_world import WORLD, D
+
+QUICK = list(placement_cases.cases(slow=False))
+SLOW = [case for case in placement_cases.cases(slow=True) if case not in QUICK]
+HELD = "must be a tensor that this process holds in full, got a DTensor with placements"
+NOT_HERE = (f"sparse_ce: linear_weight {HELD} [Shard(dim=0)]; compute the loss in the forward of the module that "
+            "fully_shard was given the head with, or unshard it before, head.unshard()")
+REFUSED = {
+    "partial": "input must be placed Replicate or Shard on each mesh dimension, its last dimension on one at most, got "
+               "a DTensor with placements [Partial(sum)]; pass input.redistribute(placements=[Replicate()])",
+    "classes twice": "pass input.redistribute(placements=[Shard(dim=1), Replicate()])",
+    "group": "group must be None for a DTensor, whose mesh and placements say it",
+    "target": "target must have leading shape [4], or [2], of the rows that are here, got [3]",
+    "other mesh": "target must be on the mesh of the logits",
+    "num_classes": "num_classes must be in [1, 8], the classes of all ranks, got 9",
+    "normalizer": "got a DTensor with placements [Replicate(), Shard(dim=0)]; pass normalizer.full_tensor()",
+    "no rows": "row_weight must have leading shape [4], or [2], of the rows that are here, got [5]",
+    "jagged": "indices must be those of all rows where these are sharded and their sets jagged, of shape [4], got [2]",
+    "features": "pass input.redistribute(placements=[Replicate(), Replicate()])",
+    "weight": "linear_weight must be placed Replicate, or Shard(0) on one mesh dimension",
+    "head's mesh": "linear_weight must be on the mesh of input",
+    "bias": "linear_bias must be (8,), or a DTensor of that shape, got [4]",
+    "labels to be added up": "target must be placed Replicate or Shard of a leading dimension, got a DTensor with "
+                             "placements [Partial(sum), Replicate()]; pass "
+                             "target.redistribute(placements=[Replicate(), Replicate()])",
+    "weights to be added up": "pass row_weight.redistribute(placements=[Shard(dim=0), Replicate()])",
+    "placed labels alone": f"target {HELD} [Replicate(), Replicate()]; pass its full_tensor()",
+    "placed pair alone": f"target {HELD} [Replicate(), Replicate()]; pass its full_tensor()",
+    "placed labels of a distillation": f"target {HELD} [Replicate(), Replicate()]; pass its full_tensor()",
+    "placed teacher": f"target {HELD} [Replicate(), Replicate()]; pass its full_tensor()",
+    "placed class weights": f"weight {HELD} [Replicate(), Replicate()]; pass weight.full_tensor()",
+    **{f"order of ranks{of}": "the ranks of a DTensor's device mesh must ascend along each of its dimensions, or "
+       "PyTorch itself takes one rank's part for another's, got [[0, 1], [3, 2]]"
+       for of in ("", " of a head", ", compiled")},
+    "torch.func": f"input {HELD} [Shard(dim=0), Replicate()]; pass input.full_tensor()",
+    "masked_mean": f"input {HELD} [Shard(dim=0), Replicate()]; pass input.full_tensor()",
+    "named": NOT_HERE,
+    "fsdp": NOT_HERE,
+}
+
+
+@pytest.fixture(scope="module")
+def found_by(tmp_path_factory):
+    """What each process found in the quick cases or in the slow ones."""
+    @functools.cache
+    def of_all(cases):
+        folder = tmp_path_factory.mktemp("world")
+        path = str(Path(sparse_ce.__file__).parent.parent)
+        environment = {**os.environ, "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+        started = [forked.Program(placement_cases.__file__, rank, folder, cases, cwd=folder, env=environment)
+                   for rank in range(WORLD)]
+        codes = forked.all_codes(started, timeout=240)
+        assert codes == [0] * WORLD, "\n".join(process.said(stream)[-2000:] for process in started
+                                               for stream in ("stdout", "stderr"))
+        return [torch.load(folder / f"{rank}.pt") for rank in range(WORLD)]
+
+    return of_all
+
+
+@pytest.fixture
+def results(found_by):
+    return found_by("quick")
+
+
+def assert_equal(found):
+    assert found and {name: d for name, d in found.items() if isinstance(d, str) or not d < 1e-12} == {}
+
+
+@pytest.mark.parametrize("case", [*QUICK, *slow(*SLOW)])
+def test_it_is_what_one_process_computes(case, found_by):
+    for found in found_by("slow" if case in SLOW else "quick"):
+        if case.partition("-")[0].endswith("_twice") and torch.__version__ < "2.12":
+            assert "sparse_ce: torch must be 2.12 or newer for second derivatives" in found[case]["error"]
+        else:
+            assert_equal(found[case])
+
+
+@pytest.mark.parametrize("name", [name for name in TRAINING if name != "peer"])
+def test_twenty_steps_are_those_of_one_process(name, results):
+    for found in results:
+        assert_equal(found[f"training {name}"])
+
+
+def test_it_is_right_where_loss_parallel_is_not(results):
+    """With class weights it trips over an ignored row; class probabilities, which it is not documented to know, it
+    takes and gets wrong (torch 2.13)."""
+    for found in results:
+        found = dict(found["training peer"])
+        peer = {name: found.pop(f"peer, {name}") for name in ("labels", "weight", "soft")}
+        assert_equal(found)
+        assert peer["labels"] < 1e-12
+        assert all(isinstance(peer[name], str) or peer[name] > 1e-3 for name in ("weight", "soft")), peer
+
+
+def test_hidden_states_that_are_shared_out_evenly_come_and_go_by_the_chunk(results):
+    """24 rows of 6 float64: 8 at a time of each of the rows here, and nothing is sent of all of them."""
+    rows = {"sequence_even": 12, "sequence_rows": 12, "sequence_alone": 24, "sequence_first": 24}
+    for found in results:
+        for placed, here in rows.items():
+            sent = [(name, size) for name, size in found["sent"][placed] if size > 16]
+            sizes = [min(8, here - begin) for begin in range(0, here, 8)]
+            assert sorted(sent) == sorted([
+                *(("all_gather_into_tensor", rows // 2 * D * 8) for rows in sizes),
+                *(("all_gather_into_tensor", rows * 32) for rows in sizes),  # 4 statistics
+                *(("reduce_scatter_tensor", rows * D * 8) for rows in sizes)]), placed
+        for placed in ("sequence", "sequence_cut"):  # else all of them come first
+            assert not any(name == "reduce_scatter_tensor" for name, _ in found["sent"][placed])
+
+
+@pytest.mark.parametrize("placed", ["rows", "data_tensor", "sequence_even", "sequence"])
+def test_both_losses_of_a_distillation_are_of_one_pass_where_rows_are_shared_out(placed, results):
+    for found in results:
+        of_divergence, of_both = found[f"multiplied {placed}"]
+        assert min(of_divergence) > 0
+        assert of_both == of_divergence
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_taken_is_refused_with_the_way_out(name, results):
+    for found in results:
+        assert REFUSED[name] in found["refused"][name]
+    assert sorted(REFUSED) == sorted(results[0]["refused"])
+
+
+def test_nobody_waits_for_the_import_before_there_is_one():
+    program = ("import sys, torch, sparse_ce; sparse_ce.cross_entropy(torch.zeros(2, 3), torch.zeros(2).long()); "
+               "print('sparse_ce.dtensor.call' in sys.modules)")
+    done = forked.run("-c", program, cwd=Path(sparse_ce.__file__).parent.parent)
+    assert done.stdout == "False\n", done.stderr

@@ -1,0 +1,114 @@
+"""Under SPARSE_CE_VALIDATE=1 all ranks raise at once where their classes do not fit together, or one's arguments are
+wrong: a loss is none that is silently wrong, and nobody waits for the time-out."""
+
+
+import pytest
+import torch
+
+import forked
+import sparse_ce
+from agreement_cases import (
+    DIFFERENT,
+    HIDDEN,
+    LABELS,
+    LOSSES,
+    NOT_PARTED,
+    PARTED,
+    REFUSED,
+    REFUSED_NOT_SAID,
+    WEIGHT,
+)
+from cases import slow
+from sparse_ce._core.tracing import VALIDATES
+
+WORLD = 3
+
+
+def run(script, tmp_path, *names, world=WORLD):
+    started = forked.ranks(world, forked.PROCESSES / script, tmp_path, *names, cwd=tmp_path, CUDA_VISIBLE_DEVICES="",
+                           SPARSE_CE_VALIDATE="1")
+    codes = forked.all_codes(started, timeout=120)
+    assert codes == [0] * world, "\n".join(process.said(stream)[-2000:] for process in started
+                                           for stream in ("stdout", "stderr"))
+    return [torch.load(tmp_path / f"{rank}.pt") for rank in range(world)]
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    """By the name of a call what each rank said."""
+    each = run("agreement_cases.py", tmp_path_factory.mktemp("world"))
+    return {name: [one[name] for one in each] for name in each[0]}
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_classes_that_are_parted_are_taken_however_they_are(loss, found):
+    expected = found[loss, "even"][0]
+    assert isinstance(expected, float)
+    for name in PARTED:
+        assert found[loss, name] == pytest.approx([expected] * WORLD, rel=1e-12, abs=0), name
+    if loss == "cross_entropy":
+        one = sparse_ce.cross_entropy(HIDDEN @ WEIGHT.T, LABELS)
+        assert expected == pytest.approx(float(one), rel=1e-12, abs=0)
+
+
+@pytest.mark.parametrize("name", NOT_PARTED)
+@pytest.mark.parametrize("loss", LOSSES)
+def test_a_gap_or_an_overlap_is_the_same_error_on_every_rank(loss, name, found):
+    columns, classes = NOT_PARTED[name]
+    classes = classes if isinstance(classes, list) else [classes] * WORLD
+    of = [f"[{first}, {first + n}) of {count} on rank {rank}"
+          for rank, ((first, n), count) in enumerate(zip(columns, classes))]
+    said = ("ValueError: sparse_ce: vocab_start and num_classes must part all classes among the ranks of the group, "
+            f"without a gap or an overlap, got {', '.join(of)}")
+    if name == "numbers of classes" and "topk" not in loss:  # of which the last rank has too few for its target
+        own = found[loss, name][2]
+        assert own.startswith("RuntimeError: sparse_ce: target must have indices in [0, 11)")
+        said = f"RuntimeError: sparse_ce: arguments must be right on every rank, got on rank 2 of the group {own}"
+        assert found[loss, name] == [said, said, own]
+        return
+    assert found[loss, name] == [said] * WORLD
+
+
+@pytest.mark.parametrize("name", [*REFUSED, *REFUSED_NOT_SAID])
+def test_what_one_rank_refuses_all_raise(name, found):
+    own, others = found[name][1], [found[name][0], found[name][2]]
+    assert own.split(":")[0] in ("ValueError", "TypeError", "RuntimeError")
+    assert "sparse_ce" in own or "nobody knows" in name
+    assert others == [f"RuntimeError: sparse_ce: arguments must be right on every rank, got on rank 1 of the group "
+                      f"{own}"] * 2
+
+
+@pytest.mark.parametrize("name", DIFFERENT)
+def test_what_ranks_are_not_given_alike_all_refuse(name, found):
+    said = {*found[name]}
+    assert len(said) == 1
+    assert said.pop().startswith(f"ValueError: sparse_ce: {DIFFERENT[name][2]} must be the same on every rank of the "
+                                 "group, got ")
+
+
+def test_all_ranks_are_told_their_first_class_or_none(found):
+    assert found["said on one rank"] == [
+        "ValueError: sparse_ce: vocab_start must be given on every rank of the group or on none, got None on 0, 2 "
+        "alone"] * WORLD
+
+
+def test_a_mode_on_one_rank_alone_changes_nothing(found):
+    assert found["one looks on"] == found["and then"] == found["cross_entropy", "even"]
+
+
+def test_nan_is_given_alike(found):
+    assert all(isinstance(loss, float) for loss in found["NaN for padding"])
+
+
+@pytest.mark.parametrize("names", [
+    ["first shard empty", "one shard is padding", "shards of -inf", "every output", "overwritten in backward",
+     "random 0 8", "no rows", "errors come to every rank", "derivatives that are refused", "training",
+     "some of the processes"],
+    *slow(["compiled log probs", "traced without data"])], ids=["eager", "compiled"])
+def test_all_else_is_as_it_is_without(names, tmp_path):
+    for found in run("sharded_modes.py", tmp_path, *names, world=2):
+        assert found == dict.fromkeys(names, "")
+
+
+def test_nothing_is_told_unless_it_is_asked_for():
+    assert VALIDATES or not hasattr(sparse_ce.cross_entropy, "__wrapped__")

@@ -1,0 +1,17 @@
+"""Top-k, divergences and distillation losses of classes that two or three processes share out: those of one process."""
+
+
+import pytest
+import torch
+
+import forked
+
+CASES = forked.PROCESSES / "sharded_topk_cases.py"
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_every_rank_has_what_one_process_has(world, tmp_path):
+    started = forked.ranks(world, CASES, tmp_path, cwd=tmp_path, CUDA_VISIBLE_DEVICES="")
+    codes = forked.all_codes(started, timeout=300)
+    assert codes == [0] * world, "\n".join(process.said("stderr")[-2000:] for process in started)
+    assert [torch.load(tmp_path / f"{rank}.pt") for rank in range(world)] == [{}] * world

@@ -1,0 +1,23 @@
+"""What the examples print that users copy from, run on the CPU."""
+
+import os
+from pathlib import Path
+
+import forked
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+TORCHRUN = "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"
+
+
+def run(*command, cwd) -> str:
+    """What a Python command prints, on the CPU."""
+    done = forked.run(*command, cwd=cwd, env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"})
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+def run_two(*command, cwd) -> str:
+    """What the first of two processes prints that find each other as torchrun's do."""
+    started = forked.two(*command, cwd=cwd, CUDA_VISIBLE_DEVICES="")
+    assert forked.all_codes(started) == [0, 0], "".join(process.said("stderr")[-3000:] for process in started)
+    return started[0].said("stdout")

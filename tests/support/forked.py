@@ -1,0 +1,158 @@
+"""Python programs in processes of their own, without the seconds that importing torch takes.
+
+Each is a fork of one process that has imported torch and its compiler, but nothing of ours and no training library, and
+computes with one thread. Commands are as behind ``python``: a file, ``-m`` or ``-c``, and arguments. What ends well
+after ``-c`` ends at once: to take torch apart takes Python a second.
+"""
+
+import atexit
+import gc
+import importlib.util
+import json
+import os
+import runpy
+import select
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import types
+from pathlib import Path
+from typing import Any, Dict, List, Mapping, Optional, Sequence
+
+SUPPORT = Path(__file__).resolve().parent
+PROCESSES = SUPPORT / "processes"  # programs, which import what lies in SUPPORT
+_server: Optional[subprocess.Popen] = None
+
+
+def server() -> subprocess.Popen:
+    global _server
+    if _server is None:
+        clean = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+        _server = subprocess.Popen([sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+                                   env={**clean, "OMP_NUM_THREADS": "1"}, start_new_session=True)
+        atexit.register(_server.communicate)  # which closes its input: it ends
+    return _server
+
+
+class Program:
+    """One that runs."""
+
+    def __init__(self, *command: Any, cwd: Any, env: Optional[Mapping[str, str]] = None):
+        self.command = [str(part) for part in command]
+        self._code: Optional[int] = None
+        self._server, self._folder = server(), tempfile.TemporaryDirectory()
+        given = dict(os.environ if env is None else env)
+        if Path(self.command[0]).parent == PROCESSES:
+            given["PYTHONPATH"] = os.pathsep.join(filter(None, [given.get("PYTHONPATH"), str(SUPPORT)]))
+        self.pid = self._ask(command=self.command, cwd=str(cwd), env=given, folder=self._folder.name)
+
+    def _ask(self, **request: Any) -> int:
+        print(json.dumps(request), file=self._server.stdin, flush=True)
+        return int(self._server.stdout.readline())
+
+    def wait(self, timeout: float = 300) -> int:
+        """The exit code, which is negative after a signal. One that takes longer is ended, with its children."""
+        if self._code is None:
+            print(json.dumps({"wait": self.pid}), file=self._server.stdin, flush=True)
+            ready: list = []
+            try:
+                ready, _, _ = select.select([self._server.stdout], [], [], timeout)
+            finally:
+                if not ready:
+                    os.killpg(self.pid, signal.SIGKILL)
+                self._code = int(self._server.stdout.readline())
+            if not ready:
+                raise subprocess.TimeoutExpired(self.command, timeout, self.said("stdout"), self.said("stderr"))
+        return self._code
+
+    def kill(self) -> None:
+        if self._code is None:
+            os.killpg(self.pid, signal.SIGKILL)
+            self.wait()
+
+    def said(self, stream: str) -> str:
+        return Path(self._folder.name, stream).read_text()
+
+
+def ranks(count: int, *command: Any, cwd: Any, **environment: str) -> List[Program]:
+    """Processes of a thread each that find each other as torchrun's do, and what tests share."""
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    package = importlib.util.find_spec("sparse_ce").origin
+    shared = {**os.environ, "WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+              "PYTHONPATH": str(Path(package).parent.parent), "OMP_NUM_THREADS": "1", **environment}
+    return [Program(*command, cwd=cwd, env={**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)})
+            for rank in range(count)]
+
+
+def two(*command: Any, cwd: Any, **environment: str) -> List[Program]:
+    return ranks(2, *command, cwd=cwd, **environment)
+
+
+def all_codes(started: Sequence[Program], timeout: float = 300) -> List[int]:
+    """Of programs that wait for each other, none of which outlives the others."""
+    try:
+        return [program.wait(timeout) for program in started]
+    finally:
+        for program in started:
+            program.kill()
+
+
+def run(*command: Any, cwd: Any, env: Optional[Mapping[str, str]] = None,
+        timeout: float = 300) -> subprocess.CompletedProcess:
+    program = Program(*command, cwd=cwd, env=env)
+    code = program.wait(timeout)
+    return subprocess.CompletedProcess(program.command, code, program.said("stdout"), program.said("stderr"))
+
+
+# ----------------------------------------------------------------------------------------------- the process that forks
+
+
+def serve() -> Dict[str, Any]:
+    """Returns in each program, and ends with who asks."""
+    while line := sys.stdin.readline():
+        request = json.loads(line)
+        if "wait" in request:
+            answer = os.waitstatus_to_exitcode(os.waitpid(request["wait"], 0)[1])
+        else:
+            answer = os.fork()
+            os.setpgid(answer, answer)  # in both, whoever comes first
+            if answer == 0:
+                return request
+        print(answer, flush=True)
+    os._exit(0)
+
+
+def become(command: list, cwd: str, env: Dict[str, str], folder: str) -> None:
+    os.chdir(cwd)
+    os.environ.clear()
+    os.environ.update(env)
+    for descriptor, path in ((0, os.devnull), (1, f"{folder}/stdout"), (2, f"{folder}/stderr")):
+        file = os.open(path, os.O_RDWR | os.O_CREAT)
+        os.dup2(file, descriptor)
+        os.close(file)
+    sys.path[1:1] = filter(None, env.get("PYTHONPATH", "").split(os.pathsep))
+    if command[0] == "-c":
+        sys.path[0], sys.argv = "", ["-c", *command[2:]]
+        main = sys.modules["__main__"] = types.ModuleType("__main__")
+        exec(command[1], main.__dict__)
+        atexit._run_exitfuncs()
+        print(end="", flush=True)
+        os._exit(0)
+    elif command[0] == "-m":
+        sys.path[0], sys.argv = cwd, command[1:]
+        runpy.run_module(command[1], run_name="__main__", alter_sys=True)
+    else:
+        sys.path[0], sys.argv = os.path.dirname(os.path.abspath(command[0])), command
+        runpy.run_path(command[0], run_name="__main__")
+
+
+if __name__ == "__main__":
+    import torch
+    import torch._dynamo  # noqa: F401  whoever makes an optimizer imports it
+    torch.set_num_threads(1)
+    gc.freeze()  # what the collector does not look at, a fork does not copy
+    become(**serve())

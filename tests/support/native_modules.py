@@ -1,0 +1,82 @@
+"""Builds the modules of tests/native, which are for tests alone: once for each content of their sources.
+
+pybind11's headers come with torch. One module is loaded several times, each time from a file of its own, so that each
+takes the instruction set that SPARSE_CE_CPU names when it is first used.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+from importlib import util
+from pathlib import Path
+from types import ModuleType
+from typing import List
+
+import flavours
+
+HERE = flavours.TESTS / "native"
+ROOT = flavours.ROOT
+BUILD = ROOT / "build" / "native"
+FLAGS = ["-std=c++17", "-O2", "-fPIC", "-shared", "-fvisibility=hidden", "-fopenmp-simd", "-fno-math-errno",
+         "-fno-trapping-math"]
+
+
+def includes() -> List[str]:
+    import torch
+    return ["-isystem", str(Path(torch.__file__).parent / "include"), "-isystem", sysconfig.get_path("include")]
+
+
+def built(name: str, *arguments: str, also: tuple = ()) -> Path:
+    """The library of a module, which is compiled where it or what it includes has changed."""
+    digest = flavours.digest_of(HERE, ROOT / "csrc", *also)[:16]
+    out = BUILD / digest / f"{name}{sysconfig.get_config_var('EXT_SUFFIX')}"
+    with flavours.alone(name):
+        if not out.exists():
+            for old in BUILD.glob("*"):
+                if old.name != digest:
+                    shutil.rmtree(old)
+            out.parent.mkdir(parents=True, exist_ok=True)
+            done = subprocess.run(["g++", *FLAGS, *includes(), str(HERE / f"{name}.cpp"), *arguments, "-o",
+                                   str(out.with_suffix(".part"))], capture_output=True, text=True)
+            assert done.returncode == 0, done.stderr[-4000:]
+            out.with_suffix(".part").rename(out)
+    return out
+
+
+def load(path: Path) -> ModuleType:
+    """Under a name with its folder's: pybind11 gives a module that it has made under the same name."""
+    spec = util.spec_from_file_location(f"{path.parent.name}.{path.name.split('.')[0]}", path)
+    assert spec and spec.loader
+    module = util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def kernels(instruction_set: str, folder: Path) -> ModuleType:
+    """The CPU's kernels as they are on an instruction set that this machine has."""
+    copy = folder / instruction_set / "kernels.so"
+    copy.parent.mkdir()
+    shutil.copy(built("kernels", str(ROOT / "csrc/cpu/tile.cpp"), str(ROOT / "csrc/cpu/nontemporal.cpp")), copy)
+    module, before = load(copy), os.environ.get("SPARSE_CE_CPU")
+    os.environ["SPARSE_CE_CPU"] = instruction_set
+    try:
+        assert module.instruction_set() == instruction_set
+    finally:
+        os.environ.pop("SPARSE_CE_CPU")
+        if before is not None:
+            os.environ["SPARSE_CE_CPU"] = before
+    return module
+
+
+def planning() -> ModuleType:
+    """The planning of the CUDA kernels, beside the emulator instead of a driver."""
+    sys.path.insert(0, str(flavours.TESTS / "emulation"))
+    import build
+    layer = build.LAYER
+    return load(built("planning", "-fno-strict-aliasing", "-Wno-unknown-pragmas", f"-I{layer / 'include'}", "-isystem",
+                      f"{build.cuda_home()}/include", *map(str, build.DEVICE), "-x", "c++",
+                      str(HERE / "masked_mean_planning.cpp"), str(ROOT / "csrc/cuda/cross_entropy.cu"),
+                      str(ROOT / "csrc/cuda/one_pass.cu"), "-x", "none",
+                      str(layer / "src" / "coc_runtime.cpp"), also=(layer, build.HERE)))

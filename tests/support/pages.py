@@ -1,0 +1,19 @@
+"""README and the pages of docs/: the Python in them."""
+
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def session(page: Path) -> str:
+    """The Python blocks of a page, each in its line, so that a traceback names it."""
+    lines, code = [], False
+    for line in page.read_text().splitlines():
+        fence = line.startswith("```")
+        code = line == "```python" if fence else code
+        lines.append(line if code and not fence else "")
+    return "\n".join(lines)
+
+
+WITH_CODE = [page for page in PAGES if session(page).strip()]
