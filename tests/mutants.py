@@ -37,7 +37,7 @@ ABOUT = {"arguments": "errors_options_dimension", "autocast": "modes_candidates"
          **dict.fromkeys(("placements", "rows", "call"), "placements"),
          "row_losses": "row_loss_sharded", "linear_gradients": "row_loss_sharded", "topk": "topk_placements",
          **dict.fromkeys(("mixing", "mixing_timm", "mix_pairs"), "mixing_vision"),
-         "gradient_memory": "forecast", "safe_math": "zero_upstream", "inductor": "graphs", "integrations": "trainer",
+         "gradient_memory": "forecast", "safe_math": "zero_upstream", "integrations": "trainer",
          "live_rows": "linear", "logits": "trainer",
          **dict.fromkeys(("boxing", "library", "tensors", "torch_calls"), "raw_calls_out_memory"),
          **dict.fromkeys(("strided_logits", "strided_rows", "strided_columns", "strided_streams"), "strided_softcap"),
