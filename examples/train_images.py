@@ -10,7 +10,6 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset, default_collate
 
 import sparse_ce
-from sparse_ce.data import CutMix, MixUp, Mixup
 
 CLASSES = 10
 
@@ -43,8 +42,12 @@ def main() -> None:
     torch.manual_seed(0)
     random.seed(0)
 
-    choices = [CutMix(num_classes=CLASSES), MixUp(num_classes=CLASSES, alpha=0.2)]  # in place of v2.CutMix, v2.MixUp
-    mixup_fn = Mixup(mixup_alpha=0.2, cutmix_alpha=1.0, num_classes=CLASSES)  # in place of timm.data.Mixup
+    if args.mix == "torchvision":
+        from sparse_ce.integrations.torchvision import CutMix, MixUp  # in place of v2.CutMix, v2.MixUp
+        choices = [CutMix(num_classes=CLASSES), MixUp(num_classes=CLASSES, alpha=0.2)]
+    elif args.mix == "timm":
+        from sparse_ce.integrations.timm import Mixup  # in place of timm.data.Mixup
+        mixup_fn = Mixup(mixup_alpha=0.2, cutmix_alpha=1.0, num_classes=CLASSES)
 
     def collate(samples):
         batch = default_collate(samples)

@@ -1,5 +1,4 @@
-"""Data: a teacher's top-k on disk, written once, batch by batch, and read by students as a dataset; batches of images
-that :class:`MixUp`, :class:`CutMix` (torchvision's) and :class:`Mixup` (timm's) mix, with sparse targets.
+"""Data: a teacher's top-k on disk, written once, batch by batch, and read by students as a dataset.
 
 ::
 
@@ -56,13 +55,9 @@ Examples:
     (2, SparseTarget(topk, shape=[8], k=4, num_classes=1000, logprobs=float16, row_mask, device=cpu))
 """
 
-from ..targets.smoothed import SmoothedTarget
 from .cache import TeacherCache, collate_sequences
 from .distillkit import DistillKitCache
-from .mixing import CutMix, MixUp, cutmix, mixup
-from .mixing_timm import FastCollateMixup, Mixup
 from .vllm import from_vllm
 from .writer import CacheWriter
 
-__all__ = ["CacheWriter", "CutMix", "DistillKitCache", "FastCollateMixup", "MixUp", "Mixup", "SmoothedTarget",
-           "TeacherCache", "collate_sequences", "cutmix", "from_vllm", "mixup"]
+__all__ = ["CacheWriter", "DistillKitCache", "TeacherCache", "collate_sequences", "from_vllm"]

@@ -37,12 +37,14 @@ def log_softmax(input: Tensor, dim: int) -> Tensor:
         dim: any dimension of ``input``. The last sparse one needs no sorting.
 
     Returns:
-        A tensor of the layout, pattern and dtype of ``input`` (coalesced). Differentiable twice. NaN in a row whose
-        elements are all -inf, as ``torch.log_softmax`` has it.
+        A tensor of the layout, pattern and dtype of ``input`` (coalesced). Differentiable twice, but not in the values
+        that ``torch.sparse_coo_tensor`` was given: those have one derivative. NaN in a row whose elements are all -inf,
+        as ``torch.log_softmax`` has it.
 
     Raises:
         TypeError, ValueError: ``input`` is not sparse COO or CSR, or not floating; ``dim`` is none of its dimensions.
         RuntimeError: (CPU) the offsets of a CSR tensor do not ascend from 0 to its number of elements.
+        NotImplementedError: (backward) ``create_graph=True`` where ``input`` is a COO tensor made of values.
 
     Examples:
         >>> scores = torch.sparse_coo_tensor([[0, 0, 1], [0, 2, 1]], [0.0, 0.0, 5.0], (2, 3))

@@ -1,35 +1,37 @@
 """The elements that a sparse COO or CSR tensor stores, as a function of the tensor, and back: differentiable, unlike
-PyTorch's own of CSR, and without its look-ups of a pattern in itself."""
+PyTorch's own of CSR."""
 
-import threading
-from typing import Any, Dict, List, Optional, Tuple
+from typing import Any, List, Tuple
 
 import torch
 from torch import Tensor
 
+from .._core.errors import fail
 from .._core.tracing import readable
 from ..targets.sparse_tensors import lies_in_order
 
 LAYOUTS = (torch.sparse_coo, torch.sparse_csr)
-# Of a COO tensor made of values. PyTorch's derivative takes the pattern out of the gradient by `sparse_mask`, which
-# even from a gradient of that pattern takes ten times what a log-softmax takes (torch 2.13, CPU).
+# Of a COO tensor made of values. PyTorch's derivative has none itself (torch 2.13).
 _CONSTRUCTOR = "SparseCooTensorWithDimsAndTensorsBackward0"
 
 
 def coalesced(input: Tensor) -> Tensor:
     """``input.coalesce()``; where its entries are seen to be distinct and in order, as it is."""
     if input.layout == torch.sparse_csr or input.is_coalesced():
-        _replace_mask(input)
         return input
     if readable(input._indices()):
         key = _keys(input)
         if bool((key[1:] > key[:-1]).all()):
-            _replace_mask(input)
             return assemble(values_of(input), with_values(input.detach(), input._values().detach()))
-    output = input.coalesce()
-    if output.grad_fn is not None:
-        _replace_mask(input)
-    return output
+    return input.coalesce()
+
+
+def _ends_at_values(input: Tensor) -> bool:
+    """Whether ``input`` is a COO tensor made of values, coalesced or not."""
+    node = input.grad_fn
+    if node is not None and node.name() == "CoalesceBackward0":
+        node = node.next_functions[0][0]
+    return node is not None and node.name() == _CONSTRUCTOR
 
 
 class _Values(torch.autograd.Function):
@@ -38,10 +40,14 @@ class _Values(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, input: Tensor) -> Tensor:
         ctx.save_for_backward(input.detach())
+        ctx.once = _ends_at_values(input)
         return (input._values() if input.layout == torch.sparse_coo else input.values()).detach()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
+        if ctx.once and torch.is_grad_enabled():
+            fail("create_graph must be False in backward through a COO tensor made of values, of which PyTorch has no "
+                 "second derivative, got True; use segment_log_softmax on the values", NotImplementedError)
         return assemble(grad, *ctx.saved_tensors)
 
 
@@ -79,9 +85,8 @@ def values_at(grad: Tensor, pattern: Tensor) -> Tensor:
         return dense[tuple(coordinates(pattern)[0])].view(shape)
     if _same_pattern(grad, pattern):
         return values_of(grad)
-    if grad.layout == torch.sparse_coo and not grad.is_coalesced():
-        summands = _summands(grad, pattern)
-        return values_at(grad.coalesce(), pattern) if summands is None else summands.sum(0)
+    if grad.layout == torch.sparse_coo:
+        grad = grad.coalesce()
     there, wanted = _keys(grad), _keys(pattern)
     values = flat(values_of(grad), grad)
     if there.shape[0] == 0:
@@ -95,63 +100,14 @@ def values_at(grad: Tensor, pattern: Tensor) -> Tensor:
 
 
 def _same_pattern(grad: Tensor, pattern: Tensor) -> bool:
-    """Whether they are known to store the same elements, each once: on a GPU a comparison would wait for it."""
-    if grad.layout != pattern.layout:
+    """Whether ``grad`` has the indices of ``pattern`` in the same memory, each once: nothing is looked at."""
+    if grad.layout != pattern.layout or grad.layout == torch.sparse_coo and not pattern.is_coalesced():
         return False
-    if grad.layout == torch.sparse_coo and not grad.is_coalesced() and not pattern.is_coalesced():
-        return False
-    return all(map(_same, _indices(pattern), _indices(grad)))
-
-
-def _summands(grad: Tensor, pattern: Tensor) -> Optional[Tensor]:
-    """(summands, *shape of the pattern's values) where an uncoalesced COO ``grad`` is known to be a sum of tensors that
-    store what ``pattern`` stores: PyTorch adds gradients by placing their entries one behind the other."""
-    if pattern.layout != torch.sparse_coo or not pattern.is_coalesced() or not readable(grad._indices()):
-        return None
-    if torch.is_grad_enabled() and grad.requires_grad:  # its gradient has every element once
-        return None
-    size, indices = pattern._nnz(), pattern._indices()
-    if size == 0 or grad._nnz() % size or not bool((grad._indices().view(len(indices), -1, size)
-                                                   == indices[:, None]).all()):
-        return None
-    return grad._values().view(-1, size, *pattern._values().shape[1:])
+    return all(a.is_set_to(b) for a, b in zip(_indices(grad), _indices(pattern)))
 
 
 def _indices(t: Tensor) -> Tuple[Tensor, ...]:
     return (t._indices(),) if t.layout == torch.sparse_coo else (t.crow_indices(), t.col_indices())
-
-
-def _same(a: Tensor, b: Tensor) -> bool:
-    return a.shape == b.shape and a.dtype == b.dtype and (
-        a.data_ptr() == b.data_ptr() and a.stride() == b.stride() or a.is_cpu and torch.equal(a, b))
-
-
-def _replace_mask(input: Tensor) -> None:
-    """Puts :func:`values_at` in the place of ``sparse_mask`` where a COO tensor was made of values: in front of that
-    node of the graph the gradient is exchanged for an empty one, behind it the result for that of the gradient."""
-    node, pattern = input.grad_fn, input.detach()
-    if node is None or node.name() != _CONSTRUCTOR:
-        return
-    notes: Any = node.metadata
-    if notes.get("sparse_ce.values_at"):
-        return
-    notes["sparse_ce.values_at"] = True
-    found: Dict[int, Tensor] = {}  # of each thread: two may go backward through a graph
-
-    def before(grads: Tuple[Optional[Tensor], ...]) -> Optional[Tuple[Tensor, ...]]:
-        grad, = grads
-        if grad is None or grad.layout != torch.sparse_coo:
-            return None
-        found[threading.get_ident()] = values_at(grad, pattern)
-        return torch.sparse_coo_tensor(grad._indices()[:, :0], grad._values().detach()[:0], grad.shape,
-                                       is_coalesced=True, check_invariants=False),
-
-    def after(grads: Tuple[Optional[Tensor], ...], _: Any) -> Optional[Tuple[Optional[Tensor], ...]]:
-        values = found.pop(threading.get_ident(), None)
-        return None if values is None else (values, *grads[1:])
-
-    node.register_prehook(before)
-    node.register_hook(after)
 
 
 def sparse_dims(t: Tensor) -> int:

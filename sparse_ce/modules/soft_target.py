@@ -9,17 +9,10 @@ from torch import Tensor, nn
 from .. import functional
 from .._core import autocast
 from .._core.errors import fail
+from .._core.options import is_number
 from .._core.tensor_checks import check_input
-from .._core.tracing import readable
 from ..targets.convert import Target
-from ..targets.smoothed import SmoothedTarget, checked_smoothing
-from ..targets.sparse_target import SparseTarget
-
-# Where no more of a dense target's weights are not 0, the kernels of sparse targets are faster than F.cross_entropy: at
-# 1/64 8 ms and not 20, 10 at best, at 1/32 10 and not 14, 8 at best, at 1/8 17 and not 20, 8 at best (256 x 21843,
-# medians, 2 threads of an AMD EPYC, 2026-11-23).
-_FEW = 1 / 32
-_LOOKED_AT = 16  # rows: to count the weights of all takes as long as a tenth of the loss
+from ..targets.smoothed import SmoothedTarget
 
 
 class SoftTargetCrossEntropy(nn.Module):
@@ -37,11 +30,8 @@ class SoftTargetCrossEntropy(nn.Module):
 
     def forward(self, x: Tensor, target: Union[Target, SmoothedTarget]) -> Tensor:
         """``x``: logits (..., V), classes last; ``target``: weights of that shape, dense, or any form that
-        :func:`sparse_ce.cross_entropy` knows, or a :class:`sparse_ce.SmoothedTarget`, as :class:`sparse_ce.data.Mixup`
-        makes it.
-
-        Of dense weights that are mostly 0, as timm's ``Mixup(label_smoothing=0)`` makes them, the CPU computes with the
-        others alone; all others go to ``F.cross_entropy``.
+        :func:`sparse_ce.cross_entropy` knows, or a ``SmoothedTarget``, as
+        ``sparse_ce.integrations.timm.Mixup`` makes it. Dense weights go to ``F.cross_entropy``.
 
         Returns:
             (): float32, or the dtype that ``F.cross_entropy`` gives for dense weights.
@@ -76,7 +66,11 @@ class LabelSmoothingCrossEntropy(nn.Module):
 
     def __init__(self, smoothing: float = 0.1) -> None:
         super().__init__()
-        self.smoothing = checked_smoothing(smoothing)
+        if not is_number(smoothing):
+            fail(f"smoothing must be a number, got {smoothing!r}", TypeError)
+        if not 0 <= smoothing <= 1:
+            fail(f"smoothing must be in [0, 1], got {smoothing}")
+        self.smoothing = float(smoothing)
         self.confidence = 1.0 - self.smoothing
 
     def forward(self, x: Tensor, target: Target) -> Tensor:
@@ -103,27 +97,14 @@ class LabelSmoothingCrossEntropy(nn.Module):
 
 def _cross_entropy(x: Tensor, target: Target, smoothing: float) -> Tensor:
     """The mean of rows, of which dense weights are taken as well."""
-    if not _is_dense(target):
+    if not isinstance(target, Tensor) or target.layout != torch.strided or not target.is_floating_point():
         return functional.cross_entropy(x, target, label_smoothing=smoothing)
-    assert isinstance(target, Tensor)
     check_input(x, "V")
     if target.shape != x.shape:
         fail(f"target must have the shape of x, {list(x.shape)}, where it is dense weights, got {list(target.shape)}")
     if target.device != x.device:
         fail(f"target must be on the device of x, {x.device}, got {target.device}", RuntimeError)
-    # Only a CPU may look: elsewhere it would wait. Autograd has gradients for weights of 0 too.
-    weighed = target.requires_grad and torch.is_grad_enabled()
-    rows = target.reshape(-1, x.shape[-1])
-    if readable(target) and not weighed and _are_few(rows[::max(1, len(rows) // _LOOKED_AT)]):
-        return functional.cross_entropy(x, SparseTarget.from_dense(target), label_smoothing=smoothing)
     # As log_softmax has it under autocast, and so timm's loss. F.cross_entropy asks it, on a GPU, for 16 bits.
     x = x.float() if x.dtype in (torch.float16, torch.bfloat16) and autocast.enabled(x.device) else x
+    rows = target.reshape(-1, x.shape[-1])
     return F.cross_entropy(x.reshape(rows.shape), rows, label_smoothing=smoothing)
-
-
-def _are_few(weights: Tensor) -> bool:
-    return int(torch.count_nonzero(weights)) <= _FEW * weights.numel()
-
-
-def _is_dense(target: object) -> bool:
-    return isinstance(target, Tensor) and target.layout == torch.strided and target.dtype.is_floating_point

@@ -1,5 +1,5 @@
-"""What the ranks of a group tell each other before a call's first collective under ``SPARSE_CE_VALIDATE=1``: what each
-was given, or that it refuses it. Where one does, or they do not fit together, all raise, and nobody waits."""
+"""What ranks tell each other before a call's first collective under ``SPARSE_CE_VALIDATE=1``. If one refuses its call,
+or the calls do not fit together, all raise: no loss is silently wrong, and nobody waits."""
 
 import functools
 import inspect
@@ -18,17 +18,10 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 
 
 class Given(NamedTuple):
-    """To one rank: its columns, and by name what all ranks are given alike."""
-
     first_class: int
     columns: int
     num_classes: int
-    alike: Dict[str, Any]
-
-    @property
-    def classes(self) -> range:
-        """Without padding."""
-        return range(self.first_class, max(self.first_class, min(self.first_class + self.columns, self.num_classes)))
+    alike: Dict[str, Any]  # by name, what all ranks are given
 
 
 class _Thread(threading.local):
@@ -46,7 +39,7 @@ def talks() -> bool:
 
 
 def agreed(function: _F) -> _F:
-    """A ``function`` that comes to :func:`agree`: where it raises before, the other ranks, which wait there, learn."""
+    """A ``function`` that comes to :func:`agree`: if it raises before, the other ranks, which wait there, learn."""
     if not VALIDATES:
         return function
 
@@ -73,12 +66,10 @@ def agreed(function: _F) -> _F:
 
 
 def _alike(function: Callable[..., Any], given: Dict[str, Any]) -> Dict[str, Any]:
-    """By name: numbers and words as a call is ``given`` them, of all else whether it is there, and what says which
-    gradients are added up over the ranks."""
-    found: Dict[str, Any] = {"the function": function.__name__}
-    for name, value in given.items():
-        if name != "vocab_start":
-            found[name] = value if value is None or isinstance(value, (Number, str, torch.dtype)) else "a value"
+    """Numbers and words of a call, which other values there are, and which gradients are added up over the ranks."""
+    found: Dict[str, Any] = {
+        name: value if value is None or isinstance(value, (Number, str, torch.dtype)) else "a value"
+        for name, value in {"the function": function.__name__, **given}.items() if name != "vocab_start"}
     for name in ("input", "logit_scale") if "linear_weight" in given else ("logit_scale",):
         t = given.get(name)
         found[f"{name}.requires_grad"] = isinstance(t, Tensor) and t.requires_grad and torch.is_grad_enabled()
@@ -87,23 +78,22 @@ def _alike(function: Callable[..., Any], given: Dict[str, Any]) -> Dict[str, Any
 
 def _group_of(given: Dict[str, Any]) -> Any:
     """Whose ranks share the classes out of a call that is ``given`` these, DTensors perhaps."""
-    group = given.get("group")
-    placed: Any = given["linear_weight"] if "linear_weight" in given else given.get("input", given.get("student"))
+    group, head = given.get("group"), given.get("linear_weight")
+    placed: Any = given.get("input", given.get("student")) if head is None else head
     if group is None and is_distributed(placed):
-        from torch.distributed.tensor import Shard
-
-        dim, mesh = 0 if "linear_weight" in given else placed.dim() - 1, placed.device_mesh
-        at = next((i for i, p in enumerate(placed.placements) if isinstance(p, Shard) and p.dim == dim), None)
-        return None if at is None or mesh.size(at) == 1 else mesh.get_group(at)
+        dim, mesh = 0 if head is not None else placed.dim() - 1, placed.device_mesh
+        return next((mesh.get_group(at) for at, p in enumerate(placed.placements)
+                     if p.is_shard(dim) and mesh.size(at) > 1), None)
     return getattr(group, "group", group)  # of a SequenceGroup
 
 
 def agree(group: str, given: Given) -> None:
-    """Of a group of that name."""
+    """Raises on every rank of the ``group`` of that name if what they are ``given`` does not fit together."""
     c10d: Any = torch.distributed.distributed_c10d
-    given = given._replace(alike={**_thread.call, **given.alike})
-    everybody = _told(c10d._resolve_process_group(group), given)
-    if not _parted(everybody):
+    everybody = _told(c10d._resolve_process_group(group), given._replace(alike={**_thread.call, **given.alike}))
+    spans = sorted((o.first_class, min(o.first_class + o.columns, o.num_classes)) for o in everybody)
+    begins, ends = zip(*[(begin, end) for begin, end in spans if begin < end] or [(0, 0)])
+    if (*begins, everybody[0].num_classes) != (0, *ends):
         of = [f"[{o.first_class}, {o.first_class + o.columns}) of {o.num_classes} on rank {rank}"
               for rank, o in enumerate(everybody)]
         fail("vocab_start and num_classes must part all classes among the ranks of the group, without a gap or an "
@@ -115,20 +105,10 @@ def agree(group: str, given: Given) -> None:
                  "order")
 
 
-def _parted(everybody: List[Given]) -> bool:
-    end = 0
-    for classes in sorted((given.classes for given in everybody if given.classes), key=lambda classes: classes.start):
-        if classes.start != end:
-            return False
-        end = classes.stop
-    return end == everybody[0].num_classes
-
-
 def columns_of_all(group: Any, columns: int) -> List[int]:
     """Returns the columns of each rank of ``group``, before :func:`agree`."""
-    told = _thread.told
     everybody = _told(group, columns)
-    _thread.told = told  # whoever refuses the call after this tells it in agree's place
+    _thread.told -= 1  # whoever refuses the call after this tells it in agree's place
     return everybody
 
 
@@ -138,15 +118,14 @@ def _told(group: Any, said: Any) -> List[Any]:
     for rank, other in enumerate(everybody):
         if isinstance(other, str):
             fail(f"arguments must be right on every rank, got on rank {rank} of the group {other}", RuntimeError)
-    if len({type(other) for other in everybody}) > 1:
-        without = [rank for rank, other in enumerate(everybody) if not isinstance(other, Given)]
+    without = [str(rank) for rank, other in enumerate(everybody) if isinstance(other, int)]
+    if 0 < len(without) < len(everybody):
         fail("vocab_start must be given on every rank of the group or on none, got None on "
-             f"{', '.join(map(str, without))} alone")
+             f"{', '.join(without)} alone")
     return everybody
 
 
 def _tell(group: Any, said: Any) -> List[Any]:
-    """What each rank says."""
     _thread.told += 1
     everybody: List[Any] = [None] * group.size()
     torch.distributed.all_gather_object(everybody, said, group=group)

@@ -12,7 +12,7 @@ from cases import Draw
 from close import assert_bitwise_equal
 from refusals import OPTIONS, assert_refused, good
 from sparse_ce import SparseTarget, cross_entropy, linear_cross_entropy
-from sparse_ce.data import SmoothedTarget
+from sparse_ce.targets.smoothed import SmoothedTarget
 
 # ------------------------------------------------------------------------------------------------------------ options
 

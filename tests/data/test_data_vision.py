@@ -1,5 +1,5 @@
-"""Batches, targets and losses of torchvision and timm, to the bit where nothing says otherwise. Their transforms and
-losses run in a process of their own, once: vision_process.py says what is compared."""
+"""Batches, targets and losses beside those of torchvision and timm, and the examples of both integrations. They
+run in a process of their own, once: vision_process.py says what is compared."""
 
 import json
 from pathlib import Path

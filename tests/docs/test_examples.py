@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 
 import forked
+import vision_clients
 from example_runs import EXAMPLES, run
 from sparse_ce import SparseTarget
 
@@ -54,9 +55,12 @@ def test_the_trainers_of_trl_learn(name, falls, tmp_path):
         assert float(after) > 1.2 * float(before)
 
 
+@pytest.mark.skipif(not vision_clients.there(), reason="torchvision and timm are in .venv/vision")
 @pytest.mark.parametrize("mix", ["torchvision", "timm"])
 def test_images_are_classified_after_mixing_as_either_library_does(mix, tmp_path):
-    said = run(EXAMPLES / "train_images.py", "--mix", mix, cwd=tmp_path)
+    program = f"{vision_clients.PRELUDE}import runpy; runpy.run_path({str(EXAMPLES / 'train_images.py')!r}, " \
+              "run_name='__main__')"
+    said = run("-c", program, "--mix", mix, cwd=tmp_path)
     epochs = [[float(number) for number in numbers] for numbers in
               re.findall(r"^epoch \d loss (\S+) held-out (\S+) accuracy (\S+)$", said, re.M)]
     assert len(epochs) == 4 and epochs[-1][2] > 0.8

@@ -70,13 +70,12 @@ def test_the_flags_of_targets():
         assert_refused(lambda: make(ignore_empty="no"), "ignore_empty must be a bool", "'no'", error=TypeError)
 
 
-def test_the_flags_of_caches_and_mixing(tmp_path):
-    from sparse_ce.data import CacheWriter, DistillKitCache, Mixup, TeacherCache
+def test_the_flags_of_caches(tmp_path):
+    from sparse_ce.data import CacheWriter, DistillKitCache, TeacherCache
 
     for name, make in (("verify", lambda **flag: TeacherCache(tmp_path, **flag)),
                        ("verify", lambda **flag: DistillKitCache(tmp_path, **flag)),
-                       ("resume", lambda **flag: CacheWriter(tmp_path / "cache", num_classes=9, **flag)),
-                       ("correct_lam", Mixup), ("multi_label", Mixup)):
+                       ("resume", lambda **flag: CacheWriter(tmp_path / "cache", num_classes=9, **flag))):
         assert_refused(lambda: make(**{name: "no"}), f"{name} must be a bool", "'no'", error=TypeError)
 
 

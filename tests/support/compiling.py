@@ -52,13 +52,10 @@ def dirty_allocator(device):
         del blocks
 
 
-def recording(graphs, *passes):
-    """A backend that runs the graphs that Inductor would compile, after its passes and ``passes``, and keeps them."""
+def recording(graphs):
+    """A backend that runs the graphs that Inductor would compile, after its passes, and keeps them."""
     def compiler(module, inputs):
         joint_graph_passes(module)
-        for change in passes:
-            change(module.graph)
-        module.recompile()
         graphs.append(module.graph)
         return make_boxed_func(module)
 

@@ -8,6 +8,9 @@ import sys
 from pathlib import Path
 
 FOLDER = Path(sys.prefix) / "vision"
+# Of a program that imports them.
+PRELUDE = f"import sys; sys.path.append({str(Path(__file__).parent)!r}); import vision_clients\n"
+PRELUDE += "vision_clients.make_importable()\n"
 
 
 def there() -> bool:

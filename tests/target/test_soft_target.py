@@ -2,6 +2,7 @@
 test_data_vision.py."""
 
 import functools
+import pickle
 
 import pytest
 import torch
@@ -11,8 +12,8 @@ import sparse_ce
 from cases import Draw
 from close import assert_close_to_float64
 from refusals import assert_refused
-from sparse_ce import LabelSmoothingCrossEntropy, SoftTargetCrossEntropy, SparseTarget, functional
-from sparse_ce.data import SmoothedTarget
+from sparse_ce import LabelSmoothingCrossEntropy, SoftTargetCrossEntropy, SparseTarget, cross_entropy
+from sparse_ce.targets.smoothed import SmoothedTarget
 
 ROWS, CLASSES = 12, 64
 
@@ -24,8 +25,7 @@ def dense_targets(device):
     place = torch.arange(ROWS * CLASSES, device=device).reshape(ROWS, CLASSES)
     few = torch.where(place % 37 == 5, many, 0.0)
     few[3] = 0
-    return {"many": many, "few": few, "at the border": torch.where(place % 32 == 0, many, 0.0),
-            "past it": torch.where(place % 31 == 0, many, 0.0)}
+    return {"many": many, "few": few}
 
 
 def soft_loss(logits, dense):
@@ -91,18 +91,6 @@ def test_smoothing_of_dense_weights_and_of_smoothed_targets(name, smoothing, dev
     assert_same(lambda x: SoftTargetCrossEntropy()(x, target), expected, logits)
 
 
-def test_few_weights_take_the_sparse_kernels_and_many_do_not(monkeypatch):
-    """No more than one in 32."""
-    targets = {name: t.float() for name, t in dense_targets("cpu").items()}
-    taken, whole = [], functional.cross_entropy
-    monkeypatch.setattr(functional, "cross_entropy", lambda x, t, **options: taken.append(t) or whole(x, t, **options))
-    logits = Draw("cpu").normal(ROWS, CLASSES)
-    for name, count in (("few", 1), ("at the border", 1), ("past it", 0), ("many", 0)):
-        SoftTargetCrossEntropy()(logits, targets[name])
-        assert len(taken) == count, name
-        taken.clear()
-
-
 def test_weights_have_gradients_where_they_are_0_too(device):
     dense = dense_targets(device)["few"].float().requires_grad_()
     logits = Draw(device, 1).normal(ROWS, CLASSES)
@@ -154,3 +142,17 @@ def test_what_is_wrong_is_refused():
 def test_they_say_what_they_are():
     assert repr(LabelSmoothingCrossEntropy(0.2)) == "LabelSmoothingCrossEntropy(smoothing=0.2)"
     assert sparse_ce.LabelSmoothingCrossEntropy().confidence == pytest.approx(0.9)
+
+
+def test_a_smoothed_target_is_what_it_says(device):
+    indices, weights = torch.tensor([[3, 1], [-100, -100], [0, 6]]), torch.tensor([[0.75, 0.25], [0.5, 0.5], [1, 0]])
+    target = SmoothedTarget(SparseTarget.from_topk(indices, weights, num_classes=7).to(device), 0.2)
+    rows = [[0, 0.2, 0, 0.6, 0, 0, 0], [0] * 7, [0.8, 0, 0, 0, 0, 0, 0]]
+    expected = torch.tensor(rows) + torch.tensor([[0.2], [0.0], [0.2]]) / 7
+    moved = pickle.loads(pickle.dumps(target.to("cpu")))
+    for one in (target, moved):
+        torch.testing.assert_close(one.to_dense().cpu(), expected)
+    assert "smoothing=0.2" in repr(target)
+    assert_refused(lambda: cross_entropy(torch.zeros(3, 7), target), "target", "SmoothedTarget")
+    without = SmoothedTarget(SparseTarget.from_index(torch.tensor([1])), 0.1)
+    assert_refused(without.to_dense, "num_classes", "None")

@@ -1,0 +1,22 @@
+"""The target of images that were mixed by twos: two classes a row."""
+
+import torch
+from torch import Tensor
+
+from .._core.errors import fail
+from ..targets.entries import as_index
+from ..targets.sparse_target import SparseTarget
+
+
+def mixed_labels(labels: Tensor, others: Tensor, own: Tensor, rest: Tensor, num_classes: int) -> SparseTarget:
+    """``own`` of the ``labels`` and ``rest`` of the ``others``, each (N,). A row is ignored if all labels that have a
+    share of it are -100."""
+    indices = torch.stack((torch.where(own == 0, others, labels), torch.where(rest == 0, labels, others)), 1)
+    return SparseTarget.from_topk(indices, torch.stack((own, rest), 1).float(), num_classes=num_classes)
+
+
+def checked_labels(labels: Tensor) -> Tensor:
+    labels = as_index(labels, "labels")
+    if labels.dim() != 1:
+        fail(f"labels must be (N,), got {list(labels.shape)}")
+    return labels
