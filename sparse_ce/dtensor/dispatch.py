@@ -14,9 +14,9 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 def accepts_dtensors(function: _F) -> _F:
     """Decorates a function whose logits, hidden states or head may be DTensors.
 
-    If ``input``, ``linear_weight`` or a field of ``student`` is a DTensor, the call's arguments are bound to their names, with
-    the defaults of those that were not given, and handed over to :func:`sparse_ce.dtensor.call.call`. ``torch.compile``
-    follows the decorator, so it binds by itself and not by :meth:`inspect.Signature.bind`.
+    If ``input``, ``linear_weight`` or a field of ``student`` is a DTensor, the call's arguments are bound to their
+    names, beside the defaults of the others, and handed over to :func:`sparse_ce.dtensor.call.call`. The decorator does
+    not use :meth:`inspect.Signature.bind`, so that ``torch.compile`` can trace it.
     """
     parameters = inspect.signature(function).parameters.values()
     names = [p.name for p in parameters if p.kind == p.POSITIONAL_OR_KEYWORD]

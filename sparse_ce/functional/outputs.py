@@ -52,7 +52,7 @@ def packed_loss(out: Reduced, options: LossOptions, leading: torch.Size, return_
 
 
 def packed_log_probs(out: Selected, wanted: Outputs, shape: torch.Size, leading: torch.Size) -> LogProbs:
-    """Returns the log-probabilities in the ``shape`` of the ids, and of the rows' outputs those that were ``wanted``."""
+    """Returns the log-probabilities in the ``shape`` of the ids, and the rows' outputs that were ``wanted``."""
     return LogProbs(out.log_probs.reshape(shape), out.lse.reshape(leading),
                     *(_rows(getattr(out, name), getattr(wanted, name), leading) for name in OPTIONAL))
 

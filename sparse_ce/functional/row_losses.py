@@ -181,7 +181,8 @@ def _losses(out: Selected, rows: Rows, call: _Call, live: Optional[Tensor]) -> T
     """The losses (rows,) that ``fn`` gives, 0 where a row does not count, and what it tells besides."""
     out = Selected(*(t.clone() for t in out))  # fn may write into what it is given
     rows = rows.copied(live)
-    losses: Any = call.fn(packed_log_probs(out, call.wanted, out.log_probs.shape, out.lse.shape), rows.given(), *rows.row_args)
+    given = packed_log_probs(out, call.wanted, out.log_probs.shape, out.lse.shape)
+    losses: Any = call.fn(given, rows.given(), *rows.row_args)
     told: Dict[str, Tensor] = {}
     if call.has_aux:
         if not isinstance(losses, tuple) or len(losses) != 2 or not isinstance(losses[1], dict):

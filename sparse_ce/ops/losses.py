@@ -25,7 +25,8 @@ class Reduced(NamedTuple):
     argmax: Any = None
 
 
-def loss_of_logits(logits: Tensor, a: Arguments, loss: LossOptions, inplace: Inplace, shard: Optional[Shard]) -> Reduced:
+def loss_of_logits(logits: Tensor, a: Arguments, loss: LossOptions, inplace: Inplace,
+                   shard: Optional[Shard]) -> Reduced:
     """Returns the loss of ``logits`` (..., C), by ``select`` if it has outputs or a gradient that ``forward`` lacks."""
     if loss.metrics or shard is not None or a.learns_scale:
         rows = logits.reshape(math.prod(logits.shape[:-1]), logits.shape[-1])

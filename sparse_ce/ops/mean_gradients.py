@@ -1,4 +1,4 @@
-"""The gradients of a mean of losses for the losses and for what multiplies them, which the ops that return one share."""
+"""The gradients of a mean of losses for the losses and for the rows' weights."""
 
 from typing import Optional
 

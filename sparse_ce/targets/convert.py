@@ -38,7 +38,8 @@ def as_target(target: Target, shape: torch.Size) -> SparseTarget:
     if target.layout == torch.sparse_csr:
         return SparseTarget.from_csr(target)
     if target.layout != torch.strided:
-        fail(f"target must be strided, sparse COO or sparse CSR, got layout {target.layout}; convert it with .to_sparse_csr()")
+        fail(f"target must be strided, sparse COO or sparse CSR, got layout {target.layout}; "
+             "convert it with .to_sparse_csr()")
     if target.dtype.is_floating_point and target.shape != shape[:-1]:
         fail(f"target must be sparse, got a dense {target.dtype} tensor of shape {list(target.shape)}; where it mixes "
              "a few labels, as MixUp does, pass them as (indices, values), where it is zeros for the most part, "

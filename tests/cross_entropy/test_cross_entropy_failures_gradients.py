@@ -173,7 +173,8 @@ def test_14_the_second_derivative(form, options, device):
     options = dict(options, num_classes=6)
 
     def f(x, *values):
-        return cross_entropy(x, case.build(*values or (None,)), weight, reduction="none", return_lse=True, **options)[:2]
+        return cross_entropy(x, case.build(*values or (None,)), weight, reduction="none", return_lse=True,
+                             **options)[:2]
 
     # Padding has no gradient whatever its weight: perturbing it would bring it to life.
     if form in ("tuple", "topk-logprobs"):

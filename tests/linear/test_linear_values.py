@@ -123,7 +123,8 @@ def test_hidden_states_of_any_shape_and_stride(layout, width, device):
     view, target = lambda t: LAYOUTS[layout](WIDTHS[width](t)), LAYOUTS[layout](labels)
     w = draw.normal(11, view(base).shape[-1])
     ours, theirs = [(base.clone().requires_grad_(), w.clone().requires_grad_()) for _ in range(2)]
-    loss, lse = linear_cross_entropy(view(ours[0]), ours[1], target, reduction="none", return_lse=True, chunk_rows=4)[:2]
+    loss, lse = linear_cross_entropy(view(ours[0]), ours[1], target, reduction="none", return_lse=True,
+                                     chunk_rows=4)[:2]
     logits = F.linear(view(theirs[0]), theirs[1])
     expected = F.cross_entropy(logits.reshape(-1, 11), target.reshape(-1), reduction="none").view(target.shape)
     assert loss.shape == lse.shape == target.shape
