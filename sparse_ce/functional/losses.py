@@ -1,5 +1,6 @@
 """Losses as functions. Formulas: ``csrc/math.h``; the same in plain PyTorch: ``reference/``."""
 
+import inspect
 from typing import TYPE_CHECKING, Literal, Optional, TypedDict, overload
 
 from torch import Tensor
@@ -155,7 +156,7 @@ def cross_entropy(
     source = of_logits(input, num_classes, group, vocab_start)
     small = small_mean(input, target, ignore_index, (
         weight, reduction, label_smoothing, z_loss, logit_scale, softcap, normalizer, row_weight, num_classes, inplace,
-        group, vocab_start, return_lse, return_entropy, return_argmax))
+        group, vocab_start, return_lse, return_entropy, return_argmax), _DEFAULTS)
     if small is not None:
         return small
     check_inplace(inplace)
@@ -165,3 +166,7 @@ def cross_entropy(
         softcap=softcap)
     out = loss_of_logits(input, a, loss, inplace, source.shard)
     return packed_loss(out, loss, source.leading, return_entropy)
+
+
+_DEFAULTS = tuple(p.default for p in inspect.signature(cross_entropy).parameters.values()
+                  if p.name not in ("input", "target", "ignore_index"))

@@ -141,26 +141,24 @@ def _small(logits: Tensor, indices: Tensor, values: Optional[Tensor], ignore_ind
     return loss
 
 
-def small_mean(logits: Tensor, labels: object, ignore_index: int, others: Tuple[Any, ...]) -> Optional[Tensor]:
+def small_mean(logits: Tensor, labels: object, ignore_index: int, others: Tuple[Any, ...],
+               defaults: Tuple[Any, ...]) -> Optional[Tensor]:
     """Returns the mean of the loss of ``labels`` if the call is a small one, else None.
 
-    It is one if ``others``, the other arguments of :func:`sparse_ce.cross_entropy` in their order, have their defaults,
-    the labels fit, and the gradient for the logits, if one may be asked for, is expected. Nothing is prepared for it.
+    It is one if ``others``, the other arguments of :func:`sparse_ce.cross_entropy`, have their ``defaults``, the labels
+    fit, and the gradient for the logits, if one may be asked for, is expected. Nothing is prepared for it.
     """
-    if type(labels) is not Tensor or type(ignore_index) is not int or not logits.is_cpu or logits.dim() != 2:
+    if type(labels) is not Tensor or type(ignore_index) is not int or not eager():
         return None
-    for value, default in zip(others, _DEFAULTS):
+    for value, default in zip(others, defaults, strict=True):
         if value is not default and (type(value) is not float or value != default):
             return None
-    if labels.shape != logits.shape[:1] or not eager() or composite(logits):
+    if not logits.is_cpu or logits.dim() != 2 or labels.shape != logits.shape[:1] or composite(logits):
         return None
     if torch.is_grad_enabled() and logits.requires_grad:
         return _small(logits, labels, None, ignore_index, None)
     made = cross_entropy_small.cross_entropy(logits, labels, None, ignore_index, True, None, None)
     return None if made is None else made[0]
-
-
-_DEFAULTS = (None, "mean", 0.0, 0.0, 1.0, *(None,) * 4, False, None, None, *(False,) * 3)
 
 
 def _gradient(grad_loss: Tensor, grad_lse: Optional[Tensor], logits: Tensor, lse: Tensor,
