@@ -24,7 +24,7 @@ from .registration import (
 
 
 class Outputs(NamedTuple):
-    """Those that are asked for, in the order of ``csrc/schema.cpp``."""
+    """Those that are asked for, in the order of ``csrc/torch/schema.cpp``."""
 
     padding_value: Optional[float] = None  # -inf
     loss: bool = False

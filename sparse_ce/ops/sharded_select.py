@@ -205,7 +205,7 @@ def _(statistics: Tensor, shards: int, chosen: Optional[Tensor], *given: Any, **
 
 
 def numbers_of(a: Arguments, wanted: Outputs) -> int:
-    """That a rank tells of a row; ``ShardStats`` of ``csrc/select.h``."""
+    """That a rank tells of a row; ``ShardStats`` of ``csrc/ops/select.h``."""
     pairs = 1 + wanted.loss + (a.label_smoothing != 0) + wanted.log_tail
     return 2 * pairs + wanted.entropy + wanted.mean_logit + wanted.argmax
 
