@@ -18,7 +18,8 @@ TORCH ?= torch==2.13.0
 VENV ?= .venv
 
 BIN := $(VENV)/bin
-SOURCES := setup.py pyproject.toml build_backend.py $(wildcard csrc/*.* csrc/*/*.* sparse_ce/*.py sparse_ce/*/*.py)
+SOURCES := setup.py pyproject.toml build_backend.py \
+           $(wildcard csrc/*.* csrc/*/*.* csrc/*/*/*.* sparse_ce/*.py sparse_ce/*/*.py)
 
 # Two processes of a thread each; the tests of a file share what they have compiled. The order is tests/flavours.py's. A
 # process that dies ends the run: others in its place would die of the same test, and pytest-xdist then waits for ever.

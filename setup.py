@@ -103,8 +103,9 @@ def extensions(torch, home):
         cxx += [f"-fsanitize={sanitize}", "-fno-sanitize-recover=undefined", "-fno-sanitize=object-size",
                 "--param=asan-instrumentation-with-call-threshold=0", "-fno-omit-frame-pointer", "-g1", "-O1"]
         link += [f"-fsanitize={sanitize}"]
-    found = [CppExtension("sparse_ce._C", sorted(glob("csrc/*.cpp") + glob("csrc/cpu/*.cpp")), py_limited_api=True,
-                          extra_compile_args={"cxx": cxx}, extra_link_args=link)]
+    cuda_binding = os.path.join("csrc", "torch", "bindings_cuda.cpp")
+    found = [CppExtension("sparse_ce._C", sorted(set(glob("csrc/**/*.cpp", recursive=True)) - {cuda_binding}),
+                          py_limited_api=True, extra_compile_args={"cxx": cxx}, extra_link_args=link)]
     reason = why_no_cuda(torch, home)
     if reason is not None:
         if os.environ.get("SPARSE_CE_CUDA") == "1":
@@ -114,12 +115,12 @@ def extensions(torch, home):
     chosen = os.environ["TORCH_CUDA_ARCH_LIST"] = architectures(torch)
     print(f"sparse_ce: building CPU and CUDA kernels, toolkit {home}, architectures {chosen}, against torch "
           f"{torch.__version__}: takes minutes for each architecture")
-    # -fmad=false: see multiply_add in csrc/scalar_math.h.
+    # -fmad=false: see multiply_add in csrc/core/scalar_math.h.
     nvcc = ["-std=c++17", "-O3", "-fmad=false", "--threads=2", "-Xcompiler=-fvisibility=hidden",
             "-U__CUDA_NO_HALF_CONVERSIONS__", "-U__CUDA_NO_HALF_OPERATORS__", "-U__CUDA_NO_BFLOAT16_CONVERSIONS__",
             STABLE_ABI]
     found.append(CUDAExtension(
-        "sparse_ce._C_cuda", sorted(glob("csrc/cuda/*.cpp") + glob("csrc/cuda/*.cu")), py_limited_api=True,
+        "sparse_ce._C_cuda", [*sorted(glob("csrc/cuda/*.cu")), cuda_binding], py_limited_api=True,
         extra_compile_args={"cxx": cxx + ["-DUSE_CUDA", f'-DSPARSE_CE_CUDA_ARCHITECTURES="{chosen}"'], "nvcc": nvcc}))
     return found
 

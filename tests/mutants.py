@@ -29,7 +29,7 @@ OBJECTS = ROOT / "build" / "mutants"
 ABOUT = {"arguments": "errors_options_dimension", "autocast": "modes_candidates",
          **dict.fromkeys(("avx512", "avx512_columns", "avx512_smoothing", "avx512_softcap", "avx2_softcap",
                            "row_entries", "tile"), "select_tiles_values_shapes_softcap"),
-         **dict.fromkeys(("powers", "convert", "row_passes", "scalar_math"), "forecast_values_shapes_softcap"),
+         **dict.fromkeys(("exp_tile", "convert", "row_passes", "scalar_math"), "forecast_values_shapes_softcap"),
          "collation": "collate_target_rows_trainer", "data": "data",
          "entries": "sparse_arguments_stock_target_rows_dimension", "errors": "errors_dimension",
          "sharded_linear_select": "sharded",
@@ -38,7 +38,7 @@ ABOUT = {"arguments": "errors_options_dimension", "autocast": "modes_candidates"
          "row_losses": "row_loss_sharded", "linear_gradients": "row_loss_sharded", "topk": "topk_placements",
          **dict.fromkeys(("timm", "torchvision", "mixed_labels"), "vision"),
          "gradient_memory": "forecast", "safe_math": "zero_upstream", "integrations": "trainer",
-         "live_rows": "linear", "logits": "trainer",
+         "active_rows": "linear", "logits": "trainer",
          **dict.fromkeys(("boxing", "library", "tensors", "torch_calls"), "raw_calls_out_memory"),
          **dict.fromkeys(("strided_logits", "strided_rows", "strided_columns", "strided_streams"), "strided_softcap"),
          "avx512_streams": "strided", "cross_entropy_inplace": "inplace",
@@ -95,7 +95,8 @@ def by_likelihood(mutant: tuple, tests: list) -> tuple:
 
     path = Path(mutant[0])
     python = path.suffix == ".py"
-    words = set(ABOUT.get(path.stem, path.stem).split("_"))
+    stem = f"linear_{path.stem}" if path.parent.name == "linear" else path.stem
+    words = set(ABOUT.get(stem, stem).split("_"))
     if not any(map(shared, tests)):
         words = set(ABOUT.get(path.parent.name, "cross_entropy").split("_"))
     ordered = sorted(tests, key=rank)
@@ -164,7 +165,7 @@ def of_cpu(tree: Path, mutant: tuple) -> str:
              "-fno-trapping-math", "-DTORCH_TARGET_VERSION=0x020b000000000000",
              *[f"-isystem{path}" for path in include_paths()]]
     objects = [compiled(tree, source, flags)
-               for source in sorted([*tree.glob("csrc/*.cpp"), *tree.glob("csrc/cpu/*.cpp")])]
+               for source in sorted(tree.glob("csrc/**/*.cpp")) if source.name != "bindings_cuda.cpp"]
     build(["g++", "-shared", *objects, "-o", package / "_C.so", *[f"-L{path}" for path in library_paths()],
            "-ltorch_cpu", "-lc10"], tree)
     of_this_library = [name for name in others() if FLAVOURS[name].environment and not FLAVOURS[name].build]

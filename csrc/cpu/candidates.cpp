@@ -1,6 +1,6 @@
 // The weight's rows of the ids are what takes the time: each is read once, from anywhere in memory, and asked for while
 // the rows before it are worked on.
-#include "../candidates.h"
+#include "../ops/candidates.h"
 #include "../torch_calls.h"
 #include "instruction_set.h"
 

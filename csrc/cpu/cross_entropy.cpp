@@ -1,6 +1,6 @@
-#include "row_loops.h"
-#include "row_passes.h"
-#include "strided_rows.h"
+#include "rows/row_loops.h"
+#include "rows/row_passes.h"
+#include "rows/strided_rows.h"
 
 #include <vector>
 

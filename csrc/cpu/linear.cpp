@@ -1,6 +1,6 @@
-#include "../errors.h"
-#include "../linear.h"
-#include "../live_rows.h"
+#include "../core/errors.h"
+#include "../ops/active_rows.h"
+#include "../ops/linear.h"
 #include "../torch_calls.h"
 #include "instruction_set.h"
 

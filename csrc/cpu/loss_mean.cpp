@@ -1,4 +1,4 @@
-#include "../loss_mean.h"
+#include "../ops/loss_mean.h"
 
 namespace sparse_ce {
 namespace cpu {

@@ -1,8 +1,8 @@
 // Sums are made of lines: columns of a row, side by side. Where the columns are kept each has a sum of its own; where
 // they are reduced they go round kColumns sums, which are added up in the end.
-#include "../masked_mean.h"
-#include "row_loops.h"
-#include "tile.h"
+#include "../ops/masked_mean.h"
+#include "rows/row_loops.h"
+#include "simd/tile.h"
 
 #include <algorithm>
 #include <type_traits>

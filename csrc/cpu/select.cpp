@@ -1,9 +1,9 @@
 // A row's statistics, then its outputs; in backward its gradient. Rows and spans of them go to threads as those of the
 // loss (row_passes.h).
-#include "../select.h"
-#include "row_entries.h"
-#include "row_loops.h"
-#include "row_passes.h"
+#include "../ops/select.h"
+#include "rows/row_entries.h"
+#include "rows/row_loops.h"
+#include "rows/row_passes.h"
 
 #include <algorithm>
 #include <vector>

@@ -1,6 +1,6 @@
-#include "../sparse_softmax.h"
+#include "../ops/sparse_softmax.h"
 #include "../torch_calls.h"
-#include "tile.h"
+#include "simd/tile.h"
 
 #include <algorithm>
 #include <vector>

@@ -1,10 +1,10 @@
 // A row is read once, for the largest of each of its blocks. The k-th largest of these is at most that of the row, and
 // of a row without order hardly below it: what is above it lies in few blocks.
-#include "../math.h"
-#include "../topk.h"
+#include "../core/math.h"
+#include "../ops/topk.h"
 
 #include "instruction_set.h"
-#include "row_loops.h"
+#include "rows/row_loops.h"
 
 #include <algorithm>
 #include <functional>

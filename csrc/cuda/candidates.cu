@@ -1,9 +1,9 @@
 // Warps alone, which share nothing: one takes a few ids of a row (forward), a span of a row's columns (the gradient for
 // the input), or a span of an id's columns (that for the weight). All of it is reading rows of the weight, or of the
 // input, from anywhere in memory, by packs of 16 bytes of which each thread has kFlight on their way.
-#include "row_group.cuh"
+#include "device/row_group.cuh"
 
-#include "candidates.h"
+#include "launchers.h"
 
 namespace sparse_ce {
 namespace cuda {

@@ -1,7 +1,9 @@
 // Forward reads each logit once; backward reads it once and writes its gradient once. A group of threads takes a row,
 // or a part of one where rows are few and long; see plan_of. Rows that fit into registers go through one_pass.cu.
-#include "row_passes.cuh"
-#include "strided_rows.cuh"
+#include "device/row_passes.cuh"
+#include "device/strided_rows.cuh"
+#include "launchers.h"
+#include "row_plan.h"
 
 namespace sparse_ce {
 namespace cuda {

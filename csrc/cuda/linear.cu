@@ -1,7 +1,7 @@
 // Nothing here computes much: what counts is that each byte is read and written once, 16 at a time.
-#include "row_group.cuh"
+#include "device/row_group.cuh"
 
-#include "linear.h"
+#include "launchers.h"
 
 namespace sparse_ce {
 namespace cuda {

@@ -1,9 +1,9 @@
 // `lanes` threads stand side by side on the columns of a row, on a pack each, and as many on every other row. Where the
 // columns are reduced, a warp or a block goes along rows; where they are kept, each thread goes down its columns. With
 // few outputs their elements are shared among blocks, whose sums a second kernel merges, in a fixed order.
-#include "row_group.cuh"
+#include "device/row_group.cuh"
 
-#include "masked_mean.h"
+#include "launchers.h"
 
 namespace sparse_ce {
 namespace cuda {

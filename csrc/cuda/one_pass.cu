@@ -2,8 +2,10 @@
 // of a warp, a block or a cluster of blocks, which exchange their statistics once. The gradient is written from there.
 // Forward alone is the same kernel without it, so that its bits are the same, and the gradient has the bits of
 // backward_kernel.
-#include "entries_of_part.cuh"
-#include "row_slice.cuh"
+#include "device/entries_of_part.cuh"
+#include "device/row_slice.cuh"
+#include "launchers.h"
+#include "row_plan.h"
 
 #include <atomic>
 

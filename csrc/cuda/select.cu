@@ -1,10 +1,11 @@
 // Forward reads each logit once; backward reads it once and writes its gradient once. Rows go to threads as those of
 // the loss. Where the classes of a row's entries have to be left out of a sum, they are marked in shared memory, a
 // window of columns at a time.
-#include "marked.cuh"
-#include "row_passes.cuh"
+#include "device/entry_bitmap.cuh"
+#include "device/row_passes.cuh"
 
-#include "select.h"
+#include "launchers.h"
+#include "row_plan.h"
 
 namespace sparse_ce {
 namespace cuda {

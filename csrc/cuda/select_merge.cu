@@ -1,9 +1,8 @@
 // What several processes, each of which holds some of the classes, tell of a row becomes its outputs: a warp a row, a
 // lane a shard. Some bytes a row, so a launch is most of it.
-#include "row_group.cuh"
+#include "device/row_group.cuh"
 
-#include "cross_entropy.h"
-#include "select.h"
+#include "launchers.h"
 
 namespace sparse_ce {
 namespace cuda {

@@ -1,9 +1,9 @@
 // A row goes to a few lanes of a warp, to the warp, to its block or, where it is longer than a span of entries, to the
 // blocks of the spans that it has entries in: then a second kernel merges their statistics, in the order of the spans,
 // and writes. A row of a few lanes is read once, others twice, the second time from a cache unless they are longer.
-#include "row_group.cuh"
+#include "device/row_group.cuh"
 
-#include "sparse_softmax.h"
+#include "launchers.h"
 
 namespace sparse_ce {
 namespace cuda {

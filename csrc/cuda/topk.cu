@@ -3,9 +3,9 @@
 // second and last read, in any order, and each finds its place by being compared with all others. Where the list is
 // too short, for ties without end or a k above the number of such places, the row is read again, once for each bit of
 // the k-th and of its class.
-#include "row_group.cuh"
+#include "device/row_group.cuh"
 
-#include "topk.h"
+#include "launchers.h"
 
 namespace sparse_ce {
 namespace cuda {

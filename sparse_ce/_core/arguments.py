@@ -1,4 +1,4 @@
-"""The arguments that the ops share, as records, in the order of ``csrc/schema.cpp``."""
+"""The arguments that the ops share, as records, in the order of ``csrc/torch/schema.cpp``."""
 
 from typing import Any, Dict, List, Literal, NamedTuple, Optional, Sequence, Tuple, Union
 
@@ -21,7 +21,7 @@ Scale = Union[float, Tensor]
 
 
 class Arguments(NamedTuple):
-    """What the ops of a cross entropy take last, in the order of ``csrc/schema.cpp``: the target's parts with one
+    """What the ops of a cross entropy take last, in the order of ``csrc/torch/schema.cpp``: the target's parts with one
     leading dimension, the class weights, the numbers, and what multiplies ``logit_scale``, (N,) or ()."""
 
     indices: Tensor

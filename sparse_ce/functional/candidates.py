@@ -1,4 +1,4 @@
-"""The logits of a linear head at a few ids of each row. Formulas: ``csrc/candidates.h``."""
+"""The logits of a linear head at a few ids of each row. Formulas: ``csrc/ops/candidates.h``."""
 
 import math
 from typing import Optional

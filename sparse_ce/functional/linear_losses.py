@@ -1,4 +1,4 @@
-"""The loss of a linear head's logits, which never exist. Formulas: ``csrc/math.h``."""
+"""The loss of a linear head's logits, which never exist. Formulas: ``csrc/core/math.h``."""
 
 from typing import TYPE_CHECKING, Literal, Optional, overload
 

@@ -1,4 +1,4 @@
-"""Log-probabilities of chosen classes. Formulas: ``csrc/select.h``; in plain PyTorch: ``reference/select.py``."""
+"""Log-probabilities of chosen classes. Formulas: ``csrc/ops/select.h``; in plain PyTorch: ``reference/select.py``."""
 
 import math
 from typing import Any, Optional

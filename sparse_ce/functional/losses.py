@@ -1,4 +1,4 @@
-"""Losses as functions. Formulas: ``csrc/math.h``; the same in plain PyTorch: ``reference/``."""
+"""Losses as functions. Formulas: ``csrc/core/math.h``; the same in plain PyTorch: ``reference/``."""
 
 import inspect
 from typing import TYPE_CHECKING, Literal, Optional, TypedDict, overload

@@ -1,4 +1,4 @@
-"""The mean of what a mask leaves. Formula: ``csrc/math.h``; in plain PyTorch: ``reference/``."""
+"""The mean of what a mask leaves. Formula: ``csrc/core/math.h``; in plain PyTorch: ``reference/``."""
 
 from typing import Sequence, Tuple, Union
 

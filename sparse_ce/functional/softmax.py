@@ -1,4 +1,4 @@
-"""Softmax over the entries that a sparse tensor has. Formulas: ``csrc/math.h``."""
+"""Softmax over the entries that a sparse tensor has. Formulas: ``csrc/core/math.h``."""
 
 import math
 from typing import Optional, Tuple

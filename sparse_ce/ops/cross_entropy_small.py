@@ -1,8 +1,8 @@
 """The plain loss of few logits on a CPU without the dispatcher, which takes longer than such a call's work.
 
-``csrc/cpu/small_calls.cpp`` is called with addresses, where nobody can tell: the tensors are PyTorch's own and packed,
-the options are the defaults, and no mode, transform or profiler looks on. Everything else, mistakes included, is the
-op's.
+``csrc/torch/small_calls.cpp`` is called with addresses, where nobody can tell: the tensors are PyTorch's own and
+packed, the options are the defaults, and no mode, transform or profiler looks on. Everything else, mistakes included,
+is the op's.
 """
 
 import ctypes

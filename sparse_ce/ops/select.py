@@ -25,7 +25,7 @@ from .registration import (
 
 
 class Outputs(NamedTuple):
-    """Those that are asked for, in the order of ``csrc/schema.cpp``."""
+    """Those that are asked for, in the order of ``csrc/torch/schema.cpp``."""
 
     padding_value: Optional[float] = None  # -inf
     loss: bool = False
@@ -203,6 +203,6 @@ def select(logits: Tensor, a: Arguments, wanted: Outputs, inplace: bool = False)
 
 
 def numbers_of(a: Arguments, wanted: Outputs) -> int:
-    """Returns how many numbers a rank sends of a row of its shard; ``ShardStats`` of ``csrc/select.h``."""
+    """Returns how many numbers a rank sends of a row of its shard; ``ShardStats`` of ``csrc/ops/select.h``."""
     pairs = 1 + wanted.loss + (a.label_smoothing != 0) + wanted.log_tail
     return 2 * pairs + wanted.entropy + wanted.mean_logit + wanted.argmax

@@ -2,8 +2,8 @@
 
 Slow (it holds the N x V log-probabilities and, for second derivatives, the dense target), and differentiable any number
 of times in any mode. The kernels must agree with it; under ``torch.func`` transforms, forward-mode AD and double
-backward it is what runs. Arguments and shapes are those of ``torch.ops.sparse_ce`` (``csrc/schema.cpp``), ``arguments``
-those of :class:`sparse_ce.arguments.Arguments`; the formulas are derived in ``csrc/math.h``.
+backward it is what runs. Arguments and shapes are those of ``torch.ops.sparse_ce`` (``csrc/torch/schema.cpp``),
+``arguments`` those of :class:`sparse_ce.arguments.Arguments`; the formulas are derived in ``csrc/core/math.h``.
 """
 
 from ..targets.decode import Entries, entries_of, ignored_rows

@@ -292,7 +292,7 @@ def test_a_clone_has_what_git_knows(tmp_path):
 
 def test_the_profiler_counts_the_kernels_of_the_loss():
     """Each name is a kernel's, and none that makes a loss or its gradient by rows is left out."""
-    text = "".join(path.read_text() for path in (ROOT / "csrc" / "cuda").glob("*.cu*"))
+    text = "".join(path.read_text() for path in (ROOT / "csrc" / "cuda").rglob("*.cu*"))
     kernels = set(re.findall(r"__global__ void(?: __launch_bounds__\([^{]*?\))?\s+(\w+)\(", text))
     assert len(kernels) == text.count("__global__ void") and set(PROFILED_KERNELS) <= kernels
     assert {"one_pass_kernel", "forward_kernel", "backward_kernel"} <= set(PROFILED_KERNELS)

@@ -1,4 +1,4 @@
-"""Gradients too large for the caches are stored around them (csrc/cpu/nontemporal.h): to the bits of those that
+"""Gradients too large for the caches are stored around them (csrc/cpu/memory/nontemporal.h): to the bits of those that
 overwrite their logits, which are not. 33 MiB is too large for any cache, as far as the CPU's code is concerned."""
 
 import pytest

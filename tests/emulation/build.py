@@ -25,7 +25,7 @@ LAYER = ROOT / "third_party" / "cuda_on_cpu"
 BUILD = HERE / "build"
 # For a host compiler what csrc/ has from nvcc.
 DEVICE = ["-DSCE_CUDA", "-include", HERE / "device" / "launch.cuh"]
-# What decides about the numbers, as setup.py and CMakeLists.txt have it: see multiply_add in csrc/scalar_math.h.
+# What decides about the numbers, as setup.py and CMakeLists.txt have it: see multiply_add in csrc/core/scalar_math.h.
 ROUNDING = ["-fmad=false"]
 # The last as PyTorch's builds of kernels have it.
 NVCC = ["-std=c++17", "-O2", *ROUNDING, "-lineinfo", "--expt-relaxed-constexpr"]
@@ -123,10 +123,11 @@ def build_package(folder: Path) -> Path:
     shutil.copytree(ROOT / "sparse_ce", package, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
     common = flags() + ["-O2", "-DTORCH_TARGET_VERSION=0x020b000000000000"]
     common += [part for path in include_paths() for part in ("-isystem", path)]
-    cuda = ROOT / "csrc" / "cuda"
-    sources = {"bindings": [*DEVICE, "-include", HERE / "device" / "torch_device.h", cuda / "bindings.cpp"],
-               **{path.stem: [*DEVICE, "-x", "c++", path] for path in cuda.glob("*.cu")},
-               "schema": [ROOT / "csrc" / "schema.cpp"]}
+    csrc = ROOT / "csrc"
+    sources = {"bindings": [*DEVICE, "-include", HERE / "device" / "cuda_device.h",
+                            csrc / "torch" / "bindings_cuda.cpp"],
+               **{path.stem: [*DEVICE, "-x", "c++", path] for path in (csrc / "cuda").glob("*.cu")},
+               "schema": [csrc / "torch" / "schema.cpp"]}
     with alone():
         objects = [runtime()]
     for name, source in sources.items():

@@ -1,7 +1,7 @@
 // What the entries of each class of a row add up to, in their order, and how often a row is read for it.
 #include "harness.h"
 
-#include "../../csrc/cuda/classes_of_row.cuh"
+#include "../../csrc/cuda/device/classes_of_row.cuh"
 
 #include <algorithm>
 

@@ -10,7 +10,7 @@
 #include "device/launch.cuh"
 #endif
 
-#include "../../csrc/dtype.h"
+#include "../../csrc/core/dtype.h"
 
 #include <cmath>
 #include <cstdio>

@@ -3,7 +3,7 @@
 
 #include "harness.h"
 
-#include "../../csrc/cross_entropy.h"
+#include "../../csrc/ops/cross_entropy.h"
 
 #include <algorithm>
 

@@ -1,9 +1,9 @@
 // kernels.cpp - what no op exposes, for tests alone: the monoids of math.h and the loops over a tile of logits.
 //
-// Built by tests/support/native_modules.py beside csrc/cpu/tile.cpp. Tensors come as addresses; statistics are
+// Built by tests/support/native_modules.py beside csrc/cpu/simd/tile.cpp. Tensors come as addresses; statistics are
 // tuples, so that two copies of this module, each with its own instruction set, share no type.
-#include "../../csrc/cpu/tile.h"
-#include "../../csrc/loss_mean.h"
+#include "../../csrc/cpu/simd/tile.h"
+#include "../../csrc/ops/loss_mean.h"
 
 #include <pybind11/pybind11.h>
 

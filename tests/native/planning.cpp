@@ -2,7 +2,7 @@
 // they have in place of a library's tanh.
 #include "coc.h"
 
-#include "../../csrc/cuda/cross_entropy.h"
+#include "../../csrc/cuda/row_plan.h"
 
 #include <pybind11/pybind11.h>
 

@@ -20,7 +20,7 @@ NAN, INF = math.nan, math.inf
 
 
 def exact_mean(input, mask, dim, keepdim=False):
-    """The formula of csrc/math.h, differentiable."""
+    """The formula of csrc/core/math.h, differentiable."""
     dim = list(range(input.dim())) if dim is None else dim
     weight = mask.to(input.dtype).expand(input.shape)
     total = weight.sum(dim, keepdim=keepdim)

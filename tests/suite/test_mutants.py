@@ -22,8 +22,8 @@ def test_words_choose_a_group_a_file_or_a_text():
         return {mutant[0] for _, mutant in mutants.chosen(list(words))}
 
     assert len(mutants.chosen([])) == sum(len(listed) for listed, _ in mutants.GROUPS.values())
-    assert files("cpu", "tile.cpp") == {"csrc/cpu/tile.cpp"}
-    assert {"csrc/math.h"} <= files("cuda") and files("trainer", "collate") == {"sparse_ce/targets/collation.py"}
+    assert files("cpu", "tile.cpp") == {"csrc/cpu/simd/tile.cpp"}
+    assert {"csrc/core/math.h"} <= files("cuda") and files("trainer", "collate") == {"sparse_ce/targets/collation.py"}
     assert mutants.chosen(["no such text"]) == []
 
 
@@ -34,7 +34,7 @@ def test_the_tests_about_a_file_come_before_all_others():
         return likely
 
     assert set(first("csrc/cpu/linear.cpp")) == {name for name in TESTS if name.startswith("test_linear_")}
-    assert first("csrc/math.h")[0] == "test_cross_entropy_values"
+    assert first("csrc/core/math.h")[0] == "test_cross_entropy_values"
     assert first("sparse_ce/targets/collation.py")[0] == "test_target_collate"
     assert first("sparse_ce/ops/linear_cross_entropy.py", "scaled(gradients")[0] == "test_linear_gradients"
     assert set(first("sparse_ce/integrations/logits.py")) == {name for name in TESTS if "trainer" in name}
@@ -45,4 +45,4 @@ def test_the_tests_about_a_file_come_before_all_others():
 def test_what_a_source_includes_is_followed_into_headers():
     names = {path.name for path in mutants.included(mutants.ROOT / "csrc/cpu/cross_entropy.cpp")}
     assert {"cross_entropy.cpp", "row_passes.h", "math.h", "target.h"} <= names
-    assert not {"linear.h", "masked_mean.h", "bindings.cpp"} & names
+    assert not {"linear.h", "masked_mean.h", "bindings_cpu.cpp"} & names

@@ -58,7 +58,8 @@ def kernels(instruction_set: str, folder: Path) -> ModuleType:
     """The CPU's kernels as they are on an instruction set that this machine has."""
     copy = folder / instruction_set / "kernels.so"
     copy.parent.mkdir()
-    shutil.copy(built("kernels", str(ROOT / "csrc/cpu/tile.cpp"), str(ROOT / "csrc/cpu/nontemporal.cpp")), copy)
+    sources = [str(ROOT / "csrc/cpu/simd/tile.cpp"), str(ROOT / "csrc/cpu/memory/nontemporal.cpp")]
+    shutil.copy(built("kernels", *sources), copy)
     module, before = load(copy), os.environ.get("SPARSE_CE_CPU")
     os.environ["SPARSE_CE_CPU"] = instruction_set
     try:

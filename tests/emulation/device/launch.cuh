@@ -1,4 +1,4 @@
-// launch.cuh - stands in for csrc/cuda/launch.cuh: under a host compiler kernels run in emulation.
+// launch.cuh - stands in for csrc/cuda/device/launch.cuh: under a host compiler kernels run in emulation.
 #define SPARSE_CE_CUDA_LAUNCH
 
 #include "coc_portable.cuh"

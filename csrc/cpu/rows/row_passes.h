@@ -1,0 +1,223 @@
+// row_passes.h - what is done with one row, and with a part of one: its loss, then its gradient.
+#pragma once
+
+#include "../../ops/cross_entropy.h"
+#include "../simd/tile.h"
+#include "row_entries.h"
+
+#include <algorithm>
+
+namespace sparse_ce {
+namespace cpu {
+
+// Asks for the entries of a row that will soon be collected.
+inline void prefetch_entries(const TargetView& target, int64_t r) {
+  const auto prefetch = [](const void* array, int64_t begin, int64_t end) {
+    for (int64_t byte = begin; byte < end; byte += kLine) __builtin_prefetch(static_cast<const char*>(array) + byte);
+  };
+  const EntryRange range = target.row(r);
+  const int64_t index_size = size_of(target.indices_dtype), value_size = size_of(target.values_dtype);
+  prefetch(target.indices, range.begin * index_size, range.end * index_size);
+  if (target.values) prefetch(target.values, range.begin * value_size, range.end * value_size);
+}
+
+template <typename scalar_t>
+const acc_type<scalar_t>* weights_at(const TargetView& target, int64_t column) {
+  const auto* weight = static_cast<const acc_type<scalar_t>*>(target.weight);
+  return weight ? weight + column : nullptr;
+}
+
+// Where the gradients of rows go.
+template <typename scalar_t>
+class Destinations {
+ public:
+  explicit Destinations(const BackwardArgs& args)
+      : args_(args), around_(around_caches(args.logits, args.grad_logits, args.rows * columns(), sizeof(scalar_t))) {}
+
+  bool around() const { return around_; }
+  Destination<scalar_t> row(int64_t r, size_t entries) const {
+    return {args_.gradient_row<scalar_t>(r), around_ && worth_it<scalar_t>(columns(), entries)};
+  }
+
+ private:
+  int64_t columns() const { return args_.vocab - args_.first_class; }
+
+  const BackwardArgs& args_;
+  const bool around_;
+};
+
+// Longer rows leave the caches before their gradient is written: their exponentials are made twice.
+constexpr int64_t kLongestKept = int64_t(1) << 20;
+
+// Rows are shared out whole, or by spans of kSpan columns. Both orders work on the same spans and merge them in the
+// same sequence, so the result does not depend on the number of threads.
+template <typename scalar_t>
+class Forward {
+  using acc_t = acc_type<scalar_t>;
+
+ public:
+  explicit Forward(const ForwardArgs& args)
+      : args_(args), columns_(args.target.num_classes), spans_(divide_up(columns_, kSpan)),
+        keeps_(!args.row_scale && args.rows > 0 && keeps_row(0)) {}
+
+  int64_t spans() const { return spans_; }
+  bool ignored(int64_t r) const { return args_.target.ignored(r); }
+  // Whether a row's exponentials are worth keeping for its gradient.
+  bool keeps(int64_t r) const { return args_.row_scale ? keeps_row(r) : keeps_; }
+
+  // `after` is the row that will be read next; `entries` receives those of a row that is not ignored, with their
+  // logits, and `kept` its exponentials, which may overwrite the logits.
+  void write(int64_t r, int64_t after, RowEntries<acc_t>& entries, const Powers<acc_t>& kept = {}) const {
+    prefetch_entries(args_.target, r);
+    RowStats<acc_t> stats;
+    if (ignored(r)) return sum(r, stats, entries);
+    const bool overwrites = static_cast<const void*>(kept.powers) == row(r);
+    if (overwrites) collect(r, entries);
+    for (int64_t t = 0; t < spans_; ++t) stats.merge(span(r, t, after, kept.from(t * kSpan)));
+    if (!overwrites) collect(r, entries);  // their logits are in a cache now
+    sum(r, stats, entries);
+  }
+
+  RowStats<acc_t> span(int64_t r, int64_t t, int64_t after, const Powers<acc_t>& kept = {}) const {
+    const int64_t column = t * kSpan;
+    const scalar_t* next = t + 1 < spans_ ? row(r) + column + kSpan : row(after);
+    return Tile<scalar_t>::stats(row(r) + column, std::min(kSpan, columns_ - column),
+                                 args_.template transform<acc_t>(r), args_.options.label_smoothing != 0,
+                                 weights_at<scalar_t>(args_.target, column), next, kept);
+  }
+
+  void collect(int64_t r, RowEntries<acc_t>& entries) const {
+    entries.collect(args_.target, r);
+    entries.logits.resize(entries.size());
+    entries.gather(row(r), 0, entries.size());
+  }
+
+  // Adds the collected entries and writes what belongs to the row.
+  void sum(int64_t r, const RowStats<acc_t>& stats, RowEntries<acc_t>& entries) const {
+    const bool none = ignored(r);
+    args_.write(r, none, stats,
+                none ? TargetStats<acc_t>{} : entries.sums(stats.max, args_.template transform<acc_t>(r)));
+  }
+
+ private:
+  const scalar_t* row(int64_t r) const { return args_.template row<scalar_t>(r); }
+
+  bool keeps_row(int64_t r) const {
+    return args_.vocab <= kLongestKept && Tile<scalar_t>::keeps(args_.template transform<acc_t>(r));
+  }
+
+  const ForwardArgs& args_;
+  const int64_t columns_, spans_;
+  const bool keeps_;
+};
+
+template <typename scalar_t>
+class Backward {
+  using acc_t = acc_type<scalar_t>;
+
+ public:
+  // The logits where a row has entries are read before the dense pass over their span, which may overwrite them and
+  // finds them in the second cache; the gradient there is written when the row is done: rounded to storage once, so
+  // p - 1 near p = 1 keeps its digits in 16 bits.
+  struct RowPlan {
+    bool zero, gathered;
+    GradientCoefficients<acc_t> coefficients;
+    RowEntries<acc_t> entries;
+  };
+
+  explicit Backward(const BackwardArgs& args)
+      : args_(args), classes_end_(args.classes_end()), spans_(divide_up(args.vocab - args.first_class, kSpan)),
+        destinations_(args) {}
+
+  int64_t spans() const { return spans_; }
+  // Whether what is made of what was kept goes around the caches.
+  bool keeps_around() const { return destinations_.around() && worth_it_of_kept<scalar_t>(); }
+  RowPlan empty_plan() const { return {true, false, {0, 0, 0, 0, 0, 0, args_.options, classes_end_}, {}}; }
+
+  // `after` is the row that will be read next; `plan` is memory to work in, with the row's entries where Forward has
+  // collected them.
+  void write(int64_t r, int64_t after, bool collected, RowPlan& plan) const {
+    prefetch_entries(args_.target, after);
+    make_plan(r, collected, plan);
+    for (int64_t t = 0; t < spans_; ++t) write_span(r, t, after, plan);
+    write_entries(r, plan);
+  }
+
+  // From what Forward has kept of the row, without its logits.
+  void write_kept(int64_t r, const Powers<acc_t>& kept, RowPlan& plan) const {
+    plan.zero = args_.template without_gradient<acc_t>(r);
+    const int64_t live = plan.zero ? 0 : classes_end_;
+    scalar_t* gradient = args_.template gradient_row<scalar_t>(r);
+    std::fill(reinterpret_cast<char*>(gradient + live), reinterpret_cast<char*>(gradient + args_.vocab), 0);
+    if (plan.zero) return;
+    plan.coefficients = args_.coefficients(r, plan.entries.mass());
+    plan.entries.merge_repeated();
+    Destination<scalar_t> to = destinations_.row(r, plan.entries.size());
+    to.around = to.around && keeps_around();
+    Tile<scalar_t>::gradient(kept, live, args_.template transform<acc_t>(r), args_.options.label_smoothing != 0,
+                             plan.coefficients, weights_at<scalar_t>(args_.target, 0), to);
+    write_entries(r, plan);
+  }
+
+  void make_plan(int64_t r, bool collected, RowPlan& plan) const {
+    RowEntries<acc_t>& entries = plan.entries;
+    plan.zero = args_.template without_gradient<acc_t>(r);
+    if (plan.zero) return entries.clear();
+    if (!collected) entries.collect(args_.target, r);
+    plan.coefficients = args_.coefficients(r, entries.mass());
+    plan.gathered = collected;
+    entries.arrange(args_, spans_, collected);
+  }
+
+  // Every element of the span is written: zeros for an ignored row and for columns beyond the classes.
+  void write_span(int64_t r, int64_t t, int64_t after, RowPlan& plan) const {
+    const int64_t begin = args_.first_class + t * kSpan, end = std::min(begin + kSpan, args_.vocab);
+    const int64_t live = plan.zero ? begin : std::max(begin, std::min(end, classes_end_));
+    const scalar_t* next = t + 1 < spans_ ? row(r) + end : row(after);
+    scalar_t* gradient = args_.template gradient_row<scalar_t>(r);
+    if (live > begin) {
+      const auto transform = args_.template transform<acc_t>(r);
+      if (!plan.gathered) plan.entries.gather(row(r), plan.entries.span_begin(t), plan.entries.span_begin(t + 1));
+      Tile<scalar_t>::gradient(row(r) + begin, live - begin, transform, args_.options.label_smoothing != 0,
+                               plan.coefficients, weights_at<scalar_t>(args_.target, begin), next,
+                               destinations_.row(r, plan.entries.size()).from(begin));
+    }
+    std::fill(reinterpret_cast<char*>(gradient + live), reinterpret_cast<char*>(gradient + end), 0);
+  }
+
+  void write_entries(int64_t r, RowPlan& plan) const {
+    RowEntries<acc_t>& entries = plan.entries;
+    scalar_t* gradient = args_.template gradient_row<scalar_t>(r);
+    for (const int64_t column : entries.columns) __builtin_prefetch(gradient + column, 1);
+    Tile<scalar_t>::entries(entries.logits.data(), entries.size(), args_.template transform<acc_t>(r),
+                            plan.coefficients, entries.class_weights.empty() ? nullptr : entries.class_weights.data(),
+                            entries.weights.data());
+    constexpr size_t kTogether = 64;  // rounded by vectors
+    scalar_t rounded[kTogether];
+    for (size_t begin = 0; begin < entries.size(); begin += kTogether) {
+      const size_t count = std::min(kTogether, entries.size() - begin);
+      SCE_SIMD()
+      for (size_t k = 0; k < count; ++k) from_acc(entries.logits[begin + k], rounded[k]);
+      for (size_t k = 0; k < count; ++k) gradient[entries.columns[begin + k]] = rounded[k];
+    }
+  }
+
+  // The gradient for the values of the row's entries, from the logits at the entries alone.
+  void write_values(int64_t r) const {
+    if (args_.target.ignored(r)) return;
+    const GradientCoefficients<acc_t> c = args_.coefficients(r, acc_t(0));
+    const auto transform = args_.template transform<acc_t>(r);
+    const EntryRange range = args_.target.row(r);
+    for (int64_t i = range.begin; i < range.end; ++i) args_.write_value(i, row(r), transform, c);
+  }
+
+ private:
+  const scalar_t* row(int64_t r) const { return args_.template row<scalar_t>(r); }
+
+  const BackwardArgs& args_;
+  const int64_t classes_end_, spans_;
+  const Destinations<scalar_t> destinations_;
+};
+
+}  // namespace cpu
+}  // namespace sparse_ce

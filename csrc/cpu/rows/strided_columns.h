@@ -1,0 +1,287 @@
+// strided_columns.h - the loops over the logits of a block of adjacent rows, in vectors of rows. Instantiated for every
+// instruction set in strided_rows.cpp.
+#pragma once
+
+#include "../../core/math.h"
+#include "../simd/exp_tile.h"
+
+#include <type_traits>
+
+namespace sparse_ce {
+namespace cpu {
+
+// Columns whose sums are made one by one, from 0: one sum over all of a long row would round too often. A fixed number:
+// the result does not depend on how rows are put into blocks.
+constexpr int64_t kColumns = 64;
+
+constexpr int64_t kMostRows = 512;  // of a block: its statistics and a column stay in the first cache
+constexpr int64_t kLeastRows = 128;  // a column of a block is several cache lines
+constexpr int64_t kBlockBytes = 1 << 19;  // of a block's logits, converted: with its gradient in the second cache
+constexpr int64_t kAhead = 12;  // columns asked for before they are needed
+constexpr int64_t kSome = 128;  // rows: more lines of a few columns than the processor asks for at a time
+
+// What belongs to the rows of a block, an array for each field.
+template <typename acc_t>
+struct BlockRows {
+  alignas(64) acc_t scale[kMostRows];  // by which logit_scale is multiplied
+  alignas(64) acc_t max[kMostRows];
+  alignas(64) acc_t sum[kMostRows];
+  alignas(64) acc_t weighted[kMostRows];
+  acc_t weight;  // RowStats::weight, the same for all rows
+  alignas(64) acc_t a[kMostRows], b[kMostRows], lse[kMostRows], lse_residual[kMostRows];
+  alignas(64) acc_t live[kMostRows];  // 0: the gradient is 0, whatever the logits are
+
+  RowStats<acc_t> stats(int64_t i) const { return {max[i], sum[i], weighted[i], weight}; }
+};
+
+// Logits of a block of rows. z (columns, stride), of which the first `rows` of each column count, or null.
+template <typename scalar_t>
+struct BlockColumns {
+  using acc_t = acc_type<scalar_t>;
+
+  const scalar_t* logits;  // of the first row and column
+  int64_t step, apart;  // to the next column, to the next row
+  int64_t rows, begin, end;
+  int64_t available;  // columns that there are
+  acc_t* z;
+  int64_t stride;
+
+  SCE_HD const scalar_t* at(int64_t c) const { return logits + c * step; }
+  SCE_HD acc_t* z_of(int64_t c) const { return z + (c - begin) * stride; }
+};
+
+// Into the second cache: where images are a power of two wide, few columns fill their place in the first.
+template <typename scalar_t>
+SCE_HD void prefetch_column(const scalar_t* column, int64_t rows) {
+  constexpr int64_t kLine = 64 / sizeof(scalar_t);
+  for (int64_t i = 0; i < rows; i += kLine) __builtin_prefetch(column + i, 0, 2);
+}
+
+template <typename scalar_t>
+SCE_HD void prefetch_to_write(const scalar_t* column, int64_t rows) {
+  constexpr int64_t kLine = 64 / sizeof(scalar_t);
+  for (int64_t i = 0; i < rows; i += kLine) __builtin_prefetch(column + i, 1);
+}
+
+// Asks for some rows of the columns that come kAhead after [c, end).
+template <typename scalar_t>
+SCE_HD void prefetch_columns(const BlockColumns<scalar_t>& columns, int64_t c, int64_t end, int64_t row, int64_t n) {
+  for (int64_t k = c + kAhead; k < end + kAhead && k < columns.available; ++k) prefetch_column(columns.at(k) + row, n);
+}
+
+// f(Count<k>{}, column) for the columns [begin, end), k at a time: what belongs to a row is then loaded once for k.
+constexpr int kTogether = 4;
+template <int count>
+using Count = std::integral_constant<int, count>;
+template <typename function_t>
+SCE_HD void for_columns(int64_t begin, int64_t end, const function_t& f) {
+  for (; begin + kTogether <= end; begin += kTogether) f(Count<kTogether>{}, begin);
+  for (; begin < end; ++begin) f(Count<1>{}, begin);
+}
+#define SCE_EACH_COLUMN(k, count) _Pragma("GCC unroll 4") for (int k = 0; k < count; ++k)
+
+// Whether logits without a softcap are multiplied by anything.
+SCE_HD bool multiplies(const LossOptions& options, bool scaled) {
+  return scaled || !LogitTransform<double>(options).identity();
+}
+
+// f(transform, capped), where transform(logit, i) is z of row i: compiled for what the options ask for. scale (rows,).
+template <typename acc_t, typename function_t>
+SCE_HD void with_transform(const LossOptions& options, bool scaled, const acc_t* scale, const function_t& f) {
+  if (options.softcap != 0)
+    f([&](acc_t logit, int64_t i) SCE_INLINE { return LogitTransform<acc_t>(options, scale[i])(logit); },
+      std::true_type{});
+  else if (multiplies(options, scaled))
+    f([&](acc_t logit, int64_t i) SCE_INLINE { return LogitTransform<acc_t>(options, scale[i]).scale * logit; },
+      std::false_type{});
+  else
+    f([&](acc_t logit, int64_t) SCE_INLINE { return logit; }, std::false_type{});
+}
+
+// Whether a softcap's tangents have the same scale for all rows, and can be made by columns.
+SCE_HD bool caps_columns(const LossOptions& options, bool scaled) { return options.softcap != 0 && !scaled; }
+
+// Then z of `count` columns of logits x, `step` apart, n rows of each, and with `sloped` dz/d(scale x).
+template <InstructionSet set, int count, bool sloped, typename source_t, typename acc_t>
+SCE_HD void cap_columns(const source_t* x, int64_t step, int64_t n, const LossOptions& options, acc_t* z,
+                        int64_t stride, [[maybe_unused]] acc_t* slopes) {
+  const LogitTransform<acc_t> transform(options);
+  for (int k = 0; k < count; ++k)
+    cap_into<set, sloped>(x + k * step, n, transform, z + k * stride, sloped ? slopes + k * stride : nullptr);
+}
+
+// z of `count` columns of logits x, `step` apart, n rows of each. `max`, of the rows, goes up with them.
+template <InstructionSet set, int count, typename source_t, typename acc_t>
+SCE_HD void transform_columns(const source_t* x, int64_t step, int64_t n, const LossOptions& options, bool scaled,
+                              const acc_t* scale, acc_t* z, int64_t stride, acc_t* max) {
+  if (caps_columns(options, scaled)) {
+    cap_columns<set, count, false>(x, step, n, options, z, stride, static_cast<acc_t*>(nullptr));
+    SCE_SIMD()
+    for (int64_t i = 0; i < n; ++i) {
+      SCE_EACH_COLUMN(k, count) max[i] = z[k * stride + i] > max[i] ? z[k * stride + i] : max[i];  // NaN loses
+    }
+    return;
+  }
+  with_transform(options, scaled, scale, [&](const auto& transform, auto) SCE_INLINE {
+    SCE_SIMD()
+    for (int64_t i = 0; i < n; ++i) {
+      acc_t highest = max[i];
+      SCE_EACH_COLUMN(k, count) {
+        const acc_t of_row = transform(to_acc(x[k * step + i]), i);
+        z[k * stride + i] = of_row;
+        highest = of_row > highest ? of_row : highest;  // NaN loses
+      }
+      max[i] = highest;
+    }
+  });
+}
+
+// The same of the logits from column c on.
+template <InstructionSet set, int count, typename scalar_t, typename acc_t>
+SCE_HD void load_some(const BlockColumns<scalar_t>& columns, int64_t c, const LossOptions& options, bool scaled,
+                      const BlockRows<acc_t>& rows, acc_t* max) {
+  const int64_t n = columns.rows, stride = columns.stride, step = columns.step, apart = columns.apart;
+  const scalar_t* x = columns.at(c);
+  acc_t* z = columns.z_of(c);
+  if (apart != 1) {
+    for (int k = 0; k < count; ++k)
+      for (int64_t i = 0; i < n; ++i) z[k * stride + i] = to_acc(x[k * step + i * apart]);
+    return transform_columns<set, count>(z, stride, n, options, scaled, rows.scale, z, stride, max);
+  }
+  for (int64_t i = 0; i < n; i += kSome) {
+    const int64_t m = n - i < kSome ? n - i : kSome;
+    prefetch_columns(columns, c, c + count, i, m);
+    transform_columns<set, count>(x + i, step, m, options, scaled, rows.scale + i, z + i, stride, max + i);
+  }
+}
+
+template <InstructionSet set, typename scalar_t, typename acc_t>
+SCE_HD void load_columns(const BlockColumns<scalar_t>& columns, const LossOptions& options, bool scaled,
+                         const BlockRows<acc_t>& rows, acc_t* max) {
+  for (int64_t i = 0; i < columns.rows; ++i) max[i] = RowStats<acc_t>().max;
+  for_columns(columns.begin, columns.end, [&](auto count, int64_t c) SCE_INLINE {
+    load_some<set, decltype(count)::value>(columns, c, options, scaled, rows, max);
+  });
+}
+
+// exp(z - max) of these columns in place of z, as it is without a softcap, whose slope needs z. `also(count, column)`
+// is done in between, `sum` (rows,) receives the sums, unless it is null.
+template <typename scalar_t, typename acc_t, typename also_t>
+SCE_HD void raise_columns(const BlockColumns<scalar_t>& columns, const acc_t* max, bool in_place, acc_t* sum,
+                          const also_t& also) {
+  const int64_t n = columns.rows, stride = columns.stride;
+  for_columns(columns.begin, columns.end, [&](auto count, int64_t c) SCE_INLINE {
+    constexpr int kCount = decltype(count)::value;
+    acc_t* z = columns.z_of(c);
+    const auto power = [&](int k, int64_t i) SCE_INLINE {
+      return exponential_below<degree_for<scalar_t>>(z[k * stride + i] - max[i]);  // with NaN
+    };
+    if (in_place) {
+      SCE_SIMD()
+      for (int64_t i = 0; i < n; ++i) {
+        acc_t total = sum[i];
+        SCE_EACH_COLUMN(k, kCount) total += z[k * stride + i] = power(k, i);
+        sum[i] = total;
+      }
+    } else {
+      SCE_SIMD()
+      for (int64_t i = 0; i < n; ++i) {
+        acc_t total = sum[i];
+        SCE_EACH_COLUMN(k, kCount) total += power(k, i);
+        sum[i] = total;
+      }
+    }
+    also(count, c);
+  });
+}
+
+// Statistics of at most kColumns columns, added to those of the rows. `max` (rows,): of these columns. class_weight: of
+// all columns, or null. `keep`: exponentials take the place of z. Meanwhile the columns `next` are loaded, whose maxima
+// become `next_max`: while they arrive from memory, exponentials are made.
+template <InstructionSet set, typename scalar_t, typename acc_t>
+SCE_HD void push_columns(const BlockColumns<scalar_t>& columns, const acc_t* max, const BlockColumns<scalar_t>& next,
+                         acc_t* next_max, const LossOptions& options, bool scaled, const acc_t* class_weight, bool keep,
+                         BlockRows<acc_t>& rows) {
+  alignas(64) acc_t sum[kMostRows], smoothed[kMostRows];
+  const int64_t n = columns.rows;
+  for (int64_t i = 0; i < n; ++i) {
+    next_max[i] = RowStats<acc_t>().max;
+    sum[i] = smoothed[i] = acc_t(0);
+  }
+  acc_t weight = 0;
+  for (int64_t c = columns.begin; options.label_smoothing != 0 && c < columns.end; ++c) {
+    const acc_t* z = columns.z_of(c);
+    const acc_t o = class_weight ? class_weight[c] : acc_t(1);
+    weight += o;
+    if (o == acc_t(0)) continue;  // a class of weight 0 adds 0 even at -inf
+    SCE_SIMD()
+    for (int64_t i = 0; i < n; ++i) smoothed[i] += o * (z[i] - max[i]);
+  }
+  raise_columns(columns, max, keep, sum, [&](auto count, int64_t c) SCE_INLINE {
+    constexpr int kCount = decltype(count)::value;
+    const int64_t ahead = c - columns.begin + next.begin;
+    if (ahead + kCount <= next.end) return load_some<set, kCount>(next, ahead, options, scaled, rows, next_max);
+    for (int64_t k = ahead; k < next.end; ++k) load_some<set, 1>(next, k, options, scaled, rows, next_max);
+  });
+  const acc_t before = rows.weight;
+  SCE_SIMD()
+  for (int64_t i = 0; i < n; ++i) {
+    RowStats<acc_t> stats{rows.max[i], rows.sum[i], rows.weighted[i], before};
+    stats.merge({max[i], sum[i], smoothed[i], weight});
+    rows.max[i] = stats.max;
+    rows.sum[i] = stats.sum;
+    rows.weighted[i] = stats.weighted;
+  }
+  rows.weight += weight;
+}
+
+// The gradient as if no column had an entry; it may be the logits. Of z, or of the exponentials relative to `max`
+// (rows,) that have taken its place; `z` becomes scratch.
+template <InstructionSet set, typename scalar_t, typename acc_t>
+SCE_HD void write_columns(const BlockColumns<scalar_t>& columns, const acc_t* max, const LossOptions& options,
+                          const acc_t* class_weight, const BlockRows<acc_t>& rows, const Destination<scalar_t>& to,
+                          int64_t step, int64_t apart) {
+  const bool capped = options.softcap != 0, smoothed = options.label_smoothing != 0;
+  const int64_t n = columns.rows;
+  const auto of_row = [&](int64_t i) SCE_INLINE {
+    return GradientCoefficients<acc_t>(rows.a[i], rows.b[i], acc_t(0), rows.lse[i], rows.lse_residual[i]);
+  };
+  alignas(64) acc_t per_power[kMostRows], scale[kMostRows];
+  bool all_live = true;
+  for (int64_t i = 0; i < n; ++i) all_live &= rows.live[i] != acc_t(0);
+  SCE_SIMD()
+  for (int64_t i = 0; i < n; ++i) {
+    scale[i] = LogitTransform<acc_t>(options, rows.scale[i]).scale;
+    per_power[i] = capped ? acc_t(0) : of_row(i).per_power(max[i]) * scale[i];
+  }
+  for (int64_t c = columns.begin; c < columns.end; ++c) {
+    acc_t* const z = columns.z_of(c);
+    alignas(64) scalar_t together[kMostRows];
+    const bool at_once = apart == 1 && !(to.around && n * sizeof(scalar_t) >= 4 * kLine);
+    scalar_t* const gradient = to.gradient + c * step;
+    scalar_t* const out = at_once ? gradient : together;
+    if (at_once && c + kAhead < columns.available) prefetch_to_write(out + kAhead * step, n);
+    const acc_t o = !smoothed ? acc_t(0) : class_weight ? class_weight[c] : acc_t(1);  // inf times 0 is not asked for
+    if (capped) {
+      SCE_SIMD()
+      for (int64_t i = 0; i < n; ++i)
+        z[i] = of_row(i).at(z[i], o) * LogitTransform<acc_t>(options, rows.scale[i]).slope(z[i]);
+    } else if (smoothed) {
+      SCE_SIMD()
+      for (int64_t i = 0; i < n; ++i) z[i] = per_power[i] * z[i] - rows.b[i] * o * scale[i];
+    }
+    const bool made = capped || smoothed;
+    const auto write = [&](const auto& term) SCE_INLINE { narrow<set>(n, term, z, out); };
+    if (all_live && !made)
+      write([&](int64_t i) SCE_INLINE { return per_power[i] * z[i]; });
+    else if (made)
+      write([&](int64_t i) SCE_INLINE { return rows.live[i] != acc_t(0) ? z[i] : acc_t(0); });
+    else
+      write([&](int64_t i) SCE_INLINE { return rows.live[i] != acc_t(0) ? per_power[i] * z[i] : acc_t(0); });
+    if (apart == 1 && !at_once) copy_around<set>(together, n, gradient);
+    for (int64_t i = 0; apart != 1 && i < n; ++i) gradient[i * apart] = together[i];
+  }
+}
+
+}  // namespace cpu
+}  // namespace sparse_ce

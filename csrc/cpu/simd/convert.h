@@ -1,0 +1,77 @@
+// convert.h - tiles of stored logits as numbers to compute with, and numbers as a stored gradient.
+#pragma once
+
+#include "../../core/dtype.h"
+#include "../../core/math.h"
+#include "../memory/nontemporal.h"
+
+#ifdef SCE_X86
+#include <immintrin.h>
+#endif
+
+namespace sparse_ce {
+namespace cpu {
+
+constexpr int64_t kSoon = 512;  // bytes
+
+#ifdef SCE_X86
+// float16 takes 15 instructions a conversion without F16C, which every processor with AVX2 has.
+SCE_AVX2 inline void widen_f16c(const Half* x, int64_t n, float* out) {
+  int64_t i = 0;
+  for (; i + 8 <= n; i += 8)
+    _mm256_storeu_ps(out + i, _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(x + i))));
+  for (; i < n; ++i) out[i] = to_acc(x[i]);
+}
+SCE_AVX2 inline void narrow_f16c(const float* x, int64_t n, Half* out) {
+  int64_t i = 0;
+  for (; i + 8 <= n; i += 8)
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(out + i),
+                     _mm256_cvtps_ph(_mm256_loadu_ps(x + i), _MM_FROUND_TO_NEAREST_INT));
+  for (; i < n; ++i) from_acc(x[i], out[i]);
+}
+#endif
+
+// In `buffer` (n,), or x itself where it is stored as it is computed with.
+template <InstructionSet set, typename scalar_t, typename acc_t>
+SCE_HD const acc_t* widened(const scalar_t* x, [[maybe_unused]] int64_t n,
+                            [[maybe_unused]] acc_t* __restrict__ buffer) {
+  if constexpr (std::is_same_v<scalar_t, acc_t>) return x;
+#ifdef SCE_X86
+  else if constexpr (std::is_same_v<scalar_t, Half> && set != InstructionSet::kDefault) {
+    widen_f16c(x, n, buffer);
+    return buffer;
+  }
+#endif
+  else {
+    SCE_SIMD()
+    for (int64_t i = 0; i < n; ++i) buffer[i] = to_acc(x[i]);
+    return buffer;
+  }
+}
+
+// To nearest. A tie of BFloat16 goes away from zero: what is stored here comes from exponentials that are not exact
+// enough to tell one. A NaN of arithmetic stays one.
+template <typename scalar_t, typename acc_t>
+SCE_HD void round_to(acc_t x, scalar_t& out) {
+  if constexpr (std::is_same_v<scalar_t, BFloat16>)
+    out.bits = static_cast<uint16_t>((bit_cast<uint32_t>(x) + 0x8000u) >> 16);
+  else
+    from_acc(x, out);
+}
+
+// The numbers term(i), rounded. `buffer` (n,) is scratch; `term` may read it.
+template <InstructionSet set, typename scalar_t, typename acc_t, typename term_t>
+SCE_HD void narrow(int64_t n, const term_t& term, [[maybe_unused]] acc_t* buffer, scalar_t* out) {
+#ifdef SCE_X86
+  if constexpr (std::is_same_v<scalar_t, Half> && set != InstructionSet::kDefault) {
+    SCE_SIMD()
+    for (int64_t i = 0; i < n; ++i) buffer[i] = term(i);
+    return narrow_f16c(buffer, n, out);
+  }
+#endif
+  SCE_SIMD()
+  for (int64_t i = 0; i < n; ++i) round_to(term(i), out[i]);
+}
+
+}  // namespace cpu
+}  // namespace sparse_ce

@@ -1,0 +1,274 @@
+// loss_tiles.h - a span of a row as the loss needs it: its statistics and its gradient, by the loops of the instruction
+// set or, where these are not right, by those of exp_tile.h.
+#pragma once
+
+#include "avx2.h"
+#include "avx512.h"
+#include "exp_tile.h"
+
+namespace sparse_ce {
+namespace cpu {
+
+// Whether forward and backward are loops of avx512.h over the logits, which take less time for two exponentials than it
+// takes to keep one,
+template <InstructionSet set, typename acc_t>
+SCE_HD bool twice(const LogitTransform<acc_t>& transform) {
+  if constexpr (kWithAvx512<set, acc_t>) return transform.softcap == 0 && transform.scale > 0;
+  return false;
+}
+
+// or of avx512_softcap.h over a tile's tangents, which are what is kept,
+template <InstructionSet set, typename acc_t>
+SCE_HD bool by_tangents(const LogitTransform<acc_t>& transform) {
+  if constexpr (kWithAvx512<set, acc_t>) return transform.softcap > 0 && transform.scale > 0;
+  return false;
+}
+
+#ifdef SCE_X86
+// or of avx2.h, tile by tile, wherever these are right.
+SCE_HD bool by_tiles(int64_t n, const LogitTransform<float>& transform, bool weighted, const float* class_weight) {
+  return n >= avx2::kShortest && transform.softcap == 0 && transform.scale > 0 && !(weighted && class_weight);
+}
+#endif
+
+// Tile [begin, end) of n logits, by exp_tile.h.
+template <InstructionSet set, typename scalar_t, typename acc_t>
+SCE_HD void push_tile(const scalar_t* logits, int64_t begin, int64_t end, int64_t n,
+                      const LogitTransform<acc_t>& transform, bool weighted, const acc_t* class_weight,
+                      const scalar_t* next, const Powers<acc_t>& kept, RowStats<acc_t>& stats) {
+  const RowStats<acc_t> tile =
+      raise<set>(logits + begin, end - begin, transform, weighted, class_weight ? class_weight + begin : nullptr,
+                 end < n ? logits + end : next, kept.powers, kept.slopes);
+  if (kept.maxima) *kept.maxima = tile.max;
+  stats.merge(tile);
+}
+
+#ifdef SCE_X86
+// Functions of their own: short rows, which come past them, would have to save what these need.
+template <typename scalar_t>
+SCE_AVX2 __attribute__((noinline)) RowStats<float> stats_by_tiles(const scalar_t* logits, int64_t n,
+                                                                  const LogitTransform<float>& transform, bool weighted,
+                                                                  const scalar_t* next, const Powers<float>& kept) {
+  RowStats<float> stats;
+  avx2::push(
+      logits, n, transform.scale, weighted, next, stats, [&](int64_t begin) SCE_INLINE { return kept.from(begin); },
+      [&](int64_t begin, int64_t end) SCE_INLINE {
+        push_tile<InstructionSet::kAvx2>(logits, begin, end, n, transform, weighted, static_cast<const float*>(nullptr),
+                                         next, kept.from(begin), stats);
+      },
+      [](int64_t, int64_t) SCE_INLINE {});
+  return stats;
+}
+#endif
+
+#ifdef SCE_X86
+// The tangents of n logits a tile at a time, f(begin, end, those of a tile), in what is kept if that is there.
+template <typename scalar_t, typename function_t>
+SCE_AVX512 void for_tangents(const scalar_t* logits, int64_t n, const LogitTransform<float>& transform,
+                             const scalar_t* next, const Powers<float>& kept, const function_t& f) {
+  alignas(64) float buffer[kPowers];
+  for (int64_t begin = 0; begin < n; begin += kPowers) {
+    const int64_t end = std::min(n, begin + kPowers);
+    float* t = kept.powers ? kept.powers + begin : buffer;
+    avx512::tangents_into(logits + begin, end - begin, transform, end < n ? logits + end : next, t);
+    f(begin, end, t);
+  }
+}
+
+// Of n logits, with label smoothing or without.
+template <typename logits_t>
+SCE_AVX512 RowStats<float> stats_of_plain(const logits_t& logits, int64_t n, const LogitTransform<float>& transform,
+                                          const float* class_weight, const decltype(logits.x) next) {
+  using Of = avx512::Smoothing<logits_t>;
+  typename Of::Stats stats;
+  avx512::push(logits, n, transform.scale, next, stats, [&](int64_t begin, int64_t end) SCE_INLINE {
+    push_tile<InstructionSet::kAvx512>(logits.x, begin, end, n, transform, Of::kIs, class_weight, next, {}, stats);
+  });
+  return stats;
+}
+
+template <typename scalar_t>
+SCE_AVX512 __attribute__((noinline)) RowStats<float> stats_of_tangents(const scalar_t* logits, int64_t n,
+                                                                       const LogitTransform<float>& transform,
+                                                                       bool smoothed, const float* class_weight,
+                                                                       const scalar_t* next,
+                                                                       const Powers<float>& kept) {
+  RowStats<float> stats;
+  for_tangents(logits, n, transform, next, kept, [&](int64_t begin, int64_t end, const float* t) SCE_AVX512 SCE_INLINE {
+    const auto push = [&](const auto& tangents) SCE_AVX512 SCE_INLINE {
+      typename avx512::Smoothing<std::decay_t<decltype(tangents)>>::Stats tile;
+      avx512::push(tangents, end - begin, transform.softcap, t, tile, [&](int64_t first, int64_t last) SCE_INLINE {
+        push_tile<InstructionSet::kAvx512>(logits, begin + first, begin + last, n, transform, smoothed, class_weight,
+                                           next, {}, tile);
+      });
+      stats.merge(tile);
+    };
+    avx512::by_smoothing(avx512::Tangents<scalar_t>{t}, smoothed, class_weight ? class_weight + begin : nullptr, push);
+  });
+  return stats;
+}
+#endif
+
+template <InstructionSet set, typename scalar_t, typename acc_t>
+SCE_HD RowStats<acc_t> stats_body(const scalar_t* logits, int64_t n, const LogitTransform<acc_t>& transform,
+                                  bool weighted, const acc_t* class_weight, [[maybe_unused]] const scalar_t* next,
+                                  const Powers<acc_t>& kept) {
+  RowStats<acc_t> stats;
+#ifdef SCE_X86
+  if constexpr (kWithAvx512<set, acc_t>) {
+    if (twice<set>(transform))
+      return avx512::by_smoothing(avx512::Every<scalar_t>{logits}, weighted, class_weight,
+                                  [&](const auto& plain) SCE_AVX512 SCE_INLINE {
+                                    return stats_of_plain(plain, n, transform, class_weight, next);
+                                  });
+    if (by_tangents<set>(transform)) return stats_of_tangents(logits, n, transform, weighted, class_weight, next, kept);
+  }
+  if constexpr (kWithAvx2<set, acc_t>) {
+    if (by_tiles(n, transform, weighted, class_weight))
+      return stats_by_tiles(logits, n, transform, weighted, next, kept);
+  }
+#endif
+  for (int64_t begin = 0; begin < n; begin += kPowers)
+    push_tile<set>(logits, begin, n - begin < kPowers ? n : begin + kPowers, n, transform, weighted, class_weight, next,
+                   kept.from(begin), stats);
+  return stats;
+}
+
+#ifdef SCE_X86
+// The gradient of tile [begin, end) of plain logits from what was kept of it.
+template <typename scalar_t>
+SCE_AVX2 void tile_gradient(const Powers<float>& kept, int64_t begin, int64_t end,
+                            const LogitTransform<float>& transform, const GradientCoefficients<float>& coefficients,
+                            const Destination<scalar_t>& to) {
+  if (avx2::raised_here(*kept.maxima, end - begin))
+    return avx2::gradient(kept.powers, *kept.maxima, end - begin, transform.scale, coefficients, to.from(begin));
+  gradient_of<InstructionSet::kAvx2>(kept.powers, static_cast<const float*>(nullptr), *kept.maxima, end - begin,
+                                     transform.scale, coefficients, static_cast<const float*>(nullptr), to.from(begin));
+}
+template <typename scalar_t>
+SCE_AVX2 __attribute__((noinline)) void gradient_by_tiles(const Powers<float>& kept, int64_t n,
+                                                          const LogitTransform<float>& transform,
+                                                          const GradientCoefficients<float>& coefficients,
+                                                          const Destination<scalar_t>& to) {
+  for (int64_t begin = 0; begin < n; begin += kPowers)
+    tile_gradient(kept.from(begin), begin, std::min(n, begin + kPowers), transform, coefficients, to);
+}
+#endif
+
+#ifdef SCE_X86
+template <typename scalar_t>
+SCE_AVX2 __attribute__((noinline)) void gradient_by_tiles(const scalar_t* logits, int64_t n,
+                                                          const LogitTransform<float>& transform,
+                                                          const GradientCoefficients<float>& coefficients,
+                                                          const scalar_t* next, const Destination<scalar_t>& to) {
+  alignas(64) float powers[kPowers];
+  float max;
+  RowStats<float> stats;
+  const Powers<float> kept{powers, nullptr, &max};
+  avx2::push(
+      logits, n, transform.scale, /*smoothed=*/false, next, stats, [&](int64_t) SCE_INLINE { return kept; },
+      [&](int64_t begin, int64_t end) SCE_INLINE {
+        push_tile<InstructionSet::kAvx2>(logits, begin, end, n, transform, false, static_cast<const float*>(nullptr),
+                                         next, kept, stats);
+      },
+      [&](int64_t begin, int64_t end) SCE_INLINE { tile_gradient(kept, begin, end, transform, coefficients, to); });
+}
+#endif
+
+#ifdef SCE_X86
+// False, with nothing written, where the loop is not right.
+template <typename logits_t, typename scalar_t>
+SCE_AVX512 bool gradient_of_plain(const logits_t& logits, int64_t n, const LogitTransform<float>& transform,
+                                  const GradientCoefficients<float>& coefficients, const scalar_t* next,
+                                  const Destination<scalar_t>& to) {
+  using Less = typename avx512::Smoothing<logits_t>::Less;
+  return avx512::gradient<avx512::Times<Less>>(logits, n, transform.scale, coefficients, next, to);
+}
+template <typename scalar_t>
+SCE_AVX512 void gradient_of_tangents(const float* t, int64_t n, const LogitTransform<float>& transform, bool smoothed,
+                                     const float* class_weight, const GradientCoefficients<float>& coefficients,
+                                     const Destination<scalar_t>& to) {
+  avx512::by_smoothing(avx512::Tangents<scalar_t>{t}, smoothed, class_weight,
+                       [&](const auto& tangents) SCE_AVX512 SCE_INLINE {
+                         avx512::capped_gradient(tangents, n, transform, coefficients, to);
+                       });
+}
+#endif
+
+template <InstructionSet set, typename scalar_t, typename acc_t>
+SCE_HD void gradient_body(const scalar_t* logits, int64_t n, const LogitTransform<acc_t>& transform,
+                          [[maybe_unused]] bool weighted, const GradientCoefficients<acc_t>& coefficients,
+                          const acc_t* class_weight, [[maybe_unused]] const scalar_t* next,
+                          const Destination<scalar_t>& to) {
+#ifdef SCE_X86
+  if constexpr (kWithAvx512<set, acc_t>) {
+    if (twice<set>(transform) && avx512::by_smoothing(avx512::Every<scalar_t>{logits}, weighted, class_weight,
+                                                      [&](const auto& plain) SCE_AVX512 SCE_INLINE {
+                                                        return gradient_of_plain(plain, n, transform, coefficients,
+                                                                                 next, to);
+                                                      }))
+      return;
+    if (by_tangents<set>(transform))
+      return for_tangents(
+          logits, n, transform, next, {}, [&](int64_t begin, int64_t end, const float* t) SCE_AVX512 SCE_INLINE {
+            gradient_of_tangents(t, end - begin, transform, weighted, class_weight ? class_weight + begin : nullptr,
+                                 coefficients, to.from(begin));
+          });
+  }
+  if constexpr (kWithAvx2<set, acc_t>) {
+    if (by_tiles(n, transform, weighted, class_weight))
+      return gradient_by_tiles(logits, n, transform, coefficients, next, to);
+  }
+#endif
+  alignas(64) acc_t powers[kPowers], slopes[kPowers];
+  const bool capped = transform.softcap != acc_t(0);
+  for (int64_t begin = 0; begin < n; begin += kPowers) {
+    const int64_t m = n - begin < kPowers ? n - begin : kPowers;
+    const acc_t max = raise<set>(logits + begin, m, transform, false, static_cast<const acc_t*>(nullptr),
+                                 begin + m < n ? logits + begin + m : next, powers, capped ? slopes : nullptr)
+                          .max;
+    gradient_of<set>(powers, capped ? slopes : nullptr, max, m, transform.scale, coefficients,
+                     class_weight ? class_weight + begin : nullptr, to.from(begin));
+  }
+}
+
+template <InstructionSet set, typename scalar_t, typename acc_t>
+SCE_HD void kept_gradient_body(const Powers<acc_t>& kept, int64_t n, const LogitTransform<acc_t>& transform,
+                               [[maybe_unused]] bool weighted, const GradientCoefficients<acc_t>& coefficients,
+                               const acc_t* class_weight, const Destination<scalar_t>& to) {
+#ifdef SCE_X86
+  if constexpr (kWithAvx512<set, acc_t>) {
+    if (by_tangents<set>(transform))
+      return gradient_of_tangents(kept.powers, n, transform, weighted, class_weight, coefficients, to);
+  }
+  if constexpr (kWithAvx2<set, acc_t>) {
+    if (by_tiles(n, transform, weighted, class_weight)) return gradient_by_tiles(kept, n, transform, coefficients, to);
+  }
+#endif
+  for (int64_t begin = 0; begin < n; begin += kPowers)
+    gradient_of<set>(kept.powers_at(begin), kept.slopes_at(begin), kept.maxima[begin / kPowers],
+                     n - begin < kPowers ? n - begin : kPowers, transform.scale, coefficients,
+                     class_weight ? class_weight + begin : nullptr, to.from(begin));
+}
+
+template <InstructionSet set, typename acc_t>
+SCE_HD void entries_body(acc_t* x, int64_t n, const LogitTransform<acc_t>& transform,
+                         const GradientCoefficients<acc_t>& coefficients, const acc_t* class_weight,
+                         const acc_t* target_weight) {
+  const GradientCoefficients<acc_t> c = coefficients;
+  const acc_t scale = transform.scale;
+  alignas(64) acc_t slopes[kTile];
+  for (int64_t begin = 0; begin < n; begin += kTile) {
+    acc_t* const z = x + begin;
+    const int64_t m = n - begin < kTile ? n - begin : kTile;
+    const bool capped = transform.softcap != acc_t(0);
+    transform_into<set>(z, m, transform, z, capped ? slopes : nullptr);
+    SCE_SIMD()
+    for (int64_t i = 0; i < m; ++i)
+      z[i] = c.at(z[i], class_weight ? class_weight[begin + i] : acc_t(1), target_weight[begin + i]) *
+             (capped ? scale * slopes[i] : scale);
+  }
+}
+
+}  // namespace cpu
+}  // namespace sparse_ce

@@ -1,0 +1,206 @@
+// packs.cuh - elements that lie side by side, read and written as wide as they can be at once.
+#pragma once
+
+#include "../../core/scalar_math.h"
+#include "launch.cuh"
+
+#include <cstring>
+#include <type_traits>
+
+namespace sparse_ce {
+namespace cuda {
+
+// Without a second size 16 bytes: one load or store instruction.
+template <typename scalar_t, int size = 16 / sizeof(scalar_t)>
+struct Pack {
+  static constexpr int kSize = size;
+  static constexpr int kBytes = size * sizeof(scalar_t);
+  using part_t = std::conditional_t<kBytes % 16 == 0, uint4, std::conditional_t<kBytes % 8 == 0, uint2, scalar_t>>;
+  static constexpr int kParts = kBytes / sizeof(part_t);
+  scalar_t at[size];
+
+  __device__ static bool aligned(const scalar_t* p) { return reinterpret_cast<uintptr_t>(p) % sizeof(part_t) == 0; }
+  __device__ static Pack load(const scalar_t* p) {
+    part_t parts[kParts];
+#pragma unroll
+    for (int u = 0; u < kParts; ++u) parts[u] = reinterpret_cast<const part_t*>(p)[u];
+    Pack pack;
+    std::memcpy(pack.at, parts, kBytes);
+    return pack;
+  }
+  __device__ void store(scalar_t* p) const { store_by<part_t, 0, kParts>(p); }
+  // 16 bytes to where boundaries of `width` bytes, and none of more, are: see common_width.
+  __device__ __forceinline__ void store(scalar_t* p, int width) const {
+    static_assert(kBytes == 16, "one instruction where it is aligned");
+    if (width == 16) {
+      uint4 part;
+      std::memcpy(&part, at, sizeof(part));
+      // To the second cache, as any store: by another name, so that none is made one with the narrow ones below.
+      __stcg(reinterpret_cast<uint4*>(p), part);
+    } else if (width == 8) {
+      store_by<uint2, 0, 2>(p);
+    } else if constexpr (sizeof(scalar_t) <= 4) {
+      if (sizeof(scalar_t) == 4 || width == 4) return store_by<uint32_t, 0, 4>(p);
+      p[0] = at[0];
+      store_by<uint32_t, 1, 3>(p);  // whose boundaries lie behind every second element
+      p[kSize - 1] = at[kSize - 1];
+    }
+  }
+
+ private:
+  // So many parts from element `first` on.
+  template <typename to_t, int first, int count>
+  __device__ __forceinline__ void store_by(scalar_t* p) const {
+    constexpr int kOfPart = sizeof(to_t) / sizeof(scalar_t);
+#pragma unroll
+    for (int u = 0; u < count; ++u) {
+      scalar_t of_part[kOfPart];  // a copy of all at once would go through memory
+#pragma unroll
+      for (int e = 0; e < kOfPart; ++e) of_part[e] = at[first + u * kOfPart + e];
+      to_t part;
+      std::memcpy(&part, of_part, sizeof(part));
+      reinterpret_cast<to_t*>(p + first)[u] = part;
+    }
+  }
+};
+
+// Number e of those that share a word. The upper half of a float32 is a bfloat16.
+template <typename scalar_t>
+__device__ __forceinline__ float number_of(uint32_t word, int e) {
+  if constexpr (std::is_same<scalar_t, BFloat16>::value) {
+    word = e == 0 ? word << 16 : word & 0xffff0000u;
+    float x;
+    std::memcpy(&x, &word, sizeof(x));
+    return x;
+  } else {
+    scalar_t numbers[sizeof(word) / sizeof(scalar_t)];
+    std::memcpy(numbers, &word, sizeof(word));
+    return to_acc(numbers[e]);
+  }
+}
+
+// The largest of the numbers in packs, NaN left out, two of 16 bits at a time as they are stored.
+template <typename scalar_t>
+struct LargestOf {
+  using acc_t = acc_type<scalar_t>;
+  acc_t most = -acc_t(INFINITY);
+
+  __device__ __forceinline__ void push(uint4 words) {
+    Pack<scalar_t> pack;
+    std::memcpy(pack.at, &words, sizeof(words));
+#pragma unroll
+    for (const scalar_t& x : pack.at) most = larger(to_acc(x), most);
+  }
+  __device__ acc_t number() const { return larger(most, Limits<acc_t>::kLowest); }
+};
+#if defined(__CUDA_ARCH__)
+template <typename scalar_t>
+struct LargestOfPairs {
+  uint32_t most = std::is_same<scalar_t, BFloat16>::value ? 0xff80ff80u : 0xfc00fc00u;  // -inf
+
+  __device__ __forceinline__ void push(uint4 words) { push(words.x), push(words.y), push(words.z), push(words.w); }
+  __device__ __forceinline__ void push(uint32_t word) {
+    if constexpr (std::is_same<scalar_t, BFloat16>::value)
+      asm("max.bf16x2 %0, %0, %1;" : "+r"(most) : "r"(word));
+    else
+      asm("max.f16x2 %0, %0, %1;" : "+r"(most) : "r"(word));
+  }
+  __device__ float number() const {
+    return fmaxf(fmaxf(number_of<scalar_t>(most, 0), number_of<scalar_t>(most, 1)), Limits<float>::kLowest);
+  }
+};
+template <>
+struct LargestOf<BFloat16> : LargestOfPairs<BFloat16> {};
+template <>
+struct LargestOf<Half> : LargestOfPairs<Half> {};
+#endif
+
+// A pack as numbers, and numbers rounded to one. Two of 16 bits share a register, and the device has instructions for
+// both: converted one by one each would be given a register of its own before.
+template <typename scalar_t, int size>
+__device__ __forceinline__ void to_numbers(const Pack<scalar_t, size>& pack, acc_type<scalar_t> (&x)[size]) {
+#pragma unroll
+  for (int e = 0; e < size; ++e) {
+    if constexpr (sizeof(scalar_t) == 2 && size % 2 == 0) {
+      uint32_t word;
+      std::memcpy(&word, &pack.at[e / 2 * 2], sizeof(word));
+      x[e] = number_of<scalar_t>(word, e % 2);
+    } else {
+      x[e] = to_acc(pack.at[e]);
+    }
+  }
+}
+template <typename scalar_t, int size>
+__device__ __forceinline__ void from_numbers(const acc_type<scalar_t> (&x)[size], Pack<scalar_t, size>& pack) {
+  if constexpr (sizeof(scalar_t) == 2 && size % 2 == 0) {
+#pragma unroll
+    for (int e = 0; e < size; e += 2) {
+      const auto two = [&] {
+        if constexpr (std::is_same<scalar_t, BFloat16>::value)
+          return __floats2bfloat162_rn(x[e], x[e + 1]);
+        else
+          return __floats2half2_rn(x[e], x[e + 1]);
+      }();
+      std::memcpy(&pack.at[e], &two, sizeof(two));
+    }
+  } else {
+#pragma unroll
+    for (int e = 0; e < size; ++e) from_acc(x[e], pack.at[e]);
+  }
+}
+
+// The weights of the classes from `weight` on, 16 bytes at once where they lie so, as those of aligned rows' packs do;
+// 1 for each where there are none (null).
+template <typename acc_t, int count>
+__device__ __forceinline__ void load_weights(const acc_t* weight, acc_t (&o)[count]) {
+  using Weights = Pack<acc_t>;
+#pragma unroll
+  for (acc_t& of_one : o) of_one = acc_t(1);
+  if (!weight) return;
+  if (count % Weights::kSize == 0 && Weights::aligned(weight)) {
+#pragma unroll
+    for (int e = 0; e < count; ++e)
+      if (e % Weights::kSize == 0) {
+        const Weights pack = Weights::load(weight + e);
+        std::memcpy(o + e, pack.at, sizeof(pack));
+      }
+  } else {
+#pragma unroll
+    for (int e = 0; e < count; ++e) o[e] = weight[e];
+  }
+}
+
+// The bytes, at most 16, whose boundaries in one are boundaries in the other: how packs of one can be written there.
+__device__ inline int common_width(const void* a, const void* b) {
+  const auto apart = static_cast<int>((reinterpret_cast<uintptr_t>(a) - reinterpret_cast<uintptr_t>(b)) % 16) | 16;
+  return apart & -apart;
+}
+__device__ inline bool equally_aligned(const void* a, const void* b) { return common_width(a, b) == 16; }
+
+// So many packs in flight of a thread, `stride` elements apart.
+template <int n>
+struct Count {
+  static constexpr int value = n;
+  __device__ static constexpr bool has(int) { return true; }
+};
+// Those at the end of a row, of which it may have the first alone.
+template <int n>
+struct Some {
+  static constexpr int value = n;
+  int present;
+  __device__ bool has(int u) const { return u < present; }
+};
+
+// All of them are asked for before the first is waited for. What is not there is 0.
+template <int64_t stride, typename scalar_t, typename count_t>
+__device__ __forceinline__ void load_packs(const scalar_t* first, count_t count,
+                                           Pack<scalar_t> (&packs)[count_t::value]) {
+#pragma unroll
+  for (int u = 0; u < count_t::value; ++u) {
+    packs[u] = Pack<scalar_t>{};
+    if (count.has(u)) packs[u] = Pack<scalar_t>::load(first + u * stride);
+  }
+}
+
+}  // namespace cuda
+}  // namespace sparse_ce

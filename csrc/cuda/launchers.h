@@ -1,0 +1,71 @@
+// launchers.h - what starts the kernels of each op. Launchers enqueue on `stream`, never wait, and need
+// `workspace` device bytes where they take a workspace.
+#pragma once
+
+#include "../ops/candidates.h"
+#include "../ops/cross_entropy.h"
+#include "../ops/linear.h"
+#include "../ops/loss_mean.h"
+#include "../ops/masked_mean.h"
+#include "../ops/select.h"
+#include "../ops/sparse_softmax.h"
+#include "../ops/topk.h"
+
+#include <cuda_runtime_api.h>
+
+#include <cstddef>
+
+namespace sparse_ce {
+namespace cuda {
+
+struct OnePass;  // of row_plan.h
+
+// `backward`, or null, has `forward`'s rows and reads what it writes; its workspace is that of cross_entropy_backward.
+cudaError_t cross_entropy_one_pass(const OnePass& form, const ForwardArgs& forward, const BackwardArgs* backward,
+                                   void* workspace, cudaStream_t stream);
+
+size_t cross_entropy_forward_workspace(const CrossEntropyArgs& args);
+cudaError_t cross_entropy_forward(const ForwardArgs& args, void* workspace, cudaStream_t stream);
+
+size_t cross_entropy_backward_workspace(const CrossEntropyArgs& args);
+cudaError_t cross_entropy_backward(const BackwardArgs& args, void* workspace, cudaStream_t stream);
+cudaError_t cross_entropy_backward_values(const BackwardArgs& args, cudaStream_t stream);
+
+size_t loss_mean_workspace(const LossMeanArgs& args);
+cudaError_t loss_mean(const LossMeanArgs& args, void* workspace, cudaStream_t stream);
+
+size_t select_forward_workspace(const SelectArgs& args);
+cudaError_t select_forward(const SelectArgs& args, void* workspace, cudaStream_t stream);
+
+cudaError_t select_merge(const SelectMergeArgs& args, cudaStream_t stream);
+
+// With the workspace of cross_entropy_backward.
+cudaError_t select_backward(const SelectBackwardArgs& args, void* workspace, cudaStream_t stream);
+
+cudaError_t accumulate(const AccumulateArgs& args, cudaStream_t stream);
+cudaError_t clear_ignored_rows(const ClearRowsArgs& args, cudaStream_t stream);
+cudaError_t scale(const ScaleArgs& args, cudaStream_t stream);
+
+cudaError_t candidate_logits(const CandidateForwardArgs& args, cudaStream_t stream);
+cudaError_t candidate_logits_backward(const CandidateBackwardArgs& args, cudaStream_t stream);
+cudaError_t candidate_weight_gradient(const CandidateWeightArgs& args, cudaStream_t stream);
+
+// Bytes of device memory that topk_ids needs beyond its results.
+size_t topk_ids_workspace(const TopkArgs& args);
+
+cudaError_t topk_ids(const TopkArgs& args, void* workspace, cudaStream_t stream);
+
+// Bytes of device memory that masked_mean needs beyond its results.
+size_t masked_mean_workspace(const MaskedMeanArgs& args);
+
+cudaError_t masked_mean(const MaskedMeanArgs& args, void* workspace, cudaStream_t stream);
+cudaError_t masked_mean_backward(const MaskedMeanArgs& args, cudaStream_t stream);
+
+// Bytes of device memory that both need beyond their results.
+size_t sparse_softmax_workspace(const SparseSoftmaxArgs& args);
+
+cudaError_t sparse_softmax(const SparseSoftmaxArgs& args, void* workspace, cudaStream_t stream);
+cudaError_t sparse_softmax_backward(const SparseSoftmaxArgs& args, void* workspace, cudaStream_t stream);
+
+}  // namespace cuda
+}  // namespace sparse_ce

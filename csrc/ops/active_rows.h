@@ -1,0 +1,62 @@
+// active_rows.h - the rows of a target that are not ignored, where the host can read it: the linear head multiplies
+// them alone. Pointers and sizes, nothing of torch.
+#pragma once
+
+#include "../core/target.h"
+
+#include <optional>
+#include <vector>
+
+namespace sparse_ce {
+
+struct LiveRows {
+  std::vector<int64_t> rows;    // ascending
+  std::vector<int64_t> ranges;  // (rows, 2): where the entries of each lie
+
+  // Nothing where every row counts.
+  static std::optional<LiveRows> of(const TargetView& target) {
+    LiveRows live;
+    for (int64_t r = 0; r < target.rows; ++r) {
+      if (target.ignored(r)) continue;
+      const EntryRange range = target.row(r);
+      live.rows.push_back(r);
+      live.ranges.insert(live.ranges.end(), {range.begin, range.end});
+    }
+    if (live.count() == target.rows) return std::nullopt;
+    return live;
+  }
+
+  int64_t count() const { return static_cast<int64_t>(rows.size()); }
+
+  // Of these rows alone; the entries stay where they are.
+  TargetView view(const TargetView& target) const {
+    TargetView of_live = target;
+    of_live.rows = count();
+    of_live.row_mask = nullptr;
+    of_live.offsets = ranges.data();
+    of_live.offsets_dtype = DType::kInt64;
+    of_live.offsets_step = 2;
+    return of_live;
+  }
+
+  // Whether the rows [begin, end) of these follow one another in the target.
+  bool adjacent(int64_t begin, int64_t end) const {
+    return rows[static_cast<size_t>(end - 1)] - rows[static_cast<size_t>(begin)] == end - 1 - begin;
+  }
+};
+
+// to[to_rows[i]] = from[from_rows[i]], rows of `width` elements; null stands for i itself.
+struct CopyRowsArgs {
+  const void* from;
+  void* to;
+  DType from_dtype, to_dtype;
+  int64_t from_stride, to_stride;
+  const int64_t *from_rows, *to_rows;
+  int64_t count, width;
+};
+
+namespace cpu {
+void copy_rows(const CopyRowsArgs& args);
+}  // namespace cpu
+
+}  // namespace sparse_ce

@@ -1,0 +1,191 @@
+// cross_entropy.h - what the bindings hand to a device: pointers and sizes, nothing of torch.
+#pragma once
+
+#include "../core/math.h"
+#include "../core/target.h"
+
+namespace sparse_ce {
+
+// A row whose classes do not lie side by side.
+template <typename scalar_t>
+struct StridedRow {
+  scalar_t* first;
+  int64_t step;
+  SCE_HD scalar_t& operator[](int64_t column) const { return first[column * step]; }
+};
+
+// Rows that lie side by side, as those of images (outer, vocab, inner): row r is pixel r % inner of image r / inner.
+struct StridedRows {
+  int64_t inner;  // 0: rows are packed, a row stride apart
+  int64_t outer_stride, column_stride;
+  int64_t inner_stride = 1;
+
+  template <typename scalar_t>
+  SCE_HD StridedRow<scalar_t> row(scalar_t* first, int64_t r) const {
+    const int64_t image = r < inner ? 0 : r / inner;  // of one image no row pays for a division of 64 bits
+    return {first + image * outer_stride + (r - image * inner) * inner_stride, column_stride};
+  }
+};
+
+// How often CUDA reads a row for its loss and its gradient: as planned, or, for measurements and tests, by a kernel for
+// each.
+enum class Reads : uint8_t { kPlanned, kApart };
+
+struct CrossEntropyArgs {
+  const void* logits;       // (rows, vocab - first_class), unit column stride, any row stride, or as `strided`
+  DType dtype;
+  int64_t rows, vocab;      // columns >= target.num_classes exist in memory only
+  int64_t first_class;      // 0, but where the classes before it have their own call, or another process holds them
+  int64_t row_stride;
+  StridedRows strided;
+  TargetView target;
+  LossOptions options;
+  const void* row_scale;    // (rows,) by which logit_scale is multiplied, with any stride, or null: 1
+  int64_t row_scale_stride;
+  const void* weight_sum;   // (1,) sum of the class weights, or null: it is num_classes
+  int64_t max_blocks;       // 0: no limit. Tests lower it, so that blocks take several rows
+  Reads reads;
+  bool many_rows;           // false: as they are. Tests set it, so that few rows are taken for many
+
+  // Columns are classes: what a row points to need not exist before the first of them.
+  template <typename scalar_t>
+  SCE_HD const scalar_t* row(int64_t r) const {
+    return static_cast<const scalar_t*>(logits) + (r * row_stride - first_class);
+  }
+  template <typename scalar_t>
+  SCE_HD StridedRow<const scalar_t> strided_row(int64_t r) const {
+    return strided.row(static_cast<const scalar_t*>(logits), r);
+  }
+  // Wherever its classes lie.
+  template <typename scalar_t>
+  SCE_HD StridedRow<const scalar_t> any_row(int64_t r) const {
+    return strided.inner > 0 ? strided_row<scalar_t>(r) : StridedRow<const scalar_t>{row<scalar_t>(r), 1};
+  }
+
+  // The classes [first_class, classes_end()) have logits here; an entry of another has its part in the row's mass.
+  SCE_HD int64_t classes_end() const {
+    const int64_t end = vocab < target.num_classes ? vocab : target.num_classes;
+    return end < first_class ? first_class : end;  // padding alone
+  }
+  SCE_HD int64_t classes() const { return classes_end() - first_class; }
+  SCE_HD bool holds(int64_t column) const { return first_class <= column && column < vocab; }
+
+  // Whether z are the logits themselves, whatever the row, and labels are not smoothed. Asked of a row one kernel could
+  // answer otherwise than another.
+  SCE_HD bool plain() const {
+    return options.logit_scale == 1 && options.softcap == 0 && options.label_smoothing == 0 && !row_scale;
+  }
+  template <typename acc_t>
+  SCE_HD LogitTransform<acc_t> transform(int64_t r) const {
+    const acc_t of_row = row_scale ? static_cast<const acc_t*>(row_scale)[r * row_scale_stride] : acc_t(1);
+    return LogitTransform<acc_t>(options, of_row);
+  }
+};
+
+struct ForwardArgs : CrossEntropyArgs {
+  void* loss;               // (rows,) arithmetic dtype
+  void* lse;                // (rows,)
+  void* lse_residual;       // (rows,), or null
+
+  // What belongs to a row: its loss, or 0 where it is ignored.
+  template <typename acc_t>
+  SCE_HD void write(int64_t r, bool ignored, const RowStats<acc_t>& stats, const TargetStats<acc_t>& entries) const {
+    const RowLoss<acc_t> out(stats, entries, options, target.num_classes);
+    static_cast<acc_t*>(loss)[r] = ignored ? acc_t(0) : out.loss;
+    static_cast<acc_t*>(lse)[r] = ignored ? acc_t(0) : out.lse;
+    if (lse_residual) static_cast<acc_t*>(lse_residual)[r] = ignored ? acc_t(0) : out.lse_residual;
+  }
+};
+
+// Reads of `lse`, `grad_*` may be strided: an expanded scalar has stride 0.
+struct BackwardArgs : CrossEntropyArgs {
+  const void* grad_loss;    // (rows,), or null
+  const void* grad_lse;     // (rows,), or null
+  const void* lse;          // (rows,)
+  const void* lse_residual; // (rows,), or null
+  int64_t grad_loss_stride, grad_lse_stride;
+  const void* row_weight;   // (rows,) what grad_loss is multiplied by, or null: 1
+  int64_t row_weight_stride;
+  void* grad_logits;        // like logits, whose dtype it has; may be the logits themselves
+  int64_t grad_row_stride;
+  StridedRows grad_strided; // where those of the logits are
+  void* grad_values;        // shape of target.values, arithmetic dtype; zero on entry (values' gradient only)
+  const void* made_for;     // (1,) upstream gradient of the mean that grad_logits are made for, or null: none is
+  const void* grad_mean;    // (1,) the one that came
+
+  template <typename scalar_t>
+  SCE_HD scalar_t* gradient_row(int64_t r) const {
+    return static_cast<scalar_t*>(grad_logits) + (r * grad_row_stride - first_class);
+  }
+  template <typename scalar_t>
+  SCE_HD StridedRow<scalar_t> strided_gradient_row(int64_t r) const {
+    return grad_strided.row(static_cast<scalar_t*>(grad_logits), r);
+  }
+
+  template <typename acc_t>
+  SCE_HD acc_t upstream(int64_t r) const {
+    if (!grad_loss) return acc_t(0);
+    const acc_t by = row_weight ? static_cast<const acc_t*>(row_weight)[r * row_weight_stride] : acc_t(1);
+    return by * static_cast<const acc_t*>(grad_loss)[r * grad_loss_stride];
+  }
+  template <typename acc_t>
+  SCE_HD acc_t upstream_of_lse(int64_t r) const {
+    return grad_lse ? static_cast<const acc_t*>(grad_lse)[r * grad_lse_stride] : acc_t(0);
+  }
+
+  // Whether grad_logits are what they would become. On a device nobody else may look without waiting for it.
+  SCE_HD bool is_made() const {
+    if (!made_for) return false;
+    return dtype == DType::kFloat64 ? same_bits<double, uint64_t>() : same_bits<float, uint32_t>();
+  }
+
+  // Whether a row's gradient is 0 and the row is not read: what it holds may be NaN.
+  template <typename acc_t>
+  SCE_HD bool without_gradient(int64_t r) const {
+    return target.ignored(r) || (upstream<acc_t>(r) == acc_t(0) && upstream_of_lse<acc_t>(r) == acc_t(0));
+  }
+
+  // `mass`: of the row's entries; the gradient for their values needs none.
+  template <typename acc_t>
+  SCE_HD GradientCoefficients<acc_t> coefficients(int64_t r, acc_t mass) const {
+    const acc_t residual = lse_residual ? static_cast<const acc_t*>(lse_residual)[r] : acc_t(0);
+    return coefficients(r, mass, static_cast<const acc_t*>(lse)[r], residual);
+  }
+  template <typename acc_t>
+  SCE_HD GradientCoefficients<acc_t> coefficients(int64_t r, acc_t mass, acc_t lse_of_row, acc_t residual) const {
+    const int64_t classes = target.num_classes;
+    const acc_t weights = weight_sum ? *static_cast<const acc_t*>(weight_sum) : static_cast<acc_t>(classes);
+    return {upstream<acc_t>(r), upstream_of_lse<acc_t>(r), mass, lse_of_row, residual, weights, options, classes};
+  }
+
+  // The gradient for the value of entry i, of a row whose coefficients are `c`.
+  template <typename row_t, typename acc_t>
+  SCE_HD void write_value(int64_t i, const row_t& row, const LogitTransform<acc_t>& transform,
+                          const GradientCoefficients<acc_t>& c) const {
+    const auto entry = target.entry<acc_t>(i);
+    if (!holds(entry.column)) return;
+    const acc_t by = target.class_weight<acc_t>(entry.column) * target.value_slope(entry);
+    static_cast<acc_t*>(grad_values)[i] = c.of_value(transform(to_acc(row[entry.column])), by);
+  }
+
+ private:
+  // A NaN is that NaN, and 0 is not -0, which another sign of zeros would follow from.
+  template <typename acc_t, typename bits_t>
+  SCE_HD bool same_bits() const {
+    bits_t made, came;
+    std::memcpy(&made, made_for, sizeof(acc_t));
+    std::memcpy(&came, grad_mean, sizeof(acc_t));
+    return made == came;
+  }
+};
+
+namespace cpu {
+void cross_entropy_forward(const ForwardArgs& args);
+// `backward` reads what `forward` writes.
+void cross_entropy_forward_with_gradient(const ForwardArgs& forward, const BackwardArgs& backward);
+void cross_entropy_backward(const BackwardArgs& args);
+void cross_entropy_backward_values(const BackwardArgs& args);
+const char* instruction_set();  // "avx512", "avx2" or "default"
+}  // namespace cpu
+
+}  // namespace sparse_ce

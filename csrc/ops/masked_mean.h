@@ -1,0 +1,86 @@
+// masked_mean.h - what the bindings hand to a device: the mean under a mask along some dimensions of a tensor.
+//
+// Its elements lie along three axes: one that is kept (`outer`), one that is reduced (`rows`), and the columns, which
+// are either. Dimensions are merged into these; a tensor that has more of them is copied before.
+#pragma once
+
+#include "../core/math.h"
+
+#include <algorithm>
+
+namespace sparse_ce {
+
+// Elements between two neighbours along an axis, or from the first element, in each of the tensors.
+struct Place {
+  int64_t input = 0, mask = 0, out = 0;
+
+  SCE_HD Place moved(const Place& stride, int64_t steps) const {
+    return {input + stride.input * steps, mask + stride.mask * steps, out + stride.out * steps};
+  }
+  bool operator!=(const Place& other) const { return input != other.input || mask != other.mask || out != other.out; }
+};
+
+struct Axis {
+  int64_t size = 1;
+  Place stride;  // `out` is 0 along an axis that is reduced
+};
+
+struct MaskedMeanArgs {
+  Axis outer, rows, columns;  // the columns' strides: 1; 1, or 0 of a weight that they share; 1, or 0 if reduced
+  DType dtype, mask_dtype;
+  const void* input;  // forward only
+  const void* mask;  // weights: kUInt8, which bool is too, or the arithmetic dtype
+  void* mean;  // by `out`; forward only
+  void* divisor;  // by `out`, arithmetic dtype; forward only
+  const void* share;  // by `out`, arithmetic dtype, the upstream gradient over the divisor; backward only
+  void* grad_input;  // by `input`; backward only
+  int64_t max_blocks;  // 0: no limit. Tests lower it, so that blocks take several items
+
+  SCE_HD bool columns_kept() const { return columns.stride.out != 0; }
+  SCE_HD int64_t outputs() const { return outer.size * (columns_kept() ? columns.size : 1); }
+
+  template <typename scalar_t>
+  SCE_HD void finish(int64_t out, const MaskedSum<double>& total) const {
+    using acc_t = acc_type<scalar_t>;
+    from_acc(static_cast<acc_t>(total.mean()), static_cast<scalar_t*>(mean)[out]);
+    static_cast<acc_t*>(divisor)[out] = static_cast<acc_t>(total.divisor());
+  }
+};
+
+// How the work is shared: an item is `height` rows of `width` columns at an outer place, fewer at the ends.
+struct MaskedMeanPlan {
+  struct Item {
+    Place place;
+    int64_t rows, columns, part;
+  };
+  int64_t height, width, down, across;  // down, across: items below one another and side by side
+  int64_t parts, items;  // parts: of what lies behind an output
+
+  MaskedMeanPlan(const MaskedMeanArgs& args, int64_t most_rows, int64_t most_columns)
+      : height(std::min(args.rows.size, most_rows)), width(std::min(args.columns.size, most_columns)),
+        down(divide_up(args.rows.size, height)), across(divide_up(args.columns.size, width)),
+        parts(args.columns_kept() ? down : down * across), items(args.outer.size * down * across) {}
+
+  SCE_HD Item item(const MaskedMeanArgs& args, int64_t i) const {
+    const int64_t beside = i % across, below = i / across % down, row = below * height, column = beside * width;
+    const int64_t rows = args.rows.size - row, columns = args.columns.size - column;
+    const Place place = Place{}.moved(args.outer.stride, i / across / down).moved(args.rows.stride, row);
+    return {place.moved(args.columns.stride, column), rows < height ? rows : height, columns < width ? columns : width,
+            args.columns_kept() ? below : below * across + beside};
+  }
+  // What an item makes of the sum of its output c: a mean, or, for who merges the parts, partial (parts, outputs).
+  template <typename scalar_t, typename acc_t>
+  SCE_HD void put(const MaskedMeanArgs& args, const Item& item, int64_t c, const MaskedSum<double>& total,
+                  MaskedSum<acc_t>* partial) const {
+    const int64_t out = item.place.out + c;
+    if (parts == 1) return args.finish<scalar_t>(out, total);
+    partial[item.part * args.outputs() + out] = {static_cast<acc_t>(total.sum), static_cast<acc_t>(total.weight)};
+  }
+};
+
+namespace cpu {
+void masked_mean(const MaskedMeanArgs& args);
+void masked_mean_backward(const MaskedMeanArgs& args);
+}  // namespace cpu
+
+}  // namespace sparse_ce

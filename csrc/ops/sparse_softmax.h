@@ -1,0 +1,70 @@
+// sparse_softmax.h - what the bindings hand to a device: softmax over the entries of each row of a sparse matrix.
+#pragma once
+
+#include "../core/math.h"
+
+namespace sparse_ce {
+
+// Softmax over the entries that a row of a sparse matrix has, as if the others were -inf:
+//
+//   log_softmax   y_k = z_k - lse           dloss/dz_k = g_k - exp(y_k) sum_i g_i
+//   softmax       y_k = exp(z_k - lse)      dloss/dz_k = y_k (g_k - sum_i g_i y_i)
+template <typename acc_t>
+struct SoftmaxRow {
+  acc_t max, log_sum, share;
+
+  SCE_HD SoftmaxRow(acc_t max, acc_t log_sum, acc_t share) : max(max), log_sum(log_sum), share(share) {}
+  // `sum`: of exp(z - max). NaN everywhere in a row whose entries are all -inf.
+  SCE_HD SoftmaxRow(acc_t max, acc_t sum) : SoftmaxRow(max, logarithm(sum), acc_t(1) / sum) {}
+  template <bool log>
+  SCE_HD acc_t at(acc_t z) const {
+    return log ? (z - max) - log_sum : exponential(z - max) * share;
+  }
+};
+
+template <typename acc_t>
+struct SoftmaxGradient {
+  acc_t sum = 0;
+
+  SCE_HD void merge(const SoftmaxGradient& other) { sum += other.sum; }
+  template <bool log>
+  SCE_HD static acc_t term(acc_t grad, acc_t y) {
+    return log ? grad : grad * y;
+  }
+  template <bool log>
+  SCE_HD acc_t at(acc_t grad, acc_t y) const {
+    return log ? grad - exponential(y) * sum : y * (grad - sum);
+  }
+};
+
+// Row r has the entries [offsets[r], offsets[r + 1]), in the order of `order`. Each of `width` positions, the dense
+// dimensions of a hybrid tensor, is a matrix of its own.
+struct SparseSoftmaxArgs {
+  const void* offsets;   // (rows + 1,), ascending from 0 to entries
+  const int64_t* order;  // (entries,), a permutation, or null: rows lie one after the other
+  DType offsets_dtype, dtype;
+  int64_t rows, entries, width;
+  bool log;
+  const void* values;    // (entries, width); forward only
+  const void* grad;      // (entries, width); backward only
+  const void* output;    // (entries, width), what forward made; backward only
+  void* result;          // (entries, width)
+  int64_t max_blocks;    // 0: no limit. Tests lower it, so that blocks take several rows
+
+  // Held within the entries, whatever the offsets and the order are.
+  SCE_HD int64_t row_begin(int64_t r) const {
+    const int64_t begin = load_int(offsets, offsets_dtype, r);
+    return begin < 0 ? 0 : begin > entries ? entries : begin;
+  }
+  SCE_HD int64_t at(int64_t i) const {
+    if (!order) return i;
+    return static_cast<uint64_t>(order[i]) < static_cast<uint64_t>(entries) ? order[i] : i;
+  }
+};
+
+namespace cpu {
+void sparse_softmax(const SparseSoftmaxArgs& args);
+void sparse_softmax_backward(const SparseSoftmaxArgs& args);
+}  // namespace cpu
+
+}  // namespace sparse_ce

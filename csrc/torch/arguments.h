@@ -1,0 +1,170 @@
+// arguments.h - the arguments that ops share, once: as the schema has them and as the ops do, in one order, which is
+// that of sparse_ce/_core/arguments.py. A new option of the losses is a line in each here, with what it must be,
+// and its part in math.h's formula.
+#pragma once
+
+#include "../core/math.h"
+#include "boxing.h"
+
+#include <cmath>
+
+namespace sparse_ce {
+
+#define SCE_TARGET                                                                                          \
+  "Tensor indices, Tensor? values=None, Tensor? offsets=None, Tensor? weight=None, Tensor? row_mask=None, " \
+  "int ignore_index=-100"
+struct TargetArguments : OnStack {
+  using OnStack::OnStack;
+  Tensor indices = next<Tensor>();
+  OptionalTensor values = next<OptionalTensor>();
+  OptionalTensor offsets = next<OptionalTensor>();
+  OptionalTensor weight = next<OptionalTensor>();
+  OptionalTensor row_mask = next<OptionalTensor>();
+  int64_t ignore_index = next<int64_t>();
+};
+
+inline void check_transform(double logit_scale, std::optional<double> softcap) {
+  check(std::isfinite(logit_scale), "logit_scale must be finite, got ", logit_scale);
+  check(!softcap || (std::isfinite(*softcap) && *softcap > 0), "softcap must be a positive number or None, got ",
+        softcap.value_or(0));
+}
+
+#define SCE_ARGUMENTS                                                                                               \
+  SCE_TARGET                                                                                                        \
+  ", float label_smoothing=0., float z_loss=0., float logit_scale=1., float? softcap=None, int? num_classes=None, " \
+  "bool logprobs=False, Tensor? row_scale=None"
+struct Arguments : TargetArguments {
+  using TargetArguments::TargetArguments;
+  double label_smoothing = next<double>();
+  double z_loss = next<double>();
+  double logit_scale = next<double>();
+  std::optional<double> softcap = next<std::optional<double>>();
+  std::optional<int64_t> num_classes = next<std::optional<int64_t>>();
+  bool logprobs = next<bool>();
+  OptionalTensor row_scale = next<OptionalTensor>();
+
+  // `classes`: what there are `vocab` of.
+  void check_options(int64_t vocab, const char* classes) const {
+    check(label_smoothing >= 0 && label_smoothing <= 1, "label_smoothing must be in [0, 1], got ", label_smoothing);
+    check(std::isfinite(z_loss) && z_loss >= 0, "z_loss must be finite and not negative, got ", z_loss);
+    check_transform(logit_scale, softcap);
+    check(!num_classes || (*num_classes > 0 && *num_classes <= vocab), "num_classes must be in [1, ", vocab, "], ",
+          classes, ", got ", num_classes.value_or(0));
+  }
+  LossOptions options() const {
+    LossOptions options;
+    options.label_smoothing = label_smoothing;
+    options.z_loss = z_loss;
+    options.logit_scale = logit_scale;
+    options.softcap = softcap.value_or(0);
+    return options;
+  }
+};
+
+#define SCE_CANDIDATES                                                                                        \
+  "Tensor indices, Tensor? values=None, Tensor? offsets=None, Tensor? row_mask=None, int ignore_index=-100, " \
+  "bool logprobs=False, float logit_scale=1., float? softcap=None"
+struct CandidateArguments : OnStack {
+  using OnStack::OnStack;
+  Tensor indices = next<Tensor>();
+  OptionalTensor values = next<OptionalTensor>();
+  OptionalTensor offsets = next<OptionalTensor>();
+  OptionalTensor row_mask = next<OptionalTensor>();
+  int64_t ignore_index = next<int64_t>();
+  bool logprobs = next<bool>();
+  double logit_scale = next<double>();
+  std::optional<double> softcap = next<std::optional<double>>();
+
+  LossOptions options() const {
+    check_transform(logit_scale, softcap);
+    LossOptions options;
+    options.logit_scale = logit_scale;
+    options.softcap = softcap.value_or(0);
+    return options;
+  }
+};
+
+#define SCE_HEAD "Tensor input, Tensor linear_weight, Tensor? linear_bias"
+struct HeadArguments : OnStack {
+  using OnStack::OnStack;
+  Tensor input = next<Tensor>();
+  Tensor weight = next<Tensor>();
+  OptionalTensor bias = next<OptionalTensor>();
+
+  void check_tensors() const {
+    check(input.dim() == 2, "input must be (rows, width), got ", shape(input));
+    to_dtype(input, "input", /*integer=*/false);
+    check(weight.dim() == 2 && weight.size(1) == input.size(1), "linear_weight must be (vocab, ", input.size(1),
+          "), as wide as input, got ", shape(weight));
+    check(weight.size(0) > 0, "linear_weight must have at least one class, got ", shape(weight));
+    check_operand(weight, "linear_weight");
+    if (!bias) return;
+    check(bias->dim() == 1 && bias->size(0) == weight.size(0), "linear_bias must be (", weight.size(0), ",), got ",
+          shape(*bias));
+    check_operand(*bias, "linear_bias");
+  }
+
+ private:
+  // 16-bit inputs may meet float32 weights: mixed precision converts them on the way.
+  void check_operand(const Tensor& t, const char* argument) const {
+    check_same_device(t, input, argument);
+    const bool mixed = input.element_size() == 2 && t.scalar_type() == ScalarType::Float;
+    check(mixed || t.scalar_type() == input.scalar_type(), argument, " must be of the dtype of input, ",
+          name(input.scalar_type()), input.element_size() == 2 ? ", or float32" : "", ", got ", name(t.scalar_type()));
+  }
+};
+
+// Upstream gradients: of the loss, and of what select gives beside it.
+#define SCE_UPSTREAM                                                                                                   \
+  "Tensor? grad_loss, Tensor? grad_lse, Tensor? grad_log_probs, Tensor? grad_log_tail, Tensor? grad_entropy, Tensor? " \
+  "grad_mean_logit"
+struct Upstreams : OnStack {
+  using OnStack::OnStack;
+  OptionalTensor loss = next<OptionalTensor>();
+  OptionalTensor lse = next<OptionalTensor>();
+  OptionalTensor log_probs = next<OptionalTensor>();
+  OptionalTensor log_tail = next<OptionalTensor>();
+  OptionalTensor entropy = next<OptionalTensor>();
+  OptionalTensor mean_logit = next<OptionalTensor>();
+};
+
+// The outputs of select that are asked for.
+#define SCE_OUTPUTS                                                                                            \
+  "float? padding_value=None, bool loss=False, bool log_probs=True, bool log_tail=False, bool entropy=False, " \
+  "bool mean_logit=False, bool argmax=False"
+struct Outputs : OnStack {
+  using OnStack::OnStack;
+  std::optional<double> padding_value = next<std::optional<double>>();  // -inf by default
+  bool loss = next<bool>();
+  bool log_probs = next<bool>();
+  bool log_tail = next<bool>();
+  bool entropy = next<bool>();
+  bool mean_logit = next<bool>();
+  bool argmax = next<bool>();
+};
+
+// How the logits of a head exist: so many rows at a time, by default what fits a budget, and where the head has 16 bits
+// in its dtype or not rounded.
+#define SCE_CHUNKS "int? chunk_rows=None, bool float32_logits=False"
+struct ChunkOptions : OnStack {
+  using OnStack::OnStack;
+  std::optional<int64_t> chunk_rows = next<std::optional<int64_t>>();
+  bool float32_logits = next<bool>();
+};
+
+// The gradients that are asked for: for a head alone, and for the values of the entries too.
+#define SCE_HEAD_WANTED "bool input_grad=True, bool weight_grad=True, bool bias_grad=True"
+struct HeadWanted : OnStack {
+  using OnStack::OnStack;
+  bool input = next<bool>();
+  bool weight = next<bool>();
+  bool bias = next<bool>();
+};
+
+#define SCE_WANTED SCE_HEAD_WANTED ", bool values_grad=False"
+struct Wanted : HeadWanted {
+  using HeadWanted::HeadWanted;
+  bool values = next<bool>();
+};
+
+}  // namespace sparse_ce

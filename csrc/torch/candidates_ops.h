@@ -1,0 +1,202 @@
+// candidates_ops.h - the ops on tensors, for the CPU and for CUDA alike. `device_t` has candidate_logits,
+// candidate_logits_backward, candidate_weight_gradient, check_target, called before any work, check_may_wait, called
+// before the host waits for a number, and empty_output for the large fresh result.
+#pragma once
+
+#include "../ops/candidates.h"
+#include "gemm.h"
+#include "views.h"
+
+#include <array>
+
+namespace sparse_ce {
+
+template <typename device_t>
+class CandidateOps {
+ public:
+  static Tensor candidate_logits(const HeadArguments& head, const CandidateArguments& given) {
+    const Call call(head, given);
+    CandidateForwardArgs args{};
+    static_cast<CandidateArgs&>(args) = call.args;
+    Tensor logits = torch::stable::new_empty(given.indices, given.indices.sizes(), arithmetic_dtype(head.input));
+    if (call.args.target.entries == 0) return logits;
+    // An entry may belong to no row.
+    if (given.offsets) torch::stable::fill_(logits, -std::numeric_limits<double>::infinity());
+    args.logits = logits.mutable_data_ptr();
+    device_t::candidate_logits(args, head.input);
+    return logits;
+  }
+
+  static std::tuple<Tensor, Tensor, Tensor> backward(const Tensor& grad, const OptionalTensor& output,
+                                                     const HeadArguments& head, const CandidateArguments& given,
+                                                     const HeadWanted& wanted) {
+    const Backward backward(grad, output, head, given, wanted);
+    OptionalTensor grad_weight;
+    if (wanted.weight) {
+      grad_weight =
+          device_t::empty_output(head.weight, {head.weight.size(0), head.weight.size(1)}, head.weight.scalar_type());
+      torch::stable::zero_(*grad_weight);
+    }
+    const OptionalTensor grad_bias = backward.sum(grad_weight, std::nullopt);
+    return {backward.or_empty(backward.grad_input), backward.or_empty(grad_weight), backward.or_empty(grad_bias)};
+  }
+
+  static std::tuple<Tensor, Tensor, Tensor, Tensor> backward_sparse(const Tensor& grad, const OptionalTensor& output,
+                                                                    const HeadArguments& head,
+                                                                    const CandidateArguments& given,
+                                                                    const HeadWanted& wanted) {
+    check(wanted.weight, "weight_grad must be True where it is sparse, got False");
+    device_t::check_may_wait(head.input);
+    const Backward backward(grad, output, head, given, wanted);
+    const auto [distinct, slots] = backward.distinct();
+    const int64_t count = distinct.size(0) - 1;  // the last is no id
+    const OptionalTensor grad_weight =
+        device_t::empty_output(head.weight, {count, head.weight.size(1)}, head.weight.scalar_type());
+    const OptionalTensor grad_bias = backward.sum(grad_weight, slots);
+    return {backward.or_empty(backward.grad_input), torch::stable::clone(rows_of(distinct, 0, count)), *grad_weight,
+            backward.or_empty(grad_bias)};
+  }
+
+  template <typename library_t>
+  static void add_to(library_t& m) {
+    m.impl("candidate_logits", boxed<&candidate_logits>);
+    m.impl("candidate_logits_backward", boxed<&backward>);
+    m.impl("candidate_logits_backward_sparse", boxed<&backward_sparse>);
+  }
+
+ private:
+  static Tensor with_unit_columns(const Tensor& t) { return t.size(1) <= 1 || t.stride(1) == 1 ? t : packed(t); }
+
+  // What every op is called with, checked.
+  struct Call {
+    Call(const HeadArguments& head, const CandidateArguments& given) {
+      head.check_tensors();
+      held.logits = with_unit_columns(head.input);
+      weight = with_unit_columns(head.weight);
+      args.input = held.logits.const_data_ptr();
+      args.weight = weight.const_data_ptr();
+      args.input_dtype = to_dtype(held.logits, "input", /*integer=*/false);
+      args.weight_dtype = to_dtype(weight, "linear_weight", /*integer=*/false);
+      args.width = weight.size(1);
+      args.input_stride = held.logits.stride(0);
+      args.weight_stride = weight.stride(0);
+      if (head.bias) {
+        held.weight = packed(*head.bias);
+        args.bias = held.weight->const_data_ptr();
+        args.bias_dtype = to_dtype(*held.weight, "linear_bias", /*integer=*/false);
+      }
+      args.options = given.options();
+      args.target = view_rows_and_entries(given, weight.size(0), held);
+      args.target.logprobs = given.values && given.logprobs;
+      if (args.target.rows > 0) device_t::check_target(args.target, held.logits);
+    }
+    Held held;  // the input in the place of logits, the bias in that of class weights
+    Tensor weight;
+    CandidateArgs args{};
+  };
+
+  // The entries that add to gradients, by id, and the gradient for the input.
+  struct Backward {
+    Backward(const Tensor& grad, const OptionalTensor& given_output, const HeadArguments& head_arguments,
+             const CandidateArguments& given, const HeadWanted& wanted_gradients)
+        : call(head_arguments, given), head(head_arguments), wanted(wanted_gradients) {
+      wanted.bias = wanted.bias && head.bias;
+      CandidateBackwardArgs args{};
+      static_cast<CandidateArgs&>(args) = call.args;
+      const Tensor packed_grad = of_entries(grad, given, "grad");
+      args.grad = packed_grad.const_data_ptr();
+      OptionalTensor output;
+      if (given.softcap) {
+        check(given_output.has_value(), "output must be what candidate_logits gave where there is a softcap, got None");
+        output = of_entries(*given_output, given, "output");
+        args.logits = output->const_data_ptr();
+      }
+      const Tensor& input = call.held.logits;
+      const int64_t entries = call.args.target.entries;
+      if (wanted.input) {
+        grad_input = device_t::empty_output(input, {input.size(0), input.size(1)}, input.scalar_type());
+        args.grad_input = grad_input->mutable_data_ptr();
+      }
+      if (wanted.weight || wanted.bias) {
+        grad_logits = empty(packed_grad, {entries}, packed_grad.scalar_type());
+        rows = empty(input, {entries}, ScalarType::Long);
+        ids = empty(input, {entries + 1}, ScalarType::Long);
+        torch::stable::fill_(*ids, static_cast<double>(head.weight.size(0)));
+        args.grad_logits = grad_logits->mutable_data_ptr();
+        args.rows = static_cast<int64_t*>(rows->mutable_data_ptr());
+        args.ids = static_cast<int64_t*>(ids->mutable_data_ptr());
+      }
+      if (args.target.rows > 0 && (args.grad_input || args.ids)) device_t::candidate_logits_backward(args, input);
+      if (ids) std::tie(ids, order) = sorted(*ids);
+    }
+
+    // The ids, each once and `vocab` behind them, and which of them each entry has.
+    std::tuple<Tensor, Tensor> distinct() const {
+      std::array<StableIValue, 4> stack{torch::stable::detail::from(*ids), torch::stable::detail::from(true),
+                                        torch::stable::detail::from(false),
+                                        torch::stable::detail::from(std::optional<int64_t>())};
+      STABLE_TORCH_ERROR_CODE_CHECK(
+          torch_call_dispatcher("aten::unique_consecutive", "", stack.data(), TORCH_ABI_VERSION));
+      (void)torch::stable::detail::to<Tensor>(stack[2]);  // owns the handle that was returned
+      return {torch::stable::detail::to<Tensor>(stack[0]), torch::stable::detail::to<Tensor>(stack[1])};
+    }
+
+    // Adds up the rows of grad_weight, whose others stay what they are. Returns the gradient for the bias.
+    OptionalTensor sum(const OptionalTensor& grad_weight, const OptionalTensor& slots) const {
+      OptionalTensor grad_bias;
+      CandidateWeightArgs args{};
+      if (wanted.bias) {
+        grad_bias = torch::stable::new_zeros(*head.bias, head.bias->sizes());
+        args.grad_bias = grad_bias->mutable_data_ptr();
+        args.bias_dtype = call.args.bias_dtype;
+      }
+      if (!ids || call.args.target.entries == 0) return grad_bias;
+      args.input = call.args.input;
+      args.input_dtype = call.args.input_dtype;
+      args.weight_dtype = call.args.weight_dtype;
+      args.width = call.args.width;
+      args.input_stride = call.args.input_stride;
+      args.entries = call.args.target.entries;
+      args.vocab = head.weight.size(0);
+      args.ids = static_cast<const int64_t*>(ids->const_data_ptr());
+      args.order = static_cast<const int64_t*>(order->const_data_ptr());
+      args.slots = slots ? static_cast<const int64_t*>(slots->const_data_ptr()) : nullptr;
+      args.rows = static_cast<const int64_t*>(rows->const_data_ptr());
+      args.grad_logits = grad_logits->const_data_ptr();
+      args.grad_weight = grad_weight ? grad_weight->mutable_data_ptr() : nullptr;
+      device_t::candidate_weight_gradient(args, call.held.logits);
+      return grad_bias;
+    }
+
+    // An empty tensor each: no two outputs of an op may be one.
+    Tensor or_empty(const OptionalTensor& gradient) const {
+      return gradient ? *gradient : empty(head.input, {0}, head.input.scalar_type());
+    }
+
+    Call call;
+    const HeadArguments& head;
+    HeadWanted wanted;
+    OptionalTensor grad_input, grad_logits, ids, order, rows;
+
+   private:
+    Tensor of_entries(const Tensor& t, const CandidateArguments& given, const char* argument) const {
+      check_same_device(t, head.input, argument);
+      check(same_sizes(t.sizes(), given.indices.sizes()), argument, " must have the shape of indices, ",
+            shape(given.indices), ", got ", shape(t));
+      check(t.scalar_type() == arithmetic_dtype(head.input), argument, " must be of dtype ",
+            name(arithmetic_dtype(head.input)), ", got ", name(t.scalar_type()));
+      return packed(t);
+    }
+
+    // Ascending, equal ones in their order; and where each was.
+    static std::tuple<Tensor, Tensor> sorted(const Tensor& ids) {
+      std::array<StableIValue, 4> stack{torch::stable::detail::from(ids),
+                                        torch::stable::detail::from(std::optional<bool>(true)),
+                                        torch::stable::detail::from(int64_t(-1)), torch::stable::detail::from(false)};
+      STABLE_TORCH_ERROR_CODE_CHECK(torch_call_dispatcher("aten::sort", "stable", stack.data(), TORCH_ABI_VERSION));
+      return {torch::stable::detail::to<Tensor>(stack[0]), torch::stable::detail::to<Tensor>(stack[1])};
+    }
+  };
+};
+
+}  // namespace sparse_ce

@@ -1,0 +1,280 @@
+// cross_entropy_ops.h - the ops on tensors, for the CPU and for CUDA alike: check, allocate, hand over to the device.
+//
+// `device_t` has forward, forward_with_gradient, backward, backward_values and loss_mean on the plain arguments of
+// cross_entropy.h and loss_mean.h, `empty_output` for large fresh tensors, and `check_target`, called before any work.
+#pragma once
+
+#include "views.h"
+
+#include <tuple>
+
+namespace sparse_ce {
+
+// The two ends of a loss that is a mean: the upstream gradient of every row's loss, known from the target alone, and
+// the mean itself once the losses are there.
+template <typename device_t>
+class LossMean {
+ public:
+  LossMean(const TargetView& target, const Tensor& like, const OptionalTensor& normalizer, const Tensor& grad_mean,
+           const OptionalTensor& row_weight)
+      : mean(empty(like, {}, arithmetic_dtype(like))), divisor(empty(like, {}, arithmetic_dtype(like))), like_(like),
+        grad_loss_(empty(like, {}, arithmetic_dtype(like))) {
+    args_.dtype = to_dtype(mean, "mean", /*integer=*/false);
+    args_.target = target;
+    args_.normalizer = normalizer ? view_scalar(*normalizer, like, "normalizer") : nullptr;
+    if (row_weight) args_.row_weight = view_rows(*row_weight, like, "row_weight", args_.row_weight_stride);
+    args_.divisor = divisor.mutable_data_ptr();
+    LossMeanArgs count = args_;
+    count.grad_mean = view_scalar(grad_mean, like, "grad_mean");
+    count.grad_loss = grad_loss_.mutable_data_ptr();
+    device_t::loss_mean(count, like);
+  }
+
+  // Of each row's loss, by the row's weight.
+  void give_upstream(BackwardArgs& backward) const {
+    backward.grad_loss = grad_loss_.const_data_ptr();
+    backward.row_weight = args_.row_weight;
+    backward.row_weight_stride = args_.row_weight_stride;
+  }
+
+  // loss (rows,), contiguous.
+  void finish(const Tensor& loss) {
+    args_.loss = loss.const_data_ptr();
+    args_.loss_stride = 1;
+    args_.mean = mean.mutable_data_ptr();
+    device_t::loss_mean(args_, like_);
+  }
+
+  Tensor mean, divisor;
+
+ private:
+  Tensor like_, grad_loss_;
+  LossMeanArgs args_{};
+};
+
+template <typename device_t>
+class CrossEntropyOps {
+  using RowsAndMean = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;  // mean, divisor, loss, lse, lse_residual
+
+ public:
+  static std::tuple<Tensor, Tensor> forward(const Tensor& logits, const Arguments& given) {
+    auto [loss, lse, residual] = run_forward(logits, given, false);
+    return {loss, lse};
+  }
+
+  static std::tuple<Tensor, Tensor, Tensor> forward_with_residual(const Tensor& logits, const Arguments& given) {
+    auto [loss, lse, residual] = run_forward(logits, given, true);
+    return {loss, lse, *residual};
+  }
+
+  static std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> forward_with_gradient(
+      const Tensor& grad_mean, const OptionalTensor& normalizer, const Tensor& logits, const Arguments& given,
+      const OptionalTensor& row_weight) {
+    Held held;
+    ForwardArgs args{};
+    view_call(logits, given, held, args, /*strided=*/true);
+    device_t::check_target(args.target, logits);
+    LossMean<device_t> mean(args.target, logits, normalizer, grad_mean, row_weight);
+    BackwardArgs backward = backward_of(args);
+    const Tensor grad_logits = empty_gradient(logits, backward);
+    return std::tuple_cat(run_with_gradient(args, backward, mean, logits), std::tuple(grad_logits));
+  }
+
+  static RowsAndMean forward_with_gradient_(const Tensor& grad_mean, const OptionalTensor& normalizer,
+                                            const Tensor& logits, const Arguments& given,
+                                            const OptionalTensor& row_weight) {
+    Held held;
+    ForwardArgs args{};
+    view_call(logits, given, held, args, /*strided=*/true);
+    check_overwritable(logits, args);
+    const Overwritten overwritten(logits, "logits");
+    check_apart(overwritten, given);
+    overwritten.check_apart(grad_mean, "grad_mean");
+    overwritten.check_apart(normalizer, "normalizer");
+    overwritten.check_apart(row_weight, "row_weight");
+    device_t::check_target(args.target, logits);
+    LossMean<device_t> mean(args.target, logits, normalizer, grad_mean, row_weight);
+    BackwardArgs backward = backward_of(args);
+    overwrite(logits, backward);
+    return run_with_gradient(args, backward, mean, logits);
+  }
+
+  static Tensor backward(const Tensor& grad_loss, const OptionalTensor& grad_lse, const Tensor& logits,
+                         const Tensor& lse, const OptionalTensor& lse_residual, const Arguments& given) {
+    Held held;
+    BackwardArgs args = view_backward(grad_loss, grad_lse, logits, lse, lse_residual, given, held);
+    if (args.rows > 0) device_t::check_target(args.target, logits);
+    const Tensor grad_logits = empty_gradient(logits, args);
+    if (args.rows == 0) return grad_logits;
+    device_t::backward(args, logits);
+    return grad_logits;
+  }
+
+  static void backward_(const Tensor& grad_loss, const OptionalTensor& grad_lse, const Tensor& logits,
+                        const Tensor& lse, const OptionalTensor& lse_residual, const Arguments& given) {
+    Held held;
+    BackwardArgs args = view_backward(grad_loss, grad_lse, logits, lse, lse_residual, given, held);
+    check_overwritable(logits, args);
+    check_apart(Overwritten(logits, "logits"), given, grad_loss, grad_lse, lse, lse_residual);
+    if (args.rows == 0) return;
+    device_t::check_target(args.target, logits);
+    overwrite(logits, args);
+    device_t::backward(args, logits);
+  }
+
+  static void backward_anew_(const Tensor& made_for, const Tensor& grad_mean, const Tensor& grad_loss,
+                             const Tensor& logits, const Tensor& lse, const OptionalTensor& lse_residual,
+                             const Tensor& grad_logits, const Arguments& given) {
+    Held held;
+    BackwardArgs args = view_backward(grad_loss, std::nullopt, logits, lse, lse_residual, given, held);
+    args.made_for = view_scalar(made_for, logits, "made_for");
+    args.grad_mean = view_scalar(grad_mean, logits, "grad_mean");
+    view_gradient(grad_logits, logits, args);
+    const Overwritten overwritten(grad_logits, "grad_logits");
+    check_apart(overwritten, given, grad_loss, std::nullopt, lse, lse_residual);
+    overwritten.check_apart(made_for, "made_for");
+    overwritten.check_apart(grad_mean, "grad_mean");
+    overwritten.check_apart(logits, "logits");
+    if (args.rows == 0) return;
+    device_t::check_target(args.target, logits);
+    device_t::backward(args, logits);
+  }
+
+  static Tensor backward_values(const Tensor& grad_loss, const Tensor& logits, const Tensor& lse,
+                                const OptionalTensor& lse_residual, const Arguments& given) {
+    Held held;
+    BackwardArgs args = view_backward(grad_loss, std::nullopt, logits, lse, lse_residual, given, held);
+    Tensor grad_values = torch::stable::new_zeros(given.indices, given.indices.sizes(), arithmetic_dtype(logits));
+    if (args.rows == 0 || args.target.entries == 0) return grad_values;
+    device_t::check_target(args.target, logits);
+    args.grad_values = grad_values.mutable_data_ptr();
+    device_t::backward_values(args, logits);
+    return grad_values;
+  }
+
+  static std::tuple<Tensor, Tensor> loss_mean(const Tensor& loss, const OptionalTensor& normalizer,
+                                              const TargetArguments& given, const OptionalTensor& row_weight) {
+    Held held;
+    LossMeanArgs args = view_loss_mean(loss, normalizer, given, row_weight, held);
+    // The divisor of labels is looked up in the class weights; that of other targets is a count of rows.
+    if (given.weight && args.target.labels && args.target.rows > 0) device_t::check_target(args.target, loss);
+    Tensor mean = empty(loss, {}, loss.scalar_type()), divisor = empty(loss, {}, loss.scalar_type());
+    args.mean = mean.mutable_data_ptr();
+    args.divisor = divisor.mutable_data_ptr();
+    device_t::loss_mean(args, loss);
+    return {mean, divisor};
+  }
+
+  template <typename library_t>
+  static void add_to(library_t& m) {
+    m.impl("forward", boxed<&forward>);
+    m.impl("forward_with_residual", boxed<&forward_with_residual>);
+    m.impl("forward_with_gradient", boxed<&forward_with_gradient>);
+    m.impl("forward_with_gradient_", boxed<&forward_with_gradient_>);
+    m.impl("backward", boxed<&backward>);
+    m.impl("backward_", boxed<&backward_>);
+    m.impl("backward_anew_", boxed<&backward_anew_>);
+    m.impl("backward_values", boxed<&backward_values>);
+    m.impl("loss_mean", boxed<&loss_mean>);
+  }
+
+ private:
+  static void check_apart(const Overwritten& overwritten, const Arguments& given) {
+    sparse_ce::check_apart(overwritten, given);
+  }
+  static void check_apart(const Overwritten& overwritten, const Arguments& given, const Tensor& grad_loss,
+                          const OptionalTensor& grad_lse, const Tensor& lse, const OptionalTensor& lse_residual) {
+    check_apart(overwritten, given);
+    overwritten.check_apart(grad_loss, "grad_loss");
+    overwritten.check_apart(grad_lse, "grad_lse");
+    overwritten.check_apart(lse, "lse");
+    overwritten.check_apart(lse_residual, "lse_residual");
+  }
+
+  static void overwrite(const Tensor& logits, BackwardArgs& args) {
+    args.grad_logits = mutable_origin(logits);
+    args.grad_row_stride = args.row_stride;
+    args.grad_strided = args.strided;
+  }
+
+  // Fresh, and laid out as the logits are: rows packed, or side by side.
+  static Tensor empty_gradient(const Tensor& logits, BackwardArgs& args) {
+    Tensor gradient;
+    if (logits.dim() == 2) {
+      gradient = device_t::empty_output(logits, {args.rows, args.vocab}, logits.scalar_type());
+    } else {
+      const int64_t outer = logits.size(0), inner = logits.size(1);
+      const Tensor packed = device_t::empty_output(logits, {outer * args.vocab, inner}, logits.scalar_type());
+      gradient = torch::stable::transpose(torch::stable::view(packed, {outer, args.vocab, inner}), 1, 2);
+    }
+    write_to(gradient, args);
+    return gradient;
+  }
+  static void write_to(const Tensor& gradient, BackwardArgs& args) {
+    args.grad_logits = mutable_origin(gradient);
+    args.grad_row_stride = args.vocab;
+    if (gradient.dim() == 3) args.grad_strided = {gradient.size(1), args.vocab * gradient.size(1), gradient.size(1)};
+  }
+
+  // One of that layout which is there.
+  static void view_gradient(const Tensor& gradient, const Tensor& logits, BackwardArgs& args) {
+    check_same_device(gradient, logits, "grad_logits");
+    check(gradient.scalar_type() == logits.scalar_type(), "grad_logits must be of dtype ", name(logits.scalar_type()),
+          ", got ", name(gradient.scalar_type()));
+    check(same_sizes(gradient.sizes(), logits.sizes()), "grad_logits must be ", shape(logits), ", got ",
+          shape(gradient));
+    const Tensor packed = logits.dim() == 3 ? torch::stable::transpose(gradient, 1, 2) : gradient;
+    check(packed.is_contiguous(), "grad_logits must lie as forward_with_gradient returns them, got stride ",
+          gradient.stride(0));
+    write_to(gradient, args);
+  }
+
+  static std::tuple<Tensor, Tensor, OptionalTensor> run_forward(const Tensor& logits, const Arguments& given,
+                                                                bool with_residual) {
+    Held held;
+    ForwardArgs args{};
+    view_call(logits, given, held, args, /*strided=*/true);
+    const ScalarType dtype = arithmetic_dtype(logits);
+    Tensor loss = empty(logits, {args.rows}, dtype), lse = empty(logits, {args.rows}, dtype);
+    OptionalTensor residual;
+    if (with_residual) residual = empty(logits, {args.rows}, dtype);
+    if (args.rows == 0) return {loss, lse, residual};
+    device_t::check_target(args.target, logits);
+    args.loss = loss.mutable_data_ptr();
+    args.lse = lse.mutable_data_ptr();
+    args.lse_residual = residual ? residual->mutable_data_ptr() : nullptr;
+    device_t::forward(args, logits);
+    return {loss, lse, residual};
+  }
+
+  static BackwardArgs backward_of(const CrossEntropyArgs& args) {
+    BackwardArgs backward{};
+    static_cast<CrossEntropyArgs&>(backward) = args;
+    return backward;
+  }
+
+  // `backward` says where the gradient goes: it may be the logits.
+  static RowsAndMean run_with_gradient(ForwardArgs forward, BackwardArgs backward, LossMean<device_t>& mean,
+                                       const Tensor& logits) {
+    const ScalarType dtype = arithmetic_dtype(logits);
+    Tensor loss = empty(logits, {forward.rows}, dtype), lse = empty(logits, {forward.rows}, dtype);
+    Tensor residual = empty(logits, {forward.rows}, dtype);
+    mean.give_upstream(backward);
+    forward.loss = loss.mutable_data_ptr();
+    backward.lse = forward.lse = lse.mutable_data_ptr();
+    backward.lse_residual = forward.lse_residual = residual.mutable_data_ptr();
+    if (forward.rows > 0) device_t::forward_with_gradient(forward, backward, logits);
+    mean.finish(loss);
+    return {mean.mean, mean.divisor, loss, lse, residual};
+  }
+
+  static BackwardArgs view_backward(const Tensor& grad_loss, const OptionalTensor& grad_lse, const Tensor& logits,
+                                    const Tensor& lse, const OptionalTensor& lse_residual, const Arguments& given,
+                                    Held& held) {
+    CrossEntropyArgs args{};
+    view_call(logits, given, held, args, /*strided=*/true);
+    return view_upstream(args, logits, grad_loss, grad_lse, lse, lse_residual);
+  }
+};
+
+}  // namespace sparse_ce

@@ -1,0 +1,50 @@
+// cuda_device.h - torch's side of the device: its current stream, its products, its dispatch key. Guarded by a
+// name, so that another device may stand in for it.
+#ifndef SPARSE_CE_TORCH_CUDA_DEVICE
+#define SPARSE_CE_TORCH_CUDA_DEVICE
+
+#include "gemm.h"
+
+#include <torch/csrc/inductor/aoti_torch/c/shim.h>
+#include <torch/csrc/inductor/aoti_torch/generated/c_shim_cuda.h>
+#include <torch/csrc/stable/accelerator.h>
+
+#include <cuda_runtime_api.h>
+
+#include <array>
+
+#define SCE_DISPATCH_KEY CUDA
+
+namespace sparse_ce {
+namespace cuda {
+
+using torch::stable::accelerator::DeviceGuard;
+
+inline cudaStream_t stream_of(const Tensor& t) {
+  void* stream = nullptr;
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(t.get_device_index(), &stream));
+  return static_cast<cudaStream_t>(stream);
+}
+
+using sparse_ce::multiply;
+constexpr auto add_product = aoti_torch_cuda_addmm_out;
+
+// out = a b with out in float32 and a, b of 16 bits: the GEMM's accumulators as they are.
+inline void multiply_widening(const Tensor& out, const Tensor& a, const Tensor& b) {
+  std::array<StableIValue, 4> stack{torch::stable::detail::from(a), torch::stable::detail::from(b),
+                                    torch::stable::detail::from(ScalarType::Float), torch::stable::detail::from(out)};
+  STABLE_TORCH_ERROR_CODE_CHECK(torch_call_dispatcher("aten::mm", "dtype_out", stack.data(), TORCH_ABI_VERSION));
+  (void)torch::stable::detail::to<Tensor>(stack[0]);
+}
+
+// Matrices of one dtype whose rows are packed: PyTorch's copy reads and writes these an element at a time.
+inline cudaError_t copy_matrix(const Tensor& to, const Tensor& from) {
+  const auto bytes = [&](int64_t elements) { return static_cast<size_t>(elements * to.element_size()); };
+  return cudaMemcpy2DAsync(to.mutable_data_ptr(), bytes(to.stride(0)), from.const_data_ptr(), bytes(from.stride(0)),
+                           bytes(to.size(1)), static_cast<size_t>(to.size(0)), cudaMemcpyDeviceToDevice, stream_of(to));
+}
+
+}  // namespace cuda
+}  // namespace sparse_ce
+
+#endif

@@ -1,0 +1,197 @@
+// linear/call.h - what every op of the linear head is called with, checked, and its way through the rows, chunk by
+// chunk.
+#pragma once
+
+#include "../views.h"
+#include "head.h"
+
+#include <vector>
+
+namespace sparse_ce {
+
+inline HeadArguments without_history(HeadArguments head) {
+  head.input = detached(head.input), head.weight = detached(head.weight);
+  if (head.bias) head.bias = detached(*head.bias);
+  return head;
+}
+
+inline CrossEntropyArgs chunk_args(const CrossEntropyArgs& all, int64_t begin, const Tensor& z) {
+  CrossEntropyArgs args = all;
+  args.logits = origin(z);
+  args.dtype = to_dtype(z, "logits", /*integer=*/false);
+  args.rows = z.size(0);
+  args.row_stride = all.vocab;
+  args.target = all.target.slice(begin, begin + args.rows);
+  const DType dtype = args.dtype == DType::kFloat64 ? DType::kFloat64 : DType::kFloat32;
+  if (all.row_scale) args.row_scale = advance(all.row_scale, dtype, begin * all.row_scale_stride);
+  return args;
+}
+
+// What every op is called with, checked. The target's rows are the input's; logits come later, chunk by chunk.
+template <typename device_t>
+struct LinearCall {
+  LinearCall(const HeadArguments& given_head, const Arguments& given, const ChunkOptions& options)
+      : head(without_history(given_head)), chunk_rows(options.chunk_rows), float32_logits(options.float32_logits) {
+    const Tensor &input = head.input, &weight = head.weight;
+    head.check_tensors();
+    check(!chunk_rows || *chunk_rows > 0, "chunk_rows must be positive, got ", chunk_rows.value_or(0));
+    given.check_options(weight.size(0), "the rows of linear_weight");
+    held.logits = input;
+    args.rows = input.size(0);
+    args.vocab = given.num_classes.value_or(weight.size(0));
+    view_arguments(given, held, args);
+    if (args.rows > 0) device_t::check_target(args.target, input);
+    live = device_t::live_rows(args.target);
+    live_args = args;
+    if (!live) return;
+    live_args.rows = live->count();
+    live_args.target = live->view(args.target);
+    if (args.row_scale_stride == 0) return;
+    live_scale = keep(args.row_scale, args.row_scale_stride);
+    live_args.row_scale = origin(*live_scale);
+    live_args.row_scale_stride = 1;
+  }
+
+  LinearHead<device_t> chunks() const {
+    return {head.input,       head.weight, head.bias,      args.vocab,
+            live_args.target, chunk_rows,  float32_logits, live ? &*live : nullptr};
+  }
+
+  // f(begin, end, z) for the logits z of the classes [begin, end), of all rows that count.
+  template <typename function_t>
+  void for_classes(LinearHead<device_t>& chunks, const function_t& f) const {
+    for (int64_t begin = 0; begin < chunks.classes(); begin += chunks.chunk_classes()) {
+      const int64_t end = std::min(chunks.classes(), begin + chunks.chunk_classes());
+      f(begin, end, chunks.class_logits(begin, end));
+    }
+  }
+
+  // f(begin, z) for the logits z of the rows from `begin` on.
+  template <typename function_t>
+  void for_each_chunk(LinearHead<device_t>& chunks, const function_t& f) const {
+    for (int64_t begin = 0; begin < chunks.rows(); begin += chunks.chunk_rows()) {
+      const int64_t end = std::min(chunks.rows(), begin + chunks.chunk_rows());
+      f(begin, chunks.logits(begin, end));
+    }
+  }
+
+  // What the rows that count have, (rows that count,), with `fill` for the others: (rows,). An output that is not asked
+  // for stays empty.
+  Tensor spread(const Tensor& of_live, bool wanted = true, double fill = 0) const {
+    if constexpr (device_t::kLeavesOut) {
+      if (live && wanted) {
+        Tensor all = empty(of_live, {args.rows}, of_live.scalar_type());
+        torch::stable::fill_(all, fill);
+        copy_each(of_live.const_data_ptr(), 1, nullptr, all.mutable_data_ptr(), live->rows.data(),
+                  of_live.element_size());
+        return all;
+      }
+    }
+    return of_live;
+  }
+
+  // Makes the arrays of a backward, one element a row, those of the rows that count. Returns what holds them.
+  std::vector<Tensor> keep_live(BackwardArgs& backward) const {
+    std::vector<Tensor> held;
+    if constexpr (device_t::kLeavesOut) {
+      if (!live) return held;
+      static_cast<CrossEntropyArgs&>(backward) = live_args;
+      const auto replace = [&](const void*& array, int64_t stride) {
+        if (!array) return;
+        held.push_back(keep(array, stride));
+        array = origin(held.back());
+      };
+      replace(backward.grad_loss, backward.grad_loss_stride);
+      replace(backward.grad_lse, backward.grad_lse_stride);
+      replace(backward.lse, 1);
+      replace(backward.lse_residual, 1);
+      backward.grad_loss_stride = backward.grad_lse_stride = 1;
+    }
+    return held;
+  }
+
+  // Of an array with one element a row, those of the rows that count.
+  Tensor keep(const void* array, int64_t stride) const {
+    Tensor kept = empty(head.input, {live->count()}, arithmetic_dtype(head.input));
+    copy_each(array, stride, live->rows.data(), kept.mutable_data_ptr(), nullptr, kept.element_size());
+    return kept;
+  }
+
+  // Numbers of 4 or 8 bytes.
+  void copy_each(const void* from, int64_t stride, const int64_t* from_rows, void* to, const int64_t* to_rows,
+                 int64_t bytes) const {
+    if constexpr (device_t::kLeavesOut) {
+      CopyRowsArgs copy{};
+      copy.from = from;
+      copy.to = to;
+      copy.from_dtype = copy.to_dtype = bytes == 8 ? DType::kFloat64 : DType::kFloat32;
+      copy.from_stride = stride;
+      copy.to_stride = 1;
+      copy.from_rows = from_rows;
+      copy.to_rows = to_rows;
+      copy.count = live->count();
+      copy.width = 1;
+      device_t::copy_rows(copy);
+    }
+  }
+
+  HeadArguments head;
+  std::optional<int64_t> chunk_rows;
+  bool float32_logits;
+  Held held;
+  CrossEntropyArgs args{};         // of all rows
+  std::optional<LiveRows> live;    // nothing: all of them
+  CrossEntropyArgs live_args{};    // of these
+  OptionalTensor live_scale;
+};
+
+// The gradients of a call, and the arguments for those of a chunk's logits, which are written over them.
+template <typename device_t>
+struct LinearGradients {
+  LinearGradients(const LinearCall<device_t>& call, const Wanted& wanted) : head(call.chunks()), like(call.head.input) {
+    head.begin_gradients(wanted, call.head.weight, call.head.bias);
+    if (wanted.values)
+      values = torch::stable::new_zeros(call.held.indices, call.held.indices.sizes(), arithmetic_dtype(like));
+  }
+
+  BackwardArgs chunk(const BackwardArgs& all, int64_t begin, const Tensor& z) const {
+    BackwardArgs args = all;
+    static_cast<CrossEntropyArgs&>(args) = chunk_args(all, begin, z);
+    const DType dtype = arithmetic_dtype(like) == ScalarType::Double ? DType::kFloat64 : DType::kFloat32;
+    if (all.grad_loss) args.grad_loss = advance(all.grad_loss, dtype, begin * all.grad_loss_stride);
+    if (all.row_weight) args.row_weight = advance(all.row_weight, dtype, begin * all.row_weight_stride);
+    if (all.grad_lse) args.grad_lse = advance(all.grad_lse, dtype, begin * all.grad_lse_stride);
+    args.lse = advance(all.lse, dtype, begin);
+    if (all.lse_residual) args.lse_residual = advance(all.lse_residual, dtype, begin);
+    args.grad_logits = mutable_origin(z);
+    args.grad_row_stride = args.row_stride;
+    if (values) {
+      const int64_t first = all.target.offsets ? 0 : begin * all.target.width;
+      args.grad_values = advance(values->mutable_data_ptr(), dtype, first);
+    }
+    return args;
+  }
+
+  // The same for the logits of the classes [begin, end), of all rows.
+  BackwardArgs class_chunk(const BackwardArgs& all, int64_t begin, int64_t end, const Tensor& z) const {
+    BackwardArgs args = chunk(all, 0, z);
+    args.first_class = begin;
+    args.vocab = end;
+    args.row_stride = args.grad_row_stride = end - begin;
+    return args;
+  }
+
+  std::tuple<Tensor, Tensor, Tensor, Tensor> tensors() const {
+    // An empty tensor each: no two outputs of an op may be one.
+    const auto or_empty = [&](const OptionalTensor& gradient) {
+      return gradient ? *gradient : empty(like, {0}, like.scalar_type());
+    };
+    return {or_empty(head.grad_input), or_empty(head.grad_weight), or_empty(head.grad_bias), or_empty(values)};
+  }
+
+  LinearHead<device_t> head;
+  Tensor like;
+  OptionalTensor values;
+};
+
+}  // namespace sparse_ce

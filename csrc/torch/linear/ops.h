@@ -1,0 +1,291 @@
+// linear/ops.h - the ops of the linear head on tensors, for the CPU and for CUDA alike. `device_t` as for
+// cross_entropy_ops.h, select_ops.h and linear/head.h, and select_forward_with_gradient.
+#pragma once
+
+#include "../../ops/select.h"
+#include "../cross_entropy_ops.h"
+#include "call.h"
+
+#include <initializer_list>
+#include <utility>
+
+namespace sparse_ce {
+
+template <typename device_t>
+class LinearOps {
+  using Call = LinearCall<device_t>;
+  using Gradients = LinearGradients<device_t>;
+
+ public:
+  static std::tuple<Tensor, Tensor> forward(const HeadArguments& head, const Arguments& given,
+                                            const ChunkOptions& options) {
+    const Rows rows = run_forward(Call(head, given, options));
+    return {rows.loss, rows.lse};
+  }
+
+  static std::tuple<Tensor, Tensor, Tensor> forward_with_residual(const HeadArguments& head, const Arguments& given,
+                                                                  const ChunkOptions& options) {
+    const Rows rows = run_forward(Call(head, given, options));
+    return {rows.loss, rows.lse, rows.residual};
+  }
+
+  static std::tuple<Tensor, Tensor> mean(const HeadArguments& head, const Arguments& given,
+                                         const OptionalTensor& normalizer, const ChunkOptions& options,
+                                         const OptionalTensor& row_weight) {
+    const auto [mean, lse, entropy, argmax] =
+        mean_with_metrics(head, given, normalizer, options, row_weight, false, false);
+    return {mean, lse};
+  }
+
+  static std::tuple<Tensor, Tensor, Tensor, Tensor> mean_with_metrics(const HeadArguments& head, const Arguments& given,
+                                                                      const OptionalTensor& normalizer,
+                                                                      const ChunkOptions& options,
+                                                                      const OptionalTensor& row_weight, bool entropy,
+                                                                      bool argmax) {
+    const Call call(head, given, options);
+    const Rows rows = run_forward(call, entropy, argmax);
+    Tensor one = empty(head.input, {}, arithmetic_dtype(head.input));
+    torch::stable::fill_(one, 1.0);
+    LossMean<device_t> mean(call.args.target, head.input, normalizer, one, row_weight);
+    mean.finish(rows.loss);
+    return {mean.mean, rows.lse, rows.entropy, rows.argmax};
+  }
+
+  using Made = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
+  static Made forward_with_gradient(const Tensor& grad_mean, const OptionalTensor& normalizer,
+                                    const HeadArguments& head, const Arguments& given, const ChunkOptions& options,
+                                    const Wanted& wanted, const OptionalTensor& row_weight, bool entropy, bool argmax) {
+    const Call call(head, given, options);
+    const Tensor& like = head.input;
+    LossMean<device_t> mean(call.args.target, like, normalizer, grad_mean, row_weight);
+    Rows rows(call, entropy, argmax);
+    Gradients gradients(call, wanted);
+    BackwardArgs backward{};
+    static_cast<CrossEntropyArgs&>(backward) = call.live_args;
+    mean.give_upstream(backward);
+    OptionalTensor live_weight;
+    if (call.live && row_weight) {
+      live_weight = call.keep(backward.row_weight, backward.row_weight_stride);
+      backward.row_weight = origin(*live_weight);
+      backward.row_weight_stride = 1;
+    }
+    backward.lse = rows.lse.const_data_ptr();
+    backward.lse_residual = rows.residual.const_data_ptr();
+    const bool more = entropy || argmax, anew = gradients.head.saves_memory();
+    call.for_each_chunk(gradients.head, [&](int64_t begin, const Tensor& z) {
+      const BackwardArgs chunk = gradients.chunk(backward, begin, z);
+      if (!wanted.values && !anew) {
+        more ? device_t::select_forward_with_gradient(rows.select_chunk(call.live_args, begin, z), chunk, like)
+             : device_t::forward_with_gradient(rows.chunk(call.live_args, begin, z), chunk, like);
+      } else {  // what else needs the logits comes before the gradient, which overwrites them
+        more ? device_t::select_forward(rows.select_chunk(call.live_args, begin, z), like)
+             : device_t::forward(rows.chunk(call.live_args, begin, z), like);
+        if (anew) return;
+        if (wanted.values) device_t::backward_values(chunk, like);
+        device_t::backward(chunk, like);
+      }
+      gradients.head.add_gradients(begin, z);
+    });
+    if (anew) backward_by_classes(call, gradients, backward, wanted);
+    rows.spread(call);
+    mean.finish(rows.loss);
+    return std::tuple_cat(
+        std::make_tuple(mean.mean, mean.divisor, rows.loss, rows.lse, rows.residual, rows.entropy, rows.argmax),
+        gradients.tensors());
+  }
+
+  static std::tuple<Tensor, Tensor, Tensor, Tensor> backward(const Tensor& grad_loss, const OptionalTensor& grad_lse,
+                                                             const HeadArguments& head, const Tensor& lse,
+                                                             const OptionalTensor& lse_residual, const Arguments& given,
+                                                             const ChunkOptions& options, const Wanted& wanted) {
+    const Call call(head, given, options);
+    BackwardArgs backward = view_upstream(call.args, head.input, grad_loss, grad_lse, lse, lse_residual);
+    const auto held = call.keep_live(backward);
+    Gradients gradients(call, wanted);
+    if (gradients.head.saves_memory()) {
+      backward_by_classes(call, gradients, backward, wanted);
+      return gradients.tensors();
+    }
+    call.for_each_chunk(gradients.head, [&](int64_t begin, const Tensor& z) {
+      const BackwardArgs chunk = gradients.chunk(backward, begin, z);
+      if (wanted.values) device_t::backward_values(chunk, head.input);
+      if (!(wanted.input || wanted.weight || wanted.bias)) return;
+      device_t::backward(chunk, head.input);
+      gradients.head.add_gradients(begin, z);
+    });
+    return gradients.tensors();
+  }
+
+  static Tensor logits(const HeadArguments& given, std::optional<int64_t> num_classes, bool float32_logits) {
+    const HeadArguments head = without_history(given);
+    head.check_tensors();
+    const int64_t vocab = head.weight.size(0), classes = num_classes.value_or(vocab);
+    check(classes > 0 && classes <= vocab, "num_classes must be in [1, ", vocab, "], the rows of linear_weight, got ",
+          classes);
+    TargetView rows{};
+    rows.rows = head.input.size(0);
+    LinearHead<device_t> chunks(head.input, head.weight, head.bias, classes, rows, std::max<int64_t>(1, rows.rows),
+                                float32_logits, nullptr);
+    const Tensor z = chunks.logits(0, rows.rows);
+    const ScalarType dtype = device_t::logits_dtype(head.input.scalar_type());
+    return size_in_bytes(z.scalar_type()) >= size_in_bytes(dtype) ? z : torch::stable::to(z, dtype);
+  }
+
+  // A chunk of rows at a time, in calls of their own.
+  static void add_gradients_(const HeadArguments& given, const Tensor& grad_logits, const OptionalTensor& grad_input,
+                             const OptionalTensor& grad_weight, const OptionalTensor& weight_low,
+                             const OptionalTensor& grad_bias, const OptionalTensor& bias_low, bool first, bool last) {
+    const HeadArguments head = without_history(given);
+    head.check_tensors();
+    TargetView rows{};
+    rows.rows = head.input.size(0);
+    check(grad_logits.dim() == 2 && grad_logits.size(0) == rows.rows && grad_logits.size(1) <= head.weight.size(0),
+          "grad_logits must be (", rows.rows, ", classes), got ", shape(grad_logits));
+    check_same_device(grad_logits, head.input, "grad_logits");
+    to_dtype(grad_logits, "grad_logits", /*integer=*/false);
+    const int64_t classes = grad_logits.size(1), width = head.input.size(1);
+    check(!grad_bias || head.bias, "grad_bias must be None where there is no linear_bias, got a tensor");
+    const std::pair<const OptionalTensor&, const char*> written[] = {{grad_input, "grad_input"},
+                                                                     {grad_weight, "grad_weight"},
+                                                                     {weight_low, "weight_low"},
+                                                                     {grad_bias, "grad_bias"},
+                                                                     {bias_low, "bias_low"}};
+    check_sum(grad_input, head.input, head.input.scalar_type(), {rows.rows, width}, "grad_input");
+    check_sum(grad_weight, head.input, head.weight.scalar_type(), {head.weight.size(0), width}, "grad_weight");
+    if (head.bias) check_sum(grad_bias, head.input, head.bias->scalar_type(), {head.weight.size(0)}, "grad_bias");
+    check_sum(weight_low, head.input, ScalarType::Byte, {classes, width}, "weight_low");
+    check_sum(bias_low, head.input, ScalarType::Byte, {1, classes}, "bias_low");
+    const auto needs_low = [&](const OptionalTensor& gradient) {
+      return gradient && size_in_bytes(gradient->scalar_type()) == 2 && !(first && last);
+    };
+    check(weight_low || !needs_low(grad_weight), "weight_low must be a tensor where 16 bits are summed, got None");
+    check(bias_low || !needs_low(grad_bias), "bias_low must be a tensor where 16 bits are summed, got None");
+    for (const auto& [gradient, argument] : written) {
+      if (!gradient) continue;
+      const Overwritten overwritten(*gradient, argument);
+      overwritten.check_apart(head.input, "input");
+      overwritten.check_apart(head.weight, "linear_weight");
+      overwritten.check_apart(grad_logits, "grad_logits");
+      for (const auto& [other, name_of_other] : written)
+        if (&other != &gradient) overwritten.check_apart(other, name_of_other);
+    }
+    if (classes == 0) {  // no product writes the gradient
+      if (grad_input) clear_rows(*grad_input, 0, rows.rows);
+      return;
+    }
+    LinearHead<device_t> chunk(head.input, head.weight, std::nullopt, classes, rows, rows.rows, false, nullptr);
+    chunk.continue_gradients(grad_input, grad_weight, weight_low, grad_bias, bias_low);
+    chunk.add_gradients_of_chunk(grad_logits, first, last);
+  }
+
+  static void scale_(const Tensor& gradient, const Tensor& scale, const OptionalTensor& expected) {
+    ScaleArgs args{};
+    args.scale = view_scalar(scale, gradient, "scale");
+    if (expected) args.expected = view_scalar(*expected, gradient, "expected");
+    args.dtype = to_dtype(gradient, "gradient", /*integer=*/false);
+    const bool packed = gradient.is_contiguous();
+    const bool rows = gradient.dim() == 2 && gradient.stride(1) == 1 && gradient.stride(0) >= gradient.size(1);
+    check(packed || rows, "gradient must be contiguous, or rows that are and do not overlap, got shape ",
+          shape(gradient));
+    const Overwritten overwritten(gradient, "gradient");
+    overwritten.check_apart(scale, "scale");
+    overwritten.check_apart(expected, "expected");
+    args.values = mutable_origin(gradient);
+    args.rows = packed ? 1 : gradient.size(0);
+    args.count = packed ? gradient.numel() : gradient.size(1);
+    args.row_stride = packed ? args.count : gradient.stride(0);
+    if (gradient.numel() > 0) device_t::scale(args, gradient);
+  }
+
+  template <typename library_t>
+  static void add_to(library_t& m) {
+    m.impl("linear_forward", boxed<&forward>);
+    m.impl("linear_forward_with_residual", boxed<&forward_with_residual>);
+    m.impl("linear_forward_with_gradient", boxed<&forward_with_gradient>);
+    m.impl("linear_backward", boxed<&backward>);
+    m.impl("linear_mean", boxed<&mean>);
+    m.impl("linear_mean_with_metrics", boxed<&mean_with_metrics>);
+    m.impl("linear_logits", boxed<&logits>);
+    m.impl("linear_add_gradients_", boxed<&add_gradients_>);
+    m.impl("scale_", boxed<&scale_>);
+  }
+
+ private:
+  // A gradient, or what its sum keeps beside it, that chunks are added to.
+  static void check_sum(const OptionalTensor& sum, const Tensor& like, ScalarType dtype,
+                        std::initializer_list<int64_t> sizes, const char* argument) {
+    if (!sum) return;
+    check_same_device(*sum, like, argument);
+    check(sum->scalar_type() == dtype, argument, " must be of dtype ", name(dtype), ", got ", name(sum->scalar_type()));
+    check(sum->is_contiguous(), argument, " must be contiguous, got shape ", shape(*sum), " with gaps");
+    check(same_sizes(sum->sizes(), Sizes(sizes.begin(), sizes.size())), argument, " must be (", *sizes.begin(),
+          sizes.size() > 1 ? ", " : ",", sizes.size() > 1 ? std::to_string(sizes.begin()[1]) : "", "), got ",
+          shape(*sum));
+  }
+
+  // What forward gives for every row that is multiplied, and once it is spread for all of them.
+  struct Rows {
+    explicit Rows(const Call& call, bool entropy = false, bool argmax = false)
+        : wants_entropy(entropy), wants_argmax(argmax), loss(per_row(call)), lse(per_row(call)),
+          residual(per_row(call)), entropy(per_row(call, entropy)),
+          argmax(empty(call.head.input, {argmax ? call.live_args.rows : 0}, ScalarType::Long)) {}
+    static Tensor per_row(const Call& call, bool wanted = true) {
+      return empty(call.head.input, {wanted ? call.live_args.rows : 0}, arithmetic_dtype(call.head.input));
+    }
+
+    ForwardArgs chunk(const CrossEntropyArgs& all, int64_t begin, const Tensor& z) const {
+      ForwardArgs args{};
+      static_cast<CrossEntropyArgs&>(args) = chunk_args(all, begin, z);
+      const DType dtype = to_dtype(loss, "loss", /*integer=*/false);
+      args.loss = advance(loss.mutable_data_ptr(), dtype, begin);
+      args.lse = advance(lse.mutable_data_ptr(), dtype, begin);
+      args.lse_residual = advance(residual.mutable_data_ptr(), dtype, begin);
+      return args;
+    }
+
+    SelectArgs select_chunk(const CrossEntropyArgs& all, int64_t begin, const Tensor& z) const {
+      SelectArgs args{};
+      static_cast<ForwardArgs&>(args) = chunk(all, begin, z);
+      const DType dtype = to_dtype(loss, "loss", /*integer=*/false);
+      if (entropy.size(0) > 0) args.entropy = advance(entropy.mutable_data_ptr(), dtype, begin);
+      if (argmax.size(0) > 0) args.argmax = static_cast<int64_t*>(argmax.mutable_data_ptr()) + begin;
+      args.wanted.loss = true;
+      args.wanted.entropy = args.entropy != nullptr;
+      args.wanted.argmax = args.argmax != nullptr;
+      return args;
+    }
+
+    void spread(const Call& call) {
+      for (Tensor* of_rows : {&loss, &lse, &residual}) *of_rows = call.spread(*of_rows);
+      entropy = call.spread(entropy, wants_entropy);
+      argmax = call.spread(argmax, wants_argmax, -1);
+    }
+
+    bool wants_entropy, wants_argmax;
+    Tensor loss, lse, residual, entropy, argmax;
+  };
+
+  // Of rows whose loss is known, all of them at a time.
+  static void backward_by_classes(const Call& call, Gradients& gradients, const BackwardArgs& backward,
+                                  const Wanted& wanted) {
+    call.for_classes(gradients.head, [&](int64_t begin, int64_t end, const Tensor& z) {
+      const BackwardArgs chunk = gradients.class_chunk(backward, begin, end, z);
+      if (wanted.values) device_t::backward_values(chunk, call.head.input);
+      device_t::backward(chunk, call.head.input);
+      gradients.head.add_gradients_of_classes(begin, z);
+    });
+  }
+
+  static Rows run_forward(const Call& call, bool entropy = false, bool argmax = false) {
+    Rows rows(call, entropy, argmax);
+    LinearHead<device_t> head = call.chunks();
+    call.for_each_chunk(head, [&](int64_t begin, const Tensor& z) {
+      entropy || argmax ? device_t::select_forward(rows.select_chunk(call.live_args, begin, z), call.head.input)
+                        : device_t::forward(rows.chunk(call.live_args, begin, z), call.head.input);
+    });
+    rows.spread(call);
+    return rows;
+  }
+};
+
+}  // namespace sparse_ce

@@ -1,0 +1,71 @@
+// linear/rows.h - the rows of the linear head's input that take part in its products, and of the input's gradient:
+// where they lie, or copied together. `device_t` as for linear/head.h.
+#pragma once
+
+#include "../../ops/active_rows.h"
+#include "../gemm.h"
+
+namespace sparse_ce {
+
+// The rows [begin, end) of `t` become 0.
+inline void clear_rows(const Tensor& t, int64_t begin, int64_t end) {
+  if (begin == end) return;
+  Tensor rest = rows_of(t, begin, end);
+  torch::stable::zero_(rest);
+}
+
+template <typename device_t>
+class LinearRows {
+ public:
+  explicit LinearRows(const LiveRows* live) : live_(live) {}
+
+  bool all() const { return !live_; }
+
+  // The rows [begin, end) of `t`, (rows of the input, width), where they lie; nothing where they lie apart.
+  OptionalTensor in_place(const Tensor& t, int64_t begin, int64_t end) const {
+    if (!live_) return rows_of(t, begin, end);
+    if (!live_->adjacent(begin, end)) return std::nullopt;
+    const int64_t first = live_->rows[static_cast<size_t>(begin)];
+    return rows_of(t, first, first + end - begin);
+  }
+
+  // Those of `apart` from `begin` on, as many as `together` has.
+  void gather(const Tensor& apart, const Tensor& together, int64_t begin) const {
+    if constexpr (device_t::kLeavesOut) copy(apart, live_->rows.data() + begin, together, nullptr, together.size(0));
+  }
+  void scatter(const Tensor& together, const Tensor& apart, int64_t begin) const {
+    if constexpr (device_t::kLeavesOut) copy(together, nullptr, apart, live_->rows.data() + begin, together.size(0));
+  }
+
+  // A gradient of the rows that are left out.
+  void clear_others(const Tensor& gradient) const {
+    if (!live_) return;
+    int64_t from = 0;
+    for (const int64_t r : live_->rows) {
+      clear_rows(gradient, from, r);
+      from = r + 1;
+    }
+    clear_rows(gradient, from, gradient.size(0));
+  }
+
+ private:
+  static void copy(const Tensor& from, const int64_t* from_rows, const Tensor& to, const int64_t* to_rows,
+                   int64_t count) {
+    CopyRowsArgs args{};
+    args.from = from.const_data_ptr();
+    args.from_dtype = to_dtype(from, "input", /*integer=*/false);
+    args.from_stride = from.stride(0);
+    args.from_rows = from_rows;
+    args.to = to.mutable_data_ptr();
+    args.to_dtype = to_dtype(to, "input", /*integer=*/false);
+    args.to_stride = to.stride(0);
+    args.to_rows = to_rows;
+    args.count = count;
+    args.width = from.size(1);
+    device_t::copy_rows(args);
+  }
+
+  const LiveRows* live_;  // or null: all
+};
+
+}  // namespace sparse_ce

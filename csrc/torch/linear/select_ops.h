@@ -1,0 +1,101 @@
+// linear/select_ops.h - select for logits that never exist: a chunk of rows at a time, as linear/ops.h has it.
+// `device_t` as there and for select_ops.h.
+#pragma once
+
+#include "../select_ops.h"
+#include "call.h"
+
+#include <algorithm>
+
+namespace sparse_ce {
+
+template <typename device_t>
+class LinearSelectOps {
+  using Call = LinearCall<device_t>;
+
+ public:
+  static SelectResults select(const HeadArguments& head, const Arguments& given, const Outputs& wanted,
+                              const ChunkOptions& options) {
+    const Call call(head, given, options);
+    SelectOutputs rows(call.head.input, call.live_args.rows, given.indices, wanted);
+    clear_log_probs(call, rows);
+    LinearHead<device_t> chunks = call.chunks();
+    call.for_each_chunk(chunks, [&](int64_t begin, const Tensor& z) {
+      SelectArgs args{};
+      static_cast<CrossEntropyArgs&>(args) = chunk_args(call.live_args, begin, z);
+      rows.place(args, begin, first_entry(call.live_args, begin));
+      device_t::select_forward(args, call.head.input);
+    });
+    return {call.spread(rows.loss, wanted.loss),
+            call.spread(rows.lse),
+            call.spread(rows.lse_residual),
+            rows.log_probs,
+            call.spread(rows.log_tail, wanted.log_tail),
+            call.spread(rows.entropy, wanted.entropy),
+            call.spread(rows.mean_logit, wanted.mean_logit),
+            call.spread(rows.argmax, wanted.argmax, -1)};
+  }
+
+  static std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward(
+      const Upstreams& grad, const HeadArguments& head, const Tensor& lse, const OptionalTensor& lse_residual,
+      const OptionalTensor& log_tail, const OptionalTensor& entropy, const Arguments& given,
+      const ChunkOptions& options, const Wanted& wanted, bool scale_grad) {
+    const Call call(head, given, options);
+    const Tensor& like = call.head.input;
+    SelectUpstream upstream(grad, like, lse, lse_residual, log_tail, entropy, given.indices, call.args);
+    const auto held = call.keep_live(upstream.args);
+    if (call.live) upstream.keep([&](const void* array, int64_t stride) { return call.keep(array, stride); });
+    LinearGradients<device_t> gradients(call, wanted);
+    const Tensor of_scale = empty(like, {scale_grad ? call.live_args.rows : 0}, arithmetic_dtype(like));
+    if (gradients.head.anew_by_classes() && !scale_grad) {  // its gradient needs whole rows
+      call.for_classes(gradients.head, [&](int64_t begin, int64_t end, const Tensor& z) {
+        SelectBackwardArgs chunk = upstream.args;
+        static_cast<BackwardArgs&>(chunk) = gradients.class_chunk(upstream.args, begin, end, z);
+        upstream.place(chunk, 0, 0);
+        if (wanted.values) device_t::backward_values(chunk, like);
+        device_t::select_backward(chunk, like);
+        gradients.head.add_gradients_of_classes(begin, z);
+      });
+      return std::tuple_cat(gradients.tensors(), std::tuple<Tensor>(call.spread(of_scale, scale_grad)));
+    }
+    call.for_each_chunk(gradients.head, [&](int64_t begin, const Tensor& z) {
+      SelectBackwardArgs chunk = upstream.args;
+      static_cast<BackwardArgs&>(chunk) = gradients.chunk(upstream.args, begin, z);
+      upstream.place(chunk, begin, first_entry(call.live_args, begin));
+      if (scale_grad) chunk.grad_scale = advance(of_scale.mutable_data_ptr(), upstream.dtype, begin);
+      if (wanted.values) device_t::backward_values(chunk, like);
+      device_t::select_backward(chunk, like);
+      gradients.head.add_gradients(begin, z);
+    });
+    return std::tuple_cat(gradients.tensors(), std::tuple<Tensor>(call.spread(of_scale, scale_grad)));
+  }
+
+  template <typename library_t>
+  static void add_to(library_t& m) {
+    m.impl("linear_select", boxed<&select>);
+    m.impl("linear_select_backward", boxed<&backward>);
+  }
+
+ private:
+  // Of the rows from `begin` on, in arrays of the shape of the indices.
+  static int64_t first_entry(const CrossEntropyArgs& all, int64_t begin) {
+    return all.target.offsets ? 0 : begin * all.target.width;
+  }
+
+  // What no row that counts writes: 0 for the entries of a row that is left out, padding for those of none.
+  static void clear_log_probs(const Call& call, SelectOutputs& rows) {
+    const TargetView& target = call.args.target;
+    if (!rows.wanted.log_probs) return;
+    if (target.offsets) torch::stable::fill_(rows.log_probs, rows.padding_value());
+    if (!call.live) return;
+    const int64_t size = rows.log_probs.element_size();
+    for (int64_t r = 0; r < target.rows; ++r) {
+      if (!target.ignored(r)) continue;
+      const EntryRange range = target.row(r);
+      char* entries = static_cast<char*>(rows.log_probs.mutable_data_ptr());
+      std::fill(entries + range.begin * size, entries + range.end * size, 0);
+    }
+  }
+};
+
+}  // namespace sparse_ce

@@ -1,0 +1,286 @@
+// select_ops.h - the ops on tensors, for the CPU and for CUDA alike. `device_t` as for cross_entropy_ops.h, with
+// select_forward and select_backward on the arguments of select.h.
+#pragma once
+
+#include "../ops/select.h"
+#include "views.h"
+
+#include <cmath>
+#include <limits>
+#include <tuple>
+#include <vector>
+
+namespace sparse_ce {
+
+using SelectResults = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
+
+inline SelectWanted view_wanted(const Outputs& wanted) {
+  return {wanted.loss, wanted.log_probs, wanted.log_tail, wanted.entropy, wanted.mean_logit, wanted.argmax};
+}
+
+// Tensors for the outputs of so many rows; (0,) for what is not asked for: no two outputs of an op may be one.
+struct SelectOutputs {
+  SelectOutputs(const Tensor& like, int64_t count, const Tensor& indices, const Outputs& wanted)
+      : wanted(wanted), dtype(arithmetic_dtype(like)), loss(rows(like, count, wanted.loss)),
+        lse(rows(like, count, true)), lse_residual(rows(like, count, true)),
+        log_probs(wanted.log_probs ? torch::stable::new_empty(indices, indices.sizes(), dtype) : rows(like, 0, true)),
+        log_tail(rows(like, count, wanted.log_tail)), entropy(rows(like, count, wanted.entropy)),
+        mean_logit(rows(like, count, wanted.mean_logit)),
+        argmax(empty(like, {wanted.argmax ? count : 0}, ScalarType::Long)) {
+    const double most =
+        dtype == ScalarType::Double ? std::numeric_limits<double>::max() : double(std::numeric_limits<float>::max());
+    check(!std::isfinite(padding_value()) || std::abs(padding_value()) <= most, "padding_value must be a number of ",
+          name(dtype), ", got ", padding_value());
+  }
+
+  double padding_value() const { return wanted.padding_value.value_or(-INFINITY); }
+
+  // Where a device writes them for the rows from `begin` on, whose first entry is `entry`.
+  void place(SelectArgs& args, int64_t begin, int64_t entry) const {
+    const DType storage = dtype == ScalarType::Double ? DType::kFloat64 : DType::kFloat32;
+    const auto at = [&](bool is_wanted, const Tensor& t, int64_t i) {
+      return is_wanted ? advance(mutable_origin(t), storage, i) : nullptr;
+    };
+    args.loss = at(wanted.loss, loss, begin);
+    args.lse = at(true, lse, begin);
+    args.lse_residual = at(true, lse_residual, begin);
+    args.log_probs = at(wanted.log_probs, log_probs, entry);
+    args.log_tail = at(wanted.log_tail, log_tail, begin);
+    args.entropy = at(wanted.entropy, entropy, begin);
+    args.mean_logit = at(wanted.mean_logit, mean_logit, begin);
+    args.argmax = wanted.argmax ? static_cast<int64_t*>(mutable_origin(argmax)) + begin : nullptr;
+    args.padding_value = padding_value();
+    args.wanted = view_wanted(wanted);
+  }
+
+  const Outputs& wanted;
+  ScalarType dtype;
+  Tensor loss, lse, lse_residual, log_probs, log_tail, entropy, mean_logit, argmax;
+
+ private:
+  Tensor rows(const Tensor& like, int64_t count, bool is_wanted) const {
+    return empty(like, {is_wanted ? count : 0}, arithmetic_dtype(like));
+  }
+};
+
+// What a backward is given, checked, for all rows. `like`: of the device and dtype of the logits, with their rows.
+struct SelectUpstream {
+  SelectUpstream(const Upstreams& grad, const Tensor& like, const Tensor& lse, const OptionalTensor& lse_residual,
+                 const OptionalTensor& log_tail, const OptionalTensor& entropy, const Tensor& indices,
+                 const CrossEntropyArgs& rows)
+      : dtype(arithmetic_dtype(like) == ScalarType::Double ? DType::kFloat64 : DType::kFloat32) {
+    static_cast<BackwardArgs&>(args) = view_upstream(rows, like, grad.loss, grad.lse, lse, lse_residual);
+    if (grad.log_probs) {
+      const Tensor& of_entries = *grad.log_probs;
+      check_same_device(of_entries, like, "grad_log_probs");
+      check(of_entries.scalar_type() == arithmetic_dtype(like), "grad_log_probs must be of dtype ",
+            name(arithmetic_dtype(like)), ", got ", name(of_entries.scalar_type()));
+      check(of_entries.dim() == indices.dim() && same_sizes(of_entries.sizes(), indices.sizes()),
+            "grad_log_probs must have the shape of indices ", shape(indices), ", got ", shape(of_entries));
+      held.push_back(packed(of_entries));
+      args.grad_log_probs = origin(held.back());
+    }
+    view(grad.log_tail, like, "grad_log_tail", args.grad_log_tail);
+    view(grad.entropy, like, "grad_entropy", args.grad_entropy);
+    view(grad.mean_logit, like, "grad_mean_logit", args.grad_mean_logit);
+    args.log_tail = made(log_tail, grad.log_tail, like, "log_tail");
+    args.entropy = made(entropy, grad.entropy, like, "entropy");
+  }
+
+  // Replaces the arrays with one element a row by what kept(array, stride) makes of each.
+  template <typename keep_t>
+  void keep(const keep_t& kept) {
+    const auto replace = [&](const void*& array, int64_t stride) {
+      if (!array) return;
+      held.push_back(kept(array, stride));
+      array = origin(held.back());
+    };
+    for (Upstream* grad : {&args.grad_log_tail, &args.grad_entropy, &args.grad_mean_logit}) {
+      replace(grad->grad, grad->stride);
+      grad->stride = 1;
+    }
+    replace(args.log_tail, 1);
+    replace(args.entropy, 1);
+  }
+
+  // `chunk` of the rows from `begin` on, whose first entry is `entry`.
+  void place(SelectBackwardArgs& chunk, int64_t begin, int64_t entry) const {
+    const auto move = [&](const void*& array, int64_t by) {
+      if (array) array = advance(array, dtype, by);
+    };
+    for (Upstream* grad : {&chunk.grad_log_tail, &chunk.grad_entropy, &chunk.grad_mean_logit})
+      move(grad->grad, begin * grad->stride);
+    move(chunk.log_tail, begin);
+    move(chunk.entropy, begin);
+    move(chunk.grad_log_probs, entry);
+  }
+
+  DType dtype;
+  std::vector<Tensor> held;
+  SelectBackwardArgs args{};
+
+ private:
+  static void view(const OptionalTensor& grad, const Tensor& like, const char* argument, Upstream& out) {
+    if (grad) out.grad = view_rows(*grad, like, argument, out.stride);
+  }
+  // What forward made, which its gradient needs.
+  static const void* made(const OptionalTensor& made, const OptionalTensor& grad, const Tensor& like,
+                          const char* argument) {
+    if (!grad) return nullptr;
+    check(made.has_value(), argument, " must be what select gave where there is a gradient for it, got None");
+    int64_t stride = 1;
+    const void* data = view_rows(*made, like, argument, stride);
+    check(like.size(0) <= 1 || stride == 1, argument, " must be contiguous, got stride ", stride);
+    return data;
+  }
+};
+
+template <typename device_t>
+class SelectOps {
+ public:
+  static SelectResults select(const Tensor& logits, const Arguments& given, const Outputs& wanted) {
+    Held held;
+    SelectArgs args{};
+    view_call(logits, given, held, args);
+    if (args.rows > 0) device_t::check_target(args.target, logits);
+    const SelectOutputs out = outputs(logits, args, given, wanted);
+    if (args.rows > 0) device_t::select_forward(args, logits);
+    return results(out);
+  }
+
+  static std::tuple<Tensor, Tensor> shard(const Tensor& logits, const Arguments& given, const Outputs& wanted,
+                                          int64_t first_class) {
+    Held held;
+    SelectArgs args{};
+    view_call(logits, given, held, args, /*strided=*/false, first_class);
+    if (args.rows > 0) device_t::check_target(args.target, logits);
+    args.wanted = view_wanted(wanted);
+    const ScalarType dtype = arithmetic_dtype(logits);
+    const Tensor statistics = empty(logits, {args.rows, numbers(args)}, dtype);
+    args.statistics = mutable_origin(statistics);
+    const Tensor chosen = wanted.log_probs ? torch::stable::new_zeros(given.indices, given.indices.sizes(), dtype)
+                                           : empty(logits, {0}, dtype);
+    args.chosen = mutable_origin(chosen);
+    if (args.rows > 0) device_t::select_forward(args, logits);
+    return {statistics, chosen};
+  }
+
+  static SelectResults merge(const Tensor& statistics, int64_t shards, const OptionalTensor& chosen,
+                             const Arguments& given, const Outputs& wanted) {
+    check(statistics.dim() == 2 && shards > 0 && statistics.size(0) % shards == 0,
+          "statistics must be (shards * rows, numbers), got ", shape(statistics), " for ", shards, " shards");
+    Held held;
+    SelectMergeArgs args{};
+    Tensor told = packed(statistics);
+    const Tensor rows = torch::stable::narrow(told, 0, 0, told.size(0) / shards);
+    check(given.num_classes.has_value(), "num_classes must be that of all shards, got None");
+    view_logits(rows, held, args);
+    args.vocab = *given.num_classes;
+    given.check_options(args.vocab, "those of all shards");
+    view_arguments(given, held, args);
+    if (args.rows > 0) device_t::check_target(args.target, rows);
+    const SelectOutputs out = outputs(rows, args, given, wanted);
+    check(told.scalar_type() == arithmetic_dtype(told) && told.size(1) == numbers(args), "statistics must have ",
+          numbers(args), " numbers a row of float32 or float64, got ", shape(told), " of ", name(told.scalar_type()));
+    Tensor logits;
+    if (wanted.log_probs) {
+      check(chosen && chosen->scalar_type() == told.scalar_type() && same_sizes(chosen->sizes(), given.indices.sizes()),
+            "chosen must have the shape of indices ", shape(given.indices), " and the dtype of statistics");
+      check_same_device(*chosen, told, "chosen");
+      logits = packed(*chosen);
+      args.logits_of_entries = origin(logits);
+    }
+    args.told = told.const_data_ptr();
+    args.shards = shards;
+    if (args.rows > 0) device_t::select_merge(args, told);
+    return results(out);
+  }
+
+  static std::tuple<Tensor, Tensor> backward(const Upstreams& grad, const Tensor& logits, const Tensor& lse,
+                                             const OptionalTensor& lse_residual, const OptionalTensor& log_tail,
+                                             const OptionalTensor& entropy, const Arguments& given, bool scale_grad,
+                                             std::optional<int64_t> first_class) {
+    Call call(grad, logits, lse, lse_residual, log_tail, entropy, given, scale_grad, first_class);
+    SelectBackwardArgs& args = call.args;
+    Tensor grad_logits = device_t::empty_output(logits, {args.rows, logits.size(1)}, logits.scalar_type());
+    args.grad_logits = mutable_origin(grad_logits);
+    args.grad_row_stride = logits.size(1);
+    if (args.rows > 0) device_t::select_backward(args, logits);
+    return {grad_logits, call.grad_scale};
+  }
+
+  static Tensor backward_(const Upstreams& grad, const Tensor& logits, const Tensor& lse,
+                          const OptionalTensor& lse_residual, const OptionalTensor& log_tail,
+                          const OptionalTensor& entropy, const Arguments& given, bool scale_grad,
+                          std::optional<int64_t> first_class) {
+    Call call(grad, logits, lse, lse_residual, log_tail, entropy, given, scale_grad, first_class);
+    SelectBackwardArgs& args = call.args;
+    check_overwritable(logits, args);
+    const Overwritten overwritten(logits, "logits");
+    check_apart(overwritten, given);
+    overwritten.check_apart(lse, "lse");
+    overwritten.check_apart(lse_residual, "lse_residual");
+    overwritten.check_apart(log_tail, "log_tail");
+    overwritten.check_apart(entropy, "entropy");
+    overwritten.check_apart(grad.loss, "grad_loss");
+    overwritten.check_apart(grad.lse, "grad_lse");
+    overwritten.check_apart(grad.log_probs, "grad_log_probs");
+    overwritten.check_apart(grad.log_tail, "grad_log_tail");
+    overwritten.check_apart(grad.entropy, "grad_entropy");
+    overwritten.check_apart(grad.mean_logit, "grad_mean_logit");
+    args.grad_logits = mutable_origin(logits);
+    args.grad_row_stride = args.row_stride;
+    if (args.rows > 0) device_t::select_backward(args, logits);
+    return call.grad_scale;
+  }
+
+  template <typename library_t>
+  static void add_to(library_t& m) {
+    m.impl("select", boxed<&select>);
+    m.impl("select_shard", boxed<&shard>);
+    m.impl("select_merge", boxed<&merge>);
+    m.impl("select_backward", boxed<&backward>);
+    m.impl("select_backward_", boxed<&backward_>);
+  }
+
+ private:
+  static SelectOutputs outputs(const Tensor& like, SelectArgs& args, const Arguments& given, const Outputs& wanted) {
+    SelectOutputs out(like, args.rows, given.indices, wanted);
+    // Entries may be in no row.
+    if (wanted.log_probs && args.target.offsets) torch::stable::fill_(out.log_probs, out.padding_value());
+    out.place(args, 0, 0);
+    return out;
+  }
+  static SelectResults results(const SelectOutputs& out) {
+    return {out.loss, out.lse, out.lse_residual, out.log_probs, out.log_tail, out.entropy, out.mean_logit, out.argmax};
+  }
+  // That a shard tells of a row.
+  static int64_t numbers(const SelectArgs& args) {
+    return ShardStats<float>::numbers(args.wanted, args.needs_smoothing());
+  }
+
+  // What both backwards are called with, checked.
+  struct Call {
+    Call(const Upstreams& grad, const Tensor& logits, const Tensor& lse, const OptionalTensor& lse_residual,
+         const OptionalTensor& log_tail, const OptionalTensor& entropy, const Arguments& given, bool scale_grad,
+         std::optional<int64_t> first_class)
+        : upstream(grad, logits, lse, lse_residual, log_tail, entropy, given.indices,
+                   rows_of_call(logits, given, first_class)),
+          args(upstream.args), grad_scale(empty(logits, {scale_grad ? logits.size(0) : 0}, arithmetic_dtype(logits))) {
+      if (args.rows > 0) device_t::check_target(args.target, logits);
+      if (scale_grad) args.grad_scale = grad_scale.mutable_data_ptr();
+    }
+    CrossEntropyArgs rows_of_call(const Tensor& logits, const Arguments& given, std::optional<int64_t> first_class) {
+      CrossEntropyArgs rows{};
+      view_call(logits, given, held, rows, /*strided=*/false, first_class);
+      return rows;
+    }
+
+    Held held;
+    SelectUpstream upstream;
+    SelectBackwardArgs& args;
+    Tensor grad_scale;
+  };
+};
+
+}  // namespace sparse_ce

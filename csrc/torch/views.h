@@ -1,0 +1,267 @@
+// views.h - the way from tensors to the views that a device gets, and what is checked on it.
+#pragma once
+
+#include "../ops/cross_entropy.h"
+#include "../ops/loss_mean.h"
+#include "arguments.h"
+
+#include <algorithm>
+#include <limits>
+#include <utility>
+
+namespace sparse_ce {
+
+// Keeps what the views point to: contiguous copies where a tensor was strided, the sum of the class weights.
+struct Held {
+  Tensor logits, indices;
+  OptionalTensor values, offsets, row_mask, weight, weight_sum, row_scale;
+};
+
+// Logits (rows, vocab) may have any row stride; only a column stride other than 1 costs a copy.
+inline void view_logits(const Tensor& logits, Held& held, CrossEntropyArgs& args) {
+  check(logits.dim() == 2, "logits must be (rows, vocab), got ", shape(logits));
+  args.dtype = to_dtype(logits, "logits", /*integer=*/false);
+  args.rows = logits.size(0);
+  args.vocab = logits.size(1);
+  held.logits = logits.stride(1) == 1 || args.vocab == 1 ? logits : packed(logits);
+  args.logits = origin(held.logits);
+  args.row_stride = held.logits.stride(0);
+}
+
+// Logits (outer, inner, vocab), rows side by side: another stride of theirs than 1 costs a copy.
+inline void view_strided_logits(const Tensor& logits, Held& held, CrossEntropyArgs& args) {
+  const int64_t inner = logits.size(1);
+  args.dtype = to_dtype(logits, "logits", /*integer=*/false);
+  args.rows = rows_of(logits);
+  args.vocab = logits.size(2);
+  check(args.vocab > 0, "logits must have at least one class, got ", shape(logits));
+  held.logits = logits.stride(1) == 1 || inner <= 1
+                    ? logits
+                    : torch::stable::transpose(packed(torch::stable::transpose(logits, 1, 2)), 1, 2);
+  args.logits = origin(held.logits);
+  args.strided = {inner, held.logits.stride(0), held.logits.stride(2)};
+}
+
+// `given`: any arguments with indices, values and offsets.
+template <typename given_t>
+void view_entries(const given_t& given, Held& held, TargetView& target) {
+  const Tensor& indices = given.indices;
+  const OptionalTensor &values = given.values, &offsets = given.offsets;
+  const int64_t rows = target.rows;
+  check_same_device(indices, held.logits, "indices");
+  target.indices_dtype = to_dtype(indices, "indices", /*integer=*/true);
+  if (offsets) {
+    check_same_device(*offsets, held.logits, "offsets");
+    check(indices.dim() == 1, "indices must be (entries,) where there are offsets, got ", shape(indices));
+    const bool ends = offsets->dim() == 1 && offsets->size(0) == rows + 1;
+    const bool ranges = offsets->dim() == 2 && offsets->size(0) == rows && offsets->size(1) == 2;
+    check(ends || ranges, "offsets must be (", rows + 1, ",) or (", rows, ", 2) for ", rows, " rows of logits, got ",
+          shape(*offsets));
+    target.offsets_dtype = to_dtype(*offsets, "offsets", /*integer=*/true);
+    target.offsets_step = ends ? 1 : 2;
+    held.offsets = packed(*offsets);
+    target.offsets = origin(*held.offsets);
+  } else {
+    check((indices.dim() == 1 || indices.dim() == 2) && indices.size(0) == rows, "indices must be (", rows, ",) or (",
+          rows, ", K) for ", rows, " rows of logits, got ", shape(indices));
+    target.width = indices.dim() == 1 ? 1 : indices.size(1);
+  }
+  held.indices = packed(indices);
+  target.indices = origin(held.indices);
+  target.entries = indices.numel();
+  target.labels = indices.dim() == 1 && !offsets && !values;
+  if (!values) return;
+  check_same_device(*values, held.logits, "values");
+  check(values->dim() == indices.dim() && values->numel() == indices.numel() &&
+            (values->dim() == 0 || values->size(0) == indices.size(0)),
+        "values must have the shape of indices ", shape(indices), ", got ", shape(*values));
+  target.values_dtype = to_dtype(*values, "values", /*integer=*/false);
+  held.values = packed(*values);
+  target.values = origin(*held.values);
+}
+
+inline void view_weight(const Tensor& weight, Held& held, TargetView& target) {
+  check_same_device(weight, held.logits, "weight");
+  const ScalarType dtype = arithmetic_dtype(held.logits);
+  check(weight.scalar_type() == dtype, "weight must be of dtype ", name(dtype), " (the arithmetic of ",
+        name(held.logits.scalar_type()), " logits), got ", name(weight.scalar_type()));
+  check(weight.dim() == 1 && weight.size(0) == target.num_classes, "weight must be (", target.num_classes,
+        ",), one weight a class, got ", shape(weight));
+  held.weight = packed(weight);
+  target.weight = origin(*held.weight);
+}
+
+// Of `held.logits`, or of what has as many rows in their place; all but the class weights.
+template <typename given_t>
+TargetView view_rows_and_entries(const given_t& given, int64_t num_classes, Held& held) {
+  TargetView target{};
+  target.rows = rows_of(held.logits);
+  target.num_classes = num_classes;
+  target.ignore_index = given.ignore_index;
+  view_entries(given, held, target);
+  if (given.row_mask) {
+    const Tensor& row_mask = *given.row_mask;
+    check_same_device(row_mask, held.logits, "row_mask");
+    check(row_mask.scalar_type() == ScalarType::Bool, "row_mask must be of dtype bool, got ",
+          name(row_mask.scalar_type()));
+    check(row_mask.dim() == 1 && row_mask.size(0) == target.rows, "row_mask must be (", target.rows, ",), got ",
+          shape(row_mask));
+    held.row_mask = packed(row_mask);
+    target.row_mask = static_cast<const bool*>(origin(*held.row_mask));
+  }
+  return target;
+}
+
+inline TargetView view_target(const TargetArguments& given, int64_t num_classes, Held& held) {
+  TargetView target = view_rows_and_entries(given, num_classes, held);
+  if (given.weight) view_weight(*given.weight, held, target);
+  return target;
+}
+
+// All but the logits themselves, of which `args.vocab` columns exist.
+inline void view_arguments(const Arguments& given, Held& held, CrossEntropyArgs& args) {
+  args.target = view_target(given, given.num_classes.value_or(args.vocab), held);
+  args.target.logprobs = given.values && given.logprobs;
+  args.options = given.options();
+  if (given.row_scale) {
+    const Tensor& scale = *given.row_scale;
+    held.row_scale = scale;
+    if (scale.dim() == 0)
+      args.row_scale = view_scalar(scale, held.logits, "row_scale");
+    else
+      args.row_scale = view_rows(scale, held.logits, "row_scale", args.row_scale_stride);
+  }
+  if (!given.weight || given.label_smoothing == 0) return;
+  held.weight_sum = torch::stable::sum(*held.weight);
+  args.weight_sum = held.weight_sum->const_data_ptr();
+}
+
+// The logits of some of the classes alone; there may be none here.
+inline void view_shard(const Arguments& given, int64_t first_class, CrossEntropyArgs& args) {
+  check(given.num_classes.has_value(), "num_classes must be that of all shards where first_class is given, got None");
+  constexpr int64_t kMost = int64_t(1) << 48;  // far from where the place of a class in a row overflows
+  check(first_class >= 0 && first_class <= kMost, "first_class must be in [0, ", kMost, "], got ", first_class);
+  args.first_class = first_class;
+  args.vocab += first_class;
+  given.check_options(std::numeric_limits<int64_t>::max(), "those of all shards");
+}
+
+// `strided`: whether the op knows rows whose classes are strided, (outer, inner, vocab).
+inline void view_call(const Tensor& logits, const Arguments& given, Held& held, CrossEntropyArgs& args,
+                      bool strided = false, std::optional<int64_t> first_class = std::nullopt) {
+  if (strided && logits.dim() == 3)
+    view_strided_logits(logits, held, args);
+  else
+    view_logits(logits, held, args);
+  if (first_class) {
+    view_shard(given, *first_class, args);
+  } else {
+    check(args.vocab > 0, "logits must have at least one class, got ", shape(logits));
+    given.check_options(args.vocab, "the columns of logits");
+  }
+  view_arguments(given, held, args);
+}
+
+// What every backward is given for its rows. `like`: of the device and dtype of the logits, with their rows.
+inline BackwardArgs view_upstream(const CrossEntropyArgs& rows, const Tensor& like, const OptionalTensor& grad_loss,
+                                  const OptionalTensor& grad_lse, const Tensor& lse,
+                                  const OptionalTensor& lse_residual) {
+  BackwardArgs args{};
+  static_cast<CrossEntropyArgs&>(args) = rows;
+  int64_t stride = 1;
+  if (grad_loss) args.grad_loss = view_rows(*grad_loss, like, "grad_loss", args.grad_loss_stride);
+  if (grad_lse) args.grad_lse = view_rows(*grad_lse, like, "grad_lse", args.grad_lse_stride);
+  args.lse = view_rows(lse, like, "lse", stride);
+  check(args.rows <= 1 || stride == 1, "lse must be contiguous, got stride ", stride);
+  if (lse_residual) {
+    args.lse_residual = view_rows(*lse_residual, like, "lse_residual", stride);
+    check(args.rows <= 1 || stride == 1, "lse_residual must be contiguous, got stride ", stride);
+  }
+  return args;
+}
+
+// As below, of logits (outer, inner, vocab): a dimension's elements lie beyond what the denser ones span.
+inline void check_strided_overwritable(const Tensor& logits, const CrossEntropyArgs& args) {
+  check(args.logits == origin(logits), "logits must have inner stride 1 to be overwritten, got ", logits.stride(1));
+  std::pair<int64_t, int64_t> by_stride[3];
+  for (int64_t i = 0; i < 3; ++i) by_stride[i] = {logits.size(i) > 1 ? logits.stride(i) : 0, logits.size(i)};
+  std::sort(by_stride, by_stride + 3);
+  int64_t spanned = 1;
+  for (const auto& [stride, size] : by_stride) {
+    if (size <= 1) continue;
+    check(stride >= spanned, "logits must be rows that do not overlap to be overwritten, got strides [",
+          logits.stride(0), ", ", logits.stride(1), ", ", logits.stride(2), "]");
+    spanned += stride * (size - 1);
+  }
+}
+
+// Whether a gradient may be written where `logits` lie.
+inline void check_overwritable(const Tensor& logits, const CrossEntropyArgs& args) {
+  if (logits.dim() == 3) return check_strided_overwritable(logits, args);
+  check(args.rows <= 1 || args.row_stride >= args.vocab - args.first_class,
+        "logits must be rows that do not overlap to be overwritten, got row stride ", args.row_stride);
+  check(args.logits == origin(logits), "logits must have column stride 1 to be overwritten, got ", logits.stride(1));
+}
+
+// What is read while `overwritten` is written: all but the logits.
+inline void check_apart(const Overwritten& overwritten, const Arguments& given) {
+  overwritten.check_apart(given.indices, "indices");
+  overwritten.check_apart(given.values, "values");
+  overwritten.check_apart(given.offsets, "offsets");
+  overwritten.check_apart(given.weight, "weight");
+  overwritten.check_apart(given.row_mask, "row_mask");
+  overwritten.check_apart(given.row_scale, "row_scale");
+}
+
+// Classes are bounded by their weights, which are looked up, and by nothing without them.
+inline LossMeanArgs view_loss_mean(const Tensor& loss, const OptionalTensor& normalizer, const TargetArguments& given,
+                                   const OptionalTensor& row_weight, Held& held) {
+  check(loss.dim() == 1, "loss must be (rows,), got ", shape(loss));
+  LossMeanArgs args{};
+  args.dtype = to_dtype(loss, "loss", /*integer=*/false);
+  check(loss.scalar_type() == arithmetic_dtype(loss), "loss must be of dtype float32 or float64, got ",
+        name(loss.scalar_type()));
+  held.logits = loss;
+  const bool weighted = given.weight && given.weight->dim() == 1;
+  args.target = view_target(given, weighted ? given.weight->size(0) : std::numeric_limits<int64_t>::max(), held);
+  args.loss = origin(loss);
+  args.loss_stride = loss.stride(0);
+  args.normalizer = normalizer ? view_scalar(*normalizer, loss, "normalizer") : nullptr;
+  if (row_weight) args.row_weight = view_rows(*row_weight, loss, "row_weight", args.row_weight_stride);
+  return args;
+}
+
+// Whether any index is not a class. One cheap pass: most targets hold neither padding nor mistakes.
+inline bool any_outside(const TargetView& target) {
+  return with_index(target.indices_dtype, [&](auto index) {
+    const auto* indices = static_cast<const decltype(index)*>(target.indices);
+    bool outside = false;
+    for (int64_t i = 0; i < target.entries; ++i)
+      outside |= static_cast<uint64_t>(indices[i]) >= static_cast<uint64_t>(target.num_classes);
+    return outside;
+  });
+}
+
+// Names the first entry whose index is outside the classes; `target` points to host memory.
+inline void check_entries(const TargetView& target) {
+  const bool outside = any_outside(target);
+  if (!target.offsets && !outside) return;
+  for (int64_t r = 0; r < target.rows; ++r) {
+    if (target.ignored(r)) continue;
+    const EntryRange range = target.row(r);
+    check(range.valid, "target must have offsets that lead to entries in [0, ", target.entries,
+          "], got a range outside of it in row ", r);
+    if (!outside) continue;
+    for (int64_t i = range.begin; i < range.end; ++i) {
+      const auto entry = target.entry<double>(i);
+      if (entry.column < 0 && entry.value != 0) {
+        const int64_t index = load_int(target.indices, target.indices_dtype, i);
+        if (index >= 0 && index < target.num_classes) continue;  // the weight itself is NaN: the loss will say so
+        fail("target must have indices in [0, ", target.num_classes, ") or ignore_index ", target.ignore_index,
+             ", got ", index, " in row ", r);
+      }
+    }
+  }
+}
+
+}  // namespace sparse_ce

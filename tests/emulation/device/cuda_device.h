@@ -1,0 +1,70 @@
+// cuda_device.h - stands in for csrc/torch/cuda_device.h: the emulated kernels serve tensors of the CPU.
+#define SPARSE_CE_TORCH_CUDA_DEVICE
+
+#include "../../../csrc/torch/gemm.h"
+
+#include <torch/csrc/inductor/aoti_torch/generated/c_shim_cpu.h>
+#include <torch/csrc/stable/library.h>
+
+#include <string>
+#include <utility>
+#include <vector>
+
+#define SCE_DISPATCH_KEY CPU
+
+namespace sparse_ce {
+namespace cuda {
+
+struct DeviceGuard {
+  explicit DeviceGuard(int32_t) {}
+};
+inline cudaStream_t stream_of(const Tensor&) { return nullptr; }
+
+inline void multiply(const Tensor& out, const Tensor& a, const Tensor& b) {
+  if (runs) sparse_ce::multiply(out, a, b);
+}
+
+inline AOTITorchError add_product(AtenTensorHandle out, AtenTensorHandle to, AtenTensorHandle a, AtenTensorHandle b,
+                                  double beta, double alpha) {
+  return runs ? aoti_torch_cpu_addmm_out(out, to, a, b, beta, alpha) : AOTI_TORCH_SUCCESS;
+}
+
+// In `memory`, which a record of torch's allocations does not see.
+inline Tensor widened(const Tensor& t, std::vector<float>& memory) {
+  memory.resize(static_cast<size_t>(t.numel()));
+  Tensor wide = torch::stable::from_blob(memory.data(), t.sizes(), std::array{t.size(1), int64_t(1)}, t.device(),
+                                         ScalarType::Float);
+  torch::stable::copy_(wide, t);
+  return wide;
+}
+
+// A CPU's mm has no wider result: its operands are widened.
+inline void multiply_widening(const Tensor& out, const Tensor& a, const Tensor& b) {
+  std::vector<float> of_a, of_b;
+  if (runs) multiply(out, widened(a, of_a), widened(b, of_b));
+}
+
+inline cudaError_t copy_matrix(Tensor to, const Tensor& from) {
+  if (runs) torch::stable::copy_(to, from);
+  return cudaSuccess;
+}
+
+inline std::string instruction_set() { return "emulated CUDA"; }
+// Returns what was.
+inline bool emulation_runs(bool from_now_on) { return std::exchange(runs, from_now_on); }
+// Of kernels, since this was last asked.
+inline int64_t emulation_launches() { return launches.exchange(0); }
+
+}  // namespace cuda
+}  // namespace sparse_ce
+
+STABLE_TORCH_LIBRARY_FRAGMENT(sparse_ce, m) {
+  m.def("emulation_runs(bool from_now_on) -> bool");
+  m.def("emulation_launches() -> int");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(sparse_ce, CompositeExplicitAutograd, m) {
+  m.impl("emulation_runs", TORCH_BOX(&sparse_ce::cuda::emulation_runs));
+  m.impl("emulation_launches", TORCH_BOX(&sparse_ce::cuda::emulation_launches));
+  m.impl("cpu_instruction_set", TORCH_BOX(&sparse_ce::cuda::instruction_set));
+}
