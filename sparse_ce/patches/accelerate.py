@@ -1,8 +1,8 @@
 """Targets on the way of Hugging Face accelerate, which takes batches apart into tensors and has no protocol for others.
 
-Its functions take a ``SparseTarget`` for the mapping of its parts (``sparse_ce/parts.py``), and join targets that are
-unlike in their form (labels in one process, a top-k in another), their dtypes, their K, or in the entries of their
-samples. Only they do: to everybody else a target is no mapping.
+Its functions take a ``SparseTarget`` for the mapping of its parts (``sparse_ce/targets/storage.py``), and join targets
+that are unlike in their form (labels in one process, a top-k in another), their dtypes, their K, or in the entries of
+their samples. Only they do: to everybody else a target is no mapping.
 accelerate is not imported here; it learns this when it is.
 """
 
@@ -36,19 +36,19 @@ def _tensors(target: SparseTarget) -> SparseTarget:
     return SparseTarget(dict(target.items()))
 
 
-def _described(target: SparseTarget) -> Tuple[int, int, int, int]:
+def _described(target: SparseTarget) -> Tuple[int, int, int, int, int]:
     """Of form, kind and dtypes what all must have alike whose tensors are joined one by one: processes tell each other.
     """
     values = target.values
     return (_FORMS.index(target.form), _KINDS.index(target.kind), _DTYPES.index(target.indices.dtype),
-            _NONE if values is None else _DTYPES.index(values.dtype))
+            _NONE if values is None else _DTYPES.index(values.dtype), target.num_classes or 0)
 
 
 def _as_all(target: SparseTarget, described: Sequence[Sequence[int]]) -> SparseTarget:
     """The same target so that it is alike all of those ``described``, of which it is one."""
     if all(list(other) == list(described[0]) for other in described):
         return target
-    forms, kinds, of_indices, of_values = zip(*described)
+    forms, kinds, of_indices, of_values, widths = zip(*described)
     form = _FORMS[max(forms)]
     x = as_jagged(target) if form == "jagged" else as_topk(target) if form == "topk" else target
     indices, values = x.indices.to(_widest(of_indices)), None
@@ -58,7 +58,7 @@ def _as_all(target: SparseTarget, described: Sequence[Sequence[int]]) -> SparseT
     kind: Kind = weighted.pop() if weighted else "probs"
     if max(of_values) != _NONE:
         values = values_of(x, kind).to(_widest([dtype for dtype in of_values if dtype != _NONE]))
-    return SparseTarget(indices, values, x.offsets, x.row_mask, x.num_classes, kind, ids=values is None and x.ids)
+    return SparseTarget(indices, values, x.offsets, x.row_mask, max(widths) or None, kind, ids=values is None and x.ids)
 
 
 def _widest(dtypes: Sequence[int]) -> torch.dtype:
@@ -70,7 +70,7 @@ def _filled(target: SparseTarget, entries: int) -> SparseTarget:
     parts = dict(target.items())
     missing = entries - target.indices.shape[-1]
     if missing:
-        for name in parts.keys() - {"offsets"}:
+        for name in parts.keys() - {"offsets", "num_classes"}:
             if name == "indices":
                 parts[name] = pad_entries(parts[name], entries)
             else:

@@ -34,7 +34,6 @@ from .entries import (
     wide_dtype,
 )
 from .sparse_tensors import check_crow, coo_entries, outside_transforms, warn_of_classes_second
-from .storage import Part
 from .tensor_methods import TensorLike
 
 
@@ -366,4 +365,4 @@ torch.utils._pytree.register_pytree_node(
     SparseTarget, _flatten_target, _unflatten_target, serialized_type_name="sparse_ce.SparseTarget",
     to_dumpable_context=list, from_dumpable_context=tuple,
     flatten_with_keys_fn=_flatten_target_with_keys)
-torch.serialization.add_safe_globals([SparseTarget, Part])  # torch.load of a saved batch, or of its parts
+torch.serialization.add_safe_globals([SparseTarget])  # torch.load of a saved batch

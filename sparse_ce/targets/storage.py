@@ -7,6 +7,7 @@ So every part that :meth:`Parts.items` gives has the batch first, and -100 marks
     top-k      indices (B, ..., K), values alike
     jagged     indices (B, E) and values alike, the entries of each sample; offsets (B, ..., 2), [begin, end) in its own
                sample's entries, -100 where a row is ignored
+    all        num_classes (B, 0, V), if it is known: a tensor without elements, so that nobody waits for a GPU to read it
 
 The names say what the parts are: log-probabilities are "logprobs" in place of "values", and ids without values "ids" in
 place of "indices".
@@ -23,40 +24,12 @@ from torch import Tensor
 
 from .._core.arguments import IGNORE_INDEX
 from .._core.errors import check, described, fail
-from .._core.options import checked
+from .._core.options import checked, is_integer
 from .._core.tracing import readable
 from .entries import Kind, one_by_one, pad_entries, padding_value, ranges_of
 
 if TYPE_CHECKING:
     from typing_extensions import Self
-
-
-class Part(str):
-    """The name of a part, which knows the width of the vocabulary: what is rebuilt from parts keeps their names.
-
-    The text says it too, "indices@32000", so that it outlives files that keep nothing but texts (safetensors). A name
-    is equal to the one without it: in a dict it is found as "indices".
-    """
-
-    __slots__ = ()
-
-    @property
-    def plain(self) -> str:
-        return str(self).partition("@")[0]
-
-    @property
-    def num_classes(self) -> Optional[int]:
-        width = str(self).partition("@")[2]
-        return int(width) if width else None
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, str) and self.plain == str(other).partition("@")[0]
-
-    def __ne__(self, other: object) -> bool:
-        return not self == other
-
-    def __hash__(self) -> int:
-        return hash(self.plain)
 
 
 class Parts:
@@ -84,7 +57,8 @@ class Parts:
         elif isinstance(indices, (Real, str, list, tuple)):
             fail(f"indices must be a tensor, got {described(indices)}; build a target from lists with "
                  "SparseTarget.from_index, from_topk or from_jagged", TypeError)
-        if given[4] is not None and not torch.compiler.is_compiling():  # which would take a width for a constant
+        in_transit = not isinstance(given[0], Tensor)
+        if not in_transit and given[4] is not None and not torch.compiler.is_compiling():  # a constant there
             checked({"num_classes": given[4]})
         for name, value in zip(Parts.__slots__, given):
             object.__setattr__(self, name, value)
@@ -216,7 +190,8 @@ class Parts:
         """Parts, by name, that may be moved, sliced, padded and concatenated one by one.
 
         ``SparseTarget(dict(t.items()))`` is the same target again, also from a file of tensors by name. Frameworks that
-        take batches apart use this. A jagged target on a GPU is waited for.
+        take batches apart use this. ``"num_classes"``, if it is known, is a tensor without elements, (B, 0, V), so that
+        it may be treated as the others are. A jagged target on a GPU is waited for.
 
         Examples:
             >>> target = SparseTarget.from_topk(torch.tensor([[3, 5]]), torch.tensor([[0.9, 0.1]]))
@@ -231,8 +206,10 @@ class Parts:
         ids = self.ids and parts["values"] is None
         names = {"indices": "ids" if ids else "indices",
                  "values": "values" if self.kind == "probs" else self.kind, "offsets": "offsets"}
-        width = "" if self.num_classes is None else f"@{self.num_classes}"
-        return {Part(names[name] + width): t for name, t in parts.items() if t is not None}.items()
+        named = {names[name]: t for name, t in parts.items() if t is not None}
+        if self.num_classes is not None:
+            named["num_classes"] = _of_width(named["ids" if ids else "indices"], self.num_classes)
+        return named.items()
 
     def keys(self) -> KeysView[str]:
         return dict(self.items()).keys()
@@ -297,13 +274,21 @@ class Parts:
         return [name for name in ("indices", "values", "offsets", "row_mask") if getattr(self, name) is not None]
 
 
+def _of_width(indices: Any, num_classes: Any) -> Any:
+    """Returns a tensor without elements for as many samples as ``indices`` has, whose last dimension is the width."""
+    if not is_integer(num_classes):
+        return num_classes
+    width = torch.as_tensor(indices).new_empty((indices.shape[0], 0, num_classes))
+    return width if isinstance(indices, Tensor) else width.numpy()
+
+
 def _put_together(parts: Dict[str, Any]) -> Tuple[Any, ...]:
-    """What :class:`Parts` holds, of what :meth:`Parts.items` gave."""
-    num_classes = next((Part(name).num_classes for name in parts), None)
-    parts = {Part(name): t for name, t in parts.items()}
-    kind, ids = "logprobs" if "logprobs" in parts else "probs", "ids" in parts
-    return (parts.get("ids" if ids else "indices"), parts.get("values" if kind == "probs" else kind),
-            parts.get("offsets"), None, num_classes, kind, ids)
+    """Returns what :class:`Parts` holds, of what :meth:`Parts.items` gave. If a framework made no tensors or arrays of
+    the parts, the width stays what it made of that."""
+    kind, ids, width = "logprobs" if "logprobs" in parts else "probs", "ids" in parts, parts.get("num_classes")
+    indices = parts.get("ids" if ids else "indices")
+    return (indices, parts.get("values" if kind == "probs" else kind), parts.get("offsets"), None,
+            int(width.shape[-1]) if width is not None and hasattr(indices, "__array__") else width, kind, ids)
 
 
 def _alone(t: Any) -> Any:

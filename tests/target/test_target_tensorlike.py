@@ -350,14 +350,18 @@ def test_a_file_of_the_parts_by_name_keeps_the_width_too(form, known, tmp_path):
         assert again.ne(-100).tolist() == target.ne(-100).tolist()
 
 
-def test_the_names_of_parts_are_found_with_and_without_the_width():
+def test_the_width_is_a_part_without_elements():
     target = SparseTarget.from_topk(torch.tensor([[3, 5]]), torch.tensor([[0.9, 0.1]]), num_classes=VOCAB)
     parts = dict(target.items())
-    assert list(parts) == ["indices", "values"] == list(target.keys()) and set(parts) == {"values", "indices"}
-    name = next(iter(parts))
-    assert parts["indices"] is parts[name] and str(name) == "indices@23"
-    assert name == "indices" and not name != "indices" and name != "values" and name != 3
-    assert target["values"].tolist() == parts["values"].tolist() and "offsets" not in parts
+    assert list(parts) == ["indices", "values", "num_classes"] == list(target.keys())
+    assert parts["num_classes"].shape == (1, 0, VOCAB) and target["num_classes"].shape == (1, 0, VOCAB)
+    assert "num_classes" not in target.with_num_classes(None).keys()
+    twice = SparseTarget({name: torch.cat((t, t)) for name, t in parts.items()})
+    assert twice.num_classes == VOCAB and twice.shape == (2,)
+    arrays = SparseTarget(target.numpy())
+    assert arrays.num_classes == VOCAB and arrays.numpy()["num_classes"].shape == (1, 0, VOCAB)
+    made = SparseTarget(dict.fromkeys(parts, "a description"))  # on its way through a framework
+    assert dict(made.items()) == dict.fromkeys(parts, "a description")
 
 
 # --------------------------------------------------------------------------------------------------------- of nothing
