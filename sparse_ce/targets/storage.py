@@ -7,7 +7,7 @@ So every part that :meth:`Parts.items` gives has the batch first, and -100 marks
     top-k      indices (B, ..., K), values alike
     jagged     indices (B, E) and values alike, the entries of each sample; offsets (B, ..., 2), [begin, end) in its own
                sample's entries, -100 where a row is ignored
-    all        num_classes (B, 0, V), if it is known: a tensor without elements, so that nobody waits for a GPU to read it
+    all        num_classes (B, 0, V), if it is known: a tensor without elements, read without a wait for the GPU
 
 The names say what the parts are: log-probabilities are "logprobs" in place of "values", and ids without values "ids" in
 place of "indices".
