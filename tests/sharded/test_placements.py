@@ -145,3 +145,27 @@ def test_nobody_waits_for_the_import_before_there_is_one():
                "print('sparse_ce.dtensor.call' in sys.modules)")
     done = forked.run("-c", program, cwd=Path(sparse_ce.__file__).parent.parent)
     assert done.stdout == "False\n", done.stderr
+
+
+class Placed:
+    """What counts as a DTensor."""
+
+    full_tensor = None
+
+
+def test_a_call_is_bound_to_the_names_of_its_parameters(monkeypatch):
+    from sparse_ce.dtensor import call
+    from sparse_ce.dtensor.dispatch import accepts_dtensors
+
+    @accepts_dtensors
+    def function(fn, input, linear_weight, target, *row_args, linear_bias=None, reduction="mean"):
+        local = 3  # no name of a parameter
+        return local
+
+    monkeypatch.setattr(call, "call", lambda f, given: (f.__name__, given))
+    x, plain = Placed(), torch.ones(2)
+    expected = dict(fn=1, input=x, linear_weight=plain, target=4, row_args=(5, 6), linear_bias=7, reduction="mean")
+    assert function(1, x, plain, 4, 5, 6, linear_bias=7) == ("function", expected)
+    expected = dict(fn=1, input=plain, linear_weight=x, target=4, row_args=(), linear_bias=None, reduction="sum")
+    assert function(1, plain, target=4, linear_weight=x, reduction="sum") == ("function", expected)
+    assert function(1, plain, plain, x, x) == 3
