@@ -3,6 +3,7 @@
 // with addresses. It takes what needs no copy and no message: where it returns false, the op is called, which says why.
 #include "views.h"
 
+#include <cstddef>
 #include <vector>
 
 namespace sparse_ce {
@@ -20,6 +21,10 @@ struct Call {
   int64_t dtype, indices_dtype, values_dtype;
   bool mean;
 };
+
+// struct.Struct("@7P8q?") of Python
+static_assert(offsetof(Call, rows) == 7 * sizeof(void*) &&
+              offsetof(Call, mean) == 7 * sizeof(void*) + 8 * sizeof(int64_t));
 
 ForwardArgs view(const Call& call) {
   ForwardArgs args{};
