@@ -148,7 +148,7 @@ def small_mean(logits: Tensor, labels: object, ignore_index: int, others: Tuple[
     It is one if ``others``, the other arguments of :func:`sparse_ce.cross_entropy`, have their ``defaults``, the labels
     fit, and the gradient for the logits, if one may be asked for, is expected. Nothing is prepared for it.
     """
-    if type(labels) is not Tensor or type(ignore_index) is not int or not eager():
+    if type(labels) is not Tensor or labels.is_nested or type(ignore_index) is not int or not eager():
         return None
     for value, default in zip(others, defaults, strict=True):
         if value is not default and (type(value) is not float or value != default):
