@@ -351,15 +351,16 @@ def test_a_file_of_the_parts_by_name_keeps_the_width_too(form, known, tmp_path):
 
 
 def test_the_width_is_a_part_without_elements():
-    target = SparseTarget.from_topk(torch.tensor([[3, 5]]), torch.tensor([[0.9, 0.1]]), num_classes=VOCAB)
+    target = SparseTarget.from_topk(torch.tensor([[3, 5], [1, 2]]), torch.ones(2, 2), num_classes=VOCAB)
     parts = dict(target.items())
     assert list(parts) == ["indices", "values", "num_classes"] == list(target.keys())
-    assert parts["num_classes"].shape == (1, 0, VOCAB) and target["num_classes"].shape == (1, 0, VOCAB)
+    assert parts["num_classes"].shape == (2, 0, VOCAB) and target["num_classes"].shape == (2, 0, VOCAB)
     assert "num_classes" not in target.with_num_classes(None).keys()
     twice = SparseTarget({name: torch.cat((t, t)) for name, t in parts.items()})
-    assert twice.num_classes == VOCAB and twice.shape == (2,)
+    assert twice.num_classes == VOCAB and twice.shape == (4,)
     arrays = SparseTarget(target.numpy())
-    assert arrays.num_classes == VOCAB and arrays.numpy()["num_classes"].shape == (1, 0, VOCAB)
+    assert arrays.num_classes == VOCAB and arrays.numpy()["num_classes"].shape == (2, 0, VOCAB)
+    assert {type(part).__name__ for part in arrays.numpy().values()} == {"ndarray"}
     made = SparseTarget(dict.fromkeys(parts, "a description"))  # on its way through a framework
     assert dict(made.items()) == dict.fromkeys(parts, "a description")
 
