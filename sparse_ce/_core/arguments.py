@@ -21,8 +21,10 @@ Scale = Union[float, Tensor]
 
 
 class Arguments(NamedTuple):
-    """What the ops of a cross entropy take last, in the order of ``csrc/torch/schema.cpp``: the target's parts with one
-    leading dimension, the class weights, the numbers, and what multiplies ``logit_scale``, (N,) or ()."""
+    """Holds the last arguments of the ops of a cross entropy, in the order of ``csrc/torch/schema.cpp``.
+
+    These are the parts of the target with one leading dimension, the class weights, the numbers, and ``row_scale``,
+    (N,) or (), which multiplies ``logit_scale``."""
 
     indices: Tensor
     values: Optional[Tensor] = None
@@ -52,7 +54,7 @@ class Arguments(NamedTuple):
 
     @property
     def target(self) -> Tuple[Any, ...]:
-        """What the mean of losses knows of them."""
+        """Returns the arguments that the mean of losses takes."""
         return self[:6]
 
     @property
@@ -71,12 +73,12 @@ class Arguments(NamedTuple):
 
     @property
     def labels(self) -> bool:
-        """Whether the target is one class a row, without weights."""
+        """Returns True if the target is one class a row, without weights."""
         return self.offsets is None and self.values is None and self.indices.dim() == 1
 
 
 class Chunks(NamedTuple):
-    """How the logits of a head exist: so many rows at a time, and those of a head of 16 bits rounded or not."""
+    """Says how many rows of a head's logits exist at a time, and whether those of a 16-bit head stay float32."""
 
     chunk_rows: Optional[int] = None
     float32_logits: bool = False
@@ -86,7 +88,7 @@ CHUNKS = Chunks()._asdict()
 
 
 class LossOptions(NamedTuple):
-    """How the losses of rows become a result, and what comes beside it.
+    """Says how the losses of rows are reduced, and which outputs are returned beside the result.
 
     Args:
         mean: their mean is returned, or their sum if the ``normalizer`` is 1.
@@ -119,8 +121,9 @@ def split(given: Sequence[Any], named: Dict[str, Any], **behind: Any) -> Tuple[A
 
 
 class Candidates(NamedTuple):
-    """What the ops of a few logits of a head take behind it: the ids, a target's parts with one leading dimension, and
-    what becomes of a logit."""
+    """Holds the arguments of the ops that compute a few logits of a head, behind those of the head.
+
+    These are the parts of the ids with one leading dimension, and the transform of a logit."""
 
     indices: Tensor
     values: Optional[Tensor] = None
@@ -155,7 +158,7 @@ def arithmetic_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 class Normalizers(NamedTuple):
-    """What divides the two sums, (), where it is not one number: the counts of rows that are elsewhere as well."""
+    """Holds the divisors, (), of the two sums of a distillation loss whose rows are sharded."""
 
     of_teacher: Tensor
     of_labels: Optional[Tensor] = None

@@ -16,8 +16,10 @@ def fail(message: str, error: Type[Exception] = ValueError) -> NoReturn:
 
 
 def check(condition: bool, message: str, error: Type[Exception] = ValueError) -> None:
-    """For checks off the path of every call: the message is made whether it is needed or not, and torch.compile takes
-    each size that it names for a constant."""
+    """Raises an error unless the ``condition`` holds.
+
+    The message is made in any case, and ``torch.compile`` takes each size in it for a constant. So checks of every call
+    use :func:`fail`."""
     if not condition:
         fail(message, error)
 

@@ -12,7 +12,7 @@ _OF_MODULES = ("return_lse", *(f"return_{name}" for name in OPTIONAL if name != 
 
 
 def check_flags(**flags: object) -> None:
-    """That each is a bool, as PyTorch takes it for one: NumPy's is, 0 and 1 are not."""
+    """Checks that each flag is a bool. NumPy's bool is one, as for PyTorch; 0 and 1 are not."""
     for name, value in flags.items():
         if value is not True and value is not False and not _is_bool(value):
             fix = ""
@@ -22,7 +22,7 @@ def check_flags(**flags: object) -> None:
 
 
 def check_entropy(return_entropy: object) -> None:
-    """Of a loss."""
+    """Checks ``return_entropy`` of a loss."""
     if _is_bool(return_entropy) or isinstance(return_entropy, str) and return_entropy == "detached":
         return
     fail(f"return_entropy must be False, True or 'detached', got {described(return_entropy)}",
@@ -30,7 +30,7 @@ def check_entropy(return_entropy: object) -> None:
 
 
 def check_held_flags(options: Dict[str, Any], detaches: bool) -> None:
-    """Of a module's options, as many as are given; ``detaches``: it may be a loss, whose entropy may be detached."""
+    """Checks the flags among a module's options. If it ``detaches``, ``return_entropy`` may be "detached"."""
     check_flags(**{name: options[name] for name in _OF_MODULES if name in options})
     if detaches:
         check_entropy(options.get("return_entropy", False))

@@ -1,4 +1,4 @@
-"""What functions return, as records."""
+"""Defines the records that functions return."""
 
 from dataclasses import dataclass, fields
 from typing import Any, Iterable, List, Tuple
@@ -16,8 +16,9 @@ OPTIONAL = ("log_tail", "entropy", "mean_logit", "argmax")
 
 @dataclass(frozen=True, eq=False)
 class LogProbs:
-    """What :func:`selected_log_probs` returns; None for what was not asked for. float32 (float64 for float64 logits),
-    all but ``argmax`` differentiable any number of times.
+    """Holds what :func:`selected_log_probs` returns. A field that was not asked for is None.
+
+    Fields are float32 (float64 for float64 logits). All but ``argmax`` are differentiable any number of times.
 
     It is a pytree node: what compiled and checkpointed functions return, and what ``torch.func`` maps over.
 

@@ -160,7 +160,7 @@ def _check_floating(name: str, t: Optional[Tensor], fix: str) -> None:
 
 
 def is_distributed(t: object) -> bool:
-    """Whether it is a DTensor."""
+    """Returns True for a DTensor."""
     # DTensor takes long to import. The type is asked: torch.compile knows a traced tensor's attributes by its class.
     return type(t) is not Tensor and type(t) is not Parameter and hasattr(type(t), "full_tensor")
 

@@ -25,7 +25,7 @@ from .sequence import (
 
 
 class Array(NamedTuple):
-    """Where an array lies, row by row."""
+    """Says where the rows of an array lie in a file."""
 
     file: Path
     offset: int
