@@ -20,7 +20,7 @@ from ..targets.convert import Target, as_ids, dense_parts, flat_target
 
 
 class Source(NamedTuple):
-    """Where the logits of a call come from: they are its input, or a head makes them of it."""
+    """Holds the source of a call's logits: the input itself, or a linear head of the input."""
 
     input: Tensor  # (..., C): the logits of this rank's classes; or hidden states (..., D)
     head: Optional[Head]  # with input (rows, D), as F.linear multiplies it
@@ -35,13 +35,13 @@ class Source(NamedTuple):
 
     @property
     def rows(self) -> Tensor:
-        """The logits (N, C)."""
+        """Returns the logits, (N, C)."""
         if self.input.dim() == 2:
             return self.input
         return self.input.reshape(math.prod(self.leading), self.input.shape[-1])
 
     def options(self, logit_scale: Scale, **options: Any) -> Dict[str, Any]:
-        """Returns the arguments of the ops behind those of the target."""
+        """Returns the options as the ops take them, behind the parts of the target."""
         check_kernels(self.input)
         scale, row_scale = taken_scale(logit_scale, self.shape, self.input)
         classes = "the last dimension of input" if self.head is None else "the rows of linear_weight"
@@ -62,7 +62,8 @@ def of_logits(input: Tensor, num_classes: Optional[int], group: Group, vocab_sta
 def of_head(input: Tensor, linear_weight: Tensor, linear_bias: Optional[Tensor], num_classes: Optional[int],
             group: Group, vocab_start: Optional[int], logits_dtype: Optional[torch.dtype],
             chunk_rows: Optional[int]) -> Source:
-    """Checks hidden states and a head, and finds the shard of its classes. Autocast has converted them."""
+    """Checks hidden states and a head, and finds the shard of its classes. Under autocast both are converted as
+    ``F.linear`` converts them."""
     check_input(input, "D")
     check_head(input, linear_weight, linear_bias, group is not None)
     chunks = taken_chunks(chunk_rows, logits_dtype)

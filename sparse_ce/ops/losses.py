@@ -17,7 +17,7 @@ from .strided_logits import rows_of
 
 
 class Reduced(NamedTuple):
-    """A loss, () or (N,), and what was asked for beside it, (N,); the others are of any shape."""
+    """Holds a loss, () or (N,), and the outputs beside it, (N,). Outputs that were not asked for have any shape."""
 
     loss: Tensor
     lse: Any = None
