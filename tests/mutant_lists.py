@@ -1116,6 +1116,8 @@ PYTHON = [
     ("sparse_ce/ops/cross_entropy.py", "grad_loss = torch.zeros_like(grad_lse)", "return (None,) * _INPUTS"),
     ("sparse_ce/ops/registration.py", "or forward_ad._current_level >= 0", ""),
     ("sparse_ce/ops/mean_gradients.py", "grad = (grad_mean / divisor).expand", "grad = grad_mean.expand"),
+    ("sparse_ce/ops/losses.py", "or shard is not None or a.learns_scale:", "or shard is not None:"),
+    ("sparse_ce/ops/losses.py", "if loss.mean or loss.row_weight is None:", "if True:"),
     ("sparse_ce/dtensor/dispatch.py", "args[at] if at < len(args) else named.get(name)", "named.get(name)"),
     ("sparse_ce/dtensor/dispatch.py", "{**defaults, **dict(zip(names, args)), **named}",
      "{**dict(zip(names, args)), **named}"),
