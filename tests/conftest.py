@@ -101,9 +101,15 @@ def pytest_report_header():
     return f"flavour: {flavours.named()}, kernels: {sparse_ce.ops.instruction_set()}, of {sparse_ce.__file__}"
 
 
-def pytest_ignore_collect(collection_path):
-    """Not even imported: a sanitizer cannot run what some import."""
+def pytest_ignore_collect(collection_path, config):
+    """Ignores the files of other flavours before they are imported: a sanitizer cannot run what some import.
+
+    If no flavour is asked for, a file that the command line names is collected.
+    """
     if collection_path.suffix == ".py" and collection_path.stem.startswith("test_"):
+        if flavours.named() == flavours.PLAIN and str(collection_path) in {
+                os.path.abspath(argument.partition("::")[0]) for argument in config.args}:
+            return None
         return None if flavours.FLAVOURS[flavours.named()].has_file(collection_path.stem) else True
 
 

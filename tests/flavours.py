@@ -47,6 +47,11 @@ OF_THE_CPU = ("test_linear_memory", "test_linear_bfloat16", "test_cross_entropy_
 # classes that are shared out what the processes send each other (test_select_shards and test_linear_by_classes compute
 # with shards in one).
 SAME_ON_EVERY_SET = ("test_linear_memory", "test_linear_borrowed", "test_linear_sharded", "test_target_*")
+# The training libraries, and programs that train.
+CLIENTS = ("test_examples*", "test_placements_transformers", "test_trainer_*", "test_training_*", "test_trl_*")
+# What a compiler or a transform makes of whole files of tests.
+COMPILERS = ("test_cross_entropy_compile*", "test_cross_entropy_transforms", "test_linear_compile",
+             "test_linear_transforms", "test_select_compile")
 PROGRAMS = ("test_emulation*",)
 BUILDS = ("test_build", "test_gpu_acceptance", "test_native_kernels")
 
@@ -94,7 +99,9 @@ def build_sanitized(folder: Path) -> None:
 
 
 FLAVOURS = {
-    PLAIN: Flavour(("test_*",), BUILDS + PROGRAMS, at_least=6000),
+    PLAIN: Flavour(("test_*",), BUILDS + CLIENTS + COMPILERS + PROGRAMS, at_least=6000),
+    "compilers": Flavour(COMPILERS, at_least=200),
+    "clients": Flavour(CLIENTS, at_least=400),
     # The compiler's baseline, and the set between it and AVX-512; small calls too go through the dispatcher.
     # Nothing goes around the caches without AVX2.
     "baseline": Flavour(KERNELS, NO_KERNELS + SAME_ON_EVERY_SET + ("test_cross_entropy_large",), at_least=4000,
@@ -165,7 +172,7 @@ def others() -> List[str]:
     sets = [names[name] for name in available_instruction_sets()[:-1]]
     products = ["float32" if "avx512_bf16" in processor() else "native"]
     cuda = ["emulated", "programs"] if shutil.which("nvcc") or "CI" in os.environ else []
-    return [*sets, *products, "sanitized", *cuda, "builds", "slow"]
+    return ["compilers", "clients", *sets, *products, "sanitized", *cuda, "builds", "slow"]
 
 
 def named() -> str:

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import sparse_ce
+from cases import slow
 from sass import (
     MEETS,
     count,
@@ -33,14 +34,21 @@ LIBRARIES = sorted(Path(sparse_ce.__file__).parent.glob("_C*.so"))
 needs_nvcc = pytest.mark.skipif(shutil.which("nvcc") is None and "CI" not in os.environ, reason="needs nvcc")
 
 
-@pytest.fixture(scope="module", params=sorted(path.stem for path in (ROOT / "csrc" / "cuda").glob("*.cu")))
+SOURCES = sorted(path.stem for path in (ROOT / "csrc" / "cuda").glob("*.cu"))
+
+
+@pytest.fixture(scope="module", ids="-".join,
+                params=[*((name, "90") for name in SOURCES), *slow(*(((name, "80"),) for name in SOURCES))])
 def compiled(request, tmp_path_factory):
-    """The kernels for sm_80 and sm_90, and ptxas' report: {(architecture, kernel): spilled, registers, shared}."""
-    out = tmp_path_factory.mktemp("cuda") / f"{request.param}.o"
+    """Compiles a source file for one architecture.
+
+    Returns the object file and the report of ptxas, {(architecture, kernel): (spilled, registers, shared)}.
+    """
+    name, architecture = request.param
+    out = tmp_path_factory.mktemp("cuda") / f"{name}.o"
     done = subprocess.run(
-        ["nvcc", "-std=c++17", "-O3", *ROUNDING, "--threads=2", "-gencode", "arch=compute_80,code=sm_80", "-gencode",
-         "arch=compute_90,code=sm_90", "--expt-relaxed-constexpr", "-Xptxas", "-v", "-c",
-         str(ROOT / f"csrc/cuda/{request.param}.cu"), "-o", str(out)],
+        ["nvcc", "-std=c++17", "-O3", *ROUNDING, "-gencode", f"arch=compute_{architecture},code=sm_{architecture}",
+         "--expt-relaxed-constexpr", "-Xptxas", "-v", "-c", str(ROOT / f"csrc/cuda/{name}.cu"), "-o", str(out)],
         capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     pattern = (r"entry function '(\S+)' for '(\S+)'\n.*\n\s*(\d+) bytes stack frame, (\d+) bytes spill stores, "
@@ -61,7 +69,7 @@ def test_no_kernel_spills_registers(compiled):
                "loss_mean": 2 * (2 + 2), "masked_mean": 4 * (4 + 2 + 2), "one_pass": 3 * 3 * 2 * 2,
                "select": 4 * (2 + 2 * 2 + 1), "select_merge": 2, "sparse_softmax": 4 * 2 * (2 + 1),
                "topk": 4}
-    assert len(report) == 2 * kernels[compiled[0].stem]  # of both architectures
+    assert len(report) == kernels[compiled[0].stem]
     assert {key: bytes_ for key, (bytes_, *_) in report.items() if bytes_} == {}
 
 
@@ -96,20 +104,20 @@ def test_logits_are_read_and_gradients_written_by_16_bytes(compiled):
     if compiled[0].stem == "masked_mean":
         packs = [(name, body) for name, body in found if re.search(r"_kernelI\w*Li[248]EEE", name)]
         loads = [body.count("LDG.E.128") for name, body in packs if re.search(r"\dsum_kernel", name)]
-        assert len(loads) == 2 * 4 * 2 and min(loads) >= 2  # architectures, dtypes, kernels; in flight of a thread
+        assert len(loads) == 4 * 2 and min(loads) >= 2  # dtypes, kernels; in flight of a thread
         stores = [body.count("STG.E.128") for name, body in packs if re.search(r"\dgradient_kernel", name)]
-        assert len(stores) == 2 * 4 and min(stores) >= 1
+        assert len(stores) == 4 and min(stores) >= 1
         return
     if compiled[0].stem == "candidates":
         for kernel, loads, stores in (("logits", 4 + 1, 0), ("input", 4, 1), ("weight", 4, 1)):
             bodies = [body for name, body in found if f"{kernel}_kernel" in name]
-            assert len(bodies) == 2 * (4 + 2)  # architectures, dtypes
+            assert len(bodies) == 4 + 2  # dtypes
             # Of an input of 16 bits that meets a weight of 32, a pack is 8 bytes.
             assert min(body.count("LDG.E.128") for body in bodies) >= min(loads, 4)
             assert min(body.count("STG.E.128") + body.count("STG.E.64") for body in bodies) >= stores
         return
     if compiled[0].stem == "one_pass":
-        assert len(found) == 2 * 3 * 3 * 2 * 2  # architectures, dtypes, who holds a row, plain, gradient
+        assert len(found) == 3 * 3 * 2 * 2  # dtypes, who holds a row, plain, gradient
         for name, body in found:
             gradient = re.search(r"ELb[01]ELb([01])E", name)[1] == "1"
             before = re.split(r"MUFU\.EX2", body)[0]  # all are asked for before the first exponential
@@ -130,7 +138,7 @@ def test_logits_are_read_and_gradients_written_by_16_bytes(compiled):
         return
     streams = r"\d(forward|backward|rows|spans|scale|accumulate)_kernel"
     dense = {name: body for name, body in functions.items() if re.search(streams, name)}
-    assert len(dense) >= 2 * 4
+    assert len(dense) >= 4
     for name, body in dense.items():
         # In flight of one thread, each once more where a row ends; what rows share has been read by others.
         loads = 1 if re.search(r"\d(scale|accumulate)_kernel", name) else 3 if re.search(r"\dspans_kernel", name) else 4
@@ -148,7 +156,7 @@ def test_forward_spends_six_instructions_and_a_half_on_a_logit(compiled):
         return
     loops = [(name, loop_of_exponentials(body)) for name, body in functions_of(compiled[0])
              if re.search(r"\dforward_kernelI(f|13__nv_bfloat16|6__half)Li256E", name)]
-    assert len(loops) == 2 * 3  # architectures, dtypes
+    assert len(loops) == 3  # dtypes
     for name, loop in loops:
         exponentials = [i for i, text in enumerate(loop) if "MUFU.EX2" in text]
         loads = [i for i, text in enumerate(loop) if "LDG.E.128" in text]
@@ -168,7 +176,7 @@ def test_one_pass_spends_twelve_instructions_on_a_logit_and_its_gradient(compile
     if compiled[0].stem != "one_pass":
         return
     found = [(name, loops(code)) for name, code in one_pass_kernels(compiled) if "ELb1ELb1E" in name]
-    assert len(found) == 2 * 3 * 2  # architectures, dtypes, groups
+    assert len(found) == 3 * 2  # dtypes, groups
     for name, of_kernel in found:
         logits, most = (16, 16) if "RowSliceIf" in name else (32, 12)  # in four packs
         passes = [shortest(of_kernel, {"LDGSTS": 4}),
@@ -185,7 +193,7 @@ def test_a_warp_writes_its_gradient_once(compiled):
     if compiled[0].stem != "one_pass":
         return
     found = one_pass_kernels(compiled)
-    assert len(found) == 2 * 3 * 2 * 2  # architectures, dtypes, groups, plain
+    assert len(found) == 3 * 2 * 2  # dtypes, groups, plain
     for name, code in found:
         writing = [loop for loop in loops(code) if count(loop, "STG.E.128") and count(loop, "MUFU.EX2") >= 8
                    and not any(MEETS.match(text) for _, text in loop)]
@@ -253,6 +261,7 @@ def test_module_run_prints_what_a_bug_report_needs(tmp_path):
         assert part in done.stdout
 
 
+@pytest.mark.slow
 def test_cmake_builds_the_same_ops(tmp_path):
     if shutil.which("cmake") is None and "CI" not in os.environ:
         pytest.skip("needs cmake")

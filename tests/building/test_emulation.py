@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from cases import slow
+
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "emulation"))
 import build  # noqa: E402
 
@@ -56,7 +58,7 @@ KINDS = {"cross_entropy": ("warp a row", "block a row", "blocks a row", "a threa
                      "along, a warp, long", "parts merged by a warp"]}
 SELDOM = ("along, a warp, long", "parts merged by a warp")
 RARE = "a thread a row, a mean in parts"  # of which a few hundred cases may have none
-SCHEDULES = ("ordered", "reverse", "random", "pct")
+SCHEDULES = ("reverse", "pct", *slow("ordered", "random"))
 SCHEDULED = {"sparse_softmax": 300, "masked_mean": 300}  # cases of a schedule, where 120 miss a kind
 each_op = pytest.mark.parametrize("op", build.OPS)
 
@@ -76,8 +78,9 @@ def test_no_two_threads_race(op):
 
 
 @each_op
-def test_random_cases_equal_float64(op):
-    check_cases(op, "plain", 1, 800, at_least=20)
+@pytest.mark.parametrize("cases", [400, *slow(800)])
+def test_random_cases_equal_float64(cases, op):
+    check_cases(op, "plain", 1, cases, at_least=cases // 40)
 
 
 @each_op
@@ -88,13 +91,13 @@ def test_every_schedule_of_the_threads_gives_the_same(schedule, op):
 
 @each_op
 def test_no_access_is_out_of_bounds_or_misaligned(op):
-    check_cases(op, "asan", 5001, 300)
+    check_cases(op, "asan", 5001, 160)
 
 
 @pytest.mark.parametrize("flavour,arguments,schedule", [
     ("plain", ("--seeds", "1", "200"), "mixed"), ("asan", ("--seeds", "5061", "5120"), "mixed"),
     ("tsan", ("--small", "--seeds", "41", "80"), "mixed"),
-    *(("plain", ("--seeds", "2281", "2320"), schedule) for schedule in SCHEDULES)])
+    *(("plain", ("--seeds", "2281", "2320"), schedule) for schedule in ("ordered", "reverse", "random", "pct"))])
 def test_a_device_without_clusters(flavour, arguments, schedule):
     output = run_cases(build.program("cross_entropy", flavour), *arguments,
                        env={"SPARSE_CE_TEST_CLUSTERS": "0", "COC_SCHED": schedule})

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch._dynamo.eval_frame import _debug_get_cache_entry_list
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from cases import Draw
+from cases import Draw, sparsely
 from close import assert_bitwise_equal
 from compiling import DYNAMIC
 from sparse_ce import (
@@ -61,8 +61,7 @@ def test_a_mean_is_compiled_once_for_all_vocabularies(weighted, device):
     assert counter.frame_count == 2  # the first, and one of any size
 
 
-@pytest.mark.parametrize("head", [cross_entropy, through_head])
-@pytest.mark.parametrize("form", ["labels", "tuple", "coo", "csr"])
+@pytest.mark.parametrize("form, head", sparsely(2, ["labels", "tuple", "coo", "csr"], [cross_entropy, through_head]))
 def test_class_weights_of_a_symbolic_vocabulary(head, form, device):
     counter, draw = CompileCounterWithBackend("aot_eager"), Draw(device)
 
@@ -171,8 +170,7 @@ def compiled_once(f, form, device):
     return len(counts) == 1
 
 
-@pytest.mark.parametrize("form", ["index", "topk", "jagged"])
-@pytest.mark.parametrize("part", PARTS)
+@pytest.mark.parametrize("part, form", sparsely(3, PARTS, ["index", "topk", "jagged"]))
 def test_parts_of_targets_are_compiled_once_for_all_numbers_of_rows(part, form, device):
     assert compiled_once(lambda x, target: cross_entropy(PARTS[part](x), PARTS[part](target)), form, device)
 

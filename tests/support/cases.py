@@ -7,6 +7,7 @@ with any index, negative and unnormalised weights.
 
 import itertools
 import math
+import zlib
 from dataclasses import dataclass
 from typing import Any, Callable, Optional, Sequence, Tuple
 
@@ -22,7 +23,7 @@ DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 
 
 def slow(*parameters):
-    """Of a test, what the flavour `slow` alone runs; others of the same test are in every run."""
+    """Marks parameters of a test for the flavour `slow`: they take long, or repeat what the others of the test cover."""
     return [pytest.param(*(p if isinstance(p, tuple) else (p,)), marks=pytest.mark.slow) for p in parameters]
 
 
@@ -34,6 +35,11 @@ def sparsely(every, *axes):
         places, values = zip(*placed)
         chosen.append(pytest.param(*values, marks=[pytest.mark.slow] if sum(places) % every else []))
     return chosen
+
+
+def drawn(name):
+    """Returns True for about half of all names, the same ones in every process."""
+    return zlib.crc32(name.encode()) % 2 == 0
 
 
 def devices():

@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 from torch.profiler import profile
 
 import sparse_ce
+from cases import drawn
 from linear_sharded_cases import Collectives
 from placement_training import TRAINING
 from placement_world import WORLD, D, Layout, R, V, World, compared, mesh_of
@@ -221,9 +222,10 @@ def cases(slow: bool) -> Dict[str, Tuple[Callable[..., Any], Tuple[Any, ...]]]:
     """{name: (function, arguments)}"""
     found: Dict[str, Tuple[Callable[..., Any], Tuple[Any, ...]]] = {}
 
-    def add(function, *arguments, rarely=False):
-        if rarely == slow:
-            found["-".join([function.__name__, *arguments])] = function, arguments
+    def add(function, *arguments, rarely=None):
+        name = "-".join([function.__name__, *arguments])
+        if (not drawn(name) if rarely is None else rarely) == slow:
+            found[name] = function, arguments
 
     for layout in LAYOUTS:
         add(of_logits, layout, "labels", "all", "plain")
