@@ -33,7 +33,7 @@ constexpr const char* kOutOfMemory = kHostOutOfMemory;
                                        "aten::to", "aten::sum", "aten::sort", "unique"};
   for (const char* allocates : kAllocate)
     if (call.find(allocates) != std::string::npos) throw std::runtime_error(std::string(kOutOfMemory) + call);
-  throw std::runtime_error("sparse_ce: " + call + " must succeed, got an error; torch 2.13 or newer says which");
+  throw std::runtime_error("sparse_ce: " + call + " failed; torch 2.13 or newer reports the reason");
 }
 
 }  // namespace sparse_ce

@@ -79,9 +79,9 @@ void scale(const ScaleArgs& args) {
     using acc_t = acc_type<scalar_t>;
     const auto factor = args.template factor<acc_t>();
     if (!factor.known)  // so there is one that was expected
-      fail("expected must be finite, not 0 and at least 2^-40 of scale, got ",
-           *static_cast<const acc_t*>(args.expected), " where scale is ", *static_cast<const acc_t*>(args.scale),
-           "; inplace='backward' expects nothing");
+      fail("expected must be finite, nonzero and at least 2^-40 times scale, got ",
+           *static_cast<const acc_t*>(args.expected), " for scale ", *static_cast<const acc_t*>(args.scale),
+           "; use inplace='backward', which expects no grad_output");
     if (factor.by == 1) return;
     const auto scale = [&](scalar_t* values, int64_t count) {
       with_instruction_set([&](auto) SCE_INLINE { scale_body(values, factor, count); });

@@ -48,8 +48,8 @@ struct Arguments : TargetArguments {
     check(label_smoothing >= 0 && label_smoothing <= 1, "label_smoothing must be in [0, 1], got ", label_smoothing);
     check(std::isfinite(z_loss) && z_loss >= 0, "z_loss must be finite and not negative, got ", z_loss);
     check_transform(logit_scale, softcap);
-    check(!num_classes || (*num_classes > 0 && *num_classes <= vocab), "num_classes must be in [1, ", vocab, "], ",
-          classes, ", got ", num_classes.value_or(0));
+    check(!num_classes || (*num_classes > 0 && *num_classes <= vocab), "num_classes must be in [1, ", vocab, "] (",
+          classes, "), got ", num_classes.value_or(0));
   }
   LossOptions options() const {
     LossOptions options;
@@ -95,7 +95,7 @@ struct HeadArguments : OnStack {
     check(input.dim() == 2, "input must be (rows, width), got ", shape(input));
     to_dtype(input, "input", /*integer=*/false);
     check(weight.dim() == 2 && weight.size(1) == input.size(1), "linear_weight must be (vocab, ", input.size(1),
-          "), as wide as input, got ", shape(weight));
+          ") to match input, got ", shape(weight));
     check(weight.size(0) > 0, "linear_weight must have at least one class, got ", shape(weight));
     check_operand(weight, "linear_weight");
     if (!bias) return;
@@ -109,8 +109,8 @@ struct HeadArguments : OnStack {
   void check_operand(const Tensor& t, const char* argument) const {
     check_same_device(t, input, argument);
     const bool mixed = input.element_size() == 2 && t.scalar_type() == ScalarType::Float;
-    check(mixed || t.scalar_type() == input.scalar_type(), argument, " must be of the dtype of input, ",
-          name(input.scalar_type()), input.element_size() == 2 ? ", or float32" : "", ", got ", name(t.scalar_type()));
+    check(mixed || t.scalar_type() == input.scalar_type(), argument, " must have the dtype of input (",
+          name(input.scalar_type()), input.element_size() == 2 ? ") or float32" : ")", ", got ", name(t.scalar_type()));
   }
 };
 

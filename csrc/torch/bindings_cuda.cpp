@@ -20,7 +20,7 @@ namespace sparse_ce {
 namespace {
 
 void check_cuda(cudaError_t error) {
-  if (error != cudaSuccess) fail("CUDA must run the kernel, got ", cudaGetErrorString(error));
+  if (error != cudaSuccess) fail("CUDA call failed: ", cudaGetErrorString(error));
 }
 
 // Host copies of what lies on a device, made behind the work of `stream` that writes it. Waits for the device: only
@@ -146,8 +146,8 @@ struct Cuda {
   }
   static void check_may_wait(const Tensor& like) {
     check(!is_capturing(like),
-          "sparse_grad must be False where a CUDA graph is captured, got True: the host waits for "
-          "the number of distinct ids");
+          "sparse_grad=True does not support CUDA graph capture: the host must wait for the number of distinct ids. "
+          "Use sparse_grad=False.");
   }
 
   static void accumulate(const AccumulateArgs& args, const Tensor& like) { run(cuda::accumulate, args, like); }

@@ -18,7 +18,7 @@ class Stack {
 
   template <typename value_t>
   value_t next() {
-    check(next_ != end_, "schema must have the arguments of its kernel, got too few");
+    check(next_ != end_, "schema must match its kernel, got too few arguments");
     value_t value = torch::stable::detail::to<value_t>(*next_++);
     if constexpr (std::is_same_v<value_t, Tensor>)
       if (undefined_ == 0 && !value.defined()) undefined_ = next_ - begin_;
@@ -33,8 +33,8 @@ class Stack {
   }
   // Of all that were taken: an exception on the way would leave the others without an owner.
   void check_taken() const {
-    check(next_ == end_, "schema must have the arguments of its kernel, got too many");
-    check(undefined_ == 0, "argument must be a tensor, got None for number ", undefined_, " of the op");
+    check(next_ == end_, "schema must match its kernel, got too many arguments");
+    check(undefined_ == 0, "argument must be a tensor, got None for argument ", undefined_, " of the op");
   }
 
  private:
@@ -77,7 +77,7 @@ struct Boxed<function> {
  private:
   template <typename... results_t>
   static void give(const std::tuple<results_t...>& results, StableIValue* values, uint64_t outputs) {
-    check(sizeof...(results_t) == outputs, "schema must have the results of its kernel, got ", outputs);
+    check(sizeof...(results_t) == outputs, "schema must have as many results as its kernel, got ", outputs);
     std::apply([&](const auto&... result) { ((*values++ = torch::stable::detail::from(result)), ...); }, results);
   }
   static void give(const Tensor& result, StableIValue* values, uint64_t outputs) {

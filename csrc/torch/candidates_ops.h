@@ -45,7 +45,7 @@ class CandidateOps {
                                                                     const HeadArguments& head,
                                                                     const CandidateArguments& given,
                                                                     const HeadWanted& wanted) {
-    check(wanted.weight, "weight_grad must be True where it is sparse, got False");
+    check(wanted.weight, "weight_grad must be True for a sparse gradient, got False");
     device_t::check_may_wait(head.input);
     const Backward backward(grad, output, head, given, wanted);
     const auto [distinct, slots] = backward.distinct();
@@ -107,7 +107,7 @@ class CandidateOps {
       args.grad = packed_grad.const_data_ptr();
       OptionalTensor output;
       if (given.softcap) {
-        check(given_output.has_value(), "output must be what candidate_logits gave where there is a softcap, got None");
+        check(given_output.has_value(), "output must be the result of candidate_logits if softcap is set, got None");
         output = of_entries(*given_output, given, "output");
         args.logits = output->const_data_ptr();
       }

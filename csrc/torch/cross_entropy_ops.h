@@ -224,7 +224,8 @@ class CrossEntropyOps {
     check(same_sizes(gradient.sizes(), logits.sizes()), "grad_logits must be ", shape(logits), ", got ",
           shape(gradient));
     const Tensor packed = logits.dim() == 3 ? torch::stable::transpose(gradient, 1, 2) : gradient;
-    check(packed.is_contiguous(), "grad_logits must lie as forward_with_gradient returns them, got stride ",
+    check(packed.is_contiguous(),
+          "grad_logits must have the memory layout that forward_with_gradient returns, got stride ",
           gradient.stride(0));
     write_to(gradient, args);
   }

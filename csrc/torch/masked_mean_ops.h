@@ -49,7 +49,7 @@ inline void view(Tensor& t, Tensor& mask, const std::vector<int64_t>& dim, Maske
   args.mask_dtype = bytes ? DType::kUInt8 : to_dtype(mask, "mask", /*integer=*/false);
   const bool fit =
       fits(t, mask, dim, args) || fits(t, mask = packed(mask), dim, args) || fits(t = packed(t), mask, dim, args);
-  check(fit, "dim must leave at most three runs of dimensions that are kept or reduced");
+  check(fit, "dim must split the dimensions into at most three runs that are kept or reduced");
   args.mask = mask.const_data_ptr();
 }
 

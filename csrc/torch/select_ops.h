@@ -29,8 +29,8 @@ struct SelectOutputs {
         argmax(empty(like, {wanted.argmax ? count : 0}, ScalarType::Long)) {
     const double most =
         dtype == ScalarType::Double ? std::numeric_limits<double>::max() : double(std::numeric_limits<float>::max());
-    check(!std::isfinite(padding_value()) || std::abs(padding_value()) <= most, "padding_value must be a number of ",
-          name(dtype), ", got ", padding_value());
+    check(!std::isfinite(padding_value()) || std::abs(padding_value()) <= most,
+          "padding_value must be representable in ", name(dtype), ", got ", padding_value());
   }
 
   double padding_value() const { return wanted.padding_value.value_or(-INFINITY); }
@@ -127,7 +127,7 @@ struct SelectUpstream {
   static const void* made(const OptionalTensor& made, const OptionalTensor& grad, const Tensor& like,
                           const char* argument) {
     if (!grad) return nullptr;
-    check(made.has_value(), argument, " must be what select gave where there is a gradient for it, got None");
+    check(made.has_value(), argument, " must be the output of select if its gradient is given, got None");
     int64_t stride = 1;
     const void* data = view_rows(*made, like, argument, stride);
     check(like.size(0) <= 1 || stride == 1, argument, " must be contiguous, got stride ", stride);
@@ -173,15 +173,15 @@ class SelectOps {
     SelectMergeArgs args{};
     Tensor told = packed(statistics);
     const Tensor rows = torch::stable::narrow(told, 0, 0, told.size(0) / shards);
-    check(given.num_classes.has_value(), "num_classes must be that of all shards, got None");
+    check(given.num_classes.has_value(), "num_classes must be the number of classes of all shards, got None");
     view_logits(rows, held, args);
     args.vocab = *given.num_classes;
-    given.check_options(args.vocab, "those of all shards");
+    given.check_options(args.vocab, "the classes of all shards");
     view_arguments(given, held, args);
     if (args.rows > 0) device_t::check_target(args.target, rows);
     const SelectOutputs out = outputs(rows, args, given, wanted);
     check(told.scalar_type() == arithmetic_dtype(told) && told.size(1) == numbers(args), "statistics must have ",
-          numbers(args), " numbers a row of float32 or float64, got ", shape(told), " of ", name(told.scalar_type()));
+          numbers(args), " numbers per row in float32 or float64, got ", shape(told), " of ", name(told.scalar_type()));
     Tensor logits;
     if (wanted.log_probs) {
       check(chosen && chosen->scalar_type() == told.scalar_type() && same_sizes(chosen->sizes(), given.indices.sizes()),

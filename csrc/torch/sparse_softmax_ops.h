@@ -32,8 +32,8 @@ class SparseSoftmaxOps {
     const OptionalTensor packed_order = order ? OptionalTensor(packed(*order)) : order;
     SparseSoftmaxArgs args = view(packed_output, packed_offsets, packed_order, log, "output");
     check_same_device(grad, output, "grad");
-    check(grad.scalar_type() == output.scalar_type(), "grad must be of the dtype of output, ",
-          name(output.scalar_type()), ", got ", name(grad.scalar_type()));
+    check(grad.scalar_type() == output.scalar_type(), "grad must have the dtype of output (",
+          name(output.scalar_type()), "), got ", name(grad.scalar_type()));
     check(same_sizes(grad.sizes(), output.sizes()), "grad must have the shape of output, ", shape(output), ", got ",
           shape(grad));
     Tensor result = empty_result(output, args);
@@ -89,14 +89,16 @@ inline void check_rows_on_host(const SparseSoftmaxArgs& args) {
     const int64_t offset = load_int(args.offsets, args.offsets_dtype, r);
     const bool ascends = before <= offset && offset <= args.entries;
     check(ascends && (r > 0 || offset == 0) && (r < args.rows || offset == args.entries),
-          "offsets must ascend from 0 to ", args.entries, ", the number of entries, got ", offset, " at ", r);
+          "offsets must ascend from 0 to ", args.entries, " (the number of entries), got ", offset, " at position ", r);
     before = offset;
   }
   std::vector<bool> taken(args.order ? static_cast<size_t>(args.entries) : 0);
   for (int64_t i = 0; args.order && i < args.entries; ++i) {
     const int64_t entry = args.order[i];
-    check(0 <= entry && entry < args.entries, "order must be in [0, ", args.entries, "), got ", entry, " at ", i);
-    check(!taken[static_cast<size_t>(entry)], "order must have each entry once, got ", entry, " again at ", i);
+    check(0 <= entry && entry < args.entries, "order must be in [0, ", args.entries, "), got ", entry, " at position ",
+          i);
+    check(!taken[static_cast<size_t>(entry)], "order must contain each entry once, got ", entry, " again at position ",
+          i);
     taken[static_cast<size_t>(entry)] = true;
   }
 }

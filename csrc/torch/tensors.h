@@ -125,7 +125,7 @@ class Overwritten {
       return false;
     });
     check(!shares, argument, " must not share memory with ", argument_,
-          ", which is overwritten, got a tensor that does; pass a copy");
+          ", which is overwritten, got overlapping memory; pass a copy");
   }
   void check_apart(const OptionalTensor& other, const char* argument) const {
     if (other) check_apart(*other, argument);

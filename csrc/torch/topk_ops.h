@@ -19,7 +19,7 @@ class TopkOps {
     args.largest = largest;
     check(args.columns <= std::numeric_limits<int32_t>::max(), "logits must have fewer than 2^31 classes, got ",
           args.columns);
-    check(k >= 0 && k <= args.columns, "k must be in [0, ", args.columns, "], the number of classes, got ", k);
+    check(k >= 0 && k <= args.columns, "k must be in [0, ", args.columns, "] (the number of classes), got ", k);
     const Tensor rows = args.columns == 1 || logits.stride(1) == 1 ? logits : packed(logits);
     args.logits = rows.const_data_ptr();
     args.row_stride = rows.stride(0);

@@ -52,7 +52,7 @@ void view_entries(const given_t& given, Held& held, TargetView& target) {
   target.indices_dtype = to_dtype(indices, "indices", /*integer=*/true);
   if (offsets) {
     check_same_device(*offsets, held.logits, "offsets");
-    check(indices.dim() == 1, "indices must be (entries,) where there are offsets, got ", shape(indices));
+    check(indices.dim() == 1, "indices must be (entries,) if offsets are given, got ", shape(indices));
     const bool ends = offsets->dim() == 1 && offsets->size(0) == rows + 1;
     const bool ranges = offsets->dim() == 2 && offsets->size(0) == rows && offsets->size(1) == 2;
     check(ends || ranges, "offsets must be (", rows + 1, ",) or (", rows, ", 2) for ", rows, " rows of logits, got ",
@@ -83,10 +83,10 @@ void view_entries(const given_t& given, Held& held, TargetView& target) {
 inline void view_weight(const Tensor& weight, Held& held, TargetView& target) {
   check_same_device(weight, held.logits, "weight");
   const ScalarType dtype = arithmetic_dtype(held.logits);
-  check(weight.scalar_type() == dtype, "weight must be of dtype ", name(dtype), " (the arithmetic of ",
+  check(weight.scalar_type() == dtype, "weight must be of dtype ", name(dtype), " (the arithmetic dtype of ",
         name(held.logits.scalar_type()), " logits), got ", name(weight.scalar_type()));
   check(weight.dim() == 1 && weight.size(0) == target.num_classes, "weight must be (", target.num_classes,
-        ",), one weight a class, got ", shape(weight));
+        ",), one weight per class, got ", shape(weight));
   held.weight = packed(weight);
   target.weight = origin(*held.weight);
 }
@@ -138,12 +138,13 @@ inline void view_arguments(const Arguments& given, Held& held, CrossEntropyArgs&
 
 // The logits of some of the classes alone; there may be none here.
 inline void view_shard(const Arguments& given, int64_t first_class, CrossEntropyArgs& args) {
-  check(given.num_classes.has_value(), "num_classes must be that of all shards where first_class is given, got None");
+  check(given.num_classes.has_value(),
+        "num_classes must be the number of classes of all shards if first_class is given, got None");
   constexpr int64_t kMost = int64_t(1) << 48;  // far from where the place of a class in a row overflows
   check(first_class >= 0 && first_class <= kMost, "first_class must be in [0, ", kMost, "], got ", first_class);
   args.first_class = first_class;
   args.vocab += first_class;
-  given.check_options(std::numeric_limits<int64_t>::max(), "those of all shards");
+  given.check_options(std::numeric_limits<int64_t>::max(), "the classes of all shards");
 }
 
 // `strided`: whether the op knows rows whose classes are strided, (outer, inner, vocab).
@@ -189,8 +190,8 @@ inline void check_strided_overwritable(const Tensor& logits, const CrossEntropyA
   int64_t spanned = 1;
   for (const auto& [stride, size] : by_stride) {
     if (size <= 1) continue;
-    check(stride >= spanned, "logits must be rows that do not overlap to be overwritten, got strides [",
-          logits.stride(0), ", ", logits.stride(1), ", ", logits.stride(2), "]");
+    check(stride >= spanned, "logits must have non-overlapping rows to be overwritten, got strides [", logits.stride(0),
+          ", ", logits.stride(1), ", ", logits.stride(2), "]");
     spanned += stride * (size - 1);
   }
 }
@@ -199,7 +200,7 @@ inline void check_strided_overwritable(const Tensor& logits, const CrossEntropyA
 inline void check_overwritable(const Tensor& logits, const CrossEntropyArgs& args) {
   if (logits.dim() == 3) return check_strided_overwritable(logits, args);
   check(args.rows <= 1 || args.row_stride >= args.vocab - args.first_class,
-        "logits must be rows that do not overlap to be overwritten, got row stride ", args.row_stride);
+        "logits must have non-overlapping rows to be overwritten, got row stride ", args.row_stride);
   check(args.logits == origin(logits), "logits must have column stride 1 to be overwritten, got ", logits.stride(1));
 }
 
@@ -249,8 +250,8 @@ inline void check_entries(const TargetView& target) {
   for (int64_t r = 0; r < target.rows; ++r) {
     if (target.ignored(r)) continue;
     const EntryRange range = target.row(r);
-    check(range.valid, "target must have offsets that lead to entries in [0, ", target.entries,
-          "], got a range outside of it in row ", r);
+    check(range.valid, "target must have offsets with 0 <= begin <= end <= ", target.entries,
+          ", got an invalid range in row ", r);
     if (!outside) continue;
     for (int64_t i = range.begin; i < range.end; ++i) {
       const auto entry = target.entry<double>(i);

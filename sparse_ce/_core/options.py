@@ -58,7 +58,7 @@ def checked(options: Dict[str, Any], vocab: Optional[int] = None,
             fail(f"{name} must be {rule.type}, got {described(value)}{rule.fix}", TypeError)
         if name == "num_classes" and vocab is not None:
             if not 0 < value <= vocab:
-                fail(f"num_classes must be in [1, {vocab}], {classes}, got {value}")
+                fail(f"num_classes must be in [1, {vocab}] ({classes}), got {value}")
         elif not rule.holds(value):
             fail(f"{name} must be {rule.expectation}, got {value}")
         taken[name] = float(value) if number else value

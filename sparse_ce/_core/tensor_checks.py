@@ -114,7 +114,7 @@ def check_head(input: Tensor, linear_weight: Tensor, linear_bias: Optional[Tenso
         if t is not None and t.device != input.device:
             fail(f"{name} must be on the device of input, {input.device}, got {t.device}", RuntimeError)
     if linear_weight.dim() != 2 or linear_weight.shape[1] != input.shape[-1]:
-        fail(f"linear_weight must be (V, {input.shape[-1]}), as wide as input, got {list(linear_weight.shape)}")
+        fail(f"linear_weight must be (V, {input.shape[-1]}) to match input, got {list(linear_weight.shape)}")
     if linear_weight.shape[0] == 0 and not sharded:
         fail(f"linear_weight must have at least one class, got shape {list(linear_weight.shape)}")
     if linear_bias is not None and linear_bias.shape != linear_weight.shape[:1]:
@@ -130,7 +130,7 @@ def class_weights(weight: Tensor, input: Tensor, vocab: int, classes: int) -> Te
     """(classes,) in the arithmetic dtype."""
     _check_weight(weight)
     if weight.dim() != 1 or not one_of(weight.shape[0], vocab, classes):
-        fail(f"weight must be ({classes},), one weight a class, got {list(weight.shape)}")
+        fail(f"weight must be ({classes},), one weight per class, got {list(weight.shape)}")
     if weight.device != input.device:
         fail(f"weight must be on the device of input, {input.device}, got {weight.device}", RuntimeError)
     return weight[:classes].to(arithmetic_dtype(input.dtype))

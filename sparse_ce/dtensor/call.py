@@ -171,7 +171,7 @@ def _check_shapes(hidden: Any, weight: Any) -> None:
     if hidden.dim() == 0:
         fail("input must be (..., D), got shape []")
     if weight.dim() != 2:
-        fail(f"linear_weight must be (V, {hidden.shape[-1]}), as wide as input, got {list(weight.shape)}")
+        fail(f"linear_weight must be (V, {hidden.shape[-1]}) to match input, got {list(weight.shape)}")
 
 
 def _bias(bias: Tensor, mesh: DeviceMesh, placements: Tuple[Any, ...], classes: int) -> Tensor:

@@ -82,7 +82,7 @@ class Rows(NamedTuple):
         if num_classes is None:
             num_classes = self.classes
         elif is_integer(num_classes) and not 0 < num_classes <= self.classes:
-            fail(f"num_classes must be in [1, {self.classes}], the classes of all ranks, got {num_classes}")
+            fail(f"num_classes must be in [1, {self.classes}] (the classes of all ranks), got {num_classes}")
         group: Any = self.mesh.get_group(self.vocab)
         return dict(group=group if self.sequence is None else SequenceGroup(group), vocab_start=self.first_class,
                     num_classes=num_classes)

@@ -194,7 +194,7 @@ def _options(source: Source, k: int, logit_scale: Scale, softcap: Optional[float
     taken = source.options(logit_scale, softcap=softcap)
     most = source.shape[-1] if source.num_classes is None else source.num_classes
     if not is_integer(k) or not 0 < k <= most:
-        fail(f"k must be an integer in [1, {most}], the number of classes, got {k!r}")
+        fail(f"k must be an integer in [1, {most}] (the number of classes), got {k!r}")
     row_scale = taken.get("row_scale")
     if row_scale is not None and readable(row_scale) and not bool((row_scale > 0).all()):
         fail("logit_scale must be a number or a tensor of positive numbers, got one with others, which turn the order "

@@ -28,7 +28,7 @@ def check_held(weight: Optional[Tensor], normalizer: Optional[Normalizer], optio
     if weight is not None:
         _check_weight(weight)
         if weight.dim() != 1:
-            fail(f"weight must be (V,), one weight a class, got {list(weight.shape)}")
+            fail(f"weight must be (V,), one weight per class, got {list(weight.shape)}")
 
 
 init_t = TypeVar("init_t", bound=Callable[..., None])

@@ -59,7 +59,7 @@ def taken_shard(group: Group, vocab_start: Optional[int], here: int,
         if num_classes is None:
             num_classes = columns
         if is_integer(num_classes) and num_classes > columns:
-            fail(f"num_classes must be in [1, {columns}], the columns of all ranks, got {num_classes}")
+            fail(f"num_classes must be in [1, {columns}] (the columns of all ranks), got {num_classes}")
         return Shard(name, ranks, sum(each[:rank])), columns, num_classes
     if not is_integer(vocab_start) or vocab_start < 0:
         fail(f"vocab_start must be an integer that is not negative, or None, got {vocab_start!r}")

@@ -316,7 +316,7 @@ def test_logits_that_share_memory_are_not_overwritten(device, any_width):
         assert_bitwise_equal(logits.detach(), before)
         assert_bitwise_equal(grad, expected)
         lse = torch.logsumexp(logits.detach(), -1).flatten()
-        with pytest.raises(RuntimeError, match="rows that do not overlap to be overwritten"):
+        with pytest.raises(RuntimeError, match="non-overlapping rows to be overwritten"):
             ops.backward_(torch.ones(80, device=device), None, logits.detach(), lse, None, labels.flatten())
 
 

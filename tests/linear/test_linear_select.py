@@ -189,7 +189,7 @@ def test_wrong_arguments_are_named(device):
     hidden, weight = torch.zeros(2, 4, device=device), torch.zeros(7, 4, device=device)
     ids = torch.zeros(2, dtype=torch.int64, device=device)
     for keywords, message in ((dict(chunk_rows=0), "chunk_rows must be a positive integer"),
-                              (dict(num_classes=8), r"num_classes must be in \[1, 7\], the rows of linear_weight"),
+                              (dict(num_classes=8), r"num_classes must be in \[1, 7\] \(the rows of linear_weight\)"),
                               (dict(linear_bias=torch.zeros(6, device=device)), r"linear_bias must be \(7,\)")):
         with pytest.raises(ValueError, match=f"sparse_ce: {message}"):
             linear_selected_log_probs(hidden, weight, ids, **keywords)

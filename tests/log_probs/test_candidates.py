@@ -533,8 +533,8 @@ def test_what_is_refused(device):
     refused = {
         "linear_weight must be (V, 8)": lambda: candidate_logits(x, w[:, :7], ids),
         "linear_bias must be (9,)": lambda: candidate_logits(x, w, ids, linear_bias=b[:4]),
-        "linear_weight must be of the dtype of input, Float, got Double": lambda: candidate_logits(x, w.double(), ids),
-        "linear_bias must be of the dtype of input": lambda: candidate_logits(x, w, ids, linear_bias=b.half()),
+        "linear_weight must have the dtype of input (Float), got Double": lambda: candidate_logits(x, w.double(), ids),
+        "linear_bias must have the dtype of input": lambda: candidate_logits(x, w, ids, linear_bias=b.half()),
         "input must be float16": lambda: candidate_logits(x.long(), w, ids),
         "indices must be [2, 3, 'K'], K ids for each row of input, or [2, 3], one id a row, got [2, 3, 4, 1]":
             lambda: candidate_logits(x, w, ids[..., None]),
@@ -578,7 +578,7 @@ def test_the_ops_refuse_what_does_not_fit(device):
         "logit_scale must be finite": lambda: ops.candidate_logits(x, w, None, ids, logit_scale=float("nan")),
         "grad must have the shape of indices": lambda: backward(grad[:2], None, x, w, None, ids),
         "grad must be of dtype Float": lambda: backward(grad.double(), None, x, w, None, ids),
-        "output must be what candidate_logits gave": lambda: backward(grad, None, x, w, None, ids, softcap=1.0),
+        "output must be the result of candidate_logits": lambda: backward(grad, None, x, w, None, ids, softcap=1.0),
         "output must have the shape of indices": lambda: backward(grad, grad[:2], x, w, None, ids, softcap=1.0),
         "weight_grad must be True": lambda: ops.candidate_logits_backward_sparse(grad, None, x, w, None, ids,
                                                                                  weight_grad=False),

@@ -257,7 +257,7 @@ def test_the_ops_check_what_they_are_given(device):
     x, ids = torch.zeros(2, 7, device=device), torch.zeros(2, 3, dtype=torch.int64, device=device)
     out = op.select(x, ids, entropy=True)
     wide = torch.zeros(2, dtype=torch.float64, device=device)
-    with pytest.raises(RuntimeError, match="entropy must be what select gave"):
+    with pytest.raises(RuntimeError, match="entropy must be the output of select"):
         op.select_backward(None, None, None, None, out[1], None, x, out[1], None, None, None, ids)
     with pytest.raises(RuntimeError, match=r"grad_log_probs must have the shape of indices \[2, 3\], got \[2\]"):
         op.select_backward(None, None, out[1], None, None, None, x, out[1], None, None, None, ids)
@@ -268,5 +268,5 @@ def test_the_ops_check_what_they_are_given(device):
     with pytest.raises(RuntimeError, match="row_scale must be of dtype Float, got Double"):
         op.forward(x, ids, row_scale=wide)
     rows = torch.zeros(3, 7, device=device)[:1].expand(2, 7)
-    with pytest.raises(RuntimeError, match="rows that do not overlap"):
+    with pytest.raises(RuntimeError, match="non-overlapping rows"):
         op.select_backward_(None, out[1], None, None, None, None, rows, out[1], None, None, None, ids)

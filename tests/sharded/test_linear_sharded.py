@@ -188,8 +188,8 @@ def test_what_cannot_be_had_is_said_on_every_rank(ranks):
         assert said["functional"].startswith("RuntimeError: sparse_ce: input must be an ordinary tensor")
         assert said["label"] == (f"RuntimeError: sparse_ce: target must have indices in [0, {5 * ranks}) or "
                                  f"ignore_index -100, got {5 * ranks} in row 0")
-        assert said["num_classes"] == (f"ValueError: sparse_ce: num_classes must be in [1, {5 * ranks}], the columns "
-                                       f"of all ranks, got {5 * ranks + 1}")
+        assert said["num_classes"] == (f"ValueError: sparse_ce: num_classes must be in [1, {5 * ranks}] (the columns "
+                                       f"of all ranks), got {5 * ranks + 1}")
         assert said["vocab_start"].startswith("ValueError: sparse_ce: num_classes must be the number of classes of all")
         assert said["sequence of logits"] == ("ValueError: sparse_ce: group must be a ProcessGroup for logits, got "
                                               "SequenceGroup, whose ranks share out the rows of a head")

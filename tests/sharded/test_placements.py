@@ -30,7 +30,7 @@ REFUSED = {
     "group": "group must be None for a DTensor, whose mesh and placements say it",
     "target": "target must have leading shape [4], or [2], of the rows that are here, got [3]",
     "other mesh": "target must be on the mesh of the logits",
-    "num_classes": "num_classes must be in [1, 8], the classes of all ranks, got 9",
+    "num_classes": "num_classes must be in [1, 8] (the classes of all ranks), got 9",
     "normalizer": "got a DTensor with placements [Replicate(), Shard(dim=0)]; pass normalizer.full_tensor()",
     "no rows": "row_weight must have leading shape [4], or [2], of the rows that are here, got [5]",
     "jagged": "indices must be those of all rows where these are sharded and their sets jagged, of shape [4], got [2]",

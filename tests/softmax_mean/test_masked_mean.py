@@ -177,7 +177,7 @@ def test_more_dimensions_than_the_kernels_take(of_mask, device):
     shape, dims = (2,) * 18, tuple(range(0, 18, 2))
     x, mask = draw.normal(*shape, dtype=torch.float64) + 2, draw_mask(draw, (2, 1) * 9 if of_mask else shape)
     check(x, mask, dims, True, draw)
-    with pytest.raises(RuntimeError, match="dim must leave at most three runs of dimensions"):
+    with pytest.raises(RuntimeError, match="dim must split the dimensions into at most three runs"):
         ops.masked_mean(x, mask.expand(shape), dims)
 
 

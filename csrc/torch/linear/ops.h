@@ -120,7 +120,7 @@ class LinearOps {
     const HeadArguments head = without_history(given);
     head.check_tensors();
     const int64_t vocab = head.weight.size(0), classes = num_classes.value_or(vocab);
-    check(classes > 0 && classes <= vocab, "num_classes must be in [1, ", vocab, "], the rows of linear_weight, got ",
+    check(classes > 0 && classes <= vocab, "num_classes must be in [1, ", vocab, "] (the rows of linear_weight), got ",
           classes);
     TargetView rows{};
     rows.rows = head.input.size(0);
@@ -144,7 +144,7 @@ class LinearOps {
     check_same_device(grad_logits, head.input, "grad_logits");
     to_dtype(grad_logits, "grad_logits", /*integer=*/false);
     const int64_t classes = grad_logits.size(1), width = head.input.size(1);
-    check(!grad_bias || head.bias, "grad_bias must be None where there is no linear_bias, got a tensor");
+    check(!grad_bias || head.bias, "grad_bias must be None without linear_bias, got a tensor");
     const std::pair<const OptionalTensor&, const char*> written[] = {{grad_input, "grad_input"},
                                                                      {grad_weight, "grad_weight"},
                                                                      {weight_low, "weight_low"},
@@ -158,8 +158,10 @@ class LinearOps {
     const auto needs_low = [&](const OptionalTensor& gradient) {
       return gradient && size_in_bytes(gradient->scalar_type()) == 2 && !(first && last);
     };
-    check(weight_low || !needs_low(grad_weight), "weight_low must be a tensor where 16 bits are summed, got None");
-    check(bias_low || !needs_low(grad_bias), "bias_low must be a tensor where 16 bits are summed, got None");
+    check(weight_low || !needs_low(grad_weight),
+          "weight_low must be a tensor to sum a 16-bit gradient over chunks, got None");
+    check(bias_low || !needs_low(grad_bias),
+          "bias_low must be a tensor to sum a 16-bit gradient over chunks, got None");
     for (const auto& [gradient, argument] : written) {
       if (!gradient) continue;
       const Overwritten overwritten(*gradient, argument);
@@ -185,7 +187,7 @@ class LinearOps {
     args.dtype = to_dtype(gradient, "gradient", /*integer=*/false);
     const bool packed = gradient.is_contiguous();
     const bool rows = gradient.dim() == 2 && gradient.stride(1) == 1 && gradient.stride(0) >= gradient.size(1);
-    check(packed || rows, "gradient must be contiguous, or rows that are and do not overlap, got shape ",
+    check(packed || rows, "gradient must be contiguous or have contiguous, non-overlapping rows, got shape ",
           shape(gradient));
     const Overwritten overwritten(gradient, "gradient");
     overwritten.check_apart(scale, "scale");
@@ -217,7 +219,7 @@ class LinearOps {
     if (!sum) return;
     check_same_device(*sum, like, argument);
     check(sum->scalar_type() == dtype, argument, " must be of dtype ", name(dtype), ", got ", name(sum->scalar_type()));
-    check(sum->is_contiguous(), argument, " must be contiguous, got shape ", shape(*sum), " with gaps");
+    check(sum->is_contiguous(), argument, " must be contiguous, got a tensor of shape ", shape(*sum), " that is not");
     check(same_sizes(sum->sizes(), Sizes(sizes.begin(), sizes.size())), argument, " must be (", *sizes.begin(),
           sizes.size() > 1 ? ", " : ",", sizes.size() > 1 ? std::to_string(sizes.begin()[1]) : "", "), got ",
           shape(*sum));
