@@ -1,6 +1,6 @@
-// torch_calls.h - libtorch's C functions return an error code. A failed call raises what libtorch said.
+// torch_calls.h - Converts the error codes of libtorch's C functions to exceptions that carry libtorch's message.
 //
-// It redefines the macro with which torch's own headers check these codes, so it comes before any of them.
+// Include this header before any of torch's own: it redefines the macro with which they check these codes.
 #pragma once
 
 #include <torch/headeronly/util/shim_utils.h>
@@ -9,12 +9,12 @@
 #include <stdexcept>
 #include <string>
 
-// libtorch has this function from 2.13 on. The reference is weak, so that the library loads without it.
+// libtorch has this function since 2.13. The weak reference lets the library load without it.
 extern "C" __attribute__((weak)) const char* torch_exception_get_what_without_backtrace();
 
 namespace sparse_ce {
 
-// PyTorch's words for an allocation that failed: training libraries recognise them, and try again with a smaller batch.
+// Repeats PyTorch's message for a failed allocation. Training libraries recognize it and retry with a smaller batch.
 constexpr const char* kHostOutOfMemory = "DefaultCPUAllocator: can't allocate memory: ";
 #ifdef USE_CUDA
 constexpr const char* kOutOfMemory = "CUDA out of memory. ";
@@ -25,10 +25,10 @@ constexpr const char* kOutOfMemory = kHostOutOfMemory;
 [[noreturn]] inline void raise_what_torch_said(const std::string& call) {
   if (torch_exception_get_what_without_backtrace) {
     const std::string what = torch_exception_get_what_without_backtrace();
-    if (what == std::bad_alloc().what()) throw std::bad_alloc();  // of a kernel, through torch_parallel_for
+    if (what == std::bad_alloc().what()) throw std::bad_alloc();  // thrown by a kernel in torch_parallel_for
     throw std::runtime_error(what);
   }
-  // Arguments are checked before: what can still fail of a call that allocates is the allocation.
+  // Arguments are checked before the call, so only the allocation itself can fail in these functions.
   constexpr const char* kAllocate[] = {"empty",    "zeros",     "contiguous", "clone",
                                        "aten::to", "aten::sum", "aten::sort", "unique"};
   for (const char* allocates : kAllocate)
@@ -45,7 +45,7 @@ constexpr const char* kOutOfMemory = kHostOutOfMemory;
 #include <torch/csrc/stable/macros.h>
 #include <torch/csrc/stable/ops.h>
 
-// The headers of torch 2.11 and 2.12 know the other macro alone.
+// The headers of torch 2.11 and 2.12 define only the other macro.
 #ifndef STABLE_TORCH_ERROR_CODE_CHECK
 #define STABLE_TORCH_ERROR_CODE_CHECK(call) TORCH_ERROR_CODE_CHECK(call)
 #endif

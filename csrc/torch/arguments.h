@@ -1,6 +1,6 @@
-// arguments.h - the arguments that ops share, once: as the schema has them and as the ops do, in one order, which is
-// that of sparse_ce/_core/arguments.py. A new option of the losses is a line in each here, with what it must be,
-// and its part in math.h's formula.
+// arguments.h - Declares the arguments that several ops share, both in the schema and as C++ structs. Their order is
+// the one of sparse_ce/_core/arguments.py. A new loss option needs a line in the schema, a member, a check, and a term
+// in the formula of math.h.
 #pragma once
 
 #include "../core/math.h"
@@ -43,7 +43,7 @@ struct Arguments : TargetArguments {
   bool logprobs = next<bool>();
   OptionalTensor row_scale = next<OptionalTensor>();
 
-  // `classes`: what there are `vocab` of.
+  // Checks the options. `classes` describes in the error message what `vocab` counts.
   void check_options(int64_t vocab, const char* classes) const {
     check(label_smoothing >= 0 && label_smoothing <= 1, "label_smoothing must be in [0, 1], got ", label_smoothing);
     check(std::isfinite(z_loss) && z_loss >= 0, "z_loss must be finite and not negative, got ", z_loss);
@@ -105,7 +105,7 @@ struct HeadArguments : OnStack {
   }
 
  private:
-  // 16-bit inputs may meet float32 weights: mixed precision converts them on the way.
+  // Checks device and dtype. Mixed precision allows float32 weights with 16-bit inputs.
   void check_operand(const Tensor& t, const char* argument) const {
     check_same_device(t, input, argument);
     const bool mixed = input.element_size() == 2 && t.scalar_type() == ScalarType::Float;
@@ -114,7 +114,7 @@ struct HeadArguments : OnStack {
   }
 };
 
-// Upstream gradients: of the loss, and of what select gives beside it.
+// Gradients of the loss and of the other outputs of select.
 #define SCE_UPSTREAM                                                                                                   \
   "Tensor? grad_loss, Tensor? grad_lse, Tensor? grad_log_probs, Tensor? grad_log_tail, Tensor? grad_entropy, Tensor? " \
   "grad_mean_logit"
@@ -128,13 +128,13 @@ struct Upstreams : OnStack {
   OptionalTensor mean_logit = next<OptionalTensor>();
 };
 
-// The outputs of select that are asked for.
+// Selects the requested outputs of select.
 #define SCE_OUTPUTS                                                                                            \
   "float? padding_value=None, bool loss=False, bool log_probs=True, bool log_tail=False, bool entropy=False, " \
   "bool mean_logit=False, bool argmax=False"
 struct Outputs : OnStack {
   using OnStack::OnStack;
-  std::optional<double> padding_value = next<std::optional<double>>();  // -inf by default
+  std::optional<double> padding_value = next<std::optional<double>>();  // default: -inf
   bool loss = next<bool>();
   bool log_probs = next<bool>();
   bool log_tail = next<bool>();
@@ -143,8 +143,8 @@ struct Outputs : OnStack {
   bool argmax = next<bool>();
 };
 
-// How the logits of a head exist: so many rows at a time, by default what fits a budget, and where the head has 16 bits
-// in its dtype or not rounded.
+// Controls how a head computes its logits. `chunk_rows` defaults to a memory budget; `float32_logits` prevents rounding
+// the logits to 16 bits.
 #define SCE_CHUNKS "int? chunk_rows=None, bool float32_logits=False"
 struct ChunkOptions : OnStack {
   using OnStack::OnStack;
@@ -152,7 +152,7 @@ struct ChunkOptions : OnStack {
   bool float32_logits = next<bool>();
 };
 
-// The gradients that are asked for: for a head alone, and for the values of the entries too.
+// Selects the gradients to compute for a head. `Wanted` adds the gradient for the entries' values.
 #define SCE_HEAD_WANTED "bool input_grad=True, bool weight_grad=True, bool bias_grad=True"
 struct HeadWanted : OnStack {
   using OnStack::OnStack;

@@ -48,12 +48,12 @@ struct Cpu {
   static void candidate_weight_gradient(const CandidateWeightArgs& args, const Tensor&) {
     cpu::candidate_weight_gradient(args);
   }
-  static void check_may_wait(const Tensor&) {}  // there is nobody to wait for
+  static void check_may_wait(const Tensor&) {}  // the CPU is synchronous
 
   static void accumulate(const AccumulateArgs& args, const Tensor&) { cpu::accumulate(args); }
   static void scale(const ScaleArgs& args, const Tensor&) { cpu::scale(args); }
 
-  // Ignored rows are left out of the products.
+  // Removes ignored rows before the GEMMs.
   static constexpr bool kLeavesOut = true;
   static std::optional<LiveRows> live_rows(const TargetView& target) { return LiveRows::of(target); }
   static void copy_rows(const CopyRowsArgs& args) { cpu::copy_rows(args); }
@@ -62,14 +62,14 @@ struct Cpu {
     const bool native = input == ScalarType::BFloat16 && cpu::multiplies_bfloat16() && !float32_logits;
     return size_in_bytes(input) > 2 || native ? input : ScalarType::Float;
   }
-  // Of logits that are handed out: the same on every CPU.
+  // Returns the dtype of logits that are returned to the caller. It is the same on every CPU.
   static ScalarType logits_dtype(ScalarType input) { return size_in_bytes(input) > 2 ? input : ScalarType::Float; }
   static constexpr bool kWidens = false;
 
-  // A fortieth of the logits, but what GEMMs need to be fast: 256 rows of a large vocabulary in float32. 16-bit logits,
-  // beside which a part of the weight's gradient is kept, get less, unless they fit into one chunk, which needs none.
-  // Where memory is borrowed two of three products alone are of a chunk, and a sixteenth is enough; but a few rows of a
-  // large vocabulary stay together, since each chunk reads the weight twice.
+  // A chunk takes 1/40 of the logits, but at least the size that keeps GEMMs fast: 256 rows of a large vocabulary in
+  // float32. 16-bit logits get smaller chunks, because part of the weight gradient is stored next to them, unless one
+  // chunk holds all rows. If memory is borrowed, only two of the three GEMMs run per chunk, and 1/16 is enough. A few
+  // rows of a large vocabulary stay in one chunk, because each chunk reads the weight twice.
   static int64_t whole_bytes(bool borrows) { return (borrows ? int64_t(64) : int64_t(128)) << 20; }
   static int64_t chunk_bytes(const HeadSizes& head) {
     const int64_t logits = head.rows * head.classes, logit_bytes = head.input_bytes;
@@ -78,10 +78,10 @@ struct Cpu {
     return std::max(logits / 40 * logit_bytes, least);
   }
   static constexpr int64_t kRowsTogether = 16;
-  static constexpr int64_t kBlockBytes = int64_t(4) << 20;  // stays in a cache
+  static constexpr int64_t kBlockBytes = int64_t(4) << 20;  // fits into a cache
   static constexpr bool kConvertsBlocks = true;
 
-  // No more than the memory of the weight's gradient holds, in blocks of as many classes as fit into a chunk.
+  // Limits the stored rows to the memory of the weight gradient, in blocks of as many classes as fit into a chunk.
   static int64_t kept_rows(int64_t, bool) { return 0; }
   static constexpr int64_t kKeptBlockBytes = 0;
   static void copy_matrix(Tensor to, const Tensor& from) { torch::stable::copy_(to, from); }
@@ -93,7 +93,7 @@ struct Cpu {
 
   static Tensor empty_output(const Tensor& like, std::initializer_list<int64_t> sizes, ScalarType dtype) {
     size_t bytes = static_cast<size_t>(size_in_bytes(dtype));
-    bool overflows = false;  // which torch refuses
+    bool overflows = false;  // torch raises the error
     for (const int64_t size : sizes) overflows |= __builtin_mul_overflow(bytes, static_cast<size_t>(size), &bytes);
     void* block = overflows || bytes < cpu::kLeastCachedBytes ? nullptr : cpu::take_gradient_memory(bytes);
     if (!block) return empty(like, sizes, dtype);

@@ -23,8 +23,8 @@ void check_cuda(cudaError_t error) {
   if (error != cudaSuccess) fail("CUDA call failed: ", cudaGetErrorString(error));
 }
 
-// Host copies of what lies on a device, made behind the work of `stream` that writes it. Waits for the device: only
-// under SPARSE_CE_VALIDATE=1.
+// Copies device arrays to the host, after the preceding work on `stream`. Used only with SPARSE_CE_VALIDATE=1, because
+// it synchronizes with the device.
 class HostCopies {
  public:
   explicit HostCopies(cudaStream_t stream) : stream_(stream) {}
@@ -44,7 +44,7 @@ class HostCopies {
   std::vector<std::vector<char>> copies_;
 };
 
-// Of what a target view points to.
+// Holds host copies of the arrays of a target view.
 class HostTarget {
  public:
   HostTarget(const TargetView& device, cudaStream_t stream) : view_(device), copies_(stream) {
@@ -66,8 +66,8 @@ struct Cuda {
   static void forward(const ForwardArgs& args, const Tensor& like) {
     run(cuda::cross_entropy_forward, cuda::cross_entropy_forward_workspace, with_choice(args), like);
   }
-  // By one read where a row fits into registers or shared memory. Else two kernels; where the logits fit into the
-  // second cache, the second finds them there.
+  // Reads the logits once if a row fits into registers or shared memory. Otherwise it runs two kernels; the second one
+  // reads the logits from the L2 cache if they fit.
   static void forward_with_gradient(const ForwardArgs& forward_args, const BackwardArgs& backward_args,
                                     const Tensor& like) {
     const cuda::DeviceGuard guard(like.get_device_index());
@@ -106,7 +106,7 @@ struct Cuda {
   }
   static void check_target(const TargetView& target, const Tensor& like) {
     if (!validates()) return;
-    if (is_capturing(like)) return;  // a graph's target has no values yet
+    if (is_capturing(like)) return;  // during capture the target has no values yet
     const cuda::DeviceGuard guard(like.get_device_index());
     check_entries(HostTarget(target, cuda::stream_of(like)).view());
   }
@@ -116,7 +116,7 @@ struct Cuda {
   static void sparse_softmax_backward(const SparseSoftmaxArgs& args, const Tensor& like) {
     run(cuda::sparse_softmax_backward, cuda::sparse_softmax_workspace, args, like);
   }
-  // The kernels stay within the entries, whatever the rows are.
+  // The kernels never access memory outside the entries, even if the rows are invalid.
   static bool check_rows(const SparseSoftmaxArgs& args, const Tensor& like) {
     if (!validates() || is_capturing(like)) return false;
     const cuda::DeviceGuard guard(like.get_device_index());
@@ -156,46 +156,48 @@ struct Cuda {
   }
   static void scale(const ScaleArgs& args, const Tensor& like) { run(cuda::scale, args, like); }
 
-  // Whether there are ignored rows only the device knows, and to ask it is to wait for it: they count as zeros.
+  // Only the device knows whether rows are ignored, and reading that would synchronize. Ignored rows are zeroed
+  // instead.
   static constexpr bool kLeavesOut = false;
   static std::optional<LiveRows> live_rows(const TargetView&) { return std::nullopt; }
   static bool may_ignore(const TargetView& target) { return target.row_mask || (!target.offsets && target.width > 0); }
 
-  // Tensor cores multiply 16 bits and add in float32, which a product keeps until it is summed.
+  // Tensor cores multiply 16-bit numbers and accumulate in float32. A product stays in float32 until it is accumulated.
   static ScalarType work_dtype(ScalarType input, bool) { return input; }
   static ScalarType logits_dtype(ScalarType input) { return input; }
   static constexpr bool kWidens = true;
 
-  // A 16-bit weight's gradient that is summed over chunks is read and written once for each, in the time of 750 rows of
-  // its product (predicted for an H100): 4096 rows hide it, where they take no more than the weight or 1 GiB. Where the
-  // logits' gradient is kept instead, 1024 rows are enough for fast products.
+  // A 16-bit weight gradient that is accumulated over chunks is read and written once per chunk. This takes as long as
+  // 750 rows of its GEMM (predicted for an H100). Chunks of 4096 rows hide it, if they need no more memory than the
+  // weight or 1 GiB. If the logits' gradient is stored instead, 1024 rows are enough for fast GEMMs.
   static int64_t whole_bytes(bool) { return int64_t(256) << 20; }
   static int64_t chunk_bytes(const HeadSizes& head) {
     if (head.borrows) return std::max<int64_t>(1024, head.rows / 8) * head.row_bytes;
     const int64_t most = std::max(int64_t(1) << 30, 2 * head.classes * head.width);
     return std::max(std::min(4096 * head.row_bytes, most), head.rows / 16 * head.row_bytes);
   }
-  static constexpr int64_t kRowsTogether = 128;  // a tile of a product
-  static constexpr int64_t kBlockBytes = int64_t(32) << 20;  // stays in the L2 cache; work for every multiprocessor
+  static constexpr int64_t kRowsTogether = 128;  // the size of a GEMM tile
+  static constexpr int64_t kBlockBytes = int64_t(32) << 20;  // fits into the L2 cache and occupies every multiprocessor
   static constexpr bool kConvertsBlocks = false;
 
-  // The logits' gradient that finds no room in the memory of the weight's takes as much again at most; half of it, what
-  // a sum over chunks keeps, where chunks of some size were asked for. Up to 1024 features one chunk takes no more.
+  // Returns the number of rows whose logit gradient may be stored. The part beyond the weight gradient's memory takes
+  // at most as much memory again, or half of that (the cost of accumulating over chunks) if `chunk_rows` is given. Up
+  // to 1024 features, one chunk takes no more.
   static int64_t kept_rows(int64_t width, bool asked) {
     return asked ? width + width / 2 : width > 1024 ? 2 * width : 0;
   }
-  static constexpr int64_t kKeptBlockBytes = int64_t(32) << 20;  // two tiles for every multiprocessor, and more
+  static constexpr int64_t kKeptBlockBytes = int64_t(32) << 20;  // at least two tiles per multiprocessor
   static void copy_matrix(const Tensor& to, const Tensor& from) {
     const cuda::DeviceGuard guard(to.get_device_index());
     check_cuda(cuda::copy_matrix(to, from));
   }
 
-  // PyTorch's products run on its current stream, as the kernels do.
+  // PyTorch's GEMMs and the kernels run on the same stream, the current one.
   static void multiply(const Tensor& out, const Tensor& a, const Tensor& b) { cuda::multiply(out, a, b); }
   static void multiply_widening(const Tensor& out, const Tensor& a, const Tensor& b) {
     cuda::multiply_widening(out, a, b);
   }
-  // `to` is `out` or a vector for every row of it, which cuBLAS adds to what it writes.
+  // `to` is `out` or a vector that cuBLAS broadcasts over the rows and adds to the product.
   static void add_product(const Tensor& out, const Tensor& to, const Tensor& a, const Tensor& b) {
     STABLE_TORCH_ERROR_CODE_CHECK(cuda::add_product(out.get(), to.get(), a.get(), b.get(), 1, 1));
   }
@@ -212,7 +214,7 @@ struct Cuda {
     }();
     return validates;
   }
-  // SPARSE_CE_ONE_PASS is 0 so that the ways can be compared.
+  // SPARSE_CE_ONE_PASS=0 disables the one-pass kernels, so that tests and benchmarks can compare both.
   static ForwardArgs with_choice(ForwardArgs args) {
     static const Reads reads = [] {
       const char* given = std::getenv("SPARSE_CE_ONE_PASS");
@@ -233,8 +235,8 @@ struct Cuda {
     const cuda::DeviceGuard guard(like.get_device_index());
     check_cuda(launcher(args, cuda::stream_of(like)));
   }
-  // Torch's caching allocator's: freed at return, reused by later work of the same stream only. None of 0 bytes, which
-  // would take the host 2 us.
+  // Allocates from torch's caching allocator. The memory is freed on return and reused only by later work on the same
+  // stream. Nothing is allocated for 0 bytes, which saves 2 us on the host.
   class Workspace {
    public:
     Workspace(size_t bytes, const Tensor& like) {

@@ -1,5 +1,5 @@
-// boxing.h - an op's C++ function as the dispatcher calls it: with the values of its schema on a stack. What TORCH_BOX
-// does, but a parameter may also be a struct of arguments, which takes several values.
+// boxing.h - Wraps an op's C++ function for the dispatcher, which passes arguments on a stack. Unlike TORCH_BOX it
+// allows parameters that are structs of several arguments.
 #pragma once
 
 #include "tensors.h"
@@ -11,7 +11,7 @@
 
 namespace sparse_ce {
 
-// Takes the values of a stack one after the other, each into an owner of its own.
+// Takes the values from a stack in order. Each value gets an owner of its own.
 class Stack {
  public:
   Stack(StableIValue* begin, uint64_t count) : begin_(begin), next_(begin), end_(begin + count) {}
@@ -31,7 +31,7 @@ class Stack {
     else
       return next<parameter_t>();
   }
-  // Of all that were taken: an exception on the way would leave the others without an owner.
+  // Called after all values are taken: an earlier exception would leak the remaining ones.
   void check_taken() const {
     check(next_ == end_, "schema must match its kernel, got too many arguments");
     check(undefined_ == 0, "argument must be a tensor, got None for argument ", undefined_, " of the op");
@@ -39,10 +39,10 @@ class Stack {
 
  private:
   StableIValue *begin_, *next_, *end_;
-  int64_t undefined_ = 0;  // the first tensor that is None, counted from 1
+  int64_t undefined_ = 0;  // position of the first undefined tensor, counted from 1
 };
 
-// Base of a struct of arguments, whose members, in the order of the schema, are initialised by next<type>().
+// Base class of argument structs. next<type>() initializes their members in schema order.
 class OnStack {
  public:
   explicit OnStack(Stack& stack) : stack_(stack) {}
@@ -54,7 +54,7 @@ class OnStack {
   }
 
  private:
-  Stack& stack_;  // lives as long as the call
+  Stack& stack_;  // outlives the call
 };
 
 template <auto function>
@@ -85,7 +85,7 @@ struct Boxed<function> {
   }
 };
 
-// m.impl("forward", boxed<forward>);
+// Usage: m.impl("forward", boxed<forward>);
 template <auto function>
 constexpr auto boxed = &Boxed<function>::call;
 

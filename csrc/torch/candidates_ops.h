@@ -1,6 +1,8 @@
-// candidates_ops.h - the ops on tensors, for the CPU and for CUDA alike. `device_t` has candidate_logits,
-// candidate_logits_backward, candidate_weight_gradient, check_target, called before any work, check_may_wait, called
-// before the host waits for a number, and empty_output for the large fresh result.
+// candidates_ops.h - Implements the candidate ops on tensors, for CPU and CUDA.
+//
+// `device_t` provides candidate_logits, candidate_logits_backward and candidate_weight_gradient. It also provides
+// check_target (called before any work), check_may_wait (called before the host waits for the device) and empty_output
+// (allocates large outputs).
 #pragma once
 
 #include "../ops/candidates.h"
@@ -49,7 +51,7 @@ class CandidateOps {
     device_t::check_may_wait(head.input);
     const Backward backward(grad, output, head, given, wanted);
     const auto [distinct, slots] = backward.distinct();
-    const int64_t count = distinct.size(0) - 1;  // the last is no id
+    const int64_t count = distinct.size(0) - 1;  // the last element is no id
     const OptionalTensor grad_weight =
         device_t::empty_output(head.weight, {count, head.weight.size(1)}, head.weight.scalar_type());
     const OptionalTensor grad_bias = backward.sum(grad_weight, slots);
@@ -67,7 +69,7 @@ class CandidateOps {
  private:
   static Tensor with_unit_columns(const Tensor& t) { return t.size(1) <= 1 || t.stride(1) == 1 ? t : packed(t); }
 
-  // What every op is called with, checked.
+  // Checks and stores the arguments of every op.
   struct Call {
     Call(const HeadArguments& head, const CandidateArguments& given) {
       head.check_tensors();
@@ -90,12 +92,12 @@ class CandidateOps {
       args.target.logprobs = given.values && given.logprobs;
       if (args.target.rows > 0) device_t::check_target(args.target, held.logits);
     }
-    Held held;  // the input in the place of logits, the bias in that of class weights
+    Held held;  // `logits` holds the input, `weight` the bias
     Tensor weight;
     CandidateArgs args{};
   };
 
-  // The entries that add to gradients, by id, and the gradient for the input.
+  // Computes the gradient for the input, and the entries with a gradient sorted by id.
   struct Backward {
     Backward(const Tensor& grad, const OptionalTensor& given_output, const HeadArguments& head_arguments,
              const CandidateArguments& given, const HeadWanted& wanted_gradients)
@@ -130,7 +132,7 @@ class CandidateOps {
       if (ids) std::tie(ids, order) = sorted(*ids);
     }
 
-    // The ids, each once and `vocab` behind them, and which of them each entry has.
+    // Returns the distinct ids followed by `vocab`, and the index of each entry's id among them.
     std::tuple<Tensor, Tensor> distinct() const {
       std::array<StableIValue, 4> stack{torch::stable::detail::from(*ids), torch::stable::detail::from(true),
                                         torch::stable::detail::from(false),
@@ -141,7 +143,8 @@ class CandidateOps {
       return {torch::stable::detail::to<Tensor>(stack[0]), torch::stable::detail::to<Tensor>(stack[1])};
     }
 
-    // Adds up the rows of grad_weight, whose others stay what they are. Returns the gradient for the bias.
+    // Accumulates the rows of grad_weight that have entries; other rows stay unchanged. Returns the gradient of the
+    // bias.
     OptionalTensor sum(const OptionalTensor& grad_weight, const OptionalTensor& slots) const {
       OptionalTensor grad_bias;
       CandidateWeightArgs args{};
@@ -168,7 +171,7 @@ class CandidateOps {
       return grad_bias;
     }
 
-    // An empty tensor each: no two outputs of an op may be one.
+    // Returns a new empty tensor if there is no gradient: two outputs of an op must not be the same tensor.
     Tensor or_empty(const OptionalTensor& gradient) const {
       return gradient ? *gradient : empty(head.input, {0}, head.input.scalar_type());
     }
@@ -188,7 +191,7 @@ class CandidateOps {
       return packed(t);
     }
 
-    // Ascending, equal ones in their order; and where each was.
+    // Returns the ids in ascending order (stable), and the original position of each.
     static std::tuple<Tensor, Tensor> sorted(const Tensor& ids) {
       std::array<StableIValue, 4> stack{torch::stable::detail::from(ids),
                                         torch::stable::detail::from(std::optional<bool>(true)),

@@ -1,7 +1,9 @@
-// cross_entropy_ops.h - the ops on tensors, for the CPU and for CUDA alike: check, allocate, hand over to the device.
+// cross_entropy_ops.h - Implements the loss ops on tensors, for CPU and CUDA: checks arguments, allocates outputs and
+// calls the device.
 //
-// `device_t` has forward, forward_with_gradient, backward, backward_values and loss_mean on the plain arguments of
-// cross_entropy.h and loss_mean.h, `empty_output` for large fresh tensors, and `check_target`, called before any work.
+// `device_t` provides forward, forward_with_gradient, backward, backward_values and loss_mean, which take the plain
+// arguments of cross_entropy.h and loss_mean.h. It also provides `empty_output` for large outputs and `check_target`,
+// which is called before any work.
 #pragma once
 
 #include "views.h"
@@ -10,8 +12,8 @@
 
 namespace sparse_ce {
 
-// The two ends of a loss that is a mean: the upstream gradient of every row's loss, known from the target alone, and
-// the mean itself once the losses are there.
+// Computes the parts of a mean loss. The gradient of each row's loss depends only on the target, so it is computed
+// before the losses; the mean is computed after them.
 template <typename device_t>
 class LossMean {
  public:
@@ -30,14 +32,14 @@ class LossMean {
     device_t::loss_mean(count, like);
   }
 
-  // Of each row's loss, by the row's weight.
+  // Sets the gradient of each row's loss, which the row's weight scales.
   void give_upstream(BackwardArgs& backward) const {
     backward.grad_loss = grad_loss_.const_data_ptr();
     backward.row_weight = args_.row_weight;
     backward.row_weight_stride = args_.row_weight_stride;
   }
 
-  // loss (rows,), contiguous.
+  // Computes the mean. `loss` (rows,) must be contiguous.
   void finish(const Tensor& loss) {
     args_.loss = loss.const_data_ptr();
     args_.loss_stride = 1;
@@ -156,7 +158,7 @@ class CrossEntropyOps {
                                               const TargetArguments& given, const OptionalTensor& row_weight) {
     Held held;
     LossMeanArgs args = view_loss_mean(loss, normalizer, given, row_weight, held);
-    // The divisor of labels is looked up in the class weights; that of other targets is a count of rows.
+    // The divisor of labels uses the class weights, so the labels must be valid. Other targets only count rows.
     if (given.weight && args.target.labels && args.target.rows > 0) device_t::check_target(args.target, loss);
     Tensor mean = empty(loss, {}, loss.scalar_type()), divisor = empty(loss, {}, loss.scalar_type());
     args.mean = mean.mutable_data_ptr();
@@ -197,7 +199,7 @@ class CrossEntropyOps {
     args.grad_strided = args.strided;
   }
 
-  // Fresh, and laid out as the logits are: rows packed, or side by side.
+  // Allocates a gradient with the layout of the logits: packed rows, or classes strided.
   static Tensor empty_gradient(const Tensor& logits, BackwardArgs& args) {
     Tensor gradient;
     if (logits.dim() == 2) {
@@ -216,7 +218,7 @@ class CrossEntropyOps {
     if (gradient.dim() == 3) args.grad_strided = {gradient.size(1), args.vocab * gradient.size(1), gradient.size(1)};
   }
 
-  // One of that layout which is there.
+  // Views an existing gradient of that layout.
   static void view_gradient(const Tensor& gradient, const Tensor& logits, BackwardArgs& args) {
     check_same_device(gradient, logits, "grad_logits");
     check(gradient.scalar_type() == logits.scalar_type(), "grad_logits must be of dtype ", name(logits.scalar_type()),
@@ -254,7 +256,7 @@ class CrossEntropyOps {
     return backward;
   }
 
-  // `backward` says where the gradient goes: it may be the logits.
+  // `backward` determines where the gradient is written; it may overwrite the logits.
   static RowsAndMean run_with_gradient(ForwardArgs forward, BackwardArgs backward, LossMean<device_t>& mean,
                                        const Tensor& logits) {
     const ScalarType dtype = arithmetic_dtype(logits);

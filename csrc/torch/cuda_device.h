@@ -1,5 +1,5 @@
-// cuda_device.h - torch's side of the device: its current stream, its products, its dispatch key. Guarded by a
-// name, so that another device may stand in for it.
+// cuda_device.h - Defines torch's interface to the device: its current stream, its GEMMs and its dispatch key. The
+// include guard is a macro, so that the emulated device can replace this file.
 #ifndef SPARSE_CE_TORCH_CUDA_DEVICE
 #define SPARSE_CE_TORCH_CUDA_DEVICE
 
@@ -29,7 +29,7 @@ inline cudaStream_t stream_of(const Tensor& t) {
 using sparse_ce::multiply;
 constexpr auto add_product = aoti_torch_cuda_addmm_out;
 
-// out = a b with out in float32 and a, b of 16 bits: the GEMM's accumulators as they are.
+// Computes out = a b for 16-bit a and b, with the GEMM's float32 accumulators as output.
 inline void multiply_widening(const Tensor& out, const Tensor& a, const Tensor& b) {
   std::array<StableIValue, 4> stack{torch::stable::detail::from(a), torch::stable::detail::from(b),
                                     torch::stable::detail::from(ScalarType::Float), torch::stable::detail::from(out)};
@@ -37,7 +37,7 @@ inline void multiply_widening(const Tensor& out, const Tensor& a, const Tensor& 
   (void)torch::stable::detail::to<Tensor>(stack[0]);
 }
 
-// Matrices of one dtype whose rows are packed: PyTorch's copy reads and writes these an element at a time.
+// Copies a matrix with packed rows to one of the same dtype. PyTorch's copy moves these one element at a time.
 inline cudaError_t copy_matrix(const Tensor& to, const Tensor& from) {
   const auto bytes = [&](int64_t elements) { return static_cast<size_t>(elements * to.element_size()); };
   return cudaMemcpy2DAsync(to.mutable_data_ptr(), bytes(to.stride(0)), from.const_data_ptr(), bytes(from.stride(0)),

@@ -1,5 +1,5 @@
-// masked_mean_ops.h - the ops on tensors, for the CPU and for CUDA alike. `device_t` has masked_mean,
-// masked_mean_backward, and empty_output for the large fresh gradient.
+// masked_mean_ops.h - Implements the masked mean ops on tensors, for CPU and CUDA. `device_t` provides masked_mean,
+// masked_mean_backward, and empty_output for the large gradient.
 #pragma once
 
 #include "../ops/masked_mean.h"
@@ -10,7 +10,7 @@
 
 namespace sparse_ce {
 
-// The sizes of the dimensions of a mask that are not reduced.
+// Returns the sizes of the dimensions of a mask that are not reduced.
 inline std::vector<int64_t> kept_sizes(const Tensor& mask, const std::vector<int64_t>& dim) {
   std::vector<int64_t> kept, times(static_cast<size_t>(mask.dim()));
   for (const int64_t d : dim)
@@ -21,7 +21,7 @@ inline std::vector<int64_t> kept_sizes(const Tensor& mask, const std::vector<int
   return kept;
 }
 
-// Merges the dimensions of `t`, the input or its gradient, into args' axes. False if they do not fit.
+// Merges the dimensions of `t`, the input or its gradient, into the axes of `args`. Returns false if they do not fit.
 inline bool fits(const Tensor& t, const Tensor& mask, const std::vector<int64_t>& dim, MaskedMeanArgs& args) {
   args.outer = args.rows = args.columns = Axis{};
   Axis* last = nullptr;
@@ -29,7 +29,7 @@ inline bool fits(const Tensor& t, const Tensor& mask, const std::vector<int64_t>
     const bool kept = std::count(dim.begin(), dim.end(), d) == 0;
     const Place stride{t.stride(d), mask.stride(d), kept ? out : 0};
     if (t.size(d) == 1) continue;
-    // One that is kept and one that is reduced differ in `out`.
+    // A kept and a reduced dimension always differ in `out`.
     if (!last || Place{}.moved(last->stride, last->size) != stride) {
       last = !last ? &args.columns : kept ? &args.outer : &args.rows;
       if (last->size != 1) return false;
@@ -41,7 +41,7 @@ inline bool fits(const Tensor& t, const Tensor& mask, const std::vector<int64_t>
   return !last || (args.columns.stride.input == 1 && (args.columns.stride.mask == 0 || args.columns.stride.mask == 1));
 }
 
-// Has args look at `t` and the mask, or at packed copies of the mask, or of both, where they do not fit.
+// Sets `args` to view `t` and the mask. Copies the mask, or both tensors, to packed memory if they do not fit.
 inline void view(Tensor& t, Tensor& mask, const std::vector<int64_t>& dim, MaskedMeanArgs& args) {
   const ScalarType dtype = mask.scalar_type(), number = arithmetic_dtype(t);
   const bool bytes = dtype == ScalarType::Bool || dtype == ScalarType::Byte;

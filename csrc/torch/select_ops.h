@@ -1,5 +1,5 @@
-// select_ops.h - the ops on tensors, for the CPU and for CUDA alike. `device_t` as for cross_entropy_ops.h, with
-// select_forward and select_backward on the arguments of select.h.
+// select_ops.h - Implements the select ops on tensors, for CPU and CUDA. In addition to the requirements of
+// cross_entropy_ops.h, `device_t` provides select_forward and select_backward, which take the arguments of select.h.
 #pragma once
 
 #include "../ops/select.h"
@@ -18,7 +18,8 @@ inline SelectWanted view_wanted(const Outputs& wanted) {
   return {wanted.loss, wanted.log_probs, wanted.log_tail, wanted.entropy, wanted.mean_logit, wanted.argmax};
 }
 
-// Tensors for the outputs of so many rows; (0,) for what is not asked for: no two outputs of an op may be one.
+// Allocates the outputs for `count` rows. An output that is not requested is a new tensor of shape (0,), because two
+// outputs of an op must not be the same tensor.
 struct SelectOutputs {
   SelectOutputs(const Tensor& like, int64_t count, const Tensor& indices, const Outputs& wanted)
       : wanted(wanted), dtype(arithmetic_dtype(like)), loss(rows(like, count, wanted.loss)),
@@ -35,7 +36,7 @@ struct SelectOutputs {
 
   double padding_value() const { return wanted.padding_value.value_or(-INFINITY); }
 
-  // Where a device writes them for the rows from `begin` on, whose first entry is `entry`.
+  // Sets the output pointers for the rows from `begin` on, whose first entry is `entry`.
   void place(SelectArgs& args, int64_t begin, int64_t entry) const {
     const DType storage = dtype == ScalarType::Double ? DType::kFloat64 : DType::kFloat32;
     const auto at = [&](bool is_wanted, const Tensor& t, int64_t i) {
@@ -63,7 +64,7 @@ struct SelectOutputs {
   }
 };
 
-// What a backward is given, checked, for all rows. `like`: of the device and dtype of the logits, with their rows.
+// Checks and stores the arguments of a backward for all rows. `like` has the device, dtype and rows of the logits.
 struct SelectUpstream {
   SelectUpstream(const Upstreams& grad, const Tensor& like, const Tensor& lse, const OptionalTensor& lse_residual,
                  const OptionalTensor& log_tail, const OptionalTensor& entropy, const Tensor& indices,
@@ -87,7 +88,7 @@ struct SelectUpstream {
     args.entropy = made(entropy, grad.entropy, like, "entropy");
   }
 
-  // Replaces the arrays with one element a row by what kept(array, stride) makes of each.
+  // Replaces each array with one element per row by kept(array, stride).
   template <typename keep_t>
   void keep(const keep_t& kept) {
     const auto replace = [&](const void*& array, int64_t stride) {
@@ -103,7 +104,7 @@ struct SelectUpstream {
     replace(args.entropy, 1);
   }
 
-  // `chunk` of the rows from `begin` on, whose first entry is `entry`.
+  // Moves the pointers of `chunk` to the rows from `begin` on, whose first entry is `entry`.
   void place(SelectBackwardArgs& chunk, int64_t begin, int64_t entry) const {
     const auto move = [&](const void*& array, int64_t by) {
       if (array) array = advance(array, dtype, by);
@@ -123,7 +124,7 @@ struct SelectUpstream {
   static void view(const OptionalTensor& grad, const Tensor& like, const char* argument, Upstream& out) {
     if (grad) out.grad = view_rows(*grad, like, argument, out.stride);
   }
-  // What forward made, which its gradient needs.
+  // Returns the output of forward that its gradient needs.
   static const void* made(const OptionalTensor& made, const OptionalTensor& grad, const Tensor& like,
                           const char* argument) {
     if (!grad) return nullptr;
@@ -246,7 +247,7 @@ class SelectOps {
  private:
   static SelectOutputs outputs(const Tensor& like, SelectArgs& args, const Arguments& given, const Outputs& wanted) {
     SelectOutputs out(like, args.rows, given.indices, wanted);
-    // Entries may be in no row.
+    // An entry may belong to no row.
     if (wanted.log_probs && args.target.offsets) torch::stable::fill_(out.log_probs, out.padding_value());
     out.place(args, 0, 0);
     return out;
@@ -254,12 +255,12 @@ class SelectOps {
   static SelectResults results(const SelectOutputs& out) {
     return {out.loss, out.lse, out.lse_residual, out.log_probs, out.log_tail, out.entropy, out.mean_logit, out.argmax};
   }
-  // That a shard tells of a row.
+  // Returns the number of statistics per row of a shard.
   static int64_t numbers(const SelectArgs& args) {
     return ShardStats<float>::numbers(args.wanted, args.needs_smoothing());
   }
 
-  // What both backwards are called with, checked.
+  // Checks and stores the arguments of both backward ops.
   struct Call {
     Call(const Upstreams& grad, const Tensor& logits, const Tensor& lse, const OptionalTensor& lse_residual,
          const OptionalTensor& log_tail, const OptionalTensor& entropy, const Arguments& given, bool scale_grad,

@@ -1,6 +1,8 @@
-// small_calls.cpp - the plain loss of few logits without the dispatcher. An op costs 10 to 20 us before it has looked
-// at a number (arguments made into values of a schema, results into tensors); this is a C function that Python calls
-// with addresses. It takes what needs no copy and no message: where it returns false, the op is called, which says why.
+// small_calls.cpp - Computes the plain loss of small logits without the dispatcher.
+//
+// An op costs 10 to 20 us before its kernel starts, because arguments are boxed into schema values and results into
+// tensors. Python calls this C function with addresses instead. It supports only calls that need no copy and no error
+// message. If it returns false, Python calls the op, which raises the error.
 #include "views.h"
 
 #include <cstddef>
@@ -9,20 +11,21 @@
 namespace sparse_ce {
 namespace {
 
-// A call, as Python packs it: see sparse_ce/ops/cross_entropy_small.py. logits (rows, vocab) of column stride 1;
-// indices (rows,) or (rows, width), values of that shape or null; loss, normalizer and grad_mean in the arithmetic
-// dtype, the last two (1,) or null. All of it lies in this memory, packed but for the rows of the logits. Options are
-// the defaults.
+// The arguments as Python packs them; see sparse_ce/ops/cross_entropy_small.py.
+//
+// Shapes: logits (rows, vocab) with column stride 1, indices (rows,) or (rows, width), values of the same shape or
+// null. loss, normalizer and grad_mean have the arithmetic dtype; normalizer and grad_mean are (1,) or null. All arrays
+// are on the CPU and packed, except for the row stride of the logits. Options have their defaults.
 struct Call {
   const void *logits, *indices, *values, *normalizer, *grad_mean;
-  void* loss;  // (rows,), or the mean (1,)
-  void* grad_logits;  // (rows, vocab), of the mean; with grad_mean
+  void* loss;  // (rows,), or (1,) for the mean
+  void* grad_logits;  // (rows, vocab), gradient of the mean; requires grad_mean
   int64_t rows, vocab, row_stride, width, ignore_index;
   int64_t dtype, indices_dtype, values_dtype;
   bool mean;
 };
 
-// struct.Struct("@7P8q?") of Python
+// Matches Python's struct.Struct("@7P8q?").
 static_assert(offsetof(Call, rows) == 7 * sizeof(void*) &&
               offsetof(Call, mean) == 7 * sizeof(void*) + 8 * sizeof(int64_t));
 
@@ -49,7 +52,7 @@ ForwardArgs view(const Call& call) {
 void run(const Call& call) {
   ForwardArgs forward = view(call);
   check_entries(forward.target);
-  std::vector<double> scratch(3 * static_cast<size_t>(call.rows));  // of either arithmetic dtype
+  std::vector<double> scratch(3 * static_cast<size_t>(call.rows));  // large enough for both arithmetic dtypes
   forward.loss = call.mean ? scratch.data() : call.loss;
   forward.lse = scratch.data() + call.rows;
   if (!call.mean) return cpu::cross_entropy_forward(forward);

@@ -1,6 +1,7 @@
-// sparse_softmax_ops.h - the ops on tensors, for the CPU and for CUDA alike. `device_t` has sparse_softmax,
-// sparse_softmax_backward, empty_output for the large fresh result, and check_rows, called before any work, which says
-// whether it has looked at the rows.
+// sparse_softmax_ops.h - Implements the sparse softmax ops on tensors, for CPU and CUDA.
+//
+// `device_t` provides sparse_softmax, sparse_softmax_backward, empty_output for the large result, and check_rows.
+// check_rows is called before any work and returns true if it has validated the rows.
 #pragma once
 
 #include "../ops/sparse_softmax.h"
@@ -19,7 +20,7 @@ class SparseSoftmaxOps {
     const OptionalTensor packed_order = order ? OptionalTensor(packed(*order)) : order;
     SparseSoftmaxArgs args = view(packed_values, packed_offsets, packed_order, log, "values");
     Tensor result = empty_result(values, args);
-    if (!device_t::check_rows(args, values)) torch::stable::fill_(result, NAN);  // of entries that are in no row
+    if (!device_t::check_rows(args, values)) torch::stable::fill_(result, NAN);  // for entries that belong to no row
     args.values = packed_values.const_data_ptr();
     args.result = result.mutable_data_ptr();
     if (values.numel() > 0) device_t::sparse_softmax(args, values);
@@ -82,7 +83,7 @@ class SparseSoftmaxOps {
   }
 };
 
-// `args` points to host memory.
+// Checks that the rows partition the entries. `args` points to host memory.
 inline void check_rows_on_host(const SparseSoftmaxArgs& args) {
   int64_t before = 0;
   for (int64_t r = 0; r <= args.rows; ++r) {

@@ -1,4 +1,4 @@
-// tensors.h - what the ops ask of tensors: their dtype, their device, their memory.
+// tensors.h - Provides checks and accessors for the dtype, device and memory of tensors.
 #pragma once
 
 #include "../core/dtype.h"
@@ -21,7 +21,7 @@ using torch::stable::Tensor;
 using OptionalTensor = std::optional<Tensor>;
 using Sizes = torch::headeronly::IntHeaderOnlyArrayRef;
 
-// For messages: made into text where one is printed.
+// Formats a shape for error messages. The text is built only if the message is printed.
 struct Shape {
   const Tensor& of;
 };
@@ -35,7 +35,7 @@ inline Shape shape(const Tensor& t) { return {t}; }
 inline bool same_sizes(Sizes a, Sizes b) { return std::equal(a.begin(), a.end(), b.begin(), b.end()); }
 inline const char* name(ScalarType dtype) { return torch::headeronly::toString(dtype); }
 
-// Of the dtypes that the ops make.
+// Returns the element size of the dtypes that the ops allocate.
 inline int64_t size_in_bytes(ScalarType dtype) {
   if (dtype == ScalarType::Byte) return 1;
   if (dtype == ScalarType::Half || dtype == ScalarType::BFloat16) return 2;
@@ -76,11 +76,11 @@ inline void check_same_device(const Tensor& t, const Tensor& logits, const char*
   if (!same) fail(argument, " must be on the device of logits, ", name(logits), ", got ", name(t));
 }
 
-// A call of the dispatcher only where there is something to copy.
+// Calls the dispatcher only if a copy is needed.
 inline Tensor packed(const Tensor& t) { return t.is_contiguous() ? t : torch::stable::contiguous(t); }
 
-// What elements are counted from. A tensor without elements may have no memory: its elements are counted from another
-// address, from which nothing is read and to which nothing is written. Null means that there is no tensor.
+// Returns the address of element 0. A tensor without elements may have no memory; it gets another valid address that is
+// never read or written. Null means that the tensor is absent.
 inline char nowhere = 0;
 inline const void* origin(const Tensor& t) { return t.numel() > 0 ? t.const_data_ptr() : &nowhere; }
 inline void* mutable_origin(const Tensor& t) { return t.numel() > 0 ? t.mutable_data_ptr() : &nowhere; }
@@ -89,7 +89,7 @@ inline Tensor empty(const Tensor& like, std::initializer_list<int64_t> size, Sca
   return torch::stable::new_empty(like, Sizes(size.begin(), size.size()), dtype);
 }
 
-// A scalar of the arithmetic dtype of `like`, beside it.
+// Returns the data of a scalar on the device of `like`, in its arithmetic dtype.
 inline const void* view_scalar(const Tensor& t, const Tensor& like, const char* argument) {
   check_same_device(t, like, argument);
   check(t.dim() == 0, argument, " must be (), got ", shape(t));
@@ -98,10 +98,10 @@ inline const void* view_scalar(const Tensor& t, const Tensor& like, const char* 
   return t.const_data_ptr();
 }
 
-// Of logits (rows, classes), or (outer, inner, classes).
+// Returns the number of rows of logits (rows, classes) or (outer, inner, classes).
 inline int64_t rows_of(const Tensor& logits) { return logits.size(0) * (logits.dim() == 3 ? logits.size(1) : 1); }
 
-// A vector (rows,) of the arithmetic dtype with any stride, 0 included.
+// Returns the data of a vector (rows,) in the arithmetic dtype. Any stride is allowed, including 0.
 inline const void* view_rows(const Tensor& t, const Tensor& logits, const char* argument, int64_t& stride) {
   check_same_device(t, logits, argument);
   check(t.dim() == 1 && t.size(0) == rows_of(logits), argument, " must be (", rows_of(logits), ",), got ", shape(t));
@@ -111,7 +111,7 @@ inline const void* view_rows(const Tensor& t, const Tensor& logits, const char* 
   return origin(t);
 }
 
-// The memory of a tensor that an op writes in place. No two of its elements may share it.
+// Represents the memory of a tensor that an op overwrites. Its elements must not overlap each other.
 class Overwritten {
  public:
   Overwritten(const Tensor& t, const char* argument) : argument_(argument), memory_(t) {}
@@ -143,7 +143,7 @@ class Overwritten {
       end += bytes;
     }
 
-    // Whether a byte is one of an element's, of a tensor whose elements have a place each.
+    // Returns true if the byte belongs to an element. The elements must not overlap.
     bool holds(uintptr_t at) const {
       if (at < begin || at >= end) return false;
       uintptr_t offset = at - begin;
@@ -152,7 +152,7 @@ class Overwritten {
       return offset < bytes;
     }
 
-    // Whether f is true of the address of any element.
+    // Returns true if f is true for the address of any element.
     template <typename function_t>
     bool any(const function_t& f) const {
       std::vector<int64_t> index(axes.size());
@@ -172,11 +172,11 @@ class Overwritten {
     }
 
     struct Axis {
-      uintptr_t stride;  // bytes
+      uintptr_t stride;  // in bytes
       int64_t last;
     };
     uintptr_t begin, end, bytes;
-    std::vector<Axis> axes;  // the longest stride first
+    std::vector<Axis> axes;  // by descending stride
   };
 
   const char* argument_;

@@ -1,4 +1,4 @@
-// topk_ops.h - the op on tensors, for the CPU and for CUDA alike. `device_t` has topk_ids.
+// topk_ops.h - Implements the top-k op on tensors, for CPU and CUDA. `device_t` provides topk_ids.
 #pragma once
 
 #include "../ops/topk.h"

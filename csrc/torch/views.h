@@ -1,4 +1,4 @@
-// views.h - the way from tensors to the views that a device gets, and what is checked on it.
+// views.h - Checks tensors and converts them to the views that the devices take.
 #pragma once
 
 #include "../ops/cross_entropy.h"
@@ -11,13 +11,13 @@
 
 namespace sparse_ce {
 
-// Keeps what the views point to: contiguous copies where a tensor was strided, the sum of the class weights.
+// Owns the memory that the views point to: contiguous copies of strided tensors, and the sum of the class weights.
 struct Held {
   Tensor logits, indices;
   OptionalTensor values, offsets, row_mask, weight, weight_sum, row_scale;
 };
 
-// Logits (rows, vocab) may have any row stride; only a column stride other than 1 costs a copy.
+// Views logits (rows, vocab) with any row stride. Only a column stride other than 1 requires a copy.
 inline void view_logits(const Tensor& logits, Held& held, CrossEntropyArgs& args) {
   check(logits.dim() == 2, "logits must be (rows, vocab), got ", shape(logits));
   args.dtype = to_dtype(logits, "logits", /*integer=*/false);
@@ -28,7 +28,7 @@ inline void view_logits(const Tensor& logits, Held& held, CrossEntropyArgs& args
   args.row_stride = held.logits.stride(0);
 }
 
-// Logits (outer, inner, vocab), rows side by side: another stride of theirs than 1 costs a copy.
+// Views logits (outer, inner, vocab). Only an inner stride other than 1 requires a copy.
 inline void view_strided_logits(const Tensor& logits, Held& held, CrossEntropyArgs& args) {
   const int64_t inner = logits.size(1);
   args.dtype = to_dtype(logits, "logits", /*integer=*/false);
@@ -42,7 +42,7 @@ inline void view_strided_logits(const Tensor& logits, Held& held, CrossEntropyAr
   args.strided = {inner, held.logits.stride(0), held.logits.stride(2)};
 }
 
-// `given`: any arguments with indices, values and offsets.
+// Views the entries of any arguments that have indices, values and offsets.
 template <typename given_t>
 void view_entries(const given_t& given, Held& held, TargetView& target) {
   const Tensor& indices = given.indices;
@@ -91,7 +91,7 @@ inline void view_weight(const Tensor& weight, Held& held, TargetView& target) {
   target.weight = origin(*held.weight);
 }
 
-// Of `held.logits`, or of what has as many rows in their place; all but the class weights.
+// Views a target without class weights. Its rows are those of `held.logits`.
 template <typename given_t>
 TargetView view_rows_and_entries(const given_t& given, int64_t num_classes, Held& held) {
   TargetView target{};
@@ -118,7 +118,7 @@ inline TargetView view_target(const TargetArguments& given, int64_t num_classes,
   return target;
 }
 
-// All but the logits themselves, of which `args.vocab` columns exist.
+// Views all arguments except the logits, which have `args.vocab` columns.
 inline void view_arguments(const Arguments& given, Held& held, CrossEntropyArgs& args) {
   args.target = view_target(given, given.num_classes.value_or(args.vocab), held);
   args.target.logprobs = given.values && given.logprobs;
@@ -136,18 +136,18 @@ inline void view_arguments(const Arguments& given, Held& held, CrossEntropyArgs&
   args.weight_sum = held.weight_sum->const_data_ptr();
 }
 
-// The logits of some of the classes alone; there may be none here.
+// Views a shard of the classes, which may be empty.
 inline void view_shard(const Arguments& given, int64_t first_class, CrossEntropyArgs& args) {
   check(given.num_classes.has_value(),
         "num_classes must be the number of classes of all shards if first_class is given, got None");
-  constexpr int64_t kMost = int64_t(1) << 48;  // far from where the place of a class in a row overflows
+  constexpr int64_t kMost = int64_t(1) << 48;  // far below the overflow of a class's position
   check(first_class >= 0 && first_class <= kMost, "first_class must be in [0, ", kMost, "], got ", first_class);
   args.first_class = first_class;
   args.vocab += first_class;
   given.check_options(std::numeric_limits<int64_t>::max(), "the classes of all shards");
 }
 
-// `strided`: whether the op knows rows whose classes are strided, (outer, inner, vocab).
+// `strided` is true if the op supports rows with strided classes, (outer, inner, vocab).
 inline void view_call(const Tensor& logits, const Arguments& given, Held& held, CrossEntropyArgs& args,
                       bool strided = false, std::optional<int64_t> first_class = std::nullopt) {
   if (strided && logits.dim() == 3)
@@ -163,7 +163,7 @@ inline void view_call(const Tensor& logits, const Arguments& given, Held& held, 
   view_arguments(given, held, args);
 }
 
-// What every backward is given for its rows. `like`: of the device and dtype of the logits, with their rows.
+// Views the row arguments of a backward. `like` has the device, dtype and rows of the logits.
 inline BackwardArgs view_upstream(const CrossEntropyArgs& rows, const Tensor& like, const OptionalTensor& grad_loss,
                                   const OptionalTensor& grad_lse, const Tensor& lse,
                                   const OptionalTensor& lse_residual) {
@@ -181,7 +181,7 @@ inline BackwardArgs view_upstream(const CrossEntropyArgs& rows, const Tensor& li
   return args;
 }
 
-// As below, of logits (outer, inner, vocab): a dimension's elements lie beyond what the denser ones span.
+// Checks logits (outer, inner, vocab): the stride of each dimension must exceed the span of the denser ones.
 inline void check_strided_overwritable(const Tensor& logits, const CrossEntropyArgs& args) {
   check(args.logits == origin(logits), "logits must have inner stride 1 to be overwritten, got ", logits.stride(1));
   std::pair<int64_t, int64_t> by_stride[3];
@@ -196,7 +196,7 @@ inline void check_strided_overwritable(const Tensor& logits, const CrossEntropyA
   }
 }
 
-// Whether a gradient may be written where `logits` lie.
+// Checks that a gradient can overwrite `logits`.
 inline void check_overwritable(const Tensor& logits, const CrossEntropyArgs& args) {
   if (logits.dim() == 3) return check_strided_overwritable(logits, args);
   check(args.rows <= 1 || args.row_stride >= args.vocab - args.first_class,
@@ -204,7 +204,7 @@ inline void check_overwritable(const Tensor& logits, const CrossEntropyArgs& arg
   check(args.logits == origin(logits), "logits must have column stride 1 to be overwritten, got ", logits.stride(1));
 }
 
-// What is read while `overwritten` is written: all but the logits.
+// Checks the tensors that are read, other than the logits, while `overwritten` is written.
 inline void check_apart(const Overwritten& overwritten, const Arguments& given) {
   overwritten.check_apart(given.indices, "indices");
   overwritten.check_apart(given.values, "values");
@@ -214,7 +214,7 @@ inline void check_apart(const Overwritten& overwritten, const Arguments& given) 
   overwritten.check_apart(given.row_scale, "row_scale");
 }
 
-// Classes are bounded by their weights, which are looked up, and by nothing without them.
+// Views the arguments of loss_mean. The class weights, if there are any, bound the indices.
 inline LossMeanArgs view_loss_mean(const Tensor& loss, const OptionalTensor& normalizer, const TargetArguments& given,
                                    const OptionalTensor& row_weight, Held& held) {
   check(loss.dim() == 1, "loss must be (rows,), got ", shape(loss));
@@ -232,7 +232,7 @@ inline LossMeanArgs view_loss_mean(const Tensor& loss, const OptionalTensor& nor
   return args;
 }
 
-// Whether any index is not a class. One cheap pass: most targets hold neither padding nor mistakes.
+// Returns true if any index is not a class. Most targets have neither padding nor errors, so one cheap pass suffices.
 inline bool any_outside(const TargetView& target) {
   return with_index(target.indices_dtype, [&](auto index) {
     const auto* indices = static_cast<const decltype(index)*>(target.indices);
@@ -243,7 +243,7 @@ inline bool any_outside(const TargetView& target) {
   });
 }
 
-// Names the first entry whose index is outside the classes; `target` points to host memory.
+// Raises an error for the first entry whose index is out of range. `target` points to host memory.
 inline void check_entries(const TargetView& target) {
   const bool outside = any_outside(target);
   if (!target.offsets && !outside) return;
@@ -257,7 +257,7 @@ inline void check_entries(const TargetView& target) {
       const auto entry = target.entry<double>(i);
       if (entry.column < 0 && entry.value != 0) {
         const int64_t index = load_int(target.indices, target.indices_dtype, i);
-        if (index >= 0 && index < target.num_classes) continue;  // the weight itself is NaN: the loss will say so
+        if (index >= 0 && index < target.num_classes) continue;  // the weight is NaN, and so is the loss
         fail("target must have indices in [0, ", target.num_classes, ") or ignore_index ", target.ignore_index,
              ", got ", index, " in row ", r);
       }
