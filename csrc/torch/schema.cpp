@@ -1,136 +1,139 @@
-// schema.cpp - every op, in one place. Shapes: rows N, columns V, K entries a row or E in all; A is the arithmetic
-// dtype, float32, or float64 for float64 logits. Formulas in math.h.
+// schema.cpp - Declares all ops. Shapes: N rows, V columns, K entries per row or E in total. A is the arithmetic dtype:
+// float64 for float64 logits, otherwise float32. math.h has the formulas.
 //
-// A target is `indices` int32 or int64 with
-//   (N,)    and nothing else                          class labels
+// A target has int32 or int64 `indices` and one of these formats:
+//   (N,)    without values                            class labels
 //   (N, K)  and values (N, K)                         padded top-k
 //   (E,)    and values (E,), offsets (N + 1,)         CSR: row r has the entries [offsets[r], offsets[r + 1])
 //   (E,)    and values (E,), offsets (N, 2)           row r has the entries [offsets[r, 0], offsets[r, 1]); no entry
 //                                                     belongs to two rows
-//   (N, K)  and nothing else                          ids, K a row
-// Without values every weight is 1; with `logprobs` the weights are exp(values), and the gradient for the values is
-// theirs. An entry of weight 0, of log-probability -inf or of class ignore_index is padding. weight (V,) A are class
-// weights; row_mask (N,) bool is true where a row counts; row_scale (N,) or () A multiplies logit_scale.
+//   (N, K)  without values                            K ids per row
+// Without values every weight is 1. With `logprobs` the weights are exp(values), and the gradient is for the values. An
+// entry is padding if its weight is 0, its log-probability is -inf or its class is ignore_index. weight (V,) A holds
+// class weights. row_mask (N,) bool is true for active rows. row_scale (N,) or () A multiplies logit_scale.
 //
-// logits of forward, forward_with_residual, forward_with_gradient, backward, backward_ and backward_values may also be
-// (outer, inner, V), N = outer * inner rows whose classes are strided, as those of images are. Inner rows that lie side
-// by side are read where they lie. Their gradient has this shape, and the layout of (outer, V, inner).
+// The logits of forward, forward_with_residual, forward_with_gradient, backward, backward_ and backward_values may also
+// be (outer, inner, V): N = outer * inner rows with strided classes, as for images. If the inner stride is 1, they are
+// read without a copy. Their gradient has the same shape and the memory layout of (outer, V, inner).
 #include "arguments.h"
 
 #define SCE_GRADIENTS "(Tensor grad_input, Tensor grad_weight, Tensor grad_bias, Tensor grad_values)"
 
 STABLE_TORCH_LIBRARY(sparse_ce, m) {
-  // loss (N,) A and lse = logsumexp(z) (N,) A; both 0 in ignored rows.
+  // Returns loss (N,) A and lse = logsumexp(z) (N,) A. Both are 0 in ignored rows.
   m.def("forward(Tensor logits, " SCE_ARGUMENTS ") -> (Tensor loss, Tensor lse)");
 
-  // The same with lse_residual (N,) A, what rounding took from lse. The gradient needs it: exp(z - lse) alone is off by
-  // eps * |lse|, which near p = 1 is most of p - 1.
+  // Also returns lse_residual (N,) A, the rounding error of lse. The gradient needs it: without it, exp(z - lse) has an
+  // error of eps * |lse|, which is most of p - 1 if p is close to 1.
   m.def("forward_with_residual(Tensor logits, " SCE_ARGUMENTS ") -> (Tensor loss, Tensor lse, Tensor lse_residual)");
 
-  // What `loss_mean` makes of the losses and `backward` of grad_mean () A: mean (), divisor (), lse (N,), lse_residual
-  // (N,), all A, and grad_logits (N, V). On a CPU each row's gradient is written while its logits are in a cache: one
-  // read and one write in all. Bit for bit what the ops one after the other give. The losses (N,) A come with them.
+  // Computes `loss_mean` and the `backward` of its gradient grad_mean () A in one call: mean (), divisor (), lse (N,)
+  // and lse_residual (N,), all A, and grad_logits (N, V). On a CPU the gradient of a row is written while its logits
+  // are in a cache, with one read and one write in total. Results are bitwise equal to those of the separate ops. Also
+  // returns the losses (N,) A.
   m.def("forward_with_gradient(Tensor grad_mean, Tensor? normalizer, Tensor logits, " SCE_ARGUMENTS
         ", Tensor? row_weight=None) -> (Tensor mean, Tensor divisor, Tensor loss, Tensor lse, Tensor lse_residual, "
         "Tensor grad_logits)");
 
-  // The same gradient, written over the logits.
+  // Writes the same gradient over the logits.
   m.def("forward_with_gradient_(Tensor grad_mean, Tensor? normalizer, Tensor(a!) logits, " SCE_ARGUMENTS
         ", Tensor? row_weight=None) -> (Tensor mean, Tensor divisor, Tensor loss, Tensor lse, Tensor lse_residual)");
 
-  // grad_logits (N, V), dtype of logits, of sum(grad_loss * loss + grad_lse * lse). Rows that are ignored or whose
-  // upstream gradient is 0 get 0 and are not read.
+  // Returns grad_logits (N, V), in the dtype of logits, for grad_loss * loss + grad_lse * lse summed over the rows.
+  // Rows that are ignored or have a zero grad_output get a gradient of 0 and are not read.
   m.def("backward(Tensor grad_loss, Tensor? grad_lse, Tensor logits, Tensor lse, Tensor? lse_residual, " SCE_ARGUMENTS
         ") -> Tensor");
 
-  // The same gradient, written over the logits.
+  // Writes the same gradient over the logits.
   m.def(
       "backward_(Tensor grad_loss, Tensor? grad_lse, Tensor(a!) logits, Tensor lse, "
       "Tensor? lse_residual, " SCE_ARGUMENTS ") -> ()");
 
-  // The gradient of `backward` without grad_lse, written over grad_logits, which forward_with_gradient has made for
-  // made_for () A: for the same bits as those of grad_mean () A nothing is read or written. grad_loss is what grad_mean
-  // makes of it. No device is waited for.
+  // Recomputes the gradient of `backward`, without grad_lse, into grad_logits, which forward_with_gradient computed for
+  // made_for () A. If the bits of made_for and grad_mean () A are equal, nothing is read or written. grad_loss is the
+  // gradient of the losses for grad_mean. The host does not wait for the device.
   m.def(
       "backward_anew_(Tensor made_for, Tensor grad_mean, Tensor grad_loss, Tensor logits, Tensor lse, "
       "Tensor? lse_residual, Tensor(a!) grad_logits, " SCE_ARGUMENTS ") -> ()");
 
-  // grad_values, shape of values, A: the gradient of sum(grad_loss * loss) for the entries' values; 0 for padding.
+  // Returns grad_values A, with the shape of values: the gradient of sum(grad_loss * loss). It is 0 for padding.
   m.def("backward_values(Tensor grad_loss, Tensor logits, Tensor lse, Tensor? lse_residual, " SCE_ARGUMENTS
         ") -> Tensor");
 
-  // The mean of loss (N,) A over the rows that count, and what the sum was divided by, both () A: the sum of the
-  // labels' class weights for class labels, else the number of rows that are not ignored; `normalizer` () A where there
-  // is one. Over nothing, or by 0: 0 and inf. row_weight (N,) A multiplies the losses, and changes nothing of the
-  // divisor; 0 hides a loss.
+  // Returns the mean of loss (N,) A over active rows and its divisor, both () A. The divisor is the sum of the labels'
+  // class weights for class labels, the number of active rows for other targets, or `normalizer` () A if it is given.
+  // If there are no active rows, or the divisor is 0, the mean is 0 and the divisor inf. row_weight (N,) A multiplies
+  // the losses but not the divisor. A row weight of 0 hides a loss, even if it is inf or NaN.
   m.def("loss_mean(Tensor loss, Tensor? normalizer, " SCE_TARGET
         ", Tensor? row_weight=None) -> (Tensor mean, Tensor divisor)");
 
-  // The log-probabilities of the entries' classes, in the shape of indices, and what one read of the logits gives
-  // beside them, (N,); all A but argmax, which is int64; (0,) where it is not asked for. Formulas in select.h. Weights
-  // say what is padding, which gets padding_value, and in the loss what they always say. Rows that are ignored: 0, and
-  // -1 for argmax.
+  // Returns the log-probabilities of the entries' classes, with the shape of indices, and further outputs (N,) from the
+  // same read of the logits. All are A, except that argmax is int64; outputs that are not requested are (0,). select.h
+  // has the formulas. Weights determine the loss and the padding, which gets padding_value. Ignored rows get 0, and -1
+  // for argmax.
   m.def("select(Tensor logits, " SCE_ARGUMENTS ", " SCE_OUTPUTS
         ") -> (Tensor loss, Tensor lse, Tensor lse_residual, Tensor log_probs, Tensor log_tail, Tensor entropy, "
         "Tensor mean_logit, Tensor argmax)");
 
-  // grad_logits (N, V), dtype of logits, of the sum of products of the outputs with their gradients, and grad_scale
-  // (N,) A, that of the row's row_scale, or (0,). log_tail and entropy are what select gave, where there is a gradient
-  // for them. With first_class the logits are those of some of num_classes classes: see select_shard.
+  // Returns grad_logits (N, V), in the dtype of logits, for the sum of all outputs times their gradients. Also returns
+  // grad_scale (N,) A, the gradient of row_scale, or (0,). log_tail and entropy are the outputs of select and are
+  // required if they have a gradient. With first_class the logits are a shard of num_classes classes; see select_shard.
   m.def("select_backward(" SCE_UPSTREAM
         ", Tensor logits, Tensor lse, Tensor? lse_residual, Tensor? log_tail, Tensor? entropy, " SCE_ARGUMENTS
         ", bool scale_grad=False, int? first_class=None) -> (Tensor grad_logits, Tensor grad_scale)");
 
-  // The same gradient, written over the logits.
+  // Writes the same gradient over the logits.
   m.def("select_backward_(" SCE_UPSTREAM
         ", Tensor(a!) logits, Tensor lse, Tensor? lse_residual, Tensor? log_tail, Tensor? entropy, " SCE_ARGUMENTS
         ", bool scale_grad=False, int? first_class=None) -> Tensor");
 
-  // select where the classes are shared out among several processes. Each tells of its logits (N, C), those of the
-  // classes from first_class on, what the others need: statistics (N, S), S numbers of A each, 2 and what the outputs
-  // ask for; and where log_probs are wanted the logits of the entries that it holds, in the shape of indices, 0 for
-  // others. C may be 0. num_classes is that of all; the target and the class weights are whole everywhere.
+  // Computes select's statistics for one shard of the classes, when these are sharded over several processes. logits
+  // (N, C) are those of the classes from first_class on; C may be 0. Returns statistics (N, S) A, where S depends on
+  // the requested outputs (at least 2). If log_probs are requested, also returns the logits of the shard's own entries,
+  // with the shape of indices and 0 for the others. num_classes is the global number of classes. The target and the
+  // class weights are global on every process.
   m.def("select_shard(Tensor logits, " SCE_ARGUMENTS ", " SCE_OUTPUTS
         ", int first_class=0) -> (Tensor statistics, Tensor chosen)");
 
-  // What select gives of all classes, from the statistics of all shards, one after the other (shards * N, S), and the
-  // sum of what they have chosen. Their gradient is that of select_backward with these outputs and first_class.
+  // Computes the outputs of select for all classes from the concatenated statistics of all shards (shards * N, S) and
+  // the sum of their `chosen` logits. For the gradient, call select_backward with these outputs and first_class.
   m.def("select_merge(Tensor statistics, int shards, Tensor? chosen, " SCE_ARGUMENTS ", " SCE_OUTPUTS
         ") -> (Tensor loss, Tensor lse, Tensor lse_residual, Tensor log_probs, Tensor log_tail, Tensor entropy, "
         "Tensor mean_logit, Tensor argmax)");
 
-  // The same for logits that never exist: z = input linear_weight^T + linear_bias, chunk_rows rows at a time (as many
-  // as fit a budget by default). input (N, D), linear_weight (V, D), linear_bias (V,): of one dtype, or weight and bias
-  // of float32 with an input of 16 bits. Of 16 bits z is rounded to them on the way, but not with float32_logits. Only
-  // the first num_classes rows of the weight are read.
+  // Computes the same for the logits z = input linear_weight^T + linear_bias, which are never materialized. Logits are
+  // computed for chunk_rows rows at a time; the default is a memory budget. input (N, D), linear_weight (V, D) and
+  // linear_bias (V,) have one dtype, or float32 weight and bias with a 16-bit input. 16-bit logits are rounded to 16
+  // bits unless float32_logits is set. Only the first num_classes rows of the weight are read.
   m.def("linear_forward(" SCE_HEAD ", " SCE_ARGUMENTS ", " SCE_CHUNKS ") -> (Tensor loss, Tensor lse)");
   m.def("linear_forward_with_residual(" SCE_HEAD ", " SCE_ARGUMENTS ", " SCE_CHUNKS
         ") -> (Tensor loss, Tensor lse, Tensor lse_residual)");
 
-  // The mean of these losses, as `loss_mean` makes it, () A, and lse (N,) A. Its gradients are made in forward.
+  // Returns the mean of these losses, as `loss_mean` computes it, () A, and lse (N,) A. Gradients are computed in
+  // forward.
   m.def("linear_mean(" SCE_HEAD ", " SCE_ARGUMENTS ", Tensor? normalizer=None, " SCE_CHUNKS
         ", Tensor? row_weight=None) -> (Tensor mean, Tensor lse)");
 
-  // The same, and beside them entropy (N,) A and argmax (N,) int64 of `select`, (0,) where not asked for. Only the mean
-  // has a gradient.
+  // Also returns entropy (N,) A and argmax (N,) int64 as in `select`, or (0,) if not requested. Only the mean is
+  // differentiable.
   m.def("linear_mean_with_metrics(" SCE_HEAD ", " SCE_ARGUMENTS ", Tensor? normalizer=None, " SCE_CHUNKS
         ", Tensor? row_weight=None, bool entropy=False, bool argmax=False) -> (Tensor mean, Tensor lse, "
         "Tensor entropy, Tensor argmax)");
 
-  // The gradients of sum(grad_loss * loss + grad_lse * lse) for input, linear_weight, linear_bias and values (A), each
-  // of the shape and dtype of its tensor; (0,) where it is not asked for. The logits are made anew.
+  // Returns the gradients of sum(grad_loss * loss + grad_lse * lse) for input, linear_weight, linear_bias and values
+  // (A), each with the shape and dtype of its tensor, or (0,) if not requested. The logits are recomputed.
   m.def("linear_backward(Tensor grad_loss, Tensor? grad_lse, " SCE_HEAD
         ", Tensor lse, Tensor? lse_residual, " SCE_ARGUMENTS ", " SCE_CHUNKS ", " SCE_WANTED ") -> " SCE_GRADIENTS);
 
-  // linear_mean and its gradients for the upstream gradient grad_mean () A, with one GEMM for the logits; the losses,
-  // and where they are asked for entropy (N,) A and argmax (N,) int64, see select.
+  // Computes linear_mean and its gradients for grad_mean () A, with one GEMM for the logits. Also returns the losses
+  // and, if requested, entropy (N,) A and argmax (N,) int64 as in `select`.
   m.def("linear_forward_with_gradient(Tensor grad_mean, Tensor? normalizer, " SCE_HEAD ", " SCE_ARGUMENTS
         ", " SCE_CHUNKS ", " SCE_WANTED
         ", Tensor? row_weight=None, bool entropy=False, bool argmax=False) -> (Tensor mean, Tensor divisor, "
         "Tensor loss, Tensor lse, Tensor lse_residual, Tensor entropy, Tensor argmax, Tensor grad_input, Tensor "
         "grad_weight, Tensor grad_bias, Tensor grad_values)");
 
-  // select of such logits, and its gradients.
+  // Computes select for such logits, and its gradients.
   m.def("linear_select(" SCE_HEAD ", " SCE_ARGUMENTS ", " SCE_OUTPUTS ", " SCE_CHUNKS
         ") -> (Tensor loss, Tensor lse, Tensor lse_residual, Tensor log_probs, Tensor log_tail, "
         "Tensor entropy, Tensor mean_logit, Tensor argmax)");
@@ -140,75 +143,77 @@ STABLE_TORCH_LIBRARY(sparse_ce, m) {
         ", bool scale_grad=False) -> (Tensor grad_input, Tensor grad_weight, Tensor grad_bias, Tensor grad_values, "
         "Tensor grad_scale)");
 
-  // The logits of all rows, (N, V), as the losses of the head make them: of the dtype of input, but float32 where
-  // that is one of 16 bits on a CPU, or they are asked for. Without a gradient.
+  // Returns the logits of all rows (N, V) as the head's losses compute them. They have the dtype of input, or float32
+  // if float32_logits is set or a CPU gets a 16-bit input. Not differentiable.
   m.def("linear_logits(" SCE_HEAD ", int? num_classes=None, bool float32_logits=False) -> Tensor");
 
-  // Adds what the gradient grad_logits (N, classes) of the logits of these rows contributes to the gradients of a head:
-  // writes grad_input (N, D), and to grad_weight (V, D) and grad_bias (V,) adds, or for the first chunk writes, their
-  // first rows. weight_low (classes, D) and bias_low (1, classes) uint8 hold what sums of 16 bits have no room for
-  // between two chunks.
+  // Accumulates the contribution of grad_logits (N, classes), the gradient of these rows' logits, to the gradients of a
+  // head. Writes grad_input (N, D). Writes (first chunk) or adds to the first `classes` rows of grad_weight (V, D) and
+  // grad_bias (V,). weight_low (classes, D) and bias_low (1, classes) uint8 hold the low bits of 16-bit sums between
+  // chunks.
   m.def("linear_add_gradients_(" SCE_HEAD
         ", Tensor grad_logits, Tensor(a!)? grad_input, Tensor(b!)? grad_weight, Tensor(c!)? weight_low, "
         "Tensor(d!)? grad_bias, Tensor(e!)? bias_low, bool first, bool last) -> ()");
 
-  // Both on every rank of a process group: the statistics are gathered, what was chosen is added up. Each rank gives
-  // its own logits and the same arguments. Differentiable; made of the ops above and collectives, which graphs show.
+  // Computes select on every rank of a process group: statistics are gathered, and chosen logits are summed. Each rank
+  // passes its own logits and the same arguments. Differentiable; consists of the ops above and of collectives that
+  // appear in graphs.
   m.def("sharded_select(Tensor logits, " SCE_ARGUMENTS ", " SCE_OUTPUTS
         ", str group='', int ranks=1, int first_class=0) -> (Tensor loss, Tensor lse, Tensor lse_residual, "
         "Tensor log_probs, Tensor log_tail, Tensor entropy, Tensor mean_logit, Tensor argmax)");
 
-  // The same for the logits of a head, of whose classes each rank holds some: linear_weight (C, D), C may be 0. input
-  // and all else are the same on every rank, and so is the gradient for input, which is added up. With
-  // `shares_rows` input, and so its gradient, is a share of the rows, as many on each rank, in the order of ranks. With
-  // `mean` the loss is that of loss_mean, (), and its gradients are made in forward. chunk_rows must be the same on
-  // every rank.
+  // Computes the same for the logits of a head with linear_weight (C, D) sharded over its classes; C may be 0. input
+  // and all other arguments are equal on every rank. The gradient for input is all-reduced, so it is equal as well.
+  // With `shares_rows` input and its gradient are sharded over the rows, equally and in rank order. With `mean` the
+  // loss is the mean of loss_mean, (), and its gradients are computed in forward. chunk_rows must be equal on every
+  // rank.
   m.def("sharded_linear_select(" SCE_HEAD ", " SCE_ARGUMENTS ", " SCE_OUTPUTS ", " SCE_CHUNKS
         ", bool mean=False, Tensor? normalizer=None, Tensor? row_weight=None, str group='', int ranks=1, "
         "int first_class=0, bool shares_rows=False) -> (Tensor loss, Tensor lse, Tensor lse_residual, "
         "Tensor log_probs, Tensor log_tail, Tensor entropy, Tensor mean_logit, Tensor argmax)");
 
-  // (N, k) int64: the classes of the k largest of each row of logits (N, V), largest first, or of the smallest,
-  // smallest first. Of those that tie the lowest are taken and come first; NaN is larger than any number.
+  // Returns the classes of the k largest logits in each row of (N, V), as (N, k) int64 in descending order, or of the
+  // smallest in ascending order. Ties go to the lowest class, which also comes first. NaN is larger than any number.
   m.def("topk_ids(Tensor logits, int k, bool largest=True) -> Tensor");
 
-  // gradient *= scale () A, in place; packed, or rows of column stride 1. Of one that was made for another upstream
-  // gradient, `expected` () A, it is scale / expected. Where that is 1 nothing is read or written; it is looked at
-  // where it lies. An expected one that is 0, not finite, or below 2^-40 of scale is an error, on CUDA NaN.
+  // Multiplies gradient by scale () A in place. gradient is packed or has rows with column stride 1. If it was computed
+  // for the grad_output `expected` () A, it is multiplied by scale / expected instead. If that is 1, the gradient is
+  // neither read nor written; the factor is examined on the device. An `expected` that is 0, not finite or below 2^-40
+  // of scale raises an error; on CUDA it gives NaN.
   m.def("scale_(Tensor(a!) gradient, Tensor scale, Tensor? expected=None) -> ()");
 
-  // The head's logits at the entries of a target alone, shape of indices, A: -inf for padding, which beside the
-  // target's own is every entry of a row that does not count and one that belongs to no row. Of the values nothing is
-  // asked but which are padding.
+  // Returns the head's logits A at the entries of a target only, with the shape of indices. Padding gets -inf, as do
+  // all entries of ignored rows and entries that belong to no row. Values only determine the padding.
   m.def("candidate_logits(" SCE_HEAD ", " SCE_CANDIDATES ") -> Tensor");
 
-  // Its gradients, (0,) where one is not asked for. With a softcap `output` is what forward gave.
+  // Returns the gradients of candidate_logits, or (0,) if not requested. With a softcap `output` is the forward result.
   m.def("candidate_logits_backward(Tensor grad, Tensor? output, " SCE_HEAD ", " SCE_CANDIDATES ", " SCE_HEAD_WANTED
         ") -> (Tensor grad_input, Tensor grad_weight, Tensor grad_bias)");
 
-  // The same, but of the gradient for the weight only the rows (U, D) of the ids (U,) that have one, ascending. Waits
-  // for the device to know U.
+  // Returns the weight gradient as the rows (U, D) of the distinct ids (U,) with a gradient, in ascending order. The
+  // host waits for the device to know U.
   m.def("candidate_logits_backward_sparse(Tensor grad, Tensor? output, " SCE_HEAD ", " SCE_CANDIDATES
         ", " SCE_HEAD_WANTED ") -> (Tensor grad_input, Tensor ids, Tensor grad_rows, Tensor grad_bias)");
 
-  // Softmax, or its logarithm, over the entries of each row of a sparse matrix: values (E,) or (E, D), each of D
-  // positions alone. Row r has the entries [offsets[r], offsets[r + 1]) of order (E,) int64, without it of 0, 1, 2, ...
+  // Computes softmax or log-softmax over the entries of each row of a sparse matrix. values are (E,) or (E, D), with an
+  // independent softmax for each of the D positions. Row r has the entries order[offsets[r]:offsets[r + 1]]; order (E,)
+  // int64 defaults to 0, 1, 2, ...
   m.def("sparse_softmax(Tensor values, Tensor offsets, Tensor? order, bool log) -> Tensor");
 
-  // Its gradient for the values, from the output.
+  // Returns the gradient for the values, computed from the output.
   m.def("sparse_softmax_backward(Tensor grad, Tensor output, Tensor offsets, Tensor? order, bool log) -> Tensor");
 
-  // The mean of the elements of input, of any floating dtype and strides, that a mask of its shape leaves, along the
-  // dimensions `dim`, in its dtype, and what the sum was divided by, A. mask: bool, or weights of an integer or
-  // floating dtype. Elements of weight 0 are not looked at. Over nothing: 0 and 1.
+  // Returns the mean of the unmasked elements of input along the dimensions `dim`, in the dtype of input, and its
+  // divisor A. input has any floating dtype and strides; mask has its shape and is bool, or weights of an integer or
+  // floating dtype. Elements of weight 0 are not read. Without any elements the mean is 0 and the divisor 1.
   m.def("masked_mean(Tensor input, Tensor mask, int[] dim) -> (Tensor mean, Tensor divisor)");
 
-  // Its gradient for input, of dtype `dtype`, from share A, the upstream gradient over the divisor.
+  // Returns the gradient for input, in `dtype`, from share A = grad_output / divisor.
   m.def("masked_mean_backward(Tensor share, Tensor mask, int[] dim, ScalarType dtype) -> Tensor");
 
-  // "avx512", "avx2" or "default": the path that the CPU kernels take.
+  // Returns the instruction set of the CPU kernels: "avx512", "avx2" or "default".
   m.def("cpu_instruction_set() -> str");
 
-  // The architectures that the CUDA kernels were compiled for, as TORCH_CUDA_ARCH_LIST writes them.
+  // Returns the architectures of the compiled CUDA kernels, in the format of TORCH_CUDA_ARCH_LIST.
   m.def("cuda_architectures() -> str");
 }

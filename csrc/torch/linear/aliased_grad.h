@@ -1,12 +1,14 @@
-// linear/aliased_grad.h - the gradient dz of all logits in the memory of the weight's gradient, which needs it only
-// once dz is complete: then it is one product over all rows, rounded once.
+// linear/aliased_grad.h - Stores the gradient dz of all logits in the memory of the weight gradient. That memory is
+// needed only once dz is complete; then one GEMM over all rows computes the weight gradient and rounds it once.
 //
-// dz lies in blocks of classes, (rows, classes of the block) each: those of the first `held` classes in the gradient's
-// memory, the last of them at its end, the others in memory of their own. A product is written from the beginning on,
-// block by block. No product overwrites what a later one reads: the gradient up to class v ends before the block that
-// begins with v, since v width <= classes width - (held - v) rows, where held is at most all classes if rows <= width,
-// and at most classes width / rows otherwise. But perhaps what it reads itself, unless `spare` classes' memory was left
-// before the first block, a block or more.
+// dz is stored in blocks of classes with shape (rows, classes of the block). The blocks of the first `held` classes lie
+// in the weight gradient's memory, the last of them at its end; the other blocks have memory of their own. The GEMMs
+// write the weight gradient from its beginning, block by block.
+//
+// No GEMM overwrites a block that a later one reads. The gradient up to class v ends before the block that begins with
+// v, since v width <= classes width - (held - v) rows. This holds for held <= classes if rows <= width, and for held <=
+// classes width / rows otherwise. A GEMM may overwrite the block that it reads itself, unless the memory of `spare`
+// classes (at least one block) is left free before the first block.
 #pragma once
 
 #include "../gemm.h"
@@ -17,7 +19,7 @@ namespace sparse_ce {
 
 class BorrowedMemory {
  public:
-  // `gradient` (classes, width), contiguous; dz is of `dtype`.
+  // `gradient` is (classes, width) and contiguous. dz has the given `dtype`.
   BorrowedMemory(const Tensor& gradient, ScalarType dtype, int64_t rows, int64_t block_classes, int64_t spare)
       : memory_(flat(gradient, dtype)), rows_(rows), classes_(gradient.size(0)),
         width_(memory_.size(0) / std::max<int64_t>(1, classes_)), block_(block_classes), held_(classes_) {
@@ -28,7 +30,7 @@ class BorrowedMemory {
 
   int64_t block_classes() const { return block_; }
 
-  // dz (n, classes) of the rows from `begin` on, by copy(to, from).
+  // Stores dz (n, classes) of the rows from `begin` on, with copy(to, from).
   template <typename copy_t>
   void keep(int64_t begin, const Tensor& dz, const copy_t& copy) {
     if (!beside_ && held_ < classes_) beside_ = empty(memory_, {(classes_ - held_) * rows_}, memory_.scalar_type());
@@ -37,7 +39,8 @@ class BorrowedMemory {
     });
   }
 
-  // f(v, end, dz (rows, end - v)) for the classes [v, end) of each block, in the order in which it may be overwritten.
+  // Calls f(v, end, dz (rows, end - v)) for the classes [v, end) of each block, in the order in which they may be
+  // overwritten.
   template <typename function_t>
   void for_each_block(const function_t& f) const {
     for (int64_t v = 0; v < classes_; v += block_) {
@@ -48,13 +51,13 @@ class BorrowedMemory {
     }
   }
 
-  // Whether the weight's gradient of the classes [v, end) lies where their block does.
+  // Returns true if the weight gradient of the classes [v, end) overlaps their block.
   bool overwrites(int64_t v, int64_t end) const { return v < held_ && end * width_ > place(v); }
 
  private:
   int64_t place(int64_t v) const { return classes_ * width_ - (held_ - v) * rows_; }
 
-  // The memory of `gradient` as elements of `dtype`.
+  // Returns the memory of `gradient` as elements of `dtype`.
   static Tensor flat(const Tensor& gradient, ScalarType dtype) {
     const int64_t count = gradient.numel() * size_in_bytes(gradient.scalar_type()) / size_in_bytes(dtype);
     if (gradient.scalar_type() == dtype) return torch::stable::view(gradient, std::array{count});
@@ -64,7 +67,7 @@ class BorrowedMemory {
 
   Tensor memory_;
   int64_t rows_, classes_;
-  int64_t width_;  // elements of dz's dtype
+  int64_t width_;  // in elements of dz's dtype
   int64_t block_, held_;
   OptionalTensor beside_;
 };

@@ -1,5 +1,4 @@
-// linear/call.h - what every op of the linear head is called with, checked, and its way through the rows, chunk by
-// chunk.
+// linear/call.h - Checks the arguments of the linear head's ops and iterates over their rows in chunks.
 #pragma once
 
 #include "../views.h"
@@ -27,7 +26,7 @@ inline CrossEntropyArgs chunk_args(const CrossEntropyArgs& all, int64_t begin, c
   return args;
 }
 
-// What every op is called with, checked. The target's rows are the input's; logits come later, chunk by chunk.
+// Checks and stores the arguments of every op. The target has the rows of the input; logits are computed per chunk.
 template <typename device_t>
 struct LinearCall {
   LinearCall(const HeadArguments& given_head, const Arguments& given, const ChunkOptions& options)
@@ -57,7 +56,7 @@ struct LinearCall {
             live_args.target, chunk_rows,  float32_logits, live ? &*live : nullptr};
   }
 
-  // f(begin, end, z) for the logits z of the classes [begin, end), of all rows that count.
+  // Calls f(begin, end, z) with the logits z of the classes [begin, end) of all active rows.
   template <typename function_t>
   void for_classes(LinearHead<device_t>& chunks, const function_t& f) const {
     for (int64_t begin = 0; begin < chunks.classes(); begin += chunks.chunk_classes()) {
@@ -66,7 +65,7 @@ struct LinearCall {
     }
   }
 
-  // f(begin, z) for the logits z of the rows from `begin` on.
+  // Calls f(begin, z) with the logits z of the rows from `begin` on.
   template <typename function_t>
   void for_each_chunk(LinearHead<device_t>& chunks, const function_t& f) const {
     for (int64_t begin = 0; begin < chunks.rows(); begin += chunks.chunk_rows()) {
@@ -75,8 +74,8 @@ struct LinearCall {
     }
   }
 
-  // What the rows that count have, (rows that count,), with `fill` for the others: (rows,). An output that is not asked
-  // for stays empty.
+  // Scatters the values of active rows into all rows (rows,); ignored rows get `fill`. An output that is not requested
+  // stays empty.
   Tensor spread(const Tensor& of_live, bool wanted = true, double fill = 0) const {
     if constexpr (device_t::kLeavesOut) {
       if (live && wanted) {
@@ -90,7 +89,7 @@ struct LinearCall {
     return of_live;
   }
 
-  // Makes the arrays of a backward, one element a row, those of the rows that count. Returns what holds them.
+  // Gathers the active rows of a backward's arrays, which have one element per row. Returns the tensors that own them.
   std::vector<Tensor> keep_live(BackwardArgs& backward) const {
     std::vector<Tensor> held;
     if constexpr (device_t::kLeavesOut) {
@@ -110,14 +109,14 @@ struct LinearCall {
     return held;
   }
 
-  // Of an array with one element a row, those of the rows that count.
+  // Gathers the active rows of an array with one element per row.
   Tensor keep(const void* array, int64_t stride) const {
     Tensor kept = empty(head.input, {live->count()}, arithmetic_dtype(head.input));
     copy_each(array, stride, live->rows.data(), kept.mutable_data_ptr(), nullptr, kept.element_size());
     return kept;
   }
 
-  // Numbers of 4 or 8 bytes.
+  // Copies numbers of 4 or 8 bytes.
   void copy_each(const void* from, int64_t stride, const int64_t* from_rows, void* to, const int64_t* to_rows,
                  int64_t bytes) const {
     if constexpr (device_t::kLeavesOut) {
@@ -139,13 +138,13 @@ struct LinearCall {
   std::optional<int64_t> chunk_rows;
   bool float32_logits;
   Held held;
-  CrossEntropyArgs args{};         // of all rows
-  std::optional<LiveRows> live;    // nothing: all of them
-  CrossEntropyArgs live_args{};    // of these
+  CrossEntropyArgs args{};  // of all rows
+  std::optional<LiveRows> live;  // nothing if all rows are active
+  CrossEntropyArgs live_args{};  // of the active rows
   OptionalTensor live_scale;
 };
 
-// The gradients of a call, and the arguments for those of a chunk's logits, which are written over them.
+// Holds the gradients of a call. It also builds the arguments for a chunk, whose gradient overwrites its logits.
 template <typename device_t>
 struct LinearGradients {
   LinearGradients(const LinearCall<device_t>& call, const Wanted& wanted) : head(call.chunks()), like(call.head.input) {
@@ -172,7 +171,7 @@ struct LinearGradients {
     return args;
   }
 
-  // The same for the logits of the classes [begin, end), of all rows.
+  // Builds the arguments for the logits of the classes [begin, end) of all rows.
   BackwardArgs class_chunk(const BackwardArgs& all, int64_t begin, int64_t end, const Tensor& z) const {
     BackwardArgs args = chunk(all, 0, z);
     args.first_class = begin;
@@ -182,7 +181,7 @@ struct LinearGradients {
   }
 
   std::tuple<Tensor, Tensor, Tensor, Tensor> tensors() const {
-    // An empty tensor each: no two outputs of an op may be one.
+    // A gradient that is not requested is a new empty tensor: two outputs of an op must not be the same tensor.
     const auto or_empty = [&](const OptionalTensor& gradient) {
       return gradient ? *gradient : empty(like, {0}, like.scalar_type());
     };

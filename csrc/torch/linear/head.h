@@ -1,14 +1,16 @@
-// linear/head.h - the linear head, a chunk of rows or of classes at a time: no device code.
+// linear/head.h - Computes the linear head in chunks of rows or classes. It contains no device code.
 //   z = input W^T + bias      dinput = dz W      dW += dz^T input      dbias += sum over the rows of dz
 //
-// The products are made in the `work` dtype: the input's, or float32 on a CPU that does not multiply 16-bit numbers
-// (its own GEMM for them takes three times as long as one of float32). Weights of another dtype are converted a block
-// of classes at a time. The logits are of this dtype too, or where they may not be rounded to 16 bits, float32.
-// `device_t` has besides what cross_entropy_ops.h asks for: work_dtype, multiply, kWidens (whether products of 16 bits
-// come out in float32) and multiply_widening, add_product, accumulate; whole_bytes (logits of no more make one chunk),
-// chunk_bytes, kRowsTogether, kBlockBytes (of converted weights, of a product) and kConvertsBlocks (or the whole weight
-// once); kLeavesOut and live_rows, and for these copy_rows, without them may_ignore and clear_ignored_rows; and for the
-// logits' gradient in the weight gradient's memory kept_rows, kKeptBlockBytes and copy_matrix.
+// GEMMs run in the `work` dtype: the dtype of the input, or float32 on CPUs without 16-bit multiplication (whose 16-bit
+// GEMM takes three times as long as the float32 one). Weights of another dtype are converted one block of classes at a
+// time. Logits have the `work` dtype, or float32 if they must not be rounded to 16 bits.
+//
+// In addition to the requirements of cross_entropy_ops.h, `device_t` provides:
+//   - work_dtype, multiply, add_product, accumulate, and kWidens (16-bit GEMMs return float32) with multiply_widening
+//   - whole_bytes (logits up to this size form one chunk), chunk_bytes and kRowsTogether
+//   - kBlockBytes (size of a block of converted weights or of a product), kConvertsBlocks (or the whole weight at once)
+//   - kLeavesOut with live_rows and copy_rows, or otherwise may_ignore and clear_ignored_rows
+//   - kept_rows, kKeptBlockBytes and copy_matrix, to store dz in the weight gradient's memory
 #pragma once
 
 #include "../../ops/linear.h"
@@ -26,8 +28,8 @@ namespace sparse_ce {
 template <typename device_t>
 class LinearHead {
  public:
-  // input (rows, width), weight (vocab, width), bias (vocab,); only the first `classes` of the vocabulary exist, and of
-  // the input only the rows of `live`, or all: what is said of rows below means these, which `target` has.
+  // input (rows, width), weight (vocab, width), bias (vocab,). Only the first `classes` of the vocabulary are used, and
+  // only the input rows in `live`, or all. Below, "rows" means these rows, which are the rows of `target`.
   LinearHead(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, int64_t classes,
              const TargetView& target, std::optional<int64_t> chunk_rows, bool float32_logits, const LiveRows* live)
       : work_(device_t::work_dtype(input.scalar_type(), float32_logits)), products_(work_),
@@ -44,22 +46,23 @@ class LinearHead {
   int64_t rows() const { return target_.rows; }
   int64_t chunk_rows() const { return chunk_rows_; }
   int64_t classes() const { return classes_; }
-  // Of all rows, in a chunk's memory.
+  // Returns how many classes of all rows fit into a chunk's memory.
   int64_t chunk_classes() const {
     return std::min(classes_, std::max(kLeastClasses, chunk_rows_ * classes_ / std::max<int64_t>(1, rows())));
   }
 
-  // Once the gradients have begun: whether logits that are made anew for them can come by classes. Then the sum over
-  // chunks is the input's gradient, not the larger one of a 16-bit weight, beside which a byte a weight is kept.
+  // Returns true if recomputed logits can be processed by classes; the gradients must have begun. The sum over chunks
+  // is then the input gradient. A 16-bit weight gradient is larger and needs one more byte per weight while it is
+  // accumulated.
   bool anew_by_classes() const {
     return grad_weight && size_in_bytes(grad_weight->scalar_type()) == 2 && !(borrowed_ && rows() <= width_) &&
            chunk_rows_ < rows() && rows() < classes_;
   }
-  // Whether they are made anew for that even where forward has them: where those bytes are more than the chunk that was
-  // asked for. Backward asks the same, so that its gradients have the bits of those that forward makes.
+  // Returns true if forward must also recompute the logits by classes, because those bytes exceed the requested chunk.
+  // Backward asks the same, so that its gradients are bitwise equal to those computed in forward.
   bool saves_memory() const { return saves_memory_ && anew_by_classes(); }
 
-  // Makes room for the gradients: of the dtypes and shapes of input, weight and bias.
+  // Allocates the gradients, with the shapes and dtypes of input, weight and bias.
   void begin_gradients(const Wanted& wanted, const Tensor& weight, const OptionalTensor& bias) {
     const int64_t vocab = weight.size(0);
     if (wanted.input) {
@@ -77,33 +80,34 @@ class LinearHead {
     }
   }
 
-  // The same where there is room, in tensors that outlive this head: a sum over chunks that come one call at a time.
-  // `weight_low` and `bias_low`: see LinearProducts::add. What lies beyond the classes is the caller's.
+  // Uses existing tensors as gradients, to accumulate over chunks that arrive in separate calls. See
+  // LinearProducts::add for `weight_low` and `bias_low`. The caller handles the gradients of classes beyond `classes`.
   void continue_gradients(const OptionalTensor& input, const OptionalTensor& weight, const OptionalTensor& weight_low,
                           const OptionalTensor& bias, const OptionalTensor& bias_low) {
     grad_input = input, grad_weight = weight, weight_low_ = weight_low, grad_bias = bias, bias_low_ = bias_low;
   }
 
-  // Logits (n, classes) of the rows [begin, end), in the one chunk that there is.
+  // Returns the logits (n, classes) of the rows [begin, end), in the memory of the single chunk.
   Tensor logits(int64_t begin, int64_t end_row) {
     chunk_input_ = work_input(begin, end_row);
     return logits_of_classes(0, classes_);
   }
 
-  // Logits (rows, end - begin) of the classes [begin, end), in the same memory.
+  // Returns the logits (rows, end - begin) of the classes [begin, end), in the same memory.
   Tensor class_logits(int64_t begin, int64_t end) {
     if (begin == 0) chunk_input_ = work_input(0, rows());
     return logits_of_classes(begin, end);
   }
 
-  // Adds what the gradient dz (n, classes) of `logits` contributes. Chunks come in order, each after its logits.
+  // Accumulates the contribution of dz (n, classes), the gradient of `logits`. Chunks come in order, each after its
+  // logits.
   void add_gradients(int64_t begin, const Tensor& dz) {
     first_ = begin == 0, last_ = begin + dz.size(0) == rows();
     add_chunk(begin, dz);
   }
 
-  // Adds what the gradient dz (rows, end - begin) of `class_logits` contributes. Classes come in order, each after its
-  // logits.
+  // Accumulates the contribution of dz (rows, end - begin), the gradient of `class_logits`. Classes come in order, each
+  // after its logits.
   void add_gradients_of_classes(int64_t begin, const Tensor& gradient) {
     const Tensor dz = as_multiplied(gradient);
     const int64_t end = begin + dz.size(1);
@@ -120,7 +124,7 @@ class LinearHead {
     }
   }
 
-  // The same for all rows of this head, one chunk of those that the gradients are summed over.
+  // Accumulates the contribution of all rows of this head, which form one chunk of a larger batch.
   void add_gradients_of_chunk(const Tensor& dz, bool first, bool last) {
     chunk_input_ = work_input(0, rows());
     first_ = first, last_ = last;
@@ -138,7 +142,7 @@ class LinearHead {
     if (borrowed_ && last_) write_weight_gradient();
   }
 
-  // Whether the logits are wider than what is multiplied.
+  // Returns true if the logits are wider than the operands of the GEMMs.
   bool wide() const { return logits_dtype_ != work_; }
 
   Tensor as_multiplied(const Tensor& dz) {
@@ -148,7 +152,7 @@ class LinearHead {
     return rounded;
   }
 
-  // Logits of the rows of chunk_input_.
+  // Computes the logits of the rows of chunk_input_.
   Tensor logits_of_classes(int64_t begin, int64_t end) {
     const int64_t rows = chunk_input_.size(0);
     const Tensor z = in_chunk(chunks_, logits_dtype_, rows, end - begin);
@@ -163,13 +167,13 @@ class LinearHead {
     return z;
   }
 
-  // f(begin, end) for blocks of the classes [begin, end).
+  // Calls f(begin, end) for blocks of the classes [begin, end).
   template <typename function_t>
   static void for_each_block(int64_t begin, int64_t end, int64_t block, const function_t& f) {
     for (int64_t v = begin; v < end; v += block) f(v, std::min(end, v + block));
   }
 
-  // (rows, columns) in the memory of a chunk, which also has room for a block that is borrowed, or of classes.
+  // Returns (rows, columns) in a chunk's memory, which is large enough for a borrowed block or a chunk of classes too.
   Tensor in_chunk(OptionalTensor& memory, ScalarType dtype, int64_t rows, int64_t columns) const {
     if (!memory) {
       const int64_t kept = borrowed_ ? borrowed_->block_classes() : 0, anew = anew_by_classes() ? chunk_classes() : 0;
@@ -181,14 +185,14 @@ class LinearHead {
 
   static Tensor row_of(const Tensor& t) { return torch::stable::unsqueeze(t, 0); }
 
-  // (1, rows): the bias is the weight of an input that is always 1.
+  // Returns ones (1, rows): the bias is the weight of an input that is always 1.
   Tensor ones(int64_t rows, ScalarType dtype) const {
     Tensor t = empty(input_, {1, rows}, dtype);
     torch::stable::fill_(t, 1.0);
     return t;
   }
 
-  // Rows of `width`: of classes whose weights are converted or products summed together, or of the input.
+  // Returns the number of rows of size `width` in a block, of the weight, a product or the input.
   int64_t block_rows() const {
     return std::max<int64_t>(256, device_t::kBlockBytes / (4 * std::max<int64_t>(1, width_)));
   }
@@ -200,7 +204,7 @@ class LinearHead {
   }
   static constexpr int64_t kLeastClasses = 256;
 
-  // The input's rows as they are multiplied; where ignored ones are not left out they are cleared.
+  // Returns the input rows for a GEMM. Ignored rows are set to 0 if they are not removed.
   Tensor work_input(int64_t begin, int64_t end) {
     const OptionalTensor given = rows_of_input_.in_place(input_, begin, end);
     bool clear = false;
@@ -221,7 +225,7 @@ class LinearHead {
     return x;
   }
 
-  // The weights of the classes [begin, end) in the work dtype; the next call may overwrite them.
+  // Returns the weights of the classes [begin, end) in the work dtype. The next call may overwrite them.
   Tensor work_weight(int64_t begin, int64_t end) {
     if (!device_t::kConvertsBlocks && weight_.scalar_type() != work_) weight_ = torch::stable::to(weight_, work_);
     const Tensor given = rows_of(weight_, begin, end);
@@ -231,7 +235,7 @@ class LinearHead {
     return w;
   }
 
-  // A block of weights as they are multiplied, or a block of a product: never both at once.
+  // Returns memory for a block of converted weights or of a product. The two are never needed at the same time.
   Tensor block_buffer(int64_t rows, ScalarType dtype) {
     OptionalTensor& buffer = dtype == work_ ? work_block_ : product_block_;
     if (!buffer) buffer = device_t::empty_output(input_, {std::min(classes_, block_rows()), width_}, dtype);
@@ -257,7 +261,7 @@ class LinearHead {
     if (out && summed_apart) torch::stable::copy_(*out, total);
   }
 
-  // Adds what the classes from `begin` on contribute to the gradient of all rows, which is summed in 24 bits.
+  // Accumulates the contribution of the classes from `begin` on to the input gradient of all rows, in 24 bits.
   void add_input_gradient(int64_t begin, const Tensor& dz) {
     const bool last = begin + dz.size(1) == classes_;
     OptionalTensor out = rows_of_input_.in_place(*grad_input, 0, rows());
@@ -275,9 +279,9 @@ class LinearHead {
     if (last && !out) rows_of_input_.scatter(total, *grad_input, 0);
   }
 
-  // Whether the gradient of all logits is kept until it is complete, in the memory of the weight's gradient, which has
-  // the products' range, and beside it. `asked`: for chunks of some size. Wider logits' gradients are summed where the
-  // weight's lies.
+  // Returns true if dz is stored for all rows until it is complete, in the memory of the weight gradient and beyond it.
+  // The weight gradient's dtype must have the range of the products. `asked` means that `chunk_rows` is given. The
+  // gradients of wider logits are accumulated in the weight gradient itself.
   bool may_borrow(ScalarType weight, bool asked) const {
     const bool fits = size_in_bytes(weight) == 2
                           ? weight == work_ || (weight == ScalarType::BFloat16 && work_ == ScalarType::Float)
@@ -286,10 +290,10 @@ class LinearHead {
                     (!saves_memory_ && rows() <= device_t::kept_rows(width_, asked)));
   }
 
-  // Whether the products of what was borrowed need no room beside it.
+  // Returns true if the GEMMs that read borrowed memory need no other memory.
   bool one_product() const { return borrowed_ && products_.direct(grad_weight->scalar_type()); }
 
-  // Of a block of dz: what a chunk has room for, or whose product with the input is as large as the device asks for.
+  // Returns the classes in a block of dz: as many as fit into a chunk, or as the device needs for an efficient GEMM.
   int64_t kept_block_classes(ScalarType weight) const {
     if (!products_.direct(weight)) return std::min(classes_, block_rows());
     if (device_t::kKeptBlockBytes == 0) return chunk_classes();
@@ -304,7 +308,7 @@ class LinearHead {
                       device_t::kKeptBlockBytes > 0 ? block : 0);
   }
 
-  // Of what was borrowed, a block of classes at a time.
+  // Computes the weight gradient from the borrowed memory, one block of classes at a time.
   void write_weight_gradient() {
     const int64_t step = one_product() ? rows() : chunk_rows_;
     borrowed_->for_each_block([&](int64_t v, int64_t end, Tensor dz) {
@@ -354,14 +358,14 @@ class LinearHead {
   LinearRows<device_t> rows_of_input_;
   OptionalTensor bias_;
   int64_t classes_, width_, block_;
-  bool saves_memory_;  // what chunk_rows asks for
+  bool saves_memory_;  // chunk_rows requests it
   bool may_borrow_;
   int64_t chunk_rows_;
   bool first_ = false, last_ = false;
   std::optional<BorrowedMemory> borrowed_;
   OptionalTensor chunks_;  // (chunk_rows, classes)
-  OptionalTensor work_gradient_;  // the same, of the logits' gradient where these are wide
-  Tensor chunk_input_;  // the rows that they come from
+  OptionalTensor work_gradient_;  // the same, for the gradient of wide logits
+  Tensor chunk_input_;  // the rows of the current logits
   OptionalTensor input_rows_, work_block_, product_block_, input_sums_, input_product_, input_low_, weight_low_;
   OptionalTensor bias_low_;
 };

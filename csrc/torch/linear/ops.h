@@ -1,5 +1,5 @@
-// linear/ops.h - the ops of the linear head on tensors, for the CPU and for CUDA alike. `device_t` as for
-// cross_entropy_ops.h, select_ops.h and linear/head.h, and select_forward_with_gradient.
+// linear/ops.h - Implements the ops of the linear head on tensors, for CPU and CUDA. `device_t` provides what
+// cross_entropy_ops.h, select_ops.h and linear/head.h require, and select_forward_with_gradient.
 #pragma once
 
 #include "../../ops/select.h"
@@ -77,7 +77,7 @@ class LinearOps {
       if (!wanted.values && !anew) {
         more ? device_t::select_forward_with_gradient(rows.select_chunk(call.live_args, begin, z), chunk, like)
              : device_t::forward_with_gradient(rows.chunk(call.live_args, begin, z), chunk, like);
-      } else {  // what else needs the logits comes before the gradient, which overwrites them
+      } else {  // read the logits before the gradient overwrites them
         more ? device_t::select_forward(rows.select_chunk(call.live_args, begin, z), like)
              : device_t::forward(rows.chunk(call.live_args, begin, z), like);
         if (anew) return;
@@ -131,7 +131,7 @@ class LinearOps {
     return size_in_bytes(z.scalar_type()) >= size_in_bytes(dtype) ? z : torch::stable::to(z, dtype);
   }
 
-  // A chunk of rows at a time, in calls of their own.
+  // Accumulates the gradients of one chunk of rows, which the caller passes in separate calls.
   static void add_gradients_(const HeadArguments& given, const Tensor& grad_logits, const OptionalTensor& grad_input,
                              const OptionalTensor& grad_weight, const OptionalTensor& weight_low,
                              const OptionalTensor& grad_bias, const OptionalTensor& bias_low, bool first, bool last) {
@@ -171,7 +171,7 @@ class LinearOps {
       for (const auto& [other, name_of_other] : written)
         if (&other != &gradient) overwritten.check_apart(other, name_of_other);
     }
-    if (classes == 0) {  // no product writes the gradient
+    if (classes == 0) {  // no GEMM writes the gradient
       if (grad_input) clear_rows(*grad_input, 0, rows.rows);
       return;
     }
@@ -213,7 +213,7 @@ class LinearOps {
   }
 
  private:
-  // A gradient, or what its sum keeps beside it, that chunks are added to.
+  // Checks a gradient, or the low bits of its sum, to which chunks are added.
   static void check_sum(const OptionalTensor& sum, const Tensor& like, ScalarType dtype,
                         std::initializer_list<int64_t> sizes, const char* argument) {
     if (!sum) return;
@@ -225,7 +225,7 @@ class LinearOps {
           shape(*sum));
   }
 
-  // What forward gives for every row that is multiplied, and once it is spread for all of them.
+  // Holds the outputs of forward for the active rows, and for all rows after `spread`.
   struct Rows {
     explicit Rows(const Call& call, bool entropy = false, bool argmax = false)
         : wants_entropy(entropy), wants_argmax(argmax), loss(per_row(call)), lse(per_row(call)),
@@ -267,7 +267,7 @@ class LinearOps {
     Tensor loss, lse, residual, entropy, argmax;
   };
 
-  // Of rows whose loss is known, all of them at a time.
+  // Computes the gradients by classes, for all rows at once. The losses must be known.
   static void backward_by_classes(const Call& call, Gradients& gradients, const BackwardArgs& backward,
                                   const Wanted& wanted) {
     call.for_classes(gradients.head, [&](int64_t begin, int64_t end, const Tensor& z) {

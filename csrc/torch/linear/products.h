@@ -1,5 +1,5 @@
-// linear/products.h - the products of the linear head, and their sums over chunks of rows or blocks of classes.
-// `device_t` as for linear/head.h.
+// linear/products.h - Runs the GEMMs of the linear head and accumulates them over chunks of rows or blocks of classes.
+// `device_t` provides what linear/head.h requires.
 #pragma once
 
 #include "../../ops/linear.h"
@@ -10,15 +10,15 @@ namespace sparse_ce {
 template <typename device_t>
 class LinearProducts {
  public:
-  // Of matrices of the `work` dtype.
+  // The matrices have the `work` dtype.
   explicit LinearProducts(ScalarType work) : work_(work) {}
 
-  // Of what a product is before it is summed.
+  // Returns the dtype of a product before it is accumulated.
   ScalarType dtype() const { return device_t::kWidens && size_in_bytes(work_) == 2 ? ScalarType::Float : work_; }
-  // Whether a total is exactly that, and whether it can stay in the GEMM's hands.
+  // Return true if a total can hold a product without rounding, and if the GEMM itself can accumulate into the total.
   bool holds(ScalarType total) const { return total == dtype() && size_in_bytes(total) > 2; }
   bool plain(ScalarType total) const { return total == work_ && size_in_bytes(total) > 2; }
-  // Whether a single product has no need of memory beside its total.
+  // Returns true if a single product needs no memory other than its total.
   bool direct(ScalarType total) const { return total == work_ || holds(total); }
 
   void multiply(const Tensor& out, const Tensor& a, const Tensor& b) const {
@@ -27,8 +27,8 @@ class LinearProducts {
     device_t::multiply(out, a, b);
   }
 
-  // total += a b, or = a b for the first of several. `low` holds what a total of 16 bits has no room for until the
-  // last; `buffer()` is room for a product.
+  // Computes total += a b, or total = a b for the first product. `low` holds the low bits of a 16-bit total until the
+  // last product. `buffer()` returns memory for a product.
   template <typename buffer_t>
   void add(const Tensor& total, const OptionalTensor& low, const Tensor& a, const Tensor& b, bool first, bool last,
            const buffer_t& buffer) const {

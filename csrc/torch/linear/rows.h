@@ -1,5 +1,5 @@
-// linear/rows.h - the rows of the linear head's input that take part in its products, and of the input's gradient:
-// where they lie, or copied together. `device_t` as for linear/head.h.
+// linear/rows.h - Selects the active rows of the linear head's input and of its gradient, in place or as a copy.
+// `device_t` provides what linear/head.h requires.
 #pragma once
 
 #include "../../ops/active_rows.h"
@@ -7,7 +7,7 @@
 
 namespace sparse_ce {
 
-// The rows [begin, end) of `t` become 0.
+// Sets the rows [begin, end) of `t` to 0.
 inline void clear_rows(const Tensor& t, int64_t begin, int64_t end) {
   if (begin == end) return;
   Tensor rest = rows_of(t, begin, end);
@@ -21,7 +21,8 @@ class LinearRows {
 
   bool all() const { return !live_; }
 
-  // The rows [begin, end) of `t`, (rows of the input, width), where they lie; nothing where they lie apart.
+  // Returns a view of the active rows [begin, end) of `t` (rows of the input, width), or nothing if they are not
+  // adjacent.
   OptionalTensor in_place(const Tensor& t, int64_t begin, int64_t end) const {
     if (!live_) return rows_of(t, begin, end);
     if (!live_->adjacent(begin, end)) return std::nullopt;
@@ -29,7 +30,7 @@ class LinearRows {
     return rows_of(t, first, first + end - begin);
   }
 
-  // Those of `apart` from `begin` on, as many as `together` has.
+  // These copy the rows of `apart` from `begin` on, as many as `together` has.
   void gather(const Tensor& apart, const Tensor& together, int64_t begin) const {
     if constexpr (device_t::kLeavesOut) copy(apart, live_->rows.data() + begin, together, nullptr, together.size(0));
   }
@@ -37,7 +38,7 @@ class LinearRows {
     if constexpr (device_t::kLeavesOut) copy(together, nullptr, apart, live_->rows.data() + begin, together.size(0));
   }
 
-  // A gradient of the rows that are left out.
+  // Sets the gradient of ignored rows to 0.
   void clear_others(const Tensor& gradient) const {
     if (!live_) return;
     int64_t from = 0;
@@ -65,7 +66,7 @@ class LinearRows {
     device_t::copy_rows(args);
   }
 
-  const LiveRows* live_;  // or null: all
+  const LiveRows* live_;  // or null if all rows are active
 };
 
 }  // namespace sparse_ce

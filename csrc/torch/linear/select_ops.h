@@ -1,5 +1,5 @@
-// linear/select_ops.h - select for logits that never exist: a chunk of rows at a time, as linear/ops.h has it.
-// `device_t` as there and for select_ops.h.
+// linear/select_ops.h - Implements select for the logits of a linear head, one chunk of rows at a time like
+// linear/ops.h. `device_t` provides what linear/ops.h and select_ops.h require.
 #pragma once
 
 #include "../select_ops.h"
@@ -47,7 +47,7 @@ class LinearSelectOps {
     if (call.live) upstream.keep([&](const void* array, int64_t stride) { return call.keep(array, stride); });
     LinearGradients<device_t> gradients(call, wanted);
     const Tensor of_scale = empty(like, {scale_grad ? call.live_args.rows : 0}, arithmetic_dtype(like));
-    if (gradients.head.anew_by_classes() && !scale_grad) {  // its gradient needs whole rows
+    if (gradients.head.anew_by_classes() && !scale_grad) {  // grad_scale needs whole rows
       call.for_classes(gradients.head, [&](int64_t begin, int64_t end, const Tensor& z) {
         SelectBackwardArgs chunk = upstream.args;
         static_cast<BackwardArgs&>(chunk) = gradients.class_chunk(upstream.args, begin, end, z);
@@ -77,12 +77,13 @@ class LinearSelectOps {
   }
 
  private:
-  // Of the rows from `begin` on, in arrays of the shape of the indices.
+  // Returns the first entry of the rows from `begin` on, in arrays with the shape of the indices.
   static int64_t first_entry(const CrossEntropyArgs& all, int64_t begin) {
     return all.target.offsets ? 0 : begin * all.target.width;
   }
 
-  // What no row that counts writes: 0 for the entries of a row that is left out, padding for those of none.
+  // Fills the log-probabilities that no active row writes: 0 for the entries of ignored rows, `padding_value` for
+  // entries that belong to no row.
   static void clear_log_probs(const Call& call, SelectOutputs& rows) {
     const TargetView& target = call.args.target;
     if (!rows.wanted.log_probs) return;
