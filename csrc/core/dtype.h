@@ -1,5 +1,5 @@
-// dtype.h - the dtypes that logits and targets may have and how they become numbers to compute with.
-// Included by host code and, through nvcc, by device code.
+// dtype.h - Defines the dtypes of logits and targets, and their conversion to the arithmetic dtype. Included by host
+// code and, through nvcc, by device code.
 #pragma once
 
 #include <cstdint>
@@ -7,7 +7,7 @@
 #include <limits>
 #include <type_traits>
 
-// SCE_CUDA may also be given: to a compiler that is not nvcc but knows CUDA's names.
+// A compiler other than nvcc that knows CUDA's names may define SCE_CUDA itself.
 #if defined(__CUDACC__) && !defined(SCE_CUDA)
 #define SCE_CUDA
 #endif
@@ -48,7 +48,7 @@ SCE_HD float to_acc(BFloat16 x) { return __bfloat162float(x); }
 SCE_HD void from_acc(float x, Half& out) { out = __float2half_rn(x); }
 SCE_HD void from_acc(float x, BFloat16& out) { out = __float2bfloat16_rn(x); }
 #else
-// 16-bit floats as bits: integer arithmetic vectorises on every instruction set, library types do not.
+// These store 16-bit floats as bits. Integer arithmetic is vectorized on every instruction set; library types are not.
 struct Half {
   uint16_t bits;
 };
@@ -60,14 +60,14 @@ SCE_HD float to_acc(const BFloat16& x) { return bit_cast<float>(static_cast<uint
 
 SCE_HD void from_acc(float x, BFloat16& out) {
   const uint32_t bits = bit_cast<uint32_t>(x);
-  const uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;  // to nearest, ties to even
+  const uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;  // round to nearest, ties to even
   out.bits = static_cast<uint16_t>(x != x ? 0x7fc0u : rounded);
 }
 
 SCE_HD float to_acc(const Half& x) {
   const uint32_t sign = static_cast<uint32_t>(x.bits & 0x8000u) << 16;
   const uint32_t magnitude = static_cast<uint32_t>(x.bits & 0x7fffu) << 13;
-  // 2^112 moves the exponent's bias from 15 to 127 and makes subnormals normal.
+  // Multiplying by 2^112 changes the exponent's bias from 15 to 127 and normalizes subnormals.
   const uint32_t finite = bit_cast<uint32_t>(bit_cast<float>(magnitude) * 0x1p112f);
   const uint32_t special = magnitude | 0x7f800000u;  // inf and NaN keep their mantissa
   return bit_cast<float>(sign | (magnitude >= 0x0f800000u ? special : finite));
@@ -78,7 +78,7 @@ SCE_HD void from_acc(float x, Half& out) {
   const uint32_t sign = (bits >> 16) & 0x8000u;
   const uint32_t magnitude = bits & 0x7fffffffu;
   const uint32_t normal = (magnitude - 0x38000000u + 0xfffu + ((magnitude >> 13) & 1u)) >> 13;
-  // Below 2^-14 adding 0.5 leaves a mantissa of 2^-24 steps: the FPU rounds to nearest even.
+  // Below 2^-14, adding 0.5 leaves a mantissa with steps of 2^-24, so the FPU rounds to nearest even.
   const uint32_t subnormal = bit_cast<uint32_t>(bit_cast<float>(magnitude) + 0.5f) - 0x3f000000u;
   const uint32_t finite = magnitude < 0x38800000u ? subnormal : normal;
   const uint32_t overflow = magnitude > 0x7f800000u ? 0x7e00u : 0x7c00u;
@@ -91,19 +91,19 @@ SCE_HD double to_acc(double x) { return x; }
 SCE_HD void from_acc(float x, float& out) { out = x; }
 SCE_HD void from_acc(double x, double& out) { out = x; }
 
-// Arithmetic is float32, or float64 for float64 storage.
+// The arithmetic dtype is float64 for float64 storage, otherwise float32.
 template <typename scalar_t>
 using acc_type = std::conditional_t<std::is_same<scalar_t, double>::value, double, float>;
 
-// Constants rather than calls: device code may use them.
+// These are constants rather than function calls, so that device code can use them.
 template <typename acc_t>
 struct Limits {
   static constexpr acc_t kNaN = std::numeric_limits<acc_t>::quiet_NaN();
   static constexpr acc_t kLowest = std::numeric_limits<acc_t>::lowest();
 };
 
-// Element i of an array whose dtype is known at run time. Targets are below 1 % of the bytes: a uniform branch costs
-// nothing there and saves one template parameter per dtype.
+// Returns element i of an array whose dtype is known at run time. Targets are less than 1 % of the bytes, so a uniform
+// branch is free and saves one template parameter per dtype.
 template <typename acc_t>
 SCE_HD acc_t load_float(const void* array, DType dtype, int64_t i) {
   switch (dtype) {
@@ -139,7 +139,7 @@ SCE_HD int64_t load_int(const void* array, DType dtype, int64_t i) {
   return dtype == DType::kInt64 ? static_cast<const int64_t*>(array)[i] : static_cast<const int32_t*>(array)[i];
 }
 
-// The same for any dtype. bool is kUInt8.
+// Returns element i of an array of any dtype; bool is stored as kUInt8.
 template <typename acc_t>
 SCE_HD acc_t load_number(const void* array, DType dtype, int64_t i) {
   if (dtype == DType::kUInt8) return static_cast<acc_t>(static_cast<const uint8_t*>(array)[i]);
@@ -147,7 +147,7 @@ SCE_HD acc_t load_number(const void* array, DType dtype, int64_t i) {
   return integer ? static_cast<acc_t>(load_int(array, dtype, i)) : load_float<acc_t>(array, dtype, i);
 }
 
-// The address of element i.
+// Returns the address of element i.
 inline const void* advance(const void* array, DType dtype, int64_t i) {
   return static_cast<const char*>(array) + i * size_of(dtype);
 }

@@ -1,4 +1,5 @@
-// errors.h - user errors. Every message reads "sparse_ce: <argument> must be <expectation>, got <value>".
+// errors.h - Raises errors. A message about an argument reads "sparse_ce: <argument> must be <expectation>, got
+// <value>".
 #pragma once
 
 #include <sstream>
@@ -14,7 +15,7 @@ template <typename... parts_t>
   throw std::runtime_error(out.str());
 }
 
-// The parts are printed where the condition fails only: they must cost nothing to name.
+// Raises an error if the condition is false. The parts are formatted only then, so they must be cheap to evaluate.
 template <typename... parts_t>
 void check(bool condition, const parts_t&... parts) {
   if (!condition) fail(parts...);

@@ -1,7 +1,7 @@
-// math.h - the loss and its gradient, once for the CPU and for CUDA.
+// math.h - Implements the formulas of the loss and its gradient for both CPU and CUDA.
 //
-// Per row, with z_j = transform(x_j), entries (c_k, w_k), class weights o_j, w~_k = w_k o_{c_k}, s = sum_k w~_k,
-// lse = log sum_j exp z_j, O = sum_j o_j, smoothing e, z-loss l and n classes:
+// For each row, with z_j = transform(x_j), entries (c_k, w_k), class weights o_j, w~_k = w_k o_{c_k}, s = sum_k w~_k,
+// lse = log sum_j exp z_j, O = sum_j o_j, smoothing e, z-loss l, n classes and grad_output g:
 //
 //   loss     = (1-e) sum_k w~_k (lse - z_{c_k}) + (e/n) sum_j o_j (lse - z_j) + l lse^2
 //   dloss/dz_j = a q_j - b o_j - d sum_{k: c_k = j} w~_k,          q_j = exp(z_j - lse)
@@ -20,9 +20,9 @@
 
 namespace sparse_ce {
 
-// Sums are made in lanes of one add in so many terms: one lane over all terms would round too often, and how many there
-// are must not be left to what a compiler makes of a loop. Terms that are ready sooner than an add is done want more of
-// them. A thread of a GPU adds few terms and is a lane of its own.
+// Sums are accumulated in a fixed number of lanes. A single lane would add too many rounding errors, and compilers must
+// not choose the number. More lanes are used if terms are ready faster than an addition completes. A GPU thread adds
+// few terms and uses one lane.
 #ifdef SCE_CUDA
 constexpr int64_t kLanes = 1, kWideLanes = 1;
 #else
@@ -36,7 +36,7 @@ SCE_HD acc_t sum_of_lanes(acc_t (&lanes)[lane_count]) {
   return lanes[0];
 }
 
-// The sum of term(i) over begin <= i < end; before(i) is called for the first of as many terms as there are lanes.
+// Returns the sum of term(i) over begin <= i < end. Calls before(i) with the first term of each group of `lane_count`.
 template <typename acc_t, int64_t lane_count = kLanes, typename term_t, typename before_t>
 SCE_HD acc_t sum_in_lanes(int64_t begin, int64_t end, const term_t& term, const before_t& before) {
   acc_t lanes[lane_count] = {};
@@ -55,8 +55,8 @@ SCE_HD acc_t sum_in_lanes(int64_t begin, int64_t end, const term_t& term) {
   return sum_in_lanes<acc_t, lane_count>(begin, end, term, [](int64_t) {});
 }
 
-// A sum of many terms one after the other that keeps what rounding takes from it (Kahan), for threads of a GPU, where
-// doubles can be 64 times slower.
+// Accumulates many terms sequentially with Kahan compensation. Used by GPU threads, because doubles can be 64 times
+// slower there.
 template <typename acc_t>
 struct LongSum {
   acc_t sum = 0, lost = 0;
@@ -64,17 +64,18 @@ struct LongSum {
   SCE_HD void add(acc_t x) {
     const acc_t y = x - lost, to = sum + y;
     lost = (to - sum) - y;
-    if (lost != lost) lost = 0;  // an infinite sum loses nothing
+    if (lost != lost) lost = 0;  // an infinite sum has no rounding error
     sum = to;
   }
 };
 
 struct LossOptions {
   double label_smoothing = 0, z_loss = 0, logit_scale = 1;
-  double softcap = 0;  // 0: none
+  double softcap = 0;  // 0 means none
 };
 
-// z = softcap tanh(scale x / softcap), or scale x without a softcap. `row_scale` multiplies the options' scale.
+// Computes z = softcap tanh(scale x / softcap), or scale x without a softcap. `row_scale` multiplies the options'
+// scale.
 template <typename acc_t>
 struct LogitTransform {
   acc_t scale, softcap, scale_per_cap, per_cap;
@@ -86,10 +87,10 @@ struct LogitTransform {
 
   SCE_HD bool identity() const { return scale == acc_t(1) && softcap == acc_t(0); }
   SCE_HD acc_t operator()(acc_t x) const { return factor() * base(x); }
-  // What z is the product of; z is in the order of the logits, or where the scale is negative in the opposite one.
+  // z = factor() base(x). base(x) preserves the order of the logits, so a negative scale reverses the order of z.
   SCE_HD acc_t factor() const { return softcap == acc_t(0) ? scale : softcap; }
   SCE_HD acc_t base(acc_t x) const { return softcap == acc_t(0) ? x : tangent(x); }
-  // z and dz/d(scale x), from one exponential.
+  // Holds z and dz/d(scale x), computed from one exponential.
   struct WithSlope {
     acc_t z, of_cap;
   };
@@ -98,10 +99,10 @@ struct LogitTransform {
     const Tangent<acc_t> t = tangent_with_slope(scale_per_cap * x);
     return {softcap * t.value, t.slope};
   }
-  // Of logits that have a softcap: z / softcap, and dz/dx from it.
+  // These require a softcap. They return z / softcap, and dz/dx from it.
   SCE_HD acc_t tangent(acc_t x) const { return hyperbolic_tangent(scale_per_cap * x); }
   SCE_HD acc_t slope_at(acc_t tangent) const { return scale * ((acc_t(1) - tangent) * (acc_t(1) + tangent)); }
-  // z for a slope that will be made from it: near the cap it is rounded once.
+  // Returns z such that `slope` can be computed from it: close to the cap, z is rounded only once.
   SCE_HD acc_t nearest(acc_t x) const {
     const WithSlope t = with_slope(x);
     const acc_t size = t.z < acc_t(0) ? -t.z : t.z, left = t.of_cap / (acc_t(1) + size * per_cap);
@@ -109,21 +110,21 @@ struct LogitTransform {
     const acc_t near_cap = softcap - softcap * left;
     return t.z < acc_t(0) ? -near_cap : near_cap;
   }
-  // dz/dx, from z where x is gone. The differences round nothing, so that a slope near 0 loses no more digits than
-  // rounding z took.
+  // Returns dz/dx from z if x is no longer available. The differences are exact, so a slope near 0 loses no more digits
+  // than z lost by rounding.
   SCE_HD acc_t slope(acc_t z) const {
     if (softcap == acc_t(0)) return scale;
     return scale * ((per_cap * (softcap - z)) * (per_cap * (softcap + z)));
   }
 };
 
-// Statistics of some of a row's logits: a monoid, so a tile, a thread, a block and a shard merge alike.
+// Holds statistics of some of a row's logits. They form a monoid, so tiles, threads, blocks and shards all merge alike.
 template <typename acc_t>
 struct RowStats {
-  // Lowest finite value, not -inf: a tile of -inf logits then adds exp(-inf) = 0, without a branch and without NaN.
+  // The initial maximum is the lowest finite value. With -inf, a tile of -inf logits would give NaN or need a branch.
   acc_t max = Limits<acc_t>::kLowest;
   acc_t sum = 0;       // sum_j exp(z_j - max)
-  acc_t weighted = 0;  // sum_j o_j (z_j - max), where label smoothing needs it
+  acc_t weighted = 0;  // sum_j o_j (z_j - max), if label smoothing needs it
   acc_t weight = 0;    // sum_j o_j over the same j
 
   SCE_HD bool empty() const { return sum == acc_t(0); }
@@ -144,7 +145,7 @@ struct RowStats {
     weight += other.weight;
   }
 
-  // Adds the logits z[begin, end). NaN loses the comparison but enters the sum.
+  // Adds the logits z[begin, end). NaN does not become the maximum but enters the sum.
   template <typename logits_t>
   SCE_HD void push(const logits_t& z, int64_t begin, int64_t end) {
     acc_t to = max;
@@ -154,7 +155,7 @@ struct RowStats {
     sum += sum_in_lanes<acc_t>(begin, end, [&](int64_t i) { return exponential(z[i] - to); });
   }
 
-  // Adds the smoothing's share of the same n logits, after push. A class of weight 0 adds 0 even at -inf.
+  // Adds the smoothing terms of the same n logits, after push. A class of weight 0 adds 0 even if its logit is -inf.
   SCE_HD void push_weighted(const acc_t* z, const acc_t* class_weight, int64_t n) {
     const acc_t to = max;
     if (!class_weight) {
@@ -170,14 +171,14 @@ struct RowStats {
   }
 };
 
-// What the entries of a row add up to; z is taken relative to the row's maximum, which keeps the loss exact when all
+// Holds sums over the entries of a row. z is taken relative to the row's maximum, which keeps the loss exact if all
 // logits are large.
 template <typename acc_t>
 struct TargetStats {
   acc_t dot = 0;   // sum_k w~_k (z_{c_k} - max)
   acc_t mass = 0;  // sum_k w~_k
 
-  // To another row's maximum.
+  // Changes the maximum that `dot` is relative to.
   SCE_HD void move_max(acc_t from, acc_t to) {
     if (mass != acc_t(0)) dot += mass * (from - to);
   }
@@ -187,7 +188,7 @@ struct TargetStats {
   }
 };
 
-// Statistics of some of a row's logits and of the entries among them; a monoid, as both are.
+// Holds statistics of some of a row's logits and of the entries among them. They form a monoid too.
 template <typename acc_t>
 struct PartStats {
   RowStats<acc_t> row;
@@ -206,12 +207,12 @@ struct PartStats {
   }
 };
 
-// The same of many entries: `sum_t` has add, and a sum that loses little.
+// Accumulates many entries. `sum_t` has `add` and a compensated sum.
 template <typename sum_t>
 struct TargetSums {
   sum_t dot, mass;
 
-  // An entry of weight w~. Its logit z() is asked for where it counts: a class of weight 0 adds 0 even at -inf.
+  // Adds an entry of weight w~. Its logit z() is evaluated only if the weight is not 0, so -inf logits add 0.
   template <typename acc_t, typename logit_t>
   SCE_HD void add(acc_t w, acc_t max, const logit_t& z) {
     if (w == acc_t(0)) return;
@@ -227,9 +228,9 @@ struct TargetSums {
 template <typename acc_t>
 struct RowLoss {
   acc_t loss, lse;
-  acc_t lse_residual;  // what rounding took from lse: lse + lse_residual is good to twice the precision
+  acc_t lse_residual;  // rounding error of lse: lse + lse_residual has twice the precision
 
-  // A row whose logits are all -inf has no distribution: lse is -inf and the loss NaN, as log_softmax has it.
+  // If all logits of a row are -inf, lse is -inf and the loss is NaN, as with log_softmax.
   SCE_HD RowLoss(const RowStats<acc_t>& row, const TargetStats<acc_t>& target, const LossOptions& options,
                  int64_t num_classes) {
     const acc_t log_sum = logarithm(row.sum);
@@ -242,15 +243,15 @@ struct RowLoss {
   }
 };
 
-// The mean of the elements x_i that a mask leaves, with its weights w_i, 1 for true:
+// Accumulates the masked mean of elements x_i with mask weights w_i (1 for true):
 //
-//   m = sum_i where(w_i = 0, 0, w_i x_i) / d,   d = sum_i w_i, or 1 where that is 0
+//   m = sum_i where(w_i = 0, 0, w_i x_i) / d,   d = sum_i w_i, or 1 if that is 0
 //   dm/dx_i = where(w_i = 0, 0, w_i / d)
 template <typename acc_t>
 struct MaskedSum {
   acc_t sum = 0, weight = 0;
 
-  // A choice, not a product: what a mask hides may be NaN or inf. Its gradient is the same function of 1 / d.
+  // Selects instead of multiplying, because masked elements may be NaN or inf. The gradient is term(1 / d, w).
   SCE_HD static acc_t term(acc_t x, acc_t w) { return w == acc_t(0) ? acc_t(0) : w * x; }
   template <typename other_t>
   SCE_HD void merge(const MaskedSum<other_t>& other) {
@@ -268,7 +269,7 @@ struct GradientCoefficients {
   SCE_HD GradientCoefficients(acc_t a, acc_t b, acc_t d, acc_t lse, acc_t lse_residual)
       : a(a), b(b), d(d), lse(lse), lse_residual(lse_residual) {}
 
-  // weight_sum is O; grad is g, grad_lse is g_lse.
+  // weight_sum is O, grad is g, and grad_lse is g_lse.
   SCE_HD GradientCoefficients(acc_t grad, acc_t grad_lse, acc_t mass, acc_t lse, acc_t lse_residual, acc_t weight_sum,
                               const LossOptions& options, int64_t num_classes)
       : lse(lse), lse_residual(lse_residual) {
@@ -277,22 +278,22 @@ struct GradientCoefficients {
     acc_t per_q = (acc_t(1) - e) * mass + share * weight_sum;
     if (options.z_loss != 0) per_q += acc_t(2) * static_cast<acc_t>(options.z_loss) * lse;
     a = grad * per_q + grad_lse;
-    b = e == acc_t(0) ? acc_t(0) : grad * share;  // no -0, of which a gradient of 0 would get another sign
+    b = e == acc_t(0) ? acc_t(0) : grad * share;  // avoids -0, which would change the sign of zero gradients
     d = grad * (acc_t(1) - e);
   }
 
   SCE_HD acc_t log_prob(acc_t z) const { return (z - lse) - lse_residual; }
-  // dloss/dz_j: a q_j alone for most classes, less b o_j where labels are smoothed, less d sum w~ where there are
+  // These return dloss/dz_j: a q_j for most classes, minus b o_j with label smoothing, minus d sum w~ if the class has
   // entries.
   SCE_HD acc_t at(acc_t z) const { return a * exponential(log_prob(z)); }
-  // By this an exponential relative to `max` is multiplied to become a q_j.
+  // Returns the factor that turns an exponential relative to `max` into a q_j.
   SCE_HD acc_t per_power(acc_t max) const { return a * exponential(log_prob(max)); }
   SCE_HD acc_t at(acc_t z, acc_t class_weight) const { return at(z) - b * class_weight; }
   SCE_HD acc_t at(acc_t z, acc_t class_weight, acc_t target_weight) const {
     return at(z, class_weight) - d * target_weight;
   }
-  // dloss/dw of an entry. Where it is multiplied by 0 (an upstream gradient of 0, a target that is smoothed wholly, a
-  // class of weight 0) it is 0 even at a logit of -inf or NaN.
+  // Returns dloss/dw of an entry. If its factor is 0 (zero grad_output, full label smoothing or class weight 0), it is
+  // 0 even if the logit is -inf or NaN.
   SCE_HD acc_t of_value(acc_t z, acc_t class_weight) const {
     const acc_t by = d * class_weight;
     return by == acc_t(0) ? acc_t(0) : -by * log_prob(z);
@@ -300,8 +301,8 @@ struct GradientCoefficients {
 };
 
 #ifdef SCE_CUDA
-// exp(z - of) but for a factor that is one for all z, in one multiply_add and a power of 2. Of logits in 16 bits: where
-// `of` is so large that the factor could overflow, two different logits are so far apart that one of the powers is 0.
+// Computes exp(z - of), up to a common factor, with one multiply_add and one power of 2. Only for 16-bit logits: if
+// `of` is so large that the factor could overflow, any two different logits are so far apart that one power is 0.
 struct Folded {
   float by, less;
 
@@ -309,7 +310,7 @@ struct Folded {
   SCE_HD float power(float z) const { return power_of_2(multiply_add(z, by, -less)); }
 };
 
-// a q_j in as few instructions.
+// Computes a q_j with the same few instructions.
 struct FoldedGradient {
   Folded below;
   float a;
@@ -323,7 +324,7 @@ template <typename scalar_t>
 using PlainGradient =
     std::conditional_t<sizeof(scalar_t) == 2, FoldedGradient, GradientCoefficients<acc_type<scalar_t>>>;
 
-// The bases of several logits at once.
+// Computes the bases of several logits at once.
 template <typename acc_t, int n>
 SCE_HD void to_bases(const LogitTransform<acc_t>& transform, acc_t (&x)[n]) {
   if (transform.softcap == acc_t(0)) return;
@@ -332,8 +333,8 @@ SCE_HD void to_bases(const LogitTransform<acc_t>& transform, acc_t (&x)[n]) {
   hyperbolic_tangents(x);
 }
 
-// dloss/dx of a class that has no entry, in the fewest instructions: with z = factor v and what is one for a whole row
-// taken out of the exponential, of which the origin v_0 is the v of lse where there is one,
+// Computes dloss/dx of a class without entries in the fewest instructions. With z = factor v, the constants of a row
+// are taken out of the exponential. Its origin v_0 is the v of lse, if that exists:
 //
 //   dloss/dx_j = (a q_j - b o_j) slope_j,   q_j = 2^(factor log2(e) (v_j - v_0) - less)
 template <typename acc_t>
@@ -346,8 +347,8 @@ struct DenseGradient {
       : transform(transform), b(c.b * transform.scale), power(transform.factor() * kLog2e<acc_t>) {
     acc_t of_lse = c.lse / transform.factor();
     if (of_lse - of_lse != acc_t(0)) of_lse = acc_t(0);
-    if (transform.softcap == acc_t(0)) origin = of_lse;  // then z may be large, and its difference to lse small
-    // What rounding took from `power`, times the v of the largest probabilities.
+    if (transform.softcap == acc_t(0)) origin = of_lse;  // z may be large while its difference from lse is small
+    // `lost` is the rounding error of `power`, which is multiplied by the v of the largest probabilities.
     const acc_t lost = multiply_add(transform.factor(), kLog2e<acc_t>, -power) + transform.factor() * kLog2eRest<acc_t>;
     const acc_t rest = multiply_add(-origin, transform.factor(), c.lse);
     less = rest * kLog2e<acc_t>;
@@ -355,7 +356,7 @@ struct DenseGradient {
     a = c.a * power_of_2((of_lse - origin) * lost - (rounded + c.lse_residual * kLog2e<acc_t>)) * transform.scale;
   }
 
-  // From v_j.
+  // Returns the gradient from v_j.
   SCE_HD acc_t at(acc_t v, acc_t class_weight) const {
     const acc_t q = power_of_2(multiply_add(v - origin, power, -less));
     const acc_t of_z = multiply_add(a, q, -(b * class_weight));

@@ -1,5 +1,5 @@
-// scalar_math.h - exp, log and tanh: on a GPU its special functions, on a CPU straight-line arithmetic that compilers
-// vectorise on any instruction set.
+// scalar_math.h - Implements exp, log and tanh: with special functions on GPUs, and on CPUs with branch-free arithmetic
+// that compilers vectorize on any instruction set.
 #pragma once
 
 #include "dtype.h"
@@ -10,7 +10,7 @@ namespace sparse_ce {
 
 SCE_HD constexpr int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-// The larger of two, b if a is a NaN, in one instruction of a GPU: a comparison and a choice would be two.
+// Returns the larger number, or b if a is NaN. On a GPU it is one instruction instead of a comparison and a selection.
 template <typename acc_t>
 SCE_HD acc_t larger(acc_t a, acc_t b) {
 #if defined(__CUDA_ARCH__)
@@ -20,22 +20,22 @@ SCE_HD acc_t larger(acc_t a, acc_t b) {
 #endif
 }
 
-// tanh(x) and its slope 1 - tanh(x)^2, made without that difference, which loses most digits where the tangent is near
-// 1.
+// Holds tanh(x) and its slope 1 - tanh(x)^2. The slope is not computed as that difference, which loses most digits if
+// the tangent is close to 1.
 template <typename acc_t>
 struct Tangent {
   acc_t value, slope;
 };
 
 #ifdef SCE_CUDA
-// a b + c, rounded once. Only where this says so: a product and a sum that nvcc made one in a kernel and left
-// two in another would not be the same numbers in both (-fmad=false).
+// Computes a b + c with one rounding. Contraction is allowed only here (-fmad=false): otherwise nvcc could fuse an
+// expression in one kernel but not in another, and their results would differ.
 template <typename acc_t>
 SCE_HD acc_t multiply_add(acc_t a, acc_t b, acc_t c) {
   return std::fma(a, b, c);
 }
 
-// ex2.approx.ftz: 2 ulp, and exactly 0 for -inf. The plain exp2f spends three more instructions on subnormals.
+// Uses ex2.approx.ftz, which has 2 ulp and is exactly 0 for -inf. exp2f needs three more instructions for subnormals.
 SCE_HD float power_of_2(float x) {
 #if defined(__CUDA_ARCH__)
   float out;
@@ -43,10 +43,10 @@ SCE_HD float power_of_2(float x) {
   return out;
 #else
   const float out = exp2f(x);
-  return out < 0x1p-126f ? 0.0f : out;  // a NaN stays
+  return out < 0x1p-126f ? 0.0f : out;  // NaN stays NaN
 #endif
 }
-// rcp.approx.ftz: 1 ulp, and exactly 0 for inf, where the division spends ten more instructions.
+// Uses rcp.approx.ftz, which has 1 ulp and is exactly 0 for inf. A division needs ten more instructions.
 SCE_HD float reciprocal(float x) {
 #if defined(__CUDA_ARCH__)
   float out;
@@ -57,7 +57,7 @@ SCE_HD float reciprocal(float x) {
 #endif
 }
 SCE_HD double power_of_2(double x) { return exp2(x); }
-// log2 of e, and what is left of it where that is rounded.
+// These are log2(e) and its rounding error.
 template <typename acc_t>
 constexpr acc_t kLog2e = acc_t(1.44269504088896340736);
 template <typename acc_t>
@@ -65,15 +65,15 @@ constexpr acc_t kLog2eRest = sizeof(acc_t) == sizeof(double) ? acc_t(2.035527374
 SCE_HD float exponential(float x) { return power_of_2(x * kLog2e<float>); }
 SCE_HD double exponential(double x) { return exp(x); }
 
-// By 1 - 2 / (exp(2 |x|) + 1) and near 0, where that has lost digits, by a minimax fit: relative error 4e-7. Both are
-// always made, without a branch, in two thirds of the instructions of tanhf.
+// tanh is 1 - 2 / (exp(2 |x|) + 1). Near 0 this loses digits, so a minimax fit with relative error 4e-7 is used there.
+// Both are always computed, without a branch, which needs two thirds of the instructions of tanhf.
 constexpr float kNearTangents = 0.56f;
 SCE_HD float tangent_near_0(float x) {
   const float square = x * x;
   const float slope = multiply_add(multiply_add(0.0162737984f, square, -0.0525868163f), square, 0.133194193f);
   return multiply_add(x, multiply_add(slope, square, -0.333328903f) * square, x);
 }
-// The slope is made from 1 - |tanh(x)|.
+// Computes the slope from `left` = 1 - |tanh(x)|.
 template <typename acc_t>
 SCE_HD acc_t slope_of_tangent(acc_t left) {
   return left * (acc_t(2) - left);
@@ -89,7 +89,8 @@ SCE_HD Tangent<double> tangent_with_slope(double x) {
 }
 SCE_HD float hyperbolic_tangent(float x) { return tangent_with_slope(x).value; }
 SCE_HD double hyperbolic_tangent(double x) { return tanh(x); }
-// The same of several, and to the same bits. Mostly all of them are near 0, which one branch finds out for all.
+// Computes several tangents, bitwise equal to hyperbolic_tangent. Usually all arguments are near 0, so one branch
+// checks them together.
 template <int n>
 SCE_HD void hyperbolic_tangents(float (&x)[n]) {
   float near[n], size = 0;
@@ -109,8 +110,8 @@ SCE_HD void hyperbolic_tangents(double (&x)[n]) {
 SCE_HD float logarithm(float x) { return logf(x); }
 SCE_HD double logarithm(double x) { return log(x); }
 #else
-// The bits of a float and the polynomial for exp(r), |r| <= ln2 / 2, by its degree: minimax fits of relative error 2e-7
-// (5) and 8e-8 (6) with the rounding of their terms, exactly 1 at 0.
+// Holds the bits of a float and the polynomial for exp(r), |r| <= ln2 / 2, of the given degree. The minimax fits have a
+// relative error of 2e-7 (degree 5) and 8e-8 (degree 6), including rounding, and are exactly 1 at 0.
 template <typename acc_t, int degree>
 struct Power;
 template <>
@@ -126,7 +127,7 @@ struct Power<float, 6> : Power<float, 5> {
                                    0.0416682251f, 0.00837481581f, 0.00138368469f};
 };
 template <>
-struct Power<double, 11> {  // 2e-17
+struct Power<double, 11> {  // relative error 2e-17
   using bits_t = uint64_t;
   static constexpr int kMantissa = 52, kBias = 1023;
   static constexpr double kLowest = -709.0;
@@ -144,16 +145,17 @@ struct Power<double, 11> {  // 2e-17
                                     2.2981311538834363711e-08};
 };
 
-// exp(x) = power exp(r), |r| <= ln2 / 2, for x < 88 (709); power is 0 from x = -88 (-709) on, and r NaN where x is.
-// r carries the rounding of n ln2, 5e-8 |x| (1e-16), where a processor has no fused multiply-add. `exact`: ln2 in two
-// parts, of which n times the first is not rounded.
+// Decomposes exp(x) = power exp(r), |r| <= ln2 / 2, for x < 88 (709 for doubles). power is 0 for x <= -88 (-709), and r
+// is NaN if x is. Without fused multiply-add, r has the rounding error of n ln2, 5e-8 |x| (1e-16). `exact` splits ln2
+// into two parts; n times the first part is exact.
 template <typename acc_t, int degree, bool exact = false>
 struct Raised : Power<acc_t, degree> {
   using Of = Power<acc_t, degree>;
   acc_t r, power;
 
   SCE_HD explicit Raised(acc_t x) {
-    // Adding 1.5 * 2^23 rounds to an integer n in the low bits of the mantissa; 127 more makes them 2^n's exponent.
+    // Adding 1.5 * 2^23 rounds to an integer n in the low bits of the mantissa. Adding 127 more turns them into the
+    // exponent of 2^n.
     constexpr acc_t kRound = acc_t(uint64_t(3) << (Of::kMantissa - 1)) + Of::kBias;
     constexpr acc_t kLog2e = acc_t(1.44269504088896340736), kLn2 = acc_t(0.69314718055994530942);
     constexpr acc_t kMost = acc_t(0.693359375), kRest = acc_t(-2.1219444005469058277e-4);
@@ -163,7 +165,8 @@ struct Raised : Power<acc_t, degree> {
     power = bit_cast<acc_t>(bit_cast<typename Of::bits_t>(rounded) << Of::kMantissa);
   }
 
-  // The fit from its term `first` on, divided by r^first. In pairs of terms: the chain of additions is half as long.
+  // Returns the polynomial from its term `first` on, divided by r^first. Terms are paired, which halves the chain of
+  // additions.
   template <int first>
   SCE_HD acc_t fit() const {
     constexpr bool kPairs = (degree - first) % 2 != 0;
@@ -178,30 +181,30 @@ struct Raised : Power<acc_t, degree> {
   }
 };
 
-// exp(x), x < 88 (709), in the fewest instructions: the fit's relative error and |x| 5e-8 (1e-16), of which little is
-// left in a sum whose terms get smaller with x. Exactly 1 for 0, 0 for -inf, NaN for NaN.
+// Returns exp(x) for x < 88 (709) in the fewest instructions. The error is that of the fit plus 5e-8 |x| (1e-16), which
+// matters little in a sum whose terms shrink with x. exp(0) is exactly 1, exp(-inf) is 0 and exp(NaN) is NaN.
 template <int degree, typename acc_t>
 SCE_HD acc_t exponential_below(acc_t x) {
   const Raised<acc_t, degree> e(x);
   return e.template fit<0>() * e.power;
 }
 
-// The degree for logits as they are stored.
+// Selects the degree for the storage type of the logits.
 template <typename scalar_t>
 constexpr int degree_for = sizeof(scalar_t) == 8   ? 11
                            : sizeof(scalar_t) == 4 ? 6
                                                    : 5;
 
-// The same to relative 1.5e-7 (4e-16) whatever x is: of a log-probability, which is far below 0 where each class of
-// many has its share of a sum. A template, because the double's would take a float, too.
+// Returns exp(x) with a relative error of 1.5e-7 (4e-16) for all x, because log-probabilities may be far below 0. It is
+// a template, because floats would otherwise convert to the double overload.
 template <typename acc_t>
 SCE_HD acc_t exponential(acc_t x) {
   const Raised<acc_t, degree_for<acc_t>, true> e(x);
   return e.template fit<0>() * e.power;
 }
 
-// By p = exp(-2 |x|) as (1 - p) / (1 + p), whose numerator keeps its digits near 0: relative error 3e-7 (4e-16). The
-// slope is (1 - |tanh(x)|) (1 + |tanh(x)|), of which the first is 2 p / (1 + p).
+// Computes tanh as (1 - p) / (1 + p) with p = exp(-2 |x|). The numerator keeps its digits near 0; the relative error is
+// 3e-7 (4e-16). The slope is (1 - |tanh(x)|) (1 + |tanh(x)|), where the first factor is 2 p / (1 + p).
 template <typename acc_t>
 SCE_HD Tangent<acc_t> tangent_with_slope(acc_t x) {
   const Raised<acc_t, degree_for<acc_t> > e(acc_t(-2) * std::fabs(x));
