@@ -87,7 +87,7 @@ struct LogitTransform {
 
   SCE_HD bool identity() const { return scale == acc_t(1) && softcap == acc_t(0); }
   SCE_HD acc_t operator()(acc_t x) const { return factor() * base(x); }
-  // z = factor() base(x). base(x) preserves the order of the logits, so a negative scale reverses the order of z.
+  // z = factor() base(x). z has the order of the logits, or the reverse order if the scale is negative.
   SCE_HD acc_t factor() const { return softcap == acc_t(0) ? scale : softcap; }
   SCE_HD acc_t base(acc_t x) const { return softcap == acc_t(0) ? x : tangent(x); }
   // Holds z and dz/d(scale x), computed from one exponential.

@@ -1,5 +1,5 @@
-// active_rows.h - the rows of a target that are not ignored, where the host can read it: the linear head multiplies
-// them alone. Pointers and sizes, nothing of torch.
+// active_rows.h - Selects the active (not ignored) rows of a target that the host can read. The linear head runs its
+// GEMMs on these rows only. This header does not depend on torch.
 #pragma once
 
 #include "../core/target.h"
@@ -11,9 +11,9 @@ namespace sparse_ce {
 
 struct LiveRows {
   std::vector<int64_t> rows;    // ascending
-  std::vector<int64_t> ranges;  // (rows, 2): where the entries of each lie
+  std::vector<int64_t> ranges;  // (rows, 2): the entries [begin, end) of each row
 
-  // Nothing where every row counts.
+  // Returns nothing if all rows are active.
   static std::optional<LiveRows> of(const TargetView& target) {
     LiveRows live;
     for (int64_t r = 0; r < target.rows; ++r) {
@@ -28,7 +28,7 @@ struct LiveRows {
 
   int64_t count() const { return static_cast<int64_t>(rows.size()); }
 
-  // Of these rows alone; the entries stay where they are.
+  // Returns the target of the active rows. Entries keep their positions.
   TargetView view(const TargetView& target) const {
     TargetView of_live = target;
     of_live.rows = count();
@@ -39,13 +39,13 @@ struct LiveRows {
     return of_live;
   }
 
-  // Whether the rows [begin, end) of these follow one another in the target.
+  // Returns true if the active rows [begin, end) are adjacent in the target.
   bool adjacent(int64_t begin, int64_t end) const {
     return rows[static_cast<size_t>(end - 1)] - rows[static_cast<size_t>(begin)] == end - 1 - begin;
   }
 };
 
-// to[to_rows[i]] = from[from_rows[i]], rows of `width` elements; null stands for i itself.
+// Copies to[to_rows[i]] = from[from_rows[i]] for rows of `width` elements. A null array stands for i itself.
 struct CopyRowsArgs {
   const void* from;
   void* to;

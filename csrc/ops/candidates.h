@@ -1,12 +1,14 @@
-// candidates.h - what the bindings hand to a device: the logits of a linear head at a few ids of each row alone.
+// candidates.h - Defines the logits of a linear head at a few ids per row, their formulas and the arguments of the
+// devices.
 //
-// Entry i of row r has the id c_i, and g_i is its upstream gradient:
+// Entry i of row r has the id c_i and the grad_output g_i:
 //
 //   z_i = transform(<x_r, W_{c_i}> + b_{c_i})          d_i = g_i dz_i/d(<x_r, W_{c_i}> + b_{c_i})
-//   dx_r = sum_{i in r} d_i W_{c_i}                    dW_c = sum_{i: c_i = c} d_i x_{r_i},  db_c the same of d_i alone
+//   dx_r = sum_{i in r} d_i W_{c_i}                    dW_c = sum_{i: c_i = c} d_i x_{r_i}
+//                                                      db_c = sum_{i: c_i = c} d_i
 //
-// An entry that is padding has z = -inf, one whose id is out of range NaN; neither has a gradient, nor has one whose g
-// is 0: rows of x and W that only such entries belong to are not read.
+// Padding has z = -inf, and an entry whose id is out of range has z = NaN. Neither has a gradient, and neither does an
+// entry with g = 0. Rows of x and W that only such entries use are not read.
 #pragma once
 
 #include "../core/math.h"
@@ -14,17 +16,17 @@
 
 namespace sparse_ce {
 
-// x (rows, width) and W (vocab, width): unit column stride, any row stride. W and b are of the dtype of x, or float32
-// where that has 16 bits.
+// Shapes: x (rows, width) and W (vocab, width), with unit column stride and any row stride. W and b have the dtype of
+// x, or float32 if x has 16 bits.
 struct CandidateArgs {
   const void* input;
   const void* weight;
   const void* bias;  // (vocab,), or null
   DType input_dtype, weight_dtype, bias_dtype;
   int64_t width, input_stride, weight_stride;
-  TargetView target;  // without class weights; its own weights say what is padding, and no more
+  TargetView target;  // without class weights; its values only determine padding
   LossOptions options;
-  int64_t max_blocks;  // 0: no limit. Tests lower it, so that blocks take several rows
+  int64_t max_blocks;  // 0 means no limit; tests lower it, so that blocks process several rows
 
   template <typename input_t>
   SCE_HD const input_t* input_row(int64_t r) const {
@@ -39,31 +41,31 @@ struct CandidateArgs {
 struct CandidateForwardArgs : CandidateArgs {
   void* logits;  // (entries,) arithmetic dtype
 
-  // `dot`: <x_r, W_column>.
+  // Writes the logit of an entry from `dot` = <x_r, W_column>.
   template <typename acc_t>
   SCE_HD void write(int64_t i, int64_t column, acc_t dot, const LogitTransform<acc_t>& transform) const {
     static_cast<acc_t*>(logits)[i] = transform.nearest(bias ? dot + load_float<acc_t>(bias, bias_dtype, column) : dot);
   }
-  // Of an entry without a class.
+  // Writes the logit of an entry without a class.
   template <typename acc_t>
   SCE_HD void write_none(int64_t i, int64_t column) const {
     static_cast<acc_t*>(logits)[i] = column == TargetView::kPadding ? -acc_t(INFINITY) : Limits<acc_t>::kNaN;
   }
 };
 
-// What an entry adds to gradients: nothing where d is 0.
+// Represents an entry's contribution to the gradients. There is none if d is 0.
 template <typename acc_t>
 struct CandidateGradient {
-  int64_t column;  // negative where the entry has no class
+  int64_t column;  // negative if the entry has no class
   acc_t d;
 };
 
 struct CandidateBackwardArgs : CandidateArgs {
   const void* grad;  // (entries,) arithmetic dtype
-  const void* logits;  // (entries,), what forward made; null without a softcap
-  void* grad_input;  // (rows, width), dtype of input, or null
-  void* grad_logits;  // (entries,) arithmetic dtype: d; or null, with the next two
-  int64_t* ids;  // (entries + 1,), vocab on entry: the id of an entry that adds to gradients
+  const void* logits;  // (entries,), the output of forward; null without a softcap
+  void* grad_input;  // (rows, width), dtype of input; or null
+  void* grad_logits;  // (entries,) arithmetic dtype: d; or null, as are the next two
+  int64_t* ids;  // (entries + 1,), vocab on entry: the id of each entry that has a gradient
   int64_t* rows;  // (entries,): its row
 
   template <typename acc_t>
@@ -73,7 +75,7 @@ struct CandidateBackwardArgs : CandidateArgs {
     if (column < 0 || g == acc_t(0)) return {-1, acc_t(0)};
     return {column, g * transform.slope(logits ? static_cast<const acc_t*>(logits)[i] : acc_t(0))};
   }
-  // For the weight's gradient.
+  // Stores the entry for the weight gradient.
   template <typename acc_t>
   SCE_HD void keep(int64_t i, int64_t r, const CandidateGradient<acc_t>& gradient) const {
     static_cast<acc_t*>(grad_logits)[i] = gradient.d;
@@ -82,19 +84,20 @@ struct CandidateBackwardArgs : CandidateArgs {
   }
 };
 
-// The gradients for the head: the entries of an id, which lie together in `ids`, are added in their order.
+// Holds the arguments for the gradients of the head. Entries with the same id are adjacent in `ids` and are added in
+// their order.
 struct CandidateWeightArgs {
   const void* input;  // (rows, width)
   DType input_dtype, weight_dtype, bias_dtype;
   int64_t width, input_stride;
   int64_t entries, vocab;
-  const int64_t* ids;  // (entries + 1,), ascending; vocab for entries without a gradient, and in the end
-  const int64_t* order;  // (entries + 1,): which entry each is
-  const int64_t* slots;  // (entries + 1,): the row of grad_weight that each adds to, or null: its id
-  const int64_t* rows;  // (entries,), of the entries as they were
-  const void* grad_logits;  // (entries,), likewise
-  void* grad_weight;  // (vocab or fewer, width), or null; rows that no id has are not written
-  void* grad_bias;  // (vocab,), or null; likewise
+  const int64_t* ids;  // (entries + 1,), ascending; vocab for entries without a gradient and at the end
+  const int64_t* order;  // (entries + 1,): the entry at each position
+  const int64_t* slots;  // (entries + 1,): the row of grad_weight for each position; null means the id
+  const int64_t* rows;  // (entries,), in the original order
+  const void* grad_logits;  // (entries,), in the original order
+  void* grad_weight;  // (vocab or fewer, width), or null; rows without an id are not written
+  void* grad_bias;  // (vocab,), or null; ids without entries are not written
   int64_t max_blocks;
 
   SCE_HD bool begins(int64_t p) const { return ids[p] < vocab && (p == 0 || ids[p - 1] != ids[p]); }
@@ -105,7 +108,7 @@ struct CandidateWeightArgs {
   }
 };
 
-// Calls f(input_t{}, weight_t{}) with the C++ types that store a head.
+// Calls f(input_t{}, weight_t{}) with the C++ types that store the input and the weight.
 template <typename function_t>
 auto with_head(DType input, DType weight, function_t f) {
   return with_storage(input, [&](auto x) {

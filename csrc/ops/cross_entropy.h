@@ -1,4 +1,4 @@
-// cross_entropy.h - what the bindings hand to a device: pointers and sizes, nothing of torch.
+// cross_entropy.h - Defines the arguments of the loss kernels: pointers and sizes, independent of torch.
 #pragma once
 
 #include "../core/math.h"
@@ -6,7 +6,7 @@
 
 namespace sparse_ce {
 
-// A row whose classes do not lie side by side.
+// Accesses a row whose classes are strided.
 template <typename scalar_t>
 struct StridedRow {
   scalar_t* first;
@@ -14,40 +14,41 @@ struct StridedRow {
   SCE_HD scalar_t& operator[](int64_t column) const { return first[column * step]; }
 };
 
-// Rows that lie side by side, as those of images (outer, vocab, inner): row r is pixel r % inner of image r / inner.
+// Describes rows that are adjacent in memory, as in images (outer, vocab, inner). Row r is pixel r % inner of image r /
+// inner.
 struct StridedRows {
-  int64_t inner;  // 0: rows are packed, a row stride apart
+  int64_t inner;  // 0 means packed rows with a row stride
   int64_t outer_stride, column_stride;
   int64_t inner_stride = 1;
 
   template <typename scalar_t>
   SCE_HD StridedRow<scalar_t> row(scalar_t* first, int64_t r) const {
-    const int64_t image = r < inner ? 0 : r / inner;  // of one image no row pays for a division of 64 bits
+    const int64_t image = r < inner ? 0 : r / inner;  // avoids a 64-bit division if there is one image
     return {first + image * outer_stride + (r - image * inner) * inner_stride, column_stride};
   }
 };
 
-// How often CUDA reads a row for its loss and its gradient: as planned, or, for measurements and tests, by a kernel for
-// each.
+// Selects whether CUDA may read a row once for loss and gradient. kPlanned lets the plan decide; kApart runs separate
+// kernels, for benchmarks and tests.
 enum class Reads : uint8_t { kPlanned, kApart };
 
 struct CrossEntropyArgs {
-  const void* logits;       // (rows, vocab - first_class), unit column stride, any row stride, or as `strided`
+  const void* logits;       // (rows, vocab - first_class), unit column stride, any row stride; or as `strided`
   DType dtype;
   int64_t rows, vocab;      // columns >= target.num_classes exist in memory only
-  int64_t first_class;      // 0, but where the classes before it have their own call, or another process holds them
+  int64_t first_class;      // nonzero if another call or process handles the classes before it
   int64_t row_stride;
   StridedRows strided;
   TargetView target;
   LossOptions options;
-  const void* row_scale;    // (rows,) by which logit_scale is multiplied, with any stride, or null: 1
+  const void* row_scale;    // (rows,) multiplies logit_scale, any stride; null means 1
   int64_t row_scale_stride;
-  const void* weight_sum;   // (1,) sum of the class weights, or null: it is num_classes
-  int64_t max_blocks;       // 0: no limit. Tests lower it, so that blocks take several rows
+  const void* weight_sum;   // (1,) sum of the class weights; null means num_classes
+  int64_t max_blocks;       // 0 means no limit; tests lower it, so that blocks process several rows
   Reads reads;
-  bool many_rows;           // false: as they are. Tests set it, so that few rows are taken for many
+  bool many_rows;           // tests set it to treat a few rows like many
 
-  // Columns are classes: what a row points to need not exist before the first of them.
+  // Returns a pointer that is indexed by class. Memory before first_class need not exist.
   template <typename scalar_t>
   SCE_HD const scalar_t* row(int64_t r) const {
     return static_cast<const scalar_t*>(logits) + (r * row_stride - first_class);
@@ -56,22 +57,23 @@ struct CrossEntropyArgs {
   SCE_HD StridedRow<const scalar_t> strided_row(int64_t r) const {
     return strided.row(static_cast<const scalar_t*>(logits), r);
   }
-  // Wherever its classes lie.
+  // Returns any row, packed or strided.
   template <typename scalar_t>
   SCE_HD StridedRow<const scalar_t> any_row(int64_t r) const {
     return strided.inner > 0 ? strided_row<scalar_t>(r) : StridedRow<const scalar_t>{row<scalar_t>(r), 1};
   }
 
-  // The classes [first_class, classes_end()) have logits here; an entry of another has its part in the row's mass.
+  // Logits exist for the classes [first_class, classes_end()). An entry of another class still counts in the row's
+  // mass.
   SCE_HD int64_t classes_end() const {
     const int64_t end = vocab < target.num_classes ? vocab : target.num_classes;
-    return end < first_class ? first_class : end;  // padding alone
+    return end < first_class ? first_class : end;  // the shard has only padding
   }
   SCE_HD int64_t classes() const { return classes_end() - first_class; }
   SCE_HD bool holds(int64_t column) const { return first_class <= column && column < vocab; }
 
-  // Whether z are the logits themselves, whatever the row, and labels are not smoothed. Asked of a row one kernel could
-  // answer otherwise than another.
+  // Returns true if z equals the logits in all rows and labels are not smoothed. The answer does not depend on the row,
+  // so that all kernels agree.
   SCE_HD bool plain() const {
     return options.logit_scale == 1 && options.softcap == 0 && options.label_smoothing == 0 && !row_scale;
   }
@@ -87,7 +89,7 @@ struct ForwardArgs : CrossEntropyArgs {
   void* lse;                // (rows,)
   void* lse_residual;       // (rows,), or null
 
-  // What belongs to a row: its loss, or 0 where it is ignored.
+  // Writes the outputs of a row, or 0 if it is ignored.
   template <typename acc_t>
   SCE_HD void write(int64_t r, bool ignored, const RowStats<acc_t>& stats, const TargetStats<acc_t>& entries) const {
     const RowLoss<acc_t> out(stats, entries, options, target.num_classes);
@@ -97,21 +99,21 @@ struct ForwardArgs : CrossEntropyArgs {
   }
 };
 
-// Reads of `lse`, `grad_*` may be strided: an expanded scalar has stride 0.
+// Holds the arguments of backward. `grad_loss` and `grad_lse` may have any stride: an expanded scalar has stride 0.
 struct BackwardArgs : CrossEntropyArgs {
   const void* grad_loss;    // (rows,), or null
   const void* grad_lse;     // (rows,), or null
   const void* lse;          // (rows,)
   const void* lse_residual; // (rows,), or null
   int64_t grad_loss_stride, grad_lse_stride;
-  const void* row_weight;   // (rows,) what grad_loss is multiplied by, or null: 1
+  const void* row_weight;   // (rows,) multiplies grad_loss; null means 1
   int64_t row_weight_stride;
-  void* grad_logits;        // like logits, whose dtype it has; may be the logits themselves
+  void* grad_logits;        // shape and dtype of logits; may be the logits themselves
   int64_t grad_row_stride;
-  StridedRows grad_strided; // where those of the logits are
+  StridedRows grad_strided; // set if logits are strided
   void* grad_values;        // shape of target.values, arithmetic dtype; zero on entry (values' gradient only)
-  const void* made_for;     // (1,) upstream gradient of the mean that grad_logits are made for, or null: none is
-  const void* grad_mean;    // (1,) the one that came
+  const void* made_for;     // (1,) grad_output for which grad_logits were computed, or null
+  const void* grad_mean;    // (1,) the actual grad_output
 
   template <typename scalar_t>
   SCE_HD scalar_t* gradient_row(int64_t r) const {
@@ -133,19 +135,19 @@ struct BackwardArgs : CrossEntropyArgs {
     return grad_lse ? static_cast<const acc_t*>(grad_lse)[r * grad_lse_stride] : acc_t(0);
   }
 
-  // Whether grad_logits are what they would become. On a device nobody else may look without waiting for it.
+  // Returns true if grad_logits are up to date. Only the device may check this without synchronizing.
   SCE_HD bool is_made() const {
     if (!made_for) return false;
     return dtype == DType::kFloat64 ? same_bits<double, uint64_t>() : same_bits<float, uint32_t>();
   }
 
-  // Whether a row's gradient is 0 and the row is not read: what it holds may be NaN.
+  // Returns true if a row's gradient is 0. Such a row is not read, because it may contain NaN.
   template <typename acc_t>
   SCE_HD bool without_gradient(int64_t r) const {
     return target.ignored(r) || (upstream<acc_t>(r) == acc_t(0) && upstream_of_lse<acc_t>(r) == acc_t(0));
   }
 
-  // `mass`: of the row's entries; the gradient for their values needs none.
+  // `mass` is that of the row's entries. The gradient for the values does not use it.
   template <typename acc_t>
   SCE_HD GradientCoefficients<acc_t> coefficients(int64_t r, acc_t mass) const {
     const acc_t residual = lse_residual ? static_cast<const acc_t*>(lse_residual)[r] : acc_t(0);
@@ -158,7 +160,7 @@ struct BackwardArgs : CrossEntropyArgs {
     return {upstream<acc_t>(r), upstream_of_lse<acc_t>(r), mass, lse_of_row, residual, weights, options, classes};
   }
 
-  // The gradient for the value of entry i, of a row whose coefficients are `c`.
+  // Writes the gradient for the value of entry i. `c` are the coefficients of its row.
   template <typename row_t, typename acc_t>
   SCE_HD void write_value(int64_t i, const row_t& row, const LogitTransform<acc_t>& transform,
                           const GradientCoefficients<acc_t>& c) const {
@@ -169,7 +171,7 @@ struct BackwardArgs : CrossEntropyArgs {
   }
 
  private:
-  // A NaN is that NaN, and 0 is not -0, which another sign of zeros would follow from.
+  // Compares bits: equal NaNs are equal, and 0 differs from -0, which gives zeros of another sign.
   template <typename acc_t, typename bits_t>
   SCE_HD bool same_bits() const {
     bits_t made, came;

@@ -1,19 +1,20 @@
-// linear.h - what the linear head needs beside GEMMs and the loss: sums of products over chunks of rows, rows of zeros,
-// and a scale that is not known before backward. Pointers and sizes, nothing of torch.
+// linear.h - Defines what the linear head needs apart from GEMMs and the loss: accumulation over chunks, clearing of
+// rows and scaling by a factor that is known only in backward. This header does not depend on torch.
 #pragma once
 
 #include "../core/target.h"
 
 namespace sparse_ce {
 
-// A float32 rounded to 24 bits: 16 where its 16-bit result will be, 8 beside it. For bfloat16 they are its upper bits:
-// what a sum over chunks loses between two of them is 2^-17 of it, rounding the result loses 2^-9. For float16, which
-// rounds to 2^-12, they have two bits more of the number and two less of the exponent: 2^-19, and a range from 2^-36,
-// below which is 0, to 2^26, from where on is infinity.
+// Splits a float32 that is rounded to 24 bits: 16 bits in the memory of the 16-bit result and 8 bits next to it.
+//
+// For bfloat16 these are the upper bits. An accumulation over chunks loses 2^-17 per addition, and rounding the result
+// loses 2^-9. For float16, which rounds to 2^-12, there are two more mantissa bits and two fewer exponent bits. The
+// precision is 2^-19. Numbers below 2^-36 become 0, and numbers from 2^26 on become infinity.
 template <typename scalar_t>
 struct SplitFloat {
-  static constexpr int kDropped = std::is_same<scalar_t, Half>::value ? 6 : 8;  // bits of the number
-  static constexpr uint32_t kBelow = kDropped == 6 ? 90u << 23 : 0;  // of what is the least exponent, here 0
+  static constexpr int kDropped = std::is_same<scalar_t, Half>::value ? 6 : 8;  // mantissa bits
+  static constexpr uint32_t kBelow = kDropped == 6 ? 90u << 23 : 0;  // bits of the smallest exponent, stored as 0
   static constexpr uint32_t kInfinity = 0x7fffffu >> (23 - kDropped) << (23 - kDropped);
 
   SCE_HD static float join(uint16_t high, uint8_t low) {
@@ -27,7 +28,7 @@ struct SplitFloat {
   }
   SCE_HD static void split(float x, uint16_t& high, uint8_t& low) {
     const uint32_t bits = bit_cast<uint32_t>(x), magnitude = bits & 0x7fffffffu;
-    // To nearest, ties to even.
+    // Round to nearest, ties to even.
     const uint32_t rounded = magnitude + ((1u << (kDropped - 1)) - 1) + ((magnitude >> kDropped) & 1u);
     uint32_t number = (rounded - kBelow) >> kDropped;
     if (kBelow > 0) {
@@ -41,20 +42,19 @@ struct SplitFloat {
   }
 };
 
-// total += product, or = product for the first. A total of float32 or float64 is a plain array; one of 16 bits is a
-// SplitFloat, whose `high` shares the memory of the total and becomes it with the last product.
+// Computes total += product, or total = product for the first product. A float32 or float64 total is a plain array. A
+// 16-bit total is a SplitFloat whose `high` uses the memory of the total; the last product rounds it to the result.
 struct AccumulateArgs {
-  const void* product;  // (count,) of 16 bits or of the total's arithmetic dtype
+  const void* product;  // (count,), 16 bits or the total's arithmetic dtype
   void* total;  // (count,)
-  uint8_t* low;  // (count,), or null: the total is a plain array, or first is last
+  uint8_t* low;  // (count,); null if the total is a plain array, or there is one product
   DType product_dtype, dtype;
   int64_t count;
   bool first, last;
-  int64_t max_blocks;  // 0: no limit
+  int64_t max_blocks;  // 0 means no limit
 };
 
-// One element, with low[i] beside it where it is split. `first` and `last` are the same for all: compilers take them
-// out of a loop.
+// Accumulates one element; low[i] holds its low bits. `first` and `last` are loop-invariant, so compilers hoist them.
 template <typename scalar_t>
 SCE_HD void accumulate_element(acc_type<scalar_t> product, bool first, bool last, scalar_t& total, uint8_t* low,
                                int64_t i) {
@@ -69,31 +69,31 @@ SCE_HD void accumulate_element(acc_type<scalar_t> product, bool first, bool last
   }
 }
 
-// Rows of ignored targets become 0: whatever they held would reach the weight's gradient as 0 * NaN.
+// Sets the rows of ignored targets to 0. Otherwise NaN or inf in them would reach the weight gradient as 0 * NaN.
 struct ClearRowsArgs {
   void* rows;  // (target.rows, row_bytes)
   int64_t row_bytes;
   TargetView target;
-  int64_t max_blocks;  // 0: no limit
+  int64_t max_blocks;  // 0 means no limit
 };
 
-// One element: 0, the gradient of an ignored row, stays 0 where the scale is inf or NaN.
+// Scales one element. 0, the gradient of an ignored row, stays 0 even if the factor is inf or NaN.
 template <typename acc_t>
 SCE_HD acc_t scaled(acc_t x, acc_t by) {
   return x == acc_t(0) ? x : x * by;
 }
 
-// values *= scale / expected, which are read where they lie; nothing is touched where that is 1.
+// Computes values *= scale / expected. Both are read from device memory. If the factor is 1, no value is accessed.
 struct ScaleArgs {
-  void* values;  // (rows, count), the rows row_stride apart and packed
+  void* values;  // (rows, count), packed rows with stride row_stride
   DType dtype;
   const void* scale;  // (1,) arithmetic dtype
-  const void* expected;  // (1,), what the values were made for, or null: 1
+  const void* expected;  // (1,), the grad_output that the values were computed for; null means 1
   int64_t rows, count, row_stride;
-  int64_t max_blocks;  // 0: no limit
+  int64_t max_blocks;  // 0 means no limit
 
-  // What was made for 0, or for what is not finite, tells of nothing else; nor does what was made for so little of what
-  // is wanted that it may have underflowed. Where 0 is wanted it is 0, whatever was made.
+  // Holds the factor. It is unknown if `expected` is 0 or not finite, or so much smaller than `scale` that the values
+  // may have underflowed. A scale of 0 sets the values to 0.
   template <typename acc_t>
   struct Factor {
     acc_t by;
@@ -123,7 +123,7 @@ struct ScaleArgs {
 namespace cpu {
 void accumulate(const AccumulateArgs& args);
 void scale(const ScaleArgs& args);
-bool multiplies_bfloat16();  // whether the processor has instructions for it
+bool multiplies_bfloat16();  // true if the CPU has instructions for it
 }  // namespace cpu
 
 }  // namespace sparse_ce

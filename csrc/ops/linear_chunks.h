@@ -1,4 +1,5 @@
-// linear_chunks.h - how many rows of the linear head's input are multiplied together. Sizes, nothing of torch.
+// linear_chunks.h - Chooses how many rows of the linear head's input form a chunk. This header does not depend on
+// torch.
 #pragma once
 
 #include <algorithm>
@@ -9,15 +10,15 @@ namespace sparse_ce {
 struct HeadSizes {
   int64_t rows, classes, width;
   int64_t input_bytes;   // of an element of the input
-  int64_t row_bytes;     // of a row's logits, in every dtype that they are kept in
-  int64_t copied_bytes;  // of a row of the input and of its gradient where these are copied, else 0
-  bool borrows;          // whether the gradient of all logits goes into the weight gradient's memory
+  int64_t row_bytes;     // of a row's logits, summed over all dtypes that are stored
+  int64_t copied_bytes;  // of a row of the input and of its gradient if these are copied, else 0
+  bool borrows;          // true if dz is stored in the weight gradient's memory
 };
 
 inline int64_t rounded_up(int64_t n, int64_t multiple) { return (n + multiple - 1) / multiple * multiple; }
 
-// The largest chunk that fits the device's budget; all of about one size, so that none is too short to be fast. Where
-// its rows of the input and of their gradient are copied as well, these share the budget.
+// Returns the largest chunk that fits the device's budget, reduced so that all chunks have about the same size. Copied
+// rows of the input and of its gradient share the budget.
 template <typename device_t>
 int64_t default_chunk_rows(const HeadSizes& head) {
   constexpr int64_t kLeastCopies = int64_t(16) << 20;

@@ -1,4 +1,4 @@
-// loss_mean.h - what the bindings hand to a device: the mean of the rows' losses.
+// loss_mean.h - Defines the mean of the rows' losses and the arguments of the devices.
 #pragma once
 
 #include "../core/math.h"
@@ -6,7 +6,7 @@
 
 namespace sparse_ce {
 
-// The losses of some rows and what these count for. A mean over nothing is 0.
+// Accumulates losses and the weights that they are divided by. The mean is 0 if there are no rows.
 template <typename acc_t>
 struct LossMeanStats {
   acc_t total = 0, count = 0;
@@ -16,28 +16,28 @@ struct LossMeanStats {
     count += other.count;
   }
   SCE_HD acc_t mean() const { return count == acc_t(0) ? acc_t(0) : total / count; }
-  // Of a row's share in the gradient of the mean.
+  // Returns the divisor for the gradients of the losses.
   SCE_HD acc_t divisor() const { return count == acc_t(0) ? acc_t(INFINITY) : count; }
 };
 
 struct LossMeanArgs {
-  const void* loss;         // (rows,), any stride, or null: only the divisor is asked for
+  const void* loss;         // (rows,), any stride; null if only the divisor is requested
   int64_t loss_stride;
-  DType dtype;              // float32 or float64, of all that is not the target's
+  DType dtype;              // float32 or float64, of all arrays except the target
   TargetView target;
-  const void* normalizer;   // (1,), or null: the count of the rows
-  const void* row_weight;   // (rows,), any stride, or null: what each loss is multiplied by
+  const void* normalizer;   // (1,) replaces the count of rows; or null
+  const void* row_weight;   // (rows,), any stride, multiplies each loss; or null
   int64_t row_weight_stride;
   const void* grad_mean;    // (1,), or null
-  void* mean;               // (1,), or null without a loss
+  void* mean;               // (1,); null without a loss
   void* divisor;            // (1,)
-  void* grad_loss;          // (1,), or null without grad_mean: the gradient of every row's loss
+  void* grad_loss;          // (1,) gradient of every row's loss; null without grad_mean
 
   template <typename acc_t>
   SCE_HD LossMeanStats<double> row(int64_t r) const {
     return of(r, weight_of<acc_t>(r), loss_of<acc_t>(r), asks_whether_ignored() && target.ignored(r));
   }
-  // The same in parts, for a device that reads what belongs to many rows before it waits for one.
+  // These evaluate `row` in parts, for devices that load the data of many rows before they use it.
   SCE_HD bool asks_whether_ignored() const { return row_weight || !normalizer; }
   template <typename acc_t>
   SCE_HD acc_t weight_of(int64_t r) const {
@@ -49,7 +49,7 @@ struct LossMeanArgs {
   }
   template <typename acc_t>
   SCE_HD LossMeanStats<double> of(int64_t r, acc_t by, acc_t loss_of_row, bool ignored) const {
-    // A choice, not a product: a row of weight 0 may have a loss of inf, and one that is ignored any weight.
+    // Selects instead of multiplying: a row of weight 0 may have a loss of inf, and an ignored row any weight.
     const bool counts = loss && by != acc_t(0) && !(row_weight && ignored);
     return {counts ? double(by) * double(loss_of_row) : 0.0,
             normalizer || ignored ? 0.0 : double(target.count<acc_t>(r))};

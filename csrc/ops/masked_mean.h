@@ -1,7 +1,7 @@
-// masked_mean.h - what the bindings hand to a device: the mean under a mask along some dimensions of a tensor.
+// masked_mean.h - Defines the masked mean along some dimensions of a tensor, and the arguments of the devices.
 //
-// Its elements lie along three axes: one that is kept (`outer`), one that is reduced (`rows`), and the columns, which
-// are either. Dimensions are merged into these; a tensor that has more of them is copied before.
+// The dimensions are merged into three axes: a kept one (`outer`), a reduced one (`rows`), and the columns, which are
+// either kept or reduced. Tensors with more axes are copied first.
 #pragma once
 
 #include "../core/math.h"
@@ -10,7 +10,7 @@
 
 namespace sparse_ce {
 
-// Elements between two neighbours along an axis, or from the first element, in each of the tensors.
+// Holds an offset, or the stride of an axis, in elements of each tensor.
 struct Place {
   int64_t input = 0, mask = 0, out = 0;
 
@@ -22,19 +22,19 @@ struct Place {
 
 struct Axis {
   int64_t size = 1;
-  Place stride;  // `out` is 0 along an axis that is reduced
+  Place stride;  // `out` is 0 along a reduced axis
 };
 
 struct MaskedMeanArgs {
-  Axis outer, rows, columns;  // the columns' strides: 1; 1, or 0 of a weight that they share; 1, or 0 if reduced
+  Axis outer, rows, columns;  // column strides: input 1; mask 1, or 0 if shared; out 1, or 0 if reduced
   DType dtype, mask_dtype;
   const void* input;  // forward only
-  const void* mask;  // weights: kUInt8, which bool is too, or the arithmetic dtype
-  void* mean;  // by `out`; forward only
-  void* divisor;  // by `out`, arithmetic dtype; forward only
-  const void* share;  // by `out`, arithmetic dtype, the upstream gradient over the divisor; backward only
-  void* grad_input;  // by `input`; backward only
-  int64_t max_blocks;  // 0: no limit. Tests lower it, so that blocks take several items
+  const void* mask;  // weights: kUInt8 (also for bool) or the arithmetic dtype
+  void* mean;  // indexed by `out`; forward only
+  void* divisor;  // indexed by `out`, arithmetic dtype; forward only
+  const void* share;  // indexed by `out`, arithmetic dtype: grad_output / divisor; backward only
+  void* grad_input;  // indexed by `input`; backward only
+  int64_t max_blocks;  // 0 means no limit; tests lower it, so that blocks process several items
 
   SCE_HD bool columns_kept() const { return columns.stride.out != 0; }
   SCE_HD int64_t outputs() const { return outer.size * (columns_kept() ? columns.size : 1); }
@@ -47,14 +47,15 @@ struct MaskedMeanArgs {
   }
 };
 
-// How the work is shared: an item is `height` rows of `width` columns at an outer place, fewer at the ends.
+// Divides the work into items of `height` rows and `width` columns at one outer position. Items at the ends are
+// smaller.
 struct MaskedMeanPlan {
   struct Item {
     Place place;
     int64_t rows, columns, part;
   };
-  int64_t height, width, down, across;  // down, across: items below one another and side by side
-  int64_t parts, items;  // parts: of what lies behind an output
+  int64_t height, width, down, across;  // down, across: number of items along the rows and along the columns
+  int64_t parts, items;  // parts: number of items that contribute to one output
 
   MaskedMeanPlan(const MaskedMeanArgs& args, int64_t most_rows, int64_t most_columns)
       : height(std::min(args.rows.size, most_rows)), width(std::min(args.columns.size, most_columns)),
@@ -68,7 +69,7 @@ struct MaskedMeanPlan {
     return {place.moved(args.columns.stride, column), rows < height ? rows : height, columns < width ? columns : width,
             args.columns_kept() ? below : below * across + beside};
   }
-  // What an item makes of the sum of its output c: a mean, or, for who merges the parts, partial (parts, outputs).
+  // Writes an item's sum of output c: as a mean, or to partial (parts, outputs), which is merged later.
   template <typename scalar_t, typename acc_t>
   SCE_HD void put(const MaskedMeanArgs& args, const Item& item, int64_t c, const MaskedSum<double>& total,
                   MaskedSum<acc_t>* partial) const {

@@ -1,19 +1,20 @@
-// select.h - log-probabilities of chosen classes, and what else one read of a row of logits gives: its formulas,
-// forward next to backward, and what the bindings hand to a device.
+// select.h - Defines select: the log-probabilities of the entries' classes and further outputs of the same read of the
+// logits. Contains the formulas of forward and backward, and the arguments of the devices.
 //
-// Per row, in math.h's names, with S the set of the classes of the entries and q_j = exp(z_j - lse):
+// For each row, in the notation of math.h, S is the set of the entries' classes and q_j = exp(z_j - lse):
 //
-//   log_probs_k = z_{c_k} - lse             log_tail   = log sum_{j not in S} q_j, summed, never 1 less the others
+//   log_probs_k = z_{c_k} - lse             log_tail   = log sum_{j not in S} q_j, not 1 minus the other terms
 //   entropy     = lse - sum_j q_j z_j       mean_logit = sum_j z_j / n       argmax: the lowest class of the maximum
 //
-// With g_k, g_r, g_H, g_m their upstream gradients, lse_tail = lse + log_tail and the loss's a, b, d:
+// g_k, g_r, g_H and g_m are the grad_outputs of log_probs, log_tail, entropy and mean_logit. With lse_tail = lse +
+// log_tail and the loss's coefficients a, b and d:
 //
 //   dl/dz_j = q_j (a - sum_k g_k - g_r - g_H (log q_j + entropy)) - b o_j + g_m / n
 //             + (j in S ? sum_{k: c_k = j} (g_k - d w~_k) : g_r exp(z_j - lse_tail))
 //   dl/ds   = sum_j dl/dz_j dz_j/ds, s being the row's scale
 //
-// The loss alone is the case g_k = g_r = g_H = g_m = 0. It has kernels of its own: they keep two numbers a row where
-// these keep up to seven, and on AVX-512 its loops are written by hand.
+// The loss alone is the case g_k = g_r = g_H = g_m = 0. It has separate kernels, which keep two numbers per row instead
+// of up to seven and have hand-written AVX-512 loops.
 #pragma once
 
 #include "cross_entropy.h"
@@ -23,17 +24,19 @@
 
 namespace sparse_ce {
 
-// Statistics of some of a row's logits; like RowStats a monoid. Which of them are made is the caller's choice.
+// Holds statistics of some of a row's logits. They form a monoid, like RowStats. The caller chooses which ones to
+// compute.
 template <typename acc_t>
 struct SelectStats {
   RowStats<acc_t> row;
   acc_t spread = 0;  // sum_j exp(z_j - max) (z_j - max)
   acc_t total = 0;  // sum_j z_j
-  int64_t argmax = -1;  // -1: no logit is above -inf, or nobody asked
+  int64_t argmax = -1;  // -1 if no logit is above -inf or argmax is not requested
 
   SCE_HD bool empty() const { return row.empty(); }
 
-  // What a logit must exceed to be the argmax: until there is one it may be the lowest number, where row.max begins.
+  // Returns the number that a logit must exceed to be the argmax. row.max starts at the lowest finite number, which is
+  // itself a valid first argmax.
   SCE_HD acc_t highest() const { return argmax < 0 ? -acc_t(INFINITY) : row.max; }
 
   SCE_HD void move_max(acc_t to) {
@@ -54,7 +57,7 @@ struct SelectStats {
     total += other.total;
   }
 
-  // e (z - max) of a logit, e being exp(z - max): 0 where that is 0, at -inf too.
+  // Returns e (z - max) for e = exp(z - max). It is 0 if e is 0, even if z is -inf.
   SCE_HD static acc_t spread_of(acc_t e, acc_t below) { return e * (below < acc_t(-1000) ? acc_t(-1000) : below); }
 
   // Adds the logits z[begin, end) to `row` and `spread`; see RowStats.
@@ -69,7 +72,7 @@ struct SelectStats {
     spread += added.spread;
   }
 
-  // The same in one pass. Returns false, with nothing added, where the new maximum is far above the old.
+  // Adds them in one pass. Returns false, and adds nothing, if the new maximum is far above the old one.
   template <typename logits_t>
   SCE_HD bool push_near(const logits_t& z, int64_t begin, int64_t end) {
     constexpr acc_t kNear = 60;
@@ -87,7 +90,7 @@ struct SelectStats {
   }
 
  private:
-  // What logits add, relative to `from`.
+  // Holds the sums of some logits, relative to `from`.
   struct Added {
     acc_t highest, sum, spread;
 
@@ -116,7 +119,7 @@ struct SelectStats {
   };
 };
 
-// Statistics of some of a row's classes: of all of them, and of those that are outside of S.
+// Holds statistics of some of a row's classes: of all classes, and of those outside S.
 template <typename acc_t>
 struct Scanned {
   SelectStats<acc_t> all;
@@ -128,13 +131,13 @@ struct Scanned {
   }
 };
 
-// What is asked for.
+// Selects the requested outputs.
 struct SelectWanted {
   bool loss, log_probs, log_tail, entropy, mean_logit, argmax;
 };
 
-// What one of several processes, each of which holds some of the classes, tells the others of a row; a monoid, so that
-// all of them merge the same numbers in the same order and have the same bits.
+// Holds the statistics of a row that one shard of the classes sends to the others. They form a monoid: all ranks merge
+// the same numbers in the same order and get bitwise equal results.
 template <typename acc_t>
 struct ShardStats : Scanned<acc_t> {
   TargetStats<acc_t> entries;  // relative to all.row.max
@@ -147,7 +150,7 @@ struct ShardStats : Scanned<acc_t> {
     Scanned<acc_t>::merge(other);
   }
 
-  // f(number) for each number that is told, in their order. `smoothed`: whether labels are.
+  // Calls f(number) for each number that is sent, in order. `smoothed` is true if labels are smoothed.
   template <typename function_t>
   SCE_HD void for_each(const SelectWanted& wanted, bool smoothed, const function_t& f) {
     RowStats<acc_t>& row = this->all.row;
@@ -158,7 +161,7 @@ struct ShardStats : Scanned<acc_t> {
     if (wanted.entropy) f(this->all.spread);
     if (wanted.mean_logit) f(this->all.total);
     if (!wanted.argmax) return;
-    acc_t bits;  // of an integer, for not every class is a number of float32; 0 for none, where -1 would be a NaN
+    acc_t bits;  // the bits of an integer: float32 cannot hold every class; none is 0, since -1 is a NaN
     to_bits(this->all.argmax, bits);
     f(bits);
     this->all.argmax = from_bits(bits);
@@ -183,7 +186,7 @@ struct ShardStats : Scanned<acc_t> {
   }
 };
 
-// The gradient of a row, with the entries' weights w = sum (d w~ - g), made by the caller.
+// Holds the gradient's coefficients of a row. The caller computes the entries' weights w = sum (d w~ - g).
 template <typename acc_t>
 struct SelectCoefficients : GradientCoefficients<acc_t> {
   acc_t of_entropy = 0, entropy = 0, of_tail = 0, log_tail = 0, of_each = 0;
@@ -191,44 +194,45 @@ struct SelectCoefficients : GradientCoefficients<acc_t> {
   SCE_HD explicit SelectCoefficients(const GradientCoefficients<acc_t>& of_loss)
       : GradientCoefficients<acc_t>(of_loss) {}
 
-  // The sum of dl/dz over all classes, whose weights o and whose entries' weights have these sums.
+  // Returns the sum of dl/dz over all classes, given the sums of the class weights o and of the entries' weights.
   SCE_HD acc_t total(acc_t class_weights, acc_t entry_weights, int64_t num_classes) const {
     const acc_t of_classes = of_each * static_cast<acc_t>(num_classes) - this->b * class_weights;
     return (this->a - entry_weights) + of_tail + of_classes;
   }
 
-  // Whether it is more than the loss's: a q_j - b o_j.
+  // Returns true if the gradient has more terms than that of the loss, a q_j - b o_j.
   SCE_HD bool more() const { return of_entropy != acc_t(0) || of_tail != acc_t(0) || of_each != acc_t(0); }
 
-  // dl/dz_j where j is in S; without its entries, which are less `w`. A logit of -inf takes nothing from the entropy.
+  // Returns dl/dz_j for j in S, from which the caller subtracts the entries' weights `w`. A logit of -inf contributes 0
+  // to the entropy.
   SCE_HD acc_t inside(acc_t z, acc_t class_weight) const {
     const acc_t log_q = this->log_prob(z);
     const acc_t surprise = (log_q < acc_t(-1000) ? acc_t(-1000) : log_q) + entropy;
     return exponential(log_q) * (this->a - of_entropy * surprise) + (of_each - this->b * class_weight);
   }
-  // What classes outside of S have in addition. exp(z - lse_tail) overflows only inside.
+  // Returns the additional term of classes outside S. exp(z - lse_tail) overflows only inside S.
   SCE_HD acc_t outside(acc_t z) const { return of_tail * exponential(this->log_prob(z) - log_tail); }
 };
 
-// Of all classes, or of a shard of them: then `statistics` and `chosen` alone are written.
+// Holds the arguments of forward, for all classes or for a shard. A shard writes only `statistics` and `chosen`.
 struct SelectArgs : ForwardArgs {
   SelectWanted wanted;
-  void* log_probs;  // shape of the indices, arithmetic dtype; padding_value on entry where there are offsets
+  void* log_probs;  // shape of the indices, arithmetic dtype; padding_value on entry with offsets
   void* log_tail;  // (rows,), or null
   void* entropy;  // (rows,), or null
   void* mean_logit;  // (rows,), or null
   int64_t* argmax;  // (rows,), or null
   double padding_value;
   void* statistics;  // (rows, ShardStats::numbers), or null
-  void* chosen;  // shape of the indices, or null: the logits of the entries that a shard holds; 0 on entry
+  void* chosen;  // shape of the indices, or null: the logits of a shard's own entries; 0 on entry
 
   SCE_HD bool needs_smoothing() const { return options.label_smoothing != 0; }
-  // Whether the entries' classes have to be left out of the sums.
+  // Returns true if the entries' classes must be excluded from the tail's sums.
   SCE_HD bool needs_tail() const { return wanted.log_tail; }
-  // Whether RowStats say it all.
+  // Returns true if RowStats is sufficient.
   SCE_HD bool plain() const { return !wanted.entropy && !wanted.mean_logit && !wanted.argmax && !wanted.log_tail; }
 
-  // What belongs to a row but not to its entries: 0 where it is ignored, NaN where one of its indices is out of range.
+  // Writes the outputs per row: 0 if the row is ignored, NaN if one of its indices is out of range.
   template <typename acc_t>
   SCE_HD void write_row(int64_t r, bool ignored, bool invalid, const Scanned<acc_t>& scanned,
                         const TargetStats<acc_t>& entries) const {
@@ -248,7 +252,7 @@ struct SelectArgs : ForwardArgs {
     if (argmax) argmax[r] = ignored ? -1 : stats.argmax < 0 ? 0 : stats.argmax;
   }
 
-  // What belongs to entry i of a row that is not ignored. One whose weight underflows to 0 is no padding here.
+  // Writes the output of entry i of an active row. An entry whose weight underflows to 0 is not padding here.
   template <typename scalar_t, typename acc_t>
   SCE_HD void write_entry(int64_t i, bool invalid, const scalar_t* row, const LogitTransform<acc_t>& transform,
                           const RowStats<acc_t>& stats) const {
@@ -258,7 +262,7 @@ struct SelectArgs : ForwardArgs {
     else if (column >= 0 && holds(column))
       static_cast<acc_t*>(chosen)[i] = transform(to_acc(row[column]));
   }
-  // z(): the logit of its class, `column`, where it has one.
+  // z() returns the logit of class `column`. It is called only if the entry has a class.
   template <typename acc_t, typename logit_t>
   SCE_HD void write_log_prob(int64_t i, bool invalid, int64_t column, const logit_t& z,
                              const RowStats<acc_t>& stats) const {
@@ -267,7 +271,7 @@ struct SelectArgs : ForwardArgs {
     static_cast<acc_t*>(log_probs)[i] = invalid ? Limits<acc_t>::kNaN : log_prob;
   }
 
-  // Rounding may lift a logarithm of nearly 1 above 0. NaN stays.
+  // Clamps to 0, because rounding may lift the logarithm of a number close to 1 above 0. NaN stays NaN.
   template <typename acc_t>
   SCE_HD static acc_t not_above_0(acc_t x) {
     return x > acc_t(0) ? acc_t(0) : x;
@@ -281,10 +285,10 @@ struct SelectArgs : ForwardArgs {
   }
 };
 
-// What the shards tell of the rows becomes their outputs.
+// Holds the arguments that merge the statistics of all shards into outputs.
 struct SelectMergeArgs : SelectArgs {
   const void* told;  // (shards, rows, ShardStats::numbers)
-  const void* logits_of_entries;  // shape of the indices, or null: where there is no class anything
+  const void* logits_of_entries;  // shape of the indices, or null; arbitrary for entries without a class
   int64_t shards;
 
   template <typename acc_t>
@@ -302,7 +306,7 @@ struct SelectMergeArgs : SelectArgs {
   }
 };
 
-// An upstream gradient, (rows,) with any stride, or null: zeros.
+// Represents a grad_output (rows,) with any stride. Null means zeros.
 struct Upstream {
   const void* grad;
   int64_t stride;
@@ -316,7 +320,7 @@ struct Upstream {
 struct SelectBackwardArgs : BackwardArgs {
   const void* grad_log_probs;  // shape of the indices, or null
   Upstream grad_log_tail, grad_entropy, grad_mean_logit;
-  const void* log_tail;  // (rows,) what forward gave, where there is a gradient for it
+  const void* log_tail;  // (rows,) output of forward, required if it has a gradient
   const void* entropy;  // (rows,)
   void* grad_scale;  // (rows,), or null: dl/ds of each row
 
@@ -324,9 +328,10 @@ struct SelectBackwardArgs : BackwardArgs {
   SCE_HD acc_t upstream_of_entry(int64_t i) const {
     return grad_log_probs ? static_cast<const acc_t*>(grad_log_probs)[i] : acc_t(0);
   }
-  // dl/ds = sum_j d_j x_j, x being logits as stored and d = dl/d(s x), whose sum is known. s x is rounded there
-  // and not where lse was made: what that makes of the sum would be multiplied by what all logits have in common. So x
-  // is taken relative to the logit that all would have if they were one, and 0 under a softcap, where no sum is known.
+  // dl/ds = sum_j d_j x_j, where x are the stored logits and d = dl/d(s x), whose sum is known. s x is rounded here,
+  // but not when lse was computed. The resulting error in the sum of d would be multiplied by the common part of all
+  // logits. Therefore x is taken relative to the value that all logits would have if they were equal. Under a softcap
+  // no sum is known, and x is taken relative to 0.
   template <typename acc_t>
   SCE_HD acc_t common_logit(int64_t r) const {
     if (options.softcap != 0) return acc_t(0);
@@ -336,9 +341,9 @@ struct SelectBackwardArgs : BackwardArgs {
   }
   template <typename acc_t>
   SCE_HD static acc_t scale_term(acc_t d, acc_t x, acc_t common) {
-    return d == acc_t(0) ? acc_t(0) : d * (x - common);  // under a softcap an infinite logit has none
+    return d == acc_t(0) ? acc_t(0) : d * (x - common);  // under a softcap an infinite logit contributes nothing
   }
-  // What is to be added to the terms of a row with these coefficients; of shards the first has it.
+  // Returns the term that is added once per row for these coefficients. Only the first shard adds it.
   template <typename acc_t>
   SCE_HD acc_t scale_of_all(acc_t common, const SelectCoefficients<acc_t>& c, acc_t weights) const {
     if (common == acc_t(0) || first_class > 0 || vocab == 0) return acc_t(0);
@@ -346,19 +351,19 @@ struct SelectBackwardArgs : BackwardArgs {
     const acc_t of_classes = weight_sum ? *static_cast<const acc_t*>(weight_sum) : static_cast<acc_t>(classes);
     return common * c.total(of_classes, weights, classes);
   }
-  // Whether nothing but the entries' log-probabilities can have a gradient in a row.
+  // Returns true if only the entries' log-probabilities can have a gradient in a row.
   template <typename acc_t>
   SCE_HD bool without_row_gradient(int64_t r) const {
     return without_gradient<acc_t>(r) && grad_log_tail.at<acc_t>(r) == acc_t(0) &&
            grad_entropy.at<acc_t>(r) == acc_t(0) && grad_mean_logit.at<acc_t>(r) == acc_t(0);
   }
 
-  // `mass`: of the row's entries in the loss; `upstream`: the sum of theirs.
+  // `mass` is that of the row's entries in the loss. `upstream` is the sum of the entries' grad_outputs.
   template <typename acc_t>
   SCE_HD SelectCoefficients<acc_t> select_coefficients(int64_t r, acc_t mass, acc_t upstream) const {
     SelectCoefficients<acc_t> c(coefficients(r, mass));
     const acc_t of_log_tail = log_tail ? static_cast<const acc_t*>(log_tail)[r] : acc_t(0);
-    if (of_log_tail != -acc_t(INFINITY)) {  // nothing is outside of S
+    if (of_log_tail != -acc_t(INFINITY)) {  // otherwise there is no class outside S
       c.of_tail = grad_log_tail.at<acc_t>(r);
       c.log_tail = of_log_tail;
     }
@@ -372,7 +377,7 @@ struct SelectBackwardArgs : BackwardArgs {
 
 namespace cpu {
 void select_forward(const SelectArgs& args);
-// With the gradient of the loss, which may overwrite the logits.
+// Also computes the gradient of the loss, which may overwrite the logits.
 void select_forward_with_gradient(const SelectArgs& forward, const BackwardArgs& backward);
 void select_merge(const SelectMergeArgs& args);
 void select_backward(const SelectBackwardArgs& args);

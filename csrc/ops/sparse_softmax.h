@@ -1,11 +1,11 @@
-// sparse_softmax.h - what the bindings hand to a device: softmax over the entries of each row of a sparse matrix.
+// sparse_softmax.h - Defines softmax over the entries of each row of a sparse matrix, and the arguments of the devices.
 #pragma once
 
 #include "../core/math.h"
 
 namespace sparse_ce {
 
-// Softmax over the entries that a row of a sparse matrix has, as if the others were -inf:
+// Computes softmax over the entries of a row of a sparse matrix, as if all other elements were -inf:
 //
 //   log_softmax   y_k = z_k - lse           dloss/dz_k = g_k - exp(y_k) sum_i g_i
 //   softmax       y_k = exp(z_k - lse)      dloss/dz_k = y_k (g_k - sum_i g_i y_i)
@@ -14,7 +14,7 @@ struct SoftmaxRow {
   acc_t max, log_sum, share;
 
   SCE_HD SoftmaxRow(acc_t max, acc_t log_sum, acc_t share) : max(max), log_sum(log_sum), share(share) {}
-  // `sum`: of exp(z - max). NaN everywhere in a row whose entries are all -inf.
+  // `sum` is that of exp(z - max). If all entries of a row are -inf, every result is NaN.
   SCE_HD SoftmaxRow(acc_t max, acc_t sum) : SoftmaxRow(max, logarithm(sum), acc_t(1) / sum) {}
   template <bool log>
   SCE_HD acc_t at(acc_t z) const {
@@ -37,21 +37,21 @@ struct SoftmaxGradient {
   }
 };
 
-// Row r has the entries [offsets[r], offsets[r + 1]), in the order of `order`. Each of `width` positions, the dense
-// dimensions of a hybrid tensor, is a matrix of its own.
+// Row r has the entries [offsets[r], offsets[r + 1]) of `order`. Each of the `width` positions, which are the dense
+// dimensions of a hybrid tensor, is an independent matrix.
 struct SparseSoftmaxArgs {
-  const void* offsets;   // (rows + 1,), ascending from 0 to entries
-  const int64_t* order;  // (entries,), a permutation, or null: rows lie one after the other
+  const void* offsets;  // (rows + 1,), ascending from 0 to entries
+  const int64_t* order;  // (entries,), a permutation; null means that rows are contiguous
   DType offsets_dtype, dtype;
   int64_t rows, entries, width;
   bool log;
-  const void* values;    // (entries, width); forward only
-  const void* grad;      // (entries, width); backward only
-  const void* output;    // (entries, width), what forward made; backward only
-  void* result;          // (entries, width)
-  int64_t max_blocks;    // 0: no limit. Tests lower it, so that blocks take several rows
+  const void* values;  // (entries, width); forward only
+  const void* grad;  // (entries, width); backward only
+  const void* output;  // (entries, width), output of forward; backward only
+  void* result;  // (entries, width)
+  int64_t max_blocks;  // 0 means no limit; tests lower it, so that blocks process several rows
 
-  // Held within the entries, whatever the offsets and the order are.
+  // These stay within the entries, even if offsets or order are invalid.
   SCE_HD int64_t row_begin(int64_t r) const {
     const int64_t begin = load_int(offsets, offsets_dtype, r);
     return begin < 0 ? 0 : begin > entries ? entries : begin;

@@ -1,4 +1,4 @@
-// topk.h - the k largest logits of a row in their order: the largest first, of equal ones the lowest class.
+// topk.h - Defines the order of a row's logits for top-k: the largest first, ties by the lowest class.
 #pragma once
 
 #include "../core/dtype.h"
@@ -6,12 +6,12 @@
 namespace sparse_ce {
 
 struct TopkArgs {
-  const void* logits;  // (rows, columns): unit column stride, any row stride
+  const void* logits;  // (rows, columns), unit column stride, any row stride
   DType dtype;
   int64_t rows, columns, row_stride, k;  // 0 < k <= columns < 2^31
-  bool largest;  // false: the k smallest, the smallest first
+  bool largest;  // false: the k smallest, in ascending order
   int64_t* ids;  // (rows, k)
-  int64_t max_blocks;  // 0: no limit
+  int64_t max_blocks;  // 0 means no limit
 
   template <typename scalar_t>
   SCE_HD const scalar_t* row(int64_t r) const {
@@ -23,8 +23,8 @@ template <typename scalar_t>
 using order_type =
     std::conditional_t<sizeof(scalar_t) == 2, int16_t, std::conditional_t<sizeof(scalar_t) == 4, int32_t, int64_t>>;
 
-// An integer for each number, larger for what comes earlier. The two zeros have the same; NaN counts as the largest
-// number, as for torch.topk.
+// Maps a number to an integer that is larger for numbers that come earlier. Both zeros map to the same integer. NaN
+// counts as the largest number, as in torch.topk.
 template <typename scalar_t>
 SCE_HD order_type<scalar_t> order_of(scalar_t x, bool largest) {
   using order_t = order_type<scalar_t>;
@@ -38,7 +38,7 @@ SCE_HD order_type<scalar_t> order_of(scalar_t x, bool largest) {
   return static_cast<order_t>(largest ? order : ~order);
 }
 
-// A class that may be among the k.
+// Represents a class that may be among the k.
 template <typename scalar_t>
 struct Candidate {
   order_type<scalar_t> order;
