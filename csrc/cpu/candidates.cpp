@@ -1,5 +1,5 @@
-// The weight's rows of the ids are what takes the time: each is read once, from anywhere in memory, and asked for while
-// the rows before it are worked on.
+// Computes the logits of a linear head at a few ids per row. Most time is spent on the rows of the weight: each is read
+// once, from random positions in memory, and is prefetched while the previous rows are processed.
 #include "../ops/candidates.h"
 #include "../torch_calls.h"
 #include "instruction_set.h"
@@ -11,16 +11,17 @@ namespace sparse_ce {
 namespace cpu {
 namespace {
 
-// Fewer products than this are not worth waking a thread for.
+// With fewer products than this, waking a thread does not pay off.
 constexpr int64_t kGrain = 16384;
 
-// Rows of the weight that are worked on at a time: each element of the input's row is loaded once for all.
+// This many rows of the weight are processed together, so that each element of the input is loaded once for all.
 constexpr int64_t kTogether = 4;
 
 template <typename weight_t>
 using Together = const weight_t* [kTogether];
 
-// dots[k] = <x, rows[k]>, while rows as long are asked for at `next`. An element's lane does not depend on n.
+// Computes dots[k] = <x, rows[k]> and prefetches rows of the same length at `next`. The lane of an element does not
+// depend on n.
 template <int64_t n, typename acc_t, typename weight_t>
 SCE_HD void dot_rows(const acc_t* x, const Together<weight_t>& rows, const Together<weight_t>& next, int64_t width,
                      acc_t* dots) {
@@ -39,7 +40,7 @@ SCE_HD void dot_rows(const acc_t* x, const Together<weight_t>& rows, const Toget
   }
 }
 
-// total += sum_k d[k] rows[k].
+// Computes total += sum_k d[k] rows[k].
 template <int64_t n, typename acc_t, typename weight_t>
 SCE_HD void add_rows(const acc_t* d, const Together<weight_t>& rows, const Together<weight_t>& next, int64_t width,
                      acc_t* __restrict total) {
@@ -57,7 +58,7 @@ SCE_HD void add_rows(const acc_t* d, const Together<weight_t>& rows, const Toget
   for (; c < width; ++c) add(c);
 }
 
-// The entries of a row that have a class.
+// Holds the entries of a row that have a class.
 struct RowEntries {
   std::vector<int64_t> entries, columns;
 
@@ -66,12 +67,12 @@ struct RowEntries {
   void push(int64_t i, int64_t column) { entries.push_back(i), columns.push_back(column); }
 };
 
-// f(rows, next, k, Count) for the entries [k, k + Count) of a row: where their weights are, and where those of the
-// entries are that come after these.
+// Calls f(rows, next, k, Count) for the entries [k, k + Count) of a row, with pointers to their weights and to those of
+// the entries that follow.
 template <typename weight_t, typename args_t, typename function_t>
 SCE_HD void for_each_few(const args_t& args, const RowEntries& now, const RowEntries& after, const function_t& f) {
   const size_t size = now.size();
-  const auto weight_of = [&](size_t k) SCE_INLINE {  // beyond the end of both: any that is there
+  const auto weight_of = [&](size_t k) SCE_INLINE {  // beyond the end of both, any valid row
     const int64_t column = k < size                  ? now.columns[k]
                            : k < size + after.size() ? after.columns[k - size]
                                                      : now.columns[size - 1];
@@ -89,8 +90,8 @@ SCE_HD void for_each_few(const args_t& args, const RowEntries& now, const RowEnt
   while (k < size) few(std::integral_constant<int64_t, 1>{});
 }
 
-// A thread takes whole rows. `collect(r, entries)` finds the entries of a row, `work(r, entries, after, buffer)` gets
-// them with those of the row after it, and memory for a row of the input.
+// Distributes whole rows over threads. `collect(r, entries)` finds the entries of a row. `work(r, entries, after,
+// buffer)` gets them, the entries of the next row, and memory for a row of the input.
 template <typename acc_t, typename collect_t, typename work_t>
 void for_rows(const CandidateArgs& args, const collect_t& collect, const work_t& work) {
   const int64_t rows = args.target.rows, per_row = args.width * args.target.entries / std::max<int64_t>(1, rows);
@@ -108,7 +109,7 @@ void for_rows(const CandidateArgs& args, const collect_t& collect, const work_t&
   });
 }
 
-// The row of the input in the arithmetic dtype: where it lies, or in `buffer`.
+// Returns the row of the input in the arithmetic dtype, in place or in `buffer`.
 template <typename input_t, typename acc_t>
 SCE_HD const acc_t* converted(const input_t* row, int64_t width, acc_t* buffer) {
   if constexpr (std::is_same_v<input_t, acc_t>) return row;
@@ -177,7 +178,7 @@ void backward(const CandidateBackwardArgs& args) {
   });
 }
 
-// A thread takes the ids that begin in its share of the entries.
+// A thread processes the ids that begin in its share of the entries.
 template <typename input_t, typename weight_t>
 void weight_gradient(const CandidateWeightArgs& args) {
   using acc_t = acc_type<input_t>;

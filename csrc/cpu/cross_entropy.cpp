@@ -40,7 +40,7 @@ void run_backward(const BackwardArgs& args) {
   if (!split_rows(args.rows, spans)) {
     parallel_rows(args.rows, args.vocab, [&](int64_t begin, int64_t end) {
       auto plan = backward.empty_plan();
-      // Backwards: the rows that forward read last may still be in a cache.
+      // Backward runs in reverse order, because the rows that forward read last may still be in a cache.
       for (int64_t r = end - 1; r >= begin; --r) backward.write(r, std::max(begin, r - 1), false, plan);
     });
     return;
@@ -51,8 +51,8 @@ void run_backward(const BackwardArgs& args) {
   for (int64_t r = 0; r < args.rows; ++r) backward.write_entries(r, plans[r]);
 }
 
-// Where a row's exponentials are kept between its loss and its gradient: in the gradient itself, if that is stored as
-// it is computed with and comes into a cache.
+// Provides the memory for a row's exponentials between its loss and its gradient. It is the gradient itself, if its
+// storage type is the arithmetic dtype and it is written through the caches.
 template <typename scalar_t>
 class Scratch {
   using acc_t = acc_type<scalar_t>;
@@ -78,7 +78,7 @@ class Scratch {
   std::vector<acc_t> powers_, slopes_, maxima_;
 };
 
-// The gradient of a row follows its loss while the logits, or their exponentials, are in the second cache.
+// Computes the gradient of a row right after its loss, while the logits or their exponentials are in the L2 cache.
 template <typename scalar_t>
 void run_both(const ForwardArgs& forward_args, const BackwardArgs& backward_args) {
   const Forward<scalar_t> forward(forward_args);
@@ -113,10 +113,10 @@ void run_backward_values(const BackwardArgs& args) {
   });
 }
 
-// Rows of fewer classes than this take longer one by one than across, in vectors of rows.
+// Rows with fewer classes are faster if vectors span rows instead of classes.
 constexpr int64_t kAcross = 25;
 
-// The same call, by the loops for strided rows where rows are short: there, too, rows lie at equal distances.
+// Uses the loops for strided rows if rows are short: adjacent short rows have equal distances too.
 template <typename args_t>
 args_t short_across(args_t args) {
   const bool all_classes = args.first_class == 0 && args.vocab >= args.target.num_classes;

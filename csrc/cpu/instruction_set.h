@@ -1,12 +1,12 @@
-// instruction_set.h - one source for every instruction set, in files compiled with the baseline flags.
+// instruction_set.h - Compiles one source for every instruction set, in files that use the baseline flags.
 //
-// Loops are plain C++ marked always_inline; each instruction set instantiates them inside a function with its own
+// Loops are plain C++ marked always_inline. Each instruction set instantiates them inside a function with its own
 // target attribute.
 #pragma once
 
 #include <type_traits>
 
-#if defined(__x86_64__) && !defined(SCE_PORTABLE)  // as other processors compile it
+#if defined(__x86_64__) && !defined(SCE_PORTABLE)  // SCE_PORTABLE selects the code for other architectures
 #define SCE_X86 1
 #define SCE_AVX2 __attribute__((target("arch=x86-64-v3")))
 #if defined(__clang__)
@@ -17,7 +17,7 @@
 #endif
 #define SCE_INLINE __attribute__((always_inline))
 
-// A loop over registers, which have no addresses.
+// Unrolls a loop over registers, which have no addresses.
 #define SCE_EACH(k, count) _Pragma("GCC unroll 8") for (int k = 0; k < count; ++k)
 
 namespace sparse_ce {
@@ -27,7 +27,7 @@ enum class InstructionSet { kDefault, kAvx2, kAvx512 };
 template <InstructionSet set>
 using Compiled = std::integral_constant<InstructionSet, set>;
 
-// Of the processor, or of the environment's wish.
+// Returns the instruction set of the CPU, or the one that an environment variable selects.
 InstructionSet instruction_set_in_use();
 
 #ifdef SCE_X86
@@ -41,8 +41,8 @@ SCE_AVX512 static auto with_avx512(const function_t& f) {
 }
 #endif
 
-// f(Compiled<set>{}), compiled for the set in use. f is a lambda marked SCE_INLINE: what is not inlined is not compiled
-// for the set.
+// Calls f(Compiled<set>{}), compiled for the set in use. f is a lambda marked SCE_INLINE, because only inlined code is
+// compiled for the set.
 template <typename function_t>
 static auto with_instruction_set(const function_t& f) {
 #ifdef SCE_X86

@@ -13,7 +13,7 @@ namespace sparse_ce {
 namespace cpu {
 namespace {
 
-constexpr int64_t kGrain = 32768;  // fewer elements are not worth waking a thread for
+constexpr int64_t kGrain = 32768;  // with fewer elements, waking a thread does not pay off
 
 template <typename scalar_t, typename product_t>
 SCE_HD void accumulate_elements(const AccumulateArgs& args, int64_t begin, int64_t end) {
@@ -78,7 +78,7 @@ void scale(const ScaleArgs& args) {
     using scalar_t = decltype(storage);
     using acc_t = acc_type<scalar_t>;
     const auto factor = args.template factor<acc_t>();
-    if (!factor.known)  // so there is one that was expected
+    if (!factor.known)  // only possible if `expected` is given
       fail("expected must be finite, nonzero and at least 2^-40 times scale, got ",
            *static_cast<const acc_t*>(args.expected), " for scale ", *static_cast<const acc_t*>(args.scale),
            "; use inplace='backward', which expects no grad_output");
@@ -99,7 +99,7 @@ void scale(const ScaleArgs& args) {
   });
 }
 
-// SPARSE_CE_CPU_BFLOAT16 = native | float32 forces the one or the other, so that each can be tested.
+// SPARSE_CE_CPU_BFLOAT16 = native | float32 forces one of the two, so that both can be tested.
 bool multiplies_bfloat16() {
   static const bool native = [] {
     const char* wish = std::getenv("SPARSE_CE_CPU_BFLOAT16");

@@ -1,5 +1,5 @@
-// Sums are made of lines: columns of a row, side by side. Where the columns are kept each has a sum of its own; where
-// they are reduced they go round kColumns sums, which are added up in the end.
+// Accumulates lines, which are the columns of a row. If the columns are kept, each one has its own sum. If they are
+// reduced, they are distributed over kColumns sums, which are added at the end.
 #include "../ops/masked_mean.h"
 #include "rows/row_loops.h"
 #include "simd/tile.h"
@@ -12,27 +12,27 @@ namespace sparse_ce {
 namespace cpu {
 namespace {
 
-constexpr int64_t kRows = 64;      // rows whose sums are added in the arithmetic dtype before they go into float64
-constexpr int64_t kFewItems = 32;  // with fewer of them rows are shared too. Results depend on it, not on the threads
-constexpr int64_t kTogether = 4;  // lines of kept columns that are added at a time: sums are read less often
+constexpr int64_t kRows = 64;      // rows that are summed in the arithmetic dtype before they are added to float64 sums
+constexpr int64_t kFewItems = 32;  // with fewer items rows are split too; results depend on it, not on the threads
+constexpr int64_t kTogether = 4;  // lines of kept columns that are added together, so that sums are loaded less often
 
-// Columns that are worked on side by side. The loops over them have a constant length: of a loop of any length g++ 12
-// makes code that converts bytes six times slower (AVX-512).
+// Columns are processed in groups of constant length. For loops of variable length, g++ 12 generates code that converts
+// bytes six times slower (AVX-512).
 constexpr int64_t kColumns = 64;
 
-// Bytes from the columns that are added to those that are fetched: two streams, the input and the mask, are more than
-// the processor fetches well by itself (8192 x 4096 float32, 2 threads of an EPYC, 2026-11: 4.3 ms instead of 5.4).
+// Prefetch distance in bytes. The hardware prefetcher does not keep up with two streams, the input and the mask (8192 x
+// 4096 float32, 2 threads of an EPYC, 2026-11: 4.3 ms instead of 5.4).
 constexpr int64_t kAhead = 2048;
 
-// What the columns of a row have as weights: a pointer to bytes or to numbers, or the same for all of them.
+// Holds the weights of a row's columns: a pointer to bytes or numbers, or one weight for all columns.
 template <typename acc_t>
 struct Same {
   acc_t value;
   SCE_HD acc_t operator[](int64_t) const { return value; }
 };
 
-// f(item, weights_at) for all items, with a function from places in the mask to weights, for the instruction set in
-// use. f is marked SCE_INLINE.
+// Calls f(item, weights_at) for all items, compiled for the instruction set in use. weights_at maps places in the mask
+// to weights. f is marked SCE_INLINE.
 template <typename acc_t, typename function_t>
 void for_items(const MaskedMeanArgs& args, const MaskedMeanPlan& plan, const function_t& f) {
   parallel_rows(plan.items, plan.height * plan.width, [&](int64_t begin, int64_t end) {
@@ -49,7 +49,7 @@ void for_items(const MaskedMeanArgs& args, const MaskedMeanPlan& plan, const fun
   });
 }
 
-// f(begin, lanes) for n columns, kColumns or what is left of them at a time.
+// Calls f(begin, lanes) for n columns in groups of kColumns; the last group may be smaller.
 template <typename function_t>
 SCE_HD void for_columns(int64_t n, const function_t& f) {
   int64_t i = 0;
@@ -57,7 +57,7 @@ SCE_HD void for_columns(int64_t n, const function_t& f) {
   f(i, n - i);
 }
 
-// Adds lines of n columns to sum and weight: (n,), or (kColumns,) where the columns are reduced.
+// Adds lines of n columns to sum and weight, which are (n,), or (kColumns,) if the columns are reduced.
 template <int64_t lines, typename scalar_t, typename weights_t, typename acc_t>
 SCE_HD void add_lines(const scalar_t* const* x, const weights_t* w, int64_t n, bool kept, acc_t* sum, acc_t* weight) {
   for_columns(n, [=](int64_t begin, int64_t lanes) SCE_INLINE {
@@ -78,7 +78,7 @@ SCE_HD void add_lines(const scalar_t* const* x, const weights_t* w, int64_t n, b
   });
 }
 
-// The sums of at most kRows rows, or of a whole item where the columns are reduced, go into float64.
+// Adds the sums of at most kRows rows, or of a whole item if the columns are reduced, to float64 sums.
 template <typename scalar_t, typename weights_at_t>
 SCE_HD void sum_item(const MaskedMeanArgs& args, const MaskedMeanPlan& plan, const MaskedMeanPlan::Item& item,
                      const weights_at_t& weights_at, MaskedSum<double>* partial) {
@@ -99,7 +99,7 @@ SCE_HD void sum_item(const MaskedMeanArgs& args, const MaskedMeanPlan& plan, con
       const Place at = item.place.moved(args.rows.stride, row);
       w[waiting] = weights_at(at.mask);
       if constexpr (!std::is_pointer_v<weights_t>) {
-        if (w[waiting].value == 0) continue;  // it is not read
+        if (w[waiting].value == 0) continue;  // masked rows are not read
         same += w[waiting].value * static_cast<acc_t>(kept ? 1 : n);
       }
       x[waiting++] = static_cast<const scalar_t*>(args.input) + at.input;
@@ -123,7 +123,7 @@ void masked_mean(const MaskedMeanArgs& args) {
   const int64_t rows = args.rows.size, columns = args.columns.size, width = std::min(columns, kept ? kTile : kSpan);
   const int64_t parts = kept ? divide_up(kFewItems, args.outer.size * divide_up(columns, width)) : rows;
   const MaskedMeanPlan plan(args, std::max(kSpan / width, divide_up(rows, parts)), width);
-  const int64_t outputs = plan.parts > 1 ? args.outputs() : 0;  // that are merged
+  const int64_t outputs = plan.parts > 1 ? args.outputs() : 0;  // partial results are merged
   std::vector<MaskedSum<double>> partial(static_cast<size_t>(plan.parts * outputs));
   with_storage(args.dtype, [&](auto storage) {
     using scalar_t = decltype(storage);

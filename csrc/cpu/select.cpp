@@ -1,5 +1,5 @@
-// A row's statistics, then its outputs; in backward its gradient. Rows and spans of them go to threads as those of the
-// loss (row_passes.h).
+// Computes the statistics and outputs of each row in forward, and its gradient in backward. Rows and spans are
+// distributed over threads as for the loss (row_passes.h).
 #include "../ops/select.h"
 #include "rows/row_entries.h"
 #include "rows/row_loops.h"
@@ -12,7 +12,7 @@ namespace sparse_ce {
 namespace cpu {
 namespace {
 
-// z of a tile: the logits themselves where nothing becomes of them, or `buffer`; `slopes` as Tile::transform has them.
+// Returns z of a tile: the logits if they are unchanged, otherwise `buffer`. See Tile::transform for `slopes`.
 template <typename scalar_t, typename acc_t>
 const acc_t* transformed(const scalar_t* logits, int64_t n, const LogitTransform<acc_t>& transform, acc_t* buffer,
                          acc_t* slopes) {
@@ -23,7 +23,7 @@ const acc_t* transformed(const scalar_t* logits, int64_t n, const LogitTransform
   return buffer;
 }
 
-// The log-probabilities of a row that is ignored; a shard's logits are 0 as they are.
+// Sets the log-probabilities of an ignored row to 0. The logits of a shard are already 0.
 template <typename acc_t>
 void clear_entries(const SelectArgs& args, EntryRange range) {
   auto* log_probs = static_cast<acc_t*>(args.log_probs);
@@ -39,10 +39,10 @@ class SelectForward {
 
   int64_t spans() const { return spans_; }
 
-  // Statistics of a span: of all classes, or of those outside of S, of which `all` says the tail.
+  // Holds the statistics of a span, of all classes and of the classes outside S (`tail`).
   using Span = Scanned<acc_t>;
 
-  // The classes of the entries, where they are left out.
+  // Collects the entries' classes if they must be excluded.
   void prepare(int64_t r, RowEntries<acc_t>& entries) const {
     prefetch_entries(args_.target, r);
     if (!args_.needs_tail() || args_.target.ignored(r)) return;
@@ -60,12 +60,12 @@ class SelectForward {
     const auto others = entries.without_entries(t);
     const SelectStats<acc_t> outside = of_span(r, t, others.bits, next);
     out.tail = outside.row;
-    // Smoothing is relative to the maximum of all.
+    // Smoothing is relative to the maximum of all classes.
     out.all = args_.needs_smoothing() ? of_span(r, t, nullptr, next) : outside;
     return out;
   }
 
-  // All that is asked for of a row; `after` is the row that will be read next.
+  // Writes the requested outputs of a row. `after` is the row that is read next.
   void write(int64_t r, int64_t after, RowEntries<acc_t>& entries) const {
     prepare(r, entries);
     Span stats;
@@ -73,13 +73,13 @@ class SelectForward {
     finish(r, stats, entries);
   }
 
-  // The outputs of a row, of the statistics of all its spans.
+  // Writes the outputs of a row from the statistics of all its spans.
   void finish(int64_t r, Span row_stats, RowEntries<acc_t>& entries) const {
     const bool ignored = args_.target.ignored(r);
     const EntryRange range = args_.target.row(r);
     const LogitTransform<acc_t> transform = args_.template transform<acc_t>(r);
     if (!ignored && args_.needs_tail() && !args_.needs_smoothing()) {
-      entries.gather(row(r), 0, entries.size());  // now that the row is in a cache
+      entries.gather(row(r), 0, entries.size());  // the row is in a cache now
       entries.transform_all(transform, entries.logits.data(), nullptr);
       row_stats.all.merge(of_entries(entries));
     }
@@ -94,7 +94,7 @@ class SelectForward {
   const scalar_t* row(int64_t r) const { return args_.template row<scalar_t>(r); }
   int64_t begin_of(int64_t t) const { return args_.first_class + t * kSpan; }
 
-  // Of the classes that are kept, all of them where that is null.
+  // Returns the statistics of the classes in `kept`; null means all classes.
   SelectStats<acc_t> of_span(int64_t r, int64_t t, const uint32_t* kept, const scalar_t* next) const {
     const int64_t begin = begin_of(t);
     const Wanted wanted{args_.wanted.entropy, args_.wanted.mean_logit, args_.wanted.argmax,
@@ -138,14 +138,14 @@ class SelectBackward {
   using acc_t = acc_type<scalar_t>;
 
  public:
-  // As of Backward in row_passes.h; `raw` are the logits of the entries as they were, for the scale's gradient, and
-  // `slopes` dz/d(scale x).
+  // See Backward in row_passes.h. `raw` are the untransformed logits of the entries, for the gradient of the scale, and
+  // `slopes` are dz/d(scale x).
   struct RowPlan {
     bool zero;
     SelectCoefficients<acc_t> coefficients;
     RowEntries<acc_t> entries;
     std::vector<acc_t> raw, slopes, derivatives;
-    acc_t common, of_all;  // what all logits have in common, and what that adds to dl/ds
+    acc_t common, of_all;  // the common part of all logits, and its contribution to dl/ds
   };
 
   explicit SelectBackward(const SelectBackwardArgs& args)
@@ -166,7 +166,7 @@ class SelectBackward {
     entries.template collect<true>(args_.target, r);
     plan.zero = args_.template without_row_gradient<acc_t>(r) && !any_upstream(entries);
     if (plan.zero) return entries.clear();
-    // Without a loss a target's weights say no more than which entries there are.
+    // Without a loss, a target's weights only determine its entries.
     const acc_t mass = args_.grad_loss ? entries.mass() : acc_t(0);
     double upstream = 0;
     for (size_t k = 0; k < entries.size(); ++k)
@@ -183,7 +183,7 @@ class SelectBackward {
     entries.arrange(args_, spans_);
   }
 
-  // Every element of the span is written. Returns what it adds to dl/ds.
+  // Writes every element of the span. Returns its contribution to dl/ds.
   acc_t write_span(int64_t r, int64_t t, int64_t after, RowPlan& plan) const {
     const int64_t begin = args_.first_class + t * kSpan, end = std::min(begin + kSpan, args_.vocab);
     const int64_t live = plan.zero ? begin : std::max(begin, std::min(end, classes_end_));
@@ -209,14 +209,14 @@ class SelectBackward {
     return of_scale;
   }
 
-  // `of_scale`: of the spans.
+  // `of_scale` is the sum over the spans.
   void write_entries(int64_t r, acc_t of_scale, RowPlan& plan) const {
     RowEntries<acc_t>& entries = plan.entries;
     const LogitTransform<acc_t> transform = args_.template transform<acc_t>(r);
     scalar_t* gradient = args_.template gradient_row<scalar_t>(r);
     for (const int64_t column : entries.columns) __builtin_prefetch(gradient + column, 1);
     SelectCoefficients<acc_t> inside = plan.coefficients;
-    inside.of_tail = 0;  // what classes outside have in addition
+    inside.of_tail = 0;  // only classes outside S have this term
     plan.raw = entries.logits;
     plan.slopes.assign(entries.size(), acc_t(1));
     plan.derivatives.resize(entries.size());
@@ -242,7 +242,7 @@ class SelectBackward {
                        [&](int64_t i) { return args_.template upstream_of_entry<acc_t>(i) != acc_t(0); });
   }
 
-  // A span, up to column `live`, as if none of its classes had an entry; those that have add nothing to dl/ds here.
+  // Writes a span up to column `live` as if its classes had no entries. Classes with entries add nothing to dl/ds here.
   acc_t write_tiles(int64_t r, int64_t t, int64_t live, const LogitTransform<acc_t>& transform, const RowPlan& plan,
                     const Destination<scalar_t>& to) const {
     alignas(64) acc_t buffer[kTile], derivative[kTile], slopes_of_tile[kTile];
@@ -293,7 +293,7 @@ void run_forward(const SelectArgs& args) {
   }
 }
 
-// The gradient of a row's loss follows what is asked for of the row while its logits are in the second cache.
+// Computes the gradient of a row's loss right after its outputs, while its logits are in the L2 cache.
 template <typename scalar_t>
 void run_both(const SelectArgs& forward_args, const BackwardArgs& backward_args) {
   const SelectForward<scalar_t> forward(forward_args);
@@ -332,7 +332,7 @@ void run_backward(const SelectBackwardArgs& args) {
   if (!split_rows(args.rows, spans)) {
     parallel_rows(args.rows, args.vocab, [&](int64_t begin, int64_t end) {
       auto plan = backward.empty_plan();
-      // Backwards: the rows that forward read last may still be in a cache.
+      // Backward runs in reverse order, because the rows that forward read last may still be in a cache.
       for (int64_t r = end - 1; r >= begin; --r) {
         prefetch_entries(args.target, std::max(begin, r - 1));
         backward.make_plan(r, plan);
@@ -362,7 +362,7 @@ void select_forward(const SelectArgs& args) {
 }
 
 void select_forward_with_gradient(const SelectArgs& forward, const BackwardArgs& backward) {
-  const bool short_rows = backward.vocab < kTile;  // whose caches need no order, and which backward may take across
+  const bool short_rows = backward.vocab < kTile;  // these fit into caches in any order
   if (short_rows || split_rows(forward.rows, divide_up(forward.vocab, kSpan))) {
     select_forward(forward);
     return cross_entropy_backward(backward);

@@ -9,30 +9,32 @@ namespace sparse_ce {
 namespace cpu {
 namespace {
 
-// Fewer elements than this are not worth waking a thread for.
+// With fewer elements than this, waking a thread does not pay off.
 constexpr int64_t kGrain = 16384;
 
-// Longer rows of single positions are packed, where they are not, and taken by vectors along the row.
+// Longer rows of single positions are packed, if necessary, and processed with vectors along the row.
 constexpr int64_t kShort = 32;
 
-// Longer rows of single positions are shared out by spans; fewer have the results of theirs on the stack.
+// Longer rows of single positions are split into spans for the threads. Shorter rows hold the results of their spans on
+// the stack.
 constexpr int64_t kSpansOfOne = 4, kLongest = kSpansOfOne * kSpan;
 
-// Terms that are added in the arithmetic dtype before they go into float64.
+// This many terms are summed in the arithmetic dtype before they are added to a float64 sum.
 constexpr int64_t kTerms = 256;
 
-// The elements of `lanes` neighbouring positions of a row's entries: vectors across the positions, one entry at a time.
+// Accesses the elements of `lanes` adjacent positions of a row's entries. Vectors span the positions, one entry at a
+// time.
 template <int64_t lanes, typename scalar_t>
 struct Lanes {
   using acc_t = acc_type<scalar_t>;
-  const SparseSoftmaxArgs* args;  // null: the row is packed
+  const SparseSoftmaxArgs* args;  // null if the row is packed
   int64_t width, n;
   scalar_t* result;
   int64_t begin = 0, position = 0;
 
   SCE_HD int64_t at(int64_t i) const { return args ? args->at(begin + i) * width + position : i; }
 
-  // total[l] = the sum over the row's entries of term(element, l).
+  // Computes total[l], the sum of term(element, l) over the row's entries.
   template <typename term_t>
   SCE_HD void sum(double* total, const term_t& term) const {
     for (int64_t l = 0; l < lanes; ++l) total[l] = 0;
@@ -62,15 +64,15 @@ struct WideSum {
   void merge(const WideSum& other) { sum += other.sum; }
 };
 
-// The spans of a packed row, by one thread or by all: merged in their order, so that the result is the same.
+// Divides a packed row into spans for one thread or for all. They are merged in order, so the result is the same.
 struct Spans {
   int64_t n;
   bool by_all;
 
-  // f(span, first entry, entries) of each.
+  // Calls f(span, first entry, entries) for each span.
   template <typename function_t>
   void each(const function_t& f) const {
-    if (n <= kSpan) return f(0, 0, n);  // most rows, and short ones: what is below takes as long as 64 entries
+    if (n <= kSpan) return f(0, 0, n);  // most rows; for short ones the loop below costs as much as 64 entries
     const auto some = [&](int64_t first, int64_t last) {
       for (int64_t t = first; t < last; ++t) f(t, t * kSpan, std::min(kSpan, n - t * kSpan));
     };
@@ -89,8 +91,7 @@ struct Spans {
   }
 };
 
-// What is done with a row, forward and backward: with some of its positions where they lie, or with a long row of
-// single positions that are packed.
+// Processes a row, in forward and backward: some of its positions in place, or a long packed row of single positions.
 template <bool log, typename scalar_t>
 struct Forward {
   using acc_t = acc_type<scalar_t>;
@@ -193,7 +194,7 @@ SCE_HD void by_lanes(const SparseSoftmaxArgs& args, int64_t begin, int64_t n, in
     f(Lanes<lanes, scalar_t>{&args, args.width, n, result, begin, position}, f.inputs);
 }
 
-// run(inputs, result) of a row of single positions, packed into `buffer` where they are not.
+// Calls run(inputs, result) for a row of single positions, which is packed into `buffer` if necessary.
 template <typename function_t, typename scalar_t, typename run_t>
 SCE_HD void packed(const SparseSoftmaxArgs& args, int64_t begin, const Spans& spans, const function_t& f,
                    std::vector<scalar_t>& buffer, const run_t& run) {
@@ -217,10 +218,10 @@ SCE_HD void packed(const SparseSoftmaxArgs& args, int64_t begin, const Spans& sp
   });
 }
 
-// A thread takes the rows that begin in its share of the entries.
+// A thread processes the rows that begin in its share of the entries.
 template <typename scalar_t, typename function_t>
 void for_rows(const SparseSoftmaxArgs& args, const function_t& f) {
-  const auto first_row = [&](int64_t entry) {  // that begins at the entry or later
+  const auto first_row = [&](int64_t entry) {  // the first row that begins at or after the entry
     int64_t low = 0, high = args.rows;
     while (low < high) {
       const int64_t middle = low + (high - low) / 2;

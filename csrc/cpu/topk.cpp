@@ -1,5 +1,5 @@
-// A row is read once, for the largest of each of its blocks. The k-th largest of these is at most that of the row, and
-// of a row without order hardly below it: what is above it lies in few blocks.
+// Finds the k largest logits of each row. A row is read once to find the maximum of each block. The k-th largest of
+// these maxima is a lower bound for the k-th largest logit, and in unordered rows a close one, so few blocks exceed it.
 #include "../core/math.h"
 #include "../ops/topk.h"
 
@@ -53,7 +53,7 @@ class Finder {
  private:
   using order_t = order_type<scalar_t>;
 
-  // What at least k logits have or are above.
+  // Returns a bound that at least k logits reach.
   order_t least() {
     if (static_cast<size_t>(args_.k) > blocks_) return std::numeric_limits<order_t>::min();
     copy_ = highest_;
@@ -61,7 +61,7 @@ class Finder {
     return copy_[static_cast<size_t>(args_.k - 1)];
   }
 
-  // Those that have it or are above it, but for ties behind the k first. Returns how many.
+  // Lists the logits that reach the bound, except for ties that come after the first k. Returns their number.
   SCE_HD int64_t list(const scalar_t* row, order_t least) {
     int64_t count = 0, equal = 0;
     for (size_t b = 0; b < blocks_; ++b) {
@@ -72,7 +72,7 @@ class Finder {
       SCE_SIMD()
       for (int64_t i = 0; i < n; ++i) orders[i] = order_of(row[begin + i], args_.largest);
       Candidate<scalar_t>* listed = listed_.data();
-      for (int64_t i = 0; i < n; ++i) {  // without a branch: which is taken cannot be foretold
+      for (int64_t i = 0; i < n; ++i) {  // branch-free, because the outcome is unpredictable
         listed[count] = {orders[i], static_cast<int32_t>(begin + i)};
         count += orders[i] >= least;
         equal += orders[i] == least;

@@ -15,7 +15,7 @@ namespace sparse_ce {
 namespace cpu {
 namespace {
 
-constexpr size_t kBlocks = 2;  // a step of the usual loop needs one; a model with two losses, two
+constexpr size_t kBlocks = 2;  // a usual training step needs one block, a model with two losses needs two
 constexpr size_t kHugePage = size_t(1) << 21;
 
 struct Block {
@@ -23,7 +23,7 @@ struct Block {
   size_t bytes;
 };
 
-// New memory whose address and size are multiples of a huge page.
+// Maps memory whose address and size are multiples of a huge page.
 void* map_block(size_t bytes) {
   void* mapped = mmap(nullptr, bytes + kHugePage, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   if (mapped == MAP_FAILED) return nullptr;
@@ -32,13 +32,13 @@ void* map_block(size_t bytes) {
   if (before > 0) munmap(begin, before);
   munmap(begin + before + bytes, kHugePage - before);
 #ifdef MADV_HUGEPAGE
-  madvise(begin + before, bytes, MADV_HUGEPAGE);  // advice: nothing depends on it
+  madvise(begin + before, bytes, MADV_HUGEPAGE);  // only a hint
 #endif
   return begin + before;
 }
 
-// Whether the system has left a free block its memory. What it took away would come back in pages of 4 KiB: page tables
-// that were once split are not used for huge pages again.
+// Returns true if a free block is still resident. Memory that the system reclaimed would come back in 4 KiB pages,
+// because page tables that were split are not used for huge pages again.
 bool intact(const Block& block) {
   for (size_t at = 0; at < block.bytes; at += kHugePage) {
     unsigned char resident = 0;
@@ -92,13 +92,13 @@ class BlockCache {
   std::unordered_map<void*, size_t> in_use_;
 };
 
-// Never destroyed: a tensor may be freed after the destructors of statics have run.
+// The cache is never destroyed, because tensors may be freed after static destructors have run.
 BlockCache& cache() {
   static BlockCache* cache = new BlockCache;
   return *cache;
 }
 
-// SPARSE_CE_BLOCK_CACHE=0 leaves every gradient to torch's allocator.
+// SPARSE_CE_BLOCK_CACHE=0 makes every gradient use torch's allocator.
 bool in_use() {
   static const bool wanted = [] {
     const char* wish = std::getenv("SPARSE_CE_BLOCK_CACHE");

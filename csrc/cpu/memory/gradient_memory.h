@@ -1,13 +1,15 @@
-// gradient_memory.h - memory for large fresh gradients on the CPU.
+// gradient_memory.h - Caches memory for large gradients on the CPU.
 //
-// A gradient of the logits lives for a moment of every step, and the C allocator maps such a block anew each time: the
-// kernel zeroes its pages at first touch, which costs more than computing the gradient (256 x 128256 float32, 2 threads
-// of a Xeon at 2.5 GHz, 2026-11: 43 ms instead of 16). So up to kBlocks freed blocks stay mapped, in huge pages where
-// the system has them, and are marked MADV_FREE: their memory goes back to the system the moment anybody needs it.
+// A gradient of the logits exists only briefly in each step, and the C allocator maps such a block anew every time. The
+// kernel then zeroes its pages at first touch, which takes longer than computing the gradient (256 x 128256 float32, 2
+// threads of a Xeon at 2.5 GHz, 2026-11: 43 ms instead of 16). Therefore up to kBlocks freed blocks stay mapped, in
+// huge pages if the system supports them. They are marked MADV_FREE, so the system can reclaim their memory at any
+// time.
 //
-// Why the blocks are not torch's, whose storages could be resized and are counted by its profiler: a cache beside them
-// would have to be told when nobody else holds one. Only a private function counts holders, and not one that holds the
-// storage alone (torch 2.13), whose memory the next gradient would overwrite; and what is held is never given back.
+// Torch's own storages, which can be resized and are counted by its profiler, cannot be cached this way. The cache
+// would have to know when a storage has no other owner. Only a private function counts owners, and it does not count
+// those that hold only the storage (torch 2.13). The next gradient would overwrite their memory. Also, a cached storage
+// would never be freed.
 #pragma once
 
 #include <cstddef>
@@ -15,13 +17,13 @@
 namespace sparse_ce {
 namespace cpu {
 
-// Smaller gradients are left to torch's allocator, which reuses blocks of this size by itself.
+// Smaller gradients use torch's allocator, which reuses blocks of this size itself.
 constexpr size_t kLeastCachedBytes = size_t(4) << 20;
 
-// At least `bytes` of uninitialised memory, or nullptr where the system offers no such memory.
+// Returns at least `bytes` of uninitialized memory, or nullptr if the system cannot provide it.
 void* take_gradient_memory(size_t bytes);
 
-// Gives back what take_gradient_memory returned.
+// Returns a block from take_gradient_memory to the cache.
 void give_gradient_memory(void* block);
 
 }  // namespace cpu

@@ -12,7 +12,8 @@ namespace {
 
 constexpr int64_t kMiB = int64_t(1) << 20;
 
-// The cache that cores share; 0 where nobody says. sysconf counts all of a processor's where Linux knows the core's.
+// Returns the size of the cache that cores share, or 0 if it is unknown. sysconf reports the sum over the processor,
+// while Linux reports the cache of one core.
 int64_t last_cache() {
   int64_t kib = 0;
   if (FILE* file = std::fopen("/sys/devices/system/cpu/cpu0/cache/index3/size", "r")) {
@@ -28,8 +29,8 @@ int64_t last_cache() {
 #endif
 }
 
-// Half of it; the other half is the logits'. From there on a reader that follows loses less by finding nothing in it
-// than the writer gains (32 MiB, two Zen 4 cores, 2026-11-23).
+// Returns the size from which a gradient bypasses the caches: half of the cache, since the logits use the other half.
+// From this size on, a subsequent reader loses less than the writer gains (32 MiB, two Zen 4 cores, 2026-11-23).
 int64_t too_large() {
   const int64_t cache = last_cache();
   return cache <= 0 ? 16 * kMiB : std::clamp(cache / 2, 4 * kMiB, 32 * kMiB);
@@ -37,8 +38,8 @@ int64_t too_large() {
 
 }  // namespace
 
-// Stores of 16 bytes fill the queue before their lines are whole, and float64 on AVX2 computes for longer than fetching
-// its lines takes.
+// Not used with 16-byte stores, which fill the store queue before their lines are complete. Not used for float64 on
+// AVX2 either, where computing takes longer than fetching the lines.
 bool around_caches(const void* logits, const void* gradient, int64_t n, int64_t size) {
   static const int64_t most = too_large();
   const InstructionSet set = instruction_set_in_use();

@@ -1,5 +1,5 @@
-// nontemporal.h - stores around the caches, for gradients that are larger than these: a line that is stored as a whole
-// need not be read first, which is a third of the traffic of a gradient beside its logits.
+// nontemporal.h - Implements non-temporal (streaming) stores for gradients that exceed the caches. A line that is
+// written completely need not be read first, which saves a third of the memory traffic of logits and gradient.
 #pragma once
 
 #include "../../core/dtype.h"
@@ -15,33 +15,33 @@
 namespace sparse_ce {
 namespace cpu {
 
-// Whether a gradient of n elements of `size` bytes goes around the caches: where nobody would find it in one and the
-// loops wait for memory. Where it overwrites its logits each line is in a cache already.
+// Returns true if a gradient of n elements of `size` bytes uses non-temporal stores. It does if it would not stay in a
+// cache and the loops are memory-bound. Logits that the gradient overwrites are in a cache already.
 bool around_caches(const void* logits, const void* gradient, int64_t n, int64_t size);
 
-// Whether n elements that belong together are worth it: entries are written after the rest, and each fetches its line
-// again, for which the stores behind it wait. A row of 2 KiB took a quarter longer, one of 256 bytes three times as
-// long.
+// Returns true if non-temporal stores pay off for a row of n elements. Entries are written after the row and fetch
+// their lines again, which stalls subsequent stores. A row of 2 KiB took a quarter longer, one of 256 bytes three times
+// as long.
 template <typename scalar_t>
 constexpr bool worth_it(int64_t n, size_t entries) {
   return n * static_cast<int64_t>(sizeof(scalar_t)) >= 4096 && static_cast<int64_t>(entries) * 64 <= n;
 }
 
-// The same where exponentials were kept: stores of float32 are then all that is left to do, and nothing hides them with
-// AVX2.
+// Returns the same if exponentials were stored. The remaining work is then only stores, and for float32 on AVX2 no
+// computation hides them.
 template <typename scalar_t>
 bool worth_it_of_kept() {
   return sizeof(scalar_t) == 2 || instruction_set_in_use() == InstructionSet::kAvx512;
 }
 
-// What other threads see of the stores so far, they see from now on.
+// Makes all previous stores visible to other threads.
 inline void finish_stores() {
 #ifdef SCE_X86
   _mm_sfence();
 #endif
 }
 
-constexpr int64_t kLine = 64;  // bytes
+constexpr int64_t kLine = 64;  // in bytes
 
 template <typename scalar_t>
 struct Destination {
@@ -51,14 +51,14 @@ struct Destination {
   SCE_HD Destination from(int64_t i) const { return {gradient + i, around}; }
 };
 
-// How many of n elements lie before the first whole line.
+// Returns how many of n elements lie before the first complete line.
 template <typename scalar_t>
 SCE_HD int64_t before_line(const scalar_t* x, int64_t n) {
   return std::min<int64_t>(n, (-reinterpret_cast<uintptr_t>(x) % kLine) / sizeof(scalar_t));
 }
 
 #ifdef SCE_X86
-// By whole vectors: the queue of stores holds as many of them as of smaller ones.
+// Copies with whole vectors: the store queue holds as many of them as of smaller stores.
 SCE_AVX2 inline void copy_lines_avx2(const void* from, int64_t bytes, void* to) {
   for (int64_t i = 0; i < bytes; i += kLine) {
     const auto* x = reinterpret_cast<const __m256i*>(static_cast<const char*>(from) + i);
@@ -75,7 +75,7 @@ SCE_AVX512 inline void copy_lines_avx512(const void* from, int64_t bytes, void* 
 }
 #endif
 
-// Whole lines around the caches, the rest as usual.
+// Copies complete lines with non-temporal stores and the rest with normal stores.
 template <InstructionSet set, typename scalar_t>
 SCE_HD void copy_around(const scalar_t* from, int64_t n, scalar_t* to) {
 #ifdef SCE_X86

@@ -1,5 +1,5 @@
-// avx512_streams.h - the loops of strided_streams.h over plain logits with the instructions that avx512.h is made of:
-// 11 of them make an exponential and add it, where plain C++ takes 17.
+// avx512_streams.h - Implements the loops of strided_streams.h for plain logits with AVX-512 intrinsics. An exponential
+// and its addition take 11 instructions; compiled C++ takes 17.
 #pragma once
 
 #include "../simd/avx512.h"
@@ -12,12 +12,12 @@ namespace avx512 {
 
 constexpr int kRows = 16;  // of a vector
 
-// Those of a vector that count: all, or the first few.
+// These select the rows of a vector: all, or the first few.
 struct All {};
 using Few = __mmask16;
 SCE_AVX512_INLINE Few few(int64_t n) { return static_cast<Few>((1u << n) - 1); }
 
-// 0 where none is.
+// Rows that are not selected are 0.
 SCE_AVX512_INLINE __m512 load_rows(const float* x, All) { return _mm512_loadu_ps(x); }
 SCE_AVX512_INLINE __m512 load_rows(const float* x, Few rows) { return _mm512_maskz_loadu_ps(rows, x); }
 SCE_AVX512_INLINE __m256i load_bits(const void* x, All) { return _mm256_loadu_si256(static_cast<const __m256i*>(x)); }
@@ -31,7 +31,7 @@ SCE_AVX512_INLINE __m512 load_rows(const Half* x, rows_t rows) {
   return _mm512_cvtph_ps(load_bits(x, rows));
 }
 
-// `around` the caches: to places where a vector can be.
+// `Around` uses non-temporal stores, which require aligned addresses.
 struct Around {};
 SCE_AVX512_INLINE void store_rows(__m512 x, All, float* out) { _mm512_storeu_ps(out, x); }
 SCE_AVX512_INLINE void store_rows(__m512 x, Around, float* out) { _mm512_stream_ps(out, x); }
@@ -53,7 +53,7 @@ SCE_AVX512_INLINE void store_rows(__m512 x, rows_t rows, Half* out) {
   store_bits(_mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC), rows, out);
 }
 
-// By what the logits of some rows are multiplied.
+// Multiplies the logits of some rows by their scale.
 template <bool scaled>
 struct Scale {
   float all;
@@ -69,7 +69,7 @@ struct Scale {
   }
 };
 
-// Adds a vector's rows of `count` columns, `step` apart, to their maxima and their sums relative to `reference`.
+// Adds `count` columns of a vector of rows, with stride `step`, to the maxima and to the sums relative to `reference`.
 template <int count, typename scalar_t, typename scale_t, typename exponential_t, typename rows_t>
 SCE_AVX512_INLINE void push_vector(const scalar_t* x, int64_t step, int64_t i, rows_t rows, const scale_t& scale,
                                    const exponential_t& exponential, const float* reference, float* max, float* sum) {
@@ -78,7 +78,7 @@ SCE_AVX512_INLINE void push_vector(const scalar_t* x, int64_t step, int64_t i, r
   Columns<count> z;
   SCE_EACH(k, count) z.vector[k] = load_rows(x + k * step + i, rows);
   scale.apply(i, rows, z);
-  SCE_EACH(k, count) high = _mm512_max_ps(z.vector[k], high);  // NaN in z loses
+  SCE_EACH(k, count) high = _mm512_max_ps(z.vector[k], high);  // NaN in z does not become the maximum
   SCE_EACH(k, count) z.vector[k] = _mm512_sub_ps(z.vector[k], base);
   exponential.scale(z);
   z = exponential.raise(z);
@@ -88,7 +88,7 @@ SCE_AVX512_INLINE void push_vector(const scalar_t* x, int64_t step, int64_t i, r
   store_rows(added, rows, sum + i);
 }
 
-// The same of the rows [begin, end).
+// Adds the columns of the rows [begin, end).
 template <int count, typename scalar_t, typename scale_t, typename exponential_t>
 SCE_AVX512_INLINE void push_rows(const scalar_t* x, int64_t step, int64_t begin, int64_t end, const scale_t& scale,
                                  const exponential_t& exponential, const float* reference, float* max, float* sum) {
@@ -97,7 +97,7 @@ SCE_AVX512_INLINE void push_rows(const scalar_t* x, int64_t step, int64_t begin,
   if (i < end) push_vector<count>(x, step, i, few(end - i), scale, exponential, reference, max, sum);
 }
 
-// The same of all of them.
+// Adds the columns of all rows.
 template <bool scaled, typename scalar_t>
 SCE_AVX512 void push_columns(const BlockColumns<scalar_t>& columns, const LossOptions& options, const float* scale,
                              const float* reference, float* max, float* sum) {
@@ -117,14 +117,15 @@ SCE_AVX512 void push_columns(const BlockColumns<scalar_t>& columns, const LossOp
   }
 }
 
-// exp(max - reference) (n,), as it is when it is added.
+// Computes exp(max - reference) (n,), bitwise equal to the term that was added.
 SCE_AVX512 inline void powers(int64_t n, const float* max, const float* reference, float* power) {
   alignas(64) float highest[kMostRows] = {};
   std::fill_n(power, n, 0.0f);
   push_rows<1>(max, 0, 0, n, Scale<false>{}, Exponential<5>(Line(1, 0), 1), reference, highest, power);
 }
 
-// Gradients of a vector's rows of `count` columns, to columns `apart`. class_weight (count,).
+// Writes the gradients of `count` columns of a vector of rows, to columns with stride `apart`. class_weight is
+// (count,).
 template <int count, typename scalar_t, typename scale_t, typename exponential_t, typename rows_t, typename store_t>
 SCE_AVX512_INLINE void differentiate_vector(const scalar_t* x, int64_t step, int64_t i, rows_t rows, store_t how,
                                             const scale_t& scale, const exponential_t& exponential,
@@ -149,7 +150,7 @@ SCE_AVX512_INLINE void differentiate_vector(const scalar_t* x, int64_t step, int
   }
 }
 
-// The same of the rows [begin, end).
+// Writes the gradients of the rows [begin, end).
 template <int count, typename store_t, typename scalar_t, typename scale_t, typename exponential_t>
 SCE_AVX512_INLINE void differentiate_rows(const scalar_t* x, int64_t step, int64_t begin, int64_t end,
                                           const scale_t& scale, const exponential_t& exponential,
@@ -162,7 +163,7 @@ SCE_AVX512_INLINE void differentiate_rows(const scalar_t* x, int64_t step, int64
   if (i < end) differentiate_vector<count>(x, step, i, last, last, scale, exponential, of, class_weight, out, apart);
 }
 
-// Of all of them.
+// Writes the gradients of all rows.
 template <bool scaled, typename store_t, typename scalar_t>
 SCE_AVX512 void differentiate_columns(const BlockColumns<scalar_t>& columns, const LossOptions& options,
                                       const float* class_weight, const BlockRows<float>& rows, scalar_t* gradient,

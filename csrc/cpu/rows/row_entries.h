@@ -1,4 +1,4 @@
-// row_entries.h - the entries of one row, ready to be worked on.
+// row_entries.h - Collects and prepares the entries of one row.
 #pragma once
 
 #include "../../ops/cross_entropy.h"
@@ -15,21 +15,21 @@ struct WideSum {
   void add(double x) { sum += x; }
 };
 
-// The entries of a row as arrays, padding left out: each step over them is a loop of independent iterations.
+// Holds the entries of a row as arrays without padding, so that each step is a loop of independent iterations.
 template <typename acc_t>
 class RowEntries {
  public:
   std::vector<int64_t> columns;
-  std::vector<acc_t> class_weights;  // o, empty where there are no class weights
+  std::vector<acc_t> class_weights;  // o; empty without class weights
   std::vector<acc_t> weights;        // w~
-  std::vector<acc_t> logits;         // as stored; in backward then the gradient
-  std::vector<int64_t> positions;    // in the target, of select alone
+  std::vector<acc_t> logits;         // as stored; later the gradient in backward
+  std::vector<int64_t> positions;    // positions in the target; only for select
 
   size_t size() const { return columns.size(); }
 
   void clear() { resize(0); }
 
-  // Of select, with positions, also entries whose weights underflow to 0.
+  // Collects the entries of a row. For select it also stores positions, and keeps entries whose weights underflow to 0.
   template <bool of_select = false>
   void collect(const TargetView& target, int64_t r) {
     const EntryRange range = target.row(r);
@@ -52,10 +52,10 @@ class RowEntries {
     weigh(target);
   }
 
-  // Adds up the weights of equal columns, in the order of their entries so that sums are reproducible. Of the logits,
-  // where they are there, the first of a column stays. Returns whether columns ascend.
+  // Adds up the weights of equal columns, in the order of the entries, so that sums are reproducible. Keeps the first
+  // logit of each column if logits are present. Returns true if columns ascend.
   bool merge_repeated() {
-    uint64_t descents = 0;  // in the sign, which vectors of any instruction set subtract and collect
+    uint64_t descents = 0;  // in the sign bit, which vectors of any instruction set can compute and combine
     SCE_SIMD(reduction(| : descents))
     for (size_t k = 1; k < size(); ++k) descents |= static_cast<uint64_t>(columns[k] - columns[k - 1] - 1);
     const bool ascending = descents >> 63 == 0;
@@ -63,8 +63,9 @@ class RowEntries {
     return ascending;
   }
 
-  // The same of those that have a logit here, ordered by spans of the columns. Where columns ascend, as in COO and CSR,
-  // both are done. `gathered`: the logits are there, of all classes; else they are to be gathered afterwards.
+  // Merges equal columns, removes entries without a logit here, and orders the rest by spans of columns. Ascending
+  // columns, as in COO and CSR, are already ordered. `gathered` means that the logits of all classes are present;
+  // otherwise they must be gathered afterwards.
   void arrange(const CrossEntropyArgs& args, size_t spans, bool gathered = false) {
     first_class_ = args.first_class;
     if (args.first_class > 0 || args.vocab < args.target.num_classes) keep_held(args);
@@ -80,8 +81,8 @@ class RowEntries {
     logits.resize(size());
   }
 
-  // What the entries add up to, in lanes of doubles: a row may have a hundred thousand. A class of weight 0 adds 0 even
-  // at -inf.
+  // Returns the sums over the entries, computed in lanes of doubles because a row may have a hundred thousand entries.
+  // A class of weight 0 adds 0 even if its logit is -inf.
   TargetStats<acc_t> sums(acc_t max, const LogitTransform<acc_t>& transform) {
     const acc_t* z = logits.data();
     if (!transform.identity()) {
@@ -102,7 +103,7 @@ class RowEntries {
 
   size_t span_begin(size_t t) const { return span_begin_[t]; }
 
-  // A bit for each column of a span, set where the column has no entry.
+  // Has one bit per column of a span, which is set if the column has no entry.
   struct Others {
     uint32_t bits[kSpan / 32];
   };
@@ -118,13 +119,13 @@ class RowEntries {
   void gather(const row_t& row, size_t begin, size_t end) {
     for (size_t k = begin; k < end; ++k) logits[k] = to_acc(row[columns[k]]);
   }
-  // z of the logits, which may take their place, and as Tile::transform has them the slopes.
+  // Computes z of the logits, possibly in place, and the slopes; see Tile::transform.
   void transform_all(const LogitTransform<acc_t>& transform, acc_t* z, acc_t* slopes) const {
     Tile<acc_t>::transform(logits.data(), static_cast<int64_t>(size()), transform, z, slopes);
   }
 
  private:
-  static constexpr int64_t kSums = 8;  // one would wait for each addition
+  static constexpr int64_t kSums = 8;  // a single sum would wait for each addition
 
   size_t span_of(int64_t column) const { return static_cast<uint64_t>(column - first_class_) / kSpan; }
   size_t in_span(int64_t column) const { return static_cast<uint64_t>(column - first_class_) % kSpan; }
@@ -140,11 +141,11 @@ class RowEntries {
     resize(kept);
   }
 
-  // As many entries as there is room for: index k and value(k) of each.
+  // Stores as many entries as there is room for, with index k and value(k) each.
   template <typename index_t, typename value_t>
   void collect_from(const TargetView& target, const index_t* indices, const value_t& value) {
-    // Most rows' are all there, each with a class. They are copied, and whether it is so is looked up by vectors: a
-    // number is negative by its sign, which each instruction set can collect.
+    // In most rows all entries have a class. These are copied, and vectors verify the assumption: a negative number is
+    // detected by its sign bit, which every instruction set can combine.
     const bool by_index = target.ignore_index < 0 || target.ignore_index >= target.num_classes;
     const size_t most = columns.size();
     uint64_t outside = 0;
@@ -166,7 +167,7 @@ class RowEntries {
       const Entry<acc_t> entry = target.entry_of(static_cast<int64_t>(indices[k]), value(k));
       columns[kept] = entry.column;
       weights[kept] = entry.value;
-      kept += entry.column >= 0;  // an index out of range was refused before
+      kept += entry.column >= 0;  // out-of-range indices were rejected before
     }
     resize(kept);
   }
@@ -183,7 +184,7 @@ class RowEntries {
     resize(kept);
   }
 
-  // Class weights, where there are any.
+  // Applies the class weights, if there are any.
   void weigh(const TargetView& target) {
     if (!target.weight) return;
     class_weights.resize(size());
@@ -199,7 +200,8 @@ class RowEntries {
     if (!class_weights.empty()) class_weights.resize(count);
   }
 
-  // False where no column comes twice, as nearly always: a bit for each column modulo 65536.
+  // Returns false if no column occurs twice, which is almost always the case. Uses one bit for each column modulo
+  // 65536.
   bool may_repeat() {
     constexpr size_t kWords = 1024;
     marks_.resize(kWords);
@@ -216,7 +218,7 @@ class RowEntries {
     return repeated != 0;
   }
 
-  // By a table of the columns seen: without sorting, and without memory of the vocabulary's size.
+  // Merges duplicates with a hash table of columns, without sorting and without memory proportional to the vocabulary.
   void merge_duplicates() {
     const size_t count = size();
     size_t slots = 8;
@@ -241,7 +243,7 @@ class RowEntries {
     resize(kept);
   }
 
-  // A counting sort.
+  // Orders the entries by spans with a counting sort.
   void order_by_span(bool gathered) {
     position_.resize(size());
     cursor_ = span_begin_;
@@ -255,13 +257,13 @@ class RowEntries {
     move(weights, moved_weights_);
     move(class_weights, moved_weights_);
     if (!gathered) return;
-    logits.resize(size());  // the first of a column's were kept
+    logits.resize(size());  // only the first entry of each column is kept
     move(logits, moved_weights_);
   }
 
   struct Seen {
-    size_t row;       // of another row: the slot is free
-    size_t position;  // in columns
+    size_t row;       // if it is another row, the slot is free
+    size_t position;  // position in columns
   };
   std::vector<Seen> seen_;
   size_t row_ = 0;

@@ -1,4 +1,4 @@
-// row_loops.h - how rows go to threads: whole, or in spans of columns. The result is the same.
+// row_loops.h - Distributes rows over threads, as whole rows or as spans of columns. The result is the same.
 #pragma once
 
 #include "../../torch_calls.h"
@@ -10,10 +10,10 @@
 namespace sparse_ce {
 namespace cpu {
 
-// Fewer logits than this are not worth waking a thread for.
+// With fewer logits than this, waking a thread does not pay off.
 constexpr int64_t kGrain = 16384;
 
-// Rows are shared out whole while there are enough of them; a few long rows are shared out by spans.
+// Whole rows are distributed if there are enough of them; otherwise long rows are split into spans.
 inline bool split_rows(int64_t rows, int64_t spans) {
   return rows < int64_t(torch::stable::get_num_threads()) && spans > 1;
 }

@@ -1,4 +1,4 @@
-// row_passes.h - what is done with one row, and with a part of one: its loss, then its gradient.
+// row_passes.h - Computes the loss and then the gradient of a row, or of a part of it.
 #pragma once
 
 #include "../../ops/cross_entropy.h"
@@ -10,7 +10,7 @@
 namespace sparse_ce {
 namespace cpu {
 
-// Asks for the entries of a row that will soon be collected.
+// Prefetches the entries of a row that are collected soon.
 inline void prefetch_entries(const TargetView& target, int64_t r) {
   const auto prefetch = [](const void* array, int64_t begin, int64_t end) {
     for (int64_t byte = begin; byte < end; byte += kLine) __builtin_prefetch(static_cast<const char*>(array) + byte);
@@ -27,7 +27,7 @@ const acc_type<scalar_t>* weights_at(const TargetView& target, int64_t column) {
   return weight ? weight + column : nullptr;
 }
 
-// Where the gradients of rows go.
+// Determines where the gradients of rows are written, and with which stores.
 template <typename scalar_t>
 class Destinations {
  public:
@@ -46,11 +46,11 @@ class Destinations {
   const bool around_;
 };
 
-// Longer rows leave the caches before their gradient is written: their exponentials are made twice.
+// The gradient of longer rows is written after they have left the caches, so their exponentials are computed twice.
 constexpr int64_t kLongestKept = int64_t(1) << 20;
 
-// Rows are shared out whole, or by spans of kSpan columns. Both orders work on the same spans and merge them in the
-// same sequence, so the result does not depend on the number of threads.
+// Threads process whole rows or spans of kSpan columns. Both use the same spans and merge them in the same order, so
+// the result does not depend on the number of threads.
 template <typename scalar_t>
 class Forward {
   using acc_t = acc_type<scalar_t>;
@@ -62,11 +62,11 @@ class Forward {
 
   int64_t spans() const { return spans_; }
   bool ignored(int64_t r) const { return args_.target.ignored(r); }
-  // Whether a row's exponentials are worth keeping for its gradient.
+  // Returns true if storing a row's exponentials for its gradient pays off.
   bool keeps(int64_t r) const { return args_.row_scale ? keeps_row(r) : keeps_; }
 
-  // `after` is the row that will be read next; `entries` receives those of a row that is not ignored, with their
-  // logits, and `kept` its exponentials, which may overwrite the logits.
+  // Computes a row. `after` is the row that is read next. `entries` receives the entries of an active row with their
+  // logits. `kept` receives its exponentials, which may overwrite the logits.
   void write(int64_t r, int64_t after, RowEntries<acc_t>& entries, const Powers<acc_t>& kept = {}) const {
     prefetch_entries(args_.target, r);
     RowStats<acc_t> stats;
@@ -74,7 +74,7 @@ class Forward {
     const bool overwrites = static_cast<const void*>(kept.powers) == row(r);
     if (overwrites) collect(r, entries);
     for (int64_t t = 0; t < spans_; ++t) stats.merge(span(r, t, after, kept.from(t * kSpan)));
-    if (!overwrites) collect(r, entries);  // their logits are in a cache now
+    if (!overwrites) collect(r, entries);  // the logits are in a cache now
     sum(r, stats, entries);
   }
 
@@ -92,7 +92,7 @@ class Forward {
     entries.gather(row(r), 0, entries.size());
   }
 
-  // Adds the collected entries and writes what belongs to the row.
+  // Adds the collected entries and writes the outputs of the row.
   void sum(int64_t r, const RowStats<acc_t>& stats, RowEntries<acc_t>& entries) const {
     const bool none = ignored(r);
     args_.write(r, none, stats,
@@ -116,9 +116,9 @@ class Backward {
   using acc_t = acc_type<scalar_t>;
 
  public:
-  // The logits where a row has entries are read before the dense pass over their span, which may overwrite them and
-  // finds them in the second cache; the gradient there is written when the row is done: rounded to storage once, so
-  // p - 1 near p = 1 keeps its digits in 16 bits.
+  // Holds the plan of a row's gradient. The logits at its entries are read before the dense pass over their span, which
+  // may overwrite them and then finds them in the L2 cache. The gradient at the entries is written last and is rounded
+  // to storage once, so p - 1 with p close to 1 keeps its digits in 16 bits.
   struct RowPlan {
     bool zero, gathered;
     GradientCoefficients<acc_t> coefficients;
@@ -130,12 +130,12 @@ class Backward {
         destinations_(args) {}
 
   int64_t spans() const { return spans_; }
-  // Whether what is made of what was kept goes around the caches.
+  // Returns true if the gradient from stored exponentials uses non-temporal stores.
   bool keeps_around() const { return destinations_.around() && worth_it_of_kept<scalar_t>(); }
   RowPlan empty_plan() const { return {true, false, {0, 0, 0, 0, 0, 0, args_.options, classes_end_}, {}}; }
 
-  // `after` is the row that will be read next; `plan` is memory to work in, with the row's entries where Forward has
-  // collected them.
+  // Writes the gradient of a row. `after` is the row that is read next. `plan` is working memory; it holds the row's
+  // entries if Forward has `collected` them.
   void write(int64_t r, int64_t after, bool collected, RowPlan& plan) const {
     prefetch_entries(args_.target, after);
     make_plan(r, collected, plan);
@@ -143,7 +143,7 @@ class Backward {
     write_entries(r, plan);
   }
 
-  // From what Forward has kept of the row, without its logits.
+  // Writes the gradient from the exponentials that Forward stored, without the logits.
   void write_kept(int64_t r, const Powers<acc_t>& kept, RowPlan& plan) const {
     plan.zero = args_.template without_gradient<acc_t>(r);
     const int64_t live = plan.zero ? 0 : classes_end_;
@@ -169,7 +169,7 @@ class Backward {
     entries.arrange(args_, spans_, collected);
   }
 
-  // Every element of the span is written: zeros for an ignored row and for columns beyond the classes.
+  // Writes every element of the span: zeros for an ignored row and for columns beyond the classes.
   void write_span(int64_t r, int64_t t, int64_t after, RowPlan& plan) const {
     const int64_t begin = args_.first_class + t * kSpan, end = std::min(begin + kSpan, args_.vocab);
     const int64_t live = plan.zero ? begin : std::max(begin, std::min(end, classes_end_));
@@ -192,7 +192,7 @@ class Backward {
     Tile<scalar_t>::entries(entries.logits.data(), entries.size(), args_.template transform<acc_t>(r),
                             plan.coefficients, entries.class_weights.empty() ? nullptr : entries.class_weights.data(),
                             entries.weights.data());
-    constexpr size_t kTogether = 64;  // rounded by vectors
+    constexpr size_t kTogether = 64;  // rounded in vectors
     scalar_t rounded[kTogether];
     for (size_t begin = 0; begin < entries.size(); begin += kTogether) {
       const size_t count = std::min(kTogether, entries.size() - begin);
@@ -202,7 +202,7 @@ class Backward {
     }
   }
 
-  // The gradient for the values of the row's entries, from the logits at the entries alone.
+  // Writes the gradient for the values of the row's entries. Reads only the logits at the entries.
   void write_values(int64_t r) const {
     if (args_.target.ignored(r)) return;
     const GradientCoefficients<acc_t> c = args_.coefficients(r, acc_t(0));

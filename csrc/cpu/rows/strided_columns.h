@@ -1,5 +1,5 @@
-// strided_columns.h - the loops over the logits of a block of adjacent rows, in vectors of rows. Instantiated for every
-// instruction set in strided_rows.cpp.
+// strided_columns.h - Implements the loops over the logits of a block of adjacent rows, with vectors that span rows.
+// Instantiated for every instruction set in strided_rows.cpp.
 #pragma once
 
 #include "../../core/math.h"
@@ -10,39 +10,40 @@
 namespace sparse_ce {
 namespace cpu {
 
-// Columns whose sums are made one by one, from 0: one sum over all of a long row would round too often. A fixed number:
-// the result does not depend on how rows are put into blocks.
+// Each group of this many columns is summed separately from 0, because a single sum over a long row would have too
+// large a rounding error. The number is fixed, so that results do not depend on the blocks.
 constexpr int64_t kColumns = 64;
 
-constexpr int64_t kMostRows = 512;  // of a block: its statistics and a column stay in the first cache
-constexpr int64_t kLeastRows = 128;  // a column of a block is several cache lines
-constexpr int64_t kBlockBytes = 1 << 19;  // of a block's logits, converted: with its gradient in the second cache
-constexpr int64_t kAhead = 12;  // columns asked for before they are needed
-constexpr int64_t kSome = 128;  // rows: more lines of a few columns than the processor asks for at a time
+constexpr int64_t kMostRows = 512;  // of a block: its statistics and one column fit into the L1 cache
+constexpr int64_t kLeastRows = 128;  // a column of a block spans several cache lines
+constexpr int64_t kBlockBytes = 1 << 19;  // of a block's converted logits: with its gradient it fits into the L2 cache
+constexpr int64_t kAhead = 12;  // prefetch distance in columns
+constexpr int64_t kSome = 128;  // rows; a few columns of more rows exceed the number of outstanding prefetches
 
-// What belongs to the rows of a block, an array for each field.
+// Holds the data of a block's rows, one array per field.
 template <typename acc_t>
 struct BlockRows {
-  alignas(64) acc_t scale[kMostRows];  // by which logit_scale is multiplied
+  alignas(64) acc_t scale[kMostRows];  // multiplies logit_scale
   alignas(64) acc_t max[kMostRows];
   alignas(64) acc_t sum[kMostRows];
   alignas(64) acc_t weighted[kMostRows];
-  acc_t weight;  // RowStats::weight, the same for all rows
+  acc_t weight;  // RowStats::weight, equal for all rows
   alignas(64) acc_t a[kMostRows], b[kMostRows], lse[kMostRows], lse_residual[kMostRows];
-  alignas(64) acc_t live[kMostRows];  // 0: the gradient is 0, whatever the logits are
+  alignas(64) acc_t live[kMostRows];  // 0 if the gradient is 0, whatever the logits are
 
   RowStats<acc_t> stats(int64_t i) const { return {max[i], sum[i], weighted[i], weight}; }
 };
 
-// Logits of a block of rows. z (columns, stride), of which the first `rows` of each column count, or null.
+// Views the logits of a block of rows. z is (columns, stride), of which the first `rows` of each column are used, or
+// null.
 template <typename scalar_t>
 struct BlockColumns {
   using acc_t = acc_type<scalar_t>;
 
-  const scalar_t* logits;  // of the first row and column
-  int64_t step, apart;  // to the next column, to the next row
+  const scalar_t* logits;  // at the first row and column
+  int64_t step, apart;  // strides of columns and of rows
   int64_t rows, begin, end;
-  int64_t available;  // columns that there are
+  int64_t available;  // number of existing columns
   acc_t* z;
   int64_t stride;
 
@@ -50,7 +51,7 @@ struct BlockColumns {
   SCE_HD acc_t* z_of(int64_t c) const { return z + (c - begin) * stride; }
 };
 
-// Into the second cache: where images are a power of two wide, few columns fill their place in the first.
+// Prefetches into the L2 cache. If an image's width is a power of two, few columns fit into their L1 sets.
 template <typename scalar_t>
 SCE_HD void prefetch_column(const scalar_t* column, int64_t rows) {
   constexpr int64_t kLine = 64 / sizeof(scalar_t);
@@ -63,13 +64,14 @@ SCE_HD void prefetch_to_write(const scalar_t* column, int64_t rows) {
   for (int64_t i = 0; i < rows; i += kLine) __builtin_prefetch(column + i, 1);
 }
 
-// Asks for some rows of the columns that come kAhead after [c, end).
+// Prefetches some rows of the columns that are kAhead after [c, end).
 template <typename scalar_t>
 SCE_HD void prefetch_columns(const BlockColumns<scalar_t>& columns, int64_t c, int64_t end, int64_t row, int64_t n) {
   for (int64_t k = c + kAhead; k < end + kAhead && k < columns.available; ++k) prefetch_column(columns.at(k) + row, n);
 }
 
-// f(Count<k>{}, column) for the columns [begin, end), k at a time: what belongs to a row is then loaded once for k.
+// Calls f(Count<k>{}, column) for the columns [begin, end) in groups of k, so that the data of a row is loaded once per
+// group.
 constexpr int kTogether = 4;
 template <int count>
 using Count = std::integral_constant<int, count>;
@@ -80,12 +82,12 @@ SCE_HD void for_columns(int64_t begin, int64_t end, const function_t& f) {
 }
 #define SCE_EACH_COLUMN(k, count) _Pragma("GCC unroll 4") for (int k = 0; k < count; ++k)
 
-// Whether logits without a softcap are multiplied by anything.
+// Returns true if logits without a softcap are multiplied by a scale.
 SCE_HD bool multiplies(const LossOptions& options, bool scaled) {
   return scaled || !LogitTransform<double>(options).identity();
 }
 
-// f(transform, capped), where transform(logit, i) is z of row i: compiled for what the options ask for. scale (rows,).
+// Calls f(transform, capped), compiled for the options. transform(logit, i) returns z of row i. scale is (rows,).
 template <typename acc_t, typename function_t>
 SCE_HD void with_transform(const LossOptions& options, bool scaled, const acc_t* scale, const function_t& f) {
   if (options.softcap != 0)
@@ -98,10 +100,10 @@ SCE_HD void with_transform(const LossOptions& options, bool scaled, const acc_t*
     f([&](acc_t logit, int64_t) SCE_INLINE { return logit; }, std::false_type{});
 }
 
-// Whether a softcap's tangents have the same scale for all rows, and can be made by columns.
+// Returns true if all rows have the same scale under a softcap, so that tangents can be computed by columns.
 SCE_HD bool caps_columns(const LossOptions& options, bool scaled) { return options.softcap != 0 && !scaled; }
 
-// Then z of `count` columns of logits x, `step` apart, n rows of each, and with `sloped` dz/d(scale x).
+// Computes z for `count` columns of logits x with stride `step`, n rows each, and with `sloped` also dz/d(scale x).
 template <InstructionSet set, int count, bool sloped, typename source_t, typename acc_t>
 SCE_HD void cap_columns(const source_t* x, int64_t step, int64_t n, const LossOptions& options, acc_t* z,
                         int64_t stride, [[maybe_unused]] acc_t* slopes) {
@@ -110,7 +112,7 @@ SCE_HD void cap_columns(const source_t* x, int64_t step, int64_t n, const LossOp
     cap_into<set, sloped>(x + k * step, n, transform, z + k * stride, sloped ? slopes + k * stride : nullptr);
 }
 
-// z of `count` columns of logits x, `step` apart, n rows of each. `max`, of the rows, goes up with them.
+// Computes z for `count` columns of logits x with stride `step`, n rows each, and updates the rows' maxima `max`.
 template <InstructionSet set, int count, typename source_t, typename acc_t>
 SCE_HD void transform_columns(const source_t* x, int64_t step, int64_t n, const LossOptions& options, bool scaled,
                               const acc_t* scale, acc_t* z, int64_t stride, acc_t* max) {
@@ -136,7 +138,7 @@ SCE_HD void transform_columns(const source_t* x, int64_t step, int64_t n, const 
   });
 }
 
-// The same of the logits from column c on.
+// Does the same for the logits from column c on.
 template <InstructionSet set, int count, typename scalar_t, typename acc_t>
 SCE_HD void load_some(const BlockColumns<scalar_t>& columns, int64_t c, const LossOptions& options, bool scaled,
                       const BlockRows<acc_t>& rows, acc_t* max) {
@@ -164,8 +166,8 @@ SCE_HD void load_columns(const BlockColumns<scalar_t>& columns, const LossOption
   });
 }
 
-// exp(z - max) of these columns in place of z, as it is without a softcap, whose slope needs z. `also(count, column)`
-// is done in between, `sum` (rows,) receives the sums, unless it is null.
+// Replaces z by exp(z - max) if there is no softcap, whose slope needs z. Calls `also(count, column)` in between. `sum`
+// (rows,) receives the sums unless it is null.
 template <typename scalar_t, typename acc_t, typename also_t>
 SCE_HD void raise_columns(const BlockColumns<scalar_t>& columns, const acc_t* max, bool in_place, acc_t* sum,
                           const also_t& also) {
@@ -174,7 +176,7 @@ SCE_HD void raise_columns(const BlockColumns<scalar_t>& columns, const acc_t* ma
     constexpr int kCount = decltype(count)::value;
     acc_t* z = columns.z_of(c);
     const auto power = [&](int k, int64_t i) SCE_INLINE {
-      return exponential_below<degree_for<scalar_t>>(z[k * stride + i] - max[i]);  // with NaN
+      return exponential_below<degree_for<scalar_t>>(z[k * stride + i] - max[i]);  // valid for NaN
     };
     if (in_place) {
       SCE_SIMD()
@@ -195,9 +197,9 @@ SCE_HD void raise_columns(const BlockColumns<scalar_t>& columns, const acc_t* ma
   });
 }
 
-// Statistics of at most kColumns columns, added to those of the rows. `max` (rows,): of these columns. class_weight: of
-// all columns, or null. `keep`: exponentials take the place of z. Meanwhile the columns `next` are loaded, whose maxima
-// become `next_max`: while they arrive from memory, exponentials are made.
+// Adds the statistics of at most kColumns columns to those of the rows. `max` (rows,) is the maximum of these columns.
+// class_weight covers all columns, or is null. With `keep`, exponentials replace z. The columns `next` and their maxima
+// `next_max` are loaded at the same time, so that exponentials are computed while memory is read.
 template <InstructionSet set, typename scalar_t, typename acc_t>
 SCE_HD void push_columns(const BlockColumns<scalar_t>& columns, const acc_t* max, const BlockColumns<scalar_t>& next,
                          acc_t* next_max, const LossOptions& options, bool scaled, const acc_t* class_weight, bool keep,
@@ -235,8 +237,8 @@ SCE_HD void push_columns(const BlockColumns<scalar_t>& columns, const acc_t* max
   rows.weight += weight;
 }
 
-// The gradient as if no column had an entry; it may be the logits. Of z, or of the exponentials relative to `max`
-// (rows,) that have taken its place; `z` becomes scratch.
+// Writes the gradient as if no column had an entry. It may overwrite the logits. The source is z, or the exponentials
+// relative to `max` (rows,) that replaced it; `z` becomes scratch memory.
 template <InstructionSet set, typename scalar_t, typename acc_t>
 SCE_HD void write_columns(const BlockColumns<scalar_t>& columns, const acc_t* max, const LossOptions& options,
                           const acc_t* class_weight, const BlockRows<acc_t>& rows, const Destination<scalar_t>& to,
@@ -261,7 +263,7 @@ SCE_HD void write_columns(const BlockColumns<scalar_t>& columns, const acc_t* ma
     scalar_t* const gradient = to.gradient + c * step;
     scalar_t* const out = at_once ? gradient : together;
     if (at_once && c + kAhead < columns.available) prefetch_to_write(out + kAhead * step, n);
-    const acc_t o = !smoothed ? acc_t(0) : class_weight ? class_weight[c] : acc_t(1);  // inf times 0 is not asked for
+    const acc_t o = !smoothed ? acc_t(0) : class_weight ? class_weight[c] : acc_t(1);  // avoids inf times 0
     if (capped) {
       SCE_SIMD()
       for (int64_t i = 0; i < n; ++i)

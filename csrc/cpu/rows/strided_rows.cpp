@@ -11,11 +11,11 @@ namespace sparse_ce {
 namespace cpu {
 namespace {
 
-// How the rows go to blocks. A row's result does not depend on the block that it is in.
+// Divides the rows into blocks. The result of a row does not depend on its block.
 struct Grid {
   int64_t inner, rows;  // of a block
   int64_t per_image, blocks;
-  bool held;            // whether all z of a block exist at a time, or none
+  bool held;            // true if all z of a block are stored at once, false if none are
 
   Grid(const CrossEntropyArgs& args, int64_t element_size) : inner(args.strided.inner) {
     const int64_t images = args.rows / inner, threads = torch::stable::get_num_threads();
@@ -30,7 +30,7 @@ struct Grid {
   int64_t size(int64_t block) const { return std::min(rows, inner - block % per_image * rows); }
 };
 
-// The memory and the passes of a thread, for a block of rows [first, first + n) at a time.
+// Holds the memory of a thread and runs its passes over a block of rows [first, first + n).
 template <typename scalar_t>
 class Block {
   using acc_t = acc_type<scalar_t>;
@@ -69,7 +69,7 @@ class Block {
     for (int64_t i = 0; i < n_; ++i) finish(args, i);
   }
 
-  // `made`: forward has made what is kept of this block.
+  // `made` means that forward has already stored what the gradient needs.
   void backward(const BackwardArgs& args, bool made) {
     at_entries_.clear();
     cap_labels(args);
@@ -93,11 +93,11 @@ class Block {
 
  private:
   struct AtEntry {
-    int64_t at;  // from the gradient of the block's first row and class
+    int64_t at;  // relative to the gradient of the block's first row and class
     acc_t value;
   };
 
-  // Whether the gradient of the block that is planned goes around the caches.
+  // Returns true if the gradient of the planned block uses non-temporal stores.
   bool around(const BackwardArgs& args) const {
     return around_caches(args.logits, args.grad_logits, args.rows * args.vocab, sizeof(scalar_t)) &&
            worth_it<scalar_t>(n_ * args.vocab, at_entries_.size());
@@ -105,7 +105,7 @@ class Block {
 
   bool scaled() const { return args_.row_scale != nullptr; }
 
-  // The columns [begin, begin + kColumns), as far as there are.
+  // Returns the existing columns in [begin, begin + kColumns).
   BlockColumns<scalar_t> view(int64_t begin) const {
     return {args_.strided_row<scalar_t>(first_).first,
             args_.strided.column_stride,
@@ -118,13 +118,13 @@ class Block {
             grid_.rows};
   }
 
-  // Whether exponentials take the place of z.
+  // Returns true if exponentials replace z.
   bool keeps() const { return args_.options.softcap == 0; }
 
-  // Where the maxima of the columns from `begin` on are.
+  // Returns the maxima of the columns from `begin` on.
   acc_t* max_of(int64_t begin) const { return maxima_.get() + begin / kColumns * kMostRows; }
 
-  // What the gradient of the columns from `begin` on comes from.
+  // Computes the input of the gradient for the columns from `begin` on.
   void make(int64_t begin) {
     load(view(begin), max_of(begin));
     if (args_.options.softcap != 0) return;
@@ -143,7 +143,7 @@ class Block {
   LogitTransform<acc_t> transform(int64_t i) const { return LogitTransform<acc_t>(args_.options, rows_->scale[i]); }
   acc_t logit(int64_t i, int64_t column) const { return to_acc(args_.strided_row<scalar_t>(first_ + i)[column]); }
 
-  // Adds the entries and writes what belongs to row i.
+  // Adds the entries and writes the outputs of row i.
   void finish(const ForwardArgs& args, int64_t i) const {
     const int64_t r = first_ + i;
     const RowStats<acc_t> stats = rows_->stats(i);
@@ -152,7 +152,7 @@ class Block {
     if (!ignored) {
       const EntryRange range = args.target.row(r);
       for (int64_t k = range.begin; k < range.end; ++k) {
-        const auto entry = args.target.entry<acc_t>(k);  // an index out of range was refused before
+        const auto entry = args.target.entry<acc_t>(k);  // out-of-range indices were rejected before
         if (entry.column < 0) continue;
         sums.add(args.target.share(entry), stats.max, [&] { return transform(i)(logit(i, entry.column)); });
       }
@@ -160,8 +160,8 @@ class Block {
     args.write(r, ignored, stats, sums.template stats<acc_t>());
   }
 
-  // The coefficients of row i, and the gradient at its entries, from the logits that the dense pass may overwrite:
-  // rounded to storage once, so that p - 1 near p = 1 keeps its digits in 16 bits.
+  // Computes the coefficients of row i and the gradient at its entries, from logits that the dense pass may overwrite.
+  // The gradient is rounded to storage once, so p - 1 with p close to 1 keeps its digits in 16 bits.
   void plan(const BackwardArgs& args, int64_t i) {
     const int64_t r = first_ + i;
     const bool zero = args.without_gradient<acc_t>(r);
@@ -193,7 +193,7 @@ class Block {
       at_entries_.push_back({entries_.columns[k] * step + at_row, entries_.logits[k]});
   }
 
-  // z and dz/d(scale x) of rows with one entry, all at once and with the bits that the dense passes give them.
+  // Computes z and dz/d(scale x) for all rows with one entry at once, bitwise equal to the dense passes.
   void cap_labels(const BackwardArgs& args) {
     if (!caps_columns(args.options, scaled())) return;
     labels_z_.assign(n_, acc_t(0));
@@ -224,7 +224,7 @@ class Block {
   std::vector<acc_t> labels_z_, labels_slopes_;
 };
 
-// f(Block<scalar_t>&) for every block of rows.
+// Calls f(Block<scalar_t>&) for every block of rows.
 template <typename function_t>
 void for_blocks(const CrossEntropyArgs& args, const function_t& f) {
   with_storage(args.dtype, [&](auto storage) {

@@ -1,5 +1,5 @@
-// strided_rows.h - rows that lie side by side, their classes apart, as the pixels of images: worked on where they lie,
-// a block of rows at a time, a column after the other. Args whose `strided` is set.
+// strided_rows.h - Processes adjacent rows with strided classes, such as the pixels of images, without copying them.
+// Each block of rows is processed column by column. The arguments must have `strided` set.
 #pragma once
 
 #include "../../ops/cross_entropy.h"

@@ -1,5 +1,5 @@
-// strided_streams.h - the loops over columns that are too many to keep anything of: a logit is read where it lies, and
-// nothing is written in between. Without copies in the second cache they take half the time of those that make them.
+// strided_streams.h - Implements the loops for so many columns that nothing can be stored. Logits are read in place,
+// and nothing is written in between. This takes half the time of the loops that copy to the L2 cache.
 #pragma once
 
 #include "avx512_streams.h"
@@ -7,11 +7,11 @@
 namespace sparse_ce {
 namespace cpu {
 
-// Logits may exceed what their sum is relative to by this much: it still has all its digits.
+// Logits may exceed the reference of their sum by this much without a loss of digits.
 constexpr int kNear = 8;
 
-// use(x, step, first): x[k * step + i] is the logit of column c + k and row first + i < first + m, in turn of some of
-// the rows. Meanwhile columns that come later are asked for.
+// Calls use(x, step, first), where x[k * step + i] is the logit of column c + k and row first + i < first + m, for some
+// rows at a time. Prefetches later columns meanwhile.
 template <InstructionSet set, int count, typename scalar_t, typename use_t>
 SCE_HD void for_some_rows(const BlockColumns<scalar_t>& columns, int64_t c, const use_t& use) {
   using acc_t = acc_type<scalar_t>;
@@ -51,7 +51,7 @@ SCE_HD void push_stream(const BlockColumns<scalar_t>& columns, const LossOptions
           const acc_t base = reference[first + i];
           SCE_EACH_COLUMN(k, kCount) {
             const acc_t z = z_of(k, i);
-            high = z > high ? z : high;  // NaN loses, and enters the sum
+            high = z > high ? z : high;  // NaN does not become the maximum, but enters the sum
             added += exponential_below<degree_for<scalar_t>>(z - base);
           }
           max[first + i] = high, sum[first + i] = added;
@@ -69,7 +69,7 @@ SCE_HD void push_stream(const BlockColumns<scalar_t>& columns, const LossOptions
   });
 }
 
-// Adds o (z - reference) of the columns to `smoothed`, and returns the sum of o.
+// Adds o (z - reference) of the columns to `smoothed` and returns the sum of o.
 template <InstructionSet set, typename scalar_t, typename acc_t>
 SCE_HD acc_t smooth_stream(const BlockColumns<scalar_t>& columns, const LossOptions& options, bool scaled,
                            const acc_t* scale, const acc_t* class_weight, const acc_t* reference, acc_t* smoothed) {
@@ -95,16 +95,16 @@ SCE_HD acc_t smooth_stream(const BlockColumns<scalar_t>& columns, const LossOpti
   return weight;
 }
 
-// Whether avx512_streams.h has loops for them.
+// Returns true if avx512_streams.h implements the loops for these logits.
 template <InstructionSet set, typename scalar_t>
 SCE_HD bool quick(const LossOptions& options, int64_t apart) {
   return set == InstructionSet::kAvx512 && std::is_same_v<acc_type<scalar_t>, float> && options.softcap == 0 &&
          apart == 1;
 }
 
-// Statistics of at most kColumns columns, added to those of the rows. class_weight: of all columns, or null. Sums are
-// relative to the row's maximum as it was before these columns, or, where they go far beyond it, to their own: then
-// they are made again, which gives the other rows the same bits.
+// Adds the statistics of at most kColumns columns to those of the rows. class_weight covers all columns, or is null.
+// Sums are relative to the previous maximum of each row. If the columns far exceed it, they are recomputed relative to
+// their own maximum, which leaves the bits of the other rows unchanged.
 template <InstructionSet set, typename scalar_t, typename acc_t>
 SCE_HD void stream_columns(const BlockColumns<scalar_t>& columns, const LossOptions& options, bool scaled,
                            const acc_t* class_weight, BlockRows<acc_t>& rows) {
@@ -136,7 +136,7 @@ SCE_HD void stream_columns(const BlockColumns<scalar_t>& columns, const LossOpti
   const acc_t weight = options.label_smoothing == 0 ? acc_t(0)
                                                     : smooth_stream<set>(columns, options, scaled, rows.scale,
                                                                          class_weight, reference, smoothed);
-  // Relative to the exponential of the maximum as it was added: a row with all its mass at one class adds up to 1.
+  // Use the exponential of the maximum exactly as it was added: a row with all its mass at one class then sums to 1.
   for (int64_t i = 0; i < n; ++i) max[i] = max[i] > reference[i] ? max[i] : reference[i];
   SCE_SIMD()
   for (int64_t i = 0; i < n; ++i) power[i] = exponential_below<degree_for<scalar_t>>(max[i] - reference[i]);
@@ -157,7 +157,7 @@ SCE_HD void stream_columns(const BlockColumns<scalar_t>& columns, const LossOpti
   rows.weight += weight;
 }
 
-// term(k, i) of n <= kSome rows of `count` columns, rounded to `out`, whose columns are `apart`.
+// Stores term(k, i) of n <= kSome rows and `count` columns, rounded, to `out`, whose columns have stride `apart`.
 template <InstructionSet set, int count, typename scalar_t, typename term_t>
 SCE_HD void narrow_columns(int64_t n, const term_t& term, scalar_t* out, int64_t apart) {
   if constexpr (std::is_same_v<scalar_t, Half> && set != InstructionSet::kDefault) {
@@ -172,9 +172,9 @@ SCE_HD void narrow_columns(int64_t n, const term_t& term, scalar_t* out, int64_t
   }
 }
 
-// The gradient as if no column had an entry; it may be the logits. Only the loops of avx512_streams.h go around the
-// caches: from copies, with AVX2, that took a tenth longer. The options are a copy: float64 gradients could
-// otherwise be the options, which would be read again for each of them.
+// Writes the gradient as if no column had an entry. It may overwrite the logits. Only the loops of avx512_streams.h use
+// non-temporal stores; with AVX2, copies took a tenth longer. The options are passed by value: a float64 gradient could
+// otherwise alias them, and they would be reloaded for each element.
 template <InstructionSet set, typename scalar_t, typename acc_t>
 SCE_HD void differentiate_columns(const BlockColumns<scalar_t>& columns, LossOptions options, bool scaled,
                                   const acc_t* class_weight, const BlockRows<acc_t>& rows,
