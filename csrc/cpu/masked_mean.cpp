@@ -12,7 +12,7 @@ namespace sparse_ce {
 namespace cpu {
 namespace {
 
-constexpr int64_t kRows = 64;      // rows that are summed in the arithmetic dtype before they are added to float64 sums
+constexpr int64_t kRows = 64;  // rows that are summed in the arithmetic dtype before they are added to float64 sums
 constexpr int64_t kFewItems = 32;  // with fewer items rows are split too; results depend on it, not on the threads
 constexpr int64_t kTogether = 4;  // lines of kept columns that are added together, so that sums are loaded less often
 

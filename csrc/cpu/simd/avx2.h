@@ -1,5 +1,5 @@
-// avx2.h - the loops over plain logits (exp2_affine.h) with AVX2: 8 logits in 13 instructions, four vectors at a time,
-// which compilers make of plain C++ in half as much time again.
+// avx2.h - Implements the loops over plain logits (exp2_affine.h) with AVX2. Four vectors are processed together, and 8
+// logits take 13 instructions. Compilers need half as much time again for plain C++.
 #pragma once
 
 #include "avx2_groups.h"
@@ -12,26 +12,26 @@ namespace sparse_ce {
 namespace cpu {
 namespace avx2 {
 
-// Logits may exceed the reference of a sum by this much. An exponent has an error that grows with it: 2.5e-7 of the
-// exponential at the most.
+// Logits may exceed the reference of a sum by this much. The error of an exponential grows with its exponent, to at
+// most 2.5e-7 of the exponential.
 constexpr float kNear = 4;
 
-// A tile of fewer is left to plain C++, which has less to do before and after.
+// Shorter tiles use plain C++, which has less overhead before and after the loop.
 constexpr int64_t kShortest = 512;
 
-// The maximum of logits of 16 bits is found while they are raised, which spares converting them twice; they are raised
-// once more where it turns out to be too far above the reference, which is rare. Those of float32 may be overwritten
-// meanwhile.
+// If true, the maximum is found before the exponentials are computed, because these may overwrite float32 logits. The
+// maximum of 16-bit logits is found in the same loop, which avoids a second conversion. In the rare case that it is too
+// far above the reference, the exponentials are recomputed.
 template <typename scalar_t>
 constexpr bool kMaximumFirst = sizeof(scalar_t) == 4;
 
-// How many exponentials are kept of the last n < kGroup logits: where `load` changes their order a whole group.
+// Returns how many exponentials are stored for the last n < kGroup logits: a whole group if `load` changes their order.
 template <typename scalar_t>
 constexpr int64_t kept_of_last(int64_t n) {
   return std::is_same_v<scalar_t, BFloat16> ? kGroup : n;
 }
 
-// Of n columns.
+// Returns the maximum of n columns.
 template <typename scalar_t>
 SCE_AVX2 float maximum(const scalar_t* x, int64_t n) {
   __m256 max[2] = {_mm256_set1_ps(-INFINITY), _mm256_set1_ps(-INFINITY)};
@@ -55,8 +55,9 @@ class Exponential {
   SCE_AVX2_INLINE explicit Exponential(const Line& line)
       : slope_(_mm256_set1_ps(line.slope)), offset_(_mm256_set1_ps(line.offset)) {}
 
-  // 2^(slope x + offset) = fit * power: a fit for what is left of the exponent, at most 1/2, of relative error 1.8e-7
-  // (9e-8 in the mean) with the rounding of its terms, in place of x. 0 for -inf and NaN for NaN, as exp has it.
+  // Computes 2^(slope x + offset) = fit * power and stores the fit in x. The polynomial in the remainder of the
+  // exponent, at most 1/2, has a relative error of 1.8e-7 (mean 9e-8) including rounding. The result is 0 for -inf and
+  // NaN for NaN.
   SCE_AVX2_INLINE void raise(Group& x, Group& power) const {
     constexpr float kFit[] = {1.00000012f, 0.693147242f, 0.240219116f, 0.0555008352f, 0.00968556013f, 0.00135216f};
     SCE_EACH(k, kVectors) x.vector[k] = _mm256_fmadd_ps(x.vector[k], slope_, offset_);
@@ -64,7 +65,7 @@ class Exponential {
     x = polynomial(kFit, x);
   }
 
-  // Of one logit, with the bits that it has among others.
+  // Returns the exponential of one logit, bitwise equal to that of `raise`.
   SCE_AVX2_INLINE float power(float logit) const {
     Group x, power;
     SCE_EACH(k, kVectors) x.vector[k] = _mm256_set1_ps(logit);
@@ -76,8 +77,8 @@ class Exponential {
   const __m256 slope_, offset_;
 };
 
-// The maximum of some logits, the sum of their exponentials relative to a reference and, for label smoothing, that of
-// their distances from it, lane by lane.
+// Holds per-lane results for some logits: their maximum, the sum of exponentials relative to a reference and, for label
+// smoothing, the sum of distances from the reference.
 struct Lanes {
   __m256 max, sum[2], distance[2];
 
@@ -93,12 +94,13 @@ struct Lanes {
   }
 };
 
-// Logits beside which others are raised.
+// Represents the logit that exponentials are relative to.
 class Reference {
  public:
   explicit Reference(float scale) : scale_(scale) {}
 
-  // Whether logits up to `highest` may be raised; where not, it becomes the reference.
+  // Returns true if exponentials of logits up to `highest` may use this reference. Otherwise `highest` becomes the
+  // reference.
   bool reaches(float highest) const { return highest <= limit_; }
   void move(float highest) {
     logit_ = highest;
@@ -129,12 +131,12 @@ SCE_AVX2_INLINE void push(Group x, const Exponential& exponential, __m256 refere
     SCE_EACH(k, kVectors) x.vector[k] = _mm256_mul_ps(x.vector[k], power.vector[k]);
     store(x, powers);
     SCE_EACH(k, kVectors) lanes.sum[k % 2] = _mm256_add_ps(x.vector[k], lanes.sum[k % 2]);
-  } else {  // the same bits: a power of two is multiplied without rounding
+  } else {  // bitwise equal, because multiplying by a power of two is exact
     SCE_EACH(k, kVectors) lanes.sum[k % 2] = _mm256_fmadd_ps(x.vector[k], power.vector[k], lanes.sum[k % 2]);
   }
 }
 
-// Asks for the columns that come soon, and for those that are worked on after the tile.
+// Prefetches the next columns of this tile, and the columns that are processed after it.
 template <typename scalar_t, typename next_t>
 SCE_AVX2_INLINE void prefetch(const scalar_t* x, const next_t* next) {
   for (int64_t byte = 0; !kMaximumFirst<scalar_t> && byte < kGroup * int64_t(sizeof(scalar_t)); byte += kLine)
@@ -143,8 +145,8 @@ SCE_AVX2_INLINE void prefetch(const scalar_t* x, const next_t* next) {
     _mm_prefetch(reinterpret_cast<const char*>(next) + byte, _MM_HINT_T1);
 }
 
-// A tile, n <= kPowers. `powers` (n,), which may be x where that is float32, are in the order of `load`, those behind
-// whole groups as `kept_of_last` says.
+// Processes a tile, n <= kPowers. `powers` (n,) may alias float32 x. They are in the order of `load`; see kept_of_last
+// for those after the last whole group.
 template <bool keep, bool smoothed, typename scalar_t, typename next_t>
 SCE_AVX2 Lanes push_tile(const scalar_t* x, int64_t n, const Line& line, float reference, const next_t* next,
                          float* powers) {
@@ -177,16 +179,16 @@ SCE_AVX2 Lanes push_tile(const scalar_t* x, int64_t n, const Line& line, float r
                 : push_tile<false, smoothed>(x, n, line, reference, next, powers);
 }
 
-// Tiles with the same reference, which are added to `row` together.
+// Accumulates tiles with the same reference, which are added to `row` together.
 class Stretch {
  public:
   SCE_AVX2_INLINE Stretch(float scale, bool smoothed, RowStats<float>& row)
       : reference_(scale), scale_(scale), smoothed_(smoothed), row_(row) {}
 
-  // What the exponentials of the last tile that was added are relative to.
+  // Returns the reference of the last tile's exponentials.
   float reference() const { return reference_.value(); }
 
-  // Adds a tile, or false where no reference is right for it.
+  // Adds a tile. Returns false if no reference is suitable for it.
   template <typename scalar_t>
   SCE_AVX2_INLINE bool push(const scalar_t* x, int64_t n, const scalar_t* next, float* powers) {
     float highest = -INFINITY;
@@ -208,7 +210,7 @@ class Stretch {
     return true;
   }
 
-  // Relative to the exponential of the maximum as it was added: a row with all its mass at one class adds up to 1.
+  // Uses the exponential of the maximum exactly as it was added: a row with all its mass at one class then sums to 1.
   SCE_AVX2_INLINE void finish() {
     if (columns_ == 0) return;
     const float most = highest_of(lanes_.max), count = static_cast<float>(columns_);
@@ -232,7 +234,7 @@ class Stretch {
     reference_.move(highest);
   }
 
-  // What a tile adds, but for its maximum where that is known before.
+  // Adds a tile; skips its maximum if that is already known.
   template <typename scalar_t>
   SCE_AVX2_INLINE Lanes raise(const scalar_t* x, int64_t n, const scalar_t* next, float* powers) const {
     const Line line(scale_, reference_.value());
@@ -248,9 +250,9 @@ class Stretch {
   int64_t columns_ = 0;
 };
 
-// Adds scale * logits to `row`, tile by tile; scale > 0. kept(begin) is where those of a tile are kept: exponentials
-// and, as its maximum, what they are relative to. plain(begin, end) adds a tile, and keeps both, where these loops are
-// not right; done(begin, end) follows either.
+// Adds scale * logits to `row`, tile by tile; scale > 0. kept(begin) returns the memory for a tile's exponentials and
+// for their reference, which is stored as the maximum. plain(begin, end) adds a tile, and stores both, if these loops
+// do not apply. done(begin, end) is called after either.
 template <typename scalar_t, typename kept_t, typename plain_t, typename done_t>
 SCE_AVX2 __attribute__((noinline)) void push(const scalar_t* logits, int64_t n, float scale, bool smoothed,
                                              const scalar_t* next, RowStats<float>& row, const kept_t& kept,
@@ -269,11 +271,11 @@ SCE_AVX2 __attribute__((noinline)) void push(const scalar_t* logits, int64_t n, 
   stretch.finish();
 }
 
-// Whether exponentials that were kept of a tile of n are those of `push`, relative to `max`.
+// Returns true if the stored exponentials of a tile of n come from `push`, relative to `max`.
 inline bool raised_here(float max, int64_t n) { return n >= kShortest && std::fabs(max) < kLargest; }
 
-// The sum of the exponentials of z (n,), of which the largest is `max`, relative to it; `powers` as above. Meanwhile
-// what is in memory at `next` comes nearer.
+// Returns the sum of the exponentials of z (n,) relative to their maximum `max`; see above for `powers`. Prefetches the
+// memory at `next`.
 template <typename next_t>
 SCE_AVX2 float sum_beside(const float* z, int64_t n, float max, const next_t* next, float* powers) {
   const Line line(1, max);
@@ -281,12 +283,12 @@ SCE_AVX2 float sum_beside(const float* z, int64_t n, float max, const next_t* ne
   return sum_of(_mm256_add_ps(lanes.sum[0], lanes.sum[1])) / Exponential(line).power(max);
 }
 
-// By this an exponential relative to `max` is multiplied to become a exp(scale x - lse).
+// Returns the factor that turns an exponential relative to `max` into a exp(scale x - lse).
 inline float per_power(float max, float scale, const GradientCoefficients<float>& c) {
   return c.a * static_cast<float>(std::exp2(-Line(scale, max).where_one(c.lse, c.lse_residual, scale)));
 }
 
-// factor * x - less, rounded.
+// Computes factor * x - less, rounded.
 template <typename scalar_t>
 SCE_AVX2 void narrow(const float* powers, int64_t n, float factor, float less, scalar_t* out) {
   const __m256 by = _mm256_set1_ps(factor), minus = _mm256_set1_ps(less);
@@ -303,7 +305,8 @@ SCE_AVX2 void narrow(const float* powers, int64_t n, float factor, float less, s
   store_first(group, n - i, out + i);
 }
 
-// dz/dx (a exp(z - lse) - b) from exponentials that `push` has kept, relative to `max`, of n <= kPowers plain logits.
+// Writes dz/dx (a exp(z - lse) - b) from the exponentials that `push` stored relative to `max`, for n <= kPowers plain
+// logits.
 template <typename scalar_t>
 SCE_AVX2 __attribute__((noinline)) void gradient(const float* powers, float max, int64_t n, float scale,
                                                  const GradientCoefficients<float>& c,

@@ -1,5 +1,5 @@
-// avx2_groups.h - four vectors of logits abreast in AVX2's registers: how they are loaded, stored and reduced, and what
-// exponentials are made of.
+// avx2_groups.h - Defines groups of four AVX2 vectors of logits: loads, stores, reductions and the building blocks of
+// exponentials.
 #pragma once
 
 #include "convert.h"
@@ -14,7 +14,7 @@ namespace avx2 {
 #define SCE_AVX2_INLINE SCE_AVX2 inline __attribute__((always_inline))
 
 constexpr int kVectors = 4;
-constexpr int64_t kGroup = 8 * kVectors;  // columns
+constexpr int64_t kGroup = 8 * kVectors;  // in columns
 static_assert(kSpare >= kGroup - 1, "the last group of a row is kept as a whole");
 
 struct Group {
@@ -27,7 +27,7 @@ SCE_AVX2_INLINE void load(const float* x, Group& out) {
 SCE_AVX2_INLINE void load(const Half* x, Group& out) {
   SCE_EACH(k, kVectors) out.vector[k] = _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(x + 8 * k)));
 }
-// The even ones of 16, then the odd ones: one instruction each. In this order their exponentials are kept.
+// Loads the even and then the odd ones of 16 logits, with one instruction each. Exponentials are stored in this order.
 SCE_AVX2_INLINE void load(const BFloat16* x, Group& out) {
   SCE_EACH(k, kVectors / 2) {
     const __m256i bits = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(x + 16 * k));
@@ -37,7 +37,7 @@ SCE_AVX2_INLINE void load(const BFloat16* x, Group& out) {
   }
 }
 
-// In the order in which they lie, which class weights have too.
+// Loads in memory order, which is that of class weights.
 template <typename scalar_t>
 SCE_AVX2_INLINE void load_in_order(const scalar_t* x, Group& out) {
   load(x, out);
@@ -49,7 +49,7 @@ SCE_AVX2_INLINE void load_in_order(const BFloat16* x, Group& out) {
   }
 }
 
-// The inverse of `load`, to nearest. A tie of BFloat16 goes away from zero (round_to in convert.h).
+// Stores the inverse of `load`, rounded to nearest. BFloat16 ties round away from zero (see round_to in convert.h).
 SCE_AVX2_INLINE void store(const Group& x, float* out) {
   SCE_EACH(k, kVectors) _mm256_storeu_ps(out + 8 * k, x.vector[k]);
 }
@@ -67,7 +67,7 @@ SCE_AVX2_INLINE void store(const Group& x, BFloat16* out) {
   }
 }
 
-// The first n < kGroup of them; -inf for the others, which changes neither a maximum nor a sum of exponentials.
+// Loads the first n < kGroup logits. The others are -inf, which changes neither a maximum nor a sum of exponentials.
 template <typename scalar_t>
 SCE_AVX2_INLINE void load_first(const scalar_t* x, int64_t n, Group& out) {
   alignas(32) scalar_t some[kGroup];
@@ -93,16 +93,17 @@ SCE_AVX2_INLINE float sum_of(__m256 x) {
   return _mm_cvtss_f32(_mm_add_ss(sum, _mm_movehdup_ps(sum)));
 }
 
-// NaN is never the larger one.
+// A NaN never becomes the maximum.
 SCE_AVX2_INLINE __m256 higher(const Group& x, __m256 max) {
   SCE_EACH(k, kVectors) max = _mm256_max_ps(x.vector[k], max);
   return max;
 }
 
-// An exponent, in place of which comes what is left of it beside an integer, at most 1/2, and 2 to the power of that
-// integer: 0 from -127 on. NaN stays.
+// Splits an exponent into an integer and a remainder of at most 1/2. The remainder replaces the exponent, and `power`
+// is 2 to the integer, or 0 for integers of -127 and below. NaN stays NaN.
 SCE_AVX2_INLINE void split(Group& exponent, Group& power) {
-  // Adding 1.5 * 2^23 rounds to an integer n in the low bits of the mantissa; 127 more makes them 2^n's exponent.
+  // Adding 1.5 * 2^23 rounds to an integer n in the low bits of the mantissa. Adding 127 more turns them into the
+  // exponent of 2^n.
   const __m256 round = _mm256_set1_ps(12582912.0f + 127.0f), lowest = _mm256_set1_ps(-127);
   SCE_EACH(k, kVectors) exponent.vector[k] = _mm256_max_ps(lowest, exponent.vector[k]);
   SCE_EACH(k, kVectors) power.vector[k] = _mm256_add_ps(exponent.vector[k], round);
@@ -112,7 +113,7 @@ SCE_AVX2_INLINE void split(Group& exponent, Group& power) {
   power.vector[k] = _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_castps_si256(power.vector[k]), 23));
 }
 
-// The polynomial of the given terms, from the constant one on.
+// Evaluates the polynomial with the given terms, starting with the constant term.
 SCE_AVX2_INLINE Group polynomial(const float (&terms)[6], const Group& x) {
   Group sum;
   SCE_EACH(k, kVectors)

@@ -1,4 +1,5 @@
-// avx2_softcap.h - softcap tanh(scale x / softcap) and its slope with AVX2, four vectors at a time as in avx2.h.
+// avx2_softcap.h - Computes softcap tanh(scale x / softcap) and its slope with AVX2, four vectors at a time as in
+// avx2.h.
 #pragma once
 
 #include "avx2.h"
@@ -8,7 +9,7 @@ namespace sparse_ce {
 namespace cpu {
 namespace avx2 {
 
-// tanh in place of x that is far from 0, by what is left of it to 1, which rounds it once; and its slope (Tangent).
+// Replaces x that is far from 0 by tanh(x), computed as 1 minus a small remainder with one rounding, and by its slope.
 SCE_AVX2_INLINE void far_tangents(Group& x, Group& slope) {
   const __m256 sign = _mm256_set1_ps(-0.0f), one = _mm256_set1_ps(1), two = _mm256_set1_ps(2);
   const Exponential exponential(Line(-2, 0));
@@ -23,7 +24,8 @@ SCE_AVX2_INLINE void far_tangents(Group& x, Group& slope) {
   SCE_EACH(k, kVectors) slope.vector[k] = _mm256_mul_ps(left.vector[k], _mm256_sub_ps(two, left.vector[k]));
 }
 
-// tanh(scale x) in place of x, and its slope. Mostly all are near 0, where eight instructions make a tangent.
+// Replaces x by tanh(scale x) and computes its slope. Usually all arguments are near 0, where a tangent takes eight
+// instructions.
 SCE_AVX2_INLINE void tangents(float scale, Group& x, Group& slope) {
   const __m256 farthest = _mm256_set1_ps(kNearZero * kNearZero), one = _mm256_set1_ps(1);
   Group square, near;
@@ -38,7 +40,7 @@ SCE_AVX2_INLINE void tangents(float scale, Group& x, Group& slope) {
   SCE_EACH(k, kVectors) near.vector[k] = _mm256_fmadd_ps(near.vector[k], x.vector[k], x.vector[k]);
   SCE_EACH(k, kVectors) slope.vector[k] = _mm256_fnmadd_ps(near.vector[k], near.vector[k], one);
   __m256 most = square.vector[0];
-  SCE_EACH(k, kVectors - 1) most = _mm256_max_ps(square.vector[k + 1], most);  // a NaN loses, or stays
+  SCE_EACH(k, kVectors - 1) most = _mm256_max_ps(square.vector[k + 1], most);  // NaN loses, or stays
   if (_mm256_movemask_ps(_mm256_cmp_ps(most, farthest, _CMP_NLE_UQ)) != 0) {
     Group far_slope;
     far_tangents(x, far_slope);
@@ -51,7 +53,7 @@ SCE_AVX2_INLINE void tangents(float scale, Group& x, Group& slope) {
   x = near;
 }
 
-// z (n,) of logits, which may be the logits, and with `sloped` dz/d(scale x) (n,).
+// Computes z (n,) of the logits, possibly in place, and with `sloped` also dz/d(scale x) (n,).
 template <bool sloped, typename scalar_t>
 SCE_AVX2 __attribute__((noinline)) void cap_into(const scalar_t* logits, int64_t n,
                                                  const LogitTransform<float>& transform, float* z,

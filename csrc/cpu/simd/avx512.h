@@ -1,7 +1,6 @@
-// avx512.h - the loops over plain logits with the instructions that make an exponential cheap and that compilers do not
-// find: vreduceps takes the fraction of an exponent and vscalefps applies its integer part, for any exponent there is.
-// With them 16 logits cost 9 to 12 instructions where plain C++ takes 17 to 24 (tile.cpp, which takes over for the
-// rest).
+// avx512.h - Implements the loops over plain logits with AVX-512 instructions that compilers do not generate: vreduceps
+// extracts the fraction of an exponent, and vscalefps applies its integer part, for any exponent. 16 logits take 9 to
+// 12 instructions, while plain C++ takes 17 to 24 (tile.cpp, which handles all other cases).
 #pragma once
 
 #include "avx512_smoothing.h"
@@ -17,11 +16,10 @@ namespace avx512 {
 // Logits may exceed the reference of a sum by this much before it overflows.
 constexpr float kNear = 60;
 
-// An exponent may exceed the one that a spread is relative to by this much, before what it adds hides the digits of
-// what others add.
+// An exponent may exceed the reference of a spread by this much before its term hides the digits of the other terms.
 constexpr float kFar = 6;
 
-// Results below the normal range become 0 instead of costing 150 cycles each.
+// Flushes results below the normal range to 0, because they cost 150 cycles each.
 class FlushSubnormals {
  public:
   SCE_AVX512_INLINE FlushSubnormals() : saved_(_mm_getcsr()) { _mm_setcsr(saved_ | 0x8040); }
@@ -32,14 +30,14 @@ class FlushSubnormals {
   const unsigned saved_;
 };
 
-// Of a gradient's exponentials: their error is a small part of what rounding to scalar_t takes.
+// Selects the degree for a gradient: the error of its exponentials is a small part of the rounding error of scalar_t.
 template <typename scalar_t>
 constexpr int kDegree = std::is_same_v<scalar_t, BFloat16> ? 4
                         : std::is_same_v<scalar_t, Half>   ? 5
                                                            : 6;
 
-// factor 2^(slope x + offset), with a polynomial for the fraction of the exponent. Minimax fits on [0, 1]: relative
-// error 1.9e-9 (degree 6), 7.5e-8 (degree 5), 2.6e-6 (degree 4).
+// Computes factor 2^(slope x + offset) with a polynomial for the fraction of the exponent. The minimax fits on [0, 1]
+// have a relative error of 1.9e-9 (degree 6), 7.5e-8 (degree 5) or 2.6e-6 (degree 4).
 template <int degree>
 class Exponential {
  public:
@@ -52,13 +50,13 @@ class Exponential {
     SCE_EACH(k, degree + 1) coefficients_[k] = _mm512_set1_ps(factor * kFits[degree - 4][k]);
   }
 
-  // slope x + offset, in place of x.
+  // Replaces x by slope x + offset.
   template <int count>
   SCE_AVX512_INLINE void scale(Columns<count>& x) const {
     SCE_EACH(k, count) x.vector[k] = _mm512_fmadd_ps(x.vector[k], slope_, offset_);
   }
 
-  // Of an exponent. 0 for -inf and NaN for NaN, as exp has it.
+  // Computes the power of an exponent. It is 0 for -inf and NaN for NaN.
   template <int count>
   SCE_AVX512_INLINE Columns<count> raise(const Columns<count>& exponent) const {
     constexpr int kFloor = _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC;
@@ -72,7 +70,7 @@ class Exponential {
     return p;
   }
 
-  // Of one logit, and of one exponent.
+  // Return the exponent of one logit and the power of one exponent.
   SCE_AVX512_INLINE float exponent(float logit) const {
     Columns<1> x{{_mm512_set1_ps(logit)}};
     scale(x);
@@ -87,15 +85,15 @@ class Exponential {
   __m512 coefficients_[degree + 1];
 };
 
-// An exponent to multiply with where the power may be 0: finite, and still so low that the power is.
+// Limits exponents, so that a product with a power of 0 is 0. The limit is finite and so low that its power is 0.
 template <int count>
 SCE_AVX512_INLINE void keep_finite(Columns<count>& exponent) {
   const __m512 lowest = _mm512_set1_ps(-1500);
-  SCE_EACH(k, count) exponent.vector[k] = _mm512_max_ps(lowest, exponent.vector[k]);  // NaN stays
+  SCE_EACH(k, count) exponent.vector[k] = _mm512_max_ps(lowest, exponent.vector[k]);  // NaN stays NaN
 }
 
-// The maximum of some logits and the sum of their exponentials relative to a reference, lane by lane; of SelectStats
-// also the sum of exponentials times exponents less `center`. What is summed for RowStats has the same bits.
+// Holds per-lane results for some logits: their maximum and the sum of exponentials relative to a reference. For
+// SelectStats it also sums exponentials times exponents, less `center`. The sums for RowStats have the same bits.
 template <typename stats_t>
 struct Lanes {
   static constexpr bool kSpread = std::is_same_v<stats_t, SelectStats<float>>;
@@ -105,7 +103,7 @@ struct Lanes {
 
   SCE_AVX512_INLINE Lanes() : max(_mm512_set1_ps(-INFINITY)), sum(_mm512_setzero_ps()), spread(_mm512_setzero_ps()) {}
 
-  // weigh(exponents) is what label smoothing does with them.
+  // weigh(exponents) accumulates the terms of label smoothing.
   template <int count, typename exponential_t, typename weigh_t>
   SCE_AVX512_INLINE void push(Columns<count> x, const exponential_t& exponential, __m512 center, const weigh_t& weigh) {
     SCE_EACH(k, count) max = _mm512_max_ps(x.vector[k], max);  // NaN in x loses
@@ -121,7 +119,7 @@ struct Lanes {
     SCE_EACH(k, count / 2) sum = _mm512_add_ps(sum, power.vector[k]);
   }
 
-  // The center goes up by `by`.
+  // Raises the center by `by`.
   SCE_AVX512_INLINE void move_center(float by) { spread = _mm512_fnmadd_ps(_mm512_set1_ps(by), sum, spread); }
 
   SCE_AVX512_INLINE void merge(const Lanes& other) {
@@ -132,7 +130,7 @@ struct Lanes {
   }
 };
 
-// Of the first n columns.
+// Adds the first n columns.
 template <typename logits_t>
 SCE_AVX512_INLINE float maximum(const logits_t& logits, int64_t n) {
   __m512 max = _mm512_set1_ps(-INFINITY);
@@ -147,7 +145,7 @@ SCE_AVX512_INLINE float maximum(const logits_t& logits, int64_t n) {
   return _mm512_reduce_max_ps(max);
 }
 
-// Of a block, n <= kBlock.
+// Adds a block, n <= kBlock.
 template <typename stats_t, typename logits_t, typename exponential_t, typename scalar_t>
 SCE_AVX512_INLINE Lanes<stats_t> push_block(const logits_t& logits, int64_t n, const exponential_t& exponential,
                                             float center, const scalar_t* next) {
@@ -165,7 +163,7 @@ SCE_AVX512_INLINE Lanes<stats_t> push_block(const logits_t& logits, int64_t n, c
       if constexpr (kSmoothed) block.weighed.push_streams(exponents, logits.weights.from(i), step);
     });
   }
-  i = kStreams * step;  // fewer columns are left than the four streams take at a time
+  i = kStreams * step;  // fewer columns remain than the four streams process at a time
   prefetch_first(next + i, n - i);
   const auto weigh_first = [&](const auto& exponents) SCE_AVX512 SCE_INLINE {
     if constexpr (kSmoothed) block.weighed.push_first(exponents, logits.weights.from(i), n - i);
@@ -180,8 +178,8 @@ SCE_AVX512_INLINE Lanes<stats_t> push_block(const logits_t& logits, int64_t n, c
   return block;
 }
 
-// Adds blocks of scale * logits to `row`, RowStats of a kind or SelectStats, for as long as they stay near the logits
-// that they begin with; returns how many columns it added.
+// Adds blocks of scale * logits to `row`, which is some RowStats or SelectStats, while they stay close to the first
+// logits. Returns the number of added columns.
 template <typename logits_t, typename scalar_t, typename stats_t>
 SCE_AVX512 int64_t push_stretch(const logits_t& logits, int64_t n, float scale, const scalar_t* next, stats_t& row) {
   constexpr bool kSpread = Lanes<stats_t>::kSpread;
@@ -209,7 +207,7 @@ SCE_AVX512 int64_t push_stretch(const logits_t& logits, int64_t n, float scale, 
     begin = end;
   }
   if (begin == 0) return 0;
-  // Relative to the exponential of the maximum as it was added: a row with all its mass at one class adds up to 1.
+  // Use the exponential of the maximum exactly as it was added: a row with all its mass at one class then sums to 1.
   const float most = _mm512_reduce_max_ps(stretch.max), exponent = exponential.exponent(most);
   const float power = exponential.power(exponent);
   RowStats<float> sums;
@@ -229,7 +227,7 @@ SCE_AVX512 int64_t push_stretch(const logits_t& logits, int64_t n, float scale, 
   return begin;
 }
 
-// Adds scale * logits to `row`; scale > 0. plain(begin, end) adds a tile where these loops are not right.
+// Adds scale * logits to `row`; scale > 0. plain(begin, end) adds a tile if these loops do not apply.
 template <typename logits_t, typename scalar_t, typename stats_t, typename plain_t>
 SCE_AVX512 void push(const logits_t& logits, int64_t n, float scale, const scalar_t* next, stats_t& row,
                      const plain_t& plain) {
@@ -242,7 +240,7 @@ SCE_AVX512 void push(const logits_t& logits, int64_t n, float scale, const scala
   }
 }
 
-// What a gradient makes of each probability: that times a number, which is part of the polynomial, and less_t of it,
+// The loss multiplies each probability by a constant, which is part of the polynomial, and subtracts less_t.
 template <typename less_t>
 struct Times {
   SCE_AVX512_INLINE Times(const GradientCoefficients<float>& c, float scale, double, float)
@@ -258,8 +256,9 @@ struct Times {
   const less_t less;
 };
 
-// or, with more than a loss among what is differentiated, that times a line over its exponent, and what every class
-// has. `where_one`: the exponent of a probability of 1, `log2`: what another one more adds to its logarithm.
+// If more than the loss is differentiated, each probability is multiplied by a linear function of its exponent, and a
+// constant is added for every class. `where_one` is the exponent of probability 1. `log2` is the change of the
+// logarithm if the exponent grows by 1.
 class TimesLine {
  public:
   SCE_AVX512_INLINE TimesLine(const SelectCoefficients<float>& c, float scale, double where_one, float log2)
@@ -283,7 +282,7 @@ class TimesLine {
   const float slope_, offset_, each_;
 };
 
-// What becomes of the logits that read(ItsLogits{}, x) reads.
+// Computes the gradient of the logits that read(ItsLogits{}, x) reads.
 template <int count, typename exponential_t, typename times_t, typename read_t>
 SCE_AVX512_INLINE Columns<count> differentiate(const exponential_t& exponential, const times_t& times,
                                                const read_t& read) {
@@ -295,7 +294,7 @@ SCE_AVX512_INLINE Columns<count> differentiate(const exponential_t& exponential,
   return power;
 }
 
-// What becomes of the first n logits of several packs.
+// Computes the gradient of the first n logits of several packs.
 template <bool around, int packs, typename exponential_t, typename times_t, typename logits_t, typename scalar_t>
 SCE_AVX512_INLINE void differentiate_first(const exponential_t& exponential, const times_t& times,
                                            const logits_t& logits, int64_t n, scalar_t* gradient) {
@@ -305,7 +304,7 @@ SCE_AVX512_INLINE void differentiate_first(const exponential_t& exponential, con
   store_first<around, packs>(differentiate<kColumns>(exponential, times, read), n, gradient);
 }
 
-// And of all.
+// Computes the gradient of all logits.
 template <bool around, typename exponential_t, typename times_t, typename logits_t, typename scalar_t>
 SCE_AVX512_INLINE void differentiate_row(const exponential_t& exponential, const times_t& times, const logits_t& logits,
                                          int64_t n, const decltype(logits.x) next, scalar_t* gradient) {
@@ -330,9 +329,9 @@ SCE_AVX512_INLINE void differentiate_row(const exponential_t& exponential, const
   }
 }
 
-// gradient = dz/dx a exp(scale x - lse), or what SelectCoefficients have in place of a, which may be in place;
-// scale > 0. Writes nothing and returns false where only the plain formula is right: beyond the range of the exponent's
-// fraction and for factors near the ends of float's.
+// Computes gradient = dz/dx a exp(scale x - lse), or with the factor of SelectCoefficients instead of a, possibly in
+// place; scale > 0. Writes nothing and returns false if only the plain formula is accurate: beyond the range of the
+// exponent's fraction, and for factors close to the limits of float.
 template <typename times_t, typename logits_t, typename scalar_t, typename coefficients_t>
 SCE_AVX512 bool gradient(const logits_t& logits, int64_t n, float scale, const coefficients_t& c,
                          const decltype(logits.x) next, const Destination<scalar_t>& to) {

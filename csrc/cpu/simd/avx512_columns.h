@@ -1,4 +1,4 @@
-// avx512_columns.h - logits in AVX-512 registers: how they are loaded, converted, prefetched and stored.
+// avx512_columns.h - Loads, converts, prefetches and stores logits in AVX-512 registers.
 #pragma once
 
 #include "convert.h"
@@ -8,7 +8,7 @@
 #ifdef SCE_X86
 #if defined(__GNUC__) && !defined(__clang__) && __GNUC__ < 13
 #pragma GCC diagnostic ignored "-Wuninitialized"
-#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"  // the intrinsics' own headers (GCC bug 105593)
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"  // caused by the headers of the intrinsics (GCC bug 105593)
 #endif
 #include <immintrin.h>
 
@@ -21,40 +21,40 @@ namespace avx512 {
 
 #define SCE_AVX512_INLINE SCE_AVX512 inline __attribute__((always_inline))
 
-// `count` vectors of 16 columns. An exponential is a chain of 40 cycles and the processor looks 97 instructions ahead:
-// each step is written for eight vectors before the next, so that it finds work.
+// Holds `count` vectors of 16 columns. An exponential is a chain of 40 cycles, while the CPU looks 97 instructions
+// ahead. Each step is therefore written for eight vectors before the next step.
 template <int count>
 struct Columns {
   __m512 vector[count];
 };
 constexpr int kWide = 8;
-constexpr int kNarrow = 2;  // the least that a load of 16-bit logits fills
+constexpr int kNarrow = 2;  // the minimum that a load of 16-bit logits fills
 constexpr int64_t kPack = 16 * kNarrow;
 
-// The eight come from four places of a block, which the hardware prefetches as four streams: it follows each no further
-// than the page that it reads. Two lines more than a page keep the four out of the same sets of the first cache.
+// The eight vectors come from four places of a block, so that the hardware prefetches four streams. It follows each
+// stream only to the end of a page. An offset of a page and two lines keeps the streams out of the same L1 sets.
 constexpr int kStreams = kWide / kNarrow;
 template <typename scalar_t>
-constexpr int64_t kBlock = kStreams * (4096 + 128) / sizeof(scalar_t);  // columns
+constexpr int64_t kBlock = kStreams * (4096 + 128) / sizeof(scalar_t);  // in columns
 
-// Columns of a stream in a block of n; what is left of the block comes behind the streams.
+// Returns the columns of a stream in a block of n. The remaining columns follow the streams.
 SCE_AVX512_INLINE int64_t stream_columns(int64_t n) { return n / (kStreams * kPack) * kPack; }
 
-// The first n <= 32 columns of a pack.
+// Returns a mask of the first n <= 32 columns of a pack.
 SCE_AVX512_INLINE uint32_t first_columns(int64_t n) { return static_cast<uint32_t>((uint64_t(1) << n) - 1); }
 
-// Where those are in the two vectors of a pack that was loaded from scalar_t: of BFloat16 the even ones come before the
-// odd ones.
+// Returns the masks of these columns in the two vectors of a loaded pack. For BFloat16 even columns precede odd ones.
 template <typename scalar_t>
 SCE_AVX512_INLINE uint32_t first_lanes(int64_t n) {
   if (std::is_same_v<scalar_t, BFloat16>) return first_columns((n + 1) / 2) | first_columns(n / 2) << 16;
   return first_columns(n);
 }
 
-// How many of n columns are in its k-th pack.
+// Returns how many of n columns are in pack k.
 SCE_AVX512_INLINE int64_t in_pack(int64_t n, int k) { return std::clamp<int64_t>(n - k * kPack, 0, kPack); }
 
-// 32 logits of 16 bits. Of BFloat16 `a` gets the even ones and `b` the odd ones: one instruction each, not two.
+// Converts 32 logits of 16 bits. For BFloat16 `a` gets the even ones and `b` the odd ones, which takes one instruction
+// each instead of two.
 SCE_AVX512_INLINE void widen(__m512i bits, BFloat16, __m512& a, __m512& b) {
   a = _mm512_castsi512_ps(_mm512_slli_epi32(bits, 16));
   b = _mm512_castsi512_ps(_mm512_and_si512(bits, _mm512_set1_epi32(static_cast<int>(0xffff0000u))));
@@ -64,7 +64,8 @@ SCE_AVX512_INLINE void widen(__m512i bits, Half, __m512& a, __m512& b) {
   b = _mm512_cvtph_ps(_mm512_extracti64x4_epi64(bits, 1));
 }
 
-// The inverse, to nearest. A tie of BFloat16 goes away from zero: the exponentials are not exact enough to tell one.
+// Implements the inverse, rounding to nearest. BFloat16 ties round away from zero, because the exponentials are not
+// exact enough to detect ties.
 SCE_AVX512_INLINE __m512i narrow(__m512 a, __m512 b, BFloat16) {
   const __m512i half = _mm512_set1_epi32(0x8000);
   const __m512i even = _mm512_add_epi32(_mm512_castps_si512(a), half);
@@ -80,8 +81,7 @@ SCE_AVX512_INLINE __m512i narrow(__m512 a, __m512 b, Half) {
 template <typename scalar_t>
 constexpr int kLines = kPack * sizeof(scalar_t) / kLine;  // of a stream
 
-// Asks for the lines of each stream that come half a kilobyte later, and in the second cache for those of the next
-// span.
+// Prefetches the lines of each stream half a kilobyte ahead, and the lines of the next span into the L2 cache.
 template <typename scalar_t>
 SCE_AVX512_INLINE void prefetch_streams(const scalar_t* x, const scalar_t* next, int64_t step) {
   SCE_EACH(k, kStreams) {
@@ -92,15 +92,16 @@ SCE_AVX512_INLINE void prefetch_streams(const scalar_t* x, const scalar_t* next,
   }
 }
 
-// Asks for the first n columns of the next span.
+// Prefetches the first n columns of the next span.
 template <typename scalar_t>
 SCE_AVX512_INLINE void prefetch_first(const scalar_t* next, int64_t n) {
   for (int64_t i = 0; i < n; i += kLine / static_cast<int64_t>(sizeof(scalar_t)))
     _mm_prefetch(reinterpret_cast<const char*>(next + i), _MM_HINT_T1);
 }
 
-// Asks to own the lines that will be written half a kilobyte later: a store that must wait for its line holds up those
-// behind it. 8 % of forward and backward (256 x 128256 float32, two Cascade Lake cores, 2026-11-21).
+// Prefetches the lines that are written half a kilobyte ahead for ownership, because a store that waits for its line
+// stalls the following stores. Saves 8 % of forward and backward (256 x 128256 float32, two Cascade Lake cores,
+// 2026-11-21).
 template <typename scalar_t>
 SCE_AVX512_INLINE void prefetch_stores(scalar_t* out, int64_t step) {
   SCE_EACH(k, kStreams) {
@@ -117,7 +118,7 @@ SCE_AVX512_INLINE void load(const scalar_t* x, Columns<kNarrow>& out) {
   widen(_mm512_loadu_si512(x), scalar_t{}, out.vector[0], out.vector[1]);
 }
 
-// Those whose bit is set; -inf in the others, which changes neither a maximum nor a sum of exponentials.
+// Loads the columns whose bit is set. The others are -inf, which changes neither a maximum nor a sum of exponentials.
 SCE_AVX512_INLINE void load(const float* x, uint32_t columns, Columns<kNarrow>& out) {
   const __m512 fill = _mm512_set1_ps(-INFINITY);
   SCE_EACH(k, kNarrow)
@@ -130,7 +131,7 @@ SCE_AVX512_INLINE void load(const scalar_t* x, uint32_t columns, Columns<kNarrow
   widen(bits, scalar_t{}, out.vector[0], out.vector[1]);
 }
 
-// Of a row all columns are read, or those with a bit in `kept` (columns / 32,).
+// These read all columns of a row, or those with a bit in `kept` (columns / 32,).
 template <typename scalar_t>
 struct Every {
   using Storage = scalar_t;
@@ -146,12 +147,12 @@ struct Kept {
   const scalar_t* x;
   const uint32_t* kept;
 
-  SCE_AVX512_INLINE Kept from(int64_t i) const { return {x + i, kept + i / kPack}; }  // i: a multiple of kPack
+  SCE_AVX512_INLINE Kept from(int64_t i) const { return {x + i, kept + i / kPack}; }  // i is a multiple of kPack
   SCE_AVX512_INLINE void read(Columns<kNarrow>& out) const { load(x, *kept, out); }
   SCE_AVX512_INLINE void read_first(int64_t n, Columns<kNarrow>& out) const { load(x, *kept & first_columns(n), out); }
 };
 
-// 32 columns of each stream, `step` columns apart.
+// Loads 32 columns of each stream; streams are `step` columns apart.
 template <typename logits_t>
 SCE_AVX512_INLINE void read_streams(const logits_t& logits, int64_t step, Columns<kWide>& out) {
   SCE_EACH(k, kStreams) {
@@ -162,7 +163,7 @@ SCE_AVX512_INLINE void read_streams(const logits_t& logits, int64_t step, Column
   }
 }
 
-// `around` the caches: to whole lines.
+// `around` uses non-temporal stores, which write whole lines.
 template <bool around>
 SCE_AVX512_INLINE void store(const Columns<kNarrow>& x, float* out) {
   SCE_EACH(k, kNarrow)
@@ -174,7 +175,7 @@ SCE_AVX512_INLINE void store(const Columns<kNarrow>& x, scalar_t* out) {
   around ? _mm512_stream_si512(reinterpret_cast<__m512i*>(out), bits) : _mm512_storeu_si512(out, bits);
 }
 
-// The first n columns of several packs; others are -inf.
+// Loads the first n columns of several packs; the others are -inf.
 template <int packs, typename logits_t>
 SCE_AVX512_INLINE void read_first(const logits_t& logits, int64_t n, Columns<packs * kNarrow>& out) {
   SCE_EACH(k, packs) {
@@ -193,7 +194,7 @@ SCE_AVX512_INLINE void store_streams(const Columns<kWide>& x, int64_t step, scal
   SCE_EACH(k, kStreams) store<around>(Columns<kNarrow>{{x.vector[2 * k], x.vector[2 * k + 1]}}, out + k * step);
 }
 
-// The first n columns.
+// Stores the first n columns.
 SCE_AVX512_INLINE void store_first(const Columns<kNarrow>& x, int64_t n, float* out) {
   SCE_EACH(k, kNarrow)
   _mm512_mask_storeu_ps(out + 16 * k, static_cast<__mmask16>(first_columns(n) >> 16 * k), x.vector[k]);

@@ -1,4 +1,4 @@
-// avx512_smoothing.h - what label smoothing adds to the loops of avx512.h, where each class counts by its weight.
+// avx512_smoothing.h - Adds label smoothing to the loops of avx512.h, with a weight for each class.
 #pragma once
 
 #include "avx512_columns.h"
@@ -8,7 +8,7 @@ namespace sparse_ce {
 namespace cpu {
 namespace avx512 {
 
-// Weights in the order in which a pack of logits of scalar_t is loaded, 0 for columns that are not there: 1,
+// Provides weights of 1, in the order of a loaded pack of scalar_t logits. The weight of missing columns is 0.
 template <typename scalar_t>
 struct Ones {
   static constexpr bool kOnes = true;
@@ -21,7 +21,7 @@ struct Ones {
   }
 };
 
-// or those in memory.
+// Provides weights from memory, in the same order.
 template <typename scalar_t>
 struct ClassWeights {
   static constexpr bool kOnes = false;
@@ -51,23 +51,23 @@ struct ClassWeights {
   }
 };
 
-// Logits of classes that have them.
+// Combines logits with class weights.
 template <typename logits_t, typename weights_t>
 struct Weighed : logits_t {
   weights_t weights;
   SCE_AVX512_INLINE Weighed from(int64_t i) const { return {logits_t::from(i), weights.from(i)}; }
 };
 
-// RowStats with what label smoothing needs of them.
+// Selects the statistics for label smoothing.
 struct SmoothedStats : RowStats<float> {};
 
-// Sums of exponents times weights, and of weights, lane by lane.
+// Holds per-lane sums of exponents times weights, and of weights.
 struct WeighedLanes {
   __m512 exponents, weights;
 
   SCE_AVX512_INLINE WeighedLanes() { exponents = weights = _mm512_setzero_ps(); }
 
-  // Of all streams, `step` columns apart.
+  // Adds all streams, which are `step` columns apart.
   template <typename weights_t>
   SCE_AVX512_INLINE void push_streams(Columns<kWide> x, const weights_t& of, int64_t step) {
     if constexpr (weights_t::kOnes) {
@@ -80,7 +80,7 @@ struct WeighedLanes {
       push(x, o);
     }
   }
-  // Of the first n columns of some packs; other exponents are -inf.
+  // Adds the first n columns of some packs; other exponents are -inf.
   template <typename weights_t, int count>
   SCE_AVX512_INLINE void push_first(const Columns<count>& x, const weights_t& of, int64_t n) {
     Columns<count> o;
@@ -106,7 +106,7 @@ struct WeighedLanes {
     weights = _mm512_add_ps(other.weights, weights);
   }
 
-  // Into statistics relative to the exponent `highest`.
+  // Writes statistics relative to the exponent `highest`.
   SCE_AVX512_INLINE void write(double highest, RowStats<float>& stats) const {
     const double weight = _mm512_reduce_add_ps(weights);
     stats.weighted = static_cast<float>((_mm512_reduce_add_ps(exponents) - weight * highest) * kLn2);
@@ -114,7 +114,7 @@ struct WeighedLanes {
   }
 };
 
-// What is read for a gradient: the logits, or their classes' weights.
+// Select what a gradient reads: the logits, or the weights of their classes.
 struct ItsLogits {
   template <typename logits_t>
   SCE_AVX512_INLINE const logits_t& operator()(const logits_t& logits) const {
@@ -128,14 +128,14 @@ struct ItsWeights {
   }
 };
 
-// What is taken from the gradients of several classes, read(of, x) reading more of them: nothing,
+// Subtracts nothing from the gradients. read(of, x) reads data of the classes.
 struct Nothing {
   SCE_AVX512_INLINE explicit Nothing(float) {}
   template <int count, typename read_t>
   SCE_AVX512_INLINE void operator()(const read_t&, Columns<count>&) const {}
 };
 
-// or a share by weight.
+// Subtracts a share by weight from the gradients.
 template <typename weights_t>
 class Share {
  public:
@@ -157,7 +157,7 @@ class Share {
   const float each_;
 };
 
-// How the loss of logits goes: without label smoothing, or with it.
+// Selects the loss without or with label smoothing.
 template <typename logits_t>
 struct Smoothing {
   static constexpr bool kIs = false;
@@ -171,7 +171,7 @@ struct Smoothing<Weighed<logits_t, weights_t>> {
   using Less = Share<weights_t>;
 };
 
-// f(logits), or f(those with weights) where `smoothed`. class_weight: null where each is 1.
+// Calls f(logits), or with `smoothed` f(logits with weights). If class_weight is null, every weight is 1.
 template <typename logits_t, typename function_t>
 SCE_AVX512 auto by_smoothing(const logits_t& logits, bool smoothed, const float* class_weight, const function_t& f) {
   using scalar_t = typename logits_t::Storage;

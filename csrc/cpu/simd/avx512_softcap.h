@@ -1,5 +1,5 @@
-// avx512_softcap.h - softcap tanh(scale x / softcap) with AVX-512: tangents of a tile, which the loops of avx512.h take
-// for plain logits, with the softcap for a scale.
+// avx512_softcap.h - Computes softcap tanh(scale x / softcap) with AVX-512. The loops of avx512.h use the tangents of a
+// tile as plain logits, with the softcap as their scale.
 #pragma once
 
 #include "avx512.h"
@@ -9,19 +9,19 @@ namespace sparse_ce {
 namespace cpu {
 namespace avx512 {
 
-// Tangents of logits of scalar_t, in the order in which a pack of those is loaded: a pack of 16-bit ones fills its 32
-// places, however many there are.
+// Holds the tangents of scalar_t logits, in the order of a loaded pack. A pack of 16-bit logits always occupies 32
+// places.
 template <typename scalar_t>
 struct Tangents {
   using Storage = scalar_t;
   const float* x;
 
-  SCE_AVX512_INLINE Tangents from(int64_t i) const { return {x + i}; }  // i: a multiple of kPack
+  SCE_AVX512_INLINE Tangents from(int64_t i) const { return {x + i}; }  // i is a multiple of kPack
   SCE_AVX512_INLINE void read(Columns<kNarrow>& out) const { load(x, out); }
   SCE_AVX512_INLINE void read_first(int64_t n, Columns<kNarrow>& out) const { load(x, first_lanes<scalar_t>(n), out); }
 };
 
-// tanh in place of x that is far from 0, by what is left of it to 1, which rounds it once; and its slope (Tangent).
+// Replaces x that is far from 0 by tanh(x), computed as 1 minus a small remainder with one rounding, and by its slope.
 template <int count>
 SCE_AVX512_INLINE void far_tangents(Columns<count>& x, Columns<count>& slope) {
   const __m512 sign = _mm512_set1_ps(-0.0f), one = _mm512_set1_ps(1), two = _mm512_set1_ps(2);
@@ -30,13 +30,13 @@ SCE_AVX512_INLINE void far_tangents(Columns<count>& x, Columns<count>& slope) {
   SCE_EACH(k, count) left.vector[k] = _mm512_andnot_ps(sign, x.vector[k]);
   twice_the_power.scale(left);
   left = twice_the_power.raise(left);
-  // 2 p / (1 + p), by a reciprocal of 14 bits and a step of Newton's: a division takes a twelfth of the time more.
+  // Computes 2 p / (1 + p) with a 14-bit reciprocal and a Newton step; a division takes a twelfth longer.
   SCE_EACH(k, count) {
     const __m512 below = _mm512_fmadd_ps(_mm512_set1_ps(0.5f), left.vector[k], one), about = _mm512_rcp14_ps(below);
     const __m512 one_less = _mm512_fnmadd_ps(below, about, one);
     left.vector[k] = _mm512_mul_ps(left.vector[k], _mm512_fmadd_ps(about, one_less, about));
   }
-  constexpr int kChoice = 0xca;  // where the first has a bit the second's, else the third's
+  constexpr int kChoice = 0xca;  // selects the second operand's bit if the first one's is set, else the third's
   SCE_EACH(k, count)
   x.vector[k] =
       _mm512_castsi512_ps(_mm512_ternarylogic_epi32(_mm512_castps_si512(sign), _mm512_castps_si512(x.vector[k]),
@@ -44,7 +44,8 @@ SCE_AVX512_INLINE void far_tangents(Columns<count>& x, Columns<count>& slope) {
   SCE_EACH(k, count) slope.vector[k] = _mm512_mul_ps(left.vector[k], _mm512_sub_ps(two, left.vector[k]));
 }
 
-// tanh(scale x) in place of x, and its slope. Mostly all are near 0, where eight instructions make a tangent.
+// Replaces x by tanh(scale x) and computes its slope. Usually all arguments are near 0, where a tangent takes eight
+// instructions.
 template <int count>
 SCE_AVX512_INLINE void tangents(float scale, Columns<count>& x, Columns<count>& slope) {
   const __m512 farthest = _mm512_set1_ps(kNearZero * kNearZero), one = _mm512_set1_ps(1);
@@ -59,7 +60,7 @@ SCE_AVX512_INLINE void tangents(float scale, Columns<count>& x, Columns<count>& 
   SCE_EACH(k, count) near[k] = _mm512_fmadd_ps(near[k], x.vector[k], x.vector[k]);
   SCE_EACH(k, count) slope.vector[k] = _mm512_fnmadd_ps(near[k], near[k], one);
   __m512 most = square[0];
-  SCE_EACH(k, count - 1) most = _mm512_max_ps(square[k + 1], most);  // a NaN loses, or stays
+  SCE_EACH(k, count - 1) most = _mm512_max_ps(square[k + 1], most);  // NaN loses, or stays
   if (_mm512_cmp_ps_mask(most, farthest, _CMP_NLE_UQ)) {
     Columns<count> far_slope;
     far_tangents(x, far_slope);
@@ -72,7 +73,7 @@ SCE_AVX512_INLINE void tangents(float scale, Columns<count>& x, Columns<count>& 
   SCE_EACH(k, count) x.vector[k] = near[k];
 }
 
-// Those of n logits, as Tangents<scalar_t> has them. `next`: the logits that will be worked on after these.
+// Computes the tangents of n logits in the order of Tangents<scalar_t>. `next` are the logits that are processed next.
 template <typename scalar_t>
 SCE_AVX512 __attribute__((noinline)) void tangents_into(const scalar_t* logits, int64_t n,
                                                         const LogitTransform<float>& transform, const scalar_t* next,
@@ -98,7 +99,7 @@ SCE_AVX512 __attribute__((noinline)) void tangents_into(const scalar_t* logits, 
   }
 }
 
-// z (n,) of logits, which may be the logits, and with `sloped` dz/d(scale x) (n,).
+// Computes z (n,) of the logits, possibly in place, and with `sloped` also dz/d(scale x) (n,).
 template <bool sloped>
 SCE_AVX512 __attribute__((noinline)) void cap_into(const float* logits, int64_t n,
                                                    const LogitTransform<float>& transform, float* z,
@@ -116,7 +117,7 @@ SCE_AVX512 __attribute__((noinline)) void cap_into(const float* logits, int64_t 
   }
 }
 
-// Of tangents, whose loss has the coefficients: what a probability is multiplied by beside 1 - t^2.
+// Holds the coefficients of a loss of tangents. Each probability is also multiplied by 1 - t^2.
 struct CappedCoefficients : GradientCoefficients<float> {
   float scale_per_cap;
   CappedCoefficients(const GradientCoefficients<float>& c, float scale_per_cap)
@@ -142,13 +143,13 @@ struct TimesSlope {
   const less_t less;
 };
 
-// The gradient from the tangents of a tile, or of a row, which may be where it goes.
+// Writes the gradient from the tangents of a tile or a row, possibly in place.
 template <typename tangents_t, typename scalar_t>
 SCE_AVX512 void capped_gradient(const tangents_t& t, int64_t n, const LogitTransform<float>& transform,
                                 const GradientCoefficients<float>& c, const Destination<scalar_t>& to) {
   using Of = Smoothing<tangents_t>;
   const CappedCoefficients capped(c, transform.scale_per_cap);
-  Destination<scalar_t> by_packs = to;  // around the caches it is written by lines
+  Destination<scalar_t> by_packs = to;  // non-temporal stores write whole lines
   if (sizeof(scalar_t) < sizeof(float)) by_packs.around = to.around && before_line(to.gradient, n) == 0;
   if (gradient<TimesSlope<typename Of::Less>>(t, n, transform.softcap, capped, t.x, by_packs)) return;
   for (int64_t i = 0; i < n; i += kPack) {

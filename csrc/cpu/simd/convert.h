@@ -1,4 +1,4 @@
-// convert.h - tiles of stored logits as numbers to compute with, and numbers as a stored gradient.
+// convert.h - Converts tiles of stored logits to the arithmetic dtype, and results to a stored gradient.
 #pragma once
 
 #include "../../core/dtype.h"
@@ -12,10 +12,10 @@
 namespace sparse_ce {
 namespace cpu {
 
-constexpr int64_t kSoon = 512;  // bytes
+constexpr int64_t kSoon = 512;  // in bytes
 
 #ifdef SCE_X86
-// float16 takes 15 instructions a conversion without F16C, which every processor with AVX2 has.
+// Uses F16C, which every CPU with AVX2 has. Without it a float16 conversion takes 15 instructions.
 SCE_AVX2 inline void widen_f16c(const Half* x, int64_t n, float* out) {
   int64_t i = 0;
   for (; i + 8 <= n; i += 8)
@@ -31,7 +31,7 @@ SCE_AVX2 inline void narrow_f16c(const float* x, int64_t n, Half* out) {
 }
 #endif
 
-// In `buffer` (n,), or x itself where it is stored as it is computed with.
+// Returns the converted logits in `buffer` (n,), or x itself if it already has the arithmetic dtype.
 template <InstructionSet set, typename scalar_t, typename acc_t>
 SCE_HD const acc_t* widened(const scalar_t* x, [[maybe_unused]] int64_t n,
                             [[maybe_unused]] acc_t* __restrict__ buffer) {
@@ -49,8 +49,8 @@ SCE_HD const acc_t* widened(const scalar_t* x, [[maybe_unused]] int64_t n,
   }
 }
 
-// To nearest. A tie of BFloat16 goes away from zero: what is stored here comes from exponentials that are not exact
-// enough to tell one. A NaN of arithmetic stays one.
+// Rounds to nearest. BFloat16 ties round away from zero, because results come from exponentials that are not exact
+// enough to detect ties. An arithmetic NaN stays NaN.
 template <typename scalar_t, typename acc_t>
 SCE_HD void round_to(acc_t x, scalar_t& out) {
   if constexpr (std::is_same_v<scalar_t, BFloat16>)
@@ -59,7 +59,7 @@ SCE_HD void round_to(acc_t x, scalar_t& out) {
     from_acc(x, out);
 }
 
-// The numbers term(i), rounded. `buffer` (n,) is scratch; `term` may read it.
+// Stores the numbers term(i), rounded. `buffer` (n,) is scratch memory, which `term` may read.
 template <InstructionSet set, typename scalar_t, typename acc_t, typename term_t>
 SCE_HD void narrow(int64_t n, const term_t& term, [[maybe_unused]] acc_t* buffer, scalar_t* out) {
 #ifdef SCE_X86

@@ -1,5 +1,6 @@
-// exp_tile.h - a tile's exponentials relative to its maximum, which serve the sum of the row and then the gradient: one
-// exponential a logit where they are kept in between. Where they are not, making them again gives the same bits.
+// exp_tile.h - Computes a tile's exponentials relative to its maximum, for the sum of the row and then for the
+// gradient. If they are stored in between, each logit needs one exponential. If they are recomputed, they have the same
+// bits.
 #pragma once
 
 #include "avx2_softcap.h"
@@ -12,16 +13,17 @@
 namespace sparse_ce {
 namespace cpu {
 
-// Whether loops of avx2.h are there.
+// Is true if avx2.h has loops for these types.
 template <InstructionSet set, typename acc_t>
 constexpr bool kWithAvx2 = set == InstructionSet::kAvx2 && std::is_same_v<acc_t, float>;
 
-// Or of avx512_softcap.h.
+// Is true if avx2.h or avx512_softcap.h has loops for these types.
 template <InstructionSet set, typename acc_t>
 constexpr bool kWithAvx512 = set == InstructionSet::kAvx512 && std::is_same_v<acc_t, float>;
 
-// z (n,) of logits that have a softcap and, with `sloped`, dz/d(scale x). Each has the same bits wherever it is among
-// however many, so that a row's sum and its entries have the same logits: p - 1 near p = 1 has digits.
+// Computes z (n,) of logits under a softcap and, with `sloped`, dz/d(scale x). The bits of a result do not depend on
+// its position or on n. A row's sum and its entries therefore use equal logits, and p - 1 with p close to 1 keeps its
+// digits.
 template <InstructionSet set, bool sloped, typename source_t, typename acc_t>
 SCE_HD void cap_into(const source_t* logits, int64_t n, const LogitTransform<acc_t> transform, acc_t* z,
                      [[maybe_unused]] acc_t* __restrict__ slopes) {
@@ -42,7 +44,7 @@ SCE_HD void cap_into(const source_t* logits, int64_t n, const LogitTransform<acc
   }
 }
 
-// z (n,) of logits and, where they have a softcap and `slopes` is not null, dz/d(scale x).
+// Computes z (n,) of logits and, under a softcap and if `slopes` is not null, dz/d(scale x).
 template <InstructionSet set, typename scalar_t, typename acc_t>
 SCE_HD void transform_into(const scalar_t* logits, int64_t n, const LogitTransform<acc_t> transform, acc_t* z,
                            acc_t* slopes) {
@@ -58,7 +60,7 @@ SCE_HD void transform_into(const scalar_t* logits, int64_t n, const LogitTransfo
   }
 }
 
-// The same without, in `buffer` or, where nothing becomes of the logits, the logits.
+// Computes z without slopes, in `buffer`, or returns the logits if they are unchanged.
 template <InstructionSet set, typename scalar_t, typename acc_t>
 SCE_HD const acc_t* transformed(const scalar_t* logits, int64_t n, const LogitTransform<acc_t>& transform,
                                 acc_t* buffer) {
@@ -69,7 +71,8 @@ SCE_HD const acc_t* transformed(const scalar_t* logits, int64_t n, const LogitTr
   return buffer;
 }
 
-// The largest; NaN is never the larger one. Of few logits without lanes, which take longer to fill and to reduce.
+// Returns the maximum; NaN never becomes the maximum. Short arrays do not use lanes, which take longer to fill and
+// reduce.
 template <typename acc_t>
 SCE_HD acc_t maximum(const acc_t* z, int64_t n) {
   acc_t max = Limits<acc_t>::kLowest;
@@ -89,8 +92,8 @@ SCE_HD acc_t maximum(const acc_t* z, int64_t n) {
   return max;
 }
 
-// Statistics of transformed logits z (n,). `powers` (n,), which may be z, receives the exponentials unless it is null;
-// meanwhile `next`, the logits that are worked on after these, come nearer.
+// Returns the statistics of transformed logits z (n,). Unless it is null, `powers` (n,) receives the exponentials; it
+// may alias z. Prefetches `next`, the logits that are processed next.
 template <InstructionSet set, typename scalar_t, typename acc_t>
 SCE_HD RowStats<acc_t> raise(const acc_t* z, int64_t n, bool weighted, const acc_t* class_weight, const scalar_t* next,
                              acc_t* powers) {
@@ -121,7 +124,8 @@ SCE_HD RowStats<acc_t> raise(const acc_t* z, int64_t n, bool weighted, const acc
   return stats;
 }
 
-// The same of n <= kPowers logits. `slopes` (n,): dz/d(scale x) where there is a softcap, null without.
+// Returns the statistics of n <= kPowers logits. `slopes` (n,) receives dz/d(scale x) under a softcap and is otherwise
+// null.
 template <InstructionSet set, typename scalar_t, typename acc_t>
 SCE_HD RowStats<acc_t> raise(const scalar_t* logits, int64_t n, const LogitTransform<acc_t>& transform, bool weighted,
                              const acc_t* class_weight, const scalar_t* next, acc_t* powers, acc_t* slopes) {
@@ -135,7 +139,7 @@ SCE_HD RowStats<acc_t> raise(const scalar_t* logits, int64_t n, const LogitTrans
   return raise<set>(z, n, weighted, class_weight, next, powers);
 }
 
-// By this an exponential of a tile of n is multiplied to become a q_j.
+// Returns the factor that turns an exponential of a tile of n into a q_j.
 template <InstructionSet set, typename acc_t>
 SCE_HD acc_t per_power(acc_t max, [[maybe_unused]] int64_t n, const GradientCoefficients<acc_t>& coefficients) {
 #ifdef SCE_X86
@@ -146,7 +150,8 @@ SCE_HD acc_t per_power(acc_t max, [[maybe_unused]] int64_t n, const GradientCoef
   return coefficients.per_power(max);
 }
 
-// The gradient from them, as if no logit had an entry. `max` is what they are relative to; they become scratch.
+// Writes the gradient from the exponentials, as if no logit had an entry. They are relative to `max` and become scratch
+// memory.
 template <InstructionSet set, typename scalar_t, typename acc_t>
 SCE_HD void gradient_of(acc_t* powers, const acc_t* slopes, acc_t max, int64_t n, acc_t scale,
                         const GradientCoefficients<acc_t>& coefficients, const acc_t* class_weight,

@@ -1,5 +1,5 @@
-// loss_tiles.h - a span of a row as the loss needs it: its statistics and its gradient, by the loops of the instruction
-// set or, where these are not right, by those of exp_tile.h.
+// loss_tiles.h - Computes the statistics and the gradient of a span of a row, with the loops of the instruction set or,
+// if they do not apply, with those of exp_tile.h.
 #pragma once
 
 #include "avx2.h"
@@ -9,15 +9,15 @@
 namespace sparse_ce {
 namespace cpu {
 
-// Whether forward and backward are loops of avx512.h over the logits, which take less time for two exponentials than it
-// takes to keep one,
+// Is true if forward and backward use the loops of avx512.h over the logits, where computing two exponentials is faster
+// than storing one.
 template <InstructionSet set, typename acc_t>
 SCE_HD bool twice(const LogitTransform<acc_t>& transform) {
   if constexpr (kWithAvx512<set, acc_t>) return transform.softcap == 0 && transform.scale > 0;
   return false;
 }
 
-// or of avx512_softcap.h over a tile's tangents, which are what is kept,
+// Is true if they use the loops of avx512_softcap.h over a tile's tangents, which are stored.
 template <InstructionSet set, typename acc_t>
 SCE_HD bool by_tangents(const LogitTransform<acc_t>& transform) {
   if constexpr (kWithAvx512<set, acc_t>) return transform.softcap > 0 && transform.scale > 0;
@@ -25,13 +25,13 @@ SCE_HD bool by_tangents(const LogitTransform<acc_t>& transform) {
 }
 
 #ifdef SCE_X86
-// or of avx2.h, tile by tile, wherever these are right.
+// Returns true if they use the loops of avx2.h, for each tile to which these apply.
 SCE_HD bool by_tiles(int64_t n, const LogitTransform<float>& transform, bool weighted, const float* class_weight) {
   return n >= avx2::kShortest && transform.softcap == 0 && transform.scale > 0 && !(weighted && class_weight);
 }
 #endif
 
-// Tile [begin, end) of n logits, by exp_tile.h.
+// Processes the tile [begin, end) of n logits with exp_tile.h.
 template <InstructionSet set, typename scalar_t, typename acc_t>
 SCE_HD void push_tile(const scalar_t* logits, int64_t begin, int64_t end, int64_t n,
                       const LogitTransform<acc_t>& transform, bool weighted, const acc_t* class_weight,
@@ -44,7 +44,7 @@ SCE_HD void push_tile(const scalar_t* logits, int64_t begin, int64_t end, int64_
 }
 
 #ifdef SCE_X86
-// Functions of their own: short rows, which come past them, would have to save what these need.
+// These are separate functions, because short rows would otherwise have to save the registers that they use.
 template <typename scalar_t>
 SCE_AVX2 __attribute__((noinline)) RowStats<float> stats_by_tiles(const scalar_t* logits, int64_t n,
                                                                   const LogitTransform<float>& transform, bool weighted,
@@ -62,7 +62,8 @@ SCE_AVX2 __attribute__((noinline)) RowStats<float> stats_by_tiles(const scalar_t
 #endif
 
 #ifdef SCE_X86
-// The tangents of n logits a tile at a time, f(begin, end, those of a tile), in what is kept if that is there.
+// Computes the tangents of n logits, one tile at a time, and calls f(begin, end, tangents). Tangents are stored in
+// `kept` if it is present.
 template <typename scalar_t, typename function_t>
 SCE_AVX512 void for_tangents(const scalar_t* logits, int64_t n, const LogitTransform<float>& transform,
                              const scalar_t* next, const Powers<float>& kept, const function_t& f) {
@@ -75,7 +76,7 @@ SCE_AVX512 void for_tangents(const scalar_t* logits, int64_t n, const LogitTrans
   }
 }
 
-// Of n logits, with label smoothing or without.
+// Returns the statistics of n logits, with or without label smoothing.
 template <typename logits_t>
 SCE_AVX512 RowStats<float> stats_of_plain(const logits_t& logits, int64_t n, const LogitTransform<float>& transform,
                                           const float* class_weight, const decltype(logits.x) next) {
@@ -135,7 +136,7 @@ SCE_HD RowStats<acc_t> stats_body(const scalar_t* logits, int64_t n, const Logit
 }
 
 #ifdef SCE_X86
-// The gradient of tile [begin, end) of plain logits from what was kept of it.
+// Writes the gradient of the tile [begin, end) of plain logits from its stored exponentials.
 template <typename scalar_t>
 SCE_AVX2 void tile_gradient(const Powers<float>& kept, int64_t begin, int64_t end,
                             const LogitTransform<float>& transform, const GradientCoefficients<float>& coefficients,
@@ -176,7 +177,7 @@ SCE_AVX2 __attribute__((noinline)) void gradient_by_tiles(const scalar_t* logits
 #endif
 
 #ifdef SCE_X86
-// False, with nothing written, where the loop is not right.
+// Returns false, and writes nothing, if the loop does not apply.
 template <typename logits_t, typename scalar_t>
 SCE_AVX512 bool gradient_of_plain(const logits_t& logits, int64_t n, const LogitTransform<float>& transform,
                                   const GradientCoefficients<float>& coefficients, const scalar_t* next,

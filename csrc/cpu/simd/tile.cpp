@@ -9,7 +9,7 @@ namespace sparse_ce {
 namespace cpu {
 namespace {
 
-// One pass over memory, so that loads and exponentials overlap; the first few logits find a maximum to start from.
+// Reads memory once, so that loads and exponentials overlap. The first few logits provide an initial maximum.
 template <typename acc_t>
 SCE_HD void push_tile(SelectStats<acc_t>& stats, const acc_t* z, int64_t n) {
   constexpr int64_t kFirst = 256;
@@ -21,7 +21,7 @@ SCE_HD void push_tile(SelectStats<acc_t>& stats, const acc_t* z, int64_t n) {
   if (begin < n && !stats.push_near(z, begin, n)) stats.push(z, begin, n);
 }
 
-// The first of the largest, -1 where none is above `above`.
+// Returns the first position of the maximum, or -1 if no number exceeds `above`.
 template <typename acc_t>
 SCE_HD int64_t argmax_body(const acc_t* z, int64_t n, acc_t above) {
   acc_t highest = above;
@@ -33,14 +33,14 @@ SCE_HD int64_t argmax_body(const acc_t* z, int64_t n, acc_t above) {
   return i;
 }
 
-// `value` where a bit is missing among those `kept`, if there are any.
+// Replaces numbers whose bit in `kept` is not set by `value`; does nothing if `kept` is null.
 template <typename acc_t>
 SCE_HD void leave_out(const uint32_t* kept, int64_t n, acc_t value, acc_t* z) {
   for (int64_t word = 0; kept && word < divide_up(n, 32); ++word)
     for (uint32_t left = ~kept[word]; left != 0; left &= left - 1) z[32 * word + __builtin_ctz(left)] = value;
 }
 
-// A tile transformed, without what is left out: in buffer (kTile,) or, where nothing becomes of it, the logits.
+// Returns a transformed tile without the excluded logits: in buffer (kTile,), or the logits if they are unchanged.
 template <InstructionSet set, typename scalar_t, typename acc_t>
 SCE_HD const acc_t* kept_of(const scalar_t* logits, int64_t begin, int64_t n, const LogitTransform<acc_t>& transform,
                             const uint32_t* kept, acc_t* buffer) {
@@ -52,7 +52,7 @@ SCE_HD const acc_t* kept_of(const scalar_t* logits, int64_t begin, int64_t n, co
   return buffer;
 }
 
-// The first logit that is `max`, when transformed; -1 where all are -inf, which is not the lowest maximum there is.
+// Returns the first logit whose transform is `max`, or -1 if all are -inf, for which `max` is the lowest finite number.
 template <InstructionSet set, typename scalar_t, typename acc_t>
 SCE_HD int64_t place_of(acc_t max, const scalar_t* logits, int64_t n, const LogitTransform<acc_t>& transform,
                         const uint32_t* kept) {
@@ -82,7 +82,7 @@ SCE_HD acc_t total_of(const scalar_t* logits, int64_t n, const LogitTransform<ac
 }
 
 #ifdef SCE_X86
-// In one pass over memory. sums: SelectStats, or RowStats alone.
+// Reads memory once. `sums` is SelectStats or RowStats.
 template <typename source_t, typename stats_t>
 SCE_AVX512 void push_plain(const source_t& source, int64_t n, const LogitTransform<float>& transform,
                            const uint32_t* kept, const decltype(source.x) next, stats_t& sums) {
@@ -118,7 +118,7 @@ SCE_HD SelectStats<acc_t> select_stats_body(const scalar_t* logits, int64_t n, c
     stats.row = stats_body<set>(logits, n, transform, wanted.weighted, class_weight, next, {});
     done = true;
   }
-  if (wanted.total) stats.total = total_of<set>(logits, n, transform);  // of what is in a cache
+  if (wanted.total) stats.total = total_of<set>(logits, n, transform);  // reads from a cache
   if (done) {
     if (wanted.argmax) stats.argmax = place_of<set>(stats.row.max, logits, n, transform, kept);
     return stats;
@@ -177,7 +177,7 @@ SCE_HD void chain_body(const scalar_t* logits, const acc_t* slopes, const acc_t*
   if (to.around) copy_around<set>(rounded, n, to.gradient);
 }
 
-// SPARSE_CE_CPU forces a path so that each can be tested; one that the processor lacks is not taken.
+// SPARSE_CE_CPU selects a path, so that each one can be tested. A path that the CPU does not support is ignored.
 InstructionSet choose() {
 #ifdef SCE_X86
   const char* wish = std::getenv("SPARSE_CE_CPU");
