@@ -1,6 +1,7 @@
-// Warps alone, which share nothing: one takes a few ids of a row (forward), a span of a row's columns (the gradient for
-// the input), or a span of an id's columns (that for the weight). All of it is reading rows of the weight, or of the
-// input, from anywhere in memory, by packs of 16 bytes of which each thread has kFlight on their way.
+// Computes the logits of a linear head at a few ids per row, and their gradients. Warps work independently. Each
+// processes a few ids of a row (forward), a span of a row's columns (gradient of the input), or a span of an id's
+// columns (gradient of the weight). The kernels are bound by reading rows of the weight or the input from random
+// positions. They read packs of 16 bytes, kFlight of them in flight per thread.
 #include "device/row_group.cuh"
 
 #include "launchers.h"
@@ -14,7 +15,7 @@ constexpr int64_t kMostBlocks = 1 << 20;
 constexpr unsigned kAllLanes = 0xffffffffu;
 using Warp = RowGroup<kWarp>;
 
-// Rows of elements, of which kSize lie in a pack.
+// Accesses rows of elements by packs of kSize.
 template <typename element_t, int kSize>
 struct Rows {
   using scalar_t = std::remove_const_t<element_t>;
@@ -27,7 +28,7 @@ struct Rows {
       : first(first), stride(stride), width(width), by_packs(pack_t::aligned(first) && stride % kSize == 0) {}
 
   __device__ bool whole(int64_t c) const { return by_packs && c + kSize <= width; }
-  // The elements from c on; 0 beyond the row's end.
+  // Loads the elements from c on. Elements beyond the row's end are 0.
   __device__ pack_t load(int64_t r, int64_t c) const {
     const element_t* at = first + r * stride + c;
     if (whole(c)) return pack_t::load(at);
@@ -48,7 +49,7 @@ struct Rows {
   }
 };
 
-// total += d pack.
+// Computes total += d pack.
 template <typename acc_t, typename scalar_t, int kSize>
 __device__ void add(acc_t d, const Pack<scalar_t, kSize>& pack, acc_t* total) {
 #pragma unroll
@@ -73,13 +74,13 @@ struct Dots {
   }
 };
 
-// Warps that share the entries of a row, of which there are as many as this on average.
+// Returns the number of warps that share a row with the average number of entries.
 SCE_HD int64_t warps_a_row(const TargetView& target) {
   const int64_t entries = target.rows > 0 ? divide_up(target.entries, target.rows) : 0;
   return entries > kFlight ? divide_up(entries, kFlight) : 1;
 }
 
-// Three blocks leave 80 registers a thread; of its own accord ptxas takes 64 and spills (sm_80, sm_90).
+// With three blocks a thread has 80 registers. Without this bound ptxas assigns 64 and spills (sm_80, sm_90).
 template <typename input_t, typename weight_t>
 __global__ void __launch_bounds__(kThreads, 3) logits_kernel(CandidateForwardArgs args) {
   using acc_t = acc_type<input_t>;
@@ -94,7 +95,7 @@ __global__ void __launch_bounds__(kThreads, 3) logits_kernel(CandidateForwardArg
     const EntryRange range = args.target.row(r);
     const bool ignored = args.target.ignored(r);
     for (int64_t i = range.begin + item % parts * kFlight; i < range.end; i += parts * kFlight) {
-      int64_t columns[kFlight], any = -1;  // `any`: read again in the place of one that has nothing to read
+      int64_t columns[kFlight], any = -1;  // entries without a class read the column `any` again
 #pragma unroll
       for (int u = kFlight - 1; u >= 0; --u) {
         const bool padding = ignored || i + u >= range.end;
@@ -107,7 +108,7 @@ __global__ void __launch_bounds__(kThreads, 3) logits_kernel(CandidateForwardArg
         const weight_t* w[kFlight];
 #pragma unroll
         for (int u = 0; u < kFlight; ++u) w[u] = args.weight_row<weight_t>(columns[u] < 0 ? any : columns[u]);
-        // The loops stay as they are: unrolled by the compiler they take the registers of a third block.
+        // Without this pragma the compiler unrolls the loops, and the registers suffice only for two blocks.
 #pragma unroll 1
         for (int64_t c = Warp::rank() * kSize; c < body; c += kWarp * kSize) {
           const auto xs = Pack<input_t, kSize>::load(x + c);
@@ -142,7 +143,7 @@ __global__ void __launch_bounds__(kThreads, 3) logits_kernel(CandidateForwardArg
   }
 }
 
-// A lane finds the gradient of an entry; all of them then add its row of the weight.
+// Each lane computes the gradient of one entry. Then all lanes add its row of the weight.
 template <typename input_t, typename weight_t>
 __global__ void __launch_bounds__(kThreads) input_kernel(CandidateBackwardArgs args) {
   using acc_t = acc_type<input_t>;
@@ -180,7 +181,7 @@ __global__ void __launch_bounds__(kThreads) input_kernel(CandidateBackwardArgs a
   }
 }
 
-// The entries of an id one after the other, so that their sum is the same in every run.
+// Adds the entries of an id sequentially, so that their sum is the same in every run.
 template <typename input_t, typename weight_t>
 __global__ void __launch_bounds__(kThreads) weight_kernel(CandidateWeightArgs args) {
   using acc_t = acc_type<input_t>;
@@ -194,7 +195,7 @@ __global__ void __launch_bounds__(kThreads) weight_kernel(CandidateWeightArgs ar
     const bool writes = args.grad_weight && c < args.width;
     const int64_t id = args.ids[p];
     acc_t total[kSize] = {}, of_bias = 0;
-    int count = kWarp;  // of the lanes whose entry has this id
+    int count = kWarp;  // number of lanes whose entry has this id
     for (int64_t first = p; count == kWarp; first += kWarp) {
       const int64_t q = first + Warp::rank();
       const bool same = q < args.entries && args.ids[q] == id;
@@ -214,14 +215,14 @@ __global__ void __launch_bounds__(kThreads) weight_kernel(CandidateWeightArgs ar
   }
 }
 
-// `items`: of which a warp takes one at a time.
+// A warp processes one of the `items` at a time.
 template <typename args_t, typename... parameters_t>
 cudaError_t launch_warps(cudaStream_t stream, int64_t items, const args_t& args, void (*kernel)(parameters_t...)) {
   if (items == 0) return cudaSuccess;
   return launch(stream, blocks_for(items, Warp::kPerBlock, args.max_blocks, kMostBlocks), kThreads, kernel, args);
 }
 
-// Of a row of `width` elements: those that a warp takes at once.
+// Returns how many spans, which a warp processes at once, a row of `width` elements has.
 int64_t spans_of(bool any, int64_t width, DType dtype) {
   return any && width > 0 ? divide_up(width, kWarp * 16 / size_of(dtype)) : 1;
 }

@@ -1,5 +1,6 @@
-// Forward reads each logit once; backward reads it once and writes its gradient once. A group of threads takes a row,
-// or a part of one where rows are few and long; see plan_of. Rows that fit into registers go through one_pass.cu.
+// Launches the kernels of the loss. Forward reads each logit once; backward reads it once and writes its gradient once.
+// A group of threads processes a row, or a part of it if rows are few and long; see plan_of. Rows that fit into
+// registers or shared memory use one_pass.cu.
 #include "device/row_passes.cuh"
 #include "device/strided_rows.cuh"
 #include "launchers.h"
@@ -9,23 +10,23 @@ namespace sparse_ce {
 namespace cuda {
 namespace {
 
-// Rows up to here are read by a warp, longer ones where there are many: of a few thousand classes a block spends more
-// on what its threads tell each other (65536 x 5000 bfloat16 on an H100: 1.5 ms instead of .7).
+// Rows up to kWarpRowBytes are read by a warp, and longer ones too if there are many. For a few thousand classes, the
+// communication within a block dominates (65536 x 5000 bfloat16 on an H100: 1.5 ms instead of .7).
 constexpr int64_t kWarpRowBytes = 8192, kLongWarpRowBytes = 24560, kManyRows = 2048;
-// Of so few classes a row goes to a thread where there are enough: a warp would have hardly a class for each lane.
+// With so few classes and enough rows, each row is processed by a thread, because a warp has hardly one class per lane.
 constexpr int64_t kThreadClasses = 32, kManyThreads = 16384;
-// The least part of a row that is worth a block: two steps of its loop, or half of one where rows that are shared
-// anyway are so few that some multiprocessors had none (predicted for an H100: 1 x 1M bfloat16 6 us, 10 by 64 blocks).
+// The smallest part of a row for a block is two steps of its loop. It is half a step if split rows are so few that some
+// multiprocessors are idle (predicted for an H100: 1 x 1M bfloat16 takes 6 us, and 10 us with 64 blocks).
 constexpr int64_t kSplitBytes = 32768, kLeastSplitBytes = 8192;
-constexpr int kBlocksPerMultiprocessor = 4;  // below this many, rows are split
-constexpr int64_t kBlocksIfMade = 12;  // of a multiprocessor, which holds three, where the gradient may be made already
-// Rows side by side are shared where they have so many classes, until a multiprocessor has twice the threads that it
-// holds: in parts of no fewer classes than are summed at a time, and of no more than what a warp merges soon.
+constexpr int kBlocksPerMultiprocessor = 4;  // with fewer blocks, rows are split
+constexpr int64_t kBlocksIfMade = 12;  // per multiprocessor, which runs three, if the gradient may be up to date
+// Adjacent rows are split if they have at least kSharedClasses classes, until each multiprocessor has twice the threads
+// that it runs. A part has at least as many classes as are summed together, and a warp must merge the parts quickly.
 constexpr int64_t kSharedClasses = 128, kSharingThreads = 2048, kMostParts = 512;
 
 // ------------------------------------------------------------------------------------------------ forward
 
-// One group per row, or per part of a row: then partial (rows, splits) receives the statistics.
+// One group processes a row, or a part of a row. For parts, partial (rows, splits) receives the statistics.
 template <typename scalar_t, int kWidth>
 __global__ void __launch_bounds__(kThreads, held_blocks<scalar_t>(4))
     forward_kernel(ForwardArgs args, int64_t splits, RowStats<acc_type<scalar_t>>* partial) {
@@ -47,7 +48,7 @@ __global__ void __launch_bounds__(kThreads, held_blocks<scalar_t>(4))
   }
 }
 
-// One warp per row merges the parts of forward_kernel, or of strided_forward_kernel.
+// One warp per row merges the parts of forward_kernel or strided_forward_kernel.
 template <typename scalar_t>
 __global__ void __launch_bounds__(kThreads, held_blocks<scalar_t>(4))
     forward_merge_kernel(ForwardArgs args, int64_t splits, const RowStats<acc_type<scalar_t>>* partial) {
@@ -63,7 +64,8 @@ __global__ void __launch_bounds__(kThreads, held_blocks<scalar_t>(4))
 
 // ------------------------------------------------------------------------------------------------ backward
 
-// One group per row, or per part of a row: it alone reads and writes its columns, so the gradient may be the logits.
+// One group processes a row, or a part of a row. Only this group reads and writes its columns, so the gradient may be
+// the logits.
 template <typename scalar_t, int kWidth>
 __global__ void __launch_bounds__(kThreads, held_blocks<scalar_t>(3))
     backward_kernel(BackwardArgs args, int64_t splits, EntryGradient<acc_type<scalar_t>>* entry_gradients) {
@@ -88,15 +90,16 @@ __global__ void __launch_bounds__(kThreads, held_blocks<scalar_t>(3))
     const GradientCoefficients<acc_t> c = args.coefficients(r, mass_of_row<kWidth, acc_t>(args.target, range));
     const auto same = classes_of_row<kWidth>(args.target, range, begin, end, entry_gradients);
     make_entry_gradients<kWidth>(args, c, transform, same, range, row, begin, end, entry_gradients);
-    Group::sync();  // the logits at the entries are read
+    Group::sync();  // all logits at the entries have been read
     write_dense<kWidth>(args, c, transform, row, gradient, begin, end);
-    Group::sync();  // the dense gradient is written
+    Group::sync();  // the dense gradient has been written
     write_entry_gradients<kWidth>(args.target, range, begin, end, entry_gradients, gradient);
   }
 }
 
-// One warp per row: the gradient for the values of its entries, from the logits at the entries alone. grad_values is 0
-// on entry. Six blocks leave 40 registers a thread; of its own accord ptxas takes 32 and spills (sm_80).
+// One warp per row computes the gradient for the values of its entries, and reads only the logits at the entries.
+// grad_values is 0 on entry. With six blocks a thread has 40 registers. Without this bound ptxas assigns 32 and spills
+// (sm_80).
 template <typename scalar_t>
 __global__ void __launch_bounds__(kThreads, held_blocks<scalar_t>(6)) backward_values_kernel(BackwardArgs args) {
   using Group = RowGroup<kWarp>;
@@ -113,7 +116,7 @@ __global__ void __launch_bounds__(kThreads, held_blocks<scalar_t>(6)) backward_v
 
 // ------------------------------------------------------------------------------------------------ launchers
 
-// Of rows side by side: a thread has a row, or a part of one.
+// Plans adjacent rows: a thread processes a row, or a part of a row.
 Plan plan_of_strided(const CrossEntropyArgs& args, int multiprocessors) {
   int64_t parts = 1;
   if (args.target.num_classes >= kSharedClasses && args.rows > 0 && !args.many_rows)
@@ -122,7 +125,7 @@ Plan plan_of_strided(const CrossEntropyArgs& args, int multiprocessors) {
   return {1, parts, blocks_of(args, args.rows * parts, kStridedThreads)};
 }
 
-// Rows of few classes as rows that lie side by side, where there are many.
+// Converts rows with few classes to strided rows if there are many.
 ForwardArgs by_threads(ForwardArgs args) {
   if (few_classes(args)) args.strided = {args.rows, 0, 1, args.row_stride};
   return args;
@@ -182,10 +185,10 @@ cudaError_t cross_entropy_forward(const ForwardArgs& given, void* workspace, cud
   });
 }
 
-// Of the gradients at the entries and of what ClassesOfRow needs.
+// Returns the size of the entries' gradients and of the tables of ClassesOfRow.
 size_t bytes_of_entries(const CrossEntropyArgs& args) {
   const size_t each = args.dtype == DType::kFloat64 ? sizeof(EntryGradient<double>) : sizeof(EntryGradient<float>);
-  const bool tables = args.target.offsets || args.target.width > kWarp;  // shorter rows have none
+  const bool tables = args.target.offsets || args.target.width > kWarp;  // shorter rows need no tables
   return static_cast<size_t>(args.target.entries) * (each + (tables ? kSumSlots * sizeof(uint32_t) : 0));
 }
 
@@ -195,7 +198,7 @@ size_t cross_entropy_backward_workspace(const CrossEntropyArgs& args) {
   return bytes_of_entries(args) + (shared ? static_cast<size_t>(args.rows) * mass : 0);
 }
 
-// Parts of rows, between what their entries need before and after.
+// Launches the kernels for parts of rows, and before and after them the kernels for their entries.
 template <typename scalar_t, typename acc_t>
 cudaError_t launch_parts(const BackwardArgs& args, const Plan& plan, EntryGradient<acc_t>* entries,
                          cudaStream_t stream) {
@@ -212,7 +215,7 @@ cudaError_t cross_entropy_backward(const BackwardArgs& given, void* workspace, c
   if (given.rows == 0) return cudaSuccess;
   const BackwardArgs args = by_threads(given);
   Plan plan = plan_of(args, multiprocessors());
-  // Blocks that find the gradient made cost time all the same, and those that do not can take several rows.
+  // Blocks cost time even if the gradient is up to date, and otherwise a block can process several rows.
   if (args.made_for) plan.blocks = std::min<int64_t>(plan.blocks, kBlocksIfMade * multiprocessors());
   return with_storage(args.dtype, [&](auto storage) {
     using scalar_t = decltype(storage);

@@ -1,5 +1,5 @@
-// launchers.h - what starts the kernels of each op. Launchers enqueue on `stream`, never wait, and need
-// `workspace` device bytes where they take a workspace.
+// launchers.h - Declares the functions that launch the kernels of each op. Launchers enqueue work on `stream` and never
+// wait. Those with a `workspace` need that many bytes of device memory.
 #pragma once
 
 #include "../ops/candidates.h"
@@ -18,9 +18,10 @@
 namespace sparse_ce {
 namespace cuda {
 
-struct OnePass;  // of row_plan.h
+struct OnePass;  // see row_plan.h
 
-// `backward`, or null, has `forward`'s rows and reads what it writes; its workspace is that of cross_entropy_backward.
+// `backward`, or null, has the rows of `forward` and reads what it writes. Takes the workspace of
+// cross_entropy_backward.
 cudaError_t cross_entropy_one_pass(const OnePass& form, const ForwardArgs& forward, const BackwardArgs* backward,
                                    void* workspace, cudaStream_t stream);
 
@@ -39,7 +40,7 @@ cudaError_t select_forward(const SelectArgs& args, void* workspace, cudaStream_t
 
 cudaError_t select_merge(const SelectMergeArgs& args, cudaStream_t stream);
 
-// With the workspace of cross_entropy_backward.
+// Takes the workspace of cross_entropy_backward.
 cudaError_t select_backward(const SelectBackwardArgs& args, void* workspace, cudaStream_t stream);
 
 cudaError_t accumulate(const AccumulateArgs& args, cudaStream_t stream);
@@ -50,18 +51,18 @@ cudaError_t candidate_logits(const CandidateForwardArgs& args, cudaStream_t stre
 cudaError_t candidate_logits_backward(const CandidateBackwardArgs& args, cudaStream_t stream);
 cudaError_t candidate_weight_gradient(const CandidateWeightArgs& args, cudaStream_t stream);
 
-// Bytes of device memory that topk_ids needs beyond its results.
+// Returns the bytes of device memory that topk_ids needs in addition to its results.
 size_t topk_ids_workspace(const TopkArgs& args);
 
 cudaError_t topk_ids(const TopkArgs& args, void* workspace, cudaStream_t stream);
 
-// Bytes of device memory that masked_mean needs beyond its results.
+// Returns the bytes of device memory that masked_mean needs in addition to its results.
 size_t masked_mean_workspace(const MaskedMeanArgs& args);
 
 cudaError_t masked_mean(const MaskedMeanArgs& args, void* workspace, cudaStream_t stream);
 cudaError_t masked_mean_backward(const MaskedMeanArgs& args, cudaStream_t stream);
 
-// Bytes of device memory that both need beyond their results.
+// Returns the bytes of device memory that both functions need in addition to their results.
 size_t sparse_softmax_workspace(const SparseSoftmaxArgs& args);
 
 cudaError_t sparse_softmax(const SparseSoftmaxArgs& args, void* workspace, cudaStream_t stream);

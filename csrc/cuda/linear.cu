@@ -1,4 +1,5 @@
-// Nothing here computes much: what counts is that each byte is read and written once, 16 at a time.
+// Implements element-wise kernels of the linear head. They are bound by memory: each byte is read and written once, in
+// packs of 16 bytes.
 #include "device/row_group.cuh"
 
 #include "launchers.h"
@@ -7,11 +8,11 @@ namespace sparse_ce {
 namespace cuda {
 namespace {
 
-// Enough for every multiprocessor, and so few that a scale of 1, which most are, costs no time worth the name.
+// Enough blocks for every multiprocessor, and few enough that the common scale of 1 costs almost no time.
 constexpr int64_t kMostBlocks = 4096;
 
-// Shares the elements [0, count) among `threads`, of which this is number `thread`: `elements(i, Count<n>)` stands for
-// the n elements at i. Where they cannot be read kSize at a time (`by_packs` false) they are all singles.
+// Distributes the elements [0, count) over `threads`, of which this is number `thread`. `elements(i, Count<n>)`
+// processes the n elements at i. If `by_packs` is false, n is always 1.
 template <int kSize, typename elements_t>
 __device__ __forceinline__ void for_elements(int64_t count, bool by_packs, int64_t thread, int64_t threads,
                                              const elements_t& elements) {
@@ -22,7 +23,7 @@ __device__ __forceinline__ void for_elements(int64_t count, bool by_packs, int64
   for (int64_t i = body + thread; i < count; i += threads) elements(i, Count<1>{});
 }
 
-// Among the threads of the grid.
+// Distributes the elements over the threads of the grid.
 template <int kSize, typename elements_t>
 __device__ __forceinline__ void for_elements(int64_t count, bool by_packs, const elements_t& elements) {
   for_elements<kSize>(count, by_packs, blockIdx.x * int64_t(kThreads) + threadIdx.x, gridDim.x * int64_t(kThreads),
@@ -57,7 +58,7 @@ __global__ void __launch_bounds__(kThreads) accumulate_kernel(AccumulateArgs arg
 
 // ------------------------------------------------------------------------------------------------ clear_ignored_rows
 
-// A warp takes a row. Its lanes look at the same entry at a time, which is one read for them all.
+// A warp clears a row. Its lanes test the same entry at a time, which is a single read.
 __global__ void __launch_bounds__(kThreads) clear_rows_kernel(ClearRowsArgs args) {
   using Group = RowGroup<kWarp>;
   Pack<uint8_t> zeros;
@@ -125,7 +126,7 @@ cudaError_t clear_ignored_rows(const ClearRowsArgs& args, cudaStream_t stream) {
 cudaError_t scale(const ScaleArgs& args, cudaStream_t stream) {
   return with_storage(args.dtype, [&](auto storage) {
     using scalar_t = decltype(storage);
-    const bool packed = args.rows == 1;  // else a block takes a row
+    const bool packed = args.rows == 1;  // otherwise a block processes a row
     return launch_for(packed ? args.count : args.rows, packed ? kThreads * Pack<scalar_t>::kSize : 1,
                       scale_kernel<scalar_t>, args, stream);
   });

@@ -1,6 +1,7 @@
-// `lanes` threads stand side by side on the columns of a row, on a pack each, and as many on every other row. Where the
-// columns are reduced, a warp or a block goes along rows; where they are kept, each thread goes down its columns. With
-// few outputs their elements are shared among blocks, whose sums a second kernel merges, in a fixed order.
+// Computes masked means. `lanes` threads process the columns of a row, a pack each, and further groups of as many
+// process other rows. If the columns are reduced, a warp or a block moves along rows. If they are kept, each thread
+// moves down its columns. If there are few outputs, several blocks share their elements, and a second kernel merges the
+// sums in a fixed order.
 #include "device/row_group.cuh"
 
 #include "launchers.h"
@@ -9,20 +10,20 @@ namespace sparse_ce {
 namespace cuda {
 namespace {
 
-constexpr int kMostLanes = 32;  // on columns that are kept
-constexpr int64_t kLong = 2048;  // elements behind an output that a warp takes alone, however few outputs there are
-constexpr int64_t kManyRows = 4096;  // outputs that give every warp of a device its own
-constexpr int64_t kSpan = 16384;  // elements that are worth a block; columns of the gradient that a warp writes
-constexpr int64_t kWantedBlocks = 1024;  // of a device that is busy
+constexpr int kMostLanes = 32;  // for kept columns
+constexpr int64_t kLong = 2048;  // elements per output that a warp processes alone, even if there are few outputs
+constexpr int64_t kManyRows = 4096;  // with this many outputs, every warp of a device has one
+constexpr int64_t kSpan = 16384;  // elements per block; columns of the gradient per warp
+constexpr int64_t kWantedBlocks = 1024;  // enough to occupy a device
 constexpr int64_t kMostBlocks = 1 << 20;
 
 struct Plan : MaskedMeanPlan {
-  int64_t pack;  // columns that a thread takes at once
+  int64_t pack;  // columns per thread at a time
   int lanes;  // a power of two
-  bool warps;  // a warp is enough for an item
+  bool warps;  // true if a warp is enough for an item
 };
 
-// The columns that can be read, and written, at once: then every row begins where a pack may.
+// Returns how many columns can be read and written at once. For packs, every row must begin at a pack's boundary.
 inline int64_t pack_of(const MaskedMeanArgs& args, const void* tensor) {
   const int64_t pack = 16 / size_of(args.dtype), weight = size_of(args.mask_dtype);
   const bool differ = args.columns.stride.mask != 0;
@@ -42,12 +43,12 @@ inline Plan plan_of(const MaskedMeanArgs& args) {
   const int64_t width = kept ? std::min(lanes * pack, columns) : columns;
   const int64_t groups = args.outer.size * divide_up(columns, width);
   const int64_t parts = std::min(divide_up(kWantedBlocks, groups), divide_up(rows * width, kSpan));
-  // Columns of a part of a row that is reduced: each begins where a pack may.
+  // Columns in a part of a reduced row. Each part begins at a pack's boundary.
   const int64_t piece = divide_up(divide_up(columns, divide_up(parts, rows)), 16) * 16;
   return {{args, divide_up(rows, parts), kept ? width : piece}, pack, lanes, warps};
 }
 
-// The weights of n columns side by side, as they were read: what converts them waits for them.
+// Holds the weights of n adjacent columns as they were read. Converting them waits for the loads.
 template <typename acc_t, int n>
 struct Weights {
   Pack<acc_t, n> numbers;
@@ -69,11 +70,11 @@ struct Weights {
   }
 };
 
-// Adds the packs that are `by` apart, from the first to the end of an axis, to the sums of their n columns.
+// Adds the packs of an axis, at distance `by` from the first on, to the sums of their n columns.
 template <typename scalar_t, int n, typename acc_t>
 __device__ __forceinline__ void add_run(const MaskedMeanArgs& args, const Place& from, const Place& stride,
                                         int64_t first, int64_t by, int64_t end, MaskedSum<acc_t>* mine) {
-  // In flight: as many as leave room for two blocks on a multiprocessor, of singles for three.
+  // Packs in flight: as many as leave registers for two blocks per multiprocessor, or for three with single elements.
   constexpr int kPacks = n == 1 || sizeof(scalar_t) == 4 ? 4 : 2;
   const Place step = Place{}.moved(stride, by);
   Place at = from.moved(stride, first);
@@ -93,7 +94,7 @@ __device__ __forceinline__ void add_run(const MaskedMeanArgs& args, const Place&
     if (args.columns.stride.mask != 0)
       read([](int) { return true; });
     else
-      read([&](int u) { return w[u].at(args, 0) != acc_t(0); });  // a row that is hidden is not read
+      read([&](int u) { return w[u].at(args, 0) != acc_t(0); });  // masked rows are not read
 #pragma unroll
     for (int u = 0; u < kPacks; ++u)
 #pragma unroll
@@ -129,11 +130,11 @@ __global__ void __launch_bounds__(kThreads, n == 1 ? 3 : 2)
     }
     const Place from = item.place.moved(args.columns.stride, lane * n);
     if (lane * n < item.columns) add_run<scalar_t, n>(args, from, args.rows.stride, slot, slots, item.rows, mine);
-    __syncthreads();  // the last item's sums are read
+    __syncthreads();  // the sums of the previous item have been read
 #pragma unroll
     for (int e = 0; e < n; ++e) sums[e][threadIdx.x] = mine[e].sum, sums[n + e][threadIdx.x] = mine[e].weight;
     __syncthreads();
-    // Now a thread takes a column.
+    // Each thread now processes one column.
     for (int c = threadIdx.x; c < item.columns; c += kThreads) {
       MaskedSum<double> total;
       for (int t = c / n; t < kThreads; t += plan.lanes)
@@ -143,7 +144,7 @@ __global__ void __launch_bounds__(kThreads, n == 1 ? 3 : 2)
   }
 }
 
-// A group merges the parts of an output: a warp many, a thread few. partial (parts, outputs).
+// A group merges the parts of an output: a warp for many parts, a thread for few. partial is (parts, outputs).
 template <typename scalar_t, int kWidth>
 __global__ void __launch_bounds__(kThreads)
     merge_kernel(MaskedMeanArgs args, int64_t parts, const MaskedSum<acc_type<scalar_t>>* partial) {
@@ -156,7 +157,7 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// n columns of a row of the gradient; from is the place of an item.
+// Writes n columns of a row of the gradient. `from` is the place of an item.
 template <typename scalar_t, int n>
 __device__ __forceinline__ void write(const MaskedMeanArgs& args, const Place& from, int64_t c) {
   using acc_t = acc_type<scalar_t>;
@@ -170,12 +171,12 @@ __device__ __forceinline__ void write(const MaskedMeanArgs& args, const Place& f
     from_acc(MaskedSum<acc_t>::term(share[e * args.columns.stride.out], w.at(args, e)), pack.at[e]);
   scalar_t* to = static_cast<scalar_t*>(args.grad_input) + at.input;
   if constexpr (n > 1)
-    pack.store(to, 16);  // by one instruction, which is not left to the compiler
+    pack.store(to, 16);  // forces a single instruction
   else
     pack.store(to);
 }
 
-// A warp writes an item, of a row of the gradient.
+// A warp writes an item of a row of the gradient.
 template <typename scalar_t, int n>
 __global__ void __launch_bounds__(kThreads, 3) gradient_kernel(MaskedMeanArgs args, MaskedMeanPlan plan) {
   using Group = RowGroup<kWarp>;

@@ -1,7 +1,7 @@
-// The loss and its gradient by one read of the logits: a row lies in the registers of a warp, or in the shared memory
-// of a warp, a block or a cluster of blocks, which exchange their statistics once. The gradient is written from there.
-// Forward alone is the same kernel without it, so that its bits are the same, and the gradient has the bits of
-// backward_kernel.
+// Computes the loss and its gradient with one read of the logits. A row is held in the registers of a warp, or in the
+// shared memory of a warp, a block or a cluster of blocks that exchange their statistics once. The gradient is computed
+// from there. Forward alone is the same kernel without the gradient and is therefore bitwise equal to it. The gradient
+// is bitwise equal to that of backward_kernel.
 #include "device/entries_of_part.cuh"
 #include "device/row_slice.cuh"
 #include "launchers.h"
@@ -13,8 +13,8 @@ namespace sparse_ce {
 namespace cuda {
 namespace {
 
-// One group per row, or `cluster` blocks. `back` counts where kGradient is set, and reads what `args` writes; the
-// gradient may be the logits, of which a block overwrites none but its own. kPlain: logits are what is stored, and
+// One group, or `cluster` blocks, process a row. `back` is used if kGradient is set, and reads what `args` writes. The
+// gradient may be the logits: a block overwrites only its own columns. kPlain means that logits are not transformed and
 // labels are not smoothed.
 template <typename slice_t, bool kPlain, bool kGradient>
 __global__ void __launch_bounds__(kThreads, slice_t::blocks(kPlain))
@@ -25,7 +25,7 @@ __global__ void __launch_bounds__(kThreads, slice_t::blocks(kPlain))
   constexpr int kWidth = slice_t::kWidth;
   using Group = RowGroup<kWidth>;
   const int64_t classes = args.target.num_classes;
-  constexpr bool kMayShare = Cluster::kExist && Group::kPerBlock == 1;  // a row among blocks, of which 32 bits count
+  constexpr bool kMayShare = Cluster::kExist && Group::kPerBlock == 1;  // blocks share a row; counts fit into 32 bits
   const bool shares = kMayShare && cluster > 1;
   const unsigned blocks = kMayShare ? static_cast<unsigned>(cluster) : 1;
   const int part = kMayShare ? static_cast<int>(blockIdx.x % blocks) : 0;
@@ -37,7 +37,7 @@ __global__ void __launch_bounds__(kThreads, slice_t::blocks(kPlain))
     const auto gradient = [&] { return back.template gradient_row<scalar_t>(r); };
     slice_t slice(row(), classes, part, packs);
     if (kGradient && part == 0) write_zeros<kWidth>(gradient(), classes, back.vocab);
-    if (args.target.ignored(r)) {  // and is not read: of some batches that is most rows
+    if (args.target.ignored(r)) {  // ignored rows, in some batches most of them, are not read
       if (part == 0 && Group::rank() == 0) args.write(r, true, RowStats<acc_t>{}, TargetStats<acc_t>{});
       if (kGradient) write_zeros<kWidth>(gradient(), slice.begin(), slice.end());
       continue;
@@ -58,14 +58,14 @@ __global__ void __launch_bounds__(kThreads, slice_t::blocks(kPlain))
     if (part == 0 && Group::rank() == 0) args.write(r, false, stats.row, stats.entries);
     if constexpr (kGradient) {
       if (back.template without_gradient<acc_t>(r)) {
-        Group::sync();  // the logits are read
+        Group::sync();  // all logits have been read
         write_zeros<kWidth>(gradient(), slice.begin(), slice.end());
         continue;
       }
-      const RowLoss<acc_t> of_row(stats.row, stats.entries, args.options, classes);  // whose lse all threads know
+      const RowLoss<acc_t> of_row(stats.row, stats.entries, args.options, classes);  // all threads know its lse
       const auto c = back.coefficients(r, sums.mass, of_row.lse, back.lse_residual ? of_row.lse_residual : acc_t(0));
       entries.make(back, c, transform, row(), entry_gradients);
-      __syncwarp();  // Lanes with an entry would write their packs on their own, after the others.
+      __syncwarp();  // Otherwise lanes with an entry would write their packs separately, after the others.
       slice.unknow(static_cast<uint32_t>(cluster) >> 8);
       slice.template write<kPlain>(back, c, transform, row(), gradient());
       entries.write(entry_gradients, gradient());
@@ -76,10 +76,10 @@ __global__ void __launch_bounds__(kThreads, slice_t::blocks(kPlain))
 
 // ------------------------------------------------------------------------------------------------ launchers
 
-constexpr int64_t kBytesOfPacks = int64_t(16) * kThreads;  // of a block, one of each thread
-constexpr int64_t kOtherBytes = 12 << 10;  // of shared memory that a block has beside them
+constexpr int64_t kBytesOfPacks = int64_t(16) * kThreads;  // per block, one pack per thread
+constexpr int64_t kOtherBytes = 12 << 10;  // shared memory of a block for other data
 
-// Of each thread, at most.
+// Returns the maximum per thread.
 int64_t packs_in_shared_memory(int width, const Device& device) {
   return std::min<int64_t>(width == kWarp ? kWarpPacks : kSharedPacks,
                            (device.shared_bytes - kOtherBytes) / kBytesOfPacks);
@@ -114,7 +114,7 @@ using ShortSlice = RowSlice<scalar_t, kWarp, InRegisters<kHeldPacks>>;
 
 bool device_has_clusters() {
   constexpr int kMostDevices = 64;
-  static std::atomic<int> known[kMostDevices];  // 0: nobody has asked yet
+  static std::atomic<int> known[kMostDevices];  // 0 means not yet queried
   int device = 0;
   if (cudaGetDevice(&device) != cudaSuccess || device >= kMostDevices) return false;
   if (known[device] == 0) known[device] = has_clusters(one_pass_kernel<SliceOfBlock<float>, true, false>) ? 1 : -1;
@@ -131,8 +131,8 @@ Device current_device() {
   return found;
 }
 
-// The fewest blocks that hold a row. Measured on an H100, forward + backward, in units of a copy of the logits (1 read
-// + 1 write; two kernels take 1.5 and more): a table is in docs/design.md.
+// Returns the plan with the fewest blocks that hold a row. docs/design.md has a table of measurements on an H100,
+// forward and backward, in units of a copy of the logits (1 read + 1 write; two kernels take at least 1.5).
 OnePass one_pass_of(const CrossEntropyArgs& args, const Device& device) {
   const bool never = args.reads == Reads::kApart || args.dtype == DType::kFloat64;
   if (never || args.strided.inner > 0 || args.rows == 0 || few_classes(args)) return {};
@@ -140,7 +140,7 @@ OnePass one_pass_of(const CrossEntropyArgs& args, const Device& device) {
   const bool aligned =
       reinterpret_cast<uintptr_t>(args.logits) % 16 == 0 && (args.rows == 1 || args.row_stride * size % 16 == 0);
   const int64_t bytes = args.target.num_classes * size + (aligned ? 0 : 16 - size);
-  const int width = plan_of(args, 1).width;  // of backward, which would sum the entries in another order
+  const int width = plan_of(args, 1).width;  // as in backward, which would otherwise sum the entries in another order
   const int64_t room = packs_in_shared_memory(width, device);
   if (width == kWarp) {
     const int64_t packs = divide_up(bytes, 16 * kWarp);

@@ -1,6 +1,6 @@
-// Forward reads each logit once; backward reads it once and writes its gradient once. Rows go to threads as those of
-// the loss. Where the classes of a row's entries have to be left out of a sum, they are marked in shared memory, a
-// window of columns at a time.
+// Launches the kernels of select. Forward reads each logit once; backward reads it once and writes its gradient once.
+// Rows are assigned to threads as for the loss. If the classes of a row's entries are excluded from a sum, they are
+// marked in shared memory, one window of columns at a time.
 #include "device/entry_bitmap.cuh"
 #include "device/row_passes.cuh"
 
@@ -13,7 +13,7 @@ namespace {
 
 // ------------------------------------------------------------------------------------------------ forward
 
-// The columns [begin, end) of row r, by one thread of a group; without the entries' classes where `outside`.
+// Scans the columns [begin, end) of row r with one thread of a group. `outside` excludes the entries' classes.
 template <int kWidth, typename scalar_t, typename acc_t = acc_type<scalar_t>>
 __device__ SelectStats<acc_t> scan_select(const SelectArgs& args, int64_t r, int64_t begin, int64_t end, bool outside) {
   constexpr int kSize = Pack<scalar_t>::kSize;
@@ -69,7 +69,7 @@ __device__ SelectStats<acc_t> scan_select(const SelectArgs& args, int64_t r, int
   return stats;
 }
 
-// What a group scanned, reduced, on lane 0. Where S is left out `all` has the total of those outside alone.
+// Reduces a group's scan to lane 0. If S is excluded, `total` in `all` covers only the classes outside S.
 template <int kWidth, typename scalar_t, typename acc_t = acc_type<scalar_t>>
 __device__ Scanned<acc_t> scan(const SelectArgs& args, int64_t r, int64_t begin, int64_t end) {
   using Group = RowGroup<kWidth>;
@@ -77,13 +77,14 @@ __device__ Scanned<acc_t> scan(const SelectArgs& args, int64_t r, int64_t begin,
   const bool outside = args.needs_tail();
   out.all = Group::reduce(scan_select<kWidth, scalar_t>(args, r, begin, end, outside));
   out.tail = out.all.row;
-  // Smoothing is relative to the maximum of all.
+  // Smoothing is relative to the maximum of all classes.
   if (outside && args.needs_smoothing())
     out.all = Group::reduce(scan_select<kWidth, scalar_t>(args, r, begin, end, false));
   return out;
 }
 
-// The outputs of a row that does not count; a shard's logits of its entries are 0 already. All threads of the group.
+// Writes the outputs of an ignored row; a shard's logits of its entries are 0 already. All threads of the group must
+// call this function.
 template <int kWidth, typename acc_t>
 __device__ void finish_ignored(const SelectArgs& args, int64_t r, const Scanned<acc_t>& scanned, EntryRange range) {
   using Group = RowGroup<kWidth>;
@@ -93,7 +94,8 @@ __device__ void finish_ignored(const SelectArgs& args, int64_t r, const Scanned<
   for (int64_t i = range.begin + Group::rank(); i < range.end; i += kWidth) log_probs[i] = acc_t(0);
 }
 
-// Adds the entries to a row's statistics and writes its outputs. All threads of the group; `scanned` counts on lane 0.
+// Adds the entries to a row's statistics and writes its outputs. All threads of the group must call this function;
+// `scanned` is valid on lane 0.
 template <int kWidth, typename scalar_t, typename acc_t = acc_type<scalar_t>>
 __device__ void finish_selected(const SelectArgs& args, int64_t r, bool ignored, const Scanned<acc_t>& scanned,
                                 uint32_t* slots) {
@@ -134,7 +136,7 @@ __device__ void finish_selected(const SelectArgs& args, int64_t r, bool ignored,
   if (Group::rank() == 0) args.write_row(r, false, !valid, Scanned<acc_t>{stats, scanned.tail}, in_loss);
 }
 
-// One group per row, or per part of a row: then partial (rows, splits) receives the statistics.
+// One group processes a row, or a part of a row. For parts, partial (rows, splits) receives the statistics.
 template <typename scalar_t, int kWidth>
 __global__ void __launch_bounds__(kThreads, held_blocks<scalar_t>(3))
     select_kernel(SelectArgs args, int64_t splits, Scanned<acc_type<scalar_t>>* partial, uint32_t* slots) {
@@ -173,8 +175,8 @@ __global__ void __launch_bounds__(kThreads, held_blocks<scalar_t>(3))
 
 // ------------------------------------------------------------------------------------------------ backward
 
-// The gradient of the columns [begin, end) as if none had an entry; `gradient` may be `row`. Returns what this thread's
-// columns add to dl/ds; those of the entries add nothing. `common`: see common_logit.
+// Writes the gradient of the columns [begin, end) as if no column had an entry; `gradient` may be `row`. Returns the
+// contribution of this thread's columns to dl/ds, without columns that have entries. See common_logit for `common`.
 template <int kWidth, bool kScales, typename scalar_t, typename acc_t = acc_type<scalar_t>>
 __device__ acc_t write_select(const SelectBackwardArgs& args, const SelectCoefficients<acc_t>& c,
                               const LogitTransform<acc_t>& transform, EntryRange range, const scalar_t* row,
@@ -189,7 +191,7 @@ __device__ acc_t write_select(const SelectBackwardArgs& args, const SelectCoeffi
     if (kScales && !marked) of_scale.add(args.scale_term(derivative * of_cap, x, common));
     return derivative * (of_logit.scale * of_cap);
   };
-  constexpr int kUnroll = kScales && sizeof(acc_t) == sizeof(double) ? 1 : kGeneralUnroll;  // or it spills registers
+  constexpr int kUnroll = kScales && sizeof(acc_t) == sizeof(double) ? 1 : kGeneralUnroll;  // avoids register spills
   for_windows<kWidth, acc_t>(kScales, args.target, range, begin, end, [&](int64_t from, int64_t to, const auto& bits) {
     for_columns<kWidth, kUnroll>(
         row, from, to, true,
@@ -219,8 +221,8 @@ __device__ acc_t write_select(const SelectBackwardArgs& args, const SelectCoeffi
   return of_scale.sum;
 }
 
-// As the loss's backward_kernel. `kScales`: with the scale's gradient, which needs whole rows of all classes, and
-// registers of which a multiprocessor has enough for two blocks.
+// Does what the loss's backward_kernel does. `kScales` adds the gradient of the scale, which needs whole rows of all
+// classes, and so many registers that a multiprocessor holds only two blocks.
 template <typename scalar_t, int kWidth, bool kScales>
 __global__ void __launch_bounds__(kThreads, kScales ? 2 : held_blocks<scalar_t>(3))
     select_backward_kernel(SelectBackwardArgs args, int64_t splits,
@@ -272,7 +274,7 @@ __global__ void __launch_bounds__(kThreads, kScales ? 2 : held_blocks<scalar_t>(
     const acc_t common = kScales ? args.template common_logit<acc_t>(r) : acc_t(0);
     for (int64_t i = range.begin + Group::rank(); i < range.end; i += kWidth) {
       const int64_t column = args.target.template chosen<acc_t>(i).column;
-      if (column < begin || column >= end) continue;  // padding, or another group's
+      if (column < begin || column >= end) continue;  // padding, or an entry of another group
       acc_t sum;
       entry_gradients[i].column = -1;
       if (!classes.sum(i, column, weight, sum)) continue;
@@ -282,12 +284,12 @@ __global__ void __launch_bounds__(kThreads, kScales ? 2 : held_blocks<scalar_t>(
       if (kScales) of_scale.add(args.scale_term(derivative * of_cap, x, common));
       entry_gradients[i] = {column, derivative * (transform.scale * of_cap)};
     }
-    Group::sync();  // the logits at the entries are read
+    Group::sync();  // all logits at the entries have been read
     if (kScales || c.more())
       of_scale.add(write_select<kWidth, kScales>(args, c, transform, range, row, gradient, begin, end, common));
     else
       write_dense<kWidth>(args, c, transform, row, gradient, begin, end);
-    Group::sync();  // the dense gradient is written
+    Group::sync();  // the dense gradient has been written
     for (int64_t i = range.begin + Group::rank(); i < range.end; i += kWidth) {
       const int64_t column = args.target.template chosen<acc_t>(i).column;
       if (column < begin || column >= end) continue;
@@ -317,7 +319,7 @@ size_t bytes_of_parts(const SelectArgs& args, const Plan& plan) {
 
 // ------------------------------------------------------------------------------------------------ launchers
 
-// The parts of rows; behind them, where entries' classes are left out of sums, what ClassesOfRow needs.
+// Returns the size of the parts of rows and, if entries' classes are excluded from sums, of ClassesOfRow's tables.
 size_t select_forward_workspace(const SelectArgs& args) {
   const size_t slots = args.needs_tail() ? static_cast<size_t>(args.target.entries) * kClassSlots : 0;
   return bytes_of_parts(args, plan_of(args, multiprocessors())) + slots * sizeof(uint32_t);

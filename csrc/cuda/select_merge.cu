@@ -1,5 +1,5 @@
-// What several processes, each of which holds some of the classes, tell of a row becomes its outputs: a warp a row, a
-// lane a shard. Some bytes a row, so a launch is most of it.
+// Merges the statistics that several shards of the classes computed for a row into its outputs, with a warp per row and
+// a lane per shard. A row has only a few bytes, so the launch takes most of the time.
 #include "device/row_group.cuh"
 
 #include "launchers.h"

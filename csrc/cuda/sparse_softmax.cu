@@ -1,6 +1,7 @@
-// A row goes to a few lanes of a warp, to the warp, to its block or, where it is longer than a span of entries, to the
-// blocks of the spans that it has entries in: then a second kernel merges their statistics, in the order of the spans,
-// and writes. A row of a few lanes is read once, others twice, the second time from a cache unless they are longer.
+// Assigns a row to a few lanes of a warp, to a warp, or to a block. If a row is longer than a span of entries, the
+// blocks of its spans share it: a second kernel merges their statistics, in the order of the spans, and writes the
+// result. Rows of a few lanes are read once. Others are read twice, the second time from a cache unless they are
+// longer.
 #include "device/row_group.cuh"
 
 #include "launchers.h"
@@ -9,19 +10,19 @@ namespace sparse_ce {
 namespace cuda {
 namespace {
 
-constexpr int kUnroll = 2;  // packs in flight per thread, of each tensor
+constexpr int kUnroll = 2;  // packs in flight per thread and tensor
 constexpr int kFewLanes = 8;  // for a row of kShortRow entries
-constexpr int kOfLane = 8;  // of which each has so many, in registers
+constexpr int kOfLane = 8;  // entries per lane, in registers
 constexpr int64_t kShortRow = kFewLanes * kOfLane;
-constexpr int64_t kLongRow = 2048;  // entries; what is longer is no warp's
-constexpr int64_t kSpan = 32768;  // entries that are worth a block, of a row that blocks share
+constexpr int64_t kLongRow = 2048;  // entries; a block processes longer rows
+constexpr int64_t kSpan = 32768;  // entries per block, for rows that blocks share
 constexpr int64_t kMostSpans = 1024;
 constexpr int64_t kMostBlocks = 1 << 20;
 
-// How rows go to threads, decided on the host, which knows how many there are but not how long each is.
+// Assigns rows to threads. The host computes it from the number of rows, because it does not know their lengths.
 struct Plan {
-  bool short_rows;  // most rows are
-  int64_t span, spans;  // 0 where no row can be longer than a span
+  bool short_rows;  // true if most rows are short
+  int64_t span, spans;  // 0 if no row can be longer than a span
 };
 
 Plan plan_of(const SparseSoftmaxArgs& args) {
@@ -30,7 +31,7 @@ Plan plan_of(const SparseSoftmaxArgs& args) {
   return {args.entries <= kShortRow * args.rows, span, long_rows ? divide_up(args.entries, span) : 0};
 }
 
-// The entries [begin, end) of a row, at one position of each entry's width.
+// Represents the entries [begin, end) of a row, at one position of each entry's width.
 struct Row {
   int64_t begin = 0, end = 0, position = 0;
 
@@ -42,7 +43,8 @@ __device__ Row row_of(const SparseSoftmaxArgs& args, int64_t item) {
   return {args.row_begin(r), args.row_begin(r + 1), item % args.width};
 }
 
-// The last row that begins at entry `at` or before. All threads of the block, each of which looks at one row at a time.
+// Returns the last row that begins at entry `at` or before. All threads of the block must call this function; each
+// tests one row at a time.
 __device__ int64_t row_at(const SparseSoftmaxArgs& args, int64_t at) {
   int64_t low = 0, count = args.rows;
   while (count > 1) {
@@ -54,8 +56,8 @@ __device__ int64_t row_at(const SparseSoftmaxArgs& args, int64_t at) {
   return low;
 }
 
-// Calls packs(pointer offset, count) or single(pointer offset) for the elements of a row, as for_columns does; only
-// rows that lie in one piece have packs.
+// Calls packs(pointer offset, count) or single(pointer offset) for the elements of a row, as for_columns does. Only
+// contiguous rows have packs.
 template <int kWidth, typename scalar_t, typename packs_t, typename single_t>
 __device__ __forceinline__ void for_entries(const SparseSoftmaxArgs& args, const Row& row, const scalar_t* aligned_like,
                                             bool by_packs, const packs_t& packs, const single_t& single) {
@@ -66,7 +68,7 @@ __device__ __forceinline__ void for_entries(const SparseSoftmaxArgs& args, const
 
 // ------------------------------------------------------------------------------------------------ elements
 
-// What is read of each element, what a row's elements add up to, and what becomes of an element, given that.
+// These define what is read of each element, the sums over a row's elements, and the result for an element.
 template <typename storage_t>
 struct Forward {
   using scalar_t = storage_t;
@@ -119,7 +121,7 @@ struct Backward {
   LongSum<acc_t> sum;
 };
 
-// The tensors of an op_t, Forward or Backward.
+// Holds the tensors of an op_t, Forward or Backward.
 template <typename op_t>
 struct Elements {
   using scalar_t = typename op_t::scalar_t;
@@ -134,11 +136,11 @@ struct Elements {
       : out(static_cast<scalar_t*>(args.result)), log(args.log) {
     for (int k = 0; k < kInputs; ++k) in[k] = static_cast<const scalar_t*>(op_t::input(args, k));
   }
-  // Whether packs of all inputs lie where those of the first do.
+  // Returns true if the packs of all inputs are aligned like those of the first.
   __device__ bool equally_aligned_inputs() const { return equally_aligned(in[0], in[kInputs - 1]); }
 
-  // The packs of each input that `count` has, from `first` on, kStride elements apart: all loads before anything is
-  // made of one.
+  // Loads the packs of each input that are in `count`, from `first` on, kStride elements apart. Issues all loads before
+  // it uses a result.
   template <int64_t kStride, typename count_t>
   __device__ __forceinline__ void load(int64_t first, count_t count,
                                        acc_t (&x)[kInputs][count_t::value * kSize]) const {
@@ -155,13 +157,13 @@ struct Elements {
         for (int e = 0; e < kSize; ++e) x[k][u * kSize + e] = count.has(u) ? of_pack[e] : op_t::kNothing;
       }
   }
-  // One element, the e-th of x.
+  // Adds element e of x.
   template <int n>
   __device__ __forceinline__ void load_one(int64_t at, acc_t (&x)[kInputs][n], int e) const {
 #pragma unroll
     for (int k = 0; k < kInputs; ++k) x[k][e] = to_acc(in[k][at]);
   }
-  // What becomes of the e-th.
+  // Computes the result for element e.
   template <int n>
   __device__ __forceinline__ acc_t make(const typename op_t::Result& result, const acc_t (&x)[kInputs][n],
                                         int e) const {
@@ -174,7 +176,7 @@ struct Elements {
 
 // ------------------------------------------------------------------------------------------------ rows
 
-// What the elements of a row add up to, by all threads of the group; lane 0's counts.
+// Sums the elements of a row over all threads of the group. The result is valid on lane 0.
 template <typename op_t, int kWidth>
 __device__ __forceinline__ typename op_t::Total total_of(const SparseSoftmaxArgs& args, const Row& row) {
   using acc_t = typename op_t::acc_t;
@@ -197,7 +199,7 @@ __device__ __forceinline__ typename op_t::Total total_of(const SparseSoftmaxArgs
   return RowGroup<kWidth>::reduce(mine.total());
 }
 
-// Writes the elements of a row, or of a part of one, given the total of the row.
+// Writes the elements of a row, or of a part of it, given the row's total.
 template <typename op_t, int kWidth>
 __device__ __forceinline__ void write(const SparseSoftmaxArgs& args, const Row& row,
                                       const typename op_t::Total& total) {
@@ -236,7 +238,7 @@ __device__ void run(const SparseSoftmaxArgs& args, const Row& row) {
   write<op_t, kWidth>(args, row, RowGroup<kWidth>::broadcast(total_of<op_t, kWidth>(args, row)));
 }
 
-// A row of no more than kShortRow entries, by kFewLanes lanes: read once, all of it at once.
+// Processes a row of at most kShortRow entries with kFewLanes lanes, which read it once and completely.
 template <typename op_t>
 __device__ void run_short(const SparseSoftmaxArgs& args, const Row& row) {
   using Group = RowGroup<kFewLanes>;
@@ -260,13 +262,14 @@ __device__ void run_short(const SparseSoftmaxArgs& args, const Row& row) {
     if (u * kFewLanes < rest) from_acc(elements.make(result, x, u), elements.out[place(u)]);
 }
 
-// Where a span keeps its part of a row's total: it may have the end of one long row and the beginning of another.
+// Returns the place for a span's part of a row's total. A span may contain the end of one long row and the start of
+// another.
 __device__ int64_t place_of(const SparseSoftmaxArgs& args, const Plan& plan, const Row& row, int64_t span) {
   return (span * args.width + row.position) * 2 + (row.begin > span * plan.span);
 }
 
-// f(row, part) for the rows longer than a span and their parts in that of `item`, a span at one position of the width.
-// All threads of the block.
+// Calls f(row, part) for rows longer than a span and their parts in the span of `item`, at one position of the width.
+// All threads of the block must call this function.
 template <typename function_t>
 __device__ void for_shared_rows(const SparseSoftmaxArgs& args, const Plan& plan, int64_t item, const function_t& f) {
   const int64_t begin = item / args.width * plan.span;
@@ -280,7 +283,8 @@ __device__ void for_shared_rows(const SparseSoftmaxArgs& args, const Plan& plan,
   }
 }
 
-// Elements that no row has: offsets that do not begin at 0 or end at the number of entries. NaN, not memory's remains.
+// Sets elements that belong to no row to NaN, because their memory is uninitialized. They exist if offsets do not begin
+// at 0 or do not end at the number of entries.
 template <typename scalar_t>
 __device__ void fill_rest(const SparseSoftmaxArgs& args) {
   scalar_t* result = static_cast<scalar_t*>(args.result);
@@ -292,7 +296,8 @@ __device__ void fill_rest(const SparseSoftmaxArgs& args) {
   fill(args.row_begin(args.rows), args.entries);
 }
 
-// Spans first, which take longest; partial (spans, width, 2). Then rows, as many as the block has groups of kLanes.
+// Processes spans first, because they take longest; partial is (spans, width, 2). Then processes rows, as many at a
+// time as the block has groups of kLanes.
 template <typename op_t, int kLanes>
 __global__ void __launch_bounds__(kThreads, held_blocks<typename op_t::scalar_t>(4))
     rows_kernel(SparseSoftmaxArgs args, Plan plan, typename op_t::Total* partial) {
@@ -327,7 +332,7 @@ __global__ void __launch_bounds__(kThreads, held_blocks<typename op_t::scalar_t>
   }
 }
 
-// Writes the rows that spans share.
+// Writes the rows that several spans share.
 template <typename op_t>
 __global__ void __launch_bounds__(kThreads, held_blocks<typename op_t::scalar_t>(4))
     spans_kernel(SparseSoftmaxArgs args, Plan plan, const typename op_t::Total* partial) {
@@ -350,7 +355,7 @@ cudaError_t launch_rows(const SparseSoftmaxArgs& args, void* workspace, cudaStre
     using Op = op_t<decltype(storage)>;
     auto* partial = static_cast<typename Op::Total*>(workspace);
     const auto kernel = plan.short_rows ? rows_kernel<Op, kFewLanes> : rows_kernel<Op, kWarp>;
-    const int64_t items = std::max<int64_t>(1, spans + divide_up(rows, per_block));  // without rows, what no row has
+    const int64_t items = std::max<int64_t>(1, spans + divide_up(rows, per_block));  // at least for elements of no row
     const int64_t blocks = blocks_for(items, 1, args.max_blocks, kMostBlocks);
     const cudaError_t error = launch(stream, blocks, kThreads, kernel, args, plan, partial);
     if (error != cudaSuccess || spans == 0) return error;

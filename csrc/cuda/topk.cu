@@ -1,8 +1,9 @@
-// A block takes a row. Each thread keeps the largest of what lies at each place of its packs; the k-th largest of these
-// is at most that of the row, and of a row without order hardly below it. What is not below it goes into a list, in the
-// second and last read, in any order, and each finds its place by being compared with all others. Where the list is
-// too short, for ties without end or a k above the number of such places, the row is read again, once for each bit of
-// the k-th and of its class.
+// Finds the k largest logits of a row with one block. Each thread keeps the largest number at each position of its
+// packs. The k-th largest of these is a lower bound for the k-th largest logit, and in unordered rows a close one.
+//
+// The second and last read appends the numbers that reach the bound to a list, in any order. Comparing each one with
+// all others gives its rank. The list may be too short because of many ties, or because k exceeds the number of
+// positions. The row is then read again, once for each bit of the k-th number and of its class.
 #include "device/row_group.cuh"
 
 #include "launchers.h"
@@ -11,8 +12,8 @@ namespace sparse_ce {
 namespace cuda {
 namespace {
 
-constexpr int64_t kListed = 1024;  // of a row, or k if that is more
-constexpr int64_t kMostBlocks = 528;  // that have lists
+constexpr int64_t kListed = 1024;  // per row, or k if that is more
+constexpr int64_t kMostBlocks = 528;  // number of blocks with lists
 
 template <typename number_t>
 struct Sum {
@@ -22,7 +23,7 @@ struct Sum {
 
 __device__ __forceinline__ int sum_of_block(int mine) { return RowGroup<kThreads>::reduce(Sum<int>{mine}).sum; }
 
-// f(place in the pack, order, class) of all of a row.
+// Calls f(position in the pack, order, class) for all elements of a row.
 template <int kUnroll, typename scalar_t, typename function_t>
 __device__ __forceinline__ void for_orders(const scalar_t* row, const TopkArgs& args, const function_t& f) {
   using pack_t = Pack<scalar_t>;
@@ -43,8 +44,8 @@ __device__ __forceinline__ void for_orders(const scalar_t* row, const TopkArgs& 
       [&](int64_t c) { f(0, order_of(row[c], args.largest), static_cast<int32_t>(c)); });
 }
 
-// The largest order that k have or are above; `count`, which all threads call, says how many of an order. The smallest
-// of all if there are not as many.
+// Returns the largest order that at least k numbers reach, or the smallest order if there are fewer. `count` returns
+// how many numbers reach an order; all threads must call it.
 template <typename order_t, typename count_t>
 __device__ order_t kth_largest(int64_t k, const count_t& count) {
   using bits_t = std::make_unsigned_t<order_t>;
@@ -59,7 +60,7 @@ __device__ order_t kth_largest(int64_t k, const count_t& count) {
   return static_cast<order_t>(kth ^ kSign);
 }
 
-// lists (blocks, room).
+// `lists` is (blocks, room).
 template <typename scalar_t>
 __global__ void __launch_bounds__(kThreads, 4)
     topk_ids_kernel(TopkArgs args, Candidate<scalar_t>* lists, int64_t room) {
@@ -81,10 +82,10 @@ __global__ void __launch_bounds__(kThreads, 4)
       for (int i = 0; i < kSize; ++i) mine += highest[i] >= of;
       return sum_of_block(mine);
     });
-    int32_t last = std::numeric_limits<int32_t>::max();  // of the classes that tie with the least
+    int32_t last = std::numeric_limits<int32_t>::max();  // the last class among those that tie with `least`
     int count = 0;
     for (bool exact = false; true; exact = true) {
-      // Between here and whoever reads the last list, and how long it is, lie the barriers of kth_largest.
+      // The barriers of kth_largest separate this store from the reads of the previous list and its length.
       if (threadIdx.x == 0) listed[0] = 0;
       __syncthreads();
       for_orders<4>(row, args, [&](int, order_t order, int32_t id) {

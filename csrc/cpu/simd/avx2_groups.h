@@ -15,7 +15,7 @@ namespace avx2 {
 
 constexpr int kVectors = 4;
 constexpr int64_t kGroup = 8 * kVectors;  // in columns
-static_assert(kSpare >= kGroup - 1, "the last group of a row is kept as a whole");
+static_assert(kSpare >= kGroup - 1, "the last group of a row is stored as a whole");
 
 struct Group {
   __m256 vector[kVectors];

@@ -17,7 +17,7 @@ namespace cpu {
 template <InstructionSet set, typename acc_t>
 constexpr bool kWithAvx2 = set == InstructionSet::kAvx2 && std::is_same_v<acc_t, float>;
 
-// Is true if avx2.h or avx512_softcap.h has loops for these types.
+// Is true if avx512_softcap.h has loops for these types.
 template <InstructionSet set, typename acc_t>
 constexpr bool kWithAvx512 = set == InstructionSet::kAvx512 && std::is_same_v<acc_t, float>;
 

@@ -1,4 +1,4 @@
-// classes_of_row.cuh - which of a row's entries are of the same class.
+// classes_of_row.cuh - Finds the entries of a row that have the same class.
 #pragma once
 
 #include "../../core/target.h"
@@ -7,10 +7,10 @@
 namespace sparse_ce {
 namespace cuda {
 
-// For each entry of a row: to find the first of its class, and to sum them, too.
+// Slots per entry of a row: to find the first entry of each class, and to sum the entries as well.
 constexpr int64_t kClassSlots = 2, kSumSlots = 4;
 
-// Of the entries among all classes, those below the group's columns and those in them.
+// Counts entries by column, over all classes: those below the group's columns and those in them.
 template <typename T>
 struct ColumnCounts {
   T below = 0, own = 0;
@@ -21,23 +21,24 @@ struct ColumnCounts {
   }
 };
 
-// Tells of an entry whether it is the first of its class in its row, and what all of them weigh. Few entries are read
-// one by one for each; of a sorted row, as a coalesced COO or a CSR tensor has it, its neighbours; in any other a hash
-// table says where a class is first and whether it is alone. Those that are not are sorted by their class and then by
-// their place, so that no class reads the row again and sums keep the order of the entries. The order in which threads
-// meet makes no difference. `sums`: whether they are asked for.
+// Determines whether an entry is the first of its class in its row, and the sum of the weights of its class.
+//
+// A few entries are compared one by one. In a sorted row, as in a coalesced COO or a CSR tensor, neighbors are
+// compared. For any other row a hash table stores the first entry of each class and whether it is the only one. Entries
+// of repeated classes are sorted by class and position, so that no class reads the row again and sums keep the order of
+// the entries. The result does not depend on the order of the threads. `sums` is true if sums are requested.
 template <int kWidth, bool of_select, bool sums, typename acc_t, typename target_t = TargetView>
 class ClassesOfRow {
   using Group = RowGroup<kWidth>;
-  static constexpr int64_t kFew = kWidth == 1 ? 2 : kWarp;  // what a thread reads one by one rather than in order
-  static constexpr int kAllShared = 2048;                   // slots of a block, beside which others find room
+  static constexpr int64_t kFew = kWidth == 1 ? 2 : kWarp;  // a thread compares up to this many entries one by one
+  static constexpr int kAllShared = 2048;                   // slots per block; leaves shared memory for other data
   static constexpr int kShared = kAllShared / Group::kPerBlock;
   static constexpr int64_t kSlots = sums ? kSumSlots : kClassSlots;
-  static constexpr int64_t kMost = int64_t(1) << 30;  // entries of a table: no device has memory for a row of more
+  static constexpr int64_t kMost = int64_t(1) << 30;  // entries in a table; longer rows exceed any device's memory
 
  public:
-  // Of the entries among the columns [begin, end). All threads of the group, each of which may ask for some then.
-  // `slots`: kClassSlots or kSumSlots for each of the target's entries.
+  // Handles the entries in the columns [begin, end). All threads of the group must call the constructor; then each
+  // thread may query entries. `slots` has kClassSlots or kSumSlots for each entry of the target.
   __device__ ClassesOfRow(const target_t& target, EntryRange range, int64_t begin, int64_t end, uint32_t* slots)
       : target_(target), range_(range) {
     const int64_t entries = range.end - range.begin;
@@ -47,13 +48,13 @@ class ClassesOfRow {
     table(begin, end, slots);
   }
 
-  // Whether entry i is the first of its class, `column`.
+  // Returns true if entry i is the first of its class, `column`.
   __device__ bool first(int64_t i, int64_t column) const { return first(i, column, found(column)); }
 
-  // The same; then `sum` is that of weight(k, entry) over all of them, in their order.
+  // Returns the same, and sets `sum` to the sum of weight(k, entry) over the class, in the order of the entries.
   template <typename weight_t>
   __device__ bool sum(int64_t i, int64_t column, const weight_t& weight, acc_t& sum) const {
-    static_assert(sums, "else they are not sorted");
+    static_assert(sums, "entries are sorted only for sums");
     const uint32_t known = found(column);
     if (!first(i, column, known)) return false;
     sum = 0;
@@ -79,7 +80,7 @@ class ClassesOfRow {
     return of_select ? target_.template column<acc_t>(k) : target_.template entry<acc_t>(k).column;
   }
 
-  // Whether equal classes stand side by side.
+  // Returns true if equal classes are adjacent.
   __device__ bool sorted() const {
     bool ascends = true;
     for (int64_t i = range_.begin + Group::rank(); i + 1 < range_.end; i += kWidth)
@@ -87,8 +88,9 @@ class ClassesOfRow {
     return Group::all(ascends);
   }
 
-  // A slot is 0 or, of one class, twice the position of its first entry, counted from 1, and 1 where no other has come.
-  // Half of them stay 0; nobody waits for one, so that rows of wrong offsets, which overlap, end all the same.
+  // A slot is 0 or belongs to one class. It then holds twice the position of the class's first entry, counted from 1,
+  // plus 1 if there is no other entry. Half of the slots stay 0. Threads never wait for a slot, so the loop ends even
+  // for rows with invalid offsets, which overlap.
   __device__ void table(int64_t begin, int64_t end, uint32_t* slots) {
     const int64_t entries = range_.end - range_.begin;
     const bool shares = kWidth >= kWarp && kClassSlots * entries <= kShared;
@@ -101,7 +103,7 @@ class ClassesOfRow {
       slots_ = slots + kSlots * (range_.begin + counts.below);
       size_ = static_cast<uint32_t>(kClassSlots * counts.own);
     }
-    Group::sync();  // the last row's may still be read
+    Group::sync();  // the table of the previous row may still be in use
     for (uint32_t s = Group::rank(); s < size_; s += kWidth) slots_[s] = 0;
     if (sums && Group::rank() == 0) keys() = {nullptr, 0};
     Group::sync();
@@ -125,8 +127,8 @@ class ClassesOfRow {
     list(begin, end, shares ? slots + kSlots * (range_.begin + counts_of(begin, end).below) : slots_ + size_);
   }
 
-  // The keys of the entries whose classes are there more than once: the first of the class, and the entry. In shared
-  // memory, since they are rare: registers are not.
+  // Holds the keys of entries with repeated classes: the first entry of the class, and the entry. They are rare, so the
+  // struct is in shared memory rather than in registers.
   struct Keys {
     uint64_t* first;
     uint32_t count;
@@ -151,7 +153,7 @@ class ClassesOfRow {
     sort(first, keys().count);
   }
 
-  // A bitonic sort whose pairs all ascend, so that what is not there counts as higher than all.
+  // Runs a bitonic sort whose pairs are all ascending, so that missing elements count as the largest ones.
   __device__ static void sort(uint64_t* first, uint32_t count) {
 #pragma unroll 1
     for (uint32_t sorted = 1; sorted < count; sorted *= 2) {
@@ -170,14 +172,14 @@ class ClassesOfRow {
     }
   }
 
-  // f(k) for the entries of the class that i is the first of, by what the table has of it.
+  // Calls f(k) for the entries of the class whose first entry is i. `known` is the class's slot in the table.
   template <typename function_t>
   __device__ void for_listed(uint32_t known, int64_t i, const function_t& f) const {
     const uint64_t wanted = key(i - range_.begin, i - range_.begin);
     const uint32_t end = known % 2 == 0 ? keys().count : 0;
     const uint64_t* first = end > 0 ? keys().first : nullptr;
     uint32_t at = 0;
-    for (uint32_t to = end; at < to;) {  // where its keys begin
+    for (uint32_t to = end; at < to;) {  // finds the first key of the class
       const uint32_t middle = (at + to) / 2;
       if (first[middle] < wanted)
         at = middle + 1;
@@ -205,7 +207,7 @@ class ClassesOfRow {
     return Group::broadcast(Group::reduce(counts));
   }
 
-  // What the table has of a class, or 0.
+  // Returns the slot of a class in the table, or 0.
   __device__ uint32_t found(int64_t column) const {
     uint32_t slot = home(column);
     for (uint32_t tries = 0; tries < size_; ++tries, slot = after(slot)) {

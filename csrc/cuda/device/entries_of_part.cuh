@@ -1,4 +1,4 @@
-// entries_of_part.cuh - the entries of a row whose logits a group holds, from the loss to the gradient.
+// entries_of_part.cuh - Keeps the entries of a row whose logits a group holds, from the loss to the gradient.
 #pragma once
 
 #include "row_passes.cuh"
@@ -6,7 +6,7 @@
 namespace sparse_ce {
 namespace cuda {
 
-// What the entries of a row add: those of a part of it, relative to a maximum, and the mass of all.
+// Holds the sums over a row's entries: those of a part relative to a maximum, and the mass of all entries.
 template <typename acc_t>
 struct EntrySums {
   TargetStats<acc_t> part;
@@ -18,8 +18,8 @@ struct EntrySums {
   }
 };
 
-// Of a row's entries those that a group has among the columns [begin, end). Where they are few a thread has one, which
-// it reads while the logits are on their way and writes from its registers; elsewhere they are read each time.
+// Handles the entries of a row in the columns [begin, end) of a group. If there are few, each thread holds one in
+// registers, reads it while the logits are loaded and writes its gradient. Otherwise entries are read each time.
 template <typename slice_t>
 class EntriesOfPart {
   using scalar_t = typename slice_t::scalar_t;
@@ -38,8 +38,8 @@ class EntriesOfPart {
     if (own(mine_.column)) logit_ = to_acc(row[mine_.column]);
   }
 
-  // For all threads of the group: the mass has the bits of mass_of_row. The first part also has the entries that are
-  // out of range. Contains barriers where a warp has not enough lanes for them.
+  // All threads of the group must call this function. The mass is bitwise equal to that of mass_of_row. The first part
+  // also includes the entries that are out of range. Contains barriers if a warp has too few lanes for the entries.
   __device__ EntrySums<acc_t> sums(const LogitTransform<acc_t>& transform, const scalar_t* row, int part,
                                    acc_t max) const {
     TargetSums<LongSum<acc_t>> sums;
@@ -64,21 +64,21 @@ class EntriesOfPart {
     return Warp::broadcast(Warp::reduce(of_thread));
   }
 
-  // Makes the gradients at the entries, before the dense ones are written; then `write` writes them. Both contain
-  // barriers. `workspace`: as that of make_entry_gradients.
+  // Computes the gradients at the entries, before the dense gradients are written; `write` stores them afterwards. Both
+  // contain barriers. See make_entry_gradients for `workspace`.
   __device__ void make(const BackwardArgs& args, const GradientCoefficients<acc_t>& c,
                        const LogitTransform<acc_t>& transform, const scalar_t* row, EntryGradient<acc_t>* workspace) {
     if (!few()) {
       const auto same = classes_of_row<kWidth>(target_, range_, begin_, end_, workspace);
       make_entry_gradients<kWidth>(args, c, transform, same, range_, row, begin_, end_, workspace);
-      return Group::sync();  // the logits at the entries are read
+      return Group::sync();  // all logits at the entries have been read
     }
     const int me = Group::rank();
     const auto count = static_cast<int>(range_.end - range_.begin);
     const bool mine = me < count && own(mine_.column);
-    SCE_SHARED(int4, all, [kThreads / 4]);  // where the entries' columns are in the part
+    SCE_SHARED(int4, all, [kThreads / 4]);  // columns of the entries relative to the part
     const int place = mine ? static_cast<int>(mine_.column - begin_) : -1;
-    if (count > 1 || kWidth == kWarp) {  // a block has met since its logits were read
+    if (count > 1 || kWidth == kWarp) {  // a block has synchronized since its logits were read
       reinterpret_cast<int*>(all)[threadIdx.x] = place;
       Group::sync();
     }
@@ -110,14 +110,14 @@ class EntriesOfPart {
   }
 
   __device__ void write(const EntryGradient<acc_t>* workspace, scalar_t* gradient) const {
-    Group::sync();  // the dense gradient is written
+    Group::sync();  // the dense gradient has been written
     if (!few()) return write_entry_gradients<kWidth>(target_, range_, begin_, end_, workspace, gradient);
     if (mine_.column >= 0) from_acc(mine_.value, gradient[mine_.column]);
   }
 
  private:
   __device__ bool few() const { return range_.end - range_.begin <= kFew; }
-  // Whether each warp of a block has the same entries as the others.
+  // Returns true if all warps of a block hold the same entries.
   __device__ bool alike() const { return range_.end - range_.begin <= kWarp; }
   __device__ int rank() const { return alike() ? Warp::rank() : Group::rank(); }
   __device__ bool own(int64_t column) const { return column >= begin_ && column < end_; }

@@ -1,4 +1,4 @@
-// entry_bitmap.cuh - which columns of a row have an entry, in shared memory, a window of columns at a time.
+// entry_bitmap.cuh - Marks the columns of a row that have an entry in shared memory, one window of columns at a time.
 #pragma once
 
 #include "../../core/target.h"
@@ -7,22 +7,22 @@
 namespace sparse_ce {
 namespace cuda {
 
-// A bit for each column of a window. Every thread of the group must call each function but `has`.
+// Holds a bit for each column of a window. All threads of the group must call each function except `has`.
 template <int kWidth>
 class Marked {
   using Group = RowGroup<kWidth>;
-  static constexpr int kAllWords = 2048;  // of a block
+  static constexpr int kAllWords = 2048;  // per block
   static constexpr int kWords = kAllWords / Group::kPerBlock;
 
  public:
-  static constexpr int64_t kWindow = int64_t(kWords - 1) * 32;  // a pack may be asked for across two words
+  static constexpr int64_t kWindow = int64_t(kWords - 1) * 32;  // a pack may span two words
 
-  // The entries of a row in the columns [begin, end), a window at most.
+  // Marks the entries of a row in the columns [begin, end), which must fit into a window.
   template <typename acc_t>
   __device__ Marked(const TargetView& target, EntryRange range, int64_t begin, int64_t end, acc_t) : begin_(begin) {
     SCE_SHARED(unsigned, words, [kAllWords]);
     words_ = words + threadIdx.x / kWidth * kWords;
-    Group::sync();  // the last window's may still be read
+    Group::sync();  // the previous window may still be in use
     for (int w = Group::rank(); w < kWords; w += kWidth) words_[w] = 0;
     Group::sync();
     for (int64_t i = range.begin + Group::rank(); i < range.end; i += kWidth) {
@@ -33,7 +33,7 @@ class Marked {
     Group::sync();
   }
 
-  // The bits of up to 32 columns from `column` on, its own the lowest.
+  // Returns the bits of up to 32 columns, with `column` in the lowest bit.
   __device__ unsigned from(int64_t column) const {
     const int64_t bit = column - begin_;
     const uint64_t both = static_cast<uint64_t>(words_[bit / 32 + 1]) << 32 | words_[bit / 32];
@@ -45,8 +45,8 @@ class Marked {
   int64_t begin_;
 };
 
-// f(begin, end, bits) for the columns [begin, end), a window at a time; bits(column): see Marked. Without `marked` one
-// window, and no bits.
+// Calls f(begin, end, bits) for the columns [begin, end), one window at a time; see Marked for bits(column). Without
+// `marked` there is one window and no bits.
 template <int kWidth, typename acc_t, typename function_t>
 __device__ void for_windows(bool marked, const TargetView& target, EntryRange range, int64_t begin, int64_t end,
                             const function_t& f) {

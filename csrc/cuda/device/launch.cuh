@@ -1,5 +1,5 @@
-// launch.cuh - what kernel files need of their compiler: shared variables and launches. Guarded by a name, so that
-// another compiler's may stand in for it.
+// launch.cuh - Defines what kernel files need from the compiler: shared variables and launches. The include guard is a
+// macro, so that another compiler's version can replace this file.
 #ifndef SPARSE_CE_CUDA_LAUNCH
 #define SPARSE_CE_CUDA_LAUNCH
 
@@ -9,9 +9,9 @@
 
 #include <cstdint>
 
-// SCE_SHARED(float, partial, [8]);
+// Usage: SCE_SHARED(float, partial, [8]);
 #define SCE_SHARED(T, name, ...) __shared__ T name __VA_ARGS__
-// T* name: the bytes that the launch gives each block.
+// Declares T* name, which points to the bytes that the launch assigns to each block.
 #define SCE_DYNAMIC_SHARED(T, name)                   \
   extern __shared__ uint4 sparse_ce_dynamic_shared[]; \
   T* name = reinterpret_cast<T*>(sparse_ce_dynamic_shared)
@@ -19,13 +19,15 @@
 namespace sparse_ce {
 namespace cuda {
 
-// In clusters of `cluster` blocks, which may be 1, that have `shared` bytes each, of `most` that this kernel ever asks
-// for on this device: another thread that launches it meanwhile asks for as much. Returns this launch's own error and
-// leaves none behind: neither does an earlier one of somebody else's end here, nor this one there.
+// Launches clusters of `cluster` blocks (may be 1) with `shared` bytes of shared memory each.
+//
+// `most` is the maximum that the kernel ever requests on this device: concurrent launches by other threads request the
+// same. Returns the error of this launch only and clears it, so that no later call reports it; an earlier error of
+// another caller is not returned.
 template <typename... parameters_t, typename... arguments_t>
 cudaError_t launch_sharing(cudaStream_t stream, int64_t blocks, int threads, int cluster, int64_t shared, int64_t most,
                            void (*kernel)(parameters_t...), const arguments_t&... arguments) {
-  if (shared > 0) {  // more than 48 KiB have to be asked for, and as much of the first cache as there is
+  if (shared > 0) {  // more than 48 KiB must be requested, and the carveout of the L1 cache too
     const auto bytes = static_cast<int>(most);
     cudaError_t refused = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
     if (refused == cudaSuccess)
@@ -63,7 +65,7 @@ cudaError_t launch(cudaStream_t stream, int64_t blocks, int threads, void (*kern
   return launch_clusters(stream, blocks, threads, 1, kernel, arguments...);
 }
 
-// Whether the current device has clusters, and `kernel` is compiled for them.
+// Returns true if the current device supports clusters and `kernel` is compiled for them.
 template <typename... parameters_t>
 bool has_clusters(void (*kernel)(parameters_t...)) {
   cudaFuncAttributes about{};
@@ -73,15 +75,15 @@ bool has_clusters(void (*kernel)(parameters_t...)) {
          cudaFuncGetAttributes(&about, kernel) == cudaSuccess && about.ptxVersion >= 90;
 }
 
-// The blocks of a cluster, from compute capability 9.0 on: elsewhere nobody launches one.
+// Accesses the blocks of a cluster. Clusters exist from compute capability 9.0 on; other devices never launch them.
 struct Cluster {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   static constexpr bool kExist = true;
   __device__ static void sync() { cooperative_groups::this_cluster().sync(); }
-  // The same in two steps, between which a thread does something else.
+  // These split the barrier into two steps, between which a thread can do other work.
   __device__ static void arrive() { cooperative_groups::this_cluster().barrier_arrive(); }
   __device__ static void wait() { cooperative_groups::this_cluster().barrier_wait(); }
-  // What block `rank` has at `shared`, a shared variable.
+  // Returns the address of the shared variable `shared` in block `rank`.
   template <typename T>
   __device__ static T* of_block(T* shared, int rank) {
     return cooperative_groups::this_cluster().map_shared_rank(shared, rank);

@@ -1,4 +1,4 @@
-// packs.cuh - elements that lie side by side, read and written as wide as they can be at once.
+// packs.cuh - Defines packs of adjacent elements, which are read and written with the widest possible instructions.
 #pragma once
 
 #include "../../core/scalar_math.h"
@@ -10,7 +10,7 @@
 namespace sparse_ce {
 namespace cuda {
 
-// Without a second size 16 bytes: one load or store instruction.
+// The default size is 16 bytes, which one instruction loads or stores.
 template <typename scalar_t, int size = 16 / sizeof(scalar_t)>
 struct Pack {
   static constexpr int kSize = size;
@@ -29,32 +29,33 @@ struct Pack {
     return pack;
   }
   __device__ void store(scalar_t* p) const { store_by<part_t, 0, kParts>(p); }
-  // 16 bytes to where boundaries of `width` bytes, and none of more, are: see common_width.
+  // Stores 16 bytes at an address that is aligned to `width` bytes and no more; see common_width.
   __device__ __forceinline__ void store(scalar_t* p, int width) const {
-    static_assert(kBytes == 16, "one instruction where it is aligned");
+    static_assert(kBytes == 16, "an aligned pack is stored by one instruction");
     if (width == 16) {
       uint4 part;
       std::memcpy(&part, at, sizeof(part));
-      // To the second cache, as any store: by another name, so that none is made one with the narrow ones below.
+      // Stores to the L2 cache like any store. The intrinsic keeps the compiler from merging it with the narrow ones
+      // below.
       __stcg(reinterpret_cast<uint4*>(p), part);
     } else if (width == 8) {
       store_by<uint2, 0, 2>(p);
     } else if constexpr (sizeof(scalar_t) <= 4) {
       if (sizeof(scalar_t) == 4 || width == 4) return store_by<uint32_t, 0, 4>(p);
       p[0] = at[0];
-      store_by<uint32_t, 1, 3>(p);  // whose boundaries lie behind every second element
+      store_by<uint32_t, 1, 3>(p);  // aligned to every second element
       p[kSize - 1] = at[kSize - 1];
     }
   }
 
  private:
-  // So many parts from element `first` on.
+  // Stores `count` parts, beginning with element `first`.
   template <typename to_t, int first, int count>
   __device__ __forceinline__ void store_by(scalar_t* p) const {
     constexpr int kOfPart = sizeof(to_t) / sizeof(scalar_t);
 #pragma unroll
     for (int u = 0; u < count; ++u) {
-      scalar_t of_part[kOfPart];  // a copy of all at once would go through memory
+      scalar_t of_part[kOfPart];  // copying all elements at once would go through local memory
 #pragma unroll
       for (int e = 0; e < kOfPart; ++e) of_part[e] = at[first + u * kOfPart + e];
       to_t part;
@@ -64,7 +65,7 @@ struct Pack {
   }
 };
 
-// Number e of those that share a word. The upper half of a float32 is a bfloat16.
+// Returns element e of those in a word. The upper half of a float32 is a bfloat16.
 template <typename scalar_t>
 __device__ __forceinline__ float number_of(uint32_t word, int e) {
   if constexpr (std::is_same<scalar_t, BFloat16>::value) {
@@ -79,7 +80,7 @@ __device__ __forceinline__ float number_of(uint32_t word, int e) {
   }
 }
 
-// The largest of the numbers in packs, NaN left out, two of 16 bits at a time as they are stored.
+// Finds the largest number in packs, ignoring NaN. 16-bit numbers are compared in pairs, as stored.
 template <typename scalar_t>
 struct LargestOf {
   using acc_t = acc_type<scalar_t>;
@@ -115,8 +116,8 @@ template <>
 struct LargestOf<Half> : LargestOfPairs<Half> {};
 #endif
 
-// A pack as numbers, and numbers rounded to one. Two of 16 bits share a register, and the device has instructions for
-// both: converted one by one each would be given a register of its own before.
+// Convert a pack to numbers, and numbers to a rounded pack. Two 16-bit numbers share a register, and the device
+// converts them together. Converting them one by one would first need a register for each.
 template <typename scalar_t, int size>
 __device__ __forceinline__ void to_numbers(const Pack<scalar_t, size>& pack, acc_type<scalar_t> (&x)[size]) {
 #pragma unroll
@@ -149,8 +150,8 @@ __device__ __forceinline__ void from_numbers(const acc_type<scalar_t> (&x)[size]
   }
 }
 
-// The weights of the classes from `weight` on, 16 bytes at once where they lie so, as those of aligned rows' packs do;
-// 1 for each where there are none (null).
+// Loads the class weights from `weight` on, or sets them to 1 if `weight` is null. Uses 16-byte loads if they are
+// aligned, as for packs of aligned rows.
 template <typename acc_t, int count>
 __device__ __forceinline__ void load_weights(const acc_t* weight, acc_t (&o)[count]) {
   using Weights = Pack<acc_t>;
@@ -170,20 +171,21 @@ __device__ __forceinline__ void load_weights(const acc_t* weight, acc_t (&o)[cou
   }
 }
 
-// The bytes, at most 16, whose boundaries in one are boundaries in the other: how packs of one can be written there.
+// Returns the largest alignment, at most 16 bytes, that both addresses share relative to each other. Packs of one array
+// can be written to the other with stores of this width.
 __device__ inline int common_width(const void* a, const void* b) {
   const auto apart = static_cast<int>((reinterpret_cast<uintptr_t>(a) - reinterpret_cast<uintptr_t>(b)) % 16) | 16;
   return apart & -apart;
 }
 __device__ inline bool equally_aligned(const void* a, const void* b) { return common_width(a, b) == 16; }
 
-// So many packs in flight of a thread, `stride` elements apart.
+// Represents `n` packs of a thread, `stride` elements apart.
 template <int n>
 struct Count {
   static constexpr int value = n;
   __device__ static constexpr bool has(int) { return true; }
 };
-// Those at the end of a row, of which it may have the first alone.
+// Represents the packs at the end of a row, of which only the first ones may be present.
 template <int n>
 struct Some {
   static constexpr int value = n;
@@ -191,7 +193,7 @@ struct Some {
   __device__ bool has(int u) const { return u < present; }
 };
 
-// All of them are asked for before the first is waited for. What is not there is 0.
+// Issues all loads before it uses the first result. Missing packs are 0.
 template <int64_t stride, typename scalar_t, typename count_t>
 __device__ __forceinline__ void load_packs(const scalar_t* first, count_t count,
                                            Pack<scalar_t> (&packs)[count_t::value]) {

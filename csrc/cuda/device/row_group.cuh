@@ -1,4 +1,4 @@
-// row_group.cuh - the threads that share a row, and how they read it.
+// row_group.cuh - Defines the group of threads that processes a row, and how it reads the row.
 #pragma once
 
 #include "launch.cuh"
@@ -9,39 +9,40 @@
 namespace sparse_ce {
 namespace cuda {
 
-constexpr int kThreads = 256;  // of every block
+constexpr int kThreads = 256;  // per block
 constexpr int kWarp = 32;
 
-// Blocks that a multiprocessor shall hold; fewer where each number takes two registers.
+// Blocks per multiprocessor. There are fewer if each number takes two registers.
 template <typename scalar_t>
 constexpr int held_blocks(int blocks) {
   return sizeof(scalar_t) == sizeof(double) ? (blocks + 1) / 2 : blocks;
 }
 
-// Blocks for `items` of which each takes `per_block` at a time. `limit`: of the tests, or 0.
+// Returns the number of blocks for `items`, of which a block processes `per_block` at a time. Tests set `limit`; 0
+// means none.
 inline int64_t blocks_for(int64_t items, int64_t per_block, int64_t limit, int64_t most) {
   return std::min(limit > 0 ? limit : most, (items + per_block - 1) / per_block);
 }
 
-// kWidth threads share a row: lanes of a warp, or all (several rows a block, for short rows), or the block, which may
-// be a larger one. Every thread of the group must call each function, with the group's other threads.
+// Represents kWidth threads that process a row: some or all lanes of a warp (several rows per block, for short rows),
+// or a block, which may be a larger one. All threads of the group must call each function together.
 template <int kWidth>
 struct RowGroup {
-  static constexpr int kLanes = kWidth < kWarp ? kWidth : kWarp;  // of a warp
-  static_assert(kWidth % kThreads == 0 || (kWidth == kLanes && kWarp % kLanes == 0), "lanes of a warp, or the block");
+  static constexpr int kLanes = kWidth < kWarp ? kWidth : kWarp;  // per warp
+  static_assert(kWidth % kThreads == 0 || (kWidth == kLanes && kWarp % kLanes == 0), "a group is lanes of a warp, or a block");
   static constexpr int kPerBlock = kWidth < kThreads ? kThreads / kWidth : 1;
 
   __device__ static int rank() { return threadIdx.x % kWidth; }
-  // Groups of the whole grid, in the order in which they take rows.
+  // These number the groups of the whole grid, in the order in which they process rows.
   __device__ static int64_t number() { return blockIdx.x * int64_t(kPerBlock) + threadIdx.x / kWidth; }
   __device__ static int64_t count() { return gridDim.x * int64_t(kPerBlock); }
 
-  // The group's lanes of a warp.
+  // Returns the lanes of a warp that belong to the group.
   __device__ static unsigned lanes() {
     return (0xffffffffu >> (kWarp - kLanes)) << (threadIdx.x % kWarp / kLanes * kLanes);
   }
 
-  // A barrier that also orders memory among the group.
+  // Synchronizes the group and orders its memory accesses.
   __device__ static void sync() {
     if (kWidth <= kWarp)
       __syncwarp(lanes());
@@ -49,7 +50,7 @@ struct RowGroup {
       __syncthreads();
   }
 
-  // What reduce gave lane 0, for all: the threads of a block have the same already.
+  // Broadcasts the result of reduce from lane 0. The threads of a block already have the same result.
   template <template <typename> class stats_t, typename acc_t>
   __device__ static stats_t<acc_t> broadcast(const stats_t<acc_t>& reduced) {
     if (kWidth > kWarp) return reduced;
@@ -67,8 +68,9 @@ struct RowGroup {
     return kWidth <= kWarp ? __all_sync(lanes(), value) : __syncthreads_and(value);
   }
 
-  // Merges one stats_t of each thread in a fixed order. Lane 0's result counts: a merge need not be symmetric in the
-  // last bit. Contains barriers; none follows the last read. `fresh`: there was one since the last call for a stats_t.
+  // Merges one stats_t per thread in a fixed order. Only the result of lane 0 is valid, because a merge need not be
+  // symmetric in the last bit. Contains barriers, but none after the last read. `fresh` means that a barrier has
+  // followed the previous call for this stats_t.
   template <bool fresh = false, template <typename> class stats_t, typename acc_t>
   __device__ static stats_t<acc_t> reduce(stats_t<acc_t> mine) {
     constexpr int kFields = sizeof(stats_t<acc_t>) / sizeof(acc_t);
@@ -79,7 +81,7 @@ struct RowGroup {
 
     constexpr int kWarps = kWidth > kWarp ? kWidth / kWarp : 1;
     SCE_SHARED(acc_t, partial, [kWarps][kFields]);
-    if (!fresh) __syncthreads();  // the last call's values may still be read
+    if (!fresh) __syncthreads();  // the values of the previous call may still be in use
     if (threadIdx.x % kWarp == 0) std::memcpy(partial[threadIdx.x / kWarp], &mine, sizeof(mine));
     __syncthreads();
     stats_t<acc_t> total;
@@ -104,7 +106,7 @@ struct RowGroup {
   }
 };
 
-// The largest of some numbers, and their sum.
+// These compute the maximum and the sum of some numbers.
 template <typename acc_t>
 struct Largest {
   acc_t max = Limits<acc_t>::kLowest;
@@ -116,18 +118,18 @@ struct Sum {
   SCE_HD void merge(Sum other) { sum += other.sum; }
 };
 
-// Those of RowStats, of threads that know the row's largest before.
+// Holds the sums of RowStats for threads that already know the row's maximum.
 template <typename acc_t>
 struct RowSums {
   acc_t sum = 0, weighted = 0, weight = 0;
   SCE_HD void merge(RowSums other) { sum += other.sum, weighted += other.weighted, weight += other.weight; }
 };
 
-constexpr int kMostBlocks = 8;  // of a cluster, everywhere
+constexpr int kMostBlocks = 8;  // per cluster, portable
 
-// What the threads of each block of a cluster have, merged in a fixed order: the same bits in all. Of block `part`; all
-// threads of the cluster, which has met since it began, by Cluster::arrive and wait. `turn` counts the calls for a
-// stats_t: a block that is ahead writes where no other still reads. Contains a barrier.
+// Merges the statistics of the blocks of a cluster in a fixed order, so that all blocks get the same bits. `part` is
+// this block. All threads of the cluster must call this function, after Cluster::arrive and wait. `turn` counts the
+// calls for a stats_t: a block that is ahead uses another buffer. Contains a barrier.
 template <template <typename> class stats_t, typename acc_t>
 __device__ stats_t<acc_t> merge_of_cluster(const stats_t<acc_t>& mine, int cluster, int part, unsigned turn) {
   constexpr int kFields = sizeof(mine) / sizeof(acc_t);
@@ -142,17 +144,18 @@ __device__ stats_t<acc_t> merge_of_cluster(const stats_t<acc_t>& mine, int clust
     for (int i = 0; i < kFields; ++i) to[i] = fields[i];
   }
   Cluster::sync();
-  using Lanes = RowGroup<kMostBlocks>;  // of which each has a block's: one after the other they would take longer
+  using Lanes = RowGroup<kMostBlocks>;  // each lane holds a block's statistics, which is faster than a loop
   stats_t<acc_t> of_block;
   if (Lanes::rank() < cluster) std::memcpy(&of_block, now + Lanes::rank() * kFields, sizeof(of_block));
   return Lanes::broadcast(Lanes::reduce(of_block));
 }
 
-// Shares the columns [begin, end) of a row among a group: singles up to the first 16-byte boundary, then packs of which
-// each thread has kUnroll in flight, then singles; a thread's columns ascend. `packs(column, count)` stands for those
-// of the packs at column, column + stride, ..., with stride kWidth * Pack::kSize, that `count` has: a Count<kUnroll> as
-// long as the group has so many for each of its threads, then one Some<kUnroll> for what is left. `single(column)` is
-// for one element. A row that cannot be read by packs (`by_packs` false) is all singles.
+// Distributes the columns [begin, end) of a row over a group. Single columns come first, up to a 16-byte boundary, then
+// packs, of which each thread has kUnroll in flight, then single columns. A thread's columns ascend.
+//
+// `packs(column, count)` processes the packs at column, column + stride, ... that are in `count`, where stride is
+// kWidth * Pack::kSize. `count` is a Count<kUnroll> while every thread has that many packs, and then one Some<kUnroll>.
+// `single(column)` processes one element. If `by_packs` is false, all columns are single.
 template <int kWidth, int kUnroll, typename scalar_t, typename packs_t, typename single_t>
 __device__ __forceinline__ void for_columns(const scalar_t* row, int64_t begin, int64_t end, bool by_packs,
                                             const packs_t& packs, const single_t& single) {
@@ -163,13 +166,14 @@ __device__ __forceinline__ void for_columns(const scalar_t* row, int64_t begin, 
   if (body > end || !by_packs) body = end;
   const int64_t tail = body + (end - body) / kSize * kSize;
 
-  // The loops that run a few times stay as they are: unrolled by the compiler they would be most of the kernel.
+  // Loops with few iterations are not unrolled, because they would otherwise make up most of the kernel.
 #pragma unroll 1
   for (int64_t c = begin + rank; c < body; c += kWidth) single(c);
   constexpr int64_t kStride = int64_t(kWidth) * kSize;
   const int64_t mine = int64_t(rank) * kSize;
   int64_t c = body + mine;
-  // Without `mine` where there is a last step: a warp whose threads left here one by one would wait twice.
+  // Omits `mine` if there is a last step. Otherwise the threads of a warp would leave one by one, and it would wait
+  // twice.
   const int64_t full = tail - (kUnroll == 1 ? 0 : kUnroll * kStride - mine - 1);
 #pragma unroll 1
   for (; c < full; c += kUnroll * kStride) packs(c, Count<kUnroll>{});

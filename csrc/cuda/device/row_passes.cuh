@@ -1,8 +1,9 @@
-// row_passes.cuh - what is done with one row, or with a part of one, by every kernel that goes over logits.
+// row_passes.cuh - Processes a row, or a part of a row, in all kernels that read logits.
 //
-// Measured on an H100, 8192 x 128256 bfloat16, in parts of what a copy of the same bytes moves: 101 % in forward, 95 %
-// in backward, with 64 entries a row 99 and 91 %. Predicted: a gradient 8 bytes from the logits' alignment as if there
-// were none, 4 bytes 1.2-1.4 times as long, 2 bytes 1.3-1.7 times: sectors are written in so many parts.
+// Measured on an H100 with 8192 x 128256 bfloat16, relative to the throughput of a copy of the same bytes: 101 % in
+// forward and 95 % in backward; with 64 entries per row 99 % and 91 %. Predicted: a gradient whose alignment differs
+// from the logits by 8 bytes is as fast; by 4 bytes it takes 1.2-1.4 times as long, by 2 bytes 1.3-1.7 times, because
+// sectors are written in that many parts.
 #pragma once
 
 #include "../../ops/cross_entropy.h"
@@ -14,17 +15,17 @@
 namespace sparse_ce {
 namespace cuda {
 
-// Packs in flight per thread where nothing but exp is computed, and elsewhere.
+// Packs in flight per thread: kUnroll if only exp is computed, otherwise kGeneralUnroll.
 constexpr int kUnroll = 4, kGeneralUnroll = 2;
 
-// Part `split` of `splits` of the columns [0, columns), in whole packs.
+// Returns where part `split` of `splits` of the columns [0, columns) begins. Parts consist of whole packs.
 __host__ __device__ inline int64_t split_begin(int64_t columns, int64_t splits, int64_t split) {
   const int64_t part = ((columns + splits - 1) / splits + 15) / 16 * 16;
   return split * part < columns ? split * part : columns;
 }
 
-// Which part of which row an item is, where rows have `splits` parts. Whole rows need no division: one of 64 bits is a
-// hundred instructions, and what it needs of registers others lose.
+// Maps an item to a part of a row, where rows have `splits` parts. Whole rows need no division: a 64-bit division takes
+// a hundred instructions and registers that other code needs.
 struct RowPart {
   int64_t row, split;
 };
@@ -33,8 +34,8 @@ __device__ inline RowPart part_of(int64_t item, int64_t splits) {
   return {item / splits, item % splits};
 }
 
-// f(transform), which is told once for many logits whether they have a softcap: a question at each would keep the
-// arithmetic of one from that of the next.
+// Calls f(transform). The softcap is tested once rather than for each logit, so that the arithmetic of different logits
+// can overlap.
 template <typename acc_t, typename function_t>
 __device__ __forceinline__ void by_softcap(LogitTransform<acc_t> transform, const function_t& f) {
   if (transform.softcap != acc_t(0)) return f(transform);
@@ -42,7 +43,7 @@ __device__ __forceinline__ void by_softcap(LogitTransform<acc_t> transform, cons
   f(transform);
 }
 
-// f(transform, weighted), which is told also whether classes have weights.
+// Calls f(transform, weighted), where `weighted` tells if classes have weights.
 template <typename acc_t, typename function_t>
 __device__ __forceinline__ void by_case(const LogitTransform<acc_t>& transform, bool weighted, const function_t& f) {
   by_softcap(transform, [&](const LogitTransform<acc_t>& of_logit) {
@@ -51,7 +52,7 @@ __device__ __forceinline__ void by_case(const LogitTransform<acc_t>& transform, 
   });
 }
 
-// Packs as numbers; -inf where there is none.
+// Converts packs to numbers; missing ones are -inf.
 template <typename scalar_t, typename acc_t, typename count_t>
 __device__ __forceinline__ void to_logits(const Pack<scalar_t> (&packs)[count_t::value], count_t count,
                                           const LogitTransform<acc_t>& transform,
@@ -67,7 +68,7 @@ __device__ __forceinline__ void to_logits(const Pack<scalar_t> (&packs)[count_t:
   }
 }
 
-// Statistics of the columns [begin, end) of row r, by one thread of a group.
+// Returns the statistics of the columns [begin, end) of row r, for one thread of a group.
 template <int kWidth, typename scalar_t, typename acc_t = acc_type<scalar_t>>
 __device__ RowStats<acc_t> scan_row(const ForwardArgs& args, int64_t r, int64_t begin, int64_t end) {
   constexpr int kSize = Pack<scalar_t>::kSize;
@@ -126,7 +127,8 @@ __device__ RowStats<acc_t> scan_row(const ForwardArgs& args, int64_t r, int64_t 
   return stats;
 }
 
-// Adds the entries to a row's statistics and writes its loss. All threads of the group; `stats` counts on lane 0.
+// Adds the entries to a row's statistics and writes its loss. All threads of the group must call this function; `stats`
+// is valid on lane 0.
 template <int kWidth, typename row_t, typename acc_t>
 __device__ void finish_row(const ForwardArgs& args, int64_t r, bool ignored, const row_t& row,
                            const LogitTransform<acc_t>& transform, const RowStats<acc_t>& stats) {
@@ -145,16 +147,17 @@ __device__ void finish_row(const ForwardArgs& args, int64_t r, bool ignored, con
   if (Group::rank() == 0) args.write(r, ignored, stats, target);
 }
 
-// The gradient at an entry: made before the dense pass, which may overwrite the logits, and written after it. Rounded
-// to storage once, so that p - 1 near p = 1 keeps its digits in 16 bits. column is -1 where there is nothing to write.
+// Holds the gradient at an entry. It is computed before the dense pass, which may overwrite the logits, and written
+// after it. It is rounded to storage once, so p - 1 with p close to 1 keeps its digits in 16 bits. column is -1 if
+// there is nothing to write.
 template <typename acc_t>
 struct EntryGradient {
   int64_t column;
   acc_t value;
 };
 
-// What the loss's entries weigh together. All threads of the group, which all receive it. As many share them in a
-// larger block, so that the sum has the same bits.
+// Returns the sum of the weights of the loss's entries to all threads of the group, all of which must call this
+// function. In a larger block the same number of threads shares the entries, so that the sum has the same bits.
 template <int kWidth, typename acc_t>
 __device__ acc_t mass_of_row(const TargetView& target, EntryRange range) {
   using Group = RowGroup<kWidth>;
@@ -166,13 +169,14 @@ __device__ acc_t mass_of_row(const TargetView& target, EntryRange range) {
   return Group::broadcast(Group::reduce(TargetStats<acc_t>{0, mass.sum})).mass;
 }
 
-// Behind the gradients of the target's entries, what ClassesOfRow needs.
+// Returns the memory of ClassesOfRow, which follows the gradients of the target's entries.
 template <typename acc_t>
 __device__ uint32_t* class_slots(const TargetView& target, EntryGradient<acc_t>* entry_gradients) {
   return reinterpret_cast<uint32_t*>(entry_gradients + target.entries);
 }
 
-// Which of a row's entries among the columns [begin, end) are of the same class. All threads of the group.
+// Finds the entries in the columns [begin, end) that have the same class. All threads of the group must call this
+// function.
 template <int kWidth, typename acc_t>
 using ClassesOfLoss = ClassesOfRow<kWidth, false, true, acc_t>;
 template <int kWidth, typename acc_t>
@@ -181,8 +185,8 @@ __device__ ClassesOfLoss<kWidth, acc_t> classes_of_row(const TargetView& target,
   return {target, range, begin, end, class_slots(target, entry_gradients)};
 }
 
-// The gradients at the entries among the columns [begin, end). `entry_gradients` has one element for each of the
-// target's entries; each belongs to the group of its row and column.
+// Computes the gradients at the entries in the columns [begin, end). `entry_gradients` has one element per entry of the
+// target, which belongs to the group of its row and column.
 template <int kWidth, typename row_t, typename acc_t>
 __device__ void make_entry_gradients(const BackwardArgs& args, const GradientCoefficients<acc_t>& c,
                                      const LogitTransform<acc_t>& transform,
@@ -192,7 +196,7 @@ __device__ void make_entry_gradients(const BackwardArgs& args, const GradientCoe
   const TargetView& target = args.target;
   for (int64_t i = range.begin + Group::rank(); i < range.end; i += kWidth) {
     const int64_t column = target.template entry<acc_t>(i).column;
-    if (column < begin || column >= end) continue;  // padding, or another group's
+    if (column < begin || column >= end) continue;  // padding, or an entry of another group
     acc_t sum;
     entry_gradients[i].column = -1;
     if (!classes.sum(i, column, [](int64_t, const Entry<acc_t>& entry) { return entry.value; }, sum)) continue;
@@ -202,7 +206,7 @@ __device__ void make_entry_gradients(const BackwardArgs& args, const GradientCoe
   }
 }
 
-// Writes them, once the dense gradient is written.
+// Writes these gradients, after the dense gradient.
 template <int kWidth, typename row_t, typename acc_t>
 __device__ void write_entry_gradients(const TargetView& target, EntryRange range, int64_t begin, int64_t end,
                                       const EntryGradient<acc_t>* entry_gradients, const row_t& gradient) {
@@ -224,7 +228,7 @@ __device__ void write_zeros(scalar_t* gradient, int64_t begin, int64_t end) {
       [&](int64_t c) { gradient[c] = zeros.at[0]; });
 }
 
-// The gradient of the columns [begin, end) as if none had an entry; `gradient` may be `row`.
+// Writes the gradient of the columns [begin, end) as if no column had an entry; `gradient` may be `row`.
 template <int kWidth, typename scalar_t, typename acc_t = acc_type<scalar_t>>
 __device__ void write_dense(const BackwardArgs& args, const GradientCoefficients<acc_t>& c,
                             const LogitTransform<acc_t>& transform, const scalar_t* row, scalar_t* gradient,
@@ -256,7 +260,7 @@ __device__ void write_dense(const BackwardArgs& args, const GradientCoefficients
     return;
   }
 
-  // Only where labels are smoothed: an infinite one would be multiplied by 0.
+  // Weights are used only with label smoothing; otherwise an infinite weight would be multiplied by 0.
   const acc_t* weight = args.options.label_smoothing == 0 ? nullptr : static_cast<const acc_t*>(args.target.weight);
   by_softcap(transform, [&](const LogitTransform<acc_t>& of_logit) {
     const DenseGradient<acc_t> dense(c, of_logit);

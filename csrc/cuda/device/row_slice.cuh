@@ -1,5 +1,4 @@
-// row_slice.cuh - a group's part of a row, which it holds between the loss and the gradient: in registers or in shared
-// memory.
+// row_slice.cuh - Holds a group's part of a row between the loss and the gradient, in registers or in shared memory.
 #pragma once
 
 #include "row_passes.cuh"
@@ -7,18 +6,18 @@
 namespace sparse_ce {
 namespace cuda {
 
-// Packs of each thread of a block: 64 KiB, of which a multiprocessor holds three. With half as many a row would be
-// shared out among twice the blocks, and what a block spends on its statistics would count twice: 1.55 copies in place
-// of 1.15 on an H100 (8192 x 128256 bfloat16, forward + backward).
+// Packs per thread of a block: 64 KiB in total, of which a multiprocessor holds three. With half as many, twice as many
+// blocks would share a row, and the statistics of each block would count twice: 1.55 copies instead of 1.15 on an H100
+// (8192 x 128256 bfloat16, forward + backward).
 constexpr int kSharedPacks = 16;
-constexpr int kHeldPacks = 4, kWarpPacks = 48;  // of each thread of a warp, in registers and in shared memory
+constexpr int kHeldPacks = 4, kWarpPacks = 48;  // per thread of a warp, in registers and in shared memory
 
-// What a thread has of a row, in registers: `packs` of them, of which each is named when the kernel is compiled.
+// Holds a thread's part of a row in registers: `packs` packs, which are indexed at compile time.
 template <int packs>
 struct InRegisters {
   static constexpr int kUnroll = packs;
-  static constexpr int blocks(bool plain) { return plain ? 3 : 2; }  // that a multiprocessor shall hold
-  static constexpr bool kAll = true;  // packs of a thread are unrolled
+  static constexpr int blocks(bool plain) { return plain ? 3 : 2; }  // blocks per multiprocessor
+  static constexpr bool kAll = true;  // all packs of a thread are unrolled
   uint4 held[packs];
 
   __device__ explicit InRegisters(int) {}
@@ -27,15 +26,16 @@ struct InRegisters {
   __device__ __forceinline__ void set(int u, uint4 pack) { held[u] = pack; }
   __device__ __forceinline__ uint4 get(int u) const { return held[u]; }
   __device__ void wait() {}
-  // `zero` is 0, which the compiler must not know: else it keeps the numbers that it has made of the logits, and for
-  // these there are no registers, in place of making them again.
+  // Hides the logits from the compiler by a xor with `zero`, which is 0. Otherwise it would keep the converted numbers
+  // instead of recomputing them, for which there are no registers.
   __device__ __forceinline__ void unknow(uint32_t zero) {
 #pragma unroll
     for (uint4& pack : held) pack.x ^= zero, pack.y ^= zero, pack.z ^= zero, pack.w ^= zero;
   }
 };
 
-// The same in shared memory, on the way to which the logits need no registers. A thread reads none but its own.
+// Holds a thread's part of a row in shared memory, to which logits are copied without registers. A thread reads only
+// its own part.
 template <int kWidth>
 struct InSharedMemory {
   static constexpr int kUnroll = 4;
@@ -51,7 +51,7 @@ struct InSharedMemory {
   __device__ int count() const { return packs; }
   __device__ __forceinline__ void load(int u, const void* from) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
-    // What __pipeline_memcpy_async does, without converting the address again for each pack.
+    // Does what __pipeline_memcpy_async does, without converting the address again for each pack.
     const auto to = static_cast<uint32_t>(__cvta_generic_to_shared(held)) + u * (kWidth * 16);
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
 #else
@@ -67,8 +67,8 @@ struct InSharedMemory {
   __device__ void unknow(uint32_t) {}
 };
 
-// A group's part of a row, whose 16-byte packs its threads share out, kStride columns apart. Columns that are none of
-// the classes are -inf. Places are counted from the slice's first pack, in 32 bits: registers.
+// Represents a group's part of a row. Its threads share the 16-byte packs, kStride columns apart. Columns that are no
+// classes are -inf. Places are counted from the slice's first pack, in 32 bits to save registers.
 template <typename scalar, int kThreadsOfRow, typename storage_t>
 struct RowSlice {
   using scalar_t = scalar;
@@ -78,7 +78,7 @@ struct RowSlice {
   static constexpr int blocks(bool plain) { return storage_t::blocks(plain); }
   using Group = RowGroup<kWidth>;
 
-  // Part `part` of the row's slices, of at most `packs` packs a thread.
+  // Creates slice `part` of a row, with at most `packs` packs per thread.
   __device__ RowSlice(const scalar_t* row, int64_t classes, int part, int packs) : storage_(packs) {
     const int columns = storage_.count() * kStride;
     origin_ = int64_t(part) * columns - misalignment(row);
@@ -91,11 +91,12 @@ struct RowSlice {
     return static_cast<int>(reinterpret_cast<uintptr_t>(row) % 16 / sizeof(scalar_t));
   }
 
-  // The classes [begin, end) are the group's.
+  // These bound the classes [begin, end) of the group.
   __device__ int64_t begin() const { return origin_ + lead_; }
   __device__ int64_t end() const { return origin_ + count_; }
 
-  // Asks for the logits, which are there after wait. `negated`: of what is the smallest, the largest is asked for.
+  // Starts to load the logits, which are available after wait. `negated` means that the smallest number is needed
+  // instead of the largest.
   __device__ __forceinline__ void load(const scalar_t* row, bool negated) {
     const acc_t nothing = negated ? acc_t(INFINITY) : -acc_t(INFINITY);
     const scalar_t* mine = row + first();
@@ -112,11 +113,11 @@ struct RowSlice {
   }
   __device__ __forceinline__ void wait() { storage_.wait(); }
 
-  // Of the whole slice, in all threads of the group. Contains barriers.
+  // Returns the statistics of the slice to all threads of the group. Contains barriers.
   template <bool kPlain>
   __device__ __forceinline__ RowStats<acc_t> stats(const ForwardArgs& args, const LogitTransform<acc_t>& transform) {
-    // The largest first, which are numbers as they are stored: then no sum is moved from one to another.
-    const bool negated = !kPlain && transform.scale < acc_t(0);  // by which the smallest is that of the largest z
+    // Find the maximum of the stored numbers first, so that no sum has to be rescaled.
+    const bool negated = !kPlain && transform.scale < acc_t(0);  // then the smallest logit has the largest z
     LargestOf<scalar_t> largest;
     const auto find = [&](uint32_t sign) {
       for_packs([&](int u) {
@@ -140,13 +141,13 @@ struct RowSlice {
         for (int e = 0; e < kSize; ++e) sums[e % 2] += kFolds ? below.power(z[e]) : exponential(z[e] - most);
       });
       acc_t sum = Group::broadcast(Group::template reduce<true>(Sum<acc_t>{sums[0] + sums[1]})).sum;
-      if (kFolds) sum /= below.power(most);  // exactly 1 for a largest that is alone
+      if (kFolds) sum /= below.power(most);  // exactly 1 if the maximum is the only class
       return {most, sum, acc_t(0), acc_t(0)};
     }
     return stats_below(args, transform, negated ? -most : most);
   }
 
-  // The gradient as if no class had an entry.
+  // Writes the gradient as if no class had an entry.
   template <bool kPlain>
   __device__ __forceinline__ void write(const BackwardArgs& args, const GradientCoefficients<acc_t>& c,
                                         const LogitTransform<acc_t>& transform, const scalar_t* row,
@@ -176,7 +177,7 @@ struct RowSlice {
         from_numbers(x, pack);
         return pack;
       };
-      if (width == 16)  // The loops have no branch: each decides this once.
+      if (width == 16)  // Each loop has no branch, so the width is tested here once.
         for_whole_packs([&](int u) { made(u).store(mine + u * kStride, 16); });
       else
         for_whole_packs([&](int u) { made(u).store(mine + u * kStride, width); });
@@ -203,7 +204,7 @@ struct RowSlice {
   __device__ __forceinline__ void unknow(uint32_t zero) { storage_.unknow(zero); }
 
  private:
-  // Of a slice in a row whose largest z is that of the logit `most`. Contains barriers.
+  // Returns the statistics of a slice in a row whose maximum z is that of the logit `most`. Contains barriers.
   __device__ __forceinline__ RowStats<acc_t> stats_below(const ForwardArgs& args,
                                                          const LogitTransform<acc_t>& transform, acc_t most) const {
     const acc_t* weight = weights_of(args);
@@ -244,7 +245,7 @@ struct RowSlice {
     return {max, sums.sum, transform.factor() * sums.weighted, weight ? sums.weight : classes};
   }
 
-  // Only where labels are smoothed: elsewhere an infinite one would be multiplied by 0.
+  // Weights are used only with label smoothing; otherwise an infinite weight would be multiplied by 0.
   __device__ static const acc_t* weights_of(const CrossEntropyArgs& args) {
     return args.options.label_smoothing != 0 ? static_cast<const acc_t*>(args.target.weight) : nullptr;
   }
@@ -259,7 +260,7 @@ struct RowSlice {
     for (int e = 0; e < kSize; ++e)
       if (there(u, e)) f(e);
   }
-  // f(u) for the thread's packs that have a class: exponentials of nothing would take their time.
+  // Calls f(u) for the thread's packs that contain a class, because exponentials of other packs would waste time.
   template <int unroll = kUnroll, typename function_t>
   __device__ __forceinline__ void for_packs(const function_t& f) const {
     if constexpr (storage_t::kAll) {
@@ -275,7 +276,7 @@ struct RowSlice {
     }
   }
 
-  // The same for packs whose elements are all classes. The loop has no branch.
+  // Calls f(u) for packs whose elements are all classes. The loop has no branch.
   template <typename function_t>
   __device__ __forceinline__ void for_whole_packs(const function_t& f) const {
     if constexpr (storage_t::kAll) {
@@ -289,7 +290,7 @@ struct RowSlice {
       for (; u < end; ++u) f(u);
     }
   }
-  // The same for the others: the first of a misaligned row, and the last of a row.
+  // Calls f(u) for the other packs: the first one of a misaligned row, and the last one of a row.
   template <typename function_t>
   __device__ __forceinline__ void for_broken_packs(const function_t& f) const {
     if constexpr (storage_t::kAll) {
@@ -304,7 +305,7 @@ struct RowSlice {
     }
   }
 
-  // Of what is no class 0.
+  // Loads the weights of a pack. Elements that are no classes get 0.
   __device__ __forceinline__ void weights(int u, const acc_t* weight, acc_t (&o)[kSize]) const {
     const acc_t* mine = weight + first() + u * kStride;
     if (whole(u)) return load_weights(mine, o);
@@ -319,8 +320,8 @@ struct RowSlice {
     to_numbers(pack, x);
   }
 
-  int64_t origin_;  // the column of the slice's first pack, perhaps before the row's first
-  int lead_, count_;  // of the places [lead, count) there are classes
+  int64_t origin_;  // the column of the slice's first pack, possibly before the row's first column
+  int lead_, count_;  // the places [lead, count) are classes
   storage_t storage_;
 };
 

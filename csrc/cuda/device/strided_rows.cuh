@@ -1,5 +1,6 @@
-// strided_rows.cuh - rows that lie side by side, their classes apart: a thread a row, so that neighbours read
-// neighbours. Few rows of many classes are shared: a thread has a part of a row, its warp that of the next ones, too.
+// strided_rows.cuh - Processes adjacent rows with strided classes, one thread per row, so that adjacent threads read
+// adjacent addresses. If rows are few and have many classes, a thread processes a part of a row, and its warp the same
+// part of the next rows.
 #pragma once
 
 #include "row_passes.cuh"
@@ -7,15 +8,15 @@
 namespace sparse_ce {
 namespace cuda {
 
-constexpr int kStridedThreads = 128;  // images have few rows: more blocks than of kThreads
-// Columns in flight per thread where it only reads and nothing but exp is computed, and elsewhere.
+constexpr int kStridedThreads = 128;  // smaller than kThreads, because images have few rows
+// Columns in flight per thread: more if it only reads and computes nothing but exp.
 template <typename scalar_t>
 constexpr int kStridedUnroll = sizeof(scalar_t) < sizeof(double) ? 16 : 8;
 template <typename scalar_t>
 constexpr int kStridedGeneralUnroll = kStridedUnroll<scalar_t> / 2;
-constexpr int64_t kStridedColumns = 64;  // whose sums are made one by one: one over all of a row would round too often
+constexpr int64_t kStridedColumns = 64;  // columns per sum: a single sum over a row would round too often
 
-// Of this thread: f(r, part) for the rows, or for the parts of all rows, of which adjacent threads have adjacent rows'.
+// Calls f(r, part) for this thread's rows, or for parts of all rows. Adjacent threads have adjacent rows.
 template <typename function_t>
 __device__ __forceinline__ void for_rows(int64_t rows, int64_t parts, const function_t& f) {
   const int64_t stride = int64_t(gridDim.x) * blockDim.x;
@@ -26,7 +27,7 @@ __device__ __forceinline__ void for_rows(int64_t rows, int64_t parts, const func
   }
 }
 
-// f(column, count) for all of the columns [begin, end): for `most` at once, and for half as many where fewer are left.
+// Calls f(column, count) for the columns [begin, end), with `most` columns at once, and half as many at the end.
 template <int most, typename function_t>
 __device__ __forceinline__ void for_strided_columns(int64_t begin, int64_t end, const function_t& f) {
   int64_t c = begin;
@@ -35,7 +36,7 @@ __device__ __forceinline__ void for_strided_columns(int64_t begin, int64_t end, 
   if constexpr (most > 1) for_strided_columns<most / 2>(c, end, f);
 }
 
-// Statistics of the columns [begin, end) of a row.
+// Returns the statistics of the columns [begin, end) of a row.
 template <typename scalar_t, typename acc_t = acc_type<scalar_t>>
 __device__ RowStats<acc_t> scan_strided(const ForwardArgs& args, const StridedRow<const scalar_t>& row,
                                         const LogitTransform<acc_t>& transform, int64_t begin, int64_t end) {
@@ -73,7 +74,7 @@ __device__ RowStats<acc_t> scan_strided(const ForwardArgs& args, const StridedRo
   return stats;
 }
 
-// Without `parts`, 1, the losses; else their statistics, for forward_merge_kernel: partial (rows, parts).
+// Writes the losses if `parts` is 1. Otherwise writes partial (rows, parts) statistics for forward_merge_kernel.
 template <typename scalar_t>
 __global__ void __launch_bounds__(kStridedThreads, held_blocks<scalar_t>(8))
     strided_forward_kernel(ForwardArgs args, int64_t parts, RowStats<acc_type<scalar_t>>* partial) {
@@ -94,12 +95,12 @@ __global__ void __launch_bounds__(kStridedThreads, held_blocks<scalar_t>(8))
   });
 }
 
-// The gradient of the columns [begin, end) as if none had an entry; `gradient` may be `row`.
+// Writes the gradient of the columns [begin, end) as if no column had an entry; `gradient` may be `row`.
 template <typename scalar_t, typename acc_t>
 __device__ void write_strided(const BackwardArgs& args, const GradientCoefficients<acc_t>& coefficients,
                               const LogitTransform<acc_t>& transform, const StridedRow<const scalar_t>& row,
                               const StridedRow<scalar_t>& gradient, int64_t begin, int64_t end) {
-  // Only where labels are smoothed: an infinite one would be multiplied by 0.
+  // Weights are used only with label smoothing; otherwise an infinite weight would be multiplied by 0.
   const acc_t* weight = args.options.label_smoothing == 0 ? nullptr : static_cast<const acc_t*>(args.target.weight);
   constexpr int kMost = kStridedGeneralUnroll<scalar_t>;
   const auto write = [&](auto unroll, const auto& to_gradient) {
@@ -128,7 +129,7 @@ __device__ void write_strided(const BackwardArgs& args, const GradientCoefficien
   });
 }
 
-// Of columns [begin, end) of a gradient.
+// Fills the columns [begin, end) of a gradient with 0.
 template <typename scalar_t>
 __device__ void write_strided_zeros(const StridedRow<scalar_t>& gradient, int64_t begin, int64_t end) {
   scalar_t zero;
@@ -136,7 +137,7 @@ __device__ void write_strided_zeros(const StridedRow<scalar_t>& gradient, int64_
   for (int64_t c = begin; c < end; ++c) gradient[c] = zero;
 }
 
-// A row is read and written by one thread, so the gradient may be the logits. entry_gradients: see backward_kernel.
+// One thread reads and writes a row, so the gradient may be the logits. See backward_kernel for entry_gradients.
 template <typename scalar_t>
 __global__ void __launch_bounds__(kStridedThreads, held_blocks<scalar_t>(7))
     strided_backward_kernel(BackwardArgs args, EntryGradient<acc_type<scalar_t>>* entry_gradients) {
@@ -176,8 +177,8 @@ __global__ void __launch_bounds__(kStridedThreads, held_blocks<scalar_t>(6))
 
 // ------------------------------------------------------------------------------------------------ backward of parts
 
-// What the parts of a row have in common: `masses` (rows,) of its entries, whose gradients are made while the logits
-// are there. A warp a row.
+// Computes what the parts of a row share: `masses` (rows,) of its entries, and the entries' gradients, which need the
+// logits. Uses a warp per row.
 template <typename scalar_t>
 __global__ void __launch_bounds__(kThreads, held_blocks<scalar_t>(4))
     make_entries_kernel(BackwardArgs args, acc_type<scalar_t>* masses,
@@ -197,8 +198,8 @@ __global__ void __launch_bounds__(kThreads, held_blocks<scalar_t>(4))
   }
 }
 
-// A thread alone reads and writes its part of a row, so the gradient may be the logits. The last parts come first: what
-// forward read last may still be in the second cache.
+// One thread reads and writes a part of a row, so the gradient may be the logits. The last parts come first, because
+// their logits may still be in the L2 cache after forward.
 template <typename scalar_t>
 __global__ void __launch_bounds__(kStridedThreads, held_blocks<scalar_t>(8))
     strided_parts_kernel(BackwardArgs args, int64_t parts, const acc_type<scalar_t>* masses) {
@@ -217,7 +218,7 @@ __global__ void __launch_bounds__(kStridedThreads, held_blocks<scalar_t>(8))
   });
 }
 
-// Over the dense gradient what make_entries_kernel has made. A warp a row.
+// Writes the gradients of make_entries_kernel over the dense gradient. Uses a warp per row.
 template <typename scalar_t>
 __global__ void __launch_bounds__(kThreads)
     write_entries_kernel(BackwardArgs args, const EntryGradient<acc_type<scalar_t>>* entry_gradients) {
