@@ -29,7 +29,8 @@ inline int64_t blocks_for(int64_t items, int64_t per_block, int64_t limit, int64
 template <int kWidth>
 struct RowGroup {
   static constexpr int kLanes = kWidth < kWarp ? kWidth : kWarp;  // per warp
-  static_assert(kWidth % kThreads == 0 || (kWidth == kLanes && kWarp % kLanes == 0), "a group is lanes of a warp, or a block");
+  static_assert(kWidth % kThreads == 0 || (kWidth == kLanes && kWarp % kLanes == 0),
+                "a group is lanes of a warp, or a block");
   static constexpr int kPerBlock = kWidth < kThreads ? kThreads / kWidth : 1;
 
   __device__ static int rank() { return threadIdx.x % kWidth; }
