@@ -171,8 +171,8 @@ struct RowStats {
   }
 };
 
-// Holds sums over the entries of a row. z is taken relative to the row's maximum, which keeps the loss exact if all
-// logits are large.
+// Holds sums over the entries of a row. z is relative to the row's maximum, which keeps the loss exact if all logits
+// are large.
 template <typename acc_t>
 struct TargetStats {
   acc_t dot = 0;   // sum_k w~_k (z_{c_k} - max)

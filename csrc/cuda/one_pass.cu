@@ -1,7 +1,7 @@
 // Computes the loss and its gradient with one read of the logits. A row is held in the registers of a warp, or in the
-// shared memory of a warp, a block or a cluster of blocks that exchange their statistics once. The gradient is computed
-// from there. Forward alone is the same kernel without the gradient and is therefore bitwise equal to it. The gradient
-// is bitwise equal to that of backward_kernel.
+// shared memory of a warp, a block or a cluster. The blocks of a cluster exchange their statistics once. The gradient
+// is computed from there. Forward alone is the same kernel without the gradient and is therefore bitwise equal to it.
+// The gradient is bitwise equal to that of backward_kernel.
 #include "device/entries_of_part.cuh"
 #include "device/row_slice.cuh"
 #include "launchers.h"

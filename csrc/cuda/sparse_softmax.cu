@@ -68,7 +68,7 @@ __device__ __forceinline__ void for_entries(const SparseSoftmaxArgs& args, const
 
 // ------------------------------------------------------------------------------------------------ elements
 
-// These define what is read of each element, the sums over a row's elements, and the result for an element.
+// These define the inputs of each element, the sums over a row's elements, and the result for an element.
 template <typename storage_t>
 struct Forward {
   using scalar_t = storage_t;

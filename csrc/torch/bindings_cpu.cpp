@@ -67,9 +67,9 @@ struct Cpu {
   static constexpr bool kWidens = false;
 
   // A chunk takes 1/40 of the logits, but at least the size that keeps GEMMs fast: 256 rows of a large vocabulary in
-  // float32. 16-bit logits get smaller chunks, because part of the weight gradient is stored next to them, unless one
-  // chunk holds all rows. If memory is borrowed, only two of the three GEMMs run per chunk, and 1/16 is enough. A few
-  // rows of a large vocabulary stay in one chunk, because each chunk reads the weight twice.
+  // float32. Chunks of 16-bit logits are smaller, because part of the weight gradient is stored next to them. This does
+  // not apply if one chunk holds all rows. If memory is borrowed, only two of the three GEMMs run per chunk, and 1/16
+  // is enough. A few rows of a large vocabulary stay in one chunk, because each chunk reads the weight twice.
   static int64_t whole_bytes(bool borrows) { return (borrows ? int64_t(64) : int64_t(128)) << 20; }
   static int64_t chunk_bytes(const HeadSizes& head) {
     const int64_t logits = head.rows * head.classes, logit_bytes = head.input_bytes;

@@ -31,7 +31,7 @@ class Stack {
     else
       return next<parameter_t>();
   }
-  // Called after all values are taken: an earlier exception would leak the remaining ones.
+  // Checks the values after all of them have an owner: an earlier exception would leak the remaining ones.
   void check_taken() const {
     check(next_ == end_, "schema must match its kernel, got too many arguments");
     check(undefined_ == 0, "argument must be a tensor, got None for argument ", undefined_, " of the op");

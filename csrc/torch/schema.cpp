@@ -60,10 +60,10 @@ STABLE_TORCH_LIBRARY(sparse_ce, m) {
   m.def("backward_values(Tensor grad_loss, Tensor logits, Tensor lse, Tensor? lse_residual, " SCE_ARGUMENTS
         ") -> Tensor");
 
-  // Returns the mean of loss (N,) A over active rows and its divisor, both () A. The divisor is the sum of the labels'
-  // class weights for class labels, the number of active rows for other targets, or `normalizer` () A if it is given.
-  // If there are no active rows, or the divisor is 0, the mean is 0 and the divisor inf. row_weight (N,) A multiplies
-  // the losses but not the divisor. A row weight of 0 hides a loss, even if it is inf or NaN.
+  // Returns the mean of loss (N,) A over active rows and its divisor, both () A. The divisor is `normalizer` () A if it
+  // is given. Otherwise it is the sum of the labels' class weights for class labels, and the number of active rows for
+  // other targets. If there are no active rows, or the divisor is 0, the mean is 0 and the divisor inf. row_weight (N,)
+  // A multiplies the losses but not the divisor. A row weight of 0 hides a loss, even if it is inf or NaN.
   m.def("loss_mean(Tensor loss, Tensor? normalizer, " SCE_TARGET
         ", Tensor? row_weight=None) -> (Tensor mean, Tensor divisor)");
 

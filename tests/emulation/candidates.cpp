@@ -1,4 +1,4 @@
-// A head's logits at a few ids of each row and their gradients, against a float64 reference.
+// Compares the candidate logits of a head and their gradients with a float64 reference.
 #include "harness.h"
 
 #include "../../csrc/cuda/candidates.cu"
@@ -37,9 +37,9 @@ Case draw(bool small) {
   c.values_dtype = one_of<DType>({DType::kFloat32, DType::kFloat64, DType::kFloat16, DType::kBFloat16});
   c.rows = 1 + below(small ? 8 : 30), c.vocab = 1 + below(chance(0.3) ? 5 : 200);
   c.k = c.layout == Case::kIndex ? 1 : below(chance(0.2) ? 80 : 12);
-  // Packs are of 2, 4 and 8; a span is of 32 packs.
+  // Packs have 2, 4 or 8 elements; a span has 32 packs.
   c.width = chance(0.5) ? 8 * (1 + below(small ? 12 : 80)) : 1 + below(small ? 40 : 600);
-  // At times rows begin where packs do and do not end there.
+  // Sometimes rows begin at a pack's boundary but do not end at one.
   for (int64_t* gap : {&c.input_gap, &c.weight_gap})
     *gap = chance(0.5) ? 0 : one_of<int64_t>({8, below(5), 8 - c.width % 8});
   c.input_offset = chance(0.6) ? 0 : below(9), c.weight_offset = chance(0.6) ? 0 : below(9);
@@ -61,7 +61,7 @@ std::string kind_of(const Case& c) {
 
 constexpr int64_t kIgnore = -100;
 
-// An entry as the reference sees it: its row, -1 where it has none, and its id, or why it has none.
+// Describes an entry for the reference: its row, or -1 without one, and its id, or the reason why it has none.
 struct EntryOf {
   int64_t row, column;
 };
@@ -81,7 +81,7 @@ struct Problem {
         grad(c.input_dtype == DType::kFloat64 ? DType::kFloat64 : DType::kFloat32, entries),
         indices(c.indices_dtype, entries), values(c.values_dtype, entries),
         offsets(c.offsets_dtype, c.layout == Case::kRanges ? 2 * c.rows : c.rows + 1), mask(DType::kUInt8, c.rows) {
-    // Between two rows lies what belongs to neither.
+    // The gaps between rows belong to no row.
     for (int64_t i = 0; i < input.count(); ++i)
       input.set(i, i % (c.width + c.input_gap) < c.width ? uniform(-1, 1) : NAN);
     for (int64_t i = 0; i < weight.count(); ++i)
@@ -102,12 +102,12 @@ struct Problem {
     }
     if (c.layout != Case::kRanges)
       for (int64_t r = 0; r <= c.rows; ++r) offsets.set(r, double(r < c.rows ? begin[size_t(r)] : entries));
-    for (int64_t r = 0; r < c.rows; ++r)  // what such a row holds must not matter
+    for (int64_t r = 0; r < c.rows; ++r)  // the contents of such a row must not matter
       for (int64_t d = 0; !reads[size_t(r)] && d < c.width; ++d) input.set(r * (c.width + c.input_gap) + d, NAN);
     for (Array* a : {&input, &weight, &bias, &grad, &indices, &values, &offsets, &mask}) a->upload();
   }
 
-  // Returns how many entries there are.
+  // Returns the number of entries.
   int64_t lay_out() {
     int64_t at = 0;
     begin.resize(size_t(c.rows)), end.resize(size_t(c.rows));
@@ -163,7 +163,7 @@ struct Problem {
 };
 
 struct Bound {
-  double ulp, eps, least;  // of storage, of the arithmetic, where numbers end
+  double ulp, eps, least;  // of the storage type, of the arithmetic, smallest number
   explicit Bound(DType dtype, DType arithmetic)
       : ulp(dtype == DType::kFloat16    ? 0x1p-11
             : dtype == DType::kBFloat16 ? 0x1p-8
@@ -172,7 +172,7 @@ struct Bound {
   double of(double exact, double absolute) const { return ulp * std::fabs(exact) + eps * absolute + least; }
 };
 
-// The entries of an id, as the op sorts them.
+// Holds the entries of an id, sorted as in the op.
 struct Sorted {
   std::vector<int64_t> order, slots, distinct;
   Sorted(const Array& ids, int64_t vocab) {
@@ -224,7 +224,7 @@ void run_case(const Case& c) {
     for (int64_t e = 0; e < c.width; ++e) dot += p.x(r, e) * p.w(id, e), absolute += std::fabs(p.x(r, e) * p.w(id, e));
     const double z = transform(double(dot)), scale = std::fabs(c.options.logit_scale);
     compare("logit", r, i, logits.get(i), z, of_logits.of(z, scale * double(absolute) + std::fabs(z)));
-    exact_d[size_t(i)] = p.grad.get(i) * transform.slope(logits.get(i));  // of the logit as it was rounded
+    exact_d[size_t(i)] = p.grad.get(i) * transform.slope(logits.get(i));  // from the rounded logit
     compare("id", r, i, ids.get(i), p.grad.get(i) == 0 ? double(c.vocab) : double(id), 0);
   }
   for (int64_t r = 0; c.input_grad && r < c.rows; ++r) {
@@ -267,7 +267,7 @@ void run_case(const Case& c) {
     const auto at = std::lower_bound(by_id.distinct.begin(), by_id.distinct.end(), v);
     const bool there = at != by_id.distinct.end() && *at == v;
     const int64_t row = c.sparse ? at - by_id.distinct.begin() : v;
-    for (int64_t e = -1; e < c.width; ++e) {  // -1: the bias
+    for (int64_t e = -1; e < c.width; ++e) {  // -1 is the bias
       if (e >= 0 && (!c.weight_grad || (c.sparse && !there))) break;
       long double exact = 0, absolute = 0;
       for (int64_t i = 0; i < p.entries; ++i) {

@@ -1,4 +1,4 @@
-// What the entries of each class of a row add up to, in their order, and how often a row is read for it.
+// Checks the sums over the entries of each class of a row, in their order, and how often a row is read.
 #include "harness.h"
 
 #include "../../csrc/cuda/device/classes_of_row.cuh"
@@ -8,9 +8,9 @@
 namespace sparse_ce {
 namespace {
 
-constexpr int64_t kReads = 12;  // of an entry, in each part of a row
+constexpr int64_t kReads = 12;  // per entry, in each part of a row
 
-// A target that counts what it is asked for.
+// Counts the reads of a target.
 struct Counted : TargetView {
   unsigned long long* reads;
   __device__ int64_t index(int64_t i) const {
@@ -19,7 +19,7 @@ struct Counted : TargetView {
   }
 };
 
-// `of_entry`: for each entry of the target the sum of its class, where it is the first of it, else `kNone`.
+// `of_entry` receives, for each entry that is the first of its class, the sum of the class, otherwise `kNone`.
 constexpr float kNone = -1;
 template <int kWidth, bool of_select>
 __global__ void __launch_bounds__(cuda::kThreads)
@@ -59,7 +59,7 @@ Case draw(bool small) {
   c.rows = c.entries > 500 ? 1 + below(2) : 1 + below(9);
   if (!small && chance(0.05)) c.entries = 20000, c.rows = 1;
   c.classes = 1 + below(40000);
-  // Few classes, each twice or so, or most of them alone.
+  // There are few classes, each about twice, or most of them only once.
   const int64_t distinct = one_of<int64_t>({1, 2, 3, c.entries / 40 + 1, c.entries / 2 + 1, c.classes, c.classes});
   c.distinct = std::min(c.classes, distinct);
   c.parts = 1 + below(3);

@@ -1,4 +1,4 @@
-// The loss against a float64 reference.
+// Compares the loss and its gradients with a float64 reference.
 #include "loss_rows.h"
 
 #include <memory>
@@ -10,7 +10,7 @@
 namespace sparse_ce {
 namespace {
 
-// Side by side: images, with a gap behind each row of pixels, or all pixels of a class in one place.
+// Makes rows adjacent: images with a gap after each row of pixels, or all pixels of a class contiguous.
 void lay_side_by_side(LossCase& c) {
   const int64_t inner = chance(0.3) ? c.rows : 1 + below(c.rows), outer = c.rows / inner;
   c.rows = outer * inner;
@@ -19,7 +19,7 @@ void lay_side_by_side(LossCase& c) {
   if (chance(0.3)) c.strided = {inner, inner, outer * inner + gap};  // classes first
 }
 
-// Rows as they were drawn, or some of them side by side.
+// Draws rows and makes some of them adjacent.
 LossCase draw_rows(bool small) {
   LossCase c{};
   static_cast<Case&>(c) = draw(small);
@@ -28,23 +28,23 @@ LossCase draw_rows(bool small) {
   c.reads = chance(0.7) ? Reads::kPlanned : Reads::kApart;
   c.many_rows = chance(0.3);
   if (chance(0.06)) c.options.logit_scale = Factors::factor();
-  // So large that exponentials by one factor for all would overflow, where two logits of 16 bits are far apart.
+  // The shift is so large that exponentials with a common factor would overflow; 16-bit logits are far apart there.
   const bool plain = c.options.logit_scale == 1 && c.options.softcap == 0 && !c.row_scale;
   if (plain && c.shift != 0 && size_of(c.dtype) == 2 && chance(0.3))
     c.shift *= c.dtype == DType::kFloat16 ? 50 : one_of<double>({1e5, 1e9});
   if (chance(0.06)) {  // the longest rows that are read once
     c.rows = 1, c.row_stride = c.num_classes = c.vocab = size_of(c.dtype) == 2 ? 140001 : 70003;
     if (chance(0.8)) c.reads = Reads::kPlanned;
-  } else if (chance(0.09)) {  // those of a few blocks, which now and then have several
+  } else if (chance(0.09)) {  // rows of a few blocks, sometimes of several
     const int64_t bytes = (int64_t(32768) << below(3)) * (256 + 1 + below(255)) / 256;
     c.rows = 1 + below(4), c.row_stride = c.num_classes = c.vocab = bytes / size_of(c.dtype);
     c.reads = Reads::kPlanned;
     if (chance(0.5)) c.max_blocks = 1;
-  } else if (chance(0.06)) {  // those of a warp
+  } else if (chance(0.06)) {  // rows of a warp
     const int64_t bytes = 2048 + below(22500);
     c.rows = 1 + below(9), c.row_stride = c.num_classes = c.vocab = bytes / size_of(c.dtype);
     c.reads = Reads::kPlanned, c.many_rows = true;
-  } else if (chance(0.05)) {  // those of one block that are not read once
+  } else if (chance(0.05)) {  // rows of one block that are not read once
     c.rows = 1 + below(5), c.row_stride = c.num_classes = c.vocab = 5001 + below(90);
     c.reads = Reads::kApart;
   }
@@ -53,13 +53,13 @@ LossCase draw_rows(bool small) {
     c.width = one_of<int64_t>(c.vocab > 4000 ? std::vector<int64_t>{32, 33, 128, 129} : std::vector<int64_t>{32, 33});
     c.rows = std::min<int64_t>(c.rows, 9);
   }
-  if (c.rows > 0 && c.vocab <= 8 && chance(0.2)) {  // a mean that a cluster makes, where there are any
-    // Now and then more than the threads of a cluster have in flight.
+  if (c.rows > 0 && c.vocab <= 8 && chance(0.2)) {  // a mean that a cluster computes, if clusters exist
+    // Sometimes there are more rows than the threads of a cluster have in flight.
     const int64_t more = small ? 9 : chance(0.1) ? 14000 : 5000;
     c.rows = cuda::kBlockRows + 1 + below(more);
     if (!small && chance(0.25)) c.rows = cuda::kClusterRows + 1 + below(9000);  // or many blocks
     c.width = std::min<int64_t>(c.width, 3);
-    c.logprobs = false;  // weights that underflow are for other cases
+    c.logprobs = false;  // other cases cover weights that underflow
     c.strided = {c.rows, c.vocab * c.rows, c.rows};
     return c;
   }
@@ -69,7 +69,7 @@ LossCase draw_rows(bool small) {
     std::sort(c.ends.begin(), c.ends.end());
     return c;
   }
-  if (chance(0.06)) {  // those that are shared, now and then in parts of several sums
+  if (chance(0.06)) {  // split rows, sometimes in parts of several sums
     const bool longest = chance(0.1);
     c.rows = 1 + below(longest ? 2 : small ? 12 : 40), c.vocab = longest ? 32769 + below(20000) : 250 + below(1500);
     c.num_classes = chance(0.6) ? c.vocab : c.vocab - below(20);
@@ -78,13 +78,13 @@ LossCase draw_rows(bool small) {
     return c;
   }
   if (c.rows == 0 || c.vocab > 5000 || chance(0.6)) return c;
-  if (c.vocab <= 33 && chance(0.4)) c.rows = 100 + below(400);  // several blocks, or several rows a thread
+  if (c.vocab <= 33 && chance(0.4)) c.rows = 100 + below(400);  // several blocks, or several rows per thread
   lay_side_by_side(c);
   return c;
 }
 
-// What is not finite, in rows that count too; or, of a smoothed loss, -inf where classes have no weight alone. A scale
-// that is not positive makes NaN of -inf, and such a row would prove nothing of all else.
+// Sets infinities and NaN, in active rows too; for a smoothed loss only -inf at classes of weight 0. A scale that is
+// not positive turns -inf into NaN, and such a row would not test anything else.
 void draw_infinities(const LossCase& c, const Factors& by_row, Problem& p) {
   const bool anywhere = chance(0.15), unweighted = c.has_weight && chance(0.5);
   for (int64_t r = 0; r < c.rows; ++r) {
@@ -105,7 +105,7 @@ int64_t place(const BackwardArgs& args, int64_t r, int64_t v) {
   return r / rows.inner * rows.outer_stride + r % rows.inner + v * rows.column_stride;
 }
 
-// Loss and gradient by one read; `over`: the gradient overwrites a copy of the logits.
+// Runs the one-pass kernel. If `over` is set, the gradient overwrites a copy of the logits.
 struct ByOneRead {
   const Case& c;
   const bool over;
@@ -128,7 +128,7 @@ struct ByOneRead {
   int64_t row_stride() const { return over ? c.row_stride : c.vocab; }
 };
 
-// f of the backward of all classes, or of each part of them.
+// Calls f with the backward arguments of all classes, or of each part of the classes.
 template <typename function_t>
 void for_parts(const BackwardArgs& all, const LossCase& c, const function_t& f) {
   if (c.ends.empty()) return f(all);
@@ -142,7 +142,7 @@ void for_parts(const BackwardArgs& all, const LossCase& c, const function_t& f) 
   }
 }
 
-// The rows' sum, in the order in which loss_mean makes it: of a thread, a warp, a block, a cluster.
+// Adds the rows in the order of loss_mean: per thread, warp, block and cluster.
 LossMeanStats<double> sum_in_order(const std::vector<LossMeanStats<double>>& rows) {
   const auto count = int64_t(rows.size());
   const int64_t parts = cuda::parts_of(count);
@@ -163,13 +163,13 @@ LossMeanStats<double> sum_in_order(const std::vector<LossMeanStats<double>>& row
     }
     of_blocks.push_back(of_block);
   }
-  if (parts > 0) return sum_in_order(of_blocks);  // by a thread each, as so many rows
+  if (parts > 0) return sum_in_order(of_blocks);  // threads merge the parts like rows
   LossMeanStats<double> sum;
   for (const auto& of_block : of_blocks) sum.merge(of_block);
   return sum;
 }
 
-// What was downloaded of the mean, to the last bit.
+// Checks the downloaded mean to the last bit.
 void check_mean(const LossCase& c, const Problem& p, const Factors& by_row, const Array& loss, const double* normalizer,
                 double mean, double divisor) {
   std::vector<LossMeanStats<double>> rows;
@@ -184,7 +184,7 @@ void check_mean(const LossCase& c, const Problem& p, const Factors& by_row, cons
   if (normalizer) sum.count = *normalizer;
   const auto rounded = [&](double x) { return c.arithmetic == DType::kFloat64 ? x : double(float(x)); };
   const double exact = rounded(sum.count == 0 ? 0 : sum.total / sum.count);
-  if (std::isnan(exact) || (c.arithmetic == DType::kFloat64 && c.row_weight))  // there a product may be fused
+  if (std::isnan(exact) || (c.arithmetic == DType::kFloat64 && c.row_weight))  // a product may be fused there
     compare("mean", 0, 0, mean, exact, 1e-14 * size / std::fabs(sum.count));
   else
     compare_bits("mean", 0, 0, mean, exact);
@@ -220,7 +220,7 @@ void run_case(const LossCase& c) {
   average.mean = mean.device(), average.divisor = divisor.device();
   Array mean_space(DType::kInt32, int64_t(cuda::loss_mean_workspace(average) + 3) / 4);
   must(cuda::loss_mean(average, mean_space.device(), nullptr), "mean");
-  Array ahead_divisor(c.arithmetic, 1), ahead_grad(c.arithmetic, 1);  // as before the losses are known
+  Array ahead_divisor(c.arithmetic, 1), ahead_grad(c.arithmetic, 1);  // computed before the losses are known
   average.loss = average.mean = nullptr;
   average.grad_mean = upstream.device(), average.grad_loss = ahead_grad.device(),
   average.divisor = ahead_divisor.device();
@@ -253,7 +253,7 @@ void run_case(const LossCase& c) {
     backward.grad_strided = {c.strided.inner, c.vocab * c.strided.inner, c.strided.inner};
   Array entries(DType::kFloat64, int64_t(cuda::cross_entropy_backward_workspace(backward) + 7) / 8);
   for (int64_t i = 0; i < entries.count(); ++i)
-    entries.set(i, i % 2 ? 0.1 : 0);  // as gradients at class 0 that nobody made
+    entries.set(i, i % 2 ? 0.1 : 0);  // looks like gradients at class 0 that no kernel computed
   entries.upload();
 
   std::vector<Exact> exact;

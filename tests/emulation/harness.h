@@ -1,5 +1,5 @@
-// harness.h - random cases for the CUDA kernels' real source. Compiled by g++ it runs in emulation, plain and under
-// sanitizers; compiled by nvcc, on the device. See build.py.
+// harness.h - Runs random cases with the real source of the CUDA kernels. g++ compiles it for emulation, plain and with
+// sanitizers; nvcc compiles it for the device. See build.py.
 //
 // usage: <program> [--small] [--seeds FIRST LAST]     a case is its seed; a failure prints it and exits with 1
 #pragma once
@@ -20,7 +20,7 @@
 #include <string>
 #include <vector>
 
-// Where nvcc compiles there is a ::cuda besides: what is written here is inside of the namespace, where it is ours.
+// nvcc also defines ::cuda. Code inside this namespace refers to sparse_ce::cuda.
 namespace sparse_ce {
 namespace {
 
@@ -47,8 +47,8 @@ void must(cudaError_t error, const char* what) {
   std::exit(1);
 }
 
-// Numbers in one of the dtypes, on both sides. The device buffer has exactly the elements asked for behind `offset`
-// more, so that a sanitizer sees the first byte beyond.
+// Stores numbers of one dtype on host and device. The device buffer ends exactly after `offset` + `count` elements, so
+// that a sanitizer detects the first byte beyond it.
 class Array {
  public:
   Array(DType dtype, int64_t count, int64_t offset = 0) : dtype_(dtype), offset_(offset), count_(count) {
@@ -114,7 +114,8 @@ void compare(const char* what, int64_t r, int64_t v, double ours, double exact, 
   if (std::isnan(exact) ? std::isnan(ours) : ours == exact || std::fabs(ours - exact) <= bound) return;
   fail(what, r, v, ours, exact, bound);
 }
-// What two kernels make of the same: 0 is not -0. A GPU has one NaN, and which a CPU makes is its compiler's choice.
+// Compares two kernels' results bitwise: 0 differs from -0. All NaN are equal, because a GPU has one NaN, and on a CPU
+// the compiler chooses it.
 void compare_bits(const char* what, int64_t r, int64_t v, double ours, double other) {
   if (std::isnan(ours) && std::isnan(other)) return;
   if (std::memcmp(&ours, &other, sizeof(double)) != 0) fail(what, r, v, ours, other, 0);
@@ -124,8 +125,8 @@ using Kinds = std::vector<std::string>;
 Kinds kinds_of(const std::string& kind) { return {kind}; }
 Kinds kinds_of(const Kinds& kinds) { return kinds; }
 
-// Draws and runs a case for each seed. `draw(small)` makes a case with text(), `kind_of(case)` names the way that the
-// kernels take, and what else must not be missed, or both: a run that misses one proves less than it says.
+// Draws and runs a case for each seed. `draw(small)` returns a case with text(). `kind_of(case)` names the path of the
+// kernels and other features that must be covered. A run that does not cover all of them proves less than it claims.
 template <typename draw_t, typename kind_t, typename run_t>
 int run_seeds(int argc, char** argv, const draw_t& draw, const kind_t& kind_of, const run_t& run_case) {
   bool small = false;

@@ -1,4 +1,4 @@
-// The kernels beside the linear head's GEMMs: sums of products and scales against float64, rows of zeros exactly.
+// Compares the element-wise kernels of the linear head with float64: accumulation and scaling. Clearing rows is exact.
 #include "harness.h"
 
 #include "../../csrc/cuda/linear.cu"
@@ -12,17 +12,17 @@ struct Case {
   Kind kind;
   DType dtype, product_dtype, indices_dtype;
   int64_t max_blocks;
-  int64_t count, offset;            // elements of a sum or a scale, or bytes of a row; those in front of the first
+  int64_t count, offset;            // elements of a sum or a scale, or bytes of a row; elements before the first
   int64_t product_offset, low_offset;
-  int64_t steps;                    // products of a sum
-  double size, special;             // of the products; the share of elements that meet an infinity or NaN
+  int64_t steps;                    // products per sum
+  double size, special;             // of the products; share of elements with an infinity or NaN
   double scale;
-  bool from_expected;               // a gradient made for another upstream gradient,
-  double expected;                  // this one
-  int64_t beside;                   // elements between two rows that are scaled
-  int64_t rows, width, ignore_index, offsets_step;  // offsets_step 0: no offsets
+  bool from_expected;               // a gradient for another grad_output,
+  double expected;                  // which is this one
+  int64_t beside;                   // elements between two scaled rows
+  int64_t rows, width, ignore_index, offsets_step;  // offsets_step 0 means no offsets
   bool masked;
-  double ignored;  // the share of the entries that are ignore_index, and of the rows that a mask drops
+  double ignored;  // share of entries that are ignore_index, and of masked rows
 
   bool touches_nothing() const { return from_expected ? scale == expected : scale == 1; }
   bool known() const {
@@ -82,7 +82,7 @@ std::string kind_of(const Case& c) {
   return aligned && c.count >= 8 ? "split sum by packs" : "split sum by singles";
 }
 
-// Random bytes on both sides, behind `offset` more.
+// Stores random bytes on host and device, after `offset` more.
 class Bytes {
  public:
   Bytes(int64_t count, int64_t offset) : offset_(offset) {
@@ -111,7 +111,7 @@ class Bytes {
   void* device_ = nullptr;
 };
 
-// What rounding to a dtype may take from x, as a share of it and near 0.
+// Returns the rounding error of a dtype for x, relative to x and near 0.
 double rounding(DType dtype, double x) {
   switch (dtype) {
     case DType::kFloat16:
@@ -125,7 +125,7 @@ double rounding(DType dtype, double x) {
   }
 }
 
-// The comparison with float64: infinities and NaN are exact, and so is what float16 has no room for.
+// Compares with float64. Infinities, NaN and numbers beyond the range of float16 must be exact.
 void compare_rounded(const char* what, int64_t step, int64_t i, DType dtype, double ours, double exact, double error) {
   if (!std::isfinite(exact)) return compare(what, step, i, ours, exact, 0);
   const double bound = error + rounding(dtype, exact) * (1 + 0x1p-20) + 1e-40, largest = 65520;
@@ -137,8 +137,8 @@ void compare_rounded(const char* what, int64_t step, int64_t i, DType dtype, dou
 
 // ------------------------------------------------------------------------------------------------ accumulate
 
-// 24 bits, of which the total holds 16 and `low` 8: the upper ones of a float32, or beside float16 a sign, 6 bits of
-// exponent and 17 of the number.
+// Joins 24 bits, of which the total holds 16 and `low` 8: the upper bits of a float32, or for float16 a sign, 6
+// exponent bits and 17 mantissa bits.
 double joined(DType dtype, uint16_t high, uint8_t low) {
   const uint32_t all = uint32_t(high) << 8 | low;
   if (dtype == DType::kFloat16) {
@@ -177,8 +177,8 @@ void run_sum(const Case& c) {
     std::vector<uint16_t> high(size_t(c.split() ? c.count : 0));
     must(cudaMemcpy(high.data(), total.device(), high.size() * 2, cudaMemcpyDeviceToHost), "download");
 
-    // Each step adds with one rounding and, unless it is the last, keeps 16 bits of the number, with float16 18 and
-    // nothing below 2^-36: half a unit is 2^-16 or 2^-18.
+    // Each step rounds once and, except for the last, keeps 16 mantissa bits. For float16 it keeps 18, and nothing
+    // below 2^-36. Half a unit is 2^-16 or 2^-18.
     for (int64_t i = 0; i < c.count; ++i) {
       double& sum = exact[size_t(i)];
       double& off = error[size_t(i)];
@@ -202,7 +202,7 @@ void run_sum(const Case& c) {
 // ------------------------------------------------------------------------------------------------ clear_ignored_rows
 
 void run_rows(const Case& c) {
-  // Entries of rows; with offsets a row has from 0 to width.
+  // Draws the entries of rows. With offsets, a row has from 0 to width entries.
   std::vector<int64_t> begin{0};
   for (int64_t r = 0; r < c.rows; ++r) begin.push_back(begin.back() + (c.offsets_step ? below(c.width + 1) : c.width));
   Array indices(c.indices_dtype, begin.back()), offsets(c.indices_dtype, c.offsets_step == 2 ? 2 * c.rows : c.rows + 1);
@@ -210,7 +210,7 @@ void run_rows(const Case& c) {
   std::vector<bool> ignored;
   for (int64_t r = 0; r < c.rows; ++r) {
     bool all = c.width > 0 && !c.offsets_step;
-    const bool alike = chance(0.5);  // rows that are ignored altogether are rare else
+    const bool alike = chance(0.5);  // otherwise completely ignored rows are rare
     const bool pads = chance(c.ignored);
     for (int64_t i = begin[size_t(r)]; i < begin[size_t(r) + 1]; ++i) {
       const bool pad = alike ? pads : chance(c.ignored);
@@ -249,7 +249,7 @@ void run_scale(const Case& c) {
   Array values(c.dtype, count, c.offset), before(c.dtype, count, c.offset);
   scale.set(0, c.scale), expected.set(0, c.expected);
   for (int64_t i = -c.offset; i < count; ++i) {
-    // 0 is the gradient of an ignored row, whatever the scale is.
+    // 0 is the gradient of an ignored row, and stays 0 for every scale.
     const double x = chance(c.special) ? one_of<double>({INFINITY, -INFINITY, double(NAN)})
                      : chance(0.1)     ? 0
                                        : uniform(-60, 60);
@@ -279,7 +279,7 @@ void run_scale(const Case& c) {
   }
 }
 
-// A scale of 1 touches nothing: whatever the bits were, NaN of any payload among them, they are.
+// Checks that a scale of 1 does not change any bits, not even the payload of a NaN.
 void run_scale_of_one(const Case& c) {
   const int64_t size = size_of(c.dtype), stride = c.count + c.beside;
   Array scale(arithmetic(c.dtype), 1);

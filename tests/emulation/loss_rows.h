@@ -1,4 +1,4 @@
-// loss_rows.h - rows with their own weights and scales, and their losses in float64.
+// loss_rows.h - Draws rows with weights and scales, and computes their losses in float64.
 #pragma once
 
 #include "rows.h"
@@ -10,8 +10,8 @@ namespace {
 
 struct LossCase : Case {
   bool row_weight, row_scale;
-  int64_t weight_step, scale_step;  // of the rows'; 0: all rows have one
-  std::vector<int64_t> ends;  // of the classes of each part, where backward is in parts
+  int64_t weight_step, scale_step;  // of the rows; 0 means one for all rows
+  std::vector<int64_t> ends;  // end of the classes of each part, if backward runs in parts
   std::string text() const {
     std::string text = Case::text() + " row_weight " + (row_weight ? std::to_string(weight_step) : "none") +
                        " row_scale " + (row_scale ? std::to_string(scale_step) : "none") + " parts";
@@ -20,7 +20,7 @@ struct LossCase : Case {
   }
 };
 
-// What the rows' losses and logits are multiplied by. That of an ignored row must not matter.
+// Holds the factors of the rows' losses and logits. Those of an ignored row must not matter.
 struct Factors {
   const LossCase& c;
   Array weight, scale;
@@ -35,13 +35,13 @@ struct Factors {
     }
     weight.upload(), scale.upload();
   }
-  // Now and then one that turns the order of the logits round, or leaves none.
+  // Some factors reverse the order of the logits, or are 0.
   static double factor() { return chance(0.9) ? uniform(0.4, 1.3) : one_of<double>({-0.7, -1, 0}); }
   double weight_of(int64_t r) const { return c.row_weight ? weight.get(r * c.weight_step) : 1; }
   double scale_of(int64_t r) const { return c.row_scale ? scale.get(r * c.scale_step) : 1; }
 };
 
-// A row in float64, straight from the definition, with the bounds that rounding in the arithmetic dtype allows.
+// Computes a row in float64 from the definition, and the rounding bounds of the arithmetic dtype.
 struct Exact {
   double loss = 0, lse = 0, loss_bound = 0, lse_bound = 0;
   std::vector<double> grad, grad_bound, grad_values, grad_values_bound;  // grad_values by entry of the row
@@ -69,13 +69,13 @@ struct Exact {
     long double sum = 0;
     for (double x : z) sum += std::exp((long double)(x - max));
     const long double exact_lse = max == -INFINITY ? max : max + std::log(sum);
-    lse = double(exact_lse);  // a row of nothing but -inf: lse -inf, the rest NaN
+    lse = double(exact_lse);  // if all logits are -inf, lse is -inf and the rest NaN
     lse_bound = few * (size + std::fabs(lse) + 1);
 
     const double e = c.options.label_smoothing;
-    // A logit that was scaled or capped was rounded: exp makes its absolute error a relative one.
+    // A scaled or capped logit is rounded; exp turns its absolute error into a relative one.
     const double rounded_z = scale != 1 || c.options.softcap != 0 ? size : 0;
-    // Which underflows to 0 in the arithmetic: then a logit of -inf does not matter.
+    // The product underflows to 0 in the arithmetic dtype, so that a logit of -inf does not matter.
     const auto product = [&](double a, double b) {
       return c.arithmetic == DType::kFloat32 && float(a) * float(b) == 0 ? 0 : a * b;
     };

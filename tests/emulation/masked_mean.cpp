@@ -1,4 +1,4 @@
-// Masked means of tensors of every kind, and their gradients, against a float64 reference.
+// Compares masked means of tensors with various strides, and their gradients, with a float64 reference.
 #include "harness.h"
 
 #include "../../csrc/cuda/masked_mean.cu"
@@ -8,12 +8,12 @@ namespace {
 
 struct Run {
   int64_t size;
-  bool kept, masked;  // masked: the mask differs along it
+  bool kept, masked;  // masked: the mask varies along this run
 };
 
 struct Case {
   DType dtype, mask_dtype;
-  std::vector<Run> runs;  // outermost first: one kept and one reduced at most, then the columns
+  std::vector<Run> runs;  // outermost first: at most one kept and one reduced run, then the columns
   int64_t offset, mask_offset, gap, max_blocks;
   double hidden;
   std::string text() const {
@@ -32,9 +32,9 @@ Case draw(bool small) {
   c.dtype = one_of<DType>({DType::kFloat32, DType::kFloat64, DType::kFloat16, DType::kBFloat16});
   const DType number = c.dtype == DType::kFloat64 ? DType::kFloat64 : DType::kFloat32;
   c.mask_dtype = chance(0.6) ? DType::kUInt8 : number;
-  // Deep: so many elements behind an output that they are shared among blocks.
+  // `deep` cases have so many elements per output that blocks share them.
   const bool deep = chance(0.55), packed = chance(0.5), outer_first = chance(0.7);
-  // More parts than a warp merges at once, now and then.
+  // Sometimes there are more parts than a warp merges at once.
   const int64_t behind = chance(0.06)  ? (cuda::kWarp + 2) * cuda::kSpan + below(9000)
                          : chance(0.3) ? 2100 + below(9000)
                                        : 17000 + below(small ? 3000 : 20000);
@@ -54,16 +54,16 @@ Case draw(bool small) {
   }
   const bool aligned = packed || chance(0.3);
   c.offset = aligned ? 8 * below(2) : below(9), c.mask_offset = aligned ? 8 * below(2) : below(9);
-  // Rows that begin on a boundary though the mask's, or their own ends, do not.
+  // Rows begin at a boundary, while the mask's rows or the ends of rows do not.
   c.gap = chance(0.2) ? (8 - columns.size % 8) % 8 : chance(0.6) ? 0 : chance(0.5) ? 8 * below(3) : below(4);
-  if (chance(0.01))  // so many rows that a warp takes a long one
+  if (chance(0.01))  // so many rows that a warp processes a long one
     c.runs = {{cuda::kManyRows, true, chance(0.5)}, {cuda::kLong + 4 * (1 + below(4)), false, chance(0.5)}};
   c.max_blocks = chance(0.5) ? 0 : 1 + below(3);
   c.hidden = one_of<double>({0, 0.2, 0.5, 0.95, 1});
   return c;
 }
 
-// The strides of tensors: the input with gaps between rows, the mask without the axes that it repeats.
+// Computes the strides: the input has gaps between rows, and the mask lacks the axes that it repeats.
 MaskedMeanArgs args_of(const Case& c, bool dense) {
   MaskedMeanArgs args{};
   Place stride{1, 1, 1};
@@ -81,7 +81,7 @@ MaskedMeanArgs args_of(const Case& c, bool dense) {
 
 Kinds kind_of(const Case& c) {
   MaskedMeanArgs args = args_of(c, false);
-  args.input = reinterpret_cast<const void*>(c.offset * size_of(c.dtype));  // only their alignment counts
+  args.input = reinterpret_cast<const void*>(c.offset * size_of(c.dtype));  // only the alignment matters
   args.mask = reinterpret_cast<const void*>(c.mask_offset * size_of(c.mask_dtype));
   const cuda::Plan plan = cuda::plan_of(args);
   const std::string way = args.columns_kept() ? "across" : plan.warps ? "along, a warp" : "along, a block";
@@ -114,7 +114,7 @@ void run_case(const Case& c) {
   Array gradient(c.dtype, count, chance(0.5) ? 0 : below(9));
   for (int64_t i = 0; i <= last.mask; ++i)
     mask.set(i, chance(c.hidden) ? 0 : c.mask_dtype != DType::kUInt8 && chance(0.5) ? 0.25 : double(1 + below(2)));
-  for (int64_t i = 0; i <= last.input; ++i) input.set(i, NAN);  // what lies between the elements, or is hidden
+  for (int64_t i = 0; i <= last.input; ++i) input.set(i, NAN);  // gaps between elements, and masked elements
   for_places(args, [&](const Place& place) {
     if (mask.get(place.mask) != 0) input.set(place.input, uniform(-1, 3));
   });

@@ -1,4 +1,4 @@
-// rows.h - random rows of logits with sparse targets of every form, on both sides.
+// rows.h - Draws random rows of logits with sparse targets in every format, on host and device.
 #pragma once
 
 #include "harness.h"
@@ -21,9 +21,9 @@ struct Case {
   LossOptions options;
   int64_t max_blocks;
   double logit_size, shift;
-  StridedRows strided;  // `inner` is 0 where rows are packed
+  StridedRows strided;  // `inner` is 0 if rows are packed
 
-  // Of row r's class v among the logits.
+  // Returns the position of row r's class v in the logits.
   int64_t at(int64_t r, int64_t v) const {
     return strided.inner ? r / strided.inner * strided.outer_stride + r % strided.inner + v * strided.column_stride
                          : r * row_stride + v;
@@ -47,7 +47,7 @@ Case draw(bool small) {
   Case c{};
   c.dtype = one_of<DType>({DType::kFloat32, DType::kFloat64, DType::kFloat16, DType::kBFloat16, DType::kBFloat16});
   c.arithmetic = c.dtype == DType::kFloat64 ? DType::kFloat64 : DType::kFloat32;
-  // A warp a row, a block a row, and several blocks a row.
+  // Cases for a warp per row, a block per row, and several blocks per row.
   switch (below(small ? 8 : 6)) {
     case 0:
       c.vocab = small ? 4200 + below(9) : one_of<int64_t>({4099, 4500, 9001});
@@ -66,7 +66,7 @@ Case draw(bool small) {
   c.offset = chance(0.3) ? below(9) : 0;
   c.layout = Case::Layout(below(4));
   c.width = c.layout == Case::kIndex ? 1 : one_of<int64_t>({0, 1, 2, 3, 8, 40, 90});
-  // More entries than the tables of a warp and of a block have room for.
+  // More entries than fit into the tables of a warp and of a block.
   const bool block = c.vocab > 4000;
   if (c.layout != Case::kIndex && chance(block ? 0.5 : 0.2)) {
     c.width = block ? one_of<int64_t>({65, 2048, 2300, 3000, 10000}) : one_of<int64_t>({65, 256, 257, 1000});
@@ -88,12 +88,12 @@ Case draw(bool small) {
 
 constexpr int64_t kIgnore = -100;
 
-// Everything of one case; `indices`, `values` and `ranges` describe each row's entries to the reference too.
+// Holds the data of a case. `indices`, `values` and `ranges` also describe each row's entries to the reference.
 struct Problem {
   const Case& c;
   std::vector<int64_t> begin, end;
   Array logits, indices, values, offsets, weight, weight_sum, grad_loss, grad_lse;
-  std::vector<char> mask, outside;  // of rows; outside: whose offsets lead there
+  std::vector<char> mask, outside;  // of rows; outside: its offsets lie outside the entries
   bool* device_mask = nullptr;
 
   static int64_t entries_of(const Case& c) { return c.layout == Case::kIndex ? c.rows : c.rows * c.width; }
@@ -121,11 +121,11 @@ struct Problem {
       if (c.has_mask) mask[size_t(r)] = !chance(0.3);
       grad_lse.set(r, uniform(-1, 1));
       if (c.unit_stride_grad || r == 0) grad_loss.set(r, chance(0.2) ? 0 : uniform(-2, 2));
-      if (ignored(r) && chance(0.5))  // what an ignored row holds must not matter
+      if (ignored(r) && chance(0.5))  // the contents of an ignored row must not matter
         for (int64_t v = 0; v < c.vocab; ++v) logits.set(c.at(r, v), chance(0.5) ? nan : inf);
-      else if (chance(0.2))  // nor what lies beyond the classes
+      else if (chance(0.2))  // nor must columns beyond the classes
         for (int64_t v = c.num_classes; v < c.vocab; ++v) logits.set(c.at(r, v), nan);
-      if (chance(0.05))  // a row that starts with nothing but -inf
+      if (chance(0.05))  // a row that begins with only -inf
         for (int64_t v = 0; v + 1 < c.num_classes; ++v) logits.set(c.at(r, v), -inf);
     }
     for (Array* a : {&logits, &indices, &values, &offsets, &weight, &weight_sum, &grad_loss, &grad_lse}) a->upload();
@@ -141,12 +141,12 @@ struct Problem {
   void fill_entries() {
     const int64_t n = indices.count();
     for (int64_t i = 0; i < n; ++i) {
-      // Few classes make duplicates; now and then a row is sorted, as CSR has it.
+      // Few classes cause duplicates; sometimes a row is sorted, as in CSR.
       indices.set(i, double(chance(0.3) ? below(std::min<int64_t>(c.num_classes, 4)) : below(c.num_classes)));
       values.set(i, c.logprobs ? uniform(-8, 0.5) : chance(0.1) ? uniform(-1, 0) : uniform(0, 1));
       if (c.logprobs && chance(0.1)) values.set(i, -uniform(80, 120));  // subnormal or 0 in float32
       if (c.layout == Case::kIndex ? chance(0.2) : chance(0.1)) indices.set(i, double(kIgnore));
-      if (c.has_values && chance(0.1)) {  // padding: an index of any kind with weight 0
+      if (c.has_values && chance(0.1)) {  // padding has any index and weight 0
         values.set(i, c.logprobs ? -INFINITY : 0);
         indices.set(i, double(one_of<int64_t>({-1, 0, c.num_classes, 2000000000, kIgnore})));
       }
@@ -175,7 +175,7 @@ struct Problem {
       values.set(i, row[size_t(i - begin[r])].second);
     }
   }
-  // Ranges lead beyond the entries: such a row has none, and a mass of NaN.
+  // Makes the range exceed the entries: such a row has no entries and a mass of NaN.
   void lead_outside(int64_t r) {
     outside[size_t(r)] = 1;
     offsets.set(2 * r + 1, double(indices.count() + 1)), offsets.upload();
@@ -188,7 +188,7 @@ struct Problem {
       if (int64_t(indices.get(i)) != kIgnore) return false;
     return true;
   }
-  // The weight; 0 where the arithmetic has no smaller number.
+  // Returns the weight, which is 0 if it underflows in the arithmetic dtype.
   double value_of(int64_t i) const {
     if (!c.logprobs) return c.has_values ? values.get(i) : 1.0;
     const double w = std::exp(values.get(i));
@@ -197,7 +197,7 @@ struct Problem {
   bool padding(int64_t i) const { return c.has_values && values.get(i) == (c.logprobs ? -INFINITY : 0.0); }
   double weight_of(int64_t v) const { return c.has_weight ? weight.get(v) : 1.0; }
   double grad_of(int64_t r) const { return grad_loss.get(c.unit_stride_grad ? r : 0); }
-  // What a row that counts has in a mean.
+  // Returns the weight of an active row in a mean.
   double count_of(int64_t r) const {
     const int64_t label = c.layout == Case::kIndex ? int64_t(indices.get(r)) : -1;
     return 0 <= label && label < c.num_classes ? weight_of(label) : 1;

@@ -1,4 +1,4 @@
-// Log-probabilities of chosen classes, their neighbours and their gradients against a float64 reference.
+// Compares the outputs of select and their gradients with a float64 reference.
 #include "rows.h"
 
 #include "../../csrc/cuda/select.cu"
@@ -11,7 +11,7 @@ namespace {
 
 struct SelectCase : Case {
   bool loss, log_tail, entropy, mean_logit, argmax, row_scale, grad_scale;
-  std::vector<int64_t> ends;  // of the classes of each shard, where they are shared out
+  std::vector<int64_t> ends;  // end of the classes of each shard, if classes are sharded
   std::string text() const {
     char out[128];
     std::snprintf(out, sizeof(out),
@@ -26,13 +26,13 @@ struct SelectCase : Case {
 SelectCase draw_select(bool small) {
   SelectCase c{};
   static_cast<Case&>(c) = draw(small);
-  c.shift = 0;  // what large logits lose is the loss's test
+  c.shift = 0;  // the loss's test covers the rounding of large logits
   c.logit_size = one_of<double>({1, 5});
   c.loss = chance(0.4), c.log_tail = chance(0.6), c.entropy = chance(0.6), c.mean_logit = chance(0.4);
   c.argmax = chance(0.5), c.row_scale = chance(0.3), c.grad_scale = chance(0.3);
   if (!c.loss) c.options.label_smoothing = c.options.z_loss = 0;
-  c.ties = c.vocab < 2000 && chance(0.5);  // of more, the roundings of equal terms add up beyond what is allowed
-  if (c.ties) {  // among the entries of one thread, too
+  c.ties = c.vocab < 2000 && chance(0.5);  // with more classes, the rounding errors of equal terms exceed the bound
+  if (c.ties) {  // also among the entries of one thread
     c.logit_size = 1;
     if (c.layout != Case::kIndex) c.width = 90;
   }
@@ -44,7 +44,7 @@ SelectCase draw_select(bool small) {
   return c;
 }
 
-// The upstream gradients and the scales of the rows.
+// Holds the grad_outputs and the scales of the rows.
 struct Upstreams {
   Array loss, lse, log_probs, log_tail, entropy, mean_logit, scale;
 
@@ -53,7 +53,7 @@ struct Upstreams {
         log_tail(c.arithmetic, c.rows), entropy(c.arithmetic, c.rows), mean_logit(c.arithmetic, c.rows),
         scale(c.arithmetic, c.rows) {
     for (int64_t r = 0; r < c.rows; ++r) {
-      const bool none = chance(0.15);  // a row that nobody wants a gradient of
+      const bool none = chance(0.15);  // a row without any gradient
       for (Array* a : {&loss, &lse, &log_tail, &entropy, &mean_logit}) a->set(r, none ? 0 : uniform(-1, 1));
       scale.set(r, p.ignored(r) ? NAN : uniform(0.4, 1.3));
       for (int64_t i = p.begin[r]; i < p.end[r]; ++i) log_probs.set(i, none || chance(0.2) ? 0 : uniform(-1, 1));
@@ -104,9 +104,9 @@ struct Exact {
         invalid = true;
         continue;
       }
-      const double w = p.value_of(i);  // 0 where it underflows: chosen all the same
+      const double w = p.value_of(i);  // an entry whose weight underflows is not padding
       inside[column] = 1;
-      log_probs[i - p.begin[r]] = z[column] - lse;  // NaN where there is no distribution
+      log_probs[i - p.begin[r]] = z[column] - lse;  // NaN if there is no distribution
       wanted = wanted || g.log_probs.get(i) != 0;
       upstream += g.log_probs.get(i);
       target[column] -= g.log_probs.get(i);
@@ -117,7 +117,7 @@ struct Exact {
         target[column] += (1 - e) * g.loss.get(r) * w * p.weight_of(column);
       }
     }
-    const bool dead = max == -INFINITY;  // no distribution
+    const bool dead = max == -INFINITY;  // there is no distribution
     double tail_max = -INFINITY, tail = 0;
     for (int64_t v = 0; v < n; ++v)
       if (!inside[v]) tail_max = std::fmax(tail_max, z[v]);
@@ -165,7 +165,7 @@ struct Exact {
   }
 
  private:
-  // What is summed, and how large its terms are; those of a class of weight 0 are 0 even at -inf.
+  // Adds terms and their sizes. Terms of a class of weight 0 are 0 even at -inf.
   void of_loss(const SelectCase& c, const Problem& p, int64_t r, const std::vector<double>& z, double log_sum) {
     const double e = c.options.label_smoothing, n = double(c.num_classes), max = lse - log_sum;
     const auto add = [&](double w, int64_t column) {
@@ -184,7 +184,7 @@ struct Exact {
   }
 };
 
-// The logits, and in backward the gradients, of the classes of shard `s` alone.
+// Restricts the arguments to the classes of shard `s`. Backward then also restricts its gradients.
 template <typename args_t>
 args_t of_shard(args_t args, const SelectCase& c, size_t s) {
   args.first_class = s == 0 ? 0 : c.ends[s - 1];
@@ -227,7 +227,7 @@ void run_backward(const SelectBackwardArgs& args) {
   must(cuda::select_backward(args, entries.device(), nullptr), "backward");
 }
 
-// `of_scale` becomes the sum of the shards'.
+// `of_scale` receives the sum over the shards.
 void run_backward_of_shards(const SelectBackwardArgs& args, const SelectCase& c, Array& of_scale) {
   std::vector<double> sums(size_t(c.rows), 0);
   for (size_t s = 0; s < c.ends.size(); ++s) {

@@ -1,4 +1,4 @@
-// Softmax over the entries of each row against a float64 reference.
+// Compares softmax over the entries of each row with a float64 reference.
 #include "harness.h"
 
 #include "../../csrc/cuda/sparse_softmax.cu"
@@ -12,9 +12,9 @@ struct Case {
   DType dtype, offsets_dtype;
   std::vector<int64_t> lengths;  // of the rows
   int64_t width, max_blocks;
-  int64_t offset;                // elements in front of the values: their alignment
+  int64_t offset;                // elements before the values, which determine the alignment
   bool log, ordered;
-  double size, masked;           // of the values; the share of those that are -inf
+  double size, masked;           // of the values; share of values that are -inf
   int64_t entries() const {
     int64_t sum = 0;
     for (const int64_t n : lengths) sum += n;
@@ -42,7 +42,7 @@ Case draw(bool small) {
   for (int64_t r = 0; r < rows; ++r)
     c.lengths.push_back(chance(0.2) ? 0 : 1 + below(!many && chance(0.3) ? 300 : chance(0.1) ? 90 : 40));
   if (with_long) c.lengths[size_t(below(rows))] = 2049 + below(small ? 9 : 3000);
-  // Rows that blocks share: one that begins where a span does, one in the middle, or two of which a span has parts.
+  // Rows that blocks share: one that begins at a span, one in the middle, or two of which a span has parts.
   if (chance(small ? 0.08 : 0.1)) {
     c.width = chance(0.2) ? 2 : 1;
     for (int64_t k = 0; k < (small ? 1 : 2); ++k)
@@ -89,7 +89,7 @@ void run_case(const Case& c) {
   output.download(), result.download();
 
   const double ulp = c.dtype == DType::kFloat16 ? 0x1p-11 : c.dtype == DType::kBFloat16 ? 0x1p-8 : 0;
-  const double least = c.dtype == DType::kFloat16 ? 6e-8 : 1e-37;  // where numbers end
+  const double least = c.dtype == DType::kFloat16 ? 6e-8 : 1e-37;  // smallest numbers
   const double eps = c.dtype == DType::kFloat64 ? 4e-16 : 3e-7;  // of the arithmetic
   for (int64_t r = 0; r < rows; ++r) {
     for (int64_t d = 0; d < c.width; ++d) {
@@ -107,7 +107,7 @@ void run_case(const Case& c) {
         const long double y = (long double)values.get(place(i)) - max - std::log(total);
         const double exact = double(c.log ? y : std::exp(y)), size = c.log ? std::fabs(exact) + 10 : exact * 80;
         compare("output", r, i, output.get(place(i)), exact, ulp * std::fabs(exact) + eps * size + least);
-        // From the output as it was rounded: that is what backward is given.
+        // Backward gets the rounded output, so the reference uses it too.
         const long double q = output.get(place(i)), g = grad.get(place(i));
         const double slope = double(c.log ? g - std::exp(q) * sum : q * (g - sum));
         const double parts = double(c.log ? std::fabs(g) + std::exp(q) * (absolute + 1) * (std::fabs(q) + 1)

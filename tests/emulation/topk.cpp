@@ -1,4 +1,4 @@
-// The k largest of a row, the lowest of those that tie, against a stable sort.
+// Compares the k largest logits of a row, where ties go to the lowest class, with a stable sort.
 #include "harness.h"
 
 #include "../../csrc/cuda/topk.cu"
@@ -28,7 +28,7 @@ Case draw(bool small) {
   c.rows = below(small ? 5 : 30);
   c.row_stride = c.columns + (chance(0.4) ? below(20) : 0);
   c.offset = chance(0.4) ? below(9) : 0;
-  // As many as all places of the packs at most, or more; with a list for all that may tie, and without.
+  // k is at most the number of positions of all packs, or more; the list has room for all ties, or not.
   c.k = 1 + below(chance(0.9) ? std::min<int64_t>(c.columns, 40) : c.columns);
   c.levels = one_of<int64_t>({1, 2, 5, 1000});
   c.max_blocks = chance(0.4) ? 1 + below(2) : 0;
@@ -56,7 +56,7 @@ void run_case(const Case& c) {
   for (int64_t r = 0; r < c.rows; ++r) {
     std::vector<int64_t> order(static_cast<size_t>(c.columns));
     for (int64_t i = 0; i < c.columns; ++i) order[size_t(i)] = i;
-    // NaN above all.
+    // NaN is larger than any number.
     const auto z = [&](int64_t i) { return logits.get(r * c.row_stride + i); };
     const auto above = [](double a, double b) { return a > b || (a != a && b == b); };
     std::stable_sort(order.begin(), order.end(),

@@ -1,7 +1,8 @@
-// kernels.cpp - what no op exposes, for tests alone: the monoids of math.h and the loops over a tile of logits.
+// kernels.cpp - Exposes functions to tests that no op exposes: the monoids of math.h and the loops over a tile of
+// logits.
 //
-// Built by tests/support/native_modules.py beside csrc/cpu/simd/tile.cpp. Tensors come as addresses; statistics are
-// tuples, so that two copies of this module, each with its own instruction set, share no type.
+// Built by tests/support/native_modules.py together with csrc/cpu/simd/tile.cpp. Tensors are passed as addresses and
+// statistics as tuples, so that two copies of this module, with different instruction sets, share no type.
 #include "../../csrc/cpu/simd/tile.h"
 #include "../../csrc/ops/loss_mean.h"
 
@@ -39,7 +40,7 @@ Four merge_rows(const Four& a, const Four& b) {
   return parts_of(row);
 }
 
-// TargetStats, LossMeanStats and MaskedSum: two numbers each, in the order of their fields.
+// These convert TargetStats, LossMeanStats and MaskedSum, which have two numbers each, in the order of their fields.
 template <typename stats_t>
 Two merge_two(const Two& a, const Two& b) {
   stats_t one, other;

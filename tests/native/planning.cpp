@@ -1,5 +1,5 @@
-// planning.cpp - how the CUDA kernels share out their work, for tests alone: decided on the host, from shapes. And what
-// they have in place of a library's tanh.
+// planning.cpp - Exposes to tests how the CUDA kernels distribute their work, which the host plans from shapes, and
+// their own implementation of tanh.
 #include "coc.h"
 
 #include "../../csrc/cuda/row_plan.h"
@@ -8,7 +8,7 @@
 
 #include <tuple>
 
-// Of masked_mean_planning.cpp.
+// Defined in masked_mean_planning.cpp.
 std::tuple<bool, int64_t, int64_t> masked_mean_plan_of(int64_t rows, int64_t columns, int size);
 
 namespace {
@@ -17,7 +17,7 @@ sparse_ce::DType dtype_of(int size) {
   return size == 8 ? sparse_ce::DType::kFloat64 : size == 4 ? sparse_ce::DType::kFloat32 : sparse_ce::DType::kBFloat16;
 }
 
-// (threads that share a row, or a part of one, how many parts there are, blocks in all). side_by_side: the rows.
+// Returns (threads per row or part of a row, number of parts, blocks in total). `side_by_side` means adjacent rows.
 std::tuple<int, int64_t, int64_t> plan_of(int64_t rows, int64_t classes, int size, int64_t max_blocks,
                                           int multiprocessors, bool side_by_side) {
   sparse_ce::CrossEntropyArgs args{};
@@ -30,7 +30,8 @@ std::tuple<int, int64_t, int64_t> plan_of(int64_t rows, int64_t classes, int siz
   return {plan.width, plan.splits, plan.blocks};
 }
 
-// (threads, packs of each, blocks) that hold a row, `offset` bytes from a boundary of 16; zeros for none.
+// Returns (threads, packs per thread, blocks) that hold a row `offset` bytes after a 16-byte boundary; zeros if none
+// can.
 std::tuple<int, int, int> one_pass_of(int64_t rows, int64_t classes, int size, int64_t offset, bool clusters,
                                       int64_t shared_bytes) {
   sparse_ce::CrossEntropyArgs args{};

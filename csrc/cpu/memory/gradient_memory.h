@@ -1,6 +1,6 @@
 // gradient_memory.h - Caches memory for large gradients on the CPU.
 //
-// A gradient of the logits exists only briefly in each step, and the C allocator maps such a block anew every time. The
+// A gradient of the logits exists only briefly in each step, and the C allocator maps new memory for it every time. The
 // kernel then zeroes its pages at first touch, which takes longer than computing the gradient (256 x 128256 float32, 2
 // threads of a Xeon at 2.5 GHz, 2026-11: 43 ms instead of 16). Therefore up to kBlocks freed blocks stay mapped, in
 // huge pages if the system supports them. They are marked MADV_FREE, so the system can reclaim their memory at any

@@ -1,5 +1,5 @@
-// loss_tiles.h - Computes the statistics and the gradient of a span of a row, with the loops of the instruction set or,
-// if they do not apply, with those of exp_tile.h.
+// loss_tiles.h - Computes the statistics and the gradient of a span of a row, with the loops of the instruction set. If
+// these do not apply, it uses the loops of exp_tile.h.
 #pragma once
 
 #include "avx2.h"

@@ -43,7 +43,7 @@ __device__ __forceinline__ void by_softcap(LogitTransform<acc_t> transform, cons
   f(transform);
 }
 
-// Calls f(transform, weighted), where `weighted` tells if classes have weights.
+// Calls f(transform, weighted), where `weighted` is true if classes have weights.
 template <typename acc_t, typename function_t>
 __device__ __forceinline__ void by_case(const LogitTransform<acc_t>& transform, bool weighted, const function_t& f) {
   by_softcap(transform, [&](const LogitTransform<acc_t>& of_logit) {

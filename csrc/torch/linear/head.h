@@ -59,7 +59,7 @@ class LinearHead {
            chunk_rows_ < rows() && rows() < classes_;
   }
   // Returns true if forward must also recompute the logits by classes, because those bytes exceed the requested chunk.
-  // Backward asks the same, so that its gradients are bitwise equal to those computed in forward.
+  // Backward uses the same condition, so that its gradients are bitwise equal to those computed in forward.
   bool saves_memory() const { return saves_memory_ && anew_by_classes(); }
 
   // Allocates the gradients, with the shapes and dtypes of input, weight and bias.

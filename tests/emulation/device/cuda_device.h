@@ -1,4 +1,4 @@
-// cuda_device.h - stands in for csrc/torch/cuda_device.h: the emulated kernels serve tensors of the CPU.
+// cuda_device.h - Replaces csrc/torch/cuda_device.h, so that the emulated kernels process CPU tensors.
 #define SPARSE_CE_TORCH_CUDA_DEVICE
 
 #include "../../../csrc/torch/gemm.h"
@@ -29,7 +29,7 @@ inline AOTITorchError add_product(AtenTensorHandle out, AtenTensorHandle to, Ate
   return runs ? aoti_torch_cpu_addmm_out(out, to, a, b, beta, alpha) : AOTI_TORCH_SUCCESS;
 }
 
-// In `memory`, which a record of torch's allocations does not see.
+// Copies a tensor to `memory`, which is not part of torch's recorded allocations.
 inline Tensor widened(const Tensor& t, std::vector<float>& memory) {
   memory.resize(static_cast<size_t>(t.numel()));
   Tensor wide = torch::stable::from_blob(memory.data(), t.sizes(), std::array{t.size(1), int64_t(1)}, t.device(),
@@ -38,7 +38,7 @@ inline Tensor widened(const Tensor& t, std::vector<float>& memory) {
   return wide;
 }
 
-// A CPU's mm has no wider result: its operands are widened.
+// mm has no wider result on a CPU, so the operands are converted first.
 inline void multiply_widening(const Tensor& out, const Tensor& a, const Tensor& b) {
   std::vector<float> of_a, of_b;
   if (runs) multiply(out, widened(a, of_a), widened(b, of_b));
@@ -50,9 +50,9 @@ inline cudaError_t copy_matrix(Tensor to, const Tensor& from) {
 }
 
 inline std::string instruction_set() { return "emulated CUDA"; }
-// Returns what was.
+// Returns the previous setting.
 inline bool emulation_runs(bool from_now_on) { return std::exchange(runs, from_now_on); }
-// Of kernels, since this was last asked.
+// Returns the number of kernel launches since the last call.
 inline int64_t emulation_launches() { return launches.exchange(0); }
 
 }  // namespace cuda

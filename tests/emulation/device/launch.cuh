@@ -1,4 +1,4 @@
-// launch.cuh - stands in for csrc/cuda/device/launch.cuh: under a host compiler kernels run in emulation.
+// launch.cuh - Replaces csrc/cuda/device/launch.cuh: a host compiler runs the kernels in emulation.
 #define SPARSE_CE_CUDA_LAUNCH
 
 #include "coc_portable.cuh"
@@ -13,7 +13,7 @@
 namespace sparse_ce {
 namespace cuda {
 
-// Whether kernels and products run, or only ask for their memory.
+// If false, kernels and GEMMs do not run and only request their memory.
 inline bool runs = true;
 inline std::atomic<int64_t> launches{0};
 
@@ -48,7 +48,7 @@ cudaError_t launch(cudaStream_t stream, int64_t blocks, int threads, void (*kern
   return launch_clusters(stream, blocks, threads, 1, kernel, arguments...);
 }
 
-// A device may have none: SPARSE_CE_TEST_CLUSTERS=0.
+// SPARSE_CE_TEST_CLUSTERS=0 emulates a device without clusters.
 template <typename... parameters_t>
 bool has_clusters(void (*)(parameters_t...)) {
   const char* given = std::getenv("SPARSE_CE_TEST_CLUSTERS");
