@@ -181,7 +181,8 @@ def test_what_is_refused(device):
     logits, a = logits.to(device), a._replace(indices=a.indices.to(device), row_mask=a.row_mask.to(device))
     wanted = Outputs()
     statistics, chosen = ops.select_shard(logits, *a, *wanted, 0)
-    refused(lambda: ops.select_shard(logits, *a._replace(num_classes=None), *wanted, 0), "num_classes must be the number")
+    refused(lambda: ops.select_shard(logits, *a._replace(num_classes=None), *wanted, 0),
+            "num_classes must be the number of classes of all shards if first_class is given, got None")
     refused(lambda: ops.select_shard(logits, *a, *wanted, -1), "first_class must be in .*, got -1")
     refused(lambda: ops.select_merge(statistics, 2, chosen, *a, *wanted), "statistics must be")
     refused(lambda: ops.select_merge(statistics, 1, None, *a, *wanted), "chosen must have the shape of indices")
