@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from cases import DTYPES, Draw
+from cases import DTYPES, Draw, sparsely
 from close import assert_close_to_float64
 from dense import arithmetic
 from sparse_ce import candidate_logits, cross_entropy, linear_cross_entropy, selected_log_probs
@@ -49,10 +49,7 @@ def check(function, peer, leaves, upstream):
     return results[-1]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("options", OPTIONS)
-@pytest.mark.parametrize("kind", LOGITS)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype, kind, options, layout", sparsely(2, DTYPES, LOGITS.keys(), OPTIONS.keys(), LAYOUTS.keys()))
 def test_cross_entropy(dtype, kind, options, layout, device):
     for classes in CLASSES:
         draw, x = draw_logits(kind, classes, dtype, device, layout)

@@ -5,7 +5,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from cases import DTYPES, FORMS, Draw
+from cases import DTYPES, FORMS, Draw, sparsely
 from close import assert_bitwise_equal, assert_close_to_float64
 from dense import arithmetic
 from linear_cases import MIXED, ROUTES, WIDTH, dense_result, make
@@ -50,17 +50,13 @@ def check(form, device, dtype, options, reductions, head_dtype=None, bias=True, 
                 assert_bitwise_equal(t.detach(), then)
 
 
-@pytest.mark.parametrize("route", ROUTES)
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form, options, route", sparsely(2, FORMS.keys(), OPTIONS, ROUTES))
 def test_loss_and_gradients_equal_the_dense_target(form, options, route, device):
     check(form, device, torch.float32, options, ("none", "mean"), route=route)
 
 
-@pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-@pytest.mark.parametrize("form", ["labels-int64", "tuple", "coo-target", "jagged-ranges"])
+@pytest.mark.parametrize("form, options, dtype, bias", sparsely(
+    2, ["labels-int64", "tuple", "coo-target", "jagged-ranges"], OPTIONS, DTYPES, {"bias": True, "no bias": False}))
 def test_every_dtype_with_every_option(form, options, dtype, bias, device):
     check(form, device, dtype, options, ("none", "sum", "mean"), bias=bias)
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import sparse_ce
-from cases import DTYPES, FORMS, Draw
+from cases import DTYPES, FORMS, Draw, sparsely
 from close import assert_bitwise_equal, assert_close_to_float64
 from dense import arithmetic
 from loss_cases import CLASSES, poisoned
@@ -118,9 +118,7 @@ def check(form, device, dtype, options, wanted=OUTPUTS, seed=0):
     assert_bitwise_equal(view, before)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form, options, dtype", sparsely(2, FORMS.keys(), OPTIONS, DTYPES))
 def test_outputs_and_gradients_equal_the_dense_ones(form, options, dtype, device):
     check(form, device, dtype, options)
 

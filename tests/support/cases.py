@@ -28,12 +28,17 @@ def slow(*parameters):
 
 
 def sparsely(every, *axes):
-    """Of all combinations every so many, by their places, so that any two values of two axes meet; the others are slow.
+    """Marks all combinations but every so many for the flavour `slow`.
+
+    The places of the values choose, so that any two values of two of three axes meet. An axis is a sequence, or a
+    dictionary of values by their names.
     """
+    named = [axis.items() if isinstance(axis, dict) else [(str(value), value) for value in axis] for axis in axes]
     chosen = []
-    for placed in itertools.product(*(enumerate(axis) for axis in axes)):
-        places, values = zip(*placed)
-        chosen.append(pytest.param(*values, marks=[pytest.mark.slow] if sum(places) % every else []))
+    for placed in itertools.product(*(enumerate(axis) for axis in named)):
+        places, pairs = zip(*placed)
+        names, values = zip(*pairs)
+        chosen.append(pytest.param(*values, id="-".join(names), marks=[pytest.mark.slow] if sum(places) % every else []))
     return chosen
 
 
