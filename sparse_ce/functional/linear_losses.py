@@ -1,4 +1,4 @@
-"""The loss of a linear head's logits, which never exist. Formulas: ``csrc/core/math.h``."""
+"""Computes the loss of a linear head without materializing the logits. The formula is in ``csrc/core/math.h``."""
 
 from typing import TYPE_CHECKING, Literal, Optional, overload
 
@@ -64,56 +64,70 @@ def linear_cross_entropy(
     logits_dtype: Optional[torch.dtype] = None,
     chunk_rows: Optional[int] = None,
 ) -> Output:
-    """``cross_entropy(F.linear(input, linear_weight, linear_bias), target)`` without the logits.
+    """Computes ``cross_entropy(F.linear(input, linear_weight, linear_bias), target)`` without materializing the logits.
 
-    They are made, used and overwritten ``chunk_rows`` rows at a time; only the gradients that are needed are computed.
-    With a scalar reduction they are made in forward for a ``grad_output`` of 1 (three matrix products in all) and
-    scaled in backward, which rounds once more if another one comes that is not a power of two. With
-    ``reduction="none"``, in float16, for a second backward and under checkpointing, backward makes the logits anew
-    (four). Second derivatives are right, but computed from all logits at once.
+    The logits are computed, used and overwritten in chunks of ``chunk_rows`` rows. Only the gradients that are needed
+    are computed:
+
+    - With a scalar reduction, forward computes them for a ``grad_output`` of 1, with three matrix products in all.
+      Backward scales them, which rounds once more unless ``grad_output`` is a power of two.
+    - With ``reduction="none"``, in float16, in a second backward and under checkpointing, backward recomputes the
+      logits, with four matrix products in all.
+
+    Second derivatives are correct, but are computed from all logits at once.
 
     Args:
-        input: hidden states (..., D); float16, bfloat16, float32 or float64, any strides. Rows whose target is ignored
-            may hold anything: their gradient is 0, and nothing of them reaches the weight's.
-        linear_weight: the head's weight (V, D), of the dtype of ``input``, or float32 with an ``input`` of 16 bits; it
-            may be a DTensor that is sharded over V (docs/vocabulary-parallel.md). Under autocast both may be what
-            ``F.linear`` takes there. Its gradient is summed over the chunks in float32 (between two chunks, a 16-bit
-            one keeps 24 bits); on a CPU one of bfloat16 with no more rows than D over all rows at once.
-        target: as for :func:`cross_entropy`, for logits (..., V).
-        linear_bias: (V,), dtype as for ``linear_weight``.
-        weight, ignore_index, reduction, label_smoothing, z_loss, logit_scale, softcap, normalizer, row_weight,
-            return_lse, return_entropy, return_argmax: as for :func:`cross_entropy`. With a scalar reduction entropy and
-            argmax cost no matrix product more (compiled they cost one, unless the entropy is ``"detached"``: a gradient
-            may come); a gradient for entropy or lse, or for a learned ``logit_scale``, costs one (in the first step of
-            a loop three: forward does not know yet that it will come).
-        num_classes: only the first ``num_classes`` rows of ``linear_weight`` exist; the rest are not read and get
-            gradient 0.
-        inplace: accepted like everywhere; there are no logits to spare, they are always overwritten.
-        group, vocab_start: the process group whose ranks share out the head's classes, and the first class of the rows
-            of ``linear_weight`` here. If it is None, the rows are in the order of ranks, which tell each other how many
-            they have in each call; a compiled one cannot. With ``vocab_start``, ``num_classes`` says how many classes
-            there are. Ranks may have any number of rows, none too. All other arguments, ``input`` among them (but for a
-            :class:`SequenceGroup`), and the upstream gradient are the same on every rank, and so are
-            results and the gradient for ``input``, to the bit. The gradient is complete: it has been added up over the
-            ranks, in the dtype of ``input``, as tensor parallelism does it; do not reduce it again. It
-            is sent while the weight's gradient is computed, which is that of the rows here. With
-            a scalar reduction gradients are made in forward for 1, but in float16, and backward sends nothing;
-            otherwise, and for a gradient of ``lse`` or the entropy, it makes the logits anew and sends there (and the
-            next forward of the group makes none). A second derivative is an error.
-        logits_dtype: ``torch.float32``: the logits of a head of 16 bits, under autocast too, stay what its product
-            sums in float32; None: they are rounded to 16 bits where the product gives them so (on CUDA, and on a CPU
-            that multiplies bfloat16). Their gradient is rounded for its products in any case. A wider head's are as
-            wide as it is.
-        chunk_rows: rows whose logits exist at a time; by default what fits a share of all logits. Fewer than D / 2
-            save memory in 16 bits where D < N < V, for a fourth matrix product (docs/linear-head.md). With a ``group``
-            two chunks exist at a time, and by default there are two to eight of them where there are rows enough.
+        input: hidden states (..., D); float16, bfloat16, float32 or float64, any strides. Rows with an ignored target
+            may hold any value: their gradient is 0, and they do not affect the gradient of the weight.
+        linear_weight: weight of the head (V, D), in the dtype of ``input``, or float32 if ``input`` has 16 bits. It may
+            be a DTensor sharded over V (docs/vocabulary-parallel.md). Under autocast, both may have any dtype that
+            ``F.linear`` accepts there. The weight's gradient is accumulated over chunks in float32; between chunks, a
+            16-bit gradient keeps 24 bits. On a CPU, a bfloat16 gradient is one product over all rows if there are no
+            more rows than D.
+        target: see :func:`cross_entropy`, for logits (..., V).
+        linear_bias: bias of the head (V,), with the dtype rules of ``linear_weight``.
+        weight, ignore_index, reduction, label_smoothing, z_loss: see :func:`cross_entropy`.
+        logit_scale, softcap, normalizer, row_weight: see :func:`cross_entropy`.
+        num_classes: only the first ``num_classes`` rows of ``linear_weight`` are classes. The other rows are not read
+            and get gradient 0.
+        inplace: ignored; accepted for consistency with :func:`cross_entropy`.
+        group: process group over which the classes of the head are sharded; ``linear_weight`` holds the rows of this
+            rank, possibly none. All other arguments and ``grad_output`` must be the same on every rank; with a
+            :class:`SequenceGroup`, ``input`` holds the rows of this rank.
+
+            - Results and the gradient for ``input`` are bitwise identical on all ranks. This gradient is already summed
+              over the ranks, in the dtype of ``input``, as in tensor parallelism. Do not reduce it again.
+            - The gradient for the weight is that of this rank's rows. It is computed while the gradient for ``input``
+              is communicated.
+            - With a scalar reduction, forward computes the gradients for a ``grad_output`` of 1, and backward does not
+              communicate. This does not apply to float16.
+            - Otherwise, and for a gradient of ``lse`` or the entropy, backward recomputes the logits and communicates.
+              After such a gradient, the next forward of the group does not compute gradients.
+            - Second derivatives raise an error.
+        vocab_start: first class of this rank's rows of ``linear_weight``; then ``num_classes`` must be the global
+            number of classes. If it is None, rows are in the order of ranks, and the ranks exchange their row counts in
+            each call. Compiled calls require ``vocab_start``.
+        return_lse, return_entropy, return_argmax: see :func:`cross_entropy`. With a scalar reduction:
+
+            - Entropy and argmax need no further matrix product. If compiled, they need one more unless the entropy is
+              ``"detached"``, because a gradient for it may follow.
+            - A gradient for the entropy or ``lse``, or for a learned ``logit_scale``, needs one more. The first step of
+              a loop needs three more, because forward cannot know that this gradient follows.
+        logits_dtype: ``torch.float32`` keeps the logits of a 16-bit head, also under autocast, in float32, as its
+            matrix product accumulates them. None rounds them to 16 bits if the product returns 16 bits (on CUDA, and on
+            CPUs that multiply bfloat16). The gradient of the logits is rounded for its matrix products in any case. The
+            logits of a wider head have its dtype.
+        chunk_rows: number of rows whose logits exist at a time; by default, what fits into a fraction of all logits. In
+            16 bits with D < N < V, ``chunk_rows < D / 2`` saves memory for a fourth matrix product
+            (docs/linear-head.md). With a ``group``, two chunks exist at a time, and by default there are two to eight
+            chunks if there are enough rows.
 
     Returns:
-        The loss, float32 (float64 for float64), a fresh tensor; or a :class:`CrossEntropyOutput`, as
+        The loss as a new float32 tensor (float64 for float64), or a :class:`CrossEntropyOutput`, like
         :func:`cross_entropy`.
 
     Raises:
-        TypeError, ValueError, RuntimeError: as :func:`cross_entropy`.
+        TypeError, ValueError, RuntimeError: see :func:`cross_entropy`.
 
     Examples:
         >>> hidden, head = torch.randn(4, 8, requires_grad=True), torch.nn.Linear(8, 100)
@@ -121,7 +135,7 @@ def linear_cross_entropy(
         >>> loss = sparse_ce.linear_cross_entropy(hidden, head.weight, labels, linear_bias=head.bias)
         >>> loss.backward()
         >>> torch.testing.assert_close(loss, torch.nn.functional.cross_entropy(head(hidden), labels))
-        >>> hidden.grad[2].eq(0).all()  # of the ignored row
+        >>> hidden.grad[2].eq(0).all()  # the ignored row
         tensor(True)
     """
     source = of_head(input, linear_weight, linear_bias, num_classes, group, vocab_start, logits_dtype, chunk_rows)

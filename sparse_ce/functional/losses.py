@@ -1,4 +1,4 @@
-"""Losses as functions. Formulas: ``csrc/core/math.h``; the same in plain PyTorch: ``reference/``."""
+"""Computes the loss of logits. The formula is in ``csrc/core/math.h``, and in plain PyTorch in ``reference/``."""
 
 import inspect
 from typing import TYPE_CHECKING, Literal, Optional, TypedDict, overload
@@ -35,13 +35,13 @@ class _Shared(TypedDict, total=False):
 
 
 class Options(_Shared, total=False):
-    """The keywords that both losses take, for type checkers."""
+    """Lists the keyword arguments that both losses take, for type checkers."""
 
     row_weight: Optional[Tensor]
 
 
 class HeldOptions(_Shared, total=False):
-    """Those that their modules hold."""
+    """Lists the keyword arguments that the modules of both losses store, for type checkers."""
 
     return_lse: bool
     return_entropy: ReturnEntropy
@@ -83,67 +83,89 @@ def cross_entropy(
     return_entropy: ReturnEntropy = False,
     return_argmax: bool = False,
 ) -> Output:
-    """Cross entropy between logits and a sparse target; equals ``F.cross_entropy`` with the target made dense.
+    """Computes the cross entropy between logits and a sparse target.
 
-    Classes are the last dimension, always: logits (N, C, H, W) of ``F.cross_entropy`` are ``input.movedim(1, -1)``
-    here, which is used where it lies, without a copy. Labels that fit only the other reading are an error; where both
-    fit (C == H == W), the last is taken.
+    The loss of a row with target classes ``c_k`` and their weights ``w_k`` is
+
+        loss = sum_k weight[c_k] * w_k * (lse - z[c_k]),    lse = log(sum_j exp(z_j)),
+
+    where ``z`` are the row's logits after ``logit_scale`` and ``softcap``. The result equals ``F.cross_entropy`` with
+    the dense target, which is never materialized. See ``csrc/core/math.h`` for the gradient and for the terms of label
+    smoothing and z-loss.
+
+    Classes are always the last dimension. Pass logits (N, C, H, W) of ``F.cross_entropy`` as ``input.movedim(1, -1)``;
+    they are read in place, without a copy. Labels that fit only the other layout raise an error. If labels fit both
+    layouts (C == H == W), classes are taken from the last dimension.
 
     Args:
         input: logits (..., V), classes last; float16, bfloat16, float32 or float64, any strides. Arithmetic and result
-            are float32 (float64 for float64). Or a DTensor, which may be sharded over rows and over the classes; then
-            the result is one, and means are over the rows of its whole mesh (docs/vocabulary-parallel.md).
+            are float32 (float64 for float64). A DTensor may be sharded over rows and over classes. The result is then a
+            DTensor, and means are taken over the rows of the whole mesh (docs/vocabulary-parallel.md).
         target: one of
-            class indices, integer, ``input.shape[:-1]``;
-            ``(indices, values)``, padded top-k, (..., K) each, the values being weights;
-            a sparse COO tensor of the shape of ``input``, coalesced or not;
-            a sparse CSR tensor (N, V);
-            a :class:`SparseTarget`.
-            Entries of weight 0 or of class ``ignore_index`` are padding; duplicates add up; weights need not sum to 1.
-        weight: class weights (V,), as in ``F.cross_entropy``. May not require grad.
-        ignore_index: rows whose label, or whose every top-k index, has this value are ignored: loss 0, gradient 0
-            whatever their logits hold, not counted by the mean. In a :class:`SparseTarget` -100 means that, too.
-        reduction: ``"none"`` (shape ``input.shape[:-1]``), ``"sum"`` or ``"mean"``. The mean divides by the sum of the
-            labels' class weights for class indices, else by the number of rows not ignored. A mean over nothing is 0.
-        label_smoothing: in [0, 1]; the share of the target that is spread over all classes.
-        z_loss: not negative; adds ``z_loss * lse ** 2``, in nats squared, to each row's loss, whose divisor it shares
-            (with ``weight`` and class indices, the sum of the labels' class weights).
-        logit_scale, softcap: the loss of ``softcap * tanh(logit_scale * input / softcap)``, or of
-            ``logit_scale * input`` without a softcap. ``logit_scale`` may also be a tensor: ``input.shape[:-1]``, one
-            for each row (the inverse of its temperature), or (), which may require grad.
-        normalizer: divides the sum instead of the mean's own count; a number, or a tensor of any shape whose elements
-            are equal (Hugging Face's ``num_items_in_batch``), not negative. 0 gives a loss of 0. Only with
-            ``reduction="mean"``. In eager mode a tensor's values are looked at on the CPU (on CUDA with
-            ``SPARSE_CE_VALIDATE=1``).
-        row_weight: multiplies the loss of each row, ``input.shape[:-1]``: token weights, importance weights. It does
-            not change what a mean divides by, and may require grad. Where it is 0 the row's loss is 0, whatever its
-            logits hold, and in ignored rows it may be anything.
-        num_classes: only the first ``num_classes`` columns exist (a padded head); the rest get gradient 0.
-        inplace: with ``"forward"`` a later read of ``input`` sees its gradient: the loss writes it there at once, one
-            read and one write of the logits in all, for a ``grad_output`` of 1; another one scales it
-            in backward, which rounds once more. Where that cannot be it is ``"backward"``: the gradient may overwrite
-            ``input``'s storage during backward. So it is for ``reduction="none"``, an ``input`` that is a leaf, in
-            float16, with ``return_*`` and values that require grad. Where rows overlap, under ``torch.compile``,
-            ``torch.func``, checkpointing and other hooks on saved tensors, and with False, ``input`` is never written.
-        group, vocab_start: the process group whose ranks share out the classes, and the first class of the columns of
-            ``input`` here. If it is None, the columns are in the order of ranks, which tell each other how many they
-            have in each call; a compiled one cannot. With ``vocab_start``, ``num_classes`` says how many classes there
-            are. Ranks may have any number of columns, none too. All other
-            arguments, and the upstream gradient, are the same on every rank, and so is what is returned, to the bit.
-            The gradient for ``input`` is that of its own columns; ``"forward"`` is ``"backward"`` here, and a second
-            derivative an error.
-        return_lse: also return ``lse``, log sum exp of each row's transformed logits, differentiable; 0 where ignored.
-        return_entropy, return_argmax: also return the entropy of each row's distribution, differentiable unless it is
-            ``"detached"``, and the class of its largest logit, from the same read of the logits.
+
+            - class indices: an integer tensor of shape ``input.shape[:-1]``
+            - ``(indices, values)``: a padded top-k, (..., K) each, with the weights as values
+            - a sparse COO tensor of the shape of ``input``, coalesced or not
+            - a sparse CSR tensor (N, V)
+            - a :class:`SparseTarget`
+
+            Entries with weight 0 or class ``ignore_index`` are padding. The weights of duplicate entries are summed.
+            Weights need not sum to 1.
+        weight: class weights (V,), as in ``F.cross_entropy``. Must not require grad.
+        ignore_index: index that marks padding. A row is ignored if its label, or every index of its top-k, has this
+            value. An ignored row has loss 0 and gradient 0 whatever its logits are, and the mean does not count it. In
+            a :class:`SparseTarget`, -100 always marks padding too.
+        reduction: ``"none"`` (shape ``input.shape[:-1]``), ``"sum"`` or ``"mean"``. For class indices, the mean divides
+            by the sum of the labels' class weights, otherwise by the number of active rows. If the divisor is 0, the
+            mean is 0.
+        label_smoothing: fraction of the target, in [0, 1], that is spread over all classes.
+        z_loss: non-negative factor of ``lse ** 2`` (in nats squared), which is added to each row's loss. It shares the
+            divisor of the loss: with ``weight`` and class indices, the sum of the labels' class weights.
+        logit_scale: number that multiplies the logits, or a tensor: of shape ``input.shape[:-1]`` with one scale
+            (inverse temperature) per row, or of shape (), which may require grad.
+        softcap: positive number or None. If given, the loss is computed from
+            ``softcap * tanh(logit_scale * input / softcap)`` instead of ``logit_scale * input``.
+        normalizer: divisor that replaces the mean's own, not negative; requires ``reduction="mean"``. It is a number,
+            or a tensor of any shape with equal elements, such as Hugging Face's ``num_items_in_batch``. 0 gives a loss
+            of 0. In eager mode the values of a tensor are checked on the CPU, and on CUDA with
+            ``SPARSE_CE_VALIDATE=1``.
+        row_weight: tensor of shape ``input.shape[:-1]`` that multiplies each row's loss, such as token or importance
+            weights. It does not change the divisor of the mean, and may require grad. A weight of 0 gives a loss of 0,
+            whatever the row's logits are. Weights of ignored rows may have any value.
+        num_classes: only the first ``num_classes`` columns are classes (a padded head). The other columns get gradient
+            0.
+        inplace: whether the gradient may overwrite ``input``:
+
+            - False: ``input`` is never written.
+            - ``"backward"``: backward may write the gradient into the memory of ``input``.
+            - ``"forward"``: forward already writes the gradient there, with one read and one write of the logits in
+              all. A later read of ``input`` sees the gradient. It is computed for a ``grad_output`` of 1. Any other
+              ``grad_output`` scales it in backward, which rounds once more.
+
+            ``"forward"`` falls back to ``"backward"`` for ``reduction="none"``, an ``input`` that is a leaf or float16,
+            any ``return_*``, and target values that require grad. ``input`` is never written if its rows overlap, nor
+            under ``torch.compile``, ``torch.func``, checkpointing and other hooks on saved tensors.
+        group: process group over which the classes are sharded; ``input`` holds the columns of this rank, possibly
+            none. All other arguments and ``grad_output`` must be the same on every rank. The results are then bitwise
+            identical on all ranks, and the gradient for ``input`` is that of its own columns. ``inplace="forward"``
+            falls back to ``"backward"``, and second derivatives raise an error.
+        vocab_start: first class of this rank's columns; then ``num_classes`` must be the global number of classes. If
+            it is None, columns are in the order of ranks, and the ranks exchange their column counts in each call.
+            Compiled calls require ``vocab_start``.
+        return_lse: if True, also returns ``lse``, the log-sum-exp of each row's transformed logits. It is
+            differentiable, and 0 in ignored rows.
+        return_entropy: if True, also returns the entropy of each row's distribution, from the same read of the logits.
+            It is differentiable; with ``"detached"`` it is not.
+        return_argmax: if True, also returns the class of each row's largest logit, from the same read of the logits.
 
     Returns:
-        The loss, a fresh tensor. With any of ``return_lse``, ``return_entropy`` and ``return_argmax`` a
-        :class:`CrossEntropyOutput`, ``(loss, lse, entropy, argmax)``.
+        The loss as a new tensor. With any of ``return_lse``, ``return_entropy`` and ``return_argmax``, a
+        :class:`CrossEntropyOutput` ``(loss, lse, entropy, argmax)``.
 
     Raises:
-        TypeError, ValueError: an argument has the wrong type, shape or value; raised before any work.
-        RuntimeError: dtype or device do not fit, or (CPU) an index is outside of the classes. On CUDA the row's loss is
-            NaN instead, unless ``SPARSE_CE_VALIDATE=1`` is set.
+        TypeError, ValueError: if an argument has the wrong type, shape or value; raised before any work.
+        RuntimeError: if dtypes or devices do not match, or (CPU) an index is out of range. On CUDA the loss of that row
+            is NaN instead, unless ``SPARSE_CE_VALIDATE=1`` is set.
 
     Examples:
         >>> logits = torch.tensor([[2.0, 0.0, 1.0], [0.0, 3.0, 0.0]], requires_grad=True)
