@@ -1,4 +1,4 @@
-"""The logits of a linear head at a few ids of each row. Formulas: ``csrc/ops/candidates.h``."""
+"""Computes the logits of a linear head at a few ids of each row. The formulas are in ``csrc/ops/candidates.h``."""
 
 import math
 from typing import Optional
@@ -28,40 +28,51 @@ def candidate_logits(
     softcap: Optional[float] = None,
     sparse_grad: bool = False,
 ) -> Tensor:
-    """The logits of a linear head at K ids of each row alone: ``F.linear(input, linear_weight, linear_bias)`` gathered
-    at the ids, with neither the logits nor a copy ``linear_weight[ids]`` of N K D numbers.
+    """Computes the logits of a linear head at K ids of each row only.
 
-    For what is normalized over candidates and not over the vocabulary: replay of truncated sampling, distillation
-    renormalized on a teacher's top-k, sampled softmax, draft vocabularies.
+    The result is ``F.linear(input, linear_weight, linear_bias)`` gathered at the ids. Neither the logits nor a copy
+    ``linear_weight[ids]`` of N K D numbers is materialized. Use it if the softmax is taken over candidates instead of
+    the vocabulary: replay of truncated sampling, distillation renormalized on a teacher's top-k, sampled softmax, draft
+    vocabularies.
 
     Args:
         input: hidden states (..., D); float16, bfloat16, float32 or float64, any strides. Arithmetic and result are
             float32 (float64 for float64).
-        linear_weight: the head's weight (V, D), of the dtype of ``input``, or float32 with an ``input`` of 16 bits.
-            Under autocast both may be what ``F.linear`` takes there. A stride of its columns other than 1 costs a copy.
-        indices: int64 or int32, (..., K) with as many dimensions as ``input``: K ids a row; or ``input.shape[:-1]``:
-            one id a row; or a :class:`SparseTarget` of any form, whose weights say what is padding and no more (a
-            jagged set of ids: ``SparseTarget.from_jagged(ids, None, offsets)``); or another target that
-            :func:`cross_entropy` takes. Ids may repeat.
-        linear_bias: (V,), dtype as for ``linear_weight``.
-        logit_scale, softcap: the result is ``softcap * tanh(logit_scale * logit / softcap)``, or
-            ``logit_scale * logit`` without a softcap. Numbers.
-        sparse_grad: the gradient for ``linear_weight`` is a coalesced sparse COO tensor with a row for each id that has
-            a gradient, at most min(N K, V), in place of a dense (V, D). CUDA is waited for to count them; not within
-            the capture of a CUDA graph, nor under ``torch.compile``. Under ``torch.func`` and where the gradient is
-            itself differentiated (``create_graph=True``) it is dense.
+        linear_weight: weight of the head (V, D), in the dtype of ``input``, or float32 if ``input`` has 16 bits. Under
+            autocast, both may have any dtype that ``F.linear`` accepts there. If the stride of its columns is not 1, it
+            is copied.
+        indices: the ids, one of
+
+            - an int64 or int32 tensor (..., K) with as many dimensions as ``input``: K ids per row
+            - an int64 or int32 tensor of shape ``input.shape[:-1]``: one id per row
+            - a :class:`SparseTarget` of any format, whose weights only mark padding.
+              ``SparseTarget.from_jagged(ids, None, offsets)`` holds sets of any length.
+            - any other target of :func:`cross_entropy`
+
+            Ids may be repeated.
+        linear_bias: bias of the head (V,), with the dtype rules of ``linear_weight``.
+        logit_scale, softcap: numbers. The result is ``softcap * tanh(logit_scale * logit / softcap)``, or
+            ``logit_scale * logit`` without a softcap.
+        sparse_grad: if True, the gradient for ``linear_weight`` is a coalesced sparse COO tensor instead of a dense (V,
+            D). It has one row for each id with a gradient, at most min(N K, V).
+
+            - On CUDA the host waits to count these rows.
+            - The capture of a CUDA graph and ``torch.compile`` do not support it.
+            - Under ``torch.func`` and with ``create_graph=True`` the gradient is dense.
 
     Returns:
-        float32 (float64 for float64), differentiable any number of times, in the shape of the ids: ``input.shape[:-1]``
-        for one id a row, (..., K), or (entries,) for jagged targets, in their order (COO: by rows). Padding, which is
-        an id of -100, an entry of weight 0 or log-probability -inf and each one of a masked row, gives -inf, and no
-        gradient to anything; nor does an upstream gradient of 0. What ``input`` holds in rows of such alone is not
-        read.
+        The logits, float32 (float64 for float64), differentiable any number of times. They have the shape of the ids:
+        ``input.shape[:-1]``, (..., K), or (entries,) for jagged targets, in the order of the entries (COO: by rows).
+
+        Padding is an id of -100, an entry of weight 0 or log-probability -inf, and every entry of a masked row. Its
+        logit is -inf, and it contributes no gradient. Neither does an entry whose ``grad_output`` is 0. If all entries
+        of a row are padding, its ``input`` is not read.
 
     Raises:
-        TypeError, ValueError: an argument has the wrong type, shape or value; raised before any work.
-        RuntimeError: dtype or device do not fit, or (CPU) an id is not in [0, V). On CUDA its logit is NaN instead,
-            unless ``SPARSE_CE_VALIDATE=1`` is set. ``sparse_grad`` within the capture of a CUDA graph.
+        TypeError, ValueError: if an argument has the wrong type, shape or value; raised before any work.
+        RuntimeError: if dtypes or devices do not match, or (CPU) an id is not in [0, V). On CUDA its logit is NaN
+            instead, unless ``SPARSE_CE_VALIDATE=1`` is set. Also if ``sparse_grad`` is used during the capture of a
+            CUDA graph.
 
     Examples:
         >>> hidden, head = torch.randn(2, 8, requires_grad=True), torch.nn.Linear(8, 100)

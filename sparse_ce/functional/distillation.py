@@ -1,4 +1,4 @@
-"""Losses of distillation: a divergence from a sparse teacher, with the cross entropy of labels beside it."""
+"""Computes distillation losses: a divergence from a sparse teacher, combined with the cross entropy of labels."""
 
 import functools
 from dataclasses import replace
@@ -53,29 +53,31 @@ def distillation_loss(
     reduction: Reduction = "mean",
     normalizer: Optional[Normalizer] = None,
 ) -> Tensor:
-    """``alpha * divergence(student, teacher) + (1 - alpha) * cross_entropy(labels)``.
+    """Computes ``alpha * divergence(student, teacher) + (1 - alpha) * cross_entropy(student, labels)``.
 
     Args:
-        input: the student's logits (..., V).
-        teacher: as for :func:`sparse_ce.divergence`.
-        labels: any form of target of :func:`sparse_ce.cross_entropy`; needed where ``alpha`` is not 1.
-        kind, tail, beta, floor, teacher_log_tail: as for :func:`sparse_ce.divergence`.
-        temperature: of the divergence: the student's logits are divided by it, and the teacher's probabilities are
-            raised to 1 / ``temperature`` and normalized over its classes. What it has off them is not known at another
-            temperature than that of the cache: with ``tail`` other than ``"zero"`` and ``"renormalize"`` it must be 1.
-        temperature_squared: whether the divergence is multiplied by ``temperature ** 2``, which keeps its gradient's
-            size as the temperature grows.
-        alpha: the divergence's share, in [0, 1].
-        ignore_index, logit_scale, softcap, num_classes, group, vocab_start, reduction, normalizer: as for
-            :func:`sparse_ce.cross_entropy`. Each of the two means is over the rows that count in its target; a
-            ``normalizer`` divides both.
+        input: logits of the student (..., V).
+        teacher: see :func:`sparse_ce.divergence`.
+        labels: any target of :func:`sparse_ce.cross_entropy`. Required unless ``alpha`` is 1.
+        kind, tail, beta, floor, teacher_log_tail: see :func:`sparse_ce.divergence`.
+        temperature: temperature of the divergence. The student's logits are divided by it. The teacher's probabilities
+            are raised to the power 1 / ``temperature`` and normalized over its classes. A tail other than ``"zero"``
+            and ``"renormalize"`` requires a temperature of 1, because the teacher's tail is known only at the
+            temperature of its cache.
+        temperature_squared: if True, the divergence is multiplied by ``temperature ** 2``, so that its gradient keeps
+            its size as the temperature grows.
+        alpha: weight of the divergence, in [0, 1].
+        ignore_index, logit_scale, softcap, num_classes: see :func:`sparse_ce.cross_entropy`.
+        group, vocab_start: see :func:`sparse_ce.cross_entropy`.
+        reduction, normalizer: see :func:`sparse_ce.cross_entropy`. Each of the two means is over the active rows of its
+            own target. A ``normalizer`` divides both.
 
     Returns:
-        As :func:`sparse_ce.cross_entropy`.
+        The loss, float32 (float64 for float64), of shape ``()`` or the leading shape.
 
     Raises:
-        TypeError, ValueError: as :func:`sparse_ce.divergence` and :func:`sparse_ce.cross_entropy`; ``labels`` are
-            missing; a temperature at which the teacher's tail is not known.
+        TypeError, ValueError: see :func:`sparse_ce.divergence` and :func:`sparse_ce.cross_entropy`. Also if ``labels``
+            are missing, or ``tail`` does not support the temperature.
 
     Examples:
         >>> logits, labels = torch.zeros(2, 4, requires_grad=True), torch.tensor([0, 3])
@@ -135,23 +137,26 @@ def linear_distillation_loss(
     logits_dtype: Optional[torch.dtype] = None,
     chunk_rows: Optional[int] = None,
 ) -> Tensor:
-    """``distillation_loss(F.linear(input, linear_weight, linear_bias), teacher, labels)`` without the logits.
+    """Computes ``distillation_loss(F.linear(input, linear_weight, linear_bias), teacher, labels)`` without
+    materializing the logits.
 
-    Three matrix products, as :func:`sparse_ce.linear_row_loss`: with class indices for ``labels`` at temperature 1 and
-    a teacher that is not jagged in all, else three for each of the two losses. A teacher whose values require grad
-    takes a fourth.
+    It takes three matrix products, see :func:`sparse_ce.linear_row_loss`. They serve both losses if ``labels`` are
+    class indices, the temperature is 1 and the teacher is not jagged; otherwise each loss takes three. A teacher whose
+    values require grad takes a fourth.
 
     Args:
-        input, linear_weight, linear_bias, logits_dtype, chunk_rows: as for :func:`sparse_ce.linear_cross_entropy`.
-        teacher, labels, kind, tail, beta, floor, teacher_log_tail, temperature, temperature_squared, alpha,
-            ignore_index, logit_scale, softcap, num_classes, group, vocab_start, reduction, normalizer: as for
-            :func:`distillation_loss`.
+        input, linear_weight, linear_bias, logits_dtype, chunk_rows: see :func:`sparse_ce.linear_cross_entropy`.
+        teacher, labels: see :func:`distillation_loss`.
+        kind, tail, beta, floor, teacher_log_tail: see :func:`distillation_loss`.
+        temperature, temperature_squared, alpha: see :func:`distillation_loss`.
+        ignore_index, logit_scale, softcap, num_classes: see :func:`distillation_loss`.
+        group, vocab_start, reduction, normalizer: see :func:`distillation_loss`.
 
     Returns:
-        As :func:`distillation_loss`.
+        See :func:`distillation_loss`.
 
     Raises:
-        TypeError, ValueError, RuntimeError: as :func:`distillation_loss` and :func:`sparse_ce.linear_cross_entropy`.
+        TypeError, ValueError, RuntimeError: see :func:`distillation_loss` and :func:`sparse_ce.linear_cross_entropy`.
 
     Examples:
         >>> hidden, head = torch.randn(6, 8, requires_grad=True), torch.nn.Linear(8, 50)
@@ -209,8 +214,8 @@ def _of_rows(of_kind: Dict[str, Any], student: LogProbs, teacher: SparseTarget, 
 def _checked(teacher: Target, labels: Optional[Target], shape: torch.Size, num_classes: Optional[int],
              of_kind: Dict[str, Any], temperature: float, alpha: float,
              dtype: torch.dtype) -> Tuple[SparseTarget, Dict[str, Any]]:
-    """The teacher at the temperature, for logits of ``shape`` and arithmetic of ``dtype``, and the fields to ask
-    for."""
+    """Checks the options. Returns the teacher at the temperature, for logits of ``shape`` and arithmetic of ``dtype``,
+    and the options that request the fields that the divergence requires."""
     tail = of_kind["tail"]
     fields = checked(**of_kind)
     check_shares(tail, temperature, alpha)
@@ -239,7 +244,7 @@ def check_shares(tail: str, temperature: float, alpha: float) -> None:
 
 
 def _divided(temperature: float, logit_scale: Scale, softcap: Optional[float]) -> Dict[str, Any]:
-    """What divides the logits by the temperature behind the softcap."""
+    """Returns the options that divide the logits by the temperature after the softcap."""
     return dict(logit_scale=logit_scale / temperature, softcap=None if softcap is None else softcap / temperature)
 
 
@@ -260,7 +265,7 @@ def _learned(teacher: SparseTarget) -> bool:
 def _together(of_rows: Loss, share: float, share_of_labels: float, input: Tensor, linear_weight: Tensor,
               teacher: SparseTarget, labels: Tensor, tail_args: Tuple[Tensor, ...], reduction: Reduction,
               normalizer: Union[None, Normalizer, Normalizers], **named: Any) -> Tensor:
-    """Both losses of one pass over the head: the label is one more id of each row."""
+    """Computes both losses in one pass over the head: the label is appended to the ids of each row."""
     ids = teacher.indices if teacher.form == "topk" else teacher.indices[..., None]
     of_teacher, of_labels = teacher.ne(IGNORE_INDEX), labels.ne(IGNORE_INDEX)
     live = ids.ne(IGNORE_INDEX) & of_teacher[..., None]
@@ -295,7 +300,7 @@ def _together(of_rows: Loss, share: float, share_of_labels: float, input: Tensor
 
 
 def _log_add(a: Tensor, b: Tensor) -> Tensor:
-    """log(e^a + e^b). torch.logaddexp's second derivative is NaN where one of them is -inf."""
+    """Returns log(e^a + e^b). The second derivative of ``torch.logaddexp`` is NaN if a or b is -inf."""
     above = a >= b
     high, low = torch.where(above, a, b), torch.where(above, b, a)
     return high + (low - torch.where(high.isneginf(), 0.0, high)).exp().log1p()

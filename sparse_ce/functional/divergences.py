@@ -1,9 +1,8 @@
-"""Divergences of a student from a teacher that is known at a few classes of each row.
+"""Computes divergences of a student from a teacher that is known at a few classes of each row.
 
-S are the teacher's distinct classes in a row, p its weights there, s their sum; q are the student's probabilities, Q
-their sum over S, and V is the number of classes. What the teacher has off S is said by ``tail``. All sums are over S
-and, where the tail has a part in them, one term more, made of what the student's log-probabilities come with: nothing
-here has V numbers a row.
+S are the teacher's distinct classes in a row, p its weights there, and s their sum. q are the student's probabilities,
+Q is their sum over S, and V the number of classes. ``tail`` defines the teacher outside S. All sums are over S, plus
+one term for the tail, computed from the student's other outputs. Nothing here holds V numbers per row.
 """
 
 import math
@@ -39,7 +38,7 @@ _AS_ZERO = "a teacher's e^floor off its classes adds nothing to this direction: 
 
 
 def needed(kind: str, tail: str) -> Union[Tuple[str, ...], str]:
-    """The fields of :class:`LogProbs` that it needs beside ``log_probs``, or the reason why it is refused."""
+    """Returns the fields of :class:`LogProbs` required beside ``log_probs``, or why the tail is not supported."""
     if tail == "zero":
         if kind == "reverse_kl":
             return _INFINITE
@@ -70,40 +69,45 @@ def divergence(
     group: Group = None,
     vocab_start: Optional[int] = None,
 ) -> Tensor:
-    """How far a student is from a teacher whose probabilities are known at a few classes of each row.
+    """Computes the divergence of a student from a teacher whose probabilities are known at a few classes of each row.
 
     Args:
-        student: logits (..., V), or what :func:`sparse_ce.selected_log_probs` gave for ``teacher``, with the fields
-            that ``kind`` and ``tail`` need (docs/distillation.md has the table).
-        teacher: probabilities p as any form of target of :func:`sparse_ce.cross_entropy`, for the leading shape; most
-            exact as log-probabilities, ``SparseTarget.from_topk(ids, log_probs, kind="logprobs")``. Repeated ids add
-            up. Rows that it ignores do not count.
-        kind: ``"forward_kl"`` KL(p, q), ``"reverse_kl"`` KL(q, p), ``"jsd"`` beta KL(p, M) + (1 - beta) KL(q, M) with
-            M = beta p + (1 - beta) q, ``"skew_forward"`` KL(p, M), ``"skew_reverse"`` KL(q, beta q + (1 - beta) p),
-            ``"alpha"`` (1 - sum p^beta q^(1 - beta)) / (beta (1 - beta)), ``"tv"`` sum |p - q| / 2, ``"hellinger"``
-            sum (sqrt p - sqrt q)^2 / 2.
-        beta: between 0 and 1, of jsd, skew_forward, skew_reverse and alpha.
-        tail: the teacher off its classes. ``"zero"``: 0, and p as it is, whatever it sums to; ``"renormalize"``: p and
-            q are both normalized over the classes, and nothing is asked of q elsewhere: that is left to labels;
-            ``"bucket"``: all other classes are one, which has 1 - sum p; ``"uniform"``: each of them has its share of
-            1 - sum p; ``"floor"``: each has e^floor. Not every kind is defined with each.
-        floor: a log-probability: of the classes off the teacher's with ``tail="floor"``; elsewhere the least that its
-            bucket, or a class of its uniform tail, is taken to have.
-        teacher_log_tail: leading shape, log of the teacher's probability off its classes, where it is known
-            (``topk_log_probs(..., return_log_tail=True)``); else it is made of 1 - sum p, which has few digits. Only
-            ``"bucket"`` and ``"uniform"`` look at it.
-        reduction, normalizer: as for :func:`sparse_ce.cross_entropy`.
-        num_classes, group, vocab_start: of a student that is logits, as for :func:`sparse_ce.cross_entropy`. Of one
-            that is log-probabilities the teacher may know ``num_classes``; else a bucket is empty where the row's
-            classes are the first ones, without a gap, and the student has nothing elsewhere.
+        student: logits (..., V), or the output of :func:`sparse_ce.selected_log_probs` for ``teacher``, with the fields
+            that ``kind`` and ``tail`` require (see the table in docs/distillation.md).
+        teacher: probabilities p as any target of :func:`sparse_ce.cross_entropy`, of the leading shape.
+            Log-probabilities are most accurate: ``SparseTarget.from_topk(ids, log_probs, kind="logprobs")``. The
+            probabilities of repeated ids are summed.
+        kind: the divergence, with M = beta p + (1 - beta) q, one of
+
+            - ``"forward_kl"``: KL(p, q), ``"reverse_kl"``: KL(q, p), ``"tv"``: sum |p - q| / 2
+            - ``"jsd"``: beta KL(p, M) + (1 - beta) KL(q, M)
+            - ``"skew_forward"``: KL(p, M), ``"skew_reverse"``: KL(q, beta q + (1 - beta) p)
+            - ``"alpha"``: (1 - sum p^beta q^(1 - beta)) / (beta (1 - beta))
+            - ``"hellinger"``: sum (sqrt p - sqrt q)^2 / 2
+        beta: parameter of jsd, skew_forward, skew_reverse and alpha, between 0 and 1.
+        tail: the teacher outside its classes. Some kinds do not support some tails.
+
+            - ``"zero"``: 0, with p as it is, whatever its sum
+            - ``"renormalize"``: p and q are normalized over the classes; q elsewhere is left to labels
+            - ``"bucket"``: all other classes form one class of probability 1 - sum p
+            - ``"uniform"``: the other classes share 1 - sum p equally
+            - ``"floor"``: each other class has e^floor
+        floor: a log-probability. With ``tail="floor"``, that of each class outside the teacher's. With the other tails,
+            a lower bound for the bucket, or for a class of the uniform tail.
+        teacher_log_tail: logarithm of the teacher's probability outside its classes, of the leading shape, from
+            ``topk_log_probs(..., return_log_tail=True)``. Otherwise it is computed as 1 - sum p, which loses precision.
+            Only ``"bucket"`` and ``"uniform"`` use it.
+        reduction, normalizer: see :func:`sparse_ce.cross_entropy`.
+        num_classes, group, vocab_start: see :func:`sparse_ce.cross_entropy`, for a student given as logits. For
+            log-probabilities ``teacher.num_classes`` is used. If it is None, a bucket is empty if the row's classes are
+            0, 1, 2, ... and the student has no probability elsewhere.
 
     Returns:
-        float32 (float64 for a student in float64): the divergence, ``()`` or the leading shape. Differentiable in
-        ``student`` and in the teacher's values; rows that do not count give 0 and gradient 0.
+        The divergence, float32 (float64 for a float64 student), of shape ``()`` or the leading shape. It is
+        differentiable in ``student`` and in the teacher's values. Ignored rows give 0 with gradient 0.
 
     Raises:
-        TypeError, ValueError: ``kind`` is not defined with ``tail``, and why; a field of ``student`` is missing, and
-            how to get it; shapes that do not fit; a ``beta`` that is not between 0 and 1.
+        TypeError, ValueError: if ``kind`` does not support ``tail``, or an argument has the wrong shape or value.
 
     Examples:
         >>> logits, ids = torch.zeros(2, 4, requires_grad=True), torch.tensor([[0, 1], [2, 3]])
@@ -158,8 +162,8 @@ def divergence(
 
 def _log_probs_of(student: Tensor, teacher: Target, fields: Tuple[str, ...], num_classes: Optional[int], group: Group,
                   vocab_start: Optional[int]) -> Tuple[LogProbs, SparseTarget]:
-    """Returns the log-probabilities of DTensor logits at the teacher's classes, and the teacher, which then knows the
-    number of classes."""
+    """Returns the log-probabilities of DTensor logits at the teacher's classes, and the teacher with ``num_classes``
+    set."""
     given = as_target(teacher, student.shape)
     if given.num_classes is None:
         given = given.with_num_classes(student.shape[-1] if num_classes is None else num_classes)
@@ -169,8 +173,8 @@ def _log_probs_of(student: Tensor, teacher: Target, fields: Tuple[str, ...], num
 
 
 def tempered(teacher: SparseTarget, temperature: float, dtype: torch.dtype) -> SparseTarget:
-    """Its probabilities to the power of 1 / ``temperature``, normalized over the classes of each row; a repeated class
-    is one. Of ``dtype``."""
+    """Returns the teacher with its probabilities to the power 1 / ``temperature``, renormalized over the distinct
+    classes of each row, as log-probabilities of ``dtype``."""
     if teacher.form == "index":
         return teacher
     t = _Teacher.of(_arguments(teacher), math.prod(teacher.shape), dtype, None, 0.0)
@@ -214,7 +218,7 @@ class _Student(NamedTuple):
 
 
 class _Teacher(NamedTuple):
-    """Of the entries of each row. Those that are padding, or repeat a class, have no part in any sum."""
+    """Stores the entries of each row. Padding and repetitions of a class are excluded from all sums."""
 
     segments: Segments
     ids: Tensor
@@ -242,28 +246,28 @@ class _Teacher(NamedTuple):
         return self.segments.sum(torch.where(self.part, terms, 0.0))
 
     def normalized(self, x: Tensor) -> Tensor:
-        """Logarithms of what sums to 1 over a row."""
+        """Returns ``x`` shifted so that its exponentials sum to 1 over each row."""
         total = self.segments.logsumexp(torch.where(self.part, x, -torch.inf))
         return x - self.segments.spread(torch.where(total.isneginf(), 0.0, total))
 
     def classes(self) -> Tensor:
-        """(N,): of its classes."""
+        """Returns the number of distinct classes per row, (N,)."""
         return self.sum(torch.ones_like(self.log_p))
 
     def are_first(self) -> Tensor:
-        """(N,) bool: whether its classes are 0, 1, 2 and so on without a gap: no others have so small a sum."""
+        """Returns True for rows whose classes are 0, 1, ... without a gap, (N,): no others have so small a sum."""
         count = self.classes().double()
         return self.sum(self.ids.double()) == count * (count - 1) / 2
 
     def log_tail(self) -> Tensor:
-        """(N,): of 1 - sum p, at least the floor."""
+        """Returns log(1 - sum p), (N,), clamped to the floor."""
         if self.given_log_tail is not None:
             return self.given_log_tail.clamp(min=self.floor)
         tail = 1 - self.sum(self.log_p.exp())
         return torch.where(tail > 0, torch.where(tail > 0, tail, 1.0).log(), self.floor).clamp(min=self.floor)
 
     def is_rounding(self, log_tail: Tensor) -> Tensor:
-        """(N,) bool: whether it may be 0, for all that its numbers say."""
+        """Returns whether the tail is 0 within the precision of the teacher's values, (N,) bool."""
         least = torch.full_like(log_tail, self.floor)
         if self.given_log_tail is None:
             least = torch.maximum(least, (self.classes() * torch.finfo(log_tail.dtype).eps).log())
@@ -271,7 +275,7 @@ class _Teacher(NamedTuple):
 
 
 def _term(kind: str, beta: float, log_p: Tensor, log_q: Tensor) -> Tensor:
-    """What a class adds to the sum of a kind; log_p is finite."""
+    """Returns the term of a class in the sum of a kind. ``log_p`` must be finite."""
     p, q = log_p.exp(), log_q.exp()
     if kind == "forward_kl":
         some = p != 0  # a p that is too small for its dtype is 0, however little the student has there; a NaN is not
@@ -294,8 +298,8 @@ def _term(kind: str, beta: float, log_p: Tensor, log_q: Tensor) -> Tensor:
 
 
 def _above_mixture(of_p: float, log_p: Tensor, log_q: Tensor) -> Tuple[Tensor, Tensor]:
-    """log(p / m) and log(q / m), m = of_p p + (1 - of_p) q; finite where q, a factor of the second, is 0. Each is made
-    of the ratio of p and q: a difference of logarithms has few digits left where m is nearly one of the two."""
+    """Returns log(p / m) and log(q / m), m = of_p p + (1 - of_p) q; finite if q, a factor of the second, is 0. Both are
+    computed from the ratio of p and q. A difference of logarithms loses digits if m is nearly p or q."""
     if of_p > 0.5:
         above_q, above_p = _above_mixture(1 - of_p, log_q, log_p)
         return above_p, above_q
@@ -309,8 +313,8 @@ def _above_mixture(of_p: float, log_p: Tensor, log_q: Tensor) -> Tuple[Tensor, T
 
 
 def _alpha(beta: float, log_p: Tensor, log_q: Tensor) -> Tensor:
-    """q - p^beta q^(1 - beta), or p less it where beta is above 1/2: 1 less a sum of powers would have no digits near
-    the ends of beta."""
+    """Returns q - p^beta q^(1 - beta), or p minus the same for beta > 1/2. 1 minus a sum of powers loses all digits
+    near the ends of beta."""
     if beta > 0.5:
         return _alpha(1 - beta, log_q, log_p)
     power = beta * (log_p - log_q)
@@ -320,7 +324,7 @@ def _alpha(beta: float, log_p: Tensor, log_q: Tensor) -> Tensor:
 
 
 def _missing(total: Tensor) -> Tensor:
-    """What ``total``, of probabilities, lacks of 1; where that may be rounding 0, with its derivative."""
+    """Returns 1 - ``total``, with its derivative. A difference that may be rounding is 0."""
     missing = 1 - total
     rounding = missing.abs() <= 4 * torch.finfo(total.dtype).eps
     return missing - torch.where(rounding, missing.detach(), 0.0)
@@ -386,7 +390,7 @@ def _floor(t: _Teacher, s: _Student, kind: str, beta: float, floor: float, _: Op
 
 
 def _against(t: _Teacher, s: _Student, log_each: Tensor) -> Tensor:
-    """KL(q, p) where every class off the teacher's has e^log_each."""
+    """Returns KL(q, p) if every class outside the teacher's has probability e^log_each."""
     assert s.entropy is not None and s.log_tail is not None
     return -s.entropy - t.sum(s.log_q.exp() * t.log_p) - s.log_tail.exp() * log_each
 

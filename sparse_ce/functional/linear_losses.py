@@ -93,7 +93,7 @@ def linear_cross_entropy(
         inplace: ignored; accepted for consistency with :func:`cross_entropy`.
         group: process group over which the classes of the head are sharded; ``linear_weight`` holds the rows of this
             rank, possibly none. All other arguments and ``grad_output`` must be the same on every rank; with a
-            :class:`SequenceGroup`, ``input`` holds the rows of this rank.
+            :class:`SequenceGroup`, ``input`` and its gradient hold the rows of this rank.
 
             - Results and the gradient for ``input`` are bitwise identical on all ranks. This gradient is already summed
               over the ranks, in the dtype of ``input``, as in tensor parallelism. Do not reduce it again.

@@ -1,4 +1,5 @@
-"""Log-probabilities of chosen classes. Formulas: ``csrc/ops/select.h``; in plain PyTorch: ``reference/select.py``."""
+"""Computes log-probabilities of chosen classes. The formulas are in ``csrc/ops/select.h``, and in plain PyTorch in
+``reference/select.py``."""
 
 import math
 from typing import Any, Optional
@@ -41,39 +42,49 @@ def selected_log_probs(
     return_mean_logit: bool = False,
     return_argmax: bool = False,
 ) -> LogProbs:
-    """``input.log_softmax(-1)`` at a few classes of each row, and what the same read of the logits gives beside it.
+    """Computes ``input.log_softmax(-1)`` at a few classes of each row, and other statistics from the same read of the
+    logits.
+
+    For the transformed logits ``z`` of a row, its chosen classes S and q = softmax(z):
+
+        log_probs[k] = z[c_k] - lse         log_tail   = log(sum of q[j] over j not in S)
+        entropy = -sum_j q[j] log(q[j])     mean_logit = mean_j z[j]
 
     Args:
         input: logits (..., V), classes last; float16, bfloat16, float32 or float64, any strides.
-        indices: the classes:
-            integers ``input.shape[:-1]``, one a row;
-            integers (..., K), as many dimensions as ``input``, K a row;
-            any target of :func:`sparse_ce.cross_entropy`, whose weights say no more than what is padding; so also
-            :meth:`SparseTarget.from_jagged` ``(ids, None, offsets)``, sets of any length.
-            An index may come several times. Padding (``ignore_index``, an entry of weight 0 or of log-probability -inf)
-            is no class of the row.
-        ignore_index: rows whose every index has this value do not count: outputs 0, gradient 0 whatever their logits
-            hold. In a :class:`SparseTarget` -100 means that, too.
-        logit_scale: a number, a tensor ``input.shape[:-1]`` (a temperature for each row, inverted), or a tensor () that
-            may require grad.
-        softcap, num_classes, inplace: as for :func:`sparse_ce.cross_entropy`; ``"forward"`` is ``"backward"`` here.
-        padding_value: what ``log_probs`` holds for padding.
-        group, vocab_start: as for :func:`sparse_ce.cross_entropy`, of classes that are shared out among processes.
-        return_log_tail: also the logarithm of the tail: of the sum over all other classes, which is made as a sum and
-            so right where next to nothing is left. -inf, with gradient 0, where nothing is.
-        return_entropy: also the entropy of the whole distribution.
-        return_mean_logit: also the mean of the transformed logits.
-        return_argmax: also the class of the largest logit, the lowest of those that tie once they are scaled and
-            capped: under a saturated softcap others than :func:`sparse_ce.topk_log_probs` has first, which compares
-            the logits themselves.
+        indices: the classes, one of
+
+            - an integer tensor of shape ``input.shape[:-1]``: one class per row
+            - an integer tensor (..., K) with as many dimensions as ``input``: K classes per row
+            - any target of :func:`sparse_ce.cross_entropy`. Its weights only mark padding.
+              ``SparseTarget.from_jagged(ids, None, offsets)`` holds sets of any length.
+
+            An index may be repeated. Padding (``ignore_index``, an entry of weight 0 or of log-probability -inf) is not
+            a class of the row.
+        ignore_index: index that marks padding. A row is ignored if all of its indices have this value. Its outputs and
+            gradient are 0 whatever its logits are. In a :class:`SparseTarget`, -100 always marks padding too.
+        logit_scale: a number, a tensor of shape ``input.shape[:-1]`` (the inverse of a temperature per row), or a
+            tensor of shape (), which may require grad.
+        softcap, num_classes: see :func:`sparse_ce.cross_entropy`.
+        padding_value: value of ``log_probs`` at padding.
+        inplace: see :func:`sparse_ce.cross_entropy`; ``"forward"`` is treated as ``"backward"``.
+        group, vocab_start: see :func:`sparse_ce.cross_entropy`; for classes that are sharded over processes.
+        return_log_tail: if True, also returns the logarithm of the tail, the probability of all other classes. It is
+            computed as a sum over these classes, so it is accurate for tiny tails too. It is -inf with gradient 0 if no
+            probability is left.
+        return_entropy: if True, also returns the entropy of the whole distribution.
+        return_mean_logit: if True, also returns the mean of the transformed logits.
+        return_argmax: if True, also returns the class of the largest logit. If transformed logits tie, the lowest class
+            is returned. :func:`sparse_ce.topk_log_probs` compares the logits before the transform, so its first class
+            may differ under a saturated softcap.
 
     Returns:
-        :class:`LogProbs`.
+        A :class:`LogProbs`.
 
     Raises:
-        TypeError, ValueError: an argument has the wrong type, shape or value; raised before any work.
-        RuntimeError: dtype or device do not fit, or (CPU) an index is outside of the classes. On CUDA the outputs of
-            such a row are NaN instead, unless ``SPARSE_CE_VALIDATE=1`` is set.
+        TypeError, ValueError: if an argument has the wrong type, shape or value; raised before any work.
+        RuntimeError: if dtypes or devices do not match, or (CPU) an index is out of range. On CUDA the outputs of that
+            row are NaN instead, unless ``SPARSE_CE_VALIDATE=1`` is set.
 
     Examples:
         >>> logits = torch.tensor([[2.0, 0.0, 1.0], [0.0, 3.0, 0.0]], requires_grad=True)
@@ -113,26 +124,28 @@ def linear_selected_log_probs(
     logits_dtype: Optional[torch.dtype] = None,
     chunk_rows: Optional[int] = None,
 ) -> LogProbs:
-    """``selected_log_probs(F.linear(input, linear_weight, linear_bias), indices)`` without the logits.
+    """Computes ``selected_log_probs(F.linear(input, linear_weight, linear_bias), indices)`` without materializing the
+    logits.
 
-    They are made ``chunk_rows`` rows at a time: in forward once, in backward, which needs them again, once more: four
-    matrix products in all, and one without gradients. Only the gradients that are needed are computed: a head that does
-    not require grad costs neither its product nor memory.
+    The logits are computed ``chunk_rows`` rows at a time in forward, and recomputed in backward. That takes four matrix
+    products in all, and one without gradients. Only the gradients that are needed are computed: a head that does not
+    require grad costs neither a product nor memory for its gradient.
 
     Args:
-        input: hidden states (..., D); float16, bfloat16, float32 or float64, any strides. Rows that do not count may
-            hold anything, and are not multiplied on a CPU.
-        linear_weight, linear_bias, logits_dtype, chunk_rows: as for :func:`sparse_ce.linear_cross_entropy`.
-        indices: as for :func:`sparse_ce.selected_log_probs`, for logits (..., V).
-        ignore_index, logit_scale, softcap, num_classes, padding_value, return_log_tail, return_entropy,
-            return_mean_logit, return_argmax: as for :func:`sparse_ce.selected_log_probs`.
-        group, vocab_start: as for :func:`sparse_ce.linear_cross_entropy`, of a head whose classes are shared out.
+        input: hidden states (..., D); float16, bfloat16, float32 or float64, any strides. Ignored rows may hold any
+            value, and are not multiplied on a CPU.
+        linear_weight, linear_bias: see :func:`sparse_ce.linear_cross_entropy`.
+        indices: see :func:`sparse_ce.selected_log_probs`, for logits (..., V).
+        ignore_index, logit_scale, softcap, num_classes, padding_value: see :func:`sparse_ce.selected_log_probs`.
+        return_log_tail, return_entropy, return_mean_logit, return_argmax: see :func:`sparse_ce.selected_log_probs`.
+        group, vocab_start: see :func:`sparse_ce.linear_cross_entropy`; for a head whose classes are sharded.
+        logits_dtype, chunk_rows: see :func:`sparse_ce.linear_cross_entropy`.
 
     Returns:
-        :class:`LogProbs`.
+        A :class:`LogProbs`.
 
     Raises:
-        TypeError, ValueError, RuntimeError: as :func:`sparse_ce.selected_log_probs`.
+        TypeError, ValueError, RuntimeError: see :func:`sparse_ce.selected_log_probs`.
 
     Examples:
         >>> hidden, head = torch.randn(4, 8, requires_grad=True), torch.nn.Linear(8, 100)
@@ -151,7 +164,8 @@ def linear_selected_log_probs(
 
 
 def checked_padding(padding_value: Any) -> Optional[float]:
-    """As the ops take it: None is -inf, which AOTInductor, whose graphs are JSON, has no number for."""
+    """Checks ``padding_value`` and converts it for the ops. -inf becomes None, because AOTInductor stores graphs as
+    JSON, which has no infinity."""
     if not is_number(padding_value):
         fail(f"padding_value must be a number, got {padding_value!r}", TypeError)
     return None if padding_value == -math.inf else float(padding_value)

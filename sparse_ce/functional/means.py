@@ -1,4 +1,4 @@
-"""The mean of what a mask leaves. Formula: ``csrc/core/math.h``; in plain PyTorch: ``reference/``."""
+"""Computes masked means. The formula is in ``csrc/core/math.h``, and in plain PyTorch in ``reference/``."""
 
 from typing import Sequence, Tuple, Union
 
@@ -16,27 +16,31 @@ _INPUT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 def masked_mean(input: Tensor, mask: Tensor, dim: Union[int, Sequence[int], None] = None,
                 keepdim: bool = False) -> Tensor:
-    """The mean of the elements of ``input`` where ``mask`` is not 0; over nothing 0, with gradient 0, never NaN.
+    """Computes the mean of the elements of ``input`` where ``mask`` is not 0.
 
-    ``sum(where(mask == 0, 0, mask * input)) / sum(mask)``: what the mask hides may be NaN or inf and touches neither
-    the mean nor the gradient, which is exactly 0 there. Shapes are static: one graph for masks of any count.
+    The result is
+
+        sum(where(mask == 0, 0, mask * input)) / sum(mask),
+
+    and 0 with gradient 0, never NaN, if the mask is all 0. Masked elements may be NaN or inf: they affect neither the
+    mean nor the gradient, which is exactly 0 there. Shapes are static, so one graph serves masks of any count.
 
     Args:
-        input: any shape and strides; float16, bfloat16, float32, float64, an integer dtype or bool, taken as float32.
-            Sums are float32 (float64 for float64).
-        mask: broadcasts to the shape of ``input``. bool, or any integer or floating dtype: 0 hides an element and any
-            other value is its weight, so that 0 / 1 and 0 / 255 are masks and fractions give the weighted mean. Weights
-            should not be negative: where they cancel to 0 the sum is divided by 1. May not require grad.
-        dim: the dimension or dimensions to reduce, negative ones counting from the end; all by default (None or empty).
-        keepdim: keep the reduced dimensions with size 1.
+        input: any shape and strides; float16, bfloat16, float32, float64, an integer dtype or bool. Integers and bool
+            are converted to float32. Sums are float32 (float64 for float64).
+        mask: tensor that broadcasts to the shape of ``input``; bool, or any integer or floating dtype. 0 masks an
+            element, and any other value is its weight. So 0 / 1 and 0 / 255 are masks, and fractions give a weighted
+            mean. Weights should not be negative: if they cancel to 0, the sum is divided by 1. Must not require grad.
+        dim: dimension or dimensions to reduce; negative ones count from the end. None and an empty sequence reduce all.
+        keepdim: if True, reduced dimensions are kept with size 1.
 
     Returns:
-        The mean in the dtype of ``input`` (float32 for integers), a fresh tensor, differentiable for ``input`` any
+        The mean as a new tensor in the dtype of ``input`` (float32 for integers). It is differentiable in ``input`` any
         number of times.
 
     Raises:
-        TypeError, ValueError: an argument has the wrong type, dtype, shape, device or value; raised before any work.
-        RuntimeError: ``mask`` requires grad.
+        TypeError, ValueError: if an argument has the wrong type, dtype, shape, device or value; raised before any work.
+        RuntimeError: if ``mask`` requires grad.
 
     Examples:
         >>> x = torch.tensor([1.0, torch.nan, 3.0], requires_grad=True)
@@ -70,7 +74,7 @@ def _runs(dims: Sequence[int], count: int) -> int:
 
 
 def _check_call(input: Tensor, mask: Tensor, dim: Union[int, Sequence[int], None]) -> Tuple[int, ...]:
-    """The dimensions to reduce, in [0, input.dim()) and ascending."""
+    """Checks the arguments and returns the dimensions to reduce, in [0, input.dim()) and ascending."""
     for name, t in (("input", input), ("mask", mask)):
         check(isinstance(t, Tensor), f"{name} must be a tensor, got {type(t).__name__}", TypeError)
         if t.layout != torch.strided:
@@ -100,7 +104,7 @@ def _check_shapes(shape: torch.Size, mask: torch.Size) -> None:
 
 
 def given_dims(dim: Union[int, Sequence[int], None]) -> Tuple[int, ...]:
-    """As they were given, whatever the input's dimensions are; () for all."""
+    """Checks ``dim`` without an input, and returns it as a tuple; () means all dimensions."""
     given = () if dim is None else (dim,) if isinstance(dim, int) else dim
     if not isinstance(given, (tuple, list)) or not all(isinstance(d, int) and not isinstance(d, bool) for d in given):
         fail(f"dim must be an int, a tuple of ints or None, got {dim!r}", TypeError)

@@ -1,4 +1,4 @@
-"""Any loss that is a sum over rows, of a linear head's log-probabilities, in three matrix products."""
+"""Computes any loss that is a sum over rows of a linear head's log-probabilities, with three matrix products."""
 
 import functools
 import math
@@ -67,47 +67,51 @@ def linear_row_loss(
     logits_dtype: Optional[torch.dtype] = None,
     chunk_rows: Optional[int] = None,
 ) -> Any:
-    """The mean of ``fn(log_probs, target, *row_args)`` over rows, without the logits and with three matrix products.
+    """Computes the mean of ``fn(log_probs, target, *row_args)`` over rows without materializing the logits.
 
-    ``fn`` is written in PyTorch on the ids' shape: policy gradients with any clipping, distillation of any kind. It is
-    called for a chunk of rows at a time, differentiated there, and its gradient goes on into the head while the chunk's
-    logits exist. Losses that couple rows (of a sequence, of a pair) use :func:`linear_selected_log_probs`, which takes
-    four products.
+    ``fn`` is plain PyTorch on tensors of the size of the ids, such as a policy gradient with any clipping, or any
+    distillation loss. It is called for one chunk of rows at a time and differentiated at once. Its gradient is
+    propagated into the head while the logits of the chunk exist, so that three matrix products suffice. If a loss
+    couples rows (of a sequence, of a pair), use :func:`linear_selected_log_probs`, which takes four.
+
+    This does not apply to:
+
+    - ``reduction="none"``, ``torch.compile``, ``torch.func``, a ``logit_scale`` that requires grad, and float16. The
+      logits are computed twice, with four products, and ``fn`` receives copies of all rows at once.
+    - checkpointing, with four or five products, or six with a ``group``
+    - a gradient that is differentiated again, with seven products
 
     Args:
-        fn: ``fn(log_probs, target, *row_args) -> (rows,)``, or with ``has_aux`` ``((rows,), {name: (rows,)})``.
-            ``log_probs`` is a :class:`LogProbs`; ``target`` and ``row_args`` are cut to its rows, all with one leading
-            dimension, and copied: it may write into them. It gets rows that count, any number of them (on CUDA also
-            others, with outputs, row arguments and values of 0, whose losses are not used), and must give each row what
-            that row alone determines. What requires grad reaches it as a row argument; through its closure is an error
-            where the gradients are made in forward, which they are not with ``reduction="none"``: there it has its
-            gradient.
-        input, linear_weight, linear_bias: as for :func:`sparse_ce.linear_cross_entropy`.
-        target: as ``indices`` of :func:`sparse_ce.selected_log_probs`; its values may require grad.
-        row_args: tensors ``(*leading, ...)`` or targets of the leading shape; they, or their values, may require grad.
-        reduction: ``"none"``, ``"sum"`` or ``"mean"`` over the rows that count; a mean over nothing is 0.
-        normalizer: as for :func:`sparse_ce.cross_entropy`.
-        has_aux: ``fn`` also returns a dict of tensors (rows,), of the same names and dtypes for any rows, which come
-            back detached, in the leading shape, 0 in rows that do not count.
-        ignore_index, logit_scale, softcap, num_classes, padding_value, return_log_tail, return_entropy,
-            return_mean_logit, return_argmax: as for :func:`sparse_ce.selected_log_probs`.
-        group, vocab_start: as for :func:`sparse_ce.linear_cross_entropy`, of a head whose classes are shared out.
-            ``fn`` and ``row_args`` are the same on every rank; so are the gradients for these.
-        logits_dtype: as for :func:`sparse_ce.linear_cross_entropy`.
-        chunk_rows: rows whose logits exist at a time, as for :func:`sparse_ce.linear_topk_log_probs`; with a ``group``
-            as for :func:`sparse_ce.linear_cross_entropy`.
+        fn: a function ``fn(log_probs, target, *row_args) -> (rows,)``, or with ``has_aux``
+            ``-> ((rows,), {name: (rows,)})``. ``log_probs`` is a :class:`LogProbs`. ``target`` and ``row_args`` are cut
+            to the same rows, with one leading dimension. They are copies, so ``fn`` may write into them.
 
-    With ``reduction="none"``, under ``torch.compile`` and ``torch.func``, for a ``logit_scale`` that requires grad and
-    in float16 the logits are made twice, and ``fn`` gets copies of all rows at once: four products; under checkpointing
-    four or five, with a ``group`` six, and seven for a gradient that is differentiated again.
+            - ``fn`` receives any number of active rows. On CUDA it also receives ignored rows, whose outputs, row
+              arguments and values are 0; their losses are not used.
+            - The loss of a row must depend on that row alone.
+            - Pass tensors that require grad as ``row_args``. Capturing them in the closure of ``fn`` raises an error if
+              the gradients are computed in forward. With ``reduction="none"`` captured tensors get their gradient.
+        input, linear_weight, linear_bias: see :func:`sparse_ce.linear_cross_entropy`.
+        target: see ``indices`` of :func:`sparse_ce.selected_log_probs`. Its values may require grad.
+        row_args: tensors ``(*leading, ...)`` or targets of the leading shape. They, or their values, may require grad.
+        reduction: ``"none"``, ``"sum"`` or ``"mean"`` over the active rows. The mean is 0 if there are none.
+        normalizer: see :func:`sparse_ce.cross_entropy`.
+        has_aux: if True, ``fn`` also returns a dict of tensors (rows,), with the same names and dtypes for any rows.
+            They are returned detached and in the leading shape, with 0 in ignored rows.
+        ignore_index, logit_scale, softcap, num_classes, padding_value: see :func:`sparse_ce.selected_log_probs`.
+        return_log_tail, return_entropy, return_mean_logit, return_argmax: see :func:`sparse_ce.selected_log_probs`.
+        group, vocab_start: see :func:`sparse_ce.linear_cross_entropy`; for a head whose classes are sharded. ``fn`` and
+            ``row_args`` must be the same on every rank. Then so are the gradients for ``row_args``.
+        logits_dtype: see :func:`sparse_ce.linear_cross_entropy`.
+        chunk_rows: number of rows whose logits exist at a time, see :func:`sparse_ce.linear_topk_log_probs`; with a
+            ``group`` see :func:`sparse_ce.linear_cross_entropy`.
 
     Returns:
-        The loss, float32 (float64 for float64), or ``(loss, aux)``.
+        The loss, float32 (float64 for float64), or with ``has_aux`` ``(loss, aux)``.
 
     Raises:
-        TypeError, ValueError, RuntimeError: as :func:`linear_selected_log_probs`; also where ``fn`` returns another
-            shape than (rows,) or what requires grad comes into it through its closure, unless with
-            ``reduction="none"``.
+        TypeError, ValueError, RuntimeError: see :func:`linear_selected_log_probs`; also if ``fn`` returns a shape other
+            than (rows,), or captures a tensor that requires grad unless ``reduction="none"``.
 
     Examples:
         >>> hidden, head = torch.randn(6, 8, requires_grad=True), torch.nn.Linear(8, 50)

@@ -1,4 +1,4 @@
-"""Softmax over the entries that a sparse tensor has. Formulas: ``csrc/core/math.h``."""
+"""Computes the softmax over the stored entries of a sparse tensor. The formulas are in ``csrc/core/math.h``."""
 
 import math
 from typing import Optional, Tuple
@@ -29,22 +29,23 @@ from .sparse_values import (
 
 
 def log_softmax(input: Tensor, dim: int) -> Tensor:
-    """Logarithm of the softmax of a sparse tensor along ``dim``, as if the elements that it does not store were -inf.
+    """Computes the log-softmax of a sparse tensor along ``dim``. Elements that are not stored count as -inf.
 
     Args:
-        input: sparse COO, coalesced or not, with or without dense dimensions, or sparse CSR, with or without batch and
-            dense dimensions; float16, bfloat16, float32 or float64, with float32 (float64) arithmetic.
-        dim: any dimension of ``input``. The last sparse one needs no sorting.
+        input: sparse COO tensor, coalesced or not, with or without dense dimensions, or sparse CSR tensor, with or
+            without batch and dense dimensions. float16, bfloat16, float32 or float64; arithmetic is float32 (float64
+            for float64).
+        dim: any dimension of ``input``. The last sparse dimension needs no sorting.
 
     Returns:
-        A tensor of the layout, pattern and dtype of ``input`` (coalesced). Differentiable twice, but not in the values
-        that ``torch.sparse_coo_tensor`` was given: those have one derivative. NaN in a row whose elements are all -inf,
-        as ``torch.log_softmax`` has it.
+        A tensor with the layout, pattern and dtype of ``input`` (coalesced). A row whose elements are all -inf gives
+        NaN, as in ``torch.log_softmax``. The result is differentiable twice, but only once in the values that were
+        passed to ``torch.sparse_coo_tensor``.
 
     Raises:
-        TypeError, ValueError: ``input`` is not sparse COO or CSR, or not floating; ``dim`` is none of its dimensions.
-        RuntimeError: (CPU) the offsets of a CSR tensor do not ascend from 0 to its number of elements.
-        NotImplementedError: (backward) ``create_graph=True`` where ``input`` is a COO tensor made of values.
+        TypeError, ValueError: if ``input`` is not sparse COO or CSR, or not floating; if ``dim`` is out of range.
+        RuntimeError: (CPU) if the offsets of a CSR tensor do not ascend from 0 to its number of elements.
+        NotImplementedError: (backward) if ``create_graph=True`` and ``input`` is a COO tensor built from values.
 
     Examples:
         >>> scores = torch.sparse_coo_tensor([[0, 0, 1], [0, 2, 1]], [0.0, 0.0, 5.0], (2, 3))
@@ -72,21 +73,24 @@ def log_softmax(input: Tensor, dim: int) -> Tensor:
 
 def segment_softmax(input: Tensor, *, offsets: Optional[Tensor] = None, index: Optional[Tensor] = None,
                     num_segments: Optional[int] = None) -> Tensor:
-    """Softmax over segments of the elements: over the edges into each node of a graph, for instance.
+    """Computes the softmax over segments of the elements, such as the edges into each node of a graph.
 
     Args:
-        input: (E,), or (E, ...) whose trailing dimensions, such as heads, have a softmax each; float16, bfloat16,
-            float32 or float64, with float32 (float64) arithmetic.
-        offsets: (segments + 1,), int32 or int64: segment ``s`` has the elements ``[offsets[s], offsets[s + 1])``.
-        index: or (E,), integer: the segment of each element, in any order. Equal neighbours need no sorting on a CPU.
-        num_segments: what ``index`` is below; its values alone are enough, and are not looked at on a GPU.
+        input: tensor (E,), or (E, ...) whose trailing dimensions, such as heads, are independent. float16, bfloat16,
+            float32 or float64; arithmetic is float32 (float64 for float64).
+        offsets: int32 or int64 tensor (segments + 1,). Segment ``s`` consists of the elements
+            ``[offsets[s], offsets[s + 1])``.
+        index: alternatively, an integer tensor (E,) with the segment of each element, in any order. On a CPU no sorting
+            is needed if equal values are adjacent.
+        num_segments: optional exclusive upper bound of ``index``. The values of ``index`` are not checked on a GPU.
 
     Returns:
-        A tensor of the shape and dtype of ``input``, differentiable any number of times. Segments may be empty.
+        A tensor with the shape and dtype of ``input``, differentiable any number of times. Segments may be empty.
 
     Raises:
-        TypeError, ValueError: an argument has the wrong type, dtype or shape; not one of ``offsets``, ``index`` given.
-        RuntimeError: (CPU) ``offsets`` do not ascend from 0 to E, or ``index`` is not in [0, num_segments).
+        TypeError, ValueError: if an argument has the wrong type, dtype or shape, or not exactly one of ``offsets`` and
+            ``index`` is given.
+        RuntimeError: (CPU) if ``offsets`` do not ascend from 0 to E, or ``index`` is not in [0, num_segments).
 
     Examples:
         >>> scores, node = torch.tensor([1.0, 5.0, 1.0]), torch.tensor([0, 1, 0])
@@ -98,7 +102,16 @@ def segment_softmax(input: Tensor, *, offsets: Optional[Tensor] = None, index: O
 
 def segment_log_softmax(input: Tensor, *, offsets: Optional[Tensor] = None, index: Optional[Tensor] = None,
                         num_segments: Optional[int] = None) -> Tensor:
-    """The logarithm of :func:`segment_softmax`, as accurate as ``torch.log_softmax``.
+    """Computes the logarithm of :func:`segment_softmax`, as accurately as ``torch.log_softmax``.
+
+    Args:
+        input, offsets, index, num_segments: see :func:`segment_softmax`.
+
+    Returns:
+        A tensor with the shape and dtype of ``input``, differentiable any number of times.
+
+    Raises:
+        TypeError, ValueError, RuntimeError: see :func:`segment_softmax`.
 
     Examples:
         >>> sparse_ce.segment_log_softmax(torch.tensor([0.0, 0.0, 9.0]), offsets=torch.tensor([0, 2, 3]))
@@ -141,8 +154,8 @@ def _segments(input: Tensor, offsets: Optional[Tensor], index: Optional[Tensor],
 
 
 def _runs(key: Tensor, in_order: bool, rows: Optional[int] = None) -> Tuple[Tensor, Optional[Tensor]]:
-    """``offsets`` and ``order`` of entries of equal ``key``, which is not negative and below ``rows``. A row without an
-    entry may have no offset."""
+    """Returns ``offsets`` and ``order`` that group entries of equal ``key``, in [0, rows). Rows without entries may be
+    left out of ``offsets``."""
     count = key.shape[0]
     # Looking rows up among ordered keys takes 20 times as long for a row as counting takes for an entry.
     if rows is not None and rows <= 2 * count < (rows * 64 if in_order else math.inf) and readable(key):
@@ -158,8 +171,11 @@ def _runs(key: Tensor, in_order: bool, rows: Optional[int] = None) -> Tuple[Tens
 
 
 def _stable_order(key: Tensor, rows: int) -> Tensor:
-    """``torch.argsort`` of keys below ``rows`` on a CPU. NumPy has a radix sort for 16 bits, torch one for many keys:
-    2700 nodes and 10,000 edges take 84 instead of 526 us, 20,000 and 200,000 1.6 instead of 3.6 ms (EPYC, 2026-11)."""
+    """Returns ``torch.argsort`` of keys below ``rows`` on a CPU.
+
+    NumPy has a radix sort for 16 bits, and torch has one for many keys. 2700 nodes with 10,000 edges take 84 instead of
+    526 us; 20,000 nodes with 200,000 edges take 1.6 instead of 3.6 ms (EPYC, 2026-11).
+    """
     if rows <= 1 << 16:
         try:
             return torch.from_numpy(key.numpy().astype("uint16").argsort(kind="stable"))
@@ -169,9 +185,10 @@ def _stable_order(key: Tensor, rows: int) -> Tensor:
 
 
 def rows_along(input: Tensor, dim: int) -> Tuple[Tensor, Optional[Tensor]]:
-    """``offsets`` and ``order`` of ``torch.ops.sparse_ce.sparse_softmax``: the rows along a sparse dimension.
+    """Returns ``offsets`` and ``order`` of ``torch.ops.sparse_ce.sparse_softmax`` for the rows along a sparse
+    dimension.
 
-    Without a look at the device's memory, and where entries lie row by row already, without sorting.
+    It does not read device memory on the host, and does not sort if entries are already stored row by row.
     """
     if input.layout == torch.sparse_csr and dim == sparse_dims(input) - 1:
         return csr_offsets(input), None
@@ -192,7 +209,7 @@ def rows_along(input: Tensor, dim: int) -> Tuple[Tensor, Optional[Tensor]]:
 
 @torch.no_grad()
 def csr_softmax(input: Tensor, dim: int, half_to_float: bool, log: bool) -> Tensor:
-    """``aten::_sparse_softmax`` and ``_sparse_log_softmax`` of a CSR tensor, any floating dtype."""
+    """Implements ``aten::_sparse_softmax`` and ``_sparse_log_softmax`` for a CSR tensor of any floating dtype."""
     check(not half_to_float, "half_to_float must be False for CSR, got True; convert the input instead", RuntimeError)
     check(input.dtype.is_floating_point, f"input must be of a floating dtype, got {input.dtype}", RuntimeError)
     dim, values = dim % input.dim(), input.values()
@@ -206,7 +223,7 @@ def csr_softmax(input: Tensor, dim: int, half_to_float: bool, log: bool) -> Tens
 
 @torch.no_grad()
 def csr_softmax_backward(grad: Tensor, output: Tensor, dim: int, input: Tensor, log: bool) -> Tensor:
-    """``aten::_sparse_softmax_backward_data`` and ``_sparse_log_softmax_backward_data`` of a CSR tensor."""
+    """Implements ``aten::_sparse_softmax_backward_data`` and ``_sparse_log_softmax_backward_data`` for a CSR tensor."""
     dim, values = dim % output.dim(), output.values()
     grad_values = values_at(grad, output).to(values.dtype)
     if dim >= sparse_dims(output):

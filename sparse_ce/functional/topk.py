@@ -1,4 +1,4 @@
-"""A teacher's top-k: the k likeliest classes of each row with their log-probabilities, ready to be a target."""
+"""Computes a teacher's top-k: the k likeliest classes of each row with their log-probabilities, as a target."""
 
 import functools
 from typing import Any, Iterator, List, Literal, Optional, Tuple, Union, overload
@@ -52,26 +52,28 @@ def topk_log_probs(
     vocab_start: Optional[int] = None,
     return_log_tail: bool = False,
 ) -> Union[SparseTarget, Tuple[SparseTarget, Tensor]]:
-    """The ``k`` likeliest classes of each row and their log-probabilities, as a target that a loss takes as it is.
+    """Returns the ``k`` likeliest classes of each row and their log-probabilities, as a target for the losses.
 
-    They are normalized over all classes. Nothing has a gradient. Of classes whose logits tie, before the scale and the
-    softcap, the lowest are taken and stand first, on every device.
+    The log-probabilities are normalized over all classes. The result has no gradient. If logits tie before scale and
+    softcap, the lowest classes are chosen and come first, on every device.
 
     Args:
         input: logits (..., V), classes last; float16, bfloat16, float32 or float64, any strides.
-        k: at most the number of classes.
-        logit_scale: a number, or a tensor of positive numbers, () or ``input.shape[:-1]``; on CUDA nobody looks.
-        softcap, num_classes, group, vocab_start: as for :func:`sparse_ce.cross_entropy`. Of classes that are shared out
-            among processes each tells its k of a row, ids and logits, and all find the same.
-        return_log_tail: also the logarithm of the probability of all other classes, ``input.shape[:-1]``: what a loss
-            needs to know of the teacher's tail.
+        k: number of classes per row, at most the number of all classes.
+        logit_scale: a number, or a tensor of positive numbers, of shape () or ``input.shape[:-1]``. Values on CUDA are
+            not checked.
+        softcap, num_classes: see :func:`sparse_ce.cross_entropy`.
+        group, vocab_start: see :func:`sparse_ce.cross_entropy`. Each rank sends its top k ids and logits of a row, and
+            all ranks return the same result.
+        return_log_tail: if True, also returns the logarithm of the probability of all other classes, of shape
+            ``input.shape[:-1]``. Losses that model the teacher's tail need it.
 
     Returns:
-        :class:`SparseTarget` of form "topk", ``kind="logprobs"``, values float32 (float64 for float64), likeliest
-        first; or ``(target, log_tail)``.
+        A :class:`SparseTarget` in "topk" format with ``kind="logprobs"``, likeliest class first, or
+        ``(target, log_tail)``. Values are float32 (float64 for float64).
 
     Raises:
-        TypeError, ValueError: an argument has the wrong type, shape or value.
+        TypeError, ValueError: if an argument has the wrong type, shape or value.
 
     Examples:
         >>> teacher = torch.tensor([[0.0, 2.0, 1.0, 2.0]])
@@ -124,22 +126,23 @@ def linear_topk_log_probs(
     logits_dtype: Optional[torch.dtype] = None,
     chunk_rows: Optional[int] = None,
 ) -> Union[SparseTarget, Tuple[SparseTarget, Tensor]]:
-    """``topk_log_probs(F.linear(input, linear_weight, linear_bias), k)`` without the logits of all rows at once.
+    """Computes ``topk_log_probs(F.linear(input, linear_weight, linear_bias), k)`` without materializing all logits at
+    once.
 
     Args:
         input: hidden states (..., D); float16, bfloat16, float32 or float64, any strides.
-        linear_weight, linear_bias: as for :func:`sparse_ce.linear_cross_entropy`.
-        k, logit_scale, softcap, num_classes, group, vocab_start, return_log_tail: as for :func:`topk_log_probs`.
-        logits_dtype: as for :func:`sparse_ce.linear_cross_entropy`.
-        chunk_rows: rows whose logits exist at a time; by default what fits 128 MiB of float32 logits. A CPU that
-            multiplies bfloat16 holds the product that they are widened from beside them: half as much again. Compiled,
-            no more: the chunks are 1, 2, 4, ..., each number of which is compiled once.
+        linear_weight, linear_bias: see :func:`sparse_ce.linear_cross_entropy`.
+        k, logit_scale, softcap, num_classes, group, vocab_start, return_log_tail: see :func:`topk_log_probs`.
+        logits_dtype: see :func:`sparse_ce.linear_cross_entropy`.
+        chunk_rows: maximum number of rows whose logits exist at a time; by default, what fits into 128 MiB of float32
+            logits. A CPU that multiplies bfloat16 also holds the bfloat16 product, half as much again. If compiled, the
+            number of chunks is a power of two, and each such number is compiled once.
 
     Returns:
-        As :func:`topk_log_probs`.
+        See :func:`topk_log_probs`.
 
     Raises:
-        TypeError, ValueError, RuntimeError: as :func:`topk_log_probs` and :func:`sparse_ce.linear_cross_entropy`.
+        TypeError, ValueError, RuntimeError: see :func:`topk_log_probs` and :func:`sparse_ce.linear_cross_entropy`.
 
     Examples:
         >>> hidden, head = torch.randn(6, 8), torch.nn.Linear(8, 100)
@@ -174,12 +177,12 @@ def linear_topk_log_probs(
 
 
 def _at(places: Tensor, t: Tensor) -> Tensor:
-    """What is in ``t`` for the first place and the following ones, in their order."""
+    """Returns a copy of ``t`` in which row i of ``t`` is at index ``places[i]``."""
     return torch.empty_like(t).index_copy_(0, places, t)
 
 
 def _chunks(rows: Tensor, step: int, shard: Optional[Shard]) -> Iterator[Tuple[Any, Tensor]]:
-    """Which of all rows, and their hidden states (n, D)."""
+    """Yields for each chunk the indices of its rows among all rows, and their hidden states (n, D)."""
     if rows.shape[0] == 0:
         yield slice(None), rows
         return
@@ -190,7 +193,7 @@ def _chunks(rows: Tensor, step: int, shard: Optional[Shard]) -> Iterator[Tuple[A
 
 
 def _options(source: Source, k: int, logit_scale: Scale, softcap: Optional[float]) -> Arguments:
-    """Returns the options, in arguments without a target."""
+    """Returns the options as arguments that have no target."""
     taken = source.options(logit_scale, softcap=softcap)
     most = source.shape[-1] if source.num_classes is None else source.num_classes
     if not is_integer(k) or not 0 < k <= most:
@@ -204,7 +207,8 @@ def _options(source: Source, k: int, logit_scale: Scale, softcap: Optional[float
 
 def _of_logits(logits: Tensor, k: int, a: Arguments,
                shard: Optional[Shard]) -> Tuple[Tensor, Tensor, Tensor]:
-    """ids (N, k), log-probabilities (N, k) and log_tail (N,) of logits (N, V), or of those of a shard."""
+    """Returns ids (N, k), log-probabilities (N, k) and ``log_tail`` (N,) of logits (N, V), or of the logits of a
+    shard."""
     with torch.no_grad():
         before = 0 if shard is None else shard.first_class
         live = logits if a.num_classes is None else logits[:, :max(0, a.num_classes - before)]
