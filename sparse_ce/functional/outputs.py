@@ -1,4 +1,4 @@
-"""Packs what an op returned, in the shapes of a call."""
+"""Packs the outputs of an op in the shapes of a call."""
 
 from typing import Any, Literal, NamedTuple, Optional, Union
 
@@ -15,15 +15,15 @@ ReturnEntropy = Union[bool, Literal["detached"]]
 
 
 class CrossEntropyOutput(NamedTuple):
-    """What a loss returns with ``return_lse``, ``return_entropy`` or ``return_argmax``. A field that was not asked for
-    is None.
+    """Holds the outputs of a loss with ``return_lse``, ``return_entropy`` or ``return_argmax``. Fields that were not
+    requested are None.
 
     Args:
-        loss: the loss, as it is returned alone without these options.
-        lse: ``input.shape[:-1]``, log sum exp of each row's transformed logits, differentiable; 0 in ignored rows.
-        entropy: ``input.shape[:-1]``, the entropy of each row's distribution, in nats; 0 in ignored rows. It is
+        loss: the loss, as returned alone without these options.
+        lse: ``input.shape[:-1]``, log-sum-exp of each row's transformed logits, differentiable; 0 in ignored rows.
+        entropy: ``input.shape[:-1]``, entropy of each row's distribution, in nats; 0 in ignored rows. It is
             differentiable unless ``return_entropy="detached"``.
-        argmax: ``input.shape[:-1]``, int64, the lowest class of the largest logit; -1 in ignored rows.
+        argmax: ``input.shape[:-1]``, int64, lowest class of the largest logit; -1 in ignored rows.
 
     Examples:
         >>> logits, labels = torch.tensor([[2.0, 0.0], [0.0, 3.0]]), torch.tensor([0, 0])
@@ -33,7 +33,7 @@ class CrossEntropyOutput(NamedTuple):
     """
 
     loss: Tensor
-    lse: Tensor = None  # type: ignore[assignment]  # None if not asked for: Optional would have every caller assert it
+    lse: Tensor = None  # type: ignore[assignment]  # None if not requested; with Optional, callers must assert it
     entropy: Tensor = None  # type: ignore[assignment]
     argmax: Tensor = None  # type: ignore[assignment]
 
@@ -52,7 +52,7 @@ def packed_loss(out: Reduced, options: LossOptions, leading: torch.Size, return_
 
 
 def packed_log_probs(out: Selected, wanted: Outputs, shape: torch.Size, leading: torch.Size) -> LogProbs:
-    """Returns the log-probabilities in the ``shape`` of the ids, and the rows' outputs that were ``wanted``."""
+    """Returns the log-probabilities in the ``shape`` of the ids, and the requested outputs in the ``leading`` shape."""
     return LogProbs(out.log_probs.reshape(shape), out.lse.reshape(leading),
                     *(_rows(getattr(out, name), getattr(wanted, name), leading) for name in OPTIONAL))
 

@@ -1,4 +1,4 @@
-"""Losses as modules: options at construction, where they are checked, tensors at the call."""
+"""Provides the losses as modules: options are checked at construction, and tensors are arguments of the call."""
 
 from .cross_entropy import LinearSparseCrossEntropyLoss, SparseCrossEntropyLoss
 from .distillation import DistillationLoss, Divergence, LinearDistillationLoss

@@ -1,4 +1,4 @@
-"""What the modules hold: options, checked at construction."""
+"""Defines the base classes of the modules, which store options and check them at construction."""
 
 import functools
 import inspect
@@ -18,8 +18,8 @@ from ..sharding.groups import SequenceGroup
 
 def check_held(weight: Optional[Tensor], normalizer: Optional[Normalizer], options: Dict[str, Any],
                detaches: bool = True) -> None:
-    """What can be said of a loss's options, as many as are given, before there are logits. ``detaches``: its entropy
-    may be detached."""
+    """Checks the options of a loss, as far as possible without logits. If it ``detaches``, ``return_entropy`` may be
+    "detached"."""
     check_reduction(options.get("reduction", "mean"), normalizer)
     check_inplace(options.get("inplace", False))
     check_held_flags(options, detaches)
@@ -32,11 +32,11 @@ def check_held(weight: Optional[Tensor], normalizer: Optional[Normalizer], optio
 
 
 init_t = TypeVar("init_t", bound=Callable[..., None])
-OF_CALLS = ("linear_bias", "row_weight", "teacher_log_tail")  # what changes from call to call
+OF_CALLS = ("linear_bias", "row_weight", "teacher_log_tail")  # change from call to call
 
 
 def holds(function: Callable[..., Any]) -> Callable[[init_t], init_t]:
-    """Of an ``__init__`` that takes any ``options``: they are the keywords of ``function`` and have its defaults."""
+    """Gives an ``__init__`` with ``**options`` the keyword arguments of ``function``, with their defaults."""
     keywords = [p for p in inspect.signature(function).parameters.values()
                 if p.kind == p.KEYWORD_ONLY and p.name not in OF_CALLS]
 
@@ -57,9 +57,9 @@ def holds(function: Callable[..., Any]) -> Callable[[init_t], init_t]:
 
 
 class Held(nn.Module):
-    """Options, held from construction to the call."""
+    """Stores options from construction to the call."""
 
-    _detaches = False  # an entropy that is asked for as "detached"
+    _detaches = False  # True if return_entropy may be "detached"
 
     def __init__(self, *, weight: Optional[Tensor] = None, normalizer: Optional[Normalizer] = None,
                  **options: Any) -> None:
@@ -69,7 +69,8 @@ class Held(nn.Module):
         self.options = options
 
     def __getstate__(self) -> Dict[str, Any]:
-        """With the name of a process group, which has no copies and no files."""
+        """Returns the state with the name of the process group in place of the group, which cannot be copied or
+        pickled."""
         group = self.options.get("group")
         if group is None:
             return self.__dict__
@@ -88,7 +89,7 @@ class Held(nn.Module):
 
 
 class HeldLoss(Held):
-    """The options of a loss, its class weights, and what divides it unless a call says so."""
+    """Stores the options of a loss, its class weights, and the default of the call's ``normalizer``."""
 
     weight: Optional[Tensor]
     _detaches = True
@@ -101,23 +102,23 @@ class HeldLoss(Held):
 
 
 def scaled(options: Dict[str, Any], logit_scale: Optional[Scale]) -> Dict[str, Any]:
-    """The options of a call, which may have a scale of its own."""
+    """Returns the options of a call, with its ``logit_scale`` if it has one."""
     return options if logit_scale is None else {**options, "logit_scale": logit_scale}
 
 
 def _of_processes(f: Callable[[Any], Any], group: Any) -> Any:
-    """``f`` of a process group, also of that of a :class:`SequenceGroup`."""
+    """Returns ``f`` of a process group. In a :class:`SequenceGroup`, ``f`` is applied to its group."""
     if isinstance(group, SequenceGroup):
         return group._replace(group=_of_processes(f, group.group))
     return None if group is None else f(group)
 
 
 class _Named(str):
-    """The name of a process group, by which the processes of a job all know it."""
+    """Represents a process group by its name, which is the same in all processes of a job."""
 
     def found(self) -> Any:
         try:
             return getattr(torch.distributed.distributed_c10d, "_resolve_process_group")(self)
-        except (AttributeError, RuntimeError, ValueError):  # of a torch without processes, or of no such group
-            fail(f"group must exist in the process that a module is loaded into, got none of the name {str(self)!r}; "
-                 "make it first, or save the module's state_dict()", RuntimeError)
+        except (AttributeError, RuntimeError, ValueError):  # torch has no distributed package, or the group is unknown
+            fail(f"group must exist in the process that a module is loaded into, got no group named {str(self)!r}; "
+                 "create it first, or save the module's state_dict()", RuntimeError)

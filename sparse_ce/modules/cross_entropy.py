@@ -1,4 +1,4 @@
-"""Modules of the losses of logits and of a linear head."""
+"""Defines the modules of the losses of logits and of a linear head."""
 
 from typing import TYPE_CHECKING, Optional
 
@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 
 
 class SparseCrossEntropyLoss(HeldLoss):
-    """Module form of :func:`sparse_ce.cross_entropy`; arguments are its keywords.
+    """Wraps :func:`sparse_ce.cross_entropy` as a module; options are its keyword arguments.
 
-    ``weight`` is a buffer: it moves with the module. ``normalizer`` and ``row_weight``, which change from step to
-    step, are arguments of the call.
+    ``weight`` is a buffer, so it moves with the module. ``normalizer`` and ``row_weight`` change from step to step and
+    are arguments of the call. ``logit_scale`` must be a number.
 
     Examples:
         >>> criterion = sparse_ce.SparseCrossEntropyLoss(label_smoothing=0.1, reduction="sum")
@@ -36,7 +36,16 @@ class SparseCrossEntropyLoss(HeldLoss):
     def forward(self, input: Tensor, target: Target,
                 normalizer: Optional[Normalizer] = None, *,
                 row_weight: Optional[Tensor] = None) -> Output:
-        """``input`` (..., V), ``target`` in any of its forms; see :func:`sparse_ce.cross_entropy`.
+        """Computes the loss, see :func:`sparse_ce.cross_entropy`.
+
+        Args:
+            input: logits (..., V).
+            target: a target of any format.
+            normalizer: overrides the module's ``normalizer``.
+            row_weight: factors of the rows' losses, ``input.shape[:-1]``.
+
+        Returns:
+            The loss, or a :class:`CrossEntropyOutput`.
 
         Examples:
             >>> criterion = sparse_ce.SparseCrossEntropyLoss()
@@ -50,10 +59,10 @@ class SparseCrossEntropyLoss(HeldLoss):
 
 
 class LinearSparseCrossEntropyLoss(HeldLoss):
-    """Module form of :func:`sparse_ce.linear_cross_entropy`; arguments are its keywords.
+    """Wraps :func:`sparse_ce.linear_cross_entropy` as a module; options are its keyword arguments.
 
-    The head stays where it is, in the model: its weight and bias are arguments of the call, as is ``normalizer``.
-    ``weight``, of the classes, is a buffer.
+    The head remains part of the model: its weight and bias are arguments of the call, and so is ``normalizer``.
+    ``weight``, the class weights, is a buffer. ``logit_scale`` must be a number.
 
     Examples:
         >>> criterion = sparse_ce.LinearSparseCrossEntropyLoss(z_loss=1e-4)
@@ -72,7 +81,18 @@ class LinearSparseCrossEntropyLoss(HeldLoss):
                 linear_bias: Optional[Tensor] = None,
                 normalizer: Optional[Normalizer] = None, *,
                 row_weight: Optional[Tensor] = None) -> Output:
-        """``input`` (..., D), ``linear_weight`` (V, D), ``target`` in any of its forms, ``linear_bias`` (V,).
+        """Computes the loss, see :func:`sparse_ce.linear_cross_entropy`.
+
+        Args:
+            input: hidden states (..., D).
+            linear_weight: weight of the head (V, D).
+            target: a target of any format.
+            linear_bias: bias of the head (V,).
+            normalizer: overrides the module's ``normalizer``.
+            row_weight: factors of the rows' losses, ``input.shape[:-1]``.
+
+        Returns:
+            The loss, or a :class:`CrossEntropyOutput`.
 
         Examples:
             >>> criterion = sparse_ce.LinearSparseCrossEntropyLoss()

@@ -1,4 +1,4 @@
-"""Modules of divergences and of losses of distillation."""
+"""Defines the modules of divergences and distillation losses."""
 
 from typing import TYPE_CHECKING, Any, Optional, Union
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class _HeldKind(Held):
-    """Checks what can be said of a divergence before there is one."""
+    """Stores the options of a divergence and checks them without tensors."""
 
     def __init__(self, **options: Any) -> None:
         checked(*(options[name] for name in ("kind", "beta", "tail", "floor")))
@@ -29,7 +29,7 @@ class _HeldKind(Held):
 
 
 class Divergence(_HeldKind):
-    """Module form of :func:`sparse_ce.divergence`; arguments are its keywords.
+    """Wraps :func:`sparse_ce.divergence` as a module; options are its keyword arguments.
 
     Examples:
         >>> criterion = sparse_ce.Divergence(kind="tv", tail="bucket")
@@ -44,8 +44,16 @@ class Divergence(_HeldKind):
 
     def forward(self, student: Union[Tensor, LogProbs], teacher: Target, teacher_log_tail: Optional[Tensor] = None,
                 normalizer: Optional[Normalizer] = None) -> Tensor:
-        """``student``: logits (..., V), or their log-probabilities at the teacher's ids; ``teacher`` in any form;
-        ``normalizer`` in place of the module's.
+        """Computes the divergence, see :func:`sparse_ce.divergence`.
+
+        Args:
+            student: logits (..., V), or their log-probabilities at the teacher's ids.
+            teacher: a target of any format.
+            teacher_log_tail: logarithm of the teacher's tail, of the leading shape.
+            normalizer: overrides the module's ``normalizer``.
+
+        Returns:
+            The divergence, of shape () or the leading shape.
 
         Examples:
             >>> sparse_ce.Divergence()(torch.zeros(2, 4), torch.tensor([0, 3]), normalizer=4)
@@ -56,7 +64,9 @@ class Divergence(_HeldKind):
 
 
 class DistillationLoss(_HeldKind):
-    """Module form of :func:`sparse_ce.distillation_loss`; arguments are its keywords, ``logit_scale`` a number.
+    """Wraps :func:`sparse_ce.distillation_loss` as a module; options are its keyword arguments.
+
+    ``logit_scale`` must be a number; a tensor is an argument of the call.
 
     Examples:
         >>> criterion = sparse_ce.DistillationLoss(kind="jsd", tail="renormalize", temperature=2.0, alpha=0.9)
@@ -72,8 +82,16 @@ class DistillationLoss(_HeldKind):
     def forward(self, input: Tensor, teacher: Target, labels: Optional[Target] = None,
                 teacher_log_tail: Optional[Tensor] = None, normalizer: Optional[Normalizer] = None,
                 logit_scale: Optional[Scale] = None) -> Tensor:
-        """``input`` (..., V), ``teacher`` and ``labels`` in any form; ``normalizer`` and ``logit_scale`` in place of
-        the module's.
+        """Computes the loss, see :func:`sparse_ce.distillation_loss`.
+
+        Args:
+            input: logits of the student (..., V).
+            teacher, labels: targets of any format.
+            teacher_log_tail: logarithm of the teacher's tail, of the leading shape.
+            normalizer, logit_scale: override the module's options.
+
+        Returns:
+            The loss, of shape () or the leading shape.
 
         Examples:
             >>> teacher = torch.tensor([[0, 1]]), torch.tensor([[0.5, 0.5]])
@@ -86,9 +104,10 @@ class DistillationLoss(_HeldKind):
 
 
 class LinearDistillationLoss(_HeldKind):
-    """Module form of :func:`sparse_ce.linear_distillation_loss`; arguments are its keywords, ``logit_scale`` a number.
+    """Wraps :func:`sparse_ce.linear_distillation_loss` as a module; options are its keyword arguments.
 
-    The head stays where it is, in the model: its weight and bias are arguments of the call.
+    The head remains part of the model: its weight and bias are arguments of the call. ``logit_scale`` must be a number;
+    a tensor is an argument of the call.
 
     Examples:
         >>> criterion = sparse_ce.LinearDistillationLoss(kind="reverse_kl", tail="bucket")
@@ -105,8 +124,18 @@ class LinearDistillationLoss(_HeldKind):
                 linear_bias: Optional[Tensor] = None, teacher_log_tail: Optional[Tensor] = None,
                 normalizer: Optional[Normalizer] = None,
                 logit_scale: Optional[Scale] = None) -> Tensor:
-        """``input`` (..., D), ``linear_weight`` (V, D), ``teacher`` and ``labels`` in any form, ``linear_bias`` (V,);
-        ``normalizer`` and ``logit_scale`` in place of the module's.
+        """Computes the loss, see :func:`sparse_ce.linear_distillation_loss`.
+
+        Args:
+            input: hidden states (..., D).
+            linear_weight: weight of the head (V, D).
+            teacher, labels: targets of any format.
+            linear_bias: bias of the head (V,).
+            teacher_log_tail: logarithm of the teacher's tail, of the leading shape.
+            normalizer, logit_scale: override the module's options.
+
+        Returns:
+            The loss, of shape () or the leading shape.
 
         Examples:
             >>> teacher = torch.tensor([[0, 1]]), torch.tensor([[0.5, 0.5]])

@@ -1,4 +1,4 @@
-"""Modules of log-probabilities, of logits and of a linear head."""
+"""Defines the modules of log-probabilities of logits and of a linear head."""
 
 from typing import TYPE_CHECKING, Optional
 
@@ -17,7 +17,9 @@ if TYPE_CHECKING:
 
 
 class SelectedLogProbs(Held):
-    """Module form of :func:`sparse_ce.selected_log_probs`; arguments are its keywords, ``logit_scale`` a number.
+    """Wraps :func:`sparse_ce.selected_log_probs` as a module; options are its keyword arguments.
+
+    ``logit_scale`` must be a number; a tensor is an argument of the call.
 
     Examples:
         >>> score = sparse_ce.SelectedLogProbs(return_entropy=True)
@@ -31,7 +33,15 @@ class SelectedLogProbs(Held):
         super().__init__(**options)
 
     def forward(self, input: Tensor, indices: Target, logit_scale: Optional[Scale] = None) -> LogProbs:
-        """``input`` (..., V), ``indices`` in any form; ``logit_scale`` in place of the module's.
+        """Computes the log-probabilities, see :func:`sparse_ce.selected_log_probs`.
+
+        Args:
+            input: logits (..., V).
+            indices: classes or a target of any format.
+            logit_scale: overrides the module's ``logit_scale``.
+
+        Returns:
+            A :class:`LogProbs`.
 
         Examples:
             >>> temperature = torch.tensor([1.0, 2.0])
@@ -43,9 +53,10 @@ class SelectedLogProbs(Held):
 
 
 class LinearSelectedLogProbs(Held):
-    """Module form of :func:`sparse_ce.linear_selected_log_probs`; arguments are its keywords, ``logit_scale`` a number.
+    """Wraps :func:`sparse_ce.linear_selected_log_probs` as a module; options are its keyword arguments.
 
-    The head stays where it is, in the model: its weight and bias are arguments of the call.
+    The head remains part of the model: its weight and bias are arguments of the call. ``logit_scale`` must be a number;
+    a tensor is an argument of the call.
 
     Examples:
         >>> score = sparse_ce.LinearSelectedLogProbs(return_entropy=True)
@@ -62,8 +73,17 @@ class LinearSelectedLogProbs(Held):
 
     def forward(self, input: Tensor, linear_weight: Tensor, indices: Target, linear_bias: Optional[Tensor] = None,
                 logit_scale: Optional[Scale] = None) -> LogProbs:
-        """``input`` (..., D), ``linear_weight`` (V, D), ``indices`` in any form, ``linear_bias`` (V,); ``logit_scale``
-        in place of the module's.
+        """Computes the log-probabilities, see :func:`sparse_ce.linear_selected_log_probs`.
+
+        Args:
+            input: hidden states (..., D).
+            linear_weight: weight of the head (V, D).
+            indices: classes or a target of any format.
+            linear_bias: bias of the head (V,).
+            logit_scale: overrides the module's ``logit_scale``.
+
+        Returns:
+            A :class:`LogProbs`.
 
         Examples:
             >>> hidden, weight = torch.ones(2, 1), torch.tensor([[0.0], [2.0]])

@@ -1,4 +1,4 @@
-"""The module of a masked mean."""
+"""Defines the module of a masked mean."""
 
 from typing import Sequence, Union
 
@@ -9,7 +9,7 @@ from ..functional.means import given_dims, masked_mean
 
 
 class MaskedMean(nn.Module):
-    """Module form of :func:`sparse_ce.masked_mean`; arguments are its keywords.
+    """Wraps :func:`sparse_ce.masked_mean` as a module; options are its keyword arguments.
 
     Examples:
         >>> pool = sparse_ce.MaskedMean(dim=1)
@@ -24,7 +24,14 @@ class MaskedMean(nn.Module):
         self.dim, self.keepdim = dim, keepdim
 
     def forward(self, input: Tensor, mask: Tensor) -> Tensor:
-        """``mask`` broadcasts to the shape of ``input``; see :func:`sparse_ce.masked_mean`.
+        """Computes the mean, see :func:`sparse_ce.masked_mean`.
+
+        Args:
+            input: any shape and strides.
+            mask: tensor that broadcasts to the shape of ``input``.
+
+        Returns:
+            The mean in the dtype of ``input`` (float32 for integers).
 
         Examples:
             >>> sparse_ce.MaskedMean()(torch.tensor([1.0, 2.0]), torch.tensor([0, 1]))

@@ -1,4 +1,5 @@
-"""The keywords of the modules, for type checkers. At run time they are those of the functions; see ``base.holds``."""
+"""Lists the keyword arguments of the modules, for type checkers. At run time ``base.holds`` takes them from the
+functions."""
 
 from typing import Optional, TypedDict
 

@@ -1,4 +1,4 @@
-"""The module of any loss of rows on a linear head."""
+"""Defines the module of a custom loss of rows on a linear head."""
 
 from typing import TYPE_CHECKING, Any, Optional, Union
 
@@ -17,10 +17,11 @@ if TYPE_CHECKING:
 
 
 class LinearRowLoss(Held):
-    """Module form of :func:`sparse_ce.linear_row_loss`; arguments are ``fn`` and keywords, ``logit_scale`` a number.
+    """Wraps :func:`sparse_ce.linear_row_loss` as a module; arguments are ``fn`` and its keyword arguments.
 
-    The head stays where it is, in the model: its weight and bias are arguments of the call, as are ``normalizer`` and
-    the tensors that ``fn`` gets a row of. A ``fn`` that is a module is a part of this one.
+    The head remains part of the model: its weight and bias are arguments of the call, and so are ``normalizer`` and
+    ``row_args``. ``logit_scale`` must be a number; a tensor is an argument of the call. If ``fn`` is a module, it
+    becomes a submodule.
 
     Examples:
         >>> def policy_gradient(log_probs, actions, advantages):
@@ -40,8 +41,18 @@ class LinearRowLoss(Held):
     def forward(self, input: Tensor, linear_weight: Tensor, target: Target, *row_args: Union[Tensor, SparseTarget],
                 linear_bias: Optional[Tensor] = None, normalizer: Optional[Normalizer] = None,
                 logit_scale: Optional[Scale] = None) -> Any:
-        """``input`` (..., D), ``linear_weight`` (V, D), ``target`` in any form, ``linear_bias`` (V,); ``row_args`` of
-        the leading shape; ``normalizer`` and ``logit_scale`` in place of the module's.
+        """Computes the loss, see :func:`sparse_ce.linear_row_loss`.
+
+        Args:
+            input: hidden states (..., D).
+            linear_weight: weight of the head (V, D).
+            target: a target of any format.
+            row_args: tensors or targets of the leading shape, which are passed to ``fn``.
+            linear_bias: bias of the head (V,).
+            normalizer, logit_scale: override the module's options.
+
+        Returns:
+            The loss, or with ``has_aux`` ``(loss, aux)``.
 
         Examples:
             >>> criterion = sparse_ce.LinearRowLoss(lambda log_probs, labels: -log_probs.log_probs)

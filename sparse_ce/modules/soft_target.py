@@ -1,4 +1,4 @@
-"""timm's losses, by their names, for sparse targets too."""
+"""Defines timm's losses under the same names, with support for sparse targets."""
 
 from typing import Union
 
@@ -16,9 +16,10 @@ from ..targets.smoothed import SmoothedTarget
 
 
 class SoftTargetCrossEntropy(nn.Module):
-    """timm's ``SoftTargetCrossEntropy``: the mean of ``-sum(target * log_softmax(x))``, of sparse targets too.
+    """Computes timm's ``SoftTargetCrossEntropy``, the mean of ``-sum(target * log_softmax(x))``, for dense and sparse
+    targets.
 
-    Weights need not sum to 1. The mean is that of :func:`sparse_ce.cross_entropy`: rows that are ignored do not count.
+    Weights need not sum to 1. The mean is that of :func:`sparse_ce.cross_entropy`, which does not count ignored rows.
 
     Examples:
         >>> criterion = sparse_ce.SoftTargetCrossEntropy()
@@ -29,15 +30,21 @@ class SoftTargetCrossEntropy(nn.Module):
     """
 
     def forward(self, x: Tensor, target: Union[Target, SmoothedTarget]) -> Tensor:
-        """``x``: logits (..., V), classes last; ``target``: weights of that shape, dense, or any form that
-        :func:`sparse_ce.cross_entropy` knows, or a ``SmoothedTarget``, as
-        ``sparse_ce.integrations.timm.Mixup`` makes it. Dense weights go to ``F.cross_entropy``.
+        """Computes the loss.
+
+        Args:
+            x: logits (..., V), classes last.
+            target: one of
+
+                - dense weights of the shape of ``x``, which are passed to ``F.cross_entropy``
+                - any target of :func:`sparse_ce.cross_entropy`
+                - a ``SmoothedTarget``, the output of ``sparse_ce.integrations.timm.Mixup``
 
         Returns:
-            (): float32, or the dtype that ``F.cross_entropy`` gives for dense weights.
+            The mean, (), as float32. For dense weights, the dtype is that of ``F.cross_entropy``.
 
         Raises:
-            TypeError, ValueError, RuntimeError: as :func:`sparse_ce.cross_entropy`.
+            TypeError, ValueError, RuntimeError: see :func:`sparse_ce.cross_entropy`.
 
         Examples:
             >>> pairs = torch.tensor([[1, 2]]), torch.tensor([[0.5, 0.5]])
@@ -50,13 +57,13 @@ class SoftTargetCrossEntropy(nn.Module):
 
 
 class LabelSmoothingCrossEntropy(nn.Module):
-    """timm's ``LabelSmoothingCrossEntropy``: cross entropy with ``smoothing`` of the target spread over all classes.
+    """Computes timm's ``LabelSmoothingCrossEntropy``: ``smoothing`` of the target is spread over all classes.
 
     Args:
         smoothing: number in [0, 1].
 
     Raises:
-        TypeError, ValueError: ``smoothing`` is none.
+        TypeError, ValueError: if ``smoothing`` is not a number in [0, 1].
 
     Examples:
         >>> criterion = sparse_ce.LabelSmoothingCrossEntropy(smoothing=0.1)
@@ -74,14 +81,18 @@ class LabelSmoothingCrossEntropy(nn.Module):
         self.confidence = 1.0 - self.smoothing
 
     def forward(self, x: Tensor, target: Target) -> Tensor:
-        """``x``: logits (..., V), classes last; ``target``: labels, or any form that
-        :class:`SoftTargetCrossEntropy` takes but one that is smoothed already. Rows labelled -100 are ignored.
+        """Computes the loss.
+
+        Args:
+            x: logits (..., V), classes last.
+            target: labels, or any other target that :class:`SoftTargetCrossEntropy` accepts except a
+                ``SmoothedTarget``. Rows with label -100 are ignored.
 
         Returns:
-            (): float32, or the dtype that ``F.cross_entropy`` gives for dense weights.
+            The mean, (), as float32. For dense weights, the dtype is that of ``F.cross_entropy``.
 
         Raises:
-            TypeError, ValueError, RuntimeError: as :func:`sparse_ce.cross_entropy`.
+            TypeError, ValueError, RuntimeError: see :func:`sparse_ce.cross_entropy`.
 
         Examples:
             >>> sparse_ce.LabelSmoothingCrossEntropy()(torch.zeros(2, 4), torch.tensor([0, -100]))
@@ -96,15 +107,15 @@ class LabelSmoothingCrossEntropy(nn.Module):
 
 
 def _cross_entropy(x: Tensor, target: Target, smoothing: float) -> Tensor:
-    """The mean of rows, of which dense weights are taken as well."""
+    """Computes the mean loss, also for dense weights."""
     if not isinstance(target, Tensor) or target.layout != torch.strided or not target.is_floating_point():
         return functional.cross_entropy(x, target, label_smoothing=smoothing)
     check_input(x, "V")
     if target.shape != x.shape:
-        fail(f"target must have the shape of x, {list(x.shape)}, where it is dense weights, got {list(target.shape)}")
+        fail(f"target must have the shape of x, {list(x.shape)}, if it holds dense weights, got {list(target.shape)}")
     if target.device != x.device:
         fail(f"target must be on the device of x, {x.device}, got {target.device}", RuntimeError)
-    # As log_softmax has it under autocast, and so timm's loss. F.cross_entropy asks it, on a GPU, for 16 bits.
+    # Under autocast log_softmax, and so timm's loss, is float32. On a GPU, F.cross_entropy requests 16 bits from it.
     x = x.float() if x.dtype in (torch.float16, torch.bfloat16) and autocast.enabled(x.device) else x
     rows = target.reshape(-1, x.shape[-1])
     return F.cross_entropy(x.reshape(rows.shape), rows, label_smoothing=smoothing)
