@@ -1291,7 +1291,7 @@ PYTHON = [
     ("sparse_ce/functional/topk.py", "step = max(1, step // shard.ranks)", "pass"),
     ("sparse_ce/functional/topk.py", "index_copy_(0, places, t)", "copy_(t)"),
     ("sparse_ce/functional/topk.py", "del logits", "pass"),
-    ("sparse_ce/functional/row_losses.py", "del z  # before", "pass  # before"),
+    ("sparse_ce/functional/row_losses.py", "del z  # frees", "pass  # frees"),
     ("sparse_ce/reference/cross_entropy.py", "counts = torch.where(counts, a.weight[labels], 0.0)",
      "counts = a.weight[labels]"),
     ("sparse_ce/reference/cross_entropy.py", "torch.where(ignored[:, None], 0.0, logits[:, :num_classes].to(dtype))",

@@ -182,9 +182,9 @@ def linear_distillation_loss(
     if isinstance(labels, Tensor) and labels.layout == torch.strided and holds_integers(labels):
         labels = as_index(labels, "labels")
     if 0 < alpha < 1 and temperature == 1 and _is_labels(labels, shape) and given.form != "jagged" and not (
-            _learned(given) or is_distributed(given.indices)):  # which the loss of the one or other refuses
+            _learned(given) or is_distributed(given.indices)):  # a single pass does not support these
         assert isinstance(labels, Tensor)
-        if ignore_index != IGNORE_INDEX:  # then -100 is an error, as any other index that is no class
+        if ignore_index != IGNORE_INDEX:  # -100 is then out of range and must raise an error
             labels = torch.where(labels == ignore_index, IGNORE_INDEX, labels.masked_fill(labels == IGNORE_INDEX, -1))
         return _together(of_rows, share, 1 - alpha, input, linear_weight, given, labels, tail_args, reduction,
                          normalizer, logit_scale=logit_scale, softcap=softcap, **of_head, **fields)
@@ -220,9 +220,9 @@ def _checked(teacher: Target, labels: Optional[Target], shape: torch.Size, num_c
     fields = checked(**of_kind)
     check_shares(tail, temperature, alpha)
     if alpha < 1 and labels is None:
-        fail(f"labels must be given where alpha is not 1, got None and alpha={alpha}")
+        fail(f"labels must be given unless alpha is 1, got None and alpha={alpha}")
     given = as_teacher(teacher, shape[:-1], shape[-1])
-    if num_classes is not None:  # over these its tail is spread
+    if num_classes is not None:  # the tail is spread over these classes
         given = given.with_num_classes(num_classes)
     if temperature != 1:
         given = tempered(given, temperature, dtype)
@@ -238,9 +238,9 @@ def check_shares(tail: str, temperature: float, alpha: float) -> None:
     if not 0 <= alpha <= 1:
         fail(f"alpha must be in [0, 1], got {alpha}")
     if temperature != 1 and tail not in ("zero", "renormalize"):
-        fail(f"temperature must be 1 with tail={tail!r}, got {temperature}: what a teacher has off its classes at "
-             "another temperature is not known; cache it at this one, topk_log_probs(logits, k, logit_scale=1 / "
-             "temperature), and divide the student's logits alone, logit_scale=1 / temperature")
+        fail(f"temperature must be 1 with tail={tail!r}, got {temperature}: the teacher's tail is known only at the "
+             "temperature of its cache. Cache it at this temperature, topk_log_probs(logits, k, logit_scale=1 / "
+             "temperature), and pass logit_scale=1 / temperature for the student")
 
 
 def _divided(temperature: float, logit_scale: Scale, softcap: Optional[float]) -> Dict[str, Any]:
@@ -271,7 +271,7 @@ def _together(of_rows: Loss, share: float, share_of_labels: float, input: Tensor
     live = ids.ne(IGNORE_INDEX) & of_teacher[..., None]
     if teacher.values is not None:
         live &= teacher.values.ne(-torch.inf if teacher.kind == "logprobs" else 0)
-    # A row of the teacher may count without any of its entries: not without an id.
+    # A row of the teacher may be active although all its entries are padding. It needs an id then.
     label = torch.where(of_teacher & ~of_labels & ~live.any(-1), 0, labels)
     ids = torch.cat((torch.where(live, ids, IGNORE_INDEX), label[..., None].to(ids.dtype)), -1)
     single = teacher.form == "index"
@@ -287,7 +287,7 @@ def _together(of_rows: Loss, share: float, share_of_labels: float, input: Tensor
     def of_both(out: LogProbs, ids: Tensor, teacher: SparseTarget, counts: Tensor, *log_tail: Tensor) -> Tensor:
         label, of_label = ids[:, -1], out.log_probs[:, -1]
         tail = out.log_tail
-        if tail is not None:  # what was left of the label's class belongs to the teacher's tail
+        if tail is not None:  # a label outside the teacher's classes belongs to the teacher's tail
             outside = label.ne(IGNORE_INDEX) & ids[:, :-1].ne(label[:, None]).all(1)
             tail = torch.where(outside, _log_add(tail, of_label), tail)
         log_probs = out.log_probs[:, 0] if single else out.log_probs[:, :-1]

@@ -28,13 +28,13 @@ from .segments import Segments, segments_of
 
 KINDS = ("forward_kl", "reverse_kl", "jsd", "skew_forward", "skew_reverse", "alpha", "tv", "hellinger")
 TAILS = ("zero", "renormalize", "bucket", "uniform", "floor")
-_BETWEEN = ("jsd", "skew_forward", "skew_reverse", "alpha")  # those that have a beta
+_BETWEEN = ("jsd", "skew_forward", "skew_reverse", "alpha")  # the kinds with a beta
 
-_INFINITE = "it is infinite: the student has probability where the teacher has 0. Use tail='floor', 'bucket' or " \
-            "'renormalize', which say what the teacher has there"
-_EVERY_CLASS = "it would need each class off the teacher's: two rows that are equal in all that is kept of them " \
-               "differ in it. Only the two KL directions have such a tail; use tail='bucket'"
-_AS_ZERO = "a teacher's e^floor off its classes adds nothing to this direction: that is tail='zero'"
+_INFINITE = "it is infinite, because the student has probability where the teacher has 0. Use tail='floor', 'bucket' " \
+            "or 'renormalize'"
+_EVERY_CLASS = "it depends on the student's probability of every class outside the teacher's, not only on their sum. " \
+               "Use tail='bucket', or one of the two KL directions"
+_AS_ZERO = "the floor outside the teacher's classes adds nothing to this direction. Use tail='zero'"
 
 
 def needed(kind: str, tail: str) -> Union[Tuple[str, ...], str]:
@@ -131,7 +131,7 @@ def divergence(
         given = as_teacher(teacher, student.lse.shape, None)
     for field in fields:
         if getattr(student, field) is None:
-            fail(f"student must have {field}, which kind={kind!r} with tail={tail!r} needs, got None; ask for it with "
+            fail(f"student must have {field} for kind={kind!r} with tail={tail!r}, got None; compute it with "
                  f"return_{field}=True")
     if student.log_probs.shape != given.indices.shape:
         fail(f"student must have log_probs at the ids of teacher, {list(given.indices.shape)}, got "
@@ -194,7 +194,7 @@ def checked(kind: str, beta: float, tail: str, floor: float, teacher_log_tail: A
         fail(f"tail must be one of {', '.join(map(repr, TAILS))}, got {tail!r}")
     fields = needed(kind, tail)
     if isinstance(fields, str):
-        fail(f"kind must be defined with tail={tail!r}, got {kind!r}: {fields}")
+        fail(f"kind={kind!r} does not support tail={tail!r}: {fields}.")
     if not is_number(beta) or kind in _BETWEEN and not 0 < beta < 1:
         fail(f"beta must be a number between 0 and 1, got {beta!r}; at its ends use kind='forward_kl' or 'reverse_kl'",
              ValueError if is_number(beta) else TypeError)
@@ -210,8 +210,8 @@ def checked(kind: str, beta: float, tail: str, floor: float, teacher_log_tail: A
 
 
 class _Student(NamedTuple):
-    log_q: Tensor  # at the teacher's entries; 0 where one has no part
-    lse: Tensor  # (N,), as are the others
+    log_q: Tensor  # at the teacher's entries; 0 if an entry is excluded
+    lse: Tensor  # (N,), like the fields below
     log_tail: Optional[Tensor]
     entropy: Optional[Tensor]
     mean_logit: Optional[Tensor]
@@ -222,8 +222,8 @@ class _Teacher(NamedTuple):
 
     segments: Segments
     ids: Tensor
-    log_p: Tensor  # 0 where there is no part
-    part: Tensor  # bool
+    log_p: Tensor  # 0 if the entry is excluded
+    part: Tensor  # bool, False if the entry is excluded
     given_log_tail: Optional[Tensor]  # (N,)
     floor: float
 
@@ -232,7 +232,7 @@ class _Teacher(NamedTuple):
            floor: float) -> "_Teacher":
         entries = reference.entries_of(a, ANY_CLASS, dtype)
         segments = segments_of(entries, num_rows)
-        # What stands in a row that does not count has no gradient either.
+        # Entries of ignored rows have no gradient either.
         part = (entries.live | entries.values.isnan()) & ~segments.of_rows(reference.ignored_rows(a, num_rows), True)
         if a.values is None:
             log_p = torch.zeros_like(entries.values)
@@ -278,9 +278,9 @@ def _term(kind: str, beta: float, log_p: Tensor, log_q: Tensor) -> Tensor:
     """Returns the term of a class in the sum of a kind. ``log_p`` must be finite."""
     p, q = log_p.exp(), log_q.exp()
     if kind == "forward_kl":
-        some = p != 0  # a p that is too small for its dtype is 0, however little the student has there; a NaN is not
+        some = p != 0  # a p that underflows to 0 adds 0, whatever log_q is; NaN is kept
         return torch.where(some, p * (log_p - torch.where(some, log_q, 0.0)), 0.0)
-    finite = torch.where(log_q.isneginf(), 0.0, log_q)  # where q, its factor, is 0
+    finite = torch.where(log_q.isneginf(), 0.0, log_q)  # its factor q is 0 there
     if kind == "reverse_kl":
         return q * (finite - log_p)
     if kind == "alpha":
@@ -341,7 +341,7 @@ def _zero(t: _Teacher, s: _Student, kind: str, beta: float, floor: float, _: Opt
     if kind in ("forward_kl", "skew_forward"):
         return total
     assert s.log_tail is not None
-    of_zero = 0.5  # what a student's probability adds where p is 0, of tv and hellinger
+    of_zero = 0.5  # factor of the student's probability where p is 0, for tv and hellinger
     if kind == "jsd":
         of_zero = -(1 - beta) * math.log1p(-beta)
     if kind == "skew_reverse":
@@ -358,25 +358,25 @@ def _bucket(t: _Teacher, s: _Student, kind: str, beta: float, floor: float, num_
     assert s.log_tail is not None
     log_tail = t.log_tail()
     nothing = s.log_tail.isneginf()
-    # Log-probabilities do not say of how many classes they are.
+    # A student given as log-probabilities does not have the number of classes.
     all_classes = t.are_first() & nothing if num_classes is None else t.classes() == num_classes
     empty = all_classes | nothing & t.is_rounding(log_tail)
     term = _term(kind, beta, log_tail, torch.where(empty, log_tail, s.log_tail))
     total = t.sum(_term(kind, beta, t.log_p, s.log_q)) + torch.where(empty, 0.0, term)
-    if kind == "alpha" and beta > 0.5:  # a student's probabilities sum to 1
+    if kind == "alpha" and beta > 0.5:  # _alpha is relative to p, whose sum may not be 1
         total = total + _missing(t.sum(t.log_p.exp()) + torch.where(empty, 0.0, log_tail.exp()))
     return _finished(kind, beta, total)
 
 
 def _uniform(t: _Teacher, s: _Student, kind: str, beta: float, floor: float, num_classes: Optional[int]) -> Tensor:
     if num_classes is None:
-        fail("teacher must have num_classes with tail='uniform', got None; pass num_classes= where it is made")
+        fail("teacher must have num_classes with tail='uniform', got None; pass num_classes= to its constructor")
     others, log_tail = num_classes - t.classes(), t.log_tail()
     log_each = (log_tail - others.clamp(min=1).log()).clamp(min=floor)
     if kind == "reverse_kl":
         return _against(t, s, log_each)
     assert s.mean_logit is not None
-    none = s.mean_logit.isneginf()  # a class without probability
+    none = s.mean_logit.isneginf()  # some class has probability 0
     of_others = num_classes * (torch.where(none, 0.0, s.mean_logit) - s.lse) - t.sum(
         torch.where(s.log_q.isneginf(), 0.0, s.log_q))
     some = (others > 0) & ~(none & t.is_rounding(log_tail))

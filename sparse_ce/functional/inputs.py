@@ -1,4 +1,4 @@
-"""Prepares a call: its arguments are checked and converted here, once, before an op is called."""
+"""Prepares a call: checks and converts its arguments once, before an op is called."""
 
 import math
 from typing import Any, Dict, NamedTuple, Optional, Tuple
@@ -41,7 +41,7 @@ class Source(NamedTuple):
         return self.input.reshape(math.prod(self.leading), self.input.shape[-1])
 
     def options(self, logit_scale: Scale, **options: Any) -> Dict[str, Any]:
-        """Returns the options as the ops take them, behind the parts of the target."""
+        """Returns the options as the ops accept them, after the parts of the target."""
         check_kernels(self.input)
         scale, row_scale = taken_scale(logit_scale, self.shape, self.input)
         classes = "the last dimension of input" if self.head is None else "the rows of linear_weight"
@@ -50,7 +50,7 @@ class Source(NamedTuple):
 
 
 def of_logits(input: Tensor, num_classes: Optional[int], group: Group, vocab_start: Optional[int]) -> Source:
-    """Checks logits, and finds their shard."""
+    """Checks logits and determines their shard."""
     check_input(input, "V")
     shard, columns, num_classes = taken_shard(group, vocab_start, input.shape[-1], num_classes)
     shape = input.shape if shard is None else torch.Size((*input.shape[:-1], columns))
@@ -62,7 +62,7 @@ def of_logits(input: Tensor, num_classes: Optional[int], group: Group, vocab_sta
 def of_head(input: Tensor, linear_weight: Tensor, linear_bias: Optional[Tensor], num_classes: Optional[int],
             group: Group, vocab_start: Optional[int], logits_dtype: Optional[torch.dtype],
             chunk_rows: Optional[int]) -> Source:
-    """Checks hidden states and a head, and finds the shard of its classes. Under autocast both are converted as
+    """Checks hidden states and a head, and determines the shard of its classes. Under autocast both are converted as
     ``F.linear`` converts them."""
     check_input(input, "D")
     check_head(input, linear_weight, linear_bias, group is not None)
@@ -76,8 +76,8 @@ def of_head(input: Tensor, linear_weight: Tensor, linear_bias: Optional[Tensor],
 def loss_arguments(source: Source, target: Target, weight: Optional[Tensor], reduction: str,
                    normalizer: Optional[Normalizer], row_weight: Optional[Tensor], returns: Any,
                    **options: Any) -> Tuple[Arguments, LossOptions]:
-    """Returns what the ops of a loss take: its target and options, and how its rows are reduced. ``returns``:
-    ``return_lse``, ``return_entropy`` and ``return_argmax``."""
+    """Returns the arguments of a loss op, and how the losses of rows are reduced. ``returns`` holds ``return_lse``,
+    ``return_entropy`` and ``return_argmax``."""
     return_lse, return_entropy, return_argmax = returns
     check_flags(return_lse=return_lse, return_argmax=return_argmax)
     check_entropy(return_entropy)
@@ -90,6 +90,6 @@ def loss_arguments(source: Source, target: Target, weight: Optional[Tensor], red
 
 
 def select_arguments(source: Source, indices: Target, **options: Any) -> Tuple[Arguments, Any]:
-    """Returns what the ops of log-probabilities take, and the ids as a target."""
+    """Returns the arguments of the ops of log-probabilities, and the ids as a target."""
     ids = as_ids(indices, source.shape)
     return flat_target(source.input, source.shape, ids, indices, None, source.options(**options)), ids

@@ -60,7 +60,7 @@ def masked_mean(input: Tensor, mask: Tensor, dim: Union[int, Sequence[int], None
     shape = input.shape
     if mask.shape != shape:
         mask = mask.expand(shape)
-    if len(shape) > 3 and _runs(dims, len(shape)) > 3:  # of dimensions that are kept or reduced: the op takes three
+    if len(shape) > 3 and _runs(dims, len(shape)) > 3:  # the op takes three runs of kept or reduced dimensions
         order = sorted(range(len(shape)), key=lambda d: d in dims)
         first = len(shape) - len(dims)
         mean = masked_mean_op(input.permute(order), mask.permute(order), range(first, len(shape)))
@@ -79,7 +79,7 @@ def _check_call(input: Tensor, mask: Tensor, dim: Union[int, Sequence[int], None
         check(isinstance(t, Tensor), f"{name} must be a tensor, got {type(t).__name__}", TypeError)
         if t.layout != torch.strided:
             fail(f"{name} must be strided, got layout {t.layout}; convert it with .to_dense()")
-        check_local(name, t, f"pass {name}.full_tensor(), or {name}.to_local() where a mean of what is here is meant")
+        check_local(name, t, f"pass {name}.full_tensor(), or {name}.to_local() for a mean of this rank's elements")
     if input.dtype not in _INPUT_DTYPES and (input.dtype.is_floating_point or input.dtype.is_complex):
         fail(f"input must be of dtype float16, bfloat16, float32, float64, integer or bool, got {input.dtype}",
               TypeError)

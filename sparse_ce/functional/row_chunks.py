@@ -1,4 +1,4 @@
-"""The rows of a loss on a linear head, a chunk of which its function is given at a time."""
+"""Represents the rows of a loss on a linear head, from which chunks are cut for the loss function."""
 
 import math
 from typing import Any, Dict, List, NamedTuple, Optional, Sequence
@@ -12,13 +12,13 @@ from ..targets.sparse_target import SparseTarget
 
 
 class Rows(NamedTuple):
-    """What is cut to a chunk; all with one leading dimension."""
+    """Stores the arguments that are cut to a chunk, all with one leading dimension."""
 
     input: Tensor
     target: SparseTarget
     row_args: Sequence[Any]
     a: Arguments
-    unwrap: bool  # fn is given a tensor, as the caller gave one
+    unwrap: bool  # fn receives a tensor, because the caller passed one
 
     def at(self, rows: Any, input: Tensor) -> "Rows":
         return self._replace(input=input, target=self.target[rows].compact(), a=self.a.scaled_in(rows), row_args=[
@@ -38,12 +38,13 @@ class Rows(NamedTuple):
 
     @property
     def tensors(self) -> List[Tensor]:
-        """What may require grad of what ``fn`` is given: row arguments that are tensors, and the values of targets."""
+        """Returns the arguments of ``fn`` that may require grad: row arguments that are tensors, and the values of
+        targets."""
         each = [t.values if isinstance(t, SparseTarget) else t for t in (*self.row_args, self.target)]
         return [t for t in each if t is not None]
 
     def holding(self, tensors: Sequence[Tensor]) -> "Rows":
-        """The same with these for ``tensors``."""
+        """Returns a copy with these ``tensors``."""
         given = iter(tensors)
 
         def held(t: Any) -> Any:
@@ -55,8 +56,11 @@ class Rows(NamedTuple):
         return self._replace(row_args=row_args, target=target)
 
     def copied(self, live: Optional[Tensor]) -> "Rows":
-        """For ``fn`` to write into. ``live``: (rows,) bool, or None; of other rows, whose NaN would reach the gradient
-        of what they are multiplied with, row arguments and values are 0."""
+        """Returns a copy that ``fn`` may write into.
+
+        If ``live``, (rows,) bool, is given, row arguments and values of the other rows are 0. A NaN there would spread
+        to the gradient of the tensors that it is multiplied with.
+        """
         def copy(t: Any) -> Any:
             if isinstance(t, SparseTarget):
                 t = t._map(lambda part: part.clone())
@@ -70,7 +74,8 @@ class Rows(NamedTuple):
         return self._replace(row_args=row_args, target=target)
 
     def numbered(self) -> "Rows":
-        """The same holding numbers: those that a chunk holds are where its ``tensors`` are in these."""
+        """Returns a copy whose ``tensors`` hold their own row indices, which say where the gradients of a chunk
+        belong."""
         return self.holding([torch.arange(t.shape[0], device=t.device) for t in self.tensors])
 
 

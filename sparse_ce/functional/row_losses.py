@@ -136,7 +136,7 @@ def linear_row_loss(
     rows = Rows(head.input, ids.flatten(), list(map(functools.partial(flat, leading), row_args)), a,
                 not isinstance(target, SparseTarget))
     shares_rows = shard is not None and shard.shares_rows
-    # A mode or hooks may be those of one rank alone: with a shard they decide nothing that ranks do together.
+    # A mode or a hook may be active on a single rank. With a shard it must not affect what all ranks do together.
     seen = eager() if shard is None else not traced()
     if seen and input.is_cpu and not composite(input) and not shares_rows and not bool(counts.all()):
         here = counts.nonzero()[:, 0]
@@ -174,16 +174,16 @@ class _Call(NamedTuple):
     fn: RowFunction
     wanted: Outputs
     has_aux: bool
-    live: Optional[Tensor]  # (rows,) bool, or None: all of them count
+    live: Optional[Tensor]  # (rows,) bool, or None if all rows are active
     divisor: Tensor
     chunks: Chunks
     shard: Optional[Shard]
-    names: List[str]  # of aux, once fn was called
+    names: List[str]  # the names in aux, once fn has been called
 
 
 def _losses(out: Selected, rows: Rows, call: _Call, live: Optional[Tensor]) -> Tuple[Tensor, Dict[str, Tensor]]:
-    """The losses (rows,) that ``fn`` gives, 0 where a row does not count, and what it tells besides."""
-    out = Selected(*(t.clone() for t in out))  # fn may write into what it is given
+    """Returns the losses (rows,) that ``fn`` computes, 0 in ignored rows, and its auxiliary outputs."""
+    out = Selected(*(t.clone() for t in out))  # fn may write into its arguments
     rows = rows.copied(live)
     given = packed_log_probs(out, call.wanted, out.log_probs.shape, out.lse.shape)
     losses: Any = call.fn(given, rows.given(), *rows.row_args)
@@ -208,12 +208,13 @@ def _losses(out: Selected, rows: Rows, call: _Call, live: Optional[Tensor]) -> T
 
 
 def _returned(t: object, wanted: Outputs) -> str:
-    """What an error says of it; where it may be an output that was not asked for, how to ask."""
+    """Describes a value that ``fn`` returned, for an error. If it may be an output that was not requested, names its
+    option."""
     if isinstance(t, Tensor):
         return str(list(t.shape))
     flags = [f"return_{name}=True" for name in OPTIONAL
              if t is None and not getattr(wanted, name)]
-    return f"{type(t).__name__} (as an output is without its {' or '.join(flags)})" if flags else type(t).__name__
+    return f"{type(t).__name__} (an output is None without {' or '.join(flags)})" if flags else type(t).__name__
 
 
 def _four_products(head: Head, rows: Rows, call: _Call) -> Tuple[Tensor, Dict[str, Tensor]]:
@@ -222,13 +223,13 @@ def _four_products(head: Head, rows: Rows, call: _Call) -> Tuple[Tensor, Dict[st
 
 
 class _LinearRowLoss(torch.autograd.Function):
-    """The loss and aux, with the gradients for the head and for the ``tensors`` of the rows."""
+    """Computes the loss and aux, with the gradients for the head and for the ``tensors`` of the rows."""
 
     @staticmethod
     def forward(ctx: Any, input: Tensor, linear_weight: Tensor, linear_bias: Optional[Tensor], rows: Rows,
                 call: _Call, *tensors: Tensor) -> Tuple[Tensor, ...]:
         ctx.wanted = (*ctx.needs_input_grad[:3], *ctx.needs_input_grad[5:])
-        # Saved tensors that go through hooks are to free memory until backward, which then makes the gradients.
+        # Hooks on saved tensors free memory until backward, so the gradients are computed there.
         later = call.shard is None and expected_grad.hooked()
         loss, aux, gradients = _three_products(Head(input, linear_weight, linear_bias), rows, call,
                                                [wanted and not later for wanted in ctx.wanted])
@@ -242,7 +243,7 @@ class _LinearRowLoss(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor, *_: Any) -> Tuple[Optional[Tensor], ...]:
         input, linear_weight, linear_bias, *tensors = ctx.saved_tensors
         head = Head(input, linear_weight, linear_bias)
-        gradients, ctx.made = ctx.made, None  # handed out once: their new owner may overwrite them
+        gradients, ctx.made = ctx.made, None  # returned once: the caller may overwrite them
         rows = ctx.rows._replace(input=input).holding(tensors)
         if ctx.call.shard is not None:
             refuse_second((grad,))
@@ -261,8 +262,8 @@ class _LinearRowLoss(torch.autograd.Function):
 
 def _three_products(head: Head, rows: Rows, call: _Call,
                     wanted: Sequence[bool]) -> Tuple[Tensor, Dict[str, Tensor], List[Optional[Tensor]]]:
-    """loss (), aux and the gradients for input, weight, bias and each of the rows' ``tensors``, for a ``grad_output``
-    of 1."""
+    """Returns the loss (), aux, and the gradients for input, weight, bias and each of the rows' ``tensors``, for a
+    ``grad_output`` of 1."""
     count = rows.input.shape[0] if call.shard is None else call.shard.rows(rows.input)
     classes = rows.a.num_classes if call.shard is None else classes_here(head.linear_weight, rows.a, call.shard)
     chunks = _chunks(head, rows, call)
@@ -288,14 +289,14 @@ def _three_products(head: Head, rows: Rows, call: _Call,
             aux[name][at] = t
         found = _gradients(losses, [*leaves[:-1], *tensors], 1 / call.divisor)
         add_chunk(gradients, of_chunk, here, z, a, call.wanted, out, found[:len(leaves) - 1])
-        del z  # before the next chunk's are made
+        del z  # frees the logits before those of the next chunk are computed
         of_tensors = iter(found[len(leaves) - 1:])
         places = [] if numbered is None else numbered.at(at, chunk.input).tensors
         for gradient, place in zip(of_args, places):
             part = None if gradient is None else next(of_tensors)
             if gradient is not None and part is not None:
-                gradient.index_add_(0, place, part)  # entries of other rows that a jagged chunk keeps have 0
-    if call.has_aux and count == 0:  # its names at least
+                gradient.index_add_(0, place, part)  # a jagged chunk keeps entries of other rows; theirs is 0
+    if call.has_aux and count == 0:  # fn is called for the names in aux
         with torch.no_grad():
             aux = _four_products(head, rows, call)[1]
     return total / call.divisor, aux or {}, [*complete(gradients), *of_args]
@@ -311,7 +312,7 @@ def _chunks(head: Head, rows: Rows, call: _Call) -> List[slice]:
 
 def _selected(head: Head, rows: Rows, call: _Call,
               chunks: Sequence[slice]) -> Iterator[Tuple[Chunk, Tensor, Selected]]:
-    """Each chunk, its logits and what select gives."""
+    """Yields each chunk, its logits, and the outputs of ``select`` for them."""
     def each() -> Iterator[Chunk]:
         for here, at, input in chunks_of(rows.input, chunks, call.shard):
             if call.live is not None:
@@ -337,7 +338,8 @@ def check_function(fn: Any) -> None:
 
 
 def _unhooked() -> ContextManager[Any]:
-    """What is saved inside and asked for in forward: checkpointing's hooks would run forward again."""
+    """Returns a context without hooks on saved tensors. The hooks of checkpointing would run forward again for a
+    gradient that is computed in forward."""
     return saved_tensors_hooks(_same, _same) if expected_grad.hooked() else nullcontext()
 
 
@@ -355,11 +357,11 @@ def _check_alike(told: Dict[str, Tensor], before: Dict[str, Tensor]) -> None:
     got, expected = ({name: str(t.dtype) for name, t in aux.items()} for aux in (told, before))
     if got != expected:
         fail(f"fn must return aux of the same names and dtypes for each chunk of rows, got {got} after {expected}; "
-             "give each row a value, 0 where there is nothing to tell")
+             "return a value for each row, 0 if there is none")
 
 
 def _check_closure(losses: Tensor, leaves: Sequence[Tensor]) -> None:
-    """That nothing requires grad but what ``fn`` was given: its gradient would be lost."""
+    """Checks that the losses depend on no tensor that requires grad besides ``leaves``. Its gradient would be lost."""
     known, seen, nodes = {id(t) for t in leaves}, set(), [losses.grad_fn]
     while nodes:
         node = nodes.pop()
@@ -368,6 +370,6 @@ def _check_closure(losses: Tensor, leaves: Sequence[Tensor]) -> None:
         seen.add(node)
         variable = getattr(node, "variable", None)
         if variable is not None and id(variable) not in known:
-            fail("fn must get what requires grad as a row argument, got a tensor of shape "
-                 f"{list(variable.shape)} through its closure; detach it, or use linear_selected_log_probs")
+            fail("fn must receive tensors that require grad as row arguments, got one of shape "
+                 f"{list(variable.shape)} in its closure; detach it, or use linear_selected_log_probs")
         nodes += [next_node for next_node, _ in node.next_functions]

@@ -1,4 +1,5 @@
-"""Sums over the entries of each row of a target, in a fixed order on every device, and back."""
+"""Sums over the entries of each row of a target, in a fixed order on every device, and spreads row values to
+entries."""
 
 from typing import Any, NamedTuple, Optional, Tuple
 
@@ -12,33 +13,34 @@ from ..targets.decode import Entries
 
 
 class Segments(NamedTuple):
-    """Which entries belong to a row: all of (N, K), or runs of (E,)."""
+    """Assigns entries to rows: all of (N, K), or runs of (E,)."""
 
     num_rows: int
-    rows: Optional[Tensor] = None  # (E,) int64, of each entry; num_rows where there is none
-    bounds: Optional[Tensor] = None  # (2 N + 2,): where runs begin and end, every second being that of a row
+    rows: Optional[Tensor] = None  # (E,) int64, the row of each entry; num_rows if it has none
+    bounds: Optional[Tensor] = None  # (2 N + 2,): offsets of runs; every second run is that of a row
     place: Optional[Tensor] = None  # (N,): the run of each row
 
     def sum(self, terms: Tensor) -> Tensor:
-        """(N,)."""
+        """Returns the sum over the entries of each row, (N,)."""
         if self.rows is None or self.bounds is None or self.place is None:
             return terms.sum(1)
         return _sum(terms, self.rows, self.bounds, self.place)
 
     def spread(self, per_row: Tensor) -> Tensor:
-        """To each entry its row's, 0 to one of none."""
+        """Returns for each entry the value of its row, and 0 for an entry that has no row."""
         if self.rows is None or self.bounds is None or self.place is None:
             return per_row[:, None]
         return _spread(per_row, self.rows, self.bounds, self.place)
 
     def of_rows(self, per_row: Tensor, of_none: bool) -> Tensor:
-        """To each entry its row's, of what has no gradient; ``of_none`` to one of none."""
+        """Returns for each entry the value of its row, without a gradient, and ``of_none`` for an entry that has no
+        row."""
         if self.rows is None:
             return per_row[:, None]
         return torch.cat((per_row, per_row.new_full((1,), of_none)))[self.rows]
 
     def logsumexp(self, x: Tensor) -> Tensor:
-        """(N,); -inf where there is nothing."""
+        """Returns the log-sum-exp over the entries of each row, (N,), and -inf for a row without entries."""
         if self.rows is None or self.bounds is None or self.place is None:
             if x.shape[1] == 0:
                 return x.new_full((self.num_rows,), -torch.inf)
@@ -51,7 +53,8 @@ class Segments(NamedTuple):
         return torch.where(total == 0, -torch.inf, torch.where(total == 0, 1.0, total).log()) + highest
 
     def merged(self, columns: Tensor, logs: Tensor, part: Tensor) -> Tuple[Tensor, Tensor]:
-        """Which entries stand for their class in their row, one each, and the logarithm of the sum of all of it."""
+        """Merges the entries of a class in a row. Returns a mask with one entry per class, and the logarithm of the
+        class's sum."""
         if columns.numel() == 0 or columns.dim() == 2 and columns.shape[1] == 1:
             return part, logs
         if self.rows is None and eager() and composite(logs):
@@ -59,11 +62,11 @@ class Segments(NamedTuple):
         shape, keys = columns.shape, torch.where(part, columns, -1)
         if self.rows is not None:
             keys = torch.where(part, self.rows * (1 << 31) + columns, -1)
-        # The largest of a class first, which the others are summed relative to.
+        # The largest entry of a class comes first; the others are summed relative to it.
         _, by_size = logs.detach().sort(dim=-1, descending=True, stable=True)
         keys, by_class = keys.gather(-1, by_size).sort(dim=-1, stable=True)
         order = by_size.gather(-1, by_class)
-        # No size of K - 1, which a compiler would take for a constant where it is 1.
+        # Padding avoids a size of K - 1, which a compiler would specialize if it is 1.
         first = keys != F.pad(keys, (1, 0), value=-2)[..., :-1]
         if readable(first) and bool(first[keys >= 0].all()):
             return part, logs
@@ -84,7 +87,7 @@ def segments_of(entries: Entries, num_rows: int) -> Segments:
         return Segments(num_rows)
     assert entries.within is not None
     count = entries.rows.shape[0]
-    # Entries lie row by row: a run begins where the row changes, and those that belong to none end it too.
+    # Entries are ordered by rows: a run ends where the row changes, or at an entry that has no row.
     rows = torch.where(entries.within, entries.rows, num_rows)
     position = torch.arange(count, device=rows.device)
     begin = rows.new_full((num_rows + 1,), count).scatter_reduce(0, rows, position, "amin")[:num_rows]
@@ -96,7 +99,7 @@ def segments_of(entries: Entries, num_rows: int) -> Segments:
 
 
 def _merged_by_pairs(columns: Tensor, logs: Tensor, part: Tensor) -> Tuple[Tensor, Tensor]:
-    """The same for (N, K) by K x K comparisons, which transforms such as vmap know how to batch."""
+    """Merges entries (N, K) by K x K comparisons, which transforms such as vmap can batch."""
     same = (columns[..., None] == columns[..., None, :]) & part[..., None] & part[..., None, :]
     first = ~(same & torch.ones_like(same).tril(-1)).any(-1)
     others = torch.where(same, logs[..., None, :], -torch.inf)
@@ -106,7 +109,7 @@ def _merged_by_pairs(columns: Tensor, logs: Tensor, part: Tensor) -> Tuple[Tenso
 
 
 def _sum(terms: Tensor, rows: Tensor, bounds: Tensor, place: Tensor) -> Tensor:
-    if eager() and composite(terms):  # which know no segments
+    if eager() and composite(terms):  # transforms do not support segment_reduce
         return terms.new_zeros(place.shape[0] + 1).index_add(0, rows, terms)[:place.shape[0]]
     total: Tensor = _Sum.apply(terms, rows, bounds, place)
     return total
@@ -120,7 +123,7 @@ def _spread(per_row: Tensor, rows: Tensor, bounds: Tensor, place: Tensor) -> Ten
 
 
 class _Sum(torch.autograd.Function):
-    """(E,) -> (N,); its derivative is :class:`_Spread`, whose derivative it is."""
+    """Sums entries (E,) over rows, (N,). Its derivative is :class:`_Spread`, whose derivative it is."""
 
     @staticmethod
     def forward(terms: Tensor, rows: Tensor, bounds: Tensor, place: Tensor) -> Tensor:
@@ -136,7 +139,7 @@ class _Sum(torch.autograd.Function):
 
 
 class _Spread(torch.autograd.Function):
-    """(N,) -> (E,)."""
+    """Copies row values (N,) to entries, (E,)."""
 
     @staticmethod
     def forward(per_row: Tensor, rows: Tensor, bounds: Tensor, place: Tensor) -> Tensor:

@@ -63,7 +63,7 @@ def log_softmax(input: Tensor, dim: int) -> Tensor:
     input = coalesced(input)
     dim %= input.dim()
     values = values_of(input)
-    if dim >= sparse_dims(input):  # rows of dense elements, all there
+    if dim >= sparse_dims(input):  # all elements of a dense dimension are stored
         wide = values.to(arithmetic_dtype(values.dtype))
         return assemble(torch.log_softmax(wide, dim - input.dim()).to(values.dtype), input.detach())
     offsets, order = rows_along(input, dim)
@@ -133,7 +133,7 @@ def _segments(input: Tensor, offsets: Optional[Tensor], index: Optional[Tensor],
         fail("offsets or index must be given, and not both")
     if index is None:
         assert offsets is not None
-        check(num_segments is None, "num_segments must be None beside offsets, which say it")
+        check(num_segments is None, f"num_segments must be None if offsets are given, got {num_segments}")
         offsets = as_index(offsets, "offsets")
         if offsets.dim() != 1 or offsets.shape[0] == 0:
             ranges = "; pass index=target.row_indices() for a target with ranges" if offsets.shape[-1:] == (2,) else ""
@@ -157,14 +157,14 @@ def _runs(key: Tensor, in_order: bool, rows: Optional[int] = None) -> Tuple[Tens
     """Returns ``offsets`` and ``order`` that group entries of equal ``key``, in [0, rows). Rows without entries may be
     left out of ``offsets``."""
     count = key.shape[0]
-    # Looking rows up among ordered keys takes 20 times as long for a row as counting takes for an entry.
+    # Looking up a row among ordered keys takes 20 times as long as counting an entry.
     if rows is not None and rows <= 2 * count < (rows * 64 if in_order else math.inf) and readable(key):
         offsets = F.pad(torch.bincount(key, minlength=rows).cumsum(0), (1, 0))
         return offsets, None if in_order else _stable_order(key, rows)
     order = None
     if not in_order:
         key, order = torch.sort(key, stable=True)
-    if rows is None or rows > count:  # most rows have no entry: count those that have
+    if rows is None or rows > count:  # most rows have no entry, so only rows with entries are numbered
         key = torch.cat([key.new_zeros(min(count, 1)), (key[1:] != key[:-1]).long()]).cumsum(0)
         rows = count
     return torch.searchsorted(key, torch.arange(rows + 1, device=key.device)), order
@@ -179,7 +179,7 @@ def _stable_order(key: Tensor, rows: int) -> Tensor:
     if rows <= 1 << 16:
         try:
             return torch.from_numpy(key.numpy().astype("uint16").argsort(kind="stable"))
-        except RuntimeError:  # there is no NumPy
+        except RuntimeError:  # NumPy is not installed
             pass
     return torch.sort(key, stable=True)[1]
 
@@ -204,7 +204,7 @@ def rows_along(input: Tensor, dim: int) -> Tuple[Tensor, Optional[Tensor]]:
     return _runs(key, in_order, rows)
 
 
-# ------------------------------------------------------------------------- what aten lacks for CSR: see stock.py
+# ------------------------------------------------- kernels that aten lacks for CSR: see patches/stock_cross_entropy.py
 
 
 @torch.no_grad()

@@ -1,5 +1,5 @@
-"""The elements that a sparse COO or CSR tensor stores, as a function of the tensor, and back: differentiable, unlike
-PyTorch's own of CSR."""
+"""Converts between a sparse COO or CSR tensor and its values, differentiably, unlike PyTorch's own functions for
+CSR."""
 
 from typing import Any, List, Tuple
 
@@ -11,12 +11,13 @@ from .._core.tracing import readable
 from ..targets.sparse_tensors import lies_in_order
 
 LAYOUTS = (torch.sparse_coo, torch.sparse_csr)
-# Of a COO tensor made of values. PyTorch's derivative has none itself (torch 2.13).
+# The grad_fn of a COO tensor built from values. PyTorch has no second derivative for it (torch 2.13).
 _CONSTRUCTOR = "SparseCooTensorWithDimsAndTensorsBackward0"
 
 
 def coalesced(input: Tensor) -> Tensor:
-    """``input.coalesce()``; where its entries are seen to be distinct and in order, as it is."""
+    """Returns ``input.coalesce()``, or ``input`` with its own indices if its entries are known to be distinct and in
+    order."""
     if input.layout == torch.sparse_csr or input.is_coalesced():
         return input
     if readable(input._indices()):
@@ -27,7 +28,7 @@ def coalesced(input: Tensor) -> Tensor:
 
 
 def _ends_at_values(input: Tensor) -> bool:
-    """Whether ``input`` is a COO tensor made of values, coalesced or not."""
+    """Returns True if ``input`` is a COO tensor built from values, coalesced or not."""
     node = input.grad_fn
     if node is not None and node.name() == "CoalesceBackward0":
         node = node.next_functions[0][0]
@@ -35,7 +36,8 @@ def _ends_at_values(input: Tensor) -> bool:
 
 
 class _Values(torch.autograd.Function):
-    """Of CSR PyTorch's own derivative has none (torch 2.13: a second one is silently partial)."""
+    """Returns the values of a sparse tensor. PyTorch's own derivative for CSR has none itself (torch 2.13: a second one
+    is silently partial)."""
 
     @staticmethod
     def forward(ctx: Any, input: Tensor) -> Tensor:
@@ -46,13 +48,13 @@ class _Values(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
         if ctx.once and torch.is_grad_enabled():
-            fail("create_graph must be False in backward through a COO tensor made of values, of which PyTorch has no "
-                 "second derivative, got True; use segment_log_softmax on the values", NotImplementedError)
+            fail("create_graph must be False in backward through a COO tensor built from values, got True: PyTorch has "
+                 "no second derivative for it; use segment_log_softmax on the values", NotImplementedError)
         return assemble(grad, *ctx.saved_tensors)
 
 
 class _Assemble(torch.autograd.Function):
-    """The inverse. Its own derivative would look the pattern up again."""
+    """Inverts :class:`_Values`. PyTorch's own derivative would look up the pattern again."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, pattern: Tensor) -> Tensor:
@@ -65,20 +67,21 @@ class _Assemble(torch.autograd.Function):
 
 
 def values_of(input: Tensor) -> Tensor:
-    """(nnz, ...), or with batch dimensions of CSR in front: of a COO tensor whose entries are distinct."""
+    """Returns the values, (nnz, ...), with the batch dimensions of CSR in front. The entries of a COO tensor must be
+    distinct."""
     values: Tensor = _Values.apply(input)
     return values
 
 
 def assemble(values: Tensor, pattern: Tensor) -> Tensor:
-    """``values`` in the pattern of a sparse tensor."""
+    """Returns ``values`` in the pattern of a sparse tensor."""
     assembled: Tensor = _Assemble.apply(values, pattern)
     return assembled
 
 
 def values_at(grad: Tensor, pattern: Tensor) -> Tensor:
-    """The elements of ``grad``, of any layout, that ``pattern`` stores, in the shape of its values: 0 where ``grad``
-    stores none."""
+    """Returns the elements of ``grad``, of any layout, that ``pattern`` stores, in the shape of its values. Elements
+    that ``grad`` does not store are 0."""
     shape = pattern._values().shape if pattern.layout == torch.sparse_coo else pattern.values().shape
     if grad.layout not in LAYOUTS or grad.dense_dim() != pattern.dense_dim():
         dense = grad if grad.layout == torch.strided else grad.to_dense()
@@ -91,7 +94,7 @@ def values_at(grad: Tensor, pattern: Tensor) -> Tensor:
     values = flat(values_of(grad), grad)
     if there.shape[0] == 0:
         return values.new_zeros(shape)
-    if grad.layout == torch.sparse_csr or not lies_in_order(grad, there):  # the columns of a row may be in any order
+    if grad.layout == torch.sparse_csr or not lies_in_order(grad, there):  # CSR columns may be in any order
         there, order = there.sort()
         values = values[order]
     at = torch.searchsorted(there, wanted).clamp(max=there.shape[0] - 1)
@@ -100,7 +103,7 @@ def values_at(grad: Tensor, pattern: Tensor) -> Tensor:
 
 
 def _same_pattern(grad: Tensor, pattern: Tensor) -> bool:
-    """Whether ``grad`` has the indices of ``pattern`` in the same memory, each once: nothing is looked at."""
+    """Returns True if ``grad`` and ``pattern`` share the memory of their indices, each once. No index is read."""
     if grad.layout != pattern.layout or grad.layout == torch.sparse_coo and not pattern.is_coalesced():
         return False
     return all(a.is_set_to(b) for a, b in zip(_indices(grad), _indices(pattern)))
@@ -111,19 +114,19 @@ def _indices(t: Tensor) -> Tuple[Tensor, ...]:
 
 
 def sparse_dims(t: Tensor) -> int:
-    """Dimensions before the dense ones, batch dimensions included."""
+    """Returns the number of dimensions before the dense ones, batch dimensions included."""
     return t.dim() - t.dense_dim()
 
 
 def flat(values: Tensor, pattern: Tensor) -> Tensor:
-    """(entries,), or (entries, width) where there are dense dimensions."""
+    """Returns the values as (entries,), or as (entries, width) if there are dense dimensions."""
     dense = pattern.dense_dim()
     entries = values.shape[:values.dim() - dense].numel()
     return values.reshape([entries, values.shape[-dense:].numel()] if dense else [entries])
 
 
 def with_values(pattern: Tensor, values: Tensor) -> Tensor:
-    """Of a COO pattern whose entries are distinct and in order, or CSR."""
+    """Returns a sparse tensor of ``values``. The pattern is CSR, or COO whose entries are distinct and in order."""
     if pattern.layout == torch.sparse_coo:
         return torch.sparse_coo_tensor(pattern._indices(), values, pattern.shape, is_coalesced=True,
                                        check_invariants=False)
@@ -132,7 +135,7 @@ def with_values(pattern: Tensor, values: Tensor) -> Tensor:
 
 
 def csr_offsets(t: Tensor) -> Tensor:
-    """(rows + 1,): the batches of a CSR tensor one below the other."""
+    """Returns the offsets, (rows + 1,), of a CSR tensor whose batches are stacked."""
     crow = t.crow_indices()
     if crow.dim() == 1:
         return crow
@@ -143,7 +146,7 @@ def csr_offsets(t: Tensor) -> Tensor:
 
 
 def coordinates(t: Tensor) -> Tuple[List[Tensor], torch.Size]:
-    """Of every entry, an int64 index for each sparse dimension, and the sizes of these."""
+    """Returns an int64 index per entry for each sparse dimension, and the sizes of these dimensions."""
     sizes = t.shape[:sparse_dims(t)]
     if t.layout == torch.sparse_coo:
         return list(t._indices()), sizes
@@ -158,7 +161,7 @@ def coordinates(t: Tensor) -> Tuple[List[Tensor], torch.Size]:
 
 
 def _keys(t: Tensor) -> Tensor:
-    """(entries,), int64: the row-major number of each."""
+    """Returns the row-major position of each entry, (entries,), int64."""
     indices, sizes = coordinates(t)
     if not indices:
         return t._indices().new_zeros(t._nnz())

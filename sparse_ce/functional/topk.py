@@ -167,7 +167,7 @@ def linear_topk_log_probs(
         logits = (linear_logits(of_chunk, options.num_classes, float32_logits) if shard is None
                   else shard_logits(of_chunk, options, shard, float32_logits))
         parts.append(_of_logits(logits, k, options.scaled_in(of), shard))
-        del logits  # before the next chunk's are made
+        del logits  # frees the logits before those of the next chunk are computed
         if isinstance(of, Tensor):
             order.append(of)
     ids, log_probs, log_tail = (torch.cat(part) for part in zip(*parts))
@@ -200,8 +200,8 @@ def _options(source: Source, k: int, logit_scale: Scale, softcap: Optional[float
         fail(f"k must be an integer in [1, {most}] (the number of classes), got {k!r}")
     row_scale = taken.get("row_scale")
     if row_scale is not None and readable(row_scale) and not bool((row_scale > 0).all()):
-        fail("logit_scale must be a number or a tensor of positive numbers, got one with others, which turn the order "
-             "of the classes")
+        fail("logit_scale must be a number or a tensor of positive numbers, got a tensor with values of 0 or less, "
+             "which change the order of the classes")
     return Arguments(source.input, **taken)
 
 
@@ -214,7 +214,7 @@ def _of_logits(logits: Tensor, k: int, a: Arguments,
         live = logits if a.num_classes is None else logits[:, :max(0, a.num_classes - before)]
         largest = a.logit_scale >= 0
         ids = topk_ids(live, k, largest) if shard is None else topk_ids_of_shards(live, k, largest, shard)
-        if a.logit_scale == 0:  # all tie
+        if a.logit_scale == 0:  # all classes tie
             ids = torch.arange(k, device=ids.device).expand_as(ids).contiguous()
         out = select_op(logits, a._replace(indices=ids), Outputs(log_tail=True), False, shard)
     return ids, out.log_probs, out.log_tail

@@ -268,7 +268,7 @@ def test_evaluation_and_a_plain_trainer(tmp_path):
 @pytest.mark.parametrize("named,message", [
     ({}, "train_dataset must hold"), (dict(on_policy=0.5), "teacher_model must be given for on_policy"),
     (dict(on_policy=2.0), r"on_policy must be in \[0, 1\]"), (dict(kind="js"), "kind must be one of"),
-    (dict(kind="reverse_kl", tail="zero"), "kind must be defined with tail='zero'"),
+    (dict(kind="reverse_kl", tail="zero"), "kind='reverse_kl' does not support tail='zero'"),
     (dict(alpha=1.5), r"alpha must be in \[0, 1\]"),
 ])
 def test_what_is_refused(tmp_path, named, message):

@@ -295,7 +295,7 @@ def test_nothing_counts(device):
 def test_what_requires_grad_may_not_come_through_the_closure(device):
     hidden, head = torch.randn(3, 4, device=device, requires_grad=True), torch.randn(7, 4, device=device)
     labels, learned = torch.tensor([1, 2, 3], device=device), torch.ones((), device=device, requires_grad=True)
-    with pytest.raises(ValueError, match="sparse_ce: fn must get what requires grad as a row argument"):
+    with pytest.raises(ValueError, match="sparse_ce: fn must receive tensors that require grad as row arguments"):
         linear_row_loss(lambda out, _: -out.log_probs * learned, hidden, head, labels)
     with pytest.raises(ValueError, match=r"sparse_ce: fn must return losses of shape \[3\], one a row, got \[\]"):
         linear_row_loss(lambda out, _: -out.log_probs.sum(), hidden, head, labels)
@@ -331,7 +331,7 @@ def test_an_output_that_was_not_asked_for_is_named(device):
     hidden, head = torch.randn(3, 4, device=device, requires_grad=True), torch.randn(7, 4, device=device)
     labels = torch.tensor([1, 2, 3], device=device)
     for reduction in ("mean", "none"):
-        with pytest.raises(ValueError, match=r"got NoneType \(as an output is without its return_log_tail=True or "
+        with pytest.raises(ValueError, match=r"got NoneType \(an output is None without return_log_tail=True or "
                                              r"return_mean_logit=True or return_argmax=True\)"):
             linear_row_loss(lambda out, _: out.log_tail, hidden, head, labels, return_entropy=True, reduction=reduction)
         with pytest.raises(ValueError, match="return_entropy=True .*for 'entropy'"):

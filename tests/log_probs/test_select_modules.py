@@ -189,7 +189,7 @@ def test_a_function_that_is_a_module_is_a_part_of_it(device):
     expected = -2 * (made.fn.of_classes[labels] * (hidden @ weight.T).log_softmax(-1)[range(8), labels]).sum()
     torch.testing.assert_close(made(hidden, weight, labels), expected)
     learns = LinearRowLoss(Weighted(requires_grad=True)).to(device)
-    assert_refused(lambda: learns(hidden, weight, labels), "fn must get what requires grad as a row argument")
+    assert_refused(lambda: learns(hidden, weight, labels), "fn must receive tensors that require grad as row arguments")
 
 
 @pytest.mark.parametrize("option,value,word", [(o, v, w) for o, v, w in OPTIONS if (o, v) != ("num_classes", 8)],

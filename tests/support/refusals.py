@@ -7,7 +7,7 @@ import torch
 
 from cases import Draw
 
-FORM = re.compile(r"sparse_ce: \w+ must .+, got .+", re.S)
+FORM = re.compile(r"sparse_ce: (\w+ must .+, got .+|\w+=\S+ does not support .+: .+)", re.S)
 
 
 def good(device):
