@@ -1,4 +1,5 @@
-"""The ops of ``sparse_ce`` and their autograd: the only place that registers anything for ``torch.ops.sparse_ce``."""
+"""Defines the ops of ``sparse_ce`` and their autograd. Only this package registers anything for
+``torch.ops.sparse_ce``."""
 
 from .registration import cuda_architectures, instruction_set, why_no_cuda
 

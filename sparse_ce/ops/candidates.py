@@ -1,4 +1,5 @@
-"""``torch.ops.sparse_ce.candidate_logits``: the logits of a linear head at a few ids of each row, and its autograd."""
+"""Implements autograd of ``torch.ops.sparse_ce.candidate_logits``, the logits of a linear head at a few ids of each
+row."""
 
 from typing import Any, Optional, Tuple
 
@@ -51,7 +52,7 @@ class _CandidateLogits(torch.autograd.Function):
 
 
 class _Cast(torch.autograd.Function):
-    """``t.to(dtype)`` whose gradient may be sparse."""
+    """Computes ``t.to(dtype)`` with a gradient that may be sparse."""
 
     @staticmethod
     def forward(ctx: Any, t: Tensor, dtype: torch.dtype) -> Tensor:
@@ -64,7 +65,7 @@ class _Cast(torch.autograd.Function):
 
 
 def cast(t: Tensor, dtype: torch.dtype) -> Tensor:
-    """For a sparse gradient, which transforms do not make."""
+    """Converts ``t`` to ``dtype`` with a gradient that may be sparse, except under transforms, which never make one."""
     converted: Tensor = t.to(dtype) if composite(t) else _Cast.apply(t, dtype)
     return converted
 
@@ -105,16 +106,17 @@ def _(grad: Tensor, output: Optional[Tensor], input: Tensor, linear_weight: Tens
 
 @register_fake("candidate_logits_backward_sparse")
 def _(*given: Any, **named: Any) -> Tuple[Tensor, ...]:
-    fail("sparse_grad must be False where there are no numbers (torch.compile, export, meta), got True: how many ids "
-         "differ, and so the shape of the gradient, is read from them")
+    fail("sparse_grad must be False for tensors without values (torch.compile, export, meta), got True: the shape of "
+         "the gradient depends on the number of distinct ids, which is read from their values")
 
 
 def candidate_logits(head: Head, c: Candidates, sparse_grad: bool) -> Tensor:
-    """``torch.ops.sparse_ce.candidate_logits``, with the choice of a weight gradient that is a sparse COO tensor."""
-    if eager() or sparse_grad and not traced():  # a mode that looks on sees how many ids differ
+    """Calls ``torch.ops.sparse_ce.candidate_logits``. With ``sparse_grad`` the weight's gradient is a sparse COO
+    tensor."""
+    if eager() or sparse_grad and not traced():  # under a mode, ids still have values
         return _run(head, c, sparse_grad)
     if sparse_grad:
-        fail("sparse_grad must be False under torch.compile and export, got True: how many ids differ, and so the "
-             "shape of the gradient, is not known there")
+        fail("sparse_grad must be False under torch.compile and export, got True: the gradient's shape depends on the "
+             "number of distinct ids, which is not known there")
     logits: Tensor = ops.candidate_logits(*head, *c)
     return logits

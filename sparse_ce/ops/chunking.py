@@ -1,8 +1,8 @@
-"""Which rows of a head are multiplied together, where the chunks are taken in Python: one after the other, each a slice
-of the rows here.
+"""Cuts the rows of a head into chunks, for heads whose chunks are processed in Python. Each chunk is a slice of the
+local rows.
 
-In a graph there are 1, 2, 4, ... of them, cut at i rows / chunks: what a compiler writes out for one number of rows
-holds for others too, up to a power of two chunks. A loop of steps would hold for that number alone.
+In a graph there are 1, 2, 4, ... chunks, cut at i rows / chunks. The code that a compiler generates for one number of
+rows then holds for others too, up to a power of two chunks. A loop of steps would hold for that number only.
 """
 
 from typing import List, Optional, Tuple
@@ -13,13 +13,16 @@ from ..sharding.shard import Shard
 
 
 def rows_at_a_time(vocab: int) -> int:
-    """Whose logits are 128 MiB of float32: what a head's products need to be fast."""
+    """Returns how many rows of float32 logits fit into 128 MiB, which is enough for fast matrix products."""
     return max(1, (1 << 27) // (4 * vocab))
 
 
 def steps(rows: int, step: int, least: int = 1) -> List[slice]:
-    """``step`` rows at a time. In a graph ``least`` chunks at least, which are a power of two, none of more than
-    ``step`` rows, or 2: more chunks than rows would leave some without any."""
+    """Cuts ``rows`` into chunks of ``step`` rows.
+
+    In a graph it returns at least ``least`` chunks, a power of two, each of at most max(2, ``step``) rows. Chunks of
+    one row could outnumber the rows, and leave some chunks empty.
+    """
     if not traced():
         return [slice(begin, min(rows, begin + step)) for begin in range(0, rows, step)]
     if rows == 0:
@@ -31,8 +34,8 @@ def steps(rows: int, step: int, least: int = 1) -> List[slice]:
 
 
 def of_shards(asked: Optional[int], rows: int, a: Arguments, shard: Shard, on_cpu: bool) -> List[slice]:
-    """The chunks of a head whose classes are shared out. ``rows``: as many as are multiplied, or are here of each
-    rank's."""
+    """Returns the chunks of a head whose classes are sharded. ``rows`` counts the rows that are multiplied, or this
+    rank's rows if rows are sharded too."""
     ranks = shard.ranks if shard.shares_rows else 1
     if not traced():
         return steps(rows, rows_a_chunk(asked, rows * ranks, a, shard, on_cpu) // ranks)
@@ -44,8 +47,12 @@ def of_shards(asked: Optional[int], rows: int, a: Arguments, shard: Shard, on_cp
 
 
 def rows_a_chunk(asked: Optional[int], rows: int, a: Arguments, shard: Shard, on_cpu: bool) -> int:
-    """Of all ranks alike: of nothing that one of them alone knows, as its share of the classes. Several, so that there
-    is something to overlap, but none too small for its products. As many of each rank where rows are shared out."""
+    """Returns the number of rows in a chunk, which is the same on all ranks.
+
+    It does not depend on anything that only one rank knows, such as its number of classes. Several chunks allow overlap
+    of communication, but none is too small for its matrix products. If rows are sharded, a chunk has the same number
+    from each rank.
+    """
     if shard.shares_rows:
         share = rows_a_chunk(asked, rows, a, shard._replace(shares_rows=False), on_cpu)
         return shard.ranks * max(1, share // shard.ranks)
@@ -57,8 +64,7 @@ def rows_a_chunk(asked: Optional[int], rows: int, a: Arguments, shard: Shard, on
 
 
 def _bounds(a: Arguments, shard: Shard, on_cpu: bool) -> Tuple[int, int, int]:
-    """How many rows a chunk has at least, how many chunks there are for the sake of overlapping, and how many rows a
-    chunk has at most."""
+    """Returns the least rows of a chunk, the most chunks that are made for overlap, and the most rows of a chunk."""
     least, most = (256, 4) if on_cpu else (1024, 8)
     assert a.num_classes is not None
     return least, most, max(least, rows_at_a_time(-(-a.num_classes // shard.ranks)))

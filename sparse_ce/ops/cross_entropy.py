@@ -1,4 +1,4 @@
-"""``torch.ops.sparse_ce.forward`` and its kin: the loss of logits, its mean, and their autograd."""
+"""Implements autograd of ``torch.ops.sparse_ce.forward`` and related ops: the loss of logits and its mean."""
 
 from typing import Any, Optional, Tuple
 
@@ -27,9 +27,12 @@ from .registration import (
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """loss, or the mean, and lse where it is asked for, with the gradient for logits, for the values of the entries
-    (which autograd does not see among ``a``) and for the rows' weights in the mean. ``expected``: the upstream gradient
-    for which the one of the logits is made here."""
+    """Computes the loss, or its mean, and ``lse`` if requested, with gradients for logits, values and row weights.
+
+    The gradients are those for the logits, for the values of the entries (which autograd does not see among ``a``), and
+    for the weights of the rows in the mean. For the ``expected`` ``grad_output``, forward already computes the gradient
+    for the logits.
+    """
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, values: Optional[Tensor], row_weight: Optional[Tensor], a: Arguments,
@@ -53,9 +56,9 @@ class _CrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_loss: Optional[Tensor], grad_lse: Optional[Tensor] = None) -> Tuple[Any, ...]:
-        # Also where nothing of it is needed: it knows of logits that were changed.
+        # Unpack even if nothing is needed: autograd then detects logits that were modified in place.
         logits, *tensors, lse, lse_residual, divisor, row_weight, losses = ctx.saved_tensors
-        (expected, grad_logits), ctx.made = ctx.made, (None, None)  # handed out once: its new owner may overwrite it
+        (expected, grad_logits), ctx.made = ctx.made, (None, None)  # returned once: the caller may overwrite it
         as_expected, made, scale_by = False, None, None
         wants_logits, wants_values, wants_weights = ctx.needs_input_grad[:3]
         if ctx.forecasts and grad_lse is None and grad_loss is not None and is_last(grad_loss):
@@ -92,11 +95,11 @@ class _CrossEntropy(torch.autograd.Function):
         return grad_logits, grad_values, grad_weights, *_NONE[3:]
 
 
-_NONE = (None,) * 6  # of the inputs
+_NONE = (None,) * 6  # no gradient for any input
 
 
 class _SmallMean(torch.autograd.Function):
-    """A mean that is known already, as is the gradient for the expected upstream gradient."""
+    """Returns a mean that is already computed, with the gradient for the expected ``grad_output``."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, made: Tuple[Any, ...]) -> Tensor:
@@ -111,7 +114,7 @@ class _SmallMean(torch.autograd.Function):
         logits, indices, values, normalizer = ctx.saved_tensors
         grad_logits: Optional[Tensor]
         grad_logits, expected, ignore_index = ctx.made
-        ctx.made = None, None, ignore_index  # as above
+        ctx.made = None, None, ignore_index  # returned once: the caller may overwrite the gradient
         if is_last(grad_loss) and expected_grad.remember("cross_entropy", grad_loss, expected):
             return grad_logits, None
         a = Arguments(indices, values, ignore_index=ignore_index)
@@ -122,13 +125,13 @@ class _SmallMean(torch.autograd.Function):
         return _gradient(of_losses, None, logits, lse, lse_residual, a, False), None
 
 
-# Past the part of Function.apply that looks for functorch, which is not there.
+# Skips the check for functorch in Function.apply: small calls are never under a transform.
 _small_mean = super(torch.autograd.Function, _SmallMean).apply
 
 
 def _small(logits: Tensor, indices: Tensor, values: Optional[Tensor], ignore_index: int,
            normalizer: Optional[Tensor]) -> Optional[Tensor]:
-    """The mean, of a small call whose upstream gradient is known."""
+    """Returns the mean of a small call if its ``grad_output`` is expected, else None."""
     dtype = arithmetic_dtype(logits.dtype)
     expected = expected_grad.known("cross_entropy", dtype)
     if expected is None:
@@ -145,8 +148,8 @@ def small_mean(logits: Tensor, labels: object, ignore_index: int, others: Tuple[
                defaults: Tuple[Any, ...]) -> Optional[Tensor]:
     """Returns the mean of the loss of ``labels`` if the call is a small one, else None.
 
-    It is one if ``others``, the other arguments of :func:`sparse_ce.cross_entropy`, have their ``defaults``, the labels
-    fit, and the gradient for the logits, if one may be asked for, is expected. Nothing is prepared for it.
+    A call is small if ``others``, the other arguments of :func:`sparse_ce.cross_entropy`, have their ``defaults``, and
+    the labels fit. If the logits require grad, a ``grad_output`` must be expected. A small call skips all preparation.
     """
     if type(labels) is not Tensor or labels.is_nested or type(ignore_index) is not int or not eager():
         return None
@@ -220,7 +223,8 @@ def _loss_mean(loss: Tensor, normalizer: Optional[Tensor], *given: Any, **named:
 
 
 def refuse_other_grads(a: Arguments, of_scale: bool = False) -> None:
-    """Those that the losses do not have; that of a scale is ``select``'s."""
+    """Raises an error if an argument requires grad for which the loss has no gradient. Only ``select`` has one for a
+    scale."""
     weight = a.weight
     if a.learns_scale and not of_scale:
         fail("row_scale must be a tensor that does not require grad, got one that does; use torch.ops.sparse_ce.select "
@@ -246,7 +250,7 @@ def _run(logits: Tensor, a: Arguments, inplace: Inplace, returned: LossOptions) 
         return (loss, lse) if return_lse else loss
     if needs_grad(logits, *a.learned(), row_weight):
         refuse_other_grads(a)
-        # What "forward" makes for 1 and scales, hooks on saved tensors put off until backward, for the same bits.
+        # "forward" computes the gradient for 1 and scales it. Under hooks backward does the same, for the same bits.
         scales = inplace == "forward" and mean and not return_lse and cross_entropy_inplace.may_overwrite(logits, a)
         overwrites = bool(inplace) and overwritable(logits)
         if scales and overwrites:
@@ -306,13 +310,17 @@ def _(loss: Tensor, *args: Any, **kwargs: Any) -> Tuple[Tensor, Tensor]:
 
 
 def cross_entropy(logits: Tensor, a: Arguments, inplace: Inplace, returned: LossOptions) -> Any:
-    """``torch.ops.sparse_ce.forward``, its loss or (loss, lse), with the choices of a loss that is the mean already
-    (``normalizer``, (), divides instead of the count of rows, ``row_weight``, (N,), multiplies their losses) and of a
-    gradient that overwrites the logits, in backward or at once.
+    """Calls ``torch.ops.sparse_ce.forward`` and returns its loss or (loss, lse).
 
-    Under ``torch.compile`` and functorch the gradient is a fresh tensor: their graphs do not let a backward write to an
-    input. So it is for logits whose rows overlap, for those (rows, classes) whose columns are strided, and where saved
-    tensors go through hooks.
+    ``returned`` may request the mean of the losses. ``normalizer``, (), then replaces the number of rows as the
+    divisor, and ``row_weight``, (N,), multiplies the losses. ``inplace`` lets the gradient overwrite the logits, in
+    backward or already in forward.
+
+    The gradient is a new tensor in these cases:
+
+    - under ``torch.compile`` and functorch, whose graphs do not let a backward write to an input
+    - for logits whose rows overlap, and for logits (rows, classes) whose columns are strided
+    - under hooks on saved tensors
     """
     if not eager():
         loss, lse = ops.forward(logits, *a)
@@ -330,8 +338,11 @@ def reduced(losses: Tensor, a: Arguments, returned: LossOptions) -> Tensor:
 
 
 def overwritable(logits: Tensor) -> bool:
-    """Whether a gradient may lie where they do: each has a place of its own, and who saved them learns of it. Hooks on
-    saved tensors keep autograd from asking."""
+    """Returns True if a gradient may overwrite the logits.
+
+    Rows must not overlap, and autograd must notice the write for other functions that saved the logits. Under hooks on
+    saved tensors it does not.
+    """
     if expected_grad.hooked():
         return False
     if logits.dim() == 3:

@@ -1,7 +1,8 @@
-"""``torch.ops.sparse_ce.forward_with_gradient_``: the loss that writes the gradient over its logits, and its autograd.
+"""Implements autograd of ``torch.ops.sparse_ce.forward_with_gradient_``, the loss that overwrites its logits with the
+gradient.
 
-The gradient is made for a ``grad_output`` of 1, and backward scales it by the one that came, so that its bits depend on
-nothing that ran before. There is one, which backward hands out, and no logits to make a second from.
+The gradient is computed for a ``grad_output`` of 1, and backward scales it, so that its bits do not depend on earlier
+calls. Backward can return it once; no logits remain from which a second gradient could be computed.
 """
 
 from typing import Any, Optional, Tuple
@@ -18,8 +19,11 @@ from .registration import batched, ops, per_row, register_in_place
 
 
 def may_overwrite(logits: Tensor, a: Arguments) -> bool:
-    """Whether forward may write the gradient over ``logits``, which backward may: nobody owns them, their gradient is
-    all that is asked for beside that of the rows' weights, and it holds what is made for 1 and scaled afterwards."""
+    """Returns True if forward may overwrite ``logits`` with the gradient, given that backward may.
+
+    The logits must not be a leaf. No gradient may be needed other than theirs and that of the row weights. Their dtype
+    must hold a gradient that is computed for 1 and scaled afterwards.
+    """
     base = logits._base
     return (not expected_grad.captured(logits) and not logits.is_leaf and not (base is not None and base.is_leaf)
             and logits.dtype != torch.float16
@@ -28,17 +32,17 @@ def may_overwrite(logits: Tensor, a: Arguments) -> bool:
 
 
 def _as_they_lie(logits: Tensor) -> Tensor:
-    """Logits or their gradient, (N, V) or (outer, inner, V), with the dimension last whose elements are adjacent."""
+    """Returns logits or their gradient, (N, V) or (outer, inner, V), with the dimension of adjacent elements last."""
     return logits if logits.dim() == 2 else logits.transpose(1, 2)
 
 
 def scale_rows(grad_logits: Tensor, grad: Tensor) -> None:
-    """Scales ``grad_logits``, made for 1 and ours to overwrite, by ``grad``."""
+    """Scales ``grad_logits``, computed for a ``grad_output`` of 1, by ``grad`` in place."""
     (scale if eager() else ops.scale_)(_as_they_lie(grad_logits), grad, torch.ones_like(grad))
 
 
 class _Overwriting(torch.autograd.Function):
-    """The mean, with the gradients for logits and for the rows' weights."""
+    """Computes the mean, with the gradients for logits and row weights."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, row_weight: Optional[Tensor], a: Arguments,
@@ -48,14 +52,14 @@ class _Overwriting(torch.autograd.Function):
         one = torch.ones((), dtype=arithmetic_dtype(logits.dtype), device=logits.device)
         mean, divisor, losses, _, _ = _write_gradient(one, normalizer, grad_logits, *a, row_weight)
         of_weights = (divisor, losses, *a.tensors) if ctx.needs_input_grad[1] else ()
-        ctx.save_for_backward(grad_logits, *of_weights)  # behind the write: whoever writes there again is noticed
+        ctx.save_for_backward(grad_logits, *of_weights)  # after the write, so that autograd detects a later one
         ctx.numbers, ctx.handed_out = a.numbers, False
         return mean
 
     @staticmethod
     def backward(ctx: Any, grad_mean: Tensor) -> Tuple[Optional[Tensor], ...]:
         _check_plain(ctx.handed_out, grad_mean)
-        ctx.handed_out = True  # once: its new owner may overwrite it
+        ctx.handed_out = True  # returned once: the caller may overwrite it
         grad_logits, *of_weights = ctx.saved_tensors
         grad_weights = None
         if of_weights:
@@ -67,18 +71,21 @@ class _Overwriting(torch.autograd.Function):
 
 
 def _check_plain(handed_out: bool, grad: Tensor) -> None:
-    got = "got 'forward', whose one gradient lies where the logits were"
+    why = "the gradient has overwritten the logits"
     if handed_out:
-        fail(f"inplace must be False for a second backward (retain_graph=True), {got}", RuntimeError)
+        fail(f"inplace='forward' does not support a second backward (retain_graph=True): {why}. Use inplace=False.",
+             RuntimeError)
     if torch.is_grad_enabled():
-        fail(f"inplace must be False or 'backward' for second derivatives (create_graph=True), {got}", RuntimeError)
+        fail(f"inplace='forward' does not support second derivatives (create_graph=True): {why}. Use inplace=False or "
+             "'backward'.", RuntimeError)
     if eager() and batched(grad):
-        fail(f"inplace must be False or 'backward' for several gradients at once, {got}", RuntimeError)
+        fail(f"inplace='forward' does not support several gradients at once: {why}. Use inplace=False or 'backward'.",
+             RuntimeError)
 
 
 def overwriting_mean(logits: Tensor, a: Arguments, normalizer: Optional[Tensor],
                      row_weight: Optional[Tensor]) -> Tensor:
-    """Returns the mean of the losses; ``logits`` (N, V) are their gradient afterwards, for a ``grad_output`` of 1."""
+    """Returns the mean of the losses and overwrites ``logits`` (N, V) with the gradient for a ``grad_output`` of 1."""
     mean: Tensor = _Overwriting.apply(logits, row_weight, a, normalizer)
     return mean
 

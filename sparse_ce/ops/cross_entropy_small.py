@@ -1,8 +1,7 @@
-"""The plain loss of few logits on a CPU without the dispatcher, which takes longer than such a call's work.
+"""Computes the plain loss of few logits on a CPU without the dispatcher, which would take longer than the computation.
 
-``csrc/torch/small_calls.cpp`` is called with addresses, where nobody can tell: the tensors are PyTorch's own and
-packed, the options are the defaults, and no mode, transform or profiler looks on. Everything else, mistakes included,
-is the op's.
+``csrc/torch/small_calls.cpp`` receives addresses. That requires PyTorch's own packed tensors, default options, and no
+active mode, transform or profiler. All other calls, and calls with wrong arguments, are left to the op.
 """
 
 import ctypes
@@ -17,7 +16,7 @@ from .._core.arguments import Arguments
 from .registration import library_path
 
 LOGITS = 1 << 16
-"""More of them take so long that the dispatcher's share is small."""
+"""For more logits, the time of the dispatcher is a small fraction."""
 
 _CALL = struct.Struct("@7P8q?")  # struct Call
 _DTYPES = {torch.float32: 0, torch.float64: 1, torch.float16: 2, torch.bfloat16: 3, torch.int32: 4, torch.int64: 5}
@@ -25,13 +24,13 @@ _INTEGERS = (torch.int32, torch.int64)
 _PLAIN = (Tensor, Parameter)
 _AT = Arguments._fields.index("ignore_index") + 1
 _DEFAULTS = tuple(Arguments._field_defaults[name] for name in Arguments._fields[_AT:])
-_wrapped = torch._C._functorch.is_functorch_wrapped_tensor  # it may have outlived its transform
+_wrapped = torch._C._functorch.is_functorch_wrapped_tensor  # a wrapped tensor may outlive its transform
 _profiles, _traces = torch._C._autograd._profiler_enabled, torch._C._is_tracing
 
 
 def _find() -> Any:
     function = getattr(ctypes.PyDLL(library_path("_C")), "sparse_ce_small_cross_entropy", None)
-    if function is not None:  # a build that serves tensors of the CPU by other kernels has none
+    if function is not None:  # a build with other kernels for CPU tensors does not export it
         function.restype, function.argtypes = ctypes.c_bool, [ctypes.c_char_p]
     return function
 
@@ -40,16 +39,18 @@ _function = _find()
 
 
 def plain(a: Arguments) -> bool:
-    """Whether there is no more to a call than classes, perhaps their weights, and what is ignored."""
+    """Returns True if a call has only classes, optional values, and an ignored index."""
     return a.offsets is None and a.weight is None and a.row_mask is None and a[_AT:] == _DEFAULTS
 
 
 def cross_entropy(logits: Tensor, indices: Tensor, values: Optional[Tensor], ignore_index: int, mean: bool,
                   normalizer: Optional[Tensor], grad_mean: Optional[Tensor],
                   ) -> Optional[Tuple[Tensor, Optional[Tensor]]]:
-    """What ``forward`` and ``loss_mean`` or, with ``grad_mean``, ``forward_with_gradient`` return first and last: the
-    same bits. logits (N, V) of a floating dtype, indices (N,) or (N, K); loss (N,), or the mean (); grad_logits. None
-    where the call is not a small one, or wrong."""
+    """Returns the loss and the gradient for the logits, or None if the call is not a small one, or wrong.
+
+    The bits are those of ``forward`` and ``loss_mean`` or, with ``grad_mean``, of ``forward_with_gradient``. ``logits``
+    are (N, V) of a floating dtype, ``indices`` (N,) or (N, K). The loss is (N,), or () for the mean.
+    """
     if type(logits) not in _PLAIN or type(indices) is not Tensor or not 0 < logits.numel() <= LOGITS:
         return None
     if logits.dim() != 2:
@@ -76,7 +77,7 @@ def cross_entropy(logits: Tensor, indices: Tensor, values: Optional[Tensor], ign
         loss = torch.empty(() if mean else (rows,), dtype=logits.dtype if dtype < 2 else torch.float32)
     else:
         loss = torch.empty_like(grad_mean)
-        # What is like packed logits is packed, and made in less time than what is given its shape.
+        # For packed logits empty_like is packed too, and faster than new_empty.
         grad = torch.empty_like(logits) if row_stride == vocab else logits.new_empty((rows, vocab))
         at_grad = grad.data_ptr()
     done = _function(_CALL.pack(

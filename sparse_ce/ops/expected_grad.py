@@ -1,18 +1,22 @@
-"""Which upstream gradient will come: known in forward, the gradient can be written while the logits are in a cache.
+"""Predicts the ``grad_output`` of a loss, so that forward can write the gradient while the logits are in a cache.
 
-A training loop gives the same one to each backward: 1, one by the number of accumulated steps, a GradScaler's scale.
-The forecast is the last one. Backward compares; where another one came it computes the gradient anew, which gives the
-same bits: what ran before decides how long a gradient takes, never what it is. A forecast serves one forward: where no
-backward follows (an evaluation that forgot ``torch.no_grad``), or one that is not the plain one (second derivatives, a
-gradient for ``lse``), the next forward makes no gradient.
+A training loop passes the same ``grad_output`` to each backward: 1, 1 / accumulation steps, or the scale of a
+GradScaler. So the last one is expected again. Backward compares. If another one arrives, it recomputes the gradient,
+with the same bits: earlier calls affect how long a gradient takes, never its value.
 
-On a GPU the host knows that a gradient was made and the device for which upstream gradient: kernels compare, and nobody
-waits for them. What a CUDA graph does once per replay it does with memory that outlives it, so that each replay expects
-what came to the one before. Graphs and what runs between their replays share it: a forward keeps a copy of its own.
+An expected ``grad_output`` serves one forward. The next forward does not compute a gradient in these cases:
 
-A head has no forecast: its gradient is made for 1 and scaled, wherever it is made. One that was made in forward is in
-vain where one for the lse or the entropy comes as well, as a policy's entropy bonus brings it each step: then the next
-such forward makes none.
+- no backward follows, as in an evaluation without ``torch.no_grad``
+- backward is not the plain one: second derivatives, or a gradient for ``lse``
+
+On a GPU the host knows that a gradient was computed, and only the device knows for which ``grad_output``. The kernels
+compare, and the host does not wait for them. A CUDA graph keeps the last ``grad_output`` in memory that outlives the
+graph, so that each replay expects that of the previous one. Graphs and the code between replays share this memory, so a
+forward keeps its own copy.
+
+A linear head expects nothing: its gradient is computed for 1 and scaled. A gradient that forward computed is unused if
+a gradient for ``lse`` or the entropy arrives too, as in each step with an entropy bonus. The next such forward then
+computes none.
 """
 
 from typing import Any, Dict, Optional, Set, Tuple
@@ -24,25 +28,28 @@ from .._core.arguments import arithmetic_dtype
 from .._core.tracing import traced
 
 _upstream: Dict[Tuple[Any, ...], Tensor] = {}  # by op, dtype and place
-_replayed: Dict[Tuple[Any, ...], Tensor] = {}  # by op, dtype and device: never freed, since graphs have their addresses
-_followed: Set[Tuple[Any, ...]] = set()  # those of them that the next forward may take
-_in_vain: Set[Tuple[Any, ...]] = set()  # by op and what else: where the last gradient that forward made would have been
+_replayed: Dict[Tuple[Any, ...], Tensor] = {}  # by op, dtype and device; never freed, as graphs hold their addresses
+_followed: Set[Tuple[Any, ...]] = set()  # keys of _replayed that the next forward may take
+_in_vain: Set[Tuple[Any, ...]] = set()  # keys of calls for which a gradient from forward is unused
 
 
 def remember(op: str, grad: Tensor, expected: Optional[Tensor] = None) -> bool:
-    """``grad``, (), the upstream gradient of a loss that ``op`` made, is the next forecast. Was it ``expected``?
-    Where it was not, it is copied: its owner may overwrite it."""
+    """Stores ``grad``, (), as the next expected ``grad_output`` of a loss of ``op``. Returns True if it equals
+    ``expected``.
+
+    If it does not, a copy is stored, because the caller may overwrite ``grad``.
+    """
     same = expected is not None and expected.item() == grad.item()
     _upstream[op, grad.dtype, None] = expected if expected is not None and same else grad.detach().clone()
     return same
 
 
 def remember_on_device(op: str, grad: Tensor) -> None:
-    """The same where nobody looks at ``grad``."""
+    """Stores ``grad`` as the next expected ``grad_output`` without reading it on the host."""
     key = (op, grad.dtype, grad.device)
     if captured(grad):
         if key not in _replayed:
-            return  # what is allocated now is the graph's
+            return  # memory that is allocated now belongs to the graph
         _replayed[key].copy_(grad.detach())
     else:
         _upstream[op, grad.dtype, place(grad)] = grad.detach().clone()
@@ -52,27 +59,27 @@ def remember_on_device(op: str, grad: Tensor) -> None:
 
 
 def place(t: Tensor) -> Any:
-    """Where a forecast is one: a stream reads what it wrote itself. None on a CPU."""
+    """Returns the key of a device and stream: a stream reads only what it has written itself. It is None on a CPU."""
     return (t.device, torch.cuda.current_stream(t.device).cuda_stream) if t.is_cuda else None
 
 
 def captured(t: Tensor) -> bool:
-    """Whether what is done now is done again in each replay of a CUDA graph, which keeps its numbers to itself."""
+    """Returns True during the capture of a CUDA graph, whose values the host never sees."""
     return t.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def known(op: str, dtype: torch.dtype) -> Optional[Tensor]:
-    """The upstream gradient, (), that a loss of ``dtype`` made by ``op`` may expect; None where there is no saying."""
+    """Returns the ``grad_output``, (), that a loss of ``dtype`` of ``op`` may expect, or None."""
     return None if hooked() else _upstream.get((op, dtype, None))
 
 
 def take(op: str, dtype: torch.dtype, at: Any = None) -> Optional[Tensor]:
-    """The same, for the forward that it serves, in a place."""
+    """Removes and returns the expected ``grad_output`` of a place, or None."""
     return None if hooked() else _upstream.pop((op, dtype, at), None)
 
 
 def take_for(op: str, logits: Tensor) -> Optional[Tensor]:
-    """The same, for the forward of ``logits``, where they lie."""
+    """Removes and returns the expected ``grad_output`` for the forward of ``logits``, or None."""
     dtype = arithmetic_dtype(logits.dtype)
     if not captured(logits):
         return take(op, dtype, place(logits))
@@ -84,8 +91,11 @@ def take_for(op: str, logits: Tensor) -> Optional[Tensor]:
 
 
 def remember_whether(in_vain: bool, *key: Any) -> None:
-    """Of the last backward of a ``key``, an op and what tells its calls apart, for ``made_in_vain``. Not by who looks
-    on: one rank alone may have a profiler's mode."""
+    """Stores whether the gradient of the last backward of a ``key`` was unused: an op, and what distinguishes its
+    calls.
+
+    The key must not depend on active modes: a profiler may run on one rank only.
+    """
     if not traced():
         (_in_vain.add if in_vain else _in_vain.discard)(key)
 
@@ -95,18 +105,24 @@ def made_in_vain(*key: Any) -> bool:
 
 
 def on_host(t: Tensor) -> bool:
-    """Whether a look at a number costs nothing."""
+    """Returns True if reading a value of ``t`` does not wait for a device."""
     return t.is_cpu
 
 
 def hooked() -> bool:
-    """Whether saved tensors go through hooks: checkpointing and offloading free memory between forward and backward,
-    which a gradient made ahead would take again; and of what a hook returns autograd asks for no version."""
+    """Returns True if hooks on saved tensors are active.
+
+    Checkpointing and offloading free memory between forward and backward, which a gradient computed in forward would
+    occupy again. Also, autograd does not check versions of tensors that a hook returned.
+    """
     return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
 
 
 def checkpointed() -> bool:
-    """Whether these hooks are those of checkpointing, which runs a forward anew, its collectives too: on all ranks of a
-    group or on none. Other hooks one rank may have alone, and no collective may hang on them."""
+    """Returns True if the active hooks are those of checkpointing.
+
+    Checkpointing runs a forward again with its collectives, on all ranks of a group or on none. Other hooks may be
+    active on one rank only, so no collective may depend on them.
+    """
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
     return hooks is not None and getattr(hooks[0], "__module__", None) == "torch.utils.checkpoint"

@@ -1,11 +1,14 @@
-"""``torch.ops.sparse_ce.linear_*``: the loss of a linear head, and its autograd.
+"""Implements autograd of ``torch.ops.sparse_ce.linear_*``, the loss of a linear head.
 
-``linear_forward`` gives the rows' losses; its backward makes the logits anew, chunk by chunk. ``linear_mean`` gives a
-scalar; its forward makes the gradients while a chunk's logits are there, for a ``grad_output`` of 1, and its backward
-hands them out, scaled by the one that came. They are handed out once, and not made where the tensors saved for backward
-go through hooks (checkpointing, offloading). Then backward makes them by ``linear_backward``, for 1 as well: their bits
-depend on nothing that ran before. float16, whose range may not hold them, and what has another derivative beside it are
-answered by ``linear_backward`` for the ``grad_output`` that came, which is an op with a derivative of its own.
+``linear_forward`` returns the losses of the rows. Its backward recomputes the logits, chunk by chunk.
+
+``linear_mean`` returns a scalar. Its forward computes the gradients for a ``grad_output`` of 1 while the logits of a
+chunk exist, and its backward scales and returns them. They are returned once, and are not computed in forward if hooks
+on saved tensors are active (checkpointing, offloading). Then backward computes them by ``linear_backward``, for 1 as
+well, so that their bits do not depend on earlier calls.
+
+Two cases call ``linear_backward`` with the actual ``grad_output``: float16, whose range may not hold gradients for 1,
+and losses with a gradient for another output. ``linear_backward`` is an op with a derivative of its own.
 """
 
 from typing import Any, Dict, List, NamedTuple, Optional, Sequence, Tuple
@@ -35,7 +38,7 @@ from .registration import (
 
 
 class Head(NamedTuple):
-    """input (N, D), linear_weight (V, D), linear_bias (V,)."""
+    """Holds input (N, D), linear_weight (V, D) and linear_bias (V,)."""
 
     input: Tensor
     linear_weight: Tensor
@@ -43,8 +46,10 @@ class Head(NamedTuple):
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
-    """loss, or mean, lse, entropy and argmax, (0,) where they are not asked for, with the gradients for input, weight,
-    bias, the values of the entries and the rows' weights in the mean."""
+    """Computes loss or mean, lse, entropy and argmax, which are (0,) unless requested.
+
+    The gradients are those for input, weight, bias, the values of the entries, and the row weights in the mean.
+    """
 
     @staticmethod
     def forward(ctx: Any, input: Tensor, linear_weight: Tensor, linear_bias: Optional[Tensor],
@@ -80,10 +85,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
         *inputs, lse, lse_residual, divisor, row_weight, losses, entropy = ctx.saved_tensors
         head, a, chunks = inputs[:3], Arguments.of(inputs[3:], ctx.numbers), ctx.chunks
         if not ctx.entropy:
-            grad_entropy = None  # a compiler has zeros for what was not asked for
+            grad_entropy = None  # a compiler passes zeros for outputs that were not requested
         all_grads: List[Optional[Tensor]] = [None] * 8
         grads: Optional[Sequence[Any]]
-        grads, ctx.made = ctx.made, None  # handed out once: their new owner may overwrite them
+        grads, ctx.made = ctx.made, None  # returned once: the caller may overwrite them
         scale_by: Optional[Tensor] = None
         once = not torch.is_grad_enabled()
         beside = grad_lse is not None or grad_entropy is not None
@@ -116,7 +121,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 
 def _rows(head: Head, a: Arguments, chunks: Chunks, returned: LossOptions) -> Tuple[Tensor, ...]:
-    """loss, lse, lse_residual, entropy, argmax."""
+    """Returns loss, lse, lse_residual, entropy and argmax."""
     if not returned.metrics:
         loss, lse, lse_residual = ops.linear_forward_with_residual(*head, *a, *chunks)
         return loss, lse, lse_residual, loss.new_empty(0), torch.empty(0, dtype=torch.int64, device=loss.device)
@@ -126,9 +131,10 @@ def _rows(head: Head, a: Arguments, chunks: Chunks, returned: LossOptions) -> Tu
 
 
 def scaled(gradients: Sequence[Any], grad: Tensor) -> List[Any]:
-    """Returns ``gradients``, made for a ``grad_output`` of 1 and ours to overwrite, for ``grad``.
+    """Returns ``gradients``, computed for a ``grad_output`` of 1, scaled by ``grad``. It may overwrite them.
 
-    They are made for no other: what an earlier step had would be another on each rank, and change their bits.
+    They are never computed for the ``grad_output`` of an earlier step: it may differ between ranks, and would change
+    the bits.
     """
     if not eager():
         return [None if g is None else torch.where(g == 0, 0.0, g * grad).to(g.dtype) for g in gradients]
@@ -136,14 +142,14 @@ def scaled(gradients: Sequence[Any], grad: Tensor) -> List[Any]:
         if gradient is None:
             continue
         if grad.is_cpu and grad == 0:
-            gradient.zero_()  # whatever it holds
+            gradient.zero_()  # also if it holds NaN or inf
         else:
             scale(gradient, grad.to(arithmetic_dtype(gradient.dtype)))
     return list(gradients)
 
 
 def _run(head: Head, a: Arguments, chunks: Chunks, returned: LossOptions) -> Tuple[Tensor, ...]:
-    """loss, or mean, lse and, where they are asked for, entropy and argmax."""
+    """Returns loss or mean, lse, entropy and argmax. Entropy and argmax have no meaning unless requested."""
     mean, normalizer, row_weight = returned.mean, returned.normalizer, returned.row_weight
     if composite(head.input):
         out = reference.linear_select(*head, *a, None, True, False, False, returned.entropy, False, returned.argmax)
@@ -159,8 +165,11 @@ def _run(head: Head, a: Arguments, chunks: Chunks, returned: LossOptions) -> Tup
 
 
 def _by_ops(head: Head, a: Arguments, chunks: Chunks, returned: LossOptions) -> Tuple[Tensor, ...]:
-    """The same by an op of its own where there is one. Of an entropy or lse whose gradient may be asked for there is
-    none: it would be known too late that those which forward made are in vain."""
+    """Returns the same outputs from a single op if one exists.
+
+    None exists for an entropy or lse that may need a gradient: it would be too late to avoid the gradients that forward
+    computes.
+    """
     mean, normalizer, row_weight, _, entropy, argmax, detached = returned
     if not returned.metrics:
         return tuple(ops.linear_mean(*head, *a, normalizer, *chunks, row_weight) if mean
@@ -224,7 +233,7 @@ def _fake_gradients(head: Head, given: Sequence[Any], named: Dict[str, Any]) -> 
 
 
 def fake_gradients(head: Head, a: Arguments, wanted: Sequence[bool]) -> Tuple[Tensor, ...]:
-    """For input, weight, bias and values; (0,) if not wanted."""
+    """Returns empty gradients for input, weight, bias and values; (0,) if not requested."""
     likes = *head, a.indices.to(arithmetic_dtype(head.input.dtype))
     return tuple(head.input.new_empty((0,)) if like is None or not want else like.new_empty(like.shape)
                  for like, want in zip(likes, wanted))
@@ -252,6 +261,8 @@ def _(grad_mean: Tensor, normalizer: Optional[Tensor], input: Tensor, linear_wei
 
 
 def linear_cross_entropy(head: Head, a: Arguments, chunks: Chunks, returned: LossOptions) -> Tuple[Tensor, ...]:
-    """``torch.ops.sparse_ce.linear_forward``, or ``linear_mean``: loss, lse and, where they are asked for, entropy and
-    argmax. A compiled loss with metrics that are not ``detached`` makes the logits twice."""
+    """Calls ``torch.ops.sparse_ce.linear_forward`` or ``linear_mean`` and returns loss, lse, entropy and argmax.
+
+    A compiled loss with entropy or argmax that is not ``detached`` computes the logits twice.
+    """
     return (_run if eager() else _by_ops)(head, a, chunks, returned)

@@ -1,4 +1,4 @@
-"""``torch.ops.sparse_ce.linear_add_gradients_`` and the gradients of a head that come a chunk of rows at a time."""
+"""Accumulates the gradients of a head over chunks of rows, with ``torch.ops.sparse_ce.linear_add_gradients_``."""
 
 from typing import List, NamedTuple, Optional, Sequence
 
@@ -15,20 +15,23 @@ from .select import Outputs, Selected, upstream_of
 
 
 class Gradients(NamedTuple):
-    """For input, weight and bias, None where not wanted, and what their sums have no room for in 16 bits. That for an
-    input whose rows are shared out is in ``sums`` alone."""
+    """Stores the gradients for input, weight and bias, None if not needed, and the low bits of sums in 16 bits.
+
+    If rows are sharded, the gradient for the input is only in ``sums``.
+    """
 
     num_rows: int
     tensors: List[Optional[Tensor]]
     weight_low: Optional[Tensor]
     bias_low: Optional[Tensor]
     shard: Optional[Shard]
-    sums: List[Gathered]  # of the input's over the ranks, a chunk's each
+    sums: List[Gathered]  # the sum over ranks of the input's gradient, for each chunk
 
 
 def new_gradients(head: Head, num_classes: Optional[int], wanted: Sequence[bool], whole: bool,
                   shard: Optional[Shard] = None) -> Gradients:
-    """``whole``: one chunk holds all rows. With a shard ``num_classes`` are those of them that are here."""
+    """Returns gradients to accumulate into. ``whole`` is True if one chunk holds all rows. With a shard,
+    ``num_classes`` is the number of its local classes."""
     shares_rows = shard is not None and shard.shares_rows
     vocab, width = head.linear_weight.shape
     classes = vocab if num_classes is None else num_classes
@@ -48,10 +51,12 @@ def new_gradients(head: Head, num_classes: Optional[int], wanted: Sequence[bool]
 
 def add_chunk(gradients: Gradients, head: Head, rows: slice, logits: Tensor, a: Arguments, wanted: Outputs,
               out: Selected, grads: Sequence[Optional[Tensor]], scale_grad: bool = False) -> Optional[Tensor]:
-    """Adds what the ``logits`` of some ``rows``, those of ``head.input``, contribute; their gradient overwrites them.
-    Where rows are shared out ``rows`` are those of this rank.
-    ``grads``: of what select gave, all but argmax. The chunks come in order. Returns the gradients of the rows' scales,
-    if they are asked for."""
+    """Adds the contribution of the ``logits`` of some ``rows``, the rows of ``head.input``, and overwrites the logits.
+
+    If rows are sharded, ``rows`` are those of this rank. ``grads`` are the gradients of the outputs of ``select``
+    except argmax. Chunks must be added in order. Returns the gradients of the rows' scales if ``scale_grad``, else
+    None.
+    """
     if all(gradient is None for gradient in gradients.tensors) and not scale_grad:
         return None
     upstream = upstream_of(tuple(grads), wanted)
@@ -71,17 +76,17 @@ def add_chunk(gradients: Gradients, head: Head, rows: slice, logits: Tensor, a: 
     if gradients.shard is None:
         ops.linear_add_gradients_(*head, logits, share, of_weight, low_weight, of_bias, low_bias, *ends)
         return of_scale if scale_grad else None
-    here = logits.shape[1] > 0  # or the gradients, of classes that nobody has, are 0 already
+    here = logits.shape[1] > 0  # without local classes the gradients are already 0
     shares_rows = gradients.shard.shares_rows
     if share is not None:
-        if shares_rows:  # of the rows of all ranks
+        if shares_rows:  # the chunk holds rows of all ranks
             share = torch.empty_like(head.input) if here else torch.zeros_like(head.input)
         if here:
             ops.linear_add_gradients_(*head, logits, share, None, None, None, None, *ends)
         elif not eager():
-            # 0, of what comes in backward: a sum that waits for nothing would be moved to this rank's forward graph.
+            # The zeros depend on an input of backward, so that the sum is not moved to this rank's forward graph.
             share = torch.mm(logits.to(share.dtype), share.new_empty(0, share.shape[1]))
-        # On its way during the next product.
+        # The sum is in flight during the next product.
         gradients.sums.append(scatter_sum(share, gradients.shard) if shares_rows
                               else add_up(share, gradients.shard, inplace=eager()))
     if here and not (of_weight is None and of_bias is None):
@@ -90,7 +95,7 @@ def add_chunk(gradients: Gradients, head: Head, rows: slice, logits: Tensor, a: 
 
 
 def complete(gradients: Gradients) -> List[Optional[Tensor]]:
-    """For input, weight and bias, once the other ranks' shares have come."""
+    """Returns the gradients for input, weight and bias after waiting for the sums over ranks."""
     of_input, of_weight, of_bias = gradients.tensors
     sums = [total.wait() for total in gradients.sums]
     if sums and (not eager() or gradients.shard is not None and gradients.shard.shares_rows):

@@ -1,7 +1,7 @@
-"""``torch.ops.sparse_ce.linear_select``: select for the logits of a linear head, and its autograd.
+"""Implements autograd of ``torch.ops.sparse_ce.linear_select``, which is ``select`` for the logits of a linear head.
 
-Forward makes the logits once, a chunk at a time; backward makes them anew, which is the fourth of its products. A head
-that is frozen costs neither its product nor the memory of its gradient.
+Forward computes the logits once, chunk by chunk. Backward recomputes them, which is the fourth matrix product. A frozen
+head costs neither its product nor the memory of its gradient.
 """
 
 from typing import Any, List, Optional, Tuple
@@ -28,7 +28,8 @@ from .select import Outputs, Selected, fake_outputs, fake_scale, save, saved
 
 
 class _LinearSelect(torch.autograd.Function):
-    """The gradients for input, weight, bias, the values of the entries, where there is a loss, and the scale, ()."""
+    """Computes the outputs, with gradients for input, weight, bias, the scale (), and, if there is a loss, the
+    values."""
 
     @staticmethod
     def forward(ctx: Any, input: Tensor, linear_weight: Tensor, linear_bias: Optional[Tensor],
@@ -99,7 +100,7 @@ def _(*given: Any, **named: Any) -> Tuple[Tensor, ...]:
 
 
 def linear_select(head: Head, a: Arguments, wanted: Outputs, chunks: Chunks) -> Selected:
-    """``torch.ops.sparse_ce.linear_select``."""
+    """Calls ``torch.ops.sparse_ce.linear_select``."""
     if eager():
         return Selected(*_run(head, a, wanted, chunks))
     return Selected(*ops.linear_select(*head, *a, *wanted, *chunks))

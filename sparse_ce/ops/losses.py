@@ -1,4 +1,4 @@
-"""Chooses the op that serves a loss, of logits or of a linear head's."""
+"""Chooses the op that computes a loss of logits or of a linear head."""
 
 import math
 from typing import Any, NamedTuple, Optional
@@ -17,7 +17,7 @@ from .strided_logits import rows_of
 
 
 class Reduced(NamedTuple):
-    """Holds a loss, () or (N,), and the outputs beside it, (N,). Outputs that were not asked for have any shape."""
+    """Holds a loss, () or (N,), and its other outputs, (N,). Outputs that were not requested have any shape."""
 
     loss: Tensor
     lse: Any = None
@@ -27,7 +27,8 @@ class Reduced(NamedTuple):
 
 def loss_of_logits(logits: Tensor, a: Arguments, loss: LossOptions, inplace: Inplace,
                    shard: Optional[Shard]) -> Reduced:
-    """Returns the loss of ``logits`` (..., C), by ``select`` if it has outputs or a gradient that ``forward`` lacks."""
+    """Returns the loss of ``logits`` (..., C). It calls ``select`` for outputs and gradients that ``forward`` does not
+    have."""
     if loss.metrics or shard is not None or a.learns_scale:
         rows = logits.reshape(math.prod(logits.shape[:-1]), logits.shape[-1])
         out = select(rows, a, _outputs(loss), inplace is not False, shard)
@@ -40,7 +41,8 @@ def loss_of_logits(logits: Tensor, a: Arguments, loss: LossOptions, inplace: Inp
 
 
 def loss_of_head(head: Head, a: Arguments, loss: LossOptions, chunks: Chunks, shard: Optional[Shard]) -> Reduced:
-    """Returns the loss of a head's logits, by ``linear_select`` if its classes are sharded or it learns a scale."""
+    """Returns the loss of a head's logits. It calls ``linear_select`` if classes are sharded or a scale requires
+    grad."""
     of_mean = loss if loss.mean else loss._replace(row_weight=None)
     if shard is not None:
         more = linear_select(head, a, _outputs(loss), chunks, shard, Mean(*of_mean[:3]))

@@ -1,4 +1,4 @@
-"""``torch.ops.sparse_ce.masked_mean`` and its autograd."""
+"""Implements autograd of ``torch.ops.sparse_ce.masked_mean``."""
 
 from typing import Any, Sequence, Tuple
 
@@ -43,6 +43,6 @@ def _(share: Tensor, mask: Tensor, dim: Sequence[int], dtype: torch.dtype) -> Te
 
 
 def masked_mean(input: Tensor, mask: Tensor, dim: Sequence[int]) -> Tensor:
-    """``torch.ops.sparse_ce.masked_mean`` without the divisor."""
+    """Calls ``torch.ops.sparse_ce.masked_mean`` and returns its mean without the divisor."""
     mean: Tensor = (_run if eager() else ops.masked_mean)(input, mask, dim)[0]
     return mean

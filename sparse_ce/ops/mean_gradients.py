@@ -1,4 +1,4 @@
-"""The gradients of a mean of losses for the losses and for the rows' weights."""
+"""Computes the gradients of a mean of losses for the losses and for the row weights."""
 
 from typing import Optional
 
@@ -16,5 +16,5 @@ def gradient_of_losses(grad_mean: Tensor, divisor: Tensor, row_weight: Optional[
 
 
 def gradient_of_weights(grad_mean: Tensor, divisor: Tensor, losses: Tensor, a: Arguments) -> Tensor:
-    """Returns the gradient for the rows' weights, (rows,), 0 in rows that are ignored."""
+    """Returns the gradient for the row weights, (rows,), which is 0 in ignored rows."""
     return reference.weight_gradient((grad_mean / divisor).expand(losses.shape), losses, a)

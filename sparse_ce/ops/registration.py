@@ -1,9 +1,13 @@
-"""Where this package's ops meet ``torch.library``: loads the kernels, and registers autograd and shape functions.
+"""Registers the package's ops with ``torch.library``: loads the kernels, and registers autograd and shape functions.
 
-The Autograd kernel of an op runs its composition in ``reference/`` where only plain PyTorch ops can follow
-(``torch.func`` transforms, forward-mode AD, devices without kernels of ours), an ``autograd.Function`` where a gradient
-is needed, and the C++ kernel alone otherwise. The backward of an op is itself an op: where somebody differentiates it,
-its composition makes second derivatives right.
+The Autograd kernel of an op runs one of three implementations:
+
+- its composition in ``reference/`` if only plain PyTorch ops are supported (``torch.func`` transforms, forward-mode AD,
+  devices without kernels)
+- an ``autograd.Function`` if a gradient is needed
+- the C++ kernel alone otherwise
+
+The backward of an op is itself an op. If it is differentiated, its composition makes second derivatives correct.
 """
 
 import functools
@@ -43,7 +47,7 @@ def _load(name: str) -> Optional[str]:
 
 def _load_all() -> Optional[str]:
     wish = os.environ.get("SPARSE_CE_CPU", "")
-    if wish not in ("", "avx2", "avx512", "default"):  # the kernels would take it for "default", the slowest
+    if wish not in ("", "avx2", "avx512", "default"):  # the kernels would use "default", the slowest
         fail(f"SPARSE_CE_CPU must be 'avx2', 'avx512', 'default' or not set, got {wish!r}")
     reason = _load("_C")
     if reason:
@@ -55,7 +59,7 @@ def _load_all() -> Optional[str]:
 
 
 why_no_cuda = _load_all()
-"""None where the CUDA kernels are loaded, else the reason why they are not."""
+"""None if the CUDA kernels are loaded, else the reason why they are not."""
 
 def check_kernels(input: Tensor) -> None:
     if input.is_cuda and why_no_cuda is not None:
@@ -67,26 +71,26 @@ _library = torch.library.Library("sparse_ce", "IMPL")
 
 
 def instruction_set() -> str:
-    """The CPU kernels' path: ``"avx512"``, ``"avx2"`` or ``"default"``."""
+    """Returns the instruction set of the CPU kernels: ``"avx512"``, ``"avx2"`` or ``"default"``."""
     return str(ops.cpu_instruction_set())
 
 
 def cuda_architectures() -> str:
-    """The architectures that the CUDA kernels were compiled for, e.g. ``"8.0;9.0+PTX"``."""
+    """Returns the architectures that the CUDA kernels were compiled for, e.g. ``"8.0;9.0+PTX"``."""
     return str(ops.cuda_architectures())
 
 
 # ----------------------------------------------------------------------------------------------------------- exceptions
 
 def as_pytorch_raises(error: Optional[BaseException]) -> None:
-    """Raises ``torch.OutOfMemoryError`` if ``error`` is a kernel's failed allocation on a GPU. The kernels' ABI carries
-    the text alone."""
+    """Raises ``torch.OutOfMemoryError`` if ``error`` is a kernel's failed allocation on a GPU. The ABI of the kernels
+    passes only its text."""
     if type(error) is RuntimeError and str(error).startswith("CUDA out of memory."):
         raise torch.OutOfMemoryError(str(error)).with_traceback(error.__traceback__) from None
 
 
 class below_autograd(torch._C._AutoDispatchBelowAutograd):
-    """Calls an op's kernel, past its Autograd kernel."""
+    """Calls an op's kernel below its Autograd kernel."""
 
     def __exit__(self, *raised: Any) -> None:
         super().__exit__(*raised)
@@ -99,19 +103,20 @@ def _refuse_none(name: str, arguments: Tuple[Any, ...]) -> None:
             fail(f"{argument.name} must be a tensor, got None", TypeError)
 
 
-# --------------------------------------------------------------------------------------------------- who differentiates
+# ----------------------------------------------------------------------------------------------------- differentiation
 
 _transforms = torch._C._are_functorch_transforms_active
 
 
 def composite(t: Tensor) -> bool:
-    """Whether only a composition of PyTorch's own ops can follow: functorch, a dual level, a foreign device."""
+    """Returns True if only a composition of PyTorch's own ops is supported: under functorch, in a dual level, on other
+    devices."""
     return (_transforms() or forward_ad._current_level >= 0
             or not t.is_cpu and not t.is_cuda and t.device.type not in ("cpu", "cuda", "meta"))
 
 
 def batched(*grads: Optional[Tensor]) -> bool:
-    """Whether one of the gradients stands for several: under ``torch.func.vmap`` or ``is_grads_batched``."""
+    """Returns True if a gradient stands for several, under ``torch.func.vmap`` or ``is_grads_batched``."""
     if torch.compiler.is_compiling():
         return False
     if _transforms():
@@ -123,7 +128,7 @@ def batched(*grads: Optional[Tensor]) -> bool:
 
 
 def is_last(*grads: Optional[Tensor]) -> bool:
-    """Whether nobody asks for second derivatives, or for several gradients at once."""
+    """Returns True if there is no second derivative and only one gradient at a time."""
     return not torch.is_grad_enabled() and eager() and not batched(*grads)
 
 
@@ -138,13 +143,13 @@ def needs_grad(*arguments: object) -> bool:
 # --------------------------------------------------------------------------------------------------------- registration
 
 def register_autograd(name: str) -> Callable[[_F], _F]:
-    """The decorated function is the Autograd kernel of an op."""
+    """Registers the decorated function as the Autograd kernel of an op."""
     def register(f: _F) -> _F:
         @functools.wraps(f)
         def kernel(*arguments: Any, **named: Any) -> Any:
             try:
                 return f(*arguments, **named)
-            except AttributeError:  # the dispatcher lets None pass for any tensor
+            except AttributeError:  # the dispatcher accepts None for any tensor
                 _refuse_none(name, arguments)
                 raise
 
@@ -154,12 +159,12 @@ def register_autograd(name: str) -> Callable[[_F], _F]:
 
 
 def register_composition(name: str, kernel: Callable[..., Any]) -> None:
-    """Of an op that is made of others."""
+    """Registers the kernel of an op that is composed of other ops."""
     _library.impl(name, kernel, "CompositeExplicitAutograd")
 
 
 def register_differentiable(name: str, function: Type[torch.autograd.Function]) -> Callable[..., Any]:
-    """Of an op that is differentiable for its first argument: by ``function``. Returns its Autograd kernel."""
+    """Registers ``function`` as the derivative of an op for its first argument. Returns the op's Autograd kernel."""
     op, plain = getattr(ops, name), getattr(reference, name)
 
     @register_autograd(name)
@@ -175,7 +180,7 @@ def register_differentiable(name: str, function: Type[torch.autograd.Function]) 
 
 
 def register_backward(name: str) -> None:
-    """Of an op that is a backward: its composition where it is differentiated itself."""
+    """Registers the composition of an op that is a backward, for the case that it is differentiated itself."""
     op, plain = getattr(ops, name), getattr(reference, name)
 
     @register_autograd(name)
@@ -188,8 +193,11 @@ def register_backward(name: str) -> None:
 
 def register_in_place(name: str, written: str, fake: Callable[..., Any] = lambda *given, **named: None,
                       ) -> Callable[..., Any]:
-    """Of an op that writes over its argument ``written``: whoever saved that, a second backward included, gets
-    autograd's own error afterwards. ``fake``: of what it returns. Returns its kernel."""
+    """Registers an op that overwrites its argument ``written``, and returns its kernel.
+
+    Other functions that saved the argument, a second backward included, then raise autograd's own error. ``fake`` is
+    the shape function of the op's outputs.
+    """
     op = getattr(ops, name)
     at = [argument.name for argument in op.default._schema.arguments].index(written)
 
@@ -209,8 +217,11 @@ def register_in_place(name: str, written: str, fake: Callable[..., Any] = lambda
 
 
 def register_fake(name: str) -> Callable[[_F], _F]:
-    """``torch.library.register_fake`` of an op. PyTorch calls the shape function for real where one tensor is on "meta"
-    and the others are not: without the check, memory that nobody wrote would be the result."""
+    """Registers the shape function of an op, with a check that all tensors are on one device.
+
+    PyTorch also calls the shape function if only one tensor is on "meta". Without the check the result would be
+    uninitialized memory.
+    """
     names = [argument.name for argument in getattr(ops, name).default._schema.arguments]
 
     def register(f: _F) -> _F:
@@ -230,7 +241,8 @@ def register_fake(name: str) -> Callable[[_F], _F]:
 
 
 def register_fake_rows(*names: str) -> None:
-    """Of ops whose results are all (rows,), of the arithmetic dtype of their first tensor."""
+    """Registers the shape functions of ops whose outputs are all (rows,), in the arithmetic dtype of their first
+    tensor."""
     for name in names:
         results = len(getattr(ops, name).default._schema.returns)
 
@@ -240,6 +252,7 @@ def register_fake_rows(*names: str) -> None:
 
 
 def per_row(like: Tensor) -> Tensor:
-    """(rows,) of the arithmetic dtype, for shape functions. like: (rows, ...), or logits (outer, inner, classes)."""
+    """Returns an empty tensor (rows,) of the arithmetic dtype, for shape functions. ``like`` is (rows, ...) or logits
+    (outer, inner, classes)."""
     rows = like.shape[0] * like.shape[1] if like.dim() == 3 else like.shape[0]
     return like.new_empty(rows, dtype=arithmetic_dtype(like.dtype))

@@ -1,4 +1,5 @@
-"""``torch.ops.sparse_ce.select``: log-probabilities of chosen classes, what else one read gives, and its autograd."""
+"""Implements autograd of ``torch.ops.sparse_ce.select``: log-probabilities of chosen classes and other row
+statistics."""
 
 from typing import Any, NamedTuple, Optional, Sequence, Tuple
 
@@ -25,9 +26,9 @@ from .registration import (
 
 
 class Outputs(NamedTuple):
-    """Those that are asked for, in the order of ``csrc/torch/schema.cpp``."""
+    """Specifies the requested outputs, in the order of ``csrc/torch/schema.cpp``."""
 
-    padding_value: Optional[float] = None  # -inf
+    padding_value: Optional[float] = None  # None stands for -inf
     loss: bool = False
     log_probs: bool = True
     log_tail: bool = False
@@ -37,7 +38,7 @@ class Outputs(NamedTuple):
 
 
 class Selected(NamedTuple):
-    """What the op returns; (0,) where it was not asked for."""
+    """Holds the outputs of the op. Outputs that were not requested are (0,)."""
 
     loss: Tensor
     lse: Tensor
@@ -50,8 +51,10 @@ class Selected(NamedTuple):
 
 
 class Saved(NamedTuple):
-    """What a backward of the select ops has: the op's inputs, its arguments, the outputs' gradients, and what forward
-    gave, ``log_tail`` and ``entropy`` only if there is a gradient for them."""
+    """Holds what a backward of the select ops needs: inputs, arguments, gradients of the outputs, and saved outputs.
+
+    ``log_tail`` and ``entropy`` are included only if they have a gradient.
+    """
 
     inputs: Sequence[Tensor]
     a: Arguments
@@ -65,7 +68,7 @@ class Saved(NamedTuple):
 
     @property
     def empty(self) -> bool:
-        """True if no output has a gradient."""
+        """Returns True if no output has a gradient."""
         return all(g is None for g in self.grads)
 
 
@@ -74,7 +77,7 @@ _TENSORS = len(Arguments(torch.empty(0)).tensors)
 
 def save(ctx: Any, inputs: Sequence[Optional[Tensor]], a: Arguments, wanted: Outputs, out: Selected,
          *others: Optional[Tensor]) -> None:
-    """Saves for backward what :func:`saved` returns there."""
+    """Saves the tensors that :func:`saved` returns in backward."""
     ctx.save_for_backward(*inputs, *a.tensors, out.lse, out.lse_residual, out.log_tail, out.entropy, *others)
     ctx.numbers, ctx.wanted, ctx.count = a.numbers, wanted, len(inputs)
     ctx.mark_non_differentiable(out.lse_residual, out.argmax)
@@ -82,7 +85,7 @@ def save(ctx: Any, inputs: Sequence[Optional[Tensor]], a: Arguments, wanted: Out
 
 
 def saved(ctx: Any, grads: Tuple[Optional[Tensor], ...]) -> Saved:
-    """Returns what :func:`save` saved, beside the gradients ``grads`` of the outputs."""
+    """Returns the tensors that :func:`save` saved, with the gradients ``grads`` of the outputs."""
     tensors, end = ctx.saved_tensors, ctx.count + _TENSORS
     given = upstream_of(grads, ctx.wanted)
     lse, lse_residual, log_tail, entropy, *others = tensors[end:]
@@ -91,14 +94,15 @@ def saved(ctx: Any, grads: Tuple[Optional[Tensor], ...]) -> Saved:
 
 
 def upstream_of(grads: Tuple[Optional[Tensor], ...], wanted: Outputs) -> Tuple[Optional[Tensor], ...]:
-    """Of the outputs' gradients those that a backward is given: a compiler has zeros for what was not asked for."""
+    """Returns the gradients of the requested outputs. A compiler passes zeros for outputs that were not requested."""
     upstream = dict(zip(Selected._fields, grads))
     return tuple(upstream[name] if name == "lse" or getattr(wanted, name) else None
                  for name in DIFFERENTIABLE)
 
 
 class _Select(torch.autograd.Function):
-    """The gradients for logits, the values of the entries, where there is a loss, and the scale, ()."""
+    """Computes the outputs, with gradients for logits, the scale (), and, if there is a loss, the values of the
+    entries."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, values: Optional[Tensor], scale: Optional[Tensor], a: Arguments,
@@ -163,7 +167,7 @@ def _(logits: Tensor, *given: Any, **named: Any) -> Tuple[Tensor, ...]:
 
 
 def fake_outputs(like: Tensor, a: Arguments, wanted: Outputs) -> Tuple[Tensor, ...]:
-    """``like``: the logits, or what has their rows and dtype."""
+    """Returns empty outputs. ``like`` is the logits, or a tensor with their rows and dtype."""
     def rows(wanted: bool) -> Tensor:
         return per_row(like) if wanted else per_row(like[:0])
 
@@ -176,7 +180,7 @@ def fake_scale(like: Tensor, scale_grad: bool) -> Tensor:
     return per_row(like) if scale_grad else per_row(like[:0])
 
 
-_LOGITS = len(DIFFERENTIABLE)  # the place of the logits in a backward; lse, lse_residual, log_tail and entropy follow
+_LOGITS = len(DIFFERENTIABLE)  # index of the logits in a backward; lse, lse_residual, log_tail and entropy follow
 
 
 def _fake_scale(given: Any, named: Any) -> Tensor:
@@ -195,14 +199,16 @@ _write_gradient = register_in_place("select_backward_", "logits",
 
 
 def select(logits: Tensor, a: Arguments, wanted: Outputs, inplace: bool = False) -> Selected:
-    """``torch.ops.sparse_ce.select``, with a gradient that overwrites the logits where ``inplace``; where that cannot
-    be, see :func:`sparse_ce.ops.cross_entropy.cross_entropy`, it is a fresh tensor."""
+    """Calls ``torch.ops.sparse_ce.select``. With ``inplace`` the gradient overwrites the logits if possible.
+
+    If it is not possible, see :func:`sparse_ce.ops.cross_entropy.cross_entropy`, the gradient is a new tensor.
+    """
     if not eager():
         return Selected(*ops.select(logits, *a, *wanted))
     return Selected(*_run(logits, a, wanted, inplace and overwritable(logits)))
 
 
 def numbers_of(a: Arguments, wanted: Outputs) -> int:
-    """Returns how many numbers a rank sends of a row of its shard; ``ShardStats`` of ``csrc/ops/select.h``."""
+    """Returns how many numbers a rank sends per row of its shard, see ``ShardStats`` in ``csrc/ops/select.h``."""
     pairs = 1 + wanted.loss + (a.label_smoothing != 0) + wanted.log_tail
     return 2 * pairs + wanted.entropy + wanted.mean_logit + wanted.argmax

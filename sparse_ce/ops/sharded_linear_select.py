@@ -1,11 +1,18 @@
-"""``torch.ops.sparse_ce.sharded_linear_select``: the loss of a head whose classes are shared out among processes.
+"""Implements ``torch.ops.sparse_ce.sharded_linear_select``, the loss of a head whose classes are sharded over
+processes.
 
-A chunk of rows at a time: while one's statistics are gathered the next one's logits are multiplied, and while one's
-gradient for the input is added up its gradient for the weight is. With a scalar loss both happen in forward (three
-products), for a ``grad_output`` of 1, by which backward scales; else, or where the gradients made so are of no use (one
-for another output, after which the next forward makes none, a second backward), backward makes the logits anew (four)
-and adds up there, for 1 as well if the gradients can be made in forward.
-All ranks take the same chunks in the same order, however many classes they hold, and so join in the same collectives.
+It works on one chunk of rows at a time. While the statistics of a chunk are gathered, the logits of the next chunk are
+computed. While the gradient for the input is summed over ranks, the gradient for the weight is computed.
+
+With a scalar loss both happen in forward (three matrix products), for a ``grad_output`` of 1, and backward scales the
+gradients. Backward recomputes the logits and communicates (four products) in all other cases, and if the gradients of
+forward cannot be used:
+
+- a gradient for another output arrives; the next forward then computes none
+- a second backward
+
+Backward also computes gradients for 1 if forward could have done so. All ranks take the same chunks in the same order,
+however many classes they hold, and so join the same collectives.
 """
 
 from typing import Any, Iterable, Iterator, List, NamedTuple, Optional, Sequence, Tuple
@@ -32,7 +39,8 @@ from .sharded_select import check_ranks, gradient_of_values, refuse_second
 
 
 class Mean(NamedTuple):
-    """Of the losses, ``row_weight`` (N,) multiplying them and ``normalizer``, (), dividing instead of their count."""
+    """Specifies the mean of the losses: ``row_weight`` (N,) multiplies them, and ``normalizer``, (), replaces their
+    count."""
 
     mean: bool = False
     normalizer: Optional[Tensor] = None
@@ -43,8 +51,11 @@ _ROWS = Mean()
 
 
 class Chunk(NamedTuple):
-    """Some of the rows that are multiplied: where they are among these, or among those here where ranks share them out,
-    which they are of all, and what they have."""
+    """Holds some of the rows that are multiplied, with their arguments.
+
+    ``rows`` is their slice of the multiplied rows, or of the local rows if rows are sharded. ``of`` are their indices
+    among all rows.
+    """
 
     rows: slice
     of: Any
@@ -55,13 +66,13 @@ class Chunk(NamedTuple):
 # -------------------------------------------------------------------------------------------------------------- chunks
 
 def classes_here(linear_weight: Tensor, a: Arguments, shard: Shard) -> int:
-    """Without padding: that may be none."""
+    """Returns the number of local classes without padding, which may be 0."""
     assert a.num_classes is not None
     return max(0, min(linear_weight.shape[0], a.num_classes - shard.first_class))
 
 
 def shard_logits(head: Head, a: Arguments, shard: Shard, float32_logits: bool) -> Tensor:
-    """(n, classes here)."""
+    """Returns the logits of the local classes, (n, classes)."""
     classes = classes_here(head.linear_weight, a, shard)
     if classes == 0:
         return head.input.new_empty(head.input.shape[0], 0)
@@ -70,16 +81,19 @@ def shard_logits(head: Head, a: Arguments, shard: Shard, float32_logits: bool) -
 
 
 class Told(NamedTuple):
-    """What the ranks say of a chunk's logits; both may still be on the way."""
+    """Holds the ranks' statistics of a chunk's logits, and the logits of its entries. Both may still be in flight."""
 
     statistics: Gathered
-    chosen: Tensor  # by this rank
+    chosen: Tensor  # of this rank's classes
 
 
 def in_turn(chunks: Iterable[Chunk], wanted: Outputs, float32_logits: bool,
             shard: Shard) -> Iterator[Tuple[Chunk, Tensor, Told]]:
-    """The logits of each chunk and what is told of them, once the product of the next one has been issued. Whoever
-    loops lets go of them before it goes on, or there are three chunks' logits at a time instead of two."""
+    """Yields each chunk, its logits and their statistics, after the product of the next chunk has been issued.
+
+    The caller must release the logits before it continues. Otherwise three chunks of logits exist at a time instead of
+    two.
+    """
     before = None
     for chunk in chunks:
         z = shard_logits(chunk.head, chunk.a, shard, float32_logits)
@@ -94,7 +108,7 @@ def in_turn(chunks: Iterable[Chunk], wanted: Outputs, float32_logits: bool,
 
 
 def merged(told: Told, a: Arguments, wanted: Outputs, shard: Shard) -> Selected:
-    """What select gives of all classes."""
+    """Returns the outputs of ``select`` for all classes."""
     of_entries = add_up(told.chosen, shard) if wanted.log_probs else None
     statistics = told.statistics.wait()
     chosen = None if of_entries is None else of_entries.wait()
@@ -102,15 +116,18 @@ def merged(told: Told, a: Arguments, wanted: Outputs, shard: Shard) -> Selected:
 
 
 class _Rows:
-    """The rows that are multiplied, in chunks. Ignored ones may hold anything: where it costs no waiting they are left
-    out, as the target, which is the same on every rank, has it; else they are cleared."""
+    """Iterates over the rows that are multiplied, in chunks.
+
+    Ignored rows may hold any value. They are left out if that needs no wait for a device, else they are cleared. The
+    target, which is the same on every rank, determines them.
+    """
 
     def __init__(self, head: Head, a: Arguments, chunks: Chunks, shard: Shard):
         self.head, self.a, self.shard, self.all = head, a, shard, shard.rows(head.input)
         counts = ~reference.ignored_rows(a, self.all)
-        self.live: Optional[Tensor] = None  # (n,), those that are multiplied, in turn, or None: all as they are
+        self.live: Optional[Tensor] = None  # (n,), the multiplied rows in order, or None for all rows
         self.counts: Optional[Tensor] = counts
-        if not traced() and head.input.is_cpu and not shard.shares_rows:  # on all ranks, whoever looks on
+        if not traced() and head.input.is_cpu and not shard.shares_rows:  # the same on all ranks, under modes too
             self.counts = None
             if not bool(counts.all()):
                 self.live = counts.nonzero()[:, 0]
@@ -132,11 +149,11 @@ class _Rows:
         return new_gradients(self.head._replace(input=input), classes, wanted, len(self.chunks) <= 1, shard)
 
     def new_zeros(self, *shape: int) -> Tensor:
-        """Of the arithmetic dtype."""
+        """Returns zeros of the arithmetic dtype."""
         return self.head.input.new_zeros(shape, dtype=arithmetic_dtype(self.head.input.dtype))
 
     def spread(self, t: Tensor, dim: int = 0) -> Tensor:
-        """Of all rows in their order, 0 in those that were left out."""
+        """Returns the values of all rows in their order, with 0 for rows that were left out."""
         if self.live is None:
             return t
         shape = list(t.shape)
@@ -145,7 +162,7 @@ class _Rows:
 
 
 def _arguments_of(a: Arguments, rows: Any) -> Arguments:
-    """Of some rows. Entries of a jagged target stay where they are: those of other rows are in none."""
+    """Returns the arguments of some rows. A jagged target keeps all entries; those of other rows then have no row."""
     def cut(t: Optional[Tensor]) -> Optional[Tensor]:
         return None if t is None else t[rows]
 
@@ -159,7 +176,7 @@ def _arguments_of(a: Arguments, rows: Any) -> Arguments:
 # ------------------------------------------------------------------------------------------------------- the two passes
 
 class _Making:
-    """The gradients for input, weight, bias and the scale while they are made."""
+    """Accumulates the gradients for input, weight, bias and scale."""
 
     def __init__(self, rows: _Rows, wanted: Sequence[bool], shard: Shard):
         self.rows, self.shard, self.wants_scale = rows, shard, wanted[3]
@@ -181,7 +198,8 @@ class _Making:
 
 def _forward(head: Head, a: Arguments, wanted: Outputs, chunks: Chunks, shard: Shard, of_rows: Optional[Tensor] = None,
              making: Sequence[bool] = ()) -> Tuple[Selected, Optional[List[Optional[Tensor]]]]:
-    """With upstream gradients of the losses, ``of_rows`` (N,), also the gradients; see :class:`_Making`."""
+    """Returns the outputs. If ``of_rows`` (N,), the gradients of the losses, are given, also returns the gradients of
+    :class:`_Making`."""
     rows = _Rows(head, a, chunks, shard)
     gradients = None if of_rows is None else _Making(rows, making, shard)
     statistics: List[Tensor] = []
@@ -202,7 +220,7 @@ def _forward(head: Head, a: Arguments, wanted: Outputs, chunks: Chunks, shard: S
 
 
 def _statistics(parts: List[Tensor], rows: _Rows, wanted: Outputs, shard: Shard) -> Tensor:
-    """(ranks * N, numbers) of those of each chunk."""
+    """Concatenates the statistics of the chunks, (ranks * N, numbers)."""
     numbers = numbers_of(rows.a, wanted)
     each = [part.reshape(shard.ranks, part.shape[0] // shard.ranks, numbers) for part in parts]
     each = each or [rows.new_zeros(shard.ranks, 0, numbers)]
@@ -210,17 +228,17 @@ def _statistics(parts: List[Tensor], rows: _Rows, wanted: Outputs, shard: Shard)
 
 
 def _chosen(parts: List[Tensor], rows: _Rows) -> Tensor:
-    """In the shape of all indices."""
+    """Concatenates the logits of entries of the chunks, in the shape of all indices."""
     if not parts:
         return rows.new_zeros(*rows.a.indices.shape)
     if rows.a.offsets is None:
         return rows.spread(torch.cat(parts))
-    return torch.stack(parts).sum(0)  # 0 where the entry is in no row of the chunk
+    return torch.stack(parts).sum(0)  # an entry is 0 in chunks that do not hold its row
 
 
 def _backward(head: Head, a: Arguments, wanted: Outputs, chunks: Chunks, shard: Shard, out: Selected,
               grads: Sequence[Optional[Tensor]], making: Sequence[bool]) -> List[Optional[Tensor]]:
-    """From what select gave, with logits that are made anew."""
+    """Computes the gradients from the outputs of ``select`` and recomputed logits."""
     rows = _Rows(head, a, chunks, shard)
     gradients = _Making(rows, making, shard)
     for chunk in rows:
@@ -231,17 +249,19 @@ def _backward(head: Head, a: Arguments, wanted: Outputs, chunks: Chunks, shard: 
 
         of_chunk = [cut(t) for t in grads]
         if grads[3] is not None and a.offsets is not None:
-            of_chunk[3] = grads[3]  # jagged, where only a row's own entries are looked at
+            of_chunk[3] = grads[3]  # for a jagged target, a row reads only its own entries
         gradients.add(chunk, z, wanted, Selected(*map(cut, out)), of_chunk)
-        del z  # before the next chunk's are made
+        del z  # frees the logits before those of the next chunk are computed
     return gradients.finished()
 
 
 # ------------------------------------------------------------------------------------------------------------ autograd
 
 class _ShardedLinear(torch.autograd.Function):
-    """The gradients for input, weight, bias, the values of the entries, where there is a loss, the rows' weights in the
-    mean, and the scale, ()."""
+    """Computes the outputs, with gradients for input, weight, bias, values, row weights and the scale ().
+
+    Values have a gradient if there is a loss, and row weights if there is a mean.
+    """
 
     @staticmethod
     def forward(ctx: Any, input: Tensor, linear_weight: Tensor, linear_bias: Optional[Tensor],
@@ -250,7 +270,7 @@ class _ShardedLinear(torch.autograd.Function):
         head = Head(input, linear_weight, linear_bias)
         *of_head, wants_values, wants_weights, wants_scale = ctx.needs_input_grad[:6]
         ctx.making = (*of_head, wants_scale)
-        # The gradient of a weight is its class's log-probability, which another rank may hold.
+        # The gradient for a value is its class's log-probability, and the class may belong to another rank.
         for_values = wants_values and wanted.loss
         asked = wanted._replace(log_probs=wanted.log_probs or for_values)
         divisor = of_rows = None
@@ -278,7 +298,7 @@ class _ShardedLinear(torch.autograd.Function):
         s = saved(ctx, grads)
         head, a, wanted, (lse, lse_residual, log_tail, entropy) = Head(*s.inputs), s.a, ctx.wanted, s.statistics
         log_probs, divisor, row_weight, losses = s.others
-        made, ctx.made = ctx.made, None  # handed out once: their new owner may overwrite them
+        made, ctx.made = ctx.made, None  # returned once: the caller may overwrite them
         of_loss, of_lse, *of_others = s.grads
         if s.empty or lse is None:
             return (None,) * 11
@@ -312,8 +332,8 @@ class _ShardedLinear(torch.autograd.Function):
 
 def _run(head: Head, a: Arguments, wanted: Outputs, mean: Mean, chunks: Chunks, shard: Shard) -> Tuple[Tensor, ...]:
     if composite(head.input):
-        fail("input must be an ordinary tensor on the CPU or CUDA where the classes are shared out among processes, "
-             "got one of torch.func, of forward-mode AD or of another device", RuntimeError)
+        fail("input must be a regular tensor on the CPU or CUDA if the classes are sharded over processes, got one of "
+             "torch.func, of forward-mode AD or of another device", RuntimeError)
     values, scale, weight = a.learned(wanted.loss)
     if needs_grad(*head, values, scale, mean.row_weight, weight):
         refuse_other_grads(a, of_scale=True)
@@ -337,14 +357,17 @@ def _sharded_linear_select(input: Tensor, linear_weight: Tensor, linear_bias: Op
 
 
 register_autograd("sharded_linear_select")(_sharded_linear_select)
-register_composition("sharded_linear_select", _sharded_linear_select)  # in inference mode
+register_composition("sharded_linear_select", _sharded_linear_select)  # for inference mode
 
 
 def linear_select(head: Head, a: Arguments, wanted: Outputs, chunks: Chunks, shard: Optional[Shard],
                   mean: Mean = _ROWS) -> Selected:
-    """:func:`sparse_ce.ops.linear_select.linear_select`; with a shard of all classes, of whose head ``head`` has this
-    rank's, also of the mean of the losses. The gradient for the input is that of all classes, added up in its dtype, as
-    tensor parallelism does it: of 16 bits, the shares of ``ranks`` are rounded, and their sums.
+    """Calls :func:`sparse_ce.ops.linear_select.linear_select`, or its sharded form if ``head`` holds a shard of all
+    classes.
+
+    The sharded form also supports the mean of the losses. Its gradient for the input is that of all classes. It is
+    summed over ranks in its dtype, as in tensor parallelism: in 16 bits, the contribution of each rank and the sums are
+    rounded.
     """
     if shard is None:
         return linear_select_here(head, a, wanted, chunks)

@@ -1,8 +1,9 @@
-"""``torch.ops.sparse_ce.sharded_select``: select where the classes are shared out among the processes of a group.
+"""Implements ``torch.ops.sparse_ce.sharded_select``, which is ``select`` for classes that are sharded over a process
+group.
 
-Each makes its rows' statistics of its own classes, all gather them, 16 bytes a row in float32 and more for what is
-asked for, and merge them in the order of their ranks: every process has the same bits. The gradient for the logits is
-each one's own and needs nobody else.
+Each rank computes the statistics of its own classes for each row. All ranks gather them (16 bytes per row in float32,
+more for further outputs) and merge them in the order of ranks, so that all have the same bits. The gradient for a
+rank's logits needs no communication.
 """
 
 from typing import Any, Optional, Tuple
@@ -37,13 +38,16 @@ from .select import select as select_here
 
 def check_ranks(rows: Tensor, columns: int, a: Arguments, shard: Shard, wanted: Optional[Outputs] = None,
                 **alike: Any) -> None:
-    """Under ``SPARSE_CE_VALIDATE=1``, before a call's first collective: that every rank comes to it, with its
-    ``columns`` of all classes and else the same. ``rows``: logits or hidden states."""
+    """Checks under ``SPARSE_CE_VALIDATE=1``, before the first collective of a call, that all ranks make the same call.
+
+    Each rank has its own ``columns`` of all classes, and all other arguments must be equal. ``rows`` are logits or
+    hidden states.
+    """
     if not talks() or type(rows) not in (Tensor, Parameter) or rows.is_meta:
         return
     count = shard.rows(rows)
     if wanted is not None:
-        with below_autograd():  # refuses a wrong target, though no class is here
+        with below_autograd():  # raises an error for a wrong target, although no class is local
             ops.select_shard(rows.new_empty(count, 0), *a, *wanted, shard.first_class)
             counts = ~reference.ignored_rows(a, count)
         alike.update(wanted._asdict())
@@ -55,18 +59,16 @@ def check_ranks(rows: Tensor, columns: int, a: Arguments, shard: Shard, wanted: 
         {"the number of rows": count, "the dtype of the results": arithmetic_dtype(rows.dtype)}, **numbers, **alike)))
 
 
-# ---------------------------------------------------------------------------------------------------------- collectives
-
-
 # ------------------------------------------------------------------------------------------------------------- the loss
 
 class _ShardedSelect(torch.autograd.Function):
-    """The gradients for logits, the values of the entries, where there is a loss, and the scale, ()."""
+    """Computes the outputs, with gradients for logits, the scale (), and, if there is a loss, the values of the
+    entries."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, values: Optional[Tensor], scale: Optional[Tensor], a: Arguments,
                 wanted: Outputs, shard: Shard, inplace: bool) -> Tuple[Tensor, ...]:
-        # The gradient of a weight is its class's log-probability, which another rank may hold.
+        # The gradient for a value is its class's log-probability, and the class may belong to another rank.
         for_values = ctx.needs_input_grad[1] and wanted.loss
         out = _select(logits, a, wanted._replace(log_probs=wanted.log_probs or for_values), shard)
         save(ctx, (logits,), a, wanted, out, out.log_probs if for_values else None)
@@ -82,8 +84,8 @@ class _ShardedSelect(torch.autograd.Function):
             return (None,) * 7
         refuse_second(grads)
         if wants_scale and batched(*grads):
-            fail("is_grads_batched must be False where logit_scale requires grad and the classes are shared out among "
-                 "processes, got True: no collective adds up several gradients at once", RuntimeError)
+            fail("is_grads_batched must be False if logit_scale requires grad and the classes are sharded over "
+                 "processes, got True: no collective sums several gradients at once", RuntimeError)
         grad_logits = grad_values = of_scale = None
         if wants_values and s.grad_loss is not None and s.a.values is not None:
             grad_values = gradient_of_values(s.grad_loss, s.others[0], s.a).to(s.a.values.dtype)
@@ -102,15 +104,18 @@ class _ShardedSelect(torch.autograd.Function):
 
 def refuse_second(grads: Tuple[Optional[Tensor], ...]) -> None:
     if torch.is_grad_enabled() and not traced() and any(g is not None for g in grads):
-        fail("create_graph must be False where the classes are shared out among processes, got True: what the other "
-             "ranks' logits do to a gradient is not known here", RuntimeError)
+        fail("create_graph must be False if the classes are sharded over processes, got True: a gradient depends on "
+             "the logits of other ranks, which this rank does not have", RuntimeError)
 
 
 def gradient_of_values(grad_loss: Tensor, log_probs: Tensor, a: Arguments) -> Tensor:
-    """In the shape of ``values``: minus each entry's log-probability by what it counts for, 0 where that is 0, and
-    where nothing counts: of padding and in rows that are ignored, whatever these hold."""
+    """Returns the gradient for ``values``: minus each entry's log-probability times the factor of its value in the
+    loss.
+
+    It is 0 if the factor is 0, for padding and in ignored rows, whatever these hold.
+    """
     assert a.values is not None
-    values, classes = a.values.to(log_probs.dtype), a.indices.long()  # in fewer bits a class may be ``ignore_index``
+    values, classes = a.values.to(log_probs.dtype), a.indices.long()  # in fewer bits a class may equal ``ignore_index``
     by = grad_loss * (1 - a.label_smoothing)
     dead = torch.zeros_like(by, dtype=torch.bool) if a.row_mask is None else a.row_mask.logical_not()
     if a.offsets is not None:
@@ -127,7 +132,7 @@ def gradient_of_values(grad_loss: Tensor, log_probs: Tensor, a: Arguments) -> Te
 
 
 def _rows_of_entries(a: Arguments) -> Tensor:
-    """(E,): one more than the number of each entry's row, 0 for entries of none. No two rows share an entry."""
+    """Returns one plus the row of each entry, (E,), and 0 for entries that have no row. Rows must not share entries."""
     assert a.offsets is not None
     begin, end = (a.offsets[:-1], a.offsets[1:]) if a.offsets.dim() == 1 else a.offsets.unbind(1)
     count = a.indices.shape[0]
@@ -152,8 +157,8 @@ def _sharded_select(logits: Tensor, *given: Any, **named: Any) -> Tuple[Tensor, 
 
 def _run(logits: Tensor, a: Arguments, wanted: Outputs, shard: Shard, inplace: bool) -> Tuple[Tensor, ...]:
     if composite(logits):
-        fail("input must be an ordinary tensor on the CPU or CUDA where the classes are shared out among processes, "
-             "got one of torch.func, of forward-mode AD or of another device", RuntimeError)
+        fail("input must be a regular tensor on the CPU or CUDA if the classes are sharded over processes, got one of "
+             "torch.func, of forward-mode AD or of another device", RuntimeError)
     values, scale, weight = a.learned(wanted.loss)
     if needs_grad(logits, values, scale, weight):
         refuse_other_grads(a, of_scale=True)
@@ -163,7 +168,7 @@ def _run(logits: Tensor, a: Arguments, wanted: Outputs, shard: Shard, inplace: b
 
 
 register_autograd("sharded_select")(_sharded_select)
-register_composition("sharded_select", _sharded_select)  # in inference mode
+register_composition("sharded_select", _sharded_select)  # for inference mode
 
 
 @register_fake("select_shard")
@@ -180,13 +185,15 @@ def _(statistics: Tensor, shards: int, chosen: Optional[Tensor], *given: Any, **
 
 
 def select(logits: Tensor, a: Arguments, wanted: Outputs, inplace: bool, shard: Optional[Shard]) -> Selected:
-    """:func:`sparse_ce.ops.select.select`; with a shard of all classes, of which ``logits`` (N, C) are this rank's, for
-    arguments that are the same on every rank."""
+    """Calls :func:`sparse_ce.ops.select.select`, or its sharded form if ``logits`` (N, C) are a shard of all classes.
+
+    All other arguments must be the same on every rank.
+    """
     if shard is None:
         return select_here(logits, a, wanted, inplace)
     if a.num_classes is None:
-        fail("num_classes must be that of all ranks, got None")
-    check_ranks(logits, logits.shape[1], a, shard._replace(shares_rows=False), wanted)  # they are those of all rows
+        fail("num_classes must be the global number of classes, got None")
+    check_ranks(logits, logits.shape[1], a, shard._replace(shares_rows=False), wanted)  # the logits hold all rows
     if not eager():
         return Selected(*ops.sharded_select(logits, *a, *wanted, *shard[:3]))
     return Selected(*_run(logits, a, wanted, shard, inplace and overwritable(logits)))

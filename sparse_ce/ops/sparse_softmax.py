@@ -1,4 +1,4 @@
-"""``torch.ops.sparse_ce.sparse_softmax`` and its autograd."""
+"""Implements autograd of ``torch.ops.sparse_ce.sparse_softmax``."""
 
 from typing import Any, Optional, Tuple
 
@@ -39,7 +39,7 @@ def _(grad: Tensor, output: Tensor, offsets: Tensor, order: Optional[Tensor], lo
 
 
 def sparse_softmax(values: Tensor, offsets: Tensor, order: Optional[Tensor], log: bool) -> Tensor:
-    """Softmax, or its logarithm, over the entries of each row: see ``csrc/torch/schema.cpp``."""
+    """Computes the softmax, or its logarithm, over the entries of each row, see ``csrc/torch/schema.cpp``."""
     output: Tensor = ops.sparse_softmax(values, offsets, order, log)
     return output
 

@@ -1,17 +1,22 @@
-"""Logits whose classes are strided, such as (N, C, H, W) with the classes moved last: as (outer, inner, classes), whose
-inner rows lie side by side, they are read and their gradient is written where they lie."""
+"""Represents logits with strided classes, such as (N, C, H, W) with the classes moved last, as (outer, inner, classes).
+
+Inner rows are adjacent in memory. The logits are read, and their gradient is written, without a copy.
+"""
 
 from typing import Optional
 
 from torch import Tensor
 
 LEAST_INNER = 32
-"""Fewer rows side by side are less than the CPU's vectors and a GPU's warps take: copied, they are faster."""
+"""Fewer adjacent rows do not fill the CPU's vectors or a GPU's warps, so that a copy is faster."""
 
 
 def rows_of(logits: Tensor) -> Tensor:
-    """``logits`` (..., classes) as the ops take them: as a view (outer, inner, classes) where their classes are strided
-    and that is worth it, else (rows, classes), of strided ones a copy."""
+    """Returns ``logits`` (..., classes) in a shape that the ops accept.
+
+    If classes are strided and a view (outer, inner, classes) is worthwhile, it is returned, else (rows, classes), which
+    copies strided classes.
+    """
     if logits.dim() >= 2 and logits.stride(-1) != 1 and logits.shape[-1] > 1:
         view = _side_by_side(logits)
         if view is not None:
@@ -20,7 +25,7 @@ def rows_of(logits: Tensor) -> Tensor:
 
 
 def _side_by_side(logits: Tensor) -> Optional[Tensor]:
-    """A view (outer, inner, classes) with rows next to each other; None where there is none, or copies are faster."""
+    """Returns a view (outer, inner, classes) with adjacent rows, or None if there is none or a copy is faster."""
     shape, strides = logits.shape, logits.stride()
     at, inner = logits.dim() - 1, 1  # dimensions from `at` on are inner
     while at > 0 and (shape[at - 1] == 1 or strides[at - 1] == inner):
@@ -39,7 +44,8 @@ def _side_by_side(logits: Tensor) -> Optional[Tensor]:
 
 
 def empty_gradient(logits: Tensor) -> Tensor:
-    """For shape functions: of (rows, classes), or laid out as (outer, classes, inner)."""
+    """Returns an empty gradient for shape functions, of (rows, classes), or with the memory layout (outer, classes,
+    inner)."""
     if logits.dim() == 2:
         return logits.new_empty(logits.shape)
     outer, inner, classes = logits.shape
@@ -47,8 +53,8 @@ def empty_gradient(logits: Tensor) -> Tensor:
 
 
 def overwritable(logits: Tensor) -> bool:
-    """Whether rows (outer, inner, classes) do not overlap: each dimension's elements lie beyond what the denser ones
-    span."""
+    """Returns True if rows (outer, inner, classes) do not overlap: each stride exceeds the span of all denser
+    dimensions."""
     spanned = 1
     for stride, size in sorted((s, n) for s, n in zip(logits.stride(), logits.shape) if n > 1):
         if stride < spanned:

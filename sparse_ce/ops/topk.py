@@ -1,4 +1,5 @@
-"""``torch.ops.sparse_ce.topk_ids`` and ``linear_logits``: what a teacher's cache is made from. Without derivatives."""
+"""Implements ``torch.ops.sparse_ce.topk_ids`` and ``linear_logits``, which compute a teacher's cache. They have no
+derivative."""
 
 from typing import Optional
 
@@ -48,17 +49,17 @@ def _(input: Tensor, linear_weight: Tensor, linear_bias: Optional[Tensor], num_c
 
 
 def topk_ids(logits: Tensor, k: int, largest: bool) -> Tensor:
-    """(N, k): the ``k`` largest of each row of logits (N, V), or the smallest, in their order; of equal ones the lowest
-    ids, by ascending id."""
+    """Returns the ids (N, k) of the ``k`` largest or smallest logits of each row, in order. Ties choose the lowest ids
+    first."""
     ids: Tensor = ops.topk_ids(logits, k, largest)
     return ids
 
 
 def topk_ids_of_shards(logits: Tensor, k: int, largest: bool, shard: Shard) -> Tensor:
-    """The same ids, (N, k), on every rank, of logits (N, C) that are those of ``shard``: each tells its own k with
-    their logits."""
+    """Returns the same ids, (N, k), on every rank, for logits (N, C) that are a shard. Each rank sends its own k ids
+    and logits."""
     here = min(k, logits.shape[1])
-    # A rank with fewer: behind what any class has, and of ties the last.
+    # A rank with fewer than k classes fills up with entries that sort after every class, and last among ties.
     worst = -torch.inf if largest else torch.nan
     of_ids = logits.new_full((logits.shape[0], k), worst, dtype=arithmetic_dtype(logits.dtype))
     ids = torch.full(of_ids.shape, torch.iinfo(torch.int64).max, dtype=torch.int64, device=logits.device)
@@ -72,12 +73,12 @@ def topk_ids_of_shards(logits: Tensor, k: int, largest: bool, shard: Shard) -> T
         return of_rows.flatten(1)
 
     of_ids, ids = (beside(t.wait()) for t in told)
-    ids, order = ids.sort(1)  # of ties the lowest id comes first, whatever the order of the ranks
+    ids, order = ids.sort(1)  # among ties the lowest id comes first, whatever the order of ranks
     first: Tensor = ids.gather(1, topk_ids(of_ids.gather(1, order), k, largest))
     return first
 
 
 def linear_logits(head: Head, num_classes: Optional[int], float32_logits: bool) -> Tensor:
-    """(N, V) as the losses of the head make them."""
+    """Returns the logits (N, V), as the losses of the head compute them."""
     logits: Tensor = ops.linear_logits(*head, num_classes, float32_logits)
     return logits

@@ -1,1 +1,1 @@
-"""What importing the package changes in PyTorch and accelerate."""
+"""Applies the changes that importing the package makes in PyTorch and accelerate."""

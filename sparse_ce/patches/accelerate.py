@@ -1,9 +1,10 @@
-"""Targets on the way of Hugging Face accelerate, which takes batches apart into tensors and has no protocol for others.
+"""Supports targets in Hugging Face accelerate, which splits batches into tensors and has no protocol for other types.
 
-Its functions take a ``SparseTarget`` for the mapping of its parts (``sparse_ce/targets/storage.py``), and join targets
-that are unlike in their form (labels in one process, a top-k in another), their dtypes, their K, or in the entries of
-their samples. Only they do: to everybody else a target is no mapping.
-accelerate is not imported here; it learns this when it is.
+Its functions treat a ``SparseTarget`` as the mapping of its parts (``sparse_ce/targets/storage.py``). They join targets
+that differ in format (labels in one process, a top-k in another), dtypes, K, or the entries of their samples. Outside
+these functions a target is not a mapping.
+
+accelerate is not imported here. It is patched when it is imported.
 """
 
 import functools
@@ -24,7 +25,7 @@ from .import_hook import when_imported
 _FORMS = "index", "topk", "jagged"
 _KINDS: Tuple[Kind, ...] = "probs", "logprobs"
 _DTYPES = (torch.int32, torch.int64, torch.float16, torch.bfloat16, torch.float32, torch.float64)
-_NONE = -1  # the dtype of values that are not there
+_NONE = -1  # the dtype of missing values
 
 
 def _is_target(x: Any) -> bool:
@@ -32,20 +33,20 @@ def _is_target(x: Any) -> bool:
 
 
 def _tensors(target: SparseTarget) -> SparseTarget:
-    """The target as its parts: the entries of each sample, (B, E), where it is jagged."""
+    """Returns the target as its parts. A jagged target is converted to the entries of each sample, (B, E)."""
     return SparseTarget(dict(target.items()))
 
 
 def _described(target: SparseTarget) -> Tuple[int, int, int, int, int]:
-    """Of form, kind and dtypes what all must have alike whose tensors are joined one by one: processes tell each other.
-    """
+    """Returns the format, kind, dtypes and number of classes, which processes exchange. They must be equal before
+    tensors are joined."""
     values = target.values
     return (_FORMS.index(target.form), _KINDS.index(target.kind), _DTYPES.index(target.indices.dtype),
             _NONE if values is None else _DTYPES.index(values.dtype), target.num_classes or 0)
 
 
 def _as_all(target: SparseTarget, described: Sequence[Sequence[int]]) -> SparseTarget:
-    """The same target so that it is alike all of those ``described``, of which it is one."""
+    """Converts a target to the common format and dtypes of all ``described`` targets, of which it is one."""
     if all(list(other) == list(described[0]) for other in described):
         return target
     forms, kinds, of_indices, of_values, widths = zip(*described)
@@ -66,7 +67,7 @@ def _widest(dtypes: Sequence[int]) -> torch.dtype:
 
 
 def _filled(target: SparseTarget, entries: int) -> SparseTarget:
-    """K of a top-k, E of a jagged target by sample, filled up to ``entries`` with padding."""
+    """Pads the last dimension of the parts, K of a top-k or E of a jagged target by sample, to ``entries``."""
     parts = dict(target.items())
     missing = entries - target.indices.shape[-1]
     if missing:
@@ -80,12 +81,12 @@ def _filled(target: SparseTarget, entries: int) -> SparseTarget:
 
 
 def _adapt(operations: Any) -> None:
-    """``operations``: accelerate's module of that name, before or after others import from it."""
-    operations.Mapping = (operations.Mapping, SparseTarget)  # what isinstance is asked there
+    """Patches accelerate's module ``operations``, before or after other modules import from it."""
+    operations.Mapping = (operations.Mapping, SparseTarget)  # used there in isinstance
     gather, concatenate, pad = operations._gpu_gather, operations.concatenate, operations.pad_across_processes
 
     def alike(x: Any) -> Any:
-        """Of each process its own, after all have told each other what theirs are."""
+        """Converts this process's target to the common format, after all processes have exchanged descriptions."""
         if not _is_target(x):
             return x
         return _as_all(x, operations.gather(torch.tensor([_described(x)], device=x.device)).tolist())
@@ -97,7 +98,7 @@ def _adapt(operations: Any) -> None:
             if not _is_target(x) or x.form == "index":
                 return x
             x = _tensors(x)
-            widths = gather(torch.tensor([x.indices.shape[-1]], device=x.device))  # of every process
+            widths = gather(torch.tensor([x.indices.shape[-1]], device=x.device))  # one per process
             return _filled(x, int(widths.max()))
         return gather(tree_map(filled, tensor, is_leaf=_is_target))
 
@@ -121,7 +122,7 @@ def _adapt(operations: Any) -> None:
 
 
 def _replace_everywhere(name: str, old: Any, new: Any) -> None:
-    """In all that has been imported of accelerate."""
+    """Replaces a function in all imported modules of accelerate."""
     for module_name, module in list(sys.modules.items()):
         if module_name.partition(".")[0] == "accelerate" and vars(module).get(name) is old:
             setattr(module, name, new)

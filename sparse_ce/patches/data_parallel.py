@@ -1,8 +1,8 @@
-"""``nn.DataParallel`` with a ``SparseTarget`` among its inputs.
+"""Supports a ``SparseTarget`` among the inputs of ``nn.DataParallel``.
 
-PyTorch's ``scatter`` splits tensors and hands anything else to every device whole. It has no protocol by which a class
-could say how to split itself, so importing this file wraps it; what holds no ``SparseTarget`` is answered by PyTorch's
-own, unchanged.
+PyTorch's ``scatter`` splits tensors and passes all other objects whole to every device. It has no protocol by which a
+class could define its own split, so importing this file wraps it. Inputs without a ``SparseTarget`` are passed to
+PyTorch's own function unchanged.
 """
 
 import functools
@@ -25,10 +25,10 @@ def _is_target(x: Any) -> bool:
 
 
 def split(target: SparseTarget, devices: Sequence[Any], dim: int = 0) -> List[SparseTarget]:
-    """The pieces of ``target`` on their devices, cut along leading dimension ``dim`` as ``Tensor.chunk`` cuts tensors.
+    """Splits ``target`` over devices along leading dimension ``dim``, as ``Tensor.chunk`` splits tensors.
 
-    Rows of a jagged target are ranges of one list of entries, of which each device gets those of its rows from the CPU,
-    and from a GPU, which is not waited for, all.
+    The rows of a jagged target are ranges of one list of entries. From a target on a CPU, each device gets the entries
+    of its rows. From a target on a GPU, each device gets all entries, because the host does not wait for the ranges.
     """
     check(-target.dim() <= dim < target.dim(),
            f"target must have the dimension along which inputs are scattered, {dim}, got shape {list(target.shape)}")
@@ -40,7 +40,7 @@ def split(target: SparseTarget, devices: Sequence[Any], dim: int = 0) -> List[Sp
 
 @functools.wraps(_torch_scatter)
 def scatter(inputs: Any, target_gpus: Sequence[Any], dim: int = 0) -> Any:
-    parts = _torch_scatter(inputs, target_gpus, dim)  # each with the same, whole targets
+    parts = _torch_scatter(inputs, target_gpus, dim)  # each part holds the same whole targets
     targets = {id(x): x for x in tree_leaves(inputs, is_leaf=_is_target) if _is_target(x)}
     if not targets:
         return parts

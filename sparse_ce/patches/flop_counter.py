@@ -1,9 +1,14 @@
-"""The floating-point operations of a head's ops for ``torch.utils.flop_counter``: 2 N V D each product with the weight.
+"""Registers the floating-point operations of the ops of a head with ``torch.utils.flop_counter``.
 
-That is one for the logits and one for each gradient, of input and weight, that is asked for. Rows that are ignored
-count like others; logits that a small ``chunk_rows`` has made once more do not. Of a sharded head each rank counts the
-classes that it holds, and on a CPU, where loss and log-probabilities multiply no ignored rows if classes alone are
-shared out, counts none, save in inference mode. The counter is not imported here; it learns this when it is.
+Each matrix product with the weight counts 2 N V D: one for the logits, and one for each requested gradient of input and
+weight.
+
+- Ignored rows count like others. Logits that are recomputed because of a small ``chunk_rows`` do not count.
+- Each rank of a sharded head counts its local classes.
+- If only classes are sharded, loss and log-probabilities on a CPU do not multiply ignored rows and do not count them,
+  except in inference mode.
+
+The counter is not imported here. It is patched when it is imported.
 """
 
 from typing import Any, Callable, Dict
@@ -13,7 +18,7 @@ from .import_hook import when_imported
 
 _MAKE_LOGITS = ("linear_forward", "linear_forward_with_residual", "linear_mean", "linear_mean_with_metrics",
                 "linear_select", "linear_logits", "candidate_logits",
-                "sharded_linear_select")  # which is seen in inference mode alone, and else what it is made of
+                "sharded_linear_select")  # counted in inference mode only; otherwise its inner ops are counted
 _MAKE_GRADIENTS = ("linear_add_gradients_", "candidate_logits_backward", "candidate_logits_backward_sparse")
 _MAKE_BOTH = ("linear_forward_with_gradient", "linear_backward", "linear_select_backward")
 
@@ -32,14 +37,14 @@ def _formula(name: str) -> Callable[..., int]:
 
 
 def _gradients(given: Dict[str, Any]) -> int:
-    """How many take a product: that of a bias is a sum."""
+    """Returns the number of gradients that need a matrix product. That of a bias is a sum."""
     if "input_grad" in given:
         return bool(given["input_grad"]) + bool(given["weight_grad"])
     return (given["grad_input"] is not None) + (given["grad_weight"] is not None)
 
 
 def _logits(name: str, given: Dict[str, Any]) -> int:
-    """How many there are."""
+    """Returns the number of logits."""
     if name.startswith("candidate_logits"):
         return int(given["indices"].numel())
     if "grad_logits" in given:

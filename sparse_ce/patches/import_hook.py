@@ -1,4 +1,4 @@
-"""What other libraries learn of this package, once they are imported, and by whom does not matter."""
+"""Runs a function when another library is imported."""
 
 import importlib.abc
 import importlib.util
@@ -17,7 +17,7 @@ class _Finder(importlib.abc.MetaPathFinder):
                   target: Optional[ModuleType] = None) -> Optional[ModuleSpec]:
         if name != self.name or self.asks_others:
             return None
-        self.asks_others = True  # one thread at a time imports a module
+        self.asks_others = True  # the import lock lets one thread at a time import a module
         try:
             spec = importlib.util.find_spec(name)
         finally:
@@ -34,7 +34,7 @@ class _Finder(importlib.abc.MetaPathFinder):
 
 
 def when_imported(name: str, adapt: Callable[[Any], None]) -> None:
-    """Calls ``adapt`` with the module of this name, now or when somebody imports it, before anybody else has it."""
+    """Calls ``adapt`` with the module of this name, now or when it is imported, before its importer receives it."""
     if name in sys.modules:
         adapt(sys.modules[name])
     else:

@@ -1,8 +1,9 @@
-"""Stock PyTorch with sparse targets: the kernel that it lacks, and its cross entropy on the kernels of this package.
+"""Supports sparse targets in stock PyTorch: adds a missing kernel, and runs its cross entropy on the package's kernels.
 
-Importing this file fills a hole: ``aten::_log_softmax_backward_data`` has no kernel for sparse COO gradients, which is
+Importing this file adds the kernel. ``aten::_log_softmax_backward_data`` has none for sparse COO gradients, which is
 why ``nn.CrossEntropyLoss()(logits, coo).backward()`` fails. A PyTorch that has the kernel keeps its own.
-:func:`enable_stock` goes further and sends stock cross entropy with a sparse target through the fused kernels.
+
+:func:`enable_stock` also sends stock cross entropy with a sparse target through the fused kernels.
 """
 
 import threading
@@ -21,22 +22,23 @@ from ..functional.outputs import Reduction
 from ..functional.softmax import csr_softmax, csr_softmax_backward
 from ..targets.sparse_target import SparseTarget
 
-# Without CUDA kernels of ours PyTorch's own errors stay.
+# If the package has no CUDA kernels, PyTorch's own errors remain.
 _DEVICES = ("CPU",) if ops.why_no_cuda else ("CPU", "CUDA")
 _FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _hooks_are_enabled: Callable[[], bool] = getattr(torch._C._autograd, "_saved_tensors_hooks_is_enabled")
-_lock = threading.RLock()  # for the registrations, which are the process's
+_lock = threading.RLock()  # guards the registrations, which are global to the process
 
 
 def _along(coo: Tensor, dim: int) -> SparseTarget:
-    """The elements of a COO tensor, hybrid or not, as entries whose classes are dimension ``dim``; without a graph."""
+    """Returns the elements of a COO tensor, hybrid or not, as entries with dimension ``dim`` as their classes, without
+    a graph."""
     positions, values, sizes = coo._indices(), coo._values().detach(), list(coo.shape)
     if coo.dense_dim():  # each element of a value becomes an entry
         inner = torch.meshgrid([torch.arange(n, device=values.device) for n in values.shape[1:]], indexing="ij")
         positions = torch.cat((positions.repeat_interleave(inner[0].numel(), 1),
                                torch.stack(inner).flatten(1).repeat(1, values.shape[0])))
         values = values.reshape(-1)
-    # Of three sparse dimensions permute leaves the mark of a coalesced tensor on one that it has put out of order.
+    # With three sparse dimensions, permute keeps is_coalesced() although the entries are out of order.
     in_order = coo.is_coalesced() and coo.sparse_dim() <= 2 and dim == len(sizes) - 1
     if dim != len(sizes) - 1:
         sizes.append(sizes.pop(dim))
@@ -50,19 +52,20 @@ def _along(coo: Tensor, dim: int) -> SparseTarget:
 # ------------------------------------------------------------------------------------------------- the missing kernel
 
 def _log_softmax_backward(grad_output: Tensor, output: Tensor, dim: int, input_dtype: torch.dtype) -> Tensor:
-    """``g - exp(output) * g.sum(dim, keepdim=True)``, strided, for g = ``grad_output`` in COO and a strided ``output``.
+    """Computes ``g - exp(output) * g.sum(dim, keepdim=True)``, strided, for a COO ``grad_output`` g and a strided
+    ``output``.
 
-    The gradient of a cross entropy is ``a * exp(z - lse) - d * w``: this one, for z = ``output``, lse = 0, w = g and an
-    upstream gradient of -1.
+    The gradient of a cross entropy is ``a * exp(z - lse) - d * w``. With z = ``output``, lse = 0, w = g and a
+    ``grad_output`` of -1 it equals this one.
     """
-    # PyTorch has noted its own derivative of this op, which multiplies a COO column by a matrix: torch.mul gets that
-    # wrong. Inside of torch.func transforms, which are invisible here, saved tensor hooks are disabled.
+    # PyTorch's own derivative of this op multiplies a COO column by a matrix, which torch.mul computes wrongly.
+    # torch.func transforms are not visible here, but they disable hooks on saved tensors.
     if (torch.is_grad_enabled() and (grad_output.requires_grad or output.requires_grad)
             or not _hooks_are_enabled()):
-        fail("backward through a sparse COO target must be the plain one, got one that is to be differentiated "
-             "(create_graph=True, torch.func); call enable_stock() or use sparse_ce.cross_entropy", NotImplementedError)
+        fail("backward through a sparse COO target must not be differentiated, got create_graph=True or torch.func; "
+             "call enable_stock() or use sparse_ce.cross_entropy", NotImplementedError)
     if grad_output.layout != torch.sparse_coo or output.layout != torch.strided:
-        fail(f"grad_output must be sparse COO where output is strided, got {grad_output.layout} and {output.layout}",
+        fail(f"grad_output must be sparse COO and output strided, got {grad_output.layout} and {output.layout}",
              NotImplementedError)
     check(grad_output.shape == output.shape, f"grad_output must have the shape of output, {list(output.shape)}, got "
            f"{list(grad_output.shape)}", RuntimeError)
@@ -80,7 +83,7 @@ def _log_softmax_backward(grad_output: Tensor, output: Tensor, dim: int, input_d
     return grad_input
 
 
-_HOLES = {  # op, and the layout's dispatch key
+_HOLES = {  # keys: op, and dispatch key of the layout
     ("aten::_log_softmax_backward_data", "Sparse"): _log_softmax_backward,
     ("aten::_sparse_softmax", "SparseCsr"): partial(csr_softmax, log=False),
     ("aten::_sparse_softmax_backward_data", "SparseCsr"): partial(csr_softmax_backward, log=False),
@@ -91,7 +94,7 @@ _filling: Optional[torch.library.Library] = None
 
 
 def fill_holes() -> None:
-    """Registers the missing kernels, where PyTorch has none; importing the package has done so."""
+    """Registers the missing kernels unless PyTorch has them. Importing the package calls it."""
     global _filling
     with _lock:
         if _filling is None:
@@ -103,7 +106,7 @@ def fill_holes() -> None:
 
 
 def reopen_holes() -> None:
-    """Undoes :func:`fill_holes`: PyTorch is as it was."""
+    """Restores PyTorch as it was before :func:`fill_holes`."""
     global _filling
     with _lock:
         if _filling is not None:
@@ -114,16 +117,17 @@ def reopen_holes() -> None:
 # ------------------------------------------------------------------------------------------- stock cross entropy, fused
 
 _LOSS = "aten::cross_entropy_loss"
-_stock = torch.library.get_kernel(_LOSS, "AutogradCPU").call_boxed  # a composition: the same for every key
+_stock = torch.library.get_kernel(_LOSS, "AutogradCPU").call_boxed  # a composition, which is the same for every key
 _ANY_KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.AutogradCPU)
 _REDUCTIONS: Dict[int, Reduction] = {0: "none", 1: "mean", 2: "sum"}  # ATen's numbers
 _LAYOUTS = (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc)
-# In inference mode a call passes no Autograd key: there the layout of the target leads to its kernel.
+# In inference mode a call skips the Autograd keys, and the target's layout selects the kernel.
 _KEYS = [prefix + device for device in _DEVICES for prefix in ("Autograd", "Sparse", "SparseCsr")]
 
 
 def _cross_entropy_loss(input: Tensor, target: Tensor, *options: Any) -> Any:
-    """``aten::cross_entropy_loss``. On the way of every dense call: nothing that can be left to later comes first."""
+    """Implements ``aten::cross_entropy_loss``. Every dense call passes through it, so it does nothing that can be done
+    later."""
     if target.layout not in _LAYOUTS or input.layout != torch.strided:
         return _stock(_ANY_KEYS, input, target, *options)
     return _with_sparse_target(input, target, *options)
@@ -131,9 +135,9 @@ def _cross_entropy_loss(input: Tensor, target: Tensor, *options: Any) -> Any:
 
 def _with_sparse_target(input: Tensor, target: Tensor, weight: Optional[Tensor] = None, reduction: int = 1,
                         ignore_index: int = -100, label_smoothing: float = 0.0) -> Any:
-    """input and target: (C,), (N, C) or (N, C, d1, ...); weight: (C,)."""
+    """Computes the loss of input and target, (C,), (N, C) or (N, C, d1, ...), with weight (C,)."""
     if not _fusible(input, target, weight, reduction, ignore_index, label_smoothing):
-        # PyTorch's own numbers, gradients and errors, at the price of a dense target.
+        # A dense target gives PyTorch's own values, gradients and errors.
         return _stock(_ANY_KEYS, input, target.to_dense(), weight, reduction, ignore_index, label_smoothing)
     classes = _class_dim(input)
     if target.layout == torch.sparse_csr and target.dim() == 2:
@@ -152,7 +156,8 @@ def _class_dim(input: Tensor) -> int:
 
 def _fusible(input: Tensor, target: Tensor, weight: Optional[Tensor], reduction: int, ignore_index: int,
              label_smoothing: float) -> bool:
-    """Whether the fused kernels give what stock gives; if not, stock has an error, or a gradient that they have not."""
+    """Returns True if the fused kernels give the same result as stock. If not, stock raises an error or has a gradient
+    that they lack."""
     tensors = (input, target) if weight is None else (input, target, weight)
     if torch.is_grad_enabled() and any(t.requires_grad for t in tensors[1:]):
         return False  # stock has gradients for the class weights, and for entries of probability 0
@@ -163,11 +168,11 @@ def _fusible(input: Tensor, target: Tensor, weight: Optional[Tensor], reduction:
 
 
 def _result_dtype(input: Tensor, target: Tensor, weight: Optional[Tensor]) -> torch.dtype:
-    """That of stock's ``(log_softmax(input) * target * weight).sum()``."""
+    """Returns the dtype of stock's ``(log_softmax(input) * target * weight).sum()``."""
     dtype = torch.promote_types(input.dtype, target.dtype)
     if weight is not None:
         dtype = torch.promote_types(dtype, weight.dtype)
-    # CUDA's autocast leaves log_softmax alone here and sums in float32; the CPU's has cast the arguments before.
+    # Autocast on CUDA does not cast log_softmax here and sums in float32; on a CPU it has already cast the arguments.
     if dtype != torch.float64 and input.is_cuda and torch.is_autocast_enabled("cuda"):
         return torch.float32
     return dtype
@@ -175,12 +180,12 @@ def _result_dtype(input: Tensor, target: Tensor, weight: Optional[Tensor]) -> to
 
 _open: List["StockRoute"] = []
 _route: Optional[torch.library.Library] = None
-# Another thread may have looked up a kernel and wait for the interpreter to run it: it must outlive its registration.
+# A kernel must outlive its registration: another thread may have looked it up and wait for the GIL to run it.
 _retired: Deque[Any] = deque(maxlen=1024)
 
 
 class StockRoute:
-    """What :func:`enable_stock` returns: leaving its ``with`` block undoes that call."""
+    """Represents a call of :func:`enable_stock`. The end of its ``with`` block undoes the call."""
 
     def __enter__(self) -> "StockRoute":
         return self
@@ -195,20 +200,26 @@ class StockRoute:
 def enable_stock() -> StockRoute:
     """Sends stock ``F.cross_entropy`` and ``nn.CrossEntropyLoss`` with a sparse target through the fused kernels.
 
-    Targets are COO, CSR or CSC tensors of class probabilities in the shape of the input, with the classes where PyTorch
-    has them: (C,), (N, C), (N, C, d1, ...). All of PyTorch's options work. Values, gradients, dtypes and errors are
-    those of ``F.cross_entropy(input, target.to_dense(), ...)``, except that a logit of -inf where the target is 0 adds
-    0 instead of NaN. What the kernels have no answer for runs on the target made dense: gradients for target or class
-    weights, hybrid targets, empty inputs. A call with a dense target gives stock's bits, 6 us later (2.5 GHz Xeon).
+    Targets are COO, CSR or CSC tensors of class probabilities in the shape of the input, with PyTorch's class
+    dimension: (C,), (N, C), (N, C, d1, ...). All of PyTorch's options are supported. Values, gradients, dtypes and
+    errors are those of ``F.cross_entropy(input, target.to_dense(), ...)``. The only difference is that a logit of -inf
+    with target 0 adds 0 instead of NaN.
 
-    A function under torch.compile that meets a sparse tensor runs eagerly, or raises where ``fullgraph=True``. Of the
-    torch.func transforms, grad and jvp take COO targets but neither CSR nor CSC, and vmap goes PyTorch's own way.
+    - If the kernels do not support a call, the target is made dense. This applies to gradients for target or class
+      weights, hybrid targets and empty inputs.
+    - A call with a dense target returns stock's bits and takes 6 us longer (2.5 GHz Xeon).
+    - Under ``torch.compile``, a function with a sparse tensor runs eagerly, or raises an error with ``fullgraph=True``.
+    - Under ``torch.func``, ``grad`` and ``jvp`` support COO targets, but neither CSR nor CSC. ``vmap`` uses PyTorch's
+      own implementation.
 
-    It holds for the whole process, for every thread. Calls nest: each is undone by a :func:`disable_stock` or by the
-    end of its block, ``with sparse_ce.enable_stock(): ...``, and the last one restores PyTorch.
+    The setting applies to all threads of the process. Calls nest. Each is undone by a :func:`disable_stock` or by the
+    end of its block, ``with sparse_ce.enable_stock(): ...``. Undoing the last one restores PyTorch.
+
+    Returns:
+        A context manager that undoes the call at the end of its block.
 
     Raises:
-        RuntimeError: something else has registered a kernel in the same place.
+        RuntimeError: if another library has registered a kernel for the same op.
 
     Examples:
         >>> logits = torch.zeros(2, 3, requires_grad=True)
@@ -232,11 +243,11 @@ def enable_stock() -> StockRoute:
 
 
 def disable_stock() -> None:
-    """Undoes the last :func:`enable_stock` that is still in effect; does nothing where none is.
+    """Disables the last :func:`enable_stock` that is still in effect. Does nothing if there is none.
 
     Examples:
         >>> route = sparse_ce.enable_stock()
-        >>> sparse_ce.disable_stock()  # PyTorch is as it was
+        >>> sparse_ce.disable_stock()  # PyTorch is restored
     """
     with _lock:
         if _open:
@@ -245,7 +256,7 @@ def disable_stock() -> None:
 
 
 def _update_route() -> None:
-    """Registers the kernels or takes them back, as ``_open`` asks; under the lock."""
+    """Registers or removes the kernels according to ``_open``. The caller must hold the lock."""
     global _route
     if _open and _route is None:
         has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key

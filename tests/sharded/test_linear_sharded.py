@@ -179,13 +179,13 @@ def test_backward_holds_the_logits_of_one_chunk_at_a_time(ranks):
 
 @pytest.mark.parametrize("ranks", RANKS)
 def test_what_cannot_be_had_is_said_on_every_rank(ranks):
-    second = ("RuntimeError: sparse_ce: create_graph must be False where the classes are shared out among processes, "
-              "got True: what the other ranks' logits do to a gradient is not known here")
+    second = ("RuntimeError: sparse_ce: create_graph must be False if the classes are sharded over processes, got True: "
+              "a gradient depends on the logits of other ranks, which this rank does not have")
     for found in found_by(ranks, "quick"):
         said = found["errors"]
         for name in ("second derivative", "second derivative of rows", "second derivative of a row loss"):
             assert said[name] == said[f"{name} under a mode"] == second
-        assert said["functional"].startswith("RuntimeError: sparse_ce: input must be an ordinary tensor")
+        assert said["functional"].startswith("RuntimeError: sparse_ce: input must be a regular tensor")
         assert said["label"] == (f"RuntimeError: sparse_ce: target must have indices in [0, {5 * ranks}) or "
                                  f"ignore_index -100, got {5 * ranks} in row 0")
         assert said["num_classes"] == (f"ValueError: sparse_ce: num_classes must be in [1, {5 * ranks}] (the columns "

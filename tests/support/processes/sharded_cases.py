@@ -238,7 +238,7 @@ def several_gradients_at_once() -> None:
     try:
         torch.autograd.grad(rows, scale, several, is_grads_batched=True)
     except RuntimeError as error:
-        assert "is_grads_batched must be False where logit_scale requires grad" in str(error), error
+        assert "is_grads_batched must be False if logit_scale requires grad" in str(error), error
     else:
         raise AssertionError("collectives of several gradients at once")
 
