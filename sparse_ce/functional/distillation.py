@@ -153,7 +153,7 @@ def linear_distillation_loss(
         group, vocab_start, reduction, normalizer: see :func:`distillation_loss`.
 
     Returns:
-        See :func:`distillation_loss`.
+        The same as :func:`distillation_loss`.
 
     Raises:
         TypeError, ValueError, RuntimeError: see :func:`distillation_loss` and :func:`sparse_ce.linear_cross_entropy`.

@@ -79,7 +79,7 @@ def selected_log_probs(
             may differ under a saturated softcap.
 
     Returns:
-        A :class:`LogProbs`.
+        The outputs as a :class:`LogProbs`.
 
     Raises:
         TypeError, ValueError: if an argument has the wrong type, shape or value; raised before any work.
@@ -142,7 +142,7 @@ def linear_selected_log_probs(
         logits_dtype, chunk_rows: see :func:`sparse_ce.linear_cross_entropy`.
 
     Returns:
-        A :class:`LogProbs`.
+        The outputs as a :class:`LogProbs`.
 
     Raises:
         TypeError, ValueError, RuntimeError: see :func:`sparse_ce.selected_log_probs`.

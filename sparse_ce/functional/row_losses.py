@@ -74,12 +74,12 @@ def linear_row_loss(
     propagated into the head while the logits of the chunk exist, so that three matrix products suffice. If a loss
     couples rows (of a sequence, of a pair), use :func:`linear_selected_log_probs`, which takes four.
 
-    This does not apply to:
+    Some calls need more products:
 
-    - ``reduction="none"``, ``torch.compile``, ``torch.func``, a ``logit_scale`` that requires grad, and float16. The
-      logits are computed twice, with four products, and ``fn`` receives copies of all rows at once.
-    - checkpointing, with four or five products, or six with a ``group``
-    - a gradient that is differentiated again, with seven products
+    - four with ``reduction="none"``, under ``torch.compile`` and ``torch.func``, for a ``logit_scale`` that requires
+      grad, and in float16. The logits are computed twice, and ``fn`` receives copies of all rows at once.
+    - four or five under checkpointing, or six with a ``group``
+    - seven for a gradient that is differentiated again
 
     Args:
         fn: a function ``fn(log_probs, target, *row_args) -> (rows,)``, or with ``has_aux``

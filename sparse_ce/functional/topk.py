@@ -69,7 +69,7 @@ def topk_log_probs(
             ``input.shape[:-1]``. Losses that model the teacher's tail need it.
 
     Returns:
-        A :class:`SparseTarget` in "topk" format with ``kind="logprobs"``, likeliest class first, or
+        The target, a :class:`SparseTarget` in "topk" format with ``kind="logprobs"``, likeliest class first, or
         ``(target, log_tail)``. Values are float32 (float64 for float64).
 
     Raises:
@@ -139,7 +139,7 @@ def linear_topk_log_probs(
             number of chunks is a power of two, and each such number is compiled once.
 
     Returns:
-        See :func:`topk_log_probs`.
+        The same as :func:`topk_log_probs`.
 
     Raises:
         TypeError, ValueError, RuntimeError: see :func:`topk_log_probs` and :func:`sparse_ce.linear_cross_entropy`.

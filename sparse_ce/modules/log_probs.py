@@ -41,7 +41,7 @@ class SelectedLogProbs(Held):
             logit_scale: overrides the module's ``logit_scale``.
 
         Returns:
-            A :class:`LogProbs`.
+            The outputs as a :class:`LogProbs`.
 
         Examples:
             >>> temperature = torch.tensor([1.0, 2.0])
@@ -83,7 +83,7 @@ class LinearSelectedLogProbs(Held):
             logit_scale: overrides the module's ``logit_scale``.
 
         Returns:
-            A :class:`LogProbs`.
+            The outputs as a :class:`LogProbs`.
 
         Examples:
             >>> hidden, weight = torch.ones(2, 1), torch.tensor([[0.0], [2.0]])

@@ -51,7 +51,7 @@ def check_ranks(rows: Tensor, columns: int, a: Arguments, shard: Shard, wanted: 
             ops.select_shard(rows.new_empty(count, 0), *a, *wanted, shard.first_class)
             counts = ~reference.ignored_rows(a, count)
         alike.update(wanted._asdict())
-        alike["the number of rows that count"] = int(counts.sum())
+        alike["the number of active rows"] = int(counts.sum())
         alike["the values' requires_grad"] = a.values is not None and needs_grad(a.values)
     assert a.num_classes is not None
     numbers = dict(zip(Arguments._fields[5:], a.numbers))

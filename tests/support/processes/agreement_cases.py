@@ -152,7 +152,7 @@ DIFFERENT: Dict[str, Tuple[str, Dict[str, Any], str]] = {
                           "the values' requires_grad"),
     "hidden states": ("linear_row_loss", dict(learns=False), "input.requires_grad"),
     "ignored rows": ("linear_cross_entropy", dict(target=torch.tensor([0, -100, 5, -100])),
-                     "the number of rows that count"),
+                     "the number of active rows"),
     "rows": ("in_sequence", dict(rows=1, target=LABELS[:3]), "the number of rows"),
 }
 # What the others are given, where that is not nothing.
