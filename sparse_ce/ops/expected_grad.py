@@ -91,10 +91,10 @@ def take_for(op: str, logits: Tensor) -> Optional[Tensor]:
 
 
 def remember_whether(in_vain: bool, *key: Any) -> None:
-    """Stores whether the gradient of the last backward of a ``key`` was unused: an op, and what distinguishes its
-    calls.
+    """Stores whether a gradient from forward was unused in the last backward of a ``key``.
 
-    The key must not depend on active modes: a profiler may run on one rank only.
+    The key is an op and the properties that distinguish its calls. It must not depend on active modes: a profiler may
+    run on one rank only.
     """
     if not traced():
         (_in_vain.add if in_vain else _in_vain.discard)(key)

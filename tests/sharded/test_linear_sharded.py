@@ -179,8 +179,8 @@ def test_backward_holds_the_logits_of_one_chunk_at_a_time(ranks):
 
 @pytest.mark.parametrize("ranks", RANKS)
 def test_what_cannot_be_had_is_said_on_every_rank(ranks):
-    second = ("RuntimeError: sparse_ce: create_graph must be False if the classes are sharded over processes, got True: "
-              "a gradient depends on the logits of other ranks, which this rank does not have")
+    second = ("RuntimeError: sparse_ce: create_graph must be False if the classes are sharded over processes, got "
+              "True: a gradient depends on the logits of other ranks, which this rank does not have")
     for found in found_by(ranks, "quick"):
         said = found["errors"]
         for name in ("second derivative", "second derivative of rows", "second derivative of a row loss"):
