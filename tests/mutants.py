@@ -120,7 +120,8 @@ def of_programs(tree: Path, mutant: tuple) -> str:
     return planning if done.returncode != 0 else ""
 
 
-def of_suite(tree: Path, mutant: tuple, flavours: tuple = ("plain", "compilers", "clients"), pattern: str = "*", without: tuple = ()) -> str:
+def of_suite(tree: Path, mutant: tuple, flavours: tuple = ("plain", "compilers", "clients"), pattern: str = "*",
+             without: tuple = ()) -> str:
     """Without the test that finds the mutant's text gone."""
     paths = {path.stem: path for path in tree.glob(f"tests/*/test_{pattern}.py")
              if path.stem not in ("test_mutants", *without)}

@@ -49,7 +49,8 @@ def check(function, peer, leaves, upstream):
     return results[-1]
 
 
-@pytest.mark.parametrize("dtype, kind, options, layout", sparsely(2, DTYPES, LOGITS.keys(), OPTIONS.keys(), LAYOUTS.keys()))
+@pytest.mark.parametrize("dtype, kind, options, layout", sparsely(
+    2, DTYPES, LOGITS.keys(), OPTIONS.keys(), LAYOUTS.keys()))
 def test_cross_entropy(dtype, kind, options, layout, device):
     for classes in CLASSES:
         draw, x = draw_logits(kind, classes, dtype, device, layout)

@@ -23,7 +23,7 @@ DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 
 
 def slow(*parameters):
-    """Marks parameters of a test for the flavour `slow`: they take long, or repeat what the others of the test cover."""
+    """Marks parameters for the flavour `slow`: they take long, or repeat what the others of the test cover."""
     return [pytest.param(*(p if isinstance(p, tuple) else (p,)), marks=pytest.mark.slow) for p in parameters]
 
 
@@ -38,7 +38,8 @@ def sparsely(every, *axes):
     for placed in itertools.product(*(enumerate(axis) for axis in named)):
         places, pairs = zip(*placed)
         names, values = zip(*pairs)
-        chosen.append(pytest.param(*values, id="-".join(names), marks=[pytest.mark.slow] if sum(places) % every else []))
+        marks = [pytest.mark.slow] if sum(places) % every else []
+        chosen.append(pytest.param(*values, id="-".join(names), marks=marks))
     return chosen
 
 
