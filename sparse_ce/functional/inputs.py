@@ -6,7 +6,7 @@ from typing import Any, Dict, NamedTuple, Optional, Tuple
 import torch
 from torch import Tensor
 
-from .._core.arguments import Arguments, Chunks, LossOptions, Normalizer, Scale
+from .._core.arguments import Arguments, Chunks, LossOptions, Normalizer
 from .._core.autocast import as_linear_multiplies
 from .._core.errors import fail
 from .._core.flags import check_entropy, check_flags
@@ -40,13 +40,16 @@ class Source(NamedTuple):
             return self.input
         return self.input.reshape(math.prod(self.leading), self.input.shape[-1])
 
-    def options(self, logit_scale: Scale, **options: Any) -> Dict[str, Any]:
-        """Returns the options as the ops accept them, after the parts of the target."""
+    def checked(self, options: Dict[str, Any]) -> Dict[str, Any]:
+        """Returns the options as the ops accept them, after the parts of the target. It changes ``options``."""
         check_kernels(self.input)
-        scale, row_scale = taken_scale(logit_scale, self.shape, self.input)
+        options["logit_scale"], row_scale = taken_scale(options["logit_scale"], self.shape, self.input)
+        options["num_classes"] = self.num_classes
         classes = "the last dimension of input" if self.head is None else "the rows of linear_weight"
-        options = checked(dict(options, logit_scale=scale, num_classes=self.num_classes), self.shape[-1], classes)
-        return options if row_scale is None else dict(options, row_scale=row_scale)
+        options = checked(options, self.shape[-1], classes)
+        if row_scale is not None:
+            options["row_scale"] = row_scale
+        return options
 
 
 def of_logits(input: Tensor, num_classes: Optional[int], group: Group, vocab_start: Optional[int]) -> Source:
@@ -79,10 +82,11 @@ def loss_arguments(source: Source, target: Target, weight: Optional[Tensor], red
     """Returns the arguments of a loss op, and how the losses of rows are reduced. ``returns`` holds ``return_lse``,
     ``return_entropy`` and ``return_argmax``."""
     return_lse, return_entropy, return_argmax = returns
-    check_flags(return_lse=return_lse, return_argmax=return_argmax)
-    check_entropy(return_entropy)
+    if not (return_lse is return_entropy is return_argmax is False):
+        check_flags(return_lse=return_lse, return_argmax=return_argmax)
+        check_entropy(return_entropy)
     a, divisor = dense_parts(source.input, source.shape, target, weight, reduction, normalizer,
-                             source.options(**options))
+                             source.checked(options))
     row_weight = taken_weight(row_weight, source.shape, source.input)
     learned = return_lse or return_entropy and return_entropy != "detached"
     return a, LossOptions(reduction != "none", divisor, row_weight, bool(return_lse), bool(return_entropy),
@@ -92,4 +96,4 @@ def loss_arguments(source: Source, target: Target, weight: Optional[Tensor], red
 def select_arguments(source: Source, indices: Target, **options: Any) -> Tuple[Arguments, Any]:
     """Returns the arguments of the ops of log-probabilities, and the ids as a target."""
     ids = as_ids(indices, source.shape)
-    return flat_target(source.input, source.shape, ids, indices, None, source.options(**options)), ids
+    return flat_target(source.input, source.shape, ids, indices, None, source.checked(options)), ids

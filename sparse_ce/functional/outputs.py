@@ -44,7 +44,7 @@ Output = Union[Tensor, CrossEntropyOutput]
 def packed_loss(out: Reduced, options: LossOptions, leading: torch.Size, return_entropy: ReturnEntropy) -> Output:
     """Returns the loss, or a :class:`CrossEntropyOutput` with the rows in their ``leading`` shape."""
     loss = out.loss if options.mean else out.loss.reshape(leading)
-    if not (options.lse or options.metrics):
+    if not (options.lse or options.entropy or options.argmax):
         return loss
     lse, entropy, argmax = (_rows(t, wanted, leading) for t, wanted in (
         (out.lse, options.lse), (out.entropy, options.entropy), (out.argmax, options.argmax)))
