@@ -1,6 +1,6 @@
-"""What MkDocs adds to the pages: tables and pictures of the records, all measurements, and llms.txt.
+"""Adds tables and plots of the benchmark results, all measurements and llms.txt to the pages that MkDocs builds.
 
-It also sees to it that a browser loads nothing from the network: links lead there, but no script, font or picture.
+Also checks that a browser loads nothing from the network: no script, font or image.
 """
 
 import re
@@ -33,7 +33,7 @@ def on_files(files, config):
         name, text = f"results/{page.name}", page.read_text()
         if page.stem == "README":
             name = "results.md"
-            text = re.sub(r"\[[\w.]+\]\(\.\./([\w/]+\.py)\)", r"`benchmarks/\1`", text)  # no part of the site
+            text = re.sub(r"\[[\w.]+\]\(\.\./([\w/]+\.py)\)", r"`benchmarks/\1`", text)  # not part of the site
             text = re.sub(r"\]\(([\w.-]+\.md)\)", r"](results/\1)", text)
         files.append(File.generated(config, name, content=text))
     return files
@@ -45,19 +45,30 @@ def on_page_markdown(markdown, page, config, files):
     return markdown
 
 
+def _first_sentence(markdown: str) -> str:
+    """Returns the first sentence of a page, without the addresses of its links."""
+    found = re.match(r"# [^\n]+\n\n(.+?)(?:\.(?=\s)|:?\n\n)", markdown + "\n\n", re.DOTALL)
+    return re.sub(r"\[([^]]+)\]\([^)]+\)", r"\1", " ".join(found[1].split())) + "."
+
+
 def on_page_content(html, page, config, files):
-    return re.sub(r":(?:class|func|meth):(?=<code)", "", html)  # marks of docstrings for other readers
+    return re.sub(r":(?:class|func|meth):(?=<code)", "", html)  # roles of docstrings
 
 
 def on_post_build(config):
-    """llms.txt: the pages in a line each; beside it their texts. The API is where the docstrings are."""
+    """Writes llms.txt, a list of the pages by group with a sentence each, and the text of each page beside it.
+
+    The API page is linked as HTML, because its text is in the docstrings.
+    """
     site = Path(config.site_dir)
-    lines = [f"# {config.site_name}", "", f"> {config.site_description}", "", "## Pages", ""]
-    for name in (name for entry in config.nav for name in entry.values()):
-        title, text = _pages[name]
-        about = re.match(r"# [^\n]+\n\n(.+?)[.:](?:\s|$)", text, re.DOTALL)  # the first sentence says it all
-        link = name.replace(".md", ".html") if name == "api.md" else name
-        lines.append(f"- [{title}]({link}): {' '.join(about[1].split())}")
+    lines = [f"# {config.site_name}", "", f"> {config.site_description}"]
+    for group in config.nav:
+        for heading, entries in group.items():
+            lines += ["", f"## {heading}", ""]
+            for name in (name for entry in entries for name in entry.values()):
+                title, text = _pages[name]
+                link = name.replace(".md", ".html") if name == "api.md" else name
+                lines.append(f"- [{title}]({link}): {_first_sentence(text)}")
     (site / "llms.txt").write_text("\n".join(lines) + "\n")
     for name, (_, text) in _pages.items():
         if name != "api.md":

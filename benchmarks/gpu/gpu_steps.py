@@ -14,7 +14,7 @@ STAGES = ("quick", "record")
 STAGE_SECONDS = 540  # after which nothing of a stage runs any more: it has to end within ten minutes
 LOSS_TESTS = "test_cross_entropy_"  # of the kernels that change most
 SANITIZERS = ("memcheck", "racecheck", "initcheck", "synccheck")
-ONE_PASS = "SPARSE_CE_ONE_PASS"  # see docs/design.md
+ONE_PASS = "SPARSE_CE_ONE_PASS"  # see docs/environment.md
 WHEEL_STEPS = ("kit's wheel", "load", "first loss")  # a build from source stands in for them
 
 # Lines of a step's output that say most; they are shown where the step is reported.

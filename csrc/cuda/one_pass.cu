@@ -131,7 +131,7 @@ Device current_device() {
   return found;
 }
 
-// Returns the plan with the fewest blocks that hold a row. docs/design.md has a table of measurements on an H100,
+// Returns the plan with the fewest blocks that hold a row. docs/kernels.md has a table of measurements on an H100,
 // forward and backward, in units of a copy of the logits (1 read + 1 write; two kernels take at least 1.5).
 OnePass one_pass_of(const CrossEntropyArgs& args, const Device& device) {
   const bool never = args.reads == Reads::kApart || args.dtype == DType::kFloat64;

@@ -21,7 +21,7 @@ checkout = pytest.mark.skipif(not (ROOT / "mkdocs.yml").exists(),
 
 def test_the_pages_with_code_are_found():
     assert {page.stem for page in WITH_CODE} >= {"README", "index", "targets", "losses", "linear-head",
-                                                 "training-loops", "stock-pytorch", "softmax-and-mean", "design"}
+                                                 "training-loops", "stock-pytorch", "softmax-and-mean", "numerics", "ops"}
 
 
 @pytest.mark.parametrize("page", WITH_CODE, ids=lambda page: page.name)
@@ -62,12 +62,12 @@ def test_links_and_pictures_of_a_page_exist(page):
 
 def test_readme_is_short():
     text = (ROOT / "README.md").read_text()
-    assert len(text.splitlines()) <= 130 and len(text.split()) <= 900
+    assert len(text.splitlines()) <= 120 and len(text.split()) <= 800
 
 
 @checkout
 def test_every_page_is_in_the_navigation():
-    listed = re.findall(r"^  - .+: ([\w-]+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
+    listed = re.findall(r"^ +- .+: ([\w-]+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
     assert sorted(listed) == sorted([*(page.name for page in PAGES[1:]), "results.md"])
 
 
@@ -94,6 +94,34 @@ def test_the_options_listed_are_those_of_the_loss():
     assert [name for name, _, _ in listed] == list(known)[2:]
     for name, _, default in listed:
         assert not default or eval(default) == known[name].default, name
+
+
+def test_every_environment_variable_is_listed():
+    page = (ROOT / "docs" / "environment.md").read_text()
+    listed = set(re.findall(r"^\| `(SPARSE_CE_\w+)`", page, re.MULTILINE))
+    sources = [path for folder in ("sparse_ce", "csrc", "tests", "benchmarks") for path in (ROOT / folder).rglob("*")
+               if path.suffix in (".py", ".cpp", ".h", ".cu", ".cuh")]
+    read = {name for path in [*sources, ROOT / "setup.py"]
+            for name in re.findall(r"(?:getenv\(|environ\.get\(|environ\[)\"(SPARSE_CE_\w+)\"", path.read_text())}
+    assert listed == read
+
+
+def test_every_op_is_listed():
+    table = (ROOT / "docs" / "ops.md").read_text().split("| op |")[1]
+    listed = re.findall(r"`(\w+)`", " ".join(re.findall(r"^\| (`.+?) \|", table, re.MULTILINE)))
+    schema = (ROOT / "csrc" / "torch" / "schema.cpp").read_text()
+    assert sorted(listed) == sorted(re.findall(r"m\.def\(\s*\"(\w+)\(", schema))
+
+
+def test_messages_of_symptoms_are_raised():
+    """Finds the beginning of each message in the sources, where a literal may go on in the next line."""
+    sources = "".join(re.sub(r'"\s*\n\s*f?"', "", path.read_text())
+                      for path in [*(ROOT / "sparse_ce").rglob("*.py"), ROOT / "setup.py", ROOT / "build_backend.py"])
+    tables = (ROOT / "docs" / "symptoms.md").read_text().split("| message |")[1:]
+    messages = [message for table in tables
+                for message in re.findall(r"^\| `([^`]+)` \|", table.split("\n\n")[0], re.MULTILINE)]
+    assert len(messages) > 9
+    assert [message for message in messages if message.partition("...")[0] not in sources] == []
 
 
 def test_every_test_of_a_failure_names_its_line():
