@@ -131,7 +131,7 @@ def machine(record: Record) -> str:
 
 
 def markdown(name: str) -> str:
-    """The table of that name, and under it where it was measured."""
+    """Returns the table of that name, and below it the machine and the date of the measurement."""
     table = TABLES[name]
     record = latest(table.problems)
     problems = [problem for problem in record["problems"] if re.match(table.problems, problem["title"])][:table.most]

@@ -1,4 +1,4 @@
-"""README and the pages of docs/: their code runs, their links lead somewhere, what they list is what there is."""
+"""Checks README and the pages of docs/: their code runs, their links have a target, and their lists are complete."""
 
 import inspect
 import os
@@ -125,8 +125,8 @@ def test_messages_of_symptoms_are_raised():
 
 
 def test_every_test_of_a_failure_names_its_line():
-    """docs/failures.md and the numbers in the names of tests: no number without a line, no line without a test but
-    those that the page explains."""
+    """Checks docs/failures.md against the numbers in the names of tests: each number has a line, and each line a test,
+    except for lines that the page explains."""
     tested = {int(number) for path in (ROOT / "tests").glob("*/test_*.py")
               for numbers in re.findall(r"^def test_(\d+(?:_\d+)*)_", path.read_text(), re.MULTILINE)
               for number in numbers.split("_")}
