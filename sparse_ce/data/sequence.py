@@ -14,8 +14,8 @@ from ..targets.sparse_target import SparseTarget
 from .reading import AGAIN, is_count, json_object, reading
 
 Predicts = Literal["next", "token"]
-CHOICES = ("'next' means that row i is what the teacher predicts behind token i, as its logits at i are; 'token' means "
-           "that row i is what it predicts of token i, as vLLM's prompt_logprobs are")
+CHOICES = ("'next' means that row i is the teacher's prediction for token i + 1, like its logits at i; 'token' means "
+           "that row i is its prediction for token i, like vLLM's prompt_logprobs")
 VERSION = 1  # of the layout
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}  # of log-probabilities
 COLUMNS = ("ids", "log_probs", "tokens", "log_tail", "predicts")

@@ -1,1 +1,2 @@
-"""Training loops. Nothing here is imported by ``import sparse_ce``; each module needs the library of its name."""
+"""Integrates sparse_ce with training libraries. ``import sparse_ce`` imports none of these modules, and each module
+needs the library it is named after."""

@@ -1,4 +1,4 @@
-"""``fuse_lm_head``: a causal language model of transformers that goes from hidden states to its loss."""
+"""Provides ``fuse_lm_head``: a causal language model of transformers then computes its loss from hidden states."""
 
 import copy
 import inspect
@@ -28,55 +28,58 @@ from .token_loss import check_options, check_row_weight, missing_column, shifted
 def fuse_lm_head(model: Any, *, eval_logits: bool = True, report_metrics: bool = False,
                  distillation: Optional[Dict[str, Any]] = None, row_weight: Optional[str] = None,
                  **options: Any) -> "FusedHead":
-    """Makes ``model.forward`` go from hidden states to the loss without logits, wherever it gets labels.
+    """Patches ``model.forward`` so that a call with labels computes the loss from hidden states, without logits.
 
-    The model's own code runs; between its head and its loss the logits are a formula
-    (``sparse_ce.integrations.logits``),
-    so a factor, a softcap, a bias and tied embeddings are what they are in the model, and auxiliary losses are added as
-    ever. The output has no ``logits`` then. Forward without labels, and so ``generate``, is untouched. Labels may be
-    class indices (B, S), an ``(indices, values)`` tuple, a COO tensor (B, S, V) or a ``SparseTarget``.
+    The model's own code still runs. Between its head and its loss the logits are a formula
+    (``sparse_ce.integrations.logits``). A factor, a softcap, a bias and tied embeddings therefore work as in the model,
+    and auxiliary losses are added as before. The output then has no ``logits``. A forward without labels, and so
+    ``generate``, is unchanged. Labels may be class indices (B, S), an ``(indices, values)`` tuple, a COO tensor
+    (B, S, V) or a ``SparseTarget``.
 
-    TRL's trainers ask a model for the log-probability of each label instead (``fused_lm_head=True``). They get it from
-    the same formula, whether TRL patched the model before or after: ``SFTTrainer`` minus the loss of each position,
-    with any labels and options; the others, whose log-probabilities options would bend, what
-    :func:`sparse_ce.linear_selected_log_probs` gives.
+    TRL's trainers request the log-probability of each label instead (``fused_lm_head=True``). It is computed from the
+    same formula, whether TRL patches the model before or after this call. ``SFTTrainer`` receives minus the loss of
+    each position, with any labels and options. Other trainers receive the result of
+    :func:`sparse_ce.linear_selected_log_probs`; for them, options that change log-probabilities raise an error.
 
     Args:
         model: a causal language model of transformers, or one inside PEFT, DDP, FSDP or DataParallel, before or after
-            it is wrapped. Fuse before ``torch.compile``. A fused model is saved by ``save_pretrained`` or its
-            ``state_dict``; pickling it whole is an error.
-        eval_logits: a forward in eval mode without gradients, as in ``Trainer.evaluate``, makes logits as ever, for
-            ``compute_metrics``; False leaves them out there as well.
-        report_metrics: an output with a loss has three more fields, detached, 0-d, on the device; nothing waits for
-            them. Of the positions that count, whose labels are not ignored: ``num_items``, int64, how many there are;
-            ``entropy``, the mean of the entropies of the model's distributions in nats; ``token_accuracy``, the share
-            at which the likeliest class is the label, or one of those with the largest weight in a soft label. Means
-            over nothing are 0; neither class weights nor ``num_items_in_batch`` have a part in them. DataParallel
-            gathers one of each from every device. An output that is a tuple has none of them. Inside of a
-            Trainer's ``compute_loss`` they are attributes of the output and not among its items, which evaluation
-            collects as predictions. :class:`TokenMetrics` logs them.
-        distillation: ``kind``, ``tail``, ``alpha`` and other options of :func:`sparse_ce.distillation_loss`, which is
-            the loss then: labels are the teacher, a ``SparseTarget``; beside them the forward takes ``hard_labels``
-            (B, S), class indices, and ``teacher_log_tail`` (B, S), as :class:`TopKCollator` makes both, in the
-            positions of the labels. Other options may be ``ignore_index``, ``reduction``, ``num_classes``,
+            it is wrapped. Fuse before ``torch.compile``. Save a fused model with ``save_pretrained`` or its
+            ``state_dict``; pickling the whole model raises an error.
+        eval_logits: if True, a forward in eval mode without gradients, as in ``Trainer.evaluate``, returns logits as
+            usual, for ``compute_metrics``. If False, this forward omits them too.
+        report_metrics: if True, an output with a loss has three more fields. They are detached 0-d tensors on the
+            device and cause no synchronization. They cover all positions whose label is not ignored:
+
+            - ``num_items``, int64: the number of these positions.
+            - ``entropy``: the mean entropy of the model's distributions, in nats.
+            - ``token_accuracy``: the fraction of positions whose most likely class is the label. For a soft label it
+              must be one of the classes with the largest weight.
+
+            Means over no positions are 0. Neither class weights nor ``num_items_in_batch`` affect them. DataParallel
+            gathers one of each from every device. An output that is a tuple has none of them. Inside a Trainer's
+            ``compute_loss`` they are attributes of the output instead of items, because evaluation collects the items
+            as predictions. :class:`TokenMetrics` logs them.
+        distillation: ``kind``, ``tail``, ``alpha`` and other options of :func:`sparse_ce.distillation_loss`, which then
+            is the loss. The labels are the teacher, a ``SparseTarget``. The forward also takes ``hard_labels`` (B, S),
+            class indices, and ``teacher_log_tail`` (B, S), both in the positions of the labels; :class:`TopKCollator`
+            creates them. ``options`` may then contain ``ignore_index``, ``reduction``, ``num_classes``,
             ``logit_scale``, ``chunk_rows`` and ``logits_dtype``.
-        row_weight: the name of a column of the batch that holds token weights (B, S), as for
-            :func:`causal_lm_loss`; the forward takes it beside the labels. TRL's ``SFTTrainer`` takes it with
-            ``loss_type="nll"``.
-        options: those of :func:`sparse_ce.linear_cross_entropy`, such as ``label_smoothing``, ``z_loss``, ``weight``
-            and ``chunk_rows``; not ``softcap``, which is the model's, and not ``normalizer``, which is
-            ``num_items_in_batch``, nor ``group``, ``vocab_start``, ``return_*``. ``logit_scale``, a number, or a 0-d
-            tensor where the model has no softcap, multiplies the model's logits: 1 / T for a temperature T.
+        row_weight: the name of the batch's column of token weights (B, S), as for :func:`causal_lm_loss`. The forward
+            takes this column beside the labels. TRL's ``SFTTrainer`` supports it with ``loss_type="nll"``.
+        options: options of :func:`sparse_ce.linear_cross_entropy`, such as ``label_smoothing``, ``z_loss``, ``weight``
+            and ``chunk_rows``. Not accepted are ``softcap``, which the model defines, ``normalizer``, which is
+            ``num_items_in_batch``, ``group``, ``vocab_start`` and ``return_*``. ``logit_scale`` multiplies the model's
+            logits: 1 / T for a temperature T. It is a number, or a 0-d tensor if the model has no softcap.
 
     Returns:
-        A handle; ``handle.remove()`` gives the model its own forward back. A deepcopy of a fused model is fused too,
-        with a handle of its own, :meth:`FusedHead.of`.
+        A handle. ``handle.remove()`` restores the model's own forward. A deepcopy of a fused model is fused too, with
+        its own handle, :meth:`FusedHead.of`.
 
     Raises:
-        TypeError, ValueError: the model has no head, one that is more than a matrix product (adapters, quantisation),
-            or another loss than that of causal language models; Liger's fused loss is in its place. A copy of the head
-            that PEFT trains (``modules_to_save=["lm_head"]``) is a matrix product.
-        ValueError, AttributeError: from its first forward, if its code does something else to the logits.
+        TypeError, ValueError: if the model has no head; if the head is more than a matrix product (adapters,
+            quantization); if the model's loss is not that of causal language models; if Liger's fused loss is in use.
+            A copy of the head that PEFT trains (``modules_to_save=["lm_head"]``) is a matrix product.
+        ValueError, AttributeError: in the first forward, if the model applies any other operation to its logits.
 
     Examples:
         >>> handle = fuse_lm_head(model, z_loss=1e-4)
@@ -95,7 +98,7 @@ def fuse_lm_head(model: Any, *, eval_logits: bool = True, report_metrics: bool =
         check_options(linear_distillation_loss, options, "softcap", "labels", "teacher_log_tail", *_OF_DISTILLATION)
         for name in distillation:
             if name not in _OF_DISTILLATION:
-                fail(f"distillation must be of {', '.join(_OF_DISTILLATION)}, got {name!r}", TypeError)
+                fail(f"distillation must have keys among {', '.join(_OF_DISTILLATION)}, got {name!r}", TypeError)
         _check_distillation(**distillation)
     check_flags(eval_logits=eval_logits, report_metrics=report_metrics)
     check_prompt(model)
@@ -115,7 +118,8 @@ def fuse_lm_head(model: Any, *, eval_logits: bool = True, report_metrics: bool =
 @torch.no_grad()
 def topk_of(model: Any, inputs: Dict[str, Any], rows: Tensor, k: int,
             logit_scale: float = 1.0) -> Tuple[SparseTarget, Tensor]:
-    """The top ``k`` of a model's positions where ``rows`` (B, S) is True, and the tail's logarithm; without logits."""
+    """Returns a model's top ``k`` and log tail at positions where ``rows`` (B, S) is True, without materializing
+    logits."""
     head = check_head(base_of(model))
     head._sparse_ce_fusing = True
     try:
@@ -123,26 +127,27 @@ def topk_of(model: Any, inputs: Dict[str, Any], rows: Tensor, k: int,
     finally:
         head._sparse_ce_fusing = False
     if not isinstance(logits, Logits):
-        fail(f"model must give the logits of its output head, got {type(logits).__name__} of {type(model).__name__}")
+        fail(f"model must return the logits of its output head, got {type(logits).__name__} from "
+             f"{type(model).__name__}")
     out: Tuple[SparseTarget, Tensor] = logits.of_rows(rows).of_head(linear_topk_log_probs, k, logit_scale,
                                                                     return_log_tail=True)
     return out
 
 
 _OF_DISTILLATION = ("kind", "tail", "beta", "floor", "temperature", "temperature_squared", "alpha")
-_ROWS = {"hard_labels": "labels", "teacher_log_tail": "teacher_log_tail"}  # beside labels, and what the loss calls them
+_ROWS = {"hard_labels": "labels", "teacher_log_tail": "teacher_log_tail"}  # a forward's keyword: the loss's argument
 
 
 def _check_distillation(*, kind: str = "forward_kl", tail: str = "zero", beta: float = 0.5, floor: float = -100.0,
                         temperature: float = 1.0, temperature_squared: bool = False, alpha: float = 1.0) -> None:
-    """As the loss would, at once."""
+    """Checks the options as the loss does, but at once."""
     checked(kind, beta, tail, floor)
     check_shares(tail, temperature, alpha)
     check_flags(temperature_squared=temperature_squared)
 
 
 class FusedHead:
-    """What :func:`fuse_lm_head` did to a model; :meth:`remove` undoes it.
+    """Handles a model that :func:`fuse_lm_head` has patched; :meth:`remove` restores the model.
 
     Examples:
         >>> handle = fuse_lm_head(model)
@@ -153,8 +158,8 @@ class FusedHead:
 
     def __init__(self, model: Any, settings: "_Settings") -> None:
         self.model, self.active, self.row_weight = model, True, settings.row_weight
-        self.used = False  # whether a loss has come from here, where nothing is compiled
-        self.summed = False  # whether a trainer is about to sum the log-probabilities of all positions
+        self.used = False  # True after the fused forward has computed a loss; compiled code does not set it
+        self.summed = False  # True while a trainer only sums the log-probabilities of all positions
         self._own = {name: model.__dict__[name] for name in ("forward", "_loss_function") if name in model.__dict__}
         self._hook = model.register_forward_pre_hook(per_token.ask, with_kwargs=True)
         self._fused = _forward_of(settings, inspect.signature(model.forward))
@@ -168,13 +173,13 @@ class FusedHead:
         model._replicate_for_data_parallel = MethodType(_replicate, model)
 
     def __reduce__(self) -> Any:
-        # A method of one model is pickled as one of its class, which has it not, or another.
-        fail("model must be pickled without what fuse_lm_head has made of it, got a fused "
-             f"{type(self.model).__name__}; save its state_dict, or call FusedHead.of(model).remove() first and fuse "
-             "it again afterwards", TypeError)
+        # Pickle looks a bound method up in the model's class, which lacks it or has a different one.
+        fail(f"fuse_lm_head does not support pickle: a fused {type(self.model).__name__} has a forward of its own. "
+             "Save its state_dict, or call FusedHead.of(model).remove() first and fuse it again afterwards.", TypeError)
 
     def __deepcopy__(self, memo: Dict[int, Any]) -> "FusedHead":
-        """That of the model's copy, whose methods are the same functions: they ask it, see :func:`_handle_of`."""
+        """Copies the handle for the model's copy. The copy's methods are the same functions; :func:`_handle_of` tells
+        them which handle they belong to."""
         copied = memo[id(self)] = object.__new__(type(self))
         copied.__dict__.update(self.__dict__)
         for name in ("model", "_own", "_hook"):
@@ -183,10 +188,10 @@ class FusedHead:
 
     @staticmethod
     def of(model: Any) -> "FusedHead":
-        """The handle of a fused model, as of one that was copied: an average of weights, a reference.
+        """Returns the handle of a fused model, for example of a deepcopy (weight averages, reference models).
 
         Raises:
-            ValueError, TypeError: it is not fused.
+            ValueError, TypeError: if the model is not fused.
 
         Examples:
             >>> handle = fuse_lm_head(model)
@@ -205,7 +210,7 @@ class FusedHead:
         return _call(self._own.get("forward"), module, *args, **kwargs)
 
     def remove(self) -> None:
-        """Gives the model its own forward and loss back; a second call does nothing.
+        """Restores the model's own forward and loss. A second call does nothing.
 
         Examples:
             >>> fuse_lm_head(model).remove()
@@ -221,21 +226,22 @@ class FusedHead:
             delattr(self.model, name)
         if getattr(self.model.__dict__.get("forward"), "__func__", None) is self._fused:
             del self.model.forward
-        else:  # wrapped since, as autocast does, it stays, and passes everything on to what was before
+        else:  # a later wrapper (autocast) keeps the fused forward, which then calls the previous forward
             self.model._sparse_ce_before = {**getattr(self.model, "_sparse_ce_before", {}),
                                             self._fused: self._own.get("forward")}
         self.model.__dict__.update({k: v for k, v in self._own.items() if k not in self.model.__dict__})
 
 
 class _Settings(NamedTuple):
-    """What a model and its copies share: with the functions that hold it, no copy keeps another alive."""
+    """Holds the settings that a model and its copies share. Functions hold this tuple and no model, so no copy keeps
+    another alive."""
 
     eval_logits: bool
     report_metrics: bool
     options: Dict[str, Any]
     distillation: Optional[Dict[str, Any]]
     row_weight: Optional[str]  # the name of a column
-    labels_at: int  # among the arguments of forward
+    labels_at: int  # the position of labels among the arguments of forward
 
     def options_of(self, logits: Any) -> Dict[str, Any]:
         of_head = ("chunk_rows", "logits_dtype")
@@ -258,7 +264,7 @@ def _loss_of(settings: _Settings) -> Callable[..., Tensor]:
                 logits, labels, num_items_in_batch, with_weights(options, row_weight, logits, shift),
                 module._sparse_ce_asked, shift=shift, summed=module._sparse_ce_head.summed, teacher=teacher)
             return loss
-        # The metrics are on their way to the output, past the model's own code.
+        # The metrics reach the output through an attribute, because the model's own code does not pass them on.
         loss, module._sparse_ce_beside = token_loss(logits, labels, num_items_in_batch, options, shift=shift,
                                                     report_metrics=settings.report_metrics, teacher=teacher,
                                                     row_weight=row_weight)
@@ -269,7 +275,7 @@ def _loss_of(settings: _Settings) -> Callable[..., Tensor]:
 
 def _forward_of(settings: _Settings, signature: inspect.Signature) -> Callable[..., Any]:
     def forward(module: Any, *args: Any, **kwargs: Any) -> Any:
-        if args and args[0] is module:  # accelerate's unwrap_model binds what is bound
+        if args and args[0] is module:  # accelerate's unwrap_model binds a bound method again
             args = args[1:]
         labels = kwargs.get("labels", args[settings.labels_at] if len(args) > settings.labels_at else None)
         handle = _handle_of(module, forward)
@@ -288,13 +294,13 @@ def _forward_of(settings: _Settings, signature: inspect.Signature) -> Callable[.
             check(row_weight is not None, missing_column(settings.row_weight))
             module._sparse_ce_rows["row_weight"] = row_weight
         check(settings.distillation is not None or not set(_ROWS.values()) & set(module._sparse_ce_rows),
-              "hard_labels and teacher_log_tail must come with fuse_lm_head(model, distillation=...), got a head that "
-              "is fused without")
+              "hard_labels and teacher_log_tail must be None for a head fused without distillation, got a tensor; use "
+              "fuse_lm_head(model, distillation=...)")
         if asked is None and settings.eval_logits and not (module.training or torch.is_grad_enabled()):
             return _with_what_is_beside(module, handle._call(module, *args, **kwargs))
         head = check_head(module)
         if isinstance(head, FSDPModule):
-            head.set_reshard_after_forward(False, recurse=False)  # the loss reads the weight after the head is left
+            head.set_reshard_after_forward(False, recurse=False)  # the loss reads the weight after the head's forward
         head._sparse_ce_fusing, module._sparse_ce_asked = True, asked
         try:
             output = handle._call(module, *args, **kwargs)
@@ -308,19 +314,20 @@ def _forward_of(settings: _Settings, signature: inspect.Signature) -> Callable[.
 
 
 def _handle_of(module: Any, fused: Callable[..., Any]) -> Optional[FusedHead]:
-    """The handle of a model, an original or a copy, whose forward is ``fused``; None where it has been removed, though
-    a wrapper may have kept that forward."""
+    """Returns the handle of a model, original or copy, whose forward is ``fused``. Returns None after ``remove()``,
+    even if a wrapper has kept that forward."""
     head: Optional[FusedHead] = getattr(module, "_sparse_ce_head", None)
     return head if head is not None and head._fused is fused else None
 
 
 def _call(before: Optional[Callable[..., Any]], module: Any, *args: Any, **kwargs: Any) -> Any:
-    """The forward that the model had before: one of its own, or that of its class."""
+    """Calls the forward that the model had before: one of its own, or that of its class."""
     return before(*args, **kwargs) if before else type(module).forward(module, *args, **kwargs)
 
 
 def _replicate(model: Any) -> Any:
-    """A replica of DataParallel has the attributes of the model it was made from: bind its forward to itself."""
+    """Creates a replica for DataParallel. A replica copies the model's attributes, so its forward is bound to the
+    replica."""
     replica, head = type(model)._replicate_for_data_parallel(model), model._sparse_ce_head
     replica.forward = MethodType(head._fused, replica)
     replica._loss_function = MethodType(head._fused_loss, replica)
@@ -330,15 +337,15 @@ def _replicate(model: Any) -> Any:
 def _without_logits(module: nn.Module, output: Any) -> Any:
     items = list(output.values() if isinstance(output, dict) else output)
     if not any(isinstance(v, Logits) for v in items) or not isinstance(items[0], Tensor):
-        fail(f"model must make its loss from the logits of its output head with self.loss_function, got "
-             f"{type(module).__name__}, which does not; instead of fuse_lm_head train it with {INSTEAD}")
+        fail(f"model must compute its loss from the logits of its output head with self.loss_function, got "
+             f"{type(module).__name__}, which does not; instead of fuse_lm_head use {INSTEAD}")
     if isinstance(output, dict):
         return type(output)(**{k: v for k, v in output.items() if not isinstance(v, Logits)})
     return tuple(v for v in items if not isinstance(v, Logits))
 
 
 def _with_what_is_beside(module: Any, output: Any) -> Any:
-    """The output with its metrics, or, where a trainer asked for scores of each position, these in its place."""
+    """Returns the output with its metrics, or the scores of each position if a trainer requested them."""
     beside, module._sparse_ce_beside = module._sparse_ce_beside, None
     if isinstance(beside, per_token.TokenScores):
         return per_token.output_of(beside, output)

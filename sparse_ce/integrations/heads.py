@@ -1,4 +1,4 @@
-"""The model inside of its wrappers, and what a fused head asks of its output head."""
+"""Finds the model inside its wrappers, and checks that its output head can be fused."""
 
 import inspect
 from typing import Any, Optional, Tuple
@@ -13,8 +13,7 @@ from .logits import INSTEAD, HeadInput
 
 
 def unwrapped(model: Any, *attributes: str) -> Optional[PreTrainedModel]:
-    """Returns the model of transformers inside of PEFT and of wrappers that hold it in one of ``attributes``; None if
-    there is none."""
+    """Returns the model of transformers inside PEFT and wrappers that hold it in one of ``attributes``, or None."""
     while model is not None and not isinstance(model, PreTrainedModel):
         if hasattr(model, "get_base_model"):
             model = model.get_base_model()
@@ -31,7 +30,7 @@ def base_of(model: Any) -> Any:
 
 
 def check_liger(model: Any) -> None:
-    """Liger's fused loss takes the place of ``forward``, of a class or of a model."""
+    """Checks that Liger's fused loss has not replaced ``forward``, either of the class or of the model."""
     for forward in (model.__dict__.get("forward"), type(model).forward):
         if "liger_kernel" in getattr(inspect.unwrap(getattr(forward, "__func__", forward)), "__module__", ""):
             fail("model must keep its own forward, got that of liger_kernel; apply Liger with "
@@ -39,15 +38,17 @@ def check_liger(model: Any) -> None:
 
 
 def check_prompt(model: Any) -> None:
-    """PEFT weighs the loss of CPT anew, from the logits of the model's output."""
+    """Checks that the model is not one of PEFT's CPT, which computes a weighted loss from the logits of the model's
+    output."""
     for module in model.modules() if isinstance(model, nn.Module) else ():
         kind = getattr(getattr(module, "active_peft_config", None), "peft_type", None)
-        check(kind != "CPT", "model must leave its loss to its own forward, got one of PEFT's CPT, which makes its own "
-              "from the logits; train it without fuse_lm_head, with class indices")
+        check(kind != "CPT", "fuse_lm_head does not support PEFT's CPT: CPT computes a loss of its own from the "
+              "logits. Train without fuse_lm_head, with class indices.")
 
 
 def head_of(model: Any) -> Any:
-    """The module that multiplies: of a head that PEFT keeps copies of (``modules_to_save``), the one in use."""
+    """Returns the module that computes the logits. If PEFT keeps copies of the head (``modules_to_save``), this is the
+    copy in use."""
     head = model.get_output_embeddings()
     copies = getattr(head, "modules_to_save", None)
     if not isinstance(copies, nn.ModuleDict):
@@ -64,16 +65,17 @@ def check_head(model: Any) -> Any:
         fail(f"model must have an output head, got {type(model).__name__} without one", TypeError)
     if getattr(type(head), "forward", None) is not nn.Linear.forward:
         fail("model must have a plain nn.Linear as its output head, got "
-             f"{type(head).__module__}.{type(head).__name__}; keep adapters and quantisation away from the head "
-             f'(PEFT: modules_to_save=["lm_head"] trains a copy of it), or train it with {INSTEAD}', TypeError)
+             f"{type(head).__module__}.{type(head).__name__}; exclude the head from adapters and quantization "
+             f'(PEFT: modules_to_save=["lm_head"] trains a copy of it), or use {INSTEAD}', TypeError)
     check(not any(hasattr(t, "ds_id") for t in head.parameters(recurse=False)), "fuse_lm_head does not support "
           "DeepSpeed ZeRO-3: each process holds a part of the head's weight. Use causal_lm_loss, which is exact there, "
           "or ZeRO-2.")
     weight = head.weight
-    wrapped = is_traceable_wrapper_subclass(weight) and not isinstance(weight, DTensor)  # FSDP2's, between forwards
+    # Between forwards, a weight that FSDP2 shards is a DTensor.
+    wrapped = is_traceable_wrapper_subclass(weight) and not isinstance(weight, DTensor)
     if wrapped or not weight.dtype.is_floating_point:
         fail(f"model must have an output head with a plain floating weight, got {type(weight).__name__} of "
-             f"{weight.dtype}; a quantised head has no fused loss", TypeError)
+             f"{weight.dtype}; a quantized head has no fused loss", TypeError)
     if _enter_head not in head._forward_pre_hooks.values():
         head.register_forward_pre_hook(_enter_head)
     return head

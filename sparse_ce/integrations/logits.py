@@ -1,8 +1,9 @@
-"""A language model's logits as a formula instead of numbers, so that a loss can be taken of them chunk by chunk.
+"""Represents a language model's logits as a formula, so that a loss can process them in chunks.
 
-The head of a model gets :class:`HeadInput` in place of its hidden states. Its ``F.linear`` gives :class:`Logits`, which
-know the hidden states, the weight and the bias that were really used, and follow what the model's own code does next:
-``gain * tanh(scale * x)`` or ``scale * x``. Whatever else is done to them is an error: no formula is overlooked.
+The head of a model receives :class:`HeadInput` in place of its hidden states, and its ``F.linear`` returns
+:class:`Logits`. These hold the hidden states, the weight and the bias that were actually used. They follow the
+operations of the model's own code: ``gain * tanh(scale * x)`` or ``scale * x``. Any other operation raises an error, so
+that no formula is missed.
 """
 
 import math
@@ -20,21 +21,21 @@ from .._core.outputs import LogProbs
 from ..functional.log_probs import linear_selected_log_probs
 from ..targets.sparse_target import SparseTarget
 
-INSTEAD = ("causal_lm_loss, with shift=False if its own loss does not shift labels (encoder-decoders); what else it "
-           "adds to its loss is left out")
+INSTEAD = ("causal_lm_loss, with shift=False if its own loss does not shift labels (encoder-decoders); other terms of "
+           "its own loss are not included")
 _TANH = (torch.tanh, F.tanh)
 _REFUSED = ("add", "radd", "sub", "rsub", "matmul", "rmatmul", "rtruediv", "floordiv", "mod", "pow", "neg", "abs",
             "invert", "and", "or", "lt", "le", "gt", "ge", "getitem", "setitem", "len", "iter", "bool", "float", "int")
 
 
 class HeadInput:
-    """Hidden states (..., D) on their way into ``F.linear``."""
+    """Holds hidden states (..., D) that are passed to ``F.linear``."""
 
     def __init__(self, hidden: Tensor) -> None:
         self.hidden = hidden
 
     def to(self, *args: Any, **kwargs: Any) -> "HeadInput":
-        """What a hook in front of a head does, whose weight is wider than the model's."""
+        """Converts the hidden states, as a hook does before a head with a wider weight than the model's."""
         return HeadInput(self.hidden.to(*args, **kwargs))
 
     def float(self) -> "HeadInput":
@@ -55,29 +56,30 @@ def _linear(hidden: Tensor, weight: Tensor, bias: Optional[Tensor] = None) -> "L
     for name, t in (("weight", weight), ("bias", bias)):
         if t is not None and is_traceable_wrapper_subclass(t):
             fail(f"model must have an output head whose {name} is a plain tensor in forward, got {type(t).__name__}; "
-                  "quantised and tensor-parallel heads have no fused loss", TypeError)
+                  "quantized and tensor-parallel heads have no fused loss", TypeError)
     return Logits(hidden, weight, bias)
 
 
 class Logits:
-    """``scale * x`` or, with a ``gain``, ``gain * tanh(scale * x)``, for ``x = F.linear(hidden, weight, bias)``."""
+    """Represents ``scale * x`` or, with a ``gain``, ``gain * tanh(scale * x)``, for ``x = F.linear(hidden, weight,
+    bias)``."""
 
     def __init__(self, hidden: Tensor, weight: Tensor, bias: Optional[Tensor], scale: Union[float, Tensor] = 1.0,
                  gain: Optional[float] = None) -> None:
         self.hidden, self.weight, self.bias, self.scale, self.gain = hidden, weight, bias, scale, gain
 
     def loss(self, target: SparseTarget, *, logit_scale: Union[float, Tensor] = 1.0, **options: Any) -> Any:
-        """:func:`sparse_ce.linear_cross_entropy` of these logits times ``logit_scale``."""
+        """Computes :func:`sparse_ce.linear_cross_entropy` of these logits times ``logit_scale``."""
         return self.of_head(functional.linear_cross_entropy, target, logit_scale, **options)
 
     def log_probs(self, ids: SparseTarget, *, logit_scale: Union[float, Tensor] = 1.0, **options: Any) -> LogProbs:
-        """:func:`sparse_ce.linear_selected_log_probs` of these logits times ``logit_scale``."""
+        """Computes :func:`sparse_ce.linear_selected_log_probs` of these logits times ``logit_scale``."""
         out: LogProbs = self.of_head(linear_selected_log_probs, ids, logit_scale, **options)
         return out
 
     def of_head(self, function: Callable[..., Any], target: Any, logit_scale: Union[float, Tensor],
                 **options: Any) -> Any:
-        """``function(hidden states, weight, target, ...)`` of these logits times ``logit_scale``."""
+        """Calls ``function(hidden states, weight, target, ...)`` for these logits times ``logit_scale``."""
         scaled = self._scaled(logit_scale)
         # A cap must be positive, and tanh is odd.
         sign, cap = (1.0, None) if scaled.gain is None else (math.copysign(1.0, scaled.gain), abs(scaled.gain))
@@ -86,11 +88,11 @@ class Logits:
                         **options)
 
     def of_rows(self, rows: Tensor) -> "Logits":
-        """Those of the positions where ``rows``, bool, is True."""
+        """Selects the positions at which ``rows``, bool, is True."""
         return Logits(self.hidden[rows], self.weight, self.bias, self.scale, self.gain)
 
     def wide(self) -> "Logits":
-        """Of float32 products."""
+        """Converts hidden states, weight and bias to float32, so that the matrix product runs in float32."""
         bias = None if self.bias is None else self.bias.float()
         return Logits(self.hidden.float(), self.weight.float(), bias, self.scale, self.gain)
 
@@ -126,7 +128,8 @@ class Logits:
         return self / divisor
 
     def to(self, *args: Any, **kwargs: Any) -> "Logits":
-        """Themselves: the loss is taken in float32 (float64 for float64), on the device of the hidden states."""
+        """Returns ``self``: the loss is computed in float32 (float64 for float64), on the device of the hidden
+        states."""
         return self
 
     def float(self) -> "Logits":
@@ -169,8 +172,8 @@ for _name in _REFUSED:
 
 
 def _message(what: str) -> str:
-    return (f"model must leave its logits alone between head and loss, but for a factor and a softcap, got {what}; "
-            f"instead of fuse_lm_head train it with {INSTEAD}")
+    return (f"model must apply no more than a factor and a softcap to its logits before the loss, got {what}; "
+            f"instead of fuse_lm_head use {INSTEAD}")
 
 
 def _refuse(what: str) -> NoReturn:

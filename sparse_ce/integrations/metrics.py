@@ -1,4 +1,4 @@
-"""Entropy and token accuracy beside a loss: in a model's output, and in the Trainer's log."""
+"""Computes entropy and token accuracy with a loss, for a model's output and for the Trainer's log."""
 
 import inspect
 import typing
@@ -17,9 +17,10 @@ NAMES = ("entropy", "token_accuracy", "num_items")
 
 
 def metrics_of(entropy: Tensor, argmax: Tensor, target: SparseTarget) -> Dict[str, Tensor]:
-    """The fields of :data:`NAMES`, 0-d, detached: means over the rows that count, 0 over nothing, and their number.
+    """Returns the fields of :data:`NAMES`, detached and 0-d: means over the active rows, 0 if there are none, and their
+    number.
 
-    ``entropy``, ``argmax``: of each row, in the shape of ``target``, 0 and -1 where it is ignored.
+    ``entropy`` and ``argmax`` have the shape of ``target``. In ignored rows they are 0 and -1.
     """
     entropy, num_items = entropy.detach(), target.ne(IGNORE_INDEX).sum()
     divisor = num_items.clamp(min=1)
@@ -29,13 +30,13 @@ def metrics_of(entropy: Tensor, argmax: Tensor, target: SparseTarget) -> Dict[st
 
 # ----------------------------------------------------------------------------------------------- in a model's output
 
-_TYPES: Dict[type, type] = {}  # of an output, and the same with metrics
-_BASES: Dict[type, type] = {}  # the other way around
+_TYPES: Dict[type, type] = {}  # the class of an output: its subclass with metrics
+_BASES: Dict[type, type] = {}  # the inverse of _TYPES
 
 
 def make_type(base: Type[Any]) -> None:
-    """``base`` with the fields of :data:`NAMES`. Fields and not mere keys: what takes an output apart and rebuilds it
-    (PyTorch's pytrees, for FSDP and some of DDP) passes on nothing else."""
+    """Creates a subclass of ``base`` with the fields of :data:`NAMES`. Plain keys are not enough: code that takes an
+    output apart and rebuilds it (PyTorch's pytrees, for FSDP and partly for DDP) passes on fields only."""
     check(not any(f.name in NAMES for f in fields(base)),
           f"model must have an output without fields {list(NAMES)} of its own, got {base.__name__}")
     made = make_dataclass(
@@ -45,7 +46,8 @@ def make_type(base: Type[Any]) -> None:
 
 
 def _reduce(output: Any) -> Any:
-    """For pickle, which finds no class by its name that was made here."""
+    """Returns what pickle needs to rebuild an output: its base class, since pickle cannot find a class created here by
+    name."""
     return _rebuilt, (_BASES[type(output)], dict(output))
 
 
@@ -54,7 +56,7 @@ def _rebuilt(base: Type[Any], items: Dict[str, Any]) -> Any:
 
 
 def make_types(forward: Any) -> None:
-    """Those of what ``forward`` says that it returns: where it is compiled, no type can be made."""
+    """Creates the types with metrics for the return annotation of ``forward``. Compiled code cannot create them."""
     returned = inspect.signature(forward).return_annotation
     for base in typing.get_args(returned) or (returned,):
         if isinstance(base, type) and issubclass(base, ModelOutput) and base not in _TYPES:
@@ -62,7 +64,7 @@ def make_types(forward: Any) -> None:
 
 
 def with_metrics(output: Any, metrics: Dict[str, Tensor]) -> Any:
-    """A model's output with its metrics; a tuple, which has no names for them, as it is."""
+    """Returns a model's output with its metrics. A tuple cannot name them and is returned unchanged."""
     if not isinstance(output, ModelOutput):
         return output
     if type(output) not in _TYPES:
@@ -71,8 +73,8 @@ def with_metrics(output: Any, metrics: Dict[str, Tensor]) -> Any:
 
 
 def metrics_beside(output: Any) -> Any:
-    """A model's output whose metrics are attributes, no longer among its items, which the Trainer's evaluation takes
-    for predictions."""
+    """Moves the metrics of a model's output from its items to attributes. The Trainer's evaluation takes items for
+    predictions."""
     base = _BASES.get(type(output))
     if base is None:
         return output
@@ -83,7 +85,7 @@ def metrics_beside(output: Any) -> Any:
 
 def set_beside(output: Any, metrics: Dict[str, Tensor]) -> None:
     if not isinstance(output, ModelOutput):
-        fail(f"outputs must be a ModelOutput of transformers to report metrics in, got {type(output).__name__}",
+        fail(f"outputs must be a ModelOutput of transformers to report metrics, got {type(output).__name__}",
              TypeError)
     for name, value in metrics.items():
         setattr(output, name, value)
@@ -92,19 +94,19 @@ def set_beside(output: Any, metrics: Dict[str, Tensor]) -> None:
 # ------------------------------------------------------------------------------------------------ in the Trainer's log
 
 class TokenMetrics:
-    """Logs ``entropy`` and ``mean_token_accuracy``, named as TRL names them: a base of a Trainer, in front of it.
+    """Logs ``entropy`` and ``mean_token_accuracy``, under TRL's names. Put this class before a Trainer among the bases.
 
-    Every line of the log that has the training loss has both, means over the tokens of all steps since the last such
-    line, over all processes, devices and parts of an accumulated step, each token weighing as much as any other. The
-    device is waited for where the loss is logged and nowhere else. Evaluation and prediction have them among their
-    metrics, as ``eval_entropy``, ``test_mean_token_accuracy`` and so on; samples that are repeated to fill the last
-    batch of several processes count again.
+    Each log line with the training loss contains both. They are means over the tokens of all steps since the last such
+    line, over all processes, devices and accumulated batches; all tokens have equal weight. The device is synchronized
+    only when the loss is logged. Evaluation and prediction add them to their metrics, as ``eval_entropy``,
+    ``test_mean_token_accuracy`` and so on. Samples repeated to fill the last batch of several processes are counted
+    again.
 
-    The model, or the Trainer's loss function, must report them: ``fuse_lm_head(model, report_metrics=True)`` or
+    The model or the Trainer's loss function must report them: ``fuse_lm_head(model, report_metrics=True)`` or
     ``causal_lm_loss(report_metrics=True)``.
 
     Raises:
-        ValueError: in the first step, where nothing reports them.
+        ValueError: in the first step, if neither reports them.
 
     Examples:
         >>> from transformers import Trainer
@@ -112,7 +114,7 @@ class TokenMetrics:
         ...     pass
     """
 
-    _sums: Optional[Tensor] = None  # of items, of their entropies, and of those that are right
+    _sums: Optional[Tensor] = None  # (3,): the number of items, the sum of their entropies, the number of correct ones
 
     def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, *args: Any, **kwargs: Any) -> Any:
         loss, output = cast(Any, super()).compute_loss(model, inputs, True, *args, **kwargs)
@@ -127,7 +129,7 @@ class TokenMetrics:
     def log(self, logs: Dict[str, float], *args: Any, **kwargs: Any) -> None:
         if "loss" in logs:
             logs.update(self._taken())
-        elif "train_loss" in logs:  # the end of training: what was not logged is of no later one
+        elif "train_loss" in logs:  # at the end of training, sums that were not logged must not reach a later training
             self._sums = None
         cast(Any, super()).log(logs, *args, **kwargs)
 

@@ -1,4 +1,4 @@
-"""The target of images that were mixed by twos: two classes a row."""
+"""Builds the target of images mixed in pairs: two classes per row."""
 
 import torch
 from torch import Tensor
@@ -9,8 +9,8 @@ from ..targets.sparse_target import SparseTarget
 
 
 def mixed_labels(labels: Tensor, others: Tensor, own: Tensor, rest: Tensor, num_classes: int) -> SparseTarget:
-    """``own`` of the ``labels`` and ``rest`` of the ``others``, each (N,). A row is ignored if all labels that have a
-    share of it are -100."""
+    """Returns a target with weight ``own`` for ``labels`` and ``rest`` for ``others``, each (N,). A row is ignored if
+    every label with a nonzero weight is -100."""
     indices = torch.stack((torch.where(own == 0, others, labels), torch.where(rest == 0, labels, others)), 1)
     return SparseTarget.from_topk(indices, torch.stack((own, rest), 1).float(), num_classes=num_classes)
 

@@ -1,4 +1,4 @@
-"""Batches of a teacher's cached top-k, as inference servers and distillation tools write it."""
+"""Builds batches from a teacher's cached top-k, in the formats of inference servers and distillation tools."""
 
 import functools
 import math
@@ -23,55 +23,56 @@ from ..targets.sparse_target import SparseTarget
 
 
 class TopKCollator:
-    """A ``data_collator`` that turns cached top-k teacher output into ``SparseTarget`` labels.
+    """Converts cached top-k teacher output into ``SparseTarget`` labels. Use it as a ``data_collator``.
 
-    A sample is a dict with ``input_ids`` (S,) and, for each of its S positions, the teacher's candidates, in one of the
-    forms that are around:
+    A sample is a dict with ``input_ids`` (S,) and the teacher's candidates for each of its S positions, in one of these
+    formats:
 
-    - ids and values, (S, K) tensors, arrays or lists, ragged or padded (DistillKit, axolotl, TRL). Padding is an id of
-      -100, a value of -inf, or a False in ``mask``; its id may be anything.
-    - vLLM's ``prompt_logprobs``, one dict per position from token id to ``Logprob``, number or JSON object, None where
-      there is none; or its ``FlatLogprobs``. ``ids`` is not read then.
+    - ids and values: (S, K) tensors, arrays or lists, ragged or padded (DistillKit, axolotl, TRL). Padding is an id of
+      -100, a value of -inf, or False in ``mask``; its id may be any number.
+    - vLLM's ``prompt_logprobs``: one dict per position from token id to ``Logprob``, number or JSON object; None for a
+      position without candidates. vLLM's ``FlatLogprobs`` work too. ``ids`` is not read.
 
-    An id that comes a second time in a position counts once: vLLM lists the sampled token beside the top k. Positions
-    without a candidate are ignored, and so are those whose ``labels``, if the sample has them, are -100.
+    A repeated id in a position counts once: vLLM lists the sampled token in addition to the top k. Positions without a
+    candidate are ignored. Positions whose ``labels`` are -100, if the sample has labels, are ignored too.
 
-    Hard labels can stand in where there is no teacher, in some positions or whole samples of a batch
-    (``fill_with_labels``), and beside it (``label_weight``).
+    Hard labels can replace a missing teacher, in some positions or whole samples (``fill_with_labels``), or be mixed
+    with the teacher (``label_weight``).
 
     Args:
-        collator: makes the batch of everything else; by default sequences as long as ``input_ids`` are padded with 0.
-            One that puts all samples into a row (``DataCollatorWithFlattening``, TRL's with ``padding_free=True``)
-            gets labels (1, total); the first position of each sequence, which no other predicts, is ignored.
-        ids, values, mask: keys of a sample. ``mask=None``: there is none.
-        kind: what the values are, ``"logprobs"``, ``"probs"`` or ``"logits"``, as in ``SparseTarget.from_topk``.
-            ``"logits"`` also normalises log-probabilities over the candidates.
-        predicts: ``"next"`` if row i is what the teacher predicts behind token i, as its logits at i are; ``"token"``
-            if row i is what it predicts of token i. It is needed unless each sample says it: by a key ``predicts`` (S,)
-            of 1 (``"next"``) or 0 (``"token"``) for each position, as caches of :mod:`sparse_ce.data` have it, or by
-            vLLM's objects, which are ``"token"``. A sample that says something else is an error. The labels are those
-            of ``"token"`` in both cases, which is what a loss that shifts wants.
-        k: candidates kept in each position, those of the largest values; batches then all have the same K.
-        padding_side: where ``collator`` pads, ``"right"`` or ``"left"``; None: where the batch's ``attention_mask``
-            says that it did, on the right without.
-        num_classes: size of the vocabulary, where it shall be checked.
-        fill_with_labels: positions without a candidate have their label instead, with weight 1; a sample may have no
-            teacher at all.
-        label_weight: in [0, 1): of the sample's own label in the target of each position that has both; the
-            candidates' probabilities are multiplied by 1 - ``label_weight``. The cross entropy of such a target is the
-            same sum of both losses.
+        collator: builds the batch from all other keys. By default sequences as long as ``input_ids`` are padded with 0.
+            A collator that concatenates all samples into one row (``DataCollatorWithFlattening``, TRL's with
+            ``padding_free=True``) gets labels (1, total). The first position of each sequence, which no other position
+            predicts, is then ignored.
+        ids, values, mask: keys of a sample. ``mask=None``: there is no mask.
+        kind: the kind of the values, ``"logprobs"``, ``"probs"`` or ``"logits"``, as in ``SparseTarget.from_topk``.
+            ``"logits"`` also normalizes log-probabilities over the candidates.
+        predicts: ``"next"`` if row i is the teacher's prediction for token i + 1, as its logits at i are; ``"token"``
+            if row i is its prediction for token i. It is optional if each sample has a key ``predicts`` (S,), as in
+            caches of :mod:`sparse_ce.data`: 1 (``"next"``) or 0 (``"token"``) for each position. It is also optional
+            for vLLM's objects, which are ``"token"``. A sample that contradicts it raises an error. The labels are
+            always those of ``"token"``, as a loss that shifts labels expects.
+        k: number of candidates kept in each position, those with the largest values. All batches then have the same K.
+        padding_side: the side on which ``collator`` pads, ``"right"`` or ``"left"``. None reads the side from the
+            batch's ``attention_mask``; without a mask it is the right side.
+        num_classes: size of the vocabulary, if it is to be checked.
+        fill_with_labels: if True, positions without a candidate use their label instead, with weight 1. A sample may
+            then have no teacher at all.
+        label_weight: weight, in [0, 1), of the sample's own label in the target of each position that has both. The
+            candidates' probabilities are multiplied by 1 - ``label_weight``. The cross entropy of this target is the
+            same weighted sum of both losses.
 
-        hard_labels: the batch gets ``hard_labels`` (B, S) besides, of the samples' ``labels`` or, without, their
-            ``input_ids``; -100 where ``labels`` does not count. For ``fuse_lm_head(distillation=...)``.
-        log_tail: key of (S,) logarithms of the teacher's probability off its candidates; the batch gets
-            ``teacher_log_tail`` (B, S), multiplied by 1 - ``label_weight`` as the candidates are, and -inf where a
-            sample has no teacher. None: there is none.
+        hard_labels: if True, the batch also gets ``hard_labels`` (B, S): the samples' ``labels`` or, without them,
+            their ``input_ids``. Ignored positions are -100. Use it with ``fuse_lm_head(distillation=...)``.
+        log_tail: key of (S,) logarithms of the teacher's probability outside its candidates. The batch gets
+            ``teacher_log_tail`` (B, S). Its probability is multiplied by 1 - ``label_weight``, like those of the
+            candidates. It is -inf if a sample has no teacher. None: there is no tail.
 
-        row_weight: key of (S,) token weights, in the positions of the labels; the batch gets them under the same key,
-            (B, S) float32, 0 in the padding. For the ``row_weight`` of :func:`causal_lm_loss` and
-            :func:`fuse_lm_head`. None: there is none.
+        row_weight: key of (S,) token weights, in the positions of the labels. The batch gets them under the same key,
+            (B, S) float32, 0 in the padding. Use it with ``row_weight`` of :func:`causal_lm_loss` and
+            :func:`fuse_lm_head`. None: there are no weights.
 
-    With the Trainer set ``remove_unused_columns=False``: it drops keys that are not arguments of the model.
+    With the Trainer set ``remove_unused_columns=False``: by default it drops keys that are not arguments of the model.
 
     Examples:
         >>> sample = {"input_ids": [5, 6, 7], "teacher_ids": [[5, 9], [6], [7, 2]],
@@ -101,7 +102,7 @@ class TopKCollator:
         self.padding_side, self.fill_with_labels, self.label_weight = padding_side, fill_with_labels, label_weight
 
     def __call__(self, samples: Sequence[Mapping[str, Any]]) -> Dict[str, Any]:
-        """A batch: what ``collator`` makes, and ``labels``, a ``SparseTarget`` (B, S).
+        """Returns the batch of ``collator``, with ``labels`` as a ``SparseTarget`` (B, S).
 
         Examples:
             >>> vllm = {"input_ids": [5, 6], "teacher_logprobs": [None, {6: -0.1, 9: -2.4}]}
@@ -134,7 +135,7 @@ class TopKCollator:
         return batch
 
     def _target(self, sample: Mapping[str, Any]) -> SparseTarget:
-        """(S,): one sample's rows."""
+        """Returns the rows of one sample, (S,)."""
         rows, kind, given = len(sample["input_ids"]), self.kind, sample.get("labels")
         labels = None if given is None else torch.as_tensor(given)
         if self.fill_with_labels and labels is not None and sample.get(self.values) is None:
@@ -142,8 +143,8 @@ class TopKCollator:
         else:
             indices, values = self._entries(sample)
         check(indices.shape[0] == rows, f"{self.values} must have a row for each of the {rows} input_ids, got "
-              f"{indices.shape[0]}; add rows without candidates where there is no teacher, and cut both where "
-              "sequences are cut")
+              f"{indices.shape[0]}; add rows without candidates for tokens without a teacher, and truncate both "
+              "together")
         if self.k is not None:
             indices, values = _largest(indices, values, self.k)
         behind = self._behind(sample)
@@ -158,31 +159,32 @@ class TopKCollator:
             num_classes=self.num_classes, ignore_empty=True)
 
     def _behind(self, sample: Mapping[str, Any]) -> Tensor:
-        """Returns bool (S,): True if a row is of the token behind its position, as the sample or the caller says."""
+        """Returns bool (S,): True if a row predicts the token after its position, according to the sample or the
+        caller."""
         rows, teacher, column = len(sample["input_ids"]), _as_rows(sample.get(self.values)), sample.get("predicts")
         if teacher is None or isinstance(teacher, (list, tuple)) and all(row is None for row in teacher):
             return torch.zeros(rows, dtype=torch.bool)
         given = self.predicts
         if _is_prompt_logprobs(teacher):
             check(given in (None, "token"), f"predicts must be 'token' for vLLM's log-probabilities, got {given!r}; "
-                  f"pass others than vLLM's as ids and values. {CHOICES}")
+                  f"pass rows of other tools as ids and values. {CHOICES}")
             given = "token"
         if column is None:
             if given is None:
-                fail(f"predicts must be 'next' or 'token', got None and a sample of {sorted(sample)}, which does not "
-                     f"say it; {CHOICES}")
+                fail(f"predicts must be 'next' or 'token', got None and a sample without it, {sorted(sample)}; "
+                     f"{CHOICES}")
             return torch.full((rows,), given == "next")
         column = torch.as_tensor(column)
         check(column.shape == (rows,), f"predicts must have an element for each of the {rows} input_ids, got shape "
               f"{list(column.shape)} in a sample")
         lengths = torch.as_tensor(sample.get("seq_lengths", [rows])).tolist()
         said = {as_predicts(part, "in a sequence of a sample") for part in column.split(lengths)} - {None}
-        check(given is None or said <= {given}, f"predicts must be what the samples say, {', '.join(map(repr, said))}, "
-              f"got {given!r}; leave it out, or correct the samples. {CHOICES}")
+        check(given is None or said <= {given}, f"predicts must match the samples, {', '.join(map(repr, said))}, got "
+              f"{given!r}; omit it, or correct the samples. {CHOICES}")
         return column.bool()
 
     def _log_tail(self, sample: Mapping[str, Any]) -> Tensor:
-        """(S,), in the positions of the labels: what is left of the teacher beside a weighted label."""
+        """Returns the teacher's log tail (S,), in the positions of the labels, scaled by 1 - ``label_weight``."""
         assert self.log_tail is not None
         if self.fill_with_labels and sample.get(self.values) is None:
             return torch.full((len(sample["input_ids"]),), -torch.inf)
@@ -190,7 +192,7 @@ class TopKCollator:
         return tail + math.log1p(-self.label_weight) if self.label_weight else tail
 
     def _with_labels(self, indices: Tensor, values: Tensor, labels: Tensor) -> Tuple[Tensor, Tensor]:
-        """(S, K + 1): the candidates and their log-probabilities with the label behind them."""
+        """Appends the label to the candidates and to their log-probabilities, (S, K + 1)."""
         taught = indices.ne(IGNORE_INDEX).any(1)
         weight = torch.where(taught, self.label_weight, float(self.fill_with_labels)).to(values.dtype)
         label = torch.where(weight > 0, labels, IGNORE_INDEX)[:, None]
@@ -198,7 +200,7 @@ class TopKCollator:
         return torch.cat((indices, label), 1), torch.cat((values, weight.clamp(min=1e-30).log()[:, None]), 1)
 
     def _entries(self, sample: Mapping[str, Any]) -> Tuple[Tensor, Tensor]:
-        """Ids and values (S, K), padding marked by an id of -100."""
+        """Returns ids and values (S, K). Padding has the id -100."""
         mask = None
         teacher = _as_rows(sample.get(self.values))
         if teacher is None:
@@ -224,7 +226,7 @@ class TopKCollator:
 
 
 def _moved(t: Tensor, behind: Tensor, fill: float) -> Tensor:
-    """Returns the rows of (S, ...) at the tokens that they predict, and ``fill`` where no row is left."""
+    """Moves the rows of (S, ...) to the tokens that they predict, and writes ``fill`` into positions without a row."""
     if not behind.any():
         return t
 
@@ -236,20 +238,20 @@ def _moved(t: Tensor, behind: Tensor, fill: float) -> Tensor:
 
 
 def _side(attention_mask: Optional[Tensor], lengths: List[int], size: List[int], given: Optional[str]) -> str:
-    """Where sequences of these lengths are padded in a batch of this size (B, S)."""
+    """Returns the side on which a batch of size (B, S) pads sequences of these lengths."""
     short = [(i, size[1] - n) for i, n in enumerate(lengths) if n < size[1]] if size[0] == len(lengths) else []
     if attention_mask is None or list(attention_mask.shape) != size or not short:
         return given or "right"
     left = not any(bool(attention_mask[i, :missing].any()) for i, missing in short)
     right = not any(bool(attention_mask[i, -missing:].any()) for i, missing in short)
     found = given if left == right else "left" if left else "right"
-    check(given in (None, found), f"padding_side must be that of the collator, {found!r}, as the attention_mask of its "
-          f"batch says, got {given!r}")
+    check(given in (None, found), f"padding_side must be that of the collator, {found!r} by the batch's "
+          f"attention_mask, got {given!r}")
     return found or "right"
 
 
 def _widened(target: SparseTarget, length: int, padding_side: str) -> SparseTarget:
-    """(length,): filled up with ignored rows on the side of the padding."""
+    """Pads a target to (length,) with ignored rows on the padding side."""
     missing = length - len(target)
     if missing == 0:
         return target
@@ -262,7 +264,7 @@ def _widened(target: SparseTarget, length: int, padding_side: str) -> SparseTarg
 
 
 def _column(sample: Mapping[str, Any], name: str) -> Tensor:
-    """(S,), float32."""
+    """Returns a sample's column (S,) as float32."""
     if sample.get(name) is None:
         fail(f"sample must hold {name!r}, got {sorted(sample)}; the Trainer drops it unless "
              "TrainingArguments(remove_unused_columns=False)")
@@ -277,7 +279,7 @@ def _hard_labels(sample: Mapping[str, Any]) -> Tensor:
 
 
 def _laid(rows: List[Tensor], size: int, length: int, padding_side: str, fill: float) -> Tensor:
-    """(B, S), of sequences that are padded or all in a row."""
+    """Combines rows to (B, S): padded, or concatenated to one row."""
     if size != len(rows):
         return torch.cat(rows)[None]
     return torch.stack([F.pad(t, (length - len(t), 0) if padding_side == "left" else (0, length - len(t)), value=fill)
@@ -285,7 +287,8 @@ def _laid(rows: List[Tensor], size: int, length: int, padding_side: str, fill: f
 
 
 def _first(position_ids: Optional[Tensor], lengths: List[int], size: int, length: int) -> Optional[Tensor]:
-    """Bool (B, S): where a sequence begins behind another in the same row; None where none does."""
+    """Returns bool (B, S): True at the first position of a sequence that follows another in the same row. Returns None
+    if there is no such position."""
     if position_ids is not None:
         first = position_ids.eq(0).expand(size, length).clone()
     elif size == len(lengths):
@@ -298,13 +301,13 @@ def _first(position_ids: Optional[Tensor], lengths: List[int], size: int, length
 
 
 def _without(target: SparseTarget, ignored: Tensor) -> SparseTarget:
-    """With the rows of ``ignored`` among those that do not count."""
+    """Returns the target with the rows of ``ignored`` ignored as well."""
     return SparseTarget(target.indices, target.values, target.offsets, target.ne(IGNORE_INDEX) & ~ignored,
                         target.num_classes, target.kind, target.ids)
 
 
 def _as_log_probs(indices: Tensor, values: Tensor, kind: str) -> Tensor:
-    """(S, K): of entries whose padding has an id of -100; of padding anything but NaN."""
+    """Converts values (S, K) to log-probabilities. Padding has the id -100; its values are arbitrary but not NaN."""
     padding = indices.eq(IGNORE_INDEX)
     if kind == "probs":
         return values.masked_fill(padding, 1.0).log()
@@ -314,7 +317,7 @@ def _as_log_probs(indices: Tensor, values: Tensor, kind: str) -> Tensor:
 
 
 def pad_inputs(samples: Sequence[Mapping[str, Any]], padding_side: str = "right") -> Dict[str, Any]:
-    """``collate``, with sequences as long as ``input_ids`` padded with 0; adds ``attention_mask``."""
+    """Pads sequences as long as ``input_ids`` with 0, collates all else, and adds ``attention_mask``."""
     check("seq_lengths" not in samples[0], "collator must be given for packed samples, which have 'seq_lengths', got "
           "None; with TRL it is TopKCollator(DataCollatorForLanguageModeling(pad_token_id, padding_free=True))")
     samples = [{"attention_mask": [1] * len(sample["input_ids"]), **sample} for sample in samples]
@@ -336,12 +339,12 @@ def _is_prompt_logprobs(teacher: Any) -> bool:
 
 
 def _as_rows(given: Any) -> Any:
-    """A list of an array of objects, as NumPy and ``datasets`` in its format hold rows of different lengths."""
+    """Converts an array of objects to a list. NumPy and ``datasets`` store ragged rows in such arrays."""
     return list(given) if getattr(getattr(given, "dtype", None), "hasobject", False) else given
 
 
 def _padded(rows: Any, fill: float) -> Tensor:
-    """(S, K) of a tensor or array as it is; of lists of different lengths, or None, filled up."""
+    """Returns (S, K): tensors and arrays unchanged, lists of different lengths (or None) padded with ``fill``."""
     rows = _as_rows(rows)
     if hasattr(rows, "shape"):
         t = torch.as_tensor(rows)
@@ -358,7 +361,7 @@ def _padded(rows: Any, fill: float) -> Tensor:
 
 
 def _repeated(indices: Tensor) -> Tensor:
-    """(S, K), True where an id came before in its row."""
+    """Returns bool (S, K): True if an id occurred earlier in its row."""
     ordered, order = torch.sort(indices, dim=-1, stable=True)
     again = torch.zeros_like(indices, dtype=torch.bool)
     again[:, 1:] = ordered[:, 1:] == ordered[:, :-1]
@@ -366,7 +369,7 @@ def _repeated(indices: Tensor) -> Tensor:
 
 
 def _largest(indices: Tensor, values: Tensor, k: int) -> Tuple[Tensor, Tensor]:
-    """(S, k): the entries of the largest values, filled up with padding."""
+    """Returns the k entries with the largest values, (S, k), padded if a row has fewer."""
     missing = max(0, k - indices.shape[1])
     indices, values = F.pad(indices, (0, missing), value=IGNORE_INDEX), F.pad(values, (0, missing))
     order = values.masked_fill(indices.eq(IGNORE_INDEX), -torch.inf).topk(k, dim=1).indices

@@ -1,4 +1,4 @@
-"""timm's Mixup and FastCollateMixup with sparse targets."""
+"""Provides timm's Mixup and FastCollateMixup with sparse targets."""
 
 import copy
 from typing import Any, Sequence, Tuple, Union
@@ -19,8 +19,8 @@ _Target = Union[SparseTarget, SmoothedTarget]
 
 
 def _of_halves(mixup: Any) -> Any:
-    """Returns ``mixup`` for two classes. Row i meets row N - 1 - i: if the rows of each half of a batch have a class of
-    their own, timm's dense target is the two weights of each row."""
+    """Returns a copy of ``mixup`` for two classes. timm mixes row i with row N - 1 - i. If each half of a batch has its
+    own class, timm's dense target contains the two weights of each row."""
     mixup = copy.copy(mixup)
     mixup.num_classes, mixup.label_smoothing = 2, 0.0
     return mixup
@@ -31,7 +31,7 @@ def _halves(n: int, device: Any = None) -> Tensor:
 
 
 def _sparse(mixup: Any, labels: Tensor, weights: Tensor) -> _Target:
-    """The target of ``labels`` (N,), by timm's ``weights`` (N, 2), or (N / 2, 2), for :func:`_halves`."""
+    """Returns the target of ``labels`` (N,) for timm's ``weights``, (N, 2) or (N / 2, 2), of :func:`_halves`."""
     labels = checked_labels(labels)
     n, half = len(weights), _halves(len(labels), labels.device)[:len(weights), None]
     own, rest = weights.gather(1, half)[:, 0], weights.gather(1, 1 - half)[:, 0]
@@ -40,10 +40,11 @@ def _sparse(mixup: Any, labels: Tensor, weights: Tensor) -> _Target:
 
 
 class Mixup(timm.data.Mixup):  # type: ignore[misc]
-    """``timm.data.Mixup``, whose target is a :class:`sparse_ce.SparseTarget` of two classes a row.
+    """Replaces the target of ``timm.data.Mixup`` by a :class:`sparse_ce.SparseTarget` with two classes per row.
 
-    Arguments, images and draws are timm's. With ``label_smoothing`` the target is a :class:`SmoothedTarget`, which
-    :class:`sparse_ce.SoftTargetCrossEntropy` takes. ``multi_label=True`` gives timm's dense target.
+    Arguments, images and random draws are those of timm. With ``label_smoothing`` the target is a
+    :class:`SmoothedTarget`, which :class:`sparse_ce.SoftTargetCrossEntropy` accepts. ``multi_label=True`` returns
+    timm's dense target.
 
     Examples:
         >>> mixup_fn = Mixup(mixup_alpha=0.8, cutmix_alpha=1.0, label_smoothing=0.1, num_classes=10)
@@ -55,13 +56,17 @@ class Mixup(timm.data.Mixup):  # type: ignore[misc]
     """
 
     def __call__(self, x: Tensor, target: Tensor) -> Tuple[Tensor, Any]:
-        """``x``: floating images (N, C, H, W), which are overwritten as by timm; ``target``: labels (N,).
+        """Applies Mixup to a batch of images and its labels.
+
+        Args:
+            x: floating-point images (N, C, H, W), which are overwritten as in timm.
+            target: labels (N,), integers.
 
         Returns:
             The images, and a target of N rows with two classes each.
 
         Raises:
-            TypeError, ValueError: ``x`` is not floating; ``target`` is no labels (N,).
+            TypeError, ValueError: if ``x`` is not floating-point, or ``target`` is not a tensor of labels (N,).
 
         Examples:
             >>> mixup_fn = Mixup(label_smoothing=0.0, num_classes=10)
@@ -71,16 +76,18 @@ class Mixup(timm.data.Mixup):  # type: ignore[misc]
         if self.multi_label:
             mixed: Tuple[Tensor, Any] = super().__call__(x, target)
             return mixed
-        # timm's weights of each row are of this dtype.
+        # timm computes the weights of each row in this dtype.
         check(x.is_floating_point(), f"x must be of a floating dtype, got {x.dtype}", TypeError)
         x, weights = super(Mixup, _of_halves(self)).__call__(x, _halves(len(x), target.device))
         return x, _sparse(self, target, weights)
 
 
 class FastCollateMixup(timm.data.FastCollateMixup):  # type: ignore[misc]
-    """``timm.data.FastCollateMixup``, whose target is a :class:`sparse_ce.SparseTarget` of two classes a row.
+    """Replaces the target of ``timm.data.FastCollateMixup`` by a :class:`sparse_ce.SparseTarget` with two classes per
+    row.
 
-    Arguments, images and draws are timm's. ``label_smoothing`` and ``multi_label`` are as for :class:`Mixup`.
+    Arguments, images and random draws are those of timm. ``label_smoothing`` and ``multi_label`` work as in
+    :class:`Mixup`.
 
     Examples:
         >>> collate_fn = FastCollateMixup(mode="half", label_smoothing=0.0, num_classes=10)
@@ -91,13 +98,16 @@ class FastCollateMixup(timm.data.FastCollateMixup):  # type: ignore[misc]
     """
 
     def __call__(self, batch: Sequence[Any], _: Any = None) -> Tuple[Tensor, Any]:
-        """``batch``: samples (image, label), of uint8 images (C, H, W) and integers.
+        """Combines samples into a mixed batch.
+
+        Args:
+            batch: samples (image, label) of uint8 images (C, H, W) and integers.
 
         Returns:
-            Images, (N, C, H, W) uint8, N / 2 where ``mode="half"``, and a target of as many rows.
+            Images (N, C, H, W) uint8 and a target with as many rows; with ``mode="half"`` both have N / 2 rows.
 
         Raises:
-            TypeError, ValueError: labels are no integers.
+            TypeError, ValueError: if labels are not integers.
 
         Examples:
             >>> samples = [(torch.zeros(3, 8, 8, dtype=torch.uint8), label) for label in (3, 1)]

@@ -1,4 +1,4 @@
-"""The loss of a causal language model's positions, of logits that are numbers or a formula of a fused head."""
+"""Computes the loss of a causal language model from logits or from the formula of a fused head."""
 
 import inspect
 from typing import Any, Callable, Dict, Optional, Tuple
@@ -18,13 +18,13 @@ from ..targets.sparse_target import SparseTarget
 from .logits import Logits
 from .metrics import metrics_of
 
-MARK = "_sparse_ce"  # an attribute of what is ours
+MARK = "_sparse_ce"  # the attribute that marks this package's functions
 
 
 def target_of(labels: Any, logits: Any, ignore_index: int, shift: bool) -> SparseTarget:
-    """(B, S): what the logits of each position are compared with."""
+    """Returns the target (B, S) that the logits of each position are compared with."""
     target = as_target(labels, logits.shape)
-    if ignore_index != IGNORE_INDEX:  # positions that a shift adds are marked with -100
+    if ignore_index != IGNORE_INDEX:  # a shift marks the positions that it adds with -100
         target = SparseTarget(target.indices, target.values, target.offsets, target.ne(ignore_index),
                               target.num_classes, target.kind, target.ids)
     target = target.to(logits.device, non_blocking=True)
@@ -32,7 +32,8 @@ def target_of(labels: Any, logits: Any, ignore_index: int, shift: bool) -> Spars
 
 
 def shifted_rows(rows: Dict[str, Tensor], shift: bool, ignore_index: int) -> Dict[str, Tensor]:
-    """What stands beside the labels of each position, for the logits that are compared with them."""
+    """Shifts the tensors beside the labels, such as token weights, to the logits that are compared with these
+    labels."""
     if not shift:
         return rows
     return {name: F.pad(t[..., 1:], (0, 1), value=0 if t.is_floating_point() else ignore_index)
@@ -40,7 +41,7 @@ def shifted_rows(rows: Dict[str, Tensor], shift: bool, ignore_index: int) -> Dic
 
 
 def with_weights(options: Dict[str, Any], row_weight: Any, logits: Any, shift: bool) -> Dict[str, Any]:
-    """Returns the options of a loss with the token weights of a batch, which are shifted as its labels are."""
+    """Returns the options of a loss with the batch's token weights, shifted like its labels."""
     if row_weight is None:
         return options
     if not isinstance(row_weight, Tensor):
@@ -53,17 +54,20 @@ def with_weights(options: Dict[str, Any], row_weight: Any, logits: Any, shift: b
 def token_loss(logits: Any, labels: Any, normalizer: Optional[Normalizer], options: Dict[str, Any], *, shift: bool,
                report_metrics: bool, teacher: Optional[Dict[str, Any]] = None, row_weight: Any = None
                ) -> Tuple[Tensor, Optional[Dict[str, Tensor]]]:
-    """The loss and, where they are asked for, its metrics. ``logits`` (B, S, V): numbers, or the :class:`Logits` of a
-    fused head. ``teacher``: options of a distillation from the labels, what of them has a row of each position too.
-    ``row_weight`` (B, S): in the positions of the labels."""
+    """Computes the loss and, if requested, its metrics.
+
+    ``logits`` (B, S, V) is a tensor, or the :class:`Logits` of a fused head. ``teacher`` holds the options of a
+    distillation from the labels, with the tensors that have a row for each position. ``row_weight`` (B, S) is in the
+    positions of the labels.
+    """
     target = target_of(labels, logits, options.get("ignore_index", IGNORE_INDEX), shift)
     if options.get("reduction", "mean") == "mean":
         options = {**options, "normalizer": normalizer}
     options = with_weights(options, row_weight, logits, shift)
     if not report_metrics:
         return loss_of(logits, target, teacher, **options), None
-    # A fused head reads metrics beside the loss, whose sums may round differently then; of logits a read of their own
-    # costs less than a product, and changes nothing of the gradient.
+    # A fused head computes metrics with the loss, whose sums may then round differently. For logits a separate read
+    # costs less than a matrix product and does not affect the gradient.
     if isinstance(logits, Logits) and teacher is None:
         out = loss_of(logits, target, None, return_entropy="detached", return_argmax=True, **options)
         return out.loss, metrics_of(out.entropy, out.argmax, target)
@@ -72,7 +76,7 @@ def token_loss(logits: Any, labels: Any, normalizer: Optional[Normalizer], optio
 
 
 def entropy_and_argmax(logits: Any, target: SparseTarget, options: Dict[str, Any]) -> Tuple[Tensor, Tensor]:
-    """(B, S) each, of a read of their own: 0 and -1 where the target is ignored."""
+    """Computes entropy and argmax, (B, S) each, in a separate read. They are 0 and -1 if the target is ignored."""
     rows = SparseTarget.from_index(torch.where(target.ne(IGNORE_INDEX), 0, IGNORE_INDEX))
     options = {name: options[name] for name in _OF_THE_DISTRIBUTION if name in options}
     with torch.no_grad():
@@ -97,7 +101,8 @@ _FIXES = {"group": _OF_SHARDS, "vocab_start": _OF_SHARDS}
 
 
 def check_row_weight(row_weight: Any) -> None:
-    """Raises an error for weights instead of the name of their column: batches differ."""
+    """Raises an error if ``row_weight`` is a tensor instead of a column name, since weights differ from batch to
+    batch."""
     if not (row_weight is None or isinstance(row_weight, str)):
         fail(f"row_weight must be the name of the batch's column of weights (B, S), got {described(row_weight)}; put "
              'the weights beside the labels of each sample, and pass their name, row_weight="token_weights"', TypeError)

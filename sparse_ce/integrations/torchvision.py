@@ -1,4 +1,4 @@
-"""torchvision's MixUp and CutMix with sparse targets."""
+"""Provides torchvision's MixUp and CutMix with sparse targets."""
 
 from typing import Any, Dict
 
@@ -24,9 +24,10 @@ class _SparseLabels(v2.Transform):  # type: ignore[misc]
 
 
 class MixUp(_SparseLabels, v2.MixUp):  # type: ignore[misc]
-    """``torchvision.transforms.v2.MixUp``, whose target is a :class:`sparse_ce.SparseTarget` of two classes a row.
+    """Replaces the target of ``torchvision.transforms.v2.MixUp`` by a :class:`sparse_ce.SparseTarget` with two classes
+    per row.
 
-    Arguments, images and draws are torchvision's. Labels (N, C) give torchvision's dense target.
+    Arguments, images and random draws are those of torchvision. Labels (N, C) give torchvision's dense target.
 
     Examples:
         >>> transform = MixUp(alpha=0.2, num_classes=10)
@@ -39,9 +40,10 @@ class MixUp(_SparseLabels, v2.MixUp):  # type: ignore[misc]
 
 
 class CutMix(_SparseLabels, v2.CutMix):  # type: ignore[misc]
-    """``torchvision.transforms.v2.CutMix``, whose target is a :class:`sparse_ce.SparseTarget` of two classes a row.
+    """Replaces the target of ``torchvision.transforms.v2.CutMix`` by a :class:`sparse_ce.SparseTarget`, two classes per
+    row.
 
-    Arguments, images and draws are torchvision's. Labels (N, C) give torchvision's dense target.
+    Arguments, images and random draws are those of torchvision. Labels (N, C) give torchvision's dense target.
 
     Examples:
         >>> images, target = CutMix(num_classes=10)((torch.rand(4, 3, 8, 8), torch.tensor([3, 1, 4, 1])))

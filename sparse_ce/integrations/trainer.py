@@ -1,4 +1,4 @@
-"""What the Trainer of transformers and its subclasses are asked to check and to hand on around a step."""
+"""Wraps methods of transformers' Trainer and its subclasses: checks a step, and passes its data on to a loss."""
 
 import functools
 import sys
@@ -17,7 +17,7 @@ from .own_loss import STEP, Step, shifts_labels
 from .per_token import patched
 from .token_loss import MARK
 
-_SUMS = "1.16."  # releases of TRL whose SFTTrainer is known to do nothing with log-probabilities but to sum them
+_SUMS = "1.16."  # the releases of TRL whose SFTTrainer is known only to sum the log-probabilities
 
 
 def install() -> None:
@@ -29,7 +29,7 @@ def install() -> None:
 
 def _wrap(trainer: Any, name: str, around: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
     method = getattr(trainer, name, None)
-    if method is None or hasattr(method, MARK):  # of an older release; a reload must not wrap it twice
+    if method is None or hasattr(method, MARK):  # older releases lack a method; a reload must not wrap it twice
         return
     wrapped = around(method)
     setattr(wrapped, MARK, True)
@@ -37,8 +37,9 @@ def _wrap(trainer: Any, name: str, around: Callable[[Callable[..., Any]], Callab
 
 
 def _around_train(train: Callable[..., Any]) -> Callable[..., Any]:
-    """That sees the same at the first backward of all: a subclass's step need not call the Trainer's (TRL's
-    OnlineDPOTrainer). Not at each: a step may leave out a batch, or have several losses."""
+    """Wraps ``train`` to check at the first backward that the loss comes from a fused head. A subclass's step need not
+    call the Trainer's step (TRL's OnlineDPOTrainer). Later backwards are not checked: a step may skip a batch, or have
+    several losses."""
 
     @functools.wraps(train)
     def checked(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -70,8 +71,8 @@ def _around_train(train: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _around_compute_loss(compute_loss: Callable[..., Any]) -> Callable[..., Any]:
-    """That hands token weights to a loss of ours, and takes metrics out of the items of an output, all of which
-    evaluation collects."""
+    """Wraps ``compute_loss`` to pass token weights to our loss, and to move metrics out of an output's items, all of
+    which evaluation collects."""
 
     @functools.wraps(compute_loss)
     def checked(self: Any, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
@@ -87,7 +88,7 @@ def _around_compute_loss(compute_loss: Callable[..., Any]) -> Callable[..., Any]
 
 @contextmanager
 def _step(trainer: Any, row_weight: Any = None) -> Iterator[None]:
-    """Tells a loss function the model, and the token weights of its batch."""
+    """Sets the model and the batch's token weights for a loss function."""
     token = STEP.set(Step(trainer.model, row_weight))
     try:
         yield
@@ -96,7 +97,7 @@ def _step(trainer: Any, row_weight: Any = None) -> Iterator[None]:
 
 
 def _with_model(step: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a step that tells the model to the loss of a subclass whose ``compute_loss`` calls no other."""
+    """Wraps a step to set the model for the loss of a subclass whose ``compute_loss`` does not call the Trainer's."""
 
     @functools.wraps(step)
     def told(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -107,7 +108,8 @@ def _with_model(step: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _around_training_step(training_step: Callable[..., Any]) -> Callable[..., Any]:
-    """That sees whether the loss of a fused model, whose options it would miss otherwise, comes from its head."""
+    """Wraps ``training_step`` to check that the loss of a fused model comes from its head. Otherwise the head's options
+    would be ignored."""
 
     @_with_model
     @functools.wraps(training_step)
@@ -133,7 +135,8 @@ def _around_training_step(training_step: Callable[..., Any]) -> Callable[..., An
 
 
 def _around_prepare_inputs(prepare_inputs: Callable[..., Any]) -> Callable[..., Any]:
-    """That fuses the head of a model that TRL has patched when it first gets soft labels, which TRL's cannot read."""
+    """Wraps ``_prepare_inputs`` to fuse the head of a model that TRL has patched at its first soft labels. TRL's own
+    forward cannot read soft labels."""
 
     @functools.wraps(prepare_inputs)
     def checked(self: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
@@ -148,12 +151,13 @@ def _around_prepare_inputs(prepare_inputs: Callable[..., Any]) -> Callable[..., 
 
 
 def _around_count(count: Callable[..., Any]) -> Callable[..., Any]:
-    """That counts the labels which a loss of ours compares; the Trainer asks the model's class whether it shifts."""
+    """Wraps the counting of items to count the labels that our loss compares. The Trainer assumes the shift of the
+    model's class."""
 
     @functools.wraps(count)
     def counted(self: Any, *args: Any, **kwargs: Any) -> Any:
         options = getattr(_loss_of(self), MARK, None)
-        if options is None or not hasattr(self, "_loss_shifts_labels"):  # older releases do not ask
+        if options is None or not hasattr(self, "_loss_shifts_labels"):  # older releases count all labels alike
             return count(self, *args, **kwargs)
         shift = shifts_labels(self.model) if options["shift"] is None else options["shift"]
         own, self._loss_shifts_labels = self._loss_shifts_labels, shift
@@ -173,8 +177,8 @@ def _heads(model: nn.Module) -> List[FusedHead]:
 def _check_used(trainer: Any, model: nn.Module, heads: List[FusedHead]) -> None:
     compiled = any(hasattr(module, "_orig_mod") for module in model.modules())
     check(compiled or all(head.used for head in heads), "the loss of a fused model must come from its forward with "
-          f"labels, got a step of {_release(trainer)} that made it without; call handle.remove() and train without "
-          "fuse_lm_head")
+          f"labels, got a step of {_release(trainer)} that computed it elsewhere; call handle.remove() and train "
+          "without fuse_lm_head")
 
 
 def _sums_log_probs(trainer: Any) -> bool:
@@ -190,12 +194,12 @@ def _release(trainer: Any) -> str:
 
 
 def _check_smoothing(trainer: Any, model: nn.Module, inputs: Any) -> None:
-    """``label_smoothing_factor``: the Trainer would drop it (it has a loss function), make the logits of a fused head
-    for it, or fail in it (soft labels). Nowhere else do these meet."""
+    """Checks that ``label_smoothing_factor`` is 0. Otherwise the Trainer ignores it (if there is a loss function),
+    materializes the logits of a fused head, or fails (soft labels)."""
     if getattr(trainer, "label_smoother", None) is None:
         return
     loss = _loss_of(trainer)
-    labels = inputs.get("labels") if hasattr(inputs, "get") else None  # GRPO's are a list before a step prepares them
+    labels = inputs.get("labels") if hasattr(inputs, "get") else None  # GRPO's inputs are a list at first
     if hasattr(loss, MARK) or isinstance(labels, SparseTarget) or _heads(model):
         given = trainer.args.label_smoothing_factor
         fail(f"label_smoothing_factor must be 0 with soft labels and with the losses of sparse_ce, got {given}; "
@@ -203,10 +207,11 @@ def _check_smoothing(trainer: Any, model: nn.Module, inputs: Any) -> None:
 
 
 def _check_logits_stay(trainer: Any, return_outputs: bool) -> None:
-    """Whoever asks for a model's outputs beside its loss reads their logits, of which a metric of the step is made."""
+    """Raises an error if ``inplace='forward'`` overwrites the logits of returned outputs, from which a step computes
+    metrics."""
     options = getattr(_loss_of(trainer), MARK, None)
     if return_outputs and torch.is_grad_enabled() and isinstance(options, dict) and options.get("inplace") == "forward":
-        fail("inplace must be False or 'backward' where a training step returns the model's outputs, got "
+        fail("inplace must be False or 'backward' if a training step returns the model's outputs, got "
              "causal_lm_loss(inplace='forward'), which overwrites their logits")
 
 
@@ -220,5 +225,5 @@ def _loss_of(trainer: Any) -> Any:
 def _check_liger(trainer: Any) -> None:
     given = getattr(trainer.args, "liger_kernel_config", None) or {}
     if getattr(trainer.args, "use_liger_kernel", False) and given.get("fused_linear_cross_entropy", True):
-        fail("use_liger_kernel must come without Liger's own fused loss where the head is fused by fuse_lm_head, got "
-             f"liger_kernel_config={given or None}; add fused_linear_cross_entropy=False to it")
+        fail("fuse_lm_head does not support Liger's own fused loss: both replace the model's loss. Add "
+             f"fused_linear_cross_entropy=False to liger_kernel_config, got {given or None}.")

@@ -1,4 +1,4 @@
-"""Hugging Face transformers: losses for the Trainer, and a causal language model that never makes its logits."""
+"""Makes the Trainer of transformers use losses of sparse_ce, and causal language models compute them without logits."""
 
 import warnings
 from collections.abc import Mapping
@@ -21,7 +21,7 @@ from .own_loss import STEP, outputs_shift, shifts_labels
 from .teacher import TopKCollator
 from .token_loss import MARK, check_options, check_row_weight, missing_column, token_loss
 
-# The Trainer and accelerate take apart, pad and gather what they know: tensors, sequences and mappings.
+# The Trainer and accelerate split, pad and gather only types that they know: tensors, sequences and mappings.
 Mapping.register(SparseTarget)
 trainer.install()
 
@@ -31,55 +31,63 @@ __all__ = ["FusedHead", "TokenMetrics", "TopKCollator", "causal_lm_loss", "fuse_
 def causal_lm_loss(*, shift: Optional[bool] = None, report_metrics: bool = False,
                    aux_loss_weight: Optional[float] = None, row_weight: Optional[str] = None,
                    **options: Any) -> Callable[..., Tensor]:
-    """A loss for ``Trainer(compute_loss_func=...)``: cross entropy of a language model's logits, or of a classifier's.
+    """Returns a loss for ``Trainer(compute_loss_func=...)``: the cross entropy of a language model's or a classifier's
+    logits.
 
     Args:
-        shift: if True, position i of a sequence is compared with the label of i + 1, as ``ForCausalLMLoss`` does; if
-            False, with the label of i. None compares as the model's own loss does. In a Trainer the model's class
-            tells: causal language models shift; token and sequence classification, multiple choice, masked language
-            models and encoder-decoders do not. A class that does not tell, such as the decoder of an encoder-decoder
-            (``BartForCausalLM``, whose own loss does not shift), is an error that asks for ``shift``. Without a
-            Trainer the class of ``outputs`` tells, and a dict or a tuple is that of a causal language model. Pass
-            False for labels that were shifted before. The batches of an encoder-decoder must have
-            ``decoder_input_ids`` beside the labels (``DataCollatorForSeq2Seq(tokenizer, model=model)`` makes them). The
-            Trainer counts the labels that are compared; it knows the loss in a ``functools.partial`` or a function with
-            ``functools.wraps(loss)`` too.
-        report_metrics: ``outputs``, which must be a ``ModelOutput``, gets the attributes ``entropy``,
-            ``token_accuracy`` and ``num_items`` that :func:`fuse_lm_head` describes, from a second read of the logits.
-        aux_loss_weight: what multiplies ``outputs.aux_loss``, the loss of a mixture of experts' routers, which is then
-            added to each batch's loss, as the model adds it to its own with
-            ``model.config.get_text_config().router_aux_loss_coef`` (JetMoe: ``aux_loss_coef``). The Trainer takes the
-            labels away from a model whose loss comes from here, which then adds nothing itself. None leaves it out with
-            a warning, 0 without.
-        row_weight: the name of a column of the batch that holds token weights (B, S), of any real dtype, in the
-            positions of the labels. It is shifted with the labels, and multiplies the loss of each token, its smoothing
-            and its z-loss included. The divisor stays the number of labels that are not ignored, so that a weight of 0
-            is not a label of -100. A batch without the column is an error: use
-            ``TrainingArguments(remove_unused_columns=False)`` and a collator that keeps the column, as
-            ``TopKCollator(row_weight=...)`` does.
-        options: those of :func:`sparse_ce.cross_entropy`, but for ``normalizer``, ``return_lse``, ``return_entropy``,
+        shift: if True, position i of a sequence is compared with the label of i + 1, as in ``ForCausalLMLoss``. If
+            False, it is compared with the label of i; use this for labels that are already shifted. None compares as
+            the model's own loss does, see below.
+        report_metrics: if True, ``outputs``, which must be a ``ModelOutput``, gets the attributes ``entropy``,
+            ``token_accuracy`` and ``num_items``, see :func:`fuse_lm_head`. They are computed in a second read of the
+            logits.
+        aux_loss_weight: multiplies ``outputs.aux_loss``, the loss of the routers of a mixture of experts, which is
+            added to each batch's loss. To match the model's own loss pass
+            ``model.config.get_text_config().router_aux_loss_coef`` (JetMoe: ``aux_loss_coef``). The Trainer passes no
+            labels to a model with a custom loss, so the model itself adds nothing. None omits the term with a warning,
+            0 without a warning.
+        row_weight: the name of the batch's column of token weights (B, S), of any real dtype, in the positions of the
+            labels. The weights are shifted with the labels. They multiply the loss of each token, including its label
+            smoothing and z-loss. The divisor stays the number of labels that are not ignored; so a weight of 0 differs
+            from a label of -100. A batch without the column raises an error. Use
+            ``TrainingArguments(remove_unused_columns=False)`` and a collator that keeps the column, such as
+            ``TopKCollator(row_weight=...)``.
+        options: options of :func:`sparse_ce.cross_entropy`, except ``normalizer``, ``return_lse``, ``return_entropy``,
             ``return_argmax``, ``group``, ``vocab_start``, a ``logit_scale`` for each row and ``reduction="none"``. With
-            ``reduction="sum"`` the Trainer's count is not used.
-            ``inplace="forward"`` leaves no logits: it is an error with ``report_metrics``, and in a training step that
-            returns the model's outputs (``compute_loss(..., return_outputs=True)``).
+            ``reduction="sum"`` the Trainer's count is not used. ``inplace="forward"`` overwrites the logits. It is an
+            error with ``report_metrics``, and in a training step that returns the model's outputs
+            (``compute_loss(..., return_outputs=True)``).
 
     Returns:
-        ``f(outputs, labels, num_items_in_batch=None, row_weight=None)``, a fresh 0-d tensor. ``outputs``: a model's,
-        with ``logits`` (B, S, V). ``labels``: class indices (B, S), an ``(indices, values)`` tuple (B, S, K), a
-        sparse COO tensor (B, S, V) or a ``SparseTarget`` (B, S). ``num_items_in_batch``: the divisor, a number or a
-        tensor whose elements are equal; None for the mean over the positions that count. ``row_weight``: the token
-        weights, which a Trainer takes from the batch.
+        ``f(outputs, labels, num_items_in_batch=None, row_weight=None)``, which returns a new 0-d tensor.
 
-    The Trainer counts items before it calls this, and PyTorch cannot slice a COO tensor along its positions: inside a
-    Trainer, let :func:`sparse_ce.collate` turn COO samples into a ``SparseTarget``.
+        - ``outputs``: a model's outputs, with ``logits`` (B, S, V).
+        - ``labels``: class indices (B, S), an ``(indices, values)`` tuple (B, S, K), a sparse COO tensor (B, S, V) or a
+          ``SparseTarget`` (B, S).
+        - ``num_items_in_batch``: the divisor, a number or a tensor with equal elements. None divides by the number of
+          active positions.
+        - ``row_weight``: the token weights, which a Trainer takes from the batch.
 
-    ``label_smoothing`` is an option here: the Trainer's own ``label_smoothing_factor``, which it drops where there is a
-    loss function and which knows no soft labels, is an error.
+    ``shift=None`` inside a Trainer depends on the model's class. Causal language models shift. Token and sequence
+    classification, multiple choice, masked language models and encoder-decoders do not. A class whose own loss is
+    unknown raises an error that asks for ``shift``. An example is the decoder of an encoder-decoder
+    (``BartForCausalLM``, whose own loss does not shift). Outside a Trainer the class of ``outputs`` decides; a dict or
+    a tuple counts as a causal language model's.
+
+    The Trainer counts the compared labels. It also recognizes the loss inside a ``functools.partial``, or a function
+    with ``functools.wraps(loss)``. The batches of an encoder-decoder must contain ``decoder_input_ids`` beside the
+    labels; ``DataCollatorForSeq2Seq(tokenizer, model=model)`` adds them.
+
+    The Trainer counts items before it calls the loss, and PyTorch cannot slice a COO tensor along its positions. Inside
+    a Trainer, use :func:`sparse_ce.collate` to convert COO samples into a ``SparseTarget``.
+
+    Pass ``label_smoothing`` here: the Trainer's ``label_smoothing_factor`` raises an error. The Trainer ignores it if
+    there is a loss function, and it does not support soft labels.
 
     Raises:
-        TypeError, ValueError: at once for options that do not exist or do not fit; when the loss is taken, for an
-            ``aux_loss_weight`` without an ``aux_loss``, for ``shift=None`` with a model whose class does not tell, and
-            for a batch without token weights.
+        TypeError, ValueError: at once, if an option does not exist or does not fit the others. When the loss is
+            computed: if ``aux_loss_weight`` is given and there is no ``aux_loss``; if ``shift=None`` and the loss of
+            the model's class is unknown; if the batch lacks the token weights.
 
     Examples:
         >>> loss = causal_lm_loss(label_smoothing=0.1)  # Trainer(..., compute_loss_func=loss)
@@ -123,21 +131,21 @@ def causal_lm_loss(*, shift: Optional[bool] = None, report_metrics: bool = False
 
 def _check_no_prompt(positions: torch.Size, given: torch.Size) -> None:
     if len(positions) == len(given) == 2 and positions[0] == given[0] and positions[1] > given[1]:
-        fail(f"labels must be {list(positions)}, one for each position of the logits, got {list(given)}; where PEFT "
-             "has put a learned prompt in front (prompt tuning, p-tuning), it does so with the labels if the model "
-             "makes its own loss: take fuse_lm_head(model) instead of causal_lm_loss")
+        fail(f"labels must be {list(positions)}, one for each position of the logits, got {list(given)}; if PEFT "
+             "prepends a learned prompt (prompt tuning, p-tuning), use fuse_lm_head(model) instead of causal_lm_loss: "
+             "PEFT then extends the labels too")
 
 
 def _with_aux_loss(value: Tensor, outputs: Any, weight: Optional[float]) -> Tensor:
     aux_loss = outputs.get("aux_loss") if isinstance(outputs, dict) else getattr(outputs, "aux_loss", None)
     if aux_loss is None:
         check(not weight, "aux_loss_weight must be None or 0 for a model whose outputs have no aux_loss, got "
-              f"{weight}; output_router_logits=True in the config of a mixture of experts gives them one")
+              f"{weight}; set output_router_logits=True in the config of a mixture of experts")
         return value
     if weight is None:
-        warnings.warn("sparse_ce: the aux_loss of the model's routers is left out; causal_lm_loss(aux_loss_weight="
-                      "model.config.get_text_config().router_aux_loss_coef) adds it, as fuse_lm_head(model) does by "
-                      "itself, and aux_loss_weight=0 says that it is meant", stacklevel=3)
+        warnings.warn("sparse_ce: the aux_loss of the model's routers is ignored; use causal_lm_loss(aux_loss_weight="
+                      "model.config.get_text_config().router_aux_loss_coef) or fuse_lm_head(model) to add it, or "
+                      "aux_loss_weight=0 to silence this warning", stacklevel=3)
         return value
-    added: Tensor = weight * aux_loss.mean().to(value.device)  # of DataParallel: one of each device
+    added: Tensor = weight * aux_loss.mean().to(value.device)  # DataParallel returns one aux_loss per device
     return value + added

@@ -1,7 +1,7 @@
-"""TRL: distillation with :class:`trl.SFTTrainer`, from a cache or with the teacher in the loop.
+"""Provides distillation with :class:`trl.SFTTrainer`, from a cache or with the teacher in the loop.
 
-``SFTTrainer``, ``DPOTrainer``, ``KTOTrainer``, ``GRPOTrainer`` and ``RLOOTrainer`` need nothing of this module:
-:func:`sparse_ce.integrations.transformers.fuse_lm_head` answers them.
+``SFTTrainer``, ``DPOTrainer``, ``KTOTrainer``, ``GRPOTrainer`` and ``RLOOTrainer`` do not need this module:
+:func:`sparse_ce.integrations.transformers.fuse_lm_head` supports them.
 """
 
 from typing import Any, Dict, List, Optional, Tuple
@@ -22,42 +22,46 @@ from .teacher import TopKCollator
 
 __all__ = ["DistillationTrainer"]
 
-_CACHED = {"teacher_ids": "teacher_logprobs", "ids": "log_probs"}  # the names of columns; the latter of our Parquet
+_CACHED = {"teacher_ids": "teacher_logprobs", "ids": "log_probs"}  # column names; the second pair is our Parquet's
 _LOG_TAIL = ("teacher_log_tail", "log_tail")
 
 
 class DistillationTrainer(SFTTrainer):  # type: ignore[misc]
-    """``SFTTrainer`` whose loss is a divergence from a teacher: of its cached top-k, or of a model in the loop.
+    """Extends ``SFTTrainer`` by a distillation loss: a divergence from a teacher's cached top-k, or from a model in the
+    loop.
 
-    Everything else is TRL's: PEFT, bf16, gradient checkpointing, packing, padding-free batches, accumulation, several
-    processes, its log of loss, entropy and token accuracy (against the teacher's likeliest class).
+    All else is TRL's: PEFT, bf16, gradient checkpointing, packing, padding-free batches, gradient accumulation, several
+    processes. So is the log of loss, entropy and token accuracy (against the teacher's most likely class).
 
-    Off-line, ``teacher_model=None``, a dataset holds ``input_ids`` (S,) and the teacher's candidates, ``teacher_ids``
-    and ``teacher_logprobs`` (S, K), or the columns ``ids``, ``log_probs`` of a Parquet cache of :mod:`sparse_ce.data`;
-    ``labels`` say which positions count, and ``completion_mask`` does with ``completion_only_loss=True``.
-    ``teacher_log_tail`` or ``log_tail`` (S,) is read where it is there. With a teacher in the loop, any dataset of
-    ``SFTTrainer`` will do: the teacher reads each batch, and ``k`` classes a position are kept of it, without its
-    logits.
+    For offline distillation (``teacher_model=None``) the dataset holds ``input_ids`` (S,) and the teacher's candidates.
+    These are ``teacher_ids`` and ``teacher_logprobs`` (S, K), or the columns ``ids`` and ``log_probs`` of a Parquet
+    cache of :mod:`sparse_ce.data`. ``labels`` mark the active positions; with ``completion_only_loss=True``
+    ``completion_mask`` does. ``teacher_log_tail`` or ``log_tail`` (S,) is used if present.
 
-    On-policy, in a share of the steps the student continues the prompts itself: what stands before the first label of
-    each sequence. The teacher is asked about the student's text.
+    A teacher in the loop works with any dataset of ``SFTTrainer``. The teacher reads each batch, and ``k`` classes per
+    position are kept, without materializing its logits.
+
+    With ``on_policy`` the student itself continues the prompts in a fraction of the steps. A prompt is the part of a
+    sequence before its first label. The teacher then scores the student's text.
 
     Args:
-        model, args, train_dataset, ...: as for ``SFTTrainer``. The model must not be fused before.
-        teacher_model: a causal language model of transformers with the student's vocabulary; frozen here.
-        k: classes kept of a teacher in the loop.
-        predicts: of a cache, ``"next"`` if row i is what the teacher predicts behind token i, as its logits at i are;
-            ``"token"`` if row i is what it predicts of token i (vLLM). It is needed unless the dataset has the column
+        model, args, train_dataset, ...: as in ``SFTTrainer``. The model must not be fused already.
+        teacher_model: a causal language model of transformers with the student's vocabulary. Its parameters are frozen.
+        k: number of classes kept per position from a teacher in the loop.
+        predicts: for a cache: ``"next"`` if row i is the teacher's prediction for token i + 1, as its logits at i are;
+            ``"token"`` if row i is its prediction for token i (vLLM). Required unless the dataset has the column
             ``predicts`` of a cache of :mod:`sparse_ce.data`.
-        kind, tail, beta, floor, temperature, temperature_squared, alpha: as for :func:`sparse_ce.distillation_loss`.
-            At a temperature the student's logits are divided by it, and so are those of a teacher in the loop, whose
-            tail is then known; a cached teacher's candidates are tempered against each other.
-        on_policy: share of the steps, in [0, 1], that train on text of the student; wants a teacher in the loop.
-        max_new_tokens, sampling_temperature: of the student's text.
+        kind, tail, beta, floor, temperature, temperature_squared, alpha: as in :func:`sparse_ce.distillation_loss`. The
+            temperature divides the student's logits, and those of a teacher in the loop, whose tail is then known. The
+            candidates of a cached teacher are renormalized among themselves at the temperature.
+        on_policy: fraction of the steps, in [0, 1], that train on text generated by the student. Requires a teacher in
+            the loop.
+        max_new_tokens, sampling_temperature: generation options for the student's text.
 
     Raises:
-        TypeError, ValueError: as :func:`fuse_lm_head` and :func:`sparse_ce.distillation_loss`; neither a teacher nor
-            its candidates; ``on_policy`` without a teacher in the loop or with packed sequences.
+        TypeError, ValueError: as :func:`fuse_lm_head` and :func:`sparse_ce.distillation_loss`. Also if there is neither
+            a teacher nor its candidates, or if ``on_policy`` is used without a teacher in the loop or with packed
+            sequences.
 
     Examples:
         >>> from sparse_ce.integrations.trl import DistillationTrainer
@@ -67,7 +71,7 @@ class DistillationTrainer(SFTTrainer):  # type: ignore[misc]
     """
 
     _tag_names = ["trl", "distillation"]
-    args: Any  # and what else a Trainer of TRL types as what a Trainer may have at all
+    args: Any  # the base classes annotate these attributes with broader types
     model: Any
     model_wrapped: Any
     processing_class: Any
@@ -82,10 +86,11 @@ class DistillationTrainer(SFTTrainer):  # type: ignore[misc]
                  sampling_temperature: float = 1.0, **of_trl: Any) -> None:
         check_flags(temperature_squared=temperature_squared)
         check(0 <= on_policy <= 1, f"on_policy must be in [0, 1], got {on_policy}")
-        check(on_policy == 0 or teacher_model is not None, "teacher_model must be given for on_policy, to score the "
-              "student's text, got None")
+        check(on_policy == 0 or teacher_model is not None, "teacher_model must be given for on_policy, got None; it "
+              "scores the student's text")
         self.k, self.predicts, self.on_policy = k, predicts, on_policy
-        # A teacher in the loop is asked at the temperature, so that its tail is known; then the student's is a scale.
+        # A teacher in the loop is evaluated at the temperature, so that its tail is known. The student's temperature
+        # is then a logit scale.
         self._asks_at = temperature if teacher_model is not None and tail not in ("zero", "renormalize") else 1.0
         check(self._asks_at == 1 or alpha == 1, f"alpha must be 1 at a temperature with tail={tail!r}, got {alpha}")
         self._factor = self._asks_at ** 2 if temperature_squared else 1.0
@@ -97,7 +102,7 @@ class DistillationTrainer(SFTTrainer):  # type: ignore[misc]
         self._must_say = teacher_model is None and predicts is None
         super().__init__(model, *args, **of_trl)
         check(on_policy == 0 or not (self.padding_free or self.args.packing),
-              "padding_free and packing must be off for on_policy, which continues each prompt by itself")
+              "padding_free and packing must be off for on_policy, which generates from separate prompts")
         fuse_lm_head(self.model, logit_scale=1 / self._asks_at, distillation=dict(
             kind=kind, tail=tail, beta=beta, floor=floor, alpha=alpha, temperature_squared=temperature_squared,
             temperature=temperature if self._asks_at == 1 else 1.0))
@@ -105,8 +110,8 @@ class DistillationTrainer(SFTTrainer):  # type: ignore[misc]
             self.teacher_model = self.accelerator.prepare_model(
                 teacher_model.requires_grad_(False).eval(), evaluation_mode=True)
         else:
-            check(bool(self._columns), f"train_dataset must hold {' or '.join(map(str, _CACHED.items()))} where there "
-                  f"is no teacher_model, got {self.train_dataset.column_names}")
+            check(bool(self._columns), f"train_dataset must hold {' or '.join(map(str, _CACHED.items()))} if there is "
+                  f"no teacher_model, got {self.train_dataset.column_names}")
             self.data_collator = TopKCollator(self.data_collator, predicts=predicts, hard_labels=self._hard_labels,
                                               **self._columns)
 
@@ -114,7 +119,7 @@ class DistillationTrainer(SFTTrainer):  # type: ignore[misc]
 
     def _prepare_dataset(self, dataset: Any, processing_class: Any, args: Any, packing: Any, formatting_func: Any,
                          dataset_name: str) -> Any:
-        """TRL's keeps the columns of a teacher neither where it truncates nor where it packs."""
+        """Keeps the teacher's columns, which TRL drops when it truncates or packs."""
         names = list(dataset.column_names or ())
         ids = next((name for name in _CACHED if name in names and _CACHED[name] in names), None)
         if ids is None:
@@ -152,9 +157,10 @@ class DistillationTrainer(SFTTrainer):  # type: ignore[misc]
         return (made[0] * self._factor, made[1]) if return_outputs else made * self._factor
 
     def _taught(self, inputs: Dict[str, Any]) -> Dict[str, Any]:
-        """With what the teacher says in place of the labels. It is asked about the tokens that count alone."""
+        """Replaces the labels by the teacher's top k. The teacher is evaluated at the active tokens only."""
         labels = inputs["labels"]
-        rows = F.pad(labels[:, 1:], (0, 1), value=IGNORE_INDEX).ne(IGNORE_INDEX)  # whose logits are of such a token
+        # The logits at these positions predict an active token.
+        rows = F.pad(labels[:, 1:], (0, 1), value=IGNORE_INDEX).ne(IGNORE_INDEX)
         teacher = {name: t for name, t in inputs.items() if name != "labels"}
         top, log_tail = topk_of(self.teacher_model, teacher, rows, self.k, 1 / self._asks_at)
         at = F.pad(rows[:, :-1], (1, 0))
@@ -170,7 +176,7 @@ class DistillationTrainer(SFTTrainer):  # type: ignore[misc]
     # ------------------------------------------------------------------------------------------- the student's own text
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: torch.device) -> Tuple[List[Any], Any]:
-        """Before the Trainer counts what it divides by."""
+        """Replaces batches by the student's own text, before the Trainer counts the divisor."""
         batches, num_items = super().get_batch_samples(epoch_iterator, num_batches, device)
         if not batches or not self._on_own_text():
             return batches, num_items
@@ -178,20 +184,21 @@ class DistillationTrainer(SFTTrainer):  # type: ignore[misc]
         return batches, self._get_num_items_in_batch(batches, device)
 
     def _on_own_text(self) -> bool:
-        """The same on all processes."""
+        """Returns True if this step uses the student's own text. The result is the same on all processes."""
         draw = torch.Generator().manual_seed(self.args.seed * 1_000_003 + self.state.global_step)
         return torch.rand((), generator=draw).item() < self.on_policy
 
     @torch.no_grad()
     def _continued(self, batch: Dict[str, Any]) -> Dict[str, Any]:
-        """A batch of prompts, what stands before the first label of each sequence, that the student has continued."""
+        """Returns a batch in which the student has continued the prompts: the tokens before the first label of each
+        sequence."""
         device = self.accelerator.device
         ids, counts = batch["input_ids"].to(device), batch["labels"].to(device).ne(IGNORE_INDEX)
         lengths = torch.where(counts.any(1), counts.int().argmax(1), batch["attention_mask"].to(device).sum(1))
         lengths = lengths.clamp(min=1)
         width = int(lengths.max())
         columns = torch.arange(width, device=device)
-        padding = width - lengths[:, None]  # in front of a prompt, as generation wants it
+        padding = width - lengths[:, None]  # generation needs padding on the left
         prompts, mask = ids.gather(1, (columns - padding).clamp(min=0)), (columns >= padding).long()
         pad = self.processing_class.pad_token_id
         training = self.model.training
@@ -204,7 +211,7 @@ class DistillationTrainer(SFTTrainer):  # type: ignore[misc]
         made = out[:, width:]
         ends = made.eq(self.processing_class.eos_token_id)
         real = torch.cat((mask.bool(), F.pad(ends.cumsum(1)[:, :-1], (1, 0)).eq(0)), 1)
-        # Padding behind a sequence, as in training.
+        # Move the padding to the right, as in training.
         order = (torch.arange(out.shape[1], device=device) + padding).clamp(max=out.shape[1] - 1)
         real = real.gather(1, order) & (torch.arange(out.shape[1], device=device) + padding < out.shape[1])
         ids = out.gather(1, order).masked_fill(~real, pad)

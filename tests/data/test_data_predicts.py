@@ -7,7 +7,7 @@ import sparse_ce
 from cache_cases import FORMATS, V, needs, sequence, write
 from sparse_ce.data import CacheWriter, TeacherCache, from_vllm
 
-BOTH = r"'next' means that row i is what the teacher predicts behind token i, .*; 'token' means that row i is what it"
+BOTH = r"'next' means that row i is the teacher's prediction for token i \+ 1, .*; 'token' means that row i is its"
 
 
 @pytest.fixture(params=FORMATS)
@@ -194,7 +194,7 @@ def test_a_model_has_learned_all_of_itself(tmp_path, written, way):
         batch = collator(**said)(list(WAYS[way](rows, tmp_path)))
         assert abs(kl_to_itself(logits, batch)) < 1e-5 and "predicts" not in batch
     other = "token" if written == "next" else "next"
-    with pytest.raises(ValueError, match=f"must be what the samples say, '{written}', got '{other}'; .*{BOTH}"):
+    with pytest.raises(ValueError, match=f"must match the samples, '{written}', got '{other}'; .*{BOTH}"):
         collator(predicts=other)(list(WAYS[way](rows, tmp_path)))
 
 
@@ -213,7 +213,7 @@ def test_batches_of_both_kinds(tmp_path):
     both = datasets.concatenate_datasets([rows, self_distillation(tmp_path, "token")[1]]).select([4, 1, 2, 7])
     assert abs(kl_to_itself(logits, collator()(list(both)))) < 1e-5
     for said in ("next", "token"):
-        with pytest.raises(ValueError, match="predicts must be what the samples say"):
+        with pytest.raises(ValueError, match="predicts must match the samples"):
             collator(predicts=said)(list(both))
     mixed = datasets.concatenate_datasets([rows, rows.remove_columns("predicts")])  # None in its place
     with pytest.raises(ValueError, match="predicts must be 'next' or 'token', got None"):
@@ -254,5 +254,5 @@ def test_vllms_objects_say_it_themselves():
                                                                                    (9, -2.4000000953674316)]]]
     with pytest.raises(ValueError, match=f"predicts must be 'token' for vLLM's log-prob.*, got 'next'; .*{BOTH}"):
         TopKCollator(predicts="next")([sample])
-    with pytest.raises(ValueError, match="predicts must be what the samples say, 'next', got 'token'"):
+    with pytest.raises(ValueError, match="predicts must match the samples, 'next', got 'token'"):
         TopKCollator()([{**sample, "predicts": [1, 1]}])

@@ -13,7 +13,7 @@ from cases import sparsely
 from sparse_ce.integrations.transformers import TokenMetrics, causal_lm_loss, fuse_lm_head
 from tiny_lm import MODELS, VOCAB, Samples, collate, make_model
 
-REFUSED = "sparse_ce: inplace must be False or 'backward' where a training step returns the model's outputs"
+REFUSED = "sparse_ce: inplace must be False or 'backward' if a training step returns the model's outputs"
 
 
 def trained(path, inplace, name="llama", form="topk", **changes):

@@ -120,9 +120,9 @@ def test_labels_whose_mask_says_what_is_ignored():
 @pytest.mark.parametrize("options", [dict(z_loss=1e-3), dict(label_smoothing=0.1), dict(logit_scale=0.5),
                                      dict(distillation=dict(kind="jsd"))], ids=str)
 def test_options_that_bend_log_probabilities_are_refused(tmp_path, options):
-    with pytest.raises(ValueError, match="sparse_ce: fuse_lm_head must be without options that bend"):
+    with pytest.raises(ValueError, match="sparse_ce: fuse_lm_head must have no options that change"):
         train(tmp_path, "dpo", "before", **options)
-    with pytest.raises(ValueError, match="sparse_ce: fuse_lm_head must be without options that bend"):
+    with pytest.raises(ValueError, match="sparse_ce: fuse_lm_head must have no options that change"):
         train(tmp_path, "grpo", "after", **options)
     if "logit_scale" in options:
         assert train(tmp_path, "dpo", "before", chunk_rows=5)

@@ -270,7 +270,7 @@ def test_token_weights(tmp_path, fuse, flat):
 def test_what_would_be_missed_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"sparse_ce: label_smoothing_factor must be 0 .*label_smoothing=0\.1"):
         train(tmp_path, "before", label_smoothing_factor=0.1)
-    with pytest.raises(ValueError, match="sparse_ce: reduction must be 'mean' where TRL divides"):
+    with pytest.raises(ValueError, match="sparse_ce: reduction must be 'mean' if TRL divides"):
         train(tmp_path, "before", options=dict(reduction="sum"))
 
     class Bypassing(SFTTrainer):
