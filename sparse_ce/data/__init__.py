@@ -1,4 +1,4 @@
-"""Data: a teacher's top-k on disk, written once, batch by batch, and read by students as a dataset.
+"""Stores a teacher's top-k on disk: written once, batch by batch, and read by students as a dataset.
 
 ::
 
@@ -11,40 +11,40 @@
     cache[3]                                                             # {"tokens", "target", "log_tail"}, each (S,)
     DataLoader(cache, batch_size=8, shuffle=True, num_workers=2, collate_fn=collate_sequences)
 
-The suffix of the path says the format. ``x.parquet``, ``x.safetensors`` and ``x.npy``, a folder of ``.npy`` files, each
-hold any number of sequences; any other path is a folder of such shards, each of which gets its name when it is whole:
-a writer that was stopped goes on with ``resume=True``. When it is closed it adds ``.complete``, JSON: how many shards
-and sequences there are; without it the folder is what is in it, and is read with a warning. ``.lock`` is there while
-it has a writer, the only one. Everything is little-endian. Shards hold
+The suffix of the path determines the format. ``x.parquet``, ``x.safetensors`` and ``x.npy``, a folder of ``.npy``
+files, each hold any number of sequences. Any other path is a folder of such shards. A shard gets its name only when it
+is complete, so an interrupted writer can continue with ``resume=True``. Closing the writer adds ``.complete``, a JSON
+file with the numbers of shards and sequences. Without this file the folder is read as it is, with a warning. While a
+writer is open, the folder contains ``.lock``; only one writer may be open. All data is little-endian. Shards contain:
 
-    ids         (P, K), or (E,) where positions have different numbers of entries; uint16, or uint32 for more classes
-    log_probs   like ids; float16, bfloat16 or float32; -inf marks padding, whose id is 0
-    entries     (P + 1,) int64, only beside (E,): position p has the entries [entries[p], entries[p + 1])
+    ids         (P, K), or (E,) if positions have different numbers of entries; uint16, or uint32 for more classes
+    log_probs   shape of ids; float16, bfloat16 or float32; -inf marks padding, whose id is 0
+    entries     (P + 1,) int64, only with (E,): position p has the entries [entries[p], entries[p + 1])
     sequences   (N + 1,) int64: sequence i has the positions [sequences[i], sequences[i + 1])
     tokens      (P,), optional; the dtype of ids
-    log_tail    (P,) float32, optional: the logarithm of the probability of all classes that are not among the ids
-    predicts    (P,) uint8: row p is what the teacher predicts of token p + predicts[p]; 1: "next", 0: "token"
-    crc32       (N,) uint32: a checksum of each sequence, taken when it is written and compared when it is read
+    log_tail    (P,) float32, optional: the log of the probability of all classes that are not among the ids
+    predicts    (P,) uint8: row p is the teacher's prediction for token p + predicts[p]; 1: "next", 0: "token"
+    crc32       (N,) uint32: a checksum of each sequence, computed when written and compared when read
 
-In a ``.safetensors`` file these are tensors, in a ``.npy`` folder files of these names that ``numpy.load`` takes, with
-``mmap_mode="r"`` too, and bfloat16 is the uint16 of its bits. A ``.parquet`` file has a row for each sequence:
+In a ``.safetensors`` file these are tensors. In a ``.npy`` folder they are files that ``numpy.load`` reads, with
+``mmap_mode="r"`` too; bfloat16 is stored as uint16 bits. A ``.parquet`` file has one row per sequence:
 
     input_ids   list<uint16 or uint32>              the tokens
-    ids         list<list<uint16 or uint32>>        of each position its entries, K or as many as it has
+    ids         list<list<uint16 or uint32>>        the entries of each position: K, or any number
     log_probs   list<list<halffloat or float>>      bfloat16: log_probs_bfloat16, list<list<uint16>>, its bits
     log_tail    list<float>
     predicts    list<uint8>
 
-so that ``datasets.load_dataset("parquet", ...)`` reads it; Parquet's own checksums take the place of crc32. The header,
-JSON, is the text "cache" of the metadata of a ``.safetensors`` or ``.parquet`` file, and ``header.json`` of the folder:
-num_classes, k (null: different numbers of entries), dtype, predicts, columns, first (how many sequences are in the
-shards before), sequences (how many are in this one), metadata, and a checksum of all this.
+``datasets.load_dataset("parquet", ...)`` reads such files. Parquet's own checksums replace crc32. The header is JSON:
+the text "cache" in the metadata of a ``.safetensors`` or ``.parquet`` file, or ``header.json`` of the folder. It
+contains num_classes, k (null: different numbers of entries), dtype, predicts, columns, first (the number of sequences
+in earlier shards), sequences (the number in this shard), metadata, and a checksum of all these.
 
-Positions without an entry are ignored by losses. Row p is what the teacher predicts behind token p, as its logits at p
-do (``predicts="next"``), or what it predicts of token p, as vLLM's prompt_logprobs do (``predicts="token"``). The
-header says it and so does each position, so that rows still say it that lost their file.
+Losses ignore positions without an entry. With ``predicts="next"`` row p is the teacher's prediction for token p + 1, as
+its logits at p are. With ``predicts="token"`` it is the prediction for token p, as in vLLM's prompt_logprobs. Both the
+header and each position store this, so rows separated from their file still have it.
 
-DistillKit's captured teachers are read by :class:`DistillKitCache`, vLLM's log-probabilities by :func:`from_vllm`.
+:class:`DistillKitCache` reads teachers captured by DistillKit; :func:`from_vllm` reads vLLM's log-probabilities.
 
 Examples:
     >>> path = tempfile.mkdtemp() + "/teacher.safetensors"

@@ -1,4 +1,4 @@
-"""``TeacherCache``: a teacher's cache as a dataset of sequences, and batches of such."""
+"""Provides ``TeacherCache``, a teacher's cache as a dataset of sequences, and ``collate_sequences`` for its batches."""
 
 import copy
 import os
@@ -44,32 +44,34 @@ class Shard(Protocol):
 
 
 class TeacherCache(Dataset[Dict[str, Any]]):
-    """A teacher's cache, a map-style dataset with a sequence for each index. Opening it reads headers alone; processes
-    of a ``DataLoader`` open the files for themselves.
+    """Reads a teacher's cache as a map-style dataset with one sequence per index.
+
+    Opening a cache reads headers only. Each worker process of a ``DataLoader`` opens the files itself.
 
     Args:
         path: a ``.parquet`` or ``.safetensors`` file, a folder of ``.npy`` files, or a folder of such shards, which are
-            read in the order of their names. :class:`CacheWriter` writes them, and other files with arrays or columns
-            of its names and shapes are read, too: also ids (N, S, K) with log_probs alike.
-        verify: compare checksums, and check the values of each sequence that is read.
-        predicts: what row i of a sample is to be: ``"next"``, what the teacher predicts behind token i, as the logits
-            at i are; ``"token"``, what it predicts of token i, as labels for a loss that shifts are. None: as it was
-            written, unless ``names`` makes the target ``"labels"``, which needs one of them.
-        written: what row i of the files is, ``"next"`` or ``"token"``, where they do not say it and ``predicts`` is
+            read in the order of their names. :class:`CacheWriter` writes them. Other files work too if their arrays or
+            columns have the same names and shapes; also with ids and log_probs (N, S, K).
+        verify: if True, compare checksums and check the values of each sequence that is read.
+        predicts: requested meaning of row i of a sample. ``"next"``: the teacher's prediction for token i + 1, as its
+            logits at i are. ``"token"``: its prediction for token i, as a loss that shifts labels expects. None keeps
+            the stored meaning; if ``names`` makes the target ``"labels"``, None is an error.
+        written: meaning of row i in the files, ``"next"`` or ``"token"``, if they do not store it and ``predicts`` is
             given.
-        names: other names for the parts of a sample, ``{"tokens": "input_ids", "target": "labels"}`` for the Trainer.
-        num_classes: where the files do not say it.
+        names: other names for the parts of a sample, such as ``{"tokens": "input_ids", "target": "labels"}`` for the
+            Trainer.
+        num_classes: number of classes, if the files do not store it.
 
     Attributes:
-        num_classes, k, metadata: as they were written, metadata as JSON gives it back; ``k=None``: positions have
-            different numbers of entries.
-        predicts: what row i of a sample is, or None if nothing says it.
+        num_classes, k, metadata: as written; metadata has passed through JSON. ``k=None``: positions have different
+            numbers of entries.
+        predicts: the meaning of row i of a sample, or None if it is unknown.
 
     Raises:
-        ValueError: a file is damaged or cut off, or shards do not belong together or are missing; the error names the
-            file, and the sequence and position where there is one.
-        FileNotFoundError: there is no cache.
-        ImportError: pyarrow is needed and not there.
+        ValueError: if a file is damaged or truncated, or if shards do not belong together or are missing. The error
+            names the file and, if known, the sequence and position.
+        FileNotFoundError: if there is no cache.
+        ImportError: if pyarrow is needed and not installed.
 
     Examples:
         >>> path = tempfile.mkdtemp() + "/teacher.npy"
@@ -93,12 +95,12 @@ class TeacherCache(Dataset[Dict[str, Any]]):
             if first.first is not None and not os.path.lexists(self.path / MARKER):
                 warnings.warn(f"sparse_ce: {self.path} has no {MARKER}: its writer was not closed, or the file was not "
                               f"copied. The cache has {len(self.shards.all)} shards with {len(self.shards)} sequences, "
-                              "and may lack others; CacheWriter(..., resume=True) goes on and completes it when it is "
-                              "closed", stacklevel=2)
+                              "and others may be missing; CacheWriter(..., resume=True) continues the cache and "
+                              "completes it when closed", stacklevel=2)
         check(first.num_classes is None or num_classes in (None, first.num_classes),
               f"num_classes must be {first.num_classes}, as {one.path} says, got {num_classes}")
         self.num_classes = num_classes if first.num_classes is None else first.num_classes
-        check(self.num_classes is not None, f"num_classes must be given where the files do not say it, got None for "
+        check(self.num_classes is not None, f"num_classes must be given if the files do not store it, got None for "
               f"{self.path}")
         self.k, self.metadata = first.k, dict(first.metadata or {})
         check(written in (None, "next", "token"), f"written must be 'next', 'token' or None, got {written!r} for "
@@ -106,8 +108,8 @@ class TeacherCache(Dataset[Dict[str, Any]]):
         check(first.predicts is None or written in (None, first.predicts),
               f"written must be {first.predicts!r}, as {one.path} says, got {written!r}")
         stored = first.predicts or written
-        check(stored is not None or predicts is None, "written must be 'next' or 'token' where predicts is given and "
-              f"the files do not say it, got None for {self.path}; {CHOICES}")
+        check(stored is not None or predicts is None, "written must be 'next' or 'token' if predicts is given and the "
+              f"files do not store it, got None for {self.path}; {CHOICES}")
         self._names, self._stored = names_of_parts(names), stored
         self._moved, self.predicts = rows_to_move(stored, predicts, self._names), predicts or stored
 
@@ -124,9 +126,10 @@ class TeacherCache(Dataset[Dict[str, Any]]):
     def __getitem__(self, i: slice) -> "TeacherCache": ...
 
     def __getitem__(self, i: Union[int, slice]) -> Union[Dict[str, Any], "TeacherCache"]:
-        """``{"tokens": (S,) int64, "target": SparseTarget (S,), "log_tail": (S,) float32}``, of which ``tokens`` and
-        ``log_tail`` are there where they were written. The target's values have the dtype of the file. A slice is the
-        cache of these sequences alone, and reads none of them.
+        """Returns a sample: ``{"tokens": (S,) int64, "target": SparseTarget (S,), "log_tail": (S,) float32}``.
+
+        ``tokens`` and ``log_tail`` are present if they were written. The target's values have the dtype of the file. A
+        slice returns the cache restricted to these sequences, without reading them.
 
         Examples:
             >>> path = tempfile.mkdtemp() + "/teacher.npy"
@@ -150,13 +153,13 @@ class TeacherCache(Dataset[Dict[str, Any]]):
 
 
 def opened(path: Path) -> List[Shard]:
-    """The shards of a cache, which are alike and follow one another. The last ones may be missing."""
+    """Opens the shards of a cache, and checks that they agree and are contiguous. The last shards may be missing."""
     shards, begin = _shards(path), 0
     first = shards[0].header
     for shard in shards:
         header = shard.header
-        check(header.first in (None, begin) or shard.path == path, f"shards must follow one another, got {begin} "
-              f"sequences before {shard.path}, which has sequence {header.first} first; one is missing")
+        check(header.first in (None, begin) or shard.path == path, f"shards must be contiguous, got {begin} sequences "
+              f"before {shard.path}, which begins with sequence {header.first}; one is missing")
         for name, old, new in zip(Header._fields, first, header):
             check(name == "first" or old == new, f"{name} must be {old!r}, as in {shards[0].path}, got {new!r} in "
                   f"{shard.path}")
@@ -172,7 +175,7 @@ def _shards(path: Path) -> List[Shard]:
             fail(f"path must be a cache, or a folder of its shards, got {path} with neither", FileNotFoundError)
         return [_shard(file) for file in inside]
     if not path.exists():
-        fail(f"path must be a cache, got {path}, which is not there", FileNotFoundError)
+        fail(f"path must be a cache, got {path}, which does not exist", FileNotFoundError)
     return [_shard(path)]
 
 
@@ -187,8 +190,10 @@ def _shard(path: Path) -> Shard:
 
 
 def collate_sequences(samples: Sequence[Mapping[str, Any]], padding: int = 0) -> Dict[str, Any]:
-    """:func:`sparse_ce.collate` of samples of different lengths: positions are filled up at the end, with rows that are
-    ignored in the target, with ``padding`` in what else has one number for each position.
+    """Combines samples of different lengths into a batch, like :func:`sparse_ce.collate`, and pads shorter ones at the
+    end.
+
+    Targets are padded with ignored rows. Tensors with one number per position are padded with ``padding``.
 
     Examples:
         >>> def sample(length):

@@ -1,18 +1,21 @@
-"""Teachers captured by DistillKit: Parquet files with compressed log-probabilities, read as they are.
+"""Reads teachers captured by DistillKit: Parquet files with compressed log-probabilities.
 
-Of each position ``compressed_logprobs`` has the bytes, in this order and without gaps:
+For each position ``compressed_logprobs`` contains these bytes, in this order and without gaps:
 
-- ``exact_k`` values of ``exact_dtype``, those of the likeliest classes;
-- a coefficient of ``term_dtype`` for each of ``polynomial_terms``: powers, "sqrt" or "exp" of t = 0, 1, ... (of [0, 1]
-  with ``normalize_t``), whose sum stands for the other k - ``exact_k`` values;
-- for each of ``residual_bins`` a scale of ``scale_dtype`` and ``num_elements`` integers of ``element_bits`` bits, from
-  the highest bit on, filled up to bytes: what is to be added to the next of these values, in units of the scale, from
-  -2^(bits - 1) on (of one bit: -1 and 1).
+- ``exact_k`` values of ``exact_dtype``, those of the most likely classes;
+- a coefficient of ``term_dtype`` for each of ``polynomial_terms``. A term is a power, "sqrt" or "exp" of t = 0, 1, ...
+  (scaled to [0, 1] with ``normalize_t``). The sum of the terms approximates the other k - ``exact_k`` values;
+- for each of ``residual_bins`` a scale of ``scale_dtype`` and ``num_elements`` integers of ``element_bits`` bits, most
+  significant bit first, padded to whole bytes. They are added to the next of these values, in units of the scale. They
+  start at -2^(bits - 1); with one bit they are -1 and 1.
 
-With ``delta_encoding`` the values are differences to the one before. ``bytepacked_indices`` has the k ids, each of
-ceil(log2(d)) bits, from the highest bit on. Captures from before have ``packed_indices``, ids from the lowest bit on in
-64-bit words that none crosses, ``exact_values``, and ``coeffs`` of the powers (or inverse powers) of 1, 2, ...: of
-logits less their mean, which are known up to a constant alone. ``token_ids`` and ``top_values`` are as they say.
+With ``delta_encoding`` each value is stored as the difference to its predecessor. ``bytepacked_indices`` contains the k
+ids, each of ceil(log2(d)) bits, most significant bit first.
+
+Older captures have ``packed_indices``, ``exact_values`` and ``coeffs``. The ids are packed into 64-bit words, least
+significant bit first, and no id crosses a word. ``coeffs`` are those of the powers (or inverse powers) of 1, 2, ...
+They describe logits minus their mean, so values are known only up to a constant. ``token_ids`` and ``top_values`` are
+uncompressed.
 """
 
 import math
@@ -50,25 +53,27 @@ _INTEGERS = {*_BYTES, "token_ids", "packed_indices", "input_ids"}
 
 
 class DistillKitCache(Dataset[Dict[str, Any]]):
-    """A teacher captured by DistillKit, a map-style dataset of samples as those of :class:`TeacherCache`: ``tokens``
-    (S,) and ``target`` (S,), of which row i is what the teacher predicts behind token i. Where the file has a token
-    more than rows, the last one is left out.
+    """Reads a teacher captured by DistillKit as a map-style dataset.
+
+    Its samples are those of :class:`TeacherCache`: ``tokens`` (S,) and ``target`` (S,). Row i is the teacher's
+    prediction for token i + 1. If the file has one more token than rows, the last token is dropped.
 
     Args:
-        path: a Parquet file of a capture, or the folder of them.
-        config: the configuration of the compression, as a dict or the path of its YAML or JSON; by default the
+        path: a Parquet file of a capture, or the folder with its files.
+        config: configuration of the compression, a dict or the path of its YAML or JSON. By default this is the
             ``compression_config.yaml`` beside the files.
-        verify: check the values of each sequence that is read.
-        predicts, names: as for :class:`TeacherCache`.
-        num_classes: for ``token_ids`` without a configuration.
+        verify: if True, check the values of each sequence that is read.
+        predicts, names: as in :class:`TeacherCache`.
+        num_classes: number of classes, for ``token_ids`` without a configuration.
 
-    Log-probabilities are float32, and 0 where a polynomial is larger; DistillKit itself rounds residuals and sums of
-    differences to ``exact_dtype``. The oldest captures hold logits: they are normalized over the k.
+    Log-probabilities are float32. They are clamped to 0 if a polynomial exceeds it. DistillKit itself rounds residuals
+    and sums of differences to ``exact_dtype``. The oldest captures hold logits, which are normalized over the k
+    classes.
 
     Raises:
-        ValueError: a file is damaged or does not fit the configuration; the error names the file, and the sequence and
-            position where there is one.
-        ImportError: pyarrow, or PyYAML for the configuration, is needed and not there.
+        ValueError: if a file is damaged or does not fit the configuration. The error names the file and, if known, the
+            sequence and position.
+        ImportError: if pyarrow, or PyYAML for the configuration, is needed and not installed.
 
     Examples:
         >>> path = tempfile.mkdtemp() + "/data_0.parquet"
@@ -85,10 +90,10 @@ class DistillKitCache(Dataset[Dict[str, Any]]):
         check_flags(verify=verify)
         self.path, self.verify = Path(path), verify
         check_num_classes(num_classes, path)
-        check(self.path.exists(), f"path must be a capture of DistillKit, got {path}, which is not there",
+        check(self.path.exists(), f"path must be a capture of DistillKit, got {path}, which does not exist",
               FileNotFoundError)
         files = sorted(self.path.glob("*.parquet"), key=_number) if self.path.is_dir() else [self.path]
-        check(len(files) > 0, f"path must hold Parquet files, got {path} without one")
+        check(len(files) > 0, f"path must contain Parquet files, got {path} without one")
         self._files = Shards([Rows(file) for file in files])
         there = self._files.all[0].names
         self._form = next((name for name, columns in _FORMS.items() if set(columns) <= set(there)), "")
@@ -103,7 +108,7 @@ class DistillKitCache(Dataset[Dict[str, Any]]):
         check(None in (said, num_classes) or said == num_classes, f"num_classes must be {said}, as the configuration "
               f"says, got {described(num_classes)} for {path}")
         self.num_classes: Optional[int] = num_classes if said is None else int(said)
-        check(self.num_classes is not None, f"num_classes must be given where no configuration says it, got None for "
+        check(self.num_classes is not None, f"num_classes must be given if no configuration has it, got None for "
               f"{path}")
         self._bits = max(1, math.ceil(math.log2(int(self.num_classes or 1))))
         self._names = names_of_parts(names)
@@ -137,7 +142,7 @@ class DistillKitCache(Dataset[Dict[str, Any]]):
         stored = Stored(ids, values, None, tokens)
         return sample_of(stored, self.num_classes, place, self.verify, self._moved, self._names)
 
-    # ------------------------------------------------------------------------------------------------ the three forms
+    # ---------------------------------------------------------------------------------------------- the three formats
 
     def _plain(self, parts: Dict[str, Tensor], place: Place) -> Tuple[Tensor, Tensor]:
         return parts["token_ids"].long(), parts["top_values"].float()
@@ -190,7 +195,7 @@ class DistillKitCache(Dataset[Dict[str, Any]]):
         ids = ((packed[..., None] >> shifts) & (2 ** self._bits - 1)).reshape(len(packed), -1)
         powers = range(int(c["polynomial_degree"]) + 1)
         coefficients, count = parts["coeffs"].float(), len(powers) + bool(c["with_sqrt_term"])
-        # Compared before anything is made of the numbers in the configuration.
+        # Check the sizes before computing with the numbers of the configuration.
         fits = ids.shape[1] >= k and exact.shape[1] == int(c["exact_k"]) and (
             coefficients.shape[1] == count or coefficients.shape[1] == 0 and exact.shape[1] == k)
         check(fits, f"columns must have {k} ids, {c['exact_k']} exact values and {count} coefficients, as the "
@@ -203,13 +208,13 @@ class DistillKitCache(Dataset[Dict[str, Any]]):
 
 
 def _number(path: Path) -> Tuple[int, str]:
-    """``data_10.parquet`` comes behind ``data_9.parquet``."""
+    """Returns a sort key: ``data_10.parquet`` comes after ``data_9.parquet``."""
     digits = "".join(c for c in path.stem if c.isdecimal())
     return int(digits or 0), path.name
 
 
 def _rectangle(values: Tensor, counts: Optional[Tensor], name: str, place: Place) -> Tensor:
-    """(rows, as many as each has)."""
+    """Returns the numbers as (rows, width). All rows must have the same width."""
     if counts is None:
         fail(f"{name} must be lists of lists, got lists at {place.at()}")
     width = int(counts[0]) if len(counts) else 0
@@ -221,7 +226,7 @@ def _rectangle(values: Tensor, counts: Optional[Tensor], name: str, place: Place
 
 
 def _as_bytes(name: str, t: Tensor, place: Place) -> Tensor:
-    if t.dtype != torch.uint8:  # another program has saved them again
+    if t.dtype != torch.uint8:  # other programs may save the bytes in another dtype
         t = t.long()
         wrong = (t < 0) | (t > 255)
         if wrong.any():
@@ -230,19 +235,19 @@ def _as_bytes(name: str, t: Tensor, place: Place) -> Tensor:
 
 
 def _bytes(bin: Dict[str, Any]) -> int:
-    """Of the integers of a residual bin at a position."""
+    """Returns the bytes that the integers of a residual bin take per position."""
     return (int(bin["element_bits"]) * int(bin["num_elements"]) + 7) // 8
 
 
 def _unpacked(packed: Tensor, bits: int, count: int) -> Tensor:
-    """(rows, count) int64, of ``bits`` bits each, of bytes (rows, n): the highest bit first."""
+    """Unpacks (rows, count) int64 of ``bits`` bits each from bytes (rows, n), most significant bit first."""
     each = (packed.long()[..., None] >> torch.arange(7, -1, -1)) & 1
     each = each.reshape(len(packed), -1)[:, :bits * count].reshape(len(packed), count, bits)
     return (each << torch.arange(bits - 1, -1, -1)).sum(-1)
 
 
 def _terms(terms: List[Any], count: int, dtype: torch.dtype, normalize: bool) -> Tensor:
-    """(count, terms)"""
+    """Returns the terms of the polynomial at each t, (count, terms)."""
     t = torch.linspace(0, 1, count, dtype=dtype) if normalize else torch.arange(count, dtype=dtype)
     functions = {"sqrt": torch.sqrt, "exp": torch.exp}
     return torch.stack([functions[term](t) if isinstance(term, str) else t ** term for term in terms], -1)

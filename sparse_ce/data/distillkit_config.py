@@ -1,4 +1,4 @@
-"""The configuration that a capture of DistillKit was compressed with: read, filled up and checked before any row is."""
+"""Reads the compression configuration of a DistillKit capture, adds defaults and checks it before any row is read."""
 
 import importlib
 import json
@@ -19,12 +19,13 @@ _LEGACY: Dict[str, Any] = {"invert_polynomial": True, "with_sqrt_term": False}
 _NEEDED = {"compressed": ["d", "k", "exact_k"], "plain": [], "legacy": ["vocab_size", "k", "exact_k",
                                                                        "polynomial_degree"]}
 _MOST = 2**31  # classes
-_MOST_TERMS = 256  # of a polynomial: beyond, powers of the second value are infinite in float32
-_MOST_BYTES = 2**16  # of a file
+_MOST_TERMS = 256  # terms of a polynomial; with more, powers of the second value overflow float32
+_MOST_BYTES = 2**16  # bytes of a file
 
 
 def configuration(config: Any, form: str, path: Path, folder: Path) -> Dict[str, Any]:
-    """Of the captures at ``path`` that are of ``form``, in ``folder``; empty where plain ones need none."""
+    """Returns the configuration of the captures of format ``form`` at ``path``, in ``folder``. Plain captures may have
+    none, which returns an empty dict."""
     where = f"in the configuration of {path}"
     if config is None and (folder / "compression_config.yaml").exists():
         config = folder / "compression_config.yaml"
@@ -32,7 +33,7 @@ def configuration(config: Any, form: str, path: Path, folder: Path) -> Dict[str,
         where = f"in {config}"
         config = _read(Path(config))
     if config is None:
-        check(form == "plain", f"config must be given where there is no compression_config.yaml, got None for {path}")
+        check(form == "plain", f"config must be given if there is no compression_config.yaml, got None for {path}")
         config = {}
     if not isinstance(config, dict):
         fail(f"config must be a mapping or the path of one, got {type(config).__name__} for {path}")
@@ -45,13 +46,14 @@ def configuration(config: Any, form: str, path: Path, folder: Path) -> Dict[str,
 
 
 def _read(path: Path) -> Dict[str, Any]:
-    check(path.is_file(), f"config must be a file, got {path}, which is none", FileNotFoundError)
+    check(path.is_file(), f"config must be a file, got {path}, which does not exist or is not a file",
+          FileNotFoundError)
     kind = "JSON" if path.suffix == ".json" else "YAML"
     with reading(f"config must be {kind}", path, at=f" in {path}", fix="correct it"):
         text = bytes_in(path, _MOST_BYTES).decode()
         said = json.loads(text) if kind == "JSON" else _yaml(text, path)
     check(isinstance(said, dict), f"config must be a mapping, got {type(said).__name__} in {path}")
-    said = said.get("logprob_compressor", said)  # of the configuration of a training run
+    said = said.get("logprob_compressor", said)  # the configuration of a training run nests it under this key
     check(isinstance(said, dict), f"logprob_compressor must be a mapping, got {type(said).__name__} in {path}")
     return dict(said)
 
@@ -60,16 +62,17 @@ def _yaml(text: str, path: Path) -> Any:
     try:
         yaml: Any = importlib.import_module("yaml")
     except ImportError as error:
-        fail(f"PyYAML must be installed for {path}, got {error}; pip install 'sparse_ce[data]', or give config= as a "
+        fail(f"PyYAML must be installed for {path}, got {error}; pip install 'sparse_ce[data]', or pass config= as a "
              "dict", ImportError)
 
     class Loader(yaml.SafeLoader):  # type: ignore[misc]
 
         def flatten_mapping(self, node: Any) -> None:
-            """Mappings that are merged, "<<", multiply level by level: a short text could ask for any memory."""
+            """Checks the size of merged mappings ("<<"). They multiply level by level, so a short text could request
+            any amount of memory."""
             super().flatten_mapping(node)
-            check(len(node.value) <= len(text), f"mappings must have at most {len(text)} keys with those that are "
-                  f"merged into them, got {len(node.value)} in {path}")
+            check(len(node.value) <= len(text), f"mappings must have at most {len(text)} keys, including merged ones, "
+                  f"got {len(node.value)} in {path}")
 
     return yaml.load(text, Loader)
 
@@ -122,7 +125,7 @@ class _Checks:
                 for term in terms)):
             self.refuse("polynomial_terms must be powers, 'sqrt' or 'exp'", terms)
         if len(self.config["polynomial_terms"]) > _MOST_TERMS:
-            self.refuse(f"polynomial_terms must be {_MOST_TERMS} at most", len(self.config["polynomial_terms"]))
+            self.refuse(f"polynomial_terms must be at most {_MOST_TERMS}", len(self.config["polynomial_terms"]))
 
     def bins(self) -> None:
         bins: Optional[Any] = self.config["residual_bins"]
@@ -138,4 +141,4 @@ class _Checks:
                     self.refuse(f"residual_bins must have {name}, an integer in [{span[0]}, {span[1]}]", bin.get(name))
             total += bin["num_elements"]
         if total > rest:
-            self.refuse(f"residual_bins must have {rest} elements at most, k - exact_k", total)
+            self.refuse(f"residual_bins must have at most {rest} elements, k - exact_k", total)

@@ -1,4 +1,4 @@
-"""Locks: one writer at a time."""
+"""Locks a path for one writer at a time."""
 
 import fcntl
 import json
@@ -14,12 +14,13 @@ from .._core.errors import fail
 
 
 class Lock:
-    """A file that ``flock`` locks. The kernel unlocks it when its process ends, however it ends: the file that is left
-    then locks nothing. NFS has the lock on the server.
+    """Represents a file locked by ``flock``. The kernel unlocks it when the process ends, however it ends; a file left
+    behind then locks nothing. On NFS the server holds the lock.
 
     Args:
-        path: what is written.
-        file: gets the holder's process, host and time for the errors of others. Its folder is made if there is none.
+        path: the path that is written.
+        file: the lock file. It stores the holder's process, host and time for error messages. Its folder is created if
+            needed.
     """
 
     def __init__(self, path: Path, file: Path) -> None:
@@ -27,11 +28,11 @@ class Lock:
         _locks.add(self)
 
     def acquire(self) -> bool:
-        """Returns True if the lock was not held and is now. Returns False too if there cannot be one: in a folder that
-        is read-only, or of a file system without locks.
+        """Returns True if the lock was not held before and is held now. Also returns False if locking is impossible: in
+        a read-only folder, or on a file system without locks.
 
         Raises:
-            ValueError: another writer holds it, in this process or elsewhere.
+            ValueError: if another writer holds the lock, in this process or elsewhere.
         """
         if self._descriptor >= 0 and self._named(self._descriptor):
             return False
@@ -45,7 +46,7 @@ class Lock:
             try:
                 descriptor = os.open(self.file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
             except FileNotFoundError:
-                continue  # another writer, which is done, has removed its empty folder
+                continue  # another writer has just finished and removed its empty folder
             except OSError as error:
                 fail(f"{self.file} must be a file that this process may write, got {error!r}; delete it", type(error))
             try:
@@ -56,12 +57,12 @@ class Lock:
                 os.close(descriptor)
                 if taken:
                     fail(f"path must have one writer at a time, got {self.path}, which {holder} has locked by "
-                         f"{self.file}; close that writer first. Under DDP write on rank 0 only, or give each rank a "
-                         "path of its own")
+                         f"{self.file}; close that writer first. With DDP write on rank 0 only, or give each rank its "
+                         "own path")
                 return False
             if self._named(descriptor):
                 break
-            os.close(descriptor)  # its holder has removed it in the meantime
+            os.close(descriptor)  # the holder removed the file in the meantime
         self._descriptor, self._made = descriptor, made
         with suppress(OSError):
             os.ftruncate(descriptor, 0)
@@ -70,21 +71,22 @@ class Lock:
         return True
 
     def release(self) -> None:
-        """Removes the file, and its folder if that was made for it and is empty."""
+        """Removes the file, and its folder if it was created for the lock and is empty."""
         descriptor, self._descriptor = self._descriptor, -1
         if descriptor < 0:
             return
         with suppress(OSError):
             if self._named(descriptor):
-                self.file.unlink()  # while it is locked: another writer that has opened it sees that the name is gone
-            fcntl.flock(descriptor, fcntl.LOCK_UN)  # also of what a child that Python knows nothing of has inherited
+                self.file.unlink()  # while locked: another writer that has opened the file notices its removal
+            fcntl.flock(descriptor, fcntl.LOCK_UN)  # a child created outside Python may have inherited the descriptor
         os.close(descriptor)
         if self._made:
             with suppress(OSError):
                 self.file.parent.rmdir()
 
     def forget(self) -> None:
-        """Closes the descriptor that a forked process has inherited, which would hold the lock as long as it lives."""
+        """Closes the descriptor inherited by a forked process. It would otherwise hold the lock for the lifetime of
+        that process."""
         descriptor, self._descriptor = self._descriptor, -1
         if descriptor >= 0:
             os.close(descriptor)
@@ -114,8 +116,8 @@ os.register_at_fork(after_in_child=_forget_all)
 
 
 def _holder(descriptor: int) -> str:
-    """Returns who holds the lock, for an error."""
-    time.sleep(0.2)  # the holder may have it for a moment only, and has yet to say so
+    """Returns a description of the lock's holder for an error message."""
+    time.sleep(0.2)  # the holder may have just locked the file and not written to it yet
     try:
         said = json.loads(os.pread(descriptor, 4096, 0))
         return f"another writer, process {said['pid']} on {said['host']} since {said['since']}"

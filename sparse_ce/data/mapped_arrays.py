@@ -1,4 +1,4 @@
-"""Arrays in files, mapped into memory: what ``.safetensors`` files and ``.npy`` folders have in common."""
+"""Maps arrays in files into memory, for ``.safetensors`` files and ``.npy`` folders."""
 
 import math
 import mmap
@@ -25,7 +25,7 @@ from .sequence import (
 
 
 class Array(NamedTuple):
-    """Says where the rows of an array lie in a file."""
+    """Describes the location of an array's rows in a file."""
 
     file: Path
     offset: int
@@ -41,11 +41,12 @@ class Array(NamedTuple):
         return self.offset + self.shape[0] * self.row_bytes
 
 
-Pieces = Dict[str, List[Tensor]]  # an array by its rows, from the first to the last
+Pieces = Dict[str, List[Tensor]]  # arrays, each as consecutive pieces of its rows
 
 
 def pieces_of(sequences: Sequence[Stored]) -> Pieces:
-    """The arrays of a shard. The widest dtypes first: each then is aligned where one lies behind the other."""
+    """Returns the arrays of a shard, widest dtypes first. Each array is then aligned if they are stored one after
+    another."""
     def ends(counts: List[Tensor]) -> List[Tensor]:
         return [torch.cat((torch.zeros(1, dtype=torch.int64), torch.cat(counts).cumsum(0)))]
 
@@ -65,7 +66,7 @@ def shape_of(parts: List[Tensor]) -> List[int]:
 
 
 class FlatShard:
-    """Sequences in arrays by name. Nothing is read of them until a sequence is."""
+    """Reads sequences from named arrays. No array data is read before a sequence is requested."""
 
     def __init__(self, path: Path, arrays: Dict[str, Array], header: Optional[Header], promised: int) -> None:
         self.path = path
@@ -76,13 +77,13 @@ class FlatShard:
         names = shortened(", ".join(sorted(arrays)))
         check(needed <= set(arrays), f"arrays must be {', '.join(sorted(needed))}, got {names} in {path}; {AGAIN}")
         _check_kinds(arrays, path)
-        self._length: Optional[int] = None  # of each sequence, where they are a rectangle
+        self._length: Optional[int] = None  # the length of every sequence, if ids is (N, S, K)
         if len(arrays["ids"].shape) == 3:
             sequences, self._length = arrays["ids"].shape[:2]
             arrays = {name: a._replace(shape=(sequences * self._length, *a.shape[2:])) if a.shape[:2] ==
                       (sequences, self._length) else a for name, a in arrays.items()}
         else:
-            check("sequences" in arrays, f"arrays must have 'sequences' beside ids {list(arrays['ids'].shape)}, got "
+            check("sequences" in arrays, f"arrays must include 'sequences' for ids {list(arrays['ids'].shape)}, got "
                   f"{names} in {path}")
             sequences = arrays["sequences"].shape[0] - 1
         log_probs = arrays["log_probs"]
@@ -111,9 +112,9 @@ class FlatShard:
         self._maps = {}
 
     def read(self, i: int, verify: bool) -> Stored:
-        """Sequence ``i``; with ``verify`` its checksum is compared, where there is one."""
+        """Returns sequence ``i``. With ``verify`` its checksum is compared, if there is one."""
         place = Place(str(self.path), i)
-        for file, view in self._maps.items():  # a page behind the end of a file is no error, but the process's end
+        for file, view in self._maps.items():  # reading a page past the end of a file kills the process
             if view.size() < len(view):
                 fail(f"{file} must have {len(view)} bytes, as when it was opened, got {view.size()} at {place.at()}; "
                      f"{AGAIN}")
@@ -124,7 +125,7 @@ class FlatShard:
             ids_begin, ids_end = int(offsets[0]), int(offsets[-1])
             counts = offsets.diff()
             entries = self._arrays["ids"].shape[0]
-            # Compared, not subtracted: the difference of two such numbers may be none of int64.
+            # Compare instead of subtracting: the difference may overflow int64.
             if not (0 <= ids_begin and bool((offsets[:-1] <= offsets[1:]).all()) and ids_end <= entries):
                 fail(f"entries must ascend from 0 to {entries}, got {ids_begin} to {ids_end} at {place.at()}; the file "
                      f"is damaged, {AGAIN}")
@@ -149,7 +150,7 @@ class FlatShard:
         return begin, end
 
     def _rows(self, name: str, begin: int, end: int) -> Tensor:
-        """A copy of some rows of an array."""
+        """Returns a copy of some rows of an array."""
         array = self._arrays[name]
         first, last = array.offset + begin * array.row_bytes, array.offset + end * array.row_bytes
         if first >= last:
@@ -162,10 +163,10 @@ class FlatShard:
             fail(f"{name} must have {array.shape[0]} rows, got a file of {len(view)} bytes: {array.file}; {AGAIN}")
         return tensor_of(view[first:last], array.dtype).reshape(end - begin, *array.shape[1:])
 
-    # ------------------------------------------------------------------------------------------- what can be seen early
+    # ------------------------------------------------------------------------------------------- checks without reading
 
     def _check_shapes(self, promised: int) -> None:
-        """By the sizes of the files and what they say of themselves: no data is read."""
+        """Checks shapes against file sizes and headers, without reading data."""
         ends: Dict[Path, int] = {}
         for array in self._arrays.values():
             ends[array.file] = max(array.end, ends.get(array.file, 0))
@@ -187,7 +188,7 @@ class FlatShard:
                 check(found == n, f"{name} must have {n} rows, got {found} in {self.path}; {AGAIN}")
 
     def _fail_truncated(self, name: str, size: int) -> NoReturn:
-        """Names the first sequence that is lost, where what says so is not."""
+        """Raises an error that names the first missing sequence, if the arrays needed to find it are complete."""
         array = self._arrays[name]
         row = max(0, size - array.offset) // max(1, array.row_bytes)
         where = f"row {row} of {name}"
@@ -205,13 +206,13 @@ class FlatShard:
                 sequence = int(torch.searchsorted(begins[1:].contiguous(), position, right=True))
                 first = position - int(begins[min(sequence, self._sequences)])
             where = Place(str(self.path), sequence).at(first) if name != "crc32" else Place(str(self.path), row).at()
-        fail(f"{array.file} must have {array.end} bytes at least, got {size}: it is cut off at {where}; {AGAIN}")
+        fail(f"{array.file} must have at least {array.end} bytes, got {size}: it is truncated at {where}; {AGAIN}")
 
 
 def _check_kinds(arrays: Dict[str, Array], path: Path) -> None:
-    """Of arrays of others, too: what would lose its fraction, or cannot be counted."""
+    """Checks dtypes and shapes, for files of other programs too."""
     for name, array in arrays.items():
-        if array.end == array.offset:  # an array without bytes could have any number of rows
+        if array.end == array.offset:  # an array without bytes could claim any number of rows
             size = array.file.stat().st_size
             check(max(array.shape) <= size, f"{name} must have at most {size} rows, as many as {array.file} has bytes, "
                   f"got the shape {list(array.shape)}; {AGAIN}")
@@ -225,5 +226,5 @@ def _check_kinds(arrays: Dict[str, Array], path: Path) -> None:
     shape = list(arrays["ids"].shape)
     by_entries = "entries" in arrays
     check(len(shape) == 1 if by_entries else len(shape) in (2, 3), "ids must be "
-          f"{'(E,) beside entries' if by_entries else '(P, K), (N, S, K), or (E,) beside entries'}, got {shape} in "
+          f"{'(E,) with entries' if by_entries else '(P, K), (N, S, K), or (E,) with entries'}, got {shape} in "
           f"{path}")

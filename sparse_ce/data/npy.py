@@ -1,4 +1,5 @@
-"""Shards that are folders of ``.npy`` files, one for each array, which ``numpy.load(mmap_mode="r")`` takes as well."""
+"""Reads and writes shards as folders of ``.npy`` files, one per array, which ``numpy.load(mmap_mode="r")`` reads
+too."""
 
 import ast
 from pathlib import Path
@@ -15,7 +16,7 @@ from .whole import new_file, whole
 _MAGIC = b"\x93NUMPY"
 _DTYPES = {"<i8": torch.int64, "<i4": torch.int32, "<u4": torch.uint32, "<u2": torch.uint16, "|u1": torch.uint8,
            "<f8": torch.float64, "<f4": torch.float32, "<f2": torch.float16}
-_NAMES = {**{dtype: name for name, dtype in _DTYPES.items()}, torch.bfloat16: "<u2"}  # which NumPy has not
+_NAMES = {**{dtype: name for name, dtype in _DTYPES.items()}, torch.bfloat16: "<u2"}  # NumPy has no bfloat16
 HEADER = "header.json"
 _LARGEST = 2**16  # bytes of a header
 
@@ -43,7 +44,7 @@ def shard(path: Path) -> FlatShard:
 
 
 def _array(path: Path) -> Array:
-    """Of versions 1 to 3 of the format."""
+    """Reads the header of a ``.npy`` file, versions 1 to 3 of the format."""
     size_of(path)
     with open(path, "rb") as file:
         start = file.read(8)
@@ -51,12 +52,12 @@ def _array(path: Path) -> Array:
               f"{path} must be a .npy file, got {start!r}; {AGAIN}")
         width = 2 if start[6] == 1 else 4
         length = int.from_bytes(file.read(width), "little")
-        check(length <= _LARGEST, f"{path} must have a header of {_LARGEST} bytes at most, got {length}; {AGAIN}")
+        check(length <= _LARGEST, f"{path} must have a header of at most {_LARGEST} bytes, got {length}; {AGAIN}")
         text = file.read(length)
     with reading(f"{path} must be a .npy file of numbers", path, got="a header that cannot be read: "):
         said = ast.literal_eval(text.decode("latin1"))
         array = Array(path, 8 + width + length, _DTYPES[said["descr"]], shape_in(said["shape"]))
         by_rows = not said["fortran_order"] or len(array.shape) == 1
-    check(len(text) == length and by_rows, f"{path} must be a .npy file of rows in C's order, got {described(text)}; "
+    check(len(text) == length and by_rows, f"{path} must be a .npy file of rows in C order, got {described(text)}; "
           f"{AGAIN}")
     return array

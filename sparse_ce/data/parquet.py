@@ -1,4 +1,5 @@
-"""Shards that are Parquet files, with a row for each sequence: what ``datasets`` and everybody else reads, too."""
+"""Reads and writes shards as Parquet files with one row per sequence, a format that ``datasets`` and others read
+too."""
 
 import bisect
 import os
@@ -27,7 +28,7 @@ from .sequence import (
 )
 from .whole import new_file, whole
 
-ENTRIES_OF_A_GROUP = 2**18  # what is decoded at a time: whoever reads sequences at random decodes it for each
+ENTRIES_OF_A_GROUP = 2**18  # a group is decoded as a whole, and for every sequence if they are read in random order
 _COLUMNS = {"ids": "ids", "log_probs": "log_probs", "log_probs_bfloat16": "log_probs", "input_ids": "tokens",
             "tokens": "tokens", "log_tail": "log_tail", "predicts": "predicts"}
 
@@ -104,14 +105,14 @@ def _table(sequences: Sequence[Stored]) -> Any:
 # -------------------------------------------------------------------------------------------------------------- reading
 
 class Column(NamedTuple):
-    """Of a row group: numbers in lists, and where each list begins, from the outermost lists to the innermost."""
+    """Holds a column of a row group: its numbers, and the offsets of its lists, from the outermost to the innermost."""
 
     values: memoryview
     dtype: torch.dtype
     offsets: List[Tensor]
 
     def row(self, i: int) -> Tuple[Tensor, Optional[Tensor]]:
-        """The numbers in row ``i``, and how many each of its lists has, where it is a list of such."""
+        """Returns the numbers in row ``i``. If the row is a list of lists, also returns their lengths."""
         begin, end = self.offsets[0][i:i + 2].tolist()
         counts = None
         if len(self.offsets) == 2:
@@ -122,7 +123,7 @@ class Column(NamedTuple):
 
 
 class Rows:
-    """The rows of a Parquet file, of which a row group is decoded when one of its rows is read."""
+    """Reads the rows of a Parquet file. A row group is decoded when one of its rows is read."""
 
     def __init__(self, path: Path) -> None:
         self.path, self._process = path, -1
@@ -156,10 +157,10 @@ class Rows:
         return {name: column.row(i - self._begins[group]) for name, column in self._groups[group].items()}
 
     def _opened(self) -> Any:
-        """A forked process opens the file anew: it has none of the threads that Arrow may read with."""
+        """Opens the file again in a forked process, which lacks the threads that Arrow may read with."""
         if self._file is None or self._process != os.getpid():
             _, pq = pyarrow_parquet()
-            size = size_of(self.path)  # of which each item of a list in the footer takes a byte at least
+            size = size_of(self.path)  # a limit: each item of a list in the footer takes at least one byte
             self._file = pq.ParquetFile(self.path, page_checksum_verification=True,
                                         thrift_string_size_limit=min(size + 1, 10**8),
                                         thrift_container_size_limit=min(size + 1, 10**6))
@@ -183,7 +184,7 @@ def _column(chunked: Any, name: str, where: str) -> Column:
         array = array.chunk(0) if array.num_chunks == 1 else pa.concat_arrays(array.chunks)
     offsets: List[Tensor] = []
     while pa.types.is_list(array.type) or pa.types.is_large_list(array.type):
-        _check_no_nulls(array, name, where)  # of which the offsets know nothing: a null is as long as []
+        _check_no_nulls(array, name, where)  # the offsets of a null are those of []
         offsets.append(tensor_of(*_memory(array.offsets, name, where)).long())
         array = array.values
     check(len(offsets) in (1, 2), f"{name} must be a list, or a list of lists, of numbers, got {chunked.type} at "
@@ -214,34 +215,34 @@ class ParquetShard:
         self._columns = {name: _COLUMNS[name] for name in self._rows.names if name in _COLUMNS}
         found = list(self._columns.values())
         check(found.count("ids") == found.count("log_probs") == 1 and found.count("tokens") <= 1,
-              f"columns must be 'ids' and 'log_probs', at times 'input_ids' and 'log_tail', got "
+              f"columns must be 'ids' and 'log_probs', optionally 'input_ids' and 'log_tail', got "
               f"{described(self._rows.names)} in {path}")
         check(promised in (-1, len(self._rows)), f"sequences must be {promised}, as the header says, got "
               f"{len(self._rows)} in {path}; {AGAIN}")
         self.header = with_columns(header, found)
         if header is None and "predicts" in found:
             self.header = self.header._replace(predicts=self._said())
-        check(header is None or promised < 0 or self.header.columns == header.columns, f"columns must be those of "
+        check(header is None or promised < 0 or self.header.columns == header.columns, f"columns must be "
               f"{header and header.columns}, as the header says, got {described(self._rows.names)} in {path}; {AGAIN}")
 
     def __len__(self) -> int:
         return len(self._rows)
 
     def _said(self) -> Optional[Predicts]:
-        """Returns what the first position says; reading compares all others."""
+        """Returns the meaning stored at the first position. Reading compares the others."""
         column = torch.empty(0)
         for i in range(len(self)):
             column = self._rows.row(i, ["predicts"])["predicts"][0]
             if len(column):
                 break
-        self._rows.close()  # of this column alone
+        self._rows.close()  # the decoded group has this column only
         return as_predicts(column[:1], f"in {self.path}")
 
     def close(self) -> None:
         self._rows.close()
 
     def read(self, i: int, verify: bool) -> Stored:
-        """Sequence ``i``. Checksums are those of Parquet's pages, which are compared as they are decoded."""
+        """Returns sequence ``i``. Parquet's own page checksums are compared while pages are decoded."""
         place = Place(str(self.path), i)
         row: Dict[str, Tuple[Tensor, Optional[Tensor]]] = {}
         for name, part in self._rows.row(i, list(self._columns)).items():
@@ -261,7 +262,7 @@ class ParquetShard:
             wrong = counts.ne(k)
             if wrong.any():
                 position = int(wrong.to(torch.uint8).argmax())
-                fail(f"ids must be {k} at each position, got {int(counts[position])} at {place.at(position)}; {AGAIN}")
+                fail(f"ids must have {k} entries, got {int(counts[position])} at {place.at(position)}; {AGAIN}")
             ids, log_probs, counts = ids.reshape(-1, k), log_probs.reshape(-1, k), None
         return Stored(ids, log_probs, counts, *(row[name][0] if name in row else None
                                                 for name in ("tokens", "log_tail", "predicts")))

@@ -1,4 +1,4 @@
-"""Opens files that may be damaged: every error names its file, and no size in a file is believed unchecked."""
+"""Opens files that may be damaged. Every error names its file, and sizes stored in a file are checked before use."""
 
 import json
 import stat
@@ -15,15 +15,16 @@ LARGEST_HEADER = 100_000_000  # bytes, as safetensors has it
 @contextmanager
 def reading(must: str, path: Union[None, str, Path], *, got: str = "", at: str = "",
             fix: str = AGAIN) -> Iterator[None]:
-    """Raises what goes wrong inside as ``ValueError(f"sparse_ce: {must}, got {got}{error}{at}; {fix}")``, the error its
-    cause.
+    """Raises errors inside the block as ``ValueError(f"sparse_ce: {must}, got {got}{error}{at}; {fix}")``.
 
-    Errors pass unchanged if they say what is wrong where: ours if they name ``path``, which None always is, and those
-    of the operating system that name a file.
+    The original error is the cause. Two kinds of errors pass unchanged, because they already name the location:
+
+    - errors of this package, if they name ``path`` or if ``path`` is None;
+    - errors of the operating system that name a file.
     """
     try:
         yield
-    except Exception as error:  # MemoryError and RecursionError too: small files can ask for much
+    except Exception as error:  # includes MemoryError and RecursionError: a small file can request much memory
         ours = str(error).startswith("sparse_ce: ") and (path is None or str(path) in str(error))
         if ours or isinstance(error, ImportError) or isinstance(error, OSError) and error.filename is not None:
             raise
@@ -32,7 +33,8 @@ def reading(must: str, path: Union[None, str, Path], *, got: str = "", at: str =
 
 
 def size_of(path: Path) -> int:
-    """Returns the size of a file. What is none is refused: to open a pipe waits for its other end."""
+    """Returns the size of a regular file. Anything else raises an error: opening a pipe would wait for its other
+    end."""
     said = path.stat()
     if not stat.S_ISREG(said.st_mode):
         fail(f"{path} must be a file, got a {'folder' if stat.S_ISDIR(said.st_mode) else 'device or a pipe'}")
@@ -41,7 +43,7 @@ def size_of(path: Path) -> int:
 
 def bytes_in(path: Path, most: int = LARGEST_HEADER) -> bytes:
     size = size_of(path)
-    check(size <= most, f"{path} must be of {most} bytes at most, got {size}")
+    check(size <= most, f"{path} must have at most {most} bytes, got {size}")
     with open(path, "rb") as file:
         return file.read(size)
 
@@ -54,12 +56,12 @@ def json_object(text: Any) -> Dict[str, Any]:
 
 
 def is_count(value: Any, most: Optional[int] = None) -> bool:
-    """Returns True if a value that a file says is an integer from 0 to ``most``."""
+    """Returns True if a value read from a file is an integer from 0 to ``most``."""
     return type(value) is int and value >= 0 and (most is None or value <= most)
 
 
 def shape_in(said: Any) -> Tuple[int, ...]:
-    """Returns the shape that a header says."""
+    """Returns a shape read from a header."""
     if not isinstance(said, (list, tuple)) or not said or not all(is_count(n) for n in said):
         fail(f"shape must be a list of sizes, got {described(said)}")
     return tuple(said)

@@ -1,7 +1,6 @@
-"""Shards that are ``.safetensors`` files: eight bytes, the size of a JSON header, which says where each tensor lies.
+"""Reads and writes ``.safetensors`` files: the size of a JSON header in eight bytes, the header, then the tensors.
 
-Written and read without the library of that name: it maps the whole file for each tensor, and has no bfloat16 beside
-NumPy.
+The library of that name is not used: it maps the whole file for each tensor, and has no bfloat16 with NumPy.
 """
 
 import json
@@ -43,7 +42,7 @@ def shard(path: Path) -> FlatShard:
         length = int.from_bytes(file.read(8), "little")
         if not 0 < length <= size - 8:
             fail(f"{path} must be a whole safetensors file, got {size} bytes, fewer than its header; {AGAIN}")
-        check(length <= LARGEST_HEADER, f"{path} must have a header of {LARGEST_HEADER} bytes at most, got {length}")
+        check(length <= LARGEST_HEADER, f"{path} must have a header of at most {LARGEST_HEADER} bytes, got {length}")
         text = file.read(length)
     with reading(f"{path} must be a whole safetensors file", path, got="a header that cannot be read: "):
         said = json_object(text)
@@ -53,10 +52,10 @@ def shard(path: Path) -> FlatShard:
                               shape_in(t["shape"])) for name, t in said.items()}
         right = all([a.offset, a.end] == [8 + length + n for n in said[name]["data_offsets"]]
                     for name, a in arrays.items())
-        # The format has no gap between arrays, and no byte belongs to two of them.
+        # The format allows neither gaps nor overlaps between arrays.
         spans = sorted((array.offset, array.end) for array in arrays.values())
         right &= all(begin == end for (begin, _), end in zip(spans, [8 + length, *(end for _, end in spans)]))
     if not right:
-        fail(f"{path} must be a whole safetensors file, got a header whose shapes are not those of its data; {AGAIN}")
+        fail(f"{path} must be a whole safetensors file, got a header whose shapes do not match its data; {AGAIN}")
     header, promised = read_header(metadata["cache"], str(path)) if "cache" in metadata else (None, -1)
     return FlatShard(path, arrays, header, promised)

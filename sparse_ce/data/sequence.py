@@ -1,4 +1,4 @@
-"""One sequence of a teacher's cache: what is stored of it, whether that is right, and what it becomes."""
+"""Defines one sequence of a teacher's cache: its stored tensors, their checks, and the sample built from them."""
 
 import ctypes
 import json
@@ -16,14 +16,14 @@ from .reading import AGAIN, is_count, json_object, reading
 Predicts = Literal["next", "token"]
 CHOICES = ("'next' means that row i is the teacher's prediction for token i + 1, like its logits at i; 'token' means "
            "that row i is its prediction for token i, like vLLM's prompt_logprobs")
-VERSION = 1  # of the layout
-DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}  # of log-probabilities
+VERSION = 1  # the version of the file format
+DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}  # for log-probabilities
 COLUMNS = ("ids", "log_probs", "tokens", "log_tail", "predicts")
 INTEGERS = (torch.uint8, torch.uint16, torch.uint32, torch.uint64, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
 class Place(NamedTuple):
-    """Where something is wrong, for errors: a sequence, counted in its file."""
+    """Locates an error for its message: a sequence, counted within its file."""
 
     file: str
     sequence: int
@@ -33,10 +33,11 @@ class Place(NamedTuple):
 
 
 class Stored(NamedTuple):
-    """The tensors of a sequence of P positions, in the dtypes of its file.
+    """Holds the tensors of a sequence of P positions, in the dtypes of its file.
 
-    ids, log_probs: (P, K), or (E,) with ``counts`` (P,) int64, how many of the E each position has. tokens, log_tail:
-    (P,) or None. predicts: (P,) or None, 1 for "next" and 0 for "token": row p is of token p + predicts[p].
+    ``ids`` and ``log_probs`` are (P, K), or (E,) with ``counts`` (P,) int64, the number of entries of each position.
+    ``tokens`` and ``log_tail`` are (P,) or None. ``predicts`` is (P,) or None, with 1 for "next" and 0 for "token": row
+    p is the prediction for token p + predicts[p].
     """
 
     ids: Tensor
@@ -51,14 +52,14 @@ class Stored(NamedTuple):
         return len(self.ids if self.counts is None else self.counts)
 
     def position_of(self, entry: int) -> int:
-        """Of an entry, by its row-major number."""
+        """Returns the position of an entry, given the entry's row-major number."""
         if self.counts is None:
             return entry // max(1, self.ids.shape[1])
         return int(torch.searchsorted(self.counts.cumsum(0), entry, right=True))
 
 
 class Header(NamedTuple):
-    """What a shard says of itself. ``predicts``: None only where it says nothing."""
+    """Holds the header of a shard. ``predicts`` is None only if the header does not store it."""
 
     num_classes: Optional[int]
     k: Optional[int] = None
@@ -70,23 +71,23 @@ class Header(NamedTuple):
 
 
 def narrow_dtype(num_classes: int) -> torch.dtype:
-    """The smaller of uint16 and uint32 that holds every class."""
+    """Returns the smaller of uint16 and uint32 that holds every class."""
     return torch.uint16 if num_classes <= 2**16 else torch.uint32
 
 
 # ---------------------------------------------------------------------------------------------------- bytes and tensors
 
 def bytes_of(t: Tensor) -> memoryview:
-    """The memory of a contiguous tensor."""
+    """Returns the memory of a contiguous tensor."""
     if t.numel() == 0:
         return memoryview(b"")
     array: Any = (ctypes.c_ubyte * (t.numel() * t.element_size())).from_address(t.data_ptr())
-    array.owner = t  # lives as long as a view of it does
+    array.owner = t  # keeps the tensor alive as long as a view of its memory
     return memoryview(array).cast("B")
 
 
 def tensor_of(data: memoryview, dtype: torch.dtype) -> Tensor:
-    """(n,): a copy of bytes, which a map of a file or a column of Parquet lets nobody write to."""
+    """Returns a copy of bytes as a tensor (n,). Mapped files and Parquet columns are read-only, so a copy is needed."""
     return torch.frombuffer(bytearray(data), dtype=dtype) if len(data) else torch.empty(0, dtype=dtype)
 
 
@@ -101,9 +102,9 @@ def checksum(stored: Stored) -> int:
 # ----------------------------------------------------------------------------------------------------------- the header
 
 def as_json(metadata: Any) -> Dict[str, Any]:
-    """What JSON gives back of it, with texts for keys and lists for tuples: as it will be read, and what checksums are
-    of."""
-    must = "metadata must be a dict of what JSON knows, with keys of one type in each dict"
+    """Returns metadata as JSON restores it, with strings as keys and lists for tuples. Reading returns this form, and
+    checksums cover it."""
+    must = "metadata must be a dict of JSON values, with keys of one type in each dict"
     if not isinstance(metadata, dict):
         fail(f"{must}, got {type(metadata).__name__}")
     try:
@@ -120,14 +121,14 @@ def header_text(header: Header, sequences: int) -> str:
 
 
 def read_header(text: Any, file: str) -> Tuple[Header, int]:
-    """The header, and how many sequences it promises."""
+    """Returns the header, and the number of sequences that it promises."""
     with reading("header must be whole", file, at=f" in {file}"):
         said = json_object(text)
         written = said.pop("crc32")
-        # Headers whose keys were numbers once have these in the order of numbers, which is that of the file.
+        # Keys that were numbers are sorted as numbers in the file, so both orders of keys are valid.
         whole = written in [zlib.crc32(json.dumps(said, sort_keys=order).encode()) for order in (True, False)]
-        check(whole, f"header must be whole, got one of another checksum in {file}; {AGAIN}")
-        check(said["sparse_ce"] <= VERSION, f"header must be of version {VERSION} at most, got {said['sparse_ce']} in "
+        check(whole, f"header must be whole, got one with a different checksum in {file}; {AGAIN}")
+        check(said["sparse_ce"] <= VERSION, f"header must have at most version {VERSION}, got {said['sparse_ce']} in "
               f"{file}; a newer sparse_ce has written it")
         sequences = said["sequences"]
         fields = {name: said[name] for name in Header._fields}
@@ -137,7 +138,7 @@ def read_header(text: Any, file: str) -> Tuple[Header, int]:
 
 
 def _check_header(header: Header, sequences: Any) -> None:
-    """Raises an error unless each field has a value that a writer gives it: a checksum says nothing of its writer."""
+    """Checks that each field has a value that a writer gives it. A valid checksum does not identify the writer."""
     h = header
     right = {"num_classes": is_count(h.num_classes, 2**31) and h.num_classes != 0,
              "k": h.k is None or is_count(h.k, h.num_classes) and h.k != 0,
@@ -152,7 +153,7 @@ def _check_header(header: Header, sequences: Any) -> None:
 
 
 def with_columns(header: Optional[Header], found: Collection[str]) -> Header:
-    """The header, or one for files that have none, with the columns that are there."""
+    """Returns the header, or a default for files without one, with the columns that were found."""
     columns = tuple(name for name in COLUMNS if name in found)
     return (header or Header(None, predicts=None))._replace(columns=columns)
 
@@ -171,7 +172,7 @@ def check_num_classes(num_classes: Any, path: Any) -> None:
 
 
 def check_integers(name: str, t: Tensor, place: Place) -> None:
-    if t.dtype not in INTEGERS:  # which would lose their fraction
+    if t.dtype not in INTEGERS:  # a conversion would lose the fraction
         fail(f"{name} must be integers, got {t.dtype} at {place.at()}")
 
 
@@ -186,7 +187,7 @@ def check_shapes(stored: Stored, place: Place) -> None:
 
 
 def as_predicts(column: Tensor, where: str) -> Optional[Predicts]:
-    """Returns what the numbers of a column ``predicts`` say, or None if there are none."""
+    """Returns the meaning stored in a column ``predicts``, or None if the column is empty."""
     said = sorted(set(column.tolist()))
     check(said in ([], [0], [1]), f"predicts must be 1, for 'next', or 0, for 'token', and the same at all positions, "
           f"got {said} {where}")
@@ -194,14 +195,14 @@ def as_predicts(column: Tensor, where: str) -> Optional[Predicts]:
 
 
 def check_predicts(stored: Stored, said: Optional[Predicts], place: Place) -> None:
-    """Raises an error if the column of a sequence says something else than its file."""
+    """Checks that the column of a sequence agrees with its file."""
     if stored.predicts is not None:
         found = as_predicts(stored.predicts, f"at {place.at()}")
         check(found in (None, said), f"predicts must be {said!r}, as the file says, got {found!r} at {place.at()}")
 
 
 def check_values(stored: Stored, num_classes: Optional[int], place: Place) -> None:
-    """That every log-probability is one, and every id that is not padding a class."""
+    """Checks that every log-probability is at most 0, and that every id is a class or padding."""
     def refuse(what: str, t: Tensor, wrong: Tensor, entries: bool) -> NoReturn:
         i = int(wrong.reshape(-1).to(torch.uint8).argmax())
         fail(f"{what}, got {t.reshape(-1)[i].item()} at {place.at(stored.position_of(i) if entries else i)}")
@@ -225,10 +226,10 @@ def check_values(stored: Stored, num_classes: Optional[int], place: Place) -> No
                 refuse(f"tokens must be in [0, {num_classes})", tokens, wrong, False)
 
 
-# ------------------------------------------------------------------------------------------------------ what it becomes
+# -------------------------------------------------------------------------------------------------- targets and samples
 
 def target_of(stored: Stored, num_classes: Optional[int]) -> SparseTarget:
-    """(P,), kind "logprobs", with int64 indices; positions without an entry are ignored."""
+    """Returns the target (P,), kind "logprobs", with int64 indices. Positions without an entry are ignored."""
     ids = stored.ids.long()
     if stored.counts is None:
         return SparseTarget.from_topk(ids, stored.log_probs, kind="logprobs", num_classes=num_classes,
@@ -240,7 +241,7 @@ def target_of(stored: Stored, num_classes: Optional[int]) -> SparseTarget:
 
 def sample_of(stored: Stored, num_classes: Optional[int], place: Place, verify: bool, moved: int,
               names: Dict[str, str]) -> Dict[str, Any]:
-    """What a dataset gives of a sequence, checked; row i is the stored row i + ``moved``."""
+    """Returns the checked sample of a dataset. Its row i is the stored row i + ``moved``."""
     check_shapes(stored, place)
     if verify:
         check_values(stored, num_classes, place)
@@ -254,10 +255,11 @@ def sample_of(stored: Stored, num_classes: Optional[int], place: Place, verify: 
 
 
 def rows_to_move(stored: Optional[Predicts], wanted: Optional[Predicts], names: Dict[str, str]) -> int:
-    """For ``sample_of``: the logits at i predict token i + 1. ``stored`` is known where anything is ``wanted``."""
+    """Returns ``moved`` for ``sample_of``: the logits at i predict token i + 1. If ``wanted`` is given, ``stored`` must
+    be known."""
     check(wanted in (None, "next", "token"), f"predicts must be 'next', 'token' or None, got {wanted!r}")
     check(wanted is not None or names.get("target") != "labels", "predicts must be 'next' or 'token' if names makes "
-          f"the target 'labels', got None; {CHOICES}. A loss that shifts labels, as the Trainer's, needs 'token'")
+          f"the target 'labels', got None; {CHOICES}. A loss that shifts labels, like the Trainer's, needs 'token'")
     if wanted is None or wanted == stored:
         return 0
     return 1 if wanted == "next" else -1
@@ -266,5 +268,5 @@ def rows_to_move(stored: Optional[Predicts], wanted: Optional[Predicts], names: 
 def names_of_parts(names: Optional[Dict[str, str]]) -> Dict[str, str]:
     names = dict(names or {})
     check(set(names) <= {"tokens", "target", "log_tail"},
-          f"names must be of 'tokens', 'target' and 'log_tail', got {sorted(names)}")
+          f"names must have keys among 'tokens', 'target' and 'log_tail', got {sorted(names)}")
     return names

@@ -1,4 +1,4 @@
-"""Files that are read as one dataset, of which few are open at a time."""
+"""Reads several files as one dataset, with few of them open at a time."""
 
 import bisect
 import copy
@@ -8,7 +8,7 @@ from typing import Any, Dict, Generic, List, Protocol, Sequence, Tuple, TypeVar
 from .._core.errors import described, fail
 from .._core.options import is_integer
 
-MOST_OPEN = 32  # each is a map of a file or several, and a process may hold a thousand
+MOST_OPEN = 32  # each shard maps one or more files, and a process may open about a thousand
 
 
 class Closable(Protocol):
@@ -36,13 +36,14 @@ class Shards(Generic[_Shard]):
         return len(self._rows)
 
     def part(self, rows: slice) -> "Shards[_Shard]":
-        """Returns some rows of the same shards, of which no more are open together."""
+        """Returns a selection of rows. It shares the shards and the limit of open files."""
         part = copy.copy(self)
         part._rows, part._open = self._rows[rows], self._open
         return part
 
     def find(self, i: Any) -> Tuple[_Shard, int]:
-        """The shard that has index ``i``, and its index there; others are closed, the longest unused first."""
+        """Returns the shard with index ``i``, and the index within it. Closes the least recently used shards above the
+        limit."""
         if not (is_integer(i) and -len(self) <= i < len(self)):
             fail(f"index must be an integer in [{-len(self)}, {len(self)}), got {described(i)}", IndexError)
         i = self._rows[int(i)]

@@ -1,4 +1,4 @@
-"""vLLM's log-probabilities, as its Python objects and as the JSON of its OpenAI server."""
+"""Reads vLLM's log-probabilities, from its Python objects and from the JSON of its OpenAI server."""
 
 from collections.abc import Mapping, Sequence
 from itertools import chain
@@ -12,26 +12,27 @@ from ..targets.sparse_target import SparseTarget
 from .reading import reading
 from .sequence import Stored, target_of
 
-_LOWEST = -9999.0  # what the server writes for -inf, which JSON does not know
+_LOWEST = -9999.0  # the server writes this for -inf, which JSON cannot represent
 Entries = Tuple[List[int], List[float]]
 
 
 def from_vllm(logprobs: Any, *, num_classes: Optional[int] = None) -> SparseTarget:
-    """A target (S,), jagged, ``kind="logprobs"``, float32, of what vLLM returns for a text of S tokens.
+    """Converts vLLM's output for a text of S tokens to a jagged target (S,), ``kind="logprobs"``, float32.
 
     Args:
-        logprobs: any of
+        logprobs: one of
 
             - ``RequestOutput.prompt_logprobs`` or ``CompletionOutput.logprobs``: for each position a dict from token id
-              to ``Logprob``, or None; or the ``FlatLogprobs`` that ``SamplingParams(flat_logprobs=True)`` gives,
-            - ``prompt_logprobs`` of the server: the same, from texts of ids to ``{"logprob": ..., "rank": ...}``,
-            - ``choice["logprobs"]`` of the server, of completions (``top_logprobs``) and of chats (``content``); the
-              request has to ask for ids in place of texts, ``"return_tokens_as_token_ids": true``.
-        num_classes: of the vocabulary, where it is to be checked.
+              to ``Logprob``, or None; or the ``FlatLogprobs`` of ``SamplingParams(flat_logprobs=True)``.
+            - ``prompt_logprobs`` of the server: the same, from ids as strings to ``{"logprob": ..., "rank": ...}``.
+            - ``choice["logprobs"]`` of the server, for completions (``top_logprobs``) and chats (``content``). The
+              request must set ``"return_tokens_as_token_ids": true`` to get ids instead of texts.
+        num_classes: size of the vocabulary, if ids are to be checked.
 
-    Row i is what the model predicted of token i, ``predicts="token"``. A position without entries, as the first of a
-    prompt is, is ignored. The sampled token, which stands before the most likely ones and may be one of them, counts
-    once.
+    Returns:
+        A target whose row i is the model's prediction for token i, ``predicts="token"``. A position without entries,
+        such as the first of a prompt, is ignored. The sampled token is listed before the most likely tokens and may be
+        one of them; it counts once.
 
     Examples:
         >>> from_vllm([None, {7: -0.1, 9: -2.5}], num_classes=10).tolist()
@@ -41,7 +42,7 @@ def from_vllm(logprobs: Any, *, num_classes: Optional[int] = None) -> SparseTarg
         >>> from_vllm(chat).tolist()
         [[(7, -0.5), (9, -1.5)]]
     """
-    with reading("logprobs must be as vLLM returns them", None, fix="pass them as they are"):
+    with reading("logprobs must be as vLLM returns them", None, fix="pass them unchanged"):
         rows = [_once(*row) for row in entries_of(logprobs)]
         counts = torch.tensor([len(ids) for ids, _ in rows], dtype=torch.int64)
         ids = torch.tensor(list(chain.from_iterable(row for row, _ in rows)), dtype=torch.int64)
@@ -57,8 +58,8 @@ def from_vllm(logprobs: Any, *, num_classes: Optional[int] = None) -> SparseTarg
 
 
 def entries_of(logprobs: Any) -> List[Entries]:
-    """Token ids and log-probabilities of each position, as they come."""
-    if hasattr(logprobs, "model_dump"):  # of a client of the server
+    """Returns token ids and log-probabilities of each position, in their order."""
+    if hasattr(logprobs, "model_dump"):  # clients of the server return pydantic models
         logprobs = logprobs.model_dump()
     if hasattr(logprobs, "start_indices"):
         return _of_flat(logprobs)
@@ -98,13 +99,13 @@ def _of_server(said: Mapping[str, Any]) -> List[Entries]:
         if tokens is not None or chosen is not None:
             _check_length("tokens", tokens, len(rows), "top_logprobs")
             _check_length("token_logprobs", chosen, len(rows), "top_logprobs")
-        # The token that was chosen need not be among the most likely ones.
+        # The sampled token need not be among the most likely ones.
         for i, (row, token, logprob) in enumerate(zip(rows, tokens or [], chosen or [])):
             if logprob is not None:
                 row[0].insert(0, _id(token, i))
                 row[1].insert(0, _logprob(logprob, i))
         return rows
-    fail(f"logprobs must have 'content' or 'top_logprobs', got {shortened(str(sorted(map(str, said))))}; ask for "
+    fail(f"logprobs must have 'content' or 'top_logprobs', got {shortened(str(sorted(map(str, said))))}; request "
          "logprobs and top_logprobs")
 
 
@@ -126,15 +127,16 @@ def _of_dict(row: Any, i: int, bare: bool = False) -> Entries:
 
 
 def _id(token: Any, i: int, bare: bool = False) -> int:
-    """``bare``: a text of digits is an id. Of tokens as texts, "7" may be any id."""
+    """Returns the id of a token. If ``bare``, a string of digits is an id; otherwise the text "7" may stand for any
+    id."""
     if not isinstance(token, str):
         if type(token) is not int and not is_integer(token):
             fail(f"token must be an id, such as 7 or 'token_id:7', got {described(token)} at position {i}")
         return int(token)
     digits = token.removeprefix("token_id:")
     if not digits.isdecimal() or digits == token and not bare:
-        fail(f"token must be an id, such as 'token_id:123', got {described(token)} at position {i}; ask the server "
-             "for them with return_tokens_as_token_ids")
+        fail(f"token must be an id, such as 'token_id:123', got {described(token)} at position {i}; request ids from "
+             "the server with return_tokens_as_token_ids")
     return int(digits)
 
 
@@ -148,7 +150,7 @@ def _logprob(entry: Any, i: int) -> float:
 
 
 def _once(ids: List[int], values: List[float]) -> Entries:
-    """Without the ids that came before, and without those that no probability is left for."""
+    """Removes repeated ids, and ids with probability 0."""
     kept: Dict[int, float] = {}
     for token, value in zip(ids, values):
         if value != -torch.inf:

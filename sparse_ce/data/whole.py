@@ -1,6 +1,6 @@
-"""Files and folders that get their name when they are whole: half of one never has it, and it is never taken away.
+"""Writes files and folders that get their name only when complete. An existing name is never replaced.
 
-No name that something may lie at is opened, emptied or removed: a symbolic link there would be followed.
+Existing paths are never opened, truncated or removed, because a symbolic link there would be followed.
 """
 
 import os
@@ -14,10 +14,10 @@ from typing import BinaryIO, Iterator, Optional
 
 @contextmanager
 def whole(path: Path) -> Iterator[Path]:
-    """Yields a new path to write a file or a folder to, which is called ``path`` afterwards.
+    """Yields a new path for a file or a folder, which is renamed to ``path`` afterwards.
 
     Raises:
-        FileExistsError: something has that name already.
+        FileExistsError: if ``path`` already exists.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
@@ -30,8 +30,8 @@ def whole(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def new_file(path: Path) -> Iterator[BinaryIO]:
-    """Yields a file that was not there before, and has it on the disk afterwards."""
-    with open(path, "xb") as file:  # O_EXCL, which takes a symbolic link for what is there
+    """Yields a new file, and flushes it to disk afterwards. The file must not exist before."""
+    with open(path, "xb") as file:  # O_EXCL fails for a symbolic link too
         yield file
         file.flush()
         os.fsync(file.fileno())
@@ -41,21 +41,21 @@ def _publish(temporary: Path, path: Path) -> None:
     folder = temporary.is_dir()
     try:
         if folder:
-            os.rename(temporary, path)  # an error if there is more than an empty folder
+            os.rename(temporary, path)  # fails unless path is free or an empty folder
         else:
-            os.link(temporary, path)  # unlike a rename an error if there is anything
+            os.link(temporary, path)  # unlike a rename, this fails if path exists
     except OSError as error:
         if os.path.lexists(path):
             if not folder and os.path.samestat(os.stat(temporary), os.lstat(path)):
-                return  # NFS: the answer to the first request was lost, and the second one found its work done
-            raise FileExistsError(f"{path} is there already") from error
+                return  # on NFS a repeated request fails if only the first reply was lost
+            raise FileExistsError(f"{path} exists already") from error
         if folder:
             raise
-        os.rename(temporary, path)  # a file system without hard links
+        os.rename(temporary, path)  # a file system may lack hard links
 
 
 def _remove(path: Path) -> None:
-    """Removes what may be there of a temporary file or folder, as far as possible: it harms nobody."""
+    """Removes a temporary file or folder as far as possible. A remainder does no harm."""
     with suppress(OSError):
         if path.is_dir():
             shutil.rmtree(path)
@@ -64,7 +64,8 @@ def _remove(path: Path) -> None:
 
 
 def remove_leftovers(folder: Path, name: Optional[str] = None) -> None:
-    """Removes what killed writers of ``name``, by default of anything, have left in a folder that has no other."""
+    """Removes the temporary files of killed writers of ``name`` (by default of any name) in a folder without another
+    writer."""
     leftover = re.compile(rf"\.{'.+' if name is None else re.escape(name)}\.[0-9a-f]{{16}}\.tmp")
     for file in list(folder.iterdir()):
         if leftover.fullmatch(file.name) and not file.is_symlink():

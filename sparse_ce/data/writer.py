@@ -1,4 +1,4 @@
-"""``CacheWriter``: a teacher's top-k, batch by batch, into a file or a folder of shards."""
+"""Provides ``CacheWriter``, which writes a teacher's top-k batch by batch to a file or a folder of shards."""
 
 import math
 import os
@@ -25,38 +25,39 @@ from .safetensors import write as write_safetensors
 from .sequence import CHOICES, DTYPES, INTEGERS, Header, Place, Predicts, Stored, as_json, check_values, narrow_dtype
 from .whole import remove_leftovers
 
-Numbers = Union[Tensor, Sequence[Any]]  # or lists of them
+Numbers = Union[Tensor, Sequence[Any]]  # a tensor, or nested lists
 FORMATS: Dict[str, Callable[[Path, Sequence[Stored], Header], None]] = {
     "safetensors": write_safetensors, "parquet": write_parquet, "npy": write_npy}
 
 
 class CacheWriter:
-    """Writes a teacher's cache. A context manager: what it is left with normally is whole, an error leaves the shard
-    that was not whole unwritten, and a name is never that of half a file.
+    """Writes a teacher's cache, as a context manager.
 
-    A path has one writer at a time. The writer locks it when it is made, and unlocks it when it is closed, or its
-    process ends. In a distributed job write on rank 0 only, or give each rank a path of its own.
+    A normal exit completes the cache. After an error the unfinished shard is not written, and no incomplete file ever
+    has its final name. A path has one writer at a time. The writer locks the path when it is created, and unlocks it
+    when it is closed or its process ends. In a distributed job write on rank 0 only, or give each rank its own path.
 
     Args:
-        path: ``x.parquet``, ``x.safetensors`` and ``x.npy`` become one shard, kept in memory until the end. Anything
-            else is a folder of shards, written one by one.
-        num_classes: of the teacher's vocabulary.
-        k: entries of each position: a rectangle, in which fewer are padded. None: as many as each position has.
-        dtype: of the log-probabilities in the file, float16, bfloat16 or float32; they are rounded to it once.
-        predicts: ``"next"`` where row p is what the teacher predicts behind token p, as its logits at p are,
-            ``"token"`` where it is what it predicts of token p, as :func:`from_vllm` returns it. Each position of the
-            cache says it. None: ``"next"``, and it is an error if the rows look like vLLM's.
-        metadata: what else to remember: which teacher, which text. A dict of what JSON knows; what JSON gives back of
-            it is written, with texts for keys, which are of one type, and lists for tuples.
-        format: of the shards of a folder, ``"safetensors"``, ``"parquet"`` or ``"npy"``.
-        shard: sequences of a shard, which is what is kept in memory.
-        resume: go on behind the shards that are in the folder; ``len(writer)`` sequences are there. They must have been
-            written with the same header.
+        path: ``x.parquet``, ``x.safetensors`` and ``x.npy`` become a single shard, kept in memory until the end. Any
+            other path is a folder of shards, written one at a time.
+        num_classes: size of the teacher's vocabulary.
+        k: number of entries per position; positions with fewer are padded. None: positions have different numbers of
+            entries.
+        dtype: dtype of the stored log-probabilities: float16, bfloat16 or float32. They are rounded to it once.
+        predicts: ``"next"`` if row p is the teacher's prediction for token p + 1, as its logits at p are; ``"token"``
+            if it is the prediction for token p, as in the output of :func:`from_vllm`. Each position of the cache
+            stores it. None means ``"next"``, and raises an error if the rows look like vLLM's.
+        metadata: other information to store, such as the teacher and the text: a dict of JSON values. It is stored as
+            JSON restores it, with strings as keys, which must have one type, and lists for tuples.
+        format: format of the shards in a folder: ``"safetensors"``, ``"parquet"`` or ``"npy"``.
+        shard: number of sequences per shard, which are kept in memory.
+        resume: if True, continue after the shards in the folder, which must have the same header. ``len(writer)`` is
+            the number of existing sequences.
 
     Raises:
-        ValueError: another writer has the path, or it is taken, or a shard of it was written with another header:
-            classes, k, dtype, predicts or metadata; or at the end, there was no sequence.
-        ImportError: pyarrow is needed and not there.
+        ValueError: if another writer has the path, if the path exists, or if one of its shards has another header:
+            classes, k, dtype, predicts or metadata. Also at the end, if there was no sequence.
+        ImportError: if pyarrow is needed and not installed.
 
     Examples:
         >>> path = tempfile.mkdtemp() + "/teacher"
@@ -98,7 +99,7 @@ class CacheWriter:
                           self.path / ".lock")
         self._stopped = False
         taken = os.path.lexists(self.path)
-        check(not taken or not self._one and self.path.is_dir(), f"path must not be taken, got {self.path}; delete it")
+        check(not taken or not self._one and self.path.is_dir(), f"path must not exist, got {self.path}; delete it")
         self._acquire()
         try:
             self._resume(resume)
@@ -107,30 +108,30 @@ class CacheWriter:
             raise
 
     def _acquire(self) -> None:
-        check(not self._stopped, f"writer must be open, got one that an error has stopped, of {self.path}; make "
-              f"{'another' if self._one else 'another with resume=True, which goes on behind its last shard'}")
+        check(not self._stopped, f"writer must be open, got one that an error has stopped, of {self.path}; create "
+              f"{'another' if self._one else 'another with resume=True, which continues after its last shard'}")
         if self._lock.acquire():
             remove_leftovers(self._lock.file.parent, self.path.name if self._one else None)
 
     def _resume(self, allowed: bool) -> None:
-        """Goes on behind the shards that are there, which no other writer adds to."""
+        """Reads the existing shards, to continue after them. No other writer can add to them."""
         if self._one:
-            check(not os.path.lexists(self.path), f"path must not be taken, got {self.path}; delete it")
+            check(not os.path.lexists(self.path), f"path must not exist, got {self.path}; delete it")
             return
         check(not (self.path / MARKER).is_dir(), f"{self.path / MARKER} must be a file, got a folder; delete it")
         if not any(file.suffix != ".tmp" and not file.name.startswith(".") for file in self.path.iterdir()):
             return
-        check(allowed, f"path must not be taken, got {self.path}; delete it, or go on behind what is there with "
-              "resume=True")
-        shards = opened(self.path)  # of which the last may have been deleted, to be written again
+        check(allowed, f"path must not exist, got {self.path}; delete it, or use resume=True to continue after its "
+              "shards")
+        shards = opened(self.path)  # the last shards may have been deleted, to be written again
         ours = [self.path / self._name(i) for i in range(len(shards))]
         check([s.path for s in shards] == ours, f"path must hold shards named {self._name(0)} and so on, got "
               f"{shards[-1].path.name} in {self.path}")
         for shard in shards:
-            differences = [f"{name} {old!r} and not {new!r}" for name, old, new in
+            differences = [f"{name} {old!r} instead of {new!r}" for name, old, new in
                            zip(Header._fields, shard.header, self._header)
                            if name not in ("columns", "first") and old != new]
-            check(not differences, f"{shard.path} must be written as this writer writes, got {', '.join(differences)}")
+            check(not differences, f"{shard.path} must have this writer's header, got {', '.join(differences)}")
         self._header = self._header._replace(columns=shards[0].header.columns)
         self._shards, self._written = len(shards), sum(len(s) for s in shards)
 
@@ -138,7 +139,7 @@ class CacheWriter:
         return f"shard-{i:05}.{self._format}"
 
     def __len__(self) -> int:
-        """Sequences that were added, those that were there included."""
+        """Returns the number of sequences, including those that existed before."""
         return self._written + len(self._pending)
 
     def __enter__(self) -> "CacheWriter":
@@ -156,36 +157,39 @@ class CacheWriter:
             self._lock.release()
 
     def close(self) -> None:
-        """Writes what was added since the last shard, and into a folder, hidden, how many shards and sequences it has:
-        a cache that lacks one then is refused. A folder may be added to afterwards, and closed again. If an error has
-        ended the writer's ``with`` block, it cannot be closed.
+        """Writes the sequences added since the last shard.
+
+        In a folder it also writes a hidden file with the numbers of shards and sequences. A cache that loses a shard
+        later then raises an error. A folder can be extended and closed again afterwards. If an error has ended the
+        writer's ``with`` block, it cannot be closed.
 
         Examples:
             >>> writer = CacheWriter(tempfile.mkdtemp() + "/teacher.npy", num_classes=100)
             >>> writer.add(sparse_ce.topk_log_probs(torch.randn(8, 100), 4))
             >>> writer.close()
         """
-        check(len(self) > 0, f"writer must be given a sequence at least, got none for {self.path}; nothing is written")
+        check(len(self) > 0, f"writer must have at least one sequence, got none for {self.path}; nothing is written")
         self._acquire()
         self._write(1)
         if not self._one:
-            self._check_free(self.path / self._name(self._shards))  # of a writer that has come and gone since
+            self._check_free(self.path / self._name(self._shards))  # another writer may have written it since
             write_marker(self.path, self._shards, self._written)
         self._lock.release()
 
     def _check_free(self, path: Path) -> None:
-        again = "delete it" if self._one else "make another writer with resume=True, which goes on behind it"
-        check(not os.path.lexists(path), f"path must not be taken, got {path}, which somebody else has written "
-              f"meanwhile; {again}")
+        again = "delete it" if self._one else "create another writer with resume=True, which continues after it"
+        check(not os.path.lexists(path), f"path must not exist, got {path}, which another writer has written in the "
+              f"meantime; {again}")
 
     def _write(self, least: int) -> None:
-        """Writes shards while there are ``least`` sequences for one: more than one after an error of the disk."""
+        """Writes shards while at least ``least`` sequences are pending. More than one shard may be pending after a disk
+        error."""
         size = len(self._pending) if self._one else self._shard
         while len(self._pending) >= least:
             path = self.path if self._one else self.path / self._name(self._shards)
             self._check_free(path)
             if not self._one:
-                (self.path / MARKER).unlink(missing_ok=True)  # until it is whole again
+                (self.path / MARKER).unlink(missing_ok=True)  # the folder is incomplete until close()
             part = self._pending[:size]
             try:
                 FORMATS[self._format](path, part, self._header._replace(first=self._written))
@@ -200,17 +204,17 @@ class CacheWriter:
         """Adds a sequence, or a batch of sequences.
 
         Args:
-            target: (S,) or (B, S), top-k or jagged, ``kind="logprobs"``, on any device: what
-                :func:`sparse_ce.topk_log_probs` makes. Of a row that is ignored nothing is kept.
-            tokens: (S,) or (B, S), integers, a tensor or lists: the text.
-            log_tail: (S,) or (B, S), a tensor or lists: the logarithm of the probability of all other classes.
-            lengths: (B,): how many positions of each sequence are more than padding.
+            target: (S,) or (B, S), top-k or jagged, ``kind="logprobs"``, on any device, such as the output of
+                :func:`sparse_ce.topk_log_probs`. Ignored rows store no entries.
+            tokens: the tokens of the text, (S,) or (B, S), integers, a tensor or lists.
+            log_tail: the log of the probability of all other classes, (S,) or (B, S), a tensor or lists.
+            lengths: the number of positions before the padding in each sequence, (B,).
 
         Raises:
-            ValueError: shapes do not fit, tokens or lengths are not integers, an id is outside the vocabulary, a
-                log-probability is positive or NaN; the error names the sequence and the position. Nothing is added.
-            OSError: a shard cannot be written. The sequences are added nevertheless, as ``len(writer)`` says: the next
-                call writes them.
+            ValueError: if shapes do not fit, tokens or lengths are not integers, an id is outside the vocabulary, or a
+                log-probability is positive or NaN. The error names the sequence and the position. Nothing is added.
+            OSError: if a shard cannot be written. The sequences have been added nevertheless, as ``len(writer)`` shows;
+                the next call writes them.
 
         Examples:
             >>> target = SparseTarget.from_topk(torch.tensor([[3, 5], [7, 1]]), torch.tensor([[-0.1, -3], [-0.4, -2]]),
@@ -222,7 +226,7 @@ class CacheWriter:
         """
         header = self._header
         check(not (self._one and self._written), f"writer must be open, got one that has written {self.path}, which is "
-              "one file; write a folder of shards to go on after close()")
+              "one file; write a folder of shards to continue after close()")
         self._acquire()
         check(isinstance(target, SparseTarget) and target.form != "index" and target.kind == "logprobs",
               f"target must be a SparseTarget of log-probabilities, got {target!r}; convert weights with .log_probs()")
@@ -252,7 +256,8 @@ class CacheWriter:
             self._write(self._shard)
 
     def _stored(self, target: SparseTarget, rest: Dict[str, Optional[Tensor]], place: Place) -> Stored:
-        """One sequence, (S,), as a file has it, checked before it is narrowed."""
+        """Returns one sequence, (S,), in its file format. Values are checked before they are rounded to narrower
+        dtypes."""
         header, k = self._header, self._header.k
         assert target.values is not None and header.num_classes is not None
         counted, rows = target.ne(IGNORE_INDEX), len(target)
@@ -277,12 +282,12 @@ class CacheWriter:
         if self._unsaid and stored.tokens is not None:
             there = ~values.isneginf()
             check(not _hold_their_tokens(ids[there], row[there], stored.tokens, header.num_classes), "predicts must be "
-                  f"given for rows that hold the token of their own position, got None at {place.at()}; {CHOICES}")
+                  f"given if rows contain the token of their own position, got None at {place.at()}; {CHOICES}")
         stored = stored._replace(log_probs=values.to(DTYPES[header.dtype]))
         narrow = narrow_dtype(header.num_classes)
         if k is not None:
             stored = _rectangle(stored, row, k, place)
-        elif stored.log_probs.isneginf().any():  # rounded to it
+        elif stored.log_probs.isneginf().any():  # the narrower dtype rounds to -inf
             live = ~stored.log_probs.isneginf()
             stored = stored._replace(ids=ids[live], log_probs=stored.log_probs[live],
                                      counts=torch.bincount(row[live], minlength=rows))
@@ -291,7 +296,7 @@ class CacheWriter:
 
 
 def _numbers(name: str, given: Numbers, target: SparseTarget, place: Place) -> Tensor:
-    """A tensor of the shape of ``target``."""
+    """Converts ``given`` to a tensor with the shape of ``target``."""
     try:
         t = torch.as_tensor(given).detach().cpu()
     except (TypeError, ValueError, RuntimeError) as error:
@@ -306,8 +311,8 @@ def _numbers(name: str, given: Numbers, target: SparseTarget, place: Place) -> T
 
 
 def _hold_their_tokens(ids: Tensor, row: Tensor, tokens: Tensor, num_classes: int) -> bool:
-    """Returns True if each row that has entries has the token of its own position among them, as vLLM's rows have. Rows
-    that hold the next tokens as well, or so many classes that chance would do it, do not tell."""
+    """Returns True if each row with entries contains the token of its own position, as vLLM's rows do. The result is
+    False if the rows also contain the next tokens, or have so many classes that chance suffices."""
     def missing(of_each: Tensor) -> Tensor:
         found = torch.zeros(len(tokens), dtype=torch.bool).index_fill_(0, row[ids.eq(of_each[row])], True)
         return counts.ne(0) & ~found
@@ -318,11 +323,11 @@ def _hold_their_tokens(ids: Tensor, row: Tensor, tokens: Tensor, num_classes: in
 
 
 def _rectangle(stored: Stored, row: Tensor, k: int, place: Place) -> Stored:
-    """(P, k) of entries and the positions that they are at."""
+    """Returns entries as (P, k), given the position of each entry."""
     assert stored.counts is not None
     if (stored.counts > k).any():
         position = int(stored.counts.argmax())
-        fail(f"target must have at most {k} entries in a row, k of the writer, got {int(stored.counts[position])} at "
+        fail(f"target must have at most {k} entries in a row, the writer's k, got {int(stored.counts[position])} at "
              f"{place.at(position)}")
     begins = stored.counts.cumsum(0) - stored.counts
     at = (row, torch.arange(len(row)) - begins[row])

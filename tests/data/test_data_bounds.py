@@ -75,10 +75,10 @@ def test_rows_without_a_byte_are_not_counted_beyond_the_file(tmp_path):
     ({**ONE, "ids": array("U16", [-1, -1], 0, 2)}, "shape must be a list of sizes, got [-1, -1]"),
     ({**ONE, "ids": array("U16", [1, 1], -2, 0)}, "must be a list of sizes, got [-2, 0]"),
     ({**ONE, "ids": array("U16", [1, 1], 0.0, 2.0)}, "must be a list of sizes, got [0.0, 2.0]"),
-    ({**ONE, "ids": array("U16", [2**70, 2**70], 0, 2)}, "whose shapes are not those of its data"),
-    ({**ONE, "log_probs": array("F16", [1, 1], 0, 2)}, "whose shapes are not those of its data"),
-    ({**ONE, "log_probs": array("F16", [1, 1], 3, 5)}, "whose shapes are not those of its data"),
-    ({"ids": array("U16", [1, 1], 2, 4), "log_probs": array("F16", [1, 1], 4, 6)}, "shapes are not those of its data"),
+    ({**ONE, "ids": array("U16", [2**70, 2**70], 0, 2)}, "whose shapes do not match its data"),
+    ({**ONE, "log_probs": array("F16", [1, 1], 0, 2)}, "whose shapes do not match its data"),
+    ({**ONE, "log_probs": array("F16", [1, 1], 3, 5)}, "whose shapes do not match its data"),
+    ({"ids": array("U16", [1, 1], 2, 4), "log_probs": array("F16", [1, 1], 4, 6)}, "shapes do not match its data"),
     ({**ONE, "ids": array(["U16"], [1, 1], 0, 2)}, "TypeError"),
     ({**ONE, "__metadata__": "cache"}, "__metadata__ must be an object, got a str"),
     ({**ONE, "__metadata__": {"cache": 5}}, "header must be whole, got TypeError"),
@@ -179,8 +179,8 @@ def test_headers_of_npy(tmp_path, text, words):
 
 
 @pytest.mark.parametrize("start, words", [
-    (b"\x93NUMPY\2\0\xff\xff\xff\xff", "header of 65536 bytes at most, got 4294967295"),
-    (b"\x93NUMPY\3\0\x01\0\1\0", "header of 65536 bytes at most, got 65537"),
+    (b"\x93NUMPY\2\0\xff\xff\xff\xff", "header of at most 65536 bytes, got 4294967295"),
+    (b"\x93NUMPY\3\0\x01\0\1\0", "header of at most 65536 bytes, got 65537"),
     (b"\x93NUMPY\0\0\x02\0", "must be a .npy file, got b'\\x93NUMPY\\x00\\x00'"),
     (b"\x93NUMPY\4\0\x02\0\0\0", "must be a .npy file, got b'\\x93NUMPY\\x04\\x00'")])
 def test_the_start_of_npy(tmp_path, start, words):
@@ -285,7 +285,7 @@ def capture(tmp_path, form):
     ("compressed", dict(d=MANY, k=MANY, exact_k=1), "must have 4 bytes at each position"),
     ("compressed", dict(d=V, k=V + 1, exact_k=1), f"k must be an integer in [1, {V}], got"),
     ("compressed", dict(d=V, k=9, exact_k=1, polynomial_terms=list(range(257))),
-     "polynomial_terms must be 256 at most, got 257"),
+     "polynomial_terms must be at most 256, got 257"),
     ("compressed", dict(d=V, k=9, exact_k=0, polynomial_terms=[10**400]), "config must be one of DistillKit, got Ov")])
 def test_configurations_that_ask_for_much(tmp_path, form, config, words):
     path = capture(tmp_path, form)
@@ -314,7 +314,7 @@ MERGED = "a0: &a0 {" + ", ".join(f"k{i}: 1" for i in range(9)) + "}\n" + "".join
             "d", "k", "exact_k", "polynomial_terms", "residual_bins", "exact_dtype", "delta_encoding")),
     (MERGED, "must"), ("[" * 5000, "config must be YAML, got RecursionError"),
     ("d: " + "9" * 5000, "config must be YAML, got ValueError"), ("\udcff", "config must be YAML, got UnicodeDecode"),
-    ("d: 1\n" * 20000, "must be of 65536 bytes at most, got"),
+    ("d: 1\n" * 20000, "must have at most 65536 bytes, got"),
     ("!!python/name:os.system", "config must be YAML, got ConstructorError")],
     ids=lambda part: part if len(part) < 99 else "")
 def test_configurations_in_yaml(tmp_path, text, words):

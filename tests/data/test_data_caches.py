@@ -255,7 +255,7 @@ def test_rows_are_moved_to_the_tokens_that_they_predict(tmp_path, format):
                 assert torch.equal(sample["input_ids"], tokens)
     with pytest.raises(ValueError, match="sparse_ce: predicts must be 'next', 'token' or None, got 'last'"):
         TeacherCache(path, predicts="last")
-    with pytest.raises(ValueError, match="sparse_ce: names must be of .*, got .*'ids'"):
+    with pytest.raises(ValueError, match="sparse_ce: names must have keys among .*, got .*'ids'"):
         TeacherCache(path, names={"ids": "labels"})
 
 
@@ -369,7 +369,7 @@ def test_arrays_and_columns_without_a_header(tmp_path):
     np.save(folder / "ids.npy", torch.cat((target.indices, other[0].indices)).to(torch.int32).numpy())
     np.save(folder / "log_probs.npy", torch.cat((target.values, other[0].values)).numpy())
     np.save(folder / "sequences.npy", np.array([0, 4, 7]))
-    with pytest.raises(ValueError, match="sparse_ce: num_classes must be given where the files do not say it"):
+    with pytest.raises(ValueError, match="sparse_ce: num_classes must be given if the files do not store it"):
         TeacherCache(folder)
     cache = TeacherCache(folder, num_classes=V)
     assert torch.equal(cache[1]["target"].indices, other[0].indices) and len(cache) == 2
@@ -416,7 +416,7 @@ def test_a_writer_goes_on_where_another_was_stopped(tmp_path, format):
     killed = tmp_path / "teacher" / f".shard-00001.{format}.{'f' * 16}.tmp"  # it was killed over the second
     killed.mkdir()
     (killed / "ids.npy").write_bytes(b"half")
-    with pytest.raises(ValueError, match="sparse_ce: path must not be taken, got .*resume=True"):
+    with pytest.raises(ValueError, match="sparse_ce: path must not exist, got .*resume=True"):
         CacheWriter(tmp_path / "teacher", **options)
     with CacheWriter(tmp_path / "teacher", **options, resume=True) as writer:
         assert len(writer) == 2
@@ -431,7 +431,7 @@ def test_a_writer_goes_on_where_another_was_stopped(tmp_path, format):
         assert_same(cache[i], target, tokens)
     for other in (dict(k=4), dict(num_classes=V + 1), dict(dtype=torch.float32), dict(predicts="token"),
                   dict(metadata={"model": "n"})):
-        with pytest.raises(ValueError, match="sparse_ce: .*shard-00000.* must be written as this writer writes, got "
+        with pytest.raises(ValueError, match="sparse_ce: .*shard-00000.* must have this writer's header, got "
                                              f"{next(iter(other))}"):
             CacheWriter(tmp_path / "teacher", **{**options, **other}, resume=True)
 
@@ -448,7 +448,7 @@ def test_what_was_written_stays(tmp_path, format):
     with pytest.raises(ValueError, match="writer must be open, got one that has written .*, which is one file"):
         one.add(target)
     one.close()  # nothing is left to be written
-    with pytest.raises(ValueError, match="path must not be taken, got .*, which somebody else has written meanwhile"):
+    with pytest.raises(ValueError, match="path must not exist, got .*, which another writer has written in"):
         two.close()
     assert len(TeacherCache(tmp_path / f"teacher.{format}")) == 1
     folder = CacheWriter(tmp_path / "folder", num_classes=V, k=K, format=format)
@@ -461,7 +461,7 @@ def test_what_was_written_stays(tmp_path, format):
 def test_an_existing_file_is_not_overwritten(tmp_path, format):
     path = tmp_path / f"teacher.{format}"
     sequences = write(path)
-    with pytest.raises(ValueError, match="sparse_ce: path must not be taken"):
+    with pytest.raises(ValueError, match="sparse_ce: path must not exist"):
         write(path)
     with pytest.raises(ValueError, match="sparse_ce: path must be a folder of shards to be resumed"):
         write(path, resume=True)

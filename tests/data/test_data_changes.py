@@ -38,8 +38,8 @@ def test_one_shard_that_is_left_of_several_is_no_cache(tmp_path, format, left):
         remove(folder / f"shard-0000{i}.{format}")
     shard = folder / f"shard-0000{left}.{format}"
     if left:
-        with pytest.raises(ValueError, match=f"sparse_ce: shards must follow one another, got 0 sequences before "
-                                             f"{re.escape(str(shard))}, which has sequence {2 * left} first; one is"):
+        with pytest.raises(ValueError, match=f"sparse_ce: shards must be contiguous, got 0 sequences before "
+                                             f"{re.escape(str(shard))}, which begins with sequence {2 * left}; one is"):
             TeacherCache(folder)
     else:
         with pytest.warns(UserWarning, match="The cache has 1 shards with 2 sequences"):
@@ -156,7 +156,7 @@ def test_the_marker_is_none_of_the_files_that_others_read(tmp_path):
 
 def test_a_writer_without_a_sequence_says_so(tmp_path, format):
     for path in (tmp_path / f"teacher.{format}", tmp_path / "teacher"):
-        with pytest.raises(ValueError, match=f"sparse_ce: writer must be given a sequence at least, got none for "
+        with pytest.raises(ValueError, match=f"sparse_ce: writer must have at least one sequence, got none for "
                                              f"{re.escape(str(path))}; "):
             with CacheWriter(path, num_classes=V, format=format):
                 pass

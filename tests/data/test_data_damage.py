@@ -71,7 +71,7 @@ def test_what_is_cut_off_is_named_by_its_first_sequence_and_position(tmp_path, f
     file = path / "log_probs.npy" if format == "npy" else path
     if format == "safetensors":  # predicts is last, a byte for each position: the widest dtypes come first
         file.write_bytes(file.read_bytes()[:-3])
-        assert "is cut off at sequence 4, position 6 of" in refusal(lambda: TeacherCache(path), path)
+        assert "is truncated at sequence 4, position 6 of" in refusal(lambda: TeacherCache(path), path)
         return
     counts = torch.cat([torch.full((n,), K) if not ragged else s[0].offsets.diff() for n, s in zip(LENGTHS, sequences)])
     begins = torch.tensor([0, *LENGTHS]).cumsum(0)
@@ -79,7 +79,7 @@ def test_what_is_cut_off_is_named_by_its_first_sequence_and_position(tmp_path, f
         lost = kept + int((counts[kept:] > 0).to(torch.uint8).argmax())  # the first with something to lose
         number = int((begins <= lost).sum()) - 1
         file.write_bytes(file.read_bytes()[:128 + int(counts[:kept].sum()) * 2 + 1])
-        assert f"is cut off at sequence {number}, position {lost - begins[number]} of" in refusal(
+        assert f"is truncated at sequence {number}, position {lost - begins[number]} of" in refusal(
             lambda: TeacherCache(path), path)
 
 
@@ -270,13 +270,13 @@ def test_arrays_by_columns_are_refused(tmp_path):
     write(tmp_path / "teacher.npy")
     file = tmp_path / "teacher.npy" / "ids.npy"
     np.save(file, np.asfortranarray(np.load(file)))
-    assert "must be a .npy file of rows in C's order" in refusal(lambda: TeacherCache(tmp_path / "teacher.npy"), file)
+    assert "must be a .npy file of rows in C order" in refusal(lambda: TeacherCache(tmp_path / "teacher.npy"), file)
 
 
 @pytest.mark.parametrize("change, words", [
     (lambda data: (10**6).to_bytes(8, "little") + data[8:], "fewer than its header"),
     (lambda data: data[:4], "fewer than its header"),
-    (lambda data: data.replace(b'"shape": [32, 5]', b'"shape": [31, 5]', 1), "whose shapes are not those of its data"),
+    (lambda data: data.replace(b'"shape": [32, 5]', b'"shape": [31, 5]', 1), "whose shapes do not match its data"),
     (lambda data: data.replace(b'"F16"', b'"F99"'), "got a header that cannot be read"),
     (lambda data: data.replace(b'{', b'(', 1), "got a header that cannot be read")])
 def test_a_header_of_safetensors_that_is_not_whole(tmp_path, change, words):
@@ -290,7 +290,7 @@ def test_a_header_of_a_later_version(tmp_path, monkeypatch):
     monkeypatch.setattr("sparse_ce.data.sequence.VERSION", 2)
     write(tmp_path / "teacher.npy")
     monkeypatch.undo()
-    assert "version 1 at most, got 2" in refusal(lambda: TeacherCache(tmp_path / "teacher.npy"), tmp_path)
+    assert "at most version 1, got 2" in refusal(lambda: TeacherCache(tmp_path / "teacher.npy"), tmp_path)
 
 
 # ---------------------------------------------------------------------------------------------- values that are none
@@ -338,7 +338,7 @@ def test_other_numbers_of_entries_than_the_header_says(tmp_path):
     needs("parquet")
     stored = Stored(torch.zeros(3, dtype=torch.uint16), -torch.ones(3), torch.tensor([2, 1]))
     WRITERS["parquet"](tmp_path / "k.parquet", [stored], Header(V, 2, "float32"))
-    assert "ids must be 2 at each position, got 1 at sequence 0, position 1 of" in refusal(
+    assert "ids must have 2 entries, got 1 at sequence 0, position 1 of" in refusal(
         lambda: TeacherCache(tmp_path / "k.parquet")[0], tmp_path)
     import pyarrow as pa
     import pyarrow.parquet as pq
@@ -391,7 +391,7 @@ def test_the_writer_refuses_them_too(tmp_path, k):
 
 def test_more_entries_than_k_are_refused(tmp_path):
     writer = CacheWriter(tmp_path / "teacher.npy", num_classes=V, k=2)
-    with pytest.raises(ValueError, match="sparse_ce: target must have at most 2 entries in a row, k of the writer, got "
+    with pytest.raises(ValueError, match="sparse_ce: target must have at most 2 entries in a row, the writer's k, got "
                                          f"{K} at sequence 0, position 0 of"):
         writer.add(sequence(4)[0])
 

@@ -44,7 +44,7 @@ def test_a_folder_with_its_configuration(tmp_path, monkeypatch):
     c, expected = CONFIGS["recommended"], []
     for i in (0, 1, 2, 10):
         expected += capture(tmp_path / f"data_{i}.parquet", c, lengths=(i + 1, 2))
-    with pytest.raises(ValueError, match="sparse_ce: config must be given where there is no compression_config.yaml"):
+    with pytest.raises(ValueError, match="sparse_ce: config must be given if there is no compression_config.yaml"):
         DistillKitCache(tmp_path)
     (tmp_path / "compression_config.yaml").write_text(yaml.safe_dump(c))
     with pytest.raises(ValueError, match="sparse_ce: predicts must be 'next' or 'token' if names makes the target"):
@@ -65,7 +65,7 @@ def test_plain_top_k(tmp_path):
     pq.write_table(table, tmp_path / "x.parquet")
     cache = DistillKitCache(tmp_path / "x.parquet", num_classes=8)
     assert cache[0]["target"].tolist() == [[(3, -0.5), (5, -1.5)], [(7, -0.25), (1, -2.0)]]
-    with pytest.raises(ValueError, match="sparse_ce: num_classes must be given where no configuration says it"):
+    with pytest.raises(ValueError, match="sparse_ce: num_classes must be given if no configuration has it"):
         DistillKitCache(tmp_path / "x.parquet")
 
 
@@ -149,7 +149,7 @@ def test_columns_of_somebody_else(tmp_path):
     with pytest.raises(FileNotFoundError, match="sparse_ce: path must be a capture of DistillKit"):
         DistillKitCache(tmp_path / "nowhere", {})
     (tmp_path / "empty").mkdir()
-    refused(lambda: DistillKitCache(tmp_path / "empty", {}), "path must hold Parquet files")
+    refused(lambda: DistillKitCache(tmp_path / "empty", {}), "path must contain Parquet files")
 
 
 LEGACY = dict(vocab_size=V, k=K, exact_k=4, polynomial_degree=2)
@@ -180,7 +180,7 @@ LEGACY = dict(vocab_size=V, k=K, exact_k=4, polynomial_degree=2)
      f"residual_bins must have num_elements, an integer in [0, {K - 4}], got 'x'"),
     (dict(residual_bins=[dict(element_bits=5, num_elements=3)]), "residual_bins must have scale_dtype, one of float16"),
     (dict(residual_bins=[dict(scale_dtype="float16", element_bits=5, num_elements=n) for n in (5, 4)]),
-     f"residual_bins must have {K - 4} elements at most, k - exact_k, got 9"),
+     f"residual_bins must have at most {K - 4} elements, k - exact_k, got 9"),
     (dict(residual_bins=[dict(scale_dtype="float16", element_bits=5, num_elements=9)]),
      f"residual_bins must have num_elements, an integer in [0, {K - 4}], got 9"),
     ({**LEGACY, "form": "legacy", "vocab_size": "x"}, "vocab_size must be an integer in [1, 2147483648], got 'x'"),

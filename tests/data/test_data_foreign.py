@@ -40,7 +40,7 @@ def arrays(folder, **changes):
      "entries must be (P + 1,) integers, got torch.int64 [0]"),
     (dict(ids=IDS.flatten(), log_probs=VALUES.flatten(), entries=np.array([0., 2, 4, 6])),
      "entries must be (P + 1,) integers, got torch.float64 [4]"),
-    (dict(entries=np.array([0, 1, 2, 3])), "ids must be (E,) beside entries, got [3, 2]")])
+    (dict(entries=np.array([0, 1, 2, 3])), "ids must be (E,) with entries, got [3, 2]")])
 def test_arrays_that_are_none_of_ours(tmp_path, changes, words):
     folder = arrays(tmp_path / "x.npy", **changes)
     refused(lambda: list(TeacherCache(folder, num_classes=V)), folder, words)
@@ -96,7 +96,7 @@ def test_what_rows_predict_must_be_said_where_they_are_moved(tmp_path):
     path, sequences = without_header(tmp_path)
     for wanted in ("next", "token"):
         refused(lambda: TeacherCache(path, num_classes=V, predicts=wanted), path,
-                "written must be 'next' or 'token' where predicts is given and the files do not say it, got None")
+                "written must be 'next' or 'token' if predicts is given and the files do not store it, got None")
     for written, wanted, moved in (("token", "token", 0), ("token", "next", -1), ("next", "token", 1),
                                    ("next", None, 0), (None, None, 0), ("next", "next", 0)):
         cache = TeacherCache(path, num_classes=V, predicts=wanted, written=written)

@@ -36,7 +36,7 @@ def test_a_writer_goes_on_with_the_same_metadata(tmp_path, format, metadata):
             assert len(writer) == done
             writer.add(sequence(3, done)[0])
     assert len(TeacherCache(tmp_path / "teacher")) == 2
-    with pytest.raises(ValueError, match="must be written as this writer writes, got metadata"):
+    with pytest.raises(ValueError, match="must have this writer's header, got metadata"):
         CacheWriter(tmp_path / "teacher", **{**options, "metadata": {"more": 1}})
 
 
@@ -54,7 +54,7 @@ def test_what_is_written_is_what_was_given_at_first(tmp_path):
     ({(1, 2): 3}, "keys must be str"), ({"loss": math.nan}, "Out of range float values"),
     ([1, 2], "list"), ("text", "str")])
 def test_metadata_that_json_does_not_know_is_refused_before_any_work(tmp_path, metadata, words):
-    with pytest.raises(ValueError, match="sparse_ce: metadata must be a dict of what JSON knows.*, got .*"
+    with pytest.raises(ValueError, match="sparse_ce: metadata must be a dict of JSON values.*, got .*"
                                          f"{re.escape(words)}"):
         CacheWriter(tmp_path / "teacher", num_classes=V, metadata=metadata)
 
@@ -64,7 +64,7 @@ def test_headers_whose_keys_were_sorted_as_numbers_are_read():
     text = header_text(Header(V, K, metadata={2: "a", 10: {3: "c", 11: "d"}}), 5)
     assert text.index('"2"') < text.index('"10"')
     assert read_header(text, "x")[0].metadata == {"2": "a", "10": {"3": "c", "11": "d"}}
-    with pytest.raises(ValueError, match="sparse_ce: header must be whole, got one of another checksum in x"):
+    with pytest.raises(ValueError, match="sparse_ce: header must be whole, got one with a different checksum in x"):
         read_header(text.replace('"c"', '"e"'), "x")
     in_another_order = json.dumps(dict(reversed(json.loads(header_text(Header(V), 5)).items())))
     assert read_header(in_another_order, "x")[0].num_classes == V

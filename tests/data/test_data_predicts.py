@@ -55,7 +55,7 @@ def test_files_say_it_without_their_header(tmp_path, format, written):
     bare = without_header(tmp_path / f"teacher.{format}", predicts=None) if format != "npy" else path
     if format == "npy":
         (path / "predicts.npy").unlink()
-    with pytest.raises(ValueError, match=f"sparse_ce: written must be 'next' or 'token' where .*; {BOTH}"):
+    with pytest.raises(ValueError, match=f"sparse_ce: written must be 'next' or 'token' if .*; {BOTH}"):
         TeacherCache(bare, predicts="token", num_classes=V)
     assert TeacherCache(bare, num_classes=V).predicts is None
 
@@ -112,7 +112,7 @@ def vllm(tokens, classes):
 def test_a_writer_of_vllms_rows_must_say_it(tmp_path, format, k):
     tokens = torch.randint(1000, (12,), generator=torch.Generator().manual_seed(0))
     target = from_vllm(vllm(tokens, 1000), num_classes=1000)
-    with pytest.raises(ValueError, match=f"predicts must be given for rows that hold the token .*; {BOTH}"):
+    with pytest.raises(ValueError, match=f"predicts must be given if rows contain the token .*; {BOTH}"):
         CacheWriter(tmp_path / f"x.{format}", num_classes=1000, k=k).add(target, tokens=tokens)
     for said in ("next", "token"):
         with CacheWriter(tmp_path / f"{said}.{format}", num_classes=1000, k=k, predicts=said) as writer:

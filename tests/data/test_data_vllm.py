@@ -85,7 +85,7 @@ def test_it_trains_and_goes_into_a_cache(tmp_path):
     (3.0, TypeError, "got float"),
     ({"tokens": ["a"]}, ValueError, "logprobs must have 'content' or 'top_logprobs', got ['tokens']"),
     ({"content": [{"token": "Hello", "logprob": -0.5}]}, ValueError,
-     "token must be an id, such as 'token_id:123', got 'Hello' at position 0; ask the server for them"),
+     "token must be an id, such as 'token_id:123', got 'Hello' at position 0; request ids from the server"),
     ({"content": [{"token": "7", "logprob": -0.5}]}, ValueError, "such as 'token_id:123', got '7'"),
     ({"top_logprobs": [{"7": -0.5}]}, ValueError, "token must be an id, such as 'token_id:123', got '7'"),
     ([{"x": {"logprob": -0.5}}], ValueError, "token must be an id"),

@@ -22,7 +22,7 @@ from sparse_ce.data import CacheWriter, TeacherCache, whole
 MARKER, LOCK = ".complete", ".lock"
 SEQUENCES = {(writer, i): sequence(3, 100 * writer + i) for writer in range(2) for i in range(12)}
 ANOTHER = (r"sparse_ce: path must have one writer at a time, got .*teacher.*, which another writer, process \d+ on .* "
-           r"since \d{4}-\d\d-\d\d .* has locked by .*; close that writer first. Under DDP write on rank 0 only")
+           r"since \d{4}-\d\d-\d\d .* has locked by .*; close that writer first. With DDP write on rank 0 only")
 context = multiprocessing.get_context("fork")
 
 
@@ -82,7 +82,7 @@ def test_a_path_has_one_writer_at_a_time(tmp_path, format, one):
     first.close()
     assert sorted(os.listdir(tmp_path)) == [path.name]  # no lock is left
     if one:
-        with pytest.raises(ValueError, match="path must not be taken"):
+        with pytest.raises(ValueError, match="path must not exist"):
             make(path, **options)
         assert len(TeacherCache(path)) == 3
     else:
@@ -106,7 +106,7 @@ def test_a_writer_that_is_given_up_leaves_no_lock(tmp_path, how):
     else:
         with make(folder) as writer:
             add(writer, 2)
-        with pytest.raises(ValueError, match="must be written as this writer writes, got dtype") as caught:
+        with pytest.raises(ValueError, match="must have this writer's header, got dtype") as caught:
             make(folder, resume=True, dtype=torch.float32)
         with make(folder, resume=True) as writer:  # while the traceback has the other one still
             add(writer, 4)
@@ -147,7 +147,7 @@ def test_of_two_processes_one_writes(tmp_path, format, locks, monkeypatch):
         assert done, ends
         for end in ends.values():
             assert isinstance(end, int) or re.match(ANOTHER.replace("sparse_ce", "ValueError: sparse_ce", 1), end) or (
-                end.startswith("ValueError: sparse_ce: path must not be taken, got")), end
+                end.startswith("ValueError: sparse_ce: path must not exist, got")), end
         last = max(done, key=lambda number: ends[number])
         samples = list(TeacherCache(folder))[ends[last]:]  # one may have gone on behind the other's end
         assert len(samples) == 12
@@ -169,7 +169,7 @@ def test_a_name_that_is_given_is_not_given_again(tmp_path, format, monkeypatch):
         if not links:
             monkeypatch.setattr("os.link", lambda *_: (_ for _ in ()).throw(OSError(errno.EPERM, "no links")))
         for name in (f"{links}", f"{links}.{format}"):
-            with pytest.raises(ValueError, match="sparse_ce: path must not be taken, got .*, which somebody else has"):
+            with pytest.raises(ValueError, match="sparse_ce: path must not exist, got .*, which another writer has"):
                 with make(tmp_path / name, format) as writer:
                     add(writer, 2)
             there = tmp_path / name if "." in name else tmp_path / name / f"shard-00000.{format}"
@@ -200,7 +200,7 @@ def test_a_writer_that_goes_on_behind_another_does_not_say_that_it_is_whole(tmp_
     first.close()
     with make(tmp_path / "teacher", resume=True) as second:
         add(second, 6)
-    with pytest.raises(ValueError, match="sparse_ce: path must not be taken, got .*shard-00001.*, which somebody else"):
+    with pytest.raises(ValueError, match="sparse_ce: path must not exist, got .*shard-00001.*, which another writer"):
         first.close()
     del first
     assert_whole(tmp_path / "teacher", 6)
@@ -413,7 +413,7 @@ def test_a_writer_that_an_error_has_stopped_never_says_that_it_is_whole(tmp_path
     monkeypatch.undo()
     for use in (writer.close, lambda: add(writer, 6), lambda: writer.__exit__(None, None, None)):
         with pytest.raises(ValueError, match="sparse_ce: writer must be open, got one that an error has stopped, of "
-                                             ".*; make another with resume=True, which goes on behind its last"):
+                                             ".*; create another with resume=True, which continues after its last"):
             use()
     assert sorted(os.listdir(folder)) == ["shard-00000.safetensors", "shard-00001.safetensors"]
     with make(folder, resume=True) as writer:
@@ -465,12 +465,12 @@ def test_symbolic_links_are_not_followed(tmp_path, format, to, victim):
     for path in (folder / LOCK, tmp_path / f".one.{format}.lock", tmp_path / f"two.{format}"):
         path.symlink_to(target)
     for path, words in ((folder, LOCK), (tmp_path / f"one.{format}", f"one.{format}.lock"),
-                        (tmp_path / f"two.{format}", "path must not be taken")):
+                        (tmp_path / f"two.{format}", "path must not exist")):
         with pytest.raises((ValueError, OSError), match=f"sparse_ce: .*{re.escape(words)}"):
             make(path, format, **({} if path.suffix else {"resume": True}))
     dangling = tmp_path / "dangling"
     dangling.symlink_to(tmp_path / "nowhere")
-    with pytest.raises(ValueError, match="sparse_ce: path must not be taken, got .*dangling; delete it"):
+    with pytest.raises(ValueError, match="sparse_ce: path must not exist, got .*dangling; delete it"):
         make(dangling, format)
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "linked").symlink_to(tmp_path / "elsewhere")  # of the user, who says where shards go
@@ -497,7 +497,7 @@ def test_a_shard_whose_name_is_a_link_is_not_written_through_it(tmp_path, format
     add(writer, 1)
     for target in (victim / "new", victim / "file", victim):
         (tmp_path / "teacher" / f"shard-00000.{format}").symlink_to(target)
-        with pytest.raises(ValueError, match="sparse_ce: path must not be taken, got .*shard-00000"):
+        with pytest.raises(ValueError, match="sparse_ce: path must not exist, got .*shard-00000"):
             writer.close()
         (tmp_path / "teacher" / f"shard-00000.{format}").unlink()
     writer.close()

@@ -72,8 +72,8 @@ def test_prompts_that_peft_learns(kind, tmp_path):
     if kind == "PrefixTuningConfig":  # of keys and values, beside the positions of a sequence
         trainer.train()
     else:
-        with pytest.raises(ValueError, match=r"labels must be \[8, 12\], .* got \[8, 9\]; where PEFT has put a learned "
-                           r"learned prompt .*use fuse_lm_head\(model\) instead"):
+        with pytest.raises(ValueError, match=r"labels must be \[8, 12\], .* got \[8, 9\]; if PEFT prepends a learned "
+                           r"prompt .*use fuse_lm_head\(model\) instead"):
             trainer.train()
 
 

@@ -145,7 +145,7 @@ def test_labels_lie_where_the_tokens_do():
             assert_beside(collated(lambda s, side=side: padded(s, side), padding_side=given)(samples))
         assert_beside(collated(lambda s, side=side: padded(s, side, mask=False), padding_side=side)(samples))
         other = "left" if side == "right" else "right"
-        with pytest.raises(ValueError, match=f"padding_side must be that of the collator, '{side}', .*got '{other}'"):
+        with pytest.raises(ValueError, match=f"padding_side must be that of the collator, '{side}' .*got '{other}'"):
             collated(lambda s, side=side: padded(s, side), padding_side=other)(samples)
     assert_beside(collated(lambda s: padded(s, "right", mask=False))(samples))
     for side, mask in itertools.product(("left", "right"), (torch.zeros(2, 4), torch.ones(2, 4))):  # that say nothing
