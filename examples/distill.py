@@ -1,16 +1,21 @@
-"""What the tail of a teacher's top-k costs: one teacher, its cache on disk, and students that differ in the loss alone.
+"""Measures the effect of the tail in top-k distillation: one teacher, its cache on disk, and students with different
+losses.
 
-    python examples/distill.py           # minutes on two CPU cores; uses a GPU where there is one
+    python examples/distill.py           # minutes on two CPU cores; uses a GPU if there is one
     python examples/distill.py --quick   # seconds: the same code on a toy size
 
-The text is the source of Python's standard library. A teacher learns it, and the top-k of a part of it goes to disk as
-``score.py`` writes it. Smaller students, all from the same initial weights, learn from the same batches of that cache,
-each from ``linear_distillation_loss``, without logits: from the labels alone, from the teacher with one ``tail`` each,
-from both, and one that goes on, for the second half of its steps, on text of its own that the teacher scores as it is
-written (reverse KL, on-policy).
+The text is the source of Python's standard library. A teacher is trained on it, and ``score.py`` writes the top-k of a
+part of the text to disk. Smaller students with the same initial weights then train on the same batches of that cache.
+Each uses ``linear_distillation_loss``, without materializing logits:
 
-They are judged on files that neither teacher nor students have seen, on every class: there alone logits are made.
-k is small, so that the tail matters.
+- from the labels only,
+- from the teacher, with one ``tail`` each,
+- from both,
+- on-policy: in the second half of its steps one student continues texts itself, and the teacher scores them
+  (reverse KL).
+
+They are evaluated on held-out files, over all classes; only the evaluation materializes logits. k is small, so that the
+tail matters.
 """
 
 import argparse
@@ -72,7 +77,7 @@ STUDENTS: Dict[str, Dict[str, Any]] = {
 
 
 class Cache(NamedTuple):
-    """What was read from the files, (sequences, length) each; row i is of the token behind token i."""
+    """Holds the data read from the files, (sequences, length) each. Row i is the prediction for token i + 1."""
 
     tokens: Tensor
     target: SparseTarget
@@ -89,13 +94,14 @@ def small_lm(sizes: Sizes, shape: Tuple[int, int], args: argparse.Namespace) -> 
 
 
 def next_tokens(tokens: Tensor) -> Tensor:
-    """The label of each position; the last one has none."""
+    """Returns the label of each position. The last position has none."""
     return F.pad(tokens[:, 1:], (0, 1), value=-100)
 
 
 @torch.no_grad()
 def continued(model: SmallLM, tokens: Tensor, length: int) -> Tensor:
-    """(B, S) -> (B, length): goes on with what the model draws. Keys and values are not cached: the text is short."""
+    """Extends (B, S) to (B, length) with tokens sampled from the model. Keys and values are not cached, as the text is
+    short."""
     while tokens.shape[1] < length:
         logits = model.head(model.hidden(tokens)[:, -1])
         tokens = torch.cat([tokens, logits.softmax(-1).multinomial(1)], 1)
@@ -103,7 +109,7 @@ def continued(model: SmallLM, tokens: Tensor, length: int) -> Tensor:
 
 
 def loss_on_text(model: SmallLM, text: Tensor, device: str, rows: Tensor) -> Tuple[Tensor, int]:
-    """The teacher's; with the number of tokens that it is of."""
+    """Computes the teacher's loss, and its number of tokens."""
     tokens = text[rows].to(device)
     return model(tokens, SparseTarget.from_index(next_tokens(tokens))), tokens.numel()
 
@@ -118,7 +124,8 @@ def loss_on_cache(student: SmallLM, cache: Cache, device: str, how: Dict[str, An
 
 def loss_on_own_text(student: SmallLM, teacher: SmallLM, cache: Cache, sizes: Sizes, device: str,
                      rows: Tensor) -> Tuple[Tensor, int]:
-    """Both halves of each sequence begin a text: the student goes on, and the teacher scores what it wrote."""
+    """Computes the on-policy loss. The beginnings of both halves of each sequence are prompts: the student continues
+    them, and the teacher scores the result."""
     half, begun = sizes.length // 2, sizes.length // 4
     tokens = cache.tokens[rows].to(device).view(-1, half)
     tokens = continued(student, tokens[:, :begun], half)
@@ -141,10 +148,11 @@ def perplexity(model: SmallLM, held_out: Tensor, sizes: Sizes) -> float:
 
 def train(name: str, model: SmallLM, losses: List[Callable[[Tensor], Tuple[Tensor, int]]], sequences: int, steps: int,
           held_out: Tensor, sizes: Sizes, args: argparse.Namespace) -> Run:
-    """Each of ``losses`` has its part of the steps. Tokens a second are the median of the last part's."""
+    """Trains ``model``, with an equal share of the steps for each of ``losses``. The tokens per second are the median
+    of the last share."""
     optimizer = torch.optim.AdamW(model.parameters(), sizes.learning_rate, betas=(0.9, 0.98))
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, sizes.learning_rate, steps, pct_start=0.1)
-    generator, needed = torch.Generator().manual_seed(args.seed), steps * sizes.batch  # the same batches for every run
+    generator, needed = torch.Generator().manual_seed(args.seed), steps * sizes.batch  # every run gets the same batches
     order = torch.cat([torch.randperm(sequences, generator=generator) for _ in range(0, needed, sequences)])
     train_loss, speeds, curve = [], [], [(0, perplexity(model, held_out, sizes))]
     progress = tqdm(order[:needed].view(steps, sizes.batch), desc=name, unit="step")
@@ -156,7 +164,7 @@ def train(name: str, model: SmallLM, losses: List[Callable[[Tensor], Tuple[Tenso
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         schedule.step()
-        train_loss.append(loss.item())  # waits for a GPU, too
+        train_loss.append(loss.item())  # also synchronizes with a GPU
         speeds.append(tokens / (time.perf_counter() - started))
         if step * sizes.evaluations % steps < sizes.evaluations:
             curve.append((step, perplexity(model, held_out, sizes)))
@@ -167,7 +175,8 @@ def train(name: str, model: SmallLM, losses: List[Callable[[Tensor], Tuple[Tenso
 
 @torch.no_grad()
 def measure(student: SmallLM, teacher: SmallLM, held_out: Tensor, sizes: Sizes) -> Dict[str, float]:
-    """By their definitions, on every class, in nats. One whose entropy is below its loss is over-confident."""
+    """Computes the metrics from their definitions, over all classes, in nats. A model whose entropy is below its loss
+    is over-confident."""
     found: Dict[str, List[Tensor]] = defaultdict(list)
     for tokens in held_out.split(sizes.batch):
         p, q = (model.head(model.hidden(tokens))[:, :-1].log_softmax(-1) for model in (teacher, student))
@@ -188,10 +197,10 @@ def measure(student: SmallLM, teacher: SmallLM, held_out: Tensor, sizes: Sizes) 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="a toy size, for tests")
-    parser.add_argument("--k", type=int, help="classes of a row of the cache")
+    parser.add_argument("--k", type=int, help="classes per position in the cache")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--out", type=Path, default=Path("distill-output"), help="folder of picture, numbers and cache")
+    parser.add_argument("--out", type=Path, default=Path("distill-output"), help="folder for plot, numbers and cache")
     args = parser.parse_args()
     sizes = QUICK if args.quick else Sizes()
     sizes = sizes._replace(k=args.k or sizes.k)
@@ -202,7 +211,7 @@ def main() -> None:
                       for tokens in read_corpus(sizes.vocab, sizes.files))
     spread = torch.linspace(0, len(held_out) - 1, min(sizes.held_out, len(held_out))).long()
     held_out = held_out[spread].to(args.device)
-    print(f"{text.numel():,} tokens to learn from, {held_out.numel():,} held out; vocabulary {sizes.vocab:,}")
+    print(f"{text.numel():,} training tokens, {held_out.numel():,} held-out tokens; vocabulary {sizes.vocab:,}")
 
     teacher = small_lm(sizes, sizes.teacher, args)
     loss_of_teacher = functools.partial(loss_on_text, teacher, text, args.device)
@@ -212,7 +221,7 @@ def main() -> None:
         "torch": torch.__version__, "device": device_name(torch.device(args.device)), "sizes": sizes._asdict(),
         "teacher": {**run._asdict(), "tokens/s": run.tokens_per_second, **measure(teacher, teacher, held_out, sizes)}}
 
-    shutil.rmtree(args.out / "cache", ignore_errors=True)  # another teacher's
+    shutil.rmtree(args.out / "cache", ignore_errors=True)  # it belongs to another teacher
     how = argparse.Namespace(k=sizes.k, temperature=1.0, dtype="float16", model=None, shard=1024, batch=sizes.batch,
                              device=args.device, out=args.out)
     scorer = Teacher(teacher.hidden, teacher.head.weight, teacher.head.bias, checksum(teacher.state_dict().values()))
@@ -236,7 +245,7 @@ def main() -> None:
     (args.out / "numbers.json").write_text(json.dumps(numbers, indent=1) + "\n")
     draw(args.out / "distillation.png", numbers)
     print_table(numbers)
-    print(f"{args.out}/distillation.png and numbers.json written; {numbers['seconds']:.0f} s in all")
+    print(f"wrote {args.out}/distillation.png and numbers.json; {numbers['seconds']:.0f} s in total")
 
 
 if __name__ == "__main__":

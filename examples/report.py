@@ -1,4 +1,4 @@
-"""What a training run and a loss cost: measured, as a table, and as a picture."""
+"""Measures the cost of a training run and of a loss, and reports it as a table and a plot."""
 
 import functools
 import json
@@ -20,28 +20,29 @@ import sparse_ce
 matplotlib.use("Agg")  # no display is needed
 import matplotlib.pyplot as plt  # noqa: E402
 
-COLORS = ("#8a8f98", "#1f6feb")  # PyTorch's way, and ours
+COLORS = ("#8a8f98", "#1f6feb")  # PyTorch, sparse_ce
 STYLE = {"font.size": 10, "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True,
          "axes.grid.axis": "y", "grid.color": "#e3e5e8", "axes.axisbelow": True, "axes.titlesize": 11,
          "axes.titlelocation": "left", "legend.frameon": False}
 
 
 class Run(NamedTuple):
-    """Curves and cost of one training run."""
+    """Stores the curves and the cost of one training run."""
 
-    train_loss: List[float]  # one a step, in nats, against the run's own labels
+    train_loss: List[float]  # one per step, in nats, for the run's own labels
     held_out: List[Tuple[int, float]]  # (step, perplexity)
     tokens_per_second: float
     peak_mib: float
 
 
 class LossCost(NamedTuple):
-    """One loss, forward and backward, with sparse_ce and with PyTorch's dense target; keys are their names."""
+    """Stores the cost of one loss, forward and backward, with sparse_ce and with PyTorch's dense target. Keys are their
+    names."""
 
     logits: List[int]  # shape (rows, V)
     dtype: str
     entries: int  # K
-    seconds: Dict[str, float]  # and "rest": a training step without its loss
+    seconds: Dict[str, float]  # also "rest": a training step without its loss
     peak_mib: Dict[str, float]
 
 
@@ -50,14 +51,15 @@ def autocast(device: torch.device) -> torch.autocast:
 
 
 def peak_mib(device: torch.device) -> float:
-    """On a GPU the peak since the last reset; on the CPU that of the process so far, which can only grow."""
+    """Returns the peak memory in MiB: on a GPU since the last reset, on the CPU that of the process so far, which only
+    grows."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**20
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**20 if sys.platform == "darwin" else 2**10)
 
 
 def median_seconds(steps: Dict[str, Callable[[], object]], repeats: int, device: torch.device) -> Dict[str, float]:
-    """Median time of each step; they take turns, so that a busy machine slows all of them alike."""
+    """Measures the median time of each step. The steps alternate, so a busy machine slows all of them equally."""
     seconds: Dict[str, List[float]] = {name: [] for name in steps}
     for repeat in tqdm(range(repeats + 2), desc="timing", unit="round"):
         for name, step in steps.items():
@@ -71,7 +73,7 @@ def median_seconds(steps: Dict[str, Callable[[], object]], repeats: int, device:
 
 
 def compare_losses(model: nn.Module, batch: Dict[str, Any], repeats: int, device: torch.device) -> LossCost:
-    """Measures both losses on the model's logits for ``batch``: tokens (B, S), target (B, S) of K entries each."""
+    """Measures both losses on the model's logits for ``batch``: tokens (B, S), target (B, S) with K entries each."""
     tokens = batch["tokens"].to(device)
     with autocast(device):
         logits = model(tokens)[:, :-1].detach().flatten(0, 1).requires_grad_()  # (rows, V)
@@ -82,15 +84,15 @@ def compare_losses(model: nn.Module, batch: Dict[str, Any], repeats: int, device
         return sparse_ce.cross_entropy(logits, target)
 
     def dense() -> Tensor:
-        # A dense copy of the labels: scatter_add_, because classes may repeat in a row.
+        # A dense copy of the labels; scatter_add_ is needed because classes may repeat in a row.
         probs = torch.zeros(logits.shape, device=device).scatter_add_(1, target.indices, target.values)
-        return F.cross_entropy(logits.float(), probs)  # .float() is what autocast does
+        return F.cross_entropy(logits.float(), probs)  # autocast calls .float() too
 
     def gradient(loss: Callable[[], Tensor]) -> Tensor:
         return torch.autograd.grad(loss(), logits)[0]
 
     def rest() -> None:
-        """The step without its loss: the model there and back, and the optimizer."""
+        """Runs the training step without its loss: forward and backward of the model, and the optimizer."""
         with autocast(device):
             out = model(tokens)
         out.backward(upstream)
@@ -99,7 +101,7 @@ def compare_losses(model: nn.Module, batch: Dict[str, Any], repeats: int, device
 
     routes = {"sparse_ce": ours, "dense target": dense}
     grads, peaks = {}, {}
-    for name, loss in routes.items():  # ours first: on the CPU the peak can only grow
+    for name, loss in routes.items():  # sparse_ce first, because the peak only grows on the CPU
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
         grads[name] = gradient(loss)
@@ -117,7 +119,7 @@ def compare_losses(model: nn.Module, batch: Dict[str, Any], repeats: int, device
 
 
 def shares(losses: LossCost) -> Dict[str, float]:
-    """The part of a training step that each loss takes."""
+    """Returns the fraction of a training step that each loss takes."""
     rest = losses.seconds["rest"]
     return {name: s / (s + rest) for name, s in losses.seconds.items() if name != "rest"}
 
@@ -126,12 +128,12 @@ def print_table(runs: Dict[str, Run], losses: LossCost, device: torch.device) ->
     print(f"\n{'trained on':<24}{'held-out perplexity':>20}{'tokens/s':>10}{'peak MiB':>10}")
     for name, run in runs.items():
         print(f"{name:<24}{run.held_out[-1][1]:>20.1f}{run.tokens_per_second:>10,.0f}{run.peak_mib:>10,.0f}")
-    print(f"\nloss of logits {losses.logits} {losses.dtype}, {losses.entries} entries a row, forward and backward")
+    print(f"\nloss of logits {losses.logits} {losses.dtype}, {losses.entries} entries per row, forward and backward")
     print(f"{'':<24}{'ms':>20}{'of step':>10}{'peak MiB':>10}")
     for name, share in shares(losses).items():
         print(f"{name:<24}{losses.seconds[name] * 1e3:>20.1f}{share:>10.0%}{losses.peak_mib[name]:>10,.0f}")
     if device.type != "cuda":
-        print("peak MiB: of the process from its start to the end of the row's measurement")
+        print("peak MiB: peak memory of the process, from its start to the end of this measurement")
 
 
 def save_numbers(path: Path, sizes: Any, device: torch.device, runs: Dict[str, Run], losses: LossCost) -> None:
@@ -158,7 +160,7 @@ def draw(path: Path, device: torch.device, runs: Dict[str, Run], losses: LossCos
             middle.plot(steps, values, color=color, marker="o", markersize=4, label=name)
             middle.annotate(f"{values[-1]:.1f}", (steps[-1], values[-1]), (6, 0), textcoords="offset points",
                             color=color, va="center", fontweight="bold", annotation_clip=False)
-        left.set(title="training loss, nats, against each run's own labels", xlabel="step")
+        left.set(title="training loss, nats, for each run's own labels", xlabel="step")
         left.legend()
         middle.set(title="held-out perplexity of the true next token", xlabel="step", yscale="log")
         middle.yaxis.set_major_formatter("{x:.0f}")
@@ -171,14 +173,14 @@ def draw(path: Path, device: torch.device, runs: Dict[str, Run], losses: LossCos
         labels = [f"{ms:.1f} ms\n{shares(losses)[name]:.0%} of the step" for ms, name in zip(milliseconds, names)]
         right.bar_label(bars, labels, padding=3)
         right.set(title="loss, forward and backward", ylabel="ms", ylim=(0, 1.2 * max(milliseconds)))
-        shapes = f"logits {losses.logits} {losses.dtype}, {losses.entries} entries a row"
+        shapes = f"logits {losses.logits} {losses.dtype}, {losses.entries} entries per row"
         figure.supxlabel(f"{shapes}; {device_name(device)}", fontsize=9, color="#5b616a")
         figure.savefig(path, dpi=140)
         plt.close(figure)
 
 
 def smoothed(values: List[float], decay: float = 0.95) -> List[float]:
-    """Exponential moving average, unbiased at its start."""
+    """Returns the exponential moving average, without bias at the start."""
     average, out = 0.0, []
     for step, value in enumerate(values, 1):
         average = decay * average + (1 - decay) * value

@@ -1,14 +1,14 @@
-"""Scores a text with a teacher: the top-k of every position, on disk, for students that train without the teacher.
+"""Scores a text with a teacher: stores the top-k of every position on disk, so that students train without the teacher.
 
     python examples/score.py            # minutes on two CPU cores; trains a small teacher first
     python examples/score.py --quick    # seconds: the same code on a toy size
-    python examples/score.py --model FOLDER_OR_NAME --text book.txt --length 1024   # a causal LM of Hugging Face
+    python examples/score.py --model FOLDER_OR_NAME --text book.txt --length 1024   # a Hugging Face causal LM
 
-The head's logits, (tokens, vocabulary), never exist: ``linear_topk_log_probs`` makes them a chunk at a time, and how
-much longer it takes than the head's products alone is printed. ``sparse_ce.data`` says what is written.
+The head's logits, (tokens, vocabulary), are never materialized: ``linear_topk_log_probs`` computes them in chunks. The
+script prints its time relative to the head's matrix products alone. ``sparse_ce.data`` documents the files.
 
-A run that was killed is started again with the same command: it goes on behind the files that are there.
-At the end what is read is compared with what is computed, and a student trains on it for a few steps.
+To resume an interrupted run, start it again with the same command: it continues after the existing files. At the end
+the script compares the cache with recomputed values, and trains a student on it for a few steps.
 """
 
 import argparse
@@ -35,10 +35,10 @@ from sparse_ce.data import CacheWriter, TeacherCache
 
 
 class Teacher(NamedTuple):
-    hidden: Callable[[Tensor], Tensor]  # tokens (B, S) -> what the head multiplies, (B, S, D)
+    hidden: Callable[[Tensor], Tensor]  # tokens (B, S) -> the input of the head, (B, S, D)
     weight: Tensor  # (V, D)
     bias: Optional[Tensor]
-    checksum: int  # of all weights: another teacher's files are not taken for this one's
+    checksum: int  # of all weights, to detect files of another teacher
 
 
 def checksum(tensors: Iterable[Tensor]) -> int:
@@ -49,7 +49,7 @@ def checksum(tensors: Iterable[Tensor]) -> int:
 
 
 def train(model: SmallLM, batches: Iterable[Tuple[Tensor, SparseTarget]]) -> List[float]:
-    """The losses of all steps."""
+    """Trains the model, and returns the loss of each step."""
     optimizer, losses = torch.optim.AdamW(model.parameters(), 3e-3), []
     for tokens, target in batches:
         loss = model(tokens.to(model.head.weight.device), target.to(model.head.weight.device))
@@ -61,12 +61,12 @@ def train(model: SmallLM, batches: Iterable[Tuple[Tensor, SparseTarget]]) -> Lis
 
 
 def small_teacher(args: argparse.Namespace) -> Tuple[Teacher, Tensor]:
-    """A small model of the source of Python's standard library, and that text, (tokens,)."""
+    """Returns a small model of the source of Python's standard library, and that text, (tokens,)."""
     vocab, dim, files, steps = (1024, 32, 40, 20) if args.quick else (16384, 128, None, 200)
     text = torch.from_numpy(read_corpus(vocab, files)[0])
     torch.manual_seed(0)
     model, path = SmallLM(vocab, args.length, dim).to(args.device), args.out / "teacher.pt"
-    if path.exists():  # a killed run goes on with the same weights: trained anew, their last bits may be others
+    if path.exists():  # a resumed run needs the same weights; training again may change their last bits
         model.load_state_dict(torch.load(path, args.device))
     else:
         starts = torch.randint(len(text) - args.length, (steps, 8, 1))
@@ -78,7 +78,8 @@ def small_teacher(args: argparse.Namespace) -> Tuple[Teacher, Tensor]:
 
 
 def hugging_face_teacher(args: argparse.Namespace) -> Tuple[Teacher, Tensor]:
-    """``args.model``, and ``args.text`` or some of the source of Python's standard library, (tokens,)."""
+    """Returns ``args.model``, and the tokens (tokens,) of ``args.text`` or of the source of Python's standard
+    library."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(args.model)
@@ -95,30 +96,32 @@ def hugging_face_teacher(args: argparse.Namespace) -> Tuple[Teacher, Tensor]:
     few = torch.tensor([tokens[:args.length]], device=args.device)
     with torch.no_grad():
         logits = F.linear(hidden(few), head.weight, head.bias)
-        if not torch.allclose(logits, model(few).logits, 1e-2, 1e-2):  # it scales or caps them
-            raise SystemExit(f"{args.model} does more to its logits than its head: tell linear_topk_log_probs what")
+        if not torch.allclose(logits, model(few).logits, 1e-2, 1e-2):  # the model scales or caps them
+            raise SystemExit(f"{args.model} changes the logits of its head; pass the same logit_scale or softcap to "
+                             "linear_topk_log_probs")
     return Teacher(hidden, head.weight, head.bias, checksum(model.state_dict().values())), torch.tensor(tokens)
 
 
 @torch.no_grad()
 def top_k(teacher: Teacher, hidden: Tensor, args: argparse.Namespace) -> Tuple[SparseTarget, Tensor]:
-    """hidden (B, S, D) -> a target (B, S) and log_tail (B, S)."""
+    """Computes a target (B, S) and log_tail (B, S) from hidden (B, S, D)."""
     return sparse_ce.linear_topk_log_probs(hidden, teacher.weight, args.k, linear_bias=teacher.bias,
                                            logit_scale=1 / args.temperature, return_log_tail=True)
 
 
 def write_cache(teacher: Teacher, sequences: Tensor, args: argparse.Namespace) -> Tuple[TeacherCache, int]:
-    """The cache in ``args.out / "cache"`` of tokens (sequences, length), and how many tokens this run scored for it."""
+    """Writes tokens (sequences, length) to the cache in ``args.out / "cache"``. Returns the cache, and the number of
+    tokens that this run scored."""
     made = {"model": args.model or "small_lm", "teacher": teacher.checksum, "text": checksum([sequences]),
             "temperature": args.temperature}
     folder = args.out / "cache"
     with CacheWriter(folder, num_classes=len(teacher.weight), k=args.k, dtype=getattr(torch, args.dtype),
                      metadata=made, shard=args.shard, resume=True) as writer:
         done = len(writer)
-        print(f"{done} of {len(sequences)} sequences are there", flush=True)
+        print(f"{done} of {len(sequences)} sequences exist already", flush=True)
         with tqdm(total=sequences.numel(), initial=sequences[:done].numel(), desc="scoring", unit="token",
                   unit_scale=True) as progress:
-            # Shard by shard: what a product rounds to depends on the rows beside it, and a run that goes on is to
+            # Score shard by shard: the rounding of a matrix product depends on the other rows, and a resumed run must
             # write the same bytes.
             for batch in itertools.chain.from_iterable(part.split(args.batch)
                                                        for part in sequences[done:].split(args.shard)):
@@ -131,28 +134,28 @@ def write_cache(teacher: Teacher, sequences: Tensor, args: argparse.Namespace) -
 
 @torch.no_grad()
 def speed(teacher: Teacher, tokens: Tensor, args: argparse.Namespace) -> Dict[str, float]:
-    """Seconds that a batch takes."""
+    """Measures the seconds that a batch takes."""
     batch = tokens[:args.batch].to(args.device)
     hidden = teacher.hidden(batch)
-    chunk = max(1, 2**25 // len(teacher.weight))  # rows, as linear_topk_log_probs takes them: 128 MiB of float32 logits
+    chunk = max(1, 2**25 // len(teacher.weight))  # rows per chunk of linear_topk_log_probs: 128 MiB of float32 logits
 
     def products() -> None:
         for rows in hidden.flatten(0, 1).split(chunk):
             F.linear(rows, teacher.weight, teacher.bias)
 
-    return median_seconds({"trunk": lambda: teacher.hidden(batch), "head, its products alone": products,
+    return median_seconds({"trunk": lambda: teacher.hidden(batch), "head, GEMM only": products,
                            "head, top-k": lambda: top_k(teacher, hidden, args)},
                           3 if args.quick else 9, torch.device(args.device))
 
 
 def batches(cache: TeacherCache, size: int) -> Iterator[Tuple[Tensor, SparseTarget]]:
-    """What a student trains on: tokens (B, S), target (B, S)."""
+    """Yields the batches that a student trains on: tokens (B, S), target (B, S)."""
     for batch in DataLoader(cache, size, collate_fn=sparse_ce.collate):
         yield batch["tokens"], batch["target"]
 
 
 def compare(teacher: Teacher, student: SmallLM, cache: TeacherCache, args: argparse.Namespace) -> Dict[str, float]:
-    """The first batch, as it was read and as it is computed now."""
+    """Compares the first batch of the cache with recomputed values."""
     tokens, read = (part.to(args.device) for part in next(batches(cache, args.batch)))
     with torch.no_grad():
         hidden = teacher.hidden(tokens)
@@ -165,11 +168,11 @@ def compare(teacher: Teacher, student: SmallLM, cache: TeacherCache, args: argpa
     return {"ids that differ": int(read.indices.ne(exact.indices).sum()),
             "log-probabilities that differ": int(read.values.ne(stored.values).sum()),
             "largest error of a log-probability": (logs - exact.values).abs().max().item(),
-            "a student's loss, of what was read": losses[0],
-            "a student's loss, of what is computed": losses[1],
-            "a student's loss, of float32": losses[2],
+            "a student's loss, from the cache": losses[0],
+            "a student's loss, recomputed": losses[1],
+            "a student's loss, recomputed in float32": losses[2],
             "the teacher's own loss": own,
-            "entropy of the top-k, the least loss": -(logs.exp() * logs).sum(-1).mean().item()}
+            "entropy of the top-k, the lowest loss": -(logs.exp() * logs).sum(-1).mean().item()}
 
 
 def print_numbers(numbers: Dict[str, Any], args: argparse.Namespace) -> None:
@@ -177,15 +180,15 @@ def print_numbers(numbers: Dict[str, Any], args: argparse.Namespace) -> None:
     stored = numbers["bytes"] / tokens
     print(f"\n{numbers['scored']:,} of {tokens:,} tokens scored in {numbers['seconds']:.1f} s: "
           f"{numbers['scored'] / numbers['seconds']:,.0f} tokens/s on {numbers['device']}")
-    print(f"{numbers['bytes'] / 2**20:,.1f} MiB on disk, {stored:.0f} bytes a token; float32 logits are {dense:,}, "
+    print(f"{numbers['bytes'] / 2**20:,.1f} MiB on disk, {stored:.0f} bytes per token; float32 logits are {dense:,}, "
           f"{dense / stored:.0f} times as much")
-    print(f"peak of the process: {numbers['peak_mib'][0]:,.0f} MiB before the first file, "
+    print(f"peak memory of the process: {numbers['peak_mib'][0]:,.0f} MiB before the first file, "
           f"{numbers['peak_mib'][1]:,.0f} MiB after the last")
     batch = seconds["trunk"] + seconds["head, top-k"]
     for name, s in seconds.items():
-        print(f"{name:<44}{s * 1e3:>12.1f} ms a batch, {s / batch:.0%} of scoring it")
-    print(f"{'head, top-k by products':<44}{seconds['head, top-k'] / seconds['head, its products alone']:>12.2f}")
-    print(f"{f'probability that the top {args.k} have':<44}{numbers['mass']:>12.4f}")
+        print(f"{name:<44}{s * 1e3:>12.1f} ms per batch, {s / batch:.0%} of scoring it")
+    print(f"{'head, top-k / GEMM':<44}{seconds['head, top-k'] / seconds['head, GEMM only']:>12.2f}")
+    print(f"{f'probability of the top {args.k}':<44}{numbers['mass']:>12.4f}")
     for name, value in numbers["compared"].items():
         print(f"{name:<44}{value:>12.7g}")
     print(f"a student on the cache: loss {numbers['student'][0]:.3f} -> {numbers['student'][-1]:.3f}, "
@@ -194,20 +197,20 @@ def print_numbers(numbers: Dict[str, Any], args: argparse.Namespace) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", help="a causal LM of Hugging Face, a folder or a name; by default a small one")
+    parser.add_argument("--model", help="folder or name of a Hugging Face causal LM; by default a small model")
     parser.add_argument("--text", type=Path, nargs="+", help="files to score with --model")
-    parser.add_argument("--tokens", type=int, help="how much of the text")
-    parser.add_argument("--length", type=int, default=128, help="tokens of a sequence")
-    parser.add_argument("--batch", type=int, default=16, help="sequences at a time")
-    parser.add_argument("--shard", type=int, default=512, help="sequences of a file")
+    parser.add_argument("--tokens", type=int, help="number of tokens to score")
+    parser.add_argument("--length", type=int, default=128, help="tokens per sequence")
+    parser.add_argument("--batch", type=int, default=16, help="sequences per batch")
+    parser.add_argument("--shard", type=int, default=512, help="sequences per file")
     parser.add_argument("--k", type=int, default=64)
     parser.add_argument("--temperature", type=float, default=1.0)
     parser.add_argument("--dtype", choices=["float16", "bfloat16", "float32"], default="float16",
-                        help="of the log-probabilities that are written")
+                        help="dtype of the stored log-probabilities")
     parser.add_argument("--steps", type=int, default=20, help="training steps of the student")
     parser.add_argument("--quick", action="store_true", help="a toy size, for tests")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--out", type=Path, default=Path("teacher-cache"), help="folder of cache and numbers")
+    parser.add_argument("--out", type=Path, default=Path("teacher-cache"), help="folder for cache and numbers")
     args = parser.parse_args()
     args.tokens = args.tokens or (20_000 if args.quick else 200_000)
     args.out.mkdir(parents=True, exist_ok=True)
@@ -216,7 +219,7 @@ def main() -> None:
     teacher, text = hugging_face_teacher(args) if args.model else small_teacher(args)
     text = text[:min(args.tokens, len(text)) // args.length * args.length]
     if len(text) == 0:
-        raise SystemExit(f"the text must have {args.length} tokens, one sequence")
+        raise SystemExit(f"the text must have at least {args.length} tokens, one sequence")
     sequences = text.unflatten(0, (-1, args.length))
     seconds, peak_before, started = speed(teacher, sequences, args), peak_mib(device), time.perf_counter()
     cache, scored = write_cache(teacher, sequences, args)

@@ -1,4 +1,4 @@
-"""A language small enough to learn in seconds, and a model of it whose forward is the loss."""
+"""Provides a language small enough to learn in seconds, and a model whose forward computes the loss."""
 
 import math
 from typing import Any, Dict, Union
@@ -11,11 +11,11 @@ from sparse_ce import CrossEntropyOutput, LinearSparseCrossEntropyLoss, SparseTa
 
 
 class MarkovText(Dataset):
-    """Sequences in which each token is followed by one of ``entries`` others, with known probabilities.
+    """Generates sequences in which each token is followed by one of ``entries`` others, with known probabilities.
 
-    These are the soft labels: no model can have a lower loss than their entropy. A third of the sequences has none, as
-    text that no teacher has read: its labels are the tokens that follow. Sequences differ in length, what is left of
-    each is padding. ``first``: the number of the first sequence, far off for text that nobody trains on.
+    These probabilities are the soft labels; their entropy is the lowest loss that a model can reach. A third of the
+    sequences has hard labels, the next tokens, like text without a teacher. Sequences differ in length, and the rest of
+    each is padding. ``first`` is the number of the first sequence; choose a distant one for held-out text.
     """
 
     def __init__(self, size: int, vocab: int = 1024, length: int = 32, entries: int = 4, first: int = 0):
@@ -28,8 +28,8 @@ class MarkovText(Dataset):
         return self.size
 
     def __getitem__(self, i: int) -> Dict[str, Any]:
-        """tokens: (S,) int64. target: SparseTarget of shape (S,), of the token after each: its label, or how likely
-        each one is. ``sparse_ce.collate`` makes one target of a batch that has both."""
+        """Returns tokens (S,) int64 and target, a SparseTarget (S,): the token after each position, or its
+        distribution. ``sparse_ce.collate`` combines both kinds into one target."""
         if i >= len(self):
             raise IndexError(i)
         generator = torch.Generator().manual_seed(self.first + i)
@@ -50,9 +50,9 @@ class MarkovText(Dataset):
 
 
 class SmallLM(nn.Module):
-    """A Transformer that goes from its hidden states to the loss: the (B, S, V) logits never exist.
+    """Implements a Transformer that computes its loss from hidden states: the (B, S, V) logits are never materialized.
 
-    The loss is computed inside of ``forward``, where DDP and FSDP2 have the head's weight ready.
+    The loss is computed inside ``forward``, where DDP and FSDP2 have gathered the head's weight.
     """
 
     def __init__(self, vocab: int, length: int, dim: int = 64, layers: int = 2):
@@ -69,7 +69,7 @@ class SmallLM(nn.Module):
         self.measure = LinearSparseCrossEntropyLoss(reduction="none", return_entropy=True, return_argmax=True)
 
     def hidden(self, tokens: Tensor) -> Tensor:
-        """tokens (B, S), S up to ``length`` -> what the head multiplies, (B, S, dim)."""
+        """Maps tokens (B, S), S at most ``length``, to the input of the head, (B, S, dim)."""
         length = tokens.shape[1]
         hidden = self.embedding(tokens) * math.sqrt(self.embedding.embedding_dim) + self.position[:length]
         for layer in self.layers:
@@ -78,20 +78,23 @@ class SmallLM(nn.Module):
 
     def forward(self, tokens: Tensor, target: SparseTarget, normalizer=None,
                 measure: bool = False) -> Union[Tensor, CrossEntropyOutput]:
-        """tokens (B, S), target (B, S) -> the sum of the positions' losses by ``normalizer``, (), or their mean; with
-        ``measure`` loss, entropy and argmax of each position, (B, S), of which metrics are made without logits."""
+        """Computes the loss of tokens (B, S) and target (B, S): the sum over positions divided by ``normalizer``, or
+        the mean, ().
+
+        With ``measure`` it returns loss, entropy and argmax of each position, (B, S). Metrics need no logits then.
+        """
         loss = self.measure if measure else self.loss
         return loss(self.hidden(tokens), self.head.weight, target, self.head.bias, normalizer)
 
 
 def token_sums(output: CrossEntropyOutput, target: SparseTarget) -> Tensor:
-    """(4,): how many tokens count, and over them the sums of losses, of right guesses and of entropies. Unlike means
-    these add up over batches and processes of unequally many tokens."""
+    """Returns (4,): the number of active tokens, and the sums of their losses, correct predictions and entropies.
+    Unlike means, sums can be added over batches and processes with different numbers of tokens."""
     right = target.is_top_class(output.argmax)
     return torch.stack([target.ne(-100).sum(), output.loss.sum(), right.sum(), output.entropy.sum()])
 
 
 def metrics(sums: Tensor) -> Dict[str, float]:
-    """Of :func:`token_sums`, added up."""
+    """Computes means from added-up :func:`token_sums`."""
     loss, accuracy, entropy = (sums[1:] / sums[0]).tolist()
     return {"loss": loss, "perplexity": math.exp(loss), "accuracy": accuracy, "entropy": entropy}

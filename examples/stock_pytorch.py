@@ -1,6 +1,8 @@
-"""PyTorch's own cross entropy with sparse labels: what fails, and what sparse_ce repairs without a change to the loop.
+"""Shows PyTorch's own cross entropy with sparse labels: which calls fail, and which work after ``import sparse_ce``.
 
     python examples/stock_pytorch.py      # seconds, on the CPU
+
+The training loop stays the same.
 """
 
 import torch
@@ -10,7 +12,7 @@ ROWS, FEATURES, CLASSES, PER_ROW = 64, 32, 1000, 8
 
 
 def sparse_labels() -> Tensor:
-    """(ROWS, CLASSES), COO: PER_ROW weighted classes a row, the weights of a row sum to 1."""
+    """Returns a COO tensor (ROWS, CLASSES) with PER_ROW weighted classes per row. The weights of a row sum to 1."""
     rows = torch.arange(ROWS).repeat_interleave(PER_ROW)
     classes = torch.cat([torch.randperm(CLASSES)[:PER_ROW] for _ in range(ROWS)])
     weights = torch.softmax(2 * torch.randn(ROWS, PER_ROW), 1).flatten()
@@ -18,7 +20,7 @@ def sparse_labels() -> Tensor:
 
 
 def train(inputs: Tensor, labels: Tensor, **options) -> str:
-    """The loop that everybody has; ``options`` are those of ``nn.CrossEntropyLoss``."""
+    """Runs an ordinary training loop. ``options`` are passed to ``nn.CrossEntropyLoss``."""
     torch.manual_seed(1)
     model = nn.Sequential(nn.Linear(FEATURES, 128), nn.ReLU(), nn.Linear(128, CLASSES))
     loss_fn, opt = nn.CrossEntropyLoss(**options), torch.optim.Adam(model.parameters(), lr=3e-3)
@@ -50,18 +52,18 @@ def main() -> None:
     attempt("COO labels", inputs, coo)
     attempt("CSR labels", inputs, csr)
 
-    import sparse_ce  # here and not above, to show PyTorch without it first
+    import sparse_ce  # imported here to show PyTorch without it first
 
     print("after import sparse_ce:")
     attempt("COO labels", inputs, coo)
     attempt("CSR labels", inputs, csr)
 
     with sparse_ce.enable_stock():
-        print("with enable_stock, on the fused kernels:")
+        print("with enable_stock (fused kernels):")
         attempt("COO labels", inputs, coo)
         attempt("CSR labels", inputs, csr)
-        attempt("COO, smoothed", inputs, coo, label_smoothing=0.1)
-        attempt("dense, smoothed", inputs, coo.to_dense(), label_smoothing=0.1)
+        attempt("COO, smoothing", inputs, coo, label_smoothing=0.1)
+        attempt("dense, smoothing", inputs, coo.to_dense(), label_smoothing=0.1)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-"""The same training with accelerate, in any number of processes: the loss is the mean over the tokens of all of them.
+"""Trains with accelerate in any number of processes. The loss is the mean over the tokens of all processes.
 
     accelerate launch --num-processes 2 examples/train_accelerate.py --accumulate 2 --save FOLDER
     accelerate launch --num-processes 2 examples/train_accelerate.py --accumulate 2 --resume FOLDER/step_10
 
-With plain `python` it is one process; on CPUs `torchrun --nproc-per-node=2` starts two.
+Plain `python` starts one process; on CPUs `torchrun --nproc-per-node=2` starts two.
 """
 
 import argparse
@@ -26,7 +26,7 @@ def evaluate(accelerator: Accelerator, model: nn.Module, batches: DataLoader) ->
     sums = torch.zeros(4, device=accelerator.device)
     for part in batches:
         output = model(part["tokens"], part["target"], measure=True)
-        # Without the samples that fill the last batch of some processes: so any number of them says the same.
+        # Drop the samples that fill up the last batch, so that the result does not depend on the number of processes.
         sums += token_sums(*accelerator.gather_for_metrics((output, part["target"])))
     model.train()
     return "".join(f" {name} {value:.5f}" for name, value in metrics(sums).items())
@@ -50,7 +50,8 @@ def train(accelerator: Accelerator, args: argparse.Namespace) -> None:
     for step in range(done + 1, args.steps + 1):
         parts = [next(micro_batches) for _ in range(args.accumulate)]
         tokens = accelerator.reduce(sum(part["target"].ne(-100).sum() for part in parts), "sum")
-        # Of the step in all processes. accelerate averages over its parts, DDP over processes: each divides by a share.
+        # The tokens of the step in all processes. accelerate averages over micro-batches and DDP over processes, so
+        # each loss is divided by its share of the tokens.
         normalizer = tokens / (world * args.accumulate)
         total = torch.zeros((), device=accelerator.device)
         for part in parts:
@@ -71,18 +72,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--quick", dest="steps", action="store_const", const=10, help="10 steps")
-    parser.add_argument("--batch", type=int, default=32, help="sequences of an optimizer step, of all processes")
-    parser.add_argument("--accumulate", type=int, default=1, help="backward passes of an optimizer step")
-    parser.add_argument("--save", type=Path, help="a folder for a checkpoint after every 10 steps")
-    parser.add_argument("--resume", type=Path, help="a checkpoint to go on from")
+    parser.add_argument("--batch", type=int, default=32, help="sequences per optimizer step, over all processes")
+    parser.add_argument("--accumulate", type=int, default=1, help="backward passes per optimizer step")
+    parser.add_argument("--save", type=Path, help="folder for checkpoints, one every 10 steps")
+    parser.add_argument("--resume", type=Path, help="checkpoint to resume from")
     args = parser.parse_args()
-    # The parts of a step are read before its first backward pass: at the end of the data all of them would be the last
-    # one, and each be a step, if accelerate looked at the data and did not count.
+    # The micro-batches of a step are read before its first backward pass. With sync_with_dataloader, accelerate would
+    # treat each of them as the last one at the end of the data. It would then run an optimizer step for each.
     counting = GradientAccumulationPlugin(num_steps=args.accumulate, sync_with_dataloader=False)
     accelerator = Accelerator(cpu=not torch.cuda.is_available(), gradient_accumulation_plugin=counting)
     train(accelerator, args)
     accelerator.free_memory()
-    gc.collect()  # DDP's reducer must not be the last to hold the process group
+    gc.collect()  # DDP's reducer must not hold the last reference to the process group
     accelerator.end_training()
 
 

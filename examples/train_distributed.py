@@ -1,9 +1,9 @@
-"""Several processes, on one machine or many, with DDP or FSDP2: the loss is the mean over the tokens of all of them.
+"""Trains with DDP or FSDP2, on one machine or several. The loss is the mean over the tokens of all processes.
 
     torchrun --standalone --nproc-per-node=2 examples/train_distributed.py --strategy fsdp2 --accumulate 2
     torchrun --nnodes=2 --nproc-per-node=8 --rdzv-backend=c10d --rdzv-endpoint=HOST:29500 examples/train_distributed.py
 
-A process has a GPU and talks NCCL where there are GPUs, else it has a share of the CPU and talks Gloo.
+If CUDA is available, each process uses one GPU and NCCL. Otherwise it uses the CPU and Gloo.
 """
 
 import argparse
@@ -27,11 +27,11 @@ def wrapped(model: SmallLM, strategy: str, device: torch.device) -> nn.Module:
         return DistributedDataParallel(model, device_ids=[device.index] if device.type == "cuda" else None)
     for layer in model.layers:
         fully_shard(layer)
-    return fully_shard(model)  # the head among the rest: its weight is whole inside of the model's forward
+    return fully_shard(model)  # includes the head, whose weight is gathered inside the model's forward
 
 
 def no_sync(model: nn.Module, last: bool):
-    """Gradients are exchanged in the last backward pass of a step alone."""
+    """Returns a context in which gradients are exchanged only in the last backward pass of a step."""
     if isinstance(model, DistributedDataParallel):
         return nullcontext() if last else model.no_sync()
     model.set_requires_gradient_sync(last)
@@ -43,8 +43,8 @@ def main() -> None:
     parser.add_argument("--strategy", choices=["ddp", "fsdp2"], default="ddp")
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--quick", dest="steps", action="store_const", const=10, help="10 steps")
-    parser.add_argument("--batch", type=int, default=32, help="sequences of an optimizer step, of all processes")
-    parser.add_argument("--accumulate", type=int, default=1, help="backward passes of an optimizer step")
+    parser.add_argument("--batch", type=int, default=32, help="sequences per optimizer step, over all processes")
+    parser.add_argument("--accumulate", type=int, default=1, help="backward passes per optimizer step")
     args = parser.parse_args()
 
     on_gpu = torch.cuda.is_available()
@@ -53,7 +53,7 @@ def main() -> None:
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if on_gpu else "gloo")
     train(args, device)
-    # Neither DDP's reducer nor FSDP's states may be the last to hold the group: whatever ends it waits for Gloo's
+    # DDP's reducer and FSDP's states must not hold the last reference to the group. Its destructor waits for Gloo's
     # threads, which may wait for the GIL.
     gc.collect()
     dist.destroy_process_group()
@@ -63,7 +63,7 @@ def train(args: argparse.Namespace, device: torch.device) -> None:
     world, rank, on_gpu = dist.get_world_size(), dist.get_rank(), device.type == "cuda"
     share = args.batch // (world * args.accumulate)
     if share * world * args.accumulate != args.batch:
-        raise SystemExit(f"--batch must be a multiple of processes times --accumulate, {world * args.accumulate}")
+        raise SystemExit(f"--batch must be a multiple of processes * --accumulate = {world * args.accumulate}")
 
     torch.manual_seed(0)  # the same initial weights in every process
     text = MarkovText(args.steps * args.batch)
@@ -76,7 +76,8 @@ def train(args: argparse.Namespace, device: torch.device) -> None:
         parts = [next(batches) for _ in range(args.accumulate)]
         tokens = [part["tokens"].to(device, non_blocking=True) for part in parts]
         targets = [part["target"].to(device, non_blocking=True) for part in parts]
-        # Tokens of the step in all processes. DDP and FSDP2 average the gradients, so each divides by its share.
+        # The tokens of the step in all processes. DDP and FSDP2 average the gradients over the processes, so each
+        # process divides its loss by tokens / processes.
         normalizer = sum(target.ne(-100).sum() for target in targets)
         dist.all_reduce(normalizer)
         normalizer = normalizer / world

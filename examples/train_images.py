@@ -1,4 +1,4 @@
-"""An image classifier with MixUp and CutMix as torchvision's and timm's pages show them: two weighted classes a row.
+"""Trains an image classifier with MixUp and CutMix from torchvision or timm: two weighted classes per row.
 
     python examples/train_images.py [--mix timm]
 """
@@ -15,7 +15,7 @@ CLASSES = 10
 
 
 def stripes(count: int, seed: int) -> TensorDataset:
-    """Images (3, 16, 16) of noisy stripes; the class is their angle."""
+    """Returns images (3, 16, 16) of noisy stripes; the class is their angle."""
     generator = torch.Generator().manual_seed(seed)
     labels = torch.randint(CLASSES, (count,), generator=generator)
     phase = 2 * torch.pi * torch.rand(count, 1, 1, 1, generator=generator)
@@ -56,7 +56,7 @@ def main() -> None:
     loader = DataLoader(stripes(2048, 1), 64, shuffle=True, collate_fn=collate, num_workers=args.workers)
     images, labels = (t.to(args.device) for t in stripes(1024, 2).tensors)
     model = network().to(args.device)
-    criterion = sparse_ce.SoftTargetCrossEntropy()  # of timm, by its name; takes labels, pairs, and what Mixup smooths
+    criterion = sparse_ce.SoftTargetCrossEntropy()  # named like timm's; accepts labels, mixed and smoothed targets
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     for epoch in range(1, args.epochs + 1):
         model.train()
@@ -73,7 +73,7 @@ def main() -> None:
         model.eval()
         with torch.no_grad():
             logits = model(images)
-            held_out = criterion(logits, labels).item()  # of labels themselves
+            held_out = criterion(logits, labels).item()  # plain labels
         accuracy = logits.argmax(-1).eq(labels).float().mean().item()
         print(f"epoch {epoch} loss {total / len(loader):.4f} held-out {held_out:.4f} accuracy {accuracy:.3f}")
 

@@ -1,7 +1,9 @@
-"""The same training with Lightning: batches of SparseTargets move, are sharded between processes, are accumulated by
-tokens and logged; evaluation without logits, checkpoints.
+"""Trains with Lightning, on batches that contain SparseTargets.
 
     python examples/train_lightning.py [--devices 2] [--accumulate 2] [--save FOLDER] [--resume FOLDER/step=10.ckpt]
+
+The example shows data-parallel processes, gradient accumulation that counts tokens, logging, evaluation without logits,
+and checkpoints.
 """
 
 import argparse
@@ -20,7 +22,8 @@ from small_lm import MarkovText, SmallLM, metrics, token_sums
 
 
 class ResumableLoader(DataLoader):
-    """Its place is kept in checkpoints: without, a run that goes on in the middle of an epoch begins its data anew."""
+    """Stores its position in checkpoints. Otherwise a run resumed in the middle of an epoch would start its data
+    again."""
 
     place = 0
 
@@ -42,10 +45,10 @@ class LitLM(lightning.LightningModule):
         super().__init__()
         self.text, self.held_out, self.batch = text, held_out, batch
         self.model = SmallLM(text.vocab, text.length)
-        self.register_buffer("sums", torch.zeros(2), persistent=False)  # of the step so far: tokens, and their losses
+        self.register_buffer("sums", torch.zeros(2), persistent=False)  # tokens and sum of losses of the current step
 
     def loader(self, text: MarkovText, batch: int) -> ResumableLoader:
-        # Lightning's own sampler shuffles: with this one, any number of processes see the same batches.
+        # Lightning's own sampler shuffles. With this one the batches do not depend on the number of processes.
         world, rank = self.trainer.world_size, self.trainer.global_rank
         sampler = DistributedSampler(text, world, rank, shuffle=False)
         return ResumableLoader(text, batch // world, sampler=sampler, collate_fn=sparse_ce.collate)
@@ -57,12 +60,13 @@ class LitLM(lightning.LightningModule):
         return self.loader(self.held_out, 32)
 
     def training_step(self, batch, _):
-        loss = self.model(batch["tokens"], batch["target"], normalizer=1)  # a sum: how many tokens follow is not known
+        loss = self.model(batch["tokens"], batch["target"], normalizer=1)  # a sum, as the step's tokens are unknown yet
         self.sums += torch.stack((batch["target"].ne(-100).sum(), loss.detach()))
         return loss
 
     def on_before_optimizer_step(self, optimizer):
-        # Of all tokens of the step, in all processes. Lightning has averaged over its batches, DDP over processes.
+        # Divide by the tokens of the step in all processes. Lightning has averaged the gradients over micro-batches and
+        # DDP over processes, which is undone here.
         tokens, total = self.trainer.strategy.reduce(self.sums.clone(), reduce_op="sum")
         for parameter in self.parameters():
             parameter.grad *= self.trainer.accumulate_grad_batches * self.trainer.world_size / tokens
@@ -95,11 +99,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--quick", dest="steps", action="store_const", const=10, help="10 steps")
-    parser.add_argument("--batch", type=int, default=32, help="sequences of an optimizer step, of all processes")
-    parser.add_argument("--accumulate", type=int, default=1, help="backward passes of an optimizer step")
+    parser.add_argument("--batch", type=int, default=32, help="sequences per optimizer step, over all processes")
+    parser.add_argument("--accumulate", type=int, default=1, help="backward passes per optimizer step")
     parser.add_argument("--devices", type=int, default=1)
-    parser.add_argument("--save", type=Path, help="a folder for a checkpoint after every 10 steps")
-    parser.add_argument("--resume", type=Path, help="a checkpoint to go on from")
+    parser.add_argument("--save", type=Path, help="folder for checkpoints, one every 10 steps")
+    parser.add_argument("--resume", type=Path, help="checkpoint to resume from")
     args = parser.parse_args()
 
     lightning.seed_everything(0)
@@ -112,8 +116,8 @@ def main() -> None:
                                 enable_model_summary=False, use_distributed_sampler=False, num_sanity_val_steps=0)
     trainer.fit(LitLM(text, held_out, args.batch), ckpt_path=args.resume)
     if dist.is_initialized():
-        # Lightning leaves a Gloo group to the interpreter's end, where its threads may still run and end the process
-        # by std::terminate. DDP's reducer, in a cycle of references, must not be the last to hold it.
+        # Lightning does not destroy a Gloo group before the interpreter exits, when its threads may still run and call
+        # std::terminate. DDP's reducer, in a reference cycle, must not hold the last reference to the group.
         gc.collect()
         dist.destroy_process_group()
 

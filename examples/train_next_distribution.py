@@ -1,15 +1,16 @@
 """Trains a small causal language model on next-token distributions instead of next tokens.
 
-    python examples/train_next_distribution.py            # minutes on two CPU cores; uses a GPU where there is one
+    python examples/train_next_distribution.py            # minutes on two CPU cores; uses a GPU if there is one
     python examples/train_next_distribution.py --quick    # seconds: the same code on a toy size
 
-The text is the source of Python's standard library. What follows a few tokens is counted over the whole training split,
-and each position's label is the counted distribution: a few dozen weighted classes out of the vocabulary, a sparse soft
-label. The same model is trained on the same batches with one-hot labels. Both are judged by the tokens that really come
-next in files that neither has seen. At the end the loss is timed against PyTorch's dense-target route.
+The text is the source of Python's standard library. The script counts over the whole training split which tokens follow
+each short context. The label of a position is the counted distribution, a sparse soft label: a few dozen weighted
+classes out of the vocabulary. The same model is also trained on the same batches with one-hot labels. Both are
+evaluated on the actual next tokens of held-out files. At the end the loss is timed against PyTorch's loss with a dense
+target.
 
-Why soft labels help here: they carry what the whole training split says about a context, one-hot labels the one token
-that stands there, and neither run has the time to read the whole split.
+Soft labels help here because they summarize the whole training split for a context. A one-hot label contains a single
+token, and neither run is long enough to read the whole split.
 """
 
 import argparse
@@ -43,14 +44,14 @@ class Sizes(NamedTuple):
     evaluations: int = 8
     held_out_chunks: int = 96
     learning_rate: float = 3e-3
-    observed: float = 0.1  # share of a soft label that the observed token has by right
+    observed: float = 0.1  # weight of the observed token in a soft label
 
 
 QUICK = Sizes(vocab=1024, files=40, dim=32, length=64, batch=4, steps=16, evaluations=2, held_out_chunks=8)
 
 
 class Chunks(Dataset):
-    """Chunks of ``length`` tokens. ``target`` is what to predict *of* each token: one-hot, or counted."""
+    """Splits text into chunks of ``length`` tokens. ``target`` is the label *of* each token, one-hot or counted."""
 
     def __init__(self, tokens: np.ndarray, length: int, counts: Optional[NextTokenCounts] = None,
                  observed: float = 0.0):
@@ -60,7 +61,7 @@ class Chunks(Dataset):
         return len(self.tokens) // self.length
 
     def __getitem__(self, i: int) -> Dict[str, Any]:
-        """tokens: (S,) int64. target: SparseTarget of shape (S,), labels or top-k."""
+        """Returns tokens (S,) int64 and target, a SparseTarget (S,) of labels or top-k."""
         begin, end = i * self.length, (i + 1) * self.length
         tokens = torch.from_numpy(self.tokens[begin:end])
         if self.counts is None:
@@ -70,7 +71,7 @@ class Chunks(Dataset):
 
 
 class CausalLM(nn.Module):
-    """A pre-norm Transformer whose head is its token embedding."""
+    """Implements a pre-norm Transformer whose head is its token embedding."""
 
     def __init__(self, sizes: Sizes):
         super().__init__()
@@ -85,14 +86,14 @@ class CausalLM(nn.Module):
         self.register_buffer("causal", nn.Transformer.generate_square_subsequent_mask(sizes.length))
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """tokens (B, S) -> logits (B, S, V) for the token behind each."""
+        """Computes logits (B, S, V) for the token after each of tokens (B, S)."""
         hidden = self.layers(self.token(tokens) + self.position, mask=self.causal, is_causal=True)
         return F.linear(hidden, self.token.weight)
 
 
 @torch.no_grad()
 def perplexity(model: CausalLM, batches: DataLoader, device: torch.device) -> float:
-    """exp of the mean cross entropy with the tokens that really come next."""
+    """Computes the exponential of the mean cross entropy with the actual next tokens."""
     total = rows = 0.0
     for batch in batches:
         target = batch["target"].shift(1).to(device)
@@ -105,11 +106,11 @@ def perplexity(model: CausalLM, batches: DataLoader, device: torch.device) -> fl
 
 def train(name: str, model: CausalLM, chunks: Chunks, held_out: DataLoader, sizes: Sizes, args: argparse.Namespace,
           device: torch.device) -> Run:
-    """Trains ``model`` in place for ``sizes.steps`` batches; the labels of ``chunks`` are all that differs."""
+    """Trains ``model`` in place for ``sizes.steps`` batches. Runs differ only in the labels of ``chunks``."""
     loss_fn = sparse_ce.SparseCrossEntropyLoss()
     optimizer = torch.optim.AdamW(model.parameters(), sizes.learning_rate, betas=(0.9, 0.98), fused=True)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, sizes.learning_rate, sizes.steps, pct_start=0.1)
-    # A generator of its own: the same batches for every run.
+    # A separate generator gives every run the same batches.
     sampler = RandomSampler(chunks, num_samples=sizes.steps * sizes.batch,
                             generator=torch.Generator().manual_seed(args.seed))
     batches = DataLoader(chunks, sizes.batch, sampler=sampler, collate_fn=sparse_ce.collate,
@@ -127,16 +128,16 @@ def train(name: str, model: CausalLM, chunks: Chunks, held_out: DataLoader, size
         target = batch["target"].to(device, non_blocking=True)
         with autocast(device):
             logits = model(tokens)
-        # The logits at i predict token i + 1, so row i takes that token's label; the last row has none and is ignored.
+        # The logits at i predict token i + 1, so row i needs that token's label. The last row has none and is ignored.
         loss = loss_fn(logits, target.shift(1))
         optimizer.zero_grad()
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         schedule.step()
-        train_loss.append(loss.detach())  # not .item(), for which a GPU would be waited for at every step
+        train_loss.append(loss.detach())  # .item() would synchronize with a GPU at every step
         if step % every == 0 or step == sizes.steps:
-            loss.item()  # wait for a GPU here, or its queue of training steps would pass for evaluation
+            loss.item()  # synchronizes, so that queued training steps do not count as evaluation time
             paused = time.perf_counter()
             curve.append((step, perplexity(model, held_out, device)))
             progress.set_postfix_str(f"held-out perplexity {curve[-1][1]:.1f}")
@@ -153,7 +154,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--workers", type=int, default=2, help="DataLoader workers")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--out", type=Path, default=Path("demo-output"), help="folder of the picture and the numbers")
+    parser.add_argument("--out", type=Path, default=Path("demo-output"), help="folder for the plot and the numbers")
     args = parser.parse_args()
     sizes = QUICK if args.quick else Sizes()
     sizes = sizes._replace(steps=args.steps or sizes.steps)
@@ -182,7 +183,7 @@ def main() -> None:
     args.out.mkdir(parents=True, exist_ok=True)
     save_numbers(args.out / "numbers.json", sizes, device, runs, losses)
     draw(args.out / "learning_curves.png", device, runs, losses)
-    print(f"{args.out}/learning_curves.png and numbers.json written; {time.perf_counter() - started:.0f} s in all")
+    print(f"wrote {args.out}/learning_curves.png and numbers.json; {time.perf_counter() - started:.0f} s in total")
 
 
 if __name__ == "__main__":

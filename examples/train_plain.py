@@ -1,7 +1,9 @@
-"""The plain PyTorch loop: soft labels beside hard ones, mixed precision, gradient accumulation that counts tokens,
-torch.compile, evaluation without logits, checkpoints.
+"""Trains in a plain PyTorch loop, with soft and hard labels in one batch.
 
     python examples/train_plain.py [--accumulate 4] [--compile] [--save FOLDER] [--resume FOLDER/step_10.pt]
+
+The example shows mixed precision, gradient accumulation that counts tokens, torch.compile, evaluation without logits,
+and checkpoints.
 """
 
 import argparse
@@ -29,13 +31,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--quick", dest="steps", action="store_const", const=10, help="10 steps")
-    parser.add_argument("--batch", type=int, default=32, help="sequences of an optimizer step")
-    parser.add_argument("--accumulate", type=int, default=1, help="backward passes of an optimizer step")
+    parser.add_argument("--batch", type=int, default=32, help="sequences per optimizer step")
+    parser.add_argument("--accumulate", type=int, default=1, help="backward passes per optimizer step")
     parser.add_argument("--compile", action="store_true")
     parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], default="bfloat16")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--save", type=Path, help="a folder for a checkpoint after every 10 steps")
-    parser.add_argument("--resume", type=Path, help="a checkpoint to go on from")
+    parser.add_argument("--save", type=Path, help="folder for checkpoints, one every 10 steps")
+    parser.add_argument("--resume", type=Path, help="checkpoint to resume from")
     args = parser.parse_args()
 
     torch.manual_seed(0)
@@ -58,7 +60,7 @@ def main() -> None:
     micro_batches = iter(batches)
     for step in range(done + 1, args.steps + 1):
         parts = [next(micro_batches) for _ in range(args.accumulate)]
-        normalizer = sum(part["target"].ne(-100).sum() for part in parts)  # of the step, not of each part
+        normalizer = sum(part["target"].ne(-100).sum() for part in parts)  # the tokens of the whole step
         total = torch.zeros((), device=args.device)
         for part in parts:
             tokens = part["tokens"].to(args.device, non_blocking=True)

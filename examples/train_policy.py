@@ -1,15 +1,14 @@
-"""Policy gradients (GRPO) on samples of top-p sampling, whose kept tokens are replayed.
+"""Trains with policy gradients (GRPO) on top-p samples, and replays the kept tokens.
 
     python examples/train_policy.py           # a minute or two on one CPU core
     python examples/train_policy.py --quick   # seconds: fewer steps
 
-The task is to sort: numbers, then the same numbers in ascending order. A short supervised warm-up makes a model that
-sorts badly. What follows knows of each sample only how much of it was right.
+The task is sorting: the text consists of numbers, then the same numbers in ascending order. A short supervised warm-up
+gives a model that sorts badly. Reinforcement learning then sees only the fraction of each sample that is correct.
 
-Top-p sampling draws from a set of likely tokens, the kept ones, and the probability of what it draws is that among
-them. A model that computes the probability over the whole vocabulary has an importance ratio other than 1 before its
-first update. So the sampler returns the kept tokens, as vLLM and SGLang do, and training, too, takes the probability
-among them.
+Top-p sampling draws from a set of likely tokens, the kept tokens, and normalizes the probabilities among them. If
+training normalizes over the whole vocabulary instead, the importance ratio differs from 1 even before the first update.
+The sampler therefore returns the kept tokens, as vLLM and SGLang do, and training normalizes among them too.
 """
 
 import argparse
@@ -31,28 +30,28 @@ PROMPT = NUMBERS + 1  # tokens, with SORTED
 
 
 class Rollout(NamedTuple):
-    """Sampled tokens are the rows: the first ones of all samples, then the second ones."""
+    """Stores sampled tokens as rows: the first tokens of all samples, then the second tokens, and so on."""
 
     tokens: Tensor  # (samples, PROMPT + NUMBERS) int64
     actions: Tensor  # (rows,) int64, the sampled tokens
-    kept: SparseTarget  # (rows,), jagged: the tokens that each was drawn from
-    log_probs: Tensor  # (rows,), the sampler's, among the kept tokens
+    kept: SparseTarget  # (rows,), jagged: the set of tokens that each action was drawn from
+    log_probs: Tensor  # (rows,), the sampler's log-probabilities, among the kept tokens
 
 
 def prompts(count: int) -> Tensor:
-    """(count, PROMPT)"""
+    """Returns random prompts, (count, PROMPT)."""
     return torch.cat([torch.randint(VOCAB, (count, NUMBERS)), torch.full((count, 1), SORTED)], 1)
 
 
 def rewards(tokens: Tensor) -> Tensor:
-    """The share of each answer that is right: (samples, PROMPT + NUMBERS) -> (samples,)."""
+    """Returns the fraction of each answer that is correct: (samples, PROMPT + NUMBERS) -> (samples,)."""
     return (tokens[:, PROMPT:] == tokens[:, :NUMBERS].sort(1).values).float().mean(1)
 
 
 def advantages(reward: Tensor, group: int) -> Tensor:
-    """(samples,) -> (samples,): how much better each is than the others of its prompt."""
+    """Normalizes each reward by the rewards of the same prompt, (samples,) -> (samples,)."""
     groups = reward.view(-1, group)
-    spread = groups.std(1, keepdim=True) + 1e-4  # of equal rewards there is nothing to learn: 0 and not NaN
+    spread = groups.std(1, keepdim=True) + 1e-4  # equal rewards give an advantage of 0 instead of NaN
     return ((groups - groups.mean(1, keepdim=True)) / spread).flatten()
 
 
@@ -70,7 +69,7 @@ def warm_up(model: SmallLM, steps: int) -> None:
 
 @torch.no_grad()
 def sample(model: SmallLM, tokens: Tensor, temperature: float, top_p: float) -> Rollout:
-    """Continues each prompt. Keys and values are not cached: answers are short."""
+    """Extends each prompt by an answer. Keys and values are not cached, as answers are short."""
     actions: List[Tensor] = []
     log_probs: List[Tensor] = []
     kept_ids: List[Tensor] = []
@@ -78,7 +77,7 @@ def sample(model: SmallLM, tokens: Tensor, temperature: float, top_p: float) -> 
     for _ in range(NUMBERS):
         logits, ids = (model.head(model.hidden(tokens)[:, -1]) / temperature).sort(descending=True)
         probs = logits.softmax(-1)
-        keep = probs.cumsum(-1) - probs < top_p  # up to the token with which the sum reaches top_p
+        keep = probs.cumsum(-1) - probs < top_p  # includes the token at which the sum reaches top_p
         among_kept = logits.masked_fill(~keep, -torch.inf).log_softmax(-1)
         drawn = among_kept.exp().multinomial(1)
         token = ids.gather(1, drawn)
@@ -93,8 +92,9 @@ def sample(model: SmallLM, tokens: Tensor, temperature: float, top_p: float) -> 
 
 
 def evaluate(model: SmallLM, rollout: Rollout, temperature: float) -> Tuple[Tensor, Tensor, Tensor]:
-    """(rows,) each: log-probabilities of the actions among the kept tokens and among all tokens, and the entropy."""
-    hidden = model.hidden(rollout.tokens)[:, PROMPT - 1:-1]  # what each action was drawn from
+    """Computes log-probabilities of the actions among the kept tokens and among all tokens, and the entropy, (rows,)
+    each."""
+    hidden = model.hidden(rollout.tokens)[:, PROMPT - 1:-1]  # the positions that predict the actions
     hidden = hidden.transpose(0, 1).flatten(0, 1)  # in the order of the rows
     kept = rollout.kept
     out = sparse_ce.linear_selected_log_probs(hidden, model.head.weight, kept, linear_bias=model.head.bias,
@@ -105,7 +105,7 @@ def evaluate(model: SmallLM, rollout: Rollout, temperature: float) -> Tuple[Tens
 
 
 def measure(model: SmallLM, prompt: Tensor, args: argparse.Namespace) -> Tuple[float, float, float]:
-    """Mean reward, entropy in nats, kept tokens of a row."""
+    """Returns the mean reward, the entropy in nats, and the number of kept tokens per row."""
     rollout = sample(model, prompt, args.temperature, args.top_p)
     with torch.no_grad():
         entropy = evaluate(model, rollout, args.temperature)[2]
@@ -119,14 +119,14 @@ def train(model: SmallLM, steps: int, args: argparse.Namespace) -> None:
     for step in range(1, steps + 1):
         rollout = sample(model, prompts(args.prompts).repeat_interleave(args.group, 0), args.temperature, args.top_p)
         reward = rewards(rollout.tokens)
-        advantage = advantages(reward, args.group).repeat(NUMBERS)  # (rows,): that of the sample for all its tokens
+        advantage = advantages(reward, args.group).repeat(NUMBERS)  # (rows,): one value for all tokens of a sample
         for update in range(args.updates):
             log_probs, among_all, entropy = evaluate(model, rollout, args.temperature)
             ratio = (log_probs - rollout.log_probs).exp()
             if step == 1 and update == 0:
                 biased = (among_all - rollout.log_probs).exp()
-                print(f"importance ratio of unchanged weights: max |ratio - 1| = {(ratio - 1).abs().max():.1e}")
-                print(f"among all tokens instead of the kept ones: max |ratio - 1| = {(biased - 1).abs().max():.1e}")
+                print(f"importance ratio before the first update: max |ratio - 1| = {(ratio - 1).abs().max():.1e}")
+                print(f"with all tokens instead of the kept ones: max |ratio - 1| = {(biased - 1).abs().max():.1e}")
             clipped = ratio.clamp(1 - args.clip, 1 + args.clip)
             loss = -torch.minimum(ratio * advantage, clipped * advantage).mean() - args.entropy_bonus * entropy.mean()
             optimizer.zero_grad()
@@ -143,8 +143,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, help="batches of samples")
     parser.add_argument("--warm-up", type=int, default=80, help="supervised steps")
-    parser.add_argument("--prompts", type=int, default=32, help="prompts of a step")
-    parser.add_argument("--group", type=int, default=8, help="samples of a prompt")
+    parser.add_argument("--prompts", type=int, default=32, help="prompts per step")
+    parser.add_argument("--group", type=int, default=8, help="samples per prompt")
     parser.add_argument("--updates", type=int, default=2, help="optimizer steps on the same samples")
     parser.add_argument("--learning-rate", type=float, default=3e-3)
     parser.add_argument("--temperature", type=float, default=0.9)
@@ -171,7 +171,7 @@ def main() -> None:
     print(f"\n{'held-out prompts':<18}{'before':>8}{'after':>8}")
     for name, *values in zip(("mean reward", "entropy, nats", "kept tokens"), before, after):
         print(f"{name:<18}{values[0]:>8.3f}{values[1]:>8.3f}")
-    print(f"{time.perf_counter() - started:.0f} s in all")
+    print(f"{time.perf_counter() - started:.0f} s in total")
 
 
 if __name__ == "__main__":

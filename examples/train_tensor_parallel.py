@@ -1,12 +1,12 @@
-"""A head too wide for one device: its classes are shared out among some ranks, the batch among the others.
+"""Trains a head that is too wide for one device: its classes are sharded over some ranks, the batch over the others.
 
     torchrun --standalone --nproc-per-node=4 examples/train_tensor_parallel.py
     torchrun --standalone --nproc-per-node=8 examples/train_tensor_parallel.py --tensor 4 --head weight --sequence
 
-The mesh is data x tensor: FSDP2 shards the parameters over ``data`` and averages the gradients there, the layers'
-products and the head are shared out over ``tensor``. The loss is given a DTensor, logits or the head's weight, and
-finds the rest there. A process has a GPU and talks NCCL where there are GPUs, else it has a share of the CPU and talks
-Gloo.
+The mesh is data x tensor. FSDP2 shards the parameters over ``data`` and averages the gradients there. The layers'
+matrix products and the head are sharded over ``tensor``. The loss receives a DTensor, either logits or the head's
+weight, and takes the process group and the shards from it. If CUDA is available, each process uses one GPU and NCCL.
+Otherwise it uses the CPU and Gloo.
 """
 
 import argparse
@@ -36,7 +36,8 @@ class Layer(nn.Module):
 
 
 class Model(nn.Module):
-    """Of the next token from one: text of a Markov chain asks for no more. ``head``: what its loss is given."""
+    """Predicts the next token from one token, which suffices for text of a Markov chain. ``head`` selects the input of
+    its loss."""
 
     def __init__(self, vocab: int, head: str, dim: int = 64, layers: int = 2):
         super().__init__()
@@ -51,18 +52,19 @@ class Model(nn.Module):
         for layer in self.layers:
             hidden = layer(hidden)
         hidden = self.norm(hidden)
-        if self.kind == "weight":  # the logits never exist, not even a rank's share of them
+        if self.kind == "weight":  # the logits are never materialized, not even this rank's shard
             return sparse_ce.linear_cross_entropy(hidden, self.head.weight, target, linear_bias=self.head.bias,
                                                   normalizer=normalizer)
         return sparse_ce.cross_entropy(self.head(hidden), target, normalizer=normalizer)
 
 
 def parallel(model: Model, mesh, sequence: bool) -> nn.Module:
-    """``sequence``: between the products each rank of ``tensor`` has its part of every sequence."""
+    """Applies tensor parallelism and FSDP2. With ``sequence`` each rank of ``tensor`` holds its part of every sequence
+    between the matrix products."""
     rows = Shard(1) if sequence else Replicate()
     local = dict(use_local_output=not sequence)
     plan = {"embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=rows, **local),
-            # Logits stay where they are made; of a head whose weight the loss takes, nothing but that is shared out.
+            # Logits stay sharded over the classes. If the loss takes the head's weight, only the weight is sharded.
             "head": ColwiseParallel(input_layouts=rows, output_layouts=Shard(-1), use_local_output=False)}
     if sequence:
         plan.update({name: SequenceParallel(use_local_output=False) for name in ("norm", "layers.*.norm")})
@@ -76,13 +78,13 @@ def parallel(model: Model, mesh, sequence: bool) -> nn.Module:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--tensor", type=int, default=2, help="ranks that share the classes out")
-    parser.add_argument("--head", choices=["logits", "weight"], default="logits", help="what the loss is given")
+    parser.add_argument("--tensor", type=int, default=2, help="number of ranks that the classes are sharded over")
+    parser.add_argument("--head", choices=["logits", "weight"], default="logits", help="input of the loss")
     parser.add_argument("--sequence", action="store_true", help="sequence parallelism")
     parser.add_argument("--labels", choices=["soft", "hard"], default="soft")
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--quick", dest="steps", action="store_const", const=10, help="10 steps")
-    parser.add_argument("--batch", type=int, default=32, help="sequences of an optimizer step, of all processes")
+    parser.add_argument("--batch", type=int, default=32, help="sequences per optimizer step, over all processes")
     args = parser.parse_args()
 
     on_gpu = torch.cuda.is_available()
@@ -91,21 +93,22 @@ def main() -> None:
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if on_gpu else "gloo")
     train(args, device)
-    gc.collect()  # FSDP's states hold groups, which nobody may hold when they end
+    gc.collect()  # FSDP's states must not hold references to groups that are destroyed
     dist.destroy_process_group()
 
 
 def train(args: argparse.Namespace, device: torch.device) -> None:
     copies = dist.get_world_size() // args.tensor
     if copies * args.tensor != dist.get_world_size() or args.batch % copies:
-        raise SystemExit(f"--tensor must divide the {dist.get_world_size()} processes, and the rest of them --batch")
+        raise SystemExit(f"--tensor must divide the number of processes, {dist.get_world_size()}, and their quotient "
+                         "must divide --batch")
     mesh = dist.init_device_mesh(device.type, (copies, args.tensor), mesh_dim_names=("data", "tensor"))
 
     torch.manual_seed(0)  # the same initial weights in every process
     text = MarkovText(args.steps * args.batch)
     model = parallel(Model(text.vocab, args.head).to(device), mesh, args.sequence)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    # Ranks that share the classes out see the same rows.
+    # Ranks that the classes are sharded over need the same rows.
     sampler = DistributedSampler(text, copies, mesh.get_local_rank("data"), shuffle=False)
     batches = DataLoader(text, args.batch // copies, sampler=sampler, collate_fn=sparse_ce.collate)
 
@@ -114,7 +117,8 @@ def train(args: argparse.Namespace, device: torch.device) -> None:
         tokens, target = part["tokens"].to(device), part["target"].to(device)
         if args.labels == "hard":
             target = sparse_ce.SparseTarget.from_index(tokens, row_mask=target.ne(-100)).shift(1)
-        # Tokens of the step in all processes. FSDP2 averages the gradients of the copies, so each divides by its share.
+        # The tokens of the step in all copies of the model. FSDP2 averages the gradients over the copies, so each copy
+        # divides its loss by count / copies.
         count = target.ne(-100).sum()
         dist.all_reduce(count, group=mesh["data"].get_group())
         loss = model(tokens, target, count / copies)

@@ -1,9 +1,9 @@
-"""Hugging Face's Trainer with soft labels: each token's label is a distribution over a few next tokens.
+"""Trains with Hugging Face's Trainer on soft labels: each token's label is a distribution over a few next tokens.
 
     python examples/trainer_sparse_labels.py      # seconds, on the CPU
 
-The labels are sparse COO tensors, one (length, vocabulary) tensor a sample, for which PyTorch's own cross entropy has
-no gradient. A Trainer that is subclassed for them runs here, and so do two ways without a subclass.
+The labels are sparse COO tensors, one (length, vocabulary) tensor per sample. PyTorch's own cross entropy has no
+gradient for them. The example shows a subclass of Trainer, and two ways without a subclass.
 """
 
 import sys
@@ -21,7 +21,7 @@ VOCAB, LENGTH, SUCCESSORS = 256, 32, 4
 
 
 class MarkovText(Dataset):
-    """Sequences of a Markov chain, each token labelled with the distribution that it was drawn from."""
+    """Generates sequences of a Markov chain. The label of each token is the distribution it was drawn from."""
 
     def __init__(self, size: int):
         generator = torch.Generator().manual_seed(0)
@@ -41,7 +41,7 @@ class MarkovText(Dataset):
 
     def __getitem__(self, i: int) -> dict:
         tokens = self.tokens[i]
-        positions = torch.arange(1, LENGTH).repeat_interleave(SUCCESSORS)  # the first token was drawn from nothing
+        positions = torch.arange(1, LENGTH).repeat_interleave(SUCCESSORS)  # the first token has no distribution
         classes, weights = self.successors[tokens[:-1]].flatten(), self.weights[tokens[:-1]].flatten()
         labels = torch.sparse_coo_tensor(torch.stack((positions, classes)), weights, (LENGTH, VOCAB),
                                          check_invariants=True)
@@ -49,7 +49,7 @@ class MarkovText(Dataset):
 
 
 class SparseLabelTrainer(Trainer):
-    """The subclass that everybody writes."""
+    """Overrides ``compute_loss``, the common way to change the Trainer's loss."""
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         labels = inputs.pop("labels")
@@ -79,11 +79,11 @@ def train(what: str, trainer_class: type, model: nn.Module, **options) -> None:
 
 
 def main() -> None:
-    torch.set_num_threads(1)  # tensors too small for more
+    torch.set_num_threads(1)  # the tensors are too small for more threads
     train("subclass", SparseLabelTrainer, small_model())
     train("compute_loss_func", Trainer, small_model(), compute_loss_func=causal_lm_loss())
     model = small_model()
-    fuse_lm_head(model)  # from hidden states to the loss: the (tokens, VOCAB) logits never exist in training
+    fuse_lm_head(model)  # the (tokens, VOCAB) logits are never materialized in training
     train("fuse_lm_head", Trainer, model)
 
 

@@ -1,4 +1,5 @@
-"""A student of two teachers in TRL: a large model in the loop, then its cached top-k, then on the student's own text.
+"""Distills a student in TRL in three ways: from a teacher in the loop, from its cached top-k, and on the student's own
+text.
 
     python examples/trl_distill.py      # half a minute, on the CPU
 """

@@ -1,9 +1,9 @@
-"""GRPO and DPO in TRL with the log-probabilities of a fused head.
+"""Trains with GRPO and DPO in TRL, with log-probabilities from a fused head.
 
     python examples/trl_policy.py      # half a minute, on the CPU
 
-The trainers ask the model for the log-probabilities of the sampled tokens; the fused head gives them, their entropies
-and their gradients by ``linear_selected_log_probs``. The reward counts the even words.
+The trainers request the log-probabilities of the sampled tokens. The fused head computes them, their entropies and
+their gradients with ``linear_selected_log_probs``. The reward counts even words.
 """
 
 import tempfile
@@ -46,7 +46,7 @@ def main() -> None:
         trainer.train()
         print("GRPO:", trl_words.log_of(trainer, "reward", "entropy"))
 
-        trl_words.model().save_pretrained(f"{folder}/start")  # DPO loads its reference from there
+        trl_words.model().save_pretrained(f"{folder}/start")  # DPO loads its reference model from this folder
         model = type(model).from_pretrained(f"{folder}/start")
         fuse_lm_head(model)
         trainer = DPOTrainer(model, args=trl_words.settings(DPOConfig, folder), processing_class=trl_words.tokenizer(),

@@ -1,9 +1,9 @@
-"""TRL's SFTTrainer with a fused head: hard and soft labels in one batch, LoRA, and a head that PEFT trains.
+"""Trains with TRL's SFTTrainer and a fused head: hard and soft labels in one batch, LoRA, and a head that PEFT trains.
 
     python examples/trl_sft.py      # seconds, on the CPU
 
-Every second sequence has the distributions that its tokens were drawn from, as a teacher's top-k would be cached; the
-others have their tokens alone. The (tokens, vocabulary) logits never exist.
+Every second sequence has the distributions that its tokens were drawn from, in the form of a teacher's cached top-k.
+The other sequences have only their tokens. The (tokens, vocabulary) logits are never materialized.
 """
 
 import tempfile
@@ -28,7 +28,7 @@ def train(what: str, model, dataset: Dataset, collator, **options) -> None:
 
 
 def main() -> None:
-    torch.set_num_threads(1)  # tensors too small for more
+    torch.set_num_threads(1)  # the tensors are too small for more threads
     rows = trl_words.rows(256)
     mixed = [{**row, "labels": row["input_ids"]} if i % 2 else
              {"input_ids": row["input_ids"], "labels": row["input_ids"], "teacher_ids": None, "teacher_logprobs": None}

@@ -1,4 +1,5 @@
-"""What the examples of TRL train on: sequences of a Markov chain as text, a tokenizer of its words, small models."""
+"""Provides data for the TRL examples: sequences of a Markov chain as text, a tokenizer of its words, and small
+models."""
 
 import sys
 
@@ -25,7 +26,7 @@ def model(size: int = 64, seed: int = 0) -> nn.Module:
 
 
 def rows(size: int) -> list:
-    """``input_ids``, and of each token the classes that it was drawn from, with their log-probabilities."""
+    """Returns ``input_ids`` with the classes that each token was drawn from and their log-probabilities."""
     text = MarkovText(size)
     made = []
     for tokens in text.tokens:
@@ -39,7 +40,7 @@ def words(tokens: list) -> str:
 
 
 def settings(config: type, folder: str, **changes: object) -> object:
-    """Returns the trainer's arguments: 30 steps unless ``changes`` say otherwise, 5 with ``--quick``."""
+    """Returns the trainer's arguments. ``changes`` override the defaults, but ``--quick`` always means 5 steps."""
     if "--quick" in sys.argv:
         changes["max_steps"] = 5
     return config(folder, **{**dict(

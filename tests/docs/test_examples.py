@@ -152,10 +152,10 @@ def test_what_scoring_says_of_itself_is_so(scored):
     losses = [value for name, value in compared.items() if name.startswith("a student's loss")]
     assert losses[0] == losses[1] != losses[2] and losses[0] == pytest.approx(losses[2], rel=1e-4)
     # A teacher's divergence from itself, of which rounding leaves a little.
-    assert compared["the teacher's own loss"] == pytest.approx(compared["entropy of the top-k, the least loss"],
+    assert compared["the teacher's own loss"] == pytest.approx(compared["entropy of the top-k, the lowest loss"],
                                                                abs=1e-4)
     assert numbers["student"][0] == losses[0] and numbers["student"][-1] < 0.95 * losses[0]
-    assert "0 of 65 sequences are there" in said and f"{65 * 64:,} of {65 * 64:,} tokens scored" in said
+    assert "0 of 65 sequences exist already" in said and f"{65 * 64:,} of {65 * 64:,} tokens scored" in said
 
 
 def test_a_killed_run_that_is_started_again_leaves_the_same_bytes(scored, tmp_path):
@@ -182,7 +182,7 @@ runpy.run_path({str(SCORE[0])!r}, run_name="__main__")
     first = [(tmp_path / name).stat().st_mtime_ns for name in kept]
 
     said = run(*SCORE, "--out", tmp_path, cwd=tmp_path)
-    assert "40 of 65 sequences are there" in said and f"{25 * 64:,} of {65 * 64:,} tokens scored" in said
+    assert "40 of 65 sequences exist already" in said and f"{25 * 64:,} of {65 * 64:,} tokens scored" in said
     assert [(tmp_path / name).stat().st_mtime_ns for name in kept] == first
     assert sorted(path.name for path in (tmp_path / "cache").iterdir()) == [".complete", *SHARDS]
     for name in files:
@@ -205,11 +205,11 @@ def test_scoring_does_not_go_on_from_files_that_were_made_otherwise(examples, tm
 
     cache, done = score.write_cache(teacher, text, args)
     assert len(cache) == 7 and done == 7 * 16 and score.write_cache(teacher, text, args)[1] == 0
-    refused("k 4 and not 8", k=8)
-    refused("'temperature': 1.0.* and not .*'temperature': 2.0", temperature=2.0)
-    refused("dtype 'bfloat16' and not 'float16'", dtype="float16")
-    refused("'teacher': 1.* and not .*'teacher': 2", teacher._replace(checksum=2))
-    refused("'text': .* and not ", text=text.flip(0))
+    refused("k 4 instead of 8", k=8)
+    refused("'temperature': 1.0.* instead of .*'temperature': 2.0", temperature=2.0)
+    refused("dtype 'bfloat16' instead of 'float16'", dtype="float16")
+    refused("'teacher': 1.* instead of .*'teacher': 2", teacher._replace(checksum=2))
+    refused("'text': .* instead of ", text=text.flip(0))
 
 
 def hugging_face_folder(folder, **config):
@@ -245,7 +245,7 @@ def test_a_causal_lm_of_hugging_face_scores_a_file(tmp_path):
     torch.testing.assert_close(exact.gather(-1, shard["ids"].long()), shard["log_probs"], rtol=0, atol=1e-5)
     compared = json.loads((tmp_path / "out" / "numbers.json").read_text())["compared"]
     assert compared["ids that differ"] == compared["largest error of a log-probability"] == 0
-    assert compared["the teacher's own loss"] == pytest.approx(compared["entropy of the top-k, the least loss"],
+    assert compared["the teacher's own loss"] == pytest.approx(compared["entropy of the top-k, the lowest loss"],
                                                                abs=1e-6)
 
 
@@ -253,7 +253,7 @@ def test_a_teacher_whose_logits_are_not_those_of_its_head_alone_is_refused(examp
     hugging_face_folder(tmp_path, logits_scaling=4.0)
     import score
     (tmp_path / "book.txt").write_text("text " * 20)
-    with pytest.raises(SystemExit, match="does more to its logits than its head"):
+    with pytest.raises(SystemExit, match="changes the logits of its head"):
         score.hugging_face_teacher(Namespace(model=str(tmp_path), text=[tmp_path / "book.txt"], tokens=64, length=32,
                                              device="cpu"))
 
