@@ -1,18 +1,18 @@
-# make demo         trains a small language model on sparse labels: a few minutes on two cores
-# make distill      what the tail of a teacher's top-k costs its students: minutes on two cores
-# make test         the suite: builds, installs, tests; minutes on two cores
-# make test-all     the suite, then its other flavours: other kernels, sanitizers, emulated CUDA, what takes long;
-#                   WITHOUT="slow sanitized": but these
-# make kernels      the CPU kernels that changed compiled again, into the environment: seconds a file
-# make lint         ruff, mypy, pyright, clang-format, and what CONTRIBUTING says of the sources
-# make mutants      breaks the code on purpose, one change at a time; MUTANTS="cpu tile.cpp" for some
-# make bench        speed and memory beside the peers
-# make docs         the pages of docs/ with an API reference, into build/site; needs neither torch nor a compiler
-# make test-wheel   one wheel, built with a CUDA torch, tested under a CPU torch (3 GB of downloads)
-# make sdist        the source distribution, and a wheel built from it
-# make gpu-kit      what a machine with a GPU and without a network needs, into gpu-kit/
+# make demo         train a small language model on sparse labels (a few minutes on two cores)
+# make distill      measure the effect of the tail in top-k distillation (minutes on two cores)
+# make test         build, install, run the test suite (minutes on two cores)
+# make test-all     run the suite, then its other configurations: other kernels, sanitizers, emulated CUDA, slow tests;
+#                   WITHOUT="slow sanitized" excludes some
+# make kernels      recompile the CPU kernels that changed, into the environment (seconds per file)
+# make lint         run ruff, mypy, pyright, clang-format, and check the rules of CONTRIBUTING
+# make mutants      break the code on purpose, one change at a time; MUTANTS="cpu tile.cpp" selects some
+# make bench        compare speed and memory with other implementations
+# make docs         build docs/ with an API reference into build/site; needs neither torch nor a compiler
+# make test-wheel   build a wheel with a CUDA torch and test it with a CPU torch (3 GB of downloads)
+# make sdist        build the source distribution, and a wheel from it
+# make gpu-kit      collect the files for a GPU machine without a network, into gpu-kit/
 #
-# Each makes its own environment in .venv. TORCH chooses the torch to build against: make test TORCH=torch==2.14.1
+# Each target creates its environment in .venv. TORCH selects the torch to build with: make test TORCH=torch==2.14.1
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
 VENV ?= .venv
@@ -21,8 +21,9 @@ BIN := $(VENV)/bin
 SOURCES := setup.py pyproject.toml build_backend.py \
            $(wildcard csrc/*.* csrc/*/*.* csrc/*/*/*.* sparse_ce/*.py sparse_ce/*/*.py)
 
-# Two processes of a thread each; the tests of a file share what they have compiled. The order is tests/flavours.py's. A
-# process that dies ends the run: others in its place would die of the same test, and pytest-xdist then waits for ever.
+# Two processes with one thread each. The tests of a file run in one process and share their compiled code. The order is
+# that of tests/flavours.py. A crashed process ends the run: its replacements would crash in the same test, and
+# pytest-xdist then waits forever.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 
 .PHONY: demo distill test test-all kernels lint mutants bench docs test-wheel sdist gpu-kit clean
@@ -34,7 +35,7 @@ distill: $(VENV)/.demo
 	$(BIN)/python examples/distill.py
 
 test: $(VENV)/.tests
-	cd $(BIN) && ./python -m sparse_ce  # here the source tree, which has no libraries, would hide the installed package
+	cd $(BIN) && ./python -m sparse_ce  # in the root, the source tree (without libraries) hides the installed package
 	$(PYTEST)
 
 test-all: test
@@ -43,7 +44,7 @@ test-all: test
 		SPARSE_CE_FLAVOUR=$$flavour $(PYTEST) || exit 1; \
 	done
 
-# Into the installed package, past pip. ninja compiles what changed.
+# Copies the libraries into the installed package without pip. ninja compiles only changed files.
 kernels: $(VENV)/.environment
 	SPARSE_CE_CUDA=$${SPARSE_CE_CUDA:-0} $(BIN)/python setup.py -q build_ext --build-lib build/kernels
 	cd $(BIN) && cp $(CURDIR)/build/kernels/sparse_ce/_C*.so \
@@ -77,7 +78,7 @@ $(VENV)/.installed: $(VENV)/.environment $(SOURCES)
 	$(BIN)/python -m pip install --no-deps --force-reinstall .
 	touch $@
 
-# sparse_ce itself is installed: of "sparse_ce[demo]" only what demo adds to it is not.
+# sparse_ce itself is already installed, so "sparse_ce[demo]" installs only the extra requirements of demo.
 $(VENV)/.demo: $(VENV)/.installed
 	$(BIN)/python -m pip install -q "sparse_ce[demo]"
 	touch $@
@@ -91,7 +92,7 @@ $(VENV)/.tests: $(VENV)/.installed
 	$(BIN)/python -m pip install -q --no-deps --upgrade --target $(VENV)/vision "torchvision==0.28.*" "timm==1.0.*"
 	touch $@
 
-# With the training libraries: what the pages make of them is looked at as well.
+# Includes the training libraries, because the code in docs/ that uses them is type-checked too.
 $(VENV)/.lint: $(VENV)/.installed
 	$(BIN)/python -m pip install -q --group lint --group loops
 	touch $@

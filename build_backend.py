@@ -1,9 +1,9 @@
-"""PEP 517 backend: setuptools, building against the torch that is already installed.
+"""Implements a PEP 517 backend: setuptools, building against the torch that is already installed.
 
-pip builds in an isolated environment, where the installed torch cannot be seen: another torch would be downloaded, and
-the kernels built against that one. So this backend looks into the environment that pip serves, and asks for torch only
-where there is none. uv hides that environment, and the download would be one that nobody asked for: an error there.
-Metadata and source distributions need no torch.
+pip builds in an isolated environment that hides the installed torch. It would download another torch and build the
+kernels against that one. This backend therefore searches the environment that pip installs into, and requires torch
+only if it is missing there. uv hides that environment too, so with uv the backend raises an error instead of
+downloading torch. Metadata and source distributions do not need torch.
 """
 
 import os
@@ -13,13 +13,13 @@ from importlib import metadata
 from importlib.machinery import PathFinder
 
 if sys.version_info < (3, 10):
-    sys.exit("sparse_ce: Python must be 3.10 or newer, got %d.%d: use an environment of a newer one"
+    sys.exit("sparse_ce: Python must be 3.10 or newer, got %d.%d: use an environment with a newer Python"
              % sys.version_info[:2])
 try:
     _FOUND = metadata.version("setuptools")
 except metadata.PackageNotFoundError:
     _FOUND = "none"
-if _FOUND == "none" or int(_FOUND.split(".")[0]) < 77:  # the frontend was told not to install what is needed
+if _FOUND == "none" or int(_FOUND.split(".")[0]) < 77:  # without isolation the frontend installs no requirements
     sys.exit(f"sparse_ce: setuptools must be 77 or newer to build without isolation, got {_FOUND}: install "
              "'setuptools>=77' and ninja first")
 
@@ -29,7 +29,7 @@ _SITE = list(dict.fromkeys(sysconfig.get_path(name) for name in ("purelib", "pla
 
 
 def _made_by_uv():
-    """Whether uv runs this, in an environment of its own making."""
+    """Returns True if uv runs this backend in an isolated environment that it has created."""
     try:
         with open(os.path.join(sys.prefix, "pyvenv.cfg")) as file:
             return "UV" in os.environ and any(line.partition("=")[0].strip() == "uv" for line in file)
@@ -55,7 +55,7 @@ def _seeing_torch(hook):
         if not os.access(os.curdir, os.W_OK):
             sys.exit("sparse_ce: the source tree must be writable to build, got the read-only %s: copy it, and install "
                      "the copy" % os.getcwd())
-        sys.path += [path for path in _SITE if path not in sys.path]  # behind the isolated environment's own
+        sys.path += [path for path in _SITE if path not in sys.path]  # after the isolated environment's own paths
         return hook(*args, **kwargs)
     return run
 

@@ -1,15 +1,15 @@
-"""Builds the compiled libraries: ``_C`` (schemas and CPU kernels) and, where possible, ``_C_cuda``.
+"""Builds the compiled libraries: ``_C`` (schemas and CPU kernels) and, if possible, ``_C_cuda``.
 
 Environment:
-    SPARSE_CE_CUDA        0: CPU only. 1: fail rather than build without CUDA. Unset: CUDA where torch has it and nvcc
-                          is there.
-    TORCH_CUDA_ARCH_LIST  GPU architectures, as for any PyTorch extension. Unset: those of the GPUs of this machine, or
-                          without one all that a release serves.
+    SPARSE_CE_CUDA        0: CPU only. 1: fail if CUDA kernels cannot be built. Unset: build CUDA kernels if torch has
+                          CUDA and nvcc is installed.
+    TORCH_CUDA_ARCH_LIST  GPU architectures, as for any PyTorch extension. Unset: those of this machine's GPUs, or
+                          all architectures of a release if there is no GPU.
     CXX                   the C++ compiler.
-    SPARSE_CE_SANITIZE    e.g. "address,undefined": the CPU kernels under sanitizers, for tests.
+    SPARSE_CE_SANITIZE    e.g. "address,undefined": builds the CPU kernels with sanitizers, for tests.
 
-Both libraries use libtorch's stable ABI: one build serves every torch from 2.11 on and every Python from 3.10 on.
-torch is imported where something is compiled only: metadata and source distributions can be made without it.
+Both libraries use libtorch's stable ABI: one build works with torch 2.11 and newer, and with Python 3.10 and newer.
+torch is imported only for compilation, so metadata and source distributions do not need it.
 """
 
 import os
@@ -22,14 +22,15 @@ from glob import glob
 
 from setuptools import setup
 
-# PTX of the oldest that has bfloat16, for the GPUs in between (8.7, 11.0), and of the newest, for those to come.
+# PTX of 8.0, the oldest with bfloat16, covers the GPUs in between (8.7, 11.0); PTX of the newest covers future GPUs.
 RELEASE_ARCHITECTURES = "7.5;8.0+PTX;8.6;8.9;9.0;10.0;12.0+PTX"
 STABLE_ABI = "-DTORCH_TARGET_VERSION=0x020b000000000000"  # 2.11
 COMPILING = {"build", "build_ext", "bdist_wheel", "develop", "editable_wheel", "install"}
 
 
 def cuda_home():
-    """The toolkit of the nvcc on the PATH, which may be a wrapper script: nvcc itself knows."""
+    """Returns the toolkit of the nvcc on the PATH. nvcc may be a wrapper script, so nvcc itself is run to print its
+    toolkit."""
     given = os.path.join(os.environ.get("CUDA_HOME", ""), "bin", "nvcc")
     nvcc = given if os.path.exists(given) else shutil.which("nvcc")
     if nvcc is None:
@@ -51,7 +52,7 @@ def require_compiler():
     if found is None:
         got = f"CXX={given}" if given else "no c++, g++ or clang++ on the PATH"
         sys.exit(f"sparse_ce: a C++ compiler must be installed to build, got {got}: install g++ 9 or newer, or set CXX")
-    os.environ["CXX"] = given or found  # torch itself knows c++ alone
+    os.environ["CXX"] = given or found  # torch itself only tries c++
 
 
 def require_torch():
@@ -75,7 +76,7 @@ def why_no_cuda(torch, home):
     if home is None:
         return "nvcc was not found"
     if nvcc_major(home) != torch.version.cuda.split(".")[0]:
-        return f"nvcc is of CUDA {nvcc_major(home)}, torch of CUDA {torch.version.cuda}"
+        return f"nvcc has CUDA {nvcc_major(home)}, torch has CUDA {torch.version.cuda}"
     return None
 
 
@@ -85,7 +86,8 @@ def architectures(torch):
         return given
     if not torch.cuda.is_available():
         return RELEASE_ARCHITECTURES
-    # PTX of the newest that this torch was compiled for, and so its nvcc knows, serves a GPU that is newer than both.
+    # A GPU newer than torch and nvcc needs PTX of the newest architecture that this torch was compiled for, which its
+    # nvcc therefore supports.
     known = [divmod(int(number), 10) for number in re.findall(r"sm_(\d+)", " ".join(torch.cuda.get_arch_list()))]
     own = {min(torch.cuda.get_device_capability(i), max(known)) for i in range(torch.cuda.device_count())}
     return ";".join("%d.%d" % capability for capability in sorted(own)) + "+PTX"
@@ -94,12 +96,12 @@ def architectures(torch):
 def extensions(torch, home):
     from torch.utils.cpp_extension import CppExtension, CUDAExtension
     sanitize = os.environ.get("SPARSE_CE_SANITIZE")
-    # Python's own flags say -fwrapv, with which label smoothing takes 1.15 times as long (g++ 12).
+    # Python's own flags contain -fwrapv, which makes label smoothing take 1.15 times as long (g++ 12).
     cxx = ["-std=c++17", "-O3", "-fno-wrapv", "-fvisibility=hidden", "-fopenmp-simd", "-fno-math-errno",
            "-fno-trapping-math", "-g0", STABLE_ABI]
     link = []
     if sanitize:
-        # Checks of addresses as calls, and none of sizes that they are checked against: a third less to compile.
+        # Address checks are calls, and object-size checks are disabled: together this cuts the compile time by a third.
         cxx += [f"-fsanitize={sanitize}", "-fno-sanitize-recover=undefined", "-fno-sanitize=object-size",
                 "--param=asan-instrumentation-with-call-threshold=0", "-fno-omit-frame-pointer", "-g1", "-O1"]
         link += [f"-fsanitize={sanitize}"]
@@ -109,12 +111,12 @@ def extensions(torch, home):
     reason = why_no_cuda(torch, home)
     if reason is not None:
         if os.environ.get("SPARSE_CE_CUDA") == "1":
-            sys.exit(f"sparse_ce: SPARSE_CE_CUDA=1 asks for CUDA kernels, but {reason}")
-        print(f"sparse_ce: building CPU kernels only ({reason}), against torch {torch.__version__}: takes some minutes")
+            sys.exit(f"sparse_ce: SPARSE_CE_CUDA=1 requires CUDA kernels, but {reason}")
+        print(f"sparse_ce: building CPU kernels only ({reason}), against torch {torch.__version__}: takes minutes")
         return found
     chosen = os.environ["TORCH_CUDA_ARCH_LIST"] = architectures(torch)
     print(f"sparse_ce: building CPU and CUDA kernels, toolkit {home}, architectures {chosen}, against torch "
-          f"{torch.__version__}: takes minutes for each architecture")
+          f"{torch.__version__}: takes minutes per architecture")
     # -fmad=false: see multiply_add in csrc/core/scalar_math.h.
     nvcc = ["-std=c++17", "-O3", "-fmad=false", "--threads=2", "-Xcompiler=-fvisibility=hidden",
             "-U__CUDA_NO_HALF_CONVERSIONS__", "-U__CUDA_NO_HALF_OPERATORS__", "-U__CUDA_NO_BFLOAT16_CONVERSIONS__",
@@ -126,9 +128,9 @@ def extensions(torch, home):
 
 
 def long_description():
-    """Returns README.md for a package index, which has no other file of the repository.
+    """Returns README.md for a package index, which has no other files of the repository.
 
-    Links to files of the repository become their text, and pictures are left out.
+    Links to files of the repository are replaced by their text, and images are removed.
     """
     with open("README.md", encoding="utf-8") as file:
         text = file.read()
@@ -137,20 +139,20 @@ def long_description():
 
 
 def compilation():
-    """The arguments of setup() that take torch and a compiler."""
+    """Returns the arguments of setup() that need torch and a compiler."""
     require_compiler()
     home = cuda_home()
     if home:
-        os.environ["CUDA_HOME"] = home  # before cpp_extension is imported, which guesses
+        os.environ["CUDA_HOME"] = home  # must precede the import of cpp_extension, which guesses otherwise
     torch = require_torch()
     from torch.utils.cpp_extension import BuildExtension
 
     class Build(BuildExtension):
         def get_export_symbols(self, ext):
-            return []  # loaded by torch.ops.load_library: there is no PyInit to export
+            return []  # torch.ops.load_library loads the library, so there is no PyInit to export
 
         def run(self):
-            # A wheel takes all that lies there, CUDA kernels of an earlier build for another torch included.
+            # A wheel contains every file in the build folder, even CUDA kernels of an earlier build for another torch.
             for library in glob(os.path.join(self.build_lib, "sparse_ce", "_C*.so")):
                 os.remove(library)
             super().run()

@@ -1,6 +1,6 @@
-"""Whether an installed sparse_ce computes: loss and gradient of a few forms of target against the float64 formula.
+"""Checks that an installed sparse_ce computes loss and gradient for a few target formats as the float64 formula does.
 
-Needs torch alone, and runs outside of the source tree. Prints one line, or fails.
+It needs only torch, and runs outside the source tree. It prints one line, or fails.
 """
 
 import sys
@@ -23,7 +23,7 @@ hidden, head = torch.randn(ROWS, 16), 4 * torch.randn(CLASSES, 16)
 
 
 def exact(logits, target):
-    """Loss and gradient of each row: lse * mass - <target, logits>, softmax * mass - target."""
+    """Computes loss and gradient of each row: lse * mass - <target, logits>, softmax * mass - target."""
     lse, mass = logits.logsumexp(1, keepdim=True), target.sum(1, keepdim=True)
     gradient = upstream.double()[:, None] * (logits.softmax(1) * mass - target)
     return (lse * mass)[:, 0] - (target * logits).sum(1), gradient
@@ -51,7 +51,7 @@ def main():
         agree(found.detach(), loss)
         agree(x.grad, gradient @ head.double())
         agree(w.grad, gradient.t() @ hidden.double())
-    print(f"sparse_ce computes what float64 does: {', '.join(targets)}; torch {torch.__version__}, "
+    print(f"sparse_ce agrees with float64: {', '.join(targets)}; torch {torch.__version__}, "
           f"Python {sys.version.split()[0]}")
 
 

@@ -1,4 +1,4 @@
-"""Prints what uv needs in its environment to find packages where pip, as it is configured here, does: shell exports."""
+"""Prints shell exports that make uv use the same package indexes as pip on this machine."""
 
 import shlex
 import subprocess
@@ -9,11 +9,11 @@ NAMES = {"index-url": ("UV_DEFAULT_INDEX", " "), "extra-index-url": ("UV_INDEX",
 
 listed = subprocess.run([sys.executable, "-m", "pip", "config", "list"], capture_output=True, text=True, check=True)
 settings = {}
-# The environment has the last word.
+# Environment variables override configuration files.
 for line in sorted(listed.stdout.splitlines(), key=lambda line: line.startswith(":env:")):
     name, _, value = line.partition("=")
     settings[name.rpartition(".")[2]] = value.strip().strip("'")
 for name, (variable, separator) in NAMES.items():
     if settings.get(name):
         print(f"export {variable}={shlex.quote(separator.join(settings[name].replace(chr(92) + 'n', ' ').split()))}")
-print("export UV_INDEX_STRATEGY=unsafe-best-match")  # as pip does: the best of all indexes
+print("export UV_INDEX_STRATEGY=unsafe-best-match")  # pip also takes the best version of all indexes
